@@ -1,0 +1,169 @@
+// SPDX-License-Identifier: Apache-2.0
+// cuattn from C++: attention, attention_varlen and merge_states over borrowed arrays on the CPU or a CUDA device.
+// A thin wrapper over the C ABI (c_api.h) that throws; it never allocates and never waits for the device.
+// Source of the mathematics: online softmax, arXiv:1805.02867; FlashAttention-2, arXiv:2307.08691.
+//
+//   cuattn::TensorView q(q_ptr, cuattn::DType::bf16, {batch, seqlen_q, num_heads_q, head_dim}, {kDLCUDA, 0});
+//   cuattn::AttentionOptions options;
+//   options.causal = true;
+//   cuattn::attention(q, k, v, out, options, {workspace, workspace_bytes}, stream);
+#pragma once
+
+#include <cmath>
+#include <cstddef>
+#include <new>
+#include <stdexcept>
+#include <string>
+
+#include "cuattn/c_api.h"
+#include "cuattn/tensor.h"
+
+namespace cuattn {
+
+#ifndef CUATTN_INTERNAL
+struct CudaError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+struct NotImplemented : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+#endif
+
+// bshd: [batch, seqlen, num_heads, head_dim]; bhsd: heads before sequence.
+enum class Layout : int32_t { bshd = CUATTN_LAYOUT_BSHD, bhsd = CUATTN_LAYOUT_BHSD, nhd = CUATTN_LAYOUT_NHD,
+                              thd = CUATTN_LAYOUT_THD };
+
+// The options of attention and attention_varlen; names, defaults and meaning are those of the Python functions.
+// Tensor pointers are borrowed for the duration of the call.
+struct AttentionOptions {
+  Layout layout = Layout::bshd;
+  bool causal = false;               // bottom-right aligned: query i sees key j when j <= i + seqlen_kv - seqlen_q
+  int64_t window_left = kUnlimited;  // keys to the left of the diagonal
+  int64_t window_right = kUnlimited;
+  double scale = std::nan("");  // NaN here means the default, 1 / sqrt(head_dim)
+  double softcap = 0.0;         // scores become softcap * tanh(scores / softcap); 0 = off
+  const TensorView* alibi_slopes = nullptr;  // float32 [num_heads_q] or [batch, num_heads_q]
+  const TensorView* sinks = nullptr;         // float32 [num_heads_q]
+  const TensorView* bias = nullptr;  // q's dtype, float32 or bool; broadcastable to [batch, num_heads_q, sq, skv]
+  const TensorView* seqused_q = nullptr;  // int32 [batch]
+  const TensorView* seqused_k = nullptr;  // int32 [batch]
+  const TensorView* lse = nullptr;        // float32 output [batch, num_heads_q, seqlen_q]; ragged [num_heads_q, total_q]
+  bool batch_invariant = false;
+  int32_t num_splits = 0;
+  const char* backend = "auto";
+};
+
+// Device memory lent for one call, 256-byte aligned; its size is given by attention_workspace_bytes.
+struct Workspace {
+  void* data = nullptr;
+  size_t bytes = 0;
+};
+
+namespace detail {
+
+// Turns a status into the matching exception; CUATTN_OK passes.
+inline void check(cuattn_status status) {
+  if (status == CUATTN_OK) return;
+  std::string message = cuattn_last_error();
+  switch (status) {
+    case CUATTN_INVALID_ARGUMENT: throw std::invalid_argument(message);
+    case CUATTN_NOT_IMPLEMENTED: throw NotImplemented(message);
+    case CUATTN_CUDA_ERROR: throw CudaError(message);
+    default: throw std::runtime_error(message);
+  }
+}
+
+// DLTensors of an option struct; lives beside the C options that point into it.
+struct COptions {
+  DLTensor alibi_slopes, sinks, bias, seqused_q, seqused_k, cu_seqlens_q, cu_seqlens_k;
+  cuattn_attention_options c;
+
+  explicit COptions(const AttentionOptions& o) {
+    cuattn_attention_options_init(&c);
+    c.layout = static_cast<int32_t>(o.layout);
+    c.causal = o.causal;
+    c.window_left = o.window_left;
+    c.window_right = o.window_right;
+    c.has_scale = !std::isnan(o.scale);
+    c.scale = c.has_scale ? o.scale : 0.0;
+    c.softcap = o.softcap;
+    c.num_splits = o.num_splits;
+    c.batch_invariant = o.batch_invariant;
+    c.return_lse = o.lse != nullptr;
+    c.backend = o.backend;
+    c.alibi_slopes = borrow(o.alibi_slopes, alibi_slopes);
+    c.sinks = borrow(o.sinks, sinks);
+    c.bias = borrow(o.bias, bias);
+    c.seqused_q = borrow(o.seqused_q, seqused_q);
+    c.seqused_k = borrow(o.seqused_k, seqused_k);
+  }
+  COptions(const COptions&) = delete;
+
+  static const DLTensor* borrow(const TensorView* view, DLTensor& storage) {
+    if (view == nullptr) return nullptr;
+    storage = view->dl();
+    return &storage;
+  }
+};
+
+inline cuattn_attention_call prepare(const TensorView& q, const TensorView& k, const TensorView& v,
+                                     const COptions& options) {
+  cuattn_attention_call call;
+  DLTensor dq = q.dl(), dk = k.dl(), dv = v.dl();
+  check(cuattn_attention_prepare(&dq, &dk, &dv, &options.c, &call));
+  return call;
+}
+
+inline void run(cuattn_attention_call& call, const TensorView& out, const TensorView* lse, Workspace workspace,
+                void* stream) {
+  DLTensor d_out = out.dl(), d_lse;
+  const DLTensor* lse_pointer = COptions::borrow(lse, d_lse);
+  check(cuattn_attention_run(&call, &d_out, lse_pointer, workspace.data, workspace.bytes, stream));
+}
+
+}  // namespace detail
+
+// Bytes of workspace that attention() needs for these arguments; 0 for most kernels.
+inline size_t attention_workspace_bytes(const TensorView& q, const TensorView& k, const TensorView& v,
+                                        const AttentionOptions& options = {}) {
+  detail::COptions c(options);
+  return detail::prepare(q, k, v, c).workspace_bytes;
+}
+
+// out = softmax(mask(bias + alibi + softcap(scale * q k^T))) v.
+// q [batch, seqlen_q, num_heads_q, head_dim], k [batch, seqlen_kv, num_heads_kv, head_dim], v and out alike with
+// head_dim_v; float32, float16 or bfloat16; stream is a cudaStream_t (ignored on the CPU).
+// Throws std::invalid_argument, NotImplemented, CudaError or std::runtime_error; nothing is launched then.
+inline void attention(const TensorView& q, const TensorView& k, const TensorView& v, const TensorView& out,
+                      const AttentionOptions& options = {}, Workspace workspace = {}, void* stream = nullptr) {
+  detail::COptions c(options);
+  cuattn_attention_call call = detail::prepare(q, k, v, c);
+  detail::run(call, out, options.lse, workspace, stream);
+}
+
+// The same over sequences packed end to end: q [total_q, num_heads_q, head_dim], k and v [total_kv, num_heads_kv, dim];
+// sequence b owns rows cu_seqlens_q[b] .. cu_seqlens_q[b + 1]. max_seqlen_* are upper bounds of the lengths.
+inline void attention_varlen(const TensorView& q, const TensorView& k, const TensorView& v,
+                             const TensorView& cu_seqlens_q, const TensorView& cu_seqlens_k, int64_t max_seqlen_q,
+                             int64_t max_seqlen_k, const TensorView& out, const AttentionOptions& options = {},
+                             Workspace workspace = {}, void* stream = nullptr) {
+  detail::COptions c(options);
+  c.c.cu_seqlens_q = detail::COptions::borrow(&cu_seqlens_q, c.cu_seqlens_q);
+  c.c.cu_seqlens_k = detail::COptions::borrow(&cu_seqlens_k, c.cu_seqlens_k);
+  c.c.max_seqlen_q = max_seqlen_q;
+  c.c.max_seqlen_k = max_seqlen_k;
+  cuattn_attention_call call = detail::prepare(q, k, v, c);
+  detail::run(call, out, options.lse, workspace, stream);
+}
+
+// Merges two attention results over disjoint keys into the result over their union:
+// out = (out_a exp(lse_a) + out_b exp(lse_b)) / (exp(lse_a) + exp(lse_b)). A side with lse = -inf has no keys.
+inline void merge_states(const TensorView& out_a, const TensorView& lse_a, const TensorView& out_b,
+                         const TensorView& lse_b, const TensorView& out, const TensorView* lse_out = nullptr,
+                         Layout layout = Layout::bshd, void* stream = nullptr) {
+  DLTensor oa = out_a.dl(), la = lse_a.dl(), ob = out_b.dl(), lb = lse_b.dl(), o = out.dl(), l;
+  detail::check(cuattn_merge_states(&oa, &la, &ob, &lb, &o, detail::COptions::borrow(lse_out, l),
+                                    static_cast<int32_t>(layout), stream));
+}
+
+}  // namespace cuattn

@@ -1,0 +1,79 @@
+// SPDX-License-Identifier: Apache-2.0
+// The element types of the kernels: storage, and conversion to and from float (round to nearest even).
+// PTX instead of cuda_fp16.h and cuda_bf16.h: half the compile time, and NVRTC needs no header path. Next: mma_sm80.cuh.
+#pragma once
+
+#include "cuattn/device/math.cuh"
+
+namespace cuattn::device {
+
+struct Half {
+  uint16_t bits;
+};
+struct Bfloat16 {
+  uint16_t bits;
+};
+
+template <DType kType>
+struct ElementOf;
+template <>
+struct ElementOf<DType::f32> {
+  using type = float;
+};
+template <>
+struct ElementOf<DType::f16> {
+  using type = Half;
+};
+template <>
+struct ElementOf<DType::bf16> {
+  using type = Bfloat16;
+};
+template <DType kType>
+using Element = typename ElementOf<kType>::type;
+
+__device__ __forceinline__ float to_float(float x) { return x; }
+
+__device__ __forceinline__ float to_float(Half x) {
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
+  return y;
+}
+
+__device__ __forceinline__ float to_float(Bfloat16 x) { return __uint_as_float(static_cast<uint32_t>(x.bits) << 16); }
+
+template <class T>
+__device__ __forceinline__ T from_float(float x);
+
+template <>
+__device__ __forceinline__ float from_float<float>(float x) {
+  return x;
+}
+
+template <>
+__device__ __forceinline__ Half from_float<Half>(float x) {
+  Half y;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+  return y;
+}
+
+template <>
+__device__ __forceinline__ Bfloat16 from_float<Bfloat16>(float x) {
+  Bfloat16 y;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+  return y;
+}
+
+// Two neighbours in one register, the lower column in the lower half: an MMA operand register.
+template <DType kType>
+__device__ __forceinline__ uint32_t pack2(float low, float high) {
+  static_assert(kType == DType::f16 || kType == DType::bf16, "pack2 packs 16-bit types");
+  uint32_t y;
+  if constexpr (kType == DType::f16) {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+  }
+  return y;
+}
+
+}  // namespace cuattn::device

@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a tile of scores goes through before the softmax: which key tiles a query tile visits, which of them need a mask,
+// and the score functor (softcap, ALiBi, bias). Conventions: params.h, docs/numerics.md. Next: prefill_simt.cuh.
+#pragma once
+
+#include "cuattn/device/convert.cuh"
+
+namespace cuattn::device {
+
+// Key tiles of kTileN keys that the query rows [row_begin, row_end) visit: [begin, end). Every row sees all keys of
+// the tiles [full_begin, full_end), so those run without a mask; the others test each element.
+//
+//     begin     full_begin      full_end     end
+//       | masked    |   unmasked   |  masked  |        walked right to left: the running maximum is good early
+struct TileRange {
+  int32_t begin, end, full_begin, full_end;
+};
+
+template <int kTileN>
+CUATTN_HOST_DEVICE TileRange tile_range(int32_t window_left, int32_t window_right, int32_t row_begin, int32_t row_end,
+                                        int32_t queries, int32_t keys) {
+  if (row_end <= row_begin || keys <= 0) return {0, 0, 0, 0};
+  KeyRange first = visible_keys(window_left, window_right, row_begin, queries, keys);
+  KeyRange last = visible_keys(window_left, window_right, row_end - 1, queries, keys);
+  if (last.end <= first.begin) return {0, 0, 0, 0};
+  TileRange range;
+  range.begin = first.begin / kTileN;
+  range.end = (last.end - 1) / kTileN + 1;
+  range.full_begin = (last.begin + kTileN - 1) / kTileN;
+  range.full_end = first.end / kTileN;
+  return range;
+}
+
+// Scores from dot products. `kUnit` scales the result to base 2: identity leaves the scale to the softmax's one FFMA,
+// scored returns natural units.
+template <DType kType, ScoreKind kScore>
+struct ScoreMod;
+
+template <DType kType>
+struct ScoreMod<kType, ScoreKind::identity> {
+  float to_log2;  // score * to_log2 is the exponent in base 2; positive
+
+  __device__ ScoreMod(const PrefillParams& p, int32_t, int32_t, int32_t, int32_t) : to_log2(p.scale * kLog2e) {}
+  __device__ float operator()(float dot, int32_t, int32_t) const { return dot; }
+};
+
+template <DType kType>
+struct ScoreMod<kType, ScoreKind::scored> {
+  float to_log2 = kLog2e;
+  float scale, softcap, inv_softcap, slope;
+  int32_t diagonal;  // key position of query row 0
+  const char* bias;  // of this batch and head, or nullptr
+  DType bias_dtype;
+  int64_t bias_stride_q, bias_stride_kv;
+
+  __device__ ScoreMod(const PrefillParams& p, int32_t b, int32_t head, int32_t queries, int32_t keys)
+      : scale(p.scale),
+        softcap(p.softcap),
+        inv_softcap(p.softcap > 0.0f ? 1.0f / p.softcap : 0.0f),
+        slope(p.alibi_slopes == nullptr ? 0.0f
+                                        : p.alibi_slopes[b * p.alibi_stride_batch + head * p.alibi_stride_head]),
+        diagonal(keys - queries),
+        bias(nullptr),
+        bias_dtype(p.bias_dtype),
+        bias_stride_q(p.bias_stride_q),
+        bias_stride_kv(p.bias_stride_kv) {
+    if (p.bias != nullptr) {
+      int64_t size = bias_dtype == DType::f32 ? 4 : bias_dtype == DType::boolean ? 1 : 2;
+      bias = static_cast<const char*>(p.bias) + (b * p.bias_stride_batch + head * p.bias_stride_head) * size;
+    }
+  }
+
+  // `row` < queries and `key` < keys: callers clamp the padding of a tile before they ask.
+  __device__ float operator()(float dot, int32_t row, int32_t key) const {
+    float score = dot * scale;
+    if (softcap > 0.0f) score = softcap * tanh_exp2(score * inv_softcap);
+    if (slope != 0.0f) score -= slope * fabsf(static_cast<float>(row + diagonal - key));
+    if (bias != nullptr) {
+      int64_t at = row * bias_stride_q + key * bias_stride_kv;
+      if (bias_dtype == DType::f32) {
+        score += reinterpret_cast<const float*>(bias)[at];
+      } else if (bias_dtype == DType::boolean) {
+        if (bias[at] == 0) score = negative_infinity();
+      } else if constexpr (kType != DType::f32) {
+        score += to_float(reinterpret_cast<const Element<kType>*>(bias)[at]);
+      }
+    }
+    return score;
+  }
+};
+
+}  // namespace cuattn::device

@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: Apache-2.0
+// Scalar mathematics and reductions of the kernels. Base 2 inside, natural units at the edges.
+// No includes but params.h: compiles under nvcc and NVRTC. Next: convert.cuh.
+#pragma once
+
+#include "cuattn/params.h"
+
+namespace cuattn::device {
+
+constexpr float kLog2e = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;
+
+__device__ __forceinline__ float negative_infinity() { return __int_as_float(0xff800000); }
+
+// ex2.approx: at most 2 ulp; 0 for -inf. Subnormal results flush to 0.
+__device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ float log2_approx(float x) {
+  float y;
+  asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ float rcp_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// tanh(x) = 1 - 2 / (1 + e^(2x)): absolute error about 1e-7, and right at both infinities.
+__device__ __forceinline__ float tanh_exp2(float x) {
+  return 1.0f - 2.0f * rcp_approx(1.0f + exp2_approx(x * (2.0f * kLog2e)));
+}
+
+// Over the 4 lanes of a quad, which share one row of an MMA accumulator.
+__device__ __forceinline__ float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
+  return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
+}
+
+__device__ __forceinline__ float quad_sum(float x) {
+  x += __shfl_xor_sync(0xffffffffu, x, 1);
+  return x + __shfl_xor_sync(0xffffffffu, x, 2);
+}
+
+__device__ __forceinline__ float warp_max(float x) {
+#pragma unroll
+  for (int lane = 16; lane > 0; lane /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, lane));
+  return x;
+}
+
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+  for (int lane = 16; lane > 0; lane /= 2) x += __shfl_xor_sync(0xffffffffu, x, lane);
+  return x;
+}
+
+template <class T>
+CUATTN_HOST_DEVICE constexpr T ceil_div(T a, T b) {
+  return (a + b - 1) / b;
+}
+
+}  // namespace cuattn::device
