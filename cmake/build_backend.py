@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PEP 517 back-end: scikit-build-core, plus the CUDA toolkit wheels where a build needs them and has no nvcc.
+
+They are 105 MB, so they are asked for only when CUDA is wanted: CUATTN_CUDA=ON, or AUTO (the default) on a machine
+with an NVIDIA driver.
+"""
+
+import os
+import platform
+import shutil
+from pathlib import Path
+
+from scikit_build_core import build as _build
+from scikit_build_core.build import *  # noqa: F403  (re-exports the hooks)
+
+_TOOLKIT = "cuda-toolkit[nvcc,cccl]==13.0.*"  # runs on every driver from 580 on
+_SPLIT_MODE = "nanobind-backend>=1.0"  # the stub generator imports the module
+
+
+def _define(config_settings, name, default):
+    value = (config_settings or {}).get(f"cmake.define.{name}") or os.environ.get(name) or default
+    return str(value).upper()
+
+
+def _has_nvcc():
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    return (
+        bool(os.environ.get("CUDACXX"))
+        or shutil.which("nvcc") is not None
+        or any(home and Path(home, "bin", "nvcc").exists() for home in homes)
+    )
+
+
+def _extra(config_settings):
+    extra = []
+    wanted = _define(config_settings, "CUATTN_CUDA", "AUTO")
+    if wanted == "AUTO":
+        wanted = "ON" if Path("/proc/driver/nvidia").exists() else "OFF"
+    if wanted in ("ON", "1", "TRUE", "YES") and platform.system() == "Linux" and not _has_nvcc():
+        extra.append(_TOOLKIT)
+    if _define(config_settings, "CUATTN_ABI3", "OFF") == "ON":
+        extra.append(_SPLIT_MODE)
+    return extra
+
+
+def get_requires_for_build_wheel(config_settings=None):
+    """Build requirements of a wheel."""
+    return [*_build.get_requires_for_build_wheel(config_settings), *_extra(config_settings)]
+
+
+def get_requires_for_build_editable(config_settings=None):
+    """Build requirements of an editable install."""
+    return [*_build.get_requires_for_build_editable(config_settings), *_extra(config_settings)]

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+# Finds nvcc, turns CUDA on, and says how CUDA sources are compiled. Sets CUATTN_HAVE_CUDA, CUATTN_ARCHS_TEXT, and for
+# each kind of source (portable, sm90) the list CUATTN_ARCHS_<kind>. Next: cmake/instances.cmake.
+#
+# CUATTN_CUDA_ARCHS lists compute capabilities: `90` is machine code, and the largest one also gives PTX for later
+# devices; `90-real` is machine code without PTX, `90-virtual` PTX alone. The sm90 kernels (90a code, which runs on
+# nothing else) are compiled when 90 is in the list.
+set(CUATTN_HAVE_CUDA OFF)
+set(CUATTN_ARCHS_TEXT "")
+string(TOUPPER "${CUATTN_CUDA}" cuda_wanted)
+if(NOT cuda_wanted MATCHES "^(AUTO|ON|OFF|TRUE|FALSE|1|0|YES|NO)$")
+  message(FATAL_ERROR "CUATTN_CUDA must be AUTO, ON or OFF, got '${CUATTN_CUDA}'")
+endif()
+if(cuda_wanted MATCHES "^(OFF|FALSE|0|NO)$")
+  return()
+endif()
+
+# The compiler: as told, then a toolkit of the machine, then the wheels of cuda-toolkit[nvcc,cccl].
+set(nvcc_wheel "")
+if(NOT CMAKE_CUDA_COMPILER)
+  if(DEFINED ENV{CUDACXX})
+    set(CMAKE_CUDA_COMPILER $ENV{CUDACXX})
+  else()
+    find_program(nvcc_found nvcc NO_CACHE
+      HINTS ${CUDAToolkit_ROOT} $ENV{CUDA_HOME} $ENV{CUDA_PATH} PATHS /usr/local/cuda PATH_SUFFIXES bin)
+    if(NOT nvcc_found)
+      find_package(Python QUIET COMPONENTS Interpreter)
+      execute_process(
+        COMMAND ${Python_EXECUTABLE} -c
+          "import importlib.util as u, pathlib as p
+for d in getattr(u.find_spec('nvidia'), 'submodule_search_locations', None) or []:
+    print(*p.Path(d).glob('cu13/bin/nvcc'))"
+        OUTPUT_VARIABLE nvcc_found OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
+      string(REGEX MATCH "[^\n]+" nvcc_found "${nvcc_found}")
+      set(nvcc_wheel "${nvcc_found}")
+    endif()
+    if(nvcc_found)
+      set(CMAKE_CUDA_COMPILER ${nvcc_found})
+    endif()
+  endif()
+endif()
+if(NOT CMAKE_CUDA_COMPILER)
+  set(way_out "Set CUDACXX to nvcc (13.0 or later), or build for the CPU alone with "
+              "CUATTN_CUDA=OFF (pip: -C cmake.define.CUATTN_CUDA=OFF).")
+  string(CONCAT way_out ${way_out})
+  if(cuda_wanted STREQUAL "AUTO")
+    message(WARNING "cuattn is built WITHOUT CUDA, for the CPU alone: no nvcc was found. ${way_out}")
+    return()
+  endif()
+  message(FATAL_ERROR "CUATTN_CUDA=${CUATTN_CUDA}, but no nvcc was found. ${way_out}")
+endif()
+if(nvcc_wheel OR CMAKE_CUDA_COMPILER MATCHES "/nvidia/cu13/bin/nvcc$")
+  # Note: nvcc.profile of the 13.0 and 13.1 wheels searches lib64/, the wheels ship lib/.
+  cmake_path(GET CMAKE_CUDA_COMPILER PARENT_PATH nvcc_root)
+  cmake_path(GET nvcc_root PARENT_PATH nvcc_root)
+  string(APPEND CMAKE_CUDA_FLAGS " -L${nvcc_root}/lib")
+endif()
+
+# Architectures.
+set(real "")
+set(virtual "")
+set(newest 0)
+foreach(arch IN LISTS CUATTN_CUDA_ARCHS)
+  if(NOT arch MATCHES "^([0-9]+)(-real|-virtual)?$")
+    message(FATAL_ERROR "CUATTN_CUDA_ARCHS must list entries like 90, 90-real or 90-virtual, got '${arch}'")
+  endif()
+  if(CMAKE_MATCH_2 STREQUAL "-virtual")
+    list(APPEND virtual ${CMAKE_MATCH_1})
+  else()
+    list(APPEND real ${CMAKE_MATCH_1})
+    if(CMAKE_MATCH_2 STREQUAL "" AND CMAKE_MATCH_1 GREATER newest)
+      set(newest ${CMAKE_MATCH_1})
+    endif()
+  endif()
+endforeach()
+if(newest)
+  list(APPEND virtual ${newest})
+endif()
+list(REMOVE_DUPLICATES real)
+list(REMOVE_DUPLICATES virtual)
+list(TRANSFORM real APPEND "-real" OUTPUT_VARIABLE CUATTN_ARCHS_portable)
+list(TRANSFORM virtual APPEND "-virtual" OUTPUT_VARIABLE virtual_archs)
+list(APPEND CUATTN_ARCHS_portable ${virtual_archs})
+list(TRANSFORM virtual APPEND "-ptx" OUTPUT_VARIABLE ptx)
+set(CUATTN_ARCHS_TEXT ${real} ${ptx})
+set(CUATTN_ARCHS_sm90 "")
+if("90" IN_LIST real)
+  set(CUATTN_ARCHS_sm90 "90a-real")
+endif()
+
+set(CMAKE_CUDA_ARCHITECTURES ${CUATTN_ARCHS_portable})
+set(CMAKE_CUDA_STANDARD 20)
+set(CMAKE_CUDA_STANDARD_REQUIRED ON)
+set(CMAKE_CUDA_VISIBILITY_PRESET hidden)
+set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
+enable_language(CUDA)
+if(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 12.8)
+  message(FATAL_ERROR "cuattn needs nvcc 12.8 or later, found ${CMAKE_CUDA_COMPILER_VERSION} "
+                      "(${CMAKE_CUDA_COMPILER})")
+endif()
+# The launcher keeps what ptxas says (registers, spills, warnings) beside each object for tests/test_ptxas.py.
+set(CMAKE_CUDA_COMPILER_LAUNCHER ${PROJECT_SOURCE_DIR}/cmake/nvcc_log.sh)
+add_compile_options("$<$<COMPILE_LANGUAGE:CUDA>:SHELL:-lineinfo --compress-mode=size -Xptxas=-v -Xcompiler=-Wall>")
+set(CUATTN_HAVE_CUDA ON)
+
+# Objects of libcuattn compiled for one kind of device: hand-written sources and the rows of the table.
+function(cuattn_cuda_library kind)
+  get_property(instances GLOBAL PROPERTY CUATTN_INSTANCES_${kind})
+  set(sources ${ARGN} ${instances})
+  if(NOT sources OR NOT CUATTN_ARCHS_${kind})
+    return()
+  endif()
+  add_library(cuattn_cuda_${kind} OBJECT ${sources})
+  target_link_libraries(cuattn_cuda_${kind} PRIVATE cuattn_private)
+  target_include_directories(cuattn_cuda_${kind} PRIVATE ${PROJECT_BINARY_DIR}/instances)
+  set_target_properties(cuattn_cuda_${kind} PROPERTIES CUDA_ARCHITECTURES "${CUATTN_ARCHS_${kind}}")
+  target_sources(cuattn PRIVATE $<TARGET_OBJECTS:cuattn_cuda_${kind}>)
+  set_property(GLOBAL APPEND PROPERTY CUATTN_CUDA_OBJECTS $<TARGET_OBJECTS:cuattn_cuda_${kind}>)
+endfunction()
