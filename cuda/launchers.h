@@ -13,5 +13,6 @@ void launch_cublas(const PrefillParams& params, int device_id, cudaStream_t stre
 bool cublas_available();
 void launch_merge(const MergeParams& params, cudaStream_t stream);     // merge_states.cu
 void check_prefill(const PrefillParams& params, cudaStream_t stream);  // check.cu: synchronises
+const void* probe_kernel();  // check.cu: some kernel of the portable build, to ask which code the device would run
 
 }  // namespace cuattn

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // The choice of a kernel: from what a call asks and what a device offers to one rung of the ladder, with the reason.
-// Pure functions: tested on made-up GPUs, without any. Next: src/plan.cpp (the ladder), cuda/tile_config.h (the tiles).
+// Pure functions: tested on made-up GPUs, without any. Next: src/plan.cpp (the ladder), tile_config.h (the tiles).
 #pragma once
 
 #include <cstddef>
 #include <string>
 
 #include "cuattn/params.h"
+#include "cuattn/tile_config.h"
 
 namespace cuattn {
 
@@ -34,11 +35,6 @@ struct PrefillRequest {
 
 enum class Kernel : int32_t { cpu_naive, cpu, naive, cublas, tiled, simt, sm80 };
 constexpr int kNumKernels = 7;
-
-// What a CTA computes: m query rows against n keys at a time, `stages` K/V tiles in flight, by `warps` warps.
-struct Tile {
-  int32_t m, n, stages, warps;
-};
 
 struct Plan {
   Kernel kernel;

@@ -1,0 +1,197 @@
+// SPDX-License-Identifier: Apache-2.0
+// The CUDA side of backend.h: a Plan becomes a launch. Compiled instances are found in the list that cuda/instances.cmake
+// generates (instances.inc); the other kernels are called by name. Next: prefill_sm80.cuh, prefill_simt.cuh, naive.cu.
+#include "cuattn/backend.h"
+
+#include <cuda_runtime.h>
+
+#include <atomic>
+#include <cstdio>
+#include <cstring>
+#include <mutex>
+
+#include "launch.h"
+#include "launchers.h"
+
+namespace cuattn {
+
+// Declarations of the generated wrappers.
+namespace instances {
+#define CUATTN_INSTANCE(kernel, rung, dtype, head_dim, head_dim_v, mask, score, tile, archs) \
+  void kernel##_##dtype##_##head_dim##x##head_dim_v##_##mask##_##score##_##tile(const PrefillParams&, cudaStream_t);
+#include "instances.inc"
+#undef CUATTN_INSTANCE
+}  // namespace instances
+
+namespace {
+
+constexpr bool kTile_large = false, kTile_small = true;  // tile column of the table -> Plan::small_tile
+
+struct Instance {
+  Kernel kernel;
+  DType dtype;
+  int32_t head_dim, head_dim_v;
+  MaskKind mask;
+  ScoreKind score;
+  bool small_tile;
+  const char* archs;
+  void (*launch)(const PrefillParams&, cudaStream_t);
+};
+
+constexpr Instance kInstances[] = {
+#define CUATTN_INSTANCE(kernel, rung, dtype, head_dim, head_dim_v, mask, score, tile, archs)           \
+  {Kernel::rung, DType::dtype, head_dim, head_dim_v, MaskKind::mask, ScoreKind::score, kTile_##tile, archs, \
+   instances::kernel##_##dtype##_##head_dim##x##head_dim_v##_##mask##_##score##_##tile},
+#include "instances.inc"
+#undef CUATTN_INSTANCE
+};
+
+const Instance& find_instance(const PrefillParams& p, const Plan& plan) {
+  for (const Instance& instance : kInstances) {
+    if (instance.kernel == plan.kernel && instance.dtype == p.dtype && instance.head_dim == plan.head_dim &&
+        instance.head_dim_v == plan.head_dim_v && instance.mask == p.mask && instance.score == p.score &&
+        instance.small_tile == plan.small_tile) {
+      return instance;
+    }
+  }
+  CUATTN_ASSERT(false, "no instance of ", kernel_name(plan.kernel), " for ", dtype_name(p.dtype), " head_dim ",
+                plan.head_dim, "x", plan.head_dim_v, " ", mask_name(p.mask), " ", score_name(p.score));
+  return kInstances[0];
+}
+
+// Makes `device` current for the calling thread, and restores what was.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int device) {
+    CUATTN_CUDA_TRY(cudaGetDevice(&previous_));
+    if (previous_ == device) {
+      previous_ = -1;
+    } else {
+      CUATTN_CUDA_TRY(cudaSetDevice(device));
+    }
+  }
+  ~DeviceGuard() {
+    if (previous_ >= 0) cudaSetDevice(previous_);
+  }
+  DeviceGuard(const DeviceGuard&) = delete;
+
+ private:
+  int previous_ = -1;
+};
+
+// 1: machine code for the device is in the build; 0: PTX that the driver compiles; -1: neither, or no driver. Asked of a
+// kernel that every build holds.
+int32_t native_code(int32_t major, int32_t minor) {
+  cudaFuncAttributes attributes;
+  cudaError_t status = cudaFuncGetAttributes(&attributes, probe_kernel());
+  if (status != cudaSuccess) {
+    cudaGetLastError();
+    return -1;
+  }
+  return attributes.binaryVersion == major * 10 + minor || attributes.binaryVersion / 10 == major ? 1 : 0;
+}
+
+DeviceInfo query_device(int32_t device_id) {
+  DeviceGuard guard(device_id);
+  DeviceInfo info{};
+  info.is_cuda = true;
+  info.id = device_id;
+  cudaDeviceProp properties;
+  CUATTN_CUDA_TRY(cudaGetDeviceProperties(&properties, device_id));
+  info.major = properties.major;
+  info.minor = properties.minor;
+  info.num_sms = properties.multiProcessorCount;
+  info.smem_per_block_optin = static_cast<int32_t>(properties.sharedMemPerBlockOptin);
+  info.native = native_code(properties.major, properties.minor);
+  info.has_cublas = false;
+  std::strncpy(info.name, properties.name, sizeof(info.name) - 1);
+  return info;
+}
+
+constexpr int kMaxDevices = 64;
+
+// Device properties do not change: asked once per device. Whether cuBLAS can be had may (a library loaded later), so
+// that is asked until the answer is yes.
+DeviceInfo device_info(int32_t device_id) {
+  static std::mutex mutex;
+  static DeviceInfo cache[kMaxDevices];
+  static std::atomic<bool> ready[kMaxDevices];
+  CUATTN_REQUIRE(device_id >= 0 && device_id < kMaxDevices, "attention: device cuda:", device_id,
+                 " is out of range; use one of the first ", kMaxDevices);
+  if (!ready[device_id].load(std::memory_order_acquire)) {
+    DeviceInfo info = query_device(device_id);
+    std::lock_guard<std::mutex> lock(mutex);
+    cache[device_id] = info;
+    ready[device_id].store(true, std::memory_order_release);
+  }
+  DeviceInfo info = cache[device_id];
+  info.has_cublas = cublas_available();
+  return info;
+}
+
+void prefill(const PrefillParams& params, const Plan& plan, int32_t device_id, Stream stream) {
+  DeviceGuard guard(device_id);
+  cudaStream_t cuda_stream = static_cast<cudaStream_t>(stream);
+  switch (plan.kernel) {
+    case Kernel::naive: return launch_naive(params, cuda_stream);
+    case Kernel::cublas: return launch_cublas(params, device_id, cuda_stream);
+    default: return find_instance(params, plan).launch(params, cuda_stream);
+  }
+}
+
+void merge(const MergeParams& params, int32_t device_id, Stream stream) {
+  DeviceGuard guard(device_id);
+  launch_merge(params, static_cast<cudaStream_t>(stream));
+}
+
+void check(const PrefillParams& params, int32_t device_id, Stream stream) {
+  DeviceGuard guard(device_id);
+  check_prefill(params, static_cast<cudaStream_t>(stream));
+}
+
+void list_kernels(std::vector<KernelInfo>& list) {
+  for (const Instance& i : kInstances) {
+    list.push_back({"attention", kernel_name(i.kernel), i.archs, dtype_name(i.dtype), i.head_dim, i.head_dim_v,
+                    mask_name(i.mask), score_name(i.score), i.small_tile ? "small" : "large"});
+  }
+  for (DType dtype : {DType::f32, DType::f16, DType::bf16}) {
+    for (Kernel kernel : {Kernel::naive, Kernel::cublas}) {
+      list.push_back({"attention", kernel_name(kernel), CUATTN_ARCHS, dtype_name(dtype), 256, 256, "any", "any", "any"});
+    }
+    list.push_back({"merge_states", "merge", CUATTN_ARCHS, dtype_name(dtype), 1024, 1024, "any", "any", "any"});
+  }
+}
+
+std::string version_text(int version) { return concat(version / 1000, ".", version % 1000 / 10); }
+
+std::string describe() {
+  int driver = 0, runtime = 0, count = 0;
+  if (cudaDriverGetVersion(&driver) != cudaSuccess) driver = 0;
+  cudaRuntimeGetVersion(&runtime);
+  cudaError_t status = cudaGetDeviceCount(&count);
+  if (status != cudaSuccess) count = 0;
+  cudaGetLastError();
+  std::string devices;
+  for (int id = 0; id < count; ++id) {
+    DeviceInfo info = device_info(id);
+    devices += concat(id > 0 ? ", " : "", "{\"id\": ", id, ", \"name\": \"", info.name, "\", \"compute_capability\": \"",
+                      info.major, ".", info.minor, "\", \"sms\": ", info.num_sms,
+                      ", \"shared_memory_per_block\": ", info.smem_per_block_optin, ", \"code\": \"",
+                      info.native > 0    ? "native"
+                      : info.native == 0 ? "ptx"
+                                         : "unsupported",
+                      "\"}");
+  }
+  return concat("{\"driver\": \"", driver > 0 ? version_text(driver) : "none", "\", \"runtime\": \"",
+                version_text(runtime), "\", \"status\": \"", cudaGetErrorName(status), "\", \"cublas\": ",
+                cublas_available() ? "true" : "false", ", \"devices\": [", devices, "]}");
+}
+
+}  // namespace
+
+const Backend* cuda_backend() {
+  static const Backend backend{device_info, prefill, merge, check, list_kernels, describe};
+  return &backend;
+}
+
+}  // namespace cuattn

@@ -1,0 +1,352 @@
+// SPDX-License-Identifier: Apache-2.0
+// attention and attention_varlen in two steps: validate (arrays and options to PrefillParams) and run (outputs, launch).
+// Between the two stand the plan (plan.cpp) and the caller's allocation of outputs and workspace.
+#include "attention.h"
+
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+
+#include "validate.h"
+
+namespace cuattn {
+namespace {
+
+constexpr int32_t kHeadDimStep = 8, kMaxHeadDim = 256;
+
+// Where each axis of an array lies: dense bshd or bhsd, or ragged [total, heads, dim].
+struct Axes {
+  int32_t ndim, batch, seq, head;  // batch = -1: ragged
+  const char* names;
+};
+
+Axes axes_of(bool ragged, int32_t layout) {
+  if (ragged) return {3, -1, 0, 1, "[total, num_heads, head_dim]"};
+  if (layout == CUATTN_LAYOUT_BSHD) return {4, 0, 1, 2, "[batch, seqlen, num_heads, head_dim]"};
+  return {4, 0, 2, 1, "[batch, num_heads, seqlen, head_dim]"};
+}
+
+Strides strides_of(const TensorView& view, const Axes& axes) {
+  return {axes.batch < 0 ? 0 : stride_of(view, axes.batch), stride_of(view, axes.seq), stride_of(view, axes.head)};
+}
+
+int32_t checked_extent(const char* function, const char* argument, const char* axis, int64_t extent) {
+  CUATTN_REQUIRE(extent <= 0x7fffffff, function, ": ", argument, " must have ", axis,
+                 " up to 2147483647, got ", extent, "; split the call");
+  return static_cast<int32_t>(extent);
+}
+
+void check_head_dim(const char* function, const char* argument, const char* axis, int64_t head_dim) {
+  CUATTN_REQUIRE(head_dim >= kHeadDimStep && head_dim <= kMaxHeadDim && head_dim % kHeadDimStep == 0, function, ": ",
+                 argument, " must have ", axis, " a multiple of ", kHeadDimStep, " up to ", kMaxHeadDim, ", got ",
+                 head_dim, "; pad it with zeros and pass scale= of the true head_dim");
+}
+
+// q, k and v: ranks, dtypes, devices, extents, strides.
+void read_arrays(AttentionCall& call, const TensorView& q, const TensorView& k, const TensorView& v, bool check_data) {
+  const char* fn = call.function();
+  PrefillParams& p = call.params;
+  Axes axes = axes_of(call.ragged, call.layout);
+  const struct {
+    const char* name;
+    const TensorView& view;
+  } arrays[] = {{"q", q}, {"k", k}, {"v", v}};
+  p.dtype = attention_dtype(fn, "q", q);
+  for (const auto& [name, view] : arrays) {
+    require_rank(fn, name, view, axes.ndim, axes.names);
+    require_dtype(fn, name, view, p.dtype, " like q");
+    require_device(fn, name, view, call.device);
+  }
+  int32_t dim = axes.ndim - 1;
+  check_head_dim(fn, "q", "head_dim", q.shape[dim]);
+  require_extent(fn, "k", "head_dim", k.shape[dim], q.shape[dim], "q");
+  check_head_dim(fn, "v", "head_dim_v", v.shape[dim]);
+  require_extent(fn, "v", "num_heads_kv", v.shape[axes.head], k.shape[axes.head], "k");
+  require_extent(fn, "v", call.ragged ? "total" : "seqlen_kv", v.shape[axes.seq], k.shape[axes.seq], "k");
+  if (axes.batch >= 0) {
+    require_extent(fn, "k", "batch", k.shape[axes.batch], q.shape[axes.batch], "q");
+    require_extent(fn, "v", "batch", v.shape[axes.batch], q.shape[axes.batch], "q");
+    p.batch = checked_extent(fn, "q", "batch", q.shape[axes.batch]);
+    p.seqlen_q = checked_extent(fn, "q", "seqlen_q", q.shape[axes.seq]);
+    p.seqlen_kv = checked_extent(fn, "k", "seqlen_kv", k.shape[axes.seq]);
+  }
+  p.num_heads_q = checked_extent(fn, "q", "num_heads_q", q.shape[axes.head]);
+  p.num_heads_kv = checked_extent(fn, "k", "num_heads_kv", k.shape[axes.head]);
+  CUATTN_REQUIRE(p.num_heads_q == 0 || (p.num_heads_kv > 0 && p.num_heads_q % p.num_heads_kv == 0), fn,
+                 ": q must have num_heads_q a multiple of num_heads_kv, got ", p.num_heads_q, " and ", p.num_heads_kv,
+                 "; repeat or drop heads");
+  p.head_dim = static_cast<int32_t>(q.shape[dim]);
+  p.head_dim_v = static_cast<int32_t>(v.shape[dim]);
+  p.total_q = call.ragged ? q.shape[0] : int64_t{p.batch} * p.seqlen_q;
+  p.total_kv = call.ragged ? k.shape[0] : int64_t{p.batch} * p.seqlen_kv;
+  for (const auto& [name, view] : arrays) require_rows(fn, name, view, false, check_data);
+  p.q = q.data;
+  p.k = k.data;
+  p.v = v.data;
+  p.q_strides = strides_of(q, axes);
+  p.k_strides = strides_of(k, axes);
+  p.v_strides = strides_of(v, axes);
+}
+
+// An int32 vector of lengths or offsets: contiguous, on the device of q.
+const int32_t* read_lengths(const AttentionCall& call, const char* name, const DLTensor* tensor, int64_t extent,
+                            const char* rule, bool check_data) {
+  if (tensor == nullptr) return nullptr;
+  const char* fn = call.function();
+  TensorView view(*tensor);
+  require_dtype(fn, name, view, DType::i32, "");
+  require_device(fn, name, view, call.device);
+  CUATTN_REQUIRE(view.ndim == 1 && view.shape[0] == extent, fn, ": ", name, " must have shape (", rule, ",) = (",
+                 extent, ",), got ", shape_text(view), "; give one entry per sequence");
+  CUATTN_REQUIRE(stride_of(view, 0) == 1 || extent <= 1, fn, ": ", name, " must be contiguous, got strides ",
+                 strides_text(view), "; make a contiguous copy");
+  require_strided(fn, name, view, false, check_data);
+  return static_cast<const int32_t*>(view.data);
+}
+
+void read_ragged(AttentionCall& call, const cuattn_attention_options& o, bool check_data) {
+  const char* fn = call.function();
+  PrefillParams& p = call.params;
+  CUATTN_REQUIRE(o.cu_seqlens_q != nullptr && o.cu_seqlens_k != nullptr, fn,
+                 ": cu_seqlens_q and cu_seqlens_k must both be given, got one; pass int32 [batch + 1] for each");
+  CUATTN_REQUIRE(o.cu_seqlens_q->ndim == 1 && o.cu_seqlens_q->shape[0] >= 1, fn,
+                 ": cu_seqlens_q must have shape (batch + 1,), got ", shape_text(TensorView(*o.cu_seqlens_q)),
+                 "; start it with 0");
+  p.batch = checked_extent(fn, "cu_seqlens_q", "batch", o.cu_seqlens_q->shape[0] - 1);
+  p.cu_seqlens_q = read_lengths(call, "cu_seqlens_q", o.cu_seqlens_q, p.batch + int64_t{1}, "batch + 1", check_data);
+  p.cu_seqlens_kv = read_lengths(call, "cu_seqlens_k", o.cu_seqlens_k, p.batch + int64_t{1}, "batch + 1", check_data);
+  CUATTN_REQUIRE(o.max_seqlen_q >= 0, fn, ": max_seqlen_q must be >= 0, got ", o.max_seqlen_q,
+                 "; pass an upper bound of the query lengths");
+  CUATTN_REQUIRE(o.max_seqlen_k >= 0, fn, ": max_seqlen_k must be >= 0, got ", o.max_seqlen_k,
+                 "; pass an upper bound of the key lengths");
+  // No sequence is longer than all rows together; a generous bound costs no empty tiles.
+  int64_t longest_q = o.max_seqlen_q < p.total_q ? o.max_seqlen_q : p.total_q;
+  int64_t longest_kv = o.max_seqlen_k < p.total_kv ? o.max_seqlen_k : p.total_kv;
+  p.seqlen_q = checked_extent(fn, "q", "max_seqlen_q", longest_q);
+  p.seqlen_kv = checked_extent(fn, "k", "max_seqlen_k", longest_kv);
+}
+
+// A window side that reaches past every key is no limit.
+int32_t window_side(int64_t side, int32_t longest) {
+  return side < 0 || side >= longest - int64_t{1} ? static_cast<int32_t>(kUnlimited) : static_cast<int32_t>(side);
+}
+
+void read_mask(AttentionCall& call, const cuattn_attention_options& o) {
+  PrefillParams& p = call.params;
+  CUATTN_REQUIRE(o.window_left >= -1 && o.window_right >= -1, call.function(),
+                 ": window must hold two integers >= -1 (-1 = unlimited), got (", o.window_left, ", ", o.window_right,
+                 "); pass (left, right)");
+  int64_t right = o.causal ? 0 : o.window_right;
+  p.window_left = window_side(o.window_left, p.seqlen_kv);
+  p.window_right = window_side(right, p.seqlen_q);
+  p.mask = p.window_left >= 0    ? MaskKind::window
+           : p.window_right < 0  ? MaskKind::none
+           : p.window_right == 0 ? MaskKind::causal
+                                 : MaskKind::window;
+}
+
+void read_alibi(AttentionCall& call, const DLTensor* tensor, bool check_data) {
+  if (tensor == nullptr) return;
+  const char* fn = call.function();
+  PrefillParams& p = call.params;
+  TensorView view(*tensor);
+  require_dtype(fn, "alibi_slopes", view, DType::f32, "");
+  require_device(fn, "alibi_slopes", view, call.device);
+  bool per_head = view.ndim == 1 && view.shape[0] == p.num_heads_q;
+  bool per_batch = view.ndim == 2 && view.shape[0] == p.batch && view.shape[1] == p.num_heads_q;
+  CUATTN_REQUIRE(per_head || per_batch, fn, ": alibi_slopes must have shape (num_heads_q,) = (", p.num_heads_q,
+                 ",) or (batch, num_heads_q) = (", p.batch, ", ", p.num_heads_q, "), got ", shape_text(view),
+                 "; give one slope per query head");
+  require_strided(fn, "alibi_slopes", view, false, check_data);
+  p.alibi_slopes = static_cast<const float*>(view.data);
+  p.alibi_stride_batch = per_batch ? stride_of(view, 0) : 0;
+  p.alibi_stride_head = stride_of(view, per_batch ? 1 : 0);
+}
+
+void read_sinks(AttentionCall& call, const DLTensor* tensor, bool check_data) {
+  if (tensor == nullptr) return;
+  const char* fn = call.function();
+  PrefillParams& p = call.params;
+  TensorView view(*tensor);
+  require_dtype(fn, "sinks", view, DType::f32, "");
+  require_device(fn, "sinks", view, call.device);
+  CUATTN_REQUIRE(view.ndim == 1 && view.shape[0] == p.num_heads_q, fn, ": sinks must have shape (num_heads_q,) = (",
+                 p.num_heads_q, ",), got ", shape_text(view), "; give one logit per query head");
+  require_strided(fn, "sinks", view, false, check_data);
+  p.sinks = static_cast<const float*>(view.data);
+  p.sinks_stride = stride_of(view, 0);
+}
+
+// Broadcast from the right, as numpy does, to [batch, num_heads_q, seqlen_q, seqlen_kv].
+void read_bias(AttentionCall& call, const DLTensor* tensor, bool check_data) {
+  if (tensor == nullptr) return;
+  const char* fn = call.function();
+  PrefillParams& p = call.params;
+  TensorView view(*tensor);
+  require_device(fn, "bias", view, call.device);
+  if (view.is(DType::boolean)) {
+    p.bias_dtype = DType::boolean;
+  } else {
+    p.bias_dtype = view.is(DType::f32) ? DType::f32 : p.dtype;
+    CUATTN_REQUIRE(view.is(p.bias_dtype), fn, ": bias must be float32, bool or the dtype of q (", dtype_name(p.dtype),
+                   "), got ", text(view.dtype), "; cast it");
+  }
+  const int64_t full[4] = {p.batch, p.num_heads_q, p.seqlen_q, p.seqlen_kv};
+  int64_t strides[4] = {0, 0, 0, 0};
+  bool broadcasts = view.ndim <= 4;
+  for (int32_t axis = 0; broadcasts && axis < view.ndim; ++axis) {
+    int32_t to = 4 - view.ndim + axis;
+    broadcasts = view.shape[axis] == full[to] || view.shape[axis] == 1;
+    strides[to] = stride_of(view, axis);
+  }
+  CUATTN_REQUIRE(broadcasts, fn, ": bias must broadcast to [batch, num_heads_q, seqlen_q, seqlen_kv] = (", full[0],
+                 ", ", full[1], ", ", full[2], ", ", full[3], "), got ", shape_text(view),
+                 "; add axes of extent 1 where it is shared");
+  require_strided(fn, "bias", view, false, check_data);
+  p.bias = view.data;
+  if (!check_data && p.bias == nullptr) p.bias = &call;  // explain: only its presence matters
+  p.bias_stride_batch = strides[0];
+  p.bias_stride_head = strides[1];
+  p.bias_stride_q = strides[2];
+  p.bias_stride_kv = strides[3];
+}
+
+void read_scores(AttentionCall& call, const cuattn_attention_options& o, bool check_data) {
+  const char* fn = call.function();
+  PrefillParams& p = call.params;
+  double scale = o.has_scale ? o.scale : 1.0 / std::sqrt(static_cast<double>(p.head_dim));
+  CUATTN_REQUIRE(std::isfinite(scale) && std::isfinite(static_cast<float>(scale)), fn,
+                 ": scale must be a finite number, got ", o.scale, "; pass None for 1 / sqrt(head_dim)");
+  CUATTN_REQUIRE(std::isfinite(o.softcap) && o.softcap >= 0.0, fn, ": softcap must be >= 0 and finite, got ",
+                 o.softcap, "; pass 0 to switch it off");
+  p.scale = static_cast<float>(scale);
+  p.softcap = static_cast<float>(o.softcap);
+  read_alibi(call, o.alibi_slopes, check_data);
+  read_bias(call, o.bias, check_data);
+  read_sinks(call, o.sinks, check_data);
+  // A scale that is not positive turns the running maximum around: the scored kernels apply it before the maximum.
+  bool scored = p.softcap > 0.0f || o.alibi_slopes != nullptr || p.bias != nullptr || !(p.scale > 0.0f);
+  p.score = scored ? ScoreKind::scored : ScoreKind::identity;
+}
+
+// CUATTN_CHECK=1: device-side lengths are read back and checked, at the price of a synchronisation.
+bool checks_device_data() {
+  static const bool enabled = [] {
+    const char* value = std::getenv("CUATTN_CHECK");
+    return value != nullptr && std::strcmp(value, "0") != 0 && value[0] != '\0';
+  }();
+  return enabled;
+}
+
+void check_output(const AttentionCall& call, const char* name, const TensorView& view, DType dtype,
+                  const int64_t* shape, int32_t ndim) {
+  const char* fn = call.function();
+  require_dtype(fn, name, view, dtype, "");
+  require_device(fn, name, view, call.device);
+  TensorView want;
+  want.ndim = ndim;
+  bool same = view.ndim == ndim;
+  for (int32_t axis = 0; axis < ndim; ++axis) {
+    want.shape[axis] = shape[axis];
+    same = same && view.shape[axis] == shape[axis];
+  }
+  CUATTN_REQUIRE(same, fn, ": ", name, " must have shape ", shape_text(want), ", got ", shape_text(view),
+                 "; allocate it with that shape");
+}
+
+}  // namespace
+
+AttentionCall validate_attention(const TensorView& q, const TensorView& k, const TensorView& v,
+                                 const cuattn_attention_options& o, bool check_data) {
+  AttentionCall call{};
+  call.ragged = o.cu_seqlens_q != nullptr || o.cu_seqlens_k != nullptr;
+  call.layout = o.layout;
+  call.device = q.device;
+  const char* fn = call.function();
+  CUATTN_REQUIRE(o.layout == CUATTN_LAYOUT_BSHD || o.layout == CUATTN_LAYOUT_BHSD, fn,
+                 ": layout must be 'bshd' or 'bhsd', got code ", o.layout, "; choose one of these");
+  read_arrays(call, q, k, v, check_data);
+  if (call.ragged) read_ragged(call, o, check_data);
+  PrefillParams& p = call.params;
+  p.seqused_q = read_lengths(call, "seqused_q", o.seqused_q, p.batch, "batch", check_data);
+  p.seqused_kv = read_lengths(call, "seqused_k", o.seqused_k, p.batch, "batch", check_data);
+  read_mask(call, o);
+  read_scores(call, o, check_data);
+  if (o.num_splits < 0) {
+    fail<InvalidArgument>(fn, ": num_splits must be >= 0, got ", o.num_splits, "; pass 0 to let cuattn choose");
+  }
+  if (o.num_splits > 1) {
+    fail<NotImplemented>(fn, ": num_splits = ", o.num_splits,
+                         " asks for split keys, which no kernel of this op does yet; pass 0");
+  }
+  return call;
+}
+
+PrefillRequest request_of(const AttentionCall& call) {
+  const PrefillParams& p = call.params;
+  PrefillRequest r{};
+  r.dtype = p.dtype;
+  r.batch = p.batch;
+  r.num_heads_q = p.num_heads_q;
+  r.num_heads_kv = p.num_heads_kv;
+  r.head_dim = p.head_dim;
+  r.head_dim_v = p.head_dim_v;
+  r.seqlen_q = p.seqlen_q;
+  r.seqlen_kv = p.seqlen_kv;
+  r.ragged = call.ragged;
+  r.uses_seqused = p.seqused_q != nullptr || p.seqused_kv != nullptr;
+  r.mask = p.mask;
+  r.score = p.score;
+  r.has_sinks = p.sinks != nullptr;
+  return r;
+}
+
+void run_attention(AttentionCall& call, const TensorView& out, const TensorView* lse, void* workspace,
+                   size_t workspace_bytes, Stream stream) {
+  const char* fn = call.function();
+  PrefillParams& p = call.params;
+  Axes axes = axes_of(call.ragged, call.layout);
+
+  int64_t out_shape[4] = {p.total_q, p.num_heads_q, p.head_dim_v, 0};
+  int64_t lse_shape[3] = {p.num_heads_q, p.total_q, 0};
+  if (!call.ragged) {
+    out_shape[axes.batch] = p.batch;
+    out_shape[axes.seq] = p.seqlen_q;
+    out_shape[axes.head] = p.num_heads_q;
+    out_shape[3] = p.head_dim_v;
+    lse_shape[0] = p.batch;
+    lse_shape[1] = p.num_heads_q;
+    lse_shape[2] = p.seqlen_q;
+  }
+  check_output(call, "out", out, p.dtype, out_shape, axes.ndim);
+  require_rows(fn, "out", out, true, true);
+  p.out = out.data;
+  p.out_strides = strides_of(out, axes);
+  p.lse = nullptr;
+  if (lse != nullptr) {
+    check_output(call, "lse_out", *lse, DType::f32, lse_shape, axes.ndim - 1);
+    require_strided(fn, "lse_out", *lse, true, true);
+    p.lse = static_cast<float*>(lse->data);
+    p.lse_strides = call.ragged ? Strides{0, stride_of(*lse, 1), stride_of(*lse, 0)}
+                                : Strides{stride_of(*lse, 0), stride_of(*lse, 2), stride_of(*lse, 1)};
+  }
+
+  bool cuda = is_cuda(call.device);
+  const Backend& backend = backend_of(fn, call.device);
+  bool ragged_or_used = p.cu_seqlens_q != nullptr || p.seqused_q != nullptr || p.seqused_kv != nullptr;
+  if (ragged_or_used && (!cuda || checks_device_data())) backend.check(p, call.device.device_id, stream);
+  if (out.size() == 0) return;
+
+  size_t alignment = cuda ? 256 : 16;  // what CUDA allocators and malloc give
+  if (workspace_bytes < call.plan.workspace_bytes || (call.plan.workspace_bytes > 0 && workspace == nullptr)) {
+    fail<OutOfMemory>(fn, ": workspace must hold ", call.plan.workspace_bytes, " bytes for backend '",
+                      kernel_name(call.plan.kernel), "', got ", workspace_bytes,
+                      "; allocate as explain() says, or use backend='auto'");
+  }
+  CUATTN_REQUIRE(reinterpret_cast<uintptr_t>(workspace) % alignment == 0, fn, ": workspace must start on ", alignment,
+                 " bytes; take it from an allocator, not from the middle of an array");
+  p.workspace = workspace;
+  backend.prefill(p, call.plan, call.device.device_id, stream);
+}
+
+}  // namespace cuattn

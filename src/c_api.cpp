@@ -1,0 +1,236 @@
+// SPDX-License-Identifier: Apache-2.0
+// The C ABI: views in, exceptions out as status codes, and the text of the last one per thread.
+#include "cuattn/c_api.h"
+
+#include <cstring>
+#include <new>
+#include <string>
+#include <vector>
+
+#include "attention.h"
+#include "info.h"
+#include "merge.h"
+#include "validate.h"
+
+#ifndef CUATTN_VERSION
+#define CUATTN_VERSION "0.0.0"
+#endif
+
+namespace cuattn {
+namespace {
+
+thread_local std::string last_error;
+
+cuattn_status failed(cuattn_status status, const char* message) {
+  last_error = message;
+  return status;
+}
+
+// Runs `body`; no exception leaves the library.
+template <class Body>
+cuattn_status guarded(Body&& body) noexcept {
+  try {
+    body();
+    return CUATTN_OK;
+  } catch (const InvalidArgument& e) {
+    return failed(CUATTN_INVALID_ARGUMENT, e.what());
+  } catch (const NotImplemented& e) {
+    return failed(CUATTN_NOT_IMPLEMENTED, e.what());
+  } catch (const UnsupportedDevice& e) {
+    return failed(CUATTN_UNSUPPORTED_DEVICE, e.what());
+  } catch (const CudaError& e) {
+    return failed(CUATTN_CUDA_ERROR, e.what());
+  } catch (const OutOfMemory& e) {
+    return failed(CUATTN_OUT_OF_MEMORY, e.what());
+  } catch (const std::bad_alloc&) {
+    return failed(CUATTN_OUT_OF_MEMORY, "cuattn: the host is out of memory");
+  } catch (const std::exception& e) {
+    return failed(CUATTN_INTERNAL_ERROR, e.what());
+  }
+}
+
+// A required array; `what` names it in the refusal.
+TensorView view_of(const char* function, const char* argument, const DLTensor* tensor) {
+  CUATTN_REQUIRE(tensor != nullptr, function, ": ", argument, " must be an array, got NULL; pass a DLTensor");
+  return TensorView(*tensor);
+}
+
+void check_options(const cuattn_attention_options* options) {
+  CUATTN_REQUIRE(options != nullptr && options->struct_size == sizeof(cuattn_attention_options),
+                 "attention: options must be initialised by cuattn_attention_options_init of this library version, "
+                 "got struct_size ",
+                 options == nullptr ? 0 : options->struct_size, ", want ", sizeof(cuattn_attention_options));
+}
+
+AttentionCall& state_of(cuattn_attention_call& call) { return *reinterpret_cast<AttentionCall*>(call.state); }
+
+DeviceInfo device_info_of(const AttentionCall& call, const cuattn_device* made_up) {
+  if (made_up == nullptr) return backend_of(call.function(), call.device).device_info(call.device.device_id);
+  DeviceInfo info{};
+  info.is_cuda = made_up->is_cuda != 0;
+  info.major = made_up->major;
+  info.minor = made_up->minor;
+  info.num_sms = made_up->num_sms;
+  info.smem_per_block_optin = made_up->smem_per_block_optin;
+  info.native = made_up->native;
+  info.has_cublas = made_up->has_cublas != 0;
+  std::memcpy(info.name, made_up->name, sizeof(info.name));
+  info.name[sizeof(info.name) - 1] = '\0';
+  return info;
+}
+
+void fill_shapes(const TensorView& q, cuattn_attention_call& c) {
+  const AttentionCall& call = state_of(c);
+  const PrefillParams& p = call.params;
+  c.device = call.device;
+  c.out_dtype = dl_dtype(p.dtype);
+  c.out_ndim = q.ndim;
+  for (int32_t axis = 0; axis + 1 < q.ndim; ++axis) c.out_shape[axis] = q.shape[axis];
+  c.out_shape[q.ndim - 1] = p.head_dim_v;
+  c.lse_ndim = q.ndim - 1;
+  if (call.ragged) {
+    c.lse_shape[0] = p.num_heads_q;
+    c.lse_shape[1] = p.total_q;
+  } else {
+    c.lse_shape[0] = p.batch;
+    c.lse_shape[1] = p.num_heads_q;
+    c.lse_shape[2] = p.seqlen_q;
+  }
+  c.workspace_bytes = call.plan.workspace_bytes;
+  c.nothing_to_do = p.total_q == 0 || p.num_heads_q == 0;
+}
+
+template <size_t kSize>
+void copy_text(char (&to)[kSize], const std::string& from) {
+  size_t length = from.size() < kSize - 1 ? from.size() : kSize - 1;
+  std::memcpy(to, from.data(), length);
+  to[length] = '\0';
+}
+
+std::vector<KernelInfo> all_kernels() {
+  std::vector<KernelInfo> list;
+  cpu_backend().list_kernels(list);
+  if (const Backend* cuda = cuda_backend()) cuda->list_kernels(list);
+  return list;
+}
+
+}  // namespace
+}  // namespace cuattn
+
+using namespace cuattn;
+
+extern "C" {
+
+const char* cuattn_last_error(void) { return last_error.c_str(); }
+
+const char* cuattn_version(void) { return CUATTN_VERSION; }
+
+void cuattn_attention_options_init(cuattn_attention_options* options) {
+  std::memset(options, 0, sizeof(*options));
+  options->struct_size = sizeof(*options);
+  options->window_left = options->window_right = kUnlimited;
+}
+
+cuattn_status cuattn_attention_prepare(const DLTensor* q, const DLTensor* k, const DLTensor* v,
+                                       const cuattn_attention_options* options, cuattn_attention_call* call) {
+  return guarded([&] {
+    check_options(options);
+    TensorView view = view_of("attention", "q", q);
+    AttentionCall& state = *new (call->state) AttentionCall(validate_attention(
+        view, view_of("attention", "k", k), view_of("attention", "v", v), *options, /*check_data=*/true));
+    state.plan = select_prefill(request_of(state), device_info_of(state, nullptr), options->backend);
+    fill_shapes(view, *call);
+  });
+}
+
+cuattn_status cuattn_attention_run(cuattn_attention_call* call, const DLTensor* out, const DLTensor* lse,
+                                   void* workspace, size_t workspace_bytes, void* stream) {
+  return guarded([&] {
+    AttentionCall& state = state_of(*call);
+    TensorView lse_view;
+    if (lse != nullptr) lse_view = TensorView(*lse);
+    run_attention(state, view_of(state.function(), "out", out), lse != nullptr ? &lse_view : nullptr, workspace,
+                  workspace_bytes, stream);
+  });
+}
+
+cuattn_status cuattn_merge_states(const DLTensor* out_a, const DLTensor* lse_a, const DLTensor* out_b,
+                                  const DLTensor* lse_b, const DLTensor* out, const DLTensor* lse_out, int32_t layout,
+                                  void* stream) {
+  return guarded([&] {
+    const char* fn = "merge_states";
+    TensorView lse_view;
+    if (lse_out != nullptr) lse_view = TensorView(*lse_out);
+    merge_states(view_of(fn, "out_a", out_a), view_of(fn, "lse_a", lse_a), view_of(fn, "out_b", out_b),
+                 view_of(fn, "lse_b", lse_b), view_of(fn, "out", out), lse_out != nullptr ? &lse_view : nullptr,
+                 layout, stream);
+  });
+}
+
+cuattn_status cuattn_merge_many(const DLTensor* outs, const DLTensor* lses, const DLTensor* out,
+                                const DLTensor* lse_out, int32_t layout, void* stream) {
+  return guarded([&] {
+    const char* fn = "merge_states";
+    TensorView lse_view;
+    if (lse_out != nullptr) lse_view = TensorView(*lse_out);
+    merge_many(view_of(fn, "outs", outs), view_of(fn, "lses", lses), view_of(fn, "out", out),
+               lse_out != nullptr ? &lse_view : nullptr, layout, stream);
+  });
+}
+
+cuattn_status cuattn_attention_explain(const DLTensor* q, const DLTensor* k, const DLTensor* v,
+                                       const cuattn_attention_options* options, const cuattn_device* device,
+                                       cuattn_plan* result) {
+  return guarded([&] {
+    check_options(options);
+    const char* fn = "attention";
+    AttentionCall call = validate_attention(view_of(fn, "q", q), view_of(fn, "k", k), view_of(fn, "v", v), *options,
+                                            /*check_data=*/false);
+    PrefillRequest request = request_of(call);
+    DeviceInfo info = device_info_of(call, device);
+    Plan plan = select_prefill(request, info, options->backend);
+    std::memset(result, 0, sizeof(*result));
+    copy_text(result->kernel, kernel_name(plan.kernel));
+    copy_text(result->mask, mask_name(request.mask));
+    copy_text(result->score, score_name(request.score));
+    copy_text(result->reason, plan.reason);
+    copy_text(result->ladder, explain_prefill(request, info, options->backend));
+    result->tile_m = plan.tile.m;
+    result->tile_n = plan.tile.n;
+    result->stages = plan.tile.stages;
+    result->warps = plan.tile.warps;
+    result->head_dim = plan.head_dim;
+    result->head_dim_v = plan.head_dim_v;
+    result->num_splits = plan.num_splits;
+    result->workspace_bytes = plan.workspace_bytes;
+  });
+}
+
+int32_t cuattn_kernel_count(void) { return static_cast<int32_t>(all_kernels().size()); }
+
+cuattn_status cuattn_kernel_at(int32_t index, cuattn_kernel_info* info) {
+  return guarded([&] {
+    std::vector<KernelInfo> list = all_kernels();
+    CUATTN_REQUIRE(index >= 0 && index < static_cast<int32_t>(list.size()), "kernel_at: index must be in [0, ",
+                   list.size(), "), got ", index, "; see cuattn_kernel_count()");
+    const KernelInfo& kernel = list[index];
+    std::memset(info, 0, sizeof(*info));
+    copy_text(info->op, kernel.op);
+    copy_text(info->kernel, kernel.kernel);
+    copy_text(info->arch, kernel.arch);
+    copy_text(info->dtype, kernel.dtype);
+    copy_text(info->mask, kernel.mask);
+    copy_text(info->score, kernel.score);
+    copy_text(info->tile, kernel.tile);
+    info->head_dim = kernel.head_dim;
+    info->head_dim_v = kernel.head_dim_v;
+  });
+}
+
+const char* cuattn_info_json(void) {
+  thread_local std::string text;
+  if (guarded([&] { text = info_json(); }) != CUATTN_OK) text = "{}";
+  return text.c_str();
+}
+
+}  // extern "C"

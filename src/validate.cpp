@@ -1,0 +1,133 @@
+// SPDX-License-Identifier: Apache-2.0
+// The wording of refusals, one function per rule.
+#include "validate.h"
+
+namespace cuattn {
+namespace {
+
+std::string list_text(const int64_t* values, int32_t n) {
+  std::string list = "(";
+  for (int32_t i = 0; i < n; ++i) list += concat(i > 0 ? ", " : "", values[i]);
+  return list + (n == 1 ? ",)" : ")");
+}
+
+constexpr int64_t kRowAlignment = 16;  // bytes: one 128-bit load
+
+}  // namespace
+
+std::string text(DLDevice device) {
+  if (is_cpu(device)) return "cpu";
+  return concat(is_cuda(device) ? "cuda:" : "device type ", is_cuda(device) ? device.device_id : device.device_type);
+}
+
+std::string text(DLDataType dtype) {
+  std::string lanes = dtype.lanes > 1 ? concat("x", dtype.lanes) : "";
+  int bits = dtype.bits;
+  switch (dtype.code) {
+    case kDLInt: return concat("int", bits, lanes);
+    case kDLUInt: return concat("uint", bits, lanes);
+    case kDLFloat: return concat("float", bits, lanes);
+    case kDLBfloat: return concat("bfloat", bits, lanes);
+    case kDLComplex: return concat("complex", bits, lanes);
+    case kDLBool: return "bool" + lanes;
+    case kDLFloat8_e4m3fn: return "float8_e4m3fn" + lanes;
+    case kDLFloat8_e5m2: return "float8_e5m2" + lanes;
+    default: return concat("dtype code ", static_cast<int>(dtype.code), " of ", bits, " bits", lanes);
+  }
+}
+
+std::string shape_text(const TensorView& view) {
+  if (view.ndim > kMaxDims) return concat(view.ndim, " axes");
+  return list_text(view.shape.data(), view.ndim);
+}
+
+std::string strides_text(const TensorView& view) { return list_text(view.strides.data(), view.ndim); }
+
+const Backend& backend_of(const char* function, DLDevice device) {
+  if (is_cpu(device)) return cpu_backend();
+  if (!is_cuda(device)) {
+    fail<UnsupportedDevice>(function, ": q must be on the CPU or a CUDA device, got ", text(device),
+                            "; copy it to one of these");
+  }
+  const Backend* cuda = cuda_backend();
+  if (cuda == nullptr) {
+    fail<UnsupportedDevice>(function, ": q is on ", text(device),
+                            " but this build of cuattn has no CUDA kernels; rebuild with CUATTN_CUDA=ON, or move the "
+                            "arrays to the CPU");
+  }
+  return *cuda;
+}
+
+DType attention_dtype(const char* function, const char* argument, const TensorView& view) {
+  for (DType dtype : {DType::f32, DType::f16, DType::bf16}) {
+    if (view.is(dtype)) return dtype;
+  }
+  if (view.is(DType::e4m3)) {
+    fail<NotImplemented>(function, ": ", argument,
+                         " is float8_e4m3fn, for which no kernel is built yet; cast to bfloat16");
+  }
+  fail<InvalidArgument>(function, ": ", argument, " must be float32, float16 or bfloat16, got ", text(view.dtype),
+                        "; cast it first");
+}
+
+void require_rank(const char* function, const char* argument, const TensorView& view, int32_t ndim, const char* axes) {
+  CUATTN_REQUIRE(view.ndim == ndim, function, ": ", argument, " must have ", ndim, " axes ", axes, ", got ", view.ndim,
+                 " with shape ", shape_text(view), "; reshape it");
+}
+
+void require_dtype(const char* function, const char* argument, const TensorView& view, DType dtype, const char* like) {
+  CUATTN_REQUIRE(view.is(dtype), function, ": ", argument, " must be ", dtype_name(dtype), like, ", got ",
+                 text(view.dtype), "; cast it");
+}
+
+void require_device(const char* function, const char* argument, const TensorView& view, DLDevice device) {
+  CUATTN_REQUIRE(same_device(view.device, device), function, ": ", argument, " must be on ", text(device),
+                 " like q, got ", text(view.device), "; move it there");
+}
+
+void require_extent(const char* function, const char* argument, const char* axis, int64_t got, int64_t want,
+                    const char* like) {
+  CUATTN_REQUIRE(got == want, function, ": ", argument, " must have ", axis, " ", want, " like ", like, ", got ", got,
+                 "; make them equal");
+}
+
+void require_rows(const char* function, const char* argument, const TensorView& view, bool output, bool check_data) {
+  if (view.size() == 0) return;
+  int32_t last = view.ndim - 1;
+  CUATTN_REQUIRE(view.shape[last] <= 1 || view.strides[last] == 1, function, ": ", argument,
+                 " must be contiguous in its last axis, got strides ", strides_text(view),
+                 " in elements; make a contiguous copy");
+  require_strided(function, argument, view, output, check_data);
+  if (!is_cuda(view.device)) return;
+  int64_t element_bytes = view.dtype.bits / 8;
+  for (int32_t axis = 0; axis < last; ++axis) {
+    CUATTN_REQUIRE(stride_of(view, axis) * element_bytes % kRowAlignment == 0, function, ": ", argument,
+                   " must have rows that start on ", kRowAlignment, " bytes, got strides ", strides_text(view),
+                   " in elements of ", element_bytes, " bytes; make a contiguous copy");
+  }
+  if (!check_data) return;
+  CUATTN_REQUIRE(reinterpret_cast<uintptr_t>(view.data) % kRowAlignment == 0, function, ": ", argument,
+                 " must start on ", kRowAlignment, " bytes, got an address with remainder ",
+                 reinterpret_cast<uintptr_t>(view.data) % kRowAlignment, "; make a contiguous copy");
+}
+
+void require_strided(const char* function, const char* argument, const TensorView& view, bool output,
+                     bool check_data) {
+  if (view.size() == 0) return;
+  for (int32_t axis = 0; axis < view.ndim; ++axis) {
+    if (view.shape[axis] <= 1) continue;
+    CUATTN_REQUIRE(view.strides[axis] >= 0, function, ": ", argument, " must not have negative strides, got ",
+                   strides_text(view), "; make a contiguous copy");
+    CUATTN_REQUIRE(!output || view.strides[axis] > 0, function, ": ", argument,
+                   " is written, so no stride may be zero, got ", strides_text(view), "; pass an array with own memory");
+  }
+  if (!check_data) return;
+  int64_t element_bytes = view.dtype.bits / 8;
+  CUATTN_REQUIRE(view.data != nullptr, function, ": ", argument, " has no memory; pass an array that holds data");
+  CUATTN_REQUIRE(reinterpret_cast<uintptr_t>(view.data) % element_bytes == 0, function, ": ", argument,
+                 " must be aligned to its elements of ", element_bytes, " bytes; make a contiguous copy");
+}
+
+int64_t stride_of(const TensorView& view, int32_t axis) { return view.shape[axis] > 1 ? view.strides[axis] : 0; }
+
+}  // namespace cuattn
