@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PEP 517 back-end: scikit-build-core, plus the CUDA toolkit wheels where a build needs them and has no nvcc.
+"""PEP 517 back-end: scikit-build-core, plus the CUDA toolkit wheels where a build needs them.
 
-They are 105 MB, so they are asked for only when CUDA is wanted: CUATTN_CUDA=ON, or AUTO (the default) on a machine
-with an NVIDIA driver.
+They are 105 MB, so they are asked for only when there is no nvcc and CUDA is wanted: by
+CUATTN_CUDA=ON, or by AUTO (the default) on a machine with an NVIDIA driver.
 """
 
 import os

@@ -89,18 +89,22 @@ if("90" IN_LIST real)
 endif()
 
 set(CMAKE_CUDA_ARCHITECTURES ${CUATTN_ARCHS_portable})
-set(CMAKE_CUDA_STANDARD 20)
-set(CMAKE_CUDA_STANDARD_REQUIRED ON)
-set(CMAKE_CUDA_VISIBILITY_PRESET hidden)
 set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
 enable_language(CUDA)
+if(NOT CMAKE_CUDA20_STANDARD_COMPILE_OPTION)  # CMake 3.25 does not know nvcc's flag
+  set(CMAKE_CUDA20_STANDARD_COMPILE_OPTION "-std=c++20")
+  set(CMAKE_CUDA20_EXTENSION_COMPILE_OPTION "-std=c++20")
+endif()
+set(CMAKE_CUDA_STANDARD 20)
+set(CMAKE_CUDA_VISIBILITY_PRESET hidden)
 if(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 12.8)
   message(FATAL_ERROR "cuattn needs nvcc 12.8 or later, found ${CMAKE_CUDA_COMPILER_VERSION} "
                       "(${CMAKE_CUDA_COMPILER})")
 endif()
 # The launcher keeps what ptxas says (registers, spills, warnings) beside each object for tests/test_ptxas.py.
 set(CMAKE_CUDA_COMPILER_LAUNCHER ${PROJECT_SOURCE_DIR}/cmake/nvcc_log.sh)
-add_compile_options("$<$<COMPILE_LANGUAGE:CUDA>:SHELL:-lineinfo --compress-mode=size -Xptxas=-v -Xcompiler=-Wall>")
+set(nvcc_flags "SHELL:-lineinfo --compress-mode=size -Xptxas=-v -Xcompiler=-Wall")
+add_compile_options($<$<COMPILE_LANGUAGE:CUDA>:${nvcc_flags}>)
 set(CUATTN_HAVE_CUDA ON)
 
 # Objects of libcuattn compiled for one kind of device: hand-written sources and the rows of the table.

@@ -3,9 +3,6 @@
 # It changes with every edit, so only src/info.cpp is compiled with it.
 set(source_hash "${CUATTN_SOURCE_HASH}")
 if(source_hash STREQUAL "")
-  set(source_hash "$ENV{CUATTN_SOURCE_HASH}")
-endif()
-if(source_hash STREQUAL "")
   set(hashed include cuda src bindings cpu cmake CMakeLists.txt pyproject.toml)
   execute_process(
     COMMAND git ls-files -s ${hashed}
