@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: Apache-2.0
+// The CPU backend's function table. Next: attention.cpp (the mathematics), flash_units.cpp (the fast kernel).
+#include "cuattn/backend.h"
+
+#include "cpu/kernels.h"
+#include "cpu/parallel.h"
+#include "cuattn/error.h"
+
+namespace cuattn {
+namespace {
+
+DeviceInfo device_info(int32_t device_id, bool) {
+  DeviceInfo info{};
+  info.is_cuda = false;
+  info.id = device_id;
+  info.native = 1;
+  std::string name = std::string("CPU (") + cpu::isa_name() + ")";
+  name.copy(info.name, sizeof(info.name) - 1);
+  return info;
+}
+
+void prefill(const PrefillParams& params, const Plan& plan, int32_t, Stream) {
+  switch (plan.kernel) {
+    case Kernel::cpu: return cpu::flash_prefill(params);
+    case Kernel::cpu_naive: return cpu::naive_prefill(params);
+    default: CUATTN_ASSERT(false, "the plan names a kernel of another backend");
+  }
+}
+
+void merge(const MergeParams& params, int32_t, Stream) { cpu::merge_states(params); }
+
+void check(const PrefillParams& params, int32_t, Stream) { cpu::check_prefill(params); }
+
+void list_kernels(std::vector<KernelInfo>& list) {
+  for (const char* dtype : {"float32", "float16", "bfloat16"}) {
+    list.push_back({"attention", "cpu", cpu::isa_name(), dtype, 256, 256, "any", "any", "any"});
+    list.push_back({"attention", "cpu_naive", "any", dtype, 256, 256, "any", "any", "any"});
+    list.push_back({"merge_states", "cpu", "any", dtype, 256, 256, "any", "any", "any"});
+  }
+}
+
+std::string describe() {
+  return concat("{\"isa\": \"", cpu::isa_name(), "\", \"threads\": ", cpu::num_threads(), "}");
+}
+
+}  // namespace
+
+const Backend& cpu_backend() {
+  static const Backend backend{device_info, prefill, merge, check, list_kernels, describe};
+  return backend;
+}
+
+}  // namespace cuattn

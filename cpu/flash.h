@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: Apache-2.0
+// Between flash_units.cpp, which cuts a call into units, and flash.cpp, which computes one. Plain data only: flash.cpp is
+// compiled once per instruction set and must not share an inline function with the rest of the library.
+// Next: flash_units.cpp.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "cuattn/params.h"
+
+namespace cuattn::cpu {
+
+// One query of one head. Pointers are to the row's first element.
+struct FlashRow {
+  const void* q;     // [head_dim]
+  void* out;         // [head_dim_v]
+  float* lse;        // or nullptr
+  const void* bias;  // of key 0, or nullptr
+  float slope;       // ALiBi, natural units; 0 = off
+  float sink;        // natural units; -inf = none
+  int32_t diagonal;  // the key at distance 0: row + used keys - used queries
+  KeyRange visible;  // empty for a row that takes no part
+};
+
+// Rows that read the same keys: some queries of the query heads that share one KV head.
+struct FlashUnit {
+  const FlashRow* rows;
+  int32_t num_rows;
+  int32_t head_dim, head_dim_v;
+  const void *k, *v;           // of key 0
+  int64_t k_stride, v_stride;  // elements from one key to the next
+  DType dtype, bias_dtype;
+  int64_t bias_stride;  // elements from one key to the next
+  float scale, softcap;
+  bool has_alibi;
+  float* scratch;  // 64-byte aligned, scratch_floats long
+};
+
+struct FlashKernel {
+  const char* isa;
+  int32_t row_block;  // rows computed at once; a unit is best filled with a multiple of it
+  size_t (*scratch_floats)(int32_t num_rows, int32_t head_dim, int32_t head_dim_v);
+  void (*run)(const FlashUnit& unit);
+};
+
+// Rows of a unit at most: with more, each conversion of a K and V tile to float serves more rows, but the unit's queries
+// and outputs leave the L2 cache.
+constexpr int32_t kMaxUnitRows = 128;
+
+}  // namespace cuattn::cpu

@@ -1,0 +1,18 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the CPU kernels offer to backend.cpp.
+#pragma once
+
+#include "cuattn/params.h"
+
+namespace cuattn::cpu {
+
+void check_prefill(const PrefillParams& p);  // attention.cpp: throws InvalidArgument when lengths break the contract
+void naive_prefill(const PrefillParams& p);  // attention.cpp: kernel cpu_naive; scores in the workspace
+void flash_prefill(const PrefillParams& p);  // flash_units.cpp: kernel cpu; no workspace
+void merge_states(const MergeParams& p);     // merge.cpp
+
+// The instruction set that flash_prefill runs on; throws InvalidArgument when CUATTN_CPU_ISA asks for one that is
+// unknown or that this machine lacks.
+const char* isa_name();
+
+}  // namespace cuattn::cpu
