@@ -1,0 +1,14 @@
+// SPDX-License-Identifier: Apache-2.0
+// What main.cpp needs of the parts that exist only with CUDA; no_cuda.cpp answers for a build without it.
+#pragma once
+
+#include <string>
+
+namespace cuattn::test {
+
+int count_gpus();
+bool device_is_lost();   // after an illegal access every later result is worthless
+void add_kernel_cases();  // one case per kernel instance that libcuattn lists
+int run_perf(const std::string& filter);
+
+}  // namespace cuattn::test
