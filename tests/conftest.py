@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Seeds, devices and the one-line reproduction of a failure.
+
+Every run draws a fresh seed; CUATTN_TEST_SEED=n repeats an earlier one. CUATTN_REQUIRE_CUDA=1 turns
+missing CUDA into an error.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+import zlib
+from pathlib import Path
+
+import hypothesis
+import numpy as np
+import pytest
+
+import harness
+
+hypothesis.settings.register_profile("cuattn", deadline=None, database=None, print_blob=True)
+hypothesis.settings.load_profile("cuattn")
+
+
+def pytest_configure(config):
+    # In the environment, so that the workers of pytest-xdist share it.
+    os.environ.setdefault("CUATTN_TEST_SEED", str(secrets.randbelow(2**31)))
+
+
+def pytest_report_header(config):
+    cuda = harness.why_no_cuda()
+    return [
+        f"cuattn: CUATTN_TEST_SEED={os.environ['CUATTN_TEST_SEED']}, CUDA cases "
+        + ("run" if cuda is None else f"skipped: {cuda}")
+    ]
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item, call):
+    outcome = yield
+    report = outcome.get_result()
+    if report.failed:
+        report.sections.append(("reproduce", _command(item)))
+
+
+def _command(item):
+    node = item.nodeid.replace("'", "'\\''")
+    seed = os.environ["CUATTN_TEST_SEED"]
+    return f"CUATTN_TEST_SEED={seed} {Path(sys.executable).name} -m pytest '{node}'"
+
+
+@pytest.fixture
+def rng(request):
+    """Random numbers that depend on the run's seed and the test's name, not on other tests."""
+    name = f"{request.node.path.name}::{request.node.name}"
+    return np.random.default_rng([int(os.environ["CUATTN_TEST_SEED"]), zlib.crc32(name.encode())])
+
+
+@pytest.fixture(params=harness.devices(), ids=lambda device: str(device))
+def device(request):
+    """cpu: numpy arrays; cuda: torch tensors."""
+    return request.param

@@ -1,0 +1,396 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Puts numpy arrays on a device between guard bands, runs a case there, and judges what comes back.
+
+Every array lies in a buffer of 0xFF bytes (NaN in every float type, -1 in int32) that is 512
+elements wider on both sides. `Arena.verify` then asserts that inputs and everything outside the
+outputs are bitwise what they were.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import cases
+import cuattn
+
+GUARD = 512  # elements on each side
+STORAGES = ("contiguous", "transposed", "padded", "packed", "expanded", "odd")
+ROW_BYTES = 16  # rows of q, k, v and out start at multiples of this
+
+
+@functools.cache
+def why_no_cuda():
+    """None when CUDA cases can run, else the reason to skip them; CUATTN_REQUIRE_CUDA=1 makes that
+    an error.
+    """
+    reason = _why_no_cuda()
+    if reason is not None and os.environ.get("CUATTN_REQUIRE_CUDA") == "1":
+        pytest.exit(f"CUATTN_REQUIRE_CUDA=1, but {reason}", returncode=2)
+    return reason
+
+
+def _why_no_cuda():
+    info = cuattn.info()
+    if not info["cuda"]:
+        return "this build has no CUDA"
+    if not info["cuda"]["devices"]:
+        return "no CUDA device"
+    try:
+        import torch
+    except ImportError:
+        return "torch is not installed; the CUDA cases use its tensors"
+    return None if torch.cuda.is_available() else "torch sees no CUDA device"
+
+
+def devices():
+    """Parameters for a `device` argument: cpu, and cuda or the reason why not."""
+    return [Cpu(), Cuda() if why_no_cuda() is None else skipped_cuda()]
+
+
+def skipped_cuda(*values):
+    reason = f"CUDA: {why_no_cuda()}"
+    return pytest.param(
+        *(values or (None,)), marks=[pytest.mark.gpu, pytest.mark.skip(reason=reason)], id="cuda"
+    )
+
+
+def targets(cpu=cases.CPU_BACKENDS, cuda=cases.CUDA_BACKENDS):
+    """(device, backend) for every backend of every device that is here."""
+    listed = [(Cpu(), name) for name in cpu]
+    return listed + ([(Cuda(), name) for name in cuda] if why_no_cuda() is None else [])
+
+
+def target_params(values=((),), cpu=cases.CPU_BACKENDS, cuda=cases.CUDA_BACKENDS, ids=None):
+    """Parameters (device, backend, *value) of a test: every target with every value."""
+    params = []
+    for device, backend in targets(cpu, cuda):
+        for i, value in enumerate(values):
+            value = value if isinstance(value, tuple) else (value,)
+            name = (
+                str(i)
+                if ids is None and not value
+                else ids[i]
+                if ids
+                else "-".join(map(str, value))
+            )
+            marks = [pytest.mark.gpu] if device.name == "cuda" else []
+            params.append(
+                pytest.param(device, backend, *value, id=f"{device}-{backend}-{name}", marks=marks)
+            )
+    if why_no_cuda() is not None:
+        value = values[0] if isinstance(values[0], tuple) else (values[0],)
+        params.append(skipped_cuda(None, None, *value))
+    return params
+
+
+class Cpu:
+    """numpy arrays, bfloat16 by ml_dtypes."""
+
+    name = "cpu"
+
+    def __repr__(self):
+        return self.name
+
+    __str__ = __repr__
+
+    def buffer(self, num_bytes):
+        raw = np.empty(num_bytes + 64, np.uint8)
+        start = -raw.ctypes.data % 64
+        buffer = raw[start : start + num_bytes]
+        buffer[:] = 0xFF
+        return buffer
+
+    def view(self, buffer, dtype, offset_bytes, shape, strides):
+        dtype = np.dtype(dtype)
+        strides = [s * dtype.itemsize for s in strides]
+        return np.ndarray(shape, dtype, buffer=buffer, offset=offset_bytes, strides=strides)
+
+    def write(self, view, values):
+        view[...] = values
+
+    def numpy(self, array):
+        return np.asarray(array)
+
+    def same_bytes(self, a, b):
+        return np.array_equal(a, b)
+
+    def copy(self, buffer):
+        return buffer.copy()
+
+    def is_array(self, x):
+        return type(x) is np.ndarray
+
+    def synchronize(self):
+        pass
+
+
+class Cuda(Cpu):
+    """torch tensors on the current CUDA device."""
+
+    name = "cuda"
+
+    @staticmethod
+    def torch_dtype(dtype):
+        import torch
+
+        table = {
+            np.dtype(np.float32): torch.float32,
+            np.dtype(np.float16): torch.float16,
+            np.dtype(np.int32): torch.int32,
+            np.dtype(ml_dtypes.bfloat16): torch.bfloat16,
+            np.dtype(np.bool_): torch.bool,
+            np.dtype(np.int64): torch.int64,
+            np.dtype(np.float64): torch.float64,
+        }
+        return table[np.dtype(dtype)]
+
+    def buffer(self, num_bytes):
+        import torch
+
+        return torch.full((num_bytes,), 0xFF, dtype=torch.uint8, device="cuda")
+
+    def view(self, buffer, dtype, offset_bytes, shape, strides):
+        typed = buffer.view(self.torch_dtype(dtype))
+        return typed.as_strided(
+            tuple(shape), tuple(strides), offset_bytes // np.dtype(dtype).itemsize
+        )
+
+    def write(self, view, values):
+        import torch
+
+        values = np.ascontiguousarray(np.broadcast_to(values, tuple(view.shape)))
+        if values.dtype == ml_dtypes.bfloat16:
+            host = torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
+        else:
+            host = torch.from_numpy(values)
+        view.copy_(host.to(view.dtype))
+
+    def numpy(self, array):
+        import torch
+
+        if array.dtype == torch.bfloat16:
+            return array.contiguous().cpu().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+        return array.cpu().numpy()
+
+    def same_bytes(self, a, b):
+        import torch
+
+        return torch.equal(a, b)
+
+    def copy(self, buffer):
+        return buffer.clone()
+
+    def is_array(self, x):
+        import torch
+
+        return type(x) is torch.Tensor and x.is_cuda
+
+    def synchronize(self):
+        import torch
+
+        torch.cuda.synchronize()
+
+
+def bits(array):
+    """The bytes of a numpy array, for exact comparison (NaN equals itself)."""
+    return np.ascontiguousarray(array).view(np.uint8)
+
+
+class Arena:
+    """The arrays of one call on one device, each between its guard bands."""
+
+    def __init__(self, device):
+        self.device = device
+        self.held = []  # name, buffer, copy or None for outputs, view
+
+    def put(self, values, storage="contiguous", name="array", align=ROW_BYTES):
+        """An input: `values` at `storage`."""
+        values = np.asarray(values)
+        buffer, view = self._place(values.shape, values.dtype, storage, align)
+        self.device.write(view, values)
+        self.held.append((name, buffer, self.device.copy(buffer), view))
+        return view
+
+    def output(self, shape, dtype, storage="contiguous", name="out", align=ROW_BYTES):
+        """A poisoned output: every byte 0xFF."""
+        buffer, view = self._place(tuple(shape), np.dtype(dtype), storage, align)
+        self.held.append((name, buffer, None, view))
+        return view
+
+    def _place(self, shape, dtype, storage, align):
+        itemsize = dtype.itemsize
+        unit = max(1, align // itemsize)
+        strides, extent = element_strides(shape, storage, unit)
+        guard = -(-GUARD // unit) * unit
+        num_bytes = -(-(extent + 2 * guard) * itemsize // 16) * 16
+        buffer = self.device.buffer(num_bytes)
+        return buffer, self.device.view(buffer, dtype, guard * itemsize, shape, strides)
+
+    def verify(self):
+        """Inputs are what they were, and nothing was written outside the outputs."""
+        for name, buffer, copy, view in self.held:
+            if copy is not None:
+                assert self.device.same_bytes(buffer, copy), (
+                    f"{name}: the input or memory beside it was changed"
+                )
+                continue
+            poisoned = self.device.copy(buffer)
+            offset = _offset_bytes(self.device, buffer, view)
+            raw = self.device.view(poisoned, np.uint8, 0, (len(poisoned),), (1,))
+            for start, length in _runs(view, offset):
+                raw[start : start + length] = 0xFF
+            assert (raw == 0xFF).all(), f"{name}: memory beside the output was written"
+
+
+def _offset_bytes(device, buffer, view):
+    if device.name == "cuda":
+        return view.data_ptr() - buffer.data_ptr()
+    return view.__array_interface__["data"][0] - buffer.__array_interface__["data"][0]
+
+
+def _runs(view, offset):
+    """(start, length) in bytes of each last-dimension row of `view`."""
+    itemsize = view.itemsize if isinstance(view, np.ndarray) else view.element_size()
+    strides = (
+        [s // itemsize for s in view.strides]
+        if isinstance(view, np.ndarray)
+        else list(view.stride())
+    )
+    shape = tuple(view.shape)
+    if 0 in shape:
+        return
+    starts = np.zeros(1, np.int64)
+    for extent, stride in zip(shape[:-1], strides[:-1], strict=True):
+        starts = (starts[:, None] + np.arange(extent) * stride).reshape(-1)
+    step = strides[-1] if shape[-1] > 1 else 1
+    if step == 1:
+        for start in starts:
+            yield offset + int(start) * itemsize, shape[-1] * itemsize
+    else:
+        for start in (starts[:, None] + np.arange(shape[-1]) * step).reshape(-1):
+            yield offset + int(start) * itemsize, itemsize
+
+
+def element_strides(shape, storage, unit):
+    """Strides in elements, and the elements that they span; `unit` is the alignment of a row in
+    elements.
+    """
+    ndim = len(shape)
+    order = list(range(ndim))  # slowest first
+    row = shape[-1] if ndim else 1
+    if storage == "transposed" and ndim >= 3:
+        order[-3], order[-2] = order[-2], order[-3]
+    elif storage == "reversed":
+        order.reverse()
+    strides, step = [0] * ndim, 1
+    for axis in reversed(order):
+        strides[axis] = step
+        step *= max(shape[axis], 1)
+        if axis == ndim - 1 and storage == "padded":
+            step = -(-row // unit) * unit + unit  # unused elements behind every row
+        if axis == ndim - 2 and storage == "packed":
+            step += 2 * shape[axis] * row  # as if q, k and v were interleaved
+    if storage == "expanded" and ndim >= 3:
+        strides[-2] = 0  # the heads of bshd
+    if storage == "expanded_bhsd" and ndim >= 3:
+        strides[-3] = 0
+    if storage == "odd":  # the stride of an axis of one element means nothing
+        strides = [
+            s if n != 1 or i == ndim - 1 else 99990001
+            for i, (n, s) in enumerate(zip(shape, strides, strict=True))
+        ]
+    return strides, step
+
+
+def run(device, backend, problem, arena=None):
+    """Call the library for `problem` and return out and lse as numpy arrays, having checked every
+    buffer.
+    """
+    case = problem.case
+    arena = Arena(device) if arena is None else arena
+    storage = case.storage
+    kv_storage = "expanded_bhsd" if storage == "expanded" and case.layout == "bhsd" else storage
+    placed = {}
+    for name, values in problem.arrays.items():
+        if name in "qkv":
+            own = "contiguous" if name == "q" and storage == "expanded" else kv_storage
+        elif name == "bias":
+            own = "reversed" if case.bias == "transposed" else "contiguous"
+        else:
+            own = "contiguous"
+        placed[name] = arena.put(values, own, name)
+    positional = [placed.pop(name) for name in ("q", "k", "v")]
+    function = cuattn.attention
+    if case.layout == "ragged":
+        function = cuattn.attention_varlen
+        positional += [placed.pop("cu_seqlens_q"), placed.pop("cu_seqlens_k"), *problem.lengths]
+    keywords = {**placed, **problem.options, "backend": backend, "return_lse": True}
+    if case.give_out:
+        out_shape, lse_shape = output_shapes(problem)
+        out_storage = "contiguous" if storage == "expanded" else storage
+        keywords["out"] = arena.output(out_shape, cases.DTYPES[case.dtype], out_storage, "out")
+        keywords["lse_out"] = arena.output(lse_shape, np.float32, name="lse_out")
+    out, lse = function(*positional, **keywords)
+    device.synchronize()
+    if case.give_out:
+        assert out is keywords["out"]
+        assert lse is keywords["lse_out"]
+    assert device.is_array(out), f"out is a {type(out)}"
+    assert device.is_array(lse), f"lse is a {type(lse)}"
+    arena.verify()
+    return device.numpy(out), device.numpy(lse)
+
+
+def output_shapes(problem):
+    q, case = problem.arrays["q"], problem.case
+    if case.layout == "ragged":
+        return (*q.shape[:2], case.dim_v), (q.shape[1], q.shape[0])
+    return (*q.shape[:3], case.dim_v), (case.batch, case.num_heads_q, case.seqlen_q)
+
+
+def serves(backend, device, case):
+    """Whether a rung takes a case, by decisions.md; the others must raise NotImplementedError."""
+    if device.name == "cpu":
+        return True
+    if backend == "cublas":
+        return case.layout != "ragged" and case.seqused == "none"
+    if backend == "tiled":
+        return max(case.head_dim, case.dim_v) <= 128 and not case.scored and not case.sinks
+    if backend == "simt":
+        return case.dtype == "float32"
+    if backend in ("sm80", "sm80-small"):
+        return case.dtype != "float32"
+    return True
+
+
+def assert_case(device, backend, case, rng, wrong=None):
+    """The library against the reference for one case; a rung that does not serve it must say so.
+
+    `wrong` maps (out, lse) of the library to a planted mistake, for the tests of the tests.
+    """
+    problem = cases.make_problem(case, rng)
+    if not serves(backend, device, case):
+        with pytest.raises(NotImplementedError, match=f"backend '{backend}' cannot run this call"):
+            run(device, backend, problem)
+        return
+    out, lse = run(device, backend, problem)
+    if wrong is not None:
+        out, lse = wrong(out, lse)
+    judge(problem, out, lse)
+
+
+def judge(problem, out, lse):
+    """The tolerance rule, over the rows that belong to a sequence."""
+    expected, expected_lse = problem.reference()
+    plain, plain_lse = problem.reference(cases.DTYPES[problem.case.dtype])
+    if problem.case.layout == "ragged":
+        rows = int(problem.arrays["cu_seqlens_q"][-1])
+        out, expected, plain = out[:rows], expected[:rows], plain[:rows]
+        lse, expected_lse, plain_lse = lse[:, :rows], expected_lse[:, :rows], plain_lse[:, :rows]
+    cases.check_lse(lse, expected_lse, plain_lse)
+    cases.check(out, expected, plain, problem.case.dtype)

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The oracle: attention in numpy, float64, straight from the formula; it shares no code with the
+library.
+
+With ``rounded_to`` the same lines become the *plain low-precision formula* that the tolerance rule
+compares with: everything in float32, the scores, the probabilities and the output rounded to the
+dtype. Next: cases.py (the rule).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+LAYOUTS = {
+    "bshd": (0, 2, 1, 3),
+    "bhsd": (0, 1, 2, 3),
+}  # to and from heads first; both are their own inverse
+
+
+def attention(
+    q,
+    k,
+    v,
+    *,
+    layout="bshd",
+    causal=False,
+    window=(-1, -1),
+    scale=None,
+    softcap=0.0,
+    alibi_slopes=None,
+    sinks=None,
+    bias=None,
+    seqused_q=None,
+    seqused_k=None,
+    rounded_to=None,
+):
+    """Attention over a padded batch; returns out and lse, lse [batch, num_heads_q, seqlen_q]."""
+    axes = LAYOUTS[layout]
+    q, k, v = (np.asarray(x).transpose(axes) for x in (q, k, v))
+    batch, stored_q, stored_k = q.shape[0], q.shape[2], k.shape[2]
+    out, lse = _attend(
+        q,
+        k,
+        v,
+        _used(seqused_q, stored_q, batch),
+        _used(seqused_k, stored_k, batch),
+        causal,
+        window,
+        scale,
+        softcap,
+        alibi_slopes,
+        sinks,
+        bias,
+        rounded_to,
+    )
+    return out.transpose(axes), lse
+
+
+def attention_varlen(
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    *,
+    seqused_q=None,
+    seqused_k=None,
+    **options,
+):
+    """Attention over packed sequences; returns out like q and lse [num_heads_q, total_q].
+
+    Rows that belong to no sequence hold NaN in both: the library leaves them unwritten.
+    """
+    q, k, v = (np.asarray(x) for x in (q, k, v))
+    padded_q, stored_q = _pad(q, cu_seqlens_q, max_seqlen_q)
+    padded_k, stored_k = _pad(k, cu_seqlens_k, max_seqlen_k)
+    padded_v, _ = _pad(v, cu_seqlens_k, max_seqlen_k)
+    padded_out, padded_lse = attention(
+        padded_q,
+        padded_k,
+        padded_v,
+        **options,
+        seqused_q=stored_q if seqused_q is None else np.minimum(stored_q, seqused_q),
+        seqused_k=stored_k if seqused_k is None else np.minimum(stored_k, seqused_k),
+    )
+    out = np.full((*q.shape[:2], v.shape[2]), np.nan, padded_out.dtype)
+    lse = np.full((q.shape[1], q.shape[0]), np.nan, padded_lse.dtype)
+    for b, (start, length) in enumerate(zip(cu_seqlens_q[:-1], stored_q, strict=True)):
+        out[start : start + length] = padded_out[b, :length]
+        lse[:, start : start + length] = padded_lse[b, :, :length]
+    return out, lse
+
+
+def merge_states(outs, lses, *, layout="bshd", rounded_to=None):
+    """Merge attention results over disjoint keys; parts lie along a new first axis of outs and
+    lses.
+    """
+    compute = np.float64 if rounded_to is None else np.float32
+    outs, lses = np.asarray(outs).astype(compute), np.asarray(lses).astype(compute)
+    with np.errstate(all="ignore"):
+        top = np.max(lses, axis=0)
+        top = np.where(top == -np.inf, compute(0), top)
+        weights = np.exp(lses - top)
+        total = weights.sum(axis=0)
+        lse = top + np.log(total)
+        weights = weights / np.where(total == 0, compute(1), total)
+        if layout in ("bshd", "thd"):  # lse has heads before rows there, out behind them
+            weights = weights.swapaxes(-1, -2)
+        out = np.where(weights[..., None] == 0, compute(0), weights[..., None] * outs).sum(axis=0)
+    return _round(out, rounded_to), lse
+
+
+def _attend(
+    q, k, v, used_q, used_k, causal, window, scale, softcap, alibi_slopes, sinks, bias, rounded_to
+):
+    """The formula. q, k, v have heads first; used_q, used_k int64 [batch] are the lengths that
+    take part.
+    """
+    compute = np.float64 if rounded_to is None else np.float32
+    batch, heads, seqlen_q, head_dim = q.shape
+    kv_heads, seqlen_k = k.shape[1:3]
+    q, k, v = (x.astype(compute) for x in (q, k, v))
+    scale = compute(1 / np.sqrt(head_dim) if scale is None else scale)
+    row, key = np.arange(seqlen_q)[:, None], np.arange(seqlen_k)
+    diagonal = (
+        row + (used_k - used_q)[:, None, None]
+    )  # [batch, seqlen_q, 1]: the key that stands at the query
+
+    visible = (row < used_q[:, None, None]) & (key < used_k[:, None, None])
+    left, right = window
+    if left >= 0:
+        visible = visible & (key >= diagonal - left)
+    if right >= 0:
+        visible = visible & (key <= diagonal + right)
+    if causal:
+        visible = visible & (key <= diagonal)
+    visible = np.broadcast_to(visible[:, None], (batch, heads, seqlen_q, seqlen_k))
+
+    with np.errstate(all="ignore"):  # NaN and infinities are cases under test
+        grouped = q.reshape(batch, kv_heads, heads // max(kv_heads, 1) * seqlen_q, head_dim)
+        scores = _round(scale * (grouped @ k.swapaxes(-1, -2)), rounded_to).reshape(visible.shape)
+        if softcap:
+            scores = compute(softcap) * np.tanh(scores / compute(softcap))
+        if alibi_slopes is not None:
+            slopes = np.broadcast_to(np.asarray(alibi_slopes).astype(compute), (batch, heads))
+            scores = (
+                scores - slopes[:, :, None, None] * np.abs(diagonal - key).astype(compute)[:, None]
+            )
+        if bias is not None and np.asarray(bias).dtype == np.bool_:
+            visible = visible & bias
+        elif bias is not None:
+            scores = scores + np.asarray(bias).astype(compute)
+        visible = visible & (scores != -np.inf)
+        scores = np.where(visible, scores, -np.inf)
+
+        sink = -np.inf
+        if sinks is not None:
+            sink = np.asarray(sinks).astype(compute)[None, :, None]
+            sink = np.where((row[:, 0] < used_q[:, None])[:, None], sink, -np.inf)
+        top = np.maximum(scores.max(axis=-1, initial=-np.inf), sink)
+        top = np.where(top == -np.inf, compute(0), top)
+        weights = np.where(visible, np.exp(scores - top[..., None]), compute(0))
+        total = weights.sum(axis=-1) + np.exp(sink - top)
+        lse = (top + np.log(total)).astype(compute)
+        weights = _round(weights / np.where(total == 0, compute(1), total)[..., None], rounded_to)
+        out = _weighted_sum(weights, v, visible)
+    return _round(out, rounded_to), lse
+
+
+def _weighted_sum(weights, v, visible):
+    """weights @ v per query head, where a NaN or infinity in v reaches only the rows that see its
+    key.
+    """
+    batch, heads, seqlen_q, seqlen_k = weights.shape
+    shape = (batch, v.shape[1], heads // max(v.shape[1], 1) * seqlen_q, seqlen_k)
+    finite = np.isfinite(v)
+    out = weights.reshape(shape) @ np.where(finite, v, v.dtype.type(0))
+    if not finite.all():
+        seen = visible.reshape(shape).astype(v.dtype)
+        nan, high, low = (
+            (seen @ x.astype(v.dtype)) > 0 for x in (np.isnan(v), v == np.inf, v == -np.inf)
+        )
+        out = np.where(high, np.inf, np.where(low, -np.inf, out))
+        out = np.where(nan | (high & low), np.nan, out).astype(v.dtype)
+    return out.reshape(batch, heads, seqlen_q, v.shape[3])
+
+
+def _round(x, rounded_to):
+    return x if rounded_to is None else x.astype(rounded_to).astype(np.float32)
+
+
+def _used(seqused, stored, batch):
+    used = np.full(batch, stored) if seqused is None else np.asarray(seqused)
+    return np.clip(used, 0, stored).astype(np.int64)
+
+
+def _pad(packed, cu_seqlens, max_seqlen):
+    """Packed rows [total, ...] as [batch, max_seqlen, ...], and the number of rows of each
+    sequence.
+    """
+    stored = np.minimum(np.diff(np.asarray(cu_seqlens).astype(np.int64)), max_seqlen)
+    padded = np.zeros((len(stored), max_seqlen, *packed.shape[1:]), packed.dtype)
+    for b, length in enumerate(stored):
+        padded[b, :length] = packed[cu_seqlens[b] : cu_seqlens[b] + length]
+    return padded, stored

@@ -1,0 +1,509 @@
+# SPDX-License-Identifier: Apache-2.0
+"""attention and attention_varlen against the float64 reference: every backend, dtype, option, shape
+and storage.
+
+Rows that take no part hold NaN, outputs given by us start as NaN, and every array lies between
+guard bands.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+import cuattn
+from cases import (
+    DTYPES,
+    FACTORS,
+    HEAD_DIMS,
+    LENGTHS,
+    Case,
+    case_of,
+    check,
+    make_problem,
+    pairwise,
+    random_case,
+)
+from harness import STORAGES, Arena, assert_case, bits, devices, judge, run, serves, target_params
+
+MASKS = {"full": {}, "causal": {"causal": True}, "window": {"window": (7, 3)}}
+
+
+def claims(named_cases):
+    """Parameters device, backend, case for a list or dict of cases."""
+    cases = list(named_cases.values()) if isinstance(named_cases, dict) else list(named_cases)
+    names = (
+        list(named_cases) if isinstance(named_cases, dict) else [str(i) for i in range(len(cases))]
+    )
+    return pytest.mark.parametrize(("device", "backend", "case"), target_params(cases, ids=names))
+
+
+def test_seed_of_the_mission():
+    """Batch 2, heads 4, sequence 128, head 64, float32: within 1e-5 of the plain formula."""
+    rng = np.random.default_rng(0)
+    problem = make_problem(Case(num_heads_kv=4, seqlen_q=128, seqlen_kv=128, layout="bhsd"), rng)
+    q, k, v = (problem.arrays[name] for name in "qkv")
+    scores = q @ k.swapaxes(-1, -2) / np.sqrt(64)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    plain = weights / weights.sum(axis=-1, keepdims=True) @ v
+    for device in (d for d in devices() if hasattr(d, "name")):
+        out, _ = run(device, "auto", problem)
+        assert np.abs(out - plain).max() < 1e-5
+
+
+@claims([case_of(row) for row in pairwise(FACTORS)])
+def test_every_pair_of_options(device, backend, case, rng):
+    assert_case(device, backend, case, rng)
+
+
+@pytest.mark.parametrize(("device", "backend", "number"), target_params(range(500)))
+def test_random_configurations(device, backend, number, rng):
+    case = random_case(rng)
+    print(case)  # shown when the test fails
+    assert_case(device, backend, case, rng)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("device", "backend", "number"), target_params(range(100)))
+def test_random_configurations_in_bulk(device, backend, number, rng):
+    for _ in range(100):
+        case = random_case(rng)
+        print(case)
+        assert_case(device, backend, case, rng)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("device", "backend", "seed"), target_params(range(1, 11)))
+def test_every_pair_of_options_in_other_company(device, backend, seed, rng):
+    for row in pairwise(FACTORS, seed):
+        print(case_of(row))
+        assert_case(device, backend, case_of(row), rng)
+
+
+@claims(
+    {
+        f"{name}-{mask}-{dtype}": Case(dtype, seqlen_q=sq, seqlen_kv=sk, head_dim=40, **options)
+        for name, (sq, sk) in LENGTHS.items()
+        for mask, options in MASKS.items()
+        for dtype in DTYPES
+    }
+)
+def test_lengths(device, backend, case, rng):
+    assert_case(device, backend, case, rng)
+
+
+@claims(
+    {
+        f"{dim}-{dtype}": Case(dtype, 1, 2, 1, seqlen_q=37, seqlen_kv=70, head_dim=dim, causal=True)
+        for dim in HEAD_DIMS
+        for dtype in DTYPES
+    }
+)
+def test_head_dims(device, backend, case, rng):
+    assert_case(device, backend, case, rng)
+
+
+DIM_PAIRS = [
+    (192, 128),
+    (64, 8),
+    (8, 64),
+    (8, 256),
+    (256, 8),
+    (128, 136),
+    (136, 128),
+    (96, 104),
+    (72, 56),
+    (184, 120),
+    (192, 136),
+    (200, 128),
+    (32, 40),
+]
+
+
+@claims(
+    {
+        f"{dim}-{dim_v}-{dtype}": Case(dtype, 2, 2, 1, 70, 90, dim, dim_v, window=(30, 4))
+        for dim, dim_v in DIM_PAIRS
+        for dtype in DTYPES
+    }
+)
+def test_value_head_dim_may_differ(device, backend, case, rng):
+    assert_case(device, backend, case, rng)
+
+
+@claims(
+    {
+        f"{n}": Case(num_heads_q=n * 2, num_heads_kv=2, head_dim=32)
+        for n in (1, 2, 3, 4, 5, 7, 8, 16)
+    }
+)
+def test_grouped_heads(device, backend, case, rng):
+    assert_case(device, backend, case, rng)
+
+
+@claims(
+    {
+        f"{sq}-{sk}-{left}-{right}-{causal}": Case(
+            "float32", 1, 2, 2, sq, sk, 16, window=(left, right), causal=causal, layout="bhsd"
+        )
+        for sq, sk in ((1, 70), (70, 70), (70, 1), (40, 130), (130, 40))
+        for left, right in (
+            (0, 0),
+            (0, -1),
+            (-1, 0),
+            (1, 2),
+            (63, 64),
+            (64, 0),
+            (200, 3),
+            (3, 200),
+            (300, 300),
+        )
+        for causal in (False, True)
+    }
+)
+def test_windows_are_inclusive_on_both_sides(device, backend, case, rng):
+    assert_case(device, backend, case, rng)
+
+
+ALONE = [
+    (storage, moved)
+    for storage in STORAGES[1:]
+    for moved in (("k", "v") if storage == "expanded" else ("q", "k", "v", "out", "lse_out"))
+]  # the same memory for several heads makes sense for k and v only
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd", "ragged"])
+@pytest.mark.parametrize(("device", "backend", "storage", "moved"), target_params(ALONE))
+def test_each_array_alone_in_each_storage(device, backend, storage, moved, layout, rng):
+    case = Case(
+        "bfloat16",
+        2,
+        4,
+        4,
+        33,
+        65,
+        64,
+        layout=layout,
+        causal=True,
+        storage="expanded" if storage == "expanded" else "contiguous",
+    )
+    if backend == "simt":
+        case = dataclasses.replace(case, dtype="float32")
+    if not serves(backend, device, case):
+        pytest.skip("the rung does not take this layout")
+    problem = make_problem(case, rng)
+    arena = Arena(device)
+    own = "expanded_bhsd" if storage == "expanded" and layout == "bhsd" else storage
+    places = {
+        name: own if name == moved else "contiguous" for name in ("q", "k", "v", "out", "lse_out")
+    }
+    q, k, v = (arena.put(problem.arrays[name], places[name], name) for name in "qkv")
+    rows = q.shape[:-1]
+    lse_shape = {"bshd": (2, 4, 33), "bhsd": (2, 4, 33), "ragged": (4, rows[0])}[layout]
+    out = arena.output((*rows, 64), DTYPES[case.dtype], places["out"], "out")
+    lse = arena.output(lse_shape, np.float32, places["lse_out"], "lse_out", align=4)
+    if layout == "ragged":
+        cu_seqlens = [arena.put(problem.arrays[name]) for name in ("cu_seqlens_q", "cu_seqlens_k")]
+        result = cuattn.attention_varlen(
+            q,
+            k,
+            v,
+            *cu_seqlens,
+            *problem.lengths,
+            causal=True,
+            backend=backend,
+            out=out,
+            lse_out=lse,
+        )
+    else:
+        result = cuattn.attention(
+            q, k, v, layout=layout, causal=True, backend=backend, out=out, lse_out=lse
+        )
+    assert result[0] is out
+    assert result[1] is lse
+    device.synchronize()
+    arena.verify()
+    judge(problem, device.numpy(out), device.numpy(lse))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("device", "backend"), target_params())
+def test_slices_of_one_qkv_array(device, backend, dtype, rng):
+    case = Case(dtype, 2, 3, 3, 50, 50, 32, causal=True)
+    if not serves(backend, device, case):
+        pytest.skip("the rung does not take this dtype")
+    problem = make_problem(case, rng)
+    joined = np.stack(
+        [problem.arrays[name] for name in "qkv"], axis=2
+    )  # [batch, seqlen, 3, heads, dim]
+    arena = Arena(device)
+    qkv = arena.put(joined)
+    out, lse = cuattn.attention(
+        *(qkv[:, :, i] for i in range(3)), causal=True, backend=backend, return_lse=True
+    )
+    device.synchronize()
+    arena.verify()
+    judge(problem, device.numpy(out), device.numpy(lse))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("device", "backend"), target_params())
+def test_rows_without_keys_are_zero_with_minus_infinite_lse(device, backend, dtype, rng):
+    for options in (
+        {"causal": True, "seqlen_q": 130, "seqlen_kv": 66},
+        {"seqlen_kv": 0},
+        {"window": (-1, 0), "seqlen_kv": 5},
+    ):
+        case = Case(dtype, 2, 2, 2, head_dim=32, **options)
+        if not serves(backend, device, case):
+            continue
+        problem = make_problem(case, rng)
+        out, lse = run(device, backend, problem)
+        judge(problem, out, lse)
+        dead = max(0, case.seqlen_q - case.seqlen_kv)
+        assert dead == 0 or (
+            not np.asarray(out[:, :dead], np.float32).any() and (lse[:, :, :dead] == -np.inf).all()
+        )
+
+
+@pytest.mark.parametrize("junk", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("device", "backend"), target_params())
+def test_junk_beyond_the_lengths_has_no_influence(device, backend, dtype, junk, rng):
+    case = Case(dtype, 4, 4, 2, 40, 100, 64, seqused="both", causal=True)
+    if not serves(backend, device, case):
+        pytest.skip("the rung does not take seqused or this dtype")
+    problem = make_problem(case, rng)
+    problem.arrays["seqused_q"][:] = [40, 7, 0, 1]
+    problem.arrays["seqused_k"][:] = [63, 0, 100, 1]
+    for name, lengths in (("q", "seqused_q"), ("k", "seqused_k"), ("v", "seqused_k")):
+        values = rng.standard_normal(problem.arrays[name].shape, np.float32).astype(DTYPES[dtype])
+        for b, used in enumerate(problem.arrays[lengths]):
+            values[b, used:] = junk
+        problem.arrays[name] = values
+    judge(problem, *run(device, backend, problem))
+
+
+@pytest.mark.parametrize("where", ["q", "k", "v"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("device", "backend"), target_params())
+def test_nan_propagates_to_the_rows_that_see_it(device, backend, dtype, where, rng):
+    # A flash kernel may multiply the zero probability of a masked key with its value inside one
+    # tile, so the causal
+    # mask joins only where the backend computes row by row.
+    causal = where != "v" or device.name == "cpu" or backend == "naive"
+    case = Case(dtype, 2, 4, 2, 70, 70, 64, causal=causal)
+    if not serves(backend, device, case):
+        pytest.skip("the rung does not take this dtype")
+    problem = make_problem(case, rng)
+    problem.arrays[where][1, 37, 1, 5] = np.nan
+    out, lse = run(device, backend, problem)
+    assert np.isnan(np.asarray(out, np.float32)).any()
+    judge(problem, out, lse)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("device", "backend"), target_params())
+def test_large_logits(device, backend, dtype, rng):
+    for options in ({}, {"causal": True}, {"bias": "full"}):
+        case = Case(dtype, 1, 2, 2, 65, 129, 64, magnitude=10.0, **options)
+        assert_case(device, backend, case, rng)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("device", "backend"), target_params())
+def test_scores_near_minus_half_a_million_are_not_taken_for_masked(device, backend, dtype):
+    """q.k = -524,288 for every key: equal weights, so the mean of V, exactly."""
+    case = Case(dtype, 1, 1, 1, 3, 32, 64, scale=1.0)
+    if not serves(backend, device, case):
+        pytest.skip("the rung does not take this dtype")
+    problem = make_problem(case, np.random.default_rng(0))
+    problem.arrays["q"][:] = 128
+    problem.arrays["k"][:] = -64
+    problem.arrays["v"][:] = np.arange(32)[None, :, None, None] % 4
+    out, lse = run(device, backend, problem)
+    assert (np.asarray(out, np.float32) == 1.5).all()
+    np.testing.assert_allclose(lse, -524288 + np.log(32), rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("device", "backend"), target_params())
+def test_values_near_the_largest_number_stay_finite(device, backend, dtype, rng):
+    case = Case(dtype, 1, 2, 2, 20, 200, 64)
+    if not serves(backend, device, case):
+        pytest.skip("the rung does not take this dtype")
+    problem = make_problem(case, rng)
+    largest = 6e4 if dtype == "float16" else 1e36
+    problem.arrays["v"][:] = largest
+    out, _ = run(device, backend, problem)
+    np.testing.assert_allclose(
+        np.asarray(out, np.float64) / float(problem.arrays["v"].flat[0]), 1, atol=2.0**-7
+    )
+
+
+@pytest.mark.parametrize(("device", "backend"), target_params())
+def test_lse_far_below_zero(device, backend, rng):
+    case = Case(
+        "float32" if backend not in ("sm80", "sm80-small") else "float16",
+        1,
+        2,
+        2,
+        65,
+        66,
+        32,
+        bias="float32",
+    )
+    if not serves(backend, device, case):
+        pytest.skip("the rung has no bias")
+    problem = make_problem(case, rng)
+    problem.arrays["bias"] -= 120
+    out, lse = run(device, backend, problem)
+    assert lse.max() < -88
+    judge(problem, out, lse)
+
+
+@pytest.mark.parametrize("scale", [-0.7, 0.0, 1e-3, 3.0])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("device", "backend"), target_params())
+def test_scale(device, backend, dtype, scale, rng):
+    case = Case(dtype, 1, 2, 1, 40, 70, 32, scale=scale, causal=True)
+    if scale <= 0 and backend == "tiled":
+        pytest.skip("tiled takes positive scales")
+    assert_case(device, backend, case, rng)
+
+
+@pytest.mark.parametrize("kind", ["minus_infinity", "row_of_false"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("device", "backend"), target_params())
+def test_bias_may_mask(device, backend, dtype, kind, rng):
+    """Keys with a bias of minus infinity or False are masked; a row of them is an empty row."""
+    case = Case(dtype, 2, 2, 2, 40, 70, 32, bias="full" if kind == "minus_infinity" else "bool")
+    if not serves(backend, device, case):
+        pytest.skip("the rung has no bias or does not take this dtype")
+    problem = make_problem(case, rng)
+    bias = problem.arrays["bias"]
+    off = -np.inf if kind == "minus_infinity" else False
+    bias[rng.random(bias.shape) < 0.5] = off
+    bias[:, :, 3] = off
+    bias[1, 0, :, 64:] = off
+    out, lse = run(device, backend, problem)
+    assert (lse[:, :, 3] == -np.inf).all()
+    judge(problem, out, lse)
+
+
+@pytest.mark.parametrize(("device", "backend"), target_params())
+def test_batch_above_65535(device, backend, rng):
+    batch = 70_000
+    case = Case(
+        "float32" if backend not in ("sm80", "sm80-small") else "float16", batch, 1, 1, 1, 3, 8
+    )
+    assert_case(device, backend, case, rng)
+    ragged = dataclasses.replace(case, layout="ragged")
+    assert_case(device, backend, ragged, rng)
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("device", "backend"), target_params())
+def test_the_same_call_gives_the_same_bits(device, backend, dtype, ragged, rng):
+    case = Case(
+        dtype,
+        60 if device.name == "cuda" else 7,
+        4,
+        2,
+        100,
+        130,
+        64,
+        causal=True,
+        layout="ragged" if ragged else "bshd",
+        give_out=False,
+    )
+    if not serves(backend, device, case):
+        pytest.skip("the rung does not take this call")
+    problem = make_problem(case, rng)
+    arena = Arena(device)
+    first = [bits(x) for x in run(device, backend, problem, arena)]
+    rows = int(problem.arrays["cu_seqlens_q"][-1]) if ragged else None
+    for _ in range(30 if device.name == "cuda" else 4):
+        again = run(device, backend, problem)
+        for a, b in zip(first, again, strict=True):
+            b = bits(b)
+            if ragged:  # rows behind the last sequence are not written
+                a, b = (x[:rows] if x.ndim == 3 else x[:, : rows * 4] for x in (a, b))
+            assert np.array_equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("device", "backend"), target_params())
+def test_lse_does_not_change_out(device, backend, dtype, rng):
+    case = Case(dtype, 2, 4, 2, 65, 70, 64, causal=True)
+    if not serves(backend, device, case):
+        pytest.skip("the rung does not take this dtype")
+    problem = make_problem(case, rng)
+    q, k, v = (Arena(device).put(problem.arrays[name]) for name in "qkv")
+    out = cuattn.attention(q, k, v, causal=True, backend=backend)
+    with_lse, _ = cuattn.attention(q, k, v, causal=True, backend=backend, return_lse=True)
+    device.synchronize()
+    assert np.array_equal(bits(device.numpy(out)), bits(device.numpy(with_lse)))
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(0, 5, 2, 8), (2, 0, 2, 8), (0, 0, 2, 8), (2, 5, 0, 8)],
+    ids=["batch", "queries", "both", "heads"],
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("device", "backend"), target_params())
+def test_zero_sizes_return_empty_results(device, backend, dtype, shape, rng):
+    case = Case(dtype, shape[0], shape[2], shape[2], shape[1], 7, shape[3], give_out=False)
+    if not serves(backend, device, case):
+        pytest.skip("the rung does not take this dtype")
+    q, k = np.zeros(shape, DTYPES[dtype]), np.zeros((shape[0], 7, *shape[2:]), DTYPES[dtype])
+    arena = Arena(device)
+    out, lse = cuattn.attention(
+        arena.put(q), arena.put(k), arena.put(k), backend=backend, return_lse=True
+    )
+    device.synchronize()
+    assert device.numpy(out).shape == shape
+    assert device.numpy(lse).shape == (
+        shape[0],
+        shape[2],
+        shape[1],
+    )
+
+
+@pytest.mark.parametrize(
+    "lengths", [([], []), ([0], [0]), ([0, 5], [0, 0]), ([0, 0], [0, 3]), ([2, 0, 3], [0, 4, 70])]
+)
+@pytest.mark.parametrize(("device", "backend"), target_params())
+def test_empty_sequences_in_a_ragged_batch(device, backend, lengths, rng):
+    dtype = "float32" if backend not in ("sm80", "sm80-small") else "bfloat16"
+    queries, keys = lengths
+    case = Case(
+        dtype,
+        len(queries),
+        2,
+        1,
+        max(queries, default=0),
+        max(keys, default=0),
+        16,
+        layout="ragged",
+    )
+    problem = make_problem(case, rng)
+    for name, n, heads in (("q", queries, 2), ("k", keys, 1), ("v", keys, 1)):
+        problem.arrays[name] = rng.standard_normal((sum(n), heads, 16)).astype(DTYPES[dtype])
+    problem.arrays["cu_seqlens_q"] = np.concatenate([[0], np.cumsum(queries)]).astype(np.int32)
+    problem.arrays["cu_seqlens_k"] = np.concatenate([[0], np.cumsum(keys)]).astype(np.int32)
+    if not serves(backend, device, case):
+        pytest.skip("the rung is dense only")
+    judge(problem, *run(device, backend, problem))
+
+
+def test_the_rule_measures_against_the_plain_formula():
+    """A result twice as far from the truth as the plain formula passes, three times fails."""
+    truth, plain = np.ones(100), np.ones(100) + 1e-3
+    check(np.ones(100) + 2e-3, truth, plain, "float32")
+    with pytest.raises(AssertionError, match="max error"):
+        check(np.ones(100) + 3e-3, truth, plain, "float32")
