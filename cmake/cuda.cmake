@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-# Finds nvcc, turns CUDA on, and says how CUDA sources are compiled. Sets CUATTN_HAVE_CUDA, CUATTN_ARCHS_TEXT, and for
-# each kind of source (portable, sm90) the list CUATTN_ARCHS_<kind>. Next: cmake/instances.cmake.
+# Finds nvcc, turns CUDA on, and says how CUDA sources are compiled. Sets CUATTN_HAVE_CUDA and, for
+# each kind of source (portable, sm90), the list CUATTN_ARCHS_<kind> and its text ("80,90,90-ptx")
+# CUATTN_ARCHS_TEXT_<kind>. Next: cmake/instances.cmake.
 #
-# CUATTN_CUDA_ARCHS lists compute capabilities: `90` is machine code, and the largest one also gives PTX for later
-# devices; `90-real` is machine code without PTX, `90-virtual` PTX alone. The sm90 kernels (90a code, which runs on
-# nothing else) are compiled when 90 is in the list.
+# CUATTN_CUDA_ARCHS lists compute capabilities: `90` is machine code, and the largest one also gives
+# PTX for later devices; `90-real` is machine code without PTX, `90-virtual` PTX alone. The sm90
+# kernels (90a code, which runs on nothing else) are compiled when 90 is in the list.
 set(CUATTN_HAVE_CUDA OFF)
-set(CUATTN_ARCHS_TEXT "")
+set(CUATTN_ARCHS_TEXT_portable "")
 string(TOUPPER "${CUATTN_CUDA}" cuda_wanted)
 if(NOT cuda_wanted MATCHES "^(AUTO|ON|OFF|TRUE|FALSE|1|0|YES|NO)$")
   message(FATAL_ERROR "CUATTN_CUDA must be AUTO, ON or OFF, got '${CUATTN_CUDA}'")
@@ -22,7 +23,9 @@ if(NOT CMAKE_CUDA_COMPILER)
     set(CMAKE_CUDA_COMPILER $ENV{CUDACXX})
   else()
     find_program(nvcc_found nvcc NO_CACHE
-      HINTS ${CUDAToolkit_ROOT} $ENV{CUDA_HOME} $ENV{CUDA_PATH} PATHS /usr/local/cuda PATH_SUFFIXES bin)
+      HINTS ${CUDAToolkit_ROOT} $ENV{CUDA_HOME} $ENV{CUDA_PATH}
+      PATHS /usr/local/cuda
+      PATH_SUFFIXES bin)
     if(NOT nvcc_found)
       find_package(Python QUIET COMPONENTS Interpreter)
       execute_process(
@@ -64,11 +67,11 @@ foreach(arch IN LISTS CUATTN_CUDA_ARCHS)
   if(NOT arch MATCHES "^([0-9]+)(-real|-virtual)?$")
     message(FATAL_ERROR "CUATTN_CUDA_ARCHS must list entries like 90, 90-real or 90-virtual, got '${arch}'")
   endif()
-  if(CMAKE_MATCH_2 STREQUAL "-virtual")
+  if("${CMAKE_MATCH_2}" STREQUAL "-virtual")
     list(APPEND virtual ${CMAKE_MATCH_1})
   else()
     list(APPEND real ${CMAKE_MATCH_1})
-    if(CMAKE_MATCH_2 STREQUAL "" AND CMAKE_MATCH_1 GREATER newest)
+    if("${CMAKE_MATCH_2}" STREQUAL "" AND CMAKE_MATCH_1 GREATER newest)
       set(newest ${CMAKE_MATCH_1})
     endif()
   endif()
@@ -81,12 +84,15 @@ list(REMOVE_DUPLICATES virtual)
 list(TRANSFORM real APPEND "-real" OUTPUT_VARIABLE CUATTN_ARCHS_portable)
 list(TRANSFORM virtual APPEND "-virtual" OUTPUT_VARIABLE virtual_archs)
 list(APPEND CUATTN_ARCHS_portable ${virtual_archs})
-list(TRANSFORM virtual APPEND "-ptx" OUTPUT_VARIABLE ptx)
-set(CUATTN_ARCHS_TEXT ${real} ${ptx})
 set(CUATTN_ARCHS_sm90 "")
 if("90" IN_LIST real)
   set(CUATTN_ARCHS_sm90 "90a-real")
 endif()
+foreach(kind IN ITEMS portable sm90)
+  string(REPLACE "-real" "" text "${CUATTN_ARCHS_${kind}}")
+  string(REPLACE "-virtual" "-ptx" text "${text}")
+  list(JOIN text "," CUATTN_ARCHS_TEXT_${kind})
+endforeach()
 
 set(CMAKE_CUDA_ARCHITECTURES ${CUATTN_ARCHS_portable})
 set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
@@ -101,13 +107,13 @@ if(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 12.8)
   message(FATAL_ERROR "cuattn needs nvcc 12.8 or later, found ${CMAKE_CUDA_COMPILER_VERSION} "
                       "(${CMAKE_CUDA_COMPILER})")
 endif()
-# The launcher keeps what ptxas says (registers, spills, warnings) beside each object for tests/test_ptxas.py.
+# The launcher keeps what ptxas says (registers, spills, warnings) for tests/test_ptxas.py.
 set(CMAKE_CUDA_COMPILER_LAUNCHER ${PROJECT_SOURCE_DIR}/cmake/nvcc_log.sh)
 set(nvcc_flags "SHELL:-lineinfo --compress-mode=size -Xptxas=-v -Xcompiler=-Wall")
 add_compile_options($<$<COMPILE_LANGUAGE:CUDA>:${nvcc_flags}>)
 set(CUATTN_HAVE_CUDA ON)
 
-# Objects of libcuattn compiled for one kind of device: hand-written sources and the rows of the table.
+# Objects of libcuattn compiled for one kind of device: hand-written sources and instances.
 function(cuattn_cuda_library kind)
   get_property(instances GLOBAL PROPERTY CUATTN_INSTANCES_${kind})
   set(sources ${ARGN} ${instances})
@@ -117,7 +123,8 @@ function(cuattn_cuda_library kind)
   add_library(cuattn_cuda_${kind} OBJECT ${sources})
   target_link_libraries(cuattn_cuda_${kind} PRIVATE cuattn_private)
   target_include_directories(cuattn_cuda_${kind} PRIVATE ${PROJECT_BINARY_DIR}/instances)
-  set_target_properties(cuattn_cuda_${kind} PROPERTIES CUDA_ARCHITECTURES "${CUATTN_ARCHS_${kind}}")
+  set_target_properties(cuattn_cuda_${kind} PROPERTIES
+    CUDA_ARCHITECTURES "${CUATTN_ARCHS_${kind}}")
   target_sources(cuattn PRIVATE $<TARGET_OBJECTS:cuattn_cuda_${kind}>)
   set_property(GLOBAL APPEND PROPERTY CUATTN_CUDA_OBJECTS $<TARGET_OBJECTS:cuattn_cuda_${kind}>)
 endfunction()
