@@ -1,0 +1,45 @@
+// SPDX-License-Identifier: Apache-2.0
+// CUATTN_CHECK=1: the lengths of a call, which only the device sees, are copied to the host and held against the rules
+// and messages of the CPU backend. Costs a synchronisation of the caller's stream. Next: cpu/attention.cpp (the rules).
+#include <atomic>
+#include <cstdio>
+#include <vector>
+
+#include "cuattn/backend.h"
+#include "launch.h"
+#include "launchers.h"
+
+namespace cuattn {
+namespace {
+
+// Replaces a device array by a copy; the copy is complete once `stream` is.
+void copy_to_host(const int32_t*& array, std::vector<int32_t>& host, int64_t count, cudaStream_t stream) {
+  if (array == nullptr || count == 0) return;
+  host.resize(static_cast<size_t>(count));
+  CUATTN_CUDA_TRY(cudaMemcpyAsync(host.data(), array, host.size() * sizeof(int32_t), cudaMemcpyDefault, stream));
+  array = host.data();
+}
+
+}  // namespace
+
+void check_prefill(const PrefillParams& params, cudaStream_t stream) {
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  CUATTN_CUDA_TRY(cudaStreamIsCapturing(stream, &capture));
+  if (capture != cudaStreamCaptureStatusNone) {  // a captured call cannot wait for the device
+    static std::atomic_flag warned = ATOMIC_FLAG_INIT;
+    if (!warned.test_and_set()) {
+      std::fputs("cuattn: CUATTN_CHECK is skipped for calls under stream capture\n", stderr);
+    }
+    return;
+  }
+  PrefillParams host = params;
+  std::vector<int32_t> cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv;
+  copy_to_host(host.cu_seqlens_q, cu_seqlens_q, int64_t{params.batch} + 1, stream);
+  copy_to_host(host.cu_seqlens_kv, cu_seqlens_kv, int64_t{params.batch} + 1, stream);
+  copy_to_host(host.seqused_q, seqused_q, params.batch, stream);
+  copy_to_host(host.seqused_kv, seqused_kv, params.batch, stream);
+  CUATTN_CUDA_TRY(cudaStreamSynchronize(stream));
+  cpu_backend().check(host, 0, nullptr);
+}
+
+}  // namespace cuattn
