@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-# Target cuattn_headers: compiles every public header alone (F0 as C++17, c_api.h as C too, F1 with nvcc), so that each
-# includes what it uses. Not part of the default build; .ci/run builds it.
+# Target cuattn_headers: compiles every public header alone (F0 as C++17, F1 with nvcc), so that
+# each includes what it uses. Not part of the default build; .ci/run builds it.
 add_library(cuattn_headers OBJECT EXCLUDE_FROM_ALL)
 target_include_directories(cuattn_headers PRIVATE include)
 target_compile_options(cuattn_headers PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-std=c++17>)
@@ -11,7 +11,8 @@ function(cuattn_header_alone header suffix)
   target_sources(cuattn_headers PRIVATE ${source})
 endfunction()
 
-file(GLOB_RECURSE headers CONFIGURE_DEPENDS RELATIVE ${PROJECT_SOURCE_DIR}/include include/*.h include/*.cuh)
+file(GLOB_RECURSE headers CONFIGURE_DEPENDS RELATIVE ${PROJECT_SOURCE_DIR}/include
+     include/*.h include/*.cuh)
 foreach(header IN LISTS headers)
   if(header MATCHES "[.]h$")
     cuattn_header_alone(${header} .cpp)

@@ -1,7 +1,7 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# nvcc_log.sh nvcc ARGUMENTS: runs nvcc and keeps its stderr, where ptxas reports registers and spills, in
-# OBJECT.ptxas beside the object, with the seconds it took. Warnings and errors are still shown.
+# nvcc_log.sh nvcc ARGUMENTS: runs nvcc and keeps its stderr, where ptxas reports registers and
+# spills, in OBJECT.ptxas beside the object, with the seconds it took. Warnings are still shown.
 object=
 previous=
 for argument in "$@"; do

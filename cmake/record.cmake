@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-# build.log, installed beside cuattnConfig.cmake: what ptxas said of every CUDA source, and the weak symbols of the
-# per-ISA CPU objects. tests/test_ptxas.py and tests/test_package.py judge it, wherever the library was built.
-# Included, it adds the step after linking; as a script (-D OBJECTS=file -D NM=nm -D OUTPUT=file -P) it is that step.
+# build.log, installed beside cuattnConfig.cmake: what ptxas said of every CUDA source, and the weak
+# symbols of the per-ISA CPU objects. tests/test_ptxas.py and tests/test_package.py judge it,
+# wherever the library was built. Included, this file adds the step after linking; as a script
+# (-D OBJECTS=file -D NM=nm -D OUTPUT=file -P) it is that step.
 if(NOT CMAKE_SCRIPT_MODE_FILE)
   get_property(cuda_objects GLOBAL PROPERTY CUATTN_CUDA_OBJECTS)
   get_property(isa_objects GLOBAL PROPERTY CUATTN_ISA_OBJECTS)

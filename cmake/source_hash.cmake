@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-# Sets `source_hash`, by which a record of a run names the sources it ran on: given, or asked of git, or "unknown".
-# It changes with every edit, so only src/info.cpp is compiled with it.
+# Sets `source_hash`, by which a record of a run names the sources it ran on: given, or asked of
+# git, or "unknown". It changes with every edit, so only src/info.cpp is compiled with it.
 set(source_hash "${CUATTN_SOURCE_HASH}")
 if(source_hash STREQUAL "")
   set(hashed include cuda src bindings cpu cmake CMakeLists.txt pyproject.toml)
