@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: ``python -m cuattn info | demo | bench | plot | explain``."""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import sys
+
+
+def _info(arguments: argparse.Namespace) -> int:
+    from . import _system
+
+    return _system.show_info(arguments)
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from . import _demo
+
+    return _demo.main()
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    from ._bench import runner
+
+    return runner.main(arguments)
+
+
+def _plot(arguments: argparse.Namespace) -> int:
+    from . import _plot
+
+    return _plot.main(arguments.results, arguments.output)
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    from . import _system
+
+    return _system.show_explain(arguments)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Build the command line."""
+    from . import _system
+    from ._bench import options
+
+    top = argparse.ArgumentParser(
+        prog="python -m cuattn", description="Attention on any array, on CPU and CUDA."
+    )
+    commands = top.add_subparsers(required=True, metavar="command")
+
+    info = commands.add_parser("info", help="this build, the CPU, GPUs and array libraries")
+    info.add_argument("--json", action="store_true", help="as a JSON object")
+    info.set_defaults(run=_info)
+
+    demo = commands.add_parser(
+        "demo", help="attention on real sentences and on a long input, checked and timed"
+    )
+    demo.set_defaults(run=_demo)
+
+    bench = commands.add_parser("bench", help="time the library beside others on named workloads")
+    options.add_arguments(bench)
+    bench.set_defaults(run=_bench)
+
+    plot = commands.add_parser(
+        "plot", help="draw speed and memory over the sequence length from bench results"
+    )
+    plot.add_argument("results", nargs="+", type=pathlib.Path, help="JSON files written by bench")
+    plot.add_argument(
+        "-o",
+        "--output",
+        type=pathlib.Path,
+        default=pathlib.Path(),
+        help="folder for PNG and SVG files",
+    )
+    plot.set_defaults(run=_plot)
+
+    explain = commands.add_parser(
+        "explain", help="which kernel a call of attention would run, and why"
+    )
+    _system.add_explain_arguments(explain)
+    explain.set_defaults(run=_explain)
+    return top
+
+
+def main() -> int:
+    """Run one command; the result is the exit code: 0 good, 1 a failure, 2 a wrong command line."""
+    arguments = parser().parse_args()
+    return arguments.run(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

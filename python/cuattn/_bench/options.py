@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line of the benchmark, apart from it so that ``--help`` imports nothing heavy."""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+
+BACKENDS = ("auto", "naive", "cublas", "tiled", "simt", "sm80", "cpu")
+PEERS = (
+    "torch",
+    "math",
+    "efficient",
+    "flash",
+    "cudnn",
+    "varlen",
+    "flex",
+    "fa2",
+    "fa3",
+    "fa4",
+    "flashinfer",
+    "numpy",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--family", help="comma list (default: smoke); --list shows all")
+    parser.add_argument(
+        "--list", action="store_true", help="list families and their workloads, and stop"
+    )
+    parser.add_argument("--workload", default="", help="only workloads whose name contains this")
+    parser.add_argument(
+        "--backend", help=f"comma list of ours, of {', '.join(BACKENDS)} (default: the family's)"
+    )
+    parser.add_argument(
+        "--peer", help=f"comma list of {', '.join(PEERS)}, all or none (default: the family's)"
+    )
+    parser.add_argument(
+        "--jit", choices=("marked", "all", "none"), default="marked", help="peers that compile"
+    )
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    parser.add_argument(
+        "--rounds", type=int, default=7, help="rounds of shuffled order (default 7)"
+    )
+    parser.add_argument(
+        "--budget",
+        type=float,
+        default=150.0,
+        metavar="S",
+        help="seconds for a family (default 150)",
+    )
+    parser.add_argument(
+        "--limit", type=float, default=10.0, metavar="S", help="longest single call (default 10)"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="3 rounds, 20 seconds a family: a look, not a result"
+    )
+    parser.add_argument("--commit", help="commit to record (default: asked of git)")
+    parser.add_argument(
+        "-o", "--output", type=pathlib.Path, help="folder for <family>.json (default: none written)"
+    )

@@ -1,0 +1,384 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who is measured: our backends, and other implementations where they are importable.
+
+A contestant turns the inputs of a workload into a call with nothing left to prepare; its
+`canonical` brings the result to q's layout for the check. `Unsupported` says that it does not serve
+the workload: no fault, no row.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import importlib.metadata
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import cuattn
+
+from . import reference
+from .devices import Inputs
+from .workloads import Workload
+
+
+class Unsupported(Exception):
+    """The contestant does not serve this workload."""
+
+
+@dataclasses.dataclass
+class Prepared:
+    """A call ready to be timed, inside `context()`."""
+
+    call: Callable[[], Any]
+    canonical: Callable[[Any], Any] = lambda out: out
+    context: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
+    kernel: str | None = None
+    memory_bytes: int | None = None  # known without measuring: result and workspace
+
+
+def first(result):
+    return result[0] if isinstance(result, tuple) else result
+
+
+def require(condition: bool, reason: str) -> None:
+    if not condition:
+        raise Unsupported(reason)
+
+
+def module(*names: str):
+    """Import the first of these modules that can be imported."""
+    for name in names:
+        with contextlib.suppress(ImportError):
+            return importlib.import_module(name)
+    raise Unsupported(f"{' / '.join(names)} is not installed")
+
+
+# ---- ours ----
+
+
+def our_call(w: Workload, x: Inputs, backend: str) -> tuple[tuple, dict]:
+    """Positional and keyword arguments of cuattn.attention or attention_varlen."""
+    options: dict[str, Any] = {
+        "causal": w.causal,
+        "window": w.window,
+        "softcap": w.softcap,
+        "backend": backend,
+    }
+    if w.alibi:
+        options["alibi_slopes"] = x.slopes
+    if w.bias:
+        options["bias"] = x.bias
+    if w.lengths:
+        longest = max(w.lengths)
+        return (x.q, x.k, x.v, x.cu_seqlens, x.cu_seqlens, longest, longest), options
+    return (x.q, x.k, x.v), options
+
+
+def ours(backend: str) -> Callable[[Workload, Inputs], Prepared]:
+    def prepare(w: Workload, x: Inputs) -> Prepared:
+        arguments, options = our_call(w, x, backend)
+        function = getattr(cuattn, w.op)
+        try:
+            plan = cuattn.explain(w.op, *arguments, **options)
+        except NotImplementedError as error:
+            raise Unsupported(str(error)) from error
+        out_elements = int(np.prod(x.q.shape[:-1])) * w.head_dim
+        out_bytes = out_elements * (4 if w.dtype == "float32" else 2)
+        return Prepared(
+            lambda: function(*arguments, **options),
+            kernel=plan.kernel,
+            memory_bytes=out_bytes + plan.workspace_bytes,
+        )
+
+    return prepare
+
+
+# ---- torch scaled_dot_product_attention, on transposed views of the same memory ----
+
+
+def sdpa(backend: str | None) -> Callable[[Workload, Inputs], Prepared]:
+    """Name a member of torch.nn.attention.SDPBackend, or None for torch's own choice."""
+
+    def prepare(w: Workload, x: Inputs) -> Prepared:
+        require(hasattr(x.q, "detach"), "torch is not installed")
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+        from torch.nn.functional import scaled_dot_product_attention
+
+        require(not w.lengths, "no ragged batches")
+        require(
+            w.window == (-1, -1) and not w.softcap and not w.alibi, "no window, softcap or ALiBi"
+        )
+        require(not w.causal or w.seqlen_q == w.seqlen_kv, "its causal mask is aligned top left")
+        require(not (w.bias and backend == "FLASH_ATTENTION"), "no bias")
+        on_cpu = backend in (None, "MATH", "FLASH_ATTENTION")
+        require(x.q.is_cuda or on_cpu, "needs CUDA tensors")
+        require(
+            not (x.q.is_cuda and backend == "FLASH_ATTENTION" and w.dtype == "float32"),
+            "no float32",
+        )
+        q, k, v = (t.transpose(1, 2) for t in (x.q, x.k, x.v))
+        options = {"is_causal": w.causal}
+        if w.bias:
+            options["attn_mask"] = x.bias
+        if w.num_heads_q != w.num_heads_kv:
+            options["enable_gqa"] = True
+        context: Callable = contextlib.nullcontext
+        if backend is not None:
+            kind = getattr(SDPBackend, backend, None)
+            require(kind is not None, f"this torch has no {backend}")
+
+            def context():
+                return sdpa_kernel(kind)
+
+        if backend == "MATH":
+            q, k, v = (t.contiguous() for t in (q, k, v))
+        return Prepared(
+            lambda: scaled_dot_product_attention(q, k, v, **options),
+            canonical=lambda out: out.transpose(1, 2),
+            context=context,
+        )
+
+    return prepare
+
+
+def torch_varlen(w: Workload, x: Inputs) -> Prepared:
+    """FlashAttention-2 of torch.nn.attention.varlen over packed sequences."""
+    require(hasattr(x.q, "is_cuda") and x.q.is_cuda, "needs CUDA tensors")
+    require(bool(w.lengths), "only for ragged batches")
+    require(w.dtype != "float32" and not (w.softcap or w.alibi or w.bias), "no such options")
+    import inspect
+
+    varlen_attn = module("torch.nn.attention.varlen").varlen_attn
+    names = inspect.signature(varlen_attn).parameters
+    options: dict[str, Any] = {}
+    if "window_size" in names:
+        options["window_size"] = (w.window[0], 0) if w.causal else w.window
+    else:
+        options["is_causal"] = w.causal
+    if w.num_heads_q != w.num_heads_kv and "enable_gqa" in names:
+        options["enable_gqa"] = True
+    longest = max(w.lengths)
+    return Prepared(
+        lambda: varlen_attn(x.q, x.k, x.v, x.cu_seqlens, x.cu_seqlens, longest, longest, **options)
+    )
+
+
+def flex(w: Workload, x: Inputs) -> Prepared:
+    """FlexAttention of torch, compiled for the shape."""
+    require(hasattr(x.q, "is_cuda") and x.q.is_cuda and not w.lengths, "needs dense CUDA tensors")
+    import torch
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    offset = w.seqlen_kv - w.seqlen_q
+    left, right = w.window
+    right = 0 if w.causal else right
+
+    def mask_mod(b, h, q_idx, kv_idx):
+        keep = q_idx >= 0
+        if left >= 0:
+            keep = keep & (kv_idx >= q_idx + offset - left)
+        if right >= 0:
+            keep = keep & (kv_idx <= q_idx + offset + right)
+        return keep
+
+    slopes, bias, softcap = x.slopes, x.bias, w.softcap
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        if softcap:
+            score = softcap * torch.tanh(score / softcap)
+        if slopes is not None:
+            score = score - slopes[h] * torch.abs(q_idx + offset - kv_idx)
+        if bias is not None:
+            score = score + bias[0, h, q_idx, kv_idx]
+        return score
+
+    torch._dynamo.reset()  # each shape is compiled anew; the recompile limit would end the run
+    masked = left >= 0 or right >= 0
+    block_mask = (
+        create_block_mask(mask_mod, None, None, w.seqlen_q, w.seqlen_kv, device="cuda")
+        if masked
+        else None
+    )
+    scored = bool(softcap) or slopes is not None or bias is not None
+    compiled = torch.compile(flex_attention, dynamic=False)
+    q, k, v = (t.transpose(1, 2) for t in (x.q, x.k, x.v))
+    options = {
+        "score_mod": score_mod if scored else None,
+        "block_mask": block_mask,
+        "enable_gqa": w.num_heads_q != w.num_heads_kv,
+    }
+    return Prepared(lambda: compiled(q, k, v, **options), canonical=lambda out: out.transpose(1, 2))
+
+
+# ---- other packages ----
+
+
+def fa3(w: Workload, x: Inputs) -> Prepared:
+    """FlashAttention-3 (package fa3-fwd, or a build of flash-attention's hopper folder)."""
+    require(hasattr(x.q, "is_cuda") and x.q.is_cuda, "needs CUDA tensors")
+    require(
+        w.dtype != "float32" and not (w.alibi or w.bias),
+        "float16 and bfloat16 without ALiBi or bias",
+    )
+    library = module(
+        "fa3_fwd_interface", "flash_attn_interface", "flash_attn_3.flash_attn_interface"
+    )
+    options = {"causal": w.causal, "softcap": w.softcap}
+    if w.window != (-1, -1):
+        options["window_size"] = (w.window[0], 0) if w.causal else w.window
+    return _flash_attn(library, w, x, options)
+
+
+def fa4(w: Workload, x: Inputs) -> Prepared:
+    """FlashAttention-4 (flash_attn.cute)."""
+    require(hasattr(x.q, "is_cuda") and x.q.is_cuda, "needs CUDA tensors")
+    require(
+        w.dtype != "float32" and not (w.alibi or w.bias),
+        "float16 and bfloat16 without ALiBi or bias",
+    )
+    library = module("flash_attn.cute")
+    options: dict[str, Any] = {"causal": w.causal, "softcap": w.softcap}
+    if w.window != (-1, -1):
+        left, right = w.window
+        options["window_size"] = (
+            left if left >= 0 else None,
+            0 if w.causal else right if right >= 0 else None,
+        )
+    return _flash_attn(library, w, x, options)
+
+
+def fa2(w: Workload, x: Inputs) -> Prepared:
+    """FlashAttention-2 (package flash-attn); torch's flash backend is the same kernel."""
+    require(hasattr(x.q, "is_cuda") and x.q.is_cuda, "needs CUDA tensors")
+    require(w.dtype != "float32" and not w.bias, "float16 and bfloat16 without bias")
+    library = module("flash_attn")
+    require(hasattr(library, "flash_attn_func"), "flash_attn is not installed")
+    options = {
+        "causal": w.causal,
+        "softcap": w.softcap,
+        "window_size": w.window,
+        "alibi_slopes": x.slopes,
+    }
+    return _flash_attn(library, w, x, options)
+
+
+def _flash_attn(library, w: Workload, x: Inputs, options: dict) -> Prepared:
+    if w.lengths:
+        function, longest = library.flash_attn_varlen_func, max(w.lengths)
+        sizes = {"cu_seqlens_q": x.cu_seqlens, "cu_seqlens_k": x.cu_seqlens}
+        sizes |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
+        return Prepared(lambda: function(x.q, x.k, x.v, **sizes, **options), canonical=first)
+    function = library.flash_attn_func
+    return Prepared(lambda: function(x.q, x.k, x.v, **options), canonical=first)
+
+
+def flashinfer(w: Workload, x: Inputs) -> Prepared:
+    """FlashInfer's ragged prefill; a dense batch is handed over as packed sequences."""
+    require(hasattr(x.q, "is_cuda") and x.q.is_cuda, "needs CUDA tensors")
+    require(
+        w.dtype != "float32" and not (w.alibi or w.bias),
+        "float16 and bfloat16 without ALiBi or bias",
+    )
+    require(w.window[1] < 0 or w.causal, "its window has a left side only")
+    import torch
+
+    library = module("flashinfer")
+    ends_q = np.concatenate([[0], np.cumsum([q for q, _ in w.sequences])]).astype(np.int32)
+    ends_kv = np.concatenate([[0], np.cumsum([kv for _, kv in w.sequences])]).astype(np.int32)
+    workspace = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+    wrapper = library.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
+    wrapper.plan(
+        torch.from_numpy(ends_q).cuda(),
+        torch.from_numpy(ends_kv).cuda(),
+        w.num_heads_q,
+        w.num_heads_kv,
+        w.head_dim,
+        causal=w.causal,
+        window_left=w.window[0],
+        logits_soft_cap=w.softcap,
+        q_data_type=x.q.dtype,
+    )
+    q, k, v = (t.reshape(-1, *t.shape[-2:]) for t in (x.q, x.k, x.v))
+    return Prepared(lambda: wrapper.run(q, k, v), canonical=lambda out: out.view(x.q.shape))
+
+
+# ---- the plain formula in numpy ----
+
+
+def plain_numpy(w: Workload, x: Inputs) -> Prepared:
+    """softmax(q k^T) v with numpy's matrix products, one head at a time."""
+    require(not getattr(x.q, "is_cuda", False), "needs arrays on the CPU")
+    require(w.dtype == "float32", "float32 only")
+    q, k, v = (np.asarray(t) for t in (x.q, x.k, x.v))
+    slopes = None if x.slopes is None else np.asarray(x.slopes)
+    bias = None if x.bias is None else np.asarray(x.bias)
+    scale = np.float32(w.head_dim**-0.5)
+    group = w.num_heads_q // w.num_heads_kv
+    begins = np.concatenate([[0], np.cumsum(w.lengths)]).astype(int)
+
+    def call():
+        out = np.empty_like(q)
+        for b, seqlens in enumerate(w.sequences):
+            at = slice(begins[b], begins[b + 1]) if w.lengths else b
+            rows = np.arange(seqlens[0])
+            for h in range(w.num_heads_q):
+                slope = np.float32(0 if slopes is None else slopes[h])
+                scores = scale * (q[at][:, h] @ k[at][:, h // group].T)
+                extra = None if bias is None else bias[0, h]
+                p = reference.softmax(reference.score_rows(w, scores, rows, seqlens, slope, extra))
+                out[at][:, h] = p.astype(np.float32) @ v[at][:, h // group]
+        return out
+
+    return Prepared(call)
+
+
+@dataclasses.dataclass(frozen=True)
+class Contestant:
+    """One column of the comparison. `packages` are looked up for the versions in the report."""
+
+    name: str
+    prepare: Callable[[Workload, Inputs], Prepared]
+    is_ours: bool = False
+    is_jit: bool = False
+    packages: tuple[str, ...] = ()
+
+
+PEERS: dict[str, Contestant] = {
+    peer.name: peer
+    for peer in (
+        Contestant("torch", sdpa(None), packages=("torch",)),
+        Contestant("math", sdpa("MATH"), packages=("torch",)),
+        Contestant("efficient", sdpa("EFFICIENT_ATTENTION"), packages=("torch",)),
+        Contestant("flash", sdpa("FLASH_ATTENTION"), packages=("torch",)),
+        Contestant(
+            "cudnn",
+            sdpa("CUDNN_ATTENTION"),
+            packages=("torch", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12"),
+        ),
+        Contestant("varlen", torch_varlen, packages=("torch",)),
+        Contestant("flex", flex, is_jit=True, packages=("torch", "triton")),
+        Contestant("fa2", fa2, packages=("flash-attn",)),
+        Contestant("fa3", fa3, packages=("fa3-fwd", "flash-attn-3")),
+        Contestant("fa4", fa4, is_jit=True, packages=("flash-attn-4", "nvidia-cutlass-dsl")),
+        Contestant("flashinfer", flashinfer, is_jit=True, packages=("flashinfer-python",)),
+        Contestant("numpy", plain_numpy, packages=("numpy",)),
+    )
+}
+
+
+def our_contestant(backend: str) -> Contestant:
+    return Contestant(f"cuattn:{backend}", ours(backend), is_ours=True)
+
+
+def versions(contestants) -> dict[str, str]:
+    """Installed versions of the packages behind the contestants."""
+    found = {"numpy": np.__version__}
+    for contestant in contestants:
+        for package in contestant.packages:
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                found[package] = importlib.metadata.version(package)
+    return found

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From measured rounds to JSON rows, table lines and a summary."""
+
+from __future__ import annotations
+
+import math
+import pathlib
+import statistics
+from collections.abc import Iterable
+
+from .workloads import Workload
+
+COLUMNS = (
+    "{name:34s} {who:16s} {ms:>10s} {tflops:>8s} {gbps:>8s} {roof:>6s} {memory:>10s} {ratio:>7s}"
+    "  {note}"
+)
+
+
+def median_ms(rounds_ms: dict[int, float]) -> float:
+    return statistics.median(rounds_ms.values())
+
+
+def row_json(w: Workload, entries: Iterable) -> dict:
+    """Make a row of the results file: the workload, everybody's figures, our ratio to the best."""
+    results = []
+    for entry in entries:
+        prepared = entry.prepared
+        result = {
+            "name": entry.contestant.name,
+            "ours": entry.contestant.is_ours,
+            "status": entry.status,
+            "kernel": prepared.kernel if prepared else None,
+            "max_error": entry.max_error,
+            "allowed_error": entry.allowed_error,
+        }
+        if entry.ok and entry.rounds_ms:
+            ms = median_ms(entry.rounds_ms)
+            result |= {
+                "ms": ms,
+                "tflops": w.flops / ms / 1e9,
+                "gbps": w.bytes / ms / 1e6,
+                "peak_bytes": entry.peak_bytes,
+                "calls_per_round": max(1, entry.calls_per_round),
+                "rounds_ms": {
+                    str(number): value for number, value in sorted(entry.rounds_ms.items())
+                },
+            }
+        results.append(result)
+    row = {"workload": w.as_json(), "status": "ok", "results": results}
+    best = min(
+        (r for r in results if not r["ours"] and "ms" in r), key=lambda r: r["ms"], default=None
+    )
+    if best is not None:
+        row["best_peer"] = best["name"]
+        for result in results:
+            if result["ours"] and "ms" in result:
+                result["ratio_to_best_peer"] = ratio(result, best)
+    return row
+
+
+def ratio(ours: dict, peer: dict) -> float:
+    """Median of the ratios peer / ours over the rounds that both ran: above 1, ours is faster."""
+    shared = ours["rounds_ms"].keys() & peer["rounds_ms"].keys()
+    if not shared:
+        return peer["ms"] / ours["ms"]
+    return statistics.median(
+        peer["rounds_ms"][number] / ours["rounds_ms"][number] for number in shared
+    )
+
+
+def header() -> str:
+    names = {
+        "name": "workload",
+        "who": "who",
+        "ms": "ms",
+        "tflops": "TFLOP/s",
+        "gbps": "GB/s",
+        "roof": "% max",
+    }
+    return COLUMNS.format(**names, memory="memory", ratio="x peer", note="")
+
+
+def row_lines(row: dict, ceilings: dict[str, float]) -> str:
+    """Format a row. % max is the larger of the shares of the measured matmul and copy rates."""
+    name = row["workload"]["name"]
+    if row["status"] != "ok":
+        return f"{name:34s} {row['status']}"
+    lines = []
+    for result in row["results"]:
+        fields = dict.fromkeys(("ms", "tflops", "gbps", "roof", "memory", "ratio"), "")
+        fields |= {
+            "name": name if not lines else "",
+            "who": result["name"],
+            "note": result["status"],
+        }
+        if "ms" in result:
+            best = " (best peer)" if result["name"] == row.get("best_peer") else ""
+            kernel = f"[{result['kernel']}]" if result["kernel"] else ""
+            fields |= {
+                "ms": f"{result['ms']:.4f}",
+                "tflops": f"{result['tflops']:.4g}",
+                "gbps": f"{result['gbps']:.0f}",
+                "roof": f"{100 * roof(row['workload'], result, ceilings):.0f}",
+                "memory": bytes_text(result["peak_bytes"]),
+                "ratio": f"{result['ratio_to_best_peer']:.3f}"
+                if "ratio_to_best_peer" in result
+                else "",
+                "note": (kernel + best).strip(),
+            }
+        elif result["status"].startswith("unsupported"):
+            continue
+        lines.append(COLUMNS.format(**fields).rstrip())
+    return "\n".join(lines) or f"{name:34s} nobody measured here serves it"
+
+
+def roof(workload: dict, result: dict, ceilings: dict[str, float]) -> float:
+    """Share of the measured ceiling that binds: arithmetic or memory, whichever is nearer."""
+    matmul = ceilings.get(f"matmul_{workload['dtype']}_tflops") or ceilings.get(
+        "matmul_float32_tflops", math.inf
+    )
+    return max(result["tflops"] / matmul, result["gbps"] / ceilings["copy_gbps"])
+
+
+def bytes_text(count: int | None) -> str:
+    if count is None:
+        return ""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} B"
+
+
+def our_results(document: dict) -> Iterable[tuple[dict, dict]]:
+    for row in document["rows"]:
+        for result in row["results"]:
+            if result["ours"]:
+                yield row, result
+
+
+def our_failures(document: dict) -> int:
+    return sum(result["status"].startswith("failed") for _, result in our_results(document))
+
+
+def summary(document: dict) -> str:
+    """Geometric mean and worst row of the ratio to the best peer, per backend of ours."""
+    ratios: dict[str, list[tuple[float, str]]] = {}
+    for row, result in our_results(document):
+        if "ratio_to_best_peer" in result:
+            ratios.setdefault(result["name"], []).append(
+                (result["ratio_to_best_peer"], row["workload"]["name"])
+            )
+    lines = []
+    for name, values in ratios.items():
+        mean = math.exp(statistics.fmean(math.log(value) for value, _ in values))
+        worst, where = min(values)
+        rows = f"{len(values)} row{'s' if len(values) > 1 else ''}"
+        lines.append(
+            f"{name}: {mean:.3f} x the best peer on the geometric mean of {rows}, "
+            f"least {worst:.3f} at {where}"
+        )
+    if not document["complete"]:
+        lines.append("some rows were not run: raise --budget or choose rows with --workload")
+    return "\n".join(lines)
+
+
+def command(argv: list[str]) -> str:
+    """Return the command line as a user types it."""
+    script = pathlib.Path(argv[0]).name
+    start = "python benchmarks/bench.py" if script == "bench.py" else "python -m cuattn"
+    return " ".join([start, *argv[1:]])
