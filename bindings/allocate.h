@@ -1,0 +1,206 @@
+// SPDX-License-Identifier: Apache-2.0
+// Results in the caller's own library: which stream a call runs on, and who allocates its output
+// and workspace. The libraries without a C allocator are reached through cuattn._arrays. Next:
+// module.cpp.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "convert.h"
+
+namespace cuattn::bindings {
+
+// A function of cuattn._arrays, looked up once.
+inline nb::object arrays_function(const char* name) {
+  return nb::module_::import_("cuattn._arrays").attr(name);
+}
+
+inline const char* library_name(const Array& array) {
+  switch (array.type.library) {
+    case Library::numpy: return "numpy";
+    case Library::cupy: return "cupy";
+    default: return array.type.is_torch ? "torch" : "other";
+  }
+}
+
+// What `stream=` holds: an integer (the raw pointer) or an object with cuda_stream, ptr or
+// __cuda_stream__.
+inline CallStream parse_stream(const char* op, nb::handle stream) {
+  if (stream.is_none()) return {};
+  nb::object value = nb::borrow(stream);
+  if (!PyLong_Check(stream.ptr())) {
+    if (nb::hasattr(stream, "cuda_stream")) {
+      value = stream.attr("cuda_stream");
+    } else if (nb::hasattr(stream, "ptr")) {
+      value = stream.attr("ptr");
+    } else if (nb::hasattr(stream, "__cuda_stream__")) {
+      value = nb::object(stream.attr("__cuda_stream__")()[1]);
+    }
+  }
+  if (PyLong_Check(value.ptr()) && !PyBool_Check(value.ptr())) {
+    long long pointer = PyLong_AsLongLong(value.ptr());
+    if (pointer >= 0) return {reinterpret_cast<void*>(pointer), true};
+    PyErr_Clear();
+    raise(PyExc_ValueError, op,
+          ": stream must be a stream handle, not a negative or too large number, got ",
+          nb::cast<std::string>(nb::str(value)));
+  }
+  raise(PyExc_TypeError, op,
+        ": stream must be None, an integer or an object with cuda_stream, ptr or __cuda_stream__, "
+        "got ",
+        class_name(stream));
+}
+
+// Completes the stream of a call once its first array is known.
+inline void complete_stream(const char* op, const Array& first, CallStream& stream) {
+  if (!first.is_cuda()) {
+    if (stream.is_explicit) {
+      raise(PyExc_ValueError, op, ": stream must be None for arrays on the CPU, which run at once");
+    }
+    return;
+  }
+  if (stream.is_explicit) return;
+  if (first.type.api != nullptr) {
+    const DLDevice& device = first.view.device;
+    if (first.type.api->current_work_stream(device.device_type, device.device_id, &stream.handle) !=
+        0) {
+      throw nb::python_error();
+    }
+    return;
+  }
+  nb::object handle =
+      arrays_function("current_stream")(library_name(first), first.view.device.device_id);
+  stream.handle = reinterpret_cast<void*>(nb::cast<uintptr_t>(handle));
+}
+
+// Memory for one result, owned by `object`.
+struct Allocation {
+  nb::object object;
+  TensorView view;
+};
+
+namespace detail {
+
+struct AllocatorError {
+  std::string kind, message;
+  static void set(void* context, const char* kind, const char* message) {
+    *static_cast<AllocatorError*>(context) = {kind == nullptr ? "" : kind,
+                                              message == nullptr ? "" : message};
+  }
+};
+
+inline nb::object shape_tuple(const TensorView& wanted) {
+  nb::object shape = nb::steal(PyTuple_New(wanted.ndim));
+  if (!shape.is_valid()) throw nb::python_error();
+  for (int i = 0; i < wanted.ndim; ++i)
+    PyTuple_SetItem(shape.ptr(), i, PyLong_FromLongLong(wanted.shape[i]));
+  return shape;
+}
+
+inline const char* dtype_word(DLDataType dtype) {
+  if (dtype.code == kDLBfloat) return "bfloat16";
+  if (dtype.code == kDLUInt) return "uint8";
+  return dtype.bits == 16 ? "float16" : "float32";
+}
+
+inline nb::handle numpy_dtype(DLDataType dtype) {
+  Python& py = Python::get();
+  if (dtype.code == kDLUInt) return py.uint8;
+  if (dtype.code == kDLFloat) return dtype.bits == 16 ? py.float16 : py.float32;
+  if (!py.bfloat16.is_valid())
+    py.bfloat16 = nb::module_::import_("numpy").attr("dtype")(
+        nb::module_::import_("ml_dtypes").attr("bfloat16"));
+  return py.bfloat16;
+}
+
+inline Allocation allocate_exchange(const DLPackExchangeAPI* api, TensorView& wanted) {
+  DLTensor prototype = wanted.dl();
+  prototype.strides = nullptr;
+  DLManagedTensorVersioned* managed = nullptr;
+  AllocatorError error;
+  if (api->managed_tensor_allocator(&prototype, &managed, &error, AllocatorError::set) != 0) {
+    if (PyErr_Occurred()) throw nb::python_error();
+    raise(error.kind == "MemoryError" ? PyExc_MemoryError : PyExc_RuntimeError, error.message);
+  }
+  Allocation result;
+  result.view = TensorView(managed->dl_tensor);
+  void* object = nullptr;
+  if (api->managed_tensor_to_py_object_no_sync(managed, &object) != 0) throw nb::python_error();
+  result.object = nb::steal(static_cast<PyObject*>(object));
+  return result;
+}
+
+}  // namespace detail
+
+// A new array of `wanted`'s shape and dtype in the library and on the device of `like`.
+inline Allocation allocate(const char* op, const char* name, const Array& like, TensorView wanted,
+                           const CallStream& stream) {
+  Python& py = Python::get();
+  wanted.device = like.view.device;
+  Allocation result;
+  if (like.type.library == Library::numpy) {
+    result.object = py.numpy_empty(detail::shape_tuple(wanted), detail::numpy_dtype(wanted.dtype));
+  } else if (like.type.api != nullptr && !stream.is_explicit) {
+    return detail::allocate_exchange(like.type.api, wanted);
+  } else {
+    // Note: on a stream that is not the library's current one the memory must come from that
+    // stream's pool: the current stream may still be working on whatever its own pool hands out.
+    nb::object handle = stream.is_explicit
+                            ? nb::object(nb::int_(reinterpret_cast<uintptr_t>(stream.handle)))
+                            : nb::object(nb::none());
+    result.object = arrays_function("empty")(
+        op, name, like.object, library_name(like), detail::shape_tuple(wanted),
+        detail::dtype_word(wanted.dtype), wanted.device.device_id, handle);
+  }
+  Array imported;
+  imported.import(op, name, result.object, stream, &like, true);
+  result.view = imported.view;
+  return result;
+}
+
+// The workspace of one call: lent by the caller, or allocated in the caller's library; aligned to
+// 256 bytes.
+struct WorkspaceMemory {
+  static constexpr size_t kAlignment = 256;  // what every kernel may rely on
+  nb::object owner;
+  void* data = nullptr;
+  size_t bytes = 0;
+
+  void align_own() {
+    size_t skip = (kAlignment - reinterpret_cast<uintptr_t>(data) % kAlignment) % kAlignment;
+    data = static_cast<char*>(data) + skip;
+    bytes -= skip;
+  }
+
+  void provide(const char* op, const Array& like, size_t needed, const CallStream& stream) {
+    if (needed == 0) return;
+    TensorView wanted(nullptr, DType::f32, {static_cast<int64_t>(needed + kAlignment)});
+    wanted.dtype = {kDLUInt, 8, 1};
+    Allocation memory = allocate(op, "workspace", like, wanted, stream);
+    owner = memory.object;
+    data = memory.view.data;
+    bytes = needed + kAlignment;
+    align_own();
+  }
+
+  void lend(const char* op, const Array& lent, const Array& like) {
+    const TensorView& view = lent.view;
+    if (view.device.device_type != like.view.device.device_type ||
+        view.device.device_id != like.view.device.device_id) {
+      raise(PyExc_ValueError, op, ": workspace must be on the device of q; allocate it there");
+    }
+    int64_t dense = 1;
+    for (int i = view.ndim - 1; i >= 0; --i) {
+      if (view.shape[i] != 1 && view.strides[i] != dense) {
+        raise(PyExc_ValueError, op,
+              ": workspace must be contiguous; pass a one-dimensional uint8 array");
+      }
+      dense *= view.shape[i];
+    }
+    data = view.data;
+    bytes = static_cast<size_t>(dense) * view.dtype.bits * view.dtype.lanes / 8;
+  }
+};
+
+}  // namespace cuattn::bindings

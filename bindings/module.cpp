@@ -1,0 +1,478 @@
+// SPDX-License-Identifier: Apache-2.0
+// The Python module cuattn._core: every function that the package calls, each a thin frame around
+// the C ABI: import the arrays, prepare, allocate in the caller's library, run. Users see
+// cuattn.attention and friends instead. Next: python/cuattn/attention.py.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+
+#include <cstring>
+#include <string>
+
+#include "allocate.h"
+#include "convert.h"
+#include "cuattn/c_api.h"
+#include "options.h"
+#include "xla_ffi.h"
+
+namespace cuattn::bindings {
+namespace {
+
+PyObject* cuda_error = nullptr;  // the class cuattn.CudaError
+
+// Throws the Python exception of a failed status; the message is the library's.
+void check(cuattn_status status) {
+  if (status == CUATTN_OK) return;
+  PyObject* type = PyExc_RuntimeError;
+  switch (status) {
+    case CUATTN_INVALID_ARGUMENT: type = PyExc_ValueError; break;
+    case CUATTN_NOT_IMPLEMENTED: type = PyExc_NotImplementedError; break;
+    case CUATTN_CUDA_ERROR: type = cuda_error; break;
+    case CUATTN_OUT_OF_MEMORY: type = PyExc_MemoryError; break;
+    default: break;
+  }
+  PyErr_SetString(type, cuattn_last_error());
+  throw nb::python_error();
+}
+
+// The arrays of one attention call; absent ones stay empty.
+struct AttentionArrays {
+  Array q, k, v, alibi_slopes, sinks, bias, seqused_q, seqused_k, cu_seqlens_q, cu_seqlens_k;
+
+  void import(const char* op, const AttentionArgs& args, CallStream& stream,
+              cuattn_attention_options& options) {
+    q.import(op, "q", args.q, stream, nullptr);
+    complete_stream(op, q, stream);
+    k.import(op, "k", args.k, stream, &q);
+    v.import(op, "v", args.v, stream, &q);
+    optional(op, "alibi_slopes", args.alibi_slopes, stream, alibi_slopes, options.alibi_slopes);
+    optional(op, "sinks", args.sinks, stream, sinks, options.sinks);
+    optional(op, "bias", args.bias, stream, bias, options.bias);
+    optional(op, "seqused_q", args.seqused_q, stream, seqused_q, options.seqused_q);
+    optional(op, "seqused_k", args.seqused_k, stream, seqused_k, options.seqused_k);
+    optional(op, "cu_seqlens_q", args.cu_seqlens_q, stream, cu_seqlens_q, options.cu_seqlens_q);
+    optional(op, "cu_seqlens_k", args.cu_seqlens_k, stream, cu_seqlens_k, options.cu_seqlens_k);
+  }
+
+ private:
+  void optional(const char* op, const char* name, nb::handle source, const CallStream& stream,
+                Array& array, const DLTensor*& option) {
+    if (source.is_none()) return;
+    array.import(op, name, source, stream, &q);
+    option = &array.tensor;
+  }
+};
+
+// The result of one call: `out=` as the caller gave it, or a new array of q's library.
+struct Result {
+  Array given;
+  Allocation made;
+  DLTensor tensor;
+  nb::object object;
+
+  void provide(const char* op, const char* name, nb::handle source, const Array& like,
+               const CallStream& stream, const TensorView& wanted) {
+    if (!source.is_none()) {
+      given.import(op, name, source, stream, &like, true);
+      tensor = given.tensor;
+      object = nb::borrow(source);
+    } else {
+      made = allocate(op, name, like, wanted, stream);
+      tensor = made.view.dl();
+      object = made.object;
+    }
+  }
+};
+
+TensorView view_of(DLDataType dtype, int32_t ndim, const int64_t* shape) {
+  TensorView view;
+  view.dtype = dtype;
+  view.ndim = ndim;
+  std::copy(shape, shape + ndim, view.shape.begin());
+  return view;
+}
+
+nb::object run_attention(const char* op, AttentionArgs& args, nb::handle out, nb::handle lse_out,
+                         nb::handle workspace, nb::handle stream_arg) {
+  if (array_type(op, "q", args.q).library == Library::jax) return nb::borrow(Py_NotImplemented);
+  CallStream stream = parse_stream(op, stream_arg);
+  cuattn_attention_options options = parse_options(op, args);
+  if (!lse_out.is_none()) options.return_lse = 1;
+  AttentionArrays arrays;
+  arrays.import(op, args, stream, options);
+
+  cuattn_attention_call call;
+  check(cuattn_attention_prepare(&arrays.q.tensor, &arrays.k.tensor, &arrays.v.tensor, &options,
+                                 &call));
+
+  Result output, lse;
+  output.provide(op, "out", out, arrays.q, stream,
+                 view_of(call.out_dtype, call.out_ndim, call.out_shape));
+  if (options.return_lse) {
+    lse.provide(op, "lse_out", lse_out, arrays.q, stream,
+                view_of({kDLFloat, 32, 1}, call.lse_ndim, call.lse_shape));
+  }
+  Array lent;
+  WorkspaceMemory memory;
+  if (!workspace.is_none()) {
+    lent.import(op, "workspace", workspace, stream, &arrays.q, true);
+    memory.lend(op, lent, arrays.q);
+  } else {
+    memory.provide(op, arrays.q, call.workspace_bytes, stream);
+  }
+  cuattn_status status;
+  {
+    nb::gil_scoped_release
+        unlocked;  // the CPU computes here; a CUDA launch may wait for a full queue
+    status = cuattn_attention_run(&call, &output.tensor, options.return_lse ? &lse.tensor : nullptr,
+                                  memory.data, memory.bytes, stream.handle);
+  }
+  check(status);
+  if (!options.return_lse) return output.object;
+  return nb::make_tuple(output.object, lse.object);
+}
+
+nb::object attention(nb::handle q, nb::handle k, nb::handle v, nb::handle layout, nb::handle causal,
+                     nb::handle window, nb::handle scale, nb::handle softcap,
+                     nb::handle alibi_slopes, nb::handle sinks, nb::handle bias,
+                     nb::handle seqused_q, nb::handle seqused_k, nb::handle num_splits,
+                     nb::handle batch_invariant, nb::handle return_lse, nb::handle out,
+                     nb::handle lse_out, nb::handle workspace, nb::handle backend,
+                     nb::handle stream) {
+  nb::handle none = Py_None;
+  AttentionArgs args{q,
+                     k,
+                     v,
+                     none,
+                     none,
+                     none,
+                     none,
+                     layout,
+                     causal,
+                     window,
+                     scale,
+                     softcap,
+                     alibi_slopes,
+                     sinks,
+                     bias,
+                     seqused_q,
+                     seqused_k,
+                     num_splits,
+                     batch_invariant,
+                     return_lse,
+                     backend};
+  return run_attention("attention", args, out, lse_out, workspace, stream);
+}
+
+nb::object attention_varlen(nb::handle q, nb::handle k, nb::handle v, nb::handle cu_seqlens_q,
+                            nb::handle cu_seqlens_k, nb::handle max_seqlen_q,
+                            nb::handle max_seqlen_k, nb::handle causal, nb::handle window,
+                            nb::handle scale, nb::handle softcap, nb::handle alibi_slopes,
+                            nb::handle sinks, nb::handle bias, nb::handle seqused_q,
+                            nb::handle seqused_k, nb::handle num_splits, nb::handle batch_invariant,
+                            nb::handle return_lse, nb::handle out, nb::handle lse_out,
+                            nb::handle workspace, nb::handle backend, nb::handle stream) {
+  nb::str layout("bshd");  // ragged arrays have one layout, which the library does not ask for
+  AttentionArgs args{
+      q,      k,         v,         cu_seqlens_q, cu_seqlens_k,    max_seqlen_q, max_seqlen_k,
+      layout, causal,    window,    scale,        softcap,         alibi_slopes, sinks,
+      bias,   seqused_q, seqused_k, num_splits,   batch_invariant, return_lse,   backend};
+  return run_attention("attention_varlen", args, out, lse_out, workspace, stream);
+}
+
+nb::object merge_states(nb::handle out_a, nb::handle lse_a, nb::handle out_b, nb::handle lse_b,
+                        nb::handle layout_arg, nb::handle out, nb::handle lse_out,
+                        nb::handle stream_arg) {
+  const char* op = "merge_states";
+  bool stacked = out_b.is_none();
+  const char* out_name = stacked ? "outs" : "out_a";
+  const char* lse_name = stacked ? "lses" : "lse_a";
+  if (array_type(op, out_name, out_a).library == Library::jax) return nb::borrow(Py_NotImplemented);
+  CallStream stream = parse_stream(op, stream_arg);
+  Array a, la, b, lb;
+  a.import(op, out_name, out_a, stream, nullptr);
+  complete_stream(op, a, stream);
+  la.import(op, lse_name, lse_a, stream, &a);
+  if (!stacked) {
+    b.import(op, "out_b", out_b, stream, &a);
+    lb.import(op, "lse_b", lse_b, stream, &a);
+  }
+  int skip = stacked ? 1 : 0;  // the axis of the parts
+  int32_t ndim = a.view.ndim - skip;
+  if (ndim != 3 && ndim != 4) {
+    raise(PyExc_ValueError, op, ": ", out_name, " must have ", 3 + skip, " or ", 4 + skip,
+          " axes, got ", a.view.ndim);
+  }
+  if (la.view.ndim != a.view.ndim - 1) {
+    raise(PyExc_ValueError, op, ": ", lse_name, " must have one axis less than ", out_name, " (",
+          a.view.ndim - 1, "), got ", la.view.ndim);
+  }
+  int32_t layout = ndim == 4 ? CUATTN_LAYOUT_BSHD : CUATTN_LAYOUT_NHD;
+  if (!layout_arg.is_none()) layout = parse_layout(op, layout_arg);
+
+  Result merged, lse;
+  merged.provide(op, "out", out, a, stream,
+                 view_of(a.view.dtype, ndim, a.view.shape.data() + skip));
+  lse.provide(op, "lse_out", lse_out, a, stream,
+              view_of({kDLFloat, 32, 1}, ndim - 1, la.view.shape.data() + skip));
+  cuattn_status status;
+  {
+    nb::gil_scoped_release unlocked;
+    status = stacked ? cuattn_merge_many(&a.tensor, &la.tensor, &merged.tensor, &lse.tensor, layout,
+                                         stream.handle)
+                     : cuattn_merge_states(&a.tensor, &la.tensor, &b.tensor, &lb.tensor,
+                                           &merged.tensor, &lse.tensor, layout, stream.handle);
+  }
+  check(status);
+  return nb::make_tuple(merged.object, lse.object);
+}
+
+DLDataType parse_dtype(const char* op, nb::handle value) {
+  struct Word {
+    const char* text;
+    DLDataType dtype;
+  };
+  static const Word kWords[] = {
+      {"float32", {kDLFloat, 32, 1}},   {"float16", {kDLFloat, 16, 1}},
+      {"bfloat16", {kDLBfloat, 16, 1}}, {"float64", {kDLFloat, 64, 1}},
+      {"int32", {kDLInt, 32, 1}},       {"int64", {kDLInt, 64, 1}},
+      {"bool", {kDLBool, 8, 1}},        {"float8_e4m3fn", {kDLFloat8_e4m3fn, 8, 1}}};
+  std::string text = parse_text(op, "dtype", value);
+  for (const Word& word : kWords) {
+    if (text == word.text) return word.dtype;
+  }
+  raise(PyExc_ValueError, op, ": dtype must be float32, float16 or bfloat16, got ", text,
+        "; cast it");
+}
+
+// explain takes shapes as well as arrays: a tuple of extents, led by a dtype or not, is a
+// contiguous array without memory.
+void import_shape(const char* op, const char* name, nb::handle source, DLDataType dtype,
+                  DLDevice device, Array& array) {
+  if (!PyTuple_Check(source.ptr())) {
+    array.import(op, name, source, {}, nullptr);
+    return;
+  }
+  TensorView& view = array.view;
+  auto items = nb::borrow<nb::tuple>(source);
+  int first = items.size() > 0 && PyUnicode_Check(nb::handle(items[0]).ptr()) ? 1 : 0;
+  view.dtype = first == 1 ? parse_dtype(op, items[0]) : dtype;
+  view.device = device;
+  view.ndim = static_cast<int32_t>(items.size()) - first;
+  if (view.ndim > kMaxDims)
+    raise(PyExc_ValueError, op, ": ", name, " must have at most ", kMaxDims, " axes");
+  int64_t stride = 1;
+  for (int i = view.ndim - 1; i >= 0; --i) {
+    view.shape[i] = parse_int(op, name, items[i + first]);
+    view.strides[i] = stride;
+    stride *= view.shape[i];
+  }
+  array.tensor = view.dl();
+}
+
+cuattn_device parse_device(nb::handle fields) {
+  cuattn_device device{};
+  device.is_cuda = nb::cast<bool>(nb::object(fields["is_cuda"]));
+  device.major = nb::cast<int32_t>(nb::object(fields["major"]));
+  device.minor = nb::cast<int32_t>(nb::object(fields["minor"]));
+  device.num_sms = nb::cast<int32_t>(nb::object(fields["num_sms"]));
+  device.smem_per_block_optin = nb::cast<int32_t>(nb::object(fields["smem_per_block_optin"]));
+  device.native = nb::cast<int32_t>(nb::object(fields["native"]));
+  device.has_cublas = nb::cast<bool>(nb::object(fields["has_cublas"]));
+  std::strncpy(device.name, nb::cast<std::string>(nb::object(fields["name"])).c_str(),
+               sizeof device.name - 1);
+  return device;
+}
+
+nb::dict explain(nb::handle q, nb::handle k, nb::handle v, nb::dict options, nb::handle dtype,
+                 int shapes_on, nb::handle device) {
+  nb::object cu_q = options["cu_seqlens_q"], cu_k = options["cu_seqlens_k"];
+  const char* op = cu_q.is_none() ? "attention" : "attention_varlen";
+  nb::handle none = Py_None;
+  AttentionArgs args{q,
+                     k,
+                     v,
+                     none,
+                     none,
+                     options["max_seqlen_q"],
+                     options["max_seqlen_k"],
+                     options["layout"],
+                     options["causal"],
+                     options["window"],
+                     options["scale"],
+                     options["softcap"],
+                     none,
+                     none,
+                     none,
+                     none,
+                     none,
+                     options["num_splits"],
+                     options["batch_invariant"],
+                     options["return_lse"],
+                     options["backend"]};
+  cuattn_attention_options c = parse_options(op, args);
+  DLDataType scalars = parse_dtype(op, dtype);
+  DLDevice place = shapes_on < 0 ? DLDevice{kDLCPU, 0} : DLDevice{kDLCUDA, shapes_on};
+  Array arrays[10];
+  import_shape(op, "q", q, scalars, place, arrays[0]);
+  import_shape(op, "k", k, scalars, place, arrays[1]);
+  import_shape(op, "v", v, scalars, place, arrays[2]);
+  struct Optional {
+    const char* name;
+    DLDataType dtype;
+    const DLTensor** field;
+  };
+  DLDataType f32 = dl_dtype(DType::f32), i32 = dl_dtype(DType::i32);
+  const Optional optionals[] = {{"alibi_slopes", f32, &c.alibi_slopes},
+                                {"sinks", f32, &c.sinks},
+                                {"bias", scalars, &c.bias},
+                                {"seqused_q", i32, &c.seqused_q},
+                                {"seqused_k", i32, &c.seqused_k},
+                                {"cu_seqlens_q", i32, &c.cu_seqlens_q},
+                                {"cu_seqlens_k", i32, &c.cu_seqlens_k}};
+  Array* array = arrays + 3;
+  for (const Optional& optional : optionals) {
+    nb::object value = options[optional.name];
+    if (!value.is_none()) {
+      import_shape(op, optional.name, value, optional.dtype, place, *array);
+      *optional.field = &array->tensor;
+    }
+    ++array;
+  }
+  cuattn_device made_up;
+  if (!device.is_none()) made_up = parse_device(device);
+  cuattn_plan plan;
+  check(cuattn_attention_explain(&arrays[0].tensor, &arrays[1].tensor, &arrays[2].tensor, &c,
+                                 device.is_none() ? nullptr : &made_up, &plan));
+  nb::dict result;
+  result["kernel"] = plan.kernel;
+  result["mask"] = plan.mask;
+  result["score"] = plan.score;
+  result["tile_m"] = plan.tile_m;
+  result["tile_n"] = plan.tile_n;
+  result["stages"] = plan.stages;
+  result["warps"] = plan.warps;
+  result["head_dim"] = plan.head_dim;
+  result["head_dim_v"] = plan.head_dim_v;
+  result["num_splits"] = plan.num_splits;
+  result["workspace_bytes"] = plan.workspace_bytes;
+  result["reason"] = plan.reason;
+  result["ladder"] = plan.ladder;
+  return result;
+}
+
+nb::list kernels() {
+  nb::list list;
+  int32_t count = cuattn_kernel_count();
+  for (int32_t i = 0; i < count; ++i) {
+    cuattn_kernel_info info;
+    check(cuattn_kernel_at(i, &info));
+    nb::dict row;
+    row["op"] = info.op;
+    row["kernel"] = info.kernel;
+    row["arch"] = info.arch;
+    row["dtype"] = info.dtype;
+    row["head_dim"] = info.head_dim;
+    row["head_dim_v"] = info.head_dim_v;
+    row["mask"] = info.mask;
+    row["score"] = info.score;
+    row["tile"] = info.tile;
+    list.append(row);
+  }
+  return list;
+}
+
+nb::dict xla_handlers() {
+  nb::dict cpu, cuda;
+  cpu["cuattn_attention"] = nb::capsule(reinterpret_cast<void*>(&xla_attention_cpu));
+  cpu["cuattn_merge_states"] = nb::capsule(reinterpret_cast<void*>(&xla_merge_states_cpu));
+  cuda["cuattn_attention"] = nb::capsule(reinterpret_cast<void*>(&xla_attention_cuda));
+  cuda["cuattn_merge_states"] = nb::capsule(reinterpret_cast<void*>(&xla_merge_states_cuda));
+  nb::dict platforms;
+  platforms["cpu"] = cpu;
+  platforms["CUDA"] = cuda;
+  return platforms;
+}
+
+}  // namespace
+}  // namespace cuattn::bindings
+
+NB_MODULE(_core, m) {
+  using namespace cuattn::bindings;  // NOLINT: the module is this namespace
+  m.doc() = "The compiled part of cuattn; use the functions of the package itself.";
+
+  cuda_error = PyErr_NewExceptionWithDoc(
+      "cuattn.CudaError",
+      "A CUDA call failed; the message holds the call, the error's name and its text.",
+      PyExc_RuntimeError, nullptr);
+  if (cuda_error == nullptr) throw nb::python_error();
+  m.attr("CudaError") = nb::borrow(cuda_error);
+
+  m.def(
+      "attention", &attention,
+      nb::sig(
+          "def attention(q: object, k: object, v: object, layout: str, causal: bool, window: "
+          "tuple[int, int], "
+          "scale: float | None, softcap: float, alibi_slopes: object, sinks: object, bias: object, "
+          "seqused_q: object, seqused_k: object, num_splits: int, batch_invariant: bool, "
+          "return_lse: bool, "
+          "out: object, lse_out: object, workspace: object, backend: str, stream: object) -> "
+          "object"),
+      nb::arg("q").none(), nb::arg("k").none(), nb::arg("v").none(), nb::arg("layout").none(),
+      nb::arg("causal").none(), nb::arg("window").none(), nb::arg("scale").none(),
+      nb::arg("softcap").none(), nb::arg("alibi_slopes").none(), nb::arg("sinks").none(),
+      nb::arg("bias").none(), nb::arg("seqused_q").none(), nb::arg("seqused_k").none(),
+      nb::arg("num_splits").none(), nb::arg("batch_invariant").none(), nb::arg("return_lse").none(),
+      nb::arg("out").none(), nb::arg("lse_out").none(), nb::arg("workspace").none(),
+      nb::arg("backend").none(), nb::arg("stream").none(),
+      "cuattn.attention with every argument in its place. Returns out or (out, lse) in q's "
+      "library, or NotImplemented\n"
+      "for JAX arrays, which go through cuattn.jax.");
+  m.def("attention_varlen", &attention_varlen,
+        nb::sig(
+            "def attention_varlen(q: object, k: object, v: object, cu_seqlens_q: object, "
+            "cu_seqlens_k: object, "
+            "max_seqlen_q: int, max_seqlen_k: int, causal: bool, window: tuple[int, int], scale: "
+            "float | None, "
+            "softcap: float, alibi_slopes: object, sinks: object, bias: object, seqused_q: object, "
+            "seqused_k: object, num_splits: int, batch_invariant: bool, return_lse: bool, out: "
+            "object, "
+            "lse_out: object, workspace: object, backend: str, stream: object) -> object"),
+        nb::arg("q").none(), nb::arg("k").none(), nb::arg("v").none(),
+        nb::arg("cu_seqlens_q").none(), nb::arg("cu_seqlens_k").none(),
+        nb::arg("max_seqlen_q").none(), nb::arg("max_seqlen_k").none(), nb::arg("causal").none(),
+        nb::arg("window").none(), nb::arg("scale").none(), nb::arg("softcap").none(),
+        nb::arg("alibi_slopes").none(), nb::arg("sinks").none(), nb::arg("bias").none(),
+        nb::arg("seqused_q").none(), nb::arg("seqused_k").none(), nb::arg("num_splits").none(),
+        nb::arg("batch_invariant").none(), nb::arg("return_lse").none(), nb::arg("out").none(),
+        nb::arg("lse_out").none(), nb::arg("workspace").none(), nb::arg("backend").none(),
+        nb::arg("stream").none(),
+        "cuattn.attention_varlen with every argument in its place; results as in `attention`.");
+  m.def("merge_states", &merge_states,
+        nb::sig("def merge_states(out_a: object, lse_a: object, out_b: object, lse_b: object, "
+                "layout: str | None, "
+                "out: object, lse_out: object, stream: object) -> object"),
+        nb::arg("out_a").none(), nb::arg("lse_a").none(), nb::arg("out_b").none(),
+        nb::arg("lse_b").none(), nb::arg("layout").none(), nb::arg("out").none(),
+        nb::arg("lse_out").none(), nb::arg("stream").none(),
+        "cuattn.merge_states; out_b = lse_b = None: the parts are stacked on the first axis of "
+        "out_a and lse_a.");
+  m.def("explain", &explain,
+        nb::sig("def explain(q: object, k: object, v: object, options: dict[str, object], dtype: "
+                "str, shapes_on: int, "
+                "device: dict[str, object] | None) -> dict[str, object]"),
+        nb::arg("q").none(), nb::arg("k").none(), nb::arg("v").none(), nb::arg("options").none(),
+        nb::arg("dtype").none(), nb::arg("shapes_on").none(), nb::arg("device").none(),
+        "The plan of an attention call. Each array may be a tuple of extents, which then is a "
+        "contiguous array of\n"
+        "`dtype` on CUDA device `shapes_on` (-1: the CPU). `device` describes a GPU other than the "
+        "arrays' own.");
+  m.def("kernels", &kernels, nb::sig("def kernels() -> list[dict[str, object]]"),
+        "Every compiled kernel instance.");
+  m.def(
+      "info_json", [] { return std::string(cuattn_info_json()); },
+      "Version, build, CPU and every GPU as a JSON object.");
+  m.def("version", [] { return std::string(cuattn_version()); }, "The version of libcuattn.");
+  m.def("xla_handlers", &xla_handlers,
+        nb::sig("def xla_handlers() -> dict[str, dict[str, object]]"),
+        "The XLA FFI handlers by platform and name, as jax.ffi.register_ffi_target takes them.");
+}

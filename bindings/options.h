@@ -1,0 +1,117 @@
+// SPDX-License-Identifier: Apache-2.0
+// Python values as the plain options of the C ABI. Only the Python type is judged here; what a
+// value means, and whether it may be, is the library's business. Next: module.cpp.
+#pragma once
+
+#include <string>
+
+#include "convert.h"
+#include "cuattn/c_api.h"
+
+namespace cuattn::bindings {
+
+inline bool parse_bool(const char* op, const char* name, nb::handle value) {
+  if (value.ptr() == Py_True) return true;
+  if (value.ptr() == Py_False) return false;
+  std::string type = class_name(value);
+  if (type == "bool" || type == "bool_") return PyObject_IsTrue(value.ptr()) == 1;  // numpy's own
+  raise(PyExc_TypeError, op, ": ", name, " must be True or False, got ",
+        nb::cast<std::string>(nb::repr(value)));
+}
+
+inline int64_t parse_int(const char* op, const char* name, nb::handle value) {
+  nb::object index = nb::steal(PyNumber_Index(value.ptr()));
+  if (!index.is_valid() || PyBool_Check(value.ptr())) {
+    PyErr_Clear();
+    raise(PyExc_TypeError, op, ": ", name, " must be an integer, got ",
+          nb::cast<std::string>(nb::repr(value)));
+  }
+  int64_t number = PyLong_AsLongLong(index.ptr());
+  if (number == -1 && PyErr_Occurred()) {
+    PyErr_Clear();
+    raise(PyExc_ValueError, op, ": ", name, " must fit 64 bits, got ",
+          nb::cast<std::string>(nb::repr(value)));
+  }
+  return number;
+}
+
+inline double parse_double(const char* op, const char* name, nb::handle value) {
+  double number = PyFloat_AsDouble(value.ptr());
+  if (number == -1.0 && PyErr_Occurred()) {
+    PyErr_Clear();
+    raise(PyExc_TypeError, op, ": ", name, " must be a number, got ",
+          nb::cast<std::string>(nb::repr(value)));
+  }
+  return number;
+}
+
+inline const char* parse_text(const char* op, const char* name, nb::handle value) {
+  const char* text =
+      PyUnicode_Check(value.ptr()) ? PyUnicode_AsUTF8AndSize(value.ptr(), nullptr) : nullptr;
+  if (text != nullptr) return text;
+  PyErr_Clear();
+  raise(PyExc_TypeError, op, ": ", name, " must be a string, got ",
+        nb::cast<std::string>(nb::repr(value)));
+}
+
+inline int32_t parse_layout(const char* op, nb::handle value) {
+  struct Word {
+    const char* text;
+    int32_t code;
+  };
+  static const Word kWords[] = {{"bshd", CUATTN_LAYOUT_BSHD},
+                                {"bhsd", CUATTN_LAYOUT_BHSD},
+                                {"nhd", CUATTN_LAYOUT_NHD},
+                                {"thd", CUATTN_LAYOUT_THD}};
+  std::string text = parse_text(op, "layout", value);
+  for (const Word& word : kWords) {
+    if (text == word.text) return word.code;
+  }
+  raise(PyExc_ValueError, op,
+        ": layout must be 'bshd' or 'bhsd' (merge_states: or 'nhd', 'thd'), got '", text,
+        "'; choose one of these");
+}
+
+inline int32_t parse_int32(const char* op, const char* name, nb::handle value) {
+  int64_t number = parse_int(op, name, value);
+  if (number != static_cast<int32_t>(number))
+    raise(PyExc_ValueError, op, ": ", name, " is out of range, got ", number);
+  return static_cast<int32_t>(number);
+}
+
+// The arguments that attention, attention_varlen and explain share, as Python hands them over.
+struct AttentionArgs {
+  nb::handle q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k;
+  nb::handle layout, causal, window, scale, softcap, alibi_slopes, sinks, bias, seqused_q,
+      seqused_k;
+  nb::handle num_splits, batch_invariant, return_lse, backend;
+};
+
+inline cuattn_attention_options parse_options(const char* op, const AttentionArgs& args) {
+  cuattn_attention_options options;
+  cuattn_attention_options_init(&options);
+  options.layout = parse_layout(op, args.layout);
+  options.causal = parse_bool(op, "causal", args.causal);
+  if (!(PyTuple_Check(args.window.ptr()) || PyList_Check(args.window.ptr())) ||
+      nb::len(args.window) != 2) {
+    raise(PyExc_TypeError, op, ": window must be a pair (left, right), -1 for no limit, got ",
+          nb::cast<std::string>(nb::repr(args.window)));
+  }
+  nb::object left = nb::object(args.window[0]), right = nb::object(args.window[1]);
+  options.window_left = parse_int(op, "window", left);
+  options.window_right = parse_int(op, "window", right);
+  options.has_scale = !args.scale.is_none();
+  if (options.has_scale) options.scale = parse_double(op, "scale", args.scale);
+  options.softcap = parse_double(op, "softcap", args.softcap);
+  options.num_splits = parse_int32(op, "num_splits", args.num_splits);
+  options.batch_invariant = parse_bool(op, "batch_invariant", args.batch_invariant);
+  options.return_lse = parse_bool(op, "return_lse", args.return_lse);
+  options.backend = parse_text(op, "backend", args.backend);
+  if (!args.max_seqlen_q.is_none())
+    options.max_seqlen_q = parse_int(op, "max_seqlen_q", args.max_seqlen_q);
+  if (!args.max_seqlen_k.is_none())
+    options.max_seqlen_k = parse_int(op, "max_seqlen_k", args.max_seqlen_k);
+  return options;
+}
+
+}  // namespace cuattn::bindings

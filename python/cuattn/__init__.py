@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention on any array: numpy on the CPU, PyTorch, CuPy and JAX on CPU and CUDA.
+
+>>> import numpy as np, cuattn
+>>> q = k = v = np.ones((1, 4, 2, 8), np.float32)  # [batch, seqlen, num_heads, head_dim]
+>>> cuattn.attention(q, k, v, causal=True).shape
+(1, 4, 2, 8)
+"""
+
+from ._core import CudaError
+from ._core import version as _version
+from ._plan import Plan, cmake_dir, explain, info, kernels
+from .attention import attention, attention_varlen, merge_states
+
+__version__: str = _version()
+
+__all__ = [
+    "CudaError",
+    "Plan",
+    "__version__",
+    "attention",
+    "attention_varlen",
+    "cmake_dir",
+    "explain",
+    "info",
+    "kernels",
+    "merge_states",
+]

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which kernel a call runs and why, what is compiled, and where this package is."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from typing import Any
+
+from . import _arrays, _core
+
+# Real GPUs that explain() may ask about by name:
+# compute capability, multiprocessors, bytes of shared memory that a block can opt in to.
+DEVICES: dict[str, tuple[int, int, int, int]] = {
+    "a100": (8, 0, 108, 166912),
+    "a10": (8, 6, 72, 101376),
+    "rtx3090": (8, 6, 82, 101376),
+    "l4": (8, 9, 58, 101376),
+    "l40s": (8, 9, 142, 101376),
+    "rtx4090": (8, 9, 128, 101376),
+    "h100": (9, 0, 132, 232448),
+    "h200": (9, 0, 132, 232448),
+    "b200": (10, 0, 148, 232448),
+    "rtx5090": (12, 0, 170, 101376),
+}
+
+VARLEN_POSITIONAL = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+OPTIONS: dict[str, Any] = {
+    "layout": "bshd",
+    "causal": False,
+    "window": (-1, -1),
+    "scale": None,
+    "softcap": 0.0,
+    "alibi_slopes": None,
+    "sinks": None,
+    "bias": None,
+    "seqused_q": None,
+    "seqused_k": None,
+    "cu_seqlens_q": None,
+    "cu_seqlens_k": None,
+    "max_seqlen_q": None,
+    "max_seqlen_k": None,
+    "num_splits": 0,
+    "batch_invariant": False,
+    "return_lse": False,
+    "backend": "auto",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a call would run; ``print(plan)`` shows every rung of the ladder with its verdict."""
+
+    kernel: str
+    mask: str
+    score: str
+    tile_m: int
+    tile_n: int
+    stages: int
+    warps: int
+    head_dim: int
+    head_dim_v: int
+    num_splits: int
+    workspace_bytes: int
+    reason: str
+    ladder: str
+
+    def __str__(self) -> str:
+        return self.ladder
+
+
+def describe_device(device: str | dict[str, Any]) -> dict[str, Any]:
+    """Fields of the C struct cuattn_device for a GPU named in DEVICES, or completed from a dict."""
+    if isinstance(device, dict):
+        known = {"is_cuda": True, "native": 1, "has_cublas": True, "name": "made up"}
+        missing = {"major", "minor", "num_sms", "smem_per_block_optin"} - set(device)
+        unknown = set(device) - {"major", "minor", "num_sms", "smem_per_block_optin", *known}
+        if missing or unknown:
+            raise ValueError(
+                f"explain: device must have major, minor, num_sms and smem_per_block_optin, missing "
+                f"{sorted(missing)}, unknown {sorted(unknown)}"
+            )
+        return {**known, **device}
+    word = device.lower().replace(" ", "")
+    if word not in DEVICES:
+        raise ValueError(
+            f"explain: device must be None, 'cpu', a CUDA device number, one of {', '.join(DEVICES)} "
+            f"or a dict, got {device!r}"
+        )
+    major, minor, num_sms, smem = DEVICES[word]
+    return {
+        "is_cuda": True,
+        "major": major,
+        "minor": minor,
+        "num_sms": num_sms,
+        "smem_per_block_optin": smem,
+        "native": 1,
+        "has_cublas": True,
+        "name": word.upper(),
+    }
+
+
+def shape_device(device: None | int | str | dict[str, Any]) -> int:
+    """Where arrays given as shapes lie: a CUDA device number, or -1 for the CPU."""
+    if device is None:
+        return 0 if (info()["cuda"] or {}).get("devices") else -1
+    if isinstance(device, int):
+        return device
+    return -1 if device == "cpu" else 0
+
+
+def explain(
+    op: str,
+    *arrays_or_shapes: Any,
+    device: None | int | str | dict[str, Any] = None,
+    dtype: str = "float16",
+    **options: Any,
+) -> Plan:
+    """Say which kernel a call would run, on this or on another GPU, and why. Nothing is computed.
+
+    Parameters
+    ----------
+    op : {"attention", "attention_varlen"}
+        The function that would be called.
+    *arrays_or_shapes
+        Its positional arguments. Any array may be a tuple of extents instead, which stands for a contiguous
+        array of `dtype`; optional arrays in `options` too.
+    device : optional
+        None for the device of the arrays (of shapes: the first GPU, else the CPU), "cpu", a CUDA device number,
+        the name of a GPU ("a100", "l4", "h100", ...) or a dict with major, minor, num_sms, smem_per_block_optin.
+    dtype : str
+        The dtype of arrays given as shapes.
+    **options
+        The options of the call.
+
+    Returns
+    -------
+    Plan
+        Kernel, tile, splits, workspace bytes, the reason, and the ladder of rungs that led there.
+
+    Raises
+    ------
+    ValueError, NotImplementedError
+        As the call itself would.
+    """
+    if op not in ("attention", "attention_varlen"):
+        raise ValueError(f"explain: op must be 'attention' or 'attention_varlen', got {op!r}")
+    names = ("q", "k", "v") + (VARLEN_POSITIONAL if op == "attention_varlen" else ())
+    if len(arrays_or_shapes) != len(names):
+        raise TypeError(
+            f"explain: {op} takes {', '.join(names)}, got {len(arrays_or_shapes)} arguments"
+        )
+    for name in ("out", "lse_out", "workspace", "stream"):
+        options.pop(name, None)  # they do not enter the choice
+    unknown = set(options) - set(OPTIONS)
+    if unknown:
+        raise TypeError(f"explain: {op} has no option {', '.join(sorted(unknown))}")
+    given = {**OPTIONS, **dict(zip(names[3:], arrays_or_shapes[3:], strict=True)), **options}
+    _arrays.find_cublas()
+    made_up = (
+        None
+        if device is None or isinstance(device, int) or device == "cpu"
+        else describe_device(device)
+    )
+    fields = _core.explain(*arrays_or_shapes[:3], given, dtype, shape_device(device), made_up)
+    return Plan(**fields)
+
+
+def kernels() -> list[dict[str, Any]]:
+    """List every compiled kernel instance.
+
+    Returns
+    -------
+    list of dict
+        With the keys op, kernel, arch, dtype, head_dim, head_dim_v (the largest the instance takes), mask, score
+        and tile; "any" means that the axis is decided at run time.
+    """
+    return _core.kernels()
+
+
+def info() -> dict[str, Any]:
+    """Describe this build and where it runs.
+
+    Returns
+    -------
+    dict
+        version, source_hash, compiler, cuda_archs, num_kernels, cpu (instruction set, threads) and cuda (runtime,
+        driver, devices and how the build serves each), which is None in a build without CUDA.
+    """
+    return json.loads(_core.info_json())
+
+
+def cmake_dir() -> str:
+    """Return the folder of cuattnConfig.cmake, for ``cmake -Dcuattn_DIR=...`` of a C++ project."""
+    return os.path.join(os.path.dirname(os.path.abspath(__file__)), "lib", "cmake", "cuattn")

@@ -1,0 +1,401 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The public operations: attention, attention_varlen, merge_states.
+
+Each passes its arguments in order to the compiled module, which validates, allocates the result in the caller's own
+library and runs; JAX arrays, which only XLA may touch, go through cuattn.jax.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from . import _core
+from ._arrays import Array, ArrayT, find_cublas
+
+
+def attention(
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    *,
+    layout: str = "bshd",
+    causal: bool = False,
+    window: tuple[int, int] = (-1, -1),
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Array | None = None,
+    sinks: Array | None = None,
+    bias: Array | None = None,
+    q_scale: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    seqused_q: Array | None = None,
+    seqused_k: Array | None = None,
+    num_splits: int = 0,
+    batch_invariant: bool = False,
+    return_lse: bool = False,
+    out: ArrayT | None = None,
+    lse_out: ArrayT | None = None,
+    workspace: Array | None = None,
+    backend: str = "auto",
+    stream: Any = None,
+) -> Any:
+    """Attend with every query to the keys and average the values by softmax.
+
+    ``out = softmax(mask(bias + alibi + softcap(scale * q @ k.T))) @ v`` for each batch entry and head, with scores,
+    softmax and accumulation in float32.
+
+    Parameters
+    ----------
+    q : array, [batch, seqlen_q, num_heads_q, head_dim]
+        Queries: float32, float16 or bfloat16; on the CPU or a CUDA device, in any library with DLPack. head_dim is
+        a multiple of 8 up to 256. Any strides, if the last axis is contiguous (and rows start on 16 bytes, on CUDA).
+    k : array, [batch, seqlen_kv, num_heads_kv, head_dim]
+        Keys, of q's dtype. num_heads_q is a multiple of num_heads_kv: query head h reads key head
+        ``h // (num_heads_q // num_heads_kv)``.
+    v : array, [batch, seqlen_kv, num_heads_kv, head_dim_v]
+        Values, of q's dtype.
+    layout : {"bshd", "bhsd"}
+        Order of the axes; "bhsd" has the heads before the sequence, in q, k, v and out alike.
+    causal : bool
+        Query i sees key j when ``j <= i + seqlen_kv - seqlen_q``: the last query sees every key.
+    window : (int, int)
+        (left, right): query i sees ``i + seqlen_kv - seqlen_q - left <= j <= i + seqlen_kv - seqlen_q + right``;
+        -1 is unlimited. Composes with causal.
+    scale : float, optional
+        Factor of the scores; None is ``1 / sqrt(head_dim)``.
+    softcap : float
+        Scores become ``softcap * tanh(scores / softcap)``, after scale, before bias and masks; 0 is off.
+    alibi_slopes : float32 array, [num_heads_q] or [batch, num_heads_q], optional
+        Adds ``-slope * abs(i + seqlen_kv - seqlen_q - j)``.
+    sinks : float32 array, [num_heads_q], optional
+        One more logit per head in the softmax denominator, without a value; lse includes it.
+    bias : array, optional
+        Added to the scores: float32 or q's dtype, or bool (True keeps the key); broadcastable to
+        [batch, num_heads_q, seqlen_q, seqlen_kv].
+    q_scale, k_scale, v_scale : optional
+        Scales of float8_e4m3fn inputs; no kernel takes these yet.
+    seqused_q, seqused_k : int32 array, [batch], optional
+        Lengths in use of a padded batch; query rows beyond give out 0 and lse -inf, keys beyond are not seen, and
+        causal and window count from the lengths in use.
+    num_splits : int
+        Parts that the keys are cut into; 0 lets the library choose.
+    batch_invariant : bool
+        The bits of a sequence's result do not depend on the rest of the batch.
+    return_lse : bool
+        Also return the log-sum-exp of the scores.
+    out, lse_out : array, optional
+        Written in place and returned; giving lse_out implies return_lse.
+    workspace : array, optional
+        Contiguous device memory for kernels that need some: ``explain(...).workspace_bytes``, of any dtype. By
+        default it comes from q's library.
+    backend : str
+        "auto", or one named rung of the ladder: "naive", "cublas", "tiled", "simt", "sm80" on CUDA, "naive", "cpu"
+        on the CPU. A rung that cannot run the call raises and says why.
+    stream : optional
+        None is the current stream of q's library; else a raw pointer (int) or an object with ``cuda_stream``,
+        ``ptr`` or ``__cuda_stream__``, on which the inputs must already be ordered.
+
+    Returns
+    -------
+    out : array like q, [batch, seqlen_q, num_heads_q, head_dim_v]
+        In the library of q. A query without visible key gives 0.
+    lse : float32 array, [batch, num_heads_q, seqlen_q]
+        With return_lse only: natural logarithm; -inf for a query without visible key.
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype, device, stride or number that no kernel can take.
+    TypeError
+        An argument of the wrong kind, such as a list for an array.
+    NotImplementedError
+        A valid call that no kernel serves; a torch tensor that requires grad, while grad mode is on.
+    CudaError
+        A CUDA call failed.
+    MemoryError
+        The workspace cannot be had, or the given one is too small.
+
+    References
+    ----------
+    Online softmax, arXiv:1805.02867; FlashAttention-2, arXiv:2307.08691.
+
+    Examples
+    --------
+    >>> import numpy as np, cuattn
+    >>> q = k = v = np.ones((1, 4, 2, 8), np.float32)
+    >>> out, lse = cuattn.attention(q, k, v, causal=True, return_lse=True)
+    >>> out.shape, lse.shape
+    ((1, 4, 2, 8), (1, 2, 4))
+    """
+    if backend == "cublas":
+        find_cublas()
+    if q_scale is not None or k_scale is not None or v_scale is not None:
+        refuse_scales("attention")
+    result = _core.attention(
+        q,
+        k,
+        v,
+        layout,
+        causal,
+        window,
+        scale,
+        softcap,
+        alibi_slopes,
+        sinks,
+        bias,
+        seqused_q,
+        seqused_k,
+        num_splits,
+        batch_invariant,
+        return_lse,
+        out,
+        lse_out,
+        workspace,
+        backend,
+        stream,
+    )
+    if result is not NotImplemented:
+        return result
+    from . import jax
+
+    return jax.attention(
+        q,
+        k,
+        v,
+        layout=layout,
+        causal=causal,
+        window=window,
+        scale=scale,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        bias=bias,
+        seqused_q=seqused_q,
+        seqused_k=seqused_k,
+        num_splits=num_splits,
+        batch_invariant=batch_invariant,
+        return_lse=return_lse,
+        out=out,
+        lse_out=lse_out,
+        workspace=workspace,
+        backend=backend,
+        stream=stream,
+    )
+
+
+def attention_varlen(
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    cu_seqlens_q: Array,
+    cu_seqlens_k: Array,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    block_tables: Array | None = None,
+    kv_layout: str = "nhd",
+    causal: bool = False,
+    window: tuple[int, int] = (-1, -1),
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Array | None = None,
+    sinks: Array | None = None,
+    bias: Array | None = None,
+    q_scale: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    seqused_q: Array | None = None,
+    seqused_k: Array | None = None,
+    num_splits: int = 0,
+    batch_invariant: bool = False,
+    return_lse: bool = False,
+    out: ArrayT | None = None,
+    lse_out: ArrayT | None = None,
+    workspace: Array | None = None,
+    backend: str = "auto",
+    stream: Any = None,
+) -> Any:
+    """Attend within sequences of different lengths that are packed end to end, without padding.
+
+    Sequence b owns the rows ``cu_seqlens[b]`` to ``cu_seqlens[b + 1]``; the formula is that of `attention`.
+
+    Parameters
+    ----------
+    q : array, [total_q, num_heads_q, head_dim]
+        Queries of all sequences; dtypes, devices and strides as in `attention`.
+    k : array, [total_kv, num_heads_kv, head_dim]
+        Keys of all sequences.
+    v : array, [total_kv, num_heads_kv, head_dim_v]
+        Values of all sequences.
+    cu_seqlens_q, cu_seqlens_k : int32 array, [batch + 1]
+        Offsets of the sequences, beginning with 0, on the device of q. Not monotonic offsets raise on the CPU, and
+        on CUDA under CUATTN_CHECK=1; without it they are clamped to the rows there are.
+    max_seqlen_q, max_seqlen_k : int
+        Upper bounds of the lengths, known on the host; query rows beyond are not written.
+    block_tables, kv_layout : optional
+        Keys and values in a paged cache; no kernel takes these yet.
+    causal, window, scale, softcap, alibi_slopes, sinks, bias, q_scale, k_scale, v_scale
+        As in `attention`; bias broadcasts to [batch, num_heads_q, max_seqlen_q, max_seqlen_k].
+    seqused_q, seqused_k : int32 array, [batch], optional
+        Rows in use of each sequence.
+    num_splits, batch_invariant, return_lse, out, lse_out, workspace, backend, stream
+        As in `attention`.
+
+    Returns
+    -------
+    out : array like q, [total_q, num_heads_q, head_dim_v]
+        In the library of q.
+    lse : float32 array, [num_heads_q, total_q]
+        With return_lse only.
+
+    Raises
+    ------
+    ValueError, TypeError, NotImplementedError, CudaError, MemoryError
+        As in `attention`.
+
+    References
+    ----------
+    FlashAttention-2, arXiv:2307.08691.
+    """
+    if backend == "cublas":
+        find_cublas()
+    if q_scale is not None or k_scale is not None or v_scale is not None:
+        refuse_scales("attention_varlen")
+    if block_tables is not None:
+        raise NotImplementedError(
+            "attention_varlen: block_tables asks for a paged cache, which no kernel takes yet; gather the blocks "
+            "into packed k and v first"
+        )
+    if kv_layout != "nhd":
+        raise ValueError(
+            f"attention_varlen: kv_layout belongs to paged caches and must be 'nhd' without block_tables, got "
+            f"{kv_layout!r}; leave it out"
+        )
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        name = "cu_seqlens_q" if cu_seqlens_q is None else "cu_seqlens_k"
+        raise TypeError(f"attention_varlen: {name} must be an int32 array [batch + 1], got None")
+    result = _core.attention_varlen(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        causal,
+        window,
+        scale,
+        softcap,
+        alibi_slopes,
+        sinks,
+        bias,
+        seqused_q,
+        seqused_k,
+        num_splits,
+        batch_invariant,
+        return_lse,
+        out,
+        lse_out,
+        workspace,
+        backend,
+        stream,
+    )
+    if result is not NotImplemented:
+        return result
+    from . import jax
+
+    return jax.attention_varlen(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        causal=causal,
+        window=window,
+        scale=scale,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        bias=bias,
+        seqused_q=seqused_q,
+        seqused_k=seqused_k,
+        num_splits=num_splits,
+        batch_invariant=batch_invariant,
+        return_lse=return_lse,
+        out=out,
+        lse_out=lse_out,
+        workspace=workspace,
+        backend=backend,
+        stream=stream,
+    )
+
+
+def merge_states(
+    out_a: ArrayT,
+    lse_a: ArrayT,
+    out_b: ArrayT | None = None,
+    lse_b: ArrayT | None = None,
+    *,
+    layout: str | None = None,
+    out: ArrayT | None = None,
+    lse_out: ArrayT | None = None,
+    stream: Any = None,
+) -> tuple[Any, Any]:
+    """Merge attention results over disjoint sets of keys into the result over their union.
+
+    ``out = (out_a * exp(lse_a) + out_b * exp(lse_b)) / (exp(lse_a) + exp(lse_b))``, computed relative to the larger
+    lse. With two arguments, ``merge_states(outs, lses)``, the parts are stacked on a new first axis.
+
+    Parameters
+    ----------
+    out_a, out_b : array
+        Results of `attention`: [batch, seqlen, num_heads, head_dim] ("bshd"), [batch, num_heads, seqlen, head_dim]
+        ("bhsd"), [n, num_heads, head_dim] ("nhd") or [total, num_heads, head_dim] ("thd", ragged).
+    lse_a, lse_b : float32 array
+        Their log-sum-exp: [batch, num_heads, seqlen], for "nhd" [n, num_heads], for "thd" [num_heads, total]. A part
+        with lse = -inf has no keys and leaves the others unchanged.
+    layout : {"bshd", "bhsd", "nhd", "thd"}, optional
+        Order of the axes; None is "bshd" for four axes and "nhd" for three.
+    out, lse_out : array, optional
+        Written in place and returned.
+    stream : optional
+        As in `attention`.
+
+    Returns
+    -------
+    out, lse : array
+        Like one part.
+
+    Raises
+    ------
+    ValueError, TypeError, NotImplementedError, CudaError
+        As in `attention`.
+
+    References
+    ----------
+    Online softmax, arXiv:1805.02867.
+    """
+    if (out_b is None) != (lse_b is None):
+        name, other = ("lse_b", "out_b") if lse_b is None else ("out_b", "lse_b")
+        raise TypeError(
+            f"merge_states: {name} must be given with {other}; leave out both for stacked parts"
+        )
+    result = _core.merge_states(out_a, lse_a, out_b, lse_b, layout, out, lse_out, stream)
+    if result is not NotImplemented:
+        return result
+    from . import jax
+
+    return jax.merge_states(
+        out_a, lse_a, out_b, lse_b, layout=layout, out=out, lse_out=lse_out, stream=stream
+    )
+
+
+def refuse_scales(op: str) -> None:
+    """Raise for scales, which only float8 kernels take."""
+    raise NotImplementedError(
+        f"{op}: q_scale, k_scale and v_scale belong to float8_e4m3fn arrays, for which no kernel is built yet; "
+        "cast to bfloat16"
+    )
