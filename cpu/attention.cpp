@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// THE mathematics of attention in plain loops: out = softmax(mask(bias + alibi + softcap(scale * q k^T))) v.
-// Kernel cpu_naive: every option, every dtype, scores in memory; what each faster kernel must agree with.
-// Next: flash.cpp (the same with tiles and the online softmax), cuda/naive.cu.
+// THE mathematics of attention in plain loops: out = softmax(mask(bias + alibi + softcap(scale * q
+// k^T))) v. Kernel cpu_naive: every option, every dtype, scores in memory. Sums are kept in double,
+// so that what is left against exact arithmetic is the rounding of scores and weights that each
+// faster kernel has too. Next: flash.cpp (the same with tiles and the online softmax),
+// cuda/naive.cu.
 #include <cmath>
 #include <cstddef>
 #include <limits>
@@ -39,20 +41,22 @@ Head find_head(const PrefillParams& p, int32_t b, int32_t h) {
 }
 
 float bias_at(const PrefillParams& p, const Head& head, int32_t row, int32_t key) {
-  int64_t index = head.b * p.bias_stride_batch + head.h * p.bias_stride_head + row * p.bias_stride_q +
-                  key * p.bias_stride_kv;
-  if (p.bias_dtype == DType::boolean) return static_cast<const uint8_t*>(p.bias)[index] != 0 ? 0.0f : -kInfinity;
+  int64_t index = head.b * p.bias_stride_batch + head.h * p.bias_stride_head +
+                  row * p.bias_stride_q + key * p.bias_stride_kv;
+  if (p.bias_dtype == DType::boolean)
+    return static_cast<const uint8_t*>(p.bias)[index] != 0 ? 0.0f : -kInfinity;
   return load_element(p.bias, index, p.bias_dtype);
 }
 
 // The score of a query and a key that it sees.
 float score(const PrefillParams& p, const Head& head, int32_t row, int32_t key) {
   int64_t q = head.q + row * p.q_strides.seq, k = head.k + key * p.k_strides.seq;
-  float dot = 0.0f;
+  double dot = 0.0;
   for (int32_t d = 0; d < p.head_dim; ++d) {
-    dot += load_element(p.q, q + d, p.dtype) * load_element(p.k, k + d, p.dtype);
+    dot +=
+        static_cast<double>(load_element(p.q, q + d, p.dtype)) * load_element(p.k, k + d, p.dtype);
   }
-  float s = p.scale * dot;
+  float s = static_cast<float>(p.scale * dot);
   if (p.softcap != 0.0f) s = p.softcap * std::tanh(s / p.softcap);
   if (p.alibi_slopes != nullptr) {
     float slope = p.alibi_slopes[head.b * p.alibi_stride_batch + head.h * p.alibi_stride_head];
@@ -63,9 +67,11 @@ float score(const PrefillParams& p, const Head& head, int32_t row, int32_t key) 
   return s;
 }
 
-// One row of the output. `scores` is that row of the workspace, indexed by key; `acc` holds head_dim_v floats.
-void attend_row(const PrefillParams& p, const Head& head, int32_t row, float* scores, float* acc) {
-  KeyRange visible = visible_keys(p.window_left, p.window_right, row, head.queries.used, head.keys.used);
+// One row of the output. `scores` is that row of the workspace, indexed by key; `acc` holds
+// head_dim_v sums.
+void attend_row(const PrefillParams& p, const Head& head, int32_t row, float* scores, double* acc) {
+  KeyRange visible =
+      visible_keys(p.window_left, p.window_right, row, head.queries.used, head.keys.used);
   float max = -kInfinity, sink = -kInfinity;
   if (row >= head.queries.used) {
     visible = {0, 0};
@@ -77,9 +83,10 @@ void attend_row(const PrefillParams& p, const Head& head, int32_t row, float* sc
     if (scores[key] > max) max = scores[key];
   }
 
-  // A score of -inf is a key not seen: it has no weight, and its value is not read. exp(NaN) stays NaN.
-  float sum = sink == -kInfinity ? 0.0f : std::exp(sink - max);
-  for (int32_t d = 0; d < p.head_dim_v; ++d) acc[d] = 0.0f;
+  // A score of -inf is a key not seen: it has no weight, and its value is not read. exp(NaN) stays
+  // NaN.
+  double sum = sink == -kInfinity ? 0.0 : std::exp(sink - max);
+  for (int32_t d = 0; d < p.head_dim_v; ++d) acc[d] = 0.0;
   for (int32_t key = visible.begin; key < visible.end; ++key) {
     if (scores[key] == -kInfinity) continue;
     float weight = std::exp(scores[key] - max);
@@ -88,45 +95,55 @@ void attend_row(const PrefillParams& p, const Head& head, int32_t row, float* sc
     for (int32_t d = 0; d < p.head_dim_v; ++d) acc[d] += weight * load_element(p.v, v + d, p.dtype);
   }
 
-  bool empty = sum == 0.0f;
+  bool empty = sum == 0.0;
   int64_t out = head.out + row * p.out_strides.seq;
-  for (int32_t d = 0; d < p.head_dim_v; ++d) store_element(p.out, out + d, p.dtype, empty ? 0.0f : acc[d] / sum);
-  if (p.lse != nullptr) p.lse[head.lse + row * p.lse_strides.seq] = empty ? -kInfinity : max + std::log(sum);
+  for (int32_t d = 0; d < p.head_dim_v; ++d) {
+    store_element(p.out, out + d, p.dtype, empty ? 0.0f : static_cast<float>(acc[d] / sum));
+  }
+  if (p.lse != nullptr) {
+    float lse = empty ? -kInfinity : static_cast<float>(max + std::log(sum));
+    p.lse[head.lse + row * p.lse_strides.seq] = lse;
+  }
 }
 
-void check_cu_seqlens(const char* name, const int32_t* cu_seqlens, int32_t batch, const char* max_name,
-                      int32_t max_seqlen, const char* array, int64_t total) {
-  CUATTN_REQUIRE(cu_seqlens[0] == 0, "attention_varlen: ", name, " must start at 0, got ", cu_seqlens[0],
-                 "; element i is where sequence i begins");
+void check_cu_seqlens(const char* name, const int32_t* cu_seqlens, int32_t batch,
+                      const char* max_name, int32_t max_seqlen, const char* array, int64_t total) {
+  CUATTN_REQUIRE(cu_seqlens[0] == 0, "attention_varlen: ", name, " must start at 0, got ",
+                 cu_seqlens[0], "; element i is where sequence i begins");
   for (int32_t b = 0; b < batch; ++b) {
     int32_t begin = cu_seqlens[b], end = cu_seqlens[b + 1];
-    CUATTN_REQUIRE(end >= begin, "attention_varlen: ", name, " must not decrease, got ", end, " after ", begin,
-                   " at index ", b + 1, "; pass the running sum of the sequence lengths");
+    CUATTN_REQUIRE(end >= begin, "attention_varlen: ", name, " must not decrease, got ", end,
+                   " after ", begin, " at index ", b + 1,
+                   "; pass the running sum of the sequence lengths");
     CUATTN_REQUIRE(end - begin <= max_seqlen, "attention_varlen: ", max_name,
-                   " must be at least the longest sequence, got ", max_seqlen, " with a length of ", end - begin,
-                   " in ", name, " at index ", b, "; pass the largest difference");
+                   " must be at least the longest sequence, got ", max_seqlen, " with a length of ",
+                   end - begin, " in ", name, " at index ", b, "; pass the largest difference");
   }
-  CUATTN_REQUIRE(cu_seqlens[batch] <= total, "attention_varlen: ", name, " must end within the rows of ", array,
-                 ", got ", cu_seqlens[batch], " with ", total, " rows; the last element is the total length");
+  CUATTN_REQUIRE(cu_seqlens[batch] <= total, "attention_varlen: ", name,
+                 " must end within the rows of ", array, ", got ", cu_seqlens[batch], " with ",
+                 total, " rows; the last element is the total length");
 }
 
-void check_seqused(const char* op, const char* name, const int32_t* seqused, const int32_t* cu_seqlens, int32_t batch,
-                   int32_t seqlen) {
+void check_seqused(const char* op, const char* name, const int32_t* seqused,
+                   const int32_t* cu_seqlens, int32_t batch, int32_t seqlen) {
   for (int32_t b = 0; b < batch; ++b) {
     int32_t length = cu_seqlens != nullptr ? cu_seqlens[b + 1] - cu_seqlens[b] : seqlen;
-    CUATTN_REQUIRE(seqused[b] >= 0 && seqused[b] <= length, op, ": ", name, " must lie within [0, ", length,
-                   "], got ", seqused[b], " at index ", b, "; it counts the rows in use of each sequence");
+    CUATTN_REQUIRE(seqused[b] >= 0 && seqused[b] <= length, op, ": ", name, " must lie within [0, ",
+                   length, "], got ", seqused[b], " at index ", b,
+                   "; it counts the rows in use of each sequence");
   }
 }
 
 }  // namespace
 
 void naive_prefill(const PrefillParams& p) {
-  double flops = 2.0 * p.batch * p.num_heads_q * p.seqlen_q * p.seqlen_kv * (p.head_dim + p.head_dim_v);
+  double flops =
+      2.0 * p.batch * p.num_heads_q * p.seqlen_q * p.seqlen_kv * (p.head_dim + p.head_dim_v);
   int64_t heads = static_cast<int64_t>(p.batch) * p.num_heads_q;
   parallel_for(heads, flops, [&](int64_t index) {
-    Head head = find_head(p, static_cast<int32_t>(index / p.num_heads_q), static_cast<int32_t>(index % p.num_heads_q));
-    std::vector<float> acc(static_cast<size_t>(p.head_dim_v));
+    Head head = find_head(p, static_cast<int32_t>(index / p.num_heads_q),
+                          static_cast<int32_t>(index % p.num_heads_q));
+    std::vector<double> acc(static_cast<size_t>(p.head_dim_v));
     float* scores = static_cast<float*>(p.workspace) + index * p.seqlen_q * p.seqlen_kv;
     for (int32_t row = 0; row < head.queries.stored; ++row) {
       attend_row(p, head, row, scores + static_cast<int64_t>(row) * p.seqlen_kv, acc.data());
@@ -138,14 +155,18 @@ void check_prefill(const PrefillParams& p) {
   const char* op = "attention";
   if (p.cu_seqlens_q != nullptr) {
     op = "attention_varlen";
-    check_cu_seqlens("cu_seqlens_q", p.cu_seqlens_q, p.batch, "max_seqlen_q", p.seqlen_q, "q", p.total_q);
+    check_cu_seqlens("cu_seqlens_q", p.cu_seqlens_q, p.batch, "max_seqlen_q", p.seqlen_q, "q",
+                     p.total_q);
   }
   if (p.cu_seqlens_kv != nullptr) {
     op = "attention_varlen";
-    check_cu_seqlens("cu_seqlens_k", p.cu_seqlens_kv, p.batch, "max_seqlen_k", p.seqlen_kv, "k", p.total_kv);
+    check_cu_seqlens("cu_seqlens_k", p.cu_seqlens_kv, p.batch, "max_seqlen_k", p.seqlen_kv, "k",
+                     p.total_kv);
   }
-  if (p.seqused_q != nullptr) check_seqused(op, "seqused_q", p.seqused_q, p.cu_seqlens_q, p.batch, p.seqlen_q);
-  if (p.seqused_kv != nullptr) check_seqused(op, "seqused_k", p.seqused_kv, p.cu_seqlens_kv, p.batch, p.seqlen_kv);
+  if (p.seqused_q != nullptr)
+    check_seqused(op, "seqused_q", p.seqused_q, p.cu_seqlens_q, p.batch, p.seqlen_q);
+  if (p.seqused_kv != nullptr)
+    check_seqused(op, "seqused_k", p.seqused_kv, p.cu_seqlens_kv, p.batch, p.seqlen_kv);
 }
 
 }  // namespace cuattn::cpu

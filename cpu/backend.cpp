@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The CPU backend's function table. Next: attention.cpp (the mathematics), flash_units.cpp (the fast kernel).
+// The CPU backend's function table. Next: attention.cpp (the mathematics), flash_units.cpp (the
+// fast kernel).
 #include "cuattn/backend.h"
 
 #include "cpu/kernels.h"

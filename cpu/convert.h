@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// float16 and bfloat16 in software: exact to float, round to nearest even from float; infinities and NaN stay what they
-// are. Everything is static: flash.cpp is compiled once per instruction set and must not emit shared (weak) functions.
-// Next: attention.cpp.
+// float16 and bfloat16 in software: exact to float, round to nearest even from float; infinities
+// and NaN stay what they are. Everything is static: flash.cpp is compiled once per instruction set
+// and must not emit shared (weak) functions. Next: attention.cpp.
 #pragma once
 
 #include <cstdint>
@@ -22,12 +22,17 @@ static inline uint32_t float_to_bits(float value) {
   return bits;
 }
 
-static inline float bf16_to_float(uint16_t x) { return bits_to_float(static_cast<uint32_t>(x) << 16); }
+static inline float bf16_to_float(uint16_t x) {
+  return bits_to_float(static_cast<uint32_t>(x) << 16);
+}
 
 static inline uint16_t float_to_bf16(float value) {
   uint32_t bits = float_to_bits(value);
-  if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>(bits >> 16 | 0x40u);  // NaN stays quiet NaN
-  bits += 0x7fffu + (bits >> 16 & 1u);  // ties to even; a carry out of the mantissa is the next power of two, or inf
+  if ((bits & 0x7fffffffu) > 0x7f800000u)
+    return static_cast<uint16_t>(bits >> 16 | 0x40u);  // NaN stays quiet NaN
+  bits +=
+      0x7fffu + (bits >> 16 &
+                 1u);  // ties to even; a carry out of the mantissa is the next power of two, or inf
   return static_cast<uint16_t>(bits >> 16);
 }
 
@@ -45,8 +50,10 @@ static inline uint16_t float_to_f16(float value) {
   uint32_t sign = bits >> 16 & 0x8000u;
   bits &= 0x7fffffffu;
   if (bits > 0x7f800000u) return static_cast<uint16_t>(sign | 0x7e00u | (bits >> 13 & 0x3ffu));
-  if (bits >= 0x477ff000u) return static_cast<uint16_t>(sign | 0x7c00u);  // 65520 and above round to infinity
-  if (bits < 0x38800000u) {  // below 2^-14: a multiple of 2^-24, which adding 0.5 rounds to in the last bits
+  if (bits >= 0x477ff000u)
+    return static_cast<uint16_t>(sign | 0x7c00u);  // 65520 and above round to infinity
+  if (bits < 0x38800000u) {  // below 2^-14: a multiple of 2^-24, which adding 0.5 rounds to in the
+                             // last bits
     float shifted = bits_to_float(bits) + 0.5f;
     return static_cast<uint16_t>(sign | (float_to_bits(shifted) - 0x3f000000u));
   }

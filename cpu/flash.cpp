@@ -1,153 +1,61 @@
 // SPDX-License-Identifier: Apache-2.0
-// Kernel cpu: flash attention for one unit (rows that read the same keys), transposed so that a vector holds one key's
-// scores for several rows: maxima, sums and masks need no horizontal step, and neither K nor V is ever transposed.
-// Source: FlashAttention-2, arXiv:2307.08691, section 3.1; online softmax, arXiv:1805.02867. Next: flash_units.cpp.
+// Kernel cpu: flash attention for one unit (rows that read the same keys), transposed so that a
+// vector holds one key's scores for several rows: maxima, sums and masks need no horizontal step,
+// and neither K nor V is ever transposed. Source: FlashAttention-2, arXiv:2307.08691, section 3.1;
+// online softmax, arXiv:1805.02867. Next: flash_units.cpp.
 //
 // Compiled once per instruction set, into cuattn::cpu::CUATTN_ISA::kFlashKernel, always with
 //   -O3 -fno-exceptions -fno-math-errno -ffp-contract=fast -Wno-psabi, and
 //   -DCUATTN_ISA=baseline
 //   -DCUATTN_ISA=avx2    -mavx2 -mfma -mf16c                                      (x86-64 only)
 //   -DCUATTN_ISA=avx512  -march=x86-64-v4 -mprefer-vector-width=512               (x86-64 only)
-// Note: everything is in an anonymous namespace and no std template is used. A weak function compiled here with AVX-512
-// could become the copy that the linker keeps for the whole library, and an older CPU would stop at it.
+// Note: everything is in an anonymous namespace and no std template is used. A weak function
+// compiled here with AVX-512 could become the copy that the linker keeps for the whole library, and
+// an older CPU would stop at it.
 #include "cpu/flash.h"
 
-#include "cpu/convert.h"
-
-#if defined(__F16C__)
-#include <immintrin.h>
-#endif
+#include "cpu/vectors.h"
 
 namespace cuattn::cpu::CUATTN_ISA {
 namespace {
 
-// 1. Types and sizes
+// 1. Sizes
 
 #define CUATTN_STRING(x) #x
 #define CUATTN_NAME(x) CUATTN_STRING(x)
 
-// kKeys x kVecs accumulators: enough to hide the latency of two multiply-adds a cycle, few enough for the registers.
+// kKeys x kVecs accumulators: enough to hide the latency of two multiply-adds a cycle, few enough
+// for the registers.
 #if defined(__AVX512F__)
-constexpr int kWidth = 16, kKeys = 8, kVecs = 2;
+constexpr int kKeys = 8, kVecs = 2;
 #elif defined(__AVX2__)
-constexpr int kWidth = 8, kKeys = 4, kVecs = 3;
+constexpr int kKeys = 4, kVecs = 3;
 #else
-constexpr int kWidth = 4, kKeys = 4, kVecs = 2;
+constexpr int kKeys = 4, kVecs = 2;
 #endif
 constexpr int kTileKeys = 128;  // scores of a row block, 16 KB with AVX-512, stay in the L1 cache
 static_assert(kTileKeys % kKeys == 0, "the last group of keys of a tile is stored whole");
 static_assert(8 % kKeys == 0, "head dims are multiples of 8");
 
-using Vec = float __attribute__((vector_size(kWidth * sizeof(float)), may_alias));
-using IntVec = int32_t __attribute__((vector_size(kWidth * sizeof(float)), may_alias));
+// 2. Tiles of keys
 
-constexpr float kLog2e = 1.44269504088896341f, kLn2 = 0.69314718055994531f;
-constexpr float kInfinity = __builtin_inff();
-constexpr float kMaxFloat = __FLT_MAX__;
-
-inline int min(int a, int b) { return a < b ? a : b; }
-inline int max(int a, int b) { return a > b ? a : b; }
-inline Vec splat(float x) { return Vec{} + x; }
-inline Vec max(Vec a, Vec b) { return a > b ? a : b; }  // b where a is NaN
-
-// 2^x for x <= 0, to 8e-8 relative; 0 from x <= -127, exactly 1 at 0, NaN for NaN.
-inline Vec exp2_negative(Vec x) {
-  constexpr float kShift = 12582912.0f + 127.0f;  // 1.5 * 2^23: the sum's low bits hold round(x) + 127
-  x = x < -127.0f ? splat(-127.0f) : x;
-  Vec shifted = x + kShift;
-  Vec f = x - (shifted - kShift);  // within [-0.5, 0.5]
-  Vec power = reinterpret_cast<Vec>(reinterpret_cast<IntVec>(shifted) << 23);
-  Vec p = splat(1.5345812e-4f);  // minimax in the relative error, fitted to 2^f with the constant term held at 1
-  p = p * f + 1.3399931e-3f;
-  p = p * f + 9.6184891e-3f;
-  p = p * f + 5.5503286e-2f;
-  p = p * f + 2.4022646e-1f;
-  p = p * f + 6.9314718e-1f;
-  p = p * f + 1.0f;
-  return p * power;
-}
-
-inline Vec tanh(Vec x) {
-  Vec a = x < 0.0f ? -x : x;
-  Vec e = exp2_negative(a * (-2.0f * kLog2e));
-  Vec large = (1.0f - e) / (1.0f + e);
-  Vec z = x * x;
-  Vec p = splat(-6.0968976e-3f);  // minimax for (tanh(x) / x - 1) / x^2 on |x| <= 0.625, where `large` would cancel
-  p = p * z + 2.0997329e-2f;
-  p = p * z - 5.3850949e-2f;
-  p = p * z + 1.3332771e-1f;
-  p = p * z - 3.3333328e-1f;
-  Vec small = x + x * z * p;
-  return a < 0.625f ? small : (x < 0.0f ? -large : large);
-}
-
-// 2. Conversion of rows, eight elements at a time
-
-using Float8 = float __attribute__((vector_size(32), may_alias, aligned(4)));
-using Uint8x32 = uint32_t __attribute__((vector_size(32), may_alias, aligned(4)));
-using Uint8x16 = uint16_t __attribute__((vector_size(16), may_alias, aligned(2)));
-
-inline Float8 widen(const uint16_t* in, DType dtype) {
-  Uint8x16 raw = *reinterpret_cast<const Uint8x16*>(in);
-  Uint8x32 bits = __builtin_convertvector(raw, Uint8x32);
-  if (dtype == DType::bf16) return reinterpret_cast<Float8>(bits << 16);
-#if defined(__F16C__)
-  return reinterpret_cast<Float8>(_mm256_cvtph_ps(reinterpret_cast<__m128i>(raw)));
-#else
-  Uint8x32 sign = (bits & 0x8000u) << 16, rest = (bits & 0x7fffu) << 13;
-  // Moving the exponent by a multiplication also makes the subnormal numbers right.
-  Float8 value = reinterpret_cast<Float8>(rest) * 0x1p112f;
-  Uint8x32 finite = reinterpret_cast<Uint8x32>(value);
-  return reinterpret_cast<Float8>(sign | (rest >= 0x0f800000u ? rest | 0x7f800000u : finite));
-#endif
-}
-
-inline void narrow(Float8 value, uint16_t* out, DType dtype) {
-#if defined(__F16C__)
-  if (dtype == DType::f16) {
-    *reinterpret_cast<Uint8x16*>(out) =
-        reinterpret_cast<Uint8x16>(_mm256_cvtps_ph(reinterpret_cast<__m256>(value), 0));  // 0: nearest even
-    return;
-  }
-#endif
-  for (int i = 0; i < 8; ++i) store_element(out, i, dtype, value[i]);
-}
-
-// `count` elements, a multiple of 8, to float.
-inline void load_row(const void* in, int count, DType dtype, float* out) {
-  if (dtype == DType::f32) {
-    __builtin_memcpy(out, in, static_cast<size_t>(count) * sizeof(float));
-    return;
-  }
-  const uint16_t* raw = static_cast<const uint16_t*>(in);
-  for (int i = 0; i < count; i += 8) *reinterpret_cast<Float8*>(out + i) = widen(raw + i, dtype);
-}
-
-inline void store_row(const float* in, int count, DType dtype, void* out) {
-  if (dtype == DType::f32) {
-    __builtin_memcpy(out, in, static_cast<size_t>(count) * sizeof(float));
-    return;
-  }
-  uint16_t* raw = static_cast<uint16_t*>(out);
-  for (int i = 0; i < count; i += 8) narrow(*reinterpret_cast<const Float8*>(in + i), raw + i, dtype);
-}
-
-// Keys [first, first + count) of K or V as float rows. Rows of float that lie close together are read in place; others
-// are copied, because rows a power of two apart would share a few sets of the cache.
+// Keys [first, first + count) of K or V as float rows.
 struct KeyTile {
   const float* data;
   int64_t stride;
 };
 
-KeyTile load_tile(const void* base, int64_t stride, int first, int count, int dim, DType dtype, float* buffer) {
-  constexpr int64_t kNear = 512;  // elements
-  if (dtype == DType::f32) {
-    const float* start = static_cast<const float*>(base) + first * stride;
-    if (stride <= kNear) return {start, stride};
-    for (int j = 0; j < count; ++j) load_row(start + j * stride, dim, dtype, buffer + j * dim);
-  } else {
-    const uint16_t* start = static_cast<const uint16_t*>(base) + first * stride;
-    for (int j = 0; j < count; ++j) load_row(start + j * stride, dim, dtype, buffer + j * dim);
+// Rows of float are read in place when no more than `near` elements apart, others through the
+// buffer: rows a power of two apart share a few sets of the cache and would push each other out
+// before they are used again.
+KeyTile load_tile(const void* base, int64_t stride, int first, int count, int dim, DType dtype,
+                  int64_t near, float* buffer) {
+  int64_t itemsize = dtype == DType::f32 ? 4 : 2;
+  const char* row = static_cast<const char*>(base) + first * stride * itemsize;
+  if (dtype == DType::f32 && stride <= near) return {reinterpret_cast<const float*>(row), stride};
+  for (int j = 0; j < count; ++j) {
+    load_row(row, dim, dtype, buffer + j * dim);
+    row += stride * itemsize;
   }
   return {buffer, dim};
 }
@@ -164,7 +72,9 @@ bool all_finite(const KeyTile& tile, int count, int dim) {
   return finite;
 }
 
-// 3. One block of rows: kN vectors, a row per lane
+// 3. One block of rows: kN vectors of scores, a row per lane. A narrow block (few rows, as in
+// decoding) computes its two products along the head dimension instead, so that lanes without a row
+// cost nothing.
 
 template <int kN>
 struct Block {
@@ -175,30 +85,47 @@ struct Block {
   int32_t common_key, until_key;  // every row sees the keys in [common_key, until_key)
   const FlashRow* rows;
   int32_t num_rows;
-  Vec* q;  // [head_dim][kN], scaled
-  Vec* o;  // [head_dim_v][kN], not yet divided by sum
+  float* q;  // scaled; [head_dim][kN * kWidth], narrow [num_rows][head_dim]
+  float* o;  // not yet divided by sum; [head_dim_v][kN * kWidth], narrow [num_rows][head_dim_v]
 };
 
-template <int kN>
-void init_block(const FlashUnit& u, Block<kN>& block, float* row_buffer) {
+constexpr int kBuffer = 4 * 256;  // floats: four rows of the largest head, or of a tile's bias
+
+template <int kN, bool kNarrow>
+void load_queries(const FlashUnit& u, Block<kN>& block, float* buffer) {
   constexpr int kRows = kN * kWidth;
-  // Without softcap scores are kept in base 2; with it, q carries scale / softcap, the argument of tanh.
+  // Without softcap scores are kept in base 2; with it, q carries scale / softcap, the argument of
+  // tanh.
   float scale = u.softcap == 0.0f ? u.scale * kLog2e : u.scale / u.softcap;
+  int dim = u.head_dim;
+  for (int r = 0; r < (kNarrow ? block.num_rows : kRows); r += kNarrow ? 1 : 4) {
+    float* loaded = kNarrow ? block.q + r * dim : buffer;
+    for (int i = 0; i < (kNarrow ? 1 : 4); ++i) {
+      float* to = loaded + i * dim;
+      if (r + i < block.num_rows) {
+        load_row(block.rows[r + i].q, dim, u.dtype, to);
+        for (int d = 0; d < dim; ++d) to[d] *= scale;
+      } else {  // a lane without a row computes something finite that nobody reads
+        for (int d = 0; d < dim; ++d) to[d] = 0.0f;
+      }
+    }
+    if (!kNarrow) transpose<false>(buffer, dim, 4, dim, block.q + r, kRows);
+  }
+}
+
+template <int kN>
+void init_block(Block<kN>& block) {
   block.first_key = block.until_key = __INT32_MAX__;
   block.last_key = block.common_key = 0;
-  float* q = reinterpret_cast<float*>(block.q);
-  for (int r = 0; r < kRows; ++r) {
+  for (int i = 0; i < kN; ++i) {
+    block.max[i] = splat(-kInfinity);
+    block.sum[i] = block.slope[i] = Vec{};
+    block.begin[i] = block.diagonal[i] = IntVec{};
+    block.end[i] = IntVec{} + __INT32_MAX__;
+  }
+  for (int r = 0; r < block.num_rows; ++r) {
     int i = r / kWidth, lane = r % kWidth;
-    if (r >= block.num_rows) {  // lanes without a row compute something finite that nobody reads
-      for (int d = 0; d < u.head_dim; ++d) q[d * kRows + r] = 0.0f;
-      block.slope[i][lane] = 0.0f;
-      block.begin[i][lane] = block.diagonal[i][lane] = 0;
-      block.end[i][lane] = __INT32_MAX__;
-      continue;
-    }
     const FlashRow& row = block.rows[r];
-    load_row(row.q, u.head_dim, u.dtype, row_buffer);
-    for (int d = 0; d < u.head_dim; ++d) q[d * kRows + r] = row_buffer[d] * scale;
     block.slope[i][lane] = row.slope * kLog2e;
     block.diagonal[i][lane] = row.diagonal;
     block.begin[i][lane] = row.visible.begin;
@@ -210,23 +137,19 @@ void init_block(const FlashUnit& u, Block<kN>& block, float* row_buffer) {
       block.last_key = max(block.last_key, row.visible.end);
     }
   }
-  for (int i = 0; i < kN; ++i) {
-    block.max[i] = splat(-kInfinity);
-    block.sum[i] = Vec{};
-  }
-  for (int c = 0; c < u.head_dim_v * kN; ++c) block.o[c] = Vec{};
 }
 
 // s[j][] = dot(k_j, q) for `count` keys; s is written up to the next multiple of kKeys.
 template <int kN>
-void dot_keys(const Vec* q, const float* k, int64_t stride, int count, int head_dim, Vec* s) {
+void dot_keys(const float* q, const float* k, int64_t stride, int count, int head_dim, Vec* s) {
+  const Vec* queries = reinterpret_cast<const Vec*>(q);
   for (int j = 0; j < count; j += kKeys) {
     const float* key[kKeys];
     for (int i = 0; i < kKeys; ++i) key[i] = k + min(j + i, count - 1) * stride;
     Vec acc[kKeys][kN] = {};
     for (int d = 0; d < head_dim; ++d) {
       Vec x[kN];
-      for (int c = 0; c < kN; ++c) x[c] = q[d * kN + c];
+      for (int c = 0; c < kN; ++c) x[c] = queries[d * kN + c];
       for (int i = 0; i < kKeys; ++i) {
         for (int c = 0; c < kN; ++c) acc[i][c] += x[c] * key[i][d];
       }
@@ -237,9 +160,46 @@ void dot_keys(const Vec* q, const float* k, int64_t stride, int count, int head_
   }
 }
 
-// o[c][] = o[c][] * alpha + sum_j p[j][] v_j[c]. With kSelect a weight of -0 leaves the value unread (see weigh).
+// The same for a narrow block: lane r of s[j] is set for its rows r only.
+void dot_keys_narrow(const float* q, int num_rows, const float* k, int64_t stride, int count,
+                     int head_dim, Vec* s) {
+  float* scores = reinterpret_cast<float*>(s);
+  for (int j = 0; j < count; j += 4) {
+    const float* key[4];
+    for (int i = 0; i < 4; ++i) key[i] = k + min(j + i, count - 1) * stride;
+    for (int r = 0; r < num_rows; ++r) {
+      const float* row = q + r * head_dim;
+      Vec acc[4] = {};
+      int d = 0;
+      for (; d + kWidth <= head_dim; d += kWidth) {
+        Vec x = load(row + d);
+        for (int i = 0; i < 4; ++i) acc[i] += x * load(key[i] + d);
+      }
+      Float4 sums[4];  // lanes d mod 4
+      for (int i = 0; i < 4; ++i) {
+        const Float4* quarter = reinterpret_cast<const Float4*>(&acc[i]);
+        sums[i] = quarter[0];
+        for (int x = 1; x < kWidth / 4; ++x) sums[i] += quarter[x];
+      }
+      for (; d < head_dim; d += 4) {
+        for (int i = 0; i < 4; ++i) {
+          sums[i] += *reinterpret_cast<const Float4*>(row + d) *
+                     *reinterpret_cast<const Float4*>(key[i] + d);
+        }
+      }
+      transpose4(sums);
+      Float4 total = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+      for (int i = 0; i < 4; ++i) scores[(j + i) * kWidth + r] = total[i];
+    }
+  }
+}
+
+// o[c][] = o[c][] * alpha + sum_j p[j][] v_j[c]. With kSelect a weight of -0 leaves the value
+// unread (see weigh).
 template <int kN, bool kSelect>
-void add_values(const Vec* p, const float* v, int64_t stride, int count, int head_dim_v, const Vec* alpha, Vec* o) {
+void add_values(const Vec* p, const float* v, int64_t stride, int count, int head_dim_v,
+                const Vec* alpha, float* out) {
+  Vec* o = reinterpret_cast<Vec*>(out);
   for (int c0 = 0; c0 < head_dim_v; c0 += kKeys) {
     Vec acc[kKeys][kN];
     for (int i = 0; i < kKeys; ++i) {
@@ -263,28 +223,80 @@ void add_values(const Vec* p, const float* v, int64_t stride, int count, int hea
   }
 }
 
-// 4. Scores: softcap, ALiBi, bias, mask; from here in base 2
-
-template <DType kType>
-float bias_value(const void* bias, int64_t index) {
-  if (kType == DType::boolean) return static_cast<const uint8_t*>(bias)[index] != 0 ? 0.0f : -kInfinity;
-  float value = load_element(bias, index, kType);
-  float scaled = value * kLog2e;
-  // The lowest finite number is a customary mask; it must not become -inf, which would empty a row of such keys.
-  return scaled == -kInfinity && value != -kInfinity ? -kMaxFloat : scaled;
+// kCount vectors of type V of one narrow row: o = o * alpha + sum_j p[j] v_j; p is strided by
+// kWidth.
+template <class V, int kCount>
+void add_columns(const float* p, const float* v, int64_t stride, int count, float alpha, float* o) {
+  constexpr int kLanes = sizeof(V) / sizeof(float);
+  V acc[kCount];
+  for (int c = 0; c < kCount; ++c) acc[c] = *reinterpret_cast<const V*>(o + c * kLanes) * alpha;
+  for (int j = 0; j < count; ++j, v += stride) {
+    float weight = p[j * kWidth];
+    if (weight == 0.0f && __builtin_signbit(weight)) continue;  // not seen
+    for (int c = 0; c < kCount; ++c) acc[c] += *reinterpret_cast<const V*>(v + c * kLanes) * weight;
+  }
+  for (int c = 0; c < kCount; ++c) *reinterpret_cast<V*>(o + c * kLanes) = acc[c];
 }
 
-template <DType kType, int kN>
-void add_bias(const FlashUnit& u, const Block<kN>& block, int first, int count, float* s) {
-  for (int r = 0; r < block.num_rows; ++r) {
-    for (int j = 0; j < count; ++j) {
-      s[j * kN * kWidth + r] += bias_value<kType>(block.rows[r].bias, (first + j) * u.bias_stride);
+void add_values_narrow(const Vec* p, int num_rows, const float* v, int64_t stride, int count,
+                       int head_dim_v, const Vec* alpha, float* o) {
+  for (int r = 0; r < num_rows; ++r) {
+    const float* weights = reinterpret_cast<const float*>(p) + r;
+    float* row = o + r * head_dim_v;
+    float factor = (*alpha)[r];
+    int c = 0;
+    for (; c + 4 * kWidth <= head_dim_v; c += 4 * kWidth) {
+      add_columns<LooseVec, 4>(weights, v + c, stride, count, factor, row + c);
+    }
+    for (; c + kWidth <= head_dim_v; c += kWidth) {
+      add_columns<LooseVec, 1>(weights, v + c, stride, count, factor, row + c);
+    }
+    for (; c < head_dim_v; c += 4) {
+      add_columns<Float4, 1>(weights, v + c, stride, count, factor, row + c);
     }
   }
 }
 
+// 4. Scores: softcap, ALiBi, bias, mask; from here in base 2
+
+// Bias of `count` keys of one row, in base 2.
+void load_bias(const FlashUnit& u, const FlashRow& row, int first, int count, float* out) {
+  if (u.bias_dtype == DType::boolean) {
+    const uint8_t* keep = static_cast<const uint8_t*>(row.bias) + first * u.bias_stride;
+    for (int j = 0; j < count; ++j) out[j] = keep[j * u.bias_stride] != 0 ? 0.0f : -kInfinity;
+    return;
+  }
+  int64_t itemsize = u.bias_dtype == DType::f32 ? 4 : 2;
+  const char* bias = static_cast<const char*>(row.bias) + first * u.bias_stride * itemsize;
+  if (u.bias_stride == 1) {
+    load_row(bias, count, u.bias_dtype, out);
+  } else {
+    for (int j = 0; j < count; ++j) out[j] = load_element(bias, j * u.bias_stride, u.bias_dtype);
+  }
+  for (int j = 0; j < count; ++j) {
+    // The lowest finite number is a customary mask; it must not become -inf, which would empty a
+    // row of such keys.
+    float scaled = out[j] * kLog2e;
+    out[j] = scaled < -kMaxFloat && out[j] >= -kMaxFloat ? -kMaxFloat : scaled;
+  }
+}
+
 template <int kN>
-void modify_scores(const FlashUnit& u, const Block<kN>& block, int first, int count, Vec* s) {
+void add_bias(const FlashUnit& u, const Block<kN>& block, int first, int count, float* s,
+              float* buffer) {
+  for (int r = 0; r < block.num_rows; r += 4) {
+    for (int i = 0; i < 4; ++i) {
+      // Lanes without a row repeat the last one.
+      load_bias(u, block.rows[min(r + i, block.num_rows - 1)], first, count,
+                buffer + i * kTileKeys);
+    }
+    transpose<true>(buffer, kTileKeys, 4, (count + 3) / 4 * 4, s + r, kN * kWidth);
+  }
+}
+
+template <int kN>
+void modify_scores(const FlashUnit& u, const Block<kN>& block, int first, int count, Vec* s,
+                   float* buffer) {
   if (u.softcap != 0.0f) {
     float cap = u.softcap * kLog2e;
     for (int x = 0; x < count * kN; ++x) s[x] = cap * tanh(s[x]);
@@ -299,13 +311,7 @@ void modify_scores(const FlashUnit& u, const Block<kN>& block, int first, int co
     }
   }
   if (block.rows[0].bias != nullptr) {
-    float* scores = reinterpret_cast<float*>(s);
-    switch (u.bias_dtype) {
-      case DType::boolean: add_bias<DType::boolean>(u, block, first, count, scores); break;
-      case DType::f16: add_bias<DType::f16>(u, block, first, count, scores); break;
-      case DType::bf16: add_bias<DType::bf16>(u, block, first, count, scores); break;
-      default: add_bias<DType::f32>(u, block, first, count, scores);
-    }
+    add_bias(u, block, first, count, reinterpret_cast<float*>(s), buffer);
   }
 }
 
@@ -320,8 +326,9 @@ void mask_scores(const Block<kN>& block, int first, int count, Vec* s) {
   }
 }
 
-// 5. Online softmax: scores become weights 2^(score - max); alpha rescales what was summed under the older maximum.
-// With kMasked a key that a row does not see gets the weight -0, which a weight that merely underflowed never has.
+// 5. Online softmax: scores become weights 2^(score - max); alpha rescales what was summed under
+// the older maximum. With kMasked a key that a row does not see gets the weight -0, which a weight
+// that merely underflowed never has.
 template <int kN, bool kMasked>
 void weigh(Block<kN>& block, int count, Vec* s, Vec* alpha) {
   Vec high[kN], base[kN], sum[kN];
@@ -330,7 +337,9 @@ void weigh(Block<kN>& block, int count, Vec* s, Vec* alpha) {
     for (int c = 0; c < kN; ++c) high[c] = max(s[j * kN + c], high[c]);
   }
   for (int c = 0; c < kN; ++c) {
-    base[c] = high[c] == -kInfinity ? Vec{} : high[c];  // no key so far: -inf - 0 has weight 0, -inf - -inf is NaN
+    base[c] = high[c] == -kInfinity
+                  ? Vec{}
+                  : high[c];  // no key so far: -inf - 0 has weight 0, -inf - -inf is NaN
     alpha[c] = exp2_negative(block.max[c] - base[c]);
     sum[c] = block.sum[c] * alpha[c];
     block.max[c] = high[c];
@@ -350,104 +359,142 @@ void weigh(Block<kN>& block, int count, Vec* s, Vec* alpha) {
 // 6. Epilogue: the sink joins the denominator; out and lse are written
 
 template <int kN>
-void finish_block(const FlashUnit& u, const Block<kN>& block, float* row_buffer) {
-  constexpr int kRows = kN * kWidth;
-  const float* o = reinterpret_cast<const float*>(block.o);
+void finish_row(const FlashUnit& u, const Block<kN>& block, int r, float* o) {
+  const FlashRow& row = block.rows[r];
+  float high = block.max[r / kWidth][r % kWidth], sum = block.sum[r / kWidth][r % kWidth];
+  float factor = 1.0f;
+  if (row.sink != -kInfinity) {
+    float sink = row.sink * kLog2e;
+    float top = sink > high ? sink : high;
+    factor = __builtin_exp2f(high - top);
+    sum = sum * factor + __builtin_exp2f(sink - top);
+    high = top;
+  }
+  bool empty = sum == 0.0f;
+  factor /= sum;
+  for (int c = 0; c < u.head_dim_v; ++c) o[c] = empty ? 0.0f : o[c] * factor;
+  store_row(o, u.head_dim_v, u.dtype, row.out);
+  if (row.lse != nullptr) *row.lse = empty ? -kInfinity : (high + __builtin_log2f(sum)) * kLn2;
+}
+
+template <int kN, bool kNarrow>
+void finish_block(const FlashUnit& u, const Block<kN>& block, float* buffer) {
+  int dim = u.head_dim_v;
   for (int r = 0; r < block.num_rows; ++r) {
-    const FlashRow& row = block.rows[r];
-    float high = block.max[r / kWidth][r % kWidth], sum = block.sum[r / kWidth][r % kWidth];
-    float factor = 1.0f;
-    if (row.sink != -kInfinity) {
-      float sink = row.sink * kLog2e;
-      float top = sink > high ? sink : high;
-      factor = __builtin_exp2f(high - top);
-      sum = sum * factor + __builtin_exp2f(sink - top);
-      high = top;
+    if (kNarrow) {
+      finish_row(u, block, r, block.o + r * dim);
+    } else {
+      if (r % 4 == 0) transpose<false>(block.o + r, kN * kWidth, dim, 4, buffer, dim);
+      finish_row(u, block, r, buffer + r % 4 * dim);
     }
-    bool empty = sum == 0.0f;
-    factor = empty ? 0.0f : factor / sum;
-    for (int c = 0; c < u.head_dim_v; ++c) row_buffer[c] = empty ? 0.0f : o[c * kRows + r] * factor;
-    store_row(row_buffer, u.head_dim_v, u.dtype, row.out);
-    if (row.lse != nullptr) *row.lse = empty ? -kInfinity : (high + __builtin_log2f(sum)) * kLn2;
   }
 }
 
-// 7. The unit: tiles of keys outside, blocks of rows inside, so that a tile is converted once for all its rows
+// 7. The unit: tiles of keys outside, blocks of rows inside, so that a tile is converted once for
+// all its rows
+
+template <int kN, bool kNarrow>
+void attend_tile(const FlashUnit& u, Block<kN>& block, KeyTile k, KeyTile v, int first, int count,
+                 int& v_finite, Vec* s, float* buffer) {
+  int from = max(first, block.first_key), until = min(first + count, block.last_key);
+  int n = until - from;
+  if (n <= 0) return;
+  const float* keys = k.data + (from - first) * k.stride;
+  const float* values = v.data + (from - first) * v.stride;
+  if (kNarrow) {
+    dot_keys_narrow(block.q, block.num_rows, keys, k.stride, n, u.head_dim, s);
+  } else {
+    dot_keys<kN>(block.q, keys, k.stride, n, u.head_dim, s);
+  }
+  bool has_bias = block.rows[0].bias != nullptr;
+  if (has_bias || u.has_alibi || u.softcap != 0.0f) modify_scores(u, block, from, n, s, buffer);
+
+  Vec alpha[kN];
+  bool all_seen = from >= block.common_key && until <= block.until_key;
+  if (!all_seen) mask_scores(block, from, n, s);
+  if (all_seen && !has_bias) {
+    weigh<kN, false>(block, n, s, alpha);
+  } else {
+    weigh<kN, true>(block, n, s, alpha);
+  }
+  if (kNarrow) {
+    add_values_narrow(s, block.num_rows, values, v.stride, n, u.head_dim_v, alpha, block.o);
+    return;
+  }
+  if (!all_seen || has_bias) {  // 0 * inf would reach rows that do not see the key
+    if (v_finite < 0) v_finite = all_finite(v, count, u.head_dim_v);
+    if (!v_finite) {
+      add_values<kN, true>(s, values, v.stride, n, u.head_dim_v, alpha, block.o);
+      return;
+    }
+  }
+  add_values<kN, false>(s, values, v.stride, n, u.head_dim_v, alpha, block.o);
+}
 
 constexpr int kMaxBlocks = (kMaxUnitRows + kWidth * kVecs - 1) / (kWidth * kVecs);
 
-template <int kN>
+template <int kN, bool kNarrow>
 void run_blocks(const FlashUnit& u) {
   constexpr int kRows = kN * kWidth;
+  // A narrow unit uses each key once: short tiles, converted ones still in the L1 cache, and no
+  // copies.
+  constexpr int kStep = kNarrow ? 32 : kTileKeys;
+  constexpr int64_t kNear = kNarrow ? __INT64_MAX__ : 512;
   int num_blocks = (u.num_rows + kRows - 1) / kRows;
-  Vec* next = reinterpret_cast<Vec*>(u.scratch);
-  auto take = [&next](int vectors) {
-    Vec* taken = next;
-    next += vectors;
+  float* next = u.scratch;
+  auto take = [&next](int floats) {
+    float* taken = next;
+    next += (floats + 15) / 16 * 16;
     return taken;
   };
-  Vec* s = take(kTileKeys * kN);
-  float* row_buffer = reinterpret_cast<float*>(take(256 / kWidth));
+  Vec* s = reinterpret_cast<Vec*>(take(kTileKeys * kRows));
+  float* buffer = take(kBuffer);
   Block<kN> blocks[kMaxBlocks];
   int begin = __INT32_MAX__, end = 0;
   for (int i = 0; i < num_blocks; ++i) {
     Block<kN>& block = blocks[i];
     block.rows = u.rows + i * kRows;
     block.num_rows = min(kRows, u.num_rows - i * kRows);
-    block.q = take(u.head_dim * kN);
-    block.o = take(u.head_dim_v * kN);
-    init_block(u, block, row_buffer);
+    block.q = take((kNarrow ? block.num_rows : kRows) * u.head_dim);
+    block.o = take((kNarrow ? block.num_rows : kRows) * u.head_dim_v);
+    init_block(block);
+    load_queries<kN, kNarrow>(u, block, buffer);
+    for (float* o = block.o; o < next; ++o) *o = 0.0f;
     begin = min(begin, block.first_key);
     end = max(end, block.last_key);
   }
-  float* k_buffer = reinterpret_cast<float*>(next);
-  float* v_buffer = k_buffer + kTileKeys * u.head_dim;
-  bool has_bias = u.rows[0].bias != nullptr, is_modified = has_bias || u.has_alibi || u.softcap != 0.0f;
-
-  for (int first = begin; first < end; first += kTileKeys) {
-    int count = min(kTileKeys, end - first);
-    KeyTile k = load_tile(u.k, u.k_stride, first, count, u.head_dim, u.dtype, k_buffer);
-    KeyTile v = load_tile(u.v, u.v_stride, first, count, u.head_dim_v, u.dtype, v_buffer);
-    int finite = -1;  // whether v is; -1: not looked at
+  if (kNarrow) {
+    for (int x = 0; x < kStep; ++x) s[x] = Vec{};  // lanes without a row stay finite
+  }
+  float* k_buffer = take(kTileKeys * u.head_dim);
+  float* v_buffer = take(kTileKeys * u.head_dim_v);
+  for (int first = begin; first < end; first += kStep) {
+    int count = min(kStep, end - first);
+    KeyTile k = load_tile(u.k, u.k_stride, first, count, u.head_dim, u.dtype, kNear, k_buffer);
+    KeyTile v = load_tile(u.v, u.v_stride, first, count, u.head_dim_v, u.dtype, kNear, v_buffer);
+    int v_finite = -1;  // not looked at
     for (int i = 0; i < num_blocks; ++i) {
-      Block<kN>& block = blocks[i];
-      int from = max(first, block.first_key), until = min(first + count, block.last_key), n = until - from;
-      if (n <= 0) continue;
-      const float* k_from = k.data + (from - first) * k.stride;
-      const float* v_from = v.data + (from - first) * v.stride;
-      dot_keys<kN>(block.q, k_from, k.stride, n, u.head_dim, s);
-      if (is_modified) modify_scores(u, block, from, n, s);
-      Vec alpha[kN];
-      bool all_seen = from >= block.common_key && until <= block.until_key;
-      if (all_seen && !has_bias) {
-        weigh<kN, false>(block, n, s, alpha);
-      } else {
-        if (!all_seen) mask_scores(block, from, n, s);
-        weigh<kN, true>(block, n, s, alpha);
-        if (finite < 0) finite = all_finite(v, count, u.head_dim_v);
-        if (!finite) {
-          add_values<kN, true>(s, v_from, v.stride, n, u.head_dim_v, alpha, block.o);
-          continue;
-        }
-      }
-      add_values<kN, false>(s, v_from, v.stride, n, u.head_dim_v, alpha, block.o);
+      attend_tile<kN, kNarrow>(u, blocks[i], k, v, first, count, v_finite, s, buffer);
     }
   }
-  for (int i = 0; i < num_blocks; ++i) finish_block(u, blocks[i], row_buffer);
+  for (int i = 0; i < num_blocks; ++i) finish_block<kN, kNarrow>(u, blocks[i], buffer);
 }
 
 size_t scratch_floats(int32_t num_rows, int32_t head_dim, int32_t head_dim_v) {
   constexpr int kRows = kVecs * kWidth;
   size_t rows = static_cast<size_t>((num_rows + kRows - 1) / kRows) * kRows;
   size_t dims = static_cast<size_t>(head_dim) + static_cast<size_t>(head_dim_v);
-  return kTileKeys * kRows + 256 + rows * dims + kTileKeys * dims;
+  size_t padding = 16 * (2 * kMaxBlocks + 4);
+  return kTileKeys * kRows + kBuffer + (rows + kTileKeys) * dims + padding;
 }
 
 void run(const FlashUnit& unit) {
-  if (unit.num_rows <= kWidth) {
-    run_blocks<1>(unit);
+  if (unit.num_rows <= kWidth / 2) {
+    run_blocks<1, true>(unit);
+  } else if (unit.num_rows <= kWidth) {
+    run_blocks<1, false>(unit);
   } else {
-    run_blocks<kVecs>(unit);
+    run_blocks<kVecs, false>(unit);
   }
 }
 

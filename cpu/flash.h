@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Between flash_units.cpp, which cuts a call into units, and flash.cpp, which computes one. Plain data only: flash.cpp is
-// compiled once per instruction set and must not share an inline function with the rest of the library.
-// Next: flash_units.cpp.
+// Between flash_units.cpp, which cuts a call into units, and flash.cpp, which computes one. Plain
+// data only: flash.cpp is compiled once per instruction set and must not share an inline function
+// with the rest of the library. Next: flash_units.cpp.
 #pragma once
 
 #include <cstddef>
@@ -44,8 +44,8 @@ struct FlashKernel {
   void (*run)(const FlashUnit& unit);
 };
 
-// Rows of a unit at most: with more, each conversion of a K and V tile to float serves more rows, but the unit's queries
-// and outputs leave the L2 cache.
+// Rows of a unit at most: with more, each conversion of a K and V tile to float serves more rows,
+// but the unit's queries and outputs leave the L2 cache.
 constexpr int32_t kMaxUnitRows = 128;
 
 }  // namespace cuattn::cpu

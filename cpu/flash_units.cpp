@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Kernel cpu, the part outside the vectors: picks the instruction set, cuts a call into units of rows that read the same
-// keys, and spreads the units over the threads.
-// Next: flash.cpp (one unit), parallel.cpp.
+// Kernel cpu, the part outside the vectors: picks the instruction set, cuts a call into units of
+// rows that read the same keys, and spreads the units over the threads. Next: flash.cpp (one unit),
+// parallel.cpp.
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
@@ -15,7 +15,6 @@
 #include "cpu/kernels.h"
 #include "cpu/parallel.h"
 #include "cuattn/error.h"
-#include "cuattn/plan.h"
 
 namespace cuattn::cpu {
 
@@ -43,7 +42,8 @@ std::vector<Isa> instruction_sets() {
   std::vector<Isa> list;
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+              __builtin_cpu_supports("f16c");
   bool avx512 = avx2 && __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("avx512f") &&
                 __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw") &&
                 __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512cd");
@@ -63,8 +63,8 @@ const FlashKernel& choose_kernel() {
     if (any || std::string(wanted) == isa.kernel->isa) return *isa.kernel;
     runnable += (runnable.empty() ? "" : ", ") + std::string(isa.kernel->isa);
   }
-  fail<InvalidArgument>("attention: CUATTN_CPU_ISA must be one of ", runnable, " on this machine, got ", wanted,
-                        "; leave it unset for the fastest");
+  fail<InvalidArgument>("attention: CUATTN_CPU_ISA must be one of ", runnable,
+                        " on this machine, got ", wanted, "; leave it unset for the fastest");
 }
 
 const FlashKernel& flash_kernel() {
@@ -89,13 +89,14 @@ float* thread_scratch(size_t floats) {
   return memory.get();
 }
 
-// How one call is cut. Rows of a sequence and KV head are numbered query by query, the heads of the group inside:
-// neighbours then see nearly the same keys.
+// How one call is cut. Rows of a sequence and KV head are numbered query by query, the heads of the
+// group inside: neighbours then see nearly the same keys.
 struct Cut {
   const PrefillParams& p;
   int32_t group;      // query heads per KV head
   int32_t unit_rows;  // rows of a unit
-  // Ragged: units before sequence b are num_heads_kv * first_chunk[b]. Dense: every sequence has dense_chunks.
+  // Ragged: units before sequence b are num_heads_kv * first_chunk[b]. Dense: every sequence has
+  // dense_chunks.
   std::vector<int64_t> first_chunk;
   int64_t dense_chunks, num_units;
 };
@@ -107,11 +108,14 @@ int64_t count_chunks(const PrefillParams& p, int32_t b, int32_t group, int32_t u
 Cut cut_call(const PrefillParams& p, int32_t row_block) {
   Cut cut{p, p.num_heads_q / p.num_heads_kv, row_block, {}, 0, 0};
   // Four units a thread even out their lengths, as far as that leaves whole row blocks.
-  int64_t rows = (p.cu_seqlens_q != nullptr ? p.total_q : static_cast<int64_t>(p.batch) * p.seqlen_q) * p.num_heads_q;
+  int64_t rows =
+      (p.cu_seqlens_q != nullptr ? p.total_q : static_cast<int64_t>(p.batch) * p.seqlen_q) *
+      p.num_heads_q;
   int64_t blocks = rows / (4 * num_threads()) / row_block;
   cut.unit_rows *= static_cast<int32_t>(std::clamp<int64_t>(blocks, 1, kMaxUnitRows / row_block));
   if (p.cu_seqlens_q == nullptr) {
-    cut.dense_chunks = (static_cast<int64_t>(p.seqlen_q) * cut.group + cut.unit_rows - 1) / cut.unit_rows;
+    cut.dense_chunks =
+        (static_cast<int64_t>(p.seqlen_q) * cut.group + cut.unit_rows - 1) / cut.unit_rows;
     cut.num_units = cut.dense_chunks * p.batch * p.num_heads_kv;
     return cut;
   }
@@ -123,8 +127,8 @@ Cut cut_call(const PrefillParams& p, int32_t row_block) {
   return cut;
 }
 
-// Sequence, KV head and chunk of a unit. The last rows of a sequence come first: under a causal mask they are the
-// longest, and a region ends sooner when the short units come last.
+// Sequence, KV head and chunk of a unit. The last rows of a sequence come first: under a causal
+// mask they are the longest, and a region ends sooner when the short units come last.
 struct UnitPlace {
   int32_t b, h_kv;
   int64_t chunk;
@@ -153,12 +157,14 @@ void run_unit(const Cut& cut, const FlashKernel& kernel, int64_t index) {
   UnitPlace place = find_unit(cut, index);
   Span queries = query_span(p, place.b), keys = key_span(p, place.b);
   int64_t begin = place.chunk * cut.unit_rows;
-  int64_t end = std::min<int64_t>(begin + cut.unit_rows, static_cast<int64_t>(queries.stored) * cut.group);
+  int64_t end =
+      std::min<int64_t>(begin + cut.unit_rows, static_cast<int64_t>(queries.stored) * cut.group);
 
   FlashRow rows[kMaxUnitRows];
   for (int64_t x = begin; x < end; ++x) {
     FlashRow& row = rows[x - begin];
-    int32_t i = static_cast<int32_t>(x / cut.group), h = place.h_kv * cut.group + static_cast<int32_t>(x % cut.group);
+    int32_t i = static_cast<int32_t>(x / cut.group),
+            h = place.h_kv * cut.group + static_cast<int32_t>(x % cut.group);
     auto offset = [&](const Strides& strides) {
       return place.b * strides.batch + (queries.start + i) * strides.seq + h * strides.head;
     };
@@ -174,9 +180,11 @@ void run_unit(const Cut& cut, const FlashKernel& kernel, int64_t index) {
     row.slope = p.alibi_slopes == nullptr
                     ? 0.0f
                     : p.alibi_slopes[place.b * p.alibi_stride_batch + h * p.alibi_stride_head];
-    row.sink = p.sinks == nullptr || !used ? -std::numeric_limits<float>::infinity() : p.sinks[h * p.sinks_stride];
+    row.sink = p.sinks == nullptr || !used ? -std::numeric_limits<float>::infinity()
+                                           : p.sinks[h * p.sinks_stride];
     row.diagonal = i + keys.used - queries.used;
-    row.visible = used ? visible_keys(p.window_left, p.window_right, i, queries.used, keys.used) : KeyRange{0, 0};
+    row.visible = used ? visible_keys(p.window_left, p.window_right, i, queries.used, keys.used)
+                       : KeyRange{0, 0};
   }
 
   FlashUnit unit{};
@@ -208,7 +216,8 @@ const char* isa_name() { return flash_kernel().isa; }
 void flash_prefill(const PrefillParams& p) {
   const FlashKernel& kernel = flash_kernel();
   Cut cut = cut_call(p, kernel.row_block);
-  int64_t queries = p.cu_seqlens_q != nullptr ? p.total_q : static_cast<int64_t>(p.batch) * p.seqlen_q;
+  int64_t queries =
+      p.cu_seqlens_q != nullptr ? p.total_q : static_cast<int64_t>(p.batch) * p.seqlen_q;
   double flops = 2.0 * queries * p.num_heads_q * p.seqlen_kv * (p.head_dim + p.head_dim_v);
   parallel_for(cut.num_units, flops, [&](int64_t index) { run_unit(cut, kernel, index); });
 }

@@ -6,13 +6,15 @@
 
 namespace cuattn::cpu {
 
-void check_prefill(const PrefillParams& p);  // attention.cpp: throws InvalidArgument when lengths break the contract
-void naive_prefill(const PrefillParams& p);  // attention.cpp: kernel cpu_naive; scores in the workspace
+void check_prefill(const PrefillParams&
+                       p);  // attention.cpp: throws InvalidArgument when lengths break the contract
+void naive_prefill(
+    const PrefillParams& p);  // attention.cpp: kernel cpu_naive; scores in the workspace
 void flash_prefill(const PrefillParams& p);  // flash_units.cpp: kernel cpu; no workspace
 void merge_states(const MergeParams& p);     // merge.cpp
 
-// The instruction set that flash_prefill runs on; throws InvalidArgument when CUATTN_CPU_ISA asks for one that is
-// unknown or that this machine lacks.
+// The instruction set that flash_prefill runs on; throws InvalidArgument when CUATTN_CPU_ISA asks
+// for one that is unknown or that this machine lacks.
 const char* isa_name();
 
 }  // namespace cuattn::cpu

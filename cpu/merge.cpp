@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Merges partial attention results over disjoint keys: out = sum_i out_i exp(lse_i) / sum_i exp(lse_i).
-// Online softmax, arXiv:1805.02867. Next: cuda/merge_states.cu.
+// Merges partial attention results over disjoint keys: out = sum_i out_i exp(lse_i) / sum_i
+// exp(lse_i). Online softmax, arXiv:1805.02867. Next: cuda/merge_states.cu.
 #include <cmath>
 #include <limits>
 #include <vector>
@@ -19,7 +19,9 @@ struct Parts {
   const MergeParams& p;
   int64_t b, row, h;
 
-  int64_t offset(const Strides& strides) const { return b * strides.batch + row * strides.seq + h * strides.head; }
+  int64_t offset(const Strides& strides) const {
+    return b * strides.batch + row * strides.seq + h * strides.head;
+  }
   float lse(int32_t part) const {
     int32_t side = p.stacked ? 0 : part;
     int64_t first = p.stacked ? part * p.lse_part_stride : 0;
@@ -28,7 +30,8 @@ struct Parts {
   void add_out(int32_t part, float weight, float* acc) const {
     int32_t side = p.stacked ? 0 : part;
     int64_t first = (p.stacked ? part * p.out_part_stride : 0) + offset(p.out_strides[side]);
-    for (int32_t d = 0; d < p.head_dim; ++d) acc[d] += weight * load_element(p.outs[side], first + d, p.dtype);
+    for (int32_t d = 0; d < p.head_dim; ++d)
+      acc[d] += weight * load_element(p.outs[side], first + d, p.dtype);
   }
 };
 

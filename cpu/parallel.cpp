@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The thread pool behind parallel_for: workers join an open region, take indices from one atomic counter, and leave.
-// A worker that sleeps is never waited for: a region ends when its indices are taken and those inside have left.
-// Next: flash_units.cpp.
+// The thread pool behind parallel_for: workers join an open region, take indices from one atomic
+// counter, and leave. A worker that sleeps is never waited for: a region ends when its indices are
+// taken and those inside have left. Next: flash_units.cpp.
 #include "cpu/parallel.h"
 
 #include <pthread.h>
@@ -20,7 +20,8 @@
 namespace cuattn::cpu {
 namespace {
 
-// 10 to 40 us: longer than the gap between two calls of a model, far shorter than a scheduler's slice.
+// 10 to 40 us: longer than the gap between two calls of a model, far shorter than a scheduler's
+// slice.
 constexpr int32_t kSpins = 1000;
 
 void pause() {
@@ -35,7 +36,8 @@ int32_t count_threads() {
   if (const char* text = std::getenv("CUATTN_NUM_THREADS")) {
     char* end = nullptr;
     long wanted = std::strtol(text, &end, 10);
-    if (end != text && *end == '\0' && wanted > 0) return wanted < 1024 ? static_cast<int32_t>(wanted) : 1024;
+    if (end != text && *end == '\0' && wanted > 0)
+      return wanted < 1024 ? static_cast<int32_t>(wanted) : 1024;
   }
   cpu_set_t mask;
   if (sched_getaffinity(0, sizeof(mask), &mask) == 0) return CPU_COUNT(&mask);
@@ -84,12 +86,15 @@ class Pool {
   void open() {
     epoch_.fetch_add(1);
     if (sleepers_.load() == 0) return;
-    { std::lock_guard<std::mutex> guard(sleep_); }  // whoever counted itself is now asleep, or has seen the new epoch
+    {
+      std::lock_guard<std::mutex> guard(sleep_);
+    }  // whoever counted itself is now asleep, or has seen the new epoch
     wake_.notify_all();
   }
 
-  // A worker adds itself to inside_ and then reads epoch_; we change epoch_ and then read inside_. All four are
-  // sequentially consistent, so one sees the other, and no worker touches the region after this returns.
+  // A worker adds itself to inside_ and then reads epoch_; we change epoch_ and then read inside_.
+  // All four are sequentially consistent, so one sees the other, and no worker touches the region
+  // after this returns.
   void close() {
     epoch_.fetch_add(1);
     for (int32_t spin = 0; inside_.load() != 0; ++spin) {
@@ -158,7 +163,8 @@ class Pool {
 
 std::atomic<Pool*> current_pool{nullptr};
 
-// A forked child has the pool's memory but none of its threads: it leaves that pool alone and makes its own.
+// A forked child has the pool's memory but none of its threads: it leaves that pool alone and makes
+// its own.
 void forget_pool() {
   current_pool.store(nullptr);
   inside_region = false;
@@ -176,8 +182,8 @@ Pool& pool() {
   return *found;
 }
 
-// Joins the workers when the library is unloaded. The pool itself is not freed: a thread that is still calling finds
-// it intact and runs alone.
+// Joins the workers when the library is unloaded. The pool itself is not freed: a thread that is
+// still calling finds it intact and runs alone.
 struct StopAtExit {
   ~StopAtExit() {
     if (Pool* left = current_pool.load()) left->stop();

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // parallel_for over a pool of std::thread, shared by every CPU kernel.
-// Why not OpenMP: a wheel would carry a second OpenMP runtime beside torch's, and the two fight for the cores.
+// Why not OpenMP: a wheel would carry a second OpenMP runtime beside torch's, and the two fight for
+// the cores.
 #pragma once
 
 #include <cstdint>
@@ -17,10 +18,10 @@ constexpr double kSerialFlops = 1e6;
 
 using RegionBody = void (*)(void* context, int64_t index);
 
-// Calls body(context, i) once for each i in [0, count), in any order and on any thread; returns when all are done.
-// `flops` is an estimate of the whole. The first exception that a body throws is rethrown here, and indices not yet
-// begun are dropped. Safe to call from several threads at once and from within a body: then the indices run on the
-// calling thread.
+// Calls body(context, i) once for each i in [0, count), in any order and on any thread; returns
+// when all are done. `flops` is an estimate of the whole. The first exception that a body throws is
+// rethrown here, and indices not yet begun are dropped. Safe to call from several threads at once
+// and from within a body: then the indices run on the calling thread.
 void run_region(int64_t count, double flops, RegionBody body, void* context);
 
 template <class Body>

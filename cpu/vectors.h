@@ -1,0 +1,166 @@
+// SPDX-License-Identifier: Apache-2.0
+// Vectors of one instruction set in GCC's vector extension: 2^x, tanh, conversion of rows,
+// transposition. For flash.cpp alone, which says why everything here is in an anonymous namespace;
+// CUATTN_ISA names the set. Next: flash.cpp.
+#pragma once
+
+#include "cpu/convert.h"
+
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
+
+namespace cuattn::cpu::CUATTN_ISA {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kWidth = 16;
+#elif defined(__AVX2__)
+constexpr int kWidth = 8;
+#else
+constexpr int kWidth = 4;
+#endif
+
+using Vec = float __attribute__((vector_size(kWidth * sizeof(float)), may_alias));
+using LooseVec = float __attribute__((vector_size(kWidth * sizeof(float)), may_alias, aligned(4)));
+using IntVec = int32_t __attribute__((vector_size(kWidth * sizeof(float)), may_alias));
+
+constexpr float kLog2e = 1.44269504088896341f, kLn2 = 0.69314718055994531f;
+constexpr float kInfinity = __builtin_inff();
+constexpr float kMaxFloat = __FLT_MAX__;
+
+inline int min(int a, int b) { return a < b ? a : b; }
+inline int max(int a, int b) { return a > b ? a : b; }
+inline Vec splat(float x) { return Vec{} + x; }
+inline Vec load(const float* x) { return *reinterpret_cast<const LooseVec*>(x); }
+inline Vec max(Vec a, Vec b) { return a > b ? a : b; }  // b where a is NaN
+
+// 2^x for x <= 0, to 8e-8 relative; 0 from x <= -127, exactly 1 at 0, NaN for NaN.
+inline Vec exp2_negative(Vec x) {
+  constexpr float kShift =
+      12582912.0f + 127.0f;  // 1.5 * 2^23: the sum's low bits hold round(x) + 127
+  x = x < -127.0f ? splat(-127.0f) : x;
+  Vec shifted = x + kShift;
+  Vec f = x - (shifted - kShift);  // within [-0.5, 0.5]
+  Vec power = reinterpret_cast<Vec>(reinterpret_cast<IntVec>(shifted) << 23);
+  Vec p = splat(1.5345812e-4f);  // minimax in the relative error, fitted to 2^f with the constant
+                                 // term held at 1
+  p = p * f + 1.3399931e-3f;
+  p = p * f + 9.6184891e-3f;
+  p = p * f + 5.5503286e-2f;
+  p = p * f + 2.4022646e-1f;
+  p = p * f + 6.9314718e-1f;
+  p = p * f + 1.0f;
+  return p * power;
+}
+
+inline Vec tanh(Vec x) {
+  Vec a = x < 0.0f ? -x : x;
+  Vec e = exp2_negative(a * (-2.0f * kLog2e));
+  Vec large = (1.0f - e) / (1.0f + e);
+  Vec z = x * x;
+  Vec p = splat(-6.0968976e-3f);  // minimax for (tanh(x) / x - 1) / x^2 on |x| <= 0.625, where
+                                  // `large` would cancel
+  p = p * z + 2.0997329e-2f;
+  p = p * z - 5.3850949e-2f;
+  p = p * z + 1.3332771e-1f;
+  p = p * z - 3.3333328e-1f;
+  Vec small = x + x * z * p;
+  return a < 0.625f ? small : (x < 0.0f ? -large : large);
+}
+
+// Conversion of rows, eight elements at a time
+
+using Float8 = float __attribute__((vector_size(32), may_alias, aligned(4)));
+using Uint8x32 = uint32_t __attribute__((vector_size(32), may_alias, aligned(4)));
+using Uint8x16 = uint16_t __attribute__((vector_size(16), may_alias, aligned(2)));
+
+inline Float8 widen(const uint16_t* in, DType dtype) {
+  Uint8x16 raw = *reinterpret_cast<const Uint8x16*>(in);
+  Uint8x32 bits = __builtin_convertvector(raw, Uint8x32);
+  if (dtype == DType::bf16) return reinterpret_cast<Float8>(bits << 16);
+#if defined(__F16C__)
+  return reinterpret_cast<Float8>(_mm256_cvtph_ps(reinterpret_cast<__m128i>(raw)));
+#else
+  Uint8x32 sign = (bits & 0x8000u) << 16, rest = (bits & 0x7fffu) << 13;
+  // Moving the exponent by a multiplication also makes the subnormal numbers right.
+  Float8 value = reinterpret_cast<Float8>(rest) * 0x1p112f;
+  Uint8x32 finite = reinterpret_cast<Uint8x32>(value);
+  return reinterpret_cast<Float8>(sign | (rest >= 0x0f800000u ? rest | 0x7f800000u : finite));
+#endif
+}
+
+inline void narrow(Float8 value, uint16_t* out, DType dtype) {
+  Uint8x16* stored = reinterpret_cast<Uint8x16*>(out);
+  if (dtype == DType::bf16) {  // as float_to_bf16
+    Uint8x32 bits = reinterpret_cast<Uint8x32>(value);
+    Uint8x32 rounded = bits + 0x7fffu + (bits >> 16 & 1u);
+    Uint8x32 nan = bits | 0x400000u;
+    *stored = __builtin_convertvector((value != value ? nan : rounded) >> 16, Uint8x16);
+    return;
+  }
+#if defined(__F16C__)
+  // 0: to nearest even
+  *stored = reinterpret_cast<Uint8x16>(_mm256_cvtps_ph(reinterpret_cast<__m256>(value), 0));
+#else
+  for (int i = 0; i < 8; ++i) out[i] = float_to_f16(value[i]);
+#endif
+}
+
+// `count` elements to float.
+inline void load_row(const void* in, int count, DType dtype, float* out) {
+  if (dtype == DType::f32) {
+    __builtin_memcpy(out, in, static_cast<size_t>(count) * sizeof(float));
+    return;
+  }
+  const uint16_t* raw = static_cast<const uint16_t*>(in);
+  int i = 0;
+  for (; i + 8 <= count; i += 8) *reinterpret_cast<Float8*>(out + i) = widen(raw + i, dtype);
+  for (; i < count; ++i) out[i] = load_element(raw, i, dtype);
+}
+
+// `count` elements, a multiple of 8, from float.
+inline void store_row(const float* in, int count, DType dtype, void* out) {
+  if (dtype == DType::f32) {
+    __builtin_memcpy(out, in, static_cast<size_t>(count) * sizeof(float));
+    return;
+  }
+  uint16_t* raw = static_cast<uint16_t*>(out);
+  for (int i = 0; i < count; i += 8) {
+    narrow(*reinterpret_cast<const Float8*>(in + i), raw + i, dtype);
+  }
+}
+
+using Float4 = float __attribute__((vector_size(16), may_alias, aligned(4)));
+
+inline void transpose4(Float4 x[4]) {
+  Float4 a = __builtin_shufflevector(x[0], x[1], 0, 4, 1, 5);
+  Float4 b = __builtin_shufflevector(x[2], x[3], 0, 4, 1, 5);
+  Float4 c = __builtin_shufflevector(x[0], x[1], 2, 6, 3, 7);
+  Float4 d = __builtin_shufflevector(x[2], x[3], 2, 6, 3, 7);
+  x[0] = __builtin_shufflevector(a, b, 0, 1, 4, 5);
+  x[1] = __builtin_shufflevector(a, b, 2, 3, 6, 7);
+  x[2] = __builtin_shufflevector(c, d, 0, 1, 4, 5);
+  x[3] = __builtin_shufflevector(c, d, 2, 3, 6, 7);
+}
+
+// out[c][r] = in[r][c], or += ; rows and columns are multiples of 4, strides in elements.
+template <bool kAdd>
+void transpose(const float* in, int in_stride, int rows, int columns, float* out, int out_stride) {
+  for (int r = 0; r < rows; r += 4) {
+    for (int c = 0; c < columns; c += 4) {
+      Float4 x[4];
+      for (int i = 0; i < 4; ++i) {
+        x[i] = *reinterpret_cast<const Float4*>(in + (r + i) * in_stride + c);
+      }
+      transpose4(x);
+      for (int i = 0; i < 4; ++i) {
+        Float4* to = reinterpret_cast<Float4*>(out + (c + i) * out_stride + r);
+        *to = kAdd ? *to + x[i] : x[i];
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace cuattn::cpu::CUATTN_ISA
