@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The CUDA side of backend.h: a Plan becomes a launch. Compiled instances are found in the list that cuda/instances.cmake
-// generates (instances.inc); the other kernels are called by name. Next: prefill_sm80.cuh, prefill_simt.cuh, naive.cu.
-#include "cuattn/backend.h"
-
+// The CUDA side of backend.h: a Plan becomes a launch. Compiled instances are found in the list
+// that cuda/instances.cmake generates (instances.inc); the other kernels are called by name. Next:
+// prefill_sm80.cuh, prefill_simt.cuh, naive.cu.
 #include <cuda_runtime.h>
 
 #include <atomic>
@@ -10,6 +9,7 @@
 #include <cstring>
 #include <mutex>
 
+#include "cuattn/backend.h"
 #include "launch.h"
 #include "launchers.h"
 
@@ -17,15 +17,14 @@ namespace cuattn {
 
 // Declarations of the generated wrappers.
 namespace instances {
-#define CUATTN_INSTANCE(kernel, rung, dtype, head_dim, head_dim_v, mask, score, tile, archs) \
-  void kernel##_##dtype##_##head_dim##x##head_dim_v##_##mask##_##score##_##tile(const PrefillParams&, cudaStream_t);
+#define CUATTN_INSTANCE(kernel, rung, dtype, head_dim, head_dim_v, mask, score, archs)       \
+  void kernel##_##dtype##_##head_dim##x##head_dim_v##_##mask##_##score(const PrefillParams&, \
+                                                                       cudaStream_t);
 #include "instances.inc"
 #undef CUATTN_INSTANCE
 }  // namespace instances
 
 namespace {
-
-constexpr bool kTile_large = false, kTile_small = true;  // tile column of the table -> Plan::small_tile
 
 struct Instance {
   Kernel kernel;
@@ -33,29 +32,31 @@ struct Instance {
   int32_t head_dim, head_dim_v;
   MaskKind mask;
   ScoreKind score;
-  bool small_tile;
   const char* archs;
   void (*launch)(const PrefillParams&, cudaStream_t);
 };
 
 constexpr Instance kInstances[] = {
-#define CUATTN_INSTANCE(kernel, rung, dtype, head_dim, head_dim_v, mask, score, tile, archs)           \
-  {Kernel::rung, DType::dtype, head_dim, head_dim_v, MaskKind::mask, ScoreKind::score, kTile_##tile, archs, \
-   instances::kernel##_##dtype##_##head_dim##x##head_dim_v##_##mask##_##score##_##tile},
+#define CUATTN_INSTANCE(kernel, rung, dtype, head_dim, head_dim_v, mask, score, archs) \
+  {Kernel::rung,   DType::dtype,                                                       \
+   head_dim,       head_dim_v,                                                         \
+   MaskKind::mask, ScoreKind::score,                                                   \
+   archs,          instances::kernel##_##dtype##_##head_dim##x##head_dim_v##_##mask##_##score},
 #include "instances.inc"
 #undef CUATTN_INSTANCE
 };
 
 const Instance& find_instance(const PrefillParams& p, const Plan& plan) {
   for (const Instance& instance : kInstances) {
-    if (instance.kernel == plan.kernel && instance.dtype == p.dtype && instance.head_dim == plan.head_dim &&
-        instance.head_dim_v == plan.head_dim_v && instance.mask == p.mask && instance.score == p.score &&
-        instance.small_tile == plan.small_tile) {
+    if (instance.kernel == plan.kernel && instance.dtype == p.dtype &&
+        instance.head_dim == plan.head_dim && instance.head_dim_v == plan.head_dim_v &&
+        instance.mask == p.mask && instance.score == p.score) {
       return instance;
     }
   }
-  CUATTN_ASSERT(false, "no instance of ", kernel_name(plan.kernel), " for ", dtype_name(p.dtype), " head_dim ",
-                plan.head_dim, "x", plan.head_dim_v, " ", mask_name(p.mask), " ", score_name(p.score));
+  CUATTN_ASSERT(false, "no instance of ", kernel_name(plan.kernel), " for ", dtype_name(p.dtype),
+                " head_dim ", plan.head_dim, "x", plan.head_dim_v, " ", mask_name(p.mask), " ",
+                score_name(p.score));
   return kInstances[0];
 }
 
@@ -79,16 +80,22 @@ class DeviceGuard {
   int previous_ = -1;
 };
 
-// 1: machine code for the device is in the build; 0: PTX that the driver compiles; -1: neither, or no driver. Asked of a
-// kernel that every build holds.
+// Compiled for every architecture of the portable kernels, to ask which of their codes a device
+// would run.
+__global__ void probe_kernel() {}
+
+// 1: machine code for the device is in the build; 0: PTX that the driver compiles; -1: neither, or
+// no driver.
 int32_t native_code(int32_t major, int32_t minor) {
   cudaFuncAttributes attributes;
-  cudaError_t status = cudaFuncGetAttributes(&attributes, probe_kernel());
+  cudaError_t status = cudaFuncGetAttributes(&attributes, probe_kernel);
   if (status != cudaSuccess) {
     cudaGetLastError();
     return -1;
   }
-  return attributes.binaryVersion == major * 10 + minor || attributes.binaryVersion / 10 == major ? 1 : 0;
+  return attributes.binaryVersion == major * 10 + minor || attributes.binaryVersion / 10 == major
+             ? 1
+             : 0;
 }
 
 DeviceInfo query_device(int32_t device_id) {
@@ -110,9 +117,9 @@ DeviceInfo query_device(int32_t device_id) {
 
 constexpr int kMaxDevices = 64;
 
-// Device properties do not change: asked once per device. Whether cuBLAS can be had may (a library loaded later), so
-// that is asked until the answer is yes.
-DeviceInfo device_info(int32_t device_id) {
+// Device properties do not change: asked once per device. Looking for cuBLAS costs a search of the
+// file system, so only who wants to know pays for it.
+DeviceInfo device_info(int32_t device_id, bool find_libraries) {
   static std::mutex mutex;
   static DeviceInfo cache[kMaxDevices];
   static std::atomic<bool> ready[kMaxDevices];
@@ -125,7 +132,7 @@ DeviceInfo device_info(int32_t device_id) {
     ready[device_id].store(true, std::memory_order_release);
   }
   DeviceInfo info = cache[device_id];
-  info.has_cublas = cublas_available();
+  info.has_cublas = find_libraries && cublas_available();
   return info;
 }
 
@@ -151,14 +158,16 @@ void check(const PrefillParams& params, int32_t device_id, Stream stream) {
 
 void list_kernels(std::vector<KernelInfo>& list) {
   for (const Instance& i : kInstances) {
-    list.push_back({"attention", kernel_name(i.kernel), i.archs, dtype_name(i.dtype), i.head_dim, i.head_dim_v,
-                    mask_name(i.mask), score_name(i.score), i.small_tile ? "small" : "large"});
+    list.push_back({"attention", kernel_name(i.kernel), i.archs, dtype_name(i.dtype), i.head_dim,
+                    i.head_dim_v, mask_name(i.mask), score_name(i.score)});
   }
   for (DType dtype : {DType::f32, DType::f16, DType::bf16}) {
     for (Kernel kernel : {Kernel::naive, Kernel::cublas}) {
-      list.push_back({"attention", kernel_name(kernel), CUATTN_ARCHS, dtype_name(dtype), 256, 256, "any", "any", "any"});
+      list.push_back({"attention", kernel_name(kernel), kInstances[0].archs, dtype_name(dtype), 256,
+                      256, "any", "any"});
     }
-    list.push_back({"merge_states", "merge", CUATTN_ARCHS, dtype_name(dtype), 1024, 1024, "any", "any", "any"});
+    list.push_back({"merge_states", "merge", kInstances[0].archs, dtype_name(dtype), 1024, 1024,
+                    "any", "any"});
   }
 }
 
@@ -173,18 +182,21 @@ std::string describe() {
   cudaGetLastError();
   std::string devices;
   for (int id = 0; id < count; ++id) {
-    DeviceInfo info = device_info(id);
-    devices += concat(id > 0 ? ", " : "", "{\"id\": ", id, ", \"name\": \"", info.name, "\", \"compute_capability\": \"",
-                      info.major, ".", info.minor, "\", \"sms\": ", info.num_sms,
-                      ", \"shared_memory_per_block\": ", info.smem_per_block_optin, ", \"code\": \"",
-                      info.native > 0    ? "native"
-                      : info.native == 0 ? "ptx"
-                                         : "unsupported",
-                      "\"}");
+    DeviceInfo info = device_info(id, false);
+    devices +=
+        concat(id > 0 ? ", " : "", "{\"id\": ", id, ", \"name\": \"", info.name,
+               "\", \"compute_capability\": \"", info.major, ".", info.minor,
+               "\", \"sms\": ", info.num_sms,
+               ", \"shared_memory_per_block\": ", info.smem_per_block_optin, ", \"code\": \"",
+               info.native > 0    ? "native"
+               : info.native == 0 ? "ptx"
+                                  : "unsupported",
+               "\"}");
   }
-  return concat("{\"driver\": \"", driver > 0 ? version_text(driver) : "none", "\", \"runtime\": \"",
-                version_text(runtime), "\", \"status\": \"", cudaGetErrorName(status), "\", \"cublas\": ",
-                cublas_available() ? "true" : "false", ", \"devices\": [", devices, "]}");
+  return concat("{\"driver\": \"", driver > 0 ? version_text(driver) : "none",
+                "\", \"runtime\": \"", version_text(runtime), "\", \"status\": \"",
+                cudaGetErrorName(status), "\", \"cublas\": ", cublas_available() ? "true" : "false",
+                ", \"devices\": [", devices, "]}");
 }
 
 }  // namespace

@@ -2,14 +2,11 @@
 # THE table of compiled kernels: one function per combination of a row; a new head size is one word.
 #   kind       portable (all of CUATTN_CUDA_ARCHS) or sm90 (90a only)
 #   head dims  of q and k; `192x128`: v has 128
-#   tiles      large, or small for devices with 99 KB of shared memory per block
 # At most 6 functions (masks x scores) share a source, so that none takes minutes to compile.
 
 cuattn_kernel(prefill_sm80 portable "f16;bf16" "32;64;96;128;192;256;192x128"
-              "none;causal;window" "identity;scored" "large")
-cuattn_kernel(prefill_sm80 portable "f16;bf16" "128;192;256;192x128"
-              "none;causal;window" "identity;scored" "small")
+              "none;causal;window" "identity;scored")
 cuattn_kernel(prefill_simt portable "f32" "64;128;256"
-              "none;causal;window" "identity;scored" "large")
+              "none;causal;window" "identity;scored")
 cuattn_kernel(prefill_tiled portable "f32;f16;bf16" "64;128"
-              "none;causal;window" "identity" "large")
+              "none;causal;window" "identity")

@@ -11,20 +11,21 @@
 #include "cuattn/params.h"
 
 // Throws CudaError with call, name and text; clears the error so that the next call starts clean.
-#define CUATTN_CUDA_TRY(call)                                                                             \
-  do {                                                                                                    \
-    cudaError_t cuattn_status_ = (call);                                                                  \
-    if (cuattn_status_ != cudaSuccess) {                                                                  \
-      cudaGetLastError();                                                                                 \
-      ::cuattn::fail<::cuattn::CudaError>(#call, " failed: ", cudaGetErrorName(cuattn_status_), ": ",     \
-                                          cudaGetErrorString(cuattn_status_));                            \
-    }                                                                                                     \
+#define CUATTN_CUDA_TRY(call)                                                                   \
+  do {                                                                                          \
+    cudaError_t cuattn_status_ = (call);                                                        \
+    if (cuattn_status_ != cudaSuccess) {                                                        \
+      cudaGetLastError();                                                                       \
+      ::cuattn::fail<::cuattn::CudaError>(#call, " failed: ", cudaGetErrorName(cuattn_status_), \
+                                          ": ", cudaGetErrorString(cuattn_status_));            \
+    }                                                                                           \
   } while (0)
 
 namespace cuattn {
 
-// Lets `kernel` use `smem_bytes` of dynamic shared memory. The attribute is per device and stays, so it is set on the
-// first launch only; one flag word per kernel, one bit per device (devices beyond 63 set it every time).
+// Lets `kernel` use `smem_bytes` of dynamic shared memory. The attribute is per device and stays,
+// so it is set on the first launch only; one flag word per kernel, one bit per device (devices
+// beyond 63 set it every time).
 template <class KernelPointer>
 void allow_shared_memory(KernelPointer kernel, int smem_bytes, std::atomic<uint64_t>& done) {
   if (smem_bytes <= 48 * 1024) return;  // every device grants this much without asking
@@ -32,11 +33,13 @@ void allow_shared_memory(KernelPointer kernel, int smem_bytes, std::atomic<uint6
   CUATTN_CUDA_TRY(cudaGetDevice(&device));
   uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
   if (done.load(std::memory_order_acquire) & bit) return;
-  CUATTN_CUDA_TRY(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes));
+  CUATTN_CUDA_TRY(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes));
   done.fetch_or(bit, std::memory_order_release);
 }
 
-// Blocks of a one-dimensional grid; every tile, head and sequence is one block, so no axis limit of 65,535 applies.
+// Blocks of a one-dimensional grid; every tile, head and sequence is one block, so no axis limit of
+// 65,535 applies.
 inline unsigned grid_blocks(int64_t blocks, const char* kernel) {
   CUATTN_REQUIRE(blocks <= 0x7fffffff, "attention: backend ", kernel, " would need ", blocks,
                  " thread blocks, a CUDA grid holds 2147483647; split the batch");

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The launchers that backend.cu calls by name. Kernels of the instance table are reached through instances.inc instead.
+// The launchers that backend.cu calls by name. Kernels of the instance table are reached through
+// instances.inc instead.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -13,6 +14,5 @@ void launch_cublas(const PrefillParams& params, int device_id, cudaStream_t stre
 bool cublas_available();
 void launch_merge(const MergeParams& params, cudaStream_t stream);     // merge_states.cu
 void check_prefill(const PrefillParams& params, cudaStream_t stream);  // check.cu: synchronises
-const void* probe_kernel();  // check.cu: some kernel of the portable build, to ask which code the device would run
 
 }  // namespace cuattn

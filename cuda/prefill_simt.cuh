@@ -332,9 +332,9 @@ __global__ void __launch_bounds__(128, PrefillSimt<kHeadDim, kMask, kScore>::kBl
 
 // 7. Launcher
 #ifndef __CUDACC_RTC__
-template <DType kType, int kHeadDim, int kHeadDimV, MaskKind kMask, ScoreKind kScore, bool kSmallTile>
+template <DType kType, int kHeadDim, int kHeadDimV, MaskKind kMask, ScoreKind kScore>
 void launch_prefill_simt(const PrefillParams& p, cudaStream_t stream) {
-  static_assert(kType == DType::f32 && kHeadDim == kHeadDimV && !kSmallTile, "simt has float32, square, one tile");
+  static_assert(kType == DType::f32 && kHeadDim == kHeadDimV, "simt has float32, square, one tile");
   using Kernel = PrefillSimt<kHeadDim, kMask, kScore>;
   CUATTN_ASSERT(p.head_dim <= kHeadDim && p.head_dim_v <= kHeadDim, "simt: head dims ", p.head_dim, ", ", p.head_dim_v);
   int64_t blocks = int64_t{p.batch} * p.num_heads_q * device::ceil_div(p.seqlen_q, Kernel::kTileM);

@@ -205,9 +205,9 @@ __global__ void __launch_bounds__(256, 2) prefill_tiled(const __grid_constant__ 
 
 // 7. Launcher
 #ifndef __CUDACC_RTC__
-template <DType kType, int kHeadDim, int kHeadDimV, MaskKind kMask, ScoreKind kScore, bool kSmallTile>
+template <DType kType, int kHeadDim, int kHeadDimV, MaskKind kMask, ScoreKind kScore>
 void launch_prefill_tiled(const PrefillParams& p, cudaStream_t stream) {
-  static_assert(kHeadDim == kHeadDimV && kScore == ScoreKind::identity && !kSmallTile,
+  static_assert(kHeadDim == kHeadDimV && kScore == ScoreKind::identity,
                 "tiled has square head dims, no score mods, one tile");
   using Kernel = PrefillTiled<kType, kHeadDim, kMask>;
   CUATTN_ASSERT(p.head_dim <= kHeadDim && p.head_dim_v <= kHeadDim && p.sinks == nullptr, "tiled: head dims ",

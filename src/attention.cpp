@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// attention and attention_varlen in two steps: validate (arrays and options to PrefillParams) and run (outputs, launch).
-// Between the two stand the plan (plan.cpp) and the caller's allocation of outputs and workspace.
+// attention and attention_varlen in two steps: validate (arrays and options to PrefillParams) and
+// run (outputs, launch). Between the two stand the plan (plan.cpp) and the caller's allocation of
+// outputs and workspace.
 #include "attention.h"
 
 #include <cmath>
@@ -27,23 +28,28 @@ Axes axes_of(bool ragged, int32_t layout) {
 }
 
 Strides strides_of(const TensorView& view, const Axes& axes) {
-  return {axes.batch < 0 ? 0 : stride_of(view, axes.batch), stride_of(view, axes.seq), stride_of(view, axes.head)};
+  return {axes.batch < 0 ? 0 : stride_of(view, axes.batch), stride_of(view, axes.seq),
+          stride_of(view, axes.head)};
 }
 
-int32_t checked_extent(const char* function, const char* argument, const char* axis, int64_t extent) {
+int32_t checked_extent(const char* function, const char* argument, const char* axis,
+                       int64_t extent) {
   CUATTN_REQUIRE(extent <= 0x7fffffff, function, ": ", argument, " must have ", axis,
                  " up to 2147483647, got ", extent, "; split the call");
   return static_cast<int32_t>(extent);
 }
 
-void check_head_dim(const char* function, const char* argument, const char* axis, int64_t head_dim) {
-  CUATTN_REQUIRE(head_dim >= kHeadDimStep && head_dim <= kMaxHeadDim && head_dim % kHeadDimStep == 0, function, ": ",
-                 argument, " must have ", axis, " a multiple of ", kHeadDimStep, " up to ", kMaxHeadDim, ", got ",
-                 head_dim, "; pad it with zeros and pass scale= of the true head_dim");
+void check_head_dim(const char* function, const char* argument, const char* axis,
+                    int64_t head_dim) {
+  CUATTN_REQUIRE(
+      head_dim >= kHeadDimStep && head_dim <= kMaxHeadDim && head_dim % kHeadDimStep == 0, function,
+      ": ", argument, " must have ", axis, " a multiple of ", kHeadDimStep, " up to ", kMaxHeadDim,
+      ", got ", head_dim, "; pad it with zeros and pass scale= of the true head_dim");
 }
 
 // q, k and v: ranks, dtypes, devices, extents, strides.
-void read_arrays(AttentionCall& call, const TensorView& q, const TensorView& k, const TensorView& v, bool check_data) {
+void read_arrays(AttentionCall& call, const TensorView& q, const TensorView& k, const TensorView& v,
+                 bool check_data) {
   const char* fn = call.function();
   PrefillParams& p = call.params;
   Axes axes = axes_of(call.ragged, call.layout);
@@ -62,19 +68,22 @@ void read_arrays(AttentionCall& call, const TensorView& q, const TensorView& k, 
   require_extent(fn, "k", "head_dim", k.shape[dim], q.shape[dim], "q");
   check_head_dim(fn, "v", "head_dim_v", v.shape[dim]);
   require_extent(fn, "v", "num_heads_kv", v.shape[axes.head], k.shape[axes.head], "k");
-  require_extent(fn, "v", call.ragged ? "total" : "seqlen_kv", v.shape[axes.seq], k.shape[axes.seq], "k");
+  require_extent(fn, "v", call.ragged ? "total" : "seqlen_kv", v.shape[axes.seq], k.shape[axes.seq],
+                 "k");
   if (axes.batch >= 0) {
     require_extent(fn, "k", "batch", k.shape[axes.batch], q.shape[axes.batch], "q");
     require_extent(fn, "v", "batch", v.shape[axes.batch], q.shape[axes.batch], "q");
     p.batch = checked_extent(fn, "q", "batch", q.shape[axes.batch]);
     p.seqlen_q = checked_extent(fn, "q", "seqlen_q", q.shape[axes.seq]);
     p.seqlen_kv = checked_extent(fn, "k", "seqlen_kv", k.shape[axes.seq]);
+    call.max_seqlen_q = p.seqlen_q;
+    call.max_seqlen_kv = p.seqlen_kv;
   }
   p.num_heads_q = checked_extent(fn, "q", "num_heads_q", q.shape[axes.head]);
   p.num_heads_kv = checked_extent(fn, "k", "num_heads_kv", k.shape[axes.head]);
-  CUATTN_REQUIRE(p.num_heads_q == 0 || (p.num_heads_kv > 0 && p.num_heads_q % p.num_heads_kv == 0), fn,
-                 ": q must have num_heads_q a multiple of num_heads_kv, got ", p.num_heads_q, " and ", p.num_heads_kv,
-                 "; repeat or drop heads");
+  CUATTN_REQUIRE(p.num_heads_q == 0 || (p.num_heads_kv > 0 && p.num_heads_q % p.num_heads_kv == 0),
+                 fn, ": q must have num_heads_q a multiple of num_heads_kv, got ", p.num_heads_q,
+                 " and ", p.num_heads_kv, "; repeat or drop heads");
   p.head_dim = static_cast<int32_t>(q.shape[dim]);
   p.head_dim_v = static_cast<int32_t>(v.shape[dim]);
   p.total_q = call.ragged ? q.shape[0] : int64_t{p.batch} * p.seqlen_q;
@@ -89,17 +98,19 @@ void read_arrays(AttentionCall& call, const TensorView& q, const TensorView& k, 
 }
 
 // An int32 vector of lengths or offsets: contiguous, on the device of q.
-const int32_t* read_lengths(const AttentionCall& call, const char* name, const DLTensor* tensor, int64_t extent,
-                            const char* rule, bool check_data) {
+const int32_t* read_lengths(const AttentionCall& call, const char* name, const DLTensor* tensor,
+                            int64_t extent, const char* rule, bool check_data) {
   if (tensor == nullptr) return nullptr;
   const char* fn = call.function();
   TensorView view(*tensor);
   require_dtype(fn, name, view, DType::i32, "");
   require_device(fn, name, view, call.device);
-  CUATTN_REQUIRE(view.ndim == 1 && view.shape[0] == extent, fn, ": ", name, " must have shape (", rule, ",) = (",
-                 extent, ",), got ", shape_text(view), "; give one entry per sequence");
-  CUATTN_REQUIRE(stride_of(view, 0) == 1 || extent <= 1, fn, ": ", name, " must be contiguous, got strides ",
-                 strides_text(view), "; make a contiguous copy");
+  CUATTN_REQUIRE(view.ndim == 1 && view.shape[0] == extent, fn, ": ", name, " must have shape (",
+                 rule, ",) = (", extent, ",), got ", shape_text(view),
+                 "; give one entry per sequence");
+  CUATTN_REQUIRE(stride_of(view, 0) == 1 || extent <= 1, fn, ": ", name,
+                 " must be contiguous, got strides ", strides_text(view),
+                 "; make a contiguous copy");
   require_strided(fn, name, view, false, check_data);
   return static_cast<const int32_t*>(view.data);
 }
@@ -108,17 +119,22 @@ void read_ragged(AttentionCall& call, const cuattn_attention_options& o, bool ch
   const char* fn = call.function();
   PrefillParams& p = call.params;
   CUATTN_REQUIRE(o.cu_seqlens_q != nullptr && o.cu_seqlens_k != nullptr, fn,
-                 ": cu_seqlens_q and cu_seqlens_k must both be given, got one; pass int32 [batch + 1] for each");
+                 ": cu_seqlens_q and cu_seqlens_k must both be given, got one; pass int32 [batch + "
+                 "1] for each");
   CUATTN_REQUIRE(o.cu_seqlens_q->ndim == 1 && o.cu_seqlens_q->shape[0] >= 1, fn,
-                 ": cu_seqlens_q must have shape (batch + 1,), got ", shape_text(TensorView(*o.cu_seqlens_q)),
-                 "; start it with 0");
+                 ": cu_seqlens_q must have shape (batch + 1,), got ",
+                 shape_text(TensorView(*o.cu_seqlens_q)), "; start it with 0");
   p.batch = checked_extent(fn, "cu_seqlens_q", "batch", o.cu_seqlens_q->shape[0] - 1);
-  p.cu_seqlens_q = read_lengths(call, "cu_seqlens_q", o.cu_seqlens_q, p.batch + int64_t{1}, "batch + 1", check_data);
-  p.cu_seqlens_kv = read_lengths(call, "cu_seqlens_k", o.cu_seqlens_k, p.batch + int64_t{1}, "batch + 1", check_data);
+  p.cu_seqlens_q = read_lengths(call, "cu_seqlens_q", o.cu_seqlens_q, p.batch + int64_t{1},
+                                "batch + 1", check_data);
+  p.cu_seqlens_kv = read_lengths(call, "cu_seqlens_k", o.cu_seqlens_k, p.batch + int64_t{1},
+                                 "batch + 1", check_data);
   CUATTN_REQUIRE(o.max_seqlen_q >= 0, fn, ": max_seqlen_q must be >= 0, got ", o.max_seqlen_q,
                  "; pass an upper bound of the query lengths");
   CUATTN_REQUIRE(o.max_seqlen_k >= 0, fn, ": max_seqlen_k must be >= 0, got ", o.max_seqlen_k,
                  "; pass an upper bound of the key lengths");
+  call.max_seqlen_q = o.max_seqlen_q;
+  call.max_seqlen_kv = o.max_seqlen_k;
   // No sequence is longer than all rows together; a generous bound costs no empty tiles.
   int64_t longest_q = o.max_seqlen_q < p.total_q ? o.max_seqlen_q : p.total_q;
   int64_t longest_kv = o.max_seqlen_k < p.total_kv ? o.max_seqlen_k : p.total_kv;
@@ -128,14 +144,15 @@ void read_ragged(AttentionCall& call, const cuattn_attention_options& o, bool ch
 
 // A window side that reaches past every key is no limit.
 int32_t window_side(int64_t side, int32_t longest) {
-  return side < 0 || side >= longest - int64_t{1} ? static_cast<int32_t>(kUnlimited) : static_cast<int32_t>(side);
+  return side < 0 || side >= longest - int64_t{1} ? static_cast<int32_t>(kUnlimited)
+                                                  : static_cast<int32_t>(side);
 }
 
 void read_mask(AttentionCall& call, const cuattn_attention_options& o) {
   PrefillParams& p = call.params;
   CUATTN_REQUIRE(o.window_left >= -1 && o.window_right >= -1, call.function(),
-                 ": window must hold two integers >= -1 (-1 = unlimited), got (", o.window_left, ", ", o.window_right,
-                 "); pass (left, right)");
+                 ": window must hold two integers >= -1 (-1 = unlimited), got (", o.window_left,
+                 ", ", o.window_right, "); pass (left, right)");
   int64_t right = o.causal ? 0 : o.window_right;
   p.window_left = window_side(o.window_left, p.seqlen_kv);
   p.window_right = window_side(right, p.seqlen_q);
@@ -154,9 +171,9 @@ void read_alibi(AttentionCall& call, const DLTensor* tensor, bool check_data) {
   require_device(fn, "alibi_slopes", view, call.device);
   bool per_head = view.ndim == 1 && view.shape[0] == p.num_heads_q;
   bool per_batch = view.ndim == 2 && view.shape[0] == p.batch && view.shape[1] == p.num_heads_q;
-  CUATTN_REQUIRE(per_head || per_batch, fn, ": alibi_slopes must have shape (num_heads_q,) = (", p.num_heads_q,
-                 ",) or (batch, num_heads_q) = (", p.batch, ", ", p.num_heads_q, "), got ", shape_text(view),
-                 "; give one slope per query head");
+  CUATTN_REQUIRE(per_head || per_batch, fn, ": alibi_slopes must have shape (num_heads_q,) = (",
+                 p.num_heads_q, ",) or (batch, num_heads_q) = (", p.batch, ", ", p.num_heads_q,
+                 "), got ", shape_text(view), "; give one slope per query head");
   require_strided(fn, "alibi_slopes", view, false, check_data);
   p.alibi_slopes = static_cast<const float*>(view.data);
   p.alibi_stride_batch = per_batch ? stride_of(view, 0) : 0;
@@ -170,8 +187,9 @@ void read_sinks(AttentionCall& call, const DLTensor* tensor, bool check_data) {
   TensorView view(*tensor);
   require_dtype(fn, "sinks", view, DType::f32, "");
   require_device(fn, "sinks", view, call.device);
-  CUATTN_REQUIRE(view.ndim == 1 && view.shape[0] == p.num_heads_q, fn, ": sinks must have shape (num_heads_q,) = (",
-                 p.num_heads_q, ",), got ", shape_text(view), "; give one logit per query head");
+  CUATTN_REQUIRE(view.ndim == 1 && view.shape[0] == p.num_heads_q, fn,
+                 ": sinks must have shape (num_heads_q,) = (", p.num_heads_q, ",), got ",
+                 shape_text(view), "; give one logit per query head");
   require_strided(fn, "sinks", view, false, check_data);
   p.sinks = static_cast<const float*>(view.data);
   p.sinks_stride = stride_of(view, 0);
@@ -188,10 +206,10 @@ void read_bias(AttentionCall& call, const DLTensor* tensor, bool check_data) {
     p.bias_dtype = DType::boolean;
   } else {
     p.bias_dtype = view.is(DType::f32) ? DType::f32 : p.dtype;
-    CUATTN_REQUIRE(view.is(p.bias_dtype), fn, ": bias must be float32, bool or the dtype of q (", dtype_name(p.dtype),
-                   "), got ", text(view.dtype), "; cast it");
+    CUATTN_REQUIRE(view.is(p.bias_dtype), fn, ": bias must be float32, bool or the dtype of q (",
+                   dtype_name(p.dtype), "), got ", text(view.dtype), "; cast it");
   }
-  const int64_t full[4] = {p.batch, p.num_heads_q, p.seqlen_q, p.seqlen_kv};
+  const int64_t full[4] = {p.batch, p.num_heads_q, call.max_seqlen_q, call.max_seqlen_kv};
   int64_t strides[4] = {0, 0, 0, 0};
   bool broadcasts = view.ndim <= 4;
   for (int32_t axis = 0; broadcasts && axis < view.ndim; ++axis) {
@@ -199,12 +217,12 @@ void read_bias(AttentionCall& call, const DLTensor* tensor, bool check_data) {
     broadcasts = view.shape[axis] == full[to] || view.shape[axis] == 1;
     strides[to] = stride_of(view, axis);
   }
-  CUATTN_REQUIRE(broadcasts, fn, ": bias must broadcast to [batch, num_heads_q, seqlen_q, seqlen_kv] = (", full[0],
+  CUATTN_REQUIRE(broadcasts, fn,
+                 ": bias must broadcast to [batch, num_heads_q, seqlen_q, seqlen_kv] = (", full[0],
                  ", ", full[1], ", ", full[2], ", ", full[3], "), got ", shape_text(view),
                  "; add axes of extent 1 where it is shared");
   require_strided(fn, "bias", view, false, check_data);
   p.bias = view.data;
-  if (!check_data && p.bias == nullptr) p.bias = &call;  // explain: only its presence matters
   p.bias_stride_batch = strides[0];
   p.bias_stride_head = strides[1];
   p.bias_stride_q = strides[2];
@@ -216,16 +234,19 @@ void read_scores(AttentionCall& call, const cuattn_attention_options& o, bool ch
   PrefillParams& p = call.params;
   double scale = o.has_scale ? o.scale : 1.0 / std::sqrt(static_cast<double>(p.head_dim));
   CUATTN_REQUIRE(std::isfinite(scale) && std::isfinite(static_cast<float>(scale)), fn,
-                 ": scale must be a finite number, got ", o.scale, "; pass None for 1 / sqrt(head_dim)");
-  CUATTN_REQUIRE(std::isfinite(o.softcap) && o.softcap >= 0.0, fn, ": softcap must be >= 0 and finite, got ",
-                 o.softcap, "; pass 0 to switch it off");
+                 ": scale must be a finite number, got ", o.scale,
+                 "; pass None for 1 / sqrt(head_dim)");
+  CUATTN_REQUIRE(std::isfinite(o.softcap) && o.softcap >= 0.0, fn,
+                 ": softcap must be >= 0 and finite, got ", o.softcap, "; pass 0 to switch it off");
   p.scale = static_cast<float>(scale);
   p.softcap = static_cast<float>(o.softcap);
   read_alibi(call, o.alibi_slopes, check_data);
   read_bias(call, o.bias, check_data);
   read_sinks(call, o.sinks, check_data);
-  // A scale that is not positive turns the running maximum around: the scored kernels apply it before the maximum.
-  bool scored = p.softcap > 0.0f || o.alibi_slopes != nullptr || p.bias != nullptr || !(p.scale > 0.0f);
+  // A scale that is not positive turns the running maximum around: the scored kernels apply it
+  // before the maximum.
+  bool scored =
+      p.softcap > 0.0f || o.alibi_slopes != nullptr || o.bias != nullptr || !(p.scale > 0.0f);
   p.score = scored ? ScoreKind::scored : ScoreKind::identity;
 }
 
@@ -250,8 +271,8 @@ void check_output(const AttentionCall& call, const char* name, const TensorView&
     want.shape[axis] = shape[axis];
     same = same && view.shape[axis] == shape[axis];
   }
-  CUATTN_REQUIRE(same, fn, ": ", name, " must have shape ", shape_text(want), ", got ", shape_text(view),
-                 "; allocate it with that shape");
+  CUATTN_REQUIRE(same, fn, ": ", name, " must have shape ", shape_text(want), ", got ",
+                 shape_text(view), "; allocate it with that shape");
 }
 
 }  // namespace
@@ -261,6 +282,8 @@ AttentionCall validate_attention(const TensorView& q, const TensorView& k, const
   AttentionCall call{};
   call.ragged = o.cu_seqlens_q != nullptr || o.cu_seqlens_k != nullptr;
   call.layout = o.layout;
+  call.uses_seqused = o.seqused_q != nullptr || o.seqused_k != nullptr;
+  call.has_sinks = o.sinks != nullptr;
   call.device = q.device;
   const char* fn = call.function();
   CUATTN_REQUIRE(o.layout == CUATTN_LAYOUT_BSHD || o.layout == CUATTN_LAYOUT_BHSD, fn,
@@ -273,7 +296,8 @@ AttentionCall validate_attention(const TensorView& q, const TensorView& k, const
   read_mask(call, o);
   read_scores(call, o, check_data);
   if (o.num_splits < 0) {
-    fail<InvalidArgument>(fn, ": num_splits must be >= 0, got ", o.num_splits, "; pass 0 to let cuattn choose");
+    fail<InvalidArgument>(fn, ": num_splits must be >= 0, got ", o.num_splits,
+                          "; pass 0 to let cuattn choose");
   }
   if (o.num_splits > 1) {
     fail<NotImplemented>(fn, ": num_splits = ", o.num_splits,
@@ -294,15 +318,15 @@ PrefillRequest request_of(const AttentionCall& call) {
   r.seqlen_q = p.seqlen_q;
   r.seqlen_kv = p.seqlen_kv;
   r.ragged = call.ragged;
-  r.uses_seqused = p.seqused_q != nullptr || p.seqused_kv != nullptr;
+  r.uses_seqused = call.uses_seqused;
   r.mask = p.mask;
   r.score = p.score;
-  r.has_sinks = p.sinks != nullptr;
+  r.has_sinks = call.has_sinks;
   return r;
 }
 
-void run_attention(AttentionCall& call, const TensorView& out, const TensorView* lse, void* workspace,
-                   size_t workspace_bytes, Stream stream) {
+void run_attention(AttentionCall& call, const TensorView& out, const TensorView* lse,
+                   void* workspace, size_t workspace_bytes, Stream stream) {
   const char* fn = call.function();
   PrefillParams& p = call.params;
   Axes axes = axes_of(call.ragged, call.layout);
@@ -327,23 +351,26 @@ void run_attention(AttentionCall& call, const TensorView& out, const TensorView*
     check_output(call, "lse_out", *lse, DType::f32, lse_shape, axes.ndim - 1);
     require_strided(fn, "lse_out", *lse, true, true);
     p.lse = static_cast<float*>(lse->data);
-    p.lse_strides = call.ragged ? Strides{0, stride_of(*lse, 1), stride_of(*lse, 0)}
-                                : Strides{stride_of(*lse, 0), stride_of(*lse, 2), stride_of(*lse, 1)};
+    p.lse_strides = call.ragged
+                        ? Strides{0, stride_of(*lse, 1), stride_of(*lse, 0)}
+                        : Strides{stride_of(*lse, 0), stride_of(*lse, 2), stride_of(*lse, 1)};
   }
 
   bool cuda = is_cuda(call.device);
   const Backend& backend = backend_of(fn, call.device);
-  bool ragged_or_used = p.cu_seqlens_q != nullptr || p.seqused_q != nullptr || p.seqused_kv != nullptr;
-  if (ragged_or_used && (!cuda || checks_device_data())) backend.check(p, call.device.device_id, stream);
+  if ((call.ragged || call.uses_seqused) && (!cuda || checks_device_data()))
+    backend.check(p, call.device.device_id, stream);
   if (out.size() == 0) return;
 
   size_t alignment = cuda ? 256 : 16;  // what CUDA allocators and malloc give
-  if (workspace_bytes < call.plan.workspace_bytes || (call.plan.workspace_bytes > 0 && workspace == nullptr)) {
-    fail<OutOfMemory>(fn, ": workspace must hold ", call.plan.workspace_bytes, " bytes for backend '",
-                      kernel_name(call.plan.kernel), "', got ", workspace_bytes,
-                      "; allocate as explain() says, or use backend='auto'");
+  if (workspace_bytes < call.plan.workspace_bytes ||
+      (call.plan.workspace_bytes > 0 && workspace == nullptr)) {
+    fail<OutOfMemory>(fn, ": workspace must hold ", call.plan.workspace_bytes,
+                      " bytes for backend '", kernel_name(call.plan.kernel), "', got ",
+                      workspace_bytes, "; allocate as explain() says, or use backend='auto'");
   }
-  CUATTN_REQUIRE(reinterpret_cast<uintptr_t>(workspace) % alignment == 0, fn, ": workspace must start on ", alignment,
+  CUATTN_REQUIRE(reinterpret_cast<uintptr_t>(workspace) % alignment == 0, fn,
+                 ": workspace must start on ", alignment,
                  " bytes; take it from an allocator, not from the middle of an array");
   p.workspace = workspace;
   backend.prefill(p, call.plan, call.device.device_id, stream);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A validated and planned attention call: what prepare() learns and run() needs. Lives inside cuattn_attention_call.
+// A validated and planned attention call: what prepare() learns and run() needs. Lives inside
+// cuattn_attention_call.
 #pragma once
 
 #include "cuattn/backend.h"
@@ -13,21 +14,24 @@ struct AttentionCall {
   Plan plan;
   DLDevice device;
   int32_t layout;
-  bool ragged;
+  bool ragged, uses_seqused, has_sinks;
+  int64_t max_seqlen_q,
+      max_seqlen_kv;  // as the caller gave them: the extents a bias is held against
 
   const char* function() const { return ragged ? "attention_varlen" : "attention"; }
 };
-static_assert(sizeof(AttentionCall) <= sizeof(cuattn_attention_call::state), "grow cuattn_attention_call::state");
+static_assert(sizeof(AttentionCall) <= sizeof(cuattn_attention_call::state),
+              "grow cuattn_attention_call::state");
 
 PrefillRequest request_of(const AttentionCall& call);
 
-// Validates shapes, dtypes, devices, strides and options, and fills everything but plan. `check_data` false: no data
-// pointer is looked at, for explain().
+// Validates shapes, dtypes, devices, strides and options, and fills everything but plan.
+// `check_data` false: no data pointer is looked at, for explain().
 AttentionCall validate_attention(const TensorView& q, const TensorView& k, const TensorView& v,
                                  const cuattn_attention_options& options, bool check_data);
 
 // Validates the outputs and launches.
-void run_attention(AttentionCall& call, const TensorView& out, const TensorView* lse, void* workspace,
-                   size_t workspace_bytes, Stream stream);
+void run_attention(AttentionCall& call, const TensorView& out, const TensorView* lse,
+                   void* workspace, size_t workspace_bytes, Stream stream);
 
 }  // namespace cuattn

@@ -51,21 +51,34 @@ cuattn_status guarded(Body&& body) noexcept {
 
 // A required array; `what` names it in the refusal.
 TensorView view_of(const char* function, const char* argument, const DLTensor* tensor) {
-  CUATTN_REQUIRE(tensor != nullptr, function, ": ", argument, " must be an array, got NULL; pass a DLTensor");
+  CUATTN_REQUIRE(tensor != nullptr, function, ": ", argument,
+                 " must be an array, got NULL; pass a DLTensor");
   return TensorView(*tensor);
 }
 
 void check_options(const cuattn_attention_options* options) {
   CUATTN_REQUIRE(options != nullptr && options->struct_size == sizeof(cuattn_attention_options),
-                 "attention: options must be initialised by cuattn_attention_options_init of this library version, "
+                 "attention: options must be initialised by cuattn_attention_options_init of this "
+                 "library version, "
                  "got struct_size ",
-                 options == nullptr ? 0 : options->struct_size, ", want ", sizeof(cuattn_attention_options));
+                 options == nullptr ? 0 : options->struct_size, ", want ",
+                 sizeof(cuattn_attention_options));
 }
 
-AttentionCall& state_of(cuattn_attention_call& call) { return *reinterpret_cast<AttentionCall*>(call.state); }
+AttentionCall& state_of(cuattn_attention_call& call) {
+  return *reinterpret_cast<AttentionCall*>(call.state);
+}
 
-DeviceInfo device_info_of(const AttentionCall& call, const cuattn_device* made_up) {
-  if (made_up == nullptr) return backend_of(call.function(), call.device).device_info(call.device.device_id);
+bool names_cublas(const char* backend) {
+  return backend != nullptr && std::strcmp(backend, "cublas") == 0;
+}
+
+DeviceInfo device_info_of(const AttentionCall& call, bool find_libraries) {
+  return backend_of(call.function(), call.device)
+      .device_info(call.device.device_id, find_libraries);
+}
+
+DeviceInfo made_up_device(const cuattn_device* made_up) {
   DeviceInfo info{};
   info.is_cuda = made_up->is_cuda != 0;
   info.major = made_up->major;
@@ -132,38 +145,42 @@ void cuattn_attention_options_init(cuattn_attention_options* options) {
 }
 
 cuattn_status cuattn_attention_prepare(const DLTensor* q, const DLTensor* k, const DLTensor* v,
-                                       const cuattn_attention_options* options, cuattn_attention_call* call) {
+                                       const cuattn_attention_options* options,
+                                       cuattn_attention_call* call) {
   return guarded([&] {
     check_options(options);
     TensorView view = view_of("attention", "q", q);
-    AttentionCall& state = *new (call->state) AttentionCall(validate_attention(
-        view, view_of("attention", "k", k), view_of("attention", "v", v), *options, /*check_data=*/true));
-    state.plan = select_prefill(request_of(state), device_info_of(state, nullptr), options->backend);
+    AttentionCall& state = *new (call->state) AttentionCall(
+        validate_attention(view, view_of("attention", "k", k), view_of("attention", "v", v),
+                           *options, /*check_data=*/true));
+    state.plan = select_prefill(
+        request_of(state), device_info_of(state, names_cublas(options->backend)), options->backend);
     fill_shapes(view, *call);
   });
 }
 
-cuattn_status cuattn_attention_run(cuattn_attention_call* call, const DLTensor* out, const DLTensor* lse,
-                                   void* workspace, size_t workspace_bytes, void* stream) {
+cuattn_status cuattn_attention_run(cuattn_attention_call* call, const DLTensor* out,
+                                   const DLTensor* lse, void* workspace, size_t workspace_bytes,
+                                   void* stream) {
   return guarded([&] {
     AttentionCall& state = state_of(*call);
     TensorView lse_view;
     if (lse != nullptr) lse_view = TensorView(*lse);
-    run_attention(state, view_of(state.function(), "out", out), lse != nullptr ? &lse_view : nullptr, workspace,
-                  workspace_bytes, stream);
+    run_attention(state, view_of(state.function(), "out", out),
+                  lse != nullptr ? &lse_view : nullptr, workspace, workspace_bytes, stream);
   });
 }
 
-cuattn_status cuattn_merge_states(const DLTensor* out_a, const DLTensor* lse_a, const DLTensor* out_b,
-                                  const DLTensor* lse_b, const DLTensor* out, const DLTensor* lse_out, int32_t layout,
-                                  void* stream) {
+cuattn_status cuattn_merge_states(const DLTensor* out_a, const DLTensor* lse_a,
+                                  const DLTensor* out_b, const DLTensor* lse_b, const DLTensor* out,
+                                  const DLTensor* lse_out, int32_t layout, void* stream) {
   return guarded([&] {
     const char* fn = "merge_states";
     TensorView lse_view;
     if (lse_out != nullptr) lse_view = TensorView(*lse_out);
-    merge_states(view_of(fn, "out_a", out_a), view_of(fn, "lse_a", lse_a), view_of(fn, "out_b", out_b),
-                 view_of(fn, "lse_b", lse_b), view_of(fn, "out", out), lse_out != nullptr ? &lse_view : nullptr,
-                 layout, stream);
+    merge_states(view_of(fn, "out_a", out_a), view_of(fn, "lse_a", lse_a),
+                 view_of(fn, "out_b", out_b), view_of(fn, "lse_b", lse_b), view_of(fn, "out", out),
+                 lse_out != nullptr ? &lse_view : nullptr, layout, stream);
   });
 }
 
@@ -179,15 +196,16 @@ cuattn_status cuattn_merge_many(const DLTensor* outs, const DLTensor* lses, cons
 }
 
 cuattn_status cuattn_attention_explain(const DLTensor* q, const DLTensor* k, const DLTensor* v,
-                                       const cuattn_attention_options* options, const cuattn_device* device,
-                                       cuattn_plan* result) {
+                                       const cuattn_attention_options* options,
+                                       const cuattn_device* device, cuattn_plan* result) {
   return guarded([&] {
     check_options(options);
     const char* fn = "attention";
-    AttentionCall call = validate_attention(view_of(fn, "q", q), view_of(fn, "k", k), view_of(fn, "v", v), *options,
-                                            /*check_data=*/false);
+    AttentionCall call =
+        validate_attention(view_of(fn, "q", q), view_of(fn, "k", k), view_of(fn, "v", v), *options,
+                           /*check_data=*/false);
     PrefillRequest request = request_of(call);
-    DeviceInfo info = device_info_of(call, device);
+    DeviceInfo info = device != nullptr ? made_up_device(device) : device_info_of(call, true);
     Plan plan = select_prefill(request, info, options->backend);
     std::memset(result, 0, sizeof(*result));
     copy_text(result->kernel, kernel_name(plan.kernel));
@@ -211,8 +229,9 @@ int32_t cuattn_kernel_count(void) { return static_cast<int32_t>(all_kernels().si
 cuattn_status cuattn_kernel_at(int32_t index, cuattn_kernel_info* info) {
   return guarded([&] {
     std::vector<KernelInfo> list = all_kernels();
-    CUATTN_REQUIRE(index >= 0 && index < static_cast<int32_t>(list.size()), "kernel_at: index must be in [0, ",
-                   list.size(), "), got ", index, "; see cuattn_kernel_count()");
+    CUATTN_REQUIRE(index >= 0 && index < static_cast<int32_t>(list.size()),
+                   "kernel_at: index must be in [0, ", list.size(), "), got ", index,
+                   "; see cuattn_kernel_count()");
     const KernelInfo& kernel = list[index];
     std::memset(info, 0, sizeof(*info));
     copy_text(info->op, kernel.op);
@@ -221,7 +240,6 @@ cuattn_status cuattn_kernel_at(int32_t index, cuattn_kernel_info* info) {
     copy_text(info->dtype, kernel.dtype);
     copy_text(info->mask, kernel.mask);
     copy_text(info->score, kernel.score);
-    copy_text(info->tile, kernel.tile);
     info->head_dim = kernel.head_dim;
     info->head_dim_v = kernel.head_dim_v;
   });

@@ -15,11 +15,14 @@
 
 namespace cuattn {
 
+const char* compiled_archs() { return CUATTN_ARCHS; }
+
 std::string info_json() {
   const Backend* cuda = cuda_backend();
   return concat("{\"version\": \"", cuattn_version(), "\", \"source_hash\": \"", CUATTN_SOURCE_HASH,
-                "\", \"compiler\": \"", __VERSION__, "\", \"cuda_archs\": \"", cuda != nullptr ? CUATTN_ARCHS : "",
-                "\", \"num_kernels\": ", cuattn_kernel_count(), ", \"cpu\": ", cpu_backend().describe(),
+                "\", \"compiler\": \"", __VERSION__, "\", \"cuda_archs\": \"", compiled_archs(),
+                "\", \"num_kernels\": ", cuattn_kernel_count(),
+                ", \"cpu\": ", cpu_backend().describe(),
                 ", \"cuda\": ", cuda != nullptr ? cuda->describe() : "null", "}");
 }
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// merge_states: validation of its four layouts down to one: rows (batch, seqlen, head) of head_dim elements.
+// merge_states: validation of its four layouts down to one: rows (batch, seqlen, head) of head_dim
+// elements.
 #include "merge.h"
 
 #include "cuattn/c_api.h"
@@ -12,24 +13,40 @@ constexpr const char* kFunction = "merge_states";
 
 // Axes of out and of lse in a layout; -1: the layout has no such axis.
 struct Axes {
-  int32_t ndim, batch, seq, head;              // of out; its last axis is head_dim
-  int32_t lse_batch, lse_seq, lse_head;        // lse has one axis less
+  int32_t ndim, batch, seq, head;        // of out; its last axis is head_dim
+  int32_t lse_batch, lse_seq, lse_head;  // lse has one axis less
   const char *out_names, *lse_names;
 };
 
 Axes axes_of(int32_t layout) {
   switch (layout) {
     case CUATTN_LAYOUT_BSHD:
-      return {4, 0, 1, 2, 0, 2, 1, "[batch, seqlen, num_heads, head_dim]", "[batch, num_heads, seqlen]"};
+      return {4,
+              0,
+              1,
+              2,
+              0,
+              2,
+              1,
+              "[batch, seqlen, num_heads, head_dim]",
+              "[batch, num_heads, seqlen]"};
     case CUATTN_LAYOUT_BHSD:
-      return {4, 0, 2, 1, 0, 2, 1, "[batch, num_heads, seqlen, head_dim]", "[batch, num_heads, seqlen]"};
+      return {4,
+              0,
+              2,
+              1,
+              0,
+              2,
+              1,
+              "[batch, num_heads, seqlen, head_dim]",
+              "[batch, num_heads, seqlen]"};
     case CUATTN_LAYOUT_NHD:
       return {3, -1, 0, 1, -1, 0, 1, "[n, num_heads, head_dim]", "[n, num_heads]"};
     case CUATTN_LAYOUT_THD:
       return {3, -1, 0, 1, -1, 1, 0, "[total, num_heads, head_dim]", "[num_heads, total]"};
     default:
-      fail<InvalidArgument>(kFunction, ": layout must be 'bshd', 'bhsd', 'nhd' or 'thd', got code ", layout,
-                            "; choose one of these");
+      fail<InvalidArgument>(kFunction, ": layout must be 'bshd', 'bhsd', 'nhd' or 'thd', got code ",
+                            layout, "; choose one of these");
   }
 }
 
@@ -45,19 +62,23 @@ TensorView part_of(const TensorView& stacked) {
 }
 
 int64_t extent_at(const TensorView& view, int32_t axis) { return axis < 0 ? 1 : view.shape[axis]; }
-int64_t stride_at(const TensorView& view, int32_t axis) { return axis < 0 ? 0 : stride_of(view, axis); }
+int64_t stride_at(const TensorView& view, int32_t axis) {
+  return axis < 0 ? 0 : stride_of(view, axis);
+}
 
-void require_same_shape(const char* name, const TensorView& view, const TensorView& want, const char* like) {
+void require_same_shape(const char* name, const TensorView& view, const TensorView& want,
+                        const char* like) {
   bool same = view.ndim == want.ndim;
-  for (int32_t axis = 0; same && axis < want.ndim; ++axis) same = view.shape[axis] == want.shape[axis];
-  CUATTN_REQUIRE(same, kFunction, ": ", name, " must have the shape of ", like, " ", shape_text(want), ", got ",
-                 shape_text(view), "; make them equal");
+  for (int32_t axis = 0; same && axis < want.ndim; ++axis)
+    same = view.shape[axis] == want.shape[axis];
+  CUATTN_REQUIRE(same, kFunction, ": ", name, " must have the shape of ", like, " ",
+                 shape_text(want), ", got ", shape_text(view), "; make them equal");
 }
 
 // Checks out against lse and reads the strides of both.
 void read_part(const MergeParams& p, const Axes& axes, const char* out_name, const TensorView& out,
-               const char* lse_name, const TensorView& lse, DLDevice device, bool output, Strides& out_strides,
-               Strides& lse_strides) {
+               const char* lse_name, const TensorView& lse, DLDevice device, bool output,
+               Strides& out_strides, Strides& lse_strides) {
   require_dtype(kFunction, out_name, out, p.dtype, "");
   require_dtype(kFunction, lse_name, lse, DType::f32, "");
   require_device(kFunction, out_name, out, device);
@@ -69,7 +90,8 @@ void read_part(const MergeParams& p, const Axes& axes, const char* out_name, con
   require_rows(kFunction, out_name, out, output, true);
   require_strided(kFunction, lse_name, lse, output, true);
   out_strides = {stride_at(out, axes.batch), stride_at(out, axes.seq), stride_at(out, axes.head)};
-  lse_strides = {stride_at(lse, axes.lse_batch), stride_at(lse, axes.lse_seq), stride_at(lse, axes.lse_head)};
+  lse_strides = {stride_at(lse, axes.lse_batch), stride_at(lse, axes.lse_seq),
+                 stride_at(lse, axes.lse_head)};
 }
 
 MergeParams params_of(const Axes& axes, const char* name, const TensorView& out) {
@@ -81,17 +103,19 @@ MergeParams params_of(const Axes& axes, const char* name, const TensorView& out)
   p.num_heads = out.shape[axes.head];
   int64_t head_dim = out.shape[axes.ndim - 1];
   CUATTN_REQUIRE(head_dim >= 8 && head_dim <= 1024 && head_dim % 8 == 0, kFunction, ": ", name,
-                 " must have head_dim a multiple of 8 up to 1024, got ", head_dim, "; pad it with zeros");
+                 " must have head_dim a multiple of 8 up to 1024, got ", head_dim,
+                 "; pad it with zeros");
   p.head_dim = static_cast<int32_t>(head_dim);
   return p;
 }
 
-void write_to(MergeParams& p, const Axes& axes, const TensorView& part, const char* part_name, const TensorView& out,
-              const TensorView* lse_out, const TensorView& lse_part) {
+void write_to(MergeParams& p, const Axes& axes, const TensorView& part, const char* part_name,
+              const TensorView& out, const TensorView* lse_out, const TensorView& lse_part) {
   require_same_shape("out", out, part, part_name);
-  TensorView unused_lse = lse_part;  // read_part wants some lse; without lse_out the input's own is checked again
-  read_part(p, axes, "out", out, "lse_out", lse_out != nullptr ? *lse_out : unused_lse, part.device, lse_out != nullptr,
-            p.merged_out_strides, p.merged_lse_strides);
+  TensorView unused_lse =
+      lse_part;  // read_part wants some lse; without lse_out the input's own is checked again
+  read_part(p, axes, "out", out, "lse_out", lse_out != nullptr ? *lse_out : unused_lse, part.device,
+            lse_out != nullptr, p.merged_out_strides, p.merged_lse_strides);
   require_rows(kFunction, "out", out, true, true);
   p.merged_out = out.data;
   p.merged_lse = lse_out != nullptr ? static_cast<float*>(lse_out->data) : nullptr;
@@ -99,15 +123,18 @@ void write_to(MergeParams& p, const Axes& axes, const TensorView& part, const ch
 
 }  // namespace
 
-void merge_states(const TensorView& out_a, const TensorView& lse_a, const TensorView& out_b, const TensorView& lse_b,
-                  const TensorView& out, const TensorView* lse_out, int32_t layout, Stream stream) {
+void merge_states(const TensorView& out_a, const TensorView& lse_a, const TensorView& out_b,
+                  const TensorView& lse_b, const TensorView& out, const TensorView* lse_out,
+                  int32_t layout, Stream stream) {
   Axes axes = axes_of(layout);
   MergeParams p = params_of(axes, "out_a", out_a);
   require_rank(kFunction, "out_b", out_b, axes.ndim, axes.out_names);
   require_same_shape("out_b", out_b, out_a, "out_a");
   DLDevice device = out_a.device;
-  read_part(p, axes, "out_a", out_a, "lse_a", lse_a, device, false, p.out_strides[0], p.lse_strides[0]);
-  read_part(p, axes, "out_b", out_b, "lse_b", lse_b, device, false, p.out_strides[1], p.lse_strides[1]);
+  read_part(p, axes, "out_a", out_a, "lse_a", lse_a, device, false, p.out_strides[0],
+            p.lse_strides[0]);
+  read_part(p, axes, "out_b", out_b, "lse_b", lse_b, device, false, p.out_strides[1],
+            p.lse_strides[1]);
   p.outs[0] = out_a.data;
   p.outs[1] = out_b.data;
   p.lses[0] = static_cast<const float*>(lse_a.data);
@@ -119,19 +146,23 @@ void merge_states(const TensorView& out_a, const TensorView& lse_a, const Tensor
   if (out.size() > 0) backend.merge(p, device.device_id, stream);
 }
 
-void merge_many(const TensorView& outs, const TensorView& lses, const TensorView& out, const TensorView* lse_out,
-                int32_t layout, Stream stream) {
+void merge_many(const TensorView& outs, const TensorView& lses, const TensorView& out,
+                const TensorView* lse_out, int32_t layout, Stream stream) {
   Axes axes = axes_of(layout);
-  CUATTN_REQUIRE(outs.ndim == axes.ndim + 1 && outs.shape[0] >= 1, kFunction, ": outs must stack at least one part ",
-                 axes.out_names, " on a new first axis, got shape ", shape_text(outs), "; use stack()");
-  CUATTN_REQUIRE(lses.ndim == axes.ndim && lses.shape[0] == outs.shape[0], kFunction, ": lses must stack ",
-                 outs.shape[0], " parts ", axes.lse_names, " like outs, got shape ", shape_text(lses), "; use stack()");
-  CUATTN_REQUIRE(outs.shape[0] <= 0x7fffffff, kFunction, ": outs must stack up to 2147483647 parts, got ",
-                 outs.shape[0], "; merge in groups");
+  CUATTN_REQUIRE(outs.ndim == axes.ndim + 1 && outs.shape[0] >= 1, kFunction,
+                 ": outs must stack at least one part ", axes.out_names,
+                 " on a new first axis, got shape ", shape_text(outs), "; use stack()");
+  CUATTN_REQUIRE(lses.ndim == axes.ndim && lses.shape[0] == outs.shape[0], kFunction,
+                 ": lses must stack ", outs.shape[0], " parts ", axes.lse_names,
+                 " like outs, got shape ", shape_text(lses), "; use stack()");
+  CUATTN_REQUIRE(outs.shape[0] <= 0x7fffffff, kFunction,
+                 ": outs must stack up to 2147483647 parts, got ", outs.shape[0],
+                 "; merge in groups");
   TensorView out_part = part_of(outs), lse_part = part_of(lses);
   MergeParams p = params_of(axes, "outs", out_part);
   require_rows(kFunction, "outs", outs, false, true);
-  read_part(p, axes, "outs", out_part, "lses", lse_part, outs.device, false, p.out_strides[0], p.lse_strides[0]);
+  read_part(p, axes, "outs", out_part, "lses", lse_part, outs.device, false, p.out_strides[0],
+            p.lse_strides[0]);
   p.outs[0] = outs.data;
   p.lses[0] = static_cast<const float*>(lses.data);
   p.out_part_stride = stride_of(outs, 0);

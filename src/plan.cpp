@@ -1,20 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// The chooser: one ladder, read from top to bottom; the first rung that does not refuse the request runs it.
-// Every refusal is a sentence, so that explain() and NotImplementedError can say why. Next: attention.cpp (its caller).
+// The chooser: one ladder, read from top to bottom; the first rung that does not refuse the request
+// runs it. Every refusal is a sentence, so that explain() and NotImplementedError can say why.
+// Next: attention.cpp (its caller).
 #include "cuattn/plan.h"
 
 #include <cstring>
 
 #include "cuattn/error.h"
-
-#ifndef CUATTN_ARCHS
-#define CUATTN_ARCHS "none"
-#endif
+#include "info.h"
 
 namespace cuattn {
 namespace {
 
-// `automatic` rungs are tried by backend="auto"; the others exist to be measured, to teach and to check against.
+// `automatic` rungs are tried by backend="auto"; the others exist to be measured, to teach and to
+// check against.
 struct Rung {
   Kernel kernel;
   bool on_cuda, automatic;
@@ -46,8 +45,9 @@ HeadDims sm80_head_dims(const PrefillRequest& r) {
   return {};
 }
 
-bool fits(HeadDims d, bool small, const DeviceInfo& device) {
-  return sm80_smem_bytes(d, sm80_tile(d, small)) <= device.smem_per_block_optin;
+bool fits(const PrefillRequest& r, const DeviceInfo& device) {
+  HeadDims d = sm80_head_dims(r);
+  return sm80_smem_bytes(d, sm80_tile(d, r.score)) <= device.smem_per_block_optin;
 }
 
 // nullptr when the rung can run the request, else why not.
@@ -56,23 +56,23 @@ const char* refusal(Kernel kernel, const PrefillRequest& r, const DeviceInfo& de
   switch (kernel) {
     case Kernel::cpu:
     case Kernel::cpu_naive:
-    case Kernel::naive:
-      return nullptr;
+    case Kernel::naive: return nullptr;
     case Kernel::sm80:
       if (r.dtype == DType::f32) return "it takes float16 and bfloat16, not float32";
       if (device.major < 8) return "it needs compute capability 8.0";
-      if (!fits(sm80_head_dims(r), true, device)) return "its tile needs more shared memory than a block gets here";
+      if (!fits(r, device)) return "its tile needs more shared memory than a block gets here";
       return nullptr;
-    case Kernel::simt:
-      return r.dtype == DType::f32 ? nullptr : "it takes float32 only";
+    case Kernel::simt: return r.dtype == DType::f32 ? nullptr : "it takes float32 only";
     case Kernel::tiled:
       if (larger_dim > kTiledMaxHeadDim) return "it takes head_dim and head_dim_v up to 128";
       if (r.score == ScoreKind::scored) return "it has no softcap, ALiBi, bias or negative scale";
       if (r.has_sinks) return "it has no sinks";
       return nullptr;
     case Kernel::cublas:
-      if (r.ragged || r.uses_seqused) return "it takes dense batches only, without cu_seqlens and seqused";
-      if (!device.has_cublas) return "the cuBLAS library was not found; install nvidia-cublas or set CUATTN_CUBLAS_PATH";
+      if (r.ragged || r.uses_seqused)
+        return "it takes dense batches only, without cu_seqlens and seqused";
+      if (!device.has_cublas)
+        return "the cuBLAS library was not found; install nvidia-cublas or set CUATTN_CUBLAS_PATH";
       return nullptr;
   }
   return "unknown kernel";
@@ -80,24 +80,23 @@ const char* refusal(Kernel kernel, const PrefillRequest& r, const DeviceInfo& de
 
 size_t align256(size_t bytes) { return (bytes + 255) / 256 * 256; }
 
-// Float32 scores of every head; cublas adds the probabilities in the dtype of V and its own scratch.
+// Float32 scores of every head; cublas adds the probabilities in the dtype of V and its own
+// scratch.
 size_t workspace_bytes(Kernel kernel, const PrefillRequest& r) {
   size_t scores = static_cast<size_t>(r.batch) * r.num_heads_q * r.seqlen_q * r.seqlen_kv;
   switch (kernel) {
     case Kernel::cpu_naive:
-    case Kernel::naive:
-      return scores * sizeof(float);
+    case Kernel::naive: return scores * sizeof(float);
     case Kernel::cublas: {
       constexpr size_t kCublasScratch = 32 << 20;
       size_t probabilities = r.dtype == DType::f32 ? 0 : align256(scores * 2);
       return align256(scores * sizeof(float)) + probabilities + kCublasScratch;
     }
-    default:
-      return 0;
+    default: return 0;
   }
 }
 
-Plan make_plan(const Rung& rung, const PrefillRequest& r, const DeviceInfo& device, bool force_small) {
+Plan make_plan(const Rung& rung, const PrefillRequest& r) {
   Plan plan{};
   plan.kernel = rung.kernel;
   plan.reason = rung.merit;
@@ -110,9 +109,7 @@ Plan make_plan(const Rung& rung, const PrefillRequest& r, const DeviceInfo& devi
       HeadDims d = sm80_head_dims(r);
       plan.head_dim = d.qk;
       plan.head_dim_v = d.v;
-      bool has_small = d.qk >= 128;  // smaller heads have one tile, which fits everywhere
-      plan.small_tile = has_small && (force_small || !fits(d, false, device));
-      plan.tile = sm80_tile(d, plan.small_tile);
+      plan.tile = sm80_tile(d, r.score);
       break;
     }
     case Kernel::simt:
@@ -125,43 +122,34 @@ Plan make_plan(const Rung& rung, const PrefillRequest& r, const DeviceInfo& devi
     case Kernel::tiled:
       plan.head_dim = plan.head_dim_v = r.head_dim <= 64 && r.head_dim_v <= 64 ? 64 : 128;
       break;
-    default:
-      break;
+    default: break;
   }
   return plan;
 }
 
-struct Named {
-  Kernel kernel;
-  bool small;
-};
-
-// The rung that `backend` names on this device.
-Named named_rung(const char* backend, bool is_cuda) {
-  if (std::strcmp(backend, "naive") == 0) return {is_cuda ? Kernel::naive : Kernel::cpu_naive, false};
-  if (std::strcmp(backend, "cpu") == 0) return {Kernel::cpu, false};
-  if (std::strcmp(backend, "cublas") == 0) return {Kernel::cublas, false};
-  if (std::strcmp(backend, "tiled") == 0) return {Kernel::tiled, false};
-  if (std::strcmp(backend, "simt") == 0) return {Kernel::simt, false};
-  if (std::strcmp(backend, "sm80") == 0) return {Kernel::sm80, false};
-  if (std::strcmp(backend, "sm80-small") == 0) return {Kernel::sm80, true};
-  fail<InvalidArgument>(
-      "attention: backend must be 'auto', 'naive', 'cublas', 'tiled', 'simt', 'sm80', 'sm80-small' or 'cpu', got '",
-      backend, "'; use 'auto' for the fastest that serves the call");
-}
-
-const Rung& rung_of(Kernel kernel) {
+// The rung that `backend` names; "naive" exists on both sides.
+const Rung& named_rung(const char* backend, bool is_cuda) {
+  const Rung* found = nullptr;
   for (const Rung& rung : kLadder) {
-    if (rung.kernel == kernel) return rung;
+    if (std::strcmp(backend, kernel_name(rung.kernel)) != 0) continue;
+    if (found == nullptr || rung.on_cuda == is_cuda) found = &rung;
   }
-  fail<std::logic_error>("cuattn internal error: a kernel is missing in the ladder");
+  CUATTN_REQUIRE(found != nullptr,
+                 "attention: backend must be 'auto', 'naive', 'cublas', 'tiled', 'simt', 'sm80' or "
+                 "'cpu', got '",
+                 backend, "'; use 'auto' for the fastest that serves the call");
+  return *found;
 }
 
-bool is_auto(const char* backend) { return backend == nullptr || std::strcmp(backend, "auto") == 0; }
+bool is_auto(const char* backend) {
+  return backend == nullptr || std::strcmp(backend, "auto") == 0;
+}
 
 const Rung* first_automatic(const PrefillRequest& r, const DeviceInfo& device) {
   for (const Rung& rung : kLadder) {
-    if (rung.on_cuda == device.is_cuda && rung.automatic && refusal(rung.kernel, r, device) == nullptr) return &rung;
+    if (rung.on_cuda == device.is_cuda && rung.automatic &&
+        refusal(rung.kernel, r, device) == nullptr)
+      return &rung;
   }
   return nullptr;
 }
@@ -170,28 +158,29 @@ const Rung* first_automatic(const PrefillRequest& r, const DeviceInfo& device) {
 
 Plan select_prefill(const PrefillRequest& request, const DeviceInfo& device, const char* backend) {
   if (device.is_cuda && device.native < 0) {
-    fail<UnsupportedDevice>("attention: device cuda:", device.id, " (", device.name, ", compute capability ",
-                            device.major, ".", device.minor, ") is not supported by this build, which has code for ",
-                            CUATTN_ARCHS, "; rebuild with CUATTN_CUDA_ARCHS, or move the arrays to the CPU");
+    fail<UnsupportedDevice>(
+        "attention: device cuda:", device.id, " (", device.name, ", compute capability ",
+        device.major, ".", device.minor, ") is not supported by this build, which has code for ",
+        compiled_archs(), "; rebuild with CUATTN_CUDA_ARCHS, or move the arrays to the CPU");
   }
   const Rung* automatic = first_automatic(request, device);
   if (is_auto(backend)) {
     CUATTN_ASSERT(automatic != nullptr, "an automatic rung serves every valid request");
-    return make_plan(*automatic, request, device, false);
+    return make_plan(*automatic, request);
   }
-  Named named = named_rung(backend, device.is_cuda);
-  const Rung& rung = rung_of(named.kernel);
-  const char* why = rung.on_cuda == device.is_cuda ? refusal(named.kernel, request, device)
-                    : device.is_cuda               ? "it runs on CPU arrays, these are on a CUDA device"
-                                                   : "it runs on CUDA arrays, these are on the CPU";
+  const Rung& rung = named_rung(backend, device.is_cuda);
+  const char* why = rung.on_cuda == device.is_cuda ? refusal(rung.kernel, request, device)
+                    : device.is_cuda ? "it runs on CPU arrays, these are on a CUDA device"
+                                     : "it runs on CUDA arrays, these are on the CPU";
   if (why != nullptr) {
-    fail<NotImplemented>("attention: backend '", backend, "' cannot run this call: ", why, "; use backend='",
-                         kernel_name(automatic->kernel), "' or 'auto'");
+    fail<NotImplemented>("attention: backend '", backend, "' cannot run this call: ", why,
+                         "; use backend='", kernel_name(automatic->kernel), "' or 'auto'");
   }
-  return make_plan(rung, request, device, named.small);
+  return make_plan(rung, request);
 }
 
-std::string explain_prefill(const PrefillRequest& request, const DeviceInfo& device, const char* backend) {
+std::string explain_prefill(const PrefillRequest& request, const DeviceInfo& device,
+                            const char* backend) {
   Plan plan = select_prefill(request, device, backend);
   std::string text;
   for (const Rung& rung : kLadder) {
@@ -199,10 +188,10 @@ std::string explain_prefill(const PrefillRequest& request, const DeviceInfo& dev
     const char* why = refusal(rung.kernel, request, device);
     bool chosen = rung.kernel == plan.kernel;
     text += concat(chosen ? "* " : "  ", kernel_name(rung.kernel), ": ",
-                   why != nullptr      ? "cannot: "
-                   : chosen            ? "runs: "
-                   : !rung.automatic   ? "by name only: "
-                                       : "can: ",
+                   why != nullptr    ? "cannot: "
+                   : chosen          ? "runs: "
+                   : !rung.automatic ? "by name only: "
+                                     : "can: ",
                    why != nullptr ? why : rung.merit, "\n");
   }
   return text;
@@ -237,7 +226,9 @@ const char* mask_name(MaskKind mask) {
   return mask == MaskKind::none ? "none" : mask == MaskKind::causal ? "causal" : "window";
 }
 
-const char* score_name(ScoreKind score) { return score == ScoreKind::identity ? "identity" : "scored"; }
+const char* score_name(ScoreKind score) {
+  return score == ScoreKind::identity ? "identity" : "scored";
+}
 
 int32_t itemsize(DType dtype) {
   switch (dtype) {

@@ -17,7 +17,8 @@ constexpr int64_t kRowAlignment = 16;  // bytes: one 128-bit load
 
 std::string text(DLDevice device) {
   if (is_cpu(device)) return "cpu";
-  return concat(is_cuda(device) ? "cuda:" : "device type ", is_cuda(device) ? device.device_id : device.device_type);
+  return concat(is_cuda(device) ? "cuda:" : "device type ",
+                is_cuda(device) ? device.device_id : device.device_type);
 }
 
 std::string text(DLDataType dtype) {
@@ -32,7 +33,8 @@ std::string text(DLDataType dtype) {
     case kDLBool: return "bool" + lanes;
     case kDLFloat8_e4m3fn: return "float8_e4m3fn" + lanes;
     case kDLFloat8_e5m2: return "float8_e5m2" + lanes;
-    default: return concat("dtype code ", static_cast<int>(dtype.code), " of ", bits, " bits", lanes);
+    default:
+      return concat("dtype code ", static_cast<int>(dtype.code), " of ", bits, " bits", lanes);
   }
 }
 
@@ -41,7 +43,9 @@ std::string shape_text(const TensorView& view) {
   return list_text(view.shape.data(), view.ndim);
 }
 
-std::string strides_text(const TensorView& view) { return list_text(view.strides.data(), view.ndim); }
+std::string strides_text(const TensorView& view) {
+  return list_text(view.strides.data(), view.ndim);
+}
 
 const Backend& backend_of(const char* function, DLDevice device) {
   if (is_cpu(device)) return cpu_backend();
@@ -51,9 +55,10 @@ const Backend& backend_of(const char* function, DLDevice device) {
   }
   const Backend* cuda = cuda_backend();
   if (cuda == nullptr) {
-    fail<UnsupportedDevice>(function, ": q is on ", text(device),
-                            " but this build of cuattn has no CUDA kernels; rebuild with CUATTN_CUDA=ON, or move the "
-                            "arrays to the CPU");
+    fail<UnsupportedDevice>(
+        function, ": q is on ", text(device),
+        " but this build of cuattn has no CUDA kernels; rebuild with CUATTN_CUDA=ON, or move the "
+        "arrays to the CPU");
   }
   return *cuda;
 }
@@ -66,32 +71,36 @@ DType attention_dtype(const char* function, const char* argument, const TensorVi
     fail<NotImplemented>(function, ": ", argument,
                          " is float8_e4m3fn, for which no kernel is built yet; cast to bfloat16");
   }
-  fail<InvalidArgument>(function, ": ", argument, " must be float32, float16 or bfloat16, got ", text(view.dtype),
-                        "; cast it first");
+  fail<InvalidArgument>(function, ": ", argument, " must be float32, float16 or bfloat16, got ",
+                        text(view.dtype), "; cast it first");
 }
 
-void require_rank(const char* function, const char* argument, const TensorView& view, int32_t ndim, const char* axes) {
-  CUATTN_REQUIRE(view.ndim == ndim, function, ": ", argument, " must have ", ndim, " axes ", axes, ", got ", view.ndim,
-                 " with shape ", shape_text(view), "; reshape it");
+void require_rank(const char* function, const char* argument, const TensorView& view, int32_t ndim,
+                  const char* axes) {
+  CUATTN_REQUIRE(view.ndim == ndim, function, ": ", argument, " must have ", ndim, " axes ", axes,
+                 ", got ", view.ndim, " with shape ", shape_text(view), "; reshape it");
 }
 
-void require_dtype(const char* function, const char* argument, const TensorView& view, DType dtype, const char* like) {
-  CUATTN_REQUIRE(view.is(dtype), function, ": ", argument, " must be ", dtype_name(dtype), like, ", got ",
-                 text(view.dtype), "; cast it");
+void require_dtype(const char* function, const char* argument, const TensorView& view, DType dtype,
+                   const char* like) {
+  CUATTN_REQUIRE(view.is(dtype), function, ": ", argument, " must be ", dtype_name(dtype), like,
+                 ", got ", text(view.dtype), "; cast it");
 }
 
-void require_device(const char* function, const char* argument, const TensorView& view, DLDevice device) {
-  CUATTN_REQUIRE(same_device(view.device, device), function, ": ", argument, " must be on ", text(device),
-                 " like q, got ", text(view.device), "; move it there");
+void require_device(const char* function, const char* argument, const TensorView& view,
+                    DLDevice device) {
+  CUATTN_REQUIRE(same_device(view.device, device), function, ": ", argument, " must be on ",
+                 text(device), " like q, got ", text(view.device), "; move it there");
 }
 
-void require_extent(const char* function, const char* argument, const char* axis, int64_t got, int64_t want,
-                    const char* like) {
-  CUATTN_REQUIRE(got == want, function, ": ", argument, " must have ", axis, " ", want, " like ", like, ", got ", got,
-                 "; make them equal");
+void require_extent(const char* function, const char* argument, const char* axis, int64_t got,
+                    int64_t want, const char* like) {
+  CUATTN_REQUIRE(got == want, function, ": ", argument, " must have ", axis, " ", want, " like ",
+                 like, ", got ", got, "; make them equal");
 }
 
-void require_rows(const char* function, const char* argument, const TensorView& view, bool output, bool check_data) {
+void require_rows(const char* function, const char* argument, const TensorView& view, bool output,
+                  bool check_data) {
   if (view.size() == 0) return;
   int32_t last = view.ndim - 1;
   CUATTN_REQUIRE(view.shape[last] <= 1 || view.strides[last] == 1, function, ": ", argument,
@@ -101,33 +110,41 @@ void require_rows(const char* function, const char* argument, const TensorView& 
   if (!is_cuda(view.device)) return;
   int64_t element_bytes = view.dtype.bits / 8;
   for (int32_t axis = 0; axis < last; ++axis) {
-    CUATTN_REQUIRE(stride_of(view, axis) * element_bytes % kRowAlignment == 0, function, ": ", argument,
-                   " must have rows that start on ", kRowAlignment, " bytes, got strides ", strides_text(view),
-                   " in elements of ", element_bytes, " bytes; make a contiguous copy");
+    CUATTN_REQUIRE(stride_of(view, axis) * element_bytes % kRowAlignment == 0, function, ": ",
+                   argument, " must have rows that start on ", kRowAlignment,
+                   " bytes, got strides ", strides_text(view), " in elements of ", element_bytes,
+                   " bytes; make a contiguous copy");
   }
   if (!check_data) return;
-  CUATTN_REQUIRE(reinterpret_cast<uintptr_t>(view.data) % kRowAlignment == 0, function, ": ", argument,
-                 " must start on ", kRowAlignment, " bytes, got an address with remainder ",
-                 reinterpret_cast<uintptr_t>(view.data) % kRowAlignment, "; make a contiguous copy");
+  CUATTN_REQUIRE(
+      reinterpret_cast<uintptr_t>(view.data) % kRowAlignment == 0, function, ": ", argument,
+      " must start on ", kRowAlignment, " bytes, got an address with remainder ",
+      reinterpret_cast<uintptr_t>(view.data) % kRowAlignment, "; make a contiguous copy");
 }
 
-void require_strided(const char* function, const char* argument, const TensorView& view, bool output,
-                     bool check_data) {
+void require_strided(const char* function, const char* argument, const TensorView& view,
+                     bool output, bool check_data) {
   if (view.size() == 0) return;
   for (int32_t axis = 0; axis < view.ndim; ++axis) {
     if (view.shape[axis] <= 1) continue;
-    CUATTN_REQUIRE(view.strides[axis] >= 0, function, ": ", argument, " must not have negative strides, got ",
-                   strides_text(view), "; make a contiguous copy");
+    CUATTN_REQUIRE(view.strides[axis] >= 0, function, ": ", argument,
+                   " must not have negative strides, got ", strides_text(view),
+                   "; make a contiguous copy");
     CUATTN_REQUIRE(!output || view.strides[axis] > 0, function, ": ", argument,
-                   " is written, so no stride may be zero, got ", strides_text(view), "; pass an array with own memory");
+                   " is written, so no stride may be zero, got ", strides_text(view),
+                   "; pass an array with own memory");
   }
   if (!check_data) return;
   int64_t element_bytes = view.dtype.bits / 8;
-  CUATTN_REQUIRE(view.data != nullptr, function, ": ", argument, " has no memory; pass an array that holds data");
-  CUATTN_REQUIRE(reinterpret_cast<uintptr_t>(view.data) % element_bytes == 0, function, ": ", argument,
-                 " must be aligned to its elements of ", element_bytes, " bytes; make a contiguous copy");
+  CUATTN_REQUIRE(view.data != nullptr, function, ": ", argument,
+                 " has no memory; pass an array that holds data");
+  CUATTN_REQUIRE(reinterpret_cast<uintptr_t>(view.data) % element_bytes == 0, function, ": ",
+                 argument, " must be aligned to its elements of ", element_bytes,
+                 " bytes; make a contiguous copy");
 }
 
-int64_t stride_of(const TensorView& view, int32_t axis) { return view.shape[axis] > 1 ? view.strides[axis] : 0; }
+int64_t stride_of(const TensorView& view, int32_t axis) {
+  return view.shape[axis] > 1 ? view.strides[axis] : 0;
+}
 
 }  // namespace cuattn

@@ -11,13 +11,17 @@
 
 namespace cuattn {
 
-std::string text(DLDevice device);           // "cpu", "cuda:0"
-std::string text(DLDataType dtype);          // "float32", "int64"
-std::string shape_text(const TensorView&);   // "(2, 3, 4, 8)"
+std::string text(DLDevice device);          // "cpu", "cuda:0"
+std::string text(DLDataType dtype);         // "float32", "int64"
+std::string shape_text(const TensorView&);  // "(2, 3, 4, 8)"
 std::string strides_text(const TensorView&);
 
-inline bool is_cuda(DLDevice device) { return device.device_type == kDLCUDA || device.device_type == kDLCUDAManaged; }
-inline bool is_cpu(DLDevice device) { return device.device_type == kDLCPU || device.device_type == kDLCUDAHost; }
+inline bool is_cuda(DLDevice device) {
+  return device.device_type == kDLCUDA || device.device_type == kDLCUDAManaged;
+}
+inline bool is_cpu(DLDevice device) {
+  return device.device_type == kDLCPU || device.device_type == kDLCUDAHost;
+}
 inline bool same_device(DLDevice a, DLDevice b) {
   return is_cpu(a) ? is_cpu(b) : is_cuda(a) && is_cuda(b) && a.device_id == b.device_id;
 }
@@ -28,19 +32,24 @@ const Backend& backend_of(const char* function, DLDevice device);
 // The dtype of q: float32, float16 or bfloat16.
 DType attention_dtype(const char* function, const char* argument, const TensorView& view);
 
-void require_rank(const char* function, const char* argument, const TensorView& view, int32_t ndim, const char* axes);
-void require_dtype(const char* function, const char* argument, const TensorView& view, DType dtype, const char* like);
-void require_device(const char* function, const char* argument, const TensorView& view, DLDevice device);
-void require_extent(const char* function, const char* argument, const char* axis, int64_t got, int64_t want,
-                    const char* like);
+void require_rank(const char* function, const char* argument, const TensorView& view, int32_t ndim,
+                  const char* axes);
+void require_dtype(const char* function, const char* argument, const TensorView& view, DType dtype,
+                   const char* like);
+void require_device(const char* function, const char* argument, const TensorView& view,
+                    DLDevice device);
+void require_extent(const char* function, const char* argument, const char* axis, int64_t got,
+                    int64_t want, const char* like);
 
-// Memory a kernel reads or writes row by row: no negative strides, the last axis contiguous, and on CUDA rows that start
-// on 16 bytes. Outputs must not have zero strides either. Strides of axes of extent 1 (or less) do not count.
-// `check_data`: also the pointer (explain passes none).
-void require_rows(const char* function, const char* argument, const TensorView& view, bool output, bool check_data);
+// Memory a kernel reads or writes row by row: no negative strides, the last axis contiguous, and on
+// CUDA rows that start on 16 bytes. Outputs must not have zero strides either. Strides of axes of
+// extent 1 (or less) do not count. `check_data`: also the pointer (explain passes none).
+void require_rows(const char* function, const char* argument, const TensorView& view, bool output,
+                  bool check_data);
 
 // Any non-negative strides, data aligned to its element.
-void require_strided(const char* function, const char* argument, const TensorView& view, bool output, bool check_data);
+void require_strided(const char* function, const char* argument, const TensorView& view,
+                     bool output, bool check_data);
 
 // The stride of `axis`, 0 where its extent is 1 or less: such a stride may hold anything.
 int64_t stride_of(const TensorView& view, int32_t axis);

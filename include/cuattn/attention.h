@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// cuattn from C++: attention, attention_varlen and merge_states over borrowed arrays on the CPU or a CUDA device.
-// A thin wrapper over the C ABI (c_api.h) that throws; it never allocates and never waits for the device.
-// Source of the mathematics: online softmax, arXiv:1805.02867; FlashAttention-2, arXiv:2307.08691.
+// cuattn from C++: attention, attention_varlen and merge_states over borrowed arrays on the CPU or
+// a CUDA device. A thin wrapper over the C ABI (c_api.h) that throws; it never allocates and never
+// waits for the device. Source of the mathematics: online softmax, arXiv:1805.02867;
+// FlashAttention-2, arXiv:2307.08691.
 //
-//   cuattn::TensorView q(q_ptr, cuattn::DType::bf16, {batch, seqlen_q, num_heads_q, head_dim}, {kDLCUDA, 0});
-//   cuattn::AttentionOptions options;
-//   options.causal = true;
-//   cuattn::attention(q, k, v, out, options, {workspace, workspace_bytes}, stream);
+//   cuattn::TensorView q(q_ptr, cuattn::DType::bf16, {batch, seqlen_q, num_heads_q, head_dim},
+//   {kDLCUDA, 0}); cuattn::AttentionOptions options; options.causal = true; cuattn::attention(q, k,
+//   v, out, options, {workspace, workspace_bytes}, stream);
 #pragma once
 
 #include <cmath>
@@ -30,30 +30,38 @@ struct NotImplemented : std::runtime_error {
 #endif
 
 // bshd: [batch, seqlen, num_heads, head_dim]; bhsd: heads before sequence.
-enum class Layout : int32_t { bshd = CUATTN_LAYOUT_BSHD, bhsd = CUATTN_LAYOUT_BHSD, nhd = CUATTN_LAYOUT_NHD,
-                              thd = CUATTN_LAYOUT_THD };
+enum class Layout : int32_t {
+  bshd = CUATTN_LAYOUT_BSHD,
+  bhsd = CUATTN_LAYOUT_BHSD,
+  nhd = CUATTN_LAYOUT_NHD,
+  thd = CUATTN_LAYOUT_THD
+};
 
-// The options of attention and attention_varlen; names, defaults and meaning are those of the Python functions.
-// Tensor pointers are borrowed for the duration of the call.
+// The options of attention and attention_varlen; names, defaults and meaning are those of the
+// Python functions. Tensor pointers are borrowed for the duration of the call.
 struct AttentionOptions {
   Layout layout = Layout::bshd;
-  bool causal = false;               // bottom-right aligned: query i sees key j when j <= i + seqlen_kv - seqlen_q
+  bool causal =
+      false;  // bottom-right aligned: query i sees key j when j <= i + seqlen_kv - seqlen_q
   int64_t window_left = kUnlimited;  // keys to the left of the diagonal
   int64_t window_right = kUnlimited;
   double scale = std::nan("");  // NaN here means the default, 1 / sqrt(head_dim)
   double softcap = 0.0;         // scores become softcap * tanh(scores / softcap); 0 = off
   const TensorView* alibi_slopes = nullptr;  // float32 [num_heads_q] or [batch, num_heads_q]
   const TensorView* sinks = nullptr;         // float32 [num_heads_q]
-  const TensorView* bias = nullptr;  // q's dtype, float32 or bool; broadcastable to [batch, num_heads_q, sq, skv]
+  const TensorView* bias =
+      nullptr;  // q's dtype, float32 or bool; broadcastable to [batch, num_heads_q, sq, skv]
   const TensorView* seqused_q = nullptr;  // int32 [batch]
   const TensorView* seqused_k = nullptr;  // int32 [batch]
-  const TensorView* lse = nullptr;        // float32 output [batch, num_heads_q, seqlen_q]; ragged [num_heads_q, total_q]
+  const TensorView* lse =
+      nullptr;  // float32 output [batch, num_heads_q, seqlen_q]; ragged [num_heads_q, total_q]
   bool batch_invariant = false;
   int32_t num_splits = 0;
   const char* backend = "auto";
 };
 
-// Device memory lent for one call, 256-byte aligned; its size is given by attention_workspace_bytes.
+// Device memory lent for one call, 256-byte aligned; its size is given by
+// attention_workspace_bytes.
 struct Workspace {
   void* data = nullptr;
   size_t bytes = 0;
@@ -114,8 +122,8 @@ inline cuattn_attention_call prepare(const TensorView& q, const TensorView& k, c
   return call;
 }
 
-inline void run(cuattn_attention_call& call, const TensorView& out, const TensorView* lse, Workspace workspace,
-                void* stream) {
+inline void run(cuattn_attention_call& call, const TensorView& out, const TensorView* lse,
+                Workspace workspace, void* stream) {
   DLTensor d_out = out.dl(), d_lse;
   const DLTensor* lse_pointer = COptions::borrow(lse, d_lse);
   check(cuattn_attention_run(&call, &d_out, lse_pointer, workspace.data, workspace.bytes, stream));
@@ -124,29 +132,33 @@ inline void run(cuattn_attention_call& call, const TensorView& out, const Tensor
 }  // namespace detail
 
 // Bytes of workspace that attention() needs for these arguments; 0 for most kernels.
-inline size_t attention_workspace_bytes(const TensorView& q, const TensorView& k, const TensorView& v,
-                                        const AttentionOptions& options = {}) {
+inline size_t attention_workspace_bytes(const TensorView& q, const TensorView& k,
+                                        const TensorView& v, const AttentionOptions& options = {}) {
   detail::COptions c(options);
   return detail::prepare(q, k, v, c).workspace_bytes;
 }
 
 // out = softmax(mask(bias + alibi + softcap(scale * q k^T))) v.
-// q [batch, seqlen_q, num_heads_q, head_dim], k [batch, seqlen_kv, num_heads_kv, head_dim], v and out alike with
-// head_dim_v; float32, float16 or bfloat16; stream is a cudaStream_t (ignored on the CPU).
-// Throws std::invalid_argument, NotImplemented, CudaError or std::runtime_error; nothing is launched then.
-inline void attention(const TensorView& q, const TensorView& k, const TensorView& v, const TensorView& out,
-                      const AttentionOptions& options = {}, Workspace workspace = {}, void* stream = nullptr) {
+// q [batch, seqlen_q, num_heads_q, head_dim], k [batch, seqlen_kv, num_heads_kv, head_dim], v and
+// out alike with head_dim_v; float32, float16 or bfloat16; stream is a cudaStream_t (ignored on the
+// CPU). Throws std::invalid_argument, NotImplemented, CudaError or std::runtime_error; nothing is
+// launched then.
+inline void attention(const TensorView& q, const TensorView& k, const TensorView& v,
+                      const TensorView& out, const AttentionOptions& options = {},
+                      Workspace workspace = {}, void* stream = nullptr) {
   detail::COptions c(options);
   cuattn_attention_call call = detail::prepare(q, k, v, c);
   detail::run(call, out, options.lse, workspace, stream);
 }
 
-// The same over sequences packed end to end: q [total_q, num_heads_q, head_dim], k and v [total_kv, num_heads_kv, dim];
-// sequence b owns rows cu_seqlens_q[b] .. cu_seqlens_q[b + 1]. max_seqlen_* are upper bounds of the lengths.
+// The same over sequences packed end to end: q [total_q, num_heads_q, head_dim], k and v [total_kv,
+// num_heads_kv, dim]; sequence b owns rows cu_seqlens_q[b] .. cu_seqlens_q[b + 1]. max_seqlen_* are
+// upper bounds of the lengths.
 inline void attention_varlen(const TensorView& q, const TensorView& k, const TensorView& v,
-                             const TensorView& cu_seqlens_q, const TensorView& cu_seqlens_k, int64_t max_seqlen_q,
-                             int64_t max_seqlen_k, const TensorView& out, const AttentionOptions& options = {},
-                             Workspace workspace = {}, void* stream = nullptr) {
+                             const TensorView& cu_seqlens_q, const TensorView& cu_seqlens_k,
+                             int64_t max_seqlen_q, int64_t max_seqlen_k, const TensorView& out,
+                             const AttentionOptions& options = {}, Workspace workspace = {},
+                             void* stream = nullptr) {
   detail::COptions c(options);
   c.c.cu_seqlens_q = detail::COptions::borrow(&cu_seqlens_q, c.cu_seqlens_q);
   c.c.cu_seqlens_k = detail::COptions::borrow(&cu_seqlens_k, c.cu_seqlens_k);
@@ -157,10 +169,12 @@ inline void attention_varlen(const TensorView& q, const TensorView& k, const Ten
 }
 
 // Merges two attention results over disjoint keys into the result over their union:
-// out = (out_a exp(lse_a) + out_b exp(lse_b)) / (exp(lse_a) + exp(lse_b)). A side with lse = -inf has no keys.
+// out = (out_a exp(lse_a) + out_b exp(lse_b)) / (exp(lse_a) + exp(lse_b)). A side with lse = -inf
+// has no keys.
 inline void merge_states(const TensorView& out_a, const TensorView& lse_a, const TensorView& out_b,
-                         const TensorView& lse_b, const TensorView& out, const TensorView* lse_out = nullptr,
-                         Layout layout = Layout::bshd, void* stream = nullptr) {
+                         const TensorView& lse_b, const TensorView& out,
+                         const TensorView* lse_out = nullptr, Layout layout = Layout::bshd,
+                         void* stream = nullptr) {
   DLTensor oa = out_a.dl(), la = lse_a.dl(), ob = out_b.dl(), lb = lse_b.dl(), o = out.dl(), l;
   detail::check(cuattn_merge_states(&oa, &la, &ob, &lb, &o, detail::COptions::borrow(lse_out, l),
                                     static_cast<int32_t>(layout), stream));

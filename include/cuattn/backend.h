@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What src/ knows of the two backends: one function per op. Arguments are validated, outputs allocated, plans made.
-// Next: cpu/backend.cpp, cuda/backend.cu.
+// What src/ knows of the two backends: one function per op. Arguments are validated, outputs
+// allocated, plans made. Next: cpu/backend.cpp, cuda/backend.cu.
 #pragma once
 
 #include <string>
@@ -17,15 +17,17 @@ using Stream = void*;  // cudaStream_t; ignored on the CPU
 struct KernelInfo {
   const char *op, *kernel, *arch, *dtype;
   int32_t head_dim, head_dim_v;  // the largest the instance takes
-  const char *mask, *score, *tile;
+  const char *mask, *score;
 };
 
 struct Backend {
-  DeviceInfo (*device_info)(int32_t device_id);
+  // has_cublas is looked for only when `find_libraries` says so.
+  DeviceInfo (*device_info)(int32_t device_id, bool find_libraries);
   void (*prefill)(const PrefillParams& params, const Plan& plan, int32_t device_id, Stream stream);
   void (*merge)(const MergeParams& params, int32_t device_id, Stream stream);
-  // Reads cu_seqlens and seqused where they lie and throws InvalidArgument when they break the contract. Synchronises
-  // on CUDA; called only under CUATTN_CHECK=1 there, always on the CPU. Skipped (with one warning) under stream capture.
+  // Reads cu_seqlens and seqused where they lie and throws InvalidArgument when they break the
+  // contract. Synchronises on CUDA; called only under CUATTN_CHECK=1 there, always on the CPU.
+  // Skipped (with one warning) under stream capture.
   void (*check)(const PrefillParams& params, int32_t device_id, Stream stream);
   void (*list_kernels)(std::vector<KernelInfo>& list);
   std::string (*describe)();  // JSON object: ISA and threads, or driver, runtime, archs and devices

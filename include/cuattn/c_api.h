@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
- * The C ABI of libcuattn.so. Arrays are borrowed `const DLTensor*`; every function returns a status and leaves its message
- * in cuattn_last_error() of the calling thread. Nothing here allocates device memory or waits for the device.
- * C++ users include cuattn/attention.h instead, a thin wrapper that throws.
+ * The C ABI of libcuattn.so. Arrays are borrowed `const DLTensor*`; every function returns a status
+ * and leaves its message in cuattn_last_error() of the calling thread. Nothing here allocates
+ * device memory or waits for the device. C++ users include cuattn/attention.h instead, a thin
+ * wrapper that throws.
  *
  * Shapes, layouts and the meaning of every option: docs/layouts.md and docs/numerics.md. */
 #pragma once
@@ -35,13 +36,18 @@ CUATTN_API const char* cuattn_last_error(void);
 
 CUATTN_API const char* cuattn_version(void);
 
-enum { CUATTN_LAYOUT_BSHD = 0, CUATTN_LAYOUT_BHSD = 1, CUATTN_LAYOUT_NHD = 2, CUATTN_LAYOUT_THD = 3 };
+enum {
+  CUATTN_LAYOUT_BSHD = 0,
+  CUATTN_LAYOUT_BHSD = 1,
+  CUATTN_LAYOUT_NHD = 2,
+  CUATTN_LAYOUT_THD = 3
+};
 
 /* Options of attention. Zero-initialise with cuattn_attention_options_init. Tensors may be NULL. */
 typedef struct {
   size_t struct_size;
-  int32_t layout;  /* CUATTN_LAYOUT_BSHD or _BHSD; ignored for ragged calls */
-  int32_t causal;  /* bottom-right aligned */
+  int32_t layout;                    /* CUATTN_LAYOUT_BSHD or _BHSD; ignored for ragged calls */
+  int32_t causal;                    /* bottom-right aligned */
   int64_t window_left, window_right; /* -1 = unlimited */
   int32_t has_scale;                 /* 0: 1 / sqrt(head_dim) */
   int32_t num_splits;                /* 0 = chosen */
@@ -51,7 +57,8 @@ typedef struct {
   int32_t return_lse;
   const DLTensor* alibi_slopes; /* float32 [num_heads_q] or [batch, num_heads_q] */
   const DLTensor* sinks;        /* float32 [num_heads_q] */
-  const DLTensor* bias;         /* q's dtype, float32 or bool, broadcastable to [batch, num_heads_q, seqlen_q, seqlen_kv] */
+  const DLTensor* bias;         /* q's dtype, float32 or bool, broadcastable to [batch, num_heads_q,
+                                   seqlen_q, seqlen_kv] */
   const DLTensor* seqused_q;    /* int32 [batch] */
   const DLTensor* seqused_k;    /* int32 [batch] */
   /* Ragged calls: both are given, int32 [batch + 1]; max_seqlen_* are upper bounds. */
@@ -63,8 +70,9 @@ typedef struct {
 
 CUATTN_API void cuattn_attention_options_init(cuattn_attention_options* options);
 
-/* A validated and planned call. `prepare` fills it; the caller allocates out (and lse, workspace) as it says; `run`
- * launches. It borrows the tensors of `prepare`, which must live until `run` returns. */
+/* A validated and planned call. `prepare` fills it; the caller allocates out (and lse, workspace)
+ * as it says; `run` launches. It borrows the tensors of `prepare`, which must live until `run`
+ * returns. */
 typedef struct {
   DLDevice device;
   DLDataType out_dtype;
@@ -76,21 +84,26 @@ typedef struct {
   uint64_t state[128];    /* the library's own */
 } cuattn_attention_call;
 
-CUATTN_API cuattn_status cuattn_attention_prepare(const DLTensor* q, const DLTensor* k, const DLTensor* v,
+CUATTN_API cuattn_status cuattn_attention_prepare(const DLTensor* q, const DLTensor* k,
+                                                  const DLTensor* v,
                                                   const cuattn_attention_options* options,
                                                   cuattn_attention_call* call);
 /* lse may be NULL. stream is a cudaStream_t, ignored on the CPU. */
-CUATTN_API cuattn_status cuattn_attention_run(cuattn_attention_call* call, const DLTensor* out, const DLTensor* lse,
-                                              void* workspace, size_t workspace_bytes, void* stream);
+CUATTN_API cuattn_status cuattn_attention_run(cuattn_attention_call* call, const DLTensor* out,
+                                              const DLTensor* lse, void* workspace,
+                                              size_t workspace_bytes, void* stream);
 
-/* Merges two attention results over disjoint keys. layout: BSHD, BHSD (out 4-D, lse [batch, heads, seqlen]), NHD
- * (out [n, heads, dim], lse [n, heads]) or THD (out [total, heads, dim], lse [heads, total]). lse_out may be NULL. */
-CUATTN_API cuattn_status cuattn_merge_states(const DLTensor* out_a, const DLTensor* lse_a, const DLTensor* out_b,
-                                             const DLTensor* lse_b, const DLTensor* out, const DLTensor* lse_out,
+/* Merges two attention results over disjoint keys. layout: BSHD, BHSD (out 4-D, lse [batch, heads,
+ * seqlen]), NHD (out [n, heads, dim], lse [n, heads]) or THD (out [total, heads, dim], lse [heads,
+ * total]). lse_out may be NULL. */
+CUATTN_API cuattn_status cuattn_merge_states(const DLTensor* out_a, const DLTensor* lse_a,
+                                             const DLTensor* out_b, const DLTensor* lse_b,
+                                             const DLTensor* out, const DLTensor* lse_out,
                                              int32_t layout, void* stream);
 /* The same for parts stacked on a new first axis of outs and lses. */
-CUATTN_API cuattn_status cuattn_merge_many(const DLTensor* outs, const DLTensor* lses, const DLTensor* out,
-                                           const DLTensor* lse_out, int32_t layout, void* stream);
+CUATTN_API cuattn_status cuattn_merge_many(const DLTensor* outs, const DLTensor* lses,
+                                           const DLTensor* out, const DLTensor* lse_out,
+                                           int32_t layout, void* stream);
 
 /* A GPU for explain, real or made up. */
 typedef struct {
@@ -106,20 +119,23 @@ typedef struct {
   char ladder[4096]; /* each rung with its verdict, one line each */
 } cuattn_plan;
 
-/* Which kernel a call would run and why. Data pointers are not read and may be NULL. device NULL = the tensors' own. */
-CUATTN_API cuattn_status cuattn_attention_explain(const DLTensor* q, const DLTensor* k, const DLTensor* v,
+/* Which kernel a call would run and why. Data pointers are not read and may be NULL. device NULL =
+ * the tensors' own. */
+CUATTN_API cuattn_status cuattn_attention_explain(const DLTensor* q, const DLTensor* k,
+                                                  const DLTensor* v,
                                                   const cuattn_attention_options* options,
                                                   const cuattn_device* device, cuattn_plan* plan);
 
 typedef struct {
-  char op[16], kernel[16], arch[32], dtype[16], mask[16], score[16], tile[32];
+  char op[16], kernel[16], arch[32], dtype[16], mask[16], score[16];
   int32_t head_dim, head_dim_v;
 } cuattn_kernel_info;
 
 CUATTN_API int32_t cuattn_kernel_count(void);
 CUATTN_API cuattn_status cuattn_kernel_at(int32_t index, cuattn_kernel_info* info);
 
-/* Version, build, CPU and every GPU as a JSON object; the text lives until the next call on this thread. */
+/* Version, build, CPU and every GPU as a JSON object; the text lives until the next call on this
+ * thread. */
 CUATTN_API const char* cuattn_info_json(void);
 
 #ifdef __cplusplus

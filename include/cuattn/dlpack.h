@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The DLPack 1.x ABI, declared from its specification (dmlc.github.io/dlpack): the structs by which array libraries
-// exchange tensors, and the C exchange API of 1.3. Steps aside when <dlpack/dlpack.h> was included first, and takes its
-// include guard so that it may come later.
+// The DLPack 1.x ABI, declared from its specification (dmlc.github.io/dlpack): the structs by which
+// array libraries exchange tensors, and the C exchange API of 1.3. Steps aside when
+// <dlpack/dlpack.h> was included first, and takes its include guard so that it may come later.
 #pragma once
 
 #ifndef DLPACK_DLPACK_H_
@@ -51,8 +51,8 @@ typedef enum {
 } DLDataTypeCode;
 
 typedef struct {
-  uint8_t code;   // DLDataTypeCode
-  uint8_t bits;   // of one lane
+  uint8_t code;  // DLDataTypeCode
+  uint8_t bits;  // of one lane
   uint16_t lanes;
 } DLDataType;
 
@@ -80,15 +80,19 @@ typedef struct DLManagedTensorVersioned {
   DLTensor dl_tensor;
 } DLManagedTensorVersioned;
 
-// The C exchange API: a table found as `type(array).__dlpack_c_exchange_api__`, a capsule named "dlpack_exchange_api".
-// Functions return 0, or -1 with a Python exception set.
-typedef int (*DLPackManagedTensorAllocator)(DLTensor* prototype, DLManagedTensorVersioned** out, void* error_ctx,
+// The C exchange API: a table found as `type(array).__dlpack_c_exchange_api__`, a capsule named
+// "dlpack_exchange_api". Functions return 0, or -1 with a Python exception set.
+typedef int (*DLPackManagedTensorAllocator)(DLTensor* prototype, DLManagedTensorVersioned** out,
+                                            void* error_ctx,
                                             void (*set_error)(void* error_ctx, const char* kind,
                                                               const char* message));
-typedef int (*DLPackManagedTensorFromPyObjectNoSync)(void* py_object, DLManagedTensorVersioned** out);
-typedef int (*DLPackManagedTensorToPyObjectNoSync)(DLManagedTensorVersioned* tensor, void** out_py_object);
+typedef int (*DLPackManagedTensorFromPyObjectNoSync)(void* py_object,
+                                                     DLManagedTensorVersioned** out);
+typedef int (*DLPackManagedTensorToPyObjectNoSync)(DLManagedTensorVersioned* tensor,
+                                                   void** out_py_object);
 typedef int (*DLPackDLTensorFromPyObjectNoSync)(void* py_object, DLTensor* out);
-typedef int (*DLPackCurrentWorkStream)(DLDeviceType device_type, int32_t device_id, void** out_current_stream);
+typedef int (*DLPackCurrentWorkStream)(DLDeviceType device_type, int32_t device_id,
+                                       void** out_current_stream);
 
 typedef struct DLPackExchangeAPIHeader {
   DLPackVersion version;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Exceptions used inside libcuattn; src/c_api.cpp turns each into one status code, the bindings into one Python type.
-// A message names the function, the argument, the rule, the value given and the way out.
+// Exceptions used inside libcuattn; src/c_api.cpp turns each into one status code, the bindings
+// into one Python type. A message names the function, the argument, the rule, the value given and
+// the way out.
 #pragma once
 
 #include <sstream>
@@ -14,7 +15,8 @@ struct InvalidArgument : std::invalid_argument {
   using std::invalid_argument::invalid_argument;
 };
 
-// A valid request that no compiled kernel serves; the message names the nearest that does: NotImplementedError.
+// A valid request that no compiled kernel serves; the message names the nearest that does:
+// NotImplementedError.
 struct NotImplemented : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
@@ -48,9 +50,10 @@ template <class Error, class... Parts>
 
 }  // namespace cuattn
 
-// The caller's fault: CUATTN_REQUIRE(rule, "function: argument must ..., got ", value, "; way out").
-#define CUATTN_REQUIRE(condition, ...)                                    \
-  do {                                                                    \
+// The caller's fault: CUATTN_REQUIRE(rule, "function: argument must ..., got ", value, "; way
+// out").
+#define CUATTN_REQUIRE(condition, ...)                                        \
+  do {                                                                        \
     if (!(condition)) ::cuattn::fail<::cuattn::InvalidArgument>(__VA_ARGS__); \
   } while (0)
 

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The plain structs that kernels receive, CPU and CUDA alike, and the few rules both must share: which rows a sequence
-// holds and which keys a query sees. Clean under NVRTC: no includes of the standard library there.
-// Next: plan.h (which kernel), cpu/attention.cpp (the mathematics in plain loops).
+// The plain structs that kernels receive, CPU and CUDA alike, and the few rules both must share:
+// which rows a sequence holds and which keys a query sees. Clean under NVRTC: no includes of the
+// standard library there. Next: plan.h (which kernel), cpu/attention.cpp (the mathematics in plain
+// loops).
 #pragma once
 
 #ifdef __CUDACC_RTC__
@@ -25,23 +26,28 @@ using uint64_t = unsigned long long;
 namespace cuattn {
 
 enum class DType : int32_t { f32, f16, bf16, e4m3, boolean, i32 };
-enum class MaskKind : int32_t { none, causal, window };        // causal: right limit 0, no left limit
-enum class ScoreKind : int32_t { identity, scored };           // scored: any of softcap, ALiBi, bias
+enum class MaskKind : int32_t { none, causal, window };  // causal: right limit 0, no left limit
+enum class ScoreKind : int32_t { identity, scored };     // scored: any of softcap, ALiBi, bias
 
 constexpr int64_t kUnlimited = -1;  // a window side without limit
 
-// Strides in elements. Ragged tensors have no batch axis: batch = 0 and rows are found through cu_seqlens.
+// Strides in elements. Ragged tensors have no batch axis: batch = 0 and rows are found through
+// cu_seqlens.
 struct Strides {
   int64_t batch, seq, head;
 };
 
-// Forward attention: O = softmax(mask(bias + alibi + softcap(scale * Q K^T))) V, one row per query and head.
+// Forward attention: O = softmax(mask(bias + alibi + softcap(scale * Q K^T))) V, one row per query
+// and head.
 struct PrefillParams {
-  const void* q;  // dense [batch, seqlen_q, num_heads_q, head_dim]; ragged [total_q, num_heads_q, head_dim]
-  const void* k;  // dense [batch, seqlen_kv, num_heads_kv, head_dim]; ragged [total_kv, num_heads_kv, head_dim]
+  const void*
+      q;  // dense [batch, seqlen_q, num_heads_q, head_dim]; ragged [total_q, num_heads_q, head_dim]
+  const void* k;  // dense [batch, seqlen_kv, num_heads_kv, head_dim]; ragged [total_kv,
+                  // num_heads_kv, head_dim]
   const void* v;  // like k, last dimension head_dim_v
   void* out;      // like q, last dimension head_dim_v
-  float* lse;     // dense [batch, num_heads_q, seqlen_q], ragged [num_heads_q, total_q]; natural log; or nullptr
+  float* lse;  // dense [batch, num_heads_q, seqlen_q], ragged [num_heads_q, total_q]; natural log;
+               // or nullptr
   Strides q_strides, k_strides, v_strides, out_strides;
   Strides lse_strides;  // of lse: batch, seq (query row), head
 
@@ -56,7 +62,8 @@ struct PrefillParams {
   const int32_t* seqused_kv;     // [batch] or nullptr
 
   MaskKind mask;
-  int32_t window_left, window_right;  // in keys around the diagonal, kUnlimited = no limit; causal is already folded in
+  int32_t window_left, window_right;  // in keys around the diagonal, kUnlimited = no limit; causal
+                                      // is already folded in
   float scale;                        // of the scores, natural units
 
   ScoreKind score;
@@ -73,16 +80,18 @@ struct PrefillParams {
   void* workspace;  // as large as the plan says, 256-byte aligned; contents undefined
 };
 
-// The rows of one sequence: [start, start + stored) lie in memory and are written; the first `used` take part.
+// The rows of one sequence: [start, start + stored) lie in memory and are written; the first `used`
+// take part.
 struct Span {
   int64_t start;
   int32_t stored, used;
 };
 
-CUATTN_HOST_DEVICE Span make_span(const int32_t* cu_seqlens, const int32_t* seqused, int32_t b, int32_t max_seqlen,
-                                  int64_t total) {
+CUATTN_HOST_DEVICE Span make_span(const int32_t* cu_seqlens, const int32_t* seqused, int32_t b,
+                                  int32_t max_seqlen, int64_t total) {
   Span span{0, max_seqlen, max_seqlen};
-  if (cu_seqlens != nullptr) {  // clamped to [0, total]: whatever a device tensor holds, no access leaves the buffers
+  if (cu_seqlens != nullptr) {  // clamped to [0, total]: whatever a device tensor holds, no access
+                                // leaves the buffers
     int64_t begin = cu_seqlens[b], end = cu_seqlens[b + 1];
     begin = begin < 0 ? 0 : begin > total ? total : begin;
     end = end < begin ? begin : end > total ? total : end;
@@ -105,14 +114,15 @@ CUATTN_HOST_DEVICE Span key_span(const PrefillParams& p, int32_t b) {
   return make_span(p.cu_seqlens_kv, p.seqused_kv, b, p.seqlen_kv, p.total_kv);
 }
 
-// The keys that query `row` sees, as a half-open range [begin, end) within [0, keys). The diagonal is bottom-right
-// aligned: query `row` stands at key row + keys - queries, with queries and keys the lengths in use.
+// The keys that query `row` sees, as a half-open range [begin, end) within [0, keys). The diagonal
+// is bottom-right aligned: query `row` stands at key row + keys - queries, with queries and keys
+// the lengths in use.
 struct KeyRange {
   int32_t begin, end;
 };
 
-CUATTN_HOST_DEVICE KeyRange visible_keys(int32_t window_left, int32_t window_right, int32_t row, int32_t queries,
-                                         int32_t keys) {
+CUATTN_HOST_DEVICE KeyRange visible_keys(int32_t window_left, int32_t window_right, int32_t row,
+                                         int32_t queries, int32_t keys) {
   int64_t diagonal = static_cast<int64_t>(row) + keys - queries;
   int64_t begin = 0, end = keys;
   if (window_left >= 0 && diagonal - window_left > begin) begin = diagonal - window_left;
@@ -122,8 +132,9 @@ CUATTN_HOST_DEVICE KeyRange visible_keys(int32_t window_left, int32_t window_rig
   return {static_cast<int32_t>(begin), static_cast<int32_t>(end)};
 }
 
-// out = sum_i out_i exp(lse_i) / sum_i exp(lse_i); lse = log sum_i exp(lse_i). A part with lse = -inf has no weight.
-// Two parts may lie apart (outs[0], outs[1]); many parts are stacked: part i at outs[0] + i * out_part_stride.
+// out = sum_i out_i exp(lse_i) / sum_i exp(lse_i); lse = log sum_i exp(lse_i). A part with lse =
+// -inf has no weight. Two parts may lie apart (outs[0], outs[1]); many parts are stacked: part i at
+// outs[0] + i * out_part_stride.
 struct MergeParams {
   const void* outs[2];  // rows [batch, seqlen, num_heads] of head_dim elements
   const float* lses[2];

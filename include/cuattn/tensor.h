@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// TensorView: a borrowed array, made from a DLTensor or by hand. Strides and offsets are 64-bit, in elements.
+// TensorView: a borrowed array, made from a DLTensor or by hand. Strides and offsets are 64-bit, in
+// elements.
 #pragma once
 
 #include <array>
@@ -37,8 +38,12 @@ struct TensorView {
   TensorView() = default;
 
   // A contiguous row-major array of `shape`.
-  TensorView(void* data, DType dtype, std::initializer_list<int64_t> extents, DLDevice device = {kDLCPU, 0})
-      : data(data), device(device), dtype(dl_dtype(dtype)), ndim(static_cast<int32_t>(extents.size())) {
+  TensorView(void* data, DType dtype, std::initializer_list<int64_t> extents,
+             DLDevice device = {kDLCPU, 0})
+      : data(data),
+        device(device),
+        dtype(dl_dtype(dtype)),
+        ndim(static_cast<int32_t>(extents.size())) {
     int32_t i = 0;
     for (int64_t extent : extents) shape[i++] = extent;
     int64_t stride = 1;
@@ -48,8 +53,8 @@ struct TensorView {
     }
   }
 
-  // Borrows the DLTensor's memory. More than kMaxDims axes are not representable: ndim is kept, the axes are dropped,
-  // and every rank check refuses the view.
+  // Borrows the DLTensor's memory. More than kMaxDims axes are not representable: ndim is kept, the
+  // axes are dropped, and every rank check refuses the view.
   explicit TensorView(const DLTensor& t)
       : data(t.data == nullptr ? nullptr : static_cast<char*>(t.data) + t.byte_offset),
         device(t.device),
@@ -66,8 +71,13 @@ struct TensorView {
 
   // The same view as a DLTensor; it points into this object, which must outlive it.
   DLTensor dl() const {
-    return DLTensor{data, device, ndim, dtype, const_cast<int64_t*>(shape.data()),
-                    const_cast<int64_t*>(strides.data()), 0};
+    return DLTensor{data,
+                    device,
+                    ndim,
+                    dtype,
+                    const_cast<int64_t*>(shape.data()),
+                    const_cast<int64_t*>(strides.data()),
+                    0};
   }
 
   int64_t size() const {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The element types of the kernels: storage, and conversion to and from float (round to nearest even).
-// PTX instead of cuda_fp16.h and cuda_bf16.h: half the compile time, and NVRTC needs no header path. Next: mma_sm80.cuh.
+// The element types of the kernels: storage, and conversion to and from float (round to nearest
+// even). PTX instead of cuda_fp16.h and cuda_bf16.h: half the compile time, and NVRTC needs no
+// header path. Next: mma_sm80.cuh.
 #pragma once
 
 #include "cuattn/device/math.cuh"
@@ -39,7 +40,9 @@ __device__ __forceinline__ float to_float(Half x) {
   return y;
 }
 
-__device__ __forceinline__ float to_float(Bfloat16 x) { return __uint_as_float(static_cast<uint32_t>(x.bits) << 16); }
+__device__ __forceinline__ float to_float(Bfloat16 x) {
+  return __uint_as_float(static_cast<uint32_t>(x.bits) << 16);
+}
 
 template <class T>
 __device__ __forceinline__ T from_float(float x);

@@ -1,24 +1,28 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a tile of scores goes through before the softmax: which key tiles a query tile visits, which of them need a mask,
-// and the score functor (softcap, ALiBi, bias). Conventions: params.h, docs/numerics.md. Next: prefill_simt.cuh.
+// What a tile of scores goes through before the softmax: which key tiles a query tile visits, which
+// of them need a mask, and the score functor (softcap, ALiBi, bias). Conventions: params.h,
+// docs/numerics.md. Next: prefill_simt.cuh.
 #pragma once
 
 #include "cuattn/device/convert.cuh"
 
 namespace cuattn::device {
 
-// Key tiles of kTileN keys that the query rows [row_begin, row_end) visit: [begin, end). Every row sees all keys of
-// the tiles [full_begin, full_end), so those run without a mask; the others test each element.
+// Key tiles of kTileN keys that the query rows [row_begin, row_end) visit: [begin, end). Every row
+// sees all keys of the tiles [full_begin, full_end), so those run without a mask; the others test
+// each element.
 //
 //     begin     full_begin      full_end     end
-//       | masked    |   unmasked   |  masked  |        walked right to left: the running maximum is good early
+//       | masked    |   unmasked   |  masked  |        walked right to left: the running maximum is
+//       good early
 struct TileRange {
   int32_t begin, end, full_begin, full_end;
 };
 
 template <int kTileN>
-CUATTN_HOST_DEVICE TileRange tile_range(int32_t window_left, int32_t window_right, int32_t row_begin, int32_t row_end,
-                                        int32_t queries, int32_t keys) {
+CUATTN_HOST_DEVICE TileRange tile_range(int32_t window_left, int32_t window_right,
+                                        int32_t row_begin, int32_t row_end, int32_t queries,
+                                        int32_t keys) {
   if (row_end <= row_begin || keys <= 0) return {0, 0, 0, 0};
   KeyRange first = visible_keys(window_left, window_right, row_begin, queries, keys);
   KeyRange last = visible_keys(window_left, window_right, row_end - 1, queries, keys);
@@ -31,8 +35,8 @@ CUATTN_HOST_DEVICE TileRange tile_range(int32_t window_left, int32_t window_righ
   return range;
 }
 
-// Scores from dot products. `kUnit` scales the result to base 2: identity leaves the scale to the softmax's one FFMA,
-// scored returns natural units.
+// Scores from dot products. `kUnit` scales the result to base 2: identity leaves the scale to the
+// softmax's one FFMA, scored returns natural units.
 template <DType kType, ScoreKind kScore>
 struct ScoreMod;
 
@@ -40,7 +44,8 @@ template <DType kType>
 struct ScoreMod<kType, ScoreKind::identity> {
   float to_log2;  // score * to_log2 is the exponent in base 2; positive
 
-  __device__ ScoreMod(const PrefillParams& p, int32_t, int32_t, int32_t, int32_t) : to_log2(p.scale * kLog2e) {}
+  __device__ ScoreMod(const PrefillParams& p, int32_t, int32_t, int32_t, int32_t)
+      : to_log2(p.scale * kLog2e) {}
   __device__ float operator()(float dot, int32_t, int32_t) const { return dot; }
 };
 
@@ -53,12 +58,14 @@ struct ScoreMod<kType, ScoreKind::scored> {
   DType bias_dtype;
   int64_t bias_stride_q, bias_stride_kv;
 
-  __device__ ScoreMod(const PrefillParams& p, int32_t b, int32_t head, int32_t queries, int32_t keys)
+  __device__ ScoreMod(const PrefillParams& p, int32_t b, int32_t head, int32_t queries,
+                      int32_t keys)
       : scale(p.scale),
         softcap(p.softcap),
         inv_softcap(p.softcap > 0.0f ? 1.0f / p.softcap : 0.0f),
-        slope(p.alibi_slopes == nullptr ? 0.0f
-                                        : p.alibi_slopes[b * p.alibi_stride_batch + head * p.alibi_stride_head]),
+        slope(p.alibi_slopes == nullptr
+                  ? 0.0f
+                  : p.alibi_slopes[b * p.alibi_stride_batch + head * p.alibi_stride_head]),
         diagonal(keys - queries),
         bias(nullptr),
         bias_dtype(p.bias_dtype),
@@ -66,7 +73,8 @@ struct ScoreMod<kType, ScoreKind::scored> {
         bias_stride_kv(p.bias_stride_kv) {
     if (p.bias != nullptr) {
       int64_t size = bias_dtype == DType::f32 ? 4 : bias_dtype == DType::boolean ? 1 : 2;
-      bias = static_cast<const char*>(p.bias) + (b * p.bias_stride_batch + head * p.bias_stride_head) * size;
+      bias = static_cast<const char*>(p.bias) +
+             (b * p.bias_stride_batch + head * p.bias_stride_head) * size;
     }
   }
 
