@@ -194,17 +194,15 @@ void dot_keys_narrow(const float* q, int num_rows, const float* k, int64_t strid
   }
 }
 
-// o[c][] = o[c][] * alpha + sum_j p[j][] v_j[c]. With kSelect a weight of -0 leaves the value
-// unread (see weigh).
+// o[c][] = o[c][] * alpha + sum_j p[j][] v_j[c], the tile summed apart: rounding errors then grow
+// with the tile and the number of tiles, not with the number of keys. With kSelect a weight of -0
+// leaves the value unread (see weigh).
 template <int kN, bool kSelect>
 void add_values(const Vec* p, const float* v, int64_t stride, int count, int head_dim_v,
                 const Vec* alpha, float* out) {
   Vec* o = reinterpret_cast<Vec*>(out);
   for (int c0 = 0; c0 < head_dim_v; c0 += kKeys) {
-    Vec acc[kKeys][kN];
-    for (int i = 0; i < kKeys; ++i) {
-      for (int c = 0; c < kN; ++c) acc[i][c] = o[(c0 + i) * kN + c] * alpha[c];
-    }
+    Vec acc[kKeys][kN] = {};
     const float* value = v + c0;
     for (int j = 0; j < count; ++j, value += stride) {
       Vec x[kN];
@@ -218,7 +216,10 @@ void add_values(const Vec* p, const float* v, int64_t stride, int count, int hea
       }
     }
     for (int i = 0; i < kKeys; ++i) {
-      for (int c = 0; c < kN; ++c) o[(c0 + i) * kN + c] = acc[i][c];
+      for (int c = 0; c < kN; ++c) {
+        Vec& sum = o[(c0 + i) * kN + c];
+        sum = sum * alpha[c] + acc[i][c];
+      }
     }
   }
 }
@@ -228,14 +229,16 @@ void add_values(const Vec* p, const float* v, int64_t stride, int count, int hea
 template <class V, int kCount>
 void add_columns(const float* p, const float* v, int64_t stride, int count, float alpha, float* o) {
   constexpr int kLanes = sizeof(V) / sizeof(float);
-  V acc[kCount];
-  for (int c = 0; c < kCount; ++c) acc[c] = *reinterpret_cast<const V*>(o + c * kLanes) * alpha;
+  V acc[kCount] = {};
   for (int j = 0; j < count; ++j, v += stride) {
     float weight = p[j * kWidth];
     if (weight == 0.0f && __builtin_signbit(weight)) continue;  // not seen
     for (int c = 0; c < kCount; ++c) acc[c] += *reinterpret_cast<const V*>(v + c * kLanes) * weight;
   }
-  for (int c = 0; c < kCount; ++c) *reinterpret_cast<V*>(o + c * kLanes) = acc[c];
+  for (int c = 0; c < kCount; ++c) {
+    V& sum = *reinterpret_cast<V*>(o + c * kLanes);
+    sum = sum * alpha + acc[c];
+  }
 }
 
 void add_values_narrow(const Vec* p, int num_rows, const float* v, int64_t stride, int count,
@@ -341,7 +344,7 @@ void weigh(Block<kN>& block, int count, Vec* s, Vec* alpha) {
                   ? Vec{}
                   : high[c];  // no key so far: -inf - 0 has weight 0, -inf - -inf is NaN
     alpha[c] = exp2_negative(block.max[c] - base[c]);
-    sum[c] = block.sum[c] * alpha[c];
+    sum[c] = Vec{};
     block.max[c] = high[c];
   }
   for (int j = 0; j < count; ++j) {
@@ -353,7 +356,7 @@ void weigh(Block<kN>& block, int count, Vec* s, Vec* alpha) {
       s[j * kN + c] = weight;
     }
   }
-  for (int c = 0; c < kN; ++c) block.sum[c] = sum[c];
+  for (int c = 0; c < kN; ++c) block.sum[c] = block.sum[c] * alpha[c] + sum[c];
 }
 
 // 6. Epilogue: the sink joins the denominator; out and lse are written
