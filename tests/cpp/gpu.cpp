@@ -18,14 +18,20 @@ int count_gpus() {
 
 bool device_is_lost() { return settings().gpus > 0 && cudaDeviceSynchronize() != cudaSuccess; }
 
+void release_device() {
+  if (settings().gpus > 0) cudaDeviceReset();
+}
+
 void* OnDevice::address(Array& array) {
   std::unique_ptr<DeviceMemory>& copy = copies_[&array];
   copy = std::make_unique<DeviceMemory>(array.bytes().size());
   return copy->data() + array.guard_bytes();
 }
 
-OnDevice::OnDevice(Problem& problem, const char* backend, cudaStream_t stream) : problem_(problem), stream_(stream) {
-  bound_ = std::make_unique<Bound>(problem, DLDevice{kDLCUDA, 0}, [this](Array& a) { return address(a); }, backend);
+OnDevice::OnDevice(Problem& problem, const char* backend, cudaStream_t stream)
+    : problem_(problem), stream_(stream) {
+  bound_ = std::make_unique<Bound>(
+      problem, DLDevice{kDLCUDA, 0}, [this](Array& a) { return address(a); }, backend);
   for (Array* input : problem.inputs()) {
     CUDA_OK(cudaMemcpyAsync(copies_[input]->data(), input->bytes().data(), input->bytes().size(),
                             cudaMemcpyHostToDevice, stream_));
@@ -66,7 +72,8 @@ std::string OnDevice::intact() {
   seen.resize(workspace_->bytes());
   CUDA_OK(cudaMemcpy(seen.data(), workspace_->data(), seen.size(), cudaMemcpyDeviceToHost));
   for (size_t i = 0; i < workspace_guard_; ++i) {
-    if (seen[i] != 0xff || seen[seen.size() - 1 - i] != 0xff) return "the workspace was overrun [" + problem_.text() + "]";
+    if (seen[i] != 0xff || seen[seen.size() - 1 - i] != 0xff)
+      return "the workspace was overrun [" + problem_.text() + "]";
   }
   return "";
 }

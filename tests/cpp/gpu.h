@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A problem on the device: copies of its arrays, guard bands included, a run, and the way back. Next: test_attention.cpp.
+// A problem on the device: copies of its arrays, guard bands included, a run, and the way back.
+// Next: test_attention.cpp.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -16,13 +17,16 @@
 namespace cuattn::test {
 
 inline void require_success(cudaError_t status, const char* call) {
-  if (status != cudaSuccess) throw std::runtime_error(std::string(call) + ": " + cudaGetErrorString(status));
+  if (status != cudaSuccess)
+    throw std::runtime_error(std::string(call) + ": " + cudaGetErrorString(status));
 }
 
 // cudaMalloc of exactly `bytes`: the sanitizer sees each access past the end.
 class DeviceMemory {
  public:
-  explicit DeviceMemory(size_t bytes) : bytes_(bytes) { CUDA_OK(cudaMalloc(&data_, bytes == 0 ? 1 : bytes)); }
+  explicit DeviceMemory(size_t bytes) : bytes_(bytes) {
+    CUDA_OK(cudaMalloc(&data_, bytes == 0 ? 1 : bytes));
+  }
   ~DeviceMemory() { cudaFree(data_); }
   DeviceMemory(const DeviceMemory&) = delete;
   DeviceMemory& operator=(const DeviceMemory&) = delete;
@@ -39,10 +43,12 @@ class OnDevice {
   // Uploads the inputs and prepares the call on device 0; throws as prepare does.
   OnDevice(Problem& problem, const char* backend, cudaStream_t stream = nullptr);
 
-  void poison();          // the outputs and the workspace; not under --sanitize, so that initcheck sees gaps
-  void launch();          // asynchronous
-  void download();        // waits; fills problem.out and problem.lse_out
-  std::string intact();   // what was changed that no kernel may touch: inputs, the workspace's guard bands
+  void
+  poison();  // the outputs and the workspace; not under --sanitize, so that initcheck sees gaps
+  void launch();    // asynchronous
+  void download();  // waits; fills problem.out and problem.lse_out
+  std::string
+  intact();  // what was changed that no kernel may touch: inputs, the workspace's guard bands
 
  private:
   void* address(Array& array);

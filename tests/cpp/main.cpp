@@ -1,11 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// cuattn_tests [test|perf] [--sanitize] [--filter TEXT] [--seed N] [--list]: one binary for all checks of the C++ side.
-// Without a GPU the cases that need one are counted as skipped. The last line is "N passed, N failed, N skipped".
+// cuattn_tests: one binary for all checks of the C++ side; usage below.
+// Without a GPU the cases that need one are counted as skipped. The last line is "N passed, N
+// failed, N skipped".
 #include <chrono>
+#include <cstdio>
 #include <cstdlib>
 #include <exception>
 #include <iostream>
 #include <string>
+#include <vector>
 
 #include "suite.h"
 #include "test.h"
@@ -32,17 +35,35 @@ Outcome run_case(const Case& test) {
   return failures() == 0 ? Outcome::passed : Outcome::failed;
 }
 
-int run_all(const std::string& filter) {
+struct Selection {
+  std::string filter, exclude;  // parts of names
+  int shard = 0, shards = 1;    // every shards-th case, for several processes at once
+
+  std::vector<const Case*> cases() const {
+    std::vector<const Case*> chosen;
+    int index = 0;
+    for (const Case& test : cuattn::test::cases()) {
+      if (settings().sanitize && test.needs != Needs::gpu) continue;
+      if (test.name.find(filter) == std::string::npos) continue;
+      if (!exclude.empty() && test.name.find(exclude) != std::string::npos) continue;
+      if (index++ % shards == shard) chosen.push_back(&test);
+    }
+    return chosen;
+  }
+};
+
+int run_all(const std::vector<const Case*>& chosen) {
   int counts[3] = {0, 0, 0};
-  for (const Case& test : cases()) {
-    if (test.name.find(filter) == std::string::npos) continue;
-    if (settings().sanitize && test.needs != Needs::gpu) continue;
+  for (const Case* chosen_case : chosen) {
+    const Case& test = *chosen_case;
     auto begin = std::chrono::steady_clock::now();
     Outcome outcome = run_case(test);
-    double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+    double seconds =
+        std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
     ++counts[static_cast<int>(outcome)];
     if (outcome == Outcome::failed) {
-      std::cout << "FAIL " << test.name << " (--seed " << settings().seed << " --filter " << test.name << ")\n";
+      std::cout << "FAIL " << test.name << " (--seed " << settings().seed << " --filter "
+                << test.name << ")\n";
     }
     if (seconds > 10) std::cout << "slow: " << test.name << " took " << seconds << " s\n";
     std::cout << std::flush;
@@ -52,39 +73,63 @@ int run_all(const std::string& filter) {
     }
   }
   if (settings().gpus == 0) std::cout << "no CUDA device: the cases that need one were skipped\n";
-  std::cout << counts[0] << " passed, " << counts[1] << " failed, " << counts[2] << " skipped" << std::endl;
+  std::cout << counts[0] << " passed, " << counts[1] << " failed, " << counts[2] << " skipped"
+            << std::endl;
   return counts[1] == 0 && counts[0] + counts[2] > 0 ? 0 : 1;
 }
 
+constexpr const char* kUsage =
+    "usage: cuattn_tests [test|perf] [options]\n"
+    "  test             run the cases (the default)\n"
+    "  perf             time the CUDA kernels; --filter chooses among backends\n"
+    "  --filter TEXT    only cases whose name contains TEXT      --exclude TEXT  not these\n"
+    "  --seed N         of the random problems, default 1         --list          print the names\n"
+    "  --shard I/N      every N-th case, from the I-th            --sanitize      small GPU cases "
+    "for compute-sanitizer\n";
+
 int usage(const std::string& argument) {
-  std::cerr << "cuattn_tests: unknown argument '" << argument
-            << "'; usage: cuattn_tests [test|perf] [--sanitize] [--filter TEXT] [--seed N] [--list]\n";
+  std::cerr << "cuattn_tests: unknown argument '" << argument << "'\n" << kUsage;
   return 2;
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
-  std::string filter;
+  Selection selection;
   bool list = false, perf = false;
   for (int i = 1; i < argc; ++i) {
     std::string argument = argv[i];
     bool has_value = i + 1 < argc;
-    if (argument == "test") perf = false;
-    else if (argument == "perf") perf = true;
-    else if (argument == "--sanitize") settings().sanitize = true;
-    else if (argument == "--list") list = true;
-    else if (argument == "--filter" && has_value) filter = argv[++i];
-    else if (argument == "--seed" && has_value) settings().seed = std::strtoull(argv[++i], nullptr, 10);
-    else return usage(argument);
+    if (argument == "test") {
+      perf = false;
+    } else if (argument == "perf") {
+      perf = true;
+    } else if (argument == "--sanitize") {
+      settings().sanitize = true;
+    } else if (argument == "--list") {
+      list = true;
+    } else if (argument == "--filter" && has_value) {
+      selection.filter = argv[++i];
+    } else if (argument == "--exclude" && has_value) {
+      selection.exclude = argv[++i];
+    } else if (argument == "--seed" && has_value) {
+      settings().seed = std::strtoull(argv[++i], nullptr, 10);
+    } else if (argument == "--shard" && has_value) {
+      if (std::sscanf(argv[++i], "%d/%d", &selection.shard, &selection.shards) != 2 ||
+          selection.shards < 1) {
+        return usage(argument + " " + argv[i]);
+      }
+    } else {
+      return usage(argument);
+    }
   }
   settings().gpus = count_gpus();
   add_kernel_cases();
   if (list) {
-    for (const Case& test : cases()) {
-      if (test.name.find(filter) != std::string::npos) std::cout << test.name << "\n";
-    }
+    for (const Case* test : selection.cases()) std::cout << test->name << "\n";
     return 0;
   }
-  return perf ? run_perf(filter) : run_all(filter);
+  int status = perf ? run_perf(selection.filter) : run_all(selection.cases());
+  release_device();
+  return status;
 }

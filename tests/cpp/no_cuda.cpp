@@ -8,6 +8,7 @@ namespace cuattn::test {
 
 int count_gpus() { return 0; }
 bool device_is_lost() { return false; }
+void release_device() {}
 void add_kernel_cases() {}
 
 int run_perf(const std::string&) {

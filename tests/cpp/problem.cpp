@@ -34,9 +34,9 @@ uint16_t f16_bits(float value) {
   uint32_t bits = float_bits(value);
   uint16_t sign = static_cast<uint16_t>((bits >> 16) & 0x8000);
   bits &= 0x7fffffff;
-  if (bits > 0x7f800000) return 0x7fff;            // NaN, as the device writes it
-  if (bits >= 0x477ff000) return sign | 0x7c00;    // from 65520 on rounds to infinity
-  if (bits < 0x38800000) {                         // subnormal: a multiple of 2^-24
+  if (bits > 0x7f800000) return 0x7fff;          // NaN, as the device writes it
+  if (bits >= 0x477ff000) return sign | 0x7c00;  // from 65520 on rounds to infinity
+  if (bits < 0x38800000) {                       // subnormal: a multiple of 2^-24
     return sign | static_cast<uint16_t>(std::nearbyint(bits_float(bits) * 16777216.0f));
   }
   bits += 0xfff + ((bits >> 13) & 1);
@@ -47,7 +47,8 @@ float f16_value(uint16_t half) {
   uint32_t sign = static_cast<uint32_t>(half & 0x8000) << 16;
   uint32_t exponent = (half >> 10) & 31, mantissa = half & 1023;
   if (exponent == 31) return bits_float(sign | 0x7f800000 | mantissa << 13);
-  if (exponent == 0) return bits_float(sign | float_bits(static_cast<float>(mantissa) / 16777216.0f));
+  if (exponent == 0)
+    return bits_float(sign | float_bits(static_cast<float>(mantissa) / 16777216.0f));
   return bits_float(sign | (exponent + 112) << 23 | mantissa << 13);
 }
 
@@ -66,7 +67,8 @@ float rounded(DType dtype, float value) {
 }
 
 double epsilon(DType dtype) {
-  return dtype == DType::f16 ? std::ldexp(1.0, -10) : std::ldexp(1.0, dtype == DType::bf16 ? -7 : -23);
+  return dtype == DType::f16 ? std::ldexp(1.0, -10)
+                             : std::ldexp(1.0, dtype == DType::bf16 ? -7 : -23);
 }
 
 int bytes_of(DType dtype) {
@@ -115,7 +117,8 @@ Array::Array(DType dtype, std::vector<int64_t> shape, std::vector<int64_t> strid
     : dtype_(dtype), shape_(std::move(shape)), strides_(std::move(strides)) {
   if (strides_.empty()) {
     strides_.assign(shape_.size(), 1);
-    for (int i = static_cast<int>(shape_.size()) - 2; i >= 0; --i) strides_[i] = strides_[i + 1] * shape_[i + 1];
+    for (int i = static_cast<int>(shape_.size()) - 2; i >= 0; --i)
+      strides_[i] = strides_[i + 1] * shape_[i + 1];
   }
   int64_t extent = 1;
   for (size_t i = 0; i < shape_.size(); ++i) {
@@ -178,12 +181,17 @@ int64_t Problem::rows_q() const {
 int64_t Problem::rows_kv() const {
   return ragged() ? start_kv(batch) + unowned : static_cast<int64_t>(batch) * seqlen_kv;
 }
-int64_t Problem::start_q(int b) const { return std::accumulate(lens_q.begin(), lens_q.begin() + b, int64_t{0}); }
-int64_t Problem::start_kv(int b) const { return std::accumulate(lens_kv.begin(), lens_kv.begin() + b, int64_t{0}); }
+int64_t Problem::start_q(int b) const {
+  return std::accumulate(lens_q.begin(), lens_q.begin() + b, int64_t{0});
+}
+int64_t Problem::start_kv(int b) const {
+  return std::accumulate(lens_kv.begin(), lens_kv.begin() + b, int64_t{0});
+}
 
 int64_t Problem::offset(const Array& array, int b, int row, int head) const {
   const std::vector<int64_t>& s = array.strides();
-  if (ragged()) return ((&array == &k || &array == &v ? start_kv(b) : start_q(b)) + row) * s[0] + head * s[1];
+  if (ragged())
+    return ((&array == &k || &array == &v ? start_kv(b) : start_q(b)) + row) * s[0] + head * s[1];
   bool heads_first = layout == Layout::bhsd;
   return b * s[0] + row * s[heads_first ? 2 : 1] + head * s[heads_first ? 1 : 2];
 }
@@ -203,7 +211,8 @@ void Problem::fill(Random& random) {
     int64_t d = dim, row = heads * d + gap;
     if (ragged()) return Array(dtype, {rows, heads, d}, {row, d, 1});
     if (layout == Layout::bhsd) {
-      return Array(dtype, {batch, heads, seqlen, d}, {heads * seqlen * (d + gap), seqlen * (d + gap), d + gap, 1});
+      return Array(dtype, {batch, heads, seqlen, d},
+                   {heads * seqlen * (d + gap), seqlen * (d + gap), d + gap, 1});
     }
     return Array(dtype, {batch, seqlen, heads, d}, {seqlen * row, row, d, 1});
   };
@@ -215,7 +224,8 @@ void Problem::fill(Random& random) {
     auto fill_rows = [&](Array& array, int rows, int heads, int dim, float size) {
       for (int row = 0; row < rows; ++row)
         for (int head = 0; head < heads; ++head)
-          for (int i = 0; i < dim; ++i) array.set(offset(array, b, row, head) + i, size * random.normal());
+          for (int i = 0; i < dim; ++i)
+            array.set(offset(array, b, row, head) + i, size * random.normal());
     };
     fill_rows(q, active_q(b), heads_q, head_dim, magnitude);
     fill_rows(k, active_kv(b), heads_kv, head_dim, 1);
@@ -241,15 +251,19 @@ void Problem::fill(Random& random) {
   if (!used_q.empty()) used_q_array = ints(used_q);
   if (!used_kv.empty()) used_kv_array = ints(used_kv);
   if (alibi) {
-    alibi_slopes = alibi_per_batch ? Array(DType::f32, {batch, heads_q}) : Array(DType::f32, {heads_q});
-    alibi_slopes.for_each_offset([&](int64_t i) { alibi_slopes.set(i, 0.05f * std::abs(random.normal())); });
+    alibi_slopes =
+        alibi_per_batch ? Array(DType::f32, {batch, heads_q}) : Array(DType::f32, {heads_q});
+    alibi_slopes.for_each_offset(
+        [&](int64_t i) { alibi_slopes.set(i, 0.05f * std::abs(random.normal())); });
   }
   if (sinks) {
     sink_logits = Array(DType::f32, {heads_q});
     sink_logits.for_each_offset([&](int64_t i) { sink_logits.set(i, random.normal()); });
   }
   if (bias_kind != Bias::none) {
-    DType type = bias_kind == Bias::f32 ? DType::f32 : bias_kind == Bias::same ? dtype : DType::boolean;
+    DType type = bias_kind == Bias::f32    ? DType::f32
+                 : bias_kind == Bias::same ? dtype
+                                           : DType::boolean;
     int64_t outer = bias_broadcast ? 1 : batch, heads = bias_broadcast ? 1 : heads_q;
     bias = Array(type, {outer, heads, seqlen_q, seqlen_kv});
     bias.for_each_offset([&](int64_t i) {
@@ -260,7 +274,8 @@ void Problem::fill(Random& random) {
 
 std::vector<Array*> Problem::inputs() {
   std::vector<Array*> list;
-  for (Array* a : {&q, &k, &v, &cu_q, &cu_kv, &used_q_array, &used_kv_array, &alibi_slopes, &bias, &sink_logits}) {
+  for (Array* a : {&q, &k, &v, &cu_q, &cu_kv, &used_q_array, &used_kv_array, &alibi_slopes, &bias,
+                   &sink_logits}) {
     if (a->exists()) list.push_back(a);
   }
   return list;
@@ -268,10 +283,14 @@ std::vector<Array*> Problem::inputs() {
 
 std::string Problem::text() const {
   std::ostringstream s;
-  s << name_of(dtype) << (ragged() ? " ragged" : layout == Layout::bhsd ? " bhsd" : " bshd") << " batch " << batch
-    << " heads " << heads_q << "/" << heads_kv << " dims " << head_dim << "/" << head_dim_v << " q " << seqlen_q << " kv "
-    << seqlen_kv << " gap " << row_gap << " causal " << causal << " window " << window_left << "," << window_right
-    << " softcap " << softcap << " bias " << static_cast<int>(bias_kind) << " alibi " << alibi << " sinks " << sinks;
+  s << name_of(dtype)
+    << (ragged()                 ? " ragged"
+        : layout == Layout::bhsd ? " bhsd"
+                                 : " bshd")
+    << " batch " << batch << " heads " << heads_q << "/" << heads_kv << " dims " << head_dim << "/"
+    << head_dim_v << " q " << seqlen_q << " kv " << seqlen_kv << " gap " << row_gap << " causal "
+    << causal << " window " << window_left << "," << window_right << " softcap " << softcap
+    << " bias " << static_cast<int>(bias_kind) << " alibi " << alibi << " sinks " << sinks;
   auto list = [&](const char* name, const std::vector<int>& values) {
     if (values.empty()) return;
     s << " " << name;
@@ -324,9 +343,12 @@ Bound::Bound(Problem& p, DLDevice device, const Address& address, const char* ba
   call_ = detail::prepare(q_, k_, v_, c);
 }
 
-void Bound::run(Workspace workspace, void* stream) { detail::run(call_, out_, options_.lse, workspace, stream); }
+void Bound::run(Workspace workspace, void* stream) {
+  detail::run(call_, out_, options_.lse, workspace, stream);
+}
 
-cuattn_plan explain(Problem& p, const char* backend, DLDevice device, const cuattn_device* made_up) {
+cuattn_plan explain(Problem& p, const char* backend, DLDevice device,
+                    const cuattn_device* made_up) {
   cuattn_attention_options options;
   cuattn_attention_options_init(&options);
   DLTensor views[12];

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// One attention problem with all its arrays on the host, random ones of every kind, and the judgement of a result:
-// a double-precision reference in scalar loops and the plain low-precision formula, whose error bounds ours.
-// Shared by the CPU and the CUDA tests. Next: test_core.cpp, test_attention.cu.
+// One attention problem with all its arrays on the host, random ones of every kind, and the
+// judgement of a result: a double-precision reference in scalar loops and the plain low-precision
+// formula, whose error bounds ours. Shared by the CPU and the CUDA tests. Next: test_core.cpp,
+// test_attention.cu.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +14,8 @@
 
 namespace cuattn::test {
 
-// Software conversions, round to nearest even: the models that the device's own conversions are held against.
+// Software conversions, round to nearest even: the models that the device's own conversions are
+// held against.
 uint16_t f16_bits(float value);
 float f16_value(uint16_t bits);
 uint16_t bf16_bits(float value);
@@ -27,8 +29,8 @@ DType dtype_named(const std::string& name);
 class Random {
  public:
   explicit Random(uint64_t seed) : state_(seed) {}
-  uint64_t next();                                 // splitmix64
-  int range(int low, int high);                    // both included
+  uint64_t next();               // splitmix64
+  int range(int low, int high);  // both included
   bool chance(double probability);
   float normal();
   template <class T>
@@ -40,8 +42,9 @@ class Random {
   uint64_t state_;
 };
 
-// A host array with guard bands: 512 elements of 0xFF bytes (a NaN in every float type) before and after it, and in
-// the gaps its strides leave. Under --sanitize there are none, so that the tool sees each access past the end.
+// A host array with guard bands: 512 elements of 0xFF bytes (a NaN in every float type) before and
+// after it, and in the gaps its strides leave. Under --sanitize there are none, so that the tool
+// sees each access past the end.
 class Array {
  public:
   Array() = default;
@@ -75,20 +78,22 @@ class Array {
 struct Problem {
   DType dtype = DType::f32;
   Layout layout = Layout::bshd;
-  int batch = 1, heads_q = 1, heads_kv = 1, head_dim = 64, head_dim_v = 64, seqlen_q = 1, seqlen_kv = 1;
-  int64_t row_gap = 0;                  // elements between rows: views into a wider tensor
-  std::vector<int> lens_q, lens_kv;     // ragged when not empty
-  int unowned = 0;                      // ragged: rows stored behind the last sequence
-  std::vector<int> used_q, used_kv;     // seqused_*, absent when empty
+  int batch = 1, heads_q = 1, heads_kv = 1, head_dim = 64, head_dim_v = 64, seqlen_q = 1,
+      seqlen_kv = 1;
+  int64_t row_gap = 0;               // elements between rows: views into a wider tensor
+  std::vector<int> lens_q, lens_kv;  // ragged when not empty
+  int unowned = 0;                   // ragged: rows stored behind the last sequence
+  std::vector<int> used_q, used_kv;  // seqused_*, absent when empty
   bool causal = false;
   int64_t window_left = kUnlimited, window_right = kUnlimited;
-  double softcap = 0, scale = 0;        // scale 0: the default
+  double softcap = 0, scale = 0;  // scale 0: the default
   enum class Bias { none, f32, same, boolean } bias_kind = Bias::none;
-  bool bias_broadcast = false;          // over batch and heads
+  bool bias_broadcast = false;  // over batch and heads
   bool alibi = false, alibi_per_batch = false, sinks = false, lse = true;
-  float magnitude = 1;                  // of q: 10 gives sharp softmaxes
+  float magnitude = 1;  // of q: 10 gives sharp softmaxes
 
-  Array q, k, v, cu_q, cu_kv, used_q_array, used_kv_array, alibi_slopes, bias, sink_logits, out, lse_out;
+  Array q, k, v, cu_q, cu_kv, used_q_array, used_kv_array, alibi_slopes, bias, sink_logits, out,
+      lse_out;
 
   bool ragged() const { return !lens_q.empty(); }
   int64_t rows_q() const;
@@ -97,8 +102,12 @@ struct Problem {
   int64_t start_kv(int b) const;
   int stored_q(int b) const { return ragged() ? lens_q[b] : seqlen_q; }
   int stored_kv(int b) const { return ragged() ? lens_kv[b] : seqlen_kv; }
-  int active_q(int b) const { return used_q.empty() ? stored_q(b) : std::min(used_q[b], stored_q(b)); }
-  int active_kv(int b) const { return used_kv.empty() ? stored_kv(b) : std::min(used_kv[b], stored_kv(b)); }
+  int active_q(int b) const {
+    return used_q.empty() ? stored_q(b) : std::min(used_q[b], stored_q(b));
+  }
+  int active_kv(int b) const {
+    return used_kv.empty() ? stored_kv(b) : std::min(used_kv[b], stored_kv(b));
+  }
   // Offset of element (sequence, row in it, head, 0) of q, k, v, out.
   int64_t offset(const Array& array, int b, int row, int head) const;
   int64_t lse_offset(int b, int row, int head) const;
@@ -109,7 +118,8 @@ struct Problem {
   std::string text() const;
 };
 
-// A problem's arrays at their addresses, bound to the C ABI as attention() and attention_varlen() bind them.
+// A problem's arrays at their addresses, bound to the C ABI as attention() and attention_varlen()
+// bind them.
 class Bound {
  public:
   using Address = std::function<void*(Array&)>;
@@ -129,7 +139,8 @@ class Bound {
 };
 
 // The plan for a problem on its own device or on a made-up one; throws as prepare does.
-cuattn_plan explain(Problem& problem, const char* backend, DLDevice device, const cuattn_device* made_up = nullptr);
+cuattn_plan explain(Problem& problem, const char* backend, DLDevice device,
+                    const cuattn_device* made_up = nullptr);
 
 // Runs on the CPU backend into problem.out and problem.lse_out.
 void run_on_cpu(Problem& problem, const char* backend);
@@ -138,12 +149,13 @@ struct Values {
   std::vector<double> out, lse;  // [row][head][head_dim_v] and [row][head] over all stored rows
 };
 struct Reference {
-  Values exact, plain;      // float64 truth; the formula with everything rounded to the dtype
+  Values exact, plain;       // float64 truth; the formula with everything rounded to the dtype
+  double largest_score = 0;  // in magnitude
 };
 Reference reference(const Problem& problem);
 
-// What is wrong with problem.out and problem.lse_out, guard bands and unowned rows included; empty when all is right.
-// worst: raised to the largest error seen, as a fraction of what is allowed.
+// What is wrong with problem.out and problem.lse_out, guard bands and unowned rows included; empty
+// when all is right. worst: raised to the largest error seen, as a fraction of what is allowed.
 std::string judge(const Problem& problem, const Reference& expected, double* worst = nullptr);
 
 // Splits work over the cores; the tests' own, so that a bug in the library's pool cannot hide here.

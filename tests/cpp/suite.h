@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What main.cpp needs of the parts that exist only with CUDA; no_cuda.cpp answers for a build without it.
+// What main.cpp needs of the parts that exist only with CUDA; no_cuda.cpp answers for a build
+// without it.
 #pragma once
 
 #include <string>
@@ -7,7 +8,8 @@
 namespace cuattn::test {
 
 int count_gpus();
-bool device_is_lost();   // after an illegal access every later result is worthless
+bool device_is_lost();    // after an illegal access every later result is worthless
+void release_device();    // ends the CUDA context, so that memcheck reports what was not freed
 void add_kernel_cases();  // one case per kernel instance that libcuattn lists
 int run_perf(const std::string& filter);
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The harness of cuattn_tests: TEST(name) registers a case, CHECK counts a failure and goes on, skip() leaves the case.
-// Cases that are known only at run time (one per compiled kernel) are added with add_case(). Next: problem.h.
+// The harness of cuattn_tests: TEST(name) registers a case, CHECK counts a failure and goes on,
+// skip() leaves the case. Cases that are known only at run time (one per compiled kernel) are added
+// with add_case(). Next: problem.h.
 #pragma once
 
 #include <cstdint>
@@ -15,8 +16,9 @@ namespace cuattn::test {
 
 struct Settings {
   uint64_t seed = 1;
-  bool sanitize = false;  // one small case per kernel, no guard bands: the sanitizer watches exact allocations
-  int gpus = 0;           // devices found; 0 also when the binary was built without CUDA
+  bool sanitize =
+      false;  // one small case per kernel, no guard bands: the sanitizer watches exact allocations
+  int gpus = 0;  // devices found; 0 also when the binary was built without CUDA
 };
 inline Settings& settings() {
   static Settings instance;
@@ -66,16 +68,16 @@ inline uint64_t case_seed(const std::string& name) {
 
 }  // namespace cuattn::test
 
-#define CUATTN_TEST_CASE(name, needs)                                                             \
-  static void name();                                                                             \
+#define CUATTN_TEST_CASE(name, needs)                                                            \
+  static void name();                                                                            \
   static const bool name##_added = ::cuattn::test::add_case(#name, name, ::cuattn::test::needs); \
   static void name()
 #define TEST(name) CUATTN_TEST_CASE(name, Needs::nothing)
 #define CUDA_TEST(name) CUATTN_TEST_CASE(name, Needs::gpu)
 
 // CHECK(condition, "what was seen: ", value, ...)
-#define CHECK(condition, ...)                                                                       \
-  do {                                                                                              \
-    if (!(condition))                                                                               \
-      ::cuattn::test::report_failure(__FILE__, __LINE__, #condition __VA_OPT__(, ) __VA_ARGS__);    \
+#define CHECK(condition, ...)                                                                    \
+  do {                                                                                           \
+    if (!(condition))                                                                            \
+      ::cuattn::test::report_failure(__FILE__, __LINE__, #condition __VA_OPT__(, ) __VA_ARGS__); \
   } while (0)

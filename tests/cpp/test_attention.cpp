@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every kernel instance that libcuattn lists, on random problems that only it can serve: against the double-precision
-// reference, with guard bands, unchanged inputs and bitwise repeats; the CPU backend is held against the same reference.
-// Next: test_cuda.cpp (sizes, streams, graphs), test_device.cu (the primitives).
+// Every kernel instance that libcuattn lists, on random problems that only it can serve: against
+// the double-precision reference, with guard bands, unchanged inputs and bitwise repeats; the CPU
+// backend is held against the same reference. Next: test_cuda.cpp (sizes, streams, graphs),
+// test_device.cu (the primitives).
 #include <algorithm>
 #include <cctype>
 #include <cmath>
@@ -22,8 +23,8 @@ struct Instance {
   int head_dim, head_dim_v;
 
   std::string name() const {
-    return "instance/" + backend + "/" + dtype + "/" + std::to_string(head_dim) + "x" + std::to_string(head_dim_v) + "/" +
-           mask + "/" + score;
+    return "instance/" + backend + "/" + dtype + "/" + std::to_string(head_dim) + "x" +
+           std::to_string(head_dim_v) + "/" + mask + "/" + score;
   }
 };
 
@@ -36,7 +37,8 @@ std::vector<Instance> instances() {
   for (int i = 0; i < cuattn_kernel_count(); ++i) {
     cuattn_kernel_info info;
     detail::check(cuattn_kernel_at(i, &info));
-    bool on_cuda = std::isdigit(static_cast<unsigned char>(info.arch[0]));  // "80;90;90-ptx"; the CPU's name an ISA
+    bool on_cuda = std::isdigit(
+        static_cast<unsigned char>(info.arch[0]));  // "80;90;90-ptx"; the CPU's name an ISA
     if (std::string(info.op) != "attention" || !on_cuda) continue;
     std::string backend = info.kernel;
     if (std::string(info.tile) == "small") backend += "-small";
@@ -49,13 +51,15 @@ std::vector<Instance> instances() {
 }
 
 const std::vector<int>& lengths() {
-  static const std::vector<int> list = {1, 3, 17, 31, 33, 63, 64, 65, 97, 127, 128, 129, 191, 200, 255, 257};
+  static const std::vector<int> list = {1,  3,   17,  31,  33,  63,  64,  65,
+                                        97, 127, 128, 129, 191, 200, 255, 257};
   return list;
 }
 
 void choose_mask(Problem& p, const std::string& mask, Random& random) {
   if (mask == "causal") p.causal = true;
-  if (mask != "none") p.seqlen_q = std::max(p.seqlen_q, 2);  // one query: its causal mask hides nothing
+  if (mask != "none")
+    p.seqlen_q = std::max(p.seqlen_q, 2);  // one query: its causal mask hides nothing
   if (mask != "window") return;
   p.seqlen_kv = std::max(p.seqlen_kv, 3);
   p.causal = random.chance(0.4);
@@ -109,8 +113,10 @@ Problem make_problem(const Instance& instance, int variant, Random& random) {
         p.lens_q.push_back(random.chance(0.15) ? 0 : random.pick(lengths()));
         p.lens_kv.push_back(random.chance(0.15) ? 0 : random.pick(lengths()));
       }
-      p.seqlen_q = std::max(1, *std::max_element(p.lens_q.begin(), p.lens_q.end()) + random.range(0, 40));
-      p.seqlen_kv = std::max(1, *std::max_element(p.lens_kv.begin(), p.lens_kv.end()) + random.range(0, 40));
+      p.seqlen_q =
+          std::max(1, *std::max_element(p.lens_q.begin(), p.lens_q.end()) + random.range(0, 40));
+      p.seqlen_kv =
+          std::max(1, *std::max_element(p.lens_kv.begin(), p.lens_kv.end()) + random.range(0, 40));
       break;
     case kStrided:
       p.layout = random.chance(0.5) ? Layout::bhsd : Layout::bshd;
@@ -127,8 +133,7 @@ Problem make_problem(const Instance& instance, int variant, Random& random) {
       p.sinks = random.chance(0.3);
       if (p.seqlen_q < p.seqlen_kv) std::swap(p.seqlen_q, p.seqlen_kv);
       break;
-    default:
-      break;
+    default: break;
   }
   return p;
 }
@@ -170,9 +175,11 @@ void check_cpu(const Problem& p, const Reference& expected) {
       for (int head = 0; head < p.heads_q; ++head)
         for (int i = 0; i < p.head_dim_v; ++i) {
           double exact = expected.exact.out[p.index(b, row, head) * p.head_dim_v + i];
-          largest = std::max(largest, std::abs(wide.out.get(wide.offset(wide.out, b, row, head) + i) - exact));
+          largest = std::max(
+              largest, std::abs(wide.out.get(wide.offset(wide.out, b, row, head) + i) - exact));
         }
-  CHECK(largest < 1e-4 * p.magnitude, "the CPU backend is ", largest, " away from the reference [", p.text(), "]");
+  CHECK(largest < 1e-4 * p.magnitude, "the CPU backend is ", largest, " away from the reference [",
+        p.text(), "]");
 }
 
 void check_repeats(Problem& p, const char* backend, int repeats) {
@@ -192,7 +199,8 @@ void check_repeats(Problem& p, const char* backend, int repeats) {
   }
 }
 
-// A random problem of this variant that the instance serves; false when it refuses the variant's options.
+// A random problem of this variant that the instance serves; false when it refuses the variant's
+// options.
 bool draw(const Instance& instance, int variant, Random& random, Problem& p) {
   for (int attempt = 0; attempt < 4; ++attempt) {
     p = make_problem(instance, variant, random);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Each primitive of include/cuattn/device against a host model: accuracy of the approximate functions, rounding of the
-// conversions, the fragment maps by one-hot operands, zero fill of cp.async, the swizzle and the ranges of key tiles.
+// Each primitive of include/cuattn/device against a host model: accuracy of the approximate
+// functions, rounding of the conversions, the fragment maps by one-hot operands, zero fill of
+// cp.async, the swizzle and the ranges of key tiles.
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -57,7 +58,8 @@ std::vector<float> applied(const std::vector<float>& values) {
 
 std::vector<float> spread(float low, float high) {
   std::vector<float> values;
-  for (int i = 0; i <= 20000; ++i) values.push_back(low + (high - low) * static_cast<float>(i) / 20000);
+  for (int i = 0; i <= 20000; ++i)
+    values.push_back(low + (high - low) * static_cast<float>(i) / 20000);
   return values;
 }
 
@@ -78,7 +80,8 @@ CUDA_TEST(device_log2_is_accurate_and_minus_infinity_at_zero) {
   std::vector<float> x = spread(1e-3f, 5000.0f), y = applied<Function::log2>(x);
   for (size_t i = 0; i < x.size(); ++i) {
     double exact = std::log2(static_cast<double>(x[i]));
-    CHECK(std::abs(y[i] - exact) <= 0x1p-21 * std::max(1.0, std::abs(exact)), "log2(", x[i], ") = ", y[i]);
+    CHECK(std::abs(y[i] - exact) <= 0x1p-21 * std::max(1.0, std::abs(exact)), "log2(", x[i],
+          ") = ", y[i]);
   }
   y = applied<Function::log2>({0.0f, 1.0f, kInfinity, kNan});
   CHECK(y[0] == -kInfinity && y[1] == 0.0f && y[2] == kInfinity && std::isnan(y[3]));
@@ -95,10 +98,12 @@ CUDA_TEST(device_rcp_is_within_one_ulp) {
 CUDA_TEST(device_tanh_is_accurate_and_saturates) {
   std::vector<float> x = spread(-12.0f, 12.0f), y = applied<Function::tanh>(x);
   for (size_t i = 0; i < x.size(); ++i) {
-    CHECK(std::abs(y[i] - std::tanh(static_cast<double>(x[i]))) <= 4e-7, "tanh(", x[i], ") = ", y[i]);
+    CHECK(std::abs(y[i] - std::tanh(static_cast<double>(x[i]))) <= 4e-7, "tanh(", x[i],
+          ") = ", y[i]);
   }
   y = applied<Function::tanh>({-kInfinity, -1e30f, 0.0f, 1e30f, kInfinity, kNan});
-  CHECK(y[0] == -1.0f && y[1] == -1.0f && y[2] == 0.0f && y[3] == 1.0f && y[4] == 1.0f && std::isnan(y[5]));
+  CHECK(y[0] == -1.0f && y[1] == -1.0f && y[2] == 0.0f && y[3] == 1.0f && y[4] == 1.0f &&
+        std::isnan(y[5]));
 }
 
 template <class T>
@@ -127,13 +132,16 @@ bool is_nan_pattern(uint16_t bits, int mantissa_bits) {
 // Random patterns of all magnitudes, and the values where rounding turns.
 std::vector<float> rounding_cases() {
   Random random(case_seed("rounding"));
-  std::vector<float> values = {0.0f, -0.0f, 1.0f, 65504.0f, 65519.0f, 65520.0f, -65520.0f, 1e38f, 3.4e38f, 0x1p-24f,
-                               0x1p-25f, 0x1.8p-25f, 0x1p-14f, 0x1.ffcp-15f, 0x1p-149f, kInfinity, -kInfinity, kNan};
+  std::vector<float> values = {0.0f,      -0.0f,      1.0f,     65504.0f,     65519.0f,
+                               65520.0f,  -65520.0f,  1e38f,    3.4e38f,      0x1p-24f,
+                               0x1p-25f,  0x1.8p-25f, 0x1p-14f, 0x1.ffcp-15f, 0x1p-149f,
+                               kInfinity, -kInfinity, kNan};
   for (int i = 0; i < 60000; ++i) {
     uint32_t bits = static_cast<uint32_t>(random.next());
     if (i % 3 == 0) bits &= 0xffffe000u;                    // ties of float16
     if (i % 3 == 1) bits = (bits & 0xffff0000u) | 0x8000u;  // ties of bfloat16
-    if (i % 2 == 0) bits = (bits & 0x807fffffu) | (112 + random.range(-12, 18)) << 23;  // the range of float16
+    if (i % 2 == 0)
+      bits = (bits & 0x807fffffu) | (112 + random.range(-12, 18)) << 23;  // the range of float16
     float value;
     std::memcpy(&value, &bits, 4);
     values.push_back(value);
@@ -152,7 +160,8 @@ void check_conversion(int mantissa_bits, float (*value)(uint16_t), uint16_t (*bi
   std::vector<float> seen = wide.host();
   for (int i = 0; i < 65536; ++i) {
     bool nan = is_nan_pattern(patterns[i], mantissa_bits);
-    CHECK(nan ? std::isnan(seen[i]) : seen[i] == value(patterns[i]), "pattern ", i, " became ", seen[i]);
+    CHECK(nan ? std::isnan(seen[i]) : seen[i] == value(patterns[i]), "pattern ", i, " became ",
+          seen[i]);
   }
   std::vector<float> cases = rounding_cases();
   int n = static_cast<int>(cases.size());
@@ -166,10 +175,13 @@ void check_conversion(int mantissa_bits, float (*value)(uint16_t), uint16_t (*bi
   for (int i = 0; i < n; ++i) {
     uint16_t half = static_cast<uint16_t>(packed[i / 2] >> (i % 2 * 16));
     if (std::isnan(cases[i])) {
-      CHECK(is_nan_pattern(narrowed[i], mantissa_bits) && is_nan_pattern(half, mantissa_bits), "NaN lost");
+      CHECK(is_nan_pattern(narrowed[i], mantissa_bits) && is_nan_pattern(half, mantissa_bits),
+            "NaN lost");
     } else {
-      CHECK(narrowed[i] == bits(cases[i]), cases[i], " became ", narrowed[i], " instead of ", bits(cases[i]));
-      CHECK(half == bits(cases[i]), "pack2: ", cases[i], " became ", half, " instead of ", bits(cases[i]));
+      CHECK(narrowed[i] == bits(cases[i]), cases[i], " became ", narrowed[i], " instead of ",
+            bits(cases[i]));
+      CHECK(half == bits(cases[i]), "pack2: ", cases[i], " became ", half, " instead of ",
+            bits(cases[i]));
     }
   }
 }
@@ -201,7 +213,8 @@ CUDA_TEST(device_reductions_span_a_quad_or_a_warp) {
   for (float value : x) warp_largest = std::max(warp_largest, value), warp_total += value;
   for (int lane = 0; lane < 32; ++lane) {
     float largest = -kInfinity, total = 0;
-    for (int i = lane / 4 * 4; i < lane / 4 * 4 + 4; ++i) largest = std::max(largest, x[i]), total += x[i];
+    for (int i = lane / 4 * 4; i < lane / 4 * 4 + 4; ++i)
+      largest = std::max(largest, x[i]), total += x[i];
     CHECK(y[lane] == largest && y[32 + lane] == total, "quad of lane ", lane);
     CHECK(y[64 + lane] == warp_largest && y[96 + lane] == warp_total, "lane ", lane);
   }
@@ -233,7 +246,8 @@ CUDA_TEST(device_ldmatrix_gives_each_lane_its_fragment) {
     }
 }
 
-// C = A B + C for `count` problems of 16 x 16 by 16 x 8, operands laid out by the fragment map of mma_sm80.cuh.
+// C = A B + C for `count` problems of 16 x 16 by 16 x 8, operands laid out by the fragment map of
+// mma_sm80.cuh.
 template <DType kType>
 __global__ void multiply(const float* gA, const float* gB, float* gC, int count) {
   int g = threadIdx.x / 4, q = threadIdx.x % 4;
@@ -253,7 +267,8 @@ __global__ void multiply(const float* gA, const float* gB, float* gC, int count)
 
 template <DType kType>
 void check_mma() {
-  // Problem (m, k): A has a single one there, so row m of C must become row k of B and every other row stay.
+  // Problem (m, k): A has a single one there, so row m of C must become row k of B and every other
+  // row stay.
   Random random(case_seed("mma"));
   std::vector<float> a(256 * 256, 0.0f), b(256 * 128), c(256 * 128);
   for (int i = 0; i < 256; ++i) a[i * 256 + i] = 1.0f;
@@ -266,7 +281,8 @@ void check_mma() {
     for (int m = 0; m < 16; ++m)
       for (int n = 0; n < 8; ++n) {
         float want = c[i * 128 + m * 8 + n] + (m == i / 16 ? b[i * 128 + i % 16 * 8 + n] : 0.0f);
-        CHECK(seen[i * 128 + m * 8 + n] == want, "A one at (", i / 16, ", ", i % 16, "), C at (", m, ", ", n, ")");
+        CHECK(seen[i * 128 + m * 8 + n] == want, "A one at (", i / 16, ", ", i % 16, "), C at (", m,
+              ", ", n, ")");
       }
 }
 
@@ -293,10 +309,14 @@ CUDA_TEST(device_cp_async_copies_or_writes_zeros) {
   std::vector<uint32_t> source(64 * 4);
   for (size_t i = 0; i < source.size(); ++i) source[i] = static_cast<uint32_t>(1000 + i);
   OnGpu<uint32_t> in(source), out(size_t{96 * 4});
-  copy_async<<<1, 32>>>(reinterpret_cast<const uint4*>(in.data()), reinterpret_cast<uint4*>(out.data()));
+  copy_async<<<1, 32>>>(reinterpret_cast<const uint4*>(in.data()),
+                        reinterpret_cast<uint4*>(out.data()));
   std::vector<uint32_t> seen = out.host();
   for (uint32_t i = 0; i < 96 * 4; ++i) {
-    uint32_t chunk = i / 4, want = chunk < 32 ? 1000 + i : chunk >= 64 ? 7 : chunk % 2 == 0 ? 1000 + i : 0;
+    uint32_t chunk = i / 4, want = chunk < 32       ? 1000 + i
+                                   : chunk >= 64    ? 7
+                                   : chunk % 2 == 0 ? 1000 + i
+                                                    : 0;
     CHECK(seen[i] == want, "word ", i, " is ", seen[i], " instead of ", want);
   }
 }
@@ -317,7 +337,9 @@ CUDA_TEST(device_score_functor_caps_then_adds_alibi_then_bias) {
   Random random(case_seed("score"));
   for (DType bias_type : {DType::f32, DType::bf16, DType::boolean}) {
     Array bias(bias_type, {2, kHeads, kQueries, kKeys});
-    bias.for_each_offset([&](int64_t i) { bias.set(i, bias_type == DType::boolean ? i % 3 != 0 : random.normal()); });
+    bias.for_each_offset([&](int64_t i) {
+      bias.set(i, bias_type == DType::boolean ? i % 3 != 0 : random.normal());
+    });
     std::vector<float> dots(kCells), slopes(2 * kHeads);
     for (float& dot : dots) dot = 20 * random.normal();
     for (float& slope : slopes) slope = random.normal();
@@ -328,19 +350,25 @@ CUDA_TEST(device_score_functor_caps_then_adds_alibi_then_bias) {
     p.scale = 0.25f, p.softcap = 3.0f;
     p.alibi_slopes = g_slopes.data(), p.alibi_stride_batch = kHeads, p.alibi_stride_head = 1;
     p.bias = g_bias.data() + bias.guard_bytes(), p.bias_dtype = bias_type;
-    p.bias_stride_batch = kHeads * kCells, p.bias_stride_head = kCells, p.bias_stride_q = kKeys, p.bias_stride_kv = 1;
+    p.bias_stride_batch = kHeads * kCells, p.bias_stride_head = kCells, p.bias_stride_q = kKeys,
+    p.bias_stride_kv = 1;
     score<DType::bf16><<<1, 32>>>(p, g_dots.data(), out.data());
     std::vector<float> seen = out.host();
     for (int i = 0; i < kCells; ++i) {
       int row = i / kKeys, key = i % kKeys;
-      double want = 3 * std::tanh(0.25 * dots[i] / 3) - slopes[kHeads + 2] * std::abs(row + kKeys - kQueries - key);
+      double want = 3 * std::tanh(0.25 * dots[i] / 3) -
+                    slopes[kHeads + 2] * std::abs(row + kKeys - kQueries - key);
       float extra = bias.get((kHeads + 2) * kCells + i);
-      if (bias_type != DType::boolean) want += extra;
-      else if (extra == 0) want = -kInfinity;
+      if (bias_type != DType::boolean)
+        want += extra;
+      else if (extra == 0)
+        want = -kInfinity;
       want *= 1.4426950408889634;
-      CHECK(want == seen[i] || std::abs(want - seen[i]) < 2e-5, "cell ", i, ": ", seen[i], " instead of ", want);
+      CHECK(want == seen[i] || std::abs(want - seen[i]) < 2e-5, "cell ", i, ": ", seen[i],
+            " instead of ", want);
       double plain = 0.25 * dots[i] * 1.4426950408889634;
-      CHECK(std::abs(seen[kCells + i] - plain) < 1e-5 * std::max(1.0, std::abs(plain)), "identity, cell ", i);
+      CHECK(std::abs(seen[kCells + i] - plain) < 1e-5 * std::max(1.0, std::abs(plain)),
+            "identity, cell ", i);
     }
   }
 }
@@ -358,8 +386,10 @@ void check_swizzle() {
   for (uint32_t first = 0; first < 64; first += 8)
     for (uint32_t chunk = 0; chunk < kChunks; ++chunk) {
       uint32_t banks = 0;  // one bit per group of four banks
-      for (uint32_t row = first; row < first + 8; ++row) banks |= 1u << (swizzled<kRowBytes>(row, chunk) / 16 % 8);
-      CHECK(banks == 0xff, "ldmatrix of rows from ", first, ", chunk ", chunk, " of ", kRowBytes, " conflicts");
+      for (uint32_t row = first; row < first + 8; ++row)
+        banks |= 1u << (swizzled<kRowBytes>(row, chunk) / 16 % 8);
+      CHECK(banks == 0xff, "ldmatrix of rows from ", first, ", chunk ", chunk, " of ", kRowBytes,
+            " conflicts");
     }
 }
 
@@ -377,7 +407,8 @@ void check_tile_range(int left, int right, int row_begin, int row_end, int queri
   TileRange range = tile_range<kTileN>(left, right, row_begin, row_end, queries, keys);
   auto sees = [&](int row, int key) {
     int64_t diagonal = static_cast<int64_t>(row) + keys - queries;
-    return key < keys && (left < 0 || key >= diagonal - left) && (right < 0 || key <= diagonal + right);
+    return key < keys && (left < 0 || key >= diagonal - left) &&
+           (right < 0 || key <= diagonal + right);
   };
   for (int tile = 0; tile <= keys / kTileN + 1; ++tile) {
     bool any = false, all = true;
@@ -388,10 +419,10 @@ void check_tile_range(int left, int right, int row_begin, int row_end, int queri
       }
     bool visited = tile >= range.begin && tile < range.end;
     bool unmasked = visited && tile >= range.full_begin && tile < range.full_end;
-    CHECK(visited || !any, "tile ", tile, " is skipped: window ", left, ",", right, " rows ", row_begin, "..", row_end,
-          " of ", queries, " keys ", keys);
-    CHECK(!unmasked || all, "tile ", tile, " runs unmasked: window ", left, ",", right, " rows ", row_begin, "..",
-          row_end, " of ", queries, " keys ", keys);
+    CHECK(visited || !any, "tile ", tile, " is skipped: window ", left, ",", right, " rows ",
+          row_begin, "..", row_end, " of ", queries, " keys ", keys);
+    CHECK(!unmasked || all, "tile ", tile, " runs unmasked: window ", left, ",", right, " rows ",
+          row_begin, "..", row_end, " of ", queries, " keys ", keys);
     CHECK(unmasked || !all || row_end <= row_begin, "tile ", tile, " is masked in vain");
   }
 }
@@ -400,11 +431,15 @@ TEST(tile_ranges_cover_what_is_visible_and_unmask_only_full_tiles) {
   Random random(case_seed("tile_range"));
   for (int i = 0; i < 3000; ++i) {
     int queries = random.range(1, 200), keys = random.range(0, 200);
-    int row_begin = random.range(0, queries), row_end = random.range(row_begin, std::min(queries, row_begin + 64));
-    int left = random.chance(0.5) ? -1 : random.range(0, 150), right = random.chance(0.5) ? -1 : random.range(0, 100);
+    int row_begin = random.range(0, queries),
+        row_end = random.range(row_begin, std::min(queries, row_begin + 64));
+    int left = random.chance(0.5) ? -1 : random.range(0, 150),
+        right = random.chance(0.5) ? -1 : random.range(0, 100);
     if (i % 3 == 0) left = -1, right = 0;
-    if (i % 2 == 0) check_tile_range<16>(left, right, row_begin, row_end, queries, keys);
-    else check_tile_range<64>(left, right, row_begin, row_end, queries, keys);
+    if (i % 2 == 0)
+      check_tile_range<16>(left, right, row_begin, row_end, queries, keys);
+    else
+      check_tile_range<64>(left, right, row_begin, row_end, queries, keys);
   }
 }
 

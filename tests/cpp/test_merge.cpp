@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// merge_states of two and of many parts, on the CPU and on the GPU: the definition in double precision, neutral elements,
-// extreme lse, every layout; and attention split over the keys, merged, against attention over all keys.
-#include "merge.h"
-
+// merge_states of two and of many parts, on the CPU and on the GPU: the definition in double
+// precision, neutral elements, extreme lse, every layout; and attention split over the keys,
+// merged, against attention over all keys.
 #include <cmath>
 #include <limits>
 
+#include "merge.h"
 #include "test.h"
 
 namespace cuattn::test {
@@ -56,7 +56,8 @@ static MergeProblem make_merge(Random& random, DType dtype, Layout layout, int p
   m.lses = Array(DType::f32, rows);
   m.outs.for_each_offset([&](int64_t i) { m.outs.set(i, random.normal()); });
   float size = random.pick(std::vector<float>{1, 30, 5000});
-  m.lses.for_each_offset([&](int64_t i) { m.lses.set(i, random.chance(0.25) ? -kInf : size * random.normal()); });
+  m.lses.for_each_offset(
+      [&](int64_t i) { m.lses.set(i, random.chance(0.25) ? -kInf : size * random.normal()); });
   return m;
 }
 
@@ -67,13 +68,19 @@ std::string judge_merge(const MergeProblem& m) {
     for (int row = 0; row < 5; ++row)
       for (int head = 0; head < 3; ++head) {
         double largest = -kInf, sum = 0;
-        auto lse = [&](int part) { return m.lses.get(part * m.lses.strides()[0] + lse_offset(m, b, row, head)); };
-        for (int part = 0; part < m.num_parts; ++part) largest = std::max<double>(largest, lse(part));
-        auto weight = [&](int part) { return largest == -kInf ? 0.0 : std::exp(lse(part) - largest); };
+        auto lse = [&](int part) {
+          return m.lses.get(part * m.lses.strides()[0] + lse_offset(m, b, row, head));
+        };
+        for (int part = 0; part < m.num_parts; ++part)
+          largest = std::max<double>(largest, lse(part));
+        auto weight = [&](int part) {
+          return largest == -kInf ? 0.0 : std::exp(lse(part) - largest);
+        };
         for (int part = 0; part < m.num_parts; ++part) sum += weight(part);
         double want_lse = largest == -kInf ? largest : largest + std::log(sum);
         double got_lse = m.lse.get(lse_offset(m, b, row, head));
-        if (!(got_lse == want_lse || std::abs(got_lse - want_lse) <= 1e-6 * std::max(1.0, std::abs(want_lse)))) {
+        if (!(got_lse == want_lse ||
+              std::abs(got_lse - want_lse) <= 1e-6 * std::max(1.0, std::abs(want_lse)))) {
           text << "lse " << got_lse << " instead of " << want_lse;
         }
         for (int i = 0; i < m.head_dim; ++i) {
@@ -88,16 +95,19 @@ std::string judge_merge(const MergeProblem& m) {
           }
         }
         if (!text.str().empty()) {
-          text << " at " << b << "," << row << "," << head << " of layout " << static_cast<int>(m.layout) << ", "
-               << m.num_parts << " parts, " << name_of(m.dtype);
+          text << " at " << b << "," << row << "," << head << " of layout "
+               << static_cast<int>(m.layout) << ", " << m.num_parts << " parts, "
+               << name_of(m.dtype);
           return text.str();
         }
       }
   return "";
 }
 
-void run_merge(MergeProblem& m, bool stacked, DLDevice device, const Bound::Address& address, void* stream) {
-  TensorView outs = m.outs.view(address(m.outs), device), lses = m.lses.view(address(m.lses), device);
+void run_merge(MergeProblem& m, bool stacked, DLDevice device, const Bound::Address& address,
+               void* stream) {
+  TensorView outs = m.outs.view(address(m.outs), device),
+             lses = m.lses.view(address(m.lses), device);
   TensorView out = m.out.view(address(m.out), device), lse = m.lse.view(address(m.lse), device);
   if (stacked) {
     DLTensor os = outs.dl(), ls = lses.dl(), o = out.dl(), l = lse.dl();
@@ -115,7 +125,8 @@ void run_merge(MergeProblem& m, bool stacked, DLDevice device, const Bound::Addr
     return view;
   };
   int bytes = bytes_of(m.dtype);
-  merge_states(part(outs, 0, bytes), part(lses, 0, 4), part(outs, 1, bytes), part(lses, 1, 4), out, &lse, m.layout, stream);
+  merge_states(part(outs, 0, bytes), part(lses, 0, 4), part(outs, 1, bytes), part(lses, 1, 4), out,
+               &lse, m.layout, stream);
 }
 
 std::vector<MergeProblem> merge_problems(uint64_t seed) {
@@ -123,7 +134,8 @@ std::vector<MergeProblem> merge_problems(uint64_t seed) {
   std::vector<MergeProblem> list;
   for (DType dtype : {DType::f32, DType::f16, DType::bf16})
     for (Layout layout : {Layout::bshd, Layout::bhsd, Layout::nhd, Layout::thd})
-      for (int parts : {1, 2, 2, 7, 33}) list.push_back(make_merge(random, dtype, layout, parts, 8 * random.range(1, 32)));
+      for (int parts : {1, 2, 2, 7, 33})
+        list.push_back(make_merge(random, dtype, layout, parts, 8 * random.range(1, 32)));
   return list;
 }
 
@@ -171,8 +183,10 @@ TEST(cpu_merge_of_split_keys_is_attention_over_all_keys) {
     for (int64_t i = 0; i < 4 * 20; ++i) m.lses.set(part * 4 * 20 + i, some.lse_out.get(i));
   }
   run_merge(m, true, kHost, host_address, nullptr);
-  for (int64_t i = 0; i < 20 * 4 * 64; ++i) CHECK(std::abs(m.out.get(i) - whole.out.get(i)) < 2e-6, "element ", i);
-  for (int64_t i = 0; i < 4 * 20; ++i) CHECK(std::abs(m.lse.get(i) - whole.lse_out.get(i)) < 1e-5, "lse ", i);
+  for (int64_t i = 0; i < 20 * 4 * 64; ++i)
+    CHECK(std::abs(m.out.get(i) - whole.out.get(i)) < 2e-6, "element ", i);
+  for (int64_t i = 0; i < 4 * 20; ++i)
+    CHECK(std::abs(m.lse.get(i) - whole.lse_out.get(i)) < 1e-5, "lse ", i);
 }
 
 }  // namespace

@@ -1,0 +1,88 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# The GPU checks, on a machine without network: run.sh [build|pytest|cpp|memcheck|racecheck|initcheck]...
+# No argument runs all stages. Each stays under nine minutes and merges its counts into record.json, which names the
+# sources it ran on by their hash. In a checkout the hash is asked of git; elsewhere pass CUATTN_SOURCE_HASH, printed by
+# `tests/gpu/record.py hash` where git is. CUATTN_GPU_OUT: folder for record.json and the ends of the logs.
+set -uo pipefail
+stages=("$@")
+[ $# -gt 0 ] || stages=(build pytest cpp memcheck racecheck initcheck)
+for stage in "${stages[@]}"; do
+  case $stage in
+    build | pytest | cpp | memcheck | racecheck | initcheck) ;;
+    *)
+      echo "run.sh: unknown stage '$stage'; stages: build pytest cpp memcheck racecheck initcheck" >&2
+      exit 2
+      ;;
+  esac
+done
+cd "$(dirname "$0")/../.."
+work=$PWD/build/gpu
+out=${CUATTN_GPU_OUT:-tests/gpu}
+python=${PYTHON:-python3}
+cores=$(nproc)
+limit=530  # seconds a stage may take
+mkdir -p "$work/logs" "$out"
+export CUATTN_SOURCE_HASH=${CUATTN_SOURCE_HASH:-$($python tests/gpu/record.py hash)}
+export PYTHONPATH=$work/site${PYTHONPATH:+:$PYTHONPATH}
+tests=$work/tests/cuattn_tests
+
+build() {
+  CMAKE_BUILD_PARALLEL_LEVEL=$cores $python -m pip install --no-index --no-build-isolation --no-deps --no-compile \
+    --disable-pip-version-check --quiet --upgrade --target "$work/site" -C build-dir="$work/lib" \
+    -C cmake.define.CUATTN_CUDA=ON . &&
+    cmake -G Ninja -S tests/cpp -B "$work/tests" -DCUATTN_TESTS_CUDA=ON \
+      -Dcuattn_DIR="$($python -c 'import cuattn; print(cuattn.cmake_dir())')" &&
+    cmake --build "$work/tests" -j "$cores" &&
+    $python -c 'import cuattn; print(cuattn.info())'
+}
+
+pytest() {
+  local workers=()
+  $python -c 'import xdist' 2>/dev/null && workers=(-n "$((cores < 12 ? cores : 12))")
+  # test_cpp.py builds what the build stage has built; the cpp stage runs it.
+  CUATTN_REQUIRE_CUDA=1 XLA_PYTHON_CLIENT_PREALLOCATE=false \
+    $python -m pytest "${workers[@]}" -q -rf -p no:cacheprovider --ignore tests/test_cpp.py \
+    --junitxml "$work/logs/pytest.xml" tests
+}
+
+cpp() { "$tests" test && "$tests" perf --filter sm80; }
+
+# One tool over every kernel instance, spread over processes: the tools are bound by the host.
+sanitize() {
+  local tool=$1 shards=8 status=0 pids=()
+  shift
+  for ((i = 0; i < shards; ++i)); do
+    compute-sanitizer --tool "$tool" --error-exitcode 1 "$@" \
+      "$tests" --sanitize --exclude /cublas/ --shard "$i/$shards" >"$work/logs/$tool.$i" 2>&1 &
+    pids+=($!)
+  done
+  for pid in "${pids[@]}"; do wait "$pid" || status=1; done
+  cat "$work/logs/$tool."[0-9]*
+  return $status
+}
+
+memcheck() {
+  local status=0
+  sanitize memcheck --padding 512 --leak-check full || status=1
+  # cuBLAS keeps its handle's memory until the process ends, so its cases run without the leak check. Its kernels are
+  # not ours to check for races or initialisation.
+  compute-sanitizer --tool memcheck --error-exitcode 1 --padding 512 "$tests" --sanitize --filter /cublas/ || status=1
+  return $status
+}
+
+racecheck() { sanitize racecheck --racecheck-report all; }
+initcheck() { sanitize initcheck; }
+
+failed=0
+for stage in "${stages[@]}"; do
+  printf '\n== %s\n' "$stage"
+  begin=$SECONDS
+  export -f "$stage" sanitize
+  export work tests python cores
+  timeout --kill-after 10 "$limit" bash -o pipefail -c "$stage" 2>&1 | tee "$work/logs/$stage.log"
+  status=${PIPESTATUS[0]}
+  $python tests/gpu/record.py stage "$stage" --status "$status" --seconds "$((SECONDS - begin))" \
+    --logs "$work/logs" --out "$out" || failed=1
+done
+exit $failed

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The C++ side: `cuattn_tests` and examples/cpp built against the installed package, and run."""
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import cuattn
+
+ROOT = Path(__file__).resolve().parent.parent
+pytestmark = pytest.mark.skipif(
+    shutil.which("c++") is None and shutil.which("g++") is None and "CXX" not in os.environ,
+    reason="no C++ compiler",
+)
+
+
+def run(command, **options):
+    result = subprocess.run(
+        [str(part) for part in command], capture_output=True, text=True, timeout=600, **options
+    )
+    assert result.returncode == 0, f"{command} failed:\n{result.stdout}\n{result.stderr}"
+    return result.stdout
+
+
+def build(source, directory, *definitions):
+    """Configure and build a CMake project that calls find_package(cuattn)."""
+    for tool in ("cmake", "ninja"):
+        if shutil.which(tool) is None:
+            pytest.fail(f"{tool} is not on PATH; install the extra 'test'")
+    run(["cmake", "-G", "Ninja", "-S", source, "-B", directory, *definitions])
+    run(["cmake", "--build", directory])
+    return directory
+
+
+@pytest.fixture(scope="module")
+def tests_build(tmp_path_factory):
+    return build(
+        ROOT / "tests" / "cpp",
+        tmp_path_factory.mktemp("cuattn_tests"),
+        f"-Dcuattn_DIR={cuattn.cmake_dir()}",
+    )
+
+
+def counts(output):
+    """Passed, failed, skipped of the last line."""
+    match = re.search(r"(\d+) passed, (\d+) failed, (\d+) skipped\s*\Z", output)
+    assert match, output[-2000:]
+    return tuple(map(int, match.groups()))
+
+
+def test_cuattn_tests_pass(tests_build):
+    output = run([tests_build / "cuattn_tests"])
+    passed, failed, _ = counts(output)
+    assert passed >= 30
+    assert failed == 0
+
+
+def test_cuattn_tests_have_one_case_per_kernel_instance(tests_build):
+    listed = run([tests_build / "cuattn_tests", "--list"]).split()
+    names = [name for name in listed if name.startswith("instance/")]
+    assert len(set(names)) == len(names)
+    cuda = [
+        row for row in cuattn.kernels() if row["op"] == "attention" and row["arch"][0].isdigit()
+    ]
+    if not cuda or "device_mma_maps_float16_fragments" not in listed:
+        pytest.skip("no CUDA in this build, or no CUDA compiler here")
+    assert len(names) >= len(cuda)
+
+
+def test_cuattn_tests_filter_seed_and_failure_are_honoured(tests_build):
+    binary = tests_build / "cuattn_tests"
+    assert counts(run([binary, "--filter", "tensor_view", "--seed", "7"]))[0] == 3
+    nothing = subprocess.run([binary, "--filter", "no such case"], capture_output=True, text=True)
+    assert nothing.returncode != 0  # a filter that selects nothing is not a success
+    unknown = subprocess.run([binary, "--fast"], capture_output=True, text=True)
+    assert unknown.returncode == 2
+    assert "--fast" in unknown.stderr
+
+
+def test_ctest_passes_with_every_cpu_instruction_set(tests_build):
+    output = run(["ctest", "--test-dir", tests_build, "--output-on-failure"])
+    assert "100% tests passed" in output
+
+
+def test_example_builds_against_the_package_and_agrees_with_plain_loops(tmp_path):
+    built = build(ROOT / "examples" / "cpp", tmp_path, f"-Dcuattn_DIR={cuattn.cmake_dir()}")
+    output = run([built / "example"])
+    assert float(re.search(r"largest error (\S+)", output).group(1)) < 1e-5
+
+
+@pytest.mark.slow
+def test_example_builds_against_a_plain_cmake_install(tmp_path):
+    prefix = tmp_path / "prefix"
+    build(ROOT, tmp_path / "library", "-DCUATTN_CUDA=OFF", f"-DCMAKE_INSTALL_PREFIX={prefix}")
+    run(["cmake", "--install", tmp_path / "library"])
+    built = build(ROOT / "examples" / "cpp", tmp_path / "example", f"-DCMAKE_PREFIX_PATH={prefix}")
+    assert "largest error" in run([built / "example"])

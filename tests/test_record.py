@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""tests/gpu/record.py, and the record of the last GPU run that it wrote."""
+
+import importlib.util
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+spec = importlib.util.spec_from_file_location("record", ROOT / "tests" / "gpu" / "record.py")
+record = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(record)
+
+
+@pytest.fixture
+def last_run():
+    if not record.RECORD.exists():
+        pytest.skip("no GPU run is recorded")
+    return json.loads(record.RECORD.read_text())
+
+
+def test_record_has_every_field(last_run):
+    assert set(last_run) == {"sources", "device", "driver", "cuda", "stages"}
+    assert len(last_run["sources"]) == 40
+    assert last_run["device"]
+    assert last_run["driver"]
+    assert set(last_run["stages"]) <= set(record.STAGES)
+    for name, entry in last_run["stages"].items():
+        wanted = {"passed", "failed", "skipped", "seconds", "ok"}
+        wanted |= {"passed_on_cuda"} if name == "pytest" else set()
+        wanted |= {"sanitizer_errors"} if name in record.SANITIZERS else set()
+        assert set(entry) == wanted, name
+
+
+def test_record_shows_no_failure(last_run):
+    for name, entry in last_run["stages"].items():
+        assert entry["ok"], name
+        assert entry["failed"] == 0
+        assert entry["passed"] > 0
+        assert entry.get("sanitizer_errors", 0) == 0
+
+
+def test_record_is_of_these_sources(last_run):
+    if last_run["sources"] != record.tree_hash():
+        pytest.skip("the sources changed since the recorded GPU run: run tests/gpu/run.sh again")
+    assert set(last_run["stages"]) == set(record.STAGES)
+
+
+def test_tree_hash_is_what_git_computes(tmp_path):
+    if shutil.which("git") is None:
+        pytest.skip("no git")
+    for name in record.SOURCES:
+        path = tmp_path / name if "." in name else tmp_path / name / "a" / "file.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{name}\n")
+    (tmp_path / "cuda" / "a.cu").write_text("x")
+    (tmp_path / "cuda" / "run.sh").write_text("y")
+    (tmp_path / "cuda" / "run.sh").chmod(0o755)
+
+    def git(*arguments, stdin=None):
+        command = ["git", "-C", tmp_path, *arguments]
+        return subprocess.run(
+            command, input=stdin, capture_output=True, text=True, check=True
+        ).stdout
+
+    git("init", "-q")
+    git("add", ".")
+    listed = git("ls-files", "-s", *record.SOURCES)
+    assert record.tree_hash(tmp_path) == git("hash-object", "--stdin", stdin=listed).strip()
+
+
+def test_counts_are_added_over_processes_and_summaries_must_be_complete():
+    begin, counts = "========= COMPUTE-SANITIZER\n", "3 passed, 0 failed, 1 skipped\n"
+    run = begin + counts + "========= ERROR SUMMARY: 0 errors\n"
+    assert record.harness_counts(run + run) == {"passed": 6, "failed": 0, "skipped": 2}
+    assert record.sanitizer_errors(run + run) == 0
+    assert record.sanitizer_errors(run + run.replace("0 errors", "2 errors")) == 2
+    assert record.sanitizer_errors(run + begin + "killed\n") is None
+    assert record.sanitizer_errors("") is None
+    race = "========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)\n"
+    assert record.sanitizer_errors(begin + race) == 1
+
+
+def test_run_sh_refuses_unknown_stages():
+    result = subprocess.run(
+        ["bash", ROOT / "tests" / "gpu" / "run.sh", "fast"],
+        capture_output=True,
+        text=True,
+        env={"PATH": "/usr/bin:/bin", "CUATTN_SOURCE_HASH": "0", "CUATTN_GPU_OUT": "build/gpu"},
+    )
+    assert result.returncode == 2
+    assert "unknown stage 'fast'" in result.stderr
