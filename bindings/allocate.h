@@ -44,7 +44,7 @@ inline CallStream parse_stream(const char* op, nb::handle stream) {
     PyErr_Clear();
     raise(PyExc_ValueError, op,
           ": stream must be a stream handle, not a negative or too large number, got ",
-          nb::cast<std::string>(nb::str(value)));
+          text_of(value));
   }
   raise(PyExc_TypeError, op,
         ": stream must be None, an integer or an object with cuda_stream, ptr or __cuda_stream__, "

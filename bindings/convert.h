@@ -25,8 +25,10 @@ template <class... Parts>
   throw nb::python_error();
 }
 
+inline std::string text_of(nb::handle object) { return nb::cast<std::string>(nb::str(object)); }
+
 inline std::string class_name(nb::handle object) {
-  return nb::cast<std::string>(nb::borrow<nb::str>(object.type().attr("__name__")));
+  return text_of(nb::object(object.type().attr("__name__")));
 }
 
 // An imported module or None: this package never imports an array library on its own.
@@ -307,7 +309,7 @@ class Array {
       default: break;
     }
     raise(PyExc_ValueError, op, ": ", name, " must hold numbers, got dtype ",
-          nb::cast<std::string>(nb::str(object.attr("dtype"))));
+          text_of(nb::object(object.attr("dtype"))));
   }
 
   // numpy shows the types of ml_dtypes as raw bytes; their identity is the dtype object.
@@ -316,8 +318,8 @@ class Array {
     nb::object dtype = nb::steal(PyObject_GetAttr(object.ptr(), py.dtype));
     if (!dtype.is_valid()) throw nb::python_error();
     if (dtype.is(py.bfloat16)) return {kDLBfloat, 16, 1};
-    std::string text = nb::cast<std::string>(nb::str(dtype));
-    if (nb::cast<std::string>(nb::str(dtype.attr("type").attr("__module__"))) == "ml_dtypes") {
+    std::string text = text_of(dtype);
+    if (text_of(nb::object(dtype.attr("type").attr("__module__"))) == "ml_dtypes") {
       if (text == "bfloat16") {
         if (!py.bfloat16.is_valid()) py.bfloat16 = dtype;
         return {kDLBfloat, 16, 1};
@@ -418,7 +420,8 @@ class Array {
   [[noreturn]] void export_failed(const char* op, const char* name) const {
     nb::python_error cause;
     if (!cause.matches(PyExc_Exception)) throw cause;
-    std::string reason = nb::cast<std::string>(nb::str(cause.value()));
+    std::string reason = text_of(cause.value());
+    reason.resize(std::min(reason.find('\n'), reason.size()));  // torch adds a C++ backtrace
     nb::raise_from(cause, PyExc_ValueError,
                    "%s: %s must be a dense array in memory; its library says: %s", op, name,
                    reason.c_str());

@@ -375,7 +375,6 @@ nb::list kernels() {
     row["head_dim_v"] = info.head_dim_v;
     row["mask"] = info.mask;
     row["score"] = info.score;
-    row["tile"] = info.tile;
     list.append(row);
   }
   return list;

@@ -15,22 +15,19 @@ inline bool parse_bool(const char* op, const char* name, nb::handle value) {
   if (value.ptr() == Py_False) return false;
   std::string type = class_name(value);
   if (type == "bool" || type == "bool_") return PyObject_IsTrue(value.ptr()) == 1;  // numpy's own
-  raise(PyExc_TypeError, op, ": ", name, " must be True or False, got ",
-        nb::cast<std::string>(nb::repr(value)));
+  raise(PyExc_TypeError, op, ": ", name, " must be True or False, got ", text_of(nb::repr(value)));
 }
 
 inline int64_t parse_int(const char* op, const char* name, nb::handle value) {
   nb::object index = nb::steal(PyNumber_Index(value.ptr()));
   if (!index.is_valid() || PyBool_Check(value.ptr())) {
     PyErr_Clear();
-    raise(PyExc_TypeError, op, ": ", name, " must be an integer, got ",
-          nb::cast<std::string>(nb::repr(value)));
+    raise(PyExc_TypeError, op, ": ", name, " must be an integer, got ", text_of(nb::repr(value)));
   }
   int64_t number = PyLong_AsLongLong(index.ptr());
   if (number == -1 && PyErr_Occurred()) {
     PyErr_Clear();
-    raise(PyExc_ValueError, op, ": ", name, " must fit 64 bits, got ",
-          nb::cast<std::string>(nb::repr(value)));
+    raise(PyExc_ValueError, op, ": ", name, " must fit 64 bits, got ", text_of(nb::repr(value)));
   }
   return number;
 }
@@ -39,8 +36,7 @@ inline double parse_double(const char* op, const char* name, nb::handle value) {
   double number = PyFloat_AsDouble(value.ptr());
   if (number == -1.0 && PyErr_Occurred()) {
     PyErr_Clear();
-    raise(PyExc_TypeError, op, ": ", name, " must be a number, got ",
-          nb::cast<std::string>(nb::repr(value)));
+    raise(PyExc_TypeError, op, ": ", name, " must be a number, got ", text_of(nb::repr(value)));
   }
   return number;
 }
@@ -50,8 +46,7 @@ inline const char* parse_text(const char* op, const char* name, nb::handle value
       PyUnicode_Check(value.ptr()) ? PyUnicode_AsUTF8AndSize(value.ptr(), nullptr) : nullptr;
   if (text != nullptr) return text;
   PyErr_Clear();
-  raise(PyExc_TypeError, op, ": ", name, " must be a string, got ",
-        nb::cast<std::string>(nb::repr(value)));
+  raise(PyExc_TypeError, op, ": ", name, " must be a string, got ", text_of(nb::repr(value)));
 }
 
 inline int32_t parse_layout(const char* op, nb::handle value) {
@@ -95,7 +90,7 @@ inline cuattn_attention_options parse_options(const char* op, const AttentionArg
   if (!(PyTuple_Check(args.window.ptr()) || PyList_Check(args.window.ptr())) ||
       nb::len(args.window) != 2) {
     raise(PyExc_TypeError, op, ": window must be a pair (left, right), -1 for no limit, got ",
-          nb::cast<std::string>(nb::repr(args.window)));
+          text_of(nb::repr(args.window)));
   }
   nb::object left = nb::object(args.window[0]), right = nb::object(args.window[1]);
   options.window_left = parse_int(op, "window", left);

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the binding asks of the array libraries that have no C interface for it; imports none of them.
+"""What the binding asks of array libraries without a C interface for it; imports none of them.
 
-Every function here is called with arrays of the library in question, so that library is already loaded.
+Every function here is called with arrays of the library in question, so that library is already
+loaded.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def empty(
     device: int,
     stream: int | None,
 ) -> Any:
-    """Allocate in the library and on the device of `like`; `stream`, where given, is the stream that will use it."""
+    """Allocate in the library and on the device of `like`, for use on `stream` where given."""
     if library == "torch":
         torch = sys.modules["torch"]
         options = {"dtype": getattr(torch, dtype), "device": like.device}
@@ -66,7 +67,7 @@ def empty(
 
 
 def find_cublas() -> None:
-    """Point CUATTN_CUBLAS_PATH at the cuBLAS of NVIDIA's wheels, where one is installed and nothing is set."""
+    """Point CUATTN_CUBLAS_PATH, unless it is set, at the cuBLAS of NVIDIA's wheels."""
     if "CUATTN_CUBLAS_PATH" in os.environ:
         return
     for folder in sys.path:

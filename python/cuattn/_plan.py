@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import sys
 from typing import Any
 
 from . import _arrays, _core
@@ -78,15 +79,15 @@ def describe_device(device: str | dict[str, Any]) -> dict[str, Any]:
         unknown = set(device) - {"major", "minor", "num_sms", "smem_per_block_optin", *known}
         if missing or unknown:
             raise ValueError(
-                f"explain: device must have major, minor, num_sms and smem_per_block_optin, missing "
-                f"{sorted(missing)}, unknown {sorted(unknown)}"
+                "explain: device must have major, minor, num_sms and smem_per_block_optin, "
+                f"missing {sorted(missing)}, unknown {sorted(unknown)}; complete the dict"
             )
         return {**known, **device}
     word = device.lower().replace(" ", "")
     if word not in DEVICES:
         raise ValueError(
-            f"explain: device must be None, 'cpu', a CUDA device number, one of {', '.join(DEVICES)} "
-            f"or a dict, got {device!r}"
+            f"explain: device must be None, 'cpu', a CUDA device number, a GPU's name or a dict, "
+            f"got {device!r}; known names are {', '.join(DEVICES)}"
         )
     major, minor, num_sms, smem = DEVICES[word]
     return {
@@ -101,7 +102,15 @@ def describe_device(device: str | dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def shape_device(device: None | int | str | dict[str, Any]) -> int:
+def without_memory(array: Any) -> Any:
+    """Reduce a JAX array, whose memory is XLA's, to dtype and shape; keep anything else."""
+    jax = sys.modules.get("jax")
+    if jax is None or not isinstance(array, jax.Array):
+        return array
+    return (str(array.dtype), *array.shape)
+
+
+def shape_device(device: int | str | dict[str, Any] | None) -> int:
     """Where arrays given as shapes lie: a CUDA device number, or -1 for the CPU."""
     if device is None:
         return 0 if (info()["cuda"] or {}).get("devices") else -1
@@ -113,7 +122,7 @@ def shape_device(device: None | int | str | dict[str, Any]) -> int:
 def explain(
     op: str,
     *arrays_or_shapes: Any,
-    device: None | int | str | dict[str, Any] = None,
+    device: int | str | dict[str, Any] | None = None,
     dtype: str = "float16",
     **options: Any,
 ) -> Plan:
@@ -124,11 +133,12 @@ def explain(
     op : {"attention", "attention_varlen"}
         The function that would be called.
     *arrays_or_shapes
-        Its positional arguments. Any array may be a tuple of extents instead, which stands for a contiguous
-        array of `dtype`; optional arrays in `options` too.
+        Its positional arguments. Any array may be a tuple of extents instead, which stands for a
+        contiguous array of `dtype`; optional arrays in `options` too.
     device : optional
-        None for the device of the arrays (of shapes: the first GPU, else the CPU), "cpu", a CUDA device number,
-        the name of a GPU ("a100", "l4", "h100", ...) or a dict with major, minor, num_sms, smem_per_block_optin.
+        None for the device of the arrays (of shapes: the first GPU, else the CPU), "cpu", a CUDA
+        device number, the name of a GPU ("a100", "l4", "h100", ...) or a dict with major, minor,
+        num_sms, smem_per_block_optin.
     dtype : str
         The dtype of arrays given as shapes.
     **options
@@ -157,13 +167,18 @@ def explain(
     if unknown:
         raise TypeError(f"explain: {op} has no option {', '.join(sorted(unknown))}")
     given = {**OPTIONS, **dict(zip(names[3:], arrays_or_shapes[3:], strict=True)), **options}
+    q = arrays_or_shapes[0]
+    if device is None and without_memory(q) is not q:
+        device = "cpu" if next(iter(q.devices())).platform == "cpu" else 0
+    given = {name: without_memory(value) for name, value in given.items()}
     _arrays.find_cublas()
     made_up = (
         None
         if device is None or isinstance(device, int) or device == "cpu"
         else describe_device(device)
     )
-    fields = _core.explain(*arrays_or_shapes[:3], given, dtype, shape_device(device), made_up)
+    qkv = (without_memory(array) for array in arrays_or_shapes[:3])
+    fields = _core.explain(*qkv, given, dtype, shape_device(device), made_up)
     return Plan(**fields)
 
 
@@ -173,8 +188,8 @@ def kernels() -> list[dict[str, Any]]:
     Returns
     -------
     list of dict
-        With the keys op, kernel, arch, dtype, head_dim, head_dim_v (the largest the instance takes), mask, score
-        and tile; "any" means that the axis is decided at run time.
+        With the keys op, kernel, arch, dtype, head_dim, head_dim_v (the largest the instance
+        takes), mask, score and tile; "any" means that the axis is decided at run time.
     """
     return _core.kernels()
 
@@ -185,8 +200,9 @@ def info() -> dict[str, Any]:
     Returns
     -------
     dict
-        version, source_hash, compiler, cuda_archs, num_kernels, cpu (instruction set, threads) and cuda (runtime,
-        driver, devices and how the build serves each), which is None in a build without CUDA.
+        version, source_hash, compiler, cuda_archs, num_kernels, cpu (instruction set, threads) and
+        cuda (runtime, driver, devices and how the build serves each), which is None in a build
+        without CUDA.
     """
     return json.loads(_core.info_json())
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The public operations: attention, attention_varlen, merge_states.
 
-Each passes its arguments in order to the compiled module, which validates, allocates the result in the caller's own
-library and runs; JAX arrays, which only XLA may touch, go through cuattn.jax.
+Each passes its arguments in order to the compiled module, which validates, allocates the result in
+the caller's own library and runs; JAX arrays, which only XLA may touch, go through cuattn.jax.
 """
 
 from __future__ import annotations
@@ -42,14 +42,15 @@ def attention(
 ) -> Any:
     """Attend with every query to the keys and average the values by softmax.
 
-    ``out = softmax(mask(bias + alibi + softcap(scale * q @ k.T))) @ v`` for each batch entry and head, with scores,
-    softmax and accumulation in float32.
+    ``out = softmax(mask(bias + alibi + softcap(scale * q @ k.T))) @ v`` for each batch entry and
+    head, with scores, softmax and accumulation in float32.
 
     Parameters
     ----------
     q : array, [batch, seqlen_q, num_heads_q, head_dim]
-        Queries: float32, float16 or bfloat16; on the CPU or a CUDA device, in any library with DLPack. head_dim is
-        a multiple of 8 up to 256. Any strides, if the last axis is contiguous (and rows start on 16 bytes, on CUDA).
+        Queries: float32, float16 or bfloat16; on the CPU or a CUDA device, in any library with
+        DLPack. head_dim is a multiple of 8 up to 256. Any strides, if the last axis is contiguous
+        (and rows start on 16 bytes, on CUDA).
     k : array, [batch, seqlen_kv, num_heads_kv, head_dim]
         Keys, of q's dtype. num_heads_q is a multiple of num_heads_kv: query head h reads key head
         ``h // (num_heads_q // num_heads_kv)``.
@@ -60,12 +61,13 @@ def attention(
     causal : bool
         Query i sees key j when ``j <= i + seqlen_kv - seqlen_q``: the last query sees every key.
     window : (int, int)
-        (left, right): query i sees ``i + seqlen_kv - seqlen_q - left <= j <= i + seqlen_kv - seqlen_q + right``;
-        -1 is unlimited. Composes with causal.
+        (left, right): query i sees ``i + seqlen_kv - seqlen_q - left <= j <= i + seqlen_kv -
+        seqlen_q + right``; -1 is unlimited. Composes with causal.
     scale : float, optional
         Factor of the scores; None is ``1 / sqrt(head_dim)``.
     softcap : float
-        Scores become ``softcap * tanh(scores / softcap)``, after scale, before bias and masks; 0 is off.
+        Scores become ``softcap * tanh(scores / softcap)``, after scale, before bias and masks; 0 is
+        off.
     alibi_slopes : float32 array, [num_heads_q] or [batch, num_heads_q], optional
         Adds ``-slope * abs(i + seqlen_kv - seqlen_q - j)``.
     sinks : float32 array, [num_heads_q], optional
@@ -76,8 +78,8 @@ def attention(
     q_scale, k_scale, v_scale : optional
         Scales of float8_e4m3fn inputs; no kernel takes these yet.
     seqused_q, seqused_k : int32 array, [batch], optional
-        Lengths in use of a padded batch; query rows beyond give out 0 and lse -inf, keys beyond are not seen, and
-        causal and window count from the lengths in use.
+        Lengths in use of a padded batch; query rows beyond give out 0 and lse -inf, keys beyond are
+        not seen, and causal and window count from the lengths in use.
     num_splits : int
         Parts that the keys are cut into; 0 lets the library choose.
     batch_invariant : bool
@@ -87,14 +89,15 @@ def attention(
     out, lse_out : array, optional
         Written in place and returned; giving lse_out implies return_lse.
     workspace : array, optional
-        Contiguous device memory for kernels that need some: ``explain(...).workspace_bytes``, of any dtype. By
-        default it comes from q's library.
+        Contiguous device memory for kernels that need some: ``explain(...).workspace_bytes``, of
+        any dtype. By default it comes from q's library.
     backend : str
-        "auto", or one named rung of the ladder: "naive", "cublas", "tiled", "simt", "sm80" on CUDA, "naive", "cpu"
-        on the CPU. A rung that cannot run the call raises and says why.
+        "auto", or one named rung of the ladder: "naive", "cublas", "tiled", "simt", "sm80" on CUDA,
+        "naive", "cpu" on the CPU. A rung that cannot run the call raises and says why.
     stream : optional
-        None is the current stream of q's library; else a raw pointer (int) or an object with ``cuda_stream``,
-        ``ptr`` or ``__cuda_stream__``, on which the inputs must already be ordered.
+        None is the current stream of q's library; else a raw pointer (int) or an object with
+        ``cuda_stream``, ``ptr`` or ``__cuda_stream__``, on which the inputs must already be
+        ordered.
 
     Returns
     -------
@@ -110,7 +113,8 @@ def attention(
     TypeError
         An argument of the wrong kind, such as a list for an array.
     NotImplementedError
-        A valid call that no kernel serves; a torch tensor that requires grad, while grad mode is on.
+        A valid call that no kernel serves; a torch tensor that requires grad, while grad mode is
+        on.
     CudaError
         A CUDA call failed.
     MemoryError
@@ -218,7 +222,8 @@ def attention_varlen(
 ) -> Any:
     """Attend within sequences of different lengths that are packed end to end, without padding.
 
-    Sequence b owns the rows ``cu_seqlens[b]`` to ``cu_seqlens[b + 1]``; the formula is that of `attention`.
+    Sequence b owns the rows ``cu_seqlens[b]`` to ``cu_seqlens[b + 1]``; the formula is that of
+    `attention`.
 
     Parameters
     ----------
@@ -229,8 +234,9 @@ def attention_varlen(
     v : array, [total_kv, num_heads_kv, head_dim_v]
         Values of all sequences.
     cu_seqlens_q, cu_seqlens_k : int32 array, [batch + 1]
-        Offsets of the sequences, beginning with 0, on the device of q. Not monotonic offsets raise on the CPU, and
-        on CUDA under CUATTN_CHECK=1; without it they are clamped to the rows there are.
+        Offsets of the sequences, beginning with 0, on the device of q. Not monotonic offsets raise
+        on the CPU, and on CUDA under CUATTN_CHECK=1; without it they are clamped to the rows there
+        are.
     max_seqlen_q, max_seqlen_k : int
         Upper bounds of the lengths, known on the host; query rows beyond are not written.
     block_tables, kv_layout : optional
@@ -264,13 +270,13 @@ def attention_varlen(
         refuse_scales("attention_varlen")
     if block_tables is not None:
         raise NotImplementedError(
-            "attention_varlen: block_tables asks for a paged cache, which no kernel takes yet; gather the blocks "
-            "into packed k and v first"
+            "attention_varlen: block_tables asks for a paged cache, which no kernel takes yet; "
+            "gather the blocks into packed k and v first"
         )
     if kv_layout != "nhd":
         raise ValueError(
-            f"attention_varlen: kv_layout belongs to paged caches and must be 'nhd' without block_tables, got "
-            f"{kv_layout!r}; leave it out"
+            "attention_varlen: kv_layout belongs to paged caches and must be 'nhd' without "
+            f"block_tables, got {kv_layout!r}; leave it out"
         )
     if cu_seqlens_q is None or cu_seqlens_k is None:
         name = "cu_seqlens_q" if cu_seqlens_q is None else "cu_seqlens_k"
@@ -346,17 +352,19 @@ def merge_states(
 ) -> tuple[Any, Any]:
     """Merge attention results over disjoint sets of keys into the result over their union.
 
-    ``out = (out_a * exp(lse_a) + out_b * exp(lse_b)) / (exp(lse_a) + exp(lse_b))``, computed relative to the larger
-    lse. With two arguments, ``merge_states(outs, lses)``, the parts are stacked on a new first axis.
+    ``out = (out_a * exp(lse_a) + out_b * exp(lse_b)) / (exp(lse_a) + exp(lse_b))``, computed
+    relative to the larger lse. With two arguments, ``merge_states(outs, lses)``, the parts are
+    stacked on a new first axis.
 
     Parameters
     ----------
     out_a, out_b : array
-        Results of `attention`: [batch, seqlen, num_heads, head_dim] ("bshd"), [batch, num_heads, seqlen, head_dim]
-        ("bhsd"), [n, num_heads, head_dim] ("nhd") or [total, num_heads, head_dim] ("thd", ragged).
+        Results of `attention`: [batch, seqlen, num_heads, head_dim] ("bshd"), [batch, num_heads,
+        seqlen, head_dim] ("bhsd"), [n, num_heads, head_dim] ("nhd") or [total, num_heads, head_dim]
+        ("thd", ragged).
     lse_a, lse_b : float32 array
-        Their log-sum-exp: [batch, num_heads, seqlen], for "nhd" [n, num_heads], for "thd" [num_heads, total]. A part
-        with lse = -inf has no keys and leaves the others unchanged.
+        Their log-sum-exp: [batch, num_heads, seqlen], for "nhd" [n, num_heads], for "thd"
+        [num_heads, total]. A part with lse = -inf has no keys and leaves the others unchanged.
     layout : {"bshd", "bhsd", "nhd", "thd"}, optional
         Order of the axes; None is "bshd" for four axes and "nhd" for three.
     out, lse_out : array, optional
@@ -396,6 +404,6 @@ def merge_states(
 def refuse_scales(op: str) -> None:
     """Raise for scales, which only float8 kernels take."""
     raise NotImplementedError(
-        f"{op}: q_scale, k_scale and v_scale belong to float8_e4m3fn arrays, for which no kernel is built yet; "
-        "cast to bfloat16"
+        f"{op}: q_scale, k_scale and v_scale belong to float8_e4m3fn arrays, for which no kernel "
+        "is built yet; cast to bfloat16"
     )

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""cuattn on JAX arrays, eagerly and under ``jax.jit`` and ``jax.vmap``: XLA calls the library inside its own program.
+"""cuattn on JAX arrays, eagerly, under jax.jit and jax.vmap: XLA calls the library by itself.
 
-XLA owns the memory and the stream, so ``out=``, ``lse_out=``, ``workspace=`` and ``stream=`` are refused here.
+XLA owns the memory and the stream, so ``out=``, ``lse_out=``, ``workspace=`` and ``stream=`` are
+refused here.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ def refuse(op: str, **arguments: Any) -> None:
     for name, value in arguments.items():
         if value is not None:
             raise NotImplementedError(
-                f"{op}: {name} must be None for JAX arrays, whose memory and stream belong to XLA; leave it out"
+                f"{op}: {name} must be None for JAX arrays, whose memory and stream belong to XLA; "
+                "leave it out"
             )
 
 
@@ -65,7 +67,7 @@ def on_cuda(arrays: dict[str, jax.Array]) -> bool:
 
 
 def check_and_plan(arrays: dict[str, jax.Array], options: dict[str, Any]) -> int:
-    """Validate shapes, dtypes and options by the library's own rules; return the bytes of workspace."""
+    """Validate by the library's own rules, from shapes alone; return the bytes of workspace."""
     shapes = {name: (str(array.dtype), *array.shape) for name, array in arrays.items()}
     given = {name: options.get(name, default) for name, default in OPTIONS.items()}
     given.update({name: shapes.get(name) for name in OPTIONAL})
@@ -92,7 +94,8 @@ def run_attention(
         results.append(jax.ShapeDtypeStruct(shape, jnp.float32))
     if workspace_bytes:
         results.append(jax.ShapeDtypeStruct((workspace_bytes,), jnp.uint8))
-    # Only plain dense attention can take more axes in front; the rest runs one batch entry of vmap after the other.
+    # Only plain dense attention can take more axes in front; the rest runs one batch entry of vmap
+    # after the other.
     plain = not ragged and len(arrays) == 3 and not workspace_bytes
     call = jax.ffi.ffi_call(
         "cuattn_attention", results, vmap_method="broadcast_all" if plain else "sequential"
@@ -122,7 +125,8 @@ def run_attention(
 def refuse_gradient(static: Any, primals: Any, tangents: Any) -> Any:
     """Raise under jax.grad and jax.jvp."""
     raise NotImplementedError(
-        f"{dict(static)['op']}: cuattn has no gradient yet; pass jax.lax.stop_gradient of the arrays"
+        f"{dict(static)['op']}: cuattn has no gradient yet; pass jax.lax.stop_gradient of the "
+        "arrays"
     )
 
 
@@ -133,7 +137,8 @@ def call(op: str, arrays: dict[str, Any], outside: dict[str, Any], options: dict
     register()
     if options["backend"] == "cublas":
         find_cublas()
-    options["window"] = tuple(options["window"])
+    if isinstance(options["window"], list):
+        options["window"] = tuple(options["window"])  # static arguments are hashed
     static = {**options, "op": op, "cuda": on_cuda(given)}
     results = run_attention(given, tuple(static.items()))
     return tuple(results) if options["return_lse"] else results[0]
@@ -347,13 +352,14 @@ def merge_states(
     given = check_arrays("merge_states", out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
     if len(given) not in (2, 4):
         raise TypeError(
-            "merge_states: out_b and lse_b must be given together; leave out both for stacked parts"
+            "merge_states: out_b and lse_b must be given together; leave out both for stacks"
         )
     axes = out_a.ndim - (out_b is None)
     layout = layout or ("bshd" if axes == 4 else "nhd")
     if layout not in LAYOUTS or axes != (4 if layout in ("bshd", "bhsd") else 3):
         raise ValueError(
-            f"merge_states: layout must be 'bshd' or 'bhsd' for 4 axes, 'nhd' or 'thd' for 3, got {layout!r} for {axes}"
+            "merge_states: layout must be 'bshd' or 'bhsd' for 4 axes, 'nhd' or 'thd' for 3, "
+            f"got {layout!r} for {axes}; choose one of these"
         )
     register()
     return tuple(run_merge(list(given.values()), layout))
