@@ -209,9 +209,9 @@ void add_values(const Vec* p, const float* v, int64_t stride, int count, int hea
       for (int c = 0; c < kN; ++c) x[c] = p[j * kN + c];
       for (int i = 0; i < kKeys; ++i) {
         for (int c = 0; c < kN; ++c) {
-          Vec term = x[c] * value[i];
-          if (kSelect) term = reinterpret_cast<IntVec>(x[c]) == INT32_MIN ? Vec{} : term;
-          acc[i][c] += term;
+          Vec read = splat(value[i]);
+          if (kSelect) read = reinterpret_cast<IntVec>(x[c]) == INT32_MIN ? Vec{} : read;
+          acc[i][c] += x[c] * read;
         }
       }
     }

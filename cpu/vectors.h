@@ -31,7 +31,7 @@ constexpr float kMaxFloat = __FLT_MAX__;
 
 inline int min(int a, int b) { return a < b ? a : b; }
 inline int max(int a, int b) { return a > b ? a : b; }
-inline Vec splat(float x) { return Vec{} + x; }
+inline Vec splat(float x) { return x - Vec{}; }  // not +, which would lose the sign of -0
 inline Vec load(const float* x) { return *reinterpret_cast<const LooseVec*>(x); }
 inline Vec max(Vec a, Vec b) { return a > b ? a : b; }  // b where a is NaN
 
