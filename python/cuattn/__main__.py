@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import pathlib
+import signal
 import sys
 
 
@@ -84,8 +85,12 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> int:
     """Run one command; the result is the exit code: 0 good, 1 a failure, 2 a wrong command line."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it quietly
     arguments = parser().parse_args()
-    return arguments.run(arguments)
+    try:
+        return arguments.run(arguments)
+    except KeyboardInterrupt:
+        return 130
 
 
 if __name__ == "__main__":

@@ -112,10 +112,9 @@ def layer(place: Place, w: Workload) -> bool:
             lambda o=options: cuattn.attention(q, k, v, **o), 1 if label == "naive" else 5
         )
         memory = bytes_text(out.nbytes + plan.workspace_bytes)
-        print(
-            f"   {label}  [{plan.kernel:5s}]  {1e3 * times[label]:9.2f} ms  {memory:>10s} of memory"
-            f" beyond the inputs   error {error.max_error:.1e} against float64 (allowed {error.allowed:.1e})"
-        )
+        figures = f"{1e3 * times[label]:9.2f} ms   {memory:>10s} beyond the inputs"
+        errors = f"error {error.max_error:.1e} against float64 (allowed {error.allowed:.1e})"
+        print(f"   {label}  [{plan.kernel:5s}]  {figures}   {errors}")
         ok &= error.ok
     print(f"   flash is {times['naive'] / times['flash']:.1f} times as fast as naive")
     return ok

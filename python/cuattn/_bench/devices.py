@@ -10,11 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 import platform
+import subprocess
 import time
 from collections.abc import Callable
 
 import numpy as np
+
+import cuattn
 
 from .workloads import Workload
 
@@ -40,7 +44,7 @@ class Inputs:
         q = self._sequence(self.q, b)[:, h]
         k, v = (self._sequence(x, b)[:, group] for x in (self.k, self.v))
         slope = float(self.slopes[h]) if self.slopes is not None else 0.0
-        bias = to_host(self.bias[0, h])[rows] if self.bias is not None else None
+        bias = to_host(self.bias[0, h][rows]) if self.bias is not None else None
         return to_host(q)[rows], to_host(k), to_host(v), slope, bias
 
     def out_head(self, out, b: int, h: int, rows: np.ndarray) -> np.ndarray:
@@ -130,9 +134,7 @@ class CudaDevice:
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         self.name = properties.name
         l2_bytes = getattr(properties, "L2_cache_size", 0) or 64 << 20
-        self.flush_buffer = torch.empty(
-            max(4 * l2_bytes, 256 << 20), dtype=torch.int8, device="cuda"
-        )
+        self.flush_buffer = torch.empty(max(4 * l2_bytes, 1 << 30), dtype=torch.int8, device="cuda")
         self.flush_seconds = 0.0
         generator = torch.Generator("cuda").manual_seed(1)
         self.heater = torch.randn(8192, 8192, generator=generator, device="cuda").bfloat16()
@@ -203,6 +205,11 @@ class CudaDevice:
         seconds = self.time(lambda: target.copy_(source), 20, flush=False)
         return 2 * size / seconds / 1e9
 
+    def state(self) -> dict[str, str]:
+        """Clock, power and temperature of a hot chip."""
+        self.heat(0.2)
+        return nvidia_smi("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu")
+
     def machine(self) -> dict:
         torch = self.torch
         major, minor = torch.cuda.get_device_capability()
@@ -212,7 +219,7 @@ class CudaDevice:
             "compute_capability": f"{major}.{minor}",
             "multiprocessors": properties.multi_processor_count,
             "memory_gib": round(properties.total_memory / 2**30, 1),
-            "driver": nvidia_driver(),
+            "driver": nvidia_smi("driver_version").get("driver_version"),
             **cpu_machine(),
         }
 
@@ -266,6 +273,10 @@ class CpuDevice:
         tflops = 2 * 2048**3 / product / 1e12
         return {"copy_gbps": 2 * source.nbytes / copy / 1e9, "matmul_float32_tflops": tflops}
 
+    def state(self) -> dict[str, str]:
+        """Nothing that hosts tell alike."""
+        return {}
+
     def machine(self) -> dict:
         return {"device": self.name, **cpu_machine()}
 
@@ -279,8 +290,6 @@ def cpu_name() -> str:
 
 
 def cpu_machine() -> dict:
-    import os
-
     return {
         "cpu": cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
@@ -288,19 +297,22 @@ def cpu_machine() -> dict:
     }
 
 
-def nvidia_driver() -> str | None:
-    with (
-        contextlib.suppress(OSError),
-        open("/proc/driver/nvidia/version", encoding="utf-8") as text,
-    ):
-        words = text.readline().split()
-        return next((word for word in words if word[0].isdigit() and "." in word), None)
-    return None
+def nvidia_smi(*fields: str) -> dict[str, str]:
+    """Ask nvidia-smi for fields of the first GPU; empty where it is not there."""
+    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader", "--id=0"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    return dict(zip(fields, (part.strip() for part in done.stdout.split(",")), strict=False))
 
 
 def open_device(kind: str) -> CudaDevice | CpuDevice:
-    """Open auto, cuda or cpu; auto takes a GPU where torch sees one."""
-    if kind != "cpu" and importlib.util.find_spec("torch") is not None:
+    """Open auto, cuda or cpu; auto takes a GPU where torch sees one and this build has CUDA."""
+    with_cuda = cuattn.info().get("cuda") is not None
+    if kind == "cuda" and not with_cuda:
+        raise SystemExit("bench: --device cuda needs a build with CUDA (CUATTN_CUDA=ON)")
+    if kind != "cpu" and with_cuda and importlib.util.find_spec("torch") is not None:
         import torch
 
         if torch.cuda.is_available():

@@ -45,7 +45,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--budget",
         type=float,
-        default=150.0,
         metavar="S",
         help="seconds for a family (default 150)",
     )

@@ -79,29 +79,43 @@ def sample_rows(seqlen: int, rng: np.random.Generator) -> np.ndarray:
     return np.concatenate([np.arange(16), np.sort(middle), np.arange(seqlen - 16, seqlen)])
 
 
+class Sample:
+    """Some rows of a workload's result in float64, and what the plain formula errs on them."""
+
+    def __init__(self, w: Workload, inputs):
+        rng = np.random.default_rng(1)
+        self.inputs = inputs
+        self.rows: dict[tuple[int, int], np.ndarray] = {}
+        self.expected: dict[tuple[int, int], np.ndarray] = {}
+        sequences = w.sequences
+        places = {(0, 0), (len(sequences) - 1, w.num_heads_q - 1)}
+        places.add((int(rng.integers(len(sequences))), int(rng.integers(w.num_heads_q))))
+        plain_error = out_max = 0.0
+        scale = w.head_dim**-0.5
+        for b, h in sorted(places):
+            rows = self.rows[b, h] = sample_rows(sequences[b][0], rng)
+            q, k, v, slope, bias = inputs.head(b, h, rows)
+
+            def scored(scores, slope, seqlens=sequences[b], rows=rows, bias=bias):
+                return softmax(score_rows(w, scores, rows, seqlens, slope, bias))
+
+            exact = scored(scale * (q.astype(np.float64) @ k.T.astype(np.float64)), slope)
+            expected = self.expected[b, h] = exact @ v.astype(np.float64)
+            p = scored(round_to(np.float32(scale) * (q @ k.T), w.dtype), np.float32(slope))
+            plain = round_to(round_to(p.astype(np.float32), w.dtype) @ v, w.dtype)
+            plain_error = max(plain_error, float(np.abs(plain - expected).max()))
+            out_max = max(out_max, float(np.abs(expected).max()))
+        self.allowed = 2 * plain_error + EPS[w.dtype] * out_max
+
+    def error(self, out) -> Error:
+        """Compare a result in q's layout."""
+        max_error = 0.0
+        for (b, h), expected in self.expected.items():
+            got = self.inputs.out_head(out, b, h, self.rows[b, h])
+            max_error = float(np.maximum(max_error, np.abs(got - expected).max()))  # keeps NaN
+        return Error(max_error, self.allowed)
+
+
 def check(w: Workload, inputs, out) -> Error:
     """Compare a sample of rows of out with float64; inputs is an Inputs of devices.py."""
-    rng = np.random.default_rng(1)
-    sequences = w.sequences
-    places = {(0, 0), (len(sequences) - 1, w.num_heads_q - 1)}
-    places.add((int(rng.integers(len(sequences))), int(rng.integers(w.num_heads_q))))
-    max_error = plain_error = out_max = 0.0
-    for b, h in sorted(places):
-        seqlens = sequences[b]
-        rows = sample_rows(seqlens[0], rng)
-        q, k, v, slope, bias = inputs.head(b, h, rows)
-        scale = w.head_dim**-0.5
-        exact = score_rows(
-            w, scale * (q.astype(np.float64) @ k.T.astype(np.float64)), rows, seqlens, slope, bias
-        )
-        expected = softmax(exact) @ v.astype(np.float64)
-        rounded = round_to(np.float32(scale) * (q @ k.T), w.dtype)
-        plain_scores = score_rows(w, rounded, rows, seqlens, np.float32(slope), bias)
-        plain = round_to(round_to(softmax(plain_scores).astype(np.float32), w.dtype) @ v, w.dtype)
-        got = inputs.out_head(out, b, h, rows)
-        max_error = float(
-            np.maximum(max_error, np.abs(got - expected).max())
-        )  # np.maximum keeps NaN
-        plain_error = max(plain_error, float(np.abs(plain - expected).max()))
-        out_max = max(out_max, float(np.abs(expected).max()))
-    return Error(max_error, 2 * plain_error + EPS[w.dtype] * out_max)
+    return Sample(w, inputs).error(out)

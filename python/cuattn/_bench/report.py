@@ -58,6 +58,11 @@ def row_json(w: Workload, entries: Iterable) -> dict:
     return row
 
 
+def empty_row(w: Workload, status: str) -> dict:
+    """Make a row on which nobody was measured."""
+    return {"workload": w.as_json(), "status": status, "results": []}
+
+
 def ratio(ours: dict, peer: dict) -> float:
     """Median of the ratios peer / ours over the rounds that both ran: above 1, ours is faster."""
     shared = ours["rounds_ms"].keys() & peer["rounds_ms"].keys()
@@ -121,6 +126,31 @@ def roof(workload: dict, result: dict, ceilings: dict[str, float]) -> float:
     return max(result["tflops"] / matmul, result["gbps"] / ceilings["copy_gbps"])
 
 
+def markdown(document: dict) -> str:
+    """Format the results as a Markdown table: a row for each workload, ms and memory of everybody."""
+    names = list(
+        dict.fromkeys(
+            result["name"]
+            for row in document["rows"]
+            for result in row["results"]
+            if not result["status"].startswith("unsupported")
+        )
+    )
+    lines = [f"| workload | {' | '.join(names)} |", "| --- |" + " ---: |" * len(names)]
+    for row in document["rows"]:
+        results = {result["name"]: result for result in row["results"]}
+        cells = [markdown_cell(results.get(name)) for name in names]
+        lines.append(f"| {row['workload']['name']} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def markdown_cell(result: dict | None) -> str:
+    if result is None or "ms" not in result:
+        return "" if result is None else result["status"].split(":")[-1].strip()[:24]
+    memory = f", {bytes_text(result['peak_bytes'])}" if result["peak_bytes"] else ""
+    return f"{result['ms']:.4g} ms, {result['tflops']:.3g} TFLOP/s{memory}"
+
+
 def bytes_text(count: int | None) -> str:
     if count is None:
         return ""
@@ -138,7 +168,10 @@ def our_results(document: dict) -> Iterable[tuple[dict, dict]]:
 
 
 def our_failures(document: dict) -> int:
-    return sum(result["status"].startswith("failed") for _, result in our_results(document))
+    aborted = sum(row["status"].startswith(("aborted", "failed")) for row in document["rows"])
+    return aborted + sum(
+        result["status"].startswith("failed") for _, result in our_results(document)
+    )
 
 
 def summary(document: dict) -> str:

@@ -282,6 +282,7 @@ class Family:
     about: str
     backends: tuple[str, ...] = ("auto",)
     peers: tuple[str, ...] = ("cudnn", "flash", "fa3", "fa4")
+    device: str = "any"  # or cpu: meant for the CPU backend, also where there is a GPU
 
 
 def _family(make, **choices) -> Family:
@@ -303,7 +304,9 @@ FAMILIES: dict[str, Family] = {
     "ladder": _family(
         ladder, backends=("naive", "cublas", "tiled", "simt", "sm80"), peers=("math", "flash")
     ),
-    "cpu": _family(cpu, backends=("auto",), peers=("torch", "numpy")),
-    "cpu_ladder": _family(cpu_ladder, backends=("cpu", "naive"), peers=("torch", "numpy")),
+    "cpu": _family(cpu, peers=("torch", "numpy"), device="cpu"),
+    "cpu_ladder": _family(
+        cpu_ladder, backends=("cpu", "naive"), peers=("torch", "numpy"), device="cpu"
+    ),
     "smoke": _family(smoke, backends=("auto", "naive"), peers=("torch", "numpy", "varlen")),
 }

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measures one workload: check everybody's result, then time them in rounds of shuffled order.
+
+How a number is taken. Each contestant's result is checked first. Then, per workload, the chip is
+heated and every contestant is timed in several rounds; each round runs them in a new random order
+and keeps the median of its calls. A time is the median over the rounds; a ratio is the median of
+the per-round ratios, so that a drift of the clocks within the run touches both sides alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import sys
+import time
+
+from . import report
+from .devices import CpuDevice, CudaDevice, Inputs
+from .peers import Contestant, Prepared, Unsupported
+from .reference import Sample
+from .workloads import Workload
+
+PEER_SLACK = 4  # the check of a peer only asks whether it computes the same function
+SLOW_CALL_S = 1.0  # a call longer than this is timed once, by its check
+MAX_CALLS_PER_ROUND = 40
+MIN_SHARE_S = 0.2  # what a contestant gets on a row even when the budget is spent
+JIT_NEEDS = 0.5  # of a row's fair share of the budget; with less left, nobody compiles any more
+
+
+@dataclasses.dataclass
+class Settings:
+    """How thoroughly to measure."""
+
+    rounds: int = 7
+    heat_s: float = 0.4
+    budget_s: float = 150.0  # for one family; shared among its rows
+    limit_s: float = 10.0  # a contestant expected to need longer for one call is skipped
+    jit: str = "marked"  # peers that compile for each shape: on marked rows, on all, on none
+
+
+@dataclasses.dataclass
+class Entry:
+    """A contestant on one workload: ready to be timed, or a reason why not."""
+
+    contestant: Contestant
+    status: str = "ok"
+    prepared: Prepared | None = None
+    estimate_s: float = 0.0
+    peak_bytes: int | None = None
+    max_error: float | None = None
+    allowed_error: float | None = None
+    calls_per_round: int = 0
+    rounds: int = 0
+    rounds_ms: dict[int, float] = dataclasses.field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        return self.status == "ok"
+
+
+def say(*words: object) -> None:
+    """Progress; stdout is for the table."""
+    print(*words, file=sys.stderr, flush=True)
+
+
+def explain_failure(error: BaseException) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, MemoryError) or "out of memory" in text.lower():
+        return "failed: out of memory"
+    return f"failed: {type(error).__name__}: {text[:200]}"
+
+
+def admit(entry: Entry, w: Workload, x: Inputs, sample: Sample, device) -> None:
+    """Prepare, run once, check, and estimate the time of a call."""
+    prepared = entry.prepared = entry.contestant.prepare(w, x)
+    with prepared.context():
+        out: list = []
+        peaks: list = []
+        with device.peak_memory(peaks):
+            first_s = device.time(lambda: out.append(prepared.call()), 1)
+        error = sample.error(prepared.canonical(out.pop()))
+        entry.max_error = error.max_error
+        entry.allowed_error = error.allowed * (1 if entry.contestant.is_ours else PEER_SLACK)
+        if not error.max_error <= entry.allowed_error:  # NaN is wrong too
+            allowed = f"allowed {entry.allowed_error:.3g}"
+            entry.status = f"failed: wrong result, max error {error.max_error:.3g}, {allowed}"
+            return
+        if first_s < SLOW_CALL_S or entry.contestant.is_jit:
+            peaks.clear()  # the first call may have compiled and tuned
+            with device.peak_memory(peaks):
+                device.time(prepared.call, 1)
+            entry.estimate_s = device.time(prepared.call, 3 if first_s < 0.1 else 1)
+        else:
+            entry.estimate_s = first_s
+            entry.rounds_ms[0] = first_s * 1e3
+        entry.peak_bytes = peaks[0] if peaks[0] is not None else prepared.memory_bytes
+
+
+def plan_rounds(entries: list[Entry], rounds: int, slice_s: float, flush_s: float) -> None:
+    """Choose calls per round and rounds of each contestant, so that all fit into slice_s."""
+    share = max(MIN_SHARE_S, slice_s / max(1, len(entries)))
+    for entry in entries:
+        if entry.rounds_ms:
+            continue
+        affordable = int(share / (entry.estimate_s + flush_s))
+        entry.rounds = rounds if affordable >= rounds else max(3, affordable)
+        entry.calls_per_round = min(MAX_CALLS_PER_ROUND, max(1, affordable // rounds))
+
+
+def run_rounds(entries: list[Entry], device, order: random.Random) -> None:
+    """Time everybody once a round, in a new order each time."""
+    for number in range(max((entry.rounds for entry in entries), default=0)):
+        for entry in order.sample(entries, len(entries)):
+            if number < entry.rounds and entry.ok:
+                try:
+                    with entry.prepared.context():
+                        seconds = device.time(entry.prepared.call, entry.calls_per_round)
+                    entry.rounds_ms[number] = seconds * 1e3
+                except Exception as error:
+                    entry.status = explain_failure(error)
+                    device.release()
+
+
+class Run:
+    """What the rows of one family share: the device, the contestants, and how fast they were."""
+
+    def __init__(
+        self, device: CudaDevice | CpuDevice, settings: Settings, contestants: list[Contestant]
+    ):
+        self.device, self.settings, self.contestants = device, settings, contestants
+        self.order = random.Random(0)
+        self.rate: dict[tuple[str, str], float] = {}  # (contestant, dtype) -> best FLOP/s seen
+
+    def wanted(self, contestant: Contestant, w: Workload) -> bool:
+        jit = self.settings.jit
+        return not contestant.is_jit or jit == "all" or (jit == "marked" and w.jit)
+
+    def reason_to_skip(self, contestant: Contestant, w: Workload, may_compile: bool) -> str | None:
+        if contestant.is_jit and not may_compile:
+            return "skipped: no time left to compile"
+        rate = self.rate.get((contestant.name, w.dtype))
+        if rate and w.flops / rate > self.settings.limit_s:
+            return f"skipped: one call would take about {w.flops / rate:.0f} s"
+        return None
+
+    def admit_all(self, w: Workload, x: Inputs, may_compile: bool) -> list[Entry]:
+        entries = []
+        sample = Sample(w, x)
+        for contestant in self.contestants:
+            if not self.wanted(contestant, w):
+                continue
+            entry = Entry(contestant)
+            entries.append(entry)
+            reason = self.reason_to_skip(contestant, w, may_compile)
+            if reason is not None:
+                entry.status = reason
+                continue
+            try:
+                admit(entry, w, x, sample, self.device)
+            except Unsupported as reason:
+                entry.status = f"unsupported: {reason}"
+            except Exception as error:
+                entry.status = explain_failure(error)
+                self.device.release()
+        return entries
+
+    def row(self, w: Workload, slice_s: float, fair_s: float = 0.0) -> dict:
+        """Measure one workload within about slice_s seconds; fair_s is what it should have had."""
+        begin = time.perf_counter()
+        try:
+            x = self.device.inputs(w)
+        except Exception as error:
+            self.device.release()
+            return report.empty_row(w, explain_failure(error))
+        entries = self.admit_all(w, x, may_compile=slice_s >= JIT_NEEDS * fair_s)
+        running = [entry for entry in entries if entry.ok]
+        self.device.heat(self.settings.heat_s)
+        left_s = slice_s - (time.perf_counter() - begin)
+        plan_rounds(running, self.settings.rounds, left_s, self.device.flush_seconds)
+        run_rounds(running, self.device, self.order)
+        for entry in running:
+            if entry.ok:
+                key = (entry.contestant.name, w.dtype)
+                rate = w.flops / (report.median_ms(entry.rounds_ms) / 1e3)
+                self.rate[key] = max(rate, self.rate.get(key, 0.0))
+        return report.row_json(w, entries)

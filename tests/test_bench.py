@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmark counts work rightly, refuses wrong results, and survives a peer that fails."""
+
+import dataclasses
+import random
+
+import numpy as np
+import pytest
+
+from cuattn._bench import devices, measure, peers, reference, report
+from cuattn._bench.workloads import FAMILIES, Workload, dense, visible_pairs
+
+ALL = [(name, w) for name, family in FAMILIES.items() for w in family.workloads]
+SMALL = dense("small", 1, 64, 2, 32, dtype="float32", causal=True)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", [(-1, -1), (3, 2), (0, 0), (5, -1)])
+@pytest.mark.parametrize("seqlens", [(9, 9), (4, 11), (11, 4), (5, 0)])
+def test_visible_pairs_counts_the_mask(seqlens, causal, window):
+    w = Workload("", 1, *seqlens, 1, 1, 8, causal=causal, window=window)
+    scores = np.zeros(seqlens)
+    rows = np.arange(seqlens[0])
+    mask = np.isfinite(reference.score_rows(w, scores, rows, seqlens, 0.0, None))
+    assert visible_pairs(*seqlens, causal, window) == mask.sum()
+
+
+def test_flops_follow_the_published_convention():
+    full, causal = (dense("", 2, 1024, 16, 128, causal=causal) for causal in (False, True))
+    assert full.flops == 4 * 2 * 16 * 1024**2 * 128
+    assert causal.flops == full.flops / 2
+
+
+def test_the_mission_s_table_is_there():
+    rows = {w.seqlen_q: w for w in FAMILIES["mission"].workloads}
+    assert sorted(rows) == [128, 512, 2048, 4096]
+    for w in rows.values():
+        shape = (w.batch, w.num_heads_q, w.num_heads_kv, w.head_dim, w.dtype)
+        assert shape == (32, 32, 32, 128, "float16")
+    assert {"naive", "auto"} <= set(FAMILIES["mission"].backends)
+
+
+def test_names_are_unique_within_a_family_and_peers_are_known():
+    assert len({(family, w.name) for family, w in ALL}) == len(ALL)
+    for family in FAMILIES.values():
+        assert set(family.peers) <= peers.PEERS.keys()
+
+
+def test_bfloat16_rounding_is_that_of_ml_dtypes():
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    x = np.random.default_rng(0).standard_normal(1000, np.float32)
+    expected = x.astype(ml_dtypes.bfloat16).astype(np.float32)
+    np.testing.assert_array_equal(reference.round_to(x, "bfloat16"), expected)
+
+
+@pytest.mark.parametrize("workload", FAMILIES["smoke"].workloads, ids=lambda w: w.name)
+def test_the_check_accepts_the_formula_and_sees_one_wrong_row(workload):
+    inputs = devices.numpy_inputs(workload)
+    out = peers.plain_numpy(workload, inputs).call()
+    assert reference.check(workload, inputs, out).ok
+    flat = out.reshape(-1, *out.shape[-2:])
+    for value in (flat[-1, -1, 0] + 1e-3, np.nan):
+        flat[-1, -1, 0] = value  # the last row of the last sequence and head is always looked at
+        assert not reference.check(workload, inputs, out).ok
+
+
+def contestants(*calls) -> list[peers.Contestant]:
+    return [peers.Contestant(call.__name__, call) for call in calls]
+
+
+def right(w, x):
+    return peers.plain_numpy(w, x)
+
+
+def wrong(w, x):
+    return peers.Prepared(lambda: np.zeros_like(np.asarray(x.q)))
+
+
+def broken(w, x):
+    raise RuntimeError("no such kernel")
+
+
+def too_large(w, x):
+    raise MemoryError
+
+
+def not_for_this(w, x):
+    raise peers.Unsupported("other shapes only")
+
+
+def fails_later(w, x):
+    prepared, calls = peers.plain_numpy(w, x), []
+
+    def call():
+        calls.append(None)
+        if len(calls) > 6:
+            raise RuntimeError("device lost")
+        return prepared.call()
+
+    return peers.Prepared(call)
+
+
+def measured(*calls, **settings) -> dict:
+    settings = measure.Settings(**{"rounds": 3, "heat_s": 0.0, **settings})
+    run = measure.Run(devices.CpuDevice(), settings, contestants(*calls))
+    return run.row(SMALL, 0.2)
+
+
+def test_a_peer_that_fails_is_a_row_and_not_the_end():
+    row = measured(broken, too_large, wrong, not_for_this, fails_later, right)
+    status = {result["name"]: result["status"] for result in row["results"]}
+    assert status["broken"] == "failed: RuntimeError: no such kernel"
+    assert status["too_large"] == "failed: out of memory"
+    assert status["wrong"].startswith("failed: wrong result")
+    assert status["not_for_this"] == "unsupported: other shapes only"
+    assert status["fails_later"] == "failed: RuntimeError: device lost"
+    assert status["right"] == "ok"
+    assert row["best_peer"] == "right"
+    text = report.row_lines(row, {"copy_gbps": 1.0, "matmul_float32_tflops": 1.0})
+    assert "not_for_this" not in text
+    assert "failed: out of memory" in text
+
+
+def test_a_call_expected_to_take_too_long_is_skipped():
+    settings = measure.Settings(rounds=3, heat_s=0.0, limit_s=1.0)
+    run = measure.Run(devices.CpuDevice(), settings, contestants(right))
+    run.rate["right", "float32"] = SMALL.flops / 100
+    assert run.row(SMALL, 0.1)["results"][0]["status"].startswith("skipped: one call would take")
+
+
+def test_peers_that_compile_run_on_marked_rows_only():
+    contestant = dataclasses.replace(contestants(right)[0], is_jit=True)
+    for jit, marked, expected in [("marked", True, 1), ("marked", False, 0), ("all", False, 1)]:
+        settings = measure.Settings(rounds=3, heat_s=0.0, jit=jit)
+        run = measure.Run(devices.CpuDevice(), settings, [contestant])
+        row = run.row(dataclasses.replace(SMALL, jit=marked), 0.1)
+        assert len(row["results"]) == expected
+
+
+def test_the_ratio_is_the_median_of_the_rounds_both_ran():
+    ours = {"ms": 1.0, "rounds_ms": {"0": 1.0, "1": 2.0, "2": 4.0}}
+    peer = {"ms": 2.0, "rounds_ms": {"0": 2.0, "1": 2.0, "2": 2.0, "3": 9.0}}
+    assert report.ratio(ours, peer) == 1.0
+    assert report.ratio({"ms": 1.0, "rounds_ms": {"9": 1.0}}, peer) == 2.0
+
+
+def test_rounds_shrink_for_slow_calls_and_fill_the_time_of_fast_ones():
+    entries = [measure.Entry(c) for c in contestants(right, wrong)]
+    entries[0].estimate_s, entries[1].estimate_s = 1e-5, 0.5
+    measure.plan_rounds(entries, rounds=7, slice_s=4.0, flush_s=0.0)
+    assert (entries[0].rounds, entries[0].calls_per_round) == (7, measure.MAX_CALLS_PER_ROUND)
+    assert (entries[1].rounds, entries[1].calls_per_round) == (4, 1)
+
+
+def test_every_contestant_runs_once_a_round_in_changing_order():
+    seen: list[str] = []
+
+    class Device(devices.CpuDevice):
+        def time(self, call, iterations, *, flush=True):
+            seen.append(call.__name__)
+            return 1.0
+
+    def prepared(name):
+        def call():
+            return None
+
+        call.__name__ = name
+        entry = measure.Entry(contestants(right)[0], prepared=peers.Prepared(call))
+        entry.rounds, entry.calls_per_round = 5, 1
+        return entry
+
+    measure.run_rounds([prepared(name) for name in "abc"], Device(), random.Random(0))
+    rounds = ["".join(seen[i : i + 3]) for i in range(0, 15, 3)]
+    assert all(sorted(order) == list("abc") for order in rounds)
+    assert len(set(rounds)) > 1

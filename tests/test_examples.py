@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every Python example runs as it stands, or says what it lacks."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
+
+
+def run(*words: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+def test_example_runs_or_says_what_it_lacks(path):
+    text = run(str(path))
+    assert text.strip()
+    assert len(path.read_text(encoding="utf-8").splitlines()) < 60
+    required = os.environ.get("CUATTN_REQUIRE_FRAMEWORKS") == "1"
+    if required and path.stem in ("torch_module", "jax_attention"):
+        assert "skipped" not in text
+
+
+def test_sentence_search_reads_a_file_of_the_user(tmp_path):
+    pytest.importorskip("safetensors")
+    pytest.importorskip("tokenizers")
+    text = tmp_path / "lines.txt"
+    text.write_text("A cat sleeps on the sofa.\nThe bank raised its rates.\n", encoding="utf-8")
+    out = run(str(EXAMPLES / "sentence_embeddings.py"), "Interest on loans went up.", str(text))
+    if out.startswith("skipped"):
+        pytest.skip(out.strip())
+    first, second = out.splitlines()[1:3]
+    assert "bank" in first
+    assert "cat" in second
