@@ -41,7 +41,6 @@ std::vector<Instance> instances() {
         static_cast<unsigned char>(info.arch[0]));  // "80;90;90-ptx"; the CPU's name an ISA
     if (std::string(info.op) != "attention" || !on_cuda) continue;
     std::string backend = info.kernel;
-    if (std::string(info.tile) == "small") backend += "-small";
     for (const std::string& dtype : values(info.dtype, {"float32", "float16", "bfloat16"}))
       for (const std::string& mask : values(info.mask, {"none", "causal", "window"}))
         for (const std::string& score : values(info.score, {"identity", "scored"}))

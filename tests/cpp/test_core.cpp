@@ -321,13 +321,13 @@ TEST(planner_pads_head_dims_up_to_a_compiled_one) {
   }
 }
 
-TEST(planner_takes_the_small_tile_where_shared_memory_is_small) {
-  cuattn_plan large = planned(made_up("A100", 8, 0, 108, 163), DType::bf16, 256);
-  cuattn_plan small = planned(made_up("L4", 8, 9, 58, 99), DType::bf16, 256);
-  CHECK(std::string(small.kernel) == "sm80" &&
-        small.tile_m * small.tile_n <= large.tile_m * large.tile_n);
-  CHECK(small.tile_m != large.tile_m || small.tile_n != large.tile_n ||
-        small.stages != large.stages);
+TEST(planner_fits_every_tile_into_the_shared_memory_of_small_devices) {
+  cuattn_device l4 = made_up("L4", 8, 9, 58, 99);
+  for (int head_dim : {32, 64, 96, 128, 192, 256}) {
+    cuattn_plan plan = planned(l4, DType::bf16, head_dim);
+    CHECK(std::string(plan.kernel) == "sm80", head_dim, " runs on ", plan.kernel);
+    CHECK(plan.tile_m > 0 && plan.tile_n > 0 && plan.warps > 0 && plan.stages > 0, head_dim);
+  }
 }
 
 TEST(planner_refuses_devices_and_backends_by_name) {

@@ -62,9 +62,18 @@ def committed_hash() -> str:
     return git("hash-object", "--stdin", stdin=git("ls-files", "-s", *SOURCES)).strip()
 
 
+def has_commits() -> bool:
+    """Whether the tree is a checkout: a copy may lack .git, or hold one without a commit."""
+    try:
+        git("rev-parse", "--verify", "--quiet", "HEAD")
+    except (OSError, subprocess.CalledProcessError):
+        return False
+    return True
+
+
 def verified_hash() -> str:
     """The hash of a commit that the files here are known to equal."""
-    if (ROOT / ".git").exists():
+    if has_commits():
         return committed_hash()
     expected, found = os.environ.get("CUATTN_SOURCE_HASH"), tree_hash()
     if expected != found:
