@@ -136,11 +136,11 @@ inline Allocation allocate_exchange(const DLPackExchangeAPI* api, TensorView& wa
 // A new array of `wanted`'s shape and dtype in the library and on the device of `like`.
 inline Allocation allocate(const char* op, const char* name, const Array& like, TensorView wanted,
                            const CallStream& stream) {
-  Python& py = Python::get();
   wanted.device = like.view.device;
   Allocation result;
   if (like.type.library == Library::numpy) {
-    result.object = py.numpy_empty(detail::shape_tuple(wanted), detail::numpy_dtype(wanted.dtype));
+    result.object =
+        Python::get().numpy_empty(detail::shape_tuple(wanted), detail::numpy_dtype(wanted.dtype));
   } else if (like.type.api != nullptr && !stream.is_explicit) {
     return detail::allocate_exchange(like.type.api, wanted);
   } else {
@@ -177,9 +177,16 @@ struct WorkspaceMemory {
     if (needed == 0) return;
     TensorView wanted(nullptr, DType::f32, {static_cast<int64_t>(needed + kAlignment)});
     wanted.dtype = {kDLUInt, 8, 1};
-    Allocation memory = allocate(op, "workspace", like, wanted, stream);
-    owner = memory.object;
-    data = memory.view.data;
+    if (like.is_cuda()) {
+      Allocation memory = allocate(op, "workspace", like, wanted, stream);
+      owner = memory.object;
+      data = memory.view.data;
+    } else {  // host memory is host memory, and the call ends before it is given back
+      owner = Python::get().numpy_empty(needed + kAlignment, Python::get().uint8);
+      Array bytes_array;
+      bytes_array.import(op, "workspace", owner, stream, &like, true);
+      data = bytes_array.view.data;
+    }
     bytes = needed + kAlignment;
     align_own();
   }

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The array libraries of the framework tests: how numpy values become their arrays and back."""
+
+from __future__ import annotations
+
+import importlib
+import os
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import dlpack
+import harness
+
+
+def require(name):
+    """Import a framework; where it is missing, skip, or fail under CUATTN_REQUIRE_FRAMEWORKS=1."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        if os.environ.get("CUATTN_REQUIRE_FRAMEWORKS") == "1":
+            raise
+        pytest.skip(f"{name} is not installed")
+
+
+def bits_of(array):
+    """A numpy array of raw integers, bfloat16 included, so that libraries without it can copy."""
+    return array.view({2: np.int16, 4: np.int32, 1: np.int8}[array.dtype.itemsize])
+
+
+class Numpy:
+    dtypes = (np.float32, np.float16, ml_dtypes.bfloat16)
+
+    def put(self, values):
+        return np.array(values)
+
+    def get(self, array):
+        return np.asarray(array)
+
+    def owns(self, array):
+        return type(array) is np.ndarray
+
+
+class Torch(Numpy):
+    def __init__(self, device="cpu"):
+        self.torch = require("torch")
+        if device == "cuda" and harness.why_no_cuda() is not None:
+            pytest.skip(harness.why_no_cuda())
+        self.device = device
+
+    def put(self, values):
+        names = {ml_dtypes.bfloat16: "bfloat16", np.bool_: "bool"}
+        dtype = getattr(self.torch, names.get(values.dtype.type, values.dtype.name))
+        if values.dtype == np.bool_:
+            return self.torch.from_numpy(values.copy()).to(self.device)
+        return self.torch.from_numpy(bits_of(values).copy()).view(dtype).to(self.device)
+
+    def get(self, array):
+        array = array.detach().cpu()
+        if array.dtype == self.torch.bfloat16:
+            return array.view(self.torch.int16).numpy().view(ml_dtypes.bfloat16)
+        return array.numpy()
+
+    def owns(self, array):
+        return type(array) is self.torch.Tensor and array.device.type == self.device
+
+
+class Jax(Numpy):
+    def __init__(self):
+        self.jax = require("jax")
+
+    def put(self, values):
+        return self.jax.device_put(values, self.jax.devices("cpu")[0])
+
+    def owns(self, array):
+        return isinstance(array, self.jax.Array)
+
+
+class Cupy(Numpy):
+    dtypes = (np.float32, np.float16)
+
+    def __init__(self):
+        if harness.why_no_cuda() is not None:
+            pytest.skip(harness.why_no_cuda())
+        self.cupy = pytest.importorskip("cupy")
+
+    def put(self, values):
+        return self.cupy.asarray(values)
+
+    def get(self, array):
+        return self.cupy.asnumpy(array)
+
+    def owns(self, array):
+        return type(array) is self.cupy.ndarray
+
+
+class Foreign(Numpy):
+    """Objects with `__dlpack__` alone; numpy arrays must be given as outputs."""
+
+    dtypes = (np.float32, np.float16)
+
+    def __init__(self, version=(1, 1)):
+        self.version = version
+
+    def put(self, values):
+        return dlpack.Array(np.array(values), version=self.version)
+
+
+CPU = {
+    "numpy": Numpy,
+    "torch": Torch,
+    "jax": Jax,
+    "dlpack": Foreign,
+    "dlpack-0": lambda: Foreign((0, 8)),
+}
+CUDA = {"torch-cuda": lambda: Torch("cuda"), "cupy": Cupy}
