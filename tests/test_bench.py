@@ -147,8 +147,8 @@ def test_the_ratio_is_the_median_of_the_rounds_both_ran():
 def test_rounds_shrink_for_slow_calls_and_fill_the_time_of_fast_ones():
     entries = [measure.Entry(c) for c in contestants(right, wrong)]
     entries[0].estimate_s, entries[1].estimate_s = 1e-5, 0.5
-    measure.plan_rounds(entries, rounds=7, slice_s=4.0, flush_s=0.0)
-    assert (entries[0].rounds, entries[0].calls_per_round) == (7, measure.MAX_CALLS_PER_ROUND)
+    measure.plan_rounds(entries, measure.Settings(rounds=7, calls=40), slice_s=4.0, flush_s=0.0)
+    assert (entries[0].rounds, entries[0].calls_per_round) == (7, 40)
     assert (entries[1].rounds, entries[1].calls_per_round) == (4, 1)
 
 

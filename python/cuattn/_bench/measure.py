@@ -22,7 +22,7 @@ from .workloads import Workload
 
 PEER_SLACK = 4  # the check of a peer only asks whether it computes the same function
 SLOW_CALL_S = 1.0  # a call longer than this is timed once, by its check
-MAX_CALLS_PER_ROUND = 40
+LARGE_BYTES = 4 << 30  # the allocator may have to make room for so much, which is not to be timed
 MIN_SHARE_S = 0.2  # what a contestant gets on a row even when the budget is spent
 JIT_NEEDS = 0.5  # of a row's fair share of the budget; with less left, nobody compiles any more
 
@@ -32,6 +32,7 @@ class Settings:
     """How thoroughly to measure."""
 
     rounds: int = 7
+    calls: int = 40  # in a round, at most
     heat_s: float = 0.4
     budget_s: float = 150.0  # for one family; shared among its rows
     limit_s: float = 10.0  # a contestant expected to need longer for one call is skipped
@@ -56,6 +57,11 @@ class Entry:
     @property
     def ok(self) -> bool:
         return self.status == "ok"
+
+    @property
+    def warms_up(self) -> bool:
+        """Whether each round begins with a call that is not timed."""
+        return (self.peak_bytes or 0) > LARGE_BYTES
 
 
 def say(*words: object) -> None:
@@ -96,15 +102,16 @@ def admit(entry: Entry, w: Workload, x: Inputs, sample: Sample, device) -> None:
         entry.peak_bytes = peaks[0] if peaks[0] is not None else prepared.memory_bytes
 
 
-def plan_rounds(entries: list[Entry], rounds: int, slice_s: float, flush_s: float) -> None:
+def plan_rounds(entries: list[Entry], settings: Settings, slice_s: float, flush_s: float) -> None:
     """Choose calls per round and rounds of each contestant, so that all fit into slice_s."""
+    rounds = settings.rounds
     share = max(MIN_SHARE_S, slice_s / max(1, len(entries)))
     for entry in entries:
         if entry.rounds_ms:
             continue
-        affordable = int(share / (entry.estimate_s + flush_s))
+        affordable = int(share / ((1 + entry.warms_up) * entry.estimate_s + flush_s))
         entry.rounds = rounds if affordable >= rounds else max(3, affordable)
-        entry.calls_per_round = min(MAX_CALLS_PER_ROUND, max(1, affordable // rounds))
+        entry.calls_per_round = min(settings.calls, max(1, affordable // rounds))
 
 
 def run_rounds(entries: list[Entry], device, order: random.Random) -> None:
@@ -114,6 +121,8 @@ def run_rounds(entries: list[Entry], device, order: random.Random) -> None:
             if number < entry.rounds and entry.ok:
                 try:
                     with entry.prepared.context():
+                        if entry.warms_up:
+                            entry.prepared.call()
                         seconds = device.time(entry.prepared.call, entry.calls_per_round)
                     entry.rounds_ms[number] = seconds * 1e3
                 except Exception as error:
@@ -176,7 +185,7 @@ class Run:
         running = [entry for entry in entries if entry.ok]
         self.device.heat(self.settings.heat_s)
         left_s = slice_s - (time.perf_counter() - begin)
-        plan_rounds(running, self.settings.rounds, left_s, self.device.flush_seconds)
+        plan_rounds(running, self.settings, left_s, self.device.flush_seconds)
         run_rounds(running, self.device, self.order)
         for entry in running:
             if entry.ok:

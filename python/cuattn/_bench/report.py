@@ -127,7 +127,7 @@ def roof(workload: dict, result: dict, ceilings: dict[str, float]) -> float:
 
 
 def markdown(document: dict) -> str:
-    """Format the results as a Markdown table: a row for each workload, ms and memory of everybody."""
+    """Format the results as a Markdown table: a row for each workload, a column for each name."""
     names = list(
         dict.fromkeys(
             result["name"]

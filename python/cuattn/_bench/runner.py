@@ -185,7 +185,7 @@ def main(arguments: argparse.Namespace) -> int:
         return 0
     settings = Settings(rounds=arguments.rounds, limit_s=arguments.limit, jit=arguments.jit)
     if arguments.quick:
-        settings = dataclasses.replace(settings, rounds=3, budget_s=20.0, heat_s=0.1)
+        settings = dataclasses.replace(settings, rounds=3, calls=5, budget_s=20.0, heat_s=0.1)
     if arguments.budget is not None:
         settings = dataclasses.replace(settings, budget_s=arguments.budget)
     families = choose(arguments.family, ("smoke",), tuple(FAMILIES), "family")
