@@ -111,7 +111,7 @@ DeviceInfo query_device(int32_t device_id) {
   info.smem_per_block_optin = static_cast<int32_t>(properties.sharedMemPerBlockOptin);
   info.native = native_code(properties.major, properties.minor);
   info.has_cublas = false;
-  std::strncpy(info.name, properties.name, sizeof(info.name) - 1);
+  std::memcpy(info.name, properties.name, sizeof(info.name) - 1);  // shortened to fit
   return info;
 }
 
