@@ -7,6 +7,7 @@ refused here.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any
 
@@ -58,12 +59,14 @@ def check_arrays(op: str, **arrays: Any) -> dict[str, jax.Array]:
     return given
 
 
-def on_cuda(arrays: dict[str, jax.Array]) -> bool:
-    """Whether the call will run on CUDA: by the devices of q, or while tracing by JAX's default."""
-    q = next(iter(arrays.values()))
-    if isinstance(q, jax.core.Tracer) or not isinstance(q, jax.Array):
-        return jax.default_backend() in ("gpu", "cuda")
-    return next(iter(q.devices())).platform in ("gpu", "cuda")
+def possible_devices(arrays: dict[str, jax.Array]) -> tuple[int, ...]:
+    """Where the call may run, the likeliest first: a CUDA device number, or -1 for the CPU."""
+    q = arrays["q"]
+    if isinstance(q, jax.Array) and not isinstance(q, jax.core.Tracer):
+        return (-1,) if next(iter(q.devices())).platform == "cpu" else (0,)
+    default = jax.config.jax_default_device
+    platform = getattr(default, "platform", default) or jax.default_backend()
+    return (-1,) if platform == "cpu" else (0, -1)  # XLA decides after tracing
 
 
 def check_and_plan(arrays: dict[str, jax.Array], options: dict[str, Any]) -> int:
@@ -71,9 +74,17 @@ def check_and_plan(arrays: dict[str, jax.Array], options: dict[str, Any]) -> int
     shapes = {name: (str(array.dtype), *array.shape) for name, array in arrays.items()}
     given = {name: options.get(name, default) for name, default in OPTIONS.items()}
     given.update({name: shapes.get(name) for name in OPTIONAL})
-    device = 0 if options["cuda"] else -1
-    fields = _core.explain(shapes["q"], shapes["k"], shapes["v"], given, "float32", device, None)
-    return fields["workspace_bytes"]
+
+    def workspace_bytes(device: int) -> int:
+        plan = _core.explain(shapes["q"], shapes["k"], shapes["v"], given, "float32", device, None)
+        return plan["workspace_bytes"]
+
+    likeliest, *others = options["devices"]
+    most = workspace_bytes(likeliest)
+    for device in others:
+        with contextlib.suppress(NotImplementedError):
+            most = max(most, workspace_bytes(device))
+    return most
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -139,7 +150,7 @@ def call(op: str, arrays: dict[str, Any], outside: dict[str, Any], options: dict
         find_cublas()
     if isinstance(options["window"], list):
         options["window"] = tuple(options["window"])  # static arguments are hashed
-    static = {**options, "op": op, "cuda": on_cuda(given)}
+    static = {**options, "op": op, "devices": possible_devices(given)}
     results = run_attention(given, tuple(static.items()))
     return tuple(results) if options["return_lse"] else results[0]
 
