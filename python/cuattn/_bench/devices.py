@@ -206,9 +206,13 @@ class CudaDevice:
         return 2 * size / seconds / 1e9
 
     def state(self) -> dict[str, str]:
-        """Clock, power and temperature of a hot chip."""
+        """Clock, power and temperature of the chip at work."""
         self.heat(0.2)
-        return nvidia_smi("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu")
+        for _ in range(1000):  # enough for nvidia-smi to look while they run
+            self.torch.mm(self.heater, self.heater, out=self.heated)
+        found = nvidia_smi("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu")
+        self.torch.cuda.synchronize()
+        return found
 
     def machine(self) -> dict:
         torch = self.torch

@@ -138,6 +138,7 @@ class Run:
     ):
         self.device, self.settings, self.contestants = device, settings, contestants
         self.order = random.Random(0)
+        self.told: set[tuple[str, str]] = set()
         self.rate: dict[tuple[str, str], float] = {}  # (contestant, dtype) -> best FLOP/s seen
 
     def wanted(self, contestant: Contestant, w: Workload) -> bool:
@@ -168,6 +169,9 @@ class Run:
                 admit(entry, w, x, sample, self.device)
             except Unsupported as reason:
                 entry.status = f"unsupported: {reason}"
+                if (contestant.name, str(reason)) not in self.told:
+                    self.told.add((contestant.name, str(reason)))
+                    say(f"    without {contestant.name}: {reason}")
             except Exception as error:
                 entry.status = explain_failure(error)
                 self.device.release()

@@ -51,10 +51,13 @@ def require(condition: bool, reason: str) -> None:
 
 def module(*names: str):
     """Import the first of these modules that can be imported."""
+    reasons = []
     for name in names:
-        with contextlib.suppress(ImportError):
+        try:
             return importlib.import_module(name)
-    raise Unsupported(f"{' / '.join(names)} is not installed")
+        except ImportError as error:
+            reasons.append(str(error))
+    raise Unsupported("; ".join(reasons))
 
 
 # ---- ours ----
