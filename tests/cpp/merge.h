@@ -21,8 +21,8 @@ struct MergeProblem {
 // are extreme.
 std::vector<MergeProblem> merge_problems(uint64_t seed);
 // stacked: cuattn_merge_many; else the two-part call on the first two parts.
-void run_merge(MergeProblem& problem, bool stacked, DLDevice device, const Bound::Address& address,
-               void* stream);
+void run_merge(MergeProblem& problem, bool stacked, DLDevice device,
+               const Arguments::Address& address, void* stream);
 std::string judge_merge(const MergeProblem& problem);  // empty when right
 
 }  // namespace cuattn::test

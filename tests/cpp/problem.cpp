@@ -303,23 +303,15 @@ std::string Problem::text() const {
   return s.str();
 }
 
-TensorView Bound::keep(Array& array, DLDevice device, const Address& address) {
-  return array.exists() ? array.view(address(array), device) : TensorView();
-}
-
-Bound::Bound(Problem& p, DLDevice device, const Address& address, const char* backend)
-    : q_(keep(p.q, device, address)),
-      k_(keep(p.k, device, address)),
-      v_(keep(p.v, device, address)),
-      out_(keep(p.out, device, address)),
-      lse_(keep(p.lse_out, device, address)),
-      alibi_(keep(p.alibi_slopes, device, address)),
-      sinks_(keep(p.sink_logits, device, address)),
-      bias_(keep(p.bias, device, address)),
-      used_q_(keep(p.used_q_array, device, address)),
-      used_kv_(keep(p.used_kv_array, device, address)),
-      cu_q_(keep(p.cu_q, device, address)),
-      cu_kv_(keep(p.cu_kv, device, address)) {
+Arguments::Arguments(Problem& p, DLDevice device, const Address& address, const char* backend)
+    : ragged_(p.ragged()), max_seqlen_q_(p.seqlen_q), max_seqlen_kv_(p.seqlen_kv) {
+  auto view = [&](Array& array) {
+    return array.exists() ? array.view(address(array), device) : TensorView();
+  };
+  q_ = view(p.q), k_ = view(p.k), v_ = view(p.v), out_ = view(p.out), lse_ = view(p.lse_out);
+  alibi_ = view(p.alibi_slopes), sinks_ = view(p.sink_logits), bias_ = view(p.bias);
+  used_q_ = view(p.used_q_array), used_kv_ = view(p.used_kv_array);
+  cu_q_ = view(p.cu_q), cu_kv_ = view(p.cu_kv);
   options_.layout = p.layout;
   options_.causal = p.causal;
   options_.window_left = p.window_left;
@@ -333,53 +325,35 @@ Bound::Bound(Problem& p, DLDevice device, const Address& address, const char* ba
   if (!p.used_q.empty()) options_.seqused_q = &used_q_;
   if (!p.used_kv.empty()) options_.seqused_k = &used_kv_;
   if (p.lse) options_.lse = &lse_;
-  detail::COptions c(options_);
-  if (p.ragged()) {
-    c.c.cu_seqlens_q = detail::COptions::borrow(&cu_q_, c.cu_seqlens_q);
-    c.c.cu_seqlens_k = detail::COptions::borrow(&cu_kv_, c.cu_seqlens_k);
-    c.c.max_seqlen_q = p.seqlen_q;
-    c.c.max_seqlen_k = p.seqlen_kv;
-  }
-  call_ = detail::prepare(q_, k_, v_, c);
 }
 
-void Bound::run(Workspace workspace, void* stream) {
-  detail::run(call_, out_, options_.lse, workspace, stream);
+void Arguments::add_ragged(detail::COptions& c) const {
+  if (!ragged_) return;
+  c.c.cu_seqlens_q = detail::COptions::borrow(&cu_q_, c.cu_seqlens_q);
+  c.c.cu_seqlens_k = detail::COptions::borrow(&cu_kv_, c.cu_seqlens_k);
+  c.c.max_seqlen_q = max_seqlen_q_;
+  c.c.max_seqlen_k = max_seqlen_kv_;
+}
+
+cuattn_attention_call Arguments::prepare() const {
+  detail::COptions c(options_);
+  add_ragged(c);
+  return detail::prepare(q_, k_, v_, c);
+}
+
+cuattn_plan Arguments::explain(const cuattn_device* made_up) const {
+  detail::COptions c(options_);
+  add_ragged(c);
+  DLTensor q = q_.dl(), k = k_.dl(), v = v_.dl();
+  cuattn_plan plan;
+  detail::check(cuattn_attention_explain(&q, &k, &v, &c.c, made_up, &plan));
+  return plan;
 }
 
 cuattn_plan explain(Problem& p, const char* backend, DLDevice device,
                     const cuattn_device* made_up) {
-  cuattn_attention_options options;
-  cuattn_attention_options_init(&options);
-  DLTensor views[12];
-  int used = 0;
-  std::vector<TensorView> keep;
-  keep.reserve(12);
-  auto view = [&](Array& array) -> const DLTensor* {
-    if (!array.exists()) return nullptr;
-    keep.push_back(array.view(array.data(), device));
-    views[used] = keep.back().dl();
-    return &views[used++];
-  };
-  const DLTensor *q = view(p.q), *k = view(p.k), *v = view(p.v);
-  options.layout = static_cast<int32_t>(p.layout);
-  options.causal = p.causal;
-  options.window_left = p.window_left;
-  options.window_right = p.window_right;
-  options.softcap = p.softcap;
-  options.alibi_slopes = p.alibi ? view(p.alibi_slopes) : nullptr;
-  options.sinks = p.sinks ? view(p.sink_logits) : nullptr;
-  options.bias = p.bias_kind != Problem::Bias::none ? view(p.bias) : nullptr;
-  options.seqused_q = view(p.used_q_array);
-  options.seqused_k = view(p.used_kv_array);
-  options.cu_seqlens_q = view(p.cu_q);
-  options.cu_seqlens_k = view(p.cu_kv);
-  options.max_seqlen_q = p.seqlen_q;
-  options.max_seqlen_k = p.seqlen_kv;
-  options.backend = backend;
-  cuattn_plan plan;
-  detail::check(cuattn_attention_explain(q, k, v, &options, made_up, &plan));
-  return plan;
+  auto nowhere = [](Array&) -> void* { return nullptr; };
+  return Arguments(p, device, nowhere, backend).explain(made_up);
 }
 
 void run_on_cpu(Problem& p, const char* backend) {

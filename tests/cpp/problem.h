@@ -118,23 +118,41 @@ struct Problem {
   std::string text() const;
 };
 
-// A problem's arrays at their addresses, bound to the C ABI as attention() and attention_varlen()
-// bind them.
-class Bound {
+// A problem's arrays at their addresses, as attention() and attention_varlen() take them.
+class Arguments {
  public:
   using Address = std::function<void*(Array&)>;
-  Bound(Problem& problem, DLDevice device, const Address& address, const char* backend);
-  Bound(const Bound&) = delete;
+  Arguments(Problem& problem, DLDevice device, const Address& address, const char* backend);
+  Arguments(const Arguments&) = delete;
 
-  size_t workspace_bytes() const { return call_.workspace_bytes; }
-  const cuattn_attention_call& call() const { return call_; }
-  void run(Workspace workspace, void* stream);
+  cuattn_attention_call prepare() const;
+  cuattn_plan explain(const cuattn_device* made_up) const;
+  const TensorView& out() const { return out_; }
+  const TensorView* lse() const { return options_.lse; }
 
  private:
-  TensorView keep(Array& array, DLDevice device, const Address& address);
+  void add_ragged(detail::COptions& c) const;
 
   TensorView q_, k_, v_, out_, lse_, alibi_, sinks_, bias_, used_q_, used_kv_, cu_q_, cu_kv_;
   AttentionOptions options_;
+  bool ragged_;
+  int64_t max_seqlen_q_, max_seqlen_kv_;
+};
+
+// Arguments and the prepared call; throws as prepare does.
+class Bound {
+ public:
+  Bound(Problem& problem, DLDevice device, const Arguments::Address& address, const char* backend)
+      : arguments_(problem, device, address, backend), call_(arguments_.prepare()) {}
+
+  size_t workspace_bytes() const { return call_.workspace_bytes; }
+  const cuattn_attention_call& call() const { return call_; }
+  void run(Workspace workspace, void* stream) {
+    detail::run(call_, arguments_.out(), arguments_.lse(), workspace, stream);
+  }
+
+ private:
+  Arguments arguments_;
   cuattn_attention_call call_;
 };
 

@@ -267,7 +267,7 @@ CUDA_TEST(cuda_refused_calls_launch_nothing_and_leave_no_error) {
 
 CUDA_TEST(cuda_rows_that_do_not_start_on_16_bytes_are_refused) {
   Problem p = small_problem(DType::f16, 10);
-  Bound::Address odd = [&](Array& array) {
+  Arguments::Address odd = [&](Array& array) {
     return reinterpret_cast<void*>(uintptr_t{1 << 20} + (&array == &p.k ? 8 : 0));
   };
   try {

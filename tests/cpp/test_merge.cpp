@@ -104,7 +104,7 @@ std::string judge_merge(const MergeProblem& m) {
   return "";
 }
 
-void run_merge(MergeProblem& m, bool stacked, DLDevice device, const Bound::Address& address,
+void run_merge(MergeProblem& m, bool stacked, DLDevice device, const Arguments::Address& address,
                void* stream) {
   TensorView outs = m.outs.view(address(m.outs), device),
              lses = m.lses.view(address(m.lses), device);
