@@ -31,11 +31,15 @@ def _has_nvcc():
     )
 
 
+def _has_driver():
+    return Path("/proc/driver/nvidia").exists()
+
+
 def _extra(config_settings):
     extra = []
     wanted = _define(config_settings, "CUATTN_CUDA", "AUTO")
     if wanted == "AUTO":
-        wanted = "ON" if Path("/proc/driver/nvidia").exists() else "OFF"
+        wanted = "ON" if _has_driver() else "OFF"
     if wanted in ("ON", "1", "TRUE", "YES") and platform.system() == "Linux" and not _has_nvcc():
         extra.append(_TOOLKIT)
     if _define(config_settings, "CUATTN_ABI3", "OFF") == "ON":

@@ -43,7 +43,7 @@ for d in getattr(u.find_spec('nvidia'), 'submodule_search_locations', None) or [
   endif()
 endif()
 if(NOT CMAKE_CUDA_COMPILER)
-  set(way_out "Set CUDACXX to nvcc (13.0 or later), or build for the CPU alone with "
+  set(way_out "Set CUDACXX to nvcc (12.8 or later), or build for the CPU alone with "
               "CUATTN_CUDA=OFF (pip: -C cmake.define.CUATTN_CUDA=OFF).")
   string(CONCAT way_out ${way_out})
   if(cuda_wanted STREQUAL "AUTO")

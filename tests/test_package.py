@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is installed: the files of the wheel, what the library exports and what it needs."""
 
+import importlib.util
 import os
 import re
 import shutil
 import subprocess
 import sys
+import types
 from importlib import metadata
 from pathlib import Path
 
@@ -119,3 +121,48 @@ def test_per_isa_objects_define_no_weak_function():
     assert {name.removeprefix("cuattn_cpu_") for name, _ in sections} >= {"baseline"}
     for name, weak in sections:
         assert not weak.strip(), f"{name} defines weak symbols:\n{weak}"
+
+
+@pytest.fixture
+def build_backend(monkeypatch):
+    """cmake/build_backend.py over a stand-in for scikit-build-core."""
+    fake = types.ModuleType("scikit_build_core.build")
+    fake.get_requires_for_build_wheel = lambda config_settings=None: ["ninja"]
+    fake.get_requires_for_build_editable = fake.get_requires_for_build_wheel
+    parent = types.ModuleType("scikit_build_core")
+    parent.build = fake
+    monkeypatch.setitem(sys.modules, "scikit_build_core", parent)
+    monkeypatch.setitem(sys.modules, "scikit_build_core.build", fake)
+    for name in ("CUATTN_CUDA", "CUATTN_ABI3"):
+        monkeypatch.delenv(name, raising=False)
+    path = Path(__file__).resolve().parents[1] / "cmake" / "build_backend.py"
+    spec = importlib.util.spec_from_file_location("build_backend", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("cuda", "nvcc", "driver", "asks"),
+    [
+        (None, False, True, True),  # AUTO on a machine with a GPU and no toolkit
+        (None, False, False, False),  # AUTO without a GPU: build for the CPU, download nothing
+        (None, True, True, False),
+        ("ON", False, False, True),
+        ("ON", True, False, False),
+        ("OFF", False, True, False),
+    ],
+)
+def test_build_asks_for_the_toolkit_only_when_needed(
+    build_backend, monkeypatch, cuda, nvcc, driver, asks
+):
+    monkeypatch.setattr(build_backend, "_has_nvcc", lambda: nvcc)
+    monkeypatch.setattr(build_backend, "_has_driver", lambda: driver)
+    settings = {"cmake.define.CUATTN_CUDA": cuda} if cuda else None
+    for hook in ("get_requires_for_build_wheel", "get_requires_for_build_editable"):
+        required = getattr(build_backend, hook)(settings)
+        assert required[0] == "ninja"
+        assert any(r.startswith("cuda-toolkit[") for r in required) == asks
+    if cuda:  # the environment says the same
+        monkeypatch.setenv("CUATTN_CUDA", cuda)
+        assert len(build_backend.get_requires_for_build_wheel()) == 1 + asks
