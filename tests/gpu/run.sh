@@ -46,7 +46,13 @@ pytest() {
     --junitxml "$work/logs/pytest.xml" tests
 }
 
-cpp() { "$tests" test && "$tests" perf --filter sm80; }
+cpp() {
+  local status=0
+  "$tests" test || status=1
+  for seed in 2 3 4 5 6; do "$tests" test --filter instance/ --seed "$seed" || status=1; done
+  "$tests" perf --filter sm80 || status=1
+  return $status
+}
 
 # One tool over every kernel instance, spread over processes: the tools are bound by the host.
 sanitize() {
