@@ -224,6 +224,7 @@ class Array {
               const Array* home, bool output = false) {
     object = source;
     type = array_type(op, name, source);
+    if (type.is_torch) refuse_grad(op, name, source);
     switch (type.library) {
       case Library::jax:
         raise(PyExc_ValueError, op, ": ", name,
@@ -233,7 +234,6 @@ class Array {
       case Library::exchange: import_exchange(op, name, stream, home, output); break;
       default: import_dlpack(op, name, stream, home, output);
     }
-    if (type.is_torch) refuse_grad(op, name, source);
     if (view.device.device_type == kDLCUDAHost) view.device = {kDLCPU, 0};
     if (view.device.device_type == kDLCUDAManaged) view.device.device_type = kDLCUDA;
     if (view.device.device_type != kDLCPU && view.device.device_type != kDLCUDA) {
@@ -353,10 +353,13 @@ class Array {
   void import_dlpack(const char* op, const char* name, const CallStream& stream, const Array* home,
                      bool output) {
     Python& py = Python::get();
-    nb::object method = nb::steal(PyObject_GetAttr(object.ptr(), py.dlpack));
+    // torch's own export refuses a tensor that requires grad even where grad mode is off.
+    nb::object source = type.is_torch ? nb::object(object.attr("detach")()) : nb::borrow(object);
+    nb::object method = nb::steal(PyObject_GetAttr(source.ptr(), py.dlpack));
+    if (!method.is_valid()) export_failed(op, name);
     nb::object device =
         nb::steal(PyObject_CallMethodObjArgs(object.ptr(), py.dlpack_device, nullptr));
-    if (!method.is_valid() || !device.is_valid()) export_failed(op, name);
+    if (!device.is_valid()) export_failed(op, name);
     nb::dict options;
     int device_type = nb::cast<int>(nb::object(device[0]));
     if (device_type == kDLCUDA || device_type == kDLCUDAManaged) {

@@ -7,6 +7,7 @@ loaded.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from typing import Any, Protocol, TypeVar
@@ -50,12 +51,12 @@ def empty(
             return torch.empty(shape, **options)
     if library == "cupy":
         cupy = sys.modules["cupy"]
-        kind = like.dtype if str(like.dtype) == dtype else dtype
-        with cupy.cuda.Device(device):
-            if stream is None:
-                return cupy.empty(shape, kind)
-            with cupy.cuda.ExternalStream(stream, device):
-                return cupy.empty(shape, kind)
+        kind = like.dtype if dtype == "bfloat16" else dtype
+        if stream is None and cupy.cuda.runtime.getDevice() == device:
+            return cupy.empty(shape, kind)
+        where = None if stream is None else cupy.cuda.ExternalStream(stream, device)
+        with cupy.cuda.Device(device), where or contextlib.nullcontext():
+            return cupy.empty(shape, kind)
     namespace = getattr(like, "__array_namespace__", None)
     if namespace is None or stream is not None:
         raise ValueError(

@@ -26,6 +26,17 @@ DEVICES: dict[str, tuple[int, int, int, int]] = {
     "rtx5090": (12, 0, 170, 101376),
 }
 
+CPU: dict[str, Any] = {
+    "is_cuda": False,
+    "major": 0,
+    "minor": 0,
+    "num_sms": 0,
+    "smem_per_block_optin": 0,
+    "native": 1,
+    "has_cublas": False,
+    "name": "cpu",
+}
+
 VARLEN_POSITIONAL = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 OPTIONS: dict[str, Any] = {
     "layout": "bshd",
@@ -110,13 +121,22 @@ def without_memory(array: Any) -> Any:
     return (str(array.dtype), *array.shape)
 
 
-def shape_device(device: int | str | dict[str, Any] | None) -> int:
-    """Where arrays given as shapes lie: a CUDA device number, or -1 for the CPU."""
+def place(device: int | str | dict[str, Any] | None, q: Any) -> tuple[int, dict[str, Any] | None]:
+    """Where shapes lie (a CUDA device number, or -1 for the CPU), and the device to ask about."""
     if device is None:
-        return 0 if (info()["cuda"] or {}).get("devices") else -1
+        if "jax" in sys.modules and without_memory(q) is not q:
+            return (-1 if next(iter(q.devices())).platform == "cpu" else 0), None
+        return (0 if (info()["cuda"] or {}).get("devices") else -1), None
+    if device == "cpu":
+        return -1, CPU
     if isinstance(device, int):
-        return device
-    return -1 if device == "cpu" else 0
+        if not isinstance(q, tuple):
+            raise ValueError(
+                "explain: device must be None, 'cpu', a GPU's name or a dict where q is an array, "
+                f"got {device}; pass shapes to ask about another device of this machine"
+            )
+        return device, None
+    return 0, describe_device(device)
 
 
 def explain(
@@ -167,19 +187,11 @@ def explain(
     if unknown:
         raise TypeError(f"explain: {op} has no option {', '.join(sorted(unknown))}")
     given = {**OPTIONS, **dict(zip(names[3:], arrays_or_shapes[3:], strict=True)), **options}
-    q = arrays_or_shapes[0]
-    if device is None and without_memory(q) is not q:
-        device = "cpu" if next(iter(q.devices())).platform == "cpu" else 0
     given = {name: without_memory(value) for name, value in given.items()}
     _arrays.find_cublas()
-    made_up = (
-        None
-        if device is None or isinstance(device, int) or device == "cpu"
-        else describe_device(device)
-    )
+    shapes_on, asked = place(device, arrays_or_shapes[0])
     qkv = (without_memory(array) for array in arrays_or_shapes[:3])
-    fields = _core.explain(*qkv, given, dtype, shape_device(device), made_up)
-    return Plan(**fields)
+    return Plan(**_core.explain(*qkv, given, dtype, shapes_on, asked))
 
 
 def kernels() -> list[dict[str, Any]]:

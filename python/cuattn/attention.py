@@ -161,9 +161,7 @@ def attention(
     )
     if result is not NotImplemented:
         return result
-    from . import jax
-
-    return jax.attention(
+    return jax_face().attention(
         q,
         k,
         v,
@@ -309,9 +307,7 @@ def attention_varlen(
     )
     if result is not NotImplemented:
         return result
-    from . import jax
-
-    return jax.attention_varlen(
+    return jax_face().attention_varlen(
         q,
         k,
         v,
@@ -394,11 +390,16 @@ def merge_states(
     result = _core.merge_states(out_a, lse_a, out_b, lse_b, layout, out, lse_out, stream)
     if result is not NotImplemented:
         return result
-    from . import jax
-
-    return jax.merge_states(
+    return jax_face().merge_states(
         out_a, lse_a, out_b, lse_b, layout=layout, out=out, lse_out=lse_out, stream=stream
     )
+
+
+def jax_face() -> Any:
+    """Import cuattn.jax, which needs JAX."""
+    from . import jax
+
+    return jax
 
 
 def refuse_scales(op: str) -> None:

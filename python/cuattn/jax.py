@@ -64,7 +64,7 @@ def possible_devices(arrays: dict[str, jax.Array]) -> tuple[int, ...]:
     q = arrays["q"]
     if isinstance(q, jax.Array) and not isinstance(q, jax.core.Tracer):
         return (-1,) if next(iter(q.devices())).platform == "cpu" else (0,)
-    default = jax.config.jax_default_device
+    default = getattr(jax.config, "jax_default_device", None)
     platform = getattr(default, "platform", default) or jax.default_backend()
     return (-1,) if platform == "cpu" else (0, -1)  # XLA decides after tracing
 
@@ -87,9 +87,8 @@ def check_and_plan(arrays: dict[str, jax.Array], options: dict[str, Any]) -> int
     return most
 
 
-@functools.partial(jax.jit, static_argnums=1)
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def run_attention(
+def call_attention(
     arrays: dict[str, jax.Array], static: tuple[tuple[str, Any], ...]
 ) -> list[jax.Array]:
     """One call of the attention handler; results out, and lse if asked for."""
@@ -108,10 +107,10 @@ def run_attention(
     # Only plain dense attention can take more axes in front; the rest runs one batch entry of vmap
     # after the other.
     plain = not ragged and len(arrays) == 3 and not workspace_bytes
-    call = jax.ffi.ffi_call(
+    function = jax.ffi.ffi_call(
         "cuattn_attention", results, vmap_method="broadcast_all" if plain else "sequential"
     )
-    outputs = call(
+    outputs = function(
         *(arrays[name] for name in ("q", "k", "v", *OPTIONAL) if name in arrays),
         present=np.int64(sum(1 << bit for bit, name in enumerate(OPTIONAL) if name in arrays)),
         ragged=np.int64(ragged),
@@ -129,16 +128,19 @@ def run_attention(
         max_seqlen_k=np.int64(options["max_seqlen_k"] or 0),
         backend=options["backend"],
     )
-    return outputs[: 1 + options["return_lse"]]
+    return list(outputs)[: 1 + options["return_lse"]]
 
 
-@run_attention.__wrapped__.defjvp
+@call_attention.defjvp
 def refuse_gradient(static: Any, primals: Any, tangents: Any) -> Any:
     """Raise under jax.grad and jax.jvp."""
     raise NotImplementedError(
         f"{dict(static)['op']}: cuattn has no gradient yet; pass jax.lax.stop_gradient of the "
         "arrays"
     )
+
+
+run_attention = jax.jit(call_attention, static_argnums=1)
 
 
 def call(op: str, arrays: dict[str, Any], outside: dict[str, Any], options: dict[str, Any]) -> Any:
@@ -308,9 +310,8 @@ def attention_varlen(
     return call("attention_varlen", arrays, outside, options)
 
 
-@functools.partial(jax.jit, static_argnums=1)
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def run_merge(arrays: list[jax.Array], layout: str) -> list[jax.Array]:
+def call_merge(arrays: list[jax.Array], layout: str) -> list[jax.Array]:
     """One call of the merge handler; stacked parts if there are two arrays."""
     skip = 1 if len(arrays) == 2 else 0
     results = [
@@ -318,15 +319,18 @@ def run_merge(arrays: list[jax.Array], layout: str) -> list[jax.Array]:
         jax.ShapeDtypeStruct(arrays[1].shape[skip:], jnp.float32),
     ]
     function = jax.ffi.ffi_call("cuattn_merge_states", results, vmap_method="sequential")
-    return function(*arrays, layout=np.int64(LAYOUTS[layout]))
+    return list(function(*arrays, layout=np.int64(LAYOUTS[layout])))
 
 
-@run_merge.__wrapped__.defjvp
+@call_merge.defjvp
 def refuse_merge_gradient(layout: Any, primals: Any, tangents: Any) -> Any:
     """Raise under jax.grad and jax.jvp."""
     raise NotImplementedError(
         "merge_states: cuattn has no gradient yet; pass jax.lax.stop_gradient of the arrays"
     )
+
+
+run_merge = jax.jit(call_merge, static_argnums=1)
 
 
 def merge_states(

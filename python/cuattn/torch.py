@@ -40,8 +40,8 @@ def with_lse(result: Any, q: Tensor) -> tuple[Tensor, Tensor]:
 
 def attention_kernel(q: Tensor, k: Tensor, v: Tensor, *tensors: Any, **options: Any) -> Any:
     """Run the op on tensors with memory."""
-    given = dict(zip(TENSORS, tensors, strict=False))
-    return with_lse(run_attention(q, k, v, **given, **options), q)
+    options.update(zip(TENSORS, tensors, strict=False))
+    return with_lse(run_attention(q, k, v, **options), q)
 
 
 def attention_varlen_kernel(
@@ -56,9 +56,11 @@ def attention_varlen_kernel(
     **options: Any,
 ) -> Any:
     """Run the op on tensors with memory."""
-    arrays = (q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    given = dict(zip(TENSORS, tensors, strict=False))
-    return with_lse(run_attention_varlen(*arrays, **given, **options), q)
+    options.update(zip(TENSORS, tensors, strict=False))
+    result = run_attention_varlen(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options
+    )
+    return with_lse(result, q)
 
 
 def attention_shapes(
