@@ -39,11 +39,13 @@ build() {
 
 pytest() {
   local workers=()
-  $python -c 'import xdist' 2>/dev/null && workers=(-n "$((cores < 12 ? cores : 12))")
+  # One worker a core: their libraries must not start a thread for every core each.
+  $python -c 'import xdist' 2>/dev/null && workers=(-n "$cores" --dist worksteal) &&
+    export OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1 CUATTN_NUM_THREADS=2
   # test_cpp.py builds what the build stage has built; the cpp stage runs it.
   CUATTN_REQUIRE_CUDA=1 XLA_PYTHON_CLIENT_PREALLOCATE=false \
     $python -m pytest "${workers[@]}" -q -rf -p no:cacheprovider --ignore tests/test_cpp.py \
-    --junitxml "$work/logs/pytest.xml" tests
+    --durations 10 --junitxml "$work/logs/pytest.xml" tests
 }
 
 cpp() {
