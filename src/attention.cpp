@@ -286,6 +286,7 @@ AttentionCall validate_attention(const TensorView& q, const TensorView& k, const
   call.has_sinks = o.sinks != nullptr;
   call.device = q.device;
   const char* fn = call.function();
+  require_known_device(fn, "q", call.device);
   CUATTN_REQUIRE(o.layout == CUATTN_LAYOUT_BSHD || o.layout == CUATTN_LAYOUT_BHSD, fn,
                  ": layout must be 'bshd' or 'bhsd', got code ", o.layout, "; choose one of these");
   read_arrays(call, q, k, v, check_data);

@@ -131,6 +131,7 @@ void merge_states(const TensorView& out_a, const TensorView& lse_a, const Tensor
   require_rank(kFunction, "out_b", out_b, axes.ndim, axes.out_names);
   require_same_shape("out_b", out_b, out_a, "out_a");
   DLDevice device = out_a.device;
+  require_known_device(kFunction, "out_a", device);
   read_part(p, axes, "out_a", out_a, "lse_a", lse_a, device, false, p.out_strides[0],
             p.lse_strides[0]);
   read_part(p, axes, "out_b", out_b, "lse_b", lse_b, device, false, p.out_strides[1],
@@ -158,6 +159,7 @@ void merge_many(const TensorView& outs, const TensorView& lses, const TensorView
   CUATTN_REQUIRE(outs.shape[0] <= 0x7fffffff, kFunction,
                  ": outs must stack up to 2147483647 parts, got ", outs.shape[0],
                  "; merge in groups");
+  require_known_device(kFunction, "outs", outs.device);
   TensorView out_part = part_of(outs), lse_part = part_of(lses);
   MergeParams p = params_of(axes, "outs", out_part);
   require_rows(kFunction, "outs", outs, false, true);

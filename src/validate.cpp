@@ -47,18 +47,19 @@ std::string strides_text(const TensorView& view) {
   return list_text(view.strides.data(), view.ndim);
 }
 
+void require_known_device(const char* function, const char* argument, DLDevice device) {
+  if (is_cpu(device) || is_cuda(device)) return;
+  fail<UnsupportedDevice>(function, ": ", argument, " must be on the CPU or a CUDA device, got ",
+                          text(device), "; copy it to one of these");
+}
+
 const Backend& backend_of(const char* function, DLDevice device) {
   if (is_cpu(device)) return cpu_backend();
-  if (!is_cuda(device)) {
-    fail<UnsupportedDevice>(function, ": q must be on the CPU or a CUDA device, got ", text(device),
-                            "; copy it to one of these");
-  }
   const Backend* cuda = cuda_backend();
   if (cuda == nullptr) {
-    fail<UnsupportedDevice>(
-        function, ": q is on ", text(device),
-        " but this build of cuattn has no CUDA kernels; rebuild with CUATTN_CUDA=ON, or move the "
-        "arrays to the CPU");
+    fail<UnsupportedDevice>(function, ": the arrays are on ", text(device),
+                            " but this build of cuattn has no CUDA kernels; rebuild with "
+                            "CUATTN_CUDA=ON, or move them to the CPU");
   }
   return *cuda;
 }

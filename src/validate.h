@@ -26,7 +26,10 @@ inline bool same_device(DLDevice a, DLDevice b) {
   return is_cpu(a) ? is_cpu(b) : is_cuda(a) && is_cuda(b) && a.device_id == b.device_id;
 }
 
-// The backend that serves `device`; throws UnsupportedDevice when this build has none.
+void require_known_device(const char* function, const char* argument, DLDevice device);
+
+// The backend that serves `device` (a known one); throws UnsupportedDevice when this build has
+// none.
 const Backend& backend_of(const char* function, DLDevice device);
 
 // The dtype of q: float32, float16 or bfloat16.

@@ -107,6 +107,14 @@ struct COptions {
   }
   COptions(const COptions&) = delete;
 
+  // Makes the call ragged.
+  void set_lengths(const TensorView& cu_q, const TensorView& cu_k, int64_t max_q, int64_t max_k) {
+    c.cu_seqlens_q = borrow(&cu_q, cu_seqlens_q);
+    c.cu_seqlens_k = borrow(&cu_k, cu_seqlens_k);
+    c.max_seqlen_q = max_q;
+    c.max_seqlen_k = max_k;
+  }
+
   static const DLTensor* borrow(const TensorView* view, DLTensor& storage) {
     if (view == nullptr) return nullptr;
     storage = view->dl();
@@ -151,6 +159,17 @@ inline void attention(const TensorView& q, const TensorView& k, const TensorView
   detail::run(call, out, options.lse, workspace, stream);
 }
 
+// Bytes of workspace that attention_varlen() needs for these arguments.
+inline size_t attention_varlen_workspace_bytes(const TensorView& q, const TensorView& k,
+                                               const TensorView& v, const TensorView& cu_seqlens_q,
+                                               const TensorView& cu_seqlens_k, int64_t max_seqlen_q,
+                                               int64_t max_seqlen_k,
+                                               const AttentionOptions& options = {}) {
+  detail::COptions c(options);
+  c.set_lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k);
+  return detail::prepare(q, k, v, c).workspace_bytes;
+}
+
 // The same over sequences packed end to end: q [total_q, num_heads_q, head_dim], k and v [total_kv,
 // num_heads_kv, dim]; sequence b owns rows cu_seqlens_q[b] .. cu_seqlens_q[b + 1]. max_seqlen_* are
 // upper bounds of the lengths.
@@ -160,10 +179,7 @@ inline void attention_varlen(const TensorView& q, const TensorView& k, const Ten
                              const AttentionOptions& options = {}, Workspace workspace = {},
                              void* stream = nullptr) {
   detail::COptions c(options);
-  c.c.cu_seqlens_q = detail::COptions::borrow(&cu_seqlens_q, c.cu_seqlens_q);
-  c.c.cu_seqlens_k = detail::COptions::borrow(&cu_seqlens_k, c.cu_seqlens_k);
-  c.c.max_seqlen_q = max_seqlen_q;
-  c.c.max_seqlen_k = max_seqlen_k;
+  c.set_lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k);
   cuattn_attention_call call = detail::prepare(q, k, v, c);
   detail::run(call, out, options.lse, workspace, stream);
 }
