@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,18 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+# cmake and ninja of the virtual environment come first, activated or not.
+PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+
+
 def run(command, **options):
     result = subprocess.run(
-        [str(part) for part in command], capture_output=True, text=True, timeout=600, **options
+        [str(part) for part in command],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env={**os.environ, "PATH": PATH},
+        **options,
     )
     assert result.returncode == 0, f"{command} failed:\n{result.stdout}\n{result.stderr}"
     return result.stdout
@@ -29,8 +39,8 @@ def run(command, **options):
 def build(source, directory, *definitions):
     """Configure and build a CMake project that calls find_package(cuattn)."""
     for tool in ("cmake", "ninja"):
-        if shutil.which(tool) is None:
-            pytest.fail(f"{tool} is not on PATH; install the extra 'test'")
+        if shutil.which(tool, path=PATH) is None:
+            pytest.fail(f"{tool} is not installed; install the extra 'test'")
     run(["cmake", "-G", "Ninja", "-S", source, "-B", directory, *definitions])
     run(["cmake", "--build", directory])
     return directory
