@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// CUATTN_CHECK=1: the lengths of a call, which only the device sees, are copied to the host and held against the rules
-// and messages of the CPU backend. Costs a synchronisation of the caller's stream. Next: cpu/attention.cpp (the rules).
+// CUATTN_CHECK=1: the lengths of a call, which only the device sees, are copied to the host and
+// held against the rules and messages of the CPU backend. Costs a synchronisation of the caller's
+// stream. Next: cpu/attention.cpp (the rules).
 #include <atomic>
 #include <cstdio>
 #include <vector>
@@ -13,10 +14,12 @@ namespace cuattn {
 namespace {
 
 // Replaces a device array by a copy; the copy is complete once `stream` is.
-void copy_to_host(const int32_t*& array, std::vector<int32_t>& host, int64_t count, cudaStream_t stream) {
+void copy_to_host(const int32_t*& array, std::vector<int32_t>& host, int64_t count,
+                  cudaStream_t stream) {
   if (array == nullptr || count == 0) return;
   host.resize(static_cast<size_t>(count));
-  CUATTN_CUDA_TRY(cudaMemcpyAsync(host.data(), array, host.size() * sizeof(int32_t), cudaMemcpyDefault, stream));
+  CUATTN_CUDA_TRY(cudaMemcpyAsync(host.data(), array, host.size() * sizeof(int32_t),
+                                  cudaMemcpyDefault, stream));
   array = host.data();
 }
 

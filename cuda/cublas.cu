@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rung three, backend="cublas": batched GEMM, softmax of each row, batched GEMM, for dense batches with every option.
-// cuBLAS is found at run time and never linked: an already loaded library first, then the file that
-// CUATTN_CUBLAS_PATH names (the Python package points it at NVIDIA's wheels), then the loader's search path.
-// Note: P V multiplies zeros, so a NaN or infinity in the V row of a hidden key reaches the output here; the other
-// rungs never read it. Next: prefill_tiled.cuh.
+// Rung three, backend="cublas": batched GEMM, softmax of each row, batched GEMM, for dense batches
+// with every option. cuBLAS is found at run time and never linked: an already loaded library first,
+// then the file that CUATTN_CUBLAS_PATH names (the Python package points it at NVIDIA's wheels),
+// then the loader's search path. Next: prefill_simt.cuh.
+// Note: P V multiplies the zeros of hidden keys; a NaN or infinity in their V reaches the output.
 #include <dlfcn.h>
 #include <library_types.h>
 
@@ -21,13 +21,13 @@
 namespace cuattn {
 namespace {
 
-// 1. The part of cuBLAS's C interface in use, major versions 12 and 13 (cublas_api.h of the CUDA documentation).
+// 1. The part of cuBLAS's C interface in use, major versions 12 and 13; from its documentation.
 using Handle = void*;
 using Status = int;  // 0 = success
 constexpr int kOpN = 0, kOpT = 1;
-constexpr int kCompute32F = 68;    // float32 throughout; TF32 is another number
-constexpr int kGemmDefault = -1;   // the library chooses
-constexpr int kMathDefault = 0;    // no TF32
+constexpr int kCompute32F = 68;           // float32 throughout; TF32 is another number
+constexpr int kGemmDefault = -1;          // the library chooses
+constexpr int kMathDefault = 0;           // no TF32
 constexpr int kMathNoHalfReduction = 16;  // split sums stay float32 when the result is 16 bits wide
 
 struct Cublas {
@@ -35,10 +35,11 @@ struct Cublas {
   Status (*set_stream)(Handle, cudaStream_t);
   Status (*set_workspace)(Handle, void*, size_t);
   Status (*set_math_mode)(Handle, int);
-  Status (*gemm)(Handle, int op_a, int op_b, int64_t m, int64_t n, int64_t k, const void* alpha, const void* a,
-                 cudaDataType type_a, int64_t ld_a, long long stride_a, const void* b, cudaDataType type_b,
-                 int64_t ld_b, long long stride_b, const void* beta, void* c, cudaDataType type_c, int64_t ld_c,
-                 long long stride_c, int64_t count, int compute_type, int algorithm);
+  Status (*gemm)(Handle, int op_a, int op_b, int64_t m, int64_t n, int64_t k, const void* alpha,
+                 const void* a, cudaDataType type_a, int64_t ld_a, long long stride_a,
+                 const void* b, cudaDataType type_b, int64_t ld_b, long long stride_b,
+                 const void* beta, void* c, cudaDataType type_c, int64_t ld_c, long long stride_c,
+                 int64_t count, int compute_type, int algorithm);
   const char* (*status_name)(Status);
   const char* (*status_string)(Status);
 };
@@ -65,8 +66,9 @@ bool find_symbol(void* library, const char* name, Function& function) {
   return function != nullptr;
 }
 
-// nullptr where there is no usable cuBLAS. Success is remembered, failure is not: a framework imported later may
-// bring the library. Neither the library nor the handles are released: at exit the driver may be gone before us.
+// nullptr where there is no usable cuBLAS. Success is remembered, failure is not: a framework
+// imported later may bring the library. Neither the library nor the handles are released: at exit
+// the driver may be gone before us.
 const Cublas* find_cublas() {
   static std::mutex mutex;
   static Cublas api;
@@ -91,7 +93,7 @@ void check(const Cublas& api, Status status, const char* call) {
   fail<CudaError>(call, " failed: ", api.status_name(status), ": ", api.status_string(status));
 }
 
-// 3. One handle per device, used by one thread at a time: stream and workspace are state of the handle.
+// 3. One handle per device, used by one thread at a time: it holds the stream and the workspace.
 struct DeviceHandle {
   std::mutex mutex;
   Handle handle = nullptr;
@@ -99,19 +101,20 @@ struct DeviceHandle {
 
 DeviceHandle& handle_of(int device_id) {
   static std::mutex mutex;
-  static auto& handles = *new std::map<int, DeviceHandle>;  // never destroyed, as find_cublas() says
+  static auto& handles = *new std::map<int, DeviceHandle>;  // never destroyed, see find_cublas()
   std::lock_guard lock(mutex);
   return handles[device_id];
 }
 
-// Creating a handle allocates and synchronises: the one exception to "no call allocates", on a device's first call.
+// Creating a handle allocates and synchronises: the one exception to "no call allocates", on a
+// device's first call.
 void ensure_handle(const Cublas& api, DeviceHandle& device, cudaStream_t stream) {
   if (device.handle != nullptr) return;
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   CUATTN_CUDA_TRY(cudaStreamIsCapturing(stream, &capture));
   CUATTN_REQUIRE(capture == cudaStreamCaptureStatusNone,
-                 "attention: the first call of backend cublas on a device creates the cuBLAS handle, which a stream "
-                 "capture cannot hold; run the call once before capturing it");
+                 "attention: the first call of backend cublas on a device creates the cuBLAS "
+                 "handle, which a stream capture cannot hold; run the call once before capturing");
   Handle handle = nullptr;
   check(api, api.create(&handle), "cublasCreate");
   check(api, api.set_math_mode(handle, kMathDefault | kMathNoHalfReduction), "cublasSetMathMode");
@@ -119,7 +122,8 @@ void ensure_handle(const Cublas& api, DeviceHandle& device, cudaStream_t stream)
 }
 
 // 4. A GEMM over batch, key head and query head of a group, each with strides of its own.
-// cuBLAS is column major: a row-major [rows, columns] with row stride s is its [columns, rows] with leading dimension s.
+// cuBLAS is column major: a row-major [rows, columns] with row stride s is its [columns, rows] with
+// leading dimension s.
 struct Matrix {
   const void* data;
   cudaDataType type;
@@ -139,8 +143,8 @@ struct Axis {
   }
 };
 
-// Fuses neighbours (batch and heads of a packed tensor walk as one axis), longest first: the longest goes into the
-// batched call, the others are loops of calls. `axes` outer to inner.
+// Fuses neighbours (batch and heads of a packed tensor walk as one axis), longest first: the
+// longest goes into the batched call, the others are loops of calls. `axes` outer to inner.
 std::array<Axis, 3> arrange(const std::array<Axis, 3>& axes) {
   std::array<Axis, 3> fused{Axis{1, {}}, Axis{1, {}}, Axis{1, {}}};
   int last = -1;
@@ -152,14 +156,16 @@ std::array<Axis, 3> arrange(const std::array<Axis, 3>& axes) {
       fused[++last] = axes[i];
     }
   }
-  std::sort(fused.begin(), fused.end(), [](const Axis& x, const Axis& y) { return x.count > y.count; });
+  std::sort(fused.begin(), fused.end(),
+            [](const Axis& x, const Axis& y) { return x.count > y.count; });
   return fused;
 }
 
 size_t size_of(cudaDataType type) { return type == CUDA_R_32F ? 4 : 2; }
 
 const char* advance(const Matrix& matrix, int64_t elements) {
-  return static_cast<const char*>(matrix.data) + elements * static_cast<int64_t>(size_of(matrix.type));
+  return static_cast<const char*>(matrix.data) +
+         elements * static_cast<int64_t>(size_of(matrix.type));
 }
 
 struct Gemm {  // C [m, n] = op(A) [m, k] B [k, n], column major
@@ -169,19 +175,22 @@ struct Gemm {  // C [m, n] = op(A) [m, k] B [k, n], column major
   Matrix a, b, c;
 
   void run(const Cublas& api, Handle handle, const std::array<Axis, 3>& axes) const {
-    constexpr int64_t kMaxCount = 32768;  // some of cuBLAS's kernels keep the batch on a grid axis of 65,535
+    constexpr int64_t kMaxCount = 32768;  // a grid axis of 65,535 holds the batch of some kernels
     constexpr float kOne = 1.0f, kZero = 0.0f;
     auto [batched, middle, outer] = arrange(axes);
     for (int64_t x = 0; x < outer.count; ++x) {
       for (int64_t y = 0; y < middle.count; ++y) {
         for (int64_t z = 0; z < batched.count; z += kMaxCount) {
           std::array<int64_t, 3> at;
-          for (int i = 0; i < 3; ++i) at[i] = x * outer.steps[i] + y * middle.steps[i] + z * batched.steps[i];
+          for (int i = 0; i < 3; ++i) {
+            at[i] = x * outer.steps[i] + y * middle.steps[i] + z * batched.steps[i];
+          }
           check(api,
-                api.gemm(handle, op_a, kOpN, m, n, k, &kOne, advance(a, at[0]), a.type, a.leading, batched.steps[0],
-                         advance(b, at[1]), b.type, b.leading, batched.steps[1], &kZero,
-                         const_cast<char*>(advance(c, at[2])), c.type, c.leading, batched.steps[2],
-                         std::min(kMaxCount, batched.count - z), kCompute32F, kGemmDefault),
+                api.gemm(handle, op_a, kOpN, m, n, k, &kOne, advance(a, at[0]), a.type, a.leading,
+                         batched.steps[0], advance(b, at[1]), b.type, b.leading, batched.steps[1],
+                         &kZero, const_cast<char*>(advance(c, at[2])), c.type, c.leading,
+                         batched.steps[2], std::min(kMaxCount, batched.count - z), kCompute32F,
+                         kGemmDefault),
                 what);
         }
       }
@@ -193,13 +202,14 @@ struct Gemm {  // C [m, n] = op(A) [m, k] B [k, n], column major
 int64_t leading(const char* name, int64_t stride, int64_t rows, int64_t row_length) {
   if (rows == 1) return row_length;
   if (stride < row_length) {
-    fail<NotImplemented>("attention: backend cublas needs rows that do not overlap, ", name, " has rows of ",
-                         row_length, " elements ", stride, " apart; copy it or use backend='auto'");
+    fail<NotImplemented>("attention: backend cublas needs rows that do not overlap, ", name,
+                         " has rows of ", row_length, " elements ", stride,
+                         " apart; copy it or use backend='auto'");
   }
   return stride;
 }
 
-// 5. The three steps. Workspace: scores float32, then (16-bit dtypes) probabilities, then cuBLAS's own part.
+// 5. The three steps. Workspace: float32 scores, probabilities (16-bit dtypes), cuBLAS's own part.
 constexpr size_t kCublasWorkspaceBytes = size_t{32} << 20;  // what NVIDIA recommends for sm_90
 
 size_t round_up_256(size_t bytes) { return (bytes + 255) / 256 * 256; }
@@ -237,7 +247,7 @@ void run_steps(const PrefillParams& p, const Cublas& api, Handle handle, cudaStr
   scores_gemm.run(api, handle, axes(p.k_strides, p.q_strides, map));
   launch_softmax_rows<kType>(p, scores, probs, stream);
   Gemm out_gemm{"cublasGemmStridedBatchedEx (P V)", kOpN, p.head_dim_v, queries, keys, v,
-                Matrix{probs, kCudaType, keys}, out};
+                Matrix{probs, kCudaType, keys},     out};
   out_gemm.run(api, handle, axes(p.v_strides, map, p.out_strides));
 }
 
@@ -250,11 +260,12 @@ void launch_cublas(const PrefillParams& p, int device_id, cudaStream_t stream) {
                     p.seqused_kv == nullptr,
                 "cublas: dense batches only");
   if (int64_t{p.batch} * p.num_heads_q * p.seqlen_q == 0) return;
-  if (p.seqlen_kv == 0) return launch_naive(p, stream);  // nothing to multiply; it writes the empty rows
+  if (p.seqlen_kv == 0) return launch_naive(p, stream);  // it writes the empty rows
   const Cublas* api = find_cublas();
   if (api == nullptr) {
-    fail<NotImplemented>("attention: backend cublas found no libcublas.so.13 or .12; install nvidia-cublas, set "
-                         "CUATTN_CUBLAS_PATH to the library file, or use backend='auto'");
+    fail<NotImplemented>(
+        "attention: backend cublas found no libcublas.so.13 or .12; install nvidia-cublas, set "
+        "CUATTN_CUBLAS_PATH to the library file, or use backend='auto'");
   }
   DeviceHandle& device = handle_of(device_id);
   std::lock_guard lock(device.mutex);

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Merges attention results over disjoint keys into the result over their union: out = sum_i out_i exp(lse_i) / sum_i
-// exp(lse_i), for two parts that lie apart or many that are stacked. One warp a row; a lane owns 16 bytes of it.
-// Source: FlashInfer's merge operator, arXiv:2501.01005, section 2.2. The same on the CPU: cpu/merge.cpp.
+// Merges attention results over disjoint keys into the result over their union: out = sum_i out_i
+// exp(lse_i) / sum_i exp(lse_i), for two parts that lie apart or many that are stacked. One warp a
+// row; a lane owns 16 bytes of it. Source: FlashInfer's merge operator, arXiv:2501.01005,
+// section 2.2. The same on the CPU: cpu/merge.cpp.
 #include <algorithm>
 
 #include "cuattn/device/convert.cuh"
@@ -45,7 +46,8 @@ __device__ void merge_row(const MergeParams& p, int64_t b, int64_t row, int64_t 
   float max = negative_infinity();  // of all lse; a NaN leaves it and enters the sum
   for (int32_t part = lane; part < p.num_parts; part += 32) max = fmaxf(max, lse_of(part));
   max = warp_max(max);
-  float reference = max == negative_infinity() ? 0.0f : max;  // no part has keys: -inf - -inf is NaN
+  // No part has keys: 0 in place of -inf keeps -inf - -inf out of the weights.
+  float reference = max == negative_infinity() ? 0.0f : max;
   auto weight_of = [&](int32_t part) { return exp2_approx((lse_of(part) - reference) * kLog2e); };
   float sum = 0.0f;
   for (int32_t part = lane; part < p.num_parts; part += 32) sum += weight_of(part);
@@ -59,7 +61,8 @@ __device__ void merge_row(const MergeParams& p, int64_t b, int64_t row, int64_t 
       float weight = weight_of(part);
       if (weight == 0.0f) continue;  // a part without keys: its out may be anything, even NaN
       Side at = side_of(p, part, p.out_part_stride);
-      const T* out = static_cast<const T*>(p.outs[at.side]) + at.first + offset(p.out_strides[at.side], b, row, head);
+      const T* out = static_cast<const T*>(p.outs[at.side]) + at.first +
+                     offset(p.out_strides[at.side], b, row, head);
       Chunk chunk = *reinterpret_cast<const Chunk*>(out + column);
 #pragma unroll
       for (int i = 0; i < kSize; ++i) merged[i] = fmaf(weight, to_float(chunk.x[i]), merged[i]);

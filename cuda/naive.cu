@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rung one, backend="naive": attention as the formula reads. Three kernels, the scores [batch, heads, seqlen_q,
-// seqlen_kv] in memory between them as float32: dot products, softmax of each row, weighted sum of the values.
-// Serves every option and dtype of the library; memory and speed are what the other rungs improve. Next: cublas.cu.
+// Rung one, backend="naive": attention as the formula reads. Three kernels, the scores [batch,
+// num_heads_q, seqlen_q, seqlen_kv] in memory between them as float32: dot products, softmax of
+// each row, weighted sum of the values. Serves every option and dtype of the library; memory and
+// speed are what the other rungs improve. Next: prefill_tiled.cuh.
 #include "launch.h"
 #include "launchers.h"
 #include "softmax_rows.cuh"
@@ -11,9 +12,10 @@ namespace {
 
 using namespace device;
 
-constexpr int kKeysPerBlock = 32;  // the lanes of a warp: they share a query row and read 32 key rows
+constexpr int kKeysPerBlock = 32;  // the lanes of a warp: they share a query row
 constexpr int kRowsPerBlock = 8;   // the warps of a block: they share those key rows through L1
 constexpr int kThreads = 256;
+constexpr int kKeysPerSum = 64;  // summed apart, then added: one sum over all keys rounds more
 
 // 16 bytes of a row; rows are 16-byte aligned and head dims are multiples of 8.
 template <class T>
@@ -23,21 +25,26 @@ struct alignas(16) Chunk {
 };
 
 template <class T>
-__device__ const Chunk<T>* row_of(const void* base, Strides strides, int32_t b, int64_t row, int32_t head) {
+__device__ const Chunk<T>* row_of(const void* base, Strides strides, int32_t b, int64_t row,
+                                  int32_t head) {
   int64_t offset = b * strides.batch + row * strides.seq + head * strides.head;
   return reinterpret_cast<const Chunk<T>*>(static_cast<const T*>(base) + offset);
 }
 
 // dots[b, h, i, j] = q_i . k_j, for the keys that some row may see. One thread a dot product.
 template <DType kType>
-__global__ void __launch_bounds__(kThreads) dot_products(const __grid_constant__ PrefillParams p, float* dots) {
+__global__ void __launch_bounds__(kThreads)
+    dot_products(const __grid_constant__ PrefillParams p, float* dots) {
   using T = Element<kType>;
   int64_t tile = blockIdx.x;  // of [batch, head, row tile, key tile]
-  int32_t key_tiles = ceil_div(p.seqlen_kv, kKeysPerBlock), row_tiles = ceil_div(p.seqlen_q, kRowsPerBlock);
-  int32_t key = static_cast<int32_t>(tile % key_tiles) * kKeysPerBlock + threadIdx.x % kKeysPerBlock;
-  int32_t row = static_cast<int32_t>(tile / key_tiles % row_tiles) * kRowsPerBlock + threadIdx.x / kKeysPerBlock;
-  int32_t head = static_cast<int32_t>(tile / key_tiles / row_tiles % p.num_heads_q);
-  int32_t b = static_cast<int32_t>(tile / key_tiles / row_tiles / p.num_heads_q);
+  int32_t key_tiles = ceil_div(p.seqlen_kv, kKeysPerBlock);
+  int32_t row_tiles = ceil_div(p.seqlen_q, kRowsPerBlock);
+  auto key_tile = static_cast<int32_t>(tile % key_tiles);
+  auto row_tile = static_cast<int32_t>(tile / key_tiles % row_tiles);
+  auto head = static_cast<int32_t>(tile / key_tiles / row_tiles % p.num_heads_q);
+  auto b = static_cast<int32_t>(tile / key_tiles / row_tiles / p.num_heads_q);
+  int32_t key = key_tile * kKeysPerBlock + threadIdx.x % kKeysPerBlock;
+  int32_t row = row_tile * kRowsPerBlock + threadIdx.x / kKeysPerBlock;
   Span queries = query_span(p, b), keys = key_span(p, b);
   if (row >= queries.used || key >= keys.used) return;
 
@@ -69,19 +76,26 @@ __global__ void __launch_bounds__(kThreads)
   if (row >= queries.stored) return;
 
   KeyRange seen{0, 0};  // rows that are stored but not used see nothing: they become zeros
-  if (row < queries.used) seen = visible_keys(p.window_left, p.window_right, row, queries.used, keys.used);
+  if (row < queries.used) {
+    seen = visible_keys(p.window_left, p.window_right, row, queries.used, keys.used);
+  }
   int32_t head_kv = head / (p.num_heads_q / p.num_heads_kv);
   const float* prob = probs + at * p.seqlen_kv;
   float sum[Chunk<T>::kSize] = {};
-  for (int32_t key = seen.begin; key < seen.end; ++key) {
-    float weight = prob[key];
-    if (weight == 0.0f) continue;  // a key hidden by the bias: its value may be anything, even NaN
-    Chunk<T> v = row_of<T>(p.v, p.v_strides, b, keys.start + key, head_kv)[chunk];
-    for (int i = 0; i < Chunk<T>::kSize; ++i) sum[i] = fmaf(weight, to_float(v.x[i]), sum[i]);
+  for (int32_t begin = seen.begin; begin < seen.end; begin += kKeysPerSum) {
+    float part[Chunk<T>::kSize] = {};
+    for (int32_t key = begin; key < min(begin + kKeysPerSum, seen.end); ++key) {
+      float weight = prob[key];
+      if (weight == 0.0f) continue;  // hidden by the bias: the value may be anything, even NaN
+      Chunk<T> v = row_of<T>(p.v, p.v_strides, b, keys.start + key, head_kv)[chunk];
+      for (int i = 0; i < Chunk<T>::kSize; ++i) part[i] = fmaf(weight, to_float(v.x[i]), part[i]);
+    }
+    for (int i = 0; i < Chunk<T>::kSize; ++i) sum[i] += part[i];
   }
   Chunk<T> result;
   for (int i = 0; i < Chunk<T>::kSize; ++i) result.x[i] = from_float<T>(sum[i]);
-  int64_t offset = b * p.out_strides.batch + (queries.start + row) * p.out_strides.seq + head * p.out_strides.head;
+  int64_t offset = b * p.out_strides.batch + (queries.start + row) * p.out_strides.seq +
+                   head * p.out_strides.head;
   reinterpret_cast<Chunk<T>*>(static_cast<T*>(p.out) + offset)[chunk] = result;
 }
 
@@ -98,7 +112,8 @@ void launch_three(const PrefillParams& p, cudaStream_t stream) {
   launch_softmax_rows<kType>(p, scores, scores, stream);
   int64_t chunks = rows * (p.head_dim_v / Chunk<Element<kType>>::kSize);
   weighted_sums<kType>
-      <<<grid_blocks(ceil_div<int64_t>(chunks, kThreads), "naive"), kThreads, 0, stream>>>(p, scores);
+      <<<grid_blocks(ceil_div<int64_t>(chunks, kThreads), "naive"), kThreads, 0, stream>>>(p,
+                                                                                           scores);
   CUATTN_CUDA_TRY(cudaGetLastError());
 }
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rung four, backend="simt": float32 flash attention on CUDA cores, every option, head dims to 256. Four warps own the
-// rows of a query tile; K and V pass through a ring of two stages in shared memory; both products are register tiles.
-// Source: FlashAttention-2, arXiv:2307.08691, algorithm 1; the register tiling is that of a classic SGEMM.
-// Next: prefill_sm80.cuh, the same algorithm on tensor cores.
+// Rung four, backend="simt": float32 flash attention on CUDA cores, every option, head dims to 256.
+// Four warps own the rows of a query tile; K and V pass through a ring of two stages in shared
+// memory; both products are register tiles, as in a classic SGEMM. Source: FlashAttention-2,
+// arXiv:2307.08691, algorithm 1. Next: prefill_sm80.cuh, the same algorithm on tensor cores.
 #pragma once
 
 #include "cuattn/device/mask.cuh"
@@ -18,31 +18,36 @@ struct PrefillSimt {
   // 1. Types and sizes
   //
   // A warp is 2 lane rows (y) of 16 lanes (x). Lane (y, x) of warp w holds
-  //   query rows  w * 2 kRows + 2 i + y   i = 0..kRows-1      so a row belongs to 16 lanes of one warp:
-  //   keys        x + 16 j                j = 0..kKeys-1      its maximum and sum need shuffles only
-  //   columns     4 x + 64 g + 0..3       g = 0..kGroups-1    of the output
-  // Four values of 12 rows and keys feed 128 FFMAs: shared memory is busy about half of the time.
+  //
+  //   query rows  w * 2 kRows + 2 i + y    i = 0..kRows-1
+  //   keys        x + 16 j                 j = 0..kKeys-1
+  //   columns     4 x + 64 g + 0..3        g = 0..kGroups-1, of the output
+  //
+  // so a row belongs to 16 lanes of one warp, and its maximum and sum take shuffles only. Four
+  // values each of 8 rows and 4 keys feed 128 FFMAs: shared memory is busy half of the time.
   static constexpr int kWarps = 4, kThreads = kWarps * 32;
   static constexpr int kTileM = kHeadDim <= 128 ? 64 : 32;  // the output takes 64 registers at most
   static constexpr int kTileN = kHeadDim <= 128 ? 64 : 128;
   static constexpr int kRows = kTileM / (2 * kWarps), kKeys = kTileN / 16, kGroups = kHeadDim / 64;
-  static constexpr int kStageFloats = 4096;                  // of K or V in one stage: 8 copies of 16 bytes a thread
-  static constexpr int kChunk = kStageFloats / kTileN;       // dims of K a stage holds, for all keys of the tile
-  static constexpr int kPart = kStageFloats / kHeadDim;      // keys of V a stage holds, for all dims
+  static constexpr int kStageFloats = 4096;              // of K or V: 8 copies of 16 bytes a thread
+  static constexpr int kChunk = kStageFloats / kTileN;   // dims of K a stage holds, for all keys
+  static constexpr int kPart = kStageFloats / kHeadDim;  // keys of V a stage holds, for all dims
   static constexpr int kPartsV = kTileN / kPart;
   static constexpr int kPad = 4;  // floats: 8 rows at one column then fall into 8 groups of banks
   static constexpr int kBlocksPerSm = kHeadDim == 64 ? 3 : 2;  // what 227 KiB of shared memory hold
 
-  // 2. Shared storage
+  // 2. Shared storage: Q is loaded once, with zeros beyond head_dim and the last row; a warp writes
+  // and reads its own rows of P only.
   struct Shared {
-    alignas(16) float q[kTileM][kHeadDim + kPad];  // loaded once, zeros beyond head_dim and the last row
-    float p[kTileM][kTileN + kPad];                // a warp writes and reads its own rows only
+    alignas(16) float q[kTileM][kHeadDim + kPad];
+    float p[kTileM][kTileN + kPad];
     union Stage {
       float k[kTileN][kChunk + kPad];
       float v[kPart][kHeadDim];
     } stages[2];
   };
-  static_assert(sizeof(Shared) <= 99 * 1024, "compute capabilities 8.6, 8.9 and 12.x give a block 99 KiB at most");
+  static_assert(sizeof(Shared) <= 99 * 1024,
+                "compute capabilities 8.6, 8.9 and 12.x give a block 99 KiB at most");
 
   // What a block works on: one tile of query rows of one head of one sequence.
   struct Work {
@@ -67,12 +72,12 @@ struct PrefillSimt {
     w.queries = query_span(p, w.b);
     w.keys = key_span(p, w.b);
     int32_t head_kv = w.head / (p.num_heads_q / p.num_heads_kv);
-    w.q = static_cast<const float*>(p.q) + w.b * p.q_strides.batch + w.queries.start * p.q_strides.seq +
-          w.head * p.q_strides.head;
-    w.k = static_cast<const float*>(p.k) + w.b * p.k_strides.batch + w.keys.start * p.k_strides.seq +
-          head_kv * p.k_strides.head;
-    w.v = static_cast<const float*>(p.v) + w.b * p.v_strides.batch + w.keys.start * p.v_strides.seq +
-          head_kv * p.v_strides.head;
+    w.q = static_cast<const float*>(p.q) + w.b * p.q_strides.batch +
+          w.queries.start * p.q_strides.seq + w.head * p.q_strides.head;
+    w.k = static_cast<const float*>(p.k) + w.b * p.k_strides.batch +
+          w.keys.start * p.k_strides.seq + head_kv * p.k_strides.head;
+    w.v = static_cast<const float*>(p.v) + w.b * p.v_strides.batch +
+          w.keys.start * p.v_strides.seq + head_kv * p.v_strides.head;
     w.q_stride = p.q_strides.seq;
     w.k_stride = p.k_strides.seq;
     w.v_stride = p.v_strides.seq;
@@ -83,48 +88,54 @@ struct PrefillSimt {
                      : kMask == MaskKind::causal ? 0
                                                  : p.window_right;
     int32_t row_end = min(w.row_begin + kTileM, w.queries.used);
-    w.tiles = device::tile_range<kTileN>(w.window_left, w.window_right, w.row_begin, row_end, w.queries.used,
-                                         w.keys.used);
+    w.tiles = device::tile_range<kTileN>(w.window_left, w.window_right, w.row_begin, row_end,
+                                         w.queries.used, w.keys.used);
     return w;
   }
 
   // 3. Roles: all threads load, all compute.
-  // [kRowCount, kColumns] floats from rows `first`.. and columns `column`.. of a matrix, zeros past its extents.
+  // [kRowCount, kColumns] floats from rows `first`.. and columns `column`.. of a matrix, zeros past
+  // its extents.
   template <int kRowCount, int kColumns>
-  static __device__ void load(float* shared, int pitch, const float* matrix, int64_t stride, int32_t first,
-                              int32_t row_limit, int32_t column, int32_t column_limit) {
-    constexpr int kPieces = kColumns / 4;  // 16 bytes each
-    static_assert(kRowCount * kPieces % kThreads == 0, "every thread copies the same number of pieces");
+  static __device__ void load(float* shared, int pitch, const float* matrix, int64_t stride,
+                              int32_t first, int32_t row_limit, int32_t column,
+                              int32_t column_limit) {
+    constexpr int kPieces = kColumns / 4;          // of a row, 16 bytes each
+    constexpr int kPassRows = kThreads / kPieces;  // rows that the block copies at once
+    static_assert(kThreads % kPieces == 0 && kRowCount % kPassRows == 0, "passes cover the tile");
+    int32_t row = threadIdx.x / kPieces, offset = threadIdx.x % kPieces * 4;
+    bool column_valid = column + offset < column_limit;
+    const float* from = matrix + (first + row) * stride + column + offset;
+    uint32_t to = device::smem_address(shared + row * pitch + offset);
 #pragma unroll
-    for (int i = 0; i < kRowCount * kPieces / kThreads; ++i) {
-      int piece = i * kThreads + threadIdx.x;
-      int row = piece / kPieces, offset = piece % kPieces * 4;
-      bool valid = first + row < row_limit && column + offset < column_limit;
-      device::cp_async16(device::smem_address(shared + row * pitch + offset),
-                         matrix + (first + row) * stride + column + offset, valid);
+    for (int pass = 0; pass < kRowCount / kPassRows; ++pass) {
+      bool valid = column_valid && first + row + pass * kPassRows < row_limit;
+      device::cp_async16(to + pass * kPassRows * pitch * sizeof(float), from, valid);
+      from += kPassRows * stride;
     }
   }
 
-  // The order in which K and V pass through the ring: for each key tile from right to left, the chunks of K, then the
-  // parts of V. While one stage is computed on, the next one is on its way.
+  // The order in which K and V pass through the ring: for each key tile from right to left, the
+  // chunks of K, then the parts of V. While one stage is computed on, the next one is on its way.
   //
   //   stage 0   K chunk 0 | compute | V part 0 | compute | K chunk 0 of the next tile ...
   //   stage 1             | K chunk 1 | compute | V part 1 | compute ...
   struct Ring {
-    int32_t tile;      // of the next load
-    int step = 0;      // 0..chunks-1: K, then V
-    int stage = 0;     // of the next load
+    int32_t tile;   // of the next load
+    int step = 0;   // 0..chunks-1: K, then V
+    int stage = 0;  // of the next load
     int chunks;
 
     __device__ void load_next(const Work& w, Shared& s) {
       if (tile >= w.tiles.begin) {
         typename Shared::Stage& to = s.stages[stage];
         if (step < chunks) {
-          load<kTileN, kChunk>(to.k[0], kChunk + kPad, w.k, w.k_stride, tile * kTileN, w.keys.used, step * kChunk,
-                               w.head_dim);
+          load<kTileN, kChunk>(to.k[0], kChunk + kPad, w.k, w.k_stride, tile * kTileN, w.keys.used,
+                               step * kChunk, w.head_dim);
         } else {
-          load<kPart, kHeadDim>(to.v[0], kHeadDim, w.v, w.v_stride, tile * kTileN + (step - chunks) * kPart,
-                                w.keys.used, 0, w.head_dim_v);
+          load<kPart, kHeadDim>(to.v[0], kHeadDim, w.v, w.v_stride,
+                                tile * kTileN + (step - chunks) * kPart, w.keys.used, 0,
+                                w.head_dim_v);
         }
         if (++step == chunks + kPartsV) {
           step = 0;
@@ -135,7 +146,8 @@ struct PrefillSimt {
       stage ^= 1;
     }
 
-    // The oldest load, complete for all threads; the barrier also means that nobody reads the other stage any more.
+    // The oldest load, complete for all threads; the barrier also means that nobody reads the other
+    // stage any more.
     __device__ const typename Shared::Stage& take(const Work& w, Shared& s) {
       device::cp_async_wait<0>();
       __syncthreads();
@@ -146,17 +158,22 @@ struct PrefillSimt {
   };
 
   // 4. Main loop: S = Q K^T, online softmax, O += P V.
-  struct Accumulator {
-    float o[kRows][kGroups][4];
+  using Output = float[kRows][kGroups][4];
+  struct State {
+    Output out;
     float max[kRows], sum[kRows];  // base 2; the sum is this lane's share
   };
 
-  static __device__ int row_of(int i) { return threadIdx.x / 32 * (2 * kRows) + 2 * i + threadIdx.x % 32 / 16; }
+  static __device__ int row_of(int i) {
+    return threadIdx.x / 32 * (2 * kRows) + 2 * i + threadIdx.x % 32 / 16;
+  }
   static __device__ int lane_x() { return threadIdx.x % 16; }
-  static __device__ float4 read4(const float* shared) { return *reinterpret_cast<const float4*>(shared); }
+  static __device__ float4 read4(const float* shared) {
+    return *reinterpret_cast<const float4*>(shared);
+  }
 
-  static __device__ void add_dots(float (&scores)[kRows][kKeys], const Shared& s, const typename Shared::Stage& stage,
-                                  int chunk, int dims) {
+  static __device__ void add_dots(float (&scores)[kRows][kKeys], const Shared& s,
+                                  const typename Shared::Stage& stage, int chunk, int dims) {
 #pragma unroll 1
     for (int d = 0; d < dims; d += 4) {
       float4 k[kKeys];
@@ -176,54 +193,60 @@ struct PrefillSimt {
     }
   }
 
-  // Dot products to base-2 exponents, -inf where the row does not see the key.
+  // Dot products to scores in the functor's units, -inf where the row does not see the key.
   static __device__ void modify(float (&scores)[kRows][kKeys], const Work& w, int32_t tile,
                                 const device::ScoreMod<DType::f32, kScore>& mod) {
     bool masked = tile < w.tiles.full_begin || tile >= w.tiles.full_end;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      int32_t row = min(w.row_begin + row_of(i), w.queries.used - 1);  // rows past the last repeat it, unstored
+      // Rows past the last repeat it; they are not stored.
+      int32_t row = min(w.row_begin + row_of(i), w.queries.used - 1);
       KeyRange seen{0, w.keys.used};
-      if (masked) seen = visible_keys(w.window_left, w.window_right, row, w.queries.used, w.keys.used);
+      if (masked) {
+        seen = visible_keys(w.window_left, w.window_right, row, w.queries.used, w.keys.used);
+      }
 #pragma unroll
       for (int j = 0; j < kKeys; ++j) {
         int32_t key = tile * kTileN + lane_x() + 16 * j;
-        float exponent = mod(scores[i][j], row, min(key, w.keys.used - 1)) * mod.to_log2;
+        float score = mod(scores[i][j], row, min(key, w.keys.used - 1));
         bool visible = key >= seen.begin && key < seen.end;
-        scores[i][j] = visible ? exponent : device::negative_infinity();
+        scores[i][j] = visible ? score : device::negative_infinity();
       }
     }
   }
 
-  // Scores become probabilities relative to the running maximum, in shared memory; the output is rescaled to it.
-  static __device__ void softmax(float (&scores)[kRows][kKeys], Accumulator& acc, Shared& s) {
+  // Scores become probabilities relative to the running maximum, in shared memory; `rescale` takes
+  // what was added up before to the new maximum. One FFMA makes the exponent of a score: its
+  // rounding error is that of the result, which is small where the probability is large.
+  static __device__ void softmax(float (&scores)[kRows][kKeys], float (&rescale)[kRows],
+                                 State& state, Shared& s, float to_log2) {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       float max = scores[i][0];
 #pragma unroll
       for (int j = 1; j < kKeys; ++j) max = fmaxf(max, scores[i][j]);
 #pragma unroll
-      for (int lane = 8; lane > 0; lane /= 2) max = fmaxf(max, __shfl_xor_sync(0xffffffffu, max, lane));
-      max = fmaxf(max, acc.max[i]);  // a NaN leaves the maximum and enters the sum
-      float reference = max == device::negative_infinity() ? 0.0f : max;  // no key seen yet: -inf - -inf is NaN
-      float rescale = device::exp2_approx(acc.max[i] - reference);
-      acc.max[i] = max;
-      acc.sum[i] *= rescale;
-#pragma unroll
-      for (int g = 0; g < kGroups; ++g) {
-#pragma unroll
-        for (int c = 0; c < 4; ++c) acc.o[i][g][c] *= rescale;
+      for (int lane = 8; lane > 0; lane /= 2) {
+        max = fmaxf(max, __shfl_xor_sync(0xffffffffu, max, lane));
       }
+      max = fmaxf(max * to_log2, state.max[i]);  // a NaN leaves the maximum and enters the sum
+      // No key seen yet: 0 in place of -inf keeps -inf - -inf out of the exponents.
+      float reference = max == device::negative_infinity() ? 0.0f : max;
+      rescale[i] = device::exp2_approx(state.max[i] - reference);
+      state.max[i] = max;
+      float sum = 0.0f;
 #pragma unroll
       for (int j = 0; j < kKeys; ++j) {
-        float prob = device::exp2_approx(scores[i][j] - reference);
-        acc.sum[i] += prob;
+        float prob = device::exp2_approx(fmaf(scores[i][j], to_log2, -reference));
+        sum += prob;
         s.p[row_of(i)][lane_x() + 16 * j] = prob;
       }
+      state.sum[i] = fmaf(state.sum[i], rescale[i], sum);
     }
   }
 
-  static __device__ void add_values(Accumulator& acc, const Shared& s, const typename Shared::Stage& stage, int part) {
+  static __device__ void add_values(Output& out, const Shared& s,
+                                    const typename Shared::Stage& stage, int part) {
 #pragma unroll 1
     for (int key = 0; key < kPart; key += 4) {
       float p[kRows][4];
@@ -239,48 +262,79 @@ struct PrefillSimt {
           float4 v = read4(&stage.v[key + n][4 * lane_x() + 64 * g]);
 #pragma unroll
           for (int i = 0; i < kRows; ++i) {
-            acc.o[i][g][0] = fmaf(p[i][n], v.x, acc.o[i][g][0]);
-            acc.o[i][g][1] = fmaf(p[i][n], v.y, acc.o[i][g][1]);
-            acc.o[i][g][2] = fmaf(p[i][n], v.z, acc.o[i][g][2]);
-            acc.o[i][g][3] = fmaf(p[i][n], v.w, acc.o[i][g][3]);
+            out[i][g][0] = fmaf(p[i][n], v.x, out[i][g][0]);
+            out[i][g][1] = fmaf(p[i][n], v.y, out[i][g][1]);
+            out[i][g][2] = fmaf(p[i][n], v.z, out[i][g][2]);
+            out[i][g][3] = fmaf(p[i][n], v.w, out[i][g][3]);
           }
         }
       }
     }
   }
 
-  static __device__ void attend(const PrefillParams& p, const Work& w, Shared& s, Accumulator& acc) {
+  static __device__ void clear(Output& out) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g) {
+#pragma unroll
+        for (int c = 0; c < 4; ++c) out[i][g][c] = 0.0f;
+      }
+    }
+  }
+
+  static __device__ void attend(const PrefillParams& p, const Work& w, Shared& s, State& state) {
     device::ScoreMod<DType::f32, kScore> mod(p, w.b, w.head, w.queries.used, w.keys.used);
     Ring ring{w.tiles.end - 1};
     ring.chunks = device::ceil_div(w.head_dim, kChunk);
-    load<kTileM, kHeadDim>(s.q[0], kHeadDim + kPad, w.q, w.q_stride, w.row_begin, w.queries.used, 0, w.head_dim);
+    load<kTileM, kHeadDim>(s.q[0], kHeadDim + kPad, w.q, w.q_stride, w.row_begin, w.queries.used, 0,
+                           w.head_dim);
     ring.load_next(w, s);  // one group with Q
 #pragma unroll 1
     for (int32_t tile = w.tiles.end - 1; tile >= w.tiles.begin; --tile) {
-      float scores[kRows][kKeys] = {};
+      float scores[kRows][kKeys] = {}, rescale[kRows];
 #pragma unroll 1
       for (int chunk = 0; chunk < ring.chunks; ++chunk) {
         add_dots(scores, s, ring.take(w, s), chunk, min(kChunk, w.head_dim - chunk * kChunk));
       }
       modify(scores, w, tile, mod);
-      softmax(scores, acc, s);  // the barrier in take() lets the warp's lanes see each other's probabilities
+      softmax(scores, rescale, state, s, mod.to_log2);
+      // Note: a tile is summed apart and then added, in the multiplication that rescales. One sum
+      // over all keys would have several times the rounding error at 4096 keys.
+      Output out;
+      clear(out);
 #pragma unroll 1
-      for (int part = 0; part < kPartsV; ++part) add_values(acc, s, ring.take(w, s), part);
+      for (int part = 0; part < kPartsV; ++part) {
+        // The barrier in take() also lets the lanes of a warp see each other's probabilities.
+        add_values(out, s, ring.take(w, s), part);
+      }
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+        for (int g = 0; g < kGroups; ++g) {
+#pragma unroll
+          for (int c = 0; c < 4; ++c) {
+            state.out[i][g][c] = fmaf(state.out[i][g][c], rescale[i], out[i][g][c]);
+          }
+        }
+      }
     }
   }
 
-  // 5. Epilogue: normalise and store; a row without keys becomes 0 and -inf, as do stored rows past the used ones.
-  static __device__ void store(const PrefillParams& p, const Work& w, const Accumulator& acc) {
-    float sink = p.sinks == nullptr ? device::negative_infinity() : p.sinks[w.head * p.sinks_stride] * device::kLog2e;
+  // 5. Epilogue: normalise and store; a row without keys becomes 0 and -inf, as do stored rows past
+  // the used ones.
+  static __device__ void store(const PrefillParams& p, const Work& w, const State& state) {
+    float sink =
+        p.sinks == nullptr ? device::negative_infinity() : p.sinks[w.head * p.sinks_stride];
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      float sum = acc.sum[i];
+      float sum = state.sum[i];
 #pragma unroll
       for (int lane = 8; lane > 0; lane /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lane);
-      float max = fmaxf(acc.max[i], sink);
+      float max = fmaxf(state.max[i], sink * device::kLog2e);
       float reference = max == device::negative_infinity() ? 0.0f : max;
-      float rescale = device::exp2_approx(acc.max[i] - reference);
-      sum = sum * rescale + device::exp2_approx(sink - reference);
+      float rescale = device::exp2_approx(state.max[i] - reference);
+      sum = sum * rescale + device::exp2_approx(fmaf(sink, device::kLog2e, -reference));
 
       int32_t row = w.row_begin + row_of(i);
       if (row >= w.queries.stored) continue;
@@ -293,7 +347,7 @@ struct PrefillSimt {
       for (int g = 0; g < kGroups; ++g) {
         int column = 4 * lane_x() + 64 * g;
         if (column >= w.head_dim_v) continue;
-        const float(&o)[4] = acc.o[i][g];
+        const float (&o)[4] = state.out[i][g];
         *reinterpret_cast<float4*>(out + column) =
             empty ? float4{0.0f, 0.0f, 0.0f, 0.0f}
                   : float4{o[0] * factor, o[1] * factor, o[2] * factor, o[3] * factor};
@@ -309,34 +363,34 @@ struct PrefillSimt {
 
 // 6. Kernel
 template <int kHeadDim, MaskKind kMask, ScoreKind kScore>
-__global__ void __launch_bounds__(128, PrefillSimt<kHeadDim, kMask, kScore>::kBlocksPerSm)
+__global__ void __launch_bounds__(PrefillSimt<kHeadDim, kMask, kScore>::kThreads,
+                                  PrefillSimt<kHeadDim, kMask, kScore>::kBlocksPerSm)
     prefill_simt(const __grid_constant__ PrefillParams p) {
   using Kernel = PrefillSimt<kHeadDim, kMask, kScore>;
   extern __shared__ __align__(16) unsigned char dynamic_shared[];
   auto& shared = *reinterpret_cast<typename Kernel::Shared*>(dynamic_shared);
   typename Kernel::Work work = Kernel::find_work(p);
   if (work.row_begin >= work.queries.stored) return;
-  typename Kernel::Accumulator acc;
+  typename Kernel::State state;
+  Kernel::clear(state.out);
 #pragma unroll
   for (int i = 0; i < Kernel::kRows; ++i) {
-    acc.max[i] = device::negative_infinity();
-    acc.sum[i] = 0.0f;
-#pragma unroll
-    for (int g = 0; g < Kernel::kGroups; ++g) {
-      acc.o[i][g][0] = acc.o[i][g][1] = acc.o[i][g][2] = acc.o[i][g][3] = 0.0f;
-    }
+    state.max[i] = device::negative_infinity();
+    state.sum[i] = 0.0f;
   }
-  if (work.tiles.begin < work.tiles.end) Kernel::attend(p, work, shared, acc);
-  Kernel::store(p, work, acc);
+  if (work.tiles.begin < work.tiles.end) Kernel::attend(p, work, shared, state);
+  Kernel::store(p, work, state);
 }
 
 // 7. Launcher
 #ifndef __CUDACC_RTC__
 template <DType kType, int kHeadDim, int kHeadDimV, MaskKind kMask, ScoreKind kScore>
 void launch_prefill_simt(const PrefillParams& p, cudaStream_t stream) {
-  static_assert(kType == DType::f32 && kHeadDim == kHeadDimV, "simt has float32, square, one tile");
+  static_assert(kType == DType::f32 && kHeadDim == kHeadDimV,
+                "simt has float32 and square head dims");
   using Kernel = PrefillSimt<kHeadDim, kMask, kScore>;
-  CUATTN_ASSERT(p.head_dim <= kHeadDim && p.head_dim_v <= kHeadDim, "simt: head dims ", p.head_dim, ", ", p.head_dim_v);
+  CUATTN_ASSERT(p.head_dim <= kHeadDim && p.head_dim_v <= kHeadDim, "simt: head dims ", p.head_dim,
+                ", ", p.head_dim_v);
   int64_t blocks = int64_t{p.batch} * p.num_heads_q * device::ceil_div(p.seqlen_q, Kernel::kTileM);
   if (blocks == 0) return;
   static std::atomic<uint64_t> opted_in{0};

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rung two, backend="tiled": attention that never writes its scores to memory. A block keeps a tile of query rows, walks
-// over tiles of keys and values in shared memory, and corrects its running result whenever a larger score turns up: the
-// online softmax of arXiv:1805.02867, and algorithm 1 of FlashAttention-2, arXiv:2307.08691, in its plainest form.
-// float32, float16, bfloat16; head dims to 128; masks, GQA, ragged batches; no score mods. Next: prefill_simt.cuh.
+// Rung two, backend="tiled": attention that never writes its scores to memory. A block keeps a tile
+// of query rows, walks over tiles of keys and values in shared memory, and corrects its running
+// result whenever a larger score turns up: the online softmax of arXiv:1805.02867, and algorithm 1
+// of FlashAttention-2, arXiv:2307.08691, in its plainest form. Every dtype, head dims to 128,
+// masks, GQA, ragged batches; no score mods, no sinks. Next: cublas.cu.
 #pragma once
 
 #include "cuattn/device/mask.cuh"
@@ -16,8 +17,8 @@ template <DType kType, int kHeadDim, MaskKind kMask>
 struct PrefillTiled {
   // 1. Types and sizes
   //
-  // A warp owns kRows query rows. While it computes scores, a lane is a key; while it adds up values, a lane is a
-  // column of the output (and the columns 32, 64, ... further on):
+  // A warp owns kRows query rows. While it computes scores, a lane is a key; while it adds up
+  // values, a lane is a column of the output (and the columns 32, 64, ... further on):
   //
   //              keys of the tile                        columns of V
   //              lane 0  1 ... 31                        lane 0  1 ... 31   0  1 ... 31
@@ -28,7 +29,7 @@ struct PrefillTiled {
   static constexpr int kRows = 8;  // rows that share each value read from shared memory
   static constexpr int kTileM = kWarps * kRows, kTileN = 32;
   static constexpr int kColumns = kHeadDim / 32;  // of a lane
-  static constexpr int kPad = 4;  // floats: 8 neighbouring rows at one column then lie in 8 groups of banks
+  static constexpr int kPad = 4;  // floats: 8 rows at one column then fall into 8 groups of banks
 
   // 2. Shared storage: float32 copies, zeros past the last row and past head_dim
   struct Shared {
@@ -36,14 +37,15 @@ struct PrefillTiled {
     alignas(16) float k[kTileN][kHeadDim + kPad];
     alignas(16) float v[kTileN][kHeadDim + kPad];
   };
-  static_assert(sizeof(Shared) <= 99 * 1024, "compute capabilities 8.6, 8.9 and 12.x give a block 99 KiB at most");
+  static_assert(sizeof(Shared) <= 99 * 1024,
+                "compute capabilities 8.6, 8.9 and 12.x give a block 99 KiB at most");
 
   // 3. Roles: every thread loads, every warp computes its own rows.
   // Rows [first, first + kCount) of a matrix with `columns` columns and `rows` rows.
   template <int kCount>
-  static __device__ void load(float (&shared)[kCount][kHeadDim + kPad], const T* matrix, int64_t stride, int32_t first,
-                              int32_t rows, int32_t columns) {
-    constexpr int kPiece = 16 / sizeof(T);  // elements a thread reads at once; rows are 16-byte aligned
+  static __device__ void load(float (&shared)[kCount][kHeadDim + kPad], const T* matrix,
+                              int64_t stride, int32_t first, int32_t rows, int32_t columns) {
+    constexpr int kPiece = 16 / sizeof(T);  // elements read at once; rows are 16-byte aligned
     struct alignas(16) Piece {
       T x[kPiece];
     };
@@ -62,12 +64,12 @@ struct PrefillTiled {
   // The running result of a warp's rows, relative to the maximum so far.
   struct State {
     float out[kRows][kColumns];
-    float max[kRows], sum[kRows];  // of 2^score; the same in all lanes
+    float max[kRows], sum[kRows];  // base 2; the same in all lanes
   };
 
   // 4. Main loop
-  // scores[i] = scale * q_i . k_lane in base 2
-  static __device__ void dot_products(float (&scores)[kRows], const Shared& s, int32_t head_dim, float scale_log2) {
+  // scores[i] = q_i . k_lane
+  static __device__ void dot_products(float (&scores)[kRows], const Shared& s, int32_t head_dim) {
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) scores[i] = 0.0f;
@@ -76,22 +78,25 @@ struct PrefillTiled {
       float4 k = *reinterpret_cast<const float4*>(&s.k[lane][d]);
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
-        float4 q = *reinterpret_cast<const float4*>(&s.q[warp * kRows + i][d]);  // one address for the warp
+        // One address for the whole warp.
+        float4 q = *reinterpret_cast<const float4*>(&s.q[warp * kRows + i][d]);
         scores[i] = fmaf(q.x, k.x, fmaf(q.y, k.y, fmaf(q.z, k.z, fmaf(q.w, k.w, scores[i]))));
       }
     }
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) scores[i] *= scale_log2;
   }
 
-  // Scores become probabilities 2^(score - maximum). A larger maximum shrinks what was added up before.
-  static __device__ void softmax(float (&scores)[kRows], State& state) {
+  // Scores become probabilities 2^(score * scale_log2 - maximum), scale_log2 > 0. A larger maximum
+  // shrinks what was added up before. One FFMA makes the exponent: its rounding error is that of
+  // the result, which is small where the probability is large.
+  static __device__ void softmax(float (&scores)[kRows], State& state, float scale_log2) {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      float max = fmaxf(state.max[i], device::warp_max(scores[i]));  // a NaN leaves the maximum and enters the sum
-      float reference = max == device::negative_infinity() ? 0.0f : max;  // no key seen yet: -inf - -inf is NaN
+      // A NaN leaves the maximum and enters the sum.
+      float max = fmaxf(state.max[i], device::warp_max(scores[i]) * scale_log2);
+      // No key seen yet: 0 in place of -inf keeps -inf - -inf out of the exponents.
+      float reference = max == device::negative_infinity() ? 0.0f : max;
       float shrink = device::exp2_approx(state.max[i] - reference);
-      scores[i] = device::exp2_approx(scores[i] - reference);
+      scores[i] = device::exp2_approx(fmaf(scores[i], scale_log2, -reference));
       state.max[i] = max;
       state.sum[i] = state.sum[i] * shrink + device::warp_sum(scores[i]);
 #pragma unroll
@@ -99,9 +104,11 @@ struct PrefillTiled {
     }
   }
 
-  // out_i += sum over keys of probability * v
+  // out_i += sum over the tile's keys of probability * v. The tile is summed apart and then added:
+  // one sum over all keys would round more.
   static __device__ void add_values(State& state, const float (&probs)[kRows], const Shared& s) {
     int lane = threadIdx.x % 32;
+    float sum[kRows][kColumns] = {};
 #pragma unroll 2
     for (int key = 0; key < kTileN; ++key) {
       float v[kColumns];
@@ -111,8 +118,13 @@ struct PrefillTiled {
       for (int i = 0; i < kRows; ++i) {
         float prob = __shfl_sync(0xffffffffu, probs[i], key);
 #pragma unroll
-        for (int c = 0; c < kColumns; ++c) state.out[i][c] = fmaf(prob, v[c], state.out[i][c]);
+        for (int c = 0; c < kColumns; ++c) sum[i][c] = fmaf(prob, v[c], sum[i][c]);
       }
+    }
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) state.out[i][c] += sum[i][c];
     }
   }
 
@@ -126,8 +138,8 @@ struct PrefillTiled {
     Span queries = query_span(p, b), keys = key_span(p, b);
     if (row_begin >= queries.stored) return;
 
-    const T* q = static_cast<const T*>(p.q) + b * p.q_strides.batch + queries.start * p.q_strides.seq +
-                 head * p.q_strides.head;
+    const T* q = static_cast<const T*>(p.q) + b * p.q_strides.batch +
+                 queries.start * p.q_strides.seq + head * p.q_strides.head;
     const T* k = static_cast<const T*>(p.k) + b * p.k_strides.batch + keys.start * p.k_strides.seq +
                  head_kv * p.k_strides.head;
     const T* v = static_cast<const T*>(p.v) + b * p.v_strides.batch + keys.start * p.v_strides.seq +
@@ -137,8 +149,8 @@ struct PrefillTiled {
     int32_t window_left = kMask == MaskKind::window ? p.window_left : kNoLimit;
     int32_t window_right = kMask == MaskKind::none ? kNoLimit : p.window_right;
     int32_t row_end = min(row_begin + kTileM, queries.used);
-    device::TileRange tiles =
-        device::tile_range<kTileN>(window_left, window_right, row_begin, row_end, queries.used, keys.used);
+    device::TileRange tiles = device::tile_range<kTileN>(window_left, window_right, row_begin,
+                                                         row_end, queries.used, keys.used);
 
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     int32_t warp_row = row_begin + warp * kRows;  // the warp's first row
@@ -152,7 +164,8 @@ struct PrefillTiled {
     }
 
     // Lane i knows which keys the warp's row i sees.
-    KeyRange seen = visible_keys(window_left, window_right, warp_row + lane % kRows, queries.used, keys.used);
+    KeyRange seen =
+        visible_keys(window_left, window_right, warp_row + lane % kRows, queries.used, keys.used);
     load(s.q, q, p.q_strides.seq, row_begin, queries.used, p.head_dim);
     for (int32_t tile = tiles.begin; tile < tiles.end; ++tile) {
       __syncthreads();  // every warp is done with the previous tile
@@ -161,14 +174,15 @@ struct PrefillTiled {
       __syncthreads();  // the tile (and, the first time, Q) is there for every warp
 
       float scores[kRows];
-      dot_products(scores, s, p.head_dim, p.scale * device::kLog2e);
+      dot_products(scores, s, p.head_dim);
       int32_t key = tile * kTileN + lane;
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
-        int32_t begin = __shfl_sync(0xffffffffu, seen.begin, i), end = __shfl_sync(0xffffffffu, seen.end, i);
+        int32_t begin = __shfl_sync(0xffffffffu, seen.begin, i);
+        int32_t end = __shfl_sync(0xffffffffu, seen.end, i);
         if (key < begin || key >= end) scores[i] = device::negative_infinity();
       }
-      softmax(scores, state);
+      softmax(scores, state, p.scale * device::kLog2e);
       add_values(state, scores, s);
     }
 
@@ -178,8 +192,8 @@ struct PrefillTiled {
       int32_t row = warp_row + i;
       if (row >= queries.stored) break;
       bool empty = row >= queries.used || state.sum[i] == 0.0f;
-      T* out = static_cast<T*>(p.out) + b * p.out_strides.batch + (queries.start + row) * p.out_strides.seq +
-               head * p.out_strides.head;
+      T* out = static_cast<T*>(p.out) + b * p.out_strides.batch +
+               (queries.start + row) * p.out_strides.seq + head * p.out_strides.head;
 #pragma unroll
       for (int c = 0; c < kColumns; ++c) {
         if (lane + 32 * c < p.head_dim_v) {
@@ -188,7 +202,8 @@ struct PrefillTiled {
       }
       if (p.lse != nullptr && lane == 0) {
         float lse = (state.max[i] + device::log2_approx(state.sum[i])) * device::kLn2;
-        p.lse[b * p.lse_strides.batch + head * p.lse_strides.head + (queries.start + row) * p.lse_strides.seq] =
+        p.lse[b * p.lse_strides.batch + head * p.lse_strides.head +
+              (queries.start + row) * p.lse_strides.seq] =
             empty ? device::negative_infinity() : lse;
       }
     }
@@ -197,7 +212,8 @@ struct PrefillTiled {
 
 // 6. Kernel
 template <DType kType, int kHeadDim, MaskKind kMask>
-__global__ void __launch_bounds__(256, 2) prefill_tiled(const __grid_constant__ PrefillParams p) {
+__global__ void __launch_bounds__(PrefillTiled<kType, kHeadDim, kMask>::kThreads, 2)
+    prefill_tiled(const __grid_constant__ PrefillParams p) {
   extern __shared__ __align__(16) unsigned char dynamic_shared[];
   using Kernel = PrefillTiled<kType, kHeadDim, kMask>;
   Kernel::run(p, *reinterpret_cast<typename Kernel::Shared*>(dynamic_shared));
@@ -208,10 +224,10 @@ __global__ void __launch_bounds__(256, 2) prefill_tiled(const __grid_constant__ 
 template <DType kType, int kHeadDim, int kHeadDimV, MaskKind kMask, ScoreKind kScore>
 void launch_prefill_tiled(const PrefillParams& p, cudaStream_t stream) {
   static_assert(kHeadDim == kHeadDimV && kScore == ScoreKind::identity,
-                "tiled has square head dims, no score mods, one tile");
+                "tiled has square head dims, no score mods");
   using Kernel = PrefillTiled<kType, kHeadDim, kMask>;
-  CUATTN_ASSERT(p.head_dim <= kHeadDim && p.head_dim_v <= kHeadDim && p.sinks == nullptr, "tiled: head dims ",
-                p.head_dim, ", ", p.head_dim_v, " or sinks");
+  CUATTN_ASSERT(p.head_dim <= kHeadDim && p.head_dim_v <= kHeadDim && p.sinks == nullptr,
+                "tiled: head dims ", p.head_dim, ", ", p.head_dim_v, " or sinks");
   int64_t blocks = int64_t{p.batch} * p.num_heads_q * device::ceil_div(p.seqlen_q, Kernel::kTileM);
   if (blocks == 0) return;
   static std::atomic<uint64_t> opted_in{0};

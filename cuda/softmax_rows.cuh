@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The middle step of the rungs that keep their scores in memory: each row of dot products becomes a row of
-// probabilities. Score mods, masks, sinks and lse all happen here. One warp a row, two passes over it: the running
-// maximum and sum of arXiv:1805.02867, then the probabilities. Used by naive.cu and cublas.cu.
+// The middle step of the rungs that keep their scores in memory: each row of dot products becomes a
+// row of probabilities. Score mods, masks, sinks and lse all happen here. One warp a row, two
+// passes over it: the running maximum and sum of arXiv:1805.02867, then the probabilities. Used by
+// naive.cu and cublas.cu.
 #pragma once
 
 #include "cuattn/device/mask.cuh"
@@ -9,16 +10,18 @@
 
 namespace cuattn {
 
-constexpr int kSoftmaxRowsPerBlock = 4;  // one warp each; more blocks than rows would only help tiny problems
+constexpr int kSoftmaxRowsPerBlock = 4;  // one warp each
 
-// dots, probs [batch, num_heads_q, seqlen_q, seqlen_kv]; they may be the same memory (a lane rewrites what it read).
-// A row of probs is written whole, zeros where a key is not seen, because a GEMM reads it whole.
+// dots, probs [batch, num_heads_q, seqlen_q, seqlen_kv]; they may be the same memory (a lane
+// rewrites what it read). A row of probs is written whole, zeros where a key is not seen, because a
+// GEMM reads it whole.
 template <DType kType, ScoreKind kScore, class Prob>
 __global__ void __launch_bounds__(kSoftmaxRowsPerBlock * 32)
     softmax_rows(const __grid_constant__ PrefillParams p, const float* dots, Prob* probs) {
   using namespace device;
   int lane = threadIdx.x % 32;
-  int64_t at = int64_t{blockIdx.x} * kSoftmaxRowsPerBlock + threadIdx.x / 32;  // of [batch, head, row]
+  // Place of the row in [batch, head, row].
+  int64_t at = int64_t{blockIdx.x} * kSoftmaxRowsPerBlock + threadIdx.x / 32;
   if (at >= int64_t{p.batch} * p.num_heads_q * p.seqlen_q) return;
   int32_t row = static_cast<int32_t>(at % p.seqlen_q);
   int32_t head = static_cast<int32_t>(at / p.seqlen_q % p.num_heads_q);
@@ -33,38 +36,41 @@ __global__ void __launch_bounds__(kSoftmaxRowsPerBlock * 32)
   if (used) seen = visible_keys(p.window_left, p.window_right, row, queries.used, keys.used);
   ScoreMod<kType, kScore> score(p, b, head, queries.used, keys.used);
 
-  float max = negative_infinity(), sum = 0.0f;  // of 2^score
-  auto add = [&](float x) {
-    float new_max = fmaxf(max, x);  // a NaN leaves the maximum and enters the sum
+  float max = negative_infinity(), sum = 0.0f;  // base 2
+  for (int32_t key = seen.begin + lane; key < seen.end; key += 32) {
+    float x = score(dots[key], row, key);
+    float new_max = fmaxf(max, x * score.to_log2);  // a NaN leaves the maximum and enters the sum
     float reference = new_max == negative_infinity() ? 0.0f : new_max;
-    sum = sum * exp2_approx(max - reference) + exp2_approx(x - reference);
+    sum = sum * exp2_approx(max - reference) + exp2_approx(fmaf(x, score.to_log2, -reference));
     max = new_max;
-  };
-  for (int32_t key = seen.begin + lane; key < seen.end; key += 32) add(score(dots[key], row, key) * score.to_log2);
+  }
 
   float row_max = warp_max(max);
-  if (p.sinks != nullptr && used) row_max = fmaxf(row_max, p.sinks[head * p.sinks_stride] * kLog2e);
+  float sink = p.sinks != nullptr && used ? p.sinks[head * p.sinks_stride] : negative_infinity();
+  row_max = fmaxf(row_max, sink * kLog2e);
   float reference = row_max == negative_infinity() ? 0.0f : row_max;
   float row_sum = warp_sum(sum * exp2_approx(max - reference));
-  if (p.sinks != nullptr && used) row_sum += exp2_approx(p.sinks[head * p.sinks_stride] * kLog2e - reference);
+  row_sum += exp2_approx(fmaf(sink, kLog2e, -reference));
   bool empty = row_sum == 0.0f;
   float inverse = empty ? 0.0f : 1.0f / row_sum;
 
   for (int32_t key = lane; key < p.seqlen_kv; key += 32) {
     float prob = 0.0f;
     if (key >= seen.begin && key < seen.end) {
-      prob = exp2_approx(score(dots[key], row, key) * score.to_log2 - reference) * inverse;
+      prob = exp2_approx(fmaf(score(dots[key], row, key), score.to_log2, -reference)) * inverse;
     }
     probs[key] = from_float<Prob>(prob);
   }
   if (lane == 0 && p.lse != nullptr) {
-    int64_t place = b * p.lse_strides.batch + head * p.lse_strides.head + (queries.start + row) * p.lse_strides.seq;
+    int64_t place = b * p.lse_strides.batch + head * p.lse_strides.head +
+                    (queries.start + row) * p.lse_strides.seq;
     p.lse[place] = empty ? negative_infinity() : (reference + log2_approx(row_sum)) * kLn2;
   }
 }
 
 template <DType kType, class Prob>
-void launch_softmax_rows(const PrefillParams& p, const float* dots, Prob* probs, cudaStream_t stream) {
+void launch_softmax_rows(const PrefillParams& p, const float* dots, Prob* probs,
+                         cudaStream_t stream) {
   int64_t rows = int64_t{p.batch} * p.num_heads_q * p.seqlen_q;
   unsigned blocks = grid_blocks(device::ceil_div<int64_t>(rows, kSoftmaxRowsPerBlock), "softmax");
   auto kernel = p.score == ScoreKind::identity ? softmax_rows<kType, ScoreKind::identity, Prob>

@@ -81,7 +81,12 @@ struct ScoreMod<kType, ScoreKind::scored> {
   // `row` < queries and `key` < keys: callers clamp the padding of a tile before they ask.
   __device__ float operator()(float dot, int32_t row, int32_t key) const {
     float score = dot * scale;
-    if (softcap > 0.0f) score = softcap * tanh_exp2(score * inv_softcap);
+    if (softcap > 0.0f) {
+      // Note: tanh_exp2 is right to 1e-7, not to 1e-7 of a small result; times a softcap of 30 that
+      // is several times the error of the plain formula in float32.
+      float ratio = score * inv_softcap;
+      score = softcap * (kType == DType::f32 ? tanhf(ratio) : tanh_exp2(ratio));
+    }
     if (slope != 0.0f) score -= slope * fabsf(static_cast<float>(row + diagonal - key));
     if (bias != nullptr) {
       int64_t at = row * bias_stride_q + key * bias_stride_kv;
