@@ -75,23 +75,26 @@ void require_same_shape(const char* name, const TensorView& view, const TensorVi
                  shape_text(want), ", got ", shape_text(view), "; make them equal");
 }
 
-// Checks out against lse and reads the strides of both.
-void read_part(const MergeParams& p, const Axes& axes, const char* out_name, const TensorView& out,
-               const char* lse_name, const TensorView& lse, DLDevice device, bool output,
-               Strides& out_strides, Strides& lse_strides) {
-  require_dtype(kFunction, out_name, out, p.dtype, "");
-  require_dtype(kFunction, lse_name, lse, DType::f32, "");
-  require_device(kFunction, out_name, out, device);
-  require_device(kFunction, lse_name, lse, device);
-  require_rank(kFunction, lse_name, lse, axes.ndim - 1, axes.lse_names);
-  require_extent(kFunction, lse_name, "num_heads", lse.shape[axes.lse_head], p.num_heads, out_name);
-  require_extent(kFunction, lse_name, "rows", lse.shape[axes.lse_seq], p.seqlen, out_name);
-  require_extent(kFunction, lse_name, "batch", extent_at(lse, axes.lse_batch), p.batch, out_name);
-  require_rows(kFunction, out_name, out, output, true);
-  require_strided(kFunction, lse_name, lse, output, true);
-  out_strides = {stride_at(out, axes.batch), stride_at(out, axes.seq), stride_at(out, axes.head)};
-  lse_strides = {stride_at(lse, axes.lse_batch), stride_at(lse, axes.lse_seq),
-                 stride_at(lse, axes.lse_head)};
+Strides read_out(const MergeParams& p, const Axes& axes, const char* name, const TensorView& out,
+                 DLDevice device, bool output) {
+  require_dtype(kFunction, name, out, p.dtype, "");
+  require_device(kFunction, name, out, device);
+  require_rows(kFunction, name, out, output, true);
+  return {stride_at(out, axes.batch), stride_at(out, axes.seq), stride_at(out, axes.head)};
+}
+
+// `like` names the array whose rows and heads lse must have.
+Strides read_lse(const MergeParams& p, const Axes& axes, const char* name, const TensorView& lse,
+                 const char* like, DLDevice device, bool output) {
+  require_dtype(kFunction, name, lse, DType::f32, "");
+  require_device(kFunction, name, lse, device);
+  require_rank(kFunction, name, lse, axes.ndim - 1, axes.lse_names);
+  require_extent(kFunction, name, "num_heads", lse.shape[axes.lse_head], p.num_heads, like);
+  require_extent(kFunction, name, "rows", lse.shape[axes.lse_seq], p.seqlen, like);
+  require_extent(kFunction, name, "batch", extent_at(lse, axes.lse_batch), p.batch, like);
+  require_strided(kFunction, name, lse, output, true);
+  return {stride_at(lse, axes.lse_batch), stride_at(lse, axes.lse_seq),
+          stride_at(lse, axes.lse_head)};
 }
 
 MergeParams params_of(const Axes& axes, const char* name, const TensorView& out) {
@@ -109,16 +112,14 @@ MergeParams params_of(const Axes& axes, const char* name, const TensorView& out)
   return p;
 }
 
-void write_to(MergeParams& p, const Axes& axes, const TensorView& part, const char* part_name,
-              const TensorView& out, const TensorView* lse_out, const TensorView& lse_part) {
+void read_outputs(MergeParams& p, const Axes& axes, const TensorView& part, const char* part_name,
+                  const TensorView& out, const TensorView* lse_out) {
   require_same_shape("out", out, part, part_name);
-  TensorView unused_lse =
-      lse_part;  // read_part wants some lse; without lse_out the input's own is checked again
-  read_part(p, axes, "out", out, "lse_out", lse_out != nullptr ? *lse_out : unused_lse, part.device,
-            lse_out != nullptr, p.merged_out_strides, p.merged_lse_strides);
-  require_rows(kFunction, "out", out, true, true);
+  p.merged_out_strides = read_out(p, axes, "out", out, part.device, true);
   p.merged_out = out.data;
-  p.merged_lse = lse_out != nullptr ? static_cast<float*>(lse_out->data) : nullptr;
+  if (lse_out == nullptr) return;
+  p.merged_lse_strides = read_lse(p, axes, "lse_out", *lse_out, "out", part.device, true);
+  p.merged_lse = static_cast<float*>(lse_out->data);
 }
 
 }  // namespace
@@ -132,17 +133,17 @@ void merge_states(const TensorView& out_a, const TensorView& lse_a, const Tensor
   require_same_shape("out_b", out_b, out_a, "out_a");
   DLDevice device = out_a.device;
   require_known_device(kFunction, "out_a", device);
-  read_part(p, axes, "out_a", out_a, "lse_a", lse_a, device, false, p.out_strides[0],
-            p.lse_strides[0]);
-  read_part(p, axes, "out_b", out_b, "lse_b", lse_b, device, false, p.out_strides[1],
-            p.lse_strides[1]);
+  p.out_strides[0] = read_out(p, axes, "out_a", out_a, device, false);
+  p.lse_strides[0] = read_lse(p, axes, "lse_a", lse_a, "out_a", device, false);
+  p.out_strides[1] = read_out(p, axes, "out_b", out_b, device, false);
+  p.lse_strides[1] = read_lse(p, axes, "lse_b", lse_b, "out_b", device, false);
   p.outs[0] = out_a.data;
   p.outs[1] = out_b.data;
   p.lses[0] = static_cast<const float*>(lse_a.data);
   p.lses[1] = static_cast<const float*>(lse_b.data);
   p.num_parts = 2;
   p.stacked = false;
-  write_to(p, axes, out_a, "out_a", out, lse_out, lse_a);
+  read_outputs(p, axes, out_a, "out_a", out, lse_out);
   const Backend& backend = backend_of(kFunction, device);
   if (out.size() > 0) backend.merge(p, device.device_id, stream);
 }
@@ -163,15 +164,15 @@ void merge_many(const TensorView& outs, const TensorView& lses, const TensorView
   TensorView out_part = part_of(outs), lse_part = part_of(lses);
   MergeParams p = params_of(axes, "outs", out_part);
   require_rows(kFunction, "outs", outs, false, true);
-  read_part(p, axes, "outs", out_part, "lses", lse_part, outs.device, false, p.out_strides[0],
-            p.lse_strides[0]);
+  p.out_strides[0] = read_out(p, axes, "outs", out_part, outs.device, false);
+  p.lse_strides[0] = read_lse(p, axes, "lses", lse_part, "outs", outs.device, false);
   p.outs[0] = outs.data;
   p.lses[0] = static_cast<const float*>(lses.data);
   p.out_part_stride = stride_of(outs, 0);
   p.lse_part_stride = stride_of(lses, 0);
   p.num_parts = static_cast<int32_t>(outs.shape[0]);
   p.stacked = true;
-  write_to(p, axes, out_part, "one part of outs", out, lse_out, lse_part);
+  read_outputs(p, axes, out_part, "one part of outs", out, lse_out);
   const Backend& backend = backend_of(kFunction, outs.device);
   if (out.size() > 0) backend.merge(p, outs.device.device_id, stream);
 }
