@@ -307,23 +307,17 @@ def element_strides(shape, storage, unit):
     return strides, step
 
 
-def run(device, backend, problem, arena=None):
-    """Call the library for `problem` and return out and lse as numpy arrays, having checked every
-    buffer.
+def run(device, backend, problem, places=None):
+    """Call the library for `problem`; returns out and lse as numpy arrays, every buffer checked.
+
+    `places` gives single arrays a storage other than the case's.
     """
-    case = problem.case
-    arena = Arena(device) if arena is None else arena
-    storage = case.storage
-    kv_storage = "expanded_bhsd" if storage == "expanded" and case.layout == "bhsd" else storage
-    placed = {}
-    for name, values in problem.arrays.items():
-        if name in "qkv":
-            own = "contiguous" if name == "q" and storage == "expanded" else kv_storage
-        elif name == "bias":
-            own = "reversed" if case.bias == "transposed" else "contiguous"
-        else:
-            own = "contiguous"
-        placed[name] = arena.put(values, own, name)
+    case, arena = problem.case, Arena(device)
+    places = {**storages(case), **(places or {})}
+    placed = {
+        name: arena.put(values, places.get(name, "contiguous"), name)
+        for name, values in problem.arrays.items()
+    }
     positional = [placed.pop(name) for name in ("q", "k", "v")]
     function = cuattn.attention
     if case.layout == "ragged":
@@ -332,9 +326,9 @@ def run(device, backend, problem, arena=None):
     keywords = {**placed, **problem.options, "backend": backend, "return_lse": True}
     if case.give_out:
         out_shape, lse_shape = output_shapes(problem)
-        out_storage = "contiguous" if storage == "expanded" else storage
-        keywords["out"] = arena.output(out_shape, cases.DTYPES[case.dtype], out_storage, "out")
-        keywords["lse_out"] = arena.output(lse_shape, np.float32, name="lse_out")
+        keywords["out"] = arena.output(out_shape, cases.DTYPES[case.dtype], places["out"], "out")
+        place = places.get("lse_out", "contiguous")
+        keywords["lse_out"] = arena.output(lse_shape, np.float32, place, "lse_out", align=4)
     out, lse = function(*positional, **keywords)
     device.synchronize()
     if case.give_out:
@@ -344,6 +338,17 @@ def run(device, backend, problem, arena=None):
     assert device.is_array(lse), f"lse is a {type(lse)}"
     arena.verify()
     return device.numpy(out), device.numpy(lse)
+
+
+def storages(case):
+    """The storage of each array; the same memory for all heads makes sense for k and v only."""
+    places = dict.fromkeys(("q", "k", "v", "out"), case.storage)
+    if case.storage == "expanded":
+        places["q"] = places["out"] = "contiguous"
+        places["k"] = places["v"] = "expanded_bhsd" if case.layout == "bhsd" else "expanded"
+    if case.bias == "transposed":
+        places["bias"] = "reversed"
+    return places
 
 
 def output_shapes(problem):
@@ -363,25 +368,37 @@ def serves(backend, device, case):
         return max(case.head_dim, case.dim_v) <= 128 and not case.scored and not case.sinks
     if backend == "simt":
         return case.dtype == "float32"
-    if backend in ("sm80", "sm80-small"):
+    if backend == "sm80":
         return case.dtype != "float32"
     return True
 
 
-def assert_case(device, backend, case, rng, wrong=None):
+def assert_case(device, backend, case, rng, change=None, places=None):
     """The library against the reference for one case; a rung that does not serve it must say so.
 
-    `wrong` maps (out, lse) of the library to a planted mistake, for the tests of the tests.
+    `change(problem)` alters the random inputs, `places` is that of run().
+
+    In float32 the plain formula errs as little as ours, so that chance alone puts one draw in a
+    hundred beyond twice its error. There a small excess (less than twice the limit) counts when
+    three of five draws show it. Infinities and NaN must be right in every draw.
     """
-    problem = cases.make_problem(case, rng)
-    if not serves(backend, device, case):
-        with pytest.raises(NotImplementedError, match=f"backend '{backend}' cannot run this call"):
-            run(device, backend, problem)
-        return
-    out, lse = run(device, backend, problem)
-    if wrong is not None:
-        out, lse = wrong(out, lse)
-    judge(problem, out, lse)
+    misses = []
+    for draw in range(5):
+        problem = cases.make_problem(case, rng)
+        if change is not None:
+            change(problem)
+        if not serves(backend, device, case):
+            with pytest.raises(NotImplementedError, match=f"backend '{backend}' cannot run this"):
+                run(device, backend, problem, places)
+            return
+        try:
+            judge(problem, *run(device, backend, problem, places))
+        except cases.ToleranceExceeded as miss:
+            misses.append(miss)
+            if case.dtype != "float32" or miss.excess > 2 or len(misses) == 3:
+                raise
+        if not misses or draw + 1 - len(misses) == 3:
+            return
 
 
 def judge(problem, out, lse):

@@ -140,7 +140,9 @@ def _attend(
 
     with np.errstate(all="ignore"):  # NaN and infinities are cases under test
         grouped = q.reshape(batch, kv_heads, heads // max(kv_heads, 1) * seqlen_q, head_dim)
-        scores = _round(scale * (grouped @ k.swapaxes(-1, -2)), rounded_to).reshape(visible.shape)
+        scores = _round(
+            scale * _product(grouped, k.swapaxes(-1, -2), rounded_to), rounded_to
+        ).reshape(visible.shape)
         if softcap:
             scores = compute(softcap) * np.tanh(scores / compute(softcap))
         if alibi_slopes is not None:
@@ -165,18 +167,18 @@ def _attend(
         total = weights.sum(axis=-1) + np.exp(sink - top)
         lse = (top + np.log(total)).astype(compute)
         weights = _round(weights / np.where(total == 0, compute(1), total)[..., None], rounded_to)
-        out = _weighted_sum(weights, v, visible)
+        out = _weighted_sum(weights, v, visible, rounded_to)
     return _round(out, rounded_to), lse
 
 
-def _weighted_sum(weights, v, visible):
+def _weighted_sum(weights, v, visible, rounded_to):
     """weights @ v per query head, where a NaN or infinity in v reaches only the rows that see its
     key.
     """
     batch, heads, seqlen_q, seqlen_k = weights.shape
     shape = (batch, v.shape[1], heads // max(v.shape[1], 1) * seqlen_q, seqlen_k)
     finite = np.isfinite(v)
-    out = weights.reshape(shape) @ np.where(finite, v, v.dtype.type(0))
+    out = _product(weights.reshape(shape), np.where(finite, v, v.dtype.type(0)), rounded_to)
     if not finite.all():
         seen = visible.reshape(shape).astype(v.dtype)
         nan, high, low = (
@@ -185,6 +187,20 @@ def _weighted_sum(weights, v, visible):
         out = np.where(high, np.inf, np.where(low, -np.inf, out))
         out = np.where(nan | (high & low), np.nan, out).astype(v.dtype)
     return out.reshape(batch, heads, seqlen_q, v.shape[3])
+
+
+def _product(a, b, rounded_to):
+    """a @ b; in plain float32 one term after the other, so that the rule asks the same anywhere.
+
+    A BLAS adds in an order of its own, which differs between machines. In 16 bits the rounding of
+    scores and probabilities hides that.
+    """
+    if rounded_to != np.float32:
+        return a @ b
+    total = np.zeros((*a.shape[:-1], b.shape[-1]), a.dtype)
+    for i in range(a.shape[-1]):
+        total += a[..., i, None] * b[..., i, None, :]
+    return total
 
 
 def _round(x, rounded_to):

@@ -171,6 +171,7 @@ def test_a_sequence_has_the_same_bits_whoever_shares_its_batch(
     case = fit(backend, device, case)
     rng = np.random.default_rng(seed)
     problem = make_problem(case, rng)
+    problem.options["batch_invariant"] = True
     out, lse = run(device, backend, problem)
     chosen, arrays = int(rng.integers(4)), dict(problem.arrays)
     if case.layout == "ragged":  # alone, with bounds of its own; then with mates of other lengths
