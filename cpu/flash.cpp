@@ -78,25 +78,33 @@ bool all_finite(const KeyTile& tile, int count, int dim) {
 
 template <int kN>
 struct Block {
-  Vec max[kN], sum[kN];  // of the scores so far, base 2; sum of 2^(score - max)
-  Vec slope[kN];         // base 2
+  Vec max[kN], sum[kN];  // of the scores so far; of their weights
+  Vec slope[kN];
   IntVec begin[kN], end[kN], diagonal[kN];
   int32_t first_key, last_key;    // some row sees the keys in [first_key, last_key)
   int32_t common_key, until_key;  // every row sees the keys in [common_key, until_key)
   const FlashRow* rows;
   int32_t num_rows;
-  float* q;  // scaled; [head_dim][kN * kWidth], narrow [num_rows][head_dim]
+  float* q;  // [head_dim][kN * kWidth], narrow [num_rows][head_dim]
   float* o;  // not yet divided by sum; [head_dim_v][kN * kWidth], narrow [num_rows][head_dim_v]
 };
 
 constexpr int kBuffer = 4 * 256;  // floats: four rows of the largest head, or of a tile's bias
 
+// Scores are kept as plain products q k, larger is heavier, for as long as nothing is added to
+// them: the sign of the scale goes into q, its size into the exponential. A scale of 0 is 0 * q
+// and 1.
+inline float scale_size(const FlashUnit& u) {
+  return u.scale > 0.0f ? u.scale : u.scale < 0.0f ? -u.scale : 1.0f;
+}
+
+inline bool is_modified(const FlashUnit& u) {
+  return u.softcap != 0.0f || u.has_alibi || u.rows[0].bias != nullptr;
+}
+
 template <int kN, bool kNarrow>
 void load_queries(const FlashUnit& u, Block<kN>& block, float* buffer) {
   constexpr int kRows = kN * kWidth;
-  // Without softcap scores are kept in base 2; with it, q carries scale / softcap, the argument of
-  // tanh.
-  float scale = u.softcap == 0.0f ? u.scale * kLog2e : u.scale / u.softcap;
   int dim = u.head_dim;
   for (int r = 0; r < (kNarrow ? block.num_rows : kRows); r += kNarrow ? 1 : 4) {
     float* loaded = kNarrow ? block.q + r * dim : buffer;
@@ -104,7 +112,9 @@ void load_queries(const FlashUnit& u, Block<kN>& block, float* buffer) {
       float* to = loaded + i * dim;
       if (r + i < block.num_rows) {
         load_row(block.rows[r + i].q, dim, u.dtype, to);
-        for (int d = 0; d < dim; ++d) to[d] *= scale;
+        if (u.scale <= 0.0f) {
+          for (int d = 0; d < dim; ++d) to[d] *= u.scale < 0.0f ? -1.0f : 0.0f;
+        }
       } else {  // a lane without a row computes something finite that nobody reads
         for (int d = 0; d < dim; ++d) to[d] = 0.0f;
       }
@@ -126,7 +136,7 @@ void init_block(Block<kN>& block) {
   for (int r = 0; r < block.num_rows; ++r) {
     int i = r / kWidth, lane = r % kWidth;
     const FlashRow& row = block.rows[r];
-    block.slope[i][lane] = row.slope * kLog2e;
+    block.slope[i][lane] = row.slope;
     block.diagonal[i][lane] = row.diagonal;
     block.begin[i][lane] = row.visible.begin;
     block.end[i][lane] = row.visible.end;
@@ -260,9 +270,9 @@ void add_values_narrow(const Vec* p, int num_rows, const float* v, int64_t strid
   }
 }
 
-// 4. Scores: softcap, ALiBi, bias, mask; from here in base 2
+// 4. Scores: scale, softcap, ALiBi, bias, mask
 
-// Bias of `count` keys of one row, in base 2.
+// Bias of `count` keys of one row.
 void load_bias(const FlashUnit& u, const FlashRow& row, int first, int count, float* out) {
   if (u.bias_dtype == DType::boolean) {
     const uint8_t* keep = static_cast<const uint8_t*>(row.bias) + first * u.bias_stride;
@@ -275,12 +285,6 @@ void load_bias(const FlashUnit& u, const FlashRow& row, int first, int count, fl
     load_row(bias, count, u.bias_dtype, out);
   } else {
     for (int j = 0; j < count; ++j) out[j] = load_element(bias, j * u.bias_stride, u.bias_dtype);
-  }
-  for (int j = 0; j < count; ++j) {
-    // The lowest finite number is a customary mask; it must not become -inf, which would empty a
-    // row of such keys.
-    float scaled = out[j] * kLog2e;
-    out[j] = scaled < -kMaxFloat && out[j] >= -kMaxFloat ? -kMaxFloat : scaled;
   }
 }
 
@@ -300,9 +304,11 @@ void add_bias(const FlashUnit& u, const Block<kN>& block, int first, int count, 
 template <int kN>
 void modify_scores(const FlashUnit& u, const Block<kN>& block, int first, int count, Vec* s,
                    float* buffer) {
+  float scale = scale_size(u);
   if (u.softcap != 0.0f) {
-    float cap = u.softcap * kLog2e;
-    for (int x = 0; x < count * kN; ++x) s[x] = cap * tanh(s[x]);
+    for (int x = 0; x < count * kN; ++x) s[x] = u.softcap * tanh(s[x] * (scale / u.softcap));
+  } else {
+    for (int x = 0; x < count * kN; ++x) s[x] *= scale;
   }
   if (u.has_alibi) {
     for (int j = 0; j < count; ++j) {
@@ -329,28 +335,27 @@ void mask_scores(const Block<kN>& block, int first, int count, Vec* s) {
   }
 }
 
-// 5. Online softmax: scores become weights 2^(score - max); alpha rescales what was summed under
-// the older maximum. With kMasked a key that a row does not see gets the weight -0, which a weight
-// that merely underflowed never has.
+// 5. Online softmax: scores become weights 2^(factor (score - max)); alpha rescales what was summed
+// under the older maximum. With kMasked a key that a row does not see gets the weight -0, which a
+// weight that merely underflowed never has.
 template <int kN, bool kMasked>
-void weigh(Block<kN>& block, int count, Vec* s, Vec* alpha) {
+void weigh(Block<kN>& block, float factor, int count, Vec* s, Vec* alpha) {
   Vec high[kN], base[kN], sum[kN];
   for (int c = 0; c < kN; ++c) high[c] = block.max[c];
   for (int j = 0; j < count; ++j) {
     for (int c = 0; c < kN; ++c) high[c] = max(s[j * kN + c], high[c]);
   }
   for (int c = 0; c < kN; ++c) {
-    base[c] = high[c] == -kInfinity
-                  ? Vec{}
-                  : high[c];  // no key so far: -inf - 0 has weight 0, -inf - -inf is NaN
-    alpha[c] = exp2_negative(block.max[c] - base[c]);
+    // No key so far: -inf - 0 has the weight 0, -inf - -inf would be NaN.
+    base[c] = high[c] == -kInfinity ? Vec{} : high[c];
+    alpha[c] = exp2_negative(block.max[c] - base[c], factor);
     sum[c] = Vec{};
     block.max[c] = high[c];
   }
   for (int j = 0; j < count; ++j) {
     for (int c = 0; c < kN; ++c) {
       Vec score = s[j * kN + c];
-      Vec weight = exp2_negative(score - base[c]);
+      Vec weight = exp2_negative(score - base[c], factor);
       if (kMasked) weight = score == -kInfinity ? splat(-0.0f) : weight;
       sum[c] += weight;
       s[j * kN + c] = weight;
@@ -365,19 +370,19 @@ template <int kN>
 void finish_row(const FlashUnit& u, const Block<kN>& block, int r, float* o) {
   const FlashRow& row = block.rows[r];
   float high = block.max[r / kWidth][r % kWidth], sum = block.sum[r / kWidth][r % kWidth];
+  if (!is_modified(u)) high *= scale_size(u);
   float factor = 1.0f;
   if (row.sink != -kInfinity) {
-    float sink = row.sink * kLog2e;
-    float top = sink > high ? sink : high;
-    factor = __builtin_exp2f(high - top);
-    sum = sum * factor + __builtin_exp2f(sink - top);
+    float top = row.sink > high ? row.sink : high;
+    factor = __builtin_expf(high - top);
+    sum = sum * factor + __builtin_expf(row.sink - top);
     high = top;
   }
   bool empty = sum == 0.0f;
   factor /= sum;
   for (int c = 0; c < u.head_dim_v; ++c) o[c] = empty ? 0.0f : o[c] * factor;
   store_row(o, u.head_dim_v, u.dtype, row.out);
-  if (row.lse != nullptr) *row.lse = empty ? -kInfinity : (high + __builtin_log2f(sum)) * kLn2;
+  if (row.lse != nullptr) *row.lse = empty ? -kInfinity : high + __builtin_logf(sum);
 }
 
 template <int kN, bool kNarrow>
@@ -410,15 +415,20 @@ void attend_tile(const FlashUnit& u, Block<kN>& block, KeyTile k, KeyTile v, int
     dot_keys<kN>(block.q, keys, k.stride, n, u.head_dim, s);
   }
   bool has_bias = block.rows[0].bias != nullptr;
-  if (has_bias || u.has_alibi || u.softcap != 0.0f) modify_scores(u, block, from, n, s, buffer);
+  float factor = kLog2e;
+  if (is_modified(u)) {
+    modify_scores(u, block, from, n, s, buffer);
+  } else {
+    factor *= scale_size(u);
+  }
 
   Vec alpha[kN];
   bool all_seen = from >= block.common_key && until <= block.until_key;
   if (!all_seen) mask_scores(block, from, n, s);
   if (all_seen && !has_bias) {
-    weigh<kN, false>(block, n, s, alpha);
+    weigh<kN, false>(block, factor, n, s, alpha);
   } else {
-    weigh<kN, true>(block, n, s, alpha);
+    weigh<kN, true>(block, factor, n, s, alpha);
   }
   if (kNarrow) {
     add_values_narrow(s, block.num_rows, values, v.stride, n, u.head_dim_v, alpha, block.o);
@@ -471,8 +481,10 @@ void run_blocks(const FlashUnit& u) {
   }
   float* k_buffer = take(kTileKeys * u.head_dim);
   float* v_buffer = take(kTileKeys * u.head_dim_v);
-  for (int first = begin; first < end; first += kStep) {
-    int count = min(kStep, end - first);
+  // Tiles begin at multiples of kStep, whatever this unit's rows see: the order of a row's sums,
+  // and with it its bits, is then the same in whatever unit the row comes.
+  for (int tile = begin - begin % kStep; tile < end; tile += kStep) {
+    int first = max(tile, begin), count = min(tile + kStep, end) - first;
     KeyTile k = load_tile(u.k, u.k_stride, first, count, u.head_dim, u.dtype, kNear, k_buffer);
     KeyTile v = load_tile(u.v, u.v_stride, first, count, u.head_dim_v, u.dtype, kNear, v_buffer);
     int v_finite = -1;  // not looked at
@@ -492,9 +504,9 @@ size_t scratch_floats(int32_t num_rows, int32_t head_dim, int32_t head_dim_v) {
 }
 
 void run(const FlashUnit& unit) {
-  if (unit.num_rows <= kWidth / 2) {
+  if (unit.sequence_rows <= kWidth / 2) {
     run_blocks<1, true>(unit);
-  } else if (unit.num_rows <= kWidth) {
+  } else if (unit.num_rows <= kWidth) {  // the same sums as below
     run_blocks<1, false>(unit);
   } else {
     run_blocks<kVecs, false>(unit);

@@ -27,6 +27,7 @@ struct FlashRow {
 struct FlashUnit {
   const FlashRow* rows;
   int32_t num_rows;
+  int64_t sequence_rows;  // of all units with these keys; what is computed how depends on it alone
   int32_t head_dim, head_dim_v;
   const void *k, *v;           // of key 0
   int64_t k_stride, v_stride;  // elements from one key to the next

@@ -156,9 +156,9 @@ void run_unit(const Cut& cut, const FlashKernel& kernel, int64_t index) {
   const PrefillParams& p = cut.p;
   UnitPlace place = find_unit(cut, index);
   Span queries = query_span(p, place.b), keys = key_span(p, place.b);
+  int64_t sequence_rows = static_cast<int64_t>(queries.stored) * cut.group;
   int64_t begin = place.chunk * cut.unit_rows;
-  int64_t end =
-      std::min<int64_t>(begin + cut.unit_rows, static_cast<int64_t>(queries.stored) * cut.group);
+  int64_t end = std::min(begin + cut.unit_rows, sequence_rows);
 
   FlashRow rows[kMaxUnitRows];
   for (int64_t x = begin; x < end; ++x) {
@@ -190,6 +190,7 @@ void run_unit(const Cut& cut, const FlashKernel& kernel, int64_t index) {
   FlashUnit unit{};
   unit.rows = rows;
   unit.num_rows = static_cast<int32_t>(end - begin);
+  unit.sequence_rows = sequence_rows;
   unit.head_dim = p.head_dim;
   unit.head_dim_v = p.head_dim_v;
   auto first_key = [&](const Strides& strides) {

@@ -25,9 +25,8 @@ using Vec = float __attribute__((vector_size(kWidth * sizeof(float)), may_alias)
 using LooseVec = float __attribute__((vector_size(kWidth * sizeof(float)), may_alias, aligned(4)));
 using IntVec = int32_t __attribute__((vector_size(kWidth * sizeof(float)), may_alias));
 
-constexpr float kLog2e = 1.44269504088896341f, kLn2 = 0.69314718055994531f;
+constexpr float kLog2e = 1.44269504088896341f;
 constexpr float kInfinity = __builtin_inff();
-constexpr float kMaxFloat = __FLT_MAX__;
 
 inline int min(int a, int b) { return a < b ? a : b; }
 inline int max(int a, int b) { return a > b ? a : b; }
@@ -35,16 +34,18 @@ inline Vec splat(float x) { return x - Vec{}; }  // not +, which would lose the 
 inline Vec load(const float* x) { return *reinterpret_cast<const LooseVec*>(x); }
 inline Vec max(Vec a, Vec b) { return a > b ? a : b; }  // b where a is NaN
 
-// 2^x for x <= 0, to 8e-8 relative; 0 from x <= -127, exactly 1 at 0, NaN for NaN.
-inline Vec exp2_negative(Vec x) {
+// 2^(factor x) for x <= 0 and factor > 0, to 8e-8 relative; 0 from factor x = -127 on, exactly 1 at
+// 0, NaN for NaN. The product enters by multiply-adds and is never rounded itself.
+inline Vec exp2_negative(Vec x, float factor) {
   constexpr float kShift =
-      12582912.0f + 127.0f;  // 1.5 * 2^23: the sum's low bits hold round(x) + 127
-  x = x < -127.0f ? splat(-127.0f) : x;
-  Vec shifted = x + kShift;
-  Vec f = x - (shifted - kShift);  // within [-0.5, 0.5]
+      12582912.0f + 127.0f;  // 1.5 * 2^23: a sum keeps round(factor x) + 127 low
+  float least = -127.0f / factor;
+  x = x < least ? splat(least) : x;
+  Vec shifted = x * factor + kShift;
+  Vec f = x * factor - (shifted - kShift);  // within [-0.5, 0.5]
   Vec power = reinterpret_cast<Vec>(reinterpret_cast<IntVec>(shifted) << 23);
-  Vec p = splat(1.5345812e-4f);  // minimax in the relative error, fitted to 2^f with the constant
-                                 // term held at 1
+  // Minimax in the relative error, fitted to 2^f with the constant term held at 1.
+  Vec p = splat(1.5345812e-4f);
   p = p * f + 1.3399931e-3f;
   p = p * f + 9.6184891e-3f;
   p = p * f + 5.5503286e-2f;
@@ -56,11 +57,11 @@ inline Vec exp2_negative(Vec x) {
 
 inline Vec tanh(Vec x) {
   Vec a = x < 0.0f ? -x : x;
-  Vec e = exp2_negative(a * (-2.0f * kLog2e));
+  Vec e = exp2_negative(-a, 2.0f * kLog2e);
   Vec large = (1.0f - e) / (1.0f + e);
   Vec z = x * x;
-  Vec p = splat(-6.0968976e-3f);  // minimax for (tanh(x) / x - 1) / x^2 on |x| <= 0.625, where
-                                  // `large` would cancel
+  // Minimax for (tanh(x) / x - 1) / x^2 on |x| <= 0.625, where `large` would cancel.
+  Vec p = splat(-6.0968976e-3f);
   p = p * z + 2.0997329e-2f;
   p = p * z - 5.3850949e-2f;
   p = p * z + 1.3332771e-1f;
