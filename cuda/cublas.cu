@@ -52,6 +52,12 @@ void* open_library() {
     if (void* library = dlopen(name, RTLD_NOW | RTLD_NOLOAD)) return library;
   }
   if (const char* path = std::getenv("CUATTN_CUBLAS_PATH"); path != nullptr && *path != '\0') {
+    // Its dependency lies beside it; loaded first, it is found wherever the folder is.
+    std::string dependency = path;
+    size_t at = dependency.rfind("libcublas.so");
+    if (at != std::string::npos) {
+      dlopen(dependency.replace(at, 9, "libcublasLt").c_str(), RTLD_NOW | RTLD_LOCAL);
+    }
     if (void* library = dlopen(path, RTLD_NOW | RTLD_LOCAL)) return library;
   }
   for (const char* name : kLibraryNames) {
