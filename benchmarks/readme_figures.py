@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write the figures of README.md from benchmarks/results/*.json; none of them is typed by hand.
+
+python benchmarks/readme_figures.py            # draw the pictures, rewrite the section
+python benchmarks/readme_figures.py --check    # only say whether README.md is up to date
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import sys
+from collections.abc import Callable
+
+from cuattn import _plot
+from cuattn._bench import report
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+BEGIN, END = "<!-- figures:begin -->", "<!-- figures:end -->"
+NONE_YET = (
+    "No results are committed yet. To take them: `python benchmarks/bench.py --family "
+    "mission,forward,cpu`, then `python benchmarks/readme_figures.py`."
+)
+
+
+def time_and_memory(result: dict) -> str:
+    memory = f", {report.bytes_text(result['peak_bytes'])}" if result["peak_bytes"] else ""
+    return f"{result['ms']:.3g} ms{memory}"
+
+
+def speed(result: dict) -> str:
+    return f"{result['tflops']:.0f}"
+
+
+def milliseconds(result: dict) -> str:
+    return f"{result['ms']:.3g}"
+
+
+# Family: heading, what a cell says, and the peer that the last column compares with.
+SHOWN: dict[str, tuple[str, Callable[[dict], str], str | None]] = {
+    "mission": ("Naive against flash: time and memory beyond the inputs", time_and_memory, None),
+    "forward": ("Forward in TFLOP/s", speed, "flash"),
+    "cpu": ("CPU backend, milliseconds", milliseconds, "torch"),
+}
+
+
+def ratio(results: dict[str, dict], peer: str) -> str:
+    """How many times as fast as the peer cuattn is: the median of the per-round ratios."""
+    ours, theirs = results.get("cuattn:auto"), results.get(peer)
+    if ours is None or theirs is None or "ms" not in ours or "ms" not in theirs:
+        return ""
+    return f"{report.ratio(ours, theirs):.2f}"
+
+
+def table(document: dict, cell: Callable[[dict], str], peer: str | None) -> str:
+    """Format one row for each workload and one column for each library that was measured."""
+    names = _plot.in_order(result["name"] for _, result in _plot.measured(document))
+    headings = ["workload", *map(_plot.label, names)]
+    if peer is not None:
+        headings.append(f"cuattn x {_plot.label(peer)}")
+    lines = [f"| {' | '.join(headings)} |", "| --- |" + " ---: |" * (len(headings) - 1)]
+    for row in document["rows"]:
+        if row["status"] != "ok":
+            continue
+        results = {result["name"]: result for result in row["results"]}
+        cells = [row["workload"]["name"]]
+        for name in names:
+            result = results.get(name)
+            measured = result is not None and "ms" in result
+            cells.append(cell(result) if measured else report.markdown_cell(result))
+        if peer is not None:
+            cells.append(ratio(results, peer))
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def paragraph(family: str, document: dict) -> str:
+    """One family: heading, what was measured, picture, table, summary, machine and command."""
+    heading, cell, peer = SHOWN[family]
+    parts = [f"### {heading}", document["about"]]
+    if (RESULTS / f"{family}_speed.png").exists():
+        pictures = [f"![{family}: speed](benchmarks/results/{family}_speed.png)"]
+        if (RESULTS / f"{family}_memory.png").exists():
+            pictures.append(f"![{family}: memory](benchmarks/results/{family}_memory.png)")
+        parts.append("\n".join(pictures))
+    parts.append(table(document, cell, peer))
+    if summary := report.summary(document):
+        parts.append("\n".join(f"- {line}" for line in summary.splitlines()))
+    parts.append(f"{_plot.caption(document)}  \n`{document['command']}`")
+    return "\n\n".join(parts)
+
+
+def documents() -> dict[str, dict]:
+    """Read the committed results of the families that README shows."""
+    paths = {family: RESULTS / f"{family}.json" for family in SHOWN}
+    return {family: _plot.load(path) for family, path in paths.items() if path.exists()}
+
+
+def section() -> str:
+    """Return what belongs between the markers."""
+    found = documents()
+    return "\n\n".join(paragraph(*item) for item in found.items()) if found else NONE_YET
+
+
+def replaced(text: str) -> str:
+    """README with the section rewritten."""
+    before, rest = text.split(BEGIN)
+    return f"{before}{BEGIN}\n{section()}\n{END}{rest.split(END)[1]}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="change nothing; 1 if out of date")
+    arguments = parser.parse_args()
+    readme = ROOT / "README.md"
+    if not arguments.check and documents():
+        failed = _plot.main([RESULTS / f"{family}.json" for family in documents()], RESULTS)
+        if failed:
+            return failed
+    old = readme.read_text(encoding="utf-8")
+    new = replaced(old)
+    if arguments.check:
+        return int(new != old)
+    readme.write_text(new, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
