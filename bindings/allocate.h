@@ -4,7 +4,7 @@
 // module.cpp.
 #pragma once
 
-#include <memory>
+#include <algorithm>
 #include <string>
 
 #include "convert.h"
@@ -121,6 +121,7 @@ inline Allocation allocate_exchange(const DLPackExchangeAPI* api, TensorView& wa
   AllocatorError error;
   if (api->managed_tensor_allocator(&prototype, &managed, &error, AllocatorError::set) != 0) {
     if (PyErr_Occurred()) throw nb::python_error();
+    error.message.resize(std::min(error.message.find('\n'), error.message.size()));
     raise(error.kind == "MemoryError" ? PyExc_MemoryError : PyExc_RuntimeError, error.message);
   }
   Allocation result;

@@ -424,7 +424,7 @@ class Array {
     nb::python_error cause;
     if (!cause.matches(PyExc_Exception)) throw cause;
     std::string reason = text_of(cause.value());
-    reason.resize(std::min(reason.find('\n'), reason.size()));  // torch adds a C++ backtrace
+    reason.resize(std::min(reason.find('\n'), reason.size()));  // drops torch's C++ backtrace
     nb::raise_from(cause, PyExc_ValueError,
                    "%s: %s must be a dense array in memory; its library says: %s", op, name,
                    reason.c_str());

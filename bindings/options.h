@@ -33,8 +33,11 @@ inline int64_t parse_int(const char* op, const char* name, nb::handle value) {
 }
 
 inline double parse_double(const char* op, const char* name, nb::handle value) {
-  double number = PyFloat_AsDouble(value.ptr());
-  if (number == -1.0 && PyErr_Occurred()) {
+  // numpy turns a complex number into a real one with no more than a warning.
+  bool is_complex = !PyFloat_Check(value.ptr()) && nb::hasattr(value, "dtype") &&
+                    text_of(nb::object(value.attr("dtype"))).find("complex") != std::string::npos;
+  double number = is_complex ? -1.0 : PyFloat_AsDouble(value.ptr());
+  if (is_complex || (number == -1.0 && PyErr_Occurred())) {
     PyErr_Clear();
     raise(PyExc_TypeError, op, ": ", name, " must be a number, got ", text_of(nb::repr(value)));
   }
