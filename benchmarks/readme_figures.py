@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write the figures of README.md from benchmarks/results/*.json; none of them is typed by hand.
 
-python benchmarks/readme_figures.py            # draw the pictures, rewrite the section
-python benchmarks/readme_figures.py --check    # only say whether README.md is up to date
+    python benchmarks/readme_figures.py            # draw the pictures, rewrite the section
+    python benchmarks/readme_figures.py --check    # only say whether README.md is up to date
+
+Run it after every new results file; tests/test_docs.py fails until the section is current.
 """
 
 from __future__ import annotations
 
 import argparse
 import pathlib
+import re
 import sys
 from collections.abc import Callable
 
@@ -20,13 +23,13 @@ RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- figures:begin -->", "<!-- figures:end -->"
 NONE_YET = (
     "No results are committed yet. To take them: `python benchmarks/bench.py --family "
-    "mission,forward,cpu`, then `python benchmarks/readme_figures.py`."
+    "mission,forward,ladder,cpu`, then `python benchmarks/readme_figures.py`."
 )
 
 
 def time_and_memory(result: dict) -> str:
     memory = f", {report.bytes_text(result['peak_bytes'])}" if result["peak_bytes"] else ""
-    return f"{result['ms']:.3g} ms{memory}"
+    return f"{milliseconds(result)} ms{memory}"
 
 
 def speed(result: dict) -> str:
@@ -34,13 +37,14 @@ def speed(result: dict) -> str:
 
 
 def milliseconds(result: dict) -> str:
-    return f"{result['ms']:.3g}"
+    return f"{result['ms']:.3g}" if result["ms"] < 1000 else f"{result['ms']:.0f}"
 
 
 # Family: heading, what a cell says, and the peer that the last column compares with.
 SHOWN: dict[str, tuple[str, Callable[[dict], str], str | None]] = {
     "mission": ("Naive against flash: time and memory beyond the inputs", time_and_memory, None),
     "forward": ("Forward in TFLOP/s", speed, "flash"),
+    "ladder": ("Every rung of the ladder, TFLOP/s", speed, None),
     "cpu": ("CPU backend, milliseconds", milliseconds, "torch"),
 }
 
@@ -87,7 +91,8 @@ def paragraph(family: str, document: dict) -> str:
     parts.append(table(document, cell, peer))
     if summary := report.summary(document):
         parts.append("\n".join(f"- {line}" for line in summary.splitlines()))
-    parts.append(f"{_plot.caption(document)}  \n`{document['command']}`")
+    command = re.sub(r" (-o|--output) \S+", "", document["command"])  # a path of that machine
+    parts.append(f"{_plot.caption(document)}  \n`{command}`")
     return "\n\n".join(parts)
 
 
