@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The chooser on GPUs that are not here: explain() with made-up devices, no GPU and no data."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import cuattn
+
+# Compute capability, multiprocessors, shared memory that a block can opt in to; 1: machine code
+# for it is in the build, 0: it runs from PTX, -1: it cannot run.
+GPUS = {
+    "A100": dict(major=8, minor=0, num_sms=108, smem_per_block_optin=166912, native=1),
+    "A10": dict(major=8, minor=6, num_sms=72, smem_per_block_optin=101376, native=1),
+    "L4": dict(major=8, minor=9, num_sms=58, smem_per_block_optin=101376, native=1),
+    "H100": dict(major=9, minor=0, num_sms=132, smem_per_block_optin=232448, native=1),
+    "H200": dict(major=9, minor=0, num_sms=132, smem_per_block_optin=232448, native=1),
+    "B200": dict(major=10, minor=0, num_sms=148, smem_per_block_optin=232448, native=0),
+    "RTX5090": dict(major=12, minor=0, num_sms=170, smem_per_block_optin=101376, native=0),
+}
+V100 = dict(major=7, minor=0, num_sms=80, smem_per_block_optin=98304, native=-1, name="V100")
+HALF = ("float16", "bfloat16")
+on_every_gpu = pytest.mark.parametrize("gpu", GPUS)
+
+
+def explain(gpu, *, shape=(2, 512, 8, 64), kv=None, v=None, dtype="float16", **options):
+    kv = shape if kv is None else kv
+    device = GPUS[gpu] if isinstance(gpu, str) else gpu
+    return cuattn.explain(
+        "attention", shape, kv, kv if v is None else v, device=device, dtype=dtype, **options
+    )
+
+
+@on_every_gpu
+@pytest.mark.parametrize("dtype", HALF)
+def test_sixteen_bit_types_run_on_tensor_cores_at_every_head_dim(gpu, dtype):
+    for head_dim in range(8, 257, 8):
+        for head_dim_v in {head_dim, 8, 128, 256}:
+            plan = explain(gpu, shape=(2, 512, 8, head_dim), v=(2, 512, 8, head_dim_v), dtype=dtype)
+            assert plan.kernel == "sm80"
+            assert plan.head_dim >= head_dim
+            assert plan.head_dim_v >= head_dim_v
+            assert plan.workspace_bytes == 0
+
+
+@on_every_gpu
+@pytest.mark.parametrize("score", [{}, {"softcap": 30.0}], ids=["identity", "scored"])
+def test_the_tile_fits_the_shared_memory_of_a_block(gpu, score):
+    for head_dim in range(8, 257, 8):
+        plan = explain(gpu, shape=(2, 512, 8, head_dim), **score)
+        width = plan.head_dim + plan.head_dim_v
+        used = 2 * (plan.tile_m * plan.head_dim + plan.stages * plan.tile_n * width)
+        assert 0 < used <= GPUS[gpu]["smem_per_block_optin"]
+        assert plan.warps in (4, 8)
+
+
+@on_every_gpu
+def test_float32_runs_on_cuda_cores(gpu):
+    for head_dim, compiled in ((8, 64), (64, 64), (72, 128), (128, 128), (136, 256), (256, 256)):
+        plan = explain(gpu, shape=(2, 512, 8, head_dim), dtype="float32")
+        assert (plan.kernel, plan.head_dim, plan.head_dim_v) == ("simt", compiled, compiled)
+
+
+def test_the_smallest_compiled_head_is_taken():
+    for head_dim, head_dim_v, compiled in (
+        (8, 8, (32, 32)),
+        (40, 40, (64, 64)),
+        (80, 80, (96, 96)),
+        (120, 120, (128, 128)),
+        (192, 128, (192, 128)),
+        (192, 192, (192, 192)),
+        (200, 8, (256, 256)),
+        (64, 128, (128, 128)),
+    ):
+        plan = explain("H100", shape=(1, 64, 8, head_dim), v=(1, 64, 8, head_dim_v))
+        assert (plan.head_dim, plan.head_dim_v) == compiled
+
+
+def test_an_unsupported_gpu_is_refused_by_name():
+    with pytest.raises(RuntimeError) as caught:
+        explain(V100)
+    message = str(caught.value)
+    assert message.startswith("attention: device cuda:0 (V100, compute capability 7.0) is not")
+    assert "CUATTN_CUDA_ARCHS" in message
+
+
+@on_every_gpu
+def test_every_rung_can_be_named(gpu):
+    for backend in ("naive", "cublas", "tiled", "sm80"):
+        assert explain(gpu, backend=backend).kernel == backend
+    for backend in ("naive", "cublas", "tiled", "simt"):
+        assert explain(gpu, backend=backend, dtype="float32").kernel == backend
+
+
+REFUSED = {
+    "sm80-float32": (
+        dict(backend="sm80", dtype="float32"),
+        "backend 'sm80' cannot run this call: it takes float16 and bfloat16, not float32; "
+        "use backend='simt' or 'auto'",
+    ),
+    "simt-float16": (
+        dict(backend="simt"),
+        "backend 'simt' cannot run this call: it takes float32 only; use backend='sm80' or 'auto'",
+    ),
+    "tiled-head-dim": (
+        dict(backend="tiled", shape=(1, 64, 8, 136)),
+        "backend 'tiled' cannot run this call: it takes head_dim and head_dim_v up to 128; "
+        "use backend='sm80' or 'auto'",
+    ),
+    "tiled-scored": (
+        dict(backend="tiled", softcap=10.0),
+        "backend 'tiled' cannot run this call: it has no softcap, ALiBi, bias or negative scale; "
+        "use backend='sm80' or 'auto'",
+    ),
+    "tiled-sinks": (
+        dict(backend="tiled", sinks=(8,)),
+        "backend 'tiled' cannot run this call: it has no sinks; use backend='sm80' or 'auto'",
+    ),
+    "cublas-seqused": (
+        dict(backend="cublas", seqused_k=(2,)),
+        "backend 'cublas' cannot run this call: it takes dense batches only, without cu_seqlens "
+        "and seqused; use backend='sm80' or 'auto'",
+    ),
+    "cublas-missing": (
+        dict(gpu={**GPUS["H100"], "has_cublas": False}, backend="cublas"),
+        "backend 'cublas' cannot run this call: the cuBLAS library was not found; install "
+        "nvidia-cublas or set CUATTN_CUBLAS_PATH; use backend='sm80' or 'auto'",
+    ),
+    "cpu-on-cuda": (
+        dict(backend="cpu"),
+        "backend 'cpu' cannot run this call: it runs on CPU arrays, these are on a CUDA device; "
+        "use backend='sm80' or 'auto'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_rung_that_cannot_run_the_call_says_why(name):
+    options, message = REFUSED[name]
+    with pytest.raises(NotImplementedError) as caught:
+        explain(**{"gpu": "H100", **options})
+    assert str(caught.value) == f"attention: {message}"
+
+
+def test_auto_takes_every_option_on_every_gpu():
+    options = dict(
+        causal=True,
+        window=(5, 2),
+        softcap=3.0,
+        alibi_slopes=(8,),
+        sinks=(8,),
+        bias=(1, 1, 512, 512),
+        seqused_k=(2,),
+        return_lse=True,
+    )
+    for gpu in GPUS:
+        assert explain(gpu, **options).kernel == "sm80"
+        assert explain(gpu, **options, dtype="float32").kernel == "simt"
+
+
+def test_ragged_calls():
+    def ragged(**options):
+        arrays = [(1000, 8, 64), (1200, 2, 64), (1200, 2, 64), (4,), (4,), 700, 900]
+        return cuattn.explain("attention_varlen", *arrays, device=GPUS["A100"], **options)
+
+    assert ragged().kernel == "sm80"
+    assert ragged(dtype="float32").kernel == "simt"
+    assert ragged(backend="naive").workspace_bytes == 4 * 3 * 8 * 700 * 900
+    with pytest.raises(NotImplementedError, match="it takes dense batches only"):
+        ragged(backend="cublas")
+
+
+def test_workspace_is_what_the_scores_need():
+    shape, kv = (2, 300, 8, 64), (2, 500, 2, 64)
+    scores = 4 * 2 * 8 * 300 * 500
+    assert explain("H100", shape=shape, kv=kv).workspace_bytes == 0
+    assert explain("H100", shape=shape, kv=kv, backend="tiled").workspace_bytes == 0
+    assert explain("H100", shape=shape, kv=kv, backend="naive").workspace_bytes == scores
+    for dtype, probabilities in (("float32", 0), ("float16", scores // 2)):
+        plan = explain("H100", shape=shape, kv=kv, backend="cublas", dtype=dtype)
+        assert plan.workspace_bytes >= scores + probabilities
+    huge = (64, 65536, 64, 64)  # 2^44 bytes: counted in 64 bits
+    assert explain("H100", shape=huge, backend="naive").workspace_bytes == 4 * 64 * 64 * 65536**2
+
+
+@pytest.mark.parametrize(
+    ("options", "mask"),
+    [
+        ({}, "none"),
+        ({"causal": True}, "causal"),
+        ({"window": (-1, 0)}, "causal"),
+        ({"causal": True, "window": (-1, 9)}, "causal"),
+        ({"window": (-1, 9)}, "window"),
+        ({"window": (9, -1)}, "window"),
+        ({"causal": True, "window": (9, -1)}, "window"),
+        ({"window": (0, 0)}, "window"),
+        ({"window": (511, 511)}, "none"),  # reaches every key of 512
+        ({"window": (510, 511)}, "window"),
+        ({"window": (2**40, -1)}, "none"),
+    ],
+)
+def test_the_mask_is_the_narrowest_kind(options, mask):
+    assert explain("H100", **options).mask == mask
+
+
+@pytest.mark.parametrize(
+    ("options", "score"),
+    [
+        ({}, "identity"),
+        ({"scale": 3.0}, "identity"),
+        ({"sinks": (8,)}, "identity"),
+        ({"softcap": 1.0}, "scored"),
+        ({"alibi_slopes": (8,)}, "scored"),
+        ({"alibi_slopes": (2, 8)}, "scored"),
+        ({"bias": (512, 512)}, "scored"),
+        ({"scale": -1.0}, "scored"),
+    ],
+)
+def test_scores_are_plain_unless_an_option_changes_them(options, score):
+    assert explain("H100", **options).score == score
+
+
+def test_the_ladder_names_every_rung_once_and_stars_the_chosen():
+    plan = explain("H100", softcap=2.0)
+    lines = plan.ladder.strip().splitlines()
+    assert [line[2:].split(":")[0] for line in lines] == [
+        "sm80",
+        "simt",
+        "tiled",
+        "cublas",
+        "naive",
+    ]
+    assert [line for line in lines if line.startswith("*")] == [
+        f"* sm80: runs: {plan.reason}",
+    ]
+    assert "  simt: cannot: it takes float32 only" in lines
+    assert str(plan) == plan.ladder
+
+
+def test_the_same_request_gives_the_same_plan():
+    assert explain("A100", causal=True) == explain("A100", causal=True)
+
+
+def test_numpy_arrays_run_on_the_cpu():
+    q = np.zeros((1, 8, 2, 16), np.float32)
+    plan = cuattn.explain("attention", q, q, q)
+    assert plan.kernel == "cpu"
+    assert plan.workspace_bytes == 0
+    plan = cuattn.explain("attention", q, q, q, backend="naive")
+    assert (plan.kernel, plan.workspace_bytes) == ("naive", 4 * 2 * 8 * 8)
+    plan = cuattn.explain("attention", q.shape, q.shape, q.shape, device="cpu")
+    assert plan.kernel == "cpu"
+
+
+def test_gpus_are_known_by_name():
+    for name in ("a100", "L4", "H100"):
+        assert explain(name.upper() if name.upper() in GPUS else "A100") == cuattn.explain(
+            "attention", *[(2, 512, 8, 64)] * 3, device=name
+        )
+
+
+@pytest.mark.parametrize(
+    ("device", "exception", "text"),
+    [
+        ("gtx", ValueError, "explain: device must be None, 'cpu', a CUDA device number"),
+        ({"major": 9}, ValueError, "missing ['minor', 'num_sms', 'smem_per_block_optin']"),
+        ({**GPUS["A100"], "memory": 80}, ValueError, "unknown ['memory']"),
+    ],
+)
+def test_devices_that_explain_cannot_read(device, exception, text):
+    with pytest.raises(exception) as caught:
+        explain(device) if isinstance(device, dict) else cuattn.explain(
+            "attention", *[(2, 512, 8, 64)] * 3, device=device
+        )
+    assert text in str(caught.value)
+
+
+def test_arguments_that_explain_cannot_read():
+    shape = (1, 2, 3, 8)
+    with pytest.raises(ValueError, match="explain: op must be 'attention' or 'attention_varlen'"):
+        cuattn.explain("softmax", shape, shape, shape)
+    with pytest.raises(TypeError, match="explain: attention takes q, k, v, got 1 arguments"):
+        cuattn.explain("attention", shape)
+    with pytest.raises(TypeError, match="explain: attention has no option colour"):
+        cuattn.explain("attention", shape, shape, shape, colour=1)
+    with pytest.raises(ValueError, match="dtype must be float32, float16 or bfloat16, got int8"):
+        cuattn.explain("attention", shape, shape, shape, dtype="int8")
+
+
+def test_kernels_lists_every_instance_once():
+    rows = cuattn.kernels()
+    assert {"op", "kernel", "arch", "dtype", "head_dim", "head_dim_v", "mask", "score"} <= set(
+        rows[0]
+    )
+    assert len({tuple(row.items()) for row in rows}) == len(rows)
+    on_cpu = {(row["op"], row["dtype"]) for row in rows if row["arch"] in ("any", "cpu")}
+    assert {dtype for op, dtype in on_cpu if op == "attention"} >= {
+        "float32",
+        "float16",
+        "bfloat16",
+    }
+    assert any(row["op"] == "merge_states" for row in rows)
+    if cuattn.info()["cuda"] is not None:
+        assert {"sm80", "simt", "tiled"} <= {row["kernel"].removeprefix("prefill_") for row in rows}
+
+
+def test_info_describes_the_build():
+    info = cuattn.info()
+    assert info["version"] == cuattn.__version__
+    assert info["cpu"]["threads"] >= 1
+    assert info["cpu"]["isa"] in ("baseline", "avx2", "avx512")
+    assert info["num_kernels"] == len(cuattn.kernels())
