@@ -10,6 +10,7 @@
 #ifndef __CUDACC_RTC__
 #include "launch.h"
 #endif
+#include "cuattn/tile_config.h"
 
 namespace cuattn {
 
@@ -25,9 +26,9 @@ struct PrefillSimt {
   //
   // so a row belongs to 16 lanes of one warp, and its maximum and sum take shuffles only. Four
   // values each of 8 rows and 4 keys feed 128 FFMAs: shared memory is busy half of the time.
-  static constexpr int kWarps = 4, kThreads = kWarps * 32;
-  static constexpr int kTileM = kHeadDim <= 128 ? 64 : 32;  // the output takes 64 registers at most
-  static constexpr int kTileN = kHeadDim <= 128 ? 64 : 128;
+  static constexpr Tile kTile = simt_tile(kHeadDim);
+  static constexpr int kWarps = kTile.warps, kThreads = kWarps * 32;
+  static constexpr int kTileM = kTile.m, kTileN = kTile.n;
   static constexpr int kRows = kTileM / (2 * kWarps), kKeys = kTileN / 16, kGroups = kHeadDim / 64;
   static constexpr int kStageFloats = 4096;              // of K or V: 8 copies of 16 bytes a thread
   static constexpr int kChunk = kStageFloats / kTileN;   // dims of K a stage holds, for all keys

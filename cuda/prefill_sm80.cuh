@@ -385,6 +385,7 @@ struct PrefillSm80 {
     uint32_t lane = threadIdx.x % 32;
     uint32_t staging =
         shared.q + threadIdx.x / 32 * kWarpRows * kQkBytes;  // no other warp reads these rows of Q
+    __syncwarp();                                            // every lane has read its last Q
 #pragma unroll
     for (int m = 0; m < kRowBlocks; ++m) {
 #pragma unroll

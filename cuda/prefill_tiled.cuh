@@ -10,6 +10,7 @@
 #ifndef __CUDACC_RTC__
 #include "launch.h"
 #endif
+#include "cuattn/tile_config.h"
 
 namespace cuattn {
 
@@ -25,9 +26,10 @@ struct PrefillTiled {
   //   row        s s s s s s s s s    softmax over   row      o o o o o o   o o o o o o
   //   (a warp's) s s s s s s s s s    the lanes      (same)   o o o o o o   o o o o o o
   using T = device::Element<kType>;
-  static constexpr int kWarps = 8, kThreads = kWarps * 32;
-  static constexpr int kRows = 8;  // rows that share each value read from shared memory
-  static constexpr int kTileM = kWarps * kRows, kTileN = 32;
+  static constexpr int kWarps = kTiledTile.warps, kThreads = kWarps * 32;
+  static constexpr int kTileM = kTiledTile.m, kTileN = kTiledTile.n;
+  static constexpr int kRows =
+      kTileM / kWarps;  // rows that share each value read from shared memory
   static constexpr int kColumns = kHeadDim / 32;  // of a lane
   static constexpr int kPad = 4;  // floats: 8 rows at one column then fall into 8 groups of banks
 

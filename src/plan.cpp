@@ -118,9 +118,11 @@ Plan make_plan(const Rung& rung, const PrefillRequest& r) {
         plan.head_dim = plan.head_dim_v = compiled;
         break;
       }
+      plan.tile = simt_tile(plan.head_dim);
       break;
     case Kernel::tiled:
       plan.head_dim = plan.head_dim_v = r.head_dim <= 64 && r.head_dim_v <= 64 ? 64 : 128;
+      plan.tile = kTiledTile;
       break;
     default: break;
   }

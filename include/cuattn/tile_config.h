@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The tiles of the tensor-core kernels, one row per head size, with their shared-memory arithmetic.
+// The tiles of the kernels, one row per head size, with their shared-memory arithmetic.
 // Read by the kernels (their shapes), by src/plan.cpp (what explain() prints) and by nobody else.
 #pragma once
 
@@ -39,5 +39,12 @@ constexpr Tile sm80_tile(HeadDims d, ScoreKind score) {
   if (d.qk <= 128) return {128, 64, 2, 4};  // 96: 24 + 2 * 24 = 72 KB; 128: 32 + 2 * 32 = 96 KB
   return {64, 64, 1, 4};                    // 192: 24 + 48 = 72 KB; 256: 32 + 64 = 96 KB
 }
+
+// simt keeps float32 tiles: 64 output registers a thread at most.
+constexpr Tile simt_tile(int32_t head_dim) {
+  return head_dim <= 128 ? Tile{64, 64, 2, 4} : Tile{32, 128, 2, 4};
+}
+
+constexpr Tile kTiledTile = {64, 32, 1, 8};
 
 }  // namespace cuattn
