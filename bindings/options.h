@@ -3,6 +3,7 @@
 // value means, and whether it may be, is the library's business. Next: module.cpp.
 #pragma once
 
+#include <cstring>
 #include <string>
 
 #include "convert.h"
@@ -61,9 +62,9 @@ inline int32_t parse_layout(const char* op, nb::handle value) {
                                 {"bhsd", CUATTN_LAYOUT_BHSD},
                                 {"nhd", CUATTN_LAYOUT_NHD},
                                 {"thd", CUATTN_LAYOUT_THD}};
-  std::string text = parse_text(op, "layout", value);
+  const char* text = parse_text(op, "layout", value);
   for (const Word& word : kWords) {
-    if (text == word.text) return word.code;
+    if (std::strcmp(text, word.text) == 0) return word.code;
   }
   raise(PyExc_ValueError, op,
         ": layout must be 'bshd' or 'bhsd' (merge_states: or 'nhd', 'thd'), got '", text,
@@ -90,14 +91,14 @@ inline cuattn_attention_options parse_options(const char* op, const AttentionArg
   cuattn_attention_options_init(&options);
   options.layout = parse_layout(op, args.layout);
   options.causal = parse_bool(op, "causal", args.causal);
-  if (!(PyTuple_Check(args.window.ptr()) || PyList_Check(args.window.ptr())) ||
-      nb::len(args.window) != 2) {
+  nb::object window = PyList_Check(args.window.ptr()) ? nb::steal(PyList_AsTuple(args.window.ptr()))
+                                                      : nb::borrow(args.window);
+  if (!PyTuple_Check(window.ptr()) || PyTuple_Size(window.ptr()) != 2) {
     raise(PyExc_TypeError, op, ": window must be a pair (left, right), -1 for no limit, got ",
           text_of(nb::repr(args.window)));
   }
-  nb::object left = nb::object(args.window[0]), right = nb::object(args.window[1]);
-  options.window_left = parse_int(op, "window", left);
-  options.window_right = parse_int(op, "window", right);
+  options.window_left = parse_int(op, "window", PyTuple_GetItem(window.ptr(), 0));
+  options.window_right = parse_int(op, "window", PyTuple_GetItem(window.ptr(), 1));
   options.has_scale = !args.scale.is_none();
   if (options.has_scale) options.scale = parse_double(op, "scale", args.scale);
   options.softcap = parse_double(op, "softcap", args.softcap);

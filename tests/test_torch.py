@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
@@ -267,6 +270,32 @@ def test_sdpa_refuses_clearly(options, error, message):
     arrays = dict(zip(("query", "key", "value"), [torch.zeros(1, 4, 8, 16)] * 3, strict=True))
     with pytest.raises(error, match=f"scaled_dot_product_attention: .*{message}"):
         our_sdpa(**{**arrays, **options})
+
+
+def test_older_torch_without_the_exchange_api_gives_the_same_bits():
+    code = """
+import torch
+del torch.Tensor.__dlpack_c_exchange_api__
+import cuattn
+torch.manual_seed(1)
+q, k, v = (torch.randn(1, 5, 2, 16) for _ in range(3))
+want = cuattn.attention(q.numpy(), k.numpy(), v.numpy())
+out, lse = cuattn.attention(q, k, v, return_lse=True)
+assert type(out) is torch.Tensor and type(lse) is torch.Tensor
+assert torch.equal(out, torch.from_numpy(want))
+q.requires_grad_()
+with torch.no_grad():
+    assert torch.equal(cuattn.attention(q, k, v), out)
+try:
+    cuattn.attention(q, k, v)
+except NotImplementedError as refusal:
+    assert "q requires grad" in str(refusal)
+else:
+    raise AssertionError("a gradient was lost")
+half = cuattn.attention(q.detach().bfloat16(), k.bfloat16(), v.bfloat16())
+assert half.dtype == torch.bfloat16
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=120)
 
 
 def test_bfloat16_tensors_give_the_bits_of_numpy():
