@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sizes beyond 65,535 on every axis and beyond 2^31 elements in every array, on a GPU.
+
+No reference could run at these sizes, so the inputs are made such that the right answer is known:
+the few rows that matter are compared with a small call of the same library, which test_prefill.py
+holds against the reference.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+import cuattn
+from harness import why_no_cuda
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.slow,
+    pytest.mark.skipif(why_no_cuda() is not None, reason=f"CUDA: {why_no_cuda()}"),
+]
+
+BACKENDS = {
+    "sm80": "float16",
+    "simt": "float32",
+    "tiled": "float16",
+    "naive": "float16",
+    "cublas": "float16",
+}
+every_backend = pytest.mark.parametrize("backend", BACKENDS)
+
+
+@pytest.fixture
+def torch():
+    import torch
+
+    yield torch
+    torch.cuda.empty_cache()
+
+
+def need(torch, gigabytes):
+    free = torch.cuda.mem_get_info()[0] / 2**30
+    if free < gigabytes:
+        pytest.skip(f"needs {gigabytes} GiB of device memory, {free:.0f} are free")
+
+
+def random(torch, backend, *shape):
+    dtype = getattr(torch, BACKENDS[backend])
+    return torch.randn(shape, device="cuda", dtype=dtype, generator=generator(torch))
+
+
+def generator(torch):
+    return torch.Generator("cuda").manual_seed(11)
+
+
+def same(torch, a, b, backend):
+    tolerance = 1e-5 if BACKENDS[backend] == "float32" else 2e-3
+    torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+@every_backend
+@pytest.mark.parametrize(
+    ("batch", "heads", "kv_heads"),
+    [(70_000, 1, 1), (1, 70_000, 70_000), (1, 70_000, 1), (300, 300, 1)],
+)
+def test_batch_and_heads_beyond_65535(torch, backend, batch, heads, kv_heads):
+    q = random(torch, backend, batch, 3, heads, 16)
+    k, v = (random(torch, backend, batch, 5, kv_heads, 16) for _ in range(2))
+    out = cuattn.attention(q, k, v, causal=True, backend=backend)
+    tail = cuattn.attention(
+        q[-1:, :, -1:], k[-1:, :, -1:], v[-1:, :, -1:], causal=True, backend=backend
+    )
+    same(torch, out[-1:, :, -1:], tail, backend)
+    head = cuattn.attention(q[:1, :, :1], k[:1, :, :1], v[:1, :, :1], causal=True, backend=backend)
+    same(torch, out[:1, :, :1], head, backend)
+    assert torch.isfinite(out).all()
+
+
+@pytest.mark.parametrize("backend", ["sm80", "simt", "tiled", "naive"])
+def test_more_than_65535_ragged_sequences(torch, backend):
+    count = 80_000
+    q = random(torch, backend, 2 * count, 2, 16)
+    ends = torch.arange(0, 2 * count + 1, 2, device="cuda", dtype=torch.int32)
+    out = cuattn.attention_varlen(q, q, q, ends, ends, 2, 2, causal=True, backend=backend)
+    dense = q.view(count, 2, 2, 16)
+    expected = cuattn.attention(dense[-7:], dense[-7:], dense[-7:], causal=True, backend=backend)
+    same(torch, out.view(count, 2, 2, 16)[-7:], expected, backend)
+    same(torch, out.view(count, 2, 2, 16)[:, 0], dense[:, 0], backend)  # the first row sees itself
+
+
+@pytest.mark.parametrize("backend", ["sm80", "simt", "tiled"])
+def test_long_sequences(torch, backend):
+    """70,000 queries against 70,000 keys, causal: the first and the last rows."""
+    q, k, v = (random(torch, backend, 1, 70_000, 1, 64) for _ in range(3))
+    out = cuattn.attention(q, k, v, causal=True, backend=backend)
+    same(
+        torch, out[:, :40], cuattn.attention(*(x[:, :40] for x in (q, k, v)), causal=True), backend
+    )
+    last = cuattn.attention(q[:, -40:], k, v, causal=True, backend=backend)
+    same(torch, out[:, -40:], last, backend)
+
+
+@pytest.mark.parametrize("backend", ["sm80", "simt", "tiled"])
+def test_a_million_keys(torch, backend):
+    """1.1 million keys, one of which dominates: its value comes back."""
+    keys = 1_100_000
+    q = torch.ones(1, 1, 1, 64, device="cuda", dtype=getattr(torch, BACKENDS[backend]))
+    k, v = (random(torch, backend, 1, keys, 1, 64) for _ in range(2))
+    k[0, -3] = 8
+    out, lse = cuattn.attention(q, k, v, backend=backend, return_lse=True)
+    same(torch, out[0, 0, 0], v[0, -3, 0], backend)
+    assert lse.item() == pytest.approx(64, abs=1e-2)
+
+
+@pytest.mark.parametrize("backend", ["sm80", "simt", "tiled", "naive"])
+def test_more_than_two_to_the_31_elements(torch, backend):
+    """q, k, v and out of 2.2e9 elements each."""
+    wide = BACKENDS[backend] == "float32"
+    need(torch, 45 if wide else 23)
+    rows, heads = (1 << 24) + 5, 2
+    q = torch.empty(rows, 1, heads, 64, device="cuda", dtype=getattr(torch, BACKENDS[backend]))
+    q.uniform_(-1, 1, generator=generator(torch))
+    out = torch.full_like(q, float("nan"))
+    cuattn.attention(q, q, q, out=out, backend=backend)
+    for part in (slice(None, 3), slice(-3, None), slice(rows // 2, rows // 2 + 3)):
+        torch.testing.assert_close(out[part], q[part], rtol=0, atol=0)  # one key: its own value
+    assert all(torch.equal(a, b) for a, b in zip(out.split(1 << 22), q.split(1 << 22), strict=True))
+
+
+@pytest.mark.parametrize("backend", ["sm80", "simt", "tiled", "naive"])
+def test_strides_beyond_two_to_the_31_elements(torch, backend):
+    """Two sequences 2^31 elements apart inside one buffer, for each of q, k, v and out."""
+    wide = BACKENDS[backend] == "float32"
+    need(torch, 12 if wide else 6)
+    gap = 2**31 + 64
+    dtype = getattr(torch, BACKENDS[backend])
+    memory = torch.empty(gap + 4 * 4096, device="cuda", dtype=dtype)
+    views = [memory.as_strided((2, 30, 2, 64), (gap, 128, 64, 1), 4096 * i) for i in range(4)]
+    small = [random(torch, backend, 2, 30, 2, 64) for _ in range(3)]
+    for view, values in zip(views, small, strict=False):
+        view.copy_(values)
+    cuattn.attention(*views[:3], causal=True, out=views[3], backend=backend)
+    expected = cuattn.attention(*small, causal=True, backend=backend)
+    assert torch.equal(views[3], expected)
+
+
+def test_scores_beyond_two_to_the_31_elements(torch):
+    """naive keeps 2.3e9 scores in its workspace; sm80 keeps none and must agree."""
+    need(torch, 14)
+    q, k, v = (random(torch, "sm80", 1, 24_000, 4, 32) for _ in range(3))
+    plain = cuattn.attention(q, k, v, causal=True, backend="naive")
+    same(torch, plain, cuattn.attention(q, k, v, causal=True, backend="sm80"), "sm80")
+
+
+def test_bias_beyond_two_to_the_31_elements(torch):
+    need(torch, 12)
+    q = random(torch, "sm80", 1, 47_000, 1, 32)
+    bias = torch.zeros(1, 1, 47_000, 47_000, device="cuda", dtype=torch.float16)
+    bias[0, 0, -1, :-1] = float("-inf")
+    out = cuattn.attention(q, q, q, bias=bias)
+    assert torch.equal(out[0, -1], q[0, -1])  # the last row sees its own key only
+    same(torch, out[:, :100], cuattn.attention(q[:, :100], q, q), "sm80")
+
+
+def test_merging_beyond_two_to_the_31_elements(torch):
+    need(torch, 20)
+    rows = (1 << 25) + 3
+    out = torch.ones(rows, 1, 64, device="cuda", dtype=torch.float16)
+    lse = torch.zeros(rows, 1, device="cuda")
+    merged, merged_lse = cuattn.merge_states(out, lse, out, lse)
+    assert bool((merged == 1).all())
+    assert merged_lse[-1].item() == pytest.approx(0.6931472, abs=1e-6)
