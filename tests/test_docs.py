@@ -96,6 +96,25 @@ def test_kernel_table_is_current():
     assert page.replaced(text) == text, "run: python docs/make_kernels.py"
 
 
+TILE = re.compile(r"(\d+) x (\d+), (\d) stages?, (\d) warps")
+TILE_ROW = re.compile(
+    rf"^\| (\d+)(?:, v (\d+))? \| {TILE.pattern} \|[^|]*\| (.*?) \|", re.MULTILINE
+)
+
+
+def test_tiles_are_those_of_the_planner():
+    page = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
+    rows = TILE_ROW.findall(page)
+    assert len(rows) == 7
+    for dim, dim_v, *tile, scored in rows:
+        k, v = (1, 512, 8, int(dim)), (1, 512, 8, int(dim_v or dim))
+        scored_tile = TILE.search(scored)
+        for softcap, expected in (0.0, tile), (30.0, scored_tile.groups() if scored_tile else tile):
+            plan = cuattn.explain("attention", k, k, v, device="h100", softcap=softcap)
+            found = (plan.tile_m, plan.tile_n, plan.stages, plan.warps)
+            assert found == tuple(map(int, expected)), f"head_dim {dim}, softcap {softcap}"
+
+
 def test_figures_of_the_readme_are_those_of_the_results():
     figures = module_at(ROOT / "benchmarks" / "readme_figures.py")
     text = (ROOT / "README.md").read_text(encoding="utf-8")
