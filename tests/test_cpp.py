@@ -106,3 +106,14 @@ def test_example_builds_against_a_plain_cmake_install(tmp_path):
     run(["cmake", "--install", tmp_path / "library"])
     built = build(ROOT / "examples" / "cpp", tmp_path / "example", f"-DCMAKE_PREFIX_PATH={prefix}")
     assert "largest error" in run([built / "example"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
+def test_cpu_core_is_clean_under_sanitizers(tmp_path, sanitizer):
+    flags = f"-fsanitize={sanitizer} -fno-sanitize-recover=all -fno-omit-frame-pointer"
+    options = ("-DCUATTN_CUDA=OFF", "-DCUATTN_TESTS=ON", f"-DCMAKE_CXX_FLAGS={flags}")
+    built = build(ROOT, tmp_path / "build", *options)
+    passed, failed, _ = counts(run([built / "tests" / "cpp" / "cuattn_tests"]))[0]
+    assert passed >= 30
+    assert failed == 0

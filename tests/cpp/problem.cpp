@@ -328,11 +328,7 @@ Arguments::Arguments(Problem& p, DLDevice device, const Address& address, const 
 }
 
 void Arguments::add_ragged(detail::COptions& c) const {
-  if (!ragged_) return;
-  c.c.cu_seqlens_q = detail::COptions::borrow(&cu_q_, c.cu_seqlens_q);
-  c.c.cu_seqlens_k = detail::COptions::borrow(&cu_kv_, c.cu_seqlens_k);
-  c.c.max_seqlen_q = max_seqlen_q_;
-  c.c.max_seqlen_k = max_seqlen_kv_;
+  if (ragged_) c.set_lengths(cu_q_, cu_kv_, max_seqlen_q_, max_seqlen_kv_);
 }
 
 cuattn_attention_call Arguments::prepare() const {

@@ -236,6 +236,40 @@ TEST(cpu_attention_passes_on_nan_of_visible_data_only) {
   }
 }
 
+// The functions of attention.h as a user calls them, against the prepared calls of this suite.
+TEST(the_cpp_functions_give_the_same_bits) {
+  Random random(case_seed("wrappers"));
+  for (bool ragged : {false, true}) {
+    Problem p;
+    p.batch = 2, p.heads_q = 2, p.seqlen_q = 7, p.seqlen_kv = 9;
+    if (ragged) p.lens_q = {3, 7}, p.lens_kv = {9, 2};
+    p.fill(random);
+    run_on_cpu(p, "naive");
+    std::vector<uint8_t> out_bytes = p.out.bytes(), lse_bytes = p.lse_out.bytes();
+    p.out.poison();
+    p.lse_out.poison();
+    auto view = [](Array& array) { return array.view(array.data(), {kDLCPU, 0}); };
+    TensorView q = view(p.q), k = view(p.k), v = view(p.v), out = view(p.out),
+               lse = view(p.lse_out);
+    AttentionOptions options;
+    options.backend = "naive";
+    options.lse = &lse;
+    if (ragged) {
+      TensorView cu_q = view(p.cu_q), cu_kv = view(p.cu_kv);
+      std::vector<float> scores(
+          attention_varlen_workspace_bytes(q, k, v, cu_q, cu_kv, 7, 9, options) / 4);
+      CHECK(scores.size() == 2 * 2 * 7 * 9, scores.size());
+      attention_varlen(q, k, v, cu_q, cu_kv, 7, 9, out, options,
+                       {scores.data(), scores.size() * 4});
+    } else {
+      std::vector<float> scores(attention_workspace_bytes(q, k, v, options) / 4);
+      CHECK(scores.size() == 2 * 2 * 7 * 9, scores.size());
+      attention(q, k, v, out, options, {scores.data(), scores.size() * 4});
+    }
+    CHECK(p.out.bytes() == out_bytes && p.lse_out.bytes() == lse_bytes, "ragged: ", ragged);
+  }
+}
+
 TEST(a_prepared_call_runs_again_with_the_same_bits) {
   Problem p;
   p.seqlen_q = 50, p.seqlen_kv = 70, p.heads_q = 2;
