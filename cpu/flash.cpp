@@ -91,9 +91,8 @@ struct Block {
 
 constexpr int kBuffer = 4 * 256;  // floats: four rows of the largest head, or of a tile's bias
 
-// Scores are kept as plain products q k, larger is heavier, for as long as nothing is added to
-// them: the sign of the scale goes into q, its size into the exponential. A scale of 0 is 0 * q
-// and 1.
+// As long as nothing is added to them, scores are plain products q k: the sign of the scale is put
+// into q and its size into the exponential, where it costs no rounding. A scale of 0 makes q 0.
 inline float scale_size(const FlashUnit& u) {
   return u.scale > 0.0f ? u.scale : u.scale < 0.0f ? -u.scale : 1.0f;
 }
