@@ -115,13 +115,16 @@ void check_cu_seqlens(const char* name, const int32_t* cu_seqlens, int32_t batch
     CUATTN_REQUIRE(end >= begin, "attention_varlen: ", name, " must not decrease, got ", end,
                    " after ", begin, " at index ", b + 1,
                    "; pass the running sum of the sequence lengths");
-    CUATTN_REQUIRE(end - begin <= max_seqlen, "attention_varlen: ", max_name,
-                   " must be at least the longest sequence, got ", max_seqlen, " with a length of ",
-                   end - begin, " in ", name, " at index ", b, "; pass the largest difference");
   }
   CUATTN_REQUIRE(cu_seqlens[batch] <= total, "attention_varlen: ", name,
                  " must end within the rows of ", array, ", got ", cu_seqlens[batch], " with ",
                  total, " rows; the last element is the total length");
+  for (int32_t b = 0; b < batch; ++b) {
+    int32_t length = cu_seqlens[b + 1] - cu_seqlens[b];
+    CUATTN_REQUIRE(length <= max_seqlen, "attention_varlen: ", max_name,
+                   " must be at least the longest sequence, got ", max_seqlen, " with a length of ",
+                   length, " in ", name, " at index ", b, "; pass the largest difference");
+  }
 }
 
 void check_seqused(const char* op, const char* name, const int32_t* seqused,

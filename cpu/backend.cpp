@@ -36,7 +36,7 @@ void list_kernels(std::vector<KernelInfo>& list) {
   for (const char* dtype : {"float32", "float16", "bfloat16"}) {
     list.push_back({"attention", "cpu", cpu::isa_name(), dtype, 256, 256, "any", "any"});
     list.push_back({"attention", "cpu_naive", "any", dtype, 256, 256, "any", "any"});
-    list.push_back({"merge_states", "cpu", "any", dtype, 256, 256, "any", "any"});
+    list.push_back({"merge_states", "cpu", "any", dtype, 1024, 1024, "any", "any"});
   }
 }
 

@@ -59,7 +59,6 @@ const char* refusal(Kernel kernel, const PrefillRequest& r, const DeviceInfo& de
     case Kernel::naive: return nullptr;
     case Kernel::sm80:
       if (r.dtype == DType::f32) return "it takes float16 and bfloat16, not float32";
-      if (device.major < 8) return "it needs compute capability 8.0";
       if (!fits(r, device)) return "its tile needs more shared memory than a block gets here";
       return nullptr;
     case Kernel::simt: return r.dtype == DType::f32 ? nullptr : "it takes float32 only";
@@ -159,7 +158,8 @@ const Rung* first_automatic(const PrefillRequest& r, const DeviceInfo& device) {
 }  // namespace
 
 Plan select_prefill(const PrefillRequest& request, const DeviceInfo& device, const char* backend) {
-  if (device.is_cuda && device.native < 0) {
+  constexpr int32_t kOldest = 8;  // major compute capability that the kernels are written for
+  if (device.is_cuda && (device.native < 0 || device.major < kOldest)) {
     fail<UnsupportedDevice>(
         "attention: device cuda:", device.id, " (", device.name, ", compute capability ",
         device.major, ".", device.minor, ") is not supported by this build, which has code for ",

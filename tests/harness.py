@@ -144,6 +144,7 @@ class Cuda(Cpu):
             np.dtype(np.int32): torch.int32,
             np.dtype(ml_dtypes.bfloat16): torch.bfloat16,
             np.dtype(np.bool_): torch.bool,
+            np.dtype(np.uint8): torch.uint8,
             np.dtype(np.int64): torch.int64,
             np.dtype(np.float64): torch.float64,
         }
@@ -163,7 +164,11 @@ class Cuda(Cpu):
     def write(self, view, values):
         import torch
 
-        values = np.ascontiguousarray(np.broadcast_to(values, tuple(view.shape)))
+        values = np.broadcast_to(values, tuple(view.shape))
+        for axis, stride in enumerate(view.stride()):
+            if stride == 0:  # one memory under many indices, which torch does not write
+                view, values = view.narrow(axis, 0, 1), values.take([0], axis)
+        values = np.array(values, order="C")  # ascontiguousarray would add an axis to a scalar
         if values.dtype == ml_dtypes.bfloat16:
             host = torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
         else:

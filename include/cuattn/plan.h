@@ -36,7 +36,6 @@ struct PrefillRequest {
 };
 
 enum class Kernel : int32_t { cpu_naive, cpu, naive, cublas, tiled, simt, sm80 };
-constexpr int kNumKernels = 7;
 
 struct Plan {
   Kernel kernel;

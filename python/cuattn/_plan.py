@@ -201,7 +201,7 @@ def kernels() -> list[dict[str, Any]]:
     -------
     list of dict
         With the keys op, kernel, arch, dtype, head_dim, head_dim_v (the largest the instance
-        takes), mask, score and tile; "any" means that the axis is decided at run time.
+        takes), mask and score; "any" means that the axis is decided at run time.
     """
     return _core.kernels()
 

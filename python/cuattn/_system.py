@@ -23,11 +23,9 @@ FRAMEWORKS = {
     "ml_dtypes": (("ml_dtypes",), "bfloat16 for numpy arrays"),
 }
 ENVIRONMENT = (
-    "CUATTN_BACKEND",
     "CUATTN_NUM_THREADS",
     "CUATTN_CPU_ISA",
     "CUATTN_CHECK",
-    "CUATTN_LOG",
 )
 
 
