@@ -79,9 +79,10 @@ int run_all(const std::vector<const Case*>& chosen) {
 }
 
 constexpr const char* kUsage =
-    "usage: cuattn_tests [test|perf] [options]\n"
+    "usage: cuattn_tests [test|perf|plant TOOL] [options]\n"
     "  test             run the cases (the default)\n"
     "  perf             time the CUDA kernels; --filter chooses among backends\n"
+    "  plant TOOL       make the error that memcheck, racecheck or initcheck must report\n"
     "  --filter TEXT    only cases whose name contains TEXT      --exclude TEXT  not these\n"
     "  --seed N         of the random problems, default 1         --list          print the names\n"
     "  --shard I/N      every N-th case, from the I-th            --sanitize      small GPU cases "
@@ -104,6 +105,8 @@ int main(int argc, char** argv) {
       perf = false;
     } else if (argument == "perf") {
       perf = true;
+    } else if (argument == "plant" && has_value) {
+      return plant_fault(argv[++i]);
     } else if (argument == "--sanitize") {
       settings().sanitize = true;
     } else if (argument == "--list") {

@@ -12,5 +12,7 @@ bool device_is_lost();    // after an illegal access every later result is worth
 void release_device();    // ends the CUDA context, so that memcheck reports what was not freed
 void add_kernel_cases();  // one case per kernel instance that libcuattn lists
 int run_perf(const std::string& filter);
+// Does what `tool` (memcheck, racecheck, initcheck) must report, to show that it watches.
+int plant_fault(const std::string& tool);
 
 }  // namespace cuattn::test

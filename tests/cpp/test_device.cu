@@ -11,6 +11,7 @@
 #include "cuattn/device/mask.cuh"
 #include "cuattn/device/mma_sm80.cuh"
 #include "gpu.h"
+#include "suite.h"
 #include "test.h"
 
 namespace cuattn::test {
@@ -443,5 +444,32 @@ TEST(tile_ranges_cover_what_is_visible_and_unmask_only_full_tiles) {
   }
 }
 
+__global__ void write_past_the_end(int* out, int count) { out[count + threadIdx.x] = 1; }
+
+__global__ void read_unset(const int* in, int* out) { out[threadIdx.x] = in[threadIdx.x] + 1; }
+
+__global__ void race(int* out) {
+  __shared__ int shared[64];
+  shared[threadIdx.x] = threadIdx.x;
+  out[threadIdx.x] = shared[63 - threadIdx.x];  // written by the other warp, without a barrier
+}
+
 }  // namespace
+
+int plant_fault(const std::string& tool) {
+  OnGpu<int> in(size_t{64}), out(size_t{64});
+  if (tool == "memcheck") {
+    write_past_the_end<<<1, 1>>>(out.data(), 64);
+  } else if (tool == "racecheck") {
+    race<<<1, 64>>>(out.data());
+  } else if (tool == "initcheck") {
+    read_unset<<<1, 64>>>(in.data(), out.data());
+  } else {
+    return 2;
+  }
+  CUDA_OK(cudaGetLastError());
+  cudaDeviceSynchronize();  // its error, if any, is the fault
+  return 0;
+}
+
 }  // namespace cuattn::test

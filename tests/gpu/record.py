@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree
@@ -22,7 +23,7 @@ RECORD = Path(__file__).resolve().parent / "record.json"
 SOURCES = ("include", "cuda", "src", "bindings", "cpu", "cmake", "CMakeLists.txt", "pyproject.toml")
 STAGES = ("build", "pytest", "cpp", "memcheck", "racecheck", "initcheck")
 SANITIZERS = ("memcheck", "racecheck", "initcheck")
-LOG_TAIL = 200  # lines kept of a stage's output
+LOG_TAIL = 5000  # lines kept of a stage's output
 
 
 class SourcesChanged(RuntimeError):
@@ -170,6 +171,8 @@ def stage(name: str, status: int, seconds: int, logs: Path, out: Path) -> bool:
         (folder / "record.json").write_text(json.dumps(record, indent=2) + "\n")
     if out.resolve() != RECORD.parent:
         (out / f"{name}.log").write_text("\n".join(text.splitlines()[-LOG_TAIL:]) + "\n")
+        if name == "pytest" and (logs / "pytest.xml").exists():
+            shutil.copy(logs / "pytest.xml", out)
     print(f"{name}: {'ok' if good else 'FAILED'} {json.dumps(entry)}")
     return good
 

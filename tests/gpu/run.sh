@@ -56,10 +56,17 @@ cpp() {
   return $status
 }
 
-# One tool over every kernel instance, spread over processes: the tools are bound by the host.
+# One tool over every kernel instance, spread over processes: the tools are bound by the host. Before that the tool must
+# report an error made on purpose; otherwise its silence means nothing.
 sanitize() {
   local tool=$1 shards=8 status=0 pids=()
   shift
+  rm -f "$work/logs/$tool."[0-9]*
+  compute-sanitizer --tool "$tool" --error-exitcode 1 "$@" "$tests" plant "$tool" >"$work/logs/$tool.planted" 2>&1
+  if ! grep -Eq 'SUMMARY: [1-9][0-9]* (error|hazard)' "$work/logs/$tool.planted"; then
+    echo "$tool did not report the planted error"
+    return 1
+  fi
   for ((i = 0; i < shards; ++i)); do
     compute-sanitizer --tool "$tool" --error-exitcode 1 "$@" \
       "$tests" --sanitize --exclude /cublas/ --shard "$i/$shards" >"$work/logs/$tool.$i" 2>&1 &
