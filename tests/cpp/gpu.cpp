@@ -28,10 +28,10 @@ void* OnDevice::address(Array& array) {
   return copy->data() + array.guard_bytes();
 }
 
-OnDevice::OnDevice(Problem& problem, const char* backend, cudaStream_t stream)
+OnDevice::OnDevice(Problem& problem, const char* backend, cudaStream_t stream, int device)
     : problem_(problem), stream_(stream) {
   bound_ = std::make_unique<Bound>(
-      problem, DLDevice{kDLCUDA, 0}, [this](Array& a) { return address(a); }, backend);
+      problem, DLDevice{kDLCUDA, device}, [this](Array& a) { return address(a); }, backend);
   for (Array* input : problem.inputs()) {
     CUDA_OK(cudaMemcpyAsync(copies_[input]->data(), input->bytes().data(), input->bytes().size(),
                             cudaMemcpyHostToDevice, stream_));

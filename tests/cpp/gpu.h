@@ -40,8 +40,9 @@ class DeviceMemory {
 
 class OnDevice {
  public:
-  // Uploads the inputs and prepares the call on device 0; throws as prepare does.
-  OnDevice(Problem& problem, const char* backend, cudaStream_t stream = nullptr);
+  // Uploads the inputs and prepares the call on `device`, which must be current; throws as prepare
+  // does.
+  OnDevice(Problem& problem, const char* backend, cudaStream_t stream = nullptr, int device = 0);
 
   void
   poison();  // the outputs and the workspace; not under --sanitize, so that initcheck sees gaps

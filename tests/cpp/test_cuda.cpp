@@ -192,6 +192,27 @@ CUDA_TEST(cuda_calls_from_threads_on_own_streams_do_not_disturb_each_other) {
   CHECK(wrong == 0, wrong.load(), " results differ");
 }
 
+CUDA_TEST(cuda_calls_run_where_the_arrays_are_and_leave_the_current_device) {
+  if (settings().gpus < 2) skip("needs two GPUs");
+  for (const Rung& rung : rungs()) {
+    Problem p = small_problem(rung.dtype, case_seed("second"));
+    Reference expected = reference(p);
+    CUDA_OK(cudaSetDevice(1));
+    OnDevice device(p, rung.backend, nullptr, 1);
+    device.poison();
+    CUDA_OK(cudaSetDevice(0));
+    device.launch();
+    int current = -1;
+    CUDA_OK(cudaGetDevice(&current));
+    CHECK(current == 0, "the current device became ", current);
+    CUDA_OK(cudaSetDevice(1));
+    device.download();
+    std::string verdict = judge(p, expected);
+    CHECK(verdict.empty(), rung.backend, ": ", verdict);
+    CUDA_OK(cudaSetDevice(0));
+  }
+}
+
 CUDA_TEST(cuda_results_repeat_bitwise_under_load) {
   if (settings().sanitize) skip("repeats of what one call shows");
   for (const Rung& rung : rungs()) {
