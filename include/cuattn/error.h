@@ -4,9 +4,10 @@
 // the way out.
 #pragma once
 
-#include <sstream>
+#include <cstdio>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
 namespace cuattn {
 
@@ -36,11 +37,28 @@ struct OutOfMemory : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+inline void append_text(std::string& text, const std::string& part) { text += part; }
+inline void append_text(std::string& text, const char* part) { text += part; }
+inline void append_text(std::string& text, char part) { text += part; }
+
+template <class Number, std::enable_if_t<std::is_arithmetic_v<Number>, int> = 0>
+void append_text(std::string& text, Number part) {
+  if constexpr (std::is_floating_point_v<Number>) {
+    char digits[32];
+    std::snprintf(digits, sizeof(digits), "%g", static_cast<double>(part));
+    text += digits;
+  } else {
+    text += std::to_string(part);
+  }
+}
+
+// Note: no iostream. Where a toolchain links libstdc++ statically, each shared object has locales
+// of its own, and a stream of one may read the facets of another.
 template <class... Parts>
 std::string concat(const Parts&... parts) {
-  std::ostringstream text;
-  (text << ... << parts);
-  return text.str();
+  std::string text;
+  (append_text(text, parts), ...);
+  return text;
 }
 
 template <class Error, class... Parts>
