@@ -52,8 +52,10 @@ def _command(item):
 
 @pytest.fixture
 def rng(request):
-    """Random numbers that depend on the run's seed and the test's name, not on other tests."""
-    name = f"{request.node.path.name}::{request.node.name}"
+    """Random numbers from the run's seed and the test's name; the same for every backend."""
+    params = request.node.callspec.params if hasattr(request.node, "callspec") else {}
+    case = [f"{k}={v}" for k, v in sorted(params.items()) if k not in ("device", "backend")]
+    name = f"{request.node.path.name}::{request.node.originalname}{case}"
     return np.random.default_rng([int(os.environ["CUATTN_TEST_SEED"]), zlib.crc32(name.encode())])
 
 

@@ -198,8 +198,9 @@ def _product(a, b, rounded_to):
     if rounded_to != np.float32:
         return a @ b
     total = np.zeros((*a.shape[:-1], b.shape[-1]), a.dtype)
+    term = np.empty_like(total)
     for i in range(a.shape[-1]):
-        total += a[..., i, None] * b[..., i, None, :]
+        total += np.multiply(a[..., i, None], b[..., i, None, :], out=term)
     return total
 
 
