@@ -236,10 +236,11 @@ void read_scores(AttentionCall& call, const cuattn_attention_options& o, bool ch
   CUATTN_REQUIRE(std::isfinite(scale) && std::isfinite(static_cast<float>(scale)), fn,
                  ": scale must be a finite number, got ", o.scale,
                  "; pass None for 1 / sqrt(head_dim)");
-  CUATTN_REQUIRE(std::isfinite(o.softcap) && o.softcap >= 0.0, fn,
-                 ": softcap must be >= 0 and finite, got ", o.softcap, "; pass 0 to switch it off");
   p.scale = static_cast<float>(scale);
   p.softcap = static_cast<float>(o.softcap);
+  bool softcap_in_range = std::isfinite(p.softcap) && (p.softcap > 0.0f || o.softcap == 0.0);
+  CUATTN_REQUIRE(softcap_in_range, fn, ": softcap must be >= 0 and finite in float32, got ",
+                 o.softcap, "; pass 0 to switch it off");
   read_alibi(call, o.alibi_slopes, check_data);
   read_bias(call, o.bias, check_data);
   read_sinks(call, o.sinks, check_data);
@@ -288,7 +289,8 @@ AttentionCall validate_attention(const TensorView& q, const TensorView& k, const
   const char* fn = call.function();
   require_known_device(fn, "q", call.device);
   CUATTN_REQUIRE(o.layout == CUATTN_LAYOUT_BSHD || o.layout == CUATTN_LAYOUT_BHSD, fn,
-                 ": layout must be 'bshd' or 'bhsd', got code ", o.layout, "; choose one of these");
+                 ": layout must be 'bshd' or 'bhsd', got ", layout_text(o.layout),
+                 "; choose one of these");
   read_arrays(call, q, k, v, check_data);
   if (call.ragged) read_ragged(call, o, check_data);
   PrefillParams& p = call.params;

@@ -45,8 +45,8 @@ Axes axes_of(int32_t layout) {
     case CUATTN_LAYOUT_THD:
       return {3, -1, 0, 1, -1, 1, 0, "[total, num_heads, head_dim]", "[num_heads, total]"};
     default:
-      fail<InvalidArgument>(kFunction, ": layout must be 'bshd', 'bhsd', 'nhd' or 'thd', got code ",
-                            layout, "; choose one of these");
+      fail<InvalidArgument>(kFunction, ": layout must be 'bshd', 'bhsd', 'nhd' or 'thd', got ",
+                            layout_text(layout), "; choose one of these");
   }
 }
 

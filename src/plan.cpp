@@ -160,10 +160,11 @@ const Rung* first_automatic(const PrefillRequest& r, const DeviceInfo& device) {
 Plan select_prefill(const PrefillRequest& request, const DeviceInfo& device, const char* backend) {
   constexpr int32_t kOldest = 8;  // major compute capability that the kernels are written for
   if (device.is_cuda && (device.native < 0 || device.major < kOldest)) {
-    fail<UnsupportedDevice>(
-        "attention: device cuda:", device.id, " (", device.name, ", compute capability ",
-        device.major, ".", device.minor, ") is not supported by this build, which has code for ",
-        compiled_archs(), "; rebuild with CUATTN_CUDA_ARCHS, or move the arrays to the CPU");
+    fail<UnsupportedDevice>("attention: device cuda:", device.id, " (", device.name,
+                            ", compute capability ", device.major, ".", device.minor,
+                            ") is not supported by this build, which has code for ",
+                            compiled_archs()[0] != '\0' ? compiled_archs() : "the CPU only",
+                            "; rebuild with CUATTN_CUDA_ARCHS, or move the arrays to the CPU");
   }
   const Rung* automatic = first_automatic(request, device);
   if (is_auto(backend)) {

@@ -2,6 +2,8 @@
 // The wording of refusals, one function per rule.
 #include "validate.h"
 
+#include "cuattn/c_api.h"
+
 namespace cuattn {
 namespace {
 
@@ -45,6 +47,16 @@ std::string shape_text(const TensorView& view) {
 
 std::string strides_text(const TensorView& view) {
   return list_text(view.strides.data(), view.ndim);
+}
+
+std::string layout_text(int32_t layout) {
+  switch (layout) {
+    case CUATTN_LAYOUT_BSHD: return "'bshd'";
+    case CUATTN_LAYOUT_BHSD: return "'bhsd'";
+    case CUATTN_LAYOUT_NHD: return "'nhd'";
+    case CUATTN_LAYOUT_THD: return "'thd'";
+    default: return concat("code ", layout);
+  }
 }
 
 void require_known_device(const char* function, const char* argument, DLDevice device) {

@@ -15,6 +15,7 @@ std::string text(DLDevice device);          // "cpu", "cuda:0"
 std::string text(DLDataType dtype);         // "float32", "int64"
 std::string shape_text(const TensorView&);  // "(2, 3, 4, 8)"
 std::string strides_text(const TensorView&);
+std::string layout_text(int32_t layout);  // "'nhd'"
 
 inline bool is_cuda(DLDevice device) {
   return device.device_type == kDLCUDA || device.device_type == kDLCUDAManaged;

@@ -105,9 +105,9 @@ REFUSALS = {
         "scale must be a finite number, got 1e+300; pass None for 1 / sqrt(head_dim)"),
     "scale_text": ("attention", {"scale": "x"}, TypeError, "scale must be a number, got 'x'"),
     "softcap_negative": ("attention", {"softcap": -1.0}, ValueError,
-        "softcap must be >= 0 and finite, got -1; pass 0 to switch it off"),
+        "softcap must be >= 0 and finite in float32, got -1; pass 0 to switch it off"),
     "softcap_nan": ("attention", {"softcap": float("nan")}, ValueError,
-        "softcap must be >= 0 and finite, got nan; pass 0 to switch it off"),
+        "softcap must be >= 0 and finite in float32, got nan; pass 0 to switch it off"),
     "softcap_none": (
         "attention", {"softcap": None}, TypeError, "softcap must be a number, got None"),
     "alibi_of_3": ("attention", {"alibi_slopes": ones(3)}, ValueError,
