@@ -140,6 +140,7 @@ class Cuda(Cpu):
             np.dtype(ml_dtypes.bfloat16): torch.bfloat16,
             np.dtype(np.bool_): torch.bool,
             np.dtype(np.uint8): torch.uint8,
+            np.dtype(np.uint8): torch.uint8,
             np.dtype(np.int64): torch.int64,
             np.dtype(np.float64): torch.float64,
         }

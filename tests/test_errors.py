@@ -263,7 +263,7 @@ def lengths(*values): return torch.tensor(values, dtype=torch.int32, device="cud
 q = torch.ones(5, 2, 16, device="cuda", dtype=torch.float16)
 for cu_seqlens in ((0, 3, 2), (1, 2, 5), (0, 2, 9)):
     try:
-        cuattn.attention_varlen(q, q, q, lengths(*cu_seqlens), lengths(0, 2, 5), 5, 5)
+        cuattn.attention_varlen(q, q, q, lengths(*cu_seqlens), lengths(0, 2, 5), 9, 9)
     except ValueError as error:
         print(error)
 out = cuattn.attention_varlen(q, q, q, lengths(0, 2, 5), lengths(0, 2, 5), 3, 3)
