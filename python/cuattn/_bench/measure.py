@@ -20,7 +20,7 @@ from .peers import Contestant, Prepared, Unsupported
 from .reference import Sample
 from .workloads import Workload
 
-PEER_SLACK = 4  # the check of a peer only asks whether it computes the same function
+PEER_SLACK = 4  # the check of another's sums only asks whether it computes the same function
 SLOW_CALL_S = 1.0  # a call longer than this is timed once, by its check
 LARGE_BYTES = 4 << 30  # the allocator may have to make room for so much, which is not to be timed
 MIN_SHARE_S = 0.2  # what a contestant gets on a row even when the budget is spent
@@ -86,7 +86,7 @@ def admit(entry: Entry, w: Workload, x: Inputs, sample: Sample, device) -> None:
             first_s = device.time(lambda: out.append(prepared.call()), 1)
         error = sample.error(prepared.canonical(out.pop()))
         entry.max_error = error.max_error
-        entry.allowed_error = error.allowed * (1 if entry.contestant.is_ours else PEER_SLACK)
+        entry.allowed_error = error.allowed * (1 if entry.contestant.has_our_sums else PEER_SLACK)
         if not error.max_error <= entry.allowed_error:  # NaN is wrong too
             allowed = f"allowed {entry.allowed_error:.3g}"
             entry.status = f"failed: wrong result, max error {error.max_error:.3g}, {allowed}"

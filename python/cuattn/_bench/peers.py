@@ -346,6 +346,7 @@ class Contestant:
     name: str
     prepare: Callable[[Workload, Inputs], Prepared]
     is_ours: bool = False
+    has_our_sums: bool = False  # the cublas rung adds up as cuBLAS does
     is_jit: bool = False
     packages: tuple[str, ...] = ()
 
@@ -374,7 +375,9 @@ PEERS: dict[str, Contestant] = {
 
 
 def our_contestant(backend: str) -> Contestant:
-    return Contestant(f"cuattn:{backend}", ours(backend), is_ours=True)
+    return Contestant(
+        f"cuattn:{backend}", ours(backend), is_ours=True, has_our_sums=backend != "cublas"
+    )
 
 
 def versions(contestants) -> dict[str, str]:
