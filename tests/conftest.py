@@ -13,6 +13,10 @@ import sys
 import zlib
 from pathlib import Path
 
+# Before numpy is loaded: the matrices of the reference are small, and BLAS threads that wait for
+# each other on a busy machine make it ten times slower.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 import hypothesis
 import numpy as np
 import pytest

@@ -121,7 +121,7 @@ def _attend(
     compute = np.float64 if rounded_to is None else np.float32
     batch, heads, seqlen_q, head_dim = q.shape
     kv_heads, seqlen_k = k.shape[1:3]
-    q, k, v = (x.astype(compute) for x in (q, k, v))
+    q, k, v = (np.ascontiguousarray(x, compute) for x in (q, k, v))
     scale = compute(1 / np.sqrt(head_dim) if scale is None else scale)
     row, key = np.arange(seqlen_q)[:, None], np.arange(seqlen_k)
     diagonal = (
@@ -172,11 +172,10 @@ def _attend(
 
 
 def _weighted_sum(weights, v, visible, rounded_to):
-    """weights @ v per query head, where a NaN or infinity in v reaches only the rows that see its
-    key.
-    """
+    """weights @ v per query head; a NaN or infinity in v reaches only the rows that see its key."""
     batch, heads, seqlen_q, seqlen_k = weights.shape
     shape = (batch, v.shape[1], heads // max(v.shape[1], 1) * seqlen_q, seqlen_k)
+    v = np.where(visible.any(axis=(1, 2))[:, None, :, None], v, v.dtype.type(0))  # never seen
     finite = np.isfinite(v)
     out = _product(weights.reshape(shape), np.where(finite, v, v.dtype.type(0)), rounded_to)
     if not finite.all():
