@@ -11,10 +11,22 @@
 
 namespace cuattn::bindings {
 
-// A function of cuattn._arrays, looked up once.
-inline nb::object arrays_function(const char* name) {
-  return nb::module_::import_("cuattn._arrays").attr(name);
-}
+// The functions of cuattn._arrays, looked up once.
+struct ArraysModule {
+  nb::object current_stream, empty;
+
+  static ArraysModule& get() {
+    static ArraysModule* instance = new ArraysModule();  // never destroyed, like Python
+    return *instance;
+  }
+
+ private:
+  ArraysModule() {
+    nb::module_ module = nb::module_::import_("cuattn._arrays");
+    current_stream = module.attr("current_stream");
+    empty = module.attr("empty");
+  }
+};
 
 inline const char* library_name(const Array& array) {
   switch (array.type.library) {
@@ -70,7 +82,7 @@ inline void complete_stream(const char* op, const Array& first, CallStream& stre
     return;
   }
   nb::object handle =
-      arrays_function("current_stream")(library_name(first), first.view.device.device_id);
+      ArraysModule::get().current_stream(library_name(first), first.view.device.device_id);
   stream.handle = reinterpret_cast<void*>(nb::cast<uintptr_t>(handle));
 }
 
@@ -114,6 +126,71 @@ inline nb::handle numpy_dtype(DLDataType dtype) {
   return py.bfloat16;
 }
 
+// torch's own factories, looked up once.
+struct TorchModule {
+  nb::object tensor_type, empty, empty_like, float32, float16, bfloat16, uint8;
+  PyObject* device = PyUnicode_InternFromString("device");
+
+  static TorchModule& get() {
+    static TorchModule* instance = new TorchModule();  // never destroyed, like Python
+    return *instance;
+  }
+
+  nb::handle dtype(DLDataType wanted) const {
+    if (wanted.code == kDLBfloat) return bfloat16;
+    if (wanted.code == kDLUInt) return uint8;
+    return wanted.bits == 16 ? float16 : float32;
+  }
+
+ private:
+  TorchModule() {
+    nb::object torch = loaded_module("torch");
+    tensor_type = torch.attr("Tensor");
+    empty = torch.attr("empty");
+    empty_like = torch.attr("empty_like");
+    float32 = torch.attr("float32");
+    float16 = torch.attr("float16");
+    bfloat16 = torch.attr("bfloat16");
+    uint8 = torch.attr("uint8");
+  }
+};
+
+// Whether empty_like of `like` is a plain dense tensor of `wanted`'s shape and dtype.
+inline bool is_like(const Array& like, const TensorView& wanted) {
+  const TensorView& have = like.view;
+  if (have.dtype.code != wanted.dtype.code || have.dtype.bits != wanted.dtype.bits ||
+      have.ndim != wanted.ndim) {
+    return false;
+  }
+  int64_t stride = 1;
+  for (int i = wanted.ndim - 1; i >= 0; --i) {
+    if (have.shape[i] != wanted.shape[i] || have.strides[i] != stride) return false;
+    stride *= wanted.shape[i];
+  }
+  return true;
+}
+
+// Note: the allocator of torch's exchange table asks the driver whose memory it has just handed
+// out, which on CUDA takes longer than everything else in a call; torch.empty does not.
+inline Allocation allocate_torch(const Array& like, const TensorView& wanted) {
+  const TorchModule& torch = TorchModule::get();
+  Allocation result;
+  if (reinterpret_cast<PyObject*>(Py_TYPE(like.object.ptr())) == torch.tensor_type.ptr() &&
+      is_like(like, wanted)) {
+    result.object = torch.empty_like(like.object);
+  } else {
+    nb::object device = nb::steal(PyObject_GetAttr(like.object.ptr(), torch.device));
+    if (!device.is_valid()) throw nb::python_error();
+    result.object = torch.empty(shape_tuple(wanted), nb::arg("dtype") = torch.dtype(wanted.dtype),
+                                nb::arg("device") = device);
+  }
+  DLTensor made;
+  if (like.type.api->dltensor_from_py_object_no_sync(result.object.ptr(), &made) != 0)
+    throw nb::python_error();
+  result.view = TensorView(made);
+  return result;
+}
+
 inline Allocation allocate_exchange(const DLPackExchangeAPI* api, TensorView& wanted) {
   DLTensor prototype = wanted.dl();
   prototype.strides = nullptr;
@@ -143,14 +220,15 @@ inline Allocation allocate(const char* op, const char* name, const Array& like, 
     result.object =
         Python::get().numpy_empty(detail::shape_tuple(wanted), detail::numpy_dtype(wanted.dtype));
   } else if (like.type.api != nullptr && !stream.is_explicit) {
-    return detail::allocate_exchange(like.type.api, wanted);
+    return like.type.is_torch ? detail::allocate_torch(like, wanted)
+                              : detail::allocate_exchange(like.type.api, wanted);
   } else {
     // Note: on a stream that is not the library's current one the memory must come from that
     // stream's pool: the current stream may still be working on whatever its own pool hands out.
     nb::object handle = stream.is_explicit
                             ? nb::object(nb::int_(reinterpret_cast<uintptr_t>(stream.handle)))
                             : nb::object(nb::none());
-    result.object = arrays_function("empty")(
+    result.object = ArraysModule::get().empty(
         op, name, like.object, library_name(like), detail::shape_tuple(wanted),
         detail::dtype_word(wanted.dtype), wanted.device.device_id, handle);
   }

@@ -56,12 +56,57 @@ struct ArrayType {
   bool is_torch = false;
 };
 
+namespace detail {
+
+// What numpy's `__array_struct__` capsule points to (numpy's "array interface", version 3).
+struct NumpyArrayStruct {
+  int two;  // always 2
+  int ndim;
+  char kind;
+  int itemsize;
+  int flags;
+  Py_intptr_t* shape;
+  Py_intptr_t* strides;  // in bytes
+  void* data;
+  PyObject* description;
+};
+constexpr int kNumpyNativeOrder = 0x200, kNumpyWritable = 0x400;
+
+// The head of a numpy array object as numpy's C ABI fixes it, which every extension module built
+// against numpy has compiled in. Read in place of the capsule, which numpy allocates for each call.
+struct NumpyArrayObject {
+  PyObject object;
+  void* data;
+  int ndim;
+  Py_intptr_t* shape;
+  Py_intptr_t* strides;  // in bytes
+  PyObject* base;
+  PyObject* dtype;
+  int flags;
+
+  // Whether the numpy at hand lays its arrays out so, tried on `array`, which is not contiguous.
+  static bool is_layout_of(nb::handle array) {
+    nb::object capsule(array.attr("__array_struct__"));
+    auto* want = static_cast<NumpyArrayStruct*>(PyCapsule_GetPointer(capsule.ptr(), nullptr));
+    auto* have = reinterpret_cast<NumpyArrayObject*>(array.ptr());
+    if (want == nullptr) throw nb::python_error();
+    return have->data == want->data && have->ndim == want->ndim &&
+           std::equal(want->shape, want->shape + want->ndim, have->shape) &&
+           std::equal(want->strides, want->strides + want->ndim, have->strides) &&
+           have->dtype == nb::object(array.attr("dtype")).ptr() &&
+           (have->flags & kNumpyWritable) == (want->flags & kNumpyWritable);
+  }
+};
+
+}  // namespace detail
+
 // Interned names, numpy functions and dtypes: fetched once and kept for the life of the process.
 struct Python {
   nb::object numpy_empty, numpy_ndarray, numpy_masked;
   nb::object float32, float16, uint8;
   nb::object bfloat16;      // ml_dtypes' dtype object, known after the first array of that type
   nb::object grad_enabled;  // torch.is_grad_enabled, known after the first tensor
+  bool reads_numpy_object;  // numpy's arrays are NumpyArrayObjects
   PyObject *array_struct, *dtype, *requires_grad, *dlpack, *dlpack_device;
 
   static Python& get() {
@@ -78,6 +123,8 @@ struct Python {
     float32 = numpy.attr("dtype")("float32");
     float16 = numpy.attr("dtype")("float16");
     uint8 = numpy.attr("dtype")("uint8");
+    nb::object sample = numpy.attr("zeros")(nb::make_tuple(2, 3), float16).attr("T");
+    reads_numpy_object = detail::NumpyArrayObject::is_layout_of(sample);
     array_struct = PyUnicode_InternFromString("__array_struct__");
     dtype = PyUnicode_InternFromString("dtype");
     requires_grad = PyUnicode_InternFromString("requires_grad");
@@ -140,20 +187,6 @@ inline ArrayType classify(const char* op, const char* name, nb::handle object) {
         " must be an array (numpy, torch, CuPy, JAX or any object with __dlpack__), got ",
         class_name(object));
 }
-
-// What numpy's `__array_struct__` capsule points to (numpy's "array interface", version 3).
-struct NumpyArrayStruct {
-  int two;  // always 2
-  int ndim;
-  char kind;
-  int itemsize;
-  int flags;
-  Py_intptr_t* shape;
-  Py_intptr_t* strides;  // in bytes
-  void* data;
-  PyObject* description;
-};
-constexpr int kNumpyNativeOrder = 0x200, kNumpyWritable = 0x400;
 
 }  // namespace detail
 
@@ -271,6 +304,7 @@ class Array {
 
   void import_numpy(const char* op, const char* name, bool output) {
     Python& py = Python::get();
+    if (py.reads_numpy_object && import_numpy_object(output)) return;
     nb::object capsule = nb::steal(PyObject_GetAttr(object.ptr(), py.array_struct));
     if (!capsule.is_valid()) throw nb::python_error();
     auto* a = static_cast<detail::NumpyArrayStruct*>(PyCapsule_GetPointer(capsule.ptr(), nullptr));
@@ -295,6 +329,32 @@ class Array {
               a->strides[i], " bytes on axis ", i, "; pass numpy.ascontiguousarray(", name, ")");
       }
     }
+  }
+
+  // The usual array, read where it lies; false for one that needs a closer look (or a refusal).
+  bool import_numpy_object(bool output) {
+    Python& py = Python::get();
+    auto* a = reinterpret_cast<const detail::NumpyArrayObject*>(object.ptr());
+    if (a->dtype == py.float32.ptr()) {
+      view.dtype = {kDLFloat, 32, 1};
+    } else if (a->dtype == py.float16.ptr()) {
+      view.dtype = {kDLFloat, 16, 1};
+    } else if (a->dtype == py.bfloat16.ptr()) {
+      view.dtype = {kDLBfloat, 16, 1};
+    } else {
+      return false;
+    }
+    if (a->ndim > kMaxDims || (output && !(a->flags & detail::kNumpyWritable))) return false;
+    int shift = view.dtype.bits == 32 ? 2 : 1;  // log2 of the item size: a division takes longer
+    view.data = a->data;
+    view.ndim = a->ndim;
+    for (int i = 0; i < a->ndim; ++i) {
+      Py_intptr_t elements = a->strides[i] >> shift;
+      if (elements << shift != a->strides[i]) return false;
+      view.shape[i] = a->shape[i];
+      view.strides[i] = elements;
+    }
+    return true;
   }
 
   DLDataType numpy_dtype(const char* op, const char* name, char kind, int itemsize) {
@@ -357,12 +417,8 @@ class Array {
     nb::object source = type.is_torch ? nb::object(object.attr("detach")()) : nb::borrow(object);
     nb::object method = nb::steal(PyObject_GetAttr(source.ptr(), py.dlpack));
     if (!method.is_valid()) export_failed(op, name);
-    nb::object device =
-        nb::steal(PyObject_CallMethodObjArgs(object.ptr(), py.dlpack_device, nullptr));
-    if (!device.is_valid()) export_failed(op, name);
     nb::dict options;
-    int device_type = nb::cast<int>(nb::object(device[0]));
-    if (device_type == kDLCUDA || device_type == kDLCUDAManaged) {
+    if (type.library == Library::cupy || exports_cuda(op, name)) {
       options["stream"] = export_stream(op, name, stream, home);
     }
     options["max_version"] = nb::make_tuple(DLPACK_MAJOR_VERSION, 1);
@@ -375,6 +431,14 @@ class Array {
     }
     if (!capsule.is_valid()) export_failed(op, name);
     take(op, name, capsule, output);
+  }
+
+  bool exports_cuda(const char* op, const char* name) const {
+    nb::object device =
+        nb::steal(PyObject_CallMethodObjArgs(object.ptr(), Python::get().dlpack_device, nullptr));
+    if (!device.is_valid()) export_failed(op, name);
+    int device_type = nb::cast<int>(nb::object(device[0]));
+    return device_type == kDLCUDA || device_type == kDLCUDAManaged;
   }
 
   // What to tell the producer: -1 (no synchronisation) within one library, else the stream of the

@@ -6,11 +6,13 @@
 #include <nanobind/stl/string.h>
 
 #include <cstring>
+#include <optional>
 #include <string>
 
 #include "allocate.h"
 #include "convert.h"
 #include "cuattn/c_api.h"
+#include "fastcall.h"
 #include "options.h"
 #include "xla_ffi.h"
 
@@ -34,9 +36,10 @@ void check(cuattn_status status) {
   throw nb::python_error();
 }
 
-// The arrays of one attention call; absent ones stay empty.
+// The arrays of one attention call.
 struct AttentionArrays {
-  Array q, k, v, alibi_slopes, sinks, bias, seqused_q, seqused_k, cu_seqlens_q, cu_seqlens_k;
+  Array q, k, v;
+  std::optional<Array> alibi_slopes, sinks, bias, seqused_q, seqused_k, cu_seqlens_q, cu_seqlens_k;
 
   void import(const char* op, const AttentionArgs& args, CallStream& stream,
               cuattn_attention_options& options) {
@@ -55,25 +58,25 @@ struct AttentionArrays {
 
  private:
   void optional(const char* op, const char* name, nb::handle source, const CallStream& stream,
-                Array& array, const DLTensor*& option) {
-    if (source.is_none()) return;
-    array.import(op, name, source, stream, &q);
-    option = &array.tensor;
+                std::optional<Array>& array, const DLTensor*& option) {
+    if (!is_given(source)) return;
+    array.emplace().import(op, name, source, stream, &q);
+    option = &array->tensor;
   }
 };
 
 // The result of one call: `out=` as the caller gave it, or a new array of q's library.
 struct Result {
-  Array given;
+  std::optional<Array> given;
   Allocation made;
   DLTensor tensor;
   nb::object object;
 
   void provide(const char* op, const char* name, nb::handle source, const Array& like,
                const CallStream& stream, const TensorView& wanted) {
-    if (!source.is_none()) {
-      given.import(op, name, source, stream, &like, true);
-      tensor = given.tensor;
+    if (is_given(source)) {
+      given.emplace().import(op, name, source, stream, &like, true);
+      tensor = given->tensor;
       object = nb::borrow(source);
     } else {
       made = allocate(op, name, like, wanted, stream);
@@ -91,12 +94,12 @@ TensorView view_of(DLDataType dtype, int32_t ndim, const int64_t* shape) {
   return view;
 }
 
-nb::object run_attention(const char* op, AttentionArgs& args, nb::handle out, nb::handle lse_out,
-                         nb::handle workspace, nb::handle stream_arg) {
+nb::object run_attention(const char* op, AttentionArgs& args) {
   if (array_type(op, "q", args.q).library == Library::jax) return nb::borrow(Py_NotImplemented);
-  CallStream stream = parse_stream(op, stream_arg);
+  CallStream stream;
+  if (is_given(args.stream)) stream = parse_stream(op, args.stream);
   cuattn_attention_options options = parse_options(op, args);
-  if (!lse_out.is_none()) options.return_lse = 1;
+  if (is_given(args.lse_out)) options.return_lse = 1;
   AttentionArrays arrays;
   arrays.import(op, args, stream, options);
 
@@ -104,18 +107,19 @@ nb::object run_attention(const char* op, AttentionArgs& args, nb::handle out, nb
   check(cuattn_attention_prepare(&arrays.q.tensor, &arrays.k.tensor, &arrays.v.tensor, &options,
                                  &call));
 
-  Result output, lse;
-  output.provide(op, "out", out, arrays.q, stream,
+  Result output;
+  std::optional<Result> lse;
+  output.provide(op, "out", args.out, arrays.q, stream,
                  view_of(call.out_dtype, call.out_ndim, call.out_shape));
   if (options.return_lse) {
-    lse.provide(op, "lse_out", lse_out, arrays.q, stream,
-                view_of({kDLFloat, 32, 1}, call.lse_ndim, call.lse_shape));
+    lse.emplace().provide(op, "lse_out", args.lse_out, arrays.q, stream,
+                          view_of({kDLFloat, 32, 1}, call.lse_ndim, call.lse_shape));
   }
-  Array lent;
+  std::optional<Array> lent;
   WorkspaceMemory memory;
-  if (!workspace.is_none()) {
-    lent.import(op, "workspace", workspace, stream, &arrays.q, true);
-    memory.lend(op, lent, arrays.q);
+  if (is_given(args.workspace)) {
+    lent.emplace().import(op, "workspace", args.workspace, stream, &arrays.q, true);
+    memory.lend(op, *lent, arrays.q);
   } else {
     memory.provide(op, arrays.q, call.workspace_bytes, stream);
   }
@@ -123,12 +127,13 @@ nb::object run_attention(const char* op, AttentionArgs& args, nb::handle out, nb
   {
     nb::gil_scoped_release
         unlocked;  // the CPU computes here; a CUDA launch may wait for a full queue
-    status = cuattn_attention_run(&call, &output.tensor, options.return_lse ? &lse.tensor : nullptr,
-                                  memory.data, memory.bytes, stream.handle);
+    status =
+        cuattn_attention_run(&call, &output.tensor, options.return_lse ? &lse->tensor : nullptr,
+                             memory.data, memory.bytes, stream.handle);
   }
   check(status);
   if (!options.return_lse) return output.object;
-  return nb::make_tuple(output.object, lse.object);
+  return nb::make_tuple(output.object, lse->object);
 }
 
 nb::object attention(nb::handle q, nb::handle k, nb::handle v, nb::handle layout, nb::handle causal,
@@ -138,29 +143,22 @@ nb::object attention(nb::handle q, nb::handle k, nb::handle v, nb::handle layout
                      nb::handle batch_invariant, nb::handle return_lse, nb::handle out,
                      nb::handle lse_out, nb::handle workspace, nb::handle backend,
                      nb::handle stream) {
-  nb::handle none = Py_None;
-  AttentionArgs args{q,
-                     k,
-                     v,
-                     none,
-                     none,
-                     none,
-                     none,
-                     layout,
-                     causal,
-                     window,
-                     scale,
-                     softcap,
-                     alibi_slopes,
-                     sinks,
-                     bias,
-                     seqused_q,
-                     seqused_k,
-                     num_splits,
-                     batch_invariant,
-                     return_lse,
-                     backend};
-  return run_attention("attention", args, out, lse_out, workspace, stream);
+  nb::handle absent;
+  AttentionArgs args{
+      q,      k,         v,         absent,     absent,          absent,       absent,
+      layout, causal,    window,    scale,      softcap,         alibi_slopes, sinks,
+      bias,   seqused_q, seqused_k, num_splits, batch_invariant, return_lse,   backend,
+      out,    lse_out,   workspace, stream};
+  return run_attention("attention", args);
+}
+
+// The builtin cuattn.attention; a named cuBLAS has to be found first, which is Python's work.
+nb::object attention_given(AttentionArgs& args) {
+  if (args.backend.is_valid() &&
+      std::strcmp(parse_text("attention", "backend", args.backend), "cublas") == 0) {
+    return nb::borrow(Py_NotImplemented);
+  }
+  return run_attention("attention", args);
 }
 
 nb::object attention_varlen(nb::handle q, nb::handle k, nb::handle v, nb::handle cu_seqlens_q,
@@ -171,12 +169,13 @@ nb::object attention_varlen(nb::handle q, nb::handle k, nb::handle v, nb::handle
                             nb::handle seqused_k, nb::handle num_splits, nb::handle batch_invariant,
                             nb::handle return_lse, nb::handle out, nb::handle lse_out,
                             nb::handle workspace, nb::handle backend, nb::handle stream) {
-  nb::str layout("bshd");  // ragged arrays have one layout, which the library does not ask for
+  nb::handle layout;  // ragged arrays have one layout, which the library does not ask for
   AttentionArgs args{
       q,      k,         v,         cu_seqlens_q, cu_seqlens_k,    max_seqlen_q, max_seqlen_k,
       layout, causal,    window,    scale,        softcap,         alibi_slopes, sinks,
-      bias,   seqused_q, seqused_k, num_splits,   batch_invariant, return_lse,   backend};
-  return run_attention("attention_varlen", args, out, lse_out, workspace, stream);
+      bias,   seqused_q, seqused_k, num_splits,   batch_invariant, return_lse,   backend,
+      out,    lse_out,   workspace, stream};
+  return run_attention("attention_varlen", args);
 }
 
 nb::object merge_states(nb::handle out_a, nb::handle lse_a, nb::handle out_b, nb::handle lse_b,
@@ -308,7 +307,11 @@ nb::dict explain(nb::handle q, nb::handle k, nb::handle v, nb::dict options, nb:
                      options["num_splits"],
                      options["batch_invariant"],
                      options["return_lse"],
-                     options["backend"]};
+                     options["backend"],
+                     none,
+                     none,
+                     none,
+                     none};
   cuattn_attention_options c = parse_options(op, args);
   DLDataType scalars = parse_dtype(op, dtype);
   DLDevice place = shapes_on < 0 ? DLDevice{kDLCPU, 0} : DLDevice{kDLCUDA, shapes_on};
@@ -426,6 +429,15 @@ NB_MODULE(_core, m) {
       "cuattn.attention with every argument in its place. Returns out or (out, lse) in q's "
       "library, or NotImplemented\n"
       "for JAX arrays, which go through cuattn.jax.");
+  m.def(
+      "attention_front",
+      [](nb::object python_function, const std::string& doc) {
+        return Front::make(std::move(python_function), attention_given, "attention", doc);
+      },
+      nb::arg("python_function"), nb::arg("doc"),
+      nb::sig("def attention_front(python_function: object, doc: str) -> object"),
+      "The builtin cuattn.attention, which serves what it can and leaves the rest to "
+      "`python_function`.");
   m.def("attention_varlen", &attention_varlen,
         nb::sig(
             "def attention_varlen(q: object, k: object, v: object, cu_seqlens_q: object, "

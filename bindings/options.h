@@ -78,37 +78,50 @@ inline int32_t parse_int32(const char* op, const char* name, nb::handle value) {
   return static_cast<int32_t>(number);
 }
 
-// The arguments that attention, attention_varlen and explain share, as Python hands them over.
+// The arguments that attention, attention_varlen and explain share, as Python hands them over; an
+// invalid handle is an argument that was not given.
 struct AttentionArgs {
   nb::handle q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k;
   nb::handle layout, causal, window, scale, softcap, alibi_slopes, sinks, bias, seqused_q,
       seqused_k;
   nb::handle num_splits, batch_invariant, return_lse, backend;
+  nb::handle out, lse_out, workspace, stream;
 };
 
-inline cuattn_attention_options parse_options(const char* op, const AttentionArgs& args) {
-  cuattn_attention_options options;
-  cuattn_attention_options_init(&options);
-  options.layout = parse_layout(op, args.layout);
-  options.causal = parse_bool(op, "causal", args.causal);
-  nb::object window = PyList_Check(args.window.ptr()) ? nb::steal(PyList_AsTuple(args.window.ptr()))
-                                                      : nb::borrow(args.window);
+// Given, and not None, for the arguments whose default is None.
+inline bool is_given(nb::handle value) { return value.is_valid() && !value.is_none(); }
+
+inline void parse_window(const char* op, nb::handle value, cuattn_attention_options& options) {
+  nb::object window =
+      PyList_Check(value.ptr()) ? nb::steal(PyList_AsTuple(value.ptr())) : nb::borrow(value);
   if (!PyTuple_Check(window.ptr()) || PyTuple_Size(window.ptr()) != 2) {
     raise(PyExc_TypeError, op, ": window must be a pair (left, right), -1 for no limit, got ",
-          text_of(nb::repr(args.window)));
+          text_of(nb::repr(value)));
   }
   options.window_left = parse_int(op, "window", PyTuple_GetItem(window.ptr(), 0));
   options.window_right = parse_int(op, "window", PyTuple_GetItem(window.ptr(), 1));
-  options.has_scale = !args.scale.is_none();
+}
+
+// Options that were not given keep the defaults of the C ABI, which are those of the package.
+inline cuattn_attention_options parse_options(const char* op, const AttentionArgs& args) {
+  cuattn_attention_options options;
+  cuattn_attention_options_init(&options);
+  if (args.layout.is_valid()) options.layout = parse_layout(op, args.layout);
+  if (args.causal.is_valid()) options.causal = parse_bool(op, "causal", args.causal);
+  if (args.window.is_valid()) parse_window(op, args.window, options);
+  options.has_scale = is_given(args.scale);
   if (options.has_scale) options.scale = parse_double(op, "scale", args.scale);
-  options.softcap = parse_double(op, "softcap", args.softcap);
-  options.num_splits = parse_int32(op, "num_splits", args.num_splits);
-  options.batch_invariant = parse_bool(op, "batch_invariant", args.batch_invariant);
-  options.return_lse = parse_bool(op, "return_lse", args.return_lse);
-  options.backend = parse_text(op, "backend", args.backend);
-  if (!args.max_seqlen_q.is_none())
+  if (args.softcap.is_valid()) options.softcap = parse_double(op, "softcap", args.softcap);
+  if (args.num_splits.is_valid())
+    options.num_splits = parse_int32(op, "num_splits", args.num_splits);
+  if (args.batch_invariant.is_valid())
+    options.batch_invariant = parse_bool(op, "batch_invariant", args.batch_invariant);
+  if (args.return_lse.is_valid())
+    options.return_lse = parse_bool(op, "return_lse", args.return_lse);
+  if (args.backend.is_valid()) options.backend = parse_text(op, "backend", args.backend);
+  if (is_given(args.max_seqlen_q))
     options.max_seqlen_q = parse_int(op, "max_seqlen_q", args.max_seqlen_q);
-  if (!args.max_seqlen_k.is_none())
+  if (is_given(args.max_seqlen_k))
     options.max_seqlen_k = parse_int(op, "max_seqlen_k", args.max_seqlen_k);
   return options;
 }

@@ -10,13 +10,18 @@
 namespace cuattn {
 namespace {
 
-DeviceInfo device_info(int32_t device_id, bool) {
+DeviceInfo describe_cpu() {
   DeviceInfo info{};
-  info.is_cuda = false;
-  info.id = device_id;
   info.native = 1;
   std::string name = std::string("CPU (") + cpu::isa_name() + ")";
   name.copy(info.name, sizeof(info.name) - 1);
+  return info;
+}
+
+DeviceInfo device_info(int32_t device_id, bool) {
+  static const DeviceInfo cpu = describe_cpu();
+  DeviceInfo info = cpu;
+  info.id = device_id;
   return info;
 }
 

@@ -7,7 +7,7 @@ the caller's own library and runs; JAX arrays, which only XLA may touch, go thro
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import _core
 from ._arrays import Array, ArrayT, find_cublas
@@ -132,7 +132,7 @@ def attention(
     >>> out.shape, lse.shape
     ((1, 4, 2, 8), (1, 2, 4))
     """
-    if backend == "cublas":
+    if isinstance(backend, str) and backend == "cublas":
         find_cublas()
     if q_scale is not None or k_scale is not None or v_scale is not None:
         refuse_scales("attention")
@@ -183,6 +183,15 @@ def attention(
         workspace=workspace,
         backend=backend,
         stream=stream,
+    )
+
+
+if not TYPE_CHECKING:
+    # A call of the function above would first fill in its 20 defaults and pass them all on; the
+    # builtin of the same signature touches what the caller gave, and calls the function otherwise.
+    _defaults = ", ".join(f"{name}={value!r}" for name, value in attention.__kwdefaults__.items())
+    attention = _core.attention_front(
+        attention, f"attention(q, k, v, *, {_defaults})\n--\n\n{attention.__doc__}"
     )
 
 
@@ -262,7 +271,7 @@ def attention_varlen(
     ----------
     FlashAttention-2, arXiv:2307.08691.
     """
-    if backend == "cublas":
+    if isinstance(backend, str) and backend == "cublas":
         find_cublas()
     if q_scale is not None or k_scale is not None or v_scale is not None:
         refuse_scales("attention_varlen")
