@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cases import DTYPES, EPS, Case, make_problem
+from cases import CUDA_BACKENDS, DTYPES, EPS, Case, make_problem
 from cuattn import merge_states
 from harness import Arena, bits, run, serves, target_params
 
@@ -39,6 +39,11 @@ SCORED = st.fixed_dictionaries(
     }
 )
 on_every_backend = pytest.mark.parametrize(("device", "backend"), target_params())
+# cuBLAS chooses its kernel by the strides, too, so other strides may give other bits.
+on_own_kernels = pytest.mark.parametrize(
+    ("device", "backend"),
+    target_params(cuda=tuple(name for name in CUDA_BACKENDS if name != "cublas")),
+)
 examples = settings(max_examples=EXAMPLES)
 
 
@@ -195,7 +200,7 @@ def test_a_sequence_has_the_same_bits_whoever_shares_its_batch(
     assert np.array_equal(bits(alone_lse), bits(expected_lse))
 
 
-@on_every_backend
+@on_own_kernels
 @examples
 @given(case=CASES, seed=st.integers(0, 2**31))
 def test_layouts_and_packing_agree_bit_for_bit(device, backend, case, seed):
