@@ -191,6 +191,19 @@ inline Allocation allocate_torch(const Array& like, const TensorView& wanted) {
   return result;
 }
 
+// numpy.empty without its reading of arguments.
+inline nb::object numpy_empty(const TensorView& wanted) {
+  using Empty = PyObject* (*)(int, const Py_intptr_t*, PyObject* dtype, int fortran_order);
+  constexpr int kEmpty = 184;  // PyArray_Empty's place in the table, which numpy's ABI fixes
+  auto empty = reinterpret_cast<Empty>(Python::get().numpy_api[kEmpty]);
+  Py_intptr_t shape[kMaxDims];
+  std::copy_n(wanted.shape.begin(), wanted.ndim, shape);
+  nb::object dtype = nb::borrow(numpy_dtype(wanted.dtype));
+  nb::object array = nb::steal(empty(wanted.ndim, shape, dtype.release().ptr(), 0));
+  if (!array.is_valid()) throw nb::python_error();
+  return array;
+}
+
 inline Allocation allocate_exchange(const DLPackExchangeAPI* api, TensorView& wanted) {
   DLTensor prototype = wanted.dl();
   prototype.strides = nullptr;
@@ -217,8 +230,7 @@ inline Allocation allocate(const char* op, const char* name, const Array& like, 
   wanted.device = like.view.device;
   Allocation result;
   if (like.type.library == Library::numpy) {
-    result.object =
-        Python::get().numpy_empty(detail::shape_tuple(wanted), detail::numpy_dtype(wanted.dtype));
+    result.object = detail::numpy_empty(wanted);
   } else if (like.type.api != nullptr && !stream.is_explicit) {
     return like.type.is_torch ? detail::allocate_torch(like, wanted)
                               : detail::allocate_exchange(like.type.api, wanted);

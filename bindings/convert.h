@@ -106,6 +106,7 @@ struct Python {
   nb::object float32, float16, uint8;
   nb::object bfloat16;      // ml_dtypes' dtype object, known after the first array of that type
   nb::object grad_enabled;  // torch.is_grad_enabled, known after the first tensor
+  void* const* numpy_api;   // numpy's table of C functions
   bool reads_numpy_object;  // numpy's arrays are NumpyArrayObjects
   PyObject *array_struct, *dtype, *requires_grad, *dlpack, *dlpack_device;
 
@@ -125,6 +126,11 @@ struct Python {
     uint8 = numpy.attr("dtype")("uint8");
     nb::object sample = numpy.attr("zeros")(nb::make_tuple(2, 3), float16).attr("T");
     reads_numpy_object = detail::NumpyArrayObject::is_layout_of(sample);
+    nb::object core = loaded_module("numpy._core._multiarray_umath");
+    if (core.is_none()) core = loaded_module("numpy.core._multiarray_umath");  // numpy 1
+    nb::object capsule = core.attr("_ARRAY_API");
+    numpy_api = static_cast<void* const*>(PyCapsule_GetPointer(capsule.ptr(), nullptr));
+    if (numpy_api == nullptr) throw nb::python_error();
     array_struct = PyUnicode_InternFromString("__array_struct__");
     dtype = PyUnicode_InternFromString("dtype");
     requires_grad = PyUnicode_InternFromString("requires_grad");
@@ -219,14 +225,14 @@ struct CallStream {
   bool is_explicit = false;
 };
 
-// Refuses what would be lost without a word: a gradient.
+// Refuses what would be lost without a word, in torch's grad mode: a gradient.
 inline void refuse_grad(const char* op, const char* name, nb::handle object) {
   Python& py = Python::get();
   PyObject* flag = PyObject_GetAttr(object.ptr(), py.requires_grad);
   if (flag == nullptr) throw nb::python_error();
   bool wanted = flag == Py_True;
   Py_DECREF(flag);
-  if (!wanted || !nb::cast<bool>(py.grad_enabled())) return;
+  if (!wanted) return;
   raise(
       PyExc_NotImplementedError, op, ": ", name,
       " requires grad, but cuattn has no backward pass yet; call it under torch.no_grad() or pass ",
@@ -257,7 +263,11 @@ class Array {
               const Array* home, bool output = false) {
     object = source;
     type = array_type(op, name, source);
-    if (type.is_torch) refuse_grad(op, name, source);
+    if (type.is_torch) {
+      bool asked = home != nullptr && home->type.is_torch;
+      grad_mode_ = asked ? home->grad_mode_ : Python::get().grad_enabled().ptr() == Py_True;
+      if (grad_mode_) refuse_grad(op, name, source);
+    }
     switch (type.library) {
       case Library::jax:
         raise(PyExc_ValueError, op, ": ", name,
@@ -278,6 +288,7 @@ class Array {
   }
 
  private:
+  bool grad_mode_ = false;  // torch's, asked once per call
   DLManagedTensorVersioned* versioned_ = nullptr;
   DLManagedTensor* legacy_ = nullptr;
 

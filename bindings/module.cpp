@@ -94,6 +94,12 @@ TensorView view_of(DLDataType dtype, int32_t ndim, const int64_t* shape) {
   return view;
 }
 
+// A call on the CPU that is over sooner than another thread could take the interpreter lock.
+bool is_short(const Array& q, const Array& k) {
+  constexpr int64_t kElements = 512;
+  return !q.is_cuda() && q.view.size() <= kElements && k.view.size() <= kElements;
+}
+
 nb::object run_attention(const char* op, AttentionArgs& args) {
   if (array_type(op, "q", args.q).library == Library::jax) return nb::borrow(Py_NotImplemented);
   CallStream stream;
@@ -125,8 +131,9 @@ nb::object run_attention(const char* op, AttentionArgs& args) {
   }
   cuattn_status status;
   {
-    nb::gil_scoped_release
-        unlocked;  // the CPU computes here; a CUDA launch may wait for a full queue
+    // The CPU computes here, and a CUDA launch may wait for a full queue.
+    std::optional<nb::gil_scoped_release> unlocked;
+    if (!is_short(arrays.q, arrays.k)) unlocked.emplace();
     status =
         cuattn_attention_run(&call, &output.tensor, options.return_lse ? &lse->tensor : nullptr,
                              memory.data, memory.bytes, stream.handle);

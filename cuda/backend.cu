@@ -7,6 +7,7 @@
 #include <atomic>
 #include <cstdio>
 #include <cstring>
+#include <iterator>
 #include <mutex>
 
 #include "cuattn/backend.h"
@@ -46,8 +47,24 @@ constexpr Instance kInstances[] = {
 #undef CUATTN_INSTANCE
 };
 
+// Where the rows of a kernel and dtype begin in the list, which groups them so.
+struct FirstRows {
+  static constexpr int kKernels = 8, kDTypes = 8;
+  int row[kKernels][kDTypes] = {};
+
+  constexpr FirstRows() {
+    for (int i = static_cast<int>(std::size(kInstances)) - 1; i >= 0; --i) {
+      const Instance& instance = kInstances[i];
+      row[static_cast<int>(instance.kernel)][static_cast<int>(instance.dtype)] = i;
+    }
+  }
+};
+
 const Instance& find_instance(const PrefillParams& p, const Plan& plan) {
-  for (const Instance& instance : kInstances) {
+  static constexpr FirstRows kFirst;
+  int first = kFirst.row[static_cast<int>(plan.kernel)][static_cast<int>(p.dtype)];
+  for (const Instance* row = kInstances + first; row != std::end(kInstances); ++row) {
+    const Instance& instance = *row;
     if (instance.kernel == plan.kernel && instance.dtype == p.dtype &&
         instance.head_dim == plan.head_dim && instance.head_dim_v == plan.head_dim_v &&
         instance.mask == p.mask && instance.score == p.score) {
