@@ -5,6 +5,7 @@
 #pragma once
 
 #include <algorithm>
+#include <new>
 #include <string>
 
 #include "convert.h"
@@ -187,7 +188,7 @@ inline Allocation allocate_torch(const Array& like, const TensorView& wanted) {
   DLTensor made;
   if (like.type.api->dltensor_from_py_object_no_sync(result.object.ptr(), &made) != 0)
     throw nb::python_error();
-  result.view = TensorView(made);
+  new (&result.view) TensorView(made);
   return result;
 }
 

@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <new>
 #include <string>
 
 #include "cuattn/error.h"
@@ -299,7 +300,7 @@ class Array {
 
   void borrow(const char* op, const char* name, const DLTensor& source) {
     check_rank(op, name, source.ndim);
-    view = TensorView(source);
+    new (&view) TensorView(source);  // in place: a copy would wait for the stores of the original
   }
 
   static void check_flags(const char* op, const char* name, uint64_t flags, bool output) {

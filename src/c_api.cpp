@@ -153,8 +153,9 @@ cuattn_status cuattn_attention_prepare(const DLTensor* q, const DLTensor* k, con
     AttentionCall& state = *new (call->state) AttentionCall(
         validate_attention(view, view_of("attention", "k", k), view_of("attention", "v", v),
                            *options, /*check_data=*/true));
-    state.plan = select_prefill(
-        request_of(state), device_info_of(state, names_cublas(options->backend)), options->backend);
+    new (&state.plan) Plan(select_prefill(request_of(state),
+                                          device_info_of(state, names_cublas(options->backend)),
+                                          options->backend));
     fill_shapes(view, *call);
   });
 }
