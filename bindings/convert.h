@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Arrays at the border: any Python array object becomes a borrowed DLTensor, with no copy and no
 // synchronisation. torch (>= 2.10) and others that publish the DLPack C exchange API are read
-// through it, numpy through its array interface, the rest through `__dlpack__`; docs/design.md has
-// the rule of each library. Next: allocate.h.
+// through it, numpy through its C ABI or array interface, the rest through `__dlpack__`;
+// docs/design.md has the rule of each library. Next: allocate.h.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -2,7 +2,8 @@
 """The public operations: attention, attention_varlen, merge_states.
 
 Each passes its arguments in order to the compiled module, which validates, allocates the result in
-the caller's own library and runs; JAX arrays, which only XLA may touch, go through cuattn.jax.
+the caller's own library and runs; JAX arrays, which only XLA may touch, go through cuattn.jax. In
+front of attention stands a builtin of the same signature, for speed.
 """
 
 from __future__ import annotations
