@@ -35,8 +35,8 @@ CUATTN_HOST_DEVICE TileRange tile_range(int32_t window_left, int32_t window_righ
   return range;
 }
 
-// Scores from dot products. `kUnit` scales the result to base 2: identity leaves the scale to the
-// softmax's one FFMA, scored returns natural units.
+// Scores from dot products. A result times `to_log2` is an exponent in base 2: identity leaves the
+// scale to that one multiplication, scored returns natural units.
 template <DType kType, ScoreKind kScore>
 struct ScoreMod;
 
