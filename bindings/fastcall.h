@@ -20,7 +20,7 @@ struct Front {
   struct Keyword {
     const char* name;
     nb::handle AttentionArgs::* field;
-    PyObject* interned;
+    PyObject* interned = nullptr;
   };
 
   static nb::object make(nb::object python_function, Run run, const char* name,
