@@ -108,6 +108,12 @@ REFUSALS = {
         "softcap must be >= 0 and finite in float32, got -1; pass 0 to switch it off"),
     "softcap_nan": ("attention", {"softcap": float("nan")}, ValueError,
         "softcap must be >= 0 and finite in float32, got nan; pass 0 to switch it off"),
+    "softcap_beyond_float32": ("attention", {"softcap": 1e300}, ValueError,
+        "softcap must be >= 0 and finite in float32, got 1e+300; pass 0 to switch it off"),
+    "softcap_zero_in_float32": ("attention", {"softcap": 1e-60}, ValueError,
+        "softcap must be >= 0 and finite in float32, got 1e-60; pass 0 to switch it off"),
+    "layout_of_merge_states": ("attention", {"layout": "nhd"}, ValueError,
+        "layout must be 'bshd' or 'bhsd', got 'nhd'; choose one of these"),
     "softcap_none": (
         "attention", {"softcap": None}, TypeError, "softcap must be a number, got None"),
     "alibi_of_3": ("attention", {"alibi_slopes": ones(3)}, ValueError,

@@ -61,14 +61,6 @@ def free_bytes(torch):
     return torch.cuda.mem_get_info()[0]
 
 
-def used_memory(torch):
-    """Bytes in use on the device, or by torch where other test processes share it."""
-    if os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1") != "1":
-        return torch.cuda.memory_reserved()
-    free, total = torch.cuda.mem_get_info()
-    return total - free
-
-
 @every_case
 def test_a_captured_call_replays_on_new_data(torch, name):
     arrays, options = make(torch, name)
