@@ -5,6 +5,7 @@ The build keeps it in build.log beside cuattnConfig.cmake (cmake/nvcc_log.sh, cm
 so the test judges the library that is installed, wherever it was built.
 """
 
+import os
 import re
 from pathlib import Path
 
@@ -32,6 +33,7 @@ def build_log() -> dict[str, str]:
 def logs():
     found = build_log()
     if not found:
+        assert os.environ.get("CUATTN_CUDA") != "ON", "CUATTN_CUDA=ON, but nothing was compiled"
         pytest.skip("cuattn was built without CUDA: there is no ptxas log to judge")
     return found
 
@@ -41,6 +43,12 @@ def test_every_instance_has_a_log(logs):
     assert instances, "no source of the instance table was compiled"
     silent = [name for name in instances if not ENTRY.search(logs[name])]
     assert not silent, f"no ptxas report in {silent}: is -Xptxas=-v still given?"
+
+
+def test_no_source_holds_more_than_six_kernels(logs):
+    for name in (n for n in logs if n.startswith("prefill_")):
+        archs = [arch for _, arch in ENTRY.findall(logs[name])]
+        assert max(map(archs.count, archs)) <= 6, f"{name}: split it, it compiles for too long"
 
 
 def test_no_kernel_spills_registers(logs):
