@@ -70,9 +70,11 @@ struct PrefillTiled {
   };
 
   // 4. Main loop
-  // scores[i] = q_i . k_lane
+  // scores[i] = q_i . k_lane, in two sums of half the length: less latency, and less rounding where
+  // large products cancel.
   static __device__ void dot_products(float (&scores)[kRows], const Shared& s, int32_t head_dim) {
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    float second[kRows] = {};
 #pragma unroll
     for (int i = 0; i < kRows; ++i) scores[i] = 0.0f;
 #pragma unroll 1
@@ -82,9 +84,12 @@ struct PrefillTiled {
       for (int i = 0; i < kRows; ++i) {
         // One address for the whole warp.
         float4 q = *reinterpret_cast<const float4*>(&s.q[warp * kRows + i][d]);
-        scores[i] = fmaf(q.x, k.x, fmaf(q.y, k.y, fmaf(q.z, k.z, fmaf(q.w, k.w, scores[i]))));
+        scores[i] = fmaf(q.x, k.x, fmaf(q.y, k.y, scores[i]));
+        second[i] = fmaf(q.z, k.z, fmaf(q.w, k.w, second[i]));
       }
     }
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) scores[i] += second[i];
   }
 
   // Scores become probabilities 2^(score * scale_log2 - maximum), scale_log2 > 0. A larger maximum
