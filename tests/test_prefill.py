@@ -104,6 +104,24 @@ def test_lengths(device, backend, case, rng):
     assert_case(device, backend, case, rng)
 
 
+LONG = {(1, 4096): 128, (129, 2048): 256, (513, 511): 64, (1023, 1025): 128, (2048, 300): 192,
+        (300, 3131): 64, (777, 1): 40}  # fmt: skip
+LONG_MASKS = {**MASKS, "window": {"window": (257, 100)}, "local": {"window": (64, 0)}}
+
+
+@claims(
+    {
+        f"{sq}-{sk}-{mask}-{dtype}": Case(dtype, 1, 2, 1, sq, sk, dim, **options)
+        for (sq, sk), dim in LONG.items()
+        for mask, options in LONG_MASKS.items()
+        for dtype in DTYPES
+    }
+)
+def test_many_tiles(device, backend, case, rng):
+    """Sequences of many tiles, so that every stage of a pipeline is used again."""
+    assert_case(device, backend, case, rng)
+
+
 @claims(
     {
         f"{dim}-{dtype}": Case(dtype, 1, 2, 1, seqlen_q=37, seqlen_kv=70, head_dim=dim, causal=True)
