@@ -206,6 +206,7 @@ def main() -> None:
             "rows": rows,
             "aims": AIMS,
         }
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
         arguments.output.write_text(json.dumps(record, indent=2) + "\n")
 
 
