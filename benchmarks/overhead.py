@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
@@ -196,6 +197,7 @@ def main() -> None:
         rows |= found
     if arguments.output is not None:
         record = {
+            "command": shlex.join(["python", *sys.argv]),
             "unit": "us",
             "calls": arguments.calls,
             "cpu_shape": SHAPE,
