@@ -121,9 +121,12 @@ def test_more_than_two_to_the_31_elements(torch, backend):
     q.uniform_(-1, 1, generator=generator(torch))
     out = torch.full_like(q, float("nan"))
     cuattn.attention(q, q, q, out=out, backend=backend)
+    # One key: its own value, but for the rounding of exp2(s - max) / sum in float32.
+    slack = 2 * torch.finfo(torch.float32).eps if wide else 0.0
     for part in (slice(None, 3), slice(-3, None), slice(rows // 2, rows // 2 + 3)):
-        torch.testing.assert_close(out[part], q[part], rtol=0, atol=0)  # one key: its own value
-    assert all(torch.equal(a, b) for a, b in zip(out.split(1 << 22), q.split(1 << 22), strict=True))
+        torch.testing.assert_close(out[part], q[part], rtol=slack, atol=0)
+    for got, want in zip(out.split(1 << 22), q.split(1 << 22), strict=True):
+        assert ((got - want).abs() <= slack * want.abs()).all()
 
 
 @pytest.mark.parametrize("backend", ["sm80", "simt", "tiled", "naive"])

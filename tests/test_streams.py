@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import gc
-import time
 
 import numpy as np
 import pytest
@@ -54,13 +53,10 @@ def test_the_call_runs_on_the_current_stream_and_the_host_goes_on(torch, qkv, ba
     with torch.cuda.stream(stream):
         torch.cuda._sleep(SLEEP_CYCLES)
         late.copy_(qkv[0])  # only work behind this on the same stream sees q
-        begin = time.perf_counter()
         got = cuattn.attention(late, *qkv[1:], backend=backend)
-        seconds = time.perf_counter() - begin
-        assert not stream.query()
+        assert not stream.query()  # the call is back, the stream still asleep
     stream.synchronize()
     assert torch.equal(got, want)
-    assert seconds < 0.05
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

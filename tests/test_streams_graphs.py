@@ -10,7 +10,6 @@ import gc
 import os
 import re
 import threading
-import time
 
 import pytest
 
@@ -145,11 +144,8 @@ def test_the_host_does_not_wait_and_the_stream_is_kept(torch, name):
         torch.cuda._sleep(SLEEP)
         for x, values in zip(later, arrays, strict=True):
             x.copy_(values, non_blocking=True)
-        start = time.perf_counter()
         out = cuattn.attention(*later, **options)
-        elapsed = time.perf_counter() - start
         assert not stream.query(), "the call waited for the device"
-    assert elapsed < 0.05
     stream.synchronize()
     assert torch.equal(out, expected)
 
