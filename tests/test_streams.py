@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import time
 
 import numpy as np
 import pytest
@@ -50,13 +51,20 @@ def test_the_call_runs_on_the_current_stream_and_the_host_goes_on(torch, qkv, ba
     stream = torch.cuda.Stream()
     late = torch.zeros_like(qkv[0])
     torch.cuda.synchronize()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(SLEEP_CYCLES)
-        late.copy_(qkv[0])  # only work behind this on the same stream sees q
-        got = cuattn.attention(late, *qkv[1:], backend=backend)
-        assert not stream.query()  # the call is back, the stream still asleep
-    stream.synchronize()
-    assert torch.equal(got, want)
+    seconds = []
+    for _ in range(3):  # the best of three: other test processes may hold the host
+        late.zero_()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(SLEEP_CYCLES)
+            late.copy_(qkv[0])  # only work behind this on the same stream sees q
+            begin = time.perf_counter()
+            got = cuattn.attention(late, *qkv[1:], backend=backend)
+            seconds.append(time.perf_counter() - begin)
+            assert not stream.query()  # the call is back, the stream still asleep
+        stream.synchronize()
+        assert torch.equal(got, want)
+    assert min(seconds) < 0.05
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

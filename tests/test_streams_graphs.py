@@ -10,6 +10,7 @@ import gc
 import os
 import re
 import threading
+import time
 
 import pytest
 
@@ -137,17 +138,22 @@ def test_the_host_does_not_wait_and_the_stream_is_kept(torch, name):
     """On a side stream behind a sleep: the call returns at once and sees what comes before it."""
     arrays, options = make(torch, name)
     expected = cuattn.attention(*arrays, **options)
-    later = [torch.full_like(x, float("nan")) for x in arrays]
-    torch.cuda.synchronize()
     stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(SLEEP)
-        for x, values in zip(later, arrays, strict=True):
-            x.copy_(values, non_blocking=True)
-        out = cuattn.attention(*later, **options)
-        assert not stream.query(), "the call waited for the device"
-    stream.synchronize()
-    assert torch.equal(out, expected)
+    elapsed = []
+    for _ in range(3):  # the best of three: other test processes may hold the host
+        later = [torch.full_like(x, float("nan")) for x in arrays]
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(SLEEP)
+            for x, values in zip(later, arrays, strict=True):
+                x.copy_(values, non_blocking=True)
+            start = time.perf_counter()
+            out = cuattn.attention(*later, **options)
+            elapsed.append(time.perf_counter() - start)
+            assert not stream.query(), "the call waited for the device"
+        stream.synchronize()
+        assert torch.equal(out, expected)
+    assert min(elapsed) < 0.05
 
 
 @every_case
