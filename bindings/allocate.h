@@ -57,19 +57,20 @@ inline CallStream parse_stream(const char* op, nb::handle stream) {
     PyErr_Clear();
     raise(PyExc_ValueError, op,
           ": stream must be a stream handle, not a negative or too large number, got ",
-          text_of(value));
+          text_of(value), "; pass it as its library gives it");
   }
   raise(PyExc_TypeError, op,
         ": stream must be None, an integer or an object with cuda_stream, ptr or __cuda_stream__, "
         "got ",
-        class_name(stream));
+        class_name(stream), "; pass the stream of your library");
 }
 
 // Completes the stream of a call once its first array is known.
 inline void complete_stream(const char* op, const Array& first, CallStream& stream) {
   if (!first.is_cuda()) {
     if (stream.is_explicit) {
-      raise(PyExc_ValueError, op, ": stream must be None for arrays on the CPU, which run at once");
+      raise(PyExc_ValueError, op,
+            ": stream must be None for arrays on the CPU, which run at once; leave it out");
     }
     return;
   }

@@ -192,7 +192,7 @@ inline ArrayType classify(const char* op, const char* name, nb::handle object) {
     return {Library::other};
   raise(PyExc_TypeError, op, ": ", name,
         " must be an array (numpy, torch, CuPy, JAX or any object with __dlpack__), got ",
-        class_name(object));
+        class_name(object), "; convert it first");
 }
 
 }  // namespace detail
@@ -273,7 +273,7 @@ class Array {
       case Library::jax:
         raise(PyExc_ValueError, op, ": ", name,
               " is a JAX array but the first argument is not; JAX arrays cannot be mixed with "
-              "others");
+              "others; convert it first");
       case Library::numpy: import_numpy(op, name, output); break;
       case Library::exchange: import_exchange(op, name, stream, home, output); break;
       default: import_dlpack(op, name, stream, home, output);
@@ -283,7 +283,7 @@ class Array {
     if (view.device.device_type != kDLCPU && view.device.device_type != kDLCUDA) {
       raise(PyExc_ValueError, op, ": ", name,
             " must be on the CPU or a CUDA device, got DLPack device type ",
-            static_cast<int>(view.device.device_type));
+            static_cast<int>(view.device.device_type), "; copy it to one of these");
     }
     tensor = view.dl();
   }
@@ -295,7 +295,8 @@ class Array {
 
   static void check_rank(const char* op, const char* name, int ndim) {
     if (ndim > kMaxDims)
-      raise(PyExc_ValueError, op, ": ", name, " must have at most ", kMaxDims, " axes, got ", ndim);
+      raise(PyExc_ValueError, op, ": ", name, " must have at most ", kMaxDims, " axes, got ", ndim,
+            "; reshape it");
   }
 
   void borrow(const char* op, const char* name, const DLTensor& source) {
@@ -372,7 +373,9 @@ class Array {
   DLDataType numpy_dtype(const char* op, const char* name, char kind, int itemsize) {
     auto bits = static_cast<uint8_t>(std::min(itemsize * 8, 255));
     switch (kind) {
-      case 'f': return {kDLFloat, bits, 1};
+      case 'f':
+        if (bits == 8) return extension_dtype(op, name, bits);
+        return {kDLFloat, bits, 1};
       case 'i': return {kDLInt, bits, 1};
       case 'u': return {kDLUInt, bits, 1};
       case 'b': return {kDLBool, 8, 1};
@@ -381,7 +384,7 @@ class Array {
       default: break;
     }
     raise(PyExc_ValueError, op, ": ", name, " must hold numbers, got dtype ",
-          text_of(nb::object(object.attr("dtype"))));
+          text_of(nb::object(object.attr("dtype"))), "; cast it");
   }
 
   // numpy shows the types of ml_dtypes as raw bytes; their identity is the dtype object.
@@ -400,7 +403,7 @@ class Array {
       if (text == "float8_e5m2") return {kDLFloat8_e5m2, bits, 1};
     }
     raise(PyExc_ValueError, op, ": ", name,
-          " must be float32, float16 or bfloat16 (ml_dtypes), got dtype ", text);
+          " must be float32, float16 or bfloat16 (ml_dtypes), got dtype ", text, "; cast it");
   }
 
   void import_exchange(const char* op, const char* name, const CallStream& stream,
@@ -476,7 +479,7 @@ class Array {
           PyCapsule_GetPointer(capsule.ptr(), "dltensor_versioned"));
       if (managed->version.major != DLPACK_MAJOR_VERSION) {
         raise(PyExc_ValueError, op, ": ", name, " is exported as DLPack ", managed->version.major,
-              ".x, but cuattn reads 1.x");
+              ".x, but cuattn reads 1.x; update cuattn");
       }
       check_flags(op, name, managed->flags, output);
       borrow(op, name, managed->dl_tensor);
@@ -490,7 +493,8 @@ class Array {
       PyCapsule_SetName(capsule.ptr(), "used_dltensor");
       legacy_ = managed;
     } else {
-      raise(PyExc_ValueError, op, ": ", name, " gave no DLPack capsule from __dlpack__");
+      raise(PyExc_ValueError, op, ": ", name,
+            " gave no DLPack capsule from __dlpack__; pass a dense array");
     }
   }
 

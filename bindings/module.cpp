@@ -8,6 +8,7 @@
 #include <cstring>
 #include <optional>
 #include <string>
+#include <utility>
 
 #include "allocate.h"
 #include "convert.h"
@@ -176,6 +177,9 @@ nb::object attention_varlen(nb::handle q, nb::handle k, nb::handle v, nb::handle
                             nb::handle seqused_k, nb::handle num_splits, nb::handle batch_invariant,
                             nb::handle return_lse, nb::handle out, nb::handle lse_out,
                             nb::handle workspace, nb::handle backend, nb::handle stream) {
+  for (auto [name, value] :
+       {std::pair("max_seqlen_q", max_seqlen_q), {"max_seqlen_k", max_seqlen_k}})
+    parse_int("attention_varlen", name, value);  // None, which explain may leave, is no length here
   nb::handle layout;  // ragged arrays have one layout, which the library does not ask for
   AttentionArgs args{
       q,      k,         v,         cu_seqlens_q, cu_seqlens_k,    max_seqlen_q, max_seqlen_k,
@@ -206,11 +210,11 @@ nb::object merge_states(nb::handle out_a, nb::handle lse_a, nb::handle out_b, nb
   int32_t ndim = a.view.ndim - skip;
   if (ndim != 3 && ndim != 4) {
     raise(PyExc_ValueError, op, ": ", out_name, " must have ", 3 + skip, " or ", 4 + skip,
-          " axes, got ", a.view.ndim);
+          " axes, got ", a.view.ndim, "; reshape it");
   }
   if (la.view.ndim != a.view.ndim - 1) {
     raise(PyExc_ValueError, op, ": ", lse_name, " must have one axis less than ", out_name, " (",
-          a.view.ndim - 1, "), got ", la.view.ndim);
+          a.view.ndim - 1, "), got ", la.view.ndim, "; reshape it");
   }
   int32_t layout = ndim == 4 ? CUATTN_LAYOUT_BSHD : CUATTN_LAYOUT_NHD;
   if (!layout_arg.is_none()) layout = parse_layout(op, layout_arg);
@@ -265,7 +269,7 @@ void import_shape(const char* op, const char* name, nb::handle source, DLDataTyp
   view.device = device;
   view.ndim = static_cast<int32_t>(items.size()) - first;
   if (view.ndim > kMaxDims)
-    raise(PyExc_ValueError, op, ": ", name, " must have at most ", kMaxDims, " axes");
+    raise(PyExc_ValueError, op, ": ", name, " must have at most ", kMaxDims, " axes; reshape it");
   int64_t stride = 1;
   for (int i = view.ndim - 1; i >= 0; --i) {
     view.shape[i] = parse_int(op, name, items[i + first]);

@@ -16,19 +16,22 @@ inline bool parse_bool(const char* op, const char* name, nb::handle value) {
   if (value.ptr() == Py_False) return false;
   std::string type = class_name(value);
   if (type == "bool" || type == "bool_") return PyObject_IsTrue(value.ptr()) == 1;  // numpy's own
-  raise(PyExc_TypeError, op, ": ", name, " must be True or False, got ", text_of(nb::repr(value)));
+  raise(PyExc_TypeError, op, ": ", name, " must be True or False, got ", text_of(nb::repr(value)),
+        "; pass a bool");
 }
 
 inline int64_t parse_int(const char* op, const char* name, nb::handle value) {
   nb::object index = nb::steal(PyNumber_Index(value.ptr()));
   if (!index.is_valid() || PyBool_Check(value.ptr())) {
     PyErr_Clear();
-    raise(PyExc_TypeError, op, ": ", name, " must be an integer, got ", text_of(nb::repr(value)));
+    raise(PyExc_TypeError, op, ": ", name, " must be an integer, got ", text_of(nb::repr(value)),
+          "; pass an int");
   }
   int64_t number = PyLong_AsLongLong(index.ptr());
   if (number == -1 && PyErr_Occurred()) {
     PyErr_Clear();
-    raise(PyExc_ValueError, op, ": ", name, " must fit 64 bits, got ", text_of(nb::repr(value)));
+    raise(PyExc_ValueError, op, ": ", name, " must fit 64 bits, got ", text_of(nb::repr(value)),
+          "; pass a smaller one");
   }
   return number;
 }
@@ -40,7 +43,8 @@ inline double parse_double(const char* op, const char* name, nb::handle value) {
   double number = is_complex ? -1.0 : PyFloat_AsDouble(value.ptr());
   if (is_complex || (number == -1.0 && PyErr_Occurred())) {
     PyErr_Clear();
-    raise(PyExc_TypeError, op, ": ", name, " must be a number, got ", text_of(nb::repr(value)));
+    raise(PyExc_TypeError, op, ": ", name, " must be a number, got ", text_of(nb::repr(value)),
+          "; pass a float");
   }
   return number;
 }
@@ -50,7 +54,8 @@ inline const char* parse_text(const char* op, const char* name, nb::handle value
       PyUnicode_Check(value.ptr()) ? PyUnicode_AsUTF8AndSize(value.ptr(), nullptr) : nullptr;
   if (text != nullptr) return text;
   PyErr_Clear();
-  raise(PyExc_TypeError, op, ": ", name, " must be a string, got ", text_of(nb::repr(value)));
+  raise(PyExc_TypeError, op, ": ", name, " must be a string, got ", text_of(nb::repr(value)),
+        "; pass a str");
 }
 
 inline int32_t parse_layout(const char* op, nb::handle value) {
@@ -74,7 +79,8 @@ inline int32_t parse_layout(const char* op, nb::handle value) {
 inline int32_t parse_int32(const char* op, const char* name, nb::handle value) {
   int64_t number = parse_int(op, name, value);
   if (number != static_cast<int32_t>(number))
-    raise(PyExc_ValueError, op, ": ", name, " is out of range, got ", number);
+    raise(PyExc_ValueError, op, ": ", name, " must fit 32 bits, got ", number,
+          "; pass a smaller one");
   return static_cast<int32_t>(number);
 }
 
@@ -96,7 +102,7 @@ inline void parse_window(const char* op, nb::handle value, cuattn_attention_opti
       PyList_Check(value.ptr()) ? nb::steal(PyList_AsTuple(value.ptr())) : nb::borrow(value);
   if (!PyTuple_Check(window.ptr()) || PyTuple_Size(window.ptr()) != 2) {
     raise(PyExc_TypeError, op, ": window must be a pair (left, right), -1 for no limit, got ",
-          text_of(nb::repr(value)));
+          text_of(nb::repr(value)), "; pass two integers");
   }
   options.window_left = parse_int(op, "window", PyTuple_GetItem(window.ptr(), 0));
   options.window_right = parse_int(op, "window", PyTuple_GetItem(window.ptr(), 1));

@@ -285,6 +285,7 @@ AttentionCall validate_attention(const TensorView& q, const TensorView& k, const
   call.layout = o.layout;
   call.uses_seqused = o.seqused_q != nullptr || o.seqused_k != nullptr;
   call.has_sinks = o.sinks != nullptr;
+  call.batch_invariant = o.batch_invariant != 0;
   call.device = q.device;
   const char* fn = call.function();
   require_known_device(fn, "q", call.device);
@@ -325,6 +326,7 @@ PrefillRequest request_of(const AttentionCall& call) {
   r.mask = p.mask;
   r.score = p.score;
   r.has_sinks = call.has_sinks;
+  r.batch_invariant = call.batch_invariant;
   return r;
 }
 

@@ -14,7 +14,7 @@ struct AttentionCall {
   Plan plan;
   DLDevice device;
   int32_t layout;
-  bool ragged, uses_seqused, has_sinks;
+  bool ragged, uses_seqused, has_sinks, batch_invariant;
   int64_t max_seqlen_q,
       max_seqlen_kv;  // as the caller gave them: the extents a bias is held against
 

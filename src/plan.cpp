@@ -70,6 +70,7 @@ const char* refusal(Kernel kernel, const PrefillRequest& r, const DeviceInfo& de
     case Kernel::cublas:
       if (r.ragged || r.uses_seqused)
         return "it takes dense batches only, without cu_seqlens and seqused";
+      if (r.batch_invariant) return "its order of summation may change with the batch";
       if (!device.has_cublas)
         return "the cuBLAS library was not found; install nvidia-cublas or set CUATTN_CUBLAS_PATH";
       return nullptr;

@@ -201,7 +201,9 @@ def test_arrays_of_two_devices():
 
 
 def test_device_of_another_kind():
-    message = "q must be on the CPU or a CUDA device, got DLPack device type 10"
+    message = (
+        "q must be on the CPU or a CUDA device, got DLPack device type 10; copy it to one of these"
+    )
     Refused(Cpu(), "attention").check({"q": Foreign((2, 5, 4, 16), 10)}, ValueError, message)
 
 

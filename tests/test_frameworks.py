@@ -185,7 +185,7 @@ def test_byte_offset_is_honoured(rng):
         (dlpack.zeros(SHAPE, flags=dlpack.IS_COPIED), "k is exported as a copy"),
         (dlpack.zeros(SHAPE, version=(2, 0)), "k is exported as DLPack 2.x"),
         (dlpack.zeros(SHAPE, device=(10, 0)), "k must be on the CPU or a CUDA device"),
-        (dlpack.zeros((1,) * 7), "k must have at most 6 axes, got 7"),
+        (dlpack.zeros((1,) * 7), "k must have at most 6 axes, got 7; reshape it"),
     ],
 )
 def test_refused_exports_are_given_back(array, message, rng):
@@ -230,7 +230,7 @@ def test_what_is_no_array_is_a_type_error(value, position, rng):
     ("make", "error", "message"),
     [
         (lambda x: np.ma.array(x), TypeError, "k must be a plain array, got a numpy MaskedArray"),
-        (lambda x: x.astype(object), ValueError, "k must hold numbers, got dtype object"),
+        (lambda x: x.astype(object), ValueError, "k must hold numbers, got dtype object; cast it"),
         (lambda x: x.astype(">f4"), ValueError, "k must be in native byte order"),
         (lambda x: x.astype(np.float64), ValueError, "k must be float32 like q, got float64"),
         (lambda x: x.astype(ml_dtypes.float8_e5m2), ValueError, "k must be float32 like q, got f"),

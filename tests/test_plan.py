@@ -122,6 +122,11 @@ REFUSED = {
         "backend 'cublas' cannot run this call: it takes dense batches only, without cu_seqlens "
         "and seqused; use backend='sm80' or 'auto'",
     ),
+    "cublas-invariant": (
+        dict(backend="cublas", batch_invariant=True),
+        "backend 'cublas' cannot run this call: its order of summation may change with the batch; "
+        "use backend='sm80' or 'auto'",
+    ),
     "cublas-missing": (
         dict(gpu={**GPUS["H100"], "has_cublas": False}, backend="cublas"),
         "backend 'cublas' cannot run this call: the cuBLAS library was not found; install "

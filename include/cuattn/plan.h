@@ -32,7 +32,7 @@ struct PrefillRequest {
   bool ragged, uses_seqused;
   MaskKind mask;
   ScoreKind score;
-  bool has_sinks;
+  bool has_sinks, batch_invariant;
 };
 
 enum class Kernel : int32_t { cpu_naive, cpu, naive, cublas, tiled, simt, sm80 };
