@@ -52,7 +52,8 @@ std::string describe() {
 }  // namespace
 
 const Backend& cpu_backend() {
-  static const Backend backend{device_info, prefill, merge, check, list_kernels, describe};
+  static const Backend backend{device_info, prefill, nullptr,      nullptr,
+                               merge,       check,   list_kernels, describe};
   return backend;
 }
 

@@ -49,7 +49,7 @@ constexpr Instance kInstances[] = {
 
 // Where the rows of a kernel and dtype begin in the list, which groups them so.
 struct FirstRows {
-  static constexpr int kKernels = 8, kDTypes = 8;
+  static constexpr int kKernels = 9, kDTypes = 8;
   int row[kKernels][kDTypes] = {};
 
   constexpr FirstRows() {
@@ -163,6 +163,14 @@ void prefill(const PrefillParams& params, const Plan& plan, int32_t device_id, S
   }
 }
 
+void paged(const PagedParams&, const Plan& plan, int32_t, Stream) {
+  CUATTN_ASSERT(false, "no paged kernel ", kernel_name(plan.kernel));
+}
+
+void paged_plan(const PagedWork&, int32_t*, int32_t, Stream) {
+  CUATTN_ASSERT(false, "no paged kernel needs a plan");
+}
+
 void merge(const MergeParams& params, int32_t device_id, Stream stream) {
   DeviceGuard guard(device_id);
   launch_merge(params, static_cast<cudaStream_t>(stream));
@@ -219,7 +227,8 @@ std::string describe() {
 }  // namespace
 
 const Backend* cuda_backend() {
-  static const Backend backend{device_info, prefill, merge, check, list_kernels, describe};
+  static const Backend backend{device_info, prefill, paged,        paged_plan,
+                               merge,       check,   list_kernels, describe};
   return &backend;
 }
 

@@ -74,8 +74,8 @@ const char* refusal(Kernel kernel, const PrefillRequest& r, const DeviceInfo& de
       if (!device.has_cublas)
         return "the cuBLAS library was not found; install nvidia-cublas or set CUATTN_CUBLAS_PATH";
       return nullptr;
+    default: return "it is a kernel of paged_attention";
   }
-  return "unknown kernel";
 }
 
 size_t align256(size_t bytes) { return (bytes + 255) / 256 * 256; }
@@ -143,10 +143,6 @@ const Rung& named_rung(const char* backend, bool is_cuda) {
   return *found;
 }
 
-bool is_auto(const char* backend) {
-  return backend == nullptr || std::strcmp(backend, "auto") == 0;
-}
-
 const Rung* first_automatic(const PrefillRequest& r, const DeviceInfo& device) {
   for (const Rung& rung : kLadder) {
     if (rung.on_cuda == device.is_cuda && rung.automatic &&
@@ -158,15 +154,22 @@ const Rung* first_automatic(const PrefillRequest& r, const DeviceInfo& device) {
 
 }  // namespace
 
-Plan select_prefill(const PrefillRequest& request, const DeviceInfo& device, const char* backend) {
+bool is_auto(const char* backend) {
+  return backend == nullptr || std::strcmp(backend, "auto") == 0;
+}
+
+void require_supported(const char* function, const DeviceInfo& device) {
   constexpr int32_t kOldest = 8;  // major compute capability that the kernels are written for
-  if (device.is_cuda && (device.native < 0 || device.major < kOldest)) {
-    fail<UnsupportedDevice>("attention: device cuda:", device.id, " (", device.name,
-                            ", compute capability ", device.major, ".", device.minor,
-                            ") is not supported by this build, which has code for ",
-                            compiled_archs()[0] != '\0' ? compiled_archs() : "the CPU only",
-                            "; rebuild with CUATTN_CUDA_ARCHS, or move the arrays to the CPU");
-  }
+  if (!device.is_cuda || (device.native >= 0 && device.major >= kOldest)) return;
+  fail<UnsupportedDevice>(function, ": device cuda:", device.id, " (", device.name,
+                          ", compute capability ", device.major, ".", device.minor,
+                          ") is not supported by this build, which has code for ",
+                          compiled_archs()[0] != '\0' ? compiled_archs() : "the CPU only",
+                          "; rebuild with CUATTN_CUDA_ARCHS, or move the arrays to the CPU");
+}
+
+Plan select_prefill(const PrefillRequest& request, const DeviceInfo& device, const char* backend) {
+  require_supported("attention", device);
   const Rung* automatic = first_automatic(request, device);
   if (is_auto(backend)) {
     CUATTN_ASSERT(automatic != nullptr, "an automatic rung serves every valid request");
@@ -210,6 +213,8 @@ const char* kernel_name(Kernel kernel) {
     case Kernel::tiled: return "tiled";
     case Kernel::simt: return "simt";
     case Kernel::sm80: return "sm80";
+    case Kernel::sm90: return "sm90";
+    case Kernel::xsplit: return "xsplit";
   }
   return "unknown";
 }
@@ -232,6 +237,10 @@ const char* mask_name(MaskKind mask) {
 
 const char* score_name(ScoreKind score) {
   return score == ScoreKind::identity ? "identity" : "scored";
+}
+
+const char* kv_layout_name(KvLayout layout) {
+  return layout == KvLayout::nhd ? "nhd" : layout == KvLayout::hnd ? "hnd" : "vllm";
 }
 
 int32_t itemsize(DType dtype) {

@@ -20,7 +20,7 @@ PYTHON = r"<Python\.h>|<nanobind/[\w/]+\.h>"
 
 # Path (the first match holds), floor, and what a file there may include; own room last.
 INCLUDES = [
-    (r"include/cuattn/device/", "F1", [CUDA, F1, r'"cuattn/params\.h"']),
+    (r"include/cuattn/device/", "F1", [CUDA, F1, r'"cuattn/(paged_)?params\.h"']),
     (r"include/cuattn/", "F0", [STD, r"<dlpack/dlpack\.h>", F0]),
     (r"cuda/prefill_\w+\.cuh", "F2", [STD, CUDA, F0, F1, r'"(cuda/)?(?!prefill_)\w+\.(h|cuh)"']),
     (r"cuda/", "F3", [STD, CUDA, F0, F1, r'"(cuda/)?\w+\.(h|cuh|inc)"']),

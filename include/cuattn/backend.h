@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "cuattn/paged_params.h"
 #include "cuattn/params.h"
 #include "cuattn/plan.h"
 
@@ -24,6 +25,9 @@ struct Backend {
   // has_cublas is looked for only when `find_libraries` says so.
   DeviceInfo (*device_info)(int32_t device_id, bool find_libraries);
   void (*prefill)(const PrefillParams& params, const Plan& plan, int32_t device_id, Stream stream);
+  void (*paged)(const PagedParams& params, const Plan& plan, int32_t device_id, Stream stream);
+  // Fills a plan of PagedPlan::size(work) entries; work.plan is not read.
+  void (*paged_plan)(const PagedWork& work, int32_t* plan, int32_t device_id, Stream stream);
   void (*merge)(const MergeParams& params, int32_t device_id, Stream stream);
   // Reads cu_seqlens and seqused where they lie and throws InvalidArgument when they break the
   // contract. Synchronises on CUDA; called only under CUATTN_CHECK=1 there, always on the CPU.

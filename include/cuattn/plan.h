@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <string>
 
+#include "cuattn/paged_params.h"
 #include "cuattn/params.h"
 #include "cuattn/tile_config.h"
 
@@ -35,14 +36,33 @@ struct PrefillRequest {
   bool has_sinks, batch_invariant;
 };
 
-enum class Kernel : int32_t { cpu_naive, cpu, naive, cublas, tiled, simt, sm80 };
+// What the choice of a paged kernel depends on.
+struct PagedRequest {
+  DType dtype, kv_dtype;
+  KvLayout kv_layout;
+  int32_t num_seqs, q_len, num_heads_q, num_heads_kv, head_dim, block_size;
+  int32_t capacity;  // tokens that a row of block_tables can name
+  bool windowed;     // any limit beyond causal
+  ScoreKind score;   // scored: softcap, ALiBi or a scale that is not positive
+  bool has_sinks;
+  bool has_plan;           // the caller brings one
+  int32_t num_splits;      // forced; 0 = chosen
+  int32_t partition_size;  // V2's; 0 = none
+  bool one_pass;           // V1
+  bool batch_invariant;
+};
+
+// xsplit: the paged kernel for vLLM's layout. The others name a rung of every op that has one.
+enum class Kernel : int32_t { cpu_naive, cpu, naive, cublas, tiled, simt, sm80, sm90, xsplit };
 
 struct Plan {
   Kernel kernel;
   int32_t head_dim,
       head_dim_v;  // of the compiled instance; smaller heads run padded in shared memory
   Tile tile;
-  int32_t num_splits;
+  int32_t num_splits;   // paged: 0 = by a plan made on the device
+  int32_t split_keys;   // paged: the fixed length of a split, or 0
+  int32_t num_workers;  // paged: thread blocks that share a plan
   size_t workspace_bytes;
   const char* reason;  // one clause, static storage
 };
@@ -56,10 +76,23 @@ Plan select_prefill(const PrefillRequest& request, const DeviceInfo& device, con
 std::string explain_prefill(const PrefillRequest& request, const DeviceInfo& device,
                             const char* backend);
 
+// The same for paged_attention. `function` is named in refusals. backend: "auto", "cpu", "simt",
+// "sm80", "sm90", "xsplit". workspace_bytes is left to paged.cpp.
+Plan select_paged(const char* function, const PagedRequest& request, const DeviceInfo& device,
+                  const char* backend);
+// Each rung with its verdict, `chosen` marked.
+std::string explain_paged(const PagedRequest& request, const DeviceInfo& device, Kernel chosen);
+
+bool is_auto(const char* backend);  // NULL is auto, too
+
+// Throws UnsupportedDevice where the build has no code for the device.
+void require_supported(const char* function, const DeviceInfo& device);
+
 const char* kernel_name(Kernel kernel);  // as `backend=` spells it
 const char* dtype_name(DType dtype);     // "float32", ...
 const char* mask_name(MaskKind mask);
 const char* score_name(ScoreKind score);
+const char* kv_layout_name(KvLayout layout);
 int32_t itemsize(DType dtype);
 
 }  // namespace cuattn

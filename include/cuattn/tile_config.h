@@ -47,4 +47,29 @@ constexpr Tile simt_tile(int32_t head_dim) {
 
 constexpr Tile kTiledTile = {64, 32, 1, 8};
 
+// Paged kernels: m rows (queries x heads of a group) of one kv head against n keys at a time. The
+// grid of a plan is `ctas_per_sm` blocks on each multiprocessor.
+struct PagedTile {
+  Tile tile;
+  int32_t ctas_per_sm;
+};
+
+constexpr PagedTile kPagedCpuTile = {{64, 64, 1, 1}, 1};
+
+// `rows`: q_len * group of the call.
+constexpr PagedTile paged_sm80_tile(int32_t head_dim, int32_t rows) {
+  int32_t m = rows <= 16 ? 16 : 32;
+  return head_dim <= 128 ? PagedTile{{m, 64, 2, 4}, 2} : PagedTile{{m, 64, 2, 4}, 1};
+}
+
+constexpr PagedTile paged_sm90_tile(int32_t rows) {
+  int32_t m = rows <= 8 ? 8 : rows <= 16 ? 16 : rows <= 32 ? 32 : 64;
+  return m == 8 ? PagedTile{{m, 64, 2, 5}, 3} : PagedTile{{m, 64, 2, 5}, 2};
+}
+
+// One warp takes whole blocks of the cache, at most 32 tokens, in turn.
+constexpr PagedTile paged_xsplit_tile(int32_t head_dim) {
+  return head_dim <= 128 ? PagedTile{{16, 128, 2, 4}, 2} : PagedTile{{16, 128, 2, 4}, 1};
+}
+
 }  // namespace cuattn

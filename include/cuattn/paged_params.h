@@ -1,0 +1,250 @@
+// SPDX-License-Identifier: Apache-2.0
+// The plain structs of paged attention, and the arithmetic that CPU and CUDA share: the keys a
+// sequence has, how they are cut into splits, and where the partial result of a split lies. Clean
+// under NVRTC. Next: cpu/paged.cpp (all of it in plain loops).
+#pragma once
+
+#include "cuattn/params.h"
+
+namespace cuattn {
+
+// K and V caches in blocks of `block_size` tokens.
+//   nhd   [num_blocks, block_size, num_heads_kv, head_dim]
+//   hnd   [num_blocks, num_heads_kv, block_size, head_dim]
+//   vllm  K [num_blocks, num_heads_kv, head_dim / x, block_size, x] with x = 16 / itemsize,
+//         V [num_blocks, num_heads_kv, head_dim, block_size]
+enum class KvLayout : int32_t { nhd, hnd, vllm };
+
+// Of one cache, in elements. Element (block, head, token, d) lies at block * strides.block + head *
+// strides.head plus
+//   nhd, hnd   token * strides.token + d
+//   vllm, K    d / x * block_size * x + token * x + d % x
+//   vllm, V    d * block_size + token
+struct CacheStrides {
+  int64_t block, head, token;
+};
+
+// The rows of one kv head of one sequence are q_len * group queries: row = query * group + head in
+// the group. `rows` of them make a row group; (sequence, kv head, row group) is a unit, the work
+// that shares keys. The keys of a unit are read in tiles of `tile` and cut into splits in one of
+// three ways:
+//   num_splits >= 1, split_keys == 0: evenly, whole tiles each
+//   num_splits >= 1, split_keys > 0: at multiples of split_keys (batch invariant, and V2);
+//                                    num_splits is what the longest context needs
+//   num_splits == 0: by a plan. All tiles of all units stand in one row, and each of num_workers
+//                    thread blocks takes the next `tiles_per_worker` of them.
+struct PagedWork {
+  const int32_t* context_lens;  // [num_seqs], tokens in the cache with the newest; clamped
+  int32_t num_seqs, q_len;
+  int32_t num_heads_kv, group;        // query heads of a kv head
+  int32_t capacity;                   // tokens that a row of block_tables can name
+  int32_t window_left, window_right;  // as in PrefillParams; causal is window_right = 0
+
+  int32_t rows, row_groups;  // rows of a unit at most, and row groups of a kv head
+  int32_t tile;              // keys; split_keys is a multiple of it
+  int32_t num_splits, split_keys;
+  int32_t num_workers;
+  const int32_t* plan;  // see PagedPlan; nullptr when num_splits >= 1
+};
+
+// A plan is one int32 array, made on the device by paged_plan once per step and shared by all
+// layers of the step. Tiles are counted within one row group of one kv head, sequence after
+// sequence; the row of all tiles repeats that for every (kv head, row group).
+//   [0] tiles of all sequences   [1] tiles_per_worker   [2] tile   [3] num_workers
+//   [4 + 4 w ..]  where worker w begins: head group (kv head * row_groups + row group), sequence,
+//                 tile within the sequence, and how many tiles it takes (0: nothing to do)
+//   [4 + 4 num_workers + b]  the first tile of sequence b, for b = 0 .. num_seqs
+// A worker writes at most two units in part, its first and its last, so partial slots are 2 w and
+// 2 w + 1.
+struct PagedPlan {
+  static constexpr int32_t kTiles = 0, kTilesPerWorker = 1, kTile = 2, kNumWorkers = 3, kHeader = 4;
+  static constexpr int32_t kWorkerHead = 0, kWorkerSeq = 1, kWorkerTile = 2, kWorkerCount = 3,
+                           kWorkerFields = 4;
+
+  // How many tiles a worker takes when `total` are to be done. A single tile each would make more
+  // partial results than it saves time.
+  static CUATTN_HOST_DEVICE int64_t tiles_per_worker(const PagedWork& w, int64_t total) {
+    int64_t even = total == 0 ? 1 : (total - 1) / w.num_workers + 1;
+    return even < 2 ? 2 : even;
+  }
+  static CUATTN_HOST_DEVICE int64_t worker(int64_t w) { return kHeader + kWorkerFields * w; }
+  static CUATTN_HOST_DEVICE int64_t first_tile(const PagedWork& w, int64_t b) {
+    return worker(w.num_workers) + b;
+  }
+  static CUATTN_HOST_DEVICE int64_t size(const PagedWork& w) {
+    return first_tile(w, w.num_seqs) + 1;
+  }
+};
+
+// One decode step: O = softmax(mask(alibi + softcap(scale * Q K^T))) V over paged keys.
+struct PagedParams {
+  PagedWork work;
+  int32_t* own_plan;  // work.plan, where this call makes it first; nullptr: the caller's, or none
+
+  const void* q;        // [num_seqs, q_len, num_heads_q, head_dim]
+  void* out;            // like q
+  float* lse;           // [num_seqs, num_heads_q, q_len], natural log; or nullptr
+  const void* k_cache;  // see KvLayout
+  const void* v_cache;
+  Strides q_strides, out_strides;  // batch = sequence, seq = query
+  Strides lse_strides;
+  CacheStrides k_strides, v_strides;
+
+  DType dtype;     // of q and out
+  DType kv_dtype;  // of the caches: dtype, or e4m3 under 16-bit queries
+  KvLayout kv_layout;
+  int32_t num_heads_q, head_dim;
+  int64_t num_blocks;
+  int32_t block_size;
+
+  const int32_t* block_tables;  // [num_seqs, max_blocks_per_seq]; entries past the context are
+                                // never read, ids are clamped to [0, num_blocks - 1]
+  int64_t block_tables_stride;
+
+  float scale;    // of the scores, natural units
+  float softcap;  // 0 = off
+  const float* alibi_slopes;
+  int64_t alibi_stride_batch, alibi_stride_head;
+  const float* sinks;  // [num_heads_q], or nullptr; enters a row once, whatever the splits
+  int64_t sinks_stride;
+  // value = stored * scale. The array, where given, replaces the number.
+  float k_scale, v_scale;
+  const float *k_scales, *v_scales;  // [batch, num_heads_kv] through strides, or nullptr
+  int64_t k_scales_stride_batch, k_scales_stride_head;
+  int64_t v_scales_stride_batch, v_scales_stride_head;
+
+  // Partial results of units with more than one split, by slot: [slots, rows, head_dim] normalised,
+  // and [slots, rows] log-sum-exp in base 2 (-inf: no key; the output is then anything). Without
+  // the sink.
+  float* partial_out;
+  float* partial_lse;
+
+  // V2's own partial results instead, when exp_sums is given: one partition is one split, every
+  // partition with a key is written, also where a sequence has one only.
+  float* exp_sums;    // [num_seqs, num_heads_q, num_splits], sum of exp(score - max_logit)
+  float* max_logits;  // like exp_sums, natural units
+  void* tmp_out;      // [num_seqs, num_heads_q, num_splits, head_dim] of dtype, normalised
+};
+
+// The context of sequence b, within what its table can name.
+CUATTN_HOST_DEVICE int32_t context_of(const PagedWork& w, int32_t b) {
+  int32_t length = w.context_lens[b];
+  return length < 0 ? 0 : length < w.capacity ? length : w.capacity;
+}
+
+// The keys [begin, end) that some query of a sequence sees. begin is a multiple of the tile.
+struct PagedSpan {
+  int32_t context, begin, end;
+};
+
+CUATTN_HOST_DEVICE PagedSpan paged_span(const PagedWork& w, int32_t b) {
+  int32_t context = context_of(w, b);
+  int32_t begin = visible_keys(w.window_left, w.window_right, 0, w.q_len, context).begin;
+  int32_t end = visible_keys(w.window_left, w.window_right, w.q_len - 1, w.q_len, context).end;
+  if (begin > end) begin = end;
+  return {context, begin / w.tile * w.tile, end};
+}
+
+// At least one, so that a sequence without keys is somebody's work too.
+CUATTN_HOST_DEVICE int32_t paged_tiles(const PagedWork& w, const PagedSpan& span) {
+  int32_t keys = span.end - span.begin;
+  return keys <= w.tile ? 1 : (keys - 1) / w.tile + 1;
+}
+
+CUATTN_HOST_DEVICE int32_t head_groups(const PagedWork& w) { return w.num_heads_kv * w.row_groups; }
+
+// Without a plan: the splits first .. first + count - 1 of num_splits have work; count >= 1. Split
+// s covers keys [max(span.begin, begin_of(s)), min(span.end, begin_of(s + 1))).
+struct PagedSplits {
+  int32_t first, count;
+  int32_t origin, keys;
+  CUATTN_HOST_DEVICE int64_t begin_of(int32_t s) const { return origin + int64_t{s} * keys; }
+};
+
+CUATTN_HOST_DEVICE PagedSplits paged_splits(const PagedWork& w, const PagedSpan& span) {
+  PagedSplits splits{0, 1, 0, w.split_keys};
+  if (w.split_keys == 0) {
+    int32_t tiles = paged_tiles(w, span);
+    splits.origin = span.begin;
+    splits.keys = ((tiles - 1) / w.num_splits + 1) * w.tile;
+  }
+  splits.first = (span.begin - splits.origin) / splits.keys;
+  if (span.end > span.begin) {
+    splits.count = (span.end - 1 - splits.origin) / splits.keys + 1 - splits.first;
+  }
+  return splits;
+}
+
+// The slots of a unit's partial results, in key order; count == 1: none, the output was written.
+struct PagedSlots {
+  int32_t count;
+  int64_t first, second;  // slot of part 0, slot of part 1
+  int32_t step;           // between slots of parts from 1 on
+  CUATTN_HOST_DEVICE int64_t slot(int32_t part) const {
+    return part == 0 ? first : second + int64_t{part - 1} * step;
+  }
+};
+
+CUATTN_HOST_DEVICE int64_t num_paged_slots(const PagedWork& w) {
+  if (w.num_splits == 0) return int64_t{2} * w.num_workers;
+  return w.num_splits == 1 ? 0 : int64_t{w.num_seqs} * head_groups(w) * w.num_splits;
+}
+
+// head_group = kv head * row_groups + row group.
+CUATTN_HOST_DEVICE PagedSlots paged_slots(const PagedWork& w, int32_t b, int32_t head_group) {
+  if (w.num_splits != 0) {
+    PagedSplits splits = paged_splits(w, paged_span(w, b));
+    int64_t first = (int64_t{b} * head_groups(w) + head_group) * w.num_splits + splits.first;
+    return {splits.count, first, first + 1, 1};
+  }
+  int64_t start = int64_t{head_group} * w.plan[PagedPlan::kTiles];
+  int64_t begin = start + w.plan[PagedPlan::first_tile(w, b)];
+  int64_t end = start + w.plan[PagedPlan::first_tile(w, b + 1)];
+  int64_t step = w.plan[PagedPlan::kTilesPerWorker];
+  int64_t first = begin / step, last = (end - 1) / step;  // workers
+  return {static_cast<int32_t>(last - first + 1), 2 * first + (begin > first * step ? 1 : 0),
+          2 * (first + 1), 2};
+}
+
+// What worker w does for the unit it is at: tiles [tile, tile + count) of sequence b.
+struct PagedTask {
+  int32_t head_group, b, tile, count;
+  int64_t slot;  // -1: the whole unit, the output is written
+};
+
+// Walks the tasks of one worker: begin with {.. from the plan}, then `next` until it says no.
+struct PagedWalk {
+  int32_t head_group, b, tile, left;
+  int64_t slot;
+
+  CUATTN_HOST_DEVICE PagedWalk(const PagedWork& w, int32_t worker) {
+    const int32_t* entry = w.plan + PagedPlan::worker(worker);
+    head_group = entry[PagedPlan::kWorkerHead];
+    b = entry[PagedPlan::kWorkerSeq];
+    tile = entry[PagedPlan::kWorkerTile];
+    left = entry[PagedPlan::kWorkerCount];
+    slot = int64_t{2} * worker;
+    // Whatever the array holds, nothing is written outside the outputs.
+    if (head_group < 0 || head_group >= head_groups(w) || b < 0 || b >= w.num_seqs || tile < 0)
+      left = 0;
+  }
+
+  CUATTN_HOST_DEVICE bool next(const PagedWork& w, PagedTask& task) {
+    if (left <= 0 || head_group >= head_groups(w)) return false;
+    const int32_t* first_tile = w.plan + PagedPlan::first_tile(w, b);
+    int32_t tiles = first_tile[1] - first_tile[0];
+    int32_t count = tiles - tile < left ? tiles - tile : left;
+    if (count <= 0) return false;
+    task = {head_group, b, tile, count, count == tiles ? -1 : slot};
+    slot |= 1;  // a second unit in part is the worker's last
+    left -= count;
+    tile = 0;
+    if (++b == w.num_seqs) {
+      b = 0;
+      ++head_group;
+    }
+    return true;
+  }
+};
+
+}  // namespace cuattn

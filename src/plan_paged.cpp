@@ -1,0 +1,155 @@
+// SPDX-License-Identifier: Apache-2.0
+// The ladder of paged attention: which kernel, and how the keys of a call are cut into splits.
+// Next: paged.cpp (its caller), plan.cpp (the ladder of attention).
+#include <algorithm>
+#include <cstring>
+
+#include "cuattn/error.h"
+#include "cuattn/plan.h"
+#include "info.h"
+
+namespace cuattn {
+namespace {
+
+struct Rung {
+  Kernel kernel;
+  bool on_cuda;
+  const char* merit;  // why it is chosen when it does not refuse
+};
+
+constexpr Rung kLadder[] = {
+    {Kernel::cpu, false, "online softmax in vector registers, keys gathered block by block"},
+    {Kernel::sm90, true, "wgmma with keys as rows, pages through TMA"},
+    {Kernel::xsplit, true, "tensor cores on vLLM's cache layout"},
+    {Kernel::sm80, true, "tensor cores: mma.sync and cp.async, a row of queries per kv head"},
+};
+
+// nullptr when the rung can run the request, else why not.
+const char* refusal(Kernel kernel, const PagedRequest&, const DeviceInfo&) {
+  switch (kernel) {
+    case Kernel::cpu: return nullptr;
+    default: return "it is not in this build";
+  }
+}
+
+constexpr int32_t kInvariantSplit = 512;  // keys; a multiple of every tile
+constexpr int32_t kCpuSplit = 2048;       // keys: enough work for a thread to be woken for
+constexpr int32_t kCpuWorkers = 16;       // of a plan: whatever the machine, the same sums
+constexpr int32_t kMaxSplits = 128;       // the combine reads them one after another
+
+int32_t rows_of(const PagedRequest& r) {
+  return r.num_heads_kv == 0 ? 0 : r.q_len * (r.num_heads_q / r.num_heads_kv);
+}
+
+PagedTile tile_of(Kernel kernel, const PagedRequest& r) {
+  switch (kernel) {
+    case Kernel::sm90: return paged_sm90_tile(rows_of(r));
+    case Kernel::sm80: return paged_sm80_tile(r.head_dim, rows_of(r));
+    case Kernel::xsplit: return paged_xsplit_tile(r.head_dim);
+    default: return kPagedCpuTile;
+  }
+}
+
+int32_t ceil_div(int32_t a, int32_t b) { return a <= 0 ? 0 : (a - 1) / b + 1; }
+
+// The three ways of PagedWork, in the order in which a call may ask for them.
+void cut_keys(Plan& plan, const PagedRequest& r, const DeviceInfo& device, int32_t ctas_per_sm) {
+  plan.num_workers = device.is_cuda ? device.num_sms * ctas_per_sm : kCpuWorkers;
+  int32_t tiles = std::max(ceil_div(r.capacity, plan.tile.n), 1);
+  auto split_at = [&](int32_t keys) {
+    plan.split_keys = keys;
+    plan.num_splits = std::max(ceil_div(r.capacity, keys), 1);
+  };
+  if (r.one_pass) {
+    plan.num_splits = 1;
+  } else if (r.partition_size > 0) {
+    split_at(r.partition_size);
+  } else if (r.batch_invariant) {
+    split_at(kInvariantSplit);
+  } else if (r.num_splits > 0) {
+    plan.num_splits = std::min(r.num_splits, tiles);
+  } else if (r.has_plan) {
+    plan.num_splits = 0;
+  } else if (!device.is_cuda) {
+    split_at(kCpuSplit);
+  } else if (r.num_seqs <= 1) {  // one sequence is cut evenly, without looking
+    int32_t units = r.num_heads_kv * ceil_div(rows_of(r), plan.tile.m);
+    plan.num_splits =
+        std::clamp(plan.num_workers / std::max(units, 1), 1, std::min(tiles, kMaxSplits));
+  } else {
+    plan.num_splits = 0;
+  }
+}
+
+Plan make_plan(const Rung& rung, const PagedRequest& r, const DeviceInfo& device) {
+  Plan plan{};
+  plan.kernel = rung.kernel;
+  plan.reason = rung.merit;
+  plan.head_dim = plan.head_dim_v = r.head_dim;
+  PagedTile tile = tile_of(rung.kernel, r);
+  plan.tile = tile.tile;
+  cut_keys(plan, r, device, tile.ctas_per_sm);
+  return plan;  // workspace_bytes is known once PagedWork is: paged.cpp
+}
+
+const Rung& named_rung(const char* function, const char* backend) {
+  for (const Rung& rung : kLadder) {
+    if (std::strcmp(backend, kernel_name(rung.kernel)) == 0) return rung;
+  }
+  fail<InvalidArgument>(function,
+                        ": backend must be 'auto', 'cpu', 'sm80', 'sm90' or 'xsplit', got '",
+                        backend, "'; use 'auto' for the fastest that serves the call");
+}
+
+const Rung* first_that_runs(const PagedRequest& r, const DeviceInfo& device) {
+  for (const Rung& rung : kLadder) {
+    if (rung.on_cuda == device.is_cuda && refusal(rung.kernel, r, device) == nullptr) return &rung;
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+Plan select_paged(const char* function, const PagedRequest& request, const DeviceInfo& device,
+                  const char* backend) {
+  require_supported(function, device);
+  const Rung* first = first_that_runs(request, device);
+  if (is_auto(backend)) {
+    if (first == nullptr) {
+      fail<NotImplemented>(function, ": no kernel for ", dtype_name(request.dtype), " over ",
+                           dtype_name(request.kv_dtype), " caches in layout '",
+                           kv_layout_name(request.kv_layout), "' with head_dim ", request.head_dim,
+                           " and block_size ", request.block_size, " on this device:\n",
+                           explain_paged(request, device, Kernel::cpu),
+                           "move the arrays to the CPU");
+    }
+    return make_plan(*first, request, device);
+  }
+  const Rung& rung = named_rung(function, backend);
+  const char* why = rung.on_cuda == device.is_cuda ? refusal(rung.kernel, request, device)
+                    : device.is_cuda ? "it runs on CPU arrays, these are on a CUDA device"
+                                     : "it runs on CUDA arrays, these are on the CPU";
+  if (why != nullptr) {
+    const char* other = first == nullptr ? "auto" : kernel_name(first->kernel);
+    fail<NotImplemented>(function, ": backend '", backend, "' cannot run this call: ", why,
+                         "; use backend='", other, "' or 'auto'");
+  }
+  return make_plan(rung, request, device);
+}
+
+std::string explain_paged(const PagedRequest& request, const DeviceInfo& device, Kernel chosen) {
+  std::string text;
+  for (const Rung& rung : kLadder) {
+    if (rung.on_cuda != device.is_cuda) continue;
+    const char* why = refusal(rung.kernel, request, device);
+    bool runs = why == nullptr && rung.kernel == chosen;
+    text += concat(runs ? "* " : "  ", kernel_name(rung.kernel), ": ",
+                   why != nullptr ? "cannot: "
+                   : runs         ? "runs: "
+                                  : "can: ",
+                   why != nullptr ? why : rung.merit, "\n");
+  }
+  return text;
+}
+
+}  // namespace cuattn
