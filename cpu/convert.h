@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// float16 and bfloat16 in software: exact to float, round to nearest even from float; infinities
-// and NaN stay what they are. Everything is static: flash.cpp is compiled once per instruction set
-// and must not emit shared (weak) functions. Next: attention.cpp.
+// float16, bfloat16 and float8_e4m3fn in software: exact to float, round to nearest even from
+// float; infinities and NaN stay what they are, but in e4m3, which saturates. Everything is static:
+// flash.cpp is compiled once per instruction set and must not emit shared (weak) functions. Next:
+// attention.cpp.
 #pragma once
 
 #include <cstdint>
@@ -61,11 +62,35 @@ static inline uint16_t float_to_f16(float value) {
   return static_cast<uint16_t>(sign | (bits - 0x38000000u) >> 13);
 }
 
-// Element `index` of an array of f32, f16 or bf16.
+// Sign, 4 bits of exponent (bias 7), 3 of mantissa. As float16 the bits mean the value / 256,
+// subnormals included; only NaN is another.
+static inline float e4m3_to_float(uint8_t x) {
+  uint32_t magnitude = x & 0x7fu;
+  if (magnitude == 0x7f) return bits_to_float(0x7fffffffu);
+  return f16_to_float(static_cast<uint16_t>((x & 0x80u) << 8 | magnitude << 7)) * 256.0f;
+}
+
+// What is larger than 448, infinity included, becomes 448; NaN stays NaN.
+static inline uint8_t float_to_e4m3(float value) {
+  uint32_t bits = float_to_bits(value);
+  uint32_t sign = bits >> 24 & 0x80u;
+  bits &= 0x7fffffffu;
+  if (bits > 0x7f800000u) return 0x7f;
+  if (bits >= 0x43e00000u) return static_cast<uint8_t>(sign | 0x7eu);  // 448 and above
+  if (bits < 0x3c800000u) {  // below 2^-6: a multiple of 2^-9, which adding 2^14 rounds to
+    float shifted = bits_to_float(bits) + 0x1p14f;
+    return static_cast<uint8_t>(sign | (float_to_bits(shifted) - 0x46800000u));
+  }
+  bits += 0x7ffffu + (bits >> 20 & 1u);
+  return static_cast<uint8_t>(sign | (bits - 0x3c000000u) >> 20);
+}
+
+// Element `index` of an array of f32, f16, bf16 or e4m3.
 static inline float load_element(const void* data, int64_t index, DType dtype) {
   switch (dtype) {
     case DType::f16: return f16_to_float(static_cast<const uint16_t*>(data)[index]);
     case DType::bf16: return bf16_to_float(static_cast<const uint16_t*>(data)[index]);
+    case DType::e4m3: return e4m3_to_float(static_cast<const uint8_t*>(data)[index]);
     default: return static_cast<const float*>(data)[index];
   }
 }
@@ -74,6 +99,7 @@ static inline void store_element(void* data, int64_t index, DType dtype, float v
   switch (dtype) {
     case DType::f16: static_cast<uint16_t*>(data)[index] = float_to_f16(value); break;
     case DType::bf16: static_cast<uint16_t*>(data)[index] = float_to_bf16(value); break;
+    case DType::e4m3: static_cast<uint8_t*>(data)[index] = float_to_e4m3(value); break;
     default: static_cast<float*>(data)[index] = value;
   }
 }

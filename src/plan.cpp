@@ -227,6 +227,7 @@ const char* dtype_name(DType dtype) {
     case DType::e4m3: return "float8_e4m3fn";
     case DType::boolean: return "bool";
     case DType::i32: return "int32";
+    case DType::i64: return "int64";
   }
   return "unknown";
 }
@@ -247,6 +248,7 @@ int32_t itemsize(DType dtype) {
   switch (dtype) {
     case DType::f32:
     case DType::i32: return 4;
+    case DType::i64: return 8;
     case DType::f16:
     case DType::bf16: return 2;
     default: return 1;

@@ -25,7 +25,7 @@ using uint64_t = unsigned long long;
 
 namespace cuattn {
 
-enum class DType : int32_t { f32, f16, bf16, e4m3, boolean, i32 };
+enum class DType : int32_t { f32, f16, bf16, e4m3, boolean, i32, i64 };
 enum class MaskKind : int32_t { none, causal, window };  // causal: right limit 0, no left limit
 enum class ScoreKind : int32_t { identity, scored };     // scored: any of softcap, ALiBi, bias
 

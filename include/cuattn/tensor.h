@@ -23,6 +23,7 @@ inline DLDataType dl_dtype(DType dtype) {
     case DType::e4m3: return {kDLFloat8_e4m3fn, 8, 1};
     case DType::boolean: return {kDLBool, 8, 1};
     case DType::i32: return {kDLInt, 32, 1};
+    case DType::i64: return {kDLInt, 64, 1};
   }
   return {kDLOpaqueHandle, 0, 0};
 }

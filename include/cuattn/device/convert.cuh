@@ -14,6 +14,9 @@ struct Half {
 struct Bfloat16 {
   uint16_t bits;
 };
+struct E4m3 {  // float8_e4m3fn: sign, 4 bits of exponent (bias 7), 3 of mantissa; no infinity
+  uint8_t bits;
+};
 
 template <DType kType>
 struct ElementOf;
@@ -29,6 +32,10 @@ template <>
 struct ElementOf<DType::bf16> {
   using type = Bfloat16;
 };
+template <>
+struct ElementOf<DType::e4m3> {
+  using type = E4m3;
+};
 template <DType kType>
 using Element = typename ElementOf<kType>::type;
 
@@ -42,6 +49,13 @@ __device__ __forceinline__ float to_float(Half x) {
 
 __device__ __forceinline__ float to_float(Bfloat16 x) {
   return __uint_as_float(static_cast<uint32_t>(x.bits) << 16);
+}
+
+// Exact. As float16 the bits mean the value / 256, subnormals included; only NaN is another.
+__device__ __forceinline__ float to_float(E4m3 x) {
+  uint32_t magnitude = x.bits & 0x7fu;
+  Half scaled{static_cast<uint16_t>((x.bits & 0x80u) << 8 | magnitude << 7)};
+  return magnitude == 0x7fu ? __int_as_float(0x7fffffff) : to_float(scaled) * 256.0f;
 }
 
 template <class T>
@@ -64,6 +78,26 @@ __device__ __forceinline__ Bfloat16 from_float<Bfloat16>(float x) {
   Bfloat16 y;
   asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
   return y;
+}
+
+// Saturates: what is larger than 448, infinity included, becomes 448; NaN stays NaN.
+template <>
+__device__ __forceinline__ E4m3 from_float<E4m3>(float x) {
+#if __CUDA_ARCH__ >= 890
+  uint16_t y;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(y) : "f"(0.0f), "f"(x));
+  return E4m3{static_cast<uint8_t>(y)};
+#else
+  uint32_t bits = __float_as_uint(x), sign = bits >> 24 & 0x80u;
+  bits &= 0x7fffffffu;
+  if (bits > 0x7f800000u) return E4m3{0x7f};
+  float magnitude = fminf(__uint_as_float(bits), 448.0f);
+  bits = __float_as_uint(magnitude);
+  uint32_t y = magnitude < 0x1p-6f  // a multiple of 2^-9
+                   ? static_cast<uint32_t>(__float2int_rn(magnitude * 512.0f))
+                   : (bits + 0x7ffffu + (bits >> 20 & 1u) - (120u << 23)) >> 20;
+  return E4m3{static_cast<uint8_t>(sign | y)};
+#endif
 }
 
 // Two neighbours in one register, the lower column in the lower half: an MMA operand register.
