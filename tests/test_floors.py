@@ -3,6 +3,7 @@
 
 import ast
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -110,6 +111,12 @@ def test_public_header_compiles_alone(path):
 
 def test_c_api_is_c():
     assert compile_alone("cc", "c11", "cuattn/c_api.h") == ""
+
+
+def test_generated_header_is_what_its_program_writes():
+    program = runpy.run_path(str(ROOT / "cmake/generate_wgmma.py"))
+    assert program["TARGET"] == ROOT / "include/cuattn/device/wgmma_sm90.cuh"
+    assert program["TARGET"].read_text() == program["header"](), "run cmake/generate_wgmma.py"
 
 
 def test_no_source_is_longer_than_800_lines():

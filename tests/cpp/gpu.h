@@ -9,6 +9,7 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "problem.h"
 
@@ -36,6 +37,25 @@ class DeviceMemory {
  private:
   void* data_ = nullptr;
   size_t bytes_;
+};
+
+// A vector's copy on the device.
+template <class T>
+struct OnGpu {
+  DeviceMemory memory;
+  size_t count;
+
+  explicit OnGpu(const std::vector<T>& host) : memory(host.size() * sizeof(T)), count(host.size()) {
+    CUDA_OK(cudaMemcpy(memory.data(), host.data(), count * sizeof(T), cudaMemcpyHostToDevice));
+  }
+  explicit OnGpu(size_t count) : memory(count * sizeof(T)), count(count) {}
+  T* data() { return reinterpret_cast<T*>(memory.data()); }
+  std::vector<T> host() {
+    CUDA_OK(cudaGetLastError());
+    std::vector<T> copy(count);
+    CUDA_OK(cudaMemcpy(copy.data(), memory.data(), count * sizeof(T), cudaMemcpyDeviceToHost));
+    return copy;
+  }
 };
 
 class OnDevice {

@@ -53,10 +53,11 @@ inline int& failures() {  // of the running case; only the main thread checks
 
 template <class... Parts>
 void report_failure(const char* file, int line, const char* condition, const Parts&... parts) {
+  if (++failures() > 10) return;  // counted, not printed
   std::ostringstream text;
   text << file << ":" << line << ": " << condition;
   if constexpr (sizeof...(parts) > 0) ((text << ": ") << ... << parts);
-  if (++failures() <= 10) std::cout << "  " << text.str() << "\n";
+  std::cout << "  " << text.str() << "\n";
 }
 
 // The seed of one case: the same whatever else runs.

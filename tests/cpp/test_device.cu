@@ -19,24 +19,6 @@ namespace {
 
 using namespace cuattn::device;  // NOLINT: the file tests exactly this namespace
 
-template <class T>
-struct OnGpu {  // a vector's copy on the device
-  DeviceMemory memory;
-  size_t count;
-
-  explicit OnGpu(const std::vector<T>& host) : memory(host.size() * sizeof(T)), count(host.size()) {
-    CUDA_OK(cudaMemcpy(memory.data(), host.data(), count * sizeof(T), cudaMemcpyHostToDevice));
-  }
-  explicit OnGpu(size_t count) : memory(count * sizeof(T)), count(count) {}
-  T* data() { return reinterpret_cast<T*>(memory.data()); }
-  std::vector<T> host() {
-    CUDA_OK(cudaGetLastError());
-    std::vector<T> copy(count);
-    CUDA_OK(cudaMemcpy(copy.data(), memory.data(), count * sizeof(T), cudaMemcpyDeviceToHost));
-    return copy;
-  }
-};
-
 enum class Function { exp2, log2, rcp, tanh };
 
 template <Function kFunction>

@@ -1,11 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// Hopper's machinery (sm_90a): mbarriers, the tensor memory accelerator (TMA), warpgroup matrix products (wgmma), register
-// reallocation. Source: PTX ISA, sections mbarrier, cp.async.bulk.tensor, wgmma, setmaxnreg.
+// Hopper's machinery (sm_90a): mbarriers, the tensor memory accelerator (TMA), warpgroup matrix
+// products (wgmma), register reallocation. Source: PTX ISA, sections mbarrier,
+// cp.async.bulk.tensor, wgmma, setmaxnreg. Every primitive has its test in
+// tests/cpp/test_device_sm90.cu.
 //
-// A tile in shared memory is made of panels of 64 columns (128 bytes a row), swizzled over 128 bytes: within each group of
-// 8 rows (1024 bytes) the 16-byte chunk c of row r lies at chunk c ^ (r & 7). TMA writes it so, wgmma reads it so.
+// A tile in shared memory is made of panels of 64 columns (128 bytes a row), swizzled over 128
+// bytes: within each group of 8 rows (1024 bytes, where a panel must begin) the 16-byte chunk c of
+// row r lies at chunk c ^ (r & 7). TMA writes it so, wgmma reads it so.
 //
-//   panel 0: rows x 128 B | panel 1: rows x 128 B | ...        address(r, c) = panel + r * 128 + ((c ^ (r & 7)) << 4)
+//   panel 0: rows x 128 B | panel 1: rows x 128 B | ...
+//   address(row, chunk) = panel + row * 128 + ((chunk ^ (row & 7)) << 4)
 #pragma once
 
 #include "cuattn/device/mma_sm80.cuh"
@@ -17,14 +21,17 @@ struct alignas(64) TensorMap {
   char bytes[128];
 };
 
-// ---- mbarriers: a phase ends when `count` arrivals and all expected bytes have come; waiting names the phase's parity.
+// ---- mbarriers: a phase ends when `count` arrivals and all expected bytes have come. A wait names
+// the parity of the phase: 0 for the first; 1 passes at once on a new barrier.
 
 __device__ __forceinline__ void barrier_init(uint32_t barrier, uint32_t count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
 
 // Makes initialised barriers visible to the asynchronous proxy.
-__device__ __forceinline__ void barrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ __forceinline__ void barrier_init_fence() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
 
 __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
@@ -32,17 +39,19 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
 
 // Arrives once and announces `bytes` that a copy will deliver.
 __device__ __forceinline__ void barrier_arrive_expect(uint32_t barrier, uint32_t bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
 }
 
-// Note: the loop stands inside one asm statement. As a C++ loop it makes ptxas spill and serialise wgmma (C7512).
-// Debug builds (CUATTN_WATCHDOG) trap after about two seconds instead of hanging.
+// Note: the loop stands inside one asm statement. As a C++ loop it makes ptxas spill and serialise
+// wgmma (C7512). Builds with CUATTN_WATCHDOG trap after two seconds instead of hanging.
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
 #ifdef CUATTN_WATCHDOG
   asm volatile(
-      "{\n.reg .pred done, late;\n.reg .u32 tries;\nmov.u32 tries, 0;\n"
+      "{\n.reg .pred done, late;\n.reg .u64 begin, now;\nmov.u64 begin, %%globaltimer;\n"
       "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@done bra over;\n"
-      "add.u32 tries, tries, 1;\nsetp.gt.u32 late, tries, 4194304;\n@late trap;\nbra again;\nover:\n}" ::"r"(barrier),
+      "mov.u64 now, %%globaltimer;\nsub.u64 now, now, begin;\n"
+      "setp.gt.u64 late, now, 2000000000;\n@late trap;\nbra again;\nover:\n}" ::"r"(barrier),
       "r"(parity)
       : "memory");
 #else
@@ -54,7 +63,8 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
 #endif
 }
 
-// ---- named barriers (0 is __syncthreads): `threads` counts those that wait and those that only arrive.
+// ---- named barriers (0 is __syncthreads): `threads` counts those that wait and those that only
+// arrive.
 
 __device__ __forceinline__ void named_barrier_sync(uint32_t id, uint32_t threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
@@ -66,7 +76,8 @@ __device__ __forceinline__ void named_barrier_arrive(uint32_t id, uint32_t threa
 // One lane of a converged warp.
 __device__ __forceinline__ bool elect_one() {
   uint32_t elected;
-  asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.b32 %0, 1, 0, p;\n}" : "=r"(elected));
+  asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.b32 %0, 1, 0, p;\n}"
+               : "=r"(elected));
   return elected != 0;
 }
 
@@ -89,9 +100,11 @@ __device__ __forceinline__ void tma_prefetch(const TensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// One box of a 5-D tensor to shared memory; its bytes are counted on `barrier`. Elements outside the tensor are zeros.
-__device__ __forceinline__ void tma_load(uint32_t smem, const TensorMap* map, uint32_t barrier, int32_t c0, int32_t c1,
-                                         int32_t c2, int32_t c3, int32_t c4, uint64_t l2_hint) {
+// One box of a 5-D tensor to shared memory; its bytes are counted on `barrier`. Elements outside
+// the tensor are zeros, and count.
+__device__ __forceinline__ void tma_load(uint32_t smem, const TensorMap* map, uint32_t barrier,
+                                         int32_t c0, int32_t c1, int32_t c2, int32_t c3, int32_t c4,
+                                         uint64_t l2_hint) {
   asm volatile(
       "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
       "[%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(smem),
@@ -100,13 +113,17 @@ __device__ __forceinline__ void tma_load(uint32_t smem, const TensorMap* map, ui
 }
 
 // The reverse; elements outside the tensor are not written.
-__device__ __forceinline__ void tma_store(const TensorMap* map, uint32_t smem, int32_t c0, int32_t c1, int32_t c2,
-                                          int32_t c3, int32_t c4) {
-  asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(map),
-               "r"(smem), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
-               : "memory");
+__device__ __forceinline__ void tma_store(const TensorMap* map, uint32_t smem, int32_t c0,
+                                          int32_t c1, int32_t c2, int32_t c3, int32_t c4) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::
+          "l"(map),
+      "r"(smem), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+      : "memory");
 }
-__device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void tma_store_commit() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
 // Until the sources of all but the newest kPending groups have been read.
 template <int kPending>
 __device__ __forceinline__ void tma_store_wait_read() {
@@ -114,33 +131,46 @@ __device__ __forceinline__ void tma_store_wait_read() {
 }
 
 // Before wgmma or the TMA reads what ordinary stores of this thread wrote to shared memory.
-__device__ __forceinline__ void async_proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ __forceinline__ void async_proxy_fence() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
 
-__device__ __forceinline__ void stmatrix_x4(uint32_t smem, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
-  asm volatile("stmatrix.sync.aligned.x4.m8n8.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(smem), "r"(r0), "r"(r1),
-               "r"(r2), "r"(r3)
+__device__ __forceinline__ void stmatrix_x4(uint32_t smem, uint32_t r0, uint32_t r1, uint32_t r2,
+                                            uint32_t r3) {
+  asm volatile("stmatrix.sync.aligned.x4.m8n8.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(smem),
+               "r"(r0), "r"(r1), "r"(r2), "r"(r3)
                : "memory");
 }
 
-// ---- wgmma: a warpgroup multiplies A (64 x 16, shared memory or registers) by B (16 x N, shared memory).
+// ---- wgmma: a warpgroup multiplies A (64 x 16, shared memory or registers) by B (16 x N, shared
+// memory).
 
-// 64-bit descriptor of a swizzled operand. K-major (the reduction axis is contiguous): groups of 8 rows are 1024 bytes
-// apart, `leading` is unused. MN-major: `leading` = bytes from one panel of 64 columns to the next.
+// 64-bit descriptor of a swizzled operand. K-major (the reduction axis is contiguous): groups of 8
+// rows are 1024 bytes apart, `leading` is unused. MN-major: `leading` = bytes from one panel of 64
+// columns to the next.
 __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t smem, uint32_t leading_bytes) {
   constexpr uint64_t kSwizzle128 = 1ull << 62, kStride = uint64_t{1024 >> 4} << 32;
-  return kSwizzle128 | kStride | static_cast<uint64_t>(leading_bytes >> 4) << 16 | ((smem & 0x3ffff) >> 4);
+  return kSwizzle128 | kStride | static_cast<uint64_t>(leading_bytes >> 4) << 16 |
+         ((smem & 0x3ffff) >> 4);
 }
 // The descriptor `bytes` further on.
-__device__ __forceinline__ uint64_t advance(uint64_t descriptor, uint32_t bytes) { return descriptor + (bytes >> 4); }
+__device__ __forceinline__ uint64_t advance(uint64_t descriptor, uint32_t bytes) {
+  return descriptor + (bytes >> 4);
+}
 
-__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_fence() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void wgmma_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
 template <int kPending>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Pins registers that a pending wgmma reads or writes: without it the compiler moves ordinary code across.
+// Pins registers that a pending wgmma reads or writes: without it the compiler moves ordinary code
+// across.
 template <class T, int kCount>
 __device__ __forceinline__ void pin(T (&registers)[kCount]) {
 #pragma unroll

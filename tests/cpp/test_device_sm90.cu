@@ -1,0 +1,545 @@
+// SPDX-License-Identifier: Apache-2.0
+// Each primitive of mma_sm90.cuh and wgmma_sm90.cuh against a host model: TMA boxes as byte images,
+// with the shifted base that ends every sequence of a packed batch; wgmma operands by one-hot rows;
+// a ring of mbarriers with register reallocation and named barriers; stmatrix to TMA store.
+// Compiled for 90a alone (CMakeLists.txt), skipped on other devices.
+#include <cuda.h>
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "cuattn/device/wgmma_sm90.cuh"
+#include "gpu.h"
+#include "suite.h"
+#include "test.h"
+
+namespace cuattn::test {
+namespace {
+
+using namespace cuattn::device;  // NOLINT: the file tests exactly this namespace
+
+void require_hopper() {
+  int major = 0, minor = 0;
+  CUDA_OK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0));
+  CUDA_OK(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, 0));
+  if (major != 9 || minor != 0) skip("needs compute capability 9.0");
+}
+
+template <class Kernel>
+void allow(Kernel kernel, int smem_bytes) {
+  CUDA_OK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes));
+}
+
+// ---- panels: elements of 2 bytes, 64 columns each, 128-byte swizzle
+
+constexpr int kPanelColumns = 64;
+constexpr int kAlignment =
+    1024;  // of a panel; dynamic shared memory itself is only 16-byte aligned
+
+// The place of an element in a tile of panels with `rows` rows, counted in elements.
+CUATTN_HOST_DEVICE int panel_at(int row, int column, int rows) {
+  int panel = column / kPanelColumns, chunk = column % kPanelColumns / 8;
+  return (panel * rows + row) * kPanelColumns + ((chunk ^ (row & 7)) << 3) + column % 8;
+}
+
+__device__ uint16_t* aligned_smem() {
+  extern __shared__ char smem[];
+  uint32_t misaligned = smem_address(smem) % kAlignment;
+  return reinterpret_cast<uint16_t*>(smem + (misaligned == 0 ? 0 : kAlignment - misaligned));
+}
+
+// ---- TMA
+
+// A packed batch [rows, heads, head_dim], or a dense one [batch, rows, heads, head_dim].
+struct Tensor {
+  int batch, rows, heads, head_dim;
+  int64_t elements() const { return int64_t{batch} * rows * heads * head_dim; }
+  int64_t at(int b, int row, int head, int column) const {
+    return ((int64_t{b} * rows + row) * heads + head) * head_dim + column;
+  }
+};
+
+// Five dimensions: (column, x, y, head, batch). x and y both step one row and the base lies
+// `extent` rows before the tensor, so that x = extent - length + row and y = start + length name
+// row `row` of the sequence that starts at `start`, and x >= extent exactly for the rows past its
+// end.
+TensorMap make_map(void* data, const Tensor& tensor, int extent, int box_rows) {
+  using Encode =
+      CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
+                   const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
+                   CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+  void* entry = nullptr;
+  cudaDriverEntryPointQueryResult found;
+  CUDA_OK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000,
+                                           cudaEnableDefault, &found));
+  cuuint64_t head_bytes = tensor.head_dim * sizeof(uint16_t), row_bytes = tensor.heads * head_bytes;
+  cuuint64_t sizes[5] = {static_cast<cuuint64_t>(tensor.head_dim), static_cast<cuuint64_t>(extent),
+                         static_cast<cuuint64_t>(tensor.rows + extent),
+                         static_cast<cuuint64_t>(tensor.heads),
+                         static_cast<cuuint64_t>(tensor.batch)};
+  cuuint64_t strides[4] = {row_bytes, row_bytes, head_bytes, tensor.rows * row_bytes};
+  cuuint32_t box[5] = {kPanelColumns, static_cast<cuuint32_t>(box_rows), 1, 1, 1};
+  cuuint32_t steps[5] = {1, 1, 1, 1, 1};
+  void* base = static_cast<char*>(data) - extent * row_bytes;
+  CUtensorMap map;
+  CUresult status = reinterpret_cast<Encode>(entry)(
+      &map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 5, base, sizes, strides, box, steps,
+      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  CHECK(status == CUDA_SUCCESS, "cuTensorMapEncodeTiled returned ", status);
+  TensorMap result;
+  static_assert(sizeof(result) == sizeof(map));
+  std::memcpy(&result, &map, sizeof(map));
+  return result;
+}
+
+struct Sequence {
+  int batch, start, length;
+};
+
+struct Box {  // `rows` of a sequence from row0 on, all columns of a head
+  int32_t x, y, head, batch;
+  Sequence sequence;  // for the host model
+  int32_t row0;
+};
+
+std::vector<Box> boxes_of(const std::vector<Sequence>& sequences, int heads, int extent,
+                          int box_rows) {
+  std::vector<Box> boxes;
+  for (const Sequence& s : sequences)
+    for (int head = 0; head < heads; ++head)
+      for (int row0 = 0; row0 < std::max(s.length, 1); row0 += box_rows)
+        boxes.push_back({extent - s.length + row0, s.start + s.length, head, s.batch, s, row0});
+  return boxes;
+}
+
+CUATTN_HOST_DEVICE constexpr int tile_bytes(int rows, int panels) {
+  return panels * rows * kPanelColumns * 2;
+}
+
+// One block loads one box, panel by panel, over a pattern, and copies what it finds to `out`.
+__global__ void load_boxes(const __grid_constant__ TensorMap map, const Box* boxes, int rows,
+                           int panels, uint16_t* out) {
+  uint16_t* sTile = aligned_smem();
+  __shared__ alignas(8) uint64_t barrier;
+  uint32_t full = smem_address(&barrier), tile = smem_address(sTile);
+  int elements = panels * rows * kPanelColumns;
+  for (int i = threadIdx.x; i < elements; i += blockDim.x) sTile[i] = 0xeeee;
+  async_proxy_fence();
+  if (threadIdx.x == 0) {
+    barrier_init(full, 1);
+    barrier_init_fence();
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    const Box& box = boxes[blockIdx.x];
+    tma_prefetch(&map);
+    barrier_arrive_expect(full, panels * rows * 128);
+    for (int panel = 0; panel < panels; ++panel)
+      tma_load(tile + panel * rows * 128, &map, full, panel * kPanelColumns, box.x, box.y, box.head,
+               box.batch, panel % 2 ? kEvictFirst : kEvictLast);
+  }
+  barrier_wait(full, 0);
+  for (int i = threadIdx.x; i < elements; i += blockDim.x)
+    out[int64_t{blockIdx.x} * elements + i] = sTile[i];
+}
+
+// One block stores one box whose element (row, column) is block * 4099 + row * 256 + column.
+__global__ void store_boxes(const __grid_constant__ TensorMap map, const Box* boxes, int rows,
+                            int panels) {
+  uint16_t* sTile = aligned_smem();
+  for (int i = threadIdx.x; i < panels * rows * kPanelColumns; i += blockDim.x) {
+    int row = i / (panels * kPanelColumns), column = i % (panels * kPanelColumns);
+    sTile[panel_at(row, column, rows)] =
+        static_cast<uint16_t>(blockIdx.x * 4099 + row * 256 + column);
+  }
+  async_proxy_fence();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    const Box& box = boxes[blockIdx.x];
+    for (int panel = 0; panel < panels; ++panel)
+      tma_store(&map, smem_address(sTile) + panel * rows * 128, panel * kPanelColumns, box.x, box.y,
+                box.head, box.batch);
+    tma_store_commit();
+    tma_store_wait_read<0>();
+  }
+}
+
+struct TmaCase {
+  std::string name;
+  Tensor tensor;
+  std::vector<Sequence> sequences;
+  int extent;    // of the x dimension, at least the longest sequence
+  int box_rows;  // multiple of 8
+};
+
+std::vector<TmaCase> tma_cases() {
+  std::vector<Sequence> packed;
+  int total = 0;
+  for (int length : {1, 64, 0, 7, 130, 63, 65, 0, 200, 8}) {
+    packed.push_back({0, total, length});
+    total += length;
+  }
+  std::vector<Sequence> dense = {{0, 0, 150}, {1, 0, 150}, {2, 0, 150}};
+  std::vector<Sequence> used = {
+      {0, 0, 150}, {1, 0, 0}, {2, 0, 77}};  // seqused: shorter than stored
+  return {
+      {"packed", {1, total, 2, 128}, packed, 200, 64},
+      {"packed, extent beyond the batch", {1, total, 3, 64}, packed, 4 * total, 176},
+      {"packed, half a panel", {1, total, 2, 96}, packed, 256, 80},
+      {"packed, a chunk of a panel", {1, total, 1, 72}, packed, 200, 128},
+      {"dense", {3, 150, 2, 128}, dense, 150, 64},
+      {"dense, 192 columns", {3, 150, 2, 192}, dense, 150, 112},
+      {"dense, used lengths", {3, 150, 2, 256}, used, 150, 64},
+  };
+}
+
+constexpr int kGuardRows = 64;  // before and after the tensor
+
+void check_tma_load(const TmaCase& c) {
+  const Tensor& t = c.tensor;
+  int panels = ceil_div(t.head_dim, kPanelColumns), elements = panels * c.box_rows * kPanelColumns;
+  std::vector<uint16_t> data(t.elements());
+  for (size_t i = 0; i < data.size(); ++i) data[i] = static_cast<uint16_t>(i * 40503 + 1);
+  std::vector<Box> boxes = boxes_of(c.sequences, t.heads, c.extent, c.box_rows);
+  OnGpu<uint16_t> source(data), out(boxes.size() * elements);
+  OnGpu<Box> g_boxes(boxes);
+  int smem_bytes = tile_bytes(c.box_rows, panels) + kAlignment;
+  allow(load_boxes, smem_bytes);
+  load_boxes<<<static_cast<unsigned>(boxes.size()), 128, smem_bytes>>>(
+      make_map(source.data(), t, c.extent, c.box_rows), g_boxes.data(), c.box_rows, panels,
+      out.data());
+  std::vector<uint16_t> seen = out.host();
+  for (size_t i = 0; i < boxes.size(); ++i) {
+    const Box& box = boxes[i];
+    for (int row = 0; row < c.box_rows; ++row)
+      for (int column = 0; column < panels * kPanelColumns; ++column) {
+        int at = box.row0 + row;
+        bool inside = at < box.sequence.length && column < t.head_dim;
+        uint16_t want =
+            inside ? data[t.at(box.batch, box.sequence.start + at, box.head, column)] : 0;
+        uint16_t got = seen[i * elements + panel_at(row, column, c.box_rows)];
+        CHECK(got == want, c.name, ": sequence of ", box.sequence.length, " rows, box from row ",
+              box.row0, ", row ", row, " column ", column, " is ", got, " instead of ", want);
+      }
+  }
+}
+
+void check_tma_store(const TmaCase& c) {
+  const Tensor& t = c.tensor;
+  int panels = ceil_div(t.head_dim, kPanelColumns);
+  int64_t guard = int64_t{kGuardRows} * t.heads * t.head_dim;
+  std::vector<uint16_t> want(t.elements() + 2 * guard, 0xdead);
+  std::vector<Box> boxes = boxes_of(c.sequences, t.heads, c.extent, c.box_rows);
+  OnGpu<uint16_t> target(want);
+  OnGpu<Box> g_boxes(boxes);
+  int smem_bytes = tile_bytes(c.box_rows, panels) + kAlignment;
+  allow(store_boxes, smem_bytes);
+  store_boxes<<<static_cast<unsigned>(boxes.size()), 128, smem_bytes>>>(
+      make_map(target.data() + guard, t, c.extent, c.box_rows), g_boxes.data(), c.box_rows, panels);
+  std::vector<uint16_t> seen = target.host();
+  for (size_t i = 0; i < boxes.size(); ++i) {
+    const Box& box = boxes[i];
+    for (int row = 0; row < c.box_rows && box.row0 + row < box.sequence.length; ++row)
+      for (int column = 0; column < t.head_dim; ++column)
+        want[guard + t.at(box.batch, box.sequence.start + box.row0 + row, box.head, column)] =
+            static_cast<uint16_t>(i * 4099 + row * 256 + column);
+  }
+  for (size_t i = 0; i < want.size(); ++i) {
+    int64_t element = static_cast<int64_t>(i) - guard, row = element / (t.heads * t.head_dim);
+    CHECK(seen[i] == want[i], c.name, ": element ", element, " (row ", row, ") is ", seen[i],
+          " instead of ", want[i]);
+  }
+}
+
+CUDA_TEST(sm90_tma_load_writes_swizzled_panels_and_zeros_past_every_sequence) {
+  require_hopper();
+  for (const TmaCase& c : tma_cases()) check_tma_load(c);
+}
+
+CUDA_TEST(sm90_tma_store_ends_at_every_sequence_and_column) {
+  require_hopper();
+  for (const TmaCase& c : tma_cases()) check_tma_store(c);
+}
+
+// ---- wgmma
+
+enum class Source { shared, registers };  // of A
+
+constexpr int kDepth = 128;     // of the reduction: two panels of a K-major operand
+constexpr int kGroupRows = 64;  // rows of a warpgroup
+
+constexpr int one_hot_bytes(int columns) {
+  int b_panels = (columns + kPanelColumns - 1) / kPanelColumns;
+  int n_major = b_panels * kDepth, k_major = kDepth / kPanelColumns * columns;  // rows of 128 bytes
+  return tile_bytes(kGroupRows, kDepth / kPanelColumns) + 128 * std::max(n_major, k_major);
+}
+
+// The column of row `row` that holds A's one in block `shift`: every (row, k) has its turn.
+CUATTN_HOST_DEVICE int hot_column(int row, int shift) { return (row * 5 + shift) % kDepth; }
+
+// D = A B + D0 with one-hot rows of A, B(k, n) = k (show_k) or n, D0 = 1000 on odd blocks and
+// overwritten garbage on even ones. Each block is one A; out: [kDepth, 64, kColumns].
+template <DType kType, int kColumns, Source kSource, int kTransB>
+__global__ void __launch_bounds__(128, 1) multiply_one_hot(bool show_k, float* out) {
+  uint16_t* sA = aligned_smem();
+  uint16_t* sB = sA + kGroupRows * kDepth;
+  auto bits = [](int value) { return from_float<Element<kType>>(static_cast<float>(value)).bits; };
+  for (int i = threadIdx.x; i < kGroupRows * kDepth; i += 128) {
+    int row = i / kDepth, k = i % kDepth;
+    sA[panel_at(row, k, kGroupRows)] = bits(k == hot_column(row, blockIdx.x));
+  }
+  for (int i = threadIdx.x; i < kColumns * kDepth; i += 128) {
+    int n = i / kDepth, k = i % kDepth;
+    sB[kTransB ? panel_at(k, n, kDepth) : panel_at(n, k, kColumns)] = bits(show_k ? k : n);
+  }
+  async_proxy_fence();
+  __syncthreads();
+
+  int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 + lane / 4, column = lane % 4 * 2;
+  uint64_t a_desc = wgmma_descriptor(smem_address(sA), 0);
+  uint64_t b_desc = wgmma_descriptor(smem_address(sB), kTransB ? kDepth * 128 : 0);
+  int accumulate = blockIdx.x & 1;
+  float d[kColumns / 2];
+  for (float& value : d) value = accumulate ? 1000.0f : 12345.0f;
+#pragma unroll
+  for (int step = 0; step < kDepth / 16; ++step) {
+    uint64_t b =
+        advance(b_desc, kTransB ? step * 16 * 128 : step / 4 * kColumns * 128 + step % 4 * 32);
+    uint32_t a[4];
+    for (int i = 0; i < 4; ++i) {
+      int k = step * 16 + column + i / 2 * 8, hot = hot_column(row + i % 2 * 8, blockIdx.x);
+      a[i] = pack2<kType>(k == hot, k + 1 == hot);
+    }
+    pin(d);
+    pin(a);
+    wgmma_fence();
+    if constexpr (kSource == Source::registers) {
+      Wgmma<kType, kColumns>::template rs<kTransB>(d, a, b, step > 0 || accumulate);
+    } else {
+      uint64_t a_step = advance(a_desc, step / 4 * kGroupRows * 128 + step % 4 * 32);
+      Wgmma<kType, kColumns>::template ss<kTransB>(d, a_step, b, step > 0 || accumulate);
+    }
+    wgmma_commit();
+    wgmma_wait<0>();
+    pin(d);
+    pin(a);
+  }
+  float* tile = out + int64_t{blockIdx.x} * kGroupRows * kColumns;
+#pragma unroll
+  for (int i = 0; i < kColumns / 2; ++i)
+    tile[(row + i / 2 % 2 * 8) * kColumns + i / 4 * 8 + column + i % 2] = d[i];
+}
+
+template <DType kType, int kColumns, Source kSource, int kTransB>
+void check_wgmma() {
+  constexpr int kBytes = one_hot_bytes(kColumns) + kAlignment;
+  auto kernel = multiply_one_hot<kType, kColumns, kSource, kTransB>;
+  allow(kernel, kBytes);
+  OnGpu<float> show_k(size_t{kDepth} * kGroupRows * kColumns), show_n(show_k.count);
+  kernel<<<kDepth, 128, kBytes>>>(true, show_k.data());
+  kernel<<<kDepth, 128, kBytes>>>(false, show_n.data());
+  std::vector<float> ks = show_k.host(), ns = show_n.host();
+  for (int shift = 0; shift < kDepth; ++shift)
+    for (int row = 0; row < kGroupRows; ++row)
+      for (int n = 0; n < kColumns; ++n) {
+        size_t at = (size_t{1} * shift * kGroupRows + row) * kColumns + n;
+        float base = shift % 2 ? 1000.0f : 0.0f;
+        CHECK(ks[at] == base + hot_column(row, shift) && ns[at] == base + n, "N = ", kColumns,
+              kSource == Source::shared ? " ss" : " rs", " transposed ", kTransB, ": D(", row, ", ",
+              n, ") is B(", ks[at] - base, ", ", ns[at] - base, ") instead of B(",
+              hot_column(row, shift), ", ", n, ")");
+      }
+}
+
+// Both products of attention: Q K^T (ss, K-major) and P V (rs, MN-major).
+template <DType kType, int... kColumns>
+void check_both_products() {
+  (check_wgmma<kType, kColumns, Source::shared, 0>(), ...);
+  (check_wgmma<kType, kColumns, Source::registers, 1>(), ...);
+}
+
+CUDA_TEST(sm90_wgmma_reads_bfloat16_panels_and_maps_accumulators) {
+  require_hopper();
+  check_both_products<DType::bf16, 64, 80, 96, 112, 128, 144, 160, 176, 192, 256>();
+}
+
+CUDA_TEST(sm90_wgmma_reads_float16_panels_and_maps_accumulators) {
+  require_hopper();
+  check_both_products<DType::f16, 64, 176, 256>();
+}
+
+CUDA_TEST(sm90_wgmma_takes_either_operand_order_from_either_place) {
+  require_hopper();
+  check_wgmma<DType::bf16, 128, Source::shared, 1>();
+  check_wgmma<DType::bf16, 80, Source::shared, 1>();
+  check_wgmma<DType::bf16, 256, Source::shared, 1>();
+  check_wgmma<DType::bf16, 128, Source::registers, 0>();
+  check_wgmma<DType::f16, 80, Source::registers, 0>();
+}
+
+// ---- a ring of tiles between a producer and two consumer warpgroups
+
+constexpr int kStages = 3, kLoads = 17;  // not a multiple: the phases of the stages differ
+constexpr int kHeld = 160;               // registers that a consumer keeps across the ring
+
+// Warp 0 loads kLoads boxes of 64 x 64 into the ring. Each consumer thread adds up 16 words of
+// every tile; the warpgroups take turns and log whose it was. sums: [2, kLoads, 128].
+__global__ void __launch_bounds__(384, 1)
+    run_ring(const __grid_constant__ TensorMap map, const float* gHeld, uint32_t* sums,
+             int32_t* turns, float* held_sums) {
+  constexpr uint32_t kBoxBytes = tile_bytes(64, 1);
+  uint16_t* sTiles = aligned_smem();
+  __shared__ alignas(8) uint64_t barriers[2 * kStages];
+  __shared__ int turn;
+  auto full = [&](int stage) { return smem_address(&barriers[stage]); };
+  auto empty = [&](int stage) { return smem_address(&barriers[kStages + stage]); };
+  if (threadIdx.x == 0) {
+    turn = 0;
+    for (int stage = 0; stage < kStages; ++stage) {
+      barrier_init(full(stage), 1);
+      barrier_init(empty(stage), 8);  // one lane of each consumer warp
+    }
+    barrier_init_fence();
+  }
+  __syncthreads();
+  int group = threadIdx.x / 128 - 1, thread = threadIdx.x % 128;
+  int stage = 0;
+  if (group < 0) {
+    registers_shrink<24>();
+    if (threadIdx.x >= 32 || !elect_one()) return;
+    for (uint32_t i = 0, parity = 1; i < kLoads; ++i) {
+      barrier_wait(empty(stage), parity);
+      barrier_arrive_expect(full(stage), kBoxBytes);
+      tma_load(smem_address(sTiles) + stage * kBoxBytes, &map, full(stage), 0, i * 64, kLoads * 64,
+               0, 0, kEvictFirst);
+      if (++stage == kStages) stage = 0, parity ^= 1;
+    }
+    return;
+  }
+  registers_grow<240>();
+  float held[kHeld];
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i) held[i] = gHeld[i * 256 + group * 128 + thread];
+  if (group == 1) named_barrier_arrive(1, 256);  // group 0 begins
+#pragma unroll 1
+  for (uint32_t i = 0, parity = 0; i < kLoads; ++i) {
+    pin(held);
+    named_barrier_sync(1 + group, 256);
+    if (thread == 0) turns[turn++] = group;
+    __threadfence_block();
+    if (group == 0 || i + 1 < kLoads) named_barrier_arrive(2 - group, 256);
+    barrier_wait(full(stage), parity);
+    const volatile uint32_t* tile =
+        reinterpret_cast<const uint32_t*>(sTiles) + stage * kBoxBytes / 4;
+    uint32_t sum = 0;
+    for (int word = thread; word < static_cast<int>(kBoxBytes) / 4; word += 128)
+      sum += tile[word] * (word + 1);
+    sums[(group * kLoads + i) * 128 + thread] = sum;
+    __syncwarp();
+    if (thread % 32 == 0) barrier_arrive(empty(stage));
+    if (++stage == kStages) stage = 0, parity ^= 1;
+  }
+  float total = 0;
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i) total += held[i] * (i % 7 + 1);
+  held_sums[group * 128 + thread] = total;
+}
+
+CUDA_TEST(sm90_ring_delivers_every_tile_in_turns_and_keeps_the_registers) {
+  require_hopper();
+  Random random(case_seed("ring"));
+  Tensor tensor{1, kLoads * 64, 1, 64};
+  std::vector<uint16_t> data(tensor.elements());
+  for (uint16_t& value : data) value = static_cast<uint16_t>(random.next());
+  std::vector<float> held(kHeld * 256);
+  for (float& value : held) value = static_cast<float>(random.range(-1000, 1000));
+  OnGpu<uint16_t> source(data);
+  OnGpu<float> g_held(held), g_held_sums(size_t{256});
+  OnGpu<uint32_t> g_sums(size_t{2 * kLoads * 128});
+  OnGpu<int32_t> g_turns(size_t{2 * kLoads});
+  constexpr int kBytes = kStages * tile_bytes(64, 1) + kAlignment;
+  allow(run_ring, kBytes);
+  run_ring<<<1, 384, kBytes>>>(make_map(source.data(), tensor, tensor.rows, 64), g_held.data(),
+                               g_sums.data(), g_turns.data(), g_held_sums.data());
+  std::vector<uint32_t> sums = g_sums.host();
+  std::vector<int32_t> turns = g_turns.host();
+  std::vector<float> held_sums = g_held_sums.host();
+  for (int i = 0; i < 2 * kLoads; ++i)
+    CHECK(turns[i] == i % 2, "turn ", i, " was taken by group ", turns[i]);
+  for (int i = 0; i < kLoads; ++i) {
+    std::vector<uint16_t> image(64 * 64);
+    for (int at = 0; at < 64 * 64; ++at)
+      image[panel_at(at / 64, at % 64, 64)] = data[i * 64 * 64 + at];
+    for (int thread = 0; thread < 128; ++thread) {
+      uint32_t want = 0;
+      for (uint32_t word = thread; word < 64 * 32; word += 128)
+        want += (image[2 * word] | uint32_t{image[2 * word + 1]} << 16) * (word + 1);
+      for (int group = 0; group < 2; ++group)
+        CHECK(sums[(group * kLoads + i) * 128 + thread] == want, "tile ", i, ", group ", group,
+              ", thread ", thread);
+    }
+  }
+  for (int thread = 0; thread < 256; ++thread) {
+    float want = 0;  // integers below 2^24: exact in any order
+    for (int i = 0; i < kHeld; ++i) want += held[i * 256 + thread] * static_cast<float>(i % 7 + 1);
+    CHECK(held_sums[thread] == want, "registers of thread ", thread, " add up to ",
+          held_sums[thread], " instead of ", want);
+  }
+}
+
+// ---- the way out: accumulators to shared memory to global
+
+// Element (row, column) of a 64 x 128 tile is row * 128 + column, given as accumulator fragments.
+__global__ void store_fragments(const __grid_constant__ TensorMap map) {
+  uint32_t tile = smem_address(aligned_smem());
+  int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * 16;
+  int local = warp_row + lane % 16;  // the row whose address this lane gives
+  auto pair = [&](int row_offset, int column) -> uint32_t {
+    uint32_t low = (warp_row + lane / 4 + row_offset) * 128 + column + lane % 4 * 2;
+    return low | (low + 1) << 16;
+  };
+  for (int j = 0; j < 8; ++j) {
+    uint32_t chunk = (j % 4 * 2 + lane / 16) ^ (local & 7);
+    stmatrix_x4(tile + (j / 4 * 64 + local) * 128 + chunk * 16, pair(0, 16 * j), pair(8, 16 * j),
+                pair(0, 16 * j + 8), pair(8, 16 * j + 8));
+  }
+  async_proxy_fence();
+  named_barrier_sync(8, 128);
+  if (threadIdx.x == 0) {
+    for (int panel = 0; panel < 2; ++panel)
+      tma_store(&map, tile + panel * 64 * 128, panel * 64, 0, 64, 0, 0);
+    tma_store_commit();
+    tma_store_wait_read<0>();
+  }
+}
+
+CUDA_TEST(sm90_stmatrix_and_tma_store_give_fragments_back_as_rows) {
+  require_hopper();
+  OnGpu<uint16_t> out(size_t{64 * 128});
+  constexpr int kBytes = tile_bytes(64, 2) + kAlignment;
+  store_fragments<<<1, 128, kBytes>>>(make_map(out.data(), {1, 64, 1, 128}, 64, 64));
+  std::vector<uint16_t> seen = out.host();
+  for (int i = 0; i < 64 * 128; ++i)
+    CHECK(seen[i] == i, "row ", i / 128, " column ", i % 128, " holds (", seen[i] / 128, ", ",
+          seen[i] % 128, ")");
+}
+
+__global__ void elect(uint32_t* out) { out[threadIdx.x] = elect_one(); }
+
+CUDA_TEST(sm90_elect_one_names_one_lane_of_each_warp) {
+  require_hopper();
+  OnGpu<uint32_t> out(size_t{128});
+  elect<<<1, 128>>>(out.data());
+  std::vector<uint32_t> seen = out.host();
+  for (int warp = 0; warp < 4; ++warp) {
+    uint32_t elected = 0;
+    for (int lane = 0; lane < 32; ++lane) elected += seen[warp * 32 + lane];
+    CHECK(elected == 1, "warp ", warp, " elected ", elected, " lanes");
+  }
+}
+
+}  // namespace
+}  // namespace cuattn::test
