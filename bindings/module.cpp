@@ -11,31 +11,16 @@
 #include <utility>
 
 #include "allocate.h"
+#include "block_pool.h"
 #include "convert.h"
 #include "cuattn/c_api.h"
+#include "errors.h"
 #include "fastcall.h"
 #include "options.h"
 #include "xla_ffi.h"
 
 namespace cuattn::bindings {
 namespace {
-
-PyObject* cuda_error = nullptr;  // the class cuattn.CudaError
-
-// Throws the Python exception of a failed status; the message is the library's.
-void check(cuattn_status status) {
-  if (status == CUATTN_OK) return;
-  PyObject* type = PyExc_RuntimeError;
-  switch (status) {
-    case CUATTN_INVALID_ARGUMENT: type = PyExc_ValueError; break;
-    case CUATTN_NOT_IMPLEMENTED: type = PyExc_NotImplementedError; break;
-    case CUATTN_CUDA_ERROR: type = cuda_error; break;
-    case CUATTN_OUT_OF_MEMORY: type = PyExc_MemoryError; break;
-    default: break;
-  }
-  PyErr_SetString(type, cuattn_last_error());
-  throw nb::python_error();
-}
 
 // The arrays of one attention call.
 struct AttentionArrays {
@@ -413,12 +398,8 @@ NB_MODULE(_core, m) {
   using namespace cuattn::bindings;  // NOLINT: the module is this namespace
   m.doc() = "The compiled part of cuattn; use the functions of the package itself.";
 
-  cuda_error = PyErr_NewExceptionWithDoc(
-      "cuattn.CudaError",
-      "A CUDA call failed; the message holds the call, the error's name and its text.",
-      PyExc_RuntimeError, nullptr);
-  if (cuda_error == nullptr) throw nb::python_error();
-  m.attr("CudaError") = nb::borrow(cuda_error);
+  make_exceptions(m);
+  add_block_pool(m);
 
   m.def(
       "attention", &attention,

@@ -163,21 +163,12 @@ void prefill(const PrefillParams& params, const Plan& plan, int32_t device_id, S
   }
 }
 
-void paged(const PagedParams& params, const Plan& plan, int32_t device_id, Stream stream) {
-  DeviceGuard guard(device_id);
-  cudaStream_t cuda_stream = static_cast<cudaStream_t>(stream);
-  if (params.own_plan != nullptr) launch_paged_plan(params.work, params.own_plan, cuda_stream);
-  switch (plan.kernel) {
-    default: CUATTN_ASSERT(false, "no paged kernel ", kernel_name(plan.kernel));
-  }
-  if (num_paged_slots(params.work) > 0 || params.exp_sums != nullptr) {
-    launch_paged_combine(params, device_info(device_id, false).major, cuda_stream);
-  }
+void paged(const PagedParams&, const Plan& plan, int32_t, Stream) {
+  CUATTN_ASSERT(false, "no paged kernel ", kernel_name(plan.kernel));
 }
 
-void paged_plan(const PagedWork& work, int32_t* plan, int32_t device_id, Stream stream) {
-  DeviceGuard guard(device_id);
-  launch_paged_plan(work, plan, static_cast<cudaStream_t>(stream));
+void paged_plan(const PagedWork&, int32_t*, int32_t, Stream) {
+  CUATTN_ASSERT(false, "no paged kernel needs a plan");
 }
 
 void merge(const MergeParams& params, int32_t device_id, Stream stream) {

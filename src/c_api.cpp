@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The C ABI: views in, exceptions out as status codes, and the text of the last one per thread.
+// The C ABI of attention and merging: views in, exceptions out as status codes. Next: guarded.h.
 #include "cuattn/c_api.h"
 
 #include <cstring>
@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "guarded.h"
 #include "info.h"
 #include "merge.h"
 #include "validate.h"
@@ -18,43 +19,6 @@
 
 namespace cuattn {
 namespace {
-
-thread_local std::string last_error;
-
-cuattn_status failed(cuattn_status status, const char* message) {
-  last_error = message;
-  return status;
-}
-
-// Runs `body`; no exception leaves the library.
-template <class Body>
-cuattn_status guarded(Body&& body) noexcept {
-  try {
-    body();
-    return CUATTN_OK;
-  } catch (const InvalidArgument& e) {
-    return failed(CUATTN_INVALID_ARGUMENT, e.what());
-  } catch (const NotImplemented& e) {
-    return failed(CUATTN_NOT_IMPLEMENTED, e.what());
-  } catch (const UnsupportedDevice& e) {
-    return failed(CUATTN_UNSUPPORTED_DEVICE, e.what());
-  } catch (const CudaError& e) {
-    return failed(CUATTN_CUDA_ERROR, e.what());
-  } catch (const OutOfMemory& e) {
-    return failed(CUATTN_OUT_OF_MEMORY, e.what());
-  } catch (const std::bad_alloc&) {
-    return failed(CUATTN_OUT_OF_MEMORY, "cuattn: the host is out of memory");
-  } catch (const std::exception& e) {
-    return failed(CUATTN_INTERNAL_ERROR, e.what());
-  }
-}
-
-// A required array; `what` names it in the refusal.
-TensorView view_of(const char* function, const char* argument, const DLTensor* tensor) {
-  CUATTN_REQUIRE(tensor != nullptr, function, ": ", argument,
-                 " must be an array, got NULL; pass a DLTensor");
-  return TensorView(*tensor);
-}
 
 void check_options(const cuattn_attention_options* options) {
   CUATTN_REQUIRE(options != nullptr && options->struct_size == sizeof(cuattn_attention_options),
@@ -128,13 +92,19 @@ std::vector<KernelInfo> all_kernels() {
 }
 
 }  // namespace
+
+std::string& last_error() {
+  thread_local std::string message;
+  return message;
+}
+
 }  // namespace cuattn
 
 using namespace cuattn;
 
 extern "C" {
 
-const char* cuattn_last_error(void) { return last_error.c_str(); }
+const char* cuattn_last_error(void) { return last_error().c_str(); }
 
 const char* cuattn_version(void) { return CUATTN_VERSION; }
 

@@ -27,6 +27,9 @@ struct CudaError : std::runtime_error {
 struct NotImplemented : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
+struct OutOfBlocks : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
 #endif
 
 // bshd: [batch, seqlen, num_heads, head_dim]; bhsd: heads before sequence.
@@ -77,6 +80,7 @@ inline void check(cuattn_status status) {
     case CUATTN_INVALID_ARGUMENT: throw std::invalid_argument(message);
     case CUATTN_NOT_IMPLEMENTED: throw NotImplemented(message);
     case CUATTN_CUDA_ERROR: throw CudaError(message);
+    case CUATTN_OUT_OF_BLOCKS: throw OutOfBlocks(message);
     default: throw std::runtime_error(message);
   }
 }

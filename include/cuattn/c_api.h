@@ -28,7 +28,8 @@ typedef enum {
   CUATTN_UNSUPPORTED_DEVICE = 3, /* the build has no code for this device; RuntimeError */
   CUATTN_CUDA_ERROR = 4,         /* a CUDA call failed; cuattn.CudaError */
   CUATTN_OUT_OF_MEMORY = 5,      /* workspace missing or too small; MemoryError */
-  CUATTN_INTERNAL_ERROR = 6      /* a bug of the library; RuntimeError */
+  CUATTN_INTERNAL_ERROR = 6,     /* a bug of the library; RuntimeError */
+  CUATTN_OUT_OF_BLOCKS = 7       /* too few free blocks in a pool; cuattn.OutOfBlocksError */
 } cuattn_status;
 
 /* The message of the last failed call on this thread; valid until the next one. */
@@ -133,6 +134,57 @@ typedef struct {
 
 CUATTN_API int32_t cuattn_kernel_count(void);
 CUATTN_API cuattn_status cuattn_kernel_at(int32_t index, cuattn_kernel_info* info);
+
+/* The blocks of a paged KV cache: which are free, who shares them, and which hold a prefix that can
+ * be had again. Blocks are numbers in [0, num_blocks); the pool holds no keys and no values. Every
+ * function is safe to call from several threads, takes O(1) time per block (and per token given),
+ * and a failed one changes nothing. */
+typedef struct cuattn_block_pool cuattn_block_pool;
+
+typedef struct {
+  int64_t num_blocks, block_size; /* as created; block_size in tokens */
+  int64_t free_blocks;            /* that allocate can hand out, the evictable ones included */
+  int64_t used_blocks;            /* with a reference */
+  int64_t shared_blocks;          /* with two references and more */
+  int64_t cached_blocks;          /* that match_prefix can find, used or not */
+  int64_t evictable_blocks;       /* cached, without a reference */
+  int64_t evictions;              /* cached blocks handed out anew, since creation */
+  int64_t copies;                 /* blocks that make_writable replaced */
+  int64_t queried_tokens, matched_tokens; /* of all calls of match_prefix */
+} cuattn_block_pool_stats;
+
+CUATTN_API cuattn_status cuattn_block_pool_create(int64_t num_blocks, int64_t block_size,
+                                                  cuattn_block_pool** pool);
+CUATTN_API void cuattn_block_pool_destroy(cuattn_block_pool* pool);
+/* ids[count]: free blocks, each now with one reference. CUATTN_OUT_OF_BLOCKS: none is taken. */
+CUATTN_API cuattn_status cuattn_block_pool_allocate(cuattn_block_pool* pool, int64_t count,
+                                                    int32_t* ids);
+/* Drops one reference of each block. Without one a block is free; a committed one can be matched
+ * until it is handed out anew, the longest unused first, and of one call the last of ids first. */
+CUATTN_API cuattn_status cuattn_block_pool_free(cuattn_block_pool* pool, const int32_t* ids,
+                                                int64_t count);
+/* Adds one reference to each block. */
+CUATTN_API cuattn_status cuattn_block_pool_fork(cuattn_block_pool* pool, const int32_t* ids,
+                                                int64_t count);
+CUATTN_API cuattn_status cuattn_block_pool_ref_count(cuattn_block_pool* pool, int32_t id,
+                                                     int64_t* count);
+/* *writable: `id` itself if the caller holds its only reference, no longer matched then; else a new
+ * block that takes over this reference, into which the caller copies the content of `id`. */
+CUATTN_API cuattn_status cuattn_block_pool_make_writable(cuattn_block_pool* pool, int32_t id,
+                                                         int32_t* writable);
+/* The longest chain of committed full blocks that begins like `tokens`, each with one more
+ * reference. ids has room for num_tokens / block_size. */
+CUATTN_API cuattn_status cuattn_block_pool_match_prefix(cuattn_block_pool* pool,
+                                                        const int64_t* tokens, int64_t num_tokens,
+                                                        int32_t* ids, int64_t* num_ids);
+/* The keys and values of `tokens` stand in `ids`, which follow `parent` (a committed block, or -1
+ * for the begin of a sequence): full blocks can be matched from now on, tokens beyond the last full
+ * block are ignored. Where the same tokens are cached already, that block stays the one found. */
+CUATTN_API cuattn_status cuattn_block_pool_commit(cuattn_block_pool* pool, const int32_t* ids,
+                                                  int64_t count, const int64_t* tokens,
+                                                  int64_t num_tokens, int32_t parent);
+CUATTN_API cuattn_status cuattn_block_pool_get_stats(cuattn_block_pool* pool,
+                                                     cuattn_block_pool_stats* stats);
 
 /* Version, build, CPU and every GPU as a JSON object; the text lives until the next call on this
  * thread. */

@@ -37,6 +37,11 @@ struct OutOfMemory : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// A block pool has fewer free blocks than asked for: OutOfBlocksError, a MemoryError.
+struct OutOfBlocks : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
 inline void append_text(std::string& text, const std::string& part) { text += part; }
 inline void append_text(std::string& text, const char* part) { text += part; }
 inline void append_text(std::string& text, char part) { text += part; }

@@ -7,15 +7,18 @@
 (1, 4, 2, 8)
 """
 
-from ._core import CudaError
+from ._core import CudaError, OutOfBlocksError
 from ._core import version as _version
 from ._plan import Plan, cmake_dir, explain, info, kernels
 from .attention import attention, attention_varlen, merge_states
+from .block_pool import BlockPool
 
 __version__: str = _version()
 
 __all__ = [
+    "BlockPool",
     "CudaError",
+    "OutOfBlocksError",
     "Plan",
     "__version__",
     "attention",
