@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from cuattn._bench import devices, measure, peers, reference, report
+from cuattn._bench import devices, measure, options, peers, published, reference, report
 from cuattn._bench.workloads import FAMILIES, Workload, dense, visible_pairs
 
 ALL = [(name, w) for name, family in FAMILIES.items() for w in family.workloads]
@@ -62,6 +62,74 @@ def test_the_check_accepts_the_formula_and_sees_one_wrong_row(workload):
     for value in (flat[-1, -1, 0] + 1e-3, np.nan):
         flat[-1, -1, 0] = value  # the last row of the last sequence and head is always looked at
         assert not reference.check(workload, inputs, out).ok
+
+
+FLEX = [
+    dense("causal", 2, 96, (4, 2), 32, dtype="float32", causal=True),
+    dense("window", 1, 160, 2, 32, dtype="float32", window=(20, 5)),
+    dense("softcap, alibi", 1, 70, 2, 32, dtype="float32", softcap=3.0, alibi=True, bias=True),
+    Workload("documents", 3, 90, 90, 2, 2, 32, dtype="float32", lengths=(90, 1, 33)),
+    Workload("causal", 3, 90, 90, 2, 2, 32, dtype="float32", causal=True, lengths=(7, 90, 64)),
+]
+
+
+@pytest.mark.parametrize("workload", FLEX, ids=lambda w: f"{w.op}-{w.mask}")
+def test_flex_attention_is_asked_for_the_same_function(workload):
+    pytest.importorskip("torch")
+    from torch.nn.attention.flex_attention import flex_attention
+
+    inputs = devices.torch_inputs(workload, "cpu")
+    arrays, options = peers.flex_arguments(workload, inputs)
+    out = peers.from_flex(workload, flex_attention(*arrays, **options))
+    assert out.shape == inputs.q.shape
+    assert reference.check(workload, inputs, out).ok
+
+
+@pytest.mark.parametrize("backend", ["auto", "invariant", "naive"])
+def test_our_backends_by_name(backend):
+    workload = FAMILIES["smoke"].workloads[1]
+    inputs = devices.numpy_inputs(workload)
+    prepared = peers.our_contestant(backend).prepare(workload, inputs)
+    assert reference.check(workload, inputs, prepared.call()).ok
+    _, chosen = peers.our_call(workload, inputs, backend)
+    assert chosen.get("batch_invariant", False) == (backend == "invariant")
+    assert backend in options.BACKENDS
+
+
+def row_with(**tflops) -> dict:
+    results = [
+        {"name": name.replace("_", ":"), "ours": name.startswith("cuattn"), "ms": 1.0, "tflops": t}
+        for name, t in tflops.items()
+    ]
+    return {"workload": {"name": "d128 s2048 full"}, "results": results}
+
+
+def test_a_published_figure_is_scaled_by_fa3_of_its_row_or_else_by_the_matmul_rate():
+    ceilings = {"matmul_bfloat16_tflops": 347.0}
+    row = row_with(cuattn_sm90=600.0, fa3=622.5 / 2)
+    published.add_bars("forward", row, ceilings, "NVIDIA H200")
+    assert row["published"]["fa4"]["tflops"] == pytest.approx(628.4 / 2)
+    assert row["results"][0]["ratio_to_published"]["fa4"] == pytest.approx(1200 / 628.4)
+    row = row_with(cuattn_sm90=600.0)
+    published.add_bars("forward", row, ceilings, "NVIDIA H200")
+    assert row["published"]["fa4"]["tflops"] == pytest.approx(628.4 * 347.0 / 694.0)
+    assert "600" not in report.published_lines(row)[0]
+    assert "(fa4)" in report.published_lines(row)[0]
+
+
+def test_a_published_figure_yields_to_a_measured_peer_and_to_other_devices():
+    measured_here = row_with(cuattn_sm90=600.0, fa3=622.5, fa4=600.0)
+    elsewhere = row_with(cuattn_sm90=600.0, fa3=622.5)
+    ceilings = {"matmul_bfloat16_tflops": 694.0}
+    published.add_bars("forward", measured_here, ceilings, "NVIDIA H200")
+    published.add_bars("forward", elsewhere, ceilings, "NVIDIA L4")
+    assert "published" not in measured_here
+    assert "published" not in elsewhere
+
+
+def test_published_figures_name_rows_that_exist():
+    names = {(family, w.name) for family, w in ALL}
+    assert published.FIGURES.keys() <= names
 
 
 def contestants(*calls) -> list[peers.Contestant]:

@@ -6,7 +6,8 @@ from __future__ import annotations
 import argparse
 import pathlib
 
-BACKENDS = ("auto", "naive", "cublas", "tiled", "simt", "sm80", "cpu")
+# `invariant` is auto with batch_invariant=True.
+BACKENDS = ("auto", "invariant", "naive", "cublas", "tiled", "simt", "sm80", "sm90", "cpu")
 PEERS = (
     "torch",
     "math",

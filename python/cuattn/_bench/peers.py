@@ -65,12 +65,11 @@ def module(*names: str):
 
 def our_call(w: Workload, x: Inputs, backend: str) -> tuple[tuple, dict]:
     """Positional and keyword arguments of cuattn.attention or attention_varlen."""
-    options: dict[str, Any] = {
-        "causal": w.causal,
-        "window": w.window,
-        "softcap": w.softcap,
-        "backend": backend,
-    }
+    options: dict[str, Any] = {"causal": w.causal, "window": w.window, "softcap": w.softcap}
+    if backend == "invariant":
+        options["batch_invariant"] = True
+    else:
+        options["backend"] = backend
     if w.alibi:
         options["alibi_slopes"] = x.slopes
     if w.bias:
@@ -172,16 +171,34 @@ def torch_varlen(w: Workload, x: Inputs) -> Prepared:
 
 def flex(w: Workload, x: Inputs) -> Prepared:
     """FlexAttention of torch, compiled for the shape."""
-    require(hasattr(x.q, "is_cuda") and x.q.is_cuda and not w.lengths, "needs dense CUDA tensors")
+    require(hasattr(x.q, "is_cuda") and x.q.is_cuda, "needs CUDA tensors")
     import torch
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    from torch.nn.attention.flex_attention import flex_attention
+
+    torch._dynamo.reset()  # each shape is compiled anew; the recompile limit would end the run
+    arrays, options = flex_arguments(w, x)
+    compiled = torch.compile(flex_attention, dynamic=False)
+    return Prepared(lambda: compiled(*arrays, **options), canonical=lambda out: from_flex(w, out))
+
+
+def flex_arguments(w: Workload, x: Inputs) -> tuple[tuple, dict]:
+    """Arrays and options of flex_attention; a ragged batch is one sequence of documents."""
+    import torch
+    from torch.nn.attention.flex_attention import create_block_mask
 
     offset = w.seqlen_kv - w.seqlen_q
     left, right = w.window
     right = 0 if w.causal else right
 
+    document = None
+    if w.lengths:
+        numbers, counts = torch.arange(len(w.lengths)), torch.tensor(w.lengths)
+        document = torch.repeat_interleave(numbers, counts).to(x.q.device)
+
     def mask_mod(b, h, q_idx, kv_idx):
         keep = q_idx >= 0
+        if document is not None:
+            keep = keep & (document[q_idx] == document[kv_idx])
         if left >= 0:
             keep = keep & (kv_idx >= q_idx + offset - left)
         if right >= 0:
@@ -199,22 +216,24 @@ def flex(w: Workload, x: Inputs) -> Prepared:
             score = score + bias[0, h, q_idx, kv_idx]
         return score
 
-    torch._dynamo.reset()  # each shape is compiled anew; the recompile limit would end the run
-    masked = left >= 0 or right >= 0
-    block_mask = (
-        create_block_mask(mask_mod, None, None, w.seqlen_q, w.seqlen_kv, device="cuda")
-        if masked
-        else None
-    )
+    q, k, v = ((t[None] if w.lengths else t).transpose(1, 2) for t in (x.q, x.k, x.v))
+    block_mask = None
+    if left >= 0 or right >= 0 or document is not None:
+        lengths = q.shape[2], k.shape[2]
+        block_mask = create_block_mask(mask_mod, None, None, *lengths, device=x.q.device)
     scored = bool(softcap) or slopes is not None or bias is not None
-    compiled = torch.compile(flex_attention, dynamic=False)
-    q, k, v = (t.transpose(1, 2) for t in (x.q, x.k, x.v))
     options = {
         "score_mod": score_mod if scored else None,
         "block_mask": block_mask,
         "enable_gqa": w.num_heads_q != w.num_heads_kv,
     }
-    return Prepared(lambda: compiled(q, k, v, **options), canonical=lambda out: out.transpose(1, 2))
+    return (q, k, v), options
+
+
+def from_flex(w: Workload, out):
+    """Bring flex_attention's result to q's layout."""
+    out = out.transpose(1, 2)
+    return out[0] if w.lengths else out
 
 
 # ---- other packages ----

@@ -115,7 +115,24 @@ def row_lines(row: dict, ceilings: dict[str, float]) -> str:
         elif result["status"].startswith("unsupported"):
             continue
         lines.append(COLUMNS.format(**fields).rstrip())
+    lines += published_lines(row)
     return "\n".join(lines) or f"{name:34s} nobody measured here serves it"
+
+
+def published_lines(row: dict) -> list[str]:
+    """Format a line for each scaled figure of a peer that was not measured, and our ratios."""
+    lines = []
+    for peer, bar in row.get("published", {}).items():
+        ratios = (
+            f"{result['name']} {result['ratio_to_published'][peer]:.3f}"
+            for result in row["results"]
+            if "ratio_to_published" in result
+        )
+        fields = dict.fromkeys(("name", "ms", "gbps", "roof", "memory", "ratio"), "")
+        note = f"its figure {bar['figure']} scaled by {bar['scaled_by']}: {', '.join(ratios)}"
+        fields |= {"who": f"({peer})", "tflops": f"{bar['tflops']:.4g}", "note": note}
+        lines.append(COLUMNS.format(**fields).rstrip())
+    return lines
 
 
 def roof(workload: dict, result: dict, ceilings: dict[str, float]) -> float:
@@ -176,19 +193,21 @@ def our_failures(document: dict) -> int:
 
 def summary(document: dict) -> str:
     """Geometric mean and worst row of the ratio to the best peer, per backend of ours."""
-    ratios: dict[str, list[tuple[float, str]]] = {}
+    ratios: dict[tuple[str, str], list[tuple[float, str]]] = {}
     for row, result in our_results(document):
+        found = {f"{peer}'s figures": r for peer, r in result.get("ratio_to_published", {}).items()}
         if "ratio_to_best_peer" in result:
-            ratios.setdefault(result["name"], []).append(
-                (result["ratio_to_best_peer"], row["workload"]["name"])
-            )
+            found = {"the best peer": result["ratio_to_best_peer"], **found}
+        for whom, value in found.items():
+            ratios.setdefault((result["name"], whom), []).append((value, row["workload"]["name"]))
     lines = []
-    for name, values in ratios.items():
+    backends = list(dict.fromkeys(name for name, _ in ratios))
+    for (name, whom), values in sorted(ratios.items(), key=lambda item: backends.index(item[0][0])):
         mean = math.exp(statistics.fmean(math.log(value) for value, _ in values))
         worst, where = min(values)
         rows = f"{len(values)} row{'s' if len(values) > 1 else ''}"
         lines.append(
-            f"{name}: {mean:.3f} x the best peer on the geometric mean of {rows}, "
+            f"{name}: {mean:.3f} x {whom} on the geometric mean of {rows}, "
             f"least {worst:.3f} at {where}"
         )
     if not document["complete"]:

@@ -15,7 +15,7 @@ import time
 
 import cuattn
 
-from . import report
+from . import published, report
 from .devices import CpuDevice, CudaDevice, open_device
 from .measure import Run, Settings, say
 from .options import BACKENDS
@@ -61,6 +61,7 @@ def run_family(name: str, family: Family, run: Run, document: dict, save) -> Non
             row = run.row(w, slice_s, clock.fair_s)
         except Exception as error:  # the device context is lost; what was measured stays
             row = report.empty_row(w, f"aborted: {error}")
+        published.add_bars(name, row, document["ceilings"], run.device.name)
         document["rows"].append(row)
         print(report.row_lines(row, document["ceilings"]), flush=True)
         save(document)

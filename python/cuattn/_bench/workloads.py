@@ -190,13 +190,26 @@ def ragged() -> Iterable[Workload]:
             )
 
 
+def pack_documents(tokens: int, seed: int = 0) -> tuple[int, ...]:
+    """Draw lengths of 128 to 2048 that fill a sequence of `tokens`; the last takes what is left."""
+    draw, lengths = random.Random(seed), []
+    while (left := tokens - sum(lengths)) > 0:
+        lengths.append(min(left, draw.randint(128, 2048)))
+    return tuple(lengths)
+
+
 def masks() -> Iterable[Workload]:
-    """Windows and score options, 2 x 8192 tokens, 16 heads of 128; plain causal for comparison."""
+    """Windows, documents, score options: 16384 tokens, 16 heads of 128; and plain causal."""
     base = {"batch": 2, "seqlen": 8192, "heads": 16, "head_dim": 128, "jit": True}
     yield dense("causal", **base, causal=True)
     yield dense("window 256", **base, window=(256, 256))
     yield dense("causal window 256", **base, causal=True, window=(256, 0))
     yield dense("causal window 1024", **base, causal=True, window=(1024, 0))
+    documents = pack_documents(8192) + pack_documents(8192, seed=1)
+    for name, causal in (("documents", False), ("causal documents", True)):
+        longest = max(documents)
+        shape = (len(documents), longest, longest, 16, 16, 128)
+        yield Workload(name, *shape, causal=causal, lengths=documents, jit=True)
     yield dense("causal softcap 30", **base, causal=True, softcap=30.0)
     yield dense("causal alibi", **base, causal=True, alibi=True)
     yield dense("bias [1, H, s, s]", **base, bias=True)
@@ -299,7 +312,9 @@ FAMILIES: dict[str, Family] = {
     "gqa": _family(gqa, peers=("cudnn", "flash", "fa3", "fa4", "flashinfer")),
     "fp16": _family(fp16),
     "ragged": _family(ragged, peers=("varlen", "fa3", "fa4", "flashinfer")),
-    "masks": _family(masks, peers=("flex", "fa3", "fa4", "efficient", "cudnn", "flashinfer")),
+    "masks": _family(
+        masks, peers=("flex", "fa3", "fa4", "varlen", "efficient", "cudnn", "flashinfer")
+    ),
     "models": _family(models),
     "ladder": _family(
         ladder, backends=("naive", "cublas", "tiled", "simt", "sm80"), peers=("math", "flash")
