@@ -23,6 +23,10 @@ namespace instances {
                                                                        cudaStream_t);
 #include "instances.inc"
 #undef CUATTN_INSTANCE
+#define CUATTN_PAGED_INSTANCE(kernel, rung, dtype, head_dim, archs) \
+  void kernel##_##dtype##_##head_dim(const PagedParams&, cudaStream_t);
+#include "paged_instances.inc"
+#undef CUATTN_PAGED_INSTANCE
 }  // namespace instances
 
 namespace {
@@ -45,6 +49,21 @@ constexpr Instance kInstances[] = {
    archs,          instances::kernel##_##dtype##_##head_dim##x##head_dim_v##_##mask##_##score},
 #include "instances.inc"
 #undef CUATTN_INSTANCE
+};
+
+struct PagedInstance {
+  Kernel kernel;
+  DType kv_dtype;
+  int32_t head_dim;
+  const char* archs;
+  void (*launch)(const PagedParams&, cudaStream_t);
+};
+
+constexpr PagedInstance kPagedInstances[] = {
+#define CUATTN_PAGED_INSTANCE(kernel, rung, dtype, head_dim, archs) \
+  {Kernel::rung, DType::dtype, head_dim, archs, instances::kernel##_##dtype##_##head_dim},
+#include "paged_instances.inc"
+#undef CUATTN_PAGED_INSTANCE
 };
 
 // Where the rows of a kernel and dtype begin in the list, which groups them so.
@@ -75,6 +94,18 @@ const Instance& find_instance(const PrefillParams& p, const Plan& plan) {
                 " head_dim ", plan.head_dim, "x", plan.head_dim_v, " ", mask_name(p.mask), " ",
                 score_name(p.score));
   return kInstances[0];
+}
+
+const PagedInstance& find_paged_instance(const PagedParams& p, const Plan& plan) {
+  for (const PagedInstance& instance : kPagedInstances) {
+    if (instance.kernel == plan.kernel && instance.kv_dtype == p.kv_dtype &&
+        instance.head_dim == plan.head_dim) {
+      return instance;
+    }
+  }
+  CUATTN_ASSERT(false, "no paged instance of ", kernel_name(plan.kernel), " for ",
+                dtype_name(p.kv_dtype), " head_dim ", plan.head_dim);
+  return kPagedInstances[0];
 }
 
 // Makes `device` current for the calling thread, and restores what was.
@@ -163,12 +194,19 @@ void prefill(const PrefillParams& params, const Plan& plan, int32_t device_id, S
   }
 }
 
-void paged(const PagedParams&, const Plan& plan, int32_t, Stream) {
-  CUATTN_ASSERT(false, "no paged kernel ", kernel_name(plan.kernel));
+void paged(const PagedParams& params, const Plan& plan, int32_t device_id, Stream stream) {
+  DeviceGuard guard(device_id);
+  cudaStream_t cuda_stream = static_cast<cudaStream_t>(stream);
+  if (params.own_plan != nullptr) launch_paged_plan(params.work, params.own_plan, cuda_stream);
+  find_paged_instance(params, plan).launch(params, cuda_stream);
+  if (num_paged_slots(params.work) > 0 || params.exp_sums != nullptr) {
+    launch_paged_combine(params, device_info(device_id, false).major, cuda_stream);
+  }
 }
 
-void paged_plan(const PagedWork&, int32_t*, int32_t, Stream) {
-  CUATTN_ASSERT(false, "no paged kernel needs a plan");
+void paged_plan(const PagedWork& work, int32_t* plan, int32_t device_id, Stream stream) {
+  DeviceGuard guard(device_id);
+  launch_paged_plan(work, plan, static_cast<cudaStream_t>(stream));
 }
 
 void merge(const MergeParams& params, int32_t device_id, Stream stream) {
@@ -185,6 +223,10 @@ void list_kernels(std::vector<KernelInfo>& list) {
   for (const Instance& i : kInstances) {
     list.push_back({"attention", kernel_name(i.kernel), i.archs, dtype_name(i.dtype), i.head_dim,
                     i.head_dim_v, mask_name(i.mask), score_name(i.score)});
+  }
+  for (const PagedInstance& i : kPagedInstances) {
+    list.push_back({"paged_attention", kernel_name(i.kernel), i.archs, dtype_name(i.kv_dtype),
+                    i.head_dim, i.head_dim, "any", "any"});
   }
   for (DType dtype : {DType::f32, DType::f16, DType::bf16}) {
     for (Kernel kernel : {Kernel::naive, Kernel::cublas}) {

@@ -10,3 +10,6 @@ cuattn_kernel(prefill_simt portable "f32" "64;128;256"
               "none;causal;window" "identity;scored")
 cuattn_kernel(prefill_tiled portable "f32;f16;bf16" "64;128"
               "none;causal;window" "identity")
+
+# Paged attention: cache dtypes, head dims.
+cuattn_paged_kernel(paged_sm80 portable "f16;bf16;e4m3" "64;128;256")

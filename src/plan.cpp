@@ -214,7 +214,6 @@ const char* kernel_name(Kernel kernel) {
     case Kernel::simt: return "simt";
     case Kernel::sm80: return "sm80";
     case Kernel::sm90: return "sm90";
-    case Kernel::xsplit: return "xsplit";
   }
   return "unknown";
 }

@@ -20,14 +20,15 @@ struct Rung {
 constexpr Rung kLadder[] = {
     {Kernel::cpu, false, "online softmax in vector registers, keys gathered block by block"},
     {Kernel::sm90, true, "wgmma with keys as rows, pages through TMA"},
-    {Kernel::xsplit, true, "tensor cores on vLLM's cache layout"},
-    {Kernel::sm80, true, "tensor cores: mma.sync and cp.async, a row of queries per kv head"},
+    {Kernel::sm80, true, "tensor cores: mma.sync and cp.async, the heads of a group together"},
 };
 
 // nullptr when the rung can run the request, else why not.
-const char* refusal(Kernel kernel, const PagedRequest&, const DeviceInfo&) {
+const char* refusal(Kernel kernel, const PagedRequest& r, const DeviceInfo&) {
   switch (kernel) {
     case Kernel::cpu: return nullptr;
+    case Kernel::sm80:
+      return r.dtype == DType::f32 ? "it takes float16 and bfloat16, not float32" : nullptr;
     default: return "it is not in this build";
   }
 }
@@ -44,8 +45,9 @@ int32_t rows_of(const PagedRequest& r) {
 PagedTile tile_of(Kernel kernel, const PagedRequest& r) {
   switch (kernel) {
     case Kernel::sm90: return paged_sm90_tile(rows_of(r));
-    case Kernel::sm80: return paged_sm80_tile(r.head_dim, rows_of(r));
-    case Kernel::xsplit: return paged_xsplit_tile(r.head_dim);
+    case Kernel::sm80:
+      return paged_sm80_tile(paged_sm80_head_dim(r.head_dim), itemsize(r.kv_dtype), r.kv_layout,
+                             rows_of(r));
     default: return kPagedCpuTile;
   }
 }
@@ -85,7 +87,8 @@ Plan make_plan(const Rung& rung, const PagedRequest& r, const DeviceInfo& device
   Plan plan{};
   plan.kernel = rung.kernel;
   plan.reason = rung.merit;
-  plan.head_dim = plan.head_dim_v = r.head_dim;
+  plan.head_dim = plan.head_dim_v =
+      rung.kernel == Kernel::sm80 ? paged_sm80_head_dim(r.head_dim) : r.head_dim;
   PagedTile tile = tile_of(rung.kernel, r);
   plan.tile = tile.tile;
   cut_keys(plan, r, device, tile.ctas_per_sm);
@@ -96,8 +99,7 @@ const Rung& named_rung(const char* function, const char* backend) {
   for (const Rung& rung : kLadder) {
     if (std::strcmp(backend, kernel_name(rung.kernel)) == 0) return rung;
   }
-  fail<InvalidArgument>(function,
-                        ": backend must be 'auto', 'cpu', 'sm80', 'sm90' or 'xsplit', got '",
+  fail<InvalidArgument>(function, ": backend must be 'auto', 'cpu', 'sm80' or 'sm90', got '",
                         backend, "'; use 'auto' for the fastest that serves the call");
 }
 

@@ -52,8 +52,8 @@ struct PagedRequest {
   bool batch_invariant;
 };
 
-// xsplit: the paged kernel for vLLM's layout. The others name a rung of every op that has one.
-enum class Kernel : int32_t { cpu_naive, cpu, naive, cublas, tiled, simt, sm80, sm90, xsplit };
+// Each names a rung of every op that has one.
+enum class Kernel : int32_t { cpu_naive, cpu, naive, cublas, tiled, simt, sm80, sm90 };
 
 struct Plan {
   Kernel kernel;
@@ -77,7 +77,7 @@ std::string explain_prefill(const PrefillRequest& request, const DeviceInfo& dev
                             const char* backend);
 
 // The same for paged_attention. `function` is named in refusals. backend: "auto", "cpu", "simt",
-// "sm80", "sm90", "xsplit". workspace_bytes is left to paged.cpp.
+// "sm80", "sm90". workspace_bytes is left to paged.cpp.
 Plan select_paged(const char* function, const PagedRequest& request, const DeviceInfo& device,
                   const char* backend);
 // Each rung with its verdict, `chosen` marked.

@@ -3,7 +3,7 @@
 // Read by the kernels (their shapes), by src/plan.cpp (what explain() prints) and by nobody else.
 #pragma once
 
-#include "cuattn/params.h"
+#include "cuattn/paged_params.h"
 
 namespace cuattn {
 
@@ -56,20 +56,27 @@ struct PagedTile {
 
 constexpr PagedTile kPagedCpuTile = {{64, 64, 1, 1}, 1};
 
-// `rows`: q_len * group of the call.
-constexpr PagedTile paged_sm80_tile(int32_t head_dim, int32_t rows) {
-  int32_t m = rows <= 16 ? 16 : 32;
-  return head_dim <= 128 ? PagedTile{{m, 64, 2, 4}, 2} : PagedTile{{m, 64, 2, 4}, 1};
+// Head sizes for which paged_sm80 is compiled.
+constexpr int32_t paged_sm80_head_dim(int32_t head_dim) {
+  return head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : 256;
+}
+
+// `head_dim`: a compiled one. `itemsize`: of the caches. `rows`: q_len * group of the call; more
+// than m make several row groups. A stage holds 16 keys of K and V for one warp.
+constexpr PagedTile paged_sm80_tile(int32_t head_dim, int32_t itemsize, KvLayout layout,
+                                    int32_t rows) {
+  // 16 rows of 256 are too many registers; the x-split layout is not worth more instances.
+  int32_t m = rows <= 8 || head_dim > 128 || layout == KvLayout::vllm ? 8 : 16;
+  int32_t row_bytes = head_dim * itemsize;
+  if (row_bytes <= 64) return {{m, 64, 4, 4}, m == 8 ? 4 : 3};  // 4 warps * 4 stages * 2 KB = 32 KB
+  if (row_bytes <= 128) return {{m, 64, 4, 4}, m == 8 ? 3 : 2};  // 4 * 4 * 4 = 64 KB
+  if (row_bytes <= 256) return {{m, 64, 3, 4}, 2};               // 4 * 3 * 8 = 96 KB
+  return {{m, 64, 3, 2}, 2};                                     // 2 * 3 * 16 = 96 KB
 }
 
 constexpr PagedTile paged_sm90_tile(int32_t rows) {
   int32_t m = rows <= 8 ? 8 : rows <= 16 ? 16 : rows <= 32 ? 32 : 64;
   return m == 8 ? PagedTile{{m, 64, 2, 5}, 3} : PagedTile{{m, 64, 2, 5}, 2};
-}
-
-// One warp takes whole blocks of the cache, at most 32 tokens, in turn.
-constexpr PagedTile paged_xsplit_tile(int32_t head_dim) {
-  return head_dim <= 128 ? PagedTile{{16, 128, 2, 4}, 2} : PagedTile{{16, 128, 2, 4}, 1};
 }
 
 }  // namespace cuattn

@@ -113,4 +113,24 @@ __device__ __forceinline__ uint32_t pack2(float low, float high) {
   return y;
 }
 
+// Four e4m3 neighbours become two pairs of float16: exact, NaN stays NaN.
+__device__ __forceinline__ void unpack_e4m3(uint32_t x, uint32_t& low, uint32_t& high) {
+#if __CUDA_ARCH__ >= 890
+  asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\ncvt.rn.f16x2.e4m3x2 %0, l;\n"
+      "cvt.rn.f16x2.e4m3x2 %1, h;\n}"
+      : "=r"(low), "=r"(high)
+      : "r"(x));
+#else
+  uint32_t* pairs[2] = {&low, &high};
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    uint32_t bytes = __byte_perm(x, 0, i == 0 ? 0x1404 : 0x3424);  // each above 8 zero bits
+    uint32_t magnitude = bytes & 0x7f007f00u;
+    uint32_t nan = (magnitude + 0x01000100u) & 0x80008000u;  // 0x7f: its exponent becomes all ones
+    uint32_t scaled = (bytes & 0x80008000u) | magnitude >> 1 | nan >> 1;  // the value / 256
+    asm("mul.f16x2 %0, %1, %2;" : "=r"(*pairs[i]) : "r"(scaled), "r"(0x5c005c00u));
+  }
+#endif
+}
+
 }  // namespace cuattn::device

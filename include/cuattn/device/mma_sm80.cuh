@@ -33,6 +33,13 @@ __device__ __forceinline__ void cp_async16(uint32_t smem, const void* global) {
                : "memory");
 }
 
+// 8 bytes; `valid` as above.
+__device__ __forceinline__ void cp_async8(uint32_t smem, const void* global, bool valid) {
+  asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], 8, %2;" ::"r"(smem), "l"(global),
+               "r"(valid ? 8 : 0)
+               : "memory");
+}
+
 __device__ __forceinline__ void cp_async_commit() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
@@ -55,6 +62,14 @@ __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t sme
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(smem));
+}
+
+// An 8 x 8 matrix of 16-bit elements, transposed: lane 4g + q has row g, columns 2q and 2q + 1. Two
+// n8 halves of an accumulator become a B operand.
+__device__ __forceinline__ uint32_t movmatrix_trans(uint32_t x) {
+  uint32_t y;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
 }
 
 __device__ __forceinline__ void store_shared(uint32_t smem, uint32_t value) {

@@ -1,0 +1,601 @@
+// SPDX-License-Identifier: Apache-2.0
+// Paged attention for few queries on mma.sync tensor cores (sm_80 and later), at the speed of
+// memory: caches in float16, bfloat16 or e4m3, every layout and option. Keys are the rows of the
+// products and queries the columns, so that a group of up to 8 heads pads nothing:
+//
+//   S^T [16 keys x 8 rows] = K Q^T        O^T [head_dim x 8 rows] += V^T P^T
+//
+// Each warp takes 16 keys at a time (a slice), in turn with the other warps, through stages of its
+// own: no barrier in the main loop. The warps' softmax states are merged at the end of a task.
+// Tasks: device/paged.cuh. Fragments: device/mma_sm80.cuh. Next: paged_combine.cu (parts of a
+// unit).
+#pragma once
+
+#include "cuattn/device/mma_sm80.cuh"
+#include "cuattn/device/paged.cuh"
+#include "cuattn/tile_config.h"
+#include "launch.h"
+
+namespace cuattn {
+
+// kXsplit: vLLM's layout, K [head_dim / x, block_size, x] and V [head_dim, block_size] in a block.
+template <DType kCache, int kHeadDim, int kRows, bool kXsplit>
+struct PagedSm80 {
+  // 1. Types and sizes
+  static constexpr bool kFp8 = kCache == DType::e4m3;
+  static constexpr DType kMma = kFp8 ? DType::f16 : kCache;  // e4m3 is exact in float16
+  static constexpr int kItem = kFp8 ? 1 : 2;                 // bytes
+  static constexpr int kRowBytes = kHeadDim * kItem;         // of one key
+  static constexpr PagedTile kShape =
+      paged_sm80_tile(kHeadDim, kItem, kXsplit ? KvLayout::vllm : KvLayout::nhd, kRows);
+  static constexpr Tile kTile = kShape.tile;
+  static constexpr int kCtasPerSm = kShape.ctas_per_sm;
+  static constexpr int kWarps = kTile.warps, kThreads = kWarps * 32, kStages = kTile.stages;
+  static constexpr int kSlice = 16;             // keys of a warp at a time
+  static constexpr int kSteps = kHeadDim / 16;  // k16 steps of K Q^T, m16 blocks of V^T P^T
+  static constexpr int kRowBlocks = kRows / 8;  // n8 blocks
+  static constexpr int kKBytes = kSlice * kRowBytes, kStageBytes = 2 * kKBytes;
+  static_assert(kStageBytes >= 8 * kHeadDim * 4, "a stage holds O^T of 8 rows in float");
+  static_assert(kTile.n % kSlice == 0, "a tile is made of slices");
+
+  // 2. Shared storage: stages [warp][stage][K | V], then what warps tell each other at the end of a
+  // task.
+  struct Table {
+    float maximum[kWarps][kRows], sum[kWarps][kRows];
+    uint32_t staging[kWarps];
+  };
+  static constexpr int kStagesBytes = kWarps * kStages * kStageBytes;
+  static constexpr int kSmemBytes = kStagesBytes + sizeof(Table);
+
+  static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
+  static __device__ __forceinline__ int warp() { return threadIdx.x / 32; }
+  static __device__ __forceinline__ uint32_t stage_address(const char* smem, int stage) {
+    return device::smem_address(smem) + (warp() * kStages + stage) * kStageBytes;
+  }
+
+  // 3. Roles: every warp loads and computes its own slices. The loader runs kStages slices ahead,
+  // into the next tasks where need be; the block of a slice is looked up one slice earlier still.
+  struct Loader {
+    device::KeyTasks tasks;
+    device::KeyTask task;
+    int32_t key;            // first key of the next slice
+    int32_t block, within;  // of key `lane % 16` of the slice: its block and place there
+    bool live;
+
+    __device__ explicit Loader(const PagedParams& p) : tasks(p.work), key(0), live(true) {
+      task.end = 0;
+      find(p);
+    }
+
+    __device__ __forceinline__ void find(const PagedParams& p) {
+      while (live && key >= task.end) {
+        live = tasks.next(p.work, task);
+        key = task.begin + warp() * kSlice;
+      }
+      if (!live) return;
+      // Clamped to keys that exist: entries of the table past the context are not read.
+      int32_t token = max(min(key + lane() % kSlice, task.end - 1), task.low);
+      block = device::block_of(p, task.b, token);
+      within = token % p.block_size;
+    }
+
+    __device__ __forceinline__ bool holds(int32_t row) const {  // key `row` of the slice counts
+      return static_cast<uint32_t>(key + row - task.low) <
+             static_cast<uint32_t>(task.end - task.low);
+    }
+
+    // Keys as rows: kLanes lanes copy one, so that a warp reads whole lines.
+    template <bool kOneBlock>
+    __device__ __forceinline__ void copy_rows(const PagedParams& p, uint32_t stage) const {
+      constexpr int kLanes = kRowBytes / 16 < 32 ? kRowBytes / 16 : 32;
+      constexpr int kPassRows = 32 / kLanes;
+      int32_t row = lane() / kLanes, chunk = lane() % kLanes;
+      bool column_valid = chunk * 16 < p.head_dim * kItem;
+      const char* gK = static_cast<const char*>(p.k_cache) +
+                       task.kv_head * p.k_strides.head * kItem + chunk * 16;
+      const char* gV = static_cast<const char*>(p.v_cache) +
+                       task.kv_head * p.v_strides.head * kItem + chunk * 16;
+      uint32_t to = stage + device::swizzled<kRowBytes>(row, chunk);
+      int32_t first = key % p.block_size;
+#pragma unroll
+      for (int pass = 0; pass < kSlice / kPassRows; ++pass) {
+        int32_t at = row + pass * kPassRows;
+        int64_t from = kOneBlock ? block : __shfl_sync(0xffffffffu, block, at);
+        int64_t place = kOneBlock ? first + at : __shfl_sync(0xffffffffu, within, at);
+        bool valid = column_valid && holds(at);
+        // kPassRows is a power of 2: the rows of a pass change the swizzle by a constant.
+        uint32_t smem =
+            (to ^ (kPassRows < 8 ? pass * kPassRows % 8 * 16 : 0)) + pass * kPassRows * kRowBytes;
+        device::cp_async16(
+            smem, gK + (from * p.k_strides.block + place * p.k_strides.token) * kItem, valid);
+        device::cp_async16(smem + kKBytes,
+                           gV + (from * p.v_strides.block + place * p.v_strides.token) * kItem,
+                           valid);
+      }
+    }
+
+    // K: a lane takes one key's 16 bytes at a time; in shared memory keys become rows. V: 8 keys of
+    // one d at a time, kept as rows of d.
+    __device__ __forceinline__ void copy_xsplit(const PagedParams& p, uint32_t stage) const {
+      int32_t row = lane() % kSlice, half = lane() % 2;
+      const char* gK = static_cast<const char*>(p.k_cache) +
+                       (block * p.k_strides.block + task.kv_head * p.k_strides.head) * kItem +
+                       within * 16;
+#pragma unroll
+      for (int i = 0; i < kRowBytes / 32; ++i) {
+        int32_t chunk = lane() / kSlice + 2 * i;
+        device::cp_async16(stage + device::swizzled<kRowBytes>(row, chunk),
+                           gK + chunk * p.block_size * 16,
+                           holds(row) && chunk * 16 < p.head_dim * kItem);
+      }
+      int64_t v_block = __shfl_sync(0xffffffffu, block, 8 * half);
+      int32_t v_within = __shfl_sync(0xffffffffu, within, 8 * half) / 8 * 8;
+      bool piece_valid = key + 8 * half < task.end && key + 8 * half + 8 > task.low;
+      const char* gV =
+          static_cast<const char*>(p.v_cache) +
+          (v_block * p.v_strides.block + task.kv_head * p.v_strides.head + v_within) * kItem;
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) {
+        int32_t d = lane() / 2 + 16 * i;
+        const char* from = gV + d * p.block_size * kItem;
+        uint32_t to = stage + kKBytes + v_row(d, half);
+        bool valid = piece_valid && d < p.head_dim;
+        if constexpr (kFp8) {
+          device::cp_async8(to, from, valid);
+        } else {
+          device::cp_async16(to, from, valid);
+        }
+      }
+    }
+
+    // Starts the copies of the next slice, if there is one, as one group.
+    __device__ __forceinline__ void issue(const PagedParams& p, uint32_t stage) {
+      if (live) {
+        if constexpr (kXsplit) {
+          copy_xsplit(p, stage);
+        } else if (p.block_size % kSlice == 0) {
+          copy_rows<true>(p, stage);
+        } else {
+          copy_rows<false>(p, stage);
+        }
+        key += kWarps * kSlice;
+        find(p);
+      }
+      device::cp_async_commit();
+    }
+  };
+
+  // x-split V in shared memory: rows of d with 16 keys; of 32 bytes, the halves of every other four
+  // rows are exchanged, so that 8 rows of one half fall into different banks.
+  static __device__ __forceinline__ uint32_t v_row(uint32_t d, uint32_t half) {
+    return kFp8 ? d * 16 + half * 8 : d * 32 + ((half ^ (d >> 2 & 1)) << 4);
+  }
+
+  // Which key of the slice stands in row g (high 0) or g + 8 (high 1) of S^T. x-split e4m3: a
+  // lane's register holds four neighbouring keys of V, and P follows.
+  static __device__ __forceinline__ int32_t slot_key(int32_t g, int32_t high) {
+    return kXsplit && kFp8 ? g / 2 * 4 + g % 2 + 2 * high : g + 8 * high;
+  }
+
+  // Which d stands in row g or g + 8 of m16 block `step` of O^T. e4m3 rows: a transposed pair of
+  // bytes is two neighbouring d.
+  static __device__ __forceinline__ int32_t out_column(int32_t step, int32_t g, int32_t high) {
+    return 16 * step + (kFp8 && !kXsplit ? 2 * g + high : g + 8 * high);
+  }
+
+  // The softmax state of a warp: lane 4g + q holds rows (columns of the products) 8n + 2q and
+  // 8n + 2q + 1.
+  struct State {
+    uint32_t q[kRowBlocks][kSteps][2];  // Q^T: the B operand
+    device::RowScore<kMma> score[kRowBlocks][2];
+    float out[kRowBlocks][kSteps][4];
+    float maximum[kRowBlocks][2];  // base 2, the same in all lanes of a column
+    float sum[kRowBlocks][2];      // this lane's share
+    int32_t full_begin, full_end;  // every query sees these keys
+  };
+
+  // Q of this lane: row 8n + g, d of each step 2q, 2q + 1, 2q + 8, 2q + 9; under e4m3 4q .. 4q + 3,
+  // the order in which a register of K holds them. Returns what dot products are to be multiplied
+  // by: bfloat16 under e4m3 becomes float16 after a division by a power of 2.
+  static __device__ __forceinline__ float load_q(const PagedParams& p, const device::KeyTask& task,
+                                                 int n, uint32_t (&q)[kSteps][2]) {
+    device::UnitRow row = device::unit_row(p.work, task.kv_head, task.row0, 8 * n + lane() / 4);
+    const uint16_t* gQ = static_cast<const uint16_t*>(p.q) + task.b * p.q_strides.batch +
+                         row.query * p.q_strides.seq + row.head * p.q_strides.head;
+    int32_t quad = lane() % 4;
+    float largest = 0.0f;
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        int32_t d = 16 * step + (kFp8 ? 4 * quad + 2 * i : 2 * quad + 8 * i);
+        q[step][i] = row.valid && d < p.head_dim ? *reinterpret_cast<const uint32_t*>(gQ + d) : 0;
+        if (kFp8)
+          largest =
+              fmaxf(largest, fmaxf(fabsf(low_bf16(q[step][i])), fabsf(high_bf16(q[step][i]))));
+      }
+    }
+    if (!kFp8 || p.dtype == DType::f16) return 1.0f;
+    constexpr uint32_t kLeast = 15;  // biased exponent: both factors below are normal numbers
+    uint32_t exponent = max(__float_as_uint(device::quad_max(largest)) >> 23, kLeast);
+    float down = __uint_as_float((254 + 14 - exponent) << 23);  // the largest becomes 2^14
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        q[step][i] =
+            device::pack2<DType::f16>(low_bf16(q[step][i]) * down, high_bf16(q[step][i]) * down);
+      }
+    }
+    return __uint_as_float((exponent - 14) << 23);
+  }
+  static __device__ __forceinline__ float low_bf16(uint32_t pair) {
+    return __uint_as_float(pair << 16);
+  }
+  static __device__ __forceinline__ float high_bf16(uint32_t pair) {
+    return __uint_as_float(pair & 0xffff0000u);
+  }
+
+  static __device__ __forceinline__ void begin_task(const PagedParams& p,
+                                                    const device::KeyTask& task, State& state) {
+    int32_t quad = lane() % 4;
+#pragma unroll
+    for (int n = 0; n < kRowBlocks; ++n) {
+      float dot_scale = load_q(p, task, n, state.q[n]) * device::key_scale(p, task);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float scale_of_row = __shfl_sync(0xffffffffu, dot_scale, 4 * (2 * quad + i));
+        device::UnitRow row =
+            device::unit_row(p.work, task.kv_head, task.row0, 8 * n + 2 * quad + i);
+        state.score[n][i].init(p, task, row, scale_of_row);
+        state.maximum[n][i] = device::negative_infinity();
+        state.sum[n][i] = 0.0f;
+      }
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) state.out[n][step][i] = 0.0f;
+      }
+    }
+    const PagedWork& w = p.work;
+    state.full_begin =
+        visible_keys(w.window_left, w.window_right, w.q_len - 1, w.q_len, task.context).begin;
+    state.full_end = visible_keys(w.window_left, w.window_right, 0, w.q_len, task.context).end;
+  }
+
+  using Scores = float[kRowBlocks][4];
+
+  // S^T = K Q^T. Two accumulators, so that products wait for each other half as often.
+  static __device__ __forceinline__ void multiply_qk(const State& state, uint32_t k_tile,
+                                                     Scores& scores) {
+    float parts[2][kRowBlocks][4] = {};
+    int32_t slot = lane() % 16;
+    int32_t row = slot_key(slot % 8, slot / 8);
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      uint32_t a[4];
+      if constexpr (kFp8) {
+        uint32_t bytes[4];  // two steps at once
+        if (step % 2 != 0) continue;
+        device::ldmatrix_x4(bytes, k_tile + device::swizzled<kRowBytes>(row, step + lane() / 16));
+#pragma unroll
+        for (int odd = 0; odd < 2; ++odd) {
+          device::unpack_e4m3(bytes[2 * odd], a[0], a[2]);
+          device::unpack_e4m3(bytes[2 * odd + 1], a[1], a[3]);
+#pragma unroll
+          for (int n = 0; n < kRowBlocks; ++n) {
+            const uint32_t (&q)[2] = state.q[n][step + odd];
+            device::mma_m16n8k16<kMma>(parts[odd][n], a, q[0], q[1]);
+          }
+        }
+      } else {
+        device::ldmatrix_x4(a, k_tile + device::swizzled<kRowBytes>(row, 2 * step + lane() / 16));
+#pragma unroll
+        for (int n = 0; n < kRowBlocks; ++n) {
+          const uint32_t (&q)[2] = state.q[n][step];
+          device::mma_m16n8k16<kMma>(parts[step % 2][n], a, q[0], q[1]);
+        }
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < kRowBlocks; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) scores[n][i] = parts[0][n][i] + parts[1][n][i];
+    }
+  }
+
+  // Dot products become scores in base 2, -inf where a query does not see the key.
+  static __device__ __forceinline__ void score_keys(const PagedParams& p, const State& state,
+                                                    int32_t key0, Scores& scores) {
+    bool scored = device::RowScore<kMma>::is_scored(p);
+    bool masked = key0 < state.full_begin || key0 + kSlice > state.full_end;
+#pragma unroll
+    for (int n = 0; n < kRowBlocks; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const device::RowScore<kMma>& row = state.score[n][i % 2];
+        int32_t key = key0 + slot_key(lane() / 4, i / 2);
+        float score = scored ? row.scored(p, scores[n][i], key) : scores[n][i] * row.scale;
+        scores[n][i] = !masked || row.sees(key) ? score : device::negative_infinity();
+      }
+    }
+  }
+
+  // Scores become P^T as B operands; O and the sums follow the maximum.
+  static __device__ __forceinline__ void softmax_step(State& state, Scores& scores,
+                                                      uint32_t (&weights)[kRowBlocks][2]) {
+#pragma unroll
+    for (int n = 0; n < kRowBlocks; ++n) {
+      float rescale[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float maximum = fmaxf(scores[n][i], scores[n][2 + i]);
+#pragma unroll
+        for (int other = 4; other < 32; other *= 2) {
+          maximum = fmaxf(maximum, __shfl_xor_sync(0xffffffffu, maximum, other));
+        }
+        maximum = fmaxf(maximum, state.maximum[n][i]);
+        float reference = maximum == device::negative_infinity() ? 0.0f : maximum;
+        rescale[i] = device::exp2_approx(state.maximum[n][i] - reference);
+        state.maximum[n][i] = maximum;
+        scores[n][i] = device::exp2_approx(scores[n][i] - reference);
+        scores[n][2 + i] = device::exp2_approx(scores[n][2 + i] - reference);
+        state.sum[n][i] = fmaf(state.sum[n][i], rescale[i], scores[n][i] + scores[n][2 + i]);
+      }
+      weights[n][0] = device::movmatrix_trans(device::pack2<kMma>(scores[n][0], scores[n][1]));
+      weights[n][1] = device::movmatrix_trans(device::pack2<kMma>(scores[n][2], scores[n][3]));
+      // The maximum settles after a few slices. Exact.
+      if (__any_sync(0xffffffffu, rescale[0] != 1.0f || rescale[1] != 1.0f)) {
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) state.out[n][step][i] *= rescale[i % 2];
+        }
+      }
+    }
+  }
+
+  // The A operands of O^T blocks `step` (and step + 1 under e4m3): d down, keys across.
+  static __device__ __forceinline__ void load_values(uint32_t v_tile, int step,
+                                                     uint32_t (&a)[kItem == 1 ? 2 : 1][4]) {
+    int32_t in_matrix = lane() % 8, second = lane() / 8 % 2, upper = lane() / 16;
+    uint32_t bytes[4];
+    if constexpr (kXsplit && !kFp8) {
+      device::ldmatrix_x4(a[0], v_tile + v_row(16 * step + in_matrix + 8 * second, upper));
+    } else if constexpr (!kFp8) {
+      device::ldmatrix_x4_trans(
+          a[0], v_tile + device::swizzled<kRowBytes>(in_matrix + 8 * upper, 2 * step + second));
+    } else if constexpr (kXsplit) {
+      device::ldmatrix_x4(bytes, v_tile + v_row(16 * step + lane(), 0));
+#pragma unroll
+      for (int odd = 0; odd < 2; ++odd) {
+        device::unpack_e4m3(bytes[2 * odd], a[odd][0], a[odd][2]);
+        device::unpack_e4m3(bytes[2 * odd + 1], a[odd][1], a[odd][3]);
+      }
+    } else {
+      device::ldmatrix_x4_trans(
+          bytes, v_tile + device::swizzled<kRowBytes>(in_matrix + 8 * second, step + upper));
+#pragma unroll
+      for (int odd = 0; odd < 2; ++odd) {
+        // Bytes: (key, d) (key, d + 1) (key + 1, d) (key + 1, d + 1); pairs of keys are wanted.
+        device::unpack_e4m3(__byte_perm(bytes[2 * odd], 0, 0x3120), a[odd][0], a[odd][1]);
+        device::unpack_e4m3(__byte_perm(bytes[2 * odd + 1], 0, 0x3120), a[odd][2], a[odd][3]);
+      }
+    }
+  }
+
+  // O^T += V^T P^T. `keys`: the keys [first, last) of the slice count. Copies zeroed the rows of
+  // the others (0 * NaN is NaN); in x-split V a copy of 8 keys may hold both kinds.
+  static __device__ __forceinline__ void multiply_pv(State& state,
+                                                     const uint32_t (&weights)[kRowBlocks][2],
+                                                     uint32_t v_tile, int32_t first, int32_t last) {
+    constexpr int kAtOnce = kFp8 ? 2 : 1;
+    uint32_t keep[2] = {~0u, ~0u};  // of the key pairs of registers 0, 1 and 2, 3
+    bool partial = kXsplit && (first > 0 || last < kSlice);
+    if (partial) {
+#pragma unroll
+      for (int pair = 0; pair < 2; ++pair) {
+        int32_t key = slot_key(2 * (lane() % 4), pair);
+        keep[pair] = (key >= first && key < last ? 0xffffu : 0) |
+                     (key + 1 >= first && key + 1 < last ? 0xffff0000u : 0);
+      }
+    }
+#pragma unroll
+    for (int step = 0; step < kSteps; step += kAtOnce) {
+      uint32_t a[kAtOnce][4];
+      load_values(v_tile, step, a);
+#pragma unroll
+      for (int odd = 0; odd < kAtOnce; ++odd) {
+        if (partial) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) a[odd][i] &= keep[i / 2];
+        }
+#pragma unroll
+        for (int n = 0; n < kRowBlocks; ++n) {
+          device::mma_m16n8k16<kMma>(state.out[n][step + odd], a[odd], weights[n][0],
+                                     weights[n][1]);
+        }
+      }
+    }
+  }
+
+  // 4. Main loop: the slices of this warp in one task. Returns the stage of the last slice, which
+  // is free and not filled again yet; -1 when there was none.
+  static __device__ __forceinline__ int attend(const PagedParams& p, const device::KeyTask& task,
+                                               const char* smem, Loader& loader, int& stage,
+                                               State& state) {
+    int last = -1;
+#pragma unroll 1
+    for (int32_t key = task.begin + warp() * kSlice; key < task.end; key += kWarps * kSlice) {
+      if (last >= 0) loader.issue(p, stage_address(smem, last));
+      device::cp_async_wait<kStages - 1>();
+      __syncwarp();  // the copies of all lanes have landed
+      uint32_t k_tile = stage_address(smem, stage);
+      Scores scores;
+      uint32_t weights[kRowBlocks][2];
+      multiply_qk(state, k_tile, scores);
+      score_keys(p, state, key, scores);
+      softmax_step(state, scores, weights);
+      multiply_pv(state, weights, k_tile + kKBytes, task.low - key, task.end - key);
+      __syncwarp();  // every lane is done with the stage
+      last = stage;
+      stage = stage + 1 < kStages ? stage + 1 : 0;
+    }
+    return last;
+  }
+
+  // 5. Epilogue: the states of the warps that had keys become one; 8 rows at a time, by way of the
+  // stage that each of these warps has free.
+  static __device__ __forceinline__ void publish(const State& state, int n, uint32_t staging) {
+    int32_t g = lane() / 4, quad = lane() % 4;
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        // XOR: the four rows that a warp writes at once fall into different banks.
+        int32_t at = (2 * quad + i % 2) * kHeadDim + (out_column(step, g, i / 2) ^ 8 * quad);
+        device::store_shared(staging + at * 4, __float_as_uint(state.out[n][step][i]));
+      }
+    }
+  }
+
+  static __device__ __forceinline__ void store8(const PagedParams& p, const device::RowOutput& out,
+                                                bool partial, int32_t column, const float (&v)[8]) {
+    if (partial) {
+      float4* to = reinterpret_cast<float4*>(static_cast<float*>(out.to) + column);
+      to[0] = {v[0], v[1], v[2], v[3]};
+      to[1] = {v[4], v[5], v[6], v[7]};
+      return;
+    }
+    uint32_t packed[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      packed[i] = (kFp8 ? p.dtype == DType::bf16 : kMma == DType::bf16)
+                      ? device::pack2<DType::bf16>(v[2 * i], v[2 * i + 1])
+                      : device::pack2<DType::f16>(v[2 * i], v[2 * i + 1]);
+    }
+    *reinterpret_cast<uint4*>(static_cast<uint16_t*>(out.to) + column) = {packed[0], packed[1],
+                                                                          packed[2], packed[3]};
+  }
+
+  static __device__ __forceinline__ void merge_rows(const PagedParams& p,
+                                                    const device::KeyTask& task, const Table& table,
+                                                    int n, int32_t warps) {
+    constexpr int kChunks = kHeadDim / 8;
+    float v_scale = device::value_scale(p, task);
+    for (int32_t item = threadIdx.x; item < 8 * kChunks; item += kThreads) {
+      int32_t row = item / kChunks, chunk = item % kChunks, index = 8 * n + row;
+      device::UnitRow at = device::unit_row(p.work, task.kv_head, task.row0, index);
+      if (!at.valid || chunk * 8 >= p.head_dim) continue;
+      float maximum = device::negative_infinity(), sum = 0.0f, merged[8] = {};
+      for (int w = 0; w < warps; ++w) maximum = fmaxf(maximum, table.maximum[w][index]);
+      float reference = maximum == device::negative_infinity() ? 0.0f : maximum;
+      for (int w = 0; w < warps; ++w) {
+        if (table.sum[w][index] == 0.0f) continue;  // no key there that this row sees
+        float weight = device::exp2_approx(table.maximum[w][index] - reference);
+        sum = fmaf(table.sum[w][index], weight, sum);
+        uint32_t from = table.staging[w] + (row * kHeadDim + (8 * chunk ^ row / 2 * 8)) * 4;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          uint4 v = device::load_shared16(from + 16 * half);
+          merged[4 * half] = fmaf(weight, __uint_as_float(v.x), merged[4 * half]);
+          merged[4 * half + 1] = fmaf(weight, __uint_as_float(v.y), merged[4 * half + 1]);
+          merged[4 * half + 2] = fmaf(weight, __uint_as_float(v.z), merged[4 * half + 2]);
+          merged[4 * half + 3] = fmaf(weight, __uint_as_float(v.w), merged[4 * half + 3]);
+        }
+      }
+      device::RowOutput out = device::task_output(p, task, at, index, maximum, sum, chunk == 0);
+      float factor = out.factor * v_scale;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) merged[i] *= factor;
+      store8(p, out, p.exp_sums == nullptr && task.slot >= 0, 8 * chunk, merged);
+    }
+  }
+
+  static __device__ __forceinline__ void end_task(const PagedParams& p, const device::KeyTask& task,
+                                                  const char* smem, Table& table,
+                                                  const State& state, int last) {
+    int32_t slices = task.end > task.begin ? device::ceil_div(task.end - task.begin, kSlice) : 0;
+    if (slices == 0 && p.exp_sums != nullptr) return;  // a partition without keys is not written
+    int32_t warps = slices < kWarps ? slices : kWarps;
+#pragma unroll
+    for (int n = 0; n < kRowBlocks; ++n) {
+      if (last >= 0) {
+        uint32_t staging = stage_address(smem, last);
+        publish(state, n, staging);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          float sum = state.sum[n][i];
+#pragma unroll
+          for (int other = 4; other < 32; other *= 2) {
+            sum += __shfl_xor_sync(0xffffffffu, sum, other);
+          }
+          if (lane() < 4) {
+            table.maximum[warp()][8 * n + 2 * lane() + i] = state.maximum[n][i];
+            table.sum[warp()][8 * n + 2 * lane() + i] = sum;
+          }
+        }
+        table.staging[warp()] = staging;
+      }
+      __syncthreads();
+      merge_rows(p, task, table, n, warps);
+      __syncthreads();  // the stages and the table are free
+    }
+  }
+
+  // 6. Kernel
+  static __device__ __forceinline__ void run(const PagedParams& p, char* smem) {
+    device::release_next_kernel();
+    Table& table = *reinterpret_cast<Table*>(smem + kStagesBytes);
+    Loader loader(p);
+#pragma unroll 1
+    for (int s = 0; s < kStages; ++s) loader.issue(p, stage_address(smem, s));
+    device::KeyTasks tasks(p.work);
+    device::KeyTask task;
+    int stage = 0;
+#pragma unroll 1
+    while (tasks.next(p.work, task)) {
+      State state;
+      begin_task(p, task, state);
+      int last = attend(p, task, smem, loader, stage, state);
+      end_task(p, task, smem, table, state, last);
+      if (last >= 0) loader.issue(p, stage_address(smem, last));
+    }
+    device::cp_async_wait<0>();
+  }
+};
+
+template <class Kernel>
+__global__ void __launch_bounds__(Kernel::kThreads, Kernel::kCtasPerSm)
+    paged_sm80_kernel(const __grid_constant__ PagedParams params) {
+  extern __shared__ __align__(1024) char smem[];
+  Kernel::run(params, smem);
+}
+
+// 7. Launcher
+template <class Kernel>
+void launch_paged_sm80_kernel(const PagedParams& p, cudaStream_t stream) {
+  const PagedWork& w = p.work;
+  int64_t blocks =
+      w.num_splits == 0 ? w.num_workers : int64_t{w.num_seqs} * w.num_splits * head_groups(w);
+  static std::atomic<uint64_t> allowed{0};
+  allow_shared_memory(paged_sm80_kernel<Kernel>, Kernel::kSmemBytes, allowed);
+  paged_sm80_kernel<Kernel>
+      <<<grid_blocks(blocks, "sm80"), Kernel::kThreads, Kernel::kSmemBytes, stream>>>(p);
+  CUATTN_CUDA_TRY(cudaGetLastError());
+}
+
+template <DType kCache, int kHeadDim>
+void launch_paged_sm80(const PagedParams& p, cudaStream_t stream) {
+  if (p.kv_layout == KvLayout::vllm) {
+    return launch_paged_sm80_kernel<PagedSm80<kCache, kHeadDim, 8, true>>(p, stream);
+  }
+  if constexpr (kHeadDim <= 128) {
+    if (p.work.rows > 8) {
+      return launch_paged_sm80_kernel<PagedSm80<kCache, kHeadDim, 16, false>>(p, stream);
+    }
+  }
+  launch_paged_sm80_kernel<PagedSm80<kCache, kHeadDim, 8, false>>(p, stream);
+}
+
+}  // namespace cuattn
