@@ -14,13 +14,10 @@ namespace cuattn {
 void launch_naive(const PrefillParams& params, cudaStream_t stream);                  // naive.cu
 void launch_cublas(const PrefillParams& params, int device_id, cudaStream_t stream);  // cublas.cu
 bool cublas_available();
-// Paged attention: the plan where the call makes its own (params.own_plan), a kernel, and the
-// combine where num_paged_slots(params.work) > 0 or params.exp_sums is given.
+// Paged attention: the plan, where the call makes its own; a kernel; the combine, where units are
+// cut. `major`: compute capability, from 9 on the combine overlaps the kernel before it.
 void launch_paged_plan(const PagedWork& work, int32_t* plan, cudaStream_t stream);
-void launch_paged_sm80(const PagedParams& params, const Plan& plan, cudaStream_t stream);
-void launch_paged_sm90(const PagedParams& params, const Plan& plan, cudaStream_t stream);
-void launch_paged_xsplit(const PagedParams& params, const Plan& plan, cudaStream_t stream);
-void launch_paged_combine(const PagedParams& params, cudaStream_t stream);
+void launch_paged_combine(const PagedParams& params, int32_t major, cudaStream_t stream);
 void launch_merge(const MergeParams& params, cudaStream_t stream);     // merge_states.cu
 void check_prefill(const PrefillParams& params, cudaStream_t stream);  // check.cu: synchronises
 

@@ -217,6 +217,7 @@ struct PagedWalk {
   int32_t head_group, b, tile, left;
   int64_t slot;
 
+  PagedWalk() = default;
   CUATTN_HOST_DEVICE PagedWalk(const PagedWork& w, int32_t worker) {
     const int32_t* entry = w.plan + PagedPlan::worker(worker);
     head_group = entry[PagedPlan::kWorkerHead];

@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: Apache-2.0
+// The plan of paged attention (PagedPlan in paged_params.h): all tiles of a step stand in one row,
+// every worker takes an equal stretch of it. One block: the lengths are few and the kernel is
+// short. Next: device/paged.cuh (who reads it).
+#include "cuattn/device/math.cuh"
+#include "cuattn/paged_params.h"
+#include "launch.h"
+#include "launchers.h"
+
+namespace cuattn {
+namespace {
+
+constexpr int kThreads = 1024;
+
+// Inclusive sum over the block; every thread takes part. `warp_sums`: 32 words.
+__device__ int32_t block_scan(int32_t value, int32_t* warp_sums) {
+  int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  for (int step = 1; step < 32; step *= 2) {
+    int32_t left = __shfl_up_sync(0xffffffffu, value, step);
+    if (lane >= step) value += left;
+  }
+  if (lane == 31) warp_sums[warp] = value;
+  __syncthreads();
+  for (int w = 0; w < warp; ++w) value += warp_sums[w];
+  __syncthreads();  // warp_sums is written again in the next round
+  return value;
+}
+
+__global__ void __launch_bounds__(kThreads) paged_plan(const PagedWork w, int32_t* plan) {
+  constexpr int kShared = 8192;  // 32 KB: the search of longer batches reads global memory
+  __shared__ int32_t first_shared[kShared];
+  __shared__ int32_t warp_sums[kThreads / 32];
+  __shared__ int32_t all_tiles;
+  int32_t* first_tile = plan + PagedPlan::first_tile(w, 0);
+  if (threadIdx.x == 0) all_tiles = 0;
+  __syncthreads();
+  for (int32_t base = 0; base < w.num_seqs; base += kThreads) {
+    int32_t b = base + threadIdx.x;
+    int32_t tiles = b < w.num_seqs ? paged_tiles(w, paged_span(w, b)) : 0;
+    int32_t end = all_tiles + block_scan(tiles, warp_sums);
+    if (b < w.num_seqs) first_tile[b] = end - tiles;
+    if (b < w.num_seqs && b < kShared) first_shared[b] = end - tiles;
+    __syncthreads();
+    if (threadIdx.x == kThreads - 1) all_tiles = end;
+    __syncthreads();
+  }
+
+  const int32_t* first = w.num_seqs <= kShared ? first_shared : first_tile;
+  int64_t tiles = all_tiles, total = tiles * head_groups(w);
+  int64_t step = PagedPlan::tiles_per_worker(w, total);
+  if (threadIdx.x == 0) {
+    plan[PagedPlan::kTiles] = all_tiles;
+    plan[PagedPlan::kTilesPerWorker] = static_cast<int32_t>(step);
+    plan[PagedPlan::kTile] = w.tile;
+    plan[PagedPlan::kNumWorkers] = w.num_workers;
+    first_tile[w.num_seqs] = all_tiles;
+  }
+  for (int32_t worker = threadIdx.x; worker < w.num_workers; worker += kThreads) {
+    int64_t at = worker * step;
+    int4 entry = {0, 0, 0, 0};
+    if (at < total) {
+      int32_t within = static_cast<int32_t>(at % tiles);
+      int32_t low = 0, high = w.num_seqs;  // first[low] <= within < first[high]
+      while (high - low > 1) {
+        int32_t middle = low + (high - low) / 2;
+        if (first[middle] <= within) {
+          low = middle;
+        } else {
+          high = middle;
+        }
+      }
+      entry.x = static_cast<int32_t>(at / tiles);
+      entry.y = low;
+      entry.z = within - first[low];
+      entry.w = static_cast<int32_t>(total - at < step ? total - at : step);
+    }
+    int32_t* to = plan + PagedPlan::worker(worker);
+    to[PagedPlan::kWorkerHead] = entry.x;
+    to[PagedPlan::kWorkerSeq] = entry.y;
+    to[PagedPlan::kWorkerTile] = entry.z;
+    to[PagedPlan::kWorkerCount] = entry.w;
+  }
+}
+
+}  // namespace
+
+void launch_paged_plan(const PagedWork& work, int32_t* plan, cudaStream_t stream) {
+  paged_plan<<<1, kThreads, 0, stream>>>(work, plan);
+  CUATTN_CUDA_TRY(cudaGetLastError());
+}
+
+}  // namespace cuattn

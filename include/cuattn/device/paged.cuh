@@ -1,0 +1,221 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the kernels of paged attention share: which keys a thread block works on (its tasks), the
+// rows of a unit with their scores and masks, and where a result goes. The arithmetic of splits and
+// slots stands in paged_params.h. Next: cuda/paged_sm80.cuh.
+#pragma once
+
+#include "cuattn/device/convert.cuh"
+#include "cuattn/paged_params.h"
+
+namespace cuattn::device {
+
+// Lets the kernel that was launched behind this one start (launch_overlapping in cuda/launch.h).
+__device__ __forceinline__ void release_next_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// In that kernel: until all that the previous one writes is there.
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Keys [begin, end) of one unit, for one thread block.
+struct KeyTask {
+  int32_t b, kv_head, row0;  // row0: first row of the unit among the rows of its kv head
+  int32_t split;             // 0 with a plan
+  int32_t context;
+  int32_t begin, end;  // begin is a multiple of the tile; no key where end <= begin
+  int32_t low;         // the first key that some query sees; those before it count as absent
+  int64_t slot;        // of the partial result; -1: this is all of the unit, the output is written
+};
+
+// The tasks of thread block blockIdx.x: with a plan those of the worker of that number, in a grid
+// of num_workers; without, one split of one unit, in a grid of num_seqs * num_splits * head_groups.
+class KeyTasks {
+ public:
+  __device__ explicit KeyTasks(const PagedWork& w) : left_(w.num_splits != 0) {
+    if (w.num_splits == 0) walk_ = PagedWalk(w, blockIdx.x);
+  }
+
+  __device__ __forceinline__ bool next(const PagedWork& w, KeyTask& task) {
+    return w.num_splits == 0 ? next_of_walk(w, task) : only_split(w, task);
+  }
+
+ private:
+  __device__ __forceinline__ static void place(const PagedWork& w, int32_t b, int32_t head_group,
+                                               const PagedSpan& span, KeyTask& task) {
+    task.b = b;
+    task.kv_head = head_group / w.row_groups;
+    task.row0 = head_group % w.row_groups * w.rows;
+    task.context = span.context;
+    task.low = visible_keys(w.window_left, w.window_right, 0, w.q_len, span.context).begin;
+  }
+
+  __device__ __forceinline__ bool next_of_walk(const PagedWork& w, KeyTask& task) {
+    PagedTask part;
+    if (!walk_.next(w, part)) return false;
+    PagedSpan span = paged_span(w, part.b);
+    place(w, part.b, part.head_group, span, task);
+    int64_t begin = span.begin + int64_t{part.tile} * w.tile;
+    int64_t end = begin + int64_t{part.count} * w.tile;
+    task.begin = static_cast<int32_t>(begin < span.end ? begin : span.end);
+    task.end = static_cast<int32_t>(end < span.end ? end : span.end);
+    task.split = 0;
+    task.slot = part.slot;
+    return true;
+  }
+
+  __device__ __forceinline__ bool only_split(const PagedWork& w, KeyTask& task) {
+    if (!left_) return false;
+    left_ = false;
+    // Heads fastest: blocks that run together read neighbours in memory.
+    int32_t head_group = blockIdx.x % head_groups(w), rest = blockIdx.x / head_groups(w);
+    int32_t b = rest / w.num_splits;
+    task.split = rest % w.num_splits;
+    PagedSpan span = paged_span(w, b);
+    PagedSplits splits = paged_splits(w, span);
+    if (task.split < splits.first || task.split >= splits.first + splits.count) return false;
+    place(w, b, head_group, span, task);
+    int64_t begin = splits.begin_of(task.split), end = splits.begin_of(task.split + 1);
+    task.begin = static_cast<int32_t>(begin > span.begin ? begin : span.begin);
+    task.end = static_cast<int32_t>(end < span.end ? end : span.end);
+    task.slot = -1;
+    if (splits.count > 1) {
+      task.slot = (int64_t{b} * head_groups(w) + head_group) * w.num_splits + task.split;
+    }
+    return true;
+  }
+
+  PagedWalk walk_;
+  bool left_;
+};
+
+// The physical block of token `token`; any id is read as one that exists.
+__device__ __forceinline__ int32_t block_of(const PagedParams& p, int32_t b, int32_t token) {
+  int32_t block = p.block_tables[b * p.block_tables_stride + token / p.block_size];
+  int32_t last = static_cast<int32_t>(p.num_blocks) - 1;
+  return block < 0 ? 0 : block < last ? block : last;
+}
+
+__device__ __forceinline__ float key_scale(const PagedParams& p, const KeyTask& task) {
+  if (p.k_scales == nullptr) return p.k_scale;
+  return p.k_scales[task.b * p.k_scales_stride_batch + task.kv_head * p.k_scales_stride_head];
+}
+
+__device__ __forceinline__ float value_scale(const PagedParams& p, const KeyTask& task) {
+  if (p.v_scales == nullptr) return p.v_scale;
+  return p.v_scales[task.b * p.v_scales_stride_batch + task.kv_head * p.v_scales_stride_head];
+}
+
+// Which query and head row `row` of a unit is. Rows past the last are padding.
+struct UnitRow {
+  int32_t query, head;
+  bool valid;
+};
+
+__device__ __forceinline__ UnitRow unit_row(const PagedWork& w, int32_t kv_head, int32_t row0,
+                                            int32_t row) {
+  int32_t at = row0 + row;
+  bool valid = row < w.rows && at < w.q_len * w.group;
+  if (!valid) at = 0;
+  return {at / w.group, kv_head * w.group + at % w.group, valid};
+}
+
+// Dot products of one row become scores in base 2: exponents, ready for exp2.
+template <DType kType>
+struct RowScore {
+  float scale;       // identity: with log2 e, scored: natural units
+  float slope;       // ALiBi
+  int32_t position;  // of the query among the keys
+  KeyRange visible;
+
+  // `dot_scale`: what a dot product is times k_scale.
+  __device__ __forceinline__ void init(const PagedParams& p, const KeyTask& task,
+                                       const UnitRow& row, float dot_scale) {
+    scale = p.scale * dot_scale * (is_scored(p) ? 1.0f : kLog2e);
+    slope = p.alibi_slopes == nullptr
+                ? 0.0f
+                : p.alibi_slopes[task.b * p.alibi_stride_batch + row.head * p.alibi_stride_head];
+    position = task.context - p.work.q_len + row.query;
+    visible = visible_keys(p.work.window_left, p.work.window_right, row.query, p.work.q_len,
+                           task.context);
+  }
+
+  static __device__ __forceinline__ bool is_scored(const PagedParams& p) {
+    return p.softcap > 0.0f || p.alibi_slopes != nullptr;
+  }
+
+  __device__ __forceinline__ float scored(const PagedParams& p, float dot, int32_t key) const {
+    float score = dot * scale;
+    if (p.softcap > 0.0f) {
+      float ratio = score / p.softcap;  // as ScoreMod in mask.cuh
+      score = p.softcap * (kType == DType::f32 ? tanhf(ratio) : tanh_exp2(ratio));
+    }
+    return (score - slope * fabsf(static_cast<float>(position - key))) * kLog2e;
+  }
+
+  __device__ __forceinline__ bool sees(int32_t key) const {
+    return key >= visible.begin && key < visible.end;
+  }
+};
+
+// Where the result of a row goes, and by what its accumulated values are multiplied.
+struct RowOutput {
+  void* to;      // head_dim elements, of p.dtype or (partial) float
+  float factor;  // 0: no key, whatever was accumulated
+};
+
+// The output itself. `maximum` (base 2) and `sum` of the exponentials relative to it are over all
+// keys of the row; the sink enters here. The thread with `leader` set writes lse.
+__device__ __forceinline__ RowOutput final_output(const PagedParams& p, int32_t b,
+                                                  const UnitRow& row, float maximum, float sum,
+                                                  bool leader) {
+  float factor = 1.0f;
+  if (p.sinks != nullptr) {
+    float sink = p.sinks[row.head * p.sinks_stride] * kLog2e;
+    float larger = fmaxf(maximum, sink);
+    float reference = larger == negative_infinity() ? 0.0f : larger;
+    factor = exp2_approx(maximum - reference);
+    sum = fmaf(sum, factor, exp2_approx(sink - reference));
+    maximum = larger;
+  }
+  bool alive = sum != 0.0f;  // a NaN is alive: it reaches out and lse
+  if (leader && p.lse != nullptr) {
+    p.lse[b * p.lse_strides.batch + row.head * p.lse_strides.head + row.query * p.lse_strides.seq] =
+        alive ? (maximum + log2_approx(sum)) * kLn2 : negative_infinity();
+  }
+  int64_t at =
+      b * p.out_strides.batch + row.query * p.out_strides.seq + row.head * p.out_strides.head;
+  return {static_cast<char*>(p.out) + at * (p.dtype == DType::f32 ? 4 : 2),
+          alive ? factor / sum : 0.0f};
+}
+
+// The result of a task: the output, or a partial one, of row `index` of its unit.
+__device__ __forceinline__ RowOutput task_output(const PagedParams& p, const KeyTask& task,
+                                                 const UnitRow& row, int32_t index, float maximum,
+                                                 float sum, bool leader) {
+  float inverse = sum != 0.0f ? 1.0f / sum : 0.0f;
+  if (p.exp_sums != nullptr) {
+    int64_t at = (int64_t{task.b} * p.num_heads_q + row.head) * p.work.num_splits + task.split;
+    if (leader) {
+      p.exp_sums[at] = sum;
+      p.max_logits[at] = maximum * kLn2;
+    }
+    return {static_cast<char*>(p.tmp_out) + at * p.head_dim * (p.dtype == DType::f32 ? 4 : 2),
+            inverse};
+  }
+  if (task.slot >= 0) {
+    int64_t at = task.slot * p.work.rows + index;
+    if (leader) {
+      p.partial_lse[at] = sum != 0.0f ? maximum + log2_approx(sum) : negative_infinity();
+    }
+    return {p.partial_out + at * p.head_dim, inverse};
+  }
+  return final_output(p, task.b, row, maximum, sum, leader);
+}
+
+}  // namespace cuattn::device
