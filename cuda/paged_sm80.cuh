@@ -459,25 +459,6 @@ struct PagedSm80 {
     }
   }
 
-  static __device__ __forceinline__ void store8(const PagedParams& p, const device::RowOutput& out,
-                                                bool partial, int32_t column, const float (&v)[8]) {
-    if (partial) {
-      float4* to = reinterpret_cast<float4*>(static_cast<float*>(out.to) + column);
-      to[0] = {v[0], v[1], v[2], v[3]};
-      to[1] = {v[4], v[5], v[6], v[7]};
-      return;
-    }
-    uint32_t packed[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      packed[i] = (kFp8 ? p.dtype == DType::bf16 : kMma == DType::bf16)
-                      ? device::pack2<DType::bf16>(v[2 * i], v[2 * i + 1])
-                      : device::pack2<DType::f16>(v[2 * i], v[2 * i + 1]);
-    }
-    *reinterpret_cast<uint4*>(static_cast<uint16_t*>(out.to) + column) = {packed[0], packed[1],
-                                                                          packed[2], packed[3]};
-  }
-
   static __device__ __forceinline__ void merge_rows(const PagedParams& p,
                                                     const device::KeyTask& task, const Table& table,
                                                     int n, int32_t warps) {
@@ -508,7 +489,7 @@ struct PagedSm80 {
       float factor = out.factor * v_scale;
 #pragma unroll
       for (int i = 0; i < 8; ++i) merged[i] *= factor;
-      store8(p, out, p.exp_sums == nullptr && task.slot >= 0, 8 * chunk, merged);
+      device::store8(out, 8 * chunk, merged);
     }
   }
 

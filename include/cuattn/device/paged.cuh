@@ -165,9 +165,27 @@ struct RowScore {
 
 // Where the result of a row goes, and by what its accumulated values are multiplied.
 struct RowOutput {
-  void* to;      // head_dim elements, of p.dtype or (partial) float
+  void* to;  // head_dim elements
+  DType type;
   float factor;  // 0: no key, whatever was accumulated
 };
+
+__device__ __forceinline__ void store8(const RowOutput& out, int32_t column, const float (&v)[8]) {
+  if (out.type == DType::f32) {
+    float4* to = reinterpret_cast<float4*>(static_cast<float*>(out.to) + column);
+    to[0] = {v[0], v[1], v[2], v[3]};
+    to[1] = {v[4], v[5], v[6], v[7]};
+    return;
+  }
+  uint32_t pairs[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    pairs[i] = out.type == DType::f16 ? pack2<DType::f16>(v[2 * i], v[2 * i + 1])
+                                      : pack2<DType::bf16>(v[2 * i], v[2 * i + 1]);
+  }
+  *reinterpret_cast<uint4*>(static_cast<uint16_t*>(out.to) + column) = {pairs[0], pairs[1],
+                                                                        pairs[2], pairs[3]};
+}
 
 // The output itself. `maximum` (base 2) and `sum` of the exponentials relative to it are over all
 // keys of the row; the sink enters here. The thread with `leader` set writes lse.
@@ -190,7 +208,7 @@ __device__ __forceinline__ RowOutput final_output(const PagedParams& p, int32_t 
   }
   int64_t at =
       b * p.out_strides.batch + row.query * p.out_strides.seq + row.head * p.out_strides.head;
-  return {static_cast<char*>(p.out) + at * (p.dtype == DType::f32 ? 4 : 2),
+  return {static_cast<char*>(p.out) + at * (p.dtype == DType::f32 ? 4 : 2), p.dtype,
           alive ? factor / sum : 0.0f};
 }
 
@@ -206,14 +224,14 @@ __device__ __forceinline__ RowOutput task_output(const PagedParams& p, const Key
       p.max_logits[at] = maximum * kLn2;
     }
     return {static_cast<char*>(p.tmp_out) + at * p.head_dim * (p.dtype == DType::f32 ? 4 : 2),
-            inverse};
+            p.dtype, inverse};
   }
   if (task.slot >= 0) {
     int64_t at = task.slot * p.work.rows + index;
     if (leader) {
       p.partial_lse[at] = sum != 0.0f ? maximum + log2_approx(sum) : negative_infinity();
     }
-    return {p.partial_out + at * p.head_dim, inverse};
+    return {p.partial_out + at * p.head_dim, DType::f32, inverse};
   }
   return final_output(p, task.b, row, maximum, sum, leader);
 }
