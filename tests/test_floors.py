@@ -39,6 +39,7 @@ IMPORTS = [
     (r"python/cuattn/_(bench|place)", PEERS),
     (r"python/cuattn/_plot\.py", {"matplotlib"}),
     (r"python/cuattn/_(demo|minilm)\.py", {"safetensors", "tokenizers"}),
+    (r"python/cuattn/_memory\.py", {"ml_dtypes"}),
     (r"python/cuattn/", set()),
 ]
 

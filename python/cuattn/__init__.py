@@ -12,6 +12,7 @@ from ._core import version as _version
 from ._plan import Plan, cmake_dir, explain, info, kernels
 from .attention import attention, attention_varlen, merge_states
 from .block_pool import BlockPool
+from .paged_kv_cache import PagedKVCache
 
 __version__: str = _version()
 
@@ -19,6 +20,7 @@ __all__ = [
     "BlockPool",
     "CudaError",
     "OutOfBlocksError",
+    "PagedKVCache",
     "Plan",
     "__version__",
     "attention",

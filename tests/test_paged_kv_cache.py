@@ -1,0 +1,585 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PagedKVCache: what is read through its tables is what was written, whatever happened between.
+
+The contents are written by hand through the slots and read by hand through the tables, in the
+arrays of every library, so that no kernel can hide a mistake.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import zlib
+
+import numpy as np
+import pytest
+
+import cuattn
+import frameworks
+from frameworks import Cupy, Numpy, Torch
+from harness import why_no_cuda
+
+LIBRARIES = {"numpy": Numpy, "torch": Torch, "torch-cuda": lambda: Torch("cuda"), "cupy": Cupy}
+LAYOUTS = ("nhd", "hnd", "vllm")
+F32 = np.float32
+
+
+@pytest.fixture(params=LIBRARIES)
+def library(request):
+    return LIBRARIES[request.param]()
+
+
+def place(cache, which, layout, slot, block_size):
+    """The view of K or V of one slot, in an array of any library."""
+    block, token = int(slot) // block_size, int(slot) % block_size
+    if layout == "nhd":
+        return cache[block, token]
+    if layout == "hnd":
+        return cache[block, :, token]
+    return cache[block, :, :, token] if which == "v" else cache[block, :, :, token, :]
+
+
+def content(history, layer, which):
+    """A number that stands for K or V of a token: all tokens up to it decide about it."""
+    return zlib.crc32(bytes([layer, ord(which), *history])) % 4096 / 4096 + 1
+
+
+class Engine:
+    """A PagedKVCache and beside it a dict of the tokens of every sequence."""
+
+    def __init__(self, library, rng, folder, kv_layout="nhd", num_blocks=12, block_size=4):
+        self.library, self.rng, self.folder = library, rng, folder
+        self.layout, self.block_size = kv_layout, block_size
+        self.cache = cuattn.PagedKVCache(
+            *(2, num_blocks, block_size, 2, 8, "float32"),
+            like=library.put(np.zeros(1, F32)),
+            kv_layout=kv_layout,
+            max_seqs=8,
+            max_blocks_per_seq=20,
+        )
+        for layer in range(2):
+            self.cache.k_cache(layer)[:] = float("nan")
+            self.cache.v_cache(layer)[:] = float("nan")
+        self.tokens = {}  # of each sequence, what its slots hold
+        self.prompts = {}  # what add was given
+        self.swapped = set()
+        self.seen = set()  # what happened at least once
+
+    def write(self, seq, slots):
+        """K and V of the last tokens of a sequence."""
+        tokens = self.tokens[seq]
+        for i, slot in enumerate(slots, len(tokens) - len(slots)):
+            for layer in range(2):
+                for which in "kv":
+                    cache = getattr(self.cache, f"{which}_cache")(layer)
+                    value = content(tokens[: i + 1], layer, which)
+                    place(cache, which, self.layout, slot, self.block_size)[:] = value
+
+    def verify(self):
+        """Every sequence in the cache, read through the arrays that kernels are given."""
+        seqs = [seq for seq in self.tokens if seq not in self.swapped][-7:]
+        self.rng.shuffle(seqs)
+        rows = [*seqs[:2], None, *seqs[2:]]
+        tables = self.library.get(self.cache.block_tables(rows))
+        lengths = self.library.get(self.cache.context_lens(rows))
+        assert lengths.dtype == tables.dtype == np.int32
+        caches = {
+            (which, layer): self.library.get(getattr(self.cache, f"{which}_cache")(layer))
+            for which in "kv"
+            for layer in range(2)
+        }
+        for row, seq in enumerate(rows):
+            tokens = [] if seq is None else self.tokens[seq]
+            assert lengths[row] == len(tokens)
+            for i in range(len(tokens)):
+                slot = tables[row, i // self.block_size] * self.block_size + i % self.block_size
+                for (which, layer), cache in caches.items():
+                    got = place(cache, which, self.layout, slot, self.block_size)
+                    want = F32(content(tokens[: i + 1], layer, which))
+                    assert (got == want).all(), (seq, i, which, layer)
+
+    def pick(self, *, swapped=False):
+        seqs = [seq for seq in self.tokens if (seq in self.swapped) == swapped]
+        return seqs[int(self.rng.integers(len(seqs)))] if seqs else None
+
+    def random_tokens(self, most):
+        """Much of the same token, so that prefixes are found."""
+        n = int(self.rng.integers(0, most))
+        return [int(t) for t in np.where(self.rng.random(n) < 0.9, 0, 1)]
+
+    def add(self):
+        prompt = self.random_tokens(5 * self.block_size) if self.rng.random() < 0.8 else None
+        seq = self.cache.add(prompt)
+        found = self.cache.context_len(seq)
+        assert found % self.block_size == 0
+        assert found < max(len(prompt or []), 1)
+        self.tokens[seq], self.prompts[seq] = (prompt or [])[:found], prompt or []
+        self.seen |= {"shared"} if found else set()
+
+    def append(self, written=True):
+        seq = self.pick()
+        length, prompt = len(self.tokens[seq]), self.prompts[seq]
+        options = {}
+        if length < len(prompt):
+            new = prompt[length : length + int(self.rng.integers(0, 3 * self.block_size))]
+        else:
+            new = self.random_tokens(2 * self.block_size)
+            if length == len(prompt) and self.rng.random() < 0.8:
+                options["tokens"] = new
+        before = self.cache.stats()
+        try:
+            slots = self.cache.append(seq, len(new), **options)
+        except cuattn.OutOfBlocksError:
+            after = self.cache.stats()
+            assert all(after[key] == before[key] for key in ("free_blocks", "copies", "tokens"))
+            self.seen.add("out of blocks")
+            return
+        assert slots.dtype == np.int64
+        mapping = self.library.get(self.cache.slot_mapping([seq, None]))
+        np.testing.assert_array_equal(mapping, [*slots, -1])
+        self.seen |= {"copied"} if self.cache.stats()["copies"] > before["copies"] else set()
+        self.tokens[seq] = self.tokens[seq] + new
+        if "tokens" in options:
+            self.prompts[seq] = self.prompts[seq] + new
+        if written:
+            self.write(seq, slots)
+        else:
+            self.cache.free(seq, written=False)
+            del self.tokens[seq]
+
+    def fork(self):
+        seq = self.pick()
+        child = self.cache.fork(seq)
+        self.tokens[child], self.prompts[child] = self.tokens[seq], self.prompts[seq]
+
+    def free(self):
+        seq = self.pick(swapped=bool(self.swapped) and self.rng.random() < 0.3)
+        if seq is not None:
+            self.cache.free(seq)
+            del self.tokens[seq]
+            self.swapped.discard(seq)
+
+    def truncate(self):
+        seq = self.pick()
+        n = int(self.rng.integers(0, len(self.tokens[seq]) + 1))
+        self.cache.truncate(seq, n)
+        self.tokens[seq] = self.tokens[seq][:n]
+        self.prompts[seq] = self.prompts[seq][:n]
+
+    def swap_out(self):
+        seq = self.pick()
+        self.cache.swap_out(seq, "host" if self.rng.random() < 0.5 else self.folder / f"{seq}.kv")
+        self.swapped.add(seq)
+        self.seen.add("swapped out")
+
+    def swap_in(self):
+        seq = self.pick(swapped=True)
+        if seq is None:
+            return
+        before = self.cache.stats()
+        try:
+            self.cache.swap_in(seq)
+        except cuattn.OutOfBlocksError:
+            after = self.cache.stats()
+            assert all(after[key] == before[key] for key in ("free_blocks", "swapped_sequences"))
+            return
+        self.swapped.remove(seq)
+        self.seen.add("swapped in")
+
+    def step(self):
+        choices = [self.add] if len(self.tokens) < 7 else [self.free]
+        choices += [self.swap_in]
+        if self.pick() is not None:
+            choices += [self.append] * 5 + [self.fork, self.free, self.truncate, self.swap_out]
+            choices += [lambda: self.append(written=False)]
+        choices[int(self.rng.integers(len(choices)))]()
+
+
+@pytest.mark.parametrize("kv_layout", LAYOUTS)
+def test_random_walk_reads_what_was_written(library, kv_layout, rng, tmp_path):
+    engine = Engine(library, rng, tmp_path, kv_layout, block_size=8 if kv_layout == "vllm" else 4)
+    for _ in range(500):
+        engine.step()
+        engine.verify()
+    assert engine.seen == {"shared", "copied", "out of blocks", "swapped out", "swapped in"}
+    for seq in list(engine.tokens):
+        engine.cache.free(seq)
+    stats = engine.cache.stats()
+    assert stats["free_blocks"] == 12
+    assert stats["sequences"] == stats["tokens"] == stats["used_blocks"] == 0
+    assert not list(tmp_path.iterdir())
+
+
+def make(library=None, **options):
+    library = library or Numpy()
+    sizes = {"num_layers": 1, "num_blocks": 8, "block_size": 4, "num_heads_kv": 1, "head_dim": 8}
+    like = library.put(np.zeros(1, F32))
+    return cuattn.PagedKVCache(**{**sizes, "dtype": "float32", "like": like, **options})
+
+
+SHAPES = {
+    ("nhd", "float16"): ((6, 16, 2, 64), (6, 16, 2, 64)),
+    ("hnd", "bfloat16"): ((6, 2, 16, 64), (6, 2, 16, 64)),
+    ("vllm", "float32"): ((6, 2, 16, 16, 4), (6, 2, 64, 16)),
+    ("vllm", "bfloat16"): ((6, 2, 8, 16, 8), (6, 2, 64, 16)),
+    ("vllm", "float8_e4m3fn"): ((6, 2, 4, 16, 16), (6, 2, 64, 16)),
+}
+
+
+@pytest.mark.parametrize(("layout", "dtype"), SHAPES)
+@pytest.mark.parametrize("name", ["numpy", "torch"])
+def test_caches_have_the_shape_of_their_layout(name, layout, dtype):
+    library = LIBRARIES[name]()
+    cache = make(
+        library, num_layers=3, num_blocks=6, block_size=16, num_heads_kv=2, head_dim=64,
+        dtype=dtype, kv_layout=layout,
+    )  # fmt: skip
+    for layer in range(3):
+        for array, shape in zip(
+            (cache.k_cache(layer), cache.v_cache(layer)), SHAPES[layout, dtype], strict=True
+        ):
+            assert tuple(array.shape) == shape
+            assert str(array.dtype).removeprefix("torch.") == dtype
+            assert library.owns(array)
+    assert cache.stats()["cache_bytes"] == 3 * sum(
+        int(np.prod(array.shape)) * {"float32": 4, "float8_e4m3fn": 1}.get(dtype, 2)
+        for array in (cache.k_cache(0), cache.v_cache(0))
+    )
+
+
+def test_dtype_may_be_the_object_of_a_library():
+    torch = frameworks.require("torch")
+    for dtype in (np.float16, np.dtype("float16"), "float16", torch.float16):
+        assert make(dtype=dtype).k_cache(0).dtype == np.float16
+
+
+def test_only_new_entries_of_the_tables_are_written(library):
+    cache = make(library)
+    a, b = cache.add(), cache.add()
+    cache.append(a, 8)
+    cache.append(b, 4)
+    tables = cache.block_tables([a, b])
+    tables[:, :2] = -7  # what is there already must not be written again
+    cache.append(a, 4)
+    cache.append(b, 4)
+    after = library.get(cache.block_tables([a, b]))
+    assert after[0, :2].tolist() == [-7, -7]
+    assert after[1, 0] == -7
+    assert 0 <= after[0, 2] < 8
+    assert 0 <= after[1, 1] < 8
+    assert after[0, 2] != after[1, 1]
+    swapped = library.get(cache.block_tables([b, a]))  # other rows: all of it
+    assert (swapped[0, :2] >= 0).all()
+    assert (swapped[1, :3] >= 0).all()
+
+
+def test_buffers_stay_where_they_are(library):
+    cache = make(library, max_seqs=4)
+    seq = cache.add()
+
+    def addresses():
+        arrays = cache.block_tables([seq]), cache.context_lens([seq]), cache.slot_mapping([seq])
+        if hasattr(arrays[0], "data_ptr"):
+            return [array.data_ptr() for array in arrays]
+        return [
+            array.data.ptr if hasattr(array.data, "ptr") else array.ctypes.data for array in arrays
+        ]
+
+    cache.append(seq, 1)
+    first = addresses()
+    for _ in range(20):
+        cache.append(seq, 1)
+        assert addresses() == first
+    cache.append(seq, 9)  # more slots than max_seqs
+    assert library.get(cache.slot_mapping([seq])).shape == (9,)
+
+
+def test_a_shared_block_is_copied_only_when_it_is_written():
+    cache = make()
+    a = cache.add()
+    cache.append(a, 6)
+    b = cache.fork(a)
+    assert cache.stats()["used_blocks"] == 2
+    cache.append(b, 1)
+    assert cache.stats()["used_blocks"] == 3
+    assert cache.stats()["copies"] == 1
+    cache.append(a, 1)  # now its own
+    assert cache.stats()["copies"] == 1
+    c = cache.fork(a)
+    cache.append(a, 1)
+    cache.append(c, 1)
+    full = cache.fork(a)  # 8 tokens: both blocks are full and stay shared
+    cache.append(full, 1)
+    assert cache.stats()["copies"] == 2
+
+
+def test_prompts_share_their_begin_and_leave_the_last_token():
+    cache = make()
+    prompt = list(range(12))
+    a = cache.add(prompt)
+    assert cache.context_len(a) == 0
+    cache.append(a, 12)
+    early = cache.add(prompt)  # a's keys may not have been written yet
+    assert cache.context_len(early) == 0
+    cache.append(a, 1, tokens=[12])
+    b, c = cache.add(prompt), cache.add([*prompt[:5], 99, 98, 97, 96])
+    assert cache.context_len(b) == 8
+    assert cache.context_len(c) == 4
+    cache.free(a)
+    assert cache.context_len(cache.add([*prompt, 5])) == 12
+    assert cache.stats()["matched_tokens"] == 8 + 4 + 12
+
+
+def test_freed_without_having_been_written_is_not_offered():
+    cache = make()
+    for written, found in ((False, 0), (True, 4)):
+        seq = cache.add([1, 2, 3, 4, 5])
+        cache.append(seq, 5)
+        cache.free(seq, written=written)
+        assert cache.context_len(cache.add([1, 2, 3, 4, 5])) == found
+
+
+def test_swapped_sequences_share_again_what_is_known():
+    cache = make()
+    prompt = list(range(9))
+    a = cache.add(prompt)
+    cache.append(a, 9)
+    b = cache.fork(a)
+    cache.swap_out(a)
+    cache.swap_in(a)
+    assert cache.stats()["used_blocks"] == 4  # two shared, and each its last
+    cache.free(b)
+    cache.swap_out(a)
+    assert cache.stats()["free_blocks"] == 8
+    assert cache.stats()["swapped_sequences"] == 1
+    cache.free(a)
+    assert cache.stats()["sequences"] == 0
+
+
+def test_swapping_to_a_file_that_exists_changes_nothing(tmp_path):
+    cache = make()
+    seq = cache.add()
+    cache.append(seq, 5)
+    path = tmp_path / "there"
+    path.write_text("mine")
+    with pytest.raises(FileExistsError):
+        cache.swap_out(seq, path)
+    assert path.read_text() == "mine"
+    with pytest.raises(FileNotFoundError):
+        cache.swap_out(seq, tmp_path / "no folder" / "file")
+    assert cache.stats()["swapped_sequences"] == 0
+    cache.append(seq, 1)
+    cache.swap_out(seq, str(tmp_path / "new"))
+    assert (tmp_path / "new").stat().st_size == 2 * 2 * 4 * 8 * 4
+    cache.free(seq)
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_full_disk_changes_nothing(tmp_path, monkeypatch):
+    cache = make()
+    seq = cache.add()
+    cache.append(seq, 5)
+
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="No space left"):
+        cache.swap_out(seq, tmp_path / "kv")
+    assert not (tmp_path / "kv").exists()
+    assert cache.append(seq, 1).tolist() == [5]
+
+
+def test_empty_sequences_and_empty_batches(library):
+    cache = make(library)
+    seq = cache.add([])
+    assert cache.append(seq, 0).shape == (0,)
+    assert library.get(cache.context_lens([seq, None])).tolist() == [0, 0]
+    assert library.get(cache.slot_mapping([seq])).shape == (0,)
+    assert tuple(cache.block_tables([]).shape) == (0, 8)
+    assert tuple(cache.context_lens([]).shape) == (0,)
+    cache.swap_out(seq)
+    cache.swap_in(seq)
+    cache.truncate(seq, 0)
+    cache.free(cache.fork(seq))
+    assert cache.stats()["free_blocks"] == 8
+
+
+def test_threads_use_one_cache():
+    cache = make(num_blocks=64)
+    errors = []
+
+    def work(seed):
+        rng = np.random.default_rng(seed)
+        try:
+            for _ in range(200):
+                seq = cache.add([seed % 3] * 9)
+                try:
+                    slots = cache.append(seq, 9 - cache.context_len(seq))
+                    assert len(set(slots)) == len(slots)
+                    child = cache.fork(seq)
+                    cache.append(child, int(rng.integers(0, 3)))
+                    cache.free(child)
+                except cuattn.OutOfBlocksError:
+                    errors.append("64 blocks are enough for all")
+                cache.free(seq)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors
+    assert cache.stats()["sequences"] == 0
+    assert cache.stats()["free_blocks"] == 64
+
+
+on_cuda = pytest.mark.skipif(why_no_cuda() is not None, reason=f"CUDA: {why_no_cuda()}")
+
+
+@pytest.mark.gpu
+@on_cuda
+def test_a_captured_graph_sees_later_steps():
+    """The graph copies the three arrays; replays give what the calls since have put there."""
+    import torch
+
+    cache = make(Torch("cuda"), max_seqs=3)
+    a, b = cache.add(), cache.add()
+
+    def arrays(*seqs):
+        return cache.block_tables(seqs), cache.context_lens(seqs), cache.slot_mapping(seqs)
+
+    cache.append(a, 1)
+    cache.append(b, 1)
+    graph, given = torch.cuda.CUDAGraph(), arrays(a, b, None)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        copies = [array.clone() for array in given]
+    for rows in ((a, b, None), (a, None, b), (None, None, b), (b, a, None)):
+        slots = [cache.append(seq, 1)[0] if seq is not None else -1 for seq in rows]
+        arrays(*rows)
+        graph.replay()
+        torch.cuda.synchronize()
+        tables, lengths, mapping = (copy.cpu().numpy() for copy in copies)
+        assert mapping.tolist() == slots
+        for row, seq in enumerate(rows):
+            assert lengths[row] == (0 if seq is None else cache.context_len(seq))
+            if seq is not None:
+                assert tables[row, (lengths[row] - 1) // 4] == slots[row] // 4
+
+
+@pytest.mark.gpu
+@on_cuda
+def test_calls_do_not_wait_for_the_device():
+    """Tables, lengths, slots, copies and swaps to pinned memory are queued behind a long kernel."""
+    import torch
+
+    cache = make(Torch("cuda"), num_blocks=64)
+    seq = cache.add()
+    cache.append(seq, 6)
+    cache.swap_out(seq)  # pinned memory is made once
+    cache.swap_in(seq)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2_000_000_000)  # cycles: about a second
+    done = torch.cuda.Event()
+    child = cache.fork(seq)
+    cache.append(child, 1)
+    cache.block_tables([seq, child]), cache.context_lens([seq]), cache.slot_mapping([child])
+    cache.swap_out(seq)
+    cache.swap_in(seq)
+    done.record()
+    assert not done.query()
+    torch.cuda.synchronize()
+
+
+CHOICES = "float32, float16, bfloat16, float8_e4m3fn"
+REFUSALS = {
+    "num_layers_0": (lambda c, s: make(num_layers=0), ValueError,
+        "PagedKVCache: num_layers must be >= 1, got 0; give the real number"),
+    "max_seqs_0": (lambda c, s: make(max_seqs=0), ValueError,
+        "PagedKVCache: max_seqs must be >= 1, got 0; give the real number"),
+    "num_heads_kv_float": (lambda c, s: make(num_heads_kv=2.0), TypeError,
+        "PagedKVCache: num_heads_kv must be an integer, got 2.0; pass an int"),
+    "num_blocks_0": (lambda c, s: make(num_blocks=0), ValueError,
+        "BlockPool: num_blocks must lie within [1, 2147483647], got 0; ids are int32"),
+    "head_dim_12": (lambda c, s: make(head_dim=12), ValueError,
+        "PagedKVCache: head_dim must be a multiple of 8 for float32, got 12; pad the heads with "
+        "zeros"),
+    "head_dim_8_fp8": (lambda c, s: make(dtype="float8_e4m3fn"), ValueError,
+        "PagedKVCache: head_dim must be a multiple of 16 for float8_e4m3fn, got 8; pad the heads "
+        "with zeros"),
+    "dtype": (lambda c, s: make(dtype="float64"), ValueError,
+        f"PagedKVCache: dtype must be one of {CHOICES}, got float64; choose one of these"),
+    "kv_layout": (lambda c, s: make(kv_layout="bshd"), ValueError,
+        "PagedKVCache: kv_layout must be 'nhd', 'hnd' or 'vllm', got 'bshd'; choose one of these"),
+    "block_size_vllm": (lambda c, s: make(kv_layout="vllm"), ValueError,
+        "PagedKVCache: block_size must be 8, 16 or 32 for kv_layout 'vllm', got 4; or use 'nhd'"),
+    "like": (lambda c, s: make(like=[1.0]), TypeError,
+        "PagedKVCache: like must be an array of numpy, torch or CuPy, which can be written in "
+        "place, got list; pass one on the device where the cache is to be"),
+    "unknown": (lambda c, s: c.append(77, 1), ValueError,
+        "PagedKVCache.append: seq must be a sequence of this cache, got 77, which was freed or "
+        "never added; pass what add or fork gave"),
+    "freed_twice": (lambda c, s: c.free(s["freed"]), ValueError,
+        "PagedKVCache.free: seq must be a sequence of this cache, got 2, which was freed or never "
+        "added; pass what add or fork gave"),
+    "swapped": (lambda c, s: c.append(s["swapped"], 1), ValueError,
+        "PagedKVCache.append: sequence 1 must be in the cache, but it is swapped out; call swap_in "
+        "first"),
+    "swapped_in_a_table": (lambda c, s: c.block_tables([s["here"], s["swapped"]]), ValueError,
+        "PagedKVCache.block_tables: sequence 1 must be in the cache, but it is swapped out; call "
+        "swap_in first"),
+    "not_swapped": (lambda c, s: c.swap_in(s["here"]), ValueError,
+        "PagedKVCache.swap_in: sequence 0 must be swapped out, but it is in the cache; leave it "
+        "there"),
+    "out_of_blocks": (lambda c, s: c.append(s["here"], 30), cuattn.OutOfBlocksError,
+        "PagedKVCache.append: sequence 0 needs 7 more blocks, got 6 free of 8; free or swap out a "
+        "sequence, or make a larger cache"),
+    "out_of_columns": (lambda c, s: c.append(s["here"], 28), ValueError,
+        "PagedKVCache.append: n must lie within [0, 27] for sequence 0 of 5 tokens, got 28; make "
+        "the cache with a larger max_blocks_per_seq"),
+    "negative_n": (lambda c, s: c.append(s["here"], -1), ValueError,
+        "PagedKVCache.append: n must lie within [0, 27] for sequence 0 of 5 tokens, got -1; make "
+        "the cache with a larger max_blocks_per_seq"),
+    "n_float": (lambda c, s: c.append(s["here"], 1.0), TypeError,
+        "PagedKVCache.append: n must be an integer, got 1.0; pass an int"),
+    "tokens_not_n": (lambda c, s: c.append(s["here"], 2, tokens=[1]), ValueError,
+        "PagedKVCache.append: tokens must be n = 2 ids, got 1; give each new token its id"),
+    "tokens_after_unknown": (lambda c, s: c.append(s["here"], 1, tokens=[1]), ValueError,
+        "PagedKVCache.append: tokens must follow known ones, got 5 tokens in the cache and 0 ids; "
+        "give all ids by add or append, or leave tokens out"),
+    "truncate_longer": (lambda c, s: c.truncate(s["here"], 6), ValueError,
+        "PagedKVCache.truncate: n must lie within [0, 5], the tokens of sequence 0, got 6; append "
+        "makes it longer"),
+    "layer": (lambda c, s: c.k_cache(1), ValueError,
+        "PagedKVCache.k_cache: layer must lie within [0, 1), got 1; layers count from 0"),
+    "too_many_rows": (lambda c, s: c.context_lens([None] * 5), ValueError,
+        "PagedKVCache.context_lens: seqs must be at most max_seqs = 4, got 5; make the cache with "
+        "a larger max_seqs"),
+    "tokens_float": (lambda c, s: c.add([1.5]), TypeError,
+        "PagedKVCache.add: tokens must be integers on one axis, got float64 with shape (1,); pass "
+        "a list of token ids"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refusal_names_the_way_out_and_changes_nothing(name):
+    call, exception, message = REFUSALS[name]
+    wide = name == "out_of_blocks"
+    cache = make(max_seqs=4, max_blocks_per_seq=8 if not wide else 16)
+    seqs = {name: cache.add() for name in ("here", "swapped", "freed")}
+    slots = cache.append(seqs["here"], 5).tolist()
+    cache.append(seqs["swapped"], 3)
+    cache.swap_out(seqs["swapped"])
+    cache.free(seqs["freed"])
+    before = cache.stats()
+    with pytest.raises(exception) as caught:
+        call(cache, seqs)
+    assert str(caught.value) == message
+    assert type(caught.value) is exception
+    assert cache.stats() == before
+    assert cache.slot_mapping([seqs["here"]]).tolist() == slots
+    cache.swap_in(seqs["swapped"])
+    assert cache.context_lens([seqs["here"], seqs["swapped"]]).tolist() == [5, 3]
