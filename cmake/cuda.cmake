@@ -112,6 +112,9 @@ endif()
 set(CMAKE_CUDA_COMPILER_LAUNCHER ${PROJECT_SOURCE_DIR}/cmake/nvcc_log.sh)
 set(nvcc_flags "SHELL:-lineinfo --compress-mode=size -Xptxas=-v -Xcompiler=-Wall")
 add_compile_options($<$<COMPILE_LANGUAGE:CUDA>:${nvcc_flags}>)
+if(CUATTN_WATCHDOG)
+  add_compile_definitions($<$<COMPILE_LANGUAGE:CUDA>:CUATTN_WATCHDOG>)
+endif()
 set(CUATTN_HAVE_CUDA ON)
 
 # Objects of libcuattn compiled for one kind of device: hand-written sources and instances.

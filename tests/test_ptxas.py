@@ -13,8 +13,8 @@ import pytest
 
 import cuattn
 
-# What ptxas says of lost performance: setmaxnreg ignored (C7508), wgmma serialised (C7510 to C7515),
-# a wait or a fence put in (C7517, C7519). A code that must stay is listed with its reason.
+# What ptxas says of lost performance: setmaxnreg ignored (C7508), wgmma serialised (C7510 to
+# C7515), a wait or fence put in (C7517, C7519). A code that must stay is listed with its reason.
 LOSS = re.compile(r"\((C75\d\d)\)")
 ALLOWED: dict[str, str] = {}
 

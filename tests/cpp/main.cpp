@@ -2,11 +2,13 @@
 // cuattn_tests: one binary for all checks of the C++ side; usage below.
 // Without a GPU the cases that need one are counted as skipped. The last line is "N passed, N
 // failed, N skipped".
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
 #include <iostream>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -36,8 +38,15 @@ Outcome run_case(const Case& test) {
 }
 
 struct Selection {
-  std::string filter, exclude;  // parts of names
-  int shard = 0, shards = 1;    // every shards-th case, for several processes at once
+  std::string filter;                // part of a name
+  std::vector<std::string> exclude;  // the same
+  int shard = 0, shards = 1;         // every shards-th case, for several processes at once
+
+  bool excluded(const std::string& name) const {
+    return std::any_of(exclude.begin(), exclude.end(), [&](const std::string& part) {
+      return name.find(part) != std::string::npos;
+    });
+  }
 
   std::vector<const Case*> cases() const {
     std::vector<const Case*> chosen;
@@ -45,7 +54,7 @@ struct Selection {
     for (const Case& test : cuattn::test::cases()) {
       if (settings().sanitize && test.needs != Needs::gpu) continue;
       if (test.name.find(filter) == std::string::npos) continue;
-      if (!exclude.empty() && test.name.find(exclude) != std::string::npos) continue;
+      if (excluded(test.name)) continue;
       if (index++ % shards == shard) chosen.push_back(&test);
     }
     return chosen;
@@ -82,8 +91,9 @@ constexpr const char* kUsage =
     "usage: cuattn_tests [test|perf|plant TOOL] [options]\n"
     "  test             run the cases (the default)\n"
     "  perf             time the CUDA kernels; --filter chooses among backends\n"
-    "  plant TOOL       make the error that memcheck, racecheck or initcheck must report\n"
-    "  --filter TEXT    only cases whose name contains TEXT      --exclude TEXT  not these\n"
+    "  plant TOOL       make the error that memcheck, racecheck, initcheck, synccheck or the\n"
+    "                   watchdog of a CUATTN_WATCHDOG build must report\n"
+    "  --filter TEXT    only cases whose name contains TEXT      --exclude TEXT,TEXT  not these\n"
     "  --seed N         of the random problems, default 1         --list          print the names\n"
     "  --shard I/N      every N-th case, from the I-th            --sanitize      small GPU cases "
     "for compute-sanitizer\n";
@@ -114,7 +124,8 @@ int main(int argc, char** argv) {
     } else if (argument == "--filter" && has_value) {
       selection.filter = argv[++i];
     } else if (argument == "--exclude" && has_value) {
-      selection.exclude = argv[++i];
+      std::istringstream parts(argv[++i]);
+      for (std::string part; std::getline(parts, part, ',');) selection.exclude.push_back(part);
     } else if (argument == "--seed" && has_value) {
       settings().seed = std::strtoull(argv[++i], nullptr, 10);
     } else if (argument == "--shard" && has_value) {

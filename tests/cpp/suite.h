@@ -12,7 +12,8 @@ bool device_is_lost();    // after an illegal access every later result is worth
 void release_device();    // ends the CUDA context, so that memcheck reports what was not freed
 void add_kernel_cases();  // one case per kernel instance that libcuattn lists
 int run_perf(const std::string& filter);
-// Does what `tool` (memcheck, racecheck, initcheck) must report, to show that it watches.
+// Does what `tool` (memcheck, racecheck, initcheck, synccheck) must report, to show that it
+// watches; `watchdog`: a wait in vain, 0 when a build with CUATTN_WATCHDOG ended it.
 int plant_fault(const std::string& tool);
 
 }  // namespace cuattn::test

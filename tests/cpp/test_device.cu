@@ -2,6 +2,7 @@
 // Each primitive of include/cuattn/device against a host model: accuracy of the approximate
 // functions, rounding of the conversions, the fragment maps by one-hot operands, zero fill of
 // cp.async, the swizzle and the ranges of key tiles.
+#include <chrono>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -9,7 +10,7 @@
 #include <vector>
 
 #include "cuattn/device/mask.cuh"
-#include "cuattn/device/mma_sm80.cuh"
+#include "cuattn/device/mma_sm90.cuh"
 #include "gpu.h"
 #include "suite.h"
 #include "test.h"
@@ -436,6 +437,32 @@ __global__ void race(int* out) {
   out[threadIdx.x] = shared[63 - threadIdx.x];  // written by the other warp, without a barrier
 }
 
+__global__ void diverge(int* out) {
+  if (threadIdx.x < 16) __syncthreads();  // the other threads never come
+  out[threadIdx.x] = 1;
+}
+
+// Waits for an arrival that no thread makes; without the watchdog, and before Hopper, not at all.
+__global__ void wait_in_vain() {
+#if defined(CUATTN_WATCHDOG) && __CUDA_ARCH__ >= 900
+  __shared__ alignas(8) uint64_t barrier;
+  if (threadIdx.x == 0) barrier_init(smem_address(&barrier), 1);
+  __syncthreads();
+  barrier_wait(smem_address(&barrier), 0);
+#endif
+}
+
+// 0 when a kernel that waits in vain was ended by the watchdog.
+int plant_hang() {
+  auto begin = std::chrono::steady_clock::now();
+  wait_in_vain<<<1, 32>>>();
+  cudaError_t status = cudaDeviceSynchronize();
+  std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - begin;
+  std::cout << "a kernel that waits in vain: " << cudaGetErrorName(status) << " after "
+            << seconds.count() << " s\n";
+  return status == cudaErrorLaunchFailure || status == cudaErrorIllegalInstruction ? 0 : 1;
+}
+
 }  // namespace
 
 int plant_fault(const std::string& tool) {
@@ -446,6 +473,10 @@ int plant_fault(const std::string& tool) {
     race<<<1, 64>>>(out.data());
   } else if (tool == "initcheck") {
     read_unset<<<1, 64>>>(in.data(), out.data());
+  } else if (tool == "synccheck") {
+    diverge<<<1, 64>>>(out.data());
+  } else if (tool == "watchdog") {
+    return plant_hang();
   } else {
     return 2;
   }

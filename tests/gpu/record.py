@@ -21,8 +21,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent.parent
 RECORD = Path(__file__).resolve().parent / "record.json"
 SOURCES = ("include", "cuda", "src", "bindings", "cpu", "cmake", "CMakeLists.txt", "pyproject.toml")
-STAGES = ("build", "pytest", "cpp", "memcheck", "racecheck", "initcheck")
-SANITIZERS = ("memcheck", "racecheck", "initcheck")
+STAGES = ("build", "pytest", "cpp", "memcheck", "racecheck", "initcheck", "synccheck", "watchdog")
+SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
 LOG_TAIL = 5000  # lines kept of a stage's output
 
 

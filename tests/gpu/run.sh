@@ -1,20 +1,19 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# The GPU checks, on a machine without network: run.sh [build|pytest|cpp|memcheck|racecheck|initcheck]...
+# The GPU checks, on a machine without network:
+#   run.sh [build|pytest|cpp|memcheck|racecheck|initcheck|synccheck|watchdog]...
 # No argument runs all stages. Each stays under nine minutes and merges its counts into record.json, which names the
 # sources it ran on by their hash. In a checkout the hash is asked of git; elsewhere pass CUATTN_SOURCE_HASH, printed by
 # `tests/gpu/record.py hash` where git is. CUATTN_GPU_OUT: folder for record.json and the ends of the logs.
 set -uo pipefail
+all="build pytest cpp memcheck racecheck initcheck synccheck watchdog"
 stages=("$@")
-[ $# -gt 0 ] || stages=(build pytest cpp memcheck racecheck initcheck)
+[ $# -gt 0 ] || read -ra stages <<<"$all"
 for stage in "${stages[@]}"; do
-  case $stage in
-    build | pytest | cpp | memcheck | racecheck | initcheck) ;;
-    *)
-      echo "run.sh: unknown stage '$stage'; stages: build pytest cpp memcheck racecheck initcheck" >&2
-      exit 2
-      ;;
-  esac
+  if [[ " $all " != *" $stage "* ]]; then
+    echo "run.sh: unknown stage '$stage'; stages: $all" >&2
+    exit 2
+  fi
 done
 cd "$(dirname "$0")/../.."
 work=$PWD/build/gpu
@@ -49,9 +48,15 @@ pytest() {
 }
 
 cpp() {
-  local status=0
+  local status=0 pids=()
   "$tests" test || status=1
-  for seed in 2 3 4 5 6; do "$tests" test --filter instance/ --seed "$seed" || status=1; done
+  # The references are computed on the host, one thread each: the seeds run side by side.
+  for seed in 2 3 4 5 6; do
+    "$tests" test --filter instance/ --seed "$seed" >"$work/logs/cpp.seed$seed" 2>&1 &
+    pids+=($!)
+  done
+  for pid in "${pids[@]}"; do wait "$pid" || status=1; done
+  cat "$work/logs/cpp.seed"*
   "$tests" perf --filter sm80 || status=1
   return $status
 }
@@ -59,8 +64,8 @@ cpp() {
 # One tool over every kernel instance, spread over processes: the tools are bound by the host. Before that the tool must
 # report an error made on purpose; otherwise its silence means nothing.
 sanitize() {
-  local tool=$1 shards=8 status=0 pids=()
-  shift
+  local tool=$1 exclude=$2 shards=8 status=0 pids=()
+  shift 2
   rm -f "$work/logs/$tool."[0-9]*
   compute-sanitizer --tool "$tool" --error-exitcode 1 "$@" "$tests" plant "$tool" >"$work/logs/$tool.planted" 2>&1
   if ! grep -Eq 'SUMMARY: [1-9][0-9]* (error|hazard)' "$work/logs/$tool.planted"; then
@@ -69,7 +74,7 @@ sanitize() {
   fi
   for ((i = 0; i < shards; ++i)); do
     compute-sanitizer --tool "$tool" --error-exitcode 1 "$@" \
-      "$tests" --sanitize --exclude /cublas/ --shard "$i/$shards" >"$work/logs/$tool.$i" 2>&1 &
+      "$tests" --sanitize --exclude "$exclude" --shard "$i/$shards" >"$work/logs/$tool.$i" 2>&1 &
     pids+=($!)
   done
   for pid in "${pids[@]}"; do wait "$pid" || status=1; done
@@ -79,15 +84,26 @@ sanitize() {
 
 memcheck() {
   local status=0
-  sanitize memcheck --padding 512 --leak-check full || status=1
+  sanitize memcheck /cublas/ --padding 512 --leak-check full || status=1
   # cuBLAS keeps its handle's memory until the process ends, so its cases run without the leak check. Its kernels are
   # not ours to check for races or initialisation.
   compute-sanitizer --tool memcheck --error-exitcode 1 --padding 512 "$tests" --sanitize --filter /cublas/ || status=1
   return $status
 }
 
-racecheck() { sanitize racecheck --racecheck-report all; }
-initcheck() { sanitize initcheck; }
+# racecheck does not know copies that the TMA makes; who waits for whom in sm90 kernels is left to synccheck, the
+# watchdog and bit-equal repetition.
+racecheck() { sanitize racecheck /cublas/,sm90 --racecheck-report all; }
+initcheck() { sanitize initcheck /cublas/; }
+synccheck() { sanitize synccheck /cublas/; }
+
+# A build whose mbarrier waits trap after two seconds; first it must end a wait in vain. Only 90a code waits so.
+watchdog() {
+  local build=$work/watchdog
+  cmake -G Ninja -S . -B "$build" -DCUATTN_CUDA=ON -DCUATTN_CUDA_ARCHS=90-real -DCUATTN_WATCHDOG=ON \
+    -DCUATTN_TESTS=ON >/dev/null && cmake --build "$build" -j "$cores" --target cuattn_tests || return 1
+  "$build/tests/cpp/cuattn_tests" plant watchdog && "$build/tests/cpp/cuattn_tests" test --filter sm90
+}
 
 failed=0
 for stage in "${stages[@]}"; do
