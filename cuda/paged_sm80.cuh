@@ -556,13 +556,10 @@ __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kCtasPerSm)
 // 7. Launcher
 template <class Kernel>
 void launch_paged_sm80_kernel(const PagedParams& p, cudaStream_t stream) {
-  const PagedWork& w = p.work;
-  int64_t blocks =
-      w.num_splits == 0 ? w.num_workers : int64_t{w.num_seqs} * w.num_splits * head_groups(w);
+  unsigned blocks = grid_blocks(num_key_tasks(p.work), "sm80");
   static std::atomic<uint64_t> allowed{0};
   allow_shared_memory(paged_sm80_kernel<Kernel>, Kernel::kSmemBytes, allowed);
-  paged_sm80_kernel<Kernel>
-      <<<grid_blocks(blocks, "sm80"), Kernel::kThreads, Kernel::kSmemBytes, stream>>>(p);
+  paged_sm80_kernel<Kernel><<<blocks, Kernel::kThreads, Kernel::kSmemBytes, stream>>>(p);
   CUATTN_CUDA_TRY(cudaGetLastError());
 }
 

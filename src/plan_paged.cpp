@@ -21,6 +21,7 @@ constexpr Rung kLadder[] = {
     {Kernel::cpu, false, "online softmax in vector registers, keys gathered block by block"},
     {Kernel::sm90, true, "wgmma with keys as rows, pages through TMA"},
     {Kernel::sm80, true, "tensor cores: mma.sync and cp.async, the heads of a group together"},
+    {Kernel::simt, true, "float32 on CUDA cores"},
 };
 
 // nullptr when the rung can run the request, else why not.
@@ -29,6 +30,7 @@ const char* refusal(Kernel kernel, const PagedRequest& r, const DeviceInfo&) {
     case Kernel::cpu: return nullptr;
     case Kernel::sm80:
       return r.dtype == DType::f32 ? "it takes float16 and bfloat16, not float32" : nullptr;
+    case Kernel::simt: return r.dtype == DType::f32 ? nullptr : "it takes float32 only";
     default: return "it is not in this build";
   }
 }
@@ -48,7 +50,16 @@ PagedTile tile_of(Kernel kernel, const PagedRequest& r) {
     case Kernel::sm80:
       return paged_sm80_tile(paged_sm80_head_dim(r.head_dim), itemsize(r.kv_dtype), r.kv_layout,
                              rows_of(r));
+    case Kernel::simt: return kPagedSimtTile;
     default: return kPagedCpuTile;
+  }
+}
+
+int32_t compiled_head_dim(Kernel kernel, int32_t head_dim) {
+  switch (kernel) {
+    case Kernel::sm80: return paged_sm80_head_dim(head_dim);
+    case Kernel::simt: return paged_simt_head_dim(head_dim);
+    default: return head_dim;
   }
 }
 
@@ -87,8 +98,7 @@ Plan make_plan(const Rung& rung, const PagedRequest& r, const DeviceInfo& device
   Plan plan{};
   plan.kernel = rung.kernel;
   plan.reason = rung.merit;
-  plan.head_dim = plan.head_dim_v =
-      rung.kernel == Kernel::sm80 ? paged_sm80_head_dim(r.head_dim) : r.head_dim;
+  plan.head_dim = plan.head_dim_v = compiled_head_dim(rung.kernel, r.head_dim);
   PagedTile tile = tile_of(rung.kernel, r);
   plan.tile = tile.tile;
   cut_keys(plan, r, device, tile.ctas_per_sm);
@@ -99,8 +109,9 @@ const Rung& named_rung(const char* function, const char* backend) {
   for (const Rung& rung : kLadder) {
     if (std::strcmp(backend, kernel_name(rung.kernel)) == 0) return rung;
   }
-  fail<InvalidArgument>(function, ": backend must be 'auto', 'cpu', 'sm80' or 'sm90', got '",
-                        backend, "'; use 'auto' for the fastest that serves the call");
+  fail<InvalidArgument>(function,
+                        ": backend must be 'auto', 'cpu', 'simt', 'sm80' or 'sm90', got '", backend,
+                        "'; use 'auto' for the fastest that serves the call");
 }
 
 const Rung* first_that_runs(const PagedRequest& r, const DeviceInfo& device) {

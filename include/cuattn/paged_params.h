@@ -153,6 +153,12 @@ CUATTN_HOST_DEVICE int32_t paged_tiles(const PagedWork& w, const PagedSpan& span
 
 CUATTN_HOST_DEVICE int32_t head_groups(const PagedWork& w) { return w.num_heads_kv * w.row_groups; }
 
+// Thread blocks that share the keys of a call: workers of a plan, or splits of units.
+CUATTN_HOST_DEVICE int64_t num_key_tasks(const PagedWork& w) {
+  if (w.num_splits == 0) return w.num_workers;
+  return int64_t{w.num_seqs} * w.num_splits * head_groups(w);
+}
+
 // Without a plan: the splits first .. first + count - 1 of num_splits have work; count >= 1. Split
 // s covers keys [max(span.begin, begin_of(s)), min(span.end, begin_of(s + 1))).
 struct PagedSplits {

@@ -74,6 +74,9 @@ constexpr PagedTile paged_sm80_tile(int32_t head_dim, int32_t itemsize, KvLayout
   return {{m, 64, 3, 2}, 2};                                     // 2 * 3 * 16 = 96 KB
 }
 
+constexpr PagedTile kPagedSimtTile = {{4, 64, 1, 4}, 2};
+constexpr int32_t paged_simt_head_dim(int32_t head_dim) { return head_dim <= 128 ? 128 : 256; }
+
 constexpr PagedTile paged_sm90_tile(int32_t rows) {
   int32_t m = rows <= 8 ? 8 : rows <= 16 ? 16 : rows <= 32 ? 32 : 64;
   return m == 8 ? PagedTile{{m, 64, 2, 5}, 3} : PagedTile{{m, 64, 2, 5}, 2};

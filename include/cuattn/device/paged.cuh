@@ -33,8 +33,8 @@ struct KeyTask {
   int64_t slot;        // of the partial result; -1: this is all of the unit, the output is written
 };
 
-// The tasks of thread block blockIdx.x: with a plan those of the worker of that number, in a grid
-// of num_workers; without, one split of one unit, in a grid of num_seqs * num_splits * head_groups.
+// The tasks of thread block blockIdx.x: with a plan those of the worker of that number; without,
+// one split of one unit. The grid has num_key_tasks(work) blocks.
 class KeyTasks {
  public:
   __device__ explicit KeyTasks(const PagedWork& w) : left_(w.num_splits != 0) {
