@@ -178,6 +178,53 @@ CUDA_TEST(device_bfloat16_conversions_round_to_nearest_even) {
   check_conversion<Bfloat16, DType::bf16>(7, bf16_value, bf16_bits);
 }
 
+// Four codes a thread: the first pair lies low.
+__global__ void unpack(float* out) {
+  uint32_t code = threadIdx.x, low, high;
+  unpack_e4m3(code | (code ^ 0x80) << 8 | (255 - code) << 16 | (code * 7 & 0xff) << 24, low, high);
+  for (int i = 0; i < 4; ++i) {
+    uint32_t pair = i < 2 ? low : high;
+    out[4 * code + i] = to_float(Half{static_cast<uint16_t>(pair >> i % 2 * 16)});
+  }
+}
+
+float e4m3_value(uint32_t code) {
+  float mantissa = static_cast<float>(code & 7), sign = code & 0x80 ? -1.0f : 1.0f;
+  int exponent = static_cast<int>(code >> 3 & 15);
+  if ((code & 0x7f) == 0x7f) return kNan;
+  return sign *
+         (exponent == 0 ? std::ldexp(mantissa, -9) : std::ldexp(8.0f + mantissa, exponent - 10));
+}
+
+CUDA_TEST(device_unpack_of_e4m3_is_exact_and_keeps_nan) {
+  OnGpu<float> out(size_t{1024});
+  unpack<<<1, 256>>>(out.data());
+  std::vector<float> seen = out.host();
+  for (uint32_t code = 0; code < 256; ++code) {
+    uint32_t codes[4] = {code, code ^ 0x80, 255 - code, code * 7 & 0xff};
+    for (int i = 0; i < 4; ++i) {
+      float want = e4m3_value(codes[i]), got = seen[4 * code + i];
+      CHECK(std::isnan(want) ? std::isnan(got) : want == got, "code ", codes[i], " at byte ", i,
+            " became ", got, " instead of ", want);
+    }
+  }
+}
+
+__global__ void transpose(uint32_t* out) {
+  uint32_t at = threadIdx.x / 4 * 8 + threadIdx.x % 4 * 2;  // element (row, column) holds its index
+  out[threadIdx.x] = movmatrix_trans(at | (at + 1) << 16);
+}
+
+CUDA_TEST(device_movmatrix_transposes_an_8_x_8_matrix) {
+  OnGpu<uint32_t> out(size_t{32});
+  transpose<<<1, 32>>>(out.data());
+  std::vector<uint32_t> seen = out.host();
+  for (uint32_t lane = 0; lane < 32; ++lane) {
+    uint32_t g = lane / 4, q = lane % 4;
+    CHECK(seen[lane] == ((2 * q * 8 + g) | ((2 * q + 1) * 8 + g) << 16), "lane ", lane);
+  }
+}
+
 __global__ void reduce(const float* in, float* out) {
   float x = in[threadIdx.x];
   out[threadIdx.x] = quad_max(x);
@@ -303,6 +350,27 @@ CUDA_TEST(device_cp_async_copies_or_writes_zeros) {
                                                     : 0;
     CHECK(seen[i] == want, "word ", i, " is ", seen[i], " instead of ", want);
   }
+}
+
+__global__ void copy_async8(const uint2* in, uint2* out) {
+  __shared__ alignas(16) uint2 tile[32];
+  tile[threadIdx.x] = {7, 7};
+  __syncwarp();
+  cp_async8(smem_address(tile + threadIdx.x), in + threadIdx.x, threadIdx.x % 3 != 0);
+  cp_async_commit();
+  cp_async_wait<0>();
+  out[threadIdx.x] = tile[threadIdx.x];
+}
+
+CUDA_TEST(device_cp_async_of_8_bytes_copies_or_writes_zeros) {
+  std::vector<uint32_t> source(64);
+  for (uint32_t i = 0; i < 64; ++i) source[i] = 1000 + i;
+  OnGpu<uint32_t> in(source), out(size_t{64});
+  copy_async8<<<1, 32>>>(reinterpret_cast<const uint2*>(in.data()),
+                         reinterpret_cast<uint2*>(out.data()));
+  std::vector<uint32_t> seen = out.host();
+  for (uint32_t i = 0; i < 64; ++i)
+    CHECK(seen[i] == (i / 2 % 3 != 0 ? 1000 + i : 0), "word ", i, " is ", seen[i]);
 }
 
 template <DType kType>
