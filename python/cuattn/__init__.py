@@ -12,6 +12,7 @@ from ._core import version as _version
 from ._plan import Plan, cmake_dir, explain, info, kernels
 from .attention import attention, attention_varlen, merge_states
 from .block_pool import BlockPool
+from .kv_bytes import kv_cache_bytes
 from .paged_kv_cache import PagedKVCache
 
 __version__: str = _version()
@@ -29,5 +30,6 @@ __all__ = [
     "explain",
     "info",
     "kernels",
+    "kv_cache_bytes",
     "merge_states",
 ]
