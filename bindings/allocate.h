@@ -115,12 +115,14 @@ inline nb::object shape_tuple(const TensorView& wanted) {
 inline const char* dtype_word(DLDataType dtype) {
   if (dtype.code == kDLBfloat) return "bfloat16";
   if (dtype.code == kDLUInt) return "uint8";
+  if (dtype.code == kDLInt) return "int32";
   return dtype.bits == 16 ? "float16" : "float32";
 }
 
 inline nb::handle numpy_dtype(DLDataType dtype) {
   Python& py = Python::get();
   if (dtype.code == kDLUInt) return py.uint8;
+  if (dtype.code == kDLInt) return py.int32;
   if (dtype.code == kDLFloat) return dtype.bits == 16 ? py.float16 : py.float32;
   if (!py.bfloat16.is_valid())
     py.bfloat16 = nb::module_::import_("numpy").attr("dtype")(
@@ -130,7 +132,7 @@ inline nb::handle numpy_dtype(DLDataType dtype) {
 
 // torch's own factories, looked up once.
 struct TorchModule {
-  nb::object tensor_type, empty, empty_like, float32, float16, bfloat16, uint8;
+  nb::object tensor_type, empty, empty_like, float32, float16, bfloat16, uint8, int32;
   PyObject* device = PyUnicode_InternFromString("device");
 
   static TorchModule& get() {
@@ -141,6 +143,7 @@ struct TorchModule {
   nb::handle dtype(DLDataType wanted) const {
     if (wanted.code == kDLBfloat) return bfloat16;
     if (wanted.code == kDLUInt) return uint8;
+    if (wanted.code == kDLInt) return int32;
     return wanted.bits == 16 ? float16 : float32;
   }
 
@@ -154,6 +157,7 @@ struct TorchModule {
     float16 = torch.attr("float16");
     bfloat16 = torch.attr("bfloat16");
     uint8 = torch.attr("uint8");
+    int32 = torch.attr("int32");
   }
 };
 

@@ -105,7 +105,7 @@ struct NumpyArrayObject {
 // Interned names, numpy functions and dtypes: fetched once and kept for the life of the process.
 struct Python {
   nb::object numpy_empty, numpy_ndarray, numpy_masked;
-  nb::object float32, float16, uint8;
+  nb::object float32, float16, uint8, int32;
   nb::object bfloat16;      // ml_dtypes' dtype object, known after the first array of that type
   nb::object grad_enabled;  // torch.is_grad_enabled, known after the first tensor
   void* const* numpy_api;   // numpy's table of C functions
@@ -126,6 +126,7 @@ struct Python {
     float32 = numpy.attr("dtype")("float32");
     float16 = numpy.attr("dtype")("float16");
     uint8 = numpy.attr("dtype")("uint8");
+    int32 = numpy.attr("dtype")("int32");
     nb::object sample = numpy.attr("zeros")(nb::make_tuple(2, 3), float16).attr("T");
     reads_numpy_object = detail::NumpyArrayObject::is_layout_of(sample);
     nb::object core = loaded_module("numpy._core._multiarray_umath");

@@ -15,8 +15,11 @@
 #include "convert.h"
 #include "cuattn/c_api.h"
 #include "errors.h"
+#include "explain.h"
 #include "fastcall.h"
 #include "options.h"
+#include "paged.h"
+#include "results.h"
 #include "xla_ffi.h"
 
 namespace cuattn::bindings {
@@ -51,35 +54,6 @@ struct AttentionArrays {
   }
 };
 
-// The result of one call: `out=` as the caller gave it, or a new array of q's library.
-struct Result {
-  std::optional<Array> given;
-  Allocation made;
-  DLTensor tensor;
-  nb::object object;
-
-  void provide(const char* op, const char* name, nb::handle source, const Array& like,
-               const CallStream& stream, const TensorView& wanted) {
-    if (is_given(source)) {
-      given.emplace().import(op, name, source, stream, &like, true);
-      tensor = given->tensor;
-      object = nb::borrow(source);
-    } else {
-      made = allocate(op, name, like, wanted, stream);
-      tensor = made.view.dl();
-      object = made.object;
-    }
-  }
-};
-
-TensorView view_of(DLDataType dtype, int32_t ndim, const int64_t* shape) {
-  TensorView view;
-  view.dtype = dtype;
-  view.ndim = ndim;
-  std::copy(shape, shape + ndim, view.shape.begin());
-  return view;
-}
-
 // A call on the CPU that is over sooner than another thread could take the interpreter lock.
 bool is_short(const Array& q, const Array& k) {
   constexpr int64_t kElements = 512;
@@ -107,14 +81,8 @@ nb::object run_attention(const char* op, AttentionArgs& args) {
     lse.emplace().provide(op, "lse_out", args.lse_out, arrays.q, stream,
                           view_of({kDLFloat, 32, 1}, call.lse_ndim, call.lse_shape));
   }
-  std::optional<Array> lent;
-  WorkspaceMemory memory;
-  if (is_given(args.workspace)) {
-    lent.emplace().import(op, "workspace", args.workspace, stream, &arrays.q, true);
-    memory.lend(op, *lent, arrays.q);
-  } else {
-    memory.provide(op, arrays.q, call.workspace_bytes, stream);
-  }
+  CallWorkspace memory;
+  memory.place(op, args.workspace, arrays.q, call.workspace_bytes, stream);
   cuattn_status status;
   {
     // The CPU computes here, and a CUDA launch may wait for a full queue.
@@ -221,63 +189,6 @@ nb::object merge_states(nb::handle out_a, nb::handle lse_a, nb::handle out_b, nb
   return nb::make_tuple(merged.object, lse.object);
 }
 
-DLDataType parse_dtype(const char* op, nb::handle value) {
-  struct Word {
-    const char* text;
-    DLDataType dtype;
-  };
-  static const Word kWords[] = {
-      {"float32", {kDLFloat, 32, 1}},   {"float16", {kDLFloat, 16, 1}},
-      {"bfloat16", {kDLBfloat, 16, 1}}, {"float64", {kDLFloat, 64, 1}},
-      {"int32", {kDLInt, 32, 1}},       {"int64", {kDLInt, 64, 1}},
-      {"bool", {kDLBool, 8, 1}},        {"float8_e4m3fn", {kDLFloat8_e4m3fn, 8, 1}}};
-  std::string text = parse_text(op, "dtype", value);
-  for (const Word& word : kWords) {
-    if (text == word.text) return word.dtype;
-  }
-  raise(PyExc_ValueError, op, ": dtype must be float32, float16 or bfloat16, got ", text,
-        "; cast it");
-}
-
-// explain takes shapes as well as arrays: a tuple of extents, led by a dtype or not, is a
-// contiguous array without memory.
-void import_shape(const char* op, const char* name, nb::handle source, DLDataType dtype,
-                  DLDevice device, Array& array) {
-  if (!PyTuple_Check(source.ptr())) {
-    array.import(op, name, source, {}, nullptr);
-    return;
-  }
-  TensorView& view = array.view;
-  auto items = nb::borrow<nb::tuple>(source);
-  int first = items.size() > 0 && PyUnicode_Check(nb::handle(items[0]).ptr()) ? 1 : 0;
-  view.dtype = first == 1 ? parse_dtype(op, items[0]) : dtype;
-  view.device = device;
-  view.ndim = static_cast<int32_t>(items.size()) - first;
-  if (view.ndim > kMaxDims)
-    raise(PyExc_ValueError, op, ": ", name, " must have at most ", kMaxDims, " axes; reshape it");
-  int64_t stride = 1;
-  for (int i = view.ndim - 1; i >= 0; --i) {
-    view.shape[i] = parse_int(op, name, items[i + first]);
-    view.strides[i] = stride;
-    stride *= view.shape[i];
-  }
-  array.tensor = view.dl();
-}
-
-cuattn_device parse_device(nb::handle fields) {
-  cuattn_device device{};
-  device.is_cuda = nb::cast<bool>(nb::object(fields["is_cuda"]));
-  device.major = nb::cast<int32_t>(nb::object(fields["major"]));
-  device.minor = nb::cast<int32_t>(nb::object(fields["minor"]));
-  device.num_sms = nb::cast<int32_t>(nb::object(fields["num_sms"]));
-  device.smem_per_block_optin = nb::cast<int32_t>(nb::object(fields["smem_per_block_optin"]));
-  device.native = nb::cast<int32_t>(nb::object(fields["native"]));
-  device.has_cublas = nb::cast<bool>(nb::object(fields["has_cublas"]));
-  std::strncpy(device.name, nb::cast<std::string>(nb::object(fields["name"])).c_str(),
-               sizeof device.name - 1);
-  return device;
-}
-
 nb::dict explain(nb::handle q, nb::handle k, nb::handle v, nb::dict options, nb::handle dtype,
                  int shapes_on, nb::handle device) {
   nb::object cu_q = options["cu_seqlens_q"], cu_k = options["cu_seqlens_k"];
@@ -342,21 +253,7 @@ nb::dict explain(nb::handle q, nb::handle k, nb::handle v, nb::dict options, nb:
   cuattn_plan plan;
   check(cuattn_attention_explain(&arrays[0].tensor, &arrays[1].tensor, &arrays[2].tensor, &c,
                                  device.is_none() ? nullptr : &made_up, &plan));
-  nb::dict result;
-  result["kernel"] = plan.kernel;
-  result["mask"] = plan.mask;
-  result["score"] = plan.score;
-  result["tile_m"] = plan.tile_m;
-  result["tile_n"] = plan.tile_n;
-  result["stages"] = plan.stages;
-  result["warps"] = plan.warps;
-  result["head_dim"] = plan.head_dim;
-  result["head_dim_v"] = plan.head_dim_v;
-  result["num_splits"] = plan.num_splits;
-  result["workspace_bytes"] = plan.workspace_bytes;
-  result["reason"] = plan.reason;
-  result["ladder"] = plan.ladder;
-  return result;
+  return plan_dict(plan);
 }
 
 nb::list kernels() {
@@ -400,6 +297,7 @@ NB_MODULE(_core, m) {
 
   make_exceptions(m);
   add_block_pool(m);
+  add_paged(m);
 
   m.def(
       "attention", &attention,

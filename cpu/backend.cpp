@@ -33,14 +33,31 @@ void prefill(const PrefillParams& params, const Plan& plan, int32_t, Stream) {
   }
 }
 
+void paged(const PagedParams& params, const Plan&, int32_t, Stream) {
+  cpu::paged_attention(params);
+}
+
+void paged_plan(const PagedWork& work, int32_t* plan, int32_t, Stream) {
+  cpu::paged_plan(work, plan);
+}
+
 void merge(const MergeParams& params, int32_t, Stream) { cpu::merge_states(params); }
 
 void check(const PrefillParams& params, int32_t, Stream) { cpu::check_prefill(params); }
+
+void check_paged(const char* function, const PagedParams& params, int32_t, Stream) {
+  cpu::check_paged(function, params);
+}
+
+void check_context_lens(const char* function, const PagedWork& work, int32_t, Stream) {
+  cpu::check_context_lens(function, work);
+}
 
 void list_kernels(std::vector<KernelInfo>& list) {
   for (const char* dtype : {"float32", "float16", "bfloat16"}) {
     list.push_back({"attention", "cpu", cpu::isa_name(), dtype, 256, 256, "any", "any"});
     list.push_back({"attention", "cpu_naive", "any", dtype, 256, 256, "any", "any"});
+    list.push_back({"paged_attention", "cpu", cpu::isa_name(), dtype, 256, 256, "any", "any"});
     list.push_back({"merge_states", "cpu", "any", dtype, 1024, 1024, "any", "any"});
   }
 }
@@ -52,8 +69,9 @@ std::string describe() {
 }  // namespace
 
 const Backend& cpu_backend() {
-  static const Backend backend{device_info, prefill, nullptr,      nullptr,
-                               merge,       check,   list_kernels, describe};
+  static const Backend backend{device_info,  prefill, paged,       paged_plan,
+                               merge,        check,   check_paged, check_context_lens,
+                               list_kernels, describe};
   return backend;
 }
 

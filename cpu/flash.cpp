@@ -370,6 +370,7 @@ void finish_row(const FlashUnit& u, const Block<kN>& block, int r, float* o) {
   const FlashRow& row = block.rows[r];
   float high = block.max[r / kWidth][r % kWidth], sum = block.sum[r / kWidth][r % kWidth];
   if (!is_modified(u)) high *= scale_size(u);
+  if (row.max != nullptr) *row.max = high;
   float factor = 1.0f;
   if (row.sink != -kInfinity) {
     float top = row.sink > high ? row.sink : high;
@@ -380,7 +381,7 @@ void finish_row(const FlashUnit& u, const Block<kN>& block, int r, float* o) {
   bool empty = sum == 0.0f;
   factor /= sum;
   for (int c = 0; c < u.head_dim_v; ++c) o[c] = empty ? 0.0f : o[c] * factor;
-  store_row(o, u.head_dim_v, u.dtype, row.out);
+  store_row(o, u.head_dim_v, u.out_dtype, row.out);
   if (row.lse != nullptr) *row.lse = empty ? -kInfinity : high + __builtin_logf(sum);
 }
 

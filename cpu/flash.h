@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Between flash_units.cpp, which cuts a call into units, and flash.cpp, which computes one. Plain
-// data only: flash.cpp is compiled once per instruction set and must not share an inline function
-// with the rest of the library. Next: flash_units.cpp.
+// Between flash_units.cpp and paged.cpp, which cut calls into units, and flash.cpp, which computes
+// one. Plain data only: flash.cpp is compiled once per instruction set and must not share an inline
+// function with the rest of the library. Next: flash_units.cpp.
 #pragma once
 
 #include <cstddef>
@@ -16,6 +16,7 @@ struct FlashRow {
   const void* q;     // [head_dim]
   void* out;         // [head_dim_v]
   float* lse;        // or nullptr
+  float* max;        // the largest score, before the sink, -inf where no key is seen; or nullptr
   const void* bias;  // of key 0, or nullptr
   float slope;       // ALiBi, natural units; 0 = off
   float sink;        // natural units; -inf = none
@@ -31,7 +32,7 @@ struct FlashUnit {
   int32_t head_dim, head_dim_v;
   const void *k, *v;           // of key 0
   int64_t k_stride, v_stride;  // elements from one key to the next
-  DType dtype, bias_dtype;
+  DType dtype, out_dtype, bias_dtype;
   int64_t bias_stride;  // elements from one key to the next
   float scale, softcap;
   bool has_alibi;
@@ -44,6 +45,13 @@ struct FlashKernel {
   size_t (*scratch_floats)(int32_t num_rows, int32_t head_dim, int32_t head_dim_v);
   void (*run)(const FlashUnit& unit);
 };
+
+// The kernel of the best instruction set here, or of CUATTN_CPU_ISA; throws as isa_name() does.
+const FlashKernel& flash_kernel();
+
+// Memory of the calling thread for one unit, 64-byte aligned; grows, never shrinks, goes with the
+// thread.
+float* thread_scratch(size_t floats);
 
 // Rows of a unit at most: with more, each conversion of a K and V tile to float serves more rows,
 // but the unit's queries and outputs leave the L2 cache.

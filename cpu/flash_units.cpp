@@ -67,28 +67,6 @@ const FlashKernel& choose_kernel() {
                         " on this machine, got ", wanted, "; leave it unset for the fastest");
 }
 
-const FlashKernel& flash_kernel() {
-  static const FlashKernel& kernel = choose_kernel();
-  return kernel;
-}
-
-// Memory of the calling thread for one unit; grows, never shrinks, goes with the thread.
-float* thread_scratch(size_t floats) {
-  constexpr std::align_val_t kAlignment{64};
-  struct Free {
-    void operator()(float* p) const { ::operator delete(p, kAlignment); }
-  };
-  thread_local std::unique_ptr<float, Free> memory;
-  thread_local size_t size = 0;
-  if (floats > size) {
-    memory.reset();
-    size = 0;
-    memory.reset(static_cast<float*>(::operator new(floats * sizeof(float), kAlignment)));
-    size = floats;
-  }
-  return memory.get();
-}
-
 // How one call is cut. Rows of a sequence and KV head are numbered query by query, the heads of the
 // group inside: neighbours then see nearly the same keys.
 struct Cut {
@@ -171,6 +149,7 @@ void run_unit(const Cut& cut, const FlashKernel& kernel, int64_t index) {
     row.q = element(p.q, offset(p.q_strides), p.dtype);
     row.out = const_cast<char*>(element(p.out, offset(p.out_strides), p.dtype));
     row.lse = p.lse == nullptr ? nullptr : p.lse + offset(p.lse_strides);
+    row.max = nullptr;
     row.bias = nullptr;
     if (p.bias != nullptr) {
       int64_t first = place.b * p.bias_stride_batch + h * p.bias_stride_head + i * p.bias_stride_q;
@@ -200,7 +179,7 @@ void run_unit(const Cut& cut, const FlashKernel& kernel, int64_t index) {
   unit.v = element(p.v, first_key(p.v_strides), p.dtype);
   unit.k_stride = p.k_strides.seq;
   unit.v_stride = p.v_strides.seq;
-  unit.dtype = p.dtype;
+  unit.dtype = unit.out_dtype = p.dtype;
   unit.bias_dtype = p.bias_dtype;
   unit.bias_stride = p.bias_stride_kv;
   unit.scale = p.scale;
@@ -211,6 +190,27 @@ void run_unit(const Cut& cut, const FlashKernel& kernel, int64_t index) {
 }
 
 }  // namespace
+
+const FlashKernel& flash_kernel() {
+  static const FlashKernel& kernel = choose_kernel();
+  return kernel;
+}
+
+float* thread_scratch(size_t floats) {
+  constexpr std::align_val_t kAlignment{64};
+  struct Free {
+    void operator()(float* p) const { ::operator delete(p, kAlignment); }
+  };
+  thread_local std::unique_ptr<float, Free> memory;
+  thread_local size_t size = 0;
+  if (floats > size) {
+    memory.reset();
+    size = 0;
+    memory.reset(static_cast<float*>(::operator new(floats * sizeof(float), kAlignment)));
+    size = floats;
+  }
+  return memory.get();
+}
 
 const char* isa_name() { return flash_kernel().isa; }
 

@@ -219,6 +219,17 @@ void check(const PrefillParams& params, int32_t device_id, Stream stream) {
   check_prefill(params, static_cast<cudaStream_t>(stream));
 }
 
+void check_tables(const char* function, const PagedParams& params, int32_t device_id,
+                  Stream stream) {
+  DeviceGuard guard(device_id);
+  check_paged(function, params, static_cast<cudaStream_t>(stream));
+}
+
+void check_lens(const char* function, const PagedWork& work, int32_t device_id, Stream stream) {
+  DeviceGuard guard(device_id);
+  check_context_lens(function, work, static_cast<cudaStream_t>(stream));
+}
+
 void list_kernels(std::vector<KernelInfo>& list) {
   for (const Instance& i : kInstances) {
     list.push_back({"attention", kernel_name(i.kernel), i.archs, dtype_name(i.dtype), i.head_dim,
@@ -269,8 +280,8 @@ std::string describe() {
 }  // namespace
 
 const Backend* cuda_backend() {
-  static const Backend backend{device_info, prefill, paged,        paged_plan,
-                               merge,       check,   list_kernels, describe};
+  static const Backend backend{device_info, prefill,      paged,      paged_plan,   merge,
+                               check,       check_tables, check_lens, list_kernels, describe};
   return &backend;
 }
 

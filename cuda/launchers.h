@@ -18,7 +18,10 @@ bool cublas_available();
 // cut. `major`: compute capability, from 9 on the combine overlaps the kernel before it.
 void launch_paged_plan(const PagedWork& work, int32_t* plan, cudaStream_t stream);
 void launch_paged_combine(const PagedParams& params, int32_t major, cudaStream_t stream);
-void launch_merge(const MergeParams& params, cudaStream_t stream);     // merge_states.cu
-void check_prefill(const PrefillParams& params, cudaStream_t stream);  // check.cu: synchronises
+void launch_merge(const MergeParams& params, cudaStream_t stream);  // merge_states.cu
+// check.cu: these synchronise
+void check_prefill(const PrefillParams& params, cudaStream_t stream);
+void check_paged(const char* function, const PagedParams& params, cudaStream_t stream);
+void check_context_lens(const char* function, const PagedWork& work, cudaStream_t stream);
 
 }  // namespace cuattn

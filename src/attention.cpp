@@ -5,8 +5,6 @@
 #include "attention.h"
 
 #include <cmath>
-#include <cstdlib>
-#include <cstring>
 
 #include "validate.h"
 
@@ -251,31 +249,6 @@ void read_scores(AttentionCall& call, const cuattn_attention_options& o, bool ch
   p.score = scored ? ScoreKind::scored : ScoreKind::identity;
 }
 
-// CUATTN_CHECK=1: device-side lengths are read back and checked, at the price of a synchronisation.
-bool checks_device_data() {
-  static const bool enabled = [] {
-    const char* value = std::getenv("CUATTN_CHECK");
-    return value != nullptr && std::strcmp(value, "0") != 0 && value[0] != '\0';
-  }();
-  return enabled;
-}
-
-void check_output(const AttentionCall& call, const char* name, const TensorView& view, DType dtype,
-                  const int64_t* shape, int32_t ndim) {
-  const char* fn = call.function();
-  require_dtype(fn, name, view, dtype, "");
-  require_device(fn, name, view, call.device);
-  TensorView want;
-  want.ndim = ndim;
-  bool same = view.ndim == ndim;
-  for (int32_t axis = 0; axis < ndim; ++axis) {
-    want.shape[axis] = shape[axis];
-    same = same && view.shape[axis] == shape[axis];
-  }
-  CUATTN_REQUIRE(same, fn, ": ", name, " must have shape ", shape_text(want), ", got ",
-                 shape_text(view), "; allocate it with that shape");
-}
-
 }  // namespace
 
 AttentionCall validate_attention(const TensorView& q, const TensorView& k, const TensorView& v,
@@ -347,13 +320,14 @@ void run_attention(AttentionCall& call, const TensorView& out, const TensorView*
     lse_shape[1] = p.num_heads_q;
     lse_shape[2] = p.seqlen_q;
   }
-  check_output(call, "out", out, p.dtype, out_shape, axes.ndim);
+  require_output(fn, "out", out, p.dtype, shape_view(out_shape, axes.ndim), call.device);
   require_rows(fn, "out", out, true, true);
   p.out = out.data;
   p.out_strides = strides_of(out, axes);
   p.lse = nullptr;
   if (lse != nullptr) {
-    check_output(call, "lse_out", *lse, DType::f32, lse_shape, axes.ndim - 1);
+    require_output(fn, "lse_out", *lse, DType::f32, shape_view(lse_shape, axes.ndim - 1),
+                   call.device);
     require_strided(fn, "lse_out", *lse, true, true);
     p.lse = static_cast<float*>(lse->data);
     p.lse_strides = call.ragged
@@ -367,16 +341,7 @@ void run_attention(AttentionCall& call, const TensorView& out, const TensorView*
     backend.check(p, call.device.device_id, stream);
   if (out.size() == 0) return;
 
-  size_t alignment = cuda ? 256 : 16;  // what CUDA allocators and malloc give
-  if (workspace_bytes < call.plan.workspace_bytes ||
-      (call.plan.workspace_bytes > 0 && workspace == nullptr)) {
-    fail<OutOfMemory>(fn, ": workspace must hold ", call.plan.workspace_bytes,
-                      " bytes for backend '", kernel_name(call.plan.kernel), "', got ",
-                      workspace_bytes, "; allocate as explain() says, or use backend='auto'");
-  }
-  CUATTN_REQUIRE(reinterpret_cast<uintptr_t>(workspace) % alignment == 0, fn,
-                 ": workspace must start on ", alignment,
-                 " bytes; take it from an allocator, not from the middle of an array");
+  require_workspace(fn, call.plan, call.device, workspace, workspace_bytes);
   p.workspace = workspace;
   backend.prefill(p, call.plan, call.device.device_id, stream);
 }

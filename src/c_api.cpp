@@ -42,20 +42,6 @@ DeviceInfo device_info_of(const AttentionCall& call, bool find_libraries) {
       .device_info(call.device.device_id, find_libraries);
 }
 
-DeviceInfo made_up_device(const cuattn_device* made_up) {
-  DeviceInfo info{};
-  info.is_cuda = made_up->is_cuda != 0;
-  info.major = made_up->major;
-  info.minor = made_up->minor;
-  info.num_sms = made_up->num_sms;
-  info.smem_per_block_optin = made_up->smem_per_block_optin;
-  info.native = made_up->native;
-  info.has_cublas = made_up->has_cublas != 0;
-  std::memcpy(info.name, made_up->name, sizeof(info.name));
-  info.name[sizeof(info.name) - 1] = '\0';
-  return info;
-}
-
 void fill_shapes(const TensorView& q, cuattn_attention_call& c) {
   const AttentionCall& call = state_of(c);
   const PrefillParams& p = call.params;
@@ -75,13 +61,6 @@ void fill_shapes(const TensorView& q, cuattn_attention_call& c) {
   }
   c.workspace_bytes = call.plan.workspace_bytes;
   c.nothing_to_do = p.total_q == 0 || p.num_heads_q == 0;
-}
-
-template <size_t kSize>
-void copy_text(char (&to)[kSize], const std::string& from) {
-  size_t length = from.size() < kSize - 1 ? from.size() : kSize - 1;
-  std::memcpy(to, from.data(), length);
-  to[length] = '\0';
 }
 
 std::vector<KernelInfo> all_kernels() {
@@ -178,20 +157,8 @@ cuattn_status cuattn_attention_explain(const DLTensor* q, const DLTensor* k, con
     PrefillRequest request = request_of(call);
     DeviceInfo info = device != nullptr ? made_up_device(device) : device_info_of(call, true);
     Plan plan = select_prefill(request, info, options->backend);
-    std::memset(result, 0, sizeof(*result));
-    copy_text(result->kernel, kernel_name(plan.kernel));
-    copy_text(result->mask, mask_name(request.mask));
-    copy_text(result->score, score_name(request.score));
-    copy_text(result->reason, plan.reason);
-    copy_text(result->ladder, explain_prefill(request, info, options->backend));
-    result->tile_m = plan.tile.m;
-    result->tile_n = plan.tile.n;
-    result->stages = plan.tile.stages;
-    result->warps = plan.tile.warps;
-    result->head_dim = plan.head_dim;
-    result->head_dim_v = plan.head_dim_v;
-    result->num_splits = plan.num_splits;
-    result->workspace_bytes = plan.workspace_bytes;
+    fill_plan(plan, request.mask, request.score, explain_prefill(request, info, options->backend),
+              *result);
   });
 }
 

@@ -3,12 +3,14 @@
 // of the calling thread.
 #pragma once
 
+#include <cstring>
 #include <exception>
 #include <new>
 #include <string>
 
 #include "cuattn/c_api.h"
 #include "cuattn/error.h"
+#include "cuattn/plan.h"
 #include "cuattn/tensor.h"
 
 namespace cuattn {
@@ -51,6 +53,46 @@ inline TensorView view_of(const char* function, const char* argument, const DLTe
   CUATTN_REQUIRE(tensor != nullptr, function, ": ", argument,
                  " must be an array, got NULL; pass a DLTensor");
   return TensorView(*tensor);
+}
+
+// A GPU that the caller describes.
+inline DeviceInfo made_up_device(const cuattn_device* made_up) {
+  DeviceInfo info{};
+  info.is_cuda = made_up->is_cuda != 0;
+  info.major = made_up->major;
+  info.minor = made_up->minor;
+  info.num_sms = made_up->num_sms;
+  info.smem_per_block_optin = made_up->smem_per_block_optin;
+  info.native = made_up->native;
+  info.has_cublas = made_up->has_cublas != 0;
+  std::memcpy(info.name, made_up->name, sizeof(info.name));
+  info.name[sizeof(info.name) - 1] = '\0';
+  return info;
+}
+
+template <size_t kSize>
+void copy_text(char (&to)[kSize], const std::string& from) {
+  size_t length = from.size() < kSize - 1 ? from.size() : kSize - 1;
+  std::memcpy(to, from.data(), length);
+  to[length] = '\0';
+}
+
+inline void fill_plan(const Plan& plan, MaskKind mask, ScoreKind score, const std::string& ladder,
+                      cuattn_plan& to) {
+  std::memset(&to, 0, sizeof(to));
+  copy_text(to.kernel, kernel_name(plan.kernel));
+  copy_text(to.mask, mask_name(mask));
+  copy_text(to.score, score_name(score));
+  copy_text(to.reason, plan.reason);
+  copy_text(to.ladder, ladder);
+  to.tile_m = plan.tile.m;
+  to.tile_n = plan.tile.n;
+  to.stages = plan.tile.stages;
+  to.warps = plan.tile.warps;
+  to.head_dim = plan.head_dim;
+  to.head_dim_v = plan.head_dim_v;
+  to.num_splits = plan.num_splits;
+  to.workspace_bytes = plan.workspace_bytes;
 }
 
 }  // namespace cuattn

@@ -2,6 +2,9 @@
 // The wording of refusals, one function per rule.
 #include "validate.h"
 
+#include <cstdlib>
+#include <cstring>
+
 #include "cuattn/c_api.h"
 
 namespace cuattn {
@@ -154,6 +157,46 @@ void require_strided(const char* function, const char* argument, const TensorVie
   CUATTN_REQUIRE(reinterpret_cast<uintptr_t>(view.data) % element_bytes == 0, function, ": ",
                  argument, " must be aligned to its elements of ", element_bytes,
                  " bytes; make a contiguous copy");
+}
+
+TensorView shape_view(const int64_t* shape, int32_t ndim) {
+  TensorView view;
+  view.ndim = ndim;
+  for (int32_t axis = 0; axis < ndim; ++axis) view.shape[axis] = shape[axis];
+  return view;
+}
+
+void require_output(const char* function, const char* argument, const TensorView& view, DType dtype,
+                    const TensorView& shape, DLDevice device) {
+  require_dtype(function, argument, view, dtype, "");
+  require_device(function, argument, view, device);
+  bool same = view.ndim == shape.ndim;
+  for (int32_t axis = 0; same && axis < shape.ndim; ++axis)
+    same = view.shape[axis] == shape.shape[axis];
+  CUATTN_REQUIRE(same, function, ": ", argument, " must have shape ", shape_text(shape), ", got ",
+                 shape_text(view), "; allocate it with that shape");
+}
+
+void require_workspace(const char* function, const Plan& plan, DLDevice device,
+                       const void* workspace, size_t workspace_bytes) {
+  if (workspace_bytes < plan.workspace_bytes ||
+      (plan.workspace_bytes > 0 && workspace == nullptr)) {
+    fail<OutOfMemory>(function, ": workspace must hold ", plan.workspace_bytes,
+                      " bytes for backend '", kernel_name(plan.kernel), "', got ", workspace_bytes,
+                      "; allocate as explain() says, or use backend='auto'");
+  }
+  size_t alignment = is_cuda(device) ? 256 : 16;  // what CUDA allocators and malloc give
+  CUATTN_REQUIRE(reinterpret_cast<uintptr_t>(workspace) % alignment == 0, function,
+                 ": workspace must start on ", alignment,
+                 " bytes; take it from an allocator, not from the middle of an array");
+}
+
+bool checks_device_data() {
+  static const bool enabled = [] {
+    const char* value = std::getenv("CUATTN_CHECK");
+    return value != nullptr && std::strcmp(value, "0") != 0 && value[0] != '\0';
+  }();
+  return enabled;
 }
 
 int64_t stride_of(const TensorView& view, int32_t axis) {

@@ -55,6 +55,20 @@ void require_rows(const char* function, const char* argument, const TensorView& 
 void require_strided(const char* function, const char* argument, const TensorView& view,
                      bool output, bool check_data);
 
+// A view that has nothing but a shape.
+TensorView shape_view(const int64_t* shape, int32_t ndim);
+
+// An output: dtype, device and the extents of `shape`.
+void require_output(const char* function, const char* argument, const TensorView& view, DType dtype,
+                    const TensorView& shape, DLDevice device);
+
+// Memory as the plan asks for; throws OutOfMemory where it is missing or too small.
+void require_workspace(const char* function, const Plan& plan, DLDevice device,
+                       const void* workspace, size_t workspace_bytes);
+
+// CUATTN_CHECK=1: device-side data is read back and checked, at the price of a synchronisation.
+bool checks_device_data();
+
 // The stride of `axis`, 0 where its extent is 1 or less: such a stride may hold anything.
 int64_t stride_of(const TensorView& view, int32_t axis);
 

@@ -289,6 +289,9 @@ def element_strides(shape, storage, unit):
             step = -(-row // unit) * unit + unit  # unused elements behind every row
         if axis == ndim - 2 and storage == "packed":
             step += 2 * shape[axis] * row  # as if q, k and v were interleaved
+    if storage == "gapped":  # as if another array lay between the slices of the first axis
+        strides[0] *= 2
+        step = strides[0] * shape[0]
     if storage == "expanded" and ndim >= 3:
         strides[-2] = 0  # the heads of bshd
     if storage == "expanded_bhsd" and ndim >= 3:

@@ -93,6 +93,103 @@ def attention_varlen(
     return out, lse
 
 
+def paged_attention(
+    q,
+    k_cache,
+    v_cache,
+    block_tables,
+    context_lens,
+    *,
+    kv_layout="nhd",
+    k_scale=None,
+    v_scale=None,
+    causal=True,
+    **options,
+):
+    """Attention over paged caches, which may be of any float type; returns out and lse as the
+    library does.
+    """
+    q, lens = np.asarray(q), np.asarray(context_lens)
+    decode = q.ndim == 3
+    queries = q[:, None] if decode else q
+    k, v = (
+        _gather(unpaged(cache, kv_layout, is_k), block_tables, lens, scale)
+        for cache, is_k, scale in ((k_cache, True, k_scale), (v_cache, False, v_scale))
+    )
+    out, lse = attention(queries, k, v, causal=causal, seqused_k=lens, **options)
+    return (out[:, 0], lse[:, :, 0]) if decode else (out, lse)
+
+
+def paged_partitions(
+    q,
+    k_cache,
+    v_cache,
+    block_tables,
+    context_lens,
+    *,
+    scale,
+    partition_size,
+    kv_layout="vllm",
+    alibi_slopes=None,
+    k_scale=None,
+    v_scale=None,
+):
+    """What PagedAttention V2 keeps of each partition: max_logits, exp_sums, tmp_out, in float64.
+
+    Partitions past the context hold NaN.
+    """
+    q, lens = np.asarray(q).astype(np.float64), np.asarray(context_lens)
+    k = _gather(unpaged(k_cache, kv_layout, True), block_tables, lens, k_scale).astype(np.float64)
+    v = _gather(unpaged(v_cache, kv_layout, False), block_tables, lens, v_scale).astype(np.float64)
+    seqs, heads, head_dim = q.shape
+    capacity = np.asarray(block_tables).shape[1] * unpaged(k_cache, kv_layout, True).shape[1]
+    partitions = -(-capacity // partition_size)
+    max_logits, exp_sums = (np.full((seqs, heads, partitions), np.nan) for _ in range(2))
+    tmp_out = np.full((seqs, heads, partitions, head_dim), np.nan)
+    for b, h in np.ndindex(seqs, heads):
+        keys, values = (x[b, : lens[b], h // (heads // k.shape[2])] for x in (k, v))
+        scores = scale * keys @ q[b, h]
+        if alibi_slopes is not None:
+            slope = np.broadcast_to(alibi_slopes, (seqs, heads))[b, h].astype(np.float64)
+            scores = scores - slope * (lens[b] - 1 - np.arange(lens[b]))
+        for part in range(-(-int(lens[b]) // partition_size)):
+            these = slice(part * partition_size, (part + 1) * partition_size)
+            weights = np.exp(scores[these] - scores[these].max())
+            max_logits[b, h, part], exp_sums[b, h, part] = scores[these].max(), weights.sum()
+            tmp_out[b, h, part] = weights @ values[these] / weights.sum()
+    return max_logits, exp_sums, tmp_out
+
+
+def unpaged(cache, kv_layout, is_k):
+    """A cache as [num_blocks, block_size, num_heads_kv, head_dim], whatever its layout."""
+    cache = np.asarray(cache)
+    if kv_layout == "nhd":
+        return cache
+    if kv_layout == "hnd":
+        return cache.transpose(0, 2, 1, 3)
+    if is_k:  # [num_blocks, heads, head_dim / x, block_size, x]
+        blocks, heads, chunks, size, x = cache.shape
+        return cache.transpose(0, 3, 1, 2, 4).reshape(blocks, size, heads, chunks * x)
+    return cache.transpose(0, 3, 1, 2)
+
+
+def _gather(cache, block_tables, lens, scale):
+    """The keys of each sequence as [num_seqs, capacity, num_heads_kv, head_dim], float32; 0 past
+    its context.
+    """
+    tables = np.asarray(block_tables)
+    size, heads, head_dim = cache.shape[1:]
+    dense = np.zeros((len(tables), tables.shape[1] * size, heads, head_dim), np.float32)
+    for b, length in enumerate(lens):
+        blocks = tables[b, : -(-int(length) // size)]
+        rows = cache[blocks].reshape(-1, heads, head_dim).astype(np.float32)
+        dense[b, :length] = rows[:length]
+    if scale is None:
+        return dense
+    scale = np.asarray(scale, np.float32)
+    return dense * (scale if scale.ndim == 0 else scale.reshape(-1, 1, heads, 1))
+
+
 def merge_states(outs, lses, *, layout="bshd", rounded_to=None):
     """Merge attention results over disjoint keys; parts lie along a new first axis of outs and
     lses.

@@ -283,7 +283,9 @@ def test_devices_that_explain_cannot_read(device, exception, text):
 
 def test_arguments_that_explain_cannot_read():
     shape = (1, 2, 3, 8)
-    with pytest.raises(ValueError, match="explain: op must be 'attention' or 'attention_varlen'"):
+    with pytest.raises(
+        ValueError, match="explain: op must be one of 'attention', 'attention_varlen'"
+    ):
         cuattn.explain("softmax", shape, shape, shape)
     with pytest.raises(TypeError, match="explain: attention takes q, k, v, got 1 arguments"):
         cuattn.explain("attention", shape)

@@ -33,6 +33,11 @@ struct Backend {
   // contract. Synchronises on CUDA; called only under CUATTN_CHECK=1 there, always on the CPU.
   // Skipped (with one warning) under stream capture.
   void (*check)(const PrefillParams& params, int32_t device_id, Stream stream);
+  // The same for block tables and context lengths.
+  void (*check_paged)(const char* function, const PagedParams& params, int32_t device_id,
+                      Stream stream);
+  void (*check_context_lens)(const char* function, const PagedWork& work, int32_t device_id,
+                             Stream stream);
   void (*list_kernels)(std::vector<KernelInfo>& list);
   std::string (*describe)();  // JSON object: ISA and threads, or driver, runtime, archs and devices
 };

@@ -106,6 +106,73 @@ CUATTN_API cuattn_status cuattn_merge_many(const DLTensor* outs, const DLTensor*
                                            const DLTensor* out, const DLTensor* lse_out,
                                            int32_t layout, void* stream);
 
+/* Caches in blocks; k and v have the same layout.
+ *   NHD   [num_blocks, block_size, num_heads_kv, head_dim]
+ *   HND   [num_blocks, num_heads_kv, block_size, head_dim]
+ *   VLLM  k [num_blocks, num_heads_kv, head_dim / x, block_size, x], x = 16 bytes / itemsize;
+ *         v [num_blocks, num_heads_kv, head_dim, block_size] */
+enum { CUATTN_KV_NHD = 0, CUATTN_KV_HND = 1, CUATTN_KV_VLLM = 2 };
+enum { CUATTN_KV_DTYPE_AUTO = 0, CUATTN_KV_DTYPE_E4M3 = 1 };
+
+/* Options of paged attention. Initialise with cuattn_paged_options_init. Tensors may be NULL. */
+typedef struct {
+  size_t struct_size;
+  int32_t version;                   /* 0: paged_attention, 1 and 2: PagedAttention V1 and V2 */
+  int32_t kv_layout;                 /* CUATTN_KV_NHD, _HND, _VLLM */
+  int32_t kv_dtype;                  /* of bytes (uint8): CUATTN_KV_DTYPE_E4M3; else AUTO */
+  int32_t causal;                    /* default 1 */
+  int64_t window_left, window_right; /* -1 = unlimited */
+  int32_t has_scale;                 /* 0: 1 / sqrt(head_dim) */
+  int32_t num_splits;                /* 0 = chosen */
+  double scale;
+  double softcap; /* 0 = off */
+  int32_t batch_invariant;
+  const DLTensor* alibi_slopes;        /* float32 [num_heads_q] or [num_seqs, num_heads_q] */
+  const DLTensor* sinks;               /* float32 [num_heads_q] */
+  double k_scale, v_scale;             /* of e4m3 caches: value = stored * scale; default 1 */
+  const DLTensor *k_scales, *v_scales; /* instead: float32 [num_heads_kv] or [num_seqs,
+                                         num_heads_kv] */
+  const DLTensor* plan;                /* of cuattn_paged_plan_run */
+  /* V2 alone. partition_size 256, 512 (default) or 1024; max_context_len < 0: what block_tables can
+   * name. The buffers, where not given, are taken from the workspace; with partitions =
+   * ceil(max_context_len / partition_size) they are float32 [num_seqs, num_heads_q, partitions],
+   * tmp_out of q's dtype [num_seqs, num_heads_q, partitions, head_dim]. */
+  int64_t partition_size, max_context_len;
+  const DLTensor *exp_sums, *max_logits, *tmp_out;
+  const char* backend; /* NULL = "auto" */
+} cuattn_paged_options;
+
+CUATTN_API void cuattn_paged_options_init(cuattn_paged_options* options);
+
+/* Attention over paged keys. q [num_seqs, num_heads_q, head_dim] (decode) or [num_seqs, q_len,
+ * num_heads_q, head_dim]; block_tables int32 [num_seqs, max_blocks_per_seq]; context_lens int32
+ * [num_seqs], the newest token included. Runs as attention does: prepare, allocate, run. */
+CUATTN_API cuattn_status cuattn_paged_prepare(const DLTensor* q, const DLTensor* k_cache,
+                                              const DLTensor* v_cache, const DLTensor* block_tables,
+                                              const DLTensor* context_lens,
+                                              const cuattn_paged_options* options,
+                                              cuattn_attention_call* call);
+CUATTN_API cuattn_status cuattn_paged_run(cuattn_attention_call* call, const DLTensor* out,
+                                          const DLTensor* lse, void* workspace,
+                                          size_t workspace_bytes, void* stream);
+
+/* What the calls of a step have in common, for its plan. */
+typedef struct {
+  int64_t q_len, num_heads_q, num_heads_kv, head_dim, block_size;
+  DLDataType dtype; /* of q */
+} cuattn_paged_shape;
+
+/* A plan cuts the keys of a step into equal work for the device; made on the device, it serves all
+ * layers of the step. prepare says its size (int32, out_shape[0]), run fills it. Of the options,
+ * kv_layout, kv_dtype, causal, window and backend count. */
+CUATTN_API cuattn_status cuattn_paged_plan_prepare(const DLTensor* block_tables,
+                                                   const DLTensor* context_lens,
+                                                   const cuattn_paged_shape* shape,
+                                                   const cuattn_paged_options* options,
+                                                   cuattn_attention_call* call);
+CUATTN_API cuattn_status cuattn_paged_plan_run(cuattn_attention_call* call, const DLTensor* plan,
+                                               void* stream);
+
 /* A GPU for explain, real or made up. */
 typedef struct {
   int32_t is_cuda, major, minor, num_sms, smem_per_block_optin, native, has_cublas;
@@ -126,6 +193,13 @@ CUATTN_API cuattn_status cuattn_attention_explain(const DLTensor* q, const DLTen
                                                   const DLTensor* v,
                                                   const cuattn_attention_options* options,
                                                   const cuattn_device* device, cuattn_plan* plan);
+
+/* As cuattn_attention_explain. */
+CUATTN_API cuattn_status cuattn_paged_explain(const DLTensor* q, const DLTensor* k_cache,
+                                              const DLTensor* v_cache, const DLTensor* block_tables,
+                                              const DLTensor* context_lens,
+                                              const cuattn_paged_options* options,
+                                              const cuattn_device* device, cuattn_plan* plan);
 
 typedef struct {
   char op[16], kernel[16], arch[32], dtype[16], mask[16], score[16];

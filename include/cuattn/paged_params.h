@@ -114,8 +114,9 @@ struct PagedParams {
   int64_t v_scales_stride_batch, v_scales_stride_head;
 
   // Partial results of units with more than one split, by slot: [slots, rows, head_dim] normalised,
-  // and [slots, rows] log-sum-exp in base 2 (-inf: no key; the output is then anything). Without
-  // the sink.
+  // Partial results of units with more than one split, by slot: [slots, rows, head_dim] normalised
+  // and times v_scale, [slots, rows] log-sum-exp in base 2 (-inf: no key; the output is then
+  // anything). Without the sink.
   float* partial_out;
   float* partial_lse;
 
@@ -123,7 +124,7 @@ struct PagedParams {
   // partition with a key is written, also where a sequence has one only.
   float* exp_sums;    // [num_seqs, num_heads_q, num_splits], sum of exp(score - max_logit)
   float* max_logits;  // like exp_sums, natural units
-  void* tmp_out;      // [num_seqs, num_heads_q, num_splits, head_dim] of dtype, normalised
+  void* tmp_out;      // [num_seqs, num_heads_q, num_splits, head_dim] of dtype, like partial_out
 };
 
 // The context of sequence b, within what its table can name.
@@ -207,7 +208,11 @@ CUATTN_HOST_DEVICE PagedSlots paged_slots(const PagedWork& w, int32_t b, int32_t
   int64_t begin = start + w.plan[PagedPlan::first_tile(w, b)];
   int64_t end = start + w.plan[PagedPlan::first_tile(w, b + 1)];
   int64_t step = w.plan[PagedPlan::kTilesPerWorker];
+  step = step < 1 ? 1 : step;
   int64_t first = begin / step, last = (end - 1) / step;  // workers
+  // Whatever the array holds, no slot lies outside the buffers.
+  first = first < 0 ? 0 : first < w.num_workers ? first : w.num_workers - 1;
+  last = last < first ? first : last < w.num_workers ? last : w.num_workers - 1;
   return {static_cast<int32_t>(last - first + 1), 2 * first + (begin > first * step ? 1 : 0),
           2 * (first + 1), 2};
 }

@@ -13,6 +13,7 @@ from ._plan import Plan, cmake_dir, explain, info, kernels
 from .attention import attention, attention_varlen, merge_states
 from .block_pool import BlockPool
 from .kv_bytes import kv_cache_bytes
+from .paged import paged_attention, paged_attention_v1, paged_attention_v2, paged_plan
 from .paged_kv_cache import PagedKVCache
 
 __version__: str = _version()
@@ -32,4 +33,8 @@ __all__ = [
     "kernels",
     "kv_cache_bytes",
     "merge_states",
+    "paged_attention",
+    "paged_attention_v1",
+    "paged_attention_v2",
+    "paged_plan",
 ]

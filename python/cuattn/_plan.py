@@ -58,11 +58,31 @@ OPTIONS: dict[str, Any] = {
     "return_lse": False,
     "backend": "auto",
 }
+PAGED_POSITIONAL = ("q", "k_cache", "v_cache", "block_tables", "context_lens")
+PAGED_OPTIONS: dict[str, Any] = {
+    "kv_layout": "nhd",
+    "scale": None,
+    "causal": True,
+    "window": (-1, -1),
+    "softcap": 0.0,
+    "alibi_slopes": None,
+    "sinks": None,
+    "kv_dtype": None,
+    "num_splits": 0,
+    "batch_invariant": False,
+    "partition_size": 512,
+    "max_context_len": None,
+    "backend": "auto",
+}
+PAGED_VERSIONS = {"paged_attention": 0, "paged_attention_v1": 1, "paged_attention_v2": 2}
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a call would run; ``print(plan)`` shows every rung of the ladder with its verdict."""
+    """What a call would run; ``print(plan)`` shows every rung of the ladder with its verdict.
+
+    num_splits is the number of parts that keys are cut into; 0: by a plan made on the device.
+    """
 
     kernel: str
     mask: str
@@ -150,10 +170,12 @@ def explain(
 
     Parameters
     ----------
-    op : {"attention", "attention_varlen"}
+    op : {"attention", "attention_varlen", "paged_attention", "paged_attention_v1", \
+"paged_attention_v2"}
         The function that would be called.
     *arrays_or_shapes
-        Its positional arguments. Any array may be a tuple of extents instead, which stands for a
+        Its positional arguments; of the paged functions q, the caches, block_tables and
+        context_lens. Any array may be a tuple of extents instead, which stands for a
         contiguous array of `dtype`; optional arrays in `options` too.
     device : optional
         None for the device of the arrays (of shapes: the first GPU, else the CPU), "cpu", a CUDA
@@ -174,8 +196,11 @@ def explain(
     ValueError, NotImplementedError
         As the call itself would.
     """
+    if op in PAGED_VERSIONS:
+        return explain_paged(op, arrays_or_shapes, device, dtype, options)
     if op not in ("attention", "attention_varlen"):
-        raise ValueError(f"explain: op must be 'attention' or 'attention_varlen', got {op!r}")
+        names = ", ".join(map(repr, ("attention", "attention_varlen", *PAGED_VERSIONS)))
+        raise ValueError(f"explain: op must be one of {names}, got {op!r}")
     names = ("q", "k", "v") + (VARLEN_POSITIONAL if op == "attention_varlen" else ())
     if len(arrays_or_shapes) != len(names):
         raise TypeError(
@@ -192,6 +217,32 @@ def explain(
     shapes_on, asked = place(device, arrays_or_shapes[0])
     qkv = (without_memory(array) for array in arrays_or_shapes[:3])
     return Plan(**_core.explain(*qkv, given, dtype, shapes_on, asked))
+
+
+def explain_paged(
+    op: str,
+    arrays_or_shapes: tuple[Any, ...],
+    device: int | str | dict[str, Any] | None,
+    dtype: str,
+    options: dict[str, Any],
+) -> Plan:
+    """Say the same for paged attention."""
+    if len(arrays_or_shapes) != len(PAGED_POSITIONAL):
+        raise TypeError(
+            f"explain: {op} takes {', '.join(PAGED_POSITIONAL)}, got "
+            f"{len(arrays_or_shapes)} arguments"
+        )
+    # These do not enter the choice; the V2 buffers not given would be workspace.
+    ignored = ("out", "lse_out", "workspace", "stream", "return_lse", "k_scale", "v_scale")
+    given = {name: value for name, value in options.items() if name not in ignored}
+    unknown = set(given) - set(PAGED_OPTIONS)
+    if unknown:
+        raise TypeError(f"explain: {op} has no option {', '.join(sorted(unknown))}")
+    layout = {} if op == "paged_attention" else {"kv_layout": "vllm"}
+    shapes_on, asked = place(device, arrays_or_shapes[0])
+    merged = {**PAGED_OPTIONS, **layout, **given}
+    version = PAGED_VERSIONS[op]
+    return Plan(**_core.explain_paged(version, arrays_or_shapes, merged, dtype, shapes_on, asked))
 
 
 def kernels() -> list[dict[str, Any]]:

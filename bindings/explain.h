@@ -1,0 +1,90 @@
+// SPDX-License-Identifier: Apache-2.0
+// What explain reads in place of arrays: shapes, dtypes by name, GPUs that are not here; and the
+// plan that it gives back. Next: module.cpp.
+#pragma once
+
+#include <cstring>
+#include <string>
+
+#include "convert.h"
+#include "cuattn/c_api.h"
+#include "options.h"
+
+namespace cuattn::bindings {
+
+inline DLDataType parse_dtype(const char* op, nb::handle value) {
+  struct Word {
+    const char* text;
+    DLDataType dtype;
+  };
+  static const Word kWords[] = {
+      {"float32", {kDLFloat, 32, 1}},   {"float16", {kDLFloat, 16, 1}},
+      {"bfloat16", {kDLBfloat, 16, 1}}, {"float64", {kDLFloat, 64, 1}},
+      {"int32", {kDLInt, 32, 1}},       {"int64", {kDLInt, 64, 1}},
+      {"bool", {kDLBool, 8, 1}},        {"float8_e4m3fn", {kDLFloat8_e4m3fn, 8, 1}}};
+  std::string text = parse_text(op, "dtype", value);
+  for (const Word& word : kWords) {
+    if (text == word.text) return word.dtype;
+  }
+  raise(PyExc_ValueError, op, ": dtype must be float32, float16 or bfloat16, got ", text,
+        "; cast it");
+}
+
+// explain takes shapes as well as arrays: a tuple of extents, led by a dtype or not, is a
+// contiguous array without memory.
+inline void import_shape(const char* op, const char* name, nb::handle source, DLDataType dtype,
+                         DLDevice device, Array& array) {
+  if (!PyTuple_Check(source.ptr())) {
+    array.import(op, name, source, {}, nullptr);
+    return;
+  }
+  TensorView& view = array.view;
+  auto items = nb::borrow<nb::tuple>(source);
+  int first = items.size() > 0 && PyUnicode_Check(nb::handle(items[0]).ptr()) ? 1 : 0;
+  view.dtype = first == 1 ? parse_dtype(op, items[0]) : dtype;
+  view.device = device;
+  view.ndim = static_cast<int32_t>(items.size()) - first;
+  if (view.ndim > kMaxDims)
+    raise(PyExc_ValueError, op, ": ", name, " must have at most ", kMaxDims, " axes; reshape it");
+  int64_t stride = 1;
+  for (int i = view.ndim - 1; i >= 0; --i) {
+    view.shape[i] = parse_int(op, name, items[i + first]);
+    view.strides[i] = stride;
+    stride *= view.shape[i];
+  }
+  array.tensor = view.dl();
+}
+
+inline cuattn_device parse_device(nb::handle fields) {
+  cuattn_device device{};
+  device.is_cuda = nb::cast<bool>(nb::object(fields["is_cuda"]));
+  device.major = nb::cast<int32_t>(nb::object(fields["major"]));
+  device.minor = nb::cast<int32_t>(nb::object(fields["minor"]));
+  device.num_sms = nb::cast<int32_t>(nb::object(fields["num_sms"]));
+  device.smem_per_block_optin = nb::cast<int32_t>(nb::object(fields["smem_per_block_optin"]));
+  device.native = nb::cast<int32_t>(nb::object(fields["native"]));
+  device.has_cublas = nb::cast<bool>(nb::object(fields["has_cublas"]));
+  std::strncpy(device.name, nb::cast<std::string>(nb::object(fields["name"])).c_str(),
+               sizeof device.name - 1);
+  return device;
+}
+
+inline nb::dict plan_dict(const cuattn_plan& plan) {
+  nb::dict result;
+  result["kernel"] = plan.kernel;
+  result["mask"] = plan.mask;
+  result["score"] = plan.score;
+  result["tile_m"] = plan.tile_m;
+  result["tile_n"] = plan.tile_n;
+  result["stages"] = plan.stages;
+  result["warps"] = plan.warps;
+  result["head_dim"] = plan.head_dim;
+  result["head_dim_v"] = plan.head_dim_v;
+  result["num_splits"] = plan.num_splits;
+  result["workspace_bytes"] = plan.workspace_bytes;
+  result["reason"] = plan.reason;
+  result["ladder"] = plan.ladder;
+  return result;
+}
+
+}  // namespace cuattn::bindings

@@ -1,0 +1,140 @@
+// SPDX-License-Identifier: Apache-2.0
+// The C ABI of paged attention. Next: paged.h, guarded.h.
+#include <cstring>
+#include <new>
+
+#include "cuattn/c_api.h"
+#include "guarded.h"
+#include "paged.h"
+#include "validate.h"
+
+namespace cuattn {
+namespace {
+
+void check_options(const cuattn_paged_options* options) {
+  CUATTN_REQUIRE(options != nullptr && options->struct_size == sizeof(cuattn_paged_options),
+                 "paged_attention: options must be initialised by cuattn_paged_options_init of "
+                 "this library version, got struct_size ",
+                 options == nullptr ? 0 : options->struct_size, ", want ",
+                 sizeof(cuattn_paged_options));
+}
+
+PagedCall& state_of(cuattn_attention_call& call) {
+  return *reinterpret_cast<PagedCall*>(call.state);
+}
+
+PagedArrays arrays_of(const DLTensor* q, const DLTensor* k_cache, const DLTensor* v_cache,
+                      const DLTensor* block_tables, const DLTensor* context_lens) {
+  const char* fn = "paged_attention";
+  return {view_of(fn, "q", q), view_of(fn, "k_cache", k_cache), view_of(fn, "v_cache", v_cache),
+          view_of(fn, "block_tables", block_tables), view_of(fn, "context_lens", context_lens)};
+}
+
+DeviceInfo device_info_of(const PagedCall& call) {
+  return backend_of(call.function, call.device).device_info(call.device.device_id, false);
+}
+
+void fill_shapes(const TensorView& q, cuattn_attention_call& c) {
+  const PagedCall& call = state_of(c);
+  c.device = call.device;
+  c.out_dtype = dl_dtype(call.params.dtype);
+  c.out_ndim = q.ndim;
+  for (int32_t axis = 0; axis < q.ndim; ++axis) c.out_shape[axis] = q.shape[axis];
+  c.lse_ndim = q.ndim - 1;
+  c.lse_shape[0] = call.params.work.num_seqs;
+  c.lse_shape[1] = call.params.num_heads_q;
+  c.lse_shape[2] = call.params.work.q_len;
+  c.workspace_bytes = call.plan.workspace_bytes;
+  c.nothing_to_do = q.size() == 0;
+}
+
+}  // namespace
+}  // namespace cuattn
+
+using namespace cuattn;
+
+extern "C" {
+
+void cuattn_paged_options_init(cuattn_paged_options* options) {
+  std::memset(options, 0, sizeof(*options));
+  options->struct_size = sizeof(*options);
+  options->causal = 1;
+  options->window_left = options->window_right = kUnlimited;
+  options->k_scale = options->v_scale = 1.0;
+  options->partition_size = 512;
+  options->max_context_len = -1;
+}
+
+cuattn_status cuattn_paged_prepare(const DLTensor* q, const DLTensor* k_cache,
+                                   const DLTensor* v_cache, const DLTensor* block_tables,
+                                   const DLTensor* context_lens,
+                                   const cuattn_paged_options* options,
+                                   cuattn_attention_call* call) {
+  return guarded([&] {
+    check_options(options);
+    PagedArrays arrays = arrays_of(q, k_cache, v_cache, block_tables, context_lens);
+    PagedCall& state = *new (call->state) PagedCall(validate_paged(arrays, *options, true));
+    plan_paged(state, *options, device_info_of(state));
+    fill_shapes(arrays.q, *call);
+  });
+}
+
+cuattn_status cuattn_paged_run(cuattn_attention_call* call, const DLTensor* out,
+                               const DLTensor* lse, void* workspace, size_t workspace_bytes,
+                               void* stream) {
+  return guarded([&] {
+    PagedCall& state = state_of(*call);
+    TensorView lse_view;
+    if (lse != nullptr) lse_view = TensorView(*lse);
+    run_paged(state, view_of(state.function, "out", out), lse != nullptr ? &lse_view : nullptr,
+              workspace, workspace_bytes, stream);
+  });
+}
+
+cuattn_status cuattn_paged_plan_prepare(const DLTensor* block_tables, const DLTensor* context_lens,
+                                        const cuattn_paged_shape* shape,
+                                        const cuattn_paged_options* options,
+                                        cuattn_attention_call* call) {
+  return guarded([&] {
+    check_options(options);
+    const char* fn = "paged_plan";
+    PagedCall& state = *new (call->state) PagedCall(
+        validate_paged_plan(view_of(fn, "block_tables", block_tables),
+                            view_of(fn, "context_lens", context_lens), *shape, *options));
+    plan_paged(state, *options, device_info_of(state));
+    call->device = state.device;
+    call->out_dtype = dl_dtype(DType::i32);
+    call->out_ndim = 1;
+    call->out_shape[0] = PagedPlan::size(state.params.work);
+    call->lse_ndim = 0;
+    call->workspace_bytes = 0;
+    call->nothing_to_do = 0;
+  });
+}
+
+cuattn_status cuattn_paged_plan_run(cuattn_attention_call* call, const DLTensor* plan,
+                                    void* stream) {
+  return guarded(
+      [&] { run_paged_plan(state_of(*call), view_of("paged_plan", "out", plan), stream); });
+}
+
+cuattn_status cuattn_paged_explain(const DLTensor* q, const DLTensor* k_cache,
+                                   const DLTensor* v_cache, const DLTensor* block_tables,
+                                   const DLTensor* context_lens,
+                                   const cuattn_paged_options* options, const cuattn_device* device,
+                                   cuattn_plan* result) {
+  return guarded([&] {
+    check_options(options);
+    PagedCall call =
+        validate_paged(arrays_of(q, k_cache, v_cache, block_tables, context_lens), *options, false);
+    DeviceInfo info = device != nullptr ? made_up_device(device) : device_info_of(call);
+    plan_paged(call, *options, info);
+    MaskKind mask = call.request.windowed                ? MaskKind::window
+                    : call.params.work.window_right == 0 ? MaskKind::causal
+                                                         : MaskKind::none;
+    fill_plan(call.plan, mask, call.request.score,
+              explain_paged(call.request, info, call.plan.kernel), *result);
+  });
+}
+
+}  // extern "C"

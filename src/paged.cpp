@@ -1,0 +1,552 @@
+// SPDX-License-Identifier: Apache-2.0
+// paged_attention, paged_attention_v1, paged_attention_v2 and paged_plan: validate (arrays and
+// options to PagedParams), plan (kernel, splits, workspace), run. Next: plan_paged.cpp (the
+// choice), cpu/paged.cpp (the mathematics).
+#include "paged.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "validate.h"
+
+namespace cuattn {
+namespace {
+
+constexpr int32_t kMaxHeadDim = 256, kMaxBlockSize = 256;
+
+int32_t checked_extent(const char* function, const char* argument, const char* axis,
+                       int64_t extent) {
+  CUATTN_REQUIRE(extent <= 0x7fffffff, function, ": ", argument, " must have ", axis,
+                 " up to 2147483647, got ", extent, "; split the call");
+  return static_cast<int32_t>(extent);
+}
+
+KvLayout kv_layout_of(const char* fn, int32_t code) {
+  CUATTN_REQUIRE(code == CUATTN_KV_NHD || code == CUATTN_KV_HND || code == CUATTN_KV_VLLM, fn,
+                 ": kv_layout must be 'nhd', 'hnd' or 'vllm', got code ", code,
+                 "; choose one of these");
+  return static_cast<KvLayout>(code);
+}
+
+void check_head_dim(const PagedCall& call, const char* argument, int64_t head_dim, DType kv_dtype) {
+  int64_t step = kv_dtype == DType::e4m3 ? 16 : 8;
+  CUATTN_REQUIRE(head_dim >= step && head_dim <= kMaxHeadDim && head_dim % step == 0, call.function,
+                 ": ", argument, " must have head_dim a multiple of ", step, " up to ", kMaxHeadDim,
+                 kv_dtype == DType::e4m3 ? " for float8 caches" : "", ", got ", head_dim,
+                 "; pad it with zeros and pass scale= of the true head_dim");
+}
+
+void check_block_size(const PagedCall& call, KvLayout layout, int64_t block_size) {
+  if (layout == KvLayout::vllm) {
+    CUATTN_REQUIRE(block_size == 8 || block_size == 16 || block_size == 32, call.function, ": ",
+                   call.k_name, " in kv_layout 'vllm' must have block_size 8, 16 or 32, got ",
+                   block_size, "; use 'nhd' or 'hnd' for others");
+  } else {
+    CUATTN_REQUIRE(block_size >= 1 && block_size <= kMaxBlockSize, call.function, ": ", call.k_name,
+                   " must have block_size within [1, 256], got ", block_size,
+                   "; cut the cache into smaller blocks");
+  }
+}
+
+void check_heads(const PagedCall& call, int64_t num_heads_q, int64_t num_heads_kv) {
+  CUATTN_REQUIRE(num_heads_q == 0 || (num_heads_kv > 0 && num_heads_q % num_heads_kv == 0),
+                 call.function, ": q must have num_heads_q a multiple of num_heads_kv, got ",
+                 num_heads_q, " and ", num_heads_kv, "; repeat or drop heads");
+}
+
+// q [num_seqs, num_heads_q, head_dim] or [num_seqs, q_len, num_heads_q, head_dim].
+void read_queries(PagedCall& call, const TensorView& q, int32_t version, bool check_data) {
+  const char* fn = call.function;
+  PagedParams& p = call.params;
+  p.dtype = attention_dtype(fn, "q", q);
+  call.is_decode = q.ndim == 3;
+  if (version != 0) require_rank(fn, "q", q, 3, "[num_seqs, num_heads_q, head_dim]");
+  CUATTN_REQUIRE(q.ndim == 3 || q.ndim == 4, fn,
+                 ": q must have axes [num_seqs, num_heads_q, head_dim] or [num_seqs, q_len, "
+                 "num_heads_q, head_dim], got ",
+                 q.ndim, " with shape ", shape_text(q), "; reshape it");
+  int32_t head = q.ndim - 2;
+  p.work.num_seqs = checked_extent(fn, "q", "num_seqs", q.shape[0]);
+  p.work.q_len = call.is_decode ? 1 : checked_extent(fn, "q", "q_len", q.shape[1]);
+  p.num_heads_q = checked_extent(fn, "q", "num_heads_q", q.shape[head]);
+  p.head_dim = checked_extent(fn, "q", "head_dim", q.shape[head + 1]);
+  require_rows(fn, "q", q, false, check_data);
+  p.q = q.data;
+  p.q_strides = {stride_of(q, 0), call.is_decode ? 0 : stride_of(q, 1), stride_of(q, head)};
+}
+
+// Axes of a cache; the rest, within a block and head, is contiguous. -1: no such axis.
+struct CacheAxes {
+  int32_t ndim, head, token;
+  const char* names;
+};
+
+CacheAxes cache_axes(KvLayout layout, bool is_k) {
+  switch (layout) {
+    case KvLayout::nhd: return {4, 2, 1, "[num_blocks, block_size, num_heads_kv, head_dim]"};
+    case KvLayout::hnd: return {4, 1, 2, "[num_blocks, num_heads_kv, block_size, head_dim]"};
+    default: break;
+  }
+  if (is_k) return {5, 1, 3, "[num_blocks, num_heads_kv, head_dim / x, block_size, x]"};
+  return {4, 1, 3, "[num_blocks, num_heads_kv, head_dim, block_size]"};
+}
+
+// Whether the axes from `first` on are contiguous.
+bool is_dense_from(const TensorView& view, int32_t first) {
+  int64_t stride = 1;
+  for (int32_t axis = view.ndim - 1; axis >= first; --axis) {
+    if (view.shape[axis] > 1 && view.strides[axis] != stride) return false;
+    stride *= view.shape[axis];
+  }
+  return true;
+}
+
+CacheStrides read_cache(const PagedCall& call, const char* name, TensorView& cache, bool is_k,
+                        bool check_data) {
+  const char* fn = call.function;
+  const PagedParams& p = call.params;
+  CacheAxes axes = cache_axes(p.kv_layout, is_k);
+  require_rank(fn, name, cache, axes.ndim, axes.names);
+  CUATTN_REQUIRE(cache.is(p.kv_dtype), fn, ": ", name, " must be ", dtype_name(p.kv_dtype),
+                 " like ", is_k ? "q" : call.k_name, ", got ", text(cache.dtype), "; cast it");
+  require_device(fn, name, cache, call.device);
+  require_strided(fn, name, cache, false, check_data);
+  bool is_slab = p.kv_layout == KvLayout::vllm;
+  CUATTN_REQUIRE(cache.size() == 0 || is_dense_from(cache, is_slab ? 2 : 3), fn, ": ", name,
+                 is_slab ? " must be contiguous within a block and head, got strides "
+                         : " must be contiguous in its last axis, got strides ",
+                 strides_text(cache), "; make a contiguous copy");
+  CacheStrides strides{
+      stride_of(cache, 0), stride_of(cache, axes.head),
+      is_slab ? (is_k ? 16 / itemsize(p.kv_dtype) : 1) : stride_of(cache, axes.token)};
+  if (is_cuda(call.device)) {
+    int64_t bytes = itemsize(p.kv_dtype);
+    bool aligned = strides.block * bytes % 16 == 0 && strides.head * bytes % 16 == 0 &&
+                   (is_slab || strides.token * bytes % 16 == 0) &&
+                   (!check_data || reinterpret_cast<uintptr_t>(cache.data) % 16 == 0);
+    CUATTN_REQUIRE(aligned, fn, ": ", name,
+                   " must have blocks, heads and tokens that start on 16 bytes, got strides ",
+                   strides_text(cache), " in elements of ", bytes,
+                   " bytes; make a contiguous copy");
+  }
+  return strides;
+}
+
+// The dtype of the caches: q's, or e4m3, which may come as bytes.
+void read_kv_dtype(PagedCall& call, TensorView& k, TensorView& v, int32_t kv_dtype) {
+  PagedParams& p = call.params;
+  const char* fn = call.function;
+  if (kv_dtype == CUATTN_KV_DTYPE_E4M3) {
+    DLDataType bytes{kDLUInt, 8, 1};
+    for (TensorView* view : {&k, &v}) {
+      if (view->dtype.code == bytes.code && view->dtype.bits == 8 && view->dtype.lanes == 1)
+        view->dtype = dl_dtype(DType::e4m3);
+    }
+  }
+  p.kv_dtype = k.is(DType::e4m3) ? DType::e4m3 : p.dtype;
+  CUATTN_REQUIRE(kv_dtype == CUATTN_KV_DTYPE_AUTO || p.kv_dtype == DType::e4m3, fn,
+                 ": kv_dtype float8_e4m3fn asks for caches of that dtype or of uint8, got ",
+                 text(k.dtype), "; leave kv_dtype out");
+  CUATTN_REQUIRE(p.kv_dtype != DType::e4m3 || p.dtype != DType::f32, fn,
+                 ": q must be float16 or bfloat16 over float8_e4m3fn caches, got float32; cast it");
+}
+
+void read_caches(PagedCall& call, TensorView k, TensorView v, const cuattn_paged_options& o,
+                 bool check_data) {
+  const char *fn = call.function, *k_name = call.k_name, *v_name = call.v_name;
+  PagedParams& p = call.params;
+  p.kv_layout = kv_layout_of(fn, o.kv_layout);
+  read_kv_dtype(call, k, v, o.kv_dtype);
+  check_head_dim(call, "q", p.head_dim, p.kv_dtype);
+  p.k_strides = read_cache(call, call.k_name, k, true, check_data);
+  p.v_strides = read_cache(call, call.v_name, v, false, check_data);
+  CacheAxes k_axes = cache_axes(p.kv_layout, true), v_axes = cache_axes(p.kv_layout, false);
+  int64_t block_size = k.shape[k_axes.token];
+  check_block_size(call, p.kv_layout, block_size);
+  p.block_size = static_cast<int32_t>(block_size);
+  p.num_blocks = checked_extent(fn, k_name, "num_blocks", k.shape[0]);
+  p.work.num_heads_kv = checked_extent(fn, k_name, "num_heads_kv", k.shape[k_axes.head]);
+  check_heads(call, p.num_heads_q, p.work.num_heads_kv);
+  p.work.group = p.work.num_heads_kv == 0 ? 0 : p.num_heads_q / p.work.num_heads_kv;
+  if (p.kv_layout == KvLayout::vllm) {
+    int64_t x = 16 / itemsize(p.kv_dtype);
+    require_extent(fn, k_name, "x", k.shape[4], x, "16 bytes");
+    require_extent(fn, k_name, "head_dim / x", k.shape[2], p.head_dim / x, "q");
+    require_extent(fn, v_name, "head_dim", v.shape[2], p.head_dim, "q");
+  } else {
+    require_extent(fn, k_name, "head_dim", k.shape[3], p.head_dim, "q");
+    require_extent(fn, v_name, "head_dim", v.shape[3], p.head_dim, "q");
+  }
+  require_extent(fn, v_name, "num_blocks", v.shape[0], k.shape[0], k_name);
+  require_extent(fn, v_name, "num_heads_kv", v.shape[v_axes.head], k.shape[k_axes.head], k_name);
+  require_extent(fn, v_name, "block_size", v.shape[v_axes.token], block_size, k_name);
+  p.k_cache = k.data;
+  p.v_cache = v.data;
+}
+
+// block_tables [num_seqs, max_blocks_per_seq] and context_lens [num_seqs].
+void read_tables(PagedCall& call, const TensorView& tables, const TensorView& lens,
+                 int64_t max_context_len, bool check_data) {
+  const char* fn = call.function;
+  PagedParams& p = call.params;
+  PagedWork& w = p.work;
+  require_rank(fn, "block_tables", tables, 2, "[num_seqs, max_blocks_per_seq]");
+  require_rank(fn, "context_lens", lens, 1, "[num_seqs]");
+  require_dtype(fn, "block_tables", tables, DType::i32, "");
+  require_dtype(fn, "context_lens", lens, DType::i32, "");
+  require_device(fn, "block_tables", tables, call.device);
+  require_device(fn, "context_lens", lens, call.device);
+  require_extent(fn, "block_tables", "num_seqs", tables.shape[0], w.num_seqs, "q");
+  require_extent(fn, "context_lens", "num_seqs", lens.shape[0], w.num_seqs, "q");
+  require_strided(fn, "block_tables", tables, false, check_data);
+  require_strided(fn, "context_lens", lens, false, check_data);
+  CUATTN_REQUIRE(tables.size() == 0 || is_dense_from(tables, 1), fn,
+                 ": block_tables must be contiguous in its last axis, got strides ",
+                 strides_text(tables), "; make a contiguous copy");
+  CUATTN_REQUIRE(is_dense_from(lens, 0), fn, ": context_lens must be contiguous, got strides ",
+                 strides_text(lens), "; make a contiguous copy");
+  int64_t capacity = tables.shape[1] * int64_t{p.block_size};
+  if (max_context_len >= 0) capacity = std::min(capacity, max_context_len);
+  w.capacity = checked_extent(fn, "block_tables", "max_blocks_per_seq * block_size", capacity);
+  w.context_lens = static_cast<const int32_t*>(lens.data);
+  p.block_tables = static_cast<const int32_t*>(tables.data);
+  p.block_tables_stride = stride_of(tables, 0);
+}
+
+// A window side that reaches past every key is no limit.
+int32_t window_side(int64_t side, int64_t longest) {
+  return side < 0 || side >= longest - 1 ? static_cast<int32_t>(kUnlimited)
+                                         : static_cast<int32_t>(side);
+}
+
+void read_mask(PagedCall& call, const cuattn_paged_options& o) {
+  PagedWork& w = call.params.work;
+  CUATTN_REQUIRE(o.window_left >= -1 && o.window_right >= -1, call.function,
+                 ": window must hold two integers >= -1 (-1 = unlimited), got (", o.window_left,
+                 ", ", o.window_right, "); pass (left, right)");
+  w.window_left = window_side(o.window_left, w.capacity);
+  w.window_right = window_side(o.causal ? 0 : o.window_right, w.q_len);
+}
+
+struct HeadVector {
+  const float* data;
+  int64_t stride_batch, stride_head;
+};
+
+// float32 [heads], or [num_seqs, heads] where `per_batch` is allowed.
+HeadVector read_heads(const PagedCall& call, const char* name, const DLTensor* tensor,
+                      const char* axis, int64_t heads, bool per_batch, bool check_data) {
+  if (tensor == nullptr) return {};
+  const char* fn = call.function;
+  TensorView view(*tensor);
+  require_dtype(fn, name, view, DType::f32, "");
+  require_device(fn, name, view, call.device);
+  int64_t num_seqs = call.params.work.num_seqs;
+  bool is_vector = view.ndim == 1 && view.shape[0] == heads;
+  bool is_matrix =
+      per_batch && view.ndim == 2 && view.shape[0] == num_seqs && view.shape[1] == heads;
+  CUATTN_REQUIRE(is_vector || is_matrix, fn, ": ", name, " must have shape (", axis, ",) = (",
+                 heads,
+                 per_batch ? concat(",) or (num_seqs, ", axis, ") = (", num_seqs, ", ", heads)
+                           : std::string(","),
+                 "), got ", shape_text(view), "; give one number per head");
+  require_strided(fn, name, view, false, check_data);
+  return {static_cast<const float*>(view.data), is_matrix ? stride_of(view, 0) : 0,
+          stride_of(view, is_matrix ? 1 : 0)};
+}
+
+float read_kv_scale(const PagedCall& call, const char* name, double number,
+                    const DLTensor* tensor) {
+  CUATTN_REQUIRE(call.params.kv_dtype == DType::e4m3 || (tensor == nullptr && number == 1.0),
+                 call.function, ": ", name, " belongs to float8_e4m3fn caches, these are ",
+                 dtype_name(call.params.kv_dtype), "; leave it out");
+  CUATTN_REQUIRE(std::isfinite(number), call.function, ": ", name, " must be finite, got ", number,
+                 "; value = stored * scale");
+  return static_cast<float>(number);
+}
+
+void read_scores(PagedCall& call, const cuattn_paged_options& o, bool check_data) {
+  const char* fn = call.function;
+  PagedParams& p = call.params;
+  double scale = o.has_scale ? o.scale : 1.0 / std::sqrt(static_cast<double>(p.head_dim));
+  CUATTN_REQUIRE(std::isfinite(scale) && std::isfinite(static_cast<float>(scale)), fn,
+                 ": scale must be a finite number, got ", o.scale,
+                 "; pass None for 1 / sqrt(head_dim)");
+  p.scale = static_cast<float>(scale);
+  p.softcap = static_cast<float>(o.softcap);
+  CUATTN_REQUIRE(std::isfinite(p.softcap) && (p.softcap > 0.0f || o.softcap == 0.0), fn,
+                 ": softcap must be >= 0 and finite in float32, got ", o.softcap,
+                 "; pass 0 to switch it off");
+  HeadVector slopes = read_heads(call, "alibi_slopes", o.alibi_slopes, "num_heads_q", p.num_heads_q,
+                                 true, check_data);
+  p.alibi_slopes = slopes.data;
+  p.alibi_stride_batch = slopes.stride_batch;
+  p.alibi_stride_head = slopes.stride_head;
+  HeadVector sinks =
+      read_heads(call, "sinks", o.sinks, "num_heads_q", p.num_heads_q, false, check_data);
+  p.sinks = sinks.data;
+  p.sinks_stride = sinks.stride_head;
+  p.k_scale = read_kv_scale(call, "k_scale", o.k_scale, o.k_scales);
+  p.v_scale = read_kv_scale(call, "v_scale", o.v_scale, o.v_scales);
+  int32_t heads = p.work.num_heads_kv;
+  HeadVector k = read_heads(call, "k_scale", o.k_scales, "num_heads_kv", heads, true, check_data);
+  HeadVector v = read_heads(call, "v_scale", o.v_scales, "num_heads_kv", heads, true, check_data);
+  p.k_scales = k.data;
+  p.k_scales_stride_batch = k.stride_batch;
+  p.k_scales_stride_head = k.stride_head;
+  p.v_scales = v.data;
+  p.v_scales_stride_batch = v.stride_batch;
+  p.v_scales_stride_head = v.stride_head;
+}
+
+void read_splits(PagedCall& call, const cuattn_paged_options& o) {
+  const char* fn = call.function;
+  CUATTN_REQUIRE(o.num_splits >= 0, fn, ": num_splits must be >= 0, got ", o.num_splits,
+                 "; pass 0 to let cuattn choose");
+  CUATTN_REQUIRE(o.plan == nullptr || (o.num_splits == 0 && !o.batch_invariant), fn,
+                 ": plan says how keys are cut, so num_splits must be 0 and batch_invariant False, "
+                 "got ",
+                 o.num_splits, " and ", o.batch_invariant ? "True" : "False", "; leave one out");
+  CUATTN_REQUIRE(o.num_splits == 0 || !o.batch_invariant, fn,
+                 ": batch_invariant fixes the length of a split, so num_splits must be 0, got ",
+                 o.num_splits, "; leave one out");
+  if (o.version != 2) return;
+  CUATTN_REQUIRE(o.partition_size == 256 || o.partition_size == 512 || o.partition_size == 1024, fn,
+                 ": partition_size must be 256, 512 or 1024, got ", o.partition_size,
+                 "; vLLM's is 512");
+}
+
+PagedRequest request_of(const PagedCall& call, const cuattn_paged_options& o) {
+  const PagedParams& p = call.params;
+  PagedRequest r{};
+  r.dtype = p.dtype;
+  r.kv_dtype = p.kv_dtype;
+  r.kv_layout = p.kv_layout;
+  r.num_seqs = p.work.num_seqs;
+  r.q_len = p.work.q_len;
+  r.num_heads_q = p.num_heads_q;
+  r.num_heads_kv = p.work.num_heads_kv;
+  r.head_dim = p.head_dim;
+  r.block_size = p.block_size;
+  r.capacity = p.work.capacity;
+  r.windowed = p.work.window_left >= 0 || p.work.window_right > 0;
+  bool scored = p.softcap > 0.0f || o.alibi_slopes != nullptr || !(p.scale > 0.0f);
+  r.score = scored ? ScoreKind::scored : ScoreKind::identity;
+  r.has_sinks = o.sinks != nullptr;
+  r.has_plan = o.plan != nullptr;
+  r.num_splits = o.num_splits;
+  r.partition_size = o.version == 2 ? static_cast<int32_t>(o.partition_size) : 0;
+  r.one_pass = o.version == 1;
+  r.batch_invariant = o.batch_invariant != 0;
+  return r;
+}
+
+const char* function_of(int32_t version) {
+  return version == 1   ? "paged_attention_v1"
+         : version == 2 ? "paged_attention_v2"
+                        : "paged_attention";
+}
+
+void require_contiguous(const PagedCall& call, const char* name, const TensorView& view,
+                        DType dtype, std::initializer_list<int64_t> shape, bool output) {
+  const char* fn = call.function;
+  require_output(fn, name, view, dtype, TensorView(nullptr, dtype, shape), call.device);
+  CUATTN_REQUIRE(view.size() == 0 || is_dense_from(view, 0), fn, ": ", name,
+                 " must be contiguous, got strides ", strides_text(view),
+                 "; make a contiguous copy");
+  require_strided(fn, name, view, output, true);
+}
+
+void read_plan(PagedCall& call, const DLTensor* tensor) {
+  if (tensor == nullptr) return;
+  PagedWork& w = call.params.work;
+  TensorView view(*tensor);
+  require_dtype(call.function, "plan", view, DType::i32, "");
+  CUATTN_REQUIRE(view.ndim == 1 && view.shape[0] == PagedPlan::size(w), call.function,
+                 ": plan must have ", PagedPlan::size(w), " entries for backend '",
+                 kernel_name(call.plan.kernel), "', got shape ", shape_text(view),
+                 "; make it with paged_plan for the shapes, kv_layout and backend of this call");
+  require_contiguous(call, "plan", view, DType::i32, {PagedPlan::size(w)}, false);
+  w.plan = static_cast<const int32_t*>(view.data);
+}
+
+void read_partitions(PagedCall& call, const cuattn_paged_options& o) {
+  PagedParams& p = call.params;
+  int64_t seqs = p.work.num_seqs, heads = p.num_heads_q, partitions = p.work.num_splits;
+  auto read = [&](const char* name, const DLTensor* tensor, DType dtype,
+                  std::initializer_list<int64_t> shape) -> void* {
+    if (tensor == nullptr) return nullptr;
+    TensorView view(*tensor);
+    require_contiguous(call, name, view, dtype, shape, true);
+    return view.data;
+  };
+  std::initializer_list<int64_t> per_partition = {seqs, heads, partitions};
+  p.exp_sums = static_cast<float*>(read("exp_sums", o.exp_sums, DType::f32, per_partition));
+  p.max_logits = static_cast<float*>(read("max_logits", o.max_logits, DType::f32, per_partition));
+  p.tmp_out = read("tmp_out", o.tmp_out, p.dtype, {seqs, heads, partitions, p.head_dim});
+}
+
+// Takes 256-byte aligned pieces of the workspace; with a base of nullptr only their sizes count.
+class Pieces {
+ public:
+  explicit Pieces(void* base) : base_(static_cast<char*>(base)) {}
+  void* take(int64_t count, int64_t itemsize) {
+    void* piece = base_ == nullptr ? nullptr : base_ + used_;
+    used_ += (static_cast<size_t>(count) * static_cast<size_t>(itemsize) + 255) / 256 * 256;
+    return piece;
+  }
+  size_t used() const { return used_; }
+
+ private:
+  char* base_;
+  size_t used_ = 0;
+};
+
+// What a call keeps in its workspace: its own plan, partial results, V2 buffers not given.
+size_t place_workspace(PagedCall& call, void* base) {
+  PagedParams& p = call.params;
+  PagedWork& w = p.work;
+  Pieces pieces(base);
+  if (w.num_splits == 0 && !call.request.has_plan) {
+    p.own_plan = static_cast<int32_t*>(pieces.take(PagedPlan::size(w), sizeof(int32_t)));
+    w.plan = p.own_plan;
+  }
+  if (call.request.partition_size > 0) {
+    int64_t partials = int64_t{w.num_seqs} * p.num_heads_q * w.num_splits;
+    auto provide = [&](auto*& buffer, int64_t bytes) {
+      using Pointer = std::remove_reference_t<decltype(buffer)>;
+      if (buffer == nullptr) buffer = static_cast<Pointer>(pieces.take(partials, bytes));
+    };
+    provide(p.exp_sums, sizeof(float));
+    provide(p.max_logits, sizeof(float));
+    provide(p.tmp_out, int64_t{p.head_dim} * itemsize(p.dtype));
+  } else {
+    int64_t rows = num_paged_slots(w) * w.rows;
+    p.partial_out = static_cast<float*>(pieces.take(rows * p.head_dim, sizeof(float)));
+    p.partial_lse = static_cast<float*>(pieces.take(rows, sizeof(float)));
+  }
+  return pieces.used();
+}
+
+}  // namespace
+
+PagedCall validate_paged(const PagedArrays& arrays, const cuattn_paged_options& o,
+                         bool check_data) {
+  PagedCall call{};
+  call.function = function_of(o.version);
+  call.k_name = o.version == 0 ? "k_cache" : "key_cache";
+  call.v_name = o.version == 0 ? "v_cache" : "value_cache";
+  call.device = arrays.q.device;
+  require_known_device(call.function, "q", call.device);
+  read_queries(call, arrays.q, o.version, check_data);
+  read_caches(call, arrays.k_cache, arrays.v_cache, o, check_data);
+  read_tables(call, arrays.block_tables, arrays.context_lens,
+              o.version == 2 ? o.max_context_len : -1, check_data);
+  CUATTN_REQUIRE(call.params.num_blocks > 0 || call.params.work.capacity == 0, call.function, ": ",
+                 call.k_name, " must hold at least one block, got 0; allocate one");
+  read_mask(call, o);
+  read_scores(call, o, check_data);
+  read_splits(call, o);
+  call.request = request_of(call, o);
+  return call;
+}
+
+PagedCall validate_paged_plan(const TensorView& block_tables, const TensorView& context_lens,
+                              const cuattn_paged_shape& shape, const cuattn_paged_options& o) {
+  PagedCall call{};
+  call.function = "paged_plan";
+  call.k_name = "the cache";
+  const char* fn = call.function;
+  call.device = context_lens.device;
+  require_known_device(fn, "context_lens", call.device);
+  PagedParams& p = call.params;
+  require_rank(fn, "context_lens", context_lens, 1, "[num_seqs]");
+  TensorView dtype;
+  dtype.dtype = shape.dtype;
+  p.dtype = attention_dtype(fn, "dtype", dtype);
+  p.kv_dtype = o.kv_dtype == CUATTN_KV_DTYPE_E4M3 ? DType::e4m3 : p.dtype;
+  p.kv_layout = kv_layout_of(fn, o.kv_layout);
+  check_head_dim(call, "the call", shape.head_dim, p.kv_dtype);
+  check_block_size(call, p.kv_layout, shape.block_size);
+  CUATTN_REQUIRE(shape.num_heads_q >= 0 && shape.num_heads_kv >= 0 && shape.q_len >= 0, fn,
+                 ": num_heads_q, num_heads_kv and q_len must be >= 0, got ", shape.num_heads_q,
+                 ", ", shape.num_heads_kv, " and ", shape.q_len, "; pass those of the call");
+  check_heads(call, shape.num_heads_q, shape.num_heads_kv);
+  p.work.num_seqs = checked_extent(fn, "context_lens", "num_seqs", context_lens.shape[0]);
+  p.work.q_len = checked_extent(fn, "the call", "q_len", shape.q_len);
+  p.num_heads_q = checked_extent(fn, "the call", "num_heads_q", shape.num_heads_q);
+  p.work.num_heads_kv = checked_extent(fn, "the call", "num_heads_kv", shape.num_heads_kv);
+  p.work.group = shape.num_heads_kv == 0 ? 0 : p.num_heads_q / p.work.num_heads_kv;
+  p.head_dim = static_cast<int32_t>(shape.head_dim);
+  p.block_size = static_cast<int32_t>(shape.block_size);
+  read_tables(call, block_tables, context_lens, -1, true);
+  read_mask(call, o);
+  p.scale = 1.0f;
+  call.request = request_of(call, o);
+  call.request.has_plan = true;
+  return call;
+}
+
+void plan_paged(PagedCall& call, const cuattn_paged_options& o, const DeviceInfo& device) {
+  PagedWork& w = call.params.work;
+  call.plan = select_paged(call.function, call.request, device, o.backend);
+  int32_t rows = w.q_len * w.group;
+  w.rows = std::max(std::min(rows, call.plan.tile.m), 1);
+  w.row_groups = rows == 0 ? 0 : (rows - 1) / w.rows + 1;
+  w.tile = call.plan.tile.n;
+  w.num_splits = call.plan.num_splits;
+  w.split_keys = call.plan.split_keys;
+  w.num_workers = call.plan.num_workers;
+  read_plan(call, o.plan);
+  if (o.version == 2) read_partitions(call, o);
+  PagedCall measured = call;
+  call.plan.workspace_bytes = place_workspace(measured, nullptr);
+}
+
+void run_paged(PagedCall& call, const TensorView& out, const TensorView* lse, void* workspace,
+               size_t workspace_bytes, Stream stream) {
+  const char* fn = call.function;
+  PagedParams& p = call.params;
+  PagedWork& w = p.work;
+  TensorView want;
+  want.ndim = call.is_decode ? 3 : 4;
+  int32_t head = want.ndim - 2;
+  want.shape[0] = w.num_seqs;
+  if (!call.is_decode) want.shape[1] = w.q_len;
+  want.shape[head] = p.num_heads_q;
+  want.shape[head + 1] = p.head_dim;
+  require_output(fn, "out", out, p.dtype, want, call.device);
+  require_rows(fn, "out", out, true, true);
+  p.out = out.data;
+  p.out_strides = {stride_of(out, 0), call.is_decode ? 0 : stride_of(out, 1), stride_of(out, head)};
+  p.lse = nullptr;
+  if (lse != nullptr) {
+    want.ndim -= 1;
+    want.shape[1] = p.num_heads_q;
+    want.shape[2] = w.q_len;
+    require_output(fn, "lse_out", *lse, DType::f32, want, call.device);
+    require_strided(fn, "lse_out", *lse, true, true);
+    p.lse = static_cast<float*>(lse->data);
+    p.lse_strides = {stride_of(*lse, 0), call.is_decode ? 0 : stride_of(*lse, 2),
+                     stride_of(*lse, 1)};
+  }
+  const Backend& backend = backend_of(fn, call.device);
+  if (!is_cuda(call.device) || checks_device_data())
+    backend.check_paged(fn, p, call.device.device_id, stream);
+  if (out.size() == 0) return;
+  require_workspace(fn, call.plan, call.device, workspace, workspace_bytes);
+  place_workspace(call, workspace);
+  backend.paged(p, call.plan, call.device.device_id, stream);
+}
+
+void run_paged_plan(PagedCall& call, const TensorView& plan, Stream stream) {
+  PagedWork& w = call.params.work;
+  require_contiguous(call, "out", plan, DType::i32, {PagedPlan::size(w)}, true);
+  const Backend& backend = backend_of(call.function, call.device);
+  int32_t device = call.device.device_id;
+  if (!is_cuda(call.device) || checks_device_data())
+    backend.check_context_lens(call.function, w, device, stream);
+  backend.paged_plan(w, static_cast<int32_t*>(plan.data), device, stream);
+}
+
+}  // namespace cuattn

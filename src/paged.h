@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: Apache-2.0
+// A validated and planned call of paged attention, V1, V2 or paged_plan: what prepare learns and
+// run needs. Lives inside cuattn_attention_call.
+#pragma once
+
+#include "cuattn/backend.h"
+#include "cuattn/c_api.h"
+#include "cuattn/tensor.h"
+
+namespace cuattn {
+
+struct PagedCall {
+  PagedParams params;
+  PagedRequest request;
+  Plan plan;
+  DLDevice device;
+  const char *function, *k_name, *v_name;  // as the caller knows them
+  bool is_decode;  // q [num_seqs, num_heads_q, head_dim], without an axis of queries
+};
+static_assert(sizeof(PagedCall) <= sizeof(cuattn_attention_call::state),
+              "grow cuattn_attention_call::state");
+
+// The arrays of a call; block_tables and context_lens are int32.
+struct PagedArrays {
+  TensorView q, k_cache, v_cache, block_tables, context_lens;
+};
+
+// Validates everything but the outputs, and fills everything but plan and what follows from it.
+// `check_data` false: no data pointer is looked at, for explain().
+PagedCall validate_paged(const PagedArrays& arrays, const cuattn_paged_options& options,
+                         bool check_data);
+
+// For paged_plan: the shapes stand for q and the caches.
+PagedCall validate_paged_plan(const TensorView& block_tables, const TensorView& context_lens,
+                              const cuattn_paged_shape& shape, const cuattn_paged_options& options);
+
+// Chooses a kernel and cuts the work for it. Must come before run.
+void plan_paged(PagedCall& call, const cuattn_paged_options& options, const DeviceInfo& device);
+
+void run_paged(PagedCall& call, const TensorView& out, const TensorView* lse, void* workspace,
+               size_t workspace_bytes, Stream stream);
+void run_paged_plan(PagedCall& call, const TensorView& plan, Stream stream);
+
+}  // namespace cuattn

@@ -1,0 +1,497 @@
+# SPDX-License-Identifier: Apache-2.0
+"""paged_attention, its plans and splits, PagedAttention V1 and V2, against float64; every cache has
+NaN in what no sequence owns and junk in its tables past the contexts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import cases
+import cuattn
+import harness
+import paged_cases
+import reference
+from paged_cases import CUDA_BACKENDS, PagedCase
+
+HEAD_DIMS = (32, 64, 80, 96, 112, 120, 128, 192, 256)
+LAYOUT_SIZES = [("nhd", n) for n in (1, 2, 7, 8, 16, 48, 64, 128, 256)]
+LAYOUT_SIZES += [("hnd", n) for n in (1, 8, 16, 33, 64, 256)]
+LAYOUT_SIZES += [("vllm", n) for n in (8, 16, 32)]
+HEADS = [(8, 2), (4, 4), (8, 1), (6, 2), (32, 8)]
+LENGTHS = [(37, 1, 0, 130), (1,), (513, 64, 65), (2049, 16, 8, 8), (0, 0)]
+OPTIONS = [
+    {},
+    {"window": (20, -1)},
+    {"window": (0, 0)},
+    {"softcap": 5.0},
+    {"alibi": "head"},
+    {"alibi": "batch", "window": (63, 0)},
+    {"sinks": True},
+    {"sinks": True, "softcap": 2.0, "alibi": "head"},
+    {"causal": False},
+    {"causal": False, "window": (9, 2)},
+    {"options": (("scale", -0.3),)},
+]
+
+
+def target_params(values=((),), ids=None):
+    return harness.target_params(values, cpu=("cpu",), cuda=CUDA_BACKENDS, ids=ids)
+
+
+def covering_array():
+    factors = {
+        "layout": LAYOUT_SIZES,
+        "dtype": ["float32", "float16", "bfloat16", "float16-fp8", "bfloat16-fp8"],
+        "head_dim": HEAD_DIMS,
+        "heads": HEADS,
+        "lens": LENGTHS,
+        "q_len": [None, 1, 2, 5],
+        "option": OPTIONS,
+        "scales": ["float", "head", "batch"],
+        "split": [(), (("num_splits", 3),), (("batch_invariant", True),)],
+    }
+    listed = []
+    for row in cases.pairwise(factors):
+        option = dict(row["option"])
+        dtype, _, fp8 = row["dtype"].partition("-")
+        head_dim = row["head_dim"] // 16 * 16 if fp8 else row["head_dim"]
+        option["options"] = option.get("options", ()) + row["split"]
+        listed.append(
+            PagedCase(
+                dtype=dtype,
+                fp8=bool(fp8),
+                kv_layout=row["layout"][0],
+                block_size=row["layout"][1],
+                head_dim=head_dim,
+                num_heads_q=row["heads"][0],
+                num_heads_kv=row["heads"][1],
+                lens=row["lens"],
+                q_len=row["q_len"],
+                scales=row["scales"] if fp8 else "none",
+                **option,
+            )
+        )
+    return listed
+
+
+COVERING = covering_array()
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "case"),
+    target_params([(c,) for c in COVERING], ids=[f"{i}" for i in range(len(COVERING))]),
+)
+def test_covering_array(device, backend, case, rng):
+    paged_cases.assert_case(device, backend, case, rng)
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("kv_layout", ["nhd", "hnd", "vllm"])
+@pytest.mark.parametrize(("device", "backend"), target_params())
+def test_layouts_and_dtypes(device, backend, kv_layout, dtype, rng):
+    case = PagedCase(kv_layout=kv_layout, dtype=dtype, lens=(100, 17, 0, 31))
+    paged_cases.assert_case(device, backend, case, rng, give_out=True)
+
+
+@pytest.mark.parametrize("kv_layout", ["nhd", "hnd", "vllm"])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize(("device", "backend"), target_params())
+def test_head_dims(device, backend, head_dim, kv_layout, rng):
+    case = PagedCase(kv_layout=kv_layout, head_dim=head_dim, dtype="bfloat16", lens=(77, 200))
+    paged_cases.assert_case(device, backend, case, rng)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize(("kv_layout", "block_size"), LAYOUT_SIZES)
+@pytest.mark.parametrize(("device", "backend"), target_params())
+def test_block_sizes(device, backend, kv_layout, block_size, fp8, rng):
+    """Contexts that end at, before and behind the end of a block."""
+    edges = {1, block_size - 1, block_size, block_size + 1, 3 * block_size, 150}
+    case = PagedCase(kv_layout=kv_layout, block_size=block_size, fp8=fp8, lens=tuple(sorted(edges)))
+    paged_cases.assert_case(device, backend, case, rng)
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 7, 8, 16, 71])
+@pytest.mark.parametrize("q_len", [None, 1, 4, 17])
+@pytest.mark.parametrize(("device", "backend"), target_params())
+def test_groups_and_query_lengths(device, backend, q_len, group, rng):
+    """More rows than a tile has, and contexts shorter than the queries: those see no key."""
+    case = PagedCase(num_heads_q=2 * group, num_heads_kv=2, q_len=q_len, lens=(200, 9, 2))
+    paged_cases.assert_case(device, backend, case, rng)
+
+
+@pytest.mark.parametrize("length", [2047, 4096, 10_001])
+@pytest.mark.parametrize("kv_layout", ["nhd", "vllm"])
+@pytest.mark.parametrize(("device", "backend"), target_params())
+def test_long_contexts(device, backend, kv_layout, length, rng):
+    for lens in ((length,), (length, 3, 0, length // 2)):
+        case = PagedCase(kv_layout=kv_layout, lens=lens, dtype="bfloat16", num_heads_q=4)
+        paged_cases.assert_case(device, backend, case, rng)
+
+
+@pytest.mark.parametrize("num_splits", [1, 2, 3, 16, 1000])
+@pytest.mark.parametrize("lens", [(1000,), (65, 3000, 0, 1)])
+@pytest.mark.parametrize(("device", "backend"), target_params())
+def test_forced_splits(device, backend, lens, num_splits, rng):
+    case = PagedCase(lens=lens, sinks=True, options=(("num_splits", num_splits),))
+    paged_cases.assert_case(device, backend, case, rng)
+
+
+def plan_of(device, backend, problem, out=None):
+    """The plan of a problem, on its device."""
+    case, arena = problem.case, harness.Arena(device)
+    placed = [arena.put(problem.arrays[n], name=n) for n in ("block_tables", "context_lens")]
+    return cuattn.paged_plan(
+        *placed,
+        num_heads_q=case.num_heads_q,
+        num_heads_kv=case.num_heads_kv,
+        head_dim=case.head_dim,
+        block_size=case.block_size,
+        q_len=case.q_len or 1,
+        dtype=case.dtype,
+        kv_layout=case.kv_layout,
+        kv_dtype="float8_e4m3fn" if case.fp8 else None,
+        causal=case.causal,
+        window=case.window,
+        backend=backend,
+        out=out,
+    )
+
+
+PLANNED = [
+    PagedCase(lens=(1000, 1, 0, 333)),
+    PagedCase(lens=(1,) * 9, sinks=True),
+    PagedCase(lens=(5000, 4999, 3), q_len=3, window=(700, -1)),
+    PagedCase(lens=(300, 4000), kv_layout="vllm", fp8=True, scales="head"),
+    PagedCase(lens=(0, 0, 0)),
+    PagedCase(lens=(64, 128, 192, 70) * 20, num_heads_q=2, block_size=64),
+    PagedCase(lens=(900, 20), q_len=9, num_heads_q=32, num_heads_kv=1),
+]
+
+
+@pytest.mark.parametrize("case", PLANNED, ids=str)
+@pytest.mark.parametrize(("device", "backend"), target_params())
+def test_with_a_plan(device, backend, case, rng):
+    """A plan serves every layer: several calls with other caches use the same one."""
+    problem = paged_cases.make(case, rng)
+    if device.name == "cuda" and backend != "auto":
+        paged_cases.run(device, backend, problem)  # skips where the rung does not serve it
+    plan = plan_of(device, backend, problem)
+    for _ in range(2):
+        result = paged_cases.run(device, backend, problem, plan=plan)
+        paged_cases.judge(problem, *result)
+        problem.arrays["q"] = problem.arrays["q"][::-1].copy()
+
+
+@pytest.mark.parametrize("case", PLANNED, ids=str)
+def test_a_plan_gives_each_tile_to_one_worker(device, case, rng):
+    """Header, workers and first tiles say the same as a walk over all tiles."""
+    problem = paged_cases.make(case, rng)
+    try:
+        plan = device.numpy(plan_of(device, "auto", problem))
+    except NotImplementedError as refusal:
+        pytest.skip(str(refusal))
+    tiles, step, tile, workers = plan[:4]
+    first = plan[4 + 4 * workers :]
+    assert len(first) == len(case.lens) + 1
+    span = np.array(case.lens)
+    begin = np.zeros_like(span)
+    if case.window[0] >= 0:
+        begin = np.maximum(span - (case.q_len or 1) - case.window[0], 0) // tile * tile
+    want = np.maximum(-(-(span - begin) // tile), 1)
+    assert np.array_equal(np.diff(first), want)
+    assert first[0] == 0
+    assert first[-1] == tiles
+    entries = plan[4 : 4 + 4 * workers].reshape(workers, 4)
+    total = entries[:, 3].sum()
+    assert total % tiles == 0  # the same tiles for every head group
+    at = 0
+    for head, seq, within, count in entries:
+        assert count == min(step, total - at)
+        if count:
+            assert head * tiles + first[seq] + within == at
+            assert 0 <= within < want[seq]
+        at += count
+    assert at == total
+
+
+def test_a_plan_is_made_again_in_place(device, rng):
+    problem = paged_cases.make(PagedCase(lens=(100, 900)), rng)
+    try:
+        plan = plan_of(device, "auto", problem)
+    except NotImplementedError as refusal:
+        pytest.skip(str(refusal))
+    before = device.numpy(plan).copy()
+    problem.arrays["context_lens"] = np.array([900, 100], np.int32)
+    problem.arrays["block_tables"] = problem.arrays["block_tables"][::-1].copy()
+    assert plan_of(device, "auto", problem, out=plan) is plan
+    assert not np.array_equal(device.numpy(plan), before)
+    paged_cases.judge(problem, *paged_cases.run(device, "auto", problem, plan=plan))
+
+
+@pytest.mark.parametrize("case", [PagedCase(), PagedCase(q_len=4, dtype="bfloat16")], ids=str)
+@pytest.mark.parametrize(("device", "backend"), target_params())
+def test_batch_invariant(device, backend, case, rng):
+    """The bits of a sequence do not depend on what else is in the batch."""
+    lens = (1, 700, 5000, 64, 2048, 0, 513)
+    case = dataclasses.replace(case, lens=lens, options=(("batch_invariant", True),))
+    problem = paged_cases.make(case, rng)
+    out, lse = paged_cases.run(device, backend, problem)
+    paged_cases.judge(problem, out, lse)
+    for batch in ([1], [2, 0], [6, 5, 4, 3, 2, 1, 0], [2] * 40):
+        part = dataclasses.replace(problem, arrays=dict(problem.arrays))
+        for name in ("q", "block_tables", "context_lens"):
+            part.arrays[name] = problem.arrays[name][batch]
+        part_out, part_lse = paged_cases.run(device, backend, part)
+        assert np.array_equal(harness.bits(part_out), harness.bits(out[batch]))
+        assert np.array_equal(harness.bits(part_lse), harness.bits(lse[batch]))
+
+
+@pytest.mark.parametrize(("device", "backend"), target_params())
+def test_sequences_may_share_blocks(device, backend, rng):
+    """One prefix in several tables, and one block twice in the same table."""
+    problem = paged_cases.make(PagedCase(lens=(96, 96, 96), block_size=16), rng)
+    tables = problem.arrays["block_tables"]
+    tables[1, :4] = tables[0, :4]
+    tables[2, 1:6] = tables[2, 0]
+    paged_cases.judge(problem, *paged_cases.run(device, backend, problem))
+
+
+@pytest.mark.parametrize("draw", range(8))
+@pytest.mark.parametrize(("device", "backend"), target_params())
+def test_fuzzed_tables(device, backend, draw, rng):
+    """Random lengths, block sizes and tables with any sharing."""
+    layout, size = LAYOUT_SIZES[rng.integers(len(LAYOUT_SIZES))]
+    lens = tuple(int(n) for n in np.exp(rng.uniform(0, 7.5, rng.integers(1, 12))))
+    problem = paged_cases.make(PagedCase(kv_layout=layout, block_size=size, lens=lens), rng)
+    tables = problem.arrays["block_tables"]
+    full = [tables[b, i] for b, n in enumerate(lens) for i in range(n // size)]
+    for b, n in enumerate(lens):
+        if full:
+            tables[b, : n // size] = rng.choice(np.array(full, np.int32), n // size)
+    paged_cases.judge(problem, *paged_cases.run(device, backend, problem))
+
+
+@pytest.mark.parametrize(("device", "backend"), target_params())
+def test_empty_contexts_give_zero_and_minus_infinity(device, backend, rng):
+    for sinks in (False, True):
+        problem = paged_cases.make(PagedCase(lens=(0, 5, 0), sinks=sinks), rng)
+        out, lse = paged_cases.run(device, backend, problem)
+        assert not np.asarray(out[[0, 2]], np.float32).any()
+        if sinks:
+            assert np.allclose(lse[0], problem.arrays["sinks"], rtol=1e-6)
+        else:
+            assert np.isneginf(lse[[0, 2]]).all()
+
+
+@pytest.mark.parametrize("changes", [{"lens": ()}, {"num_heads_q": 0}, {"q_len": 0}], ids=str)
+def test_zero_sizes(device, changes, rng):
+    problem = paged_cases.make(PagedCase(**changes), rng)
+    out, lse = paged_cases.run(device, "auto", problem)
+    assert out.shape == problem.arrays["q"].shape
+    assert lse.size == 0
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize(("device", "backend"), target_params())
+def test_nan_of_a_visible_key_propagates(device, backend, value, rng):
+    """And reaches no sequence, head or query that does not see the key."""
+    problem = paged_cases.make(PagedCase(lens=(40, 40), q_len=2, dtype="float32"), rng)
+    if device.name == "cuda" and backend not in ("auto", "simt"):
+        problem = paged_cases.make(PagedCase(lens=(40, 40), q_len=2), rng)
+    block = problem.arrays["block_tables"][1, 39 // 16]
+    problem.arrays["v_cache"][block, 39 % 16, 1, 3] = value  # the last key: seen by query 1 alone
+    out, lse = paged_cases.run(device, backend, problem)
+    expected, _ = problem.reference()
+    assert np.array_equal(np.isfinite(np.asarray(out, np.float32)), np.isfinite(expected))
+    assert np.isfinite(lse).all()
+    assert (~np.isfinite(expected)).sum() == 4
+    problem.arrays["k_cache"][block, 39 % 16, 1, 3] = np.nan
+    out, lse = paged_cases.run(device, backend, problem)
+    assert np.array_equal(np.isnan(lse), np.isnan(problem.reference()[1]))
+    assert np.isnan(np.asarray(out[1, 1, 4:], np.float32)).all()
+
+
+@pytest.mark.parametrize("kv_layout", ["nhd", "hnd", "vllm"])
+@pytest.mark.parametrize(("device", "backend"), target_params())
+def test_k_and_v_interleaved_in_one_allocation(device, backend, kv_layout, rng):
+    """Caches may be views: [num_blocks, 2, ...] holds K and V side by side, as engines lay it."""
+    problem = paged_cases.make(PagedCase(kv_layout=kv_layout, lens=(70, 20)), rng)
+    storage = {"k_cache": "gapped", "v_cache": "gapped", "q": "packed"}
+    paged_cases.judge(problem, *paged_cases.run(device, backend, problem, storage=storage))
+
+
+@pytest.mark.parametrize(("device", "backend"), target_params())
+def test_lent_workspace(device, backend, rng):
+    problem = paged_cases.make(PagedCase(lens=(3000, 10)), rng)
+    arrays = [problem.arrays[n] for n in ("q", "k_cache", "v_cache")]
+    shapes = [a.shape for a in arrays] + [(2, problem.arrays["block_tables"].shape[1]), (2,)]
+    paged_cases.run(device, backend, problem)  # skips where the rung does not serve it
+    plan = cuattn.explain(
+        "paged_attention", *shapes, device="cpu" if device.name == "cpu" else 0, backend=backend
+    )
+    arena = harness.Arena(device)
+    workspace = arena.output((plan.workspace_bytes,), np.uint8, name="workspace", align=256)
+    paged_cases.judge(problem, *paged_cases.run(device, backend, problem, workspace=workspace))
+    arena.verify()
+    with pytest.raises(MemoryError, match="paged_attention: workspace must hold"):
+        paged_cases.run(device, backend, problem, workspace=workspace[:-1])
+
+
+# PagedAttention V1 and V2
+
+
+def run_version(version, device, problem, scale=0.125, **more):
+    """Call V1 or V2 into a poisoned out; out as a numpy array."""
+    arena = harness.Arena(device)
+    placed = paged_cases.place(arena, problem)
+    out = arena.output(problem.arrays["q"].shape, problem.arrays["q"].dtype, name="out")
+    names = ("q", "k_cache", "v_cache", "block_tables", "context_lens")
+    function = cuattn.paged_attention_v1 if version == 1 else cuattn.paged_attention_v2
+    options = {k: problem.options[k] for k in ("k_scale", "v_scale") if k in problem.options}
+    positional = [placed.pop(name) for name in names]
+    if problem.case.fp8:  # the caches say so themselves
+        positional[1:3] = (as_float8(device, x) for x in positional[1:3])
+    returned = function(
+        out, *positional, scale, kv_layout=problem.case.kv_layout, **placed, **options, **more
+    )
+    device.synchronize()
+    assert returned is out
+    arena.verify()
+    return device.numpy(out)
+
+
+def as_float8(device, array):
+    if device.name == "cpu":
+        return array.view(ml_dtypes.float8_e4m3fn)
+    import torch
+
+    return array.view(torch.float8_e4m3fn)
+
+
+def version_params():
+    factors = {
+        "dtype": ["float32", "float16", "bfloat16", "float16-fp8"],
+        "head_dim": HEAD_DIMS,
+        "layout": [("vllm", 8), ("vllm", 16), ("vllm", 32), ("nhd", 16), ("hnd", 64)],
+        "heads": HEADS,
+        "alibi": ["none", "head"],
+        "lens": [(37, 1, 0, 130), (1100, 512, 513, 1), (2050,)],
+        "scales": ["none", "float", "head"],
+    }
+    for row in cases.pairwise(factors):
+        dtype, _, fp8 = row["dtype"].partition("-")
+        yield PagedCase(
+            dtype=dtype,
+            fp8=bool(fp8),
+            head_dim=row["head_dim"] // 16 * 16 if fp8 else row["head_dim"],
+            kv_layout=row["layout"][0],
+            block_size=row["layout"][1],
+            num_heads_q=row["heads"][0],
+            num_heads_kv=row["heads"][1],
+            alibi=row["alibi"],
+            lens=row["lens"],
+            scales=row["scales"] if fp8 else "none",
+            options=(("scale", 0.125),),
+        )
+
+
+@pytest.mark.parametrize("case", list(version_params()), ids=str)
+def test_v1_and_v2(device, case, rng):
+    def attempt():
+        problem = paged_cases.make(case, rng)
+        _, lse = problem.reference()
+        for version in (1, 2):
+            try:
+                out = run_version(version, device, problem)
+            except NotImplementedError as refusal:
+                pytest.skip(str(refusal))
+            paged_cases.judge(problem, out, lse)
+
+    harness.assert_by_draws(case.dtype, attempt)
+
+
+@pytest.mark.parametrize("partition_size", [256, 512, 1024])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize(("kv_layout", "block_size"), [("vllm", 16), ("nhd", 1), ("hnd", 48)])
+def test_v2_buffers(device, kv_layout, block_size, dtype, partition_size, rng):
+    """Each partition holds its maximum, its sum and its output; the others keep what they held."""
+    case = PagedCase(
+        kv_layout=kv_layout,
+        block_size=block_size,
+        dtype=dtype,
+        lens=(1100, 256, 1, 2048),
+        alibi="batch",
+        options=(("scale", 0.25),),
+    )
+    problem = paged_cases.make(case, rng)
+    capacity = problem.arrays["block_tables"].shape[1] * block_size
+    shape = (4, case.num_heads_q, -(-capacity // partition_size))
+    arena = harness.Arena(device)
+    buffers = {
+        "exp_sums": arena.output(shape, np.float32),
+        "max_logits": arena.output(shape, np.float32),
+        "tmp_out": arena.output((*shape, case.head_dim), cases.DTYPES[dtype]),
+    }
+    try:
+        out = run_version(2, device, problem, scale=0.25, partition_size=partition_size, **buffers)
+    except NotImplementedError as refusal:
+        pytest.skip(str(refusal))
+    _, lse = problem.reference()
+    paged_cases.judge(problem, out, lse)
+    arrays = problem.arrays
+    max_logits, exp_sums, tmp_out = reference.paged_partitions(
+        arrays["q"],
+        *problem.caches(),
+        arrays["block_tables"],
+        arrays["context_lens"],
+        scale=0.25,
+        partition_size=partition_size,
+        kv_layout=kv_layout,
+        alibi_slopes=arrays["alibi_slopes"],
+    )
+    got = {name: device.numpy(array).astype(np.float64) for name, array in buffers.items()}
+    used = ~np.isnan(max_logits)
+    assert used.sum() < used.size
+    eps = {"float32": 1e-4, "float16": 4e-3}[dtype]  # scores of 600 and more, in float32
+    np.testing.assert_allclose(got["max_logits"][used], max_logits[used], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(got["exp_sums"][used], exp_sums[used], rtol=3e-4)
+    np.testing.assert_allclose(got["tmp_out"][used], tmp_out[used], atol=eps, rtol=eps)
+    for name in got:
+        assert np.isnan(got[name][~used]).all(), f"{name}: a partition past the context was written"
+
+
+def test_max_context_len_bounds_the_partitions(device, rng):
+    case = PagedCase(kv_layout="vllm", lens=(600, 30), options=(("scale", 0.125),))
+    problem = paged_cases.make(case, rng)
+    arena = harness.Arena(device)
+    buffers = {name: arena.output((2, 8, 2), np.float32) for name in ("exp_sums", "max_logits")}
+    try:
+        out = run_version(2, device, problem, max_context_len=600, **buffers)
+    except NotImplementedError as refusal:
+        pytest.skip(str(refusal))
+    paged_cases.judge(problem, out, problem.reference()[1])
+
+
+def test_explain(device, rng):
+    shapes = [(64, 32, 128), (1000, 16, 8, 128), (1000, 16, 8, 128), (64, 512), (64,)]
+    where = "cpu" if device.name == "cpu" else 0
+    try:
+        plan = cuattn.explain("paged_attention", *shapes, device=where)
+    except NotImplementedError as refusal:
+        pytest.skip(str(refusal))
+    assert plan.mask == "none"  # one query sees every key
+    assert plan.workspace_bytes > 0
+    assert f"* {plan.kernel}: runs" in plan.ladder
+    forced = cuattn.explain("paged_attention", *shapes, device=where, num_splits=7)
+    assert forced.num_splits == 7
+    shapes[1] = shapes[2] = (1000, 8, 16, 16, 8)
+    shapes[2] = (1000, 8, 128, 16)
+    assert cuattn.explain("paged_attention_v1", *shapes, device=where).num_splits == 1
+    plan = cuattn.explain("paged_attention_v2", *shapes, device=where, max_context_len=5000)
+    assert plan.num_splits == 10
