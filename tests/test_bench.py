@@ -3,6 +3,10 @@
 
 import dataclasses
 import random
+import runpy
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +14,7 @@ import pytest
 from cuattn._bench import devices, measure, options, peers, published, reference, report
 from cuattn._bench.workloads import FAMILIES, Workload, dense, visible_pairs
 
+ROOT = Path(__file__).resolve().parent.parent
 ALL = [(name, w) for name, family in FAMILIES.items() for w in family.workloads]
 SMALL = dense("small", 1, 64, 2, 32, dtype="float32", causal=True)
 
@@ -241,3 +246,50 @@ def test_every_contestant_runs_once_a_round_in_changing_order():
     rounds = ["".join(seen[i : i + 3]) for i in range(0, 15, 3)]
     assert all(sorted(order) == list("abc") for order in rounds)
     assert len(set(rounds)) > 1
+
+
+NCU = """\
+==PROF== Connected to process 4711
+"ID","Kernel Name","Block Size","gpu__time_duration.sum","lts__t_sector_hit_rate.pct",\
+"smsp__average_warps_issue_stalled_gmma_per_issue_active.ratio","dram__bytes_read.sum"
+"","","","ns","%","inst","byte"
+"0","prepare(int)","(32, 1, 1)","2,000","99.0","0.5","1"
+"1","prefill<128, 2>(P)","(384, 1, 1)","1,500,000","90.5","1.25","100,000,000"
+"2","prefill<128, 2>(P)","(384, 1, 1)","1,300,000","91.5","1.75","102,000,000"
+"""
+
+
+def ncu_table() -> dict:
+    return runpy.run_path(str(ROOT / "benchmarks" / "ncu_table.py"))
+
+
+def test_ncu_table_takes_the_median_of_the_kernel_that_took_the_most_time():
+    module = ncu_table()
+    found = module["read"](NCU.splitlines())
+    assert found["gpu__time_duration.sum"] == 1.4e6
+    text = module["table"]({"d128": found, "d64": {}})
+    assert "| time, ms | 1.400 |  |" in text
+    assert "| L2 hit rate, % | 91.0 |  |" in text
+    assert "| DRAM read, MB | 101 |  |" in text
+    assert "| warps a scheduler in gmma, per issue | 1.50 |  |" in text
+    assert "barrier" not in text  # not measured
+    assert "tensor" not in text
+
+
+@pytest.mark.parametrize("text", ["", "==ERROR== no permission\n", NCU.replace("Kernel Name", "K")])
+def test_ncu_table_names_the_file_that_holds_no_kernel(tmp_path, text):
+    path = tmp_path / "d128.csv"
+    path.write_text(text)
+    command = [sys.executable, str(ROOT / "benchmarks" / "ncu_table.py"), str(path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "d128.csv" in done.stderr
+    assert done.stdout == ""
+
+
+def test_profile_kernel_lists_the_rows_when_the_name_is_wrong():
+    command = [sys.executable, str(ROOT / "benchmarks" / "profile_kernel.py"), "--workload", "d99"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "no workload 'd99'" in done.stderr
+    assert "d128 s8192 causal" in done.stderr
