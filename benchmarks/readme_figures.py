@@ -40,21 +40,31 @@ def milliseconds(result: dict) -> str:
     return f"{result['ms']:.3g}" if result["ms"] < 1000 else f"{result['ms']:.0f}"
 
 
+BEST = "best"  # the fastest peer of each row
+
 # Family: heading, what a cell says, and the peer that the last column compares with.
 SHOWN: dict[str, tuple[str, Callable[[dict], str], str | None]] = {
     "mission": ("Naive against flash: time and memory beyond the inputs", time_and_memory, None),
-    "forward": ("Forward in TFLOP/s", speed, "flash"),
+    "forward": ("Forward in TFLOP/s", speed, BEST),
     "ladder": ("Every rung of the ladder, TFLOP/s", speed, None),
     "cpu": ("CPU backend, milliseconds", milliseconds, "torch"),
 }
 
 
-def ratio(results: dict[str, dict], peer: str) -> str:
+def ratio(row: dict, results: dict[str, dict], peer: str) -> str:
     """How many times as fast as the peer cuattn is: the median of the per-round ratios."""
-    ours, theirs = results.get("cuattn:auto"), results.get(peer)
+    ours = results.get("cuattn:auto")
+    theirs = results.get(row.get("best_peer", "") if peer == BEST else peer)
     if ours is None or theirs is None or "ms" not in ours or "ms" not in theirs:
         return ""
     return f"{report.ratio(ours, theirs):.2f}"
+
+
+def why_not(result: dict | None) -> str:
+    """Why a cell has no figure; nothing where the contestant does not serve the row."""
+    if result is None or result["status"].startswith("unsupported"):
+        return ""
+    return report.markdown_cell(result)
 
 
 def table(document: dict, cell: Callable[[dict], str], peer: str | None) -> str:
@@ -62,7 +72,7 @@ def table(document: dict, cell: Callable[[dict], str], peer: str | None) -> str:
     names = _plot.in_order(result["name"] for _, result in _plot.measured(document))
     headings = ["workload", *map(_plot.label, names)]
     if peer is not None:
-        headings.append(f"cuattn x {_plot.label(peer)}")
+        headings.append(f"cuattn x {'best peer' if peer == BEST else _plot.label(peer)}")
     lines = [f"| {' | '.join(headings)} |", "| --- |" + " ---: |" * (len(headings) - 1)]
     for row in document["rows"]:
         if row["status"] != "ok":
@@ -72,9 +82,9 @@ def table(document: dict, cell: Callable[[dict], str], peer: str | None) -> str:
         for name in names:
             result = results.get(name)
             measured = result is not None and "ms" in result
-            cells.append(cell(result) if measured else report.markdown_cell(result))
+            cells.append(cell(result) if measured else why_not(result))
         if peer is not None:
-            cells.append(ratio(results, peer))
+            cells.append(ratio(row, results, peer))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -6,6 +6,8 @@ import random
 import runpy
 import subprocess
 import sys
+import time
+import types
 from pathlib import Path
 
 import numpy as np
@@ -161,6 +163,18 @@ def not_for_this(w, x):
     raise peers.Unsupported("other shapes only")
 
 
+def slow_at_first(w, x):
+    prepared, calls = peers.plain_numpy(w, x), []
+
+    def call():
+        calls.append(None)
+        if len(calls) == 1:
+            time.sleep(0.3)
+        return prepared.call()
+
+    return peers.Prepared(call)
+
+
 def fails_later(w, x):
     prepared, calls = peers.plain_numpy(w, x), []
 
@@ -192,6 +206,33 @@ def test_a_peer_that_fails_is_a_row_and_not_the_end():
     text = report.row_lines(row, {"copy_gbps": 1.0, "matmul_float32_tflops": 1.0})
     assert "not_for_this" not in text
     assert "failed: out of memory" in text
+
+
+def test_a_first_call_that_loads_a_library_is_not_what_is_timed(monkeypatch):
+    monkeypatch.setattr(measure, "SLOW_CALL_S", 0.2)
+    result = measured(slow_at_first)["results"][0]
+    assert len(result["rounds_ms"]) == 3
+    assert result["ms"] < 200
+
+
+def test_a_slow_call_is_timed_once(monkeypatch):
+    monkeypatch.setattr(measure, "SLOW_CALL_S", 0.0)
+    assert list(measured(right)["results"][0]["rounds_ms"]) == ["0"]
+
+
+def test_fa3_says_itself_what_it_was_built_without(monkeypatch):
+    module = types.ModuleType("fa3_fwd_config")
+    flags = {"FLASHATTENTION_DISABLE_FP16": True, "FLASHATTENTION_DISABLE_SPLIT": False}
+    module.CONFIG = {"build_flags": flags}
+    monkeypatch.setitem(sys.modules, "fa3_fwd_config", module)
+    assert peers.fa3_built_without() == {"FP16"}
+    monkeypatch.setitem(sys.modules, "fa3_fwd_config", None)  # not installed
+    assert peers.fa3_built_without() == set()
+
+
+def test_a_dense_batch_packs_into_equal_sequences():
+    w = Workload("", 3, 5, 8, 1, 1, 8)
+    assert [ends.tolist() for ends in peers.packed_ends(w)] == [[0, 5, 10, 15], [0, 8, 16, 24]]
 
 
 def test_a_call_expected_to_take_too_long_is_skipped():

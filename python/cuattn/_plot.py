@@ -19,7 +19,9 @@ from ._bench.runner import SCHEMA
 # One colour for each contestant, in every picture; ours are the strong ones.
 OUR_COLOURS = {
     "cuattn:auto": "#d1495b",
-    "cuattn:sm80": "#d1495b",
+    "cuattn:invariant": "#e8889a",
+    "cuattn:sm90": "#d1495b",
+    "cuattn:sm80": "#e07a3f",
     "cuattn:cpu": "#d1495b",
     "cuattn:simt": "#edae49",
     "cuattn:tiled": "#8f6593",
@@ -30,6 +32,7 @@ PEER_COLOURS = {
     "cudnn": "#5b8c5a",
     "flash": "#3d7ea6",
     "fa3": "#22223b",
+    "fa3_bf16": "#22223b",
     "fa4": "#7f7caf",
     "efficient": "#9a8c98",
     "math": "#b5a397",
@@ -41,6 +44,7 @@ PEER_COLOURS = {
 PEER_MARKERS = {
     "cudnn": "^",
     "fa3": "D",
+    "fa3_bf16": "D",
     "fa4": "v",
     "efficient": "P",
     "math": "X",
@@ -57,6 +61,7 @@ LABELS = {
     "flex": "FlexAttention",
     "fa2": "FlashAttention-2",
     "fa3": "FlashAttention-3",
+    "fa3_bf16": "FlashAttention-3, bf16",
     "fa4": "FlashAttention-4",
     "flashinfer": "FlashInfer",
     "numpy": "numpy, plain formula",

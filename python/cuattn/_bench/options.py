@@ -18,6 +18,7 @@ PEERS = (
     "flex",
     "fa2",
     "fa3",
+    "fa3_bf16",
     "fa4",
     "flashinfer",
     "numpy",

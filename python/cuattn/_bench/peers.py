@@ -148,14 +148,17 @@ def sdpa(backend: str | None) -> Callable[[Workload, Inputs], Prepared]:
 
 
 def torch_varlen(w: Workload, x: Inputs) -> Prepared:
-    """FlashAttention-2 of torch.nn.attention.varlen over packed sequences."""
+    """FlashAttention-2 of torch.nn.attention.varlen; a dense batch with a window is packed."""
     require(hasattr(x.q, "is_cuda") and x.q.is_cuda, "needs CUDA tensors")
-    require(bool(w.lengths), "only for ragged batches")
+    require(bool(w.lengths) or w.window != (-1, -1), "only for ragged batches and windows")
     require(w.dtype != "float32" and not (w.softcap or w.alibi or w.bias), "no such options")
     import inspect
 
+    import torch
+
     varlen_attn = module("torch.nn.attention.varlen").varlen_attn
     names = inspect.signature(varlen_attn).parameters
+    require(w.window == (-1, -1) or "window_size" in names, "this torch has no window")
     options: dict[str, Any] = {}
     if "window_size" in names:
         options["window_size"] = (w.window[0], 0) if w.causal else w.window
@@ -163,10 +166,20 @@ def torch_varlen(w: Workload, x: Inputs) -> Prepared:
         options["is_causal"] = w.causal
     if w.num_heads_q != w.num_heads_kv and "enable_gqa" in names:
         options["enable_gqa"] = True
-    longest = max(w.lengths)
+    q, k, v = (t.reshape(-1, *t.shape[-2:]) for t in (x.q, x.k, x.v))
+    packed_q, packed_kv = (torch.from_numpy(ends).to(q.device) for ends in packed_ends(w))
+    longest_q, longest_kv = (max(lengths) for lengths in zip(*w.sequences, strict=True))
     return Prepared(
-        lambda: varlen_attn(x.q, x.k, x.v, x.cu_seqlens, x.cu_seqlens, longest, longest, **options)
+        lambda: varlen_attn(q, k, v, packed_q, packed_kv, longest_q, longest_kv, **options),
+        canonical=lambda out: first(out).view(x.q.shape),
     )
+
+
+def packed_ends(w: Workload) -> tuple[np.ndarray, np.ndarray]:
+    """Where the sequences of q and of k begin and end when the batch is packed."""
+    lengths = zip(*w.sequences, strict=True)
+    ends_q, ends_kv = (np.concatenate([[0], np.cumsum(one)]).astype(np.int32) for one in lengths)
+    return ends_q, ends_kv
 
 
 def flex(w: Workload, x: Inputs) -> Prepared:
@@ -249,10 +262,32 @@ def fa3(w: Workload, x: Inputs) -> Prepared:
     library = module(
         "fa3_fwd_interface", "flash_attn_interface", "flash_attn_3.flash_attn_interface"
     )
+    without = fa3_built_without()
+    require(w.dtype != "float16" or "FP16" not in without, "this build has no float16")
+    require(w.window == (-1, -1) or "LOCAL" not in without, "this build has no window")
     options = {"causal": w.causal, "softcap": w.softcap}
     if w.window != (-1, -1):
         options["window_size"] = (w.window[0], 0) if w.causal else w.window
     return _flash_attn(library, w, x, options)
+
+
+def fa3_built_without() -> set[str]:
+    """Return what fa3-fwd was built without, as it says itself; nothing for other builds."""
+    try:
+        flags = importlib.import_module("fa3_fwd_config").CONFIG["build_flags"]
+    except ImportError:
+        return set()
+    prefix = "FLASHATTENTION_DISABLE_"
+    return {name.removeprefix(prefix) for name, off in flags.items() if off}
+
+
+def fa3_bf16(w: Workload, x: Inputs) -> Prepared:
+    """FlashAttention-3 on the same numbers in bfloat16, for float16 rows where it has none."""
+    require(w.dtype == "float16", "for float16 rows")
+    require(hasattr(x.q, "is_cuda") and x.q.is_cuda, "needs CUDA tensors")
+    q, k, v = (t.bfloat16() for t in (x.q, x.k, x.v))
+    rounded = Inputs(w, q=q, k=k, v=v, cu_seqlens=x.cu_seqlens)
+    return fa3(dataclasses.replace(w, dtype="bfloat16"), rounded)
 
 
 def fa4(w: Workload, x: Inputs) -> Prepared:
@@ -309,8 +344,7 @@ def flashinfer(w: Workload, x: Inputs) -> Prepared:
     import torch
 
     library = module("flashinfer")
-    ends_q = np.concatenate([[0], np.cumsum([q for q, _ in w.sequences])]).astype(np.int32)
-    ends_kv = np.concatenate([[0], np.cumsum([kv for _, kv in w.sequences])]).astype(np.int32)
+    ends_q, ends_kv = packed_ends(w)
     workspace = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
     wrapper = library.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
     wrapper.plan(
@@ -367,6 +401,7 @@ class Contestant:
     is_ours: bool = False
     has_our_sums: bool = False  # the cublas rung adds up as cuBLAS does
     is_jit: bool = False
+    in_bfloat16: bool = False  # also on float16 rows
     packages: tuple[str, ...] = ()
 
 
@@ -386,6 +421,7 @@ PEERS: dict[str, Contestant] = {
         Contestant("flex", flex, is_jit=True, packages=("torch", "triton")),
         Contestant("fa2", fa2, packages=("flash-attn",)),
         Contestant("fa3", fa3, packages=("fa3-fwd", "flash-attn-3")),
+        Contestant("fa3_bf16", fa3_bf16, in_bfloat16=True, packages=("fa3-fwd", "flash-attn-3")),
         Contestant("fa4", fa4, is_jit=True, packages=("flash-attn-4", "nvidia-cutlass-dsl")),
         Contestant("flashinfer", flashinfer, is_jit=True, packages=("flashinfer-python",)),
         Contestant("numpy", plain_numpy, packages=("numpy",)),

@@ -306,18 +306,20 @@ FAMILIES: dict[str, Family] = {
     "mission": _family(
         mission,
         backends=("auto", "naive", "cublas"),
-        peers=("math", "efficient", "flash", "cudnn", "fa3"),
+        peers=("math", "efficient", "flash", "cudnn", "fa3", "fa3_bf16"),
     ),
     "forward": _family(forward),
     "gqa": _family(gqa, peers=("cudnn", "flash", "fa3", "fa4", "flashinfer")),
-    "fp16": _family(fp16),
+    "fp16": _family(fp16, peers=("cudnn", "flash", "fa3", "fa3_bf16", "fa4")),
     "ragged": _family(ragged, peers=("varlen", "fa3", "fa4", "flashinfer")),
     "masks": _family(
         masks, peers=("flex", "fa3", "fa4", "varlen", "efficient", "cudnn", "flashinfer")
     ),
     "models": _family(models),
     "ladder": _family(
-        ladder, backends=("naive", "cublas", "tiled", "simt", "sm80"), peers=("math", "flash")
+        ladder,
+        backends=("naive", "cublas", "tiled", "simt", "sm80", "sm90"),
+        peers=("math", "flash"),
     ),
     "cpu": _family(cpu, peers=("torch", "numpy"), device="cpu"),
     "cpu_ladder": _family(
