@@ -116,17 +116,21 @@ inline const char* dtype_word(DLDataType dtype) {
   if (dtype.code == kDLBfloat) return "bfloat16";
   if (dtype.code == kDLUInt) return "uint8";
   if (dtype.code == kDLInt) return "int32";
+  if (dtype.code == kDLFloat8_e4m3fn) return "float8_e4m3fn";
   return dtype.bits == 16 ? "float16" : "float32";
 }
 
-inline nb::handle numpy_dtype(DLDataType dtype) {
+inline nb::object ml_dtype(const char* word) {
+  return nb::module_::import_("numpy").attr("dtype")(nb::module_::import_("ml_dtypes").attr(word));
+}
+
+inline nb::object numpy_dtype(DLDataType dtype) {
   Python& py = Python::get();
   if (dtype.code == kDLUInt) return py.uint8;
   if (dtype.code == kDLInt) return py.int32;
   if (dtype.code == kDLFloat) return dtype.bits == 16 ? py.float16 : py.float32;
-  if (!py.bfloat16.is_valid())
-    py.bfloat16 = nb::module_::import_("numpy").attr("dtype")(
-        nb::module_::import_("ml_dtypes").attr("bfloat16"));
+  if (dtype.code == kDLFloat8_e4m3fn) return ml_dtype("float8_e4m3fn");
+  if (!py.bfloat16.is_valid()) py.bfloat16 = ml_dtype("bfloat16");
   return py.bfloat16;
 }
 
@@ -140,10 +144,11 @@ struct TorchModule {
     return *instance;
   }
 
-  nb::handle dtype(DLDataType wanted) const {
+  nb::object dtype(DLDataType wanted) const {
     if (wanted.code == kDLBfloat) return bfloat16;
     if (wanted.code == kDLUInt) return uint8;
     if (wanted.code == kDLInt) return int32;
+    if (wanted.code == kDLFloat8_e4m3fn) return loaded_module("torch").attr("float8_e4m3fn");
     return wanted.bits == 16 ? float16 : float32;
   }
 
@@ -204,7 +209,7 @@ inline nb::object numpy_empty(const TensorView& wanted) {
   auto empty = reinterpret_cast<Empty>(Python::get().numpy_api[kEmpty]);
   Py_intptr_t shape[kMaxDims];
   std::copy_n(wanted.shape.begin(), wanted.ndim, shape);
-  nb::object dtype = nb::borrow(numpy_dtype(wanted.dtype));
+  nb::object dtype = numpy_dtype(wanted.dtype);
   nb::object array = nb::steal(empty(wanted.ndim, shape, dtype.release().ptr(), 0));
   if (!array.is_valid()) throw nb::python_error();
   return array;

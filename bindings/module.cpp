@@ -12,6 +12,7 @@
 
 #include "allocate.h"
 #include "block_pool.h"
+#include "cache.h"
 #include "convert.h"
 #include "cuattn/c_api.h"
 #include "errors.h"
@@ -298,6 +299,7 @@ NB_MODULE(_core, m) {
   make_exceptions(m);
   add_block_pool(m);
   add_paged(m);
+  add_cache(m);
 
   m.def(
       "attention", &attention,

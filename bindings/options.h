@@ -76,6 +76,21 @@ inline int32_t parse_layout(const char* op, nb::handle value) {
         "'; choose one of these");
 }
 
+inline int32_t parse_kv_layout(const char* op, nb::handle value) {
+  struct Word {
+    const char* text;
+    int32_t code;
+  };
+  static const Word kWords[] = {
+      {"nhd", CUATTN_KV_NHD}, {"hnd", CUATTN_KV_HND}, {"vllm", CUATTN_KV_VLLM}};
+  const char* text = parse_text(op, "kv_layout", value);
+  for (const Word& word : kWords) {
+    if (std::strcmp(text, word.text) == 0) return word.code;
+  }
+  raise(PyExc_ValueError, op, ": kv_layout must be 'nhd', 'hnd' or 'vllm', got '", text,
+        "'; choose one of these");
+}
+
 inline int32_t parse_int32(const char* op, const char* name, nb::handle value) {
   int64_t number = parse_int(op, name, value);
   if (number != static_cast<int32_t>(number))

@@ -30,21 +30,6 @@ const char* function_of(int32_t version) {
                         : "paged_attention";
 }
 
-int32_t parse_kv_layout(const char* op, nb::handle value) {
-  struct Word {
-    const char* text;
-    int32_t code;
-  };
-  static const Word kWords[] = {
-      {"nhd", CUATTN_KV_NHD}, {"hnd", CUATTN_KV_HND}, {"vllm", CUATTN_KV_VLLM}};
-  const char* text = parse_text(op, "kv_layout", value);
-  for (const Word& word : kWords) {
-    if (std::strcmp(text, word.text) == 0) return word.code;
-  }
-  raise(PyExc_ValueError, op, ": kv_layout must be 'nhd', 'hnd' or 'vllm', got '", text,
-        "'; choose one of these");
-}
-
 int32_t parse_kv_dtype(const char* op, nb::handle value) {
   if (!is_given(value)) return CUATTN_KV_DTYPE_AUTO;
   const char* text = parse_text(op, "kv_dtype", value);

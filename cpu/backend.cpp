@@ -3,6 +3,9 @@
 // fast kernel).
 #include "cuattn/backend.h"
 
+#include <cstdlib>
+#include <cstring>
+
 #include "cpu/kernels.h"
 #include "cpu/parallel.h"
 #include "cuattn/error.h"
@@ -43,6 +46,20 @@ void paged_plan(const PagedWork& work, int32_t* plan, int32_t, Stream) {
 
 void merge(const MergeParams& params, int32_t, Stream) { cpu::merge_states(params); }
 
+void cache_write(const CacheWriteParams& params, int32_t, Stream) { cpu::cache_write(params); }
+void cache_gather(const CacheGatherParams& params, int32_t, Stream) { cpu::cache_gather(params); }
+void copy_blocks(const BlockCopyParams& params, int32_t, Stream) { cpu::copy_blocks(params); }
+void swap_blocks(const BlockSwapParams& params, int32_t, Stream) { cpu::swap_blocks(params); }
+
+bool read_back(void* host, const void* data, size_t bytes, int32_t, Stream) {
+  std::memcpy(host, data, bytes);
+  return true;
+}
+
+constexpr size_t kPageBytes = 4096;
+void* host_alloc(size_t bytes) { return std::aligned_alloc(kPageBytes, bytes); }
+void host_free(void* memory) { std::free(memory); }
+
 void check(const PrefillParams& params, int32_t, Stream) { cpu::check_prefill(params); }
 
 void check_paged(const char* function, const PagedParams& params, int32_t, Stream) {
@@ -69,9 +86,23 @@ std::string describe() {
 }  // namespace
 
 const Backend& cpu_backend() {
-  static const Backend backend{device_info,  prefill, paged,       paged_plan,
-                               merge,        check,   check_paged, check_context_lens,
-                               list_kernels, describe};
+  static const Backend backend{.device_info = device_info,
+                               .prefill = prefill,
+                               .paged = paged,
+                               .paged_plan = paged_plan,
+                               .merge = merge,
+                               .cache_write = cache_write,
+                               .cache_gather = cache_gather,
+                               .copy_blocks = copy_blocks,
+                               .swap_blocks = swap_blocks,
+                               .read_back = read_back,
+                               .host_alloc = host_alloc,
+                               .host_free = host_free,
+                               .check = check,
+                               .check_paged = check_paged,
+                               .check_context_lens = check_context_lens,
+                               .list_kernels = list_kernels,
+                               .describe = describe};
   return backend;
 }
 

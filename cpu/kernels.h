@@ -2,6 +2,7 @@
 // What the CPU kernels offer to backend.cpp.
 #pragma once
 
+#include "cuattn/cache_params.h"
 #include "cuattn/paged_params.h"
 #include "cuattn/params.h"
 
@@ -19,6 +20,11 @@ void paged_attention(const PagedParams& p);
 void paged_plan(const PagedWork& work, int32_t* plan);
 void check_paged(const char* function, const PagedParams& p);
 void check_context_lens(const char* function, const PagedWork& work);
+// cache.cpp
+void cache_write(const CacheWriteParams& p);
+void cache_gather(const CacheGatherParams& p);
+void copy_blocks(const BlockCopyParams& p);
+void swap_blocks(const BlockSwapParams& p);
 
 // The instruction set that flash_prefill runs on; throws InvalidArgument when CUATTN_CPU_ISA asks
 // for one that is unknown or that this machine lacks.

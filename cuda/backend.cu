@@ -214,6 +214,43 @@ void merge(const MergeParams& params, int32_t device_id, Stream stream) {
   launch_merge(params, static_cast<cudaStream_t>(stream));
 }
 
+void cache_write(const CacheWriteParams& params, int32_t device_id, Stream stream) {
+  DeviceGuard guard(device_id);
+  launch_cache_write(params, static_cast<cudaStream_t>(stream));
+}
+
+void cache_gather(const CacheGatherParams& params, int32_t device_id, Stream stream) {
+  DeviceGuard guard(device_id);
+  launch_cache_gather(params, static_cast<cudaStream_t>(stream));
+}
+
+void copy_blocks(const BlockCopyParams& params, int32_t device_id, Stream stream) {
+  DeviceGuard guard(device_id);
+  launch_copy_blocks(params, static_cast<cudaStream_t>(stream));
+}
+
+void swap_blocks(const BlockSwapParams& params, int32_t device_id, Stream stream) {
+  DeviceGuard guard(device_id);
+  launch_swap_blocks(params, static_cast<cudaStream_t>(stream));
+}
+
+bool read_back(void* host, const void* data, size_t bytes, int32_t device_id, Stream stream) {
+  DeviceGuard guard(device_id);
+  return read_device_data(host, data, bytes, static_cast<cudaStream_t>(stream));
+}
+
+// Portable: pinned for every device. Without a device, or a driver, there is none.
+void* host_alloc(size_t bytes) {
+  void* memory = nullptr;
+  if (cudaHostAlloc(&memory, bytes, cudaHostAllocPortable) == cudaSuccess) return memory;
+  cudaGetLastError();
+  return nullptr;
+}
+
+void host_free(void* memory) {
+  if (cudaFreeHost(memory) != cudaSuccess) cudaGetLastError();  // the process may be ending
+}
+
 void check(const PrefillParams& params, int32_t device_id, Stream stream) {
   DeviceGuard guard(device_id);
   check_prefill(params, static_cast<cudaStream_t>(stream));
@@ -280,8 +317,23 @@ std::string describe() {
 }  // namespace
 
 const Backend* cuda_backend() {
-  static const Backend backend{device_info, prefill,      paged,      paged_plan,   merge,
-                               check,       check_tables, check_lens, list_kernels, describe};
+  static const Backend backend{.device_info = device_info,
+                               .prefill = prefill,
+                               .paged = paged,
+                               .paged_plan = paged_plan,
+                               .merge = merge,
+                               .cache_write = cache_write,
+                               .cache_gather = cache_gather,
+                               .copy_blocks = copy_blocks,
+                               .swap_blocks = swap_blocks,
+                               .read_back = read_back,
+                               .host_alloc = host_alloc,
+                               .host_free = host_free,
+                               .check = check,
+                               .check_paged = check_tables,
+                               .check_context_lens = check_lens,
+                               .list_kernels = list_kernels,
+                               .describe = describe};
   return &backend;
 }
 

@@ -37,6 +37,13 @@ bool is_captured(cudaStream_t stream) {
 
 }  // namespace
 
+bool read_device_data(void* host, const void* data, size_t bytes, cudaStream_t stream) {
+  if (is_captured(stream)) return false;
+  CUATTN_CUDA_TRY(cudaMemcpyAsync(host, data, bytes, cudaMemcpyDefault, stream));
+  CUATTN_CUDA_TRY(cudaStreamSynchronize(stream));
+  return true;
+}
+
 void check_prefill(const PrefillParams& params, cudaStream_t stream) {
   if (is_captured(stream)) return;
   PrefillParams host = params;

@@ -5,6 +5,7 @@
 
 #include <cuda_runtime.h>
 
+#include "cuattn/cache_params.h"
 #include "cuattn/paged_params.h"
 #include "cuattn/params.h"
 #include "cuattn/plan.h"
@@ -18,8 +19,13 @@ bool cublas_available();
 // cut. `major`: compute capability, from 9 on the combine overlaps the kernel before it.
 void launch_paged_plan(const PagedWork& work, int32_t* plan, cudaStream_t stream);
 void launch_paged_combine(const PagedParams& params, int32_t major, cudaStream_t stream);
+void launch_cache_write(const CacheWriteParams& params, cudaStream_t stream);    // cache_write.cu
+void launch_cache_gather(const CacheGatherParams& params, cudaStream_t stream);  // cache_gather.cu
+void launch_copy_blocks(const BlockCopyParams& params, cudaStream_t stream);     // cache_blocks.cu
+void launch_swap_blocks(const BlockSwapParams& params, cudaStream_t stream);
 void launch_merge(const MergeParams& params, cudaStream_t stream);  // merge_states.cu
-// check.cu: these synchronise
+// check.cu: these synchronise. read_device_data: false under stream capture, where nobody can
+bool read_device_data(void* host, const void* data, size_t bytes, cudaStream_t stream);
 void check_prefill(const PrefillParams& params, cudaStream_t stream);
 void check_paged(const char* function, const PagedParams& params, cudaStream_t stream);
 void check_context_lens(const char* function, const PagedWork& work, cudaStream_t stream);

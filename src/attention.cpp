@@ -30,13 +30,6 @@ Strides strides_of(const TensorView& view, const Axes& axes) {
           stride_of(view, axes.head)};
 }
 
-int32_t checked_extent(const char* function, const char* argument, const char* axis,
-                       int64_t extent) {
-  CUATTN_REQUIRE(extent <= 0x7fffffff, function, ": ", argument, " must have ", axis,
-                 " up to 2147483647, got ", extent, "; split the call");
-  return static_cast<int32_t>(extent);
-}
-
 void check_head_dim(const char* function, const char* argument, const char* axis,
                     int64_t head_dim) {
   CUATTN_REQUIRE(
@@ -106,10 +99,7 @@ const int32_t* read_lengths(const AttentionCall& call, const char* name, const D
   CUATTN_REQUIRE(view.ndim == 1 && view.shape[0] == extent, fn, ": ", name, " must have shape (",
                  rule, ",) = (", extent, ",), got ", shape_text(view),
                  "; give one entry per sequence");
-  CUATTN_REQUIRE(stride_of(view, 0) == 1 || extent <= 1, fn, ": ", name,
-                 " must be contiguous, got strides ", strides_text(view),
-                 "; make a contiguous copy");
-  require_strided(fn, name, view, false, check_data);
+  require_contiguous(fn, name, view, check_data);
   return static_cast<const int32_t*>(view.data);
 }
 

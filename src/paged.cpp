@@ -14,20 +14,6 @@ namespace {
 
 constexpr int32_t kMaxHeadDim = 256, kMaxBlockSize = 256;
 
-int32_t checked_extent(const char* function, const char* argument, const char* axis,
-                       int64_t extent) {
-  CUATTN_REQUIRE(extent <= 0x7fffffff, function, ": ", argument, " must have ", axis,
-                 " up to 2147483647, got ", extent, "; split the call");
-  return static_cast<int32_t>(extent);
-}
-
-KvLayout kv_layout_of(const char* fn, int32_t code) {
-  CUATTN_REQUIRE(code == CUATTN_KV_NHD || code == CUATTN_KV_HND || code == CUATTN_KV_VLLM, fn,
-                 ": kv_layout must be 'nhd', 'hnd' or 'vllm', got code ", code,
-                 "; choose one of these");
-  return static_cast<KvLayout>(code);
-}
-
 void check_head_dim(const PagedCall& call, const char* argument, int64_t head_dim, DType kv_dtype) {
   int64_t step = kv_dtype == DType::e4m3 ? 16 : 8;
   CUATTN_REQUIRE(head_dim >= step && head_dim <= kMaxHeadDim && head_dim % step == 0, call.function,
@@ -89,16 +75,6 @@ CacheAxes cache_axes(KvLayout layout, bool is_k) {
   }
   if (is_k) return {5, 1, 3, "[num_blocks, num_heads_kv, head_dim / x, block_size, x]"};
   return {4, 1, 3, "[num_blocks, num_heads_kv, head_dim, block_size]"};
-}
-
-// Whether the axes from `first` on are contiguous.
-bool is_dense_from(const TensorView& view, int32_t first) {
-  int64_t stride = 1;
-  for (int32_t axis = view.ndim - 1; axis >= first; --axis) {
-    if (view.shape[axis] > 1 && view.strides[axis] != stride) return false;
-    stride *= view.shape[axis];
-  }
-  return true;
 }
 
 CacheStrides read_cache(const PagedCall& call, const char* name, TensorView& cache, bool is_k,

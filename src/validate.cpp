@@ -104,9 +104,9 @@ void require_dtype(const char* function, const char* argument, const TensorView&
 }
 
 void require_device(const char* function, const char* argument, const TensorView& view,
-                    DLDevice device) {
+                    DLDevice device, const char* like) {
   CUATTN_REQUIRE(same_device(view.device, device), function, ": ", argument, " must be on ",
-                 text(device), " like q, got ", text(view.device), "; move it there");
+                 text(device), " like ", like, ", got ", text(view.device), "; move it there");
 }
 
 void require_extent(const char* function, const char* argument, const char* axis, int64_t got,
@@ -189,6 +189,37 @@ void require_workspace(const char* function, const Plan& plan, DLDevice device,
   CUATTN_REQUIRE(reinterpret_cast<uintptr_t>(workspace) % alignment == 0, function,
                  ": workspace must start on ", alignment,
                  " bytes; take it from an allocator, not from the middle of an array");
+}
+
+bool is_dense_from(const TensorView& view, int32_t first) {
+  int64_t stride = 1;
+  for (int32_t axis = view.ndim - 1; axis >= first; --axis) {
+    if (view.shape[axis] > 1 && view.strides[axis] != stride) return false;
+    stride *= view.shape[axis];
+  }
+  return true;
+}
+
+void require_contiguous(const char* function, const char* argument, const TensorView& view,
+                        bool check_data) {
+  CUATTN_REQUIRE(view.size() == 0 || is_dense_from(view, 0), function, ": ", argument,
+                 " must be contiguous, got strides ", strides_text(view),
+                 "; make a contiguous copy");
+  require_strided(function, argument, view, false, check_data);
+}
+
+int32_t checked_extent(const char* function, const char* argument, const char* axis,
+                       int64_t extent) {
+  CUATTN_REQUIRE(extent <= 0x7fffffff, function, ": ", argument, " must have ", axis,
+                 " up to 2147483647, got ", extent, "; split the call");
+  return static_cast<int32_t>(extent);
+}
+
+KvLayout kv_layout_of(const char* function, int32_t code) {
+  CUATTN_REQUIRE(code == CUATTN_KV_NHD || code == CUATTN_KV_HND || code == CUATTN_KV_VLLM, function,
+                 ": kv_layout must be 'nhd', 'hnd' or 'vllm', got code ", code,
+                 "; choose one of these");
+  return static_cast<KvLayout>(code);
 }
 
 bool checks_device_data() {

@@ -41,7 +41,7 @@ void require_rank(const char* function, const char* argument, const TensorView& 
 void require_dtype(const char* function, const char* argument, const TensorView& view, DType dtype,
                    const char* like);
 void require_device(const char* function, const char* argument, const TensorView& view,
-                    DLDevice device);
+                    DLDevice device, const char* like = "q");
 void require_extent(const char* function, const char* argument, const char* axis, int64_t got,
                     int64_t want, const char* like);
 
@@ -66,7 +66,21 @@ void require_output(const char* function, const char* argument, const TensorView
 void require_workspace(const char* function, const Plan& plan, DLDevice device,
                        const void* workspace, size_t workspace_bytes);
 
-// CUATTN_CHECK=1: device-side data is read back and checked, at the price of a synchronisation.
+// Whether the axes from `first` on are row-major without gaps.
+bool is_dense_from(const TensorView& view, int32_t first);
+
+// Row-major without gaps.
+void require_contiguous(const char* function, const char* argument, const TensorView& view,
+                        bool check_data);
+
+// An extent that kernels keep in 32 bits.
+int32_t checked_extent(const char* function, const char* argument, const char* axis,
+                       int64_t extent);
+
+KvLayout kv_layout_of(const char* function, int32_t code);  // of CUATTN_KV_*
+
+// CUATTN_CHECK=1: what only the device sees is read back and checked, at the price of a
+// synchronisation.
 bool checks_device_data();
 
 // The stride of `axis`, 0 where its extent is 1 or less: such a stride may hold anything.

@@ -139,7 +139,7 @@ class Cuda(Cpu):
             np.dtype(np.int32): torch.int32,
             np.dtype(ml_dtypes.bfloat16): torch.bfloat16,
             np.dtype(np.bool_): torch.bool,
-            np.dtype(np.uint8): torch.uint8,
+            np.dtype(ml_dtypes.float8_e4m3fn): torch.float8_e4m3fn,
             np.dtype(np.uint8): torch.uint8,
             np.dtype(np.int64): torch.int64,
             np.dtype(np.float64): torch.float64,
@@ -167,6 +167,8 @@ class Cuda(Cpu):
         values = np.array(values, order="C")  # ascontiguousarray would add an axis to a scalar
         if values.dtype == ml_dtypes.bfloat16:
             host = torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
+        elif values.dtype == ml_dtypes.float8_e4m3fn:
+            host = torch.from_numpy(values.view(np.uint8)).view(torch.float8_e4m3fn)
         else:
             host = torch.from_numpy(values)
         view.copy_(host.to(view.dtype))
@@ -176,6 +178,8 @@ class Cuda(Cpu):
 
         if array.dtype == torch.bfloat16:
             return array.contiguous().cpu().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+        if array.dtype == torch.float8_e4m3fn:
+            return array.contiguous().cpu().view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3fn)
         return array.cpu().numpy()
 
     def same_bytes(self, a, b):

@@ -38,6 +38,7 @@ IMPORTS = [
     (r"python/cuattn/jax\.py", {"jax"}),
     (r"python/cuattn/_(bench|place)", PEERS),
     (r"python/cuattn/_plot\.py", {"matplotlib"}),
+    (r"python/cuattn/kv_cache\.py", {"ml_dtypes"}),
     (r"python/cuattn/_(demo|minilm)\.py", {"safetensors", "tokenizers"}),
     (r"python/cuattn/_memory\.py", {"ml_dtypes"}),
     (r"python/cuattn/", set()),

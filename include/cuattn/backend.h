@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "cuattn/cache_params.h"
 #include "cuattn/paged_params.h"
 #include "cuattn/params.h"
 #include "cuattn/plan.h"
@@ -29,6 +30,15 @@ struct Backend {
   // Fills a plan of PagedPlan::size(work) entries; work.plan is not read.
   void (*paged_plan)(const PagedWork& work, int32_t* plan, int32_t device_id, Stream stream);
   void (*merge)(const MergeParams& params, int32_t device_id, Stream stream);
+  void (*cache_write)(const CacheWriteParams& params, int32_t device_id, Stream stream);
+  void (*cache_gather)(const CacheGatherParams& params, int32_t device_id, Stream stream);
+  void (*copy_blocks)(const BlockCopyParams& params, int32_t device_id, Stream stream);
+  void (*swap_blocks)(const BlockSwapParams& params, int32_t device_id, Stream stream);
+  // Copies to the host and waits for the stream; false under stream capture, where nobody can wait
+  // (with one warning).
+  bool (*read_back)(void* host, const void* data, size_t bytes, int32_t device_id, Stream stream);
+  void* (*host_alloc)(size_t bytes);  // whole pages, pinned on CUDA; nullptr: there are none
+  void (*host_free)(void* memory);
   // Reads cu_seqlens and seqused where they lie and throws InvalidArgument when they break the
   // contract. Synchronises on CUDA; called only under CUATTN_CHECK=1 there, always on the CPU.
   // Skipped (with one warning) under stream capture.

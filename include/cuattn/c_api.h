@@ -173,6 +173,62 @@ CUATTN_API cuattn_status cuattn_paged_plan_prepare(const DLTensor* block_tables,
 CUATTN_API cuattn_status cuattn_paged_plan_run(cuattn_attention_call* call, const DLTensor* plan,
                                                void* stream);
 
+/* Options of reshape_and_cache. Zero-initialise with cuattn_cache_options_init. */
+typedef struct {
+  size_t struct_size;
+  int32_t kv_layout; /* CUATTN_KV_* */
+  int32_t rope_interleaved;
+  /* Of a float8_e4m3fn cache, value = stored * scale: a number, or float32 [num_heads_kv] (or one
+   * element) on the device of k; by default 1. */
+  int32_t has_k_scale, has_v_scale;
+  double k_scale, v_scale;
+  const DLTensor* k_scales;
+  const DLTensor* v_scales;
+  /* Rotation of k: all three or none. */
+  const DLTensor* cos; /* float32 [max_position, rotary_dim / 2] */
+  const DLTensor* sin;
+  const DLTensor* positions; /* int64 [num_tokens] */
+} cuattn_cache_options;
+
+CUATTN_API void cuattn_cache_options_init(cuattn_cache_options* options);
+
+/* Writes row i of k and v, [num_tokens, num_heads_kv, head_dim], into slot slot_mapping[i] (int64)
+ * of the caches; slot = block * block_size + token in the block, -1 skips the row. */
+CUATTN_API cuattn_status cuattn_reshape_and_cache(const DLTensor* k, const DLTensor* v,
+                                                  const DLTensor* k_cache, const DLTensor* v_cache,
+                                                  const DLTensor* slot_mapping,
+                                                  const cuattn_cache_options* options,
+                                                  void* stream);
+/* The reverse: the first tokens of each sequence, end to end, into k_out and v_out [num_tokens,
+ * num_heads_kv, head_dim] of the caches' dtype. block_tables int32 [num_seqs, max_blocks_per_seq],
+ * cu_seqlens int32 [num_seqs + 1]. */
+CUATTN_API cuattn_status cuattn_gather_cache(const DLTensor* k_cache, const DLTensor* v_cache,
+                                             const DLTensor* block_tables,
+                                             const DLTensor* cu_seqlens, const DLTensor* k_out,
+                                             const DLTensor* v_out, int32_t kv_layout,
+                                             void* stream);
+/* The last element of cu_seqlens, for the allocation of k_out and v_out. On CUDA it waits for the
+ * stream. */
+CUATTN_API cuattn_status cuattn_gather_cache_total(const DLTensor* cu_seqlens, void* stream,
+                                                   int64_t* total);
+
+/* Copies whole blocks within each cache: block_mapping int64 [n, 2] (source, destination), on the
+ * host or on the device of the caches. Every cache has its blocks on the first axis; those of a
+ * list are alike. All pairs are copied at once: a destination occurs once, and never as the source
+ * of another pair. */
+CUATTN_API cuattn_status cuattn_copy_blocks(const DLTensor* const* k_caches, int32_t num_k_caches,
+                                            const DLTensor* const* v_caches, int32_t num_v_caches,
+                                            const DLTensor* block_mapping, void* stream);
+/* Copies whole blocks of src[i] into dst[i], within one device or between it and the host.
+ * block_mapping is on the host. Host memory must live, and stay as it is, until the stream has
+ * passed; pinned memory (cuattn_host_alloc) lets the copies overlap with kernels. */
+CUATTN_API cuattn_status cuattn_swap_blocks(const DLTensor* const* src, int32_t num_src,
+                                            const DLTensor* const* dst, int32_t num_dst,
+                                            const DLTensor* block_mapping, void* stream);
+/* Host memory for swap_blocks: pinned where there is a CUDA device, else plain; page-aligned. */
+CUATTN_API cuattn_status cuattn_host_alloc(size_t bytes, void** memory, int32_t* is_pinned);
+CUATTN_API void cuattn_host_free(void* memory, int32_t is_pinned);
+
 /* A GPU for explain, real or made up. */
 typedef struct {
   int32_t is_cuda, major, minor, num_sms, smem_per_block_optin, native, has_cublas;

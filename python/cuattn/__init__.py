@@ -13,6 +13,7 @@ from ._plan import Plan, cmake_dir, explain, info, kernels
 from .attention import attention, attention_varlen, merge_states
 from .block_pool import BlockPool
 from .kv_bytes import kv_cache_bytes
+from .kv_cache import copy_blocks, gather_cache, pinned_empty, reshape_and_cache, swap_blocks
 from .paged import paged_attention, paged_attention_v1, paged_attention_v2, paged_plan
 from .paged_kv_cache import PagedKVCache
 
@@ -28,7 +29,9 @@ __all__ = [
     "attention",
     "attention_varlen",
     "cmake_dir",
+    "copy_blocks",
     "explain",
+    "gather_cache",
     "info",
     "kernels",
     "kv_cache_bytes",
@@ -37,4 +40,7 @@ __all__ = [
     "paged_attention_v1",
     "paged_attention_v2",
     "paged_plan",
+    "pinned_empty",
+    "reshape_and_cache",
+    "swap_blocks",
 ]

@@ -1,0 +1,261 @@
+// SPDX-License-Identifier: Apache-2.0
+// reshape_and_cache, gather_cache, copy_blocks, swap_blocks, and host memory for the last: each a
+// thin frame around the C ABI. Next: python/cuattn/kv_cache.py.
+#include "cache.h"
+
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "convert.h"
+#include "cuattn/c_api.h"
+#include "errors.h"
+#include "options.h"
+#include "results.h"
+
+namespace cuattn::bindings {
+namespace {
+
+// A number or an array.
+struct Scale {
+  std::optional<Array> array;
+
+  void import(const char* op, const char* name, nb::handle value, const CallStream& stream,
+              const Array& home, int32_t& has_number, double& number, const DLTensor*& tensor) {
+    if (!is_given(value)) return;
+    if (PyFloat_Check(value.ptr()) || PyLong_Check(value.ptr())) {
+      number = parse_double(op, name, value);
+      has_number = 1;
+    } else {
+      array.emplace().import(op, name, value, stream, &home);
+      tensor = &array->tensor;
+    }
+  }
+};
+
+nb::object reshape_and_cache(nb::handle k, nb::handle v, nb::handle k_cache, nb::handle v_cache,
+                             nb::handle slot_mapping, nb::handle kv_layout, nb::handle k_scale,
+                             nb::handle v_scale, nb::handle cos, nb::handle sin,
+                             nb::handle positions, nb::handle rope_interleaved,
+                             nb::handle stream_arg) {
+  const char* op = "reshape_and_cache";
+  if (array_type(op, "k", k).library == Library::jax) return nb::borrow(Py_NotImplemented);
+  CallStream stream = parse_stream(op, stream_arg);
+  cuattn_cache_options options;
+  cuattn_cache_options_init(&options);
+  options.kv_layout = parse_kv_layout(op, kv_layout);
+  options.rope_interleaved = parse_bool(op, "rope_interleaved", rope_interleaved);
+  Array rows_k, rows_v, cache_k, cache_v, slots;
+  rows_k.import(op, "k", k, stream, nullptr);
+  complete_stream(op, rows_k, stream);
+  rows_v.import(op, "v", v, stream, &rows_k);
+  cache_k.import(op, "k_cache", k_cache, stream, &rows_k, true);
+  cache_v.import(op, "v_cache", v_cache, stream, &rows_k, true);
+  slots.import(op, "slot_mapping", slot_mapping, stream, &rows_k);
+  Scale scale_k, scale_v;
+  scale_k.import(op, "k_scale", k_scale, stream, rows_k, options.has_k_scale, options.k_scale,
+                 options.k_scales);
+  scale_v.import(op, "v_scale", v_scale, stream, rows_k, options.has_v_scale, options.v_scale,
+                 options.v_scales);
+  std::optional<Array> tables[3];
+  const struct {
+    const char* name;
+    nb::handle source;
+    const DLTensor*& option;
+  } rope[] = {{"cos", cos, options.cos},
+              {"sin", sin, options.sin},
+              {"positions", positions, options.positions}};
+  for (int i = 0; i < 3; ++i) {
+    if (!is_given(rope[i].source)) continue;
+    tables[i].emplace().import(op, rope[i].name, rope[i].source, stream, &rows_k);
+    rope[i].option = &tables[i]->tensor;
+  }
+  cuattn_status status;
+  {
+    nb::gil_scoped_release unlocked;
+    status = cuattn_reshape_and_cache(&rows_k.tensor, &rows_v.tensor, &cache_k.tensor,
+                                      &cache_v.tensor, &slots.tensor, &options, stream.handle);
+  }
+  check(status);
+  return nb::make_tuple(k_cache, v_cache);
+}
+
+nb::object gather_cache(nb::handle k_cache, nb::handle v_cache, nb::handle block_tables,
+                        nb::handle cu_seqlens, nb::handle kv_layout_arg, nb::handle k_out,
+                        nb::handle v_out, nb::handle stream_arg) {
+  const char* op = "gather_cache";
+  if (array_type(op, "k_cache", k_cache).library == Library::jax)
+    return nb::borrow(Py_NotImplemented);
+  CallStream stream = parse_stream(op, stream_arg);
+  int32_t kv_layout = parse_kv_layout(op, kv_layout_arg);
+  Array cache_k, cache_v, tables, ends;
+  cache_k.import(op, "k_cache", k_cache, stream, nullptr);
+  complete_stream(op, cache_k, stream);
+  cache_v.import(op, "v_cache", v_cache, stream, &cache_k);
+  tables.import(op, "block_tables", block_tables, stream, &cache_k);
+  ends.import(op, "cu_seqlens", cu_seqlens, stream, &cache_k);
+
+  int64_t total = 0;
+  if (!is_given(k_out) || !is_given(v_out))
+    check(cuattn_gather_cache_total(&ends.tensor, stream.handle, &total));
+  auto rows_of = [&](const Array& cache, bool is_k) {
+    const TensorView& view = cache.view;
+    int32_t head = kv_layout == CUATTN_KV_NHD ? 2 : 1, dim = kv_layout == CUATTN_KV_VLLM ? 2 : 3;
+    bool grouped = is_k && kv_layout == CUATTN_KV_VLLM;
+    int32_t ndim = grouped ? 5 : 4;
+    if (view.ndim != ndim)
+      raise(PyExc_ValueError, op, ": ", is_k ? "k_cache" : "v_cache", " must have ", ndim,
+            " axes in kv_layout '", text_of(kv_layout_arg), "', got ", view.ndim, "; reshape it");
+    int64_t shape[3] = {total, view.shape[head], view.shape[dim] * (grouped ? view.shape[4] : 1)};
+    return view_of(view.dtype, 3, shape);
+  };
+  Result rows_k, rows_v;
+  rows_k.provide(op, "k_out", k_out, cache_k, stream, rows_of(cache_k, true));
+  rows_v.provide(op, "v_out", v_out, cache_k, stream, rows_of(cache_v, false));
+  cuattn_status status;
+  {
+    nb::gil_scoped_release unlocked;
+    status = cuattn_gather_cache(&cache_k.tensor, &cache_v.tensor, &tables.tensor, &ends.tensor,
+                                 &rows_k.tensor, &rows_v.tensor, kv_layout, stream.handle);
+  }
+  check(status);
+  return nb::make_tuple(rows_k.object, rows_v.object);
+}
+
+// A list of per-layer caches, or one cache.
+struct CacheArrays {
+  std::vector<std::unique_ptr<Array>> arrays;
+  std::vector<const DLTensor*> tensors;
+
+  void import(const char* op, const char* name, nb::handle source, const CallStream& stream,
+              const Array* home, bool output) {
+    auto add = [&](const std::string& item_name, nb::handle item) {
+      if (array_type(op, item_name.c_str(), item).library == Library::jax)
+        raise(PyExc_NotImplementedError, op, ": ", item_name,
+              " is a JAX array, which cannot be written in place; keep the caches in another "
+              "library, such as torch");
+      Array& array = *arrays.emplace_back(std::make_unique<Array>());
+      array.import(op, item_name.c_str(), item, stream, home, output);
+      if (home == nullptr) home = &array;
+      tensors.push_back(&array.tensor);
+    };
+    if (PyList_Check(source.ptr()) || PyTuple_Check(source.ptr())) {
+      auto items = nb::borrow<nb::sequence>(source);
+      int i = 0;
+      for (nb::handle item : items) add(concat(name, "[", i++, "]"), item);
+    } else {
+      add(concat(name, "[0]"), source);
+    }
+  }
+  const Array* first() const { return arrays.empty() ? nullptr : arrays[0].get(); }
+  int32_t count() const { return static_cast<int32_t>(tensors.size()); }
+};
+
+void copy_blocks(nb::handle k_caches, nb::handle v_caches, nb::handle block_mapping,
+                 nb::handle stream_arg) {
+  const char* op = "copy_blocks";
+  CallStream stream = parse_stream(op, stream_arg);
+  CacheArrays k, v;
+  k.import(op, "k_caches", k_caches, stream, nullptr, true);
+  if (k.first() != nullptr) complete_stream(op, *k.first(), stream);
+  if (is_given(v_caches)) v.import(op, "v_caches", v_caches, stream, k.first(), true);
+  Array mapping;
+  mapping.import(op, "block_mapping", block_mapping, stream, k.first());
+  cuattn_status status;
+  {
+    nb::gil_scoped_release unlocked;
+    status = cuattn_copy_blocks(k.tensors.data(), k.count(), v.tensors.data(), v.count(),
+                                &mapping.tensor, stream.handle);
+  }
+  check(status);
+}
+
+void swap_blocks(nb::handle src, nb::handle dst, nb::handle block_mapping, nb::handle stream_arg) {
+  const char* op = "swap_blocks";
+  CallStream stream = parse_stream(op, stream_arg);
+  CacheArrays from, to;
+  from.import(op, "src", src, stream, nullptr, false);
+  const Array* home = from.first();
+  bool from_cuda = home != nullptr && home->is_cuda();
+  if (from_cuda) complete_stream(op, *home, stream);
+  to.import(op, "dst", dst, stream, from_cuda ? home : nullptr, true);
+  if (!from_cuda && to.first() != nullptr) {
+    home = to.first();
+    complete_stream(op, *home, stream);
+  }
+  Array mapping;
+  mapping.import(op, "block_mapping", block_mapping, stream, home);
+  cuattn_status status;
+  {
+    nb::gil_scoped_release unlocked;
+    status = cuattn_swap_blocks(from.tensors.data(), from.count(), to.tensors.data(), to.count(),
+                                &mapping.tensor, stream.handle);
+  }
+  check(status);
+}
+
+// Bytes of host memory, which numpy views through the array interface and keeps alive.
+class HostMemory {
+ public:
+  explicit HostMemory(nb::handle num_bytes)
+      : bytes_(parse_int("pinned_empty", "shape", num_bytes)) {
+    check(cuattn_host_alloc(static_cast<size_t>(bytes_), &memory_, &is_pinned_));
+  }
+  HostMemory(const HostMemory&) = delete;
+  ~HostMemory() { cuattn_host_free(memory_, is_pinned_); }
+
+  nb::dict array_interface() const {
+    nb::dict fields;
+    fields["shape"] = nb::make_tuple(bytes_);
+    fields["typestr"] = "|u1";
+    fields["data"] = nb::make_tuple(reinterpret_cast<uintptr_t>(memory_), false);
+    fields["version"] = 3;
+    return fields;
+  }
+  bool is_pinned() const { return is_pinned_ != 0; }
+
+ private:
+  int64_t bytes_;
+  void* memory_ = nullptr;
+  int32_t is_pinned_ = 0;
+};
+
+}  // namespace
+
+void add_cache(nb::module_& m) {
+  m.def("reshape_and_cache", &reshape_and_cache,
+        nb::sig("def reshape_and_cache(k: object, v: object, k_cache: object, v_cache: object, "
+                "slot_mapping: object, kv_layout: str, k_scale: object, v_scale: object, cos: "
+                "object, sin: object, positions: object, rope_interleaved: bool, stream: object) "
+                "-> object"),
+        nb::arg("k").none(), nb::arg("v").none(), nb::arg("k_cache").none(),
+        nb::arg("v_cache").none(), nb::arg("slot_mapping").none(), nb::arg("kv_layout").none(),
+        nb::arg("k_scale").none(), nb::arg("v_scale").none(), nb::arg("cos").none(),
+        nb::arg("sin").none(), nb::arg("positions").none(), nb::arg("rope_interleaved").none(),
+        nb::arg("stream").none(), "cuattn.reshape_and_cache with every argument in its place.");
+  m.def("gather_cache", &gather_cache,
+        nb::sig("def gather_cache(k_cache: object, v_cache: object, block_tables: object, "
+                "cu_seqlens: object, kv_layout: str, k_out: object, v_out: object, stream: object) "
+                "-> object"),
+        nb::arg("k_cache").none(), nb::arg("v_cache").none(), nb::arg("block_tables").none(),
+        nb::arg("cu_seqlens").none(), nb::arg("kv_layout").none(), nb::arg("k_out").none(),
+        nb::arg("v_out").none(), nb::arg("stream").none(),
+        "cuattn.gather_cache with every argument in its place.");
+  m.def("copy_blocks", &copy_blocks,
+        nb::sig("def copy_blocks(k_caches: object, v_caches: object, block_mapping: object, "
+                "stream: object) -> None"),
+        nb::arg("k_caches").none(), nb::arg("v_caches").none(), nb::arg("block_mapping").none(),
+        nb::arg("stream").none(), "cuattn.copy_blocks with every argument in its place.");
+  m.def("swap_blocks", &swap_blocks,
+        nb::sig("def swap_blocks(src: object, dst: object, block_mapping: object, stream: object) "
+                "-> None"),
+        nb::arg("src").none(), nb::arg("dst").none(), nb::arg("block_mapping").none(),
+        nb::arg("stream").none(), "cuattn.swap_blocks with every argument in its place.");
+  nb::class_<HostMemory>(m, "HostMemory", "Bytes of host memory for cuattn.pinned_empty.")
+      .def(nb::init<nb::handle>(), nb::arg("num_bytes"),
+           nb::sig("def __init__(self, num_bytes: int) -> None"))
+      .def_prop_ro("__array_interface__", &HostMemory::array_interface)
+      .def_prop_ro("is_pinned", &HostMemory::is_pinned);
+}
+
+}  // namespace cuattn::bindings

@@ -1,0 +1,123 @@
+// SPDX-License-Identifier: Apache-2.0
+// The cache operations in plain loops: rows into slots (rotated and quantised on the way),
+// sequences out of their blocks, and whole blocks from place to place. Rotary embedding:
+// arXiv:2104.09864. Next: cuda/cache_write.cu.
+#include <cstdlib>
+#include <cstring>
+
+#include "cpu/convert.h"
+#include "cpu/kernels.h"
+#include "cpu/parallel.h"
+#include "cuattn/plan.h"
+
+namespace cuattn::cpu {
+namespace {
+
+constexpr int32_t kMaxHeadDim = 1024;
+
+// Work of one byte moved, in the units of parallel_for.
+constexpr double kFlopsPerByte = 0.25;
+
+char* at(const void* data, int64_t element, int64_t size) {
+  return static_cast<char*>(const_cast<void*>(data)) + element * size;
+}
+
+// (a, b) becomes (a cos - b sin, b cos + a sin).
+void rotate(const RopeParams& rope, int64_t token, float* x) {
+  int64_t position = rope_position(rope, token);
+  const float* cos = rope.cos + position * rope.cos_stride;
+  const float* sin = rope.sin + position * rope.sin_stride;
+  int32_t half = rope.rotary_dim / 2;
+  for (int32_t i = 0; i < half; ++i) {
+    float& first = x[rope.interleaved ? 2 * i : i];
+    float& second = x[rope.interleaved ? 2 * i + 1 : i + half];
+    float a = first, b = second;
+    first = a * cos[i] - b * sin[i];
+    second = b * cos[i] + a * sin[i];
+  }
+}
+
+// One head of one token into its place; `rope` nullptr: as it is.
+void write_head(const CacheWriteParams& p, const CacheSide& side, const RopeParams* rope,
+                int64_t token, int64_t head, int64_t place) {
+  int64_t row = side.row(token, head);
+  if (rope == nullptr && p.cache_dtype == p.dtype) {
+    int64_t size = itemsize(p.dtype);
+    for (int32_t d = 0; d < side.head_dim; d += side.run) {
+      std::memcpy(at(side.cache, place + side.run_of(d), size), at(side.rows, row + d, size),
+                  static_cast<size_t>(side.run * size));
+    }
+    return;
+  }
+  float x[kMaxHeadDim];
+  for (int32_t d = 0; d < side.head_dim; ++d) x[d] = load_element(side.rows, row + d, p.dtype);
+  if (rope != nullptr) rotate(*rope, token, x);
+  if (p.cache_dtype == DType::e4m3) {
+    float inverse = 1.0f / side.scale_of(head);
+    for (int32_t d = 0; d < side.head_dim; ++d) x[d] *= inverse;
+  }
+  for (int32_t d = 0; d < side.head_dim; ++d)
+    store_element(side.cache, place + side.run_of(d), p.cache_dtype, x[d]);
+}
+
+void copy_pairs(const CacheList& list, const BlockCopyParams& p) {
+  double work = kFlopsPerByte * static_cast<double>(p.num_pairs) * list.block_bytes * list.count;
+  parallel_for(p.num_pairs * list.count, work, [&](int64_t index) {
+    char* cache = static_cast<char*>(list.data[index / p.num_pairs]);
+    const int64_t* pair = p.pairs + 2 * (index % p.num_pairs);
+    if (!is_copy(pair[0], pair[1], p.num_blocks)) return;
+    std::memcpy(cache + pair[1] * list.block_stride, cache + pair[0] * list.block_stride,
+                static_cast<size_t>(list.block_bytes));
+  });
+}
+
+}  // namespace
+
+void cache_write(const CacheWriteParams& p) {
+  double work = kFlopsPerByte * static_cast<double>(p.num_tokens) * p.num_heads *
+                (p.k.head_dim + p.v.head_dim) * itemsize(p.dtype);
+  parallel_for(p.num_tokens, work, [&](int64_t token) {
+    int64_t slot = p.slot_mapping[token];
+    if (!is_slot(p, slot)) return;
+    int64_t block = slot / p.block_size, place = slot % p.block_size;
+    for (int64_t head = 0; head < p.num_heads; ++head) {
+      const RopeParams* rope = p.rope.cos != nullptr ? &p.rope : nullptr;
+      write_head(p, p.k, rope, token, head, p.k.place(block, place, head));
+      write_head(p, p.v, nullptr, token, head, p.v.place(block, place, head));
+    }
+  });
+}
+
+void cache_gather(const CacheGatherParams& p) {
+  int64_t size = itemsize(p.dtype);
+  double work = kFlopsPerByte * static_cast<double>(p.num_tokens) * p.num_heads *
+                (p.k.head_dim + p.v.head_dim) * size;
+  parallel_for(p.num_tokens, work, [&](int64_t token) {
+    CachedToken from = cached_token(p, token);
+    if (from.seq < 0) return;
+    for (const CacheSide* side : {&p.k, &p.v}) {
+      for (int64_t head = 0; head < p.num_heads; ++head) {
+        int64_t row = side->row(token, head), place = side->place(from.block, from.at, head);
+        for (int32_t d = 0; d < side->head_dim; d += side->run) {
+          std::memcpy(at(side->rows, row + d, size), at(side->cache, place + side->run_of(d), size),
+                      static_cast<size_t>(side->run * size));
+        }
+      }
+    }
+  });
+}
+
+void copy_blocks(const BlockCopyParams& p) {
+  copy_pairs(p.k, p);
+  copy_pairs(p.v, p);
+}
+
+void swap_blocks(const BlockSwapParams& p) {
+  double work = kFlopsPerByte * static_cast<double>(p.num_pairs) * p.block_bytes;
+  parallel_for(p.num_pairs, work, [&](int64_t i) {
+    std::memcpy(at(p.dst, p.pairs[2 * i + 1], p.dst_stride),
+                at(p.src, p.pairs[2 * i], p.src_stride), static_cast<size_t>(p.block_bytes));
+  });
+}
+
+}  // namespace cuattn::cpu

@@ -1,0 +1,423 @@
+// SPDX-License-Identifier: Apache-2.0
+// reshape_and_cache and gather_cache: from borrowed arrays to the structs of cache_params.h, and
+// the checks of slots and tables. Next: cpu/cache.cpp; cache_blocks.cpp for whole blocks.
+#include "cache.h"
+
+#include <cmath>
+#include <utility>
+
+#include "cuattn/c_api.h"
+#include "guarded.h"
+
+namespace cuattn {
+namespace {
+
+constexpr int64_t kMaxHeadDim = 1024, kMaxBlockSize = 256;
+
+// The axes of a cache: where each lies in the shape, and what they are called.
+struct CacheAxes {
+  int32_t ndim, head, token, dim;
+  const char* names;
+};
+
+CacheAxes axes_of(KvLayout layout, bool is_k) {
+  switch (layout) {
+    case KvLayout::nhd: return {4, 2, 1, 3, "[num_blocks, block_size, num_heads_kv, head_dim]"};
+    case KvLayout::hnd: return {4, 1, 2, 3, "[num_blocks, num_heads_kv, block_size, head_dim]"};
+    default:
+      if (is_k) return {5, 1, 3, 2, "[num_blocks, num_heads_kv, head_dim / x, block_size, x]"};
+      return {4, 1, 3, 2, "[num_blocks, num_heads_kv, head_dim, block_size]"};
+  }
+}
+
+// Rows [num_tokens, num_heads, head_dim] and a cache of one call; `like` names what the cache must
+// agree with.
+struct CacheShape {
+  int64_t num_tokens, num_heads, num_blocks, block_size;
+};
+
+void read_rows(const char* fn, const char* name, const TensorView& view, DType dtype,
+               DLDevice device, const char* like, bool output, CacheSide& side) {
+  require_rank(fn, name, view, 3, "[num_tokens, num_heads_kv, head_dim]");
+  require_dtype(fn, name, view, dtype, concat(" like ", like).c_str());
+  require_device(fn, name, view, device, like);
+  require_rows(fn, name, view, output, true);
+  side.rows = view.data;
+  side.row_token = stride_of(view, 0);
+  side.row_head = stride_of(view, 1);
+}
+
+void check_head_dim(const char* fn, const char* name, int64_t head_dim, DType cache_dtype) {
+  int64_t step = cache_dtype == DType::e4m3 ? 16 : 8;
+  CUATTN_REQUIRE(head_dim >= step && head_dim <= kMaxHeadDim && head_dim % step == 0, fn, ": ",
+                 name, " must have head_dim a multiple of ", step, " up to ", kMaxHeadDim,
+                 cache_dtype == DType::e4m3 ? " (float8_e4m3fn)" : "", ", got ", head_dim,
+                 "; pad it with zeros");
+}
+
+void check_block_size(const char* fn, const char* name, int64_t block_size, KvLayout layout) {
+  if (layout == KvLayout::vllm) {
+    CUATTN_REQUIRE(block_size == 8 || block_size == 16 || block_size == 32, fn, ": ", name,
+                   " must have block_size 8, 16 or 32 in kv_layout 'vllm', got ", block_size,
+                   "; use 'nhd' or 'hnd' for others");
+  } else {
+    CUATTN_REQUIRE(block_size >= 1 && block_size <= kMaxBlockSize, fn, ": ", name,
+                   " must have block_size from 1 to ", kMaxBlockSize, ", got ", block_size,
+                   "; choose smaller blocks");
+  }
+}
+
+// The vLLM layout: what one head has in one block is row-major without gaps, and starts on 16
+// bytes.
+void require_dense_heads(const char* fn, const char* name, const TensorView& view, bool output) {
+  require_strided(fn, name, view, output, true);
+  if (view.size() == 0) return;
+  CUATTN_REQUIRE(is_dense_from(view, 2), fn, ": ", name,
+                 " must be contiguous within a block and head, got strides ", strides_text(view),
+                 "; make a contiguous copy");
+  if (is_cuda(view.device))
+    require_aligned(fn, name, view, {stride_of(view, 0), stride_of(view, 1)});
+}
+
+// Fills side.cache and what belongs to it; the head_dim of the cache.
+int64_t read_cache(const char* fn, const char* name, const TensorView& view, KvLayout layout,
+                   bool is_k, DType dtype, bool output, CacheShape& shape, CacheSide& side) {
+  CacheAxes axes = axes_of(layout, is_k);
+  require_rank(fn, name, view, axes.ndim, axes.names);
+  int64_t x = kGroupBytes / itemsize(dtype);
+  bool grouped = axes.ndim == 5;
+  CUATTN_REQUIRE(!grouped || view.shape[4] == x, fn, ": ", name, " must have x = ", x,
+                 " (16 bytes) as its last axis in kv_layout 'vllm', got ", view.shape[4],
+                 "; view it as ", axes.names);
+  int64_t head_dim = view.shape[axes.dim] * (grouped ? x : 1);
+  shape.num_blocks = view.shape[0];
+  shape.num_heads = view.shape[axes.head];
+  shape.block_size = view.shape[axes.token];
+  check_head_dim(fn, name, head_dim, dtype);
+  check_block_size(fn, name, shape.block_size, layout);
+  if (layout == KvLayout::vllm) {
+    require_dense_heads(fn, name, view, output);
+  } else {
+    require_rows(fn, name, view, output, true);
+  }
+  side.cache = view.data;
+  side.head_dim = static_cast<int32_t>(head_dim);
+  side.strides = {stride_of(view, 0), stride_of(view, axes.head), stride_of(view, axes.token)};
+  side.run = side.head_dim;
+  if (layout == KvLayout::vllm) {
+    side.run = is_k ? static_cast<int32_t>(x) : 1;
+    side.run_stride = shape.block_size * side.run;
+    side.strides.token = side.run;
+  }
+  return head_dim;
+}
+
+// Both caches of a call: of one dtype, on one device, of as many blocks, heads and tokens.
+CacheShape read_caches(const char* fn, const TensorView& k_cache, const TensorView& v_cache,
+                       KvLayout layout, DType dtype, DLDevice device, const char* like, bool output,
+                       CacheSide& k, CacheSide& v) {
+  CacheShape shape{}, v_shape{};
+  require_device(fn, "k_cache", k_cache, device, like);
+  require_dtype(fn, "v_cache", v_cache, dtype, " like k_cache");
+  require_device(fn, "v_cache", v_cache, device, like);
+  read_cache(fn, "k_cache", k_cache, layout, true, dtype, output, shape, k);
+  read_cache(fn, "v_cache", v_cache, layout, false, dtype, output, v_shape, v);
+  require_extent(fn, "v_cache", "num_blocks", v_shape.num_blocks, shape.num_blocks, "k_cache");
+  require_extent(fn, "v_cache", "num_heads_kv", v_shape.num_heads, shape.num_heads, "k_cache");
+  require_extent(fn, "v_cache", "block_size", v_shape.block_size, shape.block_size, "k_cache");
+  return shape;
+}
+
+DType cache_dtype_of(const char* fn, const TensorView& view) {
+  for (DType dtype : {DType::f32, DType::f16, DType::bf16, DType::e4m3}) {
+    if (view.is(dtype)) return dtype;
+  }
+  fail<InvalidArgument>(fn, ": k_cache must be float32, float16, bfloat16 or float8_e4m3fn, got ",
+                        text(view.dtype), "; view it as one of these");
+}
+
+// A vector with one entry for each token (or sequence), contiguous.
+const void* read_vector(const char* fn, const char* name, const TensorView& view, DType dtype,
+                        int64_t extent, const char* axis, DLDevice device, const char* like) {
+  require_dtype(fn, name, view, dtype, "");
+  require_device(fn, name, view, device, like);
+  CUATTN_REQUIRE(view.ndim == 1 && view.shape[0] == extent, fn, ": ", name, " must have shape (",
+                 axis, ",) = (", extent, ",), got ", shape_text(view), "; give one entry for each");
+  require_contiguous(fn, name, view, true);
+  return view.data;
+}
+
+// ---- reshape_and_cache
+
+constexpr const char* kWrite = "reshape_and_cache";
+
+void check_slots(const CacheWriteParams& p, const int64_t* slots, const int64_t* positions) {
+  if (slots == nullptr) return;
+  for (int64_t i = 0; i < p.num_tokens; ++i) {
+    CUATTN_REQUIRE(slots[i] == -1 || is_slot(p, slots[i]), kWrite,
+                   ": slot_mapping must lie within [-1, ", p.num_blocks * p.block_size, "), got ",
+                   slots[i], " at index ", i, "; a slot is block * block_size + token, -1 skips");
+    CUATTN_REQUIRE(positions == nullptr || slots[i] == -1 ||
+                       (positions[i] >= 0 && positions[i] < p.rope.max_position),
+                   kWrite, ": positions must lie within [0, ", p.rope.max_position, "), got ",
+                   positions == nullptr ? 0 : positions[i], " at index ", i,
+                   "; cos and sin have that many rows");
+  }
+}
+
+void read_scale(const char* name, bool has_number, double number, const DLTensor* array,
+                const CacheWriteParams& p, DLDevice device, CacheSide& side) {
+  side.scale = 1.0f;
+  if (!has_number && array == nullptr) return;
+  CUATTN_REQUIRE(p.cache_dtype == DType::e4m3, kWrite, ": ", name,
+                 " belongs to a float8_e4m3fn cache, got one of ", dtype_name(p.cache_dtype),
+                 "; leave it out");
+  if (array == nullptr) {
+    side.scale = static_cast<float>(number);
+    CUATTN_REQUIRE(std::isfinite(side.scale) && side.scale > 0.0f, kWrite, ": ", name,
+                   " must be positive and finite in float32, got ", number,
+                   "; value = stored * scale");
+    return;
+  }
+  TensorView view(*array);
+  require_dtype(kWrite, name, view, DType::f32, "");
+  require_device(kWrite, name, view, device, "k");
+  bool one = view.size() == 1 && view.ndim <= 1;
+  CUATTN_REQUIRE(one || (view.ndim == 1 && view.shape[0] == p.num_heads), kWrite, ": ", name,
+                 " must have shape (num_heads_kv,) = (", p.num_heads, ",) or one element, got ",
+                 shape_text(view), "; give one scale for each head");
+  require_strided(kWrite, name, view, false, true);
+  side.scales = static_cast<const float*>(view.data);
+  side.scales_stride = one ? 0 : view.strides[0];
+}
+
+void read_rope(const cuattn_cache_options& o, DLDevice device, CacheWriteParams& p) {
+  int given = (o.cos != nullptr) + (o.sin != nullptr) + (o.positions != nullptr);
+  CUATTN_REQUIRE(given == 0 || given == 3, kWrite,
+                 ": cos, sin and positions must be given together, got ", given,
+                 " of them; pass all three to rotate k, or none");
+  CUATTN_REQUIRE(given != 0 || !o.rope_interleaved, kWrite,
+                 ": rope_interleaved must be False without cos and sin, got True; pass them too");
+  if (given == 0) return;
+  const std::pair<const char*, TensorView> tables[] = {{"cos", TensorView(*o.cos)},
+                                                       {"sin", TensorView(*o.sin)}};
+  for (const auto& [name, view] : tables) {
+    require_rank(kWrite, name, view, 2, "[max_position, rotary_dim / 2]");
+    require_dtype(kWrite, name, view, DType::f32, "");
+    require_device(kWrite, name, view, device, "k");
+    require_strided(kWrite, name, view, false, true);
+    CUATTN_REQUIRE(view.shape[1] <= 1 || view.size() == 0 || view.strides[1] == 1, kWrite, ": ",
+                   name, " must be contiguous in its last axis, got strides ", strides_text(view),
+                   "; make a contiguous copy");
+  }
+  const TensorView &cos = tables[0].second, &sin = tables[1].second;
+  require_extent(kWrite, "sin", "max_position", sin.shape[0], cos.shape[0], "cos");
+  require_extent(kWrite, "sin", "rotary_dim / 2", sin.shape[1], cos.shape[1], "cos");
+  CUATTN_REQUIRE(cos.shape[0] >= 1, kWrite,
+                 ": cos must have at least one row, got 0; give one for each position");
+  CUATTN_REQUIRE(cos.shape[1] >= 1 && 2 * cos.shape[1] <= p.k.head_dim, kWrite,
+                 ": cos must have rotary_dim / 2 from 1 to head_dim / 2 = ", p.k.head_dim / 2,
+                 ", got ", cos.shape[1], "; only the first rotary_dim elements are rotated");
+  p.rope.cos = static_cast<const float*>(cos.data);
+  p.rope.sin = static_cast<const float*>(sin.data);
+  p.rope.cos_stride = stride_of(cos, 0);
+  p.rope.sin_stride = stride_of(sin, 0);
+  p.rope.max_position = cos.shape[0];
+  p.rope.rotary_dim = static_cast<int32_t>(2 * cos.shape[1]);
+  p.rope.interleaved = o.rope_interleaved != 0;
+  p.rope.positions =
+      static_cast<const int64_t*>(read_vector(kWrite, "positions", TensorView(*o.positions),
+                                              DType::i64, p.num_tokens, "num_tokens", device, "k"));
+}
+
+void reshape_and_cache(const TensorView& k, const TensorView& v, const TensorView& k_cache,
+                       const TensorView& v_cache, const TensorView& slot_mapping,
+                       const cuattn_cache_options& o, Stream stream) {
+  CacheWriteParams p{};
+  DLDevice device = k.device;
+  require_known_device(kWrite, "k", device);
+  p.kv_layout = kv_layout_of(kWrite, o.kv_layout);
+  p.dtype = attention_dtype(kWrite, "k", k);
+  read_rows(kWrite, "k", k, p.dtype, device, "k", false, p.k);
+  read_rows(kWrite, "v", v, p.dtype, device, "k", false, p.v);
+  p.cache_dtype = cache_dtype_of(kWrite, k_cache);
+  CUATTN_REQUIRE(p.cache_dtype == p.dtype || p.cache_dtype == DType::e4m3, kWrite,
+                 ": k_cache must be ", dtype_name(p.dtype), " like k, or float8_e4m3fn, got ",
+                 dtype_name(p.cache_dtype), "; cast k and v to it first");
+  CacheShape shape = read_caches(kWrite, k_cache, v_cache, p.kv_layout, p.cache_dtype, device, "k",
+                                 true, p.k, p.v);
+  require_extent(kWrite, "v", "num_tokens", v.shape[0], k.shape[0], "k");
+  require_extent(kWrite, "k_cache", "num_heads_kv", shape.num_heads, k.shape[1], "k");
+  require_extent(kWrite, "v", "num_heads_kv", v.shape[1], k.shape[1], "k");
+  require_extent(kWrite, "k_cache", "head_dim", p.k.head_dim, k.shape[2], "k");
+  require_extent(kWrite, "v_cache", "head_dim", p.v.head_dim, v.shape[2], "v");
+  p.num_tokens = k.shape[0];
+  p.num_blocks = shape.num_blocks;
+  p.num_heads = checked_extent(kWrite, "k", "num_heads_kv", k.shape[1]);
+  p.block_size = static_cast<int32_t>(shape.block_size);
+  p.slot_mapping = static_cast<const int64_t*>(read_vector(
+      kWrite, "slot_mapping", slot_mapping, DType::i64, p.num_tokens, "num_tokens", device, "k"));
+  read_scale("k_scale", o.has_k_scale, o.k_scale, o.k_scales, p, device, p.k);
+  read_scale("v_scale", o.has_v_scale, o.v_scale, o.v_scales, p, device, p.v);
+  read_rope(o, device, p);
+
+  const Backend& backend = backend_of(kWrite, device);
+  HostCopy<int64_t> slots(backend, device, p.slot_mapping, p.num_tokens, stream);
+  HostCopy<int64_t> positions(backend, device, p.rope.positions, p.num_tokens, stream);
+  check_slots(p, slots.data(), positions.data());
+  if (p.num_tokens == 0 || p.num_heads == 0 || p.num_blocks == 0) return;
+  backend.cache_write(p, device.device_id, stream);
+}
+
+// ---- gather_cache
+
+constexpr const char* kGather = "gather_cache";
+
+void check_tables(const CacheGatherParams& p, const int32_t* cu_seqlens, const int32_t* tables,
+                  int64_t tables_stride) {
+  if (cu_seqlens == nullptr || tables == nullptr) return;
+  CUATTN_REQUIRE(cu_seqlens[0] == 0, kGather, ": cu_seqlens must start at 0, got ", cu_seqlens[0],
+                 "; element i is where sequence i begins");
+  for (int32_t seq = 0; seq < p.num_seqs; ++seq) {
+    int64_t begin = cu_seqlens[seq], end = cu_seqlens[seq + 1];
+    CUATTN_REQUIRE(end >= begin, kGather, ": cu_seqlens must not decrease, got ", end, " after ",
+                   begin, " at index ", seq + 1, "; pass the running sum of the sequence lengths");
+    CUATTN_REQUIRE(end - begin <= int64_t{p.max_blocks} * p.block_size, kGather,
+                   ": block_tables must have room for every sequence, got a length of ",
+                   end - begin, " for sequence ", seq, " with ", p.max_blocks, " blocks of ",
+                   p.block_size, "; widen the table");
+    for (int64_t i = 0; i * p.block_size < end - begin; ++i) {
+      int32_t block = tables[seq * tables_stride + i];
+      CUATTN_REQUIRE(block >= 0 && block < p.num_blocks, kGather,
+                     ": block_tables must name blocks in [0, ", p.num_blocks, "), got ", block,
+                     " at (", seq, ", ", i, "); entries past the sequence may hold anything");
+    }
+  }
+  CUATTN_REQUIRE(cu_seqlens[p.num_seqs] <= p.num_tokens, kGather,
+                 ": cu_seqlens must end within the rows of k_out, got ", cu_seqlens[p.num_seqs],
+                 " with ", p.num_tokens,
+                 " rows; allocate [cu_seqlens[-1], num_heads_kv, head_dim]");
+}
+
+void gather_cache(const TensorView& k_cache, const TensorView& v_cache,
+                  const TensorView& block_tables, const TensorView& cu_seqlens,
+                  const TensorView& k_out, const TensorView& v_out, int32_t kv_layout,
+                  Stream stream) {
+  CacheGatherParams p{};
+  DLDevice device = k_cache.device;
+  require_known_device(kGather, "k_cache", device);
+  p.kv_layout = kv_layout_of(kGather, kv_layout);
+  p.dtype = cache_dtype_of(kGather, k_cache);
+  CacheShape shape = read_caches(kGather, k_cache, v_cache, p.kv_layout, p.dtype, device, "k_cache",
+                                 false, p.k, p.v);
+  read_rows(kGather, "k_out", k_out, p.dtype, device, "k_cache", true, p.k);
+  read_rows(kGather, "v_out", v_out, p.dtype, device, "k_cache", true, p.v);
+  require_extent(kGather, "v_out", "num_tokens", v_out.shape[0], k_out.shape[0], "k_out");
+  require_extent(kGather, "k_out", "num_heads_kv", k_out.shape[1], shape.num_heads, "k_cache");
+  require_extent(kGather, "v_out", "num_heads_kv", v_out.shape[1], shape.num_heads, "v_cache");
+  require_extent(kGather, "k_out", "head_dim", k_out.shape[2], p.k.head_dim, "k_cache");
+  require_extent(kGather, "v_out", "head_dim", v_out.shape[2], p.v.head_dim, "v_cache");
+  p.num_tokens = k_out.shape[0];
+  p.num_blocks = shape.num_blocks;
+  p.num_heads = checked_extent(kGather, "k_cache", "num_heads_kv", shape.num_heads);
+  p.block_size = static_cast<int32_t>(shape.block_size);
+
+  require_rank(kGather, "block_tables", block_tables, 2, "[num_seqs, max_blocks_per_seq]");
+  require_dtype(kGather, "block_tables", block_tables, DType::i32, "");
+  require_device(kGather, "block_tables", block_tables, device, "k_cache");
+  require_strided(kGather, "block_tables", block_tables, false, true);
+  CUATTN_REQUIRE(
+      block_tables.shape[1] <= 1 || block_tables.size() == 0 || block_tables.strides[1] == 1,
+      kGather, ": block_tables must be contiguous in its last axis, got strides ",
+      strides_text(block_tables), "; make a contiguous copy");
+  p.block_tables = static_cast<const int32_t*>(block_tables.data);
+  p.block_tables_stride = stride_of(block_tables, 0);
+  p.num_seqs = checked_extent(kGather, "block_tables", "num_seqs", block_tables.shape[0]);
+  p.max_blocks =
+      checked_extent(kGather, "block_tables", "max_blocks_per_seq", block_tables.shape[1]);
+  p.cu_seqlens = static_cast<const int32_t*>(read_vector(kGather, "cu_seqlens", cu_seqlens,
+                                                         DType::i32, int64_t{p.num_seqs} + 1,
+                                                         "num_seqs + 1", device, "k_cache"));
+
+  const Backend& backend = backend_of(kGather, device);
+  int64_t table_span = p.num_seqs == 0 || p.max_blocks == 0
+                           ? 0
+                           : (p.num_seqs - 1) * p.block_tables_stride + p.max_blocks;
+  HostCopy<int32_t> ends(backend, device, p.cu_seqlens, int64_t{p.num_seqs} + 1, stream);
+  HostCopy<int32_t> tables(backend, device, p.block_tables, table_span, stream);
+  check_tables(p, ends.data(), tables.data(), p.block_tables_stride);
+  if (p.num_seqs == 0 || p.num_tokens == 0 || p.num_heads == 0) return;
+  CUATTN_REQUIRE(p.num_blocks > 0 && p.max_blocks > 0, kGather,
+                 ": k_cache and block_tables must hold a block, got ", p.num_blocks, " and ",
+                 p.max_blocks, " columns; nothing can be gathered from none");
+  backend.cache_gather(p, device.device_id, stream);
+}
+
+int64_t gather_total(const TensorView& cu_seqlens, Stream stream) {
+  require_dtype(kGather, "cu_seqlens", cu_seqlens, DType::i32, "");
+  CUATTN_REQUIRE(cu_seqlens.ndim == 1 && cu_seqlens.shape[0] >= 1, kGather,
+                 ": cu_seqlens must have shape (num_seqs + 1,), got ", shape_text(cu_seqlens),
+                 "; start it with 0");
+  require_contiguous(kGather, "cu_seqlens", cu_seqlens, true);
+  const int32_t* last = static_cast<const int32_t*>(cu_seqlens.data) + cu_seqlens.shape[0] - 1;
+  int32_t total = 0;
+  if (is_cpu(cu_seqlens.device)) {
+    total = *last;
+  } else {
+    require_known_device(kGather, "cu_seqlens", cu_seqlens.device);
+    bool done = backend_of(kGather, cu_seqlens.device)
+                    .read_back(&total, last, sizeof(total), cu_seqlens.device.device_id, stream);
+    CUATTN_REQUIRE(done, kGather,
+                   ": k_out and v_out must be given under stream capture, where the total length "
+                   "cannot be read; allocate [total, num_heads_kv, head_dim]");
+  }
+  CUATTN_REQUIRE(total >= 0, kGather, ": cu_seqlens must not decrease, got ", total,
+                 " as its last element; pass the running sum of the sequence lengths");
+  return total;
+}
+
+}  // namespace
+}  // namespace cuattn
+
+using namespace cuattn;
+
+extern "C" {
+
+void cuattn_cache_options_init(cuattn_cache_options* options) {
+  *options = {};
+  options->struct_size = sizeof(*options);
+}
+
+cuattn_status cuattn_reshape_and_cache(const DLTensor* k, const DLTensor* v,
+                                       const DLTensor* k_cache, const DLTensor* v_cache,
+                                       const DLTensor* slot_mapping,
+                                       const cuattn_cache_options* options, void* stream) {
+  return guarded([&] {
+    CUATTN_REQUIRE(options != nullptr && options->struct_size == sizeof(*options), kWrite,
+                   ": options must be initialised by cuattn_cache_options_init of this library "
+                   "version, got struct_size ",
+                   options == nullptr ? 0 : options->struct_size, ", want ", sizeof(*options));
+    reshape_and_cache(view_of(kWrite, "k", k), view_of(kWrite, "v", v),
+                      view_of(kWrite, "k_cache", k_cache), view_of(kWrite, "v_cache", v_cache),
+                      view_of(kWrite, "slot_mapping", slot_mapping), *options, stream);
+  });
+}
+
+cuattn_status cuattn_gather_cache(const DLTensor* k_cache, const DLTensor* v_cache,
+                                  const DLTensor* block_tables, const DLTensor* cu_seqlens,
+                                  const DLTensor* k_out, const DLTensor* v_out, int32_t kv_layout,
+                                  void* stream) {
+  return guarded([&] {
+    gather_cache(view_of(kGather, "k_cache", k_cache), view_of(kGather, "v_cache", v_cache),
+                 view_of(kGather, "block_tables", block_tables),
+                 view_of(kGather, "cu_seqlens", cu_seqlens), view_of(kGather, "k_out", k_out),
+                 view_of(kGather, "v_out", v_out), kv_layout, stream);
+  });
+}
+
+cuattn_status cuattn_gather_cache_total(const DLTensor* cu_seqlens, void* stream, int64_t* total) {
+  return guarded(
+      [&] { *total = gather_total(view_of(kGather, "cu_seqlens", cu_seqlens), stream); });
+}
+
+}  // extern "C"

@@ -1,0 +1,602 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cache operations: every byte of a cache after each call, against numpy.
+
+Caches begin as 0xFF bytes (NaN), so a write to the wrong place shows; the expected bytes come from
+plain numpy in the order [block, token, head, dim].
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import cuattn
+from cases import DTYPES
+from harness import Arena, bits
+
+F32, I32, I64 = np.float32, np.int32, np.int64
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+LAYOUTS = ("nhd", "hnd", "vllm")
+PAIRS = [(name, name) for name in DTYPES] + [(name, "float8_e4m3fn") for name in DTYPES]
+CACHE_DTYPES = {**DTYPES, "float8_e4m3fn": E4M3}
+
+
+def cache_shape(layout, blocks, block_size, heads, dim, dtype, is_k):
+    if layout == "nhd":
+        return (blocks, block_size, heads, dim)
+    if layout == "hnd":
+        return (blocks, heads, block_size, dim)
+    if not is_k:
+        return (blocks, heads, dim, block_size)
+    x = 16 // np.dtype(dtype).itemsize
+    return (blocks, heads, dim // x, block_size, x)
+
+
+def to_nhd(cache, layout, is_k):
+    """The cache as [block, token, head, dim]."""
+    if layout == "hnd":
+        return cache.swapaxes(1, 2)
+    if layout == "vllm" and is_k:
+        blocks, heads, groups, block_size, x = cache.shape
+        return cache.transpose(0, 3, 1, 2, 4).reshape(blocks, block_size, heads, groups * x)
+    return cache.transpose(0, 3, 1, 2) if layout == "vllm" else cache
+
+
+def rotated(x, cos, sin, positions, interleaved):
+    """x in float32 with its first elements rotated; products and sums are rounded one by one."""
+    x, half = x.astype(F32), cos.shape[1]
+    first = slice(0, 2 * half, 2) if interleaved else slice(0, half)
+    second = slice(1, 2 * half, 2) if interleaved else slice(half, 2 * half)
+    a, b = x[..., first].copy(), x[..., second].copy()
+    c, s = cos[positions][:, None], sin[positions][:, None]
+    x[..., first] = a * c - b * s
+    x[..., second] = b * c + a * s
+    return x
+
+
+def stored(x, dtype, scale=None):
+    """What a cache of dtype holds of x."""
+    if dtype != E4M3:
+        return x.astype(dtype)
+    scale = np.broadcast_to(np.asarray(1 if scale is None else scale, F32), x.shape[1:2])
+    scaled = x.astype(F32) * (F32(1) / scale)[:, None]
+    return np.clip(scaled, -448, 448).astype(E4M3)
+
+
+@dataclasses.dataclass
+class Write:
+    """One call of reshape_and_cache."""
+
+    layout: str = "nhd"
+    dtype: str = "float32"
+    cache_dtype: str | None = None  # None: dtype
+    tokens: int = 37
+    blocks: int = 7
+    block_size: int = 16
+    heads: int = 3
+    dim: int = 64
+    dim_v: int | None = None
+    storage: str = "contiguous"  # of k and v
+    cache_storage: str = "contiguous"
+    slots: np.ndarray | None = None  # None: drawn, a few of them -1
+    magnitude: float = 1.0
+
+    def draw_slots(self, rng):
+        slots = rng.permutation(self.blocks * self.block_size)[: self.tokens].astype(I64)
+        slots[rng.random(slots.size) < 0.1] = -1
+        return slots
+
+
+def write(device, rng, case, *, rope=None, k_scale=None, v_scale=None, k=None):
+    """Run the case; the caches must hold exactly what numpy says."""
+    dtype, cache_dtype = DTYPES[case.dtype], CACHE_DTYPES[case.cache_dtype or case.dtype]
+    slots = case.slots if case.slots is not None else case.draw_slots(rng)
+    dims = {"k": case.dim, "v": case.dim if case.dim_v is None else case.dim_v}
+    rows = {
+        name: (rng.standard_normal((slots.size, case.heads, dim), F32) * case.magnitude)
+        for name, dim in dims.items()
+    }
+    if k is not None:
+        rows["k"] = k
+    rows = {name: x.astype(dtype) for name, x in rows.items()}
+    arena = Arena(device)
+    placed = [arena.put(rows[name], case.storage, name) for name in "kv"]
+    caches = [
+        arena.output(
+            cache_shape(
+                case.layout, case.blocks, case.block_size, case.heads, dim, cache_dtype, name == "k"
+            ),
+            cache_dtype,
+            case.cache_storage,
+            f"{name}_cache",
+        )
+        for name, dim in dims.items()
+    ]
+    options = {"kv_layout": case.layout}
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if scale is not None:
+            array = isinstance(scale, np.ndarray)
+            options[name] = arena.put(scale, name=name, align=4) if array else scale
+    if rope is not None:
+        for name in ("cos", "sin", "positions"):
+            options[name] = arena.put(rope[name], rope.get("storage", "contiguous"), name, align=8)
+        options["rope_interleaved"] = rope["interleaved"]
+    result = cuattn.reshape_and_cache(
+        *placed, *caches, arena.put(slots, name="slots", align=8), **options
+    )
+    device.synchronize()
+    assert result[0] is caches[0]
+    assert result[1] is caches[1]
+    held = [device.numpy(cache) for cache in caches]
+    arena.verify()
+
+    values = dict(rows)
+    if rope is not None:
+        names = ("cos", "sin", "positions", "interleaved")
+        values["k"] = rotated(rows["k"], *(rope[name] for name in names))
+    for name, got, scale in zip("kv", held, (k_scale, v_scale), strict=True):
+        shape = (case.blocks * case.block_size, case.heads, dims[name])
+        want = np.full((*shape[:2], shape[2] * cache_dtype.itemsize), 0xFF, np.uint8)
+        want = want.view(cache_dtype)
+        in_range = (slots >= 0) & (slots < shape[0])
+        want[slots[in_range]] = stored(values[name], cache_dtype, scale)[in_range]
+        want = want.reshape(case.blocks, case.block_size, *shape[1:])
+        got = to_nhd(got, case.layout, name == "k")
+        if want.size:
+            different = (bits(got) != bits(want)).reshape(*want.shape[:3], -1).any(axis=3)
+            where = np.argwhere(different)[:5].tolist()
+            assert not where, f"{name}_cache differs at [block, token, head] {where}"
+    return rows, held
+
+
+def block_sizes(layout):
+    return (8, 16, 32) if layout == "vllm" else (1, 5, 16, 256)
+
+
+# -- reshape_and_cache
+
+
+@pytest.mark.parametrize("dim", [16, 80, 128])
+@pytest.mark.parametrize(("dtype", "cache_dtype"), PAIRS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rows_go_to_their_slots(device, layout, dtype, cache_dtype, dim, rng):
+    for block_size in block_sizes(layout):
+        case = Write(layout, dtype, cache_dtype, dim=dim, block_size=block_size)
+        case.blocks = max(3, -(-50 // block_size))
+        write(device, rng, case)
+
+
+@pytest.mark.parametrize("dim", [8, 24, 40, 112, 120, 192, 256, 512, 1024])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_head_dims(device, layout, dim, rng):
+    for dtype in ("float32", "bfloat16"):
+        write(device, rng, Write(layout, dtype, dim=dim, tokens=11))
+    if dim % 16 == 0:
+        write(device, rng, Write(layout, "float16", "float8_e4m3fn", dim=dim, tokens=11))
+
+
+@pytest.mark.parametrize("heads", [1, 2, 7, 32])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_heads(device, layout, heads, rng):
+    for dtype, cache_dtype in (("float16", "float16"), ("bfloat16", "float8_e4m3fn")):
+        write(device, rng, Write(layout, dtype, cache_dtype, heads=heads))
+
+
+@pytest.mark.parametrize("dtype_pair", PAIRS, ids="-".join)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_consecutive_slots_from_any_start(device, layout, dtype_pair, rng):
+    """Prompts of several sequences, as prefill writes them: runs of slots that begin anywhere."""
+    blocks, block_size = 40, 16
+    order = rng.permutation(blocks)
+    slots, table = [], 0
+    for length, start in ((97, 0), (1, 3), (130, 5), (16, 0), (64, 8)):
+        positions = np.arange(start, start + length)
+        slots.append(order[table + positions // block_size] * block_size + positions % block_size)
+        table += positions[-1] // block_size + 1
+    slots = np.concatenate(slots).astype(I64)
+    slots[[40, 41, 200]] = -1
+    write(device, rng, Write(layout, *dtype_pair, blocks=blocks, slots=slots, dim=80))
+
+
+@pytest.mark.parametrize("storage", ["transposed", "padded", "packed", "expanded", "odd"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_strided_rows(device, layout, storage, rng):
+    if storage == "expanded":
+        rows = rng.standard_normal((37, 1, 64), F32).repeat(3, axis=1)
+        case = Write(layout, "float32", heads=3, storage="contiguous")
+        write(device, rng, case, k=rows)
+        return
+    write(device, rng, Write(layout, "bfloat16", storage=storage))
+
+
+@pytest.mark.parametrize("storage", ["transposed", "padded", "packed", "odd"])
+@pytest.mark.parametrize("layout", ["nhd", "hnd"])
+def test_strided_caches(device, layout, storage, rng):
+    for pair in (("float16", "float16"), ("float32", "float8_e4m3fn")):
+        write(device, rng, Write(layout, *pair, cache_storage=storage))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_keys_and_values_of_one_array(device, layout, rng):
+    """k_cache and v_cache as the two halves of each block: blocks lie apart."""
+    shape = cache_shape(layout, 5, 16, 2, 32, np.float16, False)
+    both = np.zeros((5, 2, *shape[1:]), np.float16)
+    arena = Arena(device)
+    place = arena.output(both.shape, np.float16)
+    k_cache, v_cache = place[:, 0], place[:, 1]
+    if layout == "vllm":
+        k_cache = k_cache.reshape(5, 2, 4, 16, 8)
+    k, v = (rng.standard_normal((20, 2, 32)).astype(np.float16) for _ in range(2))
+    slots = rng.permutation(80)[:20].astype(I64)
+    arrays = [arena.put(x, align=8) for x in (k, v, slots)]
+    cuattn.reshape_and_cache(*arrays[:2], k_cache, v_cache, arrays[2], kv_layout=layout)
+    device.synchronize()
+    arena.verify()
+    for cache, rows, is_k in ((k_cache, k, True), (v_cache, v, False)):
+        got = to_nhd(device.numpy(cache), layout, is_k).reshape(80, 2, 32)
+        assert np.array_equal(bits(got[slots]), bits(rows))
+        assert np.isnan(np.delete(got, slots, axis=0)).all()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_values_may_be_narrower_than_keys(device, layout, rng):
+    write(device, rng, Write(layout, "bfloat16", dim=192, dim_v=128))
+    write(device, rng, Write(layout, "float16", "float8_e4m3fn", dim=64, dim_v=512))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_quantising_scales(device, layout, dtype, rng):
+    """value = stored * scale: a number, one for each head, and one element for all."""
+    case = Write(layout, dtype, "float8_e4m3fn", magnitude=30.0)
+    write(device, rng, case, k_scale=0.37, v_scale=2)
+    per_head = rng.uniform(0.05, 20, (2, 3)).astype(F32)
+    write(device, rng, case, k_scale=per_head[0], v_scale=per_head[1])
+    write(device, rng, case, k_scale=np.array([1.7], F32), v_scale=np.array(0.3, F32))
+    write(device, rng, case, k_scale=per_head[0])
+
+
+def test_quantising_rounds_to_even_and_saturates(device, rng):
+    """Every representable value, every tie, and their neighbours; infinity, NaN, both zeros."""
+    codes = np.arange(256, dtype=np.uint8).view(E4M3).astype(F32)
+    codes = codes[np.isfinite(codes)]
+    ties = (codes[1:] + codes[:-1]) / 2
+    special = np.array([np.inf, -np.inf, np.nan, 0.0, -0.0, 448, 449, 464, 1e30, 2**-10], F32)
+    near = [np.nextafter(ties, F32(to)) for to in (-1e9, 1e9)]
+    drawn = rng.standard_normal(3000, F32) * np.exp2(rng.uniform(-14, 12, 3000)).astype(F32)
+    values = np.concatenate([codes, ties, *near, special, drawn]).astype(F32)
+    k = np.resize(values, (-(-values.size // 64), 1, 64))
+    case = Write("nhd", "float32", "float8_e4m3fn", heads=1, blocks=16, block_size=256)
+    case.slots = rng.permutation(16 * 256)[: len(k)].astype(I64)
+    write(device, rng, case, k=k)
+
+
+def tables(rng, half, rows=50):
+    angle = rng.uniform(0, 7, (rows, half))
+    return {"cos": np.cos(angle).astype(F32), "sin": np.sin(angle).astype(F32)}
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("dim", "half"), [(64, 32), (80, 16), (64, 10), (96, 1), (128, 64)])
+@pytest.mark.parametrize(("dtype", "cache_dtype"), PAIRS)
+def test_keys_are_rotated_on_the_way(device, dtype, cache_dtype, dim, half, interleaved, rng):
+    for layout in LAYOUTS:
+        case = Write(layout, dtype, cache_dtype, dim=dim)
+        positions = rng.integers(0, 50, case.tokens)
+        rope = {**tables(rng, half), "positions": positions, "interleaved": interleaved}
+        scale = 0.5 if cache_dtype == "float8_e4m3fn" else None
+        write(device, rng, case, rope=rope, k_scale=scale)
+
+
+def test_rotation_turns_the_plane(device):
+    """Angle 90 degrees: (a, b) becomes (-b, a); pairs as the docstring says."""
+    for interleaved in (False, True):
+        k = np.arange(1, 9, dtype=F32).reshape(1, 1, 8)
+        arena = Arena(device)
+        cache = [arena.output((1, 1, 1, 8), F32) for _ in range(2)]
+        arrays = [arena.put(x, align=8) for x in (k, k, np.zeros(1, I64), np.zeros((1, 2), F32))]
+        options = {"sin": arena.put(np.ones((1, 2), F32), align=8), "positions": arrays[2]}
+        cuattn.reshape_and_cache(
+            *arrays[:2], *cache, arrays[2], cos=arrays[3], **options, rope_interleaved=interleaved
+        )
+        device.synchronize()
+        want = [-2, 1, -4, 3, 5, 6, 7, 8] if interleaved else [-3, -4, 1, 2, 5, 6, 7, 8]
+        assert device.numpy(cache[0]).ravel().tolist() == want
+        assert device.numpy(cache[1]).ravel().tolist() == k.ravel().tolist()
+
+
+@pytest.mark.parametrize("storage", ["padded", "packed"])
+def test_rotation_tables_may_be_strided(device, storage, rng):
+    case = Write("nhd", "float16", dim=64)
+    rope = {**tables(rng, 32), "positions": rng.integers(0, 50, 37), "interleaved": False}
+    wide = {name: np.zeros((50, 33), F32) for name in ("cos", "sin")}
+    for name, table in wide.items():
+        table[:, :32] = rope[name]
+    arena = Arena(device)
+    k, v = (rng.standard_normal((37, 3, 64)).astype(np.float16) for _ in range(2))
+    slots = rng.permutation(7 * 16)[:37].astype(I64)
+    caches = [[arena.output((7, 16, 3, 64), np.float16) for _ in "kv"] for _ in range(2)]
+    rows = [arena.put(x, align=8) for x in (k, v)]
+    places = [arena.put(x, align=8) for x in (slots, rope["positions"])]
+    for pair, strided in zip(caches, (False, True), strict=True):
+        placed = {
+            name: arena.put(wide[name], align=4)[:, :32] if strided else arena.put(rope[name])
+            for name in ("cos", "sin")
+        }
+        cuattn.reshape_and_cache(*rows, *pair, places[0], **placed, positions=places[1])
+    device.synchronize()
+    assert case.dim == 64
+    for a, b in zip(*caches, strict=True):
+        assert np.array_equal(bits(device.numpy(a)), bits(device.numpy(b)))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_nothing_to_write(device, layout, rng):
+    write(device, rng, Write(layout, slots=np.zeros(0, I64)))
+    write(device, rng, Write(layout, slots=np.full(5, -1, I64)))
+    write(device, rng, Write(layout, blocks=0, slots=np.full(5, -1, I64)))
+    write(device, rng, Write(layout, heads=0, tokens=4))
+
+
+def test_more_tokens_than_a_grid_axis_holds(device, rng):
+    case = Write("vllm", "float16", blocks=2200, block_size=32, heads=1, dim=16)
+    case.slots = rng.permutation(70_000).astype(I64)
+    write(device, rng, case)
+    case.layout = "nhd"
+    write(device, rng, case)
+
+
+# -- gather_cache
+
+
+def filled(rng, layout, dtype, blocks, block_size, heads, dim, is_k):
+    """A cache of random bytes without NaN codes, in layout and as [block, token, head, dim]."""
+    shape = cache_shape(layout, blocks, block_size, heads, dim, dtype, is_k)
+    cache = np.clip(rng.standard_normal(shape, F32) * 8, -400, 400).astype(dtype)
+    return cache, to_nhd(cache, layout, is_k)
+
+
+@pytest.mark.parametrize("give_out", [False, True])
+@pytest.mark.parametrize("dtype", CACHE_DTYPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sequences_come_out_of_their_blocks(device, layout, dtype, give_out, rng):
+    dtype = CACHE_DTYPES[dtype]
+    for block_size in block_sizes(layout):
+        for heads, dim, dim_v in ((3, 64, 64), (1, 80, 80), (2, 192, 128)):
+            blocks = 30
+            k_cache, k_nhd = filled(rng, layout, dtype, blocks, block_size, heads, dim, True)
+            v_cache, v_nhd = filled(rng, layout, dtype, blocks, block_size, heads, dim_v, False)
+            lengths = np.minimum([0, 1, 5 * block_size, 17, 0, 33], 6 * block_size)
+            ends = np.concatenate([[0], np.cumsum(lengths)]).astype(I32)
+            table = rng.integers(0, blocks, (6, 6)).astype(I32)  # blocks may be shared
+            for row, length in enumerate(lengths):
+                table[row, -(-int(length) // block_size) :] = 2147480000  # never read
+            arena = Arena(device)
+            arrays = [arena.put(x, align=a) for x, a in ((k_cache, 16), (v_cache, 16), (table, 4))]
+            options = {"kv_layout": layout}
+            total = int(ends[-1])
+            if give_out:  # two rows more than needed, which stay as they are
+                options["k_out"] = arena.output((total + 2, heads, dim), dtype, "padded", "k_out")
+                options["v_out"] = arena.output((total + 2, heads, dim_v), dtype, "padded", "v_out")
+            k, v = cuattn.gather_cache(*arrays, arena.put(ends, align=4), **options)
+            device.synchronize()
+            assert device.is_array(k)
+            assert device.is_array(v)
+            got = [device.numpy(x) for x in (k, v)]
+            arena.verify()
+            rows = [
+                (table[b, i // block_size], i % block_size)
+                for b, length in enumerate(lengths)
+                for i in range(length)
+            ]
+            for x, cache in zip(got, (k_nhd, v_nhd), strict=True):
+                want = np.array([cache[row] for row in rows], dtype)
+                assert np.array_equal(bits(x[:total]), bits(want.reshape(total, *x.shape[1:])))
+                assert len(x) == total + 2 * give_out
+                assert (bits(x[total:]) == 0xFF).all()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gathered_sequences_are_what_was_cached(device, layout, rng):
+    k, v = (rng.standard_normal((100, 2, 64)).astype(np.float16) for _ in range(2))
+    lengths, block_size = (33, 50, 17), 16
+    table = rng.permutation(12).astype(I32).reshape(3, 4)
+    slots = [
+        table[b, i // block_size] * block_size + i % block_size
+        for b, length in enumerate(lengths)
+        for i in range(length)
+    ]
+    arena = Arena(device)
+    caches = [
+        arena.output(cache_shape(layout, 12, 16, 2, 64, np.float16, is_k), np.float16)
+        for is_k in (True, False)
+    ]
+    rows = [arena.put(x) for x in (k, v)]
+    cuattn.reshape_and_cache(
+        *rows, *caches, arena.put(np.array(slots, I64), align=8), kv_layout=layout
+    )
+    ends = arena.put(np.array([0, 33, 83, 100], I32), align=4)
+    out = cuattn.gather_cache(*caches, arena.put(table, align=4), ends, kv_layout=layout)
+    device.synchronize()
+    for got, want in zip(out, (k, v), strict=True):
+        assert np.array_equal(bits(device.numpy(got)), bits(want))
+
+
+def test_nothing_to_gather(device):
+    cache = np.zeros((3, 4, 2, 8), F32)
+    for table, ends in (((0, 3), [0]), ((2, 3), [0, 0, 0]), ((2, 0), [0, 0, 0])):
+        arena = Arena(device)
+        arrays = [arena.put(x, align=4) for x in (np.zeros(table, I32), np.array(ends, I32))]
+        k, v = cuattn.gather_cache(arena.put(cache), arena.put(cache), *arrays)
+        assert tuple(k.shape) == tuple(v.shape) == (0, 2, 8)
+
+
+# -- copy_blocks
+
+
+def layers(rng, count, shape, dtype):
+    whole = rng.standard_normal((count, *shape), F32)
+    return [np.clip(x, -400, 400).astype(dtype) for x in whole]
+
+
+def copied(cache, mapping):
+    want = cache.copy()
+    want[mapping[:, 1]] = cache[mapping[:, 0]]
+    return want
+
+
+def place_caches(arena, caches):
+    """Caches that will be written, with their content, and no check that it stays."""
+    places = [arena.output(x.shape, x.dtype, name="cache") for x in caches]
+    for place, values in zip(places, caches, strict=True):
+        arena.device.write(place, values)
+    return places
+
+
+@pytest.mark.parametrize("mapping_on", ["host", "device"])
+@pytest.mark.parametrize(("num_layers", "num_pairs"), [(1, 1), (3, 5), (130, 3), (2, 450)])
+def test_blocks_are_copied_in_every_layer(device, num_layers, num_pairs, mapping_on, rng):
+    """More layers and pairs than one launch takes."""
+    blocks = 2 * num_pairs + 3
+    shape_k, shape_v = (blocks, 2, 3, 8), (blocks, 1, 2, 16)
+    ks, vs = layers(rng, num_layers, shape_k, F32), layers(rng, num_layers, shape_v, np.float16)
+    order = rng.permutation(blocks)
+    mapping = np.stack([order[rng.integers(0, num_pairs, num_pairs)], order[num_pairs:-3]], axis=1)
+    mapping = mapping.astype(I64)
+    arena = Arena(device)
+    k_places, v_places = place_caches(arena, ks), place_caches(arena, vs)
+    given = mapping if mapping_on == "host" else arena.put(mapping, align=8)
+    cuattn.copy_blocks(k_places, v_places, given)
+    device.synchronize()
+    for places, caches in ((k_places, ks), (v_places, vs)):
+        for place, cache in zip(places, caches, strict=True):
+            assert np.array_equal(bits(device.numpy(place)), bits(copied(cache, mapping)))
+    arena.verify()
+
+
+@pytest.mark.parametrize("dtype", CACHE_DTYPES)
+def test_blocks_of_any_size(device, dtype, rng):
+    for shape in ((9, 1, 1, 16), (9, 16, 8, 128), (9, 5, 3, 80), (9, 2, 4, 8, 16)):
+        (k,) = layers(rng, 1, shape, CACHE_DTYPES[dtype])
+        mapping = np.array([[1, 2], [1, 3], [8, 0], [5, 5]], I64)
+        arena = Arena(device)
+        (place,) = place_caches(arena, [k])
+        cuattn.copy_blocks(place, None, mapping)
+        device.synchronize()
+        assert np.array_equal(bits(device.numpy(place)), bits(copied(k, mapping)))
+        arena.verify()
+
+
+def test_blocks_that_lie_apart(device, rng):
+    both = rng.standard_normal((9, 2, 4, 2, 8), F32)
+    arena = Arena(device)
+    (place,) = place_caches(arena, [both])
+    cuattn.copy_blocks([place[:, 0]], [place[:, 1]], np.array([[0, 4], [8, 1]], I64))
+    device.synchronize()
+    want = both.copy()
+    want[[4, 1]] = both[[0, 8]]
+    assert np.array_equal(device.numpy(place), want)
+    cuattn.copy_blocks([place[:, 1]], None, np.array([[2, 3]], I64))
+    device.synchronize()
+    want[3, 1] = want[2, 1]
+    assert np.array_equal(device.numpy(place), want)
+    arena.verify()
+
+
+def test_nothing_to_copy(device, rng):
+    none = np.zeros((0, 2), I64)
+    cuattn.copy_blocks([], [], none)
+    arena = Arena(device)
+    cache = arena.put(rng.standard_normal((4, 2, 2, 8), F32))
+    cuattn.copy_blocks([cache], [cache], none)
+    cuattn.swap_blocks([], [], none)
+    cuattn.swap_blocks(cache, np.zeros((2, 2, 2, 8), F32), none)
+    device.synchronize()
+    arena.verify()
+
+
+# -- swap_blocks
+
+
+MAPPINGS = {
+    "neighbours": [[2, 0], [3, 1], [4, 2], [7, 4], [8, 5]],
+    "scattered": [[8, 1], [0, 6], [5, 2], [3, 3]],
+    "backwards": [[4, 0], [3, 1], [2, 2], [1, 3]],
+    "one_source": [[4, 0], [4, 1], [4, 2]],
+    "single": [[0, 6]],
+}
+
+
+@pytest.mark.parametrize("host", ["pinned", "pageable"])
+@pytest.mark.parametrize("name", MAPPINGS)
+def test_blocks_swap_between_host_and_device(device, name, host, rng):
+    """Out to the host, and back to other blocks; several layers."""
+    mapping = np.array(MAPPINGS[name], I64)
+    caches = layers(rng, 3, (9, 4, 2, 16), np.float16)
+    arena = Arena(device)
+    places = place_caches(arena, caches)
+    make = cuattn.pinned_empty if host == "pinned" else np.empty
+    hosts = [make((7, 4, 2, 16), np.float16) for _ in caches]
+    for array in hosts:
+        array.view(np.uint8)[...] = 0xFF
+    cuattn.swap_blocks(places, hosts, mapping)
+    device.synchronize()
+    wants = []
+    for array, cache in zip(hosts, caches, strict=True):
+        want = np.full((7, 4 * 2 * 16 * 2), 0xFF, np.uint8)
+        want[mapping[:, 1]] = bits(cache).reshape(9, -1)[mapping[:, 0]]
+        assert np.array_equal(bits(array).reshape(7, -1), want)
+        wants.append(want)
+    back = np.array([[d, 8 - i] for i, d in enumerate(mapping[:, 1])], I64)
+    cuattn.swap_blocks(hosts, places, back)
+    device.synchronize()
+    for place, cache, want in zip(places, caches, wants, strict=True):
+        whole = bits(cache).reshape(9, -1).copy()
+        whole[back[:, 1]] = want[back[:, 0]]
+        assert np.array_equal(bits(device.numpy(place)).reshape(9, -1), whole)
+    arena.verify()
+
+
+def test_blocks_swap_within_a_device_and_may_lie_apart(device, rng):
+    source, target = (rng.standard_normal((9, 2, 4, 2, 8), F32) for _ in range(2))
+    arena = Arena(device)
+    mapping = np.array([[0, 3], [1, 4], [2, 5], [8, 0]], I64)
+    placed = arena.put(source)
+    (place,) = place_caches(arena, [target])
+    cuattn.swap_blocks(placed[:, 1], place[:, 0], mapping)
+    device.synchronize()
+    want = target.copy()
+    want[mapping[:, 1], 0] = source[mapping[:, 0], 1]
+    assert np.array_equal(device.numpy(place), want)
+    cuattn.swap_blocks(placed, place, mapping)
+    device.synchronize()
+    want[mapping[:, 1]] = source[mapping[:, 0]]
+    assert np.array_equal(device.numpy(place), want)
+    arena.verify()
+
+
+def test_pinned_memory_is_a_plain_array():
+    for shape, dtype in (((3, 5), "float16"), (7, F32), ((2, 0, 4), "bfloat16"), ((), np.int8)):
+        array = cuattn.pinned_empty(shape, dtype)
+        assert type(array) is np.ndarray
+        assert array.shape == np.empty(shape).shape
+        assert array.flags.c_contiguous
+        assert array.flags.writeable
+        assert array.ctypes.data % 4096 == 0
+        array[...] = 1
+        assert (array == 1).all()
+    assert cuattn.pinned_empty(4, "float8_e4m3fn").dtype == E4M3
+    assert cuattn.pinned_empty(4, "bfloat16").dtype == ml_dtypes.bfloat16
+    part = cuattn.pinned_empty((1000, 1000), F32)[10]  # a view keeps the memory
+    part[...] = 3
+    np.zeros((1000, 1000), F32).fill(7)
+    assert (part == 3).all()
+    with pytest.raises(
+        ValueError, match=r"^pinned_empty: shape must not be negative, got \(3, -1\)"
+    ):
+        cuattn.pinned_empty((3, -1))
+    with pytest.raises(MemoryError, match=r"^pinned_empty: "):
+        cuattn.pinned_empty(2**62, np.int8)
