@@ -506,7 +506,7 @@ __global__ void race(int* out) {
 }
 
 __global__ void diverge(int* out) {
-  if (threadIdx.x < 16) __syncthreads();  // the other threads never come
+  if (threadIdx.x < 33) __syncthreads();  // of the second warp one lane comes
   out[threadIdx.x] = 1;
 }
 
