@@ -258,6 +258,18 @@ def test_the_ratio_is_the_median_of_the_rounds_both_ran():
     assert report.ratio({"ms": 1.0, "rounds_ms": {"9": 1.0}}, peer) == 2.0
 
 
+def test_the_batch_invariant_backend_is_compared_with_auto():
+    entries = [measure.Entry(peers.our_contestant(name)) for name in ("auto", "invariant")]
+    for entry, ms in zip(entries, (1.0, 1.25), strict=True):
+        entry.prepared, entry.rounds_ms = peers.Prepared(lambda: None, kernel="cpu"), {0: ms}
+    row = report.row_json(SMALL, entries)
+    assert row["results"][1]["ratio_to_auto"] == 0.8
+    assert "ratio_to_auto" not in row["results"][0]
+    assert "0.800 x auto" in report.row_lines(row, {"copy_gbps": 1.0})
+    text = report.summary({"rows": [row], "complete": True})
+    assert text.startswith("cuattn:invariant: 0.800 x auto on the geometric mean of 1 row")
+
+
 def test_rounds_shrink_for_slow_calls_and_fill_the_time_of_fast_ones():
     entries = [measure.Entry(c) for c in contestants(right, wrong)]
     entries[0].estimate_s, entries[1].estimate_s = 1e-5, 0.5

@@ -15,6 +15,8 @@ COLUMNS = (
     "  {note}"
 )
 
+AUTO, INVARIANT = "cuattn:auto", "cuattn:invariant"
+
 
 def median_ms(rounds_ms: dict[int, float]) -> float:
     return statistics.median(rounds_ms.values())
@@ -55,6 +57,9 @@ def row_json(w: Workload, entries: Iterable) -> dict:
         for result in results:
             if result["ours"] and "ms" in result:
                 result["ratio_to_best_peer"] = ratio(result, best)
+    timed = {result["name"]: result for result in results if "ms" in result}
+    if {AUTO, INVARIANT} <= timed.keys():  # what the switch costs
+        timed[INVARIANT]["ratio_to_auto"] = ratio(timed[INVARIANT], timed[AUTO])
     return row
 
 
@@ -101,6 +106,8 @@ def row_lines(row: dict, ceilings: dict[str, float]) -> str:
         if "ms" in result:
             best = " (best peer)" if result["name"] == row.get("best_peer") else ""
             kernel = f"[{result['kernel']}]" if result["kernel"] else ""
+            if "ratio_to_auto" in result:
+                kernel += f" {result['ratio_to_auto']:.3f} x auto"
             fields |= {
                 "ms": f"{result['ms']:.4f}",
                 "tflops": f"{result['tflops']:.4g}",
@@ -198,6 +205,8 @@ def summary(document: dict) -> str:
         found = {f"{peer}'s figures": r for peer, r in result.get("ratio_to_published", {}).items()}
         if "ratio_to_best_peer" in result:
             found = {"the best peer": result["ratio_to_best_peer"], **found}
+        if "ratio_to_auto" in result:
+            found["auto"] = result["ratio_to_auto"]
         for whom, value in found.items():
             ratios.setdefault((result["name"], whom), []).append((value, row["workload"]["name"]))
     lines = []
