@@ -514,6 +514,8 @@ REFUSALS = {
         f"PagedKVCache: dtype must be one of {CHOICES}, got float64; choose one of these"),
     "kv_layout": (lambda c, s: make(kv_layout="bshd"), ValueError,
         "PagedKVCache: kv_layout must be 'nhd', 'hnd' or 'vllm', got 'bshd'; choose one of these"),
+    "block_size_257": (lambda c, s: make(block_size=257), ValueError,
+        "PagedKVCache: block_size must be at most 256, got 257; that is what the kernels take"),
     "block_size_vllm": (lambda c, s: make(kv_layout="vllm"), ValueError,
         "PagedKVCache: block_size must be 8, 16 or 32 for kv_layout 'vllm', got 4; or use 'nhd'"),
     "like": (lambda c, s: make(like=[1.0]), TypeError,

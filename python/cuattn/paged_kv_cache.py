@@ -99,7 +99,7 @@ class PagedKVCache:
     Parameters
     ----------
     num_layers, num_blocks, block_size, num_heads_kv, head_dim : int
-        Sizes; block_size in tokens. head_dim is a multiple of 8 (float8_e4m3fn: of 16).
+        Sizes; block_size in tokens, 1 to 256. head_dim is a multiple of 8 (float8_e4m3fn: of 16).
     dtype : str or dtype
         float32, float16, bfloat16 or float8_e4m3fn.
     like : array
@@ -164,6 +164,11 @@ class PagedKVCache:
             raise ValueError(
                 f"{op}: head_dim must be a multiple of {multiple} for {dtype}, got {head_dim}; "
                 "pad the heads with zeros"
+            )
+        if block_size > 256:
+            raise ValueError(
+                f"{op}: block_size must be at most 256, got {block_size}; that is what the kernels "
+                "take"
             )
         if kv_layout == "vllm" and block_size not in (8, 16, 32):
             raise ValueError(
@@ -236,9 +241,10 @@ class PagedKVCache:
                 )
             self._commit(sequence)
             self._grow(op, seq, sequence, needed, writes=n > 0)
-            places = np.arange(sequence.length, end)
-            blocks = np.array(sequence.blocks, np.int64)[places // self.block_size]
-            sequence.slots = blocks * self.block_size + places % self.block_size
+            size, first = self.block_size, sequence.length // self.block_size
+            places = np.arange(sequence.length - first * size, end - first * size)
+            blocks = np.array(sequence.blocks[first:], np.int64)
+            sequence.slots = blocks[places // size] * size + places % size
             sequence.length = end
             sequence.tokens += known
             return sequence.slots.copy()
