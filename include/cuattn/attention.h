@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// cuattn from C++: attention, attention_varlen and merge_states over borrowed arrays on the CPU or
-// a CUDA device. A thin wrapper over the C ABI (c_api.h) that throws; it never allocates and never
-// waits for the device. Source of the mathematics: online softmax, arXiv:1805.02867;
-// FlashAttention-2, arXiv:2307.08691.
+// cuattn from C++: attention, attention_varlen, paged_attention and merge_states over borrowed
+// arrays on the CPU or a CUDA device. A thin wrapper over the C ABI (c_api.h) that throws; it never
+// allocates and never waits for the device. Source of the mathematics: online softmax,
+// arXiv:1805.02867; FlashAttention-2, arXiv:2307.08691.
 //
 //   cuattn::TensorView q(q_ptr, cuattn::DType::bf16, {batch, seqlen_q, num_heads_q, head_dim},
 //   {kDLCUDA, 0}); cuattn::AttentionOptions options; options.causal = true; cuattn::attention(q, k,
@@ -16,6 +16,7 @@
 #include <string>
 
 #include "cuattn/c_api.h"
+#include "cuattn/paged_params.h"
 #include "cuattn/tensor.h"
 
 namespace cuattn {
@@ -186,6 +187,133 @@ inline void attention_varlen(const TensorView& q, const TensorView& k, const Ten
   c.set_lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k);
   cuattn_attention_call call = detail::prepare(q, k, v, c);
   detail::run(call, out, options.lse, workspace, stream);
+}
+
+// The options of paged_attention; names, defaults and meaning are those of the Python function.
+struct PagedOptions {
+  KvLayout kv_layout = KvLayout::nhd;
+  bool e4m3 = false;  // caches of bytes hold float8_e4m3fn
+  bool causal = true;
+  int64_t window_left = kUnlimited, window_right = kUnlimited;
+  double scale = std::nan("");  // NaN here means the default, 1 / sqrt(head_dim)
+  double softcap = 0.0;
+  const TensorView* alibi_slopes = nullptr;  // float32 [num_heads_q] or [num_seqs, num_heads_q]
+  const TensorView* sinks = nullptr;         // float32 [num_heads_q]
+  double k_scale = 1.0, v_scale = 1.0;       // of float8 caches: value = stored * scale
+  const TensorView *k_scales = nullptr, *v_scales = nullptr;  // instead: float32 [num_heads_kv] or
+                                                              // [num_seqs, num_heads_kv]
+  const TensorView* plan = nullptr;  // of paged_plan, for these context_lens
+  const TensorView* lse = nullptr;   // float32 output [num_seqs, num_heads_q(, q_len)]
+  bool batch_invariant = false;
+  int32_t num_splits = 0;
+  const char* backend = "auto";
+};
+
+// What the calls of one step have in common.
+struct PagedShape {
+  int64_t num_heads_q, num_heads_kv, head_dim, block_size;
+  int64_t q_len = 1;
+  DType dtype = DType::bf16;  // of q
+};
+
+namespace detail {
+
+struct CPagedOptions {
+  DLTensor alibi_slopes, sinks, k_scales, v_scales, plan;
+  cuattn_paged_options c;
+
+  explicit CPagedOptions(const PagedOptions& o) {
+    cuattn_paged_options_init(&c);
+    c.kv_layout = static_cast<int32_t>(o.kv_layout);
+    c.kv_dtype = o.e4m3 ? CUATTN_KV_DTYPE_E4M3 : CUATTN_KV_DTYPE_AUTO;
+    c.causal = o.causal;
+    c.window_left = o.window_left;
+    c.window_right = o.window_right;
+    c.has_scale = !std::isnan(o.scale);
+    c.scale = c.has_scale ? o.scale : 0.0;
+    c.softcap = o.softcap;
+    c.alibi_slopes = COptions::borrow(o.alibi_slopes, alibi_slopes);
+    c.sinks = COptions::borrow(o.sinks, sinks);
+    c.k_scale = o.k_scale;
+    c.v_scale = o.v_scale;
+    c.k_scales = COptions::borrow(o.k_scales, k_scales);
+    c.v_scales = COptions::borrow(o.v_scales, v_scales);
+    c.plan = COptions::borrow(o.plan, plan);
+    c.batch_invariant = o.batch_invariant;
+    c.num_splits = o.num_splits;
+    c.backend = o.backend;
+  }
+  CPagedOptions(const CPagedOptions&) = delete;
+};
+
+inline cuattn_attention_call prepare_paged(const TensorView& q, const TensorView& k_cache,
+                                           const TensorView& v_cache,
+                                           const TensorView& block_tables,
+                                           const TensorView& context_lens,
+                                           const CPagedOptions& options) {
+  cuattn_attention_call call;
+  DLTensor dq = q.dl(), dk = k_cache.dl(), dv = v_cache.dl(), dt = block_tables.dl(),
+           dl = context_lens.dl();
+  check(cuattn_paged_prepare(&dq, &dk, &dv, &dt, &dl, &options.c, &call));
+  return call;
+}
+
+inline cuattn_attention_call prepare_plan(const TensorView& block_tables,
+                                          const TensorView& context_lens, const PagedShape& shape,
+                                          const CPagedOptions& options) {
+  cuattn_attention_call call;
+  DLTensor dt = block_tables.dl(), dl = context_lens.dl();
+  cuattn_paged_shape c{shape.q_len,    shape.num_heads_q, shape.num_heads_kv,
+                       shape.head_dim, shape.block_size,  dl_dtype(shape.dtype)};
+  check(cuattn_paged_plan_prepare(&dt, &dl, &c, &options.c, &call));
+  return call;
+}
+
+}  // namespace detail
+
+// Bytes of workspace that paged_attention() needs for these arguments; they depend on shapes alone.
+inline size_t paged_attention_workspace_bytes(const TensorView& q, const TensorView& k_cache,
+                                              const TensorView& v_cache,
+                                              const TensorView& block_tables,
+                                              const TensorView& context_lens,
+                                              const PagedOptions& options = {}) {
+  detail::CPagedOptions c(options);
+  return detail::prepare_paged(q, k_cache, v_cache, block_tables, context_lens, c).workspace_bytes;
+}
+
+// Attention of the newest tokens of each sequence over its keys in a paged cache: q [num_seqs,
+// num_heads_q, head_dim] or [num_seqs, q_len, num_heads_q, head_dim]; caches as kv_layout says;
+// block_tables int32 [num_seqs, max_blocks_per_seq], context_lens int32 [num_seqs]. Throws as
+// attention() does. Source: PagedAttention, arXiv:2309.06180.
+inline void paged_attention(const TensorView& q, const TensorView& k_cache,
+                            const TensorView& v_cache, const TensorView& block_tables,
+                            const TensorView& context_lens, const TensorView& out,
+                            const PagedOptions& options = {}, Workspace workspace = {},
+                            void* stream = nullptr) {
+  detail::CPagedOptions c(options);
+  cuattn_attention_call call =
+      detail::prepare_paged(q, k_cache, v_cache, block_tables, context_lens, c);
+  DLTensor d_out = out.dl(), d_lse;
+  detail::check(cuattn_paged_run(&call, &d_out, detail::COptions::borrow(options.lse, d_lse),
+                                 workspace.data, workspace.bytes, stream));
+}
+
+// Entries of the int32 array that paged_plan() fills.
+inline int64_t paged_plan_size(const TensorView& block_tables, const TensorView& context_lens,
+                               const PagedShape& shape, const PagedOptions& options = {}) {
+  detail::CPagedOptions c(options);
+  return detail::prepare_plan(block_tables, context_lens, shape, c).out_shape[0];
+}
+
+// Cuts the keys of a step into equal work, on the device, for all layers of the step. Of the
+// options, kv_layout, e4m3, causal, window and backend count.
+inline void paged_plan(const TensorView& block_tables, const TensorView& context_lens,
+                       const PagedShape& shape, const TensorView& plan,
+                       const PagedOptions& options = {}, void* stream = nullptr) {
+  detail::CPagedOptions c(options);
+  cuattn_attention_call call = detail::prepare_plan(block_tables, context_lens, shape, c);
+  DLTensor d_plan = plan.dl();
+  detail::check(cuattn_paged_plan_run(&call, &d_plan, stream));
 }
 
 // Merges two attention results over disjoint keys into the result over their union:

@@ -12,6 +12,7 @@ from ._core import version as _version
 from ._plan import Plan, cmake_dir, explain, info, kernels
 from .attention import attention, attention_varlen, merge_states
 from .block_pool import BlockPool
+from .cascade import cascade_attention
 from .kv_bytes import kv_cache_bytes
 from .kv_cache import copy_blocks, gather_cache, pinned_empty, reshape_and_cache, swap_blocks
 from .paged import paged_attention, paged_attention_v1, paged_attention_v2, paged_plan
@@ -28,6 +29,7 @@ __all__ = [
     "__version__",
     "attention",
     "attention_varlen",
+    "cascade_attention",
     "cmake_dir",
     "copy_blocks",
     "explain",
