@@ -41,18 +41,16 @@ def main() -> None:
     own_blocks = shared + np.arange(seqs * own, dtype=np.int32).reshape(seqs, own)
     all_blocks = np.hstack([np.tile(np.arange(shared, dtype=np.int32), (seqs, 1)), own_blocks])
     prefix = [put(x[:shared].reshape(prompt, HEADS_KV, DIM)) for x in (k, v)]
-    k, v, own_blocks, all_blocks = map(put, (k, v, own_blocks, all_blocks))
-    own_lens, all_lens = (put(np.full(seqs, n, np.int32)) for n in (OWN, prompt + OWN))
+    pages = [put(x) for x in (k, v, own_blocks, np.full(seqs, OWN, np.int32))]
+    all_pages = [*pages[:2], put(all_blocks), put(np.full(seqs, prompt + OWN, np.int32))]
 
-    def cascade():
-        return cuattn.cascade_attention(q, *prefix, k, v, own_blocks, own_lens)
-
-    def paged():
-        return cuattn.paged_attention(q, k, v, all_blocks, all_lens)
-
-    error = float(abs(cascade() - paged()).max())
+    calls = [
+        lambda: cuattn.cascade_attention(q, *prefix, *pages),
+        lambda: cuattn.paged_attention(q, *all_pages),
+    ]
+    error = float(abs(calls[0]() - calls[1]()).max())
     assert error < 2e-3, error
-    a, b = (1e3 * min(seconds(call, wait) for _ in range(5)) for call in (cascade, paged))
+    a, b = (1e3 * min(seconds(call, wait) for _ in range(5)) for call in calls)
     print(f"{seqs} sequences over {prompt} + {OWN} tokens on {where}, differing by {error:.1e}:")
     print(f"cascade_attention {a:.3f} ms, paged_attention {b:.3f} ms: {b / a:.1f} times as fast")
 

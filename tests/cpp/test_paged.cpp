@@ -1,0 +1,257 @@
+// SPDX-License-Identifier: Apache-2.0
+// paged_attention and paged_plan through the C++ header, on the CPU: every layout and dtype against
+// the formula in double precision.
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <stdexcept>
+
+#include "paged.h"
+#include "test.h"
+
+namespace cuattn::test {
+namespace {
+
+constexpr double kInf = std::numeric_limits<double>::infinity();
+
+float e4m3_value(uint8_t bits) {
+  int exponent = bits >> 3 & 15, mantissa = bits & 7;
+  if (exponent == 15 && mantissa == 7) return std::numeric_limits<float>::quiet_NaN();
+  float magnitude = exponent == 0 ? std::ldexp(static_cast<float>(mantissa), -9)
+                                  : std::ldexp(static_cast<float>(8 + mantissa), exponent - 10);
+  return (bits & 0x80) != 0 ? -magnitude : magnitude;
+}
+
+// Sums of one row over the keys that it sees.
+struct Row {
+  double largest = -kInf, sum = 0;
+  std::vector<double> scores, values;
+};
+
+Row attend(const PagedProblem& p, int b, int query, int head) {
+  Row row;
+  row.values.assign(p.head_dim, 0);
+  int kv_head = head / (p.heads_q / p.heads_kv), length = p.lens[b];
+  int diagonal = query + length - p.q_len;
+  int width = static_cast<int>(p.tables.shape()[1]);
+  int64_t q = ((int64_t{b} * p.q_len + query) * p.heads_q + head) * p.head_dim;
+  auto block = [&](int key) { return p.tables.i32(b * width + key / p.block_size); };
+  int first = p.window_left < 0 ? 0 : std::max(0, diagonal - p.window_left);
+  for (int key = first; key <= diagonal; ++key) {
+    double dot = 0;
+    for (int d = 0; d < p.head_dim; ++d) {
+      dot += double{p.q.get(q + d)} * p.stored(true, block(key), key % p.block_size, kv_head, d);
+    }
+    double score = dot / std::sqrt(static_cast<double>(p.head_dim));
+    if (p.alibi) score -= double{p.alibi_slopes.get(head)} * (diagonal - key);
+    row.scores.push_back(score);
+    row.largest = std::max(row.largest, score);
+  }
+  if (p.sinks) row.largest = std::max<double>(row.largest, p.sink_logits.get(head));
+  if (row.largest == -kInf) return row;
+  if (p.sinks) row.sum = std::exp(p.sink_logits.get(head) - row.largest);
+  for (size_t i = 0; i < row.scores.size(); ++i) {
+    double weight = std::exp(row.scores[i] - row.largest);
+    int key = first + static_cast<int>(i);
+    row.sum += weight;
+    for (int d = 0; d < p.head_dim; ++d) {
+      row.values[d] += weight * p.stored(false, block(key), key % p.block_size, kv_head, d);
+    }
+  }
+  return row;
+}
+
+}  // namespace
+
+int64_t PagedProblem::place(bool is_k, int block, int token, int head, int d) const {
+  const Array& cache = is_k ? k : v;
+  const std::vector<int64_t>& s = cache.strides();
+  if (layout == KvLayout::nhd) return block * s[0] + token * s[1] + head * s[2] + d;
+  if (layout == KvLayout::hnd) return block * s[0] + head * s[1] + token * s[2] + d;
+  if (!is_k) return block * s[0] + head * s[1] + d * s[2] + token;
+  int x = static_cast<int>(cache.shape()[4]);
+  return block * s[0] + head * s[1] + d / x * s[2] + token * s[3] + d % x;
+}
+
+float PagedProblem::stored(bool is_k, int block, int token, int head, int d) const {
+  const Array& cache = is_k ? k : v;
+  int64_t at = place(is_k, block, token, head, d);
+  return e4m3 ? e4m3_value(static_cast<const uint8_t*>(cache.data())[at]) : cache.get(at);
+}
+
+void PagedProblem::fill(Random& random) {
+  int seqs = static_cast<int>(lens.size()), width = 1, blocks = 1;
+  for (int length : lens) {
+    int count = (length + block_size - 1) / block_size;
+    width = std::max(width, count + 1);
+    blocks += count;
+  }
+  DType kv = e4m3 ? DType::e4m3 : dtype;
+  int64_t x = 16 / bytes_of(kv);
+  std::vector<int64_t> shape = {blocks, block_size, heads_kv, head_dim};
+  if (layout == KvLayout::hnd) shape = {blocks, heads_kv, block_size, head_dim};
+  if (layout == KvLayout::vllm) shape = {blocks, heads_kv, head_dim / x, block_size, x};
+  k = Array(kv, shape);  // 0xFF: NaN
+  if (layout == KvLayout::vllm) shape = {blocks, heads_kv, head_dim, block_size};
+  v = Array(kv, shape);
+  q = Array(dtype, {seqs, q_len, heads_q, head_dim});
+  tables = Array(DType::i32, {seqs, width});
+  context_lens = Array(DType::i32, {seqs});
+  alibi_slopes = Array(DType::f32, {heads_q});
+  sink_logits = Array(DType::f32, {heads_q});
+  out = Array(dtype, q.shape());
+  lse = Array(DType::f32, {seqs, heads_q, q_len});
+  q.for_each_offset([&](int64_t i) { q.set(i, random.normal()); });
+  alibi_slopes.for_each_offset([&](int64_t i) { alibi_slopes.set(i, 0.01f * (i + 1)); });
+  sink_logits.for_each_offset([&](int64_t i) { sink_logits.set(i, random.normal()); });
+  std::vector<int> ids(blocks);
+  for (int i = 0; i < blocks; ++i) ids[i] = i;
+  for (int i = blocks - 1; i > 0; --i) std::swap(ids[i], ids[random.range(0, i)]);
+  for (int b = 0; b < seqs; ++b) {
+    context_lens.i32(b) = lens[b];
+    for (int i = 0; i < width; ++i) tables.i32(b * width + i) = random.pick<int>({-1, 1 << 30, 0});
+    for (int key = 0; key < lens[b]; ++key) {
+      int32_t& id = tables.i32(b * width + key / block_size);
+      if (key % block_size == 0) {
+        id = ids.back();
+        ids.pop_back();
+      }
+      for (int i = 0; i < 2 * heads_kv * head_dim; ++i) {
+        bool is_k = i % 2 == 0;
+        int head = i / 2 / head_dim, d = i / 2 % head_dim;
+        int64_t at = place(is_k, id, key % block_size, head, d);
+        Array& cache = is_k ? k : v;
+        if (e4m3) {  // finite: the exponent is below 15
+          static_cast<uint8_t*>(cache.data())[at] =
+              static_cast<uint8_t>(random.range(0, 1) << 7 | random.range(0, 0x3f));
+        } else {
+          cache.set(at, random.normal());
+        }
+      }
+    }
+  }
+}
+
+std::string PagedProblem::text() const {
+  std::ostringstream text;
+  text << name_of(dtype) << (e4m3 ? " over e4m3" : "") << " layout " << static_cast<int>(layout)
+       << " block " << block_size << " heads " << heads_q << "/" << heads_kv << " dim " << head_dim
+       << " q_len " << q_len << " splits " << num_splits << " window " << window_left
+       << (planned ? " planned" : "") << (batch_invariant ? " invariant" : "")
+       << (alibi ? " alibi" : "") << (sinks ? " sinks" : "");
+  return text.str();
+}
+
+PagedCall::PagedCall(PagedProblem& p, DLDevice device, const Arguments::Address& address,
+                     const char* backend)
+    : shape_{p.heads_q, p.heads_kv, p.head_dim, p.block_size, p.q_len, p.dtype} {
+  auto view = [&](Array& array) { return array.view(address(array), device); };
+  q_ = view(p.q), k_ = view(p.k), v_ = view(p.v), tables_ = view(p.tables);
+  context_lens_ = view(p.context_lens), out_ = view(p.out), lse_ = view(p.lse);
+  alibi_ = view(p.alibi_slopes), sinks_ = view(p.sink_logits);
+  options_.kv_layout = p.layout;
+  options_.e4m3 = p.e4m3;
+  options_.window_left = p.window_left;
+  options_.alibi_slopes = p.alibi ? &alibi_ : nullptr;
+  options_.sinks = p.sinks ? &sinks_ : nullptr;
+  options_.lse = &lse_;
+  options_.batch_invariant = p.batch_invariant;
+  options_.num_splits = p.num_splits;
+  options_.backend = backend;
+}
+
+int64_t PagedCall::plan_size() const {
+  return paged_plan_size(tables_, context_lens_, shape_, options_);
+}
+
+size_t PagedCall::workspace_bytes() const {
+  return paged_attention_workspace_bytes(q_, k_, v_, tables_, context_lens_, options_);
+}
+
+void PagedCall::make_plan(void* plan, void* stream) {
+  plan_ = TensorView(plan, DType::i32, {plan_size()}, q_.device);
+  paged_plan(tables_, context_lens_, shape_, plan_, options_, stream);
+  options_.plan = &plan_;
+}
+
+void PagedCall::run(Workspace workspace, void* stream) const {
+  paged_attention(q_, k_, v_, tables_, context_lens_, out_, options_, workspace, stream);
+}
+
+std::vector<PagedProblem> paged_problems(DType dtype, bool e4m3, KvLayout layout, int head_dim) {
+  PagedProblem base;
+  base.dtype = dtype, base.e4m3 = e4m3, base.layout = layout, base.head_dim = head_dim;
+  base.lens = {40, 0, 1, 150};
+  std::vector<PagedProblem> list(6, base);
+  list[1].num_splits = 3, list[1].alibi = true;
+  list[2].planned = true, list[2].sinks = true;
+  list[3].q_len = 3, list[3].window_left = 20;
+  list[4].batch_invariant = true, list[4].lens = {700}, list[4].heads_kv = 4;
+  list[5].heads_q = 20, list[5].heads_kv = 1, list[5].q_len = 2;
+  if (layout != KvLayout::vllm) list[0].block_size = 1, list[4].block_size = 48;
+  if (layout == KvLayout::vllm) list[0].block_size = 8, list[4].block_size = 32;
+  return list;
+}
+
+std::string judge_paged(const PagedProblem& p) {
+  double out_limit = p.dtype == DType::f32 ? 1e-5 : 4 * epsilon(p.dtype);
+  std::ostringstream text;
+  for (int b = 0; b < static_cast<int>(p.lens.size()); ++b)
+    for (int query = 0; query < p.q_len; ++query)
+      for (int head = 0; head < p.heads_q; ++head) {
+        Row row = attend(p, b, query, head);
+        double lse = row.sum > 0 ? row.largest + std::log(row.sum) : -kInf;
+        double got = p.lse.get((int64_t{b} * p.heads_q + head) * p.q_len + query);
+        bool right = lse == got || std::abs(lse - got) < 1e-3 * std::max(1.0, std::abs(lse));
+        int64_t at = ((int64_t{b} * p.q_len + query) * p.heads_q + head) * p.head_dim;
+        for (int d = 0; d < p.head_dim; ++d) {
+          double want = row.sum > 0 ? row.values[d] / row.sum : 0;
+          double error = std::abs(p.out.get(at + d) - want);
+          right = right && error <= out_limit * std::max(1.0, std::abs(want));
+        }
+        if (!right) text << "sequence " << b << " query " << query << " head " << head << "; ";
+      }
+  return text.str().empty() ? "" : p.text() + ": " + text.str();
+}
+
+namespace {
+
+const DLDevice kHost{kDLCPU, 0};
+
+TEST(cpu_paged_attention_is_attention_over_the_keys_of_its_blocks) {
+  Random random(case_seed("paged"));
+  for (DType dtype : {DType::f32, DType::f16, DType::bf16})
+    for (bool e4m3 : {false, true})
+      for (KvLayout layout : {KvLayout::nhd, KvLayout::hnd, KvLayout::vllm}) {
+        if (e4m3 && dtype == DType::f32) continue;
+        for (PagedProblem& p : paged_problems(dtype, e4m3, layout, 16 * random.range(1, 8))) {
+          p.fill(random);
+          PagedCall call(p, kHost, [](Array& array) { return array.data(); }, "auto");
+          std::vector<int32_t> plan(call.plan_size());
+          if (p.planned) call.make_plan(plan.data(), nullptr);
+          std::vector<float> workspace(call.workspace_bytes() / sizeof(float) + 64);
+          call.run({workspace.data(), call.workspace_bytes()}, nullptr);
+          std::string wrong = judge_paged(p);
+          CHECK(wrong.empty(), wrong);
+        }
+      }
+}
+
+TEST(cpu_paged_attention_refuses_blocks_that_are_not_there) {
+  Random random(1);
+  PagedProblem p = paged_problems(DType::f32, false, KvLayout::nhd, 64)[1];
+  p.fill(random);
+  p.tables.i32(0) = 1000;
+  PagedCall call(p, kHost, [](Array& array) { return array.data(); }, "auto");
+  std::vector<float> workspace(call.workspace_bytes() / sizeof(float) + 64);
+  std::string message;
+  try {
+    call.run({workspace.data(), call.workspace_bytes()}, nullptr);
+  } catch (const std::invalid_argument& error) {
+    message = error.what();
+  }
+  CHECK(message.find("block_tables must hold block ids") != std::string::npos, message);
+}
+
+}  // namespace
+}  // namespace cuattn::test
