@@ -128,11 +128,19 @@ CacheShape read_caches(const char* fn, const TensorView& k_cache, const TensorVi
   return shape;
 }
 
+// uint8 holds the bytes of float8_e4m3fn, for libraries without that type.
+TensorView as_e4m3(TensorView view) {
+  if (view.dtype.code == kDLUInt && view.dtype.bits == 8) view.dtype = dl_dtype(DType::e4m3);
+  return view;
+}
+
 DType cache_dtype_of(const char* fn, const TensorView& view) {
   for (DType dtype : {DType::f32, DType::f16, DType::bf16, DType::e4m3}) {
     if (view.is(dtype)) return dtype;
   }
-  fail<InvalidArgument>(fn, ": k_cache must be float32, float16, bfloat16 or float8_e4m3fn, got ",
+  fail<InvalidArgument>(fn,
+                        ": k_cache must be float32, float16, bfloat16 or float8_e4m3fn (or uint8, "
+                        "as its bytes), got ",
                         text(view.dtype), "; view it as one of these");
 }
 
@@ -398,7 +406,8 @@ cuattn_status cuattn_reshape_and_cache(const DLTensor* k, const DLTensor* v,
                    "version, got struct_size ",
                    options == nullptr ? 0 : options->struct_size, ", want ", sizeof(*options));
     reshape_and_cache(view_of(kWrite, "k", k), view_of(kWrite, "v", v),
-                      view_of(kWrite, "k_cache", k_cache), view_of(kWrite, "v_cache", v_cache),
+                      as_e4m3(view_of(kWrite, "k_cache", k_cache)),
+                      as_e4m3(view_of(kWrite, "v_cache", v_cache)),
                       view_of(kWrite, "slot_mapping", slot_mapping), *options, stream);
   });
 }
@@ -408,10 +417,12 @@ cuattn_status cuattn_gather_cache(const DLTensor* k_cache, const DLTensor* v_cac
                                   const DLTensor* k_out, const DLTensor* v_out, int32_t kv_layout,
                                   void* stream) {
   return guarded([&] {
-    gather_cache(view_of(kGather, "k_cache", k_cache), view_of(kGather, "v_cache", v_cache),
+    gather_cache(as_e4m3(view_of(kGather, "k_cache", k_cache)),
+                 as_e4m3(view_of(kGather, "v_cache", v_cache)),
                  view_of(kGather, "block_tables", block_tables),
-                 view_of(kGather, "cu_seqlens", cu_seqlens), view_of(kGather, "k_out", k_out),
-                 view_of(kGather, "v_out", v_out), kv_layout, stream);
+                 view_of(kGather, "cu_seqlens", cu_seqlens),
+                 as_e4m3(view_of(kGather, "k_out", k_out)),
+                 as_e4m3(view_of(kGather, "v_out", v_out)), kv_layout, stream);
   });
 }
 

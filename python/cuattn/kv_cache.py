@@ -49,7 +49,8 @@ def reshape_and_cache(
     v : array, [num_tokens, num_heads_kv, head_dim_v]
         New values, of k's dtype; head_dim_v may differ from head_dim.
     k_cache, v_cache : array, written
-        The caches in `kv_layout`, of k's dtype or float8_e4m3fn. Blocks may lie apart.
+        The caches in `kv_layout`, of k's dtype or float8_e4m3fn, for which uint8 may stand. Blocks
+        may lie apart.
     slot_mapping : int64 array, [num_tokens]
         The slot of each row; -1 skips the row. Another number that is no slot raises on the CPU,
         and on CUDA under CUATTN_CHECK=1; without it the row is skipped. Of two rows with one slot,
