@@ -14,3 +14,4 @@ cuattn_kernel(prefill_tiled portable "f32;f16;bf16" "64;128"
 # Paged attention: cache dtypes, head dims.
 cuattn_paged_kernel(paged_sm80 portable "f16;bf16;e4m3" "64;128;256")
 cuattn_paged_kernel(paged_simt portable "f32" "128;256")
+cuattn_paged_kernel(paged_sm90 sm90 "f16;bf16" "64;128;256")

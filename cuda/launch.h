@@ -49,14 +49,15 @@ inline unsigned grid_blocks(int64_t blocks, const char* kernel) {
 // Launches `kernel` so that, from sm_90 on, it may start while the kernel before it on the stream
 // still runs; it calls device::wait_for_previous_kernel() before it reads what that one wrote.
 template <class... Parameters, class... Arguments>
-void launch_overlapping(void (*kernel)(Parameters...), dim3 grid, int threads, int major,
-                        cudaStream_t stream, const Arguments&... arguments) {
+void launch_overlapping(void (*kernel)(Parameters...), dim3 grid, int threads, int smem_bytes,
+                        int major, cudaStream_t stream, const Arguments&... arguments) {
   cudaLaunchAttribute attribute = {};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;
   config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = static_cast<size_t>(smem_bytes);
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = major >= 9 ? 1 : 0;

@@ -167,9 +167,10 @@ void launch(const PagedParams& p, int32_t major, cudaStream_t stream) {
   int64_t items = w.num_splits == 0 ? w.num_workers : int64_t{w.num_seqs} * head_groups(w);
   dim3 grid(grid_blocks(items, "combine"), ceil_div(w.rows, kRowsPerBlock));
   if (p.exp_sums != nullptr) {
-    launch_overlapping(paged_combine<kType, Parts::partitions>, grid, kThreads, major, stream, p);
+    launch_overlapping(paged_combine<kType, Parts::partitions>, grid, kThreads, 0, major, stream,
+                       p);
   } else {
-    launch_overlapping(paged_combine<kType, Parts::partial>, grid, kThreads, major, stream, p);
+    launch_overlapping(paged_combine<kType, Parts::partial>, grid, kThreads, 0, major, stream, p);
   }
 }
 

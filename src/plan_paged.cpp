@@ -25,9 +25,18 @@ constexpr Rung kLadder[] = {
 };
 
 // nullptr when the rung can run the request, else why not.
-const char* refusal(Kernel kernel, const PagedRequest& r, const DeviceInfo&) {
+const char* refusal(Kernel kernel, const PagedRequest& r, const DeviceInfo& device) {
   switch (kernel) {
     case Kernel::cpu: return nullptr;
+    case Kernel::sm90:
+      if (device.major != 9 || device.minor != 0 || device.native != 1) {
+        return "it runs on compute capability 9.0 alone, with its machine code in the build";
+      }
+      if (r.dtype == DType::f32) return "it takes float16 and bfloat16, not float32";
+      if (r.kv_dtype != r.dtype) return "it takes caches of the dtype of q";
+      if (r.kv_layout == KvLayout::vllm) return "it takes the layouts 'nhd' and 'hnd'";
+      if (r.block_size % 8 != 0) return "block_size is no multiple of 8";
+      return r.head_dim < 64 ? "head_dim is less than 64" : nullptr;
     case Kernel::sm80:
       return r.dtype == DType::f32 ? "it takes float16 and bfloat16, not float32" : nullptr;
     case Kernel::simt: return r.dtype == DType::f32 ? nullptr : "it takes float32 only";
@@ -46,9 +55,9 @@ int32_t rows_of(const PagedRequest& r) {
 
 PagedTile tile_of(Kernel kernel, const PagedRequest& r) {
   switch (kernel) {
-    case Kernel::sm90: return paged_sm90_tile(rows_of(r));
+    case Kernel::sm90: return paged_sm90_tile(paged_head_dim(r.head_dim), rows_of(r));
     case Kernel::sm80:
-      return paged_sm80_tile(paged_sm80_head_dim(r.head_dim), itemsize(r.kv_dtype), r.kv_layout,
+      return paged_sm80_tile(paged_head_dim(r.head_dim), itemsize(r.kv_dtype), r.kv_layout,
                              rows_of(r));
     case Kernel::simt: return kPagedSimtTile;
     default: return kPagedCpuTile;
@@ -57,7 +66,8 @@ PagedTile tile_of(Kernel kernel, const PagedRequest& r) {
 
 int32_t compiled_head_dim(Kernel kernel, int32_t head_dim) {
   switch (kernel) {
-    case Kernel::sm80: return paged_sm80_head_dim(head_dim);
+    case Kernel::sm90:
+    case Kernel::sm80: return paged_head_dim(head_dim);
     case Kernel::simt: return paged_simt_head_dim(head_dim);
     default: return head_dim;
   }

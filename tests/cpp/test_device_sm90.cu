@@ -282,14 +282,15 @@ CUATTN_HOST_DEVICE int hot_column(int row, int shift) { return (row * 5 + shift)
 
 // D = A B + D0 with one-hot rows of A, B(k, n) = k (show_k) or n, D0 = 1000 on odd blocks and
 // overwritten garbage on even ones. Each block is one A; out: [kDepth, 64, kColumns].
-template <DType kType, int kColumns, Source kSource, int kTransB>
+template <DType kType, int kColumns, Source kSource, int kTransB, int kTransA>
 __global__ void __launch_bounds__(128, 1) multiply_one_hot(bool show_k, float* out) {
   uint16_t* sA = aligned_smem();
   uint16_t* sB = sA + kGroupRows * kDepth;
   auto bits = [](int value) { return from_float<Element<kType>>(static_cast<float>(value)).bits; };
   for (int i = threadIdx.x; i < kGroupRows * kDepth; i += 128) {
     int row = i / kDepth, k = i % kDepth;
-    sA[panel_at(row, k, kGroupRows)] = bits(k == hot_column(row, blockIdx.x));
+    sA[kTransA ? panel_at(k, row, kDepth) : panel_at(row, k, kGroupRows)] =
+        bits(k == hot_column(row, blockIdx.x));
   }
   for (int i = threadIdx.x; i < kColumns * kDepth; i += 128) {
     int n = i / kDepth, k = i % kDepth;
@@ -319,8 +320,9 @@ __global__ void __launch_bounds__(128, 1) multiply_one_hot(bool show_k, float* o
     if constexpr (kSource == Source::registers) {
       Wgmma<kType, kColumns>::template rs<kTransB>(d, a, b, step > 0 || accumulate);
     } else {
-      uint64_t a_step = advance(a_desc, step / 4 * kGroupRows * 128 + step % 4 * 32);
-      Wgmma<kType, kColumns>::template ss<kTransB>(d, a_step, b, step > 0 || accumulate);
+      uint64_t a_step =
+          advance(a_desc, kTransA ? step * 16 * 128 : step / 4 * kGroupRows * 128 + step % 4 * 32);
+      Wgmma<kType, kColumns>::template ss<kTransB, kTransA>(d, a_step, b, step > 0 || accumulate);
     }
     wgmma_commit();
     wgmma_wait<0>();
@@ -333,10 +335,10 @@ __global__ void __launch_bounds__(128, 1) multiply_one_hot(bool show_k, float* o
     tile[(row + i / 2 % 2 * 8) * kColumns + i / 4 * 8 + column + i % 2] = d[i];
 }
 
-template <DType kType, int kColumns, Source kSource, int kTransB>
+template <DType kType, int kColumns, Source kSource, int kTransB, int kTransA = 0>
 void check_wgmma() {
   constexpr int kBytes = one_hot_bytes(kColumns) + kAlignment;
-  auto kernel = multiply_one_hot<kType, kColumns, kSource, kTransB>;
+  auto kernel = multiply_one_hot<kType, kColumns, kSource, kTransB, kTransA>;
   allow(kernel, kBytes);
   OnGpu<float> show_k(size_t{kDepth} * kGroupRows * kColumns), show_n(show_k.count);
   kernel<<<kDepth, 128, kBytes>>>(true, show_k.data());
@@ -348,8 +350,8 @@ void check_wgmma() {
         size_t at = (size_t{1} * shift * kGroupRows + row) * kColumns + n;
         float base = shift % 2 ? 1000.0f : 0.0f;
         CHECK(ks[at] == base + hot_column(row, shift) && ns[at] == base + n, "N = ", kColumns,
-              kSource == Source::shared ? " ss" : " rs", " transposed ", kTransB, ": D(", row, ", ",
-              n, ") is B(", ks[at] - base, ", ", ns[at] - base, ") instead of B(",
+              kSource == Source::shared ? " ss" : " rs", " transposed ", kTransA, kTransB, ": D(",
+              row, ", ", n, ") is B(", ks[at] - base, ", ", ns[at] - base, ") instead of B(",
               hot_column(row, shift), ", ", n, ")");
       }
 }
@@ -378,6 +380,19 @@ CUDA_TEST(sm90_wgmma_takes_either_operand_order_from_either_place) {
   check_wgmma<DType::bf16, 256, Source::shared, 1>();
   check_wgmma<DType::bf16, 128, Source::registers, 0>();
   check_wgmma<DType::f16, 80, Source::registers, 0>();
+}
+
+// Paged attention: K Q^T, then V^T P^T with V as it lies in the cache.
+template <DType kType, int... kColumns>
+void check_swapped_products() {
+  (check_wgmma<kType, kColumns, Source::shared, 0, 0>(), ...);
+  (check_wgmma<kType, kColumns, Source::shared, 0, 1>(), ...);
+}
+
+CUDA_TEST(sm90_wgmma_multiplies_few_columns_by_either_order_of_a) {
+  require_hopper();
+  check_swapped_products<DType::bf16, 8, 16, 32, 64>();
+  check_swapped_products<DType::f16, 8, 32>();
 }
 
 // ---- a ring of tiles between a producer and two consumer warpgroups

@@ -135,6 +135,12 @@ __device__ __forceinline__ void async_proxy_fence() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// Two transposed: lanes 0 to 15 give the addresses of what were columns.
+__device__ __forceinline__ void stmatrix_x2_trans(uint32_t smem, uint32_t r0, uint32_t r1) {
+  asm volatile("stmatrix.sync.aligned.x2.trans.m8n8.shared.b16 [%0], {%1, %2};" ::"r"(smem),
+               "r"(r0), "r"(r1)
+               : "memory");
+}
 __device__ __forceinline__ void stmatrix_x4(uint32_t smem, uint32_t r0, uint32_t r1, uint32_t r2,
                                             uint32_t r3) {
   asm volatile("stmatrix.sync.aligned.x4.m8n8.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(smem),
