@@ -194,8 +194,7 @@ int32_t BlockPoolState::find(uint64_t hash, uint64_t parent, const int64_t* toke
   int32_t id = buckets_[hash & (buckets_.size() - 1)];
   for (; id != kNone; id = blocks_[id].next_in_bucket) {
     const Block& block = blocks_[id];
-    if (block.hash == hash && block.parent == parent &&
-        std::equal(block.tokens.begin(), block.tokens.end(), tokens)) {
+    if (block.parent == parent && std::equal(block.tokens.begin(), block.tokens.end(), tokens)) {
       break;
     }
   }

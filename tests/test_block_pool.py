@@ -303,6 +303,18 @@ def test_of_one_sequence_the_end_is_evicted_first():
     assert pool.match_prefix([1, 2, 3, 4]) == (ids[:2], 2)
 
 
+@pytest.mark.parametrize("committed", [False, True])
+def test_an_id_that_stands_twice_loses_two_references(committed):
+    pool = cuattn.BlockPool(3, 1)
+    ids = pool.allocate(2)
+    if committed:
+        pool.commit(ids, [1, 2])
+    pool.fork(ids)
+    pool.free([ids[1], *ids, ids[0]])
+    assert pool.stats()["free_blocks"] == 3
+    assert sorted(pool.allocate(3)) == [0, 1, 2]
+
+
 def test_a_written_block_is_no_longer_found():
     pool = cuattn.BlockPool(4, 2)
     ids = pool.allocate(2)
