@@ -130,13 +130,18 @@ class Server:
     def attend(self, seqs):
         """Write K and V of the last append and attend, in any layer, for `seqs`."""
         tables, lengths = self.cache.block_tables(seqs), self.cache.context_lens(seqs)
-        slots = self.cache.slot_mapping(seqs)
+        slots, plan = self.cache.slot_mapping(seqs), None
+        sizes = {"num_heads_q": HEADS_Q, "num_heads_kv": HEADS_KV, "head_dim": HEAD_DIM}
+        sizes |= {"block_size": BLOCK_SIZE, "dtype": self.library.dtype}
 
         def attend(layer, q, k, v):
+            nonlocal plan
             caches = self.cache.k_cache(layer), self.cache.v_cache(layer)
             cuattn.reshape_and_cache(k, v, *caches, slots)
             q = q.reshape(len(seqs), -1, HEADS_Q, HEAD_DIM)
-            return cuattn.paged_attention(q, *caches, tables, lengths)
+            if layer == 0:  # how the keys are shared out, for all layers of the step
+                plan = cuattn.paged_plan(tables, lengths, q_len=q.shape[1], **sizes)
+            return cuattn.paged_attention(q, *caches, tables, lengths, plan=plan)
 
         return attend, lengths
 
