@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The second kernel of paged attention: the partial results of each unit become its output, in key
-// order, whoever wrote them. One warp a row. It is launched so that it overlaps the first kernel
-// and waits for its results. V2's reduction is the same sum over other arrays. Source:
+// order, whoever wrote them. One block a row of up to 128 columns, its warps share the parts: all
+// loads are on their way at once. It is launched so that it overlaps the first kernel and waits
+// for its results. V2's reduction is the same sum over other arrays. Source:
 // arXiv:2307.08691, section 3.1 (merging softmax states). Next: merge_states.cu (the same for whole
 // tensors).
 #include "cuattn/device/paged.cuh"
@@ -13,8 +14,8 @@ namespace {
 
 using device::ceil_div;
 
-constexpr int kThreads = 128, kRowsPerBlock = kThreads / 32;
-constexpr int kMaxColumns = 256;
+constexpr int kWarps = 4, kThreads = kWarps * 32;
+constexpr int kColumns = 128;  // of a block, four a lane
 
 // The parts of a unit: from kPartial slots, or V2's partitions.
 enum class Parts { partial, partitions };
@@ -90,61 +91,80 @@ __device__ void store(void* to, int32_t column, const float4& v) {
   }
 }
 
+// Columns first_column to first_column + 127 of one row.
 template <DType kType, Parts kParts>
 __device__ void combine_row(const PagedParams& p, const RowParts<kType, kParts>& parts,
-                            int32_t count, int32_t b, const device::UnitRow& row) {
-  constexpr int kPasses = kMaxColumns / 128;  // a warp takes 128 columns at once, 4 a lane
-  int lane = threadIdx.x % 32;
+                            int32_t count, int32_t b, const device::UnitRow& row,
+                            int32_t first_column) {
+  constexpr int kAhead = 8;  // parts that a warp loads at once
+  __shared__ float4 warp_merged[kWarps][32];
+  __shared__ float warp_sum[kWarps];
+  int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  int32_t column = first_column + lane * 4;
+  float4 values[kAhead];
+  float lses[kAhead];
+  auto load = [&](int32_t first) {
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      int32_t part = first + i * kWarps;
+      lses[i] = part < count ? parts.lse(part) : device::negative_infinity();
+      values[i] = part < count && column < p.head_dim ? parts.values(part, column) : float4{};
+    }
+  };
+  load(warp);
   float maximum = device::negative_infinity();  // a NaN leaves it and enters the sum
   for (int32_t part = lane; part < count; part += 32) maximum = fmaxf(maximum, parts.lse(part));
   maximum = device::warp_max(maximum);
   float reference = maximum == device::negative_infinity() ? 0.0f : maximum;
 
   float sum = 0.0f;
-  float4 merged[kPasses] = {};
-  for (int32_t first = 0; first < count; first += 32) {
-    int32_t here = min(count - first, 32);
-    float weights = lane < here ? device::exp2_approx(parts.lse(first + lane) - reference) : 0.0f;
-    sum += weights;
-#pragma unroll 4
-    for (int32_t i = 0; i < here; ++i) {
-      float weight = __shfl_sync(0xffffffffu, weights, i);
+  float4 merged = {};
+  auto add = [&](float weight, const float4& v) {
+    // A part without keys: its values may be anything, even NaN.
+    merged.x = weight == 0.0f ? merged.x : fmaf(weight, v.x, merged.x);
+    merged.y = weight == 0.0f ? merged.y : fmaf(weight, v.y, merged.y);
+    merged.z = weight == 0.0f ? merged.z : fmaf(weight, v.z, merged.z);
+    merged.w = weight == 0.0f ? merged.w : fmaf(weight, v.w, merged.w);
+  };
+  for (int32_t first = warp; first < count;) {
 #pragma unroll
-      for (int pass = 0; pass < kPasses; ++pass) {
-        int32_t column = pass * 128 + lane * 4;
-        if (column >= p.head_dim) continue;
-        float4 v = parts.values(first + i, column);
-        if (weight == 0.0f) v = {};  // a part without keys: its values may be anything, even NaN
-        merged[pass].x = fmaf(weight, v.x, merged[pass].x);
-        merged[pass].y = fmaf(weight, v.y, merged[pass].y);
-        merged[pass].z = fmaf(weight, v.z, merged[pass].z);
-        merged[pass].w = fmaf(weight, v.w, merged[pass].w);
-      }
+    for (int i = 0; i < kAhead; ++i) {
+      float weight = device::exp2_approx(lses[i] - reference);
+      sum += weight;
+      add(weight, values[i]);
     }
+    first += kWarps * kAhead;
+    if (first < count) load(first);
   }
-  sum = device::warp_sum(sum);
-  device::RowOutput out = device::final_output(p, b, row, maximum, sum, lane == 0);
+  warp_merged[warp][lane] = merged;
+  if (lane == 0) warp_sum[warp] = sum;
+  __syncthreads();
+  if (warp != 0) return;
 #pragma unroll
-  for (int pass = 0; pass < kPasses; ++pass) {
-    int32_t column = pass * 128 + lane * 4;
-    if (column >= p.head_dim) continue;
-    float4 v = merged[pass];
-    float f = out.factor;  // 0 without a key, and then nothing was merged
-    store<kType>(out.to, column, {v.x * f, v.y * f, v.z * f, v.w * f});
+  for (int other = 1; other < kWarps; ++other) {
+    sum += warp_sum[other];
+    float4 v = warp_merged[other][lane];
+    merged = {merged.x + v.x, merged.y + v.y, merged.z + v.z, merged.w + v.w};
   }
+  device::RowOutput out =
+      device::final_output(p, b, row, maximum, sum, lane == 0 && first_column == 0);
+  float f = out.factor;  // 0 without a key, and then nothing was merged
+  float4 scaled = {merged.x * f, merged.y * f, merged.z * f, merged.w * f};
+  if (column < p.head_dim) store<kType>(out.to, column, scaled);
 }
 
+// Grid: units, rows of a unit, blocks of columns.
 template <DType kType, Parts kParts>
-__global__ void __launch_bounds__(kThreads, 8)
-    paged_combine(const __grid_constant__ PagedParams p) {
+__global__ void __launch_bounds__(kThreads) paged_combine(const __grid_constant__ PagedParams p) {
   const PagedWork& w = p.work;
   // The plan and the lengths were there before the kernel that is still running: no wait for them.
   Unit unit;
   bool found = find_unit(w, blockIdx.x, unit);
+  device::release_next_kernel();
   device::wait_for_previous_kernel();
-  int32_t row = blockIdx.y * kRowsPerBlock + threadIdx.x / 32;
-  if (!found || row >= w.rows) return;
+  if (!found) return;
 
+  int32_t row = blockIdx.y;
   device::UnitRow at = device::unit_row(w, unit.head_group / w.row_groups,
                                         unit.head_group % w.row_groups * w.rows, row);
   if (!at.valid) return;
@@ -158,14 +178,14 @@ __global__ void __launch_bounds__(kThreads, 8)
   } else if (count <= 1) {
     return;  // the unit was written whole
   }
-  combine_row<kType, kParts>(p, parts, count, unit.b, at);
+  combine_row<kType, kParts>(p, parts, count, unit.b, at, blockIdx.z * kColumns);
 }
 
 template <DType kType>
 void launch(const PagedParams& p, int32_t major, cudaStream_t stream) {
   const PagedWork& w = p.work;
   int64_t items = w.num_splits == 0 ? w.num_workers : int64_t{w.num_seqs} * head_groups(w);
-  dim3 grid(grid_blocks(items, "combine"), ceil_div(w.rows, kRowsPerBlock));
+  dim3 grid(grid_blocks(items, "combine"), w.rows, ceil_div(p.head_dim, kColumns));
   if (p.exp_sums != nullptr) {
     launch_overlapping(paged_combine<kType, Parts::partitions>, grid, kThreads, 0, major, stream,
                        p);
