@@ -355,29 +355,28 @@ void paged_plan(const PagedWork& work, int32_t* plan) {
   PagedWork w = work;
   w.plan = plan;
   int32_t* first_tile = plan + PagedPlan::first_tile(w, 0);
-  int64_t tiles = 0;
+  int64_t tiles = 0, longest = 0;
   for (int32_t b = 0; b < w.num_seqs; ++b) {
     first_tile[b] = static_cast<int32_t>(tiles);
-    tiles += paged_tiles(w, paged_span(w, b));
+    int64_t of_sequence = paged_tiles(w, paged_span(w, b));
+    tiles += of_sequence;
+    longest = std::max(longest, of_sequence);
   }
   CUATTN_REQUIRE(tiles <= 0x7fffffff, "paged_plan: context_lens must make at most 2147483647 ",
                  "tiles of ", w.tile, " keys, got ", tiles, "; split the batch");
   first_tile[w.num_seqs] = static_cast<int32_t>(tiles);
-  int64_t total = tiles * head_groups(w), step = PagedPlan::tiles_per_worker(w, total);
+  int64_t step = tiles_per_worker(w, tiles, longest);
   plan[PagedPlan::kTiles] = static_cast<int32_t>(tiles);
   plan[PagedPlan::kTilesPerWorker] = static_cast<int32_t>(step);
   plan[PagedPlan::kTile] = w.tile;
   plan[PagedPlan::kNumWorkers] = w.num_workers;
   for (int32_t worker = 0; worker < w.num_workers; ++worker) {
     int32_t* entry = plan + PagedPlan::worker(worker);
-    int64_t begin = std::min(worker * step, total), end = std::min(begin + step, total);
-    int64_t tile = tiles == 0 ? 0 : begin % tiles;
-    auto after = std::upper_bound(first_tile, first_tile + w.num_seqs + 1, tile);
-    int32_t b = begin == end ? 0 : static_cast<int32_t>(after - first_tile) - 1;
-    entry[PagedPlan::kWorkerHead] = begin == end ? 0 : static_cast<int32_t>(begin / tiles);
-    entry[PagedPlan::kWorkerSeq] = b;
-    entry[PagedPlan::kWorkerTile] = begin == end ? 0 : static_cast<int32_t>(tile - first_tile[b]);
-    entry[PagedPlan::kWorkerCount] = static_cast<int32_t>(end - begin);
+    PagedStart start = worker_start(w, first_tile, step, worker);
+    entry[PagedPlan::kWorkerHead] = start.head_group;
+    entry[PagedPlan::kWorkerSeq] = start.b;
+    entry[PagedPlan::kWorkerTile] = start.tile;
+    entry[PagedPlan::kWorkerCount] = start.count;
   }
 }
 

@@ -30,55 +30,43 @@ __global__ void __launch_bounds__(kThreads) paged_plan(const PagedWork w, int32_
   constexpr int kShared = 8192;  // 32 KB: the search of longer batches reads global memory
   __shared__ int32_t first_shared[kShared];
   __shared__ int32_t warp_sums[kThreads / 32];
-  __shared__ int32_t all_tiles;
+  __shared__ int32_t all_tiles, longest;
   int32_t* first_tile = plan + PagedPlan::first_tile(w, 0);
-  if (threadIdx.x == 0) all_tiles = 0;
+  if (threadIdx.x == 0) all_tiles = longest = 0;
   __syncthreads();
   for (int32_t base = 0; base < w.num_seqs; base += kThreads) {
     int32_t b = base + threadIdx.x;
     int32_t tiles = b < w.num_seqs ? paged_tiles(w, paged_span(w, b)) : 0;
     int32_t end = all_tiles + block_scan(tiles, warp_sums);
+    int32_t of_warp = __reduce_max_sync(0xffffffffu, tiles);
+    if (threadIdx.x % 32 == 0) atomicMax(&longest, of_warp);
     if (b < w.num_seqs) first_tile[b] = end - tiles;
     if (b < w.num_seqs && b < kShared) first_shared[b] = end - tiles;
     __syncthreads();
     if (threadIdx.x == kThreads - 1) all_tiles = end;
     __syncthreads();
   }
+  if (threadIdx.x == 0) {
+    first_tile[w.num_seqs] = all_tiles;
+    if (w.num_seqs < kShared) first_shared[w.num_seqs] = all_tiles;
+  }
+  __syncthreads();
 
-  const int32_t* first = w.num_seqs <= kShared ? first_shared : first_tile;
-  int64_t tiles = all_tiles, total = tiles * head_groups(w);
-  int64_t step = PagedPlan::tiles_per_worker(w, total);
+  int64_t step = tiles_per_worker(w, all_tiles, longest);
   if (threadIdx.x == 0) {
     plan[PagedPlan::kTiles] = all_tiles;
     plan[PagedPlan::kTilesPerWorker] = static_cast<int32_t>(step);
     plan[PagedPlan::kTile] = w.tile;
     plan[PagedPlan::kNumWorkers] = w.num_workers;
-    first_tile[w.num_seqs] = all_tiles;
   }
+  const int32_t* first = w.num_seqs < kShared ? first_shared : first_tile;
   for (int32_t worker = threadIdx.x; worker < w.num_workers; worker += kThreads) {
-    int64_t at = worker * step;
-    int4 entry = {0, 0, 0, 0};
-    if (at < total) {
-      int32_t within = static_cast<int32_t>(at % tiles);
-      int32_t low = 0, high = w.num_seqs;  // first[low] <= within < first[high]
-      while (high - low > 1) {
-        int32_t middle = low + (high - low) / 2;
-        if (first[middle] <= within) {
-          low = middle;
-        } else {
-          high = middle;
-        }
-      }
-      entry.x = static_cast<int32_t>(at / tiles);
-      entry.y = low;
-      entry.z = within - first[low];
-      entry.w = static_cast<int32_t>(total - at < step ? total - at : step);
-    }
+    PagedStart start = worker_start(w, first, step, worker);
     int32_t* to = plan + PagedPlan::worker(worker);
-    to[PagedPlan::kWorkerHead] = entry.x;
-    to[PagedPlan::kWorkerSeq] = entry.y;
-    to[PagedPlan::kWorkerTile] = entry.z;
-    to[PagedPlan::kWorkerCount] = entry.w;
+    to[PagedPlan::kWorkerHead] = start.head_group;
+    to[PagedPlan::kWorkerSeq] = start.b;
+    to[PagedPlan::kWorkerTile] = start.tile;
+    to[PagedPlan::kWorkerCount] = start.count;
   }
 }
 

@@ -53,20 +53,30 @@ struct PagedSm80 {
     return device::smem_address(smem) + (warp() * kStages + stage) * kStageBytes;
   }
 
-  // 3. Roles: every warp loads and computes its own slices. The loader runs kStages slices ahead,
-  // into the next tasks where need be; the block of a slice is looked up one slice earlier still.
+  // A slice of K in shared memory: rows of keys, swizzled. x-split: as in the cache, 16 bytes of
+  // each key next to each other; 8 keys of one chunk are the 128 bytes that ldmatrix reads.
+  static __device__ __forceinline__ uint32_t k_chunk(uint32_t key, uint32_t chunk) {
+    return kXsplit ? (chunk * kSlice + key) * 16 : device::swizzled<kRowBytes>(key, chunk);
+  }
+
+  // 3. Roles: every warp loads and computes its own slices. The loader runs up to kStages slices
+  // ahead, into the next tasks where need be; the block of a slice is looked up one slice earlier
+  // still.
   struct Loader {
     device::KeyTasks tasks;
     device::KeyTask task;
-    int32_t key;            // first key of the next slice
-    int32_t block, within;  // of key `lane % 16` of the slice: its block and place there
-    bool live;
+    int32_t key;   // first key of the next slice
+    int64_t k, v;  // byte offsets of key `lane % 16` of the slice, at the task's kv head
+    bool live;     // there is a next slice
+    int stage;     // to fill next
+    int free;      // stages to fill
 
-    __device__ explicit Loader(const PagedParams& p) : tasks(p.work), key(0), live(true) {
+    __device__ explicit Loader(const PagedParams& p)
+        : tasks(p.work), key(0), live(true), stage(0), free(kStages) {
       task.end = 0;
-      find(p);
     }
 
+    // Finds the next slice and its blocks.
     __device__ __forceinline__ void find(const PagedParams& p) {
       while (live && key >= task.end) {
         live = tasks.next(p.work, task);
@@ -75,8 +85,18 @@ struct PagedSm80 {
       if (!live) return;
       // Clamped to keys that exist: entries of the table past the context are not read.
       int32_t token = max(min(key + lane() % kSlice, task.end - 1), task.low);
-      block = device::block_of(p, task.b, token);
-      within = token % p.block_size;
+      int64_t block = device::block_of(p, task.b, token);
+      // A block that holds the whole slice is one for absent keys, too: their offsets follow on.
+      int32_t within = (slice_in_block(p) ? key + lane() % kSlice : token) % p.block_size;
+      k = (block * p.k_strides.block + task.kv_head * p.k_strides.head +
+           within * p.k_strides.token) *
+          kItem;
+      v = (block * p.v_strides.block + task.kv_head * p.v_strides.head +
+           within * p.v_strides.token) *
+          kItem;
+    }
+    static __device__ __forceinline__ bool slice_in_block(const PagedParams& p) {
+      return p.block_size % kSlice == 0;
     }
 
     __device__ __forceinline__ bool holds(int32_t row) const {  // key `row` of the slice counts
@@ -84,84 +104,99 @@ struct PagedSm80 {
              static_cast<uint32_t>(task.end - task.low);
     }
 
+    static __device__ __forceinline__ int64_t of_lane(int64_t offset, int32_t from) {
+      return __shfl_sync(0xffffffffu, offset, from);
+    }
+
     // Keys as rows: kLanes lanes copy one, so that a warp reads whole lines.
     template <bool kOneBlock>
-    __device__ __forceinline__ void copy_rows(const PagedParams& p, uint32_t stage) const {
+    __device__ __forceinline__ void copy_rows(const PagedParams& p, uint32_t to) const {
       constexpr int kLanes = kRowBytes / 16 < 32 ? kRowBytes / 16 : 32;
       constexpr int kPassRows = 32 / kLanes;
       int32_t row = lane() / kLanes, chunk = lane() % kLanes;
       bool column_valid = chunk * 16 < p.head_dim * kItem;
-      const char* gK = static_cast<const char*>(p.k_cache) +
-                       task.kv_head * p.k_strides.head * kItem + chunk * 16;
-      const char* gV = static_cast<const char*>(p.v_cache) +
-                       task.kv_head * p.v_strides.head * kItem + chunk * 16;
-      uint32_t to = stage + device::swizzled<kRowBytes>(row, chunk);
-      int32_t first = key % p.block_size;
+      const char* gK = static_cast<const char*>(p.k_cache) + chunk * 16;
+      const char* gV = static_cast<const char*>(p.v_cache) + chunk * 16;
+      if constexpr (kOneBlock) {
+        gK += of_lane(k, row);
+        gV += of_lane(v, row);
+      }
+      to += device::swizzled<kRowBytes>(row, chunk);
 #pragma unroll
       for (int pass = 0; pass < kSlice / kPassRows; ++pass) {
         int32_t at = row + pass * kPassRows;
-        int64_t from = kOneBlock ? block : __shfl_sync(0xffffffffu, block, at);
-        int64_t place = kOneBlock ? first + at : __shfl_sync(0xffffffffu, within, at);
         bool valid = column_valid && holds(at);
         // kPassRows is a power of 2: the rows of a pass change the swizzle by a constant.
         uint32_t smem =
             (to ^ (kPassRows < 8 ? pass * kPassRows % 8 * 16 : 0)) + pass * kPassRows * kRowBytes;
-        device::cp_async16(
-            smem, gK + (from * p.k_strides.block + place * p.k_strides.token) * kItem, valid);
-        device::cp_async16(smem + kKBytes,
-                           gV + (from * p.v_strides.block + place * p.v_strides.token) * kItem,
-                           valid);
+        device::cp_async16(smem, kOneBlock ? gK : gK + of_lane(k, at), valid);
+        device::cp_async16(smem + kKBytes, kOneBlock ? gV : gV + of_lane(v, at), valid);
+        if constexpr (kOneBlock) {
+          gK += kPassRows * kItem * p.k_strides.token;
+          gV += kPassRows * kItem * p.v_strides.token;
+        }
       }
     }
 
-    // K: a lane takes one key's 16 bytes at a time; in shared memory keys become rows. V: 8 keys of
-    // one d at a time, kept as rows of d.
-    __device__ __forceinline__ void copy_xsplit(const PagedParams& p, uint32_t stage) const {
+    // K: a lane takes one key, 16 bytes at a time. V: 8 keys of one d at a time, kept as rows of d.
+    __device__ __forceinline__ void copy_xsplit(const PagedParams& p, uint32_t to) const {
       int32_t row = lane() % kSlice, half = lane() % 2;
-      const char* gK = static_cast<const char*>(p.k_cache) +
-                       (block * p.k_strides.block + task.kv_head * p.k_strides.head) * kItem +
-                       within * 16;
+      bool row_valid = holds(row);
+      const char* gK =
+          static_cast<const char*>(p.k_cache) + k + lane() / kSlice * p.block_size * 16;
 #pragma unroll
       for (int i = 0; i < kRowBytes / 32; ++i) {
         int32_t chunk = lane() / kSlice + 2 * i;
-        device::cp_async16(stage + device::swizzled<kRowBytes>(row, chunk),
-                           gK + chunk * p.block_size * 16,
-                           holds(row) && chunk * 16 < p.head_dim * kItem);
+        device::cp_async16(to + k_chunk(row, chunk), gK,
+                           row_valid && chunk * 16 < p.head_dim * kItem);
+        gK += 2 * p.block_size * 16;
       }
-      int64_t v_block = __shfl_sync(0xffffffffu, block, 8 * half);
-      int32_t v_within = __shfl_sync(0xffffffffu, within, 8 * half) / 8 * 8;
+      int32_t first_d = lane() / 2;
+      int64_t from = of_lane(v, 8 * half) / (8 * kItem) * (8 * kItem);  // of the 8 keys
+      const char* gV = static_cast<const char*>(p.v_cache) + from + first_d * p.block_size * kItem;
       bool piece_valid = key + 8 * half < task.end && key + 8 * half + 8 > task.low;
-      const char* gV =
-          static_cast<const char*>(p.v_cache) +
-          (v_block * p.v_strides.block + task.kv_head * p.v_strides.head + v_within) * kItem;
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) {
-        int32_t d = lane() / 2 + 16 * i;
-        const char* from = gV + d * p.block_size * kItem;
-        uint32_t to = stage + kKBytes + v_row(d, half);
+        int32_t d = first_d + 16 * i;
         bool valid = piece_valid && d < p.head_dim;
         if constexpr (kFp8) {
-          device::cp_async8(to, from, valid);
+          device::cp_async8(to + kKBytes + v_row(d, half), gV, valid);
         } else {
-          device::cp_async16(to, from, valid);
+          device::cp_async16(to + kKBytes + v_row(d, half), gV, valid);
         }
+        gV += 16 * p.block_size * kItem;
       }
     }
 
     // Starts the copies of the next slice, if there is one, as one group.
-    __device__ __forceinline__ void issue(const PagedParams& p, uint32_t stage) {
+    __device__ __forceinline__ void copy(const PagedParams& p, const char* smem) {
+      uint32_t to = stage_address(smem, stage);
       if (live) {
         if constexpr (kXsplit) {
-          copy_xsplit(p, stage);
-        } else if (p.block_size % kSlice == 0) {
-          copy_rows<true>(p, stage);
+          copy_xsplit(p, to);
+        } else if (slice_in_block(p)) {
+          copy_rows<true>(p, to);
         } else {
-          copy_rows<false>(p, stage);
+          copy_rows<false>(p, to);
         }
         key += kWarps * kSlice;
-        find(p);
       }
       device::cp_async_commit();
+      stage = stage + 1 < kStages ? stage + 1 : 0;
+      --free;
+    }
+
+    // Note: one place for copy and one for find. Instructions that run once cost a fetch each;
+    // every further copy of them is felt in short calls.
+    __device__ __forceinline__ void fill(const PagedParams& p, const char* smem) {
+      bool found = free < kStages;  // not in the first call
+#pragma unroll 1
+      while (true) {
+        if (found) copy(p, smem);
+        find(p);
+        if (found && free == 0) break;
+        found = true;
+      }
     }
   };
 
@@ -277,7 +312,7 @@ struct PagedSm80 {
       if constexpr (kFp8) {
         uint32_t bytes[4];  // two steps at once
         if (step % 2 != 0) continue;
-        device::ldmatrix_x4(bytes, k_tile + device::swizzled<kRowBytes>(row, step + lane() / 16));
+        device::ldmatrix_x4(bytes, k_tile + k_chunk(row, step + lane() / 16));
 #pragma unroll
         for (int odd = 0; odd < 2; ++odd) {
           device::unpack_e4m3(bytes[2 * odd], a[0], a[2]);
@@ -289,7 +324,7 @@ struct PagedSm80 {
           }
         }
       } else {
-        device::ldmatrix_x4(a, k_tile + device::swizzled<kRowBytes>(row, 2 * step + lane() / 16));
+        device::ldmatrix_x4(a, k_tile + k_chunk(row, 2 * step + lane() / 16));
 #pragma unroll
         for (int n = 0; n < kRowBlocks; ++n) {
           const uint32_t (&q)[2] = state.q[n][step];
@@ -384,32 +419,17 @@ struct PagedSm80 {
     }
   }
 
-  // O^T += V^T P^T. `keys`: the keys [first, last) of the slice count. Copies zeroed the rows of
-  // the others (0 * NaN is NaN); in x-split V a copy of 8 keys may hold both kinds.
+  // O^T += V^T P^T.
   static __device__ __forceinline__ void multiply_pv(State& state,
                                                      const uint32_t (&weights)[kRowBlocks][2],
-                                                     uint32_t v_tile, int32_t first, int32_t last) {
+                                                     uint32_t v_tile) {
     constexpr int kAtOnce = kFp8 ? 2 : 1;
-    uint32_t keep[2] = {~0u, ~0u};  // of the key pairs of registers 0, 1 and 2, 3
-    bool partial = kXsplit && (first > 0 || last < kSlice);
-    if (partial) {
-#pragma unroll
-      for (int pair = 0; pair < 2; ++pair) {
-        int32_t key = slot_key(2 * (lane() % 4), pair);
-        keep[pair] = (key >= first && key < last ? 0xffffu : 0) |
-                     (key + 1 >= first && key + 1 < last ? 0xffff0000u : 0);
-      }
-    }
 #pragma unroll
     for (int step = 0; step < kSteps; step += kAtOnce) {
       uint32_t a[kAtOnce][4];
       load_values(v_tile, step, a);
 #pragma unroll
       for (int odd = 0; odd < kAtOnce; ++odd) {
-        if (partial) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) a[odd][i] &= keep[i / 2];
-        }
 #pragma unroll
         for (int n = 0; n < kRowBlocks; ++n) {
           device::mma_m16n8k16<kMma>(state.out[n][step + odd], a[odd], weights[n][0],
@@ -419,27 +439,49 @@ struct PagedSm80 {
     }
   }
 
+  // Zeroes the keys of an x-split V slice outside [first, last): a copy of 8 keys may hold both
+  // kinds, and 0 * NaN is NaN. Elsewhere the copies wrote zeros.
+  static __device__ __forceinline__ void clear_values(uint32_t v_tile, int32_t first,
+                                                      int32_t last) {
+#pragma unroll 1
+    for (int32_t d = lane(); d < kHeadDim; d += 32) {
+#pragma unroll 1
+      for (int32_t key = 0; key < kSlice; ++key) {
+        if (key >= first && key < last) continue;
+        uint32_t at = v_tile + v_row(d, key / 8) + key % 8 * kItem;
+        if constexpr (kFp8) {
+          device::store_shared1(at, 0);
+        } else {
+          device::store_shared2(at, 0);
+        }
+      }
+    }
+    __syncwarp();
+  }
+
   // 4. Main loop: the slices of this warp in one task. Returns the stage of the last slice, which
   // is free and not filled again yet; -1 when there was none.
   static __device__ __forceinline__ int attend(const PagedParams& p, const device::KeyTask& task,
-                                               const char* smem, Loader& loader, int& stage,
-                                               State& state) {
+                                               const char* smem, Loader& loader, State& state) {
     int last = -1;
 #pragma unroll 1
     for (int32_t key = task.begin + warp() * kSlice; key < task.end; key += kWarps * kSlice) {
-      if (last >= 0) loader.issue(p, stage_address(smem, last));
+      loader.fill(p, smem);
       device::cp_async_wait<kStages - 1>();
-      __syncwarp();  // the copies of all lanes have landed
-      uint32_t k_tile = stage_address(smem, stage);
+      __syncwarp();         // the copies of all lanes have landed
+      last = loader.stage;  // all stages are full: the one to fill next is the oldest
+      uint32_t k_tile = stage_address(smem, last), v_tile = k_tile + kKBytes;
+      if (kXsplit && (key < task.low || key + kSlice > task.end)) {
+        clear_values(v_tile, task.low - key, task.end - key);
+      }
       Scores scores;
       uint32_t weights[kRowBlocks][2];
       multiply_qk(state, k_tile, scores);
       score_keys(p, state, key, scores);
       softmax_step(state, scores, weights);
-      multiply_pv(state, weights, k_tile + kKBytes, task.low - key, task.end - key);
+      multiply_pv(state, weights, v_tile);
       __syncwarp();  // every lane is done with the stage
-      last = stage;
-      stage = stage + 1 < kStages ? stage + 1 : 0;
+      ++loader.free;
     }
     return last;
   }
@@ -529,18 +571,14 @@ struct PagedSm80 {
     device::release_next_kernel();
     Table& table = *reinterpret_cast<Table*>(smem + kStagesBytes);
     Loader loader(p);
-#pragma unroll 1
-    for (int s = 0; s < kStages; ++s) loader.issue(p, stage_address(smem, s));
     device::KeyTasks tasks(p.work);
     device::KeyTask task;
-    int stage = 0;
 #pragma unroll 1
     while (tasks.next(p.work, task)) {
       State state;
       begin_task(p, task, state);
-      int last = attend(p, task, smem, loader, stage, state);
+      int last = attend(p, task, smem, loader, state);
       end_task(p, task, smem, table, state, last);
-      if (last >= 0) loader.issue(p, stage_address(smem, last));
     }
     device::cp_async_wait<0>();
   }

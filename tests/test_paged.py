@@ -210,12 +210,14 @@ def test_a_plan_gives_each_tile_to_one_worker(device, case, rng):
     entries = plan[4 : 4 + 4 * workers].reshape(workers, 4)
     total = entries[:, 3].sum()
     assert total % tiles == 0  # the same tiles for every head group
+    heads = total // tiles
     at = 0
     for head, seq, within, count in entries:
         assert count == min(step, total - at)
         if count:
-            assert head * tiles + first[seq] + within == at
+            assert first[seq] * heads + head * want[seq] + within == at
             assert 0 <= within < want[seq]
+            assert 0 <= head < heads
         at += count
     assert at == total
 

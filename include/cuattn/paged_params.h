@@ -48,12 +48,13 @@ struct PagedWork {
 };
 
 // A plan is one int32 array, made on the device by paged_plan once per step and shared by all
-// layers of the step. Tiles are counted within one row group of one kv head, sequence after
-// sequence; the row of all tiles repeats that for every (kv head, row group).
+// layers of the step. All tiles stand in one row: sequence after sequence, within a sequence head
+// group (kv head * row_groups + row group) after head group, so that workers side by side read
+// neighbours in memory. Each worker takes the next tiles_per_worker of them.
 //   [0] tiles of all sequences   [1] tiles_per_worker   [2] tile   [3] num_workers
-//   [4 + 4 w ..]  where worker w begins: head group (kv head * row_groups + row group), sequence,
-//                 tile within the sequence, and how many tiles it takes (0: nothing to do)
-//   [4 + 4 num_workers + b]  the first tile of sequence b, for b = 0 .. num_seqs
+//   [4 + 4 w ..]  where worker w begins: head group, sequence, tile within the sequence, and how
+//                 many tiles it takes (0: nothing to do)
+//   [4 + 4 num_workers + b]  the tiles of one head group before sequence b, for b = 0 .. num_seqs
 // A worker writes at most two units in part, its first and its last, so partial slots are 2 w and
 // 2 w + 1.
 struct PagedPlan {
@@ -61,12 +62,6 @@ struct PagedPlan {
   static constexpr int32_t kWorkerHead = 0, kWorkerSeq = 1, kWorkerTile = 2, kWorkerCount = 3,
                            kWorkerFields = 4;
 
-  // How many tiles a worker takes when `total` are to be done. A single tile each would make more
-  // partial results than it saves time.
-  static CUATTN_HOST_DEVICE int64_t tiles_per_worker(const PagedWork& w, int64_t total) {
-    int64_t even = total == 0 ? 1 : (total - 1) / w.num_workers + 1;
-    return even < 2 ? 2 : even;
-  }
   static CUATTN_HOST_DEVICE int64_t worker(int64_t w) { return kHeader + kWorkerFields * w; }
   static CUATTN_HOST_DEVICE int64_t first_tile(const PagedWork& w, int64_t b) {
     return worker(w.num_workers) + b;
@@ -204,9 +199,9 @@ CUATTN_HOST_DEVICE PagedSlots paged_slots(const PagedWork& w, int32_t b, int32_t
     int64_t first = (int64_t{b} * head_groups(w) + head_group) * w.num_splits + splits.first;
     return {splits.count, first, first + 1, 1};
   }
-  int64_t start = int64_t{head_group} * w.plan[PagedPlan::kTiles];
-  int64_t begin = start + w.plan[PagedPlan::first_tile(w, b)];
-  int64_t end = start + w.plan[PagedPlan::first_tile(w, b + 1)];
+  int64_t before = w.plan[PagedPlan::first_tile(w, b)];
+  int64_t tiles = w.plan[PagedPlan::first_tile(w, b + 1)] - before;
+  int64_t begin = before * head_groups(w) + head_group * tiles, end = begin + tiles;
   int64_t step = w.plan[PagedPlan::kTilesPerWorker];
   step = step < 1 ? 1 : step;
   int64_t first = begin / step, last = (end - 1) / step;  // workers
@@ -217,10 +212,49 @@ CUATTN_HOST_DEVICE PagedSlots paged_slots(const PagedWork& w, int32_t b, int32_t
           2 * (first + 1), 2};
 }
 
+// How many tiles a worker takes when head groups have `tiles` together and `longest` at most. A
+// single tile each would make more partial results than it saves time.
+CUATTN_HOST_DEVICE int64_t tiles_per_worker(const PagedWork& w, int64_t tiles, int64_t longest) {
+  int64_t total = tiles * head_groups(w);
+  int64_t even = total == 0 ? 1 : (total - 1) / w.num_workers + 1;
+  even = even < 2 ? 2 : even;
+  if (tiles != longest * w.num_seqs) return even;
+  // All sequences are equally long: workers that end where units end cost less than the last bit of
+  // balance, if the step is a multiple or a divisor of a unit within a sixteenth.
+  int64_t step =
+      even >= longest ? ((even - 1) / longest + 1) * longest : longest / (longest / even);
+  bool ends_with_units = step % longest == 0 || longest % step == 0;
+  return ends_with_units && step >= even && step - even <= even / 16 ? step : even;
+}
+
+// Where a worker begins, and how many tiles it takes. `first_tile`: as in the plan.
+struct PagedStart {
+  int32_t head_group, b, tile, count;
+};
+
+CUATTN_HOST_DEVICE PagedStart worker_start(const PagedWork& w, const int32_t* first_tile,
+                                           int64_t step, int64_t worker) {
+  int64_t heads = head_groups(w), total = first_tile[w.num_seqs] * heads, at = worker * step;
+  if (at >= total) return {0, 0, 0, 0};
+  int32_t low = 0, high = w.num_seqs;  // first_tile[low] <= at / heads < first_tile[high]
+  while (high - low > 1) {
+    int32_t middle = low + (high - low) / 2;
+    if (first_tile[middle] <= at / heads) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  int64_t within = at - first_tile[low] * heads, tiles = first_tile[low + 1] - first_tile[low];
+  return {static_cast<int32_t>(within / tiles), low, static_cast<int32_t>(within % tiles),
+          static_cast<int32_t>(total - at < step ? total - at : step)};
+}
+
 // What worker w does for the unit it is at: tiles [tile, tile + count) of sequence b.
 struct PagedTask {
   int32_t head_group, b, tile, count;
   int64_t slot;  // -1: the whole unit, the output is written
+  PagedSpan span;
 };
 
 // Walks the tasks of one worker: begin with {.. from the plan}, then `next` until it says no.
@@ -242,18 +276,18 @@ struct PagedWalk {
   }
 
   CUATTN_HOST_DEVICE bool next(const PagedWork& w, PagedTask& task) {
-    if (left <= 0 || head_group >= head_groups(w)) return false;
-    const int32_t* first_tile = w.plan + PagedPlan::first_tile(w, b);
-    int32_t tiles = first_tile[1] - first_tile[0];
+    if (left <= 0 || b >= w.num_seqs) return false;
+    PagedSpan span = paged_span(w, b);
+    int32_t tiles = paged_tiles(w, span);
     int32_t count = tiles - tile < left ? tiles - tile : left;
     if (count <= 0) return false;
-    task = {head_group, b, tile, count, count == tiles ? -1 : slot};
+    task = {head_group, b, tile, count, count == tiles ? -1 : slot, span};
     slot |= 1;  // a second unit in part is the worker's last
     left -= count;
     tile = 0;
-    if (++b == w.num_seqs) {
-      b = 0;
-      ++head_group;
+    if (++head_group == head_groups(w)) {
+      head_group = 0;
+      ++b;
     }
     return true;
   }

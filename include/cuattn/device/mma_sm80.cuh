@@ -82,6 +82,14 @@ __device__ __forceinline__ void store_shared16(uint32_t smem, uint4 value) {
                : "memory");
 }
 
+__device__ __forceinline__ void store_shared2(uint32_t smem, uint16_t bits) {
+  asm volatile("st.shared.b16 [%0], %1;" ::"r"(smem), "h"(bits) : "memory");
+}
+
+__device__ __forceinline__ void store_shared1(uint32_t smem, uint16_t bits) {
+  asm volatile("st.shared.b8 [%0], %1;" ::"r"(smem), "h"(bits) : "memory");
+}
+
 __device__ __forceinline__ uint4 load_shared16(uint32_t smem) {
   uint4 value;
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"

@@ -58,7 +58,7 @@ class KeyTasks {
   __device__ __forceinline__ bool next_of_walk(const PagedWork& w, KeyTask& task) {
     PagedTask part;
     if (!walk_.next(w, part)) return false;
-    PagedSpan span = paged_span(w, part.b);
+    const PagedSpan& span = part.span;
     place(w, part.b, part.head_group, span, task);
     int64_t begin = span.begin + int64_t{part.tile} * w.tile;
     int64_t end = begin + int64_t{part.count} * w.tile;
