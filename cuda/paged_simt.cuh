@@ -125,6 +125,7 @@ struct PagedSimt {
         }
 #pragma unroll
         for (int i = 0; i < kKeys; ++i) {
+          if (scores[i] == device::negative_infinity()) continue;  // what it holds is not looked at
           float weight = device::exp2_approx(scores[i] - reference);
           state.sum[r] += weight;
 #pragma unroll
