@@ -108,7 +108,6 @@ struct PagedParams {
   int64_t k_scales_stride_batch, k_scales_stride_head;
   int64_t v_scales_stride_batch, v_scales_stride_head;
 
-  // Partial results of units with more than one split, by slot: [slots, rows, head_dim] normalised,
   // Partial results of units with more than one split, by slot: [slots, rows, head_dim] normalised
   // and times v_scale, [slots, rows] log-sum-exp in base 2 (-inf: no key; the output is then
   // anything). Without the sink.
