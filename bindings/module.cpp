@@ -29,7 +29,8 @@ namespace {
 // The arrays of one attention call.
 struct AttentionArrays {
   Array q, k, v;
-  std::optional<Array> alibi_slopes, sinks, bias, seqused_q, seqused_k, cu_seqlens_q, cu_seqlens_k;
+  std::optional<Array> alibi_slopes, sinks, bias, seqused_q, seqused_k, cu_seqlens_q, cu_seqlens_k,
+      block_tables;
 
   void import(const char* op, const AttentionArgs& args, CallStream& stream,
               cuattn_attention_options& options) {
@@ -44,6 +45,7 @@ struct AttentionArrays {
     optional(op, "seqused_k", args.seqused_k, stream, seqused_k, options.seqused_k);
     optional(op, "cu_seqlens_q", args.cu_seqlens_q, stream, cu_seqlens_q, options.cu_seqlens_q);
     optional(op, "cu_seqlens_k", args.cu_seqlens_k, stream, cu_seqlens_k, options.cu_seqlens_k);
+    optional(op, "block_tables", args.block_tables, stream, block_tables, options.block_tables);
   }
 
  private:
@@ -125,10 +127,11 @@ nb::object attention_given(AttentionArgs& args) {
 
 nb::object attention_varlen(nb::handle q, nb::handle k, nb::handle v, nb::handle cu_seqlens_q,
                             nb::handle cu_seqlens_k, nb::handle max_seqlen_q,
-                            nb::handle max_seqlen_k, nb::handle causal, nb::handle window,
-                            nb::handle scale, nb::handle softcap, nb::handle alibi_slopes,
-                            nb::handle sinks, nb::handle bias, nb::handle seqused_q,
-                            nb::handle seqused_k, nb::handle num_splits, nb::handle batch_invariant,
+                            nb::handle max_seqlen_k, nb::handle block_tables, nb::handle kv_layout,
+                            nb::handle causal, nb::handle window, nb::handle scale,
+                            nb::handle softcap, nb::handle alibi_slopes, nb::handle sinks,
+                            nb::handle bias, nb::handle seqused_q, nb::handle seqused_k,
+                            nb::handle num_splits, nb::handle batch_invariant,
                             nb::handle return_lse, nb::handle out, nb::handle lse_out,
                             nb::handle workspace, nb::handle backend, nb::handle stream) {
   for (auto [name, value] :
@@ -139,7 +142,7 @@ nb::object attention_varlen(nb::handle q, nb::handle k, nb::handle v, nb::handle
       q,      k,         v,         cu_seqlens_q, cu_seqlens_k,    max_seqlen_q, max_seqlen_k,
       layout, causal,    window,    scale,        softcap,         alibi_slopes, sinks,
       bias,   seqused_q, seqused_k, num_splits,   batch_invariant, return_lse,   backend,
-      out,    lse_out,   workspace, stream};
+      out,    lse_out,   workspace, stream,       block_tables,    kv_layout};
   return run_attention("attention_varlen", args);
 }
 
@@ -219,11 +222,13 @@ nb::dict explain(nb::handle q, nb::handle k, nb::handle v, nb::dict options, nb:
                      none,
                      none,
                      none,
-                     none};
+                     none,
+                     none,
+                     options["kv_layout"]};
   cuattn_attention_options c = parse_options(op, args);
   DLDataType scalars = parse_dtype(op, dtype);
   DLDevice place = shapes_on < 0 ? DLDevice{kDLCPU, 0} : DLDevice{kDLCUDA, shapes_on};
-  Array arrays[10];
+  Array arrays[3 + 8];
   import_shape(op, "q", q, scalars, place, arrays[0]);
   import_shape(op, "k", k, scalars, place, arrays[1]);
   import_shape(op, "v", v, scalars, place, arrays[2]);
@@ -239,7 +244,8 @@ nb::dict explain(nb::handle q, nb::handle k, nb::handle v, nb::dict options, nb:
                                 {"seqused_q", i32, &c.seqused_q},
                                 {"seqused_k", i32, &c.seqused_k},
                                 {"cu_seqlens_q", i32, &c.cu_seqlens_q},
-                                {"cu_seqlens_k", i32, &c.cu_seqlens_k}};
+                                {"cu_seqlens_k", i32, &c.cu_seqlens_k},
+                                {"block_tables", i32, &c.block_tables}};
   Array* array = arrays + 3;
   for (const Optional& optional : optionals) {
     nb::object value = options[optional.name];
@@ -334,7 +340,8 @@ NB_MODULE(_core, m) {
         nb::sig(
             "def attention_varlen(q: object, k: object, v: object, cu_seqlens_q: object, "
             "cu_seqlens_k: object, "
-            "max_seqlen_q: int, max_seqlen_k: int, causal: bool, window: tuple[int, int], scale: "
+            "max_seqlen_q: int, max_seqlen_k: int, block_tables: object, kv_layout: str, causal: "
+            "bool, window: tuple[int, int], scale: "
             "float | None, "
             "softcap: float, alibi_slopes: object, sinks: object, bias: object, seqused_q: object, "
             "seqused_k: object, num_splits: int, batch_invariant: bool, return_lse: bool, out: "
@@ -342,7 +349,8 @@ NB_MODULE(_core, m) {
             "lse_out: object, workspace: object, backend: str, stream: object) -> object"),
         nb::arg("q").none(), nb::arg("k").none(), nb::arg("v").none(),
         nb::arg("cu_seqlens_q").none(), nb::arg("cu_seqlens_k").none(),
-        nb::arg("max_seqlen_q").none(), nb::arg("max_seqlen_k").none(), nb::arg("causal").none(),
+        nb::arg("max_seqlen_q").none(), nb::arg("max_seqlen_k").none(),
+        nb::arg("block_tables").none(), nb::arg("kv_layout").none(), nb::arg("causal").none(),
         nb::arg("window").none(), nb::arg("scale").none(), nb::arg("softcap").none(),
         nb::arg("alibi_slopes").none(), nb::arg("sinks").none(), nb::arg("bias").none(),
         nb::arg("seqused_q").none(), nb::arg("seqused_k").none(), nb::arg("num_splits").none(),

@@ -107,6 +107,7 @@ struct AttentionArgs {
       seqused_k;
   nb::handle num_splits, batch_invariant, return_lse, backend;
   nb::handle out, lse_out, workspace, stream;
+  nb::handle block_tables, kv_layout;
 };
 
 // Given, and not None, for the arguments whose default is None.
@@ -140,6 +141,7 @@ inline cuattn_attention_options parse_options(const char* op, const AttentionArg
   if (args.return_lse.is_valid())
     options.return_lse = parse_bool(op, "return_lse", args.return_lse);
   if (args.backend.is_valid()) options.backend = parse_text(op, "backend", args.backend);
+  if (args.kv_layout.is_valid()) options.kv_layout = parse_kv_layout(op, args.kv_layout);
   if (is_given(args.max_seqlen_q))
     options.max_seqlen_q = parse_int(op, "max_seqlen_q", args.max_seqlen_q);
   if (is_given(args.max_seqlen_k))

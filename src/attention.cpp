@@ -6,6 +6,7 @@
 
 #include <cmath>
 
+#include "cache.h"
 #include "validate.h"
 
 namespace cuattn {
@@ -36,6 +37,53 @@ void check_head_dim(const char* function, const char* argument, const char* axis
       head_dim >= kHeadDimStep && head_dim <= kMaxHeadDim && head_dim % kHeadDimStep == 0, function,
       ": ", argument, " must have ", axis, " a multiple of ", kHeadDimStep, " up to ", kMaxHeadDim,
       ", got ", head_dim, "; pad it with zeros and pass scale= of the true head_dim");
+}
+
+void check_heads(const char* fn, const PrefillParams& p) {
+  CUATTN_REQUIRE(p.num_heads_q == 0 || (p.num_heads_kv > 0 && p.num_heads_q % p.num_heads_kv == 0),
+                 fn, ": q must have num_heads_q a multiple of num_heads_kv, got ", p.num_heads_q,
+                 " and ", p.num_heads_kv, "; repeat or drop heads");
+}
+
+// A ragged q over caches in blocks.
+void read_paged_arrays(AttentionCall& call, const TensorView& q, const TensorView& k,
+                       const TensorView& v, const cuattn_attention_options& o, bool check_data) {
+  const char* fn = call.function();
+  PrefillParams& p = call.params;
+  CUATTN_REQUIRE(
+      o.cu_seqlens_q != nullptr, fn,
+      ": cu_seqlens_q must be given with block_tables, got none; pass int32 [batch + 1]");
+  Axes axes = axes_of(true, call.layout);
+  p.dtype = attention_dtype(fn, "q", q);
+  require_rank(fn, "q", q, axes.ndim, axes.names);
+  check_head_dim(fn, "q", "head_dim", q.shape[2]);
+  require_rows(fn, "q", q, false, check_data);
+  if (k.is(DType::e4m3)) {
+    fail<NotImplemented>(fn,
+                         ": k is float8_e4m3fn, which chunked prefill has no kernel for yet; use "
+                         "paged_attention, or a cache of q's dtype");
+  }
+  require_dtype(fn, "k", k, p.dtype, " like q");
+  CUATTN_REQUIRE(o.kv_layout >= CUATTN_KV_NHD && o.kv_layout <= CUATTN_KV_VLLM, fn,
+                 ": kv_layout must be 'nhd', 'hnd' or 'vllm', got code ", o.kv_layout,
+                 "; choose one of these");
+  call.pages =
+      read_pages(fn, {"k", "v"}, k, v, TensorView(*o.block_tables),
+                 static_cast<KvLayout>(o.kv_layout), p.dtype, call.device, "q", check_data);
+  const CacheGatherParams& pages = call.pages;
+  require_extent(fn, "k", "head_dim", pages.k.head_dim, q.shape[2], "q");
+  check_head_dim(fn, "v", "head_dim_v", pages.v.head_dim);
+  CUATTN_REQUIRE(pages.num_blocks > 0 || pages.num_seqs == 0, fn,
+                 ": k must hold at least one block, got 0; allocate one");
+  p.num_heads_q = checked_extent(fn, "q", "num_heads_q", q.shape[1]);
+  p.num_heads_kv = pages.num_heads;
+  check_heads(fn, p);
+  p.head_dim = static_cast<int32_t>(q.shape[2]);
+  p.head_dim_v = pages.v.head_dim;
+  p.total_q = q.shape[0];
+  p.total_kv = int64_t{pages.max_blocks} * pages.block_size;  // of one sequence, until place_pages
+  p.q = q.data;
+  p.q_strides = strides_of(q, axes);
 }
 
 // q, k and v: ranks, dtypes, devices, extents, strides.
@@ -72,9 +120,7 @@ void read_arrays(AttentionCall& call, const TensorView& q, const TensorView& k, 
   }
   p.num_heads_q = checked_extent(fn, "q", "num_heads_q", q.shape[axes.head]);
   p.num_heads_kv = checked_extent(fn, "k", "num_heads_kv", k.shape[axes.head]);
-  CUATTN_REQUIRE(p.num_heads_q == 0 || (p.num_heads_kv > 0 && p.num_heads_q % p.num_heads_kv == 0),
-                 fn, ": q must have num_heads_q a multiple of num_heads_kv, got ", p.num_heads_q,
-                 " and ", p.num_heads_kv, "; repeat or drop heads");
+  check_heads(fn, p);
   p.head_dim = static_cast<int32_t>(q.shape[dim]);
   p.head_dim_v = static_cast<int32_t>(v.shape[dim]);
   p.total_q = call.ragged ? q.shape[0] : int64_t{p.batch} * p.seqlen_q;
@@ -106,9 +152,11 @@ const int32_t* read_lengths(const AttentionCall& call, const char* name, const D
 void read_ragged(AttentionCall& call, const cuattn_attention_options& o, bool check_data) {
   const char* fn = call.function();
   PrefillParams& p = call.params;
-  CUATTN_REQUIRE(o.cu_seqlens_q != nullptr && o.cu_seqlens_k != nullptr, fn,
+  bool has_lengths = o.cu_seqlens_k != nullptr || (call.paged && o.seqused_k != nullptr);
+  CUATTN_REQUIRE(o.cu_seqlens_q != nullptr && has_lengths, fn,
                  ": cu_seqlens_q and cu_seqlens_k must both be given, got one; pass int32 [batch + "
-                 "1] for each");
+                 "1] for each",
+                 call.paged ? ", or seqused_k [batch]" : "");
   CUATTN_REQUIRE(o.cu_seqlens_q->ndim == 1 && o.cu_seqlens_q->shape[0] >= 1, fn,
                  ": cu_seqlens_q must have shape (batch + 1,), got ",
                  shape_text(TensorView(*o.cu_seqlens_q)), "; start it with 0");
@@ -128,6 +176,33 @@ void read_ragged(AttentionCall& call, const cuattn_attention_options& o, bool ch
   int64_t longest_kv = o.max_seqlen_k < p.total_kv ? o.max_seqlen_k : p.total_kv;
   p.seqlen_q = checked_extent(fn, "q", "max_seqlen_q", longest_q);
   p.seqlen_kv = checked_extent(fn, "k", "max_seqlen_k", longest_kv);
+}
+
+// Paged keys are gathered: end to end where cu_seqlens_k is given, else seqlen_kv rows a sequence.
+void place_pages(AttentionCall& call) {
+  const char* fn = call.function();
+  PrefillParams& p = call.params;
+  CacheGatherParams& g = call.pages;
+  require_extent(fn, "block_tables", "num_seqs", g.num_seqs, p.batch, "cu_seqlens_q");
+  p.total_kv = int64_t{p.batch} * p.seqlen_kv;
+  g.num_tokens = p.total_kv;
+  g.cu_seqlens = p.cu_seqlens_kv;
+  g.padded_len = p.seqlen_kv;
+  g.seqused = p.seqused_kv;
+  auto place = [&](CacheSide& side, Strides& strides) {
+    side.row_head = side.head_dim;
+    side.row_token = int64_t{p.num_heads_kv} * side.head_dim;
+    strides = {g.cu_seqlens != nullptr ? 0 : p.seqlen_kv * side.row_token, side.row_token,
+               side.row_head};
+  };
+  place(g.k, p.k_strides);
+  place(g.v, p.v_strides);
+}
+
+// Bytes of the gathered rows of one side, in whole pieces of 256.
+size_t page_bytes(const AttentionCall& call, const CacheSide& side) {
+  int64_t bytes = call.params.total_kv * side.row_token * itemsize(call.params.dtype);
+  return (static_cast<size_t>(bytes) + 255) / 256 * 256;
 }
 
 // A window side that reaches past every key is no limit.
@@ -244,7 +319,8 @@ void read_scores(AttentionCall& call, const cuattn_attention_options& o, bool ch
 AttentionCall validate_attention(const TensorView& q, const TensorView& k, const TensorView& v,
                                  const cuattn_attention_options& o, bool check_data) {
   AttentionCall call{};
-  call.ragged = o.cu_seqlens_q != nullptr || o.cu_seqlens_k != nullptr;
+  call.paged = o.block_tables != nullptr;
+  call.ragged = o.cu_seqlens_q != nullptr || o.cu_seqlens_k != nullptr || call.paged;
   call.layout = o.layout;
   call.uses_seqused = o.seqused_q != nullptr || o.seqused_k != nullptr;
   call.has_sinks = o.sinks != nullptr;
@@ -255,11 +331,16 @@ AttentionCall validate_attention(const TensorView& q, const TensorView& k, const
   CUATTN_REQUIRE(o.layout == CUATTN_LAYOUT_BSHD || o.layout == CUATTN_LAYOUT_BHSD, fn,
                  ": layout must be 'bshd' or 'bhsd', got ", layout_text(o.layout),
                  "; choose one of these");
-  read_arrays(call, q, k, v, check_data);
+  if (call.paged) {
+    read_paged_arrays(call, q, k, v, o, check_data);
+  } else {
+    read_arrays(call, q, k, v, check_data);
+  }
   if (call.ragged) read_ragged(call, o, check_data);
   PrefillParams& p = call.params;
   p.seqused_q = read_lengths(call, "seqused_q", o.seqused_q, p.batch, "batch", check_data);
   p.seqused_kv = read_lengths(call, "seqused_k", o.seqused_k, p.batch, "batch", check_data);
+  if (call.paged) place_pages(call);
   read_mask(call, o);
   read_scores(call, o, check_data);
   if (o.num_splits < 0) {
@@ -292,6 +373,32 @@ PrefillRequest request_of(const AttentionCall& call) {
   r.batch_invariant = call.batch_invariant;
   return r;
 }
+
+Plan plan_of(const AttentionCall& call, const DeviceInfo& device, const char* backend) {
+  Plan plan = select_prefill(request_of(call), device, backend);
+  if (call.paged) {
+    plan.workspace_bytes += page_bytes(call, call.pages.k) + page_bytes(call, call.pages.v);
+  }
+  return plan;
+}
+
+namespace {
+
+// Copies the keys out of their blocks; returns the workspace that is left for the kernel.
+void* gather_pages(AttentionCall& call, void* workspace, Stream stream) {
+  auto* place = static_cast<char*>(workspace);
+  call.pages.k.rows = place;
+  call.pages.v.rows = place + page_bytes(call, call.pages.k);
+  call.params.k = call.pages.k.rows;
+  call.params.v = call.pages.v.rows;
+  if (call.params.total_kv > 0 && call.params.num_heads_kv > 0) {
+    const Backend& backend = backend_of(call.function(), call.device);
+    backend.cache_gather(call.pages, call.device.device_id, stream);
+  }
+  return place + page_bytes(call, call.pages.k) + page_bytes(call, call.pages.v);
+}
+
+}  // namespace
 
 void run_attention(AttentionCall& call, const TensorView& out, const TensorView* lse,
                    void* workspace, size_t workspace_bytes, Stream stream) {
@@ -327,12 +434,13 @@ void run_attention(AttentionCall& call, const TensorView& out, const TensorView*
 
   bool cuda = is_cuda(call.device);
   const Backend& backend = backend_of(fn, call.device);
+  if (call.paged) check_pages(fn, call.pages, call.device, stream);
   if ((call.ragged || call.uses_seqused) && (!cuda || checks_device_data()))
     backend.check(p, call.device.device_id, stream);
   if (out.size() == 0) return;
 
   require_workspace(fn, call.plan, call.device, workspace, workspace_bytes);
-  p.workspace = workspace;
+  p.workspace = call.paged ? gather_pages(call, workspace, stream) : workspace;
   backend.prefill(p, call.plan, call.device.device_id, stream);
 }
 

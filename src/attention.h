@@ -11,10 +11,11 @@ namespace cuattn {
 
 struct AttentionCall {
   PrefillParams params;
+  CacheGatherParams pages;  // paged keys: gathered into the workspace before the kernel runs
   Plan plan;
   DLDevice device;
   int32_t layout;
-  bool ragged, uses_seqused, has_sinks, batch_invariant;
+  bool ragged, paged, uses_seqused, has_sinks, batch_invariant;
   int64_t max_seqlen_q,
       max_seqlen_kv;  // as the caller gave them: the extents a bias is held against
 
@@ -24,6 +25,9 @@ static_assert(sizeof(AttentionCall) <= sizeof(cuattn_attention_call::state),
               "grow cuattn_attention_call::state");
 
 PrefillRequest request_of(const AttentionCall& call);
+
+// The choice for a call, with the workspace of its gathered keys.
+Plan plan_of(const AttentionCall& call, const DeviceInfo& device, const char* backend);
 
 // Validates shapes, dtypes, devices, strides and options, and fills everything but plan.
 // `check_data` false: no data pointer is looked at, for explain().

@@ -102,9 +102,8 @@ cuattn_status cuattn_attention_prepare(const DLTensor* q, const DLTensor* k, con
     AttentionCall& state = *new (call->state) AttentionCall(
         validate_attention(view, view_of("attention", "k", k), view_of("attention", "v", v),
                            *options, /*check_data=*/true));
-    new (&state.plan) Plan(select_prefill(request_of(state),
-                                          device_info_of(state, names_cublas(options->backend)),
-                                          options->backend));
+    new (&state.plan) Plan(
+        plan_of(state, device_info_of(state, names_cublas(options->backend)), options->backend));
     fill_shapes(view, *call);
   });
 }
@@ -156,7 +155,7 @@ cuattn_status cuattn_attention_explain(const DLTensor* q, const DLTensor* k, con
                            /*check_data=*/false);
     PrefillRequest request = request_of(call);
     DeviceInfo info = device != nullptr ? made_up_device(device) : device_info_of(call, true);
-    Plan plan = select_prefill(request, info, options->backend);
+    Plan plan = plan_of(call, info, options->backend);
     fill_plan(plan, request.mask, request.score, explain_prefill(request, info, options->backend),
               *result);
   });

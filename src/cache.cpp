@@ -3,6 +3,7 @@
 // the checks of slots and tables. Next: cpu/cache.cpp; cache_blocks.cpp for whole blocks.
 #include "cache.h"
 
+#include <algorithm>
 #include <cmath>
 #include <utility>
 
@@ -69,19 +70,21 @@ void check_block_size(const char* fn, const char* name, int64_t block_size, KvLa
 
 // The vLLM layout: what one head has in one block is row-major without gaps, and starts on 16
 // bytes.
-void require_dense_heads(const char* fn, const char* name, const TensorView& view, bool output) {
-  require_strided(fn, name, view, output, true);
+void require_dense_heads(const char* fn, const char* name, const TensorView& view, bool output,
+                         bool check_data) {
+  require_strided(fn, name, view, output, check_data);
   if (view.size() == 0) return;
   CUATTN_REQUIRE(is_dense_from(view, 2), fn, ": ", name,
                  " must be contiguous within a block and head, got strides ", strides_text(view),
                  "; make a contiguous copy");
-  if (is_cuda(view.device))
+  if (is_cuda(view.device) && check_data)
     require_aligned(fn, name, view, {stride_of(view, 0), stride_of(view, 1)});
 }
 
 // Fills side.cache and what belongs to it; the head_dim of the cache.
 int64_t read_cache(const char* fn, const char* name, const TensorView& view, KvLayout layout,
-                   bool is_k, DType dtype, bool output, CacheShape& shape, CacheSide& side) {
+                   bool is_k, DType dtype, bool output, bool check_data, CacheShape& shape,
+                   CacheSide& side) {
   CacheAxes axes = axes_of(layout, is_k);
   require_rank(fn, name, view, axes.ndim, axes.names);
   int64_t x = kGroupBytes / itemsize(dtype);
@@ -96,9 +99,9 @@ int64_t read_cache(const char* fn, const char* name, const TensorView& view, KvL
   check_head_dim(fn, name, head_dim, dtype);
   check_block_size(fn, name, shape.block_size, layout);
   if (layout == KvLayout::vllm) {
-    require_dense_heads(fn, name, view, output);
+    require_dense_heads(fn, name, view, output, check_data);
   } else {
-    require_rows(fn, name, view, output, true);
+    require_rows(fn, name, view, output, check_data);
   }
   side.cache = view.data;
   side.head_dim = static_cast<int32_t>(head_dim);
@@ -113,18 +116,18 @@ int64_t read_cache(const char* fn, const char* name, const TensorView& view, KvL
 }
 
 // Both caches of a call: of one dtype, on one device, of as many blocks, heads and tokens.
-CacheShape read_caches(const char* fn, const TensorView& k_cache, const TensorView& v_cache,
-                       KvLayout layout, DType dtype, DLDevice device, const char* like, bool output,
-                       CacheSide& k, CacheSide& v) {
+CacheShape read_caches(const char* fn, CacheNames names, const TensorView& k_cache,
+                       const TensorView& v_cache, KvLayout layout, DType dtype, DLDevice device,
+                       const char* like, bool output, bool check_data, CacheSide& k, CacheSide& v) {
   CacheShape shape{}, v_shape{};
-  require_device(fn, "k_cache", k_cache, device, like);
-  require_dtype(fn, "v_cache", v_cache, dtype, " like k_cache");
-  require_device(fn, "v_cache", v_cache, device, like);
-  read_cache(fn, "k_cache", k_cache, layout, true, dtype, output, shape, k);
-  read_cache(fn, "v_cache", v_cache, layout, false, dtype, output, v_shape, v);
-  require_extent(fn, "v_cache", "num_blocks", v_shape.num_blocks, shape.num_blocks, "k_cache");
-  require_extent(fn, "v_cache", "num_heads_kv", v_shape.num_heads, shape.num_heads, "k_cache");
-  require_extent(fn, "v_cache", "block_size", v_shape.block_size, shape.block_size, "k_cache");
+  require_device(fn, names.k, k_cache, device, like);
+  require_dtype(fn, names.v, v_cache, dtype, concat(" like ", names.k).c_str());
+  require_device(fn, names.v, v_cache, device, like);
+  read_cache(fn, names.k, k_cache, layout, true, dtype, output, check_data, shape, k);
+  read_cache(fn, names.v, v_cache, layout, false, dtype, output, check_data, v_shape, v);
+  require_extent(fn, names.v, "num_blocks", v_shape.num_blocks, shape.num_blocks, names.k);
+  require_extent(fn, names.v, "num_heads_kv", v_shape.num_heads, shape.num_heads, names.k);
+  require_extent(fn, names.v, "block_size", v_shape.block_size, shape.block_size, names.k);
   return shape;
 }
 
@@ -133,6 +136,37 @@ TensorView as_e4m3(TensorView view) {
   if (view.dtype.code == kDLUInt && view.dtype.bits == 8) view.dtype = dl_dtype(DType::e4m3);
   return view;
 }
+
+}  // namespace
+
+CacheGatherParams read_pages(const char* fn, CacheNames names, const TensorView& k_cache,
+                             const TensorView& v_cache, const TensorView& block_tables,
+                             KvLayout layout, DType dtype, DLDevice device, const char* like,
+                             bool check_data) {
+  CacheGatherParams p{};
+  p.kv_layout = layout;
+  p.dtype = dtype;
+  CacheShape shape = read_caches(fn, names, k_cache, v_cache, layout, dtype, device, like, false,
+                                 check_data, p.k, p.v);
+  p.num_blocks = shape.num_blocks;
+  p.num_heads = checked_extent(fn, names.k, "num_heads_kv", shape.num_heads);
+  p.block_size = static_cast<int32_t>(shape.block_size);
+  require_rank(fn, "block_tables", block_tables, 2, "[num_seqs, max_blocks_per_seq]");
+  require_dtype(fn, "block_tables", block_tables, DType::i32, "");
+  require_device(fn, "block_tables", block_tables, device, like);
+  require_strided(fn, "block_tables", block_tables, false, check_data);
+  CUATTN_REQUIRE(
+      block_tables.shape[1] <= 1 || block_tables.size() == 0 || block_tables.strides[1] == 1, fn,
+      ": block_tables must be contiguous in its last axis, got strides ",
+      strides_text(block_tables), "; make a contiguous copy");
+  p.block_tables = static_cast<const int32_t*>(block_tables.data);
+  p.block_tables_stride = stride_of(block_tables, 0);
+  p.num_seqs = checked_extent(fn, "block_tables", "num_seqs", block_tables.shape[0]);
+  p.max_blocks = checked_extent(fn, "block_tables", "max_blocks_per_seq", block_tables.shape[1]);
+  return p;
+}
+
+namespace {
 
 DType cache_dtype_of(const char* fn, const TensorView& view) {
   for (DType dtype : {DType::f32, DType::f16, DType::bf16, DType::e4m3}) {
@@ -252,8 +286,8 @@ void reshape_and_cache(const TensorView& k, const TensorView& v, const TensorVie
   CUATTN_REQUIRE(p.cache_dtype == p.dtype || p.cache_dtype == DType::e4m3, kWrite,
                  ": k_cache must be ", dtype_name(p.dtype), " like k, or float8_e4m3fn, got ",
                  dtype_name(p.cache_dtype), "; cast k and v to it first");
-  CacheShape shape = read_caches(kWrite, k_cache, v_cache, p.kv_layout, p.cache_dtype, device, "k",
-                                 true, p.k, p.v);
+  CacheShape shape = read_caches(kWrite, {"k_cache", "v_cache"}, k_cache, v_cache, p.kv_layout,
+                                 p.cache_dtype, device, "k", true, true, p.k, p.v);
   require_extent(kWrite, "v", "num_tokens", v.shape[0], k.shape[0], "k");
   require_extent(kWrite, "k_cache", "num_heads_kv", shape.num_heads, k.shape[1], "k");
   require_extent(kWrite, "v", "num_heads_kv", v.shape[1], k.shape[1], "k");
@@ -281,8 +315,22 @@ void reshape_and_cache(const TensorView& k, const TensorView& v, const TensorVie
 
 constexpr const char* kGather = "gather_cache";
 
-void check_tables(const CacheGatherParams& p, const int32_t* cu_seqlens, const int32_t* tables,
-                  int64_t tables_stride) {
+// The blocks that a sequence of `length` tokens reads.
+void check_blocks(const char* fn, const CacheGatherParams& p, const int32_t* tables, int32_t seq,
+                  int64_t length) {
+  CUATTN_REQUIRE(length <= int64_t{p.max_blocks} * p.block_size, fn,
+                 ": block_tables must have room for every sequence, got a length of ", length,
+                 " for sequence ", seq, " with ", p.max_blocks, " blocks of ", p.block_size,
+                 "; widen the table");
+  for (int64_t i = 0; i * p.block_size < length; ++i) {
+    int32_t block = tables[seq * p.block_tables_stride + i];
+    CUATTN_REQUIRE(block >= 0 && block < p.num_blocks, fn,
+                   ": block_tables must name blocks in [0, ", p.num_blocks, "), got ", block,
+                   " at (", seq, ", ", i, "); entries past the sequence may hold anything");
+  }
+}
+
+void check_tables(const CacheGatherParams& p, const int32_t* cu_seqlens, const int32_t* tables) {
   if (cu_seqlens == nullptr || tables == nullptr) return;
   CUATTN_REQUIRE(cu_seqlens[0] == 0, kGather, ": cu_seqlens must start at 0, got ", cu_seqlens[0],
                  "; element i is where sequence i begins");
@@ -290,16 +338,7 @@ void check_tables(const CacheGatherParams& p, const int32_t* cu_seqlens, const i
     int64_t begin = cu_seqlens[seq], end = cu_seqlens[seq + 1];
     CUATTN_REQUIRE(end >= begin, kGather, ": cu_seqlens must not decrease, got ", end, " after ",
                    begin, " at index ", seq + 1, "; pass the running sum of the sequence lengths");
-    CUATTN_REQUIRE(end - begin <= int64_t{p.max_blocks} * p.block_size, kGather,
-                   ": block_tables must have room for every sequence, got a length of ",
-                   end - begin, " for sequence ", seq, " with ", p.max_blocks, " blocks of ",
-                   p.block_size, "; widen the table");
-    for (int64_t i = 0; i * p.block_size < end - begin; ++i) {
-      int32_t block = tables[seq * tables_stride + i];
-      CUATTN_REQUIRE(block >= 0 && block < p.num_blocks, kGather,
-                     ": block_tables must name blocks in [0, ", p.num_blocks, "), got ", block,
-                     " at (", seq, ", ", i, "); entries past the sequence may hold anything");
-    }
+    check_blocks(kGather, p, tables, seq, end - begin);
   }
   CUATTN_REQUIRE(cu_seqlens[p.num_seqs] <= p.num_tokens, kGather,
                  ": cu_seqlens must end within the rows of k_out, got ", cu_seqlens[p.num_seqs],
@@ -307,53 +346,38 @@ void check_tables(const CacheGatherParams& p, const int32_t* cu_seqlens, const i
                  " rows; allocate [cu_seqlens[-1], num_heads_kv, head_dim]");
 }
 
+int64_t table_span(const CacheGatherParams& p) {
+  return p.num_seqs == 0 || p.max_blocks == 0
+             ? 0
+             : (p.num_seqs - 1) * p.block_tables_stride + p.max_blocks;
+}
+
 void gather_cache(const TensorView& k_cache, const TensorView& v_cache,
                   const TensorView& block_tables, const TensorView& cu_seqlens,
                   const TensorView& k_out, const TensorView& v_out, int32_t kv_layout,
                   Stream stream) {
-  CacheGatherParams p{};
   DLDevice device = k_cache.device;
   require_known_device(kGather, "k_cache", device);
-  p.kv_layout = kv_layout_of(kGather, kv_layout);
-  p.dtype = cache_dtype_of(kGather, k_cache);
-  CacheShape shape = read_caches(kGather, k_cache, v_cache, p.kv_layout, p.dtype, device, "k_cache",
-                                 false, p.k, p.v);
+  KvLayout layout = kv_layout_of(kGather, kv_layout);
+  CacheGatherParams p =
+      read_pages(kGather, {"k_cache", "v_cache"}, k_cache, v_cache, block_tables, layout,
+                 cache_dtype_of(kGather, k_cache), device, "k_cache", true);
   read_rows(kGather, "k_out", k_out, p.dtype, device, "k_cache", true, p.k);
   read_rows(kGather, "v_out", v_out, p.dtype, device, "k_cache", true, p.v);
   require_extent(kGather, "v_out", "num_tokens", v_out.shape[0], k_out.shape[0], "k_out");
-  require_extent(kGather, "k_out", "num_heads_kv", k_out.shape[1], shape.num_heads, "k_cache");
-  require_extent(kGather, "v_out", "num_heads_kv", v_out.shape[1], shape.num_heads, "v_cache");
+  require_extent(kGather, "k_out", "num_heads_kv", k_out.shape[1], p.num_heads, "k_cache");
+  require_extent(kGather, "v_out", "num_heads_kv", v_out.shape[1], p.num_heads, "v_cache");
   require_extent(kGather, "k_out", "head_dim", k_out.shape[2], p.k.head_dim, "k_cache");
   require_extent(kGather, "v_out", "head_dim", v_out.shape[2], p.v.head_dim, "v_cache");
   p.num_tokens = k_out.shape[0];
-  p.num_blocks = shape.num_blocks;
-  p.num_heads = checked_extent(kGather, "k_cache", "num_heads_kv", shape.num_heads);
-  p.block_size = static_cast<int32_t>(shape.block_size);
-
-  require_rank(kGather, "block_tables", block_tables, 2, "[num_seqs, max_blocks_per_seq]");
-  require_dtype(kGather, "block_tables", block_tables, DType::i32, "");
-  require_device(kGather, "block_tables", block_tables, device, "k_cache");
-  require_strided(kGather, "block_tables", block_tables, false, true);
-  CUATTN_REQUIRE(
-      block_tables.shape[1] <= 1 || block_tables.size() == 0 || block_tables.strides[1] == 1,
-      kGather, ": block_tables must be contiguous in its last axis, got strides ",
-      strides_text(block_tables), "; make a contiguous copy");
-  p.block_tables = static_cast<const int32_t*>(block_tables.data);
-  p.block_tables_stride = stride_of(block_tables, 0);
-  p.num_seqs = checked_extent(kGather, "block_tables", "num_seqs", block_tables.shape[0]);
-  p.max_blocks =
-      checked_extent(kGather, "block_tables", "max_blocks_per_seq", block_tables.shape[1]);
   p.cu_seqlens = static_cast<const int32_t*>(read_vector(kGather, "cu_seqlens", cu_seqlens,
                                                          DType::i32, int64_t{p.num_seqs} + 1,
                                                          "num_seqs + 1", device, "k_cache"));
 
   const Backend& backend = backend_of(kGather, device);
-  int64_t table_span = p.num_seqs == 0 || p.max_blocks == 0
-                           ? 0
-                           : (p.num_seqs - 1) * p.block_tables_stride + p.max_blocks;
   HostCopy<int32_t> ends(backend, device, p.cu_seqlens, int64_t{p.num_seqs} + 1, stream);
-  HostCopy<int32_t> tables(backend, device, p.block_tables, table_span, stream);
-  check_tables(p, ends.data(), tables.data(), p.block_tables_stride);
+  HostCopy<int32_t> tables(backend, device, p.block_tables, table_span(p), stream);
+  check_tables(p, ends.data(), tables.data());
   if (p.num_seqs == 0 || p.num_tokens == 0 || p.num_heads == 0) return;
   CUATTN_REQUIRE(p.num_blocks > 0 && p.max_blocks > 0, kGather,
                  ": k_cache and block_tables must hold a block, got ", p.num_blocks, " and ",
@@ -385,6 +409,21 @@ int64_t gather_total(const TensorView& cu_seqlens, Stream stream) {
 }
 
 }  // namespace
+
+void check_pages(const char* fn, const CacheGatherParams& p, DLDevice device, Stream stream) {
+  const Backend& backend = backend_of(fn, device);
+  HostCopy<int32_t> tables(backend, device, p.block_tables, table_span(p), stream);
+  HostCopy<int32_t> ends(backend, device, p.cu_seqlens, int64_t{p.num_seqs} + 1, stream);
+  HostCopy<int32_t> used(backend, device, p.seqused, p.num_seqs, stream);
+  if (tables.data() == nullptr) return;
+  for (int32_t seq = 0; seq < p.num_seqs; ++seq) {
+    int64_t length = p.padded_len;
+    if (p.cu_seqlens != nullptr) length = ends.data()[seq + 1] - ends.data()[seq];
+    if (p.seqused != nullptr) length = std::min<int64_t>(length, used.data()[seq]);
+    check_blocks(fn, p, tables.data(), seq, length);
+  }
+}
+
 }  // namespace cuattn
 
 using namespace cuattn;

@@ -16,6 +16,23 @@ constexpr int64_t kGroupBytes = 16;  // x of the vLLM layout, and one 128-bit lo
 void require_aligned(const char* function, const char* argument, const TensorView& view,
                      std::initializer_list<int64_t> strides);
 
+// What the caller knows the caches as.
+struct CacheNames {
+  const char *k, *v;
+};
+
+// Caches and tables of a call; where the rows lie, and how many, is the caller's to say.
+// `check_data` false: no data pointer is looked at, for explain().
+CacheGatherParams read_pages(const char* function, CacheNames names, const TensorView& k_cache,
+                             const TensorView& v_cache, const TensorView& block_tables,
+                             KvLayout layout, DType dtype, DLDevice device, const char* like,
+                             bool check_data);
+
+// Throws where a table has no room for a sequence or names a block that is not there. Lengths must
+// have been checked.
+void check_pages(const char* function, const CacheGatherParams& params, DLDevice device,
+                 Stream stream);
+
 // What an array holds, as the host sees it: itself on the CPU; on CUDA a copy, made only where the
 // checks are on, else nothing.
 template <class T>

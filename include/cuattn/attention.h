@@ -59,6 +59,9 @@ struct AttentionOptions {
   const TensorView* seqused_k = nullptr;  // int32 [batch]
   const TensorView* lse =
       nullptr;  // float32 output [batch, num_heads_q, seqlen_q]; ragged [num_heads_q, total_q]
+  // attention_varlen: k and v are caches in blocks, block_tables int32 [batch, max_blocks_per_seq].
+  const TensorView* block_tables = nullptr;
+  KvLayout kv_layout = KvLayout::nhd;
   bool batch_invariant = false;
   int32_t num_splits = 0;
   const char* backend = "auto";
@@ -88,7 +91,8 @@ inline void check(cuattn_status status) {
 
 // DLTensors of an option struct; lives beside the C options that point into it.
 struct COptions {
-  DLTensor alibi_slopes, sinks, bias, seqused_q, seqused_k, cu_seqlens_q, cu_seqlens_k;
+  DLTensor alibi_slopes, sinks, bias, seqused_q, seqused_k, cu_seqlens_q, cu_seqlens_k,
+      block_tables;
   cuattn_attention_options c;
 
   explicit COptions(const AttentionOptions& o) {
@@ -109,6 +113,8 @@ struct COptions {
     c.bias = borrow(o.bias, bias);
     c.seqused_q = borrow(o.seqused_q, seqused_q);
     c.seqused_k = borrow(o.seqused_k, seqused_k);
+    c.block_tables = borrow(o.block_tables, block_tables);
+    c.kv_layout = static_cast<int32_t>(o.kv_layout);
   }
   COptions(const COptions&) = delete;
 

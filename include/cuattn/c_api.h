@@ -66,7 +66,11 @@ typedef struct {
   const DLTensor* cu_seqlens_q;
   const DLTensor* cu_seqlens_k;
   int64_t max_seqlen_q, max_seqlen_k;
-  const char* backend; /* NULL = "auto" */
+  /* Ragged calls: k and v are caches in blocks (kv_layout below), cu_seqlens_k may be NULL where
+   * seqused_k says the lengths. The keys are gathered into the workspace. */
+  const DLTensor* block_tables; /* int32 [batch, max_blocks_per_seq] */
+  int32_t kv_layout;            /* CUATTN_KV_NHD, _HND, _VLLM */
+  const char* backend;          /* NULL = "auto" */
 } cuattn_attention_options;
 
 CUATTN_API void cuattn_attention_options_init(cuattn_attention_options* options);

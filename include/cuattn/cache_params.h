@@ -81,7 +81,10 @@ struct CacheGatherParams {
   const int32_t* block_tables;  // [num_seqs, max_blocks], ids clamped to [0, num_blocks - 1]
   int64_t block_tables_stride;
   int32_t num_seqs, max_blocks;
-  const int32_t* cu_seqlens;  // [num_seqs + 1]; rows beyond the last are not written
+  const int32_t* cu_seqlens;  // [num_seqs + 1]; rows beyond the last are not written. nullptr:
+                              // sequence b has the padded_len rows from b * padded_len on
+  int32_t padded_len;
+  const int32_t* seqused;  // [num_seqs], tokens of a sequence that are read; nullptr: all its rows
 };
 
 // Where a gathered row comes from. seq = -1: nowhere, the row is not written.
@@ -93,17 +96,24 @@ struct CachedToken {
 // Whatever block_tables and cu_seqlens hold, the place is one of the cache.
 CUATTN_HOST_DEVICE CachedToken cached_token(const CacheGatherParams& p, int64_t token) {
   int32_t low = 0, high = p.num_seqs;  // the last sequence that begins at or before the token
-  while (high - low > 1) {
-    int32_t middle = low + (high - low) / 2;
-    if (p.cu_seqlens[middle] <= token) {
-      low = middle;
-    } else {
-      high = middle;
+  int64_t position = token, length = p.padded_len;
+  if (p.cu_seqlens == nullptr) {
+    low = static_cast<int32_t>(token / p.padded_len);
+    position = token % p.padded_len;
+  } else {
+    while (high - low > 1) {
+      int32_t middle = low + (high - low) / 2;
+      if (p.cu_seqlens[middle] <= token) {
+        low = middle;
+      } else {
+        high = middle;
+      }
     }
+    position = token - p.cu_seqlens[low];
+    length = int64_t{p.cu_seqlens[low + 1]} - p.cu_seqlens[low];
   }
-  int64_t first = p.cu_seqlens[low], end = p.cu_seqlens[low + 1];
-  if (token < first || token >= end) return {-1, 0, 0};
-  int64_t position = token - first;
+  if (p.seqused != nullptr && p.seqused[low] < length) length = p.seqused[low];
+  if (position < 0 || position >= length) return {-1, 0, 0};
   int64_t column = position / p.block_size;
   if (column >= p.max_blocks) column = p.max_blocks - 1;
   int64_t block = p.block_tables[low * p.block_tables_stride + column];

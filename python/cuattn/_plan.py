@@ -53,6 +53,8 @@ OPTIONS: dict[str, Any] = {
     "cu_seqlens_k": None,
     "max_seqlen_q": None,
     "max_seqlen_k": None,
+    "block_tables": None,
+    "kv_layout": "nhd",
     "num_splits": 0,
     "batch_invariant": False,
     "return_lse": False,

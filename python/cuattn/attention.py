@@ -247,8 +247,13 @@ def attention_varlen(
         are.
     max_seqlen_q, max_seqlen_k : int
         Upper bounds of the lengths, known on the host; query rows beyond are not written.
-    block_tables, kv_layout : optional
-        Keys and values in a paged cache; no kernel takes these yet.
+    block_tables : int32 array, [batch, max_blocks_per_seq], optional
+        k and v are then caches in blocks, of q's dtype, as `paged_attention` takes them: chunked
+        prefill, and mixed batches of prefill and decode. cu_seqlens_k may be None where seqused_k
+        says the lengths. The keys are gathered into the workspace, 2 * batch * max_seqlen_k rows
+        of num_heads_kv heads, before the kernel runs.
+    kv_layout : {"nhd", "hnd", "vllm"}
+        Order of the axes of these caches.
     causal, window, scale, softcap, alibi_slopes, sinks, bias, q_scale, k_scale, v_scale
         As in `attention`; bias broadcasts to [batch, num_heads_q, max_seqlen_q, max_seqlen_k].
     seqused_q, seqused_k : int32 array, [batch], optional
@@ -276,17 +281,12 @@ def attention_varlen(
         find_cublas()
     if q_scale is not None or k_scale is not None or v_scale is not None:
         refuse_scales("attention_varlen")
-    if block_tables is not None:
-        raise NotImplementedError(
-            "attention_varlen: block_tables asks for a paged cache, which no kernel takes yet; "
-            "gather the blocks into packed k and v first"
-        )
-    if kv_layout != "nhd":
+    if block_tables is None and kv_layout != "nhd":
         raise ValueError(
             "attention_varlen: kv_layout belongs to paged caches and must be 'nhd' without "
             f"block_tables, got {kv_layout!r}; leave it out"
         )
-    if cu_seqlens_q is None or cu_seqlens_k is None:
+    if cu_seqlens_q is None or (cu_seqlens_k is None and block_tables is None):
         name = "cu_seqlens_q" if cu_seqlens_q is None else "cu_seqlens_k"
         raise TypeError(f"attention_varlen: {name} must be an int32 array [batch + 1], got None")
     result = _core.attention_varlen(
@@ -297,6 +297,8 @@ def attention_varlen(
         cu_seqlens_k,
         max_seqlen_q,
         max_seqlen_k,
+        block_tables,
+        kv_layout,
         causal,
         window,
         scale,
@@ -317,6 +319,11 @@ def attention_varlen(
     )
     if result is not NotImplemented:
         return result
+    if block_tables is not None:
+        raise NotImplementedError(
+            "attention_varlen: block_tables with JAX arrays is not registered with XLA; pass "
+            "numpy, torch or CuPy arrays, or gather the blocks into packed k and v first"
+        )
     return jax_face().attention_varlen(
         q,
         k,
