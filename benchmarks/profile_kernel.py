@@ -14,9 +14,8 @@ import argparse
 import sys
 
 from cuattn._bench import options
-from cuattn._bench.devices import torch_inputs
+from cuattn._bench.families import FAMILIES, Workload
 from cuattn._bench.peers import PEERS, Contestant, our_contestant
-from cuattn._bench.workloads import FAMILIES, Workload
 
 
 def find_workload(family: str, name: str) -> Workload:
@@ -56,7 +55,7 @@ def main() -> int:
     if not torch.cuda.is_available():
         raise SystemExit("profile_kernel: needs PyTorch with a CUDA device")
     with torch.no_grad():
-        prepared = contestant.prepare(workload, torch_inputs(workload, "cuda"))
+        prepared = contestant.prepare(workload, workload.draw("cuda"))
         with prepared.context():
             prepared.call()
             torch.cuda.synchronize()

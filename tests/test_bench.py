@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from cuattn._bench import devices, measure, options, peers, published, reference, report
-from cuattn._bench.workloads import FAMILIES, Workload, dense, visible_pairs
+from cuattn._bench.families import FAMILIES
+from cuattn._bench.workloads import Workload, dense, visible_pairs
 
 ROOT = Path(__file__).resolve().parent.parent
 ALL = [(name, w) for name, family in FAMILIES.items() for w in family.workloads]
@@ -51,6 +52,7 @@ def test_names_are_unique_within_a_family_and_peers_are_known():
     assert len({(family, w.name) for family, w in ALL}) == len(ALL)
     for family in FAMILIES.values():
         assert set(family.peers) <= peers.PEERS.keys()
+        assert set(family.backends) <= set(options.BACKENDS)
 
 
 def test_bfloat16_rounding_is_that_of_ml_dtypes():
@@ -137,6 +139,7 @@ def test_a_published_figure_yields_to_a_measured_peer_and_to_other_devices():
 def test_published_figures_name_rows_that_exist():
     names = {(family, w.name) for family, w in ALL}
     assert published.FIGURES.keys() <= names
+    assert published.DECODE_FIGURES.keys() <= names
 
 
 def contestants(*calls) -> list[peers.Contestant]:

@@ -20,6 +20,10 @@ from ._bench.runner import SCHEMA
 OUR_COLOURS = {
     "cuattn:auto": "#d1495b",
     "cuattn:invariant": "#e8889a",
+    "cuattn:replan": "#e8889a",
+    "cuattn:v2": "#e07a3f",
+    "cuattn:v1": "#edae49",
+    "cuattn:wide": "#8f6593",
     "cuattn:sm90": "#d1495b",
     "cuattn:sm80": "#e07a3f",
     "cuattn:cpu": "#d1495b",
@@ -64,6 +68,10 @@ LABELS = {
     "fa3_bf16": "FlashAttention-3, bf16",
     "fa4": "FlashAttention-4",
     "flashinfer": "FlashInfer",
+    "cuattn:replan": "cuattn, with the plan",
+    "cuattn:v1": "cuattn, V1",
+    "cuattn:v2": "cuattn, V2",
+    "cuattn:wide": "cuattn, 16-bit cache",
     "numpy": "numpy, plain formula",
 }
 STYLE = {
@@ -76,6 +84,8 @@ STYLE = {
     "legend.frameon": False,
     "svg.hashsalt": "cuattn",
 }
+# What a family's speed is: field of a result, its unit, the axis label.
+SPEED = {"tflops": ("tflops", 1.0, "TFLOP/s"), "gbps": ("gbps", 1e3, "TB/s")}
 PANEL_WIDTH, PANEL_HEIGHT, ONE_PANEL_WIDTH = 4.8, 3.3, 7.0  # inches
 
 
@@ -102,8 +112,8 @@ def curves(document: dict, quantity: str) -> dict[str, dict[str, list[tuple[floa
     """Group (sequence length, quantity) points: series -> contestant -> points in order."""
     found: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for workload, result in measured(document):
-        if workload["lengths"] or result.get(quantity) is None:
-            continue
+        if workload.get("lengths", True) or result.get(quantity) is None:
+            continue  # ragged, or no dense attention
         panel = found.setdefault(workload["series"], {})
         panel.setdefault(result["name"], []).append((workload["seqlen_q"], result[quantity]))
     for panel in found.values():
@@ -222,7 +232,8 @@ def coincide(
 
 
 def draw_bars(plt, document: dict, title: str):
-    """TFLOP/s of unlike workloads, one group of bars for each."""
+    """Speed of unlike workloads, one group of bars for each."""
+    quantity, unit, text = SPEED[document.get("quantity", "tflops")]
     names = in_order(result["name"] for _, result in measured(document))
     workloads = list(dict.fromkeys(workload["name"] for workload, _ in measured(document)))
     if not workloads:
@@ -237,7 +248,7 @@ def draw_bars(plt, document: dict, title: str):
                 places.append(
                     workloads.index(workload["name"]) + (index - (len(names) - 1) / 2) * height
                 )
-                values.append(result["tflops"])
+                values.append(result[quantity] / unit)
         bars = axes.barh(
             places, values, height=0.92 * height, color=colour(name), label=label(name)
         )
@@ -245,7 +256,7 @@ def draw_bars(plt, document: dict, title: str):
     axes.set_yticks(range(len(workloads)), workloads)
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
-    axes.set_xlabel("TFLOP/s")
+    axes.set_xlabel(text)
     finish(figure, document, title, [label(name) for name in names])
     return figure
 

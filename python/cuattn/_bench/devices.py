@@ -20,6 +20,7 @@ import numpy as np
 
 import cuattn
 
+from . import reference
 from .workloads import Workload
 
 
@@ -49,6 +50,10 @@ class Inputs:
 
     def out_head(self, out, b: int, h: int, rows: np.ndarray) -> np.ndarray:
         return to_host(self._sequence(out, b)[:, h])[rows]
+
+    def sample(self) -> reference.Sample:
+        """Make what results of this workload are checked with."""
+        return reference.Sample(self.workload, self)
 
     def _sequence(self, x, b: int):
         if not self.workload.lengths:
@@ -142,7 +147,7 @@ class CudaDevice:
         self.flush_seconds = self.time(self.flush_buffer.zero_, 5, flush=False)
 
     def inputs(self, w: Workload) -> Inputs:
-        return torch_inputs(w, "cuda")
+        return w.draw("cuda")
 
     def heat(self, seconds: float) -> None:
         """Large matrix products until the clocks are where sustained work puts them."""
@@ -167,6 +172,15 @@ class CudaDevice:
             end.record()
         cuda.synchronize()
         return float(np.median([begin.elapsed_time(end) for begin, end in events])) / 1e3
+
+    def capture(self, call: Callable, repeats: int) -> Callable:
+        """Make a CUDA graph of several calls, which have run before; returns its replay."""
+        graph = self.torch.cuda.CUDAGraph()
+        with self.torch.cuda.graph(graph):
+            for _ in range(repeats):
+                call()
+        graph.replay()
+        return graph.replay
 
     @contextlib.contextmanager
     def peak_memory(self, result: list):
@@ -239,7 +253,7 @@ class CpuDevice:
         self.has_torch = importlib.util.find_spec("torch") is not None
 
     def inputs(self, w: Workload) -> Inputs:
-        return torch_inputs(w, "cpu") if self.has_torch else numpy_inputs(w)
+        return w.draw("cpu") if self.has_torch else numpy_inputs(w)
 
     def heat(self, seconds: float) -> None:
         end = time.perf_counter() + min(seconds, 0.1)
@@ -257,6 +271,15 @@ class CpuDevice:
             call()
             seconds.append(time.perf_counter() - begin)
         return float(np.median(seconds))
+
+    def capture(self, call: Callable, repeats: int) -> Callable:
+        """Return several calls as one."""
+
+        def calls():
+            for _ in range(repeats):
+                call()
+
+        return calls
 
     @contextlib.contextmanager
     def peak_memory(self, result: list):

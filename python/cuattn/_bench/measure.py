@@ -13,11 +13,11 @@ import dataclasses
 import random
 import sys
 import time
+from collections.abc import Callable
 
 from . import report
 from .devices import CpuDevice, CudaDevice, Inputs
 from .peers import Contestant, Prepared, Unsupported
-from .reference import Sample
 from .workloads import Workload
 
 PEER_SLACK = 4  # the check of another's sums only asks whether it computes the same function
@@ -54,6 +54,8 @@ class Entry:
     calls_per_round: int = 0
     rounds: int = 0
     rounds_ms: dict[int, float] = dataclasses.field(default_factory=dict)
+    timed: Callable | None = None  # calls_at_once calls; None: prepared.call
+    calls_at_once: int = 1
 
     @property
     def ok(self) -> bool:
@@ -77,7 +79,7 @@ def explain_failure(error: BaseException) -> str:
     return f"failed: {type(error).__name__}: {text[:200]}"
 
 
-def admit(entry: Entry, w: Workload, x: Inputs, sample: Sample, device) -> None:
+def admit(entry: Entry, w: Workload, x: Inputs, sample, device) -> None:
     """Prepare, run once, check, and estimate the time of a call."""
     prepared = entry.prepared = entry.contestant.prepare(w, x)
     with prepared.context():
@@ -100,6 +102,10 @@ def admit(entry: Entry, w: Workload, x: Inputs, sample: Sample, device) -> None:
             with device.peak_memory(peaks):
                 second_s = device.time(prepared.call, 1)
             entry.estimate_s = device.time(prepared.call, 3 if second_s < 0.1 else 1)
+            if prepared.repeats:
+                entry.calls_at_once = prepared.repeats
+                entry.timed = device.capture(prepared.call, prepared.repeats)
+                entry.estimate_s = device.time(entry.timed, 1) / prepared.repeats
         if entry.estimate_s >= SLOW_CALL_S:
             entry.rounds_ms[0] = entry.estimate_s * 1e3
         entry.peak_bytes = peaks[0] if peaks[0] is not None else prepared.memory_bytes
@@ -112,7 +118,8 @@ def plan_rounds(entries: list[Entry], settings: Settings, slice_s: float, flush_
     for entry in entries:
         if entry.rounds_ms:
             continue
-        affordable = int(share / ((1 + entry.warms_up) * entry.estimate_s + flush_s))
+        at_once_s = entry.estimate_s * entry.calls_at_once
+        affordable = int(share / ((1 + entry.warms_up) * at_once_s + flush_s))
         entry.rounds = rounds if affordable >= rounds else max(3, affordable)
         entry.calls_per_round = min(settings.calls, max(1, affordable // rounds))
 
@@ -126,8 +133,9 @@ def run_rounds(entries: list[Entry], device, order: random.Random) -> None:
                     with entry.prepared.context():
                         if entry.warms_up:
                             entry.prepared.call()
-                        seconds = device.time(entry.prepared.call, entry.calls_per_round)
-                    entry.rounds_ms[number] = seconds * 1e3
+                        timed = entry.timed or entry.prepared.call
+                        seconds = device.time(timed, entry.calls_per_round)
+                    entry.rounds_ms[number] = seconds / entry.calls_at_once * 1e3
                 except Exception as error:
                     entry.status = explain_failure(error)
                     device.release()
@@ -146,7 +154,8 @@ class Run:
 
     def wanted(self, contestant: Contestant, w: Workload) -> bool:
         jit = self.settings.jit
-        return not contestant.is_jit or jit == "all" or (jit == "marked" and w.jit)
+        chosen = not contestant.is_jit or jit == "all" or (jit == "marked" and w.jit)
+        return chosen and w.op in contestant.ops
 
     def reason_to_skip(self, contestant: Contestant, w: Workload, may_compile: bool) -> str | None:
         if contestant.is_jit and not may_compile:
@@ -158,7 +167,7 @@ class Run:
 
     def admit_all(self, w: Workload, x: Inputs, may_compile: bool) -> list[Entry]:
         entries = []
-        sample = Sample(w, x)
+        sample = x.sample()
         for contestant in self.contestants:
             if not self.wanted(contestant, w):
                 continue

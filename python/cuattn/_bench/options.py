@@ -6,8 +6,23 @@ from __future__ import annotations
 import argparse
 import pathlib
 
-# `invariant` is auto with batch_invariant=True.
-BACKENDS = ("auto", "invariant", "naive", "cublas", "tiled", "simt", "sm80", "sm90", "cpu")
+# `invariant` is auto with batch_invariant=True. Over pages: `replan` makes the plan in every call,
+# `wide` keeps float8 numbers in q's dtype, `v1` and `v2` are PagedAttention.
+BACKENDS = (
+    "auto",
+    "invariant",
+    "naive",
+    "cublas",
+    "tiled",
+    "simt",
+    "sm80",
+    "sm90",
+    "cpu",
+    "replan",
+    "wide",
+    "v1",
+    "v2",
+)
 PEERS = (
     "torch",
     "math",

@@ -38,6 +38,8 @@ class Prepared:
     context: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
     kernel: str | None = None
     memory_bytes: int | None = None  # known without measuring: result and workspace
+    repeats: int = 0  # timed as a graph of so many calls; 0: alone
+    bytes: int | None = None  # that the call moves, where they are not the workload's
 
 
 def first(result):
@@ -82,6 +84,10 @@ def our_call(w: Workload, x: Inputs, backend: str) -> tuple[tuple, dict]:
 
 def ours(backend: str) -> Callable[[Workload, Inputs], Prepared]:
     def prepare(w: Workload, x: Inputs) -> Prepared:
+        if w.op == "paged_attention":
+            from . import paged_inputs
+
+            return paged_inputs.ours(backend)(w, x)
         arguments, options = our_call(w, x, backend)
         function = getattr(cuattn, w.op)
         try:
@@ -334,7 +340,11 @@ def _flash_attn(library, w: Workload, x: Inputs, options: dict) -> Prepared:
 
 
 def flashinfer(w: Workload, x: Inputs) -> Prepared:
-    """FlashInfer's ragged prefill; a dense batch is handed over as packed sequences."""
+    """FlashInfer: decode over pages, else ragged prefill with a dense batch as packed sequences."""
+    if w.op == "paged_attention":
+        from . import paged_inputs
+
+        return paged_inputs.flashinfer(w, x)
     require(hasattr(x.q, "is_cuda") and x.q.is_cuda, "needs CUDA tensors")
     require(
         w.dtype != "float32" and not (w.alibi or w.bias),
@@ -402,6 +412,7 @@ class Contestant:
     has_our_sums: bool = False  # the cublas rung adds up as cuBLAS does
     is_jit: bool = False
     in_bfloat16: bool = False  # also on float16 rows
+    ops: tuple[str, ...] = ("attention", "attention_varlen")
     packages: tuple[str, ...] = ()
 
 
@@ -423,7 +434,13 @@ PEERS: dict[str, Contestant] = {
         Contestant("fa3", fa3, packages=("fa3-fwd", "flash-attn-3")),
         Contestant("fa3_bf16", fa3_bf16, in_bfloat16=True, packages=("fa3-fwd", "flash-attn-3")),
         Contestant("fa4", fa4, is_jit=True, packages=("flash-attn-4", "nvidia-cutlass-dsl")),
-        Contestant("flashinfer", flashinfer, is_jit=True, packages=("flashinfer-python",)),
+        Contestant(
+            "flashinfer",
+            flashinfer,
+            is_jit=True,
+            packages=("flashinfer-python",),
+            ops=("attention", "attention_varlen", "paged_attention"),
+        ),
         Contestant("numpy", plain_numpy, packages=("numpy",)),
     )
 }
@@ -431,7 +448,11 @@ PEERS: dict[str, Contestant] = {
 
 def our_contestant(backend: str) -> Contestant:
     return Contestant(
-        f"cuattn:{backend}", ours(backend), is_ours=True, has_our_sums=backend != "cublas"
+        f"cuattn:{backend}",
+        ours(backend),
+        is_ours=True,
+        has_our_sums=backend != "cublas",
+        ops=("attention", "attention_varlen", "paged_attention"),
     )
 
 

@@ -5,12 +5,14 @@ All were taken on one H200 with the others idle (driver 580, CUDA 13.0, torch 2.
 about 100 calls with a cold L2, flash-attn 4.0.0b36 on sm_90, fa3-fwd 0.0.3, torch FlexAttention.
 That chip was not this one, and power decides its clock. So a figure is scaled to the run: by what
 FlashAttention-3 reaches on the same row where both figures exist (a kernel of the same kind on the
-same work), else by the bfloat16 matmul rate.
+same work), else by the bfloat16 matmul rate. Figures of decode are KV bytes / time and are scaled
+by the copy rate.
 """
 
 from __future__ import annotations
 
 DEVICE = "H200"
+COPY_TBPS = 4.28  # bytes read and written
 MATMUL_TFLOPS = 694.0  # bfloat16, 8192^3, under sustained load, in the minute of the figures
 
 # (family, workload): TFLOP/s. FlashAttention-3 is the anchor, not a bar: the run measures it.
@@ -35,30 +37,83 @@ FIGURES: dict[tuple[str, str], dict[str, float]] = {
     ("masks", "causal alibi"): {"flex": 362.0},
 }
 
+VLLM = ("vllm_v1", "vllm_v2")  # PagedAttention V1 and V2 of vLLM 0.6.6, blocks of 16
+SHAPES = (
+    "1 x 8192",
+    "16 x 8192",
+    "32 x 128",
+    "32 x 512",
+    "32 x 2048",
+    "64 x 8192",
+    "128 x 1024",
+)
+# Of each dtype and number of heads, for these shapes: TB/s of V1, then of V2.
+VLLM_TBPS: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
+    "fp16 32/32": (
+        (0.505, 4.153, 2.189, 3.343, 4.021, 4.125, 4.220),
+        (2.536, 4.169, 1.922, 3.110, 3.914, 4.360, 4.173),
+    ),
+    "fp16 32/8": (
+        (0.128, 1.752, 0.839, 1.287, 1.707, 1.912, 1.932),
+        (0.917, 1.759, 0.673, 1.109, 1.585, 1.884, 1.738),
+    ),
+    "bf16 32/32": (
+        (0.254, 3.067, 1.749, 2.592, 2.997, 3.110, 3.344),
+        (2.155, 3.540, 1.640, 2.560, 3.267, 3.771, 3.538),
+    ),
+    "bf16 32/8": (
+        (0.065, 0.946, 0.560, 0.774, 0.896, 1.018, 1.103),
+        (0.670, 1.175, 0.517, 0.771, 1.064, 1.270, 1.169),
+    ),
+}
+# (family, workload): TB/s
+DECODE_FIGURES: dict[tuple[str, str], dict[str, float]] = {
+    ("paged_vllm", f"{kind} {shape}"): dict(zip(VLLM, pair, strict=True))
+    for kind, columns in VLLM_TBPS.items()
+    for shape, pair in zip(SHAPES, zip(*columns, strict=True), strict=True)
+}
+
 
 def add_bars(family: str, row: dict, ceilings: dict[str, float], device: str) -> None:
     """Add to a measured row the scaled figures of peers that it lacks, and our ratios to them."""
-    figures = FIGURES.get((family, row["workload"]["name"]))
-    matmul = ceilings.get("matmul_bfloat16_tflops")
-    if figures is None or matmul is None or DEVICE not in device:
+    place = (family, row["workload"]["name"])
+    if DEVICE not in device:
         return
-    measured = {result["name"]: result["tflops"] for result in row["results"] if "ms" in result}
-    anchored = "fa3" in figures and "fa3" in measured
-    factor = measured["fa3"] / figures["fa3"] if anchored else matmul / MATMUL_TFLOPS
-    bars = {
-        peer: {
-            "tflops": tflops * factor,
-            "figure": tflops,
-            "scaled_by": "fa3 of this row" if anchored else "the matmul rate",
-        }
-        for peer, tflops in figures.items()
-        if peer != "fa3" and peer not in measured
-    }
+    measured = {result["name"]: result for result in row["results"] if "ms" in result}
+    if place in DECODE_FIGURES:
+        bars, quantity = copy_bars(DECODE_FIGURES[place], ceilings), "gbps"
+    else:
+        bars, quantity = matmul_bars(FIGURES.get(place, {}), measured, ceilings), "tflops"
+    bars = {peer: bar for peer, bar in bars.items() if peer not in measured}
     if not bars:
         return
     row["published"] = bars
-    for result in row["results"]:
-        if result["ours"] and "ms" in result:
+    for result in measured.values():
+        if result["ours"]:
             result["ratio_to_published"] = {
-                peer: result["tflops"] / bar["tflops"] for peer, bar in bars.items()
+                peer: result[quantity] / bar[quantity] for peer, bar in bars.items()
             }
+
+
+def matmul_bars(figures: dict[str, float], measured: dict[str, dict], ceilings) -> dict[str, dict]:
+    """TFLOP/s, scaled by FlashAttention-3 of the row or else by the matmul rate."""
+    matmul = ceilings.get("matmul_bfloat16_tflops")
+    anchored = "fa3" in figures and "fa3" in measured
+    if not anchored and matmul is None:
+        return {}
+    factor = measured["fa3"]["tflops"] / figures["fa3"] if anchored else matmul / MATMUL_TFLOPS
+    by = "fa3 of this row" if anchored else "the matmul rate"
+    return {
+        peer: {"tflops": figure * factor, "figure": figure, "scaled_by": by}
+        for peer, figure in figures.items()
+        if peer != "fa3"
+    }
+
+
+def copy_bars(figures: dict[str, float], ceilings: dict[str, float]) -> dict[str, dict]:
+    """TB/s, scaled by the copy rate."""
+    factor = ceilings["copy_gbps"] / COPY_TBPS
+    return {
+        peer: {"gbps": figure * factor, "figure": figure, "scaled_by": "the copy rate"}
+        for peer, figure in figures.items()
+    }

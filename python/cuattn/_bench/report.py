@@ -40,9 +40,10 @@ def row_json(w: Workload, entries: Iterable) -> dict:
             result |= {
                 "ms": ms,
                 "tflops": w.flops / ms / 1e9,
-                "gbps": w.bytes / ms / 1e6,
+                "gbps": (prepared.bytes or w.bytes) / ms / 1e6,
                 "peak_bytes": entry.peak_bytes,
                 "calls_per_round": max(1, entry.calls_per_round),
+                "calls_at_once": entry.calls_at_once,
                 "rounds_ms": {
                     str(number): value for number, value in sorted(entry.rounds_ms.items())
                 },
@@ -122,7 +123,7 @@ def row_lines(row: dict, ceilings: dict[str, float]) -> str:
         elif result["status"].startswith("unsupported"):
             continue
         lines.append(COLUMNS.format(**fields).rstrip())
-    lines += published_lines(row)
+    lines += published_lines(row) + bar_lines(row)
     return "\n".join(lines) or f"{name:34s} nobody measured here serves it"
 
 
@@ -135,11 +136,23 @@ def published_lines(row: dict) -> list[str]:
             for result in row["results"]
             if "ratio_to_published" in result
         )
-        fields = dict.fromkeys(("name", "ms", "gbps", "roof", "memory", "ratio"), "")
+        fields = dict.fromkeys(("name", "ms", "tflops", "gbps", "roof", "memory", "ratio"), "")
         note = f"its figure {bar['figure']} scaled by {bar['scaled_by']}: {', '.join(ratios)}"
-        fields |= {"who": f"({peer})", "tflops": f"{bar['tflops']:.4g}", "note": note}
+        speeds = {unit: f"{bar[unit]:.4g}" for unit in ("tflops", "gbps") if unit in bar}
+        fields |= {"who": f"({peer})", **speeds, "note": note}
         lines.append(COLUMNS.format(**fields).rstrip())
     return lines
+
+
+def bar_lines(row: dict) -> list[str]:
+    """Say of each bar of a row what was reached."""
+    words = {True: "holds", False: "MISSED", None: "not measured"}
+    return [
+        f"{'':34s} {bar['ours']} against {bar['against']}: "
+        + (f"{bar['value']:.3f}" if bar["value"] is not None else "-")
+        + f" of {bar['least']:g}, {words[bar['holds']]}"
+        for bar in row.get("bars", ())
+    ]
 
 
 def roof(workload: dict, result: dict, ceilings: dict[str, float]) -> float:
@@ -163,16 +176,24 @@ def markdown(document: dict) -> str:
     lines = [f"| workload | {' | '.join(names)} |", "| --- |" + " ---: |" * len(names)]
     for row in document["rows"]:
         results = {result["name"]: result for result in row["results"]}
-        cells = [markdown_cell(results.get(name)) for name in names]
+        quantity = document.get("quantity", "tflops")
+        cells = [markdown_cell(results.get(name), quantity) for name in names]
         lines.append(f"| {row['workload']['name']} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def markdown_cell(result: dict | None) -> str:
+def markdown_cell(result: dict | None, quantity: str = "tflops") -> str:
     if result is None or "ms" not in result:
         return "" if result is None else result["status"].split(":")[-1].strip()[:24]
     memory = f", {bytes_text(result['peak_bytes'])}" if result["peak_bytes"] else ""
-    return f"{result['ms']:.4g} ms, {result['tflops']:.3g} TFLOP/s{memory}"
+    return f"{result['ms']:.4g} ms, {speed_text(result, quantity)}{memory}"
+
+
+def speed_text(result: dict, quantity: str) -> str:
+    """TFLOP/s, or TB/s where memory is what counts."""
+    if quantity == "gbps":
+        return f"{result['gbps'] / 1e3:.3g} TB/s"
+    return f"{result['tflops']:.3g} TFLOP/s"
 
 
 def bytes_text(count: int | None) -> str:
@@ -219,9 +240,27 @@ def summary(document: dict) -> str:
             f"{name}: {mean:.3f} x {whom} on the geometric mean of {rows}, "
             f"least {worst:.3f} at {where}"
         )
+    lines += bar_summary(document)
     if not document["complete"]:
         lines.append("some rows were not run: raise --budget or choose rows with --workload")
     return "\n".join(lines)
+
+
+def bar_summary(document: dict) -> list[str]:
+    """How many bars hold, and which do not."""
+    bars = [(bar, row) for row in document["rows"] for bar in row.get("bars", ())]
+    judged = [(bar, row) for bar, row in bars if bar["holds"] is not None]
+    missed = [
+        f"{row['workload']['name']}: {bar['ours']} {bar['value']:.3f} of {bar['least']:g} "
+        f"({bar['against']})"
+        for bar, row in judged
+        if not bar["holds"]
+    ]
+    if not bars:
+        return []
+    count = f"bars: {len(judged) - len(missed)} of {len(judged)} hold"
+    left = len(bars) - len(judged)
+    return [count + (f", {left} not measured" if left else ""), *missed]
 
 
 def command(argv: list[str]) -> str:

@@ -15,12 +15,12 @@ import time
 
 import cuattn
 
-from . import published, report
+from . import bars, published, report
 from .devices import CpuDevice, CudaDevice, open_device
+from .families import FAMILIES, Family
 from .measure import Run, Settings, say
 from .options import BACKENDS
 from .peers import PEERS, Contestant, our_contestant, versions
-from .workloads import FAMILIES, Family
 
 SCHEMA = 1
 RECORDED_ENVIRONMENT = (
@@ -62,6 +62,7 @@ def run_family(name: str, family: Family, run: Run, document: dict, save) -> Non
         except Exception as error:  # the device context is lost; what was measured stays
             row = report.empty_row(w, f"aborted: {error}")
         published.add_bars(name, row, document["ceilings"], run.device.name)
+        bars.judge(getattr(w, "bars", ()), row, document["rows"], document["ceilings"])
         document["rows"].append(row)
         print(report.row_lines(row, document["ceilings"]), flush=True)
         save(document)
@@ -132,10 +133,7 @@ def list_families() -> None:
     for name, family in FAMILIES.items():
         print(f"{name}: {family.about}")
         for w in family.workloads:
-            print(
-                f"    {w.name:34s} {w.series}, batch {len(w.sequences)}, "
-                f"seqlen {w.seqlen_q} x {w.seqlen_kv}"
-            )
+            print(f"    {w.name:34s} {w.series}, {w.extent}")
 
 
 class Bench:
@@ -165,11 +163,13 @@ class Bench:
         contestants += [PEERS[peer] for peer in peers]
         document = describe(device, contestants, self.settings)
         document |= {"family": name, "about": family.about, "ceilings": ceilings}
-        document |= {"complete": True, "rows": []}
+        document |= {"quantity": family.quantity, "complete": True, "rows": []}
         document["commit"] = arguments.commit or document["commit"]
         path = arguments.output / f"{name}.json" if arguments.output else None
         print(f"\n{name}: {family.about}\n{report.header()}")
-        run = Run(device, self.settings, contestants)
+        heat_s = min(self.settings.heat_s, family.heat_s)
+        run = Run(device, dataclasses.replace(self.settings, heat_s=heat_s), contestants)
+        device.heat(self.settings.heat_s)
         with no_grad():
             family = dataclasses.replace(family, workloads=wanted)
             run_family(name, family, run, document, writer(path))

@@ -38,6 +38,11 @@ class Workload:
     lengths: tuple[int, ...] = ()
     jit: bool = False
 
+    def draw(self, device: str):
+        from .devices import torch_inputs
+
+        return torch_inputs(self, device)
+
     @property
     def op(self) -> str:
         return "attention_varlen" if self.lengths else "attention"
@@ -89,6 +94,11 @@ class Workload:
             words.append(f"softcap {self.softcap:g}")
         words += ["alibi"] * self.alibi + ["bias"] * self.bias
         return " ".join(words)
+
+    @property
+    def extent(self) -> str:
+        """Say how large a call is, for lists."""
+        return f"batch {len(self.sequences)}, seqlen {self.seqlen_q} x {self.seqlen_kv}"
 
     def as_json(self) -> dict:
         return {
@@ -285,45 +295,3 @@ def smoke() -> Iterable[Workload]:
     yield Workload(
         "ragged", 3, 100, 100, 4, 4, 64, dtype="float32", causal=True, lengths=(100, 17, 64)
     )
-
-
-@dataclasses.dataclass(frozen=True)
-class Family:
-    """A table of workloads, and who is measured on it unless told otherwise."""
-
-    workloads: tuple[Workload, ...]
-    about: str
-    backends: tuple[str, ...] = ("auto",)
-    peers: tuple[str, ...] = ("cudnn", "flash", "fa3", "fa4")
-    device: str = "any"  # or cpu: meant for the CPU backend, also where there is a GPU
-
-
-def _family(make, **choices) -> Family:
-    return Family(tuple(make()), make.__doc__.split("\n", maxsplit=1)[0], **choices)
-
-
-FAMILIES: dict[str, Family] = {
-    "mission": _family(
-        mission,
-        backends=("auto", "naive", "cublas"),
-        peers=("math", "efficient", "flash", "cudnn", "fa3", "fa3_bf16"),
-    ),
-    "forward": _family(forward),
-    "gqa": _family(gqa, peers=("cudnn", "flash", "fa3", "fa4", "flashinfer")),
-    "fp16": _family(fp16, peers=("cudnn", "flash", "fa3", "fa3_bf16", "fa4")),
-    "ragged": _family(ragged, peers=("varlen", "fa3", "fa4", "flashinfer")),
-    "masks": _family(
-        masks, peers=("flex", "fa3", "fa4", "varlen", "efficient", "cudnn", "flashinfer")
-    ),
-    "models": _family(models),
-    "ladder": _family(
-        ladder,
-        backends=("naive", "cublas", "tiled", "simt", "sm80", "sm90"),
-        peers=("math", "flash"),
-    ),
-    "cpu": _family(cpu, peers=("torch", "numpy"), device="cpu"),
-    "cpu_ladder": _family(
-        cpu_ladder, backends=("cpu", "naive"), peers=("torch", "numpy"), device="cpu"
-    ),
-    "smoke": _family(smoke, backends=("auto", "naive"), peers=("torch", "numpy", "varlen")),
-}

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The families of workloads by name, and who is measured on each."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from .paged import (
+    PagedWorkload,
+    paged,
+    paged_blocks,
+    paged_fp8,
+    paged_ragged,
+    paged_smoke,
+    paged_vllm,
+)
+from .workloads import (
+    Workload,
+    cpu,
+    cpu_ladder,
+    forward,
+    fp16,
+    gqa,
+    ladder,
+    masks,
+    mission,
+    models,
+    ragged,
+    smoke,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """A table of workloads, and who is measured on it unless told otherwise."""
+
+    workloads: tuple[Workload | PagedWorkload, ...]
+    about: str
+    backends: tuple[str, ...] = ("auto",)
+    peers: tuple[str, ...] = ("cudnn", "flash", "fa3", "fa4")
+    device: str = "any"  # or cpu: meant for the CPU backend, also where there is a GPU
+    quantity: str = "tflops"  # what speed is: or gbps
+    heat_s: float = 0.4  # how long the chip is heated before each row
+
+
+def _family(make, **choices) -> Family:
+    return Family(tuple(make()), make.__doc__.split("\n", maxsplit=1)[0], **choices)
+
+
+def _decode(make, *, peers=(), **choices) -> Family:
+    """Make a family bound by memory: its rows follow one another too fast for the chip to cool."""
+    return _family(make, peers=peers, quantity="gbps", heat_s=0.1, **choices)
+
+
+FAMILIES: dict[str, Family] = {
+    "mission": _family(
+        mission,
+        backends=("auto", "naive", "cublas"),
+        peers=("math", "efficient", "flash", "cudnn", "fa3", "fa3_bf16"),
+    ),
+    "forward": _family(forward),
+    "gqa": _family(gqa, peers=("cudnn", "flash", "fa3", "fa4", "flashinfer")),
+    "fp16": _family(fp16, peers=("cudnn", "flash", "fa3", "fa3_bf16", "fa4")),
+    "ragged": _family(ragged, peers=("varlen", "fa3", "fa4", "flashinfer")),
+    "masks": _family(
+        masks, peers=("flex", "fa3", "fa4", "varlen", "efficient", "cudnn", "flashinfer")
+    ),
+    "models": _family(models),
+    "ladder": _family(
+        ladder,
+        backends=("naive", "cublas", "tiled", "simt", "sm80", "sm90"),
+        peers=("math", "flash"),
+    ),
+    "cpu": _family(cpu, peers=("torch", "numpy"), device="cpu"),
+    "cpu_ladder": _family(
+        cpu_ladder, backends=("cpu", "naive"), peers=("torch", "numpy"), device="cpu"
+    ),
+    "smoke": _family(smoke, backends=("auto", "naive"), peers=("torch", "numpy", "varlen")),
+    "paged": _decode(paged, backends=("auto", "replan"), peers=("flashinfer",)),
+    "paged_vllm": _decode(paged_vllm, backends=("auto", "v1", "v2")),
+    "paged_blocks": _decode(paged_blocks),
+    "paged_fp8": _decode(paged_fp8, backends=("auto", "wide")),
+    "paged_ragged": _decode(paged_ragged, backends=("auto", "replan"), peers=("flashinfer",)),
+    "paged_smoke": _decode(paged_smoke, backends=("auto", "v1", "v2")),
+}

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arrays of a paged workload, and the calls of those who are measured on it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+import cuattn
+
+from . import reference
+from .devices import to_host
+from .paged import PagedWorkload
+from .peers import Prepared, Unsupported, module, require
+
+COLD_BYTES = 256 << 20  # calls take sets of caches in turn, so that none finds its own in the L2
+GRAPH_S = 1e-3  # what one graph of calls takes at least
+LIKELY_BYTES_PER_S, LIKELY_LATENCY_S = 4e12, 6e-6
+
+
+def calls_in_graph(num_bytes: int, sets: int) -> int:
+    """How many calls one graph holds: every set of arrays as often as another."""
+    seconds = max(num_bytes / LIKELY_BYTES_PER_S, LIKELY_LATENCY_S)
+    return sets * math.ceil(GRAPH_S / seconds / sets)
+
+
+def cache_shapes(w: PagedWorkload, num_blocks: int, itemsize: int) -> tuple[tuple, tuple]:
+    """Shapes of the K and the V cache."""
+    heads, dim, size, x = w.num_heads_kv, w.head_dim, w.block_size, 16 // itemsize
+    if w.kv_layout == "vllm":
+        return (num_blocks, heads, dim // x, size, x), (num_blocks, heads, dim, size)
+    order = (heads, size) if w.kv_layout == "hnd" else (size, heads)
+    return ((num_blocks, *order, dim),) * 2
+
+
+class PagedInputs:
+    """q, and several sets of K and V caches that share block_tables and context_lens."""
+
+    def __init__(self, w: PagedWorkload, device: str):
+        self.workload = w
+        generator = torch.Generator(device).manual_seed(0)
+        dtype = getattr(torch, w.dtype)
+
+        def draw(shape):
+            return torch.randn(shape, generator=generator, device=device, dtype=dtype)
+
+        needed = [math.ceil(length / w.block_size) for length in w.context_lens]
+        order = np.random.default_rng(0).permutation(sum(needed)).astype(np.int32)
+        tables = np.zeros((len(needed), max(needed)), np.int32)
+        ends = np.cumsum(needed)
+        for row, end, count in zip(tables, ends, needed, strict=True):
+            row[:count] = order[end - count : end]
+        self.block_tables = torch.from_numpy(tables).to(device)
+        self.context_lens = torch.tensor(w.context_lens, dtype=torch.int32, device=device)
+        self.q = draw((len(needed), w.num_heads_q, w.head_dim))
+        is_cuda = self.q.is_cuda
+        sets = max(2, math.ceil(COLD_BYTES / max(1, w.bytes))) if is_cuda else 2
+        self.repeats = calls_in_graph(w.bytes, sets) if is_cuda else 0
+        shapes = cache_shapes(w, sum(needed) * sets, self.q.element_size())
+        caches = [draw(shape) for shape in shapes]
+        if w.e4m3:
+            caches = [cache.to(torch.float8_e4m3fn).to(dtype) for cache in caches]
+        self.caches = list(zip(*(cache.split(sum(needed)) for cache in caches), strict=True))
+
+    def head(self, b: int, h: int, rows: np.ndarray):
+        """Copy one sequence and query head to the host: q, k, v, no slope, no bias."""
+        w = self.workload
+        group = h // (w.num_heads_q // w.num_heads_kv)
+        length = w.context_lens[b]
+        ids = self.block_tables[b, : math.ceil(length / w.block_size)].long()
+        k, v = self.caches[0]
+        if w.kv_layout == "vllm":
+            k, v = k[ids, group].transpose(1, 2), v[ids, group].transpose(1, 2)
+        elif w.kv_layout == "hnd":
+            k, v = k[ids, group], v[ids, group]
+        else:
+            k, v = k[ids, :, group], v[ids, :, group]
+        k, v = (to_host(x.reshape(-1, w.head_dim)[:length]) for x in (k, v))
+        return to_host(self.q[b, h][None])[rows], k, v, 0.0, None
+
+    def out_head(self, out, b: int, h: int, rows: np.ndarray) -> np.ndarray:
+        return to_host(out[b, h][None])[rows]
+
+    def sample(self) -> reference.Sample:
+        return reference.Sample(self.workload, self)
+
+
+def in_turn(caches: list, call: Callable) -> Callable:
+    """Call with the sets of caches in turn, the first one first."""
+    turns = itertools.cycle(caches)
+    return lambda: call(*next(turns))
+
+
+def as_e4m3(w: PagedWorkload, k: torch.Tensor, v: torch.Tensor) -> tuple:
+    """Store caches as float8_e4m3fn; the x-split layout has 16 elements side by side then."""
+    if w.kv_layout == "vllm":
+        blocks, heads, _, size, _ = k.shape
+        k = k.transpose(2, 3).reshape(blocks, heads, size, w.head_dim // 16, 16).transpose(2, 3)
+    return k.contiguous().to(torch.float8_e4m3fn), v.to(torch.float8_e4m3fn)
+
+
+def ours(backend: str) -> Callable[[PagedWorkload, PagedInputs], Prepared]:
+    """Prepare a call of ours by its word.
+
+    "auto" or a rung: paged_attention, its plan made beforehand where it needs one. "replan": the
+    plan made in every call. "invariant": batch_invariant=True. "wide": the numbers of float8 caches
+    kept in q's dtype. "v1", "v2": PagedAttention.
+    """
+
+    def prepare(w: PagedWorkload, x: PagedInputs) -> Prepared:
+        require(w.e4m3 or backend != "wide", "for float8 caches only")
+        is_narrow = w.e4m3 and backend != "wide"
+        caches = [as_e4m3(w, *pair) for pair in x.caches] if is_narrow else x.caches
+        version = backend if backend in ("v1", "v2") else None
+        op = f"paged_attention_{version}" if version else "paged_attention"
+        options: dict[str, Any] = {"kv_layout": w.kv_layout}
+        if not version:
+            words = ("replan", "invariant", "wide")
+            options["backend"] = "auto" if backend in words else backend
+            options["batch_invariant"] = backend == "invariant"
+        tail = (x.block_tables, x.context_lens)
+        try:
+            plan = cuattn.explain(op, x.q, *caches[0], *tail, **options)
+        except NotImplementedError as error:
+            raise Unsupported(str(error)) from error
+        planned = version is None and plan.num_splits == 0
+        require(planned or backend != "replan", "no plan: keys are cut evenly")
+        if planned and backend != "replan":
+            options["plan"] = made_plan(w, x, is_narrow, options["backend"])
+        out = torch.empty_like(x.q)
+        function, scale = getattr(cuattn, op), w.head_dim**-0.5
+
+        def call(k, v):
+            if version:
+                return function(out, x.q, k, v, *tail, scale, **options)
+            return function(x.q, k, v, *tail, out=out, **options)
+
+        return Prepared(
+            in_turn(caches, call),
+            kernel=plan.kernel,
+            memory_bytes=out.nbytes + plan.workspace_bytes,
+            repeats=x.repeats,
+            bytes=w.bytes if is_narrow or not w.e4m3 else w.bytes * x.q.element_size(),
+        )
+
+    return prepare
+
+
+def made_plan(w: PagedWorkload, x: PagedInputs, is_narrow: bool, rung: str):
+    return cuattn.paged_plan(
+        x.block_tables,
+        x.context_lens,
+        num_heads_q=w.num_heads_q,
+        num_heads_kv=w.num_heads_kv,
+        head_dim=w.head_dim,
+        block_size=w.block_size,
+        dtype=w.dtype,
+        kv_layout=w.kv_layout,
+        kv_dtype="float8_e4m3fn" if is_narrow else None,
+        backend=rung,
+    )
+
+
+def flashinfer(w: PagedWorkload, x: PagedInputs) -> Prepared:
+    """FlashInfer's decode over pages, on tensor cores where heads share keys; its plan outside."""
+    require(x.q.is_cuda, "needs CUDA tensors")
+    require(w.kv_layout != "vllm", "another layout")
+    require(w.dtype != "float32" and not w.e4m3, "float16 and bfloat16 caches")
+    library = module("flashinfer")
+    is_grouped = w.num_heads_q != w.num_heads_kv
+    wrapper = library.BatchDecodeWithPagedKVCacheWrapper(
+        torch.empty(256 << 20, dtype=torch.uint8, device="cuda"),
+        w.kv_layout.upper(),
+        use_tensor_cores=is_grouped,
+        backend="fa2" if is_grouped else "auto",
+    )
+    lens = np.asarray(w.context_lens)
+    needed = -(-lens // w.block_size)
+    tables = x.block_tables.cpu().numpy()
+    ids = np.concatenate([row[:count] for row, count in zip(tables, needed, strict=True)])
+    starts = np.concatenate([[0], np.cumsum(needed)])
+    last = lens - (needed - 1) * w.block_size
+    wrapper.plan(
+        *(torch.from_numpy(a.astype(np.int32)).cuda() for a in (starts, ids, last)),
+        w.num_heads_q,
+        w.num_heads_kv,
+        w.head_dim,
+        w.block_size,
+        q_data_type=x.q.dtype,
+        kv_data_type=x.q.dtype,
+    )
+    out = torch.empty_like(x.q)
+
+    def call(k, v):
+        return wrapper.run(x.q, (k, v), out=out)
+
+    return Prepared(in_turn(x.caches, call), repeats=x.repeats)
