@@ -38,6 +38,14 @@ void allow_shared_memory(KernelPointer kernel, int smem_bytes, std::atomic<uint6
   done.fetch_or(bit, std::memory_order_release);
 }
 
+// Major compute capability of the current device.
+inline int device_major() {
+  int device = 0, major = 0;
+  CUATTN_CUDA_TRY(cudaGetDevice(&device));
+  CUATTN_CUDA_TRY(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+  return major;
+}
+
 // Blocks of a one-dimensional grid; every tile, head and sequence is one block, so no axis limit of
 // 65,535 applies.
 inline unsigned grid_blocks(int64_t blocks, const char* kernel) {

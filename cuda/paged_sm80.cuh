@@ -7,8 +7,7 @@
 //
 // Each warp takes 16 keys at a time (a slice), in turn with the other warps, through stages of its
 // own: no barrier in the main loop. The warps' softmax states are merged at the end of a task.
-// Tasks: device/paged.cuh. Fragments: device/mma_sm80.cuh. Next: paged_combine.cu (parts of a
-// unit).
+// Tasks: device/paged.cuh. Fragments: device/mma_sm80.cuh. Next: paged_combine.cu.
 #pragma once
 
 #include "cuattn/device/mma_sm80.cuh"
@@ -61,15 +60,16 @@ struct PagedSm80 {
 
   // 3. Roles: every warp loads and computes its own slices. The loader runs up to kStages slices
   // ahead, into the next tasks where need be; the block of a slice is looked up one slice earlier
-  // still.
+  // still, so that nobody waits for the table.
   struct Loader {
     device::KeyTasks tasks;
     device::KeyTask task;
-    int32_t key;   // first key of the next slice
-    int64_t k, v;  // byte offsets of key `lane % 16` of the slice, at the task's kv head
-    bool live;     // there is a next slice
-    int stage;     // to fill next
-    int free;      // stages to fill
+    int32_t key;     // first key of the next slice
+    int32_t block;   // of key `lane % 16` of the slice, as the table has it
+    int32_t within;  // and the place of the key in that block
+    bool live;       // there is a next slice
+    int stage;       // to fill next
+    int free;        // stages to fill
 
     __device__ explicit Loader(const PagedParams& p)
         : tasks(p.work), key(0), live(true), stage(0), free(kStages) {
@@ -83,29 +83,27 @@ struct PagedSm80 {
         key = task.begin + warp() * kSlice;
       }
       if (!live) return;
-      // Clamped to keys that exist: entries of the table past the context are not read.
-      int32_t token = max(min(key + lane() % kSlice, task.end - 1), task.low);
-      int64_t block = device::block_of(p, task.b, token);
-      // A block that holds the whole slice is one for absent keys, too: their offsets follow on.
-      int32_t within = (slice_in_block(p) ? key + lane() % kSlice : token) % p.block_size;
-      k = (block * p.k_strides.block + task.kv_head * p.k_strides.head +
-           within * p.k_strides.token) *
-          kItem;
-      v = (block * p.v_strides.block + task.kv_head * p.v_strides.head +
-           within * p.v_strides.token) *
-          kItem;
+      // A block that holds the whole slice is one for absent keys, too: their places follow on.
+      // Elsewhere clamped to keys that exist: entries past the context are not read.
+      bool one_block = in_one_block(p);
+      uint32_t token = one_block ? key : max(min(key + lane() % kSlice, task.end - 1), task.low);
+      uint32_t index = token / static_cast<uint32_t>(p.block_size);
+      block = device::table_entry(p, task.b, index);
+      within = token - index * p.block_size + (one_block ? lane() % kSlice : 0);
     }
-    static __device__ __forceinline__ bool slice_in_block(const PagedParams& p) {
-      return p.block_size % kSlice == 0;
-    }
-
+    static __device__ bool in_one_block(const PagedParams& p) { return p.block_size % kSlice == 0; }
     __device__ __forceinline__ bool holds(int32_t row) const {  // key `row` of the slice counts
       return static_cast<uint32_t>(key + row - task.low) <
              static_cast<uint32_t>(task.end - task.low);
     }
 
-    static __device__ __forceinline__ int64_t of_lane(int64_t offset, int32_t from) {
-      return __shfl_sync(0xffffffffu, offset, from);
+    // Where a token of this kv head begins.
+    __device__ __forceinline__ const char* token_in(const PagedParams& p, const void* cache,
+                                                    const CacheStrides& strides, int32_t id,
+                                                    int32_t place) const {
+      int64_t at = device::existing_block(p, id) * strides.block + task.kv_head * strides.head +
+                   place * strides.token;
+      return static_cast<const char*>(cache) + at * kItem;
     }
 
     // Keys as rows: kLanes lanes copy one, so that a warp reads whole lines.
@@ -115,26 +113,27 @@ struct PagedSm80 {
       constexpr int kPassRows = 32 / kLanes;
       int32_t row = lane() / kLanes, chunk = lane() % kLanes;
       bool column_valid = chunk * 16 < p.head_dim * kItem;
-      const char* gK = static_cast<const char*>(p.k_cache) + chunk * 16;
-      const char* gV = static_cast<const char*>(p.v_cache) + chunk * 16;
-      if constexpr (kOneBlock) {
-        gK += of_lane(k, row);
-        gV += of_lane(v, row);
-      }
+      const char *gK = nullptr, *gV = nullptr;
+      auto find_row = [&](int32_t id, int32_t place) {
+        gK = token_in(p, p.k_cache, p.k_strides, id, place) + chunk * 16;
+        gV = token_in(p, p.v_cache, p.v_strides, id, place) + chunk * 16;
+      };
+      if constexpr (kOneBlock) find_row(block, within - lane() % kSlice + row);
       to += device::swizzled<kRowBytes>(row, chunk);
 #pragma unroll
       for (int pass = 0; pass < kSlice / kPassRows; ++pass) {
         int32_t at = row + pass * kPassRows;
+        if constexpr (!kOneBlock) {
+          find_row(__shfl_sync(0xffffffffu, block, at), __shfl_sync(0xffffffffu, within, at));
+        }
         bool valid = column_valid && holds(at);
         // kPassRows is a power of 2: the rows of a pass change the swizzle by a constant.
         uint32_t smem =
             (to ^ (kPassRows < 8 ? pass * kPassRows % 8 * 16 : 0)) + pass * kPassRows * kRowBytes;
-        device::cp_async16(smem, kOneBlock ? gK : gK + of_lane(k, at), valid);
-        device::cp_async16(smem + kKBytes, kOneBlock ? gV : gV + of_lane(v, at), valid);
-        if constexpr (kOneBlock) {
-          gK += kPassRows * kItem * p.k_strides.token;
-          gV += kPassRows * kItem * p.v_strides.token;
-        }
+        device::cp_async16(smem, gK, valid);
+        device::cp_async16(smem + kKBytes, gV, valid);
+        gK += kPassRows * kItem * p.k_strides.token;
+        gV += kPassRows * kItem * p.v_strides.token;
       }
     }
 
@@ -143,7 +142,7 @@ struct PagedSm80 {
       int32_t row = lane() % kSlice, half = lane() % 2;
       bool row_valid = holds(row);
       const char* gK =
-          static_cast<const char*>(p.k_cache) + k + lane() / kSlice * p.block_size * 16;
+          token_in(p, p.k_cache, p.k_strides, block, within) + lane() / kSlice * p.block_size * 16;
 #pragma unroll
       for (int i = 0; i < kRowBytes / 32; ++i) {
         int32_t chunk = lane() / kSlice + 2 * i;
@@ -151,9 +150,11 @@ struct PagedSm80 {
                            row_valid && chunk * 16 < p.head_dim * kItem);
         gK += 2 * p.block_size * 16;
       }
-      int32_t first_d = lane() / 2;
-      int64_t from = of_lane(v, 8 * half) / (8 * kItem) * (8 * kItem);  // of the 8 keys
-      const char* gV = static_cast<const char*>(p.v_cache) + from + first_d * p.block_size * kItem;
+      // The 8 keys: blocks are multiples of 8.
+      int32_t first_d = lane() / 2, id = __shfl_sync(0xffffffffu, block, 8 * half);
+      int32_t place = __shfl_sync(0xffffffffu, within, 8 * half) / 8 * 8;
+      const char* gV =
+          token_in(p, p.v_cache, p.v_strides, id, place) + first_d * p.block_size * kItem;
       bool piece_valid = key + 8 * half < task.end && key + 8 * half + 8 > task.low;
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) {
@@ -174,7 +175,7 @@ struct PagedSm80 {
       if (live) {
         if constexpr (kXsplit) {
           copy_xsplit(p, to);
-        } else if (slice_in_block(p)) {
+        } else if (in_one_block(p)) {
           copy_rows<true>(p, to);
         } else {
           copy_rows<false>(p, to);
@@ -223,10 +224,10 @@ struct PagedSm80 {
   struct State {
     uint32_t q[kRowBlocks][kSteps][2];  // Q^T: the B operand
     device::RowScore<kMma> score[kRowBlocks][2];
-    float out[kRowBlocks][kSteps][4];
-    float maximum[kRowBlocks][2];  // base 2, the same in all lanes of a column
-    float sum[kRowBlocks][2];      // this lane's share
-    int32_t full_begin, full_end;  // every query sees these keys
+    float out[kRowBlocks][kSteps][4] = {};
+    float maximum[kRowBlocks][2];   // base 2, the same in all lanes of a column
+    float sum[kRowBlocks][2] = {};  // this lane's share
+    int32_t full_begin, full_end;   // every query sees these keys
   };
 
   // Q of this lane: row 8n + g, d of each step 2q, 2q + 1, 2q + 8, 2q + 9; under e4m3 4q .. 4q + 3,
@@ -245,9 +246,8 @@ struct PagedSm80 {
       for (int i = 0; i < 2; ++i) {
         int32_t d = 16 * step + (kFp8 ? 4 * quad + 2 * i : 2 * quad + 8 * i);
         q[step][i] = row.valid && d < p.head_dim ? *reinterpret_cast<const uint32_t*>(gQ + d) : 0;
-        if (kFp8)
-          largest =
-              fmaxf(largest, fmaxf(fabsf(low_bf16(q[step][i])), fabsf(high_bf16(q[step][i]))));
+        float2 pair = device::unpack_bf16(q[step][i]);
+        if (kFp8) largest = fmaxf(largest, fmaxf(fabsf(pair.x), fabsf(pair.y)));
       }
     }
     if (!kFp8 || p.dtype == DType::f16) return 1.0f;
@@ -258,17 +258,11 @@ struct PagedSm80 {
     for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        q[step][i] =
-            device::pack2<DType::f16>(low_bf16(q[step][i]) * down, high_bf16(q[step][i]) * down);
+        float2 pair = device::unpack_bf16(q[step][i]);
+        q[step][i] = device::pack2<DType::f16>(pair.x * down, pair.y * down);
       }
     }
     return __uint_as_float((exponent - 14) << 23);
-  }
-  static __device__ __forceinline__ float low_bf16(uint32_t pair) {
-    return __uint_as_float(pair << 16);
-  }
-  static __device__ __forceinline__ float high_bf16(uint32_t pair) {
-    return __uint_as_float(pair & 0xffff0000u);
   }
 
   static __device__ __forceinline__ void begin_task(const PagedParams& p,
@@ -284,12 +278,6 @@ struct PagedSm80 {
             device::unit_row(p.work, task.kv_head, task.row0, 8 * n + 2 * quad + i);
         state.score[n][i].init(p, task, row, scale_of_row);
         state.maximum[n][i] = device::negative_infinity();
-        state.sum[n][i] = 0.0f;
-      }
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) state.out[n][step][i] = 0.0f;
       }
     }
     const PagedWork& w = p.work;
@@ -444,29 +432,23 @@ struct PagedSm80 {
   static __device__ __forceinline__ void clear_values(uint32_t v_tile, int32_t first,
                                                       int32_t last) {
 #pragma unroll 1
-    for (int32_t d = lane(); d < kHeadDim; d += 32) {
-#pragma unroll 1
-      for (int32_t key = 0; key < kSlice; ++key) {
-        if (key >= first && key < last) continue;
-        uint32_t at = v_tile + v_row(d, key / 8) + key % 8 * kItem;
-        if constexpr (kFp8) {
-          device::store_shared1(at, 0);
-        } else {
-          device::store_shared2(at, 0);
-        }
-      }
+    for (int32_t i = lane(); i < kHeadDim * kSlice; i += 32) {
+      int32_t d = i / kSlice, key = i % kSlice;
+      if (key >= first && key < last) continue;
+      device::store_shared_zero<kItem>(v_tile + v_row(d, key / 8) + key % 8 * kItem);
     }
     __syncwarp();
   }
 
   // 4. Main loop: the slices of this warp in one task. Returns the stage of the last slice, which
-  // is free and not filled again yet; -1 when there was none.
+  // is free and not filled again yet; -1 when there was none, and then `state` is not set.
   static __device__ __forceinline__ int attend(const PagedParams& p, const device::KeyTask& task,
                                                const char* smem, Loader& loader, State& state) {
     int last = -1;
 #pragma unroll 1
     for (int32_t key = task.begin + warp() * kSlice; key < task.end; key += kWarps * kSlice) {
       loader.fill(p, smem);
+      if (last < 0) begin_task(p, task, state);  // while the first copies are on their way
       device::cp_async_wait<kStages - 1>();
       __syncwarp();         // the copies of all lanes have landed
       last = loader.stage;  // all stages are full: the one to fill next is the oldest
@@ -568,6 +550,7 @@ struct PagedSm80 {
 
   // 6. Kernel
   static __device__ __forceinline__ void run(const PagedParams& p, char* smem) {
+    device::wait_for_previous_kernel();
     device::release_next_kernel();
     Table& table = *reinterpret_cast<Table*>(smem + kStagesBytes);
     Loader loader(p);
@@ -576,7 +559,6 @@ struct PagedSm80 {
 #pragma unroll 1
     while (tasks.next(p.work, task)) {
       State state;
-      begin_task(p, task, state);
       int last = attend(p, task, smem, loader, state);
       end_task(p, task, smem, table, state, last);
     }
@@ -597,8 +579,8 @@ void launch_paged_sm80_kernel(const PagedParams& p, cudaStream_t stream) {
   unsigned blocks = grid_blocks(num_key_tasks(p.work), "sm80");
   static std::atomic<uint64_t> allowed{0};
   allow_shared_memory(paged_sm80_kernel<Kernel>, Kernel::kSmemBytes, allowed);
-  paged_sm80_kernel<Kernel><<<blocks, Kernel::kThreads, Kernel::kSmemBytes, stream>>>(p);
-  CUATTN_CUDA_TRY(cudaGetLastError());
+  launch_overlapping(paged_sm80_kernel<Kernel>, blocks, Kernel::kThreads, Kernel::kSmemBytes,
+                     device_major(), stream, p);
 }
 
 template <DType kCache, int kHeadDim>

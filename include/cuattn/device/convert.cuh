@@ -113,6 +113,11 @@ __device__ __forceinline__ uint32_t pack2(float low, float high) {
   return y;
 }
 
+// Two bfloat16 neighbours; x is the lower column.
+__device__ __forceinline__ float2 unpack_bf16(uint32_t pair) {
+  return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)};
+}
+
 // Four e4m3 neighbours become two pairs of float16: exact, NaN stays NaN.
 __device__ __forceinline__ void unpack_e4m3(uint32_t x, uint32_t& low, uint32_t& high) {
 #if __CUDA_ARCH__ >= 890

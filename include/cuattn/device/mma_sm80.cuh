@@ -82,12 +82,14 @@ __device__ __forceinline__ void store_shared16(uint32_t smem, uint4 value) {
                : "memory");
 }
 
-__device__ __forceinline__ void store_shared2(uint32_t smem, uint16_t bits) {
-  asm volatile("st.shared.b16 [%0], %1;" ::"r"(smem), "h"(bits) : "memory");
-}
-
-__device__ __forceinline__ void store_shared1(uint32_t smem, uint16_t bits) {
-  asm volatile("st.shared.b8 [%0], %1;" ::"r"(smem), "h"(bits) : "memory");
+template <int kBytes>
+__device__ __forceinline__ void store_shared_zero(uint32_t smem) {
+  static_assert(kBytes == 1 || kBytes == 2, "one element of a cache");
+  if constexpr (kBytes == 1) {
+    asm volatile("st.shared.b8 [%0], %1;" ::"r"(smem), "h"(uint16_t{0}) : "memory");
+  } else {
+    asm volatile("st.shared.b16 [%0], %1;" ::"r"(smem), "h"(uint16_t{0}) : "memory");
+  }
 }
 
 __device__ __forceinline__ uint4 load_shared16(uint32_t smem) {

@@ -94,11 +94,20 @@ class KeyTasks {
   bool left_;
 };
 
-// The physical block of token `token`; any id is read as one that exists.
-__device__ __forceinline__ int32_t block_of(const PagedParams& p, int32_t b, int32_t token) {
-  int32_t block = p.block_tables[b * p.block_tables_stride + token / p.block_size];
+// Entry `index` of a sequence's block table, as it stands there.
+__device__ __forceinline__ int32_t table_entry(const PagedParams& p, int32_t b, int32_t index) {
+  return p.block_tables[b * p.block_tables_stride + index];
+}
+
+// Any id is read as one that exists.
+__device__ __forceinline__ int32_t existing_block(const PagedParams& p, int32_t id) {
   int32_t last = static_cast<int32_t>(p.num_blocks) - 1;
-  return block < 0 ? 0 : block < last ? block : last;
+  return id < 0 ? 0 : id < last ? id : last;
+}
+
+// The physical block of token `token`.
+__device__ __forceinline__ int32_t block_of(const PagedParams& p, int32_t b, int32_t token) {
+  return existing_block(p, table_entry(p, b, token / p.block_size));
 }
 
 __device__ __forceinline__ float key_scale(const PagedParams& p, const KeyTask& task) {
