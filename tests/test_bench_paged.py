@@ -15,7 +15,8 @@ from cuattn._bench.paged import PagedWorkload, ragged_lengths
 torch = pytest.importorskip("torch")
 from cuattn._bench import paged_inputs  # noqa: E402 it needs torch
 
-SMOKE = FAMILIES["paged_smoke"].workloads
+SMOKE = [w for w in FAMILIES["paged_smoke"].workloads if w.op == "paged_attention"]
+CHUNKS = next(w for w in FAMILIES["paged_smoke"].workloads if w.op == "paged_prefill")
 DECODE = [
     *SMOKE,
     dataclasses.replace(SMOKE[0], name="bf16", dtype="bfloat16"),
@@ -38,16 +39,27 @@ def statuses(row: dict) -> dict[str, str]:
 
 @pytest.mark.parametrize("workload", DECODE, ids=lambda w: w.name)
 def test_every_kind_of_call_gives_the_right_result(workload):
-    row = row_of(workload, ("auto", "invariant", "v1", "v2", "wide", "replan", "sm80", "naive"))
+    words = ("auto", "invariant", "v1", "v2", "wide", "replan", "dense", "sm80", "naive")
+    row = row_of(workload, words)
     status = statuses(row)
     assert [status[name] for name in ("auto", "invariant", "v1", "v2")] == ["ok"] * 4
     assert (status["wide"] == "ok") == workload.e4m3
     assert status["replan"].startswith("unsupported")  # the CPU needs no plan
+    assert status["dense"] == "unsupported: for prefill only"
     assert status["sm80"].startswith("unsupported")
     assert status["naive"].startswith("failed: ValueError: paged_attention: backend must be")
 
 
-@pytest.mark.parametrize("workload", DECODE, ids=lambda w: w.name)
+@pytest.mark.parametrize("layout", ["nhd", "hnd", "vllm"])
+def test_prefill_over_pages_and_over_packed_keys_gives_the_right_result(layout):
+    row = row_of(dataclasses.replace(CHUNKS, kv_layout=layout), ("auto", "dense", "v1"))
+    status = statuses(row)
+    assert (status["auto"], status["dense"]) == ("ok", "ok")
+    assert status["v1"] == "unsupported: for decode only"
+    assert CHUNKS.flops == 4 * 4 * 64 * (20 * 50 + 20 * 21 // 2 + 33 * 34 // 2 + 5)
+
+
+@pytest.mark.parametrize("workload", [*DECODE, CHUNKS], ids=lambda w: w.name)
 def test_the_check_sees_one_wrong_row(workload):
     x = workload.draw("cpu")
     out = peers.our_contestant("auto").prepare(workload, x).call()

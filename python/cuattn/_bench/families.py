@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import dataclasses
 
+from .cache import CacheWorkload, cache, cache_smoke
 from .paged import (
     PagedWorkload,
+    chunked,
     paged,
     paged_blocks,
     paged_fp8,
@@ -34,7 +36,7 @@ from .workloads import (
 class Family:
     """A table of workloads, and who is measured on it unless told otherwise."""
 
-    workloads: tuple[Workload | PagedWorkload, ...]
+    workloads: tuple[Workload | PagedWorkload | CacheWorkload, ...]
     about: str
     backends: tuple[str, ...] = ("auto",)
     peers: tuple[str, ...] = ("cudnn", "flash", "fa3", "fa4")
@@ -81,5 +83,8 @@ FAMILIES: dict[str, Family] = {
     "paged_blocks": _decode(paged_blocks),
     "paged_fp8": _decode(paged_fp8, backends=("auto", "wide")),
     "paged_ragged": _decode(paged_ragged, backends=("auto", "replan"), peers=("flashinfer",)),
-    "paged_smoke": _decode(paged_smoke, backends=("auto", "v1", "v2")),
+    "paged_smoke": _decode(paged_smoke, backends=("auto", "v1", "v2", "dense")),
+    "chunked": _family(chunked, backends=("auto", "dense"), peers=()),
+    "cache": _decode(cache, peers=("memcpy",)),
+    "cache_smoke": _decode(cache_smoke, peers=("memcpy",)),
 }

@@ -7,7 +7,8 @@ import argparse
 import pathlib
 
 # `invariant` is auto with batch_invariant=True. Over pages: `replan` makes the plan in every call,
-# `wide` keeps float8 numbers in q's dtype, `v1` and `v2` are PagedAttention.
+# `wide` keeps float8 numbers in q's dtype, `v1` and `v2` are PagedAttention, `dense` has its keys
+# packed beforehand.
 BACKENDS = (
     "auto",
     "invariant",
@@ -22,6 +23,7 @@ BACKENDS = (
     "wide",
     "v1",
     "v2",
+    "dense",
 )
 PEERS = (
     "torch",
@@ -36,6 +38,7 @@ PEERS = (
     "fa3_bf16",
     "fa4",
     "flashinfer",
+    "memcpy",
     "numpy",
 )
 

@@ -13,14 +13,15 @@ import random
 from collections.abc import Iterable
 
 from .bars import Bar
-from .workloads import ITEMSIZE, SHORT_DTYPE
+from .workloads import ITEMSIZE, SHORT_DTYPE, visible_pairs
 
 
 @dataclasses.dataclass(frozen=True)
 class PagedWorkload:
     """One decode step: a query for each sequence, its keys and values in blocks drawn at random.
 
-    With ``e4m3`` the caches hold numbers that float8_e4m3fn has: contestants may store them so.
+    With ``query_lens`` the sequences have so many queries each, packed: prefill in chunks. With
+    ``e4m3`` the caches hold numbers that float8_e4m3fn has: contestants may store them so.
     """
 
     name: str
@@ -32,10 +33,10 @@ class PagedWorkload:
     dtype: str = "bfloat16"
     kv_layout: str = "nhd"
     e4m3: bool = False
+    query_lens: tuple[int, ...] = ()
     jit: bool = True
     bars: tuple[Bar, ...] = ()
 
-    op = "paged_attention"
     causal, window, softcap, alibi = True, (-1, -1), 0.0, False
 
     def draw(self, device: str):
@@ -44,17 +45,23 @@ class PagedWorkload:
         return PagedInputs(self, device)
 
     @property
+    def op(self) -> str:
+        return "paged_prefill" if self.query_lens else "paged_attention"
+
+    @property
     def sequences(self) -> list[tuple[int, int]]:
         """(queries, keys) of every sequence."""
-        return [(1, length) for length in self.context_lens]
+        queries = self.query_lens or (1,) * len(self.context_lens)
+        return list(zip(queries, self.context_lens, strict=True))
 
     @property
     def flops(self) -> float:
-        return 4.0 * self.num_heads_q * self.head_dim * sum(self.context_lens)
+        pairs = sum(visible_pairs(q, kv, self.causal, self.window) for q, kv in self.sequences)
+        return 4.0 * self.num_heads_q * self.head_dim * pairs
 
     @property
     def bytes(self) -> int:
-        """Bytes of the keys and values that are read."""
+        """Bytes of the keys and values, each read once."""
         itemsize = 1 if self.e4m3 else ITEMSIZE[self.dtype]
         return 2 * sum(self.context_lens) * self.num_heads_kv * self.head_dim * itemsize
 
@@ -189,9 +196,27 @@ def paged_ragged() -> Iterable[PagedWorkload]:
         yield PagedWorkload(f"{words} ragged", lengths, *heads, bars=bars)
 
 
+def chunked() -> Iterable[PagedWorkload]:
+    """Prefill over pages, in chunks and beside decode, against the same keys packed."""
+    bars = (Bar(AUTO, "cuattn:dense", 0.9),)
+    batches = {
+        "prompts 4 x 4096": ((4096,) * 4, (4096,) * 4),
+        "chunks 8 x 1024 of 8192": ((8192,) * 8, (1024,) * 8),
+        "chunks 4 x 512 of 32768": ((32768,) * 4, (512,) * 4),
+        "chunk 2048 of 16384, decode 31 x 4096": ((16384, *(4096,) * 31), (2048, *(1,) * 31)),
+    }
+    for heads in ((32, 8), (32, 32)):
+        for words, (contexts, queries) in batches.items():
+            for block in (16, 64):
+                name = f"{heads[0]}/{heads[1]} {words}, block {block}"
+                options = {"block_size": block, "query_lens": queries, "bars": bars}
+                yield PagedWorkload(name, contexts, *heads, **options)
+
+
 def paged_smoke() -> Iterable[PagedWorkload]:
     """Seconds on any machine: one small case of each kind of call over pages."""
     small = {"head_dim": 64, "dtype": "float32"}
     yield decode(3, 100, (4, 2), name="decode", **small)
     yield PagedWorkload("ragged, hnd", (70, 1, 33), 4, 1, kv_layout="hnd", block_size=8, **small)
     yield decode(2, 90, (4, 4), name="vllm", kv_layout="vllm", **small)
+    yield PagedWorkload("chunks", (70, 33, 5), 4, 2, query_lens=(20, 33, 1), **small)

@@ -29,6 +29,11 @@ def calls_in_graph(num_bytes: int, sets: int) -> int:
     return sets * math.ceil(GRAPH_S / seconds / sets)
 
 
+def num_sets(num_bytes: int, is_cuda: bool) -> int:
+    """How many sets of arrays the calls take in turn."""
+    return max(2, math.ceil(COLD_BYTES / max(1, num_bytes))) if is_cuda else 2
+
+
 def cache_shapes(w: PagedWorkload, num_blocks: int, itemsize: int) -> tuple[tuple, tuple]:
     """Shapes of the K and the V cache."""
     heads, dim, size, x = w.num_heads_kv, w.head_dim, w.block_size, 16 // itemsize
@@ -57,10 +62,12 @@ class PagedInputs:
             row[:count] = order[end - count : end]
         self.block_tables = torch.from_numpy(tables).to(device)
         self.context_lens = torch.tensor(w.context_lens, dtype=torch.int32, device=device)
-        self.q = draw((len(needed), w.num_heads_q, w.head_dim))
+        queries = [count for count, _ in w.sequences]
+        self.starts = [0, *itertools.accumulate(queries)]
+        self.q = draw((sum(queries), w.num_heads_q, w.head_dim))
         is_cuda = self.q.is_cuda
-        sets = max(2, math.ceil(COLD_BYTES / max(1, w.bytes))) if is_cuda else 2
-        self.repeats = calls_in_graph(w.bytes, sets) if is_cuda else 0
+        sets = 1 if w.query_lens else num_sets(w.bytes, is_cuda)
+        self.repeats = calls_in_graph(w.bytes, sets) if is_cuda and not w.query_lens else 0
         shapes = cache_shapes(w, sum(needed) * sets, self.q.element_size())
         caches = [draw(shape) for shape in shapes]
         if w.e4m3:
@@ -81,10 +88,10 @@ class PagedInputs:
         else:
             k, v = k[ids, :, group], v[ids, :, group]
         k, v = (to_host(x.reshape(-1, w.head_dim)[:length]) for x in (k, v))
-        return to_host(self.q[b, h][None])[rows], k, v, 0.0, None
+        return self.out_head(self.q, b, h, rows), k, v, 0.0, None
 
     def out_head(self, out, b: int, h: int, rows: np.ndarray) -> np.ndarray:
-        return to_host(out[b, h][None])[rows]
+        return to_host(out[self.starts[b] : self.starts[b + 1], h])[rows]
 
     def sample(self) -> reference.Sample:
         return reference.Sample(self.workload, self)
@@ -109,10 +116,14 @@ def ours(backend: str) -> Callable[[PagedWorkload, PagedInputs], Prepared]:
 
     "auto" or a rung: paged_attention, its plan made beforehand where it needs one. "replan": the
     plan made in every call. "invariant": batch_invariant=True. "wide": the numbers of float8 caches
-    kept in q's dtype. "v1", "v2": PagedAttention.
+    kept in q's dtype. "v1", "v2": PagedAttention. Of prefill: "auto" or a rung over pages, "dense"
+    over the same keys packed.
     """
 
     def prepare(w: PagedWorkload, x: PagedInputs) -> Prepared:
+        if w.query_lens:
+            return prefill(w, x, backend)
+        require(backend != "dense", "for prefill only")
         require(w.e4m3 or backend != "wide", "for float8 caches only")
         is_narrow = w.e4m3 and backend != "wide"
         caches = [as_e4m3(w, *pair) for pair in x.caches] if is_narrow else x.caches
@@ -149,6 +160,34 @@ def ours(backend: str) -> Callable[[PagedWorkload, PagedInputs], Prepared]:
         )
 
     return prepare
+
+
+def prefill(w: PagedWorkload, x: PagedInputs, backend: str) -> Prepared:
+    """attention_varlen over pages, or over the same keys in packed arrays."""
+    require(backend not in ("v1", "v2", "replan", "wide"), "for decode only")
+    cu_seqlens = (torch.tensor(x.starts), torch.tensor([0, *itertools.accumulate(w.context_lens)]))
+    cu_seqlens_q, cu_seqlens_k = (ends.to(x.q.device, torch.int32) for ends in cu_seqlens)
+    longest = (max(w.query_lens), max(w.context_lens))
+    k, v = x.caches[0]
+    words = ("invariant", "dense")
+    options: dict[str, Any] = {"causal": True, "backend": "auto" if backend in words else backend}
+    options["batch_invariant"] = backend == "invariant"
+    if backend == "dense":
+        k, v = cuattn.gather_cache(k, v, x.block_tables, cu_seqlens_k, kv_layout=w.kv_layout)
+        arguments = (x.q, k, v, cu_seqlens_q, cu_seqlens_k, *longest)
+    else:
+        options |= {"block_tables": x.block_tables, "kv_layout": w.kv_layout}
+        options["seqused_k"] = x.context_lens
+        arguments = (x.q, k, v, cu_seqlens_q, None, *longest)
+    try:
+        plan = cuattn.explain("attention_varlen", *arguments, **options)
+    except NotImplementedError as error:
+        raise Unsupported(str(error)) from error
+    return Prepared(
+        lambda: cuattn.attention_varlen(*arguments, **options),
+        kernel=plan.kernel,
+        memory_bytes=x.q.nbytes + plan.workspace_bytes,
+    )
 
 
 def made_plan(w: PagedWorkload, x: PagedInputs, is_narrow: bool, rung: str):

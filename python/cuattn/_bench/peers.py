@@ -62,6 +62,22 @@ def module(*names: str):
     raise Unsupported("; ".join(reasons))
 
 
+# Modules with the calls of operations other than dense and ragged attention. They need torch.
+ATTENTION = ("attention", "attention_varlen")
+OTHER_OPS = {
+    "paged_attention": "paged_inputs",
+    "paged_prefill": "paged_inputs",
+    "reshape_and_cache": "cache_inputs",
+    "gather_cache": "cache_inputs",
+    "copy_blocks": "cache_inputs",
+    "swap_blocks": "cache_inputs",
+}
+
+
+def other_calls(op: str):
+    return importlib.import_module(f".{OTHER_OPS[op]}", __package__)
+
+
 # ---- ours ----
 
 
@@ -84,10 +100,8 @@ def our_call(w: Workload, x: Inputs, backend: str) -> tuple[tuple, dict]:
 
 def ours(backend: str) -> Callable[[Workload, Inputs], Prepared]:
     def prepare(w: Workload, x: Inputs) -> Prepared:
-        if w.op == "paged_attention":
-            from . import paged_inputs
-
-            return paged_inputs.ours(backend)(w, x)
+        if w.op in OTHER_OPS:
+            return other_calls(w.op).ours(backend)(w, x)
         arguments, options = our_call(w, x, backend)
         function = getattr(cuattn, w.op)
         try:
@@ -342,9 +356,7 @@ def _flash_attn(library, w: Workload, x: Inputs, options: dict) -> Prepared:
 def flashinfer(w: Workload, x: Inputs) -> Prepared:
     """FlashInfer: decode over pages, else ragged prefill with a dense batch as packed sequences."""
     if w.op == "paged_attention":
-        from . import paged_inputs
-
-        return paged_inputs.flashinfer(w, x)
+        return other_calls(w.op).flashinfer(w, x)
     require(hasattr(x.q, "is_cuda") and x.q.is_cuda, "needs CUDA tensors")
     require(
         w.dtype != "float32" and not (w.alibi or w.bias),
@@ -370,6 +382,10 @@ def flashinfer(w: Workload, x: Inputs) -> Prepared:
     )
     q, k, v = (t.reshape(-1, *t.shape[-2:]) for t in (x.q, x.k, x.v))
     return Prepared(lambda: wrapper.run(q, k, v), canonical=lambda out: out.view(x.q.shape))
+
+
+def memcpy(w, x) -> Prepared:
+    return other_calls(w.op).memcpy(w, x)
 
 
 # ---- the plain formula in numpy ----
@@ -412,7 +428,7 @@ class Contestant:
     has_our_sums: bool = False  # the cublas rung adds up as cuBLAS does
     is_jit: bool = False
     in_bfloat16: bool = False  # also on float16 rows
-    ops: tuple[str, ...] = ("attention", "attention_varlen")
+    ops: tuple[str, ...] = ATTENTION
     packages: tuple[str, ...] = ()
 
 
@@ -439,8 +455,9 @@ PEERS: dict[str, Contestant] = {
             flashinfer,
             is_jit=True,
             packages=("flashinfer-python",),
-            ops=("attention", "attention_varlen", "paged_attention"),
+            ops=(*ATTENTION, "paged_attention"),
         ),
+        Contestant("memcpy", memcpy, ops=tuple(op for op in OTHER_OPS if "paged" not in op)),
         Contestant("numpy", plain_numpy, packages=("numpy",)),
     )
 }
@@ -452,7 +469,7 @@ def our_contestant(backend: str) -> Contestant:
         ours(backend),
         is_ours=True,
         has_our_sums=backend != "cublas",
-        ops=("attention", "attention_varlen", "paged_attention"),
+        ops=(*ATTENTION, *OTHER_OPS),
     )
 
 
