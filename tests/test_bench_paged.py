@@ -130,6 +130,16 @@ def test_a_call_in_a_graph_is_timed_as_its_share():
     assert result["calls_at_once"] == 5
 
 
+def test_a_graph_needs_little_time_when_the_budget_is_spent():
+    entries = [measure.Entry(peers.our_contestant("auto")) for _ in range(2)]
+    for entry in entries:
+        entry.estimate_s = 1e-4
+    entries[0].timed, entries[0].calls_at_once = lambda: None, 10
+    measure.plan_rounds(entries, measure.Settings(rounds=7, calls=40), 0.0, flush_s=4e-4)
+    assert (entries[0].rounds, entries[0].calls_per_round) == (7, 3)  # 30 ms
+    assert (entries[1].rounds, entries[1].calls_per_round) == (7, 40)
+
+
 def test_bytes_are_those_of_the_keys_and_values_read():
     w = PagedWorkload("", (100, 28), 32, 8)
     assert w.bytes == 2 * 128 * 8 * 128 * 2

@@ -25,6 +25,7 @@ BFLOAT16_SLACK = 8  # for who answers a float16 row in bfloat16: three bits less
 SLOW_CALL_S = 1.0  # a call longer than this is timed once, by its check
 LARGE_BYTES = 4 << 30  # the allocator may have to make room for so much, which is not to be timed
 MIN_SHARE_S = 0.2  # what a contestant gets on a row even when the budget is spent
+MIN_GRAPH_SHARE_S = 0.03  # as much for graphs of calls
 JIT_NEEDS = 0.5  # of a row's fair share of the budget; with less left, nobody compiles any more
 
 
@@ -114,10 +115,11 @@ def admit(entry: Entry, w: Workload, x: Inputs, sample, device) -> None:
 def plan_rounds(entries: list[Entry], settings: Settings, slice_s: float, flush_s: float) -> None:
     """Choose calls per round and rounds of each contestant, so that all fit into slice_s."""
     rounds = settings.rounds
-    share = max(MIN_SHARE_S, slice_s / max(1, len(entries)))
     for entry in entries:
         if entry.rounds_ms:
             continue
+        least_s = MIN_SHARE_S if entry.timed is None else MIN_GRAPH_SHARE_S
+        share = max(least_s, slice_s / max(1, len(entries)))
         at_once_s = entry.estimate_s * entry.calls_at_once
         affordable = int(share / ((1 + entry.warms_up) * at_once_s + flush_s))
         entry.rounds = rounds if affordable >= rounds else max(3, affordable)
