@@ -54,6 +54,14 @@ inline unsigned grid_blocks(int64_t blocks, const char* kernel) {
   return static_cast<unsigned>(blocks);
 }
 
+// Code for sm_80 does not wait for the kernel before it, whatever device its PTX runs on.
+inline constexpr bool kKernelsWait = [] {
+  for (int arch : {__CUDA_ARCH_LIST__}) {
+    if (arch >= 900) return true;
+  }
+  return false;
+}();
+
 // Launches `kernel` so that, from sm_90 on, it may start while the kernel before it on the stream
 // still runs; it calls device::wait_for_previous_kernel() before it reads what that one wrote.
 template <class... Parameters, class... Arguments>
@@ -68,7 +76,7 @@ void launch_overlapping(void (*kernel)(Parameters...), dim3 grid, int threads, i
   config.dynamicSmemBytes = static_cast<size_t>(smem_bytes);
   config.stream = stream;
   config.attrs = &attribute;
-  config.numAttrs = major >= 9 ? 1 : 0;
+  config.numAttrs = kKernelsWait && major >= 9 ? 1 : 0;
   CUATTN_CUDA_TRY(cudaLaunchKernelEx(&config, kernel, arguments...));
 }
 
