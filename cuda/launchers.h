@@ -8,6 +8,7 @@
 #include "cuattn/cache_params.h"
 #include "cuattn/paged_params.h"
 #include "cuattn/params.h"
+#include "cuattn/persistent_params.h"
 #include "cuattn/plan.h"
 
 namespace cuattn {
@@ -19,6 +20,7 @@ bool cublas_available();
 // cut. `major`: compute capability, from 9 on the combine overlaps the kernel before it.
 void launch_paged_plan(const PagedWork& work, int32_t* plan, cudaStream_t stream);
 void launch_paged_combine(const PagedParams& params, int32_t major, cudaStream_t stream);
+void launch_paged_persistent(const PersistentParams& params, cudaStream_t stream);
 void launch_cache_write(const CacheWriteParams& params, cudaStream_t stream);    // cache_write.cu
 void launch_cache_gather(const CacheGatherParams& params, cudaStream_t stream);  // cache_gather.cu
 void launch_copy_blocks(const BlockCopyParams& params, cudaStream_t stream);     // cache_blocks.cu

@@ -7,7 +7,8 @@
 //
 // Each warp takes 16 keys at a time (a slice), in turn with the other warps, through stages of its
 // own: no barrier in the main loop. The warps' softmax states are merged at the end of a task.
-// Tasks: device/paged.cuh. Fragments: device/mma_sm80.cuh. Next: paged_combine.cu.
+// Tasks: device/paged.cuh. Fragments: device/mma_sm80.cuh. Next: paged_combine.cu,
+// paged_persistent.cu (the same code, task by task, in a kernel that stays).
 #pragma once
 
 #include "cuattn/device/mma_sm80.cuh"
@@ -71,8 +72,8 @@ struct PagedSm80 {
     int stage;       // to fill next
     int free;        // stages to fill
 
-    __device__ explicit Loader(const PagedParams& p)
-        : tasks(p.work), key(0), live(true), stage(0), free(kStages) {
+    __device__ Loader(const PagedParams& p, uint32_t index)
+        : tasks(p.work, index), key(0), live(true), stage(0), free(kStages) {
       task.end = 0;
     }
 
@@ -548,13 +549,11 @@ struct PagedSm80 {
     }
   }
 
-  // 6. Kernel
-  static __device__ __forceinline__ void run(const PagedParams& p, char* smem) {
-    device::wait_for_previous_kernel();
-    device::release_next_kernel();
+  // 6. Kernel. The tasks of thread block `index`, see KeyTasks.
+  static __device__ __forceinline__ void run(const PagedParams& p, char* smem, uint32_t index) {
     Table& table = *reinterpret_cast<Table*>(smem + kStagesBytes);
-    Loader loader(p);
-    device::KeyTasks tasks(p.work);
+    Loader loader(p, index);
+    device::KeyTasks tasks(p.work, index);
     device::KeyTask task;
 #pragma unroll 1
     while (tasks.next(p.work, task)) {
@@ -570,7 +569,9 @@ template <class Kernel>
 __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kCtasPerSm)
     paged_sm80_kernel(const __grid_constant__ PagedParams params) {
   extern __shared__ __align__(1024) char smem[];
-  Kernel::run(params, smem);
+  device::wait_for_previous_kernel();
+  device::release_next_kernel();
+  Kernel::run(params, smem, blockIdx.x);
 }
 
 // 7. Launcher

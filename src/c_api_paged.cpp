@@ -6,6 +6,7 @@
 #include "cuattn/c_api.h"
 #include "guarded.h"
 #include "paged.h"
+#include "persistent.h"
 #include "validate.h"
 
 namespace cuattn {
@@ -50,6 +51,10 @@ void fill_shapes(const TensorView& q, cuattn_attention_call& c) {
 
 }  // namespace
 }  // namespace cuattn
+
+struct cuattn_persistent {
+  cuattn::PersistentDecode decode;
+};
 
 using namespace cuattn;
 
@@ -136,5 +141,50 @@ cuattn_status cuattn_paged_explain(const DLTensor* q, const DLTensor* k_cache,
               explain_paged(call.request, info, call.plan.kernel), *result);
   });
 }
+
+void cuattn_persistent_options_init(cuattn_persistent_options* options) {
+  *options = {sizeof(*options), 0, 1.0};
+}
+
+cuattn_status cuattn_persistent_prepare(const DLTensor* q, const DLTensor* k_cache,
+                                        const DLTensor* v_cache, const DLTensor* block_tables,
+                                        const DLTensor* context_lens,
+                                        const cuattn_paged_options* options,
+                                        cuattn_attention_call* call) {
+  return guarded([&] {
+    check_options(options);
+    PagedArrays arrays = arrays_of(q, k_cache, v_cache, block_tables, context_lens);
+    new (call->state) PagedCall(prepare_persistent(arrays, *options));
+    fill_shapes(arrays.q, *call);
+  });
+}
+
+cuattn_status cuattn_persistent_start(cuattn_attention_call* call, const DLTensor* out,
+                                      const DLTensor* lse, void* workspace, size_t workspace_bytes,
+                                      const cuattn_persistent_options* options, void* stream,
+                                      cuattn_persistent** persistent) {
+  return guarded([&] {
+    const PagedCall& state = state_of(*call);
+    TensorView lse_view;
+    if (lse != nullptr) lse_view = TensorView(*lse);
+    *persistent = new cuattn_persistent{{state, view_of(state.function, "out", out),
+                                         lse != nullptr ? &lse_view : nullptr, workspace,
+                                         workspace_bytes, *options, stream}};
+  });
+}
+
+cuattn_status cuattn_persistent_post(cuattn_persistent* persistent, int64_t steps,
+                                     int64_t* posted) {
+  return guarded([&] { *posted = persistent->decode.post(steps); });
+}
+
+cuattn_status cuattn_persistent_wait(cuattn_persistent* persistent, int64_t step, double seconds,
+                                     cuattn_persistent_state* state) {
+  return guarded([&] { *state = persistent->decode.wait(step, seconds); });
+}
+
+void cuattn_persistent_stop(cuattn_persistent* persistent) { persistent->decode.stop(); }
+
+void cuattn_persistent_destroy(cuattn_persistent* persistent) { delete persistent; }
 
 }  // extern "C"

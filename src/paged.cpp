@@ -479,8 +479,8 @@ void plan_paged(PagedCall& call, const cuattn_paged_options& o, const DeviceInfo
   call.plan.workspace_bytes = place_workspace(measured, nullptr);
 }
 
-void run_paged(PagedCall& call, const TensorView& out, const TensorView* lse, void* workspace,
-               size_t workspace_bytes, Stream stream) {
+bool bind_paged(PagedCall& call, const TensorView& out, const TensorView* lse, void* workspace,
+                size_t workspace_bytes, Stream stream) {
   const char* fn = call.function;
   PagedParams& p = call.params;
   PagedWork& w = p.work;
@@ -506,13 +506,19 @@ void run_paged(PagedCall& call, const TensorView& out, const TensorView* lse, vo
     p.lse_strides = {stride_of(*lse, 0), call.is_decode ? 0 : stride_of(*lse, 2),
                      stride_of(*lse, 1)};
   }
-  const Backend& backend = backend_of(fn, call.device);
   if (!is_cuda(call.device) || checks_device_data())
-    backend.check_paged(fn, p, call.device.device_id, stream);
-  if (out.size() == 0) return;
+    backend_of(fn, call.device).check_paged(fn, p, call.device.device_id, stream);
+  if (out.size() == 0) return false;
   require_workspace(fn, call.plan, call.device, workspace, workspace_bytes);
   place_workspace(call, workspace);
-  backend.paged(p, call.plan, call.device.device_id, stream);
+  return true;
+}
+
+void run_paged(PagedCall& call, const TensorView& out, const TensorView* lse, void* workspace,
+               size_t workspace_bytes, Stream stream) {
+  if (!bind_paged(call, out, lse, workspace, workspace_bytes, stream)) return;
+  const Backend& backend = backend_of(call.function, call.device);
+  backend.paged(call.params, call.plan, call.device.device_id, stream);
 }
 
 void run_paged_plan(PagedCall& call, const TensorView& plan, Stream stream) {

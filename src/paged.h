@@ -37,6 +37,9 @@ PagedCall validate_paged_plan(const TensorView& block_tables, const TensorView& 
 // Chooses a kernel and cuts the work for it. Must come before run.
 void plan_paged(PagedCall& call, const cuattn_paged_options& options, const DeviceInfo& device);
 
+// Validates the outputs and puts them and the workspace into call.params. False: nothing to do.
+bool bind_paged(PagedCall& call, const TensorView& out, const TensorView* lse, void* workspace,
+                size_t workspace_bytes, Stream stream);
 void run_paged(PagedCall& call, const TensorView& out, const TensorView* lse, void* workspace,
                size_t workspace_bytes, Stream stream);
 void run_paged_plan(PagedCall& call, const TensorView& plan, Stream stream);

@@ -9,6 +9,7 @@
 #include "cuattn/cache_params.h"
 #include "cuattn/paged_params.h"
 #include "cuattn/params.h"
+#include "cuattn/persistent_params.h"
 #include "cuattn/plan.h"
 
 namespace cuattn {
@@ -29,6 +30,10 @@ struct Backend {
   void (*paged)(const PagedParams& params, const Plan& plan, int32_t device_id, Stream stream);
   // Fills a plan of PagedPlan::size(work) entries; work.plan is not read.
   void (*paged_plan)(const PagedWork& work, int32_t* plan, int32_t device_id, Stream stream);
+  // Clears the queue and launches the persistent kernel; is_running may be asked until it says no
+  // or throws CudaError, and then not again.
+  void* (*start_persistent)(const PersistentParams& params, int32_t device_id, Stream stream);
+  bool (*is_running)(void* launched);
   void (*merge)(const MergeParams& params, int32_t device_id, Stream stream);
   void (*cache_write)(const CacheWriteParams& params, int32_t device_id, Stream stream);
   void (*cache_gather)(const CacheGatherParams& params, int32_t device_id, Stream stream);

@@ -154,6 +154,17 @@ CUATTN_HOST_DEVICE int64_t num_key_tasks(const PagedWork& w) {
   return int64_t{w.num_seqs} * w.num_splits * head_groups(w);
 }
 
+// Without a plan: which split of which unit thread block `index` of num_key_tasks works on. Heads
+// fastest: blocks that run together read neighbours in memory.
+struct PagedItem {
+  int32_t b, head_group, split;
+};
+
+CUATTN_HOST_DEVICE PagedItem paged_item(const PagedWork& w, uint32_t index) {
+  int32_t head_group = index % head_groups(w), rest = index / head_groups(w);
+  return {rest / w.num_splits, head_group, rest % w.num_splits};
+}
+
 // Without a plan: the splits first .. first + count - 1 of num_splits have work; count >= 1. Split
 // s covers keys [max(span.begin, begin_of(s)), min(span.end, begin_of(s + 1))).
 struct PagedSplits {

@@ -33,12 +33,13 @@ struct KeyTask {
   int64_t slot;        // of the partial result; -1: this is all of the unit, the output is written
 };
 
-// The tasks of thread block blockIdx.x: with a plan those of the worker of that number; without,
-// one split of one unit. The grid has num_key_tasks(work) blocks.
+// The tasks of thread block `index` of num_key_tasks(work): with a plan those of the worker of that
+// number; without, one split of one unit.
 class KeyTasks {
  public:
-  __device__ explicit KeyTasks(const PagedWork& w) : left_(w.num_splits != 0) {
-    if (w.num_splits == 0) walk_ = PagedWalk(w, blockIdx.x);
+  __device__ explicit KeyTasks(const PagedWork& w, uint32_t index = blockIdx.x)
+      : index_(index), left_(w.num_splits != 0) {
+    if (w.num_splits == 0) walk_ = PagedWalk(w, index);
   }
 
   __device__ __forceinline__ bool next(const PagedWork& w, KeyTask& task) {
@@ -72,10 +73,9 @@ class KeyTasks {
   __device__ __forceinline__ bool only_split(const PagedWork& w, KeyTask& task) {
     if (!left_) return false;
     left_ = false;
-    // Heads fastest: blocks that run together read neighbours in memory.
-    int32_t head_group = blockIdx.x % head_groups(w), rest = blockIdx.x / head_groups(w);
-    int32_t b = rest / w.num_splits;
-    task.split = rest % w.num_splits;
+    PagedItem item = paged_item(w, index_);
+    int32_t b = item.b, head_group = item.head_group;
+    task.split = item.split;
     PagedSpan span = paged_span(w, b);
     PagedSplits splits = paged_splits(w, span);
     if (task.split < splits.first || task.split >= splits.first + splits.count) return false;
@@ -91,6 +91,7 @@ class KeyTasks {
   }
 
   PagedWalk walk_;
+  uint32_t index_;
   bool left_;
 };
 
