@@ -14,6 +14,7 @@ import pathlib
 import re
 import sys
 from collections.abc import Callable
+from typing import NamedTuple
 
 from cuattn import _plot
 from cuattn._bench import report
@@ -40,14 +41,29 @@ def milliseconds(result: dict) -> str:
     return f"{result['ms']:.3g}" if result["ms"] < 1000 else f"{result['ms']:.0f}"
 
 
+def bandwidth(result: dict) -> str:
+    return f"{result['gbps'] / 1e3:.2f}"
+
+
 BEST = "best"  # the fastest peer of each row
 
-# Family: heading, what a cell says, and the peer that the last column compares with.
-SHOWN: dict[str, tuple[str, Callable[[dict], str], str | None]] = {
-    "mission": ("Naive against flash: time and memory beyond the inputs", time_and_memory, None),
-    "forward": ("Forward in TFLOP/s", speed, BEST),
-    "ladder": ("Every rung of the ladder, TFLOP/s", speed, None),
-    "cpu": ("CPU backend, milliseconds", milliseconds, "torch"),
+
+class Shown(NamedTuple):
+    """How README shows a family: what a cell says, which peer the last column compares with."""
+
+    heading: str
+    cell: Callable[[dict], str]
+    peer: str | None = None
+    rows: str = ""  # only those whose names contain this
+
+
+SHOWN = {
+    "mission": Shown("Naive against flash: time and memory beyond the inputs", time_and_memory),
+    "forward": Shown("Forward in TFLOP/s", speed, BEST),
+    "ladder": Shown("Every rung of the ladder, TFLOP/s", speed),
+    "paged": Shown("Decode over pages, KV bytes / time in TB/s", bandwidth, BEST, "16, bf16"),
+    "cache": Shown("Cache operations, bytes / time in TB/s", bandwidth, "memcpy"),
+    "cpu": Shown("CPU backend, milliseconds", milliseconds, "torch"),
 }
 
 
@@ -67,15 +83,16 @@ def why_not(result: dict | None) -> str:
     return report.markdown_cell(result)
 
 
-def table(document: dict, cell: Callable[[dict], str], peer: str | None) -> str:
+def table(document: dict, shown: Shown) -> str:
     """Format one row for each workload and one column for each library that was measured."""
+    cell, peer = shown.cell, shown.peer
     names = _plot.in_order(result["name"] for _, result in _plot.measured(document))
     headings = ["workload", *map(_plot.label, names)]
     if peer is not None:
         headings.append(f"cuattn x {'best peer' if peer == BEST else _plot.label(peer)}")
     lines = [f"| {' | '.join(headings)} |", "| --- |" + " ---: |" * (len(headings) - 1)]
     for row in document["rows"]:
-        if row["status"] != "ok":
+        if row["status"] != "ok" or shown.rows not in row["workload"]["name"]:
             continue
         results = {result["name"]: result for result in row["results"]}
         cells = [row["workload"]["name"]]
@@ -91,14 +108,17 @@ def table(document: dict, cell: Callable[[dict], str], peer: str | None) -> str:
 
 def paragraph(family: str, document: dict) -> str:
     """One family: heading, what was measured, picture, table, summary, machine and command."""
-    heading, cell, peer = SHOWN[family]
-    parts = [f"### {heading}", document["about"]]
+    shown = SHOWN[family]
+    parts = [f"### {shown.heading}", document["about"]]
+    if shown.rows:
+        rows = f"The rows of {shown.rows!r}; all are in "
+        parts[-1] += f" {rows}[{family}.json](benchmarks/results/{family}.json)."
     if (RESULTS / f"{family}_speed.png").exists():
         pictures = [f"![{family}: speed](benchmarks/results/{family}_speed.png)"]
         if (RESULTS / f"{family}_memory.png").exists():
             pictures.append(f"![{family}: memory](benchmarks/results/{family}_memory.png)")
         parts.append("\n".join(pictures))
-    parts.append(table(document, cell, peer))
+    parts.append(table(document, shown))
     if summary := report.summary(document):
         parts.append("\n".join(f"- {line}" for line in summary.splitlines()))
     command = re.sub(r" (-o|--output) \S+", "", document["command"])  # a path of that machine

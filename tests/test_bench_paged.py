@@ -3,6 +3,8 @@
 
 import dataclasses
 import json
+import runpy
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from cuattn._bench.paged import PagedWorkload, ragged_lengths
 torch = pytest.importorskip("torch")
 from cuattn._bench import paged_inputs  # noqa: E402 it needs torch
 
+ROOT = Path(__file__).resolve().parent.parent
 SMOKE = [w for w in FAMILIES["paged_smoke"].workloads if w.op == "paged_attention"]
 CHUNKS = next(w for w in FAMILIES["paged_smoke"].workloads if w.op == "paged_prefill")
 DECODE = [
@@ -176,7 +179,7 @@ def measured_row(name="w", **ms) -> dict:
         }
         for who, value in ms.items()
     ]
-    return {"workload": {"name": name}, "status": "ok", "results": results}
+    return {"workload": {"name": name, "series": name}, "status": "ok", "results": results}
 
 
 @pytest.mark.parametrize(
@@ -260,3 +263,29 @@ def test_pictures_of_a_decode_family_show_tb_per_second(tmp_path):
     assert "<!-- TB/s -->" in picture
     assert "<!-- cuattn, V1 -->" in picture
     assert not (tmp_path / "paged_vllm_memory.svg").exists()
+
+
+def test_pictures_have_a_panel_for_each_series_of_several_rows():
+    from cuattn import _plot
+
+    for family, panels in (("paged", 9), ("paged_vllm", 4), ("cache", 1)):
+        rows = [measured_row(cuattn_auto=1.0) for _ in FAMILIES[family].workloads]
+        for row, w in zip(rows, FAMILIES[family].workloads, strict=True):
+            row["workload"] = w.as_json()
+        found = _plot.bar_panels({"quantity": "gbps", "rows": rows})
+        assert len(found) == panels
+        assert sum(map(len, found.values())) == len(rows)
+
+
+def test_the_readme_s_table_of_decode_shows_the_rows_it_says():
+    figures = runpy.run_path(str(ROOT / "benchmarks" / "readme_figures.py"))
+    shown = figures["SHOWN"]["paged"]
+    names = [w.name for w in FAMILIES["paged"].workloads if shown.rows in w.name]
+    assert 20 <= len(names) <= 30
+    rows = [measured_row(name, cuattn_auto=0.5, flashinfer=1.0) for name in names]
+    rows += [measured_row("another", cuattn_auto=0.25)]
+    for row in rows:
+        row["best_peer"] = "flashinfer"
+    text = figures["table"]({"quantity": "gbps", "rows": rows}, shown)
+    assert f"| {names[0]} | 2.00 | 1.00 | 2.00 |" in text
+    assert "another" not in text

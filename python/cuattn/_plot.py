@@ -231,32 +231,48 @@ def coincide(
     return True
 
 
+def bar_panels(document: dict) -> dict[str, list[tuple[dict, dict]]]:
+    """Group what was measured by series where most series have several rows; else all in one."""
+    panels: dict[str, list[tuple[dict, dict]]] = {}
+    for workload, result in measured(document):
+        panels.setdefault(workload["series"], []).append((workload, result))
+    rows = {workload["name"] for workload, _ in measured(document)}
+    if document.get("quantity") == "gbps" and 2 * len(panels) < len(rows):
+        return panels
+    return {"": [pair for panel in panels.values() for pair in panel]} if panels else {}
+
+
 def draw_bars(plt, document: dict, title: str):
     """Speed of unlike workloads, one group of bars for each."""
+    panels = bar_panels(document)
+    if not panels:
+        return None
     quantity, unit, text = SPEED[document.get("quantity", "tflops")]
     names = in_order(result["name"] for _, result in measured(document))
-    workloads = list(dict.fromkeys(workload["name"] for workload, _ in measured(document)))
-    if not workloads:
-        return None
     height = 0.8 / len(names)
-    size = (2 * PANEL_WIDTH, 0.28 * len(workloads) * max(2, len(names)) + 1.8)
-    figure, axes = plt.subplots(figsize=size, layout="constrained")
-    for index, name in enumerate(names):
-        places, values = [], []
-        for workload, result in measured(document):
-            if result["name"] == name:
-                places.append(
-                    workloads.index(workload["name"]) + (index - (len(names) - 1) / 2) * height
-                )
-                values.append(result[quantity] / unit)
-        bars = axes.barh(
-            places, values, height=0.92 * height, color=colour(name), label=label(name)
-        )
-        axes.bar_label(bars, fmt="%.3g", padding=2, fontsize=7)
-    axes.set_yticks(range(len(workloads)), workloads)
-    axes.invert_yaxis()
-    axes.grid(axis="y", visible=False)
-    axes.set_xlabel(text)
+    columns = 2 if len(panels) == 4 else min(3, len(panels))
+    rows = math.ceil(len(panels) / columns)
+    longest = max(len({workload["name"] for workload, _ in panel}) for panel in panels.values())
+    panel_height = 0.28 * longest * max(2, len(names)) / columns**0.5 + 0.6
+    size = (PANEL_WIDTH * max(2, 1.3 * columns), panel_height * rows + 1.2)
+    figure, grid = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
+    for axes in grid.flat[len(panels) :]:
+        axes.remove()
+    for axes, (series, panel) in zip(grid.flat, panels.items(), strict=False):
+        workloads = list(dict.fromkeys(workload["name"] for workload, _ in panel))
+        for index, name in enumerate(names):
+            found = [(workload["name"], r[quantity]) for workload, r in panel if r["name"] == name]
+            shift = (index - (len(names) - 1) / 2) * height
+            places = [workloads.index(workload) + shift for workload, _ in found]
+            values = [value / unit for _, value in found]
+            options = {"height": 0.92 * height, "color": colour(name), "label": label(name)}
+            bars = axes.barh(places, values, **options)
+            axes.bar_label(bars, fmt="%.3g", padding=2, fontsize=7)
+        axes.set_yticks(range(len(workloads)), workloads)
+        axes.invert_yaxis()
+        axes.grid(axis="y", visible=False)
+        axes.set_title(series, fontsize=10)
+        axes.set_xlabel(text)
     finish(figure, document, title, [label(name) for name in names])
     return figure
 
