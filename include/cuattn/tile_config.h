@@ -40,6 +40,34 @@ constexpr Tile sm80_tile(HeadDims d, ScoreKind score) {
   return {64, 64, 1, 4};                    // 192: 24 + 48 = 72 KB; 256: 32 + 64 = 96 KB
 }
 
+// Head sizes of the sm90 kernels.
+constexpr HeadDims kSm90HeadDims[] = {{64, 64},   {96, 96},   {128, 128},
+                                      {192, 128}, {192, 192}, {256, 256}};
+
+// Bytes of shared memory: Q, `stages` tiles of K and of V, in panels of 64 columns (128 bytes); the
+// barriers, and up to 1023 bytes in front that align the panels.
+constexpr int32_t sm90_smem_bytes(HeadDims d, Tile tile, int32_t q_stages) {
+  int32_t qk = (d.qk + 63) / 64 * 128, v = (d.v + 63) / 64 * 128;
+  return q_stages * tile.m * qk + tile.stages * tile.n * (qk + v) + 384 + 1024;
+}
+
+// Two Q tiles where they fit: the next one arrives while this one is at work.
+constexpr int32_t sm90_q_stages(HeadDims d, Tile tile) {
+  return sm90_smem_bytes(d, tile, 2) <= 227 * 1024 ? 2 : 1;
+}
+
+// A warpgroup of producers and m / 64 of consumers, which keep S (n / 2), O (head_dim_v / 2) and P
+// (n / 4) in 240 registers each, or 160 if they are three.
+constexpr Tile sm90_tile(HeadDims d, MaskKind, ScoreKind score) {
+  if (d.qk <= 64) {
+    if (score == ScoreKind::identity) return {192, 128, 4, 16};  // 2 * 24 + 4 * 32 = 176 KB
+    return {128, 128, 4, 12};  // the functor wants registers
+  }
+  if (d.qk <= 128) return {128, 128, 2, 12};  // 2 * 32 + 2 * 64 = 192 KB
+  if (d.qk == 192) return d.v <= 128 ? Tile{128, 128, 2, 12} : Tile{128, 96, 2, 12};
+  return {128, 80, 2, 12};  // 64 + 2 * 80 = 224 KB
+}
+
 // simt keeps float32 tiles: 64 output registers a thread at most.
 constexpr Tile simt_tile(int32_t head_dim) {
   return head_dim <= 128 ? Tile{64, 64, 2, 4} : Tile{32, 128, 2, 4};

@@ -175,6 +175,47 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
+// A struct of kWords 32-bit words, two at a time (8-byte aligned).
+template <int kWords, class T>
+__device__ __forceinline__ void store_shared_words(uint32_t smem, const T& value) {
+  union {
+    T value;
+    uint32_t words[kWords];
+  } u{value};
+#pragma unroll
+  for (int i = 0; i < kWords; i += 2) {
+    asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(smem + 4 * i), "r"(u.words[i]),
+                 "r"(u.words[i + 1])
+                 : "memory");
+  }
+}
+template <int kWords, class T>
+__device__ __forceinline__ void load_shared_words(T& value, uint32_t smem) {
+  union {
+    uint32_t words[kWords];
+    T value;
+  } u;
+#pragma unroll
+  for (int i = 0; i < kWords; i += 2) {
+    asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];"
+                 : "=r"(u.words[i]), "=r"(u.words[i + 1])
+                 : "r"(smem + 4 * i)
+                 : "memory");
+  }
+  value = u.value;
+}
+
+// A value that the compiler keeps in its register instead of computing it again at every use.
+__device__ __forceinline__ uint32_t opaque(uint32_t x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+template <class T>
+__device__ __forceinline__ T* opaque(T* x) {
+  asm volatile("" : "+l"(x));
+  return x;
+}
+
 // Pins registers that a pending wgmma reads or writes: without it the compiler moves ordinary code
 // across.
 template <class T, int kCount>

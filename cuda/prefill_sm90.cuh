@@ -1,0 +1,706 @@
+// SPDX-License-Identifier: Apache-2.0
+// Flash attention forward on Hopper (sm_90a): float16 and bfloat16, every option of the API. One
+// producer warpgroup feeds K and V tiles by TMA to two or three consumer warpgroups of 64 query
+// rows each, which multiply by wgmma; CTAs are persistent. Source: FlashAttention-3,
+// arXiv:2407.08608, sections 3.1-3.2. Primitives: device/mma_sm90.cuh. Tiles: tile_config.h.
+// Deep dive: docs/notes/20261121-prefill-sm90.md. Next: src/plan.cpp, which picks it.
+//
+//   producer   | K3 Q  | V3 K2 | V2 K1 | V1 K0 | V0 | K' Q' | ...       (next query tile)
+//   group 0    | QK3 | softmax | QK2 PV3 | softmax | QK1 PV2 | ... | PV0 QK' | O out | softmax
+//   group 1         | QK3 | softmax | QK2 PV3 | softmax | ...        (the tensor cores alternate)
+#pragma once
+
+#include "cuattn/device/mask.cuh"
+#include "cuattn/device/wgmma_sm90.cuh"
+#include "cuattn/tile_config.h"
+#include "launch.h"
+#include "tensor_maps.h"
+
+namespace cuattn {
+
+// The order of work: sections of heads whose K and V fit in L2 together; inside a section the
+// heaviest query tiles of all heads first, so that what comes last is light.
+struct Sm90Schedule {
+  int32_t tiles;          // query tiles of a sequence
+  int32_t heads;          // that have tiles: num_heads_q, or num_heads_kv when rows are packed
+  int32_t packed;         // query heads that share a tile: row = token * packed + head in group
+  int32_t section_heads;  // (batch, head) pairs of a section
+  int32_t splits;         // parts of the keys, each a work item of its own
+  int32_t total;          // work items
+  int32_t* counter;       // items drawn beyond the first of each CTA; nullptr: a fixed order
+  int32_t kv_window;      // rows of a K and V map below its base, see tensor_maps.h
+  float* part_out;        // [splits, heads, rows, head_dim_v], splits > 1
+  float* part_lse;        // [splits, heads, rows]
+};
+
+struct Sm90Maps {
+  device::TensorMap q, k, v;
+};
+
+template <DType kType, int kHeadDim, int kHeadDimV, MaskKind kMask, ScoreKind kScore,
+          Tile kTile>
+struct PrefillSm90 {
+  // 1. Types and sizes
+  static constexpr int kConsumers = kTile.m / 64;
+  static constexpr int kThreads = (kConsumers + 1) * 128;
+  static constexpr int kPanelsQk = (kHeadDim + 63) / 64, kPanelsV = (kHeadDimV + 63) / 64;
+  static constexpr int kQBytes = kTile.m * kPanelsQk * 128;  // of one stage
+  static constexpr int kKBytes = kTile.n * kPanelsQk * 128;
+  static constexpr int kVBytes = kTile.n * kPanelsV * 128;
+  static constexpr int kQStages = sm90_q_stages({kHeadDim, kHeadDimV}, kTile);
+  static constexpr int kSmemBytes = sm90_smem_bytes({kHeadDim, kHeadDimV}, kTile, kQStages);
+  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 240;
+  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 24;
+  static constexpr int kScoreCount = kTile.n / 2, kOutCount = kHeadDimV / 2;  // of a thread
+  static constexpr int kWorkSlots = 2;
+  // Note: beyond 128 columns the wait for a turn costs more than the overlap brings.
+    static constexpr bool kTakeTurns = kHeadDimV <= 128;
+  static_assert(kSmemBytes <= 227 * 1024, "sm_90 gives a CTA at most 227 KiB");
+  using Qk = device::Wgmma<kType, kTile.n>;
+  using Pv = device::Wgmma<kType, kHeadDimV>;
+
+  // 2. Shared storage, in address order: Q (stage, panel, m, 64); K (stage, panel, n, 64); V
+  // likewise; barriers; the work items that the producer draws.
+  struct Shared {
+    uint32_t q, k, v, barriers;
+    __device__ explicit Shared(const void* base) {
+      q = (device::smem_address(base) + 1023) & ~1023u;  // the swizzle repeats every 1024 bytes
+      k = q + kQStages * kQBytes;
+      v = k + kTile.stages * kKBytes;
+      barriers = device::opaque(v + kTile.stages * kVBytes);
+    }
+    __device__ uint32_t barrier(int index) const { return barriers + 8 * index; }
+    __device__ uint32_t q_full(int s) const { return barrier(s); }
+    __device__ uint32_t q_empty(int s) const { return barrier(2 + s); }
+    __device__ uint32_t work_full(int s) const { return barrier(4 + s); }
+    __device__ uint32_t work_empty(int s) const { return barrier(6 + s); }
+    __device__ uint32_t k_full(int s) const { return barrier(8 + s); }
+    __device__ uint32_t k_empty(int s) const { return barrier(8 + kTile.stages + s); }
+    __device__ uint32_t v_full(int s) const { return barrier(8 + 2 * kTile.stages + s); }
+    __device__ uint32_t v_empty(int s) const { return barrier(8 + 3 * kTile.stages + s); }
+    __device__ uint32_t work(int s) const {
+      return barrier(8 + 4 * kTile.stages) + s * static_cast<int>(sizeof(Work));
+    }
+  };
+
+  // A place in a ring of kCount stages; `parity` of the phase to wait for.
+  template <int kCount>
+  struct Ring {
+    int stage = 0;
+    uint32_t parity;
+    __device__ explicit Ring(uint32_t first_parity) : parity(first_parity) {}
+    __device__ __forceinline__ void next() {
+      if (++stage == kCount) {
+        stage = 0;
+        parity ^= 1;
+      }
+    }
+  };
+
+  // 3. Roles. What a CTA works on: rows [row0, row0 + m) of one head (or of a group of heads,
+  // packed) against the key tiles `range`.
+  struct Work {
+    int32_t batch, head, row0, split;
+    Span queries, keys;
+    device::TileRange range;
+    int32_t kind;
+  };
+  enum Kind : int32_t { kFull, kEmpty, kNone };  // kEmpty: rows without keys; kNone: the end
+  static constexpr int kWorkWords = sizeof(Work) / 4;
+  static_assert(sizeof(Work) == 4 * kWorkWords && kWorkWords % 2 == 0, "moved as pairs of words");
+
+  static __device__ __forceinline__ Work find_work(const PrefillParams& p, const Sm90Schedule& s,
+                                                   int32_t item) {
+    Work w;
+    w.split = item % s.splits;
+    item /= s.splits;
+    int32_t per_section = s.section_heads * s.tiles;
+    int32_t section = item / per_section, within = item % per_section;
+    int32_t first = section * s.section_heads;
+    int32_t pairs = min(s.section_heads, p.batch * s.heads - first);
+    int32_t pair = first + within % pairs, tile = within / pairs;
+    if (kMask != MaskKind::none) tile = s.tiles - 1 - tile;
+    w.batch = pair / s.heads;
+    w.head = pair % s.heads;
+    w.row0 = tile * kTile.m;
+    w.queries = query_span(p, w.batch);
+    w.keys = key_span(p, w.batch);
+    int32_t token0 = w.row0 / s.packed;
+    int32_t token1 = min((w.row0 + kTile.m - 1) / s.packed + 1, w.queries.used);
+    w.range = device::tile_range<kTile.n>(
+        kMask == MaskKind::window ? p.window_left : static_cast<int32_t>(kUnlimited),
+        kMask == MaskKind::none ? static_cast<int32_t>(kUnlimited) : p.window_right, token0, token1,
+        w.queries.used, w.keys.used);
+    if (s.splits > 1) {
+      int32_t tiles = w.range.end - w.range.begin, more = tiles % s.splits;
+      w.range.begin += tiles / s.splits * w.split + min(w.split, more);
+      w.range.end = w.range.begin + tiles / s.splits + (w.split < more);
+    }
+    w.kind = w.row0 >= w.queries.stored * s.packed ? kNone
+             : w.range.begin >= w.range.end         ? kEmpty
+                                                    : kFull;
+    return w;
+  }
+
+  // One thread: draws work items, tells the consumers, and keeps the rings full.
+  static __device__ __forceinline__ void produce(const PrefillParams& p, const Sm90Schedule& s,
+                                                 const Sm90Maps& maps, const Shared& shared) {
+    device::tma_prefetch(&maps.q);
+    device::tma_prefetch(&maps.k);
+    device::tma_prefetch(&maps.v);
+    Ring<kTile.stages> ring(1);
+    Ring<kQStages> q_ring(1);
+    Ring<kWorkSlots> slot(1);
+    auto load = [&](const device::TensorMap& map, uint32_t smem, uint32_t empty, uint32_t full,
+                    auto panels, const Work& w, int tile) {
+      int32_t group = p.num_heads_q / p.num_heads_kv;
+      int32_t kv_head = s.packed > 1 ? w.head : w.head / group;
+      device::barrier_wait(empty, ring.parity);
+      device::barrier_arrive_expect(full, panels() * kTile.n * 128);
+#pragma unroll
+      for (int panel = 0; panel < panels(); ++panel) {
+        device::tma_load(smem + panel * kTile.n * 128, &map, full, panel * 64,
+                         s.kv_window - w.keys.used + tile * kTile.n, w.keys.start + w.keys.used,
+                         kv_head, p.cu_seqlens_kv ? 0 : w.batch, device::kEvictLast);
+      }
+    };
+    auto load_k = [&](const Work& w, int tile) {
+      load(maps.k, shared.k + ring.stage * kKBytes, shared.k_empty(ring.stage),
+           shared.k_full(ring.stage), [] { return kPanelsQk; }, w, tile);
+    };
+    auto load_v = [&](const Work& w, int tile) {
+      load(maps.v, shared.v + ring.stage * kVBytes, shared.v_empty(ring.stage),
+           shared.v_full(ring.stage), [] { return kPanelsV; }, w, tile);
+    };
+    auto load_q = [&](const Work& w) {
+      device::barrier_wait(shared.q_empty(q_ring.stage), q_ring.parity);
+      uint32_t full = shared.q_full(q_ring.stage);
+      device::barrier_arrive_expect(full, kQBytes);
+#pragma unroll
+      for (int panel = 0; panel < kPanelsQk; ++panel) {
+        device::tma_load(shared.q + q_ring.stage * kQBytes + panel * kTile.m * 128, &maps.q, full,
+                         panel * 64, 0, w.queries.start + w.row0 / s.packed, w.head,
+                         p.cu_seqlens_q ? 0 : w.batch, device::kEvictFirst);
+      }
+      q_ring.next();
+    };
+    auto publish = [&](const Work& w) {
+      device::barrier_wait(shared.work_empty(slot.stage), slot.parity);
+      device::store_shared_words<kWorkWords>(shared.work(slot.stage), w);
+      device::barrier_arrive(shared.work_full(slot.stage));
+      slot.next();
+    };
+    // Note: an item is drawn when the last one is loaded, not sooner: who is at work on a heavy
+    // tile must not hold another one back from an idle CTA.
+    int32_t round = 0;
+    auto draw = [&]() -> int32_t {
+      if (s.counter != nullptr) return atomicAdd(s.counter, 1) + gridDim.x;
+      return ++round * gridDim.x + blockIdx.x;
+    };
+    for (int32_t item = blockIdx.x; item < s.total; item = draw()) {
+      Work w = find_work(p, s, item);
+      if (w.kind == kNone) continue;  // beyond the end of a short sequence
+      publish(w);
+      if (w.kind == kEmpty) continue;
+      // With two Q tiles this one is free already; with one, K does not wait behind it.
+      if (kQStages == 2) load_q(w);
+      load_k(w, w.range.end - 1);
+      if (kQStages == 1) load_q(w);
+      load_v(w, w.range.end - 1);
+      ring.next();
+      for (int tile = w.range.end - 2; tile >= w.range.begin; --tile) {
+        load_k(w, tile);
+        load_v(w, tile);
+        ring.next();
+      }
+    }
+    Work last{};
+    last.kind = kNone;
+    publish(last);
+  }
+
+  // The softmax state of a thread's two rows (lane / 4 and lane / 4 + 8 of a warp's 16): maximum
+  // of the scores in the functor's units, this lane's share of the sum.
+  struct Softmax {
+    float max[2] = {device::negative_infinity(), device::negative_infinity()};
+    float sum[2] = {0.0f, 0.0f};
+  };
+  using Mod = device::ScoreMod<kType, kScore>;
+
+  // The rows of a thread in a query tile: tokens, and the keys that they see.
+  struct Rows {
+    int32_t token[2];
+    KeyRange visible[2];
+    int32_t last_key;
+  };
+
+  // Softcap, ALiBi, bias; -inf for keys that a row does not see.
+  static __device__ __forceinline__ void modify(float (&scores)[kScoreCount], const Mod& mod,
+                                                const Rows& rows, int tile, bool masked) {
+    int32_t first = tile * kTile.n + 2 * static_cast<int32_t>(threadIdx.x % 4);
+    if constexpr (kScore == ScoreKind::scored) {
+#pragma unroll
+      for (int i = 0; i < kScoreCount; ++i) {
+        int32_t key = first + (i >> 2) * 8 + (i & 1);
+        scores[i] = mod(scores[i], rows.token[i >> 1 & 1], min(key, rows.last_key));
+      }
+    }
+    if (!masked) return;
+#pragma unroll
+    for (int i = 0; i < kScoreCount; ++i) {
+      const KeyRange& visible = rows.visible[i >> 1 & 1];
+      int column = (i >> 2) * 8 + (i & 1);
+      bool seen = column < visible.end - first &&
+                  (kMask != MaskKind::window || column >= visible.begin - first);
+      scores[i] = seen ? scores[i] : device::negative_infinity();
+    }
+  }
+
+  // Scores become P, relative to the running maximum, and O follows the maximum once `pv_done` has
+  // waited for the product that still reads the old P. The exponentials are what takes time (16 a
+  // clock and SM): the order lets everything else run in their shadow.
+  //
+  //   row 0: max | exp . . . . . . . . |     pack      |
+  //   row 1:     |         max         | exp . . . . . . . pack |      rescale O
+  template <class Wait>
+  static __device__ __forceinline__ void softmax_step(Softmax& state, float (&scores)[kScoreCount],
+                                                      uint32_t (&probs)[kScoreCount / 2],
+                                                      float (&out)[kOutCount], float to_log2,
+                                                      Wait pv_done) {
+    using namespace device;
+    constexpr int kBlocks = kScoreCount / 4;  // of 8 keys
+    float chain[2][2] = {{state.max[0], state.max[0]}, {state.max[1], state.max[1]}};
+    float reference[2], rescale[2], sum[2][2];
+    auto max_of = [&](int half, int block) {  // two chains a row: half the latency
+      const float* s = &scores[4 * block + 2 * half];
+      chain[half][0] = fmaxf(chain[half][0], s[0]);
+      chain[half][1] = fmaxf(chain[half][1], s[1]);
+    };
+    auto settle_max = [&](int half) {
+      float max = quad_max(fmaxf(chain[half][0], chain[half][1]));
+      // A row that has seen nothing keeps -inf; 0 in its place keeps -inf - (-inf) out of the
+      // exponent.
+      float safe = max == negative_infinity() ? 0.0f : max;
+      rescale[half] = exp2_approx((state.max[half] - safe) * to_log2);
+      state.max[half] = max;
+      reference[half] = safe * to_log2;
+    };
+    auto exponential = [&](int half, int block) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float& s = scores[4 * block + 2 * half + i];
+        s = exp2_approx(fmaf(s, to_log2, -reference[half]));
+        sum[half][i] = block == 0 ? s : sum[half][i] + s;
+      }
+    };
+    auto pack = [&](int half, int block) {
+      const float* s = &scores[4 * block + 2 * half];
+      probs[2 * block + half] = pack2<kType>(s[0], s[1]);
+    };
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) max_of(0, block);
+    settle_max(0);
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+      exponential(0, block);
+      max_of(1, block);
+    }
+    settle_max(1);
+    bool rescales = pv_done();
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+      exponential(1, block);
+      pack(0, block);
+      if (block > 0) pack(1, block - 1);
+      if (rescales) {
+        constexpr int kSlice = (kOutCount + kBlocks - 1) / kBlocks;
+#pragma unroll
+        for (int i = 0; i < kSlice; ++i) {
+          int at = block * kSlice + i;
+          if (at < kOutCount) out[at] *= rescale[at >> 1 & 1];
+        }
+      }
+    }
+    pack(1, kBlocks - 1);
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      state.sum[half] = fmaf(state.sum[half], rescale[half], sum[half][0] + sum[half][1]);
+  }
+
+  // 4. Main loop. A consumer warpgroup owns 64 rows of every query tile. S of the next key tile is
+  // multiplied while the softmax of this one runs; the groups take turns on the tensor cores.
+  static __device__ __forceinline__ void consume(const PrefillParams& p, const Sm90Schedule& s,
+                                                 const Shared& shared, int group) {
+    using namespace device;
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+    Ring<kTile.stages> ring(0);
+    Ring<kQStages> q_ring(0);
+    Ring<kWorkSlots> slot(0);
+    float out[kOutCount], scores[kScoreCount];
+    uint32_t probs[kScoreCount / 2];  // P in the order of a wgmma A operand
+    const uint64_t k_desc = wgmma_descriptor(shared.k, 0);
+    const uint64_t v_desc = wgmma_descriptor(shared.v, kTile.n * 128);
+
+    auto release = [&](uint32_t barrier) {
+      if (lane == 0) barrier_arrive(barrier);
+    };
+    auto multiply_qk = [&] {  // S = Q K^T
+      uint64_t a = wgmma_descriptor(shared.q + q_ring.stage * kQBytes + group * 64 * 128, 0);
+      uint64_t b = advance(k_desc, ring.stage * kKBytes);
+      wgmma_fence();
+#pragma unroll
+      for (int step = 0; step < kHeadDim / 16; ++step) {
+        Qk::template ss<0>(scores, advance(a, step / 4 * kTile.m * 128 + step % 4 * 32),
+                           advance(b, step / 4 * kTile.n * 128 + step % 4 * 32), step != 0);
+      }
+      wgmma_commit();
+    };
+    bool fresh = true;  // O holds nothing yet
+    auto multiply_pv = [&](int stage) {  // O += P V
+      uint64_t b = advance(v_desc, stage * kVBytes);
+      wgmma_fence();
+#pragma unroll
+      for (int step = 0; step < kTile.n / 16; ++step) {
+        const uint32_t (&a)[4] = *reinterpret_cast<const uint32_t (*)[4]>(&probs[4 * step]);
+        Pv::template rs<1>(out, a, advance(b, step * 16 * 128), step != 0 || !fresh);
+      }
+      wgmma_commit();
+      fresh = false;
+    };
+    auto pack = [&] {
+#pragma unroll
+      for (int i = 0; i < kScoreCount / 2; ++i)
+        probs[i] = pack2<kType>(scores[2 * i], scores[2 * i + 1]);
+    };
+    auto my_turn = [&] {
+      if (kTakeTurns) named_barrier_sync(1 + group, 256);
+    };
+    auto your_turn = [&] {
+      if (kTakeTurns) named_barrier_arrive(1 + (group + 1) % kConsumers, 256);
+    };
+    // Is there more? Rows without keys are answered at once; work stays in its slot for take_work,
+    // when the registers of the last one are free.
+    auto more_work = [&] {
+      while (true) {
+        barrier_wait(shared.work_full(slot.stage), slot.parity);
+        Work w;
+        load_shared_words<kWorkWords>(w, shared.work(slot.stage));
+        if (w.kind == kFull) return true;
+        if (w.kind == kNone) return false;
+        store_empty(p, s, w, group);
+        release(shared.work_empty(slot.stage));
+        slot.next();
+      }
+    };
+    auto take_work = [&](Work& w) {
+      load_shared_words<kWorkWords>(w, shared.work(slot.stage));
+      release(shared.work_empty(slot.stage));
+      slot.next();
+    };
+
+    if (kTakeTurns && group == 0) named_barrier_arrive(1, 256);
+    Work w;
+    Softmax state;
+    Mod mod(p, 0, 0, 1, 1);
+    bool at_work = false;
+#pragma unroll 1
+    while (true) {
+      // The last PV of a query tile, and right behind it the first QK of the next: O leaves
+      // meanwhile. Note: before the first and after the last tile these multiply junk, for a branch
+      // around them would serialise wgmma.
+      bool more = more_work();
+      int v_stage = ring.stage;
+      if (at_work) {
+        barrier_wait(shared.v_full(v_stage), ring.parity);
+        ring.next();
+      }
+      if (more) {
+        barrier_wait(shared.q_full(q_ring.stage), q_ring.parity);
+        barrier_wait(shared.k_full(ring.stage), ring.parity);
+      }
+      my_turn();
+      pin(scores);
+      pin(out);
+      pin(probs);
+      multiply_pv(v_stage);
+      multiply_qk();
+      your_turn();
+      wgmma_wait<1>();
+      pin(out);
+      pin(probs);
+      if (at_work) {
+        release(shared.v_empty(v_stage));
+        store(p, s, w, group, out, state, mod.to_log2);
+      }
+      take_work(w);
+      state = Softmax();
+      mod = Mod(p, w.batch, w.head, w.queries.used, w.keys.used);
+      Rows rows;
+      rows.last_key = w.keys.used - 1;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        int32_t row = w.row0 + group * 64 + warp * 16 + half * 8 + lane / 4;
+        int32_t token = s.packed == 1 ? row : row / s.packed;
+        rows.token[half] = min(token, w.queries.used - 1);
+        rows.visible[half] = {0, w.keys.used};
+        if constexpr (kMask != MaskKind::none) {
+          rows.visible[half] = visible_keys(
+              kMask == MaskKind::causal ? static_cast<int32_t>(kUnlimited) : p.window_left,
+              p.window_right, token, w.queries.used, w.keys.used);
+        }
+      }
+      int tile = w.range.end - 1;
+      auto release_scores = [&] {  // S is done: so are K, and Q after the last tile
+        release(shared.k_empty(ring.stage));
+        if (tile == w.range.begin) release(shared.q_empty(q_ring.stage));
+      };
+
+      wgmma_wait<0>();
+      pin(scores);
+      if (!more) break;
+      at_work = true;
+      release_scores();
+      modify(scores, mod, rows, tile, tile >= w.range.full_end || tile < w.range.full_begin);
+      softmax_step(state, scores, probs, out, mod.to_log2, [] { return false; });
+      fresh = true;
+      auto step = [&](bool masked) {
+        --tile;
+        int v_stage = ring.stage;
+        uint32_t v_parity = ring.parity;
+        ring.next();
+        barrier_wait(shared.v_full(v_stage), v_parity);
+        barrier_wait(shared.k_full(ring.stage), ring.parity);
+        my_turn();
+        pin(scores);
+        pin(out);
+        pin(probs);
+        multiply_qk();
+        multiply_pv(v_stage);
+        your_turn();
+        wgmma_wait<1>();
+        pin(scores);
+        release_scores();
+        modify(scores, mod, rows, tile, masked);
+        softmax_step(state, scores, probs, out, mod.to_log2, [&] {
+          wgmma_wait<0>();
+          pin(out);
+          pin(probs);
+          release(shared.v_empty(v_stage));
+          return true;
+        });
+      };
+      const int first = w.range.begin, full = max(first, w.range.full_begin);
+      const int right = max(first, w.range.full_end);
+#pragma unroll 1
+      while (tile > right) step(true);
+#pragma unroll 1
+      while (tile > full) step(false);
+      if constexpr (kMask == MaskKind::window) {
+#pragma unroll 1
+        while (tile > first) step(true);
+      }
+      q_ring.next();
+    }
+  }
+
+  // 5. Epilogue. Where a row of a tile is written, or nowhere.
+  struct Row {
+    int32_t token, head;
+    bool stored;
+    __device__ Row(const PrefillParams& p, const Sm90Schedule& s, const Work& w, int32_t row)
+        : token(row), head(w.head) {
+      if (s.packed > 1) {
+        token = row / s.packed;
+        head = w.head * s.packed + row % s.packed;
+      }
+      stored = token < w.queries.stored;
+    }
+  };
+  static __device__ __forceinline__ char* out_row(const PrefillParams& p, const Work& w,
+                                                  const Row& row) {
+    return static_cast<char*>(p.out) + 2 * (w.batch * p.out_strides.batch +
+                                            (w.queries.start + row.token) * p.out_strides.seq +
+                                            row.head * p.out_strides.head);
+  }
+  static __device__ __forceinline__ float* lse_row(const PrefillParams& p, const Work& w,
+                                                   const Row& row) {
+    return p.lse + w.batch * p.lse_strides.batch + row.head * p.lse_strides.head +
+           (w.queries.start + row.token) * p.lse_strides.seq;
+  }
+  // Of this part of the keys, in the workspace; rows of all sequences follow one another.
+  static __device__ __forceinline__ int64_t part_row(const PrefillParams& p, const Work& w,
+                                                     const Row& row) {
+    int64_t rows = int64_t{p.batch} * p.seqlen_q;
+    return (int64_t{w.split} * p.num_heads_q + row.head) * rows + w.batch * int64_t{p.seqlen_q} +
+           row.token;
+  }
+
+  // O / sum to global memory, straight from the accumulators.
+  static __device__ __forceinline__ void store(const PrefillParams& p, const Sm90Schedule& s,
+                                               const Work& w, int group,
+                                               const float (&out)[kOutCount], Softmax& state,
+                                               float to_log2) {
+    using namespace device;
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+    bool odd = lane & 1;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      Row row(p, s, w, w.row0 + group * 64 + warp * 16 + half * 8 + lane / 4);
+      float sum = quad_sum(state.sum[half]), max = state.max[half] * to_log2, factor = 1.0f;
+      if (p.sinks != nullptr && w.split == 0) {  // one more logit in the denominator, without value
+        float sink = p.sinks[min(row.head, p.num_heads_q - 1) * p.sinks_stride] * kLog2e;
+        float larger = fmaxf(max, sink), reference = larger == negative_infinity() ? 0.0f : larger;
+        factor = exp2_approx(max - reference);
+        sum = fmaf(sum, factor, exp2_approx(sink - reference));
+        max = larger;
+      }
+      bool alive = row.token < w.queries.used && sum != 0.0f;
+      factor = alive ? factor * rcp_approx(sum) : 0.0f;
+      float lse = alive ? (max + log2_approx(sum)) * kLn2 : negative_infinity();
+      if (s.splits > 1) {
+        if (!row.stored) continue;
+        int64_t at = part_row(p, w, row);
+        if (lane % 4 == 0) s.part_lse[at] = lse;
+        float* to = opaque(s.part_out + at * p.head_dim_v + 2 * (lane % 4));
+#pragma unroll
+        for (int block = 0; block < kOutCount / 4; ++block) {
+          float x = out[4 * block + 2 * half], y = out[4 * block + 2 * half + 1];
+          if (block * 8 < p.head_dim_v)
+            *reinterpret_cast<float2*>(to + 8 * block) =
+                alive ? float2{x * factor, y * factor} : float2{0.0f, 0.0f};
+        }
+        continue;
+      }
+      if (p.lse != nullptr && lane % 4 == 0 && row.stored) *lse_row(p, w, row) = lse;
+      // Two blocks of 8 columns at a time: neighbours swap halves, so that a lane holds 4 columns
+      // in a row: even lanes of the left block, odd lanes of the right one.
+      int column = (lane & 2) * 2 + (odd ? 8 : 0);
+      char* to = opaque(out_row(p, w, row) + 2 * column);
+      int left = row.stored ? p.head_dim_v - column : 0;
+#pragma unroll
+      for (int pair = 0; pair < kOutCount / 8; ++pair) {
+        const float* o = &out[8 * pair + 2 * half];
+        uint32_t even_block = pack2<kType>(o[0] * factor, o[1] * factor);
+        uint32_t odd_block = pack2<kType>(o[4] * factor, o[5] * factor);
+        uint32_t mine = odd ? odd_block : even_block;
+        uint32_t theirs = __shfl_xor_sync(0xffffffffu, odd ? even_block : odd_block, 1);
+        uint2 four = odd ? uint2{theirs, mine} : uint2{mine, theirs};
+        if (!alive) four = uint2{0, 0};
+        if (pair * 16 < left) *reinterpret_cast<uint2*>(to + pair * 32) = four;
+      }
+    }
+  }
+
+  // Rows that see no key: zeros, and an lse of -inf (of the sink, if there is one).
+  static __device__ __forceinline__ void store_empty(const PrefillParams& p, const Sm90Schedule& s,
+                                                  const Work& w, int group) {
+    int first = w.row0 + group * 64;
+    for (int i = threadIdx.x % 128; i < 64; i += 128) {
+      Row row(p, s, w, first + i);
+      if (!row.stored) continue;
+      float lse = device::negative_infinity();
+      if (p.sinks != nullptr && w.split == 0 && row.token < w.queries.used)
+        lse = p.sinks[row.head * p.sinks_stride];
+      if (s.splits > 1) {
+        s.part_lse[part_row(p, w, row)] = lse;
+      } else if (p.lse != nullptr) {
+        *lse_row(p, w, row) = lse;
+      }
+    }
+    int chunks = p.head_dim_v / 8;
+    for (int i = threadIdx.x % 128; i < 64 * chunks; i += 128) {
+      Row row(p, s, w, first + i / chunks);
+      if (!row.stored) continue;
+      if (s.splits > 1) {
+        float4* to = reinterpret_cast<float4*>(s.part_out + part_row(p, w, row) * p.head_dim_v +
+                                               i % chunks * 8);
+        to[0] = to[1] = float4{0.0f, 0.0f, 0.0f, 0.0f};
+      } else {
+        reinterpret_cast<uint4*>(out_row(p, w, row))[i % chunks] = uint4{0, 0, 0, 0};
+      }
+    }
+  }
+
+  // 6. Kernel: nothing but the barriers and the split into roles.
+  static __device__ __forceinline__ void run(const PrefillParams& p, const Sm90Schedule& s,
+                                             const Sm90Maps& maps, void* smem) {
+    Shared shared(smem);
+    constexpr uint32_t kWarps = kConsumers * 4;
+    int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
+    int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+    if (threadIdx.x == 0) {
+      for (int i = 0; i < 2; ++i) {
+        device::barrier_init(shared.q_full(i), 1);
+        device::barrier_init(shared.q_empty(i), kWarps);
+        device::barrier_init(shared.work_full(i), 1);
+        device::barrier_init(shared.work_empty(i), kWarps);
+      }
+      for (int i = 0; i < kTile.stages; ++i) {
+        device::barrier_init(shared.k_full(i), 1);
+        device::barrier_init(shared.v_full(i), 1);
+        device::barrier_init(shared.k_empty(i), kWarps);
+        device::barrier_init(shared.v_empty(i), kWarps);
+      }
+      device::barrier_init_fence();
+    }
+    __syncthreads();
+    if (group == 0) {
+      device::registers_shrink<kProducerRegisters>();
+      if (warp == 0 && device::elect_one()) produce(p, s, maps, shared);
+    } else {
+      device::registers_grow<kConsumerRegisters>();
+      consume(p, s, shared, group - 1);
+    }
+  }
+};
+
+template <class Kernel>
+__global__ void __launch_bounds__(Kernel::kThreads, 1)
+    prefill_sm90_kernel(const __grid_constant__ PrefillParams params,
+                        const __grid_constant__ Sm90Schedule schedule,
+                        const __grid_constant__ Sm90Maps maps) {
+  extern __shared__ __align__(1024) char smem[];
+  Kernel::run(params, schedule, maps, smem);
+}
+
+// 7. Launcher
+template <class Kernel>
+void launch_prefill_sm90_tile(const PrefillParams& p, Tile tile, cudaStream_t stream) {
+  constexpr int64_t kSectionBytes = 32 << 20;  // of K and V: they share 50 MB of L2 with Q and O
+  int32_t group = p.num_heads_q / p.num_heads_kv;
+  Sm90Schedule s{};
+  s.packed = p.packed_heads;
+  s.heads = p.num_heads_q / s.packed;
+  s.tiles = static_cast<int32_t>(
+      device::ceil_div(int64_t{p.seqlen_q} * s.packed, int64_t{tile.m}));
+  s.splits = p.num_splits;
+  int64_t pairs = int64_t{p.batch} * s.heads;
+  int64_t head_bytes = (p.seqlen_kv + int64_t{1}) * (p.head_dim + p.head_dim_v) * 2;
+  int64_t section = device::ceil_div(kSectionBytes, head_bytes) * (group / s.packed);
+  s.section_heads = static_cast<int32_t>(section < pairs ? section : pairs);
+  s.total = static_cast<int32_t>(grid_blocks(pairs * s.tiles * s.splits, "sm90"));
+  s.kv_window = p.seqlen_kv;
+  if (s.splits > 1) {
+    int64_t rows = int64_t{p.batch} * p.seqlen_q * p.num_heads_q;
+    s.part_out = static_cast<float*>(p.workspace);
+    s.part_lse = s.part_out + s.splits * rows * p.head_dim_v;
+  }
+  Sm90Maps maps{query_map(p, s.packed, tile.m / s.packed),
+                key_map(p, p.k, p.k_strides, p.head_dim, tile.n),
+                key_map(p, p.v, p.v_strides, p.head_dim_v, tile.n)};
+  static std::atomic<uint64_t> allowed{0};
+  allow_shared_memory(prefill_sm90_kernel<Kernel>, Kernel::kSmemBytes, allowed);
+  int32_t grid = p.num_ctas > 0 && p.num_ctas < s.total ? p.num_ctas : s.total;
+  prefill_sm90_kernel<Kernel>
+      <<<grid, Kernel::kThreads, Kernel::kSmemBytes, stream>>>(p, s, maps);
+  CUATTN_CUDA_TRY(cudaGetLastError());
+}
+
+template <DType kType, int kHeadDim, int kHeadDimV, MaskKind kMask, ScoreKind kScore>
+void launch_prefill_sm90(const PrefillParams& p, cudaStream_t stream) {
+  constexpr Tile kTile = sm90_tile({kHeadDim, kHeadDimV}, kMask, kScore);
+  launch_prefill_sm90_tile<PrefillSm90<kType, kHeadDim, kHeadDimV, kMask, kScore, kTile>>(
+      p, kTile, stream);
+}
+
+}  // namespace cuattn

@@ -1,0 +1,120 @@
+// SPDX-License-Identifier: Apache-2.0
+// Tensor maps: what the TMA of sm_90 knows of Q, K and V. Made by the driver (about a microsecond
+// each), so the latest ones are kept per thread. Used by prefill_sm90.cuh.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstring>
+
+#include "cuattn/device/mma_sm90.cuh"
+#include "launch.h"
+
+namespace cuattn {
+
+// A tensor of up to five axes, innermost first; strides in bytes of axes 1 to 4.
+struct TensorMapKey {
+  const void* base;
+  uint64_t extent[5];
+  uint64_t stride[4];
+  uint32_t box[5];
+  DType dtype;
+};
+
+inline device::TensorMap encode_tensor_map(const TensorMapKey& key) {
+  using Encode = decltype(&cuTensorMapEncodeTiled);
+  static const Encode encode = [] {
+    void* entry = nullptr;
+    cudaDriverEntryPointQueryResult found;
+    CUATTN_CUDA_TRY(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000,
+                                                     cudaEnableDefault, &found));
+    CUATTN_ASSERT(entry != nullptr, "a driver for sm_90 has cuTensorMapEncodeTiled");
+    return reinterpret_cast<Encode>(entry);
+  }();
+  constexpr cuuint32_t kSteps[5] = {1, 1, 1, 1, 1};
+  device::TensorMap map;
+  CUresult status =
+      encode(reinterpret_cast<CUtensorMap*>(&map),
+             key.dtype == DType::f16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                     : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+             5, const_cast<void*>(key.base), key.extent, key.stride, key.box, kSteps,
+             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (status != CUDA_SUCCESS) {
+    fail<CudaError>("cuTensorMapEncodeTiled failed: CUresult ", static_cast<int>(status),
+                    "; extents ", key.extent[0], ", ", key.extent[1], ", ", key.extent[2], ", ",
+                    key.extent[3], ", ", key.extent[4], ", strides ", key.stride[0], ", ",
+                    key.stride[1], ", ", key.stride[2], ", ", key.stride[3]);
+  }
+  return map;
+}
+
+// The same map again costs a comparison: calls of a training or serving loop repeat their tensors.
+inline const device::TensorMap& tensor_map(const TensorMapKey& key) {
+  constexpr int kEntries = 64;
+  struct Entry {
+    TensorMapKey key;
+    device::TensorMap map;
+  };
+  static thread_local Entry cache[kEntries] = {};
+  uint64_t hash = reinterpret_cast<uintptr_t>(key.base) * 0x9e3779b97f4a7c15ull ^ key.extent[1] ^
+                  key.box[1] << 8 ^ key.stride[0] << 16;
+  Entry& entry = cache[(hash ^ hash >> 32) % kEntries];
+  if (std::memcmp(&entry.key, &key, sizeof(key)) != 0) {
+    entry.map = encode_tensor_map(key);
+    entry.key = key;
+  }
+  return entry.map;
+}
+
+// An axis of one element may carry any stride: a legal one takes its place.
+inline uint64_t map_stride(int64_t elements, int64_t extent) {
+  return extent > 1 ? static_cast<uint64_t>(elements) * 2 : 16;
+}
+
+// Q as (columns, heads of a group, tokens, groups, batch): a box is 64 columns of `tokens` tokens
+// of `packed` heads, which land as rows token * packed + head.
+inline const device::TensorMap& query_map(const PrefillParams& p, int32_t packed, int32_t tokens) {
+  TensorMapKey key;
+  std::memset(&key, 0, sizeof(key));
+  bool ragged = p.cu_seqlens_q != nullptr;
+  int64_t rows = ragged ? p.total_q : p.seqlen_q, groups = p.num_heads_q / packed;
+  int64_t batch = ragged ? 1 : p.batch;
+  int64_t extent[5] = {p.head_dim, packed, rows, groups, batch};
+  int64_t stride[4] = {p.q_strides.head, p.q_strides.seq, p.q_strides.head * packed,
+                       p.q_strides.batch};
+  uint32_t box[5] = {64, static_cast<uint32_t>(packed), static_cast<uint32_t>(tokens), 1, 1};
+  key.base = p.q;
+  key.dtype = p.dtype;
+  for (int axis = 0; axis < 5; ++axis) {
+    key.extent[axis] = static_cast<uint64_t>(extent[axis]);
+    key.box[axis] = box[axis];
+    if (axis > 0) key.stride[axis - 1] = map_stride(stride[axis - 1], extent[axis]);
+  }
+  return tensor_map(key);
+}
+
+// K or V as (columns, window, tokens, heads, batch). The window axis has the stride of the tokens
+// and W = seqlen_kv rows, and the base lies W rows in front of the tensor: row r of a sequence that
+// starts at token o and has n rows in use is at window W - n + r, token o + n. Rows past n leave
+// the window, and the TMA fills them with zeros wherever the sequence ends.
+inline const device::TensorMap& key_map(const PrefillParams& p, const void* base,
+                                        const Strides& strides, int32_t columns, int32_t rows) {
+  TensorMapKey key;
+  std::memset(&key, 0, sizeof(key));
+  bool ragged = p.cu_seqlens_kv != nullptr;
+  int64_t window = p.seqlen_kv, tokens = (ragged ? p.total_kv : p.seqlen_kv) + 1;
+  int64_t extent[5] = {columns, window, tokens, p.num_heads_kv, ragged ? 1 : p.batch};
+  int64_t stride[4] = {strides.seq, strides.seq, strides.head, strides.batch};
+  uint32_t box[5] = {64, static_cast<uint32_t>(rows), 1, 1, 1};
+  key.base = static_cast<const char*>(base) - window * strides.seq * 2;
+  key.dtype = p.dtype;
+  for (int axis = 0; axis < 5; ++axis) {
+    key.extent[axis] = static_cast<uint64_t>(extent[axis] > 0 ? extent[axis] : 1);
+    key.box[axis] = box[axis];
+    if (axis > 0) key.stride[axis - 1] = map_stride(stride[axis - 1], extent[axis]);
+  }
+  return tensor_map(key);
+}
+
+}  // namespace cuattn
