@@ -81,6 +81,8 @@ inline nb::dict plan_dict(const cuattn_plan& plan) {
   result["head_dim"] = plan.head_dim;
   result["head_dim_v"] = plan.head_dim_v;
   result["num_splits"] = plan.num_splits;
+  result["packed_heads"] = plan.packed_heads;
+  result["schedule"] = plan.schedule;
   result["workspace_bytes"] = plan.workspace_bytes;
   result["reason"] = plan.reason;
   result["ladder"] = plan.ladder;

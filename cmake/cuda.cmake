@@ -94,6 +94,8 @@ foreach(kind IN ITEMS portable sm90)
   string(REPLACE "-virtual" "-ptx" text "${text}")
   list(JOIN text "," CUATTN_ARCHS_TEXT_${kind})
 endforeach()
+set(CUATTN_ARCHS_TEXT ${CUATTN_ARCHS_TEXT_portable} ${CUATTN_ARCHS_TEXT_sm90})
+list(JOIN CUATTN_ARCHS_TEXT "," CUATTN_ARCHS_TEXT)
 
 set(CMAKE_CUDA_ARCHITECTURES ${CUATTN_ARCHS_portable})
 set(CMAKE_CUDA_RUNTIME_LIBRARY Static)

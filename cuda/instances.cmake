@@ -4,6 +4,8 @@
 #   head dims  of q and k; `192x128`: v has 128
 # At most 6 functions (masks x scores) share a source, so that none takes minutes to compile.
 
+cuattn_kernel(prefill_sm90 sm90 "f16;bf16" "64;96;128;192;256;192x128"
+              "none;causal;window" "identity;scored")
 cuattn_kernel(prefill_sm80 portable "f16;bf16" "32;64;96;128;192;256;192x128"
               "none;causal;window" "identity;scored")
 cuattn_kernel(prefill_simt portable "f32" "64;128;256"

@@ -30,13 +30,16 @@ __device__ Side side_of(const MergeParams& p, int32_t part, int64_t part_stride)
   return p.stacked ? Side{0, part * part_stride} : Side{part, 0};
 }
 
-template <DType kType>
+template <class T, int kSize>
+struct alignas(sizeof(T) * kSize) Chunk {
+  T x[kSize];
+};
+
+template <DType kPart, DType kType>
 __device__ void merge_row(const MergeParams& p, int64_t b, int64_t row, int64_t head) {
+  using Part = Element<kPart>;
   using T = Element<kType>;
-  constexpr int kSize = 16 / sizeof(T);
-  struct alignas(16) Chunk {
-    T x[kSize];
-  };
+  constexpr int kSize = 16 / sizeof(Part);
   int lane = threadIdx.x % 32;
   auto lse_of = [&](int32_t part) {
     Side at = side_of(p, part, p.lse_part_stride);
@@ -61,17 +64,17 @@ __device__ void merge_row(const MergeParams& p, int64_t b, int64_t row, int64_t 
       float weight = weight_of(part);
       if (weight == 0.0f) continue;  // a part without keys: its out may be anything, even NaN
       Side at = side_of(p, part, p.out_part_stride);
-      const T* out = static_cast<const T*>(p.outs[at.side]) + at.first +
-                     offset(p.out_strides[at.side], b, row, head);
-      Chunk chunk = *reinterpret_cast<const Chunk*>(out + column);
+      const Part* out = static_cast<const Part*>(p.outs[at.side]) + at.first +
+                        offset(p.out_strides[at.side], b, row, head);
+      auto chunk = *reinterpret_cast<const Chunk<Part, kSize>*>(out + column);
 #pragma unroll
       for (int i = 0; i < kSize; ++i) merged[i] = fmaf(weight, to_float(chunk.x[i]), merged[i]);
     }
-    Chunk result;
+    Chunk<T, kSize> result;
 #pragma unroll
     for (int i = 0; i < kSize; ++i) result.x[i] = from_float<T>(merged[i] * inverse);
     T* out = static_cast<T*>(p.merged_out) + offset(p.merged_out_strides, b, row, head);
-    *reinterpret_cast<Chunk*>(out + column) = result;
+    *reinterpret_cast<Chunk<T, kSize>*>(out + column) = result;
   }
   __syncwarp();  // merged_lse may be one of lses: it is written when every lane has read them
   if (lane == 0 && p.merged_lse != nullptr) {
@@ -80,32 +83,38 @@ __device__ void merge_row(const MergeParams& p, int64_t b, int64_t row, int64_t 
   }
 }
 
-template <DType kType>
+template <DType kPart, DType kType>
 __global__ void __launch_bounds__(kThreads) merge_states(const __grid_constant__ MergeParams p) {
   int64_t rows = p.batch * p.seqlen * p.num_heads;
   int64_t step = int64_t{gridDim.x} * kRowsPerBlock;
   for (int64_t at = int64_t{blockIdx.x} * kRowsPerBlock + threadIdx.x / 32; at < rows; at += step) {
-    merge_row<kType>(p, at / p.num_heads / p.seqlen, at / p.num_heads % p.seqlen, at % p.num_heads);
+    merge_row<kPart, kType>(p, at / p.num_heads / p.seqlen, at / p.num_heads % p.seqlen,
+                            at % p.num_heads);
   }
 }
 
-template <DType kType>
+template <DType kPart, DType kType>
 void launch(const MergeParams& p, cudaStream_t stream) {
   int64_t rows = p.batch * p.seqlen * p.num_heads;
   if (rows == 0) return;
   constexpr int64_t kMaxBlocks = 1 << 30;  // beyond that, a warp takes several rows
   auto blocks = static_cast<unsigned>(std::min(ceil_div<int64_t>(rows, kRowsPerBlock), kMaxBlocks));
-  merge_states<kType><<<blocks, kThreads, 0, stream>>>(p);
+  merge_states<kPart, kType><<<blocks, kThreads, 0, stream>>>(p);
   CUATTN_CUDA_TRY(cudaGetLastError());
 }
 
 }  // namespace
 
 void launch_merge(const MergeParams& p, cudaStream_t stream) {
+  bool wide = p.part_dtype == DType::f32;  // parts of a kernel that splits the keys
   switch (p.dtype) {
-    case DType::f32: return launch<DType::f32>(p, stream);
-    case DType::f16: return launch<DType::f16>(p, stream);
-    case DType::bf16: return launch<DType::bf16>(p, stream);
+    case DType::f32: return launch<DType::f32, DType::f32>(p, stream);
+    case DType::f16:
+      return wide ? launch<DType::f32, DType::f16>(p, stream)
+                  : launch<DType::f16, DType::f16>(p, stream);
+    case DType::bf16:
+      return wide ? launch<DType::f32, DType::bf16>(p, stream)
+                  : launch<DType::bf16, DType::bf16>(p, stream);
     default: CUATTN_ASSERT(false, "merge_states: dtype ", static_cast<int>(p.dtype));
   }
 }

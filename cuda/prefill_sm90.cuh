@@ -14,6 +14,7 @@
 #include "cuattn/device/wgmma_sm90.cuh"
 #include "cuattn/tile_config.h"
 #include "launch.h"
+#include "launchers.h"
 #include "tensor_maps.h"
 
 namespace cuattn {
@@ -37,8 +38,7 @@ struct Sm90Maps {
   device::TensorMap q, k, v;
 };
 
-template <DType kType, int kHeadDim, int kHeadDimV, MaskKind kMask, ScoreKind kScore,
-          Tile kTile>
+template <DType kType, int kHeadDim, int kHeadDimV, MaskKind kMask, ScoreKind kScore, Tile kTile>
 struct PrefillSm90 {
   // 1. Types and sizes
   static constexpr int kConsumers = kTile.m / 64;
@@ -54,7 +54,7 @@ struct PrefillSm90 {
   static constexpr int kScoreCount = kTile.n / 2, kOutCount = kHeadDimV / 2;  // of a thread
   static constexpr int kWorkSlots = 2;
   // Note: beyond 128 columns the wait for a turn costs more than the overlap brings.
-    static constexpr bool kTakeTurns = kHeadDimV <= 128;
+  static constexpr bool kTakeTurns = kHeadDimV <= 128;
   static_assert(kSmemBytes <= 227 * 1024, "sm_90 gives a CTA at most 227 KiB");
   using Qk = device::Wgmma<kType, kTile.n>;
   using Pv = device::Wgmma<kType, kHeadDimV>;
@@ -137,8 +137,8 @@ struct PrefillSm90 {
       w.range.end = w.range.begin + tiles / s.splits + (w.split < more);
     }
     w.kind = w.row0 >= w.queries.stored * s.packed ? kNone
-             : w.range.begin >= w.range.end         ? kEmpty
-                                                    : kFull;
+             : w.range.begin >= w.range.end        ? kEmpty
+                                                   : kFull;
     return w;
   }
 
@@ -165,12 +165,14 @@ struct PrefillSm90 {
       }
     };
     auto load_k = [&](const Work& w, int tile) {
-      load(maps.k, shared.k + ring.stage * kKBytes, shared.k_empty(ring.stage),
-           shared.k_full(ring.stage), [] { return kPanelsQk; }, w, tile);
+      load(
+          maps.k, shared.k + ring.stage * kKBytes, shared.k_empty(ring.stage),
+          shared.k_full(ring.stage), [] { return kPanelsQk; }, w, tile);
     };
     auto load_v = [&](const Work& w, int tile) {
-      load(maps.v, shared.v + ring.stage * kVBytes, shared.v_empty(ring.stage),
-           shared.v_full(ring.stage), [] { return kPanelsV; }, w, tile);
+      load(
+          maps.v, shared.v + ring.stage * kVBytes, shared.v_empty(ring.stage),
+          shared.v_full(ring.stage), [] { return kPanelsV; }, w, tile);
     };
     auto load_q = [&](const Work& w) {
       device::barrier_wait(shared.q_empty(q_ring.stage), q_ring.parity);
@@ -355,7 +357,7 @@ struct PrefillSm90 {
       }
       wgmma_commit();
     };
-    bool fresh = true;  // O holds nothing yet
+    bool fresh = true;                   // O holds nothing yet
     auto multiply_pv = [&](int stage) {  // O += P V
       uint64_t b = advance(v_desc, stage * kVBytes);
       wgmma_fence();
@@ -518,9 +520,9 @@ struct PrefillSm90 {
   };
   static __device__ __forceinline__ char* out_row(const PrefillParams& p, const Work& w,
                                                   const Row& row) {
-    return static_cast<char*>(p.out) + 2 * (w.batch * p.out_strides.batch +
-                                            (w.queries.start + row.token) * p.out_strides.seq +
-                                            row.head * p.out_strides.head);
+    return static_cast<char*>(p.out) +
+           2 * (w.batch * p.out_strides.batch + (w.queries.start + row.token) * p.out_strides.seq +
+                row.head * p.out_strides.head);
   }
   static __device__ __forceinline__ float* lse_row(const PrefillParams& p, const Work& w,
                                                    const Row& row) {
@@ -593,7 +595,7 @@ struct PrefillSm90 {
 
   // Rows that see no key: zeros, and an lse of -inf (of the sink, if there is one).
   static __device__ __forceinline__ void store_empty(const PrefillParams& p, const Sm90Schedule& s,
-                                                  const Work& w, int group) {
+                                                     const Work& w, int group) {
     int first = w.row0 + group * 64;
     for (int i = threadIdx.x % 128; i < 64; i += 128) {
       Row row(p, s, w, first + i);
@@ -663,7 +665,33 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
   Kernel::run(params, schedule, maps, smem);
 }
 
-// 7. Launcher
+// 7. Launcher. The parts of split keys, as merge_states reads them: out [splits, heads, batch,
+// seqlen_q, head_dim_v] and lse without the last axis, float32, one behind the other.
+inline MergeParams parts_of(const PrefillParams& p) {
+  int64_t rows = int64_t{p.batch} * p.seqlen_q;
+  MergeParams m{};
+  m.outs[0] = p.workspace;
+  m.lses[0] =
+      static_cast<const float*>(p.workspace) + p.num_splits * rows * p.num_heads_q * p.head_dim_v;
+  m.out_strides[0] = {int64_t{p.seqlen_q} * p.head_dim_v, p.head_dim_v, rows * p.head_dim_v};
+  m.lse_strides[0] = {p.seqlen_q, 1, rows};
+  m.out_part_stride = rows * p.num_heads_q * p.head_dim_v;
+  m.lse_part_stride = rows * p.num_heads_q;
+  m.num_parts = p.num_splits;
+  m.stacked = true;
+  m.merged_out = p.out;
+  m.merged_lse = p.lse;
+  m.merged_out_strides = p.out_strides;
+  m.merged_lse_strides = p.lse_strides;
+  m.dtype = p.dtype;
+  m.part_dtype = DType::f32;
+  m.batch = p.batch;
+  m.seqlen = p.seqlen_q;
+  m.num_heads = p.num_heads_q;
+  m.head_dim = p.head_dim_v;
+  return m;
+}
+
 template <class Kernel>
 void launch_prefill_sm90_tile(const PrefillParams& p, Tile tile, cudaStream_t stream) {
   constexpr int64_t kSectionBytes = 32 << 20;  // of K and V: they share 50 MB of L2 with Q and O
@@ -671,8 +699,7 @@ void launch_prefill_sm90_tile(const PrefillParams& p, Tile tile, cudaStream_t st
   Sm90Schedule s{};
   s.packed = p.packed_heads;
   s.heads = p.num_heads_q / s.packed;
-  s.tiles = static_cast<int32_t>(
-      device::ceil_div(int64_t{p.seqlen_q} * s.packed, int64_t{tile.m}));
+  s.tiles = static_cast<int32_t>(device::ceil_div(int64_t{p.seqlen_q} * s.packed, int64_t{tile.m}));
   s.splits = p.num_splits;
   int64_t pairs = int64_t{p.batch} * s.heads;
   int64_t head_bytes = (p.seqlen_kv + int64_t{1}) * (p.head_dim + p.head_dim_v) * 2;
@@ -680,10 +707,14 @@ void launch_prefill_sm90_tile(const PrefillParams& p, Tile tile, cudaStream_t st
   s.section_heads = static_cast<int32_t>(section < pairs ? section : pairs);
   s.total = static_cast<int32_t>(grid_blocks(pairs * s.tiles * s.splits, "sm90"));
   s.kv_window = p.seqlen_kv;
+  MergeParams parts = parts_of(p);
   if (s.splits > 1) {
-    int64_t rows = int64_t{p.batch} * p.seqlen_q * p.num_heads_q;
     s.part_out = static_cast<float*>(p.workspace);
-    s.part_lse = s.part_out + s.splits * rows * p.head_dim_v;
+    s.part_lse = const_cast<float*>(parts.lses[0]);
+  }
+  if (p.draws_tiles) {
+    s.counter = static_cast<int32_t*>(p.workspace);
+    CUATTN_CUDA_TRY(cudaMemsetAsync(s.counter, 0, sizeof(int32_t), stream));
   }
   Sm90Maps maps{query_map(p, s.packed, tile.m / s.packed),
                 key_map(p, p.k, p.k_strides, p.head_dim, tile.n),
@@ -691,16 +722,16 @@ void launch_prefill_sm90_tile(const PrefillParams& p, Tile tile, cudaStream_t st
   static std::atomic<uint64_t> allowed{0};
   allow_shared_memory(prefill_sm90_kernel<Kernel>, Kernel::kSmemBytes, allowed);
   int32_t grid = p.num_ctas > 0 && p.num_ctas < s.total ? p.num_ctas : s.total;
-  prefill_sm90_kernel<Kernel>
-      <<<grid, Kernel::kThreads, Kernel::kSmemBytes, stream>>>(p, s, maps);
+  prefill_sm90_kernel<Kernel><<<grid, Kernel::kThreads, Kernel::kSmemBytes, stream>>>(p, s, maps);
   CUATTN_CUDA_TRY(cudaGetLastError());
+  if (s.splits > 1) launch_merge(parts, stream);
 }
 
 template <DType kType, int kHeadDim, int kHeadDimV, MaskKind kMask, ScoreKind kScore>
 void launch_prefill_sm90(const PrefillParams& p, cudaStream_t stream) {
   constexpr Tile kTile = sm90_tile({kHeadDim, kHeadDimV}, kMask, kScore);
-  launch_prefill_sm90_tile<PrefillSm90<kType, kHeadDim, kHeadDimV, kMask, kScore, kTile>>(
-      p, kTile, stream);
+  launch_prefill_sm90_tile<PrefillSm90<kType, kHeadDim, kHeadDimV, kMask, kScore, kTile>>(p, kTile,
+                                                                                          stream);
 }
 
 }  // namespace cuattn

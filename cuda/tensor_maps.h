@@ -33,13 +33,12 @@ inline device::TensorMap encode_tensor_map(const TensorMapKey& key) {
   }();
   constexpr cuuint32_t kSteps[5] = {1, 1, 1, 1, 1};
   device::TensorMap map;
-  CUresult status =
-      encode(reinterpret_cast<CUtensorMap*>(&map),
-             key.dtype == DType::f16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
-                                     : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-             5, const_cast<void*>(key.base), key.extent, key.stride, key.box, kSteps,
-             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  CUresult status = encode(
+      reinterpret_cast<CUtensorMap*>(&map),
+      key.dtype == DType::f16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+      5, const_cast<void*>(key.base), key.extent, key.stride, key.box, kSteps,
+      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (status != CUDA_SUCCESS) {
     fail<CudaError>("cuTensorMapEncodeTiled failed: CUresult ", static_cast<int>(status),
                     "; extents ", key.extent[0], ", ", key.extent[1], ", ", key.extent[2], ", ",
@@ -103,6 +102,7 @@ inline const device::TensorMap& key_map(const PrefillParams& p, const void* base
   TensorMapKey key;
   std::memset(&key, 0, sizeof(key));
   bool ragged = p.cu_seqlens_kv != nullptr;
+  if ((ragged ? p.total_kv : p.seqlen_kv) == 0) base = p.q;  // never read, but legal
   int64_t window = p.seqlen_kv, tokens = (ragged ? p.total_kv : p.seqlen_kv) + 1;
   int64_t extent[5] = {columns, window, tokens, p.num_heads_kv, ragged ? 1 : p.batch};
   int64_t stride[4] = {strides.seq, strides.seq, strides.head, strides.batch};

@@ -347,10 +347,7 @@ AttentionCall validate_attention(const TensorView& q, const TensorView& k, const
     fail<InvalidArgument>(fn, ": num_splits must be >= 0, got ", o.num_splits,
                           "; pass 0 to let cuattn choose");
   }
-  if (o.num_splits > 1) {
-    fail<NotImplemented>(fn, ": num_splits = ", o.num_splits,
-                         " asks for split keys, which no kernel of this op does yet; pass 0");
-  }
+  call.num_splits = o.num_splits;
   return call;
 }
 
@@ -371,6 +368,7 @@ PrefillRequest request_of(const AttentionCall& call) {
   r.score = p.score;
   r.has_sinks = call.has_sinks;
   r.batch_invariant = call.batch_invariant;
+  r.num_splits = call.num_splits;
   return r;
 }
 
@@ -441,6 +439,10 @@ void run_attention(AttentionCall& call, const TensorView& out, const TensorView*
 
   require_workspace(fn, call.plan, call.device, workspace, workspace_bytes);
   p.workspace = call.paged ? gather_pages(call, workspace, stream) : workspace;
+  p.num_splits = call.plan.num_splits;
+  p.packed_heads = call.plan.packed_heads;
+  p.num_ctas = call.plan.num_ctas;
+  p.draws_tiles = call.plan.draws_tiles;
   backend.prefill(p, call.plan, call.device.device_id, stream);
 }
 

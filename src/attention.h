@@ -16,6 +16,7 @@ struct AttentionCall {
   DLDevice device;
   int32_t layout;
   bool ragged, paged, uses_seqused, has_sinks, batch_invariant;
+  int32_t num_splits;  // forced; 0 = chosen
   int64_t max_seqlen_q,
       max_seqlen_kv;  // as the caller gave them: the extents a bias is held against
 

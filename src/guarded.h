@@ -92,6 +92,10 @@ inline void fill_plan(const Plan& plan, MaskKind mask, ScoreKind score, const st
   to.head_dim = plan.head_dim;
   to.head_dim_v = plan.head_dim_v;
   to.num_splits = plan.num_splits;
+  to.packed_heads = plan.packed_heads > 1 ? plan.packed_heads : 1;
+  copy_text(to.schedule, plan.num_ctas == 0 ? "one CTA per tile"
+                         : plan.draws_tiles ? "persistent CTAs, tiles drawn"
+                                            : "persistent CTAs, fixed order");
   to.workspace_bytes = plan.workspace_bytes;
 }
 

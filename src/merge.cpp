@@ -99,7 +99,7 @@ Strides read_lse(const MergeParams& p, const Axes& axes, const char* name, const
 
 MergeParams params_of(const Axes& axes, const char* name, const TensorView& out) {
   MergeParams p{};
-  p.dtype = attention_dtype(kFunction, name, out);
+  p.dtype = p.part_dtype = attention_dtype(kFunction, name, out);
   require_rank(kFunction, name, out, axes.ndim, axes.out_names);
   p.batch = extent_at(out, axes.batch);
   p.seqlen = out.shape[axes.seq];

@@ -4,6 +4,8 @@
 // Next: attention.cpp (its caller).
 #include "cuattn/plan.h"
 
+#include <algorithm>
+#include <cmath>
 #include <cstring>
 
 #include "cuattn/error.h"
@@ -23,6 +25,7 @@ struct Rung {
 constexpr Rung kLadder[] = {
     {Kernel::cpu, false, true, "tiled online softmax in vector registers"},
     {Kernel::cpu_naive, false, false, "the plain formula, scores in memory"},
+    {Kernel::sm90, true, true, "Hopper: TMA feeds warpgroups of wgmma, 16-bit types"},
     {Kernel::sm80, true, true, "tensor cores: mma.sync, cp.async and ldmatrix, 16-bit types"},
     {Kernel::simt, true, true, "float32 flash attention on CUDA cores"},
     {Kernel::tiled, true, false, "shared-memory tiles, online softmax"},
@@ -37,26 +40,90 @@ bool has_head_dims(HeadDims compiled, const PrefillRequest& r) {
   return r.head_dim <= compiled.qk && r.head_dim_v <= compiled.v;
 }
 
-HeadDims sm80_head_dims(const PrefillRequest& r) {
-  for (HeadDims compiled : kSm80HeadDims) {
-    if (has_head_dims(compiled, r)) return compiled;
+// The smallest compiled sizes that hold the call's.
+template <size_t kCount>
+HeadDims smallest(const HeadDims (&compiled)[kCount], const PrefillRequest& r) {
+  for (HeadDims d : compiled) {
+    if (has_head_dims(d, r)) return d;
   }
   CUATTN_ASSERT(false, "head_dim was validated");
   return {};
 }
+HeadDims sm80_head_dims(const PrefillRequest& r) { return smallest(kSm80HeadDims, r); }
+HeadDims sm90_head_dims(const PrefillRequest& r) { return smallest(kSm90HeadDims, r); }
 
 bool fits(const PrefillRequest& r, const DeviceInfo& device) {
   HeadDims d = sm80_head_dims(r);
   return sm80_smem_bytes(d, sm80_tile(d, r.score)) <= device.smem_per_block_optin;
 }
 
+int32_t ceil_div(int64_t a, int64_t b) { return static_cast<int32_t>((a + b - 1) / b); }
+
+// Share of a tile's rows that are real when `rows` rows are cut into tiles of `tile`.
+double filled(int64_t rows, int32_t tile) {
+  return static_cast<double>(rows) / (int64_t{ceil_div(rows, tile)} * tile);
+}
+
+// Parts of the keys for `items` tiles of work of `key_tiles` steps each: enough to fill the chip
+// without a thin last wave, and no part shorter than two steps.
+int32_t choose_splits(int64_t items, int32_t key_tiles, int32_t num_sms) {
+  if (items * 5 >= int64_t{num_sms} * 4 || key_tiles <= 4) return 1;
+  int32_t most = std::min({key_tiles / 2, num_sms, 128});
+  auto efficiency = [&](int32_t splits) {
+    double waves = static_cast<double>(items) * splits / num_sms;
+    return waves / std::ceil(waves);
+  };
+  double best = 0;
+  for (int32_t splits = 1; splits <= most; ++splits) best = std::max(best, efficiency(splits));
+  for (int32_t splits = 1; splits < most; ++splits) {
+    if (efficiency(splits) >= 0.85 * best) return splits;
+  }
+  return std::max(most, 1);
+}
+
+// How sm90 cuts its work: rows of a group packed where tiles would stay half empty, keys split
+// where tiles are few, and persistent CTAs.
+void plan_sm90(Plan& plan, const PrefillRequest& r, const DeviceInfo& device) {
+  HeadDims d = sm90_head_dims(r);
+  plan.head_dim = d.qk;
+  plan.head_dim_v = d.v;
+  plan.tile = sm90_tile(d, r.mask, r.score);
+  int32_t group = r.num_heads_q / r.num_heads_kv, m = plan.tile.m;
+  bool packs = group > 1 && m % group == 0 &&
+               filled(r.seqlen_q, m) < 0.9 * filled(int64_t{r.seqlen_q} * group, m);
+  plan.packed_heads = packs ? group : 1;
+  int64_t tiles = ceil_div(int64_t{r.seqlen_q} * plan.packed_heads, m);
+  int64_t items = tiles * r.batch * (r.num_heads_q / plan.packed_heads);
+  int32_t key_tiles = ceil_div(r.seqlen_kv, plan.tile.n);
+  if (r.num_splits > 0) {
+    plan.num_splits = r.num_splits;
+  } else if (!r.ragged && !r.batch_invariant) {
+    plan.num_splits = choose_splits(items, key_tiles, device.num_sms);
+  }
+  plan.num_ctas = device.num_sms;
+  plan.draws_tiles =
+      (r.mask != MaskKind::none || r.ragged) && items > device.num_sms && plan.num_splits == 1;
+  plan.workspace_bytes = plan.draws_tiles ? 256 : 0;
+  if (plan.num_splits > 1) {  // O and lse of each part, float32
+    plan.workspace_bytes = sizeof(float) * static_cast<size_t>(plan.num_splits) * r.batch *
+                           r.num_heads_q * r.seqlen_q * (r.head_dim_v + 1);
+  }
+}
+
 // nullptr when the rung can run the request, else why not.
 const char* refusal(Kernel kernel, const PrefillRequest& r, const DeviceInfo& device) {
+  if (r.num_splits > 1 && kernel != Kernel::sm90) return "it does not split the keys";
   int32_t larger_dim = r.head_dim > r.head_dim_v ? r.head_dim : r.head_dim_v;
   switch (kernel) {
     case Kernel::cpu:
     case Kernel::cpu_naive:
     case Kernel::naive: return nullptr;
+    case Kernel::sm90:
+      if (r.dtype == DType::f32) return "it takes float16 and bfloat16, not float32";
+      if (device.major != 9 || device.minor != 0) return "it is for compute capability 9.0 alone";
+      if (device.native != 1) return "this build has no machine code for 9.0";
+      if (r.num_splits > 1 && r.ragged) return "it splits the keys of dense batches only";
+      return nullptr;
     case Kernel::sm80:
       if (r.dtype == DType::f32) return "it takes float16 and bfloat16, not float32";
       if (!fits(r, device)) return "its tile needs more shared memory than a block gets here";
@@ -96,15 +163,16 @@ size_t workspace_bytes(Kernel kernel, const PrefillRequest& r) {
   }
 }
 
-Plan make_plan(const Rung& rung, const PrefillRequest& r) {
+Plan make_plan(const Rung& rung, const PrefillRequest& r, const DeviceInfo& device) {
   Plan plan{};
   plan.kernel = rung.kernel;
   plan.reason = rung.merit;
-  plan.num_splits = 1;
+  plan.num_splits = plan.packed_heads = 1;
   plan.head_dim = r.head_dim;
   plan.head_dim_v = r.head_dim_v;
   plan.workspace_bytes = workspace_bytes(rung.kernel, r);
   switch (rung.kernel) {
+    case Kernel::sm90: plan_sm90(plan, r, device); break;
     case Kernel::sm80: {
       HeadDims d = sm80_head_dims(r);
       plan.head_dim = d.qk;
@@ -137,8 +205,8 @@ const Rung& named_rung(const char* backend, bool is_cuda) {
     if (found == nullptr || rung.on_cuda == is_cuda) found = &rung;
   }
   CUATTN_REQUIRE(found != nullptr,
-                 "attention: backend must be 'auto', 'naive', 'cublas', 'tiled', 'simt', 'sm80' or "
-                 "'cpu', got '",
+                 "attention: backend must be 'auto', 'naive', 'cublas', 'tiled', 'simt', 'sm80', "
+                 "'sm90' or 'cpu', got '",
                  backend, "'; use 'auto' for the fastest that serves the call");
   return *found;
 }
@@ -171,9 +239,14 @@ void require_supported(const char* function, const DeviceInfo& device) {
 Plan select_prefill(const PrefillRequest& request, const DeviceInfo& device, const char* backend) {
   require_supported("attention", device);
   const Rung* automatic = first_automatic(request, device);
+  if (automatic == nullptr && request.num_splits > 1) {
+    fail<NotImplemented>("attention: num_splits = ", request.num_splits,
+                         " asks for split keys, which need a dense batch of float16 or bfloat16 on "
+                         "compute capability 9.0; pass 0");
+  }
   if (is_auto(backend)) {
     CUATTN_ASSERT(automatic != nullptr, "an automatic rung serves every valid request");
-    return make_plan(*automatic, request);
+    return make_plan(*automatic, request, device);
   }
   const Rung& rung = named_rung(backend, device.is_cuda);
   const char* why = rung.on_cuda == device.is_cuda ? refusal(rung.kernel, request, device)
@@ -183,7 +256,7 @@ Plan select_prefill(const PrefillRequest& request, const DeviceInfo& device, con
     fail<NotImplemented>("attention: backend '", backend, "' cannot run this call: ", why,
                          "; use backend='", kernel_name(automatic->kernel), "' or 'auto'");
   }
-  return make_plan(rung, request);
+  return make_plan(rung, request, device);
 }
 
 std::string explain_prefill(const PrefillRequest& request, const DeviceInfo& device,

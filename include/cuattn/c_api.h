@@ -285,7 +285,9 @@ typedef struct {
 typedef struct {
   char kernel[16], mask[16], score[16];
   int32_t tile_m, tile_n, stages, warps, head_dim, head_dim_v, num_splits;
+  int32_t packed_heads; /* query heads of a group that share a tile; 1 = none */
   size_t workspace_bytes;
+  char schedule[40]; /* who computes which tile */
   char reason[160];
   char ladder[4096]; /* each rung with its verdict, one line each */
 } cuattn_plan;

@@ -80,6 +80,7 @@ struct PrefillParams {
   int32_t num_splits;    // the plan's: parts of the keys
   int32_t packed_heads;  // the plan's: query heads of a group that share a tile; 1 = none
   int32_t num_ctas;      // the plan's: grid of a persistent kernel; 0 = one CTA per tile
+  bool draws_tiles;      // the plan's: the next tile of a CTA is drawn from a counter
 
   void* workspace;  // as large as the plan says, 256-byte aligned; contents undefined
 };
@@ -151,7 +152,8 @@ struct MergeParams {
   float* merged_lse;  // or nullptr
   Strides merged_out_strides, merged_lse_strides;
 
-  DType dtype;  // of outs and merged_out
+  DType dtype;       // of merged_out
+  DType part_dtype;  // of outs: dtype, or f32
   int64_t batch, seqlen, num_heads;
   int32_t head_dim;
 };

@@ -34,6 +34,7 @@ struct PrefillRequest {
   MaskKind mask;
   ScoreKind score;
   bool has_sinks, batch_invariant;
+  int32_t num_splits;  // forced; 0 = chosen
 };
 
 // What the choice of a paged kernel depends on.
@@ -60,14 +61,17 @@ struct Plan {
   int32_t head_dim,
       head_dim_v;  // of the compiled instance; smaller heads run padded in shared memory
   Tile tile;
-  int32_t num_splits;   // paged: 0 = by a plan made on the device
-  int32_t split_keys;   // paged: the fixed length of a split, or 0
-  int32_t num_workers;  // paged: thread blocks that share a plan
+  int32_t num_splits;    // paged: 0 = by a plan made on the device
+  int32_t split_keys;    // paged: the fixed length of a split, or 0
+  int32_t num_workers;   // paged: thread blocks that share a plan
+  int32_t packed_heads;  // query heads of a group that share a tile; 1 = none
+  int32_t num_ctas;      // grid of a persistent kernel; 0 = a CTA for each tile
+  bool draws_tiles;      // persistent: each CTA draws its next tile; else a fixed order
   size_t workspace_bytes;
   const char* reason;  // one clause, static storage
 };
 
-// backend: "auto", "naive", "cublas", "tiled", "simt", "sm80", "cpu".
+// backend: "auto", "naive", "cublas", "tiled", "simt", "sm80", "sm90", "cpu".
 // Throws InvalidArgument for an unknown name, NotImplemented when no rung (or not the named one)
 // can run the request.
 Plan select_prefill(const PrefillRequest& request, const DeviceInfo& device, const char* backend);

@@ -61,7 +61,7 @@ constexpr int32_t sm90_q_stages(HeadDims d, Tile tile) {
 constexpr Tile sm90_tile(HeadDims d, MaskKind, ScoreKind score) {
   if (d.qk <= 64) {
     if (score == ScoreKind::identity) return {192, 128, 4, 16};  // 2 * 24 + 4 * 32 = 176 KB
-    return {128, 128, 4, 12};  // the functor wants registers
+    return {128, 128, 4, 12};                                    // the functor wants registers
   }
   if (d.qk <= 128) return {128, 128, 2, 12};  // 2 * 32 + 2 * 64 = 192 KB
   if (d.qk == 192) return d.v <= 128 ? Tile{128, 128, 2, 12} : Tile{128, 96, 2, 12};

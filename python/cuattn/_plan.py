@@ -84,6 +84,7 @@ class Plan:
     """What a call would run; ``print(plan)`` shows every rung of the ladder with its verdict.
 
     num_splits is the number of parts that keys are cut into; 0: by a plan made on the device.
+    packed_heads query heads of a group share a tile; schedule says which CTA computes which tile.
     """
 
     kernel: str
@@ -96,6 +97,8 @@ class Plan:
     head_dim: int
     head_dim_v: int
     num_splits: int
+    packed_heads: int
+    schedule: str
     workspace_bytes: int
     reason: str
     ladder: str
