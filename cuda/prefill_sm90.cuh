@@ -15,24 +15,10 @@
 #include "cuattn/tile_config.h"
 #include "launch.h"
 #include "launchers.h"
+#include "schedule_sm90.cuh"
 #include "tensor_maps.h"
 
 namespace cuattn {
-
-// The order of work: sections of heads whose K and V fit in L2 together; inside a section the
-// heaviest query tiles of all heads first, so that what comes last is light.
-struct Sm90Schedule {
-  int32_t tiles;          // query tiles of a sequence
-  int32_t heads;          // that have tiles: num_heads_q, or num_heads_kv when rows are packed
-  int32_t packed;         // query heads that share a tile: row = token * packed + head in group
-  int32_t section_heads;  // (batch, head) pairs of a section
-  int32_t splits;         // parts of the keys, each a work item of its own
-  int32_t total;          // work items
-  int32_t* counter;       // items drawn beyond the first of each CTA; nullptr: a fixed order
-  int32_t kv_window;      // rows of a K and V map below its base, see tensor_maps.h
-  float* part_out;        // [splits, heads, rows, head_dim_v], splits > 1
-  float* part_lse;        // [splits, heads, rows]
-};
 
 struct Sm90Maps {
   device::TensorMap q, k, v;
@@ -56,6 +42,7 @@ struct PrefillSm90 {
   // Note: beyond 128 columns the wait for a turn costs more than the overlap brings.
   static constexpr bool kTakeTurns = kHeadDimV <= 128;
   static_assert(kSmemBytes <= 227 * 1024, "sm_90 gives a CTA at most 227 KiB");
+  using Work = Sm90Work;
   using Qk = device::Wgmma<kType, kTile.n>;
   using Pv = device::Wgmma<kType, kHeadDimV>;
 
@@ -83,74 +70,16 @@ struct PrefillSm90 {
     }
   };
 
-  // A place in a ring of kCount stages; `parity` of the phase to wait for.
-  template <int kCount>
-  struct Ring {
-    int stage = 0;
-    uint32_t parity;
-    __device__ explicit Ring(uint32_t first_parity) : parity(first_parity) {}
-    __device__ __forceinline__ void next() {
-      if (++stage == kCount) {
-        stage = 0;
-        parity ^= 1;
-      }
-    }
-  };
-
-  // 3. Roles. What a CTA works on: rows [row0, row0 + m) of one head (or of a group of heads,
-  // packed) against the key tiles `range`.
-  struct Work {
-    int32_t batch, head, row0, split;
-    Span queries, keys;
-    device::TileRange range;
-    int32_t kind;
-  };
-  enum Kind : int32_t { kFull, kEmpty, kNone };  // kEmpty: rows without keys; kNone: the end
-  static constexpr int kWorkWords = sizeof(Work) / 4;
-  static_assert(sizeof(Work) == 4 * kWorkWords && kWorkWords % 2 == 0, "moved as pairs of words");
-
-  static __device__ __forceinline__ Work find_work(const PrefillParams& p, const Sm90Schedule& s,
-                                                   int32_t item) {
-    Work w;
-    w.split = item % s.splits;
-    item /= s.splits;
-    int32_t per_section = s.section_heads * s.tiles;
-    int32_t section = item / per_section, within = item % per_section;
-    int32_t first = section * s.section_heads;
-    int32_t pairs = min(s.section_heads, p.batch * s.heads - first);
-    int32_t pair = first + within % pairs, tile = within / pairs;
-    if (kMask != MaskKind::none) tile = s.tiles - 1 - tile;
-    w.batch = pair / s.heads;
-    w.head = pair % s.heads;
-    w.row0 = tile * kTile.m;
-    w.queries = query_span(p, w.batch);
-    w.keys = key_span(p, w.batch);
-    int32_t token0 = w.row0 / s.packed;
-    int32_t token1 = min((w.row0 + kTile.m - 1) / s.packed + 1, w.queries.used);
-    w.range = device::tile_range<kTile.n>(
-        kMask == MaskKind::window ? p.window_left : static_cast<int32_t>(kUnlimited),
-        kMask == MaskKind::none ? static_cast<int32_t>(kUnlimited) : p.window_right, token0, token1,
-        w.queries.used, w.keys.used);
-    if (s.splits > 1) {
-      int32_t tiles = w.range.end - w.range.begin, more = tiles % s.splits;
-      w.range.begin += tiles / s.splits * w.split + min(w.split, more);
-      w.range.end = w.range.begin + tiles / s.splits + (w.split < more);
-    }
-    w.kind = w.row0 >= w.queries.stored * s.packed ? kNone
-             : w.range.begin >= w.range.end        ? kEmpty
-                                                   : kFull;
-    return w;
-  }
-
+  // 3. Roles
   // One thread: draws work items, tells the consumers, and keeps the rings full.
   static __device__ __forceinline__ void produce(const PrefillParams& p, const Sm90Schedule& s,
                                                  const Sm90Maps& maps, const Shared& shared) {
     device::tma_prefetch(&maps.q);
     device::tma_prefetch(&maps.k);
     device::tma_prefetch(&maps.v);
-    Ring<kTile.stages> ring(1);
-    Ring<kQStages> q_ring(1);
-    Ring<kWorkSlots> slot(1);
+    device::Ring<kTile.stages> ring(1);
+    device::Ring<kQStages> q_ring(1);
+    device::Ring<kWorkSlots> slot(1);
     auto load = [&](const device::TensorMap& map, uint32_t smem, uint32_t empty, uint32_t full,
                     auto panels, const Work& w, int tile) {
       int32_t group = p.num_heads_q / p.num_heads_kv;
@@ -188,7 +117,7 @@ struct PrefillSm90 {
     };
     auto publish = [&](const Work& w) {
       device::barrier_wait(shared.work_empty(slot.stage), slot.parity);
-      device::store_shared_words<kWorkWords>(shared.work(slot.stage), w);
+      device::store_shared_words<Work::kWords>(shared.work(slot.stage), w);
       device::barrier_arrive(shared.work_full(slot.stage));
       slot.next();
     };
@@ -200,10 +129,10 @@ struct PrefillSm90 {
       return ++round * gridDim.x + blockIdx.x;
     };
     for (int32_t item = blockIdx.x; item < s.total; item = draw()) {
-      Work w = find_work(p, s, item);
-      if (w.kind == kNone) continue;  // beyond the end of a short sequence
+      Work w = find_sm90_work<kTile.m, kTile.n, kMask>(p, s, item);
+      if (w.kind == Work::kNone) continue;  // beyond the end of a short sequence
       publish(w);
-      if (w.kind == kEmpty) continue;
+      if (w.kind == Work::kEmpty) continue;
       // With two Q tiles this one is free already; with one, K does not wait behind it.
       if (kQStages == 2) load_q(w);
       load_k(w, w.range.end - 1);
@@ -217,7 +146,7 @@ struct PrefillSm90 {
       }
     }
     Work last{};
-    last.kind = kNone;
+    last.kind = Work::kNone;
     publish(last);
   }
 
@@ -335,9 +264,9 @@ struct PrefillSm90 {
                                                  const Shared& shared, int group) {
     using namespace device;
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-    Ring<kTile.stages> ring(0);
-    Ring<kQStages> q_ring(0);
-    Ring<kWorkSlots> slot(0);
+    device::Ring<kTile.stages> ring(0);
+    device::Ring<kQStages> q_ring(0);
+    device::Ring<kWorkSlots> slot(0);
     float out[kOutCount], scores[kScoreCount];
     uint32_t probs[kScoreCount / 2];  // P in the order of a wgmma A operand
     const uint64_t k_desc = wgmma_descriptor(shared.k, 0);
@@ -369,11 +298,6 @@ struct PrefillSm90 {
       wgmma_commit();
       fresh = false;
     };
-    auto pack = [&] {
-#pragma unroll
-      for (int i = 0; i < kScoreCount / 2; ++i)
-        probs[i] = pack2<kType>(scores[2 * i], scores[2 * i + 1]);
-    };
     auto my_turn = [&] {
       if (kTakeTurns) named_barrier_sync(1 + group, 256);
     };
@@ -386,16 +310,16 @@ struct PrefillSm90 {
       while (true) {
         barrier_wait(shared.work_full(slot.stage), slot.parity);
         Work w;
-        load_shared_words<kWorkWords>(w, shared.work(slot.stage));
-        if (w.kind == kFull) return true;
-        if (w.kind == kNone) return false;
+        load_shared_words<Work::kWords>(w, shared.work(slot.stage));
+        if (w.kind == Work::kFull) return true;
+        if (w.kind == Work::kNone) return false;
         store_empty(p, s, w, group);
         release(shared.work_empty(slot.stage));
         slot.next();
       }
     };
     auto take_work = [&](Work& w) {
-      load_shared_words<kWorkWords>(w, shared.work(slot.stage));
+      load_shared_words<Work::kWords>(w, shared.work(slot.stage));
       release(shared.work_empty(slot.stage));
       slot.next();
     };
@@ -505,38 +429,7 @@ struct PrefillSm90 {
     }
   }
 
-  // 5. Epilogue. Where a row of a tile is written, or nowhere.
-  struct Row {
-    int32_t token, head;
-    bool stored;
-    __device__ Row(const PrefillParams& p, const Sm90Schedule& s, const Work& w, int32_t row)
-        : token(row), head(w.head) {
-      if (s.packed > 1) {
-        token = row / s.packed;
-        head = w.head * s.packed + row % s.packed;
-      }
-      stored = token < w.queries.stored;
-    }
-  };
-  static __device__ __forceinline__ char* out_row(const PrefillParams& p, const Work& w,
-                                                  const Row& row) {
-    return static_cast<char*>(p.out) +
-           2 * (w.batch * p.out_strides.batch + (w.queries.start + row.token) * p.out_strides.seq +
-                row.head * p.out_strides.head);
-  }
-  static __device__ __forceinline__ float* lse_row(const PrefillParams& p, const Work& w,
-                                                   const Row& row) {
-    return p.lse + w.batch * p.lse_strides.batch + row.head * p.lse_strides.head +
-           (w.queries.start + row.token) * p.lse_strides.seq;
-  }
-  // Of this part of the keys, in the workspace; rows of all sequences follow one another.
-  static __device__ __forceinline__ int64_t part_row(const PrefillParams& p, const Work& w,
-                                                     const Row& row) {
-    int64_t rows = int64_t{p.batch} * p.seqlen_q;
-    return (int64_t{w.split} * p.num_heads_q + row.head) * rows + w.batch * int64_t{p.seqlen_q} +
-           row.token;
-  }
-
+  // 5. Epilogue
   // O / sum to global memory, straight from the accumulators.
   static __device__ __forceinline__ void store(const PrefillParams& p, const Sm90Schedule& s,
                                                const Work& w, int group,
@@ -547,7 +440,7 @@ struct PrefillSm90 {
     bool odd = lane & 1;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      Row row(p, s, w, w.row0 + group * 64 + warp * 16 + half * 8 + lane / 4);
+      Sm90Row row(p, s, w, w.row0 + group * 64 + warp * 16 + half * 8 + lane / 4);
       float sum = quad_sum(state.sum[half]), max = state.max[half] * to_log2, factor = 1.0f;
       if (p.sinks != nullptr && w.split == 0) {  // one more logit in the denominator, without value
         float sink = p.sinks[min(row.head, p.num_heads_q - 1) * p.sinks_stride] * kLog2e;
@@ -561,7 +454,7 @@ struct PrefillSm90 {
       float lse = alive ? (max + log2_approx(sum)) * kLn2 : negative_infinity();
       if (s.splits > 1) {
         if (!row.stored) continue;
-        int64_t at = part_row(p, w, row);
+        int64_t at = row.part(p, w);
         if (lane % 4 == 0) s.part_lse[at] = lse;
         float* to = opaque(s.part_out + at * p.head_dim_v + 2 * (lane % 4));
 #pragma unroll
@@ -573,11 +466,11 @@ struct PrefillSm90 {
         }
         continue;
       }
-      if (p.lse != nullptr && lane % 4 == 0 && row.stored) *lse_row(p, w, row) = lse;
+      if (p.lse != nullptr && lane % 4 == 0 && row.stored) *row.lse(p, w) = lse;
       // Two blocks of 8 columns at a time: neighbours swap halves, so that a lane holds 4 columns
       // in a row: even lanes of the left block, odd lanes of the right one.
       int column = (lane & 2) * 2 + (odd ? 8 : 0);
-      char* to = opaque(out_row(p, w, row) + 2 * column);
+      char* to = opaque(row.out(p, w) + 2 * column);
       int left = row.stored ? p.head_dim_v - column : 0;
 #pragma unroll
       for (int pair = 0; pair < kOutCount / 8; ++pair) {
@@ -598,27 +491,27 @@ struct PrefillSm90 {
                                                      const Work& w, int group) {
     int first = w.row0 + group * 64;
     for (int i = threadIdx.x % 128; i < 64; i += 128) {
-      Row row(p, s, w, first + i);
+      Sm90Row row(p, s, w, first + i);
       if (!row.stored) continue;
       float lse = device::negative_infinity();
       if (p.sinks != nullptr && w.split == 0 && row.token < w.queries.used)
         lse = p.sinks[row.head * p.sinks_stride];
       if (s.splits > 1) {
-        s.part_lse[part_row(p, w, row)] = lse;
+        s.part_lse[row.part(p, w)] = lse;
       } else if (p.lse != nullptr) {
-        *lse_row(p, w, row) = lse;
+        *row.lse(p, w) = lse;
       }
     }
     int chunks = p.head_dim_v / 8;
     for (int i = threadIdx.x % 128; i < 64 * chunks; i += 128) {
-      Row row(p, s, w, first + i / chunks);
+      Sm90Row row(p, s, w, first + i / chunks);
       if (!row.stored) continue;
       if (s.splits > 1) {
-        float4* to = reinterpret_cast<float4*>(s.part_out + part_row(p, w, row) * p.head_dim_v +
-                                               i % chunks * 8);
+        float4* to =
+            reinterpret_cast<float4*>(s.part_out + row.part(p, w) * p.head_dim_v + i % chunks * 8);
         to[0] = to[1] = float4{0.0f, 0.0f, 0.0f, 0.0f};
       } else {
-        reinterpret_cast<uint4*>(out_row(p, w, row))[i % chunks] = uint4{0, 0, 0, 0};
+        reinterpret_cast<uint4*>(row.out(p, w))[i % chunks] = uint4{0, 0, 0, 0};
       }
     }
   }
@@ -665,57 +558,11 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
   Kernel::run(params, schedule, maps, smem);
 }
 
-// 7. Launcher. The parts of split keys, as merge_states reads them: out [splits, heads, batch,
-// seqlen_q, head_dim_v] and lse without the last axis, float32, one behind the other.
-inline MergeParams parts_of(const PrefillParams& p) {
-  int64_t rows = int64_t{p.batch} * p.seqlen_q;
-  MergeParams m{};
-  m.outs[0] = p.workspace;
-  m.lses[0] =
-      static_cast<const float*>(p.workspace) + p.num_splits * rows * p.num_heads_q * p.head_dim_v;
-  m.out_strides[0] = {int64_t{p.seqlen_q} * p.head_dim_v, p.head_dim_v, rows * p.head_dim_v};
-  m.lse_strides[0] = {p.seqlen_q, 1, rows};
-  m.out_part_stride = rows * p.num_heads_q * p.head_dim_v;
-  m.lse_part_stride = rows * p.num_heads_q;
-  m.num_parts = p.num_splits;
-  m.stacked = true;
-  m.merged_out = p.out;
-  m.merged_lse = p.lse;
-  m.merged_out_strides = p.out_strides;
-  m.merged_lse_strides = p.lse_strides;
-  m.dtype = p.dtype;
-  m.part_dtype = DType::f32;
-  m.batch = p.batch;
-  m.seqlen = p.seqlen_q;
-  m.num_heads = p.num_heads_q;
-  m.head_dim = p.head_dim_v;
-  return m;
-}
-
+// 7. Launcher
 template <class Kernel>
 void launch_prefill_sm90_tile(const PrefillParams& p, Tile tile, cudaStream_t stream) {
-  constexpr int64_t kSectionBytes = 32 << 20;  // of K and V: they share 50 MB of L2 with Q and O
-  int32_t group = p.num_heads_q / p.num_heads_kv;
-  Sm90Schedule s{};
-  s.packed = p.packed_heads;
-  s.heads = p.num_heads_q / s.packed;
-  s.tiles = static_cast<int32_t>(device::ceil_div(int64_t{p.seqlen_q} * s.packed, int64_t{tile.m}));
-  s.splits = p.num_splits;
-  int64_t pairs = int64_t{p.batch} * s.heads;
-  int64_t head_bytes = (p.seqlen_kv + int64_t{1}) * (p.head_dim + p.head_dim_v) * 2;
-  int64_t section = device::ceil_div(kSectionBytes, head_bytes) * (group / s.packed);
-  s.section_heads = static_cast<int32_t>(section < pairs ? section : pairs);
-  s.total = static_cast<int32_t>(grid_blocks(pairs * s.tiles * s.splits, "sm90"));
-  s.kv_window = p.seqlen_kv;
-  MergeParams parts = parts_of(p);
-  if (s.splits > 1) {
-    s.part_out = static_cast<float*>(p.workspace);
-    s.part_lse = const_cast<float*>(parts.lses[0]);
-  }
-  if (p.draws_tiles) {
-    s.counter = static_cast<int32_t*>(p.workspace);
-    CUATTN_CUDA_TRY(cudaMemsetAsync(s.counter, 0, sizeof(int32_t), stream));
-  }
+  Sm90Schedule s = make_sm90_schedule(p, tile);
+  if (s.counter != nullptr) CUATTN_CUDA_TRY(cudaMemsetAsync(s.counter, 0, sizeof(int32_t), stream));
   Sm90Maps maps{query_map(p, s.packed, tile.m / s.packed),
                 key_map(p, p.k, p.k_strides, p.head_dim, tile.n),
                 key_map(p, p.v, p.v_strides, p.head_dim_v, tile.n)};
@@ -724,7 +571,7 @@ void launch_prefill_sm90_tile(const PrefillParams& p, Tile tile, cudaStream_t st
   int32_t grid = p.num_ctas > 0 && p.num_ctas < s.total ? p.num_ctas : s.total;
   prefill_sm90_kernel<Kernel><<<grid, Kernel::kThreads, Kernel::kSmemBytes, stream>>>(p, s, maps);
   CUATTN_CUDA_TRY(cudaGetLastError());
-  if (s.splits > 1) launch_merge(parts, stream);
+  if (s.splits > 1) launch_merge(sm90_parts(p), stream);
 }
 
 template <DType kType, int kHeadDim, int kHeadDimV, MaskKind kMask, ScoreKind kScore>

@@ -63,6 +63,20 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
 #endif
 }
 
+// A place in a ring of kCount stages; `parity` of the phase to wait for.
+template <int kCount>
+struct Ring {
+  int stage = 0;
+  uint32_t parity;
+  __device__ explicit Ring(uint32_t first_parity) : parity(first_parity) {}
+  __device__ __forceinline__ void next() {
+    if (++stage == kCount) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
 // ---- named barriers (0 is __syncthreads): `threads` counts those that wait and those that only
 // arrive.
 

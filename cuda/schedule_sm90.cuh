@@ -1,0 +1,152 @@
+// SPDX-License-Identifier: Apache-2.0
+// Who computes what in prefill_sm90.cuh: work items, their order, and the parts of split keys.
+// Persistent CTAs walk the items in a fixed order, or draw them from a counter where their sizes
+// differ (causal, windows, ragged batches).
+#pragma once
+
+#include "cuattn/device/mask.cuh"
+#include "cuattn/tile_config.h"
+#include "launch.h"
+
+namespace cuattn {
+
+// The order of work: sections of heads whose K and V fit in L2 together; inside a section the
+// heaviest query tiles of all heads first, so that what comes last is light.
+struct Sm90Schedule {
+  int32_t tiles;          // query tiles of a sequence
+  int32_t heads;          // that have tiles: num_heads_q, or num_heads_kv when rows are packed
+  int32_t packed;         // query heads that share a tile: row = token * packed + head in group
+  int32_t section_heads;  // (batch, head) pairs of a section
+  int32_t splits;         // parts of the keys, each a work item of its own
+  int32_t total;          // work items
+  int32_t* counter;       // items drawn beyond the first of each CTA; nullptr: a fixed order
+  int32_t kv_window;      // rows of a K and V map below its base, see tensor_maps.h
+  float* part_out;        // [splits, heads, rows, head_dim_v], splits > 1
+  float* part_lse;        // [splits, heads, rows]
+};
+
+// A work item: rows [row0, row0 + m) of one head (or of a group of heads, packed) against the key
+// tiles `range`.
+struct Sm90Work {
+  enum Kind : int32_t { kFull, kEmpty, kNone };  // kEmpty: rows without keys; kNone: nothing
+  static const int kWords = 18;  // it travels through shared memory in pairs of words
+  int32_t batch, head, row0, split;
+  Span queries, keys;
+  device::TileRange range;
+  Kind kind;
+};
+static_assert(sizeof(Sm90Work) == 4 * Sm90Work::kWords);
+
+template <int kM, int kN, MaskKind kMask>
+__device__ __forceinline__ Sm90Work find_sm90_work(const PrefillParams& p, const Sm90Schedule& s,
+                                                   int32_t item) {
+  Sm90Work w;
+  w.split = item % s.splits;
+  item /= s.splits;
+  int32_t per_section = s.section_heads * s.tiles;
+  int32_t section = item / per_section, within = item % per_section;
+  int32_t first = section * s.section_heads;
+  int32_t pairs = min(s.section_heads, p.batch * s.heads - first);
+  int32_t pair = first + within % pairs, tile = within / pairs;
+  if (kMask != MaskKind::none) tile = s.tiles - 1 - tile;
+  w.batch = pair / s.heads;
+  w.head = pair % s.heads;
+  w.row0 = tile * kM;
+  w.queries = query_span(p, w.batch);
+  w.keys = key_span(p, w.batch);
+  int32_t token0 = w.row0 / s.packed;
+  int32_t token1 = min((w.row0 + kM - 1) / s.packed + 1, w.queries.used);
+  w.range = device::tile_range<kN>(
+      kMask == MaskKind::window ? p.window_left : static_cast<int32_t>(kUnlimited),
+      kMask == MaskKind::none ? static_cast<int32_t>(kUnlimited) : p.window_right, token0, token1,
+      w.queries.used, w.keys.used);
+  if (s.splits > 1) {
+    int32_t tiles = w.range.end - w.range.begin, more = tiles % s.splits;
+    w.range.begin += tiles / s.splits * w.split + min(w.split, more);
+    w.range.end = w.range.begin + tiles / s.splits + (w.split < more);
+  }
+  w.kind = w.row0 >= w.queries.stored * s.packed ? Sm90Work::kNone
+           : w.range.begin >= w.range.end        ? Sm90Work::kEmpty
+                                                 : Sm90Work::kFull;
+  return w;
+}
+
+// Where row `row` of a tile is written, or nowhere.
+struct Sm90Row {
+  int32_t token, head;
+  bool stored;
+  __device__ Sm90Row(const PrefillParams& p, const Sm90Schedule& s, const Sm90Work& w, int32_t row)
+      : token(row), head(w.head) {
+    if (s.packed > 1) {
+      token = row / s.packed;
+      head = w.head * s.packed + row % s.packed;
+    }
+    stored = token < w.queries.stored;
+  }
+  __device__ char* out(const PrefillParams& p, const Sm90Work& w) const {
+    return static_cast<char*>(p.out) +
+           2 * (w.batch * p.out_strides.batch + (w.queries.start + token) * p.out_strides.seq +
+                head * p.out_strides.head);
+  }
+  __device__ float* lse(const PrefillParams& p, const Sm90Work& w) const {
+    return p.lse + w.batch * p.lse_strides.batch + head * p.lse_strides.head +
+           (w.queries.start + token) * p.lse_strides.seq;
+  }
+  // Its row in the workspace, of this part of the keys: rows of all sequences follow one another.
+  __device__ int64_t part(const PrefillParams& p, const Sm90Work& w) const {
+    int64_t rows = int64_t{p.batch} * p.seqlen_q;
+    return (int64_t{w.split} * p.num_heads_q + head) * rows + w.batch * int64_t{p.seqlen_q} + token;
+  }
+};
+
+// The parts of split keys, as merge_states reads them: out [splits, heads, batch,
+// seqlen_q, head_dim_v] and lse without the last axis, float32, one behind the other.
+inline MergeParams sm90_parts(const PrefillParams& p) {
+  int64_t rows = int64_t{p.batch} * p.seqlen_q;
+  MergeParams m{};
+  m.outs[0] = p.workspace;
+  m.lses[0] =
+      static_cast<const float*>(p.workspace) + p.num_splits * rows * p.num_heads_q * p.head_dim_v;
+  m.out_strides[0] = {int64_t{p.seqlen_q} * p.head_dim_v, p.head_dim_v, rows * p.head_dim_v};
+  m.lse_strides[0] = {p.seqlen_q, 1, rows};
+  m.out_part_stride = rows * p.num_heads_q * p.head_dim_v;
+  m.lse_part_stride = rows * p.num_heads_q;
+  m.num_parts = p.num_splits;
+  m.stacked = true;
+  m.merged_out = p.out;
+  m.merged_lse = p.lse;
+  m.merged_out_strides = p.out_strides;
+  m.merged_lse_strides = p.lse_strides;
+  m.dtype = p.dtype;
+  m.part_dtype = DType::f32;
+  m.batch = p.batch;
+  m.seqlen = p.seqlen_q;
+  m.num_heads = p.num_heads_q;
+  m.head_dim = p.head_dim_v;
+  return m;
+}
+
+inline Sm90Schedule make_sm90_schedule(const PrefillParams& p, Tile tile) {
+  constexpr int64_t kSectionBytes = 32 << 20;  // of K and V: they share 50 MB of L2 with Q and O
+  int32_t group = p.num_heads_q / p.num_heads_kv;
+  Sm90Schedule s{};
+  s.packed = p.packed_heads;
+  s.heads = p.num_heads_q / s.packed;
+  int64_t rows = int64_t{p.seqlen_q} * s.packed;
+  s.tiles = static_cast<int32_t>(device::ceil_div<int64_t>(rows, tile.m));
+  s.splits = p.num_splits;
+  int64_t pairs = int64_t{p.batch} * s.heads;
+  int64_t head_bytes = (p.seqlen_kv + int64_t{1}) * (p.head_dim + p.head_dim_v) * 2;
+  int64_t section = device::ceil_div(kSectionBytes, head_bytes) * (group / s.packed);
+  s.section_heads = static_cast<int32_t>(section < pairs ? section : pairs);
+  s.total = static_cast<int32_t>(grid_blocks(pairs * s.tiles * s.splits, "sm90"));
+  s.kv_window = p.seqlen_kv;
+  if (s.splits > 1) {
+    s.part_out = static_cast<float*>(p.workspace);
+    s.part_lse = const_cast<float*>(sm90_parts(p).lses[0]);
+  }
+  if (p.draws_tiles) s.counter = static_cast<int32_t*>(p.workspace);
+  return s;
+}
+
+}  // namespace cuattn
