@@ -61,25 +61,26 @@ struct PrefillSm90 {
     __device__ uint32_t q_empty(int s) const { return barrier(2 + s); }
     __device__ uint32_t work_full(int s) const { return barrier(4 + s); }
     __device__ uint32_t work_empty(int s) const { return barrier(6 + s); }
-    __device__ uint32_t k_full(int s) const { return barrier(8 + s); }
-    __device__ uint32_t k_empty(int s) const { return barrier(8 + kTile.stages + s); }
-    __device__ uint32_t v_full(int s) const { return barrier(8 + 2 * kTile.stages + s); }
-    __device__ uint32_t v_empty(int s) const { return barrier(8 + 3 * kTile.stages + s); }
+    __device__ uint32_t loaded() const { return barrier(8); }
+    __device__ uint32_t k_full(int s) const { return barrier(9 + s); }
+    __device__ uint32_t k_empty(int s) const { return barrier(9 + kTile.stages + s); }
+    __device__ uint32_t v_full(int s) const { return barrier(9 + 2 * kTile.stages + s); }
+    __device__ uint32_t v_empty(int s) const { return barrier(9 + 3 * kTile.stages + s); }
     __device__ uint32_t work(int s) const {
-      return barrier(8 + 4 * kTile.stages) + s * static_cast<int>(sizeof(Work));
+      return barrier(9 + 4 * kTile.stages) + s * static_cast<int>(sizeof(Work));
     }
   };
 
   // 3. Roles
-  // One thread: draws work items, tells the consumers, and keeps the rings full.
-  static __device__ __forceinline__ void produce(const PrefillParams& p, const Sm90Schedule& s,
-                                                 const Sm90Maps& maps, const Shared& shared) {
+  // One thread: keeps the rings full.
+  static __device__ __forceinline__ void load_tiles(const PrefillParams& p, const Sm90Schedule& s,
+                                                    const Sm90Maps& maps, const Shared& shared) {
     device::tma_prefetch(&maps.q);
     device::tma_prefetch(&maps.k);
     device::tma_prefetch(&maps.v);
     device::Ring<kTile.stages> ring(1);
     device::Ring<kQStages> q_ring(1);
-    device::Ring<kWorkSlots> slot(1);
+    device::Ring<kWorkSlots> slot(0);
     auto load = [&](const device::TensorMap& map, uint32_t smem, uint32_t empty, uint32_t full,
                     auto panels, const Work& w, int tile) {
       int32_t group = p.num_heads_q / p.num_heads_kv;
@@ -115,24 +116,7 @@ struct PrefillSm90 {
       }
       q_ring.next();
     };
-    auto publish = [&](const Work& w) {
-      device::barrier_wait(shared.work_empty(slot.stage), slot.parity);
-      device::store_shared_words<Work::kWords>(shared.work(slot.stage), w);
-      device::barrier_arrive(shared.work_full(slot.stage));
-      slot.next();
-    };
-    // Note: an item is drawn when the last one is loaded, not sooner: who is at work on a heavy
-    // tile must not hold another one back from an idle CTA.
-    int32_t round = 0;
-    auto draw = [&]() -> int32_t {
-      if (s.counter != nullptr) return atomicAdd(s.counter, 1) + gridDim.x;
-      return ++round * gridDim.x + blockIdx.x;
-    };
-    for (int32_t item = blockIdx.x; item < s.total; item = draw()) {
-      Work w = find_sm90_work<kTile.m, kTile.n, kMask>(p, s, item);
-      if (w.kind == Work::kNone) continue;  // beyond the end of a short sequence
-      publish(w);
-      if (w.kind == Work::kEmpty) continue;
+    auto load_all = [&](const Work& w) {
       // With two Q tiles this one is free already; with one, K does not wait behind it.
       if (kQStages == 2) load_q(w);
       load_k(w, w.range.end - 1);
@@ -144,10 +128,43 @@ struct PrefillSm90 {
         load_v(w, tile);
         ring.next();
       }
+    };
+    while (true) {
+      device::barrier_wait(shared.work_full(slot.stage), slot.parity);
+      Work w;
+      device::load_shared(w, shared.work(slot.stage));
+      device::barrier_arrive(shared.work_empty(slot.stage));
+      slot.next();
+      if (w.kind == Work::kNone) break;
+      if (w.kind == Work::kFull) load_all(w);
+      device::barrier_arrive(shared.loaded());
     }
-    Work last{};
-    last.kind = Work::kNone;
-    publish(last);
+  }
+
+  // One warp: finds the next work item. Note: it is drawn when the last one is loaded, not sooner:
+  // who is at work on a heavy tile must not hold another one back from an idle CTA.
+  static __device__ __forceinline__ void schedule_work(const PrefillParams& p,
+                                                       const Sm90Schedule& s,
+                                                       const Shared& shared) {
+    device::Ring<kWorkSlots> slot(1);
+    Sm90Cursor cursor;
+    int32_t item = blockIdx.x;
+    uint32_t parity = 0;
+    while (true) {
+      device::barrier_wait(shared.work_empty(slot.stage), slot.parity);
+      Work::Kind kind =
+          find_sm90_work<kTile.m, kTile.n, kMask>(p, s, cursor, item, shared.work(slot.stage));
+      if (threadIdx.x % 32 == 0) device::barrier_arrive(shared.work_full(slot.stage));
+      if (kind == Work::kNone) break;
+      slot.next();
+      device::barrier_wait(shared.loaded(), parity);
+      parity ^= 1;
+      item += gridDim.x;
+      if (s.counter != nullptr) {
+        if (threadIdx.x % 32 == 0) item = atomicAdd(s.counter, 1) + gridDim.x;
+        item = __shfl_sync(0xffffffffu, item, 0);
+      }
+    }
   }
 
   // The softmax state of a thread's two rows (lane / 4 and lane / 4 + 8 of a warp's 16): maximum
@@ -155,6 +172,7 @@ struct PrefillSm90 {
   struct Softmax {
     float max[2] = {device::negative_infinity(), device::negative_infinity()};
     float sum[2] = {0.0f, 0.0f};
+    float rescale[2] = {0.0f, 0.0f};
   };
   using Mod = device::ScoreMod<kType, kScore>;
 
@@ -187,75 +205,79 @@ struct PrefillSm90 {
     }
   }
 
-  // Scores become P, relative to the running maximum, and O follows the maximum once `pv_done` has
-  // waited for the product that still reads the old P. The exponentials are what takes time (16 a
-  // clock and SM): the order lets everything else run in their shadow.
+  // Scores become P, relative to the running maximum, once `pv_done` has waited for the product
+  // that still reads the old P. The exponentials are what takes time (16 a clock and SM): the order
+  // lets everything else run in their shadow.
   //
-  //   row 0: max | exp . . . . . . . . |     pack      |
-  //   row 1:     |         max         | exp . . . . . . . pack |      rescale O
+  //   row 0: max | exp . . . . . . . . |     pack
+  //   row 1:     |         max         | exp . . . . . . . pack |
   template <class Wait>
   static __device__ __forceinline__ void softmax_step(Softmax& state, float (&scores)[kScoreCount],
                                                       uint32_t (&probs)[kScoreCount / 2],
-                                                      float (&out)[kOutCount], float to_log2,
-                                                      Wait pv_done) {
+                                                      float to_log2, float zero, Wait pv_done) {
     using namespace device;
     constexpr int kBlocks = kScoreCount / 4;  // of 8 keys
-    float chain[2][2] = {{state.max[0], state.max[0]}, {state.max[1], state.max[1]}};
-    float reference[2], rescale[2], sum[2][2];
+    constexpr int kLinked = 4;                // blocks
+    float chain[2][2], reference[2], sum[2][2];
+    // Note: `value`, but not before `before` is known. Left alone, the compiler multiplies all of a
+    // row's exponents before the first exponential, and the unit that computes those stands idle.
+    auto after = [&](float before, float value) { return fmaf(before, zero, value); };
     auto max_of = [&](int half, int block) {  // two chains a row: half the latency
-      const float* s = &scores[4 * block + 2 * half];
-      chain[half][0] = fmaxf(chain[half][0], s[0]);
-      chain[half][1] = fmaxf(chain[half][1], s[1]);
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        chain[half][i] = fmaxf(chain[half][i], scores[4 * block + 2 * half + i]);
     };
     auto settle_max = [&](int half) {
-      float max = quad_max(fmaxf(chain[half][0], chain[half][1]));
+      float max = fmaxf(state.max[half], quad_max(fmaxf(chain[half][0], chain[half][1])));
       // A row that has seen nothing keeps -inf; 0 in its place keeps -inf - (-inf) out of the
       // exponent.
       float safe = max == negative_infinity() ? 0.0f : max;
-      rescale[half] = exp2_approx((state.max[half] - safe) * to_log2);
+      state.rescale[half] = exp2_approx((state.max[half] - safe) * to_log2);
       state.max[half] = max;
       reference[half] = safe * to_log2;
     };
     auto exponential = [&](int half, int block) {
+      float* s = &scores[4 * block + 2 * half];
+      if (block > 0 && block % kLinked == 0)
+        reference[half] = after(s[-4 * kLinked], reference[half]);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        float& s = scores[4 * block + 2 * half + i];
-        s = exp2_approx(fmaf(s, to_log2, -reference[half]));
-        sum[half][i] = block == 0 ? s : sum[half][i] + s;
+        s[i] = exp2_approx(fmaf(s[i], to_log2, -reference[half]));
+        sum[half][i] = block == 0 ? s[i] : sum[half][i] + s[i];
       }
     };
     auto pack = [&](int half, int block) {
       const float* s = &scores[4 * block + 2 * half];
       probs[2 * block + half] = pack2<kType>(s[0], s[1]);
     };
+    chain[0][0] = chain[0][1] = negative_infinity();
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) max_of(0, block);
     settle_max(0);
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
       exponential(0, block);
+      if (block == 0) chain[1][0] = chain[1][1] = after(scores[0], negative_infinity());
       max_of(1, block);
     }
     settle_max(1);
-    bool rescales = pv_done();
+    pv_done();
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
       exponential(1, block);
       pack(0, block);
       if (block > 0) pack(1, block - 1);
-      if (rescales) {
-        constexpr int kSlice = (kOutCount + kBlocks - 1) / kBlocks;
-#pragma unroll
-        for (int i = 0; i < kSlice; ++i) {
-          int at = block * kSlice + i;
-          if (at < kOutCount) out[at] *= rescale[at >> 1 & 1];
-        }
-      }
     }
     pack(1, kBlocks - 1);
 #pragma unroll
     for (int half = 0; half < 2; ++half)
-      state.sum[half] = fmaf(state.sum[half], rescale[half], sum[half][0] + sum[half][1]);
+      state.sum[half] = fmaf(state.sum[half], state.rescale[half], sum[half][0] + sum[half][1]);
+  }
+
+  // O follows the maximum. Called right before the product that adds to O, in the shadow of Q K^T.
+  static __device__ __forceinline__ void rescale(float (&out)[kOutCount], const Softmax& state) {
+#pragma unroll
+    for (int i = 0; i < kOutCount; ++i) out[i] *= state.rescale[i >> 1 & 1];
   }
 
   // 4. Main loop. A consumer warpgroup owns 64 rows of every query tile. S of the next key tile is
@@ -310,7 +332,7 @@ struct PrefillSm90 {
       while (true) {
         barrier_wait(shared.work_full(slot.stage), slot.parity);
         Work w;
-        load_shared_words<Work::kWords>(w, shared.work(slot.stage));
+        load_shared(w, shared.work(slot.stage));
         if (w.kind == Work::kFull) return true;
         if (w.kind == Work::kNone) return false;
         store_empty(p, s, w, group);
@@ -319,7 +341,7 @@ struct PrefillSm90 {
       }
     };
     auto take_work = [&](Work& w) {
-      load_shared_words<Work::kWords>(w, shared.work(slot.stage));
+      load_shared(w, shared.work(slot.stage));
       release(shared.work_empty(slot.stage));
       slot.next();
     };
@@ -346,6 +368,7 @@ struct PrefillSm90 {
       }
       my_turn();
       pin(scores);
+      rescale(out, state);
       pin(out);
       pin(probs);
       multiply_pv(v_stage);
@@ -387,7 +410,7 @@ struct PrefillSm90 {
       at_work = true;
       release_scores();
       modify(scores, mod, rows, tile, tile >= w.range.full_end || tile < w.range.full_begin);
-      softmax_step(state, scores, probs, out, mod.to_log2, [] { return false; });
+      softmax_step(state, scores, probs, mod.to_log2, s.zero, [] {});
       fresh = true;
       auto step = [&](bool masked) {
         --tile;
@@ -401,18 +424,18 @@ struct PrefillSm90 {
         pin(out);
         pin(probs);
         multiply_qk();
+        rescale(out, state);
         multiply_pv(v_stage);
         your_turn();
         wgmma_wait<1>();
         pin(scores);
         release_scores();
         modify(scores, mod, rows, tile, masked);
-        softmax_step(state, scores, probs, out, mod.to_log2, [&] {
+        softmax_step(state, scores, probs, mod.to_log2, s.zero, [&] {
           wgmma_wait<0>();
           pin(out);
           pin(probs);
           release(shared.v_empty(v_stage));
-          return true;
         });
       };
       const int first = w.range.begin, full = max(first, w.range.full_begin);
@@ -528,7 +551,7 @@ struct PrefillSm90 {
         device::barrier_init(shared.q_full(i), 1);
         device::barrier_init(shared.q_empty(i), kWarps);
         device::barrier_init(shared.work_full(i), 1);
-        device::barrier_init(shared.work_empty(i), kWarps);
+        device::barrier_init(shared.work_empty(i), kWarps + 1);
       }
       for (int i = 0; i < kTile.stages; ++i) {
         device::barrier_init(shared.k_full(i), 1);
@@ -536,12 +559,14 @@ struct PrefillSm90 {
         device::barrier_init(shared.k_empty(i), kWarps);
         device::barrier_init(shared.v_empty(i), kWarps);
       }
+      device::barrier_init(shared.loaded(), 1);
       device::barrier_init_fence();
     }
     __syncthreads();
     if (group == 0) {
       device::registers_shrink<kProducerRegisters>();
-      if (warp == 0 && device::elect_one()) produce(p, s, maps, shared);
+      if (warp == 0 && device::elect_one()) load_tiles(p, s, maps, shared);
+      if (warp == 1) schedule_work(p, s, shared);
     } else {
       device::registers_grow<kConsumerRegisters>();
       consume(p, s, shared, group - 1);

@@ -13,62 +13,109 @@ namespace cuattn {
 // The order of work: sections of heads whose K and V fit in L2 together; inside a section the
 // heaviest query tiles of all heads first, so that what comes last is light.
 struct Sm90Schedule {
-  int32_t tiles;          // query tiles of a sequence
+  int32_t tiles;          // query tiles of a sequence, the longest one of a ragged batch
   int32_t heads;          // that have tiles: num_heads_q, or num_heads_kv when rows are packed
   int32_t packed;         // query heads that share a tile: row = token * packed + head in group
-  int32_t section_heads;  // (batch, head) pairs of a section
+  int32_t section_heads;  // (batch, head) pairs of a section; heads of one sequence if ragged
   int32_t splits;         // parts of the keys, each a work item of its own
-  int32_t total;          // work items
+  int32_t total;          // work items, at most
   int32_t* counter;       // items drawn beyond the first of each CTA; nullptr: a fixed order
   int32_t kv_window;      // rows of a K and V map below its base, see tensor_maps.h
   float* part_out;        // [splits, heads, rows, head_dim_v], splits > 1
   float* part_lse;        // [splits, heads, rows]
+  float zero;             // 0, which the compiler does not know
 };
 
 // A work item: rows [row0, row0 + m) of one head (or of a group of heads, packed) against the key
 // tiles `range`.
 struct Sm90Work {
-  enum Kind : int32_t { kFull, kEmpty, kNone };  // kEmpty: rows without keys; kNone: nothing
-  static const int kWords = 18;  // it travels through shared memory in pairs of words
+  enum Kind : int32_t { kFull, kEmpty, kNone };  // kEmpty: rows without keys; kNone: the end
   int32_t batch, head, row0, split;
   Span queries, keys;
   device::TileRange range;
   Kind kind;
 };
-static_assert(sizeof(Sm90Work) == 4 * Sm90Work::kWords);
 
+// Where the items of a ragged batch lie: 32 sequences at a time, one a lane. Items are asked for in
+// growing order.
+struct Sm90Cursor {
+  int32_t batch = -32;   // of lane 0
+  int32_t end = 0;       // items of all sequences up to those at hand
+  int32_t begin, count;  // items in front of this lane's sequence, and its own
+
+  // Moves to the sequence of `item`; -1: there are no so many items. `item` is then within it.
+  template <int kM>
+  __device__ __forceinline__ int32_t find(const PrefillParams& p, const Sm90Schedule& s,
+                                          int32_t& item, int32_t& tiles) {
+    int32_t lane = threadIdx.x % 32;
+    while (item >= end) {
+      batch += 32;
+      if (batch >= p.batch) return -1;
+      int32_t b = batch + lane;
+      count = b < p.batch ? device::ceil_div(query_span(p, b).stored * s.packed, kM) * s.heads : 0;
+      int32_t sum = count;
+#pragma unroll
+      for (int step = 1; step < 32; step *= 2) {
+        int32_t left = __shfl_up_sync(0xffffffffu, sum, step);
+        if (lane >= step) sum += left;
+      }
+      begin = end + sum - count;
+      end += __shfl_sync(0xffffffffu, sum, 31);
+    }
+    int owner = __ffs(__ballot_sync(0xffffffffu, item < begin + count)) - 1;
+    item -= __shfl_sync(0xffffffffu, begin, owner);
+    tiles = __shfl_sync(0xffffffffu, count, owner) / s.heads;
+    return batch + owner;
+  }
+};
+
+// Writes work item `item` to shared memory, part by part (a thread of the producer has few
+// registers). A warp together; `item` grows from call to call.
 template <int kM, int kN, MaskKind kMask>
-__device__ __forceinline__ Sm90Work find_sm90_work(const PrefillParams& p, const Sm90Schedule& s,
-                                                   int32_t item) {
-  Sm90Work w;
-  w.split = item % s.splits;
+__device__ __forceinline__ Sm90Work::Kind find_sm90_work(const PrefillParams& p,
+                                                         const Sm90Schedule& s, Sm90Cursor& cursor,
+                                                         int32_t item, uint32_t smem) {
+  auto put = [&](size_t offset, const auto& part) {
+    device::store_shared(smem + static_cast<uint32_t>(offset), part);
+  };
+  auto put_kind = [&](Sm90Work::Kind kind) {
+    put(offsetof(Sm90Work, kind), int2{kind, 0});
+    return kind;
+  };
+  int32_t batch = -1, tiles = s.tiles, heads = p.batch * s.heads, split = item % s.splits;
+  if (item >= s.total) return put_kind(Sm90Work::kNone);
   item /= s.splits;
-  int32_t per_section = s.section_heads * s.tiles;
-  int32_t section = item / per_section, within = item % per_section;
-  int32_t first = section * s.section_heads;
-  int32_t pairs = min(s.section_heads, p.batch * s.heads - first);
-  int32_t pair = first + within % pairs, tile = within / pairs;
-  if (kMask != MaskKind::none) tile = s.tiles - 1 - tile;
-  w.batch = pair / s.heads;
-  w.head = pair % s.heads;
-  w.row0 = tile * kM;
-  w.queries = query_span(p, w.batch);
-  w.keys = key_span(p, w.batch);
-  int32_t token0 = w.row0 / s.packed;
-  int32_t token1 = min((w.row0 + kM - 1) / s.packed + 1, w.queries.used);
-  w.range = device::tile_range<kN>(
+  if (p.cu_seqlens_q != nullptr) {
+    batch = cursor.find<kM>(p, s, item, tiles);
+    if (batch < 0) return put_kind(Sm90Work::kNone);
+    heads = s.heads;
+  }
+  int32_t per_section = s.section_heads * tiles;
+  int32_t first = item / per_section * s.section_heads, within = item % per_section;
+  int32_t width = min(s.section_heads, heads - first);
+  int32_t head = first + within % width, tile = within / width;
+  if (kMask != MaskKind::none) tile = tiles - 1 - tile;
+  if (batch < 0) {
+    batch = head / s.heads;
+    head %= s.heads;
+  }
+  int32_t row0 = tile * kM;
+  put(offsetof(Sm90Work, batch), int4{batch, head, row0, split});
+  Span queries = query_span(p, batch), keys = key_span(p, batch);
+  put(offsetof(Sm90Work, queries), queries);
+  put(offsetof(Sm90Work, keys), keys);
+  int32_t token0 = row0 / s.packed, token1 = min((row0 + kM - 1) / s.packed + 1, queries.used);
+  device::TileRange range = device::tile_range<kN>(
       kMask == MaskKind::window ? p.window_left : static_cast<int32_t>(kUnlimited),
       kMask == MaskKind::none ? static_cast<int32_t>(kUnlimited) : p.window_right, token0, token1,
-      w.queries.used, w.keys.used);
+      queries.used, keys.used);
   if (s.splits > 1) {
-    int32_t tiles = w.range.end - w.range.begin, more = tiles % s.splits;
-    w.range.begin += tiles / s.splits * w.split + min(w.split, more);
-    w.range.end = w.range.begin + tiles / s.splits + (w.split < more);
+    int32_t all = range.end - range.begin, more = all % s.splits;
+    range.begin += all / s.splits * split + min(split, more);
+    range.end = range.begin + all / s.splits + (split < more);
   }
-  w.kind = w.row0 >= w.queries.stored * s.packed ? Sm90Work::kNone
-           : w.range.begin >= w.range.end        ? Sm90Work::kEmpty
-                                                 : Sm90Work::kFull;
-  return w;
+  put(offsetof(Sm90Work, range), range);
+  return put_kind(range.begin >= range.end ? Sm90Work::kEmpty : Sm90Work::kFull);
 }
 
 // Where row `row` of a tile is written, or nowhere.
@@ -138,8 +185,15 @@ inline Sm90Schedule make_sm90_schedule(const PrefillParams& p, Tile tile) {
   int64_t pairs = int64_t{p.batch} * s.heads;
   int64_t head_bytes = (p.seqlen_kv + int64_t{1}) * (p.head_dim + p.head_dim_v) * 2;
   int64_t section = device::ceil_div(kSectionBytes, head_bytes) * (group / s.packed);
-  s.section_heads = static_cast<int32_t>(section < pairs ? section : pairs);
-  s.total = static_cast<int32_t>(grid_blocks(pairs * s.tiles * s.splits, "sm90"));
+  bool ragged = p.cu_seqlens_q != nullptr;
+  int64_t widest = ragged ? s.heads : pairs;
+  s.section_heads = static_cast<int32_t>(section < widest ? section : widest);
+  int64_t items = pairs * s.tiles * s.splits;
+  if (ragged) {  // a sequence leaves its last tile unfilled
+    int64_t most = (p.total_q * int64_t{s.packed} / tile.m + p.batch) * s.heads;
+    if (most < items) items = most;
+  }
+  s.total = static_cast<int32_t>(grid_blocks(items, "sm90"));
   s.kv_window = p.seqlen_kv;
   if (s.splits > 1) {
     s.part_out = static_cast<float*>(p.workspace);

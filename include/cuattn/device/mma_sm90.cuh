@@ -189,28 +189,28 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// A struct of kWords 32-bit words, two at a time (8-byte aligned).
-template <int kWords, class T>
-__device__ __forceinline__ void store_shared_words(uint32_t smem, const T& value) {
+// A struct of 32-bit words, two at a time (8-byte aligned).
+template <class T>
+__device__ __forceinline__ void store_shared(uint32_t smem, const T& value) {
   union {
     T value;
-    uint32_t words[kWords];
+    uint32_t words[sizeof(T) / 4];
   } u{value};
 #pragma unroll
-  for (int i = 0; i < kWords; i += 2) {
+  for (unsigned i = 0; i < sizeof(T) / 4; i += 2) {
     asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(smem + 4 * i), "r"(u.words[i]),
                  "r"(u.words[i + 1])
                  : "memory");
   }
 }
-template <int kWords, class T>
-__device__ __forceinline__ void load_shared_words(T& value, uint32_t smem) {
+template <class T>
+__device__ __forceinline__ void load_shared(T& value, uint32_t smem) {
   union {
-    uint32_t words[kWords];
+    uint32_t words[sizeof(T) / 4];
     T value;
   } u;
 #pragma unroll
-  for (int i = 0; i < kWords; i += 2) {
+  for (unsigned i = 0; i < sizeof(T) / 4; i += 2) {
     asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];"
                  : "=r"(u.words[i]), "=r"(u.words[i + 1])
                  : "r"(smem + 4 * i)
