@@ -4,20 +4,22 @@
 // The work on an item is that of paged_sm80.cuh; who finishes a unit merges its parts.
 //
 //   host                      block that took item 0 of step s     block that took another item
-//   posted = s + 1 --sys-->   posted > s, and s - 1 is finished
+//   posted = s + 1 --sys-->   posted > s, and completed = s
 //                             grows the contexts
 //                             opened = s + 1                       --gpu--> opened > s
 //                             item, parts_done, merge              item, parts_done, merge
 //                             finished += 1                        finished += 1
-//   done > s       <--sys--   whoever finished the last item of the step: done = s + 1
+//   done > s       <--sys--   who finished the last item of the step: done = s + 1,
+//                             then completed = s + 1               --gpu--> item 0 of s + 1
 //
 // Memory order. Every arrow is a release by one thread and an acquire by another, of the scope
 // written on it, and __syncthreads() carries it to the other threads of both blocks; so is every
 // addition to parts_done and finished (acq_rel). Order is transitive: what the host wrote before
 // `posted` is seen by all blocks of the step, and what they wrote is seen by whoever saw `done`.
+// `completed` comes after `done`, so that the next step's `done` cannot be overtaken by this one's.
 //
 // It cannot hang, however many blocks are resident. A block waits for the host, for an earlier step
-// to be opened or finished, or for its own step to be opened. Items are taken in order by blocks
+// to be opened or completed, or for its own step to be opened. Items are taken in order by blocks
 // that run, so all that a block waits for is in the hands of running blocks, down to the one that
 // waits for the host; and that one gives up after idle_ns and ends the kernel.
 // Next: src/persistent.cpp (the host's side).
@@ -87,15 +89,15 @@ __device__ bool end_kernel(const PersistentParams& s, PersistentMailbox::Ended w
   return false;
 }
 
-// The thread that opens `step`: waits until the host has posted it and the one before is finished.
+// The thread that opens `step`: waits until the host has posted it and the one before is completed.
 // Only one block at a time reads host memory here.
-__device__ bool wait_posted(const PersistentParams& s, uint64_t step, uint64_t finished_before) {
+__device__ bool wait_posted(const PersistentParams& s, uint64_t step) {
   if (!wait_opened(*s.queue, step)) return false;
   uint64_t posted = 0, idle_since = 0;
   for (;;) {
     if (posted <= step) posted = load_acquire_system(&s.mailbox->posted);
+    if (load_acquire(&s.queue->completed) < step) continue;
     if (posted == PersistentMailbox::kStop) return end_kernel(s, PersistentMailbox::kStopped);
-    if (load_acquire(&s.queue->finished) < finished_before) continue;
     if (posted > step) return true;
     uint64_t now = nanoseconds();
     if (idle_since == 0) idle_since = now;
@@ -106,11 +108,10 @@ __device__ bool wait_posted(const PersistentParams& s, uint64_t step, uint64_t f
 }
 
 // All threads: `step` may be worked on, or false.
-__device__ bool begin_step(const PersistentParams& s, uint64_t step, bool opens,
-                           uint64_t finished_before) {
+__device__ bool begin_step(const PersistentParams& s, uint64_t step, bool opens) {
   bool live = true;
   if (threadIdx.x == 0) {
-    live = opens ? wait_posted(s, step, finished_before) : wait_opened(*s.queue, step + 1);
+    live = opens ? wait_posted(s, step) : wait_opened(*s.queue, step + 1);
   }
   if (!__syncthreads_and(live)) return false;
   if (!opens) return true;
@@ -139,7 +140,7 @@ __device__ void end_unit(const PersistentParams& s, const PagedItem& item,
     uint32_t* parts_done = reinterpret_cast<uint32_t*>(s.queue + 1) +
                            int64_t{item.b} * head_groups(w) + item.head_group;
     is_last = count(parts_done) == static_cast<uint32_t>(splits.count);
-    if (is_last) *parts_done = 0;  // for the next step, which begins after `finished`
+    if (is_last) *parts_done = 0;  // for the next step, which is opened after this one
   }
   __syncthreads();
   if (!is_last) return;
@@ -170,7 +171,7 @@ __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kCtasPerSm)
     __syncthreads();
     uint64_t step = taken / items;
     uint32_t index = static_cast<uint32_t>(taken % items);
-    if (!begin_step(s, step, index == 0, step * items)) return;
+    if (!begin_step(s, step, index == 0)) return;
     Kernel::run(s.paged, smem, index);
     // The stages are free now.
     end_unit<kType>(s, paged_item(s.paged.work, index),
@@ -178,6 +179,7 @@ __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kCtasPerSm)
     __syncthreads();  // the results are written
     if (threadIdx.x == 0 && count(&s.queue->finished) == (step + 1) * items) {
       store_release_system(&s.mailbox->done, step + 1);
+      store_release(&s.queue->completed, step + 1);
     }
   }
 }

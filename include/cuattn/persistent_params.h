@@ -22,9 +22,10 @@ struct PersistentMailbox {
 struct PersistentQueue {
   static constexpr uint64_t kEnd = ~uint64_t{0};
 
-  alignas(128) uint64_t taken;     // items, of all steps
-  alignas(128) uint64_t finished;  // items, of all steps
-  alignas(128) uint64_t opened;    // steps that may be worked on; kEnd: none any more
+  alignas(128) uint64_t taken;      // items, of all steps
+  alignas(128) uint64_t finished;   // items, of all steps
+  alignas(128) uint64_t completed;  // steps whose items are all finished
+  alignas(128) uint64_t opened;     // steps that may be worked on; kEnd: none any more
 };
 
 struct PersistentParams {
