@@ -67,7 +67,7 @@ double filled(int64_t rows, int32_t tile) {
 // Parts of the keys for `items` tiles of work of `key_tiles` steps each: enough to fill the chip
 // without a thin last wave, and no part shorter than two steps.
 int32_t choose_splits(int64_t items, int32_t key_tiles, int32_t num_sms) {
-  if (items * 5 >= int64_t{num_sms} * 4 || key_tiles <= 4) return 1;
+  if (items == 0 || items * 5 >= int64_t{num_sms} * 4 || key_tiles <= 4) return 1;
   int32_t most = std::min({key_tiles / 2, num_sms, 128});
   auto efficiency = [&](int32_t splits) {
     double waves = static_cast<double>(items) * splits / num_sms;
@@ -88,15 +88,16 @@ void plan_sm90(Plan& plan, const PrefillRequest& r, const DeviceInfo& device) {
   plan.head_dim = d.qk;
   plan.head_dim_v = d.v;
   plan.tile = sm90_tile(d, r.mask, r.score);
-  int32_t group = r.num_heads_q / r.num_heads_kv, m = plan.tile.m;
-  bool packs = group > 1 && m % group == 0 &&
+  int32_t group = r.num_heads_kv > 0 ? r.num_heads_q / r.num_heads_kv : 1, m = plan.tile.m;
+  // Scores with an option of their own for each head (ALiBi, bias) keep to one head a tile.
+  bool packs = group > 1 && m % group == 0 && r.score == ScoreKind::identity &&
                filled(r.seqlen_q, m) < 0.9 * filled(int64_t{r.seqlen_q} * group, m);
   plan.packed_heads = packs ? group : 1;
   int64_t tiles = ceil_div(int64_t{r.seqlen_q} * plan.packed_heads, m);
   int64_t items = tiles * r.batch * (r.num_heads_q / plan.packed_heads);
   int32_t key_tiles = ceil_div(r.seqlen_kv, plan.tile.n);
   if (r.num_splits > 0) {
-    plan.num_splits = r.num_splits;
+    plan.num_splits = std::min(r.num_splits, std::max(key_tiles, 1));
   } else if (!r.ragged && !r.batch_invariant) {
     plan.num_splits = choose_splits(items, key_tiles, device.num_sms);
   }

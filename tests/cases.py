@@ -29,7 +29,8 @@ EPS = {
 }  # distance from 1 to the next number
 
 CPU_BACKENDS = ("cpu", "naive")
-CUDA_BACKENDS = ("naive", "cublas", "tiled", "simt", "sm80", "auto")
+CUDA_BACKENDS = ("naive", "cublas", "tiled", "simt", "sm80", "sm90", "auto")
+TENSOR_CORE_BACKENDS = ("sm80", "sm90")  # float16 and bfloat16 alone
 
 # (seqlen_q, seqlen_kv): tile edges and their neighbours, q longer than k, single rows, nothing at
 # all.

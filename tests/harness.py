@@ -49,6 +49,15 @@ def _why_no_cuda():
     return None if torch.cuda.is_available() else "torch sees no CUDA device"
 
 
+@functools.cache
+def has_hopper():
+    """Whether CUDA cases run on a GPU of compute capability 9.0 that has its machine code."""
+    if why_no_cuda() is not None:
+        return False
+    first = cuattn.info()["cuda"]["devices"][0]
+    return (first["compute_capability"], first["code"]) == ("9.0", "native")
+
+
 def devices():
     """Parameters for a `device` argument: cpu, and cuda or the reason why not."""
     return [Cpu(), Cuda() if why_no_cuda() is None else skipped_cuda()]
@@ -64,7 +73,9 @@ def skipped_cuda(*values):
 def targets(cpu=cases.CPU_BACKENDS, cuda=cases.CUDA_BACKENDS):
     """(device, backend) for every backend of every device that is here."""
     listed = [(Cpu(), name) for name in cpu]
-    return listed + ([(Cuda(), name) for name in cuda] if why_no_cuda() is None else [])
+    if why_no_cuda() is None:
+        listed += [(Cuda(), name) for name in cuda if name != "sm90" or has_hopper()]
+    return listed
 
 
 def target_params(values=((),), cpu=cases.CPU_BACKENDS, cuda=cases.CUDA_BACKENDS, ids=None):
@@ -369,7 +380,7 @@ def serves(backend, device, case):
         return max(case.head_dim, case.dim_v) <= 128 and not case.scored and not case.sinks
     if backend == "simt":
         return case.dtype == "float32"
-    if backend == "sm80":
+    if backend in cases.TENSOR_CORE_BACKENDS:
         return case.dtype != "float32"
     return True
 

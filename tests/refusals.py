@@ -156,14 +156,15 @@ REFUSALS = {
     "num_splits_negative": ("attention", {"num_splits": -1}, ValueError,
         "num_splits must be >= 0, got -1; pass 0 to let cuattn choose"),
     "num_splits_2": ("attention", {"num_splits": 2}, NotImplementedError,
-        "num_splits = 2 asks for split keys, which no kernel of this op does yet; pass 0"),
+        "num_splits = 2 asks for split keys, which need a dense batch of float16 or bfloat16 on "
+        "compute capability 9.0; pass 0"),
     "num_splits_float": ("attention", {"num_splits": 1.0}, TypeError,
         "num_splits must be an integer, got 1.0; pass an int"),
     "num_splits_huge": ("attention", {"num_splits": 2**40}, ValueError,
         "num_splits must fit 32 bits, got 1099511627776; pass a smaller one"),
     "backend_unknown": ("attention", {"backend": "fast"}, ValueError,
-        "backend must be 'auto', 'naive', 'cublas', 'tiled', 'simt', 'sm80' or 'cpu', got 'fast'; "
-        "use 'auto' for the fastest that serves the call"),
+        "backend must be 'auto', 'naive', 'cublas', 'tiled', 'simt', 'sm80', 'sm90' or 'cpu', got "
+        "'fast'; use 'auto' for the fastest that serves the call"),
     "backend_none": (
         "attention", {"backend": None}, TypeError,
         "backend must be a string, got None; pass a str"),

@@ -11,7 +11,8 @@ from __future__ import annotations
 import pytest
 
 import cuattn
-from harness import why_no_cuda
+from cases import TENSOR_CORE_BACKENDS
+from harness import has_hopper, why_no_cuda
 
 pytestmark = [
     pytest.mark.gpu,
@@ -26,6 +27,10 @@ BACKENDS = {
     "naive": "float16",
     "cublas": "float16",
 }
+if has_hopper():
+    BACKENDS["sm90"] = "bfloat16"
+TENSOR_CORES = [name for name in TENSOR_CORE_BACKENDS if name in BACKENDS]
+FLASH = [name for name in BACKENDS if name not in ("naive", "cublas")]
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
 
 
@@ -53,7 +58,7 @@ def generator(torch):
 
 
 def same(torch, a, b, backend):
-    tolerance = 1e-5 if BACKENDS[backend] == "float32" else 2e-3
+    tolerance = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.6e-2}[BACKENDS[backend]]
     torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
@@ -75,7 +80,7 @@ def test_batch_and_heads_beyond_65535(torch, backend, batch, heads, kv_heads):
     assert torch.isfinite(out).all()
 
 
-@pytest.mark.parametrize("backend", ["sm80", "simt", "tiled", "naive"])
+@pytest.mark.parametrize("backend", [*FLASH, "naive"])
 def test_more_than_65535_ragged_sequences(torch, backend):
     count = 80_000
     q = random(torch, backend, 2 * count, 2, 16)
@@ -87,7 +92,7 @@ def test_more_than_65535_ragged_sequences(torch, backend):
     same(torch, out.view(count, 2, 2, 16)[:, 0], dense[:, 0], backend)  # the first row sees itself
 
 
-@pytest.mark.parametrize("backend", ["sm80", "simt", "tiled"])
+@pytest.mark.parametrize("backend", FLASH)
 def test_long_sequences(torch, backend):
     """70,000 queries against 70,000 keys, causal: the first and the last rows."""
     q, k, v = (random(torch, backend, 1, 70_000, 1, 64) for _ in range(3))
@@ -99,7 +104,7 @@ def test_long_sequences(torch, backend):
     same(torch, out[:, -40:], last, backend)
 
 
-@pytest.mark.parametrize("backend", ["sm80", "simt", "tiled"])
+@pytest.mark.parametrize("backend", FLASH)
 def test_a_million_keys(torch, backend):
     """1.1 million keys, one of which dominates: its value comes back."""
     keys = 1_100_000
@@ -111,7 +116,22 @@ def test_a_million_keys(torch, backend):
     assert lse.item() == pytest.approx(64, abs=1e-2)
 
 
-@pytest.mark.parametrize("backend", ["sm80", "simt", "tiled", "naive"])
+@pytest.mark.parametrize("backend", FLASH)
+def test_a_million_tokens(torch, backend):
+    """One sequence of a million queries and keys in a window: rows of the beginning, the middle
+    and the end.
+    """
+    rows, left, take = 2**20 + 3, 300, 40
+    q, k, v = (random(torch, backend, 1, rows, 2, 64) for _ in range(3))
+    out = cuattn.attention(q, k, v, causal=True, window=(left, -1), backend=backend)
+    for end in (take, rows // 2, rows):
+        begin = max(0, end - take - left)
+        part = [x[:, begin:end] for x in (q, k, v)]
+        near = cuattn.attention(*part, causal=True, window=(left, -1), backend=backend)
+        same(torch, out[:, end - take : end], near[:, -take:], backend)
+
+
+@pytest.mark.parametrize("backend", [*FLASH, "naive"])
 def test_more_than_two_to_the_31_elements(torch, backend):
     """q, k, v and out of 2.2e9 elements each."""
     wide = BACKENDS[backend] == "float32"
@@ -129,7 +149,7 @@ def test_more_than_two_to_the_31_elements(torch, backend):
         assert ((got - want).abs() <= slack * want.abs()).all()
 
 
-@pytest.mark.parametrize("backend", ["sm80", "simt", "tiled", "naive"])
+@pytest.mark.parametrize("backend", [*FLASH, "naive"])
 def test_strides_beyond_two_to_the_31_elements(torch, backend):
     """Two sequences 2^31 elements apart inside one buffer, for each of q, k, v and out."""
     wide = BACKENDS[backend] == "float32"
@@ -146,22 +166,25 @@ def test_strides_beyond_two_to_the_31_elements(torch, backend):
     assert torch.equal(views[3], expected)
 
 
-def test_scores_beyond_two_to_the_31_elements(torch):
-    """naive keeps 2.3e9 scores in its workspace; sm80 keeps none and must agree."""
+@pytest.mark.parametrize("backend", TENSOR_CORES)
+def test_scores_beyond_two_to_the_31_elements(torch, backend):
+    """naive keeps 2.3e9 scores in its workspace; a flash kernel keeps none and must agree."""
     need(torch, 14)
-    q, k, v = (random(torch, "sm80", 1, 24_000, 4, 32) for _ in range(3))
+    q, k, v = (random(torch, backend, 1, 24_000, 4, 32) for _ in range(3))
     plain = cuattn.attention(q, k, v, causal=True, backend="naive")
-    same(torch, plain, cuattn.attention(q, k, v, causal=True, backend="sm80"), "sm80")
+    same(torch, plain, cuattn.attention(q, k, v, causal=True, backend=backend), backend)
 
 
-def test_bias_beyond_two_to_the_31_elements(torch):
+@pytest.mark.parametrize("backend", TENSOR_CORES)
+def test_bias_beyond_two_to_the_31_elements(torch, backend):
     need(torch, 12)
-    q = random(torch, "sm80", 1, 47_000, 1, 32)
-    bias = torch.zeros(1, 1, 47_000, 47_000, device="cuda", dtype=torch.float16)
+    q = random(torch, backend, 1, 47_000, 1, 32)
+    bias = torch.zeros(1, 1, 47_000, 47_000, device="cuda", dtype=q.dtype)
     bias[0, 0, -1, :-1] = float("-inf")
-    out = cuattn.attention(q, q, q, bias=bias)
+    out = cuattn.attention(q, q, q, bias=bias, backend=backend)
     assert torch.equal(out[0, -1], q[0, -1])  # the last row sees its own key only
-    same(torch, out[:, :100], cuattn.attention(q[:, :100], q, q), "sm80")
+    near = cuattn.attention(q[:, :100], q, q, backend=backend)
+    same(torch, out[:, :100], near, backend)
 
 
 def test_merging_beyond_two_to_the_31_elements(torch):

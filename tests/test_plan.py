@@ -21,6 +21,8 @@ GPUS = {
 }
 V100 = dict(major=7, minor=0, num_sms=80, smem_per_block_optin=98304, native=-1, name="V100")
 HALF = ("float16", "bfloat16")
+HOPPER = ("H100", "H200")
+TENSOR_CORES = {gpu: "sm90" if gpu in HOPPER else "sm80" for gpu in GPUS}
 on_every_gpu = pytest.mark.parametrize("gpu", GPUS)
 
 
@@ -38,10 +40,11 @@ def test_sixteen_bit_types_run_on_tensor_cores_at_every_head_dim(gpu, dtype):
     for head_dim in range(8, 257, 8):
         for head_dim_v in {head_dim, 8, 128, 256}:
             plan = explain(gpu, shape=(2, 512, 8, head_dim), v=(2, 512, 8, head_dim_v), dtype=dtype)
-            assert plan.kernel == "sm80"
+            assert plan.kernel == TENSOR_CORES[gpu]
             assert plan.head_dim >= head_dim
             assert plan.head_dim_v >= head_dim_v
-            assert plan.workspace_bytes == 0
+            if gpu not in HOPPER:
+                assert (plan.num_splits, plan.packed_heads, plan.workspace_bytes) == (1, 1, 0)
 
 
 @on_every_gpu
@@ -52,7 +55,7 @@ def test_the_tile_fits_the_shared_memory_of_a_block(gpu, score):
         width = plan.head_dim + plan.head_dim_v
         used = 2 * (plan.tile_m * plan.head_dim + plan.stages * plan.tile_n * width)
         assert 0 < used <= GPUS[gpu]["smem_per_block_optin"]
-        assert plan.warps in (4, 8)
+        assert plan.warps in (4, 8, 12, 16)
 
 
 @on_every_gpu
@@ -62,9 +65,10 @@ def test_float32_runs_on_cuda_cores(gpu):
         assert (plan.kernel, plan.head_dim, plan.head_dim_v) == ("simt", compiled, compiled)
 
 
-def test_the_smallest_compiled_head_is_taken():
+@on_every_gpu
+def test_the_smallest_compiled_head_is_taken(gpu):
     for head_dim, head_dim_v, compiled in (
-        (8, 8, (32, 32)),
+        (8, 8, (64, 64) if gpu in HOPPER else (32, 32)),
         (40, 40, (64, 64)),
         (80, 80, (96, 96)),
         (120, 120, (128, 128)),
@@ -73,7 +77,7 @@ def test_the_smallest_compiled_head_is_taken():
         (200, 8, (256, 256)),
         (64, 128, (128, 128)),
     ):
-        plan = explain("H100", shape=(1, 64, 8, head_dim), v=(1, 64, 8, head_dim_v))
+        plan = explain(gpu, shape=(1, 64, 8, head_dim), v=(1, 64, 8, head_dim_v))
         assert (plan.head_dim, plan.head_dim_v) == compiled
 
 
@@ -87,7 +91,7 @@ def test_an_unsupported_gpu_is_refused_by_name():
 
 @on_every_gpu
 def test_every_rung_can_be_named(gpu):
-    for backend in ("naive", "cublas", "tiled", "sm80"):
+    for backend in {"naive", "cublas", "tiled", "sm80", TENSOR_CORES[gpu]}:
         assert explain(gpu, backend=backend).kernel == backend
     for backend in ("naive", "cublas", "tiled", "simt"):
         assert explain(gpu, backend=backend, dtype="float32").kernel == backend
@@ -99,43 +103,73 @@ REFUSED = {
         "backend 'sm80' cannot run this call: it takes float16 and bfloat16, not float32; "
         "use backend='simt' or 'auto'",
     ),
+    "sm90-float32": (
+        dict(backend="sm90", dtype="float32"),
+        "backend 'sm90' cannot run this call: it takes float16 and bfloat16, not float32; "
+        "use backend='simt' or 'auto'",
+    ),
+    "sm90-elsewhere": (
+        dict(backend="sm90", gpu="B200"),
+        "backend 'sm90' cannot run this call: it is for compute capability 9.0 alone; "
+        "use backend='sm80' or 'auto'",
+    ),
+    "sm90-not-built": (
+        dict(backend="sm90", gpu={**GPUS["H100"], "native": 0}),
+        "backend 'sm90' cannot run this call: this build has no machine code for 9.0; "
+        "use backend='sm80' or 'auto'",
+    ),
+    "splits-of-sm80": (
+        dict(backend="sm80", num_splits=2),
+        "backend 'sm80' cannot run this call: it does not split the keys; "
+        "use backend='sm90' or 'auto'",
+    ),
+    "splits-elsewhere": (
+        dict(gpu="A100", num_splits=2),
+        "num_splits = 2 asks for split keys, which need a dense batch of float16 or bfloat16 on "
+        "compute capability 9.0; pass 0",
+    ),
+    "splits-float32": (
+        dict(num_splits=5, dtype="float32"),
+        "num_splits = 5 asks for split keys, which need a dense batch of float16 or bfloat16 on "
+        "compute capability 9.0; pass 0",
+    ),
     "simt-float16": (
         dict(backend="simt"),
-        "backend 'simt' cannot run this call: it takes float32 only; use backend='sm80' or 'auto'",
+        "backend 'simt' cannot run this call: it takes float32 only; use backend='sm90' or 'auto'",
     ),
     "tiled-head-dim": (
         dict(backend="tiled", shape=(1, 64, 8, 136)),
         "backend 'tiled' cannot run this call: it takes head_dim and head_dim_v up to 128; "
-        "use backend='sm80' or 'auto'",
+        "use backend='sm90' or 'auto'",
     ),
     "tiled-scored": (
         dict(backend="tiled", softcap=10.0),
         "backend 'tiled' cannot run this call: it has no softcap, ALiBi, bias or negative scale; "
-        "use backend='sm80' or 'auto'",
+        "use backend='sm90' or 'auto'",
     ),
     "tiled-sinks": (
         dict(backend="tiled", sinks=(8,)),
-        "backend 'tiled' cannot run this call: it has no sinks; use backend='sm80' or 'auto'",
+        "backend 'tiled' cannot run this call: it has no sinks; use backend='sm90' or 'auto'",
     ),
     "cublas-seqused": (
         dict(backend="cublas", seqused_k=(2,)),
         "backend 'cublas' cannot run this call: it takes dense batches only, without cu_seqlens "
-        "and seqused; use backend='sm80' or 'auto'",
+        "and seqused; use backend='sm90' or 'auto'",
     ),
     "cublas-invariant": (
         dict(backend="cublas", batch_invariant=True),
         "backend 'cublas' cannot run this call: its order of summation may change with the batch; "
-        "use backend='sm80' or 'auto'",
+        "use backend='sm90' or 'auto'",
     ),
     "cublas-missing": (
         dict(gpu={**GPUS["H100"], "has_cublas": False}, backend="cublas"),
         "backend 'cublas' cannot run this call: the cuBLAS library was not found; install "
-        "nvidia-cublas or set CUATTN_CUBLAS_PATH; use backend='sm80' or 'auto'",
+        "nvidia-cublas or set CUATTN_CUBLAS_PATH; use backend='sm90' or 'auto'",
     ),
     "cpu-on-cuda": (
         dict(backend="cpu"),
         "backend 'cpu' cannot run this call: it runs on CPU arrays, these are on a CUDA device; "
-        "use backend='sm80' or 'auto'",
+        "use backend='sm90' or 'auto'",
     ),
 }
 
@@ -160,20 +194,119 @@ def test_auto_takes_every_option_on_every_gpu():
         return_lse=True,
     )
     for gpu in GPUS:
-        assert explain(gpu, **options).kernel == "sm80"
+        assert explain(gpu, **options).kernel == TENSOR_CORES[gpu]
         assert explain(gpu, **options, dtype="float32").kernel == "simt"
 
 
 def test_ragged_calls():
-    def ragged(**options):
+    def ragged(gpu="A100", **options):
         arrays = [(1000, 8, 64), (1200, 2, 64), (1200, 2, 64), (4,), (4,), 700, 900]
-        return cuattn.explain("attention_varlen", *arrays, device=GPUS["A100"], **options)
+        return cuattn.explain("attention_varlen", *arrays, device=GPUS[gpu], **options)
 
     assert ragged().kernel == "sm80"
+    assert ragged("H100").kernel == "sm90"
     assert ragged(dtype="float32").kernel == "simt"
     assert ragged(backend="naive").workspace_bytes == 4 * 3 * 8 * 700 * 900
     with pytest.raises(NotImplementedError, match="it takes dense batches only"):
         ragged(backend="cublas")
+    with pytest.raises(NotImplementedError, match="split keys, which need a dense batch"):
+        ragged("H100", num_splits=2)
+
+
+# How sm90 cuts its work.
+
+
+def cut(plan):
+    """What fixes the order of a row's sums."""
+    return plan.tile_m, plan.tile_n, plan.num_splits
+
+
+def test_heads_of_a_group_share_tiles_that_would_stay_empty():
+    def packed(seqlen_q, heads, kv_heads, head_dim=128, **options):
+        shape, kv = (1, seqlen_q, heads, head_dim), (1, 4096, kv_heads, head_dim)
+        return explain("H100", shape=shape, kv=kv, **options).packed_heads
+
+    assert packed(1, 32, 8) == 4
+    assert packed(1, 64, 1) == 64
+    assert packed(5, 16, 2) == 8
+    assert packed(1, 8, 8) == 1  # no group
+    assert packed(4096, 32, 8) == 1  # its tiles are full
+    rows = explain("H100", shape=(1, 1, 8, 128)).tile_m
+    assert rows % 5 != 0  # rows of a group of five do not end with the tile
+    assert packed(1, 5, 1) == 1
+    assert packed(1, 2 * rows, 1) == 1
+    # ALiBi and bias differ between the heads of a group.
+    assert packed(1, 32, 8, alibi_slopes=(32,)) == 1
+
+
+def test_keys_are_split_where_tiles_do_not_fill_the_gpu():
+    def splits(batch=1, seqlen_q=1, seqlen_kv=16384, heads=8, gpu="H100", **options):
+        shape, kv = (batch, seqlen_q, heads, 128), (batch, seqlen_kv, heads, 128)
+        plan = explain(gpu, shape=shape, kv=kv, **options)
+        assert 1 <= plan.num_splits <= max(1, -(-seqlen_kv // plan.tile_n) // 2)
+        if plan.num_splits > 1:  # out and lse of each part
+            rows = plan.num_splits * batch * heads * seqlen_q
+            assert plan.workspace_bytes == 4 * rows * (128 + 1)
+        return plan.num_splits
+
+    assert splits() * 8 > 100  # 132 multiprocessors
+    assert splits(heads=1) > 32
+    assert splits(seqlen_kv=130) == 1
+    assert splits(seqlen_kv=0) == 1
+    assert splits(seqlen_q=0) == 1
+    assert splits(batch=64) == 1
+    assert splits(seqlen_q=4096) == 1
+    assert splits(batch_invariant=True) == 1
+    for seqlen_kv in range(1, 3000, 77):
+        for batch in range(1, 20):
+            splits(batch, seqlen_kv=seqlen_kv)
+            splits(batch, seqlen_q=batch, seqlen_kv=seqlen_kv, causal=True)
+
+
+def test_a_forced_number_of_splits_is_taken_up_to_one_tile_a_part():
+    kv = (1, 1000, 8, 128)
+    tiles = -(-1000 // explain("H100", shape=(1, 70, 8, 128), kv=kv).tile_n)
+    for asked in (*range(1, tiles + 2), 2**31 - 1):
+        plan = explain("H100", shape=(1, 70, 8, 128), kv=kv, num_splits=asked)
+        assert plan.num_splits == min(asked, tiles)
+        invariant = explain(
+            "H100", shape=(1, 70, 8, 128), kv=kv, num_splits=asked, batch_invariant=True
+        )
+        assert cut(invariant) == cut(plan)
+
+
+def test_batch_invariant_cuts_a_sequence_the_same_way_in_every_batch():
+    for causal in (False, True):
+        for batch in (1, 2, 7, 64, 3000):
+            options = dict(causal=causal, batch_invariant=True)
+            shapes = dict(shape=(batch, 17, 16, 128), kv=(batch, 9000, 2, 128))
+            one = dict(shape=(1, 17, 16, 128), kv=(1, 9000, 2, 128))
+            assert cut(explain("H100", **shapes, **options)) == cut(
+                explain("H100", **one, **options)
+            )
+    assert explain("H100", **one).num_splits > 1  # which the option forbids
+
+
+def test_tiles_of_unlike_weight_are_drawn():
+    many = (8, 4096, 16, 128)
+    fixed, drawn = explain("H100", shape=many), explain("H100", shape=many, causal=True)
+    assert (fixed.schedule, fixed.workspace_bytes) == ("persistent CTAs, fixed order", 0)
+    assert drawn.schedule == "persistent CTAs, tiles drawn"
+    assert 4 <= drawn.workspace_bytes <= 256  # the counter
+    few = explain("H100", shape=(1, 512, 4, 128), causal=True)
+    assert few.schedule == "persistent CTAs, fixed order"
+    assert explain("A100", shape=many, causal=True).schedule == "one CTA per tile"
+    ragged = cuattn.explain(
+        "attention_varlen", *[(9000, 16, 64)] * 3, (65,), (65,), 900, 900, device="h100"
+    )
+    assert ragged.schedule == "persistent CTAs, tiles drawn"
+
+
+@on_every_gpu
+@pytest.mark.parametrize("shape", [(0, 5, 2, 8), (2, 0, 2, 8), (2, 5, 0, 8)])
+def test_empty_calls_have_a_plan(gpu, shape):
+    plan = explain(gpu, shape=shape, kv=(shape[0], 700, *shape[2:]))
+    assert (plan.num_splits, plan.workspace_bytes) == (1, 0)
 
 
 def test_workspace_is_what_the_scores_need():
@@ -230,6 +363,7 @@ def test_the_ladder_names_every_rung_once_and_stars_the_chosen():
     plan = explain("H100", softcap=2.0)
     lines = plan.ladder.strip().splitlines()
     assert [line[2:].split(":")[0] for line in lines] == [
+        "sm90",
         "sm80",
         "simt",
         "tiled",
@@ -237,8 +371,11 @@ def test_the_ladder_names_every_rung_once_and_stars_the_chosen():
         "naive",
     ]
     assert [line for line in lines if line.startswith("*")] == [
-        f"* sm80: runs: {plan.reason}",
+        f"* sm90: runs: {plan.reason}",
     ]
+    elsewhere = explain("A100").ladder.splitlines()
+    assert elsewhere[0] == "  sm90: cannot: it is for compute capability 9.0 alone"
+    assert elsewhere[1].startswith("* sm80: runs: ")
     assert "  simt: cannot: it takes float32 only" in lines
     assert str(plan) == plan.ladder
 

@@ -15,7 +15,8 @@ import time
 import pytest
 
 import cuattn
-from harness import why_no_cuda
+from cases import TENSOR_CORE_BACKENDS
+from harness import has_hopper, why_no_cuda
 
 pytestmark = [
     pytest.mark.gpu,
@@ -30,6 +31,14 @@ CASES = {
     "naive": dict(dtype="float32"),
     "cublas": dict(dtype="float16"),
 }
+if has_hopper():  # one kernel, four ways: tiles in a fixed order, scored, keys split, tiles drawn
+    CASES |= {
+        "sm90": dict(dtype="float16"),
+        "sm90_scored": dict(dtype="bfloat16", backend="sm90", softcap=20.0),
+        "sm90_split": dict(dtype="bfloat16", backend="sm90", num_splits=2),
+        "sm90_drawn": dict(dtype="bfloat16", backend="sm90", batch=40),
+    }
+TENSOR_CORES = [name for name in TENSOR_CORE_BACKENDS if name in CASES]
 every_case = pytest.mark.parametrize("name", CASES)
 SLEEP = 200_000_000  # clock cycles, about 0.1 s
 
@@ -45,10 +54,10 @@ def torch():
 
 def make(torch, name, seed=0, seqlen=150):
     options = {"backend": name, "causal": True, **CASES[name]}
-    dtype = getattr(torch, options.pop("dtype"))
+    dtype, batch = getattr(torch, options.pop("dtype")), options.pop("batch", 2)
     generator = torch.Generator("cuda").manual_seed(seed)
     arrays = [
-        torch.randn((2, seqlen, heads, 64), device="cuda", dtype=dtype, generator=generator)
+        torch.randn((batch, seqlen, heads, 64), device="cuda", dtype=dtype, generator=generator)
         for heads in (4, 2, 2)
     ]
     return arrays, options
@@ -86,7 +95,7 @@ def test_a_captured_call_replays_on_new_data(torch, name):
     assert free_bytes(torch) >= before - (2 << 20)
 
 
-@pytest.mark.parametrize("name", ["sm80", "simt", "tiled", "naive"])
+@pytest.mark.parametrize("name", [*TENSOR_CORES, "simt", "tiled", "naive"])
 def test_lengths_may_change_between_replays(torch, name):
     """cu_seqlens are read on the device: the same graph serves other lengths within its bounds."""
     (q, k, v), options = make(torch, name)
@@ -114,8 +123,9 @@ def test_lengths_may_change_between_replays(torch, name):
         assert torch.isnan(out[rows:]).all()  # rows of no sequence are not written
 
 
-def test_capture_needs_no_warm_up_but_for_cublas(torch):
-    arrays, options = make(torch, "sm80", seqlen=33)
+@pytest.mark.parametrize("name", TENSOR_CORES)
+def test_capture_needs_no_warm_up_but_for_cublas(torch, name):
+    arrays, options = make(torch, name, seqlen=33)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = cuattn.attention(*arrays, **options)
@@ -239,10 +249,11 @@ def test_busy_repeats_give_the_same_bits(torch, name):
         assert torch.equal(cuattn.attention(*arrays, **options), expected)
 
 
-def test_the_current_device_stays_current(torch):
+@pytest.mark.parametrize("name", TENSOR_CORES)
+def test_the_current_device_stays_current(torch, name):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    arrays, options = make(torch, "sm80")
+    arrays, options = make(torch, name)
     expected = cuattn.attention(*arrays, **options)
     elsewhere = [x.to("cuda:1") for x in arrays]
     out = cuattn.attention(*elsewhere, **options)
@@ -254,9 +265,10 @@ def test_the_current_device_stays_current(torch):
         cuattn.attention(arrays[0], elsewhere[1], arrays[2])
 
 
-def test_a_generous_bound_costs_no_wrong_rows(torch):
+@pytest.mark.parametrize("name", TENSOR_CORES)
+def test_a_generous_bound_costs_no_wrong_rows(torch, name):
     """max_seqlen far above the lengths, as serving engines pass it."""
-    arrays, options = make(torch, "sm80")
+    arrays, options = make(torch, name)
     q, k, v = (x.reshape(-1, *x.shape[2:]) for x in arrays)
     ends = torch.tensor([0, 150, 300], dtype=torch.int32, device="cuda")
     tight = cuattn.attention_varlen(q, k, v, ends, ends, 150, 150, **options)

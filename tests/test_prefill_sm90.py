@@ -1,0 +1,332 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Hopper kernel where it differs from the others: split keys, heads of a group in one tile,
+tiles drawn by persistent CTAs, arrays seen through the TMA.
+
+What every backend owes is in test_prefill.py, test_properties.py, test_streams_graphs.py and
+test_limits.py, which run on sm90 too; what its plans look like is in test_plan.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+import cuattn
+from cases import EPS, Case, make_problem, random_case
+from harness import Cuda, assert_case, bits, has_hopper, judge, run
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.sm90,
+    pytest.mark.skipif(not has_hopper(), reason="needs a GPU of compute capability 9.0"),
+]
+CUDA = Cuda()
+HALF = ("float16", "bfloat16")
+
+
+@pytest.fixture
+def torch():
+    import torch
+
+    return torch
+
+
+def with_options(problem, **options):
+    return dataclasses.replace(problem, options={**problem.options, **options})
+
+
+def plan_of(case, **options):
+    """What the GPU that is here would run for a dense case."""
+    q = (case.batch, case.seqlen_q, case.num_heads_q, case.head_dim)
+    k = (case.batch, case.seqlen_kv, case.num_heads_kv, case.head_dim)
+    return cuattn.explain(
+        "attention",
+        q,
+        k,
+        (*k[:3], case.dim_v),
+        device=0,
+        dtype=case.dtype,
+        causal=case.causal,
+        window=case.window,
+        softcap=case.softcap,
+        **options,
+    )
+
+
+def same_bits(a, b):
+    return all(np.array_equal(bits(x), bits(y)) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("number", range(160))
+def test_odd_lengths_with_any_options(number, rng):
+    seqlen_q, seqlen_kv = (2 * int(n) + 1 for n in rng.integers(0, 150, size=2))
+    case = dataclasses.replace(
+        random_case(rng), dtype=HALF[number % 2], seqlen_q=seqlen_q, seqlen_kv=seqlen_kv
+    )
+    print(case)  # shown when the test fails
+    assert_case(CUDA, "sm90", case, rng)
+
+
+MASKS = {"full": {}, "causal": {"causal": True}, "window": {"window": (100, 40)}}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("dims", [(64, 64), (80, 80), (192, 128), (256, 256)])
+def test_more_tiles_than_ctas_in_a_ragged_batch(dims, mask, rng):
+    """Sequences from 0 to 300 keys: every CTA draws several tiles, some of them empty."""
+    case = Case("bfloat16", 36, 6, 2, 300, 300, *dims, layout="ragged", **MASKS[mask])
+    assert_case(CUDA, "sm90", case, rng)
+
+
+# Batch, lengths, heads, head dims, options: K and V of all heads exceed what shares L2.
+LARGE = {
+    "causal": ((2, 4096, 4096, 16, 16, 128, 128), {"causal": True}),
+    "grouped": ((2, 4096, 4096, 32, 8, 128, 128), {"causal": True}),
+    "narrow": ((1, 8192, 8192, 40, 40, 64, 64), {}),
+    "wide-window": ((2, 3001, 3001, 20, 20, 256, 256), {"window": (500, 100)}),
+    "latent": ((3, 2999, 3100, 16, 16, 192, 128), {"causal": True}),
+    "softcap": ((1, 5003, 5003, 24, 6, 96, 96), {"causal": True, "softcap": 20.0}),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_large_problems_agree_with_float32(torch, name):
+    (batch, seqlen_q, seqlen_kv, heads_q, heads_kv, dim, dim_v), options = LARGE[name]
+    generator = torch.Generator("cuda").manual_seed(5)
+    qkv = [
+        torch.randn(batch, n, h, d, device="cuda", dtype=torch.bfloat16, generator=generator)
+        for n, h, d in (
+            (seqlen_q, heads_q, dim),
+            (seqlen_kv, heads_kv, dim),
+            (seqlen_kv, heads_kv, dim_v),
+        )
+    ]
+    out, lse = cuattn.attention(*qkv, **options, backend="sm90", return_lse=True)
+    plain = cuattn.attention(*qkv, **options, backend="sm80")
+    wide = [x.float() for x in qkv]
+    exact, exact_lse = cuattn.attention(*wide, **options, backend="simt", return_lse=True)
+    error, plain_error = out.float() - exact, plain.float() - exact
+    eps = EPS["bfloat16"]
+    assert error.abs().max() <= 2 * plain_error.abs().max() + eps * exact.abs().max()
+    assert error.norm() <= 2 * plain_error.norm() + eps * exact.norm()
+    torch.testing.assert_close(lse, exact_lse, rtol=1e-4, atol=1e-4)
+
+
+SPLIT = {
+    "decode": dict(num_heads_q=8, num_heads_kv=1, seqlen_q=1, seqlen_kv=900, head_dim=128),
+    "chunk": dict(seqlen_q=70, seqlen_kv=777, causal=True),
+    "full": dict(seqlen_q=200, seqlen_kv=513, head_dim=96, layout="bhsd"),
+    "window": dict(seqlen_q=190, seqlen_kv=641, window=(210, 30), head_dim=128),
+    "empty_rows": dict(seqlen_q=400, seqlen_kv=300, causal=True, head_dim=256),
+    "no_keys": dict(seqlen_q=5, seqlen_kv=0),
+    "sinks": dict(seqlen_q=9, seqlen_kv=600, sinks=True, causal=True, num_heads_kv=1),
+    "empty_rows_with_sinks": dict(seqlen_q=300, seqlen_kv=150, sinks=True, causal=True),
+    "scored": dict(seqlen_q=33, seqlen_kv=400, softcap=15.0, alibi="batch", bias="full"),
+    "lengths": dict(batch=4, seqlen_q=40, seqlen_kv=700, seqused="both", causal=True, sinks=True),
+    "latent": dict(seqlen_q=60, seqlen_kv=500, head_dim=192, head_dim_v=128),
+    "padded": dict(seqlen_q=60, seqlen_kv=500, head_dim=72, head_dim_v=104, storage="padded"),
+}
+
+
+@pytest.mark.parametrize("name", SPLIT)
+@pytest.mark.parametrize("dtype", HALF)
+def test_any_number_of_splits_is_right_and_gives_the_same_bits_each_time(dtype, name, rng):
+    case = Case(dtype, **SPLIT[name])
+    problem = make_problem(case, rng)
+    whole = run(CUDA, "sm90", with_options(problem, batch_invariant=True))
+    judge(problem, *whole)
+    for num_splits in (1, 2, 3, 4, 5, 7, 64):
+        forced = with_options(problem, num_splits=num_splits)
+        result = run(CUDA, "sm90", forced)
+        judge(problem, *result)
+        for _ in range(3):
+            assert same_bits(run(CUDA, "sm90", forced), result)
+        assert num_splits > 1 or same_bits(result, whole)
+
+
+def test_the_planner_splits_as_if_it_were_told_to(rng):
+    case = Case("bfloat16", 1, 8, 2, 3, 5000, 128)
+    problem = make_problem(case, rng)
+    plan = plan_of(case)
+    assert plan.num_splits > 1
+    chosen = run(CUDA, "auto", problem)
+    judge(problem, *chosen)
+    forced = run(CUDA, "sm90", with_options(problem, num_splits=plan.num_splits))
+    assert same_bits(chosen, forced)
+
+
+PACKED = {
+    "decode": dict(num_heads_q=8, num_heads_kv=2, seqlen_q=1, seqlen_kv=333),
+    "one_group": dict(num_heads_q=64, num_heads_kv=1, seqlen_q=3, seqlen_kv=150, head_dim=128),
+    "three": dict(num_heads_q=6, num_heads_kv=2, seqlen_q=50, seqlen_kv=170),
+    "causal": dict(num_heads_q=8, num_heads_kv=2, seqlen_q=37, seqlen_kv=190, causal=True),
+    "window": dict(num_heads_q=16, num_heads_kv=2, seqlen_q=29, seqlen_kv=300, window=(140, 9)),
+    "empty_rows": dict(num_heads_q=8, num_heads_kv=2, seqlen_q=60, seqlen_kv=20, causal=True),
+    "sinks": dict(num_heads_q=8, num_heads_kv=2, seqlen_q=11, seqlen_kv=100, sinks=True),
+    "lengths": dict(num_heads_q=8, num_heads_kv=2, seqlen_q=30, seqlen_kv=300, seqused="both"),
+    "wide": dict(num_heads_q=8, num_heads_kv=1, seqlen_q=5, seqlen_kv=301, head_dim=256),
+    "strided": dict(num_heads_q=8, num_heads_kv=2, seqlen_q=9, seqlen_kv=99, storage="packed"),
+    "heads_first": dict(num_heads_q=8, num_heads_kv=2, seqlen_q=9, seqlen_kv=99, layout="bhsd"),
+}
+
+
+@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize("dtype", HALF)
+def test_heads_of_a_group_in_one_tile(dtype, name, rng):
+    case = Case(dtype, **PACKED[name])
+    assert plan_of(case).packed_heads == case.num_heads_q // case.num_heads_kv
+    assert_case(CUDA, "sm90", case, rng)
+    if case.layout == "bshd":
+        assert_case(CUDA, "sm90", dataclasses.replace(case, layout="ragged"), rng)
+
+
+@pytest.mark.parametrize("scored", [dict(alibi="head"), dict(bias="full"), dict(softcap=9.0)])
+def test_scores_of_each_head_in_a_group_of_short_queries(scored, rng):
+    assert_case(CUDA, "sm90", Case("float16", 2, 8, 2, 5, 300, 64, **scored), rng)
+
+
+REPEATED = {
+    "drawn": dict(batch=20, causal=True),
+    "wide": dict(batch=10, head_dim=256, causal=True),
+    "fixed": dict(batch=10, head_dim=128),
+    "window": dict(batch=10, head_dim=128, window=(90, 20)),
+    "scored": dict(batch=20, head_dim=96, causal=True, softcap=20.0),
+    "ragged": dict(batch=50, layout="ragged", head_dim=128, causal=True),
+    "packed": dict(batch=60, seqlen_q=9, head_dim=128),
+}
+
+
+@pytest.mark.parametrize("name", [*REPEATED, "split"])
+def test_a_thousand_launches_give_the_same_bits(torch, name, rng):
+    shape = dict(dtype="bfloat16", num_heads_q=8, num_heads_kv=2, seqlen_q=290, seqlen_kv=333)
+    options = {"num_splits": 3} if name == "split" else {}
+    case = Case(**{**shape, **REPEATED.get(name, {})})
+    problem = make_problem(case, rng)
+    arrays = {n: torch_copy(x) for n, x in problem.arrays.items()}
+    positional = [arrays.pop(n) for n in "qkv"]
+    function = cuattn.attention
+    if case.layout == "ragged":
+        function = cuattn.attention_varlen
+        positional += [arrays.pop("cu_seqlens_q"), arrays.pop("cu_seqlens_k"), *problem.lengths]
+    out = torch.zeros((*positional[0].shape[:-1], case.dim_v), dtype=torch.bfloat16, device="cuda")
+    lse_shape = (out.shape[0], out.shape[2], out.shape[1])
+    lse = torch.zeros(lse_shape if out.ndim == 4 else out.shape[1::-1], device="cuda")
+    options |= dict(problem.options, backend="sm90", out=out, lse_out=lse)
+    function(*positional, **arrays, **options)
+    first, first_lse = out.clone(), lse.clone()
+    changed = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(1000):
+        function(*positional, **arrays, **options)
+        changed += (out.view(torch.int16) != first.view(torch.int16)).sum()
+        changed += (lse.view(torch.int32) != first_lse.view(torch.int32)).sum()
+    assert changed.item() == 0
+
+
+def torch_copy(values):
+    view = CUDA.view(CUDA.buffer(values.nbytes), values.dtype, 0, values.shape, strides_of(values))
+    CUDA.write(view, values)
+    return view
+
+
+def strides_of(values):
+    return [n // values.itemsize for n in values.strides]
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_batch_invariant_rows_are_the_same_alone_in_a_batch_and_packed_or_not(head_dim, mask, rng):
+    rows, keys, heads, heads_kv = 20, 700, 8, 2
+    mates = (1, 3, 130)  # around as many sequences as the GPU has multiprocessors
+    case = Case("bfloat16", mates[-1], heads, heads_kv, rows, keys, head_dim, **MASKS[mask])
+    problem = with_options(make_problem(case, rng), batch_invariant=True)
+    arrays, results = problem.arrays, []
+    for batch in mates:
+        part = {name: x[:batch] for name, x in arrays.items()}
+        smaller = dataclasses.replace(case, batch=batch)
+        out, lse = run(CUDA, "sm90", dataclasses.replace(problem, case=smaller, arrays=part))
+        results.append((out[0], lse[0]))
+    # Beside a sequence whose queries fill tiles by themselves, heads do not share one.
+    long = 512
+    assert plan_of(case).packed_heads == heads // heads_kv
+    assert plan_of(dataclasses.replace(case, seqlen_q=long)).packed_heads == 1
+    mate = make_problem(dataclasses.replace(case, batch=1, seqlen_q=long, seqlen_kv=90), rng)
+    joined = {n: np.concatenate([mate.arrays[n][0], arrays[n][0]]) for n in "qkv"}
+    for name, n, more in (("cu_seqlens_q", long, rows), ("cu_seqlens_k", 90, keys)):
+        joined[name] = np.array([0, n, n + more], np.int32)
+    options = {n: x for n, x in problem.options.items() if n != "layout"}
+    ragged = dataclasses.replace(
+        problem,
+        case=dataclasses.replace(case, batch=2, layout="ragged", seqlen_q=long),
+        arrays=joined,
+        options=options,
+        lengths=(long, keys),
+    )
+    out, lse = run(CUDA, "sm90", ragged)
+    results.append((out[long:], lse[:, long:]))
+    for other in results[1:]:
+        assert same_bits(results[0], other)
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("axis", range(3))
+@pytest.mark.parametrize("name", "qkv")
+def test_an_axis_of_stride_zero(torch, name, axis, layout):
+    """One slice seen under every index of an axis, as torch's expand makes it."""
+    shape = (3, 70, 4, 64) if layout == "bshd" else (3, 4, 70, 64)
+    arrays = {n: torch.randn(shape, device="cuda", dtype=torch.float16) for n in "qkv"}
+    arrays[name] = arrays[name].narrow(axis, 0, 1).expand(shape)
+    options = dict(layout=layout, causal=True, backend="sm90", return_lse=True)
+    out, lse = cuattn.attention(*arrays.values(), **options)
+    copies = [x.contiguous() for x in arrays.values()]
+    expected, expected_lse = cuattn.attention(*copies, **options)
+    assert torch.equal(out, expected)
+    assert torch.equal(lse, expected_lse)
+
+
+def test_one_buffer_in_many_shapes(torch):
+    """Maps of arrays are kept: another shape, stride or dtype at the same address is another."""
+    memory = torch.randn(3 * 200 * 4 * 72, device="cuda", dtype=torch.float16)
+    for rows in range(1, 200):
+        heads, dim = (1, 2, 4)[rows % 3], (64, 72)[rows % 2]
+        size = rows * heads * dim
+        dtype = torch.bfloat16 if rows % 5 == 0 else torch.float16
+        q, k, v = (memory[i * size : (i + 1) * size].view(dtype) for i in range(3))
+        q, k, v = (x.view(1, rows, heads, dim) for x in (q, k, v))
+        out = cuattn.attention(q, k, v, causal=True, backend="sm90")
+        elsewhere = [x.clone() for x in (q, k, v)]
+        assert torch.equal(out, cuattn.attention(*elsewhere, causal=True, backend="sm90")), rows
+
+
+@pytest.mark.parametrize("name", ["drawn", "split"])
+def test_the_workspace_may_hold_anything_and_is_not_overrun(torch, name):
+    q = torch.randn(30, 300, 8, 64, device="cuda", dtype=torch.bfloat16)
+    k = torch.randn(30, 300, 2, 64, device="cuda", dtype=torch.bfloat16)
+    options = dict(causal=True, num_splits=2 if name == "split" else 0, backend="sm90")
+    plan = cuattn.explain("attention", q, k, k, **options)
+    assert (plan.num_splits > 1) == (name == "split")
+    assert plan.workspace_bytes > 0
+    expected = cuattn.attention(q, k, k, **options)
+    memory = torch.full((plan.workspace_bytes + 4096,), 0xFF, dtype=torch.uint8, device="cuda")
+    for _ in range(2):
+        workspace = memory[: plan.workspace_bytes]
+        out = cuattn.attention(q, k, k, **options, workspace=workspace)
+        assert torch.equal(out, expected)
+    assert bool((memory[plan.workspace_bytes :] == 0xFF).all())
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_scores_beyond_the_range_of_float16(dtype, rng):
+    case = Case(dtype, 2, 4, 4, 130, 257, 64, magnitude=100.0)
+    assert_case(CUDA, "sm90", case, rng)
+    assert_case(CUDA, "sm90", dataclasses.replace(case, causal=True, head_dim=128), rng)
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", HALF)
+def test_an_infinite_value_reaches_every_row(dtype, value, rng):
+    def spoil(problem):
+        problem.arrays["v"][1, 37, 1, 5] = value
+
+    assert_case(CUDA, "sm90", Case(dtype, 2, 4, 2, 70, 170, 64), rng, spoil)
