@@ -118,7 +118,7 @@ int run_perf(const std::string& filter) {
       {2, 16, 16, 4096, 128, true}, {2, 32, 8, 4096, 128, true},  {1, 8, 8, 8192, 256, false},
       {1, 8, 8, 8192, 256, true},   {16, 16, 16, 512, 128, true},
   };
-  for (const char* backend : {"sm80", "simt", "tiled", "cublas", "naive"}) {
+  for (const char* backend : {"sm90", "sm80", "simt", "tiled", "cublas", "naive"}) {
     if (std::string(backend).find(filter) == std::string::npos) continue;
     for (DType dtype : {DType::f16, DType::bf16, DType::f32})
       for (const Shape& shape : shapes) measure(backend, dtype, shape);

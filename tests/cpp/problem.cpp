@@ -289,8 +289,9 @@ std::string Problem::text() const {
                                  : " bshd")
     << " batch " << batch << " heads " << heads_q << "/" << heads_kv << " dims " << head_dim << "/"
     << head_dim_v << " q " << seqlen_q << " kv " << seqlen_kv << " gap " << row_gap << " causal "
-    << causal << " window " << window_left << "," << window_right << " softcap " << softcap
-    << " bias " << static_cast<int>(bias_kind) << " alibi " << alibi << " sinks " << sinks;
+    << causal << " window " << window_left << "," << window_right << " splits " << num_splits
+    << " softcap " << softcap << " bias " << static_cast<int>(bias_kind) << " alibi " << alibi
+    << " sinks " << sinks;
   auto list = [&](const char* name, const std::vector<int>& values) {
     if (values.empty()) return;
     s << " " << name;
@@ -318,6 +319,7 @@ Arguments::Arguments(Problem& p, DLDevice device, const Address& address, const 
   options_.window_right = p.window_right;
   if (p.scale != 0) options_.scale = p.scale;
   options_.softcap = p.softcap;
+  options_.num_splits = p.num_splits;
   options_.backend = backend;
   if (p.alibi) options_.alibi_slopes = &alibi_;
   if (p.sinks) options_.sinks = &sinks_;

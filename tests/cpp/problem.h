@@ -91,6 +91,7 @@ struct Problem {
   bool bias_broadcast = false;  // over batch and heads
   bool alibi = false, alibi_per_batch = false, sinks = false, lse = true;
   float magnitude = 1;  // of q: 10 gives sharp softmaxes
+  int num_splits = 0;   // 0: chosen
 
   Array q, k, v, cu_q, cu_kv, used_q_array, used_kv_array, alibi_slopes, bias, sink_logits, out,
       lse_out;

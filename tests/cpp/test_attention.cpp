@@ -103,6 +103,8 @@ Problem make_problem(const Instance& instance, int variant, Random& random) {
   p.magnitude = random.chance(0.25) ? 8.0f : 1.0f;
   choose_mask(p, instance.mask, random);
   choose_score(p, instance.score, random);
+  bool splits_keys = instance.backend == "sm90" && variant != kRagged;
+  if (splits_keys && random.chance(0.3)) p.num_splits = random.range(2, 5);
   switch (variant) {
     case kRagged:
       p.sinks = random.chance(0.5);
@@ -167,6 +169,7 @@ Problem widened(const Problem& p) {
 
 void check_cpu(const Problem& p, const Reference& expected) {
   Problem wide = widened(p);
+  wide.num_splits = 0;  // of CUDA alone
   run_on_cpu(wide, "naive");
   double largest = 0;
   for (int b = 0; b < p.batch; ++b)

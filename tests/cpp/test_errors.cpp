@@ -123,6 +123,8 @@ TEST(impossible_numbers_are_refused) {
   refuses<Invalid>("layout", [](Call& c) { c.options.layout = Layout::thd; });
   refuses<Invalid>("backend must be", [](Call& c) { c.options.backend = "gpu"; });
   refuses<NotImplemented>("sm80", [](Call& c) { c.options.backend = "sm80"; });
+  refuses<NotImplemented>("sm90", [](Call& c) { c.options.backend = "sm90"; });
+  refuses<NotImplemented>("num_splits = 2", [](Call& c) { c.options.num_splits = 2; });
 }
 
 TEST(a_scale_of_nan_is_refused_by_the_c_abi) {  // in AttentionOptions NaN means the default
