@@ -13,6 +13,14 @@ import sys
 import zlib
 from pathlib import Path
 
+# Before CUDA is: workers of pytest-xdist share several GPUs out, each its own and a second one for
+# the tests that need two.
+if "PYTEST_XDIST_WORKER" in os.environ and os.environ.get("CUDA_VISIBLE_DEVICES"):
+    number = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
+    gpus = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
+    mine = dict.fromkeys(gpus[(number + i) % len(gpus)] for i in range(2))
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
+
 # Before numpy is loaded: the matrices of the reference are small, and BLAS threads that wait for
 # each other on a busy machine make it ten times slower.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

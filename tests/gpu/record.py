@@ -145,7 +145,7 @@ def read(path: Path) -> dict:
         return {}
 
 
-def stage(name: str, status: int, seconds: int, logs: Path, out: Path) -> bool:
+def stage(name: str, status: int, seconds: int, gpus: str, logs: Path, out: Path) -> bool:
     log = logs / f"{name}.log"
     text = log.read_text(errors="replace") if log.exists() else ""
     if name == "build":
@@ -155,6 +155,7 @@ def stage(name: str, status: int, seconds: int, logs: Path, out: Path) -> bool:
     else:
         entry = harness_counts(text)
     entry["seconds"] = seconds
+    entry["gpus"] = len(gpus.split(","))
     good = status == 0 and entry["failed"] == 0 and entry["passed"] > 0
     if name in SANITIZERS:
         entry["sanitizer_errors"] = sanitizer_errors(text)
@@ -187,6 +188,7 @@ def main() -> int:
     merge.add_argument("name", choices=STAGES)
     merge.add_argument("--status", type=int, required=True)
     merge.add_argument("--seconds", type=int, required=True)
+    merge.add_argument("--gpus", required=True, help="those that the stage was spread over: 0,1")
     merge.add_argument("--logs", type=Path, required=True)
     merge.add_argument("--out", type=Path, required=True)
     arguments = vars(parser.parse_args())
