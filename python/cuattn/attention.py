@@ -82,9 +82,11 @@ def attention(
         Lengths in use of a padded batch; query rows beyond give out 0 and lse -inf, keys beyond are
         not seen, and causal and window count from the lengths in use.
     num_splits : int
-        Parts that the keys are cut into; 0 lets the library choose.
+        Parts that the keys are cut into, at most one for each tile of keys; 0 lets the library
+        choose. Above 1 only where "sm90" runs a dense batch.
     batch_invariant : bool
-        The bits of a sequence's result do not depend on the rest of the batch.
+        The bits of a sequence's result do not depend on the rest of the batch: keys are not split
+        unless num_splits says so.
     return_lse : bool
         Also return the log-sum-exp of the scores.
     out, lse_out : array, optional
@@ -93,8 +95,8 @@ def attention(
         Contiguous device memory for kernels that need some: ``explain(...).workspace_bytes``, of
         any dtype. By default it comes from q's library.
     backend : str
-        "auto", or one named rung of the ladder: "naive", "cublas", "tiled", "simt", "sm80" on CUDA,
-        "naive", "cpu" on the CPU. A rung that cannot run the call raises and says why.
+        "auto", or one named rung of the ladder: "naive", "cublas", "tiled", "simt", "sm80", "sm90"
+        on CUDA, "naive", "cpu" on the CPU. A rung that cannot run the call raises and says why.
     stream : optional
         None is the current stream of q's library; else a raw pointer (int) or an object with
         ``cuda_stream``, ``ptr`` or ``__cuda_stream__``, on which the inputs must already be
