@@ -15,6 +15,7 @@
 #include "cuattn/tile_config.h"
 #include "launch.h"
 #include "launchers.h"
+#include "pages_sm90.cuh"
 #include "schedule_sm90.cuh"
 #include "tensor_maps.h"
 
@@ -87,6 +88,10 @@ struct PrefillSm90 {
       int32_t kv_head = s.packed > 1 ? w.head : w.head / group;
       device::barrier_wait(empty, ring.parity);
       device::barrier_arrive_expect(full, panels() * kTile.n * 128);
+      if (p.pages.block_tables != nullptr) {
+        load_pages<kTile.n>(p, s, map, smem, full, panels(), w, kv_head, tile * kTile.n);
+        return;
+      }
 #pragma unroll
       for (int panel = 0; panel < panels(); ++panel) {
         device::tma_load(smem + panel * kTile.n * 128, &map, full, panel * 64,
@@ -588,9 +593,12 @@ template <class Kernel>
 void launch_prefill_sm90_tile(const PrefillParams& p, Tile tile, cudaStream_t stream) {
   Sm90Schedule s = make_sm90_schedule(p, tile);
   if (s.counter != nullptr) CUATTN_CUDA_TRY(cudaMemsetAsync(s.counter, 0, sizeof(int32_t), stream));
-  Sm90Maps maps{query_map(p, s.packed, tile.m / s.packed),
-                key_map(p, p.k, p.k_strides, p.head_dim, tile.n),
-                key_map(p, p.v, p.v_strides, p.head_dim_v, tile.n)};
+  auto keys = [&](const void* base, const Strides& strides, int32_t columns) {
+    return p.pages.block_tables != nullptr ? page_map(p, base, strides, columns, s.page_rows)
+                                           : key_map(p, base, strides, columns, tile.n);
+  };
+  Sm90Maps maps{query_map(p, s.packed, tile.m / s.packed), keys(p.k, p.k_strides, p.head_dim),
+                keys(p.v, p.v_strides, p.head_dim_v)};
   static std::atomic<uint64_t> allowed{0};
   allow_shared_memory(prefill_sm90_kernel<Kernel>, Kernel::kSmemBytes, allowed);
   int32_t grid = p.num_ctas > 0 && p.num_ctas < s.total ? p.num_ctas : s.total;

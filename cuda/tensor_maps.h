@@ -71,50 +71,44 @@ inline uint64_t map_stride(int64_t elements, int64_t extent) {
   return extent > 1 ? static_cast<uint64_t>(elements) * 2 : 16;
 }
 
-// Q as (columns, heads of a group, tokens, groups, batch): a box is 64 columns of `tokens` tokens
-// of `packed` heads, which land as rows token * packed + head.
-inline const device::TensorMap& query_map(const PrefillParams& p, int32_t packed, int32_t tokens) {
+inline const device::TensorMap& tensor_map(const PrefillParams& p, const void* base,
+                                           const int64_t (&extent)[5], const int64_t (&stride)[4],
+                                           const int32_t (&box)[5]) {
   TensorMapKey key;
   std::memset(&key, 0, sizeof(key));
-  bool ragged = p.cu_seqlens_q != nullptr;
-  int64_t rows = ragged ? p.total_q : p.seqlen_q, groups = p.num_heads_q / packed;
-  int64_t batch = ragged ? 1 : p.batch;
-  int64_t extent[5] = {p.head_dim, packed, rows, groups, batch};
-  int64_t stride[4] = {p.q_strides.head, p.q_strides.seq, p.q_strides.head * packed,
-                       p.q_strides.batch};
-  uint32_t box[5] = {64, static_cast<uint32_t>(packed), static_cast<uint32_t>(tokens), 1, 1};
-  key.base = p.q;
+  key.base = base;
   key.dtype = p.dtype;
   for (int axis = 0; axis < 5; ++axis) {
-    key.extent[axis] = static_cast<uint64_t>(extent[axis]);
-    key.box[axis] = box[axis];
+    key.extent[axis] = static_cast<uint64_t>(extent[axis] > 0 ? extent[axis] : 1);
+    key.box[axis] = static_cast<uint32_t>(box[axis]);
     if (axis > 0) key.stride[axis - 1] = map_stride(stride[axis - 1], extent[axis]);
   }
   return tensor_map(key);
+}
+
+// Q as (columns, heads of a group, tokens, groups, batch): a box is 64 columns of `tokens` tokens
+// of `packed` heads, which land as rows token * packed + head.
+inline const device::TensorMap& query_map(const PrefillParams& p, int32_t packed, int32_t tokens) {
+  bool ragged = p.cu_seqlens_q != nullptr;
+  const Strides& s = p.q_strides;
+  return tensor_map(p, p.q,
+                    {p.head_dim, packed, ragged ? p.total_q : p.seqlen_q, p.num_heads_q / packed,
+                     ragged ? 1 : p.batch},
+                    {s.head, s.seq, s.head * packed, s.batch}, {64, packed, tokens, 1, 1});
 }
 
 // K or V as (columns, window, tokens, heads, batch). The window axis has the stride of the tokens
 // and W = seqlen_kv rows, and the base lies W rows in front of the tensor: row r of a sequence that
 // starts at token o and has n rows in use is at window W - n + r, token o + n. Rows past n leave
 // the window, and the TMA fills them with zeros wherever the sequence ends.
-inline const device::TensorMap& key_map(const PrefillParams& p, const void* base,
-                                        const Strides& strides, int32_t columns, int32_t rows) {
-  TensorMapKey key;
-  std::memset(&key, 0, sizeof(key));
+inline const device::TensorMap& key_map(const PrefillParams& p, const void* base, const Strides& s,
+                                        int32_t columns, int32_t rows) {
   bool ragged = p.cu_seqlens_kv != nullptr;
-  if ((ragged ? p.total_kv : p.seqlen_kv) == 0) base = p.q;  // never read, but legal
-  int64_t window = p.seqlen_kv, tokens = (ragged ? p.total_kv : p.seqlen_kv) + 1;
-  int64_t extent[5] = {columns, window, tokens, p.num_heads_kv, ragged ? 1 : p.batch};
-  int64_t stride[4] = {strides.seq, strides.seq, strides.head, strides.batch};
-  uint32_t box[5] = {64, static_cast<uint32_t>(rows), 1, 1, 1};
-  key.base = static_cast<const char*>(base) - window * strides.seq * 2;
-  key.dtype = p.dtype;
-  for (int axis = 0; axis < 5; ++axis) {
-    key.extent[axis] = static_cast<uint64_t>(extent[axis] > 0 ? extent[axis] : 1);
-    key.box[axis] = box[axis];
-    if (axis > 0) key.stride[axis - 1] = map_stride(stride[axis - 1], extent[axis]);
-  }
-  return tensor_map(key);
+  int64_t window = p.seqlen_kv, tokens = ragged ? p.total_kv : p.seqlen_kv;
+  if (tokens == 0) base = p.q;  // never read, but legal
+  return tensor_map(p, static_cast<const char*>(base) - window * s.seq * 2,
+                    {columns, window, tokens + 1, p.num_heads_kv, ragged ? 1 : p.batch},
+                    {s.seq, s.seq, s.head, s.batch}, {64, rows, 1, 1, 1});
 }
 
 }  // namespace cuattn

@@ -81,7 +81,7 @@ void read_paged_arrays(AttentionCall& call, const TensorView& q, const TensorVie
   p.head_dim = static_cast<int32_t>(q.shape[2]);
   p.head_dim_v = pages.v.head_dim;
   p.total_q = q.shape[0];
-  p.total_kv = int64_t{pages.max_blocks} * pages.block_size;  // of one sequence, until place_pages
+  p.total_kv = int64_t{pages.max_blocks} * pages.block_size;  // of one sequence, until size_pages
   p.q = q.data;
   p.q_strides = strides_of(q, axes);
 }
@@ -178,8 +178,9 @@ void read_ragged(AttentionCall& call, const cuattn_attention_options& o, bool ch
   p.seqlen_kv = checked_extent(fn, "k", "max_seqlen_k", longest_kv);
 }
 
-// Paged keys are gathered: end to end where cu_seqlens_k is given, else seqlen_kv rows a sequence.
-void place_pages(AttentionCall& call) {
+// Should the keys be gathered: end to end where cu_seqlens_k is given, else seqlen_kv rows a
+// sequence.
+void size_pages(AttentionCall& call) {
   const char* fn = call.function();
   PrefillParams& p = call.params;
   CacheGatherParams& g = call.pages;
@@ -189,14 +190,10 @@ void place_pages(AttentionCall& call) {
   g.cu_seqlens = p.cu_seqlens_kv;
   g.padded_len = p.seqlen_kv;
   g.seqused = p.seqused_kv;
-  auto place = [&](CacheSide& side, Strides& strides) {
-    side.row_head = side.head_dim;
-    side.row_token = int64_t{p.num_heads_kv} * side.head_dim;
-    strides = {g.cu_seqlens != nullptr ? 0 : p.seqlen_kv * side.row_token, side.row_token,
-               side.row_head};
-  };
-  place(g.k, p.k_strides);
-  place(g.v, p.v_strides);
+  for (CacheSide* side : {&g.k, &g.v}) {
+    side->row_head = side->head_dim;
+    side->row_token = int64_t{p.num_heads_kv} * side->head_dim;
+  }
 }
 
 // Bytes of the gathered rows of one side, in whole pieces of 256.
@@ -340,7 +337,7 @@ AttentionCall validate_attention(const TensorView& q, const TensorView& k, const
   PrefillParams& p = call.params;
   p.seqused_q = read_lengths(call, "seqused_q", o.seqused_q, p.batch, "batch", check_data);
   p.seqused_kv = read_lengths(call, "seqused_k", o.seqused_k, p.batch, "batch", check_data);
-  if (call.paged) place_pages(call);
+  if (call.paged) size_pages(call);
   read_mask(call, o);
   read_scores(call, o, check_data);
   if (o.num_splits < 0) {
@@ -369,12 +366,15 @@ PrefillRequest request_of(const AttentionCall& call) {
   r.has_sinks = call.has_sinks;
   r.batch_invariant = call.batch_invariant;
   r.num_splits = call.num_splits;
+  r.paged = call.paged;
+  r.kv_layout = call.pages.kv_layout;
+  r.block_size = call.pages.block_size;
   return r;
 }
 
 Plan plan_of(const AttentionCall& call, const DeviceInfo& device, const char* backend) {
   Plan plan = select_prefill(request_of(call), device, backend);
-  if (call.paged) {
+  if (plan.keys == KeyAccess::gathered) {
     plan.workspace_bytes += page_bytes(call, call.pages.k) + page_bytes(call, call.pages.v);
   }
   return plan;
@@ -384,16 +384,33 @@ namespace {
 
 // Copies the keys out of their blocks; returns the workspace that is left for the kernel.
 void* gather_pages(AttentionCall& call, void* workspace, Stream stream) {
+  PrefillParams& p = call.params;
+  CacheGatherParams& g = call.pages;
   auto* place = static_cast<char*>(workspace);
-  call.pages.k.rows = place;
-  call.pages.v.rows = place + page_bytes(call, call.pages.k);
-  call.params.k = call.pages.k.rows;
-  call.params.v = call.pages.v.rows;
-  if (call.params.total_kv > 0 && call.params.num_heads_kv > 0) {
-    const Backend& backend = backend_of(call.function(), call.device);
-    backend.cache_gather(call.pages, call.device.device_id, stream);
+  auto take = [&](CacheSide& side, Strides& strides) {
+    side.rows = place;
+    strides = {g.cu_seqlens != nullptr ? 0 : p.seqlen_kv * side.row_token, side.row_token,
+               side.row_head};
+    place += page_bytes(call, side);
+    return side.rows;
+  };
+  p.k = take(g.k, p.k_strides);
+  p.v = take(g.v, p.v_strides);
+  if (p.total_kv > 0 && p.num_heads_kv > 0) {
+    backend_of(call.function(), call.device).cache_gather(g, call.device.device_id, stream);
   }
-  return place + page_bytes(call, call.pages.k) + page_bytes(call, call.pages.v);
+  return place;
+}
+
+// For a kernel that follows the block tables.
+void point_at_pages(AttentionCall& call) {
+  PrefillParams& p = call.params;
+  const CacheGatherParams& g = call.pages;
+  p.pages = {g.block_tables, g.block_tables_stride, g.num_blocks, g.block_size};
+  p.k = g.k.cache;
+  p.v = g.v.cache;
+  p.k_strides = {g.k.strides.block, g.k.strides.token, g.k.strides.head};
+  p.v_strides = {g.v.strides.block, g.v.strides.token, g.v.strides.head};
 }
 
 }  // namespace
@@ -438,7 +455,12 @@ void run_attention(AttentionCall& call, const TensorView& out, const TensorView*
   if (out.size() == 0) return;
 
   require_workspace(fn, call.plan, call.device, workspace, workspace_bytes);
-  p.workspace = call.paged ? gather_pages(call, workspace, stream) : workspace;
+  p.workspace = workspace;
+  if (call.plan.keys == KeyAccess::gathered) {
+    p.workspace = gather_pages(call, workspace, stream);
+  } else if (call.plan.keys == KeyAccess::in_blocks) {
+    point_at_pages(call);
+  }
   p.num_splits = call.plan.num_splits;
   p.packed_heads = call.plan.packed_heads;
   p.num_ctas = call.plan.num_ctas;

@@ -101,6 +101,9 @@ void plan_sm90(Plan& plan, const PrefillRequest& r, const DeviceInfo& device) {
   } else if (!r.ragged && !r.batch_invariant) {
     plan.num_splits = choose_splits(items, key_tiles, device.num_sms);
   }
+  if (r.paged && r.kv_layout != KvLayout::vllm && r.block_size % 8 == 0) {
+    plan.keys = KeyAccess::in_blocks;
+  }
   plan.num_ctas = device.num_sms;
   plan.draws_tiles =
       (r.mask != MaskKind::none || r.ragged) && items > device.num_sms && plan.num_splits == 1;
@@ -171,6 +174,7 @@ Plan make_plan(const Rung& rung, const PrefillRequest& r, const DeviceInfo& devi
   plan.num_splits = plan.packed_heads = 1;
   plan.head_dim = r.head_dim;
   plan.head_dim_v = r.head_dim_v;
+  plan.keys = r.paged ? KeyAccess::gathered : KeyAccess::rows;
   plan.workspace_bytes = workspace_bytes(rung.kernel, r);
   switch (rung.kernel) {
     case Kernel::sm90: plan_sm90(plan, r, device); break;
@@ -268,14 +272,23 @@ std::string explain_prefill(const PrefillRequest& request, const DeviceInfo& dev
     if (rung.on_cuda != device.is_cuda) continue;
     const char* why = refusal(rung.kernel, request, device);
     bool chosen = rung.kernel == plan.kernel;
-    text += concat(chosen ? "* " : "  ", kernel_name(rung.kernel), ": ",
-                   why != nullptr    ? "cannot: "
-                   : chosen          ? "runs: "
-                   : !rung.automatic ? "by name only: "
-                                     : "can: ",
-                   why != nullptr ? why : rung.merit, "\n");
+    text +=
+        concat(chosen ? "* " : "  ", kernel_name(rung.kernel), ": ",
+               why != nullptr    ? "cannot: "
+               : chosen          ? "runs: "
+               : !rung.automatic ? "by name only: "
+                                 : "can: ",
+               why != nullptr ? why : rung.merit, chosen ? key_access_clause(plan.keys) : "", "\n");
   }
   return text;
+}
+
+const char* key_access_clause(KeyAccess keys) {
+  switch (keys) {
+    case KeyAccess::in_blocks: return "; keys are read in their blocks";
+    case KeyAccess::gathered: return "; keys are gathered from their blocks first";
+    default: return "";
+  }
 }
 
 const char* kernel_name(Kernel kernel) {

@@ -37,6 +37,22 @@ struct Strides {
   int64_t batch, seq, head;
 };
 
+// Keys and values in blocks of a paged cache: token t of sequence b lies in block
+// block_tables[b][t / block_size], at place t % block_size. The strides of k and v then step over
+// blocks (batch), places (seq) and heads.
+struct Pages {
+  const int32_t* block_tables;  // [batch, columns]; nullptr: keys are rows
+  int64_t block_tables_stride;
+  int64_t num_blocks;
+  int32_t block_size;
+
+  // Any id is read as one that exists.
+  CUATTN_HOST_DEVICE int32_t block(int32_t b, int32_t column) const {
+    int64_t id = block_tables[b * block_tables_stride + column];
+    return static_cast<int32_t>(id < 0 ? 0 : id < num_blocks ? id : num_blocks - 1);
+  }
+};
+
 // Forward attention: O = softmax(mask(bias + alibi + softcap(scale * Q K^T))) V, one row per query
 // and head.
 struct PrefillParams {
@@ -60,6 +76,7 @@ struct PrefillParams {
   const int32_t* cu_seqlens_kv;  // [batch + 1] or nullptr
   const int32_t* seqused_q;      // [batch] or nullptr: rows in use
   const int32_t* seqused_kv;     // [batch] or nullptr
+  Pages pages;                   // read by sm90 alone: for the others the keys are gathered
 
   MaskKind mask;
   int32_t window_left, window_right;  // in keys around the diagonal, kUnlimited = no limit; causal

@@ -35,6 +35,9 @@ struct PrefillRequest {
   ScoreKind score;
   bool has_sinks, batch_invariant;
   int32_t num_splits;  // forced; 0 = chosen
+  bool paged;          // keys lie in blocks of kv_layout and block_size
+  KvLayout kv_layout;
+  int32_t block_size;
 };
 
 // What the choice of a paged kernel depends on.
@@ -56,6 +59,10 @@ struct PagedRequest {
 // Each names a rung of every op that has one.
 enum class Kernel : int32_t { cpu_naive, cpu, naive, cublas, tiled, simt, sm80, sm90 };
 
+// How a prefill kernel comes by keys in pages: it follows the block tables, or they are copied into
+// the workspace first. rows: there are no pages.
+enum class KeyAccess : int32_t { rows, in_blocks, gathered };
+
 struct Plan {
   Kernel kernel;
   int32_t head_dim,
@@ -67,6 +74,7 @@ struct Plan {
   int32_t packed_heads;  // query heads of a group that share a tile; 1 = none
   int32_t num_ctas;      // grid of a persistent kernel; 0 = a CTA for each tile
   bool draws_tiles;      // persistent: each CTA draws its next tile; else a fixed order
+  KeyAccess keys;
   size_t workspace_bytes;
   const char* reason;  // one clause, static storage
 };
@@ -92,8 +100,9 @@ bool is_auto(const char* backend);  // NULL is auto, too
 // Throws UnsupportedDevice where the build has no code for the device.
 void require_supported(const char* function, const DeviceInfo& device);
 
-const char* kernel_name(Kernel kernel);  // as `backend=` spells it
-const char* dtype_name(DType dtype);     // "float32", ...
+const char* key_access_clause(KeyAccess keys);  // behind a reason, "" for rows
+const char* kernel_name(Kernel kernel);         // as `backend=` spells it
+const char* dtype_name(DType dtype);            // "float32", ...
 const char* mask_name(MaskKind mask);
 const char* score_name(ScoreKind score);
 const char* kv_layout_name(KvLayout layout);
