@@ -151,7 +151,9 @@ void merge_part(float* out, float& lse, const float* other, float other_lse, int
 
 // The sink takes its share of the denominator, once; then a row is written.
 void write_row(const PagedParams& p, int32_t b, int32_t h_kv, int32_t row, float* out, float lse) {
-  int32_t query = row / p.work.group, h = h_kv * p.work.group + row % p.work.group;
+  int64_t query = query_row(p, b, row / p.work.group);
+  if (query < 0) return;
+  int32_t h = h_kv * p.work.group + row % p.work.group;
   float factor = lse == -kInfinity ? 0.0f : 1.0f;
   if (p.sinks != nullptr) {
     float sink = p.sinks[h * p.sinks_stride], top = std::fmax(lse, sink);
@@ -180,7 +182,8 @@ float scale_of(float number, const float* array, int64_t stride_batch, int64_t s
 void fill_row(const PagedParams& p, const Task& task, int32_t context, int32_t row, int32_t h_kv,
               FlashRow& r) {
   int32_t query = row / p.work.group, h = h_kv * p.work.group + row % p.work.group;
-  int64_t q = task.b * p.q_strides.batch + query * p.q_strides.seq + h * p.q_strides.head;
+  int64_t place = std::max<int64_t>(query_row(p, task.b, query), 0);  // no query: its row is junk
+  int64_t q = task.b * p.q_strides.batch + place * p.q_strides.seq + h * p.q_strides.head;
   r.q = static_cast<const char*>(p.q) + q * bytes_of(p.dtype);
   r.bias = nullptr;
   r.slope = p.alibi_slopes == nullptr

@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kThreads) paged_combine(const __grid_constant_
 
   __shared__ device::CombineShared shared;
   int32_t row = blockIdx.y;
-  device::UnitRow at = device::unit_row(w, unit.head_group / w.row_groups,
+  device::UnitRow at = device::unit_row(p, unit.b, unit.head_group / w.row_groups,
                                         unit.head_group % w.row_groups * w.rows, row);
   if (!at.valid) return;
   device::RowParts<kType, kParts> parts{p, unit.slots, row, 0};

@@ -146,7 +146,7 @@ __device__ void end_unit(const PersistentParams& s, const PagedItem& item,
   if (!is_last) return;
   PagedSlots slots = paged_slots(w, item.b, item.head_group);
   for (int32_t row = 0; row < w.rows; ++row) {
-    device::UnitRow at = device::unit_row(w, item.head_group / w.row_groups,
+    device::UnitRow at = device::unit_row(p, item.b, item.head_group / w.row_groups,
                                           item.head_group % w.row_groups * w.rows, row);
     if (!at.valid) continue;
     device::RowParts<kType, device::Parts::partial> parts{p, slots, row, 0};

@@ -40,9 +40,9 @@ struct PagedSimt {
                                                     const device::KeyTask& task, State& state) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      device::UnitRow row = device::unit_row(p.work, task.kv_head, task.row0, r);
+      device::UnitRow row = device::unit_row(p, task.b, task.kv_head, task.row0, r);
       const float* gQ = static_cast<const float*>(p.q) + task.b * p.q_strides.batch +
-                        row.query * p.q_strides.seq + row.head * p.q_strides.head;
+                        row.place * p.q_strides.seq + row.head * p.q_strides.head;
 #pragma unroll
       for (int g = 0; g < kGroups; ++g) {
         bool valid = row.valid && column(g) < p.head_dim;
@@ -160,7 +160,7 @@ struct PagedSimt {
     bool writes = task.end > task.begin || p.exp_sums == nullptr;  // V2: no keys, no partition
     for (int32_t item = threadIdx.x; writes && item < kRows * kChunks; item += kThreads) {
       int32_t r = item / kChunks, chunk = item % kChunks;
-      device::UnitRow row = device::unit_row(p.work, task.kv_head, task.row0, r);
+      device::UnitRow row = device::unit_row(p, task.b, task.kv_head, task.row0, r);
       if (!row.valid || chunk * 8 >= p.head_dim) continue;
       float maximum = device::negative_infinity(), sum = 0.0f, merged[8] = {};
       for (int w = 0; w < kWarps; ++w) maximum = fmaxf(maximum, shared.maximum[w][r]);

@@ -236,9 +236,9 @@ struct PagedSm80 {
   // by: bfloat16 under e4m3 becomes float16 after a division by a power of 2.
   static __device__ __forceinline__ float load_q(const PagedParams& p, const device::KeyTask& task,
                                                  int n, uint32_t (&q)[kSteps][2]) {
-    device::UnitRow row = device::unit_row(p.work, task.kv_head, task.row0, 8 * n + lane() / 4);
+    device::UnitRow row = device::unit_row(p, task.b, task.kv_head, task.row0, 8 * n + lane() / 4);
     const uint16_t* gQ = static_cast<const uint16_t*>(p.q) + task.b * p.q_strides.batch +
-                         row.query * p.q_strides.seq + row.head * p.q_strides.head;
+                         row.place * p.q_strides.seq + row.head * p.q_strides.head;
     int32_t quad = lane() % 4;
     float largest = 0.0f;
 #pragma unroll
@@ -276,7 +276,7 @@ struct PagedSm80 {
       for (int i = 0; i < 2; ++i) {
         float scale_of_row = __shfl_sync(0xffffffffu, dot_scale, 4 * (2 * quad + i));
         device::UnitRow row =
-            device::unit_row(p.work, task.kv_head, task.row0, 8 * n + 2 * quad + i);
+            device::unit_row(p, task.b, task.kv_head, task.row0, 8 * n + 2 * quad + i);
         state.score[n][i].init(p, task, row, scale_of_row);
         state.maximum[n][i] = device::negative_infinity();
       }
@@ -491,7 +491,7 @@ struct PagedSm80 {
     float v_scale = device::value_scale(p, task);
     for (int32_t item = threadIdx.x; item < 8 * kChunks; item += kThreads) {
       int32_t row = item / kChunks, chunk = item % kChunks, index = 8 * n + row;
-      device::UnitRow at = device::unit_row(p.work, task.kv_head, task.row0, index);
+      device::UnitRow at = device::unit_row(p, task.b, task.kv_head, task.row0, index);
       if (!at.valid || chunk * 8 >= p.head_dim) continue;
       float maximum = device::negative_infinity(), sum = 0.0f, merged[8] = {};
       for (int w = 0; w < warps; ++w) maximum = fmaxf(maximum, table.maximum[w][index]);

@@ -158,18 +158,18 @@ struct PagedSm90 {
     constexpr int kChunks = kHeadDim / 8;  // of 16 bytes
     for (int i = threadIdx.x; i < kRows * kChunks; i += kMathThreads) {
       int row = i / kChunks, chunk = i % kChunks;
-      device::UnitRow unit = device::unit_row(p.work, task.kv_head, task.row0, row);
+      device::UnitRow unit = device::unit_row(p, task.b, task.kv_head, task.row0, row);
       uint4 value = {};
       if (unit.valid && chunk * 8 < p.head_dim) {
         const T* from = static_cast<const T*>(p.q) + task.b * p.q_strides.batch +
-                        unit.query * p.q_strides.seq + unit.head * p.q_strides.head;
+                        unit.place * p.q_strides.seq + unit.head * p.q_strides.head;
         value = *reinterpret_cast<const uint4*>(from + chunk * 8);
       }
       device::store_shared16(
           shared.q + chunk / 8 * kRowPanelBytes + device::swizzled<128>(row, chunk % 8), value);
     }
     if (threadIdx.x < kRows) {
-      device::UnitRow unit = device::unit_row(p.work, task.kv_head, task.row0, threadIdx.x);
+      device::UnitRow unit = device::unit_row(p, task.b, task.kv_head, task.row0, threadIdx.x);
       device::RowScore<kType> score;
       score.init(p, task, unit, 1.0f);
       device::store_shared16(
@@ -376,7 +376,7 @@ struct PagedSm90 {
     }
     sync_math();
     if (me.thread < kRows) {
-      UnitRow row = unit_row(p.work, task.kv_head, task.row0, me.thread);
+      UnitRow row = unit_row(p, task.b, task.kv_head, task.row0, me.thread);
       float4 sums = of_warps(shared.sums, me.thread), maxima = of_warps(shared.maxima, me.thread);
       RowTarget target = {};
       if (row.valid) {

@@ -7,6 +7,7 @@
 #include <cmath>
 
 #include "cache.h"
+#include "paged.h"
 #include "validate.h"
 
 namespace cuattn {
@@ -320,6 +321,9 @@ AttentionCall validate_attention(const TensorView& q, const TensorView& k, const
   call.ragged = o.cu_seqlens_q != nullptr || o.cu_seqlens_k != nullptr || call.paged;
   call.layout = o.layout;
   call.uses_seqused = o.seqused_q != nullptr || o.seqused_k != nullptr;
+  call.may_step = call.paged && o.seqused_k != nullptr && o.cu_seqlens_k == nullptr &&
+                  o.seqused_q == nullptr && o.bias == nullptr && o.num_splits == 0 &&
+                  !o.batch_invariant;
   call.has_sinks = o.sinks != nullptr;
   call.batch_invariant = o.batch_invariant != 0;
   call.device = q.device;
@@ -372,12 +376,93 @@ PrefillRequest request_of(const AttentionCall& call) {
   return r;
 }
 
+namespace {
+
+// The call as a step of paged_attention.
+PagedCall step_of(const AttentionCall& call) {
+  const PrefillParams& p = call.params;
+  const CacheGatherParams& g = call.pages;
+  PagedCall step{};
+  step.function = call.function();
+  step.device = call.device;
+  PagedParams& to = step.params;
+  PagedWork& w = to.work;
+  w.context_lens = p.seqused_kv;
+  w.num_seqs = p.batch;
+  w.q_len = p.seqlen_q;
+  w.num_heads_kv = p.num_heads_kv;
+  w.group = p.num_heads_q / p.num_heads_kv;
+  w.capacity = p.seqlen_kv;
+  w.window_left = p.window_left;
+  w.window_right = p.window_right;
+  to.q = p.q;
+  to.out = p.out;
+  to.lse = p.lse;
+  to.k_cache = g.k.cache;
+  to.v_cache = g.v.cache;
+  to.q_strides = p.q_strides;
+  to.out_strides = p.out_strides;
+  to.lse_strides = p.lse_strides;
+  to.cu_seqlens_q = p.cu_seqlens_q;
+  to.total_q = p.total_q;
+  to.k_strides = g.k.strides;
+  to.v_strides = g.v.strides;
+  to.dtype = to.kv_dtype = p.dtype;
+  to.kv_layout = g.kv_layout;
+  to.num_heads_q = p.num_heads_q;
+  to.head_dim = p.head_dim;
+  to.num_blocks = g.num_blocks;
+  to.block_size = g.block_size;
+  to.block_tables = g.block_tables;
+  to.block_tables_stride = g.block_tables_stride;
+  to.scale = p.scale;
+  to.softcap = p.softcap;
+  to.alibi_slopes = p.alibi_slopes;
+  to.alibi_stride_batch = p.alibi_stride_batch;
+  to.alibi_stride_head = p.alibi_stride_head;
+  to.sinks = p.sinks;
+  to.sinks_stride = p.sinks_stride;
+  to.k_scale = to.v_scale = 1.0f;
+  return step;
+}
+
+// Few queries a sequence are a decode step: the keys are read once, in their blocks and in parts,
+// as long as a few passes over them serve all the rows that share a kv head.
+constexpr int32_t kMaxStepRows = 64, kMaxStepPasses = 4;
+
+bool plans_step(const AttentionCall& call, const DeviceInfo& device, Plan& plan) {
+  const PrefillParams& p = call.params;
+  if (!call.may_step || p.head_dim != p.head_dim_v || p.total_q == 0 || p.num_heads_q == 0 ||
+      p.batch == 0)
+    return false;
+  int64_t rows = int64_t{p.seqlen_q} * (p.num_heads_q / p.num_heads_kv);
+  if (rows > kMaxStepRows) return false;
+  PagedCall step = step_of(call);
+  plan_step(step, device);
+  if (rows > int64_t{kMaxStepPasses} * step.plan.tile.m) return false;
+  plan = step.plan;
+  plan.keys = KeyAccess::by_step;
+  return true;
+}
+
+}  // namespace
+
 Plan plan_of(const AttentionCall& call, const DeviceInfo& device, const char* backend) {
-  Plan plan = select_prefill(request_of(call), device, backend);
+  Plan plan{};
+  if (is_auto(backend) && plans_step(call, device, plan)) return plan;
+  plan = select_prefill(request_of(call), device, backend);
   if (plan.keys == KeyAccess::gathered) {
     plan.workspace_bytes += page_bytes(call, call.pages.k) + page_bytes(call, call.pages.v);
   }
   return plan;
+}
+
+std::string ladder_of(const AttentionCall& call, const DeviceInfo& device, const char* backend,
+                      const Plan& plan) {
+  if (plan.keys != KeyAccess::by_step) return explain_prefill(request_of(call), device, backend);
+  PagedCall step = step_of(call);
+  plan_step(step, device);
+  return explain_paged(step.request, device, plan.kernel);
 }
 
 namespace {
@@ -452,9 +537,14 @@ void run_attention(AttentionCall& call, const TensorView& out, const TensorView*
   if (call.paged) check_pages(fn, call.pages, call.device, stream);
   if ((call.ragged || call.uses_seqused) && (!cuda || checks_device_data()))
     backend.check(p, call.device.device_id, stream);
-  if (out.size() == 0) return;
+  if (out.size() == 0 || p.batch == 0 || p.seqlen_q == 0) return;
 
   require_workspace(fn, call.plan, call.device, workspace, workspace_bytes);
+  if (call.plan.keys == KeyAccess::by_step) {
+    PagedCall step = step_of(call);
+    plan_step(step, backend.device_info(call.device.device_id, false));
+    return run_step(step, workspace, stream);
+  }
   p.workspace = workspace;
   if (call.plan.keys == KeyAccess::gathered) {
     p.workspace = gather_pages(call, workspace, stream);

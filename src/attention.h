@@ -16,6 +16,7 @@ struct AttentionCall {
   DLDevice device;
   int32_t layout;
   bool ragged, paged, uses_seqused, has_sinks, batch_invariant;
+  bool may_step;       // lengths and options are such that paged_attention's kernels could serve
   int32_t num_splits;  // forced; 0 = chosen
   int64_t max_seqlen_q,
       max_seqlen_kv;  // as the caller gave them: the extents a bias is held against
@@ -29,6 +30,10 @@ PrefillRequest request_of(const AttentionCall& call);
 
 // The choice for a call, with the workspace of its gathered keys.
 Plan plan_of(const AttentionCall& call, const DeviceInfo& device, const char* backend);
+
+// Every rung with its verdict, the plan's marked.
+std::string ladder_of(const AttentionCall& call, const DeviceInfo& device, const char* backend,
+                      const Plan& plan);
 
 // Validates shapes, dtypes, devices, strides and options, and fills everything but plan.
 // `check_data` false: no data pointer is looked at, for explain().

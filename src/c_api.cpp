@@ -156,7 +156,7 @@ cuattn_status cuattn_attention_explain(const DLTensor* q, const DLTensor* k, con
     PrefillRequest request = request_of(call);
     DeviceInfo info = device != nullptr ? made_up_device(device) : device_info_of(call, true);
     Plan plan = plan_of(call, info, options->backend);
-    fill_plan(plan, request.mask, request.score, explain_prefill(request, info, options->backend),
+    fill_plan(plan, request.mask, request.score, ladder_of(call, info, options->backend, plan),
               *result);
   });
 }

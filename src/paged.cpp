@@ -479,6 +479,19 @@ void plan_paged(PagedCall& call, const cuattn_paged_options& o, const DeviceInfo
   call.plan.workspace_bytes = place_workspace(measured, nullptr);
 }
 
+void plan_step(PagedCall& call, const DeviceInfo& device) {
+  cuattn_paged_options options;
+  cuattn_paged_options_init(&options);
+  call.request = request_of(call, options);
+  plan_paged(call, options, device);
+}
+
+void run_step(PagedCall& call, void* workspace, Stream stream) {
+  place_workspace(call, workspace);
+  backend_of(call.function, call.device)
+      .paged(call.params, call.plan, call.device.device_id, stream);
+}
+
 bool bind_paged(PagedCall& call, const TensorView& out, const TensorView* lse, void* workspace,
                 size_t workspace_bytes, Stream stream) {
   const char* fn = call.function;

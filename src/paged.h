@@ -42,6 +42,10 @@ bool bind_paged(PagedCall& call, const TensorView& out, const TensorView* lse, v
                 size_t workspace_bytes, Stream stream);
 void run_paged(PagedCall& call, const TensorView& out, const TensorView* lse, void* workspace,
                size_t workspace_bytes, Stream stream);
+// Of a call whose params somebody else has filled: attention_varlen with few queries a sequence.
+void plan_step(PagedCall& call, const DeviceInfo& device);
+void run_step(PagedCall& call, void* workspace, Stream stream);
+
 void run_paged_plan(PagedCall& call, const TensorView& plan, Stream stream);
 
 }  // namespace cuattn

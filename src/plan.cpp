@@ -287,6 +287,7 @@ const char* key_access_clause(KeyAccess keys) {
   switch (keys) {
     case KeyAccess::in_blocks: return "; keys are read in their blocks";
     case KeyAccess::gathered: return "; keys are gathered from their blocks first";
+    case KeyAccess::by_step: return "; few queries a sequence: a kernel of paged_attention";
     default: return "";
   }
 }

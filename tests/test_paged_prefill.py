@@ -20,6 +20,7 @@ BATCHES = {
     "chunks": ((130, 64, 257), (33, 64, 100)),
     "mixed": ((200, 1, 0, 40, 77), (50, 1, 0, 1, 77)),
     "decode": ((65, 64, 1000), (1, 1, 1)),
+    "few": ((200, 64, 0, 2, 7, 1000), (3, 1, 0, 4, 0, 2)),
     "more_queries_than_keys": ((5, 40), (9, 41)),
 }
 OPTIONS = [
@@ -154,11 +155,41 @@ def test_a_chunk_after_a_chunk_is_the_whole_prompt(device, rng):
     np.testing.assert_allclose(a, b, atol=2e-2)
 
 
+def explain(device, q_len, dtype="float16", block_size=16, group=4, **options):
+    shapes = ((100, 2 * group, 64), (9, block_size, 2, 64), (9, block_size, 2, 64), (5,), None)
+    given = {"block_tables": (4, 8), "seqused_k": (4,), **options}
+    return cuattn.explain(
+        "attention_varlen", *shapes, q_len, 128, device=device, dtype=dtype, **given
+    )
+
+
+@pytest.mark.parametrize("device", ["cpu", "a100", "h200"])
+def test_how_the_keys_are_reached(device):
+    def clause(*args, **options):
+        return explain(device, *args, **options).reason.split("; ", 1)[1]
+
+    in_blocks = "keys are read in their blocks"
+    gathered = "keys are gathered from their blocks first"
+    step = "few queries a sequence: a kernel of paged_attention"
+    prefill = in_blocks if device == "h200" else gathered
+    assert clause(40) == prefill
+    assert clause(16) == step  # 64 rows of a group
+    assert clause(17) == prefill
+    assert clause(1, softcap=3.0, alibi_slopes=(4, 8), sinks=(8,), window=(5, 0)) == step
+    assert clause(40, dtype="float32") == gathered
+    assert clause(40, block_size=12) == gathered
+    assert clause(1, batch_invariant=True) == prefill
+    assert clause(1, bias=(1, 128)) == prefill
+    assert clause(1, seqused_q=(4,)) == prefill
+    assert clause(1, cu_seqlens_k=(5,)) == prefill
+    assert clause(1, backend={"cpu": "cpu", "a100": "sm80", "h200": "sm90"}[device]) == prefill
+
+
 def test_explain_counts_the_gathered_keys():
-    shapes = ((100, 8, 64), (9, 16, 2, 64), (9, 16, 2, 64), (5,), None, 40, 128)
-    options = {"block_tables": (4, 8), "seqused_k": (4,), "device": "cpu"}
-    plan = cuattn.explain("attention_varlen", *shapes, **options)
-    assert plan.workspace_bytes == 2 * 4 * 128 * 2 * 64 * 2
+    assert explain("a100", 40).workspace_bytes == 2 * 4 * 128 * 2 * 64 * 2
+    assert explain("h200", 40).workspace_bytes <= 256
+    assert explain("a100", 1).kernel == "sm80"
+    assert explain("a100", 1).ladder.count("* sm80") == 1
 
 
 REFUSALS = {

@@ -83,6 +83,10 @@ struct PagedParams {
   const void* v_cache;
   Strides q_strides, out_strides;  // batch = sequence, seq = query
   Strides lse_strides;
+  // Ragged: q and out are [total_q, num_heads_q, head_dim], and sequence b has the rows from
+  // cu_seqlens_q[b] to cu_seqlens_q[b + 1], the last of q_len queries; strides of batch are 0.
+  const int32_t* cu_seqlens_q;  // [num_seqs + 1] or nullptr
+  int64_t total_q;
   CacheStrides k_strides, v_strides;
 
   DType dtype;     // of q and out
@@ -120,6 +124,15 @@ struct PagedParams {
   float* max_logits;  // like exp_sums, natural units
   void* tmp_out;      // [num_seqs, num_heads_q, num_splits, head_dim] of dtype, like partial_out
 };
+
+// Where query `query` of sequence b lies along the seq axis of q, out and lse. -1: nowhere, a
+// ragged sequence may have fewer than q_len.
+CUATTN_HOST_DEVICE int64_t query_row(const PagedParams& p, int32_t b, int32_t query) {
+  if (p.cu_seqlens_q == nullptr) return query;
+  Span span = make_span(p.cu_seqlens_q, nullptr, b, p.work.q_len, p.total_q);
+  int32_t missing = p.work.q_len - span.stored;
+  return query < missing ? -1 : span.start + query - missing;
+}
 
 // The context of sequence b, within what its table can name.
 CUATTN_HOST_DEVICE int32_t context_of(const PagedWork& w, int32_t b) {

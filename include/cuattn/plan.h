@@ -59,9 +59,9 @@ struct PagedRequest {
 // Each names a rung of every op that has one.
 enum class Kernel : int32_t { cpu_naive, cpu, naive, cublas, tiled, simt, sm80, sm90 };
 
-// How a prefill kernel comes by keys in pages: it follows the block tables, or they are copied into
-// the workspace first. rows: there are no pages.
-enum class KeyAccess : int32_t { rows, in_blocks, gathered };
+// How attention_varlen comes by keys in pages: its kernel follows the block tables, or they are
+// copied into the workspace first, or a kernel of paged_attention runs. rows: there are no pages.
+enum class KeyAccess : int32_t { rows, in_blocks, gathered, by_step };
 
 struct Plan {
   Kernel kernel;

@@ -121,18 +121,27 @@ __device__ __forceinline__ float value_scale(const PagedParams& p, const KeyTask
   return p.v_scales[task.b * p.v_scales_stride_batch + task.kv_head * p.v_scales_stride_head];
 }
 
-// Which query and head row `row` of a unit is. Rows past the last are padding.
+// Which query and head row `row` of a unit is, and where it lies (query_row). Rows past the last
+// are padding, and so are queries that a ragged sequence does not have.
 struct UnitRow {
   int32_t query, head;
+  int64_t place;
   bool valid;
 };
 
-__device__ __forceinline__ UnitRow unit_row(const PagedWork& w, int32_t kv_head, int32_t row0,
-                                            int32_t row) {
+__device__ __forceinline__ UnitRow unit_row(const PagedParams& p, int32_t b, int32_t kv_head,
+                                            int32_t row0, int32_t row) {
+  const PagedWork& w = p.work;
   int32_t at = row0 + row;
   bool valid = row < w.rows && at < w.q_len * w.group;
   if (!valid) at = 0;
-  return {at / w.group, kv_head * w.group + at % w.group, valid};
+  UnitRow found{at / w.group, kv_head * w.group + at % w.group, 0, valid};
+  found.place = query_row(p, b, found.query);
+  if (found.place < 0) {
+    found.place = 0;
+    found.valid = false;
+  }
+  return found;
 }
 
 // Dot products of one row become scores in base 2: exponents, ready for exp2.
@@ -213,11 +222,11 @@ __device__ __forceinline__ RowOutput final_output(const PagedParams& p, int32_t 
   }
   bool alive = sum != 0.0f;  // a NaN is alive: it reaches out and lse
   if (leader && p.lse != nullptr) {
-    p.lse[b * p.lse_strides.batch + row.head * p.lse_strides.head + row.query * p.lse_strides.seq] =
+    p.lse[b * p.lse_strides.batch + row.head * p.lse_strides.head + row.place * p.lse_strides.seq] =
         alive ? (maximum + log2_approx(sum)) * kLn2 : negative_infinity();
   }
   int64_t at =
-      b * p.out_strides.batch + row.query * p.out_strides.seq + row.head * p.out_strides.head;
+      b * p.out_strides.batch + row.place * p.out_strides.seq + row.head * p.out_strides.head;
   return {static_cast<char*>(p.out) + at * (p.dtype == DType::f32 ? 4 : 2), p.dtype,
           alive ? factor / sum : 0.0f};
 }
