@@ -37,7 +37,7 @@ struct PrefillSm90 {
   static constexpr int kQStages = sm90_q_stages({kHeadDim, kHeadDimV}, kTile);
   static constexpr int kSmemBytes = sm90_smem_bytes({kHeadDim, kHeadDimV}, kTile, kQStages);
   static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 240;
-  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 24;
+  static constexpr int kProducerRegisters = 32;
   static constexpr int kScoreCount = kTile.n / 2, kOutCount = kHeadDimV / 2;  // of a thread
   static constexpr int kWorkSlots = 2;
   // Note: beyond 128 columns the wait for a turn costs more than the overlap brings.
@@ -550,7 +550,6 @@ struct PrefillSm90 {
     Shared shared(smem);
     constexpr uint32_t kWarps = kConsumers * 4;
     int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
-    int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
     if (threadIdx.x == 0) {
       for (int i = 0; i < 2; ++i) {
         device::barrier_init(shared.q_full(i), 1);
@@ -570,8 +569,12 @@ struct PrefillSm90 {
     __syncthreads();
     if (group == 0) {
       device::registers_shrink<kProducerRegisters>();
-      if (warp == 0 && device::elect_one()) load_tiles(p, s, maps, shared);
-      if (warp == 1) schedule_work(p, s, shared);
+      int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+      if (warp == 1) {
+        schedule_work(p, s, shared);
+      } else if (warp == 0 && device::elect_one()) {
+        load_tiles(p, s, maps, shared);
+      }
     } else {
       device::registers_grow<kConsumerRegisters>();
       consume(p, s, shared, group - 1);
