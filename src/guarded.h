@@ -77,6 +77,15 @@ void copy_text(char (&to)[kSize], const std::string& from) {
   to[length] = '\0';
 }
 
+// Who computes which tile.
+inline const char* schedule_text(const Plan& plan) {
+  if (plan.kernel == Kernel::cpu || plan.kernel == Kernel::cpu_naive) return "threads of the pool";
+  if (plan.tile.m == 0) return "one kernel after another";  // scores in memory
+  if (plan.num_splits == 0) return "CTAs share a plan made on the device";
+  if (plan.num_ctas == 0) return "one CTA per tile";
+  return plan.draws_tiles ? "persistent CTAs, tiles drawn" : "persistent CTAs, fixed order";
+}
+
 inline void fill_plan(const Plan& plan, MaskKind mask, ScoreKind score, const std::string& ladder,
                       cuattn_plan& to) {
   std::memset(&to, 0, sizeof(to));
@@ -93,9 +102,7 @@ inline void fill_plan(const Plan& plan, MaskKind mask, ScoreKind score, const st
   to.head_dim_v = plan.head_dim_v;
   to.num_splits = plan.num_splits;
   to.packed_heads = plan.packed_heads > 1 ? plan.packed_heads : 1;
-  copy_text(to.schedule, plan.num_ctas == 0 ? "one CTA per tile"
-                         : plan.draws_tiles ? "persistent CTAs, tiles drawn"
-                                            : "persistent CTAs, fixed order");
+  copy_text(to.schedule, schedule_text(plan));
   to.workspace_bytes = plan.workspace_bytes;
 }
 

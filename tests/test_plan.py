@@ -296,6 +296,8 @@ def test_tiles_of_unlike_weight_are_drawn():
     few = explain("H100", shape=(1, 512, 4, 128), causal=True)
     assert few.schedule == "persistent CTAs, fixed order"
     assert explain("A100", shape=many, causal=True).schedule == "one CTA per tile"
+    assert explain("H100", shape=many, backend="naive").schedule == "one kernel after another"
+    assert cuattn.explain("attention", *[many] * 3, device="cpu").schedule == "threads of the pool"
     ragged = cuattn.explain(
         "attention_varlen", *[(9000, 16, 64)] * 3, (65,), (65,), 900, 900, device="h100"
     )
