@@ -36,8 +36,8 @@ struct PrefillSm90 {
   static constexpr int kVBytes = kTile.n * kPanelsV * 128;
   static constexpr int kQStages = sm90_q_stages({kHeadDim, kHeadDimV}, kTile);
   static constexpr int kSmemBytes = sm90_smem_bytes({kHeadDim, kHeadDimV}, kTile, kQStages);
-  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 240;
-  static constexpr int kProducerRegisters = 32;
+  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 232;
+  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 48;
   static constexpr int kScoreCount = kTile.n / 2, kOutCount = kHeadDimV / 2;  // of a thread
   static constexpr int kWorkSlots = 2;
   // Note: beyond 128 columns the wait for a turn costs more than the overlap brings.

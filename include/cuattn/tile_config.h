@@ -57,7 +57,7 @@ constexpr int32_t sm90_q_stages(HeadDims d, Tile tile) {
 }
 
 // A warpgroup of producers and m / 64 of consumers, which keep S (n / 2), O (head_dim_v / 2) and P
-// (n / 4) in 240 registers each, or 160 if they are three.
+// (n / 4) in 232 registers each, or 160 if they are three.
 constexpr Tile sm90_tile(HeadDims d, MaskKind, ScoreKind score) {
   if (d.qk <= 64) {
     if (score == ScoreKind::identity) return {192, 128, 4, 16};  // 2 * 24 + 4 * 32 = 176 KB
