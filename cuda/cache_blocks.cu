@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // copy_blocks: one kernel for all layers and pairs. swap_blocks: copies by the copy engines, which
-// leave the multiprocessors to others. The same on the CPU: cpu/cache.cpp.
+// leave the multiprocessors to others, where the pieces are large; a few thread blocks where they
+// are small. The same on the CPU: cpu/cache.cpp.
 #include <algorithm>
 
 #include "cuattn/cache_params.h"
@@ -24,9 +25,9 @@ struct CopyLaunch {
   char* caches[kMaxCaches];  // num_k of the first kind, then the second
   int64_t host_pairs[2 * kMaxPairs];
   const int64_t* pairs;  // nullptr: host_pairs
-  int64_t num_pairs, num_blocks;
+  int64_t num_blocks;
   int64_t block_bytes[2], block_stride[2];
-  int32_t num_k, num_caches, slices;
+  uint32_t num_k, num_caches, slices;
 };
 static_assert(sizeof(CopyLaunch) <= 4096, "kernel parameters");
 
@@ -44,39 +45,106 @@ __device__ void copy_slice(const char* from, char* to, int64_t begin, int64_t en
   }
 }
 
-// A thread block copies one slice of one block of one cache, and takes further ones where the grid
-// is smaller than the work.
+// A thread block copies one slice of one block of one cache.
 __global__ void __launch_bounds__(kThreads) copy_blocks(const __grid_constant__ CopyLaunch p) {
-  int64_t total = p.num_pairs * p.num_caches * p.slices;
-  for (int64_t index = blockIdx.x; index < total; index += gridDim.x) {
-    int64_t slice = index % p.slices, rest = index / p.slices;
-    int cache = static_cast<int>(rest % p.num_caches);
-    int64_t pair = rest / p.num_caches;
-    int kind = cache < p.num_k ? 0 : 1;
-    int64_t begin = slice * kSliceBytes;
-    if (begin >= p.block_bytes[kind]) continue;
-    int64_t source = p.pairs != nullptr ? p.pairs[2 * pair] : p.host_pairs[2 * pair];
-    int64_t target = p.pairs != nullptr ? p.pairs[2 * pair + 1] : p.host_pairs[2 * pair + 1];
-    if (!is_copy(source, target, p.num_blocks)) continue;
-    char* data = p.caches[cache];
-    copy_slice(data + source * p.block_stride[kind], data + target * p.block_stride[kind], begin,
-               p.block_bytes[kind]);
-  }
+  unsigned slices = p.slices, caches = p.num_caches;
+  unsigned slice = blockIdx.x % slices, rest = blockIdx.x / slices;
+  unsigned cache = rest % caches, pair = rest / caches;
+  int kind = cache < p.num_k ? 0 : 1;
+  int64_t begin = slice * kSliceBytes;
+  if (begin >= p.block_bytes[kind]) return;
+  const int64_t* pairs = p.pairs != nullptr ? p.pairs : p.host_pairs;
+  int64_t source = pairs[2 * pair], target = pairs[2 * pair + 1];
+  if (!is_copy(source, target, p.num_blocks)) return;
+  char* data = p.caches[cache];
+  copy_slice(data + source * p.block_stride[kind], data + target * p.block_stride[kind], begin,
+             p.block_bytes[kind]);
 }
 
 // All pairs, in the caches that the launch holds.
 void launch_pairs(CopyLaunch& launch, const BlockCopyParams& p, cudaStream_t stream) {
-  int64_t step = p.pairs_on_host ? kMaxPairs : p.num_pairs;
+  int64_t blocks = int64_t{launch.num_caches} * launch.slices;  // of one pair
+  int64_t step = p.pairs_on_host ? kMaxPairs : std::max<int64_t>(0x7fffffff / blocks, 1);
   for (int64_t first = 0; first < p.num_pairs; first += step) {
-    launch.num_pairs = std::min(p.num_pairs - first, step);
-    launch.pairs = p.pairs_on_host ? nullptr : p.pairs;
-    if (p.pairs_on_host) std::copy_n(p.pairs + 2 * first, 2 * launch.num_pairs, launch.host_pairs);
-    int64_t blocks = launch.num_pairs * launch.num_caches * launch.slices;
-    constexpr int64_t kMaxBlocks = 1 << 30;
-    copy_blocks<<<static_cast<unsigned>(std::min(blocks, kMaxBlocks)), kThreads, 0, stream>>>(
-        launch);
+    int64_t count = std::min(p.num_pairs - first, step);
+    launch.pairs = p.pairs_on_host ? nullptr : p.pairs + 2 * first;
+    if (p.pairs_on_host) std::copy_n(p.pairs + 2 * first, 2 * count, launch.host_pairs);
+    copy_blocks<<<static_cast<unsigned>(count * blocks), kThreads, 0, stream>>>(launch);
     CUATTN_CUDA_TRY(cudaGetLastError());
   }
+}
+
+// A copy engine takes some 2.5 us more for each piece, so it reaches half of PCIe's rate with
+// pieces of 128 KB. A thread block has kSliceBytes in flight: 32 of them cover PCIe's latency, and
+// an eighth of the threads of 32 multiprocessors is what others lose.
+constexpr int64_t kEngineBytes = 512 << 10;
+constexpr unsigned kHostBlocks = 32;
+constexpr int kMaxSwaps = 240;
+
+struct SwapLaunch {
+  const char* from;
+  char* to;
+  int64_t from_stride, to_stride, block_bytes;
+  uint32_t num_pairs, slices;
+  int64_t pairs[2 * kMaxSwaps];
+};
+static_assert(sizeof(SwapLaunch) <= 4096, "kernel parameters");
+
+__global__ void __launch_bounds__(kThreads) swap_blocks(const __grid_constant__ SwapLaunch p) {
+  for (unsigned index = blockIdx.x; index < p.num_pairs * p.slices; index += gridDim.x) {
+    const int64_t* pair = p.pairs + 2 * (index / p.slices);
+    copy_slice(p.from + pair[0] * p.from_stride, p.to + pair[1] * p.to_stride,
+               index % p.slices * kSliceBytes, p.block_bytes);
+  }
+}
+
+// Neighbours from pair `i` on that stay neighbours.
+int64_t run_of(const BlockSwapParams& p, int64_t i) {
+  const int64_t* pair = p.pairs + 2 * i;
+  int64_t run = 1;
+  while (i + run < p.num_pairs && pair[2 * run] == pair[0] + run &&
+         pair[2 * run + 1] == pair[1] + run)
+    ++run;
+  return run;
+}
+
+// Block 0 of one side of a swap (0: source) as a kernel sees it, if it can: memory of the device or
+// pinned memory, from the lowest block named to the highest. Else nullptr.
+char* seen_by_kernels(const BlockSwapParams& p, int side, bool& on_host) {
+  auto* data = static_cast<char*>(side == 0 ? const_cast<void*>(p.src) : p.dst);
+  int64_t stride = side == 0 ? p.src_stride : p.dst_stride, low = p.pairs[side], high = low;
+  for (int64_t i = 1; i < p.num_pairs; ++i) {
+    low = std::min(low, p.pairs[2 * i + side]);
+    high = std::max(high, p.pairs[2 * i + side]);
+  }
+  cudaPointerAttributes begin{}, end{};
+  CUATTN_CUDA_TRY(cudaPointerGetAttributes(&begin, data + low * stride));
+  CUATTN_CUDA_TRY(cudaPointerGetAttributes(&end, data + high * stride + p.block_bytes - 1));
+  if (begin.devicePointer == nullptr || end.devicePointer == nullptr) return nullptr;
+  on_host = on_host || begin.type == cudaMemoryTypeHost;
+  char* seen = static_cast<char*>(begin.devicePointer) - low * stride;
+  bool aligned =
+      reinterpret_cast<uintptr_t>(seen) % 16 == 0 && stride % 16 == 0 && p.block_bytes % 16 == 0;
+  return aligned ? seen : nullptr;
+}
+
+// By a kernel; false where it cannot.
+bool swap_scattered(const BlockSwapParams& p, cudaStream_t stream) {
+  int64_t slices = ceil_div(p.block_bytes, kSliceBytes);
+  bool on_host = false;
+  char *from = seen_by_kernels(p, 0, on_host), *to = seen_by_kernels(p, 1, on_host);
+  if (from == nullptr || to == nullptr) return false;
+  SwapLaunch launch{
+      from, to, p.src_stride, p.dst_stride, p.block_bytes, 0, static_cast<uint32_t>(slices), {}};
+  for (int64_t first = 0; first < p.num_pairs; first += kMaxSwaps) {
+    int64_t count = std::min<int64_t>(p.num_pairs - first, kMaxSwaps);
+    launch.num_pairs = static_cast<uint32_t>(count);
+    std::copy_n(p.pairs + 2 * first, 2 * count, launch.pairs);
+    auto blocks = static_cast<unsigned>(count * slices);
+    swap_blocks<<<on_host ? std::min(blocks, kHostBlocks) : blocks, kThreads, 0, stream>>>(launch);
+    CUATTN_CUDA_TRY(cudaGetLastError());
+  }
+  return true;
 }
 
 }  // namespace
@@ -89,14 +157,17 @@ void launch_copy_blocks(const BlockCopyParams& p, cudaStream_t stream) {
   launch.block_stride[0] = p.k.block_stride;
   launch.block_stride[1] = p.v.block_stride;
   int64_t largest = std::max(p.k.block_bytes, p.v.block_bytes);
-  CUATTN_ASSERT(largest / kSliceBytes < 0x7fffffff, "blocks of ", largest, " bytes");
-  launch.slices = static_cast<int32_t>(ceil_div(largest, kSliceBytes));
+  CUATTN_REQUIRE(largest / kSliceBytes < 0x7fffffff / kMaxCaches,
+                 "copy_blocks: k_caches must have blocks of less than 128 GiB, got ", largest,
+                 " bytes; cut them");
+  launch.slices = static_cast<uint32_t>(ceil_div(largest, kSliceBytes));
   if (launch.slices == 0) return;
   int32_t total = p.k.count + p.v.count;
   for (int32_t first = 0; first < total; first += kMaxCaches) {
-    launch.num_caches = std::min(total - first, kMaxCaches);
-    launch.num_k = std::clamp(p.k.count - first, 0, launch.num_caches);
-    for (int32_t i = 0; i < launch.num_caches; ++i) {
+    int32_t count = std::min(total - first, kMaxCaches);
+    launch.num_caches = static_cast<uint32_t>(count);
+    launch.num_k = static_cast<uint32_t>(std::clamp(p.k.count - first, 0, count));
+    for (int32_t i = 0; i < count; ++i) {
       int32_t at = first + i;
       launch.caches[i] =
           static_cast<char*>(at < p.k.count ? p.k.data[at] : p.v.data[at - p.k.count]);
@@ -106,12 +177,14 @@ void launch_copy_blocks(const BlockCopyParams& p, cudaStream_t stream) {
 }
 
 void launch_swap_blocks(const BlockSwapParams& p, cudaStream_t stream) {
+  int64_t runs = 0;
+  for (int64_t i = 0; i < p.num_pairs; i += run_of(p, i)) ++runs;
+  if (runs > 1 && p.num_pairs * p.block_bytes < runs * kEngineBytes && swap_scattered(p, stream))
+    return;
   bool dense = p.src_stride == p.block_bytes && p.dst_stride == p.block_bytes;
-  for (int64_t i = 0, run = 1; i < p.num_pairs; i += run, run = 1) {
+  for (int64_t i = 0, run = 1; i < p.num_pairs; i += run) {
+    run = run_of(p, i);
     const int64_t* pair = p.pairs + 2 * i;
-    while (i + run < p.num_pairs && pair[2 * run] == pair[0] + run &&
-           pair[2 * run + 1] == pair[1] + run)
-      ++run;  // neighbours that stay neighbours
     const char* from = static_cast<const char*>(p.src) + pair[0] * p.src_stride;
     char* to = static_cast<char*>(p.dst) + pair[1] * p.dst_stride;
     auto width = static_cast<size_t>(p.block_bytes), height = static_cast<size_t>(run);

@@ -11,109 +11,119 @@ using namespace device;
 
 // T stands for any element of its size.
 template <class T>
-__device__ void gather_rows(const CacheGatherParams& p, const CacheSide& side,
-                            const CacheTile& tile, int64_t first, int first_head) {
+__device__ void gather_rows(const CacheSide& side, const CacheTile& tile) {
   constexpr int kVec = 16 / sizeof(T);
   const auto* cache = static_cast<const T*>(side.cache);
   auto* rows = static_cast<T*>(side.rows);
-  int chunks = side.head_dim / kVec;
-  bool tokens_first = side.run < side.head_dim;  // neighbouring threads read neighbouring memory
-  int heads = min(p.num_heads - first_head, kHeadsPerThread);
-  for (int item = threadIdx.x; item < kRowTokens * chunks; item += kCacheThreads) {
-    int t = tokens_first ? item % kRowTokens : item / chunks;
-    int d = (tokens_first ? item / kRowTokens : item % chunks) * kVec;
-    if (tile.slot[CacheTile::kMargin + t] < 0) continue;
-    const T* from = cache + tile.place[CacheTile::kMargin + t] + first_head * side.strides.head +
-                    side.run_of(d);
-    T* to = rows + side.row(first + t, first_head) + d;
-    uint4 x[kHeadsPerThread];
+  int chunks = side.head_dim / kVec, lanes = token_lanes(side, tile.tokens);
+  for (int index = threadIdx.x; index < tile.tokens * chunks; index += kCacheThreads) {
+    CacheItem item(index, chunks, lanes);
+    int d = item.chunk * kVec;
+    if (tile.slot(item.token) < 0) continue;
+    const T* from =
+        cache + tile.place(item.token) + tile.first_head * side.strides.head + side.run_of(d);
+    T* to = rows + side.row(tile.first + item.token, tile.first_head) + d;
+    uint4 x[kTileHeads];
 #pragma unroll
-    for (int h = 0; h < kHeadsPerThread; ++h) {
-      if (h < heads) x[h] = *reinterpret_cast<const uint4*>(from + h * side.strides.head);
+    for (int h = 0; h < kTileHeads; ++h) {
+      if (h < tile.heads) x[h] = *reinterpret_cast<const uint4*>(from + h * side.strides.head);
     }
 #pragma unroll
-    for (int h = 0; h < kHeadsPerThread; ++h) {
-      if (h < heads) *reinterpret_cast<uint4*>(to + h * side.row_head) = x[h];
+    for (int h = 0; h < kTileHeads; ++h) {
+      if (h < tile.heads) *reinterpret_cast<uint4*>(to + h * side.row_head) = x[h];
     }
   }
 }
 
+template <class T>
+constexpr int kSquareTokens = 16 / sizeof(T) < kMaxSquareTokens ? 16 / sizeof(T) : kMaxSquareTokens;
+
 // V of the vLLM layout: squares of kTokens x kVec.
 template <class T>
-__device__ void gather_columns(const CacheSide& side, const CacheTile& tile, int64_t first,
-                               int head) {
+__device__ void gather_squares(const CacheSide& side, const CacheTile& tile) {
   constexpr int kVec = 16 / sizeof(T);
-  constexpr int kTokens = kVec < kMaxColumnVector ? kVec : kMaxColumnVector;
-  constexpr int kGroups = kColumnTokens / kTokens;
+  constexpr int kTokens = kSquareTokens<T>;
   using Row = CacheChunk<T, kVec>;
   using Column = CacheChunk<T, kTokens>;
-  const auto* cache = static_cast<const T*>(side.cache) + head * side.strides.head;
-  auto* rows = static_cast<T*>(side.rows);
-  for (int item = threadIdx.x; item < kGroups * (side.head_dim / kVec); item += kCacheThreads) {
-    int group = item % kGroups * kTokens, d = item / kGroups * kVec;
-    const int64_t* slot = tile.slot + CacheTile::kMargin + group;
-    const int64_t* place = tile.place + CacheTile::kMargin + group;
-    T* to = rows + side.row(first + group, head) + d;
-    CacheSquares<kTokens> squares(slot);
-    if (squares.own >= 0) {
-      const T* from = cache + place[squares.own] + d * side.run_stride;
-      Column x[kVec];
+  int chunks = side.head_dim / kVec, items = tile.tokens / kTokens * chunks;
+  for (int index = threadIdx.x; index < items * tile.heads; index += kCacheThreads) {
+    CacheItem item(index % items, chunks, kSquareLanes);
+    int token = tile.square<kTokens>(item.token);
+    if (token < 0) continue;
+    int head = tile.first_head + index / items, d = item.chunk * kVec;
+    const T* from = static_cast<const T*>(side.cache) + tile.place(token) +
+                    head * side.strides.head + d * side.run_stride;
+    T* to = static_cast<T*>(side.rows) + side.row(tile.first + token, head) + d;
+    Column x[kVec];
 #pragma unroll
-      for (int j = 0; j < kVec; ++j)
-        x[j] = *reinterpret_cast<const Column*>(from + j * side.run_stride);
+    for (int j = 0; j < kVec; ++j)
+      x[j] = *reinterpret_cast<const Column*>(from + j * side.run_stride);
 #pragma unroll
-      for (int i = 0; i < kTokens; ++i) {
-        Row row;
-#pragma unroll
-        for (int j = 0; j < kVec; ++j) row.x[j] = x[j].x[i];
-        *reinterpret_cast<Row*>(to + (squares.own + i) * side.row_token) = row;
-      }
-    }
     for (int i = 0; i < kTokens; ++i) {
-      if (slot[i] < 0 || squares.hold(i)) continue;
-      const T* from = cache + place[i] + d * side.run_stride;
       Row row;
 #pragma unroll
-      for (int j = 0; j < kVec; ++j) row.x[j] = from[j * side.run_stride];
+      for (int j = 0; j < kVec; ++j) row.x[j] = x[j].x[i];
       *reinterpret_cast<Row*>(to + i * side.row_token) = row;
     }
   }
 }
 
+// The tokens of no square.
 template <class T>
-__global__ void __launch_bounds__(kCacheThreads)
-    cache_gather(const __grid_constant__ CacheGatherParams p, unsigned k_blocks) {
-  __shared__ CacheTile tile;
-  bool is_k = blockIdx.x < k_blocks;
+__device__ void gather_scattered(const CacheSide& side, const CacheTile& tile) {
+  constexpr int kVec = 16 / sizeof(T);
+  int chunks = side.head_dim / kVec, items = tile.tokens * chunks;
+  for (int index = threadIdx.x; index < items * tile.heads; index += kCacheThreads) {
+    CacheItem item(index % items, chunks, 1);
+    if (!tile.is_alone<kSquareTokens<T>>(item.token)) continue;
+    int head = tile.first_head + index / items, d = item.chunk * kVec;
+    const T* from = static_cast<const T*>(side.cache) + tile.place(item.token) +
+                    head * side.strides.head + d * side.run_stride;
+    CacheChunk<T, kVec> row;
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) row.x[j] = from[j * side.run_stride];
+    *reinterpret_cast<CacheChunk<T, kVec>*>(static_cast<T*>(side.rows) +
+                                            side.row(tile.first + item.token, head) + d) = row;
+  }
+}
+
+// kSquares: the vLLM layout. Its own kernel, because squares take registers.
+template <class T, bool kSquares>
+__global__ void __launch_bounds__(kCacheThreads, kSquares ? 3 : 4)
+    cache_gather(const __grid_constant__ CacheGatherParams p, int tokens) {
+  __shared__ CacheTile::Places places;
+  bool is_k = blockIdx.y == 0;
   const CacheSide& side = is_k ? p.k : p.v;
-  int index = static_cast<int>(is_k ? blockIdx.x : blockIdx.x - k_blocks);
-  bool columns = side.run == 1;
-  int head_groups = columns ? p.num_heads : ceil_div(p.num_heads, kHeadsPerThread);
-  int tokens = columns ? kColumnTokens : kRowTokens;
-  int64_t first = int64_t{index / head_groups} * tokens;
-  int head = index % head_groups * (columns ? 1 : kHeadsPerThread);
-  tile.fill(side, p.block_size, first, tokens, p.num_tokens, [&](int64_t token) {
+  CacheTile tile(&places, tokens, p.num_heads);
+  tile.fill(side, p.block_size, p.num_tokens, [&](int64_t token) {
     CachedToken from = cached_token(p, token);
     return from.seq < 0 ? int64_t{-1} : from.block * p.block_size + from.at;
   });
-  if (columns) {
-    gather_columns<T>(side, tile, first, head);
+  if (!kSquares || is_k) {
+    gather_rows<T>(side, tile);
   } else {
-    gather_rows<T>(p, side, tile, first, head);
+    if (tile.find_squares<kSquareTokens<T>>()) gather_scattered<T>(side, tile);
+    gather_squares<T>(side, tile);
   }
+}
+
+template <class T>
+void launch(const CacheGatherParams& p, cudaStream_t stream) {
+  int tokens = tile_tokens(p.num_tokens, p.num_heads, kTileTokens<T>);
+  dim3 grid = cache_grid("gather_cache", p.num_tokens, p.num_heads, tokens);
+  auto* kernel = p.kv_layout == KvLayout::vllm ? cache_gather<T, true> : cache_gather<T, false>;
+  kernel<<<grid, kCacheThreads, 0, stream>>>(p, tokens);
+  CUATTN_CUDA_TRY(cudaGetLastError());
 }
 
 }  // namespace
 
 void launch_cache_gather(const CacheGatherParams& p, cudaStream_t stream) {
-  int64_t k_blocks = cache_blocks(p.k, p.num_tokens, p.num_heads);
-  unsigned blocks =
-      cache_grid("gather_cache", k_blocks + cache_blocks(p.v, p.num_tokens, p.num_heads));
-  auto* kernel = p.dtype == DType::f32    ? cache_gather<uint32_t>
-                 : p.dtype == DType::e4m3 ? cache_gather<uint8_t>
-                                          : cache_gather<uint16_t>;
-  kernel<<<blocks, kCacheThreads, 0, stream>>>(p, static_cast<unsigned>(k_blocks));
-  CUATTN_CUDA_TRY(cudaGetLastError());
+  switch (itemsize(p.dtype)) {
+    case 4: return launch<uint32_t>(p, stream);
+    case 2: return launch<uint16_t>(p, stream);
+    default: return launch<uint8_t>(p, stream);
+  }
 }
 
 }  // namespace cuattn

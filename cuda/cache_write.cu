@@ -36,205 +36,299 @@ struct Types {
   }
 };
 
-// The rotation of kVec neighbours from d0 on: x becomes x cos + partner sin, sin with its sign.
-// Products and sums are rounded one by one, as on the CPU.
-template <class Types>
-struct Rotation {
-  static constexpr int kVec = Types::kVec;
-  float cos[kVec], sin[kVec];
-  int count;  // of the kVec elements, how many are rotated
-  int half, d0;
-  bool interleaved;
-
-  __device__ Rotation(const RopeParams& rope, int64_t token, int d) {
-    half = rope.rotary_dim / 2;
-    d0 = d;
-    interleaved = rope.interleaved;
-    count = min(max(rope.rotary_dim - d, 0), kVec);
-    int64_t position = count > 0 ? rope_position(rope, token) : 0;
-#pragma unroll
-    for (int i = 0; i < kVec; ++i) {
-      if (i >= count) continue;
-      bool second = interleaved ? i % 2 == 1 : d + i >= half;
-      int column = interleaved ? (d + i) / 2 : d + i - (second ? half : 0);
-      float s = rope.sin[position * rope.sin_stride + column];
-      cos[i] = rope.cos[position * rope.cos_stride + column];
-      sin[i] = second ? s : -s;
-    }
-  }
-
-  // Elements of `row` that belong to x, a chunk of it.
-  __device__ void partners(const typename Types::T* row, const typename Types::Row& x,
-                           float (&y)[kVec]) const {
-    if (interleaved) {
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) y[i] = to_float(x.x[i ^ 1]);
-    } else if (half % kVec == 0) {
-      int d = d0 < half ? d0 + half : d0 - half;
-      auto chunk = *reinterpret_cast<const typename Types::Row*>(row + d);
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) y[i] = to_float(chunk.x[i]);
-    } else {
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) {
-        int d = d0 + i;
-        y[i] = i < count ? to_float(row[d < half ? d + half : d - half]) : 0.0f;
-      }
-    }
-  }
-
-  __device__ typename Types::Stored apply(const typename Types::T* row,
-                                          const typename Types::Row& x, float inverse) const {
-    typename Types::Stored stored;
-    float y[kVec];
-    if (count > 0) partners(row, x, y);
-#pragma unroll
-    for (int i = 0; i < kVec; ++i) {
-      stored.x[i] = i < count ? Types::stored(__fadd_rn(__fmul_rn(to_float(x.x[i]), cos[i]),
-                                                        __fmul_rn(y[i], sin[i])),
-                                              inverse)
-                              : Types::stored_element(x.x[i], inverse);
-    }
-    return stored;
-  }
+// (a, b) becomes (a cos - b sin, b cos + a sin). Products and sums are rounded one by one, as on
+// the CPU.
+struct Rotated {
+  float a, b;
 };
+__device__ Rotated rotated(float a, float b, float cos, float sin) {
+  return {__fadd_rn(__fmul_rn(a, cos), __fmul_rn(b, -sin)),
+          __fadd_rn(__fmul_rn(b, cos), __fmul_rn(a, sin))};
+}
 
-template <class Types>
-struct NoRotation {
-  __device__ NoRotation(const RopeParams&, int64_t, int) {}
-  __device__ typename Types::Stored apply(const typename Types::T*, const typename Types::Row& x,
-                                          float inverse) const {
-    typename Types::Stored stored;
+// kCount floats, in vectors where `aligned` says so.
+template <int kCount>
+__device__ void load_floats(const float* from, bool aligned, float (&to)[kCount]) {
+  if (aligned) {
 #pragma unroll
-    for (int i = 0; i < Types::kVec; ++i) stored.x[i] = Types::stored_element(x.x[i], inverse);
-    return stored;
+    for (int i = 0; i < kCount; i += 4) {
+      float4 x = *reinterpret_cast<const float4*>(from + i);
+      to[i] = x.x;
+      to[i + 1] = x.y;
+      to[i + 2] = x.z;
+      to[i + 3] = x.w;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) to[i] = from[i];
   }
-};
+}
 
-// kRowTokens tokens from `first` on, kHeadsPerThread heads from `first_head` on.
-template <class Types, class Turn>
-__device__ void write_rows(const CacheWriteParams& p, const CacheSide& side, const CacheTile& tile,
-                           int64_t first, int first_head) {
+__device__ bool has_aligned_rows(const float* table, int64_t stride) {
+  return reinterpret_cast<uintptr_t>(table) % 16 == 0 && stride % 4 == 0;
+}
+
+// The elements from `first_d` on, as they are.
+template <class Types>
+__device__ void write_rows(const CacheSide& side, const CacheTile& tile, int first_d) {
   constexpr int kVec = Types::kVec;
   const auto* rows = static_cast<const typename Types::T*>(side.rows);
   auto* cache = static_cast<typename Types::C*>(side.cache);
-  int chunks = side.head_dim / kVec;
-  bool tokens_first = side.run < side.head_dim;  // neighbouring threads write neighbouring memory
-  int heads = min(p.num_heads - first_head, kHeadsPerThread);
-  for (int item = threadIdx.x; item < kRowTokens * chunks; item += kCacheThreads) {
-    int t = tokens_first ? item % kRowTokens : item / chunks;
-    int d = (tokens_first ? item / kRowTokens : item % chunks) * kVec;
-    if (tile.slot[CacheTile::kMargin + t] < 0) continue;
-    const auto* from = rows + side.row(first + t, first_head) + d;
-    auto* to = cache + tile.place[CacheTile::kMargin + t] + first_head * side.strides.head +
-               side.run_of(d);
-    typename Types::Row x[kHeadsPerThread];
+  int chunks = (side.head_dim - first_d) / kVec, lanes = token_lanes(side, tile.tokens);
+  for (int index = threadIdx.x; index < tile.tokens * chunks; index += kCacheThreads) {
+    CacheItem item(index, chunks, lanes);
+    int d = first_d + item.chunk * kVec;
+    if (tile.slot(item.token) < 0) continue;
+    const auto* from = rows + side.row(tile.first + item.token, tile.first_head) + d;
+    auto* to =
+        cache + tile.place(item.token) + tile.first_head * side.strides.head + side.run_of(d);
+    typename Types::Row x[kTileHeads];
 #pragma unroll
-    for (int h = 0; h < kHeadsPerThread; ++h) {
-      if (h < heads) x[h] = *reinterpret_cast<const typename Types::Row*>(from + h * side.row_head);
+    for (int h = 0; h < kTileHeads; ++h) {
+      if (h < tile.heads)
+        x[h] = *reinterpret_cast<const typename Types::Row*>(from + h * side.row_head);
     }
-    Turn turn(p.rope, first + t, d);
 #pragma unroll
-    for (int h = 0; h < kHeadsPerThread; ++h) {
-      if (h >= heads) break;
-      *reinterpret_cast<typename Types::Stored*>(to + h * side.strides.head) = turn.apply(
-          from - d + h * side.row_head, x[h], Types::inverse_scale(side, first_head + h));
+    for (int h = 0; h < kTileHeads; ++h) {
+      if (h >= tile.heads) break;
+      float inverse = Types::inverse_scale(side, tile.first_head + h);
+      typename Types::Stored stored;
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) stored.x[i] = Types::stored_element(x[h].x[i], inverse);
+      *reinterpret_cast<typename Types::Stored*>(to + h * side.strides.head) = stored;
     }
   }
 }
 
-// kColumnTokens tokens from `first` on, one head: V of the vLLM layout.
+// The rotated elements where half of them is a multiple of kVec: a thread takes kVec columns of cos
+// and sin, and for each head the two chunks whose pairs these columns turn.
 template <class Types>
-__device__ void write_columns(const CacheSide& side, const CacheTile& tile, int64_t first,
-                              int head) {
+__device__ void rotate_rows(const CacheWriteParams& p, const CacheTile& tile,
+                            const int64_t* positions) {
   constexpr int kVec = Types::kVec;
-  constexpr int kGroups = kColumnTokens / kVec;
+  constexpr int kHeads = 2;  // in flight: two chunks each
+  const CacheSide& side = p.k;
+  const RopeParams& rope = p.rope;
   const auto* rows = static_cast<const typename Types::T*>(side.rows);
-  auto* cache = static_cast<typename Types::C*>(side.cache) + head * side.strides.head;
-  float inverse = Types::inverse_scale(side, head);
-  for (int item = threadIdx.x; item < kGroups * (side.head_dim / kVec); item += kCacheThreads) {
-    int group = item % kGroups * kVec, d = item / kGroups * kVec;
-    const int64_t* slot = tile.slot + CacheTile::kMargin + group;
-    const int64_t* place = tile.place + CacheTile::kMargin + group;
-    const auto* from = rows + side.row(first + group, head) + d;
-    CacheSquares<kVec> squares(slot);
-    if (squares.own >= 0) {
-      typename Types::Row x[kVec];
+  auto* cache = static_cast<typename Types::C*>(side.cache);
+  int half = rope.rotary_dim / 2, chunks = half / kVec, lanes = token_lanes(side, tile.tokens);
+  bool cos_aligned = has_aligned_rows(rope.cos, rope.cos_stride);
+  bool sin_aligned = has_aligned_rows(rope.sin, rope.sin_stride);
+  for (int index = threadIdx.x; index < tile.tokens * chunks; index += kCacheThreads) {
+    CacheItem item(index, chunks, lanes);
+    if (tile.slot(item.token) < 0) continue;
+    int column = item.chunk * kVec;
+    int64_t position = positions[item.token];
+    float cos[kVec], sin[kVec];
+    load_floats(rope.cos + position * rope.cos_stride + column, cos_aligned, cos);
+    load_floats(rope.sin + position * rope.sin_stride + column, sin_aligned, sin);
+    int d = rope.interleaved ? 2 * column : column;
+    int other = rope.interleaved ? kVec : half;  // from the first chunk to the second
+    int64_t skip = side.run_of(d + other) - side.run_of(d);
+    for (int head = 0; head < tile.heads; head += kHeads) {
+      const auto* from = rows + side.row(tile.first + item.token, tile.first_head + head) + d;
+      auto* to = cache + tile.place(item.token) + (tile.first_head + head) * side.strides.head +
+                 side.run_of(d);
+      typename Types::Row a[kHeads], b[kHeads];
 #pragma unroll
-      for (int i = 0; i < kVec; ++i)
-        x[i] = *reinterpret_cast<const typename Types::Row*>(from +
-                                                             (squares.own + i) * side.row_token);
-      auto* to = cache + place[squares.own] + d * side.run_stride;
+      for (int h = 0; h < kHeads; ++h) {
+        if (head + h >= tile.heads) break;
+        const auto* row = from + h * side.row_head;
+        a[h] = *reinterpret_cast<const typename Types::Row*>(row);
+        b[h] = *reinterpret_cast<const typename Types::Row*>(row + other);
+      }
 #pragma unroll
-      for (int j = 0; j < kVec; ++j) {
-        typename Types::Stored column;
+      for (int h = 0; h < kHeads; ++h) {
+        if (head + h >= tile.heads) break;
+        float inverse = Types::inverse_scale(side, tile.first_head + head + h);
+        typename Types::Stored low, high;
+        if (rope.interleaved) {
 #pragma unroll
-        for (int i = 0; i < kVec; ++i) column.x[i] = Types::stored_element(x[i].x[j], inverse);
-        *reinterpret_cast<typename Types::Stored*>(to + j * side.run_stride) = column;
+          for (int i = 0; i < kVec; i += 2) {
+            Rotated x =
+                rotated(to_float(a[h].x[i]), to_float(a[h].x[i + 1]), cos[i / 2], sin[i / 2]);
+            Rotated y = rotated(to_float(b[h].x[i]), to_float(b[h].x[i + 1]), cos[(kVec + i) / 2],
+                                sin[(kVec + i) / 2]);
+            low.x[i] = Types::stored(x.a, inverse);
+            low.x[i + 1] = Types::stored(x.b, inverse);
+            high.x[i] = Types::stored(y.a, inverse);
+            high.x[i + 1] = Types::stored(y.b, inverse);
+          }
+        } else {
+#pragma unroll
+          for (int i = 0; i < kVec; ++i) {
+            Rotated x = rotated(to_float(a[h].x[i]), to_float(b[h].x[i]), cos[i], sin[i]);
+            low.x[i] = Types::stored(x.a, inverse);
+            high.x[i] = Types::stored(x.b, inverse);
+          }
+        }
+        auto* place = to + h * side.strides.head;
+        *reinterpret_cast<typename Types::Stored*>(place) = low;
+        *reinterpret_cast<typename Types::Stored*>(place + skip) = high;
       }
     }
-    for (int i = 0; i < kVec; ++i) {
-      if (slot[i] < 0 || squares.hold(i)) continue;
-      auto x = *reinterpret_cast<const typename Types::Row*>(from + i * side.row_token);
-      auto* to = cache + place[i] + d * side.run_stride;
-#pragma unroll
-      for (int j = 0; j < kVec; ++j)
-        to[j * side.run_stride] = Types::stored_element(x.x[j], inverse);
+  }
+}
+
+// The rotated elements in any other case, pair by pair.
+template <class Types>
+__device__ void rotate_pairs(const CacheWriteParams& p, const CacheTile& tile,
+                             const int64_t* positions) {
+  const CacheSide& side = p.k;
+  const RopeParams& rope = p.rope;
+  int half = rope.rotary_dim / 2;
+  for (int index = threadIdx.x; index < tile.tokens * half; index += kCacheThreads) {
+    CacheItem item(index, half, 1);
+    if (tile.slot(item.token) < 0) continue;
+    int64_t position = positions[item.token];
+    float cos = rope.cos[position * rope.cos_stride + item.chunk];
+    float sin = rope.sin[position * rope.sin_stride + item.chunk];
+    int d = rope.interleaved ? 2 * item.chunk : item.chunk;
+    int other = rope.interleaved ? d + 1 : d + half;
+    for (int head = tile.first_head; head < tile.first_head + tile.heads; ++head) {
+      const auto* row = static_cast<const typename Types::T*>(side.rows) +
+                        side.row(tile.first + item.token, head);
+      auto* place = static_cast<typename Types::C*>(side.cache) + tile.place(item.token) +
+                    head * side.strides.head;
+      float inverse = Types::inverse_scale(side, head);
+      Rotated x = rotated(to_float(row[d]), to_float(row[other]), cos, sin);
+      place[side.run_of(d)] = Types::stored(x.a, inverse);
+      place[side.run_of(other)] = Types::stored(x.b, inverse);
     }
   }
 }
 
-template <DType kType, DType kCacheType, bool kRope>
-__global__ void __launch_bounds__(kCacheThreads)
-    cache_write(const __grid_constant__ CacheWriteParams p, unsigned k_blocks) {
-  __shared__ CacheTile tile;
+// The elements from `begin` on to the next chunk, which is returned, one by one.
+template <class Types>
+__device__ int write_to_next_chunk(const CacheSide& side, const CacheTile& tile, int begin) {
+  int end = ceil_div(begin, Types::kVec) * Types::kVec;
+  for (int index = threadIdx.x; index < tile.tokens * (end - begin); index += kCacheThreads) {
+    CacheItem item(index, end - begin, 1);
+    if (tile.slot(item.token) < 0) continue;
+    int d = begin + item.chunk;
+    for (int head = tile.first_head; head < tile.first_head + tile.heads; ++head) {
+      const auto* row = static_cast<const typename Types::T*>(side.rows) +
+                        side.row(tile.first + item.token, head);
+      auto* place = static_cast<typename Types::C*>(side.cache) + tile.place(item.token) +
+                    head * side.strides.head;
+      place[side.run_of(d)] = Types::stored_element(row[d], Types::inverse_scale(side, head));
+    }
+  }
+  return end;
+}
+
+// V of the vLLM layout: squares of kVec x kVec.
+template <class Types>
+__device__ void write_squares(const CacheSide& side, const CacheTile& tile) {
+  constexpr int kVec = Types::kVec;
+  const auto* rows = static_cast<const typename Types::T*>(side.rows);
+  auto* cache = static_cast<typename Types::C*>(side.cache);
+  int chunks = side.head_dim / kVec, items = tile.tokens / kVec * chunks;
+  for (int index = threadIdx.x; index < items * tile.heads; index += kCacheThreads) {
+    CacheItem item(index % items, chunks, kSquareLanes);
+    int token = tile.square<kVec>(item.token);
+    if (token < 0) continue;
+    int head = tile.first_head + index / items, d = item.chunk * kVec;
+    const auto* from = rows + side.row(tile.first + token, head) + d;
+    typename Types::Row x[kVec];
+#pragma unroll
+    for (int i = 0; i < kVec; ++i, from += side.row_token)
+      x[i] = *reinterpret_cast<const typename Types::Row*>(from);
+    auto* to = cache + tile.place(token) + head * side.strides.head + d * side.run_stride;
+    float inverse = Types::inverse_scale(side, head);
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) {
+      typename Types::Stored column;
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) column.x[i] = Types::stored_element(x[i].x[j], inverse);
+      *reinterpret_cast<typename Types::Stored*>(to + j * side.run_stride) = column;
+    }
+  }
+}
+
+// The tokens of no square.
+template <class Types>
+__device__ void write_scattered(const CacheSide& side, const CacheTile& tile) {
+  constexpr int kVec = Types::kVec;
+  const auto* rows = static_cast<const typename Types::T*>(side.rows);
+  auto* cache = static_cast<typename Types::C*>(side.cache);
+  int chunks = side.head_dim / kVec, items = tile.tokens * chunks;
+  for (int index = threadIdx.x; index < items * tile.heads; index += kCacheThreads) {
+    CacheItem item(index % items, chunks, 1);
+    if (!tile.is_alone<kVec>(item.token)) continue;
+    int head = tile.first_head + index / items, d = item.chunk * kVec;
+    auto x = *reinterpret_cast<const typename Types::Row*>(
+        rows + side.row(tile.first + item.token, head) + d);
+    auto* to = cache + tile.place(item.token) + head * side.strides.head + d * side.run_stride;
+    float inverse = Types::inverse_scale(side, head);
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) to[j * side.run_stride] = Types::stored_element(x.x[j], inverse);
+  }
+}
+
+// kSquares: the vLLM layout. Its own kernel, because squares take registers.
+template <DType kType, DType kCacheType, bool kRope, bool kSquares>
+__global__ void __launch_bounds__(kCacheThreads, kRope || kSquares ? 3 : 4)
+    cache_write(const __grid_constant__ CacheWriteParams p, int tokens) {
+  __shared__ CacheTile::Places places;
+  __shared__ int64_t positions[kMaxTileTokens];
   using Pair = Types<kType, kCacheType>;
-  bool is_k = blockIdx.x < k_blocks;
+  bool is_k = blockIdx.y == 0;
   const CacheSide& side = is_k ? p.k : p.v;
-  int index = static_cast<int>(is_k ? blockIdx.x : blockIdx.x - k_blocks);
-  bool columns = side.run == 1;
-  int head_groups = columns ? p.num_heads : ceil_div(p.num_heads, kHeadsPerThread);
-  int tokens = columns ? kColumnTokens : kRowTokens;
-  int64_t first = int64_t{index / head_groups} * tokens;
-  int head = index % head_groups * (columns ? 1 : kHeadsPerThread);
-  tile.fill(side, p.block_size, first, tokens, p.num_tokens, [&](int64_t token) {
+  CacheTile tile(&places, tokens, p.num_heads);
+  if (kRope && is_k) {  // by threads that have no slots to read, at the same time
+    int i = static_cast<int>(threadIdx.x) - kCacheThreads / 2;
+    if (i >= 0 && i < tokens && tile.first + i < p.num_tokens)
+      positions[i] = rope_position(p.rope, tile.first + i);
+  }
+  tile.fill(side, p.block_size, p.num_tokens, [&](int64_t token) {
     int64_t slot = p.slot_mapping[token];
     return is_slot(p, slot) ? slot : int64_t{-1};
   });
-  if (columns) {
-    write_columns<Pair>(side, tile, first, head);
-  } else if (kRope && is_k) {
-    write_rows<Pair, Rotation<Pair>>(p, side, tile, first, head);
-  } else {
-    write_rows<Pair, NoRotation<Pair>>(p, side, tile, first, head);
+  if (kSquares && !is_k) {
+    if (tile.find_squares<Pair::kVec>()) write_scattered<Pair>(side, tile);
+    write_squares<Pair>(side, tile);
+    return;
   }
+  int first_d = 0;
+  if (kRope && is_k) {
+    if (p.rope.rotary_dim / 2 % Pair::kVec == 0) {
+      rotate_rows<Pair>(p, tile, positions);
+    } else {
+      rotate_pairs<Pair>(p, tile, positions);
+    }
+    first_d = write_to_next_chunk<Pair>(side, tile, p.rope.rotary_dim);
+  }
+  write_rows<Pair>(side, tile, first_d);
 }
 
-template <DType kType, DType kCacheType>
+template <DType kType, DType kCacheType, bool kRope>
 void launch(const CacheWriteParams& p, cudaStream_t stream) {
-  int64_t k_blocks = cache_blocks(p.k, p.num_tokens, p.num_heads);
-  unsigned blocks =
-      cache_grid("reshape_and_cache", k_blocks + cache_blocks(p.v, p.num_tokens, p.num_heads));
-  auto* kernel = p.rope.cos != nullptr ? cache_write<kType, kCacheType, true>
-                                       : cache_write<kType, kCacheType, false>;
-  kernel<<<blocks, kCacheThreads, 0, stream>>>(p, static_cast<unsigned>(k_blocks));
+  int tokens = tile_tokens(p.num_tokens, p.num_heads, kTileTokens<Element<kType>>);
+  dim3 grid = cache_grid("reshape_and_cache", p.num_tokens, p.num_heads, tokens);
+  auto* kernel = p.kv_layout == KvLayout::vllm ? cache_write<kType, kCacheType, kRope, true>
+                                               : cache_write<kType, kCacheType, kRope, false>;
+  kernel<<<grid, kCacheThreads, 0, stream>>>(p, tokens);
   CUATTN_CUDA_TRY(cudaGetLastError());
+}
+
+template <DType kType>
+void launch(const CacheWriteParams& p, cudaStream_t stream) {
+  bool rope = p.rope.cos != nullptr;
+  if (p.cache_dtype == DType::e4m3) {
+    return rope ? launch<kType, DType::e4m3, true>(p, stream)
+                : launch<kType, DType::e4m3, false>(p, stream);
+  }
+  return rope ? launch<kType, kType, true>(p, stream) : launch<kType, kType, false>(p, stream);
 }
 
 }  // namespace
 
 void launch_cache_write(const CacheWriteParams& p, cudaStream_t stream) {
-  bool quantise = p.cache_dtype == DType::e4m3;
   switch (p.dtype) {
-    case DType::f32:
-      return quantise ? launch<DType::f32, DType::e4m3>(p, stream)
-                      : launch<DType::f32, DType::f32>(p, stream);
-    case DType::f16:
-      return quantise ? launch<DType::f16, DType::e4m3>(p, stream)
-                      : launch<DType::f16, DType::f16>(p, stream);
-    case DType::bf16:
-      return quantise ? launch<DType::bf16, DType::e4m3>(p, stream)
-                      : launch<DType::bf16, DType::bf16>(p, stream);
+    case DType::f32: return launch<DType::f32>(p, stream);
+    case DType::f16: return launch<DType::f16>(p, stream);
+    case DType::bf16: return launch<DType::bf16>(p, stream);
     default: CUATTN_ASSERT(false, "reshape_and_cache: dtype ", static_cast<int>(p.dtype));
   }
 }

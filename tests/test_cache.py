@@ -156,6 +156,10 @@ def block_sizes(layout):
     return (8, 16, 32) if layout == "vllm" else (1, 5, 16, 256)
 
 
+# On CUDA, calls of 4096 rows (tokens x heads) and more are cut into larger tiles than small ones.
+MANY_ROWS = 4096
+
+
 # -- reshape_and_cache
 
 
@@ -167,6 +171,8 @@ def test_rows_go_to_their_slots(device, layout, dtype, cache_dtype, dim, rng):
         case = Write(layout, dtype, cache_dtype, dim=dim, block_size=block_size)
         case.blocks = max(3, -(-50 // block_size))
         write(device, rng, case)
+    case.heads = -(-MANY_ROWS // case.tokens)
+    write(device, rng, case)
 
 
 @pytest.mark.parametrize("dim", [8, 24, 40, 112, 120, 192, 256, 512, 1024])
@@ -176,6 +182,7 @@ def test_head_dims(device, layout, dim, rng):
         write(device, rng, Write(layout, dtype, dim=dim, tokens=11))
     if dim % 16 == 0:
         write(device, rng, Write(layout, "float16", "float8_e4m3fn", dim=dim, tokens=11))
+    write(device, rng, Write(layout, "float16", dim=dim, heads=-(-MANY_ROWS // 37)))
 
 
 @pytest.mark.parametrize("heads", [1, 2, 7, 32])
@@ -185,9 +192,10 @@ def test_heads(device, layout, heads, rng):
         write(device, rng, Write(layout, dtype, cache_dtype, heads=heads))
 
 
+@pytest.mark.parametrize("heads", [3, 17])  # 924 rows, and 5236
 @pytest.mark.parametrize("dtype_pair", PAIRS, ids="-".join)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_consecutive_slots_from_any_start(device, layout, dtype_pair, rng):
+def test_consecutive_slots_from_any_start(device, layout, dtype_pair, heads, rng):
     """Prompts of several sequences, as prefill writes them: runs of slots that begin anywhere."""
     blocks, block_size = 40, 16
     order = rng.permutation(blocks)
@@ -198,7 +206,19 @@ def test_consecutive_slots_from_any_start(device, layout, dtype_pair, rng):
         table += positions[-1] // block_size + 1
     slots = np.concatenate(slots).astype(I64)
     slots[[40, 41, 200]] = -1
-    write(device, rng, Write(layout, *dtype_pair, blocks=blocks, slots=slots, dim=80))
+    case = Write(layout, *dtype_pair, blocks=blocks, slots=slots, heads=heads, dim=80)
+    write(device, rng, case)
+
+
+@pytest.mark.parametrize("start", range(9))
+def test_prompts_begin_anywhere_in_a_block(device, start, rng):
+    """V of the vLLM layout by squares: their first token may lie anywhere in a tile."""
+    order = rng.permutation(160)
+    for length in (rng.integers(100, 140), 2048 + 5):
+        positions = np.arange(start, start + length)
+        slots = (order[positions // 16] * 16 + positions % 16).astype(I64)
+        for pair in (("float16", None), ("bfloat16", "float8_e4m3fn"), ("float32", None)):
+            write(device, rng, Write("vllm", *pair, blocks=160, slots=slots, dim=16))
 
 
 @pytest.mark.parametrize("storage", ["transposed", "padded", "packed", "expanded", "odd"])
@@ -289,6 +309,8 @@ def test_keys_are_rotated_on_the_way(device, dtype, cache_dtype, dim, half, inte
         rope = {**tables(rng, half), "positions": positions, "interleaved": interleaved}
         scale = 0.5 if cache_dtype == "float8_e4m3fn" else None
         write(device, rng, case, rope=rope, k_scale=scale)
+        case.heads = -(-MANY_ROWS // case.tokens)
+        write(device, rng, case, rope=rope, k_scale=scale)
 
 
 def test_rotation_turns_the_plane(device):
@@ -365,11 +387,12 @@ def filled(rng, layout, dtype, blocks, block_size, heads, dim, is_k):
 def test_sequences_come_out_of_their_blocks(device, layout, dtype, give_out, rng):
     dtype = CACHE_DTYPES[dtype]
     for block_size in block_sizes(layout):
-        for heads, dim, dim_v in ((3, 64, 64), (1, 80, 80), (2, 192, 128)):
+        lengths = np.minimum([0, 1, 5 * block_size, 17, 0, 33], 6 * block_size)
+        many = -(-MANY_ROWS // lengths.sum())
+        for heads, dim, dim_v in ((3, 64, 64), (1, 80, 80), (2, 192, 128), (many, 16, 32)):
             blocks = 30
             k_cache, k_nhd = filled(rng, layout, dtype, blocks, block_size, heads, dim, True)
             v_cache, v_nhd = filled(rng, layout, dtype, blocks, block_size, heads, dim_v, False)
-            lengths = np.minimum([0, 1, 5 * block_size, 17, 0, 33], 6 * block_size)
             ends = np.concatenate([[0], np.cumsum(lengths)]).astype(I32)
             table = rng.integers(0, blocks, (6, 6)).astype(I32)  # blocks may be shared
             for row, length in enumerate(lengths):
@@ -558,6 +581,52 @@ def test_blocks_swap_between_host_and_device(device, name, host, rng):
         whole[back[:, 1]] = want[back[:, 0]]
         assert np.array_equal(bits(device.numpy(place)).reshape(9, -1), whole)
     arena.verify()
+
+
+@pytest.mark.parametrize("blocks_apart", [False, True])
+@pytest.mark.parametrize("shape", [(16, 2, 16), (3, 5, 80), (4, 64, 128), (256, 16, 128)])
+def test_many_scattered_blocks_swap(device, shape, blocks_apart, rng):
+    """More than one launch takes; small blocks and large, and those of an array of K and V."""
+    blocks = 9 if shape[0] == 256 else 300
+    values = rng.integers(0, 2**16, (blocks, 2, *shape), np.uint16)
+    order, count = rng.permutation(blocks), blocks - 2
+    mapping = np.stack([order[:count], rng.permutation(blocks)[:count]], axis=1).astype(I64)
+    mapping[1:2, 0] = mapping[0, 0]  # one block to two places
+    arena = Arena(device)
+    (place,) = place_caches(arena, [values])
+    host, back = (cuattn.pinned_empty(values.shape, np.uint16) for _ in range(2))
+    host[...], back[...] = 7, 9
+
+    def part(array):
+        return array[:, 1] if blocks_apart else array
+
+    cuattn.swap_blocks(part(place), part(host), mapping)
+    device.synchronize()
+    want = np.full_like(values, 7)
+    part(want)[mapping[:, 1]] = part(values)[mapping[:, 0]]
+    assert np.array_equal(host, want)
+    back[...] = values
+    cuattn.swap_blocks(part(host), part(place), mapping)
+    device.synchronize()
+    part(back)[mapping[:, 1]] = part(want)[mapping[:, 0]]
+    assert np.array_equal(device.numpy(place), back)
+    arena.verify()
+
+
+def test_pinned_blocks_need_not_start_on_16_bytes(device, rng):
+    values = rng.integers(0, 256, (9, 4, 8), np.uint8)
+    arena = Arena(device)
+    (place,) = place_caches(arena, [values])
+    memory = cuattn.pinned_empty(9 * 32 + 5, np.uint8)
+    memory[...] = 3
+    host = memory[5:].reshape(9, 4, 8)
+    mapping = np.array([[8, 1], [0, 6], [5, 2]], I64)
+    cuattn.swap_blocks(place, host, mapping)
+    device.synchronize()
+    want = np.full_like(values, 3)
+    want[mapping[:, 1]] = values[mapping[:, 0]]
+    assert np.array_equal(host, want)
+    assert (memory[:5] == 3).all()
 
 
 def test_blocks_swap_within_a_device_and_may_lie_apart(device, rng):

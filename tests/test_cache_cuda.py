@@ -274,13 +274,17 @@ def test_under_capture_the_total_must_be_known(torch):
         cuattn.gather_cache(*caches, table, ends)
 
 
-def test_swapping_overlaps_with_other_streams(torch):
+@pytest.mark.parametrize("order", ["neighbours", "scattered"])
+def test_swapping_overlaps_with_other_streams(torch, order):
     """A copy to pinned memory is done while a kernel of another stream still sleeps."""
     cache = torch.randn(64, 16, 2, 64, device="cuda")
     host = cuattn.pinned_empty((64, 16, 2, 64), np.float32)
-    pairs = np.stack([np.arange(64), np.arange(64)], axis=1)
+    blocks = np.random.default_rng(0).permutation(64) if order == "scattered" else np.arange(64)
+    pairs = np.stack([blocks, blocks], axis=1)
     busy, copies = torch.cuda.Stream(), torch.cuda.Stream()
+    cuattn.swap_blocks(cache, host, pairs)  # kernels are loaded on first use, which may wait
     torch.cuda.synchronize()
+    host[...] = 0
     with torch.cuda.stream(busy):
         torch.cuda._sleep(SLEEP_CYCLES)
     with torch.cuda.stream(copies):
