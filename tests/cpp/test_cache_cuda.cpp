@@ -1,0 +1,206 @@
+// SPDX-License-Identifier: Apache-2.0
+// The cache operations on the GPU against the CPU, every byte of every array: all kernels, calls of
+// few rows and of many, rows in order and scattered. Next: cuda/cache_write.cu.
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "gpu.h"
+#include "test.h"
+
+namespace cuattn::test {
+namespace {
+
+// An array on the host and its copy on the device, with guard bands.
+class Twin {
+ public:
+  Twin(DType dtype, std::initializer_list<int64_t> shape)
+      : guard_(settings().sanitize ? 0 : 512), host_(nullptr, dtype, shape), device_(host_) {
+    bytes_.assign(static_cast<size_t>(host_.size() * host_.dtype.bits / 8) + 2 * guard_, 0xff);
+    memory_ = std::make_unique<DeviceMemory>(bytes_.size());
+    host_.data = bytes_.data() + guard_;
+    device_.data = memory_->data() + guard_;
+    device_.device = {kDLCUDA, 0};
+  }
+
+  template <class T>
+  T* data() {
+    return static_cast<T*>(host_.data);
+  }
+  int64_t size() const { return host_.size(); }
+  DLTensor on(bool gpu) { return (gpu ? device_ : host_).dl(); }
+  void upload() {
+    CUDA_OK(cudaMemcpy(memory_->data(), bytes_.data(), bytes_.size(), cudaMemcpyHostToDevice));
+  }
+  bool same() const {
+    std::vector<uint8_t> there(bytes_.size());
+    CUDA_OK(cudaMemcpy(there.data(), memory_->data(), there.size(), cudaMemcpyDeviceToHost));
+    return there == bytes_;
+  }
+
+ private:
+  size_t guard_;
+  TensorView host_, device_;
+  std::vector<uint8_t> bytes_;
+  std::unique_ptr<DeviceMemory> memory_;
+};
+
+struct CacheCase {
+  DType dtype;
+  bool e4m3;
+  KvLayout layout;
+  int64_t tokens, heads, half;  // half of the rotated elements; 0: none
+
+  std::string text() const {
+    return std::to_string(tokens) + " tokens, " + std::to_string(heads) + " heads, rotated " +
+           std::to_string(2 * half);
+  }
+};
+
+constexpr int64_t kDim = 48, kBlockSize = 16;
+
+Twin cache_of(const CacheCase& c, int64_t blocks, bool is_k) {
+  DType dtype = c.e4m3 ? DType::e4m3 : c.dtype;
+  int64_t x = 16 / bytes_of(dtype);
+  if (c.layout == KvLayout::nhd) return Twin(dtype, {blocks, kBlockSize, c.heads, kDim});
+  if (c.layout == KvLayout::hnd) return Twin(dtype, {blocks, c.heads, kBlockSize, kDim});
+  if (!is_k) return Twin(dtype, {blocks, c.heads, kDim, kBlockSize});
+  return Twin(dtype, {blocks, c.heads, kDim / x, kBlockSize, x});
+}
+
+void fill_normal(Random& random, DType dtype, Twin& twin) {
+  for (int64_t i = 0; i < twin.size(); ++i) {
+    float value = random.normal();
+    if (dtype == DType::f32) twin.data<float>()[i] = value;
+    if (dtype == DType::f16) twin.data<uint16_t>()[i] = f16_bits(value);
+    if (dtype == DType::bf16) twin.data<uint16_t>()[i] = bf16_bits(value);
+  }
+}
+
+std::vector<int64_t> shuffled(Random& random, int64_t count) {
+  std::vector<int64_t> order(static_cast<size_t>(count));
+  for (int64_t i = 0; i < count; ++i) order[i] = i;
+  for (int64_t i = count - 1; i > 0; --i)
+    std::swap(order[i], order[random.range(0, static_cast<int>(i))]);
+  return order;
+}
+
+// Writes, gathers back, and copies blocks, on both sides.
+void check_cache(const CacheCase& c, Random& random) {
+  int64_t blocks = c.tokens / kBlockSize + 4, places = blocks * kBlockSize;
+  Twin k(c.dtype, {c.tokens, c.heads, kDim}), v(c.dtype, {c.tokens, c.heads, kDim});
+  Twin k_cache = cache_of(c, blocks, true), v_cache = cache_of(c, blocks, false);
+  Twin slots(DType::i64, {c.tokens}), positions(DType::i64, {c.tokens});
+  Twin cos(DType::f32, {50, c.half}), sin(DType::f32, {50, c.half});
+  for (Twin* rows : {&k, &v}) fill_normal(random, c.dtype, *rows);
+  for (Twin* table : {&cos, &sin}) fill_normal(random, DType::f32, *table);
+  std::vector<int64_t> order = shuffled(random, blocks), scattered = shuffled(random, places);
+  int64_t start = random.range(0, 15);
+  bool in_order = random.chance(0.8);
+  for (int64_t i = 0; i < c.tokens; ++i) {
+    int64_t at = start + i;
+    int64_t& slot = slots.data<int64_t>()[i];
+    slot = in_order ? order[at / kBlockSize] * kBlockSize + at % kBlockSize : scattered[i];
+    if (random.chance(0.02)) slot = -1;
+    positions.data<int64_t>()[i] = random.range(0, 49);
+  }
+  Twin tables(DType::i32, {2, blocks}), ends(DType::i32, {3});
+  for (int64_t i = 0; i < 2 * blocks; ++i)
+    tables.data<int32_t>()[i] = random.range(0, static_cast<int>(blocks) - 1);
+  int32_t cut = random.range(0, static_cast<int>(c.tokens));
+  const int32_t cuts[] = {0, cut, static_cast<int32_t>(c.tokens)};
+  std::copy_n(cuts, 3, ends.data<int32_t>());
+  DType stored = c.e4m3 ? DType::e4m3 : c.dtype;
+  Twin k_out(stored, {c.tokens, c.heads, kDim}), v_out(stored, {c.tokens, c.heads, kDim});
+  Twin mapping(DType::i64, {2, 2});
+  const int64_t pairs[] = {order[0], order[1], order[2], order[3]};
+  std::copy_n(pairs, 4, mapping.data<int64_t>());
+
+  Twin* all[] = {&k,   &v,   &k_cache, &v_cache, &slots, &positions,
+                 &cos, &sin, &tables,  &ends,    &k_out, &v_out};
+  for (Twin* twin : all) twin->upload();
+  mapping.upload();
+  for (bool gpu : {false, true}) {
+    DLTensor rows[] = {k.on(gpu), v.on(gpu)}, caches[] = {k_cache.on(gpu), v_cache.on(gpu)};
+    DLTensor slot = slots.on(gpu), position = positions.on(gpu), table = tables.on(gpu);
+    DLTensor waves[] = {cos.on(gpu), sin.on(gpu)}, outs[] = {k_out.on(gpu), v_out.on(gpu)};
+    DLTensor end = ends.on(gpu), pair = mapping.on(gpu);
+    cuattn_cache_options options;
+    cuattn_cache_options_init(&options);
+    options.kv_layout = static_cast<int32_t>(c.layout);
+    if (c.half > 0) {
+      options.cos = &waves[0], options.sin = &waves[1], options.positions = &position;
+      options.rope_interleaved = c.tokens % 2;
+    }
+    if (c.e4m3) options.has_k_scale = 1, options.k_scale = 0.37;
+    detail::check(cuattn_reshape_and_cache(&rows[0], &rows[1], &caches[0], &caches[1], &slot,
+                                           &options, nullptr));
+    detail::check(cuattn_gather_cache(&caches[0], &caches[1], &table, &end, &outs[0], &outs[1],
+                                      options.kv_layout, nullptr));
+    const DLTensor *k_list[] = {&caches[0]}, *v_list[] = {&caches[1]};
+    detail::check(cuattn_copy_blocks(k_list, 1, v_list, 1, &pair, nullptr));
+  }
+  CUDA_OK(cudaDeviceSynchronize());
+  for (size_t i = 0; i < std::size(all); ++i)
+    CHECK(all[i]->same(), c.text(), ": array ", i, " differs between CPU and GPU");
+}
+
+bool add_cases() {
+  const char* layouts[] = {"nhd", "hnd", "vllm"};
+  for (DType dtype : {DType::f32, DType::f16, DType::bf16})
+    for (bool e4m3 : {false, true})
+      for (int layout = 0; layout < 3; ++layout) {
+        std::string name =
+            std::string("cuda_cache_") + name_of(dtype) + (e4m3 ? "_e4m3_" : "_") + layouts[layout];
+        auto run = [=] {
+          Random random(case_seed(name));
+          for (int64_t half : {0, 16, 5})  // rotated by chunks, and pair by pair
+            for (auto [tokens, heads] : {std::pair{37, 3}, {70, 60}, {71, 60}})
+              check_cache({dtype, e4m3, static_cast<KvLayout>(layout), tokens, heads, half},
+                          random);
+        };
+        add_case(name, run, Needs::gpu);
+      }
+  return true;
+}
+
+const bool kAdded = add_cases();
+
+// Scattered blocks by a kernel, and blocks too large for it by the copy engines, both ways.
+CUDA_TEST(cuda_blocks_swap_with_pinned_memory) {
+  Random random(case_seed("swap"));
+  for (int64_t elements : {40, 3000, 200'000}) {
+    constexpr int64_t kBlocks = 20;
+    Twin out(DType::f32, {kBlocks, elements}), back(DType::f32, {kBlocks, elements});
+    fill_normal(random, DType::f32, out);
+    out.upload();
+    back.upload();
+    void* memory = nullptr;
+    int32_t is_pinned = 0;
+    size_t bytes = static_cast<size_t>(kBlocks * elements) * 4;
+    detail::check(cuattn_host_alloc(bytes, &memory, &is_pinned));
+    std::unique_ptr<void, void (*)(void*)> owner(memory, [](void* m) { cuattn_host_free(m, 1); });
+    CHECK(is_pinned == 1, "elements ", elements);
+    std::memset(memory, 0xff, bytes);
+    TensorView host(memory, DType::f32, {kBlocks, elements});
+    std::vector<int64_t> from = shuffled(random, kBlocks), to = shuffled(random, kBlocks), pairs;
+    for (int64_t i = 0; i < kBlocks - 2; ++i) pairs.insert(pairs.end(), {from[i], to[i]});
+    TensorView mapping(pairs.data(), DType::i64, {kBlocks - 2, 2});
+    DLTensor source = out.on(true), middle = host.dl(), end = back.on(true), map = mapping.dl();
+    const DLTensor *a[] = {&source}, *b[] = {&middle}, *c[] = {&end};
+    detail::check(cuattn_swap_blocks(a, 1, b, 1, &map, nullptr));
+    for (int64_t i = 0; i < kBlocks - 2; ++i) pairs[2 * i] = to[i], pairs[2 * i + 1] = from[i];
+    detail::check(cuattn_swap_blocks(b, 1, c, 1, &map, nullptr));
+    CUDA_OK(cudaDeviceSynchronize());
+    for (int64_t i = 0; i < kBlocks - 2; ++i)
+      std::copy_n(out.data<float>() + from[i] * elements, elements,
+                  back.data<float>() + from[i] * elements);
+    CHECK(back.same(), "blocks of ", elements, " elements");
+    CHECK(out.same(), "the source of ", elements, " elements");
+  }
+}
+
+}  // namespace
+}  // namespace cuattn::test
