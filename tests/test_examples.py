@@ -28,6 +28,8 @@ def test_example_runs_or_says_what_it_lacks(path):
     required = os.environ.get("CUATTN_REQUIRE_FRAMEWORKS") == "1"
     if required and path.stem in ("torch_module", "jax_attention"):
         assert "skipped" not in text
+    if path.stem == "continuous_batching" and os.environ.get("CUATTN_REQUIRE_CUDA") == "1":
+        assert text.startswith("torch on cuda")  # whole steps as one CUDA graph
 
 
 def test_sentence_search_reads_a_file_of_the_user(tmp_path):
