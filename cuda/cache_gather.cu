@@ -68,22 +68,31 @@ __device__ void gather_squares(const CacheSide& side, const CacheTile& tile) {
   }
 }
 
-// The tokens of no square.
+// The tokens of no square. A warp takes a row, so that a load reaches four sectors of each line.
 template <class T>
 __device__ void gather_scattered(const CacheSide& side, const CacheTile& tile) {
-  constexpr int kVec = 16 / sizeof(T);
-  int chunks = side.head_dim / kVec, items = tile.tokens * chunks;
-  for (int index = threadIdx.x; index < items * tile.heads; index += kCacheThreads) {
-    CacheItem item(index % items, chunks, 1);
-    if (!tile.is_alone<kSquareTokens<T>>(item.token)) continue;
-    int head = tile.first_head + index / items, d = item.chunk * kVec;
-    const T* from = static_cast<const T*>(side.cache) + tile.place(item.token) +
-                    head * side.strides.head + d * side.run_stride;
-    CacheChunk<T, kVec> row;
+  constexpr int kCount = 4;  // elements that a lane has in flight
+  int lane = threadIdx.x % 32;
+  for (int index = threadIdx.x / 32; index < tile.tokens * tile.heads;
+       index += kCacheThreads / 32) {
+    int token = index / tile.heads, head = tile.first_head + index % tile.heads;
+    if (!tile.is_alone<kSquareTokens<T>>(token)) continue;
+    const T* from =
+        static_cast<const T*>(side.cache) + tile.place(token) + head * side.strides.head;
+    T* to = static_cast<T*>(side.rows) + side.row(tile.first + token, head);
+    for (int begin = lane; begin < side.head_dim; begin += 32 * kCount) {
+      T x[kCount];
 #pragma unroll
-    for (int j = 0; j < kVec; ++j) row.x[j] = from[j * side.run_stride];
-    *reinterpret_cast<CacheChunk<T, kVec>*>(static_cast<T*>(side.rows) +
-                                            side.row(tile.first + item.token, head) + d) = row;
+      for (int i = 0; i < kCount; ++i) {
+        int d = begin + 32 * i;
+        if (d < side.head_dim) x[i] = from[d * side.run_stride];
+      }
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        int d = begin + 32 * i;
+        if (d < side.head_dim) to[d] = x[i];
+      }
+    }
   }
 }
 

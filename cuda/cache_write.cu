@@ -246,23 +246,33 @@ __device__ void write_squares(const CacheSide& side, const CacheTile& tile) {
   }
 }
 
-// The tokens of no square.
+// The tokens of no square. A warp takes a row, so that a store reaches four sectors of each line.
 template <class Types>
 __device__ void write_scattered(const CacheSide& side, const CacheTile& tile) {
-  constexpr int kVec = Types::kVec;
+  constexpr int kCount = 4;  // elements that a lane has in flight
   const auto* rows = static_cast<const typename Types::T*>(side.rows);
   auto* cache = static_cast<typename Types::C*>(side.cache);
-  int chunks = side.head_dim / kVec, items = tile.tokens * chunks;
-  for (int index = threadIdx.x; index < items * tile.heads; index += kCacheThreads) {
-    CacheItem item(index % items, chunks, 1);
-    if (!tile.is_alone<kVec>(item.token)) continue;
-    int head = tile.first_head + index / items, d = item.chunk * kVec;
-    auto x = *reinterpret_cast<const typename Types::Row*>(
-        rows + side.row(tile.first + item.token, head) + d);
-    auto* to = cache + tile.place(item.token) + head * side.strides.head + d * side.run_stride;
+  int lane = threadIdx.x % 32;
+  for (int index = threadIdx.x / 32; index < tile.tokens * tile.heads;
+       index += kCacheThreads / 32) {
+    int token = index / tile.heads, head = tile.first_head + index % tile.heads;
+    if (!tile.is_alone<Types::kVec>(token)) continue;
+    const auto* from = rows + side.row(tile.first + token, head);
+    auto* to = cache + tile.place(token) + head * side.strides.head;
     float inverse = Types::inverse_scale(side, head);
+    for (int begin = lane; begin < side.head_dim; begin += 32 * kCount) {
+      typename Types::T x[kCount];
 #pragma unroll
-    for (int j = 0; j < kVec; ++j) to[j * side.run_stride] = Types::stored_element(x.x[j], inverse);
+      for (int i = 0; i < kCount; ++i) {
+        int d = begin + 32 * i;
+        if (d < side.head_dim) x[i] = from[d];
+      }
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        int d = begin + 32 * i;
+        if (d < side.head_dim) to[d * side.run_stride] = Types::stored_element(x[i], inverse);
+      }
+    }
   }
 }
 
