@@ -23,7 +23,7 @@ void require_aligned(const char* fn, const char* name, const TensorView& view,
 
 namespace {
 
-constexpr size_t kHostAlignment = 4096;  // a page: what cudaHostAlloc gives, too
+constexpr size_t kHostUnit = 4096;  // a page
 
 // One list of per-layer caches, as the caller gave it.
 struct Caches {
@@ -258,9 +258,9 @@ cuattn_status cuattn_host_alloc(size_t bytes, void** memory, int32_t* is_pinned)
   return guarded([&] {
     *memory = nullptr;
     *is_pinned = 0;
-    size_t size = (bytes + kHostAlignment - 1) / kHostAlignment * kHostAlignment;
+    size_t size = (bytes + kHostUnit - 1) / kHostUnit * kHostUnit;
     if (size < bytes) fail<OutOfMemory>("pinned_empty: cannot have ", bytes, " bytes");
-    if (size == 0) size = kHostAlignment;
+    if (size == 0) size = kHostUnit;
     if (const Backend* cuda = cuda_backend()) *memory = cuda->host_alloc(size);
     if (*memory != nullptr) {
       *is_pinned = 1;

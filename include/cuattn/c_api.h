@@ -272,7 +272,8 @@ CUATTN_API cuattn_status cuattn_copy_blocks(const DLTensor* const* k_caches, int
 CUATTN_API cuattn_status cuattn_swap_blocks(const DLTensor* const* src, int32_t num_src,
                                             const DLTensor* const* dst, int32_t num_dst,
                                             const DLTensor* block_mapping, void* stream);
-/* Host memory for swap_blocks: pinned where there is a CUDA device, else plain; page-aligned. */
+/* Host memory for swap_blocks: pinned where there is a CUDA device, else plain. It starts on 256
+ * bytes. */
 CUATTN_API cuattn_status cuattn_host_alloc(size_t bytes, void** memory, int32_t* is_pinned);
 CUATTN_API void cuattn_host_free(void* memory, int32_t is_pinned);
 
