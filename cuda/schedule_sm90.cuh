@@ -85,12 +85,16 @@ __device__ __forceinline__ Sm90Work::Kind find_sm90_work(const PrefillParams& p,
     put(offsetof(Sm90Work, kind), int2{kind, 0});
     return kind;
   };
+  auto put_end = [&] {  // of a sequence and head that exist: consumers make its functor ready
+    put(offsetof(Sm90Work, batch), int4{0, 0, 0, 0});
+    return put_kind(Sm90Work::kNone);
+  };
   int32_t batch = -1, tiles = s.tiles, heads = p.batch * s.heads, split = item % s.splits;
-  if (item >= s.total) return put_kind(Sm90Work::kNone);
+  if (item >= s.total) return put_end();
   item /= s.splits;
   if (p.cu_seqlens_q != nullptr) {
     batch = cursor.find<kM>(p, s, item, tiles);
-    if (batch < 0) return put_kind(Sm90Work::kNone);
+    if (batch < 0) return put_end();
     heads = s.heads;
   }
   int32_t per_section = s.section_heads * tiles;
