@@ -36,7 +36,7 @@ from typing import Any
 
 import cuattn
 from cuattn import _plot
-from cuattn._bench import devices, report, runner
+from cuattn._bench import devices, runner
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "decode_ladder.json"
@@ -188,7 +188,7 @@ def measure(arguments: argparse.Namespace) -> dict:
     pool = [torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
     document = {
         "schema": "cuattn decode_ladder 1",
-        "command": report.command(sys.argv),
+        "command": " ".join(["python benchmarks/decode_ladder.py", *sys.argv[1:]]),
         "commit": runner.commit(),
         "machine": devices.nvidia_smi("name", "driver_version"),
         "cuattn": cuattn.info(),
@@ -269,6 +269,7 @@ def draw(document: dict, folder: pathlib.Path) -> list[pathlib.Path]:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib.ticker import LogLocator
 
     batches = sorted({row["batch"] for row in document["rows"]})
     shown = [batch for batch in (1, 8, 64) if batch in batches] or batches[:3]
@@ -294,6 +295,8 @@ def draw(document: dict, folder: pathlib.Path) -> list[pathlib.Path]:
                     )
             axes.set(title=f"batch {batch}", xlabel="context", xscale="log", yscale="log")
             axes.set_xticks([row["context"] for row in rows], [str(r["context"]) for r in rows])
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes.yaxis.set_major_formatter("{x:g}")
             axes.minorticks_off()
         panels[0][0].set_ylabel("microseconds a step")
         handles, labels = panels[0][0].get_legend_handles_labels()

@@ -67,8 +67,10 @@ __global__ void __launch_bounds__(kThreads) paged_combine(const __grid_constant_
   } else if (count <= 1) {
     return;  // the unit was written whole
   }
-  device::combine_row<kType, kParts>(p, parts, count, unit.b, at,
-                                     blockIdx.z * device::kCombineColumns, shared);
+  int32_t first_column = blockIdx.z * device::kCombineColumns;
+  device::CombineShare<kType, kParts>(p, parts, count, first_column).put(shared);
+  __syncthreads();
+  if (threadIdx.x < 32) device::finish_row<kType>(p, shared, unit.b, at, first_column);
 }
 
 template <DType kType>

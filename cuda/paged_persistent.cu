@@ -128,7 +128,7 @@ __device__ bool begin_step(const PersistentParams& s, uint64_t step, bool opens)
 // 5. Epilogue: the block that brings the last part of a unit merges it, as paged_combine.cu does.
 template <DType kType>
 __device__ void end_unit(const PersistentParams& s, const PagedItem& item,
-                         device::CombineShared& shared) {
+                         device::CombineShared (&shared)[kRows]) {
   const PagedParams& p = s.paged;
   const PagedWork& w = p.work;
   PagedSplits splits = paged_splits(w, paged_span(w, item.b));
@@ -145,14 +145,24 @@ __device__ void end_unit(const PersistentParams& s, const PagedItem& item,
   __syncthreads();
   if (!is_last) return;
   PagedSlots slots = paged_slots(w, item.b, item.head_group);
-  for (int32_t row = 0; row < w.rows; ++row) {
-    device::UnitRow at = device::unit_row(p, item.b, item.head_group / w.row_groups,
-                                          item.head_group % w.row_groups * w.rows, row);
-    if (!at.valid) continue;
+  auto row_at = [&](int32_t row) {
+    return device::unit_row(p, item.b, item.head_group / w.row_groups,
+                            item.head_group % w.row_groups * w.rows, row);
+  };
+  auto share_of = [&](int32_t row) {  // a row of padding has no parts
     device::RowParts<kType, device::Parts::partial> parts{p, slots, row, 0};
-    device::combine_row<kType, device::Parts::partial>(p, parts, slots.count, item.b, at, 0,
-                                                       shared);
-    __syncthreads();
+    return device::CombineShare<kType, device::Parts::partial>(
+        p, parts, row_at(row).valid ? slots.count : 0, 0);
+  };
+  for (int32_t row = 0; row < w.rows; row += 2) {  // two rows' loads are on their way at once
+    auto even = share_of(row), odd = share_of(row + 1);
+    even.put(shared[row]);
+    odd.put(shared[row + 1]);
+  }
+  __syncthreads();
+  for (int32_t row = threadIdx.x / 32; row < w.rows; row += device::kCombineWarps) {
+    device::UnitRow at = row_at(row);
+    if (at.valid) device::finish_row<kType>(p, shared[row], item.b, at, 0);
   }
 }
 
@@ -175,7 +185,7 @@ __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kCtasPerSm)
     Kernel::run(s.paged, smem, index);
     // The stages are free now.
     end_unit<kType>(s, paged_item(s.paged.work, index),
-                    *reinterpret_cast<device::CombineShared*>(smem));
+                    *reinterpret_cast<device::CombineShared(*)[kRows]>(smem));
     __syncthreads();  // the results are written
     if (threadIdx.x == 0 && count(&s.queue->finished) == (step + 1) * items) {
       store_release_system(&s.mailbox->done, step + 1);
@@ -188,7 +198,8 @@ __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kCtasPerSm)
 template <DType kType>
 void launch(const PersistentParams& s, cudaStream_t stream) {
   using Kernel = PagedSm80<kType, kHeadDim, kRows, false>;
-  static_assert(Kernel::kWarps == device::kCombineWarps && kHeadDim <= device::kCombineColumns);
+  static_assert(Kernel::kWarps == device::kCombineWarps && kHeadDim <= device::kCombineColumns &&
+                kRows * sizeof(device::CombineShared) <= Kernel::kStagesBytes);
   auto kernel = paged_persistent<Kernel, kType>;
   static std::atomic<uint64_t> allowed{0};
   allow_shared_memory(kernel, Kernel::kSmemBytes, allowed);

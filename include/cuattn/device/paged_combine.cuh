@@ -58,67 +58,95 @@ __device__ __forceinline__ void store4(void* to, int32_t column, const float4& v
   }
 }
 
+// What the warps of a block bring together for one row and kCombineColumns columns.
 struct CombineShared {
   float4 merged[kCombineWarps][32];
   float sum[kCombineWarps];
+  float maximum;
 };
 
-// Columns first_column to first_column + 127 of one row. All threads of the block call it; before
-// the next call they meet.
+// The share of one warp: every kCombineWarps-th part. The loads begin with the object, so that
+// several rows may have theirs on the way.
 template <DType kType, Parts kParts>
-__device__ __forceinline__ void combine_row(const PagedParams& p,
-                                            const RowParts<kType, kParts>& parts, int32_t count,
-                                            int32_t b, const UnitRow& row, int32_t first_column,
-                                            CombineShared& shared) {
-  constexpr int kAhead = 8;  // parts that a warp loads at once
-  int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  int32_t column = first_column + lane * 4;
-  float4 values[kAhead];
-  float lses[kAhead];
-  auto load = [&](int32_t first) {
+class CombineShare {
+ public:
+  __device__ __forceinline__ CombineShare(const PagedParams& p,
+                                          const RowParts<kType, kParts>& parts, int32_t count,
+                                          int32_t first_column)
+      : parts_(parts), count_(count), column_(first_column + lane() * 4), width_(p.head_dim) {
+    load(warp());
+    maximum_ = negative_infinity();  // a NaN leaves it and enters the sum
+    for (int32_t part = lane(); part < count; part += 32) {
+      maximum_ = fmaxf(maximum_, parts.lse(part));
+    }
+  }
+
+  // Then the block meets, and finish_row follows.
+  __device__ __forceinline__ void put(CombineShared& shared) {
+    float maximum = warp_max(maximum_);
+    float reference = maximum == negative_infinity() ? 0.0f : maximum;
+    float sum = 0.0f;
+    float4 merged = {};
+    auto add = [&](float weight, const float4& v) {
+      // A part without keys: its values may be anything, even NaN.
+      merged.x = weight == 0.0f ? merged.x : fmaf(weight, v.x, merged.x);
+      merged.y = weight == 0.0f ? merged.y : fmaf(weight, v.y, merged.y);
+      merged.z = weight == 0.0f ? merged.z : fmaf(weight, v.z, merged.z);
+      merged.w = weight == 0.0f ? merged.w : fmaf(weight, v.w, merged.w);
+    };
+    for (int32_t first = warp(); first < count_;) {
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        float weight = exp2_approx(lses_[i] - reference);
+        sum += weight;
+        add(weight, values_[i]);
+      }
+      first += kCombineWarps * kAhead;
+      if (first < count_) load(first);
+    }
+    shared.merged[warp()][lane()] = merged;
+    if (lane() == 0) shared.sum[warp()] = sum;
+    if (threadIdx.x == 0) shared.maximum = maximum;
+  }
+
+ private:
+  static constexpr int kAhead = 8;  // parts that a warp loads at once
+
+  static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
+  static __device__ __forceinline__ int warp() { return threadIdx.x / 32; }
+
+  __device__ __forceinline__ void load(int32_t first) {
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
       int32_t part = first + i * kCombineWarps;
-      lses[i] = part < count ? parts.lse(part) : negative_infinity();
-      values[i] = part < count && column < p.head_dim ? parts.values(part, column) : float4{};
+      lses_[i] = part < count_ ? parts_.lse(part) : negative_infinity();
+      values_[i] = part < count_ && column_ < width_ ? parts_.values(part, column_) : float4{};
     }
-  };
-  load(warp);
-  float maximum = negative_infinity();  // a NaN leaves it and enters the sum
-  for (int32_t part = lane; part < count; part += 32) maximum = fmaxf(maximum, parts.lse(part));
-  maximum = warp_max(maximum);
-  float reference = maximum == negative_infinity() ? 0.0f : maximum;
-
-  float sum = 0.0f;
-  float4 merged = {};
-  auto add = [&](float weight, const float4& v) {
-    // A part without keys: its values may be anything, even NaN.
-    merged.x = weight == 0.0f ? merged.x : fmaf(weight, v.x, merged.x);
-    merged.y = weight == 0.0f ? merged.y : fmaf(weight, v.y, merged.y);
-    merged.z = weight == 0.0f ? merged.z : fmaf(weight, v.z, merged.z);
-    merged.w = weight == 0.0f ? merged.w : fmaf(weight, v.w, merged.w);
-  };
-  for (int32_t first = warp; first < count;) {
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      float weight = exp2_approx(lses[i] - reference);
-      sum += weight;
-      add(weight, values[i]);
-    }
-    first += kCombineWarps * kAhead;
-    if (first < count) load(first);
   }
-  shared.merged[warp][lane] = merged;
-  if (lane == 0) shared.sum[warp] = sum;
-  __syncthreads();
-  if (warp != 0) return;
+
+  RowParts<kType, kParts> parts_;
+  int32_t count_, column_, width_;
+  float maximum_;
+  float4 values_[kAhead];
+  float lses_[kAhead];
+};
+
+// The output of a row from what all warps have put, by one warp.
+template <DType kType>
+__device__ __forceinline__ void finish_row(const PagedParams& p, const CombineShared& shared,
+                                           int32_t b, const UnitRow& row, int32_t first_column) {
+  int lane = threadIdx.x % 32;
+  int32_t column = first_column + lane * 4;
+  float sum = shared.sum[0];
+  float4 merged = shared.merged[0][lane];
 #pragma unroll
   for (int other = 1; other < kCombineWarps; ++other) {
     sum += shared.sum[other];
     float4 v = shared.merged[other][lane];
     merged = {merged.x + v.x, merged.y + v.y, merged.z + v.z, merged.w + v.w};
   }
-  RowOutput out = final_output(p, b, row, maximum, sum, lane == 0 && first_column == 0);
+  bool leads = lane == 0 && first_column == 0;
+  RowOutput out = final_output(p, b, row, shared.maximum, sum, leads);
   float f = out.factor;  // 0 without a key, and then nothing was merged
   float4 scaled = {merged.x * f, merged.y * f, merged.z * f, merged.w * f};
   if (column < p.head_dim) store4<kType>(out.to, column, scaled);
