@@ -503,3 +503,13 @@ def test_explain(device, rng):
     assert cuattn.explain("paged_attention_v1", *shapes, device=where).num_splits == 1
     plan = cuattn.explain("paged_attention_v2", *shapes, device=where, max_context_len=5000)
     assert plan.num_splits == 10
+
+
+@pytest.mark.parametrize("block_size", [1, 8, 16, 24, 48, 64])
+def test_hopper_runs_the_kernel_that_is_faster_for_the_block_size(block_size):
+    q, cache = ("bfloat16", 4, 32, 128), ("bfloat16", 100, block_size, 8, 128)
+    arguments = ("paged_attention", q, cache, cache, ("int32", 4, 20), ("int32", 4))
+    expected = "sm90" if block_size % 16 == 0 else "sm80"
+    assert cuattn.explain(*arguments, device="h100").kernel == expected
+    if block_size % 8 == 0:
+        assert cuattn.explain(*arguments, device="h100", backend="sm90").kernel == "sm90"
