@@ -5,14 +5,15 @@
 //
 //   S^T [16 keys x 8 rows] = K Q^T        O^T [head_dim x 8 rows] += V^T P^T
 //
-// Each warp takes 16 keys at a time (a slice), in turn with the other warps, through stages of its
-// own: no barrier in the main loop. The warps' softmax states are merged at the end of a task.
-// Tasks: device/paged.cuh. Fragments: device/mma_sm80.cuh. Next: paged_combine.cu,
+// Each warp takes 16 or 32 keys at a time (a slice), in turn with the other warps, through stages
+// of its own: no barrier in the main loop. The warps' softmax states are merged at the end of a
+// task. Tasks: device/paged.cuh. Slices: device/paged_slice.cuh. Next: paged_combine.cu,
 // paged_persistent.cu (the same code, task by task, in a kernel that stays).
 #pragma once
 
 #include "cuattn/device/mma_sm80.cuh"
 #include "cuattn/device/paged.cuh"
+#include "cuattn/device/paged_slice.cuh"
 #include "cuattn/tile_config.h"
 #include "launch.h"
 
@@ -31,10 +32,12 @@ struct PagedSm80 {
   static constexpr Tile kTile = kShape.tile;
   static constexpr int kCtasPerSm = kShape.ctas_per_sm;
   static constexpr int kWarps = kTile.warps, kThreads = kWarps * 32, kStages = kTile.stages;
-  static constexpr int kSlice = 16;             // keys of a warp at a time
-  static constexpr int kSteps = kHeadDim / 16;  // k16 steps of K Q^T, m16 blocks of V^T P^T
-  static constexpr int kRowBlocks = kRows / 8;  // n8 blocks
-  static constexpr int kKBytes = kSlice * kRowBytes, kStageBytes = 2 * kKBytes;
+  static constexpr int kSlice = paged_slice_keys(kHeadDim, kItem);  // keys of a warp at a time
+  using Slice = device::PagedSlice<kCache, kHeadDim, kSlice, kXsplit>;
+  static constexpr int kKeyBlocks = kSlice / 16;  // m16 blocks of K Q^T, k16 steps of V^T P^T
+  static constexpr int kSteps = kHeadDim / 16;    // k16 steps of K Q^T, m16 blocks of V^T P^T
+  static constexpr int kRowBlocks = kRows / 8;    // n8 blocks
+  static constexpr int kKBytes = Slice::kKBytes, kStageBytes = 2 * kKBytes;
   static_assert(kStageBytes >= 8 * kHeadDim * 4, "a stage holds O^T of 8 rows in float");
   static_assert(kTile.n % kSlice == 0, "a tile is made of slices");
 
@@ -51,12 +54,6 @@ struct PagedSm80 {
   static __device__ __forceinline__ int warp() { return threadIdx.x / 32; }
   static __device__ __forceinline__ uint32_t stage_address(const char* smem, int stage) {
     return device::smem_address(smem) + (warp() * kStages + stage) * kStageBytes;
-  }
-
-  // A slice of K in shared memory: rows of keys, swizzled. x-split: as in the cache, 16 bytes of
-  // each key next to each other; 8 keys of one chunk are the 128 bytes that ldmatrix reads.
-  static __device__ __forceinline__ uint32_t k_chunk(uint32_t key, uint32_t chunk) {
-    return kXsplit ? (chunk * kSlice + key) * 16 : device::swizzled<kRowBytes>(key, chunk);
   }
 
   // 3. Roles: every warp loads and computes its own slices. The loader runs up to kStages slices
@@ -84,15 +81,17 @@ struct PagedSm80 {
         key = task.begin + warp() * kSlice;
       }
       if (!live) return;
-      // A block that holds the whole slice is one for absent keys, too: their places follow on.
-      // Elsewhere clamped to keys that exist: entries past the context are not read.
+      // Entries past the context are not read. A block that holds 16 keys is one for absent keys,
+      // too: their places follow on.
       bool one_block = in_one_block(p);
-      uint32_t token = one_block ? key : max(min(key + lane() % kSlice, task.end - 1), task.low);
+      int32_t mine = key + lane() % kSlice, first = mine / 16 * 16;
+      if (first >= task.end) first = key;
+      uint32_t token = one_block ? first : max(min(mine, task.end - 1), task.low);
       uint32_t index = token / static_cast<uint32_t>(p.block_size);
       block = device::table_entry(p, task.b, index);
-      within = token - index * p.block_size + (one_block ? lane() % kSlice : 0);
+      within = token - index * p.block_size + (one_block ? lane() % 16 : 0);
     }
-    static __device__ bool in_one_block(const PagedParams& p) { return p.block_size % kSlice == 0; }
+    static __device__ bool in_one_block(const PagedParams& p) { return p.block_size % 16 == 0; }
     __device__ __forceinline__ bool holds(int32_t row) const {  // key `row` of the slice counts
       return static_cast<uint32_t>(key + row - task.low) <
              static_cast<uint32_t>(task.end - task.low);
@@ -119,12 +118,11 @@ struct PagedSm80 {
         gK = token_in(p, p.k_cache, p.k_strides, id, place) + chunk * 16;
         gV = token_in(p, p.v_cache, p.v_strides, id, place) + chunk * 16;
       };
-      if constexpr (kOneBlock) find_row(block, within - lane() % kSlice + row);
       to += device::swizzled<kRowBytes>(row, chunk);
 #pragma unroll
       for (int pass = 0; pass < kSlice / kPassRows; ++pass) {
         int32_t at = row + pass * kPassRows;
-        if constexpr (!kOneBlock) {
+        if (!kOneBlock || pass * kPassRows % 16 == 0) {
           find_row(__shfl_sync(0xffffffffu, block, at), __shfl_sync(0xffffffffu, within, at));
         }
         bool valid = column_valid && holds(at);
@@ -140,33 +138,34 @@ struct PagedSm80 {
 
     // K: a lane takes one key, 16 bytes at a time. V: 8 keys of one d at a time, kept as rows of d.
     __device__ __forceinline__ void copy_xsplit(const PagedParams& p, uint32_t to) const {
-      int32_t row = lane() % kSlice, half = lane() % 2;
+      constexpr int kAside = 32 / kSlice, kPieces = kSlice / 8, kPassRows = 32 / kPieces;
+      int32_t row = lane() % kSlice, piece = lane() % kPieces;
       bool row_valid = holds(row);
       const char* gK =
           token_in(p, p.k_cache, p.k_strides, block, within) + lane() / kSlice * p.block_size * 16;
 #pragma unroll
-      for (int i = 0; i < kRowBytes / 32; ++i) {
-        int32_t chunk = lane() / kSlice + 2 * i;
-        device::cp_async16(to + k_chunk(row, chunk), gK,
+      for (int i = 0; i < kRowBytes / 16 / kAside; ++i) {
+        int32_t chunk = lane() / kSlice + kAside * i;
+        device::cp_async16(to + Slice::k_chunk(row, chunk), gK,
                            row_valid && chunk * 16 < p.head_dim * kItem);
-        gK += 2 * p.block_size * 16;
+        gK += kAside * p.block_size * 16;
       }
       // The 8 keys: blocks are multiples of 8.
-      int32_t first_d = lane() / 2, id = __shfl_sync(0xffffffffu, block, 8 * half);
-      int32_t place = __shfl_sync(0xffffffffu, within, 8 * half) / 8 * 8;
+      int32_t first_d = lane() / kPieces, id = __shfl_sync(0xffffffffu, block, 8 * piece);
+      int32_t place = __shfl_sync(0xffffffffu, within, 8 * piece) / 8 * 8;
       const char* gV =
           token_in(p, p.v_cache, p.v_strides, id, place) + first_d * p.block_size * kItem;
-      bool piece_valid = key + 8 * half < task.end && key + 8 * half + 8 > task.low;
+      bool piece_valid = key + 8 * piece < task.end && key + 8 * piece + 8 > task.low;
 #pragma unroll
-      for (int i = 0; i < kSteps; ++i) {
-        int32_t d = first_d + 16 * i;
+      for (int i = 0; i < kHeadDim / kPassRows; ++i) {
+        int32_t d = first_d + kPassRows * i;
         bool valid = piece_valid && d < p.head_dim;
         if constexpr (kFp8) {
-          device::cp_async8(to + kKBytes + v_row(d, half), gV, valid);
+          device::cp_async8(to + kKBytes + Slice::v_row(d, piece), gV, valid);
         } else {
-          device::cp_async16(to + kKBytes + v_row(d, half), gV, valid);
+          device::cp_async16(to + kKBytes + Slice::v_row(d, piece), gV, valid);
         }
-        gV += 16 * p.block_size * kItem;
+        gV += kPassRows * p.block_size * kItem;
       }
     }
 
@@ -201,24 +200,6 @@ struct PagedSm80 {
       }
     }
   };
-
-  // x-split V in shared memory: rows of d with 16 keys; of 32 bytes, the halves of every other four
-  // rows are exchanged, so that 8 rows of one half fall into different banks.
-  static __device__ __forceinline__ uint32_t v_row(uint32_t d, uint32_t half) {
-    return kFp8 ? d * 16 + half * 8 : d * 32 + ((half ^ (d >> 2 & 1)) << 4);
-  }
-
-  // Which key of the slice stands in row g (high 0) or g + 8 (high 1) of S^T. x-split e4m3: a
-  // lane's register holds four neighbouring keys of V, and P follows.
-  static __device__ __forceinline__ int32_t slot_key(int32_t g, int32_t high) {
-    return kXsplit && kFp8 ? g / 2 * 4 + g % 2 + 2 * high : g + 8 * high;
-  }
-
-  // Which d stands in row g or g + 8 of m16 block `step` of O^T. e4m3 rows: a transposed pair of
-  // bytes is two neighbouring d.
-  static __device__ __forceinline__ int32_t out_column(int32_t step, int32_t g, int32_t high) {
-    return 16 * step + (kFp8 && !kXsplit ? 2 * g + high : g + 8 * high);
-  }
 
   // The softmax state of a warp: lane 4g + q holds rows (columns of the products) 8n + 2q and
   // 8n + 2q + 1.
@@ -287,37 +268,23 @@ struct PagedSm80 {
     state.full_end = visible_keys(w.window_left, w.window_right, 0, w.q_len, task.context).end;
   }
 
-  using Scores = float[kRowBlocks][4];
+  using Scores = float[kKeyBlocks][kRowBlocks][4];
+  using Weights = uint32_t[kKeyBlocks][kRowBlocks][2];
 
   // S^T = K Q^T. Two accumulators, so that products wait for each other half as often.
   static __device__ __forceinline__ void multiply_qk(const State& state, uint32_t k_tile,
-                                                     Scores& scores) {
+                                                     float (&scores)[kRowBlocks][4], int block) {
     float parts[2][kRowBlocks][4] = {};
-    int32_t slot = lane() % 16;
-    int32_t row = slot_key(slot % 8, slot / 8);
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      uint32_t a[4];
-      if constexpr (kFp8) {
-        uint32_t bytes[4];  // two steps at once
-        if (step % 2 != 0) continue;
-        device::ldmatrix_x4(bytes, k_tile + k_chunk(row, step + lane() / 16));
+    for (int step = 0; step < kSteps; step += Slice::kAtOnce) {
+      typename Slice::Fragments a;
+      Slice::load_keys(k_tile, block, step, a);
 #pragma unroll
-        for (int odd = 0; odd < 2; ++odd) {
-          device::unpack_e4m3(bytes[2 * odd], a[0], a[2]);
-          device::unpack_e4m3(bytes[2 * odd + 1], a[1], a[3]);
-#pragma unroll
-          for (int n = 0; n < kRowBlocks; ++n) {
-            const uint32_t (&q)[2] = state.q[n][step + odd];
-            device::mma_m16n8k16<kMma>(parts[odd][n], a, q[0], q[1]);
-          }
-        }
-      } else {
-        device::ldmatrix_x4(a, k_tile + k_chunk(row, 2 * step + lane() / 16));
+      for (int odd = 0; odd < Slice::kAtOnce; ++odd) {
 #pragma unroll
         for (int n = 0; n < kRowBlocks; ++n) {
-          const uint32_t (&q)[2] = state.q[n][step];
-          device::mma_m16n8k16<kMma>(parts[step % 2][n], a, q[0], q[1]);
+          const uint32_t (&q)[2] = state.q[n][step + odd];
+          device::mma_m16n8k16<kMma>(parts[(step + odd) % 2][n], a[odd], q[0], q[1]);
         }
       }
     }
@@ -330,15 +297,15 @@ struct PagedSm80 {
 
   // Dot products become scores in base 2, -inf where a query does not see the key.
   static __device__ __forceinline__ void score_keys(const PagedParams& p, const State& state,
-                                                    int32_t key0, Scores& scores) {
+                                                    int32_t key0, bool masked,
+                                                    float (&scores)[kRowBlocks][4]) {
     bool scored = device::RowScore<kMma>::is_scored(p);
-    bool masked = key0 < state.full_begin || key0 + kSlice > state.full_end;
 #pragma unroll
     for (int n = 0; n < kRowBlocks; ++n) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const device::RowScore<kMma>& row = state.score[n][i % 2];
-        int32_t key = key0 + slot_key(lane() / 4, i / 2);
+        int32_t key = key0 + Slice::slot_key(lane() / 4, i / 2);
         float score = scored ? row.scored(p, scores[n][i], key) : scores[n][i] * row.scale;
         scores[n][i] = !masked || row.sees(key) ? score : device::negative_infinity();
       }
@@ -347,13 +314,17 @@ struct PagedSm80 {
 
   // Scores become P^T as B operands; O and the sums follow the maximum.
   static __device__ __forceinline__ void softmax_step(State& state, Scores& scores,
-                                                      uint32_t (&weights)[kRowBlocks][2]) {
+                                                      Weights& weights) {
 #pragma unroll
     for (int n = 0; n < kRowBlocks; ++n) {
       float rescale[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        float maximum = fmaxf(scores[n][i], scores[n][2 + i]);
+        float maximum = device::negative_infinity();
+#pragma unroll
+        for (int block = 0; block < kKeyBlocks; ++block) {
+          maximum = fmaxf(maximum, fmaxf(scores[block][n][i], scores[block][n][2 + i]));
+        }
 #pragma unroll
         for (int other = 4; other < 32; other *= 2) {
           maximum = fmaxf(maximum, __shfl_xor_sync(0xffffffffu, maximum, other));
@@ -362,12 +333,22 @@ struct PagedSm80 {
         float reference = maximum == device::negative_infinity() ? 0.0f : maximum;
         rescale[i] = device::exp2_approx(state.maximum[n][i] - reference);
         state.maximum[n][i] = maximum;
-        scores[n][i] = device::exp2_approx(scores[n][i] - reference);
-        scores[n][2 + i] = device::exp2_approx(scores[n][2 + i] - reference);
-        state.sum[n][i] = fmaf(state.sum[n][i], rescale[i], scores[n][i] + scores[n][2 + i]);
+        state.sum[n][i] *= rescale[i];
+#pragma unroll
+        for (int block = 0; block < kKeyBlocks; ++block) {
+          float& low = scores[block][n][i];
+          float& high = scores[block][n][2 + i];
+          low = device::exp2_approx(low - reference);
+          high = device::exp2_approx(high - reference);
+          state.sum[n][i] += low + high;
+        }
       }
-      weights[n][0] = device::movmatrix_trans(device::pack2<kMma>(scores[n][0], scores[n][1]));
-      weights[n][1] = device::movmatrix_trans(device::pack2<kMma>(scores[n][2], scores[n][3]));
+#pragma unroll
+      for (int block = 0; block < kKeyBlocks; ++block) {
+        const float (&s)[4] = scores[block][n];
+        weights[block][n][0] = device::movmatrix_trans(device::pack2<kMma>(s[0], s[1]));
+        weights[block][n][1] = device::movmatrix_trans(device::pack2<kMma>(s[2], s[3]));
+      }
       // The maximum settles after a few slices. Exact.
       if (__any_sync(0xffffffffu, rescale[0] != 1.0f || rescale[1] != 1.0f)) {
 #pragma unroll
@@ -379,66 +360,25 @@ struct PagedSm80 {
     }
   }
 
-  // The A operands of O^T blocks `step` (and step + 1 under e4m3): d down, keys across.
-  static __device__ __forceinline__ void load_values(uint32_t v_tile, int step,
-                                                     uint32_t (&a)[kItem == 1 ? 2 : 1][4]) {
-    int32_t in_matrix = lane() % 8, second = lane() / 8 % 2, upper = lane() / 16;
-    uint32_t bytes[4];
-    if constexpr (kXsplit && !kFp8) {
-      device::ldmatrix_x4(a[0], v_tile + v_row(16 * step + in_matrix + 8 * second, upper));
-    } else if constexpr (!kFp8) {
-      device::ldmatrix_x4_trans(
-          a[0], v_tile + device::swizzled<kRowBytes>(in_matrix + 8 * upper, 2 * step + second));
-    } else if constexpr (kXsplit) {
-      device::ldmatrix_x4(bytes, v_tile + v_row(16 * step + lane(), 0));
-#pragma unroll
-      for (int odd = 0; odd < 2; ++odd) {
-        device::unpack_e4m3(bytes[2 * odd], a[odd][0], a[odd][2]);
-        device::unpack_e4m3(bytes[2 * odd + 1], a[odd][1], a[odd][3]);
-      }
-    } else {
-      device::ldmatrix_x4_trans(
-          bytes, v_tile + device::swizzled<kRowBytes>(in_matrix + 8 * second, step + upper));
-#pragma unroll
-      for (int odd = 0; odd < 2; ++odd) {
-        // Bytes: (key, d) (key, d + 1) (key + 1, d) (key + 1, d + 1); pairs of keys are wanted.
-        device::unpack_e4m3(__byte_perm(bytes[2 * odd], 0, 0x3120), a[odd][0], a[odd][1]);
-        device::unpack_e4m3(__byte_perm(bytes[2 * odd + 1], 0, 0x3120), a[odd][2], a[odd][3]);
-      }
-    }
-  }
-
   // O^T += V^T P^T.
-  static __device__ __forceinline__ void multiply_pv(State& state,
-                                                     const uint32_t (&weights)[kRowBlocks][2],
+  static __device__ __forceinline__ void multiply_pv(State& state, const Weights& weights,
                                                      uint32_t v_tile) {
-    constexpr int kAtOnce = kFp8 ? 2 : 1;
 #pragma unroll
-    for (int step = 0; step < kSteps; step += kAtOnce) {
-      uint32_t a[kAtOnce][4];
-      load_values(v_tile, step, a);
+    for (int step = 0; step < kSteps; step += Slice::kAtOnce) {
 #pragma unroll
-      for (int odd = 0; odd < kAtOnce; ++odd) {
+      for (int block = 0; block < kKeyBlocks; ++block) {
+        typename Slice::Fragments a;
+        Slice::load_values(v_tile, block, step, a);
 #pragma unroll
-        for (int n = 0; n < kRowBlocks; ++n) {
-          device::mma_m16n8k16<kMma>(state.out[n][step + odd], a[odd], weights[n][0],
-                                     weights[n][1]);
+        for (int odd = 0; odd < Slice::kAtOnce; ++odd) {
+#pragma unroll
+          for (int n = 0; n < kRowBlocks; ++n) {
+            const uint32_t (&w)[2] = weights[block][n];
+            device::mma_m16n8k16<kMma>(state.out[n][step + odd], a[odd], w[0], w[1]);
+          }
         }
       }
     }
-  }
-
-  // Zeroes the keys of an x-split V slice outside [first, last): a copy of 8 keys may hold both
-  // kinds, and 0 * NaN is NaN. Elsewhere the copies wrote zeros.
-  static __device__ __forceinline__ void clear_values(uint32_t v_tile, int32_t first,
-                                                      int32_t last) {
-#pragma unroll 1
-    for (int32_t i = lane(); i < kHeadDim * kSlice; i += 32) {
-      int32_t d = i / kSlice, key = i % kSlice;
-      if (key >= first && key < last) continue;
-      device::store_shared_zero<kItem>(v_tile + v_row(d, key / 8) + key % 8 * kItem);
-    }
-    __syncwarp();
   }
 
   // 4. Main loop: the slices of this warp in one task. Returns the stage of the last slice, which
@@ -455,12 +395,16 @@ struct PagedSm80 {
       last = loader.stage;  // all stages are full: the one to fill next is the oldest
       uint32_t k_tile = stage_address(smem, last), v_tile = k_tile + kKBytes;
       if (kXsplit && (key < task.low || key + kSlice > task.end)) {
-        clear_values(v_tile, task.low - key, task.end - key);
+        Slice::clear_values(v_tile, task.low - key, task.end - key);
       }
+      bool masked = key < state.full_begin || key + kSlice > state.full_end;
       Scores scores;
-      uint32_t weights[kRowBlocks][2];
-      multiply_qk(state, k_tile, scores);
-      score_keys(p, state, key, scores);
+      Weights weights;
+#pragma unroll
+      for (int block = 0; block < kKeyBlocks; ++block) {
+        multiply_qk(state, k_tile, scores[block], block);
+        score_keys(p, state, key + 16 * block, masked, scores[block]);
+      }
       softmax_step(state, scores, weights);
       multiply_pv(state, weights, v_tile);
       __syncwarp();  // every lane is done with the stage
@@ -478,7 +422,7 @@ struct PagedSm80 {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         // XOR: the four rows that a warp writes at once fall into different banks.
-        int32_t at = (2 * quad + i % 2) * kHeadDim + (out_column(step, g, i / 2) ^ 8 * quad);
+        int32_t at = (2 * quad + i % 2) * kHeadDim + (Slice::out_column(step, g, i / 2) ^ 8 * quad);
         device::store_shared(staging + at * 4, __float_as_uint(state.out[n][step][i]));
       }
     }

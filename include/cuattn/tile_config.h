@@ -89,17 +89,22 @@ constexpr int32_t paged_head_dim(int32_t head_dim) {
   return head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : 256;
 }
 
+// Keys that a warp of paged_sm80 takes at a time. 32 of e4m3 are as many bytes as 16 of the others,
+// and cost less than twice 16.
+constexpr int32_t paged_slice_keys(int32_t head_dim, int32_t itemsize) {
+  return itemsize == 1 && head_dim <= 128 ? 32 : 16;
+}
+
 // `head_dim`: a compiled one. `itemsize`: of the caches. `rows`: q_len * group of the call; more
-// than m make several row groups. A stage holds 16 keys of K and V for one warp.
+// than m make several row groups. A stage holds a slice of K and V for one warp.
 constexpr PagedTile paged_sm80_tile(int32_t head_dim, int32_t itemsize, KvLayout layout,
                                     int32_t rows) {
   // 16 rows of 256 are too many registers; the x-split layout is not worth more instances.
   int32_t m = rows <= 8 || head_dim > 128 || layout == KvLayout::vllm ? 8 : 16;
-  int32_t row_bytes = head_dim * itemsize;
-  if (row_bytes <= 64) return {{m, 64, 4, 4}, m == 8 ? 4 : 3};  // 4 warps * 4 stages * 2 KB = 32 KB
-  if (row_bytes <= 128) return {{m, 64, 4, 4}, m == 8 ? 3 : 2};  // 4 * 4 * 4 = 64 KB
-  if (row_bytes <= 256) return {{m, 64, 3, 4}, 2};               // 4 * 3 * 8 = 96 KB
-  return {{m, 64, 3, 2}, 2};                                     // 2 * 3 * 16 = 96 KB
+  int32_t stage_kb = paged_slice_keys(head_dim, itemsize) * 2 * head_dim * itemsize / 1024;
+  if (stage_kb <= 4) return {{m, 64, 4, 4}, m == 8 ? 3 : 2};  // 4 warps * 4 stages * 4 KB = 64 KB
+  if (stage_kb <= 8) return {{m, 64, 3, 4}, 2};               // 4 * 3 * 8 = 96 KB
+  return {{m, 64, 3, 2}, 2};                                  // 2 * 3 * 16 = 96 KB
 }
 
 constexpr PagedTile kPagedSimtTile = {{4, 64, 1, 4}, 2};
