@@ -141,6 +141,8 @@ def test_a_graph_needs_little_time_when_the_budget_is_spent():
     measure.plan_rounds(entries, measure.Settings(rounds=7, calls=40), 0.0, flush_s=4e-4)
     assert (entries[0].rounds, entries[0].calls_per_round) == (7, 3)  # 30 ms
     assert (entries[1].rounds, entries[1].calls_per_round) == (7, 40)
+    measure.plan_rounds(entries, measure.Settings(rounds=7, calls=40), 100.0, flush_s=4e-4)
+    assert entries[0].calls_per_round == 5
 
 
 def test_bytes_are_those_of_the_keys_and_values_read():

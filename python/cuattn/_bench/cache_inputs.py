@@ -18,6 +18,7 @@ from .reference import EPS, Error
 
 SEQUENCE = 1024  # tokens of a sequence that gather_cache reads
 MAX_POSITION = 4096
+PIECE_BYTES = 128 << 20  # copies of 512 MiB run at 0.6 of the speed in a CUDA graph
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]  # what was moved, what it had to be
 
@@ -226,7 +227,9 @@ def memcpy(w: CacheWorkload, x: CacheInputs) -> Prepared:
         sets.append((source, target))
 
     def copy(source, target):
-        target.copy_(source, non_blocking=True)
+        pieces = zip(source.split(PIECE_BYTES), target.split(PIECE_BYTES), strict=True)
+        for piece, to in pieces:
+            to.copy_(piece, non_blocking=True)
         return source, target
 
     def pairs(arrays) -> Pairs:

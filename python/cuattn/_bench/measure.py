@@ -26,6 +26,7 @@ SLOW_CALL_S = 1.0  # a call longer than this is timed once, by its check
 LARGE_BYTES = 4 << 30  # the allocator may have to make room for so much, which is not to be timed
 MIN_SHARE_S = 0.2  # what a contestant gets on a row even when the budget is spent
 MIN_GRAPH_SHARE_S = 0.03  # as much for graphs of calls
+MAX_GRAPHS = 5  # in a round: each is many calls
 JIT_NEEDS = 0.5  # of a row's fair share of the budget; with less left, nobody compiles any more
 
 
@@ -123,7 +124,8 @@ def plan_rounds(entries: list[Entry], settings: Settings, slice_s: float, flush_
         at_once_s = entry.estimate_s * entry.calls_at_once
         affordable = int(share / ((1 + entry.warms_up) * at_once_s + flush_s))
         entry.rounds = rounds if affordable >= rounds else max(3, affordable)
-        entry.calls_per_round = min(settings.calls, max(1, affordable // rounds))
+        most = settings.calls if entry.timed is None else min(settings.calls, MAX_GRAPHS)
+        entry.calls_per_round = min(most, max(1, affordable // rounds))
 
 
 def run_rounds(entries: list[Entry], device, order: random.Random) -> None:
