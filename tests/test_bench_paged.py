@@ -227,6 +227,18 @@ def test_a_bar_is_judged_by_what_it_names(bar, value, holds):
     assert len(summary) == (2 if holds is False else 1)
 
 
+def test_bars_that_are_alike_have_a_mean():
+    rows = []
+    for ratio in (1.0, 1.21):
+        row = measured_row(cuattn_auto=1.0)
+        row["results"][0]["ratio_to_best_peer"] = ratio
+        bars.judge((Bar("cuattn:auto", "best peer", 1.0),), row, [], CEILINGS)
+        rows.append(row)
+    text = report.bar_summary({"rows": rows})[1]
+    assert "best peer, where the bar is 1: 1.100 on the geometric mean of 2 rows" in text
+    assert text.endswith("least 1.000")
+
+
 def test_figures_of_decode_are_scaled_by_the_copy_rate():
     row = measured_row("fp16 32/8 1 x 8192", cuattn_v1=1.0, cuattn_v2=0.5)
     published.add_bars("paged_vllm", row, CEILINGS, "NVIDIA H200")

@@ -247,8 +247,10 @@ def summary(document: dict) -> str:
 
 
 def bar_summary(document: dict) -> list[str]:
-    """How many bars hold, and which do not."""
+    """How many bars hold, the mean of those that are alike, and which do not hold."""
     bars = [(bar, row) for row in document["rows"] for bar in row.get("bars", ())]
+    if not bars:
+        return []
     judged = [(bar, row) for bar, row in bars if bar["holds"] is not None]
     missed = [
         f"{row['workload']['name']}: {bar['ours']} {bar['value']:.3f} of {bar['least']:g} "
@@ -256,11 +258,19 @@ def bar_summary(document: dict) -> list[str]:
         for bar, row in judged
         if not bar["holds"]
     ]
-    if not bars:
-        return []
+    alike: dict[tuple, list[float]] = {}
+    for bar, _ in judged:
+        alike.setdefault((bar["ours"], bar["against"], bar["least"]), []).append(bar["value"])
+    means = [
+        f"{ours} against {against}, where the bar is {least:g}: "
+        f"{math.exp(statistics.fmean(map(math.log, values))):.3f} on the geometric mean of "
+        f"{len(values)} rows, least {min(values):.3f}"
+        for (ours, against, least), values in alike.items()
+        if len(values) > 1
+    ]
     count = f"bars: {len(judged) - len(missed)} of {len(judged)} hold"
     left = len(bars) - len(judged)
-    return [count + (f", {left} not measured" if left else ""), *missed]
+    return [count + (f", {left} not measured" if left else ""), *means, *missed]
 
 
 def command(argv: list[str]) -> str:
