@@ -53,8 +53,9 @@ __global__ void __launch_bounds__(kThreads) copy_blocks(const __grid_constant__ 
   int kind = cache < p.num_k ? 0 : 1;
   int64_t begin = slice * kSliceBytes;
   if (begin >= p.block_bytes[kind]) return;
-  const int64_t* pairs = p.pairs != nullptr ? p.pairs : p.host_pairs;
-  int64_t source = pairs[2 * pair], target = pairs[2 * pair + 1];
+  // Note: one pointer to either would read parameters as if they were global memory, which is slow.
+  int64_t source = p.pairs != nullptr ? p.pairs[2 * pair] : p.host_pairs[2 * pair];
+  int64_t target = p.pairs != nullptr ? p.pairs[2 * pair + 1] : p.host_pairs[2 * pair + 1];
   if (!is_copy(source, target, p.num_blocks)) return;
   char* data = p.caches[cache];
   copy_slice(data + source * p.block_stride[kind], data + target * p.block_stride[kind], begin,

@@ -36,39 +36,39 @@ __device__ void gather_rows(const CacheSide& side, const CacheTile& tile) {
 }
 
 template <class T>
-constexpr int kSquareTokens = 16 / sizeof(T) < kMaxSquareTokens ? 16 / sizeof(T) : kMaxSquareTokens;
+constexpr int kPieceTokens = 16 / sizeof(T) < kMaxPieceTokens ? 16 / sizeof(T) : kMaxPieceTokens;
 
-// V of the vLLM layout: squares of kTokens x kVec.
+// V of the vLLM layout, by pieces.
 template <class T>
-__device__ void gather_squares(const CacheSide& side, const CacheTile& tile) {
-  constexpr int kVec = 16 / sizeof(T);
-  constexpr int kTokens = kSquareTokens<T>;
-  using Row = CacheChunk<T, kVec>;
+__device__ void gather_pieces(const CacheSide& side, const CacheTile& tile) {
+  constexpr int kTokens = kPieceTokens<T>;
+  constexpr int kDims = 64 / (kTokens * sizeof(T));  // 64 bytes in flight in a thread
+  using Row = CacheChunk<T, kDims>;
   using Column = CacheChunk<T, kTokens>;
-  int chunks = side.head_dim / kVec, items = tile.tokens / kTokens * chunks;
+  int num_pieces = tile.places->num_pieces, items = num_pieces * (side.head_dim / kDims);
   for (int index = threadIdx.x; index < items * tile.heads; index += kCacheThreads) {
-    CacheItem item(index % items, chunks, kSquareLanes);
-    int token = tile.square<kTokens>(item.token);
+    PieceItem item(index, side.head_dim / kDims, num_pieces);
+    int token = tile.places->pieces[item.piece];
     if (token < 0) continue;
-    int head = tile.first_head + index / items, d = item.chunk * kVec;
+    int head = tile.first_head + item.head, d = item.chunk * kDims;
     const T* from = static_cast<const T*>(side.cache) + tile.place(token) +
                     head * side.strides.head + d * side.run_stride;
     T* to = static_cast<T*>(side.rows) + side.row(tile.first + token, head) + d;
-    Column x[kVec];
+    Column x[kDims];
 #pragma unroll
-    for (int j = 0; j < kVec; ++j)
+    for (int j = 0; j < kDims; ++j)
       x[j] = *reinterpret_cast<const Column*>(from + j * side.run_stride);
 #pragma unroll
     for (int i = 0; i < kTokens; ++i) {
       Row row;
 #pragma unroll
-      for (int j = 0; j < kVec; ++j) row.x[j] = x[j].x[i];
+      for (int j = 0; j < kDims; ++j) row.x[j] = x[j].x[i];
       *reinterpret_cast<Row*>(to + i * side.row_token) = row;
     }
   }
 }
 
-// The tokens of no square. A warp takes a row, so that a load reaches four sectors of each line.
+// The tokens of no piece. A warp takes a row, so that a load reaches four sectors of each line.
 template <class T>
 __device__ void gather_scattered(const CacheSide& side, const CacheTile& tile) {
   constexpr int kCount = 4;  // elements that a lane has in flight
@@ -76,7 +76,7 @@ __device__ void gather_scattered(const CacheSide& side, const CacheTile& tile) {
   for (int index = threadIdx.x / 32; index < tile.tokens * tile.heads;
        index += kCacheThreads / 32) {
     int token = index / tile.heads, head = tile.first_head + index % tile.heads;
-    if (!tile.is_alone<kSquareTokens<T>>(token)) continue;
+    if (!tile.is_alone<kPieceTokens<T>>(token)) continue;
     const T* from =
         static_cast<const T*>(side.cache) + tile.place(token) + head * side.strides.head;
     T* to = static_cast<T*>(side.rows) + side.row(tile.first + token, head);
@@ -96,9 +96,9 @@ __device__ void gather_scattered(const CacheSide& side, const CacheTile& tile) {
   }
 }
 
-// kSquares: the vLLM layout. Its own kernel, because squares take registers.
-template <class T, bool kSquares>
-__global__ void __launch_bounds__(kCacheThreads, kSquares ? 3 : 4)
+// kVllm: the layout whose V goes by pieces.
+template <class T, bool kVllm>
+__global__ void __launch_bounds__(kCacheThreads, 4)
     cache_gather(const __grid_constant__ CacheGatherParams p, int tokens) {
   __shared__ CacheTile::Places places;
   bool is_k = blockIdx.y == 0;
@@ -108,11 +108,11 @@ __global__ void __launch_bounds__(kCacheThreads, kSquares ? 3 : 4)
     CachedToken from = cached_token(p, token);
     return from.seq < 0 ? int64_t{-1} : from.block * p.block_size + from.at;
   });
-  if (!kSquares || is_k) {
+  if (!kVllm || is_k) {
     gather_rows<T>(side, tile);
   } else {
-    if (tile.find_squares<kSquareTokens<T>>()) gather_scattered<T>(side, tile);
-    gather_squares<T>(side, tile);
+    if (tile.find_pieces<kPieceTokens<T>>()) gather_scattered<T>(side, tile);
+    gather_pieces<T>(side, tile);
   }
 }
 

@@ -4,9 +4,10 @@
 //
 // A thread block takes a tile: some tokens and kTileHeads heads of K or of V. Where a cache keeps
 // neighbouring d together (all but V of the vLLM layout), a thread moves 16 bytes of a row for each
-// head. V of the vLLM layout keeps neighbouring tokens together: there a thread moves a square of
-// tokens x d of one head, turned in registers, if the tokens fill an aligned piece of a block, and
-// single elements otherwise.
+// head. V of the vLLM layout keeps neighbouring tokens together: there a thread moves a piece of
+// tokens x d of one head, turned in registers, if the tokens fill an aligned part of a block, and
+// single elements otherwise. Memory moves sectors of 32 bytes and is slow where a part of one is
+// written, so the two pieces that share sectors go to neighbouring threads.
 #pragma once
 
 #include <algorithm>
@@ -20,29 +21,24 @@ namespace cuattn {
 constexpr int kCacheThreads = 256;
 constexpr int kTileHeads = 4;  // a thread has as many rows in flight
 constexpr int kMaxTileTokens = 64;
-constexpr int kMaxSquareTokens = 8;
+constexpr int kMaxPieceTokens = 8;
 
-// Tokens of a tile, of which two to four on a multiprocessor keep enough bytes in flight: 32 KB for
-// d = 128, 16 KB where elements are bytes.
+// Tokens of a tile: 32 KB for d = 128, 16 KB where elements are bytes. A small call is cut smaller,
+// to be spread over all multiprocessors. A smallest one moves V of the vLLM layout element by
+// element: a decode step has nothing else, and in a short prompt pieces are not missed.
 template <class T>
 constexpr int kTileTokens = sizeof(T) == 1 ? 64 : 32;
-
-// A small call is spread over all multiprocessors. It moves V of the vLLM layout element by
-// element: a decode step has nothing else, and in a small one squares are not missed.
 constexpr int kFewTokens = 2;
-constexpr int64_t kManyRows = 4096;  // num_tokens * num_heads
 
 inline int tile_tokens(int64_t num_tokens, int64_t num_heads, int many) {
-  return num_tokens * num_heads < kManyRows ? kFewTokens : many;
+  int64_t rows = num_tokens * num_heads;
+  return rows < 4096 ? kFewTokens : rows < 32768 ? 8 : many;
 }
 
-// Neighbouring threads that take neighbouring tokens: where the cache has these side by side,
+// Where K of the vLLM layout has tokens side by side, neighbouring threads take so many of them,
 // enough to fill a line of memory there, few enough to read half a line of each row.
-constexpr int kTokenLanes = 8;   // K of the vLLM layout
-constexpr int kSquareLanes = 4;  // V: squares
-
 inline __device__ int token_lanes(const CacheSide& side, int tokens) {
-  return side.run < side.head_dim ? min(kTokenLanes, tokens) : 1;
+  return side.run < side.head_dim ? min(8, tokens) : 1;
 }
 
 template <class T, int kSize>
@@ -60,20 +56,25 @@ inline dim3 cache_grid(const char* function, int64_t num_tokens, int64_t num_hea
 }
 
 // The tile of a thread block: `tokens` from `first` on, `heads` from `first_head` on. There is a
-// margin of tokens on both sides, for squares that begin or end there.
+// margin of tokens on both sides, for pieces that begin or end there.
 struct CacheTile {
-  static constexpr int kMargin = kMaxSquareTokens;
+  static constexpr int kMargin = 2 * kMaxPieceTokens;
   static constexpr int kSlots = kMaxTileTokens + 2 * kMargin;
+  static constexpr int kMaxGroups = kMaxTileTokens / kMaxPieceTokens;
 
   int64_t first;
   int tokens, first_head, heads;
 
   // In shared memory. slot -1: no place in the cache. place: the offset of head 0, d 0, in
-  // elements. square: of each kVec tokens, the first from which kVec tokens fill an aligned piece
-  // of a block, or -1; one more in front, for the square that begins in the margin.
+  // elements.
   struct Places {
     int64_t slot[kSlots], place[kSlots];
-    int square[kMaxTileTokens / 4 + 1];
+    // Of each group of kTokens tokens, the first from which kTokens tokens fill an aligned piece
+    // of a block, or -1; also of one group in front of the tile, and one behind.
+    int start[kMaxGroups + 2];
+    // The pieces of this tile, two by two: tokens, -1 for none. The first of two is aligned to
+    // both. A second in the group behind the tile is with its first.
+    int pieces[2 * kMaxGroups], num_pieces;
   };
   Places* places;
 
@@ -101,35 +102,49 @@ struct CacheTile {
     __syncthreads();
   }
 
-  // Finds the squares; true where some token with a place is in none.
-  template <int kVec>
-  __device__ bool find_squares() {
-    for (int i = threadIdx.x; i <= max(tokens / kVec, 1); i += kCacheThreads) {
-      int group = (i - 1) * kVec, start = group + static_cast<int>(-slot(group) & (kVec - 1));
-      bool whole =
-          tokens > kFewTokens && slot(group) >= 0 && slot(start) >= 0 && slot(start) % kVec == 0;
-      for (int j = 1; j < kVec; ++j) whole = whole && slot(start + j) == slot(start) + j;
-      places->square[i] = whole ? start - group : -1;
+  // Finds the pieces; true where some token with a place is in none.
+  template <int kTokens>
+  __device__ bool find_pieces() {
+    int i = static_cast<int>(threadIdx.x), groups = tokens / kTokens;
+    if (i < groups + 2) {
+      int group = (i - 1) * kTokens, start = static_cast<int>(-slot(group) & (kTokens - 1));
+      bool whole = tokens > kFewTokens && slot(group) >= 0 && slot(group + start) >= 0 &&
+                   slot(group + start) % kTokens == 0;
+      for (int j = 1; j < kTokens; ++j)
+        whole = whole && slot(group + start + j) == slot(group + start) + j;
+      places->start[i] = whole ? start : -1;
     }
     __syncthreads();
-    int i = static_cast<int>(threadIdx.x);
-    return __syncthreads_or(i < tokens && is_alone<kVec>(i));
+    if (i < 32) {
+      int start = i < groups ? places->start[i + 1] : -1, token = i * kTokens + start;
+      bool is_second = start >= 0 && slot(token) % (2 * kTokens) != 0;
+      bool is_mine = start >= 0 && !(is_second && has_second<kTokens>(i - 1));
+      unsigned mine = __ballot_sync(0xffffffff, is_mine);
+      if (is_mine) {
+        int* pair = places->pieces + 2 * __popc(mine & ((1u << i) - 1));
+        pair[0] = is_second ? -1 : token;
+        pair[1] = is_second ? token : has_second<kTokens>(i) ? token + kTokens : -1;
+      }
+      if (i == 0) places->num_pieces = 2 * __popc(mine);
+    }
+    return __syncthreads_or(i < tokens && is_alone<kTokens>(i));
   }
 
-  // The first token of the square that begins in a group of kVec tokens, or -1.
-  template <int kVec>
-  __device__ int square(int group) const {
-    int start = places->square[group + 1];
-    return start < 0 ? -1 : group * kVec + start;
+  // Whether the piece that begins in a group is a first one, and the next group begins its second.
+  template <int kTokens>
+  __device__ bool has_second(int group) const {
+    int start = places->start[group + 1], token = group * kTokens + start;
+    return start >= 0 && places->start[group + 2] == start && slot(token) % (2 * kTokens) == 0 &&
+           slot(token + kTokens) == slot(token) + kTokens;
   }
 
-  // Whether a token has a place, but neither the square that begins among its kVec tokens holds it,
-  // nor the one that begins among the kVec before.
-  template <int kVec>
+  // Whether a token has a place, but neither the piece that begins in its group holds it, nor the
+  // one that begins in the group before.
+  template <int kTokens>
   __device__ bool is_alone(int token) const {
     if (slot(token) < 0) return false;
-    int own = places->square[token / kVec + 1], before = places->square[token / kVec];
-    int in_group = token % kVec;
+    int own = places->start[token / kTokens + 1], before = places->start[token / kTokens];
+    int in_group = token % kTokens;
     return !(own >= 0 && in_group >= own) && in_group >= before;
   }
 };
@@ -141,6 +156,16 @@ struct CacheItem {
 
   __device__ CacheItem(int item, int chunks, int lanes)
       : token(item / (lanes * chunks) * lanes + item % lanes), chunk(item / lanes % chunks) {}
+};
+
+// The same for pieces x chunks x heads: the two pieces of a pair first, then chunks.
+struct PieceItem {
+  int piece, chunk, head;
+
+  __device__ PieceItem(int item, int chunks, int num_pieces)
+      : piece(item / (2 * chunks) % (num_pieces / 2) * 2 + item % 2),
+        chunk(item / 2 % chunks),
+        head(item / (chunks * num_pieces)) {}
 };
 
 }  // namespace cuattn

@@ -46,22 +46,10 @@ __device__ Rotated rotated(float a, float b, float cos, float sin) {
           __fadd_rn(__fmul_rn(b, cos), __fmul_rn(a, sin))};
 }
 
-// kCount floats, in vectors where `aligned` says so.
-template <int kCount>
-__device__ void load_floats(const float* from, bool aligned, float (&to)[kCount]) {
-  if (aligned) {
-#pragma unroll
-    for (int i = 0; i < kCount; i += 4) {
-      float4 x = *reinterpret_cast<const float4*>(from + i);
-      to[i] = x.x;
-      to[i + 1] = x.y;
-      to[i + 2] = x.z;
-      to[i + 3] = x.w;
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) to[i] = from[i];
-  }
+// Four floats, in a vector where `aligned` says so.
+__device__ float4 load_four(const float* from, bool aligned) {
+  if (aligned) return *reinterpret_cast<const float4*>(from);
+  return {from[0], from[1], from[2], from[3]};
 }
 
 __device__ bool has_aligned_rows(const float* table, int64_t stride) {
@@ -100,71 +88,68 @@ __device__ void write_rows(const CacheSide& side, const CacheTile& tile, int fir
   }
 }
 
-// The rotated elements where half of them is a multiple of kVec: a thread takes kVec columns of cos
+// The rotated elements where half of them is a multiple of four: a thread takes four columns of cos
 // and sin, and for each head the two chunks whose pairs these columns turn.
 template <class Types>
 __device__ void rotate_rows(const CacheWriteParams& p, const CacheTile& tile,
                             const int64_t* positions) {
-  constexpr int kVec = Types::kVec;
-  constexpr int kHeads = 2;  // in flight: two chunks each
+  using T = typename Types::T;
+  using C = typename Types::C;
+  constexpr int kColumns = 4;
+  constexpr int kHeads = 8 / sizeof(T);  // 64 bytes in flight
+  using Row = CacheChunk<T, kColumns>;
+  using Stored = CacheChunk<C, kColumns>;
   const CacheSide& side = p.k;
   const RopeParams& rope = p.rope;
-  const auto* rows = static_cast<const typename Types::T*>(side.rows);
-  auto* cache = static_cast<typename Types::C*>(side.cache);
-  int half = rope.rotary_dim / 2, chunks = half / kVec, lanes = token_lanes(side, tile.tokens);
+  int half = rope.rotary_dim / 2, chunks = half / kColumns, lanes = token_lanes(side, tile.tokens);
   bool cos_aligned = has_aligned_rows(rope.cos, rope.cos_stride);
   bool sin_aligned = has_aligned_rows(rope.sin, rope.sin_stride);
   for (int index = threadIdx.x; index < tile.tokens * chunks; index += kCacheThreads) {
     CacheItem item(index, chunks, lanes);
     if (tile.slot(item.token) < 0) continue;
-    int column = item.chunk * kVec;
+    int column = item.chunk * kColumns;
     int64_t position = positions[item.token];
-    float cos[kVec], sin[kVec];
-    load_floats(rope.cos + position * rope.cos_stride + column, cos_aligned, cos);
-    load_floats(rope.sin + position * rope.sin_stride + column, sin_aligned, sin);
+    float4 cos = load_four(rope.cos + position * rope.cos_stride + column, cos_aligned);
+    float4 sin = load_four(rope.sin + position * rope.sin_stride + column, sin_aligned);
     int d = rope.interleaved ? 2 * column : column;
-    int other = rope.interleaved ? kVec : half;  // from the first chunk to the second
+    int other = rope.interleaved ? kColumns : half;  // from the first chunk to the second
     int64_t skip = side.run_of(d + other) - side.run_of(d);
-    for (int head = 0; head < tile.heads; head += kHeads) {
-      const auto* from = rows + side.row(tile.first + item.token, tile.first_head + head) + d;
-      auto* to = cache + tile.place(item.token) + (tile.first_head + head) * side.strides.head +
-                 side.run_of(d);
-      typename Types::Row a[kHeads], b[kHeads];
+    for (int begin = 0; begin < tile.heads; begin += kHeads) {
+      int head = tile.first_head + begin, heads = min(tile.heads - begin, kHeads);
+      const T* from =
+          static_cast<const T*>(side.rows) + side.row(tile.first + item.token, head) + d;
+      C* to = static_cast<C*>(side.cache) + tile.place(item.token) + head * side.strides.head +
+              side.run_of(d);
+      Row a[kHeads], b[kHeads];
 #pragma unroll
       for (int h = 0; h < kHeads; ++h) {
-        if (head + h >= tile.heads) break;
-        const auto* row = from + h * side.row_head;
-        a[h] = *reinterpret_cast<const typename Types::Row*>(row);
-        b[h] = *reinterpret_cast<const typename Types::Row*>(row + other);
+        if (h >= heads) break;
+        a[h] = *reinterpret_cast<const Row*>(from + h * side.row_head);
+        b[h] = *reinterpret_cast<const Row*>(from + h * side.row_head + other);
       }
 #pragma unroll
       for (int h = 0; h < kHeads; ++h) {
-        if (head + h >= tile.heads) break;
-        float inverse = Types::inverse_scale(side, tile.first_head + head + h);
-        typename Types::Stored low, high;
+        if (h >= heads) break;
+        float inverse = Types::inverse_scale(side, head + h);
+        Stored low, high;
+        auto turn = [&](const T& x, const T& y, float cos, float sin, C& new_x, C& new_y) {
+          Rotated turned = rotated(to_float(x), to_float(y), cos, sin);
+          new_x = Types::stored(turned.a, inverse);
+          new_y = Types::stored(turned.b, inverse);
+        };
         if (rope.interleaved) {
-#pragma unroll
-          for (int i = 0; i < kVec; i += 2) {
-            Rotated x =
-                rotated(to_float(a[h].x[i]), to_float(a[h].x[i + 1]), cos[i / 2], sin[i / 2]);
-            Rotated y = rotated(to_float(b[h].x[i]), to_float(b[h].x[i + 1]), cos[(kVec + i) / 2],
-                                sin[(kVec + i) / 2]);
-            low.x[i] = Types::stored(x.a, inverse);
-            low.x[i + 1] = Types::stored(x.b, inverse);
-            high.x[i] = Types::stored(y.a, inverse);
-            high.x[i + 1] = Types::stored(y.b, inverse);
-          }
+          turn(a[h].x[0], a[h].x[1], cos.x, sin.x, low.x[0], low.x[1]);
+          turn(a[h].x[2], a[h].x[3], cos.y, sin.y, low.x[2], low.x[3]);
+          turn(b[h].x[0], b[h].x[1], cos.z, sin.z, high.x[0], high.x[1]);
+          turn(b[h].x[2], b[h].x[3], cos.w, sin.w, high.x[2], high.x[3]);
         } else {
-#pragma unroll
-          for (int i = 0; i < kVec; ++i) {
-            Rotated x = rotated(to_float(a[h].x[i]), to_float(b[h].x[i]), cos[i], sin[i]);
-            low.x[i] = Types::stored(x.a, inverse);
-            high.x[i] = Types::stored(x.b, inverse);
-          }
+          turn(a[h].x[0], b[h].x[0], cos.x, sin.x, low.x[0], high.x[0]);
+          turn(a[h].x[1], b[h].x[1], cos.y, sin.y, low.x[1], high.x[1]);
+          turn(a[h].x[2], b[h].x[2], cos.z, sin.z, low.x[2], high.x[2]);
+          turn(a[h].x[3], b[h].x[3], cos.w, sin.w, low.x[3], high.x[3]);
         }
-        auto* place = to + h * side.strides.head;
-        *reinterpret_cast<typename Types::Stored*>(place) = low;
-        *reinterpret_cast<typename Types::Stored*>(place + skip) = high;
+        *reinterpret_cast<Stored*>(to + h * side.strides.head) = low;
+        *reinterpret_cast<Stored*>(to + h * side.strides.head + skip) = high;
       }
     }
   }
@@ -217,36 +202,71 @@ __device__ int write_to_next_chunk(const CacheSide& side, const CacheTile& tile,
   return end;
 }
 
-// V of the vLLM layout: squares of kVec x kVec.
-template <class Types>
-__device__ void write_squares(const CacheSide& side, const CacheTile& tile) {
-  constexpr int kVec = Types::kVec;
-  const auto* rows = static_cast<const typename Types::T*>(side.rows);
-  auto* cache = static_cast<typename Types::C*>(side.cache);
-  int chunks = side.head_dim / kVec, items = tile.tokens / kVec * chunks;
-  for (int index = threadIdx.x; index < items * tile.heads; index += kCacheThreads) {
-    CacheItem item(index % items, chunks, kSquareLanes);
-    int token = tile.square<kVec>(item.token);
-    if (token < 0) continue;
-    int head = tile.first_head + index / items, d = item.chunk * kVec;
-    const auto* from = rows + side.row(tile.first + token, head) + d;
-    typename Types::Row x[kVec];
+// Stores `column[j]` at to + j * run_stride. In a cache of bytes with blocks of 16 two neighbouring
+// d share a sector; where both pieces of a pair lie side by side, their threads (of which this one
+// has the `second`) swap halves: one stores 16 tokens of even d, the other those of odd d.
+template <int kDims, class Column>
+__device__ void store_columns(char* to, int64_t run_stride, const Column (&column)[kDims],
+                              bool side_by_side, int second) {
+  if constexpr (sizeof(Column) == 8) {
+    if (side_by_side) {
+      unsigned both = 3u << (threadIdx.x % 32 & ~1u);
 #pragma unroll
-    for (int i = 0; i < kVec; ++i, from += side.row_token)
-      x[i] = *reinterpret_cast<const typename Types::Row*>(from);
-    auto* to = cache + tile.place(token) + head * side.strides.head + d * side.run_stride;
-    float inverse = Types::inverse_scale(side, head);
-#pragma unroll
-    for (int j = 0; j < kVec; ++j) {
-      typename Types::Stored column;
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) column.x[i] = Types::stored_element(x[i].x[j], inverse);
-      *reinterpret_cast<typename Types::Stored*>(to + j * side.run_stride) = column;
+      for (int j = 0; j < kDims; j += 2) {
+        auto even = *reinterpret_cast<const uint2*>(&column[j]);
+        auto odd = *reinterpret_cast<const uint2*>(&column[j + 1]);
+        uint2 sent = second ? even : odd, got;
+        got.x = __shfl_xor_sync(both, sent.x, 1);
+        got.y = __shfl_xor_sync(both, sent.y, 1);
+        uint4 whole =
+            second ? uint4{got.x, got.y, odd.x, odd.y} : uint4{even.x, even.y, got.x, got.y};
+        *reinterpret_cast<uint4*>(to - 8 * second + (j + second) * run_stride) = whole;
+      }
+      return;
     }
+  }
+#pragma unroll
+  for (int j = 0; j < kDims; ++j) {
+    *reinterpret_cast<Column*>(to + j * run_stride) = column[j];
   }
 }
 
-// The tokens of no square. A warp takes a row, so that a store reaches four sectors of each line.
+// V of the vLLM layout, by pieces of kVec tokens x four d.
+template <class Types>
+__device__ void write_pieces(const CacheSide& side, const CacheTile& tile) {
+  using T = typename Types::T;
+  using C = typename Types::C;
+  constexpr int kTokens = Types::kVec, kDims = 4;
+  using Row = CacheChunk<T, kDims>;
+  using Column = CacheChunk<C, kTokens>;
+  int num_pieces = tile.places->num_pieces, items = num_pieces * (side.head_dim / kDims);
+  for (int index = threadIdx.x; index < items * tile.heads; index += kCacheThreads) {
+    PieceItem item(index, side.head_dim / kDims, num_pieces);
+    int token = tile.places->pieces[item.piece], other = tile.places->pieces[item.piece ^ 1];
+    if (token < 0) continue;
+    int head = tile.first_head + item.head, d = item.chunk * kDims, second = item.piece % 2;
+    const T* from = static_cast<const T*>(side.rows) + side.row(tile.first + token, head) + d;
+    Row x[kTokens];
+#pragma unroll
+    for (int i = 0; i < kTokens; ++i)
+      x[i] = *reinterpret_cast<const Row*>(from + i * side.row_token);
+    float inverse = Types::inverse_scale(side, head);
+    Column column[kDims];
+#pragma unroll
+    for (int j = 0; j < kDims; ++j) {
+#pragma unroll
+      for (int i = 0; i < kTokens; ++i) column[j].x[i] = Types::stored_element(x[i].x[j], inverse);
+    }
+    C* to = static_cast<C*>(side.cache) + tile.place(token) + head * side.strides.head +
+            d * side.run_stride;
+    bool side_by_side =
+        other >= 0 && tile.place(other) - tile.place(token) == (second ? -kTokens : kTokens);
+    store_columns(reinterpret_cast<char*>(to), side.run_stride * int64_t{sizeof(C)}, column,
+                  side_by_side, second);
+  }
+}
+
+// The tokens of no piece. A warp takes a row, so that a store reaches four sectors of each line.
 template <class Types>
 __device__ void write_scattered(const CacheSide& side, const CacheTile& tile) {
   constexpr int kCount = 4;  // elements that a lane has in flight
@@ -276,9 +296,9 @@ __device__ void write_scattered(const CacheSide& side, const CacheTile& tile) {
   }
 }
 
-// kSquares: the vLLM layout. Its own kernel, because squares take registers.
-template <DType kType, DType kCacheType, bool kRope, bool kSquares>
-__global__ void __launch_bounds__(kCacheThreads, kRope || kSquares ? 3 : 4)
+// kVllm: the layout whose V goes by pieces.
+template <DType kType, DType kCacheType, bool kRope, bool kVllm>
+__global__ void __launch_bounds__(kCacheThreads, kRope&& kType == DType::f32 ? 3 : 4)
     cache_write(const __grid_constant__ CacheWriteParams p, int tokens) {
   __shared__ CacheTile::Places places;
   __shared__ int64_t positions[kMaxTileTokens];
@@ -295,14 +315,14 @@ __global__ void __launch_bounds__(kCacheThreads, kRope || kSquares ? 3 : 4)
     int64_t slot = p.slot_mapping[token];
     return is_slot(p, slot) ? slot : int64_t{-1};
   });
-  if (kSquares && !is_k) {
-    if (tile.find_squares<Pair::kVec>()) write_scattered<Pair>(side, tile);
-    write_squares<Pair>(side, tile);
+  if (kVllm && !is_k) {
+    if (tile.find_pieces<Pair::kVec>()) write_scattered<Pair>(side, tile);
+    write_pieces<Pair>(side, tile);
     return;
   }
   int first_d = 0;
   if (kRope && is_k) {
-    if (p.rope.rotary_dim / 2 % Pair::kVec == 0) {
+    if (p.rope.rotary_dim % 8 == 0) {
       rotate_rows<Pair>(p, tile, positions);
     } else {
       rotate_pairs<Pair>(p, tile, positions);

@@ -156,8 +156,8 @@ def block_sizes(layout):
     return (8, 16, 32) if layout == "vllm" else (1, 5, 16, 256)
 
 
-# On CUDA, calls of 4096 rows (tokens x heads) and more are cut into larger tiles than small ones.
-MANY_ROWS = 4096
+# Rows (tokens x heads) from which on a call on CUDA is cut into larger tiles.
+MANY_ROWS, MOST_ROWS = 4096, 32768
 
 
 # -- reshape_and_cache
@@ -171,8 +171,9 @@ def test_rows_go_to_their_slots(device, layout, dtype, cache_dtype, dim, rng):
         case = Write(layout, dtype, cache_dtype, dim=dim, block_size=block_size)
         case.blocks = max(3, -(-50 // block_size))
         write(device, rng, case)
-    case.heads = -(-MANY_ROWS // case.tokens)
-    write(device, rng, case)
+    for rows in (MANY_ROWS, MOST_ROWS)[: 2 if dim == 16 else 1]:
+        case.heads = -(-rows // case.tokens)
+        write(device, rng, case)
 
 
 @pytest.mark.parametrize("dim", [8, 24, 40, 112, 120, 192, 256, 512, 1024])
@@ -192,7 +193,7 @@ def test_heads(device, layout, heads, rng):
         write(device, rng, Write(layout, dtype, cache_dtype, heads=heads))
 
 
-@pytest.mark.parametrize("heads", [3, 17])  # 924 rows, and 5236
+@pytest.mark.parametrize("heads", [3, -(-MANY_ROWS // 308), -(-MOST_ROWS // 308)])
 @pytest.mark.parametrize("dtype_pair", PAIRS, ids="-".join)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_consecutive_slots_from_any_start(device, layout, dtype_pair, heads, rng):
@@ -212,13 +213,13 @@ def test_consecutive_slots_from_any_start(device, layout, dtype_pair, heads, rng
 
 @pytest.mark.parametrize("start", range(9))
 def test_prompts_begin_anywhere_in_a_block(device, start, rng):
-    """V of the vLLM layout by squares: their first token may lie anywhere in a tile."""
+    """V of the vLLM layout by pieces: their first token may lie anywhere in a tile."""
     order = rng.permutation(160)
-    for length in (rng.integers(100, 140), 2048 + 5):
+    for length, heads in ((rng.integers(100, 140), 3), (2053, 2), (2053, 16)):
         positions = np.arange(start, start + length)
         slots = (order[positions // 16] * 16 + positions % 16).astype(I64)
         for pair in (("float16", None), ("bfloat16", "float8_e4m3fn"), ("float32", None)):
-            write(device, rng, Write("vllm", *pair, blocks=160, slots=slots, dim=16))
+            write(device, rng, Write("vllm", *pair, blocks=160, slots=slots, heads=heads, dim=16))
 
 
 @pytest.mark.parametrize("storage", ["transposed", "padded", "packed", "expanded", "odd"])
@@ -388,8 +389,9 @@ def test_sequences_come_out_of_their_blocks(device, layout, dtype, give_out, rng
     dtype = CACHE_DTYPES[dtype]
     for block_size in block_sizes(layout):
         lengths = np.minimum([0, 1, 5 * block_size, 17, 0, 33], 6 * block_size)
-        many = -(-MANY_ROWS // lengths.sum())
-        for heads, dim, dim_v in ((3, 64, 64), (1, 80, 80), (2, 192, 128), (many, 16, 32)):
+        many, most = (-(-rows // lengths.sum()) for rows in (MANY_ROWS, MOST_ROWS))
+        sizes = ((3, 64, 64), (1, 80, 80), (2, 192, 128), (many, 16, 32), (most, 16, 16))
+        for heads, dim, dim_v in sizes:
             blocks = 30
             k_cache, k_nhd = filled(rng, layout, dtype, blocks, block_size, heads, dim, True)
             v_cache, v_nhd = filled(rng, layout, dtype, blocks, block_size, heads, dim_v, False)
