@@ -50,16 +50,26 @@ struct PagedSm80 {
   static constexpr int kStagesBytes = kWarps * kStages * kStageBytes;
   static constexpr int kSmemBytes = kStagesBytes + sizeof(Table);
 
-  static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
-  static __device__ __forceinline__ int warp() { return threadIdx.x / 32; }
-  static __device__ __forceinline__ uint32_t stage_address(const char* smem, int stage) {
-    return device::smem_address(smem) + (warp() * kStages + stage) * kStageBytes;
+  // Who this thread is. Through shuffles: what the compiler can find again, it reads from the
+  // special registers each time, and those are slow.
+  const int lane, warp;
+  const uint32_t stages;  // of this warp
+
+  __device__ explicit PagedSm80(const char* smem)
+      : lane(__shfl_sync(0xffffffffu, threadIdx.x % 32, threadIdx.x % 32)),
+        warp(__shfl_sync(0xffffffffu, threadIdx.x / 32, 0)),
+        stages(__shfl_sync(0xffffffffu,
+                           device::smem_address(smem) + threadIdx.x / 32 * kStages * kStageBytes,
+                           0)) {}
+  __device__ __forceinline__ uint32_t stage_address(int stage) const {
+    return stages + stage * kStageBytes;
   }
 
   // 3. Roles: every warp loads and computes its own slices. The loader runs up to kStages slices
   // ahead, into the next tasks where need be; the block of a slice is looked up one slice earlier
   // still, so that nobody waits for the table.
   struct Loader {
+    const PagedSm80& me;
     device::KeyTasks tasks;
     device::KeyTask task;
     int32_t key;     // first key of the next slice
@@ -69,8 +79,8 @@ struct PagedSm80 {
     int stage;       // to fill next
     int free;        // stages to fill
 
-    __device__ Loader(const PagedParams& p, uint32_t index)
-        : tasks(p.work, index), key(0), live(true), stage(0), free(kStages) {
+    __device__ Loader(const PagedSm80& self, const PagedParams& p, uint32_t index)
+        : me(self), tasks(p.work, index), key(0), live(true), stage(0), free(kStages) {
       task.end = 0;
     }
 
@@ -78,18 +88,18 @@ struct PagedSm80 {
     __device__ __forceinline__ void find(const PagedParams& p) {
       while (live && key >= task.end) {
         live = tasks.next(p.work, task);
-        key = task.begin + warp() * kSlice;
+        key = task.begin + me.warp * kSlice;
       }
       if (!live) return;
       // Entries past the context are not read. A block that holds 16 keys is one for absent keys,
       // too: their places follow on.
       bool one_block = in_one_block(p);
-      int32_t mine = key + lane() % kSlice, first = mine / 16 * 16;
+      int32_t mine = key + me.lane % kSlice, first = mine / 16 * 16;
       if (first >= task.end) first = key;
       uint32_t token = one_block ? first : max(min(mine, task.end - 1), task.low);
       uint32_t index = token / static_cast<uint32_t>(p.block_size);
       block = device::table_entry(p, task.b, index);
-      within = token - index * p.block_size + (one_block ? lane() % 16 : 0);
+      within = token - index * p.block_size + (one_block ? me.lane % 16 : 0);
     }
     static __device__ bool in_one_block(const PagedParams& p) { return p.block_size % 16 == 0; }
     __device__ __forceinline__ bool holds(int32_t row) const {  // key `row` of the slice counts
@@ -111,7 +121,7 @@ struct PagedSm80 {
     __device__ __forceinline__ void copy_rows(const PagedParams& p, uint32_t to) const {
       constexpr int kLanes = kRowBytes / 16 < 32 ? kRowBytes / 16 : 32;
       constexpr int kPassRows = 32 / kLanes;
-      int32_t row = lane() / kLanes, chunk = lane() % kLanes;
+      int32_t row = me.lane / kLanes, chunk = me.lane % kLanes;
       bool column_valid = chunk * 16 < p.head_dim * kItem;
       const char *gK = nullptr, *gV = nullptr;
       auto find_row = [&](int32_t id, int32_t place) {
@@ -139,19 +149,19 @@ struct PagedSm80 {
     // K: a lane takes one key, 16 bytes at a time. V: 8 keys of one d at a time, kept as rows of d.
     __device__ __forceinline__ void copy_xsplit(const PagedParams& p, uint32_t to) const {
       constexpr int kAside = 32 / kSlice, kPieces = kSlice / 8, kPassRows = 32 / kPieces;
-      int32_t row = lane() % kSlice, piece = lane() % kPieces;
+      int32_t row = me.lane % kSlice, piece = me.lane % kPieces;
       bool row_valid = holds(row);
       const char* gK =
-          token_in(p, p.k_cache, p.k_strides, block, within) + lane() / kSlice * p.block_size * 16;
+          token_in(p, p.k_cache, p.k_strides, block, within) + me.lane / kSlice * p.block_size * 16;
 #pragma unroll
       for (int i = 0; i < kRowBytes / 16 / kAside; ++i) {
-        int32_t chunk = lane() / kSlice + kAside * i;
+        int32_t chunk = me.lane / kSlice + kAside * i;
         device::cp_async16(to + Slice::k_chunk(row, chunk), gK,
                            row_valid && chunk * 16 < p.head_dim * kItem);
         gK += kAside * p.block_size * 16;
       }
       // The 8 keys: blocks are multiples of 8.
-      int32_t first_d = lane() / kPieces, id = __shfl_sync(0xffffffffu, block, 8 * piece);
+      int32_t first_d = me.lane / kPieces, id = __shfl_sync(0xffffffffu, block, 8 * piece);
       int32_t place = __shfl_sync(0xffffffffu, within, 8 * piece) / 8 * 8;
       const char* gV =
           token_in(p, p.v_cache, p.v_strides, id, place) + first_d * p.block_size * kItem;
@@ -170,8 +180,8 @@ struct PagedSm80 {
     }
 
     // Starts the copies of the next slice, if there is one, as one group.
-    __device__ __forceinline__ void copy(const PagedParams& p, const char* smem) {
-      uint32_t to = stage_address(smem, stage);
+    __device__ __forceinline__ void copy(const PagedParams& p) {
+      uint32_t to = me.stage_address(stage);
       if (live) {
         if constexpr (kXsplit) {
           copy_xsplit(p, to);
@@ -189,11 +199,11 @@ struct PagedSm80 {
 
     // Note: one place for copy and one for find. Instructions that run once cost a fetch each;
     // every further copy of them is felt in short calls.
-    __device__ __forceinline__ void fill(const PagedParams& p, const char* smem) {
+    __device__ __forceinline__ void fill(const PagedParams& p) {
       bool found = free < kStages;  // not in the first call
 #pragma unroll 1
       while (true) {
-        if (found) copy(p, smem);
+        if (found) copy(p);
         find(p);
         if (found && free == 0) break;
         found = true;
@@ -215,12 +225,12 @@ struct PagedSm80 {
   // Q of this lane: row 8n + g, d of each step 2q, 2q + 1, 2q + 8, 2q + 9; under e4m3 4q .. 4q + 3,
   // the order in which a register of K holds them. Returns what dot products are to be multiplied
   // by: bfloat16 under e4m3 becomes float16 after a division by a power of 2.
-  static __device__ __forceinline__ float load_q(const PagedParams& p, const device::KeyTask& task,
-                                                 int n, uint32_t (&q)[kSteps][2]) {
-    device::UnitRow row = device::unit_row(p, task.b, task.kv_head, task.row0, 8 * n + lane() / 4);
+  __device__ __forceinline__ float load_q(const PagedParams& p, const device::KeyTask& task, int n,
+                                          uint32_t (&q)[kSteps][2]) {
+    device::UnitRow row = device::unit_row(p, task.b, task.kv_head, task.row0, 8 * n + lane / 4);
     const uint16_t* gQ = static_cast<const uint16_t*>(p.q) + task.b * p.q_strides.batch +
                          row.place * p.q_strides.seq + row.head * p.q_strides.head;
-    int32_t quad = lane() % 4;
+    int32_t quad = lane % 4;
     float largest = 0.0f;
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
@@ -247,9 +257,9 @@ struct PagedSm80 {
     return __uint_as_float((exponent - 14) << 23);
   }
 
-  static __device__ __forceinline__ void begin_task(const PagedParams& p,
-                                                    const device::KeyTask& task, State& state) {
-    int32_t quad = lane() % 4;
+  __device__ __forceinline__ void begin_task(const PagedParams& p, const device::KeyTask& task,
+                                             State& state) {
+    int32_t quad = lane % 4;
 #pragma unroll
     for (int n = 0; n < kRowBlocks; ++n) {
       float dot_scale = load_q(p, task, n, state.q[n]) * device::key_scale(p, task);
@@ -272,13 +282,13 @@ struct PagedSm80 {
   using Weights = uint32_t[kKeyBlocks][kRowBlocks][2];
 
   // S^T = K Q^T. Two accumulators, so that products wait for each other half as often.
-  static __device__ __forceinline__ void multiply_qk(const State& state, uint32_t k_tile,
-                                                     float (&scores)[kRowBlocks][4], int block) {
+  __device__ __forceinline__ void multiply_qk(const State& state, uint32_t k_tile,
+                                              float (&scores)[kRowBlocks][4], int block) {
     float parts[2][kRowBlocks][4] = {};
 #pragma unroll
     for (int step = 0; step < kSteps; step += Slice::kAtOnce) {
       typename Slice::Fragments a;
-      Slice::load_keys(k_tile, block, step, a);
+      Slice::load_keys(lane, k_tile, block, step, a);
 #pragma unroll
       for (int odd = 0; odd < Slice::kAtOnce; ++odd) {
 #pragma unroll
@@ -296,16 +306,15 @@ struct PagedSm80 {
   }
 
   // Dot products become scores in base 2, -inf where a query does not see the key.
-  static __device__ __forceinline__ void score_keys(const PagedParams& p, const State& state,
-                                                    int32_t key0, bool masked,
-                                                    float (&scores)[kRowBlocks][4]) {
+  __device__ __forceinline__ void score_keys(const PagedParams& p, const State& state, int32_t key0,
+                                             bool masked, float (&scores)[kRowBlocks][4]) {
     bool scored = device::RowScore<kMma>::is_scored(p);
 #pragma unroll
     for (int n = 0; n < kRowBlocks; ++n) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const device::RowScore<kMma>& row = state.score[n][i % 2];
-        int32_t key = key0 + Slice::slot_key(lane() / 4, i / 2);
+        int32_t key = key0 + Slice::slot_key(lane / 4, i / 2);
         float score = scored ? row.scored(p, scores[n][i], key) : scores[n][i] * row.scale;
         scores[n][i] = !masked || row.sees(key) ? score : device::negative_infinity();
       }
@@ -361,14 +370,14 @@ struct PagedSm80 {
   }
 
   // O^T += V^T P^T.
-  static __device__ __forceinline__ void multiply_pv(State& state, const Weights& weights,
-                                                     uint32_t v_tile) {
+  __device__ __forceinline__ void multiply_pv(State& state, const Weights& weights,
+                                              uint32_t v_tile) {
 #pragma unroll
     for (int step = 0; step < kSteps; step += Slice::kAtOnce) {
 #pragma unroll
       for (int block = 0; block < kKeyBlocks; ++block) {
         typename Slice::Fragments a;
-        Slice::load_values(v_tile, block, step, a);
+        Slice::load_values(lane, v_tile, block, step, a);
 #pragma unroll
         for (int odd = 0; odd < Slice::kAtOnce; ++odd) {
 #pragma unroll
@@ -383,19 +392,19 @@ struct PagedSm80 {
 
   // 4. Main loop: the slices of this warp in one task. Returns the stage of the last slice, which
   // is free and not filled again yet; -1 when there was none, and then `state` is not set.
-  static __device__ __forceinline__ int attend(const PagedParams& p, const device::KeyTask& task,
-                                               const char* smem, Loader& loader, State& state) {
+  __device__ __forceinline__ int attend(const PagedParams& p, const device::KeyTask& task,
+                                        Loader& loader, State& state) {
     int last = -1;
 #pragma unroll 1
-    for (int32_t key = task.begin + warp() * kSlice; key < task.end; key += kWarps * kSlice) {
-      loader.fill(p, smem);
+    for (int32_t key = task.begin + warp * kSlice; key < task.end; key += kWarps * kSlice) {
+      loader.fill(p);
       if (last < 0) begin_task(p, task, state);  // while the first copies are on their way
       device::cp_async_wait<kStages - 1>();
       __syncwarp();         // the copies of all lanes have landed
       last = loader.stage;  // all stages are full: the one to fill next is the oldest
-      uint32_t k_tile = stage_address(smem, last), v_tile = k_tile + kKBytes;
+      uint32_t k_tile = stage_address(last), v_tile = k_tile + kKBytes;
       if (kXsplit && (key < task.low || key + kSlice > task.end)) {
-        Slice::clear_values(v_tile, task.low - key, task.end - key);
+        Slice::clear_values(lane, v_tile, task.low - key, task.end - key);
       }
       bool masked = key < state.full_begin || key + kSlice > state.full_end;
       Scores scores;
@@ -415,8 +424,8 @@ struct PagedSm80 {
 
   // 5. Epilogue: the states of the warps that had keys become one; 8 rows at a time, by way of the
   // stage that each of these warps has free.
-  static __device__ __forceinline__ void publish(const State& state, int n, uint32_t staging) {
-    int32_t g = lane() / 4, quad = lane() % 4;
+  __device__ __forceinline__ void publish(const State& state, int n, uint32_t staging) {
+    int32_t g = lane / 4, quad = lane % 4;
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
@@ -462,16 +471,15 @@ struct PagedSm80 {
     }
   }
 
-  static __device__ __forceinline__ void end_task(const PagedParams& p, const device::KeyTask& task,
-                                                  const char* smem, Table& table,
-                                                  const State& state, int last) {
+  __device__ __forceinline__ void end_task(const PagedParams& p, const device::KeyTask& task,
+                                           Table& table, const State& state, int last) {
     int32_t slices = task.end > task.begin ? device::ceil_div(task.end - task.begin, kSlice) : 0;
     if (slices == 0 && p.exp_sums != nullptr) return;  // a partition without keys is not written
     int32_t warps = slices < kWarps ? slices : kWarps;
 #pragma unroll
     for (int n = 0; n < kRowBlocks; ++n) {
       if (last >= 0) {
-        uint32_t staging = stage_address(smem, last);
+        uint32_t staging = stage_address(last);
         publish(state, n, staging);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -480,12 +488,12 @@ struct PagedSm80 {
           for (int other = 4; other < 32; other *= 2) {
             sum += __shfl_xor_sync(0xffffffffu, sum, other);
           }
-          if (lane() < 4) {
-            table.maximum[warp()][8 * n + 2 * lane() + i] = state.maximum[n][i];
-            table.sum[warp()][8 * n + 2 * lane() + i] = sum;
+          if (lane < 4) {
+            table.maximum[warp][8 * n + 2 * lane + i] = state.maximum[n][i];
+            table.sum[warp][8 * n + 2 * lane + i] = sum;
           }
         }
-        table.staging[warp()] = staging;
+        table.staging[warp] = staging;
       }
       __syncthreads();
       merge_rows(p, task, table, n, warps);
@@ -496,14 +504,15 @@ struct PagedSm80 {
   // 6. Kernel. The tasks of thread block `index`, see KeyTasks.
   static __device__ __forceinline__ void run(const PagedParams& p, char* smem, uint32_t index) {
     Table& table = *reinterpret_cast<Table*>(smem + kStagesBytes);
-    Loader loader(p, index);
+    PagedSm80 me(smem);
+    Loader loader(me, p, index);
     device::KeyTasks tasks(p.work, index);
     device::KeyTask task;
 #pragma unroll 1
     while (tasks.next(p.work, task)) {
       State state;
-      int last = attend(p, task, smem, loader, state);
-      end_task(p, task, smem, table, state, last);
+      int last = me.attend(p, task, loader, state);
+      me.end_task(p, task, table, state, last);
     }
     device::cp_async_wait<0>();
   }

@@ -19,8 +19,6 @@ struct PagedSlice {
   static constexpr int kAtOnce = kFp8 ? 2 : 1;        // steps that one ldmatrix loads
   using Fragments = uint32_t[kAtOnce][4];
 
-  static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
-
   // A slice of K in shared memory: rows of keys, swizzled. x-split: as in the cache, 16 bytes of
   // each key next to each other; 8 keys of one chunk are the 128 bytes that ldmatrix reads.
   static __device__ __forceinline__ uint32_t k_chunk(uint32_t key, uint32_t chunk) {
@@ -47,26 +45,26 @@ struct PagedSlice {
   }
 
   // The A operands of K Q^T, steps `step` to step + kAtOnce - 1: keys down, d across.
-  static __device__ __forceinline__ void load_keys(uint32_t k_tile, int block, int step,
+  static __device__ __forceinline__ void load_keys(int lane, uint32_t k_tile, int block, int step,
                                                    Fragments& a) {
-    int32_t slot = lane() % 16, row = 16 * block + slot_key(slot % 8, slot / 8);
+    int32_t slot = lane % 16, row = 16 * block + slot_key(slot % 8, slot / 8);
     if constexpr (kFp8) {
       uint32_t bytes[4];
-      ldmatrix_x4(bytes, k_tile + k_chunk(row, step + lane() / 16));
+      ldmatrix_x4(bytes, k_tile + k_chunk(row, step + lane / 16));
 #pragma unroll
       for (int odd = 0; odd < 2; ++odd) {
         unpack_e4m3(bytes[2 * odd], a[odd][0], a[odd][2]);
         unpack_e4m3(bytes[2 * odd + 1], a[odd][1], a[odd][3]);
       }
     } else {
-      ldmatrix_x4(a[0], k_tile + k_chunk(row, 2 * step + lane() / 16));
+      ldmatrix_x4(a[0], k_tile + k_chunk(row, 2 * step + lane / 16));
     }
   }
 
   // The A operands of O^T blocks `step` (and step + 1 under e4m3): d down, keys across.
-  static __device__ __forceinline__ void load_values(uint32_t v_tile, int block, int step,
+  static __device__ __forceinline__ void load_values(int lane, uint32_t v_tile, int block, int step,
                                                      Fragments& a) {
-    int32_t in_matrix = lane() % 8, second = lane() / 8 % 2, upper = lane() / 16;
+    int32_t in_matrix = lane % 8, second = lane / 8 % 2, upper = lane / 16;
     uint32_t bytes[4];
     if constexpr (kXsplit && !kFp8) {
       ldmatrix_x4(a[0], v_tile + v_row(16 * step + in_matrix + 8 * second, upper));
@@ -74,7 +72,7 @@ struct PagedSlice {
       ldmatrix_x4_trans(a[0],
                         v_tile + swizzled<kRowBytes>(in_matrix + 8 * upper, 2 * step + second));
     } else if constexpr (kXsplit) {
-      ldmatrix_x4(bytes, v_tile + v_row(16 * step + lane(), 2 * block));
+      ldmatrix_x4(bytes, v_tile + v_row(16 * step + lane, 2 * block));
 #pragma unroll
       for (int odd = 0; odd < 2; ++odd) {
         unpack_e4m3(bytes[2 * odd], a[odd][0], a[odd][2]);
@@ -94,10 +92,10 @@ struct PagedSlice {
 
   // Zeroes the keys of an x-split V slice outside [first, last): a copy of 8 keys may hold both
   // kinds, and 0 * NaN is NaN. Elsewhere the copies wrote zeros.
-  static __device__ __forceinline__ void clear_values(uint32_t v_tile, int32_t first,
+  static __device__ __forceinline__ void clear_values(int lane, uint32_t v_tile, int32_t first,
                                                       int32_t last) {
 #pragma unroll 1
-    for (int32_t i = lane(); i < kHeadDim * kKeys; i += 32) {
+    for (int32_t i = lane; i < kHeadDim * kKeys; i += 32) {
       int32_t d = i / kKeys, key = i % kKeys;
       if (key >= first && key < last) continue;
       store_shared_zero<kItem>(v_tile + v_row(d, key / 8) + key % 8 * kItem);
