@@ -19,8 +19,9 @@ BYTES = {**ITEMSIZE, "float8_e4m3fn": 1}
 class CacheWorkload:
     """One call of reshape_and_cache, gather_cache, copy_blocks or swap_blocks.
 
-    Tokens lie in blocks drawn at random, "in order" within each block, or "scattered" one by one
-    (swap_blocks: blocks as one run, or each elsewhere). A call of copy_blocks is over all layers.
+    Tokens lie in blocks drawn at random, "in order" within each block, the same "from place 5" of
+    the first, or "scattered" one by one (swap_blocks: blocks as one run, or each elsewhere). A call
+    of copy_blocks is over all layers.
     """
 
     name: str
@@ -88,9 +89,18 @@ def cache() -> Iterable[CacheWorkload]:
             yield CacheWorkload(name, "reshape_and_cache", large, bars=bars, **options)
         yield CacheWorkload(f"gather {layout}", "gather_cache", large, kv_layout=layout, bars=bars)
     write = ("reshape_and_cache", large)
+    for layout in ("nhd", "vllm"):
+        options = {"kv_layout": layout, "bars": bars}
+        yield CacheWorkload(f"write {layout}, RoPE", *write, rope=True, **options)
+        narrow = {**options, "cache_dtype": "float8_e4m3fn"}
+        yield CacheWorkload(f"write {layout}, RoPE, bf16 to e4m3", *write, rope=True, **narrow)
+    options = {"kv_layout": "vllm", "order": "from place 5", "bars": bars}
+    yield CacheWorkload("write vllm, from place 5", *write, **options)
     yield CacheWorkload("write nhd, scattered", *write, order="scattered", bars=bars)
-    yield CacheWorkload("write nhd, RoPE", *write, rope=True)
-    yield CacheWorkload("write nhd, 64 tokens", "reshape_and_cache", 64, order="scattered")
+    yield CacheWorkload("write vllm, scattered", *write, kv_layout="vllm", order="scattered")
+    for layout in ("nhd", "vllm"):  # a decode step: no bar, a launch takes most of it
+        options = {"kv_layout": layout, "order": "scattered"}
+        yield CacheWorkload(f"write {layout}, 64 tokens", "reshape_and_cache", 64, **options)
     yield CacheWorkload("copy 256 blocks", "copy_blocks", 256 * 16, layers=32, bars=bars)
     for to_host in (True, False):
         name = f"swap 1024 blocks to {'host' if to_host else 'device'}"

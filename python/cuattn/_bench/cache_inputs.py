@@ -93,7 +93,7 @@ class CacheInputs:
         count, order = self.blocks()
         if w.order == "scattered":
             return self.rng.permutation(count * w.block_size)[: w.tokens]
-        token = np.arange(w.tokens)
+        token = np.arange(w.tokens) + (5 if w.order == "from place 5" else 0)
         return order[token // w.block_size] * w.block_size + token % w.block_size
 
     def sample(self) -> MovedBytes:
