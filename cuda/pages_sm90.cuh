@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Chunked prefill on Hopper: tiles of K and V out of the blocks of a paged cache, nhd or hnd, with
-// a multiple of 8 tokens a block. Used by prefill_sm90.cuh; the other kernels of attention_varlen
+// a multiple of 16 tokens a block. Used by prefill_sm90.cuh; the other kernels of attention_varlen
 // take gathered keys (src/attention.cpp).
 #pragma once
 
@@ -19,31 +19,34 @@ inline const device::TensorMap& page_map(const PrefillParams& p, const void* bas
                     {s.seq, s.seq, s.head, s.batch}, {64, rows, 1, 1, 1});
 }
 
-// Rows [token, token + kRows) of K or V, 64 columns a panel: one box for each run that lies
-// together and each panel. Rows past the sequence become zeros, whatever their blocks hold.
+// Rows [first, first + kRows) of K or V in boxes: one for each run that lies together and each
+// panel of 64 columns. This lane's, of a warp.
 template <int kRows>
-__device__ __forceinline__ void load_pages(const PrefillParams& p, const Sm90Schedule& s,
-                                           const device::TensorMap& map, uint32_t smem,
-                                           uint32_t full, int panels, const Sm90Work& w,
-                                           int32_t kv_head, int32_t token) {
-  int32_t size = p.pages.block_size, column = token / size, place = token % size;
-  int32_t left = w.keys.used - token;
-#pragma unroll 1
-  for (uint32_t to = smem; to < smem + kRows * 128; to += s.page_rows * 128) {
-    int32_t block = left > 0 ? p.pages.block(w.batch, column) : 0;
-    int32_t used = left > 0 ? min(place + left, size) : 0;
-#pragma unroll
-    for (int panel = 0; panel < panels; ++panel) {
-      device::tma_load(to + panel * kRows * 128, &map, full, panel * 64, size - used + place, used,
-                       kv_head, block, device::kEvictLast);
-    }
-    left -= s.page_rows;
-    place += s.page_rows;
-    if (place == size) {
-      place = 0;
-      ++column;
-    }
+struct PageBox {
+  uint32_t to;  // in the tile; kNowhere: the lane has none
+  int32_t panel, token, block;
+  static constexpr uint32_t kNowhere = ~0u;
+
+  __device__ __forceinline__ PageBox(const PrefillParams& p, const Sm90Schedule& s, int panels,
+                                     const Sm90Work& w, int32_t first) {
+    int32_t lane = threadIdx.x % 32, row = lane / panels * s.page_rows;
+    panel = lane % panels;
+    token = first + row;
+    to = row < kRows ? (panel * kRows + row) * 128 : kNowhere;
+    bool seen = to != kNowhere && token < w.keys.used;
+    block = seen ? p.pages.block(w.batch, token / p.pages.block_size) : 0;
   }
-}
+
+  // Rows past the sequence become zeros, whatever their blocks hold.
+  __device__ __forceinline__ void load(const PrefillParams& p, const Sm90Work& w,
+                                       const device::TensorMap& map, uint32_t smem, uint32_t full,
+                                       int32_t kv_head) const {
+    int32_t size = p.pages.block_size, place = token % size;
+    int32_t used = token < w.keys.used ? min(place + w.keys.used - token, size) : 0;
+    if (to == kNowhere) return;
+    device::tma_load(smem + to, &map, full, panel * 64, size - used + place, used, kv_head, block,
+                     device::kEvictLast);
+  }
+};
 
 }  // namespace cuattn

@@ -43,6 +43,7 @@ struct PrefillSm90 {
   // Note: beyond 128 columns the wait for a turn costs more than the overlap brings.
   static constexpr bool kTakeTurns = kHeadDimV <= 128;
   static_assert(kSmemBytes <= 227 * 1024, "sm_90 gives a CTA at most 227 KiB");
+  static_assert(kTile.n / kMinPageRows * kPanelsQk <= 32, "a lane has one box of a page");
   using Work = Sm90Work;
   using Qk = device::Wgmma<kType, kTile.n>;
   using Pv = device::Wgmma<kType, kHeadDimV>;
@@ -73,12 +74,16 @@ struct PrefillSm90 {
   };
 
   // 3. Roles
-  // One thread: keeps the rings full.
+  // One thread keeps the rings full, or a warp where keys are in blocks: a box for each lane.
+  template <bool kPages>
   static __device__ __forceinline__ void load_tiles(const PrefillParams& p, const Sm90Schedule& s,
                                                     const Sm90Maps& maps, const Shared& shared) {
-    device::tma_prefetch(&maps.q);
-    device::tma_prefetch(&maps.k);
-    device::tma_prefetch(&maps.v);
+    const bool leads = !kPages || threadIdx.x % 32 == 0;
+    if (leads) {
+      device::tma_prefetch(&maps.q);
+      device::tma_prefetch(&maps.k);
+      device::tma_prefetch(&maps.v);
+    }
     device::Ring<kTile.stages> ring(1);
     device::Ring<kQStages> q_ring(1);
     device::Ring<kWorkSlots> slot(0);
@@ -86,12 +91,16 @@ struct PrefillSm90 {
                     auto panels, const Work& w, int tile) {
       int32_t group = p.num_heads_q / p.num_heads_kv;
       int32_t kv_head = s.packed > 1 ? w.head : w.head / group;
-      device::barrier_wait(empty, ring.parity);
-      device::barrier_arrive_expect(full, panels() * kTile.n * 128);
-      if (p.pages.block_tables != nullptr) {
-        load_pages<kTile.n>(p, s, map, smem, full, panels(), w, kv_head, tile * kTile.n);
+      if constexpr (kPages) {
+        PageBox<kTile.n> box(p, s, panels(), w, tile * kTile.n);  // looked up before the wait
+        device::barrier_wait(empty, ring.parity);
+        if (leads) device::barrier_arrive_expect(full, panels() * kTile.n * 128);
+        __syncwarp();
+        box.load(p, w, map, smem, full, kv_head);
         return;
       }
+      device::barrier_wait(empty, ring.parity);
+      device::barrier_arrive_expect(full, panels() * kTile.n * 128);
 #pragma unroll
       for (int panel = 0; panel < panels(); ++panel) {
         device::tma_load(smem + panel * kTile.n * 128, &map, full, panel * 64,
@@ -112,9 +121,9 @@ struct PrefillSm90 {
     auto load_q = [&](const Work& w) {
       device::barrier_wait(shared.q_empty(q_ring.stage), q_ring.parity);
       uint32_t full = shared.q_full(q_ring.stage);
-      device::barrier_arrive_expect(full, kQBytes);
+      if (leads) device::barrier_arrive_expect(full, kQBytes);
 #pragma unroll
-      for (int panel = 0; panel < kPanelsQk; ++panel) {
+      for (int panel = 0; leads && panel < kPanelsQk; ++panel) {
         device::tma_load(shared.q + q_ring.stage * kQBytes + panel * kTile.m * 128, &maps.q, full,
                          panel * 64, 0, w.queries.start + w.row0 / s.packed, w.head,
                          p.cu_seqlens_q ? 0 : w.batch, device::kEvictFirst);
@@ -138,11 +147,12 @@ struct PrefillSm90 {
       device::barrier_wait(shared.work_full(slot.stage), slot.parity);
       Work w;
       device::load_shared(w, shared.work(slot.stage));
-      device::barrier_arrive(shared.work_empty(slot.stage));
+      if (kPages) __syncwarp();  // every lane has read it
+      if (leads) device::barrier_arrive(shared.work_empty(slot.stage));
       slot.next();
       if (w.kind == Work::kNone) break;
       if (w.kind == Work::kFull) load_all(w);
-      device::barrier_arrive(shared.loaded());
+      if (leads) device::barrier_arrive(shared.loaded());
     }
   }
 
@@ -572,8 +582,10 @@ struct PrefillSm90 {
       int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
       if (warp == 1) {
         schedule_work(p, s, shared);
+      } else if (warp == 0 && p.pages.block_tables != nullptr) {
+        load_tiles<true>(p, s, maps, shared);
       } else if (warp == 0 && device::elect_one()) {
-        load_tiles(p, s, maps, shared);
+        load_tiles<false>(p, s, maps, shared);
       }
     } else {
       device::registers_grow<kConsumerRegisters>();

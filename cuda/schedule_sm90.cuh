@@ -4,8 +4,6 @@
 // differ (causal, windows, ragged batches).
 #pragma once
 
-#include <numeric>
-
 #include "cuattn/device/mask.cuh"
 #include "cuattn/tile_config.h"
 #include "launch.h"
@@ -23,7 +21,7 @@ struct Sm90Schedule {
   int32_t total;          // work items, at most
   int32_t* counter;       // items drawn beyond the first of each CTA; nullptr: a fixed order
   int32_t kv_window;      // rows of a K and V map below its base, see tensor_maps.h
-  int32_t page_rows;      // keys in blocks: rows of a box, which make up both a block and a tile
+  int32_t page_rows;      // keys in blocks: rows of a box
   float* part_out;        // [splits, heads, rows, head_dim_v], splits > 1
   float* part_lse;        // [splits, heads, rows]
   float zero;             // 0, which the compiler does not know
@@ -202,7 +200,7 @@ inline Sm90Schedule make_sm90_schedule(const PrefillParams& p, Tile tile) {
   }
   s.total = static_cast<int32_t>(grid_blocks(items, "sm90"));
   s.kv_window = p.seqlen_kv;
-  s.page_rows = std::gcd(p.pages.block_size, tile.n);
+  s.page_rows = sm90_page_rows(p.pages.block_size, tile);
   if (s.splits > 1) {
     s.part_out = static_cast<float*>(p.workspace);
     s.part_lse = const_cast<float*>(sm90_parts(p).lses[0]);

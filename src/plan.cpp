@@ -101,9 +101,9 @@ void plan_sm90(Plan& plan, const PrefillRequest& r, const DeviceInfo& device) {
   } else if (!r.ragged && !r.batch_invariant) {
     plan.num_splits = choose_splits(items, key_tiles, device.num_sms);
   }
-  if (r.paged && r.kv_layout != KvLayout::vllm && r.block_size % 8 == 0) {
-    plan.keys = KeyAccess::in_blocks;
-  }
+  bool in_blocks =
+      r.kv_layout != KvLayout::vllm && sm90_page_rows(r.block_size, plan.tile) >= kMinPageRows;
+  if (r.paged && in_blocks) plan.keys = KeyAccess::in_blocks;
   plan.num_ctas = device.num_sms;
   plan.draws_tiles =
       (r.mask != MaskKind::none || r.ragged) && items > device.num_sms && plan.num_splits == 1;

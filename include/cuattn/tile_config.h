@@ -68,6 +68,19 @@ constexpr Tile sm90_tile(HeadDims d, MaskKind, ScoreKind score) {
   return {128, 80, 2, 12};  // 64 + 2 * 80 = 224 KB
 }
 
+// Keys in blocks: rows that lie together wherever a tile begins, one box of the TMA. Shorter ones
+// than kMinPageRows are gathered.
+constexpr int32_t kMinPageRows = 16;
+constexpr int32_t sm90_page_rows(int32_t block_size, Tile tile) {
+  int32_t rows = tile.n, rest = block_size;  // the greatest common divisor
+  while (rest != 0) {
+    int32_t next = rows % rest;
+    rows = rest;
+    rest = next;
+  }
+  return rows;
+}
+
 // simt keeps float32 tiles: 64 output registers a thread at most.
 constexpr Tile simt_tile(int32_t head_dim) {
   return head_dim <= 128 ? Tile{64, 64, 2, 4} : Tile{32, 128, 2, 4};
