@@ -417,10 +417,15 @@ void check_pages(const char* fn, const CacheGatherParams& p, DLDevice device, St
   HostCopy<int32_t> used(backend, device, p.seqused, p.num_seqs, stream);
   if (tables.data() == nullptr) return;
   for (int32_t seq = 0; seq < p.num_seqs; ++seq) {
-    int64_t length = p.padded_len;
-    if (p.cu_seqlens != nullptr) length = ends.data()[seq + 1] - ends.data()[seq];
-    if (p.seqused != nullptr) length = std::min<int64_t>(length, used.data()[seq]);
+    int64_t length = p.seqused != nullptr ? used.data()[seq] : int64_t{p.padded_len};
+    if (p.cu_seqlens != nullptr) {
+      int64_t stored = int64_t{ends.data()[seq + 1]} - ends.data()[seq];
+      length = p.seqused != nullptr ? std::min(length, stored) : stored;
+    }
     check_blocks(fn, p, tables.data(), seq, length);
+    CUATTN_REQUIRE(length <= p.padded_len, fn,
+                   ": max_seqlen_k must be at least the longest sequence, got ", p.padded_len,
+                   " with a length of ", length, " for sequence ", seq, "; pass an upper bound");
   }
 }
 

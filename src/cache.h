@@ -28,8 +28,8 @@ CacheGatherParams read_pages(const char* function, CacheNames names, const Tenso
                              KvLayout layout, DType dtype, DLDevice device, const char* like,
                              bool check_data);
 
-// Throws where a table has no room for a sequence or names a block that is not there. Lengths must
-// have been checked.
+// Throws where a table has no room for a sequence or names a block that is not there, or a sequence
+// is longer than padded_len. Other faults of the lengths are left to check().
 void check_pages(const char* function, const CacheGatherParams& params, DLDevice device,
                  Stream stream);
 

@@ -68,8 +68,10 @@ def oracle(problem, rounded_to=None):
     )
 
 
-def run(device, backend, problem, lengths, spare=0):
-    """Call attention_varlen; `lengths`: "cu_seqlens_k", "seqused_k" or both."""
+def run(device, backend, problem, lengths, spare=0, used=None, storage=None, workspace=None):
+    """Call attention_varlen; `lengths`: "cu_seqlens_k", "seqused_k" or both. `used`: seqused_k in
+    place of the right one.
+    """
     case, arena = problem.case, harness.Arena(device)
     arrays = {k: v for k, v in problem.arrays.items() if k != "context_lens"}
     options = {k: v for k, v in problem.options.items() if k in ("causal", "window", "softcap")}
@@ -79,8 +81,11 @@ def run(device, backend, problem, lengths, spare=0):
     elif lengths == "cu_seqlens_k":
         arrays["cu_seqlens_k"] = np.cumsum((0, *lens)).astype(np.int32)
     if lengths != "cu_seqlens_k":
-        arrays["seqused_k"] = lens
-    placed = {name: arena.put(x, name=name) for name, x in arrays.items()}
+        arrays["seqused_k"] = lens if used is None else np.array(used, np.int32)
+    storage = storage or {}
+    placed = {
+        name: arena.put(x, storage.get(name, "contiguous"), name=name) for name, x in arrays.items()
+    }
     names = ("q", "k_cache", "v_cache", "cu_seqlens_q")
     positional = [placed.pop(name) for name in names] + [placed.pop("cu_seqlens_k", None)]
     longest_q = int(np.diff(arrays["cu_seqlens_q"]).max(initial=0))
@@ -93,6 +98,7 @@ def run(device, backend, problem, lengths, spare=0):
         **placed,
         **options,
         return_lse=True,
+        workspace=workspace,
         backend=backend,
     )
     device.synchronize()
@@ -227,11 +233,99 @@ REFUSALS = {
         "block_tables must name blocks in [0, 5), got 5 at (0, 1); entries past the sequence may "
         "hold anything",
     ),
+    "id_negative": (
+        {"block_tables": np.array([[0, 1], [-1, 0]], np.int32)},
+        ValueError,
+        "block_tables must name blocks in [0, 5), got -1 at (1, 0); entries past the sequence may "
+        "hold anything",
+    ),
     "too_narrow": (
         {"block_tables": np.zeros((2, 1), np.int32)},
         ValueError,
         "block_tables must have room for every sequence, got a length of 9 for sequence 0 with 1 "
         "blocks of 8; widen the table",
+    ),
+    "too_narrow_for_seqused": (
+        {"cu_seqlens_k": None, "seqused_k": np.array([9, 17], np.int32), "max_seqlen_k": 99},
+        ValueError,
+        "block_tables must have room for every sequence, got a length of 17 for sequence 1 with 2 "
+        "blocks of 8; widen the table",
+    ),
+    "longer_than_max_seqlen": (
+        {"cu_seqlens_k": np.array([0, 9, 19], np.int32)},
+        ValueError,
+        "max_seqlen_k must be at least the longest sequence, got 9 with a length of 10 for "
+        "sequence 1; pass an upper bound",
+    ),
+    "decreasing": (
+        {"cu_seqlens_k": np.array([0, 9, 8], np.int32)},
+        ValueError,
+        "cu_seqlens_k must not decrease, got 8 after 9 at index 2; pass the running sum of the "
+        "sequence lengths",
+    ),
+    "negative_seqused": (
+        {"cu_seqlens_k": None, "seqused_k": np.array([9, -1], np.int32)},
+        ValueError,
+        "seqused_k must lie within [0, 9], got -1 at index 1; it counts the rows in use of each "
+        "sequence",
+    ),
+    "table_int64": (
+        {"block_tables": np.zeros((2, 2), np.int64)},
+        ValueError,
+        "block_tables must be int32, got int64; cast it",
+    ),
+    "table_axes": (
+        {"block_tables": np.zeros(4, np.int32)},
+        ValueError,
+        "block_tables must have 2 axes [num_seqs, max_blocks_per_seq], got 1 with shape (4,); "
+        "reshape it",
+    ),
+    "table_strided": (
+        {"block_tables": np.zeros((2, 4), np.int32)[:, ::2]},
+        ValueError,
+        "block_tables must be contiguous in its last axis, got strides (4, 2); make a contiguous "
+        "copy",
+    ),
+    "head_dim": (
+        {"k": np.ones((5, 8, 2, 32), np.float32)},
+        ValueError,
+        "k must have head_dim 64 like q, got 32; make them equal",
+    ),
+    "heads": (
+        {name: np.ones((5, 8, 3, 64), np.float32) for name in "kv"},
+        ValueError,
+        "q must have num_heads_q a multiple of num_heads_kv, got 4 and 3; repeat or drop heads",
+    ),
+    "blocks_differ": (
+        {"v": np.ones((4, 8, 2, 64), np.float32)},
+        ValueError,
+        "v must have num_blocks 5 like k, got 4; make them equal",
+    ),
+    "block_size": (
+        {name: np.ones((5, 300, 2, 64), np.float32) for name in "kv"},
+        ValueError,
+        "k must have block_size from 1 to 256, got 300; choose smaller blocks",
+    ),
+    "no_blocks": (
+        {name: np.ones((0, 8, 2, 64), np.float32) for name in "kv"},
+        ValueError,
+        "k must hold at least one block, got 0; allocate one",
+    ),
+    "kv_layout": (
+        {"kv_layout": "dhn"},
+        ValueError,
+        "kv_layout must be 'nhd', 'hnd' or 'vllm', got 'dhn'; choose one of these",
+    ),
+    "layout_without_table": (
+        {"block_tables": None, "kv_layout": "hnd"},
+        ValueError,
+        "kv_layout belongs to paged caches and must be 'nhd' without block_tables, got 'hnd'; "
+        "leave it out",
+    ),
+    "splits": (
+        {"num_splits": 2},
+        NotImplementedError,
+        None,
     ),
 }
 
@@ -252,4 +346,161 @@ def test_refusal(name):
     cuattn.attention_varlen(**given)
     with pytest.raises(exception) as caught:
         cuattn.attention_varlen(**{**given, **changes})
-    assert str(caught.value) == f"attention_varlen: {message}"
+    assert message is None or str(caught.value) == f"attention_varlen: {message}"
+
+
+def test_a_refused_call_writes_nothing():
+    out = np.full((2, 4, 64), 7, np.float32)
+    k = np.ones((5, 8, 2, 64), np.float32)
+    table = np.array([[0, 1], [2, 9]], np.int32)
+    ends, used = np.array([0, 1, 2], np.int32), np.array([9, 16], np.int32)
+    for max_seqlen_q in (1, 40):  # a kernel of paged_attention, and one of prefill
+        with pytest.raises(ValueError, match=r"got 9 at \(1, 1\)"):
+            cuattn.attention_varlen(
+                out * 0,
+                k,
+                k,
+                ends,
+                None,
+                max_seqlen_q,
+                16,
+                block_tables=table,
+                seqused_k=used,
+                out=out,
+            )
+    assert (out == 7).all()
+
+
+@pytest.mark.parametrize("q_len", [1, 40])
+def test_nothing_to_read(device, q_len, rng):
+    """No key, no column of the table, no sequence, no query."""
+    case = PagedCase(lens=(0, 0))
+    problem = make(case, (q_len, q_len), rng)
+    out, lse = run(device, "auto", problem, "seqused_k")
+    assert (np.asarray(out, np.float32) == 0).all()
+    assert np.isneginf(lse).all()
+    problem.arrays["block_tables"] = np.zeros((2, 0), np.int32)
+    out, lse = run(device, "auto", problem, "seqused_k")
+    assert (np.asarray(out, np.float32) == 0).all()
+    assert np.isneginf(lse).all()
+    for queries in ((), (0, 0)):
+        problem = make(PagedCase(lens=(40,) * len(queries)), queries, rng)
+        out, lse = run(device, "auto", problem, "seqused_k", spare=q_len)
+        assert out.shape == (0, 8, 64)
+        assert lse.shape == (8, 0)
+
+
+@pytest.mark.parametrize(
+    ("device", "backend"), harness.target_params(cpu=(), cuda=("auto", "sm80"))
+)
+def test_more_tiles_than_multiprocessors(device, backend, rng):
+    """Lengths that end anywhere in a block, queries of every kind side by side."""
+    lens, queries = (1511, 777, 390, 4, 1024, 2), (700, 777, 100, 1, 512, 0)
+    heads = {"num_heads_q": 16, "num_heads_kv": 4, "head_dim": 128}
+    case = PagedCase(lens=lens, dtype="bfloat16", **heads)
+    assert_case(device, backend, case, queries, rng)
+
+
+@pytest.mark.skipif(harness.why_no_cuda() is not None, reason="needs a CUDA device")
+@pytest.mark.gpu
+@pytest.mark.parametrize("q_len", [1, 40])
+@pytest.mark.parametrize(
+    ("block", "length"), [(2**31 - 1, 40), (-(2**31), 40), (7, 2**31 - 1), (7, -5), (-1, 10**6)]
+)
+@pytest.mark.parametrize("kv_layout", ["nhd", "hnd", "vllm"])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_wrong_data_on_the_device_is_clamped(dtype, kv_layout, block, length, q_len, rng):
+    """No access leaves the arrays, whatever tables and lengths hold; right sequences stay right."""
+    device = harness.Cuda()
+    lens, queries = (40, 40, 40), (q_len,) * 3
+    problem = make(PagedCase(lens=lens, kv_layout=kv_layout, dtype=dtype), queries, rng)
+    expected, _ = run(device, "auto", problem, "seqused_k")
+    problem.arrays["block_tables"][1, :] = block
+    out, _ = run(device, "auto", problem, "seqused_k", used=(40, length, 40))
+    rows = np.r_[:q_len, 2 * q_len : 3 * q_len]
+    np.testing.assert_allclose(
+        *(np.asarray(x[rows], np.float32) for x in (out, expected)), rtol=2e-3, atol=2e-3
+    )
+
+
+@pytest.mark.skipif(harness.why_no_cuda() is not None, reason="needs a CUDA device")
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["auto", "sm80", "naive"])
+@pytest.mark.parametrize("q_len", [1, 70])
+def test_a_captured_call_follows_tables_and_lengths(backend, q_len, rng):
+    """One graph serves a step whose sequences grow and move to other blocks."""
+    import torch
+
+    device, case = harness.Cuda(), PagedCase(lens=(300, 90, 177), dtype="bfloat16")
+    problem = make(case, (q_len,) * 3, rng)
+    arena = harness.Arena(device)
+    names = ("q", "k_cache", "v_cache", "cu_seqlens_q", "block_tables")
+    q, k, v, ends, table = (arena.put(problem.arrays[name], name=name) for name in names)
+    used = arena.put(np.array(case.lens, np.int32), name="seqused_k")
+
+    def call(table, used):
+        options = {"seqused_k": used, "causal": True, "backend": backend}
+        return cuattn.attention_varlen(
+            q, k, v, ends, None, q_len, 320, block_tables=table, **options
+        )
+
+    call(table, used)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call(table, used)
+    for order in ((0, 1, 2), (2, 0, 1), (1, 1, 0)):
+        lens = [case.lens[b] - step for step, b in enumerate(order)]
+        new_table, new_used = table[list(order)].clone(), torch.tensor(lens).int().cuda()
+        expected = call(new_table, new_used)
+        kept = table.clone(), used.clone()
+        table.copy_(new_table)
+        used.copy_(new_used)
+        out.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(out, expected)
+        table.copy_(kept[0])
+        used.copy_(kept[1])
+
+
+@pytest.mark.parametrize("kv_layout", ["nhd", "hnd", "vllm"])
+@pytest.mark.parametrize("q_len", [1, 40])
+def test_k_and_v_interleaved_in_one_allocation(device, kv_layout, q_len, rng):
+    """Caches may be views of [num_blocks, 2, ...], as engines lay them."""
+    case = PagedCase(lens=(70, 200), kv_layout=kv_layout, dtype="bfloat16")
+    problem = make(case, (q_len, q_len), rng)
+    expected, _ = run(device, "auto", problem, "seqused_k")
+    storage = {"k_cache": "gapped", "v_cache": "gapped"}
+    out, _ = run(device, "auto", problem, "seqused_k", storage=storage)
+    assert np.array_equal(np.asarray(out, np.float32), np.asarray(expected, np.float32))
+
+
+@pytest.mark.parametrize("backend", ["auto", "named"])
+@pytest.mark.parametrize("q_len", [1, 40])
+def test_lent_workspace(device, backend, q_len, rng):
+    """explain() says what a call needs: the gathered keys and what its kernel wants."""
+    backend = backend if backend == "auto" else {"cpu": "cpu", "cuda": "sm80"}[device.name]
+    lens = (3000, 10)
+    problem = make(PagedCase(lens=lens), (q_len, q_len), rng)
+    expected, _ = run(device, backend, problem, "seqused_k")
+    shapes = [problem.arrays[name].shape for name in ("q", "k_cache", "v_cache", "cu_seqlens_q")]
+    plan = cuattn.explain(
+        "attention_varlen",
+        *shapes,
+        None,
+        q_len,
+        3000,
+        block_tables=problem.arrays["block_tables"].shape,
+        seqused_k=(2,),
+        causal=True,
+        backend=backend,
+        device="cpu" if device.name == "cpu" else 0,
+    )
+    arena = harness.Arena(device)
+    workspace = arena.output((plan.workspace_bytes,), np.uint8, name="workspace", align=256)
+    out, _ = run(device, backend, problem, "seqused_k", workspace=workspace)
+    arena.verify()
+    assert np.array_equal(np.asarray(out, np.float32), np.asarray(expected, np.float32))
+    if plan.workspace_bytes > 0:
+        with pytest.raises(MemoryError, match="attention_varlen: workspace must hold"):
+            run(device, backend, problem, "seqused_k", workspace=workspace[:-1])
