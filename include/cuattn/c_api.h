@@ -67,7 +67,8 @@ typedef struct {
   const DLTensor* cu_seqlens_k;
   int64_t max_seqlen_q, max_seqlen_k;
   /* Ragged calls: k and v are caches in blocks (kv_layout below), cu_seqlens_k may be NULL where
-   * seqused_k says the lengths. The keys are gathered into the workspace. */
+   * seqused_k says the lengths. Where the kernel does not read blocks, the keys are gathered into
+   * the workspace first; cuattn_attention_explain says so. */
   const DLTensor* block_tables; /* int32 [batch, max_blocks_per_seq] */
   int32_t kv_layout;            /* CUATTN_KV_NHD, _HND, _VLLM */
   const char* backend;          /* NULL = "auto" */

@@ -252,8 +252,11 @@ def attention_varlen(
     block_tables : int32 array, [batch, max_blocks_per_seq], optional
         k and v are then caches in blocks, of q's dtype, as `paged_attention` takes them: chunked
         prefill, and mixed batches of prefill and decode. cu_seqlens_k may be None where seqused_k
-        says the lengths. The keys are gathered into the workspace, 2 * batch * max_seqlen_k rows
-        of num_heads_kv heads, before the kernel runs.
+        says the lengths. Few queries a sequence run paged_attention's kernels; sm90 reads blocks
+        of a multiple of 16 tokens, "nhd" and "hnd", where they lie; else the keys are gathered
+        into the workspace first, 2 * batch * max_seqlen_k rows of num_heads_kv heads
+        (docs/layouts.md). Entries past a sequence are never read. Ids and lengths that do not
+        exist raise on the CPU, and on CUDA under CUATTN_CHECK=1; without it they are clamped.
     kv_layout : {"nhd", "hnd", "vllm"}
         Order of the axes of these caches.
     causal, window, scale, softcap, alibi_slopes, sinks, bias, q_scale, k_scale, v_scale
