@@ -187,7 +187,6 @@ struct PrefillSm90 {
   struct Softmax {
     float max[2] = {device::negative_infinity(), device::negative_infinity()};
     float sum[2] = {0.0f, 0.0f};
-    float rescale[2] = {0.0f, 0.0f};
   };
   using Mod = device::ScoreMod<kType, kScore>;
 
@@ -220,23 +219,26 @@ struct PrefillSm90 {
     }
   }
 
-  // Scores become P, relative to the running maximum, once `pv_done` has waited for the product
-  // that still reads the old P. The exponentials are what takes time (16 a clock and SM): the order
-  // lets everything else run in their shadow.
+  // Scores become P, relative to the running maximum, and O follows the maximum once `pv_done` has
+  // waited for the product that still reads the old P. The exponentials are what takes time (16 a
+  // clock and SM): the order lets everything else run in their shadow.
   //
-  //   row 0: max | exp . . . . . . . . |     pack
-  //   row 1:     |         max         | exp . . . . . . . pack |
+  //   row 0: max | exp . . . . . . . . | pack, rescale O
+  //   row 1:     |         max         | exp . . . . . . . . . pack |
+  //
+  // Left alone, the compiler multiplies all of a row's exponents before its first exponential and
+  // rescales O behind the last: the unit that computes exponentials stands idle. So some values are
+  // made to wait for others: x = fmaf(awaited, zero, x), with a zero that only we know.
   template <class Wait>
   static __device__ __forceinline__ void softmax_step(Softmax& state, float (&scores)[kScoreCount],
                                                       uint32_t (&probs)[kScoreCount / 2],
-                                                      float to_log2, float zero, Wait pv_done) {
+                                                      float (&out)[kOutCount], float to_log2,
+                                                      float zero, Wait pv_done) {
     using namespace device;
     constexpr int kBlocks = kScoreCount / 4;  // of 8 keys
     constexpr int kLinked = 4;                // blocks
-    float chain[2][2], reference[2], sum[2][2];
-    // Note: `value`, but not before `before` is known. Left alone, the compiler multiplies all of a
-    // row's exponents before the first exponential, and the unit that computes those stands idle.
-    auto after = [&](float before, float value) { return fmaf(before, zero, value); };
+    float chain[2][2], reference[2], rescale[2], sum[2][2];
+    auto await = [&](float x, float awaited) { return fmaf(awaited, zero, x); };
     auto max_of = [&](int half, int block) {  // two chains a row: half the latency
 #pragma unroll
       for (int i = 0; i < 2; ++i)
@@ -247,14 +249,14 @@ struct PrefillSm90 {
       // A row that has seen nothing keeps -inf; 0 in its place keeps -inf - (-inf) out of the
       // exponent.
       float safe = max == negative_infinity() ? 0.0f : max;
-      state.rescale[half] = exp2_approx((state.max[half] - safe) * to_log2);
+      rescale[half] = exp2_approx((state.max[half] - safe) * to_log2);
       state.max[half] = max;
       reference[half] = safe * to_log2;
     };
     auto exponential = [&](int half, int block) {
       float* s = &scores[4 * block + 2 * half];
       if (block > 0 && block % kLinked == 0)
-        reference[half] = after(s[-4 * kLinked], reference[half]);
+        reference[half] = await(reference[half], s[-4 * kLinked]);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         s[i] = exp2_approx(fmaf(s[i], to_log2, -reference[half]));
@@ -272,27 +274,31 @@ struct PrefillSm90 {
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
       exponential(0, block);
-      if (block == 0) chain[1][0] = chain[1][1] = after(scores[0], negative_infinity());
+      if (block == 0) chain[1][0] = chain[1][1] = await(negative_infinity(), scores[0]);
       max_of(1, block);
     }
+    // Note: a NaN of row 0 must not reach row 1: fmaxf drops it.
+    chain[1][0] = fmaxf(chain[1][0], await(negative_infinity(), rescale[0]));
     settle_max(1);
-    pv_done();
+    const bool rescales = pv_done();
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
+      if (block == kLinked) reference[1] = await(reference[1], rescale[1]);
       exponential(1, block);
       pack(0, block);
       if (block > 0) pack(1, block - 1);
+      if (!rescales) continue;
+      constexpr int kSlice = (kOutCount + kBlocks - 1) / kBlocks;
+#pragma unroll
+      for (int i = 0; i < kSlice; ++i) {
+        int at = block * kSlice + i;
+        if (at < kOutCount) out[at] *= rescale[at >> 1 & 1];
+      }
     }
     pack(1, kBlocks - 1);
 #pragma unroll
     for (int half = 0; half < 2; ++half)
-      state.sum[half] = fmaf(state.sum[half], state.rescale[half], sum[half][0] + sum[half][1]);
-  }
-
-  // O follows the maximum. Called right before the product that adds to O, in the shadow of Q K^T.
-  static __device__ __forceinline__ void rescale(float (&out)[kOutCount], const Softmax& state) {
-#pragma unroll
-    for (int i = 0; i < kOutCount; ++i) out[i] *= state.rescale[i >> 1 & 1];
+      state.sum[half] = fmaf(state.sum[half], rescale[half], sum[half][0] + sum[half][1]);
   }
 
   // 4. Main loop. A consumer warpgroup owns 64 rows of every query tile. S of the next key tile is
@@ -383,7 +389,6 @@ struct PrefillSm90 {
       }
       my_turn();
       pin(scores);
-      rescale(out, state);
       pin(out);
       pin(probs);
       multiply_pv(v_stage);
@@ -425,7 +430,7 @@ struct PrefillSm90 {
       at_work = true;
       release_scores();
       modify(scores, mod, rows, tile, tile >= w.range.full_end || tile < w.range.full_begin);
-      softmax_step(state, scores, probs, mod.to_log2, s.zero, [] {});
+      softmax_step(state, scores, probs, out, mod.to_log2, s.zero, [] { return false; });
       fresh = true;
       auto step = [&](bool masked) {
         --tile;
@@ -439,18 +444,18 @@ struct PrefillSm90 {
         pin(out);
         pin(probs);
         multiply_qk();
-        rescale(out, state);
         multiply_pv(v_stage);
         your_turn();
         wgmma_wait<1>();
         pin(scores);
         release_scores();
         modify(scores, mod, rows, tile, masked);
-        softmax_step(state, scores, probs, mod.to_log2, s.zero, [&] {
+        softmax_step(state, scores, probs, out, mod.to_log2, s.zero, [&] {
           wgmma_wait<0>();
           pin(out);
           pin(probs);
           release(shared.v_empty(v_stage));
+          return true;
         });
       };
       const int first = w.range.begin, full = max(first, w.range.full_begin);
