@@ -36,14 +36,17 @@ struct PrefillSm90 {
   static constexpr int kVBytes = kTile.n * kPanelsV * 128;
   static constexpr int kQStages = sm90_q_stages({kHeadDim, kHeadDimV}, kTile);
   static constexpr int kSmemBytes = sm90_smem_bytes({kHeadDim, kHeadDimV}, kTile, kQStages);
+  // Of a thread. What a CTA is launched with is shared out, 168 * 3 or 128 * 4; a sum above that
+  // would wait for ever.
   static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 232;
-  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 48;
+  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 40;
+  static_assert(kConsumers * kConsumerRegisters + kProducerRegisters <=
+                (kConsumers + 1) * (65536 / kThreads / 8 * 8));
   static constexpr int kScoreCount = kTile.n / 2, kOutCount = kHeadDimV / 2;  // of a thread
   static constexpr int kWorkSlots = 2;
   // Note: beyond 128 columns the wait for a turn costs more than the overlap brings.
   static constexpr bool kTakeTurns = kHeadDimV <= 128;
   static_assert(kSmemBytes <= 227 * 1024, "sm_90 gives a CTA at most 227 KiB");
-  static_assert(kTile.n / kMinPageRows * kPanelsQk <= 32, "a lane has one box of a page");
   using Work = Sm90Work;
   using Qk = device::Wgmma<kType, kTile.n>;
   using Pv = device::Wgmma<kType, kHeadDimV>;
@@ -53,10 +56,11 @@ struct PrefillSm90 {
   struct Shared {
     uint32_t q, k, v, barriers;
     __device__ explicit Shared(const void* base) {
-      q = (device::smem_address(base) + 1023) & ~1023u;  // the swizzle repeats every 1024 bytes
+      uint32_t first = device::opaque(device::smem_address(base));
+      q = (first + 1023) & ~1023u;  // the swizzle repeats every 1024 bytes
       k = q + kQStages * kQBytes;
       v = k + kTile.stages * kKBytes;
-      barriers = device::opaque(v + kTile.stages * kVBytes);
+      barriers = v + kTile.stages * kVBytes;
     }
     __device__ uint32_t barrier(int index) const { return barriers + 8 * index; }
     __device__ uint32_t q_full(int s) const { return barrier(s); }
@@ -71,6 +75,7 @@ struct PrefillSm90 {
     __device__ uint32_t work(int s) const {
       return barrier(9 + 4 * kTile.stages) + s * static_cast<int>(sizeof(Work));
     }
+    __device__ uint32_t copy(int warp) const { return work(kWorkSlots + warp); }
   };
 
   // 3. Roles
@@ -87,71 +92,60 @@ struct PrefillSm90 {
     device::Ring<kTile.stages> ring(1);
     device::Ring<kQStages> q_ring(1);
     device::Ring<kWorkSlots> slot(0);
-    auto load = [&](const device::TensorMap& map, uint32_t smem, uint32_t empty, uint32_t full,
-                    auto panels, const Work& w, int tile) {
-      int32_t group = p.num_heads_q / p.num_heads_kv;
-      int32_t kv_head = s.packed > 1 ? w.head : w.head / group;
+    auto load_keys = [&](const device::TensorMap& map, uint32_t smem, uint32_t empty, uint32_t full,
+                         int panels, const Work& w, int32_t kv_head, int tile) {
       if constexpr (kPages) {
-        PageBox<kTile.n> box(p, s, panels(), w, tile * kTile.n);  // looked up before the wait
-        device::barrier_wait(empty, ring.parity);
-        if (leads) device::barrier_arrive_expect(full, panels() * kTile.n * 128);
+        PageBox<kTile.n> box(p, s, panels, w, tile * kTile.n);  // looked up before the wait
+        device::barrier_wait(empty, ring.parity());
+        if (leads) device::barrier_arrive_expect(full, panels * kTile.n * 128);
         __syncwarp();
         box.load(p, w, map, smem, full, kv_head);
         return;
       }
-      device::barrier_wait(empty, ring.parity);
-      device::barrier_arrive_expect(full, panels() * kTile.n * 128);
+      device::barrier_wait(empty, ring.parity());
+      device::barrier_arrive_expect(full, panels * kTile.n * 128);
 #pragma unroll
-      for (int panel = 0; panel < panels(); ++panel) {
+      for (int panel = 0; panel < panels; ++panel) {
         device::tma_load(smem + panel * kTile.n * 128, &map, full, panel * 64,
                          s.kv_window - w.keys.used + tile * kTile.n, w.keys.start + w.keys.used,
                          kv_head, p.cu_seqlens_kv ? 0 : w.batch, device::kEvictLast);
       }
     };
-    auto load_k = [&](const Work& w, int tile) {
-      load(
-          maps.k, shared.k + ring.stage * kKBytes, shared.k_empty(ring.stage),
-          shared.k_full(ring.stage), [] { return kPanelsQk; }, w, tile);
-    };
-    auto load_v = [&](const Work& w, int tile) {
-      load(
-          maps.v, shared.v + ring.stage * kVBytes, shared.v_empty(ring.stage),
-          shared.v_full(ring.stage), [] { return kPanelsV; }, w, tile);
-    };
-    auto load_q = [&](const Work& w) {
-      device::barrier_wait(shared.q_empty(q_ring.stage), q_ring.parity);
-      uint32_t full = shared.q_full(q_ring.stage);
+    auto load_queries = [&](const Work& w) {
+      device::barrier_wait(shared.q_empty(q_ring.stage()), q_ring.parity());
+      uint32_t full = shared.q_full(q_ring.stage());
       if (leads) device::barrier_arrive_expect(full, kQBytes);
 #pragma unroll
       for (int panel = 0; leads && panel < kPanelsQk; ++panel) {
-        device::tma_load(shared.q + q_ring.stage * kQBytes + panel * kTile.m * 128, &maps.q, full,
+        device::tma_load(shared.q + q_ring.stage() * kQBytes + panel * kTile.m * 128, &maps.q, full,
                          panel * 64, 0, w.queries.start + w.row0 / s.packed, w.head,
                          p.cu_seqlens_q ? 0 : w.batch, device::kEvictFirst);
       }
       q_ring.next();
     };
-    auto load_all = [&](const Work& w) {
-      // With two Q tiles this one is free already; with one, K does not wait behind it.
-      if (kQStages == 2) load_q(w);
-      load_k(w, w.range.end - 1);
-      if (kQStages == 1) load_q(w);
-      load_v(w, w.range.end - 1);
-      ring.next();
-      for (int tile = w.range.end - 2; tile >= w.range.begin; --tile) {
-        load_k(w, tile);
-        load_v(w, tile);
+    auto load_item = [&](const Work& w) {
+      int32_t kv_head = s.packed > 1 ? w.head : w.head / (p.num_heads_q / p.num_heads_kv);
+      // With two Q tiles one is free already; with one, K does not wait behind it.
+      if (kQStages == 2) load_queries(w);
+#pragma unroll 1
+      for (int tile = w.range.end - 1; tile >= w.range.begin; --tile) {
+        load_keys(maps.k, shared.k + ring.stage() * kKBytes, shared.k_empty(ring.stage()),
+                  shared.k_full(ring.stage()), kPanelsQk, w, kv_head, tile);
+        if (kQStages == 1 && tile == w.range.end - 1) load_queries(w);
+        load_keys(maps.v, shared.v + ring.stage() * kVBytes, shared.v_empty(ring.stage()),
+                  shared.v_full(ring.stage()), kPanelsV, w, kv_head, tile);
         ring.next();
       }
     };
     while (true) {
-      device::barrier_wait(shared.work_full(slot.stage), slot.parity);
+      device::barrier_wait(shared.work_full(slot.stage()), slot.parity());
       Work w;
-      device::load_shared(w, shared.work(slot.stage));
+      device::load_shared(w, shared.work(slot.stage()));
       if (kPages) __syncwarp();  // every lane has read it
-      if (leads) device::barrier_arrive(shared.work_empty(slot.stage));
+      if (leads) device::barrier_arrive(shared.work_empty(slot.stage()));
       slot.next();
       if (w.kind == Work::kNone) break;
-      if (w.kind == Work::kFull) load_all(w);
+      if (w.kind == Work::kFull) load_item(w);
       if (leads) device::barrier_arrive(shared.loaded());
     }
   }
@@ -166,10 +160,10 @@ struct PrefillSm90 {
     int32_t item = blockIdx.x;
     uint32_t parity = 0;
     while (true) {
-      device::barrier_wait(shared.work_empty(slot.stage), slot.parity);
+      device::barrier_wait(shared.work_empty(slot.stage()), slot.parity());
       Work::Kind kind =
-          find_sm90_work<kTile.m, kTile.n, kMask>(p, s, cursor, item, shared.work(slot.stage));
-      if (threadIdx.x % 32 == 0) device::barrier_arrive(shared.work_full(slot.stage));
+          find_sm90_work<kTile.m, kTile.n, kMask>(p, s, cursor, item, shared.work(slot.stage()));
+      if (threadIdx.x % 32 == 0) device::barrier_arrive(shared.work_full(slot.stage()));
       if (kind == Work::kNone) break;
       slot.next();
       device::barrier_wait(shared.loaded(), parity);
@@ -319,8 +313,8 @@ struct PrefillSm90 {
       if (lane == 0) barrier_arrive(barrier);
     };
     auto multiply_qk = [&] {  // S = Q K^T
-      uint64_t a = wgmma_descriptor(shared.q + q_ring.stage * kQBytes + group * 64 * 128, 0);
-      uint64_t b = advance(k_desc, ring.stage * kKBytes);
+      uint64_t a = wgmma_descriptor(shared.q + q_ring.stage() * kQBytes + group * 64 * 128, 0);
+      uint64_t b = advance(k_desc, ring.stage() * kKBytes);
       wgmma_fence();
 #pragma unroll
       for (int step = 0; step < kHeadDim / 16; ++step) {
@@ -351,24 +345,26 @@ struct PrefillSm90 {
     // when the registers of the last one are free.
     auto more_work = [&] {
       while (true) {
-        barrier_wait(shared.work_full(slot.stage), slot.parity);
+        barrier_wait(shared.work_full(slot.stage()), slot.parity());
         Work w;
-        load_shared(w, shared.work(slot.stage));
+        load_shared(w, shared.work(slot.stage()));
         if (w.kind == Work::kFull) return true;
         if (w.kind == Work::kNone) return false;
         store_empty(p, s, w, group);
-        release(shared.work_empty(slot.stage));
+        release(shared.work_empty(slot.stage()));
         slot.next();
       }
     };
-    auto take_work = [&](Work& w) {
-      load_shared(w, shared.work(slot.stage));
-      release(shared.work_empty(slot.stage));
+    // Each warp keeps a copy of its work in shared memory, for the registers are full.
+    const uint32_t mine = shared.copy(threadIdx.x / 32 - 4);
+    auto take_work = [&] {
+      copy_shared<sizeof(Work)>(mine, shared.work(slot.stage()), lane);
+      __syncwarp();
+      release(shared.work_empty(slot.stage()));
       slot.next();
     };
 
     if (kTakeTurns && group == 0) named_barrier_arrive(1, 256);
-    Work w;
     Softmax state;
     Mod mod(p, 0, 0, 1, 1);
     bool at_work = false;
@@ -378,14 +374,14 @@ struct PrefillSm90 {
       // meanwhile. Note: before the first and after the last tile these multiply junk, for a branch
       // around them would serialise wgmma.
       bool more = more_work();
-      int v_stage = ring.stage;
+      int v_stage = ring.stage();
       if (at_work) {
-        barrier_wait(shared.v_full(v_stage), ring.parity);
+        barrier_wait(shared.v_full(v_stage), ring.parity());
         ring.next();
       }
       if (more) {
-        barrier_wait(shared.q_full(q_ring.stage), q_ring.parity);
-        barrier_wait(shared.k_full(ring.stage), ring.parity);
+        barrier_wait(shared.q_full(q_ring.stage()), q_ring.parity());
+        barrier_wait(shared.k_full(ring.stage()), ring.parity());
       }
       my_turn();
       pin(scores);
@@ -399,9 +395,13 @@ struct PrefillSm90 {
       pin(probs);
       if (at_work) {
         release(shared.v_empty(v_stage));
-        store(p, s, w, group, out, state, mod.to_log2);
+        Work done;
+        load_shared(done, mine);
+        store(p, s, done, group, out, state, mod.to_log2);
       }
-      take_work(w);
+      take_work();
+      Work w;
+      load_shared(w, mine);
       state = Softmax();
       mod = Mod(p, w.batch, w.head, w.queries.used, w.keys.used);
       Rows rows;
@@ -420,8 +420,8 @@ struct PrefillSm90 {
       }
       int tile = w.range.end - 1;
       auto release_scores = [&] {  // S is done: so are K, and Q after the last tile
-        release(shared.k_empty(ring.stage));
-        if (tile == w.range.begin) release(shared.q_empty(q_ring.stage));
+        release(shared.k_empty(ring.stage()));
+        if (tile == w.range.begin) release(shared.q_empty(q_ring.stage()));
       };
 
       wgmma_wait<0>();
@@ -434,11 +434,11 @@ struct PrefillSm90 {
       fresh = true;
       auto step = [&](bool masked) {
         --tile;
-        int v_stage = ring.stage;
-        uint32_t v_parity = ring.parity;
+        int v_stage = ring.stage();
+        uint32_t v_parity = ring.parity();
         ring.next();
         barrier_wait(shared.v_full(v_stage), v_parity);
-        barrier_wait(shared.k_full(ring.stage), ring.parity);
+        barrier_wait(shared.k_full(ring.stage()), ring.parity());
         my_turn();
         pin(scores);
         pin(out);
@@ -562,10 +562,10 @@ struct PrefillSm90 {
   // 6. Kernel: nothing but the barriers and the split into roles.
   static __device__ __forceinline__ void run(const PrefillParams& p, const Sm90Schedule& s,
                                              const Sm90Maps& maps, void* smem) {
-    Shared shared(smem);
     constexpr uint32_t kWarps = kConsumers * 4;
     int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
     if (threadIdx.x == 0) {
+      Shared shared(smem);
       for (int i = 0; i < 2; ++i) {
         device::barrier_init(shared.q_full(i), 1);
         device::barrier_init(shared.q_empty(i), kWarps);
@@ -586,15 +586,15 @@ struct PrefillSm90 {
       device::registers_shrink<kProducerRegisters>();
       int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
       if (warp == 1) {
-        schedule_work(p, s, shared);
+        schedule_work(p, s, Shared(smem));
       } else if (warp == 0 && p.pages.block_tables != nullptr) {
-        load_tiles<true>(p, s, maps, shared);
+        load_tiles<true>(p, s, maps, Shared(smem));
       } else if (warp == 0 && device::elect_one()) {
-        load_tiles<false>(p, s, maps, shared);
+        load_tiles<false>(p, s, maps, Shared(smem));
       }
     } else {
       device::registers_grow<kConsumerRegisters>();
-      consume(p, s, shared, group - 1);
+      consume(p, s, Shared(smem), group - 1);
     }
   }
 };

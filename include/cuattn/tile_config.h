@@ -45,10 +45,10 @@ constexpr HeadDims kSm90HeadDims[] = {{64, 64},   {96, 96},   {128, 128},
                                       {192, 128}, {192, 192}, {256, 256}};
 
 // Bytes of shared memory: Q, `stages` tiles of K and of V, in panels of 64 columns (128 bytes); the
-// barriers, and up to 1023 bytes in front that align the panels.
+// barriers and work items, and up to 1023 bytes in front that align the panels.
 constexpr int32_t sm90_smem_bytes(HeadDims d, Tile tile, int32_t q_stages) {
   int32_t qk = (d.qk + 63) / 64 * 128, v = (d.v + 63) / 64 * 128;
-  return q_stages * tile.m * qk + tile.stages * tile.n * (qk + v) + 384 + 1024;
+  return q_stages * tile.m * qk + tile.stages * tile.n * (qk + v) + 1280 + 1024;
 }
 
 // Two Q tiles where they fit: the next one arrives while this one is at work.

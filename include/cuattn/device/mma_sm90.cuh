@@ -63,18 +63,16 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
 #endif
 }
 
-// A place in a ring of kCount stages; `parity` of the phase to wait for.
-template <int kCount>
+// A place in a ring of kCount stages. Its barriers are waited for in the parity of the round:
+// `first_parity` 0 for who waits for what others bring, 1 for who brings it.
+template <uint32_t kCount>
 struct Ring {
-  int stage = 0;
-  uint32_t parity;
-  __device__ explicit Ring(uint32_t first_parity) : parity(first_parity) {}
-  __device__ __forceinline__ void next() {
-    if (++stage == kCount) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
+  static_assert((kCount & (kCount - 1)) == 0, "one register holds place and round");
+  uint32_t count;
+  __device__ explicit Ring(uint32_t first_parity) : count(first_parity * kCount) {}
+  __device__ __forceinline__ uint32_t stage() const { return count % kCount; }
+  __device__ __forceinline__ uint32_t parity() const { return count / kCount & 1; }
+  __device__ __forceinline__ void next() { ++count; }
 };
 
 // ---- named barriers (0 is __syncthreads): `threads` counts those that wait and those that only
@@ -217,6 +215,17 @@ __device__ __forceinline__ void load_shared(T& value, uint32_t smem) {
                  : "memory");
   }
   value = u.value;
+}
+
+// A struct from one place to another, a word a lane.
+template <size_t kBytes>
+__device__ __forceinline__ void copy_shared(uint32_t to, uint32_t from, int lane) {
+  static_assert(kBytes % 4 == 0 && kBytes <= 128);
+  if (lane < static_cast<int>(kBytes / 4)) {
+    uint32_t word;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(from + 4 * lane) : "memory");
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(to + 4 * lane), "r"(word) : "memory");
+  }
 }
 
 // A value that the compiler keeps in its register instead of computing it again at every use.
