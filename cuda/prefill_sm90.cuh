@@ -17,6 +17,7 @@
 #include "launchers.h"
 #include "pages_sm90.cuh"
 #include "schedule_sm90.cuh"
+#include "softmax_sm90.cuh"
 #include "tensor_maps.h"
 
 namespace cuattn {
@@ -43,7 +44,6 @@ struct PrefillSm90 {
   static_assert(kConsumers * kConsumerRegisters + kProducerRegisters <=
                 (kConsumers + 1) * (65536 / kThreads / 8 * 8));
   static constexpr int kScoreCount = kTile.n / 2, kOutCount = kHeadDimV / 2;  // of a thread
-  static constexpr int kWorkSlots = 2;
   // Note: beyond 128 columns the wait for a turn costs more than the overlap brings.
   static constexpr bool kTakeTurns = kHeadDimV <= 128;
   static_assert(kSmemBytes <= 227 * 1024, "sm_90 gives a CTA at most 227 KiB");
@@ -56,11 +56,10 @@ struct PrefillSm90 {
   struct Shared {
     uint32_t q, k, v, barriers;
     __device__ explicit Shared(const void* base) {
-      uint32_t first = device::opaque(device::smem_address(base));
-      q = (first + 1023) & ~1023u;  // the swizzle repeats every 1024 bytes
+      q = (device::smem_address(base) + 1023) & ~1023u;  // the swizzle repeats every 1024 bytes
       k = q + kQStages * kQBytes;
       v = k + kTile.stages * kKBytes;
-      barriers = v + kTile.stages * kVBytes;
+      barriers = device::opaque(v + kTile.stages * kVBytes);
     }
     __device__ uint32_t barrier(int index) const { return barriers + 8 * index; }
     __device__ uint32_t q_full(int s) const { return barrier(s); }
@@ -75,7 +74,7 @@ struct PrefillSm90 {
     __device__ uint32_t work(int s) const {
       return barrier(9 + 4 * kTile.stages) + s * static_cast<int>(sizeof(Work));
     }
-    __device__ uint32_t copy(int warp) const { return work(kWorkSlots + warp); }
+    __device__ uint32_t copy(int warp) const { return work(2 + warp); }
   };
 
   // 3. Roles
@@ -91,7 +90,7 @@ struct PrefillSm90 {
     }
     device::Ring<kTile.stages> ring(1);
     device::Ring<kQStages> q_ring(1);
-    device::Ring<kWorkSlots> slot(0);
+    device::RingOfTwo slot(0);
     auto load_keys = [&](const device::TensorMap& map, uint32_t smem, uint32_t empty, uint32_t full,
                          int panels, const Work& w, int32_t kv_head, int tile) {
       if constexpr (kPages) {
@@ -155,7 +154,7 @@ struct PrefillSm90 {
   static __device__ __forceinline__ void schedule_work(const PrefillParams& p,
                                                        const Sm90Schedule& s,
                                                        const Shared& shared) {
-    device::Ring<kWorkSlots> slot(1);
+    device::RingOfTwo slot(1);
     Sm90Cursor cursor;
     int32_t item = blockIdx.x;
     uint32_t parity = 0;
@@ -176,12 +175,6 @@ struct PrefillSm90 {
     }
   }
 
-  // The softmax state of a thread's two rows (lane / 4 and lane / 4 + 8 of a warp's 16): maximum
-  // of the scores in the functor's units, this lane's share of the sum.
-  struct Softmax {
-    float max[2] = {device::negative_infinity(), device::negative_infinity()};
-    float sum[2] = {0.0f, 0.0f};
-  };
   using Mod = device::ScoreMod<kType, kScore>;
 
   // The rows of a thread in a query tile: tokens, and the keys that they see.
@@ -213,88 +206,6 @@ struct PrefillSm90 {
     }
   }
 
-  // Scores become P, relative to the running maximum, and O follows the maximum once `pv_done` has
-  // waited for the product that still reads the old P. The exponentials are what takes time (16 a
-  // clock and SM): the order lets everything else run in their shadow.
-  //
-  //   row 0: max | exp . . . . . . . . | pack, rescale O
-  //   row 1:     |         max         | exp . . . . . . . . . pack |
-  //
-  // Left alone, the compiler multiplies all of a row's exponents before its first exponential and
-  // rescales O behind the last: the unit that computes exponentials stands idle. So some values are
-  // made to wait for others: x = fmaf(awaited, zero, x), with a zero that only we know.
-  template <class Wait>
-  static __device__ __forceinline__ void softmax_step(Softmax& state, float (&scores)[kScoreCount],
-                                                      uint32_t (&probs)[kScoreCount / 2],
-                                                      float (&out)[kOutCount], float to_log2,
-                                                      float zero, Wait pv_done) {
-    using namespace device;
-    constexpr int kBlocks = kScoreCount / 4;  // of 8 keys
-    constexpr int kLinked = 4;                // blocks
-    float chain[2][2], reference[2], rescale[2], sum[2][2];
-    auto await = [&](float x, float awaited) { return fmaf(awaited, zero, x); };
-    auto max_of = [&](int half, int block) {  // two chains a row: half the latency
-#pragma unroll
-      for (int i = 0; i < 2; ++i)
-        chain[half][i] = fmaxf(chain[half][i], scores[4 * block + 2 * half + i]);
-    };
-    auto settle_max = [&](int half) {
-      float max = fmaxf(state.max[half], quad_max(fmaxf(chain[half][0], chain[half][1])));
-      // A row that has seen nothing keeps -inf; 0 in its place keeps -inf - (-inf) out of the
-      // exponent.
-      float safe = max == negative_infinity() ? 0.0f : max;
-      rescale[half] = exp2_approx((state.max[half] - safe) * to_log2);
-      state.max[half] = max;
-      reference[half] = safe * to_log2;
-    };
-    auto exponential = [&](int half, int block) {
-      float* s = &scores[4 * block + 2 * half];
-      if (block > 0 && block % kLinked == 0)
-        reference[half] = await(reference[half], s[-4 * kLinked]);
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        s[i] = exp2_approx(fmaf(s[i], to_log2, -reference[half]));
-        sum[half][i] = block == 0 ? s[i] : sum[half][i] + s[i];
-      }
-    };
-    auto pack = [&](int half, int block) {
-      const float* s = &scores[4 * block + 2 * half];
-      probs[2 * block + half] = pack2<kType>(s[0], s[1]);
-    };
-    chain[0][0] = chain[0][1] = negative_infinity();
-#pragma unroll
-    for (int block = 0; block < kBlocks; ++block) max_of(0, block);
-    settle_max(0);
-#pragma unroll
-    for (int block = 0; block < kBlocks; ++block) {
-      exponential(0, block);
-      if (block == 0) chain[1][0] = chain[1][1] = await(negative_infinity(), scores[0]);
-      max_of(1, block);
-    }
-    // Note: a NaN of row 0 must not reach row 1: fmaxf drops it.
-    chain[1][0] = fmaxf(chain[1][0], await(negative_infinity(), rescale[0]));
-    settle_max(1);
-    const bool rescales = pv_done();
-#pragma unroll
-    for (int block = 0; block < kBlocks; ++block) {
-      if (block == kLinked) reference[1] = await(reference[1], rescale[1]);
-      exponential(1, block);
-      pack(0, block);
-      if (block > 0) pack(1, block - 1);
-      if (!rescales) continue;
-      constexpr int kSlice = (kOutCount + kBlocks - 1) / kBlocks;
-#pragma unroll
-      for (int i = 0; i < kSlice; ++i) {
-        int at = block * kSlice + i;
-        if (at < kOutCount) out[at] *= rescale[at >> 1 & 1];
-      }
-    }
-    pack(1, kBlocks - 1);
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-      state.sum[half] = fmaf(state.sum[half], rescale[half], sum[half][0] + sum[half][1]);
-  }
-
   // 4. Main loop. A consumer warpgroup owns 64 rows of every query tile. S of the next key tile is
   // multiplied while the softmax of this one runs; the groups take turns on the tensor cores.
   static __device__ __forceinline__ void consume(const PrefillParams& p, const Sm90Schedule& s,
@@ -303,7 +214,7 @@ struct PrefillSm90 {
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
     device::Ring<kTile.stages> ring(0);
     device::Ring<kQStages> q_ring(0);
-    device::Ring<kWorkSlots> slot(0);
+    device::RingOfTwo slot(0);
     float out[kOutCount], scores[kScoreCount];
     uint32_t probs[kScoreCount / 2];  // P in the order of a wgmma A operand
     const uint64_t k_desc = wgmma_descriptor(shared.k, 0);
@@ -357,15 +268,15 @@ struct PrefillSm90 {
     };
     // Each warp keeps a copy of its work in shared memory, for the registers are full.
     const uint32_t mine = shared.copy(threadIdx.x / 32 - 4);
-    auto take_work = [&] {
-      copy_shared<sizeof(Work)>(mine, shared.work(slot.stage()), lane);
-      __syncwarp();
+    auto take_work = [&](Work& w) {
+      load_shared(w, shared.work(slot.stage()));
+      store_shared(mine, w);
       release(shared.work_empty(slot.stage()));
       slot.next();
     };
 
     if (kTakeTurns && group == 0) named_barrier_arrive(1, 256);
-    Softmax state;
+    Sm90Softmax state;
     Mod mod(p, 0, 0, 1, 1);
     bool at_work = false;
 #pragma unroll 1
@@ -399,10 +310,9 @@ struct PrefillSm90 {
         load_shared(done, mine);
         store(p, s, done, group, out, state, mod.to_log2);
       }
-      take_work();
       Work w;
-      load_shared(w, mine);
-      state = Softmax();
+      take_work(w);
+      state = Sm90Softmax();
       mod = Mod(p, w.batch, w.head, w.queries.used, w.keys.used);
       Rows rows;
       rows.last_key = w.keys.used - 1;
@@ -430,7 +340,7 @@ struct PrefillSm90 {
       at_work = true;
       release_scores();
       modify(scores, mod, rows, tile, tile >= w.range.full_end || tile < w.range.full_begin);
-      softmax_step(state, scores, probs, out, mod.to_log2, s.zero, [] { return false; });
+      softmax_step<kType>(state, scores, probs, out, mod.to_log2, s.zero, [] { return false; });
       fresh = true;
       auto step = [&](bool masked) {
         --tile;
@@ -450,7 +360,7 @@ struct PrefillSm90 {
         pin(scores);
         release_scores();
         modify(scores, mod, rows, tile, masked);
-        softmax_step(state, scores, probs, out, mod.to_log2, s.zero, [&] {
+        softmax_step<kType>(state, scores, probs, out, mod.to_log2, s.zero, [&] {
           wgmma_wait<0>();
           pin(out);
           pin(probs);
@@ -476,7 +386,7 @@ struct PrefillSm90 {
   // O / sum to global memory, straight from the accumulators.
   static __device__ __forceinline__ void store(const PrefillParams& p, const Sm90Schedule& s,
                                                const Work& w, int group,
-                                               const float (&out)[kOutCount], Softmax& state,
+                                               const float (&out)[kOutCount], Sm90Softmax& state,
                                                float to_log2) {
     using namespace device;
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
@@ -564,8 +474,9 @@ struct PrefillSm90 {
                                              const Sm90Maps& maps, void* smem) {
     constexpr uint32_t kWarps = kConsumers * 4;
     int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
+    const Shared shared(
+        smem);  // here, for where roles part its values would leave uniform registers
     if (threadIdx.x == 0) {
-      Shared shared(smem);
       for (int i = 0; i < 2; ++i) {
         device::barrier_init(shared.q_full(i), 1);
         device::barrier_init(shared.q_empty(i), kWarps);
@@ -594,7 +505,7 @@ struct PrefillSm90 {
       }
     } else {
       device::registers_grow<kConsumerRegisters>();
-      consume(p, s, Shared(smem), group - 1);
+      consume(p, s, shared, group - 1);
     }
   }
 };

@@ -65,14 +65,34 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
 
 // A place in a ring of kCount stages. Its barriers are waited for in the parity of the round:
 // `first_parity` 0 for who waits for what others bring, 1 for who brings it.
-template <uint32_t kCount>
-struct Ring {
-  static_assert((kCount & (kCount - 1)) == 0, "one register holds place and round");
-  uint32_t count;
-  __device__ explicit Ring(uint32_t first_parity) : count(first_parity * kCount) {}
-  __device__ __forceinline__ uint32_t stage() const { return count % kCount; }
-  __device__ __forceinline__ uint32_t parity() const { return count / kCount & 1; }
-  __device__ __forceinline__ void next() { ++count; }
+template <int kCount>
+class Ring {
+ public:
+  __device__ explicit Ring(uint32_t first_parity) : parity_(first_parity) {}
+  __device__ __forceinline__ int stage() const { return stage_; }
+  __device__ __forceinline__ uint32_t parity() const { return parity_; }
+  __device__ __forceinline__ void next() {
+    if (++stage_ == kCount) {
+      stage_ = 0;
+      parity_ ^= 1;
+    }
+  }
+
+ private:
+  int stage_ = 0;
+  uint32_t parity_;
+};
+
+// The same with two stages, in one register.
+class RingOfTwo {
+ public:
+  __device__ explicit RingOfTwo(uint32_t first_parity) : count_(2 * first_parity) {}
+  __device__ __forceinline__ int stage() const { return count_ & 1; }
+  __device__ __forceinline__ uint32_t parity() const { return count_ >> 1 & 1; }
+  __device__ __forceinline__ void next() { ++count_; }
+
+ private:
+  uint32_t count_;
 };
 
 // ---- named barriers (0 is __syncthreads): `threads` counts those that wait and those that only
@@ -215,17 +235,6 @@ __device__ __forceinline__ void load_shared(T& value, uint32_t smem) {
                  : "memory");
   }
   value = u.value;
-}
-
-// A struct from one place to another, a word a lane.
-template <size_t kBytes>
-__device__ __forceinline__ void copy_shared(uint32_t to, uint32_t from, int lane) {
-  static_assert(kBytes % 4 == 0 && kBytes <= 128);
-  if (lane < static_cast<int>(kBytes / 4)) {
-    uint32_t word;
-    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(from + 4 * lane) : "memory");
-    asm volatile("st.shared.b32 [%0], %1;" ::"r"(to + 4 * lane), "r"(word) : "memory");
-  }
 }
 
 // A value that the compiler keeps in its register instead of computing it again at every use.
