@@ -134,6 +134,22 @@ def test_long_contexts(device, backend, kv_layout, length, rng):
         paged_cases.assert_case(device, backend, case, rng)
 
 
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("kv_layout", ["nhd", "vllm"])
+@pytest.mark.parametrize(("device", "backend"), target_params())
+def test_more_short_tasks_than_a_gpu_holds(device, backend, kv_layout, fp8, rng):
+    """640 thread blocks without a plan: sm80 then gives each of them less shared memory."""
+    case = PagedCase(
+        kv_layout=kv_layout,
+        head_dim=128,
+        num_heads_kv=8,
+        lens=tuple(int(n) for n in rng.integers(0, 200, 80)),
+        fp8=fp8,
+        options=(("num_splits", 1),),
+    )
+    paged_cases.assert_case(device, backend, case, rng)
+
+
 @pytest.mark.parametrize("num_splits", [1, 2, 3, 16, 1000])
 @pytest.mark.parametrize("lens", [(1000,), (65, 3000, 0, 1)])
 @pytest.mark.parametrize(("device", "backend"), target_params())
