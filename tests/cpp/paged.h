@@ -18,14 +18,16 @@ struct PagedProblem {
   std::vector<int> lens;  // of the contexts
   int window_left = -1, num_splits = 0;
   bool alibi = false, sinks = false, batch_invariant = false, planned = false;
+  bool packed = false;  // prefill: attention_varlen over the same blocks
 
-  Array q, k, v, tables, context_lens, alibi_slopes, sink_logits, plan, out, lse;
+  Array q, k, v, tables, context_lens, ends, alibi_slopes, sink_logits, plan, out, lse;
 
   void fill(Random& random);  // makes the arrays but plan; slots that nobody owns hold NaN
   std::vector<Array*> inputs() {
-    return {&q, &k, &v, &tables, &context_lens, &alibi_slopes, &sink_logits};
+    return {&q, &k, &v, &tables, &context_lens, &ends, &alibi_slopes, &sink_logits};
   }
   int64_t place(bool is_k, int block, int token, int head, int d) const;  // in a cache
+  int64_t lse_place(int b, int query, int head) const;
   float stored(bool is_k, int block, int token, int head, int d) const;
   std::string text() const;
 };
@@ -45,11 +47,16 @@ class PagedCall {
  private:
   PagedShape shape_;
   TensorView q_, k_, v_, tables_, context_lens_, alibi_, sinks_, plan_, out_, lse_;
+  TensorView packed_q_, ends_, packed_out_;
   PagedOptions options_;
+  AttentionOptions prefill_;
+  bool packed_;
+  int64_t longest_q_, longest_kv_;
 };
 
 // One small problem for each way in which a kernel can run: splits, plans, masks, queries.
 std::vector<PagedProblem> paged_problems(DType dtype, bool e4m3, KvLayout layout, int head_dim);
+std::vector<PagedProblem> prefill_problems(DType dtype, KvLayout layout, int head_dim);
 std::string judge_paged(const PagedProblem& problem);  // empty when right
 
 }  // namespace cuattn::test

@@ -73,6 +73,11 @@ int64_t PagedProblem::place(bool is_k, int block, int token, int head, int d) co
   return block * s[0] + head * s[1] + d / x * s[2] + token * s[3] + d % x;
 }
 
+int64_t PagedProblem::lse_place(int b, int query, int head) const {
+  int64_t seqs = static_cast<int64_t>(lens.size());
+  return packed ? (head * seqs + b) * q_len + query : (int64_t{b} * heads_q + head) * q_len + query;
+}
+
 float PagedProblem::stored(bool is_k, int block, int token, int head, int d) const {
   const Array& cache = is_k ? k : v;
   int64_t at = place(is_k, block, token, head, d);
@@ -101,6 +106,9 @@ void PagedProblem::fill(Random& random) {
   sink_logits = Array(DType::f32, {heads_q});
   out = Array(dtype, q.shape());
   lse = Array(DType::f32, {seqs, heads_q, q_len});
+  if (packed) lse = Array(DType::f32, {heads_q, seqs * q_len});
+  ends = Array(DType::i32, {seqs + 1});
+  for (int b = 0; b <= seqs; ++b) ends.i32(b) = b * q_len;
   q.for_each_offset([&](int64_t i) { q.set(i, random.normal()); });
   alibi_slopes.for_each_offset([&](int64_t i) { alibi_slopes.set(i, 0.01f * (i + 1)); });
   sink_logits.for_each_offset([&](int64_t i) { sink_logits.set(i, random.normal()); });
@@ -137,8 +145,9 @@ std::string PagedProblem::text() const {
   text << name_of(dtype) << (e4m3 ? " over e4m3" : "") << " layout " << static_cast<int>(layout)
        << " block " << block_size << " heads " << heads_q << "/" << heads_kv << " dim " << head_dim
        << " q_len " << q_len << " splits " << num_splits << " window " << window_left
-       << (planned ? " planned" : "") << (batch_invariant ? " invariant" : "")
-       << (alibi ? " alibi" : "") << (sinks ? " sinks" : "");
+       << (packed ? " packed" : "") << (planned ? " planned" : "")
+       << (batch_invariant ? " invariant" : "") << (alibi ? " alibi" : "")
+       << (sinks ? " sinks" : "");
   return text.str();
 }
 
@@ -158,6 +167,23 @@ PagedCall::PagedCall(PagedProblem& p, DLDevice device, const Arguments::Address&
   options_.batch_invariant = p.batch_invariant;
   options_.num_splits = p.num_splits;
   options_.backend = backend;
+  int64_t rows = static_cast<int64_t>(p.lens.size()) * p.q_len;
+  packed_ = p.packed;
+  packed_q_ = TensorView(q_.data, p.dtype, {rows, p.heads_q, p.head_dim}, device);
+  packed_out_ = TensorView(out_.data, p.dtype, {rows, p.heads_q, p.head_dim}, device);
+  ends_ = view(p.ends);
+  prefill_.causal = true;
+  prefill_.window_left = p.window_left;
+  prefill_.alibi_slopes = options_.alibi_slopes;
+  prefill_.sinks = options_.sinks;
+  prefill_.seqused_k = &context_lens_;
+  prefill_.lse = &lse_;
+  prefill_.block_tables = &tables_;
+  prefill_.kv_layout = p.layout;
+  prefill_.batch_invariant = p.batch_invariant;
+  prefill_.backend = backend;
+  longest_q_ = p.q_len;
+  longest_kv_ = *std::max_element(p.lens.begin(), p.lens.end()) + 3;  // a bound
 }
 
 int64_t PagedCall::plan_size() const {
@@ -165,6 +191,10 @@ int64_t PagedCall::plan_size() const {
 }
 
 size_t PagedCall::workspace_bytes() const {
+  if (packed_) {
+    return attention_varlen_workspace_bytes(packed_q_, k_, v_, ends_, {}, longest_q_, longest_kv_,
+                                            prefill_);
+  }
   return paged_attention_workspace_bytes(q_, k_, v_, tables_, context_lens_, options_);
 }
 
@@ -175,7 +205,12 @@ void PagedCall::make_plan(void* plan, void* stream) {
 }
 
 void PagedCall::run(Workspace workspace, void* stream) const {
-  paged_attention(q_, k_, v_, tables_, context_lens_, out_, options_, workspace, stream);
+  if (packed_) {
+    attention_varlen(packed_q_, k_, v_, ends_, {}, longest_q_, longest_kv_, packed_out_, prefill_,
+                     workspace, stream);
+  } else {
+    paged_attention(q_, k_, v_, tables_, context_lens_, out_, options_, workspace, stream);
+  }
 }
 
 std::vector<PagedProblem> paged_problems(DType dtype, bool e4m3, KvLayout layout, int head_dim) {
@@ -193,6 +228,19 @@ std::vector<PagedProblem> paged_problems(DType dtype, bool e4m3, KvLayout layout
   return list;
 }
 
+std::vector<PagedProblem> prefill_problems(DType dtype, KvLayout layout, int head_dim) {
+  PagedProblem base;
+  base.dtype = dtype, base.layout = layout, base.head_dim = head_dim, base.packed = true;
+  base.lens = {90, 0, 33, 150};
+  base.q_len = 40;
+  std::vector<PagedProblem> list(5, base);
+  list[1].sinks = true, list[1].block_size = 8;
+  list[2].window_left = 20, list[2].block_size = layout == KvLayout::vllm ? 32 : 48;
+  list[3].q_len = 2, list[3].alibi = true;
+  list[4].q_len = 1, list[4].batch_invariant = true;
+  return list;
+}
+
 std::string judge_paged(const PagedProblem& p) {
   double out_limit = p.dtype == DType::f32 ? 1e-5 : 4 * epsilon(p.dtype);
   std::ostringstream text;
@@ -201,7 +249,7 @@ std::string judge_paged(const PagedProblem& p) {
       for (int head = 0; head < p.heads_q; ++head) {
         Row row = attend(p, b, query, head);
         double lse = row.sum > 0 ? row.largest + std::log(row.sum) : -kInf;
-        double got = p.lse.get((int64_t{b} * p.heads_q + head) * p.q_len + query);
+        double got = p.lse.get(p.lse_place(b, query, head));
         bool right = lse == got || std::abs(lse - got) < 1e-3 * std::max(1.0, std::abs(lse));
         int64_t at = ((int64_t{b} * p.q_len + query) * p.heads_q + head) * p.head_dim;
         for (int d = 0; d < p.head_dim; ++d) {
@@ -234,6 +282,20 @@ TEST(cpu_paged_attention_is_attention_over_the_keys_of_its_blocks) {
           std::string wrong = judge_paged(p);
           CHECK(wrong.empty(), wrong);
         }
+      }
+}
+
+TEST(cpu_attention_varlen_reads_blocks) {
+  Random random(case_seed("pages"));
+  for (DType dtype : {DType::f32, DType::f16, DType::bf16})
+    for (KvLayout layout : {KvLayout::nhd, KvLayout::hnd, KvLayout::vllm})
+      for (PagedProblem& p : prefill_problems(dtype, layout, 16 * random.range(1, 8))) {
+        p.fill(random);
+        PagedCall call(p, kHost, [](Array& array) { return array.data(); }, "auto");
+        std::vector<float> workspace(call.workspace_bytes() / sizeof(float) + 64);
+        call.run({workspace.data(), call.workspace_bytes()}, nullptr);
+        std::string wrong = judge_paged(p);
+        CHECK(wrong.empty(), wrong);
       }
 }
 

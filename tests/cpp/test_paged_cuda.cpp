@@ -71,9 +71,9 @@ class OnGpuPages {
 };
 
 // Every problem that `backend` serves; the others must be refused.
-void check_kernel(const std::string& backend, DType dtype, bool e4m3, KvLayout layout, int dim) {
+void check_kernel(const std::string& backend, std::vector<PagedProblem> problems) {
   Random random(case_seed(backend));
-  for (PagedProblem& p : paged_problems(dtype, e4m3, layout, dim)) {
+  for (PagedProblem& p : problems) {
     p.fill(random);
     try {
       std::string wrong = OnGpuPages(p, backend.c_str()).run();
@@ -103,7 +103,20 @@ bool add_cases() {
           std::string name = std::string("cuda_paged_") + backend + "_" + type.name + "_" +
                              layouts[layout] + "_" + std::to_string(dim);
           auto run = [=] {
-            check_kernel(backend, type.dtype, type.e4m3, static_cast<KvLayout>(layout), dim);
+            check_kernel(backend,
+                         paged_problems(type.dtype, type.e4m3, static_cast<KvLayout>(layout), dim));
+          };
+          add_case(name, run, Needs::gpu);
+        }
+  for (const char* backend : {"auto", "simt", "sm80", "sm90"})
+    for (int type = 0; type < 3; ++type)
+      for (int layout = 0; layout < 3; ++layout)
+        for (int dim : {64, 128, 192, 256}) {
+          std::string name = std::string("cuda_prefill_over_pages_") + backend + "_" +
+                             types[type].name + "_" + layouts[layout] + "_" + std::to_string(dim);
+          DType dtype = types[type].dtype;
+          auto run = [=] {
+            check_kernel(backend, prefill_problems(dtype, static_cast<KvLayout>(layout), dim));
           };
           add_case(name, run, Needs::gpu);
         }
