@@ -5,6 +5,10 @@ against float64; unused slots hold NaN and tables junk past the contexts.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
@@ -159,6 +163,55 @@ def test_a_chunk_after_a_chunk_is_the_whole_prompt(device, rng):
     chunk, _ = run(device, "auto", problem, "seqused_k")
     a, b = (np.asarray(x, np.float32) for x in (chunk, whole[100:]))
     np.testing.assert_allclose(a, b, atol=2e-2)
+
+
+def test_prompts_in_chunks_through_a_kv_cache(device, rng):
+    """Two prompts written and attended in uneven chunks, then a token each, over PagedKVCache."""
+    heads, dtype, lengths = (8, 2, 64), cases.DTYPES["float16"], (150, 71)
+    arena = harness.Arena(device)
+    q, k, v = (
+        [arena.put(rng.standard_normal((n, h, 64), np.float32).astype(dtype)) for n in lengths]
+        for h in (heads[0], heads[1], heads[1])
+    )
+    cache = cuattn.PagedKVCache(
+        *(1, 24, 16, heads[1], 64, "float16"), like=q[0], max_seqs=2, max_blocks_per_seq=12
+    )
+    seqs = [cache.add(), cache.add()]
+    outs, at = [[], []], [0, 0]
+    for chunk in ((64, 20), (37, 1), (48, 49), (1, 1)):  # the last step decodes
+        parts = []
+        for b, seq in enumerate(seqs):
+            cache.append(seq, chunk[b])
+            parts.append(slice(at[b], at[b] + chunk[b]))
+            at[b] += chunk[b]
+        packed = [
+            arena.put(np.concatenate([device.numpy(x[b][parts[b]]) for b in range(2)]))
+            for x in (q, k, v)
+        ]
+        caches = cache.k_cache(0), cache.v_cache(0)
+        cuattn.reshape_and_cache(*packed[1:], *caches, cache.slot_mapping(seqs))
+        ends = arena.put(np.cumsum((0, *chunk)).astype(np.int32))
+        out = cuattn.attention_varlen(
+            packed[0],
+            *caches,
+            ends,
+            None,
+            max(chunk),
+            160,
+            block_tables=cache.block_tables(seqs),
+            seqused_k=cache.context_lens(seqs),
+            causal=True,
+        )
+        device.synchronize()
+        rows = device.numpy(out)
+        outs[0].append(rows[: chunk[0]])
+        outs[1].append(rows[chunk[0] :])
+    for b in range(2):
+        expected, _ = reference.attention(
+            *(device.numpy(x[b])[None] for x in (q, k, v)), causal=True
+        )
+        got = np.concatenate(outs[b]).astype(np.float32)
+        np.testing.assert_allclose(got, expected[0], atol=4e-3)
 
 
 def explain(device, q_len, dtype="float16", block_size=16, group=4, **options):
@@ -349,6 +402,14 @@ def test_refusal(name):
     assert message is None or str(caught.value) == f"attention_varlen: {message}"
 
 
+def test_jax_arrays_are_refused():
+    jnp = pytest.importorskip("jax.numpy")
+    q, k = jnp.ones((2, 4, 64)), jnp.ones((5, 8, 2, 64))
+    table, ends = jnp.zeros((2, 2), jnp.int32), jnp.arange(3, dtype=jnp.int32)
+    with pytest.raises(NotImplementedError, match="block_tables with JAX arrays is not registered"):
+        cuattn.attention_varlen(q, k, k, ends, None, 1, 9, block_tables=table, seqused_k=ends[1:])
+
+
 def test_a_refused_call_writes_nothing():
     out = np.full((2, 4, 64), 7, np.float32)
     k = np.ones((5, 8, 2, 64), np.float32)
@@ -399,6 +460,41 @@ def test_more_tiles_than_multiprocessors(device, backend, rng):
     heads = {"num_heads_q": 16, "num_heads_kv": 4, "head_dim": 128}
     case = PagedCase(lens=lens, dtype="bfloat16", **heads)
     assert_case(device, backend, case, queries, rng)
+
+
+CHECKED = """
+import torch, cuattn
+i32 = lambda *rows: torch.tensor(rows, dtype=torch.int32, device="cuda")
+q = torch.ones(80, 4, 64, device="cuda", dtype=torch.float16)
+k = torch.ones(5, 16, 2, 64, device="cuda", dtype=torch.float16)
+for max_seqlen_q, ends in ((1, (0, 1, 2)), (40, (0, 40, 80))):
+    for table, used in (([0, 9], (16, 32)), ([3, 4], (16, 33)), ([3, 4], (-1, 32))):
+        try:
+            out = cuattn.attention_varlen(q, k, k, i32(*ends), None, max_seqlen_q, 32, seqused_k=i32(*used),
+                                          block_tables=i32([0, 1], table))
+            torch.cuda.synchronize()
+        except ValueError as error:
+            print(error)
+"""
+
+
+@pytest.mark.skipif(harness.why_no_cuda() is not None, reason="needs a CUDA device")
+@pytest.mark.gpu
+def test_tables_on_the_device_are_checked_on_request():
+    """CUATTN_CHECK=1 reads tables and lengths back; without it they are clamped."""
+    for checked in ("1", "0"):
+        environment = {**os.environ, "CUATTN_CHECK": checked}
+        command = [sys.executable, "-c", CHECKED]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        messages = [
+            "attention_varlen: block_tables must name blocks in [0, 5), got 9 at (1, 1); entries "
+            "past the sequence may hold anything",
+            "attention_varlen: block_tables must have room for every sequence, got a length of 33 "
+            "for sequence 1 with 2 blocks of 16; widen the table",
+            "attention_varlen: seqused_k must lie within [0, 32], got -1 at index 0; it counts the "
+            "rows in use of each sequence",
+        ]
+        assert done.stdout.splitlines() == (messages * 2 if checked == "1" else [])
 
 
 @pytest.mark.skipif(harness.why_no_cuda() is not None, reason="needs a CUDA device")
