@@ -470,8 +470,8 @@ k = torch.ones(5, 16, 2, 64, device="cuda", dtype=torch.float16)
 for max_seqlen_q, ends in ((1, (0, 1, 2)), (40, (0, 40, 80))):
     for table, used in (([0, 9], (16, 32)), ([3, 4], (16, 33)), ([3, 4], (-1, 32))):
         try:
-            out = cuattn.attention_varlen(q, k, k, i32(*ends), None, max_seqlen_q, 32, seqused_k=i32(*used),
-                                          block_tables=i32([0, 1], table))
+            pages = {"block_tables": i32([0, 1], table), "seqused_k": i32(*used)}
+            cuattn.attention_varlen(q, k, k, i32(*ends), None, max_seqlen_q, 32, **pages)
             torch.cuda.synchronize()
         except ValueError as error:
             print(error)
