@@ -111,9 +111,11 @@ def run(device, backend, problem, lengths, spare=0, used=None, storage=None, wor
     return device.numpy(out), device.numpy(lse)
 
 
-def assert_case(device, backend, case, queries, rng, lengths="seqused_k", spare=0):
+def assert_case(device, backend, case, queries, rng, lengths="seqused_k", spare=0, change=None):
     def attempt():
         problem = make(case, queries, rng)
+        if change is not None:
+            change(problem)
         try:
             out, lse = run(device, backend, problem, lengths, spare)
         except NotImplementedError as refusal:
@@ -152,6 +154,19 @@ def test_head_dims(device, backend, head_dim, rng):
     lens, queries = BATCHES["chunks"]
     case = PagedCase(head_dim=head_dim, lens=lens, num_heads_q=4, num_heads_kv=4)
     assert_case(device, backend, case, queries, rng)
+
+
+@pytest.mark.parametrize("kv_layout", ["nhd", "vllm"])
+@pytest.mark.parametrize(("device", "backend"), harness.target_params())
+def test_values_of_another_head_dim(device, backend, kv_layout, rng):
+    lens, queries = BATCHES["mixed"]
+    case = PagedCase(head_dim=192, lens=lens, kv_layout=kv_layout, dtype="bfloat16")
+
+    def narrow(problem):
+        v = problem.arrays["v_cache"]
+        problem.arrays["v_cache"] = v[:, :, :128] if kv_layout == "vllm" else v[..., :128]
+
+    assert_case(device, backend, case, queries, rng, change=narrow)
 
 
 def test_a_chunk_after_a_chunk_is_the_whole_prompt(device, rng):
