@@ -34,6 +34,8 @@ OPTIONS = [
     {"softcap": 5.0, "alibi": "head"},
     {"sinks": True, "window": (63, 0)},
 ]
+# "auto" is a way of its own: few queries a sequence run a kernel of paged_attention.
+TARGETS = harness.target_params(cpu=("auto", *cases.CPU_BACKENDS))
 LAYOUT_SIZES = [("nhd", 1), ("nhd", 16), ("nhd", 33), ("hnd", 8), ("hnd", 256)]
 LAYOUT_SIZES += [("vllm", 8), ("vllm", 16), ("vllm", 32)]
 
@@ -133,7 +135,7 @@ def assert_case(device, backend, case, queries, rng, lengths="seqused_k", spare=
 @pytest.mark.parametrize("option", OPTIONS, ids=str)
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize(("device", "backend"), harness.target_params())
+@pytest.mark.parametrize(("device", "backend"), TARGETS)
 def test_batches(device, backend, dtype, batch, option, rng):
     lens, queries = BATCHES[batch]
     assert_case(device, backend, PagedCase(dtype=dtype, lens=lens, **option), queries, rng)
@@ -141,7 +143,7 @@ def test_batches(device, backend, dtype, batch, option, rng):
 
 @pytest.mark.parametrize("lengths", ["cu_seqlens_k", "seqused_k", "both"])
 @pytest.mark.parametrize(("kv_layout", "block_size"), LAYOUT_SIZES)
-@pytest.mark.parametrize(("device", "backend"), harness.target_params())
+@pytest.mark.parametrize(("device", "backend"), TARGETS)
 def test_layouts_and_lengths(device, backend, kv_layout, block_size, lengths, rng):
     lens, queries = BATCHES["mixed"]
     case = PagedCase(kv_layout=kv_layout, block_size=block_size, lens=lens, dtype="bfloat16")
@@ -149,7 +151,7 @@ def test_layouts_and_lengths(device, backend, kv_layout, block_size, lengths, rn
 
 
 @pytest.mark.parametrize("head_dim", [8, 32, 80, 128, 192, 256])
-@pytest.mark.parametrize(("device", "backend"), harness.target_params())
+@pytest.mark.parametrize(("device", "backend"), TARGETS)
 def test_head_dims(device, backend, head_dim, rng):
     lens, queries = BATCHES["chunks"]
     case = PagedCase(head_dim=head_dim, lens=lens, num_heads_q=4, num_heads_kv=4)
@@ -157,7 +159,7 @@ def test_head_dims(device, backend, head_dim, rng):
 
 
 @pytest.mark.parametrize("kv_layout", ["nhd", "vllm"])
-@pytest.mark.parametrize(("device", "backend"), harness.target_params())
+@pytest.mark.parametrize(("device", "backend"), TARGETS)
 def test_values_of_another_head_dim(device, backend, kv_layout, rng):
     lens, queries = BATCHES["mixed"]
     case = PagedCase(head_dim=192, lens=lens, kv_layout=kv_layout, dtype="bfloat16")
