@@ -113,10 +113,14 @@ class DeviceGuard {
  public:
   explicit DeviceGuard(int device) {
     CUATTN_CUDA_TRY(cudaGetDevice(&previous_));
-    if (previous_ == device) {
+    // Setting the device once gives a thread its context, without which the driver makes no tensor
+    // maps.
+    static thread_local bool has_context = false;
+    if (previous_ == device && has_context) {
       previous_ = -1;
     } else {
       CUATTN_CUDA_TRY(cudaSetDevice(device));
+      has_context = true;
     }
   }
   ~DeviceGuard() {

@@ -6,10 +6,10 @@ A call runs on the caller's stream, in order, and waits for nothing.
 
 from __future__ import annotations
 
+import concurrent.futures
 import gc
 import os
 import re
-import threading
 import time
 
 import pytest
@@ -204,22 +204,34 @@ def test_eight_threads(torch, name):
     options = make(torch, name)[1]
     expected = [cuattn.attention(*arrays, **options) for arrays in problems]
     torch.cuda.synchronize()
-    differences = []
 
     def work(index):
         with torch.cuda.stream(torch.cuda.Stream()):
             for _ in range(60):
                 out = cuattn.attention(*problems[index], **options)
                 torch.cuda.current_stream().synchronize()
-                if not torch.equal(out, expected[index]):
-                    differences.append(index)
+                assert torch.equal(out, expected[index])
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not differences
+    with concurrent.futures.ThreadPoolExecutor(8) as threads:
+        list(threads.map(work, range(8)))  # raises what a thread raised
+
+
+@pytest.mark.parametrize("name", [*TENSOR_CORES, "simt"])
+def test_a_thread_whose_first_call_is_ours(torch, name):
+    """Nothing has given the thread a CUDA context before."""
+    arrays, options = make(torch, name)
+    expected = cuattn.attention(*arrays, **options)
+    out = torch.empty_like(expected)
+    stream = torch.cuda.current_stream().cuda_stream
+    torch.cuda.synchronize()
+
+    def work():
+        cuattn.attention(*arrays, **options, out=out, stream=stream)
+
+    with concurrent.futures.ThreadPoolExecutor(1) as threads:
+        threads.submit(work).result()
+    torch.cuda.synchronize()
+    assert torch.equal(out, expected)
 
 
 @every_case
