@@ -28,23 +28,23 @@ struct PageBox {
   static constexpr uint32_t kNowhere = ~0u;
 
   __device__ __forceinline__ PageBox(const PrefillParams& p, const Sm90Schedule& s, int panels,
-                                     const Sm90Work& w, int32_t first) {
+                                     const Sm90Keys& keys, int32_t first) {
     int32_t lane = threadIdx.x % 32, row = lane / panels * s.page_rows;
     panel = lane % panels;
     token = first + row;
     to = row < kRows ? (panel * kRows + row) * 128 : kNowhere;
-    bool seen = to != kNowhere && token < w.keys.used;
-    block = seen ? p.pages.block(w.batch, token / p.pages.block_size) : 0;
+    bool seen = to != kNowhere && token < keys.used;
+    block = seen ? p.pages.block(keys.batch, token / p.pages.block_size) : 0;
   }
 
   // Rows past the sequence become zeros, whatever their blocks hold.
-  __device__ __forceinline__ void load(const PrefillParams& p, const Sm90Work& w,
-                                       const device::TensorMap& map, uint32_t smem, uint32_t full,
-                                       int32_t kv_head) const {
+  __device__ __forceinline__ void load(const PrefillParams& p, const Sm90Keys& keys,
+                                       const device::TensorMap& map, uint32_t smem,
+                                       uint32_t full) const {
     int32_t size = p.pages.block_size, place = token % size;
-    int32_t used = token < w.keys.used ? min(place + w.keys.used - token, size) : 0;
+    int32_t used = token < keys.used ? min(place + keys.used - token, size) : 0;
     if (to == kNowhere) return;
-    device::tma_load(smem + to, &map, full, panel * 64, size - used + place, used, kv_head, block,
+    device::tma_load(smem + to, &map, full, panel * 64, size - used + place, used, keys.head, block,
                      device::kEvictLast);
   }
 };

@@ -44,6 +44,7 @@ struct PrefillSm90 {
   static_assert(kConsumers * kConsumerRegisters + kProducerRegisters <=
                 (kConsumers + 1) * (65536 / kThreads / 8 * 8));
   static constexpr int kScoreCount = kTile.n / 2, kOutCount = kHeadDimV / 2;  // of a thread
+  static constexpr int kWantedBefore = 2;  // key tiles, before the last one of an item is loaded
   // Note: beyond 128 columns the wait for a turn costs more than the overlap brings.
   static constexpr bool kTakeTurns = kHeadDimV <= 128;
   static_assert(kSmemBytes <= 227 * 1024, "sm_90 gives a CTA at most 227 KiB");
@@ -66,7 +67,7 @@ struct PrefillSm90 {
     __device__ uint32_t q_empty(int s) const { return barrier(2 + s); }
     __device__ uint32_t work_full(int s) const { return barrier(4 + s); }
     __device__ uint32_t work_empty(int s) const { return barrier(6 + s); }
-    __device__ uint32_t loaded() const { return barrier(8); }
+    __device__ uint32_t wanted() const { return barrier(8); }
     __device__ uint32_t k_full(int s) const { return barrier(9 + s); }
     __device__ uint32_t k_empty(int s) const { return barrier(9 + kTile.stages + s); }
     __device__ uint32_t v_full(int s) const { return barrier(9 + 2 * kTile.stages + s); }
@@ -90,15 +91,15 @@ struct PrefillSm90 {
     }
     device::Ring<kTile.stages> ring(1);
     device::Ring<kQStages> q_ring(1);
-    device::RingOfTwo slot(0);
+    device::Ring<2> slot(0);
     auto load_keys = [&](const device::TensorMap& map, uint32_t smem, uint32_t empty, uint32_t full,
-                         int panels, const Work& w, int32_t kv_head, int tile) {
+                         int panels, const Sm90Keys& keys, int tile) {
       if constexpr (kPages) {
-        PageBox<kTile.n> box(p, s, panels, w, tile * kTile.n);  // looked up before the wait
+        PageBox<kTile.n> box(p, s, panels, keys, tile * kTile.n);  // looked up before the wait
         device::barrier_wait(empty, ring.parity());
         if (leads) device::barrier_arrive_expect(full, panels * kTile.n * 128);
         __syncwarp();
-        box.load(p, w, map, smem, full, kv_head);
+        box.load(p, keys, map, smem, full);
         return;
       }
       device::barrier_wait(empty, ring.parity());
@@ -106,11 +107,12 @@ struct PrefillSm90 {
 #pragma unroll
       for (int panel = 0; panel < panels; ++panel) {
         device::tma_load(smem + panel * kTile.n * 128, &map, full, panel * 64,
-                         s.kv_window - w.keys.used + tile * kTile.n, w.keys.start + w.keys.used,
-                         kv_head, p.cu_seqlens_kv ? 0 : w.batch, device::kEvictLast);
+                         s.kv_window - keys.used + tile * kTile.n, keys.end, keys.head,
+                         p.cu_seqlens_kv ? 0 : keys.batch, device::kEvictLast);
       }
     };
-    auto load_queries = [&](const Work& w) {
+    Work w;
+    auto load_queries = [&] {
       device::barrier_wait(shared.q_empty(q_ring.stage()), q_ring.parity());
       uint32_t full = shared.q_full(q_ring.stage());
       if (leads) device::barrier_arrive_expect(full, kQBytes);
@@ -122,39 +124,44 @@ struct PrefillSm90 {
       }
       q_ring.next();
     };
-    auto load_item = [&](const Work& w) {
-      int32_t kv_head = s.packed > 1 ? w.head : w.head / (p.num_heads_q / p.num_heads_kv);
-      // With two Q tiles one is free already; with one, K does not wait behind it.
-      if (kQStages == 2) load_queries(w);
+    // With two Q tiles the next one travels while this one is at work.
+    auto take_work = [&] {
+      do {
+        device::barrier_wait(shared.work_full(slot.stage()), slot.parity());
+        device::load_shared(w, shared.work(slot.stage()));
+        if (kPages) __syncwarp();  // every lane has read it
+        if (leads) device::barrier_arrive(shared.work_empty(slot.stage()));
+        if (leads && w.kind == Work::kEmpty) device::barrier_arrive(shared.wanted());
+        slot.next();
+      } while (w.kind == Work::kEmpty);
+      if (kQStages == 2 && w.kind == Work::kFull) load_queries();
+    };
+    take_work();
+    while (w.kind != Work::kNone) {
+      const Sm90Keys keys(p, s, w);
+      const int first = w.range.begin, last = w.range.end - 1;
 #pragma unroll 1
-      for (int tile = w.range.end - 1; tile >= w.range.begin; --tile) {
+      for (int tile = last; tile >= first; --tile) {
         load_keys(maps.k, shared.k + ring.stage() * kKBytes, shared.k_empty(ring.stage()),
-                  shared.k_full(ring.stage()), kPanelsQk, w, kv_head, tile);
-        if (kQStages == 1 && tile == w.range.end - 1) load_queries(w);
+                  shared.k_full(ring.stage()), kPanelsQk, keys, tile);
+        if (kQStages == 1 && tile == last) load_queries();
+        if (leads && tile == min(last, first + kWantedBefore)) {
+          device::barrier_arrive(shared.wanted());
+        }
         load_keys(maps.v, shared.v + ring.stage() * kVBytes, shared.v_empty(ring.stage()),
-                  shared.v_full(ring.stage()), kPanelsV, w, kv_head, tile);
+                  shared.v_full(ring.stage()), kPanelsV, keys, tile);
         ring.next();
       }
-    };
-    while (true) {
-      device::barrier_wait(shared.work_full(slot.stage()), slot.parity());
-      Work w;
-      device::load_shared(w, shared.work(slot.stage()));
-      if (kPages) __syncwarp();  // every lane has read it
-      if (leads) device::barrier_arrive(shared.work_empty(slot.stage()));
-      slot.next();
-      if (w.kind == Work::kNone) break;
-      if (w.kind == Work::kFull) load_item(w);
-      if (leads) device::barrier_arrive(shared.loaded());
+      take_work();
     }
   }
 
-  // One warp: finds the next work item. Note: it is drawn when the last one is loaded, not sooner:
-  // who is at work on a heavy tile must not hold another one back from an idle CTA.
+  // One warp: finds the next work item. Note: it is drawn when the last one is nearly loaded, not
+  // sooner: who is at work on a heavy tile must not hold another one back from an idle CTA.
   static __device__ __forceinline__ void schedule_work(const PrefillParams& p,
                                                        const Sm90Schedule& s,
                                                        const Shared& shared) {
-    device::RingOfTwo slot(1);
+    device::Ring<2> slot(1);
     Sm90Cursor cursor;
     int32_t item = blockIdx.x;
     uint32_t parity = 0;
@@ -165,7 +172,7 @@ struct PrefillSm90 {
       if (threadIdx.x % 32 == 0) device::barrier_arrive(shared.work_full(slot.stage()));
       if (kind == Work::kNone) break;
       slot.next();
-      device::barrier_wait(shared.loaded(), parity);
+      device::barrier_wait(shared.wanted(), parity);
       parity ^= 1;
       item += gridDim.x;
       if (s.counter != nullptr) {
@@ -214,7 +221,7 @@ struct PrefillSm90 {
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
     device::Ring<kTile.stages> ring(0);
     device::Ring<kQStages> q_ring(0);
-    device::RingOfTwo slot(0);
+    device::Ring<2> slot(0);
     float out[kOutCount], scores[kScoreCount];
     uint32_t probs[kScoreCount / 2];  // P in the order of a wgmma A operand
     const uint64_t k_desc = wgmma_descriptor(shared.k, 0);
@@ -489,7 +496,7 @@ struct PrefillSm90 {
         device::barrier_init(shared.k_empty(i), kWarps);
         device::barrier_init(shared.v_empty(i), kWarps);
       }
-      device::barrier_init(shared.loaded(), 1);
+      device::barrier_init(shared.wanted(), 1);
       device::barrier_init_fence();
     }
     __syncthreads();
@@ -540,7 +547,15 @@ void launch_prefill_sm90_tile(const PrefillParams& p, Tile tile, cudaStream_t st
 
 template <DType kType, int kHeadDim, int kHeadDimV, MaskKind kMask, ScoreKind kScore>
 void launch_prefill_sm90(const PrefillParams& p, cudaStream_t stream) {
-  constexpr Tile kTile = sm90_tile({kHeadDim, kHeadDimV}, kMask, kScore);
+  constexpr HeadDims kDims = {kHeadDim, kHeadDimV};
+  constexpr Tile kTile = sm90_tile(kDims, kMask, kScore);
+  if constexpr (sm90_has_long_tile(kDims, kMask, kScore)) {
+    if (p.tile_n == kSm90LongTile.n) {
+      return launch_prefill_sm90_tile<
+          PrefillSm90<kType, kHeadDim, kHeadDimV, kMask, kScore, kSm90LongTile>>(p, kSm90LongTile,
+                                                                                 stream);
+    }
+  }
   launch_prefill_sm90_tile<PrefillSm90<kType, kHeadDim, kHeadDimV, kMask, kScore, kTile>>(p, kTile,
                                                                                           stream);
 }

@@ -37,6 +37,16 @@ struct Sm90Work {
   Kind kind;
 };
 
+// The keys of a work item: `used` rows up to row `end` of the tensor.
+struct Sm90Keys {
+  int32_t used, end, batch, head;
+  __device__ Sm90Keys(const PrefillParams& p, const Sm90Schedule& s, const Sm90Work& w)
+      : used(w.keys.used),
+        end(static_cast<int32_t>(w.keys.start) + w.keys.used),
+        batch(w.batch),
+        head(s.packed > 1 ? w.head : w.head / (p.num_heads_q / p.num_heads_kv)) {}
+};
+
 // Where the items of a ragged batch lie: 32 sequences at a time, one a lane. Items are asked for in
 // growing order.
 struct Sm90Cursor {

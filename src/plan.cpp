@@ -88,10 +88,15 @@ void plan_sm90(Plan& plan, const PrefillRequest& r, const DeviceInfo& device) {
   plan.head_dim = d.qk;
   plan.head_dim_v = d.v;
   plan.tile = sm90_tile(d, r.mask, r.score);
+  if (sm90_has_long_tile(d, r.mask, r.score) && !r.batch_invariant &&
+      sm90_long_tile_pays(r.mask, r.seqlen_kv, plan.tile)) {
+    plan.tile = kSm90LongTile;
+  }
   int32_t group = r.num_heads_kv > 0 ? r.num_heads_q / r.num_heads_kv : 1, m = plan.tile.m;
   // Scores with an option of their own for each head (ALiBi, bias) keep to one head a tile.
   // A score functor knows one head a tile.
-  bool packs = group > 1 && m % group == 0 && r.score == ScoreKind::identity && r.score == ScoreKind::identity &&
+  bool packs = group > 1 && m % group == 0 && r.score == ScoreKind::identity &&
+               r.score == ScoreKind::identity &&
                filled(r.seqlen_q, m) < 0.9 * filled(int64_t{r.seqlen_q} * group, m);
   plan.packed_heads = packs ? group : 1;
   int64_t tiles = ceil_div(int64_t{r.seqlen_q} * plan.packed_heads, m);

@@ -68,6 +68,19 @@ constexpr Tile sm90_tile(HeadDims d, MaskKind, ScoreKind score) {
   return {128, 80, 2, 12};  // 64 + 2 * 80 = 224 KB
 }
 
+// A step costs the time of its keys and, whatever their number, that of 20 more: long rows are cut
+// into longer tiles, where a second kernel is compiled for them. Short ones would waste their last.
+constexpr Tile kSm90LongTile = {128, 160, 2, 12};  // 2 * 32 + 2 * 80 = 224 KB
+constexpr bool sm90_has_long_tile(HeadDims d, MaskKind mask, ScoreKind score) {
+  return d.qk == 128 && d.v == 128 && mask != MaskKind::window && score == ScoreKind::identity;
+}
+constexpr bool sm90_long_tile_pays(MaskKind mask, int32_t seqlen_kv, Tile tile) {
+  if (mask == MaskKind::causal) return seqlen_kv >= 4096;  // half a tile more is masked
+  int64_t steps = (int64_t{seqlen_kv} + tile.n - 1) / tile.n;
+  int64_t long_steps = (int64_t{seqlen_kv} + kSm90LongTile.n - 1) / kSm90LongTile.n;
+  return long_steps * (kSm90LongTile.n + 20) < steps * (tile.n + 20);
+}
+
 // Keys in blocks: rows that lie together wherever a tile begins, one box of the TMA. Shorter ones
 // than kMinPageRows are gathered.
 constexpr int32_t kMinPageRows = 16;

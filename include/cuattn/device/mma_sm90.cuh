@@ -83,10 +83,10 @@ class Ring {
   uint32_t parity_;
 };
 
-// The same with two stages, in one register.
-class RingOfTwo {
+template <>
+class Ring<2> {  // both in one register
  public:
-  __device__ explicit RingOfTwo(uint32_t first_parity) : count_(2 * first_parity) {}
+  __device__ explicit Ring(uint32_t first_parity) : count_(2 * first_parity) {}
   __device__ __forceinline__ int stage() const { return count_ & 1; }
   __device__ __forceinline__ uint32_t parity() const { return count_ >> 1 & 1; }
   __device__ __forceinline__ void next() { ++count_; }
