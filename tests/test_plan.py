@@ -239,6 +239,16 @@ def test_heads_of_a_group_share_tiles_that_would_stay_empty():
     assert packed(1, 32, 8, alibi_slopes=(32,)) == 1
 
 
+def test_long_rows_take_longer_tiles():
+    def tile_n(seqlen, **options):
+        return explain("H100", shape=(2, seqlen, 16, 128), **options).tile_n
+
+    assert [tile_n(n) for n in (128, 512, 2048, 16384)] == [128, 128, 160, 160]
+    assert [tile_n(n, causal=True) for n in (2048, 4096, 16384)] == [128, 160, 160]
+    assert tile_n(16384, batch_invariant=True) == 128
+    assert tile_n(16384, window=(256, 0)) == tile_n(16384, softcap=30.0) == 128
+
+
 def test_keys_are_split_where_tiles_do_not_fill_the_gpu():
     def splits(batch=1, seqlen_q=1, seqlen_kv=16384, heads=8, gpu="H100", **options):
         shape, kv = (batch, seqlen_q, heads, 128), (batch, seqlen_kv, heads, 128)
