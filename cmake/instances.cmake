@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Turns the table of cuda/instances.cmake into three products in build/instances/: a source per
-# (kernel, dtype, head dims) with one function per mask and score, the list of sources per
+# (row, dtype, head dims) with one function per mask and score, the list of sources per
 # kind, and instances.inc, the functions that cuda/backend.cu declares and looks up. Files are
 # rewritten only when they change.
 set(instances_dir ${PROJECT_BINARY_DIR}/instances)
@@ -13,6 +13,7 @@ function(cuattn_kernel kernel kind dtypes head_dims masks scores)
     return()
   endif()
   string(REGEX REPLACE "^[a-z]+_" "" kernel_enum ${kernel})
+  string(REPLACE ";" "_" score_words "${scores}")
   foreach(dtype IN LISTS dtypes)
     foreach(head_dim IN LISTS head_dims)
       string(REPLACE "x" ";" dims "${head_dim};${head_dim}")
@@ -27,7 +28,7 @@ function(cuattn_kernel kernel kind dtypes head_dims masks scores)
                  "CUATTN_INSTANCE(${row}, \"${CUATTN_ARCHS_TEXT_${kind}}\")\n")
         endforeach()
       endforeach()
-      set(source ${instances_dir}/${kernel}_${dtype}_${d}x${dv}.cu)
+      set(source ${instances_dir}/${kernel}_${dtype}_${d}x${dv}_${score_words}.cu)
       configure_file(${PROJECT_SOURCE_DIR}/cuda/instance.cu.in ${source} @ONLY)
       set_property(GLOBAL APPEND PROPERTY CUATTN_INSTANCES_${kind} ${source})
     endforeach()

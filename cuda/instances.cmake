@@ -2,10 +2,13 @@
 # THE table of compiled kernels: one function per combination of a row; a new head size is one word.
 #   kind       portable (all of CUATTN_CUDA_ARCHS) or sm90 (90a only)
 #   head dims  of q and k; `192x128`: v has 128
-# At most 6 functions (masks x scores) share a source, so that none takes minutes to compile.
+# At most 6 kernels share a source, so that none takes minutes to compile; prefill_sm90 has a second
+# tile at head_dim 128.
 
 cuattn_kernel(prefill_sm90 sm90 "f16;bf16" "64;96;128;192;256;192x128"
-              "none;causal;window" "identity;scored")
+              "none;causal;window" "identity")
+cuattn_kernel(prefill_sm90 sm90 "f16;bf16" "64;96;128;192;256;192x128"
+              "none;causal;window" "scored")
 cuattn_kernel(prefill_sm80 portable "f16;bf16" "32;64;96;128;192;256;192x128"
               "none;causal;window" "identity;scored")
 cuattn_kernel(prefill_simt portable "f32" "64;128;256"

@@ -282,7 +282,7 @@ def test_pictures_of_a_decode_family_show_tb_per_second(tmp_path):
 def test_pictures_have_a_panel_for_each_series_of_several_rows():
     from cuattn import _plot
 
-    for family, panels in (("paged", 9), ("paged_vllm", 4), ("cache", 1)):
+    for family, panels in (("paged", 9), ("paged_vllm", 4), ("cache", 12)):
         rows = [measured_row(cuattn_auto=1.0) for _ in FAMILIES[family].workloads]
         for row, w in zip(rows, FAMILIES[family].workloads, strict=True):
             row["workload"] = w.as_json()
