@@ -21,31 +21,31 @@ inline const device::TensorMap& page_map(const PrefillParams& p, const void* bas
 
 // Rows [first, first + kRows) of K or V in boxes: one for each run that lies together and each
 // panel of 64 columns. This lane's, of a warp.
-template <int kRows>
+template <int kRows, int kPanels>
 struct PageBox {
-  uint32_t to;  // in the tile; kNowhere: the lane has none
-  int32_t panel, token, block;
-  static constexpr uint32_t kNowhere = ~0u;
+  static_assert(kRows / kMinPageRows * kPanels <= 32, "a lane has one box");
+  int32_t block, window, used;  // where it begins, see page_map
 
-  __device__ __forceinline__ PageBox(const PrefillParams& p, const Sm90Schedule& s, int panels,
-                                     const Sm90Keys& keys, int32_t first) {
-    int32_t lane = threadIdx.x % 32, row = lane / panels * s.page_rows;
-    panel = lane % panels;
-    token = first + row;
-    to = row < kRows ? (panel * kRows + row) * 128 : kNowhere;
-    bool seen = to != kNowhere && token < keys.used;
-    block = seen ? p.pages.block(keys.batch, token / p.pages.block_size) : 0;
+  static __device__ __forceinline__ int32_t row(const Sm90Schedule& s) {
+    return threadIdx.x % 32 / kPanels * s.page_rows;
   }
 
-  // Rows past the sequence become zeros, whatever their blocks hold.
-  __device__ __forceinline__ void load(const PrefillParams& p, const Sm90Keys& keys,
+  __device__ __forceinline__ PageBox(const PrefillParams& p, const Sm90Schedule& s,
+                                     const Sm90Keys& keys, int32_t first) {
+    int32_t token = first + row(s), size = p.pages.block_size, place = token % size;
+    bool seen = row(s) < kRows && token < keys.used;
+    block = seen ? p.pages.block(keys.batch, token / size) : 0;
+    used = seen ? min(place + keys.used - token, size) : 0;  // rows past these become zeros
+    window = size - used + place;
+  }
+
+  __device__ __forceinline__ void load(const Sm90Schedule& s, const Sm90Keys& keys,
                                        const device::TensorMap& map, uint32_t smem,
                                        uint32_t full) const {
-    int32_t size = p.pages.block_size, place = token % size;
-    int32_t used = token < keys.used ? min(place + keys.used - token, size) : 0;
-    if (to == kNowhere) return;
-    device::tma_load(smem + to, &map, full, panel * 64, size - used + place, used, keys.head, block,
-                     device::kEvictLast);
+    if (row(s) >= kRows) return;
+    int32_t panel = threadIdx.x % 32 % kPanels;
+    device::tma_load(smem + (panel * kRows + row(s)) * 128, &map, full, panel * 64, window, used,
+                     keys.head, block, device::kEvictLast);
   }
 };
 

@@ -93,19 +93,19 @@ struct PrefillSm90 {
     device::Ring<kQStages> q_ring(1);
     device::Ring<2> slot(0);
     auto load_keys = [&](const device::TensorMap& map, uint32_t smem, uint32_t empty, uint32_t full,
-                         int panels, const Sm90Keys& keys, int tile) {
+                         auto panels, const Sm90Keys& keys, int tile) {
       if constexpr (kPages) {
-        PageBox<kTile.n> box(p, s, panels, keys, tile * kTile.n);  // looked up before the wait
+        PageBox<kTile.n, panels()> box(p, s, keys, tile * kTile.n);  // looked up before the wait
         device::barrier_wait(empty, ring.parity());
-        if (leads) device::barrier_arrive_expect(full, panels * kTile.n * 128);
+        if (leads) device::barrier_arrive_expect(full, panels() * kTile.n * 128);
         __syncwarp();
-        box.load(p, keys, map, smem, full);
+        box.load(s, keys, map, smem, full);
         return;
       }
       device::barrier_wait(empty, ring.parity());
-      device::barrier_arrive_expect(full, panels * kTile.n * 128);
+      device::barrier_arrive_expect(full, panels() * kTile.n * 128);
 #pragma unroll
-      for (int panel = 0; panel < panels; ++panel) {
+      for (int panel = 0; panel < panels(); ++panel) {
         device::tma_load(smem + panel * kTile.n * 128, &map, full, panel * 64,
                          s.kv_window - keys.used + tile * kTile.n, keys.end, keys.head,
                          p.cu_seqlens_kv ? 0 : keys.batch, device::kEvictLast);
@@ -142,14 +142,16 @@ struct PrefillSm90 {
       const int first = w.range.begin, last = w.range.end - 1;
 #pragma unroll 1
       for (int tile = last; tile >= first; --tile) {
-        load_keys(maps.k, shared.k + ring.stage() * kKBytes, shared.k_empty(ring.stage()),
-                  shared.k_full(ring.stage()), kPanelsQk, keys, tile);
+        load_keys(
+            maps.k, shared.k + ring.stage() * kKBytes, shared.k_empty(ring.stage()),
+            shared.k_full(ring.stage()), [] { return kPanelsQk; }, keys, tile);
         if (kQStages == 1 && tile == last) load_queries();
         if (leads && tile == min(last, first + kWantedBefore)) {
           device::barrier_arrive(shared.wanted());
         }
-        load_keys(maps.v, shared.v + ring.stage() * kVBytes, shared.v_empty(ring.stage()),
-                  shared.v_full(ring.stage()), kPanelsV, keys, tile);
+        load_keys(
+            maps.v, shared.v + ring.stage() * kVBytes, shared.v_empty(ring.stage()),
+            shared.v_full(ring.stage()), [] { return kPanelsV; }, keys, tile);
         ring.next();
       }
       take_work();
