@@ -49,11 +49,10 @@ bool pays(Kernel kernel, const PagedRequest& r) {
   return kernel != Kernel::sm90 || r.block_size % 16 == 0;
 }
 
-constexpr int32_t kInvariantSplit = 512;   // keys; a multiple of every tile
-constexpr int32_t kCpuSplit = 2048;        // keys: enough work for a thread to be woken for
-constexpr int32_t kCpuWorkers = 16;        // of a plan: whatever the machine, the same sums
-constexpr int64_t kManyBytes = 256 << 20;  // sm90: two blocks a multiprocessor from here on
-constexpr int32_t kMaxSplits = 128;        // the combine reads them one after another
+constexpr int32_t kInvariantSplit = 512;  // keys; a multiple of every tile
+constexpr int32_t kCpuSplit = 2048;       // keys: enough work for a thread to be woken for
+constexpr int32_t kCpuWorkers = 16;       // of a plan: whatever the machine, the same sums
+constexpr int32_t kMaxSplits = 128;       // the combine reads them one after another
 
 int32_t rows_of(const PagedRequest& r) {
   return r.num_heads_kv == 0 ? 0 : r.q_len * (r.num_heads_q / r.num_heads_kv);
@@ -77,11 +76,6 @@ int32_t compiled_head_dim(Kernel kernel, int32_t head_dim) {
     case Kernel::simt: return paged_simt_head_dim(head_dim);
     default: return head_dim;
   }
-}
-
-// Of K and V, if every table is full.
-int64_t capacity_bytes(const PagedRequest& r) {
-  return int64_t{2} * r.num_seqs * r.capacity * r.num_heads_kv * r.head_dim * itemsize(r.kv_dtype);
 }
 
 int32_t ceil_div(int32_t a, int32_t b) { return a <= 0 ? 0 : (a - 1) / b + 1; }
@@ -122,8 +116,7 @@ Plan make_plan(const Rung& rung, const PagedRequest& r, const DeviceInfo& device
   plan.head_dim = plan.head_dim_v = compiled_head_dim(rung.kernel, r.head_dim);
   PagedTile tile = tile_of(rung.kernel, r);
   plan.tile = tile.tile;
-  bool few_bytes = tile.tile.m <= 16 && capacity_bytes(r) < kManyBytes;
-  cut_keys(plan, r, device, rung.kernel == Kernel::sm90 && few_bytes ? 1 : tile.ctas_per_sm);
+  cut_keys(plan, r, device, tile.ctas_per_sm);
   return plan;  // workspace_bytes is known once PagedWork is: paged.cpp
 }
 

@@ -137,13 +137,12 @@ constexpr PagedTile kPagedSimtTile = {{4, 64, 1, 4}, 2};
 constexpr int32_t paged_simt_head_dim(int32_t head_dim) { return head_dim <= 128 ? 128 : 256; }
 
 // `head_dim`: a compiled one. m is the columns of a wgmma. A stage is 64 keys of K and V. Measured:
-// one block with 96 KB on their way keeps a multiprocessor's share of the memory busy, and a second
-// one means more splits; from some hundred MB on it hides the change from one task to the next. So
-// up to `ctas_per_sm` blocks fit, and src/plan_paged.cpp says how many run.
+// one block with 96 KB on their way keeps a multiprocessor's share of the memory busy; more blocks
+// mean more splits, and more bytes bring nothing.
 constexpr PagedTile paged_sm90_tile(int32_t head_dim, int32_t rows) {
   int32_t m = rows <= 8 ? 8 : rows <= 16 ? 16 : rows <= 32 || head_dim > 128 ? 32 : 64;
   int32_t stages = head_dim <= 64 ? 6 : 3;  // 64, 128: 96 KB; 256: 192 KB
-  return {{m, 64, stages, 5}, m <= 32 && head_dim <= 128 ? 2 : 1};
+  return {{m, 64, stages, 5}, m == 32 && head_dim <= 128 ? 2 : 1};
 }
 
 }  // namespace cuattn
