@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import pathlib
-import re
 import sys
 from collections.abc import Callable
 from typing import NamedTuple
@@ -121,8 +120,7 @@ def paragraph(family: str, document: dict) -> str:
     parts.append(table(document, shown))
     if summary := report.summary(document):
         parts.append("\n".join(f"- {line}" for line in summary.splitlines()))
-    command = re.sub(r" (-o|--output) \S+", "", document["command"])  # a path of that machine
-    parts.append(f"{_plot.caption(document)}  \n`{command}`")
+    parts.append(f"{_plot.caption(document)}  \n`{document['command']}`")
     return "\n\n".join(parts)
 
 

@@ -5,7 +5,7 @@
 // arXiv:2407.08608, sections 3.1-3.2. Primitives: device/mma_sm90.cuh. Tiles: tile_config.h.
 // Deep dive: docs/notes/20261121-prefill-sm90.md. Next: src/plan.cpp, which picks it.
 //
-//   producer   | K3 Q  | V3 K2 | V2 K1 | V1 K0 | V0 | K' Q' | ...       (next query tile)
+//   producer   | Q K3  | V3 K2 | V2 K1 | V1 K0 | V0 | Q' K' | ...       (next query tile)
 //   group 0    | QK3 | softmax | QK2 PV3 | softmax | QK1 PV2 | ... | PV0 QK' | O out | softmax
 //   group 1         | QK3 | softmax | QK2 PV3 | softmax | ...        (the tensor cores alternate)
 #pragma once
@@ -483,8 +483,8 @@ struct PrefillSm90 {
                                              const Sm90Maps& maps, void* smem) {
     constexpr uint32_t kWarps = kConsumers * 4;
     int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
-    const Shared shared(
-        smem);  // here, for where roles part its values would leave uniform registers
+    // Here, for where roles part its values would leave uniform registers.
+    const Shared shared(smem);
     if (threadIdx.x == 0) {
       for (int i = 0; i < 2; ++i) {
         device::barrier_init(shared.q_full(i), 1);

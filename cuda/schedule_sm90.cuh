@@ -86,8 +86,8 @@ template <int kM, int kN, MaskKind kMask>
 __device__ __forceinline__ Sm90Work::Kind find_sm90_work(const PrefillParams& p,
                                                          const Sm90Schedule& s, Sm90Cursor& cursor,
                                                          int32_t item, uint32_t smem) {
-  auto put = [&](size_t offset, const auto& part) {
-    device::store_shared(smem + static_cast<uint32_t>(offset), part);
+  auto put = [&](size_t offset, const auto& part) {  // by the lane that tells the others
+    if (threadIdx.x % 32 == 0) device::store_shared(smem + static_cast<uint32_t>(offset), part);
   };
   auto put_kind = [&](Sm90Work::Kind kind) {
     put(offsetof(Sm90Work, kind), int2{kind, 0});

@@ -349,3 +349,10 @@ def test_profile_kernel_lists_the_rows_when_the_name_is_wrong():
     assert done.returncode == 1
     assert "no workload 'd99'" in done.stderr
     assert "d128 s8192 causal" in done.stderr
+
+
+def test_the_recorded_command_names_no_folder_of_the_machine():
+    script = ["/somewhere/benchmarks/bench.py", "--family", "gqa"]
+    for output in (["-o", "/a/b"], ["--output", "/a/b"], ["--output=/a/b"]):
+        recorded = report.command([*script, *output, "--budget", "8"])
+        assert recorded == "python benchmarks/bench.py --family gqa --budget 8"

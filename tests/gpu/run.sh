@@ -114,9 +114,9 @@ memcheck() {
   return $status
 }
 
-# racecheck does not know copies that the TMA makes; who waits for whom in sm90 kernels, which auto takes for 16 bits,
-# is left to synccheck, the watchdog and bit-equal repetition.
-racecheck() { sanitize racecheck /cublas/,sm90,pages_auto_f16,pages_auto_bf16 --racecheck-report all; }
+# racecheck does not know copies that the TMA makes; who waits for whom in sm90 kernels is left to synccheck, the
+# watchdog and bit-equal repetition.
+racecheck() { sanitize racecheck /cublas/,sm90 --racecheck-report all; }
 initcheck() { sanitize initcheck /cublas/; }
 synccheck() { sanitize synccheck /cublas/; }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import pathlib
+import re
 import statistics
 from collections.abc import Iterable
 
@@ -274,7 +275,7 @@ def bar_summary(document: dict) -> list[str]:
 
 
 def command(argv: list[str]) -> str:
-    """Return the command line as a user types it."""
+    """Return the command line as a user types it, without the folder that the results go to."""
     script = pathlib.Path(argv[0]).name
     start = "python benchmarks/bench.py" if script == "bench.py" else "python -m cuattn"
-    return " ".join([start, *argv[1:]])
+    return re.sub(r" (-o|--output)[ =]\S+", "", " ".join([start, *argv[1:]]))
