@@ -10,14 +10,13 @@
 //   math warps          | S0 softmax O0 | S1 softmax O1 | ...
 #pragma once
 
-#include <cuda.h>
-
 #include <numeric>
 
 #include "cuattn/device/paged.cuh"
 #include "cuattn/device/wgmma_sm90.cuh"
 #include "cuattn/tile_config.h"
 #include "launch.h"
+#include "tensor_maps.h"
 
 namespace cuattn {
 
@@ -448,42 +447,11 @@ __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kCtasPerSm)
 }
 
 // 7. Launcher
-inline device::TensorMap paged_cache_map(const PagedParams& p, const void* cache,
-                                         const CacheStrides& strides, int32_t piece) {
-  using Encode = decltype(&cuTensorMapEncodeTiled);
-  static const Encode encode = [] {  // of the driver, which is never linked
-    void* entry = nullptr;
-    cudaDriverEntryPointQueryResult found;
-    CUATTN_CUDA_TRY(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000,
-                                                     cudaEnableDefault, &found));
-    CUATTN_ASSERT(entry != nullptr, "a driver for sm_90 has cuTensorMapEncodeTiled");
-    return reinterpret_cast<Encode>(entry);
-  }();
-  // An axis of one element may carry any stride: a legal one takes its place.
-  auto bytes = [](int64_t stride, int64_t extent) {
-    return static_cast<cuuint64_t>(extent > 1 ? stride * 2 : 16);
-  };
-  int64_t heads = p.work.num_heads_kv, blocks = p.num_blocks;
-  cuuint64_t extents[5] = {static_cast<cuuint64_t>(p.head_dim),
-                           static_cast<cuuint64_t>(p.block_size), static_cast<cuuint64_t>(heads),
-                           static_cast<cuuint64_t>(blocks > 0 ? blocks : 1), 1};
-  cuuint64_t steps[4] = {bytes(strides.token, p.block_size), bytes(strides.head, heads),
-                         bytes(strides.block, blocks), 16};
-  cuuint32_t box[5] = {64, static_cast<cuuint32_t>(piece), 1, 1, 1}, ones[5] = {1, 1, 1, 1, 1};
-  const void* base = blocks > 0 ? cache : p.q;  // without blocks nothing is read
-  device::TensorMap map;
-  // Note: promotion to 256 bytes fetches what the box of the next panel asks for, too: 7 % slower.
-  CUresult status = encode(
-      reinterpret_cast<CUtensorMap*>(&map),
-      p.kv_dtype == DType::f16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-      5, const_cast<void*>(base), extents, steps, box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE,
-      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (status != CUDA_SUCCESS) {
-    fail<CudaError>("cuTensorMapEncodeTiled failed: CUresult ", static_cast<int>(status),
-                    "; strides ", steps[0], ", ", steps[1], ", ", steps[2], " bytes");
-  }
-  return map;
+inline const device::TensorMap& paged_cache_map(const PagedParams& p, const void* cache,
+                                                const CacheStrides& s, int32_t piece) {
+  return tensor_map(p.kv_dtype, p.num_blocks > 0 ? cache : p.q,  // without blocks nothing is read
+                    {p.head_dim, p.block_size, p.work.num_heads_kv, p.num_blocks, 1},
+                    {s.token, s.head, s.block, 0}, {64, piece, 1, 1, 1});
 }
 
 template <class Kernel>

@@ -14,7 +14,7 @@ namespace cuattn {
 inline const device::TensorMap& page_map(const PrefillParams& p, const void* base, const Strides& s,
                                          int32_t columns, int32_t rows) {
   int64_t window = p.pages.block_size;
-  return tensor_map(p, static_cast<const char*>(base) - window * s.seq * 2,
+  return tensor_map(p.dtype, static_cast<const char*>(base) - window * s.seq * 2,
                     {columns, window, window + 1, p.num_heads_kv, p.pages.num_blocks},
                     {s.seq, s.seq, s.head, s.batch}, {64, rows, 1, 1, 1});
 }
