@@ -4,8 +4,8 @@
     python cmake/generate_wgmma.py
 
 An instruction names its N / 2 accumulator registers one by one, which no template can spell. Only
-the shapes that kernels use are written, because every kernel parses the file; tests/test_floors.py
-holds the file against this program.
+the shapes that kernels and tests use are written, because every kernel parses the file;
+tests/test_floors.py holds the file against this program.
 """
 
 from pathlib import Path

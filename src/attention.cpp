@@ -65,12 +65,8 @@ void read_paged_arrays(AttentionCall& call, const TensorView& q, const TensorVie
                          "paged_attention, or a cache of q's dtype");
   }
   require_dtype(fn, "k", k, p.dtype, " like q");
-  CUATTN_REQUIRE(o.kv_layout >= CUATTN_KV_NHD && o.kv_layout <= CUATTN_KV_VLLM, fn,
-                 ": kv_layout must be 'nhd', 'hnd' or 'vllm', got code ", o.kv_layout,
-                 "; choose one of these");
-  call.pages =
-      read_pages(fn, {"k", "v"}, k, v, TensorView(*o.block_tables),
-                 static_cast<KvLayout>(o.kv_layout), p.dtype, call.device, "q", check_data);
+  call.pages = read_pages(fn, {"k", "v"}, k, v, TensorView(*o.block_tables),
+                          kv_layout_of(fn, o.kv_layout), p.dtype, call.device, "q", check_data);
   const CacheGatherParams& pages = call.pages;
   require_extent(fn, "k", "head_dim", pages.k.head_dim, q.shape[2], "q");
   check_head_dim(fn, "v", "head_dim_v", pages.v.head_dim);

@@ -31,10 +31,9 @@ CacheAxes axes_of(KvLayout layout, bool is_k) {
   }
 }
 
-// Rows [num_tokens, num_heads, head_dim] and a cache of one call; `like` names what the cache must
-// agree with.
+// What the two caches of a call have in common.
 struct CacheShape {
-  int64_t num_tokens, num_heads, num_blocks, block_size;
+  int64_t num_heads, num_blocks, block_size;
 };
 
 void read_rows(const char* fn, const char* name, const TensorView& view, DType dtype,
@@ -81,10 +80,10 @@ void require_dense_heads(const char* fn, const char* name, const TensorView& vie
     require_aligned(fn, name, view, {stride_of(view, 0), stride_of(view, 1)});
 }
 
-// Fills side.cache and what belongs to it; the head_dim of the cache.
-int64_t read_cache(const char* fn, const char* name, const TensorView& view, KvLayout layout,
-                   bool is_k, DType dtype, bool output, bool check_data, CacheShape& shape,
-                   CacheSide& side) {
+// Fills the extents of the cache, and side.cache with what belongs to it.
+void read_cache(const char* fn, const char* name, const TensorView& view, KvLayout layout,
+                bool is_k, DType dtype, bool output, bool check_data, CacheShape& shape,
+                CacheSide& side) {
   CacheAxes axes = axes_of(layout, is_k);
   require_rank(fn, name, view, axes.ndim, axes.names);
   int64_t x = kGroupBytes / itemsize(dtype);
@@ -112,7 +111,6 @@ int64_t read_cache(const char* fn, const char* name, const TensorView& view, KvL
     side.run_stride = shape.block_size * side.run;
     side.strides.token = side.run;
   }
-  return head_dim;
 }
 
 // Both caches of a call: of one dtype, on one device, of as many blocks, heads and tokens.
@@ -133,7 +131,8 @@ CacheShape read_caches(const char* fn, CacheNames names, const TensorView& k_cac
 
 // uint8 holds the bytes of float8_e4m3fn, for libraries without that type.
 TensorView as_e4m3(TensorView view) {
-  if (view.dtype.code == kDLUInt && view.dtype.bits == 8) view.dtype = dl_dtype(DType::e4m3);
+  if (view.dtype.code == kDLUInt && view.dtype.bits == 8 && view.dtype.lanes == 1)
+    view.dtype = dl_dtype(DType::e4m3);
   return view;
 }
 
@@ -416,6 +415,9 @@ void check_pages(const char* fn, const CacheGatherParams& p, DLDevice device, St
   HostCopy<int32_t> ends(backend, device, p.cu_seqlens, int64_t{p.num_seqs} + 1, stream);
   HostCopy<int32_t> used(backend, device, p.seqused, p.num_seqs, stream);
   if (tables.data() == nullptr) return;
+  if ((p.cu_seqlens != nullptr && ends.data() == nullptr) ||
+      (p.seqused != nullptr && used.data() == nullptr))
+    return;
   for (int32_t seq = 0; seq < p.num_seqs; ++seq) {
     int64_t length = p.seqused != nullptr ? used.data()[seq] : int64_t{p.padded_len};
     if (p.cu_seqlens != nullptr) {

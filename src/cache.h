@@ -39,15 +39,13 @@ template <class T>
 class HostCopy {
  public:
   HostCopy(const Backend& backend, DLDevice device, const T* data, int64_t count, Stream stream)
-      : data_(data) {
-    if (is_cpu(device) || data == nullptr || count == 0) return;
+      : data_(is_cpu(device) ? data : nullptr) {
+    if (is_cpu(device) || data == nullptr || count == 0 || !checks_device_data()) return;
     copy_.resize(static_cast<size_t>(count));
-    bool done =
-        checks_device_data() &&
-        backend.read_back(copy_.data(), data, copy_.size() * sizeof(T), device.device_id, stream);
-    data_ = done ? copy_.data() : nullptr;
+    if (backend.read_back(copy_.data(), data, copy_.size() * sizeof(T), device.device_id, stream))
+      data_ = copy_.data();
   }
-  const T* data() const { return data_; }
+  const T* data() const { return data_; }  // nullptr where nothing was read
 
  private:
   const T* data_;

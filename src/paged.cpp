@@ -308,7 +308,6 @@ PagedRequest request_of(const PagedCall& call, const cuattn_paged_options& o) {
   r.windowed = p.work.window_left >= 0 || p.work.window_right > 0;
   bool scored = p.softcap > 0.0f || o.alibi_slopes != nullptr || !(p.scale > 0.0f);
   r.score = scored ? ScoreKind::scored : ScoreKind::identity;
-  r.has_sinks = o.sinks != nullptr;
   r.has_plan = o.plan != nullptr;
   r.num_splits = o.num_splits;
   r.partition_size = o.version == 2 ? static_cast<int32_t>(o.partition_size) : 0;

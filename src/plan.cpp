@@ -93,10 +93,8 @@ void plan_sm90(Plan& plan, const PrefillRequest& r, const DeviceInfo& device) {
     plan.tile = kSm90LongTile;
   }
   int32_t group = r.num_heads_kv > 0 ? r.num_heads_q / r.num_heads_kv : 1, m = plan.tile.m;
-  // Scores with an option of their own for each head (ALiBi, bias) keep to one head a tile.
-  // A score functor knows one head a tile.
+  // The score functor (softcap, ALiBi, bias) knows one head a tile.
   bool packs = group > 1 && m % group == 0 && r.score == ScoreKind::identity &&
-               r.score == ScoreKind::identity &&
                filled(r.seqlen_q, m) < 0.9 * filled(int64_t{r.seqlen_q} * group, m);
   plan.packed_heads = packs ? group : 1;
   int64_t tiles = ceil_div(int64_t{r.seqlen_q} * plan.packed_heads, m);
@@ -151,8 +149,8 @@ const char* refusal(Kernel kernel, const PrefillRequest& r, const DeviceInfo& de
       if (!device.has_cublas)
         return "the cuBLAS library was not found; install nvidia-cublas or set CUATTN_CUBLAS_PATH";
       return nullptr;
-    default: return "it is a kernel of paged_attention";
   }
+  return "unknown kernel";
 }
 
 size_t align256(size_t bytes) { return (bytes + 255) / 256 * 256; }

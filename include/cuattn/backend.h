@@ -31,7 +31,7 @@ struct Backend {
   // Fills a plan of PagedPlan::size(work) entries; work.plan is not read.
   void (*paged_plan)(const PagedWork& work, int32_t* plan, int32_t device_id, Stream stream);
   // Clears the queue and launches the persistent kernel; is_running may be asked until it says no
-  // or throws CudaError, and then not again.
+  // or throws CudaError, and then not again. Both are nullptr on the CPU.
   void* (*start_persistent)(const PersistentParams& params, int32_t device_id, Stream stream);
   bool (*is_running)(void* launched);
   void (*merge)(const MergeParams& params, int32_t device_id, Stream stream);

@@ -280,7 +280,7 @@ struct PagedTask {
   PagedSpan span;
 };
 
-// Walks the tasks of one worker: begin with {.. from the plan}, then `next` until it says no.
+// Walks the tasks of one worker, as the plan has them: `next` until it says no.
 struct PagedWalk {
   int32_t head_group, b, tile, left;
   int64_t slot;

@@ -45,10 +45,9 @@ struct PagedRequest {
   DType dtype, kv_dtype;
   KvLayout kv_layout;
   int32_t num_seqs, q_len, num_heads_q, num_heads_kv, head_dim, block_size;
-  int32_t capacity;  // tokens that a row of block_tables can name
-  bool windowed;     // any limit beyond causal
-  ScoreKind score;   // scored: softcap, ALiBi or a scale that is not positive
-  bool has_sinks;
+  int32_t capacity;        // tokens that a row of block_tables can name
+  bool windowed;           // any limit beyond causal
+  ScoreKind score;         // scored: softcap, ALiBi or a scale that is not positive
   bool has_plan;           // the caller brings one
   int32_t num_splits;      // forced; 0 = chosen
   int32_t partition_size;  // V2's; 0 = none
