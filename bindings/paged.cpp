@@ -251,7 +251,12 @@ nb::object paged_plan(nb::handle block_tables, nb::handle context_lens, nb::hand
   Result plan;
   plan.provide(op, "out", out, lens, stream,
                view_of(call.out_dtype, call.out_ndim, call.out_shape));
-  check(cuattn_paged_plan_run(&call, &plan.tensor, stream.handle));
+  cuattn_status status;
+  {
+    nb::gil_scoped_release unlocked;
+    status = cuattn_paged_plan_run(&call, &plan.tensor, stream.handle);
+  }
+  check(status);
   return plan.object;
 }
 
@@ -379,7 +384,8 @@ nb::dict explain_paged(int32_t version, nb::tuple given, nb::dict options, nb::h
                         {"block_tables", i32, &positional[3]},
                         {"context_lens", i32, &positional[4]},
                         {"alibi_slopes", f32, &c.alibi_slopes},
-                        {"sinks", f32, &c.sinks}};
+                        {"sinks", f32, &c.sinks},
+                        {"plan", i32, &c.plan}};
   Array arrays[std::size(items)];
   for (size_t i = 0; i < std::size(items); ++i) {
     nb::object value = i < 5 ? nb::object(given[i]) : nb::object(options[items[i].name]);

@@ -503,6 +503,33 @@ def test_explain(device, rng):
     assert plan.num_splits == 10
 
 
+@pytest.mark.parametrize("num_seqs", [1, 4])
+def test_explain_counts_the_workspace_of_a_call_with_a_plan(num_seqs):
+    q, cache = np.ones((num_seqs, 8, 64), np.float32), np.ones((100, 16, 2, 64), np.float32)
+    tables, lens = np.zeros((num_seqs, 32), np.int32), np.full(num_seqs, 500, np.int32)
+    plan = cuattn.paged_plan(
+        tables, lens, num_heads_q=8, num_heads_kv=2, head_dim=64, block_size=16, dtype="float32"
+    )
+    arrays = (q, cache, cache, tables, lens)
+    needed = cuattn.explain("paged_attention", *arrays, plan=plan).workspace_bytes
+    assert needed > cuattn.explain("paged_attention", *arrays).workspace_bytes  # one part each
+    out = cuattn.paged_attention(*arrays, plan=plan, workspace=np.empty(needed, np.uint8))
+    assert np.allclose(out, 1)
+    with pytest.raises(MemoryError, match="workspace"):
+        cuattn.paged_attention(*arrays, plan=plan, workspace=np.empty(needed - 1, np.uint8))
+
+
+def test_explain_takes_the_buffers_of_v2():
+    shapes = [(64, 32, 128), (1000, 8, 16, 16, 8), (1000, 8, 128, 16), (64, 512), (64,)]
+    options = {"device": "h100", "max_context_len": 5000}
+    bare = cuattn.explain("paged_attention_v2", *shapes, **options)
+    buffers = {"exp_sums": (64, 32, 10), "max_logits": (64, 32, 10), "tmp_out": (64, 32, 10, 128)}
+    assert cuattn.explain("paged_attention_v2", *shapes, **options, **buffers) == bare
+    for version, name in (("v1", "plan"), ("v1", "tmp_out"), ("v2", "plan")):
+        with pytest.raises(TypeError, match=f"paged_attention_{version} has no option {name}"):
+            cuattn.explain(f"paged_attention_{version}", *shapes, device="h100", **{name: (8,)})
+
+
 @pytest.mark.parametrize("block_size", [1, 8, 16, 24, 48, 64])
 def test_hopper_runs_the_kernel_that_is_faster_for_the_block_size(block_size):
     q, cache = ("bfloat16", 4, 32, 128), ("bfloat16", 100, block_size, 8, 128)

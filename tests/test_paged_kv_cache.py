@@ -276,6 +276,18 @@ def test_only_new_entries_of_the_tables_are_written(library):
     assert (swapped[1, :3] >= 0).all()
 
 
+def test_refused_tables_leave_no_row_behind(library):
+    cache = make(library)
+    a, freed = cache.add(), cache.add()
+    slots = cache.append(a, 8)
+    cache._tables[:] = -7
+    cache.free(freed)
+    with pytest.raises(ValueError, match="freed or never added"):
+        cache.block_tables([a, freed])
+    row = library.get(cache.block_tables([a]))[0, :2]
+    assert row.tolist() == (slots[::4] // 4).tolist()
+
+
 def test_a_row_follows_what_happened_since_the_last_look(library):
     cache = make(library)
     a, b = cache.add(), cache.add()
@@ -399,6 +411,26 @@ def test_swapping_to_a_file_that_exists_changes_nothing(tmp_path):
     assert (tmp_path / "new").stat().st_size == 2 * 2 * 4 * 8 * 4
     cache.free(seq)
     assert not (tmp_path / "new").exists()
+
+
+def test_a_removed_swap_file_loses_nothing(tmp_path):
+    cache = make()
+    seq = cache.add()
+    slots = cache.append(seq, 5)
+    rows = np.arange(5 * 8, dtype=F32).reshape(5, 1, 8)
+    cuattn.reshape_and_cache(rows, -rows, cache.k_cache(0), cache.v_cache(0), slots)
+    cache.swap_out(seq, tmp_path / "kv")
+    os.unlink(tmp_path / "kv")
+    cache.k_cache(0)[:] = cache.v_cache(0)[:] = 99  # so that only the map has the content
+    cache.swap_in(seq)  # the map keeps it
+    blocks = cache.block_tables([seq])[0, :2]
+    assert np.array_equal(cache.k_cache(0)[blocks].reshape(8, 1, 8)[:5], rows)
+    assert np.array_equal(cache.v_cache(0)[blocks].reshape(8, 1, 8)[:5], -rows)
+    assert cache.stats()["swapped_sequences"] == 0
+    cache.swap_out(seq, tmp_path / "again")
+    os.unlink(tmp_path / "again")
+    cache.free(seq)
+    assert cache.stats()["free_blocks"] == 8
 
 
 def test_a_full_disk_changes_nothing(tmp_path, monkeypatch):

@@ -70,6 +70,7 @@ PAGED_OPTIONS: dict[str, Any] = {
     "alibi_slopes": None,
     "sinks": None,
     "kv_dtype": None,
+    "plan": None,
     "num_splits": 0,
     "batch_invariant": False,
     "partition_size": 512,
@@ -189,7 +190,8 @@ def explain(
     dtype : str
         The dtype of arrays given as shapes.
     **options
-        The options of the call.
+        The options of the call. exp_sums, max_logits and tmp_out of paged_attention_v2 are not
+        looked at: with them, workspace_bytes is an upper bound.
 
     Returns
     -------
@@ -239,8 +241,12 @@ def explain_paged(
         )
     # These do not enter the choice; the V2 buffers not given would be workspace.
     ignored = ("out", "lse_out", "workspace", "stream", "return_lse", "k_scale", "v_scale")
+    if op == "paged_attention_v2":
+        ignored += ("exp_sums", "max_logits", "tmp_out")
     given = {name: value for name, value in options.items() if name not in ignored}
     unknown = set(given) - set(PAGED_OPTIONS)
+    if op != "paged_attention":
+        unknown |= {"plan"} & set(given)
     if unknown:
         raise TypeError(f"explain: {op} has no option {', '.join(sorted(unknown))}")
     layout = {} if op == "paged_attention" else {"kv_layout": "vllm"}

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import os
 import threading
@@ -76,7 +77,8 @@ class _Swapped:
     def discard(self) -> None:
         self.arrays = []
         if self.path is not None:
-            os.unlink(self.path)
+            with contextlib.suppress(FileNotFoundError):  # the map kept the content
+                os.unlink(self.path)
 
 
 class PagedKVCache:
@@ -260,9 +262,11 @@ class PagedKVCache:
                     f"of sequence {seq}, got {n}; append makes it longer"
                 )
             kept = -(-n // self.block_size)
-            self.pool.free(sequence.blocks[kept:])
-            del sequence.blocks[kept:], sequence.tokens[n:]
-            self._rewrite_rows(seq, kept)
+            if kept < len(sequence.blocks):
+                self.pool.free(sequence.blocks[kept:])
+                del sequence.blocks[kept:]
+                self._rewrite_rows(seq, kept)
+            del sequence.tokens[n:]
             sequence.length = n
             sequence.committed = min(sequence.committed, n // self.block_size)
             sequence.slots = sequence.slots[:0]
@@ -376,21 +380,23 @@ class PagedKVCache:
         """
         with self._lock:
             seqs = self._batch("block_tables", seqs)
+            held = [[] if s is None else self._resident("block_tables", s).blocks for s in seqs]
             index: list[int] = []
             values: list[int] = []
-            for row, seq in enumerate(seqs):
+            rows: list[tuple[int | None, int]] = []
+            for row, (seq, blocks) in enumerate(zip(seqs, held, strict=True)):
                 holder, present = self._rows[row]
                 if holder != seq:
                     present = 0
-                blocks = [] if seq is None else self._resident("block_tables", seq).blocks
                 first = row * self.max_blocks_per_seq
                 index += range(first + present, first + len(blocks))
                 values += blocks[present:]
-                self._rows[row] = (seq, len(blocks))
+                rows.append((seq, len(blocks)))
             if index:
                 where = self._memory.upload(np.array(index, np.int64))
                 what = self._memory.upload(np.array(values, np.int32))
                 self._tables.reshape(-1)[where] = what
+            self._rows[: len(rows)] = rows  # once they are written
             return self._tables[: len(seqs)]
 
     def context_lens(self, seqs: Iterable[int | None]) -> Any:
