@@ -211,7 +211,7 @@ class Walk:
 @pytest.mark.parametrize(("num_blocks", "block_size"), [(6, 1), (12, 2), (40, 3), (9, 4)])
 def test_random_walk_agrees_with_the_model(num_blocks, block_size, rng):
     walk = Walk(rng, num_blocks, block_size)
-    for step in range(27_000):  # 108,000 in all
+    for step in range(100_000):
         walk.step()
         if step % 16 == 0:
             assert walk.pool.stats() == walk.model.stats()
