@@ -71,6 +71,16 @@ def rng(request):
     return np.random.default_rng([int(os.environ["CUATTN_TEST_SEED"]), zlib.crc32(name.encode())])
 
 
+@pytest.fixture
+def torch():
+    """torch in a CUDA test, the device idle before and after."""
+    import torch
+
+    torch.cuda.synchronize()
+    yield torch
+    torch.cuda.synchronize()
+
+
 @pytest.fixture(params=harness.devices(), ids=lambda device: str(device))
 def device(request):
     """cpu: numpy arrays; cuda: torch tensors."""

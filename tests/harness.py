@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import gc
 import hashlib
 import os
 
@@ -60,6 +61,18 @@ def has_hopper():
     if first["code"] != "native" and os.environ.get("CUATTN_REQUIRE_CUDA") == "1":
         pytest.exit("CUATTN_REQUIRE_CUDA=1, but the build has no code for 9.0", returncode=2)
     return first["code"] == "native"
+
+
+def need_memory(gigabytes):
+    """Skip a test for which the GPU has too little free memory; CUATTN_REQUIRE_CUDA=1 fails it."""
+    import torch
+
+    gc.collect()
+    torch.cuda.empty_cache()  # what earlier tests held, so that their sizes do not add up
+    free = torch.cuda.mem_get_info()[0] / 2**30
+    if free < gigabytes:
+        give_up = pytest.fail if os.environ.get("CUATTN_REQUIRE_CUDA") == "1" else pytest.skip
+        give_up(f"needs {gigabytes} GiB of device memory, {free:.0f} are free")
 
 
 def devices():

@@ -23,15 +23,6 @@ SLEEP_CYCLES = 400_000_000  # a fifth of a second or more on any GPU
 I64 = np.int64
 
 
-@pytest.fixture
-def torch():
-    import torch
-
-    torch.cuda.synchronize()
-    yield torch
-    torch.cuda.synchronize()
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_slot_out_of_range_is_not_written(layout, rng):
     """Far outside, just outside, and near 2^63: nothing but the good rows changes."""

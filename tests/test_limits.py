@@ -12,7 +12,7 @@ import pytest
 
 import cuattn
 from cases import TENSOR_CORE_BACKENDS
-from harness import has_hopper, why_no_cuda
+from harness import has_hopper, need_memory, why_no_cuda
 
 pytestmark = [
     pytest.mark.gpu,
@@ -32,20 +32,6 @@ if has_hopper():
 TENSOR_CORES = [name for name in TENSOR_CORE_BACKENDS if name in BACKENDS]
 FLASH = [name for name in BACKENDS if name not in ("naive", "cublas")]
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
-
-
-@pytest.fixture
-def torch():
-    import torch
-
-    yield torch
-    torch.cuda.empty_cache()
-
-
-def need(torch, gigabytes):
-    free = torch.cuda.mem_get_info()[0] / 2**30
-    if free < gigabytes:
-        pytest.skip(f"needs {gigabytes} GiB of device memory, {free:.0f} are free")
 
 
 def random(torch, backend, *shape):
@@ -135,7 +121,7 @@ def test_a_million_tokens(torch, backend):
 def test_more_than_two_to_the_31_elements(torch, backend):
     """q, k, v and out of 2.2e9 elements each."""
     wide = BACKENDS[backend] == "float32"
-    need(torch, 45 if wide else 23)
+    need_memory(45 if wide else 23)
     rows, heads = (1 << 24) + 5, 2
     q = torch.empty(rows, 1, heads, 64, device="cuda", dtype=getattr(torch, BACKENDS[backend]))
     q.uniform_(-1, 1, generator=generator(torch))
@@ -153,7 +139,7 @@ def test_more_than_two_to_the_31_elements(torch, backend):
 def test_strides_beyond_two_to_the_31_elements(torch, backend):
     """Two sequences 2^31 elements apart inside one buffer, for each of q, k, v and out."""
     wide = BACKENDS[backend] == "float32"
-    need(torch, 12 if wide else 6)
+    need_memory(12 if wide else 6)
     gap = 2**31 + 64
     dtype = getattr(torch, BACKENDS[backend])
     memory = torch.empty(gap + 4 * 4096, device="cuda", dtype=dtype)
@@ -169,7 +155,7 @@ def test_strides_beyond_two_to_the_31_elements(torch, backend):
 @pytest.mark.parametrize("backend", TENSOR_CORES)
 def test_scores_beyond_two_to_the_31_elements(torch, backend):
     """naive keeps 2.3e9 scores in its workspace; a flash kernel keeps none and must agree."""
-    need(torch, 14)
+    need_memory(14)
     q, k, v = (random(torch, backend, 1, 24_000, 4, 32) for _ in range(3))
     plain = cuattn.attention(q, k, v, causal=True, backend="naive")
     same(torch, plain, cuattn.attention(q, k, v, causal=True, backend=backend), backend)
@@ -177,7 +163,7 @@ def test_scores_beyond_two_to_the_31_elements(torch, backend):
 
 @pytest.mark.parametrize("backend", TENSOR_CORES)
 def test_bias_beyond_two_to_the_31_elements(torch, backend):
-    need(torch, 12)
+    need_memory(12)
     q = random(torch, backend, 1, 47_000, 1, 32)
     bias = torch.zeros(1, 1, 47_000, 47_000, device="cuda", dtype=q.dtype)
     bias[0, 0, -1, :-1] = float("-inf")
@@ -188,7 +174,7 @@ def test_bias_beyond_two_to_the_31_elements(torch, backend):
 
 
 def test_merging_beyond_two_to_the_31_elements(torch):
-    need(torch, 20)
+    need_memory(20)
     rows = (1 << 25) + 3
     out = torch.ones(rows, 1, 64, device="cuda", dtype=torch.float16)
     lse = torch.zeros(rows, 1, device="cuda")

@@ -20,15 +20,6 @@ LENS = (37, 1, 0, 130, 255, 64)
 WIDTH = 18  # blocks of a table: 288 tokens
 
 
-@pytest.fixture
-def torch():
-    import torch
-
-    torch.cuda.synchronize()
-    yield torch
-    torch.cuda.synchronize()
-
-
 def make(
     torch, rng, dtype="float16", kv_layout="nhd", lens=LENS, heads=(8, 2), head_dim=128, q_len=1
 ):

@@ -26,13 +26,6 @@ CUDA = Cuda()
 HALF = ("float16", "bfloat16")
 
 
-@pytest.fixture
-def torch():
-    import torch
-
-    return torch
-
-
 def with_options(problem, **options):
     return dataclasses.replace(problem, options={**problem.options, **options})
 

@@ -23,11 +23,6 @@ BACKENDS = ["auto", "naive", "cublas"]  # the last two take a workspace
 
 
 @pytest.fixture
-def torch():
-    return pytest.importorskip("torch")
-
-
-@pytest.fixture
 def qkv(torch):
     generator = torch.Generator("cuda").manual_seed(1)
 

@@ -43,15 +43,6 @@ every_case = pytest.mark.parametrize("name", CASES)
 SLEEP = 200_000_000  # clock cycles, about 0.1 s
 
 
-@pytest.fixture
-def torch():
-    import torch
-
-    torch.cuda.synchronize()
-    yield torch
-    torch.cuda.synchronize()
-
-
 def make(torch, name, seed=0, seqlen=150):
     options = {"backend": name, "causal": True, **CASES[name]}
     dtype, batch = getattr(torch, options.pop("dtype")), options.pop("batch", 2)
