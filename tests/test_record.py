@@ -3,6 +3,7 @@
 
 import importlib.util
 import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -82,6 +83,39 @@ def test_counts_are_added_over_processes_and_summaries_must_be_complete():
     assert record.sanitizer_errors("") is None
     race = "========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)\n"
     assert record.sanitizer_errors(begin + race) == 1
+
+
+JUNIT = """<testsuites><testsuite><testcase classname="tests.test_a" name="test_b[cuda-simt]"/>
+<testcase classname="tests.test_a" name="test_b[cpu]"><skipped/></testcase>
+<testcase classname="tests.test_a" name="test_c">%s</testcase></testsuite></testsuites>"""
+
+
+@pytest.mark.parametrize("name", ["pytest", "limits"])
+def test_a_stage_of_pytest_is_merged_with_the_others(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(record, "RECORD", tmp_path / "none.json")
+    monkeypatch.setattr(record, "verified_hash", lambda: "a" * 40)
+    monkeypatch.setattr(record, "machine", lambda: {"device": "d", "driver": "1", "cuda": "13.0"})
+    logs, out = tmp_path / "work" / "logs", tmp_path / "out"
+    logs.mkdir(parents=True)
+    out.mkdir()
+    assert record.stage("build", 0, 2, "0", logs, out)
+    for broken, expected in (("", (2, 0, True)), ("<failure/>", (1, 1, False))):
+        (logs / f"{name}.xml").write_text(JUNIT % broken)
+        assert record.stage(name, 0, 3, "0,1", logs, out) == expected[2]
+        stages = json.loads((out / "record.json").read_text())["stages"]
+        assert list(stages) == ["build", name]
+        entry = stages[name]
+        assert (entry["passed"], entry["failed"], entry["ok"]) == expected
+        assert entry["skipped"] == 1
+        assert entry.get("passed_on_cuda") == (1 if name == "pytest" else None)
+        assert (out / f"{name}.xml").exists()
+
+
+def test_every_stage_of_run_sh_is_one_of_the_record():
+    text = (ROOT / "tests" / "gpu" / "run.sh").read_text()
+    assert re.search(r'^all="(.*)"$', text, re.MULTILINE).group(1).split() == list(record.STAGES)
+    for name in record.STAGES:
+        assert re.search(rf"^{name}\(\) {{", text, re.MULTILINE), name
 
 
 def test_run_sh_refuses_unknown_stages():

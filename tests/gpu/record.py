@@ -21,7 +21,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent.parent
 RECORD = Path(__file__).resolve().parent / "record.json"
 SOURCES = ("include", "cuda", "src", "bindings", "cpu", "cmake", "CMakeLists.txt", "pyproject.toml")
-STAGES = ("build", "pytest", "cpp", "memcheck", "racecheck", "initcheck", "synccheck", "watchdog")
+STAGES = ("build", "pytest", "limits", "cpp", "memcheck", "racecheck", "initcheck", "synccheck")
+STAGES += ("watchdog",)
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
 LOG_TAIL = 5000  # lines kept of a stage's output
 
@@ -146,12 +147,14 @@ def read(path: Path) -> dict:
 
 
 def stage(name: str, status: int, seconds: int, gpus: str, logs: Path, out: Path) -> bool:
-    log = logs / f"{name}.log"
+    log, report = logs / f"{name}.log", logs / f"{name}.xml"
     text = log.read_text(errors="replace") if log.exists() else ""
     if name == "build":
         entry = {"passed": int(status == 0), "failed": int(status != 0), "skipped": 0}
-    elif name == "pytest":
-        entry = pytest_counts(logs / "pytest.xml")
+    elif name in ("pytest", "limits"):
+        entry = pytest_counts(report)
+        if name == "limits":  # all of it runs on CUDA
+            del entry["passed_on_cuda"]
     else:
         entry = harness_counts(text)
     entry["seconds"] = seconds
@@ -172,8 +175,8 @@ def stage(name: str, status: int, seconds: int, gpus: str, logs: Path, out: Path
         (folder / "record.json").write_text(json.dumps(record, indent=2) + "\n")
     if out.resolve() != RECORD.parent:
         (out / f"{name}.log").write_text("\n".join(text.splitlines()[-LOG_TAIL:]) + "\n")
-        if name == "pytest" and (logs / "pytest.xml").exists():
-            shutil.copy(logs / "pytest.xml", out)
+        if report.exists():
+            shutil.copy(report, out)
     print(f"{name}: {'ok' if good else 'FAILED'} {json.dumps(entry)}")
     return good
 

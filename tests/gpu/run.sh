@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # The GPU checks, on a machine without network:
-#   run.sh [build|pytest|cpp|memcheck|racecheck|initcheck|synccheck|watchdog]...
+#   run.sh [build|pytest|limits|cpp|memcheck|racecheck|initcheck|synccheck|watchdog]...
 # No argument runs all stages. Each stays under nine minutes and merges its counts into record.json, which names the
 # sources it ran on by their hash. In a checkout the hash is asked of git; elsewhere pass CUATTN_SOURCE_HASH, printed by
 # `tests/gpu/record.py hash` where git is. CUATTN_GPU_OUT: folder for record.json and the ends of the logs.
 # Where several GPUs are visible the stages after the build run side by side, each beginning at a GPU of its own, and what
 # a stage runs in parallel goes round the GPUs.
 set -uo pipefail
-all="build pytest cpp memcheck racecheck initcheck synccheck watchdog"
+all="build pytest limits cpp memcheck racecheck initcheck synccheck watchdog"
 stages=("$@")
 [ $# -gt 0 ] || read -ra stages <<<"$all"
 for stage in "${stages[@]}"; do
@@ -72,6 +72,12 @@ pytest() {
   CUDA_VISIBLE_DEVICES=$gpus CUATTN_REQUIRE_CUDA=1 XLA_PYTHON_CLIENT_PREALLOCATE=false \
     $python -m pytest "${workers[@]}" -q -rf -p no:cacheprovider --ignore tests/test_cpp.py \
     --durations 10 --junitxml "$work/logs/pytest.xml" tests
+}
+
+# Arrays of gigabytes, 45 GiB at most in use: one process, so that no two tests share the memory.
+limits() {
+  on_gpu 0 env CUATTN_REQUIRE_CUDA=1 $python -m pytest -m slow -q -rf -p no:cacheprovider \
+    --durations 10 --junitxml "$work/logs/limits.xml" tests/test_limits*.py
 }
 
 cpp() {
