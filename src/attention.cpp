@@ -64,7 +64,7 @@ void read_paged_arrays(AttentionCall& call, const TensorView& q, const TensorVie
                          ": k is float8_e4m3fn, which chunked prefill has no kernel for yet; use "
                          "paged_attention, or a cache of q's dtype");
   }
-  require_dtype(fn, "k", k, p.dtype, " like q");
+  require_dtype(fn, "k", k, p.dtype, "q");
   call.pages = read_pages(fn, {"k", "v"}, k, v, TensorView(*o.block_tables),
                           kv_layout_of(fn, o.kv_layout), p.dtype, call.device, "q", check_data);
   const CacheGatherParams& pages = call.pages;
@@ -96,7 +96,7 @@ void read_arrays(AttentionCall& call, const TensorView& q, const TensorView& k, 
   p.dtype = attention_dtype(fn, "q", q);
   for (const auto& [name, view] : arrays) {
     require_rank(fn, name, view, axes.ndim, axes.names);
-    require_dtype(fn, name, view, p.dtype, " like q");
+    require_dtype(fn, name, view, p.dtype, "q");
     require_device(fn, name, view, call.device);
   }
   int32_t dim = axes.ndim - 1;
@@ -137,7 +137,7 @@ const int32_t* read_lengths(const AttentionCall& call, const char* name, const D
   if (tensor == nullptr) return nullptr;
   const char* fn = call.function();
   TensorView view(*tensor);
-  require_dtype(fn, name, view, DType::i32, "");
+  require_dtype(fn, name, view, DType::i32);
   require_device(fn, name, view, call.device);
   CUATTN_REQUIRE(view.ndim == 1 && view.shape[0] == extent, fn, ": ", name, " must have shape (",
                  rule, ",) = (", extent, ",), got ", shape_text(view),
@@ -224,7 +224,7 @@ void read_alibi(AttentionCall& call, const DLTensor* tensor, bool check_data) {
   const char* fn = call.function();
   PrefillParams& p = call.params;
   TensorView view(*tensor);
-  require_dtype(fn, "alibi_slopes", view, DType::f32, "");
+  require_dtype(fn, "alibi_slopes", view, DType::f32);
   require_device(fn, "alibi_slopes", view, call.device);
   bool per_head = view.ndim == 1 && view.shape[0] == p.num_heads_q;
   bool per_batch = view.ndim == 2 && view.shape[0] == p.batch && view.shape[1] == p.num_heads_q;
@@ -242,7 +242,7 @@ void read_sinks(AttentionCall& call, const DLTensor* tensor, bool check_data) {
   const char* fn = call.function();
   PrefillParams& p = call.params;
   TensorView view(*tensor);
-  require_dtype(fn, "sinks", view, DType::f32, "");
+  require_dtype(fn, "sinks", view, DType::f32);
   require_device(fn, "sinks", view, call.device);
   CUATTN_REQUIRE(view.ndim == 1 && view.shape[0] == p.num_heads_q, fn,
                  ": sinks must have shape (num_heads_q,) = (", p.num_heads_q, ",), got ",

@@ -13,33 +13,12 @@
 namespace cuattn {
 namespace {
 
-constexpr int64_t kMaxHeadDim = 1024, kMaxBlockSize = 256;
-
-// The axes of a cache: where each lies in the shape, and what they are called.
-struct CacheAxes {
-  int32_t ndim, head, token, dim;
-  const char* names;
-};
-
-CacheAxes axes_of(KvLayout layout, bool is_k) {
-  switch (layout) {
-    case KvLayout::nhd: return {4, 2, 1, 3, "[num_blocks, block_size, num_heads_kv, head_dim]"};
-    case KvLayout::hnd: return {4, 1, 2, 3, "[num_blocks, num_heads_kv, block_size, head_dim]"};
-    default:
-      if (is_k) return {5, 1, 3, 2, "[num_blocks, num_heads_kv, head_dim / x, block_size, x]"};
-      return {4, 1, 3, 2, "[num_blocks, num_heads_kv, head_dim, block_size]"};
-  }
-}
-
-// What the two caches of a call have in common.
-struct CacheShape {
-  int64_t num_heads, num_blocks, block_size;
-};
+constexpr int64_t kMaxHeadDim = 1024;
 
 void read_rows(const char* fn, const char* name, const TensorView& view, DType dtype,
                DLDevice device, const char* like, bool output, CacheSide& side) {
   require_rank(fn, name, view, 3, "[num_tokens, num_heads_kv, head_dim]");
-  require_dtype(fn, name, view, dtype, concat(" like ", like).c_str());
+  require_dtype(fn, name, view, dtype, like);
   require_device(fn, name, view, device, like);
   require_rows(fn, name, view, output, true);
   side.rows = view.data;
@@ -55,85 +34,32 @@ void check_head_dim(const char* fn, const char* name, int64_t head_dim, DType ca
                  "; pad it with zeros");
 }
 
-void check_block_size(const char* fn, const char* name, int64_t block_size, KvLayout layout) {
-  if (layout == KvLayout::vllm) {
-    CUATTN_REQUIRE(block_size == 8 || block_size == 16 || block_size == 32, fn, ": ", name,
-                   " must have block_size 8, 16 or 32 in kv_layout 'vllm', got ", block_size,
-                   "; use 'nhd' or 'hnd' for others");
-  } else {
-    CUATTN_REQUIRE(block_size >= 1 && block_size <= kMaxBlockSize, fn, ": ", name,
-                   " must have block_size from 1 to ", kMaxBlockSize, ", got ", block_size,
-                   "; choose smaller blocks");
-  }
-}
-
-// The vLLM layout: what one head has in one block is row-major without gaps, and starts on 16
-// bytes.
-void require_dense_heads(const char* fn, const char* name, const TensorView& view, bool output,
-                         bool check_data) {
-  require_strided(fn, name, view, output, check_data);
-  if (view.size() == 0) return;
-  CUATTN_REQUIRE(is_dense_from(view, 2), fn, ": ", name,
-                 " must be contiguous within a block and head, got strides ", strides_text(view),
-                 "; make a contiguous copy");
-  if (is_cuda(view.device) && check_data)
-    require_aligned(fn, name, view, {stride_of(view, 0), stride_of(view, 1)});
-}
-
-// Fills the extents of the cache, and side.cache with what belongs to it.
-void read_cache(const char* fn, const char* name, const TensorView& view, KvLayout layout,
-                bool is_k, DType dtype, bool output, bool check_data, CacheShape& shape,
-                CacheSide& side) {
-  CacheAxes axes = axes_of(layout, is_k);
-  require_rank(fn, name, view, axes.ndim, axes.names);
-  int64_t x = kGroupBytes / itemsize(dtype);
-  bool grouped = axes.ndim == 5;
-  CUATTN_REQUIRE(!grouped || view.shape[4] == x, fn, ": ", name, " must have x = ", x,
-                 " (16 bytes) as its last axis in kv_layout 'vllm', got ", view.shape[4],
-                 "; view it as ", axes.names);
-  int64_t head_dim = view.shape[axes.dim] * (grouped ? x : 1);
-  shape.num_blocks = view.shape[0];
-  shape.num_heads = view.shape[axes.head];
-  shape.block_size = view.shape[axes.token];
-  check_head_dim(fn, name, head_dim, dtype);
-  check_block_size(fn, name, shape.block_size, layout);
-  if (layout == KvLayout::vllm) {
-    require_dense_heads(fn, name, view, output, check_data);
-  } else {
-    require_rows(fn, name, view, output, check_data);
-  }
+// One side of a validated cache.
+void place_cache(const TensorView& view, const CacheShape& shape, KvLayout layout,
+                 CacheSide& side) {
   side.cache = view.data;
-  side.head_dim = static_cast<int32_t>(head_dim);
-  side.strides = {stride_of(view, 0), stride_of(view, axes.head), stride_of(view, axes.token)};
+  side.head_dim = static_cast<int32_t>(shape.head_dim);
+  side.strides = shape.strides;
   side.run = side.head_dim;
-  if (layout == KvLayout::vllm) {
-    side.run = is_k ? static_cast<int32_t>(x) : 1;
-    side.run_stride = shape.block_size * side.run;
-    side.strides.token = side.run;
-  }
+  if (layout != KvLayout::vllm) return;
+  side.run = static_cast<int32_t>(shape.strides.token);
+  side.run_stride = shape.block_size * side.run;
 }
 
-// Both caches of a call: of one dtype, on one device, of as many blocks, heads and tokens.
-CacheShape read_caches(const char* fn, CacheNames names, const TensorView& k_cache,
-                       const TensorView& v_cache, KvLayout layout, DType dtype, DLDevice device,
-                       const char* like, bool output, bool check_data, CacheSide& k, CacheSide& v) {
-  CacheShape shape{}, v_shape{};
-  require_device(fn, names.k, k_cache, device, like);
-  require_dtype(fn, names.v, v_cache, dtype, concat(" like ", names.k).c_str());
-  require_device(fn, names.v, v_cache, device, like);
-  read_cache(fn, names.k, k_cache, layout, true, dtype, output, check_data, shape, k);
-  read_cache(fn, names.v, v_cache, layout, false, dtype, output, check_data, v_shape, v);
-  require_extent(fn, names.v, "num_blocks", v_shape.num_blocks, shape.num_blocks, names.k);
-  require_extent(fn, names.v, "num_heads_kv", v_shape.num_heads, shape.num_heads, names.k);
-  require_extent(fn, names.v, "block_size", v_shape.block_size, shape.block_size, names.k);
-  return shape;
-}
-
-// uint8 holds the bytes of float8_e4m3fn, for libraries without that type.
-TensorView as_e4m3(TensorView view) {
-  if (view.dtype.code == kDLUInt && view.dtype.bits == 8 && view.dtype.lanes == 1)
-    view.dtype = dl_dtype(DType::e4m3);
-  return view;
+// The caches into p, which is CacheWriteParams or CacheGatherParams.
+template <class Params>
+void place_caches(const char* fn, CacheNames names, const TensorView& k_cache,
+                  const TensorView& v_cache, DType dtype, DLDevice device, const char* like,
+                  bool output, bool check_data, Params& p) {
+  CacheShapes caches = read_caches(fn, names, k_cache, v_cache, p.kv_layout, dtype, device, like,
+                                   output, check_data);
+  check_head_dim(fn, names.k, caches.k.head_dim, dtype);
+  check_head_dim(fn, names.v, caches.v.head_dim, dtype);
+  p.num_blocks = caches.k.num_blocks;
+  p.num_heads = checked_extent(fn, names.k, "num_heads_kv", caches.k.num_heads);
+  p.block_size = static_cast<int32_t>(caches.k.block_size);
+  place_cache(k_cache, caches.k, p.kv_layout, p.k);
+  place_cache(v_cache, caches.v, p.kv_layout, p.v);
 }
 
 }  // namespace
@@ -145,23 +71,12 @@ CacheGatherParams read_pages(const char* fn, CacheNames names, const TensorView&
   CacheGatherParams p{};
   p.kv_layout = layout;
   p.dtype = dtype;
-  CacheShape shape = read_caches(fn, names, k_cache, v_cache, layout, dtype, device, like, false,
-                                 check_data, p.k, p.v);
-  p.num_blocks = shape.num_blocks;
-  p.num_heads = checked_extent(fn, names.k, "num_heads_kv", shape.num_heads);
-  p.block_size = static_cast<int32_t>(shape.block_size);
-  require_rank(fn, "block_tables", block_tables, 2, "[num_seqs, max_blocks_per_seq]");
-  require_dtype(fn, "block_tables", block_tables, DType::i32, "");
-  require_device(fn, "block_tables", block_tables, device, like);
-  require_strided(fn, "block_tables", block_tables, false, check_data);
-  CUATTN_REQUIRE(
-      block_tables.shape[1] <= 1 || block_tables.size() == 0 || block_tables.strides[1] == 1, fn,
-      ": block_tables must be contiguous in its last axis, got strides ",
-      strides_text(block_tables), "; make a contiguous copy");
-  p.block_tables = static_cast<const int32_t*>(block_tables.data);
-  p.block_tables_stride = stride_of(block_tables, 0);
-  p.num_seqs = checked_extent(fn, "block_tables", "num_seqs", block_tables.shape[0]);
-  p.max_blocks = checked_extent(fn, "block_tables", "max_blocks_per_seq", block_tables.shape[1]);
+  place_caches(fn, names, k_cache, v_cache, dtype, device, like, false, check_data, p);
+  BlockTables tables = read_block_tables(fn, block_tables, device, like, check_data);
+  p.block_tables = tables.data;
+  p.block_tables_stride = tables.stride;
+  p.num_seqs = tables.num_seqs;
+  p.max_blocks = tables.max_blocks;
   return p;
 }
 
@@ -180,7 +95,7 @@ DType cache_dtype_of(const char* fn, const TensorView& view) {
 // A vector with one entry for each token (or sequence), contiguous.
 const void* read_vector(const char* fn, const char* name, const TensorView& view, DType dtype,
                         int64_t extent, const char* axis, DLDevice device, const char* like) {
-  require_dtype(fn, name, view, dtype, "");
+  require_dtype(fn, name, view, dtype);
   require_device(fn, name, view, device, like);
   CUATTN_REQUIRE(view.ndim == 1 && view.shape[0] == extent, fn, ": ", name, " must have shape (",
                  axis, ",) = (", extent, ",), got ", shape_text(view), "; give one entry for each");
@@ -221,7 +136,7 @@ void read_scale(const char* name, bool has_number, double number, const DLTensor
     return;
   }
   TensorView view(*array);
-  require_dtype(kWrite, name, view, DType::f32, "");
+  require_dtype(kWrite, name, view, DType::f32);
   require_device(kWrite, name, view, device, "k");
   bool one = view.size() == 1 && view.ndim <= 1;
   CUATTN_REQUIRE(one || (view.ndim == 1 && view.shape[0] == p.num_heads), kWrite, ": ", name,
@@ -244,12 +159,10 @@ void read_rope(const cuattn_cache_options& o, DLDevice device, CacheWriteParams&
                                                        {"sin", TensorView(*o.sin)}};
   for (const auto& [name, view] : tables) {
     require_rank(kWrite, name, view, 2, "[max_position, rotary_dim / 2]");
-    require_dtype(kWrite, name, view, DType::f32, "");
+    require_dtype(kWrite, name, view, DType::f32);
     require_device(kWrite, name, view, device, "k");
     require_strided(kWrite, name, view, false, true);
-    CUATTN_REQUIRE(view.shape[1] <= 1 || view.size() == 0 || view.strides[1] == 1, kWrite, ": ",
-                   name, " must be contiguous in its last axis, got strides ", strides_text(view),
-                   "; make a contiguous copy");
+    require_last_axis(kWrite, name, view);
   }
   const TensorView &cos = tables[0].second, &sin = tables[1].second;
   require_extent(kWrite, "sin", "max_position", sin.shape[0], cos.shape[0], "cos");
@@ -285,17 +198,14 @@ void reshape_and_cache(const TensorView& k, const TensorView& v, const TensorVie
   CUATTN_REQUIRE(p.cache_dtype == p.dtype || p.cache_dtype == DType::e4m3, kWrite,
                  ": k_cache must be ", dtype_name(p.dtype), " like k, or float8_e4m3fn, got ",
                  dtype_name(p.cache_dtype), "; cast k and v to it first");
-  CacheShape shape = read_caches(kWrite, {"k_cache", "v_cache"}, k_cache, v_cache, p.kv_layout,
-                                 p.cache_dtype, device, "k", true, true, p.k, p.v);
+  place_caches(kWrite, {"k_cache", "v_cache"}, k_cache, v_cache, p.cache_dtype, device, "k", true,
+               true, p);
   require_extent(kWrite, "v", "num_tokens", v.shape[0], k.shape[0], "k");
-  require_extent(kWrite, "k_cache", "num_heads_kv", shape.num_heads, k.shape[1], "k");
+  require_extent(kWrite, "k_cache", "num_heads_kv", p.num_heads, k.shape[1], "k");
   require_extent(kWrite, "v", "num_heads_kv", v.shape[1], k.shape[1], "k");
   require_extent(kWrite, "k_cache", "head_dim", p.k.head_dim, k.shape[2], "k");
   require_extent(kWrite, "v_cache", "head_dim", p.v.head_dim, v.shape[2], "v");
   p.num_tokens = k.shape[0];
-  p.num_blocks = shape.num_blocks;
-  p.num_heads = checked_extent(kWrite, "k", "num_heads_kv", k.shape[1]);
-  p.block_size = static_cast<int32_t>(shape.block_size);
   p.slot_mapping = static_cast<const int64_t*>(read_vector(
       kWrite, "slot_mapping", slot_mapping, DType::i64, p.num_tokens, "num_tokens", device, "k"));
   read_scale("k_scale", o.has_k_scale, o.k_scale, o.k_scales, p, device, p.k);
@@ -385,7 +295,7 @@ void gather_cache(const TensorView& k_cache, const TensorView& v_cache,
 }
 
 int64_t gather_total(const TensorView& cu_seqlens, Stream stream) {
-  require_dtype(kGather, "cu_seqlens", cu_seqlens, DType::i32, "");
+  require_dtype(kGather, "cu_seqlens", cu_seqlens, DType::i32);
   CUATTN_REQUIRE(cu_seqlens.ndim == 1 && cu_seqlens.shape[0] >= 1, kGather,
                  ": cu_seqlens must have shape (num_seqs + 1,), got ", shape_text(cu_seqlens),
                  "; start it with 0");

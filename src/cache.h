@@ -1,25 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the cache operations share: caches as blocks of memory, and data of the device on the host.
+// What the cache operations share: caches with their tables, and data of the device on the host.
 #pragma once
 
-#include <initializer_list>
 #include <vector>
 
+#include "cache_checks.h"
 #include "cuattn/cache_params.h"
-#include "validate.h"
 
 namespace cuattn {
-
-constexpr int64_t kGroupBytes = 16;  // x of the vLLM layout, and one 128-bit load
-
-// The pointer, and these of its strides, are multiples of 16 bytes.
-void require_aligned(const char* function, const char* argument, const TensorView& view,
-                     std::initializer_list<int64_t> strides);
-
-// What the caller knows the caches as.
-struct CacheNames {
-  const char *k, *v;
-};
 
 // Caches and tables of a call; where the rows lie, and how many, is the caller's to say.
 // `check_data` false: no data pointer is looked at, for explain().

@@ -10,20 +10,10 @@
 #include "guarded.h"
 
 namespace cuattn {
-
-void require_aligned(const char* fn, const char* name, const TensorView& view,
-                     std::initializer_list<int64_t> strides) {
-  int64_t item = view.dtype.bits / 8;
-  bool aligned = reinterpret_cast<uintptr_t>(view.data) % kGroupBytes == 0;
-  for (int64_t stride : strides) aligned = aligned && stride * item % kGroupBytes == 0;
-  CUATTN_REQUIRE(aligned, fn, ": ", name, " must have blocks that start on ", kGroupBytes,
-                 " bytes, got strides ", strides_text(view), " in elements of ", item,
-                 " bytes; make a contiguous copy");
-}
-
 namespace {
 
-constexpr size_t kHostUnit = 4096;  // a page
+constexpr size_t kHostUnit = 4096;   // a page
+constexpr int64_t kPieceBytes = 16;  // what a CUDA thread copies at a time
 
 // One list of per-layer caches, as the caller gave it.
 struct Caches {
@@ -57,8 +47,11 @@ void require_dense_blocks(const char* fn, const char* name, const TensorView& vi
   CUATTN_REQUIRE(view.shape[0] <= 1 || view.strides[0] >= block_elements(view), fn, ": ", name,
                  " must have blocks that do not overlap, got strides ", strides_text(view),
                  " for shape ", shape_text(view), "; make a contiguous copy");
-  if (is_cuda(view.device))
-    require_aligned(fn, name, view, {stride_of(view, 0), block_elements(view)});
+  if (!is_cuda(view.device)) return;
+  require_aligned(fn, name, "blocks", view, 1, true);
+  CUATTN_REQUIRE(block_bytes_of(view) % kPieceBytes == 0, fn, ": ", name,
+                 " must have blocks of a multiple of ", kPieceBytes, " bytes, got ",
+                 block_bytes_of(view), "; make the blocks larger");
 }
 
 // Every cache of a list, copied as bytes: blocks on the first axis, all alike.
@@ -121,7 +114,7 @@ void check_pairs(const char* fn, const int64_t* pairs, int64_t count, int64_t nu
 }
 
 void read_mapping(const char* fn, const TensorView& mapping) {
-  require_dtype(fn, "block_mapping", mapping, DType::i64, "");
+  require_dtype(fn, "block_mapping", mapping, DType::i64);
   CUATTN_REQUIRE(mapping.ndim == 2 && mapping.shape[1] == 2, fn,
                  ": block_mapping must have shape (n, 2), got ", shape_text(mapping),
                  "; a row is (source, destination)");

@@ -77,7 +77,7 @@ void require_same_shape(const char* name, const TensorView& view, const TensorVi
 
 Strides read_out(const MergeParams& p, const Axes& axes, const char* name, const TensorView& out,
                  DLDevice device, bool output) {
-  require_dtype(kFunction, name, out, p.dtype, "");
+  require_dtype(kFunction, name, out, p.dtype);
   require_device(kFunction, name, out, device);
   require_rows(kFunction, name, out, output, true);
   return {stride_at(out, axes.batch), stride_at(out, axes.seq), stride_at(out, axes.head)};
@@ -86,7 +86,7 @@ Strides read_out(const MergeParams& p, const Axes& axes, const char* name, const
 // `like` names the array whose rows and heads lse must have.
 Strides read_lse(const MergeParams& p, const Axes& axes, const char* name, const TensorView& lse,
                  const char* like, DLDevice device, bool output) {
-  require_dtype(kFunction, name, lse, DType::f32, "");
+  require_dtype(kFunction, name, lse, DType::f32);
   require_device(kFunction, name, lse, device);
   require_rank(kFunction, name, lse, axes.ndim - 1, axes.lse_names);
   require_extent(kFunction, name, "num_heads", lse.shape[axes.lse_head], p.num_heads, like);

@@ -7,12 +7,12 @@
 #include <algorithm>
 #include <cmath>
 
-#include "validate.h"
+#include "cache_checks.h"
 
 namespace cuattn {
 namespace {
 
-constexpr int32_t kMaxHeadDim = 256, kMaxBlockSize = 256;
+constexpr int32_t kMaxHeadDim = 256;
 
 void check_head_dim(const PagedCall& call, const char* argument, int64_t head_dim, DType kv_dtype) {
   int64_t step = kv_dtype == DType::e4m3 ? 16 : 8;
@@ -20,18 +20,6 @@ void check_head_dim(const PagedCall& call, const char* argument, int64_t head_di
                  ": ", argument, " must have head_dim a multiple of ", step, " up to ", kMaxHeadDim,
                  kv_dtype == DType::e4m3 ? " for float8 caches" : "", ", got ", head_dim,
                  "; pad it with zeros and pass scale= of the true head_dim");
-}
-
-void check_block_size(const PagedCall& call, KvLayout layout, int64_t block_size) {
-  if (layout == KvLayout::vllm) {
-    CUATTN_REQUIRE(block_size == 8 || block_size == 16 || block_size == 32, call.function, ": ",
-                   call.k_name, " in kv_layout 'vllm' must have block_size 8, 16 or 32, got ",
-                   block_size, "; use 'nhd' or 'hnd' for others");
-  } else {
-    CUATTN_REQUIRE(block_size >= 1 && block_size <= kMaxBlockSize, call.function, ": ", call.k_name,
-                   " must have block_size within [1, 256], got ", block_size,
-                   "; cut the cache into smaller blocks");
-  }
 }
 
 void check_heads(const PagedCall& call, int64_t num_heads_q, int64_t num_heads_kv) {
@@ -61,63 +49,13 @@ void read_queries(PagedCall& call, const TensorView& q, int32_t version, bool ch
   p.q_strides = {stride_of(q, 0), call.is_decode ? 0 : stride_of(q, 1), stride_of(q, head)};
 }
 
-// Axes of a cache; the rest, within a block and head, is contiguous. -1: no such axis.
-struct CacheAxes {
-  int32_t ndim, head, token;
-  const char* names;
-};
-
-CacheAxes cache_axes(KvLayout layout, bool is_k) {
-  switch (layout) {
-    case KvLayout::nhd: return {4, 2, 1, "[num_blocks, block_size, num_heads_kv, head_dim]"};
-    case KvLayout::hnd: return {4, 1, 2, "[num_blocks, num_heads_kv, block_size, head_dim]"};
-    default: break;
-  }
-  if (is_k) return {5, 1, 3, "[num_blocks, num_heads_kv, head_dim / x, block_size, x]"};
-  return {4, 1, 3, "[num_blocks, num_heads_kv, head_dim, block_size]"};
-}
-
-CacheStrides read_cache(const PagedCall& call, const char* name, TensorView& cache, bool is_k,
-                        bool check_data) {
-  const char* fn = call.function;
-  const PagedParams& p = call.params;
-  CacheAxes axes = cache_axes(p.kv_layout, is_k);
-  require_rank(fn, name, cache, axes.ndim, axes.names);
-  CUATTN_REQUIRE(cache.is(p.kv_dtype), fn, ": ", name, " must be ", dtype_name(p.kv_dtype),
-                 " like ", is_k ? "q" : call.k_name, ", got ", text(cache.dtype), "; cast it");
-  require_device(fn, name, cache, call.device);
-  require_strided(fn, name, cache, false, check_data);
-  bool is_slab = p.kv_layout == KvLayout::vllm;
-  CUATTN_REQUIRE(cache.size() == 0 || is_dense_from(cache, is_slab ? 2 : 3), fn, ": ", name,
-                 is_slab ? " must be contiguous within a block and head, got strides "
-                         : " must be contiguous in its last axis, got strides ",
-                 strides_text(cache), "; make a contiguous copy");
-  CacheStrides strides{
-      stride_of(cache, 0), stride_of(cache, axes.head),
-      is_slab ? (is_k ? 16 / itemsize(p.kv_dtype) : 1) : stride_of(cache, axes.token)};
-  if (is_cuda(call.device)) {
-    int64_t bytes = itemsize(p.kv_dtype);
-    bool aligned = strides.block * bytes % 16 == 0 && strides.head * bytes % 16 == 0 &&
-                   (is_slab || strides.token * bytes % 16 == 0) &&
-                   (!check_data || reinterpret_cast<uintptr_t>(cache.data) % 16 == 0);
-    CUATTN_REQUIRE(aligned, fn, ": ", name,
-                   " must have blocks, heads and tokens that start on 16 bytes, got strides ",
-                   strides_text(cache), " in elements of ", bytes,
-                   " bytes; make a contiguous copy");
-  }
-  return strides;
-}
-
 // The dtype of the caches: q's, or e4m3, which may come as bytes.
 void read_kv_dtype(PagedCall& call, TensorView& k, TensorView& v, int32_t kv_dtype) {
   PagedParams& p = call.params;
   const char* fn = call.function;
   if (kv_dtype == CUATTN_KV_DTYPE_E4M3) {
-    DLDataType bytes{kDLUInt, 8, 1};
-    for (TensorView* view : {&k, &v}) {
-      if (view->dtype.code == bytes.code && view->dtype.bits == 8 && view->dtype.lanes == 1)
-        view->dtype = dl_dtype(DType::e4m3);
-    }
+    k = as_e4m3(k);
+    v = as_e4m3(v);
   }
   p.kv_dtype = k.is(DType::e4m3) ? DType::e4m3 : p.dtype;
   CUATTN_REQUIRE(kv_dtype == CUATTN_KV_DTYPE_AUTO || p.kv_dtype == DType::e4m3, fn,
@@ -127,37 +65,27 @@ void read_kv_dtype(PagedCall& call, TensorView& k, TensorView& v, int32_t kv_dty
                  ": q must be float16 or bfloat16 over float8_e4m3fn caches, got float32; cast it");
 }
 
-void read_caches(PagedCall& call, TensorView k, TensorView v, const cuattn_paged_options& o,
-                 bool check_data) {
+void place_caches(PagedCall& call, TensorView k, TensorView v, const cuattn_paged_options& o,
+                  bool check_data) {
   const char *fn = call.function, *k_name = call.k_name, *v_name = call.v_name;
   PagedParams& p = call.params;
   p.kv_layout = kv_layout_of(fn, o.kv_layout);
   read_kv_dtype(call, k, v, o.kv_dtype);
   check_head_dim(call, "q", p.head_dim, p.kv_dtype);
-  p.k_strides = read_cache(call, call.k_name, k, true, check_data);
-  p.v_strides = read_cache(call, call.v_name, v, false, check_data);
-  CacheAxes k_axes = cache_axes(p.kv_layout, true), v_axes = cache_axes(p.kv_layout, false);
-  int64_t block_size = k.shape[k_axes.token];
-  check_block_size(call, p.kv_layout, block_size);
-  p.block_size = static_cast<int32_t>(block_size);
-  p.num_blocks = checked_extent(fn, k_name, "num_blocks", k.shape[0]);
-  p.work.num_heads_kv = checked_extent(fn, k_name, "num_heads_kv", k.shape[k_axes.head]);
+  require_dtype(fn, k_name, k, p.kv_dtype, "q");
+  CacheShapes caches = read_caches(fn, {k_name, v_name}, k, v, p.kv_layout, p.kv_dtype, call.device,
+                                   "q", false, check_data);
+  p.num_blocks = checked_extent(fn, k_name, "num_blocks", caches.k.num_blocks);
+  p.block_size = static_cast<int32_t>(caches.k.block_size);
+  p.work.num_heads_kv = checked_extent(fn, k_name, "num_heads_kv", caches.k.num_heads);
   check_heads(call, p.num_heads_q, p.work.num_heads_kv);
   p.work.group = p.work.num_heads_kv == 0 ? 0 : p.num_heads_q / p.work.num_heads_kv;
-  if (p.kv_layout == KvLayout::vllm) {
-    int64_t x = 16 / itemsize(p.kv_dtype);
-    require_extent(fn, k_name, "x", k.shape[4], x, "16 bytes");
-    require_extent(fn, k_name, "head_dim / x", k.shape[2], p.head_dim / x, "q");
-    require_extent(fn, v_name, "head_dim", v.shape[2], p.head_dim, "q");
-  } else {
-    require_extent(fn, k_name, "head_dim", k.shape[3], p.head_dim, "q");
-    require_extent(fn, v_name, "head_dim", v.shape[3], p.head_dim, "q");
-  }
-  require_extent(fn, v_name, "num_blocks", v.shape[0], k.shape[0], k_name);
-  require_extent(fn, v_name, "num_heads_kv", v.shape[v_axes.head], k.shape[k_axes.head], k_name);
-  require_extent(fn, v_name, "block_size", v.shape[v_axes.token], block_size, k_name);
+  require_extent(fn, k_name, "head_dim", caches.k.head_dim, p.head_dim, "q");
+  require_extent(fn, v_name, "head_dim", caches.v.head_dim, p.head_dim, "q");
   p.k_cache = k.data;
   p.v_cache = v.data;
+  p.k_strides = caches.k.strides;
+  p.v_strides = caches.v.strides;
 }
 
 // block_tables [num_seqs, max_blocks_per_seq] and context_lens [num_seqs].
@@ -166,27 +94,19 @@ void read_tables(PagedCall& call, const TensorView& tables, const TensorView& le
   const char* fn = call.function;
   PagedParams& p = call.params;
   PagedWork& w = p.work;
-  require_rank(fn, "block_tables", tables, 2, "[num_seqs, max_blocks_per_seq]");
+  BlockTables blocks = read_block_tables(fn, tables, call.device, "q", check_data);
   require_rank(fn, "context_lens", lens, 1, "[num_seqs]");
-  require_dtype(fn, "block_tables", tables, DType::i32, "");
-  require_dtype(fn, "context_lens", lens, DType::i32, "");
-  require_device(fn, "block_tables", tables, call.device);
+  require_dtype(fn, "context_lens", lens, DType::i32);
   require_device(fn, "context_lens", lens, call.device);
-  require_extent(fn, "block_tables", "num_seqs", tables.shape[0], w.num_seqs, "q");
+  require_extent(fn, "block_tables", "num_seqs", blocks.num_seqs, w.num_seqs, "q");
   require_extent(fn, "context_lens", "num_seqs", lens.shape[0], w.num_seqs, "q");
-  require_strided(fn, "block_tables", tables, false, check_data);
-  require_strided(fn, "context_lens", lens, false, check_data);
-  CUATTN_REQUIRE(tables.size() == 0 || is_dense_from(tables, 1), fn,
-                 ": block_tables must be contiguous in its last axis, got strides ",
-                 strides_text(tables), "; make a contiguous copy");
-  CUATTN_REQUIRE(is_dense_from(lens, 0), fn, ": context_lens must be contiguous, got strides ",
-                 strides_text(lens), "; make a contiguous copy");
-  int64_t capacity = tables.shape[1] * int64_t{p.block_size};
+  require_contiguous(fn, "context_lens", lens, check_data);
+  int64_t capacity = int64_t{blocks.max_blocks} * p.block_size;
   if (max_context_len >= 0) capacity = std::min(capacity, max_context_len);
   w.capacity = checked_extent(fn, "block_tables", "max_blocks_per_seq * block_size", capacity);
   w.context_lens = static_cast<const int32_t*>(lens.data);
-  p.block_tables = static_cast<const int32_t*>(tables.data);
-  p.block_tables_stride = stride_of(tables, 0);
+  p.block_tables = blocks.data;
+  p.block_tables_stride = blocks.stride;
 }
 
 // A window side that reaches past every key is no limit.
@@ -215,7 +135,7 @@ HeadVector read_heads(const PagedCall& call, const char* name, const DLTensor* t
   if (tensor == nullptr) return {};
   const char* fn = call.function;
   TensorView view(*tensor);
-  require_dtype(fn, name, view, DType::f32, "");
+  require_dtype(fn, name, view, DType::f32);
   require_device(fn, name, view, call.device);
   int64_t num_seqs = call.params.work.num_seqs;
   bool is_vector = view.ndim == 1 && view.shape[0] == heads;
@@ -336,7 +256,7 @@ void read_plan(PagedCall& call, const DLTensor* tensor) {
   if (tensor == nullptr) return;
   PagedWork& w = call.params.work;
   TensorView view(*tensor);
-  require_dtype(call.function, "plan", view, DType::i32, "");
+  require_dtype(call.function, "plan", view, DType::i32);
   CUATTN_REQUIRE(view.ndim == 1 && view.shape[0] == PagedPlan::size(w), call.function,
                  ": plan must have ", PagedPlan::size(w), " entries for backend '",
                  kernel_name(call.plan.kernel), "', got shape ", shape_text(view),
@@ -414,7 +334,7 @@ PagedCall validate_paged(const PagedArrays& arrays, const cuattn_paged_options& 
   call.device = arrays.q.device;
   require_known_device(call.function, "q", call.device);
   read_queries(call, arrays.q, o.version, check_data);
-  read_caches(call, arrays.k_cache, arrays.v_cache, o, check_data);
+  place_caches(call, arrays.k_cache, arrays.v_cache, o, check_data);
   read_tables(call, arrays.block_tables, arrays.context_lens,
               o.version == 2 ? o.max_context_len : -1, check_data);
   CUATTN_REQUIRE(call.params.num_blocks > 0 || call.params.work.capacity == 0, call.function, ": ",
@@ -442,7 +362,7 @@ PagedCall validate_paged_plan(const TensorView& block_tables, const TensorView& 
   p.kv_dtype = o.kv_dtype == CUATTN_KV_DTYPE_E4M3 ? DType::e4m3 : p.dtype;
   p.kv_layout = kv_layout_of(fn, o.kv_layout);
   check_head_dim(call, "the call", shape.head_dim, p.kv_dtype);
-  check_block_size(call, p.kv_layout, shape.block_size);
+  require_block_size(fn, call.k_name, shape.block_size, p.kv_layout);
   CUATTN_REQUIRE(shape.num_heads_q >= 0 && shape.num_heads_kv >= 0 && shape.q_len >= 0, fn,
                  ": num_heads_q, num_heads_kv and q_len must be >= 0, got ", shape.num_heads_q,
                  ", ", shape.num_heads_kv, " and ", shape.q_len, "; pass those of the call");

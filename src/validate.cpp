@@ -16,7 +16,7 @@ std::string list_text(const int64_t* values, int32_t n) {
   return list + (n == 1 ? ",)" : ")");
 }
 
-constexpr int64_t kRowAlignment = 16;  // bytes: one 128-bit load
+constexpr int64_t kAlignment = 16;  // bytes: one 128-bit load
 
 }  // namespace
 
@@ -99,8 +99,9 @@ void require_rank(const char* function, const char* argument, const TensorView& 
 
 void require_dtype(const char* function, const char* argument, const TensorView& view, DType dtype,
                    const char* like) {
-  CUATTN_REQUIRE(view.is(dtype), function, ": ", argument, " must be ", dtype_name(dtype), like,
-                 ", got ", text(view.dtype), "; cast it");
+  CUATTN_REQUIRE(view.is(dtype), function, ": ", argument, " must be ", dtype_name(dtype),
+                 like != nullptr ? " like " : "", like != nullptr ? like : "", ", got ",
+                 text(view.dtype), "; cast it");
 }
 
 void require_device(const char* function, const char* argument, const TensorView& view,
@@ -118,24 +119,34 @@ void require_extent(const char* function, const char* argument, const char* axis
 void require_rows(const char* function, const char* argument, const TensorView& view, bool output,
                   bool check_data) {
   if (view.size() == 0) return;
+  require_last_axis(function, argument, view);
+  require_strided(function, argument, view, output, check_data);
+  if (is_cuda(view.device)) {
+    require_aligned(function, argument, "rows", view, view.ndim - 1, check_data);
+  }
+}
+
+void require_last_axis(const char* function, const char* argument, const TensorView& view) {
+  if (view.size() == 0) return;
   int32_t last = view.ndim - 1;
   CUATTN_REQUIRE(view.shape[last] <= 1 || view.strides[last] == 1, function, ": ", argument,
                  " must be contiguous in its last axis, got strides ", strides_text(view),
                  " in elements; make a contiguous copy");
-  require_strided(function, argument, view, output, check_data);
-  if (!is_cuda(view.device)) return;
+}
+
+void require_aligned(const char* function, const char* argument, const char* what,
+                     const TensorView& view, int32_t axes, bool check_data) {
   int64_t element_bytes = view.dtype.bits / 8;
-  for (int32_t axis = 0; axis < last; ++axis) {
-    CUATTN_REQUIRE(stride_of(view, axis) * element_bytes % kRowAlignment == 0, function, ": ",
-                   argument, " must have rows that start on ", kRowAlignment,
+  for (int32_t axis = 0; axis < axes; ++axis) {
+    CUATTN_REQUIRE(stride_of(view, axis) * element_bytes % kAlignment == 0, function, ": ",
+                   argument, " must have ", what, " that start on ", kAlignment,
                    " bytes, got strides ", strides_text(view), " in elements of ", element_bytes,
                    " bytes; make a contiguous copy");
   }
   if (!check_data) return;
-  CUATTN_REQUIRE(
-      reinterpret_cast<uintptr_t>(view.data) % kRowAlignment == 0, function, ": ", argument,
-      " must start on ", kRowAlignment, " bytes, got an address with remainder ",
-      reinterpret_cast<uintptr_t>(view.data) % kRowAlignment, "; make a contiguous copy");
+  CUATTN_REQUIRE(reinterpret_cast<uintptr_t>(view.data) % kAlignment == 0, function, ": ", argument,
+                 " must start on ", kAlignment, " bytes, got an address with remainder ",
+                 reinterpret_cast<uintptr_t>(view.data) % kAlignment, "; make a contiguous copy");
 }
 
 void require_strided(const char* function, const char* argument, const TensorView& view,
@@ -168,7 +179,7 @@ TensorView shape_view(const int64_t* shape, int32_t ndim) {
 
 void require_output(const char* function, const char* argument, const TensorView& view, DType dtype,
                     const TensorView& shape, DLDevice device) {
-  require_dtype(function, argument, view, dtype, "");
+  require_dtype(function, argument, view, dtype);
   require_device(function, argument, view, device);
   bool same = view.ndim == shape.ndim;
   for (int32_t axis = 0; same && axis < shape.ndim; ++axis)

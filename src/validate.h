@@ -39,7 +39,7 @@ DType attention_dtype(const char* function, const char* argument, const TensorVi
 void require_rank(const char* function, const char* argument, const TensorView& view, int32_t ndim,
                   const char* axes);
 void require_dtype(const char* function, const char* argument, const TensorView& view, DType dtype,
-                   const char* like);
+                   const char* like = nullptr);
 void require_device(const char* function, const char* argument, const TensorView& view,
                     DLDevice device, const char* like = "q");
 void require_extent(const char* function, const char* argument, const char* axis, int64_t got,
@@ -72,6 +72,14 @@ bool is_dense_from(const TensorView& view, int32_t first);
 // Row-major without gaps.
 void require_contiguous(const char* function, const char* argument, const TensorView& view,
                         bool check_data);
+
+// The last axis is contiguous.
+void require_last_axis(const char* function, const char* argument, const TensorView& view);
+
+// 128-bit loads: the strides of the first `axes` axes, where what `what` names starts, are
+// multiples of 16 bytes. `check_data`: the pointer too.
+void require_aligned(const char* function, const char* argument, const char* what,
+                     const TensorView& view, int32_t axes, bool check_data);
 
 // An extent that kernels keep in 32 bits.
 int32_t checked_extent(const char* function, const char* argument, const char* axis,

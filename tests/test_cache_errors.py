@@ -137,7 +137,8 @@ WRITE = {
     "block_size": ({"v_cache": ones(3, 4, 2, 16)}, ValueError,
         "v_cache must have block_size 8 like k_cache, got 4; make them equal"),
     "block_size_limit": ({"k_cache": ones(1, 257, 2, 16)}, ValueError,
-        "k_cache must have block_size from 1 to 256, got 257; choose smaller blocks"),
+        "k_cache must have block_size from 1 to 256, got 257; cut the cache into blocks of such a "
+        "size"),
     "cache_rank": ({"k_cache": ones(3, 8, 32)}, ValueError,
         "k_cache must have 4 axes [num_blocks, block_size, num_heads_kv, head_dim], got 3 with "
         "shape (3, 8, 32); reshape it"),

@@ -66,9 +66,10 @@ REFUSALS = {
         "key_cache must have 5 axes [num_blocks, num_heads_kv, head_dim / x, block_size, x], got 4 "
         "with shape (5, 2, 16, 8); reshape it"),
     "wrong_x": (V1, {"key_cache": ones(5, 2, 2, 8, 8)}, ValueError,
-        "key_cache must have x 4 like 16 bytes, got 8; make them equal"),
+        "key_cache must have x = 4 (16 bytes) as its last axis in kv_layout 'vllm', got 8; view it "
+        "as [num_blocks, num_heads_kv, head_dim / x, block_size, x]"),
     "wrong_chunks": (V1, {"key_cache": ones(5, 2, 5, 8, 4)}, ValueError,
-        "key_cache must have head_dim / x 4 like q, got 5; make them equal"),
+        "key_cache must have head_dim 16 like q, got 20; make them equal"),
     "blocks_of_v": ("", {"v_cache": ones(4, 8, 2, 16)}, ValueError,
         "v_cache must have num_blocks 5 like k_cache, got 4; make them equal"),
     "heads_of_v": (V1, {"value_cache": ones(5, 1, 16, 8)}, ValueError,
@@ -81,12 +82,14 @@ REFUSALS = {
         "q must have num_heads_q a multiple of num_heads_kv, got 5 and 2; repeat or drop heads"),
     "block_size_257": ("", {"k_cache": ones(2, 257, 2, 16), "v_cache": ones(2, 257, 2, 16)},
         ValueError,
-        "k_cache must have block_size within [1, 256], got 257; cut the cache into smaller blocks"),
+        "k_cache must have block_size from 1 to 256, got 257; cut the cache into blocks of such "
+        "a size"),
     "block_size_0": ("", {"k_cache": ones(2, 0, 2, 16), "v_cache": ones(2, 0, 2, 16)}, ValueError,
-        "k_cache must have block_size within [1, 256], got 0; cut the cache into smaller blocks"),
+        "k_cache must have block_size from 1 to 256, got 0; cut the cache into blocks of such "
+        "a size"),
     "block_size_12_vllm": (V1, {"key_cache": ones(5, 2, 4, 12, 4),
                                 "value_cache": ones(5, 2, 16, 12)}, ValueError,
-        "key_cache in kv_layout 'vllm' must have block_size 8, 16 or 32, got 12; use 'nhd' or "
+        "key_cache must have block_size 8, 16 or 32 in kv_layout 'vllm', got 12; use 'nhd' or "
         "'hnd' for others"),
     "no_blocks": ("", {"k_cache": ones(0, 8, 2, 16), "v_cache": ones(0, 8, 2, 16)}, ValueError,
         "k_cache must hold at least one block, got 0; allocate one"),
@@ -98,8 +101,8 @@ REFUSALS = {
     "count_of_lens": ("", {"context_lens": ones(4, dtype=I32)}, ValueError,
         "context_lens must have num_seqs 3 like q, got 4; make them equal"),
     "too_many_tokens": ("", {"block_tables": np.broadcast_to(np.zeros((), I32), (3, 2**29))},
-        ValueError, "block_tables must be contiguous in its last axis, got strides (0, 0); make a "
-        "contiguous copy"),
+        ValueError, "block_tables must be contiguous in its last axis, got strides (0, 0) in "
+        "elements; make a contiguous copy"),
     # Dtypes
     "float64": ("", {"q": ones(3, 4, 16, dtype=np.float64)}, ValueError,
         "q must be float32, float16 or bfloat16, got float64; cast it first"),
@@ -140,8 +143,8 @@ REFUSALS = {
         "max_blocks_per_seq * block_size tokens"),
     # Strides
     "k_not_contiguous": ("", {"k_cache": ones(5, 8, 2, 32)[..., ::2]}, ValueError,
-        "k_cache must be contiguous in its last axis, got strides (512, 64, 32, 2); make a "
-        "contiguous copy"),
+        "k_cache must be contiguous in its last axis, got strides (512, 64, 32, 2) in elements; "
+        "make a contiguous copy"),
     "slab_not_contiguous": (V1, {"value_cache": ones(5, 2, 16, 16)[..., :8]}, ValueError,
         "value_cache must be contiguous within a block and head, got strides (512, 256, 16, 1); "
         "make a contiguous copy"),
@@ -208,7 +211,8 @@ REFUSALS = {
     "plan_heads": ("paged_plan", {"num_heads_kv": 3}, ValueError,
         "q must have num_heads_q a multiple of num_heads_kv, got 4 and 3; repeat or drop heads"),
     "plan_block_size": ("paged_plan", {"block_size": 0}, ValueError,
-        "the cache must have block_size within [1, 256], got 0; cut the cache into smaller blocks"),
+        "the cache must have block_size from 1 to 256, got 0; cut the cache into blocks of such "
+        "a size"),
     "plan_length": ("paged_plan", {"context_lens": np.array([1, 2, 99], I32)}, ValueError,
         "context_lens must lie within [0, 16], got 99 at index 2; the table names "
         "max_blocks_per_seq * block_size tokens"),

@@ -353,8 +353,8 @@ REFUSALS = {
     "table_strided": (
         {"block_tables": np.zeros((2, 4), np.int32)[:, ::2]},
         ValueError,
-        "block_tables must be contiguous in its last axis, got strides (4, 2); make a contiguous "
-        "copy",
+        "block_tables must be contiguous in its last axis, got strides (4, 2) in elements; make a "
+        "contiguous copy",
     ),
     "head_dim": (
         {"k": np.ones((5, 8, 2, 32), np.float32)},
@@ -374,7 +374,7 @@ REFUSALS = {
     "block_size": (
         {name: np.ones((5, 300, 2, 64), np.float32) for name in "kv"},
         ValueError,
-        "k must have block_size from 1 to 256, got 300; choose smaller blocks",
+        "k must have block_size from 1 to 256, got 300; cut the cache into blocks of such a size",
     ),
     "no_blocks": (
         {name: np.ones((0, 8, 2, 64), np.float32) for name in "kv"},
