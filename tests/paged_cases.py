@@ -147,20 +147,22 @@ def paged(nhd, kv_layout, is_k):
     )
 
 
-def place(arena, problem, storage=None):
-    """The arrays of a problem on the arena's device, by name."""
+def place(arena, problem, storage=None, given=None):
+    """The arrays of a problem on the arena's device, by name; `given` are there already."""
     storage = storage or {}
     align = {"q": 16, "k_cache": 16, "v_cache": 16}
-    return {
+    placed = {
         name: arena.put(values, storage.get(name, "contiguous"), name, align.get(name, 4))
         for name, values in problem.arrays.items()
+        if name not in (given or {})
     }
+    return {**placed, **(given or {})}
 
 
-def run(device, backend, problem, give_out=False, storage=None, **more):
+def run(device, backend, problem, give_out=False, storage=None, given=None, **more):
     """Call paged_attention; out and lse as numpy arrays, every buffer checked."""
     arena = harness.Arena(device)
-    placed = place(arena, problem, storage)
+    placed = place(arena, problem, storage, given)
     q = problem.arrays["q"]
     keywords = {**problem.options, **more, "backend": backend, "return_lse": True}
     if give_out:
@@ -183,6 +185,55 @@ def run(device, backend, problem, give_out=False, storage=None, **more):
     assert device.is_array(lse)
     arena.verify()
     return device.numpy(out), device.numpy(lse)
+
+
+def plan_of(device, backend, problem, out=None):
+    """The plan of a problem, on its device."""
+    case, arena = problem.case, harness.Arena(device)
+    placed = [arena.put(problem.arrays[n], name=n) for n in ("block_tables", "context_lens")]
+    return cuattn.paged_plan(
+        *placed,
+        num_heads_q=case.num_heads_q,
+        num_heads_kv=case.num_heads_kv,
+        head_dim=case.head_dim,
+        block_size=case.block_size,
+        q_len=case.q_len or 1,
+        dtype=case.dtype,
+        kv_layout=case.kv_layout,
+        kv_dtype="float8_e4m3fn" if case.fp8 else None,
+        causal=case.causal,
+        window=case.window,
+        backend=backend,
+        out=out,
+    )
+
+
+def run_version(version, device, problem, scale=0.125, given=None, **more):
+    """Call V1 or V2 into a poisoned out; out as a numpy array."""
+    arena = harness.Arena(device)
+    placed = place(arena, problem, given=given)
+    out = arena.output(problem.arrays["q"].shape, problem.arrays["q"].dtype, name="out")
+    names = ("q", "k_cache", "v_cache", "block_tables", "context_lens")
+    function = cuattn.paged_attention_v1 if version == 1 else cuattn.paged_attention_v2
+    options = {k: problem.options[k] for k in ("k_scale", "v_scale") if k in problem.options}
+    positional = [placed.pop(name) for name in names]
+    if problem.case.fp8:  # the caches say so themselves
+        positional[1:3] = (as_float8(device, x) for x in positional[1:3])
+    returned = function(
+        out, *positional, scale, kv_layout=problem.case.kv_layout, **placed, **options, **more
+    )
+    device.synchronize()
+    assert returned is out
+    arena.verify()
+    return device.numpy(out)
+
+
+def as_float8(device, array):
+    if device.name == "cpu":
+        return array.view(E4M3)
+    import torch
+
+    return array.view(torch.float8_e4m3fn)
 
 
 def judge(problem, out, lse):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -158,27 +157,6 @@ def test_forced_splits(device, backend, lens, num_splits, rng):
     paged_cases.assert_case(device, backend, case, rng)
 
 
-def plan_of(device, backend, problem, out=None):
-    """The plan of a problem, on its device."""
-    case, arena = problem.case, harness.Arena(device)
-    placed = [arena.put(problem.arrays[n], name=n) for n in ("block_tables", "context_lens")]
-    return cuattn.paged_plan(
-        *placed,
-        num_heads_q=case.num_heads_q,
-        num_heads_kv=case.num_heads_kv,
-        head_dim=case.head_dim,
-        block_size=case.block_size,
-        q_len=case.q_len or 1,
-        dtype=case.dtype,
-        kv_layout=case.kv_layout,
-        kv_dtype="float8_e4m3fn" if case.fp8 else None,
-        causal=case.causal,
-        window=case.window,
-        backend=backend,
-        out=out,
-    )
-
-
 PLANNED = [
     PagedCase(lens=(1000, 1, 0, 333)),
     PagedCase(lens=(1,) * 9, sinks=True),
@@ -197,7 +175,7 @@ def test_with_a_plan(device, backend, case, rng):
     problem = paged_cases.make(case, rng)
     if device.name == "cuda" and backend != "auto":
         paged_cases.run(device, backend, problem)  # skips where the rung does not serve it
-    plan = plan_of(device, backend, problem)
+    plan = paged_cases.plan_of(device, backend, problem)
     for _ in range(2):
         result = paged_cases.run(device, backend, problem, plan=plan)
         paged_cases.judge(problem, *result)
@@ -208,7 +186,7 @@ def test_with_a_plan(device, backend, case, rng):
 def test_a_plan_gives_each_tile_to_one_worker(device, case, rng):
     """Header, workers and first tiles say the same as a walk over all tiles."""
     problem = paged_cases.make(case, rng)
-    plan = device.numpy(plan_of(device, "auto", problem))
+    plan = device.numpy(paged_cases.plan_of(device, "auto", problem))
     tiles, step, tile, workers = plan[:4]
     first = plan[4 + 4 * workers :]
     assert len(first) == len(case.lens) + 1
@@ -237,11 +215,11 @@ def test_a_plan_gives_each_tile_to_one_worker(device, case, rng):
 
 def test_a_plan_is_made_again_in_place(device, rng):
     problem = paged_cases.make(PagedCase(lens=(100, 900)), rng)
-    plan = plan_of(device, "auto", problem)
+    plan = paged_cases.plan_of(device, "auto", problem)
     before = device.numpy(plan).copy()
     problem.arrays["context_lens"] = np.array([900, 100], np.int32)
     problem.arrays["block_tables"] = problem.arrays["block_tables"][::-1].copy()
-    assert plan_of(device, "auto", problem, out=plan) is plan
+    assert paged_cases.plan_of(device, "auto", problem, out=plan) is plan
     assert not np.array_equal(device.numpy(plan), before)
     paged_cases.judge(problem, *paged_cases.run(device, "auto", problem, plan=plan))
 
@@ -364,34 +342,6 @@ def test_lent_workspace(device, backend, rng):
 # PagedAttention V1 and V2
 
 
-def run_version(version, device, problem, scale=0.125, **more):
-    """Call V1 or V2 into a poisoned out; out as a numpy array."""
-    arena = harness.Arena(device)
-    placed = paged_cases.place(arena, problem)
-    out = arena.output(problem.arrays["q"].shape, problem.arrays["q"].dtype, name="out")
-    names = ("q", "k_cache", "v_cache", "block_tables", "context_lens")
-    function = cuattn.paged_attention_v1 if version == 1 else cuattn.paged_attention_v2
-    options = {k: problem.options[k] for k in ("k_scale", "v_scale") if k in problem.options}
-    positional = [placed.pop(name) for name in names]
-    if problem.case.fp8:  # the caches say so themselves
-        positional[1:3] = (as_float8(device, x) for x in positional[1:3])
-    returned = function(
-        out, *positional, scale, kv_layout=problem.case.kv_layout, **placed, **options, **more
-    )
-    device.synchronize()
-    assert returned is out
-    arena.verify()
-    return device.numpy(out)
-
-
-def as_float8(device, array):
-    if device.name == "cpu":
-        return array.view(ml_dtypes.float8_e4m3fn)
-    import torch
-
-    return array.view(torch.float8_e4m3fn)
-
-
 def version_params():
     factors = {
         "dtype": ["float32", "float16", "bfloat16", "float16-fp8"],
@@ -425,7 +375,7 @@ def test_v1_and_v2(device, case, rng):
         problem = paged_cases.make(case, rng)
         _, lse = problem.reference()
         for version in (1, 2):
-            out = run_version(version, device, problem)
+            out = paged_cases.run_version(version, device, problem)
             paged_cases.judge(problem, out, lse)
 
     harness.assert_by_draws(case.dtype, attempt)
@@ -453,7 +403,9 @@ def test_v2_buffers(device, kv_layout, block_size, dtype, partition_size, rng):
         "max_logits": arena.output(shape, np.float32),
         "tmp_out": arena.output((*shape, case.head_dim), cases.DTYPES[dtype]),
     }
-    out = run_version(2, device, problem, scale=0.25, partition_size=partition_size, **buffers)
+    out = paged_cases.run_version(
+        2, device, problem, scale=0.25, partition_size=partition_size, **buffers
+    )
     _, lse = problem.reference()
     paged_cases.judge(problem, out, lse)
     arrays = problem.arrays
@@ -483,7 +435,7 @@ def test_max_context_len_bounds_the_partitions(device, rng):
     problem = paged_cases.make(case, rng)
     arena = harness.Arena(device)
     buffers = {name: arena.output((2, 8, 2), np.float32) for name in ("exp_sums", "max_logits")}
-    out = run_version(2, device, problem, max_context_len=600, **buffers)
+    out = paged_cases.run_version(2, device, problem, max_context_len=600, **buffers)
     paged_cases.judge(problem, out, problem.reference()[1])
 
 

@@ -74,9 +74,11 @@ def oracle(problem, rounded_to=None):
     )
 
 
-def run(device, backend, problem, lengths, spare=0, used=None, storage=None, workspace=None):
+def run(
+    device, backend, problem, lengths, spare=0, used=None, storage=None, workspace=None, given=None
+):
     """Call attention_varlen; `lengths`: "cu_seqlens_k", "seqused_k" or both. `used`: seqused_k in
-    place of the right one.
+    place of the right one. `given`: arrays that are on the device already.
     """
     case, arena = problem.case, harness.Arena(device)
     arrays = {k: v for k, v in problem.arrays.items() if k != "context_lens"}
@@ -90,8 +92,11 @@ def run(device, backend, problem, lengths, spare=0, used=None, storage=None, wor
         arrays["seqused_k"] = lens if used is None else np.array(used, np.int32)
     storage = storage or {}
     placed = {
-        name: arena.put(x, storage.get(name, "contiguous"), name=name) for name, x in arrays.items()
+        name: arena.put(x, storage.get(name, "contiguous"), name=name)
+        for name, x in arrays.items()
+        if name not in (given or {})
     }
+    placed |= given or {}
     names = ("q", "k_cache", "v_cache", "cu_seqlens_q")
     positional = [placed.pop(name) for name in names] + [placed.pop("cu_seqlens_k", None)]
     longest_q = int(np.diff(arrays["cu_seqlens_q"]).max(initial=0))
