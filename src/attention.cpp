@@ -4,16 +4,12 @@
 // outputs and workspace.
 #include "attention.h"
 
-#include <cmath>
-
 #include "cache.h"
 #include "paged.h"
 #include "validate.h"
 
 namespace cuattn {
 namespace {
-
-constexpr int32_t kHeadDimStep = 8, kMaxHeadDim = 256;
 
 // Where each axis of an array lies: dense bshd or bhsd, or ragged [total, heads, dim].
 struct Axes {
@@ -32,20 +28,6 @@ Strides strides_of(const TensorView& view, const Axes& axes) {
           stride_of(view, axes.head)};
 }
 
-void check_head_dim(const char* function, const char* argument, const char* axis,
-                    int64_t head_dim) {
-  CUATTN_REQUIRE(
-      head_dim >= kHeadDimStep && head_dim <= kMaxHeadDim && head_dim % kHeadDimStep == 0, function,
-      ": ", argument, " must have ", axis, " a multiple of ", kHeadDimStep, " up to ", kMaxHeadDim,
-      ", got ", head_dim, "; pad it with zeros and pass scale= of the true head_dim");
-}
-
-void check_heads(const char* fn, const PrefillParams& p) {
-  CUATTN_REQUIRE(p.num_heads_q == 0 || (p.num_heads_kv > 0 && p.num_heads_q % p.num_heads_kv == 0),
-                 fn, ": q must have num_heads_q a multiple of num_heads_kv, got ", p.num_heads_q,
-                 " and ", p.num_heads_kv, "; repeat or drop heads");
-}
-
 // A ragged q over caches in blocks.
 void read_paged_arrays(AttentionCall& call, const TensorView& q, const TensorView& k,
                        const TensorView& v, const cuattn_attention_options& o, bool check_data) {
@@ -57,7 +39,7 @@ void read_paged_arrays(AttentionCall& call, const TensorView& q, const TensorVie
   Axes axes = axes_of(true, call.layout);
   p.dtype = attention_dtype(fn, "q", q);
   require_rank(fn, "q", q, axes.ndim, axes.names);
-  check_head_dim(fn, "q", "head_dim", q.shape[2]);
+  require_head_dim(fn, "q", "head_dim", q.shape[2], p.dtype);
   require_rows(fn, "q", q, false, check_data);
   if (k.is(DType::e4m3)) {
     fail<NotImplemented>(fn,
@@ -69,12 +51,12 @@ void read_paged_arrays(AttentionCall& call, const TensorView& q, const TensorVie
                           kv_layout_of(fn, o.kv_layout), p.dtype, call.device, "q", check_data);
   const CacheGatherParams& pages = call.pages;
   require_extent(fn, "k", "head_dim", pages.k.head_dim, q.shape[2], "q");
-  check_head_dim(fn, "v", "head_dim_v", pages.v.head_dim);
+  require_head_dim(fn, "v", "head_dim_v", pages.v.head_dim, p.dtype);
   CUATTN_REQUIRE(pages.num_blocks > 0 || pages.num_seqs == 0, fn,
                  ": k must hold at least one block, got 0; allocate one");
   p.num_heads_q = checked_extent(fn, "q", "num_heads_q", q.shape[1]);
   p.num_heads_kv = pages.num_heads;
-  check_heads(fn, p);
+  require_heads(fn, p.num_heads_q, p.num_heads_kv);
   p.head_dim = static_cast<int32_t>(q.shape[2]);
   p.head_dim_v = pages.v.head_dim;
   p.total_q = q.shape[0];
@@ -100,9 +82,9 @@ void read_arrays(AttentionCall& call, const TensorView& q, const TensorView& k, 
     require_device(fn, name, view, call.device);
   }
   int32_t dim = axes.ndim - 1;
-  check_head_dim(fn, "q", "head_dim", q.shape[dim]);
+  require_head_dim(fn, "q", "head_dim", q.shape[dim], p.dtype);
   require_extent(fn, "k", "head_dim", k.shape[dim], q.shape[dim], "q");
-  check_head_dim(fn, "v", "head_dim_v", v.shape[dim]);
+  require_head_dim(fn, "v", "head_dim_v", v.shape[dim], p.dtype);
   require_extent(fn, "v", "num_heads_kv", v.shape[axes.head], k.shape[axes.head], "k");
   require_extent(fn, "v", call.ragged ? "total" : "seqlen_kv", v.shape[axes.seq], k.shape[axes.seq],
                  "k");
@@ -117,7 +99,7 @@ void read_arrays(AttentionCall& call, const TensorView& q, const TensorView& k, 
   }
   p.num_heads_q = checked_extent(fn, "q", "num_heads_q", q.shape[axes.head]);
   p.num_heads_kv = checked_extent(fn, "k", "num_heads_kv", k.shape[axes.head]);
-  check_heads(fn, p);
+  require_heads(fn, p.num_heads_q, p.num_heads_kv);
   p.head_dim = static_cast<int32_t>(q.shape[dim]);
   p.head_dim_v = static_cast<int32_t>(v.shape[dim]);
   p.total_q = call.ragged ? q.shape[0] : int64_t{p.batch} * p.seqlen_q;
@@ -133,17 +115,11 @@ void read_arrays(AttentionCall& call, const TensorView& q, const TensorView& k, 
 
 // An int32 vector of lengths or offsets: contiguous, on the device of q.
 const int32_t* read_lengths(const AttentionCall& call, const char* name, const DLTensor* tensor,
-                            int64_t extent, const char* rule, bool check_data) {
+                            int64_t extent, const char* axis, bool check_data) {
   if (tensor == nullptr) return nullptr;
-  const char* fn = call.function();
-  TensorView view(*tensor);
-  require_dtype(fn, name, view, DType::i32);
-  require_device(fn, name, view, call.device);
-  CUATTN_REQUIRE(view.ndim == 1 && view.shape[0] == extent, fn, ": ", name, " must have shape (",
-                 rule, ",) = (", extent, ",), got ", shape_text(view),
-                 "; give one entry per sequence");
-  require_contiguous(fn, name, view, check_data);
-  return static_cast<const int32_t*>(view.data);
+  return static_cast<const int32_t*>(read_vector(call.function(), name, TensorView(*tensor),
+                                                 DType::i32, extent, axis, call.device, "q",
+                                                 check_data));
 }
 
 void read_ragged(AttentionCall& call, const cuattn_attention_options& o, bool check_data) {
@@ -199,17 +175,9 @@ size_t page_bytes(const AttentionCall& call, const CacheSide& side) {
   return (static_cast<size_t>(bytes) + 255) / 256 * 256;
 }
 
-// A window side that reaches past every key is no limit.
-int32_t window_side(int64_t side, int32_t longest) {
-  return side < 0 || side >= longest - int64_t{1} ? static_cast<int32_t>(kUnlimited)
-                                                  : static_cast<int32_t>(side);
-}
-
 void read_mask(AttentionCall& call, const cuattn_attention_options& o) {
   PrefillParams& p = call.params;
-  CUATTN_REQUIRE(o.window_left >= -1 && o.window_right >= -1, call.function(),
-                 ": window must hold two integers >= -1 (-1 = unlimited), got (", o.window_left,
-                 ", ", o.window_right, "); pass (left, right)");
+  require_window(call.function(), o.window_left, o.window_right);
   int64_t right = o.causal ? 0 : o.window_right;
   p.window_left = window_side(o.window_left, p.seqlen_kv);
   p.window_right = window_side(right, p.seqlen_q);
@@ -217,39 +185,6 @@ void read_mask(AttentionCall& call, const cuattn_attention_options& o) {
            : p.window_right < 0  ? MaskKind::none
            : p.window_right == 0 ? MaskKind::causal
                                  : MaskKind::window;
-}
-
-void read_alibi(AttentionCall& call, const DLTensor* tensor, bool check_data) {
-  if (tensor == nullptr) return;
-  const char* fn = call.function();
-  PrefillParams& p = call.params;
-  TensorView view(*tensor);
-  require_dtype(fn, "alibi_slopes", view, DType::f32);
-  require_device(fn, "alibi_slopes", view, call.device);
-  bool per_head = view.ndim == 1 && view.shape[0] == p.num_heads_q;
-  bool per_batch = view.ndim == 2 && view.shape[0] == p.batch && view.shape[1] == p.num_heads_q;
-  CUATTN_REQUIRE(per_head || per_batch, fn, ": alibi_slopes must have shape (num_heads_q,) = (",
-                 p.num_heads_q, ",) or (batch, num_heads_q) = (", p.batch, ", ", p.num_heads_q,
-                 "), got ", shape_text(view), "; give one slope per query head");
-  require_strided(fn, "alibi_slopes", view, false, check_data);
-  p.alibi_slopes = static_cast<const float*>(view.data);
-  p.alibi_stride_batch = per_batch ? stride_of(view, 0) : 0;
-  p.alibi_stride_head = stride_of(view, per_batch ? 1 : 0);
-}
-
-void read_sinks(AttentionCall& call, const DLTensor* tensor, bool check_data) {
-  if (tensor == nullptr) return;
-  const char* fn = call.function();
-  PrefillParams& p = call.params;
-  TensorView view(*tensor);
-  require_dtype(fn, "sinks", view, DType::f32);
-  require_device(fn, "sinks", view, call.device);
-  CUATTN_REQUIRE(view.ndim == 1 && view.shape[0] == p.num_heads_q, fn,
-                 ": sinks must have shape (num_heads_q,) = (", p.num_heads_q, ",), got ",
-                 shape_text(view), "; give one logit per query head");
-  require_strided(fn, "sinks", view, false, check_data);
-  p.sinks = static_cast<const float*>(view.data);
-  p.sinks_stride = stride_of(view, 0);
 }
 
 // Broadcast from the right, as numpy does, to [batch, num_heads_q, seqlen_q, seqlen_kv].
@@ -289,18 +224,20 @@ void read_bias(AttentionCall& call, const DLTensor* tensor, bool check_data) {
 void read_scores(AttentionCall& call, const cuattn_attention_options& o, bool check_data) {
   const char* fn = call.function();
   PrefillParams& p = call.params;
-  double scale = o.has_scale ? o.scale : 1.0 / std::sqrt(static_cast<double>(p.head_dim));
-  CUATTN_REQUIRE(std::isfinite(scale) && std::isfinite(static_cast<float>(scale)), fn,
-                 ": scale must be a finite number, got ", o.scale,
-                 "; pass None for 1 / sqrt(head_dim)");
-  p.scale = static_cast<float>(scale);
-  p.softcap = static_cast<float>(o.softcap);
-  bool softcap_in_range = std::isfinite(p.softcap) && (p.softcap > 0.0f || o.softcap == 0.0);
-  CUATTN_REQUIRE(softcap_in_range, fn, ": softcap must be >= 0 and finite in float32, got ",
-                 o.softcap, "; pass 0 to switch it off");
-  read_alibi(call, o.alibi_slopes, check_data);
+  p.scale = read_scale(fn, o.has_scale, o.scale, p.head_dim);
+  p.softcap = read_softcap(fn, o.softcap);
+  auto heads = [&](const char* name, const DLTensor* tensor, const char* batch_axis) {
+    return read_heads(fn, name, tensor, "num_heads_q", p.num_heads_q, batch_axis, p.batch,
+                      call.device, check_data);
+  };
+  HeadVector slopes = heads("alibi_slopes", o.alibi_slopes, "batch");
+  p.alibi_slopes = slopes.data;
+  p.alibi_stride_batch = slopes.stride_batch;
+  p.alibi_stride_head = slopes.stride_head;
   read_bias(call, o.bias, check_data);
-  read_sinks(call, o.sinks, check_data);
+  HeadVector sinks = heads("sinks", o.sinks, nullptr);
+  p.sinks = sinks.data;
+  p.sinks_stride = sinks.stride_head;
   // A scale that is not positive turns the running maximum around: the scored kernels apply it
   // before the maximum.
   bool scored =

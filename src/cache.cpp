@@ -92,17 +92,6 @@ DType cache_dtype_of(const char* fn, const TensorView& view) {
                         text(view.dtype), "; view it as one of these");
 }
 
-// A vector with one entry for each token (or sequence), contiguous.
-const void* read_vector(const char* fn, const char* name, const TensorView& view, DType dtype,
-                        int64_t extent, const char* axis, DLDevice device, const char* like) {
-  require_dtype(fn, name, view, dtype);
-  require_device(fn, name, view, device, like);
-  CUATTN_REQUIRE(view.ndim == 1 && view.shape[0] == extent, fn, ": ", name, " must have shape (",
-                 axis, ",) = (", extent, ",), got ", shape_text(view), "; give one entry for each");
-  require_contiguous(fn, name, view, true);
-  return view.data;
-}
-
 // ---- reshape_and_cache
 
 constexpr const char* kWrite = "reshape_and_cache";
@@ -179,9 +168,9 @@ void read_rope(const cuattn_cache_options& o, DLDevice device, CacheWriteParams&
   p.rope.max_position = cos.shape[0];
   p.rope.rotary_dim = static_cast<int32_t>(2 * cos.shape[1]);
   p.rope.interleaved = o.rope_interleaved != 0;
-  p.rope.positions =
-      static_cast<const int64_t*>(read_vector(kWrite, "positions", TensorView(*o.positions),
-                                              DType::i64, p.num_tokens, "num_tokens", device, "k"));
+  p.rope.positions = static_cast<const int64_t*>(
+      read_vector(kWrite, "positions", TensorView(*o.positions), DType::i64, p.num_tokens,
+                  "num_tokens", device, "k", true));
 }
 
 void reshape_and_cache(const TensorView& k, const TensorView& v, const TensorView& k_cache,
@@ -206,8 +195,9 @@ void reshape_and_cache(const TensorView& k, const TensorView& v, const TensorVie
   require_extent(kWrite, "k_cache", "head_dim", p.k.head_dim, k.shape[2], "k");
   require_extent(kWrite, "v_cache", "head_dim", p.v.head_dim, v.shape[2], "v");
   p.num_tokens = k.shape[0];
-  p.slot_mapping = static_cast<const int64_t*>(read_vector(
-      kWrite, "slot_mapping", slot_mapping, DType::i64, p.num_tokens, "num_tokens", device, "k"));
+  p.slot_mapping =
+      static_cast<const int64_t*>(read_vector(kWrite, "slot_mapping", slot_mapping, DType::i64,
+                                              p.num_tokens, "num_tokens", device, "k", true));
   read_scale("k_scale", o.has_k_scale, o.k_scale, o.k_scales, p, device, p.k);
   read_scale("v_scale", o.has_v_scale, o.v_scale, o.v_scales, p, device, p.v);
   read_rope(o, device, p);
@@ -281,7 +271,7 @@ void gather_cache(const TensorView& k_cache, const TensorView& v_cache,
   p.num_tokens = k_out.shape[0];
   p.cu_seqlens = static_cast<const int32_t*>(read_vector(kGather, "cu_seqlens", cu_seqlens,
                                                          DType::i32, int64_t{p.num_seqs} + 1,
-                                                         "num_seqs + 1", device, "k_cache"));
+                                                         "num_seqs + 1", device, "k_cache", true));
 
   const Backend& backend = backend_of(kGather, device);
   HostCopy<int32_t> ends(backend, device, p.cu_seqlens, int64_t{p.num_seqs} + 1, stream);

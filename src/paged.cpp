@@ -12,22 +12,6 @@
 namespace cuattn {
 namespace {
 
-constexpr int32_t kMaxHeadDim = 256;
-
-void check_head_dim(const PagedCall& call, const char* argument, int64_t head_dim, DType kv_dtype) {
-  int64_t step = kv_dtype == DType::e4m3 ? 16 : 8;
-  CUATTN_REQUIRE(head_dim >= step && head_dim <= kMaxHeadDim && head_dim % step == 0, call.function,
-                 ": ", argument, " must have head_dim a multiple of ", step, " up to ", kMaxHeadDim,
-                 kv_dtype == DType::e4m3 ? " for float8 caches" : "", ", got ", head_dim,
-                 "; pad it with zeros and pass scale= of the true head_dim");
-}
-
-void check_heads(const PagedCall& call, int64_t num_heads_q, int64_t num_heads_kv) {
-  CUATTN_REQUIRE(num_heads_q == 0 || (num_heads_kv > 0 && num_heads_q % num_heads_kv == 0),
-                 call.function, ": q must have num_heads_q a multiple of num_heads_kv, got ",
-                 num_heads_q, " and ", num_heads_kv, "; repeat or drop heads");
-}
-
 // q [num_seqs, num_heads_q, head_dim] or [num_seqs, q_len, num_heads_q, head_dim].
 void read_queries(PagedCall& call, const TensorView& q, int32_t version, bool check_data) {
   const char* fn = call.function;
@@ -71,14 +55,14 @@ void place_caches(PagedCall& call, TensorView k, TensorView v, const cuattn_page
   PagedParams& p = call.params;
   p.kv_layout = kv_layout_of(fn, o.kv_layout);
   read_kv_dtype(call, k, v, o.kv_dtype);
-  check_head_dim(call, "q", p.head_dim, p.kv_dtype);
+  require_head_dim(fn, "q", "head_dim", p.head_dim, p.kv_dtype);
   require_dtype(fn, k_name, k, p.kv_dtype, "q");
   CacheShapes caches = read_caches(fn, {k_name, v_name}, k, v, p.kv_layout, p.kv_dtype, call.device,
                                    "q", false, check_data);
   p.num_blocks = checked_extent(fn, k_name, "num_blocks", caches.k.num_blocks);
   p.block_size = static_cast<int32_t>(caches.k.block_size);
   p.work.num_heads_kv = checked_extent(fn, k_name, "num_heads_kv", caches.k.num_heads);
-  check_heads(call, p.num_heads_q, p.work.num_heads_kv);
+  require_heads(fn, p.num_heads_q, p.work.num_heads_kv);
   p.work.group = p.work.num_heads_kv == 0 ? 0 : p.num_heads_q / p.work.num_heads_kv;
   require_extent(fn, k_name, "head_dim", caches.k.head_dim, p.head_dim, "q");
   require_extent(fn, v_name, "head_dim", caches.v.head_dim, p.head_dim, "q");
@@ -109,46 +93,11 @@ void read_tables(PagedCall& call, const TensorView& tables, const TensorView& le
   p.block_tables_stride = blocks.stride;
 }
 
-// A window side that reaches past every key is no limit.
-int32_t window_side(int64_t side, int64_t longest) {
-  return side < 0 || side >= longest - 1 ? static_cast<int32_t>(kUnlimited)
-                                         : static_cast<int32_t>(side);
-}
-
 void read_mask(PagedCall& call, const cuattn_paged_options& o) {
   PagedWork& w = call.params.work;
-  CUATTN_REQUIRE(o.window_left >= -1 && o.window_right >= -1, call.function,
-                 ": window must hold two integers >= -1 (-1 = unlimited), got (", o.window_left,
-                 ", ", o.window_right, "); pass (left, right)");
+  require_window(call.function, o.window_left, o.window_right);
   w.window_left = window_side(o.window_left, w.capacity);
   w.window_right = window_side(o.causal ? 0 : o.window_right, w.q_len);
-}
-
-struct HeadVector {
-  const float* data;
-  int64_t stride_batch, stride_head;
-};
-
-// float32 [heads], or [num_seqs, heads] where `per_batch` is allowed.
-HeadVector read_heads(const PagedCall& call, const char* name, const DLTensor* tensor,
-                      const char* axis, int64_t heads, bool per_batch, bool check_data) {
-  if (tensor == nullptr) return {};
-  const char* fn = call.function;
-  TensorView view(*tensor);
-  require_dtype(fn, name, view, DType::f32);
-  require_device(fn, name, view, call.device);
-  int64_t num_seqs = call.params.work.num_seqs;
-  bool is_vector = view.ndim == 1 && view.shape[0] == heads;
-  bool is_matrix =
-      per_batch && view.ndim == 2 && view.shape[0] == num_seqs && view.shape[1] == heads;
-  CUATTN_REQUIRE(is_vector || is_matrix, fn, ": ", name, " must have shape (", axis, ",) = (",
-                 heads,
-                 per_batch ? concat(",) or (num_seqs, ", axis, ") = (", num_seqs, ", ", heads)
-                           : std::string(","),
-                 "), got ", shape_text(view), "; give one number per head");
-  require_strided(fn, name, view, false, check_data);
-  return {static_cast<const float*>(view.data), is_matrix ? stride_of(view, 0) : 0,
-          stride_of(view, is_matrix ? 1 : 0)};
 }
 
 float read_kv_scale(const PagedCall& call, const char* name, double number,
@@ -164,29 +113,25 @@ float read_kv_scale(const PagedCall& call, const char* name, double number,
 void read_scores(PagedCall& call, const cuattn_paged_options& o, bool check_data) {
   const char* fn = call.function;
   PagedParams& p = call.params;
-  double scale = o.has_scale ? o.scale : 1.0 / std::sqrt(static_cast<double>(p.head_dim));
-  CUATTN_REQUIRE(std::isfinite(scale) && std::isfinite(static_cast<float>(scale)), fn,
-                 ": scale must be a finite number, got ", o.scale,
-                 "; pass None for 1 / sqrt(head_dim)");
-  p.scale = static_cast<float>(scale);
-  p.softcap = static_cast<float>(o.softcap);
-  CUATTN_REQUIRE(std::isfinite(p.softcap) && (p.softcap > 0.0f || o.softcap == 0.0), fn,
-                 ": softcap must be >= 0 and finite in float32, got ", o.softcap,
-                 "; pass 0 to switch it off");
-  HeadVector slopes = read_heads(call, "alibi_slopes", o.alibi_slopes, "num_heads_q", p.num_heads_q,
-                                 true, check_data);
+  p.scale = read_scale(fn, o.has_scale, o.scale, p.head_dim);
+  p.softcap = read_softcap(fn, o.softcap);
+  auto heads = [&](const char* name, const DLTensor* tensor, const char* axis, int64_t extent,
+                   const char* batch_axis) {
+    return read_heads(fn, name, tensor, axis, extent, batch_axis, p.work.num_seqs, call.device,
+                      check_data);
+  };
+  HeadVector slopes =
+      heads("alibi_slopes", o.alibi_slopes, "num_heads_q", p.num_heads_q, "num_seqs");
   p.alibi_slopes = slopes.data;
   p.alibi_stride_batch = slopes.stride_batch;
   p.alibi_stride_head = slopes.stride_head;
-  HeadVector sinks =
-      read_heads(call, "sinks", o.sinks, "num_heads_q", p.num_heads_q, false, check_data);
+  HeadVector sinks = heads("sinks", o.sinks, "num_heads_q", p.num_heads_q, nullptr);
   p.sinks = sinks.data;
   p.sinks_stride = sinks.stride_head;
   p.k_scale = read_kv_scale(call, "k_scale", o.k_scale, o.k_scales);
   p.v_scale = read_kv_scale(call, "v_scale", o.v_scale, o.v_scales);
-  int32_t heads = p.work.num_heads_kv;
-  HeadVector k = read_heads(call, "k_scale", o.k_scales, "num_heads_kv", heads, true, check_data);
-  HeadVector v = read_heads(call, "v_scale", o.v_scales, "num_heads_kv", heads, true, check_data);
+  HeadVector k = heads("k_scale", o.k_scales, "num_heads_kv", p.work.num_heads_kv, "num_seqs");
+  HeadVector v = heads("v_scale", o.v_scales, "num_heads_kv", p.work.num_heads_kv, "num_seqs");
   p.k_scales = k.data;
   p.k_scales_stride_batch = k.stride_batch;
   p.k_scales_stride_head = k.stride_head;
@@ -361,12 +306,12 @@ PagedCall validate_paged_plan(const TensorView& block_tables, const TensorView& 
   p.dtype = attention_dtype(fn, "dtype", dtype);
   p.kv_dtype = o.kv_dtype == CUATTN_KV_DTYPE_E4M3 ? DType::e4m3 : p.dtype;
   p.kv_layout = kv_layout_of(fn, o.kv_layout);
-  check_head_dim(call, "the call", shape.head_dim, p.kv_dtype);
+  require_head_dim(fn, "the call", "head_dim", shape.head_dim, p.kv_dtype);
   require_block_size(fn, call.k_name, shape.block_size, p.kv_layout);
   CUATTN_REQUIRE(shape.num_heads_q >= 0 && shape.num_heads_kv >= 0 && shape.q_len >= 0, fn,
                  ": num_heads_q, num_heads_kv and q_len must be >= 0, got ", shape.num_heads_q,
                  ", ", shape.num_heads_kv, " and ", shape.q_len, "; pass those of the call");
-  check_heads(call, shape.num_heads_q, shape.num_heads_kv);
+  require_heads(fn, shape.num_heads_q, shape.num_heads_kv);
   p.work.num_seqs = checked_extent(fn, "context_lens", "num_seqs", context_lens.shape[0]);
   p.work.q_len = checked_extent(fn, "the call", "q_len", shape.q_len);
   p.num_heads_q = checked_extent(fn, "the call", "num_heads_q", shape.num_heads_q);

@@ -87,6 +87,33 @@ int32_t checked_extent(const char* function, const char* argument, const char* a
 
 KvLayout kv_layout_of(const char* function, int32_t code);  // of CUATTN_KV_*
 
+// head_dim of attention over keys of `kv_dtype`, up to 256; `axis`: "head_dim" or "head_dim_v".
+void require_head_dim(const char* function, const char* argument, const char* axis,
+                      int64_t head_dim, DType kv_dtype);
+void require_heads(const char* function, int64_t num_heads_q, int64_t num_heads_kv);
+
+// The factor of the scores, 1 / sqrt(head_dim) where none is given, and their softcap, 0 = off.
+float read_scale(const char* function, bool is_given, double scale, int32_t head_dim);
+float read_softcap(const char* function, double softcap);
+
+// A side of the window that reaches past all `longest` keys is kUnlimited.
+void require_window(const char* function, int64_t left, int64_t right);
+int32_t window_side(int64_t side, int64_t longest);
+
+// A contiguous vector of `extent` elements; `axis` says what they are.
+const void* read_vector(const char* function, const char* argument, const TensorView& view,
+                        DType dtype, int64_t extent, const char* axis, DLDevice device,
+                        const char* like, bool check_data);
+
+// float32 [heads], or [batch, heads] where `batch_axis` is not nullptr; no tensor: no data.
+struct HeadVector {
+  const float* data;
+  int64_t stride_batch, stride_head;
+};
+HeadVector read_heads(const char* function, const char* argument, const DLTensor* tensor,
+                      const char* axis, int64_t heads, const char* batch_axis, int64_t batch,
+                      DLDevice device, bool check_data);
+
 // CUATTN_CHECK=1: what only the device sees is read back and checked, at the price of a
 // synchronisation.
 bool checks_device_data();

@@ -127,15 +127,15 @@ REFUSALS = {
     "alibi_of_3": ("attention", {"alibi_slopes": ones(3)}, ValueError,
         "alibi_slopes must have shape (num_heads_q,) = (4,) or (batch, num_heads_q) = (2, 4), "
         "got (3,); "
-        "give one slope per query head"),
+        "give one number per head"),
     "alibi_of_one_batch": ("attention", {"alibi_slopes": ones(1, 4)}, ValueError,
         "alibi_slopes must have shape (num_heads_q,) = (4,) or (batch, num_heads_q) = (2, 4), "
         "got (1, 4); "
-        "give one slope per query head"),
+        "give one number per head"),
     "alibi_float64": ("attention", {"alibi_slopes": ones(4, dtype=np.float64)}, ValueError,
         "alibi_slopes must be float32, got float64; cast it"),
     "sinks_of_2": ("attention", {"sinks": ones(2)}, ValueError,
-        "sinks must have shape (num_heads_q,) = (4,), got (2,); give one logit per query head"),
+        "sinks must have shape (num_heads_q,) = (4,), got (2,); give one number per head"),
     "sinks_float16": ("attention", {"sinks": ones(4, dtype=np.float16)}, ValueError,
         "sinks must be float32, got float16; cast it"),
     "bias_too_short": ("attention", {"bias": ones(2, 4, 5, 6)}, ValueError,
@@ -150,9 +150,9 @@ REFUSALS = {
     "seqused_q_int64": ("attention", {"seqused_q": np.array([1, 2])}, ValueError,
         "seqused_q must be int32, got int64; cast it"),
     "seqused_q_of_1": ("attention", {"seqused_q": np.array([1], I32)}, ValueError,
-        "seqused_q must have shape (batch,) = (2,), got (1,); give one entry per sequence"),
+        "seqused_q must have shape (batch,) = (2,), got (1,); give one entry for each"),
     "seqused_k_of_2_axes": ("attention", {"seqused_k": ones(2, 1, dtype=I32)}, ValueError,
-        "seqused_k must have shape (batch,) = (2,), got (2, 1); give one entry per sequence"),
+        "seqused_k must have shape (batch,) = (2,), got (2, 1); give one entry for each"),
     "num_splits_negative": ("attention", {"num_splits": -1}, ValueError,
         "num_splits must be >= 0, got -1; pass 0 to let cuattn choose"),
     "num_splits_2": ("attention", {"num_splits": 2}, NotImplementedError,
@@ -201,7 +201,7 @@ REFUSALS = {
     "cu_seqlens_int64": ("attention_varlen", {"cu_seqlens_q": np.array([0, 2, 5])}, ValueError,
         "cu_seqlens_q must be int32, got int64; cast it"),
     "cu_seqlens_k_of_2": ("attention_varlen", {"cu_seqlens_k": np.array([0, 7], I32)}, ValueError,
-        "cu_seqlens_k must have shape (batch + 1,) = (3,), got (2,); give one entry per sequence"),
+        "cu_seqlens_k must have shape (batch + 1,) = (3,), got (2,); give one entry for each"),
     "cu_seqlens_of_2_axes": (
         "attention_varlen", {"cu_seqlens_q": np.array([[0, 2, 5]], I32)}, ValueError,
         "cu_seqlens_q must have shape (batch + 1,), got (1, 3); start it with 0"),
