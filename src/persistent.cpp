@@ -16,7 +16,6 @@ namespace cuattn {
 namespace {
 
 constexpr const char* kFunction = "PersistentDecode";
-constexpr int32_t kMaxSplits = 128;
 constexpr double kLongestIdle = 60.0;  // seconds
 
 uint64_t load(uint64_t& word) {

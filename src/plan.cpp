@@ -68,7 +68,7 @@ double filled(int64_t rows, int32_t tile) {
 // without a thin last wave, and no part shorter than two steps.
 int32_t choose_splits(int64_t items, int32_t key_tiles, int32_t num_sms) {
   if (items == 0 || items * 5 >= int64_t{num_sms} * 4 || key_tiles <= 4) return 1;
-  int32_t most = std::min({key_tiles / 2, num_sms, 128});
+  int32_t most = std::min({key_tiles / 2, num_sms, kMaxSplits});
   auto efficiency = [&](int32_t splits) {
     double waves = static_cast<double>(items) * splits / num_sms;
     return waves / std::ceil(waves);

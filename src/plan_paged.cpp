@@ -52,7 +52,6 @@ bool pays(Kernel kernel, const PagedRequest& r) {
 constexpr int32_t kInvariantSplit = 512;  // keys; a multiple of every tile
 constexpr int32_t kCpuSplit = 2048;       // keys: enough work for a thread to be woken for
 constexpr int32_t kCpuWorkers = 16;       // of a plan: whatever the machine, the same sums
-constexpr int32_t kMaxSplits = 128;       // more parts cost the combine a further round of loads
 
 int32_t rows_of(const PagedRequest& r) {
   return r.num_heads_kv == 0 ? 0 : r.q_len * (r.num_heads_q / r.num_heads_kv);

@@ -25,6 +25,9 @@ struct DeviceInfo {
   char name[64];
 };
 
+// Parts that the chooser cuts keys into at most: more cost the combine a further round of loads.
+constexpr int32_t kMaxSplits = 128;
+
 // What the choice depends on, and nothing else.
 struct PrefillRequest {
   DType dtype;
