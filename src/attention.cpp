@@ -370,12 +370,9 @@ bool plans_step(const AttentionCall& call, const DeviceInfo& device, Plan& plan)
     return false;
   int64_t rows = int64_t{p.seqlen_q} * (p.num_heads_q / p.num_heads_kv);
   if (rows > kMaxStepRows) return false;
-  PagedCall step = step_of(call);
-  plan_step(step, device);
-  if (rows > int64_t{kMaxStepPasses} * step.plan.tile.m) return false;
-  plan = step.plan;
+  plan = plan_step(step_of(call), device);
   plan.keys = KeyAccess::by_step;
-  return true;
+  return rows <= int64_t{kMaxStepPasses} * plan.tile.m;
 }
 
 }  // namespace
@@ -393,9 +390,7 @@ Plan plan_of(const AttentionCall& call, const DeviceInfo& device, const char* ba
 std::string ladder_of(const AttentionCall& call, const DeviceInfo& device, const char* backend,
                       const Plan& plan) {
   if (plan.keys != KeyAccess::by_step) return explain_prefill(request_of(call), device, backend);
-  PagedCall step = step_of(call);
-  plan_step(step, device);
-  return explain_paged(step.request, device, plan.kernel);
+  return ladder_of_step(step_of(call), device, plan);
 }
 
 namespace {
@@ -473,11 +468,8 @@ void run_attention(AttentionCall& call, const TensorView& out, const TensorView*
   if (out.size() == 0 || p.batch == 0 || p.seqlen_q == 0) return;
 
   require_workspace(fn, call.plan, call.device, workspace, workspace_bytes);
-  if (call.plan.keys == KeyAccess::by_step) {
-    PagedCall step = step_of(call);
-    plan_step(step, backend.device_info(call.device.device_id, false));
-    return run_step(step, workspace, stream);
-  }
+  if (call.plan.keys == KeyAccess::by_step)
+    return run_step(step_of(call), call.plan, workspace, stream);
   p.workspace = workspace;
   if (call.plan.keys == KeyAccess::gathered) {
     p.workspace = gather_pages(call, workspace, stream);

@@ -268,6 +268,18 @@ size_t place_workspace(PagedCall& call, void* base) {
   return pieces.used();
 }
 
+// How the plan cuts the rows and keys of the call.
+void cut_work(PagedCall& call) {
+  PagedWork& w = call.params.work;
+  int32_t rows = w.q_len * w.group;
+  w.rows = std::max(std::min(rows, call.plan.tile.m), 1);
+  w.row_groups = rows == 0 ? 0 : (rows - 1) / w.rows + 1;
+  w.tile = call.plan.tile.n;
+  w.num_splits = call.plan.num_splits;
+  w.split_keys = call.plan.split_keys;
+  w.num_workers = call.plan.num_workers;
+}
+
 }  // namespace
 
 PagedCall validate_paged(const PagedArrays& arrays, const cuattn_paged_options& o,
@@ -328,29 +340,30 @@ PagedCall validate_paged_plan(const TensorView& block_tables, const TensorView& 
 }
 
 void plan_paged(PagedCall& call, const cuattn_paged_options& o, const DeviceInfo& device) {
-  PagedWork& w = call.params.work;
   call.plan = select_paged(call.function, call.request, device, o.backend);
-  int32_t rows = w.q_len * w.group;
-  w.rows = std::max(std::min(rows, call.plan.tile.m), 1);
-  w.row_groups = rows == 0 ? 0 : (rows - 1) / w.rows + 1;
-  w.tile = call.plan.tile.n;
-  w.num_splits = call.plan.num_splits;
-  w.split_keys = call.plan.split_keys;
-  w.num_workers = call.plan.num_workers;
+  cut_work(call);
   read_plan(call, o.plan);
   if (o.version == 2) read_partitions(call, o);
-  PagedCall measured = call;
-  call.plan.workspace_bytes = place_workspace(measured, nullptr);
+  call.plan.workspace_bytes = place_workspace(call, nullptr);
 }
 
-void plan_step(PagedCall& call, const DeviceInfo& device) {
+Plan plan_step(PagedCall call, const DeviceInfo& device) {
   cuattn_paged_options options;
   cuattn_paged_options_init(&options);
   call.request = request_of(call, options);
   plan_paged(call, options, device);
+  return call.plan;
 }
 
-void run_step(PagedCall& call, void* workspace, Stream stream) {
+std::string ladder_of_step(const PagedCall& call, const DeviceInfo& device, const Plan& plan) {
+  cuattn_paged_options options;
+  cuattn_paged_options_init(&options);
+  return explain_paged(request_of(call, options), device, plan.kernel);
+}
+
+void run_step(PagedCall call, const Plan& plan, void* workspace, Stream stream) {
+  call.plan = plan;
+  cut_work(call);
   place_workspace(call, workspace);
   backend_of(call.function, call.device)
       .paged(call.params, call.plan, call.device.device_id, stream);

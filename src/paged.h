@@ -3,6 +3,8 @@
 // run needs. Lives inside cuattn_attention_call.
 #pragma once
 
+#include <string>
+
 #include "cuattn/backend.h"
 #include "cuattn/c_api.h"
 #include "cuattn/tensor.h"
@@ -43,8 +45,9 @@ bool bind_paged(PagedCall& call, const TensorView& out, const TensorView* lse, v
 void run_paged(PagedCall& call, const TensorView& out, const TensorView* lse, void* workspace,
                size_t workspace_bytes, Stream stream);
 // Of a call whose params somebody else has filled: attention_varlen with few queries a sequence.
-void plan_step(PagedCall& call, const DeviceInfo& device);
-void run_step(PagedCall& call, void* workspace, Stream stream);
+Plan plan_step(PagedCall call, const DeviceInfo& device);
+std::string ladder_of_step(const PagedCall& call, const DeviceInfo& device, const Plan& plan);
+void run_step(PagedCall call, const Plan& plan, void* workspace, Stream stream);
 
 void run_paged_plan(PagedCall& call, const TensorView& plan, Stream stream);
 
