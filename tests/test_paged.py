@@ -428,6 +428,7 @@ def test_v2_buffers(device, kv_layout, block_size, dtype, partition_size, rng):
     np.testing.assert_allclose(got["tmp_out"][used], tmp_out[used], atol=eps, rtol=eps)
     for name in got:
         assert np.isnan(got[name][~used]).all(), f"{name}: a partition past the context was written"
+    arena.verify()
 
 
 def test_max_context_len_bounds_the_partitions(device, rng):

@@ -3,6 +3,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
+import subprocess
+import sys
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -10,7 +15,7 @@ import pytest
 import cuattn
 import harness
 import paged_cases
-from paged_cases import PagedCase
+from paged_cases import E4M3, PagedCase
 
 F32, F16, I32, I64 = np.float32, np.float16, np.int32, np.int64
 GROW = "pad it with zeros and pass scale= of the true head_dim"
@@ -243,24 +248,211 @@ def test_a_refused_call_writes_nothing():
     assert (given["out"] == 7).all()
 
 
-@pytest.mark.skipif(harness.why_no_cuda() is not None, reason="needs a CUDA device")
-@pytest.mark.gpu
+# Data that only the device sees. The cases run with CUATTN_CHECK=1, which must say what the CPU
+# says, and without, where ids and lengths are clamped.
+
+on_cuda = pytest.mark.skipif(harness.why_no_cuda() is not None, reason="needs a CUDA device")
+
+CHECKED = """
+import sys, torch, cuattn
+device = sys.argv[1]
+lent = []
+def lend(*shape, dtype=torch.float16):
+    # An array of 7 between 512 elements of NaN.
+    array = torch.ones(shape, dtype=dtype)
+    memory = torch.full((array.numel() + 1024,), float("nan"), dtype=dtype, device=device)
+    lent.append(memory)
+    return memory[512:-512].view(shape).fill_(7)
+def i32(rows): return torch.tensor(rows, dtype=torch.int32, device=device)
+q = lend(3, 4, 64).fill_(1)
+nhd = [lend(5, 8, 2, 64).fill_(1) for _ in range(2)]
+vllm = [lend(5, 2, 8, 8, 8).fill_(1), lend(5, 2, 64, 8).fill_(1)]
+shape = dict(num_heads_q=4, num_heads_kv=2, head_dim=64, block_size=8, dtype="float16")
+def decode(tables, lens, out, **options):
+    cuattn.paged_attention(q, *nhd, tables, lens, out=out, **options)
+def planned(tables, lens, out):
+    decode(tables, lens, out, plan=cuattn.paged_plan(tables, lens, **shape))
+def v1(tables, lens, out): cuattn.paged_attention_v1(out, q, *vllm, tables, lens, 0.125)
+def v2(tables, lens, out):
+    parts = {name: lend(3, 4, 1, dtype=torch.float32) for name in ("exp_sums", "max_logits")}
+    parts["tmp_out"] = lend(3, 4, 1, 64)
+    cuattn.paged_attention_v2(out, q, *vllm, tables, lens, 0.125, **parts)
+tables, lens = [[0, 1], [2, 3], [4, 0]], [16, 9, 0]
+changes = [
+    (tables, lens),
+    ([[0, 1], [5, 3], [4, 0]], lens),
+    ([[0, -1], [2, 3], [4, 0]], lens),
+    ([[0, 1], [2, 2**31 - 1], [4, 0]], lens),
+    (tables, [16, -1, 0]),
+    (tables, [16, 9, 17]),
+    (tables, [16, 2**31 - 1, 0]),
+]
+for call in (decode, planned, v1, v2):
+    for tables, lens in changes:
+        out, want = lend(3, 4, 64), torch.ones(3, 4, 64)
+        want[[n <= 0 for n in lens]] = 0
+        try:
+            call(i32(tables), i32(lens), out)
+        except ValueError as error:
+            print(error)
+            want[:] = 7
+        print(torch.equal(out.float().cpu(), want))
+for memory in lent:
+    assert memory[:512].isnan().all() and memory[-512:].isnan().all(), "written outside"
+"""
+
+TABLES = "entries past the context may be anything"
+LENS = "the table names max_blocks_per_seq * block_size tokens"
+WRONG_ID = [
+    f"block_tables must hold block ids within [0, 4], got 5 at (1, 0); {TABLES}",
+    f"block_tables must hold block ids within [0, 4], got -1 at (0, 1); {TABLES}",
+    f"block_tables must hold block ids within [0, 4], got 2147483647 at (1, 1); {TABLES}",
+]
+WRONG_LENGTH = [
+    f"context_lens must lie within [0, 16], got -1 at index 1; {LENS}",
+    f"context_lens must lie within [0, 16], got 17 at index 2; {LENS}",
+    f"context_lens must lie within [0, 16], got 2147483647 at index 1; {LENS}",
+]
+
+
 @pytest.mark.parametrize(
-    ("block", "length"), [(2**31 - 1, 40), (-(2**31), 40), (7, 2**31 - 1), (7, -5), (-1, 10**6)]
+    ("device", "checked"),
+    [("cpu", "0"), *(pytest.param("cuda", x, marks=[on_cuda, pytest.mark.gpu]) for x in "10")],
 )
+def test_tables_and_lengths_are_checked_on_request(device, checked):
+    """A refused call writes nothing; an unchecked one reads what exists and writes its output."""
+    pytest.importorskip("torch")
+    done = subprocess.run(
+        [sys.executable, "-c", CHECKED, device],
+        env={**os.environ, "CUATTN_CHECK": checked},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    refused = (device, checked) != ("cuda", "0")
+    expected = []
+    for of_ids, of_lens in (
+        ("paged_attention", "paged_attention"),
+        ("paged_attention", "paged_plan"),
+        (V1, V1),
+        (V2, V2),
+    ):
+        messages = [f"{of_ids}: {rule}" for rule in WRONG_ID]
+        messages += [f"{of_lens}: {rule}" for rule in WRONG_LENGTH]
+        expected += ["True"]
+        for message in messages:
+            expected += [message, "True"] if refused else ["True"]
+    assert done.stdout.splitlines() == expected
+
+
+WRONG = [(2**31 - 1, 40), (-(2**31), 40), (77, 40), (7, 2**31 - 1), (7, -5), (-1, 10**6)]
+over_wrong_data = pytest.mark.parametrize(("block", "length"), WRONG)
+over_layouts = pytest.mark.parametrize("kv_layout", ["nhd", "hnd", "vllm"])
+
+
+def wrong_problem(case, block, length, rng):
+    """`case` with another length and one block id throughout for its second sequence, every slot of
+    the caches filled; and the problem that a kernel must solve instead, of what was clamped.
+    """
+    problem = paged_cases.make(case, rng)
+    arrays = problem.arrays
+    for name in ("k_cache", "v_cache"):
+        values = rng.standard_normal(arrays[name].shape, F32)
+        dtype = arrays[name].dtype
+        arrays[name] = values.astype(E4M3).view(dtype) if case.fp8 else values.astype(dtype)
+    num_blocks = len(arrays["k_cache"])
+    assert 7 < num_blocks <= 77
+    arrays["block_tables"][1], arrays["context_lens"][1] = block, length
+    capacity = arrays["block_tables"].shape[1] * case.block_size
+    clamped = {
+        "block_tables": np.clip(arrays["block_tables"], 0, num_blocks - 1),
+        "context_lens": np.clip(arrays["context_lens"], 0, capacity),
+    }
+    return problem, dataclasses.replace(problem, arrays={**arrays, **clamped})
+
+
+def lent_workspace(arena, problem, backend, **options):
+    """A workspace of exactly the size that the call needs."""
+    arrays = problem.arrays
+    names = ("q", "k_cache", "v_cache", "block_tables", "context_lens")
+    shapes = [(str(arrays[name].dtype), *arrays[name].shape) for name in names]
+    options |= {"device": 0, "backend": backend, "kv_layout": problem.case.kv_layout}
+    plan = cuattn.explain("paged_attention", *shapes, **options)
+    return arena.output((plan.workspace_bytes,), np.uint8, name="workspace", align=256)
+
+
+@on_cuda
+@pytest.mark.gpu
+@over_wrong_data
+@over_layouts
 @pytest.mark.parametrize("backend", paged_cases.CUDA_BACKENDS)
-@pytest.mark.parametrize("kv_layout", ["nhd", "hnd", "vllm"])
 def test_wrong_data_on_the_device_is_clamped(backend, kv_layout, block, length, rng):
-    """No access leaves the arrays, whatever tables and lengths hold; right sequences stay right."""
+    """However the keys are cut: no access leaves the arrays, and the result is the clamped one."""
+    device, dtype = harness.Cuda(), "float32" if backend == "simt" else "float16"
+    case = PagedCase(lens=(40, 40, 600), kv_layout=kv_layout, dtype=dtype)
+
+    def attempt():
+        problem, clamped = wrong_problem(case, block, length, rng)
+        paged_cases.run(device, backend, problem)  # skips where the rung does not serve it
+        plan = paged_cases.plan_of(device, backend, problem)
+        for options in ({}, {"num_splits": 3}, {"batch_invariant": True}, {"plan": plan}):
+            arena = harness.Arena(device)
+            lent = lent_workspace(arena, problem, backend, **options)
+            result = paged_cases.run(
+                device, backend, problem, give_out=True, workspace=lent, **options
+            )
+            paged_cases.judge(clamped, *result)
+            arena.verify()
+
+    harness.assert_by_draws(dtype, attempt)
+
+
+@on_cuda
+@pytest.mark.gpu
+@over_wrong_data
+@over_layouts
+@pytest.mark.parametrize("fp8", [False, True])
+def test_wrong_data_of_v1_and_v2_is_clamped(fp8, kv_layout, block, length, rng):
     device = harness.Cuda()
-    good = paged_cases.make(PagedCase(lens=(40, 40, 40), kv_layout=kv_layout), rng)
-    expected, _ = paged_cases.run(device, backend, good)
-    problem = paged_cases.make(PagedCase(lens=(40, 40, 40), kv_layout=kv_layout), rng)
-    problem.arrays = {name: array.copy() for name, array in good.arrays.items()}
-    problem.arrays["block_tables"][1, :] = block
-    problem.arrays["context_lens"][1] = length
-    out, _ = paged_cases.run(device, backend, problem, batch_invariant=True)
-    for b in (0, 2):
-        np.testing.assert_allclose(
-            np.asarray(out[b], F32), np.asarray(expected[b], F32), rtol=2e-3, atol=2e-3
-        )
+    case = PagedCase(lens=(40, 40, 600), kv_layout=kv_layout, fp8=fp8, options=(("scale", 0.125),))
+    problem, clamped = wrong_problem(case, block, length, rng)
+    _, lse = clamped.reference()
+    paged_cases.judge(clamped, paged_cases.run_version(1, device, problem), lse)
+    capacity = problem.arrays["block_tables"].shape[1] * case.block_size
+    arena, shape = harness.Arena(device), (3, case.num_heads_q, -(-capacity // 256))
+    buffers = {
+        "exp_sums": arena.output(shape, F32),
+        "max_logits": arena.output(shape, F32),
+        "tmp_out": arena.output((*shape, case.head_dim), F16),
+    }
+    out = paged_cases.run_version(2, device, problem, partition_size=256, **buffers)
+    paged_cases.judge(clamped, out, lse)
+    arena.verify()
+
+
+@on_cuda
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", paged_cases.CUDA_BACKENDS)
+def test_a_wrong_plan_on_the_device_writes_nothing_outside(backend, rng):
+    """That of another step, and numbers that no plan has; what is in the output means nothing."""
+    device, dtype = harness.Cuda(), "float32" if backend == "simt" else "float16"
+    case = PagedCase(lens=(40, 700, 300), dtype=dtype)
+    problem = paged_cases.make(case, rng)
+    paged_cases.run(device, backend, problem)  # skips where the rung does not serve it
+    other = paged_cases.make(dataclasses.replace(case, lens=(700, 0, 5)), rng)
+    plan = device.numpy(paged_cases.plan_of(device, backend, other))
+    for values in (
+        plan,
+        rng.permutation(plan),
+        rng.integers(-(2**31), 2**31, plan.shape),
+        np.full(plan.shape, 2**31 - 1),
+        np.full(plan.shape, -1),
+        np.zeros(plan.shape),
+        np.ones(plan.shape),
+    ):
+        arena = harness.Arena(device)
+        placed = arena.put(values.astype(I32), align=4)
+        lent = lent_workspace(arena, problem, backend, plan=placed)
+        paged_cases.run(device, backend, problem, give_out=True, workspace=lent, plan=placed)
+        arena.verify()
+    paged_cases.judge(problem, *paged_cases.run(device, backend, problem))
