@@ -18,6 +18,9 @@ void check_options(const cuattn_paged_options* options) {
                  "this library version, got struct_size ",
                  options == nullptr ? 0 : options->struct_size, ", want ",
                  sizeof(cuattn_paged_options));
+  CUATTN_REQUIRE(options->version >= 0 && options->version <= 2,
+                 "paged_attention: version must be 0, 1 or 2, got ", options->version,
+                 "; 1 and 2 are PagedAttention V1 and V2");
 }
 
 PagedCall& state_of(cuattn_attention_call& call) {

@@ -213,6 +213,11 @@ struct PagedOptions {
   const TensorView* lse = nullptr;   // float32 output [num_seqs, num_heads_q(, q_len)]
   bool batch_invariant = false;
   int32_t num_splits = 0;
+  int32_t version = 0;  // 1, 2: PagedAttention V1, in one pass, and V2, in partitions; q of 3 axes
+  // Of V2: 256, 512 or 1024 tokens; -1: what block_tables can name; and float32 outputs [num_seqs,
+  // num_heads_q, partitions], tmp_out of q's dtype [..., head_dim], from the workspace if not given
+  int64_t partition_size = 512, max_context_len = -1;
+  const TensorView *exp_sums = nullptr, *max_logits = nullptr, *tmp_out = nullptr;
   const char* backend = "auto";
 };
 
@@ -226,11 +231,12 @@ struct PagedShape {
 namespace detail {
 
 struct CPagedOptions {
-  DLTensor alibi_slopes, sinks, k_scales, v_scales, plan;
+  DLTensor alibi_slopes, sinks, k_scales, v_scales, plan, exp_sums, max_logits, tmp_out;
   cuattn_paged_options c;
 
   explicit CPagedOptions(const PagedOptions& o) {
     cuattn_paged_options_init(&c);
+    c.version = o.version;
     c.kv_layout = static_cast<int32_t>(o.kv_layout);
     c.kv_dtype = o.e4m3 ? CUATTN_KV_DTYPE_E4M3 : CUATTN_KV_DTYPE_AUTO;
     c.causal = o.causal;
@@ -246,6 +252,11 @@ struct CPagedOptions {
     c.k_scales = COptions::borrow(o.k_scales, k_scales);
     c.v_scales = COptions::borrow(o.v_scales, v_scales);
     c.plan = COptions::borrow(o.plan, plan);
+    c.partition_size = o.partition_size;
+    c.max_context_len = o.max_context_len;
+    c.exp_sums = COptions::borrow(o.exp_sums, exp_sums);
+    c.max_logits = COptions::borrow(o.max_logits, max_logits);
+    c.tmp_out = COptions::borrow(o.tmp_out, tmp_out);
     c.batch_invariant = o.batch_invariant;
     c.num_splits = o.num_splits;
     c.backend = o.backend;

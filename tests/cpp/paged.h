@@ -19,13 +19,24 @@ struct PagedProblem {
   int window_left = -1, num_splits = 0;
   bool alibi = false, sinks = false, batch_invariant = false, planned = false;
   bool packed = false;  // prefill: attention_varlen over the same blocks
+  int version = 0;      // 1, 2: PagedAttention V1, V2
+  bool wrong = false;   // ids and lengths out of range, which the device clamps
 
   Array q, k, v, tables, context_lens, ends, alibi_slopes, sink_logits, plan, out, lse;
+  Array exp_sums, max_logits, tmp_out;  // of V2
 
-  void fill(Random& random);  // makes the arrays but plan; slots that nobody owns hold NaN
+  // Makes the arrays but plan; slots that nobody owns hold NaN, but for `wrong`.
+  void fill(Random& random);
   std::vector<Array*> inputs() {
     return {&q, &k, &v, &tables, &context_lens, &ends, &alibi_slopes, &sink_logits};
   }
+  std::vector<Array*> outputs() {
+    if (version != 2) return {&out, &lse};
+    return {&out, &lse, &exp_sums, &max_logits, &tmp_out};
+  }
+  int width() const { return static_cast<int>(tables.shape()[1]); }
+  int context(int b) const;                                               // as clamped
+  int block(int b, int key) const;                                        // the same
   int64_t place(bool is_k, int block, int token, int head, int d) const;  // in a cache
   int64_t lse_place(int b, int query, int head) const;
   float stored(bool is_k, int block, int token, int head, int d) const;
@@ -47,6 +58,7 @@ class PagedCall {
  private:
   PagedShape shape_;
   TensorView q_, k_, v_, tables_, context_lens_, alibi_, sinks_, plan_, out_, lse_;
+  TensorView exp_sums_, max_logits_, tmp_out_;
   TensorView packed_q_, ends_, packed_out_;
   PagedOptions options_;
   AttentionOptions prefill_;
@@ -56,6 +68,8 @@ class PagedCall {
 
 // One small problem for each way in which a kernel can run: splits, plans, masks, queries.
 std::vector<PagedProblem> paged_problems(DType dtype, bool e4m3, KvLayout layout, int head_dim);
+// V1 and V2, and all three versions over wrong ids and lengths.
+std::vector<PagedProblem> version_problems(DType dtype, bool e4m3, KvLayout layout, int head_dim);
 std::vector<PagedProblem> prefill_problems(DType dtype, KvLayout layout, int head_dim);
 std::string judge_paged(const PagedProblem& problem);  // empty when right
 

@@ -3,6 +3,7 @@
 // the formula in double precision.
 #include <algorithm>
 #include <cmath>
+#include <cstdint>
 #include <limits>
 #include <stdexcept>
 
@@ -13,6 +14,7 @@ namespace cuattn::test {
 namespace {
 
 constexpr double kInf = std::numeric_limits<double>::infinity();
+constexpr int kPartition = 256;  // of V2: the smallest
 
 float e4m3_value(uint8_t bits) {
   int exponent = bits >> 3 & 15, mantissa = bits & 7;
@@ -31,16 +33,15 @@ struct Row {
 Row attend(const PagedProblem& p, int b, int query, int head) {
   Row row;
   row.values.assign(p.head_dim, 0);
-  int kv_head = head / (p.heads_q / p.heads_kv), length = p.lens[b];
-  int diagonal = query + length - p.q_len;
-  int width = static_cast<int>(p.tables.shape()[1]);
+  int kv_head = head / (p.heads_q / p.heads_kv);
+  int diagonal = query + p.context(b) - p.q_len;
   int64_t q = ((int64_t{b} * p.q_len + query) * p.heads_q + head) * p.head_dim;
-  auto block = [&](int key) { return p.tables.i32(b * width + key / p.block_size); };
   int first = p.window_left < 0 ? 0 : std::max(0, diagonal - p.window_left);
   for (int key = first; key <= diagonal; ++key) {
     double dot = 0;
     for (int d = 0; d < p.head_dim; ++d) {
-      dot += double{p.q.get(q + d)} * p.stored(true, block(key), key % p.block_size, kv_head, d);
+      dot +=
+          double{p.q.get(q + d)} * p.stored(true, p.block(b, key), key % p.block_size, kv_head, d);
     }
     double score = dot / std::sqrt(static_cast<double>(p.head_dim));
     if (p.alibi) score -= double{p.alibi_slopes.get(head)} * (diagonal - key);
@@ -55,7 +56,7 @@ Row attend(const PagedProblem& p, int b, int query, int head) {
     int key = first + static_cast<int>(i);
     row.sum += weight;
     for (int d = 0; d < p.head_dim; ++d) {
-      row.values[d] += weight * p.stored(false, block(key), key % p.block_size, kv_head, d);
+      row.values[d] += weight * p.stored(false, p.block(b, key), key % p.block_size, kv_head, d);
     }
   }
   return row;
@@ -73,6 +74,15 @@ int64_t PagedProblem::place(bool is_k, int block, int token, int head, int d) co
   return block * s[0] + head * s[1] + d / x * s[2] + token * s[3] + d % x;
 }
 
+int PagedProblem::context(int b) const {
+  return std::clamp(context_lens.i32(b), 0, width() * block_size);
+}
+
+int PagedProblem::block(int b, int key) const {
+  int last = static_cast<int>(k.shape()[0]) - 1;
+  return std::clamp(tables.i32(b * width() + key / block_size), 0, last);
+}
+
 int64_t PagedProblem::lse_place(int b, int query, int head) const {
   int64_t seqs = static_cast<int64_t>(lens.size());
   return packed ? (head * seqs + b) * q_len + query : (int64_t{b} * heads_q + head) * q_len + query;
@@ -85,6 +95,14 @@ float PagedProblem::stored(bool is_k, int block, int token, int head, int d) con
 }
 
 void PagedProblem::fill(Random& random) {
+  auto draw = [&](Array& cache, int64_t at) {
+    if (e4m3) {  // finite: the exponent is below 15
+      static_cast<uint8_t*>(cache.data())[at] =
+          static_cast<uint8_t>(random.range(0, 1) << 7 | random.range(0, 0x3f));
+    } else {
+      cache.set(at, random.normal());
+    }
+  };
   int seqs = static_cast<int>(lens.size()), width = 1, blocks = 1;
   for (int length : lens) {
     int count = (length + block_size - 1) / block_size;
@@ -127,17 +145,20 @@ void PagedProblem::fill(Random& random) {
       for (int i = 0; i < 2 * heads_kv * head_dim; ++i) {
         bool is_k = i % 2 == 0;
         int head = i / 2 / head_dim, d = i / 2 % head_dim;
-        int64_t at = place(is_k, id, key % block_size, head, d);
-        Array& cache = is_k ? k : v;
-        if (e4m3) {  // finite: the exponent is below 15
-          static_cast<uint8_t*>(cache.data())[at] =
-              static_cast<uint8_t>(random.range(0, 1) << 7 | random.range(0, 0x3f));
-        } else {
-          cache.set(at, random.normal());
-        }
+        draw(is_k ? k : v, place(is_k, id, key % block_size, head, d));
       }
     }
   }
+  if (version == 2) {
+    int64_t partitions = (width * block_size + kPartition - 1) / kPartition;
+    exp_sums = max_logits = Array(DType::f32, {seqs, heads_q, partitions});
+    tmp_out = Array(dtype, {seqs, heads_q, partitions, head_dim});
+  }
+  if (!wrong) return;
+  for (Array* cache : {&k, &v}) cache->for_each_offset([&](int64_t i) { draw(*cache, i); });
+  const std::vector<int> wrong_ids = {-1, blocks, INT32_MAX, INT32_MIN};
+  context_lens.i32(0) = INT32_MIN, context_lens.i32(1) = INT32_MAX;
+  for (int b = 1; b < seqs; ++b) tables.i32(b * width) = random.pick(wrong_ids);
 }
 
 std::string PagedProblem::text() const {
@@ -147,7 +168,7 @@ std::string PagedProblem::text() const {
        << " q_len " << q_len << " splits " << num_splits << " window " << window_left
        << (packed ? " packed" : "") << (planned ? " planned" : "")
        << (batch_invariant ? " invariant" : "") << (alibi ? " alibi" : "")
-       << (sinks ? " sinks" : "");
+       << (sinks ? " sinks" : "") << (wrong ? " wrong" : "") << " version " << version;
   return text.str();
 }
 
@@ -167,6 +188,20 @@ PagedCall::PagedCall(PagedProblem& p, DLDevice device, const Arguments::Address&
   options_.batch_invariant = p.batch_invariant;
   options_.num_splits = p.num_splits;
   options_.backend = backend;
+  options_.version = p.version;
+  if (p.version != 0) {  // without an axis of queries
+    int64_t seqs = static_cast<int64_t>(p.lens.size());
+    q_ = TensorView(q_.data, p.dtype, {seqs, p.heads_q, p.head_dim}, device);
+    out_ = TensorView(out_.data, p.dtype, {seqs, p.heads_q, p.head_dim}, device);
+    lse_ = TensorView(lse_.data, DType::f32, {seqs, p.heads_q}, device);
+  }
+  if (p.version == 2) {
+    exp_sums_ = view(p.exp_sums), max_logits_ = view(p.max_logits), tmp_out_ = view(p.tmp_out);
+    options_.partition_size = kPartition;
+    options_.exp_sums = &exp_sums_;
+    options_.max_logits = &max_logits_;
+    options_.tmp_out = &tmp_out_;
+  }
   int64_t rows = static_cast<int64_t>(p.lens.size()) * p.q_len;
   packed_ = p.packed;
   packed_q_ = TensorView(q_.data, p.dtype, {rows, p.heads_q, p.head_dim}, device);
@@ -228,6 +263,22 @@ std::vector<PagedProblem> paged_problems(DType dtype, bool e4m3, KvLayout layout
   return list;
 }
 
+std::vector<PagedProblem> version_problems(DType dtype, bool e4m3, KvLayout layout, int head_dim) {
+  PagedProblem base;
+  base.dtype = dtype, base.e4m3 = e4m3, base.layout = layout, base.head_dim = head_dim;
+  base.lens = {40, 0, 1, 2 * kPartition + 9};
+  std::vector<PagedProblem> list(7, base);
+  list[0].version = 1, list[0].alibi = true;
+  list[1].version = 2, list[1].alibi = true;
+  list[2].version = 2, list[2].heads_q = 20, list[2].heads_kv = 1;
+  for (int i = 3; i < 7; ++i) list[i].wrong = true;
+  list[3].version = 1;
+  list[4].version = 2;
+  list[5].planned = true;
+  list[6].num_splits = 3, list[6].q_len = 2;
+  return list;
+}
+
 std::vector<PagedProblem> prefill_problems(DType dtype, KvLayout layout, int head_dim) {
   PagedProblem base;
   base.dtype = dtype, base.layout = layout, base.head_dim = head_dim, base.packed = true;
@@ -285,6 +336,36 @@ TEST(cpu_paged_attention_is_attention_over_the_keys_of_its_blocks) {
       }
 }
 
+std::string refusal_of(PagedProblem& p) {
+  try {
+    PagedCall call(p, kHost, [](Array& array) { return array.data(); }, "auto");
+    std::vector<float> workspace(call.workspace_bytes() / sizeof(float) + 64);
+    call.run({workspace.data(), call.workspace_bytes()}, nullptr);
+  } catch (const std::invalid_argument& error) {
+    return error.what();
+  }
+  return "";
+}
+
+TEST(cpu_paged_attention_has_its_versions) {
+  Random random(case_seed("versions"));
+  for (DType dtype : {DType::f32, DType::f16, DType::bf16})
+    for (bool e4m3 : {false, true})
+      for (KvLayout layout : {KvLayout::nhd, KvLayout::hnd, KvLayout::vllm}) {
+        if (e4m3 && dtype == DType::f32) continue;
+        for (PagedProblem& p : version_problems(dtype, e4m3, layout, 16 * random.range(1, 8))) {
+          p.fill(random);
+          if (p.wrong) {
+            CHECK(refusal_of(p).find(" must ") != std::string::npos, p.text());
+            continue;
+          }
+          std::string wrong = refusal_of(p);
+          if (wrong.empty()) wrong = judge_paged(p);
+          CHECK(wrong.empty(), wrong);
+        }
+      }
+}
+
 TEST(cpu_attention_varlen_reads_blocks) {
   Random random(case_seed("pages"));
   for (DType dtype : {DType::f32, DType::f16, DType::bf16})
@@ -299,20 +380,16 @@ TEST(cpu_attention_varlen_reads_blocks) {
       }
 }
 
-TEST(cpu_paged_attention_refuses_blocks_that_are_not_there) {
+TEST(cpu_paged_attention_refuses_blocks_and_versions_that_are_not_there) {
   Random random(1);
   PagedProblem p = paged_problems(DType::f32, false, KvLayout::nhd, 64)[1];
   p.fill(random);
   p.tables.i32(0) = 1000;
-  PagedCall call(p, kHost, [](Array& array) { return array.data(); }, "auto");
-  std::vector<float> workspace(call.workspace_bytes() / sizeof(float) + 64);
-  std::string message;
-  try {
-    call.run({workspace.data(), call.workspace_bytes()}, nullptr);
-  } catch (const std::invalid_argument& error) {
-    message = error.what();
-  }
+  std::string message = refusal_of(p);
   CHECK(message.find("block_tables must hold block ids") != std::string::npos, message);
+  p.version = 3;
+  message = refusal_of(p);
+  CHECK(message.find("version must be 0, 1 or 2, got 3") != std::string::npos, message);
 }
 
 }  // namespace

@@ -38,7 +38,7 @@ class OnGpuPages {
     for (Array* array : problem_.inputs()) {
       if (download(*array) != array->bytes()) return problem_.text() + ": an input was changed";
     }
-    for (Array* array : {&problem_.out, &problem_.lse}) {
+    for (Array* array : problem_.outputs()) {
       std::vector<uint8_t> bytes_now = download(*array);
       for (size_t i = 0; i < array->guard_bytes(); ++i) {
         if (bytes_now[i] != 0xff || bytes_now[bytes_now.size() - 1 - i] != 0xff)
@@ -112,6 +112,17 @@ bool add_cases() {
           };
           add_case(name, run, Needs::gpu);
         }
+  for (const char* backend : {"simt", "sm80", "sm90"})
+    for (const Type& type : types)
+      for (int layout = 0; layout < 3; ++layout) {
+        std::string name =
+            std::string("cuda_paged_versions_") + backend + "_" + type.name + "_" + layouts[layout];
+        auto run = [=] {
+          check_kernel(backend,
+                       version_problems(type.dtype, type.e4m3, static_cast<KvLayout>(layout), 64));
+        };
+        add_case(name, run, Needs::gpu);
+      }
   for (const char* backend : {"auto", "simt", "sm80", "sm90"})
     for (int type = 0; type < 3; ++type)
       for (int layout = 0; layout < 3; ++layout)
