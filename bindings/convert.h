@@ -105,7 +105,7 @@ struct NumpyArrayObject {
 // Interned names, numpy functions and dtypes: fetched once and kept for the life of the process.
 struct Python {
   nb::object numpy_empty, numpy_ndarray, numpy_masked;
-  nb::object float32, float16, uint8, int32;
+  nb::object float32, float16, uint8, int32, int64;
   nb::object bfloat16;      // ml_dtypes' dtype object, known after the first array of that type
   nb::object grad_enabled;  // torch.is_grad_enabled, known after the first tensor
   void* const* numpy_api;   // numpy's table of C functions
@@ -127,6 +127,7 @@ struct Python {
     float16 = numpy.attr("dtype")("float16");
     uint8 = numpy.attr("dtype")("uint8");
     int32 = numpy.attr("dtype")("int32");
+    int64 = numpy.attr("dtype")("int64");
     nb::object sample = numpy.attr("zeros")(nb::make_tuple(2, 3), float16).attr("T");
     reads_numpy_object = detail::NumpyArrayObject::is_layout_of(sample);
     nb::object core = loaded_module("numpy._core._multiarray_umath");
@@ -356,11 +357,15 @@ class Array {
       view.dtype = {kDLFloat, 16, 1};
     } else if (a->dtype == py.bfloat16.ptr()) {
       view.dtype = {kDLBfloat, 16, 1};
+    } else if (a->dtype == py.int32.ptr()) {
+      view.dtype = {kDLInt, 32, 1};
+    } else if (a->dtype == py.int64.ptr()) {
+      view.dtype = {kDLInt, 64, 1};
     } else {
       return false;
     }
     if (a->ndim > kMaxDims || (output && !(a->flags & detail::kNumpyWritable))) return false;
-    int shift = view.dtype.bits == 32 ? 2 : 1;  // log2 of the item size: a division takes longer
+    int shift = view.dtype.bits / 32 + 1;  // log2 of the item size: a division takes longer
     view.data = a->data;
     view.ndim = a->ndim;
     for (int i = 0; i < a->ndim; ++i) {
