@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host time of one Python call of cuattn.attention, the output allocated: median of many calls.
+"""Host time of one Python call of cuattn.attention and cuattn.paged_attention: median of many.
 
     python benchmarks/overhead.py [--calls 100000] [-o [overhead.json]]
 
@@ -16,7 +16,8 @@ What the call spends before the kernel's launch is derived from three of the row
 With a batch of 0 a call does all that it does otherwise (arguments, import, checks, choice of the
 kernel, outputs) but for the launch itself, finding the compiled kernel and the few comparisons of
 strides that an empty array is spared. `floor` rows are a call of the same framework that does next
-to nothing.
+to nothing. `paged` rows are paged_attention of one token a sequence, eight sequences on CUDA, one
+on the CPU; `given` ones bring out=, plan= and workspace=, as a serving loop does.
 """
 
 from __future__ import annotations
@@ -39,6 +40,10 @@ import cuattn
 
 SHAPE = (1, 1, 1, 8)  # CPU: nothing to compute
 CUDA_SHAPE = (1, 128, 8, 64)
+PAGED = {"num_seqs": 1, "num_heads_q": 1, "num_heads_kv": 1, "head_dim": 8, "dtype": "float32"}
+CUDA_PAGED = {"num_seqs": 8, "num_heads_q": 32, "num_heads_kv": 8, "head_dim": 128}
+CUDA_PAGED |= {"dtype": "float16"}
+PAGED_BLOCK = 16  # tokens; each sequence has one block of them
 RESULTS = Path(__file__).parent / "results" / "overhead.json"
 BATCH = 64  # CUDA calls between two drains: far below the depth of a launch queue
 # Aims in microseconds, by row: docs/design.md.
@@ -79,6 +84,36 @@ def our_rows(
     }
 
 
+def paged_rows(
+    name: str, put: Callable, drain: Callable[[], Any] | None = None
+) -> dict[str, tuple[Callable, Callable | None]]:
+    """Rows of cuattn.paged_attention; `put` makes a numpy array one of the library."""
+    shape = PAGED if drain is None else CUDA_PAGED
+    seqs, heads, dim, dtype = (shape[x] for x in ("num_seqs", "num_heads_q", "head_dim", "dtype"))
+    q = put(np.ones((seqs, heads, dim), dtype))
+    cache = put(np.ones((seqs, PAGED_BLOCK, shape["num_heads_kv"], dim), dtype))
+    tables = put(np.arange(seqs, dtype=np.int32)[:, None])
+    lens = put(np.full(seqs, PAGED_BLOCK, np.int32))
+    extents = {n: shape[n] for n in ("num_heads_q", "num_heads_kv", "head_dim", "dtype")}
+    plan = cuattn.paged_plan(tables, lens, block_size=PAGED_BLOCK, **extents)
+    arrays = (q, cache, cache, tables, lens)
+    workspace_bytes = cuattn.explain("paged_attention", *arrays, plan=plan).workspace_bytes
+    given = {
+        "out": put(np.empty((seqs, heads, dim), dtype)),
+        "plan": plan,
+        "workspace": put(np.empty(max(workspace_bytes, 1), np.uint8)),
+    }
+    none, none_out = (q[:0], cache, cache, tables[:0], lens[:0]), given["out"][:0]
+    return {
+        f"{name} paged": (lambda: cuattn.paged_attention(*arrays), drain),
+        f"{name} paged given": (lambda: cuattn.paged_attention(*arrays, **given), drain),
+        f"{name} paged out=, empty batch": (
+            lambda: cuattn.paged_attention(*none, out=none_out),
+            drain,
+        ),
+    }
+
+
 def derived_rows(rows: dict[str, float], name: str) -> dict[str, float]:
     """Split the whole call at the launch of the kernel (on the CPU: at the kernel)."""
     launch = rows[f"{name} out="] - rows[f"{name} out=, empty batch"]
@@ -89,6 +124,7 @@ def numpy_rows() -> dict[str, tuple[Callable, Callable | None]]:
     x = np.ones(SHAPE, np.float32)
     return {
         **our_rows("numpy", x, np.empty_like),
+        **paged_rows("numpy", lambda array: array),
         "numpy floor (numpy.empty)": (lambda: np.empty(SHAPE, np.float32), None),
     }
 
@@ -109,6 +145,7 @@ def torch_rows(device: str) -> dict[str, tuple[Callable, Callable | None]]:
     sdpa = torch.nn.functional.scaled_dot_product_attention
     return {
         **our_rows(f"torch {device}", x, torch.empty_like, drain),
+        **paged_rows(f"torch {device}", lambda array: torch.from_numpy(array).to(device), drain),
         f"torch {device} floor (torch.empty_like)": (lambda: torch.empty_like(x), drain),
         f"torch {device} its own SDPA": (
             lambda: sdpa(heads_first, heads_first, heads_first),
@@ -202,6 +239,8 @@ def main() -> None:
             "calls": arguments.calls,
             "cpu_shape": SHAPE,
             "cuda_shape": CUDA_SHAPE,
+            "paged": PAGED,
+            "cuda_paged": CUDA_PAGED,
             "machine": platform.processor() or platform.machine(),
             "python": platform.python_version(),
             "cuattn": cuattn.info(),

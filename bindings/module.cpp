@@ -125,6 +125,30 @@ nb::object attention_given(AttentionArgs& args) {
   return run_attention("attention", args);
 }
 
+nb::object attention_front(nb::object python_function, const std::string& doc) {
+  using A = AttentionArgs;
+  return Front<A>::make(std::move(python_function), attention_given, doc,
+                        {{"q", &A::q}, {"k", &A::k}, {"v", &A::v}},
+                        {{"causal", &A::causal},
+                         {"out", &A::out},
+                         {"scale", &A::scale},
+                         {"window", &A::window},
+                         {"return_lse", &A::return_lse},
+                         {"layout", &A::layout},
+                         {"softcap", &A::softcap},
+                         {"sinks", &A::sinks},
+                         {"alibi_slopes", &A::alibi_slopes},
+                         {"bias", &A::bias},
+                         {"seqused_q", &A::seqused_q},
+                         {"seqused_k", &A::seqused_k},
+                         {"lse_out", &A::lse_out},
+                         {"num_splits", &A::num_splits},
+                         {"batch_invariant", &A::batch_invariant},
+                         {"workspace", &A::workspace},
+                         {"backend", &A::backend},
+                         {"stream", &A::stream}});
+}
+
 nb::object attention_varlen(nb::handle q, nb::handle k, nb::handle v, nb::handle cu_seqlens_q,
                             nb::handle cu_seqlens_k, nb::handle max_seqlen_q,
                             nb::handle max_seqlen_k, nb::handle block_tables, nb::handle kv_layout,
@@ -327,15 +351,10 @@ NB_MODULE(_core, m) {
       "cuattn.attention with every argument in its place. Returns out or (out, lse) in q's "
       "library, or NotImplemented\n"
       "for JAX arrays, which go through cuattn.jax.");
-  m.def(
-      "attention_front",
-      [](nb::object python_function, const std::string& doc) {
-        return Front::make(std::move(python_function), attention_given, "attention", doc);
-      },
-      nb::arg("python_function"), nb::arg("doc"),
-      nb::sig("def attention_front(python_function: object, doc: str) -> object"),
-      "The builtin cuattn.attention, which serves what it can and leaves the rest to "
-      "`python_function`.");
+  m.def("attention_front", &attention_front, nb::arg("python_function"), nb::arg("doc"),
+        nb::sig("def attention_front(python_function: object, doc: str) -> object"),
+        "The builtin cuattn.attention, which serves what it can and leaves the rest to "
+        "`python_function`.");
   m.def("attention_varlen", &attention_varlen,
         nb::sig(
             "def attention_varlen(q: object, k: object, v: object, cu_seqlens_q: object, "

@@ -4,11 +4,14 @@
 #include "paged.h"
 
 #include <optional>
+#include <string>
+#include <utility>
 
 #include "convert.h"
 #include "cuattn/c_api.h"
 #include "errors.h"
 #include "explain.h"
+#include "fastcall.h"
 #include "options.h"
 #include "results.h"
 
@@ -51,7 +54,7 @@ cuattn_paged_options parse_paged(const char* op, int32_t version, const PagedArg
   cuattn_paged_options o;
   cuattn_paged_options_init(&o);
   o.version = version;
-  o.kv_layout = parse_kv_layout(op, args.kv_layout);
+  if (args.kv_layout.is_valid()) o.kv_layout = parse_kv_layout(op, args.kv_layout);
   o.kv_dtype = parse_kv_dtype(op, args.kv_dtype);
   parse_mask(op, args, o);
   o.has_scale = is_given(args.scale);
@@ -125,7 +128,8 @@ void refuse_jax(const char* op, const char* name, nb::handle array) {
 nb::object run_paged(int32_t version, const PagedArgs& args) {
   const char* op = function_of(version);
   refuse_jax(op, "q", args.q);
-  CallStream stream = parse_stream(op, args.stream);
+  CallStream stream;
+  if (is_given(args.stream)) stream = parse_stream(op, args.stream);
   cuattn_paged_options options = parse_paged(op, version, args);
   bool wants_lse = is_given(args.lse_out) ||
                    (args.return_lse.is_valid() && parse_bool(op, "return_lse", args.return_lse));
@@ -170,6 +174,35 @@ nb::object paged_attention(nb::handle q, nb::handle k_cache, nb::handle v_cache,
                  k_scale,    v_scale, kv_dtype, plan,         num_splits,   batch_invariant,
                  return_lse, out,     lse_out,  workspace,    backend,      stream};
   return run_paged(0, args);
+}
+
+nb::object paged_attention_front(nb::object python_function, const std::string& doc) {
+  using A = PagedArgs;
+  return Front<A>::make(std::move(python_function), [](A& args) { return run_paged(0, args); }, doc,
+                        {{"q", &A::q},
+                         {"k_cache", &A::k_cache},
+                         {"v_cache", &A::v_cache},
+                         {"block_tables", &A::block_tables},
+                         {"context_lens", &A::context_lens}},
+                        {{"out", &A::out},
+                         {"workspace", &A::workspace},
+                         {"plan", &A::plan},
+                         {"scale", &A::scale},
+                         {"kv_layout", &A::kv_layout},
+                         {"causal", &A::causal},
+                         {"window", &A::window},
+                         {"softcap", &A::softcap},
+                         {"sinks", &A::sinks},
+                         {"alibi_slopes", &A::alibi_slopes},
+                         {"k_scale", &A::k_scale},
+                         {"v_scale", &A::v_scale},
+                         {"kv_dtype", &A::kv_dtype},
+                         {"num_splits", &A::num_splits},
+                         {"batch_invariant", &A::batch_invariant},
+                         {"return_lse", &A::return_lse},
+                         {"lse_out", &A::lse_out},
+                         {"backend", &A::backend},
+                         {"stream", &A::stream}});
 }
 
 nb::object paged_attention_v1(nb::handle out, nb::handle q, nb::handle key_cache,
@@ -420,6 +453,9 @@ void add_paged(nb::module_& m) {
         nb::arg("return_lse").none(), nb::arg("out").none(), nb::arg("lse_out").none(),
         nb::arg("workspace").none(), nb::arg("backend").none(), nb::arg("stream").none(),
         "cuattn.paged_attention with every argument in its place.");
+  m.def("paged_attention_front", &paged_attention_front, nb::arg("python_function"), nb::arg("doc"),
+        nb::sig("def paged_attention_front(python_function: object, doc: str) -> object"),
+        "The builtin cuattn.paged_attention, as `attention_front` makes that of attention.");
   m.def("paged_attention_v1", &paged_attention_v1,
         nb::sig("def paged_attention_v1(out: object, q: object, key_cache: object, value_cache: "
                 "object, block_tables: object, context_lens: object, scale: float, kv_layout: str, "

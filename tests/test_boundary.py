@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import sys
 
 import ml_dtypes
@@ -169,3 +170,33 @@ def test_refusals_keep_no_reference():
     del options
     gc.collect()
     assert [sys.getrefcount(x) for x in (*arrays, lengths)] == counts
+
+
+def builtin_arrays(function):
+    def array(*shape):
+        return np.linspace(-2, 3, np.prod(shape), dtype=np.float32).reshape(shape)
+
+    if function == "attention":
+        return GOOD
+    tables, lens = np.array([[1, 0]], np.int32), np.array([6], np.int32)
+    return [array(1, 2, 8), array(2, 4, 1, 8), array(2, 4, 1, 8), tables, lens]
+
+
+@pytest.mark.parametrize("function", ["attention", "paged_attention"])
+def test_a_builtin_takes_its_arguments_as_the_python_function_would(function):
+    call, good = getattr(cuattn, function), builtin_arrays(function)
+    parameters = inspect.signature(call).parameters.values()
+    named = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    defaults = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+    assert len(named) == len(good)
+    assert len(defaults) >= 19
+    expected = call(*good)
+    variants = [call(*good, **{name: value}) for name, value in defaults.items()]
+    variants += [call(*good, **defaults), call(**dict(zip(named, good, strict=True)))]
+    variants += [call(*good[:1], **dict(zip(named[1:], good[1:], strict=True)))]
+    for out in variants:
+        np.testing.assert_array_equal(out, expected)
+    for values, options in [(good[:2], {}), (good, {"scales": 1}), (good, {"q": good[0]})]:
+        with pytest.raises(TypeError, match=function):
+            call(*values, **options)
+    assert call.__doc__.startswith("Attend with ")

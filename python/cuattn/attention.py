@@ -189,13 +189,18 @@ def attention(
     )
 
 
+def signature_and_doc(function: Any) -> str:
+    """Return the docstring of a builtin: the signature in front, where Python reads it."""
+    code = function.__code__
+    positional = ", ".join(code.co_varnames[: code.co_argcount])
+    defaults = ", ".join(f"{name}={value!r}" for name, value in function.__kwdefaults__.items())
+    return f"{function.__name__}({positional}, *, {defaults})\n--\n\n{function.__doc__}"
+
+
 if not TYPE_CHECKING:
     # A call of the function above would first fill in its 20 defaults and pass them all on; the
     # builtin of the same signature touches what the caller gave, and calls the function otherwise.
-    _defaults = ", ".join(f"{name}={value!r}" for name, value in attention.__kwdefaults__.items())
-    attention = _core.attention_front(
-        attention, f"attention(q, k, v, *, {_defaults})\n--\n\n{attention.__doc__}"
-    )
+    attention = _core.attention_front(attention, signature_and_doc(attention))
 
 
 def attention_varlen(

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import _core
 from ._arrays import Array, ArrayT
+from .attention import signature_and_doc
 
 
 def paged_attention(
@@ -144,6 +145,13 @@ def paged_attention(
         workspace,
         backend,
         stream,
+    )
+
+
+if not TYPE_CHECKING:
+    # A builtin of the same signature stands in front, as it does in front of attention.
+    paged_attention = _core.paged_attention_front(
+        paged_attention, signature_and_doc(paged_attention)
     )
 
 
