@@ -192,7 +192,9 @@ inline Allocation allocate_torch(const Array& like, const TensorView& wanted) {
   } else {
     nb::object device = nb::steal(PyObject_GetAttr(like.object.ptr(), torch.device));
     if (!device.is_valid()) throw nb::python_error();
-    result.object = torch.empty(shape_tuple(wanted), nb::arg("dtype") = torch.dtype(wanted.dtype),
+    // By name: torch takes a third longer to tell a tuple in the first place from its overloads.
+    result.object = torch.empty(nb::arg("size") = shape_tuple(wanted),
+                                nb::arg("dtype") = torch.dtype(wanted.dtype),
                                 nb::arg("device") = device);
   }
   DLTensor made;
