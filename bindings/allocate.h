@@ -193,9 +193,9 @@ inline Allocation allocate_torch(const Array& like, const TensorView& wanted) {
     nb::object device = nb::steal(PyObject_GetAttr(like.object.ptr(), torch.device));
     if (!device.is_valid()) throw nb::python_error();
     // By name: torch takes a third longer to tell a tuple in the first place from its overloads.
-    result.object = torch.empty(nb::arg("size") = shape_tuple(wanted),
-                                nb::arg("dtype") = torch.dtype(wanted.dtype),
-                                nb::arg("device") = device);
+    result.object =
+        torch.empty(nb::arg("size") = shape_tuple(wanted),
+                    nb::arg("dtype") = torch.dtype(wanted.dtype), nb::arg("device") = device);
   }
   DLTensor made;
   if (like.type.api->dltensor_from_py_object_no_sync(result.object.ptr(), &made) != 0)

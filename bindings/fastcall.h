@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// cuattn.attention and cuattn.paged_attention as builtins: a call pays for the arguments it gives,
-// not for all 24. What is out of the ordinary (JAX arrays, quantisation scales, wrong or missing
-// names) goes to the Python function of the same signature. Next: module.cpp, paged.cpp.
+// cuattn.attention, attention_varlen and paged_attention as builtins: a call pays for the arguments
+// it gives, not for all 24. What is out of the ordinary (JAX arrays, quantisation scales, wrong or
+// missing names) goes to the Python function of the same signature. Next: module.cpp, paged.cpp.
 #pragma once
 
 #include <exception>
@@ -14,29 +14,28 @@
 
 namespace cuattn::bindings {
 
-// The builtin of one Python function, whose arguments make an `Args`; both live as long as the
-// process.
 template <class Args>
+struct Argument {
+  const char* name;
+  nb::handle Args::* field;
+  PyObject* interned = nullptr;
+};
+
+// The builtin of one Python function, whose arguments make an `Args`; both live as long as the
+// process. kRun gives NotImplemented to decline.
+template <class Args, nb::object (*kRun)(Args&)>
 struct Front {
-  using Run = nb::object (*)(Args& args);  // gives NotImplemented to decline
-
-  struct Argument {
-    const char* name;
-    nb::handle Args::* field;
-    PyObject* interned = nullptr;
-  };
-
   // `positional` stand in their place, `keywords` are given by name, the most usual first.
-  static nb::object make(nb::object python_function, Run run, const std::string& doc,
-                         std::vector<Argument> positional, std::vector<Argument> keywords) {
+  static nb::object make(nb::object python_function, const std::string& doc,
+                         std::vector<Argument<Args>> positional,
+                         std::vector<Argument<Args>> keywords) {
     Front& front = get();
     front.name = text_of(nb::object(python_function.attr("__name__")));
     nb::object module(python_function.attr("__module__"));
     front.python_function = python_function.release().ptr();
-    front.run = run;
     front.positional = std::move(positional);
     front.keywords = std::move(keywords);
-    for (Argument& keyword : front.keywords)
+    for (Argument<Args>& keyword : front.keywords)
       keyword.interned = PyUnicode_InternFromString(keyword.name);
     front.doc = doc;
     front.definition = {front.name.c_str(),
@@ -47,10 +46,9 @@ struct Front {
 
  private:
   PyObject* python_function = nullptr;
-  Run run = nullptr;
   std::string name, doc;
   PyMethodDef definition{};
-  std::vector<Argument> positional, keywords;
+  std::vector<Argument<Args>> positional, keywords;
 
   static Front& get() {
     static Front* front = new Front();  // never destroyed: the builtin points into it
@@ -64,8 +62,8 @@ struct Front {
     Py_ssize_t given = names == nullptr ? 0 : PyTuple_Size(names);
     for (Py_ssize_t i = 0; i < given; ++i) {
       PyObject* name = PyTuple_GetItem(names, i);
-      const Argument* found = nullptr;
-      for (const Argument& keyword : keywords) {
+      const Argument<Args>* found = nullptr;
+      for (const Argument<Args>& keyword : keywords) {
         if (keyword.interned != name) continue;  // names in a program's text are interned
         found = &keyword;
         break;
@@ -98,7 +96,7 @@ struct Front {
     try {
       Args args;
       if (front.read(args, values, count, names)) {
-        nb::object result = front.run(args);
+        nb::object result = kRun(args);
         if (result.ptr() != Py_NotImplemented) return result.release().ptr();
       }
       return front.call_python(values, count, names);

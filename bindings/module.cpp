@@ -9,6 +9,7 @@
 #include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "allocate.h"
 #include "block_pool.h"
@@ -116,37 +117,73 @@ nb::object attention(nb::handle q, nb::handle k, nb::handle v, nb::handle layout
   return run_attention("attention", args);
 }
 
-// The builtin cuattn.attention; a named cuBLAS has to be found first, which is Python's work.
+// A named cuBLAS has to be found first, which is Python's work.
+bool names_cublas(const char* op, nb::handle backend) {
+  return backend.is_valid() && std::strcmp(parse_text(op, "backend", backend), "cublas") == 0;
+}
+
+// The builtin cuattn.attention.
 nb::object attention_given(AttentionArgs& args) {
-  if (args.backend.is_valid() &&
-      std::strcmp(parse_text("attention", "backend", args.backend), "cublas") == 0) {
-    return nb::borrow(Py_NotImplemented);
-  }
+  if (names_cublas("attention", args.backend)) return nb::borrow(Py_NotImplemented);
   return run_attention("attention", args);
+}
+
+// The builtin cuattn.attention_varlen; what it would refuse is left to Python.
+nb::object attention_varlen_given(AttentionArgs& args) {
+  const char* op = "attention_varlen";
+  bool is_paged = is_given(args.block_tables);
+  bool has_lengths = is_given(args.cu_seqlens_q) && (is_paged || is_given(args.cu_seqlens_k)) &&
+                     is_given(args.max_seqlen_q) && is_given(args.max_seqlen_k);
+  bool is_usual = has_lengths && (is_paged || !args.kv_layout.is_valid());
+  if (!is_usual || names_cublas(op, args.backend)) return nb::borrow(Py_NotImplemented);
+  return run_attention(op, args);
+}
+
+// What attention and attention_varlen take by name.
+std::vector<Argument<AttentionArgs>> attention_keywords() {
+  using A = AttentionArgs;
+  return {{"causal", &A::causal},
+          {"out", &A::out},
+          {"scale", &A::scale},
+          {"window", &A::window},
+          {"return_lse", &A::return_lse},
+          {"softcap", &A::softcap},
+          {"sinks", &A::sinks},
+          {"alibi_slopes", &A::alibi_slopes},
+          {"bias", &A::bias},
+          {"seqused_q", &A::seqused_q},
+          {"seqused_k", &A::seqused_k},
+          {"lse_out", &A::lse_out},
+          {"num_splits", &A::num_splits},
+          {"batch_invariant", &A::batch_invariant},
+          {"workspace", &A::workspace},
+          {"backend", &A::backend},
+          {"stream", &A::stream}};
 }
 
 nb::object attention_front(nb::object python_function, const std::string& doc) {
   using A = AttentionArgs;
-  return Front<A>::make(std::move(python_function), attention_given, doc,
-                        {{"q", &A::q}, {"k", &A::k}, {"v", &A::v}},
-                        {{"causal", &A::causal},
-                         {"out", &A::out},
-                         {"scale", &A::scale},
-                         {"window", &A::window},
-                         {"return_lse", &A::return_lse},
-                         {"layout", &A::layout},
-                         {"softcap", &A::softcap},
-                         {"sinks", &A::sinks},
-                         {"alibi_slopes", &A::alibi_slopes},
-                         {"bias", &A::bias},
-                         {"seqused_q", &A::seqused_q},
-                         {"seqused_k", &A::seqused_k},
-                         {"lse_out", &A::lse_out},
-                         {"num_splits", &A::num_splits},
-                         {"batch_invariant", &A::batch_invariant},
-                         {"workspace", &A::workspace},
-                         {"backend", &A::backend},
-                         {"stream", &A::stream}});
+  std::vector<Argument<A>> keywords = attention_keywords();
+  keywords.push_back({"layout", &A::layout});
+  return Front<A, attention_given>::make(std::move(python_function), doc,
+                                         {{"q", &A::q}, {"k", &A::k}, {"v", &A::v}},
+                                         std::move(keywords));
+}
+
+nb::object attention_varlen_front(nb::object python_function, const std::string& doc) {
+  using A = AttentionArgs;
+  std::vector<Argument<A>> keywords = attention_keywords();
+  keywords.push_back({"block_tables", &A::block_tables});
+  keywords.push_back({"kv_layout", &A::kv_layout});
+  return Front<A, attention_varlen_given>::make(std::move(python_function), doc,
+                                                {{"q", &A::q},
+                                                 {"k", &A::k},
+                                                 {"v", &A::v},
+                                                 {"cu_seqlens_q", &A::cu_seqlens_q},
+                                                 {"cu_seqlens_k", &A::cu_seqlens_k},
+                                                 {"max_seqlen_q", &A::max_seqlen_q},
+                                                 {"max_seqlen_k", &A::max_seqlen_k}},
+                                                std::move(keywords));
 }
 
 nb::object attention_varlen(nb::handle q, nb::handle k, nb::handle v, nb::handle cu_seqlens_q,
@@ -355,6 +392,10 @@ NB_MODULE(_core, m) {
         nb::sig("def attention_front(python_function: object, doc: str) -> object"),
         "The builtin cuattn.attention, which serves what it can and leaves the rest to "
         "`python_function`.");
+  m.def("attention_varlen_front", &attention_varlen_front, nb::arg("python_function"),
+        nb::arg("doc"),
+        nb::sig("def attention_varlen_front(python_function: object, doc: str) -> object"),
+        "The builtin cuattn.attention_varlen, in the same way.");
   m.def("attention_varlen", &attention_varlen,
         nb::sig(
             "def attention_varlen(q: object, k: object, v: object, cu_seqlens_q: object, "

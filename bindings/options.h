@@ -107,7 +107,7 @@ struct AttentionArgs {
       seqused_k;
   nb::handle num_splits, batch_invariant, return_lse, backend;
   nb::handle out, lse_out, workspace, stream;
-  nb::handle block_tables, kv_layout;
+  nb::handle block_tables{}, kv_layout{};
 };
 
 // Given, and not None, for the arguments whose default is None.

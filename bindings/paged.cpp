@@ -24,7 +24,7 @@ struct PagedArgs {
   nb::handle kv_layout, scale, causal, window, softcap, alibi_slopes, sinks, k_scale, v_scale;
   nb::handle kv_dtype, plan, num_splits, batch_invariant, return_lse;
   nb::handle out, lse_out, workspace, backend, stream;
-  nb::handle exp_sums, max_logits, tmp_out, partition_size, max_context_len;
+  nb::handle exp_sums{}, max_logits{}, tmp_out{}, partition_size{}, max_context_len{};
 };
 
 const char* function_of(int32_t version) {
@@ -176,33 +176,35 @@ nb::object paged_attention(nb::handle q, nb::handle k_cache, nb::handle v_cache,
   return run_paged(0, args);
 }
 
+nb::object paged_attention_given(PagedArgs& args) { return run_paged(0, args); }
+
 nb::object paged_attention_front(nb::object python_function, const std::string& doc) {
   using A = PagedArgs;
-  return Front<A>::make(std::move(python_function), [](A& args) { return run_paged(0, args); }, doc,
-                        {{"q", &A::q},
-                         {"k_cache", &A::k_cache},
-                         {"v_cache", &A::v_cache},
-                         {"block_tables", &A::block_tables},
-                         {"context_lens", &A::context_lens}},
-                        {{"out", &A::out},
-                         {"workspace", &A::workspace},
-                         {"plan", &A::plan},
-                         {"scale", &A::scale},
-                         {"kv_layout", &A::kv_layout},
-                         {"causal", &A::causal},
-                         {"window", &A::window},
-                         {"softcap", &A::softcap},
-                         {"sinks", &A::sinks},
-                         {"alibi_slopes", &A::alibi_slopes},
-                         {"k_scale", &A::k_scale},
-                         {"v_scale", &A::v_scale},
-                         {"kv_dtype", &A::kv_dtype},
-                         {"num_splits", &A::num_splits},
-                         {"batch_invariant", &A::batch_invariant},
-                         {"return_lse", &A::return_lse},
-                         {"lse_out", &A::lse_out},
-                         {"backend", &A::backend},
-                         {"stream", &A::stream}});
+  return Front<A, paged_attention_given>::make(std::move(python_function), doc,
+                                               {{"q", &A::q},
+                                                {"k_cache", &A::k_cache},
+                                                {"v_cache", &A::v_cache},
+                                                {"block_tables", &A::block_tables},
+                                                {"context_lens", &A::context_lens}},
+                                               {{"out", &A::out},
+                                                {"workspace", &A::workspace},
+                                                {"plan", &A::plan},
+                                                {"scale", &A::scale},
+                                                {"kv_layout", &A::kv_layout},
+                                                {"causal", &A::causal},
+                                                {"window", &A::window},
+                                                {"softcap", &A::softcap},
+                                                {"sinks", &A::sinks},
+                                                {"alibi_slopes", &A::alibi_slopes},
+                                                {"k_scale", &A::k_scale},
+                                                {"v_scale", &A::v_scale},
+                                                {"kv_dtype", &A::kv_dtype},
+                                                {"num_splits", &A::num_splits},
+                                                {"batch_invariant", &A::batch_invariant},
+                                                {"return_lse", &A::return_lse},
+                                                {"lse_out", &A::lse_out},
+                                                {"backend", &A::backend},
+                                                {"stream", &A::stream}});
 }
 
 nb::object paged_attention_v1(nb::handle out, nb::handle q, nb::handle key_cache,

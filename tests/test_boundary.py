@@ -178,11 +178,14 @@ def builtin_arrays(function):
 
     if function == "attention":
         return GOOD
+    if function == "attention_varlen":
+        lengths = np.array([0, 1, 3], np.int32)
+        return [array(3, 2, 8), array(3, 1, 8), array(3, 1, 8), lengths, lengths, 2, 2]
     tables, lens = np.array([[1, 0]], np.int32), np.array([6], np.int32)
     return [array(1, 2, 8), array(2, 4, 1, 8), array(2, 4, 1, 8), tables, lens]
 
 
-@pytest.mark.parametrize("function", ["attention", "paged_attention"])
+@pytest.mark.parametrize("function", ["attention", "attention_varlen", "paged_attention"])
 def test_a_builtin_takes_its_arguments_as_the_python_function_would(function):
     call, good = getattr(cuattn, function), builtin_arrays(function)
     parameters = inspect.signature(call).parameters.values()
@@ -196,7 +199,13 @@ def test_a_builtin_takes_its_arguments_as_the_python_function_would(function):
     variants += [call(*good[:1], **dict(zip(named[1:], good[1:], strict=True)))]
     for out in variants:
         np.testing.assert_array_equal(out, expected)
-    for values, options in [(good[:2], {}), (good, {"scales": 1}), (good, {"q": good[0]})]:
+    unknown = [name for name in ("layout", "kv_layout", "plan", "scales") if name not in defaults]
+    wrong = [(good[:2], {}), (good, {"q": good[0]}), *((good, {name: 1}) for name in unknown)]
+    if function == "attention_varlen":
+        wrong += [([*good[:3], None, *good[4:]], {}), ([*good[:5], None, 2], {})]
+        with pytest.raises(ValueError, match="kv_layout belongs to paged caches"):
+            call(*good, kv_layout="hnd")
+    for values, options in wrong:
         with pytest.raises(TypeError, match=function):
             call(*values, **options)
-    assert call.__doc__.startswith("Attend with ")
+    assert call.__doc__.startswith("Attend w")

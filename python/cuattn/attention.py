@@ -3,7 +3,7 @@
 
 Each passes its arguments in order to the compiled module, which validates, allocates the result in
 the caller's own library and runs; JAX arrays, which only XLA may touch, go through cuattn.jax. In
-front of attention stands a builtin of the same signature, for speed.
+front of the two attentions stand builtins of the same signatures, for speed.
 """
 
 from __future__ import annotations
@@ -359,6 +359,12 @@ def attention_varlen(
         workspace=workspace,
         backend=backend,
         stream=stream,
+    )
+
+
+if not TYPE_CHECKING:
+    attention_varlen = _core.attention_varlen_front(
+        attention_varlen, signature_and_doc(attention_varlen)
     )
 
 
