@@ -178,10 +178,11 @@ DeviceInfo device_info(int32_t device_id, bool find_libraries) {
   CUATTN_REQUIRE(device_id >= 0 && device_id < kMaxDevices, "attention: device cuda:", device_id,
                  " is out of range; use one of the first ", kMaxDevices);
   if (!ready[device_id].load(std::memory_order_acquire)) {
-    DeviceInfo info = query_device(device_id);
     std::lock_guard<std::mutex> lock(mutex);
-    cache[device_id] = info;
-    ready[device_id].store(true, std::memory_order_release);
+    if (!ready[device_id].load(std::memory_order_relaxed)) {
+      cache[device_id] = query_device(device_id);
+      ready[device_id].store(true, std::memory_order_release);
+    }
   }
   DeviceInfo info = cache[device_id];
   info.has_cublas = find_libraries && cublas_available();
