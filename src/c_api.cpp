@@ -161,7 +161,11 @@ cuattn_status cuattn_attention_explain(const DLTensor* q, const DLTensor* k, con
   });
 }
 
-int32_t cuattn_kernel_count(void) { return static_cast<int32_t>(all_kernels().size()); }
+int32_t cuattn_kernel_count(void) {
+  int32_t count = 0;
+  guarded([&] { count = static_cast<int32_t>(all_kernels().size()); });
+  return count;
+}
 
 cuattn_status cuattn_kernel_at(int32_t index, cuattn_kernel_info* info) {
   return guarded([&] {

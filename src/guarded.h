@@ -18,8 +18,12 @@ namespace cuattn {
 // What cuattn_last_error() returns on this thread.
 std::string& last_error();
 
-inline cuattn_status failed(cuattn_status status, const char* message) {
-  last_error() = message;
+inline cuattn_status failed(cuattn_status status, const char* message) noexcept {
+  try {
+    last_error() = message;
+  } catch (const std::bad_alloc&) {
+    last_error().clear();  // no memory even for the message
+  }
   return status;
 }
 
