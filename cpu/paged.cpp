@@ -416,8 +416,8 @@ void check_paged(const char* function, const PagedParams& p) {
   check_context_lens(function, p.work);
   for (int32_t b = 0; b < p.work.num_seqs; ++b) {
     const int32_t* ids = p.block_tables + b * p.block_tables_stride;
-    int32_t blocks = (p.work.context_lens[b] + p.block_size - 1) / p.block_size;
-    for (int32_t i = 0; i < blocks; ++i) {
+    int64_t blocks = (int64_t{p.work.context_lens[b]} + p.block_size - 1) / p.block_size;
+    for (int64_t i = 0; i < blocks; ++i) {
       CUATTN_REQUIRE(ids[i] >= 0 && ids[i] < p.num_blocks, function,
                      ": block_tables must hold block ids within [0, ", p.num_blocks - 1, "], got ",
                      ids[i], " at (", b, ", ", i, "); entries past the context may be anything");
