@@ -171,8 +171,9 @@ void size_pages(AttentionCall& call) {
 
 // Bytes of the gathered rows of one side, in whole pieces of 256.
 size_t page_bytes(const AttentionCall& call, const CacheSide& side) {
-  int64_t bytes = call.params.total_kv * side.row_token * itemsize(call.params.dtype);
-  return (static_cast<size_t>(bytes) + 255) / 256 * 256;
+  size_t bytes = checked_bytes(call.function(),
+                               {call.params.total_kv, side.row_token, itemsize(call.params.dtype)});
+  return (bytes + 255) / 256 * 256;
 }
 
 void read_mask(AttentionCall& call, const cuattn_attention_options& o) {

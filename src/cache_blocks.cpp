@@ -64,8 +64,9 @@ void check_list(const char* fn, const Caches& caches, DLDevice device, const cha
     CUATTN_REQUIRE(view.ndim >= 2 && view.ndim <= kMaxDims, fn, ": ", name,
                    " must have blocks on the first of 2 to ", kMaxDims, " axes, got shape ",
                    shape_text(view), "; pass a cache");
-    CUATTN_REQUIRE(view.dtype.bits % 8 == 0, fn, ": ", name, " must hold whole bytes, got ",
-                   text(view.dtype), "; view it as another type");
+    bool whole = view.dtype.bits >= 8 && view.dtype.bits % 8 == 0 && view.dtype.lanes == 1;
+    CUATTN_REQUIRE(whole, fn, ": ", name, " must hold whole bytes, got ", text(view.dtype),
+                   "; view it as another type");
     require_device(fn, name.c_str(), view, device, like);
     bool alike = view.ndim == first.ndim && view.dtype.code == first.dtype.code &&
                  view.dtype.bits == first.dtype.bits && stride_of(view, 0) == stride_of(first, 0);

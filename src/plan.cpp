@@ -10,6 +10,7 @@
 
 #include "cuattn/error.h"
 #include "info.h"
+#include "validate.h"
 
 namespace cuattn {
 namespace {
@@ -32,6 +33,11 @@ constexpr Rung kLadder[] = {
     {Kernel::cublas, true, false, "batched GEMM, softmax, batched GEMM; scores in memory"},
     {Kernel::naive, true, false, "three plain kernels, scores in memory; every type and option"},
 };
+
+// Who asks, as the caller knows it.
+const char* function_of(const PrefillRequest& r) {
+  return r.ragged ? "attention_varlen" : "attention";
+}
 
 constexpr int32_t kTiledMaxHeadDim = 128;
 constexpr int32_t kSimtHeadDims[] = {64, 128, 256};
@@ -113,8 +119,9 @@ void plan_sm90(Plan& plan, const PrefillRequest& r, const DeviceInfo& device) {
       (r.mask != MaskKind::none || r.ragged) && items > device.num_sms && plan.num_splits == 1;
   plan.workspace_bytes = plan.draws_tiles ? 256 : 0;
   if (plan.num_splits > 1) {  // O and lse of each part, float32
-    plan.workspace_bytes = sizeof(float) * static_cast<size_t>(plan.num_splits) * r.batch *
-                           r.num_heads_q * r.seqlen_q * (r.head_dim_v + 1);
+    plan.workspace_bytes = checked_bytes(
+        function_of(r),
+        {sizeof(float), plan.num_splits, r.batch, r.num_heads_q, r.seqlen_q, r.head_dim_v + 1});
   }
 }
 
@@ -158,14 +165,17 @@ size_t align256(size_t bytes) { return (bytes + 255) / 256 * 256; }
 // Float32 scores of every head; cublas adds the probabilities in the dtype of V and its own
 // scratch.
 size_t workspace_bytes(Kernel kernel, const PrefillRequest& r) {
-  size_t scores = static_cast<size_t>(r.batch) * r.num_heads_q * r.seqlen_q * r.seqlen_kv;
+  auto scores = [&](int64_t item_bytes) {
+    return checked_bytes(function_of(r),
+                         {item_bytes, r.batch, r.num_heads_q, r.seqlen_q, r.seqlen_kv});
+  };
   switch (kernel) {
     case Kernel::cpu_naive:
-    case Kernel::naive: return scores * sizeof(float);
+    case Kernel::naive: return scores(sizeof(float));
     case Kernel::cublas: {
       constexpr size_t kCublasScratch = 32 << 20;
-      size_t probabilities = r.dtype == DType::f32 ? 0 : align256(scores * 2);
-      return align256(scores * sizeof(float)) + probabilities + kCublasScratch;
+      size_t probabilities = r.dtype == DType::f32 ? 0 : align256(scores(2));
+      return align256(scores(sizeof(float))) + probabilities + kCublasScratch;
     }
     default: return 0;
   }
@@ -207,14 +217,14 @@ Plan make_plan(const Rung& rung, const PrefillRequest& r, const DeviceInfo& devi
 }
 
 // The rung that `backend` names; "naive" exists on both sides.
-const Rung& named_rung(const char* backend, bool is_cuda) {
+const Rung& named_rung(const char* function, const char* backend, bool is_cuda) {
   const Rung* found = nullptr;
   for (const Rung& rung : kLadder) {
     if (std::strcmp(backend, kernel_name(rung.kernel)) != 0) continue;
     if (found == nullptr || rung.on_cuda == is_cuda) found = &rung;
   }
-  CUATTN_REQUIRE(found != nullptr,
-                 "attention: backend must be 'auto', 'naive', 'cublas', 'tiled', 'simt', 'sm80', "
+  CUATTN_REQUIRE(found != nullptr, function,
+                 ": backend must be 'auto', 'naive', 'cublas', 'tiled', 'simt', 'sm80', "
                  "'sm90' or 'cpu', got '",
                  backend, "'; use 'auto' for the fastest that serves the call");
   return *found;
@@ -246,10 +256,11 @@ void require_supported(const char* function, const DeviceInfo& device) {
 }
 
 Plan select_prefill(const PrefillRequest& request, const DeviceInfo& device, const char* backend) {
-  require_supported("attention", device);
+  const char* function = function_of(request);
+  require_supported(function, device);
   const Rung* automatic = first_automatic(request, device);
   if (automatic == nullptr && request.num_splits > 1) {
-    fail<NotImplemented>("attention: num_splits = ", request.num_splits,
+    fail<NotImplemented>(function, ": num_splits = ", request.num_splits,
                          " asks for split keys, which need a dense batch of float16 or bfloat16 on "
                          "compute capability 9.0; pass 0");
   }
@@ -257,12 +268,12 @@ Plan select_prefill(const PrefillRequest& request, const DeviceInfo& device, con
     CUATTN_ASSERT(automatic != nullptr, "an automatic rung serves every valid request");
     return make_plan(*automatic, request, device);
   }
-  const Rung& rung = named_rung(backend, device.is_cuda);
+  const Rung& rung = named_rung(function, backend, device.is_cuda);
   const char* why = rung.on_cuda == device.is_cuda ? refusal(rung.kernel, request, device)
                     : device.is_cuda ? "it runs on CPU arrays, these are on a CUDA device"
                                      : "it runs on CUDA arrays, these are on the CPU";
   if (why != nullptr) {
-    fail<NotImplemented>("attention: backend '", backend, "' cannot run this call: ", why,
+    fail<NotImplemented>(function, ": backend '", backend, "' cannot run this call: ", why,
                          "; use backend='", kernel_name(automatic->kernel), "' or 'auto'");
   }
   return make_plan(rung, request, device);

@@ -221,10 +221,25 @@ void require_contiguous(const char* function, const char* argument, const Tensor
   require_strided(function, argument, view, false, check_data);
 }
 
+size_t checked_bytes(const char* function, std::initializer_list<int64_t> factors) {
+  constexpr double kMost = 0x1p60;
+  size_t bytes = 1;
+  double estimate = 1;
+  for (int64_t factor : factors) {
+    bytes *= static_cast<size_t>(factor);
+    estimate *= static_cast<double>(factor);
+  }
+  if (estimate > kMost) {
+    fail<OutOfMemory>(function, ": the workspace would have to hold ", estimate,
+                      " bytes, more than there can be; split the call");
+  }
+  return bytes;
+}
+
 int32_t checked_extent(const char* function, const char* argument, const char* axis,
                        int64_t extent) {
-  CUATTN_REQUIRE(extent <= 0x7fffffff, function, ": ", argument, " must have ", axis,
-                 " up to 2147483647, got ", extent, "; split the call");
+  CUATTN_REQUIRE(extent >= 0 && extent <= INT32_MAX, function, ": ", argument, " must have ", axis,
+                 " from 0 to ", INT32_MAX, ", got ", extent, "; split the call");
   return static_cast<int32_t>(extent);
 }
 

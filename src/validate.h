@@ -3,6 +3,7 @@
 // Message = function, argument, rule, value given, way out.
 #pragma once
 
+#include <initializer_list>
 #include <string>
 
 #include "cuattn/backend.h"
@@ -80,6 +81,9 @@ void require_last_axis(const char* function, const char* argument, const TensorV
 // multiples of 16 bytes. `check_data`: the pointer too.
 void require_aligned(const char* function, const char* argument, const char* what,
                      const TensorView& view, int32_t axes, bool check_data);
+
+// Bytes of workspace: the product, or OutOfMemory where it is more than any machine has.
+size_t checked_bytes(const char* function, std::initializer_list<int64_t> factors);
 
 // An extent that kernels keep in 32 bits.
 int32_t checked_extent(const char* function, const char* argument, const char* axis,

@@ -211,5 +211,26 @@ TEST(null_pointers_and_uninitialised_options_are_refused) {
         CUATTN_INVALID_ARGUMENT);
 }
 
+TEST(negative_extents_are_refused) {
+  refuses<Invalid>("q must have batch from 0 to", [](Call& c) {
+    c.q.shape[0] = c.k.shape[0] = c.v.shape[0] = c.out.shape[0] = -2;
+  });
+}
+
+TEST(blocks_of_no_whole_bytes_are_refused) {
+  Call c;
+  std::vector<int64_t> mapping = {0, 1};
+  TensorView cache(c.q_data, DType::f32, {2, 4, 8}), map(mapping.data(), DType::i64, {1, 2});
+  DLTensor pairs = map.dl();
+  for (DLDataType dtype : {DLDataType{kDLOpaqueHandle, 0, 1}, {kDLInt, 4, 1}, {kDLFloat, 32, 2}}) {
+    cache.dtype = dtype;
+    DLTensor one = cache.dl();
+    const DLTensor* caches[] = {&one};
+    CHECK(cuattn_copy_blocks(caches, 1, nullptr, 0, &pairs, nullptr) == CUATTN_INVALID_ARGUMENT);
+    CHECK(std::strstr(cuattn_last_error(), "must hold whole bytes") != nullptr,
+          cuattn_last_error());
+  }
+}
+
 }  // namespace
 }  // namespace cuattn::test
