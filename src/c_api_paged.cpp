@@ -106,10 +106,13 @@ cuattn_status cuattn_paged_plan_prepare(const DLTensor* block_tables, const DLTe
   return guarded([&] {
     check_options(options);
     const char* fn = "paged_plan";
+    cuattn_paged_options o = *options;
+    o.version = o.num_splits = o.batch_invariant = 0;  // these have no part in a plan
+    o.plan = nullptr;
     PagedCall& state = *new (call->state) PagedCall(
         validate_paged_plan(view_of(fn, "block_tables", block_tables),
-                            view_of(fn, "context_lens", context_lens), *shape, *options));
-    plan_paged(state, *options, device_info_of(state));
+                            view_of(fn, "context_lens", context_lens), *shape, o));
+    plan_paged(state, o, device_info_of(state));
     call->device = state.device;
     call->out_dtype = dl_dtype(DType::i32);
     call->out_ndim = 1;

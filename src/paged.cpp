@@ -33,6 +33,14 @@ void read_queries(PagedCall& call, const TensorView& q, int32_t version, bool ch
   p.q_strides = {stride_of(q, 0), call.is_decode ? 0 : stride_of(q, 1), stride_of(q, head)};
 }
 
+// Rows are counted in 32 bits. Fills the group.
+void check_rows(PagedCall& call) {
+  const PagedParams& p = call.params;
+  PagedWork& w = call.params.work;
+  w.group = w.num_heads_kv == 0 ? 0 : p.num_heads_q / w.num_heads_kv;
+  checked_extent(call.function, "q", "q_len * num_heads_q", int64_t{w.q_len} * p.num_heads_q);
+}
+
 // The dtype of the caches: q's, or e4m3, which may come as bytes.
 void read_kv_dtype(PagedCall& call, TensorView& k, TensorView& v, int32_t kv_dtype) {
   PagedParams& p = call.params;
@@ -63,7 +71,7 @@ void place_caches(PagedCall& call, TensorView k, TensorView v, const cuattn_page
   p.block_size = static_cast<int32_t>(caches.k.block_size);
   p.work.num_heads_kv = checked_extent(fn, k_name, "num_heads_kv", caches.k.num_heads);
   require_heads(fn, p.num_heads_q, p.work.num_heads_kv);
-  p.work.group = p.work.num_heads_kv == 0 ? 0 : p.num_heads_q / p.work.num_heads_kv;
+  check_rows(call);
   require_extent(fn, k_name, "head_dim", caches.k.head_dim, p.head_dim, "q");
   require_extent(fn, v_name, "head_dim", caches.v.head_dim, p.head_dim, "q");
   p.k_cache = k.data;
@@ -105,9 +113,10 @@ float read_kv_scale(const PagedCall& call, const char* name, double number,
   CUATTN_REQUIRE(call.params.kv_dtype == DType::e4m3 || (tensor == nullptr && number == 1.0),
                  call.function, ": ", name, " belongs to float8_e4m3fn caches, these are ",
                  dtype_name(call.params.kv_dtype), "; leave it out");
-  CUATTN_REQUIRE(std::isfinite(number), call.function, ": ", name, " must be finite, got ", number,
-                 "; value = stored * scale");
-  return static_cast<float>(number);
+  float scale = static_cast<float>(number);
+  CUATTN_REQUIRE(std::isfinite(scale), call.function, ": ", name,
+                 " must be finite in float32, got ", number, "; value = stored * scale");
+  return scale;
 }
 
 void read_scores(PagedCall& call, const cuattn_paged_options& o, bool check_data) {
@@ -280,6 +289,23 @@ void cut_work(PagedCall& call) {
   w.num_workers = call.plan.num_workers;
 }
 
+// Splits of all units, and what a plan holds, are counted in 32 bits.
+void check_work(const PagedCall& call) {
+  const PagedWork& w = call.params.work;
+  double seqs = w.num_seqs, units = seqs * head_groups(w);
+  if (w.num_splits > 0) {
+    CUATTN_REQUIRE(units * w.num_splits <= INT32_MAX, call.function, ": q must make at most ",
+                   INT32_MAX, " splits of its sequences and heads, got ", units * w.num_splits,
+                   "; split the call, or pass a smaller num_splits");
+    return;
+  }
+  double tiles = (w.capacity - 1.0) / w.tile + 1.0;
+  double most = std::max(seqs * tiles, units * tiles / std::max(w.num_workers, 1));
+  CUATTN_REQUIRE(most <= INT32_MAX, call.function, ": block_tables must name at most ", INT32_MAX,
+                 " tiles of ", w.tile, " keys in all, got ", most,
+                 "; narrow it to the longest context, or split the call");
+}
+
 }  // namespace
 
 PagedCall validate_paged(const PagedArrays& arrays, const cuattn_paged_options& o,
@@ -328,7 +354,7 @@ PagedCall validate_paged_plan(const TensorView& block_tables, const TensorView& 
   p.work.q_len = checked_extent(fn, "the call", "q_len", shape.q_len);
   p.num_heads_q = checked_extent(fn, "the call", "num_heads_q", shape.num_heads_q);
   p.work.num_heads_kv = checked_extent(fn, "the call", "num_heads_kv", shape.num_heads_kv);
-  p.work.group = shape.num_heads_kv == 0 ? 0 : p.num_heads_q / p.work.num_heads_kv;
+  check_rows(call);
   p.head_dim = static_cast<int32_t>(shape.head_dim);
   p.block_size = static_cast<int32_t>(shape.block_size);
   read_tables(call, block_tables, context_lens, -1, true);
@@ -342,6 +368,7 @@ PagedCall validate_paged_plan(const TensorView& block_tables, const TensorView& 
 void plan_paged(PagedCall& call, const cuattn_paged_options& o, const DeviceInfo& device) {
   call.plan = select_paged(call.function, call.request, device, o.backend);
   cut_work(call);
+  check_work(call);
   read_plan(call, o.plan);
   if (o.version == 2) read_partitions(call, o);
   call.plan.workspace_bytes = place_workspace(call, nullptr);
@@ -404,7 +431,7 @@ bool bind_paged(PagedCall& call, const TensorView& out, const TensorView* lse, v
   return true;
 }
 
-void run_paged(PagedCall& call, const TensorView& out, const TensorView* lse, void* workspace,
+void run_paged(PagedCall call, const TensorView& out, const TensorView* lse, void* workspace,
                size_t workspace_bytes, Stream stream) {
   if (!bind_paged(call, out, lse, workspace, workspace_bytes, stream)) return;
   const Backend& backend = backend_of(call.function, call.device);

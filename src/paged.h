@@ -42,8 +42,10 @@ void plan_paged(PagedCall& call, const cuattn_paged_options& options, const Devi
 // Validates the outputs and puts them and the workspace into call.params. False: nothing to do.
 bool bind_paged(PagedCall& call, const TensorView& out, const TensorView* lse, void* workspace,
                 size_t workspace_bytes, Stream stream);
-void run_paged(PagedCall& call, const TensorView& out, const TensorView* lse, void* workspace,
+// On a copy of the call, which may so be run again, with other outputs and another workspace.
+void run_paged(PagedCall call, const TensorView& out, const TensorView* lse, void* workspace,
                size_t workspace_bytes, Stream stream);
+
 // Of a call whose params somebody else has filled: attention_varlen with few queries a sequence.
 Plan plan_step(PagedCall call, const DeviceInfo& device);
 std::string ladder_of_step(const PagedCall& call, const DeviceInfo& device, const Plan& plan);

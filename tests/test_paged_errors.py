@@ -173,6 +173,11 @@ REFUSALS = {
         "k_scale belongs to float8_e4m3fn caches, these are float32; leave it out"),
     "v_scale_of_float_caches": (V1, {"v_scale": ones(2)}, ValueError,
         "v_scale belongs to float8_e4m3fn caches, these are float32; leave it out"),
+    "k_scale_beyond_float32": (
+        "", {"q": ones(3, 4, 16, dtype=F16), "k_cache": ones(5, 8, 2, 16, dtype=np.uint8),
+             "v_cache": ones(5, 8, 2, 16, dtype=np.uint8), "kv_dtype": "float8_e4m3fn",
+             "k_scale": 1e39}, ValueError,
+        "k_scale must be finite in float32, got 1e+39; value = stored * scale"),
     "num_splits": ("", {"num_splits": -1}, ValueError,
         "num_splits must be >= 0, got -1; pass 0 to let cuattn choose"),
     "invariant_splits": ("", {"num_splits": 2, "batch_invariant": True}, ValueError,
@@ -237,6 +242,19 @@ def test_refusal(name):
     with pytest.raises(exception) as caught:
         call(**{**given, **changes})
     assert str(caught.value) == f"{function}: {message}"
+
+
+def test_an_id_is_checked_under_the_longest_context_there_is():
+    """The count of its blocks must not overflow 32 bits."""
+    tables = np.zeros((1, 2**23), I32)
+    tables[0, 5] = -1
+    cache = ones(2, 256, 1, 8)
+    lens = np.array([2**31 - 1], I32)
+    with pytest.raises(ValueError, match=r"block ids within \[0, 1\], got -1 at \(0, 5\)"):
+        cuattn.paged_attention_v2(
+            ones(1, 1, 8), ones(1, 1, 8), cache, cache, tables, lens, 1.0,
+            max_context_len=2**31 - 1, kv_layout="nhd", partition_size=1024,
+        )  # fmt: skip
 
 
 def test_a_refused_call_writes_nothing():

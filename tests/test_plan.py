@@ -467,3 +467,40 @@ def test_info_describes_the_build():
     assert info["cpu"]["threads"] >= 1
     assert info["cpu"]["isa"] in ("baseline", "avx2", "avx512")
     assert info["num_kernels"] == len(cuattn.kernels())
+
+
+TOO_LARGE = {
+    "scores": ("attention", [(1, 2**31 - 1, 16, 8)] * 3, dict(backend="naive"), MemoryError,
+        "attention: the workspace would have to hold 2.95148e+20 bytes, more than there can be; "
+        "split the call"),
+    "parts": ("attention", [(2**20, 2**20, 2**8, 128)] * 3, dict(num_splits=2**12), MemoryError,
+        "attention: the workspace would have to hold 5.94"),
+    "gathered": ("attention_varlen",
+        [(8, 64, 128), *[(9, 16, 64, 128)] * 2, (2**20 + 1,), None, 1, 2**31 - 1],
+        dict(block_tables=(2**20, 2**27 - 1), seqused_k=(2**20,), num_splits=0, backend="sm80"),
+        MemoryError, "attention_varlen: the workspace would have to hold 3.68"),
+    "rows": ("paged_attention", [(1, 2**28, 16, 8), *[(9, 16, 1, 8)] * 2, (1, 9), (1,)], {},
+        ValueError, "paged_attention: q must have q_len * num_heads_q from 0 to 2147483647, got "
+        "4294967296; split the call"),
+    "splits": ("paged_attention", [(2**20, 32, 8), *[(9, 16, 32, 8)] * 2, (2**20, 2**16), (2**20,)],
+        dict(num_splits=2**10), ValueError,
+        "paged_attention: q must make at most 2147483647 splits of its sequences and heads, got "
+        "3.43597e+10; split the call, or pass a smaller num_splits"),
+    "tiles": ("paged_attention", [(2**20, 8, 8), *[(9, 256, 1, 8)] * 2, (2**20, 2**22), (2**20,)],
+        {}, ValueError, "paged_attention: block_tables must name at most 2147483647 tiles of "),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TOO_LARGE)
+def test_sizes_beyond_every_count_are_refused(name):
+    op, shapes, options, exception, message = TOO_LARGE[name]
+    with pytest.raises(exception) as caught:
+        cuattn.explain(op, *shapes, device="h100", **options)
+    assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize("options", [dict(backend="fast"), dict(num_splits=2, dtype="float32")])
+def test_a_refusal_names_the_function_that_was_called(options):
+    arrays = [(8, 4, 64)] * 3 + [(3,), (3,), 4, 4]
+    with pytest.raises((ValueError, NotImplementedError), match=r"^attention_varlen: "):
+        cuattn.explain("attention_varlen", *arrays, device="h100", **options)

@@ -392,5 +392,58 @@ TEST(cpu_paged_attention_refuses_blocks_and_versions_that_are_not_there) {
   CHECK(message.find("version must be 0, 1 or 2, got 3") != std::string::npos, message);
 }
 
+TEST(a_prepared_call_of_v2_runs_again_with_another_workspace) {
+  Random random(1);
+  PagedProblem p = paged_problems(DType::f32, false, KvLayout::nhd, 64)[1];
+  p.version = 2, p.lens = {2 * kPartition + 9, 40};
+  p.fill(random);
+  int64_t seqs = static_cast<int64_t>(p.lens.size());
+  TensorView q(p.q.data(), p.dtype, {seqs, p.heads_q, p.head_dim});
+  TensorView views[] = {p.k.view(p.k.data(), kHost), p.v.view(p.v.data(), kHost),
+                        p.tables.view(p.tables.data(), kHost),
+                        p.context_lens.view(p.context_lens.data(), kHost)};
+  DLTensor dq = q.dl(), dk = views[0].dl(), dv = views[1].dl(), dt = views[2].dl(),
+           dc = views[3].dl();
+  cuattn_paged_options options;
+  cuattn_paged_options_init(&options);
+  options.version = 2;
+  options.partition_size = kPartition;
+  cuattn_attention_call call;
+  CHECK(cuattn_paged_prepare(&dq, &dk, &dv, &dt, &dc, &options, &call) == CUATTN_OK,
+        cuattn_last_error());
+  const float unwritten = -123.0f;
+  size_t count = call.workspace_bytes / sizeof(float);
+  std::vector<float> first(count, unwritten), second(count, unwritten);
+  std::vector<float> outs[2] = {std::vector<float>(seqs * p.heads_q * p.head_dim),
+                                std::vector<float>(seqs * p.heads_q * p.head_dim)};
+  for (int i = 0; i < 2; ++i) {
+    TensorView out(outs[i].data(), p.dtype, {seqs, p.heads_q, p.head_dim});
+    DLTensor d_out = out.dl();
+    std::vector<float>& workspace = i == 0 ? first : second;
+    std::fill(first.begin(), first.end(), unwritten);
+    CHECK(cuattn_paged_run(&call, &d_out, nullptr, workspace.data(), call.workspace_bytes,
+                           nullptr) == CUATTN_OK,
+          cuattn_last_error());
+  }
+  CHECK(outs[0] == outs[1]);
+  CHECK(first == std::vector<float>(count, unwritten), "the first workspace was written again");
+  CHECK(second != first);
+}
+
+TEST(options_that_have_no_part_in_a_plan_do_not_change_it) {
+  Random random(1);
+  PagedProblem p = paged_problems(DType::f32, false, KvLayout::nhd, 64)[2];
+  p.fill(random);
+  std::vector<int32_t> plans[2];
+  for (int i = 0; i < 2; ++i) {
+    p.num_splits = 3 * i;
+    p.batch_invariant = i == 1;
+    PagedCall call(p, kHost, [](Array& array) { return array.data(); }, "auto");
+    plans[i].resize(call.plan_size());
+    call.make_plan(plans[i].data(), nullptr);
+  }
+  CHECK(plans[0] == plans[1]);
+}
+
 }  // namespace
 }  // namespace cuattn::test
