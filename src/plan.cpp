@@ -10,6 +10,7 @@
 
 #include "cuattn/error.h"
 #include "info.h"
+#include "ladder.h"
 #include "validate.h"
 
 namespace cuattn {
@@ -269,13 +270,9 @@ Plan select_prefill(const PrefillRequest& request, const DeviceInfo& device, con
     return make_plan(*automatic, request, device);
   }
   const Rung& rung = named_rung(function, backend, device.is_cuda);
-  const char* why = rung.on_cuda == device.is_cuda ? refusal(rung.kernel, request, device)
-                    : device.is_cuda ? "it runs on CPU arrays, these are on a CUDA device"
-                                     : "it runs on CUDA arrays, these are on the CPU";
-  if (why != nullptr) {
-    fail<NotImplemented>(function, ": backend '", backend, "' cannot run this call: ", why,
-                         "; use backend='", kernel_name(automatic->kernel), "' or 'auto'");
-  }
+  const char* why = wrong_side(rung.on_cuda, device.is_cuda);
+  if (why == nullptr) why = refusal(rung.kernel, request, device);
+  if (why != nullptr) refuse_backend(function, backend, why, automatic->kernel);
   return make_plan(rung, request, device);
 }
 
@@ -288,12 +285,8 @@ std::string explain_prefill(const PrefillRequest& request, const DeviceInfo& dev
     const char* why = refusal(rung.kernel, request, device);
     bool chosen = rung.kernel == plan.kernel;
     text +=
-        concat(chosen ? "* " : "  ", kernel_name(rung.kernel), ": ",
-               why != nullptr    ? "cannot: "
-               : chosen          ? "runs: "
-               : !rung.automatic ? "by name only: "
-                                 : "can: ",
-               why != nullptr ? why : rung.merit, chosen ? key_access_clause(plan.keys) : "", "\n");
+        rung_line(rung.kernel, chosen, why, rung.automatic ? "can: " : "by name only: ", rung.merit,
+                  chosen ? key_access_clause(plan.keys) : "");
   }
   return text;
 }
@@ -340,10 +333,6 @@ const char* mask_name(MaskKind mask) {
 
 const char* score_name(ScoreKind score) {
   return score == ScoreKind::identity ? "identity" : "scored";
-}
-
-const char* kv_layout_name(KvLayout layout) {
-  return layout == KvLayout::nhd ? "nhd" : layout == KvLayout::hnd ? "hnd" : "vllm";
 }
 
 int32_t itemsize(DType dtype) {

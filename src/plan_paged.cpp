@@ -6,7 +6,7 @@
 
 #include "cuattn/error.h"
 #include "cuattn/plan.h"
-#include "info.h"
+#include "ladder.h"
 
 namespace cuattn {
 namespace {
@@ -142,26 +142,12 @@ Plan select_paged(const char* function, const PagedRequest& request, const Devic
                   const char* backend) {
   require_supported(function, device);
   const Rung* first = first_that_runs(request, device);
-  if (is_auto(backend)) {
-    if (first == nullptr) {
-      fail<NotImplemented>(function, ": no kernel for ", dtype_name(request.dtype), " over ",
-                           dtype_name(request.kv_dtype), " caches in layout '",
-                           kv_layout_name(request.kv_layout), "' with head_dim ", request.head_dim,
-                           " and block_size ", request.block_size, " on this device:\n",
-                           explain_paged(request, device, Kernel::cpu),
-                           "move the arrays to the CPU");
-    }
-    return make_plan(*first, request, device);
-  }
+  CUATTN_ASSERT(first != nullptr, "a rung serves every valid request");
+  if (is_auto(backend)) return make_plan(*first, request, device);
   const Rung& rung = named_rung(function, backend);
-  const char* why = rung.on_cuda == device.is_cuda ? refusal(rung.kernel, request, device)
-                    : device.is_cuda ? "it runs on CPU arrays, these are on a CUDA device"
-                                     : "it runs on CUDA arrays, these are on the CPU";
-  if (why != nullptr) {
-    const char* other = first == nullptr ? "auto" : kernel_name(first->kernel);
-    fail<NotImplemented>(function, ": backend '", backend, "' cannot run this call: ", why,
-                         "; use backend='", other, "' or 'auto'");
-  }
+  const char* why = wrong_side(rung.on_cuda, device.is_cuda);
+  if (why == nullptr) why = refusal(rung.kernel, request, device);
+  if (why != nullptr) refuse_backend(function, backend, why, first->kernel);
   return make_plan(rung, request, device);
 }
 
@@ -171,11 +157,7 @@ std::string explain_paged(const PagedRequest& request, const DeviceInfo& device,
     if (rung.on_cuda != device.is_cuda) continue;
     const char* why = refusal(rung.kernel, request, device);
     bool runs = why == nullptr && rung.kernel == chosen;
-    text += concat(runs ? "* " : "  ", kernel_name(rung.kernel), ": ",
-                   why != nullptr ? "cannot: "
-                   : runs         ? "runs: "
-                                  : "can: ",
-                   why != nullptr ? why : rung.merit, "\n");
+    text += rung_line(rung.kernel, runs, why, "can: ", rung.merit);
   }
   return text;
 }

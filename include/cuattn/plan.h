@@ -107,7 +107,6 @@ const char* kernel_name(Kernel kernel);         // as `backend=` spells it
 const char* dtype_name(DType dtype);            // "float32", ...
 const char* mask_name(MaskKind mask);
 const char* score_name(ScoreKind score);
-const char* kv_layout_name(KvLayout layout);
 int32_t itemsize(DType dtype);
 
 }  // namespace cuattn
