@@ -80,18 +80,19 @@ void place_caches(PagedCall& call, TensorView k, TensorView v, const cuattn_page
   p.v_strides = caches.v.strides;
 }
 
-// block_tables [num_seqs, max_blocks_per_seq] and context_lens [num_seqs].
+// block_tables [num_seqs, max_blocks_per_seq] and context_lens [num_seqs]; `like` is the argument
+// that has said where, and how many sequences there are.
 void read_tables(PagedCall& call, const TensorView& tables, const TensorView& lens,
-                 int64_t max_context_len, bool check_data) {
+                 int64_t max_context_len, const char* like, bool check_data) {
   const char* fn = call.function;
   PagedParams& p = call.params;
   PagedWork& w = p.work;
-  BlockTables blocks = read_block_tables(fn, tables, call.device, "q", check_data);
+  BlockTables blocks = read_block_tables(fn, tables, call.device, like, check_data);
   require_rank(fn, "context_lens", lens, 1, "[num_seqs]");
   require_dtype(fn, "context_lens", lens, DType::i32);
-  require_device(fn, "context_lens", lens, call.device);
-  require_extent(fn, "block_tables", "num_seqs", blocks.num_seqs, w.num_seqs, "q");
-  require_extent(fn, "context_lens", "num_seqs", lens.shape[0], w.num_seqs, "q");
+  require_device(fn, "context_lens", lens, call.device, like);
+  require_extent(fn, "block_tables", "num_seqs", blocks.num_seqs, w.num_seqs, like);
+  require_extent(fn, "context_lens", "num_seqs", lens.shape[0], w.num_seqs, like);
   require_contiguous(fn, "context_lens", lens, check_data);
   int64_t capacity = int64_t{blocks.max_blocks} * p.block_size;
   if (max_context_len >= 0) capacity = std::min(capacity, max_context_len);
@@ -319,7 +320,7 @@ PagedCall validate_paged(const PagedArrays& arrays, const cuattn_paged_options& 
   read_queries(call, arrays.q, o.version, check_data);
   place_caches(call, arrays.k_cache, arrays.v_cache, o, check_data);
   read_tables(call, arrays.block_tables, arrays.context_lens,
-              o.version == 2 ? o.max_context_len : -1, check_data);
+              o.version == 2 ? o.max_context_len : -1, "q", check_data);
   CUATTN_REQUIRE(call.params.num_blocks > 0 || call.params.work.capacity == 0, call.function, ": ",
                  call.k_name, " must hold at least one block, got 0; allocate one");
   read_mask(call, o);
@@ -357,7 +358,7 @@ PagedCall validate_paged_plan(const TensorView& block_tables, const TensorView& 
   check_rows(call);
   p.head_dim = static_cast<int32_t>(shape.head_dim);
   p.block_size = static_cast<int32_t>(shape.block_size);
-  read_tables(call, block_tables, context_lens, -1, true);
+  read_tables(call, block_tables, context_lens, -1, "context_lens", true);
   read_mask(call, o);
   p.scale = 1.0f;
   call.request = request_of(call, o);

@@ -220,6 +220,8 @@ REFUSALS = {
         "dtype must be float32, float16 or bfloat16, got int32; cast it first"),
     "plan_heads": ("paged_plan", {"num_heads_kv": 3}, ValueError,
         "q must have num_heads_q a multiple of num_heads_kv, got 4 and 3; repeat or drop heads"),
+    "plan_rows": ("paged_plan", {"block_tables": ones(2, 2, dtype=I32)}, ValueError,
+        "block_tables must have num_seqs 3 like context_lens, got 2; make them equal"),
     "plan_block_size": ("paged_plan", {"block_size": 0}, ValueError,
         "the cache must have block_size from 1 to 256, got 0; cut the cache into blocks of such "
         "a size"),

@@ -77,8 +77,8 @@ typedef struct {
 CUATTN_API void cuattn_attention_options_init(cuattn_attention_options* options);
 
 /* A validated and planned call. `prepare` fills it; the caller allocates out (and lse, workspace)
- * as it says; `run` launches. It borrows the tensors of `prepare`, which must live until `run`
- * returns. */
+ * as it says; `run` launches, and may be called again, with other outputs and workspace. It borrows
+ * the tensors of `prepare`, which must live until `run` returns. */
 typedef struct {
   DLDevice device;
   DLDataType out_dtype;
