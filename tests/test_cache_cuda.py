@@ -323,5 +323,5 @@ def test_blocks_start_on_16_bytes(torch):
     slot = torch.zeros(1, device="cuda", dtype=torch.int64)
     with pytest.raises(ValueError, match=r"^reshape_and_cache: k_cache must start on 16 bytes"):
         cuattn.reshape_and_cache(k, k, off, off, slot)
-    with pytest.raises(ValueError, match=r"^copy_blocks: k_caches\[0\] must have blocks that star"):
+    with pytest.raises(ValueError, match=r"^copy_blocks: k_caches\[0\] must start on 16 bytes"):
         cuattn.copy_blocks(off, None, np.array([[0, 1]], I64))

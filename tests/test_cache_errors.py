@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import cuattn
+import dlpack
 from harness import Arena, Cpu
 from refusals import COPY, F32, I32
 from test_cache import E4M3, cache_shape
@@ -464,3 +465,39 @@ def test_bytes_stand_for_e4m3(device):
         held.append([x.view(np.uint8) for x in arrays])
     for a, b in zip(*held, strict=True):
         assert np.array_equal(a, b)
+
+
+def on_cuda(values):
+    """An array that says it lies on a GPU, for calls that are refused before one is asked."""
+    return dlpack.Array(values, device=(2, 0))
+
+
+@pytest.mark.parametrize(
+    ("first", "stride", "rule"),
+    [
+        (4, 128, "must start on 16 bytes, got an address with remainder 8"),
+        (0, 132, "must have {} that start on 16 bytes, got strides (132, 32, 16, 1) in elements"),
+    ],
+)
+def test_blocks_on_cuda_start_on_16_bytes(first, stride, rule):
+    memory = np.zeros(4 * stride + 16, np.float16)[first:]
+    strides = [2 * n for n in (stride, 32, 16, 1)]
+    cache = on_cuda(np.lib.stride_tricks.as_strided(memory, (4, 4, 2, 16), strides))
+    k, slots = on_cuda(ones(1, 2, 16, dtype=np.float16)), on_cuda(np.zeros(1, I64))
+    table, lens = on_cuda(np.zeros((1, 1), I32)), on_cuda(np.ones(1, I32))
+    starts = re.escape(rule.format("blocks, heads and tokens"))
+    with pytest.raises(ValueError, match=f"^reshape_and_cache: k_cache {starts}"):
+        cuattn.reshape_and_cache(k, k, cache, cache, slots, stream=1)
+    with pytest.raises(ValueError, match=f"^gather_cache: k_cache {starts}"):
+        cuattn.gather_cache(cache, cache, table, lens, k_out=k, v_out=k, stream=1)
+    with pytest.raises(ValueError, match=f"^paged_attention: k_cache {starts}"):
+        cuattn.paged_attention(k, cache, cache, table, lens, stream=1)
+    starts = re.escape(rule.format("blocks"))
+    with pytest.raises(ValueError, match=rf"^copy_blocks: k_caches\[0\] {starts}"):
+        cuattn.copy_blocks(cache, None, np.array([[0, 1]], I64), stream=1)
+
+
+def test_blocks_on_cuda_are_whole_pieces_of_16_bytes():
+    values = np.lib.stride_tricks.as_strided(np.zeros(32, np.float16), (4, 6), (16, 2))
+    with pytest.raises(ValueError, match="must have blocks of a multiple of 16 bytes, got 12; "):
+        cuattn.copy_blocks(on_cuda(values), None, np.array([[0, 1]], I64), stream=1)
