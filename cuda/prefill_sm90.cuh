@@ -17,6 +17,7 @@
 #include "launchers.h"
 #include "pages_sm90.cuh"
 #include "schedule_sm90.cuh"
+#include "scores_sm90.cuh"
 #include "softmax_sm90.cuh"
 #include "tensor_maps.h"
 
@@ -198,11 +199,7 @@ struct PrefillSm90 {
                                                 const Rows& rows, int tile, bool masked) {
     int32_t first = tile * kTile.n + 2 * static_cast<int32_t>(threadIdx.x % 4);
     if constexpr (kScore == ScoreKind::scored) {
-#pragma unroll
-      for (int i = 0; i < kScoreCount; ++i) {
-        int32_t key = first + (i >> 2) * 8 + (i & 1);
-        scores[i] = mod(scores[i], rows.token[i >> 1 & 1], min(key, rows.last_key));
-      }
+      modify_scores(scores, mod, rows.token, first, rows.last_key);
     }
     if (!masked) return;
 #pragma unroll

@@ -88,16 +88,15 @@ struct ScoreMod<kType, ScoreKind::scored> {
       score = softcap * (kType == DType::f32 ? tanhf(ratio) : tanh_exp2(ratio));
     }
     if (slope != 0.0f) score -= slope * fabsf(static_cast<float>(row + diagonal - key));
-    if (bias != nullptr) {
-      int64_t at = row * bias_stride_q + key * bias_stride_kv;
-      if (bias_dtype == DType::f32) {
-        score += reinterpret_cast<const float*>(bias)[at];
-      } else if (bias_dtype == DType::boolean) {
-        if (bias[at] == 0) score = negative_infinity();
-      } else if constexpr (kType != DType::f32) {
-        score += to_float(reinterpret_cast<const Element<kType>*>(bias)[at]);
-      }
-    }
+    return bias == nullptr ? score : add_bias(score, row, key);
+  }
+
+  __device__ float add_bias(float score, int32_t row, int32_t key) const {
+    int64_t at = row * bias_stride_q + key * bias_stride_kv;
+    if (bias_dtype == DType::f32) return score + reinterpret_cast<const float*>(bias)[at];
+    if (bias_dtype == DType::boolean) return bias[at] == 0 ? negative_infinity() : score;
+    if constexpr (kType != DType::f32)
+      score += to_float(reinterpret_cast<const Element<kType>*>(bias)[at]);
     return score;
   }
 };
