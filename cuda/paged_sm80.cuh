@@ -49,18 +49,25 @@ struct PagedSm80 {
   };
   static constexpr int kStagesBytes = kWarps * kStages * kStageBytes;
   static constexpr int kSmemBytes = kStagesBytes + sizeof(Table);
+  // Short tasks mostly wait, for their first keys and with their results. One stage less makes room
+  // for one more block on a multiprocessor.
+  static constexpr bool kHasSpareStage = kStages == 3 && kRows == 8 && kHeadDim <= 128;
+  static constexpr int kSmemBytesShort = kSmemBytes - kWarps * kStageBytes;
+  static constexpr int kShortTask = 1024;  // keys
 
   // Who this thread is. Through shuffles: what the compiler can find again, it reads from the
   // special registers each time, and those are slow.
   const int lane, warp;
   const uint32_t stages;  // of this warp
+  const int num_stages;   // kStages, or one less
 
-  __device__ explicit PagedSm80(const char* smem)
+  __device__ PagedSm80(const char* smem, int stages_of_warp)
       : lane(__shfl_sync(0xffffffffu, threadIdx.x % 32, threadIdx.x % 32)),
         warp(__shfl_sync(0xffffffffu, threadIdx.x / 32, 0)),
-        stages(__shfl_sync(0xffffffffu,
-                           device::smem_address(smem) + threadIdx.x / 32 * kStages * kStageBytes,
-                           0)) {}
+        stages(__shfl_sync(
+            0xffffffffu,
+            device::smem_address(smem) + threadIdx.x / 32 * stages_of_warp * kStageBytes, 0)),
+        num_stages(stages_of_warp) {}
   __device__ __forceinline__ uint32_t stage_address(int stage) const {
     return stages + stage * kStageBytes;
   }
@@ -79,10 +86,16 @@ struct PagedSm80 {
     int stage;       // to fill next
     int free;        // stages to fill
 
-    __device__ Loader(const PagedSm80& self, const PagedParams& p, uint32_t index)
-        : me(self), tasks(p.work, index), key(0), live(true), stage(0), free(kStages) {
-      task.end = 0;
-    }
+    // `first`: what `walk` found last.
+    __device__ Loader(const PagedSm80& self, const device::KeyTasks& walk,
+                      const device::KeyTask& first)
+        : me(self),
+          tasks(walk),
+          task(first),
+          key(first.begin + self.warp * kSlice),
+          live(true),
+          stage(0),
+          free(self.num_stages) {}
 
     // Finds the next slice and its blocks.
     __device__ __forceinline__ void find(const PagedParams& p) {
@@ -193,14 +206,14 @@ struct PagedSm80 {
         key += kWarps * kSlice;
       }
       device::cp_async_commit();
-      stage = stage + 1 < kStages ? stage + 1 : 0;
+      stage = stage + 1 < me.num_stages ? stage + 1 : 0;
       --free;
     }
 
     // Note: one place for copy and one for find. Instructions that run once cost a fetch each;
     // every further copy of them is felt in short calls.
     __device__ __forceinline__ void fill(const PagedParams& p) {
-      bool found = free < kStages;  // not in the first call
+      bool found = free < me.num_stages;  // not in the first call
 #pragma unroll 1
       while (true) {
         if (found) copy(p);
@@ -399,7 +412,11 @@ struct PagedSm80 {
     for (int32_t key = task.begin + warp * kSlice; key < task.end; key += kWarps * kSlice) {
       loader.fill(p);
       if (last < 0) begin_task(p, task, state);  // while the first copies are on their way
-      device::cp_async_wait<kStages - 1>();
+      if (num_stages == kStages) {
+        device::cp_async_wait<kStages - 1>();
+      } else {
+        device::cp_async_wait<kStages - 2>();
+      }
       __syncwarp();         // the copies of all lanes have landed
       last = loader.stage;  // all stages are full: the one to fill next is the oldest
       uint32_t k_tile = stage_address(last), v_tile = k_tile + kKBytes;
@@ -502,39 +519,48 @@ struct PagedSm80 {
   }
 
   // 6. Kernel. The tasks of thread block `index`, see KeyTasks.
-  static __device__ __forceinline__ void run(const PagedParams& p, char* smem, uint32_t index) {
-    Table& table = *reinterpret_cast<Table*>(smem + kStagesBytes);
-    PagedSm80 me(smem);
-    Loader loader(me, p, index);
+  static __device__ __forceinline__ void run(const PagedParams& p, char* smem, uint32_t index,
+                                             int num_stages = kStages) {
+    Table& table = *reinterpret_cast<Table*>(smem + num_stages * kWarps * kStageBytes);
+    PagedSm80 me(smem, num_stages);
     device::KeyTasks tasks(p.work, index);
     device::KeyTask task;
+    if (!tasks.next(p.work, task)) return;
+    Loader loader(me, tasks, task);
 #pragma unroll 1
-    while (tasks.next(p.work, task)) {
+    do {
       State state;
       int last = me.attend(p, task, loader, state);
       me.end_task(p, task, table, state, last);
-    }
+    } while (tasks.next(p.work, task));
     device::cp_async_wait<0>();
   }
 };
 
 template <class Kernel>
-__global__ void __launch_bounds__(Kernel::kThreads, Kernel::kCtasPerSm)
-    paged_sm80_kernel(const __grid_constant__ PagedParams params) {
+__global__ void __launch_bounds__(Kernel::kThreads, Kernel::kCtasPerSm + Kernel::kHasSpareStage)
+    paged_sm80_kernel(const __grid_constant__ PagedParams params, int num_stages) {
   extern __shared__ __align__(1024) char smem[];
   device::wait_for_previous_kernel();
   device::release_next_kernel();
-  Kernel::run(params, smem, blockIdx.x);
+  Kernel::run(params, smem, blockIdx.x, Kernel::kHasSpareStage ? num_stages : Kernel::kStages);
 }
 
 // 7. Launcher
 template <class Kernel>
 void launch_paged_sm80_kernel(const PagedParams& p, cudaStream_t stream) {
-  unsigned blocks = grid_blocks(num_key_tasks(p.work), "sm80");
+  const PagedWork& w = p.work;
+  unsigned blocks = grid_blocks(num_key_tasks(w), "sm80");
+  bool is_short = false;
+  if (Kernel::kHasSpareStage && w.num_splits > 0 && blocks > static_cast<unsigned>(w.num_workers)) {
+    int32_t keys = w.split_keys > 0 ? w.split_keys : w.capacity / w.num_splits;
+    is_short = (keys < w.capacity ? keys : w.capacity) <= Kernel::kShortTask;
+  }
   static std::atomic<uint64_t> allowed{0};
   allow_shared_memory(paged_sm80_kernel<Kernel>, Kernel::kSmemBytes, allowed);
-  launch_overlapping(paged_sm80_kernel<Kernel>, blocks, Kernel::kThreads, Kernel::kSmemBytes,
-                     device_major(), stream, p);
+  launch_overlapping(paged_sm80_kernel<Kernel>, blocks, Kernel::kThreads,
+                     is_short ? Kernel::kSmemBytesShort : Kernel::kSmemBytes, device_major(),
+                     stream, p, Kernel::kStages - is_short);
 }
 
 template <DType kCache, int kHeadDim>

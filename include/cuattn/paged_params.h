@@ -140,17 +140,18 @@ CUATTN_HOST_DEVICE int32_t context_of(const PagedWork& w, int32_t b) {
   return length < 0 ? 0 : length < w.capacity ? length : w.capacity;
 }
 
-// The keys [begin, end) that some query of a sequence sees. begin is a multiple of the tile.
+// The keys [begin, end) that some query of a sequence sees. begin is a multiple of the tile; the
+// first key that is seen is `low`.
 struct PagedSpan {
-  int32_t context, begin, end;
+  int32_t context, begin, end, low;
 };
 
 CUATTN_HOST_DEVICE PagedSpan paged_span(const PagedWork& w, int32_t b) {
   int32_t context = context_of(w, b);
-  int32_t begin = visible_keys(w.window_left, w.window_right, 0, w.q_len, context).begin;
+  int32_t low = visible_keys(w.window_left, w.window_right, 0, w.q_len, context).begin;
   int32_t end = visible_keys(w.window_left, w.window_right, w.q_len - 1, w.q_len, context).end;
-  if (begin > end) begin = end;
-  return {context, begin / w.tile * w.tile, end};
+  int32_t begin = low < end ? low : end;
+  return {context, begin == 0 ? 0 : begin / w.tile * w.tile, end, low};
 }
 
 // At least one, so that a sequence without keys is somebody's work too.
@@ -188,6 +189,7 @@ struct PagedSplits {
 
 CUATTN_HOST_DEVICE PagedSplits paged_splits(const PagedWork& w, const PagedSpan& span) {
   PagedSplits splits{0, 1, 0, w.split_keys};
+  if (w.num_splits == 1) return {0, 1, span.begin, span.end - span.begin};
   if (w.split_keys == 0) {
     int32_t tiles = paged_tiles(w, span);
     splits.origin = span.begin;

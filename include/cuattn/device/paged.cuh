@@ -50,10 +50,10 @@ class KeyTasks {
   __device__ __forceinline__ static void place(const PagedWork& w, int32_t b, int32_t head_group,
                                                const PagedSpan& span, KeyTask& task) {
     task.b = b;
-    task.kv_head = head_group / w.row_groups;
-    task.row0 = head_group % w.row_groups * w.rows;
+    task.kv_head = w.row_groups == 1 ? head_group : head_group / w.row_groups;
+    task.row0 = (head_group - task.kv_head * w.row_groups) * w.rows;
     task.context = span.context;
-    task.low = visible_keys(w.window_left, w.window_right, 0, w.q_len, span.context).begin;
+    task.low = span.low;
   }
 
   __device__ __forceinline__ bool next_of_walk(const PagedWork& w, KeyTask& task) {
@@ -135,7 +135,8 @@ __device__ __forceinline__ UnitRow unit_row(const PagedParams& p, int32_t b, int
   int32_t at = row0 + row;
   bool valid = row < w.rows && at < w.q_len * w.group;
   if (!valid) at = 0;
-  UnitRow found{at / w.group, kv_head * w.group + at % w.group, 0, valid};
+  int32_t query = w.q_len == 1 ? 0 : at / w.group;
+  UnitRow found{query, kv_head * w.group + at - query * w.group, 0, valid};
   found.place = query_row(p, b, found.query);
   if (found.place < 0) {
     found.place = 0;
