@@ -373,6 +373,7 @@ void paged_plan(const PagedWork& work, int32_t* plan) {
   plan[PagedPlan::kTilesPerWorker] = static_cast<int32_t>(step);
   plan[PagedPlan::kTile] = w.tile;
   plan[PagedPlan::kNumWorkers] = w.num_workers;
+  plan[PagedPlan::kLanes] = w.lanes;
   for (int32_t worker = 0; worker < w.num_workers; ++worker) {
     int32_t* entry = plan + PagedPlan::worker(worker);
     PagedStart start = worker_start(w, first_tile, step, worker);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The plan of paged attention (PagedPlan in paged_params.h): all tiles of a step stand in one row,
-// every worker takes an equal stretch of it. One block: the lengths are few and the kernel is
+// The plan of paged attention (PagedPlan in paged_params.h): the tiles of a step stand in rows,
+// every worker takes an equal stretch of one. One block: the lengths are few and the kernel is
 // short. Next: device/paged.cuh (who reads it).
 #include "cuattn/device/math.cuh"
 #include "cuattn/paged_params.h"
@@ -58,6 +58,7 @@ __global__ void __launch_bounds__(kThreads) paged_plan(const PagedWork w, int32_
     plan[PagedPlan::kTilesPerWorker] = static_cast<int32_t>(step);
     plan[PagedPlan::kTile] = w.tile;
     plan[PagedPlan::kNumWorkers] = w.num_workers;
+    plan[PagedPlan::kLanes] = w.lanes;
   }
   const int32_t* first = w.num_seqs < kShared ? first_shared : first_tile;
   for (int32_t worker = threadIdx.x; worker < w.num_workers; worker += kThreads) {

@@ -288,6 +288,7 @@ void cut_work(PagedCall& call) {
   w.num_splits = call.plan.num_splits;
   w.split_keys = call.plan.split_keys;
   w.num_workers = call.plan.num_workers;
+  w.lanes = call.plan.lanes;
 }
 
 // Splits of all units, and what a plan holds, are counted in 32 bits.

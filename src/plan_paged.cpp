@@ -79,9 +79,20 @@ int32_t compiled_head_dim(Kernel kernel, int32_t head_dim) {
 
 int32_t ceil_div(int32_t a, int32_t b) { return a <= 0 ? 0 : (a - 1) / b + 1; }
 
+// Into how many lanes the head groups of a plan are dealt: as many as possible, so long as no more
+// than a twentieth of the workers is left over.
+int32_t lanes_of(int32_t num_workers, int32_t head_groups) {
+  for (int32_t lanes = std::min(num_workers, head_groups); lanes > 1; --lanes) {
+    if (head_groups % lanes == 0 && num_workers % lanes <= num_workers / 20) return lanes;
+  }
+  return 1;
+}
+
 // The three ways of PagedWork, in the order in which a call may ask for them.
 void cut_keys(Plan& plan, const PagedRequest& r, const DeviceInfo& device, int32_t ctas_per_sm) {
   plan.num_workers = device.is_cuda ? device.num_sms * ctas_per_sm : kCpuWorkers;
+  int32_t head_groups = r.num_heads_kv * ceil_div(rows_of(r), plan.tile.m);
+  plan.lanes = lanes_of(plan.num_workers, head_groups);
   int32_t tiles = std::max(ceil_div(r.capacity, plan.tile.n), 1);
   auto split_at = [&](int32_t keys) {
     plan.split_keys = keys;
@@ -100,9 +111,8 @@ void cut_keys(Plan& plan, const PagedRequest& r, const DeviceInfo& device, int32
   } else if (!device.is_cuda) {
     split_at(kCpuSplit);
   } else if (r.num_seqs <= 1) {  // one sequence is cut evenly, without looking
-    int32_t units = r.num_heads_kv * ceil_div(rows_of(r), plan.tile.m);
     plan.num_splits =
-        std::clamp(plan.num_workers / std::max(units, 1), 1, std::min(tiles, kMaxSplits));
+        std::clamp(plan.num_workers / std::max(head_groups, 1), 1, std::min(tiles, kMaxSplits));
   } else {
     plan.num_splits = 0;
   }

@@ -187,8 +187,8 @@ def test_a_plan_gives_each_tile_to_one_worker(device, case, rng):
     """Header, workers and first tiles say the same as a walk over all tiles."""
     problem = paged_cases.make(case, rng)
     plan = device.numpy(paged_cases.plan_of(device, "auto", problem))
-    tiles, step, tile, workers = plan[:4]
-    first = plan[4 + 4 * workers :]
+    tiles, step, tile, workers, lanes = plan[:5]
+    first = plan[5 + 4 * workers :]
     assert len(first) == len(case.lens) + 1
     span = np.array(case.lens)
     begin = np.zeros_like(span)
@@ -198,19 +198,20 @@ def test_a_plan_gives_each_tile_to_one_worker(device, case, rng):
     assert np.array_equal(np.diff(first), want)
     assert first[0] == 0
     assert first[-1] == tiles
-    entries = plan[4 : 4 + 4 * workers].reshape(workers, 4)
-    total = entries[:, 3].sum()
-    assert total % tiles == 0  # the same tiles for every head group
-    heads = total // tiles
-    at = 0
-    for head, seq, within, count in entries:
-        assert count == min(step, total - at)
-        if count:
-            assert first[seq] * heads + head * want[seq] + within == at
-            assert 0 <= within < want[seq]
-            assert 0 <= head < heads
-        at += count
-    assert at == total
+    entries = plan[5 : 5 + 4 * workers].reshape(workers, 4)
+    groups = entries[:, 3].sum() // tiles  # head groups: each has the same tiles
+    heads = groups // lanes
+    assert heads * lanes == groups >= case.num_heads_kv
+    for lane in range(lanes):
+        at = 0
+        for head, seq, within, count in entries[lane::lanes]:
+            assert count == max(min(step, heads * tiles - at), 0)
+            if count:
+                assert first[seq] * heads + (head - lane * heads) * want[seq] + within == at
+                assert 0 <= within < want[seq]
+                assert lane * heads <= head < (lane + 1) * heads
+            at += count
+        assert at == heads * tiles
 
 
 def test_a_plan_is_made_again_in_place(device, rng):

@@ -183,13 +183,13 @@ REFUSALS = {
     "invariant_splits": ("", {"num_splits": 2, "batch_invariant": True}, ValueError,
         "batch_invariant fixes the length of a split, so num_splits must be 0, got 2; leave one "
         "out"),
-    "plan_and_splits": ("", {"plan": ones(72, dtype=I32), "num_splits": 2}, ValueError,
+    "plan_and_splits": ("", {"plan": ones(73, dtype=I32), "num_splits": 2}, ValueError,
         "plan says how keys are cut, so num_splits must be 0 and batch_invariant False, got 2 and "
         "False; leave one out"),
     "plan_of_another_call": ("", {"plan": ones(5, dtype=I32)}, ValueError,
-        "plan must have 72 entries for backend 'cpu', got shape (5,); make it with paged_plan for "
+        "plan must have 73 entries for backend 'cpu', got shape (5,); make it with paged_plan for "
         "the shapes, kv_layout and backend of this call"),
-    "plan_of_another_step": ("", {"plan": ones(72, dtype=I32)}, ValueError,
+    "plan_of_another_step": ("", {"plan": ones(73, dtype=I32)}, ValueError,
         "plan must be what paged_plan makes of these context_lens, got another; make it anew in "
         "every step, with the options of this call"),
     "partition_size": (V2, {"partition_size": 128}, ValueError,
@@ -229,7 +229,7 @@ REFUSALS = {
         "context_lens must lie within [0, 16], got 99 at index 2; the table names "
         "max_blocks_per_seq * block_size tokens"),
     "plan_out": ("paged_plan", {"out": ones(3, dtype=I32)}, ValueError,
-        "out must have shape (72,), got (3,); allocate it with that shape"),
+        "out must have shape (73,), got (3,); allocate it with that shape"),
 }
 # fmt: on
 

@@ -31,8 +31,8 @@ struct CacheStrides {
 //   num_splits >= 1, split_keys == 0: evenly, whole tiles each
 //   num_splits >= 1, split_keys > 0: at multiples of split_keys (batch invariant, and V2);
 //                                    num_splits is what the longest context needs
-//   num_splits == 0: by a plan. All tiles of all units stand in one row, and each of num_workers
-//                    thread blocks takes the next `tiles_per_worker` of them.
+//   num_splits == 0: by a plan. All tiles of all units stand in `lanes` rows, and each of
+//                    num_workers thread blocks takes the next `tiles_per_worker` of its row.
 struct PagedWork {
   const int32_t* context_lens;  // [num_seqs], tokens in the cache with the newest; clamped
   int32_t num_seqs, q_len;
@@ -43,22 +43,25 @@ struct PagedWork {
   int32_t rows, row_groups;  // rows of a unit at most, and row groups of a kv head
   int32_t tile;              // keys; split_keys is a multiple of it
   int32_t num_splits, split_keys;
-  int32_t num_workers;
+  int32_t num_workers, lanes;
   const int32_t* plan;  // see PagedPlan; nullptr when num_splits >= 1
 };
 
 // A plan is one int32 array, made on the device by paged_plan once per step and shared by all
-// layers of the step. All tiles stand in one row: sequence after sequence, within a sequence head
-// group (kv head * row_groups + row group) after head group, so that workers side by side read
-// neighbours in memory. Each worker takes the next tiles_per_worker of them.
-//   [0] tiles of all sequences   [1] tiles_per_worker   [2] tile   [3] num_workers
-//   [4 + 4 w ..]  where worker w begins: head group, sequence, tile within the sequence, and how
+// layers of the step. The head groups (kv head * row_groups + row group) are dealt to `lanes`,
+// which divides them, neighbours to the same lane. The tiles of a lane stand in one row: sequence
+// after sequence, within a sequence head group after head group. Every row is cut alike: worker w
+// takes the tiles_per_worker next to each other at place w / lanes of lane w % lanes. So workers
+// side by side read the same tokens of several heads at a time, which lie together in memory.
+//   [0] tiles of all sequences   [1] tiles_per_worker   [2] tile   [3] num_workers   [4] lanes
+//   [5 + 4 w ..]  where worker w begins: head group, sequence, tile within the sequence, and how
 //                 many tiles it takes (0: nothing to do)
-//   [4 + 4 num_workers + b]  the tiles of one head group before sequence b, for b = 0 .. num_seqs
+//   [5 + 4 num_workers + b]  the tiles of one head group before sequence b, for b = 0 .. num_seqs
 // A worker writes at most two units in part, its first and its last, so partial slots are 2 w and
 // 2 w + 1.
 struct PagedPlan {
-  static constexpr int32_t kTiles = 0, kTilesPerWorker = 1, kTile = 2, kNumWorkers = 3, kHeader = 4;
+  static constexpr int32_t kTiles = 0, kTilesPerWorker = 1, kTile = 2, kNumWorkers = 3, kLanes = 4,
+                           kHeader = 5;
   static constexpr int32_t kWorkerHead = 0, kWorkerSeq = 1, kWorkerTile = 2, kWorkerCount = 3,
                            kWorkerFields = 4;
 
@@ -161,6 +164,7 @@ CUATTN_HOST_DEVICE int32_t paged_tiles(const PagedWork& w, const PagedSpan& span
 }
 
 CUATTN_HOST_DEVICE int32_t head_groups(const PagedWork& w) { return w.num_heads_kv * w.row_groups; }
+CUATTN_HOST_DEVICE int32_t lane_heads(const PagedWork& w) { return head_groups(w) / w.lanes; }
 
 // Thread blocks that share the keys of a call: workers of a plan, or splits of units.
 CUATTN_HOST_DEVICE int64_t num_key_tasks(const PagedWork& w) {
@@ -224,24 +228,26 @@ CUATTN_HOST_DEVICE PagedSlots paged_slots(const PagedWork& w, int32_t b, int32_t
     int64_t first = (int64_t{b} * head_groups(w) + head_group) * w.num_splits + splits.first;
     return {splits.count, first, first + 1, 1};
   }
+  int32_t heads = lane_heads(w), lane = head_group / heads, places = w.num_workers / w.lanes;
   int64_t before = w.plan[PagedPlan::first_tile(w, b)];
   int64_t tiles = w.plan[PagedPlan::first_tile(w, b + 1)] - before;
-  int64_t begin = before * head_groups(w) + head_group * tiles, end = begin + tiles;
+  int64_t begin = before * heads + head_group % heads * tiles, end = begin + tiles;
   int64_t step = w.plan[PagedPlan::kTilesPerWorker];
   step = step < 1 ? 1 : step;
-  int64_t first = begin / step, last = (end - 1) / step;  // workers
+  int64_t first = begin / step, last = (end - 1) / step;  // places of the lane
   // Whatever the array holds, no slot lies outside the buffers.
-  first = first < 0 ? 0 : first < w.num_workers ? first : w.num_workers - 1;
-  last = last < first ? first : last < w.num_workers ? last : w.num_workers - 1;
-  return {static_cast<int32_t>(last - first + 1), 2 * first + (begin > first * step ? 1 : 0),
-          2 * (first + 1), 2};
+  first = first < 0 ? 0 : first < places ? first : places - 1;
+  last = last < first ? first : last < places ? last : places - 1;
+  return {static_cast<int32_t>(last - first + 1),
+          2 * (first * w.lanes + lane) + (begin > first * step ? 1 : 0),
+          2 * ((first + 1) * w.lanes + lane), 2 * w.lanes};
 }
 
 // How many tiles a worker takes when head groups have `tiles` together and `longest` at most. A
 // single tile each would make more partial results than it saves time.
 CUATTN_HOST_DEVICE int64_t tiles_per_worker(const PagedWork& w, int64_t tiles, int64_t longest) {
-  int64_t total = tiles * head_groups(w);
-  int64_t even = total == 0 ? 1 : (total - 1) / w.num_workers + 1;
+  int64_t total = tiles * lane_heads(w);
+  int64_t even = total == 0 ? 1 : (total - 1) / (w.num_workers / w.lanes) + 1;
   even = even < 2 ? 2 : even;
   if (tiles != longest * w.num_seqs) return even;
   // All sequences are equally long: workers that end where units end cost less than the last bit of
@@ -259,7 +265,8 @@ struct PagedStart {
 
 CUATTN_HOST_DEVICE PagedStart worker_start(const PagedWork& w, const int32_t* first_tile,
                                            int64_t step, int64_t worker) {
-  int64_t heads = head_groups(w), total = first_tile[w.num_seqs] * heads, at = worker * step;
+  int64_t heads = lane_heads(w), total = first_tile[w.num_seqs] * heads;
+  int64_t at = worker / w.lanes * step;
   if (at >= total) return {0, 0, 0, 0};
   int32_t low = 0, high = w.num_seqs;  // first_tile[low] <= at / heads < first_tile[high]
   while (high - low > 1) {
@@ -271,7 +278,8 @@ CUATTN_HOST_DEVICE PagedStart worker_start(const PagedWork& w, const int32_t* fi
     }
   }
   int64_t within = at - first_tile[low] * heads, tiles = first_tile[low + 1] - first_tile[low];
-  return {static_cast<int32_t>(within / tiles), low, static_cast<int32_t>(within % tiles),
+  return {static_cast<int32_t>(worker % w.lanes * heads + within / tiles), low,
+          static_cast<int32_t>(within % tiles),
           static_cast<int32_t>(total - at < step ? total - at : step)};
 }
 
@@ -310,8 +318,8 @@ struct PagedWalk {
     slot |= 1;  // a second unit in part is the worker's last
     left -= count;
     tile = 0;
-    if (++head_group == head_groups(w)) {
-      head_group = 0;
+    if (++head_group % lane_heads(w) == 0) {  // on to the next sequence of the lane
+      head_group -= lane_heads(w);
       ++b;
     }
     return true;
