@@ -414,6 +414,7 @@ struct PagedSm90 {
         }
       }
     }
+    sync_math();  // the next task's facts come where the targets were
   }
 };
 

@@ -548,11 +548,11 @@ template <DType kType, int kHeadDim, int kHeadDimV, MaskKind kMask, ScoreKind kS
 void launch_prefill_sm90(const PrefillParams& p, cudaStream_t stream) {
   constexpr HeadDims kDims = {kHeadDim, kHeadDimV};
   constexpr Tile kTile = sm90_tile(kDims, kMask, kScore);
-  if constexpr (sm90_has_long_tile(kDims, kMask, kScore)) {
-    if (p.tile_n == kSm90LongTile.n) {
+  constexpr Tile kOther = sm90_other_tile(kDims, kMask, kScore);
+  if constexpr (kOther.m > 0) {
+    if (p.tile_m == kOther.m && p.tile_n == kOther.n) {
       return launch_prefill_sm90_tile<
-          PrefillSm90<kType, kHeadDim, kHeadDimV, kMask, kScore, kSm90LongTile>>(p, kSm90LongTile,
-                                                                                 stream);
+          PrefillSm90<kType, kHeadDim, kHeadDimV, kMask, kScore, kOther>>(p, kOther, stream);
     }
   }
   launch_prefill_sm90_tile<PrefillSm90<kType, kHeadDim, kHeadDimV, kMask, kScore, kTile>>(p, kTile,

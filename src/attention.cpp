@@ -479,6 +479,7 @@ void run_attention(AttentionCall& call, const TensorView& out, const TensorView*
   }
   p.num_splits = call.plan.num_splits;
   p.packed_heads = call.plan.packed_heads;
+  p.tile_m = call.plan.tile.m;
   p.tile_n = call.plan.tile.n;
   p.num_ctas = call.plan.num_ctas;
   p.draws_tiles = call.plan.draws_tiles;

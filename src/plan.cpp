@@ -95,9 +95,9 @@ void plan_sm90(Plan& plan, const PrefillRequest& r, const DeviceInfo& device) {
   plan.head_dim = d.qk;
   plan.head_dim_v = d.v;
   plan.tile = sm90_tile(d, r.mask, r.score);
-  if (sm90_has_long_tile(d, r.mask, r.score) && !r.batch_invariant &&
-      sm90_long_tile_pays(r.mask, r.seqlen_kv, plan.tile)) {
-    plan.tile = kSm90LongTile;
+  Tile other = sm90_other_tile(d, r.mask, r.score);
+  if (other.m > 0 && !r.batch_invariant && sm90_other_tile_pays(d, r.mask, r.seqlen_kv)) {
+    plan.tile = other;
   }
   int32_t group = r.num_heads_kv > 0 ? r.num_heads_q / r.num_heads_kv : 1, m = plan.tile.m;
   // The score functor (softcap, ALiBi, bias) knows one head a tile.

@@ -246,7 +246,16 @@ def test_long_rows_take_longer_tiles():
     assert [tile_n(n) for n in (128, 512, 2048, 16384)] == [128, 128, 160, 160]
     assert [tile_n(n, causal=True) for n in (2048, 4096, 16384)] == [128, 160, 160]
     assert tile_n(16384, batch_invariant=True) == 128
-    assert tile_n(16384, window=(256, 0)) == tile_n(16384, softcap=30.0) == 128
+    assert tile_n(16384, window=(256, 0)) == 128
+    assert tile_n(16384, softcap=30.0) == 96
+
+
+def test_short_causal_rows_of_64_columns_take_smaller_tiles():
+    def tile_m(seqlen, **options):
+        return explain("H100", shape=(2, seqlen, 16, 64), **options).tile_m
+
+    assert [tile_m(n, causal=True) for n in (128, 512, 1024, 2048)] == [128, 128, 128, 192]
+    assert tile_m(512) == tile_m(512, causal=True, batch_invariant=True) == 192
 
 
 def test_keys_are_split_where_tiles_do_not_fill_the_gpu():

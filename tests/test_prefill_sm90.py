@@ -136,7 +136,8 @@ def test_any_number_of_splits_is_right_and_gives_the_same_bits_each_time(dtype, 
         judge(problem, *result)
         for _ in range(3):
             assert same_bits(run(CUDA, "sm90", forced), result)
-        assert num_splits > 1 or same_bits(result, whole)
+        if num_splits == 1 and plan_of(case).tile_n == plan_of(case, batch_invariant=True).tile_n:
+            assert same_bits(result, whole)
 
 
 def test_the_planner_splits_as_if_it_were_told_to(rng):

@@ -94,11 +94,11 @@ struct PrefillParams {
   const float* sinks;  // [num_heads_q] logits in natural units, or nullptr
   int64_t sinks_stride;
 
-  int32_t num_splits;    // the plan's: parts of the keys
-  int32_t packed_heads;  // the plan's: query heads of a group that share a tile; 1 = none
-  int32_t tile_n;        // the plan's: keys of a tile, where a kernel is compiled for several
-  int32_t num_ctas;      // the plan's: grid of a persistent kernel; 0 = one CTA per tile
-  bool draws_tiles;      // the plan's: the next tile of a CTA is drawn from a counter
+  int32_t num_splits;      // the plan's: parts of the keys
+  int32_t packed_heads;    // the plan's: query heads of a group that share a tile; 1 = none
+  int32_t tile_m, tile_n;  // the plan's, where a kernel is compiled for several
+  int32_t num_ctas;        // the plan's: grid of a persistent kernel; 0 = one CTA per tile
+  bool draws_tiles;        // the plan's: the next tile of a CTA is drawn from a counter
 
   void* workspace;  // as large as the plan says, 256-byte aligned; contents undefined
 };

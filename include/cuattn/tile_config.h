@@ -58,27 +58,36 @@ constexpr int32_t sm90_q_stages(HeadDims d, Tile tile) {
 
 // A warpgroup of producers and m / 64 of consumers, which keep S (n / 2), O (head_dim_v / 2) and P
 // (n / 4) in 232 registers each, or 160 if they are three.
-constexpr Tile sm90_tile(HeadDims d, MaskKind, ScoreKind score) {
-  if (d.qk <= 64) {
-    if (score == ScoreKind::identity) return {192, 128, 4, 16};  // 2 * 24 + 4 * 32 = 176 KB
-    return {128, 128, 4, 12};                                    // the functor wants registers
+constexpr Tile sm90_tile(HeadDims d, MaskKind mask, ScoreKind score) {
+  if (score == ScoreKind::scored) {  // the functor wants registers
+    if (d.qk <= 64) return {128, 128, 4, 12};
+    if (d.qk <= 128) return {128, 96, 2, 12};  // 2 * 32 + 2 * 48 = 160 KB
+    if (d.v <= 128) return {128, 80, 2, 12};
+    return {128, mask == MaskKind::window ? 32 : 64, 2, 12};
   }
+  if (d.qk <= 64) return {192, 128, 4, 16};   // 2 * 24 + 4 * 32 = 176 KB
   if (d.qk <= 128) return {128, 128, 2, 12};  // 2 * 32 + 2 * 64 = 192 KB
   if (d.qk == 192) return d.v <= 128 ? Tile{128, 128, 2, 12} : Tile{128, 96, 2, 12};
   return {128, 80, 2, 12};  // 64 + 2 * 80 = 224 KB
 }
 
-// A step costs the time of its keys and, whatever their number, that of 20 more: long rows are cut
-// into longer tiles, where a second kernel is compiled for them. Short ones would waste their last.
-constexpr Tile kSm90LongTile = {128, 160, 2, 12};  // 2 * 32 + 2 * 80 = 224 KB
-constexpr bool sm90_has_long_tile(HeadDims d, MaskKind mask, ScoreKind score) {
-  return d.qk == 128 && d.v == 128 && mask != MaskKind::window && score == ScoreKind::identity;
+// A second tile, where another length of rows is served better: m == 0 is none.
+//   128: a step costs the time of its keys and, whatever their number, that of 20 more. Long rows
+//        take longer tiles; short ones would waste their last.
+//   64, causal: of 192 x 128 scores at the diagonal 60 % are masked, which short rows feel.
+constexpr Tile sm90_other_tile(HeadDims d, MaskKind mask, ScoreKind score) {
+  if (score == ScoreKind::scored) return {};
+  if (d.qk == 128 && mask != MaskKind::window)
+    return {128, 160, 2, 12};                                            // 2 * 32 + 2 * 80 = 224 KB
+  if (d.qk == 64 && mask == MaskKind::causal) return {128, 128, 4, 12};  // 2 * 16 + 4 * 32 = 160 KB
+  return {};
 }
-constexpr bool sm90_long_tile_pays(MaskKind mask, int32_t seqlen_kv, Tile tile) {
+constexpr bool sm90_other_tile_pays(HeadDims d, MaskKind mask, int32_t seqlen_kv) {
+  if (d.qk == 64) return seqlen_kv <= 1024;
   if (mask == MaskKind::causal) return seqlen_kv >= 4096;  // half a tile more is masked
-  int64_t steps = (int64_t{seqlen_kv} + tile.n - 1) / tile.n;
-  int64_t long_steps = (int64_t{seqlen_kv} + kSm90LongTile.n - 1) / kSm90LongTile.n;
-  return long_steps * (kSm90LongTile.n + 20) < steps * (tile.n + 20);
+  auto cost = [&](int64_t keys) { return (seqlen_kv + keys - 1) / keys * (keys + 20); };
+  return cost(sm90_other_tile(d, mask, ScoreKind::identity).n) <
+         cost(sm90_tile(d, mask, ScoreKind::identity).n);
 }
 
 // Keys in blocks: rows that lie together wherever a tile begins, one box of the TMA. Shorter ones

@@ -120,9 +120,11 @@ memcheck() {
   return $status
 }
 
-# racecheck does not know copies that the TMA makes; who waits for whom in sm90 kernels is left to synccheck, the
+# racecheck does not know copies that the TMA makes; who waits for whom in prefill_sm90 is left to synccheck, the
 # watchdog and bit-equal repetition.
-racecheck() { sanitize racecheck /cublas/,sm90 --racecheck-report all; }
+racecheck() {
+  sanitize racecheck /cublas/,instance/sm90/,prefill_over_pages_auto,prefill_over_pages_sm90 --racecheck-report all
+}
 initcheck() { sanitize initcheck /cublas/; }
 synccheck() { sanitize synccheck /cublas/; }
 
