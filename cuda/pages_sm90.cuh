@@ -9,14 +9,12 @@
 
 namespace cuattn {
 
-// A cache of K or V as (columns, window, places, heads, blocks), with a window as in key_map: place
-// r of a block of which n are in use is at window W - n + r, place n, with W = block_size.
+// A cache of K or V as (columns, places, heads, blocks, 1).
 inline const device::TensorMap& page_map(const PrefillParams& p, const void* base, const Strides& s,
                                          int32_t columns, int32_t rows) {
-  int64_t window = p.pages.block_size;
-  return tensor_map(p.dtype, static_cast<const char*>(base) - window * s.seq * 2,
-                    {columns, window, window + 1, p.num_heads_kv, p.pages.num_blocks},
-                    {s.seq, s.seq, s.head, s.batch}, {64, rows, 1, 1, 1});
+  return tensor_map(p.dtype, base,
+                    {columns, p.pages.block_size, p.num_heads_kv, p.pages.num_blocks, 1},
+                    {s.seq, s.head, s.batch, 0}, {64, rows, 1, 1, 1});
 }
 
 // Rows [first, first + kRows) of K or V in boxes: one for each run that lies together and each
@@ -24,7 +22,7 @@ inline const device::TensorMap& page_map(const PrefillParams& p, const void* bas
 template <int kRows, int kPanels>
 struct PageBox {
   static_assert(kRows / kMinPageRows * kPanels <= 32, "a lane has one box");
-  int32_t block, window, used;  // where it begins, see page_map
+  int32_t block, place;  // where it begins; block -1 is outside, and the TMA writes zeros
 
   static __device__ __forceinline__ int32_t row(const Sm90Schedule& s) {
     return threadIdx.x % 32 / kPanels * s.page_rows;
@@ -32,11 +30,10 @@ struct PageBox {
 
   __device__ __forceinline__ PageBox(const PrefillParams& p, const Sm90Schedule& s,
                                      const Sm90Keys& keys, int32_t first) {
-    int32_t token = first + row(s), size = p.pages.block_size, place = token % size;
+    int32_t token = first + row(s), size = p.pages.block_size;
     bool seen = row(s) < kRows && token < keys.used;
-    block = seen ? p.pages.block(keys.batch, token / size) : 0;
-    used = seen ? min(place + keys.used - token, size) : 0;  // rows past these become zeros
-    window = size - used + place;
+    block = seen ? p.pages.block(keys.batch, token / size) : -1;
+    place = token % size;
   }
 
   __device__ __forceinline__ void load(const Sm90Schedule& s, const Sm90Keys& keys,
@@ -44,8 +41,8 @@ struct PageBox {
                                        uint32_t full) const {
     if (row(s) >= kRows) return;
     int32_t panel = threadIdx.x % 32 % kPanels;
-    device::tma_load(smem + (panel * kRows + row(s)) * 128, &map, full, panel * 64, window, used,
-                     keys.head, block, device::kEvictLast);
+    device::tma_load(smem + (panel * kRows + row(s)) * 128, &map, full, panel * 64, place,
+                     keys.head, block, 0, device::kEvictLast);
   }
 };
 

@@ -108,8 +108,8 @@ struct PrefillSm90 {
 #pragma unroll
       for (int panel = 0; panel < panels(); ++panel) {
         device::tma_load(smem + panel * kTile.n * 128, &map, full, panel * 64,
-                         s.kv_window - keys.used + tile * kTile.n, keys.end, keys.head,
-                         p.cu_seqlens_kv ? 0 : keys.batch, device::kEvictLast);
+                         keys.start + tile * kTile.n, keys.head, p.cu_seqlens_kv ? 0 : keys.batch,
+                         0, device::kEvictLast);
       }
     };
     Work w;
@@ -210,6 +210,16 @@ struct PrefillSm90 {
                   (kMask != MaskKind::window || column >= visible.begin - first);
       scores[i] = seen ? scores[i] : device::negative_infinity();
     }
+  }
+
+  // Rows of V behind the last key may hold anything, and 0 x NaN is NaN. Each group for itself.
+  static __device__ __forceinline__ void clear_rows(uint32_t v, int first, int group) {
+    for (int i = threadIdx.x % 128; i < (kTile.n - first) * kPanelsV * 8; i += 128) {
+      int chunk = i % 8, panel = i / 8 % kPanelsV, row = first + i / (8 * kPanelsV);
+      device::store_shared16(v + panel * kTile.n * 128 + row * 128 + chunk * 16, uint4{0, 0, 0, 0});
+    }
+    device::async_proxy_fence();
+    device::named_barrier_sync(4 + group, 128);
   }
 
   // 4. Main loop. A consumer warpgroup owns 64 rows of every query tile. S of the next key tile is
@@ -348,6 +358,10 @@ struct PrefillSm90 {
       modify(scores, mod, rows, tile, tile >= w.range.full_end || tile < w.range.full_begin);
       softmax_step<kType>(state, scores, probs, out, mod.to_log2, s.zero, [] { return false; });
       fresh = true;
+      if (s.clears && (tile + 1) * kTile.n > w.keys.used) {
+        barrier_wait(shared.v_full(ring.stage()), ring.parity());
+        clear_rows(shared.v + ring.stage() * kVBytes, w.keys.used - tile * kTile.n, group);
+      }
       auto step = [&](bool masked) {
         --tile;
         int v_stage = ring.stage();

@@ -20,7 +20,7 @@ struct Sm90Schedule {
   int32_t splits;         // parts of the keys, each a work item of its own
   int32_t total;          // work items, at most
   int32_t* counter;       // items drawn beyond the first of each CTA; nullptr: a fixed order
-  int32_t kv_window;      // rows of a K and V map below its base, see tensor_maps.h
+  bool clears;            // what lies behind the last key of a sequence is not zeros
   int32_t page_rows;      // keys in blocks: rows of a box
   float* part_out;        // [splits, heads, rows, head_dim_v], splits > 1
   float* part_lse;        // [splits, heads, rows]
@@ -37,12 +37,12 @@ struct Sm90Work {
   Kind kind;
 };
 
-// The keys of a work item: `used` rows up to row `end` of the tensor.
+// The keys of a work item: `used` rows from row `start` of the tensor on.
 struct Sm90Keys {
-  int32_t used, end, batch, head;
+  int32_t used, start, batch, head;
   __device__ Sm90Keys(const PrefillParams& p, const Sm90Schedule& s, const Sm90Work& w)
       : used(w.keys.used),
-        end(static_cast<int32_t>(w.keys.start) + w.keys.used),
+        start(static_cast<int32_t>(w.keys.start)),
         batch(w.batch),
         head(s.packed > 1 ? w.head : w.head / (p.num_heads_q / p.num_heads_kv)) {}
 };
@@ -209,7 +209,7 @@ inline Sm90Schedule make_sm90_schedule(const PrefillParams& p, Tile tile) {
     if (most < items) items = most;
   }
   s.total = static_cast<int32_t>(grid_blocks(items, "sm90"));
-  s.kv_window = p.seqlen_kv;
+  s.clears = p.cu_seqlens_kv != nullptr || p.seqused_kv != nullptr || p.pages.block_size > 0;
   s.page_rows = sm90_page_rows(p.pages.block_size, tile);
   if (s.splits > 1) {
     s.part_out = static_cast<float*>(p.workspace);

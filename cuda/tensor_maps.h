@@ -102,18 +102,15 @@ inline const device::TensorMap& query_map(const PrefillParams& p, int32_t packed
                     {s.head, s.seq, s.head * packed, s.batch}, {64, packed, tokens, 1, 1});
 }
 
-// K or V as (columns, window, tokens, heads, batch). The window axis has the stride of the tokens
-// and W = seqlen_kv rows, and the base lies W rows in front of the tensor: row r of a sequence that
-// starts at token o and has n rows in use is at window W - n + r, token o + n. Rows past n leave
-// the window, and the TMA fills them with zeros wherever the sequence ends.
+// K or V as (columns, tokens, heads, batch, 1). Note: the base must be mapped memory, even where no
+// coordinate leads to it: a map that began in front of its tensor ended in illegal addresses.
 inline const device::TensorMap& key_map(const PrefillParams& p, const void* base, const Strides& s,
                                         int32_t columns, int32_t rows) {
   bool ragged = p.cu_seqlens_kv != nullptr;
-  int64_t window = p.seqlen_kv, tokens = ragged ? p.total_kv : p.seqlen_kv;
+  int64_t tokens = ragged ? p.total_kv : p.seqlen_kv;
   if (tokens == 0) base = p.q;  // never read, but legal
-  return tensor_map(p.dtype, static_cast<const char*>(base) - window * s.seq * 2,
-                    {columns, window, tokens + 1, p.num_heads_kv, ragged ? 1 : p.batch},
-                    {s.seq, s.seq, s.head, s.batch}, {64, rows, 1, 1, 1});
+  return tensor_map(p.dtype, base, {columns, tokens, p.num_heads_kv, ragged ? 1 : p.batch, 1},
+                    {s.seq, s.head, s.batch, 0}, {64, rows, 1, 1, 1});
 }
 
 }  // namespace cuattn
