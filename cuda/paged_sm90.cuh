@@ -41,8 +41,7 @@ struct PagedSm90 {
   static constexpr int kColumns = kRows / 4;  // unit rows that a thread holds, in columns of S^T
   using Mma = device::Wgmma<kType, kRows>;
   using T = device::Element<kType>;
-  static constexpr int kCtasPerSm =
-      kRows > 32 || kHeadDim > 128 ? 1 : 2;  // registers, shared memory
+  static constexpr int kCtasPerSm = paged_sm90_tile(kHeadDim, kRows).ctas_per_sm;
   static_assert(kTile.n == 64 && kTile.m == kRows, "a tile of keys is one wgmma");
   static_assert(kLoadLanes <= 32, "one lane a box");
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Chunked prefill on Hopper: tiles of K and V out of the blocks of a paged cache, nhd or hnd, with
-// a multiple of 16 tokens a block. Used by prefill_sm90.cuh; the other kernels of attention_varlen
-// take gathered keys (src/attention.cpp).
+// How tiles of K and V come to prefill_sm90.cuh: rows of a tensor, or blocks of a paged cache, nhd
+// or hnd, with a multiple of 16 tokens a block (chunked prefill). The other kernels of
+// attention_varlen take gathered keys (src/attention.cpp).
 #pragma once
 
 #include "schedule_sm90.cuh"
@@ -17,30 +17,55 @@ inline const device::TensorMap& page_map(const PrefillParams& p, const void* bas
                     {s.seq, s.head, s.batch, 0}, {64, rows, 1, 1, 1});
 }
 
-// Rows [first, first + kRows) of K or V in boxes: one for each run that lies together and each
-// panel of 64 columns. This lane's, of a warp.
+// Rows [first, first + kRows) of K or V, on their way to shared memory. Rows past the tensor become
+// zeros. Here keys are rows: one thread, a box of the TMA for each panel of 64 columns.
+template <int kRows, int kPanels>
+struct RowBox {
+  static constexpr uint32_t kBytes = kPanels * kRows * 128;
+  int32_t first;
+
+  __device__ __forceinline__ RowBox(const PrefillParams&, const Sm90Keys&, const Sm90Schedule&,
+                                    int32_t first)
+      : first(first) {}
+
+  __device__ __forceinline__ void load(const PrefillParams& p, const Sm90Schedule&,
+                                       const Sm90Keys& keys, const device::TensorMap& map,
+                                       uint32_t smem, uint32_t full) const {
+#pragma unroll
+    for (int panel = 0; panel < kPanels; ++panel) {
+      device::tma_load(smem + panel * kRows * 128, &map, full, panel * 64, keys.start + first,
+                       keys.head, p.cu_seqlens_kv ? 0 : keys.batch, 0, device::kEvictLast);
+    }
+  }
+};
+
+// Here they lie in blocks: a warp, and a lane has the box of one panel of a run that lies together.
 template <int kRows, int kPanels>
 struct PageBox {
   static_assert(kRows / kMinPageRows * kPanels <= 32, "a lane has one box");
-  int32_t block, place;  // where it begins; block -1 is outside, and the TMA writes zeros
+  static constexpr uint32_t kBytes = kPanels * kRows * 128;
+  int32_t token, entry;  // this lane's first key, and what the block table says of it
 
   static __device__ __forceinline__ int32_t row(const Sm90Schedule& s) {
     return threadIdx.x % 32 / kPanels * s.page_rows;
   }
 
-  __device__ __forceinline__ PageBox(const PrefillParams& p, const Sm90Schedule& s,
-                                     const Sm90Keys& keys, int32_t first) {
-    int32_t token = first + row(s), size = p.pages.block_size;
-    bool seen = row(s) < kRows && token < keys.used;
-    block = seen ? p.pages.block(keys.batch, token / size) : -1;
-    place = token % size;
+  // Note: the entry stays as it was loaded until its tile comes. One instruction on it here, and
+  // the warp would wait for the table.
+  __device__ __forceinline__ PageBox(const PrefillParams& p, const Sm90Keys& keys,
+                                     const Sm90Schedule& s, int32_t first)
+      : token(first + row(s)), entry(0) {
+    if (first >= 0 && row(s) < kRows && token < keys.used)
+      entry = p.pages.entry(keys.batch, token / p.pages.block_size);
   }
 
-  __device__ __forceinline__ void load(const Sm90Schedule& s, const Sm90Keys& keys,
-                                       const device::TensorMap& map, uint32_t smem,
-                                       uint32_t full) const {
+  // A block behind the last key is -1, outside of the cache: the TMA writes zeros.
+  __device__ __forceinline__ void load(const PrefillParams& p, const Sm90Schedule& s,
+                                       const Sm90Keys& keys, const device::TensorMap& map,
+                                       uint32_t smem, uint32_t full) const {
     if (row(s) >= kRows) return;
-    int32_t panel = threadIdx.x % 32 % kPanels;
+    int32_t panel = threadIdx.x % 32 % kPanels, place = token % p.pages.block_size;
+    int32_t block = token < keys.used ? p.pages.existing(entry) : -1;
     device::tma_load(smem + (panel * kRows + row(s)) * 128, &map, full, panel * 64, place,
                      keys.head, block, 0, device::kEvictLast);
   }

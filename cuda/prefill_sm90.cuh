@@ -80,6 +80,9 @@ struct PrefillSm90 {
   };
 
   // 3. Roles
+  template <bool kPages, int kPanels>
+  using KeyBox = std::conditional_t<kPages, PageBox<kTile.n, kPanels>, RowBox<kTile.n, kPanels>>;
+
   // One thread keeps the rings full, or a warp where keys are in blocks: a box for each lane.
   template <bool kPages>
   static __device__ __forceinline__ void load_tiles(const PrefillParams& p, const Sm90Schedule& s,
@@ -93,24 +96,12 @@ struct PrefillSm90 {
     device::Ring<kTile.stages> ring(1);
     device::Ring<kQStages> q_ring(1);
     device::Ring<2> slot(0);
-    auto load_keys = [&](const device::TensorMap& map, uint32_t smem, uint32_t empty, uint32_t full,
-                         auto panels, const Sm90Keys& keys, int tile) {
-      if constexpr (kPages) {
-        PageBox<kTile.n, panels()> box(p, s, keys, tile * kTile.n);  // looked up before the wait
-        device::barrier_wait(empty, ring.parity());
-        if (leads) device::barrier_arrive_expect(full, panels() * kTile.n * 128);
-        __syncwarp();
-        box.load(s, keys, map, smem, full);
-        return;
-      }
+    auto load_keys = [&](const auto& box, const Sm90Keys& keys, const device::TensorMap& map,
+                         uint32_t smem, uint32_t empty, uint32_t full) {
       device::barrier_wait(empty, ring.parity());
-      device::barrier_arrive_expect(full, panels() * kTile.n * 128);
-#pragma unroll
-      for (int panel = 0; panel < panels(); ++panel) {
-        device::tma_load(smem + panel * kTile.n * 128, &map, full, panel * 64,
-                         keys.start + tile * kTile.n, keys.head, p.cu_seqlens_kv ? 0 : keys.batch,
-                         0, device::kEvictLast);
-      }
+      if (leads) device::barrier_arrive_expect(full, box.kBytes);
+      if (kPages) __syncwarp();
+      box.load(p, s, keys, map, smem, full);
     };
     Work w;
     auto load_queries = [&] {
@@ -141,19 +132,23 @@ struct PrefillSm90 {
     while (w.kind != Work::kNone) {
       const Sm90Keys keys(p, s, w);
       const int first = w.range.begin, last = w.range.end - 1;
+      KeyBox<kPages, kPanelsQk> k(p, keys, s, last * kTile.n);
+      KeyBox<kPages, kPanelsV> v(p, keys, s, last * kTile.n);
 #pragma unroll 1
       for (int tile = last; tile >= first; --tile) {
-        load_keys(
-            maps.k, shared.k + ring.stage() * kKBytes, shared.k_empty(ring.stage()),
-            shared.k_full(ring.stage()), [] { return kPanelsQk; }, keys, tile);
+        const KeyBox<kPages, kPanelsQk> next_k(p, keys, s, (tile - 1) * kTile.n);
+        const KeyBox<kPages, kPanelsV> next_v(p, keys, s, (tile - 1) * kTile.n);
+        load_keys(k, keys, maps.k, shared.k + ring.stage() * kKBytes, shared.k_empty(ring.stage()),
+                  shared.k_full(ring.stage()));
         if (kQStages == 1 && tile == last) load_queries();
         if (leads && tile == min(last, first + kWantedBefore)) {
           device::barrier_arrive(shared.wanted());
         }
-        load_keys(
-            maps.v, shared.v + ring.stage() * kVBytes, shared.v_empty(ring.stage()),
-            shared.v_full(ring.stage()), [] { return kPanelsV; }, keys, tile);
+        load_keys(v, keys, maps.v, shared.v + ring.stage() * kVBytes, shared.v_empty(ring.stage()),
+                  shared.v_full(ring.stage()));
         ring.next();
+        k = next_k;
+        v = next_v;
       }
       take_work();
     }

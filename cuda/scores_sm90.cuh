@@ -31,47 +31,6 @@ __device__ __forceinline__ void add_bias_pairs(float (&scores)[kCount], const ch
   }
 }
 
-// The 4x4 words of a quad transposed: x[i] of lane q becomes x[q] of lane i.
-__device__ __forceinline__ void transpose_quad(uint32_t (&x)[4]) {
-  const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
-#pragma unroll
-  for (int i = 0; i < 4; i += 2) {
-    uint32_t theirs = __shfl_xor_sync(0xffffffffu, odd ? x[i] : x[i + 1], 1);
-    (odd ? x[i] : x[i + 1]) = theirs;
-  }
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    uint32_t theirs = __shfl_xor_sync(0xffffffffu, high ? x[i] : x[i + 2], 2);
-    (high ? x[i] : x[i + 2]) = theirs;
-  }
-}
-
-// A bias of two bytes an element, 16 bytes a load: of four blocks lane q of a quad reads the q-th
-// of a row, and the quad hands out the pairs. Pairs of keys of their own would cost four times the
-// lines of L1 cache, whose number bounds this.
-template <DType kType, int kCount>
-__device__ __forceinline__ void add_bias_quads(float (&scores)[kCount], const char* row0,
-                                               const char* row1) {
-  using device::Element;
-#pragma unroll
-  for (int begin = 0; begin < kCount / 4; begin += 4) {
-    uint4 loaded[2] = {__ldg(reinterpret_cast<const uint4*>(row0) + begin),
-                       __ldg(reinterpret_cast<const uint4*>(row1) + begin)};
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      uint32_t words[4] = {loaded[half].x, loaded[half].y, loaded[half].z, loaded[half].w};
-      transpose_quad(words);
-#pragma unroll
-      for (int block = 0; block < 4; ++block) {
-        const auto& pair = reinterpret_cast<const Element<kType>(&)[2]>(words[block]);
-        float* s = &scores[4 * (begin + block) + 2 * half];
-        s[0] += device::to_float(pair[0]);
-        s[1] += device::to_float(pair[1]);
-      }
-    }
-  }
-}
-
 // scores[i] becomes mod(scores[i], token[i / 2 % 2], key), with key = first + i / 4 * 8 + i % 2.
 // Padding is clamped: tokens by the caller, keys to last_key.
 template <DType kType, int kCount>
@@ -110,15 +69,9 @@ __device__ __forceinline__ void modify_scores(float (&scores)[kCount],
 #pragma unroll
   for (int half = 0; half < 2; ++half)
     row[half] = mod.bias + (token[half] * mod.bias_stride_q + first) * size;
-  auto address = [&](int half) {
-    return static_cast<uint32_t>(reinterpret_cast<uintptr_t>(row[half]));
-  };
   bool pairs = mod.bias_stride_kv == 1 && first + kCount * 2 - 7 <= last_key &&
-               ((address(0) | address(1)) & (2 * size - 1)) == 0;
-  constexpr bool kQuads = kCount % 16 == 0 && kCount > 32;  // wide heads have no registers for it
-  const int quad = threadIdx.x % 4;
-  const bool quads = __all_sync(
-      0xffffffffu, pairs && (address(0) & 15) == 4 * quad && (address(1) & 15) == 4 * quad);
+               ((reinterpret_cast<uintptr_t>(row[0]) | reinterpret_cast<uintptr_t>(row[1])) &
+                (2 * size - 1)) == 0;
   if (!__all_sync(0xffffffffu, pairs)) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
@@ -135,8 +88,6 @@ __device__ __forceinline__ void modify_scores(float (&scores)[kCount],
       if ((x & 0xff) == 0) a = negative_infinity();
       if (x < 256) b = negative_infinity();
     });
-  } else if (kQuads && quads) {
-    add_bias_quads<kType>(scores, row[0] + 12 * quad, row[1] + 12 * quad);
   } else {
     add_bias_pairs<uint32_t>(scores, row[0], row[1], [](float& a, float& b, uint32_t x) {
       a += to_float(reinterpret_cast<const Element<kType>(&)[2]>(x)[0]);

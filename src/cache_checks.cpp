@@ -47,8 +47,9 @@ CacheShape read_cache(const char* fn, const char* name, const TensorView& view, 
   } else {
     require_last_axis(fn, name, view);
   }
-  // Note: also of an empty cache, whose strides the TMA would refuse.
-  if (is_cuda(view.device)) {
+  // Note: also of an empty cache, whose strides the TMA would refuse. A head_dim with which nothing
+  // could be aligned is refused by the caller, who knows which ones there may be.
+  if (is_cuda(view.device) && shape.head_dim * itemsize(dtype) % 16 == 0) {
     require_aligned(fn, name, "blocks, heads and tokens", view, axes.inner, check_data);
   }
   return shape;

@@ -247,7 +247,7 @@ def test_long_rows_take_longer_tiles():
     assert [tile_n(n, causal=True) for n in (2048, 4096, 16384)] == [128, 160, 160]
     assert tile_n(16384, batch_invariant=True) == 128
     assert tile_n(16384, window=(256, 0)) == 128
-    assert tile_n(16384, softcap=30.0) == 96
+    assert tile_n(16384, softcap=30.0) == 128
 
 
 def test_short_causal_rows_of_64_columns_take_smaller_tiles():

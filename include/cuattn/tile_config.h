@@ -59,11 +59,13 @@ constexpr int32_t sm90_q_stages(HeadDims d, Tile tile) {
 // A warpgroup of producers and m / 64 of consumers, which keep S (n / 2), O (head_dim_v / 2) and P
 // (n / 4) in 232 registers each, or 160 if they are three.
 constexpr Tile sm90_tile(HeadDims d, MaskKind mask, ScoreKind score) {
-  if (score == ScoreKind::scored) {  // the functor wants registers
+  if (score == ScoreKind::scored) {  // the functor wants registers, and so do a window's edges
+    bool window = mask == MaskKind::window;
     if (d.qk <= 64) return {128, 128, 4, 12};
-    if (d.qk <= 128) return {128, 96, 2, 12};  // 2 * 32 + 2 * 48 = 160 KB
-    if (d.v <= 128) return {128, 80, 2, 12};
-    return {128, mask == MaskKind::window ? 32 : 64, 2, 12};
+    if (d.qk <= 128) return {128, window ? 96 : 128, 2, 12};
+    if (d.v <= 128) return {128, window ? 80 : 96, 2, 12};
+    if (d.v <= 192) return {128, window ? 64 : 96, 2, 12};
+    return {128, window ? 32 : 64, 2, 12};
   }
   if (d.qk <= 64) return {192, 128, 4, 16};   // 2 * 24 + 4 * 32 = 176 KB
   if (d.qk <= 128) return {128, 128, 2, 12};  // 2 * 32 + 2 * 64 = 192 KB
@@ -111,10 +113,11 @@ constexpr Tile simt_tile(int32_t head_dim) {
 constexpr Tile kTiledTile = {64, 32, 1, 8};
 
 // Paged kernels: m rows (queries x heads of a group) of one kv head against n keys at a time. The
-// grid of a plan is `ctas_per_sm` blocks on each multiprocessor.
+// grid of a plan is `ctas_per_sm` blocks on each multiprocessor; only half of them work where they
+// would have less than `busy_tiles` tiles each.
 struct PagedTile {
   Tile tile;
-  int32_t ctas_per_sm;
+  int32_t ctas_per_sm, busy_tiles = 0;
 };
 
 constexpr PagedTile kPagedCpuTile = {{64, 64, 1, 1}, 1};
@@ -146,12 +149,13 @@ constexpr PagedTile kPagedSimtTile = {{4, 64, 1, 4}, 2};
 constexpr int32_t paged_simt_head_dim(int32_t head_dim) { return head_dim <= 128 ? 128 : 256; }
 
 // `head_dim`: a compiled one. m is the columns of a wgmma. A stage is 64 keys of K and V. Measured:
-// one block with 96 KB on their way keeps a multiprocessor's share of the memory busy; more blocks
-// mean more splits, and more bytes bring nothing.
+// one block with 96 KB on their way keeps a multiprocessor's share of the memory busy. A second one
+// means more splits, and pays where a step reads more than 256 MB: 2 % there, -15 % at 64 MB.
 constexpr PagedTile paged_sm90_tile(int32_t head_dim, int32_t rows) {
   int32_t m = rows <= 8 ? 8 : rows <= 16 ? 16 : rows <= 32 || head_dim > 128 ? 32 : 64;
-  int32_t stages = head_dim <= 64 ? 6 : 3;  // 64, 128: 96 KB; 256: 192 KB
-  return {{m, 64, stages, 5}, m == 32 && head_dim <= 128 ? 2 : 1};
+  int32_t stages = head_dim <= 64 ? 6 : 3;                        // 64, 128: 96 KB; 256: 192 KB
+  if (m == 64 || head_dim > 128) return {{m, 64, stages, 5}, 1};  // registers, shared memory
+  return {{m, 64, stages, 5}, 2, m == 32 ? 0 : 48 * 128 / head_dim};
 }
 
 }  // namespace cuattn

@@ -29,8 +29,9 @@ class OnGpuPages {
     if (problem_.planned) call_.make_plan(plan.data(), nullptr);
     call_.run({workspace.data() + guard, bytes}, nullptr);
     CUDA_OK(cudaDeviceSynchronize());
-    std::vector<uint8_t> edges(workspace.bytes());
-    CUDA_OK(cudaMemcpy(edges.data(), workspace.data(), edges.size(), cudaMemcpyDeviceToHost));
+    std::vector<uint8_t> edges(guard > 0 ? workspace.bytes() : 0);
+    if (guard > 0)  // else nothing of it need ever have been written
+      CUDA_OK(cudaMemcpy(edges.data(), workspace.data(), edges.size(), cudaMemcpyDeviceToHost));
     for (size_t i = 0; i < guard; ++i) {
       if (edges[i] != 0xff || edges[edges.size() - 1 - i] != 0xff)
         return problem_.text() + ": memory beside the workspace was written";
