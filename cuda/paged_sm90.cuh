@@ -10,6 +10,7 @@
 //   math warps          | S0 softmax O0 | S1 softmax O1 | ...
 #pragma once
 
+#include <limits>
 #include <numeric>
 
 #include "cuattn/device/paged.cuh"
@@ -30,6 +31,7 @@ struct PagedSm90Maps {
 template <DType kType, int kHeadDim, int kRows, ScoreKind kScore>
 struct PagedSm90 {
   // 1. Types and sizes
+  static constexpr int kDim = kHeadDim;
   static constexpr Tile kTile = paged_sm90_tile(kHeadDim, kRows).tile;
   static constexpr int kMathThreads = 128, kThreads = kMathThreads + 32;
   static constexpr int kPanels = kHeadDim / 64;
@@ -41,7 +43,8 @@ struct PagedSm90 {
   static constexpr int kColumns = kRows / 4;  // unit rows that a thread holds, in columns of S^T
   using Mma = device::Wgmma<kType, kRows>;
   using T = device::Element<kType>;
-  static constexpr int kCtasPerSm = paged_sm90_tile(kHeadDim, kRows).ctas_per_sm;
+  static constexpr int kCtasPerSm =
+      kRows > 32 || kHeadDim > 128 ? 1 : 2;  // registers, shared memory
   static_assert(kTile.n == 64 && kTile.m == kRows, "a tile of keys is one wgmma");
   static_assert(kLoadLanes <= 32, "one lane a box");
 
@@ -56,10 +59,10 @@ struct PagedSm90 {
   // (row, key), the maxima and the sums of four warps (row, warp), RowFacts (row), barriers.
   struct Shared {
     uint32_t k, v, q, p, maxima, sums, facts, barriers;
-    __device__ explicit Shared(const void* base) {
+    __device__ Shared(const void* base, int stages) {
       k = (device::smem_address(base) + 1023) & ~1023u;  // the swizzle repeats every 1024 bytes
-      v = k + kTile.stages * kStageBytes;
-      q = v + kTile.stages * kStageBytes;
+      v = k + stages * kStageBytes;
+      q = v + stages * kStageBytes;
       p = q + kPanels * kRowPanelBytes;
       maxima = p + kRowPanelBytes;
       sums = maxima + kRows * 16;
@@ -71,16 +74,16 @@ struct PagedSm90 {
     __device__ uint32_t v_full(int stage) const { return barriers + 32 * stage + 16; }
     __device__ uint32_t v_empty(int stage) const { return barriers + 32 * stage + 24; }
   };
-  static constexpr int kSmemBytes = 1024 + 2 * kTile.stages * kStageBytes +
-                                    (kPanels + 1) * kRowPanelBytes + 3 * kRows * 16 +
-                                    32 * kTile.stages;
+  static constexpr int smem_bytes(int stages) {
+    return 1024 + stages * (2 * kStageBytes + 32) + (kPanels + 1) * kRowPanelBytes + 3 * kRows * 16;
+  }
 
   struct Ring {  // a place among the stages, and the parity of the phase to wait for
-    int stage = 0;
+    int stage = 0, stages;
     uint32_t parity;
-    __device__ explicit Ring(uint32_t first_parity) : parity(first_parity) {}
+    __device__ Ring(int stages, uint32_t first_parity) : stages(stages), parity(first_parity) {}
     __device__ __forceinline__ void next() {
-      if (++stage == kTile.stages) {
+      if (++stage == stages) {
         stage = 0;
         parity ^= 1;
       }
@@ -96,7 +99,7 @@ struct PagedSm90 {
     int32_t lane = threadIdx.x % 32, panel = lane % kPanels, my_piece = lane / kPanels;
     bool has_box = my_piece < pieces;
     uint32_t to = panel * kPanelBytes + my_piece * maps.piece * 128;
-    Ring ring(1);
+    Ring ring(p.stages, 1);
     auto load = [&](const device::TensorMap& map, uint32_t smem, uint32_t empty, uint32_t full,
                     int32_t token, int32_t head, int32_t block) {
       device::barrier_wait(empty, ring.parity);
@@ -104,7 +107,7 @@ struct PagedSm90 {
       __syncwarp();
       if (has_box) {
         device::tma_load(smem + ring.stage * kStageBytes + to, &map, full, panel * 64, token, head,
-                         block, 0, device::kEvictFirst);
+                         block, 0, device::kEvictNormal);
       }
     };
     device::KeyTasks tasks(p.work);
@@ -291,7 +294,7 @@ struct PagedSm90 {
     const uint64_t q_desc = wgmma_descriptor(shared.q, 0), p_desc = wgmma_descriptor(shared.p, 0);
     const uint64_t k_desc = wgmma_descriptor(shared.k, 0);
     const uint64_t v_desc = wgmma_descriptor(shared.v, kPanelBytes);
-    Ring ring(0);
+    Ring ring(p.stages, 0);
     KeyTasks tasks(p.work);
     KeyTask task;
     while (tasks.next(p.work, task)) {
@@ -423,12 +426,12 @@ __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kCtasPerSm)
     paged_sm90_kernel(const __grid_constant__ PagedParams p,
                       const __grid_constant__ PagedSm90Maps maps) {
   extern __shared__ uint8_t smem[];
-  typename Kernel::Shared shared(smem);
+  typename Kernel::Shared shared(smem, p.stages);
   bool copies = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0) == Kernel::kMathThreads / 32;
   if (threadIdx.x == Kernel::kMathThreads) {
     device::tma_prefetch(&maps.k);
     device::tma_prefetch(&maps.v);
-    for (int stage = 0; stage < Kernel::kTile.stages; ++stage) {
+    for (int stage = 0; stage < p.stages; ++stage) {
       device::barrier_init(shared.k_full(stage), 1);
       device::barrier_init(shared.v_full(stage), 1);
       device::barrier_init(shared.k_empty(stage), 4);  // one lane of each math warp
@@ -457,13 +460,15 @@ inline const device::TensorMap& paged_cache_map(const PagedParams& p, const void
 template <class Kernel>
 void launch_paged_sm90_kernel(const PagedParams& p, cudaStream_t stream) {
   static std::atomic<uint64_t> allowed{0};
-  allow_shared_memory(paged_sm90_kernel<Kernel>, Kernel::kSmemBytes, allowed);
+  constexpr int kMostStages =
+      paged_sm90_stages(Kernel::kDim, Kernel::kTile, std::numeric_limits<int32_t>::max());
+  allow_shared_memory(paged_sm90_kernel<Kernel>, Kernel::smem_bytes(kMostStages), allowed);
   PagedSm90Maps maps;
   maps.piece = std::gcd(p.block_size, Kernel::kTile.n);
   maps.k = paged_cache_map(p, p.k_cache, p.k_strides, maps.piece);
   maps.v = paged_cache_map(p, p.v_cache, p.v_strides, maps.piece);
   launch_overlapping(paged_sm90_kernel<Kernel>, grid_blocks(num_key_tasks(p.work), "sm90"),
-                     Kernel::kThreads, Kernel::kSmemBytes, 9, stream, p, maps);
+                     Kernel::kThreads, Kernel::smem_bytes(p.stages), 9, stream, p, maps);
 }
 
 template <DType kType, int kHeadDim>

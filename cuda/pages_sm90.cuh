@@ -25,12 +25,12 @@ struct RowBox {
   int32_t first;
 
   __device__ __forceinline__ RowBox(const PrefillParams&, const Sm90Keys&, const Sm90Schedule&,
-                                    int32_t first)
+                                    int32_t first, int)
       : first(first) {}
 
   __device__ __forceinline__ void load(const PrefillParams& p, const Sm90Schedule&,
                                        const Sm90Keys& keys, const device::TensorMap& map,
-                                       uint32_t smem, uint32_t full) const {
+                                       uint32_t smem, uint32_t full, int) const {
 #pragma unroll
     for (int panel = 0; panel < kPanels; ++panel) {
       device::tma_load(smem + panel * kRows * 128, &map, full, panel * 64, keys.start + first,
@@ -39,35 +39,38 @@ struct RowBox {
   }
 };
 
-// Here they lie in blocks: a warp, and a lane has the box of one panel of a run that lies together.
+// Here they lie in blocks. A box is a panel of a run that lies together; the lanes of kPageLoaders
+// warps have one each.
+constexpr int kPageLoaders = 3;
+
 template <int kRows, int kPanels>
 struct PageBox {
-  static_assert(kRows / kMinPageRows * kPanels <= 32, "a lane has one box");
+  static_assert(kRows / kMinPageRows * kPanels <= kPageLoaders * 32, "a lane has one box");
   static constexpr uint32_t kBytes = kPanels * kRows * 128;
-  int32_t token, entry;  // this lane's first key, and what the block table says of it
+  int32_t row, token, entry;  // its first row and key, and what the block table says of the key
 
-  static __device__ __forceinline__ int32_t row(const Sm90Schedule& s) {
-    return threadIdx.x % 32 / kPanels * s.page_rows;
+  static __device__ __forceinline__ int32_t box(int loader) {
+    return threadIdx.x % 32 * kPageLoaders + loader;
   }
 
   // Note: the entry stays as it was loaded until its tile comes. One instruction on it here, and
   // the warp would wait for the table.
   __device__ __forceinline__ PageBox(const PrefillParams& p, const Sm90Keys& keys,
-                                     const Sm90Schedule& s, int32_t first)
-      : token(first + row(s)), entry(0) {
-    if (first >= 0 && row(s) < kRows && token < keys.used)
+                                     const Sm90Schedule& s, int32_t first, int loader)
+      : row(box(loader) / kPanels * s.page_rows), token(first + row), entry(0) {
+    if (first >= 0 && row < kRows && token < keys.used)
       entry = p.pages.entry(keys.batch, token / p.pages.block_size);
   }
 
   // A block behind the last key is -1, outside of the cache: the TMA writes zeros.
-  __device__ __forceinline__ void load(const PrefillParams& p, const Sm90Schedule& s,
+  __device__ __forceinline__ void load(const PrefillParams& p, const Sm90Schedule&,
                                        const Sm90Keys& keys, const device::TensorMap& map,
-                                       uint32_t smem, uint32_t full) const {
-    if (row(s) >= kRows) return;
-    int32_t panel = threadIdx.x % 32 % kPanels, place = token % p.pages.block_size;
+                                       uint32_t smem, uint32_t full, int loader) const {
+    if (row >= kRows) return;
+    int32_t panel = box(loader) % kPanels, place = token % p.pages.block_size;
     int32_t block = token < keys.used ? p.pages.existing(entry) : -1;
-    device::tma_load(smem + (panel * kRows + row(s)) * 128, &map, full, panel * 64, place,
-                     keys.head, block, 0, device::kEvictLast);
+    device::tma_load(smem + (panel * kRows + row) * 128, &map, full, panel * 64, place, keys.head,
+                     block, 0, device::kEvictLast);
   }
 };
 

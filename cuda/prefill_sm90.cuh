@@ -83,11 +83,14 @@ struct PrefillSm90 {
   template <bool kPages, int kPanels>
   using KeyBox = std::conditional_t<kPages, PageBox<kTile.n, kPanels>, RowBox<kTile.n, kPanels>>;
 
-  // One thread keeps the rings full, or a warp where keys are in blocks: a box for each lane.
+  // One thread keeps the rings full. Where keys are in blocks, three warps: a box for each lane,
+  // for a warp issues one after the other.
   template <bool kPages>
   static __device__ __forceinline__ void load_tiles(const PrefillParams& p, const Sm90Schedule& s,
-                                                    const Sm90Maps& maps, const Shared& shared) {
-    const bool leads = !kPages || threadIdx.x % 32 == 0;
+                                                    const Sm90Maps& maps, const Shared& shared,
+                                                    int loader = 0) {
+    const bool speaks = !kPages || threadIdx.x % 32 == 0;  // for its warp
+    const bool leads = loader == 0 && speaks;
     if (leads) {
       device::tma_prefetch(&maps.q);
       device::tma_prefetch(&maps.k);
@@ -101,7 +104,7 @@ struct PrefillSm90 {
       device::barrier_wait(empty, ring.parity());
       if (leads) device::barrier_arrive_expect(full, box.kBytes);
       if (kPages) __syncwarp();
-      box.load(p, s, keys, map, smem, full);
+      box.load(p, s, keys, map, smem, full, loader);
     };
     Work w;
     auto load_queries = [&] {
@@ -122,7 +125,7 @@ struct PrefillSm90 {
         device::barrier_wait(shared.work_full(slot.stage()), slot.parity());
         device::load_shared(w, shared.work(slot.stage()));
         if (kPages) __syncwarp();  // every lane has read it
-        if (leads) device::barrier_arrive(shared.work_empty(slot.stage()));
+        if (speaks) device::barrier_arrive(shared.work_empty(slot.stage()));
         if (leads && w.kind == Work::kEmpty) device::barrier_arrive(shared.wanted());
         slot.next();
       } while (w.kind == Work::kEmpty);
@@ -132,12 +135,12 @@ struct PrefillSm90 {
     while (w.kind != Work::kNone) {
       const Sm90Keys keys(p, s, w);
       const int first = w.range.begin, last = w.range.end - 1;
-      KeyBox<kPages, kPanelsQk> k(p, keys, s, last * kTile.n);
-      KeyBox<kPages, kPanelsV> v(p, keys, s, last * kTile.n);
+      KeyBox<kPages, kPanelsQk> k(p, keys, s, last * kTile.n, loader);
+      KeyBox<kPages, kPanelsV> v(p, keys, s, last * kTile.n, loader);
 #pragma unroll 1
       for (int tile = last; tile >= first; --tile) {
-        const KeyBox<kPages, kPanelsQk> next_k(p, keys, s, (tile - 1) * kTile.n);
-        const KeyBox<kPages, kPanelsV> next_v(p, keys, s, (tile - 1) * kTile.n);
+        const KeyBox<kPages, kPanelsQk> next_k(p, keys, s, (tile - 1) * kTile.n, loader);
+        const KeyBox<kPages, kPanelsV> next_v(p, keys, s, (tile - 1) * kTile.n, loader);
         load_keys(k, keys, maps.k, shared.k + ring.stage() * kKBytes, shared.k_empty(ring.stage()),
                   shared.k_full(ring.stage()));
         if (kQStages == 1 && tile == last) load_queries();
@@ -496,7 +499,8 @@ struct PrefillSm90 {
         device::barrier_init(shared.q_full(i), 1);
         device::barrier_init(shared.q_empty(i), kWarps);
         device::barrier_init(shared.work_full(i), 1);
-        device::barrier_init(shared.work_empty(i), kWarps + 1);
+        device::barrier_init(shared.work_empty(i),
+                             kWarps + (p.pages.block_tables != nullptr ? kPageLoaders : 1));
       }
       for (int i = 0; i < kTile.stages; ++i) {
         device::barrier_init(shared.k_full(i), 1);
@@ -513,8 +517,8 @@ struct PrefillSm90 {
       int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
       if (warp == 1) {
         schedule_work(p, s, Shared(smem));
-      } else if (warp == 0 && p.pages.block_tables != nullptr) {
-        load_tiles<true>(p, s, maps, Shared(smem));
+      } else if (p.pages.block_tables != nullptr) {
+        load_tiles<true>(p, s, maps, Shared(smem), warp == 0 ? 0 : warp - 1);
       } else if (warp == 0 && device::elect_one()) {
         load_tiles<false>(p, s, maps, Shared(smem));
       }

@@ -289,7 +289,7 @@ void cut_work(PagedCall& call) {
   w.split_keys = call.plan.split_keys;
   w.num_workers = call.plan.num_workers;
   w.lanes = call.plan.lanes;
-  w.busy_tiles = call.plan.busy_tiles;
+  call.params.stages = call.plan.tile.stages;
 }
 
 // Splits of all units, and what a plan holds, are counted in 32 bits.

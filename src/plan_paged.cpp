@@ -89,9 +89,8 @@ int32_t lanes_of(int32_t num_workers, int32_t head_groups) {
 }
 
 // The three ways of PagedWork, in the order in which a call may ask for them.
-void cut_keys(Plan& plan, const PagedRequest& r, const DeviceInfo& device, PagedTile tile) {
-  plan.num_workers = device.is_cuda ? device.num_sms * tile.ctas_per_sm : kCpuWorkers;
-  plan.busy_tiles = tile.busy_tiles;
+void cut_keys(Plan& plan, const PagedRequest& r, const DeviceInfo& device, int32_t ctas_per_sm) {
+  plan.num_workers = device.is_cuda ? device.num_sms * ctas_per_sm : kCpuWorkers;
   int32_t head_groups = r.num_heads_kv * ceil_div(rows_of(r), plan.tile.m);
   plan.lanes = lanes_of(plan.num_workers, head_groups);
   int32_t tiles = std::max(ceil_div(r.capacity, plan.tile.n), 1);
@@ -112,10 +111,8 @@ void cut_keys(Plan& plan, const PagedRequest& r, const DeviceInfo& device, Paged
   } else if (!device.is_cuda) {
     split_at(kCpuSplit);
   } else if (r.num_seqs <= 1) {  // one sequence is cut evenly, without looking
-    int32_t workers = plan.num_workers;
-    if (int64_t{tiles} * head_groups < int64_t{workers} * plan.busy_tiles) workers /= 2;
     plan.num_splits =
-        std::clamp(workers / std::max(head_groups, 1), 1, std::min(tiles, kMaxSplits));
+        std::clamp(plan.num_workers / std::max(head_groups, 1), 1, std::min(tiles, kMaxSplits));
   } else {
     plan.num_splits = 0;
   }
@@ -128,7 +125,12 @@ Plan make_plan(const Rung& rung, const PagedRequest& r, const DeviceInfo& device
   plan.head_dim = plan.head_dim_v = compiled_head_dim(rung.kernel, r.head_dim);
   PagedTile tile = tile_of(rung.kernel, r);
   plan.tile = tile.tile;
-  cut_keys(plan, r, device, tile);
+  cut_keys(plan, r, device, tile.ctas_per_sm);
+  if (rung.kernel == Kernel::sm90) {
+    int64_t head_groups = int64_t{r.num_heads_kv} * ceil_div(rows_of(r), plan.tile.m);
+    int64_t tiles = r.num_seqs * head_groups * ceil_div(r.capacity, plan.tile.n);
+    plan.tile.stages = paged_sm90_stages(plan.head_dim, plan.tile, tiles / plan.num_workers);
+  }
   return plan;  // workspace_bytes is known once PagedWork is: paged.cpp
 }
 

@@ -441,6 +441,22 @@ def test_max_context_len_bounds_the_partitions(device, rng):
     paged_cases.judge(problem, out, problem.reference()[1])
 
 
+def test_more_tiles_are_under_way_where_contexts_are_long():
+    def stages(batch, context, head_dim=128, group=4, **options):
+        blocks = context // 16
+        cache = (batch * blocks, 16, 8, head_dim)
+        shapes = ((batch, 8 * group, head_dim), cache, cache, (batch, blocks), (batch,))
+        plan = cuattn.explain(
+            "paged_attention", *shapes, device="h100", dtype="bfloat16", backend="sm90", **options
+        )
+        return plan.stages
+
+    assert [stages(16, n) for n in (1024, 2048, 4096, 8192)] == [3, 3, 4, 4]
+    assert [stages(1, n) for n in (1024, 8192, 131072)] == [3, 3, 4]
+    assert [stages(16, n, head_dim=64) for n in (1024, 8192)] == [6, 8]
+    assert stages(16, 8192, head_dim=256) == stages(16, 8192, group=32) == 3
+
+
 def test_explain(device, rng):
     shapes = [(64, 32, 128), (1000, 16, 8, 128), (1000, 16, 8, 128), (64, 512), (64,)]
     where = "cpu" if device.name == "cpu" else 0

@@ -43,8 +43,8 @@ struct PagedWork {
   int32_t rows, row_groups;  // rows of a unit at most, and row groups of a kv head
   int32_t tile;              // keys; split_keys is a multiple of it
   int32_t num_splits, split_keys;
-  int32_t num_workers, lanes, busy_tiles;  // see tiles_per_worker
-  const int32_t* plan;                     // see PagedPlan; nullptr when num_splits >= 1
+  int32_t num_workers, lanes;
+  const int32_t* plan;  // see PagedPlan; nullptr when num_splits >= 1
 };
 
 // A plan is one int32 array, made on the device by paged_plan once per step and shared by all
@@ -91,6 +91,8 @@ struct PagedParams {
   const int32_t* cu_seqlens_q;  // [num_seqs + 1] or nullptr
   int64_t total_q;
   CacheStrides k_strides, v_strides;
+
+  int32_t stages;  // the plan's: tiles of K and V on their way in a thread block
 
   DType dtype;     // of q and out
   DType kv_dtype;  // of the caches: dtype, or e4m3 under 16-bit queries
@@ -243,12 +245,10 @@ CUATTN_HOST_DEVICE PagedSlots paged_slots(const PagedWork& w, int32_t b, int32_t
           2 * ((first + 1) * w.lanes + lane), 2 * w.lanes};
 }
 
-// How many tiles a worker takes when head groups have `tiles` together and `longest` at most. Less
-// than busy_tiles: twice as many, for half of the workers, those that come first. A single tile
-// each would make more partial results than it saves time.
+// How many tiles a worker takes when head groups have `tiles` together and `longest` at most. A
+// single tile each would make more partial results than it saves time.
 CUATTN_HOST_DEVICE int64_t tiles_per_worker(const PagedWork& w, int64_t tiles, int64_t longest) {
   int64_t total = tiles * lane_heads(w), places = w.num_workers / w.lanes;
-  if (places > 1 && total < places * w.busy_tiles) places /= 2;
   int64_t even = total == 0 ? 1 : (total - 1) / places + 1;
   even = even < 2 ? 2 : even;
   if (tiles != longest * w.num_seqs) return even;

@@ -74,7 +74,6 @@ struct Plan {
   int32_t split_keys;    // paged: the fixed length of a split, or 0
   int32_t num_workers;   // paged: thread blocks that share a plan
   int32_t lanes;         // paged: rows of tiles in which they stand (PagedPlan)
-  int32_t busy_tiles;    // paged: fewer each, and half of them work
   int32_t packed_heads;  // query heads of a group that share a tile; 1 = none
   int32_t num_ctas;      // grid of a persistent kernel; 0 = a CTA for each tile
   bool draws_tiles;      // persistent: each CTA draws its next tile; else a fixed order

@@ -113,11 +113,10 @@ constexpr Tile simt_tile(int32_t head_dim) {
 constexpr Tile kTiledTile = {64, 32, 1, 8};
 
 // Paged kernels: m rows (queries x heads of a group) of one kv head against n keys at a time. The
-// grid of a plan is `ctas_per_sm` blocks on each multiprocessor; only half of them work where they
-// would have less than `busy_tiles` tiles each.
+// grid of a plan is `ctas_per_sm` blocks on each multiprocessor.
 struct PagedTile {
   Tile tile;
-  int32_t ctas_per_sm, busy_tiles = 0;
+  int32_t ctas_per_sm;
 };
 
 constexpr PagedTile kPagedCpuTile = {{64, 64, 1, 1}, 1};
@@ -148,14 +147,20 @@ constexpr PagedTile paged_sm80_tile(int32_t head_dim, int32_t itemsize, KvLayout
 constexpr PagedTile kPagedSimtTile = {{4, 64, 1, 4}, 2};
 constexpr int32_t paged_simt_head_dim(int32_t head_dim) { return head_dim <= 128 ? 128 : 256; }
 
-// `head_dim`: a compiled one. m is the columns of a wgmma. A stage is 64 keys of K and V. Measured:
-// one block with 96 KB on their way keeps a multiprocessor's share of the memory busy. A second one
-// means more splits, and pays where a step reads more than 256 MB: 2 % there, -15 % at 64 MB.
+// `head_dim`: a compiled one. m is the columns of a wgmma. A stage is 64 keys of K and V: 96 KB on
+// their way keep a multiprocessor's share of the memory busy, and leave room for the first block of
+// the next kernel. Long contexts take a third more (sm90_paged_stages). Measured: a second block
+// brings 2 % where a step reads 512 MB, and costs 15 % at 64 MB.
 constexpr PagedTile paged_sm90_tile(int32_t head_dim, int32_t rows) {
   int32_t m = rows <= 8 ? 8 : rows <= 16 ? 16 : rows <= 32 || head_dim > 128 ? 32 : 64;
-  int32_t stages = head_dim <= 64 ? 6 : 3;                        // 64, 128: 96 KB; 256: 192 KB
-  if (m == 64 || head_dim > 128) return {{m, 64, stages, 5}, 1};  // registers, shared memory
-  return {{m, 64, stages, 5}, 2, m == 32 ? 0 : 48 * 128 / head_dim};
+  int32_t stages = head_dim <= 64 ? 6 : 3;  // 64, 128: 96 KB; 256: 192 KB
+  return {{m, 64, stages, 5}, m == 32 && head_dim <= 128 ? 2 : 1};
+}
+
+// With `tiles` for each block, at most: 128 KB on their way from 24 tiles of 128 columns on.
+constexpr int32_t paged_sm90_stages(int32_t head_dim, Tile tile, int64_t tiles) {
+  bool fits = tile.m <= 16 && head_dim <= 128;
+  return fits && tiles * head_dim >= 24 * 128 ? tile.stages * 4 / 3 : tile.stages;
 }
 
 }  // namespace cuattn

@@ -126,7 +126,8 @@ __device__ __forceinline__ void registers_shrink() {
 // ---- TMA
 
 constexpr uint64_t kEvictFirst = 0x12F0000000000000ull;  // L2: read once
-constexpr uint64_t kEvictLast = 0x14F0000000000000ull;   // L2: read by many CTAs
+constexpr uint64_t kEvictNormal = 0x1000000000000000ull;
+constexpr uint64_t kEvictLast = 0x14F0000000000000ull;  // L2: read by many CTAs
 
 __device__ __forceinline__ void tma_prefetch(const TensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
