@@ -451,7 +451,7 @@ def test_more_tiles_are_under_way_where_contexts_are_long():
         )
         return plan.stages
 
-    assert [stages(16, n) for n in (1024, 2048, 4096, 8192)] == [3, 3, 4, 4]
+    assert [stages(16, n) for n in (1024, 2048, 4096, 8192)] == [3, 4, 4, 4]
     assert [stages(1, n) for n in (1024, 8192, 131072)] == [3, 3, 4]
     assert [stages(16, n, head_dim=64) for n in (1024, 8192)] == [6, 8]
     assert stages(16, 8192, head_dim=256) == stages(16, 8192, group=32) == 3
