@@ -73,6 +73,19 @@ def test_tree_hash_is_what_git_computes(tmp_path):
     assert record.tree_hash(tmp_path) == git("hash-object", "--stdin", stdin=listed).strip()
 
 
+def test_a_hash_that_was_passed_counts_more_than_git(monkeypatch):
+    monkeypatch.setattr(record, "tree_hash", lambda: "a" * 40)
+    monkeypatch.setattr(record, "committed_hash", lambda: "b" * 40)
+    monkeypatch.setenv("CUATTN_SOURCE_HASH", "a" * 40)
+    assert record.verified_hash() == "a" * 40
+    monkeypatch.setenv("CUATTN_SOURCE_HASH", "c" * 40)
+    with pytest.raises(record.SourcesChanged, match="the sources here hash to aaaa"):
+        record.verified_hash()
+    monkeypatch.delenv("CUATTN_SOURCE_HASH")
+    monkeypatch.setattr(record, "has_commits", lambda: True)
+    assert record.verified_hash() == "b" * 40
+
+
 def test_counts_are_added_over_processes_and_summaries_must_be_complete():
     begin, counts = "========= COMPUTE-SANITIZER\n", "3 passed, 0 failed, 1 skipped\n"
     run = begin + counts + "========= ERROR SUMMARY: 0 errors\n"

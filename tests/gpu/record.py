@@ -74,10 +74,13 @@ def has_commits() -> bool:
 
 
 def verified_hash() -> str:
-    """The hash of a commit that the files here are known to equal."""
-    if has_commits():
-        return committed_hash()
+    """The hash of a commit that the files here are known to equal.
+
+    A hash that was passed counts more than git: a copy of the tree may lie in another commit's.
+    """
     expected, found = os.environ.get("CUATTN_SOURCE_HASH"), tree_hash()
+    if expected is None and has_commits():
+        return committed_hash()
     if expected != found:
         raise SourcesChanged(
             f"CUATTN_SOURCE_HASH is {expected}, but the sources here hash to {found}; "

@@ -3,8 +3,9 @@
 # The GPU checks, on a machine without network:
 #   run.sh [build|pytest|limits|cpp|memcheck|racecheck|initcheck|synccheck|watchdog]...
 # No argument runs all stages. Each stays under nine minutes and merges its counts into record.json, which names the
-# sources it ran on by their hash. In a checkout the hash is asked of git; elsewhere pass CUATTN_SOURCE_HASH, printed by
-# `tests/gpu/record.py hash` where git is. CUATTN_GPU_OUT: folder for record.json and the ends of the logs.
+# sources it ran on by their hash. In a checkout the hash is asked of git; elsewhere, also in a copy that lies in another
+# commit's checkout, pass CUATTN_SOURCE_HASH, printed by `tests/gpu/record.py hash` where git is.
+# CUATTN_GPU_OUT: folder for record.json and the ends of the logs.
 # Where several GPUs are visible the stages after the build run side by side, each beginning at a GPU of its own, and what
 # a stage runs in parallel goes round the GPUs.
 set -uo pipefail
