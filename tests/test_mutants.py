@@ -78,7 +78,8 @@ MUTANTS = {
         dataclasses.replace(BASE, window=(9, 3), causal=False),
         changed(window=(9, 2)),
     ),
-    "sink_dropped": (dataclasses.replace(BASE, sinks=True), changed(sinks=None)),
+    # Beside few keys: among many a small sink is lost in the rounding of bfloat16.
+    "sink_dropped": (dataclasses.replace(SHORT, sinks=True), changed(sinks=None)),
     "sink_not_in_lse": (
         dataclasses.replace(BASE, sinks=True),
         lambda p, dtype: (p.reference(dtype)[0], changed(sinks=None)(p, dtype)[1]),
