@@ -62,6 +62,19 @@ def test_nothing_is_right_before_the_call(workload):
     assert not x.sample().error(prepared.canonical(outs)).ok
 
 
+@pytest.mark.parametrize("layout", ["nhd", "vllm"])
+def test_a_rotated_float8_is_rounded_once(layout):
+    """Through bfloat16, one element in 32 would fall on the other side."""
+    whole = next(
+        w for w in FAMILIES["cache"].workloads if w.name == f"write {layout}, RoPE, bf16 to e4m3"
+    )
+    workload = dataclasses.replace(whole, tokens=512)
+    x = workload.draw("cpu")
+    prepared = peers.our_contestant("auto").prepare(workload, x)
+    for got, expected in prepared.canonical(prepared.call()):
+        assert torch.equal(got.float(), expected.float())
+
+
 def test_bytes_count_both_sides():
     write = next(w for w in FAMILIES["cache"].workloads if w.name == "write nhd, bf16 to e4m3")
     assert write.bytes == 65536 * 8 * 128 * 2 * (2 + 1)
