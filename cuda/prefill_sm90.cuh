@@ -408,7 +408,6 @@ struct PrefillSm90 {
                                                float to_log2) {
     using namespace device;
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-    bool odd = lane & 1;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       Sm90Row row(p, s, w, w.row0 + group * 64 + warp * 16 + half * 8 + lane / 4);
@@ -438,21 +437,21 @@ struct PrefillSm90 {
         continue;
       }
       if (p.lse != nullptr && lane % 4 == 0 && row.stored) *row.lse(p, w) = lse;
-      // Two blocks of 8 columns at a time: neighbours swap halves, so that a lane holds 4 columns
-      // in a row: even lanes of the left block, odd lanes of the right one.
-      int column = (lane & 2) * 2 + (odd ? 8 : 0);
-      char* to = opaque(row.out(p, w) + 2 * column);
-      int left = row.stored ? p.head_dim_v - column : 0;
+      // Four blocks of 8 columns at a time: a quad turns its 4 x 4 words, so that each lane holds
+      // all columns of one block.
+      char* to = opaque(row.out(p, w) + 16 * (lane % 4));
+      int left = row.stored ? p.head_dim_v - 8 * (lane % 4) : 0;
 #pragma unroll
-      for (int pair = 0; pair < kOutCount / 8; ++pair) {
-        const float* o = &out[8 * pair + 2 * half];
-        uint32_t even_block = pack2<kType>(o[0] * factor, o[1] * factor);
-        uint32_t odd_block = pack2<kType>(o[4] * factor, o[5] * factor);
-        uint32_t mine = odd ? odd_block : even_block;
-        uint32_t theirs = __shfl_xor_sync(0xffffffffu, odd ? even_block : odd_block, 1);
-        uint2 four = odd ? uint2{theirs, mine} : uint2{mine, theirs};
-        if (!alive) four = uint2{0, 0};
-        if (pair * 16 < left) *reinterpret_cast<uint2*>(to + pair * 32) = four;
+      for (int block = 0; block < kOutCount / 4; block += 4) {
+        uint32_t words[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float* o = &out[4 * (block + i) + 2 * half];
+          words[i] = alive ? pack2<kType>(o[0] * factor, o[1] * factor) : 0;
+        }
+        quad_transpose(words);
+        if (block * 8 < left)
+          *reinterpret_cast<uint4*>(to + 16 * block) = {words[0], words[1], words[2], words[3]};
       }
     }
   }

@@ -54,6 +54,21 @@ __device__ __forceinline__ float quad_sum(float x) {
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
+// The 4 x 4 words of a quad: x[i] of lane q becomes x[q] of lane i.
+__device__ __forceinline__ void quad_transpose(uint32_t (&x)[4]) {
+  const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
+#pragma unroll
+  for (int i = 0; i < 4; i += 2) {
+    uint32_t theirs = __shfl_xor_sync(0xffffffffu, odd ? x[i] : x[i + 1], 1);
+    (odd ? x[i] : x[i + 1]) = theirs;
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    uint32_t theirs = __shfl_xor_sync(0xffffffffu, high ? x[i] : x[i + 2], 2);
+    (high ? x[i] : x[i + 2]) = theirs;
+  }
+}
+
 __device__ __forceinline__ float warp_max(float x) {
 #pragma unroll
   for (int lane = 16; lane > 0; lane /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, lane));
