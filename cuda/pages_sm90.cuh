@@ -28,14 +28,16 @@ struct RowBox {
                                     int32_t first, int)
       : first(first) {}
 
-  __device__ __forceinline__ void load(const PrefillParams& p, const Sm90Schedule&,
-                                       const Sm90Keys& keys, const device::TensorMap& map,
-                                       uint32_t smem, uint32_t full, int) const {
+  // What remains to be done when the stage is free.
+  __device__ __forceinline__ auto ready(const PrefillParams& p, const Sm90Keys& keys, int) const {
+    int32_t row = keys.start + first, batch = p.cu_seqlens_kv ? 0 : keys.batch, head = keys.head;
+    return [=](const device::TensorMap& map, uint32_t smem, uint32_t full) {
 #pragma unroll
-    for (int panel = 0; panel < kPanels; ++panel) {
-      device::tma_load(smem + panel * kRows * 128, &map, full, panel * 64, keys.start + first,
-                       keys.head, p.cu_seqlens_kv ? 0 : keys.batch, 0, device::kEvictLast);
-    }
+      for (int panel = 0; panel < kPanels; ++panel) {
+        device::tma_load(smem + panel * kRows * 128, &map, full, panel * 64, row, head, batch, 0,
+                         device::kEvictLast);
+      }
+    };
   }
 };
 
@@ -63,14 +65,18 @@ struct PageBox {
   }
 
   // A block behind the last key is -1, outside of the cache: the TMA writes zeros.
-  __device__ __forceinline__ void load(const PrefillParams& p, const Sm90Schedule&,
-                                       const Sm90Keys& keys, const device::TensorMap& map,
-                                       uint32_t smem, uint32_t full, int loader) const {
-    if (row >= kRows) return;
-    int32_t panel = box(loader) % kPanels, place = token % p.pages.block_size;
-    int32_t block = token < keys.used ? p.pages.existing(entry) : -1;
-    device::tma_load(smem + (panel * kRows + row) * 128, &map, full, panel * 64, place, keys.head,
-                     block, 0, device::kEvictLast);
+  __device__ __forceinline__ auto ready(const PrefillParams& p, const Sm90Keys& keys,
+                                        int loader) const {
+    // opaque: else the compiler divides after the wait, in the branch that needs it.
+    int32_t place = device::opaque(static_cast<uint32_t>(token % p.pages.block_size));
+    int32_t block = device::opaque(token < keys.used ? p.pages.existing(entry) : -1u);
+    int32_t panel = box(loader) % kPanels, head = keys.head;
+    int32_t to = row < kRows ? (panel * kRows + row) * 128 : -1;
+    return [=](const device::TensorMap& map, uint32_t smem, uint32_t full) {
+      if (to >= 0)
+        device::tma_load(smem + to, &map, full, panel * 64, place, head, block, 0,
+                         device::kEvictLast);
+    };
   }
 };
 

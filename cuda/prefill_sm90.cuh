@@ -101,10 +101,11 @@ struct PrefillSm90 {
     device::Ring<2> slot(0);
     auto load_keys = [&](const auto& box, const Sm90Keys& keys, const device::TensorMap& map,
                          uint32_t smem, uint32_t empty, uint32_t full) {
+      const auto load = box.ready(p, keys, loader);  // whatever can be done before the wait
       device::barrier_wait(empty, ring.parity());
       if (leads) device::barrier_arrive_expect(full, box.kBytes);
       if (kPages) __syncwarp();
-      box.load(p, s, keys, map, smem, full, loader);
+      load(map, smem, full);
     };
     Work w;
     auto load_queries = [&] {
