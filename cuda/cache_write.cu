@@ -23,6 +23,22 @@ struct Types {
   static __device__ float inverse_scale(const CacheSide& side, int64_t head) {
     return kQuantise ? __fdiv_rn(1.0f, side.scale_of(head)) : 1.0f;
   }
+  // Elements as they are: NaN and all.
+  template <int kSize>
+  static __device__ CacheChunk<C, kSize> stored_chunk(const CacheChunk<T, kSize>& x,
+                                                      float inverse) {
+    if constexpr (kQuantise) {
+      CacheChunk<C, kSize> y;
+#pragma unroll
+      for (int i = 0; i < kSize; i += 2) {
+        reinterpret_cast<uint16_t*>(y.x)[i / 2] = pack2_e4m3(
+            __fmul_rn(to_float(x.x[i]), inverse), __fmul_rn(to_float(x.x[i + 1]), inverse));
+      }
+      return y;
+    } else {
+      return x;
+    }
+  }
   static __device__ C stored(float x, float inverse) {
     return from_float<C>(kQuantise ? __fmul_rn(x, inverse) : x);
   }
@@ -58,7 +74,8 @@ __device__ bool has_aligned_rows(const float* table, int64_t stride) {
 
 // The elements from `first_d` on, as they are.
 template <class Types>
-__device__ void write_rows(const CacheSide& side, const CacheTile& tile, int first_d) {
+__device__ void write_rows(const CacheSide& side, const CacheTile& tile, const float* inverses,
+                           int first_d) {
   constexpr int kVec = Types::kVec;
   const auto* rows = static_cast<const typename Types::T*>(side.rows);
   auto* cache = static_cast<typename Types::C*>(side.cache);
@@ -79,11 +96,8 @@ __device__ void write_rows(const CacheSide& side, const CacheTile& tile, int fir
 #pragma unroll
     for (int h = 0; h < kTileHeads; ++h) {
       if (h >= tile.heads) break;
-      float inverse = Types::inverse_scale(side, tile.first_head + h);
-      typename Types::Stored stored;
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) stored.x[i] = Types::stored_element(x[h].x[i], inverse);
-      *reinterpret_cast<typename Types::Stored*>(to + h * side.strides.head) = stored;
+      *reinterpret_cast<typename Types::Stored*>(to + h * side.strides.head) =
+          Types::stored_chunk(x[h], inverses[h]);
     }
   }
 }
@@ -91,7 +105,7 @@ __device__ void write_rows(const CacheSide& side, const CacheTile& tile, int fir
 // The rotated elements where half of them is a multiple of four: a thread takes four columns of cos
 // and sin, and for each head the two chunks whose pairs these columns turn.
 template <class Types>
-__device__ void rotate_rows(const CacheWriteParams& p, const CacheTile& tile,
+__device__ void rotate_rows(const CacheWriteParams& p, const CacheTile& tile, const float* inverses,
                             const int64_t* positions) {
   using T = typename Types::T;
   using C = typename Types::C;
@@ -130,7 +144,7 @@ __device__ void rotate_rows(const CacheWriteParams& p, const CacheTile& tile,
 #pragma unroll
       for (int h = 0; h < kHeads; ++h) {
         if (h >= heads) break;
-        float inverse = Types::inverse_scale(side, head + h);
+        float inverse = inverses[begin + h];
         Stored low, high;
         auto turn = [&](const T& x, const T& y, float cos, float sin, C& new_x, C& new_y) {
           Rotated turned = rotated(to_float(x), to_float(y), cos, sin);
@@ -158,7 +172,7 @@ __device__ void rotate_rows(const CacheWriteParams& p, const CacheTile& tile,
 // The rotated elements in any other case, pair by pair.
 template <class Types>
 __device__ void rotate_pairs(const CacheWriteParams& p, const CacheTile& tile,
-                             const int64_t* positions) {
+                             const float* inverses, const int64_t* positions) {
   const CacheSide& side = p.k;
   const RopeParams& rope = p.rope;
   int half = rope.rotary_dim / 2;
@@ -175,7 +189,7 @@ __device__ void rotate_pairs(const CacheWriteParams& p, const CacheTile& tile,
                         side.row(tile.first + item.token, head);
       auto* place = static_cast<typename Types::C*>(side.cache) + tile.place(item.token) +
                     head * side.strides.head;
-      float inverse = Types::inverse_scale(side, head);
+      float inverse = inverses[head - tile.first_head];
       Rotated x = rotated(to_float(row[d]), to_float(row[other]), cos, sin);
       place[side.run_of(d)] = Types::stored(x.a, inverse);
       place[side.run_of(other)] = Types::stored(x.b, inverse);
@@ -185,7 +199,8 @@ __device__ void rotate_pairs(const CacheWriteParams& p, const CacheTile& tile,
 
 // The elements from `begin` on to the next chunk, which is returned, one by one.
 template <class Types>
-__device__ int write_to_next_chunk(const CacheSide& side, const CacheTile& tile, int begin) {
+__device__ int write_to_next_chunk(const CacheSide& side, const CacheTile& tile,
+                                   const float* inverses, int begin) {
   int end = ceil_div(begin, Types::kVec) * Types::kVec;
   for (int index = threadIdx.x; index < tile.tokens * (end - begin); index += kCacheThreads) {
     CacheItem item(index, end - begin, 1);
@@ -196,7 +211,7 @@ __device__ int write_to_next_chunk(const CacheSide& side, const CacheTile& tile,
                         side.row(tile.first + item.token, head);
       auto* place = static_cast<typename Types::C*>(side.cache) + tile.place(item.token) +
                     head * side.strides.head;
-      place[side.run_of(d)] = Types::stored_element(row[d], Types::inverse_scale(side, head));
+      place[side.run_of(d)] = Types::stored_element(row[d], inverses[head - tile.first_head]);
     }
   }
   return end;
@@ -233,7 +248,7 @@ __device__ void store_columns(char* to, int64_t run_stride, const Column (&colum
 
 // V of the vLLM layout, by pieces of kVec tokens x four d.
 template <class Types>
-__device__ void write_pieces(const CacheSide& side, const CacheTile& tile) {
+__device__ void write_pieces(const CacheSide& side, const CacheTile& tile, const float* inverses) {
   using T = typename Types::T;
   using C = typename Types::C;
   constexpr int kTokens = Types::kVec, kDims = 4;
@@ -250,12 +265,13 @@ __device__ void write_pieces(const CacheSide& side, const CacheTile& tile) {
 #pragma unroll
     for (int i = 0; i < kTokens; ++i)
       x[i] = *reinterpret_cast<const Row*>(from + i * side.row_token);
-    float inverse = Types::inverse_scale(side, head);
     Column column[kDims];
 #pragma unroll
     for (int j = 0; j < kDims; ++j) {
+      CacheChunk<T, kTokens> turned;
 #pragma unroll
-      for (int i = 0; i < kTokens; ++i) column[j].x[i] = Types::stored_element(x[i].x[j], inverse);
+      for (int i = 0; i < kTokens; ++i) turned.x[i] = x[i].x[j];
+      column[j] = Types::stored_chunk(turned, inverses[item.head]);
     }
     C* to = static_cast<C*>(side.cache) + tile.place(token) + head * side.strides.head +
             d * side.run_stride;
@@ -268,7 +284,8 @@ __device__ void write_pieces(const CacheSide& side, const CacheTile& tile) {
 
 // The tokens of no piece. A warp takes a row, so that a store reaches four sectors of each line.
 template <class Types>
-__device__ void write_scattered(const CacheSide& side, const CacheTile& tile) {
+__device__ void write_scattered(const CacheSide& side, const CacheTile& tile,
+                                const float* inverses) {
   constexpr int kCount = 4;  // elements that a lane has in flight
   const auto* rows = static_cast<const typename Types::T*>(side.rows);
   auto* cache = static_cast<typename Types::C*>(side.cache);
@@ -279,7 +296,7 @@ __device__ void write_scattered(const CacheSide& side, const CacheTile& tile) {
     if (!tile.is_alone<Types::kVec>(token)) continue;
     const auto* from = rows + side.row(tile.first + token, head);
     auto* to = cache + tile.place(token) + head * side.strides.head;
-    float inverse = Types::inverse_scale(side, head);
+    float inverse = inverses[head - tile.first_head];
     for (int begin = lane; begin < side.head_dim; begin += 32 * kCount) {
       typename Types::T x[kCount];
 #pragma unroll
@@ -302,6 +319,7 @@ __global__ void __launch_bounds__(kCacheThreads, kRope&& kType == DType::f32 ? 3
     cache_write(const __grid_constant__ CacheWriteParams p, int tokens) {
   __shared__ CacheTile::Places places;
   __shared__ int64_t positions[kMaxTileTokens];
+  __shared__ float inverses[kTileHeads];  // 1 / scale of each head of the tile
   using Pair = Types<kType, kCacheType>;
   bool is_k = blockIdx.y == 0;
   const CacheSide& side = is_k ? p.k : p.v;
@@ -311,25 +329,27 @@ __global__ void __launch_bounds__(kCacheThreads, kRope&& kType == DType::f32 ? 3
     if (i >= 0 && i < tokens && tile.first + i < p.num_tokens)
       positions[i] = rope_position(p.rope, tile.first + i);
   }
+  if (int h = kCacheThreads - 1 - static_cast<int>(threadIdx.x); h < tile.heads)
+    inverses[h] = Pair::inverse_scale(side, tile.first_head + h);
   tile.fill(side, p.block_size, p.num_tokens, [&](int64_t token) {
     int64_t slot = p.slot_mapping[token];
     return is_slot(p, slot) ? slot : int64_t{-1};
   });
   if (kVllm && !is_k) {
-    if (tile.find_pieces<Pair::kVec>()) write_scattered<Pair>(side, tile);
-    write_pieces<Pair>(side, tile);
+    if (tile.find_pieces<Pair::kVec>()) write_scattered<Pair>(side, tile, inverses);
+    write_pieces<Pair>(side, tile, inverses);
     return;
   }
   int first_d = 0;
   if (kRope && is_k) {
     if (p.rope.rotary_dim % 8 == 0) {
-      rotate_rows<Pair>(p, tile, positions);
+      rotate_rows<Pair>(p, tile, inverses, positions);
     } else {
-      rotate_pairs<Pair>(p, tile, positions);
+      rotate_pairs<Pair>(p, tile, inverses, positions);
     }
-    first_d = write_to_next_chunk<Pair>(side, tile, p.rope.rotary_dim);
+    first_d = write_to_next_chunk<Pair>(side, tile, inverses, p.rope.rotary_dim);
   }
-  write_rows<Pair>(side, tile, first_d);
+  write_rows<Pair>(side, tile, inverses, first_d);
 }
 
 template <DType kType, DType kCacheType, bool kRope>

@@ -113,6 +113,18 @@ __device__ __forceinline__ uint32_t pack2(float low, float high) {
   return y;
 }
 
+// Two neighbours in 16 bits, the lower column in the lower byte; each as from_float gives it.
+__device__ __forceinline__ uint16_t pack2_e4m3(float low, float high) {
+#if __CUDA_ARCH__ >= 890
+  uint16_t y;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(y) : "f"(high), "f"(low));
+  return y;
+#else
+  uint32_t bits = from_float<E4m3>(high).bits;
+  return static_cast<uint16_t>(bits << 8 | from_float<E4m3>(low).bits);
+#endif
+}
+
 // Two bfloat16 neighbours; x is the lower column.
 __device__ __forceinline__ float2 unpack_bf16(uint32_t pair) {
   return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)};
