@@ -101,9 +101,9 @@ template <class T, bool kVllm>
 __global__ void __launch_bounds__(kCacheThreads, 4)
     cache_gather(const __grid_constant__ CacheGatherParams p, int tokens) {
   __shared__ CacheTile::Places places;
-  bool is_k = blockIdx.y == 0;
-  const CacheSide& side = is_k ? p.k : p.v;
   CacheTile tile(&places, tokens, p.num_heads);
+  bool is_k = tile.is_k;
+  const CacheSide& side = is_k ? p.k : p.v;
   tile.fill(side, p.block_size, p.num_tokens, [&](int64_t token) {
     CachedToken from = cached_token(p, token);
     return from.seq < 0 ? int64_t{-1} : from.block * p.block_size + from.at;

@@ -46,13 +46,13 @@ struct alignas(kSize * sizeof(T)) CacheChunk {
   T x[kSize];
 };
 
-// Thread blocks along x for the tiles of one side, along y for K and V.
+// Thread blocks for the tiles of K and of V, two by two.
 inline dim3 cache_grid(const char* function, int64_t num_tokens, int64_t num_heads, int tokens) {
-  int64_t blocks = device::ceil_div<int64_t>(num_tokens, tokens) *
+  int64_t blocks = 2 * device::ceil_div<int64_t>(num_tokens, tokens) *
                    device::ceil_div<int64_t>(num_heads, kTileHeads);
   CUATTN_REQUIRE(blocks <= 0x7fffffff, function, ": num_tokens must fit one CUDA grid, got ",
                  blocks, " thread blocks of at most 2147483647; split the call");
-  return dim3(static_cast<unsigned>(blocks), 2);
+  return dim3(static_cast<unsigned>(blocks));
 }
 
 // The tile of a thread block: `tokens` from `first` on, `heads` from `first_head` on. There is a
@@ -62,6 +62,7 @@ struct CacheTile {
   static constexpr int kSlots = kMaxTileTokens + 2 * kMargin;
   static constexpr int kMaxGroups = kMaxTileTokens / kMaxPieceTokens;
 
+  bool is_k;
   int64_t first;
   int tokens, first_head, heads;
 
@@ -79,9 +80,12 @@ struct CacheTile {
   Places* places;
 
   __device__ CacheTile(Places* places, int tokens, int num_heads) : tokens(tokens), places(places) {
-    int head_groups = device::ceil_div(num_heads, kTileHeads);
-    first = int64_t{blockIdx.x / head_groups} * tokens;
-    first_head = static_cast<int>(blockIdx.x % head_groups) * kTileHeads;
+    // K and V ask for different things, so both run at any time, also on each multiprocessor: the
+    // order changes after about as many blocks as there are multiprocessors.
+    is_k = ((blockIdx.x ^ blockIdx.x / 128) & 1) == 0;
+    unsigned index = blockIdx.x / 2, head_groups = device::ceil_div(num_heads, kTileHeads);
+    first = int64_t{index / head_groups} * tokens;
+    first_head = static_cast<int>(index % head_groups) * kTileHeads;
     heads = min(num_heads - first_head, kTileHeads);
   }
 

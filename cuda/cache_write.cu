@@ -321,9 +321,9 @@ __global__ void __launch_bounds__(kCacheThreads, kRope&& kType == DType::f32 ? 3
   __shared__ int64_t positions[kMaxTileTokens];
   __shared__ float inverses[kTileHeads];  // 1 / scale of each head of the tile
   using Pair = Types<kType, kCacheType>;
-  bool is_k = blockIdx.y == 0;
-  const CacheSide& side = is_k ? p.k : p.v;
   CacheTile tile(&places, tokens, p.num_heads);
+  bool is_k = tile.is_k;
+  const CacheSide& side = is_k ? p.k : p.v;
   if (kRope && is_k) {  // by threads that have no slots to read, at the same time
     int i = static_cast<int>(threadIdx.x) - kCacheThreads / 2;
     if (i >= 0 && i < tokens && tile.first + i < p.num_tokens)
