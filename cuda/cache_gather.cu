@@ -16,13 +16,13 @@ __device__ void gather_rows(const CacheSide& side, const CacheTile& tile) {
   const auto* cache = static_cast<const T*>(side.cache);
   auto* rows = static_cast<T*>(side.rows);
   int chunks = side.head_dim / kVec, lanes = token_lanes(side, tile.tokens);
-  for (int index = threadIdx.x; index < tile.tokens * chunks; index += kCacheThreads) {
+  for (int index = threadIdx.x; index < tile.items * chunks; index += kCacheThreads) {
     CacheItem item(index, chunks, lanes);
-    int d = item.chunk * kVec;
-    if (tile.slot(item.token) < 0) continue;
+    int d = item.chunk * kVec, token = tile.token(item.token);
+    if (token < 0) continue;
     const T* from =
-        cache + tile.place(item.token) + tile.first_head * side.strides.head + side.run_of(d);
-    T* to = rows + side.row(tile.first + item.token, tile.first_head) + d;
+        cache + tile.place(token) + tile.first_head * side.strides.head + side.run_of(d);
+    T* to = rows + side.row(tile.first + token, tile.first_head) + d;
     uint4 x[kTileHeads];
 #pragma unroll
     for (int h = 0; h < kTileHeads; ++h) {
@@ -36,34 +36,49 @@ __device__ void gather_rows(const CacheSide& side, const CacheTile& tile) {
 }
 
 template <class T>
-constexpr int kPieceTokens = 16 / sizeof(T) < kMaxPieceTokens ? 16 / sizeof(T) : kMaxPieceTokens;
+using Pairs = PairTile<T, 8 / sizeof(T) < 4 ? 8 / sizeof(T) : 4>;  // 64 bytes, or 32, in flight
 
-// V of the vLLM layout, by pieces.
+// V of the vLLM layout, by pairs of pieces.
 template <class T>
-__device__ void gather_pieces(const CacheSide& side, const CacheTile& tile) {
-  constexpr int kTokens = kPieceTokens<T>;
-  constexpr int kDims = 64 / (kTokens * sizeof(T));  // 64 bytes in flight in a thread
+__device__ void gather_pairs(const CacheSide& side, const CacheTile& tile, Pairs<T>* warp_tiles) {
+  using Pair = Pairs<T>;
+  constexpr int kDims = Pair::kTileDims / Pair::kChunks;
   using Row = CacheChunk<T, kDims>;
-  using Column = CacheChunk<T, kTokens>;
-  int num_pieces = tile.places->num_pieces, items = num_pieces * (side.head_dim / kDims);
-  for (int index = threadIdx.x; index < items * tile.heads; index += kCacheThreads) {
-    PieceItem item(index, side.head_dim / kDims, num_pieces);
-    int token = tile.places->pieces[item.piece];
-    if (token < 0) continue;
-    int head = tile.first_head + item.head, d = item.chunk * kDims;
-    const T* from = static_cast<const T*>(side.cache) + tile.place(token) +
-                    head * side.strides.head + d * side.run_stride;
-    T* to = static_cast<T*>(side.rows) + side.row(tile.first + token, head) + d;
-    Column x[kDims];
+  int warp = threadIdx.x / 32, piece = threadIdx.x % 2, chunk = threadIdx.x % 32 / 2;
+  typename Pair::Cells mine = Pair::cells_of_lane();
+  Pair& turned = warp_tiles[warp];
+  for (int item = warp; item < tile.places->num_pairs * tile.heads; item += kCacheThreads / 32) {
+    const int* pair = tile.places->pairs[item / tile.heads];
+    int head = tile.first_head + item % tile.heads;
+    for (int begin = 0; begin < side.head_dim; begin += Pair::kTileDims) {
+      int from_token = pair[mine.piece], first_d = begin + mine.d;
+      const T* from = static_cast<const T*>(side.cache) + tile.place(from_token) +
+                      head * side.strides.head + first_d * side.run_stride;
+      typename Pair::Cell cells[Pair::kSteps];
 #pragma unroll
-    for (int j = 0; j < kDims; ++j)
-      x[j] = *reinterpret_cast<const Column*>(from + j * side.run_stride);
+      for (int step = 0; step < Pair::kSteps; ++step) {
+        if (from_token < 0 || first_d + step * Pair::kStepDims >= side.head_dim) continue;
+        const T* column = from + step * Pair::kStepDims * side.run_stride;
+        cells[step] = reinterpret_cast<const typename Pair::Cell*>(column)[mine.cell];
+      }
 #pragma unroll
-    for (int i = 0; i < kTokens; ++i) {
-      Row row;
+      for (int step = 0; step < Pair::kSteps; ++step) turned.cell(mine, step) = cells[step];
+      __syncwarp();
+      int token = pair[piece], d = begin + chunk * kDims;
+      if (token >= 0 && d < side.head_dim) {
+        T* to = static_cast<T*>(side.rows) + side.row(tile.first + token, head) + d;
+        typename Pair::Column x[kDims];
 #pragma unroll
-      for (int j = 0; j < kDims; ++j) row.x[j] = x[j].x[i];
-      *reinterpret_cast<Row*>(to + i * side.row_token) = row;
+        for (int j = 0; j < kDims; ++j) x[j] = turned.columns[chunk][j][piece];
+#pragma unroll
+        for (int i = 0; i < kPieceTokens; ++i) {
+          Row row;
+#pragma unroll
+          for (int j = 0; j < kDims; ++j) row.x[j] = x[j].x[i];
+          *reinterpret_cast<Row*>(to + i * side.row_token) = row;
+        }
+      }
+      __syncwarp();
     }
   }
 }
@@ -76,7 +91,7 @@ __device__ void gather_scattered(const CacheSide& side, const CacheTile& tile) {
   for (int index = threadIdx.x / 32; index < tile.tokens * tile.heads;
        index += kCacheThreads / 32) {
     int token = index / tile.heads, head = tile.first_head + index % tile.heads;
-    if (!tile.is_alone<kPieceTokens<T>>(token)) continue;
+    if (!tile.is_alone(token)) continue;
     const T* from =
         static_cast<const T*>(side.cache) + tile.place(token) + head * side.strides.head;
     T* to = static_cast<T*>(side.rows) + side.row(tile.first + token, head);
@@ -108,12 +123,13 @@ __global__ void __launch_bounds__(kCacheThreads, 4)
     CachedToken from = cached_token(p, token);
     return from.seq < 0 ? int64_t{-1} : from.block * p.block_size + from.at;
   });
-  if (!kVllm || is_k) {
-    gather_rows<T>(side, tile);
-  } else {
-    if (tile.find_pieces<kPieceTokens<T>>()) gather_scattered<T>(side, tile);
-    gather_pieces<T>(side, tile);
+  if (kVllm && !is_k) {
+    __shared__ Pairs<T> warp_tiles[kCacheThreads / 32];
+    if (tile.find_pieces()) gather_scattered<T>(side, tile);
+    gather_pairs<T>(side, tile, warp_tiles);
+    return;
   }
+  gather_rows<T>(side, tile);
 }
 
 template <class T>

@@ -80,13 +80,12 @@ __device__ void write_rows(const CacheSide& side, const CacheTile& tile, const f
   const auto* rows = static_cast<const typename Types::T*>(side.rows);
   auto* cache = static_cast<typename Types::C*>(side.cache);
   int chunks = (side.head_dim - first_d) / kVec, lanes = token_lanes(side, tile.tokens);
-  for (int index = threadIdx.x; index < tile.tokens * chunks; index += kCacheThreads) {
+  for (int index = threadIdx.x; index < tile.items * chunks; index += kCacheThreads) {
     CacheItem item(index, chunks, lanes);
-    int d = first_d + item.chunk * kVec;
-    if (tile.slot(item.token) < 0) continue;
-    const auto* from = rows + side.row(tile.first + item.token, tile.first_head) + d;
-    auto* to =
-        cache + tile.place(item.token) + tile.first_head * side.strides.head + side.run_of(d);
+    int d = first_d + item.chunk * kVec, token = tile.token(item.token);
+    if (token < 0) continue;
+    const auto* from = rows + side.row(tile.first + token, tile.first_head) + d;
+    auto* to = cache + tile.place(token) + tile.first_head * side.strides.head + side.run_of(d);
     typename Types::Row x[kTileHeads];
 #pragma unroll
     for (int h = 0; h < kTileHeads; ++h) {
@@ -118,11 +117,11 @@ __device__ void rotate_rows(const CacheWriteParams& p, const CacheTile& tile, co
   int half = rope.rotary_dim / 2, chunks = half / kColumns, lanes = token_lanes(side, tile.tokens);
   bool cos_aligned = has_aligned_rows(rope.cos, rope.cos_stride);
   bool sin_aligned = has_aligned_rows(rope.sin, rope.sin_stride);
-  for (int index = threadIdx.x; index < tile.tokens * chunks; index += kCacheThreads) {
+  for (int index = threadIdx.x; index < tile.items * chunks; index += kCacheThreads) {
     CacheItem item(index, chunks, lanes);
-    if (tile.slot(item.token) < 0) continue;
-    int column = item.chunk * kColumns;
-    int64_t position = positions[item.token];
+    int column = item.chunk * kColumns, token = tile.token(item.token);
+    if (token < 0) continue;
+    int64_t position = positions[token];
     float4 cos = load_four(rope.cos + position * rope.cos_stride + column, cos_aligned);
     float4 sin = load_four(rope.sin + position * rope.sin_stride + column, sin_aligned);
     int d = rope.interleaved ? 2 * column : column;
@@ -130,9 +129,8 @@ __device__ void rotate_rows(const CacheWriteParams& p, const CacheTile& tile, co
     int64_t skip = side.run_of(d + other) - side.run_of(d);
     for (int begin = 0; begin < tile.heads; begin += kHeads) {
       int head = tile.first_head + begin, heads = min(tile.heads - begin, kHeads);
-      const T* from =
-          static_cast<const T*>(side.rows) + side.row(tile.first + item.token, head) + d;
-      C* to = static_cast<C*>(side.cache) + tile.place(item.token) + head * side.strides.head +
+      const T* from = static_cast<const T*>(side.rows) + side.row(tile.first + token, head) + d;
+      C* to = static_cast<C*>(side.cache) + tile.place(token) + head * side.strides.head +
               side.run_of(d);
       Row a[kHeads], b[kHeads];
 #pragma unroll
@@ -217,68 +215,51 @@ __device__ int write_to_next_chunk(const CacheSide& side, const CacheTile& tile,
   return end;
 }
 
-// Stores `column[j]` at to + j * run_stride. In a cache of bytes with blocks of 16 two neighbouring
-// d share a sector; where both pieces of a pair lie side by side, their threads (of which this one
-// has the `second`) swap halves: one stores 16 tokens of even d, the other those of odd d.
-template <int kDims, class Column>
-__device__ void store_columns(char* to, int64_t run_stride, const Column (&column)[kDims],
-                              bool side_by_side, int second) {
-  if constexpr (sizeof(Column) == 8) {
-    if (side_by_side) {
-      unsigned both = 3u << (threadIdx.x % 32 & ~1u);
-#pragma unroll
-      for (int j = 0; j < kDims; j += 2) {
-        auto even = *reinterpret_cast<const uint2*>(&column[j]);
-        auto odd = *reinterpret_cast<const uint2*>(&column[j + 1]);
-        uint2 sent = second ? even : odd, got;
-        got.x = __shfl_xor_sync(both, sent.x, 1);
-        got.y = __shfl_xor_sync(both, sent.y, 1);
-        uint4 whole =
-            second ? uint4{got.x, got.y, odd.x, odd.y} : uint4{even.x, even.y, got.x, got.y};
-        *reinterpret_cast<uint4*>(to - 8 * second + (j + second) * run_stride) = whole;
-      }
-      return;
-    }
-  }
-#pragma unroll
-  for (int j = 0; j < kDims; ++j) {
-    *reinterpret_cast<Column*>(to + j * run_stride) = column[j];
-  }
-}
-
-// V of the vLLM layout, by pieces of kVec tokens x four d.
 template <class Types>
-__device__ void write_pieces(const CacheSide& side, const CacheTile& tile, const float* inverses) {
+using Pairs = PairTile<typename Types::C, 8 / sizeof(typename Types::T)>;  // 64 bytes in flight
+
+// V of the vLLM layout, by pairs of pieces.
+template <class Types>
+__device__ void write_pairs(const CacheSide& side, const CacheTile& tile, const float* inverses,
+                            Pairs<Types>* warp_tiles) {
   using T = typename Types::T;
-  using C = typename Types::C;
-  constexpr int kTokens = Types::kVec, kDims = 4;
+  using Pair = Pairs<Types>;
+  constexpr int kDims = Pair::kTileDims / Pair::kChunks;
   using Row = CacheChunk<T, kDims>;
-  using Column = CacheChunk<C, kTokens>;
-  int num_pieces = tile.places->num_pieces, items = num_pieces * (side.head_dim / kDims);
-  for (int index = threadIdx.x; index < items * tile.heads; index += kCacheThreads) {
-    PieceItem item(index, side.head_dim / kDims, num_pieces);
-    int token = tile.places->pieces[item.piece], other = tile.places->pieces[item.piece ^ 1];
-    if (token < 0) continue;
-    int head = tile.first_head + item.head, d = item.chunk * kDims, second = item.piece % 2;
-    const T* from = static_cast<const T*>(side.rows) + side.row(tile.first + token, head) + d;
-    Row x[kTokens];
+  int warp = threadIdx.x / 32, piece = threadIdx.x % 2, chunk = threadIdx.x % 32 / 2;
+  typename Pair::Cells mine = Pair::cells_of_lane();
+  Pair& turned = warp_tiles[warp];
+  for (int item = warp; item < tile.places->num_pairs * tile.heads; item += kCacheThreads / 32) {
+    const int* pair = tile.places->pairs[item / tile.heads];
+    int h = item % tile.heads, head = tile.first_head + h;
+    for (int begin = 0; begin < side.head_dim; begin += Pair::kTileDims) {
+      int token = pair[piece], d = begin + chunk * kDims;
+      if (token >= 0 && d < side.head_dim) {
+        const T* from = static_cast<const T*>(side.rows) + side.row(tile.first + token, head) + d;
+        Row x[kPieceTokens];
 #pragma unroll
-    for (int i = 0; i < kTokens; ++i)
-      x[i] = *reinterpret_cast<const Row*>(from + i * side.row_token);
-    Column column[kDims];
+        for (int i = 0; i < kPieceTokens; ++i)
+          x[i] = *reinterpret_cast<const Row*>(from + i * side.row_token);
 #pragma unroll
-    for (int j = 0; j < kDims; ++j) {
-      CacheChunk<T, kTokens> turned;
+        for (int j = 0; j < kDims; ++j) {
+          CacheChunk<T, kPieceTokens> column;
 #pragma unroll
-      for (int i = 0; i < kTokens; ++i) turned.x[i] = x[i].x[j];
-      column[j] = Types::stored_chunk(turned, inverses[item.head]);
+          for (int i = 0; i < kPieceTokens; ++i) column.x[i] = x[i].x[j];
+          turned.columns[chunk][j][piece] = Types::stored_chunk(column, inverses[h]);
+        }
+      }
+      __syncwarp();
+      int to_token = pair[mine.piece], first_d = begin + mine.d;
+      auto* to = static_cast<typename Types::C*>(side.cache) + tile.place(to_token) +
+                 head * side.strides.head + first_d * side.run_stride;
+#pragma unroll
+      for (int step = 0; step < Pair::kSteps; ++step) {
+        if (to_token < 0 || first_d + step * Pair::kStepDims >= side.head_dim) continue;
+        auto* column = to + step * Pair::kStepDims * side.run_stride;
+        reinterpret_cast<typename Pair::Cell*>(column)[mine.cell] = turned.cell(mine, step);
+      }
+      __syncwarp();
     }
-    C* to = static_cast<C*>(side.cache) + tile.place(token) + head * side.strides.head +
-            d * side.run_stride;
-    bool side_by_side =
-        other >= 0 && tile.place(other) - tile.place(token) == (second ? -kTokens : kTokens);
-    store_columns(reinterpret_cast<char*>(to), side.run_stride * int64_t{sizeof(C)}, column,
-                  side_by_side, second);
   }
 }
 
@@ -293,7 +274,7 @@ __device__ void write_scattered(const CacheSide& side, const CacheTile& tile,
   for (int index = threadIdx.x / 32; index < tile.tokens * tile.heads;
        index += kCacheThreads / 32) {
     int token = index / tile.heads, head = tile.first_head + index % tile.heads;
-    if (!tile.is_alone<Types::kVec>(token)) continue;
+    if (!tile.is_alone(token)) continue;
     const auto* from = rows + side.row(tile.first + token, head);
     auto* to = cache + tile.place(token) + head * side.strides.head;
     float inverse = inverses[head - tile.first_head];
@@ -318,7 +299,7 @@ template <DType kType, DType kCacheType, bool kRope, bool kVllm>
 __global__ void __launch_bounds__(kCacheThreads, kRope&& kType == DType::f32 ? 3 : 4)
     cache_write(const __grid_constant__ CacheWriteParams p, int tokens) {
   __shared__ CacheTile::Places places;
-  __shared__ int64_t positions[kMaxTileTokens];
+  __shared__ int64_t positions[kMaxTileTokens + kPieceTokens];  // the last piece ends behind
   __shared__ float inverses[kTileHeads];  // 1 / scale of each head of the tile
   using Pair = Types<kType, kCacheType>;
   CacheTile tile(&places, tokens, p.num_heads);
@@ -326,7 +307,7 @@ __global__ void __launch_bounds__(kCacheThreads, kRope&& kType == DType::f32 ? 3
   const CacheSide& side = is_k ? p.k : p.v;
   if (kRope && is_k) {  // by threads that have no slots to read, at the same time
     int i = static_cast<int>(threadIdx.x) - kCacheThreads / 2;
-    if (i >= 0 && i < tokens && tile.first + i < p.num_tokens)
+    if (i >= 0 && i < tokens + kPieceTokens && tile.first + i < p.num_tokens)
       positions[i] = rope_position(p.rope, tile.first + i);
   }
   if (int h = kCacheThreads - 1 - static_cast<int>(threadIdx.x); h < tile.heads)
@@ -335,9 +316,11 @@ __global__ void __launch_bounds__(kCacheThreads, kRope&& kType == DType::f32 ? 3
     int64_t slot = p.slot_mapping[token];
     return is_slot(p, slot) ? slot : int64_t{-1};
   });
+  bool some_alone = kVllm && (!is_k || tokens > kFewTokens) && tile.find_pieces();
   if (kVllm && !is_k) {
-    if (tile.find_pieces<Pair::kVec>()) write_scattered<Pair>(side, tile, inverses);
-    write_pieces<Pair>(side, tile, inverses);
+    __shared__ Pairs<Pair> warp_tiles[kCacheThreads / 32];
+    if (some_alone) write_scattered<Pair>(side, tile, inverses);
+    write_pairs<Pair>(side, tile, inverses, warp_tiles);
     return;
   }
   int first_d = 0;
