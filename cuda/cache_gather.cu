@@ -15,10 +15,10 @@ __device__ void gather_rows(const CacheSide& side, const CacheTile& tile) {
   constexpr int kVec = 16 / sizeof(T);
   const auto* cache = static_cast<const T*>(side.cache);
   auto* rows = static_cast<T*>(side.rows);
-  int chunks = side.head_dim / kVec, lanes = token_lanes(side, tile.tokens);
+  int chunks = side.head_dim / kVec, bits = token_bits(side, tile.tokens);
   for (int index = threadIdx.x; index < tile.items * chunks; index += kCacheThreads) {
-    CacheItem item(index, chunks, lanes);
-    int d = item.chunk * kVec, token = tile.token(item.token);
+    CacheItem item(index, chunks, bits);
+    int d = item.chunk * kVec, token = tile.token<false>(item.token);
     if (token < 0) continue;
     const T* from =
         cache + tile.place(token) + tile.first_head * side.strides.head + side.run_of(d);

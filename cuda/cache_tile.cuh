@@ -35,11 +35,12 @@ inline int tile_tokens(int64_t num_tokens, int64_t num_heads, int many) {
   return rows < 4096 ? kFewTokens : rows < 32768 ? 8 : many;
 }
 
-// Where K of the vLLM layout has tokens side by side, neighbouring threads take so many of them,
-// enough to fill a line of memory there, few enough to read half a line of each row.
-inline __device__ int token_lanes(const CacheSide& side, int tokens) {
-  return side.run < side.head_dim ? min(kPieceTokens, tokens) : 1;
+// Where K of the vLLM layout has tokens side by side, neighbouring threads take 2^token_bits() of
+// them, enough to fill a line of memory there, few enough to read half a line of each row.
+inline __device__ int token_bits(const CacheSide& side, int tokens) {
+  return side.run == side.head_dim ? 0 : tokens == kFewTokens ? 1 : 3;
 }
+static_assert(kFewTokens == 1 << 1 && kPieceTokens == 1 << 3);
 
 template <class T, int kSize>
 struct alignas(kSize * sizeof(T)) CacheChunk {
@@ -98,7 +99,6 @@ struct CacheTile {
   int64_t first;
   int tokens, first_head, heads;
   int items;  // of token()
-  bool by_pieces = false;
 
   // In shared memory. slot -1: no place in the cache. place: the offset of head 0, d 0, in
   // elements.
@@ -167,7 +167,6 @@ struct CacheTile {
       if (i == 0) places->num_pairs = __popc(mine);
     }
     bool some_alone = __syncthreads_or(i < tokens && is_alone(i));
-    by_pieces = true;
     items = some_alone ? 2 * tokens : tokens;
     return some_alone;
   }
@@ -189,23 +188,27 @@ struct CacheTile {
     return !(own >= 0 && in_group >= own) && in_group >= before;
   }
 
-  // The token of an item, or -1. Where pieces were found, theirs come first, side by side, then
+  // The token of an item, or -1. Where pieces were sought, theirs come first, side by side, then
   // those that are alone.
+  template <bool kPieces>
   __device__ int token(int item) const {
-    if (!by_pieces) return slot(item) >= 0 ? item : -1;
+    if (!kPieces || tokens == kFewTokens) return slot(item) >= 0 ? item : -1;
     if (item >= tokens) return is_alone(item - tokens) ? item - tokens : -1;
     int start = places->start[item / kPieceTokens + 1];
     return start >= 0 ? item + start : -1;
   }
 };
 
-// How the items of a thread block, tokens x `chunks`, are dealt to threads: `lanes` tokens first,
-// then chunks, then further tokens.
+// How the items of a thread block, tokens x `chunks`, are dealt to threads: 2^token_bits tokens
+// first, then chunks, then further tokens.
 struct CacheItem {
   int token, chunk;
 
-  __device__ CacheItem(int item, int chunks, int lanes)
-      : token(item / (lanes * chunks) * lanes + item % lanes), chunk(item / lanes % chunks) {}
+  __device__ CacheItem(unsigned item, unsigned chunks, int token_bits) {
+    unsigned rest = item >> token_bits, group = rest / chunks;
+    token = static_cast<int>(group << token_bits | (item & ((1u << token_bits) - 1)));
+    chunk = static_cast<int>(rest - group * chunks);
+  }
 };
 
 }  // namespace cuattn

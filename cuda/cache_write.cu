@@ -23,29 +23,36 @@ struct Types {
   static __device__ float inverse_scale(const CacheSide& side, int64_t head) {
     return kQuantise ? __fdiv_rn(1.0f, side.scale_of(head)) : 1.0f;
   }
+  static __device__ C stored(float x, float inverse) {
+    return from_float<C>(kQuantise ? __fmul_rn(x, inverse) : x);
+  }
+  // Two neighbours.
+  static __device__ void store_two(C* to, float a, float b, float inverse) {
+    if constexpr (kQuantise) {
+      *reinterpret_cast<uint16_t*>(to) = pack2_e4m3(__fmul_rn(a, inverse), __fmul_rn(b, inverse));
+    } else if constexpr (sizeof(C) == 2) {
+      *reinterpret_cast<uint32_t*>(to) = pack2<kCacheType>(a, b);
+    } else {
+      to[0] = a, to[1] = b;
+    }
+  }
   // Elements as they are: NaN and all.
+  static __device__ C stored_element(T x, float inverse) {
+    if constexpr (kQuantise) {
+      return stored(to_float(x), inverse);
+    } else {
+      return x;
+    }
+  }
   template <int kSize>
   static __device__ CacheChunk<C, kSize> stored_chunk(const CacheChunk<T, kSize>& x,
                                                       float inverse) {
     if constexpr (kQuantise) {
       CacheChunk<C, kSize> y;
 #pragma unroll
-      for (int i = 0; i < kSize; i += 2) {
-        reinterpret_cast<uint16_t*>(y.x)[i / 2] = pack2_e4m3(
-            __fmul_rn(to_float(x.x[i]), inverse), __fmul_rn(to_float(x.x[i + 1]), inverse));
-      }
+      for (int i = 0; i < kSize; i += 2)
+        store_two(y.x + i, to_float(x.x[i]), to_float(x.x[i + 1]), inverse);
       return y;
-    } else {
-      return x;
-    }
-  }
-  static __device__ C stored(float x, float inverse) {
-    return from_float<C>(kQuantise ? __fmul_rn(x, inverse) : x);
-  }
-  // An element as it is: NaN and all.
-  static __device__ C stored_element(T x, float inverse) {
-    if constexpr (kQuantise) {
-      return stored(to_float(x), inverse);
     } else {
       return x;
     }
@@ -63,8 +70,8 @@ __device__ Rotated rotated(float a, float b, float cos, float sin) {
 }
 
 // Four floats, in a vector where `aligned` says so.
-__device__ float4 load_four(const float* from, bool aligned) {
-  if (aligned) return *reinterpret_cast<const float4*>(from);
+__device__ CacheChunk<float, 4> load_four(const float* from, bool aligned) {
+  if (aligned) return *reinterpret_cast<const CacheChunk<float, 4>*>(from);
   return {from[0], from[1], from[2], from[3]};
 }
 
@@ -73,16 +80,16 @@ __device__ bool has_aligned_rows(const float* table, int64_t stride) {
 }
 
 // The elements from `first_d` on, as they are.
-template <class Types>
+template <class Types, bool kPieces>
 __device__ void write_rows(const CacheSide& side, const CacheTile& tile, const float* inverses,
                            int first_d) {
   constexpr int kVec = Types::kVec;
   const auto* rows = static_cast<const typename Types::T*>(side.rows);
   auto* cache = static_cast<typename Types::C*>(side.cache);
-  int chunks = (side.head_dim - first_d) / kVec, lanes = token_lanes(side, tile.tokens);
+  int chunks = (side.head_dim - first_d) / kVec, bits = token_bits(side, tile.tokens);
   for (int index = threadIdx.x; index < tile.items * chunks; index += kCacheThreads) {
-    CacheItem item(index, chunks, lanes);
-    int d = first_d + item.chunk * kVec, token = tile.token(item.token);
+    CacheItem item(index, chunks, bits);
+    int d = first_d + item.chunk * kVec, token = tile.token<kPieces>(item.token);
     if (token < 0) continue;
     const auto* from = rows + side.row(tile.first + token, tile.first_head) + d;
     auto* to = cache + tile.place(token) + tile.first_head * side.strides.head + side.run_of(d);
@@ -101,67 +108,78 @@ __device__ void write_rows(const CacheSide& side, const CacheTile& tile, const f
   }
 }
 
-// The rotated elements where half of them is a multiple of four: a thread takes four columns of cos
-// and sin, and for each head the two chunks whose pairs these columns turn.
-template <class Types>
+// The rotated elements where half of them is a multiple of kColumns: a thread takes as many columns
+// of cos and sin, and for kHeads heads the two chunks whose pairs these columns turn. What is
+// turned of a head that is not there is not stored.
+template <class Types, bool kPieces, int kColumns>
 __device__ void rotate_rows(const CacheWriteParams& p, const CacheTile& tile, const float* inverses,
                             const int64_t* positions) {
   using T = typename Types::T;
   using C = typename Types::C;
-  constexpr int kColumns = 4;
-  constexpr int kHeads = 8 / sizeof(T);  // 64 bytes in flight
+  constexpr int kHeads = 32 / (kColumns * sizeof(T));  // 64 bytes in flight
   using Row = CacheChunk<T, kColumns>;
   using Stored = CacheChunk<C, kColumns>;
   const CacheSide& side = p.k;
   const RopeParams& rope = p.rope;
-  int half = rope.rotary_dim / 2, chunks = half / kColumns, lanes = token_lanes(side, tile.tokens);
-  bool cos_aligned = has_aligned_rows(rope.cos, rope.cos_stride);
-  bool sin_aligned = has_aligned_rows(rope.sin, rope.sin_stride);
-  for (int index = threadIdx.x; index < tile.items * chunks; index += kCacheThreads) {
-    CacheItem item(index, chunks, lanes);
-    int column = item.chunk * kColumns, token = tile.token(item.token);
-    if (token < 0) continue;
-    int64_t position = positions[token];
-    float4 cos = load_four(rope.cos + position * rope.cos_stride + column, cos_aligned);
-    float4 sin = load_four(rope.sin + position * rope.sin_stride + column, sin_aligned);
-    int d = rope.interleaved ? 2 * column : column;
-    int other = rope.interleaved ? kColumns : half;  // from the first chunk to the second
-    int64_t skip = side.run_of(d + other) - side.run_of(d);
-    for (int begin = 0; begin < tile.heads; begin += kHeads) {
-      int head = tile.first_head + begin, heads = min(tile.heads - begin, kHeads);
+  int half = rope.rotary_dim / 2, chunks = half / kColumns, bits = token_bits(side, tile.tokens);
+  bool aligned =
+      has_aligned_rows(rope.cos, rope.cos_stride) && has_aligned_rows(rope.sin, rope.sin_stride);
+  for (int begin = 0; begin < tile.heads; begin += kHeads) {
+    int head = tile.first_head + begin, heads = min(tile.heads - begin, kHeads);
+    for (int index = threadIdx.x; index < tile.items * chunks; index += kCacheThreads) {
+      CacheItem item(index, chunks, bits);
+      int column = item.chunk * kColumns, token = tile.token<kPieces>(item.token);
+      if (token < 0) continue;
+      int d = column << int{rope.interleaved};
+      int other = rope.interleaved ? kColumns : half;  // from the first chunk to the second
       const T* from = static_cast<const T*>(side.rows) + side.row(tile.first + token, head) + d;
-      C* to = static_cast<C*>(side.cache) + tile.place(token) + head * side.strides.head +
-              side.run_of(d);
       Row a[kHeads], b[kHeads];
 #pragma unroll
       for (int h = 0; h < kHeads; ++h) {
-        if (h >= heads) break;
+        if (h >= heads) continue;
         a[h] = *reinterpret_cast<const Row*>(from + h * side.row_head);
         b[h] = *reinterpret_cast<const Row*>(from + h * side.row_head + other);
       }
+      int64_t position = positions[token];
+      const float* cos_row = rope.cos + position * rope.cos_stride + column;
+      const float* sin_row = rope.sin + position * rope.sin_stride + column;
+      Stored low[kHeads], high[kHeads];
+#pragma unroll
+      for (int i = 0; i < kColumns; i += 4) {
+        auto cos = load_four(cos_row + i, aligned), sin = load_four(sin_row + i, aligned);
+#pragma unroll
+        for (int h = 0; h < kHeads; ++h) {
+          float inverse = inverses[begin + h];
+          auto turn = [&](const T& x, const T& y, int column) {
+            return rotated(to_float(x), to_float(y), cos.x[column - i], sin.x[column - i]);
+          };
+          if (rope.interleaved) {
+#pragma unroll
+            for (int column = i; column < i + 4; ++column) {
+              bool first = 2 * column < kColumns;
+              const T* pair = (first ? a : b)[h].x + 2 * column % kColumns;
+              Rotated x = turn(pair[0], pair[1], column);
+              Types::store_two((first ? low : high)[h].x + 2 * column % kColumns, x.a, x.b,
+                               inverse);
+            }
+          } else {
+#pragma unroll
+            for (int column = i; column < i + 4; column += 2) {
+              Rotated x = turn(a[h].x[column], b[h].x[column], column);
+              Rotated y = turn(a[h].x[column + 1], b[h].x[column + 1], column + 1);
+              Types::store_two(low[h].x + column, x.a, y.a, inverse);
+              Types::store_two(high[h].x + column, x.b, y.b, inverse);
+            }
+          }
+        }
+      }
+      C* to = static_cast<C*>(side.cache) + tile.place(token) + head * side.strides.head;
+      int64_t first_run = side.run_of(d), second_run = side.run_of(d + other);
 #pragma unroll
       for (int h = 0; h < kHeads; ++h) {
-        if (h >= heads) break;
-        float inverse = inverses[begin + h];
-        Stored low, high;
-        auto turn = [&](const T& x, const T& y, float cos, float sin, C& new_x, C& new_y) {
-          Rotated turned = rotated(to_float(x), to_float(y), cos, sin);
-          new_x = Types::stored(turned.a, inverse);
-          new_y = Types::stored(turned.b, inverse);
-        };
-        if (rope.interleaved) {
-          turn(a[h].x[0], a[h].x[1], cos.x, sin.x, low.x[0], low.x[1]);
-          turn(a[h].x[2], a[h].x[3], cos.y, sin.y, low.x[2], low.x[3]);
-          turn(b[h].x[0], b[h].x[1], cos.z, sin.z, high.x[0], high.x[1]);
-          turn(b[h].x[2], b[h].x[3], cos.w, sin.w, high.x[2], high.x[3]);
-        } else {
-          turn(a[h].x[0], b[h].x[0], cos.x, sin.x, low.x[0], high.x[0]);
-          turn(a[h].x[1], b[h].x[1], cos.y, sin.y, low.x[1], high.x[1]);
-          turn(a[h].x[2], b[h].x[2], cos.z, sin.z, low.x[2], high.x[2]);
-          turn(a[h].x[3], b[h].x[3], cos.w, sin.w, low.x[3], high.x[3]);
-        }
-        *reinterpret_cast<Stored*>(to + h * side.strides.head) = low;
-        *reinterpret_cast<Stored*>(to + h * side.strides.head + skip) = high;
+        if (h >= heads) continue;
+        *reinterpret_cast<Stored*>(to + h * side.strides.head + first_run) = low[h];
+        *reinterpret_cast<Stored*>(to + h * side.strides.head + second_run) = high[h];
       }
     }
   }
@@ -175,7 +193,7 @@ __device__ void rotate_pairs(const CacheWriteParams& p, const CacheTile& tile,
   const RopeParams& rope = p.rope;
   int half = rope.rotary_dim / 2;
   for (int index = threadIdx.x; index < tile.tokens * half; index += kCacheThreads) {
-    CacheItem item(index, half, 1);
+    CacheItem item(index, half, 0);
     if (tile.slot(item.token) < 0) continue;
     int64_t position = positions[item.token];
     float cos = rope.cos[position * rope.cos_stride + item.chunk];
@@ -201,7 +219,7 @@ __device__ int write_to_next_chunk(const CacheSide& side, const CacheTile& tile,
                                    const float* inverses, int begin) {
   int end = ceil_div(begin, Types::kVec) * Types::kVec;
   for (int index = threadIdx.x; index < tile.tokens * (end - begin); index += kCacheThreads) {
-    CacheItem item(index, end - begin, 1);
+    CacheItem item(index, end - begin, 0);
     if (tile.slot(item.token) < 0) continue;
     int d = begin + item.chunk;
     for (int head = tile.first_head; head < tile.first_head + tile.heads; ++head) {
@@ -325,14 +343,16 @@ __global__ void __launch_bounds__(kCacheThreads, kRope&& kType == DType::f32 ? 3
   }
   int first_d = 0;
   if (kRope && is_k) {
-    if (p.rope.rotary_dim % 8 == 0) {
-      rotate_rows<Pair>(p, tile, inverses, positions);
+    if (p.rope.rotary_dim % (2 * Pair::kVec) == 0) {
+      rotate_rows<Pair, kVllm, Pair::kVec>(p, tile, inverses, positions);
+    } else if (p.rope.rotary_dim % 8 == 0) {
+      rotate_rows<Pair, kVllm, 4>(p, tile, inverses, positions);
     } else {
       rotate_pairs<Pair>(p, tile, inverses, positions);
     }
     first_d = write_to_next_chunk<Pair>(side, tile, inverses, p.rope.rotary_dim);
   }
-  write_rows<Pair>(side, tile, inverses, first_d);
+  write_rows<Pair, kVllm>(side, tile, inverses, first_d);
 }
 
 template <DType kType, DType kCacheType, bool kRope>
