@@ -47,39 +47,40 @@ __device__ void gather_pairs(const CacheSide& side, const CacheTile& tile, Pairs
   int warp = threadIdx.x / 32, piece = threadIdx.x % 2, chunk = threadIdx.x % 32 / 2;
   typename Pair::Cells mine = Pair::cells_of_lane();
   Pair& turned = warp_tiles[warp];
-  for (int item = warp; item < tile.places->num_pairs * tile.heads; item += kCacheThreads / 32) {
-    const int* pair = tile.places->pairs[item / tile.heads];
-    int head = tile.first_head + item % tile.heads;
-    for (int begin = 0; begin < side.head_dim; begin += Pair::kTileDims) {
-      int from_token = pair[mine.piece], first_d = begin + mine.d;
-      const T* from = static_cast<const T*>(side.cache) + tile.place(from_token) +
-                      head * side.strides.head + first_d * side.run_stride;
-      typename Pair::Cell cells[Pair::kSteps];
+  int parts = ceil_div(side.head_dim, Pair::kTileDims);
+  int items = tile.places->num_pairs * tile.heads * parts;
+  for (int item = warp; item < items; item += kCacheThreads / 32) {
+    int begin = item % parts * Pair::kTileDims, h = item / parts % tile.heads;
+    const int* pair = tile.places->pairs[item / parts / tile.heads];
+    int head = tile.first_head + h;
+    int from_token = pair[mine.piece], first_d = begin + mine.d;
+    const T* from = static_cast<const T*>(side.cache) + tile.place(from_token) +
+                    head * side.strides.head + first_d * side.run_stride;
+    typename Pair::Cell cells[Pair::kSteps];
 #pragma unroll
-      for (int step = 0; step < Pair::kSteps; ++step) {
-        if (from_token < 0 || first_d + step * Pair::kStepDims >= side.head_dim) continue;
-        const T* column = from + step * Pair::kStepDims * side.run_stride;
-        cells[step] = reinterpret_cast<const typename Pair::Cell*>(column)[mine.cell];
-      }
-#pragma unroll
-      for (int step = 0; step < Pair::kSteps; ++step) turned.cell(mine, step) = cells[step];
-      __syncwarp();
-      int token = pair[piece], d = begin + chunk * kDims;
-      if (token >= 0 && d < side.head_dim) {
-        T* to = static_cast<T*>(side.rows) + side.row(tile.first + token, head) + d;
-        typename Pair::Column x[kDims];
-#pragma unroll
-        for (int j = 0; j < kDims; ++j) x[j] = turned.columns[chunk][j][piece];
-#pragma unroll
-        for (int i = 0; i < kPieceTokens; ++i) {
-          Row row;
-#pragma unroll
-          for (int j = 0; j < kDims; ++j) row.x[j] = x[j].x[i];
-          *reinterpret_cast<Row*>(to + i * side.row_token) = row;
-        }
-      }
-      __syncwarp();
+    for (int step = 0; step < Pair::kSteps; ++step) {
+      if (from_token < 0 || first_d + step * Pair::kStepDims >= side.head_dim) continue;
+      const T* column = from + step * Pair::kStepDims * side.run_stride;
+      cells[step] = reinterpret_cast<const typename Pair::Cell*>(column)[mine.cell];
     }
+#pragma unroll
+    for (int step = 0; step < Pair::kSteps; ++step) turned.cell(mine, step) = cells[step];
+    __syncwarp();
+    int token = pair[piece], d = begin + chunk * kDims;
+    if (token >= 0 && d < side.head_dim) {
+      T* to = static_cast<T*>(side.rows) + side.row(tile.first + token, head) + d;
+      typename Pair::Column x[kDims];
+#pragma unroll
+      for (int j = 0; j < kDims; ++j) x[j] = turned.columns[chunk][j][piece];
+#pragma unroll
+      for (int i = 0; i < kPieceTokens; ++i) {
+        Row row;
+#pragma unroll
+        for (int j = 0; j < kDims; ++j) row.x[j] = x[j].x[i];
+        *reinterpret_cast<Row*>(to + i * side.row_token) = row;
+      }
+    }
+    __syncwarp();
   }
 }
 

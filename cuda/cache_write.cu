@@ -247,37 +247,38 @@ __device__ void write_pairs(const CacheSide& side, const CacheTile& tile, const 
   int warp = threadIdx.x / 32, piece = threadIdx.x % 2, chunk = threadIdx.x % 32 / 2;
   typename Pair::Cells mine = Pair::cells_of_lane();
   Pair& turned = warp_tiles[warp];
-  for (int item = warp; item < tile.places->num_pairs * tile.heads; item += kCacheThreads / 32) {
-    const int* pair = tile.places->pairs[item / tile.heads];
-    int h = item % tile.heads, head = tile.first_head + h;
-    for (int begin = 0; begin < side.head_dim; begin += Pair::kTileDims) {
-      int token = pair[piece], d = begin + chunk * kDims;
-      if (token >= 0 && d < side.head_dim) {
-        const T* from = static_cast<const T*>(side.rows) + side.row(tile.first + token, head) + d;
-        Row x[kPieceTokens];
+  int parts = ceil_div(side.head_dim, Pair::kTileDims);
+  int items = tile.places->num_pairs * tile.heads * parts;
+  for (int item = warp; item < items; item += kCacheThreads / 32) {
+    int begin = item % parts * Pair::kTileDims, h = item / parts % tile.heads;
+    const int* pair = tile.places->pairs[item / parts / tile.heads];
+    int head = tile.first_head + h;
+    int token = pair[piece], d = begin + chunk * kDims;
+    if (token >= 0 && d < side.head_dim) {
+      const T* from = static_cast<const T*>(side.rows) + side.row(tile.first + token, head) + d;
+      Row x[kPieceTokens];
 #pragma unroll
-        for (int i = 0; i < kPieceTokens; ++i)
-          x[i] = *reinterpret_cast<const Row*>(from + i * side.row_token);
+      for (int i = 0; i < kPieceTokens; ++i)
+        x[i] = *reinterpret_cast<const Row*>(from + i * side.row_token);
 #pragma unroll
-        for (int j = 0; j < kDims; ++j) {
-          CacheChunk<T, kPieceTokens> column;
+      for (int j = 0; j < kDims; ++j) {
+        CacheChunk<T, kPieceTokens> column;
 #pragma unroll
-          for (int i = 0; i < kPieceTokens; ++i) column.x[i] = x[i].x[j];
-          turned.columns[chunk][j][piece] = Types::stored_chunk(column, inverses[h]);
-        }
+        for (int i = 0; i < kPieceTokens; ++i) column.x[i] = x[i].x[j];
+        turned.columns[chunk][j][piece] = Types::stored_chunk(column, inverses[h]);
       }
-      __syncwarp();
-      int to_token = pair[mine.piece], first_d = begin + mine.d;
-      auto* to = static_cast<typename Types::C*>(side.cache) + tile.place(to_token) +
-                 head * side.strides.head + first_d * side.run_stride;
-#pragma unroll
-      for (int step = 0; step < Pair::kSteps; ++step) {
-        if (to_token < 0 || first_d + step * Pair::kStepDims >= side.head_dim) continue;
-        auto* column = to + step * Pair::kStepDims * side.run_stride;
-        reinterpret_cast<typename Pair::Cell*>(column)[mine.cell] = turned.cell(mine, step);
-      }
-      __syncwarp();
     }
+    __syncwarp();
+    int to_token = pair[mine.piece], first_d = begin + mine.d;
+    auto* to = static_cast<typename Types::C*>(side.cache) + tile.place(to_token) +
+               head * side.strides.head + first_d * side.run_stride;
+#pragma unroll
+    for (int step = 0; step < Pair::kSteps; ++step) {
+      if (to_token < 0 || first_d + step * Pair::kStepDims >= side.head_dim) continue;
+      auto* column = to + step * Pair::kStepDims * side.run_stride;
+      reinterpret_cast<typename Pair::Cell*>(column)[mine.cell] = turned.cell(mine, step);
+    }
+    __syncwarp();
   }
 }
 

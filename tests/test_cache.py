@@ -301,7 +301,9 @@ def tables(rng, half, rows=50):
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize(("dim", "half"), [(64, 32), (80, 16), (64, 10), (96, 1), (128, 64)])
+@pytest.mark.parametrize(
+    ("dim", "half"), [(64, 32), (80, 16), (64, 12), (64, 10), (96, 1), (128, 64)]
+)
 @pytest.mark.parametrize(("dtype", "cache_dtype"), PAIRS)
 def test_keys_are_rotated_on_the_way(device, dtype, cache_dtype, dim, half, interleaved, rng):
     for layout in LAYOUTS:

@@ -156,7 +156,7 @@ bool add_cases() {
             std::string("cuda_cache_") + name_of(dtype) + (e4m3 ? "_e4m3_" : "_") + layouts[layout];
         auto run = [=] {
           Random random(case_seed(name));
-          for (int64_t half : {0, 16, 5})  // rotated by chunks, and pair by pair
+          for (int64_t half : {0, 16, 12, 5})  // rotated by 16 bytes, by fours, and pair by pair
             for (auto [tokens, heads] : {std::pair{37, 3}, {70, 60}, {71, 60}, {73, 450}})
               check_cache({dtype, e4m3, static_cast<KvLayout>(layout), tokens, heads, half},
                           random);
