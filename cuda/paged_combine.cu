@@ -56,16 +56,12 @@ __global__ void __launch_bounds__(kThreads) paged_combine(const __grid_constant_
   int32_t row = blockIdx.y;
   device::UnitRow at = device::unit_row(p, unit.b, unit.head_group / w.row_groups,
                                         unit.head_group % w.row_groups * w.rows, row);
-  if (!at.valid) return;
-  device::RowParts<kType, kParts> parts{p, unit.slots, row, 0};
   int32_t count = unit.slots.count;
+  if (!at.valid || count <= 1) return;  // one part: the unit was written whole
+  device::RowParts<kType, kParts> parts{p, unit.slots, row, 0};
   if constexpr (kParts == Parts::partitions) {
-    PagedSpan span = paged_span(w, unit.b);
-    PagedSplits splits = paged_splits(w, span);
-    parts.first_part = (int64_t{unit.b} * p.num_heads_q + at.head) * w.num_splits + splits.first;
-    count = span.end > span.begin ? splits.count : 0;
-  } else if (count <= 1) {
-    return;  // the unit was written whole
+    int32_t first = paged_splits(w, paged_span(w, unit.b)).first;
+    parts.first_part = (int64_t{unit.b} * p.num_heads_q + at.head) * w.num_splits + first;
   }
   int32_t first_column = blockIdx.z * device::kCombineColumns;
   device::CombineShare<kType, kParts>(p, parts, count, first_column).put(shared);

@@ -157,8 +157,7 @@ struct PagedSimt {
     }
     __syncthreads();
     constexpr int kChunks = kHeadDim / 8;
-    bool writes = task.end > task.begin || p.exp_sums == nullptr;  // V2: no keys, no partition
-    for (int32_t item = threadIdx.x; writes && item < kRows * kChunks; item += kThreads) {
+    for (int32_t item = threadIdx.x; item < kRows * kChunks; item += kThreads) {
       int32_t r = item / kChunks, chunk = item % kChunks;
       device::UnitRow row = device::unit_row(p, task.b, task.kv_head, task.row0, r);
       if (!row.valid || chunk * 8 >= p.head_dim) continue;
@@ -174,11 +173,17 @@ struct PagedSimt {
           merged[i] = fmaf(weight, shared.out[w][r][chunk * 8 + i], merged[i]);
         }
       }
-      device::RowOutput out = device::task_output(p, task, row, r, maximum, sum, chunk == 0);
-      float factor = out.factor * device::value_scale(p, task);
+#pragma unroll 1
+      for (bool keeps = device::keeps_partition(p, task);; keeps = false) {
+        device::RowOutput out =
+            keeps ? device::partition_output(p, task, row, maximum, sum, chunk == 0)
+                  : device::task_output(p, task, row, r, maximum, sum, chunk == 0);
+        float factor = out.factor * device::value_scale(p, task), result[8];
 #pragma unroll
-      for (int i = 0; i < 8; ++i) merged[i] *= factor;
-      device::store8(out, 8 * chunk, merged);
+        for (int i = 0; i < 8; ++i) result[i] = merged[i] * factor;
+        device::store8(out, 8 * chunk, result);
+        if (!keeps || task.slot >= 0) break;  // V2: a partition that is all writes the output, too
+      }
     }
     __syncthreads();  // the shared states are read
   }

@@ -480,18 +480,23 @@ struct PagedSm80 {
           merged[4 * half + 3] = fmaf(weight, __uint_as_float(v.w), merged[4 * half + 3]);
         }
       }
-      device::RowOutput out = device::task_output(p, task, at, index, maximum, sum, chunk == 0);
-      float factor = out.factor * v_scale;
+#pragma unroll 1
+      for (bool keeps = device::keeps_partition(p, task);; keeps = false) {
+        device::RowOutput out =
+            keeps ? device::partition_output(p, task, at, maximum, sum, chunk == 0)
+                  : device::task_output(p, task, at, index, maximum, sum, chunk == 0);
+        float factor = out.factor * v_scale, result[8];
 #pragma unroll
-      for (int i = 0; i < 8; ++i) merged[i] *= factor;
-      device::store8(out, 8 * chunk, merged);
+        for (int i = 0; i < 8; ++i) result[i] = merged[i] * factor;
+        device::store8(out, 8 * chunk, result);
+        if (!keeps || task.slot >= 0) break;  // V2: a partition that is all writes the output, too
+      }
     }
   }
 
   __device__ __forceinline__ void end_task(const PagedParams& p, const device::KeyTask& task,
                                            Table& table, const State& state, int last) {
     int32_t slices = task.end > task.begin ? device::ceil_div(task.end - task.begin, kSlice) : 0;
-    if (slices == 0 && p.exp_sums != nullptr) return;  // a partition without keys is not written
     int32_t warps = slices < kWarps ? slices : kWarps;
 #pragma unroll
     for (int n = 0; n < kRowBlocks; ++n) {

@@ -387,36 +387,41 @@ struct PagedSm90 {
       if (me.lane < 4) store_shared(shared.maxima + slot, __float_as_uint(state.max[c]));
     }
     sync_math();
-    if (me.thread < kRows) {
-      UnitRow row = unit_row(p, task.b, task.kv_head, task.row0, me.thread);
-      float4 sums = of_warps(shared.sums, me.thread), maxima = of_warps(shared.maxima, me.thread);
-      RowTarget target = {};
-      if (row.valid) {
-        RowOutput output = task_output(p, task, row, me.thread, maxima.x * state.to_log2,
-                                       (sums.x + sums.y) + (sums.z + sums.w), true);
-        target = {output.to, output.factor, output.type};
+#pragma unroll 1
+    for (bool keeps = keeps_partition(p, task);; keeps = false) {
+      if (me.thread < kRows) {
+        UnitRow row = unit_row(p, task.b, task.kv_head, task.row0, me.thread);
+        float4 sums = of_warps(shared.sums, me.thread), maxima = of_warps(shared.maxima, me.thread);
+        float maximum = maxima.x * state.to_log2, sum = (sums.x + sums.y) + (sums.z + sums.w);
+        RowTarget target = {};
+        if (row.valid) {
+          RowOutput output = keeps ? partition_output(p, task, row, maximum, sum, true)
+                                   : task_output(p, task, row, me.thread, maximum, sum, true);
+          target = {output.to, output.factor, output.type};
+        }
+        store_shared16(shared.facts + me.thread * 16, __builtin_bit_cast(uint4, target));
       }
-      store_shared16(shared.facts + me.thread * 16, __builtin_bit_cast(uint4, target));
-    }
-    sync_math();
+      sync_math();
 #pragma unroll
-    for (int c = 0; c < kColumns; ++c) {
-      auto target = __builtin_bit_cast(RowTarget, load_shared16(shared.facts + me.row(c) * 16));
+      for (int c = 0; c < kColumns; ++c) {
+        auto target = __builtin_bit_cast(RowTarget, load_shared16(shared.facts + me.row(c) * 16));
 #pragma unroll
-      for (int i = 0; i < 2 * kPanels; ++i) {
-        int column = i / 2 * 64 + i % 2 * 8 + me.key;
-        float value = out[i / 2][at(c, i % 2)];
-        value = target.factor == 0.0f ? 0.0f : value * target.factor;
-        if (target.to != nullptr && column < p.head_dim) {
-          if (target.type == DType::f32) {
-            static_cast<float*>(target.to)[column] = value;
-          } else {
-            static_cast<T*>(target.to)[column] = from_float<T>(value);
+        for (int i = 0; i < 2 * kPanels; ++i) {
+          int column = i / 2 * 64 + i % 2 * 8 + me.key;
+          float value = out[i / 2][at(c, i % 2)];
+          value = target.factor == 0.0f ? 0.0f : value * target.factor;
+          if (target.to != nullptr && column < p.head_dim) {
+            if (target.type == DType::f32) {
+              static_cast<float*>(target.to)[column] = value;
+            } else {
+              static_cast<T*>(target.to)[column] = from_float<T>(value);
+            }
           }
         }
       }
+      sync_math();                          // the next facts come where the targets were
+      if (!keeps || task.slot >= 0) break;  // V2: a partition that is all writes the output, too
     }
-    sync_math();  // the next task's facts come where the targets were
   }
 };
 

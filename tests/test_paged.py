@@ -385,19 +385,20 @@ def test_v1_and_v2(device, case, rng):
 @pytest.mark.parametrize("partition_size", [256, 512, 1024])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize(("kv_layout", "block_size"), [("vllm", 16), ("nhd", 1), ("hnd", 48)])
-def test_v2_buffers(device, kv_layout, block_size, dtype, partition_size, rng):
+@pytest.mark.parametrize("lens", [(1100, 256, 1, 0, 2048), (256, 0, 37)], ids=["long", "short"])
+def test_v2_buffers(device, lens, kv_layout, block_size, dtype, partition_size, rng):
     """Each partition holds its maximum, its sum and its output; the others keep what they held."""
     case = PagedCase(
         kv_layout=kv_layout,
         block_size=block_size,
         dtype=dtype,
-        lens=(1100, 256, 1, 2048),
+        lens=lens,
         alibi="batch",
         options=(("scale", 0.25),),
     )
     problem = paged_cases.make(case, rng)
     capacity = problem.arrays["block_tables"].shape[1] * block_size
-    shape = (4, case.num_heads_q, -(-capacity // partition_size))
+    shape = (len(lens), case.num_heads_q, -(-capacity // partition_size))
     arena = harness.Arena(device)
     buffers = {
         "exp_sums": arena.output(shape, np.float32),

@@ -124,7 +124,7 @@ struct PagedParams {
   float* partial_lse;
 
   // V2's own partial results instead, when exp_sums is given: one partition is one split, every
-  // partition with a key is written, also where a sequence has one only.
+  // partition with a key is written. Where a sequence has one only, that task writes both.
   float* exp_sums;    // [num_seqs, num_heads_q, num_splits], sum of exp(score - max_logit)
   float* max_logits;  // like exp_sums, natural units
   void* tmp_out;      // [num_seqs, num_heads_q, num_splits, head_dim] of dtype, like partial_out

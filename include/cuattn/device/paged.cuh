@@ -232,28 +232,33 @@ __device__ __forceinline__ RowOutput final_output(const PagedParams& p, int32_t 
           alive ? factor / sum : 0.0f};
 }
 
+// V2 keeps what it finds in a partition, if there is a key.
+__device__ __forceinline__ bool keeps_partition(const PagedParams& p, const KeyTask& task) {
+  return p.exp_sums != nullptr && task.begin < task.end;
+}
+
+__device__ __forceinline__ RowOutput partition_output(const PagedParams& p, const KeyTask& task,
+                                                      const UnitRow& row, float maximum, float sum,
+                                                      bool leader) {
+  int64_t at = (int64_t{task.b} * p.num_heads_q + row.head) * p.work.num_splits + task.split;
+  if (leader) {
+    p.exp_sums[at] = sum;
+    p.max_logits[at] = maximum * kLn2;
+  }
+  return {static_cast<char*>(p.tmp_out) + at * p.head_dim * (p.dtype == DType::f32 ? 4 : 2),
+          p.dtype, sum != 0.0f ? 1.0f / sum : 0.0f};
+}
+
 // The result of a task: the output, or a partial one, of row `index` of its unit.
 __device__ __forceinline__ RowOutput task_output(const PagedParams& p, const KeyTask& task,
                                                  const UnitRow& row, int32_t index, float maximum,
                                                  float sum, bool leader) {
-  float inverse = sum != 0.0f ? 1.0f / sum : 0.0f;
-  if (p.exp_sums != nullptr) {
-    int64_t at = (int64_t{task.b} * p.num_heads_q + row.head) * p.work.num_splits + task.split;
-    if (leader) {
-      p.exp_sums[at] = sum;
-      p.max_logits[at] = maximum * kLn2;
-    }
-    return {static_cast<char*>(p.tmp_out) + at * p.head_dim * (p.dtype == DType::f32 ? 4 : 2),
-            p.dtype, inverse};
+  if (task.slot < 0) return final_output(p, task.b, row, maximum, sum, leader);
+  int64_t at = task.slot * p.work.rows + index;
+  if (leader) {
+    p.partial_lse[at] = sum != 0.0f ? maximum + log2_approx(sum) : negative_infinity();
   }
-  if (task.slot >= 0) {
-    int64_t at = task.slot * p.work.rows + index;
-    if (leader) {
-      p.partial_lse[at] = sum != 0.0f ? maximum + log2_approx(sum) : negative_infinity();
-    }
-    return {p.partial_out + at * p.head_dim, DType::f32, inverse};
-  }
-  return final_output(p, task.b, row, maximum, sum, leader);
+  return {p.partial_out + at * p.head_dim, DType::f32, sum != 0.0f ? 1.0f / sum : 0.0f};
 }
 
 }  // namespace cuattn::device
