@@ -38,12 +38,17 @@ void allow_shared_memory(KernelPointer kernel, int smem_bytes, std::atomic<uint6
   done.fetch_or(bit, std::memory_order_release);
 }
 
-// Major compute capability of the current device.
-inline int device_major() {
-  int device = 0, major = 0;
+// Of the current device.
+inline int device_attribute(cudaDeviceAttr attribute) {
+  int device = 0, value = 0;
   CUATTN_CUDA_TRY(cudaGetDevice(&device));
-  CUATTN_CUDA_TRY(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-  return major;
+  CUATTN_CUDA_TRY(cudaDeviceGetAttribute(&value, attribute, device));
+  return value;
+}
+inline int device_major() { return device_attribute(cudaDevAttrComputeCapabilityMajor); }
+// The most shared memory that a thread block may have.
+inline int granted_shared_memory() {
+  return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
 }
 
 // Blocks of a one-dimensional grid; every tile, head and sequence is one block, so no axis limit of

@@ -38,35 +38,42 @@ struct PagedSm80 {
   static constexpr int kSteps = kHeadDim / 16;    // k16 steps of K Q^T, m16 blocks of V^T P^T
   static constexpr int kRowBlocks = kRows / 8;    // n8 blocks
   static constexpr int kKBytes = Slice::kKBytes, kStageBytes = 2 * kKBytes;
+  // V2 cuts keys into partitions, however few they are. Where multiprocessors are left with one
+  // block each, it has twice the warps.
+  static constexpr int kMostWarps = 2 * kWarps;
   static_assert(kStageBytes >= 8 * kHeadDim * 4, "a stage holds O^T of 8 rows in float");
   static_assert(kTile.n % kSlice == 0, "a tile is made of slices");
 
   // 2. Shared storage: stages [warp][stage][K | V], then what warps tell each other at the end of a
   // task.
   struct Table {
-    float maximum[kWarps][kRows], sum[kWarps][kRows];
-    uint32_t staging[kWarps];
+    float maximum[kMostWarps][kRows], sum[kMostWarps][kRows];
+    uint32_t staging[kMostWarps];
   };
+  static constexpr int smem_bytes(int warps, int stages) {
+    return warps * stages * kStageBytes + static_cast<int>(sizeof(Table));
+  }
   static constexpr int kStagesBytes = kWarps * kStages * kStageBytes;
-  static constexpr int kSmemBytes = kStagesBytes + sizeof(Table);
+  static constexpr int kSmemBytes = smem_bytes(kWarps, kStages);
   // Short tasks mostly wait, for their first keys and with their results. One stage less makes room
   // for one more block on a multiprocessor.
   static constexpr bool kHasSpareStage = kStages == 3 && kRows == 8 && kHeadDim <= 128;
-  static constexpr int kSmemBytesShort = kSmemBytes - kWarps * kStageBytes;
   static constexpr int kShortTask = 1024;  // keys
 
   // Who this thread is. Through shuffles: what the compiler can find again, it reads from the
   // special registers each time, and those are slow.
   const int lane, warp;
   const uint32_t stages;  // of this warp
+  const int num_warps;    // kWarps, or twice as many
   const int num_stages;   // kStages, or one less
 
-  __device__ PagedSm80(const char* smem, int stages_of_warp)
+  __device__ PagedSm80(const char* smem, int warps, int stages_of_warp)
       : lane(__shfl_sync(0xffffffffu, threadIdx.x % 32, threadIdx.x % 32)),
         warp(__shfl_sync(0xffffffffu, threadIdx.x / 32, 0)),
         stages(__shfl_sync(
             0xffffffffu,
             device::smem_address(smem) + threadIdx.x / 32 * stages_of_warp * kStageBytes, 0)),
+        num_warps(warps),
         num_stages(stages_of_warp) {}
   __device__ __forceinline__ uint32_t stage_address(int stage) const {
     return stages + stage * kStageBytes;
@@ -203,7 +210,7 @@ struct PagedSm80 {
         } else {
           copy_rows<false>(p, to);
         }
-        key += kWarps * kSlice;
+        key += me.num_warps * kSlice;
       }
       device::cp_async_commit();
       stage = stage + 1 < me.num_stages ? stage + 1 : 0;
@@ -409,7 +416,7 @@ struct PagedSm80 {
                                         Loader& loader, State& state) {
     int last = -1;
 #pragma unroll 1
-    for (int32_t key = task.begin + warp * kSlice; key < task.end; key += kWarps * kSlice) {
+    for (int32_t key = task.begin + warp * kSlice; key < task.end; key += num_warps * kSlice) {
       loader.fill(p);
       if (last < 0) begin_task(p, task, state);  // while the first copies are on their way
       if (num_stages == kStages) {
@@ -454,12 +461,11 @@ struct PagedSm80 {
     }
   }
 
-  static __device__ __forceinline__ void merge_rows(const PagedParams& p,
-                                                    const device::KeyTask& task, const Table& table,
-                                                    int n, int32_t warps) {
+  __device__ __forceinline__ void merge_rows(const PagedParams& p, const device::KeyTask& task,
+                                             const Table& table, int n, int32_t warps) {
     constexpr int kChunks = kHeadDim / 8;
     float v_scale = device::value_scale(p, task);
-    for (int32_t item = threadIdx.x; item < 8 * kChunks; item += kThreads) {
+    for (int32_t item = threadIdx.x; item < 8 * kChunks; item += 32 * num_warps) {
       int32_t row = item / kChunks, chunk = item % kChunks, index = 8 * n + row;
       device::UnitRow at = device::unit_row(p, task.b, task.kv_head, task.row0, index);
       if (!at.valid || chunk * 8 >= p.head_dim) continue;
@@ -497,7 +503,7 @@ struct PagedSm80 {
   __device__ __forceinline__ void end_task(const PagedParams& p, const device::KeyTask& task,
                                            Table& table, const State& state, int last) {
     int32_t slices = task.end > task.begin ? device::ceil_div(task.end - task.begin, kSlice) : 0;
-    int32_t warps = slices < kWarps ? slices : kWarps;
+    int32_t warps = slices < num_warps ? slices : num_warps;
 #pragma unroll
     for (int n = 0; n < kRowBlocks; ++n) {
       if (last >= 0) {
@@ -525,9 +531,9 @@ struct PagedSm80 {
 
   // 6. Kernel. The tasks of thread block `index`, see KeyTasks.
   static __device__ __forceinline__ void run(const PagedParams& p, char* smem, uint32_t index,
-                                             int num_stages = kStages) {
-    Table& table = *reinterpret_cast<Table*>(smem + num_stages * kWarps * kStageBytes);
-    PagedSm80 me(smem, num_stages);
+                                             int num_warps = kWarps, int num_stages = kStages) {
+    Table& table = *reinterpret_cast<Table*>(smem + num_warps * num_stages * kStageBytes);
+    PagedSm80 me(smem, num_warps, num_stages);
     device::KeyTasks tasks(p.work, index);
     device::KeyTask task;
     if (!tasks.next(p.work, task)) return;
@@ -542,30 +548,37 @@ struct PagedSm80 {
   }
 };
 
+// As many threads a multiprocessor as it is to hold: one block may have the warps of two.
 template <class Kernel>
-__global__ void __launch_bounds__(Kernel::kThreads, Kernel::kCtasPerSm + Kernel::kHasSpareStage)
-    paged_sm80_kernel(const __grid_constant__ PagedParams params, int num_stages) {
+__global__ void __launch_bounds__(Kernel::kThreads*(Kernel::kCtasPerSm + Kernel::kHasSpareStage), 1)
+    paged_sm80_kernel(const __grid_constant__ PagedParams params, int num_warps, int num_stages) {
   extern __shared__ __align__(1024) char smem[];
   device::wait_for_previous_kernel();
   device::release_next_kernel();
-  Kernel::run(params, smem, blockIdx.x, Kernel::kHasSpareStage ? num_stages : Kernel::kStages);
+  Kernel::run(params, smem, blockIdx.x, num_warps,
+              Kernel::kHasSpareStage ? num_stages : Kernel::kStages);
 }
 
 // 7. Launcher
 template <class Kernel>
 void launch_paged_sm80_kernel(const PagedParams& p, cudaStream_t stream) {
   const PagedWork& w = p.work;
-  unsigned blocks = grid_blocks(num_key_tasks(w), "sm80");
+  unsigned blocks = grid_blocks(num_key_tasks(w), "sm80"), workers = w.num_workers;
   bool is_short = false;
-  if (Kernel::kHasSpareStage && w.num_splits > 0 && blocks > static_cast<unsigned>(w.num_workers)) {
+  if (Kernel::kHasSpareStage && w.num_splits > 0 && blocks > workers) {
     int32_t keys = w.split_keys > 0 ? w.split_keys : w.capacity / w.num_splits;
     is_short = (keys < w.capacity ? keys : w.capacity) <= Kernel::kShortTask;
   }
+  constexpr int kWideBytes = Kernel::smem_bytes(Kernel::kMostWarps, Kernel::kStages);
+  int granted = granted_shared_memory();
+  bool is_wide =
+      p.exp_sums != nullptr && blocks <= workers / Kernel::kCtasPerSm && kWideBytes <= granted;
+  int warps = is_wide ? Kernel::kMostWarps : Kernel::kWarps, stages = Kernel::kStages - is_short;
   static std::atomic<uint64_t> allowed{0};
-  allow_shared_memory(paged_sm80_kernel<Kernel>, Kernel::kSmemBytes, allowed);
-  launch_overlapping(paged_sm80_kernel<Kernel>, blocks, Kernel::kThreads,
-                     is_short ? Kernel::kSmemBytesShort : Kernel::kSmemBytes, device_major(),
-                     stream, p, Kernel::kStages - is_short);
+  allow_shared_memory(paged_sm80_kernel<Kernel>,
+                      granted < kWideBytes ? Kernel::kSmemBytes : kWideBytes, allowed);
+  launch_overlapping(paged_sm80_kernel<Kernel>, blocks, 32 * warps,
+                     Kernel::smem_bytes(warps, stages), device_major(), stream, p, warps, stages);
 }
 
 template <DType kCache, int kHeadDim>
