@@ -11,6 +11,8 @@
 // paged_persistent.cu (the same code, task by task, in a kernel that stays).
 #pragma once
 
+#include <algorithm>
+
 #include "cuattn/device/mma_sm80.cuh"
 #include "cuattn/device/paged.cuh"
 #include "cuattn/device/paged_slice.cuh"
@@ -38,14 +40,11 @@ struct PagedSm80 {
   static constexpr int kSteps = kHeadDim / 16;    // k16 steps of K Q^T, m16 blocks of V^T P^T
   static constexpr int kRowBlocks = kRows / 8;    // n8 blocks
   static constexpr int kKBytes = Slice::kKBytes, kStageBytes = 2 * kKBytes;
-  // V2 cuts keys into partitions, however few they are. Where multiprocessors are left with one
-  // block each, it has twice the warps.
-  static constexpr int kMostWarps = 2 * kWarps;
+  static constexpr int kMostWarps = 2 * kWarps;  // where V2 has one partition a multiprocessor
   static_assert(kStageBytes >= 8 * kHeadDim * 4, "a stage holds O^T of 8 rows in float");
   static_assert(kTile.n % kSlice == 0, "a tile is made of slices");
 
-  // 2. Shared storage: stages [warp][stage][K | V], then what warps tell each other at the end of a
-  // task.
+  // 2. Shared storage: stages [warp][stage][K | V], then what warps tell each other in the end.
   struct Table {
     float maximum[kMostWarps][kRows], sum[kMostWarps][kRows];
     uint32_t staging[kMostWarps];
@@ -54,7 +53,7 @@ struct PagedSm80 {
     return warps * stages * kStageBytes + static_cast<int>(sizeof(Table));
   }
   static constexpr int kStagesBytes = kWarps * kStages * kStageBytes;
-  static constexpr int kSmemBytes = smem_bytes(kWarps, kStages);
+  static constexpr int kSmemBytes = kStagesBytes + sizeof(Table);
   // Short tasks mostly wait, for their first keys and with their results. One stage less makes room
   // for one more block on a multiprocessor.
   static constexpr bool kHasSpareStage = kStages == 3 && kRows == 8 && kHeadDim <= 128;
@@ -419,11 +418,8 @@ struct PagedSm80 {
     for (int32_t key = task.begin + warp * kSlice; key < task.end; key += num_warps * kSlice) {
       loader.fill(p);
       if (last < 0) begin_task(p, task, state);  // while the first copies are on their way
-      if (num_stages == kStages) {
-        device::cp_async_wait<kStages - 1>();
-      } else {
-        device::cp_async_wait<kStages - 2>();
-      }
+      device::cp_async_wait<kStages - 1>();
+      if (num_stages < kStages) device::cp_async_wait<kStages - 2>();
       __syncwarp();         // the copies of all lanes have landed
       last = loader.stage;  // all stages are full: the one to fill next is the oldest
       uint32_t k_tile = stage_address(last), v_tile = k_tile + kKBytes;
@@ -531,10 +527,11 @@ struct PagedSm80 {
 
   // 6. Kernel. The tasks of thread block `index`, see KeyTasks.
   static __device__ __forceinline__ void run(const PagedParams& p, char* smem, uint32_t index,
+                                             uint32_t stride = device::KeyTasks::kOnlyOne,
                                              int num_warps = kWarps, int num_stages = kStages) {
     Table& table = *reinterpret_cast<Table*>(smem + num_warps * num_stages * kStageBytes);
     PagedSm80 me(smem, num_warps, num_stages);
-    device::KeyTasks tasks(p.work, index);
+    device::KeyTasks tasks(p.work, index, stride);
     device::KeyTask task;
     if (!tasks.next(p.work, task)) return;
     Loader loader(me, tasks, task);
@@ -555,7 +552,7 @@ __global__ void __launch_bounds__(Kernel::kThreads*(Kernel::kCtasPerSm + Kernel:
   extern __shared__ __align__(1024) char smem[];
   device::wait_for_previous_kernel();
   device::release_next_kernel();
-  Kernel::run(params, smem, blockIdx.x, num_warps,
+  Kernel::run(params, smem, blockIdx.x, gridDim.x, num_warps,
               Kernel::kHasSpareStage ? num_stages : Kernel::kStages);
 }
 
@@ -563,20 +560,25 @@ __global__ void __launch_bounds__(Kernel::kThreads*(Kernel::kCtasPerSm + Kernel:
 template <class Kernel>
 void launch_paged_sm80_kernel(const PagedParams& p, cudaStream_t stream) {
   const PagedWork& w = p.work;
-  unsigned blocks = grid_blocks(num_key_tasks(w), "sm80"), workers = w.num_workers;
-  bool is_short = false;
-  if (Kernel::kHasSpareStage && w.num_splits > 0 && blocks > workers) {
-    int32_t keys = w.split_keys > 0 ? w.split_keys : w.capacity / w.num_splits;
-    is_short = (keys < w.capacity ? keys : w.capacity) <= Kernel::kShortTask;
+  unsigned tasks = grid_blocks(num_key_tasks(w), "sm80"), blocks = tasks, workers = w.num_workers;
+  int warps = Kernel::kWarps, stages = Kernel::kStages;
+  int32_t keys = w.split_keys > 0 ? w.split_keys : w.capacity / std::max(w.num_splits, 1);
+  bool is_short = w.num_splits > 0 && std::min(keys, w.capacity) <= Kernel::kShortTask;
+  if (Kernel::kHasSpareStage && is_short && tasks > workers) {
+    // Splits of one sequence are alike. Where one more block on a multiprocessor saves no round of
+    // them, a block takes several, and copies for the next while it ends the one before.
+    unsigned more = workers / Kernel::kCtasPerSm * (Kernel::kCtasPerSm + 1);
+    auto rounds = [&](unsigned blocks_at_once) { return device::ceil_div(tasks, blocks_at_once); };
+    bool walks = w.num_seqs == 1 && rounds(more) == rounds(workers);
+    if (walks) blocks = workers;
+    if (!walks) --stages;
   }
-  constexpr int kWideBytes = Kernel::smem_bytes(Kernel::kMostWarps, Kernel::kStages);
-  int granted = granted_shared_memory();
-  bool is_wide =
-      p.exp_sums != nullptr && blocks <= workers / Kernel::kCtasPerSm && kWideBytes <= granted;
-  int warps = is_wide ? Kernel::kMostWarps : Kernel::kWarps, stages = Kernel::kStages - is_short;
+  constexpr int kMostBytes = Kernel::smem_bytes(Kernel::kMostWarps, Kernel::kStages);
+  int bytes = std::min(kMostBytes, granted_shared_memory());
+  bool is_sparse = p.exp_sums != nullptr && tasks <= workers / Kernel::kCtasPerSm;
+  if (is_sparse && bytes == kMostBytes) warps = Kernel::kMostWarps;
   static std::atomic<uint64_t> allowed{0};
-  allow_shared_memory(paged_sm80_kernel<Kernel>,
-                      granted < kWideBytes ? Kernel::kSmemBytes : kWideBytes, allowed);
+  allow_shared_memory(paged_sm80_kernel<Kernel>, bytes, allowed);
   launch_overlapping(paged_sm80_kernel<Kernel>, blocks, 32 * warps,
                      Kernel::smem_bytes(warps, stages), device_major(), stream, p, warps, stages);
 }

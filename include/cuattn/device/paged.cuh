@@ -33,17 +33,26 @@ struct KeyTask {
   int64_t slot;        // of the partial result; -1: this is all of the unit, the output is written
 };
 
-// The tasks of thread block `index` of num_key_tasks(work): with a plan those of the worker of that
-// number; without, one split of one unit.
+// The tasks of thread block `index`: with a plan those of the worker of that number; without, of
+// the splits of all units, num_key_tasks(work) in number, split `index` and each `stride`-th after.
 class KeyTasks {
  public:
-  __device__ explicit KeyTasks(const PagedWork& w, uint32_t index = blockIdx.x)
-      : index_(index), left_(w.num_splits != 0) {
+  static constexpr uint32_t kOnlyOne = 1u << 31;  // a stride past all splits
+
+  __device__ explicit KeyTasks(const PagedWork& w, uint32_t index = blockIdx.x,
+                               uint32_t stride = kOnlyOne)
+      : index_(index), stride_(stride) {
     if (w.num_splits == 0) walk_ = PagedWalk(w, index);
   }
 
   __device__ __forceinline__ bool next(const PagedWork& w, KeyTask& task) {
-    return w.num_splits == 0 ? next_of_walk(w, task) : only_split(w, task);
+    if (w.num_splits == 0) return next_of_walk(w, task);
+    while (index_ < static_cast<uint32_t>(num_key_tasks(w))) {
+      uint32_t index = index_;
+      index_ += stride_;
+      if (take_split(w, index, task)) return true;
+    }
+    return false;
   }
 
  private:
@@ -70,10 +79,9 @@ class KeyTasks {
     return true;
   }
 
-  __device__ __forceinline__ bool only_split(const PagedWork& w, KeyTask& task) {
-    if (!left_) return false;
-    left_ = false;
-    PagedItem item = paged_item(w, index_);
+  __device__ __forceinline__ static bool take_split(const PagedWork& w, uint32_t index,
+                                                    KeyTask& task) {
+    PagedItem item = paged_item(w, index);
     int32_t b = item.b, head_group = item.head_group;
     task.split = item.split;
     PagedSpan span = paged_span(w, b);
@@ -91,8 +99,7 @@ class KeyTasks {
   }
 
   PagedWalk walk_;
-  uint32_t index_;
-  bool left_;
+  uint32_t index_, stride_;
 };
 
 // Entry `index` of a sequence's block table, as it stands there.
