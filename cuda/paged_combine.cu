@@ -47,8 +47,8 @@ __global__ void __launch_bounds__(kThreads) paged_combine(const __grid_constant_
   const PagedWork& w = p.work;
   // The plan and the lengths were there before the kernel that is still running: no wait for them.
   Unit unit;
-  bool found = find_unit(w, blockIdx.x, unit);
   device::release_next_kernel();
+  bool found = find_unit(w, blockIdx.x, unit);
   device::wait_for_previous_kernel();
   if (!found) return;
 

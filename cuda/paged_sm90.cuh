@@ -39,6 +39,9 @@ struct PagedSm90 {
   static constexpr int kStageBytes = kPanels * kPanelBytes;  // of K; V has as many
   static constexpr int kRowPanelBytes = kRows * 128;         // 64 columns of Q or P
   static constexpr int kLoadLanes = kTile.n / 8 * kPanels;   // boxes of a stage at most
+  // The next kernel is let in when a block has 192 KB left to copy. Earlier, and what it prefetches
+  // would be gone from L2 when its turn comes; later, and it would not be there in time.
+  static constexpr int kReleaseKeys = (192 << 10) / (2 * kStageBytes) * kTile.n;
   static constexpr int kCount = kRows / 2;    // accumulators of 64 keys (S) or 64 columns (O)
   static constexpr int kColumns = kRows / 4;  // unit rows that a thread holds, in columns of S^T
   using Mma = device::Wgmma<kType, kRows>;
@@ -90,9 +93,34 @@ struct PagedSm90 {
     }
   };
 
-  // 3. Roles. The copy warp: each lane has one box of every tile. Together the lanes hold the block
-  // table entries of the next 32 pieces, and load those of the 32 after them. Keys that nobody sees
-  // are never read: block -1 is outside the tensor, and the TMA writes zeros.
+  // 3. Roles. While the kernel before this one ends, a warp asks L2 for the first tiles: of the
+  // keys that lie in the cache all but the newest do so already.
+  static __device__ __forceinline__ void prefetch(const PagedParams& p, const PagedSm90Maps& maps) {
+    const int32_t pieces = kTile.n / maps.piece;  // of a tile
+    int32_t lane = threadIdx.x % 32, panel = lane % kPanels, my_piece = lane / kPanels;
+    device::KeyGuess guess = device::guess_keys(p.work);
+    const uint32_t begin = guess.begin, end = guess.end;
+    uint32_t token = begin + lane * maps.piece;
+    int32_t entry = 0;  // of one of the first 32 pieces
+    if (token < end) {
+      entry = device::peek(p.block_tables + guess.b * p.block_tables_stride + token / p.block_size);
+    }
+#pragma unroll 1
+    for (int32_t first = 0; first < p.stages * pieces && first + pieces <= 32; first += pieces) {
+      int32_t piece = first + my_piece;
+      int32_t block = device::existing_block(p, __shfl_sync(0xffffffffu, entry, piece));
+      token = begin + piece * maps.piece;
+      if (my_piece < pieces && token < end) {
+        int32_t row = static_cast<int32_t>(token % p.block_size);
+        device::tma_prefetch_box(&maps.k, panel * 64, row, guess.kv_head, block, 0);
+        device::tma_prefetch_box(&maps.v, panel * 64, row, guess.kv_head, block, 0);
+      }
+    }
+  }
+
+  // The copy warp: each lane has one box of every tile. Together the lanes hold the block table
+  // entries of the next 32 pieces, and load those of the 32 after them. Keys that nobody sees are
+  // never read: block -1 is outside the tensor, and the TMA writes zeros.
   static __device__ __forceinline__ void copy(const PagedParams& p, const PagedSm90Maps& maps,
                                               const Shared& shared) {
     const int32_t pieces = kTile.n / maps.piece;  // of a tile
@@ -110,6 +138,7 @@ struct PagedSm90 {
                          block, 0, device::kEvictNormal);
       }
     };
+    bool released = false;
     device::KeyTasks tasks(p.work);
     device::KeyTask task;
     while (tasks.next(p.work, task)) {
@@ -133,6 +162,10 @@ struct PagedSm90 {
         int32_t next_entries = load_entries();
 #pragma unroll 1
         for (int32_t piece = my_piece; piece < 32 + my_piece && left > 0; piece += pieces) {
+          if (!released && left <= kReleaseKeys && tasks.is_last(p.work)) {
+            device::release_next_kernel();
+            released = true;
+          }
           int32_t entry = __shfl_sync(0xffffffffu, entries, piece);
           int32_t block = seen(token) ? device::existing_block(p, entry) : -1;
           int32_t row = static_cast<int32_t>(token % p.block_size);
@@ -445,8 +478,8 @@ __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kCtasPerSm)
     device::barrier_init_fence();
   }
   __syncthreads();
+  if (threadIdx.x < 32) Kernel::prefetch(p, maps);
   device::wait_for_previous_kernel();
-  device::release_next_kernel();
   if (copies) {
     Kernel::copy(p, maps, shared);
   } else {

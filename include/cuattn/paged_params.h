@@ -139,10 +139,12 @@ CUATTN_HOST_DEVICE int64_t query_row(const PagedParams& p, int32_t b, int32_t qu
   return query < missing ? -1 : span.start + query - missing;
 }
 
-// The context of sequence b, within what its table can name.
-CUATTN_HOST_DEVICE int32_t context_of(const PagedWork& w, int32_t b) {
-  int32_t length = w.context_lens[b];
+// What a context length says, within what a table can name; and that of sequence b.
+CUATTN_HOST_DEVICE int32_t context_of_length(const PagedWork& w, int32_t length) {
   return length < 0 ? 0 : length < w.capacity ? length : w.capacity;
+}
+CUATTN_HOST_DEVICE int32_t context_of(const PagedWork& w, int32_t b) {
+  return context_of_length(w, w.context_lens[b]);
 }
 
 // The keys [begin, end) that some query of a sequence sees. begin is a multiple of the tile; the
@@ -151,12 +153,14 @@ struct PagedSpan {
   int32_t context, begin, end, low;
 };
 
-CUATTN_HOST_DEVICE PagedSpan paged_span(const PagedWork& w, int32_t b) {
-  int32_t context = context_of(w, b);
+CUATTN_HOST_DEVICE PagedSpan paged_span_of_context(const PagedWork& w, int32_t context) {
   int32_t low = visible_keys(w.window_left, w.window_right, 0, w.q_len, context).begin;
   int32_t end = visible_keys(w.window_left, w.window_right, w.q_len - 1, w.q_len, context).end;
   int32_t begin = low < end ? low : end;
   return {context, begin == 0 ? 0 : begin / w.tile * w.tile, end, low};
+}
+CUATTN_HOST_DEVICE PagedSpan paged_span(const PagedWork& w, int32_t b) {
+  return paged_span_of_context(w, context_of(w, b));
 }
 
 // At least one, so that a sequence without keys is somebody's work too.

@@ -145,7 +145,15 @@ __device__ __forceinline__ void tma_load(uint32_t smem, const TensorMap* map, ui
       : "memory");
 }
 
-// The reverse; elements outside the tensor are not written.
+// Asks L2 for a box.
+__device__ __forceinline__ void tma_prefetch_box(const TensorMap* map, int32_t c0, int32_t c1,
+                                                 int32_t c2, int32_t c3, int32_t c4) {
+  asm volatile("cp.async.bulk.prefetch.tensor.5d.L2.global [%0, {%1, %2, %3, %4, %5}];" ::"l"(map),
+               "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+               : "memory");
+}
+
+// The reverse of tma_load; elements outside the tensor are not written.
 __device__ __forceinline__ void tma_store(const TensorMap* map, uint32_t smem, int32_t c0,
                                           int32_t c1, int32_t c2, int32_t c3, int32_t c4) {
   asm volatile(
