@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // The second kernel of paged attention: the partial results of each unit become its output, in key
-// order, whoever wrote them. One block a row of up to 128 columns. It is launched so that it
-// overlaps the first kernel and waits for its results. V2's reduction is the same sum over other
-// arrays. Next: device/paged_combine.cuh (the sum), merge_states.cu (the same for whole tensors).
+// order, whoever wrote them. One block a row of up to 128 columns; where rows are many and have few
+// parts, one warp, and the same sum. It is launched so that it overlaps the first kernel and waits
+// for its results. V2's reduction is the same sum over other arrays. Next:
+// device/paged_combine.cuh (the sum), merge_states.cu (the same for whole tensors).
 #include "cuattn/device/paged_combine.cuh"
 #include "launch.h"
 #include "launchers.h"
@@ -14,6 +15,7 @@ using device::ceil_div;
 using device::Parts;
 
 constexpr int kThreads = device::kCombineWarps * 32;
+constexpr int kFewParts = 8;  // a warp has them all on their way at once
 
 // Which unit block `item` of the grid's first axis merges. With a plan the item is the worker that
 // holds a unit's second part, so each unit that is cut is found once; without, it is the unit.
@@ -41,8 +43,8 @@ __device__ bool find_unit(const PagedWork& w, int64_t item, Unit& unit) {
          unit.slots.slot(unit.slots.count - 1) < num_paged_slots(w);
 }
 
-// Grid: units, rows of a unit, blocks of columns.
-template <DType kType, Parts kParts>
+// Grid: units, rows of a unit (kWarpRows: a warp each), blocks of columns.
+template <DType kType, Parts kParts, bool kWarpRows>
 __global__ void __launch_bounds__(kThreads) paged_combine(const __grid_constant__ PagedParams p) {
   const PagedWork& w = p.work;
   // The plan and the lengths were there before the kernel that is still running: no wait for them.
@@ -52,8 +54,11 @@ __global__ void __launch_bounds__(kThreads) paged_combine(const __grid_constant_
   device::wait_for_previous_kernel();
   if (!found) return;
 
-  __shared__ device::CombineShared shared;
-  int32_t row = blockIdx.y;
+  constexpr int kRows = kWarpRows ? kThreads / 32 : 1;
+  __shared__ device::CombineShared shared_rows[kRows];
+  int warp = threadIdx.x / 32;
+  device::CombineShared& shared = shared_rows[kWarpRows ? warp : 0];
+  int32_t row = static_cast<int32_t>(blockIdx.y) * kRows + (kWarpRows ? warp : 0);
   device::UnitRow at = device::unit_row(p, unit.b, unit.head_group / w.row_groups,
                                         unit.head_group % w.row_groups * w.rows, row);
   int32_t count = unit.slots.count;
@@ -64,22 +69,42 @@ __global__ void __launch_bounds__(kThreads) paged_combine(const __grid_constant_
     parts.first_part = (int64_t{unit.b} * p.num_heads_q + at.head) * w.num_splits + first;
   }
   int32_t first_column = blockIdx.z * device::kCombineColumns;
-  device::CombineShare<kType, kParts>(p, parts, count, first_column).put(shared);
-  __syncthreads();
-  if (threadIdx.x < 32) device::finish_row<kType>(p, shared, unit.b, at, first_column);
+  if constexpr (kWarpRows) {
+    using Share = device::CombineShare<kType, kParts, kFewParts / device::kCombineWarps>;
+    Share shares[] = {{p, parts, count, first_column, 0},
+                      {p, parts, count, first_column, 1},
+                      {p, parts, count, first_column, 2},
+                      {p, parts, count, first_column, 3}};
+    static_assert(sizeof(shares) == device::kCombineWarps * sizeof(Share));
+#pragma unroll
+    for (Share& share : shares) share.put(shared);
+    __syncwarp();
+  } else {
+    device::CombineShare<kType, kParts>(p, parts, count, first_column, warp).put(shared);
+    __syncthreads();
+  }
+  if (kWarpRows || warp == 0) device::finish_row<kType>(p, shared, unit.b, at, first_column);
+}
+
+template <DType kType, Parts kParts>
+void launch(const PagedParams& p, int32_t major, cudaStream_t stream) {
+  const PagedWork& w = p.work;
+  int64_t units = int64_t{w.num_seqs} * head_groups(w);
+  int64_t items = w.num_splits == 0 ? w.num_workers : units;
+  int64_t parts = w.num_splits == 0 ? w.num_workers / units + 2 : w.num_splits;  // about, at most
+  bool warp_rows = parts <= kFewParts && w.rows > 1 && items * w.rows > w.num_workers;
+  auto kernel =
+      warp_rows ? paged_combine<kType, kParts, true> : paged_combine<kType, kParts, false>;
+  dim3 grid(grid_blocks(items, "combine"),
+            warp_rows ? ceil_div(w.rows, device::kCombineWarps) : w.rows,
+            ceil_div(p.head_dim, device::kCombineColumns));
+  launch_overlapping(kernel, grid, kThreads, 0, major, stream, p);
 }
 
 template <DType kType>
 void launch(const PagedParams& p, int32_t major, cudaStream_t stream) {
-  const PagedWork& w = p.work;
-  int64_t items = w.num_splits == 0 ? w.num_workers : int64_t{w.num_seqs} * head_groups(w);
-  dim3 grid(grid_blocks(items, "combine"), w.rows, ceil_div(p.head_dim, device::kCombineColumns));
-  if (p.exp_sums != nullptr) {
-    launch_overlapping(paged_combine<kType, Parts::partitions>, grid, kThreads, 0, major, stream,
-                       p);
-  } else {
-    launch_overlapping(paged_combine<kType, Parts::partial>, grid, kThreads, 0, major, stream, p);
-  }
+  if (p.exp_sums != nullptr) return launch<kType, Parts::partitions>(p, major, stream);
+  launch<kType, Parts::partial>(p, major, stream);
 }
 
 }  // namespace

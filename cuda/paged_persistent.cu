@@ -152,7 +152,7 @@ __device__ void end_unit(const PersistentParams& s, const PagedItem& item,
   auto share_of = [&](int32_t row) {  // a row of padding has no parts
     device::RowParts<kType, device::Parts::partial> parts{p, slots, row, 0};
     return device::CombineShare<kType, device::Parts::partial>(
-        p, parts, row_at(row).valid ? slots.count : 0, 0);
+        p, parts, row_at(row).valid ? slots.count : 0, 0, threadIdx.x / 32);
   };
   for (int32_t row = 0; row < w.rows; row += 2) {  // two rows' loads are on their way at once
     auto even = share_of(row), odd = share_of(row + 1);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// One row of paged attention from the partial results of its unit. The warps of a block share the
-// parts: all loads are on their way at once. The order of the sum is fixed. Source:
+// One row of paged attention from the partial results of its unit. The parts make kCombineWarps
+// shares, for the warps of a block or for one warp: all loads are on their way at once, and the
+// order of the sum is fixed. Source:
 // arXiv:2307.08691, section 3.1 (merging softmax states). Next: cuda/paged_combine.cu.
 #pragma once
 
@@ -8,7 +9,7 @@
 
 namespace cuattn::device {
 
-constexpr int kCombineWarps = 4;      // of a block
+constexpr int kCombineWarps = 4;      // of a block; shares of a row
 constexpr int kCombineColumns = 128;  // of a block, four a lane
 
 // The parts of a unit: from partial slots, or V2's partitions.
@@ -58,30 +59,34 @@ __device__ __forceinline__ void store4(void* to, int32_t column, const float4& v
   }
 }
 
-// What the warps of a block bring together for one row and kCombineColumns columns.
+// What the shares of one row bring together for kCombineColumns columns.
 struct CombineShared {
   float4 merged[kCombineWarps][32];
   float sum[kCombineWarps];
   float maximum;
 };
 
-// The share of one warp: every kCombineWarps-th part. The loads begin with the object, so that
-// several rows may have theirs on the way.
-template <DType kType, Parts kParts>
+// One share: part `share` and every kCombineWarps-th after it, kAhead of them loaded at once. The
+// loads begin with the object, so that several rows or shares may have theirs on the way.
+template <DType kType, Parts kParts, int kAhead = 8>
 class CombineShare {
  public:
   __device__ __forceinline__ CombineShare(const PagedParams& p,
                                           const RowParts<kType, kParts>& parts, int32_t count,
-                                          int32_t first_column)
-      : parts_(parts), count_(count), column_(first_column + lane() * 4), width_(p.head_dim) {
-    load(warp());
+                                          int32_t first_column, int share)
+      : parts_(parts),
+        count_(count),
+        column_(first_column + lane() * 4),
+        width_(p.head_dim),
+        share_(share) {
+    load(share);
     maximum_ = negative_infinity();  // a NaN leaves it and enters the sum
     for (int32_t part = lane(); part < count; part += 32) {
       maximum_ = fmaxf(maximum_, parts.lse(part));
     }
   }
 
-  // Then the block meets, and finish_row follows.
+  // Then those who hold the shares meet, and finish_row follows.
   __device__ __forceinline__ void put(CombineShared& shared) {
     float maximum = warp_max(maximum_);
     float reference = maximum == negative_infinity() ? 0.0f : maximum;
@@ -94,7 +99,7 @@ class CombineShare {
       merged.z = weight == 0.0f ? merged.z : fmaf(weight, v.z, merged.z);
       merged.w = weight == 0.0f ? merged.w : fmaf(weight, v.w, merged.w);
     };
-    for (int32_t first = warp(); first < count_;) {
+    for (int32_t first = share_; first < count_;) {
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
         float weight = exp2_approx(lses_[i] - reference);
@@ -104,16 +109,13 @@ class CombineShare {
       first += kCombineWarps * kAhead;
       if (first < count_) load(first);
     }
-    shared.merged[warp()][lane()] = merged;
-    if (lane() == 0) shared.sum[warp()] = sum;
-    if (threadIdx.x == 0) shared.maximum = maximum;
+    shared.merged[share_][lane()] = merged;
+    if (lane() == 0) shared.sum[share_] = sum;
+    if (lane() == 0 && share_ == 0) shared.maximum = maximum;
   }
 
  private:
-  static constexpr int kAhead = 8;  // parts that a warp loads at once
-
   static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
-  static __device__ __forceinline__ int warp() { return threadIdx.x / 32; }
 
   __device__ __forceinline__ void load(int32_t first) {
 #pragma unroll
@@ -125,13 +127,13 @@ class CombineShare {
   }
 
   RowParts<kType, kParts> parts_;
-  int32_t count_, column_, width_;
+  int32_t count_, column_, width_, share_;
   float maximum_;
   float4 values_[kAhead];
   float lses_[kAhead];
 };
 
-// The output of a row from what all warps have put, by one warp.
+// The output of a row from what all shares have put, by one warp.
 template <DType kType>
 __device__ __forceinline__ void finish_row(const PagedParams& p, const CombineShared& shared,
                                            int32_t b, const UnitRow& row, int32_t first_column) {
