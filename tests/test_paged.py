@@ -226,15 +226,16 @@ def test_a_plan_is_made_again_in_place(device, rng):
 
 
 @pytest.mark.parametrize("case", [PagedCase(), PagedCase(q_len=4, dtype="bfloat16")], ids=str)
+@pytest.mark.parametrize("longest", [5000, 1500])  # many parts, and few for many rows
 @pytest.mark.parametrize(("device", "backend"), target_params())
-def test_batch_invariant(device, backend, case, rng):
+def test_batch_invariant(device, backend, longest, case, rng):
     """The bits of a sequence do not depend on what else is in the batch."""
-    lens = (1, 700, 5000, 64, 2048, 0, 513)
+    lens = (1, 700, longest, 64, 2048, 0, 513)
     case = dataclasses.replace(case, lens=lens, options=(("batch_invariant", True),))
     problem = paged_cases.make(case, rng)
     out, lse = paged_cases.run(device, backend, problem)
     paged_cases.judge(problem, out, lse)
-    for batch in ([1], [2, 0], [6, 5, 4, 3, 2, 1, 0], [2] * 40):
+    for batch in ([1], [2, 0], [6, 5, 4, 3, 2, 1, 0], [2] * 80):
         part = dataclasses.replace(problem, arrays=dict(problem.arrays))
         for name in ("q", "block_tables", "context_lens"):
             part.arrays[name] = problem.arrays[name][batch]
@@ -380,6 +381,23 @@ def test_v1_and_v2(device, case, rng):
             paged_cases.judge(problem, out, lse)
 
     harness.assert_by_draws(case.dtype, attempt)
+
+
+@pytest.mark.parametrize("context", [500, 1250, 2500, 3500])
+def test_v2_of_one_sequence(device, context, rng):
+    """64 to 448 partitions: twice the warps, a block each, a stage less, two in turn on an H200."""
+    case = PagedCase(
+        kv_layout="vllm",
+        dtype="float16",
+        num_heads_q=32,
+        num_heads_kv=32,
+        head_dim=128,
+        lens=(context,),
+        options=(("scale", 0.125),),
+    )
+    problem = paged_cases.make(case, rng)
+    out = paged_cases.run_version(2, device, problem, partition_size=256)
+    paged_cases.judge(problem, out, problem.reference()[1])
 
 
 @pytest.mark.parametrize("partition_size", [256, 512, 1024])
