@@ -16,6 +16,8 @@ using device::Parts;
 
 constexpr int kThreads = device::kCombineWarps * 32;
 constexpr int kFewParts = 8;  // a warp has them all on their way at once
+// 80 registers: two blocks wait beside those of the first kernel, which leave 22,000.
+constexpr int kBlocksPerSm = 6;
 
 // Which unit block `item` of the grid's first axis merges. With a plan the item is the worker that
 // holds a unit's second part, so each unit that is cut is found once; without, it is the unit.
@@ -45,7 +47,8 @@ __device__ bool find_unit(const PagedWork& w, int64_t item, Unit& unit) {
 
 // Grid: units, rows of a unit (kWarpRows: a warp each), blocks of columns.
 template <DType kType, Parts kParts, bool kWarpRows>
-__global__ void __launch_bounds__(kThreads) paged_combine(const __grid_constant__ PagedParams p) {
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
+    paged_combine(const __grid_constant__ PagedParams p) {
   const PagedWork& w = p.work;
   // The plan and the lengths were there before the kernel that is still running: no wait for them.
   Unit unit;
