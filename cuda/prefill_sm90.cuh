@@ -19,13 +19,10 @@
 #include "schedule_sm90.cuh"
 #include "scores_sm90.cuh"
 #include "softmax_sm90.cuh"
+#include "store_sm90.cuh"
 #include "tensor_maps.h"
 
 namespace cuattn {
-
-struct Sm90Maps {
-  device::TensorMap q, k, v;
-};
 
 template <DType kType, int kHeadDim, int kHeadDimV, MaskKind kMask, ScoreKind kScore, Tile kTile>
 struct PrefillSm90 {
@@ -48,13 +45,20 @@ struct PrefillSm90 {
   static constexpr int kWantedBefore = 2;  // key tiles, before the last one of an item is loaded
   // Note: beyond 128 columns the wait for a turn costs more than the overlap brings.
   static constexpr bool kTakeTurns = kHeadDimV <= 128;
+  // K is free as soon as S is there; else the compiler finds its barrier when half of the softmax
+  // is done. Note: CTAs that walk the same keys in step are 3 % slower with it at head_dim 256.
+  static constexpr bool kFreesEarly = kHeadDim <= 128 || kMask != MaskKind::none;
+  // O leaves before the next Q is waited for: a single Q tile comes late. Note: the functor's
+  // registers leave no room for it.
+  static constexpr bool kOutFirst = kQStages == 1 && kScore == ScoreKind::identity;
   static_assert(kSmemBytes <= 227 * 1024, "sm_90 gives a CTA at most 227 KiB");
   using Work = Sm90Work;
   using Qk = device::Wgmma<kType, kTile.n>;
   using Pv = device::Wgmma<kType, kHeadDimV>;
+  using Store = StoreSm90<kType, kHeadDimV, kTile.m, (kQStages > 1)>;
 
   // 2. Shared storage, in address order: Q (stage, panel, m, 64); K (stage, panel, n, 64); V
-  // likewise; barriers; the work items that the producer draws.
+  // likewise; barriers, those of the main loop first; the work items that the producer draws.
   struct Shared {
     uint32_t q, k, v, barriers;
     __device__ explicit Shared(const void* base) {
@@ -64,18 +68,17 @@ struct PrefillSm90 {
       barriers = device::opaque(v + kTile.stages * kVBytes);
     }
     __device__ uint32_t barrier(int index) const { return barriers + 8 * index; }
-    __device__ uint32_t q_full(int s) const { return barrier(s); }
-    __device__ uint32_t q_empty(int s) const { return barrier(2 + s); }
-    __device__ uint32_t work_full(int s) const { return barrier(4 + s); }
-    __device__ uint32_t work_empty(int s) const { return barrier(6 + s); }
-    __device__ uint32_t wanted() const { return barrier(8); }
-    __device__ uint32_t k_full(int s) const { return barrier(9 + s); }
-    __device__ uint32_t k_empty(int s) const { return barrier(9 + kTile.stages + s); }
-    __device__ uint32_t v_full(int s) const { return barrier(9 + 2 * kTile.stages + s); }
-    __device__ uint32_t v_empty(int s) const { return barrier(9 + 3 * kTile.stages + s); }
-    __device__ uint32_t work(int s) const {
-      return barrier(9 + 4 * kTile.stages) + s * static_cast<int>(sizeof(Work));
-    }
+    __device__ uint32_t k_full(int s) const { return barrier(s); }
+    __device__ uint32_t k_empty(int s) const { return barrier(kTile.stages + s); }
+    __device__ uint32_t v_full(int s) const { return barrier(2 * kTile.stages + s); }
+    __device__ uint32_t v_empty(int s) const { return barrier(3 * kTile.stages + s); }
+    __device__ uint32_t q_full(int s) const { return other(s); }
+    __device__ uint32_t q_empty(int s) const { return other(3 + s); }
+    __device__ uint32_t work_full(int s) const { return other(6 + s); }
+    __device__ uint32_t work_empty(int s) const { return other(8 + s); }
+    __device__ uint32_t wanted() const { return other(10); }
+    __device__ uint32_t other(int index) const { return barrier(4 * kTile.stages + index); }
+    __device__ uint32_t work(int s) const { return other(11) + s * static_cast<int>(sizeof(Work)); }
     __device__ uint32_t copy(int warp) const { return work(2 + warp); }
   };
 
@@ -120,7 +123,7 @@ struct PrefillSm90 {
       }
       q_ring.next();
     };
-    // With two Q tiles the next one travels while this one is at work.
+    // With several Q tiles the next one travels while this one is at work.
     auto take_work = [&] {
       do {
         device::barrier_wait(shared.work_full(slot.stage()), slot.parity());
@@ -130,7 +133,7 @@ struct PrefillSm90 {
         if (leads && w.kind == Work::kEmpty) device::barrier_arrive(shared.wanted());
         slot.next();
       } while (w.kind == Work::kEmpty);
-      if (kQStages == 2 && w.kind == Work::kFull) load_queries();
+      if (kQStages > 1 && w.kind == Work::kFull) load_queries();
     };
     take_work();
     while (w.kind != Work::kNone) {
@@ -224,7 +227,8 @@ struct PrefillSm90 {
   // 4. Main loop. A consumer warpgroup owns 64 rows of every query tile. S of the next key tile is
   // multiplied while the softmax of this one runs; the groups take turns on the tensor cores.
   static __device__ __forceinline__ void consume(const PrefillParams& p, const Sm90Schedule& s,
-                                                 const Shared& shared, int group) {
+                                                 const Sm90Maps& maps, const Shared& shared,
+                                                 int group) {
     using namespace device;
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
     device::Ring<kTile.stages> ring(0);
@@ -235,6 +239,7 @@ struct PrefillSm90 {
     const uint64_t k_desc = wgmma_descriptor(shared.k, 0);
     const uint64_t v_desc = wgmma_descriptor(shared.v, kTile.n * 128);
 
+    auto previous_q = [&] { return q_ring.stage() == 0 ? kQStages - 1 : q_ring.stage() - 1; };
     auto release = [&](uint32_t barrier) {
       if (lane == 0) barrier_arrive(barrier);
     };
@@ -276,10 +281,14 @@ struct PrefillSm90 {
         load_shared(w, shared.work(slot.stage()));
         if (w.kind == Work::kFull) return true;
         if (w.kind == Work::kNone) return false;
-        store_empty(p, s, w, group);
+        Store::store_empty(p, s, w, group);
         release(shared.work_empty(slot.stage()));
         slot.next();
       }
+    };
+    auto await_first = [&] {  // Q and K of the first step
+      barrier_wait(shared.q_full(q_ring.stage()), q_ring.parity());
+      barrier_wait(shared.k_full(ring.stage()), ring.parity());
     };
     // Each warp keeps a copy of its work in shared memory, for the registers are full.
     const uint32_t mine = shared.copy(threadIdx.x / 32 - 4);
@@ -293,37 +302,50 @@ struct PrefillSm90 {
     if (kTakeTurns && group == 0) named_barrier_arrive(1, 256);
     Sm90Softmax state;
     Mod mod(p, 0, 0, 1, 1);
-    bool at_work = false;
+    bool at_work = false, first_item = true;
 #pragma unroll 1
     while (true) {
-      // The last PV of a query tile, and right behind it the first QK of the next: O leaves
-      // meanwhile. Note: before the first and after the last tile these multiply junk, for a branch
-      // around them would serialise wgmma.
+      // The last PV of a query tile, and behind it the first QK of the next: O leaves meanwhile.
+      // Note: before the first and after the last tile these multiply junk, for a branch around
+      // them would serialise wgmma.
       bool more = more_work();
       int v_stage = ring.stage();
       if (at_work) {
         barrier_wait(shared.v_full(v_stage), ring.parity());
         ring.next();
       }
-      if (more) {
-        barrier_wait(shared.q_full(q_ring.stage()), q_ring.parity());
-        barrier_wait(shared.k_full(ring.stage()), ring.parity());
-      }
+      if (more && kScore == ScoreKind::scored) await_first();
       my_turn();
-      pin(scores);
+      claim(scores);
       pin(out);
       pin(probs);
       multiply_pv(v_stage);
-      multiply_qk();
-      your_turn();
-      wgmma_wait<1>();
+      if constexpr (!kOutFirst) {
+        if (more && kScore != ScoreKind::scored) await_first();
+        multiply_qk();
+        your_turn();
+        wgmma_wait<1>();
+      } else {
+        your_turn();
+        wgmma_wait<0>();
+      }
       pin(out);
       pin(probs);
       if (at_work) {
         release(shared.v_empty(v_stage));
         Work done;
         load_shared(done, mine);
-        store(p, s, done, group, out, state, mod.to_log2);
+        int rows = group * 64 + warp * 16;
+        Store::store(p, s, maps, done, done.row0 + rows, out, state, mod.to_log2,
+                     shared.q + previous_q() * kQBytes + rows * 128);
+      }
+      if constexpr (kOutFirst) {
+        if (!more) break;
+        await_first();
+        my_turn();
+        claim(scores);
+        multiply_qk();
+        your_turn();
       }
       Work w;
       take_work(w);
@@ -344,19 +366,27 @@ struct PrefillSm90 {
         }
       }
       int tile = w.range.end - 1;
-      auto release_scores = [&] {  // S is done: so are K, and Q after the last tile
-        release(shared.k_empty(ring.stage()));
-        if (tile == w.range.begin) release(shared.q_empty(q_ring.stage()));
+      auto release_scores = [&](uint32_t k_empty) {  // S is done: so are K, and a single Q at last
+        release(k_empty);
+        if (kQStages == 1 && tile == w.range.begin) release(shared.q_empty(0));
       };
 
       wgmma_wait<0>();
       pin(scores);
-      if (!more) break;
+      if (!kOutFirst && !more) {
+        tma_store_wait_read<0>();
+        break;
+      }
       at_work = true;
-      release_scores();
+      release_scores(shared.k_empty(ring.stage()));
       modify(scores, mod, rows, tile, tile >= w.range.full_end || tile < w.range.full_begin);
       softmax_step<kType>(state, scores, probs, out, mod.to_log2, s.zero, [] { return false; });
       fresh = true;
+      if (kQStages > 1 && lane == 0 && !first_item) {  // O has left the Q tile before this one
+        tma_store_wait_read<0>();
+        barrier_arrive(shared.q_empty(previous_q()));
+      }
+      first_item = false;
       if (s.clears && (tile + 1) * kTile.n > w.keys.used) {
         barrier_wait(shared.v_full(ring.stage()), ring.parity());
         clear_rows(shared.v + ring.stage() * kVBytes, w.keys.used - tile * kTile.n, group);
@@ -366,6 +396,8 @@ struct PrefillSm90 {
         int v_stage = ring.stage();
         uint32_t v_parity = ring.parity();
         ring.next();
+        uint32_t k_empty = shared.k_empty(ring.stage());
+        if (kFreesEarly) k_empty = opaque(k_empty);
         barrier_wait(shared.v_full(v_stage), v_parity);
         barrier_wait(shared.k_full(ring.stage()), ring.parity());
         my_turn();
@@ -377,7 +409,7 @@ struct PrefillSm90 {
         your_turn();
         wgmma_wait<1>();
         pin(scores);
-        release_scores();
+        release_scores(k_empty);
         modify(scores, mod, rows, tile, masked);
         softmax_step<kType>(state, scores, probs, out, mod.to_log2, s.zero, [&] {
           wgmma_wait<0>();
@@ -401,93 +433,7 @@ struct PrefillSm90 {
     }
   }
 
-  // 5. Epilogue
-  // O / sum to global memory, straight from the accumulators.
-  static __device__ __forceinline__ void store(const PrefillParams& p, const Sm90Schedule& s,
-                                               const Work& w, int group,
-                                               const float (&out)[kOutCount], Sm90Softmax& state,
-                                               float to_log2) {
-    using namespace device;
-    int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      Sm90Row row(p, s, w, w.row0 + group * 64 + warp * 16 + half * 8 + lane / 4);
-      float sum = quad_sum(state.sum[half]), max = state.max[half] * to_log2, factor = 1.0f;
-      if (p.sinks != nullptr && w.split == 0) {  // one more logit in the denominator, without value
-        float sink = p.sinks[min(row.head, p.num_heads_q - 1) * p.sinks_stride] * kLog2e;
-        float larger = fmaxf(max, sink), reference = larger == negative_infinity() ? 0.0f : larger;
-        factor = exp2_approx(max - reference);
-        sum = fmaf(sum, factor, exp2_approx(sink - reference));
-        max = larger;
-      }
-      bool alive = row.token < w.queries.used && sum != 0.0f;
-      factor = alive ? factor * rcp_approx(sum) : 0.0f;
-      float lse = alive ? (max + log2_approx(sum)) * kLn2 : negative_infinity();
-      if (s.splits > 1) {
-        if (!row.stored) continue;
-        int64_t at = row.part(p, w);
-        if (lane % 4 == 0) s.part_lse[at] = lse;
-        float* to = opaque(s.part_out + at * p.head_dim_v + 2 * (lane % 4));
-#pragma unroll
-        for (int block = 0; block < kOutCount / 4; ++block) {
-          float x = out[4 * block + 2 * half], y = out[4 * block + 2 * half + 1];
-          if (block * 8 < p.head_dim_v)
-            *reinterpret_cast<float2*>(to + 8 * block) =
-                alive ? float2{x * factor, y * factor} : float2{0.0f, 0.0f};
-        }
-        continue;
-      }
-      if (p.lse != nullptr && lane % 4 == 0 && row.stored) *row.lse(p, w) = lse;
-      // Four blocks of 8 columns at a time: a quad turns its 4 x 4 words, so that each lane holds
-      // all columns of one block.
-      char* to = opaque(row.out(p, w) + 16 * (lane % 4));
-      int left = row.stored ? p.head_dim_v - 8 * (lane % 4) : 0;
-#pragma unroll
-      for (int block = 0; block < kOutCount / 4; block += 4) {
-        uint32_t words[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float* o = &out[4 * (block + i) + 2 * half];
-          words[i] = alive ? pack2<kType>(o[0] * factor, o[1] * factor) : 0;
-        }
-        quad_transpose(words);
-        if (block * 8 < left)
-          *reinterpret_cast<uint4*>(to + 16 * block) = {words[0], words[1], words[2], words[3]};
-      }
-    }
-  }
-
-  // Rows that see no key: zeros, and an lse of -inf (of the sink, if there is one).
-  static __device__ __forceinline__ void store_empty(const PrefillParams& p, const Sm90Schedule& s,
-                                                     const Work& w, int group) {
-    int first = w.row0 + group * 64;
-    for (int i = threadIdx.x % 128; i < 64; i += 128) {
-      Sm90Row row(p, s, w, first + i);
-      if (!row.stored) continue;
-      float lse = device::negative_infinity();
-      if (p.sinks != nullptr && w.split == 0 && row.token < w.queries.used)
-        lse = p.sinks[row.head * p.sinks_stride];
-      if (s.splits > 1) {
-        s.part_lse[row.part(p, w)] = lse;
-      } else if (p.lse != nullptr) {
-        *row.lse(p, w) = lse;
-      }
-    }
-    int chunks = p.head_dim_v / 8;
-    for (int i = threadIdx.x % 128; i < 64 * chunks; i += 128) {
-      Sm90Row row(p, s, w, first + i / chunks);
-      if (!row.stored) continue;
-      if (s.splits > 1) {
-        float4* to =
-            reinterpret_cast<float4*>(s.part_out + row.part(p, w) * p.head_dim_v + i % chunks * 8);
-        to[0] = to[1] = float4{0.0f, 0.0f, 0.0f, 0.0f};
-      } else {
-        reinterpret_cast<uint4*>(row.out(p, w))[i % chunks] = uint4{0, 0, 0, 0};
-      }
-    }
-  }
-
-  // 6. Kernel: nothing but the barriers and the split into roles.
+  // 5. Kernel: nothing but the barriers and the split into roles.
   static __device__ __forceinline__ void run(const PrefillParams& p, const Sm90Schedule& s,
                                              const Sm90Maps& maps, void* smem) {
     constexpr uint32_t kWarps = kConsumers * 4;
@@ -495,9 +441,11 @@ struct PrefillSm90 {
     // Here, for where roles part its values would leave uniform registers.
     const Shared shared(smem);
     if (threadIdx.x == 0) {
-      for (int i = 0; i < 2; ++i) {
+      for (int i = 0; i < kQStages; ++i) {
         device::barrier_init(shared.q_full(i), 1);
         device::barrier_init(shared.q_empty(i), kWarps);
+      }
+      for (int i = 0; i < 2; ++i) {
         device::barrier_init(shared.work_full(i), 1);
         device::barrier_init(shared.work_empty(i),
                              kWarps + (p.pages.block_tables != nullptr ? kPageLoaders : 1));
@@ -524,7 +472,7 @@ struct PrefillSm90 {
       }
     } else {
       device::registers_grow<kConsumerRegisters>();
-      consume(p, s, shared, group - 1);
+      consume(p, s, maps, shared, group - 1);
     }
   }
 };
@@ -538,7 +486,7 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
   Kernel::run(params, schedule, maps, smem);
 }
 
-// 7. Launcher
+// 6. Launcher
 template <class Kernel>
 void launch_prefill_sm90_tile(const PrefillParams& p, Tile tile, cudaStream_t stream) {
   Sm90Schedule s = make_sm90_schedule(p, tile);
@@ -548,7 +496,7 @@ void launch_prefill_sm90_tile(const PrefillParams& p, Tile tile, cudaStream_t st
                                            : key_map(p, base, strides, columns, tile.n);
   };
   Sm90Maps maps{query_map(p, s.packed, tile.m / s.packed), keys(p.k, p.k_strides, p.head_dim),
-                keys(p.v, p.v_strides, p.head_dim_v)};
+                keys(p.v, p.v_strides, p.head_dim_v), output_map(p)};
   static std::atomic<uint64_t> allowed{0};
   allow_shared_memory(prefill_sm90_kernel<Kernel>, Kernel::kSmemBytes, allowed);
   int32_t grid = p.num_ctas > 0 && p.num_ctas < s.total ? p.num_ctas : s.total;

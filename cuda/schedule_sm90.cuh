@@ -10,8 +10,9 @@
 
 namespace cuattn {
 
-// The order of work: sections of heads whose K and V fit in L2 together; inside a section the
-// heaviest query tiles of all heads first, so that what comes last is light.
+// The order of work. Where all items weigh the same, head after head: who reads the same K and V
+// reads them at the same time. Else sections of heads whose K and V fit in L2 together; inside a
+// section the heaviest query tiles of all heads first, so that what comes last is light.
 struct Sm90Schedule {
   int32_t tiles;          // query tiles of a sequence, the longest one of a ragged batch
   int32_t heads;          // that have tiles: num_heads_q, or num_heads_kv when rows are packed
@@ -20,6 +21,7 @@ struct Sm90Schedule {
   int32_t splits;         // parts of the keys, each a work item of its own
   int32_t total;          // work items, at most
   int32_t* counter;       // items drawn beyond the first of each CTA; nullptr: a fixed order
+  bool stores_boxes;      // O through the TMA, 16 rows of a head at a time
   bool clears;            // what lies behind the last key of a sequence is not zeros
   int32_t page_rows;      // keys in blocks: rows of a box
   float* part_out;        // [splits, heads, rows, head_dim_v], splits > 1
@@ -189,7 +191,7 @@ inline MergeParams sm90_parts(const PrefillParams& p) {
 }
 
 inline Sm90Schedule make_sm90_schedule(const PrefillParams& p, Tile tile) {
-  constexpr int64_t kSectionBytes = 32 << 20;  // of K and V: they share 50 MB of L2 with Q and O
+  constexpr int64_t kSectionBytes = 16 << 20;  // of K and V: they share 50 MB of L2 with Q and O
   int32_t group = p.num_heads_q / p.num_heads_kv;
   Sm90Schedule s{};
   s.packed = p.packed_heads;
@@ -199,7 +201,8 @@ inline Sm90Schedule make_sm90_schedule(const PrefillParams& p, Tile tile) {
   s.splits = p.num_splits;
   int64_t pairs = int64_t{p.batch} * s.heads;
   int64_t head_bytes = (p.seqlen_kv + int64_t{1}) * (p.head_dim + p.head_dim_v) * 2;
-  int64_t section = device::ceil_div(kSectionBytes, head_bytes) * (group / s.packed);
+  int64_t section = p.draws_tiles ? device::ceil_div(kSectionBytes, head_bytes) : 1;
+  section *= group / s.packed;  // they share keys
   bool ragged = p.cu_seqlens_q != nullptr;
   int64_t widest = ragged ? s.heads : pairs;
   s.section_heads = static_cast<int32_t>(section < widest ? section : widest);
@@ -209,6 +212,7 @@ inline Sm90Schedule make_sm90_schedule(const PrefillParams& p, Tile tile) {
     if (most < items) items = most;
   }
   s.total = static_cast<int32_t>(grid_blocks(items, "sm90"));
+  s.stores_boxes = s.packed == 1 && s.splits == 1;
   s.clears = p.cu_seqlens_kv != nullptr || p.seqused_kv != nullptr || p.pages.block_size > 0;
   s.page_rows = sm90_page_rows(p.pages.block_size, tile);
   if (s.splits > 1) {

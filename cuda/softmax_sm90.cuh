@@ -76,6 +76,8 @@ __device__ __forceinline__ void softmax_step(Sm90Softmax& state, float (&scores)
   // Note: a NaN of row 0 must not reach row 1: fmaxf drops it.
   chain[1][0] = fmaxf(chain[1][0], await(negative_infinity(), rescale[0]));
   settle_max(1);
+  if (kOutCount <= 64)  // else the wait comes before all exponentials; wider: no register is left
+    order_after(scores[4 * (kBlocks - 1)]);
   const bool rescales = pv_done();
 #pragma unroll
   for (int block = 0; block < kBlocks; ++block) {

@@ -102,8 +102,18 @@ inline const device::TensorMap& query_map(const PrefillParams& p, int32_t packed
                     {s.head, s.seq, s.head * packed, s.batch}, {64, packed, tokens, 1, 1});
 }
 
-// K or V as (columns, tokens, heads, batch, 1). Note: the base must be mapped memory, even where no
-// coordinate leads to it: a map that began in front of its tensor ended in illegal addresses.
+// O as (columns, tokens, heads, batch, 1): a box is the 16 rows of a warp.
+inline const device::TensorMap& output_map(const PrefillParams& p) {
+  bool ragged = p.cu_seqlens_q != nullptr;
+  const Strides& s = p.out_strides;
+  return tensor_map(
+      p.dtype, p.out,
+      {p.head_dim_v, ragged ? p.total_q : p.seqlen_q, p.num_heads_q, ragged ? 1 : p.batch, 1},
+      {s.seq, s.head, s.batch, 0}, {64, 16, 1, 1, 1});
+}
+
+// K or V as (columns, tokens, heads, batch, 1). Note: the base must be mapped memory: the TMA reads
+// there for a box that lies wholly outside of its map.
 inline const device::TensorMap& key_map(const PrefillParams& p, const void* base, const Strides& s,
                                         int32_t columns, int32_t rows) {
   bool ragged = p.cu_seqlens_kv != nullptr;

@@ -51,9 +51,12 @@ constexpr int32_t sm90_smem_bytes(HeadDims d, Tile tile, int32_t q_stages) {
   return q_stages * tile.m * qk + tile.stages * tile.n * (qk + v) + 1280 + 1024;
 }
 
-// Two Q tiles where they fit: the next one arrives while this one is at work.
+// Up to three Q tiles, where they fit: the next one arrives while this one is at work, and O of the
+// last one leaves through its own.
 constexpr int32_t sm90_q_stages(HeadDims d, Tile tile) {
-  return sm90_smem_bytes(d, tile, 2) <= 227 * 1024 ? 2 : 1;
+  int32_t stages = 3;
+  while (stages > 1 && sm90_smem_bytes(d, tile, stages) > 227 * 1024) --stages;
+  return stages;
 }
 
 // A warpgroup of producers and m / 64 of consumers, which keep S (n / 2), O (head_dim_v / 2) and P
@@ -67,26 +70,24 @@ constexpr Tile sm90_tile(HeadDims d, MaskKind mask, ScoreKind score) {
     if (d.v <= 192) return {128, window ? 64 : 96, 2, 12};
     return {128, window ? 32 : 64, 2, 12};
   }
-  if (d.qk <= 64) return {192, 128, 4, 16};   // 2 * 24 + 4 * 32 = 176 KB
-  if (d.qk <= 128) return {128, 128, 2, 12};  // 2 * 32 + 2 * 64 = 192 KB
+  if (d.qk <= 64) return {192, 128, 4, 16};   // 3 * 24 + 4 * 32 = 200 KB
+  if (d.qk <= 128) return {128, 128, 2, 12};  // 3 * 32 + 2 * 64 = 224 KB
   if (d.qk == 192) return d.v <= 128 ? Tile{128, 128, 2, 12} : Tile{128, 96, 2, 12};
   return {128, 80, 2, 12};  // 64 + 2 * 80 = 224 KB
 }
 
 // A second tile, where another length of rows is served better: m == 0 is none.
-//   128: a step costs the time of its keys and, whatever their number, that of 20 more. Long rows
-//        take longer tiles; short ones would waste their last.
+//   128, full: a step costs the time of its keys and, whatever their number, that of 20 more. Long
+//        rows take longer tiles; short ones would waste their last.
 //   64, causal: of 192 x 128 scores at the diagonal 60 % are masked, which short rows feel.
 constexpr Tile sm90_other_tile(HeadDims d, MaskKind mask, ScoreKind score) {
   if (score == ScoreKind::scored) return {};
-  if (d.qk == 128 && mask != MaskKind::window)
-    return {128, 160, 2, 12};                                            // 2 * 32 + 2 * 80 = 224 KB
-  if (d.qk == 64 && mask == MaskKind::causal) return {128, 128, 4, 12};  // 2 * 16 + 4 * 32 = 160 KB
+  if (d.qk == 128 && mask == MaskKind::none) return {128, 160, 2, 12};   // 2 * 32 + 2 * 80 = 224 KB
+  if (d.qk == 64 && mask == MaskKind::causal) return {128, 128, 4, 12};  // 3 * 16 + 4 * 32 = 176 KB
   return {};
 }
 constexpr bool sm90_other_tile_pays(HeadDims d, MaskKind mask, int32_t seqlen_kv) {
   if (d.qk == 64) return seqlen_kv <= 1024;
-  if (mask == MaskKind::causal) return seqlen_kv >= 4096;  // half a tile more is masked
   auto cost = [&](int64_t keys) { return (seqlen_kv + keys - 1) / keys * (keys + 20); };
   return cost(sm90_other_tile(d, mask, ScoreKind::identity).n) <
          cost(sm90_tile(d, mask, ScoreKind::identity).n);

@@ -246,6 +246,15 @@ __device__ __forceinline__ void load_shared(T& value, uint32_t smem) {
   value = u.value;
 }
 
+// Waits that follow are not scheduled before `x`, an exponential: a store that never happens, for x
+// is at most 1 or a NaN, stands between.
+__device__ __forceinline__ void order_after(float x) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.gt.f32 p, %0, 0f7F000000;\n@p st.shared.f32 [%1], %0;\n}" ::"f"(x),
+      "r"(0)
+      : "memory");
+}
+
 // A value that the compiler keeps in its register instead of computing it again at every use.
 __device__ __forceinline__ uint32_t opaque(uint32_t x) {
   asm volatile("" : "+r"(x));
@@ -255,6 +264,13 @@ template <class T>
 __device__ __forceinline__ T* opaque(T* x) {
   asm volatile("" : "+l"(x));
   return x;
+}
+
+// Registers that a wgmma is about to write, whatever they held: nothing of them is kept until then.
+template <int kCount>
+__device__ __forceinline__ void claim(float (&registers)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "=f"(registers[i])::"memory");
 }
 
 // Pins registers that a pending wgmma reads or writes: without it the compiler moves ordinary code
