@@ -79,15 +79,19 @@ constexpr Tile sm90_tile(HeadDims d, MaskKind mask, ScoreKind score) {
 // A second tile, where another length of rows is served better: m == 0 is none.
 //   128, full: a step costs the time of its keys and, whatever their number, that of 20 more. Long
 //        rows take longer tiles; short ones would waste their last.
+//   128, causal: longer tiles pay where keys come in blocks, by many boxes; else half a tile more
+//        that is masked costs what they save.
 //   64, causal: of 192 x 128 scores at the diagonal 60 % are masked, which short rows feel.
 constexpr Tile sm90_other_tile(HeadDims d, MaskKind mask, ScoreKind score) {
   if (score == ScoreKind::scored) return {};
-  if (d.qk == 128 && mask == MaskKind::none) return {128, 160, 2, 12};   // 2 * 32 + 2 * 80 = 224 KB
+  if (d.qk == 128 && mask != MaskKind::window)
+    return {128, 160, 2, 12};                                            // 2 * 32 + 2 * 80 = 224 KB
   if (d.qk == 64 && mask == MaskKind::causal) return {128, 128, 4, 12};  // 3 * 16 + 4 * 32 = 176 KB
   return {};
 }
-constexpr bool sm90_other_tile_pays(HeadDims d, MaskKind mask, int32_t seqlen_kv) {
+constexpr bool sm90_other_tile_pays(HeadDims d, MaskKind mask, int32_t seqlen_kv, bool in_blocks) {
   if (d.qk == 64) return seqlen_kv <= 1024;
+  if (mask == MaskKind::causal) return in_blocks && seqlen_kv >= 4096;
   auto cost = [&](int64_t keys) { return (seqlen_kv + keys - 1) / keys * (keys + 20); };
   return cost(sm90_other_tile(d, mask, ScoreKind::identity).n) <
          cost(sm90_tile(d, mask, ScoreKind::identity).n);
@@ -151,7 +155,7 @@ constexpr int32_t paged_simt_head_dim(int32_t head_dim) { return head_dim <= 128
 // `head_dim`: a compiled one. m is the columns of a wgmma. A stage is 64 keys of K and V: 96 KB on
 // their way keep a multiprocessor's share of the memory busy, and leave room for the first block of
 // the next kernel. Long contexts take a third more (sm90_paged_stages). Measured: a second block
-// brings 2 % where a step reads 512 MB, and costs 15 % at 64 MB.
+// brings 2 % where a step reads 512 MB, and costs 10 to 13 % at 64 MB.
 constexpr PagedTile paged_sm90_tile(int32_t head_dim, int32_t rows) {
   int32_t m = rows <= 8 ? 8 : rows <= 16 ? 16 : rows <= 32 || head_dim > 128 ? 32 : 64;
   int32_t stages = head_dim <= 64 ? 6 : 3;  // 64, 128: 96 KB; 256: 192 KB

@@ -64,8 +64,9 @@ class OnDevice {
   // does.
   OnDevice(Problem& problem, const char* backend, cudaStream_t stream = nullptr, int device = 0);
 
-  void
-  poison();  // the outputs and the workspace; not under --sanitize, so that initcheck sees gaps
+  // The outputs and the workspace; not under --sanitize, so that initcheck sees gaps. Yet it does
+  // not see what the TMA stores: there the poison shows them, as without a sanitizer.
+  void poison();
   void launch();    // asynchronous
   void download();  // waits; fills problem.out and problem.lse_out
   std::string
@@ -76,6 +77,7 @@ class OnDevice {
 
   Problem& problem_;
   cudaStream_t stream_;
+  bool tma_stores_;
   std::map<Array*, std::unique_ptr<DeviceMemory>> copies_;
   std::unique_ptr<Bound> bound_;
   std::unique_ptr<DeviceMemory> workspace_;
