@@ -33,7 +33,7 @@ def test_record_has_every_field(last_run):
         wanted = {"passed", "failed", "skipped", "seconds", "gpus", "ok"}
         wanted |= {"passed_on_cuda"} if name == "pytest" else set()
         wanted |= {"sanitizer_errors"} if name in record.SANITIZERS else set()
-        assert set(entry) | {"gpus"} == wanted, name  # records from before may lack gpus
+        assert set(entry) == wanted, name
 
 
 def test_record_shows_no_failure(last_run):
