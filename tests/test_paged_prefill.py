@@ -273,6 +273,28 @@ def test_explain_counts_the_gathered_keys():
     assert explain("a100", 1).ladder.count("* sm80") == 1
 
 
+def test_long_causal_rows_take_longer_tiles_only_over_pages():
+    def tile_n(max_seqlen, block_size=16, paged=True, **options):
+        blocks = (9, block_size, 2, 128)
+        keys = (blocks, blocks, (5,), None) if paged else ((100, 2, 128),) * 2 + ((5,), (5,))
+        tables = {"block_tables": (4, max_seqlen // block_size), "seqused_k": (4,)} if paged else {}
+        return cuattn.explain(
+            "attention_varlen",
+            (100, 8, 128),
+            *keys,
+            512,
+            max_seqlen,
+            device="h200",
+            dtype="float16",
+            **{"causal": True, **tables, **options},
+        ).tile_n
+
+    assert tile_n(8192) == tile_n(8192, block_size=64) == 160
+    assert tile_n(8192, paged=False) == 128
+    assert tile_n(2048) == tile_n(8192, batch_invariant=True) == 128
+    assert tile_n(8192, window=(256, 0)) == tile_n(8192, softcap=30.0) == 128
+
+
 REFUSALS = {
     "float8": (
         {"k": np.ones((5, 8, 2, 64), np.uint8).view(paged_cases.E4M3)},
