@@ -43,11 +43,12 @@ OnDevice::OnDevice(Problem& problem, const char* backend, cudaStream_t stream, i
 }
 
 void OnDevice::poison() {
-  if (settings().sanitize && !tma_stores_) return;
-  for (Array* output : {&problem_.out, &problem_.lse_out}) {
-    CUDA_OK(cudaMemsetAsync(copies_[output]->data(), 0xff, output->bytes().size(), stream_));
-  }
+  auto fill = [&](Array& output) {
+    CUDA_OK(cudaMemsetAsync(copies_[&output]->data(), 0xff, output.bytes().size(), stream_));
+  };
+  if (!settings().sanitize || tma_stores_) fill(problem_.out);
   if (settings().sanitize) return;
+  fill(problem_.lse_out);
   CUDA_OK(cudaMemsetAsync(workspace_->data(), 0xff, workspace_->bytes(), stream_));
 }
 

@@ -65,7 +65,7 @@ class OnDevice {
   OnDevice(Problem& problem, const char* backend, cudaStream_t stream = nullptr, int device = 0);
 
   // The outputs and the workspace; not under --sanitize, so that initcheck sees gaps. Yet it does
-  // not see what the TMA stores: there the poison shows them, as without a sanitizer.
+  // not see what the TMA stores, which is out alone: there the poison shows them.
   void poison();
   void launch();    // asynchronous
   void download();  // waits; fills problem.out and problem.lse_out
