@@ -51,6 +51,7 @@ struct PrefillSm90 {
   // O leaves before the next Q is waited for: a single Q tile comes late. Note: the functor's
   // registers leave no room for it.
   static constexpr bool kOutFirst = kQStages == 1 && kScore == ScoreKind::identity;
+  static_assert(8 * (4 * kTile.stages + 11) + sizeof(Sm90Work) * (2 + 4 * kConsumers) <= 1280);
   static_assert(kSmemBytes <= 227 * 1024, "sm_90 gives a CTA at most 227 KiB");
   using Work = Sm90Work;
   using Qk = device::Wgmma<kType, kTile.n>;

@@ -19,9 +19,10 @@ struct StoreSm90 {
   static constexpr int kOutCount = kHeadDimV / 2;  // of a thread
   static constexpr int kPanelsV = (kHeadDimV + 63) / 64;
 
-  // By what O of a row is to be multiplied (0: it saw no key), and its lse.
+  // By what O of a row is to be multiplied, and its lse. A dead row saw no key.
   struct RowEnd {
     float factor, lse;
+    bool alive;
   };
   static __device__ __forceinline__ RowEnd finish_row(const PrefillParams& p, const Sm90Work& w,
                                                       const Sm90Row& row, int half,
@@ -37,15 +38,15 @@ struct StoreSm90 {
     }
     bool alive = row.token < w.queries.used && sum != 0.0f;
     return {alive ? factor * rcp_approx(sum) : 0.0f,
-            alive ? (max + log2_approx(sum)) * kLn2 : negative_infinity()};
+            alive ? (max + log2_approx(sum)) * kLn2 : negative_infinity(), alive};
   }
-  // Rows that saw no key hold anything, even NaN.
+  // Their O holds anything, even NaN.
   static __device__ __forceinline__ void clear_dead(float (&out)[kOutCount],
                                                     const RowEnd (&end)[2]) {
-    if (!__any_sync(0xffffffffu, end[0].factor == 0.0f || end[1].factor == 0.0f)) return;
+    if (__all_sync(0xffffffffu, end[0].alive && end[1].alive)) return;
 #pragma unroll
     for (int i = 0; i < kOutCount; ++i) {
-      if (end[i >> 1 & 1].factor == 0.0f) out[i] = 0.0f;
+      if (!end[i >> 1 & 1].alive) out[i] = 0.0f;
     }
   }
   static __device__ __forceinline__ uint32_t packed(const float* o, float factor) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tensor maps: what the TMA of sm_90 knows of Q, K, V and caches. Made by the driver (about a
+// Tensor maps: what the TMA of sm_90 knows of Q, K, V, O and caches. Made by the driver (about a
 // microsecond each), so the latest ones are kept per thread. Used by prefill_sm90.cuh and
 // paged_sm90.cuh.
 #pragma once

@@ -96,8 +96,12 @@ void plan_sm90(Plan& plan, const PrefillRequest& r, const DeviceInfo& device) {
   plan.head_dim_v = d.v;
   plan.tile = sm90_tile(d, r.mask, r.score);
   Tile other = sm90_other_tile(d, r.mask, r.score);
-  bool may_stay = r.paged && r.kv_layout != KvLayout::vllm;  // in their blocks
-  if (other.m > 0 && !r.batch_invariant && sm90_other_tile_pays(d, r.mask, r.seqlen_kv, may_stay)) {
+  auto in_blocks = [&](Tile tile) {
+    return r.paged && r.kv_layout != KvLayout::vllm &&
+           sm90_page_rows(r.block_size, tile) >= kMinPageRows;
+  };
+  if (other.m > 0 && !r.batch_invariant &&
+      sm90_other_tile_pays(d, r.mask, r.seqlen_kv, in_blocks(other))) {
     plan.tile = other;
   }
   int32_t group = r.num_heads_kv > 0 ? r.num_heads_q / r.num_heads_kv : 1, m = plan.tile.m;
@@ -113,9 +117,7 @@ void plan_sm90(Plan& plan, const PrefillRequest& r, const DeviceInfo& device) {
   } else if (!r.ragged && !r.batch_invariant) {
     plan.num_splits = choose_splits(items, key_tiles, device.num_sms);
   }
-  if (may_stay && sm90_page_rows(r.block_size, plan.tile) >= kMinPageRows) {
-    plan.keys = KeyAccess::in_blocks;
-  }
+  if (in_blocks(plan.tile)) plan.keys = KeyAccess::in_blocks;
   plan.num_ctas = device.num_sms;
   plan.draws_tiles =
       (r.mask != MaskKind::none || r.ragged) && items > device.num_sms && plan.num_splits == 1;

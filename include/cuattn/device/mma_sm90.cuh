@@ -246,11 +246,11 @@ __device__ __forceinline__ void load_shared(T& value, uint32_t smem) {
   value = u.value;
 }
 
-// Waits that follow are not scheduled before `x`, an exponential: a store that never happens, for x
-// is at most 1 or a NaN, stands between.
+// Waits that follow are not scheduled before `x`, an exponential: a store that never happens, for
+// nothing is greater than infinity, stands between.
 __device__ __forceinline__ void order_after(float x) {
   asm volatile(
-      "{\n.reg .pred p;\nsetp.gt.f32 p, %0, 0f7F000000;\n@p st.shared.f32 [%1], %0;\n}" ::"f"(x),
+      "{\n.reg .pred p;\nsetp.gt.f32 p, %0, 0f7F800000;\n@p st.shared.f32 [%1], %0;\n}" ::"f"(x),
       "r"(0)
       : "memory");
 }
