@@ -119,8 +119,8 @@ void plan_sm90(Plan& plan, const PrefillRequest& r, const DeviceInfo& device) {
   }
   if (in_blocks(plan.tile)) plan.keys = KeyAccess::in_blocks;
   plan.num_ctas = device.num_sms;
-  plan.draws_tiles =
-      (r.mask != MaskKind::none || r.ragged) && items > device.num_sms && plan.num_splits == 1;
+  bool differ = r.ragged || (r.mask != MaskKind::none && tiles > 1);  // in weight
+  plan.draws_tiles = differ && items > device.num_sms && plan.num_splits == 1;
   plan.workspace_bytes = plan.draws_tiles ? 256 : 0;
   if (plan.num_splits > 1) {  // O and lse of each part, float32
     plan.workspace_bytes = checked_bytes(
