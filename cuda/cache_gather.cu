@@ -47,12 +47,9 @@ __device__ void gather_pairs(const CacheSide& side, const CacheTile& tile, Pairs
   int warp = threadIdx.x / 32, piece = threadIdx.x % 2, chunk = threadIdx.x % 32 / 2;
   typename Pair::Cells mine = Pair::cells_of_lane();
   Pair& turned = warp_tiles[warp];
-  int parts = ceil_div(side.head_dim, Pair::kTileDims);
-  int items = tile.places->num_pairs * tile.heads * parts;
-  for (int item = warp; item < items; item += kCacheThreads / 32) {
-    int begin = item % parts * Pair::kTileDims, h = item / parts % tile.heads;
-    const int* pair = tile.places->pairs[item / parts / tile.heads];
-    int head = tile.first_head + h;
+  for (PairItem<Pair> item(side, tile); item.next();) {
+    int begin = item.begin, h = item.head, head = tile.first_head + h;
+    const int* pair = item.pair;
     int from_token = pair[mine.piece], first_d = begin + mine.d;
     const T* from = static_cast<const T*>(side.cache) + tile.place(from_token) +
                     head * side.strides.head + first_d * side.run_stride;

@@ -211,4 +211,29 @@ struct CacheItem {
   }
 };
 
+// What a warp turns, one after the other: a pair of pieces, kTileDims of one head of the tile.
+template <class Pair>
+class PairItem {
+ public:
+  int begin, head;  // first d; head within the tile
+  const int* pair;  // the tokens at which its two pieces begin
+
+  __device__ PairItem(const CacheSide& side, const CacheTile& tile)
+      : tile_(tile),
+        parts_(device::ceil_div(side.head_dim, Pair::kTileDims)),
+        index_(static_cast<int>(threadIdx.x / 32) - kCacheThreads / 32) {}
+  __device__ bool next() {
+    index_ += kCacheThreads / 32;
+    if (index_ >= tile_.places->num_pairs * tile_.heads * parts_) return false;
+    begin = index_ % parts_ * Pair::kTileDims;
+    head = index_ / parts_ % tile_.heads;
+    pair = tile_.places->pairs[index_ / parts_ / tile_.heads];
+    return true;
+  }
+
+ private:
+  const CacheTile& tile_;
+  int parts_, index_;
+};
+
 }  // namespace cuattn

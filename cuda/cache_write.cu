@@ -247,12 +247,9 @@ __device__ void write_pairs(const CacheSide& side, const CacheTile& tile, const 
   int warp = threadIdx.x / 32, piece = threadIdx.x % 2, chunk = threadIdx.x % 32 / 2;
   typename Pair::Cells mine = Pair::cells_of_lane();
   Pair& turned = warp_tiles[warp];
-  int parts = ceil_div(side.head_dim, Pair::kTileDims);
-  int items = tile.places->num_pairs * tile.heads * parts;
-  for (int item = warp; item < items; item += kCacheThreads / 32) {
-    int begin = item % parts * Pair::kTileDims, h = item / parts % tile.heads;
-    const int* pair = tile.places->pairs[item / parts / tile.heads];
-    int head = tile.first_head + h;
+  for (PairItem<Pair> item(side, tile); item.next();) {
+    int begin = item.begin, h = item.head, head = tile.first_head + h;
+    const int* pair = item.pair;
     int token = pair[piece], d = begin + chunk * kDims;
     if (token >= 0 && d < side.head_dim) {
       const T* from = static_cast<const T*>(side.rows) + side.row(tile.first + token, head) + d;

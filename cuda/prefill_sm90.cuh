@@ -496,8 +496,11 @@ void launch_prefill_sm90_tile(const PrefillParams& p, Tile tile, cudaStream_t st
     return p.pages.block_tables != nullptr ? page_map(p, base, strides, columns, s.page_rows)
                                            : key_map(p, base, strides, columns, tile.n);
   };
-  Sm90Maps maps{query_map(p, s.packed, tile.m / s.packed), keys(p.k, p.k_strides, p.head_dim),
-                keys(p.v, p.v_strides, p.head_dim_v), output_map(p)};
+  Sm90Maps maps{query_map(p, s.packed, tile.m / s.packed),
+                keys(p.k, p.k_strides, p.head_dim),
+                keys(p.v, p.v_strides, p.head_dim_v),
+                {}};
+  if (Kernel::kQStages > 1 && s.stores_boxes) maps.o = output_map(p);
   static std::atomic<uint64_t> allowed{0};
   allow_shared_memory(prefill_sm90_kernel<Kernel>, Kernel::kSmemBytes, allowed);
   int32_t grid = p.num_ctas > 0 && p.num_ctas < s.total ? p.num_ctas : s.total;
