@@ -26,6 +26,7 @@ void launch_cache_gather(const CacheGatherParams& params, cudaStream_t stream); 
 void launch_copy_blocks(const BlockCopyParams& params, cudaStream_t stream);     // cache_blocks.cu
 void launch_swap_blocks(const BlockSwapParams& params, cudaStream_t stream);
 void launch_merge(const MergeParams& params, cudaStream_t stream);  // merge_states.cu
+void launch_clear_counter(int32_t* counter, cudaStream_t stream);   // clear_counter.cu
 // check.cu: these synchronise. read_device_data: false under stream capture, where nobody can
 bool read_device_data(void* host, const void* data, size_t bytes, cudaStream_t stream);
 void check_prefill(const PrefillParams& params, cudaStream_t stream);

@@ -11,6 +11,7 @@
 #pragma once
 
 #include "cuattn/device/mask.cuh"
+#include "cuattn/device/overlap.cuh"
 #include "cuattn/device/wgmma_sm90.cuh"
 #include "cuattn/tile_config.h"
 #include "launch.h"
@@ -182,6 +183,7 @@ struct PrefillSm90 {
       parity ^= 1;
       item += gridDim.x;
       if (s.counter != nullptr) {
+        device::wait_for_previous_kernel();  // until the counter is zero
         if (threadIdx.x % 32 == 0) item = atomicAdd(s.counter, 1) + gridDim.x;
         item = __shfl_sync(0xffffffffu, item, 0);
       }
@@ -491,7 +493,6 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
 template <class Kernel>
 void launch_prefill_sm90_tile(const PrefillParams& p, Tile tile, cudaStream_t stream) {
   Sm90Schedule s = make_sm90_schedule(p, tile);
-  if (s.counter != nullptr) CUATTN_CUDA_TRY(cudaMemsetAsync(s.counter, 0, sizeof(int32_t), stream));
   auto keys = [&](const void* base, const Strides& strides, int32_t columns) {
     return p.pages.block_tables != nullptr ? page_map(p, base, strides, columns, s.page_rows)
                                            : key_map(p, base, strides, columns, tile.n);
@@ -504,8 +505,9 @@ void launch_prefill_sm90_tile(const PrefillParams& p, Tile tile, cudaStream_t st
   static std::atomic<uint64_t> allowed{0};
   allow_shared_memory(prefill_sm90_kernel<Kernel>, Kernel::kSmemBytes, allowed);
   int32_t grid = p.num_ctas > 0 && p.num_ctas < s.total ? p.num_ctas : s.total;
-  prefill_sm90_kernel<Kernel><<<grid, Kernel::kThreads, Kernel::kSmemBytes, stream>>>(p, s, maps);
-  CUATTN_CUDA_TRY(cudaGetLastError());
+  if (s.counter != nullptr) launch_clear_counter(s.counter, stream);
+  launch_overlapping(prefill_sm90_kernel<Kernel>, grid, Kernel::kThreads, Kernel::kSmemBytes,
+                     s.counter != nullptr ? 9 : 0, stream, p, s, maps);
   if (s.splits > 1) launch_merge(sm90_parts(p), stream);
 }
 

@@ -5,23 +5,10 @@
 #pragma once
 
 #include "cuattn/device/convert.cuh"
+#include "cuattn/device/overlap.cuh"
 #include "cuattn/paged_params.h"
 
 namespace cuattn::device {
-
-// Lets the kernel that was launched behind this one start (launch_overlapping in cuda/launch.h).
-__device__ __forceinline__ void release_next_kernel() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-
-// In that kernel: until all that the previous one writes is there.
-__device__ __forceinline__ void wait_for_previous_kernel() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
 
 // Keys [begin, end) of one unit, for one thread block.
 struct KeyTask {
