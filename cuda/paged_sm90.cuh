@@ -10,7 +10,6 @@
 //   math warps          | S0 softmax O0 | S1 softmax O1 | ...
 #pragma once
 
-#include <limits>
 #include <numeric>
 
 #include "cuattn/device/paged.cuh"
@@ -39,9 +38,11 @@ struct PagedSm90 {
   static constexpr int kStageBytes = kPanels * kPanelBytes;  // of K; V has as many
   static constexpr int kRowPanelBytes = kRows * 128;         // 64 columns of Q or P
   static constexpr int kLoadLanes = kTile.n / 8 * kPanels;   // boxes of a stage at most
-  // The next kernel is let in when a block has 192 KB left to copy. Earlier, and what it prefetches
-  // would be gone from L2 when its turn comes; later, and it would not be there in time.
+  // The next kernel is let in when a block has 192 KB left to copy. A block that has no more than
+  // 256 KB asks L2 for its first tiles before its turn comes; more would push out what it asked
+  // for.
   static constexpr int kReleaseKeys = (192 << 10) / (2 * kStageBytes) * kTile.n;
+  static constexpr int kPrefetchKeys = (256 << 10) / (2 * kStageBytes) * kTile.n;
   static constexpr int kCount = kRows / 2;    // accumulators of 64 keys (S) or 64 columns (O)
   static constexpr int kColumns = kRows / 4;  // unit rows that a thread holds, in columns of S^T
   using Mma = device::Wgmma<kType, kRows>;
@@ -93,13 +94,17 @@ struct PagedSm90 {
     }
   };
 
-  // 3. Roles. While the kernel before this one ends, a warp asks L2 for the first tiles: of the
-  // keys that lie in the cache all but the newest do so already.
+  // 3. Roles. While the kernel before this one ends, the copy warp of a split asks L2 for the first
+  // tiles: of the keys that lie in the cache all but the newest do so already. Note: where all
+  // warps may come to code in which lanes part, the loops after it lose their uniform registers: 3
+  // to 12 % slower.
   static __device__ __forceinline__ void prefetch(const PagedParams& p, const PagedSm90Maps& maps) {
     const int32_t pieces = kTile.n / maps.piece;  // of a tile
     int32_t lane = threadIdx.x % 32, panel = lane % kPanels, my_piece = lane / kPanels;
+    if (p.work.num_splits == 0) return;
     device::KeyGuess guess = device::guess_keys(p.work);
     const uint32_t begin = guess.begin, end = guess.end;
+    if (guess.end - guess.begin > kPrefetchKeys) return;
     uint32_t token = begin + lane * maps.piece;
     int32_t entry = 0;  // of one of the first 32 pieces
     if (token < end) {
@@ -126,19 +131,20 @@ struct PagedSm90 {
     const int32_t pieces = kTile.n / maps.piece;  // of a tile
     int32_t lane = threadIdx.x % 32, panel = lane % kPanels, my_piece = lane / kPanels;
     bool has_box = my_piece < pieces;
-    uint32_t to = panel * kPanelBytes + my_piece * maps.piece * 128;
+    const uint32_t to = panel * kPanelBytes + my_piece * maps.piece * 128;
+    // Note: a division in the loop over tiles costs 3 % of long contexts.
+    const int32_t block_size = p.block_size, row_step = kTile.n % block_size;
     Ring ring(p.stages, 1);
     auto load = [&](const device::TensorMap& map, uint32_t smem, uint32_t empty, uint32_t full,
-                    int32_t token, int32_t head, int32_t block) {
+                    int32_t row, int32_t head, int32_t block) {
       device::barrier_wait(empty, ring.parity);
       if (lane == 0) device::barrier_arrive_expect(full, kStageBytes);
       __syncwarp();
       if (has_box) {
-        device::tma_load(smem + ring.stage * kStageBytes + to, &map, full, panel * 64, token, head,
+        device::tma_load(smem + ring.stage * kStageBytes + to, &map, full, panel * 64, row, head,
                          block, 0, device::kEvictNormal);
       }
     };
-    bool released = false;
     device::KeyTasks tasks(p.work);
     device::KeyTask task;
     while (tasks.next(p.work, task)) {
@@ -153,27 +159,30 @@ struct PagedSm90 {
         uint32_t token = to_load;
         to_load += 32 * maps.piece;
         if (!seen(token)) return 0;
-        return device::table_entry(p, task.b, static_cast<int32_t>(token / p.block_size));
+        return device::table_entry(p, task.b, static_cast<int32_t>(token / block_size));
       };
       int32_t entries = load_entries(), left = task.end - task.begin;
       uint32_t token = task.begin + my_piece * maps.piece;
+      int32_t row = static_cast<int32_t>(token % block_size);
+      bool releases = tasks.is_last(p.work);
 #pragma unroll 1
       while (left > 0) {
         int32_t next_entries = load_entries();
 #pragma unroll 1
         for (int32_t piece = my_piece; piece < 32 + my_piece && left > 0; piece += pieces) {
-          if (!released && left <= kReleaseKeys && tasks.is_last(p.work)) {
+          if (releases && left <= kReleaseKeys) {
             device::release_next_kernel();
-            released = true;
+            releases = false;
           }
           int32_t entry = __shfl_sync(0xffffffffu, entries, piece);
           int32_t block = seen(token) ? device::existing_block(p, entry) : -1;
-          int32_t row = static_cast<int32_t>(token % p.block_size);
           load(maps.k, shared.k, shared.k_empty(ring.stage), shared.k_full(ring.stage), row,
                task.kv_head, block);
           load(maps.v, shared.v, shared.v_empty(ring.stage), shared.v_full(ring.stage), row,
                task.kv_head, block);
           token += kTile.n;
+          row += row_step;
+          if (row >= block_size) row -= block_size;
           left -= kTile.n;
           ring.next();
         }
@@ -478,11 +487,13 @@ __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kCtasPerSm)
     device::barrier_init_fence();
   }
   __syncthreads();
-  if (threadIdx.x < 32) Kernel::prefetch(p, maps);
-  device::wait_for_previous_kernel();
   if (copies) {
+    Kernel::prefetch(p, maps);
+    __syncwarp();
+    device::wait_for_previous_kernel();
     Kernel::copy(p, maps, shared);
   } else {
+    device::wait_for_previous_kernel();
     Kernel::compute(p, shared);
   }
 }
@@ -498,8 +509,7 @@ inline const device::TensorMap& paged_cache_map(const PagedParams& p, const void
 template <class Kernel>
 void launch_paged_sm90_kernel(const PagedParams& p, cudaStream_t stream) {
   static std::atomic<uint64_t> allowed{0};
-  constexpr int kMostStages =
-      paged_sm90_stages(Kernel::kDim, Kernel::kTile, std::numeric_limits<int32_t>::max());
+  constexpr int kMostStages = paged_sm90_stages(Kernel::kDim, Kernel::kTile, true);
   allow_shared_memory(paged_sm90_kernel<Kernel>, Kernel::smem_bytes(kMostStages), allowed);
   PagedSm90Maps maps;
   maps.piece = std::gcd(p.block_size, Kernel::kTile.n);

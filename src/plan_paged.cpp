@@ -128,8 +128,8 @@ Plan make_plan(const Rung& rung, const PagedRequest& r, const DeviceInfo& device
   cut_keys(plan, r, device, tile.ctas_per_sm);
   if (rung.kernel == Kernel::sm90) {
     int64_t head_groups = int64_t{r.num_heads_kv} * ceil_div(rows_of(r), plan.tile.m);
-    int64_t tiles = r.num_seqs * head_groups * ceil_div(r.capacity, plan.tile.n);
-    plan.tile.stages = paged_sm90_stages(plan.head_dim, plan.tile, tiles / plan.num_workers);
+    int64_t blocks = r.num_seqs * head_groups * plan.num_splits;  // 0 with a plan: the workers
+    plan.tile.stages = paged_sm90_stages(plan.head_dim, plan.tile, blocks <= plan.num_workers);
   }
   return plan;  // workspace_bytes is known once PagedWork is: paged.cpp
 }

@@ -460,7 +460,7 @@ def test_max_context_len_bounds_the_partitions(device, rng):
     paged_cases.judge(problem, out, problem.reference()[1])
 
 
-def test_more_tiles_are_under_way_where_contexts_are_long():
+def test_a_block_has_its_multiprocessor_alone_where_the_grid_is_one_wave():
     def stages(batch, context, head_dim=128, group=4, **options):
         blocks = context // 16
         cache = (batch * blocks, 16, 8, head_dim)
@@ -470,9 +470,10 @@ def test_more_tiles_are_under_way_where_contexts_are_long():
         )
         return plan.stages
 
-    assert [stages(16, n) for n in (1024, 2048, 4096, 8192)] == [3, 4, 4, 4]
-    assert [stages(1, n) for n in (1024, 8192, 131072)] == [3, 3, 4]
-    assert [stages(16, n, head_dim=64) for n in (1024, 8192)] == [6, 8]
+    assert [stages(batch, 1024) for batch in (1, 2, 16, 64)] == [4] * 4
+    assert [stages(1, 8192, num_splits=n) for n in (16, 17, 32)] == [4, 3, 3]
+    assert stages(16, 8192, head_dim=64) == 8
+    assert stages(16, 8192, head_dim=64, num_splits=2) == 6
     assert stages(16, 8192, head_dim=256) == stages(16, 8192, group=32) == 3
 
 

@@ -153,19 +153,19 @@ constexpr PagedTile kPagedSimtTile = {{4, 64, 1, 4}, 2};
 constexpr int32_t paged_simt_head_dim(int32_t head_dim) { return head_dim <= 128 ? 128 : 256; }
 
 // `head_dim`: a compiled one. m is the columns of a wgmma. A stage is 64 keys of K and V: 96 KB on
-// their way keep a multiprocessor's share of the memory busy, and leave room for the first block of
-// the next kernel. Long contexts take a third more (sm90_paged_stages). Measured: a second block
-// brings 2 % where a step reads 512 MB, and costs 10 to 13 % at 64 MB.
+// their way keep a multiprocessor's share of the memory busy.
 constexpr PagedTile paged_sm90_tile(int32_t head_dim, int32_t rows) {
   int32_t m = rows <= 8 ? 8 : rows <= 16 ? 16 : rows <= 32 || head_dim > 128 ? 32 : 64;
   int32_t stages = head_dim <= 64 ? 6 : 3;  // 64, 128: 96 KB; 256: 192 KB
   return {{m, 64, stages, 5}, m == 32 && head_dim <= 128 ? 2 : 1};
 }
 
-// With `tiles` for each block, at most: 128 KB on their way from 24 tiles of 128 columns on.
-constexpr int32_t paged_sm90_stages(int32_t head_dim, Tile tile, int64_t tiles) {
+// `alone`: the grid has a block for each multiprocessor. Then a block takes more than half of the
+// shared memory, so that no two of them meet on one multiprocessor while another stands idle (30 us
+// for 21 where the blocks of the second kernel are many).
+constexpr int32_t paged_sm90_stages(int32_t head_dim, Tile tile, bool alone) {
   bool fits = tile.m <= 16 && head_dim <= 128;
-  return fits && tiles * head_dim >= 24 * 128 ? tile.stages * 4 / 3 : tile.stages;
+  return fits && alone ? tile.stages * 4 / 3 : tile.stages;
 }
 
 }  // namespace cuattn

@@ -100,35 +100,19 @@ __device__ __forceinline__ int32_t peek(const int32_t* word) {
   return value;
 }
 
-// Which keys this thread block will most likely read first, before wait_for_previous_kernel().
-// Lengths, plan and tables may be about to change: good for a prefetch and for nothing else.
+// Which keys this thread block's split will most likely have, before wait_for_previous_kernel().
+// Lengths and tables may be about to change: good for a prefetch and for nothing else.
 struct KeyGuess {
   int32_t b, kv_head;
   int32_t begin, end;  // within what the table can name; no key where end <= begin
 };
 
 __device__ __forceinline__ KeyGuess guess_keys(const PagedWork& w) {
-  PagedItem item{0, 0, 0};
-  int32_t tile = 0, count = 0;
-  if (w.num_splits == 0) {
-    const int32_t* entry = w.plan + PagedPlan::worker(blockIdx.x);
-    item.head_group = peek(entry + PagedPlan::kWorkerHead);
-    item.b = peek(entry + PagedPlan::kWorkerSeq);
-    tile = peek(entry + PagedPlan::kWorkerTile);
-    count = peek(entry + PagedPlan::kWorkerCount);
-    bool sound = item.head_group >= 0 && item.head_group < head_groups(w) && item.b >= 0 &&
-                 item.b < w.num_seqs && tile >= 0 && count > 0;
-    if (!sound) return {0, 0, 0, 0};
-  } else {
-    item = paged_item(w, blockIdx.x);
-  }
+  PagedItem item = paged_item(w, blockIdx.x);
   PagedSpan span = paged_span_of_context(w, context_of_length(w, peek(w.context_lens + item.b)));
-  int64_t begin = span.begin + int64_t{tile} * w.tile, end = begin + int64_t{count} * w.tile;
-  if (w.num_splits != 0) {
-    PagedSplits splits = paged_splits(w, span);
-    begin = max(splits.begin_of(item.split), int64_t{span.begin});
-    end = splits.begin_of(item.split + 1);
-  }
+  PagedSplits splits = paged_splits(w, span);
+  int64_t begin = max(splits.begin_of(item.split), int64_t{span.begin});
+  int64_t end = splits.begin_of(item.split + 1);
   return {item.b, item.head_group / w.row_groups,
           static_cast<int32_t>(min(begin, int64_t{span.end})),
           static_cast<int32_t>(min(end, int64_t{span.end}))};
