@@ -34,8 +34,8 @@ struct PrefillSm90 {
   static constexpr int kQBytes = kTile.m * kPanelsQk * 128;  // of one stage
   static constexpr int kKBytes = kTile.n * kPanelsQk * 128;
   static constexpr int kVBytes = kTile.n * kPanelsV * 128;
-  static constexpr int kQStages = sm90_q_stages({kHeadDim, kHeadDimV}, kTile);
-  static constexpr int kSmemBytes = sm90_smem_bytes({kHeadDim, kHeadDimV}, kTile, kQStages);
+  static constexpr int kQStages = sm90_q_stages({kHeadDim, kHeadDimV}, kTile, kScore);
+  static constexpr int kSmemBytes = sm90_smem_bytes({kHeadDim, kHeadDimV}, kTile, kScore, kQStages);
   // Of a thread. What a CTA is launched with is shared out, 168 * 3 or 128 * 4; a sum above that
   // would wait for ever.
   static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 232;
@@ -52,22 +52,27 @@ struct PrefillSm90 {
   // O leaves before the next Q is waited for: a single Q tile comes late. Note: the functor's
   // registers leave no room for it.
   static constexpr bool kOutFirst = kQStages == 1 && kScore == ScoreKind::identity;
-  static_assert(8 * (4 * kTile.stages + 11) + sizeof(Sm90Work) * (2 + 4 * kConsumers) <= 1280);
+  static_assert(8 * (4 * kTile.stages + 13) + sizeof(Sm90Work) * (2 + 4 * kConsumers) <= 1280);
   static_assert(kSmemBytes <= 227 * 1024, "sm_90 gives a CTA at most 227 KiB");
   using Work = Sm90Work;
   using Qk = device::Wgmma<kType, kTile.n>;
   using Pv = device::Wgmma<kType, kHeadDimV>;
+  using Bias = BiasTile<kType, kTile.m, kTile.n>;
+  static_assert(kTile.stages % 2 == 0, "a bias has one stage, and its parity is the lowest bit");
+  static constexpr bool kStagesBias = sm90_stages_bias({kHeadDim, kHeadDimV}, kScore);
+  static constexpr int kBiasBytes = kStagesBias ? Bias::kBytes : 0;
   using Store = StoreSm90<kType, kHeadDimV, kTile.m, (kQStages > 1)>;
 
   // 2. Shared storage, in address order: Q (stage, panel, m, 64); K (stage, panel, n, 64); V
-  // likewise; barriers, those of the main loop first; the work items that the producer draws.
+  // likewise; a bias (panel, m, 64); barriers, those of the main loop first; the work items that
+  // the producer draws.
   struct Shared {
     uint32_t q, k, v, barriers;
     __device__ explicit Shared(const void* base) {
       q = (device::smem_address(base) + 1023) & ~1023u;  // the swizzle repeats every 1024 bytes
       k = q + kQStages * kQBytes;
       v = k + kTile.stages * kKBytes;
-      barriers = device::opaque(v + kTile.stages * kVBytes);
+      barriers = device::opaque(v + kTile.stages * kVBytes + kBiasBytes);
     }
     __device__ uint32_t barrier(int index) const { return barriers + 8 * index; }
     __device__ uint32_t k_full(int s) const { return barrier(s); }
@@ -79,8 +84,11 @@ struct PrefillSm90 {
     __device__ uint32_t work_full(int s) const { return other(6 + s); }
     __device__ uint32_t work_empty(int s) const { return other(8 + s); }
     __device__ uint32_t wanted() const { return other(10); }
+    __device__ uint32_t bias() const { return barriers - kBiasBytes; }
+    __device__ uint32_t bias_full() const { return other(11); }
+    __device__ uint32_t bias_empty() const { return other(12); }
     __device__ uint32_t other(int index) const { return barrier(4 * kTile.stages + index); }
-    __device__ uint32_t work(int s) const { return other(11) + s * static_cast<int>(sizeof(Work)); }
+    __device__ uint32_t work(int s) const { return other(13) + s * static_cast<int>(sizeof(Work)); }
     __device__ uint32_t copy(int warp) const { return work(2 + warp); }
   };
 
@@ -113,6 +121,16 @@ struct PrefillSm90 {
       load(map, smem, full);
     };
     Work w;
+    auto load_bias = [&](int tile) {
+      if (!kStagesBias || !s.stages_bias || !leads) return;
+      device::barrier_wait(shared.bias_empty(), ring.stage() % 2 ^ 1);
+      device::barrier_arrive_expect(shared.bias_full(), Bias::kBytes);
+      for (int panel = 0; panel < Bias::kPanels; ++panel) {
+        device::tma_load(shared.bias() + panel * kTile.m * 128, &maps.bias, shared.bias_full(),
+                         tile * kTile.n + panel * 64, w.row0, w.head * s.bias_heads,
+                         w.batch * s.bias_batches, 0, device::kEvictNormal);
+      }
+    };
     auto load_queries = [&] {
       device::barrier_wait(shared.q_empty(q_ring.stage()), q_ring.parity());
       uint32_t full = shared.q_full(q_ring.stage());
@@ -150,6 +168,7 @@ struct PrefillSm90 {
         load_keys(k, keys, maps.k, shared.k + ring.stage() * kKBytes, shared.k_empty(ring.stage()),
                   shared.k_full(ring.stage()));
         if (kQStages == 1 && tile == last) load_queries();
+        load_bias(tile);
         if (leads && tile == min(last, first + kWantedBefore)) {
           device::barrier_arrive(shared.wanted());
         }
@@ -192,19 +211,30 @@ struct PrefillSm90 {
 
   using Mod = device::ScoreMod<kType, kScore>;
 
-  // The rows of a thread in a query tile: tokens, and the keys that they see.
+  // The two rows of a thread in a query tile, and the keys that they see.
   struct Rows {
-    int32_t token[2];
+    int32_t row;  // and row + 8
     KeyRange visible[2];
-    int32_t last_key;
   };
 
   // Softcap, ALiBi, bias; -inf for keys that a row does not see.
-  static __device__ __forceinline__ void modify(float (&scores)[kScoreCount], const Mod& mod,
-                                                const Rows& rows, int tile, bool masked) {
+  static __device__ __forceinline__ void modify(float (&scores)[kScoreCount],
+                                                const PrefillParams& p, const Sm90Schedule& s,
+                                                const Shared& shared, const Mod& mod,
+                                                const Rows& rows, int tile, bool masked,
+                                                int stage) {
     int32_t first = tile * kTile.n + 2 * static_cast<int32_t>(threadIdx.x % 4);
     if constexpr (kScore == ScoreKind::scored) {
-      modify_scores(scores, mod, rows.token, first, rows.last_key);
+      modify_scores(scores, mod, rows.row, first);
+      if (kStagesBias && s.stages_bias) {
+        device::barrier_wait(shared.bias_full(), stage % 2);
+        Bias::add(scores, shared.bias(), threadIdx.x / 32 * 16 - 64);
+        if (threadIdx.x % 32 == 0) device::barrier_arrive(shared.bias_empty());
+      } else if (p.bias != nullptr) {
+        Work w;
+        device::load_shared(w, shared.copy(threadIdx.x / 32 - 4));
+        add_bias(scores, mod, rows.row, first, w.queries.used - 1, w.keys.used - 1);
+      }
     }
     if (!masked) return;
 #pragma unroll
@@ -355,12 +385,11 @@ struct PrefillSm90 {
       state = Sm90Softmax();
       mod = Mod(p, w.batch, w.head, w.queries.used, w.keys.used);
       Rows rows;
-      rows.last_key = w.keys.used - 1;
+      rows.row = w.row0 + group * 64 + warp * 16 + lane / 4;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        int32_t row = w.row0 + group * 64 + warp * 16 + half * 8 + lane / 4;
+        int32_t row = rows.row + half * 8;
         int32_t token = s.packed == 1 ? row : row / s.packed;
-        rows.token[half] = min(token, w.queries.used - 1);
         rows.visible[half] = {0, w.keys.used};
         if constexpr (kMask != MaskKind::none) {
           rows.visible[half] = visible_keys(
@@ -382,7 +411,8 @@ struct PrefillSm90 {
       }
       at_work = true;
       release_scores(shared.k_empty(ring.stage()));
-      modify(scores, mod, rows, tile, tile >= w.range.full_end || tile < w.range.full_begin);
+      modify(scores, p, s, shared, mod, rows, tile,
+             tile >= w.range.full_end || tile < w.range.full_begin, ring.stage());
       softmax_step<kType>(state, scores, probs, out, mod.to_log2, s.zero, [] { return false; });
       fresh = true;
       if (kQStages > 1 && lane == 0 && !first_item) {  // O has left the Q tile before this one
@@ -413,7 +443,7 @@ struct PrefillSm90 {
         wgmma_wait<1>();
         pin(scores);
         release_scores(k_empty);
-        modify(scores, mod, rows, tile, masked);
+        modify(scores, p, s, shared, mod, rows, tile, masked, ring.stage());
         softmax_step<kType>(state, scores, probs, out, mod.to_log2, s.zero, [&] {
           wgmma_wait<0>();
           pin(out);
@@ -460,6 +490,8 @@ struct PrefillSm90 {
         device::barrier_init(shared.v_empty(i), kWarps);
       }
       device::barrier_init(shared.wanted(), 1);
+      device::barrier_init(shared.bias_full(), 1);
+      device::barrier_init(shared.bias_empty(), kWarps);
       device::barrier_init_fence();
     }
     __syncthreads();
@@ -500,8 +532,11 @@ void launch_prefill_sm90_tile(const PrefillParams& p, Tile tile, cudaStream_t st
   Sm90Maps maps{query_map(p, s.packed, tile.m / s.packed),
                 keys(p.k, p.k_strides, p.head_dim),
                 keys(p.v, p.v_strides, p.head_dim_v),
+                {},
                 {}};
   if (Kernel::kQStages > 1 && s.stores_boxes) maps.o = output_map(p);
+  s.stages_bias = Kernel::kStagesBias && bias_has_map(p);
+  if (s.stages_bias) maps.bias = bias_map(p, tile.m);
   static std::atomic<uint64_t> allowed{0};
   allow_shared_memory(prefill_sm90_kernel<Kernel>, Kernel::kSmemBytes, allowed);
   int32_t grid = p.num_ctas > 0 && p.num_ctas < s.total ? p.num_ctas : s.total;

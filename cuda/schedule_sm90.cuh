@@ -23,10 +23,12 @@ struct Sm90Schedule {
   int32_t* counter;       // items drawn beyond the first of each CTA; nullptr: a fixed order
   bool stores_boxes;      // O through the TMA, 16 rows of a head at a time
   bool clears;            // what lies behind the last key of a sequence is not zeros
-  int32_t page_rows;      // keys in blocks: rows of a box
-  float* part_out;        // [splits, heads, rows, head_dim_v], splits > 1
-  float* part_lse;        // [splits, heads, rows]
-  float zero;             // 0, which the compiler does not know
+  bool stages_bias;       // a bias comes through the TMA
+  int32_t bias_heads, bias_batches;  // 0: there is one for all
+  int32_t page_rows;                 // keys in blocks: rows of a box
+  float* part_out;                   // [splits, heads, rows, head_dim_v], splits > 1
+  float* part_lse;                   // [splits, heads, rows]
+  float zero;                        // 0, which the compiler does not know
 };
 
 // A work item: rows [row0, row0 + m) of one head (or of a group of heads, packed) against the key
@@ -214,6 +216,8 @@ inline Sm90Schedule make_sm90_schedule(const PrefillParams& p, Tile tile) {
   s.total = static_cast<int32_t>(grid_blocks(items, "sm90"));
   s.stores_boxes = s.packed == 1 && s.splits == 1;
   s.clears = p.cu_seqlens_kv != nullptr || p.seqused_kv != nullptr || p.pages.block_size > 0;
+  s.bias_heads = p.bias_stride_head != 0;
+  s.bias_batches = p.bias_stride_batch != 0;
   s.page_rows = sm90_page_rows(p.pages.block_size, tile);
   if (s.splits > 1) {
     s.part_out = static_cast<float*>(p.workspace);

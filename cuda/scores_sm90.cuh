@@ -1,11 +1,38 @@
 // SPDX-License-Identifier: Apache-2.0
 // The score functor of device/mask.cuh over a whole wgmma accumulator: each option is asked for
-// once a tile instead of once a score, and a bias is read in words. Used by prefill_sm90.cuh.
+// once a tile instead of once a score. A bias of 16-bit elements comes through shared memory, a
+// tile ahead; any other is read from where it lies. Used by prefill_sm90.cuh.
 #pragma once
 
 #include "cuattn/device/mask.cuh"
+#include "cuattn/device/mma_sm90.cuh"
 
 namespace cuattn {
+
+// A tile of a bias in shared memory: panels of 64 keys (panel, row, 64), as the TMA swizzles them.
+template <DType kType, int kRows, int kKeys>
+struct BiasTile {
+  static constexpr int kPanels = (kKeys + 63) / 64, kBytes = kPanels * kRows * 128;
+  static_assert(kKeys % 16 == 0);
+
+  // scores[i] is of row `row` + i / 2 % 2 * 8 and key i / 4 * 8 + i % 2, past those of the lane.
+  static __device__ __forceinline__ void add(float (&scores)[kKeys / 2], uint32_t smem, int row) {
+    using namespace device;
+    int lane = threadIdx.x % 32, upper = lane / 16;
+    row += lane % 16;
+#pragma unroll
+    for (int chunk = 0; chunk < kKeys / 8; chunk += 2) {  // of 8 keys
+      uint32_t words[4];
+      ldmatrix_x4(words, smem + chunk / 8 * kRows * 128 + swizzled<128>(row, chunk % 8 + upper));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float* s = &scores[4 * chunk + 2 * i];
+        s[0] += to_float(reinterpret_cast<const Element<kType>(&)[2]>(words[i])[0]);
+        s[1] += to_float(reinterpret_cast<const Element<kType>(&)[2]>(words[i])[1]);
+      }
+    }
+  }
+};
 
 // A bias that a tile reads in pairs of keys: `kBatch` loads are on their way at a time. kWord: two
 // elements.
@@ -31,13 +58,12 @@ __device__ __forceinline__ void add_bias_pairs(float (&scores)[kCount], const ch
   }
 }
 
-// scores[i] becomes mod(scores[i], token[i / 2 % 2], key), with key = first + i / 4 * 8 + i % 2.
-// Padding is clamped: tokens by the caller, keys to last_key.
+// scores[i] becomes mod(scores[i], token + i / 2 % 2 * 8, key), with key = first + i / 4 * 8 + i %
+// 2, but for the bias.
 template <DType kType, int kCount>
 __device__ __forceinline__ void modify_scores(float (&scores)[kCount],
                                               const device::ScoreMod<kType, ScoreKind::scored>& mod,
-                                              const int32_t (&token)[2], int32_t first,
-                                              int32_t last_key) {
+                                              int32_t token, int32_t first) {
   using namespace device;
   if (mod.softcap > 0.0f) {
     float in = mod.scale * mod.inv_softcap;
@@ -55,7 +81,7 @@ __device__ __forceinline__ void modify_scores(float (&scores)[kCount],
     float sign = mod.slope > 0.0f ? -1.0f : 1.0f, base[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half)
-      base[half] = mod.slope * static_cast<float>(token[half] + mod.diagonal - first);
+      base[half] = mod.slope * static_cast<float>(token + half * 8 + mod.diagonal - first);
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       float distance =
@@ -63,12 +89,20 @@ __device__ __forceinline__ void modify_scores(float (&scores)[kCount],
       scores[i] = fmaf(sign, fabsf(distance), scores[i]);
     }
   }
-  if (mod.bias == nullptr) return;
+}
+
+// Then the bias, from where it lies. Padding reads what the last token or key has.
+template <DType kType, int kCount>
+__device__ __forceinline__ void add_bias(float (&scores)[kCount],
+                                         const device::ScoreMod<kType, ScoreKind::scored>& mod,
+                                         int32_t token, int32_t first, int32_t last_token,
+                                         int32_t last_key) {
+  using namespace device;
   int64_t size = mod.bias_dtype == DType::f32 ? 4 : mod.bias_dtype == DType::boolean ? 1 : 2;
   const char* row[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half)
-    row[half] = mod.bias + (token[half] * mod.bias_stride_q + first) * size;
+    row[half] = mod.bias + (min(token + half * 8, last_token) * mod.bias_stride_q + first) * size;
   bool pairs = mod.bias_stride_kv == 1 && first + kCount * 2 - 7 <= last_key &&
                ((reinterpret_cast<uintptr_t>(row[0]) | reinterpret_cast<uintptr_t>(row[1])) &
                 (2 * size - 1)) == 0;
@@ -76,7 +110,8 @@ __device__ __forceinline__ void modify_scores(float (&scores)[kCount],
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       int32_t key = first + (i >> 2) * 8 + (i & 1);
-      scores[i] = mod.add_bias(scores[i], token[i >> 1 & 1], min(key, last_key));
+      int32_t row = min(token + (i >> 1 & 1) * 8, last_token);
+      scores[i] = mod.add_bias(scores[i], row, min(key, last_key));
     }
   } else if (mod.bias_dtype == DType::f32) {
     add_bias_pairs<float2>(scores, row[0], row[1], [](float& a, float& b, float2 x) {

@@ -10,7 +10,7 @@
 namespace cuattn {
 
 struct Sm90Maps {
-  device::TensorMap q, k, v, o;
+  device::TensorMap q, k, v, o, bias;
 };
 
 // `kRows`: of the query tile. `kThroughSmem`: the Q tile is free to carry O.

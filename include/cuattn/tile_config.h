@@ -44,18 +44,25 @@ constexpr Tile sm80_tile(HeadDims d, ScoreKind score) {
 constexpr HeadDims kSm90HeadDims[] = {{64, 64},   {96, 96},   {128, 128},
                                       {192, 128}, {192, 192}, {256, 256}};
 
-// Bytes of shared memory: Q, `stages` tiles of K and of V, in panels of 64 columns (128 bytes); the
-// barriers and work items, and up to 1023 bytes in front that align the panels.
-constexpr int32_t sm90_smem_bytes(HeadDims d, Tile tile, int32_t q_stages) {
+// Whether a bias of 16-bit elements has room there, and its code among the registers.
+constexpr bool sm90_stages_bias(HeadDims d, ScoreKind score) {
+  return score == ScoreKind::scored && d.qk <= 128;
+}
+
+// Bytes of shared memory: Q, `stages` tiles of K and of V, a tile of a bias, all in panels of 64
+// columns (128 bytes); the barriers and work items, and up to 1023 bytes in front that align the
+// panels.
+constexpr int32_t sm90_smem_bytes(HeadDims d, Tile tile, ScoreKind score, int32_t q_stages) {
   int32_t qk = (d.qk + 63) / 64 * 128, v = (d.v + 63) / 64 * 128;
-  return q_stages * tile.m * qk + tile.stages * tile.n * (qk + v) + 1280 + 1024;
+  int32_t bias = sm90_stages_bias(d, score) ? (tile.n + 63) / 64 * 128 : 0;
+  return tile.m * (q_stages * qk + bias) + tile.stages * tile.n * (qk + v) + 1280 + 1024;
 }
 
 // Up to three Q tiles, where they fit: the next one arrives while this one is at work, and O of the
 // last one leaves through its own.
-constexpr int32_t sm90_q_stages(HeadDims d, Tile tile) {
+constexpr int32_t sm90_q_stages(HeadDims d, Tile tile, ScoreKind score) {
   int32_t stages = 3;
-  while (stages > 1 && sm90_smem_bytes(d, tile, stages) > 227 * 1024) --stages;
+  while (stages > 1 && sm90_smem_bytes(d, tile, score, stages) > 227 * 1024) --stages;
   return stages;
 }
 
