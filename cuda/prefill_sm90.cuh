@@ -52,7 +52,7 @@ struct PrefillSm90 {
   // O leaves before the next Q is waited for: a single Q tile comes late. Note: the functor's
   // registers leave no room for it.
   static constexpr bool kOutFirst = kQStages == 1 && kScore == ScoreKind::identity;
-  static_assert(8 * (4 * kTile.stages + 13) + sizeof(Sm90Work) * (2 + 4 * kConsumers) <= 1280);
+  static_assert(8 * (4 * kTile.stages + 15) + sizeof(Sm90Work) * (2 + 4 * kConsumers) <= 1280);
   static_assert(kSmemBytes <= 227 * 1024, "sm_90 gives a CTA at most 227 KiB");
   using Work = Sm90Work;
   using Qk = device::Wgmma<kType, kTile.n>;
@@ -64,8 +64,8 @@ struct PrefillSm90 {
   using Store = StoreSm90<kType, kHeadDimV, kTile.m, (kQStages > 1)>;
 
   // 2. Shared storage, in address order: Q (stage, panel, m, 64); K (stage, panel, n, 64); V
-  // likewise; a bias (panel, m, 64); barriers, those of the main loop first; the work items that
-  // the producer draws.
+  // likewise; a bias (panel, m, 64); barriers, those of the main loop first; the work items
+  // that the producer draws.
   struct Shared {
     uint32_t q, k, v, barriers;
     __device__ explicit Shared(const void* base) {
@@ -85,10 +85,10 @@ struct PrefillSm90 {
     __device__ uint32_t work_empty(int s) const { return other(8 + s); }
     __device__ uint32_t wanted() const { return other(10); }
     __device__ uint32_t bias() const { return barriers - kBiasBytes; }
-    __device__ uint32_t bias_full() const { return other(11); }
-    __device__ uint32_t bias_empty() const { return other(12); }
+    __device__ uint32_t bias_full(int g) const { return other(11 + g); }
+    __device__ uint32_t bias_empty(int g) const { return other(13 + g); }
     __device__ uint32_t other(int index) const { return barrier(4 * kTile.stages + index); }
-    __device__ uint32_t work(int s) const { return other(13) + s * static_cast<int>(sizeof(Work)); }
+    __device__ uint32_t work(int s) const { return other(15) + s * static_cast<int>(sizeof(Work)); }
     __device__ uint32_t copy(int warp) const { return work(2 + warp); }
   };
 
@@ -121,16 +121,6 @@ struct PrefillSm90 {
       load(map, smem, full);
     };
     Work w;
-    auto load_bias = [&](int tile) {
-      if (!kStagesBias || !s.stages_bias || !leads) return;
-      device::barrier_wait(shared.bias_empty(), ring.stage() % 2 ^ 1);
-      device::barrier_arrive_expect(shared.bias_full(), Bias::kBytes);
-      for (int panel = 0; panel < Bias::kPanels; ++panel) {
-        device::tma_load(shared.bias() + panel * kTile.m * 128, &maps.bias, shared.bias_full(),
-                         tile * kTile.n + panel * 64, w.row0, w.head * s.bias_heads,
-                         w.batch * s.bias_batches, 0, device::kEvictNormal);
-      }
-    };
     auto load_queries = [&] {
       device::barrier_wait(shared.q_empty(q_ring.stage()), q_ring.parity());
       uint32_t full = shared.q_full(q_ring.stage());
@@ -168,7 +158,6 @@ struct PrefillSm90 {
         load_keys(k, keys, maps.k, shared.k + ring.stage() * kKBytes, shared.k_empty(ring.stage()),
                   shared.k_full(ring.stage()));
         if (kQStages == 1 && tile == last) load_queries();
-        load_bias(tile);
         if (leads && tile == min(last, first + kWantedBefore)) {
           device::barrier_arrive(shared.wanted());
         }
@@ -179,6 +168,36 @@ struct PrefillSm90 {
         v = next_v;
       }
       take_work();
+    }
+  }
+
+  // One thread brings what each group adds to its scores.
+  static __device__ __forceinline__ void load_bias(const Sm90Schedule& s, const Sm90Maps& maps,
+                                                   const Shared& shared) {
+    device::tma_prefetch(&maps.bias);
+    device::Ring<2> slot(0);
+    uint32_t parity = 1;
+    while (true) {
+      Work w;
+      device::barrier_wait(shared.work_full(slot.stage()), slot.parity());
+      device::load_shared(w, shared.work(slot.stage()));
+      device::barrier_arrive(shared.work_empty(slot.stage()));
+      slot.next();
+      if (w.kind == Work::kNone) break;
+      if (w.kind == Work::kEmpty) continue;
+      for (int tile = w.range.end - 1; tile >= w.range.begin; --tile) {
+        for (int group = 0; group < kConsumers; ++group) {
+          device::barrier_wait(shared.bias_empty(group), parity);
+          device::barrier_arrive_expect(shared.bias_full(group), Bias::kBytes / kConsumers);
+          for (int panel = 0; panel < Bias::kPanels; ++panel) {
+            device::tma_load(shared.bias() + (panel * kTile.m + group * 64) * 128, &maps.bias,
+                             shared.bias_full(group), tile * kTile.n + panel * 64,
+                             w.row0 + group * 64, w.head * s.bias_heads, w.batch * s.bias_batches,
+                             0, device::kEvictNormal);
+          }
+        }
+        parity ^= 1;
+      }
     }
   }
 
@@ -221,16 +240,19 @@ struct PrefillSm90 {
   static __device__ __forceinline__ void modify(float (&scores)[kScoreCount],
                                                 const PrefillParams& p, const Sm90Schedule& s,
                                                 const Shared& shared, const Mod& mod,
-                                                const Rows& rows, int tile, bool masked,
+                                                const Rows& rows, int group, int tile, bool masked,
                                                 int stage) {
     int32_t first = tile * kTile.n + 2 * static_cast<int32_t>(threadIdx.x % 4);
     if constexpr (kScore == ScoreKind::scored) {
-      modify_scores(scores, mod, rows.row, first);
+      float factor = modify_scores(scores, mod, rows.row, first);
       if (kStagesBias && s.stages_bias) {
-        device::barrier_wait(shared.bias_full(), stage % 2);
-        Bias::add(scores, shared.bias(), threadIdx.x / 32 * 16 - 64);
-        if (threadIdx.x % 32 == 0) device::barrier_arrive(shared.bias_empty());
-      } else if (p.bias != nullptr) {
+        device::barrier_wait(shared.bias_full(group), stage % 2);
+        Bias::add(scores, factor, shared.bias(), threadIdx.x / 32 * 16 - 64);
+        if (threadIdx.x % 32 == 0) device::barrier_arrive(shared.bias_empty(group));
+      } else {
+        multiply(scores, factor);
+      }
+      if (p.bias != nullptr && !(kStagesBias && s.stages_bias)) {
         Work w;
         device::load_shared(w, shared.copy(threadIdx.x / 32 - 4));
         add_bias(scores, mod, rows.row, first, w.queries.used - 1, w.keys.used - 1);
@@ -411,7 +433,7 @@ struct PrefillSm90 {
       }
       at_work = true;
       release_scores(shared.k_empty(ring.stage()));
-      modify(scores, p, s, shared, mod, rows, tile,
+      modify(scores, p, s, shared, mod, rows, group, tile,
              tile >= w.range.full_end || tile < w.range.full_begin, ring.stage());
       softmax_step<kType>(state, scores, probs, out, mod.to_log2, s.zero, [] { return false; });
       fresh = true;
@@ -443,7 +465,7 @@ struct PrefillSm90 {
         wgmma_wait<1>();
         pin(scores);
         release_scores(k_empty);
-        modify(scores, p, s, shared, mod, rows, tile, masked, ring.stage());
+        modify(scores, p, s, shared, mod, rows, group, tile, masked, ring.stage());
         softmax_step<kType>(state, scores, probs, out, mod.to_log2, s.zero, [&] {
           wgmma_wait<0>();
           pin(out);
@@ -481,7 +503,8 @@ struct PrefillSm90 {
       for (int i = 0; i < 2; ++i) {
         device::barrier_init(shared.work_full(i), 1);
         device::barrier_init(shared.work_empty(i),
-                             kWarps + (p.pages.block_tables != nullptr ? kPageLoaders : 1));
+                             kWarps + (p.pages.block_tables != nullptr ? kPageLoaders : 1) +
+                                 (kStagesBias && s.stages_bias));
       }
       for (int i = 0; i < kTile.stages; ++i) {
         device::barrier_init(shared.k_full(i), 1);
@@ -490,8 +513,10 @@ struct PrefillSm90 {
         device::barrier_init(shared.v_empty(i), kWarps);
       }
       device::barrier_init(shared.wanted(), 1);
-      device::barrier_init(shared.bias_full(), 1);
-      device::barrier_init(shared.bias_empty(), kWarps);
+      for (int group = 0; kStagesBias && group < kConsumers; ++group) {
+        device::barrier_init(shared.bias_full(group), 1);
+        device::barrier_init(shared.bias_empty(group), 4);
+      }
       device::barrier_init_fence();
     }
     __syncthreads();
@@ -502,6 +527,8 @@ struct PrefillSm90 {
         schedule_work(p, s, Shared(smem));
       } else if (p.pages.block_tables != nullptr) {
         load_tiles<true>(p, s, maps, Shared(smem), warp == 0 ? 0 : warp - 1);
+      } else if (kStagesBias && warp == 2) {
+        if (s.stages_bias && device::elect_one()) load_bias(s, maps, Shared(smem));
       } else if (warp == 0 && device::elect_one()) {
         load_tiles<false>(p, s, maps, Shared(smem));
       }
@@ -536,7 +563,7 @@ void launch_prefill_sm90_tile(const PrefillParams& p, Tile tile, cudaStream_t st
                 {}};
   if (Kernel::kQStages > 1 && s.stores_boxes) maps.o = output_map(p);
   s.stages_bias = Kernel::kStagesBias && bias_has_map(p);
-  if (s.stages_bias) maps.bias = bias_map(p, tile.m);
+  if (s.stages_bias) maps.bias = bias_map(p);
   static std::atomic<uint64_t> allowed{0};
   allow_shared_memory(prefill_sm90_kernel<Kernel>, Kernel::kSmemBytes, allowed);
   int32_t grid = p.num_ctas > 0 && p.num_ctas < s.total ? p.num_ctas : s.total;

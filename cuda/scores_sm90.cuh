@@ -15,8 +15,10 @@ struct BiasTile {
   static constexpr int kPanels = (kKeys + 63) / 64, kBytes = kPanels * kRows * 128;
   static_assert(kKeys % 16 == 0);
 
-  // scores[i] is of row `row` + i / 2 % 2 * 8 and key i / 4 * 8 + i % 2, past those of the lane.
-  static __device__ __forceinline__ void add(float (&scores)[kKeys / 2], uint32_t smem, int row) {
+  // scores[i] * factor + bias, of row `row` + i / 2 % 2 * 8 and key i / 4 * 8 + i % 2 past those of
+  // the lane.
+  static __device__ __forceinline__ void add(float (&scores)[kKeys / 2], float factor,
+                                             uint32_t smem, int row) {
     using namespace device;
     int lane = threadIdx.x % 32, upper = lane / 16;
     row += lane % 16;
@@ -27,8 +29,9 @@ struct BiasTile {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         float* s = &scores[4 * chunk + 2 * i];
-        s[0] += to_float(reinterpret_cast<const Element<kType>(&)[2]>(words[i])[0]);
-        s[1] += to_float(reinterpret_cast<const Element<kType>(&)[2]>(words[i])[1]);
+        const auto& bias = reinterpret_cast<const Element<kType>(&)[2]>(words[i]);
+        s[0] = fmaf(s[0], factor, to_float(bias[0]));
+        s[1] = fmaf(s[1], factor, to_float(bias[1]));
       }
     }
   }
@@ -58,13 +61,21 @@ __device__ __forceinline__ void add_bias_pairs(float (&scores)[kCount], const ch
   }
 }
 
-// scores[i] becomes mod(scores[i], token + i / 2 % 2 * 8, key), with key = first + i / 4 * 8 + i %
-// 2, but for the bias.
+template <int kCount>
+__device__ __forceinline__ void multiply(float (&scores)[kCount], float factor) {
+  if (factor == 1.0f) return;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) scores[i] *= factor;
+}
+
+// scores[i] times the factor that is returned becomes mod(scores[i], token + i / 2 % 2 * 8, key),
+// with key = first + i / 4 * 8 + i % 2, but for the bias.
 template <DType kType, int kCount>
-__device__ __forceinline__ void modify_scores(float (&scores)[kCount],
-                                              const device::ScoreMod<kType, ScoreKind::scored>& mod,
-                                              int32_t token, int32_t first) {
+__device__ __forceinline__ float modify_scores(
+    float (&scores)[kCount], const device::ScoreMod<kType, ScoreKind::scored>& mod, int32_t token,
+    int32_t first) {
   using namespace device;
+  if (mod.softcap <= 0.0f && mod.slope == 0.0f) return mod.scale;
   if (mod.softcap > 0.0f) {
     float in = mod.scale * mod.inv_softcap;
 #pragma unroll
@@ -74,8 +85,7 @@ __device__ __forceinline__ void modify_scores(float (&scores)[kCount],
       scores[i] = mod.softcap * (kType == DType::bf16 ? tanh_approx(x) : tanh_exp2(x));
     }
   } else {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) scores[i] *= mod.scale;
+    multiply(scores, mod.scale);
   }
   if (mod.slope != 0.0f) {
     float sign = mod.slope > 0.0f ? -1.0f : 1.0f, base[2];
@@ -89,6 +99,7 @@ __device__ __forceinline__ void modify_scores(float (&scores)[kCount],
       scores[i] = fmaf(sign, fabsf(distance), scores[i]);
     }
   }
+  return 1.0f;
 }
 
 // Then the bias, from where it lies. Padding reads what the last token or key has.

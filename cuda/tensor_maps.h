@@ -112,19 +112,20 @@ inline const device::TensorMap& output_map(const PrefillParams& p) {
       {s.seq, s.head, s.batch, 0}, {64, 16, 1, 1, 1});
 }
 
-// A bias as (keys, tokens, heads, batch, 1), where that makes a legal map: a box is 64 keys of
-// `tokens` tokens.
+// A bias as (keys, tokens, heads, batch, 1), where that makes a legal map and a warp is free for
+// it: a box is 64 keys of 64 tokens.
 inline bool bias_has_map(const PrefillParams& p) {
-  return p.bias != nullptr && p.bias_dtype == p.dtype && p.bias_stride_kv == 1 &&
-         p.bias_stride_q > 0 && reinterpret_cast<uintptr_t>(p.bias) % 16 == 0 &&
+  return p.bias != nullptr && p.pages.block_tables == nullptr && p.bias_dtype == p.dtype &&
+         p.bias_stride_kv == 1 && p.bias_stride_q > 0 &&
+         reinterpret_cast<uintptr_t>(p.bias) % 16 == 0 &&
          (p.bias_stride_batch | p.bias_stride_head | p.bias_stride_q) % 8 == 0;
 }
-inline const device::TensorMap& bias_map(const PrefillParams& p, int32_t tokens) {
+inline const device::TensorMap& bias_map(const PrefillParams& p) {
   return tensor_map(p.dtype, p.bias,
                     {p.seqlen_kv, p.seqlen_q, p.bias_stride_head != 0 ? p.num_heads_q : 1,
                      p.bias_stride_batch != 0 ? p.batch : 1, 1},
                     {p.bias_stride_q, p.bias_stride_head, p.bias_stride_batch, 0},
-                    {64, tokens, 1, 1, 1});
+                    {64, 64, 1, 1, 1});
 }
 
 // K or V as (columns, tokens, heads, batch, 1). Note: the base must be mapped memory: the TMA reads
