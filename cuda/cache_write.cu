@@ -3,7 +3,7 @@
 // the cache is e4m3. One launch for K and V. Rotary embedding: arXiv:2104.09864. The same on the
 // CPU, bit for bit: cpu/cache.cpp. Next: cache_tile.cuh, cache_gather.cu.
 #include "cache_tile.cuh"
-#include "cuattn/device/convert.cuh"
+#include "cuattn/device/mma_sm80.cuh"
 #include "launchers.h"
 
 namespace cuattn {
@@ -79,25 +79,74 @@ __device__ bool has_aligned_rows(const float* table, int64_t stride) {
   return reinterpret_cast<uintptr_t>(table) % 16 == 0 && stride % 4 == 0;
 }
 
+// The rows of a tile. Where they are staged they set out for shared memory before their places are
+// known, in whole lines: neighbouring threads read neighbouring tokens there at no cost. What a
+// piece has behind the tile is read from where it lies.
+template <class T, bool kStaged>
+class TileRows {
+ public:
+  // Elements between tokens: 16 bytes more than they take, so that eight begin in other banks.
+  static __host__ __device__ int stride(int heads, int head_dim) {
+    return heads * head_dim + 16 / static_cast<int>(sizeof(T));
+  }
+
+  __device__ TileRows(const CacheSide& side, const CacheTile& tile, T* staged)
+      : side_(side), tile_(tile), staged_(staged), stride_(stride(tile.heads, side.head_dim)) {}
+  __device__ void fetch(int64_t num_tokens) const {
+    if constexpr (kStaged) {
+      constexpr int kWarps = kCacheThreads / 32, kVec = 16 / sizeof(T);
+      int warp = threadIdx.x / 32, chunks = side_.head_dim / kVec;
+      int tokens = static_cast<int>(min(num_tokens - tile_.first, int64_t{tile_.tokens}));
+      for (int i = threadIdx.x % 32; i < tile_.heads * chunks; i += 32) {
+        const T* from = global(0, i / chunks) + i % chunks * kVec;
+        uint32_t to = smem_address(staged_ + i * kVec);
+        for (int token = warp; token < tokens; token += kWarps)
+          cp_async16(to + token * stride_ * static_cast<int>(sizeof(T)),
+                     from + token * side_.row_token);
+      }
+      cp_async_commit();
+    }
+  }
+  __device__ void await() const {
+    if constexpr (kStaged) {
+      cp_async_wait<0>();
+      __syncthreads();
+    }
+  }
+  // Of a token and a head, both within the tile but for the tokens behind it.
+  __device__ const T* operator()(int token, int head) const {
+    if (!kStaged || token >= tile_.tokens) return global(token, head);
+    return staged_ + token * stride_ + head * side_.head_dim;
+  }
+
+ private:
+  __device__ const T* global(int token, int head) const {
+    return static_cast<const T*>(side_.rows) +
+           side_.row(tile_.first + token, tile_.first_head + head);
+  }
+
+  const CacheSide& side_;
+  const CacheTile& tile_;
+  T* staged_;
+  int stride_;
+};
+
 // The elements from `first_d` on, as they are.
-template <class Types, bool kPieces>
-__device__ void write_rows(const CacheSide& side, const CacheTile& tile, const float* inverses,
-                           int first_d) {
+template <class Types, bool kPieces, class Rows>
+__device__ void write_rows(const CacheSide& side, const CacheTile& tile, const Rows& rows,
+                           const float* inverses, int first_d) {
   constexpr int kVec = Types::kVec;
-  const auto* rows = static_cast<const typename Types::T*>(side.rows);
   auto* cache = static_cast<typename Types::C*>(side.cache);
   int chunks = (side.head_dim - first_d) / kVec, bits = token_bits(side, tile.tokens);
   for (int index = threadIdx.x; index < tile.items * chunks; index += kCacheThreads) {
     CacheItem item(index, chunks, bits);
     int d = first_d + item.chunk * kVec, token = tile.token<kPieces>(item.token);
     if (token < 0) continue;
-    const auto* from = rows + side.row(tile.first + token, tile.first_head) + d;
     auto* to = cache + tile.place(token) + tile.first_head * side.strides.head + side.run_of(d);
     typename Types::Row x[kTileHeads];
 #pragma unroll
     for (int h = 0; h < kTileHeads; ++h) {
-      if (h < tile.heads)
-        x[h] = *reinterpret_cast<const typename Types::Row*>(from + h * side.row_head);
+      if (h < tile.heads) x[h] = *reinterpret_cast<const typename Types::Row*>(rows(token, h) + d);
     }
 #pragma unroll
     for (int h = 0; h < kTileHeads; ++h) {
@@ -108,12 +157,46 @@ __device__ void write_rows(const CacheSide& side, const CacheTile& tile, const f
   }
 }
 
+// cos and sin of four columns.
+struct Angles {
+  CacheChunk<float, 4> cos, sin;
+};
+
+// Columns `first` to first + 3 of two chunks, turned and stored.
+template <class Types, class Row, class Stored>
+__device__ __forceinline__ void turn_four(const Row& a, const Row& b, int first,
+                                          const Angles& angles, bool interleaved, float inverse,
+                                          Stored& low, Stored& high) {
+  constexpr int kColumns = sizeof(Row) / sizeof(typename Types::T);
+  auto turn = [&](const auto& x, const auto& y, int column) {
+    return rotated(to_float(x), to_float(y), angles.cos.x[column - first],
+                   angles.sin.x[column - first]);
+  };
+  if (interleaved) {
+#pragma unroll
+    for (int column = first; column < first + 4; ++column) {
+      bool in_a = 2 * column < kColumns;
+      const auto* pair = (in_a ? a : b).x + 2 * column % kColumns;
+      Rotated x = turn(pair[0], pair[1], column);
+      Types::store_two((in_a ? low : high).x + 2 * column % kColumns, x.a, x.b, inverse);
+    }
+  } else {
+#pragma unroll
+    for (int column = first; column < first + 4; column += 2) {
+      Rotated x = turn(a.x[column], b.x[column], column);
+      Rotated y = turn(a.x[column + 1], b.x[column + 1], column + 1);
+      Types::store_two(low.x + column, x.a, y.a, inverse);
+      Types::store_two(high.x + column, x.b, y.b, inverse);
+    }
+  }
+}
+
 // The rotated elements where half of them is a multiple of kColumns: a thread takes as many columns
 // of cos and sin, and for kHeads heads the two chunks whose pairs these columns turn. What is
 // turned of a head that is not there is not stored.
-template <class Types, bool kPieces, int kColumns>
-__device__ void rotate_rows(const CacheWriteParams& p, const CacheTile& tile, const float* inverses,
-                            const int64_t* positions) {
+template <class Types, bool kPieces, int kColumns, class Rows>
+__device__ void rotate_rows(const CacheWriteParams& p, const CacheTile& tile, const Rows& rows,
+                            const float* inverses, const int64_t* positions) {
   using T = typename Types::T;
   using C = typename Types::C;
   constexpr int kHeads = 32 / (kColumns * sizeof(T));  // 64 bytes in flight
@@ -132,7 +215,7 @@ __device__ void rotate_rows(const CacheWriteParams& p, const CacheTile& tile, co
       if (token < 0) continue;
       int d = column << int{rope.interleaved};
       int other = rope.interleaved ? kColumns : half;  // from the first chunk to the second
-      const T* from = static_cast<const T*>(side.rows) + side.row(tile.first + token, head) + d;
+      const T* from = rows(token, begin) + d;
       Row a[kHeads], b[kHeads];
 #pragma unroll
       for (int h = 0; h < kHeads; ++h) {
@@ -146,32 +229,11 @@ __device__ void rotate_rows(const CacheWriteParams& p, const CacheTile& tile, co
       Stored low[kHeads], high[kHeads];
 #pragma unroll
       for (int i = 0; i < kColumns; i += 4) {
-        auto cos = load_four(cos_row + i, aligned), sin = load_four(sin_row + i, aligned);
+        Angles angles = {load_four(cos_row + i, aligned), load_four(sin_row + i, aligned)};
 #pragma unroll
-        for (int h = 0; h < kHeads; ++h) {
-          float inverse = inverses[begin + h];
-          auto turn = [&](const T& x, const T& y, int column) {
-            return rotated(to_float(x), to_float(y), cos.x[column - i], sin.x[column - i]);
-          };
-          if (rope.interleaved) {
-#pragma unroll
-            for (int column = i; column < i + 4; ++column) {
-              bool first = 2 * column < kColumns;
-              const T* pair = (first ? a : b)[h].x + 2 * column % kColumns;
-              Rotated x = turn(pair[0], pair[1], column);
-              Types::store_two((first ? low : high)[h].x + 2 * column % kColumns, x.a, x.b,
-                               inverse);
-            }
-          } else {
-#pragma unroll
-            for (int column = i; column < i + 4; column += 2) {
-              Rotated x = turn(a[h].x[column], b[h].x[column], column);
-              Rotated y = turn(a[h].x[column + 1], b[h].x[column + 1], column + 1);
-              Types::store_two(low[h].x + column, x.a, y.a, inverse);
-              Types::store_two(high[h].x + column, x.b, y.b, inverse);
-            }
-          }
-        }
+        for (int h = 0; h < kHeads; ++h)
+          turn_four<Types>(a[h], b[h], i, angles, rope.interleaved, inverses[begin + h], low[h],
+                           high[h]);
       }
       C* to = static_cast<C*>(side.cache) + tile.place(token) + head * side.strides.head;
       int64_t first_run = side.run_of(d), second_run = side.run_of(d + other);
@@ -185,9 +247,50 @@ __device__ void rotate_rows(const CacheWriteParams& p, const CacheTile& tile, co
   }
 }
 
+// The same of rows that are staged: what takes time are cos and sin, which serve all heads.
+template <class Types, bool kPieces, int kColumns, class Rows>
+__device__ void rotate_staged_rows(const CacheWriteParams& p, const CacheTile& tile,
+                                   const Rows& rows, const float* inverses,
+                                   const int64_t* positions) {
+  using C = typename Types::C;
+  using Row = CacheChunk<typename Types::T, kColumns>;
+  using Stored = CacheChunk<C, kColumns>;
+  const CacheSide& side = p.k;
+  const RopeParams& rope = p.rope;
+  int half = rope.rotary_dim / 2, chunks = half / kColumns, bits = token_bits(side, tile.tokens);
+  bool aligned =
+      has_aligned_rows(rope.cos, rope.cos_stride) && has_aligned_rows(rope.sin, rope.sin_stride);
+  for (int index = threadIdx.x; index < tile.items * chunks; index += kCacheThreads) {
+    CacheItem item(index, chunks, bits);
+    int column = item.chunk * kColumns, token = tile.token<kPieces>(item.token);
+    if (token < 0) continue;
+    int d = column << int{rope.interleaved};
+    int other = rope.interleaved ? kColumns : half;  // from the first chunk to the second
+    const float* cos_row = rope.cos + positions[token] * rope.cos_stride + column;
+    const float* sin_row = rope.sin + positions[token] * rope.sin_stride + column;
+    Angles angles[kColumns / 4];
+#pragma unroll
+    for (int i = 0; i < kColumns; i += 4)
+      angles[i / 4] = {load_four(cos_row + i, aligned), load_four(sin_row + i, aligned)};
+    C* to = static_cast<C*>(side.cache) + tile.place(token) + tile.first_head * side.strides.head;
+    int64_t first_run = side.run_of(d), second_run = side.run_of(d + other);
+#pragma unroll 1
+    for (int h = 0; h < tile.heads; ++h, to += side.strides.head) {
+      Row a = *reinterpret_cast<const Row*>(rows(token, h) + d);
+      Row b = *reinterpret_cast<const Row*>(rows(token, h) + d + other);
+      Stored low, high;
+#pragma unroll
+      for (int i = 0; i < kColumns; i += 4)
+        turn_four<Types>(a, b, i, angles[i / 4], rope.interleaved, inverses[h], low, high);
+      *reinterpret_cast<Stored*>(to + first_run) = low;
+      *reinterpret_cast<Stored*>(to + second_run) = high;
+    }
+  }
+}
+
 // The rotated elements in any other case, pair by pair.
-template <class Types>
-__device__ void rotate_pairs(const CacheWriteParams& p, const CacheTile& tile,
+template <class Types, class Rows>
+__device__ void rotate_pairs(const CacheWriteParams& p, const CacheTile& tile, const Rows& rows,
                              const float* inverses, const int64_t* positions) {
   const CacheSide& side = p.k;
   const RopeParams& rope = p.rope;
@@ -201,8 +304,7 @@ __device__ void rotate_pairs(const CacheWriteParams& p, const CacheTile& tile,
     int d = rope.interleaved ? 2 * item.chunk : item.chunk;
     int other = rope.interleaved ? d + 1 : d + half;
     for (int head = tile.first_head; head < tile.first_head + tile.heads; ++head) {
-      const auto* row = static_cast<const typename Types::T*>(side.rows) +
-                        side.row(tile.first + item.token, head);
+      const auto* row = rows(item.token, head - tile.first_head);
       auto* place = static_cast<typename Types::C*>(side.cache) + tile.place(item.token) +
                     head * side.strides.head;
       float inverse = inverses[head - tile.first_head];
@@ -214,8 +316,8 @@ __device__ void rotate_pairs(const CacheWriteParams& p, const CacheTile& tile,
 }
 
 // The elements from `begin` on to the next chunk, which is returned, one by one.
-template <class Types>
-__device__ int write_to_next_chunk(const CacheSide& side, const CacheTile& tile,
+template <class Types, class Rows>
+__device__ int write_to_next_chunk(const CacheSide& side, const CacheTile& tile, const Rows& rows,
                                    const float* inverses, int begin) {
   int end = ceil_div(begin, Types::kVec) * Types::kVec;
   for (int index = threadIdx.x; index < tile.tokens * (end - begin); index += kCacheThreads) {
@@ -223,8 +325,7 @@ __device__ int write_to_next_chunk(const CacheSide& side, const CacheTile& tile,
     if (tile.slot(item.token) < 0) continue;
     int d = begin + item.chunk;
     for (int head = tile.first_head; head < tile.first_head + tile.heads; ++head) {
-      const auto* row = static_cast<const typename Types::T*>(side.rows) +
-                        side.row(tile.first + item.token, head);
+      const auto* row = rows(item.token, head - tile.first_head);
       auto* place = static_cast<typename Types::C*>(side.cache) + tile.place(item.token) +
                     head * side.strides.head;
       place[side.run_of(d)] = Types::stored_element(row[d], inverses[head - tile.first_head]);
@@ -237,9 +338,9 @@ template <class Types>
 using Pairs = PairTile<typename Types::C, 8 / sizeof(typename Types::T)>;  // 64 bytes in flight
 
 // V of the vLLM layout, by pairs of pieces.
-template <class Types>
-__device__ void write_pairs(const CacheSide& side, const CacheTile& tile, const float* inverses,
-                            Pairs<Types>* warp_tiles) {
+template <class Types, class Rows>
+__device__ void write_pairs(const CacheSide& side, const CacheTile& tile, const Rows& rows,
+                            const float* inverses, Pairs<Types>* warp_tiles) {
   using T = typename Types::T;
   using Pair = Pairs<Types>;
   constexpr int kDims = Pair::kTileDims / Pair::kChunks;
@@ -252,11 +353,10 @@ __device__ void write_pairs(const CacheSide& side, const CacheTile& tile, const 
     const int* pair = item.pair;
     int token = pair[piece], d = begin + chunk * kDims;
     if (token >= 0 && d < side.head_dim) {
-      const T* from = static_cast<const T*>(side.rows) + side.row(tile.first + token, head) + d;
       Row x[kPieceTokens];
 #pragma unroll
       for (int i = 0; i < kPieceTokens; ++i)
-        x[i] = *reinterpret_cast<const Row*>(from + i * side.row_token);
+        x[i] = *reinterpret_cast<const Row*>(rows(token + i, h) + d);
 #pragma unroll
       for (int j = 0; j < kDims; ++j) {
         CacheChunk<T, kPieceTokens> column;
@@ -280,18 +380,17 @@ __device__ void write_pairs(const CacheSide& side, const CacheTile& tile, const 
 }
 
 // The tokens of no piece. A warp takes a row, so that a store reaches four sectors of each line.
-template <class Types>
-__device__ void write_scattered(const CacheSide& side, const CacheTile& tile,
+template <class Types, class Rows>
+__device__ void write_scattered(const CacheSide& side, const CacheTile& tile, const Rows& rows,
                                 const float* inverses) {
   constexpr int kCount = 4;  // elements that a lane has in flight
-  const auto* rows = static_cast<const typename Types::T*>(side.rows);
   auto* cache = static_cast<typename Types::C*>(side.cache);
   int lane = threadIdx.x % 32;
   for (int index = threadIdx.x / 32; index < tile.tokens * tile.heads;
        index += kCacheThreads / 32) {
     int token = index / tile.heads, head = tile.first_head + index % tile.heads;
     if (!tile.is_alone(token)) continue;
-    const auto* from = rows + side.row(tile.first + token, head);
+    const auto* from = rows(token, head - tile.first_head);
     auto* to = cache + tile.place(token) + head * side.strides.head;
     float inverse = inverses[head - tile.first_head];
     for (int begin = lane; begin < side.head_dim; begin += 32 * kCount) {
@@ -310,6 +409,11 @@ __device__ void write_scattered(const CacheSide& side, const CacheTile& tile,
   }
 }
 
+// Whether rows go through shared memory. Those of the other layouts are read in whole lines anyway;
+// float32 would be 3 % slower, e4m3 alike, or 5 % slower where tokens begin within a block.
+template <DType kType, DType kCacheType, bool kRope, bool kVllm>
+constexpr bool kStagesRows = kVllm && kType != DType::f32 && (kRope || kCacheType == kType);
+
 // kVllm: the layout whose V goes by pieces.
 template <DType kType, DType kCacheType, bool kRope, bool kVllm>
 __global__ void __launch_bounds__(kCacheThreads, kRope&& kType == DType::f32 ? 3 : 4)
@@ -321,6 +425,11 @@ __global__ void __launch_bounds__(kCacheThreads, kRope&& kType == DType::f32 ? 3
   CacheTile tile(&places, tokens, p.num_heads);
   bool is_k = tile.is_k;
   const CacheSide& side = is_k ? p.k : p.v;
+  extern __shared__ uint4 staged[];
+  using T = typename Pair::T;
+  constexpr bool kStaged = kStagesRows<kType, kCacheType, kRope, kVllm>;
+  const TileRows<T, kStaged> rows(side, tile, reinterpret_cast<T*>(staged));
+  rows.fetch(p.num_tokens);
   if (kRope && is_k) {  // by threads that have no slots to read, at the same time
     int i = static_cast<int>(threadIdx.x) - kCacheThreads / 2;
     if (i >= 0 && i < tokens + kPieceTokens && tile.first + i < p.num_tokens)
@@ -333,34 +442,57 @@ __global__ void __launch_bounds__(kCacheThreads, kRope&& kType == DType::f32 ? 3
     return is_slot(p, slot) ? slot : int64_t{-1};
   });
   bool some_alone = kVllm && (!is_k || tokens > kFewTokens) && tile.find_pieces();
+  rows.await();
   if (kVllm && !is_k) {
     __shared__ Pairs<Pair> warp_tiles[kCacheThreads / 32];
-    if (some_alone) write_scattered<Pair>(side, tile, inverses);
-    write_pairs<Pair>(side, tile, inverses, warp_tiles);
+    if (some_alone) write_scattered<Pair>(side, tile, rows, inverses);
+    write_pairs<Pair>(side, tile, rows, inverses, warp_tiles);
     return;
   }
   int first_d = 0;
   if (kRope && is_k) {
+    auto rotate = [&]<int kColumns>() {
+      if constexpr (kStaged) {
+        rotate_staged_rows<Pair, kVllm, kColumns>(p, tile, rows, inverses, positions);
+      } else {
+        rotate_rows<Pair, kVllm, kColumns>(p, tile, rows, inverses, positions);
+      }
+    };
     if (p.rope.rotary_dim % (2 * Pair::kVec) == 0) {
-      rotate_rows<Pair, kVllm, Pair::kVec>(p, tile, inverses, positions);
+      rotate.template operator()<Pair::kVec>();
     } else if (p.rope.rotary_dim % 8 == 0) {
-      rotate_rows<Pair, kVllm, 4>(p, tile, inverses, positions);
+      rotate.template operator()<4>();
     } else {
-      rotate_pairs<Pair>(p, tile, inverses, positions);
+      rotate_pairs<Pair>(p, tile, rows, inverses, positions);
     }
-    first_d = write_to_next_chunk<Pair>(side, tile, inverses, p.rope.rotary_dim);
+    first_d = write_to_next_chunk<Pair>(side, tile, rows, inverses, p.rope.rotary_dim);
   }
-  write_rows<Pair, kVllm>(side, tile, inverses, first_d);
+  write_rows<Pair, kVllm>(side, tile, rows, inverses, first_d);
+}
+
+template <DType kType, DType kCacheType, bool kRope, bool kVllm>
+void launch(const CacheWriteParams& p, cudaStream_t stream) {
+  constexpr bool kStaged = kStagesRows<kType, kCacheType, kRope, kVllm>;
+  using Rows = TileRows<Element<kType>, kStaged>;
+  int head_dim = std::max(p.k.head_dim, p.v.head_dim);
+  int row_bytes = kTileHeads * head_dim * static_cast<int>(sizeof(Element<kType>));
+  int many = std::clamp((32 << 10) / row_bytes / kPieceTokens, 1, 4) * kPieceTokens;
+  int tokens = tile_tokens(p.num_tokens, p.num_heads, kStaged ? many : kTileTokens<Element<kType>>);
+  dim3 grid = cache_grid("reshape_and_cache", p.num_tokens, p.num_heads, tokens);
+  auto* kernel = cache_write<kType, kCacheType, kRope, kVllm>;
+  int stride = Rows::stride(std::min(p.num_heads, kTileHeads), head_dim);
+  int staged = kStaged ? tokens * stride * static_cast<int>(sizeof(Element<kType>)) : 0;
+  static std::atomic<uint64_t> allowed{0};
+  // 33 KB at most; with those that the kernel declares more than is granted without asking.
+  if (kStaged) allow_shared_memory(kernel, 64 << 10, allowed);
+  kernel<<<grid, kCacheThreads, staged, stream>>>(p, tokens);
+  CUATTN_CUDA_TRY(cudaGetLastError());
 }
 
 template <DType kType, DType kCacheType, bool kRope>
 void launch(const CacheWriteParams& p, cudaStream_t stream) {
-  int tokens = tile_tokens(p.num_tokens, p.num_heads, kTileTokens<Element<kType>>);
-  dim3 grid = cache_grid("reshape_and_cache", p.num_tokens, p.num_heads, tokens);
-  auto* kernel = p.kv_layout == KvLayout::vllm ? cache_write<kType, kCacheType, kRope, true>
-                                               : cache_write<kType, kCacheType, kRope, false>;
-  kernel<<<grid, kCacheThreads, 0, stream>>>(p, tokens);
-  CUATTN_CUDA_TRY(cudaGetLastError());
+  if (p.kv_layout == KvLayout::vllm) return launch<kType, kCacheType, kRope, true>(p, stream);
+  launch<kType, kCacheType, kRope, false>(p, stream);
 }
 
 template <DType kType>
