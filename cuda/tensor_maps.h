@@ -116,8 +116,8 @@ inline const device::TensorMap& output_map(const PrefillParams& p) {
 // it: a box is 64 keys of 64 tokens.
 inline bool bias_has_map(const PrefillParams& p) {
   return p.bias != nullptr && p.pages.block_tables == nullptr && p.bias_dtype == p.dtype &&
-         p.bias_stride_kv == 1 && p.bias_stride_q > 0 &&
-         reinterpret_cast<uintptr_t>(p.bias) % 16 == 0 &&
+         p.bias_stride_kv == 1 && p.bias_stride_q > 0 && p.bias_stride_batch >= 0 &&
+         p.bias_stride_head >= 0 && reinterpret_cast<uintptr_t>(p.bias) % 16 == 0 &&
          (p.bias_stride_batch | p.bias_stride_head | p.bias_stride_q) % 8 == 0;
 }
 inline const device::TensorMap& bias_map(const PrefillParams& p) {

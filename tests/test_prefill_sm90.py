@@ -186,12 +186,47 @@ def test_scores_of_each_head_in_a_group_of_short_queries(scored, rng):
     assert_case(CUDA, "sm90", Case("float16", 2, 8, 2, 5, 300, 64, **scored), rng)
 
 
+# Rows of a multiple of 8 elements: the TMA can bring them.
+BIASED = {
+    "full": dict(),
+    "one_key_tile": dict(seqlen_kv=8),
+    "rows": dict(bias="rows", batch=3),
+    "causal": dict(causal=True, seqlen_q=400, head_dim=64),
+    "window": dict(window=(70, 30), seqlen_q=300, head_dim=96),
+    "window_128": dict(window=(150, 0), seqlen_q=500),
+    "ragged": dict(layout="ragged", batch=5, causal=True),
+    "heads_first": dict(layout="bhsd", head_dim=80),
+    "lengths": dict(seqused="both", batch=4),
+    "empty_rows": dict(causal=True, seqlen_q=300, seqlen_kv=40),
+    "after_softcap": dict(softcap=9.0),
+    "after_alibi": dict(alibi="batch", causal=True),
+    "wide": dict(head_dim=256),  # read from where it lies
+    "many_items": dict(batch=9, num_heads_q=16, num_heads_kv=2, seqlen_q=200, seqlen_kv=264),
+}
+
+
+@pytest.mark.parametrize("name", BIASED)
+@pytest.mark.parametrize("dtype", HALF)
+def test_bias_in_boxes(dtype, name, rng):
+    shape = dict(batch=2, num_heads_q=4, num_heads_kv=2, seqlen_q=150, seqlen_kv=520, head_dim=128)
+    case = Case(dtype, **{"bias": "full", **shape, **BIASED[name]})
+    assert_case(CUDA, "sm90", case, rng)
+
+    def hide(problem):
+        bias = problem.arrays["bias"]
+        bias[rng.random(bias.shape) < 0.3] = -np.inf
+        bias[..., 3, :] = -np.inf
+
+    assert_case(CUDA, "sm90", case, rng, hide)
+
+
 REPEATED = {
     "drawn": dict(batch=20, causal=True),
     "wide": dict(batch=10, head_dim=256, causal=True),
     "fixed": dict(batch=10, head_dim=128),
     "window": dict(batch=10, head_dim=128, window=(90, 20)),
     "scored": dict(batch=20, head_dim=96, causal=True, softcap=20.0),
+    "bias": dict(batch=20, head_dim=128, seqlen_kv=336, bias="full"),
     "ragged": dict(batch=50, layout="ragged", head_dim=128, causal=True),
     "packed": dict(batch=60, seqlen_q=9, head_dim=128),
 }

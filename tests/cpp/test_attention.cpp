@@ -76,7 +76,9 @@ void choose_score(Problem& p, const std::string& score, Random& random) {
   if (which & 1) p.softcap = random.pick(std::vector<double>{1.0, 15.0, 50.0});
   if (which & 2) p.alibi = true;
   if (which & 4) p.bias_kind = static_cast<Problem::Bias>(random.range(1, 3));
-  if (which & 8) p.scale = -0.1;  // which needs the scored kernels too
+  bool in_boxes = p.bias_kind == Problem::Bias::same && random.chance(0.5);
+  if (in_boxes) p.seqlen_kv = (p.seqlen_kv + 7) / 8 * 8;  // rows that the TMA can bring
+  if (which & 8) p.scale = -0.1;                          // which needs the scored kernels too
   p.alibi_per_batch = random.chance(0.5);
   p.bias_broadcast = random.chance(0.5);
 }
