@@ -113,13 +113,24 @@ class TileRows {
       __syncthreads();
     }
   }
-  // Of a token and a head, both within the tile but for the tokens behind it.
-  __device__ const T* operator()(int token, int head) const {
-    if (!kStaged || token >= tile_.tokens) return global(token, head);
+  // The row of a token and a head, from which `tokens` follow each other: the tile's, or some
+  // behind it.
+  __device__ const T* operator()(int token, int head, int tokens = 1) const {
+    if (!has(token, tokens)) return global(token, head);
     return staged_ + token * stride_ + head * side_.head_dim;
+  }
+  // From there to the next head, and to the next token.
+  __device__ int64_t next_head(int token) const {
+    return has(token, 1) ? side_.head_dim : side_.row_head;
+  }
+  __device__ int64_t next_token(int token, int tokens) const {
+    return has(token, tokens) ? stride_ : side_.row_token;
   }
 
  private:
+  __device__ bool has(int token, int tokens) const {
+    return kStaged && token + tokens <= tile_.tokens;
+  }
   __device__ const T* global(int token, int head) const {
     return static_cast<const T*>(side_.rows) +
            side_.row(tile_.first + token, tile_.first_head + head);
@@ -143,10 +154,13 @@ __device__ void write_rows(const CacheSide& side, const CacheTile& tile, const R
     int d = first_d + item.chunk * kVec, token = tile.token<kPieces>(item.token);
     if (token < 0) continue;
     auto* to = cache + tile.place(token) + tile.first_head * side.strides.head + side.run_of(d);
+    const auto* from = rows(token, 0) + d;
+    int64_t next_head = rows.next_head(token);
     typename Types::Row x[kTileHeads];
 #pragma unroll
     for (int h = 0; h < kTileHeads; ++h) {
-      if (h < tile.heads) x[h] = *reinterpret_cast<const typename Types::Row*>(rows(token, h) + d);
+      if (h < tile.heads)
+        x[h] = *reinterpret_cast<const typename Types::Row*>(from + h * next_head);
     }
 #pragma unroll
     for (int h = 0; h < kTileHeads; ++h) {
@@ -272,18 +286,20 @@ __device__ void rotate_staged_rows(const CacheWriteParams& p, const CacheTile& t
 #pragma unroll
     for (int i = 0; i < kColumns; i += 4)
       angles[i / 4] = {load_four(cos_row + i, aligned), load_four(sin_row + i, aligned)};
-    C* to = static_cast<C*>(side.cache) + tile.place(token) + tile.first_head * side.strides.head;
-    int64_t first_run = side.run_of(d), second_run = side.run_of(d + other);
+    C* to = static_cast<C*>(side.cache) + tile.place(token) + tile.first_head * side.strides.head +
+            side.run_of(d);
+    int64_t second = side.run_of(d + other) - side.run_of(d);
 #pragma unroll 1
     for (int h = 0; h < tile.heads; ++h, to += side.strides.head) {
-      Row a = *reinterpret_cast<const Row*>(rows(token, h) + d);
-      Row b = *reinterpret_cast<const Row*>(rows(token, h) + d + other);
+      const auto* from = rows(token, h) + d;
+      Row a = *reinterpret_cast<const Row*>(from);
+      Row b = *reinterpret_cast<const Row*>(from + other);
       Stored low, high;
 #pragma unroll
       for (int i = 0; i < kColumns; i += 4)
         turn_four<Types>(a, b, i, angles[i / 4], rope.interleaved, inverses[h], low, high);
-      *reinterpret_cast<Stored*>(to + first_run) = low;
-      *reinterpret_cast<Stored*>(to + second_run) = high;
+      *reinterpret_cast<Stored*>(to) = low;
+      *reinterpret_cast<Stored*>(to + second) = high;
     }
   }
 }
@@ -353,10 +369,11 @@ __device__ void write_pairs(const CacheSide& side, const CacheTile& tile, const 
     const int* pair = item.pair;
     int token = pair[piece], d = begin + chunk * kDims;
     if (token >= 0 && d < side.head_dim) {
+      const T* from = rows(token, h, kPieceTokens) + d;
+      int64_t next = rows.next_token(token, kPieceTokens);
       Row x[kPieceTokens];
 #pragma unroll
-      for (int i = 0; i < kPieceTokens; ++i)
-        x[i] = *reinterpret_cast<const Row*>(rows(token + i, h) + d);
+      for (int i = 0; i < kPieceTokens; ++i) x[i] = *reinterpret_cast<const Row*>(from + i * next);
 #pragma unroll
       for (int j = 0; j < kDims; ++j) {
         CacheChunk<T, kPieceTokens> column;
@@ -483,8 +500,9 @@ void launch(const CacheWriteParams& p, cudaStream_t stream) {
   int stride = Rows::stride(std::min(p.num_heads, kTileHeads), head_dim);
   int staged = kStaged ? tokens * stride * static_cast<int>(sizeof(Element<kType>)) : 0;
   static std::atomic<uint64_t> allowed{0};
-  // 33 KB at most; with those that the kernel declares more than is granted without asking.
-  if (kStaged) allow_shared_memory(kernel, 64 << 10, allowed);
+  // At most 33 KB, or 8 tokens of the widest rows; the kernel declares up to 23 KB besides.
+  constexpr int kMostStaged = kPieceTokens * (kTileHeads * kMaxCacheHeadDim + 8) * 2;
+  if (kStaged) allow_shared_memory(kernel, kMostStaged, allowed);
   kernel<<<grid, kCacheThreads, staged, stream>>>(p, tokens);
   CUATTN_CUDA_TRY(cudaGetLastError());
 }

@@ -13,8 +13,6 @@
 namespace cuattn {
 namespace {
 
-constexpr int64_t kMaxHeadDim = 1024;
-
 void read_rows(const char* fn, const char* name, const TensorView& view, DType dtype,
                DLDevice device, const char* like, bool output, CacheSide& side) {
   require_rank(fn, name, view, 3, "[num_tokens, num_heads_kv, head_dim]");
@@ -28,8 +26,8 @@ void read_rows(const char* fn, const char* name, const TensorView& view, DType d
 
 void check_head_dim(const char* fn, const char* name, int64_t head_dim, DType cache_dtype) {
   int64_t step = cache_dtype == DType::e4m3 ? 16 : 8;
-  CUATTN_REQUIRE(head_dim >= step && head_dim <= kMaxHeadDim && head_dim % step == 0, fn, ": ",
-                 name, " must have head_dim a multiple of ", step, " up to ", kMaxHeadDim,
+  CUATTN_REQUIRE(head_dim >= step && head_dim <= kMaxCacheHeadDim && head_dim % step == 0, fn, ": ",
+                 name, " must have head_dim a multiple of ", step, " up to ", kMaxCacheHeadDim,
                  cache_dtype == DType::e4m3 ? " (float8_e4m3fn)" : "", ", got ", head_dim,
                  "; pad it with zeros");
 }

@@ -7,6 +7,8 @@
 
 namespace cuattn {
 
+constexpr int32_t kMaxCacheHeadDim = 1024;
+
 // The keys, or the values, of a call: rows [num_tokens, num_heads, head_dim] outside the cache, and
 // their places inside. The d axis of a cache is stored in runs of neighbours: element (block, head,
 // token, d) lies at block * strides.block + head * strides.head + token * strides.token + d / run *
