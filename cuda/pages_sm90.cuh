@@ -22,22 +22,19 @@ inline const device::TensorMap& page_map(const PrefillParams& p, const void* bas
 template <int kRows, int kPanels>
 struct RowBox {
   static constexpr uint32_t kBytes = kPanels * kRows * 128;
-  int32_t first;
+  int32_t row, head, batch;
 
-  __device__ __forceinline__ RowBox(const PrefillParams&, const Sm90Keys&, const Sm90Schedule&,
-                                    int32_t first, int)
-      : first(first) {}
+  __device__ __forceinline__ RowBox(const PrefillParams& p, const Sm90Keys& keys,
+                                    const Sm90Schedule&, uint32_t, int32_t first, int)
+      : row(keys.start + first), head(keys.head), batch(p.cu_seqlens_kv ? 0 : keys.batch) {}
 
-  // What remains to be done when the stage is free.
-  __device__ __forceinline__ auto ready(const PrefillParams& p, const Sm90Keys& keys, int) const {
-    int32_t row = keys.start + first, batch = p.cu_seqlens_kv ? 0 : keys.batch, head = keys.head;
-    return [=](const device::TensorMap& map, uint32_t smem, uint32_t full) {
+  __device__ __forceinline__ void load(const device::TensorMap& map, uint32_t smem,
+                                       uint32_t full) const {
 #pragma unroll
-      for (int panel = 0; panel < kPanels; ++panel) {
-        device::tma_load(smem + panel * kRows * 128, &map, full, panel * 64, row, head, batch, 0,
-                         device::kEvictLast);
-      }
-    };
+    for (int panel = 0; panel < kPanels; ++panel) {
+      device::tma_load(smem + panel * kRows * 128, &map, full, panel * 64, row, head, batch, 0,
+                       device::kEvictLast);
+    }
   }
 };
 
@@ -45,38 +42,62 @@ struct RowBox {
 // warps have one each.
 constexpr int kPageLoaders = 3;
 
+// What the block table says of the runs of a key tile, copied to shared memory kAhead tiles before
+// it is needed; each loader has its own. Note: loads to registers share a scoreboard, and each tile
+// waited for what the next one had just asked for: chunked prefill was 8 % slower.
+template <int kRows>
+struct BlockIds {
+  static constexpr int kAhead = 3, kSlots = 4, kRuns = kRows / kMinPageRows;
+  static constexpr int kBytes = 4 * kSlots * kRuns;  // of a loader
+  uint32_t smem;
+
+  __device__ __forceinline__ uint32_t slot(int tile) const {
+    return smem + tile % kSlots * (4 * kRuns);
+  }
+  __device__ __forceinline__ void ask(const PrefillParams& p, const Sm90Keys& keys,
+                                      const Sm90Schedule& s, int tile, int first) const {
+    int32_t run = threadIdx.x % 32, token = tile * kRows + run * s.page_rows;
+    if (tile >= first && run * s.page_rows < kRows && token < keys.used) {
+      device::cp_async4(slot(tile) + 4 * run,
+                        p.pages.entry(keys.batch, s.block_size.quotient(token)));
+    }
+    device::cp_async_commit();
+  }
+  __device__ __forceinline__ void await() const {
+    device::cp_async_wait<kAhead>();
+    __syncwarp();
+  }
+};
+
 template <int kRows, int kPanels>
 struct PageBox {
   static_assert(kRows / kMinPageRows * kPanels <= kPageLoaders * 32, "a lane has one box");
   static constexpr uint32_t kBytes = kPanels * kRows * 128;
-  int32_t row, token, entry;  // its first row and key, and what the block table says of the key
+  int32_t to, panel, place, head, block;  // to < 0: this lane has none
 
-  static __device__ __forceinline__ int32_t box(int loader) {
-    return threadIdx.x % 32 * kPageLoaders + loader;
-  }
-
-  // Note: the entry stays as it was loaded until its tile comes. One instruction on it here, and
-  // the warp would wait for the table.
+  // `ids`: the slot of its tile. A block behind the last key is -1, outside of the cache: the TMA
+  // writes zeros.
   __device__ __forceinline__ PageBox(const PrefillParams& p, const Sm90Keys& keys,
-                                     const Sm90Schedule& s, int32_t first, int loader)
-      : row(box(loader) / kPanels * s.page_rows), token(first + row), entry(0) {
-    if (first >= 0 && row < kRows && token < keys.used)
-      entry = p.pages.entry(keys.batch, token / p.pages.block_size);
+                                     const Sm90Schedule& s, uint32_t ids, int32_t first, int loader)
+      : to(-1), panel(0), place(0), head(keys.head), block(-1) {
+    int32_t box = threadIdx.x % 32 * kPageLoaders + loader, run = box / kPanels;
+    int32_t row = run * s.page_rows, token = first + row;
+    panel = box % kPanels;
+    if (row < kRows) to = (panel * kRows + row) * 128;
+    if (row < kRows && token < keys.used) {
+      place = token - s.block_size.quotient(token) * p.pages.block_size;
+      block = p.pages.existing(device::load_shared4(ids + 4 * run));
+    }
+    // opaque: else the compiler computes them after the wait for a stage, in the branch that needs
+    // them.
+    place = device::opaque(static_cast<uint32_t>(place));
+    block = device::opaque(static_cast<uint32_t>(block));
   }
 
-  // A block behind the last key is -1, outside of the cache: the TMA writes zeros.
-  __device__ __forceinline__ auto ready(const PrefillParams& p, const Sm90Keys& keys,
-                                        int loader) const {
-    // opaque: else the compiler divides after the wait, in the branch that needs it.
-    int32_t place = device::opaque(static_cast<uint32_t>(token % p.pages.block_size));
-    int32_t block = device::opaque(token < keys.used ? p.pages.existing(entry) : -1u);
-    int32_t panel = box(loader) % kPanels, head = keys.head;
-    int32_t to = row < kRows ? (panel * kRows + row) * 128 : -1;
-    return [=](const device::TensorMap& map, uint32_t smem, uint32_t full) {
-      if (to >= 0)
-        device::tma_load(smem + to, &map, full, panel * 64, place, head, block, 0,
-                         device::kEvictLast);
-    };
+  __device__ __forceinline__ void load(const device::TensorMap& map, uint32_t smem,
+                                       uint32_t full) const {
+    if (to < 0) return;
+    device::tma_load(smem + to, &map, full, panel * 64, place, head, block, 0, device::kEvictLast);
   }
 };
 

@@ -52,11 +52,14 @@ struct PrefillSm90 {
   // O leaves before the next Q is waited for: a single Q tile comes late. Note: the functor's
   // registers leave no room for it.
   static constexpr bool kOutFirst = kQStages == 1 && kScore == ScoreKind::identity;
-  static_assert(8 * (4 * kTile.stages + 15) + sizeof(Sm90Work) * (2 + 4 * kConsumers) <= 1280);
+  static_assert(8 * (4 * kTile.stages + 15) + sizeof(Sm90Work) * (2 + 4 * kConsumers) +
+                    kPageLoaders * BlockIds<kTile.n>::kBytes <=
+                kSm90SmallBytes);
   static_assert(kSmemBytes <= 227 * 1024, "sm_90 gives a CTA at most 227 KiB");
   using Work = Sm90Work;
   using Qk = device::Wgmma<kType, kTile.n>;
   using Pv = device::Wgmma<kType, kHeadDimV>;
+  using Ids = BlockIds<kTile.n>;
   using Bias = BiasTile<kType, kTile.m, kTile.n>;
   static_assert(kTile.stages % 2 == 0, "a bias has one stage, and its parity is the lowest bit");
   static constexpr bool kStagesBias = sm90_stages_bias({kHeadDim, kHeadDimV}, kScore);
@@ -65,7 +68,7 @@ struct PrefillSm90 {
 
   // 2. Shared storage, in address order: Q (stage, panel, m, 64); K (stage, panel, n, 64); V
   // likewise; a bias (panel, m, 64); barriers, those of the main loop first; the work items
-  // that the producer draws.
+  // that the producer draws; block ids.
   struct Shared {
     uint32_t q, k, v, barriers;
     __device__ explicit Shared(const void* base) {
@@ -90,6 +93,9 @@ struct PrefillSm90 {
     __device__ uint32_t other(int index) const { return barrier(4 * kTile.stages + index); }
     __device__ uint32_t work(int s) const { return other(15) + s * static_cast<int>(sizeof(Work)); }
     __device__ uint32_t copy(int warp) const { return work(2 + warp); }
+    __device__ uint32_t ids(int loader) const {
+      return copy(4 * kConsumers) + loader * Ids::kBytes;
+    }
   };
 
   // 3. Roles
@@ -112,14 +118,14 @@ struct PrefillSm90 {
     device::Ring<kTile.stages> ring(1);
     device::Ring<kQStages> q_ring(1);
     device::Ring<2> slot(0);
-    auto load_keys = [&](const auto& box, const Sm90Keys& keys, const device::TensorMap& map,
-                         uint32_t smem, uint32_t empty, uint32_t full) {
-      const auto load = box.ready(p, keys, loader);  // whatever can be done before the wait
+    auto load_keys = [&](const auto& box, const device::TensorMap& map, uint32_t smem,
+                         uint32_t empty, uint32_t full) {
       device::barrier_wait(empty, ring.parity());
       if (leads) device::barrier_arrive_expect(full, box.kBytes);
       if (kPages) __syncwarp();
-      load(map, smem, full);
+      box.load(map, smem, full);
     };
+    const Ids ids{shared.ids(loader)};
     Work w;
     auto load_queries = [&] {
       device::barrier_wait(shared.q_empty(q_ring.stage()), q_ring.parity());
@@ -149,23 +155,25 @@ struct PrefillSm90 {
     while (w.kind != Work::kNone) {
       const Sm90Keys keys(p, s, w);
       const int first = w.range.begin, last = w.range.end - 1;
-      KeyBox<kPages, kPanelsQk> k(p, keys, s, last * kTile.n, loader);
-      KeyBox<kPages, kPanelsV> v(p, keys, s, last * kTile.n, loader);
+      for (int tile = last; kPages && tile > last - Ids::kAhead; --tile)
+        ids.ask(p, keys, s, tile, first);
 #pragma unroll 1
       for (int tile = last; tile >= first; --tile) {
-        const KeyBox<kPages, kPanelsQk> next_k(p, keys, s, (tile - 1) * kTile.n, loader);
-        const KeyBox<kPages, kPanelsV> next_v(p, keys, s, (tile - 1) * kTile.n, loader);
-        load_keys(k, keys, maps.k, shared.k + ring.stage() * kKBytes, shared.k_empty(ring.stage()),
+        if (kPages) {
+          ids.ask(p, keys, s, tile - Ids::kAhead, first);
+          ids.await();
+        }
+        const KeyBox<kPages, kPanelsQk> k(p, keys, s, ids.slot(tile), tile * kTile.n, loader);
+        const KeyBox<kPages, kPanelsV> v(p, keys, s, ids.slot(tile), tile * kTile.n, loader);
+        load_keys(k, maps.k, shared.k + ring.stage() * kKBytes, shared.k_empty(ring.stage()),
                   shared.k_full(ring.stage()));
         if (kQStages == 1 && tile == last) load_queries();
         if (leads && tile == min(last, first + kWantedBefore)) {
           device::barrier_arrive(shared.wanted());
         }
-        load_keys(v, keys, maps.v, shared.v + ring.stage() * kVBytes, shared.v_empty(ring.stage()),
+        load_keys(v, maps.v, shared.v + ring.stage() * kVBytes, shared.v_empty(ring.stage()),
                   shared.v_full(ring.stage()));
         ring.next();
-        k = next_k;
-        v = next_v;
       }
       take_work();
     }

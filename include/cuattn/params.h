@@ -46,15 +46,15 @@ struct Pages {
   int64_t num_blocks;
   int32_t block_size;
 
-  CUATTN_HOST_DEVICE int32_t entry(int32_t b, int32_t column) const {
-    return block_tables[b * block_tables_stride + column];
+  CUATTN_HOST_DEVICE const int32_t* entry(int32_t b, int32_t column) const {
+    return block_tables + b * block_tables_stride + column;
   }
   // Any id is read as one that exists.
   CUATTN_HOST_DEVICE int32_t existing(int32_t id) const {
     return id < 0 ? 0 : id < num_blocks ? id : static_cast<int32_t>(num_blocks - 1);
   }
   CUATTN_HOST_DEVICE int32_t block(int32_t b, int32_t column) const {
-    return existing(entry(b, column));
+    return existing(*entry(b, column));
   }
 };
 

@@ -49,13 +49,14 @@ constexpr bool sm90_stages_bias(HeadDims d, ScoreKind score) {
   return score == ScoreKind::scored && d.qk <= 128;
 }
 
+constexpr int32_t kSm90SmallBytes = 1664;  // barriers, work items, block ids
+
 // Bytes of shared memory: Q, `stages` tiles of K and of V, a tile of a bias, all in panels of 64
-// columns (128 bytes); the barriers and work items, and up to 1023 bytes in front that align the
-// panels.
+// columns (128 bytes); what is small, and up to 1023 bytes in front that align the panels.
 constexpr int32_t sm90_smem_bytes(HeadDims d, Tile tile, ScoreKind score, int32_t q_stages) {
   int32_t qk = (d.qk + 63) / 64 * 128, v = (d.v + 63) / 64 * 128;
   int32_t bias = sm90_stages_bias(d, score) ? (tile.n + 63) / 64 * 128 : 0;
-  return tile.m * (q_stages * qk + bias) + tile.stages * tile.n * (qk + v) + 1280 + 1024;
+  return tile.m * (q_stages * qk + bias) + tile.stages * tile.n * (qk + v) + kSm90SmallBytes + 1024;
 }
 
 // Up to three Q tiles, where they fit: the next one arrives while this one is at work, and O of the

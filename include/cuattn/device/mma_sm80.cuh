@@ -40,6 +40,11 @@ __device__ __forceinline__ void cp_async8(uint32_t smem, const void* global, boo
                : "memory");
 }
 
+// 4 bytes.
+__device__ __forceinline__ void cp_async4(uint32_t smem, const void* global) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(smem), "l"(global) : "memory");
+}
+
 __device__ __forceinline__ void cp_async_commit() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
@@ -90,6 +95,12 @@ __device__ __forceinline__ void store_shared_zero(uint32_t smem) {
   } else {
     asm volatile("st.shared.b16 [%0], %1;" ::"r"(smem), "h"(uint16_t{0}) : "memory");
   }
+}
+
+__device__ __forceinline__ uint32_t load_shared4(uint32_t smem) {
+  uint32_t value;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(smem) : "memory");
+  return value;
 }
 
 __device__ __forceinline__ uint4 load_shared16(uint32_t smem) {
