@@ -47,7 +47,7 @@ constexpr int kPageLoaders = 3;
 // waited for what the next one had just asked for: chunked prefill was 8 % slower.
 template <int kRows>
 struct BlockIds {
-  static constexpr int kAhead = 3, kSlots = 4, kRuns = kRows / kMinPageRows;
+  static constexpr int kAhead = 2, kSlots = 4, kRuns = kRows / kMinPageRows;
   static constexpr int kBytes = 4 * kSlots * kRuns;  // of a loader
   uint32_t smem;
 

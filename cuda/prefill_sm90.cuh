@@ -115,12 +115,12 @@ struct PrefillSm90 {
       device::tma_prefetch(&maps.k);
       device::tma_prefetch(&maps.v);
     }
-    device::Ring<kTile.stages> ring(1);
+    device::Ring<kTile.stages> k_ring(1), v_ring(1);
     device::Ring<kQStages> q_ring(1);
     device::Ring<2> slot(0);
     auto load_keys = [&](const auto& box, const device::TensorMap& map, uint32_t smem,
-                         uint32_t empty, uint32_t full) {
-      device::barrier_wait(empty, ring.parity());
+                         uint32_t empty, uint32_t full, uint32_t parity) {
+      device::barrier_wait(empty, parity);
       if (leads) device::barrier_arrive_expect(full, box.kBytes);
       if (kPages) __syncwarp();
       box.load(map, smem, full);
@@ -155,25 +155,33 @@ struct PrefillSm90 {
     while (w.kind != Work::kNone) {
       const Sm90Keys keys(p, s, w);
       const int first = w.range.begin, last = w.range.end - 1;
-      for (int tile = last; kPages && tile > last - Ids::kAhead; --tile)
+      for (int tile = last; kPages && tile > last - Ids::kAhead; --tile) {
         ids.ask(p, keys, s, tile, first);
+      }
+      // In the order of their use, and of their stages' release: K of a tile, then V of the last.
 #pragma unroll 1
-      for (int tile = last; tile >= first; --tile) {
-        if (kPages) {
-          ids.ask(p, keys, s, tile - Ids::kAhead, first);
-          ids.await();
+      for (int tile = last; tile >= first - 1; --tile) {
+        if (tile >= first) {
+          if (kPages) {
+            ids.ask(p, keys, s, tile - Ids::kAhead, first);
+            ids.await();
+          }
+          const KeyBox<kPages, kPanelsQk> k(p, keys, s, ids.slot(tile), tile * kTile.n, loader);
+          load_keys(k, maps.k, shared.k + k_ring.stage() * kKBytes, shared.k_empty(k_ring.stage()),
+                    shared.k_full(k_ring.stage()), k_ring.parity());
+          k_ring.next();
+          if (kQStages == 1 && tile == last) load_queries();
+          if (leads && tile == min(last, first + kWantedBefore)) {
+            device::barrier_arrive(shared.wanted());
+          }
         }
-        const KeyBox<kPages, kPanelsQk> k(p, keys, s, ids.slot(tile), tile * kTile.n, loader);
-        const KeyBox<kPages, kPanelsV> v(p, keys, s, ids.slot(tile), tile * kTile.n, loader);
-        load_keys(k, maps.k, shared.k + ring.stage() * kKBytes, shared.k_empty(ring.stage()),
-                  shared.k_full(ring.stage()));
-        if (kQStages == 1 && tile == last) load_queries();
-        if (leads && tile == min(last, first + kWantedBefore)) {
-          device::barrier_arrive(shared.wanted());
+        if (tile < last) {
+          const KeyBox<kPages, kPanelsV> v(p, keys, s, ids.slot(tile + 1), (tile + 1) * kTile.n,
+                                           loader);
+          load_keys(v, maps.v, shared.v + v_ring.stage() * kVBytes, shared.v_empty(v_ring.stage()),
+                    shared.v_full(v_ring.stage()), v_ring.parity());
+          v_ring.next();
         }
-        load_keys(v, maps.v, shared.v + ring.stage() * kVBytes, shared.v_empty(ring.stage()),
-                  shared.v_full(ring.stage()));
-        ring.next();
       }
       take_work();
     }
