@@ -38,6 +38,18 @@ struct RowBox {
   }
 };
 
+// Rows of V behind the last key may hold anything, and 0 x NaN is NaN. Each group of consumers for
+// itself.
+template <int kRows, int kPanels>
+__device__ __forceinline__ void clear_rows(uint32_t v, int first, int group) {
+  for (int i = threadIdx.x % 128; i < (kRows - first) * kPanels * 8; i += 128) {
+    int chunk = i % 8, panel = i / 8 % kPanels, row = first + i / (8 * kPanels);
+    device::store_shared16(v + panel * kRows * 128 + row * 128 + chunk * 16, uint4{0, 0, 0, 0});
+  }
+  device::async_proxy_fence();
+  device::named_barrier_sync(4 + group, 128);
+}
+
 // Here they lie in blocks. A box is a panel of a run that lies together; the lanes of kPageLoaders
 // warps have one each.
 constexpr int kPageLoaders = 3;

@@ -46,9 +46,16 @@ struct PrefillSm90 {
   static constexpr int kWantedBefore = 2;  // key tiles, before the last one of an item is loaded
   // Note: beyond 128 columns the wait for a turn costs more than the overlap brings.
   static constexpr bool kTakeTurns = kHeadDimV <= 128;
+  // A turn is passed on behind the first maximum, not before it: 1 to 5 % faster at head_dim 64,
+  // but for three groups with a mask, and not beyond.
+  static constexpr bool kPassesLate = kHeadDim <= 64 && kScore == ScoreKind::identity &&
+                                      (kConsumers == 2 || kMask == MaskKind::none);
   // K is free as soon as S is there; else the compiler finds its barrier when half of the softmax
   // is done. Note: CTAs that walk the same keys in step are 3 % slower with it at head_dim 256.
   static constexpr bool kFreesEarly = kHeadDim <= 128 || kMask != MaskKind::none;
+  // V is loaded behind K of the next tile, in the order of their use and release; not where CTAs
+  // walk in step (1 %).
+  static constexpr int kLag = kFreesEarly ? 1 : 0;
   // O leaves before the next Q is waited for: a single Q tile comes late. Note: the functor's
   // registers leave no room for it.
   static constexpr bool kOutFirst = kQStages == 1 && kScore == ScoreKind::identity;
@@ -119,11 +126,12 @@ struct PrefillSm90 {
     device::Ring<kQStages> q_ring(1);
     device::Ring<2> slot(0);
     auto load_keys = [&](const auto& box, const device::TensorMap& map, uint32_t smem,
-                         uint32_t empty, uint32_t full, uint32_t parity) {
-      device::barrier_wait(empty, parity);
-      if (leads) device::barrier_arrive_expect(full, box.kBytes);
+                         uint32_t empty, uint32_t full, auto& ring) {
+      device::barrier_wait(empty + 8 * ring.stage(), ring.parity());
+      if (leads) device::barrier_arrive_expect(full + 8 * ring.stage(), box.kBytes);
       if (kPages) __syncwarp();
-      box.load(map, smem, full);
+      box.load(map, smem + ring.stage() * box.kBytes, full + 8 * ring.stage());
+      ring.next();
     };
     const Ids ids{shared.ids(loader)};
     Work w;
@@ -158,29 +166,24 @@ struct PrefillSm90 {
       for (int tile = last; kPages && tile > last - Ids::kAhead; --tile) {
         ids.ask(p, keys, s, tile, first);
       }
-      // In the order of their use, and of their stages' release: K of a tile, then V of the last.
 #pragma unroll 1
-      for (int tile = last; tile >= first - 1; --tile) {
+      for (int tile = last; tile >= first - kLag; --tile) {
         if (tile >= first) {
           if (kPages) {
             ids.ask(p, keys, s, tile - Ids::kAhead, first);
             ids.await();
           }
           const KeyBox<kPages, kPanelsQk> k(p, keys, s, ids.slot(tile), tile * kTile.n, loader);
-          load_keys(k, maps.k, shared.k + k_ring.stage() * kKBytes, shared.k_empty(k_ring.stage()),
-                    shared.k_full(k_ring.stage()), k_ring.parity());
-          k_ring.next();
+          load_keys(k, maps.k, shared.k, shared.k_empty(0), shared.k_full(0), k_ring);
           if (kQStages == 1 && tile == last) load_queries();
           if (leads && tile == min(last, first + kWantedBefore)) {
             device::barrier_arrive(shared.wanted());
           }
         }
-        if (tile < last) {
-          const KeyBox<kPages, kPanelsV> v(p, keys, s, ids.slot(tile + 1), (tile + 1) * kTile.n,
-                                           loader);
-          load_keys(v, maps.v, shared.v + v_ring.stage() * kVBytes, shared.v_empty(v_ring.stage()),
-                    shared.v_full(v_ring.stage()), v_ring.parity());
-          v_ring.next();
+        if (tile + kLag <= last) {
+          const KeyBox<kPages, kPanelsV> v(p, keys, s, ids.slot(tile + kLag),
+                                           (tile + kLag) * kTile.n, loader);
+          load_keys(v, maps.v, shared.v, shared.v_empty(0), shared.v_full(0), v_ring);
         }
       }
       take_work();
@@ -274,25 +277,7 @@ struct PrefillSm90 {
         add_bias(scores, mod, rows.row, first, w.queries.used - 1, w.keys.used - 1);
       }
     }
-    if (!masked) return;
-#pragma unroll
-    for (int i = 0; i < kScoreCount; ++i) {
-      const KeyRange& visible = rows.visible[i >> 1 & 1];
-      int column = (i >> 2) * 8 + (i & 1);
-      bool seen = column < visible.end - first &&
-                  (kMask != MaskKind::window || column >= visible.begin - first);
-      scores[i] = seen ? scores[i] : device::negative_infinity();
-    }
-  }
-
-  // Rows of V behind the last key may hold anything, and 0 x NaN is NaN. Each group for itself.
-  static __device__ __forceinline__ void clear_rows(uint32_t v, int first, int group) {
-    for (int i = threadIdx.x % 128; i < (kTile.n - first) * kPanelsV * 8; i += 128) {
-      int chunk = i % 8, panel = i / 8 % kPanelsV, row = first + i / (8 * kPanelsV);
-      device::store_shared16(v + panel * kTile.n * 128 + row * 128 + chunk * 16, uint4{0, 0, 0, 0});
-    }
-    device::async_proxy_fence();
-    device::named_barrier_sync(4 + group, 128);
+    if (masked) mask_scores<kMask>(scores, rows.visible, first);
   }
 
   // 4. Main loop. A consumer warpgroup owns 64 rows of every query tile. S of the next key tile is
@@ -340,8 +325,9 @@ struct PrefillSm90 {
     auto my_turn = [&] {
       if (kTakeTurns) named_barrier_sync(1 + group, 256);
     };
-    auto your_turn = [&] {
-      if (kTakeTurns) named_barrier_arrive(1 + (group + 1) % kConsumers, 256);
+    auto your_turn = [&](bool late) {
+      if (kTakeTurns && late == kPassesLate)
+        named_barrier_arrive(1 + (group + 1) % kConsumers, 256);
     };
     // Is there more? Rows without keys are answered at once; work stays in its slot for take_work,
     // when the registers of the last one are free.
@@ -394,10 +380,10 @@ struct PrefillSm90 {
       if constexpr (!kOutFirst) {
         if (more && kScore != ScoreKind::scored) await_first();
         multiply_qk();
-        your_turn();
+        your_turn(kPassesLate);
         wgmma_wait<1>();
       } else {
-        your_turn();
+        your_turn(kPassesLate);
         wgmma_wait<0>();
       }
       pin(out);
@@ -416,7 +402,7 @@ struct PrefillSm90 {
         my_turn();
         claim(scores);
         multiply_qk();
-        your_turn();
+        your_turn(kPassesLate);
       }
       Work w;
       take_work(w);
@@ -451,7 +437,8 @@ struct PrefillSm90 {
       release_scores(shared.k_empty(ring.stage()));
       modify(scores, p, s, shared, mod, rows, group, tile,
              tile >= w.range.full_end || tile < w.range.full_begin, ring.stage());
-      softmax_step<kType>(state, scores, probs, out, mod.to_log2, s.zero, [] { return false; });
+      softmax_step<kType>(
+          state, scores, probs, out, mod.to_log2, s.zero, [] {}, [] { return false; });
       fresh = true;
       if (kQStages > 1 && lane == 0 && !first_item) {  // O has left the Q tile before this one
         tma_store_wait_read<0>();
@@ -460,7 +447,8 @@ struct PrefillSm90 {
       first_item = false;
       if (s.clears && (tile + 1) * kTile.n > w.keys.used) {
         barrier_wait(shared.v_full(ring.stage()), ring.parity());
-        clear_rows(shared.v + ring.stage() * kVBytes, w.keys.used - tile * kTile.n, group);
+        clear_rows<kTile.n, kPanelsV>(shared.v + ring.stage() * kVBytes,
+                                      w.keys.used - tile * kTile.n, group);
       }
       auto step = [&](bool masked) {
         --tile;
@@ -477,12 +465,13 @@ struct PrefillSm90 {
         pin(probs);
         multiply_qk();
         multiply_pv(v_stage);
-        your_turn();
+        your_turn(false);
         wgmma_wait<1>();
         pin(scores);
         release_scores(k_empty);
         modify(scores, p, s, shared, mod, rows, group, tile, masked, ring.stage());
-        softmax_step<kType>(state, scores, probs, out, mod.to_log2, s.zero, [&] {
+        auto begun = [&] { your_turn(true); };
+        softmax_step<kType>(state, scores, probs, out, mod.to_log2, s.zero, begun, [&] {
           wgmma_wait<0>();
           pin(out);
           pin(probs);
@@ -578,7 +567,7 @@ void launch_prefill_sm90_tile(const PrefillParams& p, Tile tile, cudaStream_t st
                 {},
                 {}};
   if (Kernel::kQStages > 1 && s.stores_boxes) maps.o = output_map(p);
-  s.stages_bias = Kernel::kStagesBias && bias_has_map(p);
+  s.stages_bias = Kernel::kStagesBias && p.bias != nullptr && has_bias_map(p);
   if (s.stages_bias) maps.bias = bias_map(p);
   static std::atomic<uint64_t> allowed{0};
   allow_shared_memory(prefill_sm90_kernel<Kernel>, Kernel::kSmemBytes, allowed);

@@ -16,8 +16,9 @@ struct Sm90Softmax {
 };
 
 // Scores become P, relative to the running maximum, and O follows the maximum once `pv_done` has
-// waited for the product that still reads the old P. The exponentials are what takes time (16 a
-// clock and SM): the order lets everything else run in their shadow.
+// waited for the product that still reads the old P. `begun` is called behind the first maximum.
+// The exponentials are what takes time (16 a clock and SM): the order lets everything else run in
+// their shadow.
 //
 //   row 0: max | exp . . . . . . . . | pack, rescale O
 //   row 1:     |         max         | exp . . . . . . . . . pack |
@@ -25,11 +26,11 @@ struct Sm90Softmax {
 // Left alone, the compiler multiplies all of a row's exponents before its first exponential and
 // rescales O behind the last: the unit that computes exponentials stands idle. So some values are
 // made to wait for others: x = fmaf(awaited, zero, x), with a zero that only we know.
-template <DType kType, int kScoreCount, int kOutCount, class Wait>
+template <DType kType, int kScoreCount, int kOutCount, class Begun, class Wait>
 __device__ __forceinline__ void softmax_step(Sm90Softmax& state, float (&scores)[kScoreCount],
                                              uint32_t (&probs)[kScoreCount / 2],
                                              float (&out)[kOutCount], float to_log2, float zero,
-                                             Wait pv_done) {
+                                             Begun begun, Wait pv_done) {
   using namespace device;
   constexpr int kBlocks = kScoreCount / 4;  // of 8 keys
   constexpr int kLinked = 4;                // blocks
@@ -67,6 +68,7 @@ __device__ __forceinline__ void softmax_step(Sm90Softmax& state, float (&scores)
 #pragma unroll
   for (int block = 0; block < kBlocks; ++block) max_of(0, block);
   settle_max(0);
+  begun();
 #pragma unroll
   for (int block = 0; block < kBlocks; ++block) {
     exponential(0, block);

@@ -24,21 +24,36 @@ struct StoreSm90 {
     float factor, lse;
     bool alive;
   };
-  static __device__ __forceinline__ RowEnd finish_row(const PrefillParams& p, const Sm90Work& w,
-                                                      const Sm90Row& row, int half,
-                                                      const Sm90Softmax& state, float to_log2) {
+  // Of both rows, step by step, for it is latency that counts.
+  static __device__ __forceinline__ void finish_rows(RowEnd (&end)[2], const PrefillParams& p,
+                                                     const Sm90Work& w, const Sm90Row (&rows)[2],
+                                                     const Sm90Softmax& state, float to_log2) {
     using namespace device;
-    float sum = quad_sum(state.sum[half]), max = state.max[half] * to_log2, factor = 1.0f;
-    if (p.sinks != nullptr && w.split == 0) {  // one more logit in the denominator, without value
-      float sink = p.sinks[min(row.head, p.num_heads_q - 1) * p.sinks_stride] * kLog2e;
-      float larger = fmaxf(max, sink), reference = larger == negative_infinity() ? 0.0f : larger;
-      factor = exp2_approx(max - reference);
-      sum = fmaf(sum, factor, exp2_approx(sink - reference));
-      max = larger;
+    float sum[2], max[2], factor[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      sum[half] = quad_sum(state.sum[half]);
+      max[half] = state.max[half] * to_log2;
+      factor[half] = 1.0f;
     }
-    bool alive = row.token < w.queries.used && sum != 0.0f;
-    return {alive ? factor * rcp_approx(sum) : 0.0f,
-            alive ? (max + log2_approx(sum)) * kLn2 : negative_infinity(), alive};
+    if (p.sinks != nullptr && w.split == 0) {  // one more logit in the denominator, without value
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float sink = p.sinks[min(rows[half].head, p.num_heads_q - 1) * p.sinks_stride] * kLog2e;
+        float larger = fmaxf(max[half], sink);
+        float reference = larger == negative_infinity() ? 0.0f : larger;
+        factor[half] = exp2_approx(max[half] - reference);
+        sum[half] = fmaf(sum[half], factor[half], exp2_approx(sink - reference));
+        max[half] = larger;
+      }
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      end[half].alive = rows[half].token < w.queries.used && sum[half] != 0.0f;
+      float lse = (max[half] + log2_approx(sum[half])) * kLn2;
+      end[half].lse = end[half].alive ? lse : negative_infinity();
+      end[half].factor = end[half].alive ? factor[half] * rcp_approx(sum[half]) : 0.0f;
+    }
   }
   // Their O holds anything, even NaN.
   static __device__ __forceinline__ void clear_dead(float (&out)[kOutCount],
@@ -119,8 +134,8 @@ struct StoreSm90 {
     int lane = threadIdx.x % 32;
     const Sm90Row rows[2] = {Sm90Row(p, s, w, first_row + lane / 4),
                              Sm90Row(p, s, w, first_row + 8 + lane / 4)};
-    const RowEnd end[2] = {finish_row(p, w, rows[0], 0, state, to_log2),
-                           finish_row(p, w, rows[1], 1, state, to_log2)};
+    RowEnd end[2];
+    finish_rows(end, p, w, rows, state, to_log2);
     clear_dead(out, end);
     if (kThroughSmem && s.stores_boxes && first_row + 16 <= w.queries.stored) {
       store_boxes(p, maps, w, first_row, out, end, smem);

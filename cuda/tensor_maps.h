@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tensor maps: what the TMA of sm_90 knows of Q, K, V, O and caches. Made by the driver (about a
-// microsecond each), so the latest ones are kept per thread. Used by prefill_sm90.cuh and
+// Tensor maps: what the TMA of sm_90 knows of Q, K, V, O, a bias and caches. Made by the driver
+// (about a microsecond each), so the latest ones are kept per thread. Used by prefill_sm90.cuh and
 // paged_sm90.cuh.
 #pragma once
 
@@ -112,14 +112,8 @@ inline const device::TensorMap& output_map(const PrefillParams& p) {
       {s.seq, s.head, s.batch, 0}, {64, 16, 1, 1, 1});
 }
 
-// A bias as (keys, tokens, heads, batch, 1), where that makes a legal map and a warp is free for
-// it: a box is 64 keys of 64 tokens.
-inline bool bias_has_map(const PrefillParams& p) {
-  return p.bias != nullptr && p.pages.block_tables == nullptr && p.bias_dtype == p.dtype &&
-         p.bias_stride_kv == 1 && p.bias_stride_q > 0 && p.bias_stride_batch >= 0 &&
-         p.bias_stride_head >= 0 && reinterpret_cast<uintptr_t>(p.bias) % 16 == 0 &&
-         (p.bias_stride_batch | p.bias_stride_head | p.bias_stride_q) % 8 == 0;
-}
+// A bias that has_bias_map (params.h), as (keys, tokens, heads, batch, 1): a box is 64 keys of 64
+// tokens.
 inline const device::TensorMap& bias_map(const PrefillParams& p) {
   return tensor_map(p.dtype, p.bias,
                     {p.seqlen_kv, p.seqlen_q, p.bias_stride_head != 0 ? p.num_heads_q : 1,

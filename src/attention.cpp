@@ -259,6 +259,7 @@ AttentionCall validate_attention(const TensorView& q, const TensorView& k, const
                   o.seqused_q == nullptr && o.bias == nullptr && o.num_splits == 0 &&
                   !o.batch_invariant;
   call.has_sinks = o.sinks != nullptr;
+  call.has_bias = o.bias != nullptr;
   call.batch_invariant = o.batch_invariant != 0;
   call.device = q.device;
   const char* fn = call.function();
@@ -303,6 +304,8 @@ PrefillRequest request_of(const AttentionCall& call) {
   r.score = p.score;
   r.has_sinks = call.has_sinks;
   r.batch_invariant = call.batch_invariant;
+  r.has_bias = call.has_bias;
+  r.has_bias_map = call.has_bias && has_bias_map(p);
   r.num_splits = call.num_splits;
   r.paged = call.paged;
   r.kv_layout = call.pages.kv_layout;

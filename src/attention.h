@@ -15,7 +15,7 @@ struct AttentionCall {
   Plan plan;
   DLDevice device;
   int32_t layout;
-  bool ragged, paged, uses_seqused, has_sinks, batch_invariant;
+  bool ragged, paged, uses_seqused, has_sinks, has_bias, batch_invariant;
   bool may_step;       // lengths and options are such that paged_attention's kernels could serve
   int32_t num_splits;  // forced; 0 = chosen
   int64_t max_seqlen_q,

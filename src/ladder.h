@@ -25,7 +25,7 @@ inline const char* wrong_side(bool rung_on_cuda, bool device_is_cuda) {
 // One rung of the ladder that explain() shows. `why`: nullptr, or why it cannot run; `may`: what a
 // rung that could run, and does not, is called.
 inline std::string rung_line(Kernel kernel, bool chosen, const char* why, const char* may,
-                             const char* merit, const char* clause = "") {
+                             const char* merit, const std::string& clause = {}) {
   return concat(chosen ? "* " : "  ", kernel_name(kernel), ": ",
                 why != nullptr ? "cannot: "
                 : chosen       ? "runs: "

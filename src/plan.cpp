@@ -279,6 +279,24 @@ Plan select_prefill(const PrefillRequest& request, const DeviceInfo& device, con
   return make_plan(rung, request, device);
 }
 
+namespace {
+
+// How a bias comes to the kernel, where there are two ways.
+const char* bias_clause(const Plan& plan, const PrefillRequest& r) {
+  if (!r.has_bias || plan.kernel != Kernel::sm90) return "";
+  if (!sm90_stages_bias({r.head_dim, r.head_dim_v}, r.score))
+    return "; each thread reads its part of the bias, as from head_dim 136 on";
+  if (plan.keys == KeyAccess::in_blocks)
+    return "; each thread reads its part of the bias, which is slower: keys are in blocks";
+  if (!r.has_bias_map)
+    return "; each thread reads its part of the bias, which is slower: give it the dtype of q, "
+           "stride 1 along keys, other strides that are multiples of 8 and a base aligned to 16 "
+           "bytes";
+  return "; the bias comes by the TMA";
+}
+
+}  // namespace
+
 std::string explain_prefill(const PrefillRequest& request, const DeviceInfo& device,
                             const char* backend) {
   Plan plan = select_prefill(request, device, backend);
@@ -287,9 +305,10 @@ std::string explain_prefill(const PrefillRequest& request, const DeviceInfo& dev
     if (rung.on_cuda != device.is_cuda) continue;
     const char* why = refusal(rung.kernel, request, device);
     bool chosen = rung.kernel == plan.kernel;
-    text +=
-        rung_line(rung.kernel, chosen, why, rung.automatic ? "can: " : "by name only: ", rung.merit,
-                  chosen ? key_access_clause(plan.keys) : "");
+    std::string clause;
+    if (chosen) clause = concat(key_access_clause(plan.keys), bias_clause(plan, request));
+    text += rung_line(rung.kernel, chosen, why,
+                      rung.automatic ? "can: " : "by name only: ", rung.merit, clause);
   }
   return text;
 }

@@ -108,6 +108,14 @@ struct PrefillParams {
   void* workspace;  // as large as the plan says, 256-byte aligned; contents undefined
 };
 
+// Whether the TMA of sm_90 can bring the bias: a legal tensor map, and a warp that is free for it.
+CUATTN_HOST_DEVICE bool has_bias_map(const PrefillParams& p) {
+  return p.pages.block_size == 0 && p.bias_dtype == p.dtype && p.bias_stride_kv == 1 &&
+         p.bias_stride_q > 0 && p.bias_stride_batch >= 0 && p.bias_stride_head >= 0 &&
+         reinterpret_cast<uint64_t>(p.bias) % 16 == 0 &&
+         (p.bias_stride_batch | p.bias_stride_head | p.bias_stride_q) % 8 == 0;
+}
+
 // The rows of one sequence: [start, start + stored) lie in memory and are written; the first `used`
 // take part.
 struct Span {

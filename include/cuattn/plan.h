@@ -37,8 +37,9 @@ struct PrefillRequest {
   MaskKind mask;
   ScoreKind score;
   bool has_sinks, batch_invariant;
-  int32_t num_splits;  // forced; 0 = chosen
-  bool paged;          // keys lie in blocks of kv_layout and block_size
+  bool has_bias, has_bias_map;  // params.h
+  int32_t num_splits;           // forced; 0 = chosen
+  bool paged;                   // keys lie in blocks of kv_layout and block_size
   KvLayout kv_layout;
   int32_t block_size;
 };

@@ -99,7 +99,7 @@ constexpr Tile sm90_other_tile(HeadDims d, MaskKind mask, ScoreKind score) {
 }
 constexpr bool sm90_other_tile_pays(HeadDims d, MaskKind mask, int32_t seqlen_kv, bool in_blocks) {
   if (d.qk == 64) return seqlen_kv <= 1024;
-  if (mask == MaskKind::causal) return in_blocks && seqlen_kv >= 4096;
+  if (mask == MaskKind::causal) return in_blocks && seqlen_kv > 4096;
   auto cost = [&](int64_t keys) { return (seqlen_kv + keys - 1) / keys * (keys + 20); };
   return cost(sm90_other_tile(d, mask, ScoreKind::identity).n) <
          cost(sm90_tile(d, mask, ScoreKind::identity).n);
