@@ -96,7 +96,7 @@ inline void fill_plan(const Plan& plan, MaskKind mask, ScoreKind score, const st
   copy_text(to.kernel, kernel_name(plan.kernel));
   copy_text(to.mask, mask_name(mask));
   copy_text(to.score, score_name(score));
-  copy_text(to.reason, concat(plan.reason, key_access_clause(plan.keys)));
+  copy_text(to.reason, concat(plan.reason, access_clause(plan)));
   copy_text(to.ladder, ladder);
   to.tile_m = plan.tile.m;
   to.tile_n = plan.tile.n;

@@ -118,6 +118,12 @@ void plan_sm90(Plan& plan, const PrefillRequest& r, const DeviceInfo& device) {
     plan.num_splits = choose_splits(items, key_tiles, device.num_sms);
   }
   if (in_blocks(plan.tile)) plan.keys = KeyAccess::in_blocks;
+  if (r.has_bias) {
+    bool serves = sm90_stages_bias(d, r.score) && plan.keys != KeyAccess::in_blocks;
+    plan.bias = !serves          ? BiasAccess::direct
+                : r.has_bias_map ? BiasAccess::tma
+                                 : BiasAccess::unmapped;
+  }
   plan.num_ctas = device.num_sms;
   bool differ = r.ragged || (r.mask != MaskKind::none && tiles > 1);  // in weight
   plan.draws_tiles = differ && items > device.num_sms && plan.num_splits == 1;
@@ -279,24 +285,6 @@ Plan select_prefill(const PrefillRequest& request, const DeviceInfo& device, con
   return make_plan(rung, request, device);
 }
 
-namespace {
-
-// How a bias comes to the kernel, where there are two ways.
-const char* bias_clause(const Plan& plan, const PrefillRequest& r) {
-  if (!r.has_bias || plan.kernel != Kernel::sm90) return "";
-  if (!sm90_stages_bias({r.head_dim, r.head_dim_v}, r.score))
-    return "; each thread reads its part of the bias, as from head_dim 136 on";
-  if (plan.keys == KeyAccess::in_blocks)
-    return "; each thread reads its part of the bias, which is slower: keys are in blocks";
-  if (!r.has_bias_map)
-    return "; each thread reads its part of the bias, which is slower: give it the dtype of q, "
-           "stride 1 along keys, other strides that are multiples of 8 and a base aligned to 16 "
-           "bytes";
-  return "; the bias comes by the TMA";
-}
-
-}  // namespace
-
 std::string explain_prefill(const PrefillRequest& request, const DeviceInfo& device,
                             const char* backend) {
   Plan plan = select_prefill(request, device, backend);
@@ -305,13 +293,14 @@ std::string explain_prefill(const PrefillRequest& request, const DeviceInfo& dev
     if (rung.on_cuda != device.is_cuda) continue;
     const char* why = refusal(rung.kernel, request, device);
     bool chosen = rung.kernel == plan.kernel;
-    std::string clause;
-    if (chosen) clause = concat(key_access_clause(plan.keys), bias_clause(plan, request));
-    text += rung_line(rung.kernel, chosen, why,
-                      rung.automatic ? "can: " : "by name only: ", rung.merit, clause);
+    text +=
+        rung_line(rung.kernel, chosen, why, rung.automatic ? "can: " : "by name only: ", rung.merit,
+                  chosen ? access_clause(plan) : std::string());
   }
   return text;
 }
+
+namespace {
 
 const char* key_access_clause(KeyAccess keys) {
   switch (keys) {
@@ -320,6 +309,22 @@ const char* key_access_clause(KeyAccess keys) {
     case KeyAccess::by_step: return "; few queries a sequence: a kernel of paged_attention";
     default: return "";
   }
+}
+
+const char* bias_access_clause(BiasAccess bias) {
+  switch (bias) {
+    case BiasAccess::tma: return "; the TMA brings the bias";
+    case BiasAccess::direct: return "; threads read the bias";
+    case BiasAccess::unmapped:
+      return "; threads read the bias: its dtype, strides or alignment do not suit the TMA";
+    default: return "";
+  }
+}
+
+}  // namespace
+
+std::string access_clause(const Plan& plan) {
+  return concat(key_access_clause(plan.keys), bias_access_clause(plan.bias));
 }
 
 const char* kernel_name(Kernel kernel) {

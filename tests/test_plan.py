@@ -380,6 +380,24 @@ def test_scores_are_plain_unless_an_option_changes_them(options, score):
     assert explain("H100", **options).score == score
 
 
+def test_how_a_bias_is_reached():
+    def clause(keys=512, head_dim=128, gpu="H100", dtype="float16", **options):
+        shape = (2, keys, 8, head_dim)
+        options = {"bias": (1, 8, keys, keys), **options}
+        reason = explain(gpu, shape=shape, dtype=dtype, **options).reason
+        return reason.split("; ", 1)[1] if "; " in reason else ""
+
+    assert clause() == "the TMA brings the bias"
+    assert clause(dtype="bfloat16", bias=(512, 512)) == "the TMA brings the bias"
+    assert clause(bias=None, softcap=2.0) == ""
+    assert clause(gpu="A100") == ""
+    assert clause(dtype="float32") == ""
+    assert clause(head_dim=192) == "threads read the bias"
+    unfit = "threads read the bias: its dtype, strides or alignment do not suit the TMA"
+    assert clause(keys=500) == unfit  # a stride that is no multiple of 8
+    assert clause(bias=(512, 1)) == unfit
+
+
 def test_the_ladder_names_every_rung_once_and_stars_the_chosen():
     plan = explain("H100", softcap=2.0)
     lines = plan.ladder.strip().splitlines()

@@ -66,6 +66,11 @@ enum class Kernel : int32_t { cpu_naive, cpu, naive, cublas, tiled, simt, sm80, 
 // copied into the workspace first, or a kernel of paged_attention runs. rows: there are no pages.
 enum class KeyAccess : int32_t { rows, in_blocks, gathered, by_step };
 
+// How a bias comes to sm90: a warp of its own brings it by the TMA, or the threads that add it read
+// it: the kernel has no room for it, or its keys lie in blocks (direct), or its strides, dtype or
+// alignment make no tensor map (unmapped). elsewhere: there is none, or another kernel runs.
+enum class BiasAccess : int32_t { elsewhere, tma, direct, unmapped };
+
 struct Plan {
   Kernel kernel;
   int32_t head_dim,
@@ -79,6 +84,7 @@ struct Plan {
   int32_t num_ctas;      // grid of a persistent kernel; 0 = a CTA for each tile
   bool draws_tiles;      // persistent: each CTA draws its next tile; else a fixed order
   KeyAccess keys;
+  BiasAccess bias;
   size_t workspace_bytes;
   const char* reason;  // one clause, static storage
 };
@@ -104,9 +110,9 @@ bool is_auto(const char* backend);  // NULL is auto, too
 // Throws UnsupportedDevice where the build has no code for the device.
 void require_supported(const char* function, const DeviceInfo& device);
 
-const char* key_access_clause(KeyAccess keys);  // behind a reason, "" for rows
-const char* kernel_name(Kernel kernel);         // as `backend=` spells it
-const char* dtype_name(DType dtype);            // "float32", ...
+std::string access_clause(const Plan& plan);  // behind a reason: how keys and a bias are reached
+const char* kernel_name(Kernel kernel);       // as `backend=` spells it
+const char* dtype_name(DType dtype);          // "float32", ...
 const char* mask_name(MaskKind mask);
 const char* score_name(ScoreKind score);
 int32_t itemsize(DType dtype);
