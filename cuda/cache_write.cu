@@ -142,31 +142,48 @@ class TileRows {
   int stride_;
 };
 
-// The elements from `first_d` on, as they are.
-template <class Types, bool kPieces, class Rows>
+// The elements from `first_d` on, as they are: a thread takes kParts neighbouring chunks.
+template <class Types, bool kPieces, int kParts, class Rows>
 __device__ void write_rows(const CacheSide& side, const CacheTile& tile, const Rows& rows,
                            const float* inverses, int first_d) {
   constexpr int kVec = Types::kVec;
+  // In the vLLM layout 16 elements of e4m3 are together, twice what 16 bytes of a row hold.
+  constexpr bool kJoins = kParts == 2 && Types::kQuantise && kVec == 8;
   auto* cache = static_cast<typename Types::C*>(side.cache);
-  int chunks = (side.head_dim - first_d) / kVec, bits = token_bits(side, tile.tokens);
+  int chunks = (side.head_dim - first_d) / (kVec * kParts);
+  int bits = token_bits(side, tile.tokens);
   for (int index = threadIdx.x; index < tile.items * chunks; index += kCacheThreads) {
     CacheItem item(index, chunks, bits);
-    int d = first_d + item.chunk * kVec, token = tile.token<kPieces>(item.token);
+    int d = first_d + item.chunk * kVec * kParts, token = tile.token<kPieces>(item.token);
     if (token < 0) continue;
     auto* to = cache + tile.place(token) + tile.first_head * side.strides.head + side.run_of(d);
+    int64_t next_part = kParts > 1 ? side.run_of(d + kVec) - side.run_of(d) : 0;
     const auto* from = rows(token, 0) + d;
     int64_t next_head = rows.next_head(token);
-    typename Types::Row x[kTileHeads];
+    typename Types::Row x[kTileHeads][kParts];
 #pragma unroll
     for (int h = 0; h < kTileHeads; ++h) {
-      if (h < tile.heads)
-        x[h] = *reinterpret_cast<const typename Types::Row*>(from + h * next_head);
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        if (h < tile.heads)
+          x[h][part] =
+              *reinterpret_cast<const typename Types::Row*>(from + h * next_head + part * kVec);
+      }
     }
 #pragma unroll
     for (int h = 0; h < kTileHeads; ++h) {
       if (h >= tile.heads) break;
-      *reinterpret_cast<typename Types::Stored*>(to + h * side.strides.head) =
-          Types::stored_chunk(x[h], inverses[h]);
+      auto* there = to + h * side.strides.head;
+      if constexpr (kJoins) {
+        CacheChunk<typename Types::Stored, 2> joined = {Types::stored_chunk(x[h][0], inverses[h]),
+                                                        Types::stored_chunk(x[h][1], inverses[h])};
+        *reinterpret_cast<CacheChunk<typename Types::Stored, 2>*>(there) = joined;
+      } else {
+#pragma unroll
+        for (int part = 0; part < kParts; ++part)
+          *reinterpret_cast<typename Types::Stored*>(there + part * next_part) =
+              Types::stored_chunk(x[h][part], inverses[h]);
+      }
     }
   }
 }
@@ -205,6 +222,23 @@ __device__ __forceinline__ void turn_four(const Row& a, const Row& b, int first,
   }
 }
 
+// What a thread turns in each head: kColumns of cos and sin, the chunk from d on and that from
+// d + other on. token < 0: nothing.
+template <bool kPieces, int kColumns>
+struct TurnedChunks {
+  int column, token, d, other;
+
+  __device__ TurnedChunks(const CacheWriteParams& p, const CacheTile& tile, int index)
+      : column(0), token(-1), d(0), other(0) {
+    int half = p.rope.rotary_dim / 2;
+    CacheItem item(index, half / kColumns, token_bits(p.k, tile.tokens));
+    column = item.chunk * kColumns;
+    token = tile.token<kPieces>(item.token);
+    d = column << int{p.rope.interleaved};
+    other = p.rope.interleaved ? kColumns : half;
+  }
+};
+
 // The rotated elements where half of them is a multiple of kColumns: a thread takes as many columns
 // of cos and sin, and for kHeads heads the two chunks whose pairs these columns turn. What is
 // turned of a head that is not there is not stored.
@@ -218,17 +252,14 @@ __device__ void rotate_rows(const CacheWriteParams& p, const CacheTile& tile, co
   using Stored = CacheChunk<C, kColumns>;
   const CacheSide& side = p.k;
   const RopeParams& rope = p.rope;
-  int half = rope.rotary_dim / 2, chunks = half / kColumns, bits = token_bits(side, tile.tokens);
+  int items = tile.items * (rope.rotary_dim / 2 / kColumns);
   bool aligned =
       has_aligned_rows(rope.cos, rope.cos_stride) && has_aligned_rows(rope.sin, rope.sin_stride);
   for (int begin = 0; begin < tile.heads; begin += kHeads) {
     int head = tile.first_head + begin, heads = min(tile.heads - begin, kHeads);
-    for (int index = threadIdx.x; index < tile.items * chunks; index += kCacheThreads) {
-      CacheItem item(index, chunks, bits);
-      int column = item.chunk * kColumns, token = tile.token<kPieces>(item.token);
+    for (int index = threadIdx.x; index < items; index += kCacheThreads) {
+      auto [column, token, d, other] = TurnedChunks<kPieces, kColumns>(p, tile, index);
       if (token < 0) continue;
-      int d = column << int{rope.interleaved};
-      int other = rope.interleaved ? kColumns : half;  // from the first chunk to the second
       const T* from = rows(token, begin) + d;
       Row a[kHeads], b[kHeads];
 #pragma unroll
@@ -271,15 +302,12 @@ __device__ void rotate_staged_rows(const CacheWriteParams& p, const CacheTile& t
   using Stored = CacheChunk<C, kColumns>;
   const CacheSide& side = p.k;
   const RopeParams& rope = p.rope;
-  int half = rope.rotary_dim / 2, chunks = half / kColumns, bits = token_bits(side, tile.tokens);
+  int items = tile.items * (rope.rotary_dim / 2 / kColumns);
   bool aligned =
       has_aligned_rows(rope.cos, rope.cos_stride) && has_aligned_rows(rope.sin, rope.sin_stride);
-  for (int index = threadIdx.x; index < tile.items * chunks; index += kCacheThreads) {
-    CacheItem item(index, chunks, bits);
-    int column = item.chunk * kColumns, token = tile.token<kPieces>(item.token);
+  for (int index = threadIdx.x; index < items; index += kCacheThreads) {
+    auto [column, token, d, other] = TurnedChunks<kPieces, kColumns>(p, tile, index);
     if (token < 0) continue;
-    int d = column << int{rope.interleaved};
-    int other = rope.interleaved ? kColumns : half;  // from the first chunk to the second
     const float* cos_row = rope.cos + positions[token] * rope.cos_stride + column;
     const float* sin_row = rope.sin + positions[token] * rope.sin_stride + column;
     Angles angles[kColumns / 4];
@@ -433,7 +461,7 @@ constexpr bool kStagesRows = kVllm && kType != DType::f32 && (kRope || kCacheTyp
 
 // kVllm: the layout whose V goes by pieces.
 template <DType kType, DType kCacheType, bool kRope, bool kVllm>
-__global__ void __launch_bounds__(kCacheThreads, kRope&& kType == DType::f32 ? 3 : 4)
+__global__ void __launch_bounds__(kCacheThreads, kType == DType::f32 && (kRope || kVllm) ? 3 : 4)
     cache_write(const __grid_constant__ CacheWriteParams p, int tokens) {
   __shared__ CacheTile::Places places;
   __shared__ int64_t positions[kMaxTileTokens + kPieceTokens];  // the last piece ends behind
@@ -484,7 +512,12 @@ __global__ void __launch_bounds__(kCacheThreads, kRope&& kType == DType::f32 ? 3
     }
     first_d = write_to_next_chunk<Pair>(side, tile, rows, inverses, p.rope.rotary_dim);
   }
-  write_rows<Pair, kVllm>(side, tile, rows, inverses, first_d);
+  constexpr int kWide = 2 * Pair::kVec;
+  if (kVllm && !kStaged && (side.head_dim | first_d) % kWide == 0) {
+    write_rows<Pair, kVllm, 2>(side, tile, rows, inverses, first_d);
+  } else {
+    write_rows<Pair, kVllm, 1>(side, tile, rows, inverses, first_d);
+  }
 }
 
 template <DType kType, DType kCacheType, bool kRope, bool kVllm>
