@@ -46,8 +46,8 @@ struct PrefillSm90 {
   static constexpr int kWantedBefore = 2;  // key tiles, before the last one of an item is loaded
   // Note: beyond 128 columns the wait for a turn costs more than the overlap brings.
   static constexpr bool kTakeTurns = kHeadDimV <= 128;
-  // A turn is passed on behind the first maximum, not before it: at head_dim 64 1 to 6 % faster, but
-  // not for three groups and a mask; nothing at 128.
+  // A turn is passed on behind the first maximum, not before it: at head_dim 64 1 to 6 % faster,
+  // but not for three groups and a mask; nothing at 128.
   static constexpr bool kPassesLate = kHeadDim <= 64 && kScore == ScoreKind::identity &&
                                       (kConsumers == 2 || kMask == MaskKind::none);
   // K is free as soon as S is there; else the compiler finds its barrier when half of the softmax

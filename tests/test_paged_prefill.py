@@ -37,7 +37,7 @@ OPTIONS = [
 # "auto" is a way of its own: few queries a sequence run a kernel of paged_attention.
 TARGETS = harness.target_params(cpu=("auto", *cases.CPU_BACKENDS))
 LAYOUT_SIZES = [("nhd", 1), ("nhd", 16), ("nhd", 33), ("hnd", 8), ("hnd", 256)]
-LAYOUT_SIZES += [("vllm", 8), ("vllm", 16), ("vllm", 32)]
+LAYOUT_SIZES += [("nhd", 48), ("hnd", 80), ("vllm", 8), ("vllm", 16), ("vllm", 32)]
 
 
 def make(case, queries, rng):
