@@ -459,7 +459,8 @@ __device__ void write_scattered(const CacheSide& side, const CacheTile& tile, co
 template <DType kType, DType kCacheType, bool kRope, bool kVllm>
 constexpr bool kStagesRows = kVllm && kType != DType::f32 && (kRope || kCacheType == kType);
 
-// kVllm: the layout whose V goes by pieces.
+// kVllm: the layout whose V goes by pieces. Note: with four blocks a multiprocessor float32 would
+// spill there, as it would beside RoPE.
 template <DType kType, DType kCacheType, bool kRope, bool kVllm>
 __global__ void __launch_bounds__(kCacheThreads, kType == DType::f32 && (kRope || kVllm) ? 3 : 4)
     cache_write(const __grid_constant__ CacheWriteParams p, int tokens) {

@@ -5,7 +5,7 @@
 // arXiv:2407.08608, sections 3.1-3.2. Primitives: device/mma_sm90.cuh. Tiles: tile_config.h.
 // Deep dive: docs/notes/20261121-prefill-sm90.md. Next: src/plan.cpp, which picks it.
 //
-//   producer   | Q K3  | V3 K2 | V2 K1 | V1 K0 | V0 | Q' K' | ...       (next query tile)
+//   producer   | Q K3  | K2 V3 | K1 V2 | K0 V1 | V0 | Q' K' | ...       (next query tile)
 //   group 0    | QK3 | softmax | QK2 PV3 | softmax | QK1 PV2 | ... | PV0 QK' | O out | softmax
 //   group 1         | QK3 | softmax | QK2 PV3 | softmax | ...        (the tensor cores alternate)
 #pragma once
@@ -67,6 +67,7 @@ struct PrefillSm90 {
   using Qk = device::Wgmma<kType, kTile.n>;
   using Pv = device::Wgmma<kType, kHeadDimV>;
   using Ids = BlockIds<kTile.n>;
+  static_assert(Ids::kSlots > Ids::kAhead + kLag, "a slot is filled when its tile is behind");
   using Bias = BiasTile<kType, kTile.m, kTile.n>;
   static_assert(kTile.stages % 2 == 0, "a bias has one stage, and its parity is the lowest bit");
   static constexpr bool kStagesBias = sm90_stages_bias({kHeadDim, kHeadDimV}, kScore);
@@ -393,7 +394,7 @@ struct PrefillSm90 {
         Work done;
         load_shared(done, mine);
         int rows = group * 64 + warp * 16;
-        Store::store(p, s, maps, done, done.row0 + rows, out, state, mod.to_log2,
+        Store::store(p, s, maps, done, done.row0 + rows, out, state,
                      shared.q + previous_q() * kQBytes + rows * 128);
       }
       if constexpr (kOutFirst) {

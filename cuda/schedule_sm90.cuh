@@ -10,23 +10,6 @@
 
 namespace cuattn {
 
-// Divides by a number that the host knows, at least 2. Source: Granlund and Montgomery, Division by
-// invariant integers using multiplication, 1994.
-struct Divisor {
-  uint32_t multiplier;
-  int32_t shift;
-
-  static Divisor of(int32_t divisor) {
-    int32_t shift = 0;
-    while (int64_t{2} << shift < divisor) ++shift;
-    uint64_t power = uint64_t{1} << (32 + shift), d = static_cast<uint64_t>(divisor);
-    return {static_cast<uint32_t>((power + d - 1) / d), shift};
-  }
-  __device__ __forceinline__ int32_t quotient(int32_t x) const {  // 0 <= x
-    return static_cast<int32_t>(__umulhi(static_cast<uint32_t>(x), multiplier) >> shift);
-  }
-};
-
 // The order of work. Where all items weigh the same, head after head: who reads the same K and V
 // reads them at the same time. Else sections of heads whose K and V fit in L2 together; inside a
 // section the heaviest query tiles of all heads first, so that what comes last is light.
@@ -43,7 +26,7 @@ struct Sm90Schedule {
   bool stages_bias;       // a bias comes through the TMA
   int32_t bias_heads, bias_batches;  // 0: there is one for all
   int32_t page_rows;                 // keys in blocks: rows of a box
-  Divisor block_size;
+  device::Divisor block_size;
   float* part_out;  // [splits, heads, rows, head_dim_v], splits > 1
   float* part_lse;  // [splits, heads, rows]
   float zero;       // 0, which the compiler does not know
@@ -237,7 +220,7 @@ inline Sm90Schedule make_sm90_schedule(const PrefillParams& p, Tile tile) {
   s.bias_heads = p.bias_stride_head != 0;
   s.bias_batches = p.bias_stride_batch != 0;
   s.page_rows = sm90_page_rows(p.pages.block_size, tile);
-  if (p.pages.block_size > 0) s.block_size = Divisor::of(p.pages.block_size);
+  if (p.pages.block_size > 0) s.block_size = device::Divisor::of(p.pages.block_size);
   if (s.splits > 1) {
     s.part_out = static_cast<float*>(p.workspace);
     s.part_lse = const_cast<float*>(sm90_parts(p).lses[0]);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Online softmax of a wgmma accumulator: one step of prefill_sm90.cuh. Source: FlashAttention-2,
-// arXiv:2307.08691, algorithm 1.
+// arXiv:2307.08691, algorithm 1; that O need not follow each new maximum: FlashAttention-4,
+// arXiv:2603.05451.
 #pragma once
 
 #include "cuattn/device/math.cuh"
@@ -8,52 +9,95 @@
 
 namespace cuattn {
 
-// The state of a thread's two rows (lane / 4 and lane / 4 + 8 of a warp's 16): maximum of the
-// scores in the functor's units, this lane's share of the sum.
+// The state of a thread's two rows (lane / 4 and lane / 4 + 8 of a warp's 16). Exponents are
+// relative to a maximum that may lag behind: it stays until one is above kSlack, for P up to 2^8 is
+// as exact as P up to 1.
 struct Sm90Softmax {
-  float max[2] = {device::negative_infinity(), device::negative_infinity()};
-  float sum[2] = {0.0f, 0.0f};
+  static constexpr float kSlack = 8.0f, kUnseen = -3.4028234664e38f;  // finite: -inf - -inf is NaN
+  float reference[2] = {kUnseen, kUnseen};                            // in base 2
+  float limit[2] = {kUnseen, kUnseen};  // of the scores: above it, an exponent is above kSlack
+  float sum[2] = {0.0f, 0.0f};          // this lane's share
 };
 
-// Scores become P, relative to the running maximum, and O follows the maximum once `pv_done` has
-// waited for the product that still reads the old P. `begun` is called behind the first maximum.
-// The exponentials are what takes time (16 a clock and SM): the order lets everything else run in
-// their shadow.
+// Whether a row of the warp may have a score above its limit, and the highest of a thread's scores.
+// With kIntegers their bits are compared as integers, whose maximum takes three operands where a
+// float's takes two. It is right for floats that are not negative: a negative limit asks for a
+// second look.
+template <bool kIntegers, int kScoreCount>
+__device__ __forceinline__ bool any_outgrown(const Sm90Softmax& state, float (&highest)[2],
+                                             const float (&scores)[kScoreCount]) {
+  auto larger = [](float x, float y) {
+    return kIntegers ? __int_as_float(max(__float_as_int(x), __float_as_int(y))) : fmaxf(x, y);
+  };
+  bool outgrown = false;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float chain[2];  // half the latency of one
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float* x = &scores[2 * half + i];
+      chain[i] = larger(x[0], x[4]);
+#pragma unroll
+      for (int at = 8; at < kScoreCount; at += 8)
+        chain[i] = larger(larger(chain[i], x[at]), x[at + 4]);
+    }
+    highest[half] = larger(chain[0], chain[1]);
+    float limit = state.limit[half];
+    outgrown |= !(highest[half] <= limit) | (kIntegers & (limit < 0.0f));  // without a branch
+  }
+  return __any_sync(0xffffffffu, outgrown);
+}
+
+// Moves the references that rows have outgrown; whether any row of the warp has. What was summed up
+// before is to be multiplied by `rescale`. Each row is decided for itself: its bits do not depend
+// on its neighbours.
+__device__ __forceinline__ bool move_references(Sm90Softmax& state, float (&rescale)[2],
+                                                const float (&highest)[2], float to_log2) {
+  using namespace device;
+  bool moves = false;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float max = quad_max(highest[half]);
+    if (!(max > state.limit[half])) continue;
+    float reference = max * to_log2;
+    rescale[half] = exp2_approx(state.reference[half] - reference);
+    state.reference[half] = reference;
+    state.limit[half] = fmaf(state.kSlack, rcp_approx(to_log2), max);
+    moves = true;
+  }
+  return __any_sync(0xffffffffu, moves);
+}
+
+// Scores become P, relative to the rows' references, and O follows a reference that moves once
+// `pv_done` has waited for the product that still reads the old P. `begun` is called when it is
+// known whether one does. Exponentials take time (16 a clock and SM), every instruction takes
+// power, which limits the chip: what is rarely needed is branched around.
 //
-//   row 0: max | exp . . . . . . . . | pack, rescale O
-//   row 1:     |         max         | exp . . . . . . . . . pack |
+//   both rows: outgrown? | row 0: exp . . . . . . | row 1: exp . . . . . . . . | pack
+//                        |                        | O moves? pack row 0 . . .  |
 //
-// Left alone, the compiler multiplies all of a row's exponents before its first exponential and
-// rescales O behind the last: the unit that computes exponentials stands idle. So some values are
-// made to wait for others: x = fmaf(awaited, zero, x), with a zero that only we know.
+// Left alone, the compiler multiplies all of a row's exponents before its first exponential: the
+// unit that computes them stands idle. So some values are made to wait for others:
+// x = fmaf(awaited, zero, x), with a zero that only we know.
 template <DType kType, int kScoreCount, int kOutCount, class Begun, class Wait>
 __device__ __forceinline__ void softmax_step(Sm90Softmax& state, float (&scores)[kScoreCount],
                                              uint32_t (&probs)[kScoreCount / 2],
                                              float (&out)[kOutCount], float to_log2, float zero,
                                              Begun begun, Wait pv_done) {
   using namespace device;
-  constexpr int kBlocks = kScoreCount / 4;  // of 8 keys
-  constexpr int kLinked = 4;                // blocks
-  float chain[2][2], reference[2], rescale[2], sum[2][2];
-  auto await = [&](float x, float awaited) { return fmaf(awaited, zero, x); };
-  auto max_of = [&](int half, int block) {  // two chains a row: half the latency
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-      chain[half][i] = fmaxf(chain[half][i], scores[4 * block + 2 * half + i]);
-  };
-  auto settle_max = [&](int half) {
-    float max = fmaxf(state.max[half], quad_max(fmaxf(chain[half][0], chain[half][1])));
-    // A row that has seen nothing keeps -inf; 0 in its place keeps -inf - (-inf) out of the
-    // exponent.
-    float safe = max == negative_infinity() ? 0.0f : max;
-    rescale[half] = exp2_approx((state.max[half] - safe) * to_log2);
-    state.max[half] = max;
-    reference[half] = safe * to_log2;
-  };
+  constexpr int kBlocks = kScoreCount / 4;     // of 8 keys
+  constexpr int kLinked = 4;                   // blocks
+  constexpr bool kIntegers = kOutCount <= 64;  // wider: no register is left for a second look
+  float rescale[2] = {1.0f, 1.0f}, sum[2][2], highest[2];
+  bool moves = any_outgrown<kIntegers>(state, highest, scores);
+  if (kIntegers && moves) moves = any_outgrown<false>(state, highest, scores);
+  if (moves) moves = move_references(state, rescale, highest, to_log2);
+  begun();
+  float reference[2] = {state.reference[0], state.reference[1]};
   auto exponential = [&](int half, int block) {
     float* s = &scores[4 * block + 2 * half];
     if (block > 0 && block % kLinked == 0)
-      reference[half] = await(reference[half], s[-4 * kLinked]);
+      reference[half] = fmaf(s[-4 * kLinked], zero, reference[half]);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       s[i] = exp2_approx(fmaf(s[i], to_log2, -reference[half]));
@@ -64,36 +108,19 @@ __device__ __forceinline__ void softmax_step(Sm90Softmax& state, float (&scores)
     const float* s = &scores[4 * block + 2 * half];
     probs[2 * block + half] = pack2<kType>(s[0], s[1]);
   };
-  chain[0][0] = chain[0][1] = negative_infinity();
 #pragma unroll
-  for (int block = 0; block < kBlocks; ++block) max_of(0, block);
-  settle_max(0);
-  begun();
-#pragma unroll
-  for (int block = 0; block < kBlocks; ++block) {
-    exponential(0, block);
-    if (block == 0) chain[1][0] = chain[1][1] = await(negative_infinity(), scores[0]);
-    max_of(1, block);
-  }
-  // Note: a NaN of row 0 must not reach row 1: fmaxf drops it.
-  chain[1][0] = fmaxf(chain[1][0], await(negative_infinity(), rescale[0]));
-  settle_max(1);
+  for (int block = 0; block < kBlocks; ++block) exponential(0, block);
   if (kOutCount <= 64)  // else the wait comes before all exponentials; wider: no register is left
     order_after(scores[4 * (kBlocks - 1)]);
-  const bool rescales = pv_done();
+  if (pv_done() && moves) {
+#pragma unroll
+    for (int i = 0; i < kOutCount; ++i) out[i] *= rescale[i >> 1 & 1];
+  }
 #pragma unroll
   for (int block = 0; block < kBlocks; ++block) {
-    if (block == kLinked) reference[1] = await(reference[1], rescale[1]);
     exponential(1, block);
     pack(0, block);
     if (block > 0) pack(1, block - 1);
-    if (!rescales) continue;
-    constexpr int kSlice = (kOutCount + kBlocks - 1) / kBlocks;
-#pragma unroll
-    for (int i = 0; i < kSlice; ++i) {
-      int at = block * kSlice + i;
-      if (at < kOutCount) out[at] *= rescale[at >> 1 & 1];
-    }
   }
   pack(1, kBlocks - 1);
 #pragma unroll

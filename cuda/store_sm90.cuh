@@ -27,13 +27,13 @@ struct StoreSm90 {
   // Of both rows, step by step, for it is latency that counts.
   static __device__ __forceinline__ void finish_rows(RowEnd (&end)[2], const PrefillParams& p,
                                                      const Sm90Work& w, const Sm90Row (&rows)[2],
-                                                     const Sm90Softmax& state, float to_log2) {
+                                                     const Sm90Softmax& state) {
     using namespace device;
     float sum[2], max[2], factor[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       sum[half] = quad_sum(state.sum[half]);
-      max[half] = state.max[half] * to_log2;
+      max[half] = sum[half] == 0.0f ? negative_infinity() : state.reference[half];
       factor[half] = 1.0f;
     }
     if (p.sinks != nullptr && w.split == 0) {  // one more logit in the denominator, without value
@@ -129,13 +129,12 @@ struct StoreSm90 {
   static __device__ __forceinline__ void store(const PrefillParams& p, const Sm90Schedule& s,
                                                const Sm90Maps& maps, const Sm90Work& w,
                                                int32_t first_row, float (&out)[kOutCount],
-                                               const Sm90Softmax& state, float to_log2,
-                                               uint32_t smem) {
+                                               const Sm90Softmax& state, uint32_t smem) {
     int lane = threadIdx.x % 32;
     const Sm90Row rows[2] = {Sm90Row(p, s, w, first_row + lane / 4),
                              Sm90Row(p, s, w, first_row + 8 + lane / 4)};
     RowEnd end[2];
-    finish_rows(end, p, w, rows, state, to_log2);
+    finish_rows(end, p, w, rows, state);
     clear_dead(out, end);
     if (kThroughSmem && s.stores_boxes && first_row + 16 <= w.queries.stored) {
       store_boxes(p, maps, w, first_row, out, end, smem);

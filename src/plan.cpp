@@ -101,7 +101,7 @@ void plan_sm90(Plan& plan, const PrefillRequest& r, const DeviceInfo& device) {
            sm90_page_rows(r.block_size, tile) >= kMinPageRows;
   };
   if (other.m > 0 && !r.batch_invariant &&
-      sm90_other_tile_pays(d, r.mask, r.seqlen_kv, in_blocks(other))) {
+      sm90_other_tile_pays(d, r.seqlen_kv, in_blocks(other))) {
     plan.tile = other;
   }
   int32_t group = r.num_heads_kv > 0 ? r.num_heads_q / r.num_heads_kv : 1, m = plan.tile.m;

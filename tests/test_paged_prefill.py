@@ -290,8 +290,8 @@ def test_long_causal_rows_take_longer_tiles_only_over_pages():
             **{"causal": True, **tables, **options},
         ).tile_n
 
-    assert tile_n(8192) == tile_n(8192, block_size=64) == 160
-    assert tile_n(8192, paged=False) == 128
+    assert tile_n(4096) == tile_n(8192) == tile_n(8192, block_size=64) == 160
+    assert tile_n(8192, paged=False) == tile_n(8192, causal=False) == 128
     assert tile_n(2048) == tile_n(8192, batch_invariant=True) == 128
     assert tile_n(8192, window=(256, 0)) == tile_n(8192, softcap=30.0) == 128
 

@@ -239,17 +239,6 @@ def test_heads_of_a_group_share_tiles_that_would_stay_empty():
     assert packed(1, 32, 8, alibi_slopes=(32,)) == 1
 
 
-def test_long_rows_take_longer_tiles():
-    def tile_n(seqlen, **options):
-        return explain("H100", shape=(2, seqlen, 16, 128), **options).tile_n
-
-    assert [tile_n(n) for n in (128, 512, 2048, 16384)] == [128, 128, 160, 160]
-    assert [tile_n(n, causal=True) for n in (2048, 4096, 16384)] == [128, 128, 128]
-    assert tile_n(16384, batch_invariant=True) == 128
-    assert tile_n(16384, window=(256, 0)) == 128
-    assert tile_n(16384, softcap=30.0) == 128
-
-
 def test_short_causal_rows_of_64_columns_take_smaller_tiles():
     def tile_m(seqlen, **options):
         return explain("H100", shape=(2, seqlen, 16, 64), **options).tile_m

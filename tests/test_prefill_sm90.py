@@ -364,3 +364,44 @@ def test_an_infinite_value_reaches_every_row(dtype, value, rng):
         problem.arrays["v"][1, 37, 1, 5] = value
 
     assert_case(CUDA, "sm90", Case(dtype, 2, 4, 2, 70, 170, 64), rng, spoil)
+
+
+DIMS = [(64, 64), (128, 128), (192, 128), (256, 256)]
+SCORED = {"full": {}, "causal": {"causal": True}, "alibi": {"alibi": "head"}}
+
+
+def moving(step, offset):
+    """Scores that rise from `offset` on by `step`, in base 2, with each 128 keys from right to left
+    in some rows, fall in others and stay in a third kind: a warp has them all.
+    """
+
+    def change(problem):
+        q, k = problem.arrays["q"], problem.arrays["k"]
+        rows, keys = np.arange(q.shape[1]), np.arange(k.shape[1])
+        tile = (k.shape[1] - 1 - keys) // 128
+        q[:, :, :, 0] = np.array([1.0, -1.0, 0.5, 0.0, 1.0])[rows % 5, None]
+        k[:, :, :, 0] = (offset + tile * step * np.log(2) * q.shape[-1] ** 0.5)[:, None]
+
+    return change
+
+
+@pytest.mark.parametrize("offset", [0.0, -1500.0])
+@pytest.mark.parametrize("step", [3.0, 7.9, 8.1, 40.0])
+@pytest.mark.parametrize("score", SCORED)
+@pytest.mark.parametrize("dims", DIMS)
+def test_rows_that_outgrow_their_reference(dims, score, step, offset, rng):
+    case = Case(HALF[int(step) % 2], 1, 4, 2, 300, 900, *dims, **SCORED[score])
+    assert_case(CUDA, "sm90", case, rng, moving(step, offset))
+
+
+@pytest.mark.parametrize("score", SCORED)
+@pytest.mark.parametrize("dims", DIMS)
+def test_the_bits_of_a_row_do_not_depend_on_its_neighbours(dims, score, rng):
+    """A warp looks again when one of its rows may have outgrown its reference."""
+    problem = make_problem(Case("bfloat16", 1, 4, 2, 300, 900, *dims, **SCORED[score]), rng)
+    moving(5.0, 0.0)(problem)
+    out, lse = run(CUDA, "sm90", problem)
+    problem.arrays["q"][:, ::2] *= -30
+    other, other_lse = run(CUDA, "sm90", problem)
+    assert same_bits((out[:, 1::2], lse[:, :, 1::2]), (other[:, 1::2], other_lse[:, :, 1::2]))
+    assert not np.array_equal(bits(out), bits(other))

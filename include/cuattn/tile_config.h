@@ -85,24 +85,17 @@ constexpr Tile sm90_tile(HeadDims d, MaskKind mask, ScoreKind score) {
 }
 
 // A second tile, where another length of rows is served better: m == 0 is none.
-//   128, full: a step costs the time of its keys and, whatever their number, that of 20 more. Long
-//        rows take longer tiles; short ones would waste their last.
-//   128, causal: longer tiles pay where keys come in blocks, by many boxes; else half a tile more
-//        that is masked costs what they save.
+//   128, causal: longer tiles pay where keys come in blocks, by many boxes.
 //   64, causal: of 192 x 128 scores at the diagonal 60 % are masked, which short rows feel.
 constexpr Tile sm90_other_tile(HeadDims d, MaskKind mask, ScoreKind score) {
   if (score == ScoreKind::scored) return {};
-  if (d.qk == 128 && mask != MaskKind::window)
+  if (d.qk == 128 && mask == MaskKind::causal)
     return {128, 160, 2, 12};                                            // 2 * 32 + 2 * 80 = 224 KB
   if (d.qk == 64 && mask == MaskKind::causal) return {128, 128, 4, 12};  // 3 * 16 + 4 * 32 = 176 KB
   return {};
 }
-constexpr bool sm90_other_tile_pays(HeadDims d, MaskKind mask, int32_t seqlen_kv, bool in_blocks) {
-  if (d.qk == 64) return seqlen_kv <= 1024;
-  if (mask == MaskKind::causal) return in_blocks && seqlen_kv > 4096;
-  auto cost = [&](int64_t keys) { return (seqlen_kv + keys - 1) / keys * (keys + 20); };
-  return cost(sm90_other_tile(d, mask, ScoreKind::identity).n) <
-         cost(sm90_tile(d, mask, ScoreKind::identity).n);
+constexpr bool sm90_other_tile_pays(HeadDims d, int32_t seqlen_kv, bool in_blocks) {
+  return d.qk == 64 ? seqlen_kv <= 1024 : in_blocks && seqlen_kv > 2048;
 }
 
 // Keys in blocks: rows that lie together wherever a tile begins, one box of the TMA. Shorter ones

@@ -251,6 +251,43 @@ CUDA_TEST(device_reductions_span_a_quad_or_a_warp) {
   }
 }
 
+__global__ void divide(const Divisor* divisors, const int32_t* x, int32_t* out, int n) {
+  int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < n) out[i] = divisors[i].quotient(x[i]);
+}
+
+CUDA_TEST(device_divisor_is_exact) {
+  constexpr int32_t kMost = std::numeric_limits<int32_t>::max();
+  Random random(case_seed("divisor"));
+  std::vector<int32_t> numbers, x;
+  std::vector<Divisor> divisors;
+  auto try_with = [&](int32_t number) {
+    auto add = [&](int64_t value) {
+      if (value < 0 || value > kMost) return;
+      numbers.push_back(number);
+      divisors.push_back(Divisor::of(number));
+      x.push_back(static_cast<int32_t>(value));
+    };
+    for (int64_t value : {int64_t{0}, int64_t{number} - 1, int64_t{number}, int64_t{kMost}})
+      add(value);
+    for (int i = 0; i < 20; ++i) {
+      int64_t multiple = random.range(0, kMost / number) * int64_t{number};
+      for (int64_t off : {-1, 0, 1}) add(multiple + off);
+    }
+  };
+  for (int32_t number = 2; number <= 1100; ++number) try_with(number);
+  for (int bit = 11; bit < 31; ++bit)
+    for (int32_t off : {-1, 0, 1}) try_with((int32_t{1} << bit) + off);
+  try_with(kMost);
+  int n = static_cast<int>(x.size());
+  OnGpu<Divisor> by(divisors);
+  OnGpu<int32_t> in(x), out(x.size());
+  divide<<<ceil_div(n, 256), 256>>>(by.data(), in.data(), out.data(), n);
+  std::vector<int32_t> y = out.host();
+  for (int i = 0; i < n; ++i)
+    CHECK(y[i] == x[i] / numbers[i], x[i], " / ", numbers[i], " gave ", y[i]);
+}
+
 // Four 8 x 8 matrices whose element (matrix, row, column) holds its own index.
 __global__ void load_matrices(uint32_t* straight, uint32_t* transposed) {
   __shared__ alignas(16) uint16_t tile[4 * 64];

@@ -86,4 +86,21 @@ CUATTN_HOST_DEVICE constexpr T ceil_div(T a, T b) {
   return (a + b - 1) / b;
 }
 
+// Divides by a number that the host knows, at least 2. Source: Granlund and Montgomery, Division by
+// invariant integers using multiplication, 1994.
+struct Divisor {
+  uint32_t multiplier;
+  int32_t shift;
+
+  static CUATTN_HOST_DEVICE Divisor of(int32_t divisor) {
+    int32_t shift = 0;
+    while (int64_t{2} << shift < divisor) ++shift;
+    uint64_t power = uint64_t{1} << (32 + shift), d = static_cast<uint64_t>(divisor);
+    return {static_cast<uint32_t>((power + d - 1) / d), shift};
+  }
+  __device__ __forceinline__ int32_t quotient(int32_t x) const {  // 0 <= x
+    return static_cast<int32_t>(__umulhi(static_cast<uint32_t>(x), multiplier) >> shift);
+  }
+};
+
 }  // namespace cuattn::device
