@@ -95,7 +95,7 @@ constexpr Tile sm90_other_tile(HeadDims d, MaskKind mask, ScoreKind score) {
   return {};
 }
 constexpr bool sm90_other_tile_pays(HeadDims d, int32_t seqlen_kv, bool in_blocks) {
-  return d.qk == 64 ? seqlen_kv <= 1024 : in_blocks && seqlen_kv > 2048;
+  return d.qk == 64 ? seqlen_kv <= 2048 : in_blocks && seqlen_kv > 2048;
 }
 
 // Keys in blocks: rows that lie together wherever a tile begins, one box of the TMA. Shorter ones
