@@ -50,12 +50,8 @@ struct PrefillSm90 {
   // but not for three groups and a mask; nothing at 128.
   static constexpr bool kPassesLate = kHeadDim <= 64 && kScore == ScoreKind::identity &&
                                       (kConsumers == 2 || kMask == MaskKind::none);
-  // K is free as soon as S is there; else the compiler finds its barrier when half of the softmax
-  // is done. Note: CTAs that walk the same keys in step are 3 % slower with it at head_dim 256.
-  static constexpr bool kFreesEarly = kHeadDim <= 128 || kMask != MaskKind::none;
-  // V is loaded behind K of the next tile, in the order of their use and release; not where CTAs
-  // walk in step (1 %).
-  static constexpr int kLag = kFreesEarly ? 1 : 0;
+  // V is loaded behind K of the next tile: in the order of their use and release.
+  static constexpr int kLag = 1;
   // O leaves before the next Q is waited for: a single Q tile comes late. Note: the functor's
   // registers leave no room for it.
   static constexpr bool kOutFirst = kQStages == 1 && kScore == ScoreKind::identity;
@@ -456,8 +452,8 @@ struct PrefillSm90 {
         int v_stage = ring.stage();
         uint32_t v_parity = ring.parity();
         ring.next();
-        uint32_t k_empty = shared.k_empty(ring.stage());
-        if (kFreesEarly) k_empty = opaque(k_empty);
+        // opaque: else the compiler finds it in the middle of the softmax, long after S is there.
+        const uint32_t k_empty = opaque(shared.k_empty(ring.stage()));
         barrier_wait(shared.v_full(v_stage), v_parity);
         barrier_wait(shared.k_full(ring.stage()), ring.parity());
         my_turn();
