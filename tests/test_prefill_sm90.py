@@ -372,7 +372,7 @@ SCORED = {"full": {}, "causal": {"causal": True}, "alibi": {"alibi": "head"}}
 
 def moving(step, offset):
     """Scores that rise by about `step`, in base 2, with each 128 keys from right to left in some
-    rows, fall in others and stay in a third kind: a warp has them all. `offset`: of an element of k.
+    rows, fall in others and stay in a third kind: a warp has them all. `offset`: an element of k.
     """
 
     def change(problem):
