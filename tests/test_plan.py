@@ -239,6 +239,16 @@ def test_heads_of_a_group_share_tiles_that_would_stay_empty():
     assert packed(1, 32, 8, alibi_slopes=(32,)) == 1
 
 
+def test_keys_that_lie_together_have_one_tile_at_128_columns():
+    """Longer ones, for long rows, gained nothing any more; over pages they do."""
+    tiles = {
+        explain("H100", shape=(2, seqlen, 16, 128), **options).tile_n
+        for seqlen in (128, 512, 2048, 4096, 16384)
+        for options in ({}, {"causal": True}, {"batch_invariant": True}, {"softcap": 30.0})
+    }
+    assert tiles == {128}
+
+
 def test_short_causal_rows_of_64_columns_take_smaller_tiles():
     def tile_m(seqlen, **options):
         return explain("H100", shape=(2, seqlen, 16, 64), **options).tile_m
