@@ -162,7 +162,7 @@ struct PrefillSimt {
   using Output = float[kRows][kGroups][4];
   struct State {
     Output out;
-    float max[kRows], sum[kRows];  // base 2; the sum is this lane's share
+    float max[kRows], sum[kRows];  // max: of scores, in the end base 2; sum: this lane's share
   };
 
   static __device__ int row_of(int i) {
@@ -217,8 +217,8 @@ struct PrefillSimt {
   }
 
   // Scores become probabilities relative to the running maximum, in shared memory; `rescale` takes
-  // what was added up before to the new maximum. One FFMA makes the exponent of a score: its
-  // rounding error is that of the result, which is small where the probability is large.
+  // what was added up before to the new maximum. The rounding error of an exponent is that of a
+  // difference, which is small where the probability is large, however large the scores.
   static __device__ void softmax(float (&scores)[kRows][kKeys], float (&rescale)[kRows],
                                  State& state, Shared& s, float to_log2) {
 #pragma unroll
@@ -230,15 +230,15 @@ struct PrefillSimt {
       for (int lane = 8; lane > 0; lane /= 2) {
         max = fmaxf(max, __shfl_xor_sync(0xffffffffu, max, lane));
       }
-      max = fmaxf(max * to_log2, state.max[i]);  // a NaN leaves the maximum and enters the sum
+      max = fmaxf(max, state.max[i]);  // a NaN leaves the maximum and enters the sum
       // No key seen yet: 0 in place of -inf keeps -inf - -inf out of the exponents.
       float reference = max == device::negative_infinity() ? 0.0f : max;
-      rescale[i] = device::exp2_approx(state.max[i] - reference);
+      rescale[i] = device::exp2_approx((state.max[i] - reference) * to_log2);
       state.max[i] = max;
       float sum = 0.0f;
 #pragma unroll
       for (int j = 0; j < kKeys; ++j) {
-        float prob = device::exp2_approx(fmaf(scores[i][j], to_log2, -reference));
+        float prob = device::exp2_approx((scores[i][j] - reference) * to_log2);
         sum += prob;
         s.p[row_of(i)][lane_x() + 16 * j] = prob;
       }
@@ -319,6 +319,10 @@ struct PrefillSimt {
           }
         }
       }
+    }
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      state.max[i] = device::finite_product(state.max[i], mod.to_log2);
     }
   }
 

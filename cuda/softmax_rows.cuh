@@ -36,35 +36,40 @@ __global__ void __launch_bounds__(kSoftmaxRowsPerBlock * 32)
   if (used) seen = visible_keys(p.window_left, p.window_right, row, queries.used, keys.used);
   ScoreMod<kType, kScore> score(p, b, head, queries.used, keys.used);
 
-  float max = negative_infinity(), sum = 0.0f;  // base 2
+  float max = negative_infinity(), sum = 0.0f;  // of scores, and of exponentials relative to it
   for (int32_t key = seen.begin + lane; key < seen.end; key += 32) {
     float x = score(dots[key], row, key);
-    float new_max = fmaxf(max, x * score.to_log2);  // a NaN leaves the maximum and enters the sum
+    float new_max = fmaxf(max, x);  // a NaN leaves the maximum and enters the sum
     float reference = new_max == negative_infinity() ? 0.0f : new_max;
-    sum = sum * exp2_approx(max - reference) + exp2_approx(fmaf(x, score.to_log2, -reference));
+    sum = sum * exp2_approx((max - reference) * score.to_log2) +
+          exp2_approx((x - reference) * score.to_log2);
     max = new_max;
   }
 
   float row_max = warp_max(max);
-  float sink = p.sinks != nullptr && used ? p.sinks[head * p.sinks_stride] : negative_infinity();
-  row_max = fmaxf(row_max, sink * kLog2e);
   float reference = row_max == negative_infinity() ? 0.0f : row_max;
-  float row_sum = warp_sum(sum * exp2_approx(max - reference));
-  row_sum += exp2_approx(fmaf(sink, kLog2e, -reference));
+  float row_sum = warp_sum(sum * exp2_approx((max - reference) * score.to_log2));
+  // The sink is one more score, without a value.
+  float sink = p.sinks != nullptr && used ? p.sinks[head * p.sinks_stride] : negative_infinity();
+  float exponent = finite_product(row_max, score.to_log2), sink_exponent = sink * kLog2e;
+  float larger = fmaxf(exponent, sink_exponent);
+  if (larger == negative_infinity()) larger = 0.0f;
+  float keys_share = exp2_approx(exponent - larger);
+  row_sum = fmaf(row_sum, keys_share, exp2_approx(sink_exponent - larger));
   bool empty = row_sum == 0.0f;
-  float inverse = empty ? 0.0f : 1.0f / row_sum;
+  float factor = empty ? 0.0f : keys_share / row_sum;
 
   for (int32_t key = lane; key < p.seqlen_kv; key += 32) {
     float prob = 0.0f;
     if (key >= seen.begin && key < seen.end) {
-      prob = exp2_approx(fmaf(score(dots[key], row, key), score.to_log2, -reference)) * inverse;
+      prob = exp2_approx((score(dots[key], row, key) - reference) * score.to_log2) * factor;
     }
     probs[key] = from_float<Prob>(prob);
   }
   if (lane == 0 && p.lse != nullptr) {
     int64_t place = b * p.lse_strides.batch + head * p.lse_strides.head +
                     (queries.start + row) * p.lse_strides.seq;
-    p.lse[place] = empty ? negative_infinity() : (reference + log2_approx(row_sum)) * kLn2;
+    p.lse[place] = empty ? negative_infinity() : (larger + log2_approx(row_sum)) * kLn2;
   }
 }
 

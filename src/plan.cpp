@@ -100,8 +100,7 @@ void plan_sm90(Plan& plan, const PrefillRequest& r, const DeviceInfo& device) {
     return r.paged && r.kv_layout != KvLayout::vllm &&
            sm90_page_rows(r.block_size, tile) >= kMinPageRows;
   };
-  if (other.m > 0 && !r.batch_invariant &&
-      sm90_other_tile_pays(d, r.seqlen_kv, in_blocks(other))) {
+  if (other.m > 0 && !r.batch_invariant && sm90_other_tile_pays(d, r.seqlen_kv, in_blocks(other))) {
     plan.tile = other;
   }
   int32_t group = r.num_heads_kv > 0 ? r.num_heads_q / r.num_heads_kv : 1, m = plan.tile.m;

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 import cuattn
 from cases import (
     DTYPES,
+    EPS,
     FACTORS,
     HEAD_DIMS,
     LENGTHS,
@@ -367,6 +369,48 @@ def test_bias_may_mask(device, backend, dtype, kind, rng):
         bias[1, 0, :, 64:] = off
 
     assert_case(device, backend, case, rng, mask)
+
+
+def lowest(bias):
+    """The most negative finite number of an array's dtype."""
+    return float(ml_dtypes.finfo(bias.dtype).min)
+
+
+@pytest.mark.parametrize("kind", ["full", "float32"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("device", "backend"), target_params())
+def test_the_lowest_finite_bias_masks(device, backend, dtype, kind, rng):
+    """Log2 e times it is no float any more; many fill their masks with it."""
+    case = Case(dtype, 2, 2, 2, 40, 400, 32, bias=kind)
+
+    def lower(problem):
+        bias = problem.arrays["bias"]
+        bias[rng.random(bias.shape) < 0.3] = lowest(bias)
+        bias[:, :, 3, 100:] = lowest(bias)  # whichever tile comes first
+        bias[:, :, 4, :300] = lowest(bias)
+        bias[:, :, 5, :] = lowest(bias)
+        bias[:, :, 5, 7] = 0
+
+    assert_case(device, backend, case, rng, lower)
+
+
+@pytest.mark.parametrize("value", [-1e9, -2e38, float(np.finfo(np.float32).min)])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("device", "backend"), target_params())
+def test_a_row_of_nothing_but_a_low_bias_is_the_mean(device, backend, dtype, value, rng):
+    """As float32 adds, every score is the bias."""
+    case = Case(dtype, 1, 2, 2, 20, 400, 32, bias="float32")
+    if not serves(backend, device, case):
+        pytest.skip("the rung does not take this call")
+    problem = make_problem(case, rng)
+    problem.arrays["bias"][:, :, 3] = value
+    out, lse = run(device, backend, problem)
+    mean = problem.arrays["v"].astype(np.float64).mean(1)
+    np.testing.assert_allclose(np.asarray(out, np.float64)[:, 3], mean, atol=EPS[dtype])
+    # Note: CUDA kernels take a score that is no float in base 2 for the lowest that is.
+    nearest = max(value, float(np.finfo(np.float32).min) * np.log(2))
+    for number in lse[:, :, 3].flat:
+        assert np.isclose(number, value, rtol=1e-6) or np.isclose(number, nearest, rtol=1e-6)
 
 
 @pytest.mark.parametrize(("device", "backend"), target_params())

@@ -19,6 +19,9 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
+// Finite where both factors are: rounded toward zero, and with it to the largest float.
+__device__ __forceinline__ float finite_product(float x, float y) { return __fmul_rz(x, y); }
+
 __device__ __forceinline__ float log2_approx(float x) {
   float y;
   asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
