@@ -281,8 +281,14 @@ struct PrefillSm80 {
         maximum = device::quad_max(maximum);
         // A row that has seen nothing keeps -inf; 0 in its place keeps -inf - (-inf) out of the
         // exponent.
-        float reference = maximum == device::negative_infinity() ? 0.0f : maximum * to_log2;
-        rescale[half] = device::exp2_approx(fmaf(state.row_max[m][half], to_log2, -reference));
+        float reference = maximum == device::negative_infinity() ? 0.0f : maximum;
+        // A bias may be the lowest float: only a difference can be multiplied.
+        float scaled = reference * to_log2;
+        auto exponent = [&](float score) {
+          return kScore == ScoreKind::scored ? (score - reference) * to_log2
+                                             : fmaf(score, to_log2, -scaled);
+        };
+        rescale[half] = device::exp2_approx(exponent(state.row_max[m][half]));
         state.row_max[m][half] = maximum;
         float sum = 0.0f;
 #pragma unroll
@@ -290,7 +296,7 @@ struct PrefillSm80 {
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             float& score = scores[m][n][2 * half + i];
-            score = device::exp2_approx(fmaf(score, to_log2, -reference));
+            score = device::exp2_approx(exponent(score));
             sum += score;
           }
         }
@@ -392,7 +398,8 @@ struct PrefillSm80 {
       for (int half = 0; half < 2; ++half) {
         int32_t row = lane_row(work, m, half);
         float sum = device::quad_sum(state.row_sum[m][half]);
-        float maximum = state.row_max[m][half] * to_log2;  // base 2 from here on
+        // Base 2 from here on.
+        float maximum = device::finite_product(state.row_max[m][half], to_log2);
         float factor = 1.0f;
         if (p.sinks != nullptr) {
           float sink = p.sinks[work.head * p.sinks_stride] * device::kLog2e;

@@ -46,8 +46,8 @@ struct PrefillSm90 {
   static constexpr int kWantedBefore = 2;  // key tiles, before the last one of an item is loaded
   // Note: beyond 128 columns the wait for a turn costs more than the overlap brings.
   static constexpr bool kTakeTurns = kHeadDimV <= 128;
-  // A turn is passed on behind the first maximum, not before it: at head_dim 64 1 to 6 % faster,
-  // but not for three groups and a mask; nothing at 128.
+  // A turn is passed on when it is known whether a reference moves, not before: at head_dim 64 1 to
+  // 6 % faster, but not for three groups and a mask; nothing at 128.
   static constexpr bool kPassesLate = kHeadDim <= 64 && kScore == ScoreKind::identity &&
                                       (kConsumers == 2 || kMask == MaskKind::none);
   // V is loaded behind K of the next tile: in the order of their use and release.
@@ -434,7 +434,7 @@ struct PrefillSm90 {
       release_scores(shared.k_empty(ring.stage()));
       modify(scores, p, s, shared, mod, rows, group, tile,
              tile >= w.range.full_end || tile < w.range.full_begin, ring.stage());
-      softmax_step<kType>(
+      softmax_step<kType, kScore>(
           state, scores, probs, out, mod.to_log2, s.zero, [] {}, [] { return false; });
       fresh = true;
       if (kQStages > 1 && lane == 0 && !first_item) {  // O has left the Q tile before this one
@@ -468,7 +468,7 @@ struct PrefillSm90 {
         release_scores(k_empty);
         modify(scores, p, s, shared, mod, rows, group, tile, masked, ring.stage());
         auto begun = [&] { your_turn(true); };
-        softmax_step<kType>(state, scores, probs, out, mod.to_log2, s.zero, begun, [&] {
+        softmax_step<kType, kScore>(state, scores, probs, out, mod.to_log2, s.zero, begun, [&] {
           wgmma_wait<0>();
           pin(out);
           pin(probs);

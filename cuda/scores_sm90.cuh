@@ -14,7 +14,6 @@ template <DType kType, int kRows, int kKeys>
 struct BiasTile {
   static constexpr int kPanels = (kKeys + 63) / 64, kBytes = kPanels * kRows * 128;
   static_assert(kKeys % 16 == 0);
-  using Mod = device::ScoreMod<kType, ScoreKind::scored>;
 
   // scores[i] * factor + bias, of row `row` + i / 2 % 2 * 8 and key i / 4 * 8 + i % 2 past those of
   // the lane.
@@ -31,8 +30,8 @@ struct BiasTile {
       for (int i = 0; i < 4; ++i) {
         float* s = &scores[4 * chunk + 2 * i];
         const auto& bias = reinterpret_cast<const Element<kType>(&)[2]>(words[i]);
-        s[0] = fmaf(s[0], factor, Mod::in_units(to_float(bias[0])));
-        s[1] = fmaf(s[1], factor, Mod::in_units(to_float(bias[1])));
+        s[0] = fmaf(s[0], factor, to_float(bias[0]));
+        s[1] = fmaf(s[1], factor, to_float(bias[1]));
       }
     }
   }
@@ -78,10 +77,11 @@ __device__ __forceinline__ float modify_scores(
   using namespace device;
   if (mod.softcap <= 0.0f && mod.slope == 0.0f) return mod.scale;
   if (mod.softcap > 0.0f) {
+    float in = mod.scale * mod.inv_softcap;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       // tanh_approx is right to 2^-11 of its result: less than what a bfloat16 score is rounded by.
-      float x = scores[i] * mod.scale;
+      float x = scores[i] * in;
       scores[i] = mod.softcap * (kType == DType::bf16 ? tanh_approx(x) : tanh_exp2(x));
     }
   } else {
@@ -109,7 +109,6 @@ __device__ __forceinline__ void add_bias(float (&scores)[kCount],
                                          int32_t token, int32_t first, int32_t last_token,
                                          int32_t last_key) {
   using namespace device;
-  using Mod = ScoreMod<kType, ScoreKind::scored>;
   int64_t size = mod.bias_dtype == DType::f32 ? 4 : mod.bias_dtype == DType::boolean ? 1 : 2;
   const char* row[2];
 #pragma unroll
@@ -127,8 +126,8 @@ __device__ __forceinline__ void add_bias(float (&scores)[kCount],
     }
   } else if (mod.bias_dtype == DType::f32) {
     add_bias_pairs<float2>(scores, row[0], row[1], [](float& a, float& b, float2 x) {
-      a += Mod::in_units(x.x);
-      b += Mod::in_units(x.y);
+      a += x.x;
+      b += x.y;
     });
   } else if (mod.bias_dtype == DType::boolean) {
     add_bias_pairs<uint16_t>(scores, row[0], row[1], [](float& a, float& b, uint16_t x) {
@@ -137,9 +136,8 @@ __device__ __forceinline__ void add_bias(float (&scores)[kCount],
     });
   } else {
     add_bias_pairs<uint32_t>(scores, row[0], row[1], [](float& a, float& b, uint32_t x) {
-      const auto& bias = reinterpret_cast<const Element<kType>(&)[2]>(x);
-      a += Mod::in_units(to_float(bias[0]));
-      b += Mod::in_units(to_float(bias[1]));
+      a += to_float(reinterpret_cast<const Element<kType>(&)[2]>(x)[0]);
+      b += to_float(reinterpret_cast<const Element<kType>(&)[2]>(x)[1]);
     });
   }
 }

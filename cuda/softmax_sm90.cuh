@@ -10,19 +10,23 @@
 namespace cuattn {
 
 // The state of a thread's two rows (lane / 4 and lane / 4 + 8 of a warp's 16). Exponents are
-// relative to a maximum that may lag behind: it stays until one is above kSlack, for P up to 2^8 is
+// relative to a maximum that may lag behind: it stays until one reaches kSlack, for P up to 2^8 is
 // as exact as P up to 1.
 struct Sm90Softmax {
   static constexpr float kSlack = 8.0f, kUnseen = -3.4028234664e38f;  // finite: -inf - -inf is NaN
   float reference[2] = {kUnseen, kUnseen};                            // in base 2
-  float limit[2] = {kUnseen, kUnseen};  // of the scores: above it, an exponent is above kSlack
-  float sum[2] = {0.0f, 0.0f};          // this lane's share
+  // Of the scores: from there on, an exponent is kSlack or more. NaN where the reference is large:
+  // such a row is looked at in every step.
+  float limit[2] = {kUnseen, kUnseen};
+  float sum[2] = {0.0f, 0.0f};  // this lane's share
+
+  __device__ bool is_large(int half) const { return isnan(limit[half]); }
 };
 
-// Whether a row of the warp may have a score above its limit, and the highest of a thread's scores.
-// With kIntegers their bits are compared as integers, whose maximum takes three operands where a
-// float's takes two. It is right for floats that are not negative: a negative limit asks for a
-// second look.
+// Whether a row of the warp may have a score that is not below its limit, and the highest of a
+// thread's scores. With kIntegers their bits are compared as integers, whose maximum takes three
+// operands where a float's takes two. It is right for floats that are not negative: a negative
+// limit asks for a second look, and whoever needs the highest itself.
 template <bool kIntegers, int kScoreCount>
 __device__ __forceinline__ bool any_outgrown(const Sm90Softmax& state, float (&highest)[2],
                                              const float (&scores)[kScoreCount]) {
@@ -43,7 +47,7 @@ __device__ __forceinline__ bool any_outgrown(const Sm90Softmax& state, float (&h
     }
     highest[half] = larger(chain[0], chain[1]);
     float limit = state.limit[half];
-    outgrown |= !(highest[half] <= limit) | (kIntegers & (limit < 0.0f));  // without a branch
+    outgrown |= !(highest[half] < limit) | (kIntegers & (limit < 0.0f));  // without a branch
   }
   return __any_sync(0xffffffffu, outgrown);
 }
@@ -51,21 +55,48 @@ __device__ __forceinline__ bool any_outgrown(const Sm90Softmax& state, float (&h
 // Moves the references that rows have outgrown; whether any row of the warp has. What was summed up
 // before is to be multiplied by `rescale`. Each row is decided for itself: its bits do not depend
 // on its neighbours.
+template <ScoreKind kScore>
 __device__ __forceinline__ bool move_references(Sm90Softmax& state, float (&rescale)[2],
                                                 const float (&highest)[2], float to_log2) {
   using namespace device;
   bool moves = false;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    float max = quad_max(highest[half]);
-    if (!(max > state.limit[half])) continue;
-    float reference = max * to_log2;
-    rescale[half] = exp2_approx(state.reference[half] - reference);
+    float max = quad_max(highest[half]), limit = state.limit[half];
+    float reference = finite_product(max, to_log2), rise = reference - state.reference[half];
+    if (isnan(limit) ? !(rise > state.kSlack) : !(max >= limit)) continue;
+    rescale[half] = exp2_approx(-rise);
     state.reference[half] = reference;
-    state.limit[half] = fmaf(state.kSlack, rcp_approx(to_log2), max);
+    limit = fmaf(state.kSlack, rcp_approx(to_log2), max);
+    bool is_large = kScore == ScoreKind::scored && fabsf(reference) > 1 << 25;
+    state.limit[half] = is_large ? nanf("") : limit;
     moves = true;
   }
   return __any_sync(0xffffffffu, moves);
+}
+
+// Scores of a row whose reference is large, as with a bias that masks by a finite number: with one
+// rounding, the exponent of the maximum itself may be far from 0. They become differences, relative
+// to 0.
+template <int kScoreCount>
+__device__ __forceinline__ void center_large(const Sm90Softmax& state, float (&scores)[kScoreCount],
+                                             float to_log2) {
+  using namespace device;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const bool large = state.is_large(half);
+    auto center = [&](float& score) {
+      score = (finite_product(score, to_log2) - state.reference[half]) * rcp_approx(to_log2);
+    };
+#pragma unroll
+    for (int i = 2 * half; i < kScoreCount; i += 4) {
+      // Note: a branch a pair, for all of them at once take registers that are not there.
+      if (!__any_sync(0xffffffffu, large)) break;
+      if (!large) continue;
+      center(scores[i]);
+      center(scores[i + 1]);
+    }
+  }
 }
 
 // Scores become P, relative to the rows' references, and O follows a reference that moves once
@@ -79,7 +110,7 @@ __device__ __forceinline__ bool move_references(Sm90Softmax& state, float (&resc
 // Left alone, the compiler multiplies all of a row's exponents before its first exponential: the
 // unit that computes them stands idle. So some values are made to wait for others:
 // x = fmaf(awaited, zero, x), with a zero that only we know.
-template <DType kType, int kScoreCount, int kOutCount, class Begun, class Wait>
+template <DType kType, ScoreKind kScore, int kScoreCount, int kOutCount, class Begun, class Wait>
 __device__ __forceinline__ void softmax_step(Sm90Softmax& state, float (&scores)[kScoreCount],
                                              uint32_t (&probs)[kScoreCount / 2],
                                              float (&out)[kOutCount], float to_log2, float zero,
@@ -91,9 +122,17 @@ __device__ __forceinline__ void softmax_step(Sm90Softmax& state, float (&scores)
   float rescale[2] = {1.0f, 1.0f}, sum[2][2], highest[2];
   bool moves = any_outgrown<kIntegers>(state, highest, scores);
   if (kIntegers && moves) moves = any_outgrown<false>(state, highest, scores);
-  if (moves) moves = move_references(state, rescale, highest, to_log2);
+  if (moves) {
+    moves = move_references<kScore>(state, rescale, highest, to_log2);
+    if constexpr (kScore == ScoreKind::scored) center_large(state, scores, to_log2);
+  }
   begun();
-  float reference[2] = {state.reference[0], state.reference[1]};
+  float reference[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    bool centered = kScore == ScoreKind::scored && state.is_large(half);
+    reference[half] = centered ? 0.0f : state.reference[half];
+  }
   auto exponential = [&](int half, int block) {
     float* s = &scores[4 * block + 2 * half];
     if (block > 0 && block % kLinked == 0)

@@ -36,8 +36,7 @@ CUATTN_HOST_DEVICE TileRange tile_range(int32_t window_left, int32_t window_righ
 }
 
 // Scores from dot products. A result times `to_log2` is an exponent in base 2: identity leaves the
-// scale to that one multiplication. Scored returns exponents, so that a row's reference is its
-// maximum itself, however large; float32 returns natural units, which are nearer to the formula.
+// scale to that one multiplication, scored returns natural units.
 template <DType kType, ScoreKind kScore>
 struct ScoreMod;
 
@@ -52,22 +51,21 @@ struct ScoreMod<kType, ScoreKind::identity> {
 
 template <DType kType>
 struct ScoreMod<kType, ScoreKind::scored> {
-  static constexpr float kUnit = kType == DType::f32 ? 1.0f : kLog2e;  // of scores, to natural ones
-  static constexpr float to_log2 = kLog2e / kUnit;
-  float scale;  // of a dot product, which becomes a score or, with a softcap, what tanh takes
-  float softcap, slope;  // in units of scores
-  int32_t diagonal;      // key position of query row 0
-  const char* bias;      // of this batch and head, or nullptr
+  static constexpr float to_log2 = kLog2e;
+  float scale, softcap, inv_softcap, slope;
+  int32_t diagonal;  // key position of query row 0
+  const char* bias;  // of this batch and head, or nullptr
   DType bias_dtype;
   int64_t bias_stride_q, bias_stride_kv;
 
   __device__ ScoreMod(const PrefillParams& p, int32_t b, int32_t head, int32_t queries,
                       int32_t keys)
-      : scale(p.softcap > 0.0f ? p.scale / p.softcap : p.scale * kUnit),
-        softcap(p.softcap * kUnit),
+      : scale(p.scale),
+        softcap(p.softcap),
+        inv_softcap(p.softcap > 0.0f ? 1.0f / p.softcap : 0.0f),
         slope(p.alibi_slopes == nullptr
                   ? 0.0f
-                  : p.alibi_slopes[b * p.alibi_stride_batch + head * p.alibi_stride_head] * kUnit),
+                  : p.alibi_slopes[b * p.alibi_stride_batch + head * p.alibi_stride_head]),
         diagonal(keys - queries),
         bias(nullptr),
         bias_dtype(p.bias_dtype),
@@ -86,7 +84,8 @@ struct ScoreMod<kType, ScoreKind::scored> {
     if (softcap > 0.0f) {
       // Note: tanh_exp2 is right to 1e-7, not to 1e-7 of a small result; times a softcap of 30 that
       // is several times the error of the plain formula in float32.
-      score = softcap * (kType == DType::f32 ? tanhf(score) : tanh_exp2(score));
+      float ratio = score * inv_softcap;
+      score = softcap * (kType == DType::f32 ? tanhf(ratio) : tanh_exp2(ratio));
     }
     if (slope != 0.0f) score -= slope * fabsf(static_cast<float>(row + diagonal - key));
     return bias == nullptr ? score : add_bias(score, row, key);
@@ -94,15 +93,12 @@ struct ScoreMod<kType, ScoreKind::scored> {
 
   __device__ float add_bias(float score, int32_t row, int32_t key) const {
     int64_t at = row * bias_stride_q + key * bias_stride_kv;
-    if (bias_dtype == DType::f32) return score + in_units(reinterpret_cast<const float*>(bias)[at]);
+    if (bias_dtype == DType::f32) return score + reinterpret_cast<const float*>(bias)[at];
     if (bias_dtype == DType::boolean) return bias[at] == 0 ? negative_infinity() : score;
     if constexpr (kType != DType::f32)
-      score += in_units(to_float(reinterpret_cast<const Element<kType>*>(bias)[at]));
+      score += to_float(reinterpret_cast<const Element<kType>*>(bias)[at]);
     return score;
   }
-
-  // A bias stays finite: some mask with the lowest float.
-  static __device__ float in_units(float bias) { return finite_product(bias, kUnit); }
 };
 
 }  // namespace cuattn::device
