@@ -228,7 +228,8 @@ def test_bias_in_boxes(dtype, name, rng):
         lowest = float(ml_dtypes.finfo(bias.dtype).min)
         bias[..., ::3, -200:] = lowest
         bias[rng.random(bias.shape) < 0.2] = lowest
-        out, lse = run(CUDA, "sm90", problem)
+        # One part: beside such scores lse has no room for the number of keys, which weighs parts.
+        out, lse = run(CUDA, "sm90", with_options(problem, num_splits=1))
         # Kernels take a score that is no float in base 2 for the lowest that is.
         problem.arrays["bias"] = np.maximum(bias, LOWEST_SCORE, dtype=np.float32)
         judge(problem, out, lse)
