@@ -316,6 +316,22 @@ def test_keys_are_rotated_on_the_way(device, dtype, cache_dtype, dim, half, inte
         write(device, rng, case, rope=rope, k_scale=scale)
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("dim", "half"), [(32, 16), (48, 8), (32, 6)])
+@pytest.mark.parametrize(("dtype", "cache_dtype"), PAIRS)
+def test_keys_of_a_large_call_are_rotated(device, dtype, cache_dtype, dim, half, interleaved, rng):
+    """Heads that fill no tile, and a prompt that begins within a block."""
+    tokens, heads, start = 3301, 10, 3
+    assert tokens * heads >= MOST_ROWS
+    places = np.arange(start, start + tokens)
+    slots = (rng.permutation(210)[places // 16] * 16 + places % 16).astype(I64)
+    slots[[40, 41, 2000]] = -1
+    rope = {**tables(rng, half), "positions": rng.integers(0, 50, tokens)}
+    for layout in LAYOUTS:
+        case = Write(layout, dtype, cache_dtype, dim=dim, heads=heads, blocks=210, slots=slots)
+        write(device, rng, case, rope={**rope, "interleaved": interleaved})
+
+
 def test_rotation_turns_the_plane(device):
     """Angle 90 degrees: (a, b) becomes (-b, a); pairs as the docstring says."""
     for interleaved in (False, True):
