@@ -23,13 +23,13 @@ __device__ void gather_rows(const CacheSide& side, const CacheTile& tile) {
     const T* from =
         cache + tile.place(token) + tile.first_head * side.strides.head + side.run_of(d);
     T* to = rows + side.row(tile.first + token, tile.first_head) + d;
-    uint4 x[kHeadsInFlight];
+    uint4 x[kTileHeads];
 #pragma unroll
-    for (int h = 0; h < kHeadsInFlight; ++h) {
+    for (int h = 0; h < kTileHeads; ++h) {
       if (h < tile.heads) x[h] = *reinterpret_cast<const uint4*>(from + h * side.strides.head);
     }
 #pragma unroll
-    for (int h = 0; h < kHeadsInFlight; ++h) {
+    for (int h = 0; h < kTileHeads; ++h) {
       if (h < tile.heads) *reinterpret_cast<uint4*>(to + h * side.row_head) = x[h];
     }
   }
@@ -112,9 +112,9 @@ __device__ void gather_scattered(const CacheSide& side, const CacheTile& tile) {
 // kVllm: the layout whose V goes by pieces.
 template <class T, bool kVllm>
 __global__ void __launch_bounds__(kCacheThreads, 4)
-    cache_gather(const __grid_constant__ CacheGatherParams p, CacheTileShape shape) {
+    cache_gather(const __grid_constant__ CacheGatherParams p, int tokens) {
   __shared__ CacheTile::Places places;
-  CacheTile tile(&places, shape, p.num_heads);
+  CacheTile tile(&places, tokens, p.num_heads);
   bool is_k = tile.is_k;
   const CacheSide& side = is_k ? p.k : p.v;
   tile.fill(side, p.block_size, p.num_tokens, [&](int64_t token) {
@@ -132,10 +132,10 @@ __global__ void __launch_bounds__(kCacheThreads, 4)
 
 template <class T>
 void launch(const CacheGatherParams& p, cudaStream_t stream) {
-  CacheTileShape shape = tile_shape(p.num_tokens, p.num_heads, {kTileTokens<T>, kHeadsInFlight});
-  dim3 grid = cache_grid("gather_cache", p.num_tokens, p.num_heads, shape);
+  int tokens = tile_tokens(p.num_tokens, p.num_heads, kTileTokens<T>);
+  dim3 grid = cache_grid("gather_cache", p.num_tokens, p.num_heads, tokens);
   auto* kernel = p.kv_layout == KvLayout::vllm ? cache_gather<T, true> : cache_gather<T, false>;
-  kernel<<<grid, kCacheThreads, 0, stream>>>(p, shape);
+  kernel<<<grid, kCacheThreads, 0, stream>>>(p, tokens);
   CUATTN_CUDA_TRY(cudaGetLastError());
 }
 

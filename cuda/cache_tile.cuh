@@ -2,7 +2,7 @@
 // What the kernels between rows and caches share: how the work is cut, and where the tokens of one
 // thread block lie in the cache. Next: cache_write.cu, cache_gather.cu.
 //
-// A thread block takes a tile: some tokens and 4 or 8 heads of K or of V. Where a cache keeps
+// A thread block takes a tile: some tokens and kTileHeads heads of K or of V. Where a cache keeps
 // neighbouring d together (all but V of the vLLM layout), a thread moves 16 bytes of a row for each
 // head. V of the vLLM layout keeps neighbouring tokens together: there a warp turns pieces of
 // tokens x d of one head, if the tokens fill an aligned part of a block, and single elements
@@ -19,8 +19,7 @@
 namespace cuattn {
 
 constexpr int kCacheThreads = 256;
-constexpr int kHeadsInFlight = 4;  // of a thread
-constexpr int kMaxTileHeads = 8;
+constexpr int kTileHeads = 4;  // a thread has as many rows in flight
 constexpr int kMaxTileTokens = 64;
 constexpr int kPieceTokens = 8;  // of K in the vLLM layout they are a line of memory
 
@@ -31,13 +30,9 @@ template <class T>
 constexpr int kTileTokens = sizeof(T) == 1 ? 64 : 32;
 constexpr int kFewTokens = 2;
 
-struct CacheTileShape {
-  int tokens, heads;
-};
-inline CacheTileShape tile_shape(int64_t num_tokens, int64_t num_heads, CacheTileShape many) {
+inline int tile_tokens(int64_t num_tokens, int64_t num_heads, int many) {
   int64_t rows = num_tokens * num_heads;
-  if (rows >= 32768) return many;
-  return {rows < 4096 ? kFewTokens : 8, kHeadsInFlight};
+  return rows < 4096 ? kFewTokens : rows < 32768 ? 8 : many;
 }
 
 // Where K of the vLLM layout has tokens side by side, neighbouring threads take 2^token_bits() of
@@ -53,10 +48,9 @@ struct alignas(kSize * sizeof(T)) CacheChunk {
 };
 
 // Thread blocks for the tiles of K and of V, two by two.
-inline dim3 cache_grid(const char* function, int64_t num_tokens, int64_t num_heads,
-                       CacheTileShape shape) {
-  int64_t blocks = 2 * device::ceil_div<int64_t>(num_tokens, shape.tokens) *
-                   device::ceil_div<int64_t>(num_heads, shape.heads);
+inline dim3 cache_grid(const char* function, int64_t num_tokens, int64_t num_heads, int tokens) {
+  int64_t blocks = 2 * device::ceil_div<int64_t>(num_tokens, tokens) *
+                   device::ceil_div<int64_t>(num_heads, kTileHeads);
   CUATTN_REQUIRE(blocks <= 0x7fffffff, function, ": num_tokens must fit one CUDA grid, got ",
                  blocks, " thread blocks of at most 2147483647; split the call");
   return dim3(static_cast<unsigned>(blocks));
@@ -119,15 +113,15 @@ struct CacheTile {
   };
   Places* places;
 
-  __device__ CacheTile(Places* places, CacheTileShape shape, int num_heads)
-      : tokens(shape.tokens), items(shape.tokens), places(places) {
+  __device__ CacheTile(Places* places, int tokens, int num_heads)
+      : tokens(tokens), items(tokens), places(places) {
     // K and V ask for different things, so both run at any time, also on each multiprocessor: the
     // order changes after about as many blocks as there are multiprocessors.
     is_k = ((blockIdx.x ^ blockIdx.x / 128) & 1) == 0;
-    unsigned index = blockIdx.x / 2, head_groups = device::ceil_div(num_heads, shape.heads);
+    unsigned index = blockIdx.x / 2, head_groups = device::ceil_div(num_heads, kTileHeads);
     first = int64_t{index / head_groups} * tokens;
-    first_head = static_cast<int>(index % head_groups) * shape.heads;
-    heads = min(num_heads - first_head, shape.heads);
+    first_head = static_cast<int>(index % head_groups) * kTileHeads;
+    heads = min(num_heads - first_head, kTileHeads);
   }
 
   // Of token `first` + i; i may lie in the margins.

@@ -160,36 +160,30 @@ __device__ void write_rows(const CacheSide& side, const CacheTile& tile, const R
     int64_t next_part = kParts > 1 ? side.run_of(d + kVec) - side.run_of(d) : 0;
     const auto* from = rows(token, 0) + d;
     int64_t next_head = rows.next_head(token);
-#pragma unroll 1
-    for (int begin = 0; begin < tile.heads; begin += kHeadsInFlight) {
-      typename Types::Row x[kHeadsInFlight][kParts];
+    typename Types::Row x[kTileHeads][kParts];
 #pragma unroll
-      for (int h = 0; h < kHeadsInFlight; ++h) {
+    for (int h = 0; h < kTileHeads; ++h) {
 #pragma unroll
-        for (int part = 0; part < kParts; ++part) {
-          if (begin + h < tile.heads)
-            x[h][part] =
-                *reinterpret_cast<const typename Types::Row*>(from + h * next_head + part * kVec);
-        }
+      for (int part = 0; part < kParts; ++part) {
+        if (h < tile.heads)
+          x[h][part] =
+              *reinterpret_cast<const typename Types::Row*>(from + h * next_head + part * kVec);
       }
+    }
 #pragma unroll
-      for (int h = 0; h < kHeadsInFlight; ++h) {
-        if (begin + h >= tile.heads) break;
-        auto* there = to + h * side.strides.head;
-        float inverse = inverses[begin + h];
-        if constexpr (kJoins) {
-          CacheChunk<typename Types::Stored, 2> joined = {Types::stored_chunk(x[h][0], inverse),
-                                                          Types::stored_chunk(x[h][1], inverse)};
-          *reinterpret_cast<CacheChunk<typename Types::Stored, 2>*>(there) = joined;
-        } else {
+    for (int h = 0; h < kTileHeads; ++h) {
+      if (h >= tile.heads) break;
+      auto* there = to + h * side.strides.head;
+      if constexpr (kJoins) {
+        CacheChunk<typename Types::Stored, 2> joined = {Types::stored_chunk(x[h][0], inverses[h]),
+                                                        Types::stored_chunk(x[h][1], inverses[h])};
+        *reinterpret_cast<CacheChunk<typename Types::Stored, 2>*>(there) = joined;
+      } else {
 #pragma unroll
-          for (int part = 0; part < kParts; ++part)
-            *reinterpret_cast<typename Types::Stored*>(there + part * next_part) =
-                Types::stored_chunk(x[h][part], inverse);
-        }
+        for (int part = 0; part < kParts; ++part)
+          *reinterpret_cast<typename Types::Stored*>(there + part * next_part) =
+              Types::stored_chunk(x[h][part], inverses[h]);
       }
-      from += kHeadsInFlight * next_head;
-      to += kHeadsInFlight * side.strides.head;
     }
   }
 }
@@ -261,41 +255,39 @@ __device__ void rotate_rows(const CacheWriteParams& p, const CacheTile& tile, co
   int items = tile.items * (rope.rotary_dim / 2 / kColumns);
   bool aligned =
       has_aligned_rows(rope.cos, rope.cos_stride) && has_aligned_rows(rope.sin, rope.sin_stride);
-  for (int index = threadIdx.x; index < items; index += kCacheThreads) {
-    auto [column, token, d, other] = TurnedChunks<kPieces, kColumns>(p, tile, index);
-    if (token < 0) continue;
-    const float* cos_row = rope.cos + positions[token] * rope.cos_stride + column;
-    const float* sin_row = rope.sin + positions[token] * rope.sin_stride + column;
-    Angles angles[kColumns / 4];  // of all heads
-#pragma unroll
-    for (int i = 0; i < kColumns; i += 4)
-      angles[i / 4] = {load_four(cos_row + i, aligned), load_four(sin_row + i, aligned)};
-    const T* from = rows(token, 0) + d;
-    C* to = static_cast<C*>(side.cache) + tile.place(token) + tile.first_head * side.strides.head +
-            side.run_of(d);
-    int64_t second = side.run_of(d + other) - side.run_of(d);
-#pragma unroll 1
-    for (int begin = 0; begin < tile.heads; begin += kHeads) {
+  for (int begin = 0; begin < tile.heads; begin += kHeads) {
+    int head = tile.first_head + begin, heads = min(tile.heads - begin, kHeads);
+    for (int index = threadIdx.x; index < items; index += kCacheThreads) {
+      auto [column, token, d, other] = TurnedChunks<kPieces, kColumns>(p, tile, index);
+      if (token < 0) continue;
+      const T* from = rows(token, begin) + d;
       Row a[kHeads], b[kHeads];
 #pragma unroll
       for (int h = 0; h < kHeads; ++h) {
-        if (begin + h >= tile.heads) continue;
+        if (h >= heads) continue;
         a[h] = *reinterpret_cast<const Row*>(from + h * side.row_head);
         b[h] = *reinterpret_cast<const Row*>(from + h * side.row_head + other);
       }
+      int64_t position = positions[token];
+      const float* cos_row = rope.cos + position * rope.cos_stride + column;
+      const float* sin_row = rope.sin + position * rope.sin_stride + column;
+      Stored low[kHeads], high[kHeads];
+#pragma unroll
+      for (int i = 0; i < kColumns; i += 4) {
+        Angles angles = {load_four(cos_row + i, aligned), load_four(sin_row + i, aligned)};
+#pragma unroll
+        for (int h = 0; h < kHeads; ++h)
+          turn_four<Types>(a[h], b[h], i, angles, rope.interleaved, inverses[begin + h], low[h],
+                           high[h]);
+      }
+      C* to = static_cast<C*>(side.cache) + tile.place(token) + head * side.strides.head;
+      int64_t first_run = side.run_of(d), second_run = side.run_of(d + other);
 #pragma unroll
       for (int h = 0; h < kHeads; ++h) {
-        if (begin + h >= tile.heads) continue;
-        Stored low, high;
-#pragma unroll
-        for (int i = 0; i < kColumns; i += 4)
-          turn_four<Types>(a[h], b[h], i, angles[i / 4], rope.interleaved, inverses[begin + h], low,
-                           high);
-        *reinterpret_cast<Stored*>(to + h * side.strides.head) = low;
-        *reinterpret_cast<Stored*>(to + h * side.strides.head + second) = high;
+        if (h >= heads) continue;
+        *reinterpret_cast<Stored*>(to + h * side.strides.head + first_run) = low[h];
+        *reinterpret_cast<Stored*>(to + h * side.strides.head + second_run) = high[h];
       }
-      from += kHeads * side.row_head;
-      to += kHeads * side.strides.head;
     }
   }
 }
@@ -464,30 +456,30 @@ __device__ void write_scattered(const CacheSide& side, const CacheTile& tile, co
 }
 
 // Whether rows go through shared memory. Those of the other layouts are read in whole lines anyway;
-// float32 would be 3 % slower, e4m3 12 %: larger tiles are better for it.
-template <DType kType, DType kCacheType, bool kVllm>
-constexpr bool kStagesRows = kVllm && kType != DType::f32 && kCacheType == kType;
+// float32 would be 3 % slower, e4m3 10 %: it wants larger tiles.
+template <DType kType, DType kCacheType, bool kRope, bool kVllm>
+constexpr bool kStagesRows = kVllm && kType != DType::f32 && (kRope || kCacheType == kType);
 
 // kVllm: the layout whose V goes by pieces. Note: with four blocks a multiprocessor float32 would
 // spill there, as it would beside RoPE.
 template <DType kType, DType kCacheType, bool kRope, bool kVllm>
 __global__ void __launch_bounds__(kCacheThreads, kType == DType::f32 && (kRope || kVllm) ? 3 : 4)
-    cache_write(const __grid_constant__ CacheWriteParams p, CacheTileShape shape) {
+    cache_write(const __grid_constant__ CacheWriteParams p, int tokens) {
   __shared__ CacheTile::Places places;
   __shared__ int64_t positions[kMaxTileTokens + kPieceTokens];  // the last piece ends behind
-  __shared__ float inverses[kMaxTileHeads];  // 1 / scale of each head of the tile
+  __shared__ float inverses[kTileHeads];  // 1 / scale of each head of the tile
   using Pair = Types<kType, kCacheType>;
-  CacheTile tile(&places, shape, p.num_heads);
+  CacheTile tile(&places, tokens, p.num_heads);
   bool is_k = tile.is_k;
   const CacheSide& side = is_k ? p.k : p.v;
   extern __shared__ uint4 staged[];
   using T = typename Pair::T;
-  constexpr bool kStaged = kStagesRows<kType, kCacheType, kVllm>;
+  constexpr bool kStaged = kStagesRows<kType, kCacheType, kRope, kVllm>;
   const TileRows<T, kStaged> rows(side, tile, reinterpret_cast<T*>(staged));
   rows.fetch(p.num_tokens);
   if (kRope && is_k) {  // by threads that have no slots to read, at the same time
     int i = static_cast<int>(threadIdx.x) - kCacheThreads / 2;
-    if (i >= 0 && i < tile.tokens + kPieceTokens && tile.first + i < p.num_tokens)
+    if (i >= 0 && i < tokens + kPieceTokens && tile.first + i < p.num_tokens)
       positions[i] = rope_position(p.rope, tile.first + i);
   }
   if (int h = kCacheThreads - 1 - static_cast<int>(threadIdx.x); h < tile.heads)
@@ -496,7 +488,7 @@ __global__ void __launch_bounds__(kCacheThreads, kType == DType::f32 && (kRope |
     int64_t slot = p.slot_mapping[token];
     return is_slot(p, slot) ? slot : int64_t{-1};
   });
-  bool some_alone = kVllm && (!is_k || tile.tokens > kFewTokens) && tile.find_pieces();
+  bool some_alone = kVllm && (!is_k || tokens > kFewTokens) && tile.find_pieces();
   rows.await();
   if (kVllm && !is_k) {
     __shared__ Pairs<Pair> warp_tiles[kCacheThreads / 32];
@@ -532,26 +524,22 @@ __global__ void __launch_bounds__(kCacheThreads, kType == DType::f32 && (kRope |
 
 template <DType kType, DType kCacheType, bool kRope, bool kVllm>
 void launch(const CacheWriteParams& p, cudaStream_t stream) {
-  constexpr bool kStaged = kStagesRows<kType, kCacheType, kVllm>;
+  constexpr bool kStaged = kStagesRows<kType, kCacheType, kRope, kVllm>;
   using Rows = TileRows<Element<kType>, kStaged>;
   int head_dim = std::max(p.k.head_dim, p.v.head_dim);
-  CacheTileShape many = {kTileTokens<Element<kType>>, kHeadsInFlight};
-  if (kStaged) {
-    int row_bytes = many.heads * head_dim * static_cast<int>(sizeof(Element<kType>));
-    many.tokens = std::clamp((32 << 10) / row_bytes / kPieceTokens, 1, 4) * kPieceTokens;
-  } else if (kVllm && kCacheType == DType::e4m3) {  // with RoPE, sines that serve twice the heads
-    many = kRope ? CacheTileShape{32, kMaxTileHeads} : CacheTileShape{64, kHeadsInFlight};
-  }
-  CacheTileShape shape = tile_shape(p.num_tokens, p.num_heads, many);
-  dim3 grid = cache_grid("reshape_and_cache", p.num_tokens, p.num_heads, shape);
+  int row_bytes = kTileHeads * head_dim * static_cast<int>(sizeof(Element<kType>));
+  int many = std::clamp((32 << 10) / row_bytes / kPieceTokens, 1, 4) * kPieceTokens;
+  if (!kStaged) many = kVllm && kCacheType == DType::e4m3 ? 64 : kTileTokens<Element<kType>>;
+  int tokens = tile_tokens(p.num_tokens, p.num_heads, many);
+  dim3 grid = cache_grid("reshape_and_cache", p.num_tokens, p.num_heads, tokens);
   auto* kernel = cache_write<kType, kCacheType, kRope, kVllm>;
-  int stride = Rows::stride(std::min(p.num_heads, shape.heads), head_dim);
-  int staged = kStaged ? shape.tokens * stride * static_cast<int>(sizeof(Element<kType>)) : 0;
+  int stride = Rows::stride(std::min(p.num_heads, kTileHeads), head_dim);
+  int staged = kStaged ? tokens * stride * static_cast<int>(sizeof(Element<kType>)) : 0;
   static std::atomic<uint64_t> allowed{0};
   // At most 33 KB, or 8 tokens of the widest rows; the kernel declares up to 23 KB besides.
-  constexpr int kMostStaged = kPieceTokens * (kHeadsInFlight * kMaxCacheHeadDim + 8) * 2;
+  constexpr int kMostStaged = kPieceTokens * (kTileHeads * kMaxCacheHeadDim + 8) * 2;
   if (kStaged) allow_shared_memory(kernel, kMostStaged, allowed);
-  kernel<<<grid, kCacheThreads, staged, stream>>>(p, shape);
+  kernel<<<grid, kCacheThreads, staged, stream>>>(p, tokens);
   CUATTN_CUDA_TRY(cudaGetLastError());
 }
 

@@ -281,12 +281,11 @@ struct PrefillSm80 {
         maximum = device::quad_max(maximum);
         // A row that has seen nothing keeps -inf; 0 in its place keeps -inf - (-inf) out of the
         // exponent.
-        float reference = maximum == device::negative_infinity() ? 0.0f : maximum;
-        // A bias may be the lowest float: only a difference can be multiplied.
-        float scaled = reference * to_log2;
-        auto exponent = [&](float score) {
-          return kScore == ScoreKind::scored ? (score - reference) * to_log2
-                                             : fmaf(score, to_log2, -scaled);
+        constexpr bool kScored = kScore == ScoreKind::scored;
+        float reference = kScored ? maximum : maximum * to_log2;
+        if (maximum == device::negative_infinity()) reference = 0.0f;
+        auto exponent = [&](float score) {  // a bias may be the lowest float: first the difference
+          return kScored ? (score - reference) * to_log2 : fmaf(score, to_log2, -reference);
         };
         rescale[half] = device::exp2_approx(exponent(state.row_max[m][half]));
         state.row_max[m][half] = maximum;
