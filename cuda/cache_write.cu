@@ -378,7 +378,7 @@ __device__ int write_to_next_chunk(const CacheSide& side, const CacheTile& tile,
   return end;
 }
 
-// 64 bytes of a thread in flight, or 128 where half of them are written.
+// 64 bytes of a thread in flight, or 128 where fewer are written.
 template <class Types>
 using Pairs = PairTile<typename Types::C, (Types::kQuantise ? 16 : 8) / sizeof(typename Types::T)>;
 

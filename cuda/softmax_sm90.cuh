@@ -68,7 +68,7 @@ __device__ __forceinline__ bool move_references(Sm90Softmax& state, float (&resc
     rescale[half] = exp2_approx(-rise);
     state.reference[half] = reference;
     limit = fmaf(state.kSlack, rcp_approx(to_log2), max);
-    bool is_large = kScore == ScoreKind::scored && fabsf(reference) > 1 << 25;
+    bool is_large = kScore == ScoreKind::scored && fabsf(reference) > 1 << 26;
     state.limit[half] = is_large ? nanf("") : limit;
     moves = true;
   }

@@ -222,6 +222,18 @@ def test_prompts_begin_anywhere_in_a_block(device, start, rng):
             write(device, rng, Write("vllm", *pair, blocks=160, slots=slots, heads=heads, dim=16))
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_wide_rows_of_a_large_call(device, dtype, rng):
+    """V of the vLLM layout by pieces: a head in several parts."""
+    places = np.arange(5, 5 + 2053)
+    slots = (rng.permutation(130)[places // 16] * 16 + places % 16).astype(I64)
+    write(
+        device,
+        rng,
+        Write("vllm", dtype, "float8_e4m3fn", blocks=130, slots=slots, heads=16, dim=192),
+    )
+
+
 @pytest.mark.parametrize("storage", ["transposed", "padded", "packed", "expanded", "odd"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_strided_rows(device, layout, storage, rng):
@@ -317,7 +329,7 @@ def test_keys_are_rotated_on_the_way(device, dtype, cache_dtype, dim, half, inte
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize(("dim", "half"), [(32, 16), (48, 8), (32, 6)])
+@pytest.mark.parametrize(("dim", "half"), [(32, 16), (48, 12), (32, 6)])
 @pytest.mark.parametrize(("dtype", "cache_dtype"), PAIRS)
 def test_keys_of_a_large_call_are_rotated(device, dtype, cache_dtype, dim, half, interleaved, rng):
     """Heads that fill no tile, and a prompt that begins within a block."""

@@ -187,8 +187,8 @@ def test_scores_of_each_head_in_a_group_of_short_queries(scored, rng):
     assert_case(CUDA, "sm90", Case("float16", 2, 8, 2, 5, 300, 64, **scored), rng)
 
 
-# Rows of a multiple of 8 elements: the TMA can bring them.
 LOWEST_SCORE = np.float32(np.finfo(np.float32).min * np.log(2))
+# Rows of a multiple of 8 elements: the TMA can bring them.
 BIASED = {
     "full": dict(),
     "one_key_tile": dict(seqlen_kv=8),
@@ -388,7 +388,7 @@ SCORED = {"full": {}, "causal": {"causal": True}, "alibi": {"alibi": "head"}}
 
 
 def moving(step, offset):
-    """Scores that rise by `step`, in base 2, with each 128 keys from right to left in some rows,
+    """Scores that rise by about `step`, in base 2, with each 128 keys to the left in some rows,
     fall in others and stay in a third kind: a warp has them all. `offset` is added to each.
     """
 
@@ -425,3 +425,22 @@ def test_the_bits_of_a_row_do_not_depend_on_its_neighbours(dims, score, offset, 
     other, other_lse = run(CUDA, "sm90", problem)
     assert same_bits((out[:, 1::2], lse[:, :, 1::2]), (other[:, 1::2], other_lse[:, :, 1::2]))
     assert not np.array_equal(bits(out), bits(other))
+
+
+@pytest.mark.parametrize("value", ["lowest", -1e9, 1e9])
+@pytest.mark.parametrize("bias", ["float32", "full"])
+@pytest.mark.parametrize("dims", DIMS)
+def test_the_bits_of_a_row_do_not_depend_on_large_neighbours(dims, bias, value, rng):
+    """Scores of a row whose reference is large are centered in a branch of its warp."""
+    case = Case("bfloat16", 1, 4, 2, 300, 904, *dims, bias=bias)
+    problem = with_options(make_problem(case, rng), num_splits=1)
+    array = problem.arrays["bias"]
+    out, lse = run(CUDA, "sm90", problem)
+    array[..., ::2, :] = float(ml_dtypes.finfo(array.dtype).min) if value == "lowest" else value
+    other, other_lse = run(CUDA, "sm90", problem)
+    assert same_bits((out[:, 1::2], lse[:, :, 1::2]), (other[:, 1::2], other_lse[:, :, 1::2]))
+    mean = problem.arrays["v"].astype(np.float64).mean(1).repeat(2, axis=1)
+    for row in range(0, 300, 2):
+        np.testing.assert_allclose(
+            np.asarray(other[:, row], np.float64), mean, atol=2 * EPS["bfloat16"]
+        )
