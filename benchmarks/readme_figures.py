@@ -59,6 +59,10 @@ class Shown(NamedTuple):
 SHOWN = {
     "mission": Shown("Naive against flash: time and memory beyond the inputs", time_and_memory),
     "forward": Shown("Forward in TFLOP/s", speed, BEST),
+    "fp16": Shown("The same in float16", speed, BEST),
+    "gqa": Shown("Grouped heads, TFLOP/s", speed, BEST),
+    "ragged": Shown("Sequences of many lengths, TFLOP/s", speed, BEST),
+    "masks": Shown("Windows, documents and score options, TFLOP/s", speed, BEST),
     "ladder": Shown("Every rung of the ladder, TFLOP/s", speed),
     "paged": Shown("Decode over pages, KV bytes / time in TB/s", bandwidth, BEST, "16, bf16"),
     "cache": Shown("Cache operations, bytes / time in TB/s", bandwidth, "memcpy"),
