@@ -218,6 +218,11 @@ def make_problem(case, rng):
     return Problem(case, arrays, options, lengths)
 
 
+def lowest(array):
+    """The most negative finite number of an array's dtype."""
+    return float(ml_dtypes.finfo(array.dtype).min)
+
+
 def _ragged_lengths(longest, batch, rng):
     """Lengths of `batch` sequences: one the longest, about one in four empty."""
     lengths = rng.integers(0, longest + 1, size=batch) * (rng.random(batch) < 0.75)

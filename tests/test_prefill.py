@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -25,6 +24,7 @@ from cases import (
     Case,
     case_of,
     check,
+    lowest,
     make_problem,
     pairwise,
     random_case,
@@ -369,11 +369,6 @@ def test_bias_may_mask(device, backend, dtype, kind, rng):
         bias[1, 0, :, 64:] = off
 
     assert_case(device, backend, case, rng, mask)
-
-
-def lowest(bias):
-    """The most negative finite number of an array's dtype."""
-    return float(ml_dtypes.finfo(bias.dtype).min)
 
 
 @pytest.mark.parametrize("kind", ["full", "float32"])

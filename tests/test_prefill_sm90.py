@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 
-import ml_dtypes
 import numpy as np
 import pytest
 
 import cuattn
-from cases import EPS, Case, make_problem, random_case
+from cases import EPS, Case, lowest, make_problem, random_case
 from harness import Cuda, assert_by_draws, assert_case, bits, has_hopper, judge, run
 
 pytestmark = [
@@ -225,9 +224,8 @@ def test_bias_in_boxes(dtype, name, rng):
     def attempt():
         problem = make_problem(case, rng)
         bias = problem.arrays["bias"]
-        lowest = float(ml_dtypes.finfo(bias.dtype).min)
-        bias[..., ::3, -200:] = lowest
-        bias[rng.random(bias.shape) < 0.2] = lowest
+        bias[..., ::3, -200:] = lowest(bias)
+        bias[rng.random(bias.shape) < 0.2] = lowest(bias)
         # One part: beside such scores lse has no room for the number of keys, which weighs parts.
         out, lse = run(CUDA, "sm90", with_options(problem, num_splits=1))
         # Kernels take a score that is no float in base 2 for the lowest that is.
@@ -436,7 +434,7 @@ def test_the_bits_of_a_row_do_not_depend_on_large_neighbours(dims, bias, value, 
     problem = with_options(make_problem(case, rng), num_splits=1)
     array = problem.arrays["bias"]
     out, lse = run(CUDA, "sm90", problem)
-    array[..., ::2, :] = float(ml_dtypes.finfo(array.dtype).min) if value == "lowest" else value
+    array[..., ::2, :] = lowest(array) if value == "lowest" else value
     other, other_lse = run(CUDA, "sm90", problem)
     assert same_bits((out[:, 1::2], lse[:, :, 1::2]), (other[:, 1::2], other_lse[:, :, 1::2]))
     mean = problem.arrays["v"].astype(np.float64).mean(1).repeat(2, axis=1)
