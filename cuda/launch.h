@@ -69,20 +69,35 @@ inline constexpr bool kKernelsWait = [] {
 
 // Launches `kernel` so that, from sm_90 on, it may start while the kernel before it on the stream
 // still runs; it calls device::wait_for_previous_kernel() before it reads what that one wrote.
+// `cluster`: thread blocks next to each other that run together; 1 = none.
 template <class... Parameters, class... Arguments>
-void launch_overlapping(void (*kernel)(Parameters...), dim3 grid, int threads, int smem_bytes,
-                        int major, cudaStream_t stream, const Arguments&... arguments) {
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
+void launch_clusters(void (*kernel)(Parameters...), dim3 grid, int cluster, int threads,
+                     int smem_bytes, int major, cudaStream_t stream,
+                     const Arguments&... arguments) {
+  cudaLaunchAttribute attributes[2] = {};
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;
   config.blockDim = dim3(threads);
   config.dynamicSmemBytes = static_cast<size_t>(smem_bytes);
   config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = kKernelsWait && major >= 9 ? 1 : 0;
+  config.attrs = attributes;
+  if (kKernelsWait && major >= 9) {
+    cudaLaunchAttribute& overlap = attributes[config.numAttrs++];
+    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    overlap.val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (cluster > 1) {
+    cudaLaunchAttribute& together = attributes[config.numAttrs++];
+    together.id = cudaLaunchAttributeClusterDimension;
+    together.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+  }
   CUATTN_CUDA_TRY(cudaLaunchKernelEx(&config, kernel, arguments...));
+}
+
+template <class... Parameters, class... Arguments>
+void launch_overlapping(void (*kernel)(Parameters...), dim3 grid, int threads, int smem_bytes,
+                        int major, cudaStream_t stream, const Arguments&... arguments) {
+  launch_clusters(kernel, grid, 1, threads, smem_bytes, major, stream, arguments...);
 }
 
 }  // namespace cuattn

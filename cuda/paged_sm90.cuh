@@ -12,7 +12,7 @@
 
 #include <numeric>
 
-#include "cuattn/device/paged.cuh"
+#include "cuattn/device/paged_cluster.cuh"
 #include "cuattn/device/wgmma_sm90.cuh"
 #include "cuattn/tile_config.h"
 #include "launch.h"
@@ -405,12 +405,36 @@ struct PagedSm90 {
         if (me.lane == 0) barrier_arrive(shared.v_empty(ring.stage));
         ring.next();
       }
-      store(p, task, shared, me, state, out);
+      if (w.in_cluster) {
+        keep(shared, me, state, out);
+      } else {
+        store(p, task, shared, me, state, out);
+      }
     }
   }
 
-  // 5. Epilogue. The sums of the four warps meet; one thread a row finds where its result goes and
-  // by what it is multiplied; then each thread writes what it holds.
+  // 5. Epilogue. The sums of the four warps meet.
+  static __device__ __forceinline__ void share_sums(const Shared& shared, const Lane& me,
+                                                    const Softmax& state) {
+    using namespace device;
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+      float sum = over_warp(state.sum[c], [](float a, float b) { return a + b; });
+      uint32_t slot = me.row(c) * 16 + me.warp * 4;
+      if (me.lane < 4) store_shared(shared.sums + slot, __float_as_uint(sum));
+      if (me.lane < 4) store_shared(shared.maxima + slot, __float_as_uint(state.max[c]));
+    }
+    sync_math();
+  }
+  // The maximum (base 2) of a row, and its sum.
+  static __device__ __forceinline__ float2 row_sum(const Shared& shared, const Softmax& state,
+                                                   int row) {
+    float4 sums = of_warps(shared.sums, row), maxima = of_warps(shared.maxima, row);
+    return {maxima.x * state.to_log2, (sums.x + sums.y) + (sums.z + sums.w)};
+  }
+
+  // One thread a row finds where its result goes and by what it is multiplied; then each thread
+  // writes what it holds.
   struct alignas(16) RowTarget {
     void* to;  // nullptr: a padding row
     float factor;
@@ -421,20 +445,12 @@ struct PagedSm90 {
                                                const Softmax& state,
                                                const float (&out)[kPanels][kCount]) {
     using namespace device;
-#pragma unroll
-    for (int c = 0; c < kColumns; ++c) {
-      float sum = over_warp(state.sum[c], [](float a, float b) { return a + b; });
-      uint32_t slot = me.row(c) * 16 + me.warp * 4;
-      if (me.lane < 4) store_shared(shared.sums + slot, __float_as_uint(sum));
-      if (me.lane < 4) store_shared(shared.maxima + slot, __float_as_uint(state.max[c]));
-    }
-    sync_math();
+    share_sums(shared, me, state);
 #pragma unroll 1
     for (bool keeps = keeps_partition(p, task);; keeps = false) {
       if (me.thread < kRows) {
         UnitRow row = unit_row(p, task.b, task.kv_head, task.row0, me.thread);
-        float4 sums = of_warps(shared.sums, me.thread), maxima = of_warps(shared.maxima, me.thread);
-        float maximum = maxima.x * state.to_log2, sum = (sums.x + sums.y) + (sums.z + sums.w);
+        auto [maximum, sum] = row_sum(shared, state, me.thread);
         RowTarget target = {};
         if (row.valid) {
           RowOutput output = keeps ? partition_output(p, task, row, maximum, sum, true)
@@ -464,6 +480,33 @@ struct PagedSm90 {
       sync_math();                          // the next facts come where the targets were
       if (!keeps || task.slot >= 0) break;  // V2: a partition that is all writes the output, too
     }
+  }
+
+  // In a cluster a block leaves its part in shared memory, O where K was and the rest where the
+  // facts of the rows were, and all blocks merge them.
+  static __device__ __forceinline__ device::ClusterParts parts(const Shared& shared) {
+    return {shared.k, shared.facts, (kHeadDim + 4) * 4};  // 4 more columns: other banks
+  }
+  static __device__ __forceinline__ void keep(const Shared& shared, const Lane& me,
+                                              const Softmax& state,
+                                              const float (&out)[kPanels][kCount]) {
+    share_sums(shared, me, state);
+    device::ClusterParts part = parts(shared);
+    if (me.thread < kRows) {
+      device::store_shared(part.sum(me.thread), row_sum(shared, state, me.thread));
+    }
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+#pragma unroll
+      for (int i = 0; i < 2 * kPanels; ++i) {
+        int column = i / 2 * 64 + i % 2 * 8 + me.key;
+        device::store_shared(part.value(me.row(c), column),
+                             __float_as_uint(out[i / 2][at(c, i % 2)]));
+      }
+    }
+  }
+  static __device__ __forceinline__ void merge(const PagedParams& p, const Shared& shared) {
+    device::merge_cluster<kType, kHeadDim>(p, parts(shared), kMathThreads);
   }
 };
 
@@ -496,6 +539,11 @@ __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kCtasPerSm)
     device::wait_for_previous_kernel();
     Kernel::compute(p, shared);
   }
+  if (p.work.in_cluster) {
+    device::cluster_sync();
+    if (!copies) Kernel::merge(p, shared);
+    device::cluster_sync();  // no block ends while others read what it holds
+  }
 }
 
 // 7. Launcher
@@ -515,8 +563,9 @@ void launch_paged_sm90_kernel(const PagedParams& p, cudaStream_t stream) {
   maps.piece = std::gcd(p.block_size, Kernel::kTile.n);
   maps.k = paged_cache_map(p, p.k_cache, p.k_strides, maps.piece);
   maps.v = paged_cache_map(p, p.v_cache, p.v_strides, maps.piece);
-  launch_overlapping(paged_sm90_kernel<Kernel>, grid_blocks(num_key_tasks(p.work), "sm90"),
-                     Kernel::kThreads, Kernel::smem_bytes(p.stages), 9, stream, p, maps);
+  launch_clusters(paged_sm90_kernel<Kernel>, grid_blocks(num_key_tasks(p.work), "sm90"),
+                  p.work.in_cluster ? p.work.num_splits : 1, Kernel::kThreads,
+                  Kernel::smem_bytes(p.stages), 9, stream, p, maps);
 }
 
 template <DType kType, int kHeadDim>

@@ -287,6 +287,7 @@ void cut_work(PagedCall& call) {
   w.tile = call.plan.tile.n;
   w.num_splits = call.plan.num_splits;
   w.split_keys = call.plan.split_keys;
+  w.in_cluster = call.plan.in_cluster;
   w.num_workers = call.plan.num_workers;
   w.lanes = call.plan.lanes;
   call.params.stages = call.plan.tile.stages;

@@ -17,6 +17,9 @@ struct Rung {
   const char* merit;  // why it is chosen when it does not refuse
 };
 
+constexpr const char* kClusterMerit =
+    "wgmma with keys as rows, pages through TMA; a cluster merges the splits of a head";
+
 constexpr Rung kLadder[] = {
     {Kernel::cpu, false, "online softmax in vector registers, keys gathered block by block"},
     {Kernel::sm90, true, "wgmma with keys as rows, pages through TMA"},
@@ -88,7 +91,30 @@ int32_t lanes_of(int32_t num_workers, int32_t head_groups) {
   return 1;
 }
 
-// The three ways of PagedWork, in the order in which a call may ask for them.
+// Whether a cluster may merge `splits` of each unit. Its blocks have 64 KB on their way, which is
+// too little for many keys.
+bool can_cluster(const Plan& plan, const PagedRequest& r, int32_t splits, int32_t tiles) {
+  constexpr int32_t kMostKeys = 1024;  // of a block
+  return plan.kernel == Kernel::sm90 && plan.head_dim <= 128 && plan.tile.m <= 16 &&
+         !r.batch_invariant && splits > 1 && splits <= kPagedMaxCluster &&
+         ceil_div(tiles, splits) * plan.tile.n <= kMostKeys;
+}
+
+// Few units: their keys are cut evenly, without a plan. One sequence always; several where the
+// splits of a unit make a cluster and none is long, however unequal the contexts are. A cluster
+// spares a second kernel, 1 to 2 microseconds: as long as a block takes for two tiles more.
+void cut_evenly(Plan& plan, const PagedRequest& r, int32_t head_groups, int32_t tiles) {
+  constexpr int32_t kUnequalKeys = 512;  // of a block at most, with several sequences
+  int32_t units = std::max(r.num_seqs, 1) * std::max(head_groups, 1);
+  int32_t splits = std::clamp(plan.num_workers / units, 1, std::min(tiles, kMaxSplits));
+  int32_t few = std::min(splits, kPagedMaxCluster);
+  int32_t most = ceil_div(tiles, few);  // tiles of a block
+  plan.in_cluster = can_cluster(plan, r, few, tiles) && most - ceil_div(tiles, splits) <= 2 &&
+                    (r.num_seqs <= 1 || most * plan.tile.n <= kUnequalKeys);
+  plan.num_splits = plan.in_cluster ? few : r.num_seqs <= 1 ? splits : 0;
+}
+
+// The ways of PagedWork, in the order in which a call may ask for them.
 void cut_keys(Plan& plan, const PagedRequest& r, const DeviceInfo& device, int32_t ctas_per_sm) {
   plan.num_workers = device.is_cuda ? device.num_sms * ctas_per_sm : kCpuWorkers;
   int32_t head_groups = r.num_heads_kv * ceil_div(rows_of(r), plan.tile.m);
@@ -106,15 +132,13 @@ void cut_keys(Plan& plan, const PagedRequest& r, const DeviceInfo& device, int32
     split_at(kInvariantSplit);
   } else if (r.num_splits > 0) {
     plan.num_splits = std::min(r.num_splits, tiles);
+    plan.in_cluster = can_cluster(plan, r, plan.num_splits, tiles);
   } else if (r.has_plan) {
     plan.num_splits = 0;
   } else if (!device.is_cuda) {
     split_at(kCpuSplit);
-  } else if (r.num_seqs <= 1) {  // one sequence is cut evenly, without looking
-    plan.num_splits =
-        std::clamp(plan.num_workers / std::max(head_groups, 1), 1, std::min(tiles, kMaxSplits));
   } else {
-    plan.num_splits = 0;
+    cut_evenly(plan, r, head_groups, tiles);
   }
 }
 
@@ -130,6 +154,10 @@ Plan make_plan(const Rung& rung, const PagedRequest& r, const DeviceInfo& device
     int64_t head_groups = int64_t{r.num_heads_kv} * ceil_div(rows_of(r), plan.tile.m);
     int64_t blocks = r.num_seqs * head_groups * plan.num_splits;  // 0 with a plan: the workers
     plan.tile.stages = paged_sm90_stages(plan.head_dim, plan.tile, blocks <= plan.num_workers);
+    if (plan.in_cluster) {
+      plan.tile.stages = paged_sm90_cluster_stages(plan.tile);
+      plan.reason = kClusterMerit;
+    }
   }
   return plan;  // workspace_bytes is known once PagedWork is: paged.cpp
 }

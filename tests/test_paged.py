@@ -157,6 +157,28 @@ def test_forced_splits(device, backend, lens, num_splits, rng):
     paged_cases.assert_case(device, backend, case, rng)
 
 
+SHORT = [  # of some splits no key is left
+    PagedCase(lens=(1000, 0, 1, 64, 65, 513), num_heads_q=32, num_heads_kv=8),
+    PagedCase(lens=(300,), sinks=True, alibi="batch", softcap=5.0, num_heads_q=16, num_heads_kv=1),
+    PagedCase(lens=(900, 3), q_len=3, window=(200, -1), sinks=True, head_dim=120),
+    PagedCase(lens=(130, 700), q_len=2, head_dim=64, kv_layout="hnd", block_size=64),
+]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("num_splits", [2, 5, 8])
+@pytest.mark.parametrize("case", SHORT, ids=str)
+@pytest.mark.parametrize(("device", "backend"), target_params())
+def test_splits_of_short_contexts(device, backend, case, num_splits, dtype, rng):
+    """On sm90 a cluster merges them; the same call gives the same bits."""
+    case = dataclasses.replace(case, dtype=dtype, options=(("num_splits", num_splits),))
+    problem = paged_cases.make(case, rng)
+    first = paged_cases.run(device, backend, problem)
+    paged_cases.judge(problem, *first)
+    for again, once in zip(paged_cases.run(device, backend, problem), first, strict=True):
+        assert device.numpy(again).tobytes() == device.numpy(once).tobytes()
+
+
 PLANNED = [
     PagedCase(lens=(1000, 1, 0, 333)),
     PagedCase(lens=(1,) * 9, sinks=True),
@@ -470,11 +492,41 @@ def test_a_block_has_its_multiprocessor_alone_where_the_grid_is_one_wave():
         )
         return plan.stages
 
-    assert [stages(batch, 1024) for batch in (1, 2, 16, 64)] == [4] * 4
+    assert [stages(batch, 1024) for batch in (16, 64)] == [4] * 2
+    assert [stages(1, context) for context in (512, 1024, 2048, 4096)] == [2, 2, 2, 4]  # clusters
     assert [stages(1, 8192, num_splits=n) for n in (16, 17, 32)] == [4, 3, 3]
     assert stages(16, 8192, head_dim=64) == 8
     assert stages(16, 8192, head_dim=64, num_splits=2) == 6
     assert stages(16, 8192, head_dim=256) == stages(16, 8192, group=32) == 3
+
+
+def test_a_cluster_merges_splits_where_they_are_few_and_short():
+    def plan(batch, context, heads_kv=8, rows=4, head_dim=128, **options):
+        blocks = context // 16
+        cache = (batch * blocks, 16, heads_kv, head_dim)
+        shapes = ((batch, rows * heads_kv, head_dim), cache, cache, (batch, blocks), (batch,))
+        where = {"device": "h100", "dtype": "bfloat16", "backend": "sm90"}
+        return cuattn.explain("paged_attention", *shapes, **where, **options)
+
+    def splits(*arguments, **options):
+        found = plan(*arguments, **options)
+        clusters = "cluster" in found.reason
+        assert not clusters or (2 <= found.num_splits <= 8 and found.workspace_bytes == 0)
+        return found.num_splits if clusters else -found.num_splits
+
+    # More splits than 8 make up for a second kernel where a block would have three tiles more.
+    assert [splits(1, context) for context in (128, 512, 2048, 4096)] == [2, 8, 8, -16]
+    assert [splits(1, context, 4) for context in (512, 1024, 2048)] == [8, 8, -32]
+    assert [splits(1, context, 32, 1) for context in (64, 1024, 4096, 4112)] == [-1, 4, 4, -4]
+    assert [splits(1, 1024, rows=rows) for rows in (1, 8, 16, 17)] == [8, 8, 8, -16]
+    assert splits(1, 1024, head_dim=64) == 8
+    assert splits(1, 1024, head_dim=256) == -16
+    # Several sequences: nobody may have many keys, for contexts may be unequal.
+    assert [splits(batch, 1024) for batch in (2, 4, 8, 16)] == [8, 4, 2, 0]
+    assert [splits(4, context) for context in (2048, 2064)] == [4, 0]
+    # Forced; and where something else says how keys are cut.
+    assert [splits(64, 4096, num_splits=n) for n in (1, 3, 4, 8, 9)] == [-1, -3, 4, 8, -9]
+    assert splits(1, 1024, batch_invariant=True) == -2
 
 
 def test_explain(device, rng):

@@ -43,6 +43,7 @@ struct PagedWork {
   int32_t rows, row_groups;  // rows of a unit at most, and row groups of a kv head
   int32_t tile;              // keys; split_keys is a multiple of it
   int32_t num_splits, split_keys;
+  bool in_cluster;  // the splits of a unit are the thread blocks of a cluster, which merges them
   int32_t num_workers, lanes;
   const int32_t* plan;  // see PagedPlan; nullptr when num_splits >= 1
 };
@@ -179,14 +180,20 @@ CUATTN_HOST_DEVICE int64_t num_key_tasks(const PagedWork& w) {
 }
 
 // Without a plan: which split of which unit thread block `index` of num_key_tasks works on. Heads
-// fastest: blocks that run together read neighbours in memory.
+// fastest, so that blocks that run together read neighbours in memory; splits, where they are a
+// cluster.
 struct PagedItem {
   int32_t b, head_group, split;
 };
 
 CUATTN_HOST_DEVICE PagedItem paged_item(const PagedWork& w, uint32_t index) {
-  int32_t head_group = index % head_groups(w), rest = index / head_groups(w);
-  return {rest / w.num_splits, head_group, rest % w.num_splits};
+  int32_t splits = w.num_splits, groups = head_groups(w);
+  if (w.in_cluster) {
+    int32_t split = index % splits, unit = index / splits;
+    return {unit / groups, unit % groups, split};
+  }
+  int32_t head_group = index % groups, rest = index / groups;
+  return {rest / splits, head_group, rest % splits};
 }
 
 // Without a plan: the splits first .. first + count - 1 of num_splits have work; count >= 1. Split
@@ -224,7 +231,8 @@ struct PagedSlots {
 
 CUATTN_HOST_DEVICE int64_t num_paged_slots(const PagedWork& w) {
   if (w.num_splits == 0) return int64_t{2} * w.num_workers;
-  return w.num_splits == 1 ? 0 : int64_t{w.num_seqs} * head_groups(w) * w.num_splits;
+  return w.num_splits == 1 || w.in_cluster ? 0
+                                           : int64_t{w.num_seqs} * head_groups(w) * w.num_splits;
 }
 
 // head_group = kv head * row_groups + row group.

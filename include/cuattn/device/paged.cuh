@@ -77,13 +77,14 @@ class KeyTasks {
     task.split = item.split;
     PagedSpan span = paged_span(w, b);
     PagedSplits splits = paged_splits(w, span);
-    if (task.split < splits.first || task.split >= splits.first + splits.count) return false;
+    bool has_keys = task.split >= splits.first && task.split < splits.first + splits.count;
+    if (!has_keys && !w.in_cluster) return false;
     place(w, b, head_group, span, task);
     int64_t begin = splits.begin_of(task.split), end = splits.begin_of(task.split + 1);
     task.begin = static_cast<int32_t>(begin > span.begin ? begin : span.begin);
     task.end = static_cast<int32_t>(end < span.end ? end : span.end);
     task.slot = -1;
-    if (splits.count > 1) {
+    if (splits.count > 1 && !w.in_cluster) {
       task.slot = (int64_t{b} * head_groups(w) + head_group) * w.num_splits + task.split;
     }
     return true;
