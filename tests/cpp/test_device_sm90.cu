@@ -556,5 +556,41 @@ CUDA_TEST(sm90_elect_one_names_one_lane_of_each_warp) {
   }
 }
 
+// ---- clusters
+
+constexpr int kBlocks = 8, kPairs = 64;
+
+// Every block reads the pairs of all blocks, those of its own included.
+__global__ void __cluster_dims__(kBlocks) read_cluster(float* out) {
+  __shared__ __align__(8) float2 pairs[kPairs];
+  const float mine = static_cast<float>(blockIdx.x * 2 * kPairs + 2 * threadIdx.x);
+  pairs[threadIdx.x] = {mine, mine + 1};
+  cluster_sync();
+  uint32_t address = smem_address(&pairs[threadIdx.x]);
+  float* to = out + (blockIdx.x * kPairs + threadIdx.x) * 3 * kBlocks;
+  for (uint32_t rank = 0; rank < kBlocks; ++rank) {
+    float2 pair = load_cluster2(in_block(address, rank));
+    to[3 * rank] = pair.x;
+    to[3 * rank + 1] = pair.y;
+    to[3 * rank + 2] = load_cluster(in_block(address, rank) + 4);
+  }
+  cluster_sync();
+}
+
+CUDA_TEST(sm90_blocks_of_a_cluster_read_what_the_others_wrote) {
+  require_hopper();
+  constexpr int kClusters = 3;  // ranks begin anew in each
+  OnGpu<float> out(size_t{kClusters * kBlocks * kPairs * 3 * kBlocks});
+  read_cluster<<<kClusters * kBlocks, kPairs>>>(out.data());
+  std::vector<float> seen = out.host();
+  for (size_t i = 0; i < seen.size(); ++i) {
+    int word = i % 3, rank = i / 3 % kBlocks, thread = i / (3 * kBlocks) % kPairs;
+    int cluster = static_cast<int>(i / (3 * kBlocks * kPairs)) / kBlocks;
+    int block = cluster * kBlocks + rank;
+    float want = static_cast<float>(block * 2 * kPairs + 2 * thread + (word > 0));
+    CHECK(seen[i] == want, "block ", block, " pair ", thread, " word ", word, ": ", seen[i]);
+  }
+}
+
 }  // namespace
 }  // namespace cuattn::test
