@@ -52,7 +52,6 @@ def main() -> None:
     assert error < 2e-3, error
     a, b = (1e3 * min(seconds(call, wait) for _ in range(5)) for call in calls)
     print(f"{seqs} sequences over {prompt} + {OWN} tokens on {where}, differing by {error:.1e}:")
-    print(cuattn.explain("cascade_attention", q, *prefix, *pages).reason)
     print(f"cascade_attention {a:.3f} ms, paged_attention {b:.3f} ms: {b / a:.1f} times as fast")
 
 
