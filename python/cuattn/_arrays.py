@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the binding asks of array libraries without a C interface for it; imports none of them.
+"""What this package asks of array libraries without a C interface for it; imports none of them.
 
 Every function here is called with arrays of the library in question, so that library is already
 loaded.
