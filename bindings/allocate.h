@@ -303,7 +303,8 @@ struct WorkspaceMemory {
     }
     int64_t dense = 1;
     for (int i = view.ndim - 1; i >= 0; --i) {
-      if (view.shape[i] != 1 && view.strides[i] != dense) {
+      // Note: numpy gives an array without elements strides of 0.
+      if (view.size() != 0 && view.shape[i] != 1 && view.strides[i] != dense) {
         raise(PyExc_ValueError, op,
               ": workspace must be contiguous; pass a one-dimensional uint8 array");
       }

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import cuattn
 from cuattn._bench import devices, measure, options, peers, published, reference, report
 from cuattn._bench.families import FAMILIES
 from cuattn._bench.workloads import Workload, dense, visible_pairs
@@ -46,6 +47,35 @@ def test_the_mission_s_table_is_there():
         shape = (w.batch, w.num_heads_q, w.num_heads_kv, w.head_dim, w.dtype)
         assert shape == (32, 32, 32, 128, "float16")
     assert {"naive", "auto"} <= set(FAMILIES["mission"].backends)
+
+
+def test_split_has_few_queries_over_many_keys():
+    rows = FAMILIES["split"].workloads
+    shapes = {(w.seqlen_q, w.seqlen_kv, w.causal) for w in rows}
+    assert shapes == {(q, k, c) for q in (64, 128) for k in (32768, 131072) for c in (False, True)}
+    for w in rows:
+        assert (w.batch, w.num_heads_q, w.num_heads_kv, w.head_dim) == (1, 8, 1, 128)
+        shape = (1, w.seqlen_q, 8, 128), *[(1, w.seqlen_kv, 1, 128)] * 2
+        options = {"causal": w.causal, "dtype": w.dtype, "device": "h200"}
+        assert cuattn.explain("attention", *shape, **options).num_splits > 1
+        invariant = cuattn.explain("attention", *shape, **options, batch_invariant=True)
+        assert invariant.num_splits == 1
+    assert "fa3" in FAMILIES["split"].peers
+
+
+@pytest.mark.parametrize("seqlen_q", [16, 96])
+def test_fa3_may_split_the_keys_where_queries_are_fewer(monkeypatch, seqlen_q):
+    seen = []
+
+    def flash_attn_func(q, k, v, causal=False, softcap=0.0, num_splits=1):
+        seen.append(num_splits)
+
+    library = types.SimpleNamespace(flash_attn_func=flash_attn_func)
+    monkeypatch.setattr(peers, "module", lambda *names: library)
+    w = dataclasses.replace(dense("", 1, 96, 4, 64), seqlen_q=seqlen_q)
+    q = types.SimpleNamespace(is_cuda=True)
+    peers.fa3(w, devices.Inputs(w, q=q, k=None, v=None)).call()
+    assert seen == [0 if seqlen_q < 96 else 1]
 
 
 def test_names_are_unique_within_a_family_and_peers_are_known():

@@ -18,13 +18,15 @@ torch = pytest.importorskip("torch")
 from cuattn._bench import paged_inputs  # noqa: E402 it needs torch
 
 ROOT = Path(__file__).resolve().parent.parent
-SMOKE = [w for w in FAMILIES["paged_smoke"].workloads if w.op == "paged_attention"]
+*SMOKE, SHARED = [w for w in FAMILIES["paged_smoke"].workloads if w.op == "paged_attention"]
 CHUNKS = next(w for w in FAMILIES["paged_smoke"].workloads if w.op == "paged_prefill")
 DECODE = [
     *SMOKE,
     dataclasses.replace(SMOKE[0], name="bf16", dtype="bfloat16"),
     dataclasses.replace(SMOKE[0], name="e4m3", dtype="bfloat16", e4m3=True),
     dataclasses.replace(SMOKE[2], name="e4m3 vllm", dtype="float16", e4m3=True),
+    SHARED,
+    dataclasses.replace(SHARED, name="shared vllm", dtype="bfloat16", kv_layout="vllm"),
 ]
 CEILINGS = {"copy_gbps": 2140.0, "matmul_bfloat16_tflops": 347.0}
 
@@ -42,15 +44,42 @@ def statuses(row: dict) -> dict[str, str]:
 
 @pytest.mark.parametrize("workload", DECODE, ids=lambda w: w.name)
 def test_every_kind_of_call_gives_the_right_result(workload):
-    words = ("auto", "invariant", "v1", "v2", "wide", "replan", "dense", "sm80", "naive")
+    words = ("auto", "invariant", "v1", "v2", "wide", "replan", "dense", "sm80", "naive", "cascade")
     row = row_of(workload, words)
     status = statuses(row)
     assert [status[name] for name in ("auto", "invariant", "v1", "v2")] == ["ok"] * 4
     assert (status["wide"] == "ok") == workload.e4m3
+    of_cascade = "ok" if workload.shared_len else "unsupported: for a shared prefix only"
+    assert status["cascade"] == of_cascade
     assert status["replan"].startswith("unsupported")  # the CPU needs no plan
     assert status["dense"] == "unsupported: for prefill only"
     assert status["sm80"].startswith("unsupported")
     assert status["naive"].startswith("failed: ValueError: paged_attention: backend must be")
+
+
+def test_a_shared_prefix_is_the_same_blocks_of_every_table():
+    x = SHARED.draw("cpu")
+    blocks = SHARED.shared_len // SHARED.block_size
+    assert (x.block_tables[:, :blocks] == x.block_tables[:1, :blocks]).all()
+    needed = -(-np.asarray(SHARED.context_lens) // SHARED.block_size)
+    pairs = zip(x.block_tables.numpy(), needed, strict=True)
+    own = np.concatenate([row[blocks:count] for row, count in pairs])
+    used = np.concatenate([x.block_tables[0, :blocks].numpy(), own])
+    assert sorted(used) == list(range(len(used)))  # each block once, and none is left over
+    assert len(x.caches[0][0]) == len(used)
+    tokens = SHARED.shared_len + sum(n - SHARED.shared_len for n in SHARED.context_lens)
+    assert SHARED.bytes == 2 * tokens * SHARED.num_heads_kv * SHARED.head_dim * 4
+    with pytest.raises(ValueError, match="shared prefix of 33 tokens ends in a block"):
+        dataclasses.replace(SHARED, shared_len=33).draw("cpu")
+
+
+def test_cascade_reads_the_prefix_that_the_tables_name():
+    """The prefix is taken out of the cache; with other blocks there, its result is another."""
+    x = SHARED.draw("cpu")
+    prepared = peers.our_contestant("cascade").prepare(SHARED, x)
+    assert x.sample().error(prepared.call()).ok
+    x.block_tables[:, 0] = x.block_tables[0, 1]
+    assert not x.sample().error(prepared.call()).ok
 
 
 @pytest.mark.parametrize("layout", ["nhd", "hnd", "vllm"])
@@ -150,7 +179,8 @@ def test_bytes_are_those_of_the_keys_and_values_read():
     assert w.bytes == 2 * 128 * 8 * 128 * 2
     assert dataclasses.replace(w, e4m3=True).bytes == w.bytes // 2
     assert w.flops == 4 * 32 * 128 * 128
-    results = row_of(DECODE[4], ("auto", "wide"))["results"]
+    narrow = next(w for w in DECODE if w.name == "e4m3")
+    results = row_of(narrow, ("auto", "wide"))["results"]
     auto, wide = (result["gbps"] * result["ms"] for result in results)
     assert wide == pytest.approx(2 * auto)
 
@@ -166,6 +196,33 @@ def test_the_family_has_the_sizes_of_its_table():
     assert len(lengths) == 64
     assert 128 <= min(lengths) < 256
     assert 16384 < max(lengths) <= 32768
+
+
+def test_the_families_of_cascade_and_of_batch_invariance_have_the_rows_they_say():
+    rows = FAMILIES["cascade"].workloads
+    sizes = [(len(w.context_lens), w.shared_len, w.context_lens[0] - w.shared_len) for w in rows]
+    assert sizes == [(64, 8192, 512), (16, 32768, 512), (64, 2048, 512)]
+    assert {(w.num_heads_q, w.num_heads_kv, w.dtype, w.block_size) for w in rows} == {
+        (64, 8, "bfloat16", 16)
+    }
+    assert FAMILIES["cascade"].backends == ("auto", "cascade")
+    rows = FAMILIES["paged_invariant"].workloads
+    assert {w.num_heads_q // w.num_heads_kv for w in rows} == {4, 8}
+    assert {len(w.context_lens) for w in rows} == {1, 4, 16, 64}
+    assert {w.context_lens[0] for w in rows} == {1024, 4096, 8192, 32768}
+    assert FAMILIES["paged_invariant"].backends == ("auto", "invariant")
+    for w in rows:  # at most 25 % slower on a row, 10 % on the geometric mean
+        (bar,) = w.bars
+        assert (bar.ours, bar.against) == ("cuattn:invariant", "cuattn:auto")
+        assert (1 / bar.least, 1 / bar.mean) == pytest.approx((1.25, 1.1))
+
+
+def test_what_batch_invariance_costs_is_said_of_row_and_family():
+    w = dataclasses.replace(SMOKE[0], bars=FAMILIES["paged_invariant"].workloads[0].bars)
+    row = row_of(w, ("auto", "invariant"))
+    invariant = next(r for r in row["results"] if r["name"] == "cuattn:invariant")
+    bars.judge(w.bars, row, [], CEILINGS)
+    assert row["bars"][0]["value"] == pytest.approx(invariant["ratio_to_auto"])
 
 
 def measured_row(name="w", **ms) -> dict:
@@ -237,6 +294,21 @@ def test_bars_that_are_alike_have_a_mean():
     text = report.bar_summary({"rows": rows})[1]
     assert "best peer, where the bar is 1: 1.100 on the geometric mean of 2 rows" in text
     assert text.endswith("least 1.000")
+
+
+@pytest.mark.parametrize(("second", "word"), [(0.9, "holds"), (0.85, "MISSED")])
+def test_a_bar_may_ask_something_of_the_mean(second, word):
+    rows = []
+    for speed in (0.96, second):
+        row = measured_row(cuattn_auto=speed, cuattn_invariant=1.0)
+        bars.judge((Bar("cuattn:invariant", "cuattn:auto", 0.8, mean=0.92),), row, [], CEILINGS)
+        rows.append(row)
+    count, mean = report.bar_summary({"rows": rows})
+    assert count == "bars: 2 of 2 hold"
+    assert f"{(0.96 * second) ** 0.5:.3f} of 0.92 ({word}) on the geometric mean of 2" in mean
+    for row in rows:  # a file written before bars had means
+        del row["bars"][0]["mean"]
+    assert "of 0.92" not in report.bar_summary({"rows": rows})[1]
 
 
 def test_figures_of_decode_are_scaled_by_the_copy_rate():

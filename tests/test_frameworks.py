@@ -304,6 +304,20 @@ def test_workspace_is_lent_or_refused(rng):
         cuattn.attention(*arrays, backend="naive", workspace=np.empty((8, 8), np.uint8)[:, ::2])
 
 
+@pytest.mark.parametrize("shape", [(0,), (0, 4), (4, 0), (3, 0, 2)])
+@pytest.mark.parametrize("place", ["numpy", "torch"])
+def test_a_workspace_of_no_bytes_is_one(place, shape, rng):
+    """As explain sizes it for a kernel that needs none; numpy gives such arrays strides of 0."""
+    library = frameworks.CPU[place]()
+    arrays = [library.put(x) for x in inputs(rng)]
+    lent = library.put(np.empty(shape, np.float32))
+    assert cuattn.explain("attention", *arrays).workspace_bytes == 0
+    got = cuattn.attention(*arrays, workspace=lent)
+    np.testing.assert_array_equal(library.get(got), library.get(cuattn.attention(*arrays)))
+    with pytest.raises(MemoryError, match="workspace must hold"):
+        cuattn.attention(*arrays, backend="naive", workspace=lent)
+
+
 @pytest.mark.parametrize("backend", ["auto", "naive"])
 def test_a_thousand_calls_keep_nothing(cpu_library, backend, rng):
     arrays = [cpu_library.put(x) for x in inputs(rng)]

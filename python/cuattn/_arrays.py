@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the binding asks of array libraries without a C interface for it; imports none of them.
+"""What this package asks of array libraries without a C interface for it; imports none of them.
 
 Every function here is called with arrays of the library in question, so that library is already
 loaded.
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from collections.abc import Iterator
 from typing import Any, Protocol, TypeVar
 
 
@@ -65,6 +66,67 @@ def empty(
         )
     xp = namespace()
     return xp.empty(shape, dtype=getattr(xp, dtype), device=like.device)
+
+
+class Operations:
+    """Arithmetic in one array library, on the device of one of its arrays."""
+
+    def __init__(self, namespace: Any, like: Any):
+        self.namespace, self.like = namespace, like
+
+    def own(self, array: Any) -> Any:
+        """Take an array of any library on that device as one of this library."""
+        if library_module(array) is self.namespace:
+            return array
+        return self.namespace.from_dlpack(array)
+
+    def arange(self, start: int, stop: int, step: int = 1, dtype: str = "int32") -> Any:
+        kind = getattr(self.namespace, dtype)
+        where = {"device": self.like.device} if self.namespace.__name__ == "torch" else {}
+        return self.namespace.arange(start, stop, step, dtype=kind, **where)
+
+
+def library_module(array: Any) -> Any:
+    """Return the module whose functions compute with an array; None where it is not known."""
+    for name, kind in (("torch", "Tensor"), ("numpy", "ndarray"), ("cupy", "ndarray")):
+        library = sys.modules.get(name)
+        if library is not None and isinstance(array, getattr(library, kind)):
+            return library
+    namespace = getattr(array, "__array_namespace__", None)
+    return None if namespace is None else namespace()
+
+
+@contextlib.contextmanager
+def operations(op: str, like: Any, stream: Any) -> Iterator[Operations]:
+    """Compute in the library of `like`, on its device and on `stream` where given."""
+    namespace = library_module(like)
+    if namespace is None:
+        raise NotImplementedError(
+            f"{op}: window and alibi_slopes need arithmetic that cuattn does not know of a "
+            f"{type(like).__name__}; pass numpy, torch, CuPy or JAX arrays, or call "
+            "paged_attention over block_tables that name the prefix's blocks"
+        )
+    with contextlib.ExitStack() as stack:
+        if namespace.__name__ == "cupy":
+            stack.enter_context(namespace.cuda.Device(like.device.id))
+        if stream is not None:
+            handle = stream_handle(stream)
+            if namespace.__name__ == "cupy":
+                stack.enter_context(namespace.cuda.ExternalStream(handle, like.device.id))
+            else:
+                external = namespace.cuda.ExternalStream(handle, device=like.device)
+                stack.enter_context(namespace.cuda.stream(external))
+        yield Operations(namespace, like)
+
+
+def stream_handle(stream: Any) -> int:
+    """Raw pointer of a stream, read as the binding reads it."""
+    if isinstance(stream, int):
+        return stream
+    for name in ("cuda_stream", "ptr"):
+        if hasattr(stream, name):
+            return getattr(stream, name)
+    return stream.__cuda_stream__()[1]
 
 
 def find_cublas() -> None:

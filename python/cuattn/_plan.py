@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 from . import _arrays, _core
+from .cascade import bias_shape, check_shapes, keys_in_window, shape_of
 
 # Real GPUs that explain() may ask about by name:
 # compute capability, multiprocessors, bytes of shared memory that a block can opt in to.
@@ -37,6 +38,7 @@ CPU: dict[str, Any] = {
     "name": "cpu",
 }
 
+CUDA_DEVICE_TYPES = (2, 13)  # of DLPack: kDLCUDA, kDLCUDAManaged
 VARLEN_POSITIONAL = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 OPTIONS: dict[str, Any] = {
     "layout": "bshd",
@@ -77,6 +79,7 @@ PAGED_OPTIONS: dict[str, Any] = {
     "max_context_len": None,
     "backend": "auto",
 }
+CASCADE_POSITIONAL = ("q", "shared_k", "shared_v", *PAGED_POSITIONAL[1:])
 PAGED_VERSIONS = {"paged_attention": 0, "paged_attention_v1": 1, "paged_attention_v2": 2}
 
 
@@ -86,6 +89,8 @@ class Plan:
 
     num_splits is the number of parts that keys are cut into; 0: by a plan made on the device.
     packed_heads query heads of a group share a tile; schedule says which CTA computes which tile.
+    Of cascade_attention, kernel names those of the prefix and of the pages, and tile, splits and
+    schedule are the pages'; the ladder has both.
     """
 
     kernel: str
@@ -152,6 +157,9 @@ def place(device: int | str | dict[str, Any] | None, q: Any) -> tuple[int, dict[
     if device is None:
         if "jax" in sys.modules and without_memory(q) is not q:
             return (-1 if next(iter(q.devices())).platform == "cpu" else 0), None
+        if hasattr(q, "__dlpack_device__"):
+            kind, number = q.__dlpack_device__()
+            return (number if kind in CUDA_DEVICE_TYPES else -1), None
         return (0 if (info()["cuda"] or {}).get("devices") else -1), None
     if device == "cpu":
         return -1, CPU
@@ -177,12 +185,12 @@ def explain(
     Parameters
     ----------
     op : {"attention", "attention_varlen", "paged_attention", "paged_attention_v1", \
-"paged_attention_v2"}
+"paged_attention_v2", "cascade_attention"}
         The function that would be called.
     *arrays_or_shapes
-        Its positional arguments; of the paged functions q, the caches, block_tables and
-        context_lens. Any array may be a tuple of extents instead, which stands for a
-        contiguous array of `dtype`; optional arrays in `options` too.
+        Its positional arguments; of V1 and V2 q, the caches, block_tables and context_lens. Any
+        array may be a tuple of extents instead, which stands for a contiguous array of `dtype`;
+        optional arrays in `options` too.
     device : optional
         None for the device of the arrays (of shapes: the first GPU, else the CPU), "cpu", a CUDA
         device number, the name of a GPU ("a100", "l4", "h100", ...) or a dict with major, minor,
@@ -205,8 +213,11 @@ def explain(
     """
     if op in PAGED_VERSIONS:
         return explain_paged(op, arrays_or_shapes, device, dtype, options)
+    if op == "cascade_attention":
+        return explain_cascade(arrays_or_shapes, device, dtype, options)
     if op not in ("attention", "attention_varlen"):
-        names = ", ".join(map(repr, ("attention", "attention_varlen", *PAGED_VERSIONS)))
+        known = ("attention", "attention_varlen", *PAGED_VERSIONS, "cascade_attention")
+        names = ", ".join(map(repr, known))
         raise ValueError(f"explain: op must be one of {names}, got {op!r}")
     names = ("q", "k", "v") + (VARLEN_POSITIONAL if op == "attention_varlen" else ())
     if len(arrays_or_shapes) != len(names):
@@ -218,12 +229,20 @@ def explain(
     unknown = set(options) - set(OPTIONS)
     if unknown:
         raise TypeError(f"explain: {op} has no option {', '.join(sorted(unknown))}")
-    given = {**OPTIONS, **dict(zip(names[3:], arrays_or_shapes[3:], strict=True)), **options}
-    given = {name: without_memory(value) for name, value in given.items()}
+    given = {**dict(zip(names[3:], arrays_or_shapes[3:], strict=True)), **options}
+    return explain_rows(arrays_or_shapes[:3], given, dtype, place(device, arrays_or_shapes[0]))
+
+
+def explain_rows(
+    qkv: tuple[Any, ...],
+    options: dict[str, Any],
+    dtype: str,
+    where: tuple[int, dict[str, Any] | None],
+) -> Plan:
+    """Say it for attention and attention_varlen, with what `place` said of the device."""
+    given = {name: without_memory(value) for name, value in {**OPTIONS, **options}.items()}
     _arrays.find_cublas()
-    shapes_on, asked = place(device, arrays_or_shapes[0])
-    qkv = (without_memory(array) for array in arrays_or_shapes[:3])
-    return Plan(**_core.explain(*qkv, given, dtype, shapes_on, asked))
+    return Plan(**_core.explain(*map(without_memory, qkv), given, dtype, *where))
 
 
 def explain_paged(
@@ -254,6 +273,67 @@ def explain_paged(
     merged = {**PAGED_OPTIONS, **layout, **given}
     version = PAGED_VERSIONS[op]
     return Plan(**_core.explain_paged(version, arrays_or_shapes, merged, dtype, shapes_on, asked))
+
+
+def explain_cascade(
+    arrays_or_shapes: tuple[Any, ...],
+    device: int | str | dict[str, Any] | None,
+    dtype: str,
+    options: dict[str, Any],
+) -> Plan:
+    """Say the same for both parts of cascade attention, which use one workspace in turn."""
+    if len(arrays_or_shapes) != len(CASCADE_POSITIONAL):
+        raise TypeError(
+            f"explain: cascade_attention takes {', '.join(CASCADE_POSITIONAL)}, got "
+            f"{len(arrays_or_shapes)} arguments"
+        )
+    unknown = {"partition_size", "max_context_len"} & set(options)
+    if unknown:
+        raise TypeError(f"explain: cascade_attention has no option {', '.join(sorted(unknown))}")
+    where = place(device, arrays_or_shapes[0])
+    q, shared_k, shared_v = map(without_memory, arrays_or_shapes[:3])
+    shape = shape_of(q)
+    check_shapes("explain", shape, shape_of(shared_k), shape_of(shared_v))
+    paged = (arrays_or_shapes[0], *arrays_or_shapes[3:])
+    pages = explain_paged("paged_attention", paged, device, dtype, options)
+    num_seqs, *queries, heads, head_dim = shape
+    q_len = queries[0] if queries else 1
+    window, slopes = (options.get(name) for name in ("window", "alibi_slopes"))
+    window = window or PAGED_OPTIONS["window"]
+    keys = keys_in_window(shape_of(shared_k)[0], window)
+    bias = None
+    if window[0] >= 0 or slopes is not None:
+        axes = len(shape_of(without_memory(slopes))) if slopes is not None else 0
+        bias = bias_shape(num_seqs, q_len, heads, keys, window[0] >= 0, axes)
+    qkv = [reshaped(q, (1, num_seqs * q_len, heads, head_dim))]
+    for array in (shared_k, shared_v):
+        qkv.append(reshaped(array, (1, *shape_of(array)), keys))
+    given = {
+        name: options[name] for name in ("scale", "softcap", "batch_invariant") if name in options
+    }
+    prefix = explain_rows(tuple(qkv), {**given, "bias": bias, "return_lse": True}, dtype, where)
+    words = f"prefix, {keys} keys: {prefix.reason}"
+    if bias is not None:
+        words += (
+            f"; its window and ALiBi are a {bias[0]} bias {list(bias[1:])} that q's library makes"
+        )
+    return dataclasses.replace(
+        pages,
+        kernel=f"{prefix.kernel} + {pages.kernel}",
+        workspace_bytes=max(prefix.workspace_bytes, pages.workspace_bytes),
+        reason=f"{words}; pages: {pages.reason}",
+        ladder=f"prefix, {keys} keys\n{prefix.ladder}\npages\n{pages.ladder}",
+    )
+
+
+def reshaped(array: Any, shape: tuple[int, ...], rows: int | None = None) -> Any:
+    """Give an array, or what stands for one, another shape; and keep its last rows of axis 1."""
+    if not isinstance(array, tuple):
+        array = array.reshape(*shape)
+        return array if rows is None else array[:, shape[1] - rows :]
+    if rows is not None:
+        shape = (shape[0], rows, *shape[2:])
+    return (*array[: len(array) - len(shape_of(array))], *shape)
 
 
 def kernels() -> list[dict[str, Any]]:

@@ -24,6 +24,7 @@ OUR_COLOURS = {
     "cuattn:v2": "#e07a3f",
     "cuattn:v1": "#edae49",
     "cuattn:wide": "#8f6593",
+    "cuattn:cascade": "#edae49",
     "cuattn:sm90": "#d1495b",
     "cuattn:sm80": "#e07a3f",
     "cuattn:cpu": "#d1495b",
@@ -72,6 +73,7 @@ LABELS = {
     "cuattn:v1": "cuattn, V1",
     "cuattn:v2": "cuattn, V2",
     "cuattn:wide": "cuattn, 16-bit cache",
+    "cuattn:cascade": "cuattn, cascade",
     "numpy": "numpy, plain formula",
 }
 STYLE = {

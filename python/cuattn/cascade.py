@@ -3,11 +3,16 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+from . import _arrays
 from ._arrays import Array, ArrayT
 from .attention import attention, merge_states
 from .paged import paged_attention
+
+BLOCK_SIZE_AXIS = {"nhd": 1, "hnd": 2, "vllm": 3}  # of k_cache
+INT32_MAX = 2**31 - 1
 
 
 def cascade_attention(
@@ -22,7 +27,9 @@ def cascade_attention(
     kv_layout: str = "nhd",
     scale: float | None = None,
     causal: bool = True,
+    window: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
+    alibi_slopes: Array | None = None,
     sinks: Array | None = None,
     k_scale: Any = None,
     v_scale: Any = None,
@@ -33,6 +40,7 @@ def cascade_attention(
     return_lse: bool = False,
     out: ArrayT | None = None,
     lse_out: ArrayT | None = None,
+    workspace: Array | None = None,
     backend: str = "auto",
     stream: Any = None,
 ) -> Any:
@@ -41,6 +49,9 @@ def cascade_attention(
     The queries of all sequences meet the prefix in one `attention` call; `paged_attention` runs
     over what each sequence has of its own; `merge_states` makes one result of both. It is that of
     `paged_attention` over pages that hold the prefix, too, for 1 / num_seqs of the reads.
+
+    Positions count over both: the prefix's tokens are 0 to shared_len - 1, and query i stands at
+    ``shared_len + context_len - q_len + i``, or at the end of the prefix where that is before it.
 
     Parameters
     ----------
@@ -53,12 +64,19 @@ def cascade_attention(
     context_lens : int32 array, [num_seqs]
         Tokens of each sequence behind the prefix, the queries' own included.
     kv_layout, scale, softcap, k_scale, v_scale, kv_dtype, plan, num_splits, batch_invariant
-        As in `paged_attention`; the scales are those of the caches. batch_invariant is held for
-        the pages, and for the prefix where `attention` holds it.
+        As in `paged_attention`; the scales are those of the caches. num_splits is for the pages;
+        batch_invariant is held for them, and for the prefix where `attention` holds it.
     causal : bool
-        Among the tokens behind the prefix; the prefix is seen by every query.
+        Query i sees no key behind its own; the whole prefix is before it.
+    window : (int, int)
+        (left, right) around the query; -1 is unlimited. Of the prefix, its last left + 1 tokens are
+        read.
+    alibi_slopes : float32 array, [num_heads_q] or [num_seqs, num_heads_q], optional
+        Adds ``-slope * abs(query's position - key's position)``.
     sinks : float32 array, [num_heads_q], optional
         One more logit per head in the softmax denominator.
+    workspace : array, optional
+        Contiguous memory of ``explain("cascade_attention", ...).workspace_bytes``.
     return_lse, out, lse_out, backend, stream
         As in `paged_attention`; `backend` chooses the kernel for the pages.
 
@@ -70,36 +88,23 @@ def cascade_attention(
     Raises
     ------
     ValueError, TypeError, NotImplementedError, CudaError, MemoryError
-        As in `attention` and `paged_attention`, under their names.
+        As in `attention` and `paged_attention`, under their names. NotImplementedError also for
+        window or alibi_slopes on arrays of a library that cuattn cannot compute with.
+
+    Notes
+    -----
+    Where a query stands is known to the device alone, so window and ALiBi reach the prefix as a
+    bias that q's library computes there: of 1 byte for each query and key under a window, 4 bytes
+    for each head and key under ALiBi, 4 bytes for each head, query and key under both or under
+    slopes of each sequence.
 
     References
     ----------
     Cascade inference: FlashInfer, arXiv:2501.01005, section 3.2; Hydragen, arXiv:2402.05099.
     """
-    for name, array in (("shared_k", shared_k), ("shared_v", shared_v)):
-        if len(getattr(array, "shape", ())) != 3:
-            raise ValueError(
-                f"cascade_attention: {name} must have 3 axes [shared_len, num_heads_kv, head_dim], "
-                f"got {getattr(array, 'shape', type(array).__name__)}; reshape it"
-            )
-    if len(getattr(q, "shape", ())) not in (3, 4):
-        raise ValueError(
-            "cascade_attention: q must have axes [num_seqs, num_heads_q, head_dim] or [num_seqs, "
-            f"q_len, num_heads_q, head_dim], got {getattr(q, 'shape', type(q).__name__)}; "
-            "reshape it"
-        )
+    check_shapes("cascade_attention", shape_of(q), shape_of(shared_k), shape_of(shared_v))
     *rows, heads, head_dim = q.shape
     num_seqs, q_len = rows[0], rows[1] if len(rows) == 2 else 1
-    prefix, prefix_lse = attention(
-        q.reshape(1, num_seqs * q_len, heads, head_dim),
-        shared_k[None],
-        shared_v[None],
-        scale=scale,
-        softcap=softcap,
-        batch_invariant=batch_invariant,
-        return_lse=True,
-        stream=stream,
-    )
     own, own_lse = paged_attention(
         q,
         k_cache,
@@ -109,7 +114,9 @@ def cascade_attention(
         kv_layout=kv_layout,
         scale=scale,
         causal=causal,
+        window=window,
         softcap=softcap,
+        alibi_slopes=alibi_slopes,
         sinks=sinks,
         k_scale=k_scale,
         v_scale=v_scale,
@@ -118,12 +125,117 @@ def cascade_attention(
         num_splits=num_splits,
         batch_invariant=batch_invariant,
         return_lse=True,
+        workspace=workspace,
         backend=backend,
         stream=stream,
     )
-    # Rows by sequence, as `own` has them: [1, heads, rows] is turned, not copied.
-    prefix_lse = prefix_lse.reshape(heads, *rows).swapaxes(0, 1)
+    keys = keys_in_window(shared_k.shape[0], window)
+    bias = lse_shift = None
+    if window[0] >= 0 or alibi_slopes is not None:
+        capacity = block_tables.shape[1] * k_cache.shape[BLOCK_SIZE_AXIS[kv_layout]]
+        with _arrays.operations("cascade_attention", q, stream) as library:
+            behind = tokens_behind(library, context_lens, capacity, q_len)
+            bias, lse_shift = prefix_bias(library, behind, keys, window[0], alibi_slopes, heads)
+    prefix, prefix_lse = attention(
+        q.reshape(1, num_seqs * q_len, heads, head_dim),
+        shared_k[None, shared_k.shape[0] - keys :],
+        shared_v[None, shared_v.shape[0] - keys :],
+        scale=scale,
+        softcap=softcap,
+        bias=bias,
+        batch_invariant=batch_invariant,
+        return_lse=True,
+        workspace=workspace,
+        stream=stream,
+    )
+    prefix_lse = prefix_lse.reshape(heads, *rows)
+    if lse_shift is not None:
+        with _arrays.operations("cascade_attention", q, stream):
+            prefix_lse -= lse_shift.reshape(heads, *rows)
+    # Rows by sequence, as `own` has them: [heads, rows] is turned, not copied.
     merged, lse = merge_states(
-        prefix.reshape(*q.shape), prefix_lse, own, own_lse, out=out, lse_out=lse_out, stream=stream
+        prefix.reshape(*q.shape),
+        prefix_lse.swapaxes(0, 1),
+        own,
+        own_lse,
+        out=out,
+        lse_out=lse_out,
+        stream=stream,
     )
     return (merged, lse) if return_lse or lse_out is not None else merged
+
+
+def shape_of(array: Any) -> Any:
+    """Return the extents of an array or of a tuple that stands for one; () for what is neither."""
+    if isinstance(array, tuple):
+        return array[1:] if array and isinstance(array[0], str) else array
+    return getattr(array, "shape", ())
+
+
+def check_shapes(op: str, q: Any, shared_k: Any, shared_v: Any) -> None:
+    """Refuse numbers of axes that cannot be meant."""
+    for name, shape in (("shared_k", shared_k), ("shared_v", shared_v)):
+        if len(shape) != 3:
+            raise ValueError(
+                f"{op}: {name} must have 3 axes [shared_len, num_heads_kv, head_dim], got "
+                f"{tuple(shape)}; reshape it"
+            )
+    if tuple(shared_k[:1]) != tuple(shared_v[:1]):
+        raise ValueError(
+            f"{op}: shared_k and shared_v must have equally many tokens, got {shared_k[0]} and "
+            f"{shared_v[0]}; slice the longer one"
+        )
+    if len(q) not in (3, 4):
+        raise ValueError(
+            f"{op}: q must have axes [num_seqs, num_heads_q, head_dim] or [num_seqs, q_len, "
+            f"num_heads_q, head_dim], got {tuple(q)}; reshape it"
+        )
+
+
+def keys_in_window(shared_len: int, window: tuple[int, int]) -> int:
+    """Count the tokens at the end of the prefix that a query may see: none stands before it."""
+    return shared_len if window[0] < 0 else min(shared_len, window[0] + 1)
+
+
+def bias_shape(
+    num_seqs: int, q_len: int, heads: int, keys: int, has_window: bool, slopes: int
+) -> tuple[Any, ...]:
+    """Say dtype and extents of the prefix's bias; `slopes` is the axes of alibi_slopes, or 0."""
+    if not slopes:
+        return ("bool", 1, 1, num_seqs * q_len, keys)
+    varies = has_window or slopes == 2
+    return ("float32", 1, heads, num_seqs * q_len if varies else 1, keys)
+
+
+def tokens_behind(library: Any, context_lens: Any, capacity: int, q_len: int) -> Any:
+    """Measure how far each query stands behind the prefix's last token, int32 [num_seqs, q_len]."""
+    lens = library.own(context_lens).clip(0, capacity)  # as the kernels read them
+    return (lens.reshape(-1, 1) + library.arange(1 - q_len, 1)).clip(0, capacity)
+
+
+def prefix_bias(
+    library: Any, behind: Any, keys: int, left: int, alibi_slopes: Any, heads: int
+) -> tuple[Any, Any]:
+    """Make the prefix's bias of window and ALiBi, and what is to be subtracted from its lse.
+
+    A key `back` tokens before the prefix's end is ``behind + back`` tokens from a query. As nobody
+    stands before that end, -slope * behind is the same for all keys of a query: the softmax does
+    not see it, so it is left to the lse, and -slope * back is the same for all queries.
+    """
+    xp, (num_seqs, q_len) = library.namespace, behind.shape
+    visible = None
+    if left >= 0:
+        back = library.arange(keys - 1, -1, -1)
+        visible = behind[:, :, None] + back <= min(left, INT32_MAX)
+    if alibi_slopes is None:
+        shape = bias_shape(num_seqs, q_len, heads, keys, True, 0)[1:]
+        return visible.reshape(*shape), None
+    slopes = library.own(alibi_slopes)
+    shape = bias_shape(num_seqs, q_len, heads, keys, left >= 0, slopes.ndim)[1:]
+    slopes = slopes.reshape(-1, heads).swapaxes(0, 1)[:, :, None]  # [heads, num_seqs or 1, 1]
+    bias = slopes[..., None] * library.arange(1 - keys, 1, dtype="float32")
+    if visible is not None:
+        bias = xp.where(visible, bias, -math.inf)
+    elif alibi_slopes.ndim == 2:
+        bias = xp.broadcast_to(bias, (heads, num_seqs, q_len, keys))
+    return bias.reshape(*shape), slopes * behind

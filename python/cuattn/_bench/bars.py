@@ -16,12 +16,14 @@ class Bar:
 
     `against` is another contestant of the row, "best peer", "copy" (the copy rate of the run), a
     figure of published.py, "row <name>" (the same contestant on an earlier row, in GB/s), or
-    "microseconds", of which there may be `least` at most.
+    "microseconds", of which there may be `least` at most. `mean` is what the geometric mean over
+    all rows with this bar must reach.
     """
 
     ours: str
     against: str
     least: float
+    mean: float | None = None
 
 
 def value(bar: Bar, row: dict, rows: list[dict], ceilings: dict[str, float]) -> float | None:

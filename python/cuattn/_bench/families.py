@@ -8,10 +8,12 @@ import dataclasses
 from .cache import CacheWorkload, cache, cache_smoke
 from .paged import (
     PagedWorkload,
+    cascade,
     chunked,
     paged,
     paged_blocks,
     paged_fp8,
+    paged_invariant,
     paged_ragged,
     paged_smoke,
     paged_vllm,
@@ -29,6 +31,7 @@ from .workloads import (
     models,
     ragged,
     smoke,
+    split,
 )
 
 
@@ -67,6 +70,7 @@ FAMILIES: dict[str, Family] = {
     "masks": _family(
         masks, peers=("flex", "fa3", "fa4", "varlen", "efficient", "cudnn", "flashinfer")
     ),
+    "split": _family(split, peers=("cudnn", "flash", "fa3")),
     "models": _family(models),
     "ladder": _family(
         ladder,
@@ -83,7 +87,9 @@ FAMILIES: dict[str, Family] = {
     "paged_blocks": _decode(paged_blocks),
     "paged_fp8": _decode(paged_fp8, backends=("auto", "wide")),
     "paged_ragged": _decode(paged_ragged, backends=("auto", "replan"), peers=("flashinfer",)),
-    "paged_smoke": _decode(paged_smoke, backends=("auto", "v1", "v2", "dense")),
+    "paged_invariant": _decode(paged_invariant, backends=("auto", "invariant")),
+    "cascade": _decode(cascade, backends=("auto", "cascade"), peers=("flashinfer",)),
+    "paged_smoke": _decode(paged_smoke, backends=("auto", "v1", "v2", "dense", "cascade")),
     "chunked": _family(chunked, backends=("auto", "dense"), peers=()),
     "cache": _decode(cache, peers=("memcpy",)),
     "cache_smoke": _decode(cache_smoke, peers=("memcpy",)),

@@ -8,7 +8,7 @@ import pathlib
 
 # `invariant` is auto with batch_invariant=True. Over pages: `replan` makes the plan in every call,
 # `wide` keeps float8 numbers in q's dtype, `v1` and `v2` are PagedAttention, `dense` has its keys
-# packed beforehand.
+# packed beforehand, `cascade` is cascade_attention.
 BACKENDS = (
     "auto",
     "invariant",
@@ -24,6 +24,7 @@ BACKENDS = (
     "v1",
     "v2",
     "dense",
+    "cascade",
 )
 PEERS = (
     "torch",

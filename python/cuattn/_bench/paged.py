@@ -21,7 +21,8 @@ class PagedWorkload:
     """One decode step: a query for each sequence, its keys and values in blocks drawn at random.
 
     With ``query_lens`` the sequences have so many queries each, packed: prefill in chunks. With
-    ``e4m3`` the caches hold numbers that float8_e4m3fn has: contestants may store them so.
+    ``e4m3`` the caches hold numbers that float8_e4m3fn has: contestants may store them so. With
+    ``shared_len`` all begin with the same tokens, in the same blocks.
     """
 
     name: str
@@ -34,6 +35,7 @@ class PagedWorkload:
     kv_layout: str = "nhd"
     e4m3: bool = False
     query_lens: tuple[int, ...] = ()
+    shared_len: int = 0
     jit: bool = True
     bars: tuple[Bar, ...] = ()
 
@@ -63,7 +65,9 @@ class PagedWorkload:
     def bytes(self) -> int:
         """Bytes of the keys and values, each read once."""
         itemsize = 1 if self.e4m3 else ITEMSIZE[self.dtype]
-        return 2 * sum(self.context_lens) * self.num_heads_kv * self.head_dim * itemsize
+        repeated = self.shared_len * (len(self.context_lens) - 1)
+        tokens = sum(self.context_lens) - repeated
+        return 2 * tokens * self.num_heads_kv * self.head_dim * itemsize
 
     @property
     def series(self) -> str:
@@ -87,7 +91,7 @@ class PagedWorkload:
         }
 
 
-AUTO, BEST = "cuattn:auto", "best peer"
+AUTO, INVARIANT, BEST = "cuattn:auto", "cuattn:invariant", "best peer"
 
 
 def decode(batch: int, context: int, heads: tuple[int, int], **options) -> PagedWorkload:
@@ -196,6 +200,24 @@ def paged_ragged() -> Iterable[PagedWorkload]:
         yield PagedWorkload(f"{words} ragged", lengths, *heads, bars=bars)
 
 
+def paged_invariant() -> Iterable[PagedWorkload]:
+    """Decode with batch_invariant=True beside False: 1 to 64 sequences of 1024 to 32768 tokens."""
+    bars = (Bar(INVARIANT, AUTO, 1 / 1.25, mean=1 / 1.1),)
+    for heads in ((32, 8), (64, 8)):
+        for batch, context in ((1, 1024), (1, 32768), (4, 8192), (16, 4096), (64, 1024)):
+            yield decode(batch, context, heads, bars=bars)
+
+
+def cascade() -> Iterable[PagedWorkload]:
+    """Decode behind a shared prefix: cascade_attention beside pages that share its blocks."""
+    bars = (Bar("cuattn:cascade", AUTO, 1.0),)
+    own = 512
+    for batch, shared in ((64, 8192), (16, 32768), (64, 2048)):
+        name = f"64/8 {batch} x {own} behind {shared}"
+        options = {"name": name, "shared_len": shared, "bars": bars}
+        yield decode(batch, shared + own, (64, 8), **options)
+
+
 def chunked() -> Iterable[PagedWorkload]:
     """Prefill over pages, in chunks and beside decode, against the same keys packed."""
     bars = (Bar(AUTO, "cuattn:dense", 0.9),)
@@ -220,3 +242,4 @@ def paged_smoke() -> Iterable[PagedWorkload]:
     yield PagedWorkload("ragged, hnd", (70, 1, 33), 4, 1, kv_layout="hnd", block_size=8, **small)
     yield decode(2, 90, (4, 4), name="vllm", kv_layout="vllm", **small)
     yield PagedWorkload("chunks", (70, 33, 5), 4, 2, query_lens=(20, 33, 1), **small)
+    yield PagedWorkload("shared prefix", (70, 33, 48), 4, 2, shared_len=32, **small)

@@ -54,12 +54,17 @@ class PagedInputs:
         def draw(shape):
             return torch.randn(shape, generator=generator, device=device, dtype=dtype)
 
-        needed = [math.ceil(length / w.block_size) for length in w.context_lens]
-        order = np.random.default_rng(0).permutation(sum(needed)).astype(np.int32)
-        tables = np.zeros((len(needed), max(needed)), np.int32)
-        ends = np.cumsum(needed)
+        shared, uneven = divmod(w.shared_len, w.block_size)
+        if uneven:
+            raise ValueError(f"{w.name}: a shared prefix of {w.shared_len} tokens ends in a block")
+        needed = [math.ceil(length / w.block_size) - shared for length in w.context_lens]
+        num_blocks = shared + sum(needed)
+        order = np.random.default_rng(0).permutation(num_blocks).astype(np.int32)
+        tables = np.zeros((len(needed), shared + max(needed)), np.int32)
+        tables[:, :shared] = order[:shared]
+        ends = shared + np.cumsum(needed)
         for row, end, count in zip(tables, ends, needed, strict=True):
-            row[:count] = order[end - count : end]
+            row[shared : shared + count] = order[end - count : end]
         self.block_tables = torch.from_numpy(tables).to(device)
         self.context_lens = torch.tensor(w.context_lens, dtype=torch.int32, device=device)
         queries = [count for count, _ in w.sequences]
@@ -68,11 +73,11 @@ class PagedInputs:
         is_cuda = self.q.is_cuda
         sets = 1 if w.query_lens else num_sets(w.bytes, is_cuda)
         self.repeats = calls_in_graph(w.bytes, sets) if is_cuda and not w.query_lens else 0
-        shapes = cache_shapes(w, sum(needed) * sets, self.q.element_size())
+        shapes = cache_shapes(w, num_blocks * sets, self.q.element_size())
         caches = [draw(shape) for shape in shapes]
         if w.e4m3:
             caches = [cache.to(torch.float8_e4m3fn).to(dtype) for cache in caches]
-        self.caches = list(zip(*(cache.split(sum(needed)) for cache in caches), strict=True))
+        self.caches = list(zip(*(cache.split(num_blocks) for cache in caches), strict=True))
 
     def head(self, b: int, h: int, rows: np.ndarray):
         """Copy one sequence and query head to the host: q, k, v, no slope, no bias."""
@@ -116,8 +121,8 @@ def ours(backend: str) -> Callable[[PagedWorkload, PagedInputs], Prepared]:
 
     "auto" or a rung: paged_attention, its plan made beforehand where it needs one. "replan": the
     plan made in every call. "invariant": batch_invariant=True. "wide": the numbers of float8 caches
-    kept in q's dtype. "v1", "v2": PagedAttention. Of prefill: "auto" or a rung over pages, "dense"
-    over the same keys packed.
+    kept in q's dtype. "v1", "v2": PagedAttention. "cascade": cascade_attention, its prefix apart.
+    Of prefill: "auto" or a rung over pages, "dense" over the same keys packed.
     """
 
     def prepare(w: PagedWorkload, x: PagedInputs) -> Prepared:
@@ -125,6 +130,8 @@ def ours(backend: str) -> Callable[[PagedWorkload, PagedInputs], Prepared]:
             return prefill(w, x, backend)
         require(backend != "dense", "for prefill only")
         require(w.e4m3 or backend != "wide", "for float8 caches only")
+        if backend == "cascade":
+            return cascade(w, x)
         is_narrow = w.e4m3 and backend != "wide"
         caches = [as_e4m3(w, *pair) for pair in x.caches] if is_narrow else x.caches
         version = backend if backend in ("v1", "v2") else None
@@ -142,7 +149,7 @@ def ours(backend: str) -> Callable[[PagedWorkload, PagedInputs], Prepared]:
         planned = version is None and plan.num_splits == 0
         require(planned or backend != "replan", "no plan: keys are cut evenly")
         if planned and backend != "replan":
-            options["plan"] = made_plan(w, x, is_narrow, options["backend"])
+            options["plan"] = made_plan(w, tail, is_narrow, options["backend"])
         out = torch.empty_like(x.q)
         function, scale = getattr(cuattn, op), w.head_dim**-0.5
 
@@ -162,9 +169,38 @@ def ours(backend: str) -> Callable[[PagedWorkload, PagedInputs], Prepared]:
     return prepare
 
 
+def cascade(w: PagedWorkload, x: PagedInputs) -> Prepared:
+    """cascade_attention: the prefix in arrays of its own, the blocks behind it in pages."""
+    require(w.shared_len > 0, "for a shared prefix only")
+    require(not w.e4m3, "its prefix has q's dtype")
+    ends = torch.tensor([0, w.shared_len], dtype=torch.int32, device=x.q.device)
+    skipped = w.shared_len // w.block_size
+    tables = x.block_tables[:, skipped:].contiguous()
+    tail = (tables, x.context_lens - w.shared_len)
+    options: dict[str, Any] = {"kv_layout": w.kv_layout}
+    sets = [
+        (*cuattn.gather_cache(k, v, x.block_tables[:1, :skipped], ends, **options), k, v)
+        for k, v in x.caches
+    ]
+    plan = cuattn.explain("cascade_attention", x.q, *sets[0], *tail, **options)
+    if plan.num_splits == 0:
+        options["plan"] = made_plan(w, tail, False, "auto")
+    out = torch.empty_like(x.q)
+
+    def call(*arrays):
+        return cuattn.cascade_attention(x.q, *arrays, *tail, out=out, **options)
+
+    return Prepared(
+        in_turn(sets, call),
+        kernel=plan.kernel,
+        memory_bytes=2 * out.nbytes + plan.workspace_bytes,
+        repeats=x.repeats,
+    )
+
+
 def prefill(w: PagedWorkload, x: PagedInputs, backend: str) -> Prepared:
     """attention_varlen over pages, or over the same keys in packed arrays."""
-    require(backend not in ("v1", "v2", "replan", "wide"), "for decode only")
+    require(backend not in ("v1", "v2", "replan", "wide", "cascade"), "for decode only")
     cu_seqlens = (torch.tensor(x.starts), torch.tensor([0, *itertools.accumulate(w.context_lens)]))
     cu_seqlens_q, cu_seqlens_k = (ends.to(x.q.device, torch.int32) for ends in cu_seqlens)
     longest = (max(w.query_lens), max(w.context_lens))
@@ -190,10 +226,9 @@ def prefill(w: PagedWorkload, x: PagedInputs, backend: str) -> Prepared:
     )
 
 
-def made_plan(w: PagedWorkload, x: PagedInputs, is_narrow: bool, rung: str):
+def made_plan(w: PagedWorkload, tables_and_lens: tuple, is_narrow: bool, rung: str):
     return cuattn.paged_plan(
-        x.block_tables,
-        x.context_lens,
+        *tables_and_lens,
         num_heads_q=w.num_heads_q,
         num_heads_kv=w.num_heads_kv,
         head_dim=w.head_dim,

@@ -13,6 +13,7 @@ import dataclasses
 import importlib
 import importlib.metadata
 import importlib.util
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -172,8 +173,6 @@ def torch_varlen(w: Workload, x: Inputs) -> Prepared:
     require(hasattr(x.q, "is_cuda") and x.q.is_cuda, "needs CUDA tensors")
     require(bool(w.lengths) or w.window != (-1, -1), "only for ragged batches and windows")
     require(w.dtype != "float32" and not (w.softcap or w.alibi or w.bias), "no such options")
-    import inspect
-
     import torch
 
     varlen_attn = module("torch.nn.attention.varlen").varlen_attn
@@ -288,7 +287,14 @@ def fa3(w: Workload, x: Inputs) -> Prepared:
     options = {"causal": w.causal, "softcap": w.softcap}
     if w.window != (-1, -1):
         options["window_size"] = (w.window[0], 0) if w.causal else w.window
+    is_dense = not w.lengths
+    if is_dense and w.seqlen_q < w.seqlen_kv and takes(library.flash_attn_func, "num_splits"):
+        options["num_splits"] = 0  # its own choice; by default it does not split
     return _flash_attn(library, w, x, options)
+
+
+def takes(function: Callable, name: str) -> bool:
+    return name in inspect.signature(function).parameters
 
 
 def fa3_built_without() -> set[str]:

@@ -261,17 +261,26 @@ def bar_summary(document: dict) -> list[str]:
     ]
     alike: dict[tuple, list[float]] = {}
     for bar, _ in judged:
-        alike.setdefault((bar["ours"], bar["against"], bar["least"]), []).append(bar["value"])
+        kind = (bar["ours"], bar["against"], bar["least"], bar.get("mean"))
+        alike.setdefault(kind, []).append(bar["value"])
     means = [
         f"{ours} against {against}, where the bar is {least:g}: "
-        f"{math.exp(statistics.fmean(map(math.log, values))):.3f} on the geometric mean of "
-        f"{len(values)} rows, least {min(values):.3f}"
-        for (ours, against, least), values in alike.items()
+        f"{mean_text(values, wanted)} on the geometric mean of {len(values)} rows, least "
+        f"{min(values):.3f}"
+        for (ours, against, least, wanted), values in alike.items()
         if len(values) > 1
     ]
     count = f"bars: {len(judged) - len(missed)} of {len(judged)} hold"
     left = len(bars) - len(judged)
     return [count + (f", {left} not measured" if left else ""), *means, *missed]
+
+
+def mean_text(values: list[float], wanted: float | None) -> str:
+    """Format the geometric mean, and whether it is what was wanted of it."""
+    mean = math.exp(statistics.fmean(map(math.log, values)))
+    if wanted is None:
+        return f"{mean:.3f}"
+    return f"{mean:.3f} of {wanted:.3g} ({'holds' if mean >= wanted else 'MISSED'})"
 
 
 def command(argv: list[str]) -> str:

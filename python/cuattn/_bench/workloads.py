@@ -232,6 +232,15 @@ def ladder() -> Iterable[Workload]:
             yield dense(f"{SHORT_DTYPE[dtype]} s{seqlen}", 1, seqlen, 16, 128, dtype=dtype)
 
 
+def split() -> Iterable[Workload]:
+    """Few queries over many keys, 8 heads on 1: the keys are cut to fill the GPU."""
+    for seqlen_kv in (32768, 131072):
+        for seqlen_q in (64, 128):
+            for causal in (False, True):
+                name = f"{seqlen_q} of {seqlen_kv}, {'causal' if causal else 'full'}"
+                yield Workload(name, 1, seqlen_q, seqlen_kv, 8, 1, 128, causal=causal)
+
+
 def models() -> Iterable[Workload]:
     """Attention layers of real models at lengths they are used with."""
     yield dense("BERT-base, 32 x 512", 32, 512, 12, 64, dtype="float16")
@@ -292,6 +301,8 @@ def smoke() -> Iterable[Workload]:
         softcap=20.0,
     )
     yield dense("alibi, bias", 2, 96, 4, 64, dtype="float32", alibi=True, bias=True)
+    few = {"dtype": "float32", "causal": True}
+    yield Workload("few queries over many keys", 1, 8, 2048, 8, 1, 64, **few)
     yield Workload(
         "ragged", 3, 100, 100, 4, 4, 64, dtype="float32", causal=True, lengths=(100, 17, 64)
     )
