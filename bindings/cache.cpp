@@ -96,7 +96,7 @@ void check_reshape_and_cache(nb::dict arrays, nb::handle kv_layout, nb::handle k
   if (options.has_k_scale) options.k_scale = parse_double(op, "k_scale", k_scale);
   if (options.has_v_scale) options.v_scale = parse_double(op, "v_scale", v_scale);
   DLDevice place = shapes_on < 0 ? DLDevice{kDLCPU, 0} : DLDevice{kDLCUDA, shapes_on};
-  const DLTensor* positional[5];
+  const DLTensor* positional[5] = {};
   const std::pair<const char*, const DLTensor**> fields[] = {{"k", &positional[0]},
                                                              {"v", &positional[1]},
                                                              {"k_cache", &positional[2]},

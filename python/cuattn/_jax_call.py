@@ -44,18 +44,19 @@ def is_array(value: Any) -> bool:
     return isinstance(value, jax.Array | np.ndarray)
 
 
-def check_arrays(op: str, **arrays: Any) -> dict[str, jax.Array]:
+def check_arrays(op: str, required: dict[str, Any], **optional: Any) -> dict[str, jax.Array]:
     """Keep the arrays that are given and refuse what is not a JAX (or numpy) array."""
-    given = {name: array for name, array in arrays.items() if array is not None}
+    given = {name: array for name, array in optional.items() if array is not None}
+    arrays = {**required, **given}
     first = next(iter(arrays))
-    for name, array in given.items():
+    for name, array in arrays.items():
         if not is_array(array):
             raise TypeError(
                 f"{op}: {name} must be a JAX array like {first}, got {type(array).__name__}"
             )
         if isinstance(array, np.ndarray) and array.dtype == np.int64:
             check_int32(op, name, array)
-    return given
+    return arrays
 
 
 def check_int32(op: str, name: str, array: np.ndarray) -> None:
@@ -93,35 +94,32 @@ def device_text(devices: Iterable[Any]) -> str:
 def possible_devices(op: str, arrays: Mapping[str, Any]) -> tuple[int, ...]:
     """Where the call may run, the likeliest first: a CUDA device number, or -1 for the CPU.
 
-    Arrays that were put on different devices are refused; those that were not follow the others.
+    Arrays that were put on different devices are refused; others follow these, or go to JAX's
+    default device.
     """
     held = {name: array for name, array in arrays.items() if isinstance(array, jax.Array)}
-    if any(isinstance(array, jax.core.Tracer) for array in held.values()):
-        return likely_devices()  # XLA decides after tracing
-    settled = {name: array.devices() for name, array in held.items() if array.committed}
-    if not settled:
-        settled = {name: array.devices() for name, array in held.items()}
-        settled = dict(list(settled.items())[:1])
-    if not settled:
-        return likely_devices()
-    (first, home), *others = settled.items()
-    for name, devices in others:
+    traced = {name for name, array in held.items() if isinstance(array, jax.core.Tracer)}
+    settled = [(n, a.devices()) for n, a in held.items() if n not in traced and a.committed]
+    for name, devices in settled[1:]:
+        first, home = settled[0]
         if devices != home:
             raise ValueError(
                 f"{op}: {name} must be on {device_text(home)} like {first}, got "
                 f"{device_text(devices)}; move it with jax.device_put"
             )
-    device = min(home, key=lambda d: d.id)
-    return (-1,) if device.platform == "cpu" else (device.local_hardware_id or 0,)
+    device = min(settled[0][1], key=lambda d: d.id) if settled else default_device()
+    here = -1 if device.platform == "cpu" else device.local_hardware_id or 0
+    if not traced or jax.default_backend() == "cpu":
+        return (here,)
+    return (here, 0 if here == -1 else -1)  # XLA decides after tracing
 
 
-def likely_devices() -> tuple[int, ...]:
-    """Devices of a call that is only traced."""
-    if jax.default_backend() == "cpu":
-        return (-1,)
-    default = getattr(jax.config, "jax_default_device", None)
-    platform = getattr(default, "platform", default)
-    return (-1, 0) if platform == "cpu" else (0, -1)
+def default_device() -> Any:
+    """Return the device of arrays that were put on none."""
+    default = jax.config.jax_default_device
+    if default is None:
+        return jax.devices()[0]
+    return jax.devices(default)[0] if isinstance(default, str) else default
 
 
 def most_workspace(devices: tuple[int, ...], workspace_bytes: Callable[[int], int]) -> int:

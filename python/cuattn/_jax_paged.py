@@ -140,11 +140,7 @@ def paged_attention(
     scale_arrays, scales = split_scales(k_scale, v_scale)
     arrays = check_arrays(
         op,
-        q=q,
-        k_cache=k_cache,
-        v_cache=v_cache,
-        block_tables=block_tables,
-        context_lens=context_lens,
+        dict(zip(PAGED_POSITIONAL, (q, k_cache, v_cache, block_tables, context_lens), strict=True)),
         alibi_slopes=alibi_slopes,
         sinks=sinks,
         **scale_arrays,
@@ -259,11 +255,7 @@ def reshape_and_cache(
     scale_arrays, scales = split_scales(k_scale, v_scale)
     arrays = check_arrays(
         op,
-        k=k,
-        v=v,
-        k_cache=k_cache,
-        v_cache=v_cache,
-        slot_mapping=slot_mapping,
+        dict(zip(WRITE_POSITIONAL, (k, v, k_cache, v_cache, slot_mapping), strict=True)),
         cos=cos,
         sin=sin,
         positions=positions,
@@ -336,7 +328,8 @@ def gather_cache(
     op = "gather_cache"
     refuse(op, k_out=k_out, v_out=v_out, stream=stream)
     arrays = check_arrays(
-        op, k_cache=k_cache, v_cache=v_cache, block_tables=block_tables, cu_seqlens=cu_seqlens
+        op,
+        dict(zip(GATHER_POSITIONAL, (k_cache, v_cache, block_tables, cu_seqlens), strict=True)),
     )
     static = static_of(
         op,

@@ -104,10 +104,16 @@ def run_attention(arrays: dict[str, jax.Array], static: Static) -> list[jax.Arra
     return list(outputs)[: 1 + options["return_lse"]]
 
 
-def call(op: str, arrays: dict[str, Any], outside: dict[str, Any], options: dict[str, Any]) -> Any:
+def call(
+    op: str,
+    qkv: dict[str, Any],
+    optional: dict[str, Any],
+    outside: dict[str, Any],
+    options: dict[str, Any],
+) -> Any:
     """Check what is Python's to check, then run."""
     refuse(op, **outside)
-    given = check_arrays(op, **arrays)
+    given = check_arrays(op, qkv, **optional)
     if options["backend"] == "cublas":
         find_cublas()
     options["window"] = plain_window(options["window"])
@@ -164,10 +170,7 @@ def attention(
     NotImplementedError
         A combination without kernel, a gradient, or an argument that belongs to XLA.
     """
-    arrays = {
-        "q": q,
-        "k": k,
-        "v": v,
+    optional = {
         "alibi_slopes": alibi_slopes,
         "sinks": sinks,
         "bias": bias,
@@ -189,7 +192,7 @@ def attention(
         "max_seqlen_k": None,
     }
     outside = {"out": out, "lse_out": lse_out, "workspace": workspace, "stream": stream}
-    return call("attention", arrays, outside, options)
+    return call("attention", {"q": q, "k": k, "v": v}, optional, outside, options)
 
 
 def attention_varlen(
@@ -245,10 +248,7 @@ def attention_varlen(
         As in `attention`.
     """
     check_ragged(cu_seqlens_q, cu_seqlens_k, block_tables, kv_layout)
-    arrays = {
-        "q": q,
-        "k": k,
-        "v": v,
+    optional = {
         "alibi_slopes": alibi_slopes,
         "sinks": sinks,
         "bias": bias,
@@ -273,7 +273,7 @@ def attention_varlen(
         "max_seqlen_k": max_seqlen_k,
     }
     outside = {"out": out, "lse_out": lse_out, "workspace": workspace, "stream": stream}
-    return call("attention_varlen", arrays, outside, options)
+    return call("attention_varlen", {"q": q, "k": k, "v": v}, optional, outside, options)
 
 
 @compiled
@@ -320,7 +320,7 @@ def merge_states(
     """
     op = "merge_states"
     refuse(op, out=out, lse_out=lse_out, stream=stream)
-    given = check_arrays(op, out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
+    given = check_arrays(op, {"out_a": out_a, "lse_a": lse_a}, out_b=out_b, lse_b=lse_b)
     if len(given) not in (2, 4):
         raise TypeError(
             "merge_states: out_b and lse_b must be given together; leave out both for stacks"

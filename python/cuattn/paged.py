@@ -100,6 +100,11 @@ def paged_attention(
     lse : float32 array, [num_seqs, num_heads_q] or [num_seqs, num_heads_q, q_len]
         With return_lse only: natural logarithm; -inf for a query without visible key.
 
+    Notes
+    -----
+    JAX arrays are taken eagerly and under jax.jit and jax.vmap, without plan, out, lse_out,
+    workspace and stream, which are XLA's to provide.
+
     Raises
     ------
     ValueError, TypeError, NotImplementedError, CudaError, MemoryError
