@@ -5,11 +5,13 @@
 
 #include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "convert.h"
 #include "cuattn/c_api.h"
 #include "errors.h"
+#include "explain.h"
 #include "options.h"
 #include "results.h"
 
@@ -80,6 +82,57 @@ nb::object reshape_and_cache(nb::handle k, nb::handle v, nb::handle k_cache, nb:
   return nb::make_tuple(k_cache, v_cache);
 }
 
+// What reshape_and_cache would refuse, told from dtypes and shapes. `arrays` are those of the call
+// by name, each as explain takes it.
+void check_reshape_and_cache(nb::dict arrays, nb::handle kv_layout, nb::handle k_scale,
+                             nb::handle v_scale, nb::handle rope_interleaved, int shapes_on) {
+  const char* op = "reshape_and_cache";
+  cuattn_cache_options options;
+  cuattn_cache_options_init(&options);
+  options.kv_layout = parse_kv_layout(op, kv_layout);
+  options.rope_interleaved = parse_bool(op, "rope_interleaved", rope_interleaved);
+  options.has_k_scale = is_given(k_scale);
+  options.has_v_scale = is_given(v_scale);
+  if (options.has_k_scale) options.k_scale = parse_double(op, "k_scale", k_scale);
+  if (options.has_v_scale) options.v_scale = parse_double(op, "v_scale", v_scale);
+  DLDevice place = shapes_on < 0 ? DLDevice{kDLCPU, 0} : DLDevice{kDLCUDA, shapes_on};
+  const DLTensor* positional[5] = {};
+  const std::pair<const char*, const DLTensor**> fields[] = {{"k", &positional[0]},
+                                                             {"v", &positional[1]},
+                                                             {"k_cache", &positional[2]},
+                                                             {"v_cache", &positional[3]},
+                                                             {"slot_mapping", &positional[4]},
+                                                             {"k_scale", &options.k_scales},
+                                                             {"v_scale", &options.v_scales},
+                                                             {"cos", &options.cos},
+                                                             {"sin", &options.sin},
+                                                             {"positions", &options.positions}};
+  Array views[std::size(fields)];
+  for (size_t i = 0; i < std::size(fields); ++i) {
+    auto [name, field] = fields[i];
+    if (!arrays.contains(name)) continue;
+    import_shape(op, name, nb::object(arrays[name]), {}, place, views[i]);
+    *field = &views[i].tensor;
+  }
+  check(cuattn_reshape_and_cache_check(positional[0], positional[1], positional[2], positional[3],
+                                       positional[4], &options));
+}
+
+// The rows that `total` tokens of a cache make.
+TensorView rows_of(const char* name, const TensorView& cache, bool is_k, nb::handle kv_layout_arg,
+                   int64_t total) {
+  const char* op = "gather_cache";
+  int32_t kv_layout = parse_kv_layout(op, kv_layout_arg);
+  int32_t head = kv_layout == CUATTN_KV_NHD ? 2 : 1, dim = kv_layout == CUATTN_KV_VLLM ? 2 : 3;
+  bool grouped = is_k && kv_layout == CUATTN_KV_VLLM;
+  int32_t ndim = grouped ? 5 : 4;
+  if (cache.ndim != ndim)
+    raise(PyExc_ValueError, op, ": ", name, " must have ", ndim, " axes in kv_layout '",
+          text_of(kv_layout_arg), "', got ", cache.ndim, "; reshape it");
+  int64_t shape[3] = {total, cache.shape[head], cache.shape[dim] * (grouped ? cache.shape[4] : 1)};
+  return view_of(cache.dtype, 3, shape);
+}
+
 nb::object gather_cache(nb::handle k_cache, nb::handle v_cache, nb::handle block_tables,
                         nb::handle cu_seqlens, nb::handle kv_layout_arg, nb::handle k_out,
                         nb::handle v_out, nb::handle stream_arg) {
@@ -98,20 +151,11 @@ nb::object gather_cache(nb::handle k_cache, nb::handle v_cache, nb::handle block
   int64_t total = 0;
   if (!is_given(k_out) || !is_given(v_out))
     check(cuattn_gather_cache_total(&ends.tensor, stream.handle, &total));
-  auto rows_of = [&](const Array& cache, bool is_k) {
-    const TensorView& view = cache.view;
-    int32_t head = kv_layout == CUATTN_KV_NHD ? 2 : 1, dim = kv_layout == CUATTN_KV_VLLM ? 2 : 3;
-    bool grouped = is_k && kv_layout == CUATTN_KV_VLLM;
-    int32_t ndim = grouped ? 5 : 4;
-    if (view.ndim != ndim)
-      raise(PyExc_ValueError, op, ": ", is_k ? "k_cache" : "v_cache", " must have ", ndim,
-            " axes in kv_layout '", text_of(kv_layout_arg), "', got ", view.ndim, "; reshape it");
-    int64_t shape[3] = {total, view.shape[head], view.shape[dim] * (grouped ? view.shape[4] : 1)};
-    return view_of(view.dtype, 3, shape);
-  };
   Result rows_k, rows_v;
-  rows_k.provide(op, "k_out", k_out, cache_k, stream, rows_of(cache_k, true));
-  rows_v.provide(op, "v_out", v_out, cache_k, stream, rows_of(cache_v, false));
+  rows_k.provide(op, "k_out", k_out, cache_k, stream,
+                 rows_of("k_cache", cache_k.view, true, kv_layout_arg, total));
+  rows_v.provide(op, "v_out", v_out, cache_k, stream,
+                 rows_of("v_cache", cache_v.view, false, kv_layout_arg, total));
   cuattn_status status;
   {
     nb::gil_scoped_release unlocked;
@@ -120,6 +164,37 @@ nb::object gather_cache(nb::handle k_cache, nb::handle v_cache, nb::handle block
   }
   check(status);
   return nb::make_tuple(rows_k.object, rows_v.object);
+}
+
+// The same for gather_cache into `total` rows. Returns the shapes of k and v.
+nb::object check_gather_cache(nb::handle k_cache, nb::handle v_cache, nb::handle block_tables,
+                              nb::handle cu_seqlens, nb::handle kv_layout, nb::handle total,
+                              int shapes_on) {
+  const char* op = "gather_cache";
+  DLDevice place = shapes_on < 0 ? DLDevice{kDLCPU, 0} : DLDevice{kDLCUDA, shapes_on};
+  int64_t num_tokens = parse_int(op, "total", total);
+  if (num_tokens < 0)
+    raise(PyExc_ValueError, op, ": total must be >= 0, got ", num_tokens,
+          "; pass the rows of the result");
+  Array cache_k, cache_v, tables, ends;
+  import_shape(op, "k_cache", k_cache, {}, place, cache_k);
+  import_shape(op, "v_cache", v_cache, {}, place, cache_v);
+  import_shape(op, "block_tables", block_tables, {}, place, tables);
+  import_shape(op, "cu_seqlens", cu_seqlens, {}, place, ends);
+  TensorView rows[2] = {rows_of("k_cache", cache_k.view, true, kv_layout, num_tokens),
+                        rows_of("v_cache", cache_v.view, false, kv_layout, num_tokens)};
+  nb::list shapes;
+  for (TensorView& view : rows) {
+    view.device = place;
+    view.strides[2] = 1;
+    view.strides[1] = view.shape[2];
+    view.strides[0] = view.shape[1] * view.shape[2];
+    shapes.append(nb::make_tuple(view.shape[0], view.shape[1], view.shape[2]));
+  }
+  DLTensor k_out = rows[0].dl(), v_out = rows[1].dl();
+  check(cuattn_gather_cache_check(&cache_k.tensor, &cache_v.tensor, &tables.tensor, &ends.tensor,
+                                  &k_out, &v_out, parse_kv_layout(op, kv_layout)));
+  return nb::tuple(shapes);
 }
 
 // A list of per-layer caches, or one cache.
@@ -132,8 +207,8 @@ struct CacheArrays {
     auto add = [&](const std::string& item_name, nb::handle item) {
       if (array_type(op, item_name.c_str(), item).library == Library::jax)
         raise(PyExc_NotImplementedError, op, ": ", item_name,
-              " is a JAX array, which cannot be written in place; keep the caches in another "
-              "library, such as torch");
+              " is a JAX array, which cannot be written in place; use "
+              "cache.at[destinations].set(cache[sources])");
       Array& array = *arrays.emplace_back(std::make_unique<Array>());
       array.import(op, item_name.c_str(), item, stream, home, output);
       if (home == nullptr) home = &array;
@@ -233,6 +308,23 @@ void add_cache(nb::module_& m) {
         nb::arg("k_scale").none(), nb::arg("v_scale").none(), nb::arg("cos").none(),
         nb::arg("sin").none(), nb::arg("positions").none(), nb::arg("rope_interleaved").none(),
         nb::arg("stream").none(), "cuattn.reshape_and_cache with every argument in its place.");
+  m.def("check_reshape_and_cache", &check_reshape_and_cache,
+        nb::sig("def check_reshape_and_cache(arrays: dict[str, object], kv_layout: str, k_scale: "
+                "float | None, v_scale: float | None, rope_interleaved: bool, shapes_on: int) -> "
+                "None"),
+        nb::arg("arrays"), nb::arg("kv_layout").none(), nb::arg("k_scale").none(),
+        nb::arg("v_scale").none(), nb::arg("rope_interleaved").none(), nb::arg("shapes_on"),
+        "Raises what reshape_and_cache would, for arrays given as tuples of dtype and extents on "
+        "CUDA device\n"
+        "`shapes_on` (-1: the CPU).");
+  m.def("check_gather_cache", &check_gather_cache,
+        nb::sig("def check_gather_cache(k_cache: object, v_cache: object, block_tables: object, "
+                "cu_seqlens: object, kv_layout: str, total: int, shapes_on: int) -> "
+                "tuple[tuple[int, int, int], tuple[int, int, int]]"),
+        nb::arg("k_cache").none(), nb::arg("v_cache").none(), nb::arg("block_tables").none(),
+        nb::arg("cu_seqlens").none(), nb::arg("kv_layout").none(), nb::arg("total").none(),
+        nb::arg("shapes_on"),
+        "The same for gather_cache into `total` rows; returns the shapes of k and v.");
   m.def("gather_cache", &gather_cache,
         nb::sig("def gather_cache(k_cache: object, v_cache: object, block_tables: object, "
                 "cu_seqlens: object, kv_layout: str, k_out: object, v_out: object, stream: object) "

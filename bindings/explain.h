@@ -12,22 +12,36 @@
 
 namespace cuattn::bindings {
 
-inline DLDataType parse_dtype(const char* op, nb::handle value) {
-  struct Word {
-    const char* text;
-    DLDataType dtype;
-  };
-  static const Word kWords[] = {
+struct DtypeWord {
+  const char* text;
+  DLDataType dtype;
+};
+
+inline DLDataType parse_dtype(const char* op, nb::handle value, const char* name = "dtype") {
+  static const DtypeWord kWords[] = {
       {"float32", {kDLFloat, 32, 1}},   {"float16", {kDLFloat, 16, 1}},
       {"bfloat16", {kDLBfloat, 16, 1}}, {"float64", {kDLFloat, 64, 1}},
       {"int32", {kDLInt, 32, 1}},       {"int64", {kDLInt, 64, 1}},
       {"bool", {kDLBool, 8, 1}},        {"float8_e4m3fn", {kDLFloat8_e4m3fn, 8, 1}}};
-  std::string text = parse_text(op, "dtype", value);
-  for (const Word& word : kWords) {
+  std::string text = parse_text(op, name, value);
+  for (const DtypeWord& word : kWords) {
     if (text == word.text) return word.dtype;
   }
-  raise(PyExc_ValueError, op, ": dtype must be float32, float16 or bfloat16, got ", text,
+  raise(PyExc_ValueError, op, ": ", name, " must be float32, float16 or bfloat16, got ", text,
         "; cast it");
+}
+
+// An array may also be of a dtype that none may have in its place, which its own rule then says.
+inline DLDataType parse_array_dtype(const char* op, const char* name, nb::handle value) {
+  static const DtypeWord kWords[] = {{"uint8", {kDLUInt, 8, 1}},
+                                     {"int8", {kDLInt, 8, 1}},
+                                     {"int16", {kDLInt, 16, 1}},
+                                     {"uint32", {kDLUInt, 32, 1}}};
+  std::string text = parse_text(op, name, value);
+  for (const DtypeWord& word : kWords) {
+    if (text == word.text) return word.dtype;
+  }
+  return parse_dtype(op, value, name);
 }
 
 // explain takes shapes as well as arrays: a tuple of extents, led by a dtype or not, is a
@@ -41,7 +55,7 @@ inline void import_shape(const char* op, const char* name, nb::handle source, DL
   TensorView& view = array.view;
   auto items = nb::borrow<nb::tuple>(source);
   int first = items.size() > 0 && PyUnicode_Check(nb::handle(items[0]).ptr()) ? 1 : 0;
-  view.dtype = first == 1 ? parse_dtype(op, items[0]) : dtype;
+  view.dtype = first == 1 ? parse_array_dtype(op, name, items[0]) : dtype;
   view.device = device;
   view.ndim = static_cast<int32_t>(items.size()) - first;
   if (view.ndim > kMaxDims)

@@ -346,10 +346,11 @@ nb::list kernels() {
 
 nb::dict xla_handlers() {
   nb::dict cpu, cuda;
-  cpu["cuattn_attention"] = nb::capsule(reinterpret_cast<void*>(&xla_attention_cpu));
-  cpu["cuattn_merge_states"] = nb::capsule(reinterpret_cast<void*>(&xla_merge_states_cpu));
-  cuda["cuattn_attention"] = nb::capsule(reinterpret_cast<void*>(&xla_attention_cuda));
-  cuda["cuattn_merge_states"] = nb::capsule(reinterpret_cast<void*>(&xla_merge_states_cuda));
+  for (const xla::Handler* handler : {&xla::kAttention, &xla::kMergeStates, &xla::kPagedAttention,
+                                      &xla::kReshapeAndCache, &xla::kGatherCache}) {
+    cpu[handler->name] = nb::capsule(reinterpret_cast<void*>(handler->cpu));
+    cuda[handler->name] = nb::capsule(reinterpret_cast<void*>(handler->cuda));
+  }
   nb::dict platforms;
   platforms["cpu"] = cpu;
   platforms["CUDA"] = cuda;

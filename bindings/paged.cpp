@@ -117,17 +117,21 @@ struct PagedArrays {
   }
 };
 
-// JAX arrays, which only XLA may touch, have no way in yet.
-void refuse_jax(const char* op, const char* name, nb::handle array) {
-  if (array_type(op, name, array).library != Library::jax) return;
+bool is_jax(const char* op, const char* name, nb::handle array) {
+  return array_type(op, name, array).library == Library::jax;
+}
+
+// JAX arrays, which only XLA may write, go through cuattn.jax or not at all.
+void refuse_jax(const char* op, const char* name, nb::handle array, const char* way_out) {
+  if (!is_jax(op, name, array)) return;
   raise(PyExc_NotImplementedError, op, ": ", name,
-        " is a JAX array, for which this function is not registered with XLA; pass numpy, torch or "
-        "CuPy arrays");
+        " is a JAX array, which this function does not take; ", way_out);
 }
 
 nb::object run_paged(int32_t version, const PagedArgs& args) {
   const char* op = function_of(version);
-  refuse_jax(op, "q", args.q);
+  if (version == 0 && is_jax(op, "q", args.q)) return nb::borrow(Py_NotImplemented);
+  refuse_jax(op, "q", args.q, "use paged_attention, which returns a new one");
   CallStream stream;
   if (is_given(args.stream)) stream = parse_stream(op, args.stream);
   cuattn_paged_options options = parse_paged(op, version, args);
@@ -262,7 +266,8 @@ nb::object paged_plan(nb::handle block_tables, nb::handle context_lens, nb::hand
                       nb::handle causal, nb::handle window, nb::handle out, nb::handle backend,
                       nb::handle stream_arg) {
   const char* op = "paged_plan";
-  refuse_jax(op, "context_lens", context_lens);
+  refuse_jax(op, "context_lens", context_lens,
+             "use paged_attention without plan=, which makes one inside the call");
   CallStream stream = parse_stream(op, stream_arg);
   PagedArgs args{};
   args.kv_layout = kv_layout;
@@ -303,7 +308,7 @@ class PersistentDecode {
                    nb::handle num_splits, nb::handle out, nb::handle grow, nb::handle idle_seconds,
                    nb::handle stream_arg) {
     const char* op = "PersistentDecode";
-    refuse_jax(op, "q", q);
+    refuse_jax(op, "q", q, "use paged_attention under jax.jit");
     PagedArgs args{};
     args.q = q;
     args.k_cache = k_cache;
@@ -421,13 +426,25 @@ nb::dict explain_paged(int32_t version, nb::tuple given, nb::dict options, nb::h
                         {"alibi_slopes", f32, &c.alibi_slopes},
                         {"sinks", f32, &c.sinks},
                         {"plan", i32, &c.plan}};
-  Array arrays[std::size(items)];
+  Array arrays[std::size(items)], scales[2];
   for (size_t i = 0; i < std::size(items); ++i) {
     nb::object value = i < 5 ? nb::object(given[i]) : nb::object(options[items[i].name]);
     if (i >= 5 && value.is_none()) continue;
     import_shape(op, items[i].name, value, items[i].dtype, place, arrays[i]);
     *items[i].field = &arrays[i].tensor;
   }
+  auto read_scale = [&](const char* name, Array& array, double& number, const DLTensor*& field) {
+    nb::object value = options[name];
+    if (value.is_none()) return;
+    if (PyTuple_Check(value.ptr()) || nb::hasattr(value, "__dlpack__")) {
+      import_shape(op, name, value, f32, place, array);
+      field = &array.tensor;
+    } else {
+      number = parse_double(op, name, value);
+    }
+  };
+  read_scale("k_scale", scales[0], c.k_scale, c.k_scales);
+  read_scale("v_scale", scales[1], c.v_scale, c.v_scales);
   cuattn_device made_up;
   if (!device.is_none()) made_up = parse_device(device);
   cuattn_plan plan;

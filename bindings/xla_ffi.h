@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // The part of XLA's foreign function interface (FFI API 0.1, jaxlib >= 0.6.1) that our handlers
 // touch, declared from its binary layout: a handler built against newer headers would be refused by
-// an older XLA, one built against 0.1 runs on all since. Next: xla_ffi.cpp.
+// an older XLA, one built against 0.1 runs on all since. Next: xla_call.h.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 
-namespace cuattn::xla {
+namespace cuattn::bindings::xla {
 
 // Every struct starts with its size and a list of extensions.
 struct Extension {
@@ -150,15 +150,13 @@ struct CallFrame {
   Attributes attributes;
 };
 
-}  // namespace cuattn::xla
+// One op with a handler for each platform; arguments, results and attributes as the functions of
+// python/cuattn/jax.py pass them.
+struct Handler {
+  const char* name;
+  Error* (*cpu)(CallFrame*);
+  Error* (*cuda)(CallFrame*);
+};
+extern const Handler kAttention, kMergeStates, kPagedAttention, kReshapeAndCache, kGatherCache;
 
-namespace cuattn::bindings {
-
-// One handler for each op and platform; arguments, results and attributes as python/cuattn/jax.py
-// passes them.
-xla::Error* xla_attention_cpu(xla::CallFrame* frame);
-xla::Error* xla_attention_cuda(xla::CallFrame* frame);
-xla::Error* xla_merge_states_cpu(xla::CallFrame* frame);
-xla::Error* xla_merge_states_cuda(xla::CallFrame* frame);
-
-}  // namespace cuattn::bindings
+}  // namespace cuattn::bindings::xla

@@ -14,11 +14,11 @@ namespace cuattn {
 namespace {
 
 void read_rows(const char* fn, const char* name, const TensorView& view, DType dtype,
-               DLDevice device, const char* like, bool output, CacheSide& side) {
+               DLDevice device, const char* like, bool output, bool check_data, CacheSide& side) {
   require_rank(fn, name, view, 3, "[num_tokens, num_heads_kv, head_dim]");
   require_dtype(fn, name, view, dtype, like);
   require_device(fn, name, view, device, like);
-  require_rows(fn, name, view, output, true);
+  require_rows(fn, name, view, output, check_data);
   side.rows = view.data;
   side.row_token = stride_of(view, 0);
   side.row_head = stride_of(view, 1);
@@ -109,7 +109,7 @@ void check_slots(const CacheWriteParams& p, const int64_t* slots, const int64_t*
 }
 
 void read_scale(const char* name, bool has_number, double number, const DLTensor* array,
-                const CacheWriteParams& p, DLDevice device, CacheSide& side) {
+                const CacheWriteParams& p, DLDevice device, bool check_data, CacheSide& side) {
   side.scale = 1.0f;
   if (!has_number && array == nullptr) return;
   CUATTN_REQUIRE(p.cache_dtype == DType::e4m3, kWrite, ": ", name,
@@ -129,12 +129,13 @@ void read_scale(const char* name, bool has_number, double number, const DLTensor
   CUATTN_REQUIRE(one || (view.ndim == 1 && view.shape[0] == p.num_heads), kWrite, ": ", name,
                  " must have shape (num_heads_kv,) = (", p.num_heads, ",) or one element, got ",
                  shape_text(view), "; give one scale for each head");
-  require_strided(kWrite, name, view, false, true);
+  require_strided(kWrite, name, view, false, check_data);
   side.scales = static_cast<const float*>(view.data);
   side.scales_stride = one ? 0 : view.strides[0];
 }
 
-void read_rope(const cuattn_cache_options& o, DLDevice device, CacheWriteParams& p) {
+void read_rope(const cuattn_cache_options& o, DLDevice device, bool check_data,
+               CacheWriteParams& p) {
   int given = (o.cos != nullptr) + (o.sin != nullptr) + (o.positions != nullptr);
   CUATTN_REQUIRE(given == 0 || given == 3, kWrite,
                  ": cos, sin and positions must be given together, got ", given,
@@ -148,7 +149,7 @@ void read_rope(const cuattn_cache_options& o, DLDevice device, CacheWriteParams&
     require_rank(kWrite, name, view, 2, "[max_position, rotary_dim / 2]");
     require_dtype(kWrite, name, view, DType::f32);
     require_device(kWrite, name, view, device, "k");
-    require_strided(kWrite, name, view, false, true);
+    require_strided(kWrite, name, view, false, check_data);
     require_last_axis(kWrite, name, view);
   }
   const TensorView &cos = tables[0].second, &sin = tables[1].second;
@@ -168,25 +169,44 @@ void read_rope(const cuattn_cache_options& o, DLDevice device, CacheWriteParams&
   p.rope.interleaved = o.rope_interleaved != 0;
   p.rope.positions = static_cast<const int64_t*>(
       read_vector(kWrite, "positions", TensorView(*o.positions), DType::i64, p.num_tokens,
-                  "num_tokens", device, "k", true));
+                  "num_tokens", device, "k", check_data));
 }
 
-void reshape_and_cache(const TensorView& k, const TensorView& v, const TensorView& k_cache,
-                       const TensorView& v_cache, const TensorView& slot_mapping,
-                       const cuattn_cache_options& o, Stream stream) {
+// The arrays of a call, as they are borrowed.
+struct WriteArrays {
+  TensorView k, v, k_cache, v_cache, slot_mapping;
+
+  WriteArrays(const DLTensor* k, const DLTensor* v, const DLTensor* k_cache,
+              const DLTensor* v_cache, const DLTensor* slot_mapping)
+      : k(view_of(kWrite, "k", k)),
+        v(view_of(kWrite, "v", v)),
+        k_cache(as_e4m3(view_of(kWrite, "k_cache", k_cache))),
+        v_cache(as_e4m3(view_of(kWrite, "v_cache", v_cache))),
+        slot_mapping(view_of(kWrite, "slot_mapping", slot_mapping)) {}
+};
+
+// `check_data` false: no data pointer is looked at.
+CacheWriteParams read_write(const WriteArrays& arrays, const cuattn_cache_options* options,
+                            bool check_data) {
+  CUATTN_REQUIRE(options != nullptr && options->struct_size == sizeof(*options), kWrite,
+                 ": options must be initialised by cuattn_cache_options_init of this library "
+                 "version, got struct_size ",
+                 options == nullptr ? 0 : options->struct_size, ", want ", sizeof(*options));
+  const cuattn_cache_options& o = *options;
+  const auto& [k, v, k_cache, v_cache, slot_mapping] = arrays;
   CacheWriteParams p{};
   DLDevice device = k.device;
   require_known_device(kWrite, "k", device);
   p.kv_layout = kv_layout_of(kWrite, o.kv_layout);
   p.dtype = attention_dtype(kWrite, "k", k);
-  read_rows(kWrite, "k", k, p.dtype, device, "k", false, p.k);
-  read_rows(kWrite, "v", v, p.dtype, device, "k", false, p.v);
+  read_rows(kWrite, "k", k, p.dtype, device, "k", false, check_data, p.k);
+  read_rows(kWrite, "v", v, p.dtype, device, "k", false, check_data, p.v);
   p.cache_dtype = cache_dtype_of(kWrite, k_cache);
   CUATTN_REQUIRE(p.cache_dtype == p.dtype || p.cache_dtype == DType::e4m3, kWrite,
                  ": k_cache must be ", dtype_name(p.dtype), " like k, or float8_e4m3fn, got ",
                  dtype_name(p.cache_dtype), "; cast k and v to it first");
   place_caches(kWrite, {"k_cache", "v_cache"}, k_cache, v_cache, p.cache_dtype, device, "k", true,
-               true, p);
+               check_data, p);
   require_extent(kWrite, "v", "num_tokens", v.shape[0], k.shape[0], "k");
   require_extent(kWrite, "k_cache", "num_heads_kv", p.num_heads, k.shape[1], "k");
   require_extent(kWrite, "v", "num_heads_kv", v.shape[1], k.shape[1], "k");
@@ -195,11 +215,17 @@ void reshape_and_cache(const TensorView& k, const TensorView& v, const TensorVie
   p.num_tokens = k.shape[0];
   p.slot_mapping =
       static_cast<const int64_t*>(read_vector(kWrite, "slot_mapping", slot_mapping, DType::i64,
-                                              p.num_tokens, "num_tokens", device, "k", true));
-  read_scale("k_scale", o.has_k_scale, o.k_scale, o.k_scales, p, device, p.k);
-  read_scale("v_scale", o.has_v_scale, o.v_scale, o.v_scales, p, device, p.v);
-  read_rope(o, device, p);
+                                              p.num_tokens, "num_tokens", device, "k", check_data));
+  read_scale("k_scale", o.has_k_scale, o.k_scale, o.k_scales, p, device, check_data, p.k);
+  read_scale("v_scale", o.has_v_scale, o.v_scale, o.v_scales, p, device, check_data, p.v);
+  read_rope(o, device, check_data, p);
+  return p;
+}
 
+void reshape_and_cache(const WriteArrays& arrays, const cuattn_cache_options* options,
+                       Stream stream) {
+  CacheWriteParams p = read_write(arrays, options, true);
+  DLDevice device = arrays.k.device;
   const Backend& backend = backend_of(kWrite, device);
   HostCopy<int64_t> slots(backend, device, p.slot_mapping, p.num_tokens, stream);
   HostCopy<int64_t> positions(backend, device, p.rope.positions, p.num_tokens, stream);
@@ -249,28 +275,44 @@ int64_t table_span(const CacheGatherParams& p) {
              : (p.num_seqs - 1) * p.block_tables_stride + p.max_blocks;
 }
 
-void gather_cache(const TensorView& k_cache, const TensorView& v_cache,
-                  const TensorView& block_tables, const TensorView& cu_seqlens,
-                  const TensorView& k_out, const TensorView& v_out, int32_t kv_layout,
-                  Stream stream) {
+struct GatherArrays {
+  TensorView k_cache, v_cache, block_tables, cu_seqlens, k_out, v_out;
+
+  GatherArrays(const DLTensor* k_cache, const DLTensor* v_cache, const DLTensor* block_tables,
+               const DLTensor* cu_seqlens, const DLTensor* k_out, const DLTensor* v_out)
+      : k_cache(as_e4m3(view_of(kGather, "k_cache", k_cache))),
+        v_cache(as_e4m3(view_of(kGather, "v_cache", v_cache))),
+        block_tables(view_of(kGather, "block_tables", block_tables)),
+        cu_seqlens(view_of(kGather, "cu_seqlens", cu_seqlens)),
+        k_out(as_e4m3(view_of(kGather, "k_out", k_out))),
+        v_out(as_e4m3(view_of(kGather, "v_out", v_out))) {}
+};
+
+CacheGatherParams read_gather(const GatherArrays& arrays, int32_t kv_layout, bool check_data) {
+  const auto& [k_cache, v_cache, block_tables, cu_seqlens, k_out, v_out] = arrays;
   DLDevice device = k_cache.device;
   require_known_device(kGather, "k_cache", device);
   KvLayout layout = kv_layout_of(kGather, kv_layout);
   CacheGatherParams p =
       read_pages(kGather, {"k_cache", "v_cache"}, k_cache, v_cache, block_tables, layout,
-                 cache_dtype_of(kGather, k_cache), device, "k_cache", true);
-  read_rows(kGather, "k_out", k_out, p.dtype, device, "k_cache", true, p.k);
-  read_rows(kGather, "v_out", v_out, p.dtype, device, "k_cache", true, p.v);
+                 cache_dtype_of(kGather, k_cache), device, "k_cache", check_data);
+  read_rows(kGather, "k_out", k_out, p.dtype, device, "k_cache", true, check_data, p.k);
+  read_rows(kGather, "v_out", v_out, p.dtype, device, "k_cache", true, check_data, p.v);
   require_extent(kGather, "v_out", "num_tokens", v_out.shape[0], k_out.shape[0], "k_out");
   require_extent(kGather, "k_out", "num_heads_kv", k_out.shape[1], p.num_heads, "k_cache");
   require_extent(kGather, "v_out", "num_heads_kv", v_out.shape[1], p.num_heads, "v_cache");
   require_extent(kGather, "k_out", "head_dim", k_out.shape[2], p.k.head_dim, "k_cache");
   require_extent(kGather, "v_out", "head_dim", v_out.shape[2], p.v.head_dim, "v_cache");
   p.num_tokens = k_out.shape[0];
-  p.cu_seqlens = static_cast<const int32_t*>(read_vector(kGather, "cu_seqlens", cu_seqlens,
-                                                         DType::i32, int64_t{p.num_seqs} + 1,
-                                                         "num_seqs + 1", device, "k_cache", true));
+  p.cu_seqlens = static_cast<const int32_t*>(
+      read_vector(kGather, "cu_seqlens", cu_seqlens, DType::i32, int64_t{p.num_seqs} + 1,
+                  "num_seqs + 1", device, "k_cache", check_data));
+  return p;
+}
 
+void gather_cache(const GatherArrays& arrays, int32_t kv_layout, Stream stream) {
+  CacheGatherParams p = read_gather(arrays, kv_layout, true);
+  DLDevice device = arrays.k_cache.device;
   const Backend& backend = backend_of(kGather, device);
   HostCopy<int32_t> ends(backend, device, p.cu_seqlens, int64_t{p.num_seqs} + 1, stream);
   HostCopy<int32_t> tables(backend, device, p.block_tables, table_span(p), stream);
@@ -344,16 +386,15 @@ cuattn_status cuattn_reshape_and_cache(const DLTensor* k, const DLTensor* v,
                                        const DLTensor* k_cache, const DLTensor* v_cache,
                                        const DLTensor* slot_mapping,
                                        const cuattn_cache_options* options, void* stream) {
-  return guarded([&] {
-    CUATTN_REQUIRE(options != nullptr && options->struct_size == sizeof(*options), kWrite,
-                   ": options must be initialised by cuattn_cache_options_init of this library "
-                   "version, got struct_size ",
-                   options == nullptr ? 0 : options->struct_size, ", want ", sizeof(*options));
-    reshape_and_cache(view_of(kWrite, "k", k), view_of(kWrite, "v", v),
-                      as_e4m3(view_of(kWrite, "k_cache", k_cache)),
-                      as_e4m3(view_of(kWrite, "v_cache", v_cache)),
-                      view_of(kWrite, "slot_mapping", slot_mapping), *options, stream);
-  });
+  return guarded(
+      [&] { reshape_and_cache({k, v, k_cache, v_cache, slot_mapping}, options, stream); });
+}
+
+cuattn_status cuattn_reshape_and_cache_check(const DLTensor* k, const DLTensor* v,
+                                             const DLTensor* k_cache, const DLTensor* v_cache,
+                                             const DLTensor* slot_mapping,
+                                             const cuattn_cache_options* options) {
+  return guarded([&] { read_write({k, v, k_cache, v_cache, slot_mapping}, options, false); });
 }
 
 cuattn_status cuattn_gather_cache(const DLTensor* k_cache, const DLTensor* v_cache,
@@ -361,12 +402,16 @@ cuattn_status cuattn_gather_cache(const DLTensor* k_cache, const DLTensor* v_cac
                                   const DLTensor* k_out, const DLTensor* v_out, int32_t kv_layout,
                                   void* stream) {
   return guarded([&] {
-    gather_cache(as_e4m3(view_of(kGather, "k_cache", k_cache)),
-                 as_e4m3(view_of(kGather, "v_cache", v_cache)),
-                 view_of(kGather, "block_tables", block_tables),
-                 view_of(kGather, "cu_seqlens", cu_seqlens),
-                 as_e4m3(view_of(kGather, "k_out", k_out)),
-                 as_e4m3(view_of(kGather, "v_out", v_out)), kv_layout, stream);
+    gather_cache({k_cache, v_cache, block_tables, cu_seqlens, k_out, v_out}, kv_layout, stream);
+  });
+}
+
+cuattn_status cuattn_gather_cache_check(const DLTensor* k_cache, const DLTensor* v_cache,
+                                        const DLTensor* block_tables, const DLTensor* cu_seqlens,
+                                        const DLTensor* k_out, const DLTensor* v_out,
+                                        int32_t kv_layout) {
+  return guarded([&] {
+    read_gather({k_cache, v_cache, block_tables, cu_seqlens, k_out, v_out}, kv_layout, false);
   });
 }
 

@@ -432,20 +432,6 @@ def test_read_only_caches_are_refused():
             getattr(cuattn, function)(**arguments)
 
 
-def test_jax_arrays_are_refused():
-    jax = pytest.importorskip("jax")
-    k = jax.numpy.ones((5, 2, 16))
-    message = (
-        "JAX arrays cannot be written in place; keep the caches in another library, such as torch"
-    )
-    with pytest.raises(NotImplementedError, match=f"^reshape_and_cache: {message}"):
-        cuattn.reshape_and_cache(**{**writing(), "k": k})
-    with pytest.raises(NotImplementedError, match=f"^gather_cache: {message}"):
-        cuattn.gather_cache(**{**gathering(), "k_cache": jax.numpy.ones((3, 8, 2, 16))})
-    with pytest.raises(NotImplementedError, match=r"^copy_blocks: k_caches\[0\] is a JAX array"):
-        cuattn.copy_blocks(jax.numpy.ones((3, 8)), None, np.zeros((0, 2), I64))
-
-
 def test_bytes_stand_for_e4m3(device):
     """uint8 caches, for libraries without float8: the same bytes."""
     rng = np.random.default_rng(0)

@@ -35,7 +35,7 @@ INCLUDES = [
 PEERS = {"torch", "jax", "cupy", "flash_attn", "flash_attn_interface", "flashinfer", "ml_dtypes"}
 IMPORTS = [
     (r"python/cuattn/torch\.py", {"torch"}),
-    (r"python/cuattn/jax\.py", {"jax"}),
+    (r"python/cuattn/(jax|_jax_\w+)\.py", {"jax"}),
     (r"python/cuattn/_(bench|place)", PEERS),
     (r"python/cuattn/_plot\.py", {"matplotlib"}),
     (r"python/cuattn/kv_cache\.py", {"ml_dtypes"}),

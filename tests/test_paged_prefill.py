@@ -448,14 +448,6 @@ def test_refusal(name):
     assert str(caught.value) == f"attention_varlen: {message}"
 
 
-def test_jax_arrays_are_refused():
-    jnp = pytest.importorskip("jax.numpy")
-    q, k = jnp.ones((2, 4, 64)), jnp.ones((5, 8, 2, 64))
-    table, ends = jnp.zeros((2, 2), jnp.int32), jnp.arange(3, dtype=jnp.int32)
-    with pytest.raises(NotImplementedError, match="block_tables with JAX arrays is not registered"):
-        cuattn.attention_varlen(q, k, k, ends, None, 1, 9, block_tables=table, seqused_k=ends[1:])
-
-
 def test_a_refused_call_writes_nothing():
     out = np.full((2, 4, 64), 7, np.float32)
     k = np.ones((5, 8, 2, 64), np.float32)

@@ -11,6 +11,9 @@ import pytest
 
 import cuattn
 import harness
+import paged_cases
+import test_paged_prefill
+from paged_cases import PagedCase
 
 pytestmark = [
     pytest.mark.gpu,
@@ -226,10 +229,15 @@ def test_cupy_calls_are_captured(torch, qkv):
     assert torch.equal(torch.from_dlpack(out), want)
 
 
-def test_jax_on_cuda_gives_the_same_bits(torch, qkv):
+@pytest.fixture
+def jax():
     jax = pytest.importorskip("jax")
     if jax.default_backend() not in ("gpu", "cuda"):
         pytest.skip("jax sees no GPU")
+    return jax
+
+
+def test_jax_on_cuda_gives_the_same_bits(torch, jax, qkv):
     arrays = [jax.device_put(x.cpu().numpy()) for x in qkv]
     want = cuattn.attention(*qkv, causal=True).cpu().numpy()
 
@@ -242,3 +250,97 @@ def test_jax_on_cuda_gives_the_same_bits(torch, qkv):
     torch_naive = cuattn.attention(*qkv, backend="naive", return_lse=True)
     for a, b in zip(naive, torch_naive, strict=True):
         np.testing.assert_array_equal(np.asarray(a), b.cpu().numpy())
+
+
+PAGED = [
+    PagedCase(kv_layout="nhd", lens=(300, 1, 0, 2000)),
+    PagedCase(kv_layout="hnd", q_len=3, sinks=True, lens=(300, 3, 2000)),
+    PagedCase(kv_layout="vllm", fp8=True, scales="head", lens=(300, 1, 2000)),
+    PagedCase(dtype="float32", lens=(3000,)),
+]
+
+
+def same_bits(got, want):
+    """JAX arrays on CUDA against torch tensors."""
+    for a, b in zip(got, want, strict=True):
+        assert next(iter(a.devices())).platform != "cpu"
+        np.testing.assert_array_equal(
+            harness.bits(np.asarray(a)), harness.bits(b.cpu().contiguous().numpy())
+        )
+
+
+@pytest.mark.parametrize("case", PAGED, ids=str)
+def test_jax_on_cuda_over_pages_gives_the_same_bits(torch, jax, case, rng):
+    problem = paged_cases.make(case, rng)
+    names = ("q", "k_cache", "v_cache", "block_tables", "context_lens")
+    theirs = {name: torch.from_numpy(x).cuda() for name, x in problem.arrays.items()}
+    ours = {name: jax.device_put(x) for name, x in problem.arrays.items()}
+
+    def attend(arrays):
+        rest = {name: x for name, x in arrays.items() if name not in names}
+        positional = [arrays[name] for name in names]
+        return cuattn.paged_attention(*positional, **rest, **problem.options, return_lse=True)
+
+    want = attend(theirs)
+    for call in (attend, jax.jit(attend)):
+        same_bits(call(ours), want)
+
+
+@pytest.mark.parametrize("kv_layout", ["nhd", "hnd", "vllm"])
+def test_jax_on_cuda_writes_and_reads_pages(torch, jax, kv_layout, rng):
+    case = PagedCase(kv_layout=kv_layout, lens=(70, 0, 33))
+    problem = paged_cases.make(case, rng)
+    pages = [problem.arrays[name] for name in ("k_cache", "v_cache", "block_tables")]
+    rows = rng.standard_normal((2, 20, case.num_heads_kv, case.head_dim), np.float32)
+    rows = rows.astype(np.float16)
+    num_blocks = pages[0].shape[0]
+    slots = rng.permutation(num_blocks * case.block_size)[:20]
+    slots[3] = -1
+    cu_seqlens = np.array([0, 70, 70, 103], np.int32)
+    written = [torch.from_numpy(x).cuda() for x in (*rows, *pages[:2], slots)]
+    cuattn.reshape_and_cache(*written, kv_layout=kv_layout)
+    tables, ends = (torch.from_numpy(x).cuda() for x in (pages[2], cu_seqlens))
+    read = cuattn.gather_cache(*written[2:4], tables, ends, kv_layout=kv_layout)
+
+    def write(k, v, k_cache, v_cache, slots):
+        return cuattn.reshape_and_cache(k, v, k_cache, v_cache, slots, kv_layout=kv_layout)
+
+    def gather(*arrays):
+        return cuattn.jax.gather_cache(*arrays, kv_layout=kv_layout, total=103)
+
+    given = [jax.device_put(x) for x in (*rows, *pages[:2], slots.astype(np.int32))]
+    same_bits(write(*given), written[2:4])
+    same_bits(given[2:4], [torch.from_numpy(x) for x in pages[:2]])  # as they were
+    places = [x.unsafe_buffer_pointer() for x in given[2:4]]
+    caches = jax.jit(write, donate_argnums=(2, 3))(*given)
+    assert [x.unsafe_buffer_pointer() for x in caches] == places
+    same_bits(caches, written[2:4])
+    arrays = [*caches, *(jax.device_put(x) for x in (pages[2], cu_seqlens))]
+    for call in (gather, jax.jit(gather)):
+        same_bits(call(*arrays), read)
+
+
+def test_jax_on_cuda_prefills_over_pages(torch, jax, rng):
+    case = PagedCase(lens=(300, 64, 0, 517), head_dim=128)
+    problem = test_paged_prefill.make(case, (300, 1, 0, 200), rng)
+    names = ("q", "k_cache", "v_cache", "cu_seqlens_q", "block_tables", "context_lens")
+    arrays = [problem.arrays[name] for name in names]
+
+    def prefill(q, k, v, cu_seqlens_q, block_tables, seqused_k):
+        return cuattn.attention_varlen(
+            q,
+            k,
+            v,
+            cu_seqlens_q,
+            None,
+            300,
+            517,
+            block_tables=block_tables,
+            seqused_k=seqused_k,
+            causal=True,
+            return_lse=True,
+        )
+
+    want = prefill(*(torch.from_numpy(x).cuda() for x in arrays))
+    for call in (prefill, jax.jit(prefill)):
+        same_bits(call(*(jax.device_put(x) for x in arrays)), want)

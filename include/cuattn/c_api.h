@@ -247,6 +247,12 @@ CUATTN_API cuattn_status cuattn_reshape_and_cache(const DLTensor* k, const DLTen
                                                   const DLTensor* slot_mapping,
                                                   const cuattn_cache_options* options,
                                                   void* stream);
+/* Its checks alone, but for those of the contents: data pointers are not read and may be NULL. */
+CUATTN_API cuattn_status cuattn_reshape_and_cache_check(const DLTensor* k, const DLTensor* v,
+                                                        const DLTensor* k_cache,
+                                                        const DLTensor* v_cache,
+                                                        const DLTensor* slot_mapping,
+                                                        const cuattn_cache_options* options);
 /* The reverse: the first tokens of each sequence, end to end, into k_out and v_out [num_tokens,
  * num_heads_kv, head_dim] of the caches' dtype. block_tables int32 [num_seqs, max_blocks_per_seq],
  * cu_seqlens int32 [num_seqs + 1]. */
@@ -255,6 +261,12 @@ CUATTN_API cuattn_status cuattn_gather_cache(const DLTensor* k_cache, const DLTe
                                              const DLTensor* cu_seqlens, const DLTensor* k_out,
                                              const DLTensor* v_out, int32_t kv_layout,
                                              void* stream);
+/* As cuattn_reshape_and_cache_check. */
+CUATTN_API cuattn_status cuattn_gather_cache_check(const DLTensor* k_cache, const DLTensor* v_cache,
+                                                   const DLTensor* block_tables,
+                                                   const DLTensor* cu_seqlens,
+                                                   const DLTensor* k_out, const DLTensor* v_out,
+                                                   int32_t kv_layout);
 /* The last element of cu_seqlens, for the allocation of k_out and v_out. On CUDA it waits for the
  * stream. */
 CUATTN_API cuattn_status cuattn_gather_cache_total(const DLTensor* cu_seqlens, void* stream,

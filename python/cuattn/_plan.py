@@ -71,6 +71,8 @@ PAGED_OPTIONS: dict[str, Any] = {
     "softcap": 0.0,
     "alibi_slopes": None,
     "sinks": None,
+    "k_scale": None,
+    "v_scale": None,
     "kv_dtype": None,
     "plan": None,
     "num_splits": 0,
@@ -259,7 +261,7 @@ def explain_paged(
             f"{len(arrays_or_shapes)} arguments"
         )
     # These do not enter the choice; the V2 buffers not given would be workspace.
-    ignored = ("out", "lse_out", "workspace", "stream", "return_lse", "k_scale", "v_scale")
+    ignored = ("out", "lse_out", "workspace", "stream", "return_lse")
     if op == "paged_attention_v2":
         ignored += ("exp_sums", "max_logits", "tmp_out")
     given = {name: value for name, value in options.items() if name not in ignored}
@@ -271,8 +273,10 @@ def explain_paged(
     layout = {} if op == "paged_attention" else {"kv_layout": "vllm"}
     shapes_on, asked = place(device, arrays_or_shapes[0])
     merged = {**PAGED_OPTIONS, **layout, **given}
+    merged = {name: without_memory(value) for name, value in merged.items()}
+    arrays = tuple(without_memory(array) for array in arrays_or_shapes)
     version = PAGED_VERSIONS[op]
-    return Plan(**_core.explain_paged(version, arrays_or_shapes, merged, dtype, shapes_on, asked))
+    return Plan(**_core.explain_paged(version, arrays, merged, dtype, shapes_on, asked))
 
 
 def explain_cascade(

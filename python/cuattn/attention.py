@@ -291,14 +291,7 @@ def attention_varlen(
         find_cublas()
     if q_scale is not None or k_scale is not None or v_scale is not None:
         refuse_scales("attention_varlen")
-    if block_tables is None and kv_layout != "nhd":
-        raise ValueError(
-            "attention_varlen: kv_layout belongs to paged caches and must be 'nhd' without "
-            f"block_tables, got {kv_layout!r}; leave it out"
-        )
-    if cu_seqlens_q is None or (cu_seqlens_k is None and block_tables is None):
-        name = "cu_seqlens_q" if cu_seqlens_q is None else "cu_seqlens_k"
-        raise TypeError(f"attention_varlen: {name} must be an int32 array [batch + 1], got None")
+    check_ragged(cu_seqlens_q, cu_seqlens_k, block_tables, kv_layout)
     result = _core.attention_varlen(
         q,
         k,
@@ -329,11 +322,6 @@ def attention_varlen(
     )
     if result is not NotImplemented:
         return result
-    if block_tables is not None:
-        raise NotImplementedError(
-            "attention_varlen: block_tables with JAX arrays is not registered with XLA; pass "
-            "numpy, torch or CuPy arrays, or gather the blocks into packed k and v first"
-        )
     return jax_face().attention_varlen(
         q,
         k,
@@ -342,6 +330,8 @@ def attention_varlen(
         cu_seqlens_k,
         max_seqlen_q,
         max_seqlen_k,
+        block_tables=block_tables,
+        kv_layout=kv_layout,
         causal=causal,
         window=window,
         scale=scale,
@@ -433,6 +423,18 @@ def jax_face() -> Any:
     from . import jax
 
     return jax
+
+
+def check_ragged(cu_seqlens_q: Any, cu_seqlens_k: Any, block_tables: Any, kv_layout: str) -> None:
+    """Raise for what attention_varlen cannot do without."""
+    if block_tables is None and kv_layout != "nhd":
+        raise ValueError(
+            "attention_varlen: kv_layout belongs to paged caches and must be 'nhd' without "
+            f"block_tables, got {kv_layout!r}; leave it out"
+        )
+    if cu_seqlens_q is None or (cu_seqlens_k is None and block_tables is None):
+        name = "cu_seqlens_q" if cu_seqlens_q is None else "cu_seqlens_k"
+        raise TypeError(f"attention_varlen: {name} must be an int32 array [batch + 1], got None")
 
 
 def refuse_scales(op: str) -> None:

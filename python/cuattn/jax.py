@@ -7,8 +7,6 @@ refused here.
 
 from __future__ import annotations
 
-import contextlib
-import functools
 from typing import Any
 
 import jax
@@ -17,9 +15,34 @@ import numpy as np
 
 from . import _core
 from ._arrays import find_cublas
+from ._jax_call import (
+    LAYOUTS,
+    Static,
+    check_arrays,
+    compiled,
+    most_workspace,
+    plain_window,
+    possible_devices,
+    present,
+    refuse,
+    register,
+    score_attributes,
+    shape_of,
+    static_of,
+)
+from ._jax_paged import gather_cache, paged_attention, reshape_and_cache
 from ._plan import OPTIONS
+from .attention import check_ragged
 
-LAYOUTS = {"bshd": 0, "bhsd": 1, "nhd": 2, "thd": 3}  # the codes of c_api.h
+__all__ = [
+    "attention",
+    "attention_varlen",
+    "gather_cache",
+    "merge_states",
+    "paged_attention",
+    "reshape_and_cache",
+]
+
 # Optional arrays in the order of their bits in the attribute `present`.
 OPTIONAL = (
     "alibi_slopes",
@@ -29,49 +52,13 @@ OPTIONAL = (
     "seqused_k",
     "cu_seqlens_q",
     "cu_seqlens_k",
+    "block_tables",
 )
 
 
-@functools.cache
-def register() -> None:
-    """Make the handlers known to XLA."""
-    for platform, handlers in _core.xla_handlers().items():
-        for name, handler in handlers.items():
-            jax.ffi.register_ffi_target(name, handler, platform=platform)
-
-
-def refuse(op: str, **arguments: Any) -> None:
-    """Raise for arguments that have no meaning where XLA owns memory and stream."""
-    for name, value in arguments.items():
-        if value is not None:
-            raise NotImplementedError(
-                f"{op}: {name} must be None for JAX arrays, whose memory and stream belong to XLA; "
-                "leave it out"
-            )
-
-
-def check_arrays(op: str, **arrays: Any) -> dict[str, jax.Array]:
-    """Keep the arrays that are given and refuse what is not a JAX (or numpy) array."""
-    given = {name: array for name, array in arrays.items() if array is not None}
-    for name, array in given.items():
-        if not isinstance(array, jax.Array | np.ndarray):
-            raise TypeError(f"{op}: {name} must be a JAX array like q, got {type(array).__name__}")
-    return given
-
-
-def possible_devices(arrays: dict[str, jax.Array]) -> tuple[int, ...]:
-    """Where the call may run, the likeliest first: a CUDA device number, or -1 for the CPU."""
-    q = arrays["q"]
-    if isinstance(q, jax.Array) and not isinstance(q, jax.core.Tracer):
-        return (-1,) if next(iter(q.devices())).platform == "cpu" else (0,)
-    default = getattr(jax.config, "jax_default_device", None)
-    platform = getattr(default, "platform", default) or jax.default_backend()
-    return (-1,) if platform == "cpu" else (0, -1)  # XLA decides after tracing
-
-
-def check_and_plan(arrays: dict[str, jax.Array], options: dict[str, Any]) -> int:
+def workspace_of(arrays: dict[str, jax.Array], options: dict[str, Any]) -> int:
     """Validate by the library's own rules, from shapes alone; return the bytes of workspace."""
-    shapes = {name: (str(array.dtype), *array.shape) for name, array in arrays.items()}
+    shapes = {name: shape_of(array) for name, array in arrays.items()}
     given = {name: options.get(name, default) for name, default in OPTIONS.items()}
     given.update({name: shapes.get(name) for name in OPTIONAL})
 
@@ -79,24 +66,18 @@ def check_and_plan(arrays: dict[str, jax.Array], options: dict[str, Any]) -> int
         plan = _core.explain(shapes["q"], shapes["k"], shapes["v"], given, "float32", device, None)
         return plan["workspace_bytes"]
 
-    likeliest, *others = options["devices"]
-    most = workspace_bytes(likeliest)
-    for device in others:
-        with contextlib.suppress(NotImplementedError):
-            most = max(most, workspace_bytes(device))
-    return most
+    return most_workspace(options["devices"], workspace_bytes)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def call_attention(
-    arrays: dict[str, jax.Array], static: tuple[tuple[str, Any], ...]
-) -> list[jax.Array]:
+@compiled
+def run_attention(arrays: dict[str, jax.Array], static: Static) -> list[jax.Array]:
     """One call of the attention handler; results out, and lse if asked for."""
     options = dict(static)
-    workspace_bytes = check_and_plan(arrays, options)
+    workspace_bytes = workspace_of(arrays, options)
     q, v = arrays["q"], arrays["v"]
-    ragged = options["op"] == "attention_varlen"
-    results = [jax.ShapeDtypeStruct((*q.shape[:-1], v.shape[-1]), q.dtype)]
+    ragged, paged = options["op"] == "attention_varlen", "block_tables" in arrays
+    head_dim_v = v.shape[-2] if paged and options["kv_layout"] == "vllm" else v.shape[-1]
+    results = [jax.ShapeDtypeStruct((*q.shape[:-1], head_dim_v), q.dtype)]
     if options["return_lse"]:
         total, heads = q.shape[:2]
         sequence, head = (1, 2) if options["layout"] == "bshd" else (2, 1)
@@ -112,48 +93,33 @@ def call_attention(
     )
     outputs = function(
         *(arrays[name] for name in ("q", "k", "v", *OPTIONAL) if name in arrays),
-        present=np.int64(sum(1 << bit for bit, name in enumerate(OPTIONAL) if name in arrays)),
+        present=present(OPTIONAL, arrays),
         ragged=np.int64(ragged),
+        paged=np.int64(paged),
         layout=np.int64(LAYOUTS[options["layout"]]),
-        causal=np.int64(options["causal"]),
-        window_left=np.int64(options["window"][0]),
-        window_right=np.int64(options["window"][1]),
-        has_scale=np.int64(options["scale"] is not None),
-        scale=np.float64(0.0 if options["scale"] is None else options["scale"]),
-        softcap=np.float64(options["softcap"]),
-        num_splits=np.int64(options["num_splits"]),
-        batch_invariant=np.int64(options["batch_invariant"]),
-        return_lse=np.int64(options["return_lse"]),
         max_seqlen_q=np.int64(options["max_seqlen_q"] or 0),
         max_seqlen_k=np.int64(options["max_seqlen_k"] or 0),
-        backend=options["backend"],
+        **score_attributes(options),
     )
     return list(outputs)[: 1 + options["return_lse"]]
 
 
-@call_attention.defjvp
-def refuse_gradient(static: Any, primals: Any, tangents: Any) -> Any:
-    """Raise under jax.grad and jax.jvp."""
-    raise NotImplementedError(
-        f"{dict(static)['op']}: cuattn has no gradient yet; pass jax.lax.stop_gradient of the "
-        "arrays"
-    )
-
-
-run_attention = jax.jit(call_attention, static_argnums=1)
-
-
-def call(op: str, arrays: dict[str, Any], outside: dict[str, Any], options: dict[str, Any]) -> Any:
+def call(
+    op: str,
+    qkv: dict[str, Any],
+    optional: dict[str, Any],
+    outside: dict[str, Any],
+    options: dict[str, Any],
+) -> Any:
     """Check what is Python's to check, then run."""
     refuse(op, **outside)
-    given = check_arrays(op, **arrays)
-    register()
+    given = check_arrays(op, qkv, **optional)
     if options["backend"] == "cublas":
         find_cublas()
-    if isinstance(options["window"], list):
-        options["window"] = tuple(options["window"])  # static arguments are hashed
-    static = {**options, "op": op, "devices": possible_devices(given)}
-    results = run_attention(given, tuple(static.items()))
+    options["window"] = plain_window(options["window"])
+    static = static_of(op, **options, devices=possible_devices(op, given))
+    register()
+    results = run_attention(given, static)
     return tuple(results) if options["return_lse"] else results[0]
 
 
@@ -204,10 +170,7 @@ def attention(
     NotImplementedError
         A combination without kernel, a gradient, or an argument that belongs to XLA.
     """
-    arrays = {
-        "q": q,
-        "k": k,
-        "v": v,
+    optional = {
         "alibi_slopes": alibi_slopes,
         "sinks": sinks,
         "bias": bias,
@@ -224,11 +187,12 @@ def attention(
         "batch_invariant": batch_invariant,
         "return_lse": return_lse,
         "backend": backend,
+        "kv_layout": "nhd",
         "max_seqlen_q": None,
         "max_seqlen_k": None,
     }
     outside = {"out": out, "lse_out": lse_out, "workspace": workspace, "stream": stream}
-    return call("attention", arrays, outside, options)
+    return call("attention", {"q": q, "k": k, "v": v}, optional, outside, options)
 
 
 def attention_varlen(
@@ -236,10 +200,12 @@ def attention_varlen(
     k: jax.Array,
     v: jax.Array,
     cu_seqlens_q: jax.Array,
-    cu_seqlens_k: jax.Array,
+    cu_seqlens_k: jax.Array | None,
     max_seqlen_q: int,
     max_seqlen_k: int,
     *,
+    block_tables: jax.Array | None = None,
+    kv_layout: str = "nhd",
     causal: bool = False,
     window: tuple[int, int] = (-1, -1),
     scale: float | None = None,
@@ -262,8 +228,8 @@ def attention_varlen(
 
     Parameters
     ----------
-    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-        As in `cuattn.attention_varlen`.
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_tables, kv_layout
+        As in `cuattn.attention_varlen`; the lengths max_seqlen_* are static under jax.jit.
     causal, window, scale, softcap, alibi_slopes, sinks, bias, seqused_q, seqused_k
         As in `cuattn.attention_varlen`; the numbers are static under jax.jit.
     num_splits, batch_invariant, return_lse, backend
@@ -281,10 +247,8 @@ def attention_varlen(
     ValueError, TypeError, NotImplementedError
         As in `attention`.
     """
-    arrays = {
-        "q": q,
-        "k": k,
-        "v": v,
+    check_ragged(cu_seqlens_q, cu_seqlens_k, block_tables, kv_layout)
+    optional = {
         "alibi_slopes": alibi_slopes,
         "sinks": sinks,
         "bias": bias,
@@ -292,9 +256,11 @@ def attention_varlen(
         "seqused_k": seqused_k,
         "cu_seqlens_q": cu_seqlens_q,
         "cu_seqlens_k": cu_seqlens_k,
+        "block_tables": block_tables,
     }
     options = {
         "layout": "bshd",
+        "kv_layout": kv_layout,
         "causal": causal,
         "window": window,
         "scale": scale,
@@ -307,11 +273,11 @@ def attention_varlen(
         "max_seqlen_k": max_seqlen_k,
     }
     outside = {"out": out, "lse_out": lse_out, "workspace": workspace, "stream": stream}
-    return call("attention_varlen", arrays, outside, options)
+    return call("attention_varlen", {"q": q, "k": k, "v": v}, optional, outside, options)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def call_merge(arrays: list[jax.Array], layout: str) -> list[jax.Array]:
+@compiled
+def run_merge(arrays: list[jax.Array], static: Static) -> list[jax.Array]:
     """One call of the merge handler; stacked parts if there are two arrays."""
     skip = 1 if len(arrays) == 2 else 0
     results = [
@@ -319,18 +285,7 @@ def call_merge(arrays: list[jax.Array], layout: str) -> list[jax.Array]:
         jax.ShapeDtypeStruct(arrays[1].shape[skip:], jnp.float32),
     ]
     function = jax.ffi.ffi_call("cuattn_merge_states", results, vmap_method="sequential")
-    return list(function(*arrays, layout=np.int64(LAYOUTS[layout])))
-
-
-@call_merge.defjvp
-def refuse_merge_gradient(layout: Any, primals: Any, tangents: Any) -> Any:
-    """Raise under jax.grad and jax.jvp."""
-    raise NotImplementedError(
-        "merge_states: cuattn has no gradient yet; pass jax.lax.stop_gradient of the arrays"
-    )
-
-
-run_merge = jax.jit(call_merge, static_argnums=1)
+    return list(function(*arrays, layout=np.int64(LAYOUTS[dict(static)["layout"]])))
 
 
 def merge_states(
@@ -363,8 +318,9 @@ def merge_states(
     ValueError, TypeError, NotImplementedError
         As in `attention`.
     """
-    refuse("merge_states", out=out, lse_out=lse_out, stream=stream)
-    given = check_arrays("merge_states", out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
+    op = "merge_states"
+    refuse(op, out=out, lse_out=lse_out, stream=stream)
+    given = check_arrays(op, {"out_a": out_a, "lse_a": lse_a}, out_b=out_b, lse_b=lse_b)
     if len(given) not in (2, 4):
         raise TypeError(
             "merge_states: out_b and lse_b must be given together; leave out both for stacks"
@@ -377,4 +333,5 @@ def merge_states(
             f"got {layout!r} for {axes}; choose one of these"
         )
     register()
-    return tuple(run_merge(list(given.values()), layout))
+    static = static_of(op, layout=layout, devices=possible_devices(op, given))
+    return tuple(run_merge(list(given.values()), static))

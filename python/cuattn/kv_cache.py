@@ -2,7 +2,7 @@
 """Writing, reading and moving the blocks of a paged KV cache; the layouts are in docs/layouts.md.
 
 Every function works in place on arrays of the caller: numpy on the CPU, any library with DLPack on
-CUDA.
+CUDA. JAX arrays, which only XLA may write, give new arrays instead (cuattn.jax).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 
 from . import _core
 from ._arrays import Array, ArrayT
+from .attention import jax_face
 
 
 def reshape_and_cache(
@@ -76,7 +77,7 @@ def reshape_and_cache(
     Returns
     -------
     k_cache, v_cache : array
-        The arrays given.
+        The arrays given; of JAX new ones, in the same memory where jax.jit donates the caches.
 
     Raises
     ------
@@ -85,7 +86,7 @@ def reshape_and_cache(
     TypeError
         An argument of the wrong kind.
     NotImplementedError
-        JAX arrays, which cannot be written; a torch tensor that requires grad, in grad mode.
+        A torch tensor that requires grad, in grad mode; JAX caches for copy_blocks and swap_blocks.
     CudaError
         A CUDA call failed.
 
@@ -118,7 +119,23 @@ def reshape_and_cache(
         rope_interleaved,
         stream,
     )
-    return refuse_jax("reshape_and_cache") if result is NotImplemented else result
+    if result is not NotImplemented:
+        return result
+    return jax_face().reshape_and_cache(
+        k,
+        v,
+        k_cache,
+        v_cache,
+        slot_mapping,
+        kv_layout=kv_layout,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        cos=cos,
+        sin=sin,
+        positions=positions,
+        rope_interleaved=rope_interleaved,
+        stream=stream,
+    )
 
 
 def gather_cache(
@@ -151,7 +168,8 @@ def gather_cache(
     k_out, v_out : array, [num_tokens, num_heads_kv, head_dim], optional
         Written in place and returned; rows beyond ``cu_seqlens[-1]`` are left as they are. Where
         one is missing, it is allocated with ``cu_seqlens[-1]`` rows, and on CUDA the call waits for
-        the stream to read that number; under graph capture both must be given.
+        the stream to read that number; under graph capture both must be given. For JAX arrays both
+        are None, and under jax.jit ``cuattn.jax.gather_cache(..., total=)`` says the rows.
     stream : optional
         As in `attention`; k_cache's library decides.
 
@@ -168,7 +186,18 @@ def gather_cache(
     result = _core.gather_cache(
         k_cache, v_cache, block_tables, cu_seqlens, kv_layout, k_out, v_out, stream
     )
-    return refuse_jax("gather_cache") if result is NotImplemented else result
+    if result is not NotImplemented:
+        return result
+    return jax_face().gather_cache(
+        k_cache,
+        v_cache,
+        block_tables,
+        cu_seqlens,
+        kv_layout=kv_layout,
+        k_out=k_out,
+        v_out=v_out,
+        stream=stream,
+    )
 
 
 def copy_blocks(
@@ -282,11 +311,3 @@ def pinned_empty(shape: int | Sequence[int], dtype: Any = np.float32) -> np.ndar
         )
     memory = _core.HostMemory(math.prod(extents) * dtype.itemsize)
     return np.asarray(memory).view(dtype).reshape(extents)
-
-
-def refuse_jax(op: str) -> Any:
-    """Raise for JAX arrays, whose memory only XLA may write."""
-    raise NotImplementedError(
-        f"{op}: JAX arrays cannot be written in place; keep the caches in another library, such as "
-        "torch"
-    )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import _core
 from ._arrays import Array, ArrayT
-from .attention import signature_and_doc
+from .attention import jax_face, signature_and_doc
 
 
 def paged_attention(
@@ -100,6 +100,11 @@ def paged_attention(
     lse : float32 array, [num_seqs, num_heads_q] or [num_seqs, num_heads_q, q_len]
         With return_lse only: natural logarithm; -inf for a query without visible key.
 
+    Notes
+    -----
+    JAX arrays are taken eagerly and under jax.jit and jax.vmap, without plan, out, lse_out,
+    workspace and stream, which are XLA's to provide.
+
     Raises
     ------
     ValueError, TypeError, NotImplementedError, CudaError, MemoryError
@@ -120,7 +125,7 @@ def paged_attention(
     >>> cuattn.paged_attention(q, k_cache, v_cache, tables, lens).shape
     (2, 8, 64)
     """
-    return _core.paged_attention(
+    result = _core.paged_attention(
         q,
         k_cache,
         v_cache,
@@ -145,6 +150,34 @@ def paged_attention(
         workspace,
         backend,
         stream,
+    )
+    if result is not NotImplemented:
+        return result
+    return jax_face().paged_attention(
+        q,
+        k_cache,
+        v_cache,
+        block_tables,
+        context_lens,
+        kv_layout=kv_layout,
+        scale=scale,
+        causal=causal,
+        window=window,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        kv_dtype=kv_dtype,
+        plan=plan,
+        num_splits=num_splits,
+        batch_invariant=batch_invariant,
+        return_lse=return_lse,
+        out=out,
+        lse_out=lse_out,
+        workspace=workspace,
+        backend=backend,
+        stream=stream,
     )
 
 
