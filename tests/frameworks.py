@@ -26,7 +26,7 @@ def require(name):
 
 def bits_of(array):
     """A numpy array of raw integers, bfloat16 included, so that libraries without it can copy."""
-    return array.view({2: np.int16, 4: np.int32, 1: np.int8}[array.dtype.itemsize])
+    return array.view({1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}[array.dtype.itemsize])
 
 
 class Numpy:

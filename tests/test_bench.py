@@ -85,6 +85,48 @@ def test_names_are_unique_within_a_family_and_peers_are_known():
         assert set(family.backends) <= set(options.BACKENDS)
 
 
+def plan_of(w, backend, device):
+    """What `explain` says of our call of a row, which then needs no arrays."""
+    tokens_q, tokens_kv = ((w.batch, w.seqlen_q), (w.batch, w.seqlen_kv))
+    if w.lengths:
+        tokens_q = tokens_kv = (sum(w.lengths),)
+    x = types.SimpleNamespace(
+        q=(w.dtype, *tokens_q, w.num_heads_q, w.head_dim),
+        k=(w.dtype, *tokens_kv, w.num_heads_kv, w.head_dim),
+        v=(w.dtype, *tokens_kv, w.num_heads_kv, w.head_dim),
+        cu_seqlens=("int32", len(w.lengths) + 1),
+    )
+    arguments, keywords = peers.our_call(w, x, backend)
+    return cuattn.explain(w.op, *arguments, **keywords, device=device)
+
+
+HALF_ROWS = [(name, w) for name, w in ALL if name in ("forward", "gqa", "fp16", "ragged")]
+
+
+@pytest.mark.parametrize(("family", "w"), HALF_ROWS, ids=[f"{f}: {w.name}" for f, w in HALF_ROWS])
+def test_rows_in_half_precision_run_the_kernel_that_their_backend_names(family, w):
+    hopper = {backend: plan_of(w, backend, "h100") for backend in ("auto", "invariant", "sm80")}
+    assert {backend: plan.kernel for backend, plan in hopper.items()} == {
+        "auto": "sm90",
+        "invariant": "sm90",
+        "sm80": "sm80",
+    }
+    assert {plan_of(w, backend, "a100").kernel for backend in hopper} == {"sm80"}
+    assert plan_of(w, "auto", "cpu").kernel == "cpu"
+    for plan in hopper.values():
+        assert plan.mask == ("causal" if w.causal else "none")
+        assert plan.score == "identity"
+        assert (plan.head_dim, plan.head_dim_v) == (w.head_dim, w.head_dim)  # nothing is padded
+        assert (plan.num_splits, plan.packed_heads) == (1, 1)
+        assert plan.workspace_bytes <= 256  # a counter at most: no keys in parts, none gathered
+    # The tiles of `invariant` are those of any other batch.
+    other = dataclasses.replace(w, batch=2 * w.batch, lengths=2 * w.lengths)
+    if not w.lengths:
+        other = dataclasses.replace(other, seqlen_q=w.seqlen_q // 2)
+    again, plan = plan_of(other, "invariant", "h100"), hopper["invariant"]
+    assert (again.tile_m, again.tile_n) == (plan.tile_m, plan.tile_n)
+
+
 def test_bfloat16_rounding_is_that_of_ml_dtypes():
     ml_dtypes = pytest.importorskip("ml_dtypes")
     x = np.random.default_rng(0).standard_normal(1000, np.float32)

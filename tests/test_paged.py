@@ -22,6 +22,7 @@ LAYOUT_SIZES = [("nhd", n) for n in (1, 2, 7, 8, 16, 48, 64, 128, 256)]
 LAYOUT_SIZES += [("hnd", n) for n in (1, 8, 16, 33, 64, 256)]
 LAYOUT_SIZES += [("vllm", n) for n in (8, 16, 32)]
 HEADS = [(8, 2), (4, 4), (8, 1), (6, 2), (32, 8)]
+HALF = ("float16", "bfloat16")
 LENGTHS = [(37, 1, 0, 130), (1,), (513, 64, 65), (2049, 16, 8, 8), (0, 0)]
 OPTIONS = [
     {},
@@ -423,17 +424,21 @@ def test_v2_of_one_sequence(device, context, rng):
 
 
 @pytest.mark.parametrize("partition_size", [256, 512, 1024])
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize(
+    ("dtype", "fp8"), [*((name, False) for name in cases.DTYPES), *((name, True) for name in HALF)]
+)
 @pytest.mark.parametrize(("kv_layout", "block_size"), [("vllm", 16), ("nhd", 1), ("hnd", 48)])
 @pytest.mark.parametrize("lens", [(1100, 256, 1, 0, 2048), (256, 0, 37)], ids=["long", "short"])
-def test_v2_buffers(device, lens, kv_layout, block_size, dtype, partition_size, rng):
+def test_v2_buffers(device, lens, kv_layout, block_size, dtype, fp8, partition_size, rng):
     """Each partition holds its maximum, its sum and its output; the others keep what they held."""
     case = PagedCase(
         kv_layout=kv_layout,
         block_size=block_size,
         dtype=dtype,
+        fp8=fp8,
         lens=lens,
         alibi="batch",
+        scales="head" if fp8 else "none",
         options=(("scale", 0.25),),
     )
     problem = paged_cases.make(case, rng)
@@ -459,12 +464,13 @@ def test_v2_buffers(device, lens, kv_layout, block_size, dtype, partition_size, 
         scale=0.25,
         partition_size=partition_size,
         kv_layout=kv_layout,
-        alibi_slopes=arrays["alibi_slopes"],
+        **{name: arrays[name] for name in ("alibi_slopes", "k_scale", "v_scale") if name in arrays},
     )
     got = {name: device.numpy(array).astype(np.float64) for name, array in buffers.items()}
     used = ~np.isnan(max_logits)
     assert used.sum() < used.size
-    eps = {"float32": 1e-4, "float16": 4e-3}[dtype]  # scores of 600 and more, in float32
+    # Scores of 600 and more, in float32; else probabilities and outputs are rounded to the dtype.
+    eps = {"float32": 1e-4, "float16": 4e-3, "bfloat16": 8e-3}[dtype]
     np.testing.assert_allclose(got["max_logits"][used], max_logits[used], rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(got["exp_sums"][used], exp_sums[used], rtol=3e-4)
     np.testing.assert_allclose(got["tmp_out"][used], tmp_out[used], atol=eps, rtol=eps)

@@ -152,7 +152,8 @@ def test_the_default_splits_are_right_too(torch, rng):
     with start(torch, arrays, grow=1) as decode:
         for result in expected:
             decode.wait(decode.post())
-            torch.testing.assert_close(decode.out.cpu(), result, rtol=0.02, atol=0.01)
+            # A rounding of bfloat16; one key of 288 less is ten times as much.
+            torch.testing.assert_close(decode.out.cpu(), result, rtol=2**-7, atol=1e-3)
 
 
 @cuda

@@ -1,267 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0
-// Each primitive of mma_sm90.cuh and wgmma_sm90.cuh against a host model: TMA boxes as byte images,
-// with the shifted base that ends every sequence of a packed batch; wgmma operands by one-hot rows;
-// a ring of mbarriers with register reallocation and named barriers; stmatrix to TMA store.
-// Compiled for 90a alone (CMakeLists.txt), skipped on other devices.
-#include <cuda.h>
-
+// Each primitive of mma_sm90.cuh and wgmma_sm90.cuh against a host model: wgmma operands by one-hot
+// rows; a ring of mbarriers with register reallocation and named barriers; stmatrix to TMA store.
+// Boxes of the TMA as kernels load them: test_tensor_maps.cu. Compiled for 90a alone
+// (CMakeLists.txt), skipped on other devices.
 #include <algorithm>
-#include <cstring>
-#include <string>
 #include <vector>
 
 #include "cuattn/device/wgmma_sm90.cuh"
-#include "gpu.h"
+#include "sm90.cuh"
 #include "suite.h"
-#include "test.h"
+#include "tensor_maps.h"
 
 namespace cuattn::test {
 namespace {
 
 using namespace cuattn::device;  // NOLINT: the file tests exactly this namespace
 
-void require_hopper() {
-  int major = 0, minor = 0;
-  CUDA_OK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0));
-  CUDA_OK(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, 0));
-  if (major != 9 || minor != 0) skip("needs compute capability 9.0");
-}
-
-template <class Kernel>
-void allow(Kernel kernel, int smem_bytes) {
-  CUDA_OK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes));
-}
-
-// ---- panels: elements of 2 bytes, 64 columns each, 128-byte swizzle
-
-constexpr int kPanelColumns = 64;
-constexpr int kAlignment =
-    1024;  // of a panel; dynamic shared memory itself is only 16-byte aligned
-
-// The place of an element in a tile of panels with `rows` rows, counted in elements.
-CUATTN_HOST_DEVICE int panel_at(int row, int column, int rows) {
-  int panel = column / kPanelColumns, chunk = column % kPanelColumns / 8;
-  return (panel * rows + row) * kPanelColumns + ((chunk ^ (row & 7)) << 3) + column % 8;
-}
-
-__device__ uint16_t* aligned_smem() {
-  extern __shared__ char smem[];
-  uint32_t misaligned = smem_address(smem) % kAlignment;
-  return reinterpret_cast<uint16_t*>(smem + (misaligned == 0 ? 0 : kAlignment - misaligned));
-}
-
-// ---- TMA
-
-// A packed batch [rows, heads, head_dim], or a dense one [batch, rows, heads, head_dim].
-struct Tensor {
-  int batch, rows, heads, head_dim;
-  int64_t elements() const { return int64_t{batch} * rows * heads * head_dim; }
-  int64_t at(int b, int row, int head, int column) const {
-    return ((int64_t{b} * rows + row) * heads + head) * head_dim + column;
-  }
-};
-
-// Five dimensions: (column, x, y, head, batch). x and y both step one row and the base lies
-// `extent` rows before the tensor, so that x = extent - length + row and y = start + length name
-// row `row` of the sequence that starts at `start`, and x >= extent exactly for the rows past its
-// end.
-TensorMap make_map(void* data, const Tensor& tensor, int extent, int box_rows) {
-  using Encode =
-      CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
-                   const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
-                   CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-  void* entry = nullptr;
-  cudaDriverEntryPointQueryResult found;
-  CUDA_OK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000,
-                                           cudaEnableDefault, &found));
-  cuuint64_t head_bytes = tensor.head_dim * sizeof(uint16_t), row_bytes = tensor.heads * head_bytes;
-  cuuint64_t sizes[5] = {static_cast<cuuint64_t>(tensor.head_dim), static_cast<cuuint64_t>(extent),
-                         static_cast<cuuint64_t>(tensor.rows + extent),
-                         static_cast<cuuint64_t>(tensor.heads),
-                         static_cast<cuuint64_t>(tensor.batch)};
-  cuuint64_t strides[4] = {row_bytes, row_bytes, head_bytes, tensor.rows * row_bytes};
-  cuuint32_t box[5] = {kPanelColumns, static_cast<cuuint32_t>(box_rows), 1, 1, 1};
-  cuuint32_t steps[5] = {1, 1, 1, 1, 1};
-  void* base = static_cast<char*>(data) - extent * row_bytes;
-  CUtensorMap map;
-  CUresult status = reinterpret_cast<Encode>(entry)(
-      &map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 5, base, sizes, strides, box, steps,
-      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  CHECK(status == CUDA_SUCCESS, "cuTensorMapEncodeTiled returned ", status);
-  TensorMap result;
-  static_assert(sizeof(result) == sizeof(map));
-  std::memcpy(&result, &map, sizeof(map));
-  return result;
-}
-
-struct Sequence {
-  int batch, start, length;
-};
-
-struct Box {  // `rows` of a sequence from row0 on, all columns of a head
-  int32_t x, y, head, batch;
-  Sequence sequence;  // for the host model
-  int32_t row0;
-};
-
-std::vector<Box> boxes_of(const std::vector<Sequence>& sequences, int heads, int extent,
-                          int box_rows) {
-  std::vector<Box> boxes;
-  for (const Sequence& s : sequences)
-    for (int head = 0; head < heads; ++head)
-      for (int row0 = 0; row0 < std::max(s.length, 1); row0 += box_rows)
-        boxes.push_back({extent - s.length + row0, s.start + s.length, head, s.batch, s, row0});
-  return boxes;
-}
-
-CUATTN_HOST_DEVICE constexpr int tile_bytes(int rows, int panels) {
-  return panels * rows * kPanelColumns * 2;
-}
-
-// One block loads one box, panel by panel, over a pattern, and copies what it finds to `out`.
-__global__ void load_boxes(const __grid_constant__ TensorMap map, const Box* boxes, int rows,
-                           int panels, uint16_t* out) {
-  uint16_t* sTile = aligned_smem();
-  __shared__ alignas(8) uint64_t barrier;
-  uint32_t full = smem_address(&barrier), tile = smem_address(sTile);
-  int elements = panels * rows * kPanelColumns;
-  for (int i = threadIdx.x; i < elements; i += blockDim.x) sTile[i] = 0xeeee;
-  async_proxy_fence();
-  if (threadIdx.x == 0) {
-    barrier_init(full, 1);
-    barrier_init_fence();
-  }
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    const Box& box = boxes[blockIdx.x];
-    tma_prefetch(&map);
-    barrier_arrive_expect(full, panels * rows * 128);
-    for (int panel = 0; panel < panels; ++panel)
-      tma_load(tile + panel * rows * 128, &map, full, panel * kPanelColumns, box.x, box.y, box.head,
-               box.batch, panel % 2 ? kEvictFirst : kEvictLast);
-  }
-  barrier_wait(full, 0);
-  for (int i = threadIdx.x; i < elements; i += blockDim.x)
-    out[int64_t{blockIdx.x} * elements + i] = sTile[i];
-}
-
-// One block stores one box whose element (row, column) is block * 4099 + row * 256 + column.
-__global__ void store_boxes(const __grid_constant__ TensorMap map, const Box* boxes, int rows,
-                            int panels) {
-  uint16_t* sTile = aligned_smem();
-  for (int i = threadIdx.x; i < panels * rows * kPanelColumns; i += blockDim.x) {
-    int row = i / (panels * kPanelColumns), column = i % (panels * kPanelColumns);
-    sTile[panel_at(row, column, rows)] =
-        static_cast<uint16_t>(blockIdx.x * 4099 + row * 256 + column);
-  }
-  async_proxy_fence();
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    const Box& box = boxes[blockIdx.x];
-    for (int panel = 0; panel < panels; ++panel)
-      tma_store(&map, smem_address(sTile) + panel * rows * 128, panel * kPanelColumns, box.x, box.y,
-                box.head, box.batch);
-    tma_store_commit();
-    tma_store_wait_read<0>();
-  }
-}
-
-struct TmaCase {
-  std::string name;
-  Tensor tensor;
-  std::vector<Sequence> sequences;
-  int extent;    // of the x dimension, at least the longest sequence
-  int box_rows;  // multiple of 8
-};
-
-std::vector<TmaCase> tma_cases() {
-  std::vector<Sequence> packed;
-  int total = 0;
-  for (int length : {1, 64, 0, 7, 130, 63, 65, 0, 200, 8}) {
-    packed.push_back({0, total, length});
-    total += length;
-  }
-  std::vector<Sequence> dense = {{0, 0, 150}, {1, 0, 150}, {2, 0, 150}};
-  std::vector<Sequence> used = {
-      {0, 0, 150}, {1, 0, 0}, {2, 0, 77}};  // seqused: shorter than stored
-  return {
-      {"packed", {1, total, 2, 128}, packed, 200, 64},
-      {"packed, extent beyond the batch", {1, total, 3, 64}, packed, 4 * total, 176},
-      {"packed, half a panel", {1, total, 2, 96}, packed, 256, 80},
-      {"packed, a chunk of a panel", {1, total, 1, 72}, packed, 200, 128},
-      {"dense", {3, 150, 2, 128}, dense, 150, 64},
-      {"dense, 192 columns", {3, 150, 2, 192}, dense, 150, 112},
-      {"dense, used lengths", {3, 150, 2, 256}, used, 150, 64},
-  };
-}
-
-constexpr int kGuardRows = 64;  // before and after the tensor
-
-void check_tma_load(const TmaCase& c) {
-  const Tensor& t = c.tensor;
-  int panels = ceil_div(t.head_dim, kPanelColumns), elements = panels * c.box_rows * kPanelColumns;
-  std::vector<uint16_t> data(t.elements());
-  for (size_t i = 0; i < data.size(); ++i) data[i] = static_cast<uint16_t>(i * 40503 + 1);
-  std::vector<Box> boxes = boxes_of(c.sequences, t.heads, c.extent, c.box_rows);
-  OnGpu<uint16_t> source(data), out(boxes.size() * elements);
-  OnGpu<Box> g_boxes(boxes);
-  int smem_bytes = tile_bytes(c.box_rows, panels) + kAlignment;
-  allow(load_boxes, smem_bytes);
-  load_boxes<<<static_cast<unsigned>(boxes.size()), 128, smem_bytes>>>(
-      make_map(source.data(), t, c.extent, c.box_rows), g_boxes.data(), c.box_rows, panels,
-      out.data());
-  std::vector<uint16_t> seen = out.host();
-  for (size_t i = 0; i < boxes.size(); ++i) {
-    const Box& box = boxes[i];
-    for (int row = 0; row < c.box_rows; ++row)
-      for (int column = 0; column < panels * kPanelColumns; ++column) {
-        int at = box.row0 + row;
-        bool inside = at < box.sequence.length && column < t.head_dim;
-        uint16_t want =
-            inside ? data[t.at(box.batch, box.sequence.start + at, box.head, column)] : 0;
-        uint16_t got = seen[i * elements + panel_at(row, column, c.box_rows)];
-        CHECK(got == want, c.name, ": sequence of ", box.sequence.length, " rows, box from row ",
-              box.row0, ", row ", row, " column ", column, " is ", got, " instead of ", want);
-      }
-  }
-}
-
-void check_tma_store(const TmaCase& c) {
-  const Tensor& t = c.tensor;
-  int panels = ceil_div(t.head_dim, kPanelColumns);
-  int64_t guard = int64_t{kGuardRows} * t.heads * t.head_dim;
-  std::vector<uint16_t> want(t.elements() + 2 * guard, 0xdead);
-  std::vector<Box> boxes = boxes_of(c.sequences, t.heads, c.extent, c.box_rows);
-  OnGpu<uint16_t> target(want);
-  OnGpu<Box> g_boxes(boxes);
-  int smem_bytes = tile_bytes(c.box_rows, panels) + kAlignment;
-  allow(store_boxes, smem_bytes);
-  store_boxes<<<static_cast<unsigned>(boxes.size()), 128, smem_bytes>>>(
-      make_map(target.data() + guard, t, c.extent, c.box_rows), g_boxes.data(), c.box_rows, panels);
-  std::vector<uint16_t> seen = target.host();
-  for (size_t i = 0; i < boxes.size(); ++i) {
-    const Box& box = boxes[i];
-    for (int row = 0; row < c.box_rows && box.row0 + row < box.sequence.length; ++row)
-      for (int column = 0; column < t.head_dim; ++column)
-        want[guard + t.at(box.batch, box.sequence.start + box.row0 + row, box.head, column)] =
-            static_cast<uint16_t>(i * 4099 + row * 256 + column);
-  }
-  for (size_t i = 0; i < want.size(); ++i) {
-    int64_t element = static_cast<int64_t>(i) - guard, row = element / (t.heads * t.head_dim);
-    CHECK(seen[i] == want[i], c.name, ": element ", element, " (row ", row, ") is ", seen[i],
-          " instead of ", want[i]);
-  }
-}
-
-CUDA_TEST(sm90_tma_load_writes_swizzled_panels_and_zeros_past_every_sequence) {
-  require_hopper();
-  for (const TmaCase& c : tma_cases()) check_tma_load(c);
-}
-
-CUDA_TEST(sm90_tma_store_ends_at_every_sequence_and_column) {
-  require_hopper();
-  for (const TmaCase& c : tma_cases()) check_tma_store(c);
+// Rows of `columns` elements that follow one another; a box is 64 x 64.
+const TensorMap& rows_map(const void* data, int rows, int columns) {
+  return tensor_map(DType::bf16, data, {columns, rows, 1, 1, 1}, {columns, 0, 0, 0},
+                    {64, 64, 1, 1, 1});
 }
 
 // ---- wgmma
@@ -428,8 +186,8 @@ __global__ void __launch_bounds__(384, 1)
     for (uint32_t i = 0, parity = 1; i < kLoads; ++i) {
       barrier_wait(empty(stage), parity);
       barrier_arrive_expect(full(stage), kBoxBytes);
-      tma_load(smem_address(sTiles) + stage * kBoxBytes, &map, full(stage), 0, i * 64, kLoads * 64,
-               0, 0, kEvictFirst);
+      tma_load(smem_address(sTiles) + stage * kBoxBytes, &map, full(stage), 0, i * 64, 0, 0, 0,
+               kEvictFirst);
       if (++stage == kStages) stage = 0, parity ^= 1;
     }
     return;
@@ -466,8 +224,7 @@ __global__ void __launch_bounds__(384, 1)
 CUDA_TEST(sm90_ring_delivers_every_tile_in_turns_and_keeps_the_registers) {
   require_hopper();
   Random random(case_seed("ring"));
-  Tensor tensor{1, kLoads * 64, 1, 64};
-  std::vector<uint16_t> data(tensor.elements());
+  std::vector<uint16_t> data(kLoads * 64 * 64);
   for (uint16_t& value : data) value = static_cast<uint16_t>(random.next());
   std::vector<float> held(kHeld * 256);
   for (float& value : held) value = static_cast<float>(random.range(-1000, 1000));
@@ -477,7 +234,7 @@ CUDA_TEST(sm90_ring_delivers_every_tile_in_turns_and_keeps_the_registers) {
   OnGpu<int32_t> g_turns(size_t{2 * kLoads});
   constexpr int kBytes = kStages * tile_bytes(64, 1) + kAlignment;
   allow(run_ring, kBytes);
-  run_ring<<<1, 384, kBytes>>>(make_map(source.data(), tensor, tensor.rows, 64), g_held.data(),
+  run_ring<<<1, 384, kBytes>>>(rows_map(source.data(), kLoads * 64, 64), g_held.data(),
                                g_sums.data(), g_turns.data(), g_held_sums.data());
   std::vector<uint32_t> sums = g_sums.host();
   std::vector<int32_t> turns = g_turns.host();
@@ -525,7 +282,7 @@ __global__ void store_fragments(const __grid_constant__ TensorMap map) {
   named_barrier_sync(8, 128);
   if (threadIdx.x == 0) {
     for (int panel = 0; panel < 2; ++panel)
-      tma_store(&map, tile + panel * 64 * 128, panel * 64, 0, 64, 0, 0);
+      tma_store(&map, tile + panel * 64 * 128, panel * 64, 0, 0, 0, 0);
     tma_store_commit();
     tma_store_wait_read<0>();
   }
@@ -535,7 +292,7 @@ CUDA_TEST(sm90_stmatrix_and_tma_store_give_fragments_back_as_rows) {
   require_hopper();
   OnGpu<uint16_t> out(size_t{64 * 128});
   constexpr int kBytes = tile_bytes(64, 2) + kAlignment;
-  store_fragments<<<1, 128, kBytes>>>(make_map(out.data(), {1, 64, 1, 128}, 64, 64));
+  store_fragments<<<1, 128, kBytes>>>(rows_map(out.data(), 64, 128));
   std::vector<uint16_t> seen = out.host();
   for (int i = 0; i < 64 * 128; ++i)
     CHECK(seen[i] == i, "row ", i / 128, " column ", i % 128, " holds (", seen[i] / 128, ", ",

@@ -2,7 +2,8 @@
 // Hopper's machinery (sm_90a): mbarriers, the tensor memory accelerator (TMA), warpgroup matrix
 // products (wgmma), register reallocation. Source: PTX ISA, sections mbarrier,
 // cp.async.bulk.tensor, wgmma, setmaxnreg. Every primitive has its test in
-// tests/cpp/test_device_sm90.cu.
+// tests/cpp/test_device_sm90.cu; boxes of the TMA have theirs in test_tensor_maps.cu and
+// test_page_maps.cu.
 //
 // A tile in shared memory is made of panels of 64 columns (128 bytes a row), swizzled over 128
 // bytes: within each group of 8 rows (1024 bytes, where a panel must begin) the 16-byte chunk c of
