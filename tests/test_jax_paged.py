@@ -123,15 +123,29 @@ def test_attention_under_vmap_is_a_loop(rng):
     assert_same_bits([got], [np.stack(want)])
 
 
-def test_cascade_takes_jax_arrays(rng):
+@pytest.mark.parametrize("window", [(-1, -1), (40, -1)], ids=["all", "window"])
+@pytest.mark.parametrize("has_slopes", [False, True], ids=["plain", "alibi"])
+def test_cascade_takes_jax_arrays(window, has_slopes, rng):
     problem = paged_cases.make(PagedCase(q_len=2, lens=(16, 17, 200)), rng)
     positional, _, _ = split(problem)
     shared = [rng.standard_normal((50, 2, 64), np.float32).astype(np.float16) for _ in "kv"]
     given = [positional[0], *shared, *positional[1:]]
-    want = cuattn.cascade_attention(*given, return_lse=True)
-    call = lambda *a: cuattn.cascade_attention(*a, return_lse=True)  # noqa: E731
+    slopes = rng.random(8, np.float32) if has_slopes else None
+
+    def call(slopes, *arrays):
+        options = {"window": window, "alibi_slopes": slopes, "return_lse": True}
+        return cuattn.cascade_attention(*arrays, **options)
+
+    want = call(slopes, *given)
     for function in eager_and_jitted(call):
-        assert_same_bits(function(*to_jax(given)), want)
+        got = function(None if slopes is None else jnp.asarray(slopes), *to_jax(given))
+        if slopes is None:
+            assert_same_bits(got, want)
+            continue
+        for one, other in zip(got, want, strict=True):  # XLA may contract slope * distance
+            np.testing.assert_allclose(
+                np.asarray(one, np.float32), np.asarray(other, np.float32), rtol=2e-3, atol=2e-3
+            )
 
 
 def test_explain_takes_jax_arrays(rng):
