@@ -152,7 +152,7 @@ class HostMemory {
 
  private:
   struct Free {
-    int32_t is_pinned = 0;
+    int32_t is_pinned;
     void operator()(void* memory) const { cuattn_host_free(memory, is_pinned); }
   };
   std::unique_ptr<void, Free> memory_;
