@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "cuattn/kv_cache.h"
 #include "gpu.h"
 #include "test.h"
 
@@ -30,7 +31,7 @@ class Twin {
     return static_cast<T*>(host_.data);
   }
   int64_t size() const { return host_.size(); }
-  DLTensor on(bool gpu) { return (gpu ? device_ : host_).dl(); }
+  const TensorView& on(bool gpu) const { return gpu ? device_ : host_; }
   void upload() {
     CUDA_OK(cudaMemcpy(memory_->data(), bytes_.data(), bytes_.size(), cudaMemcpyHostToDevice));
   }
@@ -123,24 +124,20 @@ void check_cache(const CacheCase& c, Random& random) {
   for (Twin* twin : all) twin->upload();
   mapping.upload();
   for (bool gpu : {false, true}) {
-    DLTensor rows[] = {k.on(gpu), v.on(gpu)}, caches[] = {k_cache.on(gpu), v_cache.on(gpu)};
-    DLTensor slot = slots.on(gpu), position = positions.on(gpu), table = tables.on(gpu);
-    DLTensor waves[] = {cos.on(gpu), sin.on(gpu)}, outs[] = {k_out.on(gpu), v_out.on(gpu)};
-    DLTensor end = ends.on(gpu), pair = mapping.on(gpu);
-    cuattn_cache_options options;
-    cuattn_cache_options_init(&options);
-    options.kv_layout = static_cast<int32_t>(c.layout);
+    CacheOptions options;
+    options.kv_layout = c.layout;
     if (c.half > 0) {
-      options.cos = &waves[0], options.sin = &waves[1], options.positions = &position;
-      options.rope_interleaved = c.tokens % 2;
+      options.cos = &cos.on(gpu), options.sin = &sin.on(gpu);
+      options.positions = &positions.on(gpu);
+      options.rope_interleaved = c.tokens % 2 == 1;
     }
-    if (c.e4m3) options.has_k_scale = 1, options.k_scale = 0.37;
-    detail::check(cuattn_reshape_and_cache(&rows[0], &rows[1], &caches[0], &caches[1], &slot,
-                                           &options, nullptr));
-    detail::check(cuattn_gather_cache(&caches[0], &caches[1], &table, &end, &outs[0], &outs[1],
-                                      options.kv_layout, nullptr));
-    const DLTensor *k_list[] = {&caches[0]}, *v_list[] = {&caches[1]};
-    detail::check(cuattn_copy_blocks(k_list, 1, v_list, 1, &pair, nullptr));
+    if (c.e4m3) options.k_scale = 0.37;
+    reshape_and_cache(k.on(gpu), v.on(gpu), k_cache.on(gpu), v_cache.on(gpu), slots.on(gpu),
+                      options);
+    CHECK(gather_cache_total(ends.on(gpu)) == c.tokens, c.text());
+    gather_cache(k_cache.on(gpu), v_cache.on(gpu), tables.on(gpu), ends.on(gpu), k_out.on(gpu),
+                 v_out.on(gpu), c.layout);
+    copy_blocks({k_cache.on(gpu)}, {v_cache.on(gpu)}, mapping.on(gpu));
   }
   CUDA_OK(cudaDeviceSynchronize());
   for (size_t i = 0; i < std::size(all); ++i)
@@ -177,22 +174,16 @@ CUDA_TEST(cuda_blocks_swap_with_pinned_memory) {
     fill_normal(random, DType::f32, out);
     out.upload();
     back.upload();
-    void* memory = nullptr;
-    int32_t is_pinned = 0;
-    size_t bytes = static_cast<size_t>(kBlocks * elements) * 4;
-    detail::check(cuattn_host_alloc(bytes, &memory, &is_pinned));
-    std::unique_ptr<void, void (*)(void*)> owner(memory, [](void* m) { cuattn_host_free(m, 1); });
-    CHECK(is_pinned == 1, "elements ", elements);
-    std::memset(memory, 0xff, bytes);
-    TensorView host(memory, DType::f32, {kBlocks, elements});
+    HostMemory memory(static_cast<size_t>(kBlocks * elements) * 4);
+    CHECK(memory.is_pinned(), "elements ", elements);
+    std::memset(memory.data(), 0xff, memory.bytes());
+    TensorView host(memory.data(), DType::f32, {kBlocks, elements});
     std::vector<int64_t> from = shuffled(random, kBlocks), to = shuffled(random, kBlocks), pairs;
     for (int64_t i = 0; i < kBlocks - 2; ++i) pairs.insert(pairs.end(), {from[i], to[i]});
     TensorView mapping(pairs.data(), DType::i64, {kBlocks - 2, 2});
-    DLTensor source = out.on(true), middle = host.dl(), end = back.on(true), map = mapping.dl();
-    const DLTensor *a[] = {&source}, *b[] = {&middle}, *c[] = {&end};
-    detail::check(cuattn_swap_blocks(a, 1, b, 1, &map, nullptr));
+    swap_blocks({out.on(true)}, {host}, mapping);
     for (int64_t i = 0; i < kBlocks - 2; ++i) pairs[2 * i] = to[i], pairs[2 * i + 1] = from[i];
-    detail::check(cuattn_swap_blocks(b, 1, c, 1, &map, nullptr));
+    swap_blocks({host}, {back.on(true)}, mapping);
     CUDA_OK(cudaDeviceSynchronize());
     for (int64_t i = 0; i < kBlocks - 2; ++i)
       std::copy_n(out.data<float>() + from[i] * elements, elements,
