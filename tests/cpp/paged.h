@@ -60,6 +60,7 @@ class PagedCall {
 
   int64_t plan_size() const;
   size_t workspace_bytes() const;
+  cuattn_plan explain(const cuattn_device* made_up) const;
   void make_plan(void* plan, void* stream);  // of plan_size() entries; run() then uses it
   void run(Workspace workspace, void* stream) const;
 

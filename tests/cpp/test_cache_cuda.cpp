@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstring>
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -191,6 +192,78 @@ CUDA_TEST(cuda_blocks_swap_with_pinned_memory) {
     CHECK(back.same(), "blocks of ", elements, " elements");
     CHECK(out.same(), "the source of ", elements, " elements");
   }
+}
+
+// Captured, a call leaves its work in the graph of the stream that it was given, or nothing.
+CUDA_TEST(cuda_paged_calls_go_to_their_stream) {
+  cudaStream_t stream;
+  CUDA_OK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  CacheCase c{DType::f16, false, KvLayout::nhd, 40, 2, 0};
+  Twin k(c.dtype, {c.tokens, c.heads, kDim}), v(c.dtype, {c.tokens, c.heads, kDim});
+  Twin k_cache = cache_of(c, 4, true), v_cache = cache_of(c, 4, false);
+  Twin k_other = cache_of(c, 4, true), slots(DType::i64, {c.tokens});
+  Twin tables(DType::i32, {2, 4}), ends(DType::i32, {3}), lens(DType::i32, {2});
+  Twin q(c.dtype, {2, c.heads, kDim}), out(c.dtype, {2, c.heads, kDim});
+  Twin outs(c.dtype, {3, 2, c.heads, kDim}), lses(DType::f32, {3, 2, c.heads});
+  Twin lse(DType::f32, {2, c.heads}), workspace(DType::f32, {1 << 16});
+  // Of 0xff: slots of -1, no contexts, and ids that are clamped.
+  for (Twin* twin : {&k, &v, &k_cache, &v_cache, &k_other, &slots, &tables, &ends, &lens, &q, &out,
+                     &outs, &lses, &lse, &workspace})
+    twin->upload();
+  std::vector<int64_t> pair = {0, 1};
+  TensorView mapping(pair.data(), DType::i64, {1, 2});
+  PagedOptions options;
+  options.partition_size = 256;
+  Workspace lent{workspace.on(true).data, static_cast<size_t>(workspace.size()) * sizeof(float)};
+  auto captures = [&](const char* name, auto&& call) {
+    CUDA_OK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeRelaxed));
+    std::string error;
+    try {
+      call();
+    } catch (const std::exception& thrown) {
+      error = thrown.what();
+    }
+    cudaGraph_t graph = nullptr;
+    CUDA_OK(cudaStreamEndCapture(stream, &graph));
+    size_t nodes = 0;
+    CUDA_OK(cudaGraphGetNodes(graph, nullptr, &nodes));
+    CUDA_OK(cudaGraphDestroy(graph));
+    CHECK(error.empty() && nodes > 0, name, ": ", nodes, " nodes; ", error);
+  };
+  captures("reshape_and_cache", [&] {
+    reshape_and_cache(k.on(true), v.on(true), k_cache.on(true), v_cache.on(true), slots.on(true),
+                      {}, stream);
+  });
+  captures("gather_cache", [&] {
+    gather_cache(k_cache.on(true), v_cache.on(true), tables.on(true), ends.on(true), k.on(true),
+                 v.on(true), KvLayout::nhd, stream);
+  });
+  captures("copy_blocks", [&] { copy_blocks({k_cache.on(true)}, {}, mapping, stream); });
+  captures("swap_blocks",
+           [&] { swap_blocks({k_cache.on(true)}, {k_other.on(true)}, mapping, stream); });
+  captures("merge_states", [&] {
+    merge_states(outs.on(true), lses.on(true), out.on(true), nullptr, Layout::nhd, stream);
+  });
+  captures("merge_states of two", [&] {
+    merge_states(q.on(true), lse.on(true), q.on(true), lse.on(true), out.on(true), nullptr,
+                 Layout::nhd, stream);
+  });
+  captures("paged_attention_v1", [&] {
+    paged_attention_v1(out.on(true), q.on(true), k_cache.on(true), v_cache.on(true),
+                       tables.on(true), lens.on(true), 1, options, stream);
+  });
+  captures("paged_attention_v2", [&] {
+    paged_attention_v2(out.on(true), q.on(true), k_cache.on(true), v_cache.on(true),
+                       tables.on(true), lens.on(true), 1, options, lent, stream);
+  });
+  // The call that reads a length cannot be captured.
+  CUDA_OK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeRelaxed));
+  check_throws<std::invalid_argument>("must be given under stream capture",
+                                      [&] { gather_cache_total(ends.on(true), stream); });
+  cudaGraph_t graph = nullptr;
+  CUDA_OK(cudaStreamEndCapture(stream, &graph));
+  CUDA_OK(cudaGraphDestroy(graph));
+  CUDA_OK(cudaStreamDestroy(stream));
 }
 
 }  // namespace

@@ -7,6 +7,7 @@
 #include <limits>
 #include <stdexcept>
 
+#include "cuattn/explain.h"
 #include "paged.h"
 #include "test.h"
 
@@ -189,6 +190,8 @@ PagedCall::PagedCall(PagedProblem& p, DLDevice device, const Arguments::Address&
   alibi_ = view(p.alibi_slopes), sinks_ = view(p.sink_logits);
   options_.kv_layout = p.layout;
   options_.kv_dtype = p.e4m3 ? KvDtype::e4m3 : KvDtype::automatic;
+  if (p.e4m3 && p.layout != KvLayout::hnd)  // the same bytes by another name
+    k_.dtype = v_.dtype = {kDLUInt, 8, 1};
   options_.window_left = p.window_left;
   options_.alibi_slopes = p.alibi ? &alibi_ : nullptr;
   options_.sinks = p.sinks ? &sinks_ : nullptr;
@@ -242,6 +245,13 @@ size_t PagedCall::workspace_bytes() const {
     return paged_attention_v2_workspace_bytes(q_, k_, v_, tables_, context_lens_, options_);
   }
   return paged_attention_workspace_bytes(q_, k_, v_, tables_, context_lens_, options_);
+}
+
+cuattn_plan PagedCall::explain(const cuattn_device* made_up) const {
+  if (!packed_)
+    return paged_attention_explain(q_, k_, v_, tables_, context_lens_, options_, made_up);
+  return attention_varlen_explain(packed_q_, k_, v_, ends_, {}, longest_q_, longest_kv_, prefill_,
+                                  made_up);
 }
 
 void PagedCall::make_plan(void* plan, void* stream) {
@@ -434,6 +444,34 @@ TEST(cpu_paged_attention_v1_and_v2_go_by_their_arguments) {
   check_throws<std::invalid_argument>("paged_attention_v2: q must have 3 axes", [&] {
     paged_attention_v2(four, four, k, v, tables, context_lens, 0.3, other);
   });
+}
+
+// Without data, for a GPU that need not be here, and refused as the call is.
+TEST(paged_calls_are_explained) {
+  Random random(1);
+  cuattn_device h200{1, 9, 0, 132, 227 * 1024, 1, 1, "H200"};
+  auto nowhere = [](Array&) -> void* { return nullptr; };
+  PagedProblem p = paged_problems(DType::f16, false, KvLayout::nhd, 64)[1];
+  p.num_splits = 0, p.lens = {700, 40};
+  p.fill(random);
+  auto explained = [&](const cuattn_device* device) {
+    DLDevice where{device == nullptr ? kDLCPU : kDLCUDA, 0};
+    return PagedCall(p, where, nowhere, "auto").explain(device);
+  };
+  cuattn_plan here = explained(nullptr), there = explained(&h200);
+  CHECK(std::string(here.kernel) == "cpu", here.kernel);
+  CHECK(std::string(there.kernel) != "cpu" && there.workspace_bytes > 0, there.kernel);
+  CHECK(std::string(there.ladder).find(there.kernel) != std::string::npos, there.ladder);
+  PagedCall call(p, kHost, [](Array& array) { return array.data(); }, "auto");
+  CHECK(here.workspace_bytes == call.workspace_bytes());
+  p.version = 1;
+  CHECK(explained(&h200).num_splits == 1 && explained(&h200).workspace_bytes == 0);
+  p.version = 0, p.packed = true;
+  CHECK(std::string(explained(nullptr).kernel) == "cpu");
+  p.packed = false, p.block_size = 300;
+  p.fill(random);
+  check_throws<std::invalid_argument>("block_size from 1 to 256, got 300",
+                                      [&] { explained(&h200); });
 }
 
 TEST(cpu_attention_varlen_reads_blocks) {
