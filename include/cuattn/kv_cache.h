@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // The operations on paged KV caches from C++: rows into blocks and out of them, blocks copied
 // within caches and moved between them, and host memory for that. They write the caller's arrays,
-// in the order of the stream; none allocates device memory, and only gather_cache_total waits for
-// the device. Names and meaning are those of the Python functions; layouts: docs/layouts.md.
+// in the order of the stream, and allocate no device memory. Two may wait for the device:
+// swap_blocks with host memory that is not pinned, and gather_cache_total. Names and meaning are
+// those of the Python functions; layouts: docs/layouts.md.
 //
 //   cuattn::CacheOptions options;
 //   options.kv_layout = cuattn::KvLayout::hnd;
