@@ -72,6 +72,9 @@ std::vector<int64_t> shuffled(Random& random, int64_t count) {
 
 enum class Scale { none, number, per_head, one_element };
 
+// Below it, numbers lie evenly.
+double smallest_normal(DType dtype) { return std::ldexp(1.0, dtype == DType::f16 ? -14 : -126); }
+
 struct WriteProblem {
   DType dtype = DType::f32;
   bool e4m3 = false;
@@ -152,7 +155,7 @@ struct WriteProblem {
       double s = sin.get(positions[token] * sin.strides()[0] + pair);
       value = second ? b * c + a * s : a * c - b * s;
       slack = 1e-6 * (std::abs(a) + std::abs(b)) * (std::abs(c) + std::abs(s));
-      if (!e4m3) slack += epsilon(dtype) / 2 * std::abs(value);
+      if (!e4m3) slack += epsilon(dtype) / 2 * std::max(std::abs(value), smallest_normal(dtype));
     }
     if (!e4m3) return {value, slack};
     double factor = 1 / scale_of(is_k, head);
