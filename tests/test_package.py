@@ -54,6 +54,8 @@ def core_module() -> Path:
         "lib/cmake/cuattn/cuattnConfigVersion.cmake",
         "lib/cmake/cuattn/cuattnTargets.cmake",
         "include/cuattn/attention.h",
+        "include/cuattn/block_pool.h",
+        "include/cuattn/kv_cache.h",
         "include/cuattn/c_api.h",
         "include/cuattn/dlpack.h",
         "include/cuattn/device/math.cuh",

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // cuattn from C++: attention, attention_varlen, paged_attention and merge_states over borrowed
 // arrays on the CPU or a CUDA device. A thin wrapper over the C ABI (c_api.h) that throws; it never
-// allocates and never waits for the device. Source of the mathematics: online softmax,
-// arXiv:1805.02867; FlashAttention-2, arXiv:2307.08691.
+// allocates and never waits for the device. Next: kv_cache.h, block_pool.h. Source of the
+// mathematics: online softmax, arXiv:1805.02867; FlashAttention-2, arXiv:2307.08691.
 //
 //   cuattn::TensorView q(q_ptr, cuattn::DType::bf16, {batch, seqlen_q, num_heads_q, head_dim},
 //   {kDLCUDA, 0}); cuattn::AttentionOptions options; options.causal = true; cuattn::attention(q, k,
@@ -196,10 +196,16 @@ inline void attention_varlen(const TensorView& q, const TensorView& k, const Ten
   detail::run(call, out, options.lse, workspace, stream);
 }
 
+// What caches of bytes (uint8) hold.
+enum class KvDtype : int32_t {
+  automatic = CUATTN_KV_DTYPE_AUTO,  // nothing: caches have a dtype
+  e4m3 = CUATTN_KV_DTYPE_E4M3        // float8_e4m3fn
+};
+
 // The options of paged_attention; names, defaults and meaning are those of the Python function.
 struct PagedOptions {
   KvLayout kv_layout = KvLayout::nhd;
-  bool e4m3 = false;  // caches of bytes hold float8_e4m3fn
+  KvDtype kv_dtype = KvDtype::automatic;
   bool causal = true;
   int64_t window_left = kUnlimited, window_right = kUnlimited;
   double scale = std::nan("");  // NaN here means the default, 1 / sqrt(head_dim)
@@ -238,7 +244,7 @@ struct CPagedOptions {
     cuattn_paged_options_init(&c);
     c.version = o.version;
     c.kv_layout = static_cast<int32_t>(o.kv_layout);
-    c.kv_dtype = o.e4m3 ? CUATTN_KV_DTYPE_E4M3 : CUATTN_KV_DTYPE_AUTO;
+    c.kv_dtype = static_cast<int32_t>(o.kv_dtype);
     c.causal = o.causal;
     c.window_left = o.window_left;
     c.window_right = o.window_right;
@@ -316,6 +322,42 @@ inline void paged_attention(const TensorView& q, const TensorView& k_cache,
                                  workspace.data, workspace.bytes, stream));
 }
 
+// PagedAttention V1 and V2 in the argument order of the Python functions: one query of each
+// sequence, V1 in one pass, without workspace; V2 in partitions of options.partition_size keys.
+// scale NaN means the default; options.version and options.scale are not read. options.kv_layout
+// has to be said: in Python its default is "vllm" here, in PagedOptions it is nhd.
+inline void paged_attention_v1(const TensorView& out, const TensorView& q,
+                               const TensorView& key_cache, const TensorView& value_cache,
+                               const TensorView& block_tables, const TensorView& context_lens,
+                               double scale, PagedOptions options, void* stream = nullptr) {
+  options.version = 1;
+  options.scale = scale;
+  paged_attention(q, key_cache, value_cache, block_tables, context_lens, out, options, {}, stream);
+}
+
+// Bytes of workspace that paged_attention_v2() needs: for those of exp_sums, max_logits and tmp_out
+// that are not given.
+inline size_t paged_attention_v2_workspace_bytes(const TensorView& q, const TensorView& key_cache,
+                                                 const TensorView& value_cache,
+                                                 const TensorView& block_tables,
+                                                 const TensorView& context_lens,
+                                                 PagedOptions options) {
+  options.version = 2;
+  return paged_attention_workspace_bytes(q, key_cache, value_cache, block_tables, context_lens,
+                                         options);
+}
+
+inline void paged_attention_v2(const TensorView& out, const TensorView& q,
+                               const TensorView& key_cache, const TensorView& value_cache,
+                               const TensorView& block_tables, const TensorView& context_lens,
+                               double scale, PagedOptions options, Workspace workspace = {},
+                               void* stream = nullptr) {
+  options.version = 2;
+  options.scale = scale;
+  paged_attention(q, key_cache, value_cache, block_tables, context_lens, out, options, workspace,
+                  stream);
+}
+
 // Entries of the int32 array that paged_plan() fills.
 inline int64_t paged_plan_size(const TensorView& block_tables, const TensorView& context_lens,
                                const PagedShape& shape, const PagedOptions& options = {}) {
@@ -324,7 +366,7 @@ inline int64_t paged_plan_size(const TensorView& block_tables, const TensorView&
 }
 
 // Cuts the keys of a step into equal work, on the device, for all layers of the step. Of the
-// options, kv_layout, e4m3, causal, window and backend count.
+// options, kv_layout, kv_dtype (of any float8 cache), causal, window and backend count.
 inline void paged_plan(const TensorView& block_tables, const TensorView& context_lens,
                        const PagedShape& shape, const TensorView& plan,
                        const PagedOptions& options = {}, void* stream = nullptr) {
@@ -336,7 +378,8 @@ inline void paged_plan(const TensorView& block_tables, const TensorView& context
 
 // Merges two attention results over disjoint keys into the result over their union:
 // out = (out_a exp(lse_a) + out_b exp(lse_b)) / (exp(lse_a) + exp(lse_b)). A side with lse = -inf
-// has no keys.
+// has no keys. Layouts bshd and bhsd have outs of 4 axes, nhd [n, num_heads, head_dim] with lse [n,
+// num_heads], thd [total, num_heads, head_dim] with lse [num_heads, total].
 inline void merge_states(const TensorView& out_a, const TensorView& lse_a, const TensorView& out_b,
                          const TensorView& lse_b, const TensorView& out,
                          const TensorView* lse_out = nullptr, Layout layout = Layout::bshd,
@@ -344,6 +387,15 @@ inline void merge_states(const TensorView& out_a, const TensorView& lse_a, const
   DLTensor oa = out_a.dl(), la = lse_a.dl(), ob = out_b.dl(), lb = lse_b.dl(), o = out.dl(), l;
   detail::check(cuattn_merge_states(&oa, &la, &ob, &lb, &o, detail::COptions::borrow(lse_out, l),
                                     static_cast<int32_t>(layout), stream));
+}
+
+// The same for any number of parts, stacked on a new first axis of outs and lses.
+inline void merge_states(const TensorView& outs, const TensorView& lses, const TensorView& out,
+                         const TensorView* lse_out = nullptr, Layout layout = Layout::bshd,
+                         void* stream = nullptr) {
+  DLTensor os = outs.dl(), ls = lses.dl(), o = out.dl(), l;
+  detail::check(cuattn_merge_many(&os, &ls, &o, detail::COptions::borrow(lse_out, l),
+                                  static_cast<int32_t>(layout), stream));
 }
 
 }  // namespace cuattn

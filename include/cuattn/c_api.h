@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  * The C ABI of libcuattn.so. Arrays are borrowed `const DLTensor*`; every function returns a status
  * and leaves its message in cuattn_last_error() of the calling thread. Nothing here allocates
- * device memory or waits for the device. C++ users include cuattn/attention.h instead, a thin
- * wrapper that throws.
+ * device memory or waits for the device, but where it says so. C++ users include attention.h,
+ * kv_cache.h, block_pool.h and explain.h instead, thin wrappers that throw.
  *
  * Shapes, layouts and the meaning of every option: docs/layouts.md and docs/numerics.md. */
 #pragma once

@@ -38,13 +38,15 @@ struct TensorView {
 
   TensorView() = default;
 
-  // A contiguous row-major array of `shape`.
+  // A contiguous row-major array of `shape`. More than kMaxDims axes are not representable: ndim is
+  // kept, the axes are dropped, and every rank check refuses the view.
   TensorView(void* data, DType dtype, std::initializer_list<int64_t> extents,
              DLDevice device = {kDLCPU, 0})
       : data(data),
         device(device),
         dtype(dl_dtype(dtype)),
         ndim(static_cast<int32_t>(extents.size())) {
+    if (ndim > kMaxDims) return;
     int32_t i = 0;
     for (int64_t extent : extents) shape[i++] = extent;
     int64_t stride = 1;
@@ -54,8 +56,7 @@ struct TensorView {
     }
   }
 
-  // Borrows the DLTensor's memory. More than kMaxDims axes are not representable: ndim is kept, the
-  // axes are dropped, and every rank check refuses the view.
+  // Borrows the DLTensor's memory; axes as above.
   explicit TensorView(const DLTensor& t)
       : data(t.data == nullptr ? nullptr : static_cast<char*>(t.data) + t.byte_offset),
         device(t.device),

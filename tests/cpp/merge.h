@@ -20,7 +20,7 @@ struct MergeProblem {
 // Random problems over dtypes, layouts and numbers of parts; a quarter of the lse are -inf, some
 // are extreme.
 std::vector<MergeProblem> merge_problems(uint64_t seed);
-// stacked: cuattn_merge_many; else the two-part call on the first two parts.
+// stacked: all parts in one array; else the two-part call on the first two parts.
 void run_merge(MergeProblem& problem, bool stacked, DLDevice device,
                const Arguments::Address& address, void* stream);
 std::string judge_merge(const MergeProblem& problem);  // empty when right

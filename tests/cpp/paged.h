@@ -10,6 +10,14 @@
 
 namespace cuattn::test {
 
+float e4m3_value(uint8_t bits);
+
+// A cache of NaN, and the offset of an element of it.
+Array paged_cache(DType dtype, KvLayout layout, bool is_k, int64_t blocks, int64_t block_size,
+                  int64_t heads, int64_t head_dim);
+int64_t cache_place(const Array& cache, KvLayout layout, bool is_k, int64_t block, int64_t token,
+                    int64_t head, int64_t d);
+
 struct PagedProblem {
   DType dtype = DType::f16;
   bool e4m3 = false;  // the caches
@@ -52,6 +60,7 @@ class PagedCall {
 
   int64_t plan_size() const;
   size_t workspace_bytes() const;
+  cuattn_plan explain(const cuattn_device* made_up) const;
   void make_plan(void* plan, void* stream);  // of plan_size() entries; run() then uses it
   void run(Workspace workspace, void* stream) const;
 

@@ -10,6 +10,7 @@
 #include <sstream>
 #include <thread>
 
+#include "cuattn/explain.h"
 #include "test.h"
 
 namespace cuattn::test {
@@ -329,23 +330,16 @@ Arguments::Arguments(Problem& p, DLDevice device, const Address& address, const 
   if (p.lse) options_.lse = &lse_;
 }
 
-void Arguments::add_ragged(detail::COptions& c) const {
-  if (ragged_) c.set_lengths(cu_q_, cu_kv_, max_seqlen_q_, max_seqlen_kv_);
-}
-
 cuattn_attention_call Arguments::prepare() const {
   detail::COptions c(options_);
-  add_ragged(c);
+  if (ragged_) c.set_lengths(cu_q_, cu_kv_, max_seqlen_q_, max_seqlen_kv_);
   return detail::prepare(q_, k_, v_, c);
 }
 
 cuattn_plan Arguments::explain(const cuattn_device* made_up) const {
-  detail::COptions c(options_);
-  add_ragged(c);
-  DLTensor q = q_.dl(), k = k_.dl(), v = v_.dl();
-  cuattn_plan plan;
-  detail::check(cuattn_attention_explain(&q, &k, &v, &c.c, made_up, &plan));
-  return plan;
+  if (!ragged_) return attention_explain(q_, k_, v_, options_, made_up);
+  return attention_varlen_explain(q_, k_, v_, cu_q_, cu_kv_, max_seqlen_q_, max_seqlen_kv_,
+                                  options_, made_up);
 }
 
 cuattn_plan explain(Problem& p, const char* backend, DLDevice device,

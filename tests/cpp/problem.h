@@ -132,8 +132,6 @@ class Arguments {
   const TensorView* lse() const { return options_.lse; }
 
  private:
-  void add_ragged(detail::COptions& c) const;
-
   TensorView q_, k_, v_, out_, lse_, alibi_, sinks_, bias_, used_q_, used_kv_, cu_q_, cu_kv_;
   AttentionOptions options_;
   bool ragged_;

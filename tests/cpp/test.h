@@ -82,3 +82,19 @@ inline uint64_t case_seed(const std::string& name) {
     if (!(condition))                                                                            \
       ::cuattn::test::report_failure(__FILE__, __LINE__, #condition __VA_OPT__(, ) __VA_ARGS__); \
   } while (0)
+
+namespace cuattn::test {
+
+// `call` must throw Error, whose message contains `what`.
+template <class Error, class Call>
+void check_throws(const char* what, Call&& call) {
+  try {
+    call();
+    CHECK(false, "no exception: ", what);
+  } catch (const Error& error) {
+    CHECK(std::string(error.what()).find(what) != std::string::npos, "wanted ", what, ", got ",
+          error.what());
+  }
+}
+
+}  // namespace cuattn::test

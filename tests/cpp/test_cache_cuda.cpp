@@ -4,9 +4,11 @@
 #include <algorithm>
 #include <cstring>
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
+#include "cuattn/kv_cache.h"
 #include "gpu.h"
 #include "test.h"
 
@@ -30,7 +32,7 @@ class Twin {
     return static_cast<T*>(host_.data);
   }
   int64_t size() const { return host_.size(); }
-  DLTensor on(bool gpu) { return (gpu ? device_ : host_).dl(); }
+  const TensorView& on(bool gpu) const { return gpu ? device_ : host_; }
   void upload() {
     CUDA_OK(cudaMemcpy(memory_->data(), bytes_.data(), bytes_.size(), cudaMemcpyHostToDevice));
   }
@@ -123,24 +125,20 @@ void check_cache(const CacheCase& c, Random& random) {
   for (Twin* twin : all) twin->upload();
   mapping.upload();
   for (bool gpu : {false, true}) {
-    DLTensor rows[] = {k.on(gpu), v.on(gpu)}, caches[] = {k_cache.on(gpu), v_cache.on(gpu)};
-    DLTensor slot = slots.on(gpu), position = positions.on(gpu), table = tables.on(gpu);
-    DLTensor waves[] = {cos.on(gpu), sin.on(gpu)}, outs[] = {k_out.on(gpu), v_out.on(gpu)};
-    DLTensor end = ends.on(gpu), pair = mapping.on(gpu);
-    cuattn_cache_options options;
-    cuattn_cache_options_init(&options);
-    options.kv_layout = static_cast<int32_t>(c.layout);
+    CacheOptions options;
+    options.kv_layout = c.layout;
     if (c.half > 0) {
-      options.cos = &waves[0], options.sin = &waves[1], options.positions = &position;
-      options.rope_interleaved = c.tokens % 2;
+      options.cos = &cos.on(gpu), options.sin = &sin.on(gpu);
+      options.positions = &positions.on(gpu);
+      options.rope_interleaved = c.tokens % 2 == 1;
     }
-    if (c.e4m3) options.has_k_scale = 1, options.k_scale = 0.37;
-    detail::check(cuattn_reshape_and_cache(&rows[0], &rows[1], &caches[0], &caches[1], &slot,
-                                           &options, nullptr));
-    detail::check(cuattn_gather_cache(&caches[0], &caches[1], &table, &end, &outs[0], &outs[1],
-                                      options.kv_layout, nullptr));
-    const DLTensor *k_list[] = {&caches[0]}, *v_list[] = {&caches[1]};
-    detail::check(cuattn_copy_blocks(k_list, 1, v_list, 1, &pair, nullptr));
+    if (c.e4m3) options.k_scale = 0.37;
+    reshape_and_cache(k.on(gpu), v.on(gpu), k_cache.on(gpu), v_cache.on(gpu), slots.on(gpu),
+                      options);
+    CHECK(gather_cache_total(ends.on(gpu)) == c.tokens, c.text());
+    gather_cache(k_cache.on(gpu), v_cache.on(gpu), tables.on(gpu), ends.on(gpu), k_out.on(gpu),
+                 v_out.on(gpu), c.layout);
+    copy_blocks({k_cache.on(gpu)}, {v_cache.on(gpu)}, mapping.on(gpu));
   }
   CUDA_OK(cudaDeviceSynchronize());
   for (size_t i = 0; i < std::size(all); ++i)
@@ -177,22 +175,16 @@ CUDA_TEST(cuda_blocks_swap_with_pinned_memory) {
     fill_normal(random, DType::f32, out);
     out.upload();
     back.upload();
-    void* memory = nullptr;
-    int32_t is_pinned = 0;
-    size_t bytes = static_cast<size_t>(kBlocks * elements) * 4;
-    detail::check(cuattn_host_alloc(bytes, &memory, &is_pinned));
-    std::unique_ptr<void, void (*)(void*)> owner(memory, [](void* m) { cuattn_host_free(m, 1); });
-    CHECK(is_pinned == 1, "elements ", elements);
-    std::memset(memory, 0xff, bytes);
-    TensorView host(memory, DType::f32, {kBlocks, elements});
+    HostMemory memory(static_cast<size_t>(kBlocks * elements) * 4);
+    CHECK(memory.is_pinned(), "elements ", elements);
+    std::memset(memory.data(), 0xff, memory.bytes());
+    TensorView host(memory.data(), DType::f32, {kBlocks, elements});
     std::vector<int64_t> from = shuffled(random, kBlocks), to = shuffled(random, kBlocks), pairs;
     for (int64_t i = 0; i < kBlocks - 2; ++i) pairs.insert(pairs.end(), {from[i], to[i]});
     TensorView mapping(pairs.data(), DType::i64, {kBlocks - 2, 2});
-    DLTensor source = out.on(true), middle = host.dl(), end = back.on(true), map = mapping.dl();
-    const DLTensor *a[] = {&source}, *b[] = {&middle}, *c[] = {&end};
-    detail::check(cuattn_swap_blocks(a, 1, b, 1, &map, nullptr));
+    swap_blocks({out.on(true)}, {host}, mapping);
     for (int64_t i = 0; i < kBlocks - 2; ++i) pairs[2 * i] = to[i], pairs[2 * i + 1] = from[i];
-    detail::check(cuattn_swap_blocks(b, 1, c, 1, &map, nullptr));
+    swap_blocks({host}, {back.on(true)}, mapping);
     CUDA_OK(cudaDeviceSynchronize());
     for (int64_t i = 0; i < kBlocks - 2; ++i)
       std::copy_n(out.data<float>() + from[i] * elements, elements,
@@ -200,6 +192,78 @@ CUDA_TEST(cuda_blocks_swap_with_pinned_memory) {
     CHECK(back.same(), "blocks of ", elements, " elements");
     CHECK(out.same(), "the source of ", elements, " elements");
   }
+}
+
+// Captured, a call leaves its work in the graph of the stream that it was given, or nothing.
+CUDA_TEST(cuda_paged_calls_go_to_their_stream) {
+  cudaStream_t stream;
+  CUDA_OK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  CacheCase c{DType::f16, false, KvLayout::nhd, 40, 2, 0};
+  Twin k(c.dtype, {c.tokens, c.heads, kDim}), v(c.dtype, {c.tokens, c.heads, kDim});
+  Twin k_cache = cache_of(c, 4, true), v_cache = cache_of(c, 4, false);
+  Twin k_other = cache_of(c, 4, true), slots(DType::i64, {c.tokens});
+  Twin tables(DType::i32, {2, 4}), ends(DType::i32, {3}), lens(DType::i32, {2});
+  Twin q(c.dtype, {2, c.heads, kDim}), out(c.dtype, {2, c.heads, kDim});
+  Twin outs(c.dtype, {3, 2, c.heads, kDim}), lses(DType::f32, {3, 2, c.heads});
+  Twin lse(DType::f32, {2, c.heads}), workspace(DType::f32, {1 << 16});
+  // Of 0xff: slots of -1, no contexts, and ids that are clamped.
+  for (Twin* twin : {&k, &v, &k_cache, &v_cache, &k_other, &slots, &tables, &ends, &lens, &q, &out,
+                     &outs, &lses, &lse, &workspace})
+    twin->upload();
+  std::vector<int64_t> pair = {0, 1};
+  TensorView mapping(pair.data(), DType::i64, {1, 2});
+  PagedOptions options;
+  options.partition_size = 256;
+  Workspace lent{workspace.on(true).data, static_cast<size_t>(workspace.size()) * sizeof(float)};
+  auto captures = [&](const char* name, auto&& call) {
+    CUDA_OK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeRelaxed));
+    std::string error;
+    try {
+      call();
+    } catch (const std::exception& thrown) {
+      error = thrown.what();
+    }
+    cudaGraph_t graph = nullptr;
+    CUDA_OK(cudaStreamEndCapture(stream, &graph));
+    size_t nodes = 0;
+    CUDA_OK(cudaGraphGetNodes(graph, nullptr, &nodes));
+    CUDA_OK(cudaGraphDestroy(graph));
+    CHECK(error.empty() && nodes > 0, name, ": ", nodes, " nodes; ", error);
+  };
+  captures("reshape_and_cache", [&] {
+    reshape_and_cache(k.on(true), v.on(true), k_cache.on(true), v_cache.on(true), slots.on(true),
+                      {}, stream);
+  });
+  captures("gather_cache", [&] {
+    gather_cache(k_cache.on(true), v_cache.on(true), tables.on(true), ends.on(true), k.on(true),
+                 v.on(true), KvLayout::nhd, stream);
+  });
+  captures("copy_blocks", [&] { copy_blocks({k_cache.on(true)}, {}, mapping, stream); });
+  captures("swap_blocks",
+           [&] { swap_blocks({k_cache.on(true)}, {k_other.on(true)}, mapping, stream); });
+  captures("merge_states", [&] {
+    merge_states(outs.on(true), lses.on(true), out.on(true), nullptr, Layout::nhd, stream);
+  });
+  captures("merge_states of two", [&] {
+    merge_states(q.on(true), lse.on(true), q.on(true), lse.on(true), out.on(true), nullptr,
+                 Layout::nhd, stream);
+  });
+  captures("paged_attention_v1", [&] {
+    paged_attention_v1(out.on(true), q.on(true), k_cache.on(true), v_cache.on(true),
+                       tables.on(true), lens.on(true), 1, options, stream);
+  });
+  captures("paged_attention_v2", [&] {
+    paged_attention_v2(out.on(true), q.on(true), k_cache.on(true), v_cache.on(true),
+                       tables.on(true), lens.on(true), 1, options, lent, stream);
+  });
+  // The call that reads a length cannot be captured.
+  CUDA_OK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeRelaxed));
+  check_throws<std::invalid_argument>("must be given under stream capture",
+                                      [&] { gather_cache_total(ends.on(true), stream); });
+  cudaGraph_t graph = nullptr;
+  CUDA_OK(cudaStreamEndCapture(stream, &graph));
+  CUDA_OK(cudaGraphDestroy(graph));
+  CUDA_OK(cudaStreamDestroy(stream));
 }
 
 }  // namespace

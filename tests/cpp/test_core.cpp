@@ -43,6 +43,8 @@ TEST(tensor_view_keeps_the_rank_of_what_it_cannot_hold) {
   int64_t shape[] = {1, 1, 1, 1, 1, 1, 1};
   CHECK(TensorView(DLTensor{&data, {kDLCPU, 0}, 7, {kDLFloat, 32, 1}, shape, nullptr, 0}).ndim ==
         7);
+  TensorView view(&data, DType::f32, {1, 1, 1, 1, 1, 1, 1});
+  CHECK(view.ndim == 7 && view.strides == TensorView().strides);
 }
 
 TEST(visible_keys_agree_with_the_definition) {

@@ -4,6 +4,7 @@
 // merged, against attention over all keys.
 #include <cmath>
 #include <limits>
+#include <stdexcept>
 
 #include "merge.h"
 #include "test.h"
@@ -110,8 +111,7 @@ void run_merge(MergeProblem& m, bool stacked, DLDevice device, const Arguments::
              lses = m.lses.view(address(m.lses), device);
   TensorView out = m.out.view(address(m.out), device), lse = m.lse.view(address(m.lse), device);
   if (stacked) {
-    DLTensor os = outs.dl(), ls = lses.dl(), o = out.dl(), l = lse.dl();
-    detail::check(cuattn_merge_many(&os, &ls, &o, &l, static_cast<int32_t>(m.layout), stream));
+    merge_states(outs, lses, out, &lse, m.layout, stream);
     return;
   }
   auto part = [](const TensorView& all, int index, int bytes) {
@@ -187,6 +187,60 @@ TEST(cpu_merge_of_split_keys_is_attention_over_all_keys) {
     CHECK(std::abs(m.out.get(i) - whole.out.get(i)) < 2e-6, "element ", i);
   for (int64_t i = 0; i < 4 * 20; ++i)
     CHECK(std::abs(m.lse.get(i) - whole.lse_out.get(i)) < 1e-5, "lse ", i);
+}
+
+TEST(cpu_merge_of_many_parts_needs_no_lse_and_may_write_over_the_first) {
+  Random random(case_seed("many"));
+  for (Layout layout : {Layout::bshd, Layout::thd}) {
+    MergeProblem m = make_merge(random, DType::f16, layout, 5, 40);
+    run_merge(m, true, kHost, host_address, nullptr);
+    Array lone(m.dtype, m.out.shape());
+    TensorView outs = m.outs.view(m.outs.data(), kHost), lses = m.lses.view(m.lses.data(), kHost);
+    TensorView out = lone.view(lone.data(), kHost);
+    if (layout == Layout::bshd) {
+      merge_states(outs, lses, out);
+    } else {
+      merge_states(outs, lses, out, nullptr, layout);
+    }
+    CHECK(lone.bytes() == m.out.bytes(), "without lse");
+    std::vector<uint8_t> want = m.outs.bytes();
+    size_t part = m.out.bytes().size() - 2 * m.out.guard_bytes();
+    std::copy_n(m.out.bytes().begin() + m.out.guard_bytes(), part,
+                want.begin() + m.outs.guard_bytes());
+    out.data = outs.data;
+    merge_states(outs, lses, out, nullptr, layout);
+    CHECK(m.outs.bytes() == want, "over the first part");
+  }
+}
+
+TEST(merge_of_many_parts_refuses_by_name) {
+  Random random(1);
+  MergeProblem m = make_merge(random, DType::f32, Layout::bshd, 3, 16);
+  TensorView outs = m.outs.view(m.outs.data(), kHost), lses = m.lses.view(m.lses.data(), kHost);
+  TensorView out = m.out.view(m.out.data(), kHost), lse = m.lse.view(m.lse.data(), kHost);
+  std::vector<uint8_t> before = m.out.bytes();
+  auto refuses = [&](const char* named, auto&& spoil) {
+    TensorView a = outs, b = lses, c = out, d = lse;
+    Layout layout = Layout::bshd;
+    spoil(a, b, c, d, layout);
+    check_throws<std::invalid_argument>(named, [&] { merge_states(a, b, c, &d, layout); });
+    CHECK(m.out.bytes() == before, "written although refused for ", named);
+  };
+  using View = TensorView;
+  refuses("merge_states: outs must stack at least one part",
+          [&](View& a, View&, View&, View&, Layout&) { a = out; });
+  refuses("merge_states: outs must stack at least one part",
+          [&](View& a, View&, View&, View&, Layout&) { a.shape[0] = 0; });
+  refuses("outs must stack at least one part [n, num_heads, head_dim]",
+          [&](View&, View&, View&, View&, Layout& layout) { layout = Layout::nhd; });
+  refuses("lses must stack 3 parts",
+          [&](View&, View& b, View&, View&, Layout&) { b.shape[0] = 2; });
+  refuses("lses must be float32",
+          [&](View&, View& b, View&, View&, Layout&) { b.dtype = dl_dtype(DType::f16); });
+  refuses("out must have the shape of one part of outs",
+          [&](View&, View&, View& c, View&, Layout&) { c.shape[1] = 4; });
+  refuses("lse_out must have num_heads",
+          [&](View&, View&, View&, View& d, Layout&) { d.shape[1] = 2; });
 }
 
 }  // namespace

@@ -7,6 +7,7 @@
 #include <limits>
 #include <stdexcept>
 
+#include "cuattn/explain.h"
 #include "paged.h"
 #include "test.h"
 
@@ -15,14 +16,6 @@ namespace {
 
 constexpr double kInf = std::numeric_limits<double>::infinity();
 constexpr int kPartition = 256;  // of V2: the smallest
-
-float e4m3_value(uint8_t bits) {
-  int exponent = bits >> 3 & 15, mantissa = bits & 7;
-  if (exponent == 15 && mantissa == 7) return std::numeric_limits<float>::quiet_NaN();
-  float magnitude = exponent == 0 ? std::ldexp(static_cast<float>(mantissa), -9)
-                                  : std::ldexp(static_cast<float>(8 + mantissa), exponent - 10);
-  return (bits & 0x80) != 0 ? -magnitude : magnitude;
-}
 
 // Sums of one row over the keys that it sees.
 struct Row {
@@ -64,14 +57,35 @@ Row attend(const PagedProblem& p, int b, int query, int head) {
 
 }  // namespace
 
-int64_t PagedProblem::place(bool is_k, int block, int token, int head, int d) const {
-  const Array& cache = is_k ? k : v;
+float e4m3_value(uint8_t bits) {
+  int exponent = bits >> 3 & 15, mantissa = bits & 7;
+  if (exponent == 15 && mantissa == 7) return std::numeric_limits<float>::quiet_NaN();
+  float magnitude = exponent == 0 ? std::ldexp(static_cast<float>(mantissa), -9)
+                                  : std::ldexp(static_cast<float>(8 + mantissa), exponent - 10);
+  return (bits & 0x80) != 0 ? -magnitude : magnitude;
+}
+
+Array paged_cache(DType dtype, KvLayout layout, bool is_k, int64_t blocks, int64_t block_size,
+                  int64_t heads, int64_t head_dim) {
+  int64_t x = 16 / bytes_of(dtype);
+  if (layout == KvLayout::nhd) return Array(dtype, {blocks, block_size, heads, head_dim});
+  if (layout == KvLayout::hnd) return Array(dtype, {blocks, heads, block_size, head_dim});
+  if (!is_k) return Array(dtype, {blocks, heads, head_dim, block_size});
+  return Array(dtype, {blocks, heads, head_dim / x, block_size, x});
+}
+
+int64_t cache_place(const Array& cache, KvLayout layout, bool is_k, int64_t block, int64_t token,
+                    int64_t head, int64_t d) {
   const std::vector<int64_t>& s = cache.strides();
   if (layout == KvLayout::nhd) return block * s[0] + token * s[1] + head * s[2] + d;
   if (layout == KvLayout::hnd) return block * s[0] + head * s[1] + token * s[2] + d;
   if (!is_k) return block * s[0] + head * s[1] + d * s[2] + token;
-  int x = static_cast<int>(cache.shape()[4]);
+  int64_t x = cache.shape()[4];
   return block * s[0] + head * s[1] + d / x * s[2] + token * s[3] + d % x;
+}
+
+int64_t PagedProblem::place(bool is_k, int block, int token, int head, int d) const {
+  return cache_place(is_k ? k : v, layout, is_k, block, token, head, d);
 }
 
 int PagedProblem::context(int b) const {
@@ -110,13 +124,8 @@ void PagedProblem::fill(Random& random) {
     blocks += count;
   }
   DType kv = e4m3 ? DType::e4m3 : dtype;
-  int64_t x = 16 / bytes_of(kv);
-  std::vector<int64_t> shape = {blocks, block_size, heads_kv, head_dim};
-  if (layout == KvLayout::hnd) shape = {blocks, heads_kv, block_size, head_dim};
-  if (layout == KvLayout::vllm) shape = {blocks, heads_kv, head_dim / x, block_size, x};
-  k = Array(kv, shape);  // 0xFF: NaN
-  if (layout == KvLayout::vllm) shape = {blocks, heads_kv, head_dim, block_size};
-  v = Array(kv, shape);
+  k = paged_cache(kv, layout, true, blocks, block_size, heads_kv, head_dim);
+  v = paged_cache(kv, layout, false, blocks, block_size, heads_kv, head_dim);
   q = Array(dtype, {seqs, q_len, heads_q, head_dim});
   tables = Array(DType::i32, {seqs, width});
   context_lens = Array(DType::i32, {seqs});
@@ -180,7 +189,9 @@ PagedCall::PagedCall(PagedProblem& p, DLDevice device, const Arguments::Address&
   context_lens_ = view(p.context_lens), out_ = view(p.out), lse_ = view(p.lse);
   alibi_ = view(p.alibi_slopes), sinks_ = view(p.sink_logits);
   options_.kv_layout = p.layout;
-  options_.e4m3 = p.e4m3;
+  options_.kv_dtype = p.e4m3 ? KvDtype::e4m3 : KvDtype::automatic;
+  if (p.e4m3 && p.layout != KvLayout::hnd)  // the same bytes by another name
+    k_.dtype = v_.dtype = {kDLUInt, 8, 1};
   options_.window_left = p.window_left;
   options_.alibi_slopes = p.alibi ? &alibi_ : nullptr;
   options_.sinks = p.sinks ? &sinks_ : nullptr;
@@ -230,7 +241,17 @@ size_t PagedCall::workspace_bytes() const {
     return attention_varlen_workspace_bytes(packed_q_, k_, v_, ends_, {}, longest_q_, longest_kv_,
                                             prefill_);
   }
+  if (options_.version == 2) {
+    return paged_attention_v2_workspace_bytes(q_, k_, v_, tables_, context_lens_, options_);
+  }
   return paged_attention_workspace_bytes(q_, k_, v_, tables_, context_lens_, options_);
+}
+
+cuattn_plan PagedCall::explain(const cuattn_device* made_up) const {
+  if (!packed_)
+    return paged_attention_explain(q_, k_, v_, tables_, context_lens_, options_, made_up);
+  return attention_varlen_explain(packed_q_, k_, v_, ends_, {}, longest_q_, longest_kv_, prefill_,
+                                  made_up);
 }
 
 void PagedCall::make_plan(void* plan, void* stream) {
@@ -243,6 +264,11 @@ void PagedCall::run(Workspace workspace, void* stream) const {
   if (packed_) {
     attention_varlen(packed_q_, k_, v_, ends_, {}, longest_q_, longest_kv_, packed_out_, prefill_,
                      workspace, stream);
+  } else if (options_.version == 1) {
+    paged_attention_v1(out_, q_, k_, v_, tables_, context_lens_, options_.scale, options_, stream);
+  } else if (options_.version == 2) {
+    paged_attention_v2(out_, q_, k_, v_, tables_, context_lens_, options_.scale, options_,
+                       workspace, stream);
   } else {
     paged_attention(q_, k_, v_, tables_, context_lens_, out_, options_, workspace, stream);
   }
@@ -364,6 +390,88 @@ TEST(cpu_paged_attention_has_its_versions) {
           CHECK(wrong.empty(), wrong);
         }
       }
+}
+
+// Whatever version and scale the options say; V2 with buffers of its own and with the workspace.
+TEST(cpu_paged_attention_v1_and_v2_go_by_their_arguments) {
+  Random random(case_seed("by name"));
+  PagedProblem p = version_problems(DType::f32, false, KvLayout::vllm, 32)[2];
+  p.fill(random);
+  int64_t seqs = static_cast<int64_t>(p.lens.size());
+  auto view = [](Array& array) { return array.view(array.data(), kHost); };
+  TensorView q(p.q.data(), p.dtype, {seqs, p.heads_q, p.head_dim}), k = view(p.k), v = view(p.v);
+  TensorView tables = view(p.tables), context_lens = view(p.context_lens);
+  auto bits = [&](auto&& run) {
+    p.out.poison();
+    run(TensorView(p.out.data(), p.dtype, {seqs, p.heads_q, p.head_dim}));
+    return p.out.bytes();
+  };
+  PagedOptions plain, other;
+  plain.kv_layout = other.kv_layout = KvLayout::vllm;
+  plain.partition_size = other.partition_size = kPartition;
+  plain.scale = 0.3, other.scale = 7;
+  for (int version : {1, 2}) {
+    plain.version = version, other.version = 3 - version;
+    std::vector<float> workspace(
+        paged_attention_workspace_bytes(q, k, v, tables, context_lens, plain) / sizeof(float));
+    Workspace lent{workspace.data(), workspace.size() * sizeof(float)};
+    auto expected = bits([&](const TensorView& out) {
+      paged_attention(q, k, v, tables, context_lens, out, plain, lent);
+    });
+    auto got = bits([&](const TensorView& out) {
+      if (version == 1) {
+        paged_attention_v1(out, q, k, v, tables, context_lens, 0.3, other);
+      } else {
+        CHECK(paged_attention_v2_workspace_bytes(q, k, v, tables, context_lens, other) ==
+              lent.bytes);
+        paged_attention_v2(out, q, k, v, tables, context_lens, 0.3, other, lent);
+      }
+    });
+    CHECK(got == expected, "version ", version);
+    CHECK((lent.bytes > 0) == (version == 2), "version ", version);
+  }
+  TensorView exp_sums = view(p.exp_sums), max_logits = view(p.max_logits), tmp = view(p.tmp_out);
+  auto with_workspace = p.out.bytes();
+  other.exp_sums = &exp_sums, other.max_logits = &max_logits, other.tmp_out = &tmp;
+  CHECK(paged_attention_v2_workspace_bytes(q, k, v, tables, context_lens, other) == 0);
+  CHECK(with_workspace == bits([&](const TensorView& out) {
+          paged_attention_v2(out, q, k, v, tables, context_lens, 0.3, other);
+        }));
+  TensorView four(p.q.data(), p.dtype, {seqs, 1, p.heads_q, p.head_dim});
+  check_throws<std::invalid_argument>("paged_attention_v1: q must have 3 axes", [&] {
+    paged_attention_v1(four, four, k, v, tables, context_lens, 0.3, other);
+  });
+  check_throws<std::invalid_argument>("paged_attention_v2: q must have 3 axes", [&] {
+    paged_attention_v2(four, four, k, v, tables, context_lens, 0.3, other);
+  });
+}
+
+// Without data, for a GPU that need not be here, and refused as the call is.
+TEST(paged_calls_are_explained) {
+  Random random(1);
+  cuattn_device h200{1, 9, 0, 132, 227 * 1024, 1, 1, "H200"};
+  auto nowhere = [](Array&) -> void* { return nullptr; };
+  PagedProblem p = paged_problems(DType::f16, false, KvLayout::nhd, 64)[1];
+  p.num_splits = 0, p.lens = {700, 40};
+  p.fill(random);
+  auto explained = [&](const cuattn_device* device) {
+    DLDevice where{device == nullptr ? kDLCPU : kDLCUDA, 0};
+    return PagedCall(p, where, nowhere, "auto").explain(device);
+  };
+  cuattn_plan here = explained(nullptr), there = explained(&h200);
+  CHECK(std::string(here.kernel) == "cpu", here.kernel);
+  CHECK(std::string(there.kernel) != "cpu" && there.workspace_bytes > 0, there.kernel);
+  CHECK(std::string(there.ladder).find(there.kernel) != std::string::npos, there.ladder);
+  PagedCall call(p, kHost, [](Array& array) { return array.data(); }, "auto");
+  CHECK(here.workspace_bytes == call.workspace_bytes());
+  p.version = 1;
+  CHECK(explained(&h200).num_splits == 1 && explained(&h200).workspace_bytes == 0);
+  p.version = 0, p.packed = true;
+  CHECK(std::string(explained(nullptr).kernel) == "cpu");
+  p.packed = false, p.block_size = 300;
+  p.fill(random);
+  check_throws<std::invalid_argument>("block_size from 1 to 256, got 300",
+                                      [&] { explained(&h200); });
 }
 
 TEST(cpu_attention_varlen_reads_blocks) {
