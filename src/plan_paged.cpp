@@ -18,7 +18,7 @@ struct Rung {
 };
 
 constexpr const char* kClusterMerit =
-    "wgmma with keys as rows, pages through TMA; a cluster merges the splits of a head";
+    "wgmma with keys as rows, pages through TMA, a cluster for the splits of a head";
 
 constexpr Rung kLadder[] = {
     {Kernel::cpu, false, "online softmax in vector registers, keys gathered block by block"},

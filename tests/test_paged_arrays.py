@@ -110,6 +110,18 @@ def paged_arrays(call, problem):
     return [call.put(problem.arrays[name]) for name in names]
 
 
+def workspace_of(call, problem, options):
+    """What objects that know nothing but DLPack must be given."""
+    if not is_foreign(call.library):
+        return {}
+    like = Call(native(call.library))
+    plan = {"plan": like.put(call.held(options["plan"]))} if options else {}
+    size = cuattn.explain(
+        "paged_attention", *paged_arrays(like, problem), **problem.options, **plan
+    ).workspace_bytes
+    return {"workspace": call.output((size,), np.uint8)}
+
+
 def attend(call, problem, **options):
     q = problem.arrays["q"]
     lse_shape = (q.shape[0], q.shape[-2], *q.shape[1:-2])
@@ -118,6 +130,7 @@ def attend(call, problem, **options):
         *paged_arrays(call, problem),
         **problem.options,
         **options,
+        **workspace_of(call, problem, options),
         **call.options,
         out=out,
         lse_out=lse,
@@ -137,6 +150,7 @@ def geometry(problem):
         "q_len": case.q_len or 1,
         "dtype": case.dtype,
         "kv_layout": case.kv_layout,
+        "kv_dtype": problem.options.get("kv_dtype"),
     }
 
 
