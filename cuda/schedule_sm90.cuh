@@ -5,6 +5,7 @@
 #pragma once
 
 #include "cuattn/device/mask.cuh"
+#include "cuattn/device/mma_sm90.cuh"
 #include "cuattn/tile_config.h"
 #include "launch.h"
 

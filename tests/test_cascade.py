@@ -351,7 +351,6 @@ def given_arrays():
     ("changes", "message"),
     [
         ({"shared_k": np.ones((1, 9, 2, 64), np.float16)}, "shared_k must have 3 axes"),
-        ({"shared_v": 3.0}, "shared_v must have 3 axes"),
         (
             {"shared_v": np.ones((10, 2, 64), np.float16), "window": (3, -1)},
             "shared_k and shared_v must have equally many tokens, got 9 and 10; slice",
@@ -379,6 +378,15 @@ def test_refusals(changes, message):
 def test_options_are_refused_as_paged_attention_does(options, error, message):
     with pytest.raises(error, match=f"paged_attention: {message}"):
         cuattn.cascade_attention(**given_arrays(), **options)
+
+
+def test_what_is_no_array_of_a_library_is_refused():
+    given = given_arrays()
+    with pytest.raises(TypeError, match="cascade_attention: shared_v must be an array .*float"):
+        cuattn.cascade_attention(**{**given, "shared_v": 3.0})
+    bare = dlpack.Array(given["q"])
+    with pytest.raises(NotImplementedError, match="cascade_attention: q must .* paged_attention"):
+        cuattn.cascade_attention(**{**given, "q": bare})
 
 
 def test_a_library_without_known_arithmetic_is_told_the_way_out():

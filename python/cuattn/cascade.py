@@ -102,6 +102,7 @@ def cascade_attention(
     ----------
     Cascade inference: FlashInfer, arXiv:2501.01005, section 3.2; Hydragen, arXiv:2402.05099.
     """
+    require_library(q=q, shared_k=shared_k, shared_v=shared_v)
     check_shapes("cascade_attention", shape_of(q), shape_of(shared_k), shape_of(shared_v))
     *rows, heads, head_dim = q.shape
     num_seqs, q_len = rows[0], rows[1] if len(rows) == 2 else 1
@@ -163,6 +164,19 @@ def cascade_attention(
         stream=stream,
     )
     return (merged, lse) if return_lse or lse_out is not None else merged
+
+
+def require_library(**arrays: Any) -> None:
+    """Refuse what has no methods of an array: it is to be reshaped and sliced."""
+    for name, array in arrays.items():
+        if hasattr(array, "reshape"):
+            continue
+        is_bare = hasattr(array, "__dlpack__")
+        raise (NotImplementedError if is_bare else TypeError)(
+            f"cascade_attention: {name} must be an array that can be reshaped, got "
+            f"{type(array).__name__}; pass numpy, torch, CuPy or JAX arrays, or call "
+            "paged_attention over block_tables that name the prefix's blocks"
+        )
 
 
 def shape_of(array: Any) -> Any:

@@ -20,13 +20,12 @@ class OnGpuPages {
         call_(problem, {kDLCUDA, 0}, [this](Array& array) { return upload(array); }, backend) {}
 
   std::string run() {
-    size_t guard = settings().sanitize ? 0 : 2048, bytes = call_.workspace_bytes();
-    DeviceMemory plan(call_.plan_size() * sizeof(int32_t)), workspace(bytes + 2 * guard);
-    if (!settings().sanitize) {
-      CUDA_OK(cudaMemset(plan.data(), 0xff, plan.bytes()));
-      CUDA_OK(cudaMemset(workspace.data(), 0xff, workspace.bytes()));
-    }
+    DeviceMemory plan(call_.plan_size() * sizeof(int32_t));
+    if (!settings().sanitize) CUDA_OK(cudaMemset(plan.data(), 0xff, plan.bytes()));
     if (problem_.planned) call_.make_plan(plan.data(), nullptr);
+    size_t guard = settings().sanitize ? 0 : 2048, bytes = call_.workspace_bytes();
+    DeviceMemory workspace(bytes + 2 * guard);
+    if (!settings().sanitize) CUDA_OK(cudaMemset(workspace.data(), 0xff, workspace.bytes()));
     call_.run({workspace.data() + guard, bytes}, nullptr);
     CUDA_OK(cudaDeviceSynchronize());
     std::vector<uint8_t> edges(guard > 0 ? workspace.bytes() : 0);
