@@ -506,7 +506,7 @@ struct PagedSm90 {
     }
   }
   static __device__ __forceinline__ void merge(const PagedParams& p, const Shared& shared) {
-    device::merge_cluster<kType, kHeadDim>(p, parts(shared), kMathThreads);
+    device::merge_cluster<kType, kHeadDim, kPagedMaxCluster>(p, parts(shared), kMathThreads);
   }
 };
 

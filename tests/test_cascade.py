@@ -382,10 +382,10 @@ def test_options_are_refused_as_paged_attention_does(options, error, message):
 
 def test_what_is_no_array_of_a_library_is_refused():
     given = given_arrays()
-    with pytest.raises(TypeError, match="cascade_attention: shared_v must be an array .*float"):
+    with pytest.raises(TypeError, match=r"cascade_attention: shared_v must be an array .*float"):
         cuattn.cascade_attention(**{**given, "shared_v": 3.0})
     bare = dlpack.Array(given["q"])
-    with pytest.raises(NotImplementedError, match="cascade_attention: q must .* paged_attention"):
+    with pytest.raises(NotImplementedError, match=r"cascade_attention: q must .* paged_attention"):
         cuattn.cascade_attention(**{**given, "q": bare})
 
 

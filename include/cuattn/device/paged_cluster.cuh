@@ -11,7 +11,6 @@
 
 #include "cuattn/device/mma_sm90.cuh"
 #include "cuattn/device/paged.cuh"
-#include "cuattn/tile_config.h"
 
 namespace cuattn::device {
 
@@ -27,7 +26,7 @@ struct ClusterParts {
 };
 
 // Of the elements of the unit each thread of each block merges one at a time.
-template <DType kType, int kHeadDim>
+template <DType kType, int kHeadDim, int kMostParts>
 __device__ __forceinline__ void merge_cluster(const PagedParams& p, const ClusterParts& parts,
                                               int threads) {
   using T = Element<kType>;
@@ -39,11 +38,11 @@ __device__ __forceinline__ void merge_cluster(const PagedParams& p, const Cluste
   for (int i = item.split * threads + threadIdx.x; i < w.rows * kHeadDim;
        i += w.num_splits * threads) {
     int row = i / kHeadDim, column = i % kHeadDim;
-    float2 sums[kPagedMaxCluster];  // maximum, sum
-    float values[kPagedMaxCluster];
+    float2 sums[kMostParts];  // maximum, sum
+    float values[kMostParts];
     float maximum = negative_infinity();
 #pragma unroll
-    for (int part = 0; part < kPagedMaxCluster; ++part) {
+    for (int part = 0; part < kMostParts; ++part) {
       sums[part] = {negative_infinity(), 0.0f};
       values[part] = 0.0f;
       if (part >= w.num_splits) continue;
@@ -51,12 +50,12 @@ __device__ __forceinline__ void merge_cluster(const PagedParams& p, const Cluste
       values[part] = load_cluster(in_block(parts.value(row, column), part));
     }
 #pragma unroll
-    for (int part = 0; part < kPagedMaxCluster; ++part) maximum = fmaxf(maximum, sums[part].x);
+    for (int part = 0; part < kMostParts; ++part) maximum = fmaxf(maximum, sums[part].x);
     // A row that no part has seen keeps -inf, as in the kernel.
     float reference = maximum == negative_infinity() ? 0.0f : maximum;
     float sum = 0.0f, value = 0.0f;
 #pragma unroll
-    for (int part = 0; part < kPagedMaxCluster; ++part) {
+    for (int part = 0; part < kMostParts; ++part) {
       float weight = exp2_approx(sums[part].x - reference);
       sum = fmaf(weight, sums[part].y, sum);
       value = fmaf(weight, values[part], value);
