@@ -58,8 +58,8 @@ PagedCall prepare_persistent(const PagedArrays& arrays, const cuattn_paged_optio
   DeviceInfo device = backend_of(kFunction, call.device).device_info(call.device.device_id, false);
   if (given.num_splits == 0) {  // one wave
     int32_t workers = device.num_sms * paged_sm80_tile(128, 2, KvLayout::nhd, 8).ctas_per_sm;
-    int32_t units = w.num_seqs * w.num_heads_kv;
-    call.request.num_splits = std::clamp(workers / units, 1, kMaxSplits);
+    int64_t units = int64_t{w.num_seqs} * w.num_heads_kv;
+    call.request.num_splits = std::clamp(static_cast<int32_t>(workers / units), 1, kMaxSplits);
   }
   plan_paged(call, options, device);
   call.plan.workspace_bytes += static_cast<size_t>(persistent_queue_bytes(w));

@@ -105,8 +105,9 @@ bool can_cluster(const Plan& plan, const PagedRequest& r, int32_t splits, int32_
 // spares a second kernel, 1 to 2 microseconds: as long as a block takes for two tiles more.
 void cut_evenly(Plan& plan, const PagedRequest& r, int32_t head_groups, int32_t tiles) {
   constexpr int32_t kUnequalKeys = 512;  // of a block at most, with several sequences
-  int32_t units = std::max(r.num_seqs, 1) * std::max(head_groups, 1);
-  int32_t splits = std::clamp(plan.num_workers / units, 1, std::min(tiles, kMaxSplits));
+  int64_t units = int64_t{std::max(r.num_seqs, 1)} * std::max(head_groups, 1);
+  int32_t room = static_cast<int32_t>(plan.num_workers / units);
+  int32_t splits = std::clamp(room, 1, std::min(tiles, kMaxSplits));
   int32_t few = std::min(splits, kPagedMaxCluster);
   int32_t most = ceil_div(tiles, few);  // tiles of a block
   plan.in_cluster = can_cluster(plan, r, few, tiles) && most - ceil_div(tiles, splits) <= 2 &&

@@ -296,7 +296,7 @@ def test_a_graph_serves_other_lengths(rng):
 @pytest.mark.gpu
 @pytest.mark.skipif(harness.why_no_cuda() is not None, reason="needs a GPU")
 def test_an_explicit_stream_is_used_for_the_bias_too(rng):
-    """The lengths arrive on the side stream, behind a sleep; the current stream knows nothing."""
+    """The lengths arrive on that stream, behind a sleep; the current stream knows nothing."""
     import torch
 
     problem, shared, arrays, options = on_torch(CAPTURED, 70, rng, torch)
@@ -305,14 +305,17 @@ def test_an_explicit_stream_is_used_for_the_bias_too(rng):
     lse = torch.empty(4, 8, 2, device="cuda")
     cuattn.cascade_attention(*arrays, **options)
     torch.cuda.synchronize()
-    for stream in (side, side.cuda_stream):
+    default = torch.cuda.default_stream()
+    given = [(side, side), (side, side.cuda_stream), (default, default), (default, 0)]
+    for there, stream in given:
         arrays[-1].zero_()
         torch.cuda.synchronize()
-        with torch.cuda.stream(side):
+        with torch.cuda.stream(there):
             torch.cuda._sleep(50_000_000)
             arrays[-1].copy_(lens)
-        cuattn.cascade_attention(*arrays, **options, out=out, lse_out=lse, stream=stream)
-        side.synchronize()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            cuattn.cascade_attention(*arrays, **options, out=out, lse_out=lse, stream=stream)
+        there.synchronize()
         judge(problem, shared, out.cpu().numpy(), lse.cpu().numpy())
 
 
@@ -384,9 +387,10 @@ def test_what_is_no_array_of_a_library_is_refused():
     given = given_arrays()
     with pytest.raises(TypeError, match=r"cascade_attention: shared_v must be an array .*float"):
         cuattn.cascade_attention(**{**given, "shared_v": 3.0})
-    bare = dlpack.Array(given["q"])
-    with pytest.raises(NotImplementedError, match=r"cascade_attention: q must .* paged_attention"):
-        cuattn.cascade_attention(**{**given, "q": bare})
+    for name, options in (("q", {}), ("block_tables", {"window": (3, -1)})):
+        bare = {**given, name: dlpack.Array(given[name])}
+        with pytest.raises(NotImplementedError, match=f"{name} must .* paged_attention"):
+            cuattn.cascade_attention(**bare, **options)
 
 
 def test_a_library_without_known_arithmetic_is_told_the_way_out():

@@ -535,6 +535,13 @@ def test_a_cluster_merges_splits_where_they_are_few_and_short():
     assert splits(1, 1024, batch_invariant=True) == -2
 
 
+def test_explain_counts_more_units_than_32_bits_hold():
+    cache = (16, 16, 16, 64)
+    shapes = ((2**28, 16, 64), cache, cache, (2**28, 16), (2**28,))
+    plan = cuattn.explain("paged_attention", *shapes, device="h100", dtype="bfloat16")
+    assert plan.num_splits == 0
+
+
 def test_explain(device, rng):
     shapes = [(64, 32, 128), (1000, 16, 8, 128), (1000, 16, 8, 128), (64, 512), (64,)]
     where = "cpu" if device.name == "cpu" else 0

@@ -48,7 +48,7 @@ def empty(
         options = {"dtype": getattr(torch, dtype), "device": like.device}
         if stream is None:
             return torch.empty(shape, **options)
-        with torch.cuda.stream(torch.cuda.ExternalStream(stream, device=like.device)):
+        with torch.cuda.stream(torch_stream(torch, stream, like.device)):
             return torch.empty(shape, **options)
     if library == "cupy":
         cupy = sys.modules["cupy"]
@@ -66,6 +66,13 @@ def empty(
         )
     xp = namespace()
     return xp.empty(shape, dtype=getattr(xp, dtype), device=like.device)
+
+
+def torch_stream(torch: Any, handle: int, device: Any) -> Any:
+    """Return the stream behind a raw pointer; an ExternalStream of 0 would be a new one."""
+    if handle == 0:
+        return torch.cuda.default_stream(device)
+    return torch.cuda.ExternalStream(handle, device=device)
 
 
 class Operations:
@@ -114,7 +121,7 @@ def operations(op: str, like: Any, stream: Any) -> Iterator[Operations]:
             if namespace.__name__ == "cupy":
                 stack.enter_context(namespace.cuda.ExternalStream(handle, like.device.id))
             else:
-                external = namespace.cuda.ExternalStream(handle, device=like.device)
+                external = torch_stream(namespace, handle, like.device)
                 stack.enter_context(namespace.cuda.stream(external))
         yield Operations(namespace, like)
 

@@ -133,6 +133,7 @@ def cascade_attention(
     keys = keys_in_window(shared_k.shape[0], window)
     bias = lse_shift = None
     if window[0] >= 0 or alibi_slopes is not None:
+        require_library(k_cache=k_cache, block_tables=block_tables)
         capacity = block_tables.shape[1] * k_cache.shape[BLOCK_SIZE_AXIS[kv_layout]]
         with _arrays.operations("cascade_attention", q, stream) as library:
             behind = tokens_behind(library, context_lens, capacity, q_len)
@@ -245,11 +246,12 @@ def prefix_bias(
         shape = bias_shape(num_seqs, q_len, heads, keys, True, 0)[1:]
         return visible.reshape(*shape), None
     slopes = library.own(alibi_slopes)
-    shape = bias_shape(num_seqs, q_len, heads, keys, left >= 0, slopes.ndim)[1:]
+    axes = slopes.ndim
+    shape = bias_shape(num_seqs, q_len, heads, keys, left >= 0, axes)[1:]
     slopes = slopes.reshape(-1, heads).swapaxes(0, 1)[:, :, None]  # [heads, num_seqs or 1, 1]
     bias = slopes[..., None] * library.arange(1 - keys, 1, dtype="float32")
     if visible is not None:
         bias = xp.where(visible, bias, -math.inf)
-    elif alibi_slopes.ndim == 2:
+    elif axes == 2:
         bias = xp.broadcast_to(bias, (heads, num_seqs, q_len, keys))
     return bias.reshape(*shape), slopes * behind
