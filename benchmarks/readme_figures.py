@@ -65,6 +65,7 @@ SHOWN = {
     "masks": Shown("Windows, documents and score options, TFLOP/s", speed, BEST),
     "ladder": Shown("Every rung of the ladder, TFLOP/s", speed),
     "paged": Shown("Decode over pages, KV bytes / time in TB/s", bandwidth, BEST, "16, bf16"),
+    "cascade": Shown("Decode of 64/8 heads behind a shared prefix, milliseconds", milliseconds),
     "cache": Shown("Cache operations, bytes / time in TB/s", bandwidth, "memcpy"),
     "cpu": Shown("CPU backend, milliseconds", milliseconds, "torch"),
 }
