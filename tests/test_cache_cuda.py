@@ -186,7 +186,7 @@ def test_calls_run_behind_the_work_of_their_stream_and_do_not_wait(torch, layout
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(SLEEP_CYCLES)
+        torch.cuda._sleep(5 * SLEEP_CYCLES)  # a host with 40 processes took more than one
         late.copy_(k)
         cuattn.reshape_and_cache(late, v, *caches, slots, kv_layout=layout)
         cuattn.gather_cache(*caches, table, ends, kv_layout=layout, k_out=outs[0], v_out=outs[1])
