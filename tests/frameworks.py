@@ -29,6 +29,21 @@ def bits_of(array):
     return array.view({1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}[array.dtype.itemsize])
 
 
+class OnlyDlpack:
+    """A tensor of which no more than its DLPack export is seen, and what was asked of that."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+        self.requests = []
+
+    def __dlpack_device__(self):
+        return self.tensor.__dlpack_device__()
+
+    def __dlpack__(self, **request):
+        self.requests.append(request)
+        return self.tensor.__dlpack__(**request)
+
+
 class Numpy:
     dtypes = (np.float32, np.float16, ml_dtypes.bfloat16)
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import cuattn
+import frameworks
 import harness
 import paged_cases
 import test_paged_prefill
@@ -84,23 +85,11 @@ def test_a_given_stream_is_used_and_its_results_belong_to_it(torch, qkv, backend
 
 
 def test_dlpack_arrays_run_on_the_given_stream(torch, qkv):
-    class OnlyDlpack:
-        def __init__(self, tensor):
-            self.tensor = tensor
-            self.requests = []
-
-        def __dlpack_device__(self):
-            return self.tensor.__dlpack_device__()
-
-        def __dlpack__(self, **request):
-            self.requests.append(request)
-            return self.tensor.__dlpack__(**request)
-
     want = cuattn.attention(*qkv)
     stream = torch.cuda.Stream()
     out = torch.zeros_like(want)
     torch.cuda.synchronize()
-    arrays = [OnlyDlpack(x) for x in qkv]
+    arrays = [frameworks.OnlyDlpack(x) for x in qkv]
     assert cuattn.attention(*arrays, out=out, stream=stream) is out
     stream.synchronize()
     assert torch.equal(out, want)
