@@ -69,9 +69,9 @@ inline constexpr bool kKernelsWait = [] {
 
 // Launches `kernel` so that, from sm_90 on, it may start while the kernel before it on the stream
 // still runs; it calls device::wait_for_previous_kernel() before it reads what that one wrote.
-// `cluster`: thread blocks next to each other that run together; 1 = none.
+// `cluster`: thread blocks that run together; all 1 is none.
 template <class... Parameters, class... Arguments>
-void launch_clusters(void (*kernel)(Parameters...), dim3 grid, int cluster, int threads,
+void launch_clusters(void (*kernel)(Parameters...), dim3 grid, dim3 cluster, int threads,
                      int smem_bytes, int major, cudaStream_t stream,
                      const Arguments&... arguments) {
   cudaLaunchAttribute attributes[2] = {};
@@ -86,10 +86,10 @@ void launch_clusters(void (*kernel)(Parameters...), dim3 grid, int cluster, int 
     overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     overlap.val.programmaticStreamSerializationAllowed = 1;
   }
-  if (cluster > 1) {
+  if (cluster.x * cluster.y * cluster.z > 1) {
     cudaLaunchAttribute& together = attributes[config.numAttrs++];
     together.id = cudaLaunchAttributeClusterDimension;
-    together.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+    together.val.clusterDim = {cluster.x, cluster.y, cluster.z};
   }
   CUATTN_CUDA_TRY(cudaLaunchKernelEx(&config, kernel, arguments...));
 }
@@ -97,7 +97,7 @@ void launch_clusters(void (*kernel)(Parameters...), dim3 grid, int cluster, int 
 template <class... Parameters, class... Arguments>
 void launch_overlapping(void (*kernel)(Parameters...), dim3 grid, int threads, int smem_bytes,
                         int major, cudaStream_t stream, const Arguments&... arguments) {
-  launch_clusters(kernel, grid, 1, threads, smem_bytes, major, stream, arguments...);
+  launch_clusters(kernel, grid, dim3(), threads, smem_bytes, major, stream, arguments...);
 }
 
 }  // namespace cuattn

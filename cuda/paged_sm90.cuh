@@ -27,9 +27,11 @@ struct PagedSm90Maps {
   int32_t piece;
 };
 
-template <DType kType, int kHeadDim, int kRows, ScoreKind kScore>
+// kCluster: the splits of a unit are the blocks of a cluster, which merges them.
+template <DType kType, int kHeadDim, int kRows, ScoreKind kScore, bool kCluster>
 struct PagedSm90 {
   // 1. Types and sizes
+  static constexpr bool kMerges = kCluster;
   static constexpr int kDim = kHeadDim;
   static constexpr Tile kTile = paged_sm90_tile(kHeadDim, kRows).tile;
   static constexpr int kMathThreads = 128, kThreads = kMathThreads + 32;
@@ -82,17 +84,11 @@ struct PagedSm90 {
     return 1024 + stages * (2 * kStageBytes + 32) + (kPanels + 1) * kRowPanelBytes + 3 * kRows * 16;
   }
 
-  struct Ring {  // a place among the stages, and the parity of the phase to wait for
-    int stage = 0, stages;
-    uint32_t parity;
-    __device__ Ring(int stages, uint32_t first_parity) : stages(stages), parity(first_parity) {}
-    __device__ __forceinline__ void next() {
-      if (++stage == stages) {
-        stage = 0;
-        parity ^= 1;
-      }
-    }
-  };
+  // Which split a block has, in the order of paged_item; with a plan, which worker it is.
+  static __device__ __forceinline__ uint32_t task_index() {
+    if (!kCluster) return blockIdx.x;
+    return blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
+  }
 
   // 3. Roles. While the kernel before this one ends, the copy warp of a split asks L2 for the first
   // tiles: of the keys that lie in the cache all but the newest do so already. Note: where all
@@ -102,7 +98,7 @@ struct PagedSm90 {
     const int32_t pieces = kTile.n / maps.piece;  // of a tile
     int32_t lane = threadIdx.x % 32, panel = lane % kPanels, my_piece = lane / kPanels;
     if (p.work.num_splits == 0) return;
-    device::KeyGuess guess = device::guess_keys(p.work);
+    device::KeyGuess guess = device::guess_keys(p.work, task_index());
     const uint32_t begin = guess.begin, end = guess.end;
     if (guess.end - guess.begin > kPrefetchKeys) return;
     uint32_t token = begin + lane * maps.piece;
@@ -134,18 +130,18 @@ struct PagedSm90 {
     const uint32_t to = panel * kPanelBytes + my_piece * maps.piece * 128;
     // Note: a division in the loop over tiles costs 3 % of long contexts.
     const int32_t block_size = p.block_size, row_step = kTile.n % block_size;
-    Ring ring(p.stages, 1);
+    device::RunTimeRing ring(p.stages, 1);
     auto load = [&](const device::TensorMap& map, uint32_t smem, uint32_t empty, uint32_t full,
                     int32_t row, int32_t head, int32_t block) {
-      device::barrier_wait(empty, ring.parity);
+      device::barrier_wait(empty, ring.parity());
       if (lane == 0) device::barrier_arrive_expect(full, kStageBytes);
       __syncwarp();
       if (has_box) {
-        device::tma_load(smem + ring.stage * kStageBytes + to, &map, full, panel * 64, row, head,
+        device::tma_load(smem + ring.stage() * kStageBytes + to, &map, full, panel * 64, row, head,
                          block, 0, device::kEvictNormal);
       }
     };
-    device::KeyTasks tasks(p.work);
+    device::KeyTasks tasks(p.work, task_index());
     device::KeyTask task;
     while (tasks.next(p.work, task)) {
       auto seen = [&](uint32_t token) {
@@ -176,9 +172,9 @@ struct PagedSm90 {
           }
           int32_t entry = __shfl_sync(0xffffffffu, entries, piece);
           int32_t block = seen(token) ? device::existing_block(p, entry) : -1;
-          load(maps.k, shared.k, shared.k_empty(ring.stage), shared.k_full(ring.stage), row,
+          load(maps.k, shared.k, shared.k_empty(ring.stage()), shared.k_full(ring.stage()), row,
                task.kv_head, block);
-          load(maps.v, shared.v, shared.v_empty(ring.stage), shared.v_full(ring.stage), row,
+          load(maps.v, shared.v, shared.v_empty(ring.stage()), shared.v_full(ring.stage()), row,
                task.kv_head, block);
           token += kTile.n;
           row += row_step;
@@ -189,6 +185,7 @@ struct PagedSm90 {
         entries = next_entries;
       }
     }
+    if (kCluster) device::release_next_kernel();  // a block without keys has not
   }
 
   // The math warps. A thread holds keys `key` and `key` + 8 of a tile (rows of S^T), or as many
@@ -336,9 +333,10 @@ struct PagedSm90 {
     const uint64_t q_desc = wgmma_descriptor(shared.q, 0), p_desc = wgmma_descriptor(shared.p, 0);
     const uint64_t k_desc = wgmma_descriptor(shared.k, 0);
     const uint64_t v_desc = wgmma_descriptor(shared.v, kPanelBytes);
-    Ring ring(p.stages, 0);
-    KeyTasks tasks(p.work);
+    RunTimeRing ring(p.stages, 0);
+    KeyTasks tasks(p.work, task_index());
     KeyTask task;
+    if (kCluster) keep_nothing(shared);
     while (tasks.next(p.work, task)) {
       load_rows(p, task, shared);
       Softmax state;
@@ -359,8 +357,8 @@ struct PagedSm90 {
 #pragma unroll 1
       for (int32_t left = task.end - task.begin; left > 0; left -= kTile.n, first_key += kTile.n) {
         float scores[kCount];
-        uint64_t k = advance(k_desc, ring.stage * kStageBytes);
-        barrier_wait(shared.k_full(ring.stage), ring.parity);
+        uint64_t k = advance(k_desc, ring.stage() * kStageBytes);
+        barrier_wait(shared.k_full(ring.stage()), ring.parity());
         pin(scores);
         wgmma_fence();
 #pragma unroll
@@ -372,21 +370,21 @@ struct PagedSm90 {
         wgmma_commit();
         wgmma_wait<0>();
         pin(scores);
-        if (me.lane == 0) barrier_arrive(shared.k_empty(ring.stage));
+        if (me.lane == 0) barrier_arrive(shared.k_empty(ring.stage()));
 
         bool edge = full_end - first_key < kTile.n || first_key < full_begin;
         score_tile(p, shared, me, first_key, edge, scores);
         softmax_tile(shared, me, state, scores, out);
-        barrier_wait(shared.v_full(ring.stage), ring.parity);
+        barrier_wait(shared.v_full(ring.stage()), ring.parity());
         if (edge) {
-          uint32_t v = shared.v + ring.stage * kStageBytes;
+          uint32_t v = shared.v + ring.stage() * kStageBytes;
           clear_rows(v, 0, min(task.low - first_key, kTile.n));
           clear_rows(v, left, kTile.n);
         }
         async_proxy_fence();  // P, and the cleared rows
         sync_math();
 
-        uint64_t v = advance(v_desc, ring.stage * kStageBytes);
+        uint64_t v = advance(v_desc, ring.stage() * kStageBytes);
 #pragma unroll
         for (int panel = 0; panel < kPanels; ++panel) pin(out[panel]);
         wgmma_fence();
@@ -402,10 +400,10 @@ struct PagedSm90 {
         wgmma_wait<0>();
 #pragma unroll
         for (int panel = 0; panel < kPanels; ++panel) pin(out[panel]);
-        if (me.lane == 0) barrier_arrive(shared.v_empty(ring.stage));
+        if (me.lane == 0) barrier_arrive(shared.v_empty(ring.stage()));
         ring.next();
       }
-      if (w.in_cluster) {
+      if constexpr (kCluster) {
         keep(shared, me, state, out);
       } else {
         store(p, task, shared, me, state, out);
@@ -487,6 +485,10 @@ struct PagedSm90 {
   static __device__ __forceinline__ device::ClusterParts parts(const Shared& shared) {
     return {shared.k, shared.facts, (kHeadDim + 4) * 4};  // 4 more columns: other banks
   }
+  static __device__ __forceinline__ void keep_nothing(const Shared& shared) {
+    if (threadIdx.x >= kRows) return;
+    device::store_shared(parts(shared).sum(threadIdx.x), float2{device::negative_infinity(), 0.0f});
+  }
   static __device__ __forceinline__ void keep(const Shared& shared, const Lane& me,
                                               const Softmax& state,
                                               const float (&out)[kPanels][kCount]) {
@@ -506,7 +508,8 @@ struct PagedSm90 {
     }
   }
   static __device__ __forceinline__ void merge(const PagedParams& p, const Shared& shared) {
-    device::merge_cluster<kType, kHeadDim, kPagedMaxCluster>(p, parts(shared), kMathThreads);
+    device::merge_cluster<kType, kHeadDim, kPagedMaxCluster>(p, paged_item(p.work, task_index()),
+                                                             parts(shared), kMathThreads);
   }
 };
 
@@ -516,7 +519,7 @@ __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kCtasPerSm)
     paged_sm90_kernel(const __grid_constant__ PagedParams p,
                       const __grid_constant__ PagedSm90Maps maps) {
   extern __shared__ uint8_t smem[];
-  typename Kernel::Shared shared(smem, p.stages);
+  const typename Kernel::Shared shared(smem, p.stages);
   bool copies = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0) == Kernel::kMathThreads / 32;
   if (threadIdx.x == Kernel::kMathThreads) {
     device::tma_prefetch(&maps.k);
@@ -539,7 +542,7 @@ __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kCtasPerSm)
     device::wait_for_previous_kernel();
     Kernel::compute(p, shared);
   }
-  if (p.work.in_cluster) {
+  if constexpr (Kernel::kMerges) {
     device::cluster_sync();
     if (!copies) Kernel::merge(p, shared);
     device::cluster_sync();  // no block ends while others read what it holds
@@ -547,13 +550,6 @@ __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kCtasPerSm)
 }
 
 // 7. Launcher
-inline const device::TensorMap& paged_cache_map(const PagedParams& p, const void* cache,
-                                                const CacheStrides& s, int32_t piece) {
-  return tensor_map(p.kv_dtype, p.num_blocks > 0 ? cache : p.q,  // without blocks nothing is read
-                    {p.head_dim, p.block_size, p.work.num_heads_kv, p.num_blocks, 1},
-                    {s.token, s.head, s.block, 0}, {64, piece, 1, 1, 1});
-}
-
 template <class Kernel>
 void launch_paged_sm90_kernel(const PagedParams& p, cudaStream_t stream) {
   static std::atomic<uint64_t> allowed{0};
@@ -563,21 +559,31 @@ void launch_paged_sm90_kernel(const PagedParams& p, cudaStream_t stream) {
   maps.piece = std::gcd(p.block_size, Kernel::kTile.n);
   maps.k = paged_cache_map(p, p.k_cache, p.k_strides, maps.piece);
   maps.v = paged_cache_map(p, p.v_cache, p.v_strides, maps.piece);
-  launch_clusters(paged_sm90_kernel<Kernel>, grid_blocks(num_key_tasks(p.work), "sm90"),
-                  p.work.in_cluster ? p.work.num_splits : 1, Kernel::kThreads,
+  const PagedWork& w = p.work;
+  dim3 grid, cluster;
+  if (Kernel::kMerges) {  // in the order of paged_item
+    grid = dim3(head_groups(w), w.num_splits, w.num_seqs);
+    cluster.y = w.num_splits;
+  } else {
+    grid.x = grid_blocks(num_key_tasks(w), "sm90");
+  }
+  launch_clusters(paged_sm90_kernel<Kernel>, grid, cluster, Kernel::kThreads,
                   Kernel::smem_bytes(p.stages), 9, stream, p, maps);
 }
 
 template <DType kType, int kHeadDim>
 void launch_paged_sm90(const PagedParams& p, cudaStream_t stream) {
-  auto launch_rows = [&]<int kRows>() {
-    if (p.softcap > 0.0f || p.alibi_slopes != nullptr || !(p.scale > 0.0f)) {
-      using Kernel = PagedSm90<kType, kHeadDim, kRows, ScoreKind::scored>;
-      launch_paged_sm90_kernel<Kernel>(p, stream);
-    } else {
-      using Kernel = PagedSm90<kType, kHeadDim, kRows, ScoreKind::identity>;
-      launch_paged_sm90_kernel<Kernel>(p, stream);
+  auto launch_kind = [&]<int kRows, ScoreKind kScore>() {
+    if constexpr (paged_sm90_clusters(kHeadDim, kRows)) {
+      using Kernel = PagedSm90<kType, kHeadDim, kRows, kScore, true>;
+      if (p.work.in_cluster) return launch_paged_sm90_kernel<Kernel>(p, stream);
     }
+    launch_paged_sm90_kernel<PagedSm90<kType, kHeadDim, kRows, kScore, false>>(p, stream);
+  };
+  auto launch_rows = [&]<int kRows>() {
+    bool scored = p.softcap > 0.0f || p.alibi_slopes != nullptr || !(p.scale > 0.0f);
+    if (scored) return launch_kind.template operator()<kRows, ScoreKind::scored>();
+    launch_kind.template operator()<kRows, ScoreKind::identity>();
   };
   if (p.work.rows <= 8) return launch_rows.template operator()<8>();
   if (p.work.rows <= 16) return launch_rows.template operator()<16>();

@@ -9,6 +9,7 @@
 #include <cstring>
 
 #include "cuattn/device/mma_sm90.cuh"
+#include "cuattn/paged_params.h"
 #include "launch.h"
 
 namespace cuattn {
@@ -131,6 +132,15 @@ inline const device::TensorMap& key_map(const PrefillParams& p, const void* base
   if (tokens == 0) base = p.q;  // never read, but legal
   return tensor_map(p.dtype, base, {columns, tokens, p.num_heads_kv, ragged ? 1 : p.batch, 1},
                     {s.seq, s.head, s.batch, 0}, {64, rows, 1, 1, 1});
+}
+
+// A cache of K or V as (columns, tokens of a block, heads, blocks, 1): a box is 64 columns of
+// `piece` tokens of a block.
+inline const device::TensorMap& paged_cache_map(const PagedParams& p, const void* cache,
+                                                const CacheStrides& s, int32_t piece) {
+  return tensor_map(p.kv_dtype, p.num_blocks > 0 ? cache : p.q,  // without blocks nothing is read
+                    {p.head_dim, p.block_size, p.work.num_heads_kv, p.num_blocks, 1},
+                    {s.token, s.head, s.block, 0}, {64, piece, 1, 1, 1});
 }
 
 }  // namespace cuattn

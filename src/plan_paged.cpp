@@ -95,8 +95,8 @@ int32_t lanes_of(int32_t num_workers, int32_t head_groups) {
 // too little for many keys.
 bool can_cluster(const Plan& plan, const PagedRequest& r, int32_t splits, int32_t tiles) {
   constexpr int32_t kMostKeys = 1024;  // of a block
-  return plan.kernel == Kernel::sm90 && plan.head_dim <= 128 && plan.tile.m <= 16 &&
-         !r.batch_invariant && splits > 1 && splits <= kPagedMaxCluster &&
+  return plan.kernel == Kernel::sm90 && paged_sm90_clusters(plan.head_dim, plan.tile.m) &&
+         r.num_seqs <= 65535 && !r.batch_invariant && splits > 1 && splits <= kPagedMaxCluster &&
          ceil_div(tiles, splits) * plan.tile.n <= kMostKeys;
 }
 

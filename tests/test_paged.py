@@ -180,6 +180,16 @@ def test_splits_of_short_contexts(device, backend, case, num_splits, dtype, rng)
         assert again.tobytes() == once.tobytes()
 
 
+@pytest.mark.parametrize("options", [{"num_splits": 9}, {"batch_invariant": True}], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(("device", "backend"), target_params())
+def test_more_splits_than_run_at_a_time(device, backend, head_dim, options, rng):
+    lens = (900, 0, 1, 513, 64) * 9
+    case = PagedCase(dtype="bfloat16", lens=lens, head_dim=head_dim, num_heads_q=16, num_heads_kv=8)
+    case = dataclasses.replace(case, sinks=True, options=tuple(options.items()))
+    paged_cases.assert_case(device, backend, case, rng)
+
+
 PLANNED = [
     PagedCase(lens=(1000, 1, 0, 333)),
     PagedCase(lens=(1,) * 9, sinks=True),
@@ -533,6 +543,9 @@ def test_a_cluster_merges_splits_where_they_are_few_and_short():
     # Forced; and where something else says how keys are cut.
     assert [splits(64, 4096, num_splits=n) for n in (1, 3, 4, 8, 9)] == [-1, -3, 4, 8, -9]
     assert splits(1, 1024, batch_invariant=True) == -2
+    # An axis of the grid holds the sequences.
+    assert [splits(n, 16, 1, num_splits=2) for n in (65535, 65536)] == [-1, -1]
+    assert [splits(n, 128, 1, num_splits=2) for n in (65535, 65536)] == [2, -2]
 
 
 def test_explain_counts_more_units_than_32_bits_hold():

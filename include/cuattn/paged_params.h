@@ -179,21 +179,15 @@ CUATTN_HOST_DEVICE int64_t num_key_tasks(const PagedWork& w) {
   return int64_t{w.num_seqs} * w.num_splits * head_groups(w);
 }
 
-// Without a plan: which split of which unit thread block `index` of num_key_tasks works on. Heads
-// fastest, so that blocks that run together read neighbours in memory; splits, where they are a
-// cluster.
+// Without a plan: which split of which unit task `index` of num_key_tasks is. Heads fastest: blocks
+// that run together read neighbours in memory.
 struct PagedItem {
   int32_t b, head_group, split;
 };
 
 CUATTN_HOST_DEVICE PagedItem paged_item(const PagedWork& w, uint32_t index) {
-  int32_t splits = w.num_splits, groups = head_groups(w);
-  if (w.in_cluster) {
-    int32_t split = index % splits, unit = index / splits;
-    return {unit / groups, unit % groups, split};
-  }
-  int32_t head_group = index % groups, rest = index / groups;
-  return {rest / splits, head_group, rest % splits};
+  int32_t head_group = index % head_groups(w), rest = index / head_groups(w);
+  return {rest / w.num_splits, head_group, rest % w.num_splits};
 }
 
 // Without a plan: the splits first .. first + count - 1 of num_splits have work; count >= 1. Split

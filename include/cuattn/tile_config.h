@@ -169,6 +169,11 @@ constexpr int32_t paged_sm90_stages(int32_t head_dim, Tile tile, bool alone) {
   return fits && alone ? tile.stages * 4 / 3 : tile.stages;
 }
 
+// Clusters are compiled for as many rows as merge quickly, and where two blocks fit a
+// multiprocessor.
+constexpr bool paged_sm90_clusters(int32_t head_dim, int32_t rows) {
+  return head_dim <= 128 && rows <= 16;
+}
 // Splits that one cluster merges at most: as many thread blocks as every device of compute
 // capability 9.0 runs together. More leave their parts in memory for a second kernel.
 constexpr int32_t kPagedMaxCluster = 8;

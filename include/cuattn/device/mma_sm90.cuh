@@ -96,6 +96,24 @@ class Ring<2> {  // both in one register
   uint32_t count_;
 };
 
+// The same where a launch says how many stages there are.
+class RunTimeRing {
+ public:
+  __device__ RunTimeRing(int count, uint32_t first_parity) : count_(count), parity_(first_parity) {}
+  __device__ __forceinline__ int stage() const { return stage_; }
+  __device__ __forceinline__ uint32_t parity() const { return parity_; }
+  __device__ __forceinline__ void next() {
+    if (++stage_ == count_) {
+      stage_ = 0;
+      parity_ ^= 1;
+    }
+  }
+
+ private:
+  int stage_ = 0, count_;
+  uint32_t parity_;
+};
+
 // ---- named barriers (0 is __syncthreads): `threads` counts those that wait and those that only
 // arrive.
 

@@ -77,14 +77,13 @@ class KeyTasks {
     task.split = item.split;
     PagedSpan span = paged_span(w, b);
     PagedSplits splits = paged_splits(w, span);
-    bool has_keys = task.split >= splits.first && task.split < splits.first + splits.count;
-    if (!has_keys && !w.in_cluster) return false;
+    if (task.split < splits.first || task.split >= splits.first + splits.count) return false;
     place(w, b, head_group, span, task);
     int64_t begin = splits.begin_of(task.split), end = splits.begin_of(task.split + 1);
     task.begin = static_cast<int32_t>(begin > span.begin ? begin : span.begin);
     task.end = static_cast<int32_t>(end < span.end ? end : span.end);
     task.slot = -1;
-    if (splits.count > 1 && !w.in_cluster) {
+    if (splits.count > 1) {
       task.slot = (int64_t{b} * head_groups(w) + head_group) * w.num_splits + task.split;
     }
     return true;
@@ -101,15 +100,15 @@ __device__ __forceinline__ int32_t peek(const int32_t* word) {
   return value;
 }
 
-// Which keys this thread block's split will most likely have, before wait_for_previous_kernel().
+// Which keys split `index` will most likely have, before wait_for_previous_kernel().
 // Lengths and tables may be about to change: good for a prefetch and for nothing else.
 struct KeyGuess {
   int32_t b, kv_head;
   int32_t begin, end;  // within what the table can name; no key where end <= begin
 };
 
-__device__ __forceinline__ KeyGuess guess_keys(const PagedWork& w) {
-  PagedItem item = paged_item(w, blockIdx.x);
+__device__ __forceinline__ KeyGuess guess_keys(const PagedWork& w, uint32_t index) {
+  PagedItem item = paged_item(w, index);
   PagedSpan span = paged_span_of_context(w, context_of_length(w, peek(w.context_lens + item.b)));
   PagedSplits splits = paged_splits(w, span);
   int64_t begin = max(splits.begin_of(item.split), int64_t{span.begin});

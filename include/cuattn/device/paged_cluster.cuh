@@ -27,11 +27,10 @@ struct ClusterParts {
 
 // Of the elements of the unit each thread of each block merges one at a time.
 template <DType kType, int kHeadDim, int kMostParts>
-__device__ __forceinline__ void merge_cluster(const PagedParams& p, const ClusterParts& parts,
-                                              int threads) {
+__device__ __forceinline__ void merge_cluster(const PagedParams& p, const PagedItem& item,
+                                              const ClusterParts& parts, int threads) {
   using T = Element<kType>;
   const PagedWork& w = p.work;
-  const PagedItem item = paged_item(w, blockIdx.x);
   const int32_t kv_head = item.head_group / w.row_groups;
   const int32_t row0 = (item.head_group - kv_head * w.row_groups) * w.rows;
 #pragma unroll 1
@@ -58,7 +57,8 @@ __device__ __forceinline__ void merge_cluster(const PagedParams& p, const Cluste
     for (int part = 0; part < kMostParts; ++part) {
       float weight = exp2_approx(sums[part].x - reference);
       sum = fmaf(weight, sums[part].y, sum);
-      value = fmaf(weight, values[part], value);
+      // A part without keys: its values may be anything, even NaN.
+      value = weight == 0.0f ? value : fmaf(weight, values[part], value);
     }
     UnitRow at = unit_row(p, item.b, kv_head, row0, row);
     if (!at.valid || column >= p.head_dim) continue;
