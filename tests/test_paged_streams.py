@@ -342,6 +342,7 @@ def test_memory_is_the_callers(torch, name):
     for _ in range(20):
         function(x)
     torch.cuda.synchronize()
+    gc.collect()  # what other tests left
     allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     free = free_bytes(torch)
     for _ in range(300):
