@@ -94,6 +94,7 @@ void launch_clusters(void (*kernel)(Parameters...), dim3 grid, dim3 cluster, int
   CUATTN_CUDA_TRY(cudaLaunchKernelEx(&config, kernel, arguments...));
 }
 
+// The same without clusters.
 template <class... Parameters, class... Arguments>
 void launch_overlapping(void (*kernel)(Parameters...), dim3 grid, int threads, int smem_bytes,
                         int major, cudaStream_t stream, const Arguments&... arguments) {

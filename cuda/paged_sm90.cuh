@@ -3,56 +3,35 @@
 // caches with blocks of a multiple of 8 tokens. Memory bound: everything serves that bytes are
 // always on their way. Operands are swapped, so that keys fill the 64 rows of a wgmma and the few
 // queries its columns: S^T = K Q^T and O^T += V^T P^T, with K and V as they lie in the cache.
-// One warp copies blocks through the TMA, four multiply. Source: the swap of FlashMLA and hpc-ops;
-// PTX ISA, wgmma. Tasks, rows and results: device/paged.cuh. Next: paged_combine.cu.
+// One or two warps copy blocks through the TMA, four multiply. Source: the swap of FlashMLA and
+// hpc-ops; PTX ISA, wgmma. Tasks, rows and results: device/paged.cuh. Storage and copies:
+// paged_sm90_copy.cuh. Clusters and parts: device/paged_cluster.cuh. Next: paged_combine.cu.
 //
-//   copy warp   | K0 V0 | K1 V1 | K2 V2 |  wait for a free stage  | K3 | V3 | ...      3 stages
-//   math warps          | S0 softmax O0 | S1 softmax O1 | ...
+//   math warps     | softmax of S0 | softmax of S1 | ...
+//   tensor cores   | S0 |          | O0 | S1 |     | O1 | S2 | ...      in a cluster one at a time
 #pragma once
 
 #include <numeric>
 
 #include "cuattn/device/paged_cluster.cuh"
-#include "cuattn/device/wgmma_sm90.cuh"
-#include "cuattn/tile_config.h"
 #include "launch.h"
-#include "tensor_maps.h"
+#include "paged_sm90_copy.cuh"
 
 namespace cuattn {
 
-// K and V caches as (head_dim, tokens of a block, kv heads, blocks, 1): a box is 64 columns of
-// `piece` tokens, the most that both a block and a tile are made of.
-struct PagedSm90Maps {
-  device::TensorMap k, v;
-  int32_t piece;
-};
-
-// kCluster: the splits of a unit are the blocks of a cluster, which merges them.
-template <DType kType, int kHeadDim, int kRows, ScoreKind kScore, bool kCluster>
-struct PagedSm90 {
+template <DType kType, int kHeadDim, int kRows, ScoreKind kScore, SplitUse kUse>
+struct PagedSm90 : PagedSm90Tiles<kType, kHeadDim, kRows, kUse> {
   // 1. Types and sizes
-  static constexpr bool kMerges = kCluster;
-  static constexpr int kDim = kHeadDim;
-  static constexpr Tile kTile = paged_sm90_tile(kHeadDim, kRows).tile;
-  static constexpr int kMathThreads = 128, kThreads = kMathThreads + 32;
-  static constexpr int kPanels = kHeadDim / 64;
-  static constexpr int kPanelBytes = kTile.n * 128;          // 64 columns of K or V
-  static constexpr int kStageBytes = kPanels * kPanelBytes;  // of K; V has as many
-  static constexpr int kRowPanelBytes = kRows * 128;         // 64 columns of Q or P
-  static constexpr int kLoadLanes = kTile.n / 8 * kPanels;   // boxes of a stage at most
-  // The next kernel is let in when a block has 192 KB left to copy. A block that has no more than
-  // 256 KB asks L2 for its first tiles before its turn comes; more would push out what it asked
-  // for.
-  static constexpr int kReleaseKeys = (192 << 10) / (2 * kStageBytes) * kTile.n;
-  static constexpr int kPrefetchKeys = (256 << 10) / (2 * kStageBytes) * kTile.n;
+  using Tiles = PagedSm90Tiles<kType, kHeadDim, kRows, kUse>;
+  using Tiles::kCluster, Tiles::kTile, Tiles::kMathThreads, Tiles::kPanels, Tiles::kPanelBytes,
+      Tiles::kStageBytes, Tiles::kRowPanelBytes, Tiles::rank, Tiles::task_index, Tiles::next_task;
+  using typename Tiles::Shared;
   static constexpr int kCount = kRows / 2;    // accumulators of 64 keys (S) or 64 columns (O)
   static constexpr int kColumns = kRows / 4;  // unit rows that a thread holds, in columns of S^T
+  // Parts have two tiles or so: every tile raises their references, whoever weighs them.
+  static constexpr bool kExactMaxima = kUse != SplitUse::whole;
   using Mma = device::Wgmma<kType, kRows>;
   using T = device::Element<kType>;
-  static constexpr int kCtasPerSm =
-      kRows > 32 || kHeadDim > 128 ? 1 : 2;  // registers, shared memory
-  static_assert(kTile.n == 64 && kTile.m == kRows, "a tile of keys is one wgmma");
-  static_assert(kLoadLanes <= 32, "one lane a box");
 
   // What is known of a unit row, kept in shared memory: read for tiles with an edge, or per score.
   struct alignas(16) RowFacts {
@@ -61,134 +40,7 @@ struct PagedSm90 {
     KeyRange visible;
   };
 
-  // 2. Shared storage, in address order: K and V (stage, panel, key, 64), Q (panel, row, 64), P
-  // (row, key), the maxima and the sums of four warps (row, warp), RowFacts (row), barriers.
-  struct Shared {
-    uint32_t k, v, q, p, maxima, sums, facts, barriers;
-    __device__ Shared(const void* base, int stages) {
-      k = (device::smem_address(base) + 1023) & ~1023u;  // the swizzle repeats every 1024 bytes
-      v = k + stages * kStageBytes;
-      q = v + stages * kStageBytes;
-      p = q + kPanels * kRowPanelBytes;
-      maxima = p + kRowPanelBytes;
-      sums = maxima + kRows * 16;
-      facts = sums + kRows * 16;
-      barriers = facts + kRows * 16;
-    }
-    __device__ uint32_t k_full(int stage) const { return barriers + 32 * stage; }
-    __device__ uint32_t k_empty(int stage) const { return barriers + 32 * stage + 8; }
-    __device__ uint32_t v_full(int stage) const { return barriers + 32 * stage + 16; }
-    __device__ uint32_t v_empty(int stage) const { return barriers + 32 * stage + 24; }
-  };
-  static constexpr int smem_bytes(int stages) {
-    return 1024 + stages * (2 * kStageBytes + 32) + (kPanels + 1) * kRowPanelBytes + 3 * kRows * 16;
-  }
-
-  // Which split a block has, in the order of paged_item; with a plan, which worker it is.
-  static __device__ __forceinline__ uint32_t task_index() {
-    if (!kCluster) return blockIdx.x;
-    return blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
-  }
-
-  // 3. Roles. While the kernel before this one ends, the copy warp of a split asks L2 for the first
-  // tiles: of the keys that lie in the cache all but the newest do so already. Note: where all
-  // warps may come to code in which lanes part, the loops after it lose their uniform registers: 3
-  // to 12 % slower.
-  static __device__ __forceinline__ void prefetch(const PagedParams& p, const PagedSm90Maps& maps) {
-    const int32_t pieces = kTile.n / maps.piece;  // of a tile
-    int32_t lane = threadIdx.x % 32, panel = lane % kPanels, my_piece = lane / kPanels;
-    if (p.work.num_splits == 0) return;
-    device::KeyGuess guess = device::guess_keys(p.work, task_index());
-    const uint32_t begin = guess.begin, end = guess.end;
-    if (guess.end - guess.begin > kPrefetchKeys) return;
-    uint32_t token = begin + lane * maps.piece;
-    int32_t entry = 0;  // of one of the first 32 pieces
-    if (token < end) {
-      entry = device::peek(p.block_tables + guess.b * p.block_tables_stride + token / p.block_size);
-    }
-#pragma unroll 1
-    for (int32_t first = 0; first < p.stages * pieces && first + pieces <= 32; first += pieces) {
-      int32_t piece = first + my_piece;
-      int32_t block = device::existing_block(p, __shfl_sync(0xffffffffu, entry, piece));
-      token = begin + piece * maps.piece;
-      if (my_piece < pieces && token < end) {
-        int32_t row = static_cast<int32_t>(token % p.block_size);
-        device::tma_prefetch_box(&maps.k, panel * 64, row, guess.kv_head, block, 0);
-        device::tma_prefetch_box(&maps.v, panel * 64, row, guess.kv_head, block, 0);
-      }
-    }
-  }
-
-  // The copy warp: each lane has one box of every tile. Together the lanes hold the block table
-  // entries of the next 32 pieces, and load those of the 32 after them. Keys that nobody sees are
-  // never read: block -1 is outside the tensor, and the TMA writes zeros.
-  static __device__ __forceinline__ void copy(const PagedParams& p, const PagedSm90Maps& maps,
-                                              const Shared& shared) {
-    const int32_t pieces = kTile.n / maps.piece;  // of a tile
-    int32_t lane = threadIdx.x % 32, panel = lane % kPanels, my_piece = lane / kPanels;
-    bool has_box = my_piece < pieces;
-    const uint32_t to = panel * kPanelBytes + my_piece * maps.piece * 128;
-    // Note: a division in the loop over tiles costs 3 % of long contexts.
-    const int32_t block_size = p.block_size, row_step = kTile.n % block_size;
-    device::RunTimeRing ring(p.stages, 1);
-    auto load = [&](const device::TensorMap& map, uint32_t smem, uint32_t empty, uint32_t full,
-                    int32_t row, int32_t head, int32_t block) {
-      device::barrier_wait(empty, ring.parity());
-      if (lane == 0) device::barrier_arrive_expect(full, kStageBytes);
-      __syncwarp();
-      if (has_box) {
-        device::tma_load(smem + ring.stage() * kStageBytes + to, &map, full, panel * 64, row, head,
-                         block, 0, device::kEvictNormal);
-      }
-    };
-    device::KeyTasks tasks(p.work, task_index());
-    device::KeyTask task;
-    while (tasks.next(p.work, task)) {
-      auto seen = [&](uint32_t token) {
-        return token + maps.piece > static_cast<uint32_t>(task.low) &&
-               token < static_cast<uint32_t>(task.end);
-      };
-      // Note: entries stay as they were loaded until their tile comes. One instruction on them
-      // here, such as the clamp of their range, and the warp waits for the table: 5 to 8 % slower.
-      uint32_t to_load = task.begin + lane * maps.piece;
-      auto load_entries = [&] {
-        uint32_t token = to_load;
-        to_load += 32 * maps.piece;
-        if (!seen(token)) return 0;
-        return device::table_entry(p, task.b, static_cast<int32_t>(token / block_size));
-      };
-      int32_t entries = load_entries(), left = task.end - task.begin;
-      uint32_t token = task.begin + my_piece * maps.piece;
-      int32_t row = static_cast<int32_t>(token % block_size);
-      bool releases = tasks.is_last(p.work);
-#pragma unroll 1
-      while (left > 0) {
-        int32_t next_entries = load_entries();
-#pragma unroll 1
-        for (int32_t piece = my_piece; piece < 32 + my_piece && left > 0; piece += pieces) {
-          if (releases && left <= kReleaseKeys) {
-            device::release_next_kernel();
-            releases = false;
-          }
-          int32_t entry = __shfl_sync(0xffffffffu, entries, piece);
-          int32_t block = seen(token) ? device::existing_block(p, entry) : -1;
-          load(maps.k, shared.k, shared.k_empty(ring.stage()), shared.k_full(ring.stage()), row,
-               task.kv_head, block);
-          load(maps.v, shared.v, shared.v_empty(ring.stage()), shared.v_full(ring.stage()), row,
-               task.kv_head, block);
-          token += kTile.n;
-          row += row_step;
-          if (row >= block_size) row -= block_size;
-          left -= kTile.n;
-          ring.next();
-        }
-        entries = next_entries;
-      }
-    }
-    if (kCluster) device::release_next_kernel();  // a block without keys has not
-  }
-
-  // The math warps. A thread holds keys `key` and `key` + 8 of a tile (rows of S^T), or as many
+  // 2. The math warps. A thread holds keys `key` and `key` + 8 of a tile (rows of S^T), or as many
   // columns of 64 of the output (rows of O^T), for kColumns unit rows.
   struct Lane {
     int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
@@ -248,9 +100,28 @@ struct PagedSm90 {
     return __builtin_bit_cast(float4, device::load_shared16(table + row * 16));
   }
 
+  // The exponentials of a row are relative to `reference`, which is not its maximum but near it: as
+  // long as no score is above it by more than `slack`, nothing has to be exchanged or rescaled. So
+  // warps meet once a tile. Source of the idea: FlashAttention-4.
   struct Softmax {
-    float max[kColumns], sum[kColumns];  // sum: of this thread's keys
-    float to_log2;                       // a score times this is an exponent in base 2
+    static constexpr float kSlackLog2 = 8.0f;  // exponentials up to 256
+
+    float reference[kColumns], sum[kColumns];  // sum: of this thread's keys
+    float to_log2;                             // a score times this is an exponent in base 2
+    float slack;
+    __device__ explicit Softmax(const PagedParams& p)
+        : to_log2(kScore == ScoreKind::scored ? device::kLog2e : p.scale * device::kLog2e) {
+      // V2 keeps the maxima themselves.
+      slack = p.exp_sums != nullptr ? 0.0f : fminf(kSlackLog2 / to_log2, 1e30f);
+      clear();
+    }
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) {
+        reference[c] = device::negative_infinity();
+        sum[c] = 0.0f;
+      }
+    }
   };
 
   // Scores of a tile become what the softmax sees. The keys are key + 64 j for tile j.
@@ -268,7 +139,7 @@ struct PagedSm90 {
         if constexpr (kScore == ScoreKind::scored) {
           score *= p.scale;
           if (p.softcap > 0.0f) score = p.softcap * device::tanh_exp2(score / p.softcap);
-          score -= row.slope * fabsf(static_cast<float>(row.position - key));
+          score = fmaf(-row.slope, fabsf(static_cast<float>(row.position - key)), score);
         }
         bool seen = key >= row.visible.begin && key < row.visible.end;
         if (edge && !seen) score = device::negative_infinity();
@@ -276,10 +147,47 @@ struct PagedSm90 {
     }
   }
 
-  // Maxima of all four warps, then probabilities; O is brought to the new maximum.
-  static __device__ __forceinline__ void softmax_tile(const Shared& shared, const Lane& me,
-                                                      Softmax& state, float (&scores)[kCount],
-                                                      float (&out)[kPanels][kCount]) {
+  // Exponentials of a tile relative to the references go to shared memory. `sums`: theirs. Whether
+  // some score of this thread is too large for that.
+  static __device__ __forceinline__ bool weigh_tile(const Shared& shared, const Lane& me,
+                                                    const Softmax& state,
+                                                    const float (&scores)[kCount],
+                                                    float (&sums)[kColumns]) {
+    using namespace device;
+    float weights[kCount];
+    bool exceeds = false;
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+      float limit = state.reference[c] + state.slack;
+      // A row that has seen nothing has -inf; 0 in its place keeps -inf - (-inf) out of the
+      // exponent.
+      float reference =
+          state.reference[c] == negative_infinity() ? 0.0f : state.reference[c] * state.to_log2;
+      sums[c] = 0.0f;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float score = scores[at(c, half)];
+        exceeds |= score > limit;
+        weights[at(c, half)] = exp2_approx(fmaf(score, state.to_log2, -reference));
+        sums[c] += weights[at(c, half)];
+      }
+    }
+    // P^T of 16 keys and 8 rows at a time, transposed on the way: rows of P, keys contiguous.
+#pragma unroll
+    for (int block = 0; block < kRows / 8; ++block) {
+      int row = block * 8 + me.lane % 8, chunk = me.warp * 2 + me.lane / 8 % 2;
+      const float* w = weights + block * 4;
+      stmatrix_x2_trans(shared.p + swizzled<128>(row, chunk), pack2<kType>(w[0], w[1]),
+                        pack2<kType>(w[2], w[3]));
+    }
+    return exceeds;
+  }
+
+  // The references become the maxima of all four warps; O and the sums are brought to them.
+  static __device__ __forceinline__ void raise_references(const Shared& shared, const Lane& me,
+                                                          Softmax& state,
+                                                          const float (&scores)[kCount],
+                                                          float (&out)[kPanels][kCount]) {
     using namespace device;
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
@@ -291,30 +199,16 @@ struct PagedSm90 {
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
       float4 of = of_warps(shared.maxima, me.row(c));
-      float max = fmaxf(fmaxf(fmaxf(of.x, of.y), fmaxf(of.z, of.w)), state.max[c]);
-      // A row that has seen nothing keeps -inf; 0 in its place keeps -inf - (-inf) out of the
-      // exponent.
+      float max = fmaxf(fmaxf(fmaxf(of.x, of.y), fmaxf(of.z, of.w)), state.reference[c]);
       float safe = max == negative_infinity() ? 0.0f : max;
-      float rescale = exp2_approx((state.max[c] - safe) * state.to_log2);
-      float reference = safe * state.to_log2;
-      state.max[c] = max;
-      state.sum[c] *= rescale;
+      float rescale = exp2_approx((state.reference[c] - safe) * state.to_log2);
+      state.reference[c] = max;
+      state.sum[c] = __fmul_rn(state.sum[c], rescale);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float& score = scores[at(c, half)];
-        score = exp2_approx(fmaf(score, state.to_log2, -reference));
-        state.sum[c] += score;
 #pragma unroll
         for (int panel = 0; panel < kPanels; ++panel) out[panel][at(c, half)] *= rescale;
       }
-    }
-    // P^T of 16 keys and 8 rows at a time, transposed on the way: rows of P, keys contiguous.
-#pragma unroll
-    for (int block = 0; block < kRows / 8; ++block) {
-      int row = block * 8 + me.lane % 8, chunk = me.warp * 2 + me.lane / 8 % 2;
-      const float* s = scores + block * 4;
-      stmatrix_x2_trans(shared.p + swizzled<128>(row, chunk), pack2<kType>(s[0], s[1]),
-                        pack2<kType>(s[2], s[3]));
     }
   }
 
@@ -326,37 +220,77 @@ struct PagedSm90 {
     }
   }
 
-  // 4. Main loop
-  static __device__ __forceinline__ void compute(const PagedParams& p, const Shared& shared) {
+  // The parts of a split that one block has had: the same sums in the same order as in a cluster.
+  struct MergedParts {
+    device::MergedRow rows[kColumns];
+    float out[kPanels][kCount] = {};
+
+    __device__ __forceinline__ void take(const Shared& shared, const Lane& me, Softmax& state,
+                                         float (&part)[kPanels][kCount]) {
+      share_sums(shared, me, state);
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) {
+        float2 found = row_sum(shared, state.reference[c], state.to_log2, me.row(c));
+        device::MergedRow::Weights weights = rows[c].add(found.x, found.y);
+#pragma unroll
+        for (int panel = 0; panel < kPanels; ++panel) {
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            float& value = part[panel][at(c, half)];
+            out[panel][at(c, half)] =
+                device::MergedRow::value(weights, out[panel][at(c, half)], value);
+            value = 0.0f;
+          }
+        }
+      }
+      state.clear();
+    }
+    // As if it had been one softmax. One thread has the sum of a row: it is added up once more.
+    __device__ __forceinline__ void give(const Lane& me, Softmax& state,
+                                         float (&to)[kPanels][kCount]) const {
+      sync_math();  // sums come where those of the last part were
+      state.to_log2 = 1.0f;
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) {
+        state.reference[c] = rows[c].maximum;
+        state.sum[c] = me.thread < 4 ? rows[c].sum : 0.0f;
+      }
+#pragma unroll
+      for (int panel = 0; panel < kPanels; ++panel) {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) to[panel][i] = out[panel][i];
+      }
+    }
+  };
+
+  // 3. Main loop
+  // Whether there was a task; `task` is the last, which a cluster merges.
+  static __device__ __forceinline__ bool compute(const PagedParams& p, const Shared& shared,
+                                                 device::KeyTask& task) {
     using namespace device;
     const Lane me;
     const uint64_t q_desc = wgmma_descriptor(shared.q, 0), p_desc = wgmma_descriptor(shared.p, 0);
     const uint64_t k_desc = wgmma_descriptor(shared.k, 0);
     const uint64_t v_desc = wgmma_descriptor(shared.v, kPanelBytes);
     RunTimeRing ring(p.stages, 0);
-    KeyTasks tasks(p.work, task_index());
-    KeyTask task;
-    if (kCluster) keep_nothing(shared);
-    while (tasks.next(p.work, task)) {
+    KeyTasks tasks(p.work, task_index(p.work));
+    bool had_task = false;
+    while (next_task(p.work, tasks, task)) {
+      had_task = true;
       load_rows(p, task, shared);
-      Softmax state;
-      state.to_log2 = kScore == ScoreKind::scored ? kLog2e : p.scale * kLog2e;
+      Softmax state(p);
       float out[kPanels][kCount] = {};
-#pragma unroll
-      for (int c = 0; c < kColumns; ++c) {
-        state.max[c] = negative_infinity();
-        state.sum[c] = 0.0f;
-      }
+      MergedParts merged;
       // Every row sees all keys of [full_begin, full_end).
       const PagedWork& w = p.work;
       int32_t full_end =
           min(task.end, visible_keys(w.window_left, w.window_right, 0, w.q_len, task.context).end);
       int32_t full_begin =
           visible_keys(w.window_left, w.window_right, w.q_len - 1, w.q_len, task.context).begin;
-      int32_t first_key = task.begin;
-#pragma unroll 1
-      for (int32_t left = task.end - task.begin; left > 0; left -= kTile.n, first_key += kTile.n) {
-        float scores[kCount];
+      int32_t first_key = task.begin, left = task.end - task.begin;
+      uint32_t last_v_empty = 0, last_parity = 0;
+      float scores[kCount];
+      auto start_scores = [&] {
         uint64_t k = advance(k_desc, ring.stage() * kStageBytes);
         barrier_wait(shared.k_full(ring.stage()), ring.parity());
         pin(scores);
@@ -368,21 +302,41 @@ struct PagedSm90 {
                               step != 0);
         }
         wgmma_commit();
+      };
+      // With `kMore` the scores of the next tile are on their way while O of this one is.
+      auto add_tile = [&]<bool kMore>() {
         wgmma_wait<0>();
         pin(scores);
         if (me.lane == 0) barrier_arrive(shared.k_empty(ring.stage()));
 
         bool edge = full_end - first_key < kTile.n || first_key < full_begin;
         score_tile(p, shared, me, first_key, edge, scores);
-        softmax_tile(shared, me, state, scores, out);
-        barrier_wait(shared.v_full(ring.stage()), ring.parity());
         if (edge) {
           uint32_t v = shared.v + ring.stage() * kStageBytes;
+          barrier_wait(shared.v_full(ring.stage()), ring.parity());  // others wait below
           clear_rows(v, 0, min(task.low - first_key, kTile.n));
           clear_rows(v, left, kTile.n);
         }
-        async_proxy_fence();  // P, and the cleared rows
-        sync_math();
+        bool first = first_key == task.begin;
+        if (!first) barrier_wait(last_v_empty, last_parity);  // all warps have read the last P
+        float sums[kColumns];
+        if constexpr (kExactMaxima) {
+          raise_references(shared, me, state, scores, out);
+          weigh_tile(shared, me, state, scores, sums);
+          async_proxy_fence();  // P, and the cleared rows
+          sync_math();
+        } else {
+          bool raises = first;
+          do {
+            if (raises) raise_references(shared, me, state, scores, out);
+            bool exceeds = weigh_tile(shared, me, state, scores, sums);
+            async_proxy_fence();
+            raises = named_barrier_any(1, kMathThreads, exceeds);
+          } while (raises);
+        }
+#pragma unroll
+        for (int c = 0; c < kColumns; ++c) state.sum[c] += sums[c];
+        barrier_wait(shared.v_full(ring.stage()), ring.parity());
 
         uint64_t v = advance(v_desc, ring.stage() * kStageBytes);
 #pragma unroll
@@ -397,21 +351,45 @@ struct PagedSm90 {
           }
         }
         wgmma_commit();
-        wgmma_wait<0>();
+        last_v_empty = shared.v_empty(ring.stage());
+        last_parity = ring.parity();
+        ring.next();
+        if constexpr (kMore) start_scores();
+        wgmma_wait<kMore ? 1 : 0>();
 #pragma unroll
         for (int panel = 0; panel < kPanels; ++panel) pin(out[panel]);
-        if (me.lane == 0) barrier_arrive(shared.v_empty(ring.stage()));
-        ring.next();
+        if (me.lane == 0) barrier_arrive(last_v_empty);
+        if constexpr (kUse == SplitUse::in_parts) {
+          if (!kMore || (first_key + kTile.n) % kPagedPartKeys == 0) {
+            merged.take(shared, me, state, out);
+          }
+        }
+      };
+      if constexpr (kCluster) {  // few tiles: less code to fetch counts for more
+#pragma unroll 1
+        for (; left > 0; left -= kTile.n, first_key += kTile.n) {
+          start_scores();
+          add_tile.template operator()<false>();
+        }
+      } else if (left > 0) {
+        start_scores();
+#pragma unroll 1
+        for (; left > kTile.n; left -= kTile.n, first_key += kTile.n) {
+          add_tile.template operator()<true>();
+        }
+        add_tile.template operator()<false>();
       }
       if constexpr (kCluster) {
         keep(shared, me, state, out);
       } else {
+        if constexpr (kUse == SplitUse::in_parts) merged.give(me, state, out);
         store(p, task, shared, me, state, out);
       }
     }
+    return had_task;
   }
 
-  // 5. Epilogue. The sums of the four warps meet.
+  // 4. Epilogue. The sums of the four warps meet.
   static __device__ __forceinline__ void share_sums(const Shared& shared, const Lane& me,
                                                     const Softmax& state) {
     using namespace device;
@@ -420,15 +398,19 @@ struct PagedSm90 {
       float sum = over_warp(state.sum[c], [](float a, float b) { return a + b; });
       uint32_t slot = me.row(c) * 16 + me.warp * 4;
       if (me.lane < 4) store_shared(shared.sums + slot, __float_as_uint(sum));
-      if (me.lane < 4) store_shared(shared.maxima + slot, __float_as_uint(state.max[c]));
+      if (me.lane < 4) store_shared(shared.maxima + slot, __float_as_uint(state.reference[c]));
     }
     sync_math();
   }
-  // The maximum (base 2) of a row, and its sum.
+  // The reference (base 2) of a row, and its sum.
+  static __device__ __forceinline__ float2 row_sum(const Shared& shared, float reference,
+                                                   float to_log2, int row) {
+    float4 sums = of_warps(shared.sums, row);
+    return {__fmul_rn(reference, to_log2), (sums.x + sums.y) + (sums.z + sums.w)};
+  }
   static __device__ __forceinline__ float2 row_sum(const Shared& shared, const Softmax& state,
                                                    int row) {
-    float4 sums = of_warps(shared.sums, row), maxima = of_warps(shared.maxima, row);
-    return {maxima.x * state.to_log2, (sums.x + sums.y) + (sums.z + sums.w)};
+    return row_sum(shared, of_warps(shared.maxima, row).x, state.to_log2, row);
   }
 
   // One thread a row finds where its result goes and by what it is multiplied; then each thread
@@ -485,10 +467,6 @@ struct PagedSm90 {
   static __device__ __forceinline__ device::ClusterParts parts(const Shared& shared) {
     return {shared.k, shared.facts, (kHeadDim + 4) * 4};  // 4 more columns: other banks
   }
-  static __device__ __forceinline__ void keep_nothing(const Shared& shared) {
-    if (threadIdx.x >= kRows) return;
-    device::store_shared(parts(shared).sum(threadIdx.x), float2{device::negative_infinity(), 0.0f});
-  }
   static __device__ __forceinline__ void keep(const Shared& shared, const Lane& me,
                                               const Softmax& state,
                                               const float (&out)[kPanels][kCount]) {
@@ -507,20 +485,21 @@ struct PagedSm90 {
       }
     }
   }
-  static __device__ __forceinline__ void merge(const PagedParams& p, const Shared& shared) {
-    device::merge_cluster<kType, kHeadDim, kPagedMaxCluster>(p, paged_item(p.work, task_index()),
-                                                             parts(shared), kMathThreads);
+  static __device__ __forceinline__ void merge(const PagedParams& p, const device::KeyTask& task,
+                                               const Shared& shared) {
+    device::merge_cluster<kType, kHeadDim, kPagedMaxCluster>(p, task, parts(shared), rank(p.work),
+                                                             kMathThreads);
   }
 };
 
-// 6. Kernel
+// 5. Kernel
 template <class Kernel>
 __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kCtasPerSm)
     paged_sm90_kernel(const __grid_constant__ PagedParams p,
                       const __grid_constant__ PagedSm90Maps maps) {
   extern __shared__ uint8_t smem[];
   const typename Kernel::Shared shared(smem, p.stages);
-  bool copies = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0) == Kernel::kMathThreads / 32;
+  int copy_warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0) - Kernel::kMathThreads / 32;
   if (threadIdx.x == Kernel::kMathThreads) {
     device::tma_prefetch(&maps.k);
     device::tma_prefetch(&maps.v);
@@ -533,23 +512,26 @@ __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kCtasPerSm)
     device::barrier_init_fence();
   }
   __syncthreads();
-  if (copies) {
-    Kernel::prefetch(p, maps);
+  [[maybe_unused]] device::KeyTask task;
+  [[maybe_unused]] bool had_task = false;
+  if (copy_warp >= 0) {
+    typename Kernel::Copies copies(copy_warp);
+    Kernel::prefetch(p, maps, copies);
     __syncwarp();
     device::wait_for_previous_kernel();
-    Kernel::copy(p, maps, shared);
+    Kernel::copy(p, maps, shared, copies);
   } else {
     device::wait_for_previous_kernel();
-    Kernel::compute(p, shared);
+    had_task = Kernel::compute(p, shared, task);
   }
-  if constexpr (Kernel::kMerges) {
+  if constexpr (Kernel::kCluster) {
     device::cluster_sync();
-    if (!copies) Kernel::merge(p, shared);
+    if (had_task) Kernel::merge(p, task, shared);
     device::cluster_sync();  // no block ends while others read what it holds
   }
 }
 
-// 7. Launcher
+// 6. Launcher
 template <class Kernel>
 void launch_paged_sm90_kernel(const PagedParams& p, cudaStream_t stream) {
   static std::atomic<uint64_t> allowed{0};
@@ -561,9 +543,9 @@ void launch_paged_sm90_kernel(const PagedParams& p, cudaStream_t stream) {
   maps.v = paged_cache_map(p, p.v_cache, p.v_strides, maps.piece);
   const PagedWork& w = p.work;
   dim3 grid, cluster;
-  if (Kernel::kMerges) {  // in the order of paged_item
-    grid = dim3(head_groups(w), w.num_splits, w.num_seqs);
-    cluster.y = w.num_splits;
+  if (Kernel::kCluster) {  // in the order of paged_item
+    grid = dim3(head_groups(w), w.num_splits * w.cluster, w.num_seqs);
+    cluster.y = w.cluster;
   } else {
     grid.x = grid_blocks(num_key_tasks(w), "sm90");
   }
@@ -574,11 +556,14 @@ void launch_paged_sm90_kernel(const PagedParams& p, cudaStream_t stream) {
 template <DType kType, int kHeadDim>
 void launch_paged_sm90(const PagedParams& p, cudaStream_t stream) {
   auto launch_kind = [&]<int kRows, ScoreKind kScore>() {
+    auto launch = [&]<SplitUse kUse>() {
+      launch_paged_sm90_kernel<PagedSm90<kType, kHeadDim, kRows, kScore, kUse>>(p, stream);
+    };
     if constexpr (paged_sm90_clusters(kHeadDim, kRows)) {
-      using Kernel = PagedSm90<kType, kHeadDim, kRows, kScore, true>;
-      if (p.work.in_cluster) return launch_paged_sm90_kernel<Kernel>(p, stream);
+      if (p.work.cluster > 1) return launch.template operator()<SplitUse::by_cluster>();
+      if (p.work.in_parts) return launch.template operator()<SplitUse::in_parts>();
     }
-    launch_paged_sm90_kernel<PagedSm90<kType, kHeadDim, kRows, kScore, false>>(p, stream);
+    launch.template operator()<SplitUse::whole>();
   };
   auto launch_rows = [&]<int kRows>() {
     bool scored = p.softcap > 0.0f || p.alibi_slopes != nullptr || !(p.scale > 0.0f);

@@ -285,9 +285,11 @@ void cut_work(PagedCall& call) {
   w.rows = std::max(std::min(rows, call.plan.tile.m), 1);
   w.row_groups = rows == 0 ? 0 : (rows - 1) / w.rows + 1;
   w.tile = call.plan.tile.n;
-  w.num_splits = call.plan.num_splits;
+  w.cluster = call.plan.cluster;
+  w.in_parts = call.plan.in_parts;
+  // What the plan calls splits are the shares of a cluster, unless it keeps parts.
+  w.num_splits = w.cluster > 1 && !w.in_parts ? 1 : call.plan.num_splits;
   w.split_keys = call.plan.split_keys;
-  w.in_cluster = call.plan.in_cluster;
   w.num_workers = call.plan.num_workers;
   w.lanes = call.plan.lanes;
   call.params.stages = call.plan.tile.stages;

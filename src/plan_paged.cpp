@@ -19,6 +19,10 @@ struct Rung {
 
 constexpr const char* kClusterMerit =
     "wgmma with keys as rows, pages through TMA, a cluster for the splits of a head";
+constexpr const char* kPartsMerit =
+    "wgmma with keys as rows, pages through TMA, parts of 128 keys merged in order";
+constexpr const char* kClusterPartsMerit =
+    "wgmma with keys as rows, pages through TMA, parts of 128 keys merged in order, by a cluster";
 
 constexpr Rung kLadder[] = {
     {Kernel::cpu, false, "online softmax in vector registers, keys gathered block by block"},
@@ -52,9 +56,8 @@ bool pays(Kernel kernel, const PagedRequest& r) {
   return kernel != Kernel::sm90 || r.block_size % 16 == 0;
 }
 
-constexpr int32_t kInvariantSplit = 512;  // keys; a multiple of every tile
-constexpr int32_t kCpuSplit = 2048;       // keys: enough work for a thread to be woken for
-constexpr int32_t kCpuWorkers = 16;       // of a plan: whatever the machine, the same sums
+constexpr int32_t kCpuSplit = 2048;  // keys: enough work for a thread to be woken for
+constexpr int32_t kCpuWorkers = 16;  // of a plan: whatever the machine, the same sums
 
 int32_t rows_of(const PagedRequest& r) {
   return r.num_heads_kv == 0 ? 0 : r.q_len * (r.num_heads_q / r.num_heads_kv);
@@ -91,12 +94,14 @@ int32_t lanes_of(int32_t num_workers, int32_t head_groups) {
   return 1;
 }
 
+constexpr int32_t kMaxGridAxis = 65535;  // of z, where the sequences of clusters stand
+
 // Whether a cluster may merge `splits` of each unit. Its blocks have 64 KB on their way, which is
 // too little for many keys.
 bool can_cluster(const Plan& plan, const PagedRequest& r, int32_t splits, int32_t tiles) {
   constexpr int32_t kMostKeys = 1024;  // of a block
   return plan.kernel == Kernel::sm90 && paged_sm90_clusters(plan.head_dim, plan.tile.m) &&
-         r.num_seqs <= 65535 && !r.batch_invariant && splits > 1 && splits <= kPagedMaxCluster &&
+         r.num_seqs <= kMaxGridAxis && splits > 1 && splits <= kPagedMaxCluster &&
          ceil_div(tiles, splits) * plan.tile.n <= kMostKeys;
 }
 
@@ -110,13 +115,31 @@ void cut_evenly(Plan& plan, const PagedRequest& r, int32_t head_groups, int32_t 
   int32_t splits = std::clamp(room, 1, std::min(tiles, kMaxSplits));
   int32_t few = std::min(splits, kPagedMaxCluster);
   int32_t most = ceil_div(tiles, few);  // tiles of a block
-  plan.in_cluster = can_cluster(plan, r, few, tiles) && most - ceil_div(tiles, splits) <= 2 &&
-                    (r.num_seqs <= 1 || most * plan.tile.n <= kUnequalKeys);
-  plan.num_splits = plan.in_cluster ? few : r.num_seqs <= 1 ? splits : 0;
+  bool is_short = most - ceil_div(tiles, splits) <= 2 &&
+                  (r.num_seqs <= 1 || most * plan.tile.n <= kUnequalKeys);
+  plan.cluster = is_short && can_cluster(plan, r, few, tiles) ? few : 1;
+  plan.num_splits = plan.cluster > 1 ? few : r.num_seqs <= 1 ? splits : 0;
+}
+
+// The sums of a sequence do not depend on its batch. Parts of 128 keys are weighed one by one and
+// merged in order, up to 1024 keys at a time: by one thread block, or, where those would be too
+// few, by a cluster with the same arithmetic. Kernels without clusters take 512 keys at once.
+void cut_invariantly(Plan& plan, const PagedRequest& r, int32_t head_groups) {
+  constexpr int32_t kKeys = 512;  // a multiple of every tile
+  plan.in_parts = plan.kernel == Kernel::sm90 && paged_sm90_clusters(plan.head_dim, plan.tile.m);
+  plan.split_keys = plan.in_parts ? kPagedMaxCluster * kPagedPartKeys : kKeys;
+  plan.num_splits = std::max(ceil_div(r.capacity, plan.split_keys), 1);
+  if (!plan.in_parts || r.num_seqs > kMaxGridAxis) return;
+  int32_t cluster = 1;  // blocks, of 128 keys at most
+  while (cluster < kPagedMaxCluster && cluster * kPagedPartKeys < r.capacity) cluster *= 2;
+  double units = 1.0 * std::max(r.num_seqs, 1) * std::max(head_groups, 1);
+  // Two of them share a multiprocessor without loss.
+  if (units * plan.num_splits * cluster <= 2.0 * plan.num_workers) plan.cluster = cluster;
 }
 
 // The ways of PagedWork, in the order in which a call may ask for them.
 void cut_keys(Plan& plan, const PagedRequest& r, const DeviceInfo& device, int32_t ctas_per_sm) {
+  plan.cluster = 1;
   plan.num_workers = device.is_cuda ? device.num_sms * ctas_per_sm : kCpuWorkers;
   int32_t head_groups = r.num_heads_kv * ceil_div(rows_of(r), plan.tile.m);
   plan.lanes = lanes_of(plan.num_workers, head_groups);
@@ -130,10 +153,10 @@ void cut_keys(Plan& plan, const PagedRequest& r, const DeviceInfo& device, int32
   } else if (r.partition_size > 0) {
     split_at(r.partition_size);
   } else if (r.batch_invariant) {
-    split_at(kInvariantSplit);
+    cut_invariantly(plan, r, head_groups);
   } else if (r.num_splits > 0) {
     plan.num_splits = std::min(r.num_splits, tiles);
-    plan.in_cluster = can_cluster(plan, r, plan.num_splits, tiles);
+    plan.cluster = can_cluster(plan, r, plan.num_splits, tiles) ? plan.num_splits : 1;
   } else if (r.has_plan) {
     plan.num_splits = 0;
   } else if (!device.is_cuda) {
@@ -141,6 +164,18 @@ void cut_keys(Plan& plan, const PagedRequest& r, const DeviceInfo& device, int32
   } else {
     cut_evenly(plan, r, head_groups, tiles);
   }
+}
+
+// Tiles that a block of sm90 has on their way.
+int32_t sm90_stages(const Plan& plan, const PagedRequest& r) {
+  double head_groups = 1.0 * r.num_heads_kv * ceil_div(rows_of(r), plan.tile.m);
+  double blocks = r.num_seqs * head_groups * plan.num_splits;  // 0 with a plan: the workers
+  bool alone = blocks <= plan.num_workers;
+  // Splits of a fixed length, V2's too, are short. The registers of parts with more than 8 rows
+  // leave no room for a third block.
+  bool is_short = plan.split_keys > 0 && !alone && !(plan.in_parts && plan.tile.m > 8);
+  return plan.cluster > 1 || is_short ? paged_sm90_short_stages(plan.head_dim, plan.tile)
+                                      : paged_sm90_stages(plan.head_dim, plan.tile, alone);
 }
 
 Plan make_plan(const Rung& rung, const PagedRequest& r, const DeviceInfo& device) {
@@ -152,13 +187,9 @@ Plan make_plan(const Rung& rung, const PagedRequest& r, const DeviceInfo& device
   plan.tile = tile.tile;
   cut_keys(plan, r, device, tile.ctas_per_sm);
   if (rung.kernel == Kernel::sm90) {
-    int64_t head_groups = int64_t{r.num_heads_kv} * ceil_div(rows_of(r), plan.tile.m);
-    int64_t blocks = r.num_seqs * head_groups * plan.num_splits;  // 0 with a plan: the workers
-    plan.tile.stages = paged_sm90_stages(plan.head_dim, plan.tile, blocks <= plan.num_workers);
-    if (plan.in_cluster) {
-      plan.tile.stages = paged_sm90_cluster_stages(plan.tile);
-      plan.reason = kClusterMerit;
-    }
+    plan.tile.stages = sm90_stages(plan, r);
+    if (plan.cluster > 1) plan.reason = kClusterMerit;
+    if (plan.in_parts) plan.reason = plan.cluster > 1 ? kClusterPartsMerit : kPartsMerit;
   }
   return plan;  // workspace_bytes is known once PagedWork is: paged.cpp
 }

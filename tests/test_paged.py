@@ -6,6 +6,7 @@ NaN in what no sequence owns and junk in its tables past the contexts.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -258,20 +259,39 @@ def test_a_plan_is_made_again_in_place(device, rng):
     paged_cases.judge(problem, *paged_cases.run(device, "auto", problem, plan=plan))
 
 
-@pytest.mark.parametrize("case", [PagedCase(), PagedCase(q_len=4, dtype="bfloat16")], ids=str)
+INVARIANT = [
+    PagedCase(),
+    PagedCase(q_len=4, dtype="bfloat16"),
+    PagedCase(head_dim=128, window=(900, -1), sinks=True, dtype="bfloat16"),
+    PagedCase(head_dim=128, num_heads_kv=8, softcap=5.0, alibi="head"),
+    PagedCase(head_dim=112, num_heads_q=24, num_heads_kv=2, block_size=48),
+    PagedCase(q_len=2, num_heads_q=16, window=(436, 0), softcap=9.0, alibi="head", sinks=True),
+    PagedCase(head_dim=128, num_heads_q=40, num_heads_kv=1),  # too many rows for a cluster
+]
+
+
+@pytest.mark.parametrize("case", INVARIANT, ids=str)
 @pytest.mark.parametrize("longest", [5000, 1500])  # many parts, and few for many rows
 @pytest.mark.parametrize(("device", "backend"), target_params())
 def test_batch_invariant(device, backend, longest, case, rng):
-    """The bits of a sequence do not depend on what else is in the batch."""
+    """The bits of a sequence depend neither on what else is in the batch nor on its table's width.
+
+    On sm90 clusters serve small calls and single thread blocks large ones.
+    """
     lens = (1, 700, longest, 64, 2048, 0, 513)
     case = dataclasses.replace(case, lens=lens, options=(("batch_invariant", True),))
     problem = paged_cases.make(case, rng)
     out, lse = paged_cases.run(device, backend, problem)
     paged_cases.judge(problem, out, lse)
-    for batch in ([1], [2, 0], [6, 5, 4, 3, 2, 1, 0], [2] * 80):
+    for batch, narrow in itertools.product(
+        ([1], [3], [2, 0], [6, 5, 4, 3, 2, 1, 0], [2] * 80), (False, True)
+    ):
         part = dataclasses.replace(problem, arrays=dict(problem.arrays))
         for name in ("q", "block_tables", "context_lens"):
             part.arrays[name] = problem.arrays[name][batch]
+        if narrow:
+            width = max(-(-lens[b] // case.block_size) for b in batch)
+            part.arrays["block_tables"] = part.arrays["block_tables"][:, :width]
         part_out, part_lse = paged_cases.run(device, backend, part)
         assert np.array_equal(harness.bits(part_out), harness.bits(out[batch]))
         assert np.array_equal(harness.bits(part_lse), harness.bits(lse[batch]))
@@ -542,7 +562,20 @@ def test_a_cluster_merges_splits_where_they_are_few_and_short():
     assert [splits(4, context) for context in (2048, 2064)] == [4, 0]
     # Forced; and where something else says how keys are cut.
     assert [splits(64, 4096, num_splits=n) for n in (1, 3, 4, 8, 9)] == [-1, -3, 4, 8, -9]
-    assert splits(1, 1024, batch_invariant=True) == -2
+
+    # Batch invariant: parts of 128 keys are a block's each where a call has few.
+    def invariant(*arguments, **options):
+        found = plan(*arguments, batch_invariant=True, **options)
+        assert (found.workspace_bytes == 0) == (found.num_splits == 1)
+        return found.num_splits, found.reason.split(", ")[-1]
+
+    one_by_one, cluster = "parts of 128 keys merged in order", "by a cluster"
+    assert [invariant(1, n) for n in (64, 1024)] == [(1, one_by_one), (1, cluster)]
+    assert [invariant(1, n) for n in (4096, 8192)] == [(4, cluster), (8, one_by_one)]
+    assert [invariant(n, 1024) for n in (4, 5)] == [(1, cluster), (1, one_by_one)]
+    for options in ({"rows": 17}, {"head_dim": 256}):
+        assert invariant(1, 1024, **options) == (2, "pages through TMA")
+
     # An axis of the grid holds the sequences.
     assert [splits(n, 16, 1, num_splits=2) for n in (65535, 65536)] == [-1, -1]
     assert [splits(n, 128, 1, num_splits=2) for n in (65535, 65536)] == [2, -2]

@@ -8,6 +8,12 @@
 
 namespace cuattn {
 
+// Thread blocks of a cluster at most: as many as every device of compute capability 9.0 runs
+// together.
+constexpr int32_t kPagedMaxCluster = 8;
+// Keys that are weighed by themselves where a result must not depend on who else has them.
+constexpr int32_t kPagedPartKeys = 128;
+
 // K and V caches in blocks of `block_size` tokens.
 //   nhd   [num_blocks, block_size, num_heads_kv, head_dim]
 //   hnd   [num_blocks, num_heads_kv, block_size, head_dim]
@@ -33,6 +39,7 @@ struct CacheStrides {
 //                                    num_splits is what the longest context needs
 //   num_splits == 0: by a plan. All tiles of all units stand in `lanes` rows, and each of
 //                    num_workers thread blocks takes the next `tiles_per_worker` of its row.
+// A split is one thread block's, or a cluster's.
 struct PagedWork {
   const int32_t* context_lens;  // [num_seqs], tokens in the cache with the newest; clamped
   int32_t num_seqs, q_len;
@@ -43,7 +50,8 @@ struct PagedWork {
   int32_t rows, row_groups;  // rows of a unit at most, and row groups of a kv head
   int32_t tile;              // keys; split_keys is a multiple of it
   int32_t num_splits, split_keys;
-  bool in_cluster;  // the splits of a unit are the thread blocks of a cluster, which merges them
+  int32_t cluster;  // thread blocks that share a split and merge what they find; 1: none
+  bool in_parts;    // parts of kPagedPartKeys keys are weighed one by one (batch invariant)
   int32_t num_workers, lanes;
   const int32_t* plan;  // see PagedPlan; nullptr when num_splits >= 1
 };
@@ -213,6 +221,27 @@ CUATTN_HOST_DEVICE PagedSplits paged_splits(const PagedWork& w, const PagedSpan&
   return splits;
 }
 
+// In a cluster: of keys [begin, end) of a split, those of thread block `rank`. Parts lie at
+// multiples of their length, or the tiles are shared evenly.
+CUATTN_HOST_DEVICE KeyRange paged_part(const PagedWork& w, int32_t rank, int32_t begin,
+                                       int32_t end) {
+  int64_t first = begin, keys = kPagedPartKeys;
+  if (w.in_parts) {
+    first -= begin % (kPagedMaxCluster * kPagedPartKeys);
+  } else {
+    int32_t tiles = end - begin <= w.tile ? 1 : (end - begin - 1) / w.tile + 1;
+    keys = int64_t{(tiles - 1) / w.cluster + 1} * w.tile;
+  }
+  first += rank * keys;
+  int64_t last = first + keys;
+  return {static_cast<int32_t>(first < begin ? begin
+                               : first < end ? first
+                                             : end),
+          static_cast<int32_t>(last < begin ? begin
+                               : last < end ? last
+                                            : end)};
+}
+
 // The slots of a unit's partial results, in key order; count == 1: none, the output was written.
 struct PagedSlots {
   int32_t count;
@@ -225,8 +254,7 @@ struct PagedSlots {
 
 CUATTN_HOST_DEVICE int64_t num_paged_slots(const PagedWork& w) {
   if (w.num_splits == 0) return int64_t{2} * w.num_workers;
-  return w.num_splits == 1 || w.in_cluster ? 0
-                                           : int64_t{w.num_seqs} * head_groups(w) * w.num_splits;
+  return w.num_splits == 1 ? 0 : int64_t{w.num_seqs} * head_groups(w) * w.num_splits;
 }
 
 // head_group = kv head * row_groups + row group.

@@ -76,9 +76,10 @@ struct Plan {
   int32_t head_dim,
       head_dim_v;  // of the compiled instance; smaller heads run padded in shared memory
   Tile tile;
-  int32_t num_splits;    // paged: 0 = by a plan made on the device
+  int32_t num_splits;    // paged: 0 = by a plan made on the device; shares of a cluster count
   int32_t split_keys;    // paged: the fixed length of a split, or 0
-  bool in_cluster;       // paged: a cluster merges the splits of a unit, no second kernel does
+  int32_t cluster;       // paged: thread blocks that merge what they find without memory; 1 = none
+  bool in_parts;         // paged: batch invariant in parts of a split (PagedWork)
   int32_t num_workers;   // paged: thread blocks that share a plan
   int32_t lanes;         // paged: rows of tiles in which they stand (PagedPlan)
   int32_t packed_heads;  // query heads of a group that share a tile; 1 = none

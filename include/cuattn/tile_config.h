@@ -174,12 +174,12 @@ constexpr int32_t paged_sm90_stages(int32_t head_dim, Tile tile, bool alone) {
 constexpr bool paged_sm90_clusters(int32_t head_dim, int32_t rows) {
   return head_dim <= 128 && rows <= 16;
 }
-// Splits that one cluster merges at most: as many thread blocks as every device of compute
-// capability 9.0 runs together. More leave their parts in memory for a second kernel.
-constexpr int32_t kPagedMaxCluster = 8;
-// A block of a cluster takes less, 64 KB on their way, so that all clusters of a call find room,
-// and those of the next beside them. With a multiprocessor for each of its blocks 30 clusters of 4
-// fit where 32 are wanted: 18 us for 9.5.
-constexpr int32_t paged_sm90_cluster_stages(Tile tile) { return tile.stages * 2 / 3; }
+// Blocks of a cluster, and others with few tiles, take less, 64 KB on their way: three of them
+// share a multiprocessor, and one begins while others read. Clusters of a call all find room, and
+// those of the next beside them: with a multiprocessor for each block 30 clusters of 4 fit where 32
+// are wanted, 18 us for 9.5.
+constexpr int32_t paged_sm90_short_stages(int32_t head_dim, Tile tile) {
+  return paged_sm90_clusters(head_dim, tile.m) ? tile.stages * 2 / 3 : tile.stages;
+}
 
 }  // namespace cuattn

@@ -313,6 +313,29 @@ CUDA_TEST(sm90_elect_one_names_one_lane_of_each_warp) {
   }
 }
 
+// In round r warp r alone, and of it one lane, has the predicate; in every fifth round nobody. A
+// barrier of the same name stands between the rounds.
+constexpr int kAnyRounds = 40, kAnyThreads = 128;
+__global__ void __launch_bounds__(kAnyThreads + 32) meet_for_any(int* seen) {
+  if (threadIdx.x >= kAnyThreads) return;  // no part of the barrier
+  for (int round = 0; round < kAnyRounds; ++round) {
+    bool mine = round % 5 != 4 && threadIdx.x == round % 4 * 32 + round * 7 % 32;
+    seen[round * kAnyThreads + threadIdx.x] = named_barrier_any(1, kAnyThreads, mine);
+    if (round % 3 == 0) named_barrier_sync(1, kAnyThreads);
+  }
+}
+
+CUDA_TEST(sm90_named_barrier_tells_all_what_one_thread_has) {
+  require_hopper();
+  OnGpu<int> out(size_t{kAnyRounds * kAnyThreads});
+  meet_for_any<<<1, kAnyThreads + 32>>>(out.data());
+  std::vector<int> seen = out.host();
+  for (size_t i = 0; i < seen.size(); ++i) {
+    int round = static_cast<int>(i / kAnyThreads);
+    CHECK(seen[i] == (round % 5 != 4), "round ", round, " thread ", i % kAnyThreads);
+  }
+}
+
 // ---- clusters
 
 constexpr int kBlocks = 8, kPairs = 64;

@@ -10,6 +10,7 @@
 
 #include "paged_sm90.cuh"
 #include "pages_sm90.cuh"
+#include "problem.h"
 #include "suite.h"
 #include "tma_tiles.cuh"
 
@@ -188,6 +189,37 @@ CUDA_TEST(sm90_decode_maps_bring_pieces_of_blocks) {
     check_decode({200, 24}, 24, 72, 2, hnd);
     check_decode({100, 333}, 128, 256, 4, hnd);
     check_decode({90, 41}, 40, 8, 1, hnd);
+  }
+}
+
+// ---- who has which keys
+
+// The thread blocks of a cluster share the keys of a split, in order, and parts lie at multiples of
+// their length.
+TEST(blocks_of_a_cluster_share_the_keys_of_a_split) {
+  Random random(7);
+  for (int draw = 0; draw < 20000; ++draw) {
+    PagedWork w{};
+    w.tile = 64;
+    w.in_parts = draw % 2 == 0;
+    w.cluster = w.in_parts ? 8 : random.range(2, 8);
+    int split = w.in_parts ? kPagedMaxCluster * kPagedPartKeys : 4096;
+    int base = random.range(0, 9) * split, begin = base + random.range(0, split / 64 - 1) * 64;
+    int end = std::max(begin, base + random.range(0, split)) - (draw % 7 == 0 ? 64 : 0);
+    int at = begin;
+    for (int rank = 0; rank < w.cluster; ++rank) {
+      KeyRange part = paged_part(w, rank, begin, end);
+      if (end <= begin) {
+        CHECK(part.begin >= part.end, begin, " ", end);
+        continue;
+      }
+      CHECK(part.begin <= part.end && part.end <= end, begin, " ", end, " rank ", rank);
+      if (part.begin == part.end) continue;
+      CHECK(part.begin == at && part.begin % 64 == 0, begin, " ", end, " rank ", rank);
+      CHECK(!w.in_parts || part.begin / kPagedPartKeys == base / kPagedPartKeys + rank);
+      at = part.end;
+    }
+    CHECK(end <= begin || at == end, begin, " ", end, " cluster ", w.cluster);
   }
 }
 

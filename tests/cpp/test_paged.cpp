@@ -278,12 +278,14 @@ std::vector<PagedProblem> paged_problems(DType dtype, bool e4m3, KvLayout layout
   PagedProblem base;
   base.dtype = dtype, base.e4m3 = e4m3, base.layout = layout, base.head_dim = head_dim;
   base.lens = {40, 0, 1, 150};
-  std::vector<PagedProblem> list(6, base);
+  std::vector<PagedProblem> list(7, base);
   list[1].num_splits = 3, list[1].alibi = true;
   list[2].planned = true, list[2].sinks = true;
   list[3].q_len = 3, list[3].window_left = 20;
   list[4].batch_invariant = true, list[4].lens = {700}, list[4].heads_kv = 4;
   list[5].heads_q = 20, list[5].heads_kv = 1, list[5].q_len = 2;
+  list[6].batch_invariant = true, list[6].heads_kv = 4;  // more than clusters are made for
+  list[6].lens.resize(40, 3);
   if (layout != KvLayout::vllm) list[0].block_size = 1, list[4].block_size = 48;
   if (layout == KvLayout::vllm) list[0].block_size = 8, list[4].block_size = 32;
   return list;

@@ -123,6 +123,17 @@ __device__ __forceinline__ void named_barrier_sync(uint32_t id, uint32_t threads
 __device__ __forceinline__ void named_barrier_arrive(uint32_t id, uint32_t threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
+// Waits, and says whether `mine` holds for one of them.
+__device__ __forceinline__ bool named_barrier_any(uint32_t id, uint32_t threads, bool mine) {
+  uint32_t any;
+  asm volatile(
+      "{\n.reg .pred mine, any;\nsetp.ne.u32 mine, %3, 0;\n"
+      "barrier.cta.red.or.pred any, %1, %2, mine;\nselp.u32 %0, 1, 0, any;\n}"
+      : "=r"(any)
+      : "r"(id), "r"(threads), "r"(static_cast<uint32_t>(mine))
+      : "memory");
+  return any != 0;
+}
 
 // ---- clusters
 

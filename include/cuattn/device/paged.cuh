@@ -17,7 +17,8 @@ struct KeyTask {
   int32_t context;
   int32_t begin, end;  // begin is a multiple of the tile; no key where end <= begin
   int32_t low;         // the first key that some query sees; those before it count as absent
-  int64_t slot;        // of the partial result; -1: this is all of the unit, the output is written
+  int64_t slot;        // of the partial result; -1: this, or the cluster, has all of the unit, and
+                       // the output is written
 };
 
 // The tasks of thread block `index`: with a plan those of the worker of that number; without, of
@@ -237,7 +238,7 @@ __device__ __forceinline__ RowOutput final_output(const PagedParams& p, int32_t 
                                                   bool leader) {
   float factor = 1.0f;
   if (p.sinks != nullptr) {
-    float sink = p.sinks[row.head * p.sinks_stride] * kLog2e;
+    float sink = __fmul_rn(p.sinks[row.head * p.sinks_stride], kLog2e);
     float larger = fmaxf(maximum, sink);
     float reference = larger == negative_infinity() ? 0.0f : larger;
     factor = exp2_approx(maximum - reference);

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Paged attention of one unit by a cluster: each thread block has one split of the keys and leaves
-// its part in its shared memory, and all of them merge the parts, without a second kernel. The sum
-// is in key order. Source: arXiv:2307.08691, section 3.1 (merging softmax states). Next:
-// paged_combine.cuh (the same through memory), cuda/paged_sm90.cuh (its only user).
+// Parts of the keys of a unit are weighed by themselves and merged in key order, without a second
+// kernel. By a cluster: each thread block leaves its part in its shared memory, and all of them
+// merge what is there. Or by one block that has them one after another; the arithmetic is the same,
+// to the bit. Source: arXiv:2307.08691, section 3.1 (merging softmax states). Next:
+// paged_combine.cuh (merging through memory), cuda/paged_sm90.cuh (its only user).
 //
-//   block 0      keys of split 0 | part 0 |         | its share of the elements |
-//   block 1      keys of split 1 | part 1 | cluster | its share of the elements | cluster
-//   ...                                   |  _sync  |   reads parts 0, 1, ...   |  _sync
+//   block 0      keys of part 0 | part 0 |         | its share of the elements |
+//   block 1      keys of part 1 | part 1 | cluster | its share of the elements | cluster
+//   ...                                  |  _sync  |   reads parts 0, 1, ...   |  _sync
 #pragma once
 
 #include "cuattn/device/mma_sm90.cuh"
@@ -25,46 +26,62 @@ struct ClusterParts {
   }
 };
 
+// What one row has of all parts so far: the maximum (base 2) and the sum relative to it.
+struct MergedRow {
+  float maximum = negative_infinity(), sum = 0.0f;
+
+  struct Weights {
+    float so_far, part;
+  };
+  __device__ __forceinline__ Weights add(float part_maximum, float part_sum) {
+    float larger = fmaxf(maximum, part_maximum);
+    // A row that no part has seen keeps -inf, as in the kernel.
+    float reference = larger == negative_infinity() ? 0.0f : larger;
+    Weights w{exp2_approx(maximum - reference), exp2_approx(part_maximum - reference)};
+    maximum = larger;
+    sum = fmaf(w.part, part_sum, __fmul_rn(w.so_far, sum));
+    return w;
+  }
+  // A part without keys: its values may be anything, even NaN.
+  static __device__ __forceinline__ float value(Weights w, float so_far, float part) {
+    so_far = __fmul_rn(w.so_far, so_far);
+    return w.part == 0.0f ? so_far : fmaf(w.part, part, so_far);
+  }
+};
+
 // Of the elements of the unit each thread of each block merges one at a time.
 template <DType kType, int kHeadDim, int kMostParts>
-__device__ __forceinline__ void merge_cluster(const PagedParams& p, const PagedItem& item,
-                                              const ClusterParts& parts, int threads) {
-  using T = Element<kType>;
+__device__ __forceinline__ void merge_cluster(const PagedParams& p, const KeyTask& task,
+                                              const ClusterParts& parts, int rank, int threads) {
   const PagedWork& w = p.work;
-  const int32_t kv_head = item.head_group / w.row_groups;
-  const int32_t row0 = (item.head_group - kv_head * w.row_groups) * w.rows;
 #pragma unroll 1
-  for (int i = item.split * threads + threadIdx.x; i < w.rows * kHeadDim;
-       i += w.num_splits * threads) {
+  for (int i = rank * threads + threadIdx.x; i < w.rows * kHeadDim; i += w.cluster * threads) {
     int row = i / kHeadDim, column = i % kHeadDim;
     float2 sums[kMostParts];  // maximum, sum
     float values[kMostParts];
-    float maximum = negative_infinity();
 #pragma unroll
     for (int part = 0; part < kMostParts; ++part) {
       sums[part] = {negative_infinity(), 0.0f};
       values[part] = 0.0f;
-      if (part >= w.num_splits) continue;
+      if (part >= w.cluster) continue;
       sums[part] = load_cluster2(in_block(parts.sum(row), part));
       values[part] = load_cluster(in_block(parts.value(row, column), part));
     }
-#pragma unroll
-    for (int part = 0; part < kMostParts; ++part) maximum = fmaxf(maximum, sums[part].x);
-    // A row that no part has seen keeps -inf, as in the kernel.
-    float reference = maximum == negative_infinity() ? 0.0f : maximum;
-    float sum = 0.0f, value = 0.0f;
+    MergedRow merged;
+    float value = 0.0f;
 #pragma unroll
     for (int part = 0; part < kMostParts; ++part) {
-      float weight = exp2_approx(sums[part].x - reference);
-      sum = fmaf(weight, sums[part].y, sum);
-      // A part without keys: its values may be anything, even NaN.
-      value = weight == 0.0f ? value : fmaf(weight, values[part], value);
+      value = MergedRow::value(merged.add(sums[part].x, sums[part].y), value, values[part]);
     }
-    UnitRow at = unit_row(p, item.b, kv_head, row0, row);
+    UnitRow at = unit_row(p, task.b, task.kv_head, task.row0, row);
     if (!at.valid || column >= p.head_dim) continue;
-    RowOutput output = final_output(p, item.b, at, maximum, sum, column == 0);
+    RowOutput output = task_output(p, task, at, row, merged.maximum, merged.sum, column == 0);
     value = output.factor == 0.0f ? 0.0f : value * output.factor;
-    static_cast<T*>(output.to)[column] = from_float<T>(value);
+    if (output.type == DType::f32) {
+      static_cast<float*>(output.to)[column] = value;
+    } else {
+      static_cast<Element<kType>*>(output.to)[column] = from_float<Element<kType>>(value);
+    }
   }
 }
 
