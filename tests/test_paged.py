@@ -191,6 +191,24 @@ def test_more_splits_than_run_at_a_time(device, backend, head_dim, options, rng)
     paged_cases.assert_case(device, backend, case, rng)
 
 
+@pytest.mark.parametrize("climb", [3.0, 30.0])  # for each 64 keys, natural units
+@pytest.mark.parametrize("options", [{}, {"num_splits": 1}, {"batch_invariant": True}], ids=str)
+@pytest.mark.parametrize(("device", "backend"), target_params())
+def test_scores_that_climb_along_the_keys(device, backend, options, climb, rng):
+    """Later keys outweigh all before them, by less and by more than exponentials may grow."""
+    lens = (700, 65, 3)
+    options = (("scale", 0.125), *options.items())
+    case = PagedCase(head_dim=128, lens=lens, num_heads_kv=4, options=options)
+    problem = paged_cases.make(case, rng)
+    problem.arrays["q"][..., 0] = 1
+    for b, length in enumerate(lens):
+        at = np.arange(length)
+        blocks = problem.arrays["block_tables"][b, at // case.block_size]
+        scores = climb * (at // 64)
+        problem.arrays["k_cache"][blocks, at % case.block_size, :, 0] = 8 * scores[:, None]
+    paged_cases.judge(problem, *paged_cases.run(device, backend, problem))
+
+
 PLANNED = [
     PagedCase(lens=(1000, 1, 0, 333)),
     PagedCase(lens=(1,) * 9, sinks=True),
