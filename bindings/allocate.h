@@ -12,16 +12,10 @@
 
 namespace cuattn::bindings {
 
-// The functions of cuattn._arrays, looked up once.
+// The functions of cuattn._arrays.
 struct ArraysModule {
   nb::object current_stream, empty;
 
-  static ArraysModule& get() {
-    static ArraysModule* instance = new ArraysModule();  // never destroyed, like Python
-    return *instance;
-  }
-
- private:
   ArraysModule() {
     nb::module_ module = nb::module_::import_("cuattn._arrays");
     current_stream = module.attr("current_stream");
@@ -84,7 +78,7 @@ inline void complete_stream(const char* op, const Array& first, CallStream& stre
     return;
   }
   nb::object handle =
-      ArraysModule::get().current_stream(library_name(first), first.view.device.device_id);
+      the<ArraysModule>().current_stream(library_name(first), first.view.device.device_id);
   stream.handle = reinterpret_cast<void*>(nb::cast<uintptr_t>(handle));
 }
 
@@ -125,7 +119,7 @@ inline nb::object ml_dtype(const char* word) {
 }
 
 inline nb::object numpy_dtype(DLDataType dtype) {
-  Python& py = Python::get();
+  Python& py = the<Python>();
   if (dtype.code == kDLUInt) return py.uint8;
   if (dtype.code == kDLInt) return py.int32;
   if (dtype.code == kDLFloat) return dtype.bits == 16 ? py.float16 : py.float32;
@@ -134,25 +128,11 @@ inline nb::object numpy_dtype(DLDataType dtype) {
   return py.bfloat16;
 }
 
-// torch's own factories, looked up once.
+// torch's own factories.
 struct TorchModule {
   nb::object tensor_type, empty, empty_like, float32, float16, bfloat16, uint8, int32;
   PyObject* device = PyUnicode_InternFromString("device");
 
-  static TorchModule& get() {
-    static TorchModule* instance = new TorchModule();  // never destroyed, like Python
-    return *instance;
-  }
-
-  nb::object dtype(DLDataType wanted) const {
-    if (wanted.code == kDLBfloat) return bfloat16;
-    if (wanted.code == kDLUInt) return uint8;
-    if (wanted.code == kDLInt) return int32;
-    if (wanted.code == kDLFloat8_e4m3fn) return loaded_module("torch").attr("float8_e4m3fn");
-    return wanted.bits == 16 ? float16 : float32;
-  }
-
- private:
   TorchModule() {
     nb::object torch = loaded_module("torch");
     tensor_type = torch.attr("Tensor");
@@ -163,6 +143,14 @@ struct TorchModule {
     bfloat16 = torch.attr("bfloat16");
     uint8 = torch.attr("uint8");
     int32 = torch.attr("int32");
+  }
+
+  nb::object dtype(DLDataType wanted) const {
+    if (wanted.code == kDLBfloat) return bfloat16;
+    if (wanted.code == kDLUInt) return uint8;
+    if (wanted.code == kDLInt) return int32;
+    if (wanted.code == kDLFloat8_e4m3fn) return loaded_module("torch").attr("float8_e4m3fn");
+    return wanted.bits == 16 ? float16 : float32;
   }
 };
 
@@ -184,7 +172,7 @@ inline bool is_like(const Array& like, const TensorView& wanted) {
 // Note: the allocator of torch's exchange table asks the driver whose memory it has just handed
 // out, which on CUDA takes longer than everything else in a call; torch.empty does not.
 inline Allocation allocate_torch(const Array& like, const TensorView& wanted) {
-  const TorchModule& torch = TorchModule::get();
+  const TorchModule& torch = the<TorchModule>();
   Allocation result;
   if (reinterpret_cast<PyObject*>(Py_TYPE(like.object.ptr())) == torch.tensor_type.ptr() &&
       is_like(like, wanted)) {
@@ -208,7 +196,7 @@ inline Allocation allocate_torch(const Array& like, const TensorView& wanted) {
 inline nb::object numpy_empty(const TensorView& wanted) {
   using Empty = PyObject* (*)(int, const Py_intptr_t*, PyObject* dtype, int fortran_order);
   constexpr int kEmpty = 184;  // PyArray_Empty's place in the table, which numpy's ABI fixes
-  auto empty = reinterpret_cast<Empty>(Python::get().numpy_api[kEmpty]);
+  auto empty = reinterpret_cast<Empty>(the<Python>().numpy_api[kEmpty]);
   Py_intptr_t shape[kMaxDims];
   std::copy_n(wanted.shape.begin(), wanted.ndim, shape);
   nb::object dtype = numpy_dtype(wanted.dtype);
@@ -253,7 +241,7 @@ inline Allocation allocate(const char* op, const char* name, const Array& like, 
     nb::object handle = stream.is_explicit
                             ? nb::object(nb::int_(reinterpret_cast<uintptr_t>(stream.handle)))
                             : nb::object(nb::none());
-    result.object = ArraysModule::get().empty(
+    result.object = the<ArraysModule>().empty(
         op, name, like.object, library_name(like), detail::shape_tuple(wanted),
         detail::dtype_word(wanted.dtype), wanted.device.device_id, handle);
   }
@@ -286,7 +274,7 @@ struct WorkspaceMemory {
       owner = memory.object;
       data = memory.view.data;
     } else {  // host memory is host memory, and the call ends before it is given back
-      owner = Python::get().numpy_empty(needed + kAlignment, Python::get().uint8);
+      owner = the<Python>().numpy_empty(needed + kAlignment, the<Python>().uint8);
       Array bytes_array;
       bytes_array.import(op, "workspace", owner, stream, &like, true);
       data = bytes_array.view.data;

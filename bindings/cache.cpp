@@ -14,6 +14,7 @@
 #include "explain.h"
 #include "options.h"
 #include "results.h"
+#include "unlocked.h"
 
 namespace cuattn::bindings {
 namespace {
@@ -74,7 +75,7 @@ nb::object reshape_and_cache(nb::handle k, nb::handle v, nb::handle k_cache, nb:
   }
   cuattn_status status;
   {
-    nb::gil_scoped_release unlocked;
+    Unlocked unlocked;
     status = cuattn_reshape_and_cache(&rows_k.tensor, &rows_v.tensor, &cache_k.tensor,
                                       &cache_v.tensor, &slots.tensor, &options, stream.handle);
   }
@@ -149,8 +150,14 @@ nb::object gather_cache(nb::handle k_cache, nb::handle v_cache, nb::handle block
   ends.import(op, "cu_seqlens", cu_seqlens, stream, &cache_k);
 
   int64_t total = 0;
-  if (!is_given(k_out) || !is_given(v_out))
-    check(cuattn_gather_cache_total(&ends.tensor, stream.handle, &total));
+  if (!is_given(k_out) || !is_given(v_out)) {
+    cuattn_status counted;
+    {
+      Unlocked unlocked;  // on CUDA it waits for the stream
+      counted = cuattn_gather_cache_total(&ends.tensor, stream.handle, &total);
+    }
+    check(counted);
+  }
   Result rows_k, rows_v;
   rows_k.provide(op, "k_out", k_out, cache_k, stream,
                  rows_of("k_cache", cache_k.view, true, kv_layout_arg, total));
@@ -158,7 +165,7 @@ nb::object gather_cache(nb::handle k_cache, nb::handle v_cache, nb::handle block
                  rows_of("v_cache", cache_v.view, false, kv_layout_arg, total));
   cuattn_status status;
   {
-    nb::gil_scoped_release unlocked;
+    Unlocked unlocked;
     status = cuattn_gather_cache(&cache_k.tensor, &cache_v.tensor, &tables.tensor, &ends.tensor,
                                  &rows_k.tensor, &rows_v.tensor, kv_layout, stream.handle);
   }
@@ -238,7 +245,7 @@ void copy_blocks(nb::handle k_caches, nb::handle v_caches, nb::handle block_mapp
   mapping.import(op, "block_mapping", block_mapping, stream, k.first());
   cuattn_status status;
   {
-    nb::gil_scoped_release unlocked;
+    Unlocked unlocked;
     status = cuattn_copy_blocks(k.tensors.data(), k.count(), v.tensors.data(), v.count(),
                                 &mapping.tensor, stream.handle);
   }
@@ -262,7 +269,7 @@ void swap_blocks(nb::handle src, nb::handle dst, nb::handle block_mapping, nb::h
   mapping.import(op, "block_mapping", block_mapping, stream, home);
   cuattn_status status;
   {
-    nb::gil_scoped_release unlocked;
+    Unlocked unlocked;
     status = cuattn_swap_blocks(from.tensors.data(), from.count(), to.tensors.data(), to.count(),
                                 &mapping.tensor, stream.handle);
   }

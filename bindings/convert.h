@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <new>
 #include <string>
+#include <utility>
 
 #include "cuattn/error.h"
 #include "cuattn/tensor.h"
@@ -102,9 +103,23 @@ struct NumpyArrayObject {
 
 }  // namespace detail
 
-// Interned names, numpy functions and dtypes: fetched once and kept for the life of the process.
+// The process's only `Table`, filled at its first use and never destroyed: the interpreter may be
+// gone by then. Needs the interpreter lock.
+// Note: filling a table runs Python code, which may lend the lock to another thread. A function's
+// own `static Table table` would then hang the process: that thread waits for the first to leave
+// the initialiser, and the first for the lock. Here both fill one, and the first stored is kept.
+template <class Table>
+Table& the() {
+  static Table* stored = nullptr;
+  if (stored != nullptr) return *stored;
+  Table filled;
+  if (stored == nullptr) stored = new Table(std::move(filled));
+  return *stored;
+}
+
+// Interned names, numpy functions and dtypes.
 struct Python {
-  nb::object numpy_empty, numpy_ndarray, numpy_masked;
+  nb::object numpy_empty, numpy_ndarray;
   nb::object float32, float16, uint8, int32, int64;
   nb::object bfloat16;      // ml_dtypes' dtype object, known after the first array of that type
   nb::object grad_enabled;  // torch.is_grad_enabled, known after the first tensor
@@ -112,17 +127,10 @@ struct Python {
   bool reads_numpy_object;  // numpy's arrays are NumpyArrayObjects
   PyObject *array_struct, *dtype, *requires_grad, *dlpack, *dlpack_device;
 
-  static Python& get() {
-    static Python* instance = new Python();  // never destroyed: the interpreter may be gone by then
-    return *instance;
-  }
-
- private:
   Python() {
     nb::module_ numpy = nb::module_::import_("numpy");
     numpy_empty = numpy.attr("empty");
     numpy_ndarray = numpy.attr("ndarray");
-    numpy_masked = numpy.attr("ma").attr("MaskedArray");
     float32 = numpy.attr("dtype")("float32");
     float16 = numpy.attr("dtype")("float16");
     uint8 = numpy.attr("dtype")("uint8");
@@ -165,8 +173,8 @@ inline bool is_subclass(nb::handle type, nb::handle base) {
 // Looks at a type seen for the first time.
 inline ArrayType classify(const char* op, const char* name, nb::handle object) {
   nb::handle type = object.type();
-  if (is_subclass(type, Python::get().numpy_ndarray)) {
-    if (is_subclass(type, Python::get().numpy_masked)) {
+  if (is_subclass(type, the<Python>().numpy_ndarray)) {
+    if (is_subclass(type, nb::getattr(loaded_module("numpy.ma"), "MaskedArray", nb::none()))) {
       raise(PyExc_TypeError, op, ": ", name,
             " must be a plain array, got a numpy MaskedArray, whose mask would be ignored; pass "
             "bias= instead");
@@ -184,7 +192,7 @@ inline ArrayType classify(const char* op, const char* name, nb::handle object) {
             ", which has no memory of its own; call cuattn.torch.attention, a registered op, "
             "instead");
     }
-    Python::get().grad_enabled = torch.attr("is_grad_enabled");
+    the<Python>().grad_enabled = torch.attr("is_grad_enabled");
     const DLPackExchangeAPI* api = exchange_api(type);
     return {api != nullptr ? Library::exchange : Library::torch, api, true};
   }
@@ -207,19 +215,17 @@ inline ArrayType array_type(const char* op, const char* name, nb::handle object)
     ArrayType info;
   };
   constexpr int kEntries = 16;  // more types than one program mixes
-  static Entry entries[kEntries];
-  static int used = 0;
+  static Entry entries[kEntries] = {};
+  static int oldest = 0;
   PyObject* type = reinterpret_cast<PyObject*>(Py_TYPE(object.ptr()));
-  for (int i = 0; i < used; ++i) {
-    if (entries[i].type == type) return entries[i].info;
+  for (const Entry& entry : entries) {
+    if (entry.type == type) return entry.info;
   }
   ArrayType info = detail::classify(op, name, object);
-  if (used == kEntries) {
-    used = 0;
-    for (Entry& entry : entries) Py_CLEAR(entry.type);
-  }
   Py_INCREF(type);
-  entries[used++] = {type, info};
+  PyObject* replaced = std::exchange(entries[oldest], {type, info}).type;
+  oldest = (oldest + 1) % kEntries;
+  Py_XDECREF(replaced);  // last: the end of a type may run Python code, which may come here
   return info;
 }
 
@@ -231,7 +237,7 @@ struct CallStream {
 
 // Refuses what would be lost without a word, in torch's grad mode: a gradient.
 inline void refuse_grad(const char* op, const char* name, nb::handle object) {
-  Python& py = Python::get();
+  Python& py = the<Python>();
   PyObject* flag = PyObject_GetAttr(object.ptr(), py.requires_grad);
   if (flag == nullptr) throw nb::python_error();
   bool wanted = flag == Py_True;
@@ -269,7 +275,7 @@ class Array {
     type = array_type(op, name, source);
     if (type.is_torch) {
       bool asked = home != nullptr && home->type.is_torch;
-      grad_mode_ = asked ? home->grad_mode_ : Python::get().grad_enabled().ptr() == Py_True;
+      grad_mode_ = asked ? home->grad_mode_ : the<Python>().grad_enabled().ptr() == Py_True;
       if (grad_mode_) refuse_grad(op, name, source);
     }
     switch (type.library) {
@@ -291,21 +297,19 @@ class Array {
     tensor = view.dl();
   }
 
+  // Makes `view` one of memory that someone else describes.
+  void borrow(const char* op, const char* name, const DLTensor& source) {
+    if (!is_small(source)) {
+      check_tensor(
+          source, [&](const auto&... parts) { raise(PyExc_ValueError, op, ": ", name, parts...); });
+    }
+    new (&view) TensorView(source);  // in place: a copy would wait for the stores of the original
+  }
+
  private:
   bool grad_mode_ = false;  // torch's, asked once per call
   DLManagedTensorVersioned* versioned_ = nullptr;
   DLManagedTensor* legacy_ = nullptr;
-
-  static void check_rank(const char* op, const char* name, int ndim) {
-    if (ndim > kMaxDims)
-      raise(PyExc_ValueError, op, ": ", name, " must have at most ", kMaxDims, " axes, got ", ndim,
-            "; reshape it");
-  }
-
-  void borrow(const char* op, const char* name, const DLTensor& source) {
-    check_rank(op, name, source.ndim);
-    new (&view) TensorView(source);  // in place: a copy would wait for the stores of the original
-  }
 
   static void check_flags(const char* op, const char* name, uint64_t flags, bool output) {
     if (output && (flags & DLPACK_FLAG_BITMASK_READ_ONLY)) {
@@ -319,13 +323,16 @@ class Array {
   }
 
   void import_numpy(const char* op, const char* name, bool output) {
-    Python& py = Python::get();
+    Python& py = the<Python>();
     if (py.reads_numpy_object && import_numpy_object(output)) return;
     nb::object capsule = nb::steal(PyObject_GetAttr(object.ptr(), py.array_struct));
     if (!capsule.is_valid()) throw nb::python_error();
     auto* a = static_cast<detail::NumpyArrayStruct*>(PyCapsule_GetPointer(capsule.ptr(), nullptr));
     if (a == nullptr) throw nb::python_error();
-    check_rank(op, name, a->ndim);
+    if (a->ndim > kMaxDims) {
+      raise(PyExc_ValueError, op, ": ", name, " must have at most ", kMaxDims, " axes, got ",
+            a->ndim, "; reshape it");
+    }
     if (output && !(a->flags & detail::kNumpyWritable)) {
       raise(PyExc_ValueError, op, ": ", name, " is read-only; pass a writable array");
     }
@@ -349,7 +356,7 @@ class Array {
 
   // The usual array, read where it lies; false for one that needs a closer look (or a refusal).
   bool import_numpy_object(bool output) {
-    Python& py = Python::get();
+    Python& py = the<Python>();
     auto* a = reinterpret_cast<const detail::NumpyArrayObject*>(object.ptr());
     if (a->dtype == py.float32.ptr()) {
       view.dtype = {kDLFloat, 32, 1};
@@ -396,7 +403,7 @@ class Array {
 
   // numpy shows the types of ml_dtypes as raw bytes; their identity is the dtype object.
   DLDataType extension_dtype(const char* op, const char* name, uint8_t bits) {
-    Python& py = Python::get();
+    Python& py = the<Python>();
     nb::object dtype = nb::steal(PyObject_GetAttr(object.ptr(), py.dtype));
     if (!dtype.is_valid()) throw nb::python_error();
     if (dtype.is(py.bfloat16)) return {kDLBfloat, 16, 1};
@@ -434,7 +441,7 @@ class Array {
 
   void import_dlpack(const char* op, const char* name, const CallStream& stream, const Array* home,
                      bool output) {
-    Python& py = Python::get();
+    Python& py = the<Python>();
     // torch's own export refuses a tensor that requires grad even where grad mode is off.
     nb::object source = type.is_torch ? nb::object(object.attr("detach")()) : nb::borrow(object);
     nb::object method = nb::steal(PyObject_GetAttr(source.ptr(), py.dlpack));
@@ -457,10 +464,21 @@ class Array {
 
   bool exports_cuda(const char* op, const char* name) const {
     nb::object device =
-        nb::steal(PyObject_CallMethodObjArgs(object.ptr(), Python::get().dlpack_device, nullptr));
+        nb::steal(PyObject_CallMethodObjArgs(object.ptr(), the<Python>().dlpack_device, nullptr));
     if (!device.is_valid()) export_failed(op, name);
-    int device_type = nb::cast<int>(nb::object(device[0]));
-    return device_type == kDLCUDA || device_type == kDLCUDAManaged;
+    nb::object pair = nb::steal(PySequence_Tuple(device.ptr()));
+    bool is_pair = pair.is_valid() && PyTuple_Size(pair.ptr()) == 2 &&
+                   PyIndex_Check(PyTuple_GetItem(pair.ptr(), 0)) &&
+                   PyIndex_Check(PyTuple_GetItem(pair.ptr(), 1));
+    if (!is_pair) {
+      PyErr_Clear();
+      raise(PyExc_TypeError, op, ": ", name,
+            " must give a pair of integers by __dlpack_device__, got ", text_of(nb::repr(device)),
+            "; pass what its library makes");
+    }
+    Py_ssize_t kind = PyNumber_AsSsize_t(PyTuple_GetItem(pair.ptr(), 0), nullptr);
+    if (kind == -1 && PyErr_Occurred()) export_failed(op, name);
+    return kind == kDLCUDA || kind == kDLCUDAManaged;
   }
 
   // What to tell the producer: -1 (no synchronisation) within one library, else the stream of the

@@ -3,6 +3,7 @@
 // plan that it gives back. Next: module.cpp.
 #pragma once
 
+#include <algorithm>
 #include <cstring>
 #include <string>
 
@@ -52,21 +53,18 @@ inline void import_shape(const char* op, const char* name, nb::handle source, DL
     array.import(op, name, source, {}, nullptr);
     return;
   }
-  TensorView& view = array.view;
   auto items = nb::borrow<nb::tuple>(source);
   int first = items.size() > 0 && PyUnicode_Check(nb::handle(items[0]).ptr()) ? 1 : 0;
-  view.dtype = first == 1 ? parse_array_dtype(op, name, items[0]) : dtype;
-  view.device = device;
-  view.ndim = static_cast<int32_t>(items.size()) - first;
-  if (view.ndim > kMaxDims)
-    raise(PyExc_ValueError, op, ": ", name, " must have at most ", kMaxDims, " axes; reshape it");
-  int64_t stride = 1;
-  for (int i = view.ndim - 1; i >= 0; --i) {
-    view.shape[i] = parse_int(op, name, items[i + first]);
-    view.strides[i] = stride;
-    stride *= view.shape[i];
-  }
-  array.tensor = view.dl();
+  int64_t extents[kMaxDims];
+  DLTensor shape{};
+  shape.device = device;
+  shape.dtype = first == 1 ? parse_array_dtype(op, name, items[0]) : dtype;
+  shape.ndim = static_cast<int32_t>(items.size()) - first;
+  shape.shape = extents;
+  for (int i = 0; i < std::min(shape.ndim, kMaxDims); ++i)
+    extents[i] = parse_int(op, name, items[i + first]);
+  array.borrow(op, name, shape);
+  array.tensor = array.view.dl();
 }
 
 inline cuattn_device parse_device(nb::handle fields) {
@@ -95,6 +93,7 @@ inline nb::dict plan_dict(const cuattn_plan& plan) {
   result["head_dim"] = plan.head_dim;
   result["head_dim_v"] = plan.head_dim_v;
   result["num_splits"] = plan.num_splits;
+  result["cluster"] = plan.cluster;
   result["packed_heads"] = plan.packed_heads;
   result["schedule"] = plan.schedule;
   result["workspace_bytes"] = plan.workspace_bytes;

@@ -22,6 +22,8 @@
 #include "options.h"
 #include "paged.h"
 #include "results.h"
+#include "unlinked_file.h"
+#include "unlocked.h"
 #include "xla_ffi.h"
 
 namespace cuattn::bindings {
@@ -90,7 +92,7 @@ nb::object run_attention(const char* op, AttentionArgs& args) {
   cuattn_status status;
   {
     // The CPU computes here, and a CUDA launch may wait for a full queue.
-    std::optional<nb::gil_scoped_release> unlocked;
+    std::optional<Unlocked> unlocked;
     if (!is_short(arrays.q, arrays.k)) unlocked.emplace();
     status =
         cuattn_attention_run(&call, &output.tensor, options.return_lse ? &lse->tensor : nullptr,
@@ -244,7 +246,7 @@ nb::object merge_states(nb::handle out_a, nb::handle lse_a, nb::handle out_b, nb
               view_of({kDLFloat, 32, 1}, ndim - 1, la.view.shape.data() + skip));
   cuattn_status status;
   {
-    nb::gil_scoped_release unlocked;
+    Unlocked unlocked;
     status = stacked ? cuattn_merge_many(&a.tensor, &la.tensor, &merged.tensor, &lse.tensor, layout,
                                          stream.handle)
                      : cuattn_merge_states(&a.tensor, &la.tensor, &b.tensor, &lb.tensor,
@@ -364,8 +366,11 @@ NB_MODULE(_core, m) {
   using namespace cuattn::bindings;  // NOLINT: the module is this namespace
   m.doc() = "The compiled part of cuattn; use the functions of the package itself.";
 
+  nb::set_leak_warnings(false);  // threads that the interpreter's end stops keep what they hold
+
   make_exceptions(m);
   add_block_pool(m);
+  add_unlinked_file(m);
   add_paged(m);
   add_cache(m);
 
@@ -441,7 +446,12 @@ NB_MODULE(_core, m) {
   m.def("kernels", &kernels, nb::sig("def kernels() -> list[dict[str, object]]"),
         "Every compiled kernel instance.");
   m.def(
-      "info_json", [] { return std::string(cuattn_info_json()); },
+      "info_json",
+      [] {
+        std::string text = cuattn_info_json();
+        if (text == "{}") check(CUATTN_INVALID_ARGUMENT);  // an environment variable
+        return text;
+      },
       "Version, build, CPU and every GPU as a JSON object.");
   m.def("version", [] { return std::string(cuattn_version()); }, "The version of libcuattn.");
   m.def("xla_handlers", &xla_handlers,

@@ -14,6 +14,7 @@
 #include "fastcall.h"
 #include "options.h"
 #include "results.h"
+#include "unlocked.h"
 
 namespace cuattn::bindings {
 namespace {
@@ -156,7 +157,7 @@ nb::object run_paged(int32_t version, const PagedArgs& args) {
   memory.place(op, args.workspace, arrays.q, call.workspace_bytes, stream);
   cuattn_status status;
   {
-    nb::gil_scoped_release unlocked;
+    Unlocked unlocked;
     status = cuattn_paged_run(&call, &output.tensor, wants_lse ? &lse->tensor : nullptr,
                               memory.data, memory.bytes, stream.handle);
   }
@@ -293,7 +294,7 @@ nb::object paged_plan(nb::handle block_tables, nb::handle context_lens, nb::hand
                view_of(call.out_dtype, call.out_ndim, call.out_shape));
   cuattn_status status;
   {
-    nb::gil_scoped_release unlocked;
+    Unlocked unlocked;
     status = cuattn_paged_plan_run(&call, &plan.tensor, stream.handle);
   }
   check(status);
@@ -357,7 +358,7 @@ class PersistentDecode {
     cuattn_persistent_state state;
     cuattn_status status;
     {
-      nb::gil_scoped_release unlocked;
+      Unlocked unlocked;
       status = cuattn_persistent_wait(decode, number, limit, &state);
     }
     check(status);
@@ -372,7 +373,7 @@ class PersistentDecode {
   void stop() { cuattn_persistent_stop(opened()); }
 
   void close() {
-    nb::gil_scoped_release unlocked;
+    Unlocked unlocked;
     cuattn_persistent_destroy(decode_);
     decode_ = nullptr;
   }

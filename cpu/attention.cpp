@@ -76,7 +76,7 @@ void attend_row(const PrefillParams& p, const Head& head, int32_t row, float* sc
   if (row >= head.queries.used) {
     visible = {0, 0};
   } else if (p.sinks != nullptr) {
-    max = sink = p.sinks[head.h * p.sinks_stride];
+    max = sink = finite_sink(p.sinks[head.h * p.sinks_stride]);
   }
   for (int32_t key = visible.begin; key < visible.end; ++key) {
     scores[key] = score(p, head, row, key);

@@ -92,13 +92,18 @@ struct Block {
 constexpr int kBuffer = 4 * 256;  // floats: four rows of the largest head, or of a tile's bias
 
 // As long as nothing is added to them, scores are plain products q k: the sign of the scale is put
-// into q and its size into the exponential, where it costs no rounding. A scale of 0 makes q 0.
+// into q and its size into the exponential, where it costs no rounding. A scale of 0 makes q 0. A
+// scale whose exponential would need a factor that float cannot hold, or divide by, is multiplied
+// with the scores.
 inline float scale_size(const FlashUnit& u) {
   return u.scale > 0.0f ? u.scale : u.scale < 0.0f ? -u.scale : 1.0f;
 }
+constexpr float kLeastFactor = 1e-36f, kMostFactor = 3e38f;  // -127 / 1e-36 is a float still
 
 inline bool is_modified(const FlashUnit& u) {
-  return u.softcap != 0.0f || u.has_alibi || u.rows[0].bias != nullptr;
+  float factor = kLog2e * scale_size(u);
+  return u.softcap != 0.0f || u.has_alibi || u.rows[0].bias != nullptr || factor < kLeastFactor ||
+         factor > kMostFactor;
 }
 
 template <int kN, bool kNarrow>
@@ -305,7 +310,9 @@ void modify_scores(const FlashUnit& u, const Block<kN>& block, int first, int co
                    float* buffer) {
   float scale = scale_size(u);
   if (u.softcap != 0.0f) {
-    for (int x = 0; x < count * kN; ++x) s[x] = u.softcap * tanh(s[x] * (scale / u.softcap));
+    float ratio = scale / u.softcap;  // no infinity, which times 0 is NaN: tanh is at 1 long before
+    ratio = ratio < kMostFactor ? ratio : kMostFactor;
+    for (int x = 0; x < count * kN; ++x) s[x] = u.softcap * tanh(s[x] * ratio);
   } else {
     for (int x = 0; x < count * kN; ++x) s[x] *= scale;
   }
@@ -483,6 +490,7 @@ void run_blocks(const FlashUnit& u) {
   float* v_buffer = take(kTileKeys * u.head_dim_v);
   // Tiles begin at multiples of kStep, whatever this unit's rows see: the order of a row's sums,
   // and with it its bits, is then the same in whatever unit the row comes.
+  // Note: no length is within 1024 of 2^31 (validate.h), or `tile` would run over.
   for (int tile = begin - begin % kStep; tile < end; tile += kStep) {
     int first = max(tile, begin), count = min(tile + kStep, end) - first;
     KeyTile k = load_tile(u.k, u.k_stride, first, count, u.head_dim, u.dtype, kNear, k_buffer);

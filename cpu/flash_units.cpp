@@ -160,8 +160,8 @@ void run_unit(const Cut& cut, const FlashKernel& kernel, int64_t index) {
                     ? 0.0f
                     : p.alibi_slopes[place.b * p.alibi_stride_batch + h * p.alibi_stride_head];
     row.sink = p.sinks == nullptr || !used ? -std::numeric_limits<float>::infinity()
-                                           : p.sinks[h * p.sinks_stride];
-    row.diagonal = i + keys.used - queries.used;
+                                           : finite_sink(p.sinks[h * p.sinks_stride]);
+    row.diagonal = static_cast<int32_t>(int64_t{i} + keys.used - queries.used);
     row.visible = used ? visible_keys(p.window_left, p.window_right, i, queries.used, keys.used)
                        : KeyRange{0, 0};
   }

@@ -22,10 +22,12 @@ struct Parts {
   int64_t offset(const Strides& strides) const {
     return b * strides.batch + row * strides.seq + h * strides.head;
   }
+  // -inf: the part saw no key. +inf too, as FlashAttention-2 and vLLM write rows without keys.
   float lse(int32_t part) const {
     int32_t side = p.stacked ? 0 : part;
     int64_t first = p.stacked ? part * p.lse_part_stride : 0;
-    return p.lses[side][first + offset(p.lse_strides[side])];
+    float lse = p.lses[side][first + offset(p.lse_strides[side])];
+    return lse == kInfinity ? -kInfinity : lse;
   }
   void add_out(int32_t part, float weight, float* acc) const {
     int32_t side = p.stacked ? 0 : part;
@@ -40,7 +42,7 @@ void merge_row(const Parts& parts, float* acc) {
   float max = -kInfinity;
   for (int32_t i = 0; i < p.num_parts; ++i) max = std::fmax(max, parts.lse(i));
 
-  // A part with lse = -inf saw no key: no weight, and its out is not read.
+  // A part without keys has no weight, and its out is not read.
   float sum = 0.0f;
   for (int32_t d = 0; d < p.head_dim; ++d) acc[d] = 0.0f;
   for (int32_t i = 0; i < p.num_parts; ++i) {

@@ -156,7 +156,7 @@ void write_row(const PagedParams& p, int32_t b, int32_t h_kv, int32_t row, float
   int32_t h = h_kv * p.work.group + row % p.work.group;
   float factor = lse == -kInfinity ? 0.0f : 1.0f;
   if (p.sinks != nullptr) {
-    float sink = p.sinks[h * p.sinks_stride], top = std::fmax(lse, sink);
+    float sink = finite_sink(p.sinks[h * p.sinks_stride]), top = std::fmax(lse, sink);
     if (top != -kInfinity) {
       float sum = std::exp(lse - top) + std::exp(sink - top);
       factor *= std::exp(lse - top) / sum;
@@ -190,7 +190,7 @@ void fill_row(const PagedParams& p, const Task& task, int32_t context, int32_t r
                 ? 0.0f
                 : p.alibi_slopes[task.b * p.alibi_stride_batch + h * p.alibi_stride_head];
   r.sink = -kInfinity;
-  r.diagonal = query + context - p.work.q_len;
+  r.diagonal = static_cast<int32_t>(int64_t{query} + context - p.work.q_len);
   r.visible = visible_keys(p.work.window_left, p.work.window_right, query, p.work.q_len, context);
 }
 

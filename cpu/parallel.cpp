@@ -7,6 +7,7 @@
 #include <pthread.h>
 #include <sched.h>
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <cstdlib>
@@ -16,6 +17,9 @@
 #include <thread>
 #include <utility>
 #include <vector>
+
+#include "cpu/cgroup.h"
+#include "cuattn/error.h"
 
 namespace cuattn::cpu {
 namespace {
@@ -32,20 +36,27 @@ void pause() {
 #endif
 }
 
-int32_t count_threads() {
-  if (const char* text = std::getenv("CUATTN_NUM_THREADS")) {
-    char* end = nullptr;
-    long wanted = std::strtol(text, &end, 10);
-    if (end != text && *end == '\0' && wanted > 0)
-      return wanted < 1024 ? static_cast<int32_t>(wanted) : 1024;
-  }
+constexpr long kMostThreads = 1024;
+
+int32_t usable_cpus() {
   cpu_set_t mask;
   if (sched_getaffinity(0, sizeof(mask), &mask) == 0) return CPU_COUNT(&mask);
   unsigned hardware = std::thread::hardware_concurrency();
   return hardware > 0 ? static_cast<int32_t>(hardware) : 1;
 }
 
-thread_local bool inside_region = false;
+int32_t count_threads() {
+  const char* text = std::getenv("CUATTN_NUM_THREADS");
+  if (text == nullptr || *text == '\0') return std::min(usable_cpus(), cgroup_cpus());
+  char* end = nullptr;
+  long wanted = std::strtol(text, &end, 10);
+  CUATTN_REQUIRE(*end == '\0' && wanted >= 1 && wanted <= kMostThreads,
+                 "CUATTN_NUM_THREADS must be a whole number from 1 to ", kMostThreads, ", got '",
+                 text, "'; leave it unset for the CPUs that this process may use");
+  return static_cast<int32_t>(wanted);
+}
+
+thread_local bool inside_region = false;  // nobody may try to lock what he has locked
 
 class Pool {
  public:
@@ -170,11 +181,12 @@ void forget_pool() {
   inside_region = false;
 }
 
+// As the library is loaded: no thread can be in the middle of it when another forks.
+[[maybe_unused]] const int at_fork = pthread_atfork(nullptr, nullptr, forget_pool);
+
 Pool& pool() {
   Pool* found = current_pool.load(std::memory_order_acquire);
   if (found != nullptr) return *found;
-  static const int at_fork = pthread_atfork(nullptr, nullptr, forget_pool);
-  static_cast<void>(at_fork);
   Pool* made = new Pool(num_threads());
   if (current_pool.compare_exchange_strong(found, made)) return *made;
   made->stop();
@@ -192,8 +204,15 @@ struct StopAtExit {
 
 }  // namespace
 
+// Note: two threads may both count. The guard of a static, held by a thread that a fork leaves
+// behind, would hang the child.
 int32_t num_threads() {
-  static const int32_t threads = count_threads();
+  static std::atomic<int32_t> known{0};
+  int32_t threads = known.load(std::memory_order_relaxed);
+  if (threads == 0) {
+    threads = count_threads();
+    known.store(threads, std::memory_order_relaxed);
+  }
   return threads;
 }
 

@@ -10,7 +10,8 @@
 
 namespace cuattn::cpu {
 
-// Threads of a region, the caller included: CUATTN_NUM_THREADS, else the size of the affinity mask.
+// Threads of a region, the caller included: CUATTN_NUM_THREADS, else the CPUs that the affinity
+// mask and the cgroups' quotas grant.
 int32_t num_threads();
 
 // Below this much work waking a second thread costs more than it brings.

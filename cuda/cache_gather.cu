@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // gather_cache: the tokens of sequences out of their blocks into packed rows, as bytes. One launch
-// for K and V. The same on the CPU: cpu/cache.cpp. Next: cache_tile.cuh, cache_write.cu.
+// for K and V: by 16 bytes where all starts allow that, else by the widest unit that they do. The
+// same on the CPU: cpu/cache.cpp. Next: cache_tile.cuh, cache_write.cu.
 #include "cache_tile.cuh"
 #include "launchers.h"
 
@@ -130,6 +131,70 @@ __global__ void __launch_bounds__(kCacheThreads, 4)
   gather_rows<T>(side, tile);
 }
 
+// Where something does not start on 16 bytes. A thread block takes a token, a warp a row of K or V,
+// element by element.
+template <class T>
+__global__ void __launch_bounds__(kCacheThreads)
+    cache_gather_elements(const __grid_constant__ CacheGatherParams p) {
+  int lane = threadIdx.x % 32;
+  for (int64_t token = blockIdx.x; token < p.num_tokens; token += gridDim.x) {
+    CachedToken from = cached_token(p, token);
+    if (from.seq < 0) continue;
+    for (int row = threadIdx.x / 32; row < 2 * p.num_heads; row += kCacheThreads / 32) {
+      const CacheSide& side = row % 2 == 0 ? p.k : p.v;
+      const T* cache = static_cast<const T*>(side.cache) + side.place(from.block, from.at, row / 2);
+      T* to = static_cast<T*>(side.rows) + side.row(token, row / 2);
+      for (int d = lane; d < side.head_dim; d += 32) to[d] = cache[side.run_of(d)];
+    }
+  }
+}
+
+template <class T>
+void launch_elements(const CacheGatherParams& p, cudaStream_t stream) {
+  constexpr int64_t kMostBlocks = 1 << 20;  // beyond that, a thread block takes several tokens
+  auto blocks = static_cast<unsigned>(std::min(p.num_tokens, kMostBlocks));
+  cache_gather_elements<T><<<blocks, kCacheThreads, 0, stream>>>(p);
+  CUATTN_CUDA_TRY(cudaGetLastError());
+}
+
+// The bits, or-ed, of the addresses and sizes of all that is moved in one piece.
+uint64_t start_bits(const CacheGatherParams& p) {
+  uint64_t elements = 0, bytes = 0;
+  for (const CacheSide* side : {&p.k, &p.v}) {
+    for (int64_t stride : {side->row_token, side->row_head, side->strides.block, side->strides.head,
+                           int64_t{side->head_dim}})
+      elements |= static_cast<uint64_t>(stride);
+    if (p.kv_layout != KvLayout::vllm) elements |= static_cast<uint64_t>(side->strides.token);
+    bytes |= reinterpret_cast<uintptr_t>(side->cache) | reinterpret_cast<uintptr_t>(side->rows);
+  }
+  return bytes | elements * static_cast<uint64_t>(itemsize(p.dtype));
+}
+
+// The same call with elements of `unit` bytes, where d is one run.
+CacheGatherParams in_units(CacheGatherParams p, int64_t unit) {
+  int64_t elements = unit / itemsize(p.dtype);
+  if (elements == 1) return p;
+  for (CacheSide* side : {&p.k, &p.v}) {
+    for (int64_t* stride : {&side->row_token, &side->row_head, &side->strides.block,
+                            &side->strides.head, &side->strides.token})
+      *stride /= elements;
+    side->head_dim /= static_cast<int32_t>(elements);
+    side->run = side->head_dim;
+  }
+  return p;
+}
+
+void launch_unaligned(const CacheGatherParams& p, uint64_t starts, cudaStream_t stream) {
+  int64_t unit = p.kv_layout == KvLayout::vllm ? itemsize(p.dtype) : copy_unit(starts);
+  CacheGatherParams units = in_units(p, unit);
+  switch (unit) {
+    case 8: return launch_elements<uint64_t>(units, stream);
+    case 4: return launch_elements<uint32_t>(units, stream);
+    case 2: return launch_elements<uint16_t>(units, stream);
+    default: return launch_elements<uint8_t>(units, stream);
+  }
+}
+
 template <class T>
 void launch(const CacheGatherParams& p, cudaStream_t stream) {
   int tokens = tile_tokens(p.num_tokens, p.num_heads, kTileTokens<T>);
@@ -142,6 +207,8 @@ void launch(const CacheGatherParams& p, cudaStream_t stream) {
 }  // namespace
 
 void launch_cache_gather(const CacheGatherParams& p, cudaStream_t stream) {
+  uint64_t starts = start_bits(p);
+  if (copy_unit(starts) < 16) return launch_unaligned(p, starts, stream);
   switch (itemsize(p.dtype)) {
     case 4: return launch<uint32_t>(p, stream);
     case 2: return launch<uint16_t>(p, stream);

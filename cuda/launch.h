@@ -51,6 +51,12 @@ inline int granted_shared_memory() {
   return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
 }
 
+// The widest unit of copy in bytes, up to 16: it divides every address and size whose bits are in
+// `starts`.
+constexpr int copy_unit(uint64_t starts) {
+  return (starts & 15) == 0 ? 16 : static_cast<int>(starts & (~starts + 1) & 15);
+}
+
 // Blocks of a one-dimensional grid; every tile, head and sequence is one block, so no axis limit of
 // 65,535 applies.
 inline unsigned grid_blocks(int64_t blocks, const char* kernel) {

@@ -41,9 +41,11 @@ __device__ void merge_row(const MergeParams& p, int64_t b, int64_t row, int64_t 
   using T = Element<kType>;
   constexpr int kSize = 16 / sizeof(Part);
   int lane = threadIdx.x % 32;
+  // -inf: the part saw no key. +inf too, as FlashAttention-2 and vLLM write rows without keys.
   auto lse_of = [&](int32_t part) {
     Side at = side_of(p, part, p.lse_part_stride);
-    return p.lses[at.side][at.first + offset(p.lse_strides[at.side], b, row, head)];
+    float lse = p.lses[at.side][at.first + offset(p.lse_strides[at.side], b, row, head)];
+    return lse == -negative_infinity() ? negative_infinity() : lse;
   };
 
   float max = negative_infinity();  // of all lse; a NaN leaves it and enters the sum

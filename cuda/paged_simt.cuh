@@ -109,8 +109,8 @@ struct PagedSimt {
 #pragma unroll
           for (int g = 0; g < kGroups; ++g) sum = dot(state.q[r][g], k[i][g], sum);
           sum = device::warp_sum(sum);
-          float score =
-              scored ? state.score[r].scored(p, sum, key0 + i) : sum * state.score[r].scale;
+          float score = scored ? state.score[r].scored(p, sum, key0 + i)
+                               : device::finite_product(sum, state.score[r].scale);
           scores[i] = state.score[r].sees(key0 + i) ? score : device::negative_infinity();
           maximum = fmaxf(maximum, scores[i]);
         }

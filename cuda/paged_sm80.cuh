@@ -334,7 +334,8 @@ struct PagedSm80 {
       for (int i = 0; i < 4; ++i) {
         const device::RowScore<kMma>& row = state.score[n][i % 2];
         int32_t key = key0 + Slice::slot_key(lane / 4, i / 2);
-        float score = scored ? row.scored(p, scores[n][i], key) : scores[n][i] * row.scale;
+        float score = scored ? row.scored(p, scores[n][i], key)
+                             : device::finite_product(scores[n][i], row.scale);
         scores[n][i] = !masked || row.sees(key) ? score : device::negative_infinity();
       }
     }

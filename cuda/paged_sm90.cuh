@@ -138,7 +138,11 @@ struct PagedSm90 : PagedSm90Tiles<kType, kHeadDim, kRows, kUse> {
         int32_t key = first_key + me.key + half * 8;
         if constexpr (kScore == ScoreKind::scored) {
           score *= p.scale;
-          if (p.softcap > 0.0f) score = p.softcap * device::tanh_exp2(score / p.softcap);
+          if (p.softcap > 0.0f) {
+            float ratio = score / p.softcap;
+            score = p.softcap * (p.softcap > device::kLargeSoftcap ? device::tanh_of_small(ratio)
+                                                                   : device::tanh_exp2(ratio));
+          }
           score = fmaf(-row.slope, fabsf(static_cast<float>(row.position - key)), score);
         }
         bool seen = key >= row.visible.begin && key < row.visible.end;
@@ -158,17 +162,20 @@ struct PagedSm90 : PagedSm90Tiles<kType, kHeadDim, kRows, kUse> {
     bool exceeds = false;
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
-      float limit = state.reference[c] + state.slack;
       // A row that has seen nothing has -inf; 0 in its place keeps -inf - (-inf) out of the
       // exponent.
-      float reference =
-          state.reference[c] == negative_infinity() ? 0.0f : state.reference[c] * state.to_log2;
+      bool unseen = state.reference[c] == negative_infinity();
+      float reference = unseen ? 0.0f : finite_product(state.reference[c], state.to_log2);
+      bool large = is_large_reference(reference);
+      float center = large ? state.reference[c] : 0.0f;
+      float limit = large ? state.reference[c] : state.reference[c] + state.slack;
+      if (large) reference = 0.0f;
       sums[c] = 0.0f;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float score = scores[at(c, half)];
         exceeds |= score > limit;
-        weights[at(c, half)] = exp2_approx(fmaf(score, state.to_log2, -reference));
+        weights[at(c, half)] = exp2_approx(fmaf(score - center, state.to_log2, -reference));
         sums[c] += weights[at(c, half)];
       }
     }
@@ -227,7 +234,7 @@ struct PagedSm90 : PagedSm90Tiles<kType, kHeadDim, kRows, kUse> {
 
     __device__ __forceinline__ void take(const Shared& shared, const Lane& me, Softmax& state,
                                          float (&part)[kPanels][kCount]) {
-      share_sums(shared, me, state);
+      share_sums<false>(shared, me, state);
 #pragma unroll
       for (int c = 0; c < kColumns; ++c) {
         float2 found = row_sum(shared, state.reference[c], state.to_log2, me.row(c));
@@ -272,7 +279,7 @@ struct PagedSm90 : PagedSm90Tiles<kType, kHeadDim, kRows, kUse> {
     const uint64_t q_desc = wgmma_descriptor(shared.q, 0), p_desc = wgmma_descriptor(shared.p, 0);
     const uint64_t k_desc = wgmma_descriptor(shared.k, 0);
     const uint64_t v_desc = wgmma_descriptor(shared.v, kPanelBytes);
-    RunTimeRing ring(p.stages, 0);
+    Ring ring(0, p.stages);
     KeyTasks tasks(p.work, task_index(p.work));
     bool had_task = false;
     while (next_task(p.work, tasks, task)) {
@@ -389,7 +396,8 @@ struct PagedSm90 : PagedSm90Tiles<kType, kHeadDim, kRows, kUse> {
     return had_task;
   }
 
-  // 4. Epilogue. The sums of the four warps meet.
+  // 4. Epilogue. The sums of the four warps meet; one thread a row asks for the references, too.
+  template <bool kReferences = true>
   static __device__ __forceinline__ void share_sums(const Shared& shared, const Lane& me,
                                                     const Softmax& state) {
     using namespace device;
@@ -398,7 +406,8 @@ struct PagedSm90 : PagedSm90Tiles<kType, kHeadDim, kRows, kUse> {
       float sum = over_warp(state.sum[c], [](float a, float b) { return a + b; });
       uint32_t slot = me.row(c) * 16 + me.warp * 4;
       if (me.lane < 4) store_shared(shared.sums + slot, __float_as_uint(sum));
-      if (me.lane < 4) store_shared(shared.maxima + slot, __float_as_uint(state.reference[c]));
+      if (kReferences && me.lane < 4)
+        store_shared(shared.maxima + slot, __float_as_uint(state.reference[c]));
     }
     sync_math();
   }
@@ -406,7 +415,7 @@ struct PagedSm90 : PagedSm90Tiles<kType, kHeadDim, kRows, kUse> {
   static __device__ __forceinline__ float2 row_sum(const Shared& shared, float reference,
                                                    float to_log2, int row) {
     float4 sums = of_warps(shared.sums, row);
-    return {__fmul_rn(reference, to_log2), (sums.x + sums.y) + (sums.z + sums.w)};
+    return {device::finite_product(reference, to_log2), (sums.x + sums.y) + (sums.z + sums.w)};
   }
   static __device__ __forceinline__ float2 row_sum(const Shared& shared, const Softmax& state,
                                                    int row) {
@@ -566,7 +575,7 @@ void launch_paged_sm90(const PagedParams& p, cudaStream_t stream) {
     launch.template operator()<SplitUse::whole>();
   };
   auto launch_rows = [&]<int kRows>() {
-    bool scored = p.softcap > 0.0f || p.alibi_slopes != nullptr || !(p.scale > 0.0f);
+    bool scored = p.softcap > 0.0f || p.alibi_slopes != nullptr || !is_plain_scale(p.scale);
     if (scored) return launch_kind.template operator()<kRows, ScoreKind::scored>();
     launch_kind.template operator()<kRows, ScoreKind::identity>();
   };

@@ -146,7 +146,7 @@ struct PagedSm90Tiles {
     const uint32_t to = panel * kPanelBytes + my_piece * maps.piece * 128;
     // Note: a division in the loop over tiles costs 3 % of long contexts.
     const int32_t block_size = p.block_size, row_step = kTile.n % block_size;
-    device::RunTimeRing ring(p.stages, 1);
+    device::Ring ring(1, p.stages);
     auto load = [&](bool of_v, int32_t row, int32_t head, int32_t block) {
       uint32_t full = of_v ? shared.v_full(ring.stage()) : shared.k_full(ring.stage());
       uint32_t empty = of_v ? shared.v_empty(ring.stage()) : shared.k_empty(ring.stage());

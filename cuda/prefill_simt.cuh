@@ -329,17 +329,17 @@ struct PrefillSimt {
   // 5. Epilogue: normalise and store; a row without keys becomes 0 and -inf, as do stored rows past
   // the used ones.
   static __device__ void store(const PrefillParams& p, const Work& w, const State& state) {
-    float sink =
-        p.sinks == nullptr ? device::negative_infinity() : p.sinks[w.head * p.sinks_stride];
+    float sink = p.sinks == nullptr ? device::negative_infinity()
+                                    : device::sink_in_base2(p.sinks[w.head * p.sinks_stride]);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       float sum = state.sum[i];
 #pragma unroll
       for (int lane = 8; lane > 0; lane /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lane);
-      float max = fmaxf(state.max[i], sink * device::kLog2e);
+      float max = fmaxf(state.max[i], sink);
       float reference = max == device::negative_infinity() ? 0.0f : max;
       float rescale = device::exp2_approx(state.max[i] - reference);
-      sum = sum * rescale + device::exp2_approx(fmaf(sink, device::kLog2e, -reference));
+      sum = sum * rescale + device::exp2_approx(sink - reference);
 
       int32_t row = w.row_begin + row_of(i);
       if (row >= w.queries.stored) continue;

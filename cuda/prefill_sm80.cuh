@@ -282,12 +282,21 @@ struct PrefillSm80 {
         // A row that has seen nothing keeps -inf; 0 in its place keeps -inf - (-inf) out of the
         // exponent.
         constexpr bool kScored = kScore == ScoreKind::scored;
-        float reference = kScored ? maximum : maximum * to_log2;
+        float reference = kScored ? maximum : maximum * to_log2, before = state.row_max[m][half];
         if (maximum == device::negative_infinity()) reference = 0.0f;
+        if (!kScored && device::is_large_reference(reference)) {  // rare
+          before -= maximum;
+#pragma unroll
+          for (int n = 0; n < kScoreBlocks; ++n) {
+            scores[m][n][2 * half] -= maximum;
+            scores[m][n][2 * half + 1] -= maximum;
+          }
+          reference = 0.0f;
+        }
         auto exponent = [&](float score) {  // a bias may be the lowest float: first the difference
           return kScored ? (score - reference) * to_log2 : fmaf(score, to_log2, -reference);
         };
-        rescale[half] = device::exp2_approx(exponent(state.row_max[m][half]));
+        rescale[half] = device::exp2_approx(exponent(before));
         state.row_max[m][half] = maximum;
         float sum = 0.0f;
 #pragma unroll
@@ -401,7 +410,7 @@ struct PrefillSm80 {
         float maximum = device::finite_product(state.row_max[m][half], to_log2);
         float factor = 1.0f;
         if (p.sinks != nullptr) {
-          float sink = p.sinks[work.head * p.sinks_stride] * device::kLog2e;
+          float sink = device::sink_in_base2(p.sinks[work.head * p.sinks_stride]);
           float larger = fmaxf(maximum, sink);
           float reference = larger == device::negative_infinity() ? 0.0f : larger;
           factor = device::exp2_approx(maximum - reference);
@@ -438,7 +447,7 @@ struct PrefillSm80 {
       int32_t row = work.row0 + threadIdx.x / 32 * kWarpRows + warp_row;
       uint4 values = device::load_shared16(staging + device::swizzled<kVBytes>(warp_row, chunk));
       if (row < work.queries.stored && chunk * 8 < p.head_dim_v) {
-        *reinterpret_cast<uint4*>(gO + row * 2 * p.out_strides.seq + chunk * 16) = values;
+        *reinterpret_cast<uint4*>(gO + row * (2 * p.out_strides.seq) + chunk * 16) = values;
       }
     }
   }

@@ -68,7 +68,7 @@ struct PrefillSm90 {
   static_assert(kTile.stages % 2 == 0, "a bias has one stage, and its parity is the lowest bit");
   static constexpr bool kStagesBias = sm90_stages_bias({kHeadDim, kHeadDimV}, kScore);
   static constexpr int kBiasBytes = kStagesBias ? Bias::kBytes : 0;
-  using Store = StoreSm90<kType, kHeadDimV, kTile.m, (kQStages > 1)>;
+  using Store = StoreSm90<kType, kScore, kHeadDimV, kTile.m, (kQStages > 1)>;
 
   // 2. Shared storage, in address order: Q (stage, panel, m, 64); K (stage, panel, n, 64); V
   // likewise; a bias (panel, m, 64); barriers, those of the main loop first; the work items
@@ -354,7 +354,7 @@ struct PrefillSm90 {
     };
 
     if (kTakeTurns && group == 0) named_barrier_arrive(1, 256);
-    Sm90Softmax state;
+    Sm90Softmax<kScore> state;
     Mod mod(p, 0, 0, 1, 1);
     bool at_work = false, first_item = true;
 #pragma unroll 1
@@ -403,7 +403,7 @@ struct PrefillSm90 {
       }
       Work w;
       take_work(w);
-      state = Sm90Softmax();
+      state = Sm90Softmax<kScore>();
       mod = Mod(p, w.batch, w.head, w.queries.used, w.keys.used);
       Rows rows;
       rows.row = w.row0 + group * 64 + warp * 16 + lane / 4;
@@ -434,7 +434,7 @@ struct PrefillSm90 {
       release_scores(shared.k_empty(ring.stage()));
       modify(scores, p, s, shared, mod, rows, group, tile,
              tile >= w.range.full_end || tile < w.range.full_begin, ring.stage());
-      softmax_step<kType, kScore>(
+      softmax_step<kType>(
           state, scores, probs, out, mod.to_log2, s.zero, [] {}, [] { return false; });
       fresh = true;
       if (kQStages > 1 && lane == 0 && !first_item) {  // O has left the Q tile before this one
@@ -468,7 +468,7 @@ struct PrefillSm90 {
         release_scores(k_empty);
         modify(scores, p, s, shared, mod, rows, group, tile, masked, ring.stage());
         auto begun = [&] { your_turn(true); };
-        softmax_step<kType, kScore>(state, scores, probs, out, mod.to_log2, s.zero, begun, [&] {
+        softmax_step<kType>(state, scores, probs, out, mod.to_log2, s.zero, begun, [&] {
           wgmma_wait<0>();
           pin(out);
           pin(probs);

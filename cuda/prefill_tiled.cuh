@@ -66,7 +66,7 @@ struct PrefillTiled {
   // The running result of a warp's rows, relative to the maximum so far.
   struct State {
     float out[kRows][kColumns];
-    float max[kRows], sum[kRows];  // base 2; the same in all lanes
+    float max[kRows], sum[kRows];  // max: of scores, in the end base 2; the same in all lanes
   };
 
   // 4. Main loop
@@ -92,18 +92,18 @@ struct PrefillTiled {
     for (int i = 0; i < kRows; ++i) scores[i] += second[i];
   }
 
-  // Scores become probabilities 2^(score * scale_log2 - maximum), scale_log2 > 0. A larger maximum
-  // shrinks what was added up before. One FFMA makes the exponent: its rounding error is that of
-  // the result, which is small where the probability is large.
+  // Scores become probabilities 2^((score - maximum) * scale_log2), scale_log2 > 0. A larger
+  // maximum shrinks what was added up before. The rounding error of an exponent is that of a
+  // difference, which is small where the probability is large, however large the scores.
   static __device__ void softmax(float (&scores)[kRows], State& state, float scale_log2) {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       // A NaN leaves the maximum and enters the sum.
-      float max = fmaxf(state.max[i], device::warp_max(scores[i]) * scale_log2);
+      float max = fmaxf(state.max[i], device::warp_max(scores[i]));
       // No key seen yet: 0 in place of -inf keeps -inf - -inf out of the exponents.
       float reference = max == device::negative_infinity() ? 0.0f : max;
-      float shrink = device::exp2_approx(state.max[i] - reference);
-      scores[i] = device::exp2_approx(fmaf(scores[i], scale_log2, -reference));
+      float shrink = device::exp2_approx((state.max[i] - reference) * scale_log2);
+      scores[i] = device::exp2_approx((scores[i] - reference) * scale_log2);
       state.max[i] = max;
       state.sum[i] = state.sum[i] * shrink + device::warp_sum(scores[i]);
 #pragma unroll
@@ -162,6 +162,7 @@ struct PrefillTiled {
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     int32_t warp_row = row_begin + warp * kRows;  // the warp's first row
     State state;
+    const float scale_log2 = p.scale * device::kLog2e;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       state.max[i] = device::negative_infinity();
@@ -189,7 +190,7 @@ struct PrefillTiled {
         int32_t end = __shfl_sync(0xffffffffu, seen.end, i);
         if (key < begin || key >= end) scores[i] = device::negative_infinity();
       }
-      softmax(scores, state, p.scale * device::kLog2e);
+      softmax(scores, state, scale_log2);
       add_values(state, scores, s);
     }
 
@@ -208,7 +209,8 @@ struct PrefillTiled {
         }
       }
       if (p.lse != nullptr && lane == 0) {
-        float lse = (state.max[i] + device::log2_approx(state.sum[i])) * device::kLn2;
+        float max = device::finite_product(state.max[i], scale_log2);
+        float lse = (max + device::log2_approx(state.sum[i])) * device::kLn2;
         p.lse[b * p.lse_strides.batch + head * p.lse_strides.head +
               (queries.start + row) * p.lse_strides.seq] =
             empty ? device::negative_infinity() : lse;

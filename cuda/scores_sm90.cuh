@@ -78,11 +78,17 @@ __device__ __forceinline__ float modify_scores(
   if (mod.softcap <= 0.0f && mod.slope == 0.0f) return mod.scale;
   if (mod.softcap > 0.0f) {
     float in = mod.scale * mod.inv_softcap;
+    if (kType == DType::f16 && mod.softcap > kLargeSoftcap) {
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      // tanh_approx is right to 2^-11 of its result: less than what a bfloat16 score is rounded by.
-      float x = scores[i] * in;
-      scores[i] = mod.softcap * (kType == DType::bf16 ? tanh_approx(x) : tanh_exp2(x));
+      for (int i = 0; i < kCount; ++i) scores[i] = mod.softcap * tanh_of_small(scores[i] * in);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        // tanh_approx is right to 2^-11 of its result: less than what a bfloat16 score is rounded
+        // by.
+        float x = scores[i] * in;
+        scores[i] = mod.softcap * (kType == DType::bf16 ? tanh_approx(x) : tanh_exp2(x));
+      }
     }
   } else {
     multiply(scores, mod.scale);

@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kSoftmaxRowsPerBlock * 32)
   float row_sum = warp_sum(sum * exp2_approx((max - reference) * score.to_log2));
   // The sink is one more score, without a value.
   float sink = p.sinks != nullptr && used ? p.sinks[head * p.sinks_stride] : negative_infinity();
-  float exponent = finite_product(row_max, score.to_log2), sink_exponent = sink * kLog2e;
+  float exponent = finite_product(row_max, score.to_log2), sink_exponent = sink_in_base2(sink);
   float larger = fmaxf(exponent, sink_exponent);
   if (larger == negative_infinity()) larger = 0.0f;
   float keys_share = exp2_approx(exponent - larger);

@@ -14,7 +14,7 @@ struct Sm90Maps {
 };
 
 // `kRows`: of the query tile. `kThroughSmem`: the Q tile is free to carry O.
-template <DType kType, int kHeadDimV, int kRows, bool kThroughSmem>
+template <DType kType, ScoreKind kScore, int kHeadDimV, int kRows, bool kThroughSmem>
 struct StoreSm90 {
   static constexpr int kOutCount = kHeadDimV / 2;  // of a thread
   static constexpr int kPanelsV = (kHeadDimV + 63) / 64;
@@ -27,19 +27,20 @@ struct StoreSm90 {
   // Of both rows, step by step, for it is latency that counts.
   static __device__ __forceinline__ void finish_rows(RowEnd (&end)[2], const PrefillParams& p,
                                                      const Sm90Work& w, const Sm90Row (&rows)[2],
-                                                     const Sm90Softmax& state) {
+                                                     const Sm90Softmax<kScore>& state) {
     using namespace device;
     float sum[2], max[2], factor[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       sum[half] = quad_sum(state.sum[half]);
-      max[half] = sum[half] == 0.0f ? negative_infinity() : state.reference[half];
+      max[half] = sum[half] == 0.0f ? negative_infinity() : state.exponent(half);
       factor[half] = 1.0f;
     }
     if (p.sinks != nullptr && w.split == 0) {  // one more logit in the denominator, without value
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float sink = p.sinks[min(rows[half].head, p.num_heads_q - 1) * p.sinks_stride] * kLog2e;
+        float sink =
+            sink_in_base2(p.sinks[min(rows[half].head, p.num_heads_q - 1) * p.sinks_stride]);
         float larger = fmaxf(max[half], sink);
         float reference = larger == negative_infinity() ? 0.0f : larger;
         factor[half] = exp2_approx(max[half] - reference);
@@ -129,7 +130,7 @@ struct StoreSm90 {
   static __device__ __forceinline__ void store(const PrefillParams& p, const Sm90Schedule& s,
                                                const Sm90Maps& maps, const Sm90Work& w,
                                                int32_t first_row, float (&out)[kOutCount],
-                                               const Sm90Softmax& state, uint32_t smem) {
+                                               const Sm90Softmax<kScore>& state, uint32_t smem) {
     int lane = threadIdx.x % 32;
     const Sm90Row rows[2] = {Sm90Row(p, s, w, first_row + lane / 4),
                              Sm90Row(p, s, w, first_row + 8 + lane / 4)};
@@ -162,7 +163,7 @@ struct StoreSm90 {
       if (!row.stored) continue;
       float lse = device::negative_infinity();
       if (p.sinks != nullptr && w.split == 0 && row.token < w.queries.used)
-        lse = p.sinks[row.head * p.sinks_stride];
+        lse = finite_sink(p.sinks[row.head * p.sinks_stride]);
       if (s.splits > 1) {
         s.part_lse[row.part(p, w)] = lse;
       } else if (p.lse != nullptr) {

@@ -171,6 +171,7 @@ class Server:
         positions = np.arange(first, len(prompt))
         tokens = self.library.put(prompt[positions])
         x = self.model(tokens, self.library.put(positions), self.attend([seq])[0])
+        self.cache.commit(seq)  # what is in the cache may be found from now on
         x = self.library.get(x)
         self.counts.update(prefilled=len(x), found=first, forks=samples - 1)
         for sequence in [seq] + [self.cache.fork(seq) for _ in range(samples - 1)]:
@@ -198,6 +199,7 @@ class Server:
         x = self.library.get(self.decode(tokens))
         self.counts.update(steps=1, decoded=len(self.running))
         for seq, hidden in zip(list(self.running), x, strict=False):
+            self.cache.commit(seq)
             text = self.running[seq]
             text.outputs[len(text.tokens) - 1] = hidden
             self.draw(text, hidden)

@@ -5,6 +5,7 @@
 #include "attention.h"
 
 #include "cache.h"
+#include "overlap.h"
 #include "paged.h"
 #include "validate.h"
 
@@ -47,7 +48,7 @@ void read_paged_arrays(AttentionCall& call, const TensorView& q, const TensorVie
                          "paged_attention, or a cache of q's dtype");
   }
   require_dtype(fn, "k", k, p.dtype, "q");
-  call.pages = read_pages(fn, {"k", "v"}, k, v, TensorView(*o.block_tables),
+  call.pages = read_pages(fn, {"k", "v"}, k, v, view_of(fn, "block_tables", o.block_tables),
                           kv_layout_of(fn, o.kv_layout), p.dtype, call.device, "q", check_data);
   const CacheGatherParams& pages = call.pages;
   require_extent(fn, "k", "head_dim", pages.k.head_dim, q.shape[2], "q");
@@ -92,8 +93,8 @@ void read_arrays(AttentionCall& call, const TensorView& q, const TensorView& k, 
     require_extent(fn, "k", "batch", k.shape[axes.batch], q.shape[axes.batch], "q");
     require_extent(fn, "v", "batch", v.shape[axes.batch], q.shape[axes.batch], "q");
     p.batch = checked_extent(fn, "q", "batch", q.shape[axes.batch]);
-    p.seqlen_q = checked_extent(fn, "q", "seqlen_q", q.shape[axes.seq]);
-    p.seqlen_kv = checked_extent(fn, "k", "seqlen_kv", k.shape[axes.seq]);
+    p.seqlen_q = checked_length(fn, "q", "seqlen_q", q.shape[axes.seq]);
+    p.seqlen_kv = checked_length(fn, "k", "seqlen_kv", k.shape[axes.seq]);
     call.max_seqlen_q = p.seqlen_q;
     call.max_seqlen_kv = p.seqlen_kv;
   }
@@ -117,9 +118,9 @@ void read_arrays(AttentionCall& call, const TensorView& q, const TensorView& k, 
 const int32_t* read_lengths(const AttentionCall& call, const char* name, const DLTensor* tensor,
                             int64_t extent, const char* axis, bool check_data) {
   if (tensor == nullptr) return nullptr;
-  return static_cast<const int32_t*>(read_vector(call.function(), name, TensorView(*tensor),
-                                                 DType::i32, extent, axis, call.device, "q",
-                                                 check_data));
+  return static_cast<const int32_t*>(read_vector(call.function(), name,
+                                                 view_of(call.function(), name, tensor), DType::i32,
+                                                 extent, axis, call.device, "q", check_data));
 }
 
 void read_ragged(AttentionCall& call, const cuattn_attention_options& o, bool check_data) {
@@ -130,10 +131,11 @@ void read_ragged(AttentionCall& call, const cuattn_attention_options& o, bool ch
                  ": cu_seqlens_q and cu_seqlens_k must both be given, got one; pass int32 [batch + "
                  "1] for each",
                  call.paged ? ", or seqused_k [batch]" : "");
-  CUATTN_REQUIRE(o.cu_seqlens_q->ndim == 1 && o.cu_seqlens_q->shape[0] >= 1, fn,
-                 ": cu_seqlens_q must have shape (batch + 1,), got ",
-                 shape_text(TensorView(*o.cu_seqlens_q)), "; start it with 0");
-  p.batch = checked_extent(fn, "cu_seqlens_q", "batch", o.cu_seqlens_q->shape[0] - 1);
+  TensorView begins = view_of(fn, "cu_seqlens_q", o.cu_seqlens_q);
+  CUATTN_REQUIRE(begins.ndim == 1 && begins.shape[0] >= 1, fn,
+                 ": cu_seqlens_q must have shape (batch + 1,), got ", shape_text(begins),
+                 "; start it with 0");
+  p.batch = checked_extent(fn, "cu_seqlens_q", "batch", begins.shape[0] - 1);
   p.cu_seqlens_q = read_lengths(call, "cu_seqlens_q", o.cu_seqlens_q, p.batch + int64_t{1},
                                 "batch + 1", check_data);
   p.cu_seqlens_kv = read_lengths(call, "cu_seqlens_k", o.cu_seqlens_k, p.batch + int64_t{1},
@@ -147,8 +149,8 @@ void read_ragged(AttentionCall& call, const cuattn_attention_options& o, bool ch
   // No sequence is longer than all rows together; a generous bound costs no empty tiles.
   int64_t longest_q = o.max_seqlen_q < p.total_q ? o.max_seqlen_q : p.total_q;
   int64_t longest_kv = o.max_seqlen_k < p.total_kv ? o.max_seqlen_k : p.total_kv;
-  p.seqlen_q = checked_extent(fn, "q", "max_seqlen_q", longest_q);
-  p.seqlen_kv = checked_extent(fn, "k", "max_seqlen_k", longest_kv);
+  p.seqlen_q = checked_length(fn, "q", "max_seqlen_q", longest_q);
+  p.seqlen_kv = checked_length(fn, "k", "max_seqlen_k", longest_kv);
 }
 
 // Should the keys be gathered: end to end where cu_seqlens_k is given, else seqlen_kv rows a
@@ -193,7 +195,7 @@ void read_bias(AttentionCall& call, const DLTensor* tensor, bool check_data) {
   if (tensor == nullptr) return;
   const char* fn = call.function();
   PrefillParams& p = call.params;
-  TensorView view(*tensor);
+  TensorView view = view_of(fn, "bias", tensor);
   require_device(fn, "bias", view, call.device);
   if (view.is(DType::boolean)) {
     p.bias_dtype = DType::boolean;
@@ -227,6 +229,7 @@ void read_scores(AttentionCall& call, const cuattn_attention_options& o, bool ch
   PrefillParams& p = call.params;
   p.scale = read_scale(fn, o.has_scale, o.scale, p.head_dim);
   p.softcap = read_softcap(fn, o.softcap);
+  p.inv_softcap = inverse_softcap(p.softcap, p.scale);
   auto heads = [&](const char* name, const DLTensor* tensor, const char* batch_axis) {
     return read_heads(fn, name, tensor, "num_heads_q", p.num_heads_q, batch_axis, p.batch,
                       call.device, check_data);
@@ -241,8 +244,8 @@ void read_scores(AttentionCall& call, const cuattn_attention_options& o, bool ch
   p.sinks_stride = sinks.stride_head;
   // A scale that is not positive turns the running maximum around: the scored kernels apply it
   // before the maximum.
-  bool scored =
-      p.softcap > 0.0f || o.alibi_slopes != nullptr || o.bias != nullptr || !(p.scale > 0.0f);
+  bool scored = p.softcap > 0.0f || o.alibi_slopes != nullptr || o.bias != nullptr ||
+                !is_plain_scale(p.scale);
   p.score = scored ? ScoreKind::scored : ScoreKind::identity;
 }
 
@@ -256,8 +259,7 @@ AttentionCall validate_attention(const TensorView& q, const TensorView& k, const
   call.layout = o.layout;
   call.uses_seqused = o.seqused_q != nullptr || o.seqused_k != nullptr;
   call.may_step = call.paged && o.seqused_k != nullptr && o.cu_seqlens_k == nullptr &&
-                  o.seqused_q == nullptr && o.bias == nullptr && o.num_splits == 0 &&
-                  !o.batch_invariant;
+                  o.seqused_q == nullptr && o.bias == nullptr && !o.batch_invariant;
   call.has_sinks = o.sinks != nullptr;
   call.has_bias = o.bias != nullptr;
   call.batch_invariant = o.batch_invariant != 0;
@@ -374,7 +376,7 @@ bool plans_step(const AttentionCall& call, const DeviceInfo& device, Plan& plan)
     return false;
   int64_t rows = int64_t{p.seqlen_q} * (p.num_heads_q / p.num_heads_kv);
   if (rows > kMaxStepRows) return false;
-  plan = plan_step(step_of(call), device);
+  plan = plan_step(step_of(call), call.num_splits, device);
   plan.keys = KeyAccess::by_step;
   return rows <= int64_t{kMaxStepPasses} * plan.tile.m;
 }
@@ -430,6 +432,53 @@ void point_at_pages(AttentionCall& call) {
   p.v_strides = {g.v.strides.block, g.v.strides.token, g.v.strides.head};
 }
 
+// What is written lies apart from all else.
+void check_memory(const AttentionCall& call, const TensorView& out, const TensorView* lse,
+                  const void* workspace) {
+  const PrefillParams& p = call.params;
+  int64_t item = itemsize(p.dtype), bytes = static_cast<int64_t>(call.plan.workspace_bytes);
+  CallMemory memory(call.function());
+  memory.writes({"out", out});
+  if (lse != nullptr) memory.writes({"lse_out", *lse});
+  memory.writes({"workspace", workspace, 1, {{bytes, 1}}});
+
+  auto read_rows = [&](const char* name, const void* data, const Strides& strides, int64_t rows,
+                       int64_t heads, int64_t dim) {
+    int64_t batch = call.ragged ? 1 : p.batch;
+    memory.reads({name,
+                  data,
+                  item,
+                  {{batch, strides.batch}, {rows, strides.seq}, {heads, strides.head}, {dim, 1}}});
+  };
+  read_rows("q", p.q, p.q_strides, call.ragged ? p.total_q : p.seqlen_q, p.num_heads_q, p.head_dim);
+  if (call.paged) {
+    const CacheGatherParams& g = call.pages;
+    memory.reads(cache_footprint("k", g.k, g, g.dtype));
+    memory.reads(cache_footprint("v", g.v, g, g.dtype));
+    memory.reads(tables_footprint(g));
+  } else {
+    int64_t rows = call.ragged ? p.total_kv : p.seqlen_kv;
+    read_rows("k", p.k, p.k_strides, rows, p.num_heads_kv, p.head_dim);
+    read_rows("v", p.v, p.v_strides, rows, p.num_heads_kv, p.head_dim_v);
+  }
+  memory.reads({"cu_seqlens_q", p.cu_seqlens_q, 4, {{p.batch + int64_t{1}, 1}}});
+  memory.reads({"cu_seqlens_k", p.cu_seqlens_kv, 4, {{p.batch + int64_t{1}, 1}}});
+  memory.reads({"seqused_q", p.seqused_q, 4, {{p.batch, 1}}});
+  memory.reads({"seqused_k", p.seqused_kv, 4, {{p.batch, 1}}});
+  memory.reads({"alibi_slopes",
+                p.alibi_slopes,
+                4,
+                {{p.batch, p.alibi_stride_batch}, {p.num_heads_q, p.alibi_stride_head}}});
+  memory.reads({"sinks", p.sinks, 4, {{p.num_heads_q, p.sinks_stride}}});
+  memory.reads({"bias",
+                p.bias,
+                itemsize(p.bias_dtype),
+                {{p.batch, p.bias_stride_batch},
+                 {p.num_heads_q, p.bias_stride_head},
+                 {call.max_seqlen_q, p.bias_stride_q},
+                 {call.max_seqlen_kv, p.bias_stride_kv}}});
+}
+
 }  // namespace
 
 void run_attention(AttentionCall& call, const TensorView& out, const TensorView* lse,
@@ -464,6 +513,7 @@ void run_attention(AttentionCall& call, const TensorView& out, const TensorView*
                         : Strides{stride_of(*lse, 0), stride_of(*lse, 2), stride_of(*lse, 1)};
   }
 
+  check_memory(call, out, lse, workspace);
   bool cuda = is_cuda(call.device);
   const Backend& backend = backend_of(fn, call.device);
   if (call.paged) check_pages(fn, call.pages, call.device, stream);

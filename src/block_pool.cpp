@@ -8,7 +8,10 @@
 //   front [ empty | empty | cached, old | ... | cached, new ] back
 #include "block_pool.h"
 
+#include <sys/random.h>
+
 #include <algorithm>
+#include <chrono>
 
 #include "guarded.h"
 
@@ -25,9 +28,20 @@ uint64_t mix(uint64_t x) {
   return x ^ (x >> 31);
 }
 
+// Secret and its own for each pool: whoever can send prompts must not be able to choose ones that
+// share a bucket, which would make every look-up walk over all of them.
+uint64_t random_seed() {
+  uint64_t seed = 0;
+  if (getrandom(&seed, sizeof(seed), GRND_NONBLOCK) != sizeof(seed)) {  // early at boot, or barred
+    seed = mix(std::chrono::steady_clock::now().time_since_epoch().count() ^
+               reinterpret_cast<uintptr_t>(&seed));
+  }
+  return seed;
+}
+
 }  // namespace
 
-BlockPoolState::BlockPoolState(int64_t num_blocks, int64_t block_size) {
+BlockPoolState::BlockPoolState(int64_t num_blocks, int64_t block_size) : seed_(random_seed()) {
   CUATTN_REQUIRE(num_blocks >= 1 && num_blocks <= INT32_MAX,
                  "BlockPool: num_blocks must lie within [1, 2147483647], got ", num_blocks,
                  "; ids are int32");
@@ -181,23 +195,24 @@ int32_t BlockPoolState::make_writable(int32_t id) {
 // ---- Prefixes
 
 // Chained: the content of the block before stands for all that came earlier.
-uint64_t BlockPoolState::hash_of(uint64_t parent, const int64_t* tokens) const {
-  uint64_t hash = mix(parent);
+uint64_t BlockPoolState::hash_of(const Key& key) const {
+  uint64_t hash = mix(seed_ ^ key.parent);
+  for (unsigned char byte : key.salt) hash = mix(hash ^ byte);
   for (int64_t i = 0; i < stats_.block_size; ++i) {
-    hash = mix(hash ^ static_cast<uint64_t>(tokens[i]));
+    hash = mix(hash ^ static_cast<uint64_t>(key.tokens[i]));
   }
   return hash;
 }
 
+bool BlockPoolState::holds(const Block& block, const Key& key) const {
+  return block.parent == key.parent && block.salt == key.salt &&
+         std::equal(block.tokens.begin(), block.tokens.end(), key.tokens);
+}
+
 // The cached block of this content, or kNone.
-int32_t BlockPoolState::find(uint64_t hash, uint64_t parent, const int64_t* tokens) const {
+int32_t BlockPoolState::find(uint64_t hash, const Key& key) const {
   int32_t id = buckets_[hash & (buckets_.size() - 1)];
-  for (; id != kNone; id = blocks_[id].next_in_bucket) {
-    const Block& block = blocks_[id];
-    if (block.parent == parent && std::equal(block.tokens.begin(), block.tokens.end(), tokens)) {
-      break;
-    }
-  }
+  while (id != kNone && !holds(blocks_[id], key)) id = blocks_[id].next_in_bucket;
   return id;
 }
 
@@ -222,14 +237,15 @@ void BlockPoolState::forget(int32_t id) {
   --stats_.cached_blocks;
 }
 
-int64_t BlockPoolState::match_prefix(const int64_t* tokens, int64_t num_tokens, int32_t* ids) {
+int64_t BlockPoolState::match_prefix(const int64_t* tokens, int64_t num_tokens,
+                                     std::string_view salt, int32_t* ids) {
   std::lock_guard<std::mutex> lock(mutex_);
   require_tokens("match_prefix", num_tokens);
   int64_t size = stats_.block_size, count = 0;
-  uint64_t parent = kNothing;
+  if (num_tokens >= size) require_given("BlockPool.match_prefix", "ids", ids);
+  Key key{kNothing, salt, tokens};
   for (; (count + 1) * size <= num_tokens; ++count) {
-    const int64_t* own = tokens + count * size;
-    int32_t id = find(hash_of(parent, own), parent, own);
+    int32_t id = find(hash_of(key), key);
     if (id == kNone) break;
     Block& block = blocks_[id];
     if (block.references == 0) {
@@ -239,7 +255,7 @@ int64_t BlockPoolState::match_prefix(const int64_t* tokens, int64_t num_tokens, 
       ++stats_.used_blocks;
     }
     reference(block);
-    parent = block.content;
+    key = {block.content, {}, key.tokens + size};
     ids[count] = id;
   }
   stats_.queried_tokens += num_tokens;
@@ -248,26 +264,29 @@ int64_t BlockPoolState::match_prefix(const int64_t* tokens, int64_t num_tokens, 
 }
 
 void BlockPoolState::commit(const int32_t* ids, int64_t count, const int64_t* tokens,
-                            int64_t num_tokens, int32_t parent_id) {
+                            int64_t num_tokens, int32_t parent_id, std::string_view salt) {
   std::lock_guard<std::mutex> lock(mutex_);
   require_tokens("commit", num_tokens);
   int64_t size = stats_.block_size, full = num_tokens / size;
   CUATTN_REQUIRE(full <= count, "BlockPool.commit: tokens must fit ids, got ", num_tokens,
                  " tokens for ", count, " blocks of ", size, "; pass all blocks that hold them");
-  uint64_t parent = kNothing;
+  Key key{kNothing, salt, tokens};
   if (parent_id != kNone) {
-    parent = held("commit", parent_id).content;
-    CUATTN_REQUIRE(parent != kNothing, "BlockPool.commit: parent must be committed, got block ",
+    key.parent = held("commit", parent_id).content;
+    CUATTN_REQUIRE(key.parent != kNothing, "BlockPool.commit: parent must be committed, got block ",
                    parent_id, "; commit a sequence from its begin");
+    CUATTN_REQUIRE(salt.empty(),
+                   "BlockPool.commit: salt must not stand beside a parent, got "
+                   "block ",
+                   parent_id, "; the sequence of the parent has its own");
   }
   for (int64_t i = 0; i < count; ++i) held("commit", ids[i]);
   std::vector<int32_t> made;  // what to take back should a later block be refused
   made.reserve(full);
   try {
     for (int64_t i = 0; i < full; ++i) {
-      const int64_t* own = tokens + i * size;
-      if (commit_one(ids[i], parent, own)) made.push_back(ids[i]);
-      parent = blocks_[ids[i]].content;
+      if (commit_one(ids[i], key)) made.push_back(ids[i]);
+      key = {blocks_[ids[i]].content, {}, key.tokens + size};
     }
   } catch (...) {
     for (int32_t id : made) forget(id);
@@ -276,21 +295,20 @@ void BlockPoolState::commit(const int32_t* ids, int64_t count, const int64_t* to
 }
 
 // Whether the block has gained a content, which it had not before.
-bool BlockPoolState::commit_one(int32_t id, uint64_t parent, const int64_t* tokens) {
+bool BlockPoolState::commit_one(int32_t id, const Key& key) {
   Block& block = blocks_[id];
   if (block.content != kNothing) {
-    bool same =
-        block.parent == parent && std::equal(block.tokens.begin(), block.tokens.end(), tokens);
-    CUATTN_REQUIRE(same,
+    CUATTN_REQUIRE(holds(block, key),
                    "BlockPool.commit: a committed block must keep its tokens, got others "
                    "for block ",
                    id, "; call make_writable before it is written anew");
     return false;
   }
-  block.tokens.assign(tokens, tokens + stats_.block_size);
-  block.parent = parent;
-  block.hash = hash_of(parent, tokens);
-  int32_t known = find(block.hash, parent, tokens);
+  block.tokens.assign(key.tokens, key.tokens + stats_.block_size);
+  block.salt = key.salt;
+  block.parent = key.parent;
+  block.hash = hash_of(key);
+  int32_t known = find(block.hash, key);
   block.content = known == kNone ? ++last_content_ : blocks_[known].content;
   if (known == kNone) insert(id);
   return true;
@@ -314,48 +332,102 @@ static BlockPoolState& state_of(cuattn_block_pool* pool) {
   return pool->state;
 }
 
+static std::string_view salt_of(const char* function, const cuattn_prefix_options* options) {
+  if (options == nullptr) return {};
+  CUATTN_REQUIRE(options->struct_size == sizeof(*options), "BlockPool.", function,
+                 ": options must be initialised by cuattn_prefix_options_init of this library "
+                 "version, got struct_size ",
+                 options->struct_size, ", want ", sizeof(*options));
+  CUATTN_REQUIRE(options->salt_bytes >= 0 && (options->salt != nullptr || options->salt_bytes == 0),
+                 "BlockPool.", function, ": salt must be salt_bytes >= 0 bytes, got ",
+                 options->salt_bytes, options->salt == nullptr ? " at NULL" : "",
+                 "; give both or neither");
+  return {static_cast<const char*>(options->salt), static_cast<size_t>(options->salt_bytes)};
+}
+
 extern "C" {
+
+void cuattn_prefix_options_init(cuattn_prefix_options* options) {
+  if (options == nullptr) return;
+  *options = {};
+  options->struct_size = sizeof(*options);
+}
 
 cuattn_status cuattn_block_pool_create(int64_t num_blocks, int64_t block_size,
                                        cuattn_block_pool** pool) {
-  return guarded([&] { *pool = new cuattn_block_pool{{num_blocks, block_size}}; });
+  return guarded([&] {
+    require_given("BlockPool", "pool", pool);
+    *pool = new cuattn_block_pool{{num_blocks, block_size}};
+  });
 }
 
 void cuattn_block_pool_destroy(cuattn_block_pool* pool) { delete pool; }
 
 cuattn_status cuattn_block_pool_allocate(cuattn_block_pool* pool, int64_t count, int32_t* ids) {
-  return guarded([&] { state_of(pool).allocate(count, ids); });
+  return guarded([&] {
+    if (count > 0) require_given("BlockPool.allocate", "ids", ids);
+    state_of(pool).allocate(count, ids);
+  });
 }
 
 cuattn_status cuattn_block_pool_free(cuattn_block_pool* pool, const int32_t* ids, int64_t count) {
-  return guarded([&] { state_of(pool).free(ids, count); });
+  return guarded([&] {
+    require_elements("BlockPool.free", "ids", ids, count);
+    state_of(pool).free(ids, count);
+  });
 }
 
 cuattn_status cuattn_block_pool_fork(cuattn_block_pool* pool, const int32_t* ids, int64_t count) {
-  return guarded([&] { state_of(pool).fork(ids, count); });
+  return guarded([&] {
+    require_elements("BlockPool.fork", "ids", ids, count);
+    state_of(pool).fork(ids, count);
+  });
 }
 
 cuattn_status cuattn_block_pool_ref_count(cuattn_block_pool* pool, int32_t id, int64_t* count) {
-  return guarded([&] { *count = state_of(pool).ref_count(id); });
+  return guarded([&] {
+    require_given("BlockPool.ref_count", "count", count);
+    *count = state_of(pool).ref_count(id);
+  });
 }
 
 cuattn_status cuattn_block_pool_make_writable(cuattn_block_pool* pool, int32_t id,
                                               int32_t* writable) {
-  return guarded([&] { *writable = state_of(pool).make_writable(id); });
+  return guarded([&] {
+    require_given("BlockPool.make_writable", "writable", writable);
+    *writable = state_of(pool).make_writable(id);
+  });
 }
 
 cuattn_status cuattn_block_pool_match_prefix(cuattn_block_pool* pool, const int64_t* tokens,
-                                             int64_t num_tokens, int32_t* ids, int64_t* num_ids) {
-  return guarded([&] { *num_ids = state_of(pool).match_prefix(tokens, num_tokens, ids); });
+                                             int64_t num_tokens,
+                                             const cuattn_prefix_options* options, int32_t* ids,
+                                             int64_t* num_ids) {
+  return guarded([&] {
+    const char* fn = "BlockPool.match_prefix";
+    if (num_tokens > 0) require_given(fn, "tokens", tokens);
+    require_given(fn, "num_ids", num_ids);
+    std::string_view salt = salt_of("match_prefix", options);
+    *num_ids = state_of(pool).match_prefix(tokens, num_tokens, salt, ids);
+  });
 }
 
 cuattn_status cuattn_block_pool_commit(cuattn_block_pool* pool, const int32_t* ids, int64_t count,
-                                       const int64_t* tokens, int64_t num_tokens, int32_t parent) {
-  return guarded([&] { state_of(pool).commit(ids, count, tokens, num_tokens, parent); });
+                                       const int64_t* tokens, int64_t num_tokens, int32_t parent,
+                                       const cuattn_prefix_options* options) {
+  return guarded([&] {
+    require_elements("BlockPool.commit", "ids", ids, count);
+    if (num_tokens > 0) require_given("BlockPool.commit", "tokens", tokens);
+    std::string_view salt = salt_of("commit", options);
+    state_of(pool).commit(ids, count, tokens, num_tokens, parent, salt);
+  });
 }
 
 cuattn_status cuattn_block_pool_get_stats(cuattn_block_pool* pool, cuattn_block_pool_stats* stats) {
-  return guarded([&] { *stats = state_of(pool).stats(); });
+  return guarded([&] {
+    require_given("BlockPool.stats", "stats", stats);
+    *stats = state_of(pool).stats();
+  });
 }
 
 }  // extern "C"

@@ -7,6 +7,8 @@
 
 #include <cstdint>
 #include <mutex>
+#include <string>
+#include <string_view>
 #include <vector>
 
 #include "cuattn/c_api.h"
@@ -22,17 +24,18 @@ class BlockPoolState {
   void fork(const int32_t* ids, int64_t count);
   int64_t ref_count(int32_t id);
   int32_t make_writable(int32_t id);
-  int64_t match_prefix(const int64_t* tokens, int64_t num_tokens, int32_t* ids);
+  int64_t match_prefix(const int64_t* tokens, int64_t num_tokens, std::string_view salt,
+                       int32_t* ids);
   void commit(const int32_t* ids, int64_t count, const int64_t* tokens, int64_t num_tokens,
-              int32_t parent);
+              int32_t parent, std::string_view salt);
   cuattn_block_pool_stats stats();
 
  private:
-  // What a committed block holds: `tokens`, after all that the content `parent` stands for.
-  // Contents are numbered in the order of their first commit and never renumbered, so (parent,
-  // tokens) is the whole chain from the begin of the sequence. Note: a match compares both. A
-  // collision of hashes costs time; were the hash trusted, it would hand one user the keys and
-  // values of another.
+  // What a committed block holds: `tokens`, after all that the content `parent` stands for, or for
+  // the first of a sequence after `salt`. Contents are numbered in the order of their first commit
+  // and never renumbered, so (parent, salt, tokens) is the whole chain from the begin of the
+  // sequence. Note: a match compares all three. A collision of hashes costs time; were the hash
+  // trusted, it would hand one user the keys and values of another.
   struct Block {
     int64_t references = 0;
     int32_t previous = kNone, next = kNone;  // in the list of free blocks
@@ -40,6 +43,7 @@ class BlockPoolState {
     bool cached = false;  // found by match_prefix; of blocks with one content only one is
     uint64_t content = kNothing, parent = kNothing, hash = 0;
     std::vector<int64_t> tokens;
+    std::string salt;  // empty but in the first block of a salted sequence
   };
 
   static constexpr int32_t kNone = -1;
@@ -55,9 +59,17 @@ class BlockPoolState {
   void put_back(int32_t id);
   void unlink(int32_t id);
 
-  uint64_t hash_of(uint64_t parent, const int64_t* tokens) const;
-  int32_t find(uint64_t hash, uint64_t parent, const int64_t* tokens) const;
-  bool commit_one(int32_t id, uint64_t parent, const int64_t* tokens);
+  // What a block holds, before it is known whether the pool has it.
+  struct Key {
+    uint64_t parent;
+    std::string_view salt;
+    const int64_t* tokens;  // [block_size]
+  };
+
+  uint64_t hash_of(const Key& key) const;
+  bool holds(const Block& block, const Key& key) const;
+  int32_t find(uint64_t hash, const Key& key) const;
+  bool commit_one(int32_t id, const Key& key);
   void insert(int32_t id);
   void forget(int32_t id);
 
@@ -66,6 +78,7 @@ class BlockPoolState {
   std::vector<int32_t> buckets_;  // the first block of each, a power of two of them
   int32_t first_free_ = kNone, last_free_ = kNone;  // handed out from the front
   uint64_t last_content_ = kNothing;
+  uint64_t seed_;  // of the hashes
   cuattn_block_pool_stats stats_{};
 };
 

@@ -4,6 +4,7 @@
 
 #include <cstring>
 #include <new>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -88,9 +89,8 @@ const char* cuattn_last_error(void) { return last_error().c_str(); }
 const char* cuattn_version(void) { return CUATTN_VERSION; }
 
 void cuattn_attention_options_init(cuattn_attention_options* options) {
-  std::memset(options, 0, sizeof(*options));
-  options->struct_size = sizeof(*options);
-  options->window_left = options->window_right = kUnlimited;
+  init_options("attention", options,
+               [](cuattn_attention_options& o) { o.window_left = o.window_right = kUnlimited; });
 }
 
 cuattn_status cuattn_attention_prepare(const DLTensor* q, const DLTensor* k, const DLTensor* v,
@@ -98,6 +98,7 @@ cuattn_status cuattn_attention_prepare(const DLTensor* q, const DLTensor* k, con
                                        cuattn_attention_call* call) {
   return guarded([&] {
     check_options(options);
+    require_given("attention", "call", call);
     TensorView view = view_of("attention", "q", q);
     AttentionCall& state = *new (call->state) AttentionCall(
         validate_attention(view, view_of("attention", "k", k), view_of("attention", "v", v),
@@ -112,11 +113,12 @@ cuattn_status cuattn_attention_run(cuattn_attention_call* call, const DLTensor* 
                                    const DLTensor* lse, void* workspace, size_t workspace_bytes,
                                    void* stream) {
   return guarded([&] {
+    require_given("attention", "call", call);
     AttentionCall& state = state_of(*call);
-    TensorView lse_view;
-    if (lse != nullptr) lse_view = TensorView(*lse);
-    run_attention(state, view_of(state.function(), "out", out),
-                  lse != nullptr ? &lse_view : nullptr, workspace, workspace_bytes, stream);
+    const char* fn = state.function();
+    std::optional<TensorView> lse_view;
+    run_attention(state, view_of(fn, "out", out), optional_view(fn, "lse_out", lse, lse_view),
+                  workspace, workspace_bytes, stream);
   });
 }
 
@@ -125,11 +127,10 @@ cuattn_status cuattn_merge_states(const DLTensor* out_a, const DLTensor* lse_a,
                                   const DLTensor* lse_out, int32_t layout, void* stream) {
   return guarded([&] {
     const char* fn = "merge_states";
-    TensorView lse_view;
-    if (lse_out != nullptr) lse_view = TensorView(*lse_out);
+    std::optional<TensorView> lse_view;
     merge_states(view_of(fn, "out_a", out_a), view_of(fn, "lse_a", lse_a),
                  view_of(fn, "out_b", out_b), view_of(fn, "lse_b", lse_b), view_of(fn, "out", out),
-                 lse_out != nullptr ? &lse_view : nullptr, layout, stream);
+                 optional_view(fn, "lse_out", lse_out, lse_view), layout, stream);
   });
 }
 
@@ -137,10 +138,9 @@ cuattn_status cuattn_merge_many(const DLTensor* outs, const DLTensor* lses, cons
                                 const DLTensor* lse_out, int32_t layout, void* stream) {
   return guarded([&] {
     const char* fn = "merge_states";
-    TensorView lse_view;
-    if (lse_out != nullptr) lse_view = TensorView(*lse_out);
+    std::optional<TensorView> lse_view;
     merge_many(view_of(fn, "outs", outs), view_of(fn, "lses", lses), view_of(fn, "out", out),
-               lse_out != nullptr ? &lse_view : nullptr, layout, stream);
+               optional_view(fn, "lse_out", lse_out, lse_view), layout, stream);
   });
 }
 
@@ -150,6 +150,7 @@ cuattn_status cuattn_attention_explain(const DLTensor* q, const DLTensor* k, con
   return guarded([&] {
     check_options(options);
     const char* fn = "attention";
+    require_given(fn, "plan", result);
     AttentionCall call =
         validate_attention(view_of(fn, "q", q), view_of(fn, "k", k), view_of(fn, "v", v), *options,
                            /*check_data=*/false);
@@ -174,6 +175,7 @@ cuattn_status cuattn_kernel_at(int32_t index, cuattn_kernel_info* info) {
                    "kernel_at: index must be in [0, ", list.size(), "), got ", index,
                    "; see cuattn_kernel_count()");
     const KernelInfo& kernel = list[index];
+    require_given("kernel_at", "info", info);
     std::memset(info, 0, sizeof(*info));
     copy_text(info->op, kernel.op);
     copy_text(info->kernel, kernel.kernel);

@@ -2,6 +2,7 @@
 // The C ABI of paged attention. Next: paged.h, guarded.h.
 #include <cstring>
 #include <new>
+#include <optional>
 
 #include "cuattn/c_api.h"
 #include "guarded.h"
@@ -22,6 +23,8 @@ void check_options(const cuattn_paged_options* options) {
                  "paged_attention: version must be 0, 1 or 2, got ", options->version,
                  "; 1 and 2 are PagedAttention V1 and V2");
 }
+
+constexpr const char* kPersistent = "PersistentDecode";
 
 PagedCall& state_of(cuattn_attention_call& call) {
   return *reinterpret_cast<PagedCall*>(call.state);
@@ -64,13 +67,13 @@ using namespace cuattn;
 extern "C" {
 
 void cuattn_paged_options_init(cuattn_paged_options* options) {
-  std::memset(options, 0, sizeof(*options));
-  options->struct_size = sizeof(*options);
-  options->causal = 1;
-  options->window_left = options->window_right = kUnlimited;
-  options->k_scale = options->v_scale = 1.0;
-  options->partition_size = 512;
-  options->max_context_len = -1;
+  init_options("paged_attention", options, [](cuattn_paged_options& o) {
+    o.causal = 1;
+    o.window_left = o.window_right = kUnlimited;
+    o.k_scale = o.v_scale = 1.0;
+    o.partition_size = 512;
+    o.max_context_len = -1;
+  });
 }
 
 cuattn_status cuattn_paged_prepare(const DLTensor* q, const DLTensor* k_cache,
@@ -80,6 +83,7 @@ cuattn_status cuattn_paged_prepare(const DLTensor* q, const DLTensor* k_cache,
                                    cuattn_attention_call* call) {
   return guarded([&] {
     check_options(options);
+    require_given("paged_attention", "call", call);
     PagedArrays arrays = arrays_of(q, k_cache, v_cache, block_tables, context_lens);
     PagedCall& state = *new (call->state) PagedCall(validate_paged(arrays, *options, true));
     plan_paged(state, *options, device_info_of(state));
@@ -91,10 +95,11 @@ cuattn_status cuattn_paged_run(cuattn_attention_call* call, const DLTensor* out,
                                const DLTensor* lse, void* workspace, size_t workspace_bytes,
                                void* stream) {
   return guarded([&] {
+    require_given("paged_attention", "call", call);
     PagedCall& state = state_of(*call);
-    TensorView lse_view;
-    if (lse != nullptr) lse_view = TensorView(*lse);
-    run_paged(state, view_of(state.function, "out", out), lse != nullptr ? &lse_view : nullptr,
+    const char* fn = state.function;
+    std::optional<TensorView> lse_view;
+    run_paged(state, view_of(fn, "out", out), optional_view(fn, "lse_out", lse, lse_view),
               workspace, workspace_bytes, stream);
   });
 }
@@ -106,6 +111,8 @@ cuattn_status cuattn_paged_plan_prepare(const DLTensor* block_tables, const DLTe
   return guarded([&] {
     check_options(options);
     const char* fn = "paged_plan";
+    require_given(fn, "shape", shape);
+    require_given(fn, "call", call);
     cuattn_paged_options o = *options;
     o.version = o.num_splits = o.batch_invariant = 0;  // these have no part in a plan
     o.plan = nullptr;
@@ -125,8 +132,10 @@ cuattn_status cuattn_paged_plan_prepare(const DLTensor* block_tables, const DLTe
 
 cuattn_status cuattn_paged_plan_run(cuattn_attention_call* call, const DLTensor* plan,
                                     void* stream) {
-  return guarded(
-      [&] { run_paged_plan(state_of(*call), view_of("paged_plan", "out", plan), stream); });
+  return guarded([&] {
+    require_given("paged_plan", "call", call);
+    run_paged_plan(state_of(*call), view_of("paged_plan", "out", plan), stream);
+  });
 }
 
 cuattn_status cuattn_paged_explain(const DLTensor* q, const DLTensor* k_cache,
@@ -136,6 +145,7 @@ cuattn_status cuattn_paged_explain(const DLTensor* q, const DLTensor* k_cache,
                                    cuattn_plan* result) {
   return guarded([&] {
     check_options(options);
+    require_given("paged_attention", "plan", result);
     PagedCall call =
         validate_paged(arrays_of(q, k_cache, v_cache, block_tables, context_lens), *options, false);
     DeviceInfo info = device != nullptr ? made_up_device(device) : device_info_of(call);
@@ -149,7 +159,7 @@ cuattn_status cuattn_paged_explain(const DLTensor* q, const DLTensor* k_cache,
 }
 
 void cuattn_persistent_options_init(cuattn_persistent_options* options) {
-  *options = {sizeof(*options), 0, 1.0};
+  init_options(kPersistent, options, [](cuattn_persistent_options& o) { o.idle_seconds = 1.0; });
 }
 
 cuattn_status cuattn_persistent_prepare(const DLTensor* q, const DLTensor* k_cache,
@@ -159,6 +169,7 @@ cuattn_status cuattn_persistent_prepare(const DLTensor* q, const DLTensor* k_cac
                                         cuattn_attention_call* call) {
   return guarded([&] {
     check_options(options);
+    require_given("paged_attention", "call", call);
     PagedArrays arrays = arrays_of(q, k_cache, v_cache, block_tables, context_lens);
     new (call->state) PagedCall(prepare_persistent(arrays, *options));
     fill_shapes(arrays.q, *call);
@@ -170,26 +181,38 @@ cuattn_status cuattn_persistent_start(cuattn_attention_call* call, const DLTenso
                                       const cuattn_persistent_options* options, void* stream,
                                       cuattn_persistent** persistent) {
   return guarded([&] {
+    require_given(kPersistent, "call", call);
+    require_given(kPersistent, "options", options);
+    require_given(kPersistent, "persistent", persistent);
     const PagedCall& state = state_of(*call);
-    TensorView lse_view;
-    if (lse != nullptr) lse_view = TensorView(*lse);
+    std::optional<TensorView> lse_view;
     *persistent = new cuattn_persistent{{state, view_of(state.function, "out", out),
-                                         lse != nullptr ? &lse_view : nullptr, workspace,
-                                         workspace_bytes, *options, stream}};
+                                         optional_view(state.function, "lse_out", lse, lse_view),
+                                         workspace, workspace_bytes, *options, stream}};
   });
 }
 
 cuattn_status cuattn_persistent_post(cuattn_persistent* persistent, int64_t steps,
                                      int64_t* posted) {
-  return guarded([&] { *posted = persistent->decode.post(steps); });
+  return guarded([&] {
+    require_given(kPersistent, "persistent", persistent);
+    require_given(kPersistent, "posted", posted);
+    *posted = persistent->decode.post(steps);
+  });
 }
 
 cuattn_status cuattn_persistent_wait(cuattn_persistent* persistent, int64_t step, double seconds,
                                      cuattn_persistent_state* state) {
-  return guarded([&] { *state = persistent->decode.wait(step, seconds); });
+  return guarded([&] {
+    require_given(kPersistent, "persistent", persistent);
+    require_given(kPersistent, "state", state);
+    *state = persistent->decode.wait(step, seconds);
+  });
 }
 
-void cuattn_persistent_stop(cuattn_persistent* persistent) { persistent->decode.stop(); }
+void cuattn_persistent_stop(cuattn_persistent* persistent) {
+  if (persistent != nullptr) persistent->decode.stop();
+}
 
 void cuattn_persistent_destroy(cuattn_persistent* persistent) { delete persistent; }
 

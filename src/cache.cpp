@@ -14,17 +14,23 @@ namespace cuattn {
 namespace {
 
 void read_rows(const char* fn, const char* name, const TensorView& view, DType dtype,
-               DLDevice device, const char* like, bool output, bool check_data, CacheSide& side) {
+               DLDevice device, const char* like, CacheSide& side) {
   require_rank(fn, name, view, 3, "[num_tokens, num_heads_kv, head_dim]");
   require_dtype(fn, name, view, dtype, like);
   require_device(fn, name, view, device, like);
-  require_rows(fn, name, view, output, check_data);
   side.rows = view.data;
   side.row_token = stride_of(view, 0);
   side.row_head = stride_of(view, 1);
 }
 
-void check_head_dim(const char* fn, const char* name, int64_t head_dim, DType cache_dtype) {
+void check_head_dim(const char* fn, const char* name, int64_t head_dim, DType cache_dtype,
+                    Starts starts) {
+  if (starts == Starts::on_elements) {
+    CUATTN_REQUIRE(head_dim >= 1 && head_dim <= kMaxCacheHeadDim, fn, ": ", name,
+                   " must have head_dim from 1 to ", kMaxCacheHeadDim, ", got ", head_dim,
+                   "; cut it into several caches");
+    return;
+  }
   int64_t step = cache_dtype == DType::e4m3 ? 16 : 8;
   CUATTN_REQUIRE(head_dim >= step && head_dim <= kMaxCacheHeadDim && head_dim % step == 0, fn, ": ",
                  name, " must have head_dim a multiple of ", step, " up to ", kMaxCacheHeadDim,
@@ -48,11 +54,11 @@ void place_cache(const TensorView& view, const CacheShape& shape, KvLayout layou
 template <class Params>
 void place_caches(const char* fn, CacheNames names, const TensorView& k_cache,
                   const TensorView& v_cache, DType dtype, DLDevice device, const char* like,
-                  bool output, bool check_data, Params& p) {
+                  bool output, bool check_data, Starts starts, Params& p) {
   CacheShapes caches = read_caches(fn, names, k_cache, v_cache, p.kv_layout, dtype, device, like,
-                                   output, check_data);
-  check_head_dim(fn, names.k, caches.k.head_dim, dtype);
-  check_head_dim(fn, names.v, caches.v.head_dim, dtype);
+                                   output, check_data, starts);
+  check_head_dim(fn, names.k, caches.k.head_dim, dtype, starts);
+  check_head_dim(fn, names.v, caches.v.head_dim, dtype, starts);
   p.num_blocks = caches.k.num_blocks;
   p.num_heads = checked_extent(fn, names.k, "num_heads_kv", caches.k.num_heads);
   p.block_size = static_cast<int32_t>(caches.k.block_size);
@@ -65,11 +71,11 @@ void place_caches(const char* fn, CacheNames names, const TensorView& k_cache,
 CacheGatherParams read_pages(const char* fn, CacheNames names, const TensorView& k_cache,
                              const TensorView& v_cache, const TensorView& block_tables,
                              KvLayout layout, DType dtype, DLDevice device, const char* like,
-                             bool check_data) {
+                             bool check_data, Starts starts) {
   CacheGatherParams p{};
   p.kv_layout = layout;
   p.dtype = dtype;
-  place_caches(fn, names, k_cache, v_cache, dtype, device, like, false, check_data, p);
+  place_caches(fn, names, k_cache, v_cache, dtype, device, like, false, check_data, starts, p);
   BlockTables tables = read_block_tables(fn, block_tables, device, like, check_data);
   p.block_tables = tables.data;
   p.block_tables_stride = tables.stride;
@@ -122,7 +128,7 @@ void read_scale(const char* name, bool has_number, double number, const DLTensor
                    "; value = stored * scale");
     return;
   }
-  TensorView view(*array);
+  TensorView view = view_of(kWrite, name, array);
   require_dtype(kWrite, name, view, DType::f32);
   require_device(kWrite, name, view, device, "k");
   bool one = view.size() == 1 && view.ndim <= 1;
@@ -143,8 +149,8 @@ void read_rope(const cuattn_cache_options& o, DLDevice device, bool check_data,
   CUATTN_REQUIRE(given != 0 || !o.rope_interleaved, kWrite,
                  ": rope_interleaved must be False without cos and sin, got True; pass them too");
   if (given == 0) return;
-  const std::pair<const char*, TensorView> tables[] = {{"cos", TensorView(*o.cos)},
-                                                       {"sin", TensorView(*o.sin)}};
+  const std::pair<const char*, TensorView> tables[] = {{"cos", view_of(kWrite, "cos", o.cos)},
+                                                       {"sin", view_of(kWrite, "sin", o.sin)}};
   for (const auto& [name, view] : tables) {
     require_rank(kWrite, name, view, 2, "[max_position, rotary_dim / 2]");
     require_dtype(kWrite, name, view, DType::f32);
@@ -168,8 +174,8 @@ void read_rope(const cuattn_cache_options& o, DLDevice device, bool check_data,
   p.rope.rotary_dim = static_cast<int32_t>(2 * cos.shape[1]);
   p.rope.interleaved = o.rope_interleaved != 0;
   p.rope.positions = static_cast<const int64_t*>(
-      read_vector(kWrite, "positions", TensorView(*o.positions), DType::i64, p.num_tokens,
-                  "num_tokens", device, "k", check_data));
+      read_vector(kWrite, "positions", view_of(kWrite, "positions", o.positions), DType::i64,
+                  p.num_tokens, "num_tokens", device, "k", check_data));
 }
 
 // The arrays of a call, as they are borrowed.
@@ -199,14 +205,16 @@ CacheWriteParams read_write(const WriteArrays& arrays, const cuattn_cache_option
   require_known_device(kWrite, "k", device);
   p.kv_layout = kv_layout_of(kWrite, o.kv_layout);
   p.dtype = attention_dtype(kWrite, "k", k);
-  read_rows(kWrite, "k", k, p.dtype, device, "k", false, check_data, p.k);
-  read_rows(kWrite, "v", v, p.dtype, device, "k", false, check_data, p.v);
+  read_rows(kWrite, "k", k, p.dtype, device, "k", p.k);
+  require_rows(kWrite, "k", k, false, check_data);
+  read_rows(kWrite, "v", v, p.dtype, device, "k", p.v);
+  require_rows(kWrite, "v", v, false, check_data);
   p.cache_dtype = cache_dtype_of(kWrite, k_cache);
   CUATTN_REQUIRE(p.cache_dtype == p.dtype || p.cache_dtype == DType::e4m3, kWrite,
                  ": k_cache must be ", dtype_name(p.dtype), " like k, or float8_e4m3fn, got ",
                  dtype_name(p.cache_dtype), "; cast k and v to it first");
   place_caches(kWrite, {"k_cache", "v_cache"}, k_cache, v_cache, p.cache_dtype, device, "k", true,
-               check_data, p);
+               check_data, Starts::on_16_bytes, p);
   require_extent(kWrite, "v", "num_tokens", v.shape[0], k.shape[0], "k");
   require_extent(kWrite, "k_cache", "num_heads_kv", p.num_heads, k.shape[1], "k");
   require_extent(kWrite, "v", "num_heads_kv", v.shape[1], k.shape[1], "k");
@@ -222,9 +230,35 @@ CacheWriteParams read_write(const WriteArrays& arrays, const cuattn_cache_option
   return p;
 }
 
+Footprint rows_footprint(const char* name, const CacheSide& side, int64_t tokens, int64_t heads,
+                         DType dtype) {
+  return {name,
+          side.rows,
+          itemsize(dtype),
+          {{tokens, side.row_token}, {heads, side.row_head}, {side.head_dim, 1}}};
+}
+
+// The caches lie apart from each other and from all that is read.
+void check_write_memory(const CacheWriteParams& p) {
+  CallMemory memory(kWrite);
+  memory.writes(cache_footprint("k_cache", p.k, p, p.cache_dtype));
+  memory.writes(cache_footprint("v_cache", p.v, p, p.cache_dtype));
+  memory.reads(rows_footprint("k", p.k, p.num_tokens, p.num_heads, p.dtype));
+  memory.reads(rows_footprint("v", p.v, p.num_tokens, p.num_heads, p.dtype));
+  memory.reads({"slot_mapping", p.slot_mapping, 8, {{p.num_tokens, 1}}});
+  memory.reads({"k_scale", p.k.scales, 4, {{p.num_heads, p.k.scales_stride}}});
+  memory.reads({"v_scale", p.v.scales, 4, {{p.num_heads, p.v.scales_stride}}});
+  const RopeParams& rope = p.rope;
+  int64_t half = rope.rotary_dim / 2;
+  memory.reads({"cos", rope.cos, 4, {{rope.max_position, rope.cos_stride}, {half, 1}}});
+  memory.reads({"sin", rope.sin, 4, {{rope.max_position, rope.sin_stride}, {half, 1}}});
+  memory.reads({"positions", rope.positions, 8, {{p.num_tokens, 1}}});
+}
+
 void reshape_and_cache(const WriteArrays& arrays, const cuattn_cache_options* options,
                        Stream stream) {
   CacheWriteParams p = read_write(arrays, options, true);
+  check_write_memory(p);
   DLDevice device = arrays.k.device;
   const Backend& backend = backend_of(kWrite, device);
   HostCopy<int64_t> slots(backend, device, p.slot_mapping, p.num_tokens, stream);
@@ -293,11 +327,15 @@ CacheGatherParams read_gather(const GatherArrays& arrays, int32_t kv_layout, boo
   DLDevice device = k_cache.device;
   require_known_device(kGather, "k_cache", device);
   KvLayout layout = kv_layout_of(kGather, kv_layout);
-  CacheGatherParams p =
-      read_pages(kGather, {"k_cache", "v_cache"}, k_cache, v_cache, block_tables, layout,
-                 cache_dtype_of(kGather, k_cache), device, "k_cache", check_data);
-  read_rows(kGather, "k_out", k_out, p.dtype, device, "k_cache", true, check_data, p.k);
-  read_rows(kGather, "v_out", v_out, p.dtype, device, "k_cache", true, check_data, p.v);
+  CacheGatherParams p = read_pages(kGather, {"k_cache", "v_cache"}, k_cache, v_cache, block_tables,
+                                   layout, cache_dtype_of(kGather, k_cache), device, "k_cache",
+                                   check_data, Starts::on_elements);
+  read_rows(kGather, "k_out", k_out, p.dtype, device, "k_cache", p.k);
+  read_rows(kGather, "v_out", v_out, p.dtype, device, "k_cache", p.v);
+  for (const auto& [name, view] : {std::pair("k_out", &k_out), std::pair("v_out", &v_out)}) {
+    require_last_axis(kGather, name, *view);
+    require_strided(kGather, name, *view, true, check_data);
+  }
   require_extent(kGather, "v_out", "num_tokens", v_out.shape[0], k_out.shape[0], "k_out");
   require_extent(kGather, "k_out", "num_heads_kv", k_out.shape[1], p.num_heads, "k_cache");
   require_extent(kGather, "v_out", "num_heads_kv", v_out.shape[1], p.num_heads, "v_cache");
@@ -310,8 +348,20 @@ CacheGatherParams read_gather(const GatherArrays& arrays, int32_t kv_layout, boo
   return p;
 }
 
+// The rows lie apart from each other and from all that is read.
+void check_gather_memory(const CacheGatherParams& p) {
+  CallMemory memory(kGather);
+  memory.writes(rows_footprint("k_out", p.k, p.num_tokens, p.num_heads, p.dtype));
+  memory.writes(rows_footprint("v_out", p.v, p.num_tokens, p.num_heads, p.dtype));
+  memory.reads(cache_footprint("k_cache", p.k, p, p.dtype));
+  memory.reads(cache_footprint("v_cache", p.v, p, p.dtype));
+  memory.reads(tables_footprint(p));
+  memory.reads({"cu_seqlens", p.cu_seqlens, 4, {{p.num_seqs + int64_t{1}, 1}}});
+}
+
 void gather_cache(const GatherArrays& arrays, int32_t kv_layout, Stream stream) {
   CacheGatherParams p = read_gather(arrays, kv_layout, true);
+  check_gather_memory(p);
   DLDevice device = arrays.k_cache.device;
   const Backend& backend = backend_of(kGather, device);
   HostCopy<int32_t> ends(backend, device, p.cu_seqlens, int64_t{p.num_seqs} + 1, stream);
@@ -378,8 +428,7 @@ using namespace cuattn;
 extern "C" {
 
 void cuattn_cache_options_init(cuattn_cache_options* options) {
-  *options = {};
-  options->struct_size = sizeof(*options);
+  init_options(kWrite, options, [](cuattn_cache_options&) {});
 }
 
 cuattn_status cuattn_reshape_and_cache(const DLTensor* k, const DLTensor* v,
@@ -416,8 +465,10 @@ cuattn_status cuattn_gather_cache_check(const DLTensor* k_cache, const DLTensor*
 }
 
 cuattn_status cuattn_gather_cache_total(const DLTensor* cu_seqlens, void* stream, int64_t* total) {
-  return guarded(
-      [&] { *total = gather_total(view_of(kGather, "cu_seqlens", cu_seqlens), stream); });
+  return guarded([&] {
+    require_given(kGather, "total", total);
+    *total = gather_total(view_of(kGather, "cu_seqlens", cu_seqlens), stream);
+  });
 }
 
 }  // extern "C"

@@ -6,20 +6,44 @@
 
 #include "cache_checks.h"
 #include "cuattn/cache_params.h"
+#include "cuattn/plan.h"
+#include "overlap.h"
 
 namespace cuattn {
 
 // Caches and tables of a call; where the rows lie, and how many, is the caller's to say.
-// `check_data` false: no data pointer is looked at, for explain().
+// `check_data` false: no data pointer is looked at, for explain(). Caches that start on elements
+// may have any head_dim.
 CacheGatherParams read_pages(const char* function, CacheNames names, const TensorView& k_cache,
                              const TensorView& v_cache, const TensorView& block_tables,
                              KvLayout layout, DType dtype, DLDevice device, const char* like,
-                             bool check_data);
+                             bool check_data, Starts starts = Starts::on_16_bytes);
 
 // Throws where a table has no room for a sequence or names a block that is not there, or a sequence
 // is longer than padded_len. Other faults of the lengths are left to check().
 void check_pages(const char* function, const CacheGatherParams& params, DLDevice device,
                  Stream stream);
+
+// The memory of one cache of a call; Params is CacheWriteParams or CacheGatherParams.
+template <class Params>
+Footprint cache_footprint(const char* name, const CacheSide& side, const Params& p, DType dtype) {
+  const CacheStrides& strides = side.strides;
+  return {name,
+          side.cache,
+          itemsize(dtype),
+          {{p.num_blocks, strides.block},
+           {p.num_heads, strides.head},
+           {p.block_size, strides.token},
+           {side.head_dim / side.run, side.run_stride},
+           {side.run, 1}}};
+}
+
+inline Footprint tables_footprint(const CacheGatherParams& p) {
+  return {"block_tables",
+          p.block_tables,
+          sizeof(int32_t),
+          {{p.num_seqs, p.block_tables_stride}, {p.max_blocks, 1}}};
+}
 
 // What an array holds, as the host sees it: itself on the CPU; on CUDA a copy, made only where the
 // checks are on, else nothing.

@@ -8,12 +8,12 @@
 #include "cache.h"
 #include "cuattn/c_api.h"
 #include "guarded.h"
+#include "overlap.h"
 
 namespace cuattn {
 namespace {
 
-constexpr size_t kHostUnit = 4096;   // a page
-constexpr int64_t kPieceBytes = 16;  // what a CUDA thread copies at a time
+constexpr size_t kHostUnit = 4096;  // a page
 
 // One list of per-layer caches, as the caller gave it.
 struct Caches {
@@ -22,6 +22,7 @@ struct Caches {
 };
 
 Caches read_list(const char* fn, const char* name, const DLTensor* const* list, int32_t count) {
+  require_elements(fn, name, list, count);
   Caches caches{name, {}};
   for (int32_t i = 0; i < count; ++i) caches.views.push_back(view_of(fn, name, list[i]));
   return caches;
@@ -37,7 +38,11 @@ int64_t block_bytes_of(const TensorView& cache) {
   return block_elements(cache) * (cache.dtype.bits / 8);
 }
 
-// Each block is row-major without gaps; blocks may lie apart. On CUDA they are copied by 16 bytes.
+int64_t stride_bytes_of(const TensorView& cache) {
+  return stride_of(cache, 0) * (cache.dtype.bits / 8);
+}
+
+// Each block is row-major without gaps; blocks may lie apart, and start on any element.
 void require_dense_blocks(const char* fn, const char* name, const TensorView& view, bool output) {
   require_strided(fn, name, view, output, true);
   if (view.size() == 0) return;
@@ -47,11 +52,6 @@ void require_dense_blocks(const char* fn, const char* name, const TensorView& vi
   CUATTN_REQUIRE(view.shape[0] <= 1 || view.strides[0] >= block_elements(view), fn, ": ", name,
                  " must have blocks that do not overlap, got strides ", strides_text(view),
                  " for shape ", shape_text(view), "; make a contiguous copy");
-  if (!is_cuda(view.device)) return;
-  require_aligned(fn, name, "blocks", view, 1, true);
-  CUATTN_REQUIRE(block_bytes_of(view) % kPieceBytes == 0, fn, ": ", name,
-                 " must have blocks of a multiple of ", kPieceBytes, " bytes, got ",
-                 block_bytes_of(view), "; make the blocks larger");
 }
 
 // Every cache of a list, copied as bytes: blocks on the first axis, all alike.
@@ -130,8 +130,77 @@ CacheList list_of(const Caches& caches, std::vector<void*>& pointers) {
   list.data = pointers.data();
   list.count = static_cast<int32_t>(pointers.size());
   list.block_bytes = block_bytes_of(first);
-  list.block_stride = stride_of(first, 0) * (first.dtype.bits / 8);
+  list.block_stride = stride_bytes_of(first);
   return list;
+}
+
+// A cache of the lists of a call, and the bytes [begin, end) in which its blocks lie.
+struct Listed {
+  uintptr_t begin, end;
+  const Caches* list;
+  size_t index;
+  bool is_written;
+
+  const TensorView& view() const { return list->views[index]; }
+  std::string name() const { return concat(list->name, "[", index, "]"); }
+};
+
+bool any_overlap(std::vector<Listed>& caches) {
+  std::sort(caches.begin(), caches.end(),
+            [](const Listed& a, const Listed& b) { return a.begin < b.begin; });
+  for (size_t i = 1; i < caches.size(); ++i) {
+    if (caches[i - 1].end > caches[i].begin) return true;
+  }
+  return false;
+}
+
+// Whether caches are interleaved, as the layers of one array [num_blocks, num_layers, ...] are: all
+// have one stride, and their blocks fill different parts of it.
+bool are_interleaved(const std::vector<Listed>& caches) {
+  int64_t stride = stride_bytes_of(caches[0].view());
+  std::vector<Listed> parts;  // of the first stride
+  for (const Listed& cache : caches) {
+    if (stride == 0 || stride_bytes_of(cache.view()) != stride) return false;
+    uintptr_t begin = cache.begin % static_cast<uintptr_t>(stride);
+    uintptr_t end = begin + static_cast<uintptr_t>(block_bytes_of(cache.view()));
+    parts.push_back({begin, end, cache.list, cache.index, cache.is_written});
+  }
+  if (any_overlap(parts)) return false;
+  return parts.back().end <= parts[0].begin + static_cast<uintptr_t>(stride);
+}
+
+// Every cache that is written lies apart from all others. `in_place`: `others` is written too, and
+// a cache may be listed twice, for its copies write the same.
+void check_memory(const char* fn, const Caches& written, const Caches& others,
+                  const TensorView& mapping, bool in_place) {
+  Footprint pairs("block_mapping", mapping);
+  std::vector<Listed> caches;
+  caches.reserve(written.views.size() + others.views.size());
+  for (const Caches* list : {&written, &others}) {
+    for (size_t i = 0; i < list->views.size(); ++i) {
+      const TensorView& view = list->views[i];
+      if (view.size() == 0) continue;
+      auto begin = reinterpret_cast<uintptr_t>(view.data);
+      int64_t bytes = (view.shape[0] - 1) * stride_bytes_of(view) + block_bytes_of(view);
+      caches.push_back(
+          {begin, begin + static_cast<uintptr_t>(bytes), list, i, in_place || list == &written});
+      const Listed& cache = caches.back();
+      if (cache.is_written && share_memory(pairs, {nullptr, view}))
+        refuse_shared(fn, cache.name().c_str(), pairs.name);
+    }
+  }
+  if (!any_overlap(caches) || are_interleaved(caches)) return;
+  for (size_t i = 0; i < caches.size(); ++i) {
+    for (size_t j = i + 1; j < caches.size() && caches[j].begin < caches[i].end; ++j) {
+      const Listed *a = &caches[i], *b = &caches[j];
+      if (!(a->is_written || b->is_written) || (in_place && is_same_view(a->view(), b->view())))
+        continue;
+      if (!share_memory({nullptr, a->view()}, {nullptr, b->view()})) continue;
+      if (!a->is_written || (b->is_written && b->index < a->index)) std::swap(a, b);
+      refuse_shared(fn, a->name().c_str(), b->name().c_str(),
+                    in_place ? "list each cache once" : "use copy_blocks within one cache");
+    }
+  }
 }
 
 void copy_blocks(const Caches& k_caches, const Caches& v_caches, const TensorView& mapping,
@@ -152,6 +221,7 @@ void copy_blocks(const Caches& k_caches, const Caches& v_caches, const TensorVie
     require_extent(fn, "v_caches[0]", "num_blocks", v_caches.views[0].shape[0], p.num_blocks,
                    "k_caches[0]");
   }
+  check_memory(fn, k_caches, v_caches, mapping, true);
   p.pairs = static_cast<const int64_t*>(mapping.data);
   p.num_pairs = mapping.shape[0];
   p.pairs_on_host = is_cpu(mapping.device);
@@ -166,14 +236,6 @@ void copy_blocks(const Caches& k_caches, const Caches& v_caches, const TensorVie
   p.v = list_of(v_caches, v_pointers);
   if (p.num_pairs == 0 || p.num_blocks == 0) return;
   backend.copy_blocks(p, device.device_id, stream);
-}
-
-bool overlap(const TensorView& a, const TensorView& b) {
-  auto begin = [](const TensorView& x) { return static_cast<const char*>(x.data); };
-  auto end = [&](const TensorView& x) {
-    return begin(x) + (x.shape[0] - 1) * stride_of(x, 0) * (x.dtype.bits / 8) + block_bytes_of(x);
-  };
-  return a.size() > 0 && b.size() > 0 && begin(a) < end(b) && begin(b) < end(a);
 }
 
 void swap_blocks(const Caches& src, const Caches& dst, const TensorView& mapping, Stream stream) {
@@ -201,21 +263,16 @@ void swap_blocks(const Caches& src, const Caches& dst, const TensorView& mapping
   CUATTN_REQUIRE(alike, fn, ": dst[0] must have blocks like those of src[0] ", shape_text(one), " ",
                  text(one.dtype), ", got ", shape_text(other), " ", text(other.dtype),
                  "; only the number of blocks may differ");
-  for (size_t i = 0; i < src.views.size(); ++i) {
-    CUATTN_REQUIRE(is_cpu(from) != is_cpu(to) || !overlap(src.views[i], dst.views[i]), fn, ": dst[",
-                   i, "] must not share memory with src[", i,
-                   "], got overlapping arrays; use copy_blocks within one cache");
-  }
+  check_memory(fn, dst, src, mapping, false);
   const int64_t* pairs = static_cast<const int64_t*>(mapping.data);
   check_pairs(fn, pairs, mapping.shape[0], one.shape[0], other.shape[0], false);
   if (mapping.shape[0] == 0 || block_bytes_of(one) == 0) return;
 
   DLDevice device = is_cpu(from) ? to : from;
   const Backend& backend = backend_of(fn, device);
-  int64_t item = one.dtype.bits / 8;
   for (size_t i = 0; i < src.views.size(); ++i) {
-    BlockSwapParams p{src.views[i].data,        dst.views[i].data,          block_bytes_of(one),
-                      stride_of(one, 0) * item, stride_of(other, 0) * item, pairs,
+    BlockSwapParams p{src.views[i].data,    dst.views[i].data,      block_bytes_of(one),
+                      stride_bytes_of(one), stride_bytes_of(other), pairs,
                       mapping.shape[0]};
     backend.swap_blocks(p, device.device_id, stream);
   }
@@ -250,6 +307,8 @@ cuattn_status cuattn_swap_blocks(const DLTensor* const* src, int32_t num_src,
 
 cuattn_status cuattn_host_alloc(size_t bytes, void** memory, int32_t* is_pinned) {
   return guarded([&] {
+    require_given("pinned_empty", "memory", memory);
+    require_given("pinned_empty", "is_pinned", is_pinned);
     *memory = nullptr;
     *is_pinned = 0;
     size_t size = (bytes + kHostUnit - 1) / kHostUnit * kHostUnit;

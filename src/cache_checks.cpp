@@ -24,7 +24,7 @@ CacheAxes axes_of(KvLayout layout, bool is_k) {
 }
 
 CacheShape read_cache(const char* fn, const char* name, const TensorView& view, KvLayout layout,
-                      bool is_k, DType dtype, bool output, bool check_data) {
+                      bool is_k, DType dtype, bool output, bool check_data, Starts starts) {
   CacheAxes axes = axes_of(layout, is_k);
   require_rank(fn, name, view, axes.ndim, axes.names);
   bool is_vllm = layout == KvLayout::vllm, is_grouped = is_vllm && is_k;
@@ -49,7 +49,8 @@ CacheShape read_cache(const char* fn, const char* name, const TensorView& view, 
   }
   // Note: also of an empty cache, whose strides the TMA would refuse. A head_dim with which nothing
   // could be aligned is refused by the caller, who knows which ones there may be.
-  if (is_cuda(view.device) && shape.head_dim * itemsize(dtype) % 16 == 0) {
+  if (starts == Starts::on_16_bytes && is_cuda(view.device) &&
+      shape.head_dim * itemsize(dtype) % 16 == 0) {
     require_aligned(fn, name, "blocks, heads and tokens", view, axes.inner, check_data);
   }
   return shape;
@@ -59,12 +60,12 @@ CacheShape read_cache(const char* fn, const char* name, const TensorView& view, 
 
 CacheShapes read_caches(const char* fn, CacheNames names, const TensorView& k_cache,
                         const TensorView& v_cache, KvLayout layout, DType dtype, DLDevice device,
-                        const char* like, bool output, bool check_data) {
+                        const char* like, bool output, bool check_data, Starts starts) {
   require_device(fn, names.k, k_cache, device, like);
   require_dtype(fn, names.v, v_cache, dtype, names.k);
   require_device(fn, names.v, v_cache, device, like);
-  CacheShape k = read_cache(fn, names.k, k_cache, layout, true, dtype, output, check_data);
-  CacheShape v = read_cache(fn, names.v, v_cache, layout, false, dtype, output, check_data);
+  CacheShape k = read_cache(fn, names.k, k_cache, layout, true, dtype, output, check_data, starts);
+  CacheShape v = read_cache(fn, names.v, v_cache, layout, false, dtype, output, check_data, starts);
   require_extent(fn, names.v, "num_blocks", v.num_blocks, k.num_blocks, names.k);
   require_extent(fn, names.v, "num_heads_kv", v.num_heads, k.num_heads, names.k);
   require_extent(fn, names.v, "block_size", v.block_size, k.block_size, names.k);

@@ -23,11 +23,16 @@ struct CacheShapes {
   CacheShape k, v;
 };
 
+// Where blocks, heads and tokens of a cache may start on CUDA: where 128-bit loads can, or
+// anywhere.
+enum class Starts { on_16_bytes, on_elements };
+
 // Both caches of a call: k_cache is of `dtype`, v_cache like it; both on `device`, which is that of
 // the argument `like`, and of as many blocks, heads and tokens.
 CacheShapes read_caches(const char* function, CacheNames names, const TensorView& k_cache,
                         const TensorView& v_cache, KvLayout layout, DType dtype, DLDevice device,
-                        const char* like, bool output, bool check_data);
+                        const char* like, bool output, bool check_data,
+                        Starts starts = Starts::on_16_bytes);
 
 void require_block_size(const char* function, const char* argument, int64_t block_size,
                         KvLayout layout);

@@ -11,7 +11,6 @@
 #include "cuattn/c_api.h"
 #include "cuattn/error.h"
 #include "cuattn/plan.h"
-#include "cuattn/tensor.h"
 
 namespace cuattn {
 
@@ -52,11 +51,29 @@ cuattn_status guarded(Body&& body) noexcept {
   }
 }
 
-// A required array; `what` names it in the refusal.
-inline TensorView view_of(const char* function, const char* argument, const DLTensor* tensor) {
-  CUATTN_REQUIRE(tensor != nullptr, function, ": ", argument,
-                 " must be an array, got NULL; pass a DLTensor");
-  return TensorView(*tensor);
+// A pointer of the C ABI that may not be NULL.
+inline void require_given(const char* function, const char* argument, const void* pointer) {
+  CUATTN_REQUIRE(pointer != nullptr, function, ": ", argument,
+                 " must not be NULL; pass a pointer to it");
+}
+
+// `count` elements, which may be missing only where there are none.
+inline void require_elements(const char* function, const char* argument, const void* elements,
+                             int64_t count) {
+  CUATTN_REQUIRE(count >= 0, function, ": the number of ", argument, " must be >= 0, got ", count,
+                 "; it counts elements");
+  if (count > 0) require_given(function, argument, elements);
+}
+
+// Zeroes options, then lets `fill` set the other defaults; leaves a message where there are none.
+template <class Options, class Fill>
+void init_options(const char* function, Options* options, Fill&& fill) noexcept {
+  guarded([&] {
+    require_given(function, "options", options);
+    *options = {};
+    options->struct_size = sizeof(Options);
+    fill(*options);
+  });
 }
 
 // A GPU that the caller describes.
@@ -105,6 +122,7 @@ inline void fill_plan(const Plan& plan, MaskKind mask, ScoreKind score, const st
   to.head_dim = plan.head_dim;
   to.head_dim_v = plan.head_dim_v;
   to.num_splits = plan.num_splits;
+  to.cluster = plan.cluster > 1 ? plan.cluster : 1;
   to.packed_heads = plan.packed_heads > 1 ? plan.packed_heads : 1;
   copy_text(to.schedule, schedule_text(plan));
   to.workspace_bytes = plan.workspace_bytes;

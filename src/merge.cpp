@@ -4,6 +4,7 @@
 #include "merge.h"
 
 #include "cuattn/c_api.h"
+#include "overlap.h"
 #include "validate.h"
 
 namespace cuattn {
@@ -122,6 +123,38 @@ void read_outputs(MergeParams& p, const Axes& axes, const TensorView& part, cons
   p.merged_lse = static_cast<float*>(lse_out->data);
 }
 
+// A part that is about to be merged, or the stack of all.
+struct Part {
+  const char *out_name, *lse_name;
+  const TensorView &out, &lse;
+};
+
+// Whether a result is a part itself: the two are one view, or it is one of a stack whose parts lie
+// apart.
+bool is_part(const TensorView& result, const TensorView& part) {
+  if (result.ndim == part.ndim) return is_same_view(result, part);
+  int64_t stride = stride_of(part, 0) * (part.dtype.bits / 8);
+  TensorView first = part_of(part);
+  intptr_t offset = static_cast<char*>(result.data) - static_cast<char*>(first.data);
+  if (offset < 0 || (stride > 0 ? offset % stride != 0 : offset != 0)) return false;
+  int64_t index = stride > 0 ? offset / stride : 0;
+  first.data = result.data;
+  return index < part.shape[0] && is_same_view(result, first) && !overlaps_itself(part);
+}
+
+// Results lie apart from the parts, or are one of them: a row of all parts is read before it is
+// written.
+void check_memory(std::initializer_list<Part> parts, const TensorView& out,
+                  const TensorView* lse_out) {
+  CallMemory memory(kFunction);
+  memory.writes({"out", out});
+  if (lse_out != nullptr) memory.writes({"lse_out", *lse_out});
+  for (const Part& part : parts) {
+    if (!is_part(out, part.out)) memory.reads({part.out_name, part.out});
+    if (lse_out == nullptr || !is_part(*lse_out, part.lse)) memory.reads({part.lse_name, part.lse});
+  }
+}
+
 }  // namespace
 
 void merge_states(const TensorView& out_a, const TensorView& lse_a, const TensorView& out_b,
@@ -144,6 +177,7 @@ void merge_states(const TensorView& out_a, const TensorView& lse_a, const Tensor
   p.num_parts = 2;
   p.stacked = false;
   read_outputs(p, axes, out_a, "out_a", out, lse_out);
+  check_memory({{"out_a", "lse_a", out_a, lse_a}, {"out_b", "lse_b", out_b, lse_b}}, out, lse_out);
   const Backend& backend = backend_of(kFunction, device);
   if (out.size() > 0) backend.merge(p, device.device_id, stream);
 }
@@ -173,6 +207,7 @@ void merge_many(const TensorView& outs, const TensorView& lses, const TensorView
   p.num_parts = static_cast<int32_t>(outs.shape[0]);
   p.stacked = true;
   read_outputs(p, axes, out_part, "one part of outs", out, lse_out);
+  check_memory({{"outs", "lses", outs, lses}}, out, lse_out);
   const Backend& backend = backend_of(kFunction, outs.device);
   if (out.size() > 0) backend.merge(p, outs.device.device_id, stream);
 }

@@ -8,6 +8,7 @@
 #include <cmath>
 
 #include "cache_checks.h"
+#include "overlap.h"
 
 namespace cuattn {
 namespace {
@@ -25,7 +26,7 @@ void read_queries(PagedCall& call, const TensorView& q, int32_t version, bool ch
                  q.ndim, " with shape ", shape_text(q), "; reshape it");
   int32_t head = q.ndim - 2;
   p.work.num_seqs = checked_extent(fn, "q", "num_seqs", q.shape[0]);
-  p.work.q_len = call.is_decode ? 1 : checked_extent(fn, "q", "q_len", q.shape[1]);
+  p.work.q_len = call.is_decode ? 1 : checked_length(fn, "q", "q_len", q.shape[1]);
   p.num_heads_q = checked_extent(fn, "q", "num_heads_q", q.shape[head]);
   p.head_dim = checked_extent(fn, "q", "head_dim", q.shape[head + 1]);
   require_rows(fn, "q", q, false, check_data);
@@ -96,7 +97,7 @@ void read_tables(PagedCall& call, const TensorView& tables, const TensorView& le
   require_contiguous(fn, "context_lens", lens, check_data);
   int64_t capacity = int64_t{blocks.max_blocks} * p.block_size;
   if (max_context_len >= 0) capacity = std::min(capacity, max_context_len);
-  w.capacity = checked_extent(fn, "block_tables", "max_blocks_per_seq * block_size", capacity);
+  w.capacity = checked_length(fn, "block_tables", "max_blocks_per_seq * block_size", capacity);
   w.context_lens = static_cast<const int32_t*>(lens.data);
   p.block_tables = blocks.data;
   p.block_tables_stride = blocks.stride;
@@ -181,7 +182,7 @@ PagedRequest request_of(const PagedCall& call, const cuattn_paged_options& o) {
   r.block_size = p.block_size;
   r.capacity = p.work.capacity;
   r.windowed = p.work.window_left >= 0 || p.work.window_right > 0;
-  bool scored = p.softcap > 0.0f || o.alibi_slopes != nullptr || !(p.scale > 0.0f);
+  bool scored = p.softcap > 0.0f || o.alibi_slopes != nullptr || !is_plain_scale(p.scale);
   r.score = scored ? ScoreKind::scored : ScoreKind::identity;
   r.has_plan = o.plan != nullptr;
   r.num_splits = o.num_splits;
@@ -210,7 +211,7 @@ void require_contiguous(const PagedCall& call, const char* name, const TensorVie
 void read_plan(PagedCall& call, const DLTensor* tensor) {
   if (tensor == nullptr) return;
   PagedWork& w = call.params.work;
-  TensorView view(*tensor);
+  TensorView view = view_of(call.function, "plan", tensor);
   require_dtype(call.function, "plan", view, DType::i32);
   CUATTN_REQUIRE(view.ndim == 1 && view.shape[0] == PagedPlan::size(w), call.function,
                  ": plan must have ", PagedPlan::size(w), " entries for backend '",
@@ -226,7 +227,7 @@ void read_partitions(PagedCall& call, const cuattn_paged_options& o) {
   auto read = [&](const char* name, const DLTensor* tensor, DType dtype,
                   std::initializer_list<int64_t> shape) -> void* {
     if (tensor == nullptr) return nullptr;
-    TensorView view(*tensor);
+    TensorView view = view_of(call.function, name, tensor);
     require_contiguous(call, name, view, dtype, shape, true);
     return view.data;
   };
@@ -287,8 +288,7 @@ void cut_work(PagedCall& call) {
   w.tile = call.plan.tile.n;
   w.cluster = call.plan.cluster;
   w.in_parts = call.plan.in_parts;
-  // What the plan calls splits are the shares of a cluster, unless it keeps parts.
-  w.num_splits = w.cluster > 1 && !w.in_parts ? 1 : call.plan.num_splits;
+  w.num_splits = call.plan.num_splits;
   w.split_keys = call.plan.split_keys;
   w.num_workers = call.plan.num_workers;
   w.lanes = call.plan.lanes;
@@ -302,7 +302,7 @@ void check_work(const PagedCall& call) {
   if (w.num_splits > 0) {
     CUATTN_REQUIRE(units * w.num_splits <= INT32_MAX, call.function, ": q must make at most ",
                    INT32_MAX, " splits of its sequences and heads, got ", units * w.num_splits,
-                   "; split the call, or pass a smaller num_splits");
+                   "; split the call");
     return;
   }
   double tiles = (w.capacity - 1.0) / w.tile + 1.0;
@@ -310,6 +310,62 @@ void check_work(const PagedCall& call) {
   CUATTN_REQUIRE(most <= INT32_MAX, call.function, ": block_tables must name at most ", INT32_MAX,
                  " tiles of ", w.tile, " keys in all, got ", most,
                  "; narrow it to the longest context, or split the call");
+}
+
+Footprint cache_footprint(const char* name, const PagedParams& p, const void* cache,
+                          const CacheStrides& strides) {
+  bool is_vllm = p.kv_layout == KvLayout::vllm;  // there a head's tokens and dims are one run
+  int64_t run = int64_t{p.head_dim} * (is_vllm ? p.block_size : 1);
+  return {name,
+          cache,
+          itemsize(p.kv_dtype),
+          {{p.num_blocks, strides.block},
+           {p.work.num_heads_kv, strides.head},
+           {is_vllm ? 1 : p.block_size, strides.token},
+           {run, 1}}};
+}
+
+// What is written lies apart from all else; `writes_lens`: each step adds to context_lens.
+void check_memory(const PagedCall& call, const TensorView& out, const TensorView* lse,
+                  const void* workspace, bool writes_lens) {
+  const PagedParams& p = call.params;
+  const PagedWork& w = p.work;
+  CallMemory memory(call.function);
+  memory.writes({"out", out});
+  if (lse != nullptr) memory.writes({"lse_out", *lse});
+  int64_t bytes = static_cast<int64_t>(call.plan.workspace_bytes);
+  memory.writes({"workspace", workspace, 1, {{bytes, 1}}});
+  // Those given; the others lie in the workspace, which is not placed yet.
+  int64_t partials = int64_t{w.num_seqs} * p.num_heads_q * w.num_splits;
+  memory.writes({"exp_sums", p.exp_sums, 4, {{partials, 1}}});
+  memory.writes({"max_logits", p.max_logits, 4, {{partials, 1}}});
+  memory.writes({"tmp_out", p.tmp_out, itemsize(p.dtype), {{partials * p.head_dim, 1}}});
+  Footprint lens{"context_lens", w.context_lens, 4, {{w.num_seqs, 1}}};
+  writes_lens ? memory.writes(lens) : memory.reads(lens);
+
+  memory.reads({"q",
+                p.q,
+                itemsize(p.dtype),
+                {{w.num_seqs, p.q_strides.batch},
+                 {w.q_len, p.q_strides.seq},
+                 {p.num_heads_q, p.q_strides.head},
+                 {p.head_dim, 1}}});
+  memory.reads(cache_footprint(call.k_name, p, p.k_cache, p.k_strides));
+  memory.reads(cache_footprint(call.v_name, p, p.v_cache, p.v_strides));
+  int64_t columns = (int64_t{w.capacity} + p.block_size - 1) / p.block_size;
+  memory.reads(
+      {"block_tables", p.block_tables, 4, {{w.num_seqs, p.block_tables_stride}, {columns, 1}}});
+  memory.reads({"alibi_slopes",
+                p.alibi_slopes,
+                4,
+                {{w.num_seqs, p.alibi_stride_batch}, {p.num_heads_q, p.alibi_stride_head}}});
+  memory.reads({"sinks", p.sinks, 4, {{p.num_heads_q, p.sinks_stride}}});
+  auto read_scales = [&](const char* name, const float* data, int64_t batch, int64_t head) {
+    memory.reads({name, data, 4, {{w.num_seqs, batch}, {w.num_heads_kv, head}}});
+  };
+  read_scales("k_scale", p.k_scales, p.k_scales_stride_batch, p.k_scales_stride_head);
+  read_scales("v_scale", p.v_scales, p.v_scales_stride_batch, p.v_scales_stride_head);
+  if (call.request.has_plan) memory.reads({"plan", w.plan, 4, {{PagedPlan::size(w), 1}}});
 }
 
 }  // namespace
@@ -357,7 +413,7 @@ PagedCall validate_paged_plan(const TensorView& block_tables, const TensorView& 
                  ", ", shape.num_heads_kv, " and ", shape.q_len, "; pass those of the call");
   require_heads(fn, shape.num_heads_q, shape.num_heads_kv);
   p.work.num_seqs = checked_extent(fn, "context_lens", "num_seqs", context_lens.shape[0]);
-  p.work.q_len = checked_extent(fn, "the call", "q_len", shape.q_len);
+  p.work.q_len = checked_length(fn, "the call", "q_len", shape.q_len);
   p.num_heads_q = checked_extent(fn, "the call", "num_heads_q", shape.num_heads_q);
   p.work.num_heads_kv = checked_extent(fn, "the call", "num_heads_kv", shape.num_heads_kv);
   check_rows(call);
@@ -380,9 +436,10 @@ void plan_paged(PagedCall& call, const cuattn_paged_options& o, const DeviceInfo
   call.plan.workspace_bytes = place_workspace(call, nullptr);
 }
 
-Plan plan_step(PagedCall call, const DeviceInfo& device) {
+Plan plan_step(PagedCall call, int32_t num_splits, const DeviceInfo& device) {
   cuattn_paged_options options;
   cuattn_paged_options_init(&options);
+  options.num_splits = num_splits;
   call.request = request_of(call, options);
   plan_paged(call, options, device);
   return call.plan;
@@ -403,7 +460,7 @@ void run_step(PagedCall call, const Plan& plan, void* workspace, Stream stream) 
 }
 
 bool bind_paged(PagedCall& call, const TensorView& out, const TensorView* lse, void* workspace,
-                size_t workspace_bytes, Stream stream) {
+                size_t workspace_bytes, Stream stream, bool writes_lens) {
   const char* fn = call.function;
   PagedParams& p = call.params;
   PagedWork& w = p.work;
@@ -429,6 +486,7 @@ bool bind_paged(PagedCall& call, const TensorView& out, const TensorView* lse, v
     p.lse_strides = {stride_of(*lse, 0), call.is_decode ? 0 : stride_of(*lse, 2),
                      stride_of(*lse, 1)};
   }
+  check_memory(call, out, lse, workspace, writes_lens);
   if (!is_cuda(call.device) || checks_device_data())
     backend_of(fn, call.device).check_paged(fn, p, call.device.device_id, stream);
   if (out.size() == 0) return false;
@@ -447,6 +505,9 @@ void run_paged(PagedCall call, const TensorView& out, const TensorView* lse, voi
 void run_paged_plan(PagedCall& call, const TensorView& plan, Stream stream) {
   PagedWork& w = call.params.work;
   require_contiguous(call, "out", plan, DType::i32, {PagedPlan::size(w)}, true);
+  CallMemory memory(call.function);
+  memory.writes({"out", plan});
+  memory.reads({"context_lens", w.context_lens, 4, {{w.num_seqs, 1}}});
   const Backend& backend = backend_of(call.function, call.device);
   int32_t device = call.device.device_id;
   if (!is_cuda(call.device) || checks_device_data())

@@ -40,14 +40,15 @@ PagedCall validate_paged_plan(const TensorView& block_tables, const TensorView& 
 void plan_paged(PagedCall& call, const cuattn_paged_options& options, const DeviceInfo& device);
 
 // Validates the outputs and puts them and the workspace into call.params. False: nothing to do.
+// `writes_lens`: the kernel writes context_lens too.
 bool bind_paged(PagedCall& call, const TensorView& out, const TensorView* lse, void* workspace,
-                size_t workspace_bytes, Stream stream);
+                size_t workspace_bytes, Stream stream, bool writes_lens = false);
 // On a copy of the call, which may so be run again, with other outputs and another workspace.
 void run_paged(PagedCall call, const TensorView& out, const TensorView* lse, void* workspace,
                size_t workspace_bytes, Stream stream);
 
 // Of a call whose params somebody else has filled: attention_varlen with few queries a sequence.
-Plan plan_step(PagedCall call, const DeviceInfo& device);
+Plan plan_step(PagedCall call, int32_t num_splits, const DeviceInfo& device);
 std::string ladder_of_step(const PagedCall& call, const DeviceInfo& device, const Plan& plan);
 void run_step(PagedCall call, const Plan& plan, void* workspace, Stream stream);
 

@@ -79,7 +79,7 @@ PersistentDecode::PersistentDecode(PagedCall call, const TensorView& out, const 
   CUATTN_REQUIRE(options.idle_seconds > 0.0 && options.idle_seconds <= kLongestIdle, kFunction,
                  ": idle_seconds must be above 0 and at most ", kLongestIdle, ", got ",
                  options.idle_seconds, "; the kernel ends after so long without a step");
-  bind_paged(call, out, lse, workspace, workspace_bytes, stream);
+  bind_paged(call, out, lse, workspace, workspace_bytes, stream, options.grow > 0);
   void* memory = backend_.host_alloc(sizeof(PersistentMailbox));
   if (memory == nullptr) fail<OutOfMemory>(kFunction, ": no pinned host memory for the mailbox");
   mailbox_ = new (memory) PersistentMailbox{};

@@ -111,9 +111,11 @@ void plan_sm90(Plan& plan, const PrefillRequest& r, const DeviceInfo& device) {
   int64_t tiles = ceil_div(int64_t{r.seqlen_q} * plan.packed_heads, m);
   int64_t items = tiles * r.batch * (r.num_heads_q / plan.packed_heads);
   int32_t key_tiles = ceil_div(r.seqlen_kv, plan.tile.n);
-  if (r.num_splits > 0) {
+  if (r.ragged) {
+    plan.num_splits = 1;
+  } else if (r.num_splits > 0) {
     plan.num_splits = std::min(r.num_splits, std::max(key_tiles, 1));
-  } else if (!r.ragged && !r.batch_invariant) {
+  } else if (!r.batch_invariant) {
     plan.num_splits = choose_splits(items, key_tiles, device.num_sms);
   }
   if (in_blocks(plan.tile)) plan.keys = KeyAccess::in_blocks;
@@ -136,7 +138,6 @@ void plan_sm90(Plan& plan, const PrefillRequest& r, const DeviceInfo& device) {
 
 // nullptr when the rung can run the request, else why not.
 const char* refusal(Kernel kernel, const PrefillRequest& r, const DeviceInfo& device) {
-  if (r.num_splits > 1 && kernel != Kernel::sm90) return "it does not split the keys";
   int32_t larger_dim = r.head_dim > r.head_dim_v ? r.head_dim : r.head_dim_v;
   switch (kernel) {
     case Kernel::cpu:
@@ -146,7 +147,6 @@ const char* refusal(Kernel kernel, const PrefillRequest& r, const DeviceInfo& de
       if (r.dtype == DType::f32) return "it takes float16 and bfloat16, not float32";
       if (device.major != 9 || device.minor != 0) return "it is for compute capability 9.0 alone";
       if (device.native != 1) return "this build has no machine code for 9.0";
-      if (r.num_splits > 1 && r.ragged) return "it splits the keys of dense batches only";
       return nullptr;
     case Kernel::sm80:
       if (r.dtype == DType::f32) return "it takes float16 and bfloat16, not float32";
@@ -268,15 +268,8 @@ Plan select_prefill(const PrefillRequest& request, const DeviceInfo& device, con
   const char* function = function_of(request);
   require_supported(function, device);
   const Rung* automatic = first_automatic(request, device);
-  if (automatic == nullptr && request.num_splits > 1) {
-    fail<NotImplemented>(function, ": num_splits = ", request.num_splits,
-                         " asks for split keys, which need a dense batch of float16 or bfloat16 on "
-                         "compute capability 9.0; pass 0");
-  }
-  if (is_auto(backend)) {
-    CUATTN_ASSERT(automatic != nullptr, "an automatic rung serves every valid request");
-    return make_plan(*automatic, request, device);
-  }
+  CUATTN_ASSERT(automatic != nullptr, "an automatic rung serves every valid request");
+  if (is_auto(backend)) return make_plan(*automatic, request, device);
   const Rung& rung = named_rung(function, backend, device.is_cuda);
   const char* why = wrong_side(rung.on_cuda, device.is_cuda);
   if (why == nullptr) why = refusal(rung.kernel, request, device);

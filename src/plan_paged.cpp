@@ -3,6 +3,7 @@
 // Next: paged.cpp (its caller), plan.cpp (the ladder of attention).
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "cuattn/error.h"
 #include "cuattn/plan.h"
@@ -118,7 +119,7 @@ void cut_evenly(Plan& plan, const PagedRequest& r, int32_t head_groups, int32_t 
   bool is_short = most - ceil_div(tiles, splits) <= 2 &&
                   (r.num_seqs <= 1 || most * plan.tile.n <= kUnequalKeys);
   plan.cluster = is_short && can_cluster(plan, r, few, tiles) ? few : 1;
-  plan.num_splits = plan.cluster > 1 ? few : r.num_seqs <= 1 ? splits : 0;
+  plan.num_splits = plan.cluster > 1 ? 1 : r.num_seqs <= 1 ? splits : 0;
 }
 
 // The sums of a sequence do not depend on its batch. Parts of 128 keys are weighed one by one and
@@ -155,8 +156,11 @@ void cut_keys(Plan& plan, const PagedRequest& r, const DeviceInfo& device, int32
   } else if (r.batch_invariant) {
     cut_invariantly(plan, r, head_groups);
   } else if (r.num_splits > 0) {
-    plan.num_splits = std::min(r.num_splits, tiles);
-    plan.cluster = can_cluster(plan, r, plan.num_splits, tiles) ? plan.num_splits : 1;
+    // Splits of all units are counted in 32 bits.
+    int64_t units = std::max(int64_t{r.num_seqs} * head_groups, int64_t{1});
+    auto countable = static_cast<int32_t>(std::max(INT32_MAX / units, int64_t{1}));
+    plan.num_splits = std::min({r.num_splits, tiles, countable});
+    if (can_cluster(plan, r, plan.num_splits, tiles)) std::swap(plan.cluster, plan.num_splits);
   } else if (r.has_plan) {
     plan.num_splits = 0;
   } else if (!device.is_cuda) {

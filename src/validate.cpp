@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "cuattn/c_api.h"
+#include "overlap.h"
 
 namespace cuattn {
 namespace {
@@ -62,6 +63,14 @@ std::string layout_text(int32_t layout) {
     case CUATTN_LAYOUT_THD: return "'thd'";
     default: return concat("code ", layout);
   }
+}
+
+void require_array(const char* function, const char* argument, const DLTensor* tensor) {
+  CUATTN_REQUIRE(tensor != nullptr, function, ": ", argument,
+                 " must be an array, got NULL; pass a DLTensor");
+  check_tensor(*tensor, [&](const auto&... parts) {
+    fail<InvalidArgument>(function, ": ", argument, parts...);
+  });
 }
 
 void require_known_device(const char* function, const char* argument, DLDevice device) {
@@ -163,6 +172,9 @@ void require_strided(const char* function, const char* argument, const TensorVie
                    " is written, so no stride may be zero, got ", strides_text(view),
                    "; pass an array with own memory");
   }
+  CUATTN_REQUIRE(!output || !overlaps_itself(view), function, ": ", argument,
+                 " is written, so its elements must not overlap, got strides ", strides_text(view),
+                 " for shape ", shape_text(view), "; pass an array with own memory");
   if (!check_data) return;
   int64_t element_bytes = view.dtype.bits / 8;
   CUATTN_REQUIRE(view.data != nullptr, function, ": ", argument,
@@ -243,6 +255,14 @@ int32_t checked_extent(const char* function, const char* argument, const char* a
   return static_cast<int32_t>(extent);
 }
 
+int32_t checked_length(const char* function, const char* argument, const char* axis,
+                       int64_t length) {
+  CUATTN_REQUIRE(length >= 0 && length <= kMaxLength, function, ": ", argument, " must have ", axis,
+                 " from 0 to ", kMaxLength, " (2^31 - 1024, so that the end of the last tile is ",
+                 "an int32), got ", length, "; split the call, for keys with merge_states");
+  return static_cast<int32_t>(length);
+}
+
 KvLayout kv_layout_of(const char* function, int32_t code) {
   CUATTN_REQUIRE(code == CUATTN_KV_NHD || code == CUATTN_KV_HND || code == CUATTN_KV_VLLM, function,
                  ": kv_layout must be 'nhd', 'hnd' or 'vllm', got code ", code,
@@ -308,7 +328,7 @@ HeadVector read_heads(const char* function, const char* argument, const DLTensor
                       const char* axis, int64_t heads, const char* batch_axis, int64_t batch,
                       DLDevice device, bool check_data) {
   if (tensor == nullptr) return {};
-  TensorView view(*tensor);
+  TensorView view = view_of(function, argument, tensor);
   require_dtype(function, argument, view, DType::f32);
   require_device(function, argument, view, device);
   bool is_vector = view.ndim == 1 && view.shape[0] == heads;

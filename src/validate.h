@@ -3,7 +3,9 @@
 // Message = function, argument, rule, value given, way out.
 #pragma once
 
+#include <cstdint>
 #include <initializer_list>
+#include <optional>
 #include <string>
 
 #include "cuattn/backend.h"
@@ -26,6 +28,19 @@ inline bool is_cpu(DLDevice device) {
 }
 inline bool same_device(DLDevice a, DLDevice b) {
   return is_cpu(a) ? is_cpu(b) : is_cuda(a) && is_cuda(b) && a.device_id == b.device_id;
+}
+
+// Refuses NULL, and what no array can be.
+void require_array(const char* function, const char* argument, const DLTensor* tensor);
+
+inline TensorView view_of(const char* function, const char* argument, const DLTensor* tensor) {
+  if (tensor == nullptr || !is_small(*tensor)) require_array(function, argument, tensor);
+  return TensorView(*tensor);
+}
+// The same for an array that may be NULL: nullptr then, else the view, kept in `storage`.
+inline const TensorView* optional_view(const char* function, const char* argument,
+                                       const DLTensor* tensor, std::optional<TensorView>& storage) {
+  return tensor == nullptr ? nullptr : &storage.emplace(view_of(function, argument, tensor));
 }
 
 void require_known_device(const char* function, const char* argument, DLDevice device);
@@ -88,6 +103,12 @@ size_t checked_bytes(const char* function, std::initializer_list<int64_t> factor
 // An extent that kernels keep in 32 bits.
 int32_t checked_extent(const char* function, const char* argument, const char* axis,
                        int64_t extent);
+
+// Queries or keys of a sequence. Kernels count positions in 32 bits, up to the end of the last
+// tile, which may lie behind the sequence.
+constexpr int32_t kMaxLength = INT32_MAX - 1023;  // 1024: four of the largest tiles
+int32_t checked_length(const char* function, const char* argument, const char* axis,
+                       int64_t length);
 
 KvLayout kv_layout_of(const char* function, int32_t code);  // of CUATTN_KV_*
 

@@ -2,7 +2,8 @@
 """Seeds, devices and the one-line reproduction of a failure.
 
 Every run draws a fresh seed; CUATTN_TEST_SEED=n repeats an earlier one. CUATTN_REQUIRE_CUDA=1 turns
-missing CUDA into an error.
+missing CUDA into an error. `pytest --skip-passed` runs what has not passed here yet: once torch and
+JAX are installed, what was skipped without them.
 """
 
 from __future__ import annotations
@@ -33,6 +34,34 @@ import harness
 
 hypothesis.settings.register_profile("cuattn", deadline=None, database=None, print_blob=True)
 hypothesis.settings.load_profile("cuattn")
+
+
+PASSED = "cuattn/passed"  # in pytest's cache: the tests that passed in the last run
+
+
+def pytest_addoption(parser):
+    text = "leave out what passed in the last run"
+    parser.addoption("--skip-passed", action="store_true", help=text)
+
+
+@pytest.hookimpl(trylast=True)  # of what -m, -k and --deselect leave
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--skip-passed"):
+        return
+    passed = set(config.cache.get(PASSED, []))
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in passed])
+    items[:] = [item for item in items if item.nodeid not in passed]
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if not hasattr(config, "cache"):  # -p no:cacheprovider
+        return
+    stats = terminalreporter.stats
+    passed = {report.nodeid for report in stats.get("passed", []) if report.when == "call"}
+    passed -= {report.nodeid for report in stats.get("error", [])}  # in the teardown
+    if config.getoption("--skip-passed"):
+        passed |= set(config.cache.get(PASSED, []))
+    config.cache.set(PASSED, sorted(passed))
 
 
 def pytest_configure(config):

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Array objects that know nothing but DLPack, built by hand: any device, flags and version."""
+"""Array objects that know nothing but DLPack, built by hand: any device, flags, version and lie."""
 
 from __future__ import annotations
 
+import collections
 import ctypes
 import itertools
 
@@ -53,24 +54,31 @@ class ManagedVersioned(ctypes.Structure):
 new_capsule = ctypes.pythonapi.PyCapsule_New
 new_capsule.restype = ctypes.py_object
 new_capsule.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+has_name = ctypes.pythonapi.PyCapsule_IsValid
+has_name.argtypes = (ctypes.c_void_p, ctypes.c_char_p)
 
 keys = itertools.count()
 exports: dict[int, object] = {}  # what an open export keeps alive
+# The same of those released lately: a release too many is counted, and does not crash.
+released: collections.deque[object] = collections.deque(maxlen=64)
 
 
 class Array:
     """A numpy array behind `__dlpack__` alone.
 
     `requests` are the keyword arguments it was asked with, `open_exports` the exports whose deleter
-    has not run.
+    has not run; below 0 where one has run twice. `change` spoils the Tensor of an export.
     """
 
-    def __init__(self, values, device=(CPU, 0), flags=0, version=(1, 1), byte_offset=0):
+    def __init__(
+        self, values, device=(CPU, 0), flags=0, version=(1, 1), byte_offset=0, change=None
+    ):
         self.values = values
         self.dl_device = device
         self.flags = flags
         self.version = version
         self.byte_offset = byte_offset
+        self.change = change
         self.requests = []
         self.open_exports = 0
 
@@ -95,21 +103,28 @@ class Array:
             strides,
             self.byte_offset,
         )
+        if self.change is not None:
+            self.change(tensor)
         key = next(keys)
 
         def release(_):
             self.open_exports -= 1
-            del exports[key]
+            if key in exports:
+                released.append(exports.pop(key))
 
-        deleter = Deleter(release)
+        def destroy(capsule):  # as every producer does: what nobody took over is released here
+            if has_name(capsule, name):
+                release(None)
+
+        deleter, destructor = Deleter(release), Deleter(destroy)
         if self.version < (1, 0):
             managed, name = Managed(tensor, None, deleter), b"dltensor"
         else:
             managed = ManagedVersioned(*self.version, None, deleter, self.flags, tensor)
             name = b"dltensor_versioned"
-        exports[key] = (managed, deleter, values, shape, strides, name)
+        exports[key] = (managed, deleter, destructor, values, shape, strides, name)
         self.open_exports += 1
-        return new_capsule(ctypes.addressof(managed), name, None)
+        return new_capsule(ctypes.addressof(managed), name, destructor)
 
 
 def zeros(shape, dtype=np.float32, **options):

@@ -15,13 +15,15 @@ import harness
 
 
 def require(name):
-    """Import a framework; where it is missing, skip, or fail under CUATTN_REQUIRE_FRAMEWORKS=1."""
+    """Import a framework; where it is missing, skip the test, or at a module's top the module, or
+    fail under CUATTN_REQUIRE_FRAMEWORKS=1.
+    """
     try:
         return importlib.import_module(name)
     except ImportError:
         if os.environ.get("CUATTN_REQUIRE_FRAMEWORKS") == "1":
             raise
-        pytest.skip(f"{name} is not installed")
+        pytest.skip(f"{name} is not installed", allow_module_level=True)
 
 
 def bits_of(array):

@@ -155,9 +155,6 @@ REFUSALS = {
         "seqused_k must have shape (batch,) = (2,), got (2, 1); give one entry for each"),
     "num_splits_negative": ("attention", {"num_splits": -1}, ValueError,
         "num_splits must be >= 0, got -1; pass 0 to let cuattn choose"),
-    "num_splits_2": ("attention", {"num_splits": 2}, NotImplementedError,
-        "num_splits = 2 asks for split keys, which need a dense batch of float16 or bfloat16 on "
-        "compute capability 9.0; pass 0"),
     "num_splits_float": ("attention", {"num_splits": 1.0}, TypeError,
         "num_splits must be an integer, got 1.0; pass an int"),
     "num_splits_huge": ("attention", {"num_splits": 2**40}, ValueError,

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import cuattn
+import frameworks
 from cuattn._bench import devices, measure, options, peers, published, reference, report
 from cuattn._bench.families import FAMILIES
 from cuattn._bench.workloads import Workload, dense, visible_pairs
@@ -156,7 +157,7 @@ FLEX = [
 
 @pytest.mark.parametrize("workload", FLEX, ids=lambda w: f"{w.op}-{w.mask}")
 def test_flex_attention_is_asked_for_the_same_function(workload):
-    pytest.importorskip("torch")
+    frameworks.require("torch")
     from torch.nn.attention.flex_attention import flex_attention
 
     inputs = devices.torch_inputs(workload, "cpu")

@@ -5,10 +5,11 @@ import dataclasses
 
 import pytest
 
+import frameworks
 from cuattn._bench import devices, measure, peers
 from cuattn._bench.families import FAMILIES
 
-torch = pytest.importorskip("torch")
+torch = frameworks.require("torch")
 
 SMOKE = FAMILIES["cache_smoke"].workloads
 

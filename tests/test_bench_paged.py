@@ -9,12 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import frameworks
 from cuattn._bench import bars, devices, measure, peers, published, report
 from cuattn._bench.bars import Bar
 from cuattn._bench.families import FAMILIES
 from cuattn._bench.paged import PagedWorkload, ragged_lengths
 
-torch = pytest.importorskip("torch")
+torch = frameworks.require("torch")
 from cuattn._bench import paged_inputs  # noqa: E402 it needs torch
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -15,8 +18,8 @@ import cuattn
 class Model:
     """What a pool must do, said with dicts and lists.
 
-    A key is (the content before, the block's tokens). Contents are numbered at their first commit,
-    so that what followed an evicted block is not found again.
+    A key is (the content before, or the salt, and the block's tokens). Contents are numbered at
+    their first commit, so that what followed an evicted block is not found again.
     """
 
     def __init__(self, num_blocks, block_size):
@@ -83,8 +86,8 @@ class Model:
         self.counts["copies"] += 1
         return copy, block
 
-    def match_prefix(self, tokens):
-        size, ids, parent = self.block_size, [], 0
+    def match_prefix(self, tokens, salt=None):
+        size, ids, parent = self.block_size, [], ("begin", salt)
         while (len(ids) + 1) * size <= len(tokens):
             key = (parent, tuple(tokens[len(ids) * size : (len(ids) + 1) * size]))
             if key not in self.cached:
@@ -99,8 +102,8 @@ class Model:
         self.counts["matched_tokens"] += len(ids) * size
         return ids, len(ids) * size
 
-    def commit(self, ids, tokens):
-        size, parent = self.block_size, 0
+    def commit(self, ids, tokens, salt=None):
+        size, parent = self.block_size, ("begin", salt)
         for i, block in enumerate(ids[: len(tokens) // size]):
             key = (parent, tuple(tokens[i * size : (i + 1) * size]))
             if block not in self.key:
@@ -137,15 +140,15 @@ class Walk:
         )
         self.sequences = []  # (blocks, tokens)
 
-    def both(self, method, *arguments):
+    def both(self, method, *arguments, **options):
         """The answer of both, which must be one; an exception counts as an answer."""
         answers = []
         for side in (self.model, self.pool):
             try:
-                answers.append(getattr(side, method)(*arguments))
+                answers.append(getattr(side, method)(*arguments, **options))
             except (ValueError, cuattn.OutOfBlocksError) as error:
                 answers.append(type(error))
-        assert answers[0] == answers[1], (method, arguments)
+        assert answers[0] == answers[1], (method, arguments, options)
         return answers[1]
 
     def tokens(self):
@@ -156,15 +159,15 @@ class Walk:
         return self.sequences[int(self.rng.integers(len(self.sequences)))]
 
     def add(self):
-        tokens = self.tokens()
-        ids, matched = self.both("match_prefix", tokens)
+        tokens, salt = self.tokens(), (None, b"a", "a", 7)[int(self.rng.integers(4))]
+        ids, matched = self.both("match_prefix", tokens, salt=salt)
         more = -(-(len(tokens) - matched) // self.pool.block_size)
         fresh = self.both("allocate", more)
         if fresh is cuattn.OutOfBlocksError:
             self.both("free", ids)
             return
         self.sequences.append((ids + fresh, tokens))
-        self.both("commit", ids + fresh, tokens)
+        self.both("commit", ids + fresh, tokens, salt=salt)
 
     def drop(self):
         ids, _ = self.sequences.pop(int(self.rng.integers(len(self.sequences))))
@@ -226,30 +229,36 @@ def test_random_walk_agrees_with_the_model(num_blocks, block_size, rng):
 
 
 def mix(x):
-    """The pool's own mixing of 64 bits, from src/block_pool.cpp."""
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) % 2**64
-    return x ^ (x >> 31)
+    """The pool's own mixing of 64 bits, from src/block_pool.cpp; of an array."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
 
 
-def test_tokens_with_the_same_hash_are_told_apart():
-    """Two blocks of two tokens whose 64-bit hashes are equal, made by solving for the last one."""
-    first = [11, 12]
-    state = [mix(mix(0) ^ token) for token in (first[0], 7)]
-    last = state[0] ^ first[1] ^ state[1]  # state[1] ^ last == state[0] ^ first[1]
-    second = [7, last - 2**64 if last >= 2**63 else last]
-    hashes = {mix(mix(mix(0) ^ t[0]) ^ (t[1] % 2**64)) for t in (first, second)}
-    assert len(hashes) == 1  # else this test shows nothing
-    pool = cuattn.BlockPool(4, 2)
-    a = pool.allocate(1)
-    pool.commit(a, first)
-    assert pool.match_prefix(second) == ([], 0)
-    b = pool.allocate(1)
-    pool.commit(b, second)
-    assert pool.match_prefix(first) == (a, 2)
-    assert pool.match_prefix(second) == (b, 2)
-    pool.make_writable(pool.make_writable(a[0])[0])  # leaves the bucket of both in order
-    assert pool.match_prefix(second) == (b, 2)
+def test_prompts_made_to_collide_are_found_as_fast_as_others(rng):
+    """Blocks of two tokens with one hash, by solving for the last one, as if there were no seed.
+
+    Without one they would share a bucket, through which each look-up walks. (That what shares a
+    hash is told apart is in tests/cpp/test_block_pool.cpp, which chooses the seed.)
+    """
+    count, begin = 16_000, mix(np.zeros(1, np.uint64))
+    first = np.arange(count, dtype=np.uint64)
+    last = mix(begin ^ first) ^ np.uint64(12345)
+    assert len(set(mix(mix(begin ^ first) ^ last).tolist())) == 1  # else this test shows nothing
+    attack = np.stack([first, last], 1).view(np.int64)
+    prompts = {"attack": attack, "random": rng.integers(-(2**63), 2**63, (count, 2))}
+
+    def seconds(tokens):
+        pool = cuattn.BlockPool(count, 2)
+        for block, prompt in zip(pool.allocate(count), tokens, strict=True):
+            pool.commit([block], prompt)
+        begin = time.perf_counter()
+        for prompt in tokens:
+            assert pool.match_prefix(prompt)[1] == 2
+        return time.perf_counter() - begin
+
+    took = {name: min(seconds(tokens) for _ in range(3)) for name, tokens in prompts.items()}
+    assert took["attack"] < 4 * took["random"], took  # 30 times, were it possible
 
 
 def test_the_same_tokens_after_others_are_another_prefix():
@@ -313,6 +322,46 @@ def test_an_id_that_stands_twice_loses_two_references(committed):
     pool.free([ids[1], *ids, ids[0]])
     assert pool.stats()["free_blocks"] == 3
     assert sorted(pool.allocate(3)) == [0, 1, 2]
+
+
+SALTS = [
+    None,
+    b"",
+    b"1",
+    "1",
+    "",
+    1,
+    -1,
+    2**70,
+    b"tenant" * 9,
+    b"tenant" * 9 + b"\0",
+    b"i1",
+    "\udc80",
+]
+
+
+def test_different_salts_never_share():
+    pool = cuattn.BlockPool(2 * len(SALTS), 2)
+    held = {}
+    for salt in SALTS:
+        assert pool.match_prefix([1, 2, 3, 4], salt=salt) == ([], 0)
+        held[salt] = pool.allocate(2)
+        pool.commit(held[salt][:1], [1, 2], salt=salt)
+        pool.commit(held[salt][1:], [3, 4], parent=held[salt][0])  # the salt goes with the parent
+    for salt in SALTS:
+        assert pool.match_prefix([1, 2, 3, 4], salt=salt) == (held[salt], 4)
+    assert pool.match_prefix([1, 2], salt=np.int64(1)) == (held[1][:1], 2)
+
+
+def test_a_salt_of_its_own_for_each_sequence_leaves_nothing_behind():
+    pool = cuattn.BlockPool(2, 1)
+    for salt in range(1000):
+        ids = pool.allocate(2)
+        pool.commit(ids, [1, 2], salt=salt)
+        pool.free(ids)
+        assert pool.stats()["cached_blocks"] == 2
+    assert pool.match_prefix([1, 2], salt=998) == ([], 0)
+    assert pool.match_prefix([1, 2], salt=999)[1] == 2
 
 
 def test_a_written_block_is_no_longer_found():
@@ -396,6 +445,12 @@ def test_threads_share_a_pool():
 
 WAY_OUT = "free or swap out a sequence, or make a larger pool"
 TOKENS = "tokens must be integers on one axis"
+SALT = "salt must be bytes, str, int or None"
+SALT_WAY_OUT = "pass the name or the digest of the adapter, the image or the tenant"
+COPIED = (
+    "must not be copied or pickled, because a copy would hand out the same blocks; share the "
+    "object, or make a new"
+)
 REFUSALS = {
     "no_blocks": (lambda p: cuattn.BlockPool(0, 4), ValueError,
         "BlockPool: num_blocks must lie within [1, 2147483647], got 0; ids are int32"),
@@ -446,6 +501,19 @@ REFUSALS = {
     "parent_negative": (lambda p: p.commit([0], [1, 2], parent=-1), ValueError,
         "BlockPool.commit: parent must be None or a block, got -1; pass the block before the "
         "first of ids"),
+    "salt_with_parent": (lambda p: p.commit([1], [3, 4], parent=0, salt=b"a"), ValueError,
+        "BlockPool.commit: salt must not stand beside a parent, got block 0; the sequence of the "
+        "parent has its own"),
+    "other_salt": (lambda p: p.commit([0], [1, 2], salt="a"), ValueError,
+        "BlockPool.commit: a committed block must keep its tokens, got others for block 0; call "
+        "make_writable before it is written anew"),
+    "salt_float": (lambda p: p.match_prefix([1, 2], salt=1.0), TypeError,
+        f"BlockPool.match_prefix: {SALT}, got 1.0; {SALT_WAY_OUT}"),
+    "salt_true": (lambda p: p.commit([1], [1, 2], salt=True), TypeError,
+        f"BlockPool.commit: {SALT}, got True; {SALT_WAY_OUT}"),
+    "copy": (lambda p: copy.copy(p), TypeError, f"BlockPool: {COPIED} BlockPool"),
+    "deepcopy": (lambda p: copy.deepcopy(p), TypeError, f"BlockPool: {COPIED} BlockPool"),
+    "pickle": (lambda p: pickle.dumps(p), TypeError, f"BlockPool: {COPIED} BlockPool"),
     "float_tokens": (lambda p: p.match_prefix([1.0]), TypeError,
         f"BlockPool.match_prefix: {TOKENS}, got float64 with shape (1,); pass a list of token ids"),
     "tokens_of_2_axes": (lambda p: p.commit([1], [[1, 2]]), TypeError,

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import inspect
+import re
 import sys
 
 import ml_dtypes
@@ -170,6 +172,137 @@ def test_refusals_keep_no_reference():
     del options
     gc.collect()
     assert [sys.getrefcount(x) for x in (*arrays, lengths)] == counts
+
+
+def axes(*values):
+    return (ctypes.c_int64 * len(values))(*values)
+
+
+# What a producer writes into its Tensor, and what is said of it.
+LIES = {
+    "no_axes_at_all": ({"ndim": -(2**31)}, "must have a shape, got -2147483648 axes"),
+    "a_negative_axis": ({"ndim": -1}, "must have a shape, got -1 axes"),
+    "too_many_axes": ({"ndim": 2**31 - 1}, "must have at most 6 axes, got 2147483647"),
+    "no_shape": ({"shape": None}, "must have a shape, got NULL for 4 axes"),
+    "a_negative_extent": ({"shape": axes(1, -4, 2, 8)}, "must have extents >= 0, got -4 on axis 1"),
+    "the_lowest_extent": (
+        {"shape": axes(1, 4, 2, -(2**63))},
+        "must have extents >= 0, got -9223372036854775808 on axis 3",
+    ),
+    "extents_beyond_64_bits": (
+        {"shape": axes(2**32, 2**32, 2, 8), "strides": axes(0, 0, 0, 1)},
+        "must have bytes that 64 bits can count, got extent 4294967296 and stride 0 on axis 0",
+    ),
+    "extents_beyond_64_bits_without_strides": (
+        {"shape": axes(2**32, 2**32, 2, 8), "strides": None},
+        "must have bytes that 64 bits can count, got extent 4294967296 and stride NULL on axis 0",
+    ),
+    "a_stride_that_wraps": (
+        {"strides": axes(64, 2**62, 8, 1)},
+        "must have bytes that 64 bits can count, got extent 4 and stride 4611686018427387904 on "
+        "axis 1",
+    ),
+    "the_lowest_stride": (
+        {"strides": axes(64, -(2**63), 8, 1)},
+        "must have bytes that 64 bits can count, got extent 4 and stride -9223372036854775808",
+    ),
+    "strides_that_sum_up_beyond_64_bits": (
+        {"shape": axes(2, 2, 2, 8), "strides": axes(2**60, 2**60, 8, 1)},
+        "must have bytes that 64 bits can count, got extent 2 and stride 1152921504606846976 on "
+        "axis 0",
+    ),
+    "an_offset_that_wraps": ({"byte_offset": 2**64 - 4096}, "must lie in memory"),
+    "an_end_beyond_memory": (
+        {"data": 2**64 - 256, "byte_offset": 0},
+        "must lie in memory, got byte_offset 0 and elements from 0 to 252 bytes",
+    ),
+    "a_begin_below_memory": (
+        {"data": 64, "byte_offset": 0, "strides": axes(64, -16, 8, 1)},
+        "must lie in memory, got byte_offset 0 and elements from -192 to 60 bytes",
+    ),
+}
+
+
+@pytest.mark.parametrize("version", [(1, 1), (0, 8)])
+@pytest.mark.parametrize("name", LIES)
+def test_what_a_producer_lies_about_is_refused(name, version):
+    fields, message = LIES[name]
+
+    def lie(tensor):
+        for field, value in fields.items():
+            setattr(tensor, field, value)
+
+    def lying():
+        return dlpack.Array(np.zeros((1, 4, 2, 8), np.float32), version=version, change=lie)
+
+    lse = np.zeros((1, 2, 4), np.float32)
+    calls = {
+        "q": lambda x: cuattn.attention(x, *GOOD[1:]),
+        "k": lambda x: cuattn.attention(GOOD[0], x, GOOD[2]),
+        "bias": lambda x: cuattn.attention(*GOOD, bias=x),
+        "out": lambda x: cuattn.attention(*GOOD, out=x),
+        "lse_out": lambda x: cuattn.attention(*GOOD, lse_out=x),
+        "workspace": lambda x: cuattn.attention(*GOOD, workspace=x),
+        "out_b": lambda x: cuattn.merge_states(GOOD[0], lse, x, lse),
+        "k_caches[0]": lambda x: cuattn.copy_blocks([x], None, np.zeros((0, 2), np.int64)),
+    }
+    for argument, call in calls.items():
+        array = lying()
+        with pytest.raises(ValueError, match=re.escape(f": {argument} {message}")):
+            call(array)
+        gc.collect()
+        assert array.open_exports == 0
+    np.testing.assert_array_equal(cuattn.attention(*GOOD), WANT)
+
+
+@pytest.mark.parametrize("name", [name for name in LIES if "extents_beyond" in name])
+def test_a_shape_that_no_memory_holds_is_refused_by_explain(name):
+    shape = tuple(LIES[name][0]["shape"])
+    with pytest.raises(ValueError, match="attention: q must have bytes that 64 bits can count"):
+        cuattn.explain("attention", shape, GOOD[1].shape, GOOD[2].shape)
+
+
+def test_strides_of_numpy_that_overflow_are_refused():
+    wide = np.lib.stride_tricks.as_strided(GOOD[1], strides=(128, 2**62, 32, 4))
+    with pytest.raises(ValueError, match="attention: k must have bytes that 64 bits can count"):
+        cuattn.attention(GOOD[0], wide, GOOD[2])
+
+
+@pytest.mark.parametrize(
+    "device",
+    [None, 1, "cpu", (), (1,), (1, 0, 0), ("1", "0"), (1.0, 0), (None, 0), (1, None), {}, object()],
+)
+def test_a_device_that_is_no_pair_of_integers_is_refused(device):
+    array = dlpack.zeros((1, 4, 2, 8))
+    array.dl_device = device
+    with pytest.raises(TypeError) as refusal:
+        cuattn.attention(GOOD[0], array, GOOD[2])
+    assert (
+        "attention: k must give a pair of integers by __dlpack_device__, got "
+        f"{device!r}; pass what its library makes"
+    ) == str(refusal.value)
+
+
+@pytest.mark.parametrize("kind", [0, 3, 16, 999, 2**31 - 1, -1, -(2**31)])
+def test_devices_that_cuattn_does_not_know_are_refused_or_are_host_memory(kind):
+    def lie(tensor):
+        tensor.device.type = kind
+
+    array = dlpack.Array(GOOD[1], device=(1, 0), change=lie)
+    if kind == 3:  # pinned host memory
+        np.testing.assert_array_equal(cuattn.attention(GOOD[0], array, GOOD[2]), WANT)
+        return
+    with pytest.raises(ValueError, match=f"k must be on .* got DLPack device type {kind};"):
+        cuattn.attention(GOOD[0], array, GOOD[2])
+
+
+@pytest.mark.parametrize("number", [2**31, 2**70, -(2**70)])
+def test_a_device_beyond_32_bits_is_no_device_of_cuda(number):
+    array = dlpack.zeros((1, 4, 2, 8))
+    array.dl_device = (number, number)
+    array.change = lambda tensor: setattr(tensor.device, "type", 1)
+    assert cuattn.attention(GOOD[0], array, GOOD[2]).shape == WANT.shape
+    assert array.requests == [{"max_version": (1, 1)}]  # and is asked for no stream
 
 
 def builtin_arrays(function):

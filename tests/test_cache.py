@@ -8,6 +8,7 @@ plain numpy in the order [block, token, head, dim].
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import ml_dtypes
 import numpy as np
@@ -480,6 +481,75 @@ def test_gathered_sequences_are_what_was_cached(device, layout, rng):
         assert np.array_equal(bits(device.numpy(got)), bits(want))
 
 
+def shifted(arena, values, by):
+    """An array that is written, `by` elements behind a start on 16 bytes; and what lies before."""
+    whole = arena.output((values.size + by,), values.dtype, name="shifted", align=values.itemsize)
+    view = whole[by:].reshape(values.shape)
+    arena.device.write(view, values)
+    return view, whole[:by]
+
+
+def untouched(device, before):
+    return (bits(device.numpy(before)) == 0xFF).all()
+
+
+@pytest.mark.parametrize("by", [0, 1, 2, 4])
+@pytest.mark.parametrize("dtype", CACHE_DTYPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_caches_start_on_any_element(device, layout, dtype, by, rng):
+    """Odd sizes of heads and blocks, and of starts: everything is moved by a narrower unit."""
+    dtype = np.dtype(CACHE_DTYPES[dtype])
+    x = 16 // dtype.itemsize
+    dims = [(x, 5), (2 * x, x)] if layout == "vllm" else [(1, 3), (12, 20), (40, 36), (64, 64)]
+    block_size, lengths = (8, (3, 0, 17)) if layout == "vllm" else (5, (3, 0, 17))
+    for (dim, dim_v), heads in itertools.product(dims, (1, 3)):
+        k_cache, k_nhd = filled(rng, layout, dtype, 9, block_size, heads, dim, True)
+        v_cache, v_nhd = filled(rng, layout, dtype, 9, block_size, heads, dim_v, False)
+        table = rng.permutation(9)[:4].astype(I32).reshape(1, 4).repeat(3, 0)
+        ends = np.concatenate([[0], np.cumsum(lengths)]).astype(I32)
+        arena = Arena(device)
+        (k_place, _), (v_place, _) = (shifted(arena, cache, by) for cache in (k_cache, v_cache))
+        outs, before = zip(
+            *(shifted(arena, np.zeros((22, heads, d), k_cache.dtype), by) for d in (dim, dim_v)),
+            strict=True,
+        )
+        cuattn.gather_cache(
+            k_place,
+            v_place,
+            arena.put(table, align=4),
+            arena.put(ends, align=4),
+            kv_layout=layout,
+            k_out=outs[0],
+            v_out=outs[1],
+        )
+        device.synchronize()
+        arena.verify()
+        rows = [(table[b, i // block_size], i % block_size) for b, n in enumerate(lengths)
+                for i in range(n)]  # fmt: skip
+        for out, cache, start in zip(outs, (k_nhd, v_nhd), before, strict=True):
+            got = device.numpy(out)
+            want = np.array([cache[row] for row in rows], cache.dtype)
+            assert np.array_equal(bits(got[:20]), bits(want))
+            assert not bits(got[20:]).any()
+            assert untouched(device, start)
+
+
+def test_caches_that_lie_apart_by_odd_strides(device, rng):
+    """Blocks, tokens and heads with gaps of a few elements."""
+    whole = rng.standard_normal((9, 6, 4, 70)).astype(np.float16)
+    arena = Arena(device)
+    place, _ = shifted(arena, whole, 3)
+    table, ends = np.array([[7, 2, 0]], I32), np.array([0, 13], I32)
+    for heads, dims in ((slice(0, 3), slice(1, 33)), (slice(1, 4), slice(0, 64)),
+                        (slice(2, 3), slice(3, 10))):  # fmt: skip
+        k, v = place[:, :5, heads, dims], place[:, 1:, heads, dims]
+        out = cuattn.gather_cache(k, v, arena.put(table, align=4), arena.put(ends, align=4))
+        device.synchronize()
+        for got, tokens in zip(out, (whole[:, :5], whole[:, 1:]), strict=True):
+            want = tokens[table[0]].reshape(15, 4, 70)[:13, heads, dims]
+            assert np.array_equal(bits(device.numpy(got)), bits(want))
+
+
 def test_nothing_to_gather(device):
     cache = np.zeros((3, 4, 2, 8), F32)
     for table, ends in (((0, 3), [0]), ((2, 3), [0, 0, 0]), ((2, 0), [0, 0, 0])):
@@ -543,6 +613,44 @@ def test_blocks_of_any_size(device, dtype, rng):
         device.synchronize()
         assert np.array_equal(bits(device.numpy(place)), bits(copied(k, mapping)))
         arena.verify()
+
+
+# Shapes whose blocks have 1, 3, 6, 12, 40 and 20000 bytes for each byte of an element.
+ODD_BLOCKS = [(9, 1), (9, 3), (9, 2, 3), (9, 3, 4), (9, 5, 1, 8), (9, 25, 5, 160)]
+
+
+@pytest.mark.parametrize("by", [0, 1, 2, 4, 8])
+@pytest.mark.parametrize("dtype", CACHE_DTYPES)
+def test_blocks_of_odd_sizes_start_on_any_element(device, dtype, by, rng):
+    """copy_blocks within two layers, of which one may be better aligned than the other."""
+    mapping = np.array([[1, 2], [1, 3], [8, 0], [5, 5]], I64)
+    for shape in ODD_BLOCKS:
+        for mapping_on in ("host", "device"):
+            caches = layers(rng, 3, shape, CACHE_DTYPES[dtype])
+            arena = Arena(device)
+            places, before = zip(
+                *(shifted(arena, x, n) for x, n in zip(caches, (by, 0, by), strict=True)),
+                strict=True,
+            )
+            given = mapping if mapping_on == "host" else arena.put(mapping, align=8)
+            cuattn.copy_blocks(places[:2], [places[2]] * 2, given)
+            device.synchronize()
+            arena.verify()
+            for place, cache, start in zip(places, caches, before, strict=True):
+                assert np.array_equal(bits(device.numpy(place)), bits(copied(cache, mapping)))
+                assert untouched(device, start)
+
+
+def test_blocks_that_lie_apart_by_odd_strides(device, rng):
+    whole = rng.standard_normal((9, 2, 7)).astype(np.float16)
+    arena = Arena(device)
+    place, _ = shifted(arena, whole, 1)
+    cuattn.copy_blocks([place[:, 0]], [place[:, 1]], np.array([[0, 4], [8, 1]], I64))
+    device.synchronize()
+    want = whole.copy()
+    want[[4, 1]] = whole[[0, 8]]
+    assert np.array_equal(device.numpy(place), want)
+    arena.verify()
 
 
 def test_blocks_that_lie_apart(device, rng):
@@ -659,6 +767,43 @@ def test_pinned_blocks_need_not_start_on_16_bytes(device, rng):
     want[mapping[:, 1]] = values[mapping[:, 0]]
     assert np.array_equal(host, want)
     assert (memory[:5] == 3).all()
+
+
+@pytest.mark.parametrize("host", ["pinned", "pageable", "device"])
+@pytest.mark.parametrize("by", [0, 1, 2, 4])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "float8_e4m3fn"])
+def test_odd_blocks_swap(device, dtype, by, host, rng):
+    """Sizes and starts that no vector of 16 bytes divides, out and back; few blocks and many."""
+    dtype = np.dtype(CACHE_DTYPES[dtype])
+    for blocks, shape in ((9, (3,)), (9, (5, 1, 12)), (300, (3, 4)), (300, (7, 5, 2))):
+        (values,) = layers(rng, 1, (blocks, *shape), dtype)
+        arena = Arena(device)
+        place, before = shifted(arena, values, by)
+        other = np.zeros((blocks, *shape), dtype)
+        if host == "device":
+            other, _ = shifted(arena, other, 3)
+        else:
+            make = cuattn.pinned_empty if host == "pinned" else np.empty
+            memory = make(values.size + 3, dtype.name)
+            memory.view(np.uint8)[...] = 0
+            other = memory[3:].reshape(other.shape)
+        order = rng.permutation(blocks)
+        out = np.stack([order[:-2], rng.permutation(blocks)[:-2]], axis=1).astype(I64)
+        cuattn.swap_blocks(place, other, out)
+        device.synchronize()
+        want = np.zeros((blocks, *shape), dtype)
+        want[out[:, 1]] = values[out[:, 0]]
+        held = device.numpy(other) if host == "device" else other
+        assert np.array_equal(bits(held), bits(want))
+        back = out[:, ::-1][: blocks // 2].copy()
+        back[:, 1] = order[::-1][: len(back)]
+        cuattn.swap_blocks(other, place, back)
+        device.synchronize()
+        final = values.copy()
+        final[back[:, 1]] = want[back[:, 0]]
+        assert np.array_equal(bits(device.numpy(place)), bits(final))
+        assert untouched(device, before)
+        arena.verify()
 
 
 def test_blocks_swap_within_a_device_and_may_lie_apart(device, rng):

@@ -474,16 +474,5 @@ def test_blocks_on_cuda_start_on_16_bytes(first, stride, rule):
     starts = re.escape(rule.format("blocks, heads and tokens"))
     with pytest.raises(ValueError, match=f"^reshape_and_cache: k_cache {starts}"):
         cuattn.reshape_and_cache(k, k, cache, cache, slots, stream=1)
-    with pytest.raises(ValueError, match=f"^gather_cache: k_cache {starts}"):
-        cuattn.gather_cache(cache, cache, table, lens, k_out=k, v_out=k, stream=1)
     with pytest.raises(ValueError, match=f"^paged_attention: k_cache {starts}"):
         cuattn.paged_attention(k, cache, cache, table, lens, stream=1)
-    starts = re.escape(rule.format("blocks"))
-    with pytest.raises(ValueError, match=rf"^copy_blocks: k_caches\[0\] {starts}"):
-        cuattn.copy_blocks(cache, None, np.array([[0, 1]], I64), stream=1)
-
-
-def test_blocks_on_cuda_are_whole_pieces_of_16_bytes():
-    values = np.lib.stride_tricks.as_strided(np.zeros(32, np.float16), (4, 6), (16, 2))
-    with pytest.raises(ValueError, match="must have blocks of a multiple of 16 bytes, got 12; "):
-        cuattn.copy_blocks(on_cuda(values), None, np.array([[0, 1]], I64), stream=1)

@@ -4,6 +4,7 @@
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -11,6 +12,9 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 import cuattn
+from cuattn import __main__
+
+ROOT = pathlib.Path(__file__).parent.parent
 
 
 def run(*words: str, code: int = 0, **environment: str) -> subprocess.CompletedProcess:
@@ -21,6 +25,25 @@ def run(*words: str, code: int = 0, **environment: str) -> subprocess.CompletedP
     )
     assert done.returncode == code, done.stdout + done.stderr
     return done
+
+
+def refusal(capsys, *words) -> str:
+    """What a command line that is refused says on stderr, run in this process."""
+
+    def command():
+        arguments = __main__.parser().parse_args([str(word) for word in words])
+        sys.exit(arguments.run(arguments))
+
+    with pytest.raises(SystemExit) as refused:
+        command()
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "measuring" not in said.err  # refused before the ceilings were
+    code = refused.value.code
+    if isinstance(code, str):  # Python prints it and exits with 1
+        return code
+    assert code in (1, 2)
+    return said.err
 
 
 def test_without_a_command_it_shows_its_usage():
@@ -52,6 +75,18 @@ def test_info_shows_the_environment_it_runs_under():
     data = json.loads(run("info", "--json", CUATTN_NUM_THREADS="1").stdout)
     assert data["environment"]["CUATTN_NUM_THREADS"] == "1"
     assert data["cpu"]["threads"] == 1
+
+
+def test_info_knows_every_variable_that_the_library_reads():
+    sources = [path for folder in ("src", "cpu", "cuda") for path in (ROOT / folder).iterdir()]
+    read = {
+        name
+        for path in sources
+        for name in re.findall(r'getenv\("(\w+)"\)', path.read_text(encoding="utf-8"))
+    }
+    assert len(read) >= 4
+    values = dict.fromkeys(read, "") | {"CUATTN_NUM_THREADS": "2", "CUATTN_CPU_ISA": "baseline"}
+    assert json.loads(run("info", "--json", **values).stdout)["environment"] == values
 
 
 SHAPES = ("--q", "2,4096,32,128", "--k", "2,4096,8,128")
@@ -103,6 +138,55 @@ def test_bench_of_an_unknown_family_names_the_known_ones():
     assert "mission" in done.stderr
 
 
+SMOKE = ("--device", "cpu", "--quick")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--rounds", "0"), "argument --rounds: must be a whole number above 0, got 0"),
+        (("--rounds", "-3"), "argument --rounds: must be a whole number above 0, got -3"),
+        (("--rounds", "1.5"), "argument --rounds: must be a whole number above 0, got 1.5"),
+        (("--budget", "0"), "argument --budget: must be a number above 0, got 0"),
+        (("--budget", "all"), "argument --budget: must be a number above 0, got all"),
+        (("--budget", "nan"), "argument --budget: must be a number above 0, got nan"),
+        (("--limit", "-1"), "argument --limit: must be a number above 0, got -1"),
+        (("--limit", "inf"), "argument --limit: must be a number above 0, got inf"),
+    ],
+)
+def test_bench_refuses_a_count_that_measures_nothing(words, message, capsys):
+    assert message in refusal(capsys, "bench", *SMOKE, *words)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--workload", "nope"), "no workload of smoke has 'nope' in its name; --list shows all"),
+        (("--family", "cpu,smoke", "--workload", "nope"), "no workload of cpu, smoke has 'nope'"),
+        (("--family", ""), "no workload of no family has '' in its name"),
+        (("--backend", "none", "--peer", "none"), "smoke has nobody to measure; name a --backend"),
+        (("--family", "smoke,cpu", "--peer", "abacus"), "no peer is called 'abacus'; known: "),
+        (("--family", "smoke,cpu", "--backend", "abacus"), "no backend is called 'abacus'; known"),
+    ],
+)
+def test_bench_checks_its_words_before_it_measures(words, message, capsys):
+    assert refusal(capsys, "bench", *SMOKE, *words).startswith(f"bench: {message}")
+
+
+def test_bench_leaves_out_families_without_the_workload(tmp_path):
+    words = ("--family", "smoke,cpu_ladder", "--workload", "s128", "--backend", "auto")
+    run("bench", *SMOKE, *words, "--peer", "none", "-o", str(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["cpu_ladder.json"]
+
+
+def test_bench_looks_at_its_folder_before_it_measures(tmp_path, capsys):
+    file = tmp_path / "file"
+    file.touch()
+    for folder in (file, file / "inside", "/proc/nowhere"):
+        text = refusal(capsys, "bench", *SMOKE, "-o", folder)
+        assert text.startswith(f"bench: -o must be a folder to write to, got {folder}: ")
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """The results file of a short run on the CPU."""
@@ -140,7 +224,7 @@ def test_plot_draws_speed_and_memory_as_png_and_svg(results, tmp_path):
 
 
 def test_table_prints_the_results_as_markdown(results):
-    script = pathlib.Path(__file__).parent.parent / "benchmarks" / "table.py"
+    script = ROOT / "benchmarks" / "table.py"
     done = subprocess.run(
         [sys.executable, str(script), str(results / "smoke.json")],
         capture_output=True,
@@ -158,6 +242,69 @@ def test_plot_of_something_else_says_so(tmp_path):
     assert (
         "cannot read" in run("plot", str(tmp_path / "absent"), "-o", str(tmp_path), code=1).stderr
     )
+
+
+def timed(**changes):
+    """A results file with one row, some fields changed; None takes a field away."""
+    result = {"name": "cuattn:auto", "ours": True, "status": "ok"}
+    result |= {"ms": 1.0, "tflops": 2.0, "gbps": 3.0, "peak_bytes": 4}
+    workload = {"name": "w", "series": "s", "seqlen_q": 128, "lengths": None}
+    document = {"schema": 1, "family": "f", "time": "2026-01-01T00:00:00Z", "commit": None}
+    document |= {"machine": {"device": "d"}, "versions": {}, "cuattn": None, "rows": []}
+    for part in (result, workload, document):
+        part |= {name: value for name, value in changes.items() if name in part}
+    if "rows" not in changes:
+        document["rows"] = [{"workload": workload, "results": [result]}]
+    document |= {name: value for name, value in changes.items() if name == "quantity"}
+    return json.dumps(document)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rows": None}, "is no results file of bench: see rows"),
+        ({"rows": {}}, "is no results file of bench: see rows"),
+        ({"rows": [{"workload": {"name": "w", "series": "s"}}]}, "see rows[0].results"),
+        ({"rows": [{"results": []}]}, "see rows[0].workload"),
+        ({"machine": {}}, "see machine.device"),
+        ({"machine": None}, "see machine"),
+        ({"versions": None}, "see versions"),
+        ({"time": 3}, "see time"),
+        ({"commit": 3}, "see commit"),
+        ({"cuattn": "x"}, "see cuattn"),
+        ({"ms": "1"}, "see rows.results.ms"),
+        ({"tflops": None}, "see rows.results.tflops"),
+        ({"peak_bytes": "4"}, "see rows.results.peak_bytes"),
+        ({"seqlen_q": None}, "see rows.workload.seqlen_q"),
+        ({"quantity": "miles"}, "see quantity"),
+        ({"family": 3}, "see family"),
+        ({"family": "../x"}, "must name its family in letters, digits, '_', '.' and '-', for the "),
+        ({"family": "/x"}, "pictures are called so; got '/x'"),
+        ({"family": ".."}, "got '..'"),
+        ({"family": ""}, "got ''"),
+    ],
+)
+def test_plot_refuses_a_file_with_a_wrong_part(changes, message, tmp_path, capsys):
+    path, folder = tmp_path / "some.json", tmp_path / "out"
+    path.write_text(timed(**changes), encoding="utf-8")
+    text = refusal(capsys, "plot", path, "-o", folder)
+    assert text.startswith(f"plot: {path} ")
+    assert message in text
+    assert sorted(tmp_path.iterdir()) == [path]  # not even the folder
+
+
+def test_plot_that_cannot_write_says_so(tmp_path, capsys):
+    path = tmp_path / "some.json"
+    path.write_text(timed(), encoding="utf-8")
+    for folder in (path, path / "inside"):
+        text = refusal(capsys, "plot", path, "-o", folder)
+        assert text.startswith(f"plot: -o must be a folder to write to, got {folder}: ")
+
+
+def test_plot_of_a_file_that_is_no_text_says_so(tmp_path, capsys):
+    path = tmp_path / "some.json"
+    path.write_bytes(b"\xff\xfe\x00")
+    assert refusal(capsys, "plot", path).startswith(f"plot: cannot read {path}: ")
 
 
 def test_demo_reports_where_it_ran_and_that_results_are_right():

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The C++ side: `cuattn_tests` and examples/cpp built against the installed package, and run."""
 
+import importlib
 import os
 import re
 import shutil
@@ -94,6 +95,28 @@ def test_cuattn_tests_filter_seed_and_failure_are_honoured(tests_build):
     assert "--fast" in unknown.stderr
 
 
+def test_every_case_belongs_to_a_part_of_the_gpu_record(tests_build, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tests" / "gpu")
+    parts = importlib.import_module("parts")
+    binary = tests_build / "cuattn_tests"
+
+    def listed(*arguments):
+        return set(run([binary, "--list", *arguments]).split())
+
+    of = {
+        name: listed(*parts.stage_arguments(name, "cpp"))
+        for name, part in parts.PARTS.items()
+        if "cpp" in part.stages
+    }
+    assert listed() == set().union(*of.values())
+    assert sum(map(len, of.values())) == len(listed())
+    if "device_mma_maps_float16_fragments" in listed():
+        assert all(len(cases) > 8 for cases in of.values())  # one at least in each shard
+    core = listed("--filter", "block_pool,tensor_view")
+    assert core > listed("--filter", "block_pool,tensor_view", "--filter", "view") > set()
+    assert listed("--filter", "view", "--exclude", "tensor_view,block_pool") < of["core"]
+
+
 def largest_errors(built):
     """What each program of examples/cpp says about its own result."""
     outputs = [run([built / program]) for program in ("example", "paged_decode")]
@@ -111,14 +134,3 @@ def test_examples_build_against_a_plain_cmake_install(tmp_path):
     run(["cmake", "--install", tmp_path / "library"])
     built = build(ROOT / "examples" / "cpp", tmp_path / "example", f"-DCMAKE_PREFIX_PATH={prefix}")
     assert max(largest_errors(built)) < 1e-5
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
-def test_cpu_core_is_clean_under_sanitizers(tmp_path, sanitizer):
-    flags = f"-fsanitize={sanitizer} -fno-sanitize-recover=all -fno-omit-frame-pointer"
-    options = ("-DCUATTN_CUDA=OFF", "-DCUATTN_TESTS=ON", f"-DCMAKE_CXX_FLAGS={flags}")
-    built = build(ROOT, tmp_path / "build", *options)
-    passed, failed, _ = counts(run([built / "tests" / "cpp" / "cuattn_tests"]))[0]
-    assert passed >= 30
-    assert failed == 0

@@ -64,6 +64,19 @@ def test_the_number_of_threads_does_not_change_a_bit():
     assert len({r["digest"] for r in results}) == 1
 
 
-@pytest.mark.parametrize("value", ["0", "-1", "many", ""])
-def test_a_senseless_number_of_threads_is_ignored(value):
-    assert json.loads(work(128, CUATTN_NUM_THREADS=value).stdout)["threads"] >= 1
+@pytest.mark.parametrize("value", ["0", "-1", "many", "2x", "1025", "99999999999999999999"])
+def test_a_senseless_number_of_threads_is_refused(value):
+    text = (
+        f"CUATTN_NUM_THREADS must be a whole number from 1 to 1024, got '{value}'; leave it unset "
+        "for the CPUs that this process may use"
+    )
+    assert f"ValueError: {text}\n" in work(128, CUATTN_NUM_THREADS=value).stderr
+    command = [sys.executable, "-m", "cuattn", "info"]
+    environment = {**os.environ, "CUATTN_NUM_THREADS": value}
+    info = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (info.returncode, info.stderr) == (1, text + "\n")
+
+
+def test_an_empty_number_of_threads_is_none():
+    want = json.loads(work(128, CUATTN_NUM_THREADS="").stdout)["threads"]
+    assert 1 <= want <= len(os.sched_getaffinity(0))  # less where a cgroup grants less

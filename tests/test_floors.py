@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
-STD = r"<[a-z_0-9]+>|<(stddef|stdint|pthread|sched|unistd|dlfcn|immintrin|sys/[a-z]+)\.h>"
+STD = r"<[a-z_0-9]+>|<(stddef|stdint|pthread|sched|unistd|fcntl|dlfcn|immintrin|sys/[a-z]+)\.h>"
 CUDA = r"<(cuda\w*|library_types|mma)\.h>|<cuda/std/\w+>"
 F0 = r'"cuattn/\w+\.h"'
 F1 = r'"cuattn/device/\w+\.cuh"'

@@ -173,6 +173,44 @@ def test_bias_beyond_two_to_the_31_elements(torch, backend):
     same(torch, out[:, :100], near, backend)
 
 
+# The longest axes there are, but for a little that lies below every tile's multiple.
+LONGEST = 2**31 - 2048 - 5
+
+
+@pytest.mark.parametrize("backend", [*FLASH, "naive"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_as_many_queries_as_32_bits_count(torch, backend, causal):
+    """One query seen 2^31 times; its answers are memory of their own."""
+    need_memory({"simt": 72, "naive": 68}.get(backend, 40))
+    q, k, v = (random(torch, backend, 1, n, 1, 8) for n in (1, 3, 3))
+    expected = cuattn.attention(q, k, v, backend=backend)
+    q = q.expand(1, LONGEST, 1, 8)
+    out = torch.full(q.shape, float("nan"), device="cuda", dtype=q.dtype)
+    cuattn.attention(q, k, v, causal=causal, out=out, backend=backend)
+    # Causal: the last three rows stand at the keys, and those before them see none.
+    want = torch.zeros_like(expected) if causal else expected
+    for part in out[:, : LONGEST - 3].split(1 << 26, dim=1):
+        same(torch, part, want.expand(part.shape), backend)
+    last = cuattn.attention(q[:, -3:], k, v, causal=causal, backend=backend)
+    same(torch, out[:, LONGEST - 3 :], last, backend)
+
+
+@pytest.mark.parametrize("backend", FLASH)
+@pytest.mark.parametrize("window", [(300, -1), (299, 7)])
+def test_as_many_keys_as_32_bits_count(torch, backend, window):
+    """The last 300 keys of 2^31, in a window; values in memory, keys the same everywhere."""
+    need_memory(68 if BACKENDS[backend] == "float32" else 36)
+    q, k = (random(torch, backend, 1, n, 1, 8) for n in (5, 1))
+    v = torch.zeros(1, LONGEST, 1, 8, device="cuda", dtype=q.dtype)
+    v[:, -400:] = random(torch, backend, 1, 400, 1, 8)
+    k = k.expand(v.shape)
+    options = dict(causal=window[1] < 0, window=window, backend=backend, return_lse=True)
+    out, lse = cuattn.attention(q, k, v, **options)
+    near, near_lse = cuattn.attention(q, k[:, -400:], v[:, -400:], **options)
+    same(torch, out, near, backend)
+    torch.testing.assert_close(lse, near_lse, rtol=1e-5, atol=1e-5)
+
+
 def test_merging_beyond_two_to_the_31_elements(torch):
     need_memory(20)
     rows = (1 << 25) + 3

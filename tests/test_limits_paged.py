@@ -183,3 +183,31 @@ def test_cache_operations(device, kv_layout, rng):
     device.synchronize()
     assert np.array_equal(held(caches[0], middle), held(caches[0], last))
     arena.verify()
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.skipif(harness.why_no_cuda() is not None, reason=f"CUDA: {harness.why_no_cuda()}")
+@pytest.mark.parametrize("options", [{}, {"num_splits": 3}, {"window": (300, -1)}], ids=str)
+@pytest.mark.parametrize("kv_layout", ["nhd", "hnd"])
+@pytest.mark.parametrize("backend", ["sm90", "sm80", "simt"])
+def test_contexts_as_long_as_32_bits_count(torch, backend, kv_layout, options):
+    """2^31 - 2048 tokens in a handful of blocks: one key of the last block outweighs all others."""
+    if backend == "sm90" and not harness.has_hopper():
+        pytest.skip("needs a GPU of compute capability 9.0")
+    size, dim, dtype = 256, 64, torch.float32 if backend == "simt" else torch.bfloat16
+    blocks = (2**31 - 2048) // size
+    axes = (3, size, 2, dim) if kv_layout == "nhd" else (3, 2, size, dim)
+    k, v = (torch.zeros(axes, device="cuda", dtype=dtype) for _ in range(2))
+    q = torch.ones(1, 2, dim, device="cuda", dtype=dtype)
+    place = (1, -2) if kv_layout == "nhd" else (1, slice(None), -2)
+    k[place] = 8.0
+    v[place] = torch.randn(2, dim, device="cuda", dtype=dtype)
+    table = torch.zeros(1, blocks, device="cuda", dtype=torch.int32)
+    table[0, -1] = 1
+    lens = torch.tensor([blocks * size], device="cuda", dtype=torch.int32)
+    out, lse = cuattn.paged_attention(
+        q, k, v, table, lens, kv_layout=kv_layout, backend=backend, return_lse=True, **options
+    )
+    torch.testing.assert_close(out[0], v[place], rtol=1e-2, atol=1e-2)
+    assert lse.cpu().numpy() == pytest.approx(64.0, abs=1e-3)  # 2^31 keys of score 0 add 4e-19

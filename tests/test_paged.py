@@ -489,8 +489,31 @@ def test_v2_buffers(device, lens, kv_layout, block_size, dtype, fp8, partition_s
         scales="head" if fp8 else "none",
         options=(("scale", 0.25),),
     )
+    check_v2_buffers(device, paged_cases.make(case, rng), partition_size)
+
+
+@pytest.mark.parametrize("partition_size", [256, 512, 1024])
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("top", [0, 511, 512, 1023, 1024, 1500])
+def test_v2_buffers_hold_the_maximum_wherever_it_lies(device, top, dtype, partition_size, rng):
+    """One key outweighs all others: in the first, the last or a middle chunk of its partition."""
+    case = PagedCase(dtype=dtype, lens=(2048, 1100), options=(("scale", 0.25),))
     problem = paged_cases.make(case, rng)
-    capacity = problem.arrays["block_tables"].shape[1] * block_size
+    arrays = problem.arrays
+    for b, length in enumerate(case.lens):
+        if top < length:
+            block, token = arrays["block_tables"][b, top // 16], top % 16
+            for h in range(case.num_heads_kv):
+                q = arrays["q"][b, h * 4].astype(np.float32)
+                arrays["k_cache"][block, token, h] = 2 * q
+    check_v2_buffers(device, problem, partition_size)
+
+
+def check_v2_buffers(device, problem, partition_size):
+    """Run V2 into buffers of ours and hold each partition against float64."""
+    case = problem.case
+    dtype, lens, kv_layout = case.dtype, case.lens, case.kv_layout
+    capacity = problem.arrays["block_tables"].shape[1] * case.block_size
     shape = (len(lens), case.num_heads_q, -(-capacity // partition_size))
     arena = harness.Arena(device)
     buffers = {
@@ -564,9 +587,11 @@ def test_a_cluster_merges_splits_where_they_are_few_and_short():
 
     def splits(*arguments, **options):
         found = plan(*arguments, **options)
-        clusters = "cluster" in found.reason
-        assert not clusters or (2 <= found.num_splits <= 8 and found.workspace_bytes == 0)
-        return found.num_splits if clusters else -found.num_splits
+        clusters = found.cluster > 1
+        assert clusters == ("cluster" in found.reason)
+        assert not clusters or (2 <= found.cluster <= 8 and found.num_splits == 1)
+        assert not clusters or found.workspace_bytes == 0
+        return found.cluster if clusters else -found.num_splits
 
     # More splits than 8 make up for a second kernel where a block would have three tiles more.
     assert [splits(1, context) for context in (128, 512, 2048, 4096)] == [2, 8, 8, -16]
@@ -585,14 +610,14 @@ def test_a_cluster_merges_splits_where_they_are_few_and_short():
     def invariant(*arguments, **options):
         found = plan(*arguments, batch_invariant=True, **options)
         assert (found.workspace_bytes == 0) == (found.num_splits == 1)
-        return found.num_splits, found.reason.split(", ")[-1]
+        return found.num_splits, found.cluster, found.reason.split(", ")[-1]
 
     one_by_one, cluster = "parts of 128 keys merged in order", "by a cluster"
-    assert [invariant(1, n) for n in (64, 1024)] == [(1, one_by_one), (1, cluster)]
-    assert [invariant(1, n) for n in (4096, 8192)] == [(4, cluster), (8, one_by_one)]
-    assert [invariant(n, 1024) for n in (4, 5)] == [(1, cluster), (1, one_by_one)]
+    assert [invariant(1, n) for n in (64, 1024)] == [(1, 1, one_by_one), (1, 8, cluster)]
+    assert [invariant(1, n) for n in (4096, 8192)] == [(4, 8, cluster), (8, 1, one_by_one)]
+    assert [invariant(n, 1024) for n in (4, 5)] == [(1, 8, cluster), (1, 1, one_by_one)]
     for options in ({"rows": 17}, {"head_dim": 256}):
-        assert invariant(1, 1024, **options) == (2, "pages through TMA")
+        assert invariant(1, 1024, **options) == (2, 1, "pages through TMA")
 
     # An axis of the grid holds the sequences.
     assert [splits(n, 16, 1, num_splits=2) for n in (65535, 65536)] == [-1, -1]

@@ -1,200 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """PagedKVCache: what is read through its tables is what was written, whatever happened between.
 
-The contents are written by hand through the slots and read by hand through the tables, in the
-arrays of every library, so that no kernel can hide a mistake.
+What happens when a step of it fails is in test_paged_kv_cache_failures.py.
 """
 
 from __future__ import annotations
 
-import os
+import copy
+import pickle
 import threading
-import zlib
 
 import numpy as np
 import pytest
 
 import cuattn
 import frameworks
-from frameworks import Cupy, Numpy, Torch
+from frameworks import Torch
 from harness import why_no_cuda
+from paged_engine import LIBRARIES, Engine, make
 
-LIBRARIES = {"numpy": Numpy, "torch": Torch, "torch-cuda": lambda: Torch("cuda"), "cupy": Cupy}
 LAYOUTS = ("nhd", "hnd", "vllm")
-F32 = np.float32
 
 
 @pytest.fixture(params=LIBRARIES)
 def library(request):
     return LIBRARIES[request.param]()
-
-
-def place(cache, which, layout, slot, block_size):
-    """The view of K or V of one slot, in an array of any library."""
-    block, token = int(slot) // block_size, int(slot) % block_size
-    if layout == "nhd":
-        return cache[block, token]
-    if layout == "hnd":
-        return cache[block, :, token]
-    return cache[block, :, :, token] if which == "v" else cache[block, :, :, token, :]
-
-
-def content(history, layer, which):
-    """A number that stands for K or V of a token: all tokens up to it decide about it."""
-    return zlib.crc32(bytes([layer, ord(which), *history])) % 4096 / 4096 + 1
-
-
-class Engine:
-    """A PagedKVCache and beside it a dict of the tokens of every sequence."""
-
-    def __init__(self, library, rng, folder, kv_layout="nhd", num_blocks=12, block_size=4):
-        self.library, self.rng, self.folder = library, rng, folder
-        self.layout, self.block_size = kv_layout, block_size
-        self.cache = cuattn.PagedKVCache(
-            *(2, num_blocks, block_size, 2, 8, "float32"),
-            like=library.put(np.zeros(1, F32)),
-            kv_layout=kv_layout,
-            max_seqs=8,
-            max_blocks_per_seq=20,
-        )
-        for layer in range(2):
-            self.cache.k_cache(layer)[:] = float("nan")
-            self.cache.v_cache(layer)[:] = float("nan")
-        self.tokens = {}  # of each sequence, what its slots hold
-        self.prompts = {}  # what add was given
-        self.swapped = set()
-        self.seen = set()  # what happened at least once
-
-    def write(self, seq, slots):
-        """K and V of the last tokens of a sequence."""
-        tokens = self.tokens[seq]
-        for i, slot in enumerate(slots, len(tokens) - len(slots)):
-            for layer in range(2):
-                for which in "kv":
-                    cache = getattr(self.cache, f"{which}_cache")(layer)
-                    value = content(tokens[: i + 1], layer, which)
-                    place(cache, which, self.layout, slot, self.block_size)[:] = value
-
-    def verify(self):
-        """Every sequence in the cache, read through the arrays that kernels are given."""
-        seqs = [seq for seq in self.tokens if seq not in self.swapped][-7:]
-        if self.rng.random() < 0.2:  # else most rows hold what they held, and only grow
-            self.rng.shuffle(seqs)
-        rows = [*seqs[:2], None, *seqs[2:]]
-        tables = self.library.get(self.cache.block_tables(rows))
-        lengths = self.library.get(self.cache.context_lens(rows))
-        assert lengths.dtype == tables.dtype == np.int32
-        caches = {
-            (which, layer): self.library.get(getattr(self.cache, f"{which}_cache")(layer))
-            for which in "kv"
-            for layer in range(2)
-        }
-        for row, seq in enumerate(rows):
-            tokens = [] if seq is None else self.tokens[seq]
-            assert lengths[row] == len(tokens)
-            for i in range(len(tokens)):
-                slot = tables[row, i // self.block_size] * self.block_size + i % self.block_size
-                for (which, layer), cache in caches.items():
-                    got = place(cache, which, self.layout, slot, self.block_size)
-                    want = F32(content(tokens[: i + 1], layer, which))
-                    assert (got == want).all(), (seq, i, which, layer)
-
-    def pick(self, *, swapped=False):
-        seqs = [seq for seq in self.tokens if (seq in self.swapped) == swapped]
-        return seqs[int(self.rng.integers(len(seqs)))] if seqs else None
-
-    def random_tokens(self, most):
-        """Much of the same token, so that prefixes are found."""
-        n = int(self.rng.integers(0, most))
-        return [int(t) for t in np.where(self.rng.random(n) < 0.9, 0, 1)]
-
-    def add(self):
-        prompt = self.random_tokens(5 * self.block_size) if self.rng.random() < 0.8 else None
-        seq = self.cache.add(prompt)
-        found = self.cache.context_len(seq)
-        assert found % self.block_size == 0
-        assert found < max(len(prompt or []), 1)
-        self.tokens[seq], self.prompts[seq] = (prompt or [])[:found], prompt or []
-        self.seen |= {"shared"} if found else set()
-
-    def append(self, written=True):
-        seq = self.pick()
-        length, prompt = len(self.tokens[seq]), self.prompts[seq]
-        options = {}
-        if length < len(prompt):
-            new = prompt[length : length + int(self.rng.integers(0, 3 * self.block_size))]
-        else:
-            new = self.random_tokens(2 * self.block_size)
-            if length == len(prompt) and self.rng.random() < 0.8:
-                options["tokens"] = new
-        before = self.cache.stats()
-        try:
-            slots = self.cache.append(seq, len(new), **options)
-        except cuattn.OutOfBlocksError:
-            after = self.cache.stats()
-            assert all(after[key] == before[key] for key in ("free_blocks", "copies", "tokens"))
-            self.seen.add("out of blocks")
-            return
-        assert slots.dtype == np.int64
-        mapping = self.library.get(self.cache.slot_mapping([seq, None]))
-        np.testing.assert_array_equal(mapping, [*slots, -1])
-        self.seen |= {"copied"} if self.cache.stats()["copies"] > before["copies"] else set()
-        self.tokens[seq] = self.tokens[seq] + new
-        if "tokens" in options:
-            self.prompts[seq] = self.prompts[seq] + new
-        if written:
-            self.write(seq, slots)
-        else:
-            self.cache.free(seq, written=False)
-            del self.tokens[seq]
-
-    def fork(self):
-        seq = self.pick()
-        child = self.cache.fork(seq)
-        self.tokens[child], self.prompts[child] = self.tokens[seq], self.prompts[seq]
-
-    def free(self):
-        seq = self.pick(swapped=bool(self.swapped) and self.rng.random() < 0.3)
-        if seq is not None:
-            self.cache.free(seq)
-            del self.tokens[seq]
-            self.swapped.discard(seq)
-
-    def truncate(self):
-        seq = self.pick()
-        n = int(self.rng.integers(0, len(self.tokens[seq]) + 1))
-        self.cache.truncate(seq, n)
-        assert len(self.cache.slot_mapping([seq])) == 0
-        self.tokens[seq] = self.tokens[seq][:n]
-        self.prompts[seq] = self.prompts[seq][:n]
-
-    def swap_out(self):
-        seq = self.pick()
-        self.cache.swap_out(seq, "host" if self.rng.random() < 0.5 else self.folder / f"{seq}.kv")
-        self.swapped.add(seq)
-        self.seen.add("swapped out")
-
-    def swap_in(self):
-        seq = self.pick(swapped=True)
-        if seq is None:
-            return
-        before = self.cache.stats()
-        try:
-            self.cache.swap_in(seq)
-        except cuattn.OutOfBlocksError:
-            after = self.cache.stats()
-            assert all(after[key] == before[key] for key in ("free_blocks", "swapped_sequences"))
-            return
-        self.swapped.remove(seq)
-        self.seen.add("swapped in")
-
-    def step(self):
-        choices = [self.add] if len(self.tokens) < 7 else [self.free]
-        choices += [self.swap_in]
-        if self.pick() is not None:
-            choices += [self.append] * 5 + [self.fork, self.free, self.truncate, self.swap_out]
-            choices += [lambda: self.append(written=False)]
-        choices[int(self.rng.integers(len(choices)))]()
 
 
 @pytest.mark.parametrize("kv_layout", LAYOUTS)
@@ -204,20 +34,14 @@ def test_random_walk_reads_what_was_written(library, kv_layout, rng, tmp_path):
         for _ in range(int(rng.integers(1, 4))):  # between two looks at the tables
             engine.step()
         engine.verify()
-    assert engine.seen == {"shared", "copied", "out of blocks", "swapped out", "swapped in"}
+    seen = {"shared", "copied", "out of blocks", "swapped out", "swapped in", "failed"}
+    assert engine.seen == seen
     for seq in list(engine.tokens):
         engine.cache.free(seq)
     stats = engine.cache.stats()
     assert stats["free_blocks"] == 12
     assert stats["sequences"] == stats["tokens"] == stats["used_blocks"] == 0
     assert not list(tmp_path.iterdir())
-
-
-def make(library=None, **options):
-    library = library or Numpy()
-    sizes = {"num_layers": 1, "num_blocks": 8, "block_size": 4, "num_heads_kv": 1, "head_dim": 8}
-    like = library.put(np.zeros(1, F32))
-    return cuattn.PagedKVCache(**{**sizes, "dtype": "float32", "like": like, **options})
 
 
 SHAPES = {
@@ -357,8 +181,9 @@ def test_prompts_share_their_begin_and_leave_the_last_token():
     a = cache.add(prompt)
     assert cache.context_len(a) == 0
     cache.append(a, 12)
-    early = cache.add(prompt)  # a's keys may not have been written yet
+    early = cache.add(prompt)  # nobody has said that a's keys are written
     assert cache.context_len(early) == 0
+    cache.commit(a)
     cache.append(a, 1, tokens=[12])
     b, c = cache.add(prompt), cache.add([*prompt[:5], 99, 98, 97, 96])
     assert cache.context_len(b) == 8
@@ -368,13 +193,119 @@ def test_prompts_share_their_begin_and_leave_the_last_token():
     assert cache.stats()["matched_tokens"] == 8 + 4 + 12
 
 
-def test_freed_without_having_been_written_is_not_offered():
+AFTER_A_FAILED_STEP = {
+    "free": lambda c, seq: None,
+    "append": lambda c, seq: c.append(seq, 1, tokens=[13]),
+    "fork": lambda c, seq: c.free(c.fork(seq)),
+    "truncate": lambda c, seq: c.truncate(seq, 9),
+    "truncate nothing": lambda c, seq: c.truncate(seq, 12),
+    "swap": lambda c, seq: (c.swap_out(seq), c.swap_in(seq)),
+    "swap to a file": lambda c, seq: (c.swap_out(seq, c.folder / "kv"), c.swap_in(seq)),
+    "swapped": lambda c, seq: c.swap_out(seq),
+}
+
+
+@pytest.mark.parametrize("what", AFTER_A_FAILED_STEP)
+@pytest.mark.parametrize("ids", ["of add", "of append"])
+def test_what_nobody_committed_is_not_offered(what, ids, tmp_path):
+    """An engine appends, its step fails, it does this or that, and frees the sequence."""
+    cache = make(num_blocks=16)
+    cache.folder = tmp_path
+    prompt = list(range(13))
+    seq = cache.add(prompt if ids == "of add" else None)
+    first, second = (
+        ({}, {}) if ids == "of add" else ({"tokens": range(5)}, {"tokens": range(5, 12)})
+    )
+    cache.append(seq, 5, **first)
+    cache.commit(seq)
+    cache.append(seq, 7, **second)
+    if not (what == "append" and ids == "of add"):
+        AFTER_A_FAILED_STEP[what](cache, seq)
+    else:
+        cache.append(seq, 1)
+    assert cache.stats()["cached_blocks"] == 1
+    cache.free(seq)
+    assert cache.context_len(cache.add(prompt)) == 4  # what was committed before
+    assert cache.stats()["cached_blocks"] == 1
+
+
+def test_a_committed_sequence_keeps_what_it_committed(tmp_path):
+    """Through swaps that evict it, and by forks."""
     cache = make()
-    for written, found in ((False, 0), (True, 4)):
-        seq = cache.add([1, 2, 3, 4, 5])
-        cache.append(seq, 5)
-        cache.free(seq, written=written)
-        assert cache.context_len(cache.add([1, 2, 3, 4, 5])) == found
+    prompt = list(range(10))
+    a = cache.add(prompt, salt=3)
+    cache.append(a, 9)
+    cache.commit(a)
+    for tier in ("host", tmp_path / "kv"):
+        cache.swap_out(a, tier)
+        other = cache.add()
+        cache.append(other, 32)  # all blocks
+        assert cache.stats()["cached_blocks"] == 0
+        cache.free(other)
+        cache.swap_in(a)
+        assert cache.stats()["cached_blocks"] == 2
+        assert cache.context_len(cache.add(prompt, salt=3)) == 8
+        cache.free(max(cache._sequences))
+    b = cache.fork(a)
+    cache.free(a)
+    cache.append(b, 1)
+    cache.append(b, 3, tokens=[10, 11, 12])
+    cache.commit(b)
+    assert cache.context_len(cache.add([*prompt, 10, 11, 12], salt=3)) == 12
+    assert cache.context_len(cache.add([*prompt, 10, 11, 12])) == 0
+
+
+def test_sequences_of_different_salts_share_nothing(tmp_path):
+    cache = make(num_blocks=64)
+    prompt = list(range(9))
+    salts = [None, b"1", "1", 1]
+    seqs = [cache.add(prompt, salt=salt) for salt in salts]
+    for seq in seqs:
+        assert cache.context_len(seq) == 0
+        cache.append(seq, 9)
+        cache.commit(seq)
+    assert cache.stats()["cached_blocks"] == 8
+    for seq, salt in zip(seqs, salts, strict=True):
+        again = cache.add(prompt, salt=salt)
+        assert cache.context_len(again) == 8
+        tables = cache.block_tables([seq, again])
+        assert tables[0, :2].tolist() == tables[1, :2].tolist()
+        cache.swap_out(seq)
+        cache.swap_in(seq)  # finds its own
+        assert cache.block_tables([again, seq])[1, :2].tolist() == tables[1, :2].tolist()
+    assert cache.stats()["shared_blocks"] == 8
+
+
+def test_truncating_nothing_keeps_the_rest_of_the_prompt():
+    """A prompt in two chunks, with a rollback of no tokens between them."""
+    cache = make()
+    prompt = list(range(17))
+    seq = cache.add(prompt)
+    cache.append(seq, 8)
+    cache.truncate(seq, 8)
+    cache.append(seq, 9)
+    cache.commit(seq)
+    assert cache.context_len(cache.add(prompt)) == 16
+    cache.truncate(seq, 12)  # now tokens were removed, and others may follow
+    with pytest.raises(ValueError, match="tokens must be n = 1 ids"):
+        cache.append(seq, 1, tokens=[])
+    cache.append(seq, 1, tokens=[99])
+
+
+def test_no_more_is_found_than_a_row_of_the_tables_holds():
+    cache = make(max_blocks_per_seq=2, max_seqs=2)
+    prompt = list(range(20))
+    ids = cache.pool.allocate(5)
+    cache.pool.commit(ids, prompt)
+    a, b = cache.add(prompt), cache.add([7])
+    cache.append(b, 1)
+    assert cache.context_len(a) == 8
+    cache.block_tables([None, b])
+    tables = cache.block_tables([a, b])
+    assert tables[0].tolist() == ids[:2]
+    assert tables[1, 0] == cache.slot_mapping([b])[0] // 4
+    with pytest.raises(ValueError, match=r"n must lie within \[0, 0\]"):
+        cache.append(a, 1)
 
 
 def test_swapped_sequences_share_again_what_is_known():
@@ -382,6 +313,7 @@ def test_swapped_sequences_share_again_what_is_known():
     prompt = list(range(9))
     a = cache.add(prompt)
     cache.append(a, 9)
+    cache.commit(a)
     b = cache.fork(a)
     cache.swap_out(a)
     cache.swap_in(a)
@@ -408,44 +340,10 @@ def test_swapping_to_a_file_that_exists_changes_nothing(tmp_path):
     assert cache.stats()["swapped_sequences"] == 0
     cache.append(seq, 1)
     cache.swap_out(seq, str(tmp_path / "new"))
-    assert (tmp_path / "new").stat().st_size == 2 * 2 * 4 * 8 * 4
-    cache.free(seq)
     assert not (tmp_path / "new").exists()
-
-
-def test_a_removed_swap_file_loses_nothing(tmp_path):
-    cache = make()
-    seq = cache.add()
-    slots = cache.append(seq, 5)
-    rows = np.arange(5 * 8, dtype=F32).reshape(5, 1, 8)
-    cuattn.reshape_and_cache(rows, -rows, cache.k_cache(0), cache.v_cache(0), slots)
-    cache.swap_out(seq, tmp_path / "kv")
-    os.unlink(tmp_path / "kv")
-    cache.k_cache(0)[:] = cache.v_cache(0)[:] = 99  # so that only the map has the content
-    cache.swap_in(seq)  # the map keeps it
-    blocks = cache.block_tables([seq])[0, :2]
-    assert np.array_equal(cache.k_cache(0)[blocks].reshape(8, 1, 8)[:5], rows)
-    assert np.array_equal(cache.v_cache(0)[blocks].reshape(8, 1, 8)[:5], -rows)
-    assert cache.stats()["swapped_sequences"] == 0
-    cache.swap_out(seq, tmp_path / "again")
-    os.unlink(tmp_path / "again")
-    cache.free(seq)
-    assert cache.stats()["free_blocks"] == 8
-
-
-def test_a_full_disk_changes_nothing(tmp_path, monkeypatch):
-    cache = make()
-    seq = cache.add()
-    cache.append(seq, 5)
-
-    def full(*arguments):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(OSError, match="No space left"):
-        cache.swap_out(seq, tmp_path / "kv")
-    assert not (tmp_path / "kv").exists()
-    assert cache.append(seq, 1).tolist() == [5]
+    cache.swap_in(seq)
+    assert cache.slot_mapping([seq]).tolist() == []  # those it had are another's now
+    assert cache.append(seq, 2)[1] % 4 == 3
 
 
 def test_empty_sequences_and_empty_batches(library):
@@ -480,6 +378,7 @@ def test_threads_use_one_cache():
                     cache.free(child)
                 except cuattn.OutOfBlocksError:
                     errors.append("64 blocks are enough for all")
+                cache.commit(seq)
                 cache.free(seq)
         except BaseException as error:
             errors.append(error)
@@ -553,6 +452,10 @@ def test_calls_do_not_wait_for_the_device():
 
 
 CHOICES = "float32, float16, bfloat16, float8_e4m3fn"
+COPIED = (
+    "must not be copied or pickled, because a copy would hand out the same blocks; share the "
+    "object, or make a new"
+)
 REFUSALS = {
     "num_layers_0": (lambda c, s: make(num_layers=0), ValueError,
         "PagedKVCache: num_layers must be >= 1, got 0; give the real number"),
@@ -618,6 +521,15 @@ REFUSALS = {
     "too_many_rows": (lambda c, s: c.context_lens([None] * 5), ValueError,
         "PagedKVCache.context_lens: seqs must be at most max_seqs = 4, got 5; make the cache with "
         "a larger max_seqs"),
+    "commit_swapped": (lambda c, s: c.commit(s["swapped"]), ValueError,
+        "PagedKVCache.commit: sequence 1 must be in the cache, but it is swapped out; call swap_in "
+        "first"),
+    "salt_list": (lambda c, s: c.add([1], salt=[1]), TypeError,
+        "PagedKVCache.add: salt must be bytes, str, int or None, got [1]; pass the name or the "
+        "digest of the adapter, the image or the tenant"),
+    "copy": (lambda c, s: copy.copy(c), TypeError, f"PagedKVCache: {COPIED} PagedKVCache"),
+    "deepcopy": (lambda c, s: copy.deepcopy(c), TypeError, f"PagedKVCache: {COPIED} PagedKVCache"),
+    "pickle": (lambda c, s: pickle.dumps(c), TypeError, f"PagedKVCache: {COPIED} PagedKVCache"),
     "tokens_float": (lambda c, s: c.add([1.5]), TypeError,
         "PagedKVCache.add: tokens must be integers on one axis, got float64 with shape (1,); pass "
         "a list of token ids"),

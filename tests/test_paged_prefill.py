@@ -82,7 +82,8 @@ def run(
     """
     case, arena = problem.case, harness.Arena(device)
     arrays = {k: v for k, v in problem.arrays.items() if k != "context_lens"}
-    options = {k: v for k, v in problem.options.items() if k in ("causal", "window", "softcap")}
+    passed = ("causal", "window", "softcap", "num_splits")
+    options = {k: v for k, v in problem.options.items() if k in passed}
     lens = np.array(case.lens, np.int32)
     if lengths == "both":  # half of the last block is stored and not in use
         arrays["cu_seqlens_k"] = np.cumsum((0, *(lens + 1))).astype(np.int32)
@@ -155,6 +156,16 @@ def assert_case(device, backend, case, queries, rng, lengths="seqused_k", spare=
 def test_batches(device, backend, dtype, batch, option, rng):
     lens, queries = BATCHES[batch]
     assert_case(device, backend, PagedCase(dtype=dtype, lens=lens, **option), queries, rng)
+
+
+@pytest.mark.parametrize("num_splits", [1, 2, 7, 2**31 - 1])
+@pytest.mark.parametrize("queries", [(1, 1, 1), (3, 0, 2), (40, 7, 0)], ids=str)
+@pytest.mark.parametrize(("device", "backend"), TARGETS)
+def test_a_number_of_splits_is_a_wish(device, backend, queries, num_splits, rng):
+    """A step splits its keys so, other kernels of packed queries take 1."""
+    dtype = "float32" if backend == "simt" else "float16"
+    case = PagedCase(dtype=dtype, lens=(300, 41, 77), options=(("num_splits", num_splits),))
+    assert_case(device, backend, case, queries, rng)
 
 
 @pytest.mark.parametrize("lengths", ["cu_seqlens_k", "seqused_k", "both"])
@@ -431,12 +442,6 @@ REFUSALS = {
         ValueError,
         "kv_layout belongs to paged caches and must be 'nhd' without block_tables, got 'hnd'; "
         "leave it out",
-    ),
-    "splits": (
-        {"num_splits": 2},
-        NotImplementedError,
-        "num_splits = 2 asks for split keys, which need a dense batch of float16 or bfloat16 on "
-        "compute capability 9.0; pass 0",
     ),
 }
 

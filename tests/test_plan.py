@@ -118,21 +118,6 @@ REFUSED = {
         "backend 'sm90' cannot run this call: this build has no machine code for 9.0; "
         "use backend='sm80' or 'auto'",
     ),
-    "splits-of-sm80": (
-        dict(backend="sm80", num_splits=2),
-        "backend 'sm80' cannot run this call: it does not split the keys; "
-        "use backend='sm90' or 'auto'",
-    ),
-    "splits-elsewhere": (
-        dict(gpu="A100", num_splits=2),
-        "num_splits = 2 asks for split keys, which need a dense batch of float16 or bfloat16 on "
-        "compute capability 9.0; pass 0",
-    ),
-    "splits-float32": (
-        dict(num_splits=5, dtype="float32"),
-        "num_splits = 5 asks for split keys, which need a dense batch of float16 or bfloat16 on "
-        "compute capability 9.0; pass 0",
-    ),
     "simt-float16": (
         dict(backend="simt"),
         "backend 'simt' cannot run this call: it takes float32 only; use backend='sm90' or 'auto'",
@@ -209,8 +194,9 @@ def test_ragged_calls():
     assert ragged(backend="naive").workspace_bytes == 4 * 3 * 8 * 700 * 900
     with pytest.raises(NotImplementedError, match="it takes dense batches only"):
         ragged(backend="cublas")
-    with pytest.raises(NotImplementedError, match="split keys, which need a dense batch"):
-        ragged("H100", num_splits=2)
+    plain, asked = ragged("H100"), ragged("H100", num_splits=2)
+    assert (asked.kernel, asked.num_splits) == ("sm90", 1)
+    assert (cut(asked), asked.workspace_bytes) == (cut(plain), plain.workspace_bytes)
 
 
 # How sm90 cuts its work.
@@ -291,6 +277,28 @@ def test_a_forced_number_of_splits_is_taken_up_to_one_tile_a_part():
             "H100", shape=(1, 70, 8, 128), kv=kv, num_splits=asked, batch_invariant=True
         )
         assert cut(invariant) == cut(plan)
+
+
+@pytest.mark.parametrize("asked", [1, 2, 5, 128, 2**31 - 1])
+def test_a_kernel_that_splits_no_keys_takes_the_wish_and_says_so(asked):
+    calls = [
+        *(("H100", dict(backend=name)) for name in ("sm80", "tiled", "naive", "cublas")),
+        ("H100", dict(dtype="float32")),
+        ("A100", {}),
+        ("B200", {}),
+    ]
+    for gpu, options in calls:
+        plain = explain(gpu, **options)
+        wished = explain(gpu, num_splits=asked, **options)
+        assert wished.num_splits == 1
+        assert cut(wished) == cut(plain)
+        assert (wished.kernel, wished.workspace_bytes) == (plain.kernel, plain.workspace_bytes)
+
+
+def test_as_many_splits_over_pages_as_can_be_counted():
+    shapes = [(2**20, 32, 8), *[(9, 16, 32, 8)] * 2, (2**20, 2**16), (2**20,)]
+    plan = cuattn.explain("paged_attention", *shapes, device="h100", num_splits=2**10)
+    assert plan.num_splits == (2**31 - 1) // 2**25
 
 
 def test_batch_invariant_cuts_a_sequence_the_same_way_in_every_batch():
@@ -496,22 +504,22 @@ def test_info_describes_the_build():
 
 
 TOO_LARGE = {
-    "scores": ("attention", [(1, 2**31 - 1, 16, 8)] * 3, dict(backend="naive"), MemoryError,
+    "scores": ("attention", [(1, 2**31 - 1024, 16, 8)] * 3, dict(backend="naive"), MemoryError,
         "attention: the workspace would have to hold 2.95148e+20 bytes, more than there can be; "
         "split the call"),
     "parts": ("attention", [(2**20, 2**20, 2**8, 128)] * 3, dict(num_splits=2**12), MemoryError,
         "attention: the workspace would have to hold 5.94"),
     "gathered": ("attention_varlen",
         [(8, 64, 128), *[(9, 16, 64, 128)] * 2, (2**20 + 1,), None, 1, 2**31 - 1],
-        dict(block_tables=(2**20, 2**27 - 1), seqused_k=(2**20,), num_splits=0, backend="sm80"),
+        dict(block_tables=(2**20, 2**27 - 64), seqused_k=(2**20,), num_splits=0, backend="sm80"),
         MemoryError, "attention_varlen: the workspace would have to hold 3.68"),
     "rows": ("paged_attention", [(1, 2**28, 16, 8), *[(9, 16, 1, 8)] * 2, (1, 9), (1,)], {},
         ValueError, "paged_attention: q must have q_len * num_heads_q from 0 to 2147483647, got "
         "4294967296; split the call"),
-    "splits": ("paged_attention", [(2**20, 32, 8), *[(9, 16, 32, 8)] * 2, (2**20, 2**16), (2**20,)],
-        dict(num_splits=2**10), ValueError,
+    "units": ("paged_attention", [(2**27, 32, 8), *[(9, 16, 32, 8)] * 2, (2**27, 1), (2**27,)],
+        dict(num_splits=2), ValueError,
         "paged_attention: q must make at most 2147483647 splits of its sequences and heads, got "
-        "3.43597e+10; split the call, or pass a smaller num_splits"),
+        "4.29497e+09; split the call"),
     "tiles": ("paged_attention", [(2**20, 8, 8), *[(9, 256, 1, 8)] * 2, (2**20, 2**22), (2**20,)],
         {}, ValueError, "paged_attention: block_tables must name at most 2147483647 tiles of "),
 }  # fmt: skip
@@ -525,7 +533,7 @@ def test_sizes_beyond_every_count_are_refused(name):
     assert str(caught.value).startswith(message)
 
 
-@pytest.mark.parametrize("options", [dict(backend="fast"), dict(num_splits=2, dtype="float32")])
+@pytest.mark.parametrize("options", [dict(backend="fast"), dict(backend="sm80", dtype="float32")])
 def test_a_refusal_names_the_function_that_was_called(options):
     arrays = [(8, 4, 64)] * 3 + [(3,), (3,), 4, 4]
     with pytest.raises((ValueError, NotImplementedError), match=r"^attention_varlen: "):

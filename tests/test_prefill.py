@@ -35,6 +35,7 @@ from harness import (
     assert_case,
     bits,
     devices,
+    judge,
     run,
     serves,
     storages,
@@ -251,6 +252,19 @@ def test_rows_without_keys_are_zero_with_minus_infinite_lse(device, backend, dty
         dead = max(0, case.seqlen_q - case.seqlen_kv)
         assert not np.asarray(out[:, :dead], np.float32).any()
         assert (lse[:, :, :dead] == -np.inf).all()
+
+
+@pytest.mark.parametrize("num_splits", [1, 2, 7, 2**31 - 1])
+@pytest.mark.parametrize("layout", ["bshd", "ragged"])
+@pytest.mark.parametrize(("device", "backend"), target_params())
+def test_a_number_of_splits_is_a_wish(device, backend, layout, num_splits, rng):
+    dtype = "float32" if backend == "simt" else "float16"
+    case = Case(dtype, 2, 4, 2, 9, 700, 64, layout=layout)
+    if not serves(backend, device, case):
+        pytest.skip("refused, as every case of its kind")
+    problem = make_problem(case, rng)
+    wished = dataclasses.replace(problem, options={**problem.options, "num_splits": num_splits})
+    judge(problem, *run(device, backend, wished))
 
 
 @pytest.mark.parametrize("junk", [np.nan, np.inf, -np.inf])

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 
@@ -238,6 +239,89 @@ def test_sdpa_takes_any_leading_axes_and_grouped_heads():
     assert torch.allclose(
         our_sdpa(q[0, 0], q[1, 0], q[2, 0]), sdpa(q[0, 0], q[1, 0], q[2, 0]), atol=1e-5
     )
+
+
+def permuted(shape, order):
+    """Random values whose axes lie in memory in the given order, the last without gaps."""
+    x = torch.randn([shape[axis] for axis in order])
+    return x.permute([order.index(axis) for axis in range(len(order))])
+
+
+def order_of(x):
+    """The axes of extent > 1 by their strides, and whether they are dense in that order."""
+    order = sorted((a for a in range(x.dim()) if x.shape[a] > 1), key=x.stride, reverse=True)
+    return order, x.permute(
+        [*(a for a in range(x.dim()) if a not in order), *order]
+    ).is_contiguous()
+
+
+ORDERS = [(*order, 3) for order in itertools.permutations(range(3))]
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 9, 16), (1, 4, 9, 16), (2, 1, 9, 16), (2, 4, 1, 16)])
+@pytest.mark.parametrize("order", ORDERS)
+def test_sdpa_returns_the_memory_layout_of_the_query(device, order, shape):
+    q = permuted(shape, order).to(device)
+    k, v = (torch.randn(*shape[:2], 7, 16, device=device) for _ in range(2))
+    want = sdpa(q, k, v)
+    compiled = torch.compile(our_sdpa, fullgraph=True)
+    for function in (our_sdpa, compiled):
+        out = function(q, k, v)
+        assert torch.allclose(out, want, atol=1e-5)
+        assert order_of(out) == order_of(q)
+        assert order_of(out)[1]
+        if device == "cpu":  # on CUDA it depends on the kernel
+            assert order_of(out) == order_of(want)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_sdpa_with_another_head_dim_of_value_has_the_layout_of_the_query(device, order):
+    q = permuted((2, 4, 9, 32), order).to(device)
+    k, v = torch.randn(2, 2, 9, 32, device=device), torch.randn(2, 2, 9, 16, device=device)
+    options = {"is_causal": True, "enable_gqa": True}
+    want = our_sdpa(q.contiguous(), k, v, **options)
+    for function in (our_sdpa, torch.compile(our_sdpa, fullgraph=True)):
+        out = function(q, k, v, **options)
+        assert torch.equal(out, want)
+        assert order_of(out) == (list(order), True)
+
+
+def test_a_query_with_gaps_gives_a_dense_result_in_its_order():
+    wide = torch.randn(2, 9, 3, 4, 16)
+    q, k, v = (wide[:, :, i].transpose(1, 2) for i in range(3))  # packed [b, s, 3, h, d]
+    out = our_sdpa(q, k, v)
+    assert order_of(out) == ([0, 2, 1, 3], True) == order_of(sdpa(q, k, v))
+    assert torch.equal(out, our_sdpa(*(x.contiguous() for x in (q, k, v))))
+
+
+def test_a_query_whose_last_axis_is_not_the_innermost_is_refused():
+    q = permuted((2, 4, 9, 16), (0, 1, 3, 2))
+    with pytest.raises(ValueError, match="q must be contiguous in its last axis"):
+        our_sdpa(q, q.contiguous(), q.contiguous())
+
+
+def test_sdpa_of_other_than_4_axes_is_contiguous_as_torch_s_is():
+    for axes, swap in ((3, (0, 1)), (5, (2, 3))):
+        q = torch.randn((2, 3, 4, 9, 16)[5 - axes :]).transpose(*swap)
+        k = q.contiguous()
+        assert our_sdpa(q, k, k).is_contiguous()
+        assert sdpa(q, k, k).is_contiguous()
+
+
+def test_the_op_passes_opcheck_with_a_memory_layout(device):
+    q = permuted((2, 4, 9, 32), (2, 0, 1, 3)).to(device)
+    options = {"layout": "bhsd", "physical_layout": [2, 0, 1, 3]}
+    torch.library.opcheck(torch.ops.cuattn.attention.default, (q, q, q), options)
+
+
+@pytest.mark.parametrize("order", [(0, 2, 1, 3), (2, 0, 1, 3)])
+def test_sdpa_keeps_the_layout_with_dynamic_shapes(order):
+    compiled = torch.compile(our_sdpa, fullgraph=True, dynamic=True)
+    for length in (8, 9, 17):
+        q = permuted((2, 4, length, 16), order)
+        out = compiled(q, q, q)
+        assert torch.equal(out, our_sdpa(q, q, q))
+        assert order_of(out) == (list(order), True)
 
 
 def test_sdpa_is_compiled_with_dynamic_shapes():

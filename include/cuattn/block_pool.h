@@ -7,6 +7,9 @@
 //   ... pool.allocate(n), write keys and values, pool.commit(ids, tokens.data(), tokens.size()),
 //   pool.free(ids)
 //
+// A salt keeps apart what tokens alone do not tell apart: adapters, images, tenants. Sequences
+// share blocks only where their salts are the same bytes.
+//
 // Throws std::invalid_argument for a foreign id, a block that is free (double free) or impossible
 // numbers, and cuattn::OutOfBlocks; a call that throws has changed nothing. What each function
 // means in detail stands at the function of its name in c_api.h.
@@ -14,6 +17,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <string_view>
 #include <vector>
 
 #include "cuattn/attention.h"
@@ -67,20 +71,24 @@ class BlockPool {
   }
 
   // The cached blocks that hold the first tokens, block_size each, with one more reference.
-  std::vector<int32_t> match_prefix(const int64_t* tokens, int64_t num_tokens) {
+  std::vector<int32_t> match_prefix(const int64_t* tokens, int64_t num_tokens,
+                                    std::string_view salt = {}) {
     std::vector<int32_t> ids(num_tokens > 0 ? num_tokens / block_size_ : 0);
     int64_t count = 0;
-    detail::check(
-        cuattn_block_pool_match_prefix(pool_.get(), tokens, num_tokens, ids.data(), &count));
+    cuattn_prefix_options options = options_of(salt);
+    detail::check(cuattn_block_pool_match_prefix(pool_.get(), tokens, num_tokens, &options,
+                                                 ids.data(), &count));
     ids.resize(count);
     return ids;
   }
 
-  // Lets the full blocks among `ids`, which hold `tokens` and follow `parent`, be matched.
+  // Lets the full blocks among `ids`, which hold `tokens` and follow `parent`, be matched: call it
+  // once their keys and values are written. A salt belongs to the begin, where there is no parent.
   void commit(const std::vector<int32_t>& ids, const int64_t* tokens, int64_t num_tokens,
-              int32_t parent = kNoParent) {
-    detail::check(
-        cuattn_block_pool_commit(pool_.get(), ids.data(), ids.size(), tokens, num_tokens, parent));
+              int32_t parent = kNoParent, std::string_view salt = {}) {
+    cuattn_prefix_options options = options_of(salt);
+    detail::check(cuattn_block_pool_commit(pool_.get(), ids.data(), ids.size(), tokens, num_tokens,
+                                           parent, &options));
   }
 
   Stats stats() const {
@@ -90,6 +98,14 @@ class BlockPool {
   }
 
  private:
+  static cuattn_prefix_options options_of(std::string_view salt) {
+    cuattn_prefix_options options;
+    cuattn_prefix_options_init(&options);
+    options.salt = salt.data();
+    options.salt_bytes = static_cast<int64_t>(salt.size());
+    return options;
+  }
+
   struct Destroy {
     void operator()(cuattn_block_pool* pool) const { cuattn_block_pool_destroy(pool); }
   };

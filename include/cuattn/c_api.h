@@ -4,6 +4,11 @@
  * device memory or waits for the device, but where it says so. C++ users include attention.h,
  * kv_cache.h, block_pool.h and explain.h instead, thin wrappers that throw.
  *
+ * A pointer may be NULL where that is said, as a stream (the default one), for what is destroyed,
+ * and for what has no elements: a list with a count of 0, a workspace of 0 bytes. Elsewhere NULL is
+ * refused as any wrong argument is. A DLTensor may hold anything: what cannot be an array (negative
+ * extents, bytes beyond 64 bits) is refused.
+ *
  * Shapes, layouts and the meaning of every option: docs/layouts.md and docs/numerics.md. */
 #pragma once
 
@@ -51,7 +56,7 @@ typedef struct {
   int32_t causal;                    /* bottom-right aligned */
   int64_t window_left, window_right; /* -1 = unlimited */
   int32_t has_scale;                 /* 0: 1 / sqrt(head_dim) */
-  int32_t num_splits;                /* 0 = chosen */
+  int32_t num_splits;                /* a wish; 0 = chosen */
   double scale;
   double softcap; /* 0 = off */
   int32_t batch_invariant;
@@ -94,14 +99,16 @@ CUATTN_API cuattn_status cuattn_attention_prepare(const DLTensor* q, const DLTen
                                                   const DLTensor* v,
                                                   const cuattn_attention_options* options,
                                                   cuattn_attention_call* call);
-/* lse may be NULL. stream is a cudaStream_t, ignored on the CPU. */
+/* lse may be NULL. stream is a cudaStream_t, ignored on the CPU. out, lse and workspace share no
+ * memory with each other or with the inputs. */
 CUATTN_API cuattn_status cuattn_attention_run(cuattn_attention_call* call, const DLTensor* out,
                                               const DLTensor* lse, void* workspace,
                                               size_t workspace_bytes, void* stream);
 
 /* Merges two attention results over disjoint keys. layout: BSHD, BHSD (out 4-D, lse [batch, heads,
  * seqlen]), NHD (out [n, heads, dim], lse [n, heads]) or THD (out [total, heads, dim], lse [heads,
- * total]). lse_out may be NULL. */
+ * total]). lse_out may be NULL. A part with lse -inf or +inf has no keys. out may be one of
+ * the parts, lse_out one of their lse. */
 CUATTN_API cuattn_status cuattn_merge_states(const DLTensor* out_a, const DLTensor* lse_a,
                                              const DLTensor* out_b, const DLTensor* lse_b,
                                              const DLTensor* out, const DLTensor* lse_out,
@@ -128,7 +135,7 @@ typedef struct {
   int32_t causal;                    /* default 1 */
   int64_t window_left, window_right; /* -1 = unlimited */
   int32_t has_scale;                 /* 0: 1 / sqrt(head_dim) */
-  int32_t num_splits;                /* 0 = chosen */
+  int32_t num_splits;                /* a wish; 0 = chosen */
   double scale;
   double softcap; /* 0 = off */
   int32_t batch_invariant;
@@ -298,7 +305,9 @@ typedef struct {
 
 typedef struct {
   char kernel[16], mask[16], score[16];
-  int32_t tile_m, tile_n, stages, warps, head_dim, head_dim_v, num_splits;
+  int32_t tile_m, tile_n, stages, warps, head_dim, head_dim_v;
+  int32_t num_splits; /* parts of the keys, merged through memory; 0: a plan of the device's */
+  int32_t cluster;    /* thread blocks that share the keys of a split and merge on chip; 1 = none */
   int32_t packed_heads; /* query heads of a group that share a tile; 1 = none */
   size_t workspace_bytes;
   char schedule[40]; /* who computes which tile */
@@ -365,22 +374,35 @@ CUATTN_API cuattn_status cuattn_block_pool_ref_count(cuattn_block_pool* pool, in
  * block that takes over this reference, into which the caller copies the content of `id`. */
 CUATTN_API cuattn_status cuattn_block_pool_make_writable(cuattn_block_pool* pool, int32_t id,
                                                          int32_t* writable);
+/* What keys depend on beside the tokens: an adapter, an image behind placeholder tokens, a tenant.
+ * Sequences share blocks only where their salts are the same bytes; no bytes are no salt.
+ * Initialise with cuattn_prefix_options_init; NULL in its place means no salt. */
+typedef struct {
+  size_t struct_size;
+  const void* salt;
+  int64_t salt_bytes;
+} cuattn_prefix_options;
+
+CUATTN_API void cuattn_prefix_options_init(cuattn_prefix_options* options);
 /* The longest chain of committed full blocks that begins like `tokens`, each with one more
  * reference. ids has room for num_tokens / block_size. */
 CUATTN_API cuattn_status cuattn_block_pool_match_prefix(cuattn_block_pool* pool,
                                                         const int64_t* tokens, int64_t num_tokens,
+                                                        const cuattn_prefix_options* options,
                                                         int32_t* ids, int64_t* num_ids);
-/* The keys and values of `tokens` stand in `ids`, which follow `parent` (a committed block, or -1
- * for the begin of a sequence): full blocks can be matched from now on, tokens beyond the last full
- * block are ignored. Where the same tokens are cached already, that block stays the one found. */
+/* The keys and values of `tokens` have been written to `ids`, which follow `parent` (a committed
+ * block, or -1 for the begin of a sequence, which alone has a salt): full blocks can be matched
+ * from now on, tokens beyond the last full block are ignored. Where the same tokens are cached
+ * already, that block stays the one found. */
 CUATTN_API cuattn_status cuattn_block_pool_commit(cuattn_block_pool* pool, const int32_t* ids,
                                                   int64_t count, const int64_t* tokens,
-                                                  int64_t num_tokens, int32_t parent);
+                                                  int64_t num_tokens, int32_t parent,
+                                                  const cuattn_prefix_options* options);
 CUATTN_API cuattn_status cuattn_block_pool_get_stats(cuattn_block_pool* pool,
                                                      cuattn_block_pool_stats* stats);
 
 /* Version, build, CPU and every GPU as a JSON object; the text lives until the next call on this
- * thread. */
+ * thread. "{}" where an environment variable is wrong: cuattn_last_error() says which. */
 CUATTN_API const char* cuattn_info_json(void);
 
 #ifdef __cplusplus

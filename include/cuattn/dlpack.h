@@ -25,7 +25,13 @@ typedef struct {
   uint32_t minor;
 } DLPackVersion;
 
+// Note: in C++ an enum without a type of its own may hold no value but those listed, and a producer
+// may write any.
+#ifdef __cplusplus
+typedef enum : int32_t {
+#else
 typedef enum {
+#endif
   kDLCPU = 1,
   kDLCUDA = 2,
   kDLCUDAHost = 3,

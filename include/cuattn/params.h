@@ -90,6 +90,7 @@ struct PrefillParams {
 
   ScoreKind score;
   float softcap;              // 0 = off
+  float inv_softcap;          // see inverse_softcap
   const float* alibi_slopes;  // [num_heads_q] or [batch, num_heads_q], or nullptr
   int64_t alibi_stride_batch, alibi_stride_head;
   const void* bias;  // broadcast to [batch, num_heads_q, seqlen_q, seqlen_kv], or nullptr
@@ -168,9 +169,29 @@ CUATTN_HOST_DEVICE KeyRange visible_keys(int32_t window_left, int32_t window_rig
   return {static_cast<int32_t>(begin), static_cast<int32_t>(end)};
 }
 
+// Whether a dot product times scale * log2 e is an exponent, and the largest dot product the
+// largest score. Other scales are for kernels that make a score before they take its maximum.
+CUATTN_HOST_DEVICE bool is_plain_scale(float scale) { return scale > 0.0f && scale < 0x1p127f; }
+
+// 1 / softcap, or so little less that times the scale it is a float: no infinity, which times a
+// score of 0 would be NaN. Beyond, tanh is at 1.
+CUATTN_HOST_DEVICE float inverse_softcap(float softcap, float scale) {
+  float size = scale < 0.0f ? -scale : scale;
+  float most = 1e38f / (size > 1.0f ? size : 1.0f);
+  if (softcap <= 0.0f) return 0.0f;
+  return softcap * most > 1.0f ? 1.0f / softcap : most;
+}
+
+// A sink of +inf counts as the largest float: out is 0, its limit, and lse a number. NaN stays.
+CUATTN_HOST_DEVICE float finite_sink(float sink) {
+  constexpr float kLargest = 3.4028234664e38f;
+  return sink > kLargest ? kLargest : sink;
+}
+
 // out = sum_i out_i exp(lse_i) / sum_i exp(lse_i); lse = log sum_i exp(lse_i). A part with lse =
-// -inf has no weight. Two parts may lie apart (outs[0], outs[1]); many parts are stacked: part i at
-// outs[0] + i * out_part_stride.
+// -inf has no weight, nor has one with +inf, which other libraries write for a row without keys.
+// Two parts may lie apart (outs[0], outs[1]); many parts are stacked: part i at outs[0] + i *
+// out_part_stride.
 struct MergeParams {
   const void* outs[2];  // rows [batch, seqlen, num_heads] of head_dim elements
   const float* lses[2];

@@ -38,7 +38,7 @@ struct PrefillRequest {
   ScoreKind score;
   bool has_sinks, batch_invariant;
   bool has_bias, has_bias_map;  // params.h
-  int32_t num_splits;           // forced; 0 = chosen
+  int32_t num_splits;           // asked for; 0 = chosen
   bool paged;                   // keys lie in blocks of kv_layout and block_size
   KvLayout kv_layout;
   int32_t block_size;
@@ -53,7 +53,7 @@ struct PagedRequest {
   bool windowed;           // any limit beyond causal
   ScoreKind score;         // scored: softcap, ALiBi or a scale that is not positive
   bool has_plan;           // the caller brings one
-  int32_t num_splits;      // forced; 0 = chosen
+  int32_t num_splits;      // asked for; 0 = chosen
   int32_t partition_size;  // V2's; 0 = none
   bool one_pass;           // V1
   bool batch_invariant;
@@ -76,10 +76,10 @@ struct Plan {
   int32_t head_dim,
       head_dim_v;  // of the compiled instance; smaller heads run padded in shared memory
   Tile tile;
-  int32_t num_splits;    // paged: 0 = by a plan made on the device; shares of a cluster count
-  int32_t split_keys;    // paged: the fixed length of a split, or 0
-  int32_t cluster;       // paged: thread blocks that merge what they find without memory; 1 = none
-  bool in_parts;         // paged: batch invariant in parts of a split (PagedWork)
+  int32_t num_splits;  // parts of the keys that memory holds; paged: 0 = by a plan of the device
+  int32_t split_keys;  // paged: the fixed length of a split, or 0
+  int32_t cluster;     // paged: thread blocks that share a split and merge what they find; 1 = none
+  bool in_parts;       // paged: batch invariant in parts of a split (PagedWork)
   int32_t num_workers;   // paged: thread blocks that share a plan
   int32_t lanes;         // paged: rows of tiles in which they stand (PagedPlan)
   int32_t packed_heads;  // query heads of a group that share a tile; 1 = none

@@ -8,10 +8,14 @@ loaded.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import os
 import sys
 from collections.abc import Iterator
 from typing import Any, Protocol, TypeVar
+
+from . import _core
 
 
 class Array(Protocol):
@@ -137,13 +141,36 @@ def stream_handle(stream: Any) -> int:
 
 
 def find_cublas() -> None:
-    """Point CUATTN_CUBLAS_PATH, unless it is set, at the cuBLAS of NVIDIA's wheels."""
-    if "CUATTN_CUBLAS_PATH" in os.environ:
+    """Load the cuBLAS of NVIDIA's wheels; the library looks among what is loaded first.
+
+    Nothing is done where one is loaded, where CUATTN_CUBLAS_PATH names one, and without CUDA.
+    """
+    if "CUATTN_CUBLAS_PATH" in os.environ or not calls_cublas():
+        return
+    if any(load(f"libcublas.so.{version}", os.RTLD_NOLOAD) for version in ("13", "12")):
         return
     for folder in sys.path:
+        if not (isinstance(folder, str) and os.path.isabs(folder)):
+            continue  # the current folder may be anybody's
         for release in ("cu13", "cublas"):
             for version in ("13", "12"):
                 path = os.path.join(folder, "nvidia", release, "lib", f"libcublas.so.{version}")
                 if os.path.exists(path):
-                    os.environ["CUATTN_CUBLAS_PATH"] = path
+                    load(path.replace("libcublas.so", "libcublasLt.so"))  # which the other needs
+                    load(path)
                     return
+
+
+@functools.cache
+def calls_cublas() -> bool:
+    """Whether this build has the kernels that call cuBLAS."""
+    return any(row["kernel"] == "cublas" for row in _core.kernels())
+
+
+def load(library: str, mode: int = 0) -> bool:
+    """Load a shared library for the life of the process, by name or path."""
+    try:
+        ctypes.CDLL(library, mode=mode | os.RTLD_NOW)
+    except OSError:
+        return False
+    return True

@@ -47,12 +47,12 @@ class NumpyMemory:
         """Allocate WORDs on the host; for a GPU pinned, so that they are copied fast."""
         return np.empty(shape, WORD)
 
-    def host_array(self, values: np.ndarray) -> Any:
-        """Wrap WORDs of numpy as what `download` and `restore` take."""
-        return values
+    def fetch(self, array: Any) -> np.ndarray:
+        """Copy an array that nobody else holds to numpy, and wait for it."""
+        return array
 
     def download(self, host: Any, array: Any) -> None:
-        """Copy an array to host memory that only `restore` will read; else wait for it first."""
+        """Copy an array to host memory that only `restore` will read."""
         host[...] = array
 
     def restore(self, host: Any) -> Any:
@@ -82,8 +82,8 @@ class TorchMemory(NumpyMemory):
             shape, dtype=self.torch.int64, pin_memory=self.device.type == "cuda"
         )
 
-    def host_array(self, values: np.ndarray) -> Any:
-        return self.torch.from_numpy(values)
+    def fetch(self, array: Any) -> np.ndarray:
+        return array.cpu().numpy()
 
     def download(self, host: Any, array: Any) -> None:
         # torch hands out pinned memory anew only after the copies that use it are done.
@@ -112,6 +112,9 @@ class CupyMemory(NumpyMemory):
         count = int(np.prod(shape))
         pinned = self.cupy.cuda.alloc_pinned_memory(max(count, 1) * WORD.itemsize)
         return np.frombuffer(pinned, WORD)[:count].reshape(shape)
+
+    def fetch(self, array: Any) -> np.ndarray:
+        return array.get()
 
     def download(self, host: Any, array: Any) -> None:
         host[...] = array.get()

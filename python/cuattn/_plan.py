@@ -89,10 +89,11 @@ PAGED_VERSIONS = {"paged_attention": 0, "paged_attention_v1": 1, "paged_attentio
 class Plan:
     """What a call would run; ``print(plan)`` shows every rung of the ladder with its verdict.
 
-    num_splits is the number of parts that keys are cut into; 0: by a plan made on the device.
-    packed_heads query heads of a group share a tile; schedule says which CTA computes which tile.
-    Of cascade_attention, kernel names those of the prefix and of the pages, and tile, splits and
-    schedule are the pages'; the ladder has both.
+    num_splits is the number of parts that keys are cut into and that are merged through memory;
+    0: by a plan made on the device. cluster thread blocks share the keys of a part and merge what
+    they find on the chip; 1: none do. packed_heads query heads of a group share a tile; schedule
+    says which CTA computes which tile. Of cascade_attention, kernel names those of the prefix and
+    of the pages, and tile, splits and schedule are the pages'; the ladder has both.
     """
 
     kernel: str
@@ -105,6 +106,7 @@ class Plan:
     head_dim: int
     head_dim_v: int
     num_splits: int
+    cluster: int
     packed_heads: int
     schedule: str
     workspace_bytes: int

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import pathlib
+import re
 import sys
 import textwrap
 from collections.abc import Iterable
@@ -91,15 +92,58 @@ SPEED = {"tflops": ("tflops", 1.0, "TFLOP/s"), "gbps": ("gbps", 1e3, "TB/s")}
 PANEL_WIDTH, PANEL_HEIGHT, ONE_PANEL_WIDTH = 4.8, 3.3, 7.0  # inches
 
 
+# What is read of a results file: the types of its parts, and of each result that has a time.
+NONE, NUMBER = type(None), (int, float)
+PARTS = {
+    "family": str,
+    "time": str,
+    "commit": (str, NONE),
+    "machine": {"device": str},
+    "versions": {},
+    "cuattn": (dict, NONE),
+    "rows": [{"workload": {"name": str, "series": str}, "results": [{"name": str}]}],
+}
+TIMED = {"ms": NUMBER, "tflops": NUMBER, "gbps": NUMBER, "peak_bytes": (*NUMBER, NONE)}
+
+
 def load(path: pathlib.Path) -> dict:
     """Read a results file; raises ValueError where it is none."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ValueError(f"plot: cannot read {path}: {error}") from error
     if not isinstance(document, dict) or document.get("schema") != SCHEMA:
         raise ValueError(f"plot: {path} is no results file of this version (schema {SCHEMA})")
+    wrong = misfit(document, PARTS)
+    if document.get("quantity", "tflops") not in SPEED:
+        wrong = wrong or ".quantity"
+    for workload, result in () if wrong else measured(document):
+        wrong = wrong or misfit(result, TIMED, ".rows.results")
+        if not workload.get("lengths", True):
+            wrong = wrong or misfit(workload, {"seqlen_q": NUMBER}, ".rows.workload")
+    if wrong:
+        raise ValueError(f"plot: {path} is no results file of bench: see {wrong[1:]}")
+    if not re.fullmatch(r"\w[\w.-]*", document["family"]):
+        raise ValueError(
+            f"plot: {path} must name its family in letters, digits, '_', '.' and '-', for the "
+            f"pictures are called so; got {document['family']!r}"
+        )
     return document
+
+
+def misfit(value: object, parts: object, path: str = "") -> str:
+    """Name the first part of a JSON value that is missing or not of its type; "" where all fit."""
+    if isinstance(parts, dict):
+        if not isinstance(value, dict):
+            return path
+        pairs = [(value.get(name), part, f"{path}.{name}") for name, part in parts.items()]
+    elif isinstance(parts, list):
+        if not isinstance(value, list):
+            return path
+        pairs = [(item, parts[0], f"{path}[{i}]") for i, item in enumerate(value)]
+    else:
+        return "" if isinstance(value, parts) else path
+    return next(filter(None, (misfit(*pair) for pair in pairs)), "")
 
 
 def measured(document: dict) -> Iterable[tuple[dict, dict]]:
@@ -341,16 +385,19 @@ def spans(document: dict, quantity: str) -> bool:
 
 
 def main(paths: list[pathlib.Path], folder: pathlib.Path) -> int:
-    """Draw every results file into the folder; 1 where one could not be read."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in paths:
-        try:
-            document = load(path)
+    """Draw every results file into the folder; 1 where one could not be read, or none written."""
+    try:
+        documents = {path: load(path) for path in paths}
+        folder.mkdir(parents=True, exist_ok=True)
+        for path, document in documents.items():
             for _, result in measured(document):
                 result["peak_mib"] = result["peak_bytes"] / 2**20 if result["peak_bytes"] else None
             written = draw(document, folder)
-        except ValueError as error:
-            print(error, file=sys.stderr)
-            return 1
-        print("\n".join(map(str, written)) or f"plot: nothing was measured in {path}")
+            print("\n".join(map(str, written)) or f"plot: nothing was measured in {path}")
+    except OSError as error:
+        print(f"plot: -o must be a folder to write to, got {folder}: {error}", file=sys.stderr)
+        return 1
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 1
     return 0

@@ -26,6 +26,7 @@ ENVIRONMENT = (
     "CUATTN_NUM_THREADS",
     "CUATTN_CPU_ISA",
     "CUATTN_CHECK",
+    "CUATTN_CUBLAS_PATH",
 )
 
 
@@ -58,7 +59,11 @@ def information() -> dict:
 
 def show_info(arguments: argparse.Namespace) -> int:
     """Print the information as text or JSON."""
-    data = information()
+    try:
+        data = information()
+    except ValueError as error:  # of an environment variable
+        print(error, file=sys.stderr)
+        return 1
     if arguments.json:
         print(json.dumps(data, indent=2))
         return 0

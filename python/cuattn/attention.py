@@ -82,15 +82,17 @@ def attention(
         Lengths in use of a padded batch; query rows beyond give out 0 and lse -inf, keys beyond are
         not seen, and causal and window count from the lengths in use.
     num_splits : int
-        Parts that the keys are cut into, at most one for each tile of keys; 0 lets the library
-        choose. Above 1 only where "sm90" runs a dense batch.
+        Parts that the keys are cut into; 0 lets the library choose. A wish: a kernel takes at most
+        one for each tile of keys, and all but "sm90" with a dense batch take 1. `explain` says how
+        many there are.
     batch_invariant : bool
         The bits of a sequence's result do not depend on the rest of the batch: keys are not split
         unless num_splits says so.
     return_lse : bool
         Also return the log-sum-exp of the scores.
     out, lse_out : array, optional
-        Written in place and returned; giving lse_out implies return_lse.
+        Written in place and returned; giving lse_out implies return_lse. They share no memory with
+        each other or another argument, q included; slices of one packed array do not.
     workspace : array, optional
         Contiguous device memory for kernels that need some: ``explain(...).workspace_bytes``, of
         any dtype. By default it comes from q's library.
@@ -383,11 +385,13 @@ def merge_states(
         ("thd", ragged).
     lse_a, lse_b : float32 array
         Their log-sum-exp: [batch, num_heads, seqlen], for "nhd" [n, num_heads], for "thd"
-        [num_heads, total]. A part with lse = -inf has no keys and leaves the others unchanged.
+        [num_heads, total]. A part with lse = -inf, or +inf as FlashAttention-2 and vLLM
+        write it, has no keys and leaves the others unchanged.
     layout : {"bshd", "bhsd", "nhd", "thd"}, optional
         Order of the axes; None is "bshd" for four axes and "nhd" for three.
     out, lse_out : array, optional
-        Written in place and returned.
+        Written in place and returned. out may be one of the parts itself, lse_out one of their lse;
+        else they share no memory with another argument.
     stream : optional
         As in `attention`.
 

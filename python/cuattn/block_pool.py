@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -22,7 +22,34 @@ def token_array(op: str, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array, np.int64)
 
 
-class BlockPool:
+def salt_bytes(op: str, salt: bytes | str | int | None) -> bytes | None:
+    """Encode a salt so that no two are the same bytes; refusals are in the name of `op`."""
+    if salt is None:
+        return None
+    if isinstance(salt, bytes):
+        return b"b" + salt
+    if isinstance(salt, str):
+        return b"s" + salt.encode("utf-8", "surrogatepass")
+    if isinstance(salt, (int, np.integer)) and not isinstance(salt, bool):
+        return b"i%d" % salt
+    raise TypeError(
+        f"{op}: salt must be bytes, str, int or None, got {salt!r}; pass the name or the digest of "
+        "the adapter, the image or the tenant"
+    )
+
+
+class Uncopied:
+    """Base of what has one owner: copy, deepcopy and pickle refuse."""
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        name = type(self).__name__
+        raise TypeError(
+            f"{name}: must not be copied or pickled, because a copy would hand out the same "
+            f"blocks; share the object, or make a new {name}"
+        )
+
+
+class BlockPool(Uncopied):
     """Hands out the blocks of a paged KV cache, counts references and shares prefixes.
 
     A block is a number in [0, num_blocks), as `block_tables` hold it; the pool knows neither keys
@@ -33,6 +60,10 @@ class BlockPool:
     compared, so a collision of hashes cannot give one sequence the keys of another. Without a
     reference it stays findable until its memory is needed: the longest unused goes first, and of
     one sequence the end goes before the begin. What followed an evicted block is not found again.
+
+    A salt keeps apart what tokens alone do not tell apart, as adapters, images behind the same
+    placeholder tokens, or tenants: sequences share blocks only where their salts are equal. b"1",
+    "1" and 1 are three salts, None is none.
 
     Parameters
     ----------
@@ -82,13 +113,16 @@ class BlockPool:
         writable = self._pool.make_writable(id)
         return writable, None if writable == id else id
 
-    def match_prefix(self, tokens: Sequence[int] | np.ndarray) -> tuple[list[int], int]:
+    def match_prefix(
+        self, tokens: Sequence[int] | np.ndarray, *, salt: bytes | str | int | None = None
+    ) -> tuple[list[int], int]:
         """Find the cached blocks that hold the first tokens, and how many tokens these are.
 
         Each block is given one more reference: `free` them like allocated ones. Only full blocks
-        are matched.
+        are matched, of sequences that were committed with the same salt.
         """
-        ids = self._pool.match_prefix(token_array("BlockPool.match_prefix", tokens))
+        op = "BlockPool.match_prefix"
+        ids = self._pool.match_prefix(token_array(op, tokens), salt_bytes(op, salt))
         return ids, len(ids) * self.block_size
 
     def commit(
@@ -97,8 +131,9 @@ class BlockPool:
         tokens: Sequence[int] | np.ndarray,
         *,
         parent: int | None = None,
+        salt: bytes | str | int | None = None,
     ) -> None:
-        """Let the full blocks among `ids`, which hold `tokens` from now on, be matched.
+        """Let the full blocks among `ids`, to which `tokens` have been written, be matched.
 
         Parameters
         ----------
@@ -108,12 +143,15 @@ class BlockPool:
             Their tokens. What lies beyond the last full block is ignored.
         parent : int, optional
             The committed block before the first; None: the sequence begins here.
+        salt : bytes, str or int, optional
+            That of the sequence. Where there is a parent it is known, and not to be given.
 
         Notes
         -----
         Where the same tokens are cached in another block already, that one stays the one found.
         """
-        self._pool.commit(ids, token_array("BlockPool.commit", tokens), parent)
+        op = "BlockPool.commit"
+        self._pool.commit(ids, token_array(op, tokens), parent, salt_bytes(op, salt))
 
     def stats(self) -> dict[str, int]:
         """Count what the pool holds, in blocks and tokens.

@@ -78,14 +78,16 @@ def paged_attention(
     plan : int32 array, optional
         From `paged_plan`, for these context_lens. None: made inside the call, where one is needed.
     num_splits : int
-        Parts that the keys of each sequence are cut into; 0 lets the library choose.
+        Parts that the keys of each sequence are cut into, at most one for each tile of keys; 0 lets
+        the library choose. `explain` says how many there are.
     batch_invariant : bool
         Splits of fixed length: the bits of a sequence's result do not depend on the rest of the
         batch.
     return_lse : bool
         Also return the log-sum-exp of the scores.
     out, lse_out : array, optional
-        Written in place and returned; giving lse_out implies return_lse.
+        Written in place and returned; giving lse_out implies return_lse. They share no memory with
+        each other or another argument.
     workspace : array, optional
         Contiguous memory of ``explain("paged_attention", ...).workspace_bytes``.
     backend : str

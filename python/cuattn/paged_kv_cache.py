@@ -3,21 +3,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import operator
 import os
 import threading
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ._core import OutOfBlocksError
+from ._core import HeldBlocks, OutOfBlocksError
+from ._kv_swap import FileBlocks, HostBlocks
 from ._memory import WORD, memory_of
-from .block_pool import BlockPool, token_array
+from .block_pool import BlockPool, Uncopied, salt_bytes, token_array
 
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
 KV_LAYOUTS = ("nhd", "hnd", "vllm")
+NO_SLOTS = np.empty(0, np.int64)
 
 
 def whole(op: str, name: str, value: Any) -> int:
@@ -56,32 +57,19 @@ def cache_shapes(
     )
 
 
-class _Sequence:
-    """What the cache knows of one sequence."""
+class _State(NamedTuple):
+    """What the cache knows of a sequence beside its blocks; replaced as a whole, never changed."""
 
-    def __init__(self) -> None:
-        self.blocks: list[int] = []
-        self.length = 0  # tokens with a slot
-        self.tokens: list[int] = []  # ids of the first ones, as far as they are known
-        self.committed = 0  # blocks that others can find
-        self.slots = np.empty(0, np.int64)  # of the last append
-        self.swapped: _Swapped | None = None
-
-
-class _Swapped:
-    """The blocks of a sequence outside the cache: K and V, [num_layers, blocks, words]."""
-
-    def __init__(self, arrays: list[Any], path: str | None):
-        self.arrays, self.path = arrays, path
-
-    def discard(self) -> None:
-        self.arrays = []
-        if self.path is not None:
-            with contextlib.suppress(FileNotFoundError):  # the map kept the content
-                os.unlink(self.path)
+    tokens: list[int]  # the first `known` are those of the sequence; what follows is left over
+    known: int = 0
+    salt: bytes | None = None
+    length: int = 0  # tokens with a slot
+    committed: int = 0  # blocks that others may find
+    slots: np.ndarray = NO_SLOTS  # of the last append
+    swapped: HostBlocks | FileBlocks | None = None
 
 
-class PagedKVCache:
+class PagedKVCache(Uncopied):
     """Keeps the keys and values of many sequences, in blocks of one preallocated cache.
 
     Sequences join, grow, fork, leave and share what they have in common; what belongs to a sequence
@@ -95,6 +83,7 @@ class PagedKVCache:
         for layer in ...:                         # write, then attend
             cuattn.reshape_and_cache(k, v, cache.k_cache(layer), cache.v_cache(layer), slots)
             cuattn.paged_attention(q, cache.k_cache(layer), cache.v_cache(layer), tables, lengths)
+        cache.commit(seq)                         # for each sequence: its slots are written
 
     A sequence is a number that is never used again. Methods may be called from several threads.
 
@@ -120,15 +109,19 @@ class PagedKVCache:
     captured CUDA graph sees what later calls put there. They hold until the next call of the same
     method. On a GPU everything runs on the current stream of the library.
 
-    Sharing: `add(tokens)` finds blocks that hold the same begin. Blocks become findable once they
-    are full and their sequence is appended to again, forked, swapped or freed, because their keys
-    and values have been written by then. A block held by several sequences is copied before one of
-    them writes to it.
+    Sharing: `add(tokens)` finds full blocks that hold the same begin, once `commit` has said that
+    their keys and values are written. Nothing else makes a block findable: when a step fails,
+    `free` its sequences, or `truncate` them to where they were. A block held by several sequences
+    is copied before one of them writes to it.
+
+    A method that raises has changed nothing, whatever it raises and wherever; an interrupt comes
+    before or after a change, not within. Only blocks that were about to be evicted or overwritten
+    may not be found again.
 
     Raises
     ------
     OutOfBlocksError
-        `append` and `swap_in` need more blocks than are free; nothing has changed then.
+        `append` and `swap_in` need more blocks than are free.
     ValueError
         Impossible sizes, an unknown or freed sequence, a table that is too small.
     """
@@ -149,6 +142,7 @@ class PagedKVCache:
     ):
         op = "PagedKVCache"
         self.pool = BlockPool(num_blocks, block_size)
+        self._blocks = self.pool._pool
         max_blocks_per_seq = num_blocks if max_blocks_per_seq is None else max_blocks_per_seq
         sizes = {"num_layers": num_layers, "num_heads_kv": num_heads_kv, "head_dim": head_dim}
         sizes |= {"max_seqs": max_seqs, "max_blocks_per_seq": max_blocks_per_seq}
@@ -189,25 +183,45 @@ class PagedKVCache:
         self._slots = self._memory.empty((max_seqs,), "int64")
         # Of each row of the tables: the sequence that stands there, and how many of its blocks.
         self._rows: list[tuple[int | None, int]] = [(None, 0)] * max_seqs
-        self._sequences: dict[int, _Sequence] = {}
+        self._sequences: dict[int, HeldBlocks] = {}
         self._next_sequence = 0
         self._lock = threading.RLock()
 
     # ---- Sequences
+    #
+    # How a change comes true: blocks are taken as HeldBlocks, which give them back when they go,
+    # and written. Then `HeldBlocks.replace` lets the sequence have them and its next state. Before
+    # that nothing of the sequence has changed, so there is nothing to undo. It is one call into C,
+    # so an interrupt comes before or after it; and it is the last step that can fail.
 
-    def add(self, tokens: Sequence[int] | np.ndarray | None = None) -> int:
+    def add(
+        self,
+        tokens: Sequence[int] | np.ndarray | None = None,
+        *,
+        salt: bytes | str | int | None = None,
+    ) -> int:
         """Begin a sequence, with what is cached of its begin if its token ids are given.
 
         `context_len` tells how many tokens were found: they need no `append`. At least the last
         one is left to the caller, whose query yields the next token.
+
+        Parameters
+        ----------
+        tokens : sequence of int, optional
+        salt : bytes, str or int, optional
+            What keys depend on beside the tokens: an adapter, the images behind placeholder
+            tokens, a tenant. Only sequences with equal salts share blocks, as in `BlockPool`.
         """
-        sequence = _Sequence()
-        if tokens is not None:
-            ids = token_array("PagedKVCache.add", tokens)
-            sequence.tokens = ids.tolist()
-            sequence.blocks, sequence.length = self.pool.match_prefix(ids[:-1])
-            sequence.committed = len(sequence.blocks)
-        return self._register(sequence)
+        op = "PagedKVCache.add"
+        encoded = salt_bytes(op, salt)
+        ids = token_array(op, [] if tokens is None else tokens)
+        known = ids.tolist()
+        end = max(min(len(ids) - 1, self.max_blocks_per_seq * self.block_size), 0)
+        with self._lock:
+            held = self._blocks.hold_prefix(ids[:end], encoded)
+            found = len(held)
+            held.state = _State(known, len(known), encoded, found * self.block_size, found)
+            return self._register(held)
 
     def append(
         self, seq: int, n: int, *, tokens: Sequence[int] | np.ndarray | None = None
@@ -224,143 +238,168 @@ class PagedKVCache:
         Returns
         -------
         slots : numpy int64 [n]
-            Where K and V of these tokens go: block * block_size + place in the block. Write them
-            before the next call for this sequence.
+            Where K and V of these tokens go: block * block_size + place in the block. Once they
+            are written, say so with `commit`.
         """
         op = "append"
         n = whole(f"PagedKVCache.{op}", "n", n)
         with self._lock:
-            sequence = self._resident(op, seq)
-            known = [] if tokens is None else self._new_tokens(sequence, n, tokens)
-            end = sequence.length + n
-            needed = -(-end // self.block_size) - len(sequence.blocks)
-            if n < 0 or len(sequence.blocks) + needed > self.max_blocks_per_seq:
+            held = self._resident(op, seq)
+            state, size = held.state, self.block_size
+            new = [] if tokens is None else self._new_tokens(state, n, tokens)
+            begin, end = state.length, state.length + n
+            needed = max(-(-end // size) - len(held), 0)
+            if n < 0 or len(held) + needed > self.max_blocks_per_seq:
                 raise ValueError(
                     f"PagedKVCache.{op}: n must lie within [0, "
-                    f"{self.max_blocks_per_seq * self.block_size - sequence.length}] for sequence "
-                    f"{seq} of {sequence.length} tokens, got {n}; make the cache with a larger "
-                    "max_blocks_per_seq"
+                    f"{self.max_blocks_per_seq * size - begin}] for sequence {seq} of {begin} "
+                    f"tokens, got {n}; make the cache with a larger max_blocks_per_seq"
                 )
-            self._commit(sequence)
-            self._grow(op, seq, sequence, needed, writes=n > 0)
-            size, first = self.block_size, sequence.length // self.block_size
-            places = np.arange(sequence.length - first * size, end - first * size)
-            blocks = np.array(sequence.blocks[first:], np.int64)
-            sequence.slots = blocks[places // size] * size + places % size
-            sequence.length = end
-            sequence.tokens += known
-            return sequence.slots.copy()
+            writes_last = n > 0 and begin % size != 0
+            with self._grow(op, seq, held, needed, writes_last) as fresh:
+                keep = len(held) + needed - len(fresh)
+                if keep < len(held):  # the last block is shared, and the first fresh one its copy
+                    source, target = held.ids(keep)[0], fresh.ids()[0]
+                    for words in self._words:
+                        words[:, target] = words[:, source]
+                    self._rewrite_rows(seq, keep)
+                first = begin // size
+                blocks = np.array([*held.ids(first)[: keep - first], *fresh.ids()], np.int64)
+                places = np.arange(begin - first * size, end - first * size)
+                slots = blocks[places // size] * size + places % size
+                if new:
+                    del state.tokens[state.known :]
+                    state.tokens.extend(new)
+                known = state.known + len(new)
+                after = _State(state.tokens, known, state.salt, end, state.committed, slots)
+                held.replace(keep, fresh, after)
+            return slots.copy()
+
+    def commit(self, seq: int) -> None:
+        """Say that K and V are written in the slots of all appends to a sequence so far.
+
+        Only then are its full blocks found by `add` and `swap_in`. On a GPU it is enough that the
+        kernels that write are queued, on the stream of those that will read.
+        """
+        with self._lock:
+            held = self._resident("commit", seq)
+            state = held.state
+            full = min(state.known, state.length) // self.block_size
+            if full > state.committed:
+                self._publish(held.ids(), state, state.committed, full)
+                held.state = state._replace(committed=full)
 
     def truncate(self, seq: int, n: int) -> None:
         """Keep the first `n` tokens of a sequence, as when guessed tokens were rejected."""
         n = whole("PagedKVCache.truncate", "n", n)
         with self._lock:
-            sequence = self._resident("truncate", seq)
-            if not 0 <= n <= sequence.length:
+            held = self._resident("truncate", seq)
+            state = held.state
+            if not 0 <= n <= state.length:
                 raise ValueError(
-                    f"PagedKVCache.truncate: n must lie within [0, {sequence.length}], the tokens "
+                    f"PagedKVCache.truncate: n must lie within [0, {state.length}], the tokens "
                     f"of sequence {seq}, got {n}; append makes it longer"
                 )
-            kept = -(-n // self.block_size)
-            if kept < len(sequence.blocks):
-                self.pool.free(sequence.blocks[kept:])
-                del sequence.blocks[kept:]
-                self._rewrite_rows(seq, kept)
-            del sequence.tokens[n:]
-            sequence.length = n
-            sequence.committed = min(sequence.committed, n // self.block_size)
-            sequence.slots = sequence.slots[:0]
+            keep = -(-n // self.block_size)
+            # The rest of a prompt still follows where nothing was removed.
+            known = state.known if n == state.length else min(state.known, n)
+            committed = min(state.committed, n // self.block_size)
+            after = _State(state.tokens, known, state.salt, n, committed)
+            if keep < len(held):
+                self._rewrite_rows(seq, keep)
+            held.replace(keep, self._blocks.hold(0), after)
 
     def fork(self, seq: int) -> int:
         """Begin a sequence with all that `seq` has; nothing is copied before one of them writes."""
         with self._lock:
             parent = self._resident("fork", seq)
-            self._commit(parent)
-            self.pool.fork(parent.blocks)
-            child = _Sequence()
-            child.blocks, child.length = list(parent.blocks), parent.length
-            child.tokens, child.committed = list(parent.tokens), parent.committed
+            state = parent.state
+            tokens = state.tokens[: state.known]
+            child = parent.fork()
+            child.state = state._replace(tokens=tokens, slots=NO_SLOTS)
             return self._register(child)
 
-    def free(self, seq: int, *, written: bool = True) -> None:
-        """End a sequence. What others hold stays, and what is committed can be found for a while.
-
-        written=False: the slots of the last `append` were not written, so do not offer them.
-        """
+    def free(self, seq: int) -> None:
+        """End a sequence. What others hold stays; what is committed can be found for a while."""
         with self._lock:
-            sequence = self._sequence("free", seq)
-            if sequence.swapped is not None:
-                sequence.swapped.discard()
-            elif written:
-                self._commit(sequence)
-            self.pool.free(sequence.blocks)
-            del self._sequences[seq]
+            self._sequence("free", seq)
+            held = self._sequences.pop(seq)
+            # At once, whoever still has the objects: an exception that is kept holds its frames.
+            held.clear()
+            if held.state.swapped is not None:
+                held.state.swapped.close()
 
     def context_len(self, seq: int) -> int:
         """Count the tokens of a sequence that have a slot."""
-        return self._sequence("context_len", seq).length
+        return self._sequence("context_len", seq).state.length
 
     # ---- Swapping
 
     def swap_out(self, seq: int, tier: str | os.PathLike[str] = "host") -> None:
         """Move a sequence out of the cache, and its blocks to whoever needs them.
 
+        What its last `append` made room for must have been written, or is lost.
+
         Parameters
         ----------
         seq : int
         tier : "host" or path
-            Host memory, pinned for a GPU; or a file to make, which is mapped into memory. It must
-            not exist; `swap_in` and `free` remove it.
+            Host memory, pinned for a GPU; or the path of a file to make, on the disk that is to be
+            used. No file may be there. It loses its name as soon as it is made: nobody sees it, and
+            its room is free again after `swap_in`, `free`, or the end of the process.
 
         Raises
         ------
         OSError
-            The file cannot be made, or the disk is full. The sequence is as before.
+            The file cannot be made, or the disk is full.
         """
         with self._lock:
-            sequence = self._resident("swap_out", seq)
-            self._commit(sequence)
-            index = self._memory.upload(np.array(sequence.blocks, np.int64))
-            shapes = [(self.num_layers, len(sequence.blocks), *w.shape[2:]) for w in self._words]
-            path = None if tier == "host" else os.fspath(tier)
-            if path is None:
-                arrays = [self._memory.host_empty(shape) for shape in shapes]
+            held, none = self._resident("swap_out", seq), self._blocks.hold(0)
+            swapped: HostBlocks | FileBlocks
+            if isinstance(tier, str) and tier == "host":
+                swapped = HostBlocks(self._memory, self._words, held.ids())
             else:
-                arrays = [self._memory.host_array(array) for array in _map_file(path, shapes)]
-            for host, words in zip(arrays, self._words, strict=True):
-                for layer in range(self.num_layers):
-                    self._memory.download(host[layer], words[layer][index])
-            sequence.swapped = _Swapped(arrays, path)
-            self.pool.free(sequence.blocks)
-            sequence.blocks, sequence.committed = [], 0
+                swapped = FileBlocks(self._memory, self._words, held.ids(), tier)
+            after = held.state._replace(slots=NO_SLOTS, swapped=swapped)
             self._rewrite_rows(seq, 0)
+            held.replace(0, none, after)
 
     def swap_in(self, seq: int) -> None:
-        """Move a sequence back; blocks that others have computed since are shared with them."""
+        """Move a sequence back; blocks that others have committed since are shared with them.
+
+        Raises
+        ------
+        OSError
+            The file cannot be read, or not as it was written. `free` the sequence then, and compute
+            its tokens anew.
+        """
+        op, size = "swap_in", self.block_size
         with self._lock:
-            sequence = self._sequence("swap_in", seq)
-            if sequence.swapped is None:
+            held = self._sequence(op, seq)
+            state = held.state
+            if state.swapped is None:
                 raise ValueError(
-                    f"PagedKVCache.swap_in: sequence {seq} must be swapped out, but it is in the "
+                    f"PagedKVCache.{op}: sequence {seq} must be swapped out, but it is in the "
                     "cache; leave it there"
                 )
-            shared, _ = self.pool.match_prefix(sequence.tokens[: sequence.length])
-            first = len(shared)
-            sequence.blocks = shared
-            try:
-                needed = -(-sequence.length // self.block_size) - first
-                self._grow("swap_in", seq, sequence, needed, writes=False)
-            except OutOfBlocksError:
-                sequence.blocks = []
-                self.pool.free(shared)
-                raise
-            index = self._memory.upload(np.array(sequence.blocks[first:], np.int64))
-            for host, words in zip(sequence.swapped.arrays, self._words, strict=True):
-                for layer in range(self.num_layers):
-                    words[layer][index] = self._memory.restore(host[layer][first:])
-            sequence.committed = first
-            sequence.swapped.discard()
-            sequence.swapped = None
+            tokens = np.array(state.tokens[: min(state.known, state.length)], np.int64)
+            with self._blocks.hold_prefix(tokens, state.salt) as blocks:
+                first = len(blocks)
+                with self._grow(op, seq, blocks, -(-state.length // size) - first) as more:
+                    try:
+                        state.swapped.restore(self._words, more.ids(), first)
+                    except OSError as error:
+                        raise OSError(
+                            error.errno,
+                            f"PagedKVCache.{op}: the file of sequence {seq} must be read as it was "
+                            f"written, got: {error.strerror}; free the sequence, and compute its "
+                            "tokens anew",
+                        ) from error
+                    blocks.replace(first, more, None)
+                committed = max(first, state.committed)
+                self._publish(blocks.ids(), state, first, committed)
+                held.replace(0, blocks, state._replace(committed=committed, swapped=None))
+            state.swapped.close()
 
     # ---- Arrays
 
@@ -380,23 +419,27 @@ class PagedKVCache:
         """
         with self._lock:
             seqs = self._batch("block_tables", seqs)
-            held = [[] if s is None else self._resident("block_tables", s).blocks for s in seqs]
+            held = [None if s is None else self._resident("block_tables", s) for s in seqs]
             index: list[int] = []
             values: list[int] = []
+            before: list[tuple[int | None, int]] = []
             rows: list[tuple[int | None, int]] = []
             for row, (seq, blocks) in enumerate(zip(seqs, held, strict=True)):
                 holder, present = self._rows[row]
-                if holder != seq:
-                    present = 0
-                first = row * self.max_blocks_per_seq
-                index += range(first + present, first + len(blocks))
-                values += blocks[present:]
-                rows.append((seq, len(blocks)))
+                present = present if holder == seq else 0
+                count = 0 if blocks is None else len(blocks)
+                if blocks is not None and count > present:
+                    first = row * self.max_blocks_per_seq
+                    index += range(first + present, first + count)
+                    values += blocks.ids(present)
+                before.append((seq, present))
+                rows.append((seq, count))
+            self._rows[: len(rows)] = before  # true whatever the writing comes to
             if index:
                 where = self._memory.upload(np.array(index, np.int64))
                 what = self._memory.upload(np.array(values, np.int32))
                 self._tables.reshape(-1)[where] = what
-            self._rows[: len(rows)] = rows  # once they are written
+            self._rows[: len(rows)] = rows
             return self._tables[: len(seqs)]
 
     def context_lens(self, seqs: Iterable[int | None]) -> Any:
@@ -406,7 +449,9 @@ class PagedKVCache:
         """
         with self._lock:
             seqs = self._batch("context_lens", seqs)
-            lengths = [0 if s is None else self._resident("context_lens", s).length for s in seqs]
+            lengths = [
+                0 if s is None else self._resident("context_lens", s).state.length for s in seqs
+            ]
             view = self._lengths[: len(seqs)]
             view[:] = self._memory.upload(np.array(lengths, np.int32))
             return view
@@ -419,7 +464,9 @@ class PagedKVCache:
         with self._lock:
             seqs = self._batch("slot_mapping", seqs)
             none = np.array([-1], np.int64)
-            parts = [none if s is None else self._resident("slot_mapping", s).slots for s in seqs]
+            parts = [
+                none if s is None else self._resident("slot_mapping", s).state.slots for s in seqs
+            ]
             slots = self._memory.upload(np.concatenate([none[:0], *parts]))
             if len(slots) > self.max_seqs:
                 return slots
@@ -434,26 +481,26 @@ class PagedKVCache:
         shares); cache_bytes (K and V of all layers).
         """
         with self._lock:
-            resident = [s for s in self._sequences.values() if s.swapped is None]
+            states = [held.state for held in self._sequences.values()]
+            resident = [state for state in states if state.swapped is None]
             words = sum(int(np.prod(words.shape)) for words in self._words)
             return {
                 **self.pool.stats(),
                 "sequences": len(self._sequences),
                 "swapped_sequences": len(self._sequences) - len(resident),
-                "tokens": sum(sequence.length for sequence in resident),
+                "tokens": sum(state.length for state in resident),
                 "cache_bytes": words * WORD.itemsize,
             }
 
     # ---- Within
 
-    def _register(self, sequence: _Sequence) -> int:
-        with self._lock:
-            seq = self._next_sequence
-            self._next_sequence += 1
-            self._sequences[seq] = sequence
-            return seq
+    def _register(self, held: HeldBlocks) -> int:
+        seq = self._next_sequence
+        self._next_sequence += 1
+        self._sequences[seq] = held
+        return seq
 
-    def _sequence(self, op: str, seq: int) -> _Sequence:
+    def _sequence(self, op: str, seq: int) -> HeldBlocks:
         if seq not in self._sequences:
             raise ValueError(
                 f"PagedKVCache.{op}: seq must be a sequence of this cache, got {seq!r}, which was "
@@ -461,14 +508,14 @@ class PagedKVCache:
             )
         return self._sequences[seq]
 
-    def _resident(self, op: str, seq: int) -> _Sequence:
-        sequence = self._sequence(op, seq)
-        if sequence.swapped is not None:
+    def _resident(self, op: str, seq: int) -> HeldBlocks:
+        held = self._sequence(op, seq)
+        if held.state.swapped is not None:
             raise ValueError(
                 f"PagedKVCache.{op}: sequence {seq} must be in the cache, but it is swapped out; "
                 "call swap_in first"
             )
-        return sequence
+        return held
 
     def _batch(self, op: str, seqs: Iterable[int | None]) -> list[int | None]:
         batch = list(seqs)
@@ -487,84 +534,44 @@ class PagedKVCache:
             )
         return layer
 
-    def _new_tokens(
-        self, sequence: _Sequence, n: int, tokens: Sequence[int] | np.ndarray
-    ) -> list[int]:
+    def _new_tokens(self, state: _State, n: int, tokens: Sequence[int] | np.ndarray) -> list[int]:
         ids = token_array("PagedKVCache.append", tokens).tolist()
         if len(ids) != n:
             raise ValueError(
                 f"PagedKVCache.append: tokens must be n = {n} ids, got {len(ids)}; give each new "
                 "token its id"
             )
-        if len(sequence.tokens) != sequence.length:
+        if state.known != state.length:
             raise ValueError(
-                f"PagedKVCache.append: tokens must follow known ones, got {sequence.length} tokens "
-                f"in the cache and {len(sequence.tokens)} ids; give all ids by add or append, or "
+                f"PagedKVCache.append: tokens must follow known ones, got {state.length} tokens "
+                f"in the cache and {state.known} ids; give all ids by add or append, or "
                 "leave tokens out"
             )
         return ids
 
-    def _commit(self, sequence: _Sequence) -> None:
-        """Let others find the full blocks whose tokens are known."""
-        size, first = self.block_size, sequence.committed
-        full = min(len(sequence.tokens), sequence.length) // size
-        if full > first:
-            self.pool.commit(
-                sequence.blocks[first:full],
-                sequence.tokens[first * size : full * size],
-                parent=sequence.blocks[first - 1] if first > 0 else None,
-            )
-            sequence.committed = full
-
-    def _grow(self, op: str, seq: int, sequence: _Sequence, needed: int, *, writes: bool) -> None:
-        """Add blocks, and make the last one the sequence's own if it will be written."""
-        last = len(sequence.blocks) - 1
-        partial = writes and sequence.length % self.block_size != 0
-        fresh: list[int] = []
+    def _grow(
+        self, op: str, seq: int, held: HeldBlocks, needed: int, writes_last: bool = False
+    ) -> HeldBlocks:
+        """Take `needed` blocks, and one more first if the last of `held` has to be copied."""
         try:
-            fresh = self.pool.allocate(needed)
-            source = None
-            if partial:
-                writable, source = self.pool.make_writable(sequence.blocks[last])
+            return held.grow(needed, writes_last)
         except OutOfBlocksError:
-            self.pool.free(fresh)
-            wanted = needed + (partial and self.pool.ref_count(sequence.blocks[last]) > 1)
+            shared = writes_last and self.pool.ref_count(held.ids(len(held) - 1)[0]) > 1
             stats = self.pool.stats()
             raise OutOfBlocksError(
-                f"PagedKVCache.{op}: sequence {seq} needs {wanted} more blocks, got "
+                f"PagedKVCache.{op}: sequence {seq} needs {needed + shared} more blocks, got "
                 f"{stats['free_blocks']} free of {stats['num_blocks']}; free or swap out a "
                 "sequence, or make a larger cache"
             ) from None
-        if source is not None:
-            for words in self._words:
-                words[:, writable] = words[:, source]
-            sequence.blocks[last] = writable
-            self._rewrite_rows(seq, last)
-        sequence.blocks += fresh
+
+    def _publish(self, ids: list[int], state: _State, first: int, end: int) -> None:
+        """Let others find the blocks [first, end) of a sequence; once more is no mistake."""
+        tokens = state.tokens[first * self.block_size : end * self.block_size]
+        parent, salt = (ids[first - 1], None) if first > 0 else (None, state.salt)
+        self._blocks.commit(ids[first:end], np.array(tokens, np.int64), parent, salt)
 
     def _rewrite_rows(self, seq: int, first: int) -> None:
-        """Of the rows that hold `seq`, the entries from `first` on are no longer right."""
+        """Of the rows that hold `seq`, write the entries from `first` on again."""
         for row, (holder, present) in enumerate(self._rows):
-            if holder == seq:
-                self._rows[row] = (holder, min(present, first))
-
-
-def _map_file(path: str, shapes: list[tuple[int, ...]]) -> list[np.ndarray]:
-    """Make a file that holds arrays of WORDs and map it; nothing is left of it after an error."""
-    counts = [int(np.prod(shape)) for shape in shapes]
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        # A page of a mapped file for which the disk has no room would kill the process.
-        os.posix_fallocate(descriptor, 0, max(sum(counts), 1) * WORD.itemsize)
-        with os.fdopen(descriptor, "r+b", closefd=False) as file:
-            words = np.memmap(file, WORD, "r+")
-    except BaseException:
-        os.unlink(path)
-        raise
-    finally:
-        os.close(descriptor)
-    ends = np.cumsum(counts)
-    return [
-        np.asarray(words[end - count : end]).reshape(shape)
-        for end, count, shape in zip(ends, counts, shapes, strict=True)
-    ]
+            if holder == seq and present > first:
+                self._rows[row] = (holder, first)

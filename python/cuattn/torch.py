@@ -7,6 +7,7 @@ tensors) they become the registered ops ``torch.ops.cuattn.attention`` and ``att
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,7 +26,8 @@ OPTIONS = (  # tensors first: an op with autograd takes them by position only
 
 library = torch.library.Library("cuattn", "DEF")
 library.define(
-    f'attention(Tensor q, Tensor k, Tensor v, {OPTIONS}, str layout="bshd") -> (Tensor, Tensor)'
+    f'attention(Tensor q, Tensor k, Tensor v, {OPTIONS}, str layout="bshd", '
+    "int[]? physical_layout=None) -> (Tensor, Tensor)"
 )
 library.define(
     "attention_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
@@ -38,9 +40,26 @@ def with_lse(result: Any, q: Tensor) -> tuple[Tensor, Tensor]:
     return result if isinstance(result, tuple) else (result, q.new_empty(0, dtype=torch.float32))
 
 
-def attention_kernel(q: Tensor, k: Tensor, v: Tensor, *tensors: Any, **options: Any) -> Any:
+def empty_out(q: Tensor, v: Tensor, physical_layout: Sequence[int] | None) -> Tensor:
+    """Allocate what attention returns, its axes in memory as torch.empty_permuted takes them."""
+    shape = (*q.shape[:-1], v.shape[-1])
+    return torch.empty_permuted(
+        shape, physical_layout or tuple(range(len(shape))), dtype=q.dtype, device=q.device
+    )
+
+
+def attention_kernel(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *tensors: Any,
+    physical_layout: Sequence[int] | None = None,
+    **options: Any,
+) -> Any:
     """Run the op on tensors with memory."""
     options.update(zip(TENSORS, tensors, strict=False))
+    if physical_layout is not None:
+        options["out"] = empty_out(q, v, physical_layout)
     return with_lse(run_attention(q, k, v, **options), q)
 
 
@@ -69,6 +88,7 @@ def attention_shapes(
     v: Tensor,
     *tensors: Any,
     layout: str = "bshd",
+    physical_layout: Sequence[int] | None = None,
     return_lse: bool = False,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
@@ -76,7 +96,7 @@ def attention_shapes(
     batch, second, third = q.shape[:3]
     lse = (batch, third, second) if layout == "bshd" else (batch, second, third)
     return (
-        q.new_empty((*q.shape[:-1], v.shape[-1])),
+        empty_out(q, v, physical_layout),
         q.new_empty(lse if return_lse else (0,), dtype=torch.float32),
     )
 
@@ -226,7 +246,9 @@ def scaled_dot_product_attention(
     Returns
     -------
     tensor, [..., num_heads, seqlen_q, head_dim_v]
-        A query without visible key gives 0.
+        A query without visible key gives 0. With 4 axes they lie in memory in the order of query's
+        axes, as torch's do: a transposed query gives a result that transposes back to a contiguous
+        one. Otherwise it is contiguous.
 
     Raises
     ------
@@ -263,17 +285,34 @@ def scaled_dot_product_attention(
         seqlen_kv = min(seqlen_q, seqlen_kv)
         key, value = key[..., :seqlen_kv, :], value[..., :seqlen_kv, :]
         window = (-1, seqlen_q - seqlen_kv)
-    bias = attn_mask
-    if bias is not None and len(leading) != 1:
-        full = (*leading, query.shape[-3], seqlen_q, seqlen_kv)
-        bias = bias.expand(full).reshape(-1, *full[-3:])
-    out = attention(
-        query.reshape(-1, *query.shape[-3:]),
-        key.reshape(-1, *key.shape[-3:]),
-        value.reshape(-1, *value.shape[-3:]),
-        layout="bhsd",
-        window=window,
-        scale=scale,
-        bias=bias,
-    )
-    return out.reshape(*leading, *out.shape[-3:])
+    bias, order = attn_mask, None
+    if len(leading) != 1:
+        if bias is not None:
+            full = (*leading, query.shape[-3], seqlen_q, seqlen_kv)
+            bias = bias.expand(full).reshape(-1, *full[-3:])
+        query = query.reshape(-1, *query.shape[-3:])
+        key = key.reshape(-1, *key.shape[-3:])
+        value = value.reshape(-1, *value.shape[-3:])
+    elif not query.is_contiguous():
+        order = stride_order(query)
+    options = {"layout": "bhsd", "window": window, "scale": scale}
+    if traced(query):
+        out, _ = torch.ops.cuattn.attention(
+            query, key, value, None, None, bias, physical_layout=order, **options
+        )
+    else:
+        given = None if order is None else empty_out(query, value, order)
+        out = run_attention(query, key, value, bias=bias, out=given, **options)
+    return out if len(leading) == 1 else out.reshape(*leading, *out.shape[-3:])
+
+
+def stride_order(query: Tensor) -> tuple[int, ...]:
+    """Sort the axes of a tensor of 4 by their strides, the largest first; head_dim is the last."""
+    strides = query.stride()
+    order: list[int] = []
+    for axis in range(3):  # by hand: torch.compile cannot sort by strides that are symbols
+        place = 0
+        while place < len(order) and strides[order[place]] >= strides[axis]:
+            place += 1
+        order.insert(place, axis)
+    return (*order, 3)

@@ -10,6 +10,7 @@
 #include <iostream>
 #include <sstream>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "suite.h"
@@ -38,12 +39,12 @@ Outcome run_case(const Case& test) {
 }
 
 struct Selection {
-  std::string filter;                // part of a name
-  std::vector<std::string> exclude;  // the same
-  int shard = 0, shards = 1;         // every shards-th case, for several processes at once
+  std::vector<std::vector<std::string>> filters;  // of each, one part must occur in the name
+  std::vector<std::string> exclude;               // none of these may
+  int shard = 0, shards = 1;  // every shards-th case, for several processes at once
 
-  bool excluded(const std::string& name) const {
-    return std::any_of(exclude.begin(), exclude.end(), [&](const std::string& part) {
+  static bool contains(const std::string& name, const std::vector<std::string>& parts) {
+    return std::any_of(parts.begin(), parts.end(), [&](const std::string& part) {
       return name.find(part) != std::string::npos;
     });
   }
@@ -53,8 +54,10 @@ struct Selection {
     int index = 0;
     for (const Case& test : cuattn::test::cases()) {
       if (settings().sanitize && test.needs != Needs::gpu) continue;
-      if (test.name.find(filter) == std::string::npos) continue;
-      if (excluded(test.name)) continue;
+      if (!std::all_of(filters.begin(), filters.end(),
+                       [&](const auto& filter) { return contains(test.name, filter); }))
+        continue;
+      if (contains(test.name, exclude)) continue;
       if (index++ % shards == shard) chosen.push_back(&test);
     }
     return chosen;
@@ -93,10 +96,18 @@ constexpr const char* kUsage =
     "  perf             time the CUDA kernels; --filter chooses among backends\n"
     "  plant TOOL       make the error that memcheck, racecheck, initcheck, synccheck or the\n"
     "                   watchdog of a CUATTN_WATCHDOG build must report\n"
-    "  --filter TEXT    only cases whose name contains TEXT      --exclude TEXT,TEXT  not these\n"
+    "  --filter TEXT,TEXT  only cases whose name contains one of these; given twice, both hold\n"
+    "  --exclude TEXT,TEXT  not these\n"
     "  --seed N         of the random problems, default 1         --list          print the names\n"
     "  --shard I/N      every N-th case, from the I-th            --sanitize      small GPU cases "
     "for compute-sanitizer\n";
+
+std::vector<std::string> parts_of(const std::string& text) {
+  std::vector<std::string> parts;
+  std::istringstream stream(text);
+  for (std::string part; std::getline(stream, part, ',');) parts.push_back(part);
+  return parts;
+}
 
 int usage(const std::string& argument) {
   std::cerr << "cuattn_tests: unknown argument '" << argument << "'\n" << kUsage;
@@ -107,6 +118,7 @@ int usage(const std::string& argument) {
 
 int main(int argc, char** argv) {
   Selection selection;
+  std::string backends;  // of perf
   bool list = false, perf = false;
   for (int i = 1; i < argc; ++i) {
     std::string argument = argv[i];
@@ -122,10 +134,10 @@ int main(int argc, char** argv) {
     } else if (argument == "--list") {
       list = true;
     } else if (argument == "--filter" && has_value) {
-      selection.filter = argv[++i];
+      backends = argv[++i];
+      selection.filters.push_back(parts_of(backends));
     } else if (argument == "--exclude" && has_value) {
-      std::istringstream parts(argv[++i]);
-      for (std::string part; std::getline(parts, part, ',');) selection.exclude.push_back(part);
+      for (std::string& part : parts_of(argv[++i])) selection.exclude.push_back(std::move(part));
     } else if (argument == "--seed" && has_value) {
       settings().seed = std::strtoull(argv[++i], nullptr, 10);
     } else if (argument == "--shard" && has_value) {
@@ -143,7 +155,7 @@ int main(int argc, char** argv) {
     for (const Case* test : selection.cases()) std::cout << test->name << "\n";
     return 0;
   }
-  int status = perf ? run_perf(selection.filter) : run_all(selection.cases());
+  int status = perf ? run_perf(backends) : run_all(selection.cases());
   release_device();
   return status;
 }

@@ -171,7 +171,6 @@ Problem widened(const Problem& p) {
 
 void check_cpu(const Problem& p, const Reference& expected) {
   Problem wide = widened(p);
-  wide.num_splits = 0;  // of CUDA alone
   run_on_cpu(wide, "naive");
   double largest = 0;
   for (int b = 0; b < p.batch; ++b)

@@ -1,6 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // The block pool from C++: ownership, exceptions, eviction, prefixes, and many threads at once. The
 // long random walk against a model is in tests/test_block_pool.py.
+#include <sys/random.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <atomic>
 #include <numeric>
@@ -11,6 +15,19 @@
 #include "cuattn/block_pool.h"
 #include "problem.h"
 #include "test.h"
+
+// Stands in for the C library's, which the pool asks for the seed of its hashes; seen by libcuattn
+// also in a build that hides symbols.
+static bool seed_is_zero = false;
+static int seeds_asked = 0;
+
+extern "C" [[gnu::visibility("default")]] ssize_t getrandom(void* buffer, size_t size,
+                                                            unsigned flags) {
+  ++seeds_asked;
+  if (!seed_is_zero) return syscall(SYS_getrandom, buffer, size, flags);
+  std::fill_n(static_cast<char*>(buffer), size, 0);
+  return static_cast<ssize_t>(size);
+}
 
 namespace cuattn::test {
 namespace {
@@ -93,6 +110,65 @@ TEST(block_pool_finds_prefixes_until_their_memory_is_needed) {
   CHECK(pool.stats().evictions == 1);
   again = matched(pool, tokens);
   CHECK((again == Ids{ids[0], ids[1]}));
+}
+
+// The pool's own mixing of 64 bits, from src/block_pool.cpp.
+uint64_t mix(uint64_t x) {
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+  return x ^ (x >> 31);
+}
+
+// The hash of two tokens at the begin of a sequence, where the seed is zero.
+uint64_t hash_of(const Tokens& tokens) {
+  return mix(mix(mix(0) ^ static_cast<uint64_t>(tokens[0])) ^ static_cast<uint64_t>(tokens[1]));
+}
+
+TEST(block_pool_tells_tokens_with_the_same_hash_apart) {
+  Tokens first{11, 12}, second{7, 0};  // solved for the last token:
+  second[1] = static_cast<int64_t>(mix(mix(0) ^ 11) ^ 12 ^ mix(mix(0) ^ 7));
+  CHECK(hash_of(first) == hash_of(second));  // else this test shows nothing
+  int asked = seeds_asked;
+  seed_is_zero = true;
+  BlockPool pool(4, 2);
+  seed_is_zero = false;
+  CHECK(seeds_asked == asked + 1, "the pool has no seed, or not this one");
+  Ids a = pool.allocate(1), b = pool.allocate(1);
+  pool.commit(a, first.data(), 2);
+  CHECK(matched(pool, second).empty());
+  pool.commit(b, second.data(), 2);
+  CHECK(matched(pool, first) == a && matched(pool, second) == b);
+  pool.free(a);
+  pool.make_writable(a[0]);  // leaves the bucket of both in order
+  CHECK(matched(pool, first).empty() && matched(pool, second) == b);
+}
+
+TEST(block_pool_keeps_salts_apart) {
+  BlockPool pool(4, 2);
+  Tokens tokens = counted(4);
+  Ids a = pool.allocate(2), b = pool.allocate(2);
+  pool.commit(a, tokens.data(), 4, BlockPool::kNoParent, "a");
+  CHECK(matched(pool, tokens).empty());
+  CHECK(pool.match_prefix(tokens.data(), 4, "ab").empty());
+  pool.commit({b[0]}, tokens.data(), 2);
+  pool.commit({b[1]}, tokens.data() + 2, 2, b[0]);
+  CHECK(matched(pool, tokens) == b && pool.match_prefix(tokens.data(), 4, "a") == a);
+  check_throws<std::invalid_argument>("salt must not stand beside a parent",
+                                      [&] { pool.commit({b[1]}, tokens.data(), 2, b[0], "a"); });
+  cuattn_prefix_options options{};
+  cuattn_block_pool* empty = nullptr;
+  int64_t count = 0;
+  CHECK(cuattn_block_pool_create(1, 1, &empty) == CUATTN_OK);
+  CHECK(cuattn_block_pool_match_prefix(empty, nullptr, 0, nullptr, nullptr, &count) == CUATTN_OK);
+  CHECK(cuattn_block_pool_match_prefix(empty, nullptr, 0, &options, nullptr, &count) ==
+        CUATTN_INVALID_ARGUMENT);
+  CHECK(std::string(cuattn_last_error()).find("struct_size 0") != std::string::npos);
+  cuattn_prefix_options_init(&options);
+  options.salt_bytes = 1;
+  CHECK(cuattn_block_pool_match_prefix(empty, nullptr, 0, &options, nullptr, &count) ==
+        CUATTN_INVALID_ARGUMENT);
+  CHECK(std::string(cuattn_last_error()).find("got 1 at NULL") != std::string::npos);
+  cuattn_block_pool_destroy(empty);
 }
 
 TEST(block_pool_serves_many_threads) {

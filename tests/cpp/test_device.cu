@@ -436,7 +436,7 @@ CUDA_TEST(device_score_functor_caps_then_adds_alibi_then_bias) {
     OnGpu<float> g_dots(dots), g_slopes(slopes), out(size_t{2 * kCells});
     PrefillParams p{};
     p.batch = 2, p.num_heads_q = kHeads, p.seqlen_q = kQueries, p.seqlen_kv = kKeys;
-    p.scale = 0.25f, p.softcap = 3.0f;
+    p.scale = 0.25f, p.softcap = 3.0f, p.inv_softcap = inverse_softcap(3.0f, 0.25f);
     p.alibi_slopes = g_slopes.data(), p.alibi_stride_batch = kHeads, p.alibi_stride_head = 1;
     p.bias = g_bias.data() + bias.guard_bytes(), p.bias_dtype = bias_type;
     p.bias_stride_batch = kHeads * kCells, p.bias_stride_head = kCells, p.bias_stride_q = kKeys,

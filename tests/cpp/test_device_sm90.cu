@@ -319,7 +319,7 @@ CUDA_TEST(sm90_elect_one_names_one_lane_of_each_warp) {
 template <int kCount>
 __global__ void walk_rings(int count, int steps, int* out) {
   Ring<kCount> fixed(1);
-  RunTimeRing counted(count, 1);
+  Ring counted(1, count);
   for (int step = 0; step < steps; ++step) {
     int* to = out + 4 * step;
     to[0] = fixed.stage(), to[1] = static_cast<int>(fixed.parity());

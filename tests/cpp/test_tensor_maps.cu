@@ -251,7 +251,7 @@ template <DType kType, int kHeadDimV>
 __global__ void store_output(const __grid_constant__ PrefillParams p,
                              const __grid_constant__ Sm90Maps maps, bool clipped) {
   constexpr int kRows = 64;
-  using Store = StoreSm90<kType, kHeadDimV, kRows, true>;
+  using Store = StoreSm90<kType, ScoreKind::identity, kHeadDimV, kRows, true>;
   uint32_t tile = smem_address(aligned_smem());
   int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * 16;
   Sm90Work w{};

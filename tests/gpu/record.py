@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes record.json: what passed on which GPU, on exactly which sources. Never edited by hand.
 
-record.py hash    prints the hash of the committed sources, and fails while they are changed
-record.py stage   merges one stage of run.sh into the record
+record.py hash     prints the hash of the committed sources, and fails while they are changed
+record.py list     prints the parts (parts.py), whether each is current, and how long it took
+record.py readme   writes the same into README.md
+record.py jobs, build, stage   for run.sh: what is stale, and what came of it
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
+import functools
 import json
 import os
 import re
@@ -18,12 +20,24 @@ import sys
 import xml.etree.ElementTree
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+from parts import (
+    PARTS,
+    PYTHON_STAGES,
+    ROOT,
+    SANITIZERS,
+    STAGES,
+    files,
+    git_blob,
+    hashes,
+    scan,
+    selective,
+    stage_arguments,
+)
+
 RECORD = Path(__file__).resolve().parent / "record.json"
+README = ROOT / "README.md"
+BEGIN, END = "<!-- gpu:begin -->", "<!-- gpu:end -->"
 SOURCES = ("include", "cuda", "src", "bindings", "cpu", "cmake", "CMakeLists.txt", "pyproject.toml")
-STAGES = ("build", "pytest", "limits", "cpp", "memcheck", "racecheck", "initcheck", "synccheck")
-STAGES += ("watchdog",)
-SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
 LOG_TAIL = 5000  # lines kept of a stage's output
 
 
@@ -31,19 +45,10 @@ class SourcesChanged(RuntimeError):
     """The sources in the tree are not those of a commit."""
 
 
-def git_blob(data: bytes) -> str:
-    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
-
-
 def tree_hash(root: Path = ROOT) -> str:
     """What `git ls-files -s SOURCES | git hash-object --stdin` prints, from the files alone."""
-    files = []
-    for name in SOURCES:
-        path = root / name
-        found = [path] if path.is_file() else path.rglob("*")
-        files += [f for f in found if f.is_file() and "__pycache__" not in f.parts]
     lines = []
-    for file in sorted(files, key=lambda f: f.relative_to(root).as_posix().encode()):
+    for file in sorted(files(SOURCES, root), key=lambda f: f.relative_to(root).as_posix().encode()):
         mode = "100755" if os.access(file, os.X_OK) else "100644"
         lines.append(
             f"{mode} {git_blob(file.read_bytes())} 0\t{file.relative_to(root).as_posix()}\n"
@@ -89,19 +94,17 @@ def verified_hash() -> str:
     return found
 
 
-def machine() -> dict[str, str]:
-    def first_line(*command: str) -> str:
+def machine() -> str:
+    def output(*command: str) -> str:
         try:
-            result = subprocess.run(command, capture_output=True, text=True, check=True)
+            return subprocess.run(command, capture_output=True, text=True, check=True).stdout
         except (OSError, subprocess.CalledProcessError):
             return ""
-        return (result.stdout.strip().splitlines() or [""])[0]
 
-    gpu = first_line("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
-    device, _, driver = gpu.partition(", ")
-    nvcc = subprocess.run(["nvcc", "--version"], capture_output=True, text=True).stdout
-    release = re.search(r"release ([\d.]+)", nvcc)
-    return {"device": device, "driver": driver, "cuda": release.group(1) if release else ""}
+    gpu = output("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
+    device, _, driver = (gpu.strip().splitlines() or [""])[0].partition(", ")
+    release = re.search(r"release ([\d.]+)", output("nvcc", "--version"))
+    return f"{device}, driver {driver}, CUDA {release[1] if release else ''}"
 
 
 def harness_counts(text: str) -> dict[str, int]:
@@ -143,45 +146,183 @@ def sanitizer_errors(text: str) -> int | None:
 
 
 def read(path: Path) -> dict:
+    """A record; one of the time before parts were kept says nothing of any part."""
     try:
-        return json.loads(path.read_text())
+        record = json.loads(path.read_text())
     except (OSError, json.JSONDecodeError):
-        return {}
+        record = {}
+    return record if "parts" in record else {"parts": {}, "reach": {}}
 
 
-def stage(name: str, status: int, seconds: int, gpus: str, logs: Path, out: Path) -> bool:
+class Record:
+    """What ran, and what of it still holds for the sources that are here."""
+
+    def __init__(self, content: dict):
+        self.parts: dict[str, dict] = content["parts"]
+        self.reach = {path: set(parts.split()) for path, parts in content["reach"].items()}
+        self.build: dict = content.get("build", {})
+
+    @functools.cached_property
+    def hashes(self) -> dict[str, dict[str, str]]:
+        return {name: hashes(name, self.reach) for name in PARTS}
+
+    def holds(self, name: str, stage: str) -> bool:
+        entry = self.parts.get(name, {}).get(stage, {})
+        return entry.get("ok", False) and entry["sources"] == self.hashes[name][stage]
+
+    def state(self, name: str) -> str:
+        entries = {s: e for s, e in self.parts.get(name, {}).items() if s in PARTS[name].stages}
+        missing = [stage for stage in PARTS[name].stages if stage not in entries]
+        failed = [stage for stage, entry in entries.items() if not entry["ok"]]
+        if not entries:
+            return "not run"
+        if failed:
+            return f"failed: {', '.join(failed)}"
+        if any(not self.holds(name, stage) for stage in entries):
+            return "sources changed since"
+        if missing:
+            return f"not run yet: {', '.join(missing)}"
+        if len({entry["machine"] for entry in entries.values()}) > 1:
+            return "run on different machines"
+        return "current"
+
+    def stale(self, name: str, here: str) -> list[str]:
+        """The stages to run on this machine, so that the part becomes current."""
+        if self.state(name) == "current":
+            return []
+        recorded = self.parts.get(name, {})
+        return [
+            stage
+            for stage in PARTS[name].stages
+            if not self.holds(name, stage) or recorded[stage]["machine"] != here
+        ]
+
+    def seconds(self, name: str) -> int:
+        return sum(entry["seconds"] for entry in self.parts.get(name, {}).values())
+
+
+def merged(paths: list[Path]) -> Record:
+    """Of several records the last word on each stage, unless it is of other sources."""
+    records = [Record(read(path)) for path in paths if path.exists()]
+    if not records:
+        return Record({"parts": {}, "reach": {}})
+    last = records[-1]
+    for record in reversed(records):
+        for name, stages in record.parts.items():
+            for stage, entry in stages.items():
+                mine = last.parts.setdefault(name, {})
+                of_here = name in PARTS and entry["sources"] == last.hashes[name].get(stage)
+                if stage not in mine or (of_here and mine[stage]["sources"] != entry["sources"]):
+                    mine[stage] = entry
+    return last
+
+
+def write(record: Record, folders: set[Path]) -> None:
+    parts = {
+        name: {stage: record.parts[name][stage] for stage in STAGES if stage in record.parts[name]}
+        for name in PARTS
+        if name in record.parts
+    }
+    reach = {path: " ".join(sorted(parts)) for path, parts in record.reach.items()}
+    text = json.dumps({"build": record.build, "parts": parts, "reach": reach}, indent=2)
+    for folder in folders:
+        (folder / "record.json").write_text(text + "\n")
+    if RECORD.parent in folders:
+        write_readme(record)
+
+
+def write_readme(record: Record) -> None:
+    README.write_text(replaced(README.read_text(encoding="utf-8"), record), encoding="utf-8")
+
+
+def records(logs: Path, out: Path) -> list[Path]:
+    """Where a record may lie; run.sh writes the last two, the first is that of the checkout."""
+    return [RECORD, logs.parent / "record.json", out / "record.json"]
+
+
+def build(status: int, seconds: int, gpus: str, logs: Path, out: Path, deps: list[Path]) -> bool:
+    """Records the build, and which files it says reach which parts."""
+    record = merged(records(logs, out))
+    if status == 0:
+        record.reach = selective(scan(path.resolve() for path in deps))
+    entry = {"ok": status == 0, "tree": verified_hash(), "machine": machine(), "seconds": seconds}
+    record.build = {**entry, "gpus": len(gpus.split(","))}
+    write(record, {logs.parent, out.resolve()})
+    keep_log("build", logs, out)
+    print(f"build: {'ok' if status == 0 else 'FAILED'}, {seconds} s")
+    return status == 0
+
+
+def keep_log(name: str, logs: Path, out: Path) -> str:
     log, report = logs / f"{name}.log", logs / f"{name}.xml"
     text = log.read_text(errors="replace") if log.exists() else ""
-    if name == "build":
-        entry = {"passed": int(status == 0), "failed": int(status != 0), "skipped": 0}
-    elif name in ("pytest", "limits"):
-        entry = pytest_counts(report)
-        if name == "limits":  # all of it runs on CUDA
-            del entry["passed_on_cuda"]
-    else:
-        entry = harness_counts(text)
-    entry["seconds"] = seconds
-    entry["gpus"] = len(gpus.split(","))
-    good = status == 0 and entry["failed"] == 0 and entry["passed"] > 0
-    if name in SANITIZERS:
-        entry["sanitizer_errors"] = sanitizer_errors(text)
-        good = good and entry["sanitizer_errors"] == 0
-    entry["ok"] = good
-
-    record = {"sources": verified_hash(), **machine(), "stages": {}}
-    for earlier in map(read, (RECORD, logs.parent / "record.json", out / "record.json")):
-        if all(earlier.get(key) == record[key] for key in ("sources", "device", "driver", "cuda")):
-            record["stages"].update(earlier["stages"])
-    record["stages"][name] = entry
-    record["stages"] = {key: record["stages"][key] for key in STAGES if key in record["stages"]}
-    for folder in {logs.parent, out}:
-        (folder / "record.json").write_text(json.dumps(record, indent=2) + "\n")
     if out.resolve() != RECORD.parent:
         (out / f"{name}.log").write_text("\n".join(text.splitlines()[-LOG_TAIL:]) + "\n")
         if report.exists():
             shutil.copy(report, out)
-    print(f"{name}: {'ok' if good else 'FAILED'} {json.dumps(entry)}")
+    return text
+
+
+def stage(
+    part: str, name: str, status: int, seconds: int, gpus: str, logs: Path, out: Path
+) -> bool:
+    """Merges what one stage of one part printed into the record."""
+    text = keep_log(f"{part}.{name}", logs, out)
+    if name in PYTHON_STAGES:
+        entry = pytest_counts(logs / f"{part}.{name}.xml")
+        if name == "limits":  # all of it runs on CUDA
+            del entry["passed_on_cuda"]
+    else:
+        entry = harness_counts(text)
+    good = status == 0 and entry["failed"] == 0 and entry["passed"] > 0
+    if name in SANITIZERS:
+        entry["sanitizer_errors"] = sanitizer_errors(text)
+        good = good and entry["sanitizer_errors"] == 0
+    record = merged(records(logs, out))
+    entry |= {"ok": good, "seconds": seconds, "gpus": len(gpus.split(",")), "machine": machine()}
+    entry |= {"sources": record.hashes[part][name], "tree": verified_hash()}
+    record.parts.setdefault(part, {})[name] = entry
+    write(record, {logs.parent, out.resolve()})
+    print(f"{part} {name}: {'ok' if good else 'FAILED'} {json.dumps(entry)}")
     return good
+
+
+def print_jobs(words: list[str], every: bool, logs: Path, out: Path) -> None:
+    """Part, stage, the seconds it took last time, and what the stage is told."""
+    record, here = merged(records(logs, out)), machine()
+    parts = [word for word in words if word in PARTS] or list(PARTS)
+    stages = [word for word in words if word in STAGES] or STAGES
+    for name in parts:
+        for stage in PARTS[name].stages if every else record.stale(name, here):
+            if stage in stages:
+                last = record.parts.get(name, {}).get(stage, {}).get("seconds", 0)
+                print(name, stage, last, *stage_arguments(name, stage))
+
+
+def print_list(logs: Path, out: Path) -> None:
+    record = merged(records(logs, out))
+    for name in PARTS:
+        took = record.parts.get(name, {})
+        times = ", ".join(f"{s} {took[s]['seconds']} s" for s in STAGES if s in took)
+        print(f"{name:17} {record.state(name):32} {record.seconds(name):4} s  {times}")
+
+
+def readme_section(record: Record) -> str:
+    lines = ["| part | what it holds | state | passed | machine | seconds |"]
+    lines += ["| --- | --- | --- | ---: | --- | ---: |"]
+    for name, part in PARTS.items():
+        stages, state = record.parts.get(name, {}), record.state(name)
+        state = state if state == "current" else f"**not current**: {state}"
+        passed = f"{sum(entry['passed'] for entry in stages.values()):,}" if stages else ""
+        where = "; ".join(dict.fromkeys(entry["machine"] for entry in stages.values()))
+        took = record.seconds(name) or ""
+        lines.append(f"| {name} | {part.about} | {state} | {passed} | {where} | {took} |")
+    return "\n".join(lines)
+
+
+def replaced(text: str, record: Record) -> str:
+    before, rest = text.split(BEGIN)
+    return f"{before}{BEGIN}\n{readme_section(record)}\n{END}{rest.split(END)[1]}"
 
 
 def main() -> int:
@@ -190,22 +331,42 @@ def main() -> int:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("hash")
-    merge = commands.add_parser("stage")
-    merge.add_argument("name", choices=STAGES)
-    merge.add_argument("--status", type=int, required=True)
-    merge.add_argument("--seconds", type=int, required=True)
-    merge.add_argument("--gpus", required=True, help="those that the stage was spread over: 0,1")
-    merge.add_argument("--logs", type=Path, required=True)
-    merge.add_argument("--out", type=Path, required=True)
+    commands.add_parser("readme")
+    lists, jobs = commands.add_parser("list"), commands.add_parser("jobs")
+    jobs.add_argument("words", nargs="*")
+    jobs.add_argument("--every", action="store_true", help="also what is current")
+    built, ran = commands.add_parser("build"), commands.add_parser("stage")
+    built.add_argument("--deps", type=Path, nargs="+", required=True, help="build folders")
+    ran.add_argument("part", choices=PARTS)
+    ran.add_argument("name", choices=STAGES)
+    for command in built, ran:
+        command.add_argument("--status", type=int, required=True)
+        command.add_argument("--seconds", type=int, required=True)
+        command.add_argument("--gpus", required=True, help="those it was spread over: 0,1")
+    for command in lists, jobs, built, ran:
+        command.add_argument("--logs", type=Path, default=ROOT / "build" / "gpu" / "logs")
+        command.add_argument("--out", type=Path, default=RECORD.parent)
     arguments = vars(parser.parse_args())
+    command = arguments.pop("command")
+    for word in arguments.get("words", ()):
+        if word not in PARTS and word not in STAGES:
+            known = f"parts: {' '.join(PARTS)}; stages: {' '.join(STAGES)}"
+            parser.error(f"unknown part or stage '{word}'; {known}")
     try:
-        if arguments.pop("command") == "hash":
+        if command == "hash":
             print(verified_hash())
-            return 0
-        return 0 if stage(**arguments) else 1
+        elif command == "readme":
+            write_readme(Record(read(RECORD)))
+        elif command == "list":
+            print_list(**arguments)
+        elif command == "jobs":
+            print_jobs(**arguments)
+        else:
+            return 0 if {"build": build, "stage": stage}[command](**arguments) else 1
     except SourcesChanged as error:
         print(f"record.py: {error}", file=sys.stderr)
         return 1
+    return 0
 
 
 if __name__ == "__main__":

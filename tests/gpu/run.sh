@@ -1,41 +1,54 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # The GPU checks, on a machine without network:
-#   run.sh [build|pytest|limits|cpp|memcheck|racecheck|initcheck|synccheck|watchdog]...
-# No argument runs all stages. Each stays under nine minutes and merges its counts into record.json, which names the
-# sources it ran on by their hash. In a checkout the hash is asked of git; elsewhere, also in a copy that lies in another
+#   run.sh [--all] [PART|STAGE]...   runs what is stale, of these parts and stages if any are named; --all: also the rest
+#   run.sh --list                    prints the parts (parts.py), current or stale, and how long each took last time
+#   run.sh --dry-run ...             prints the commands
+# Each stage of a part is merged into record.json as it ends, so a run may be cut short and begun again. The record names
+# the sources by hashes. In a checkout the hash of all is asked of git; elsewhere, also in a copy that lies in another
 # commit's checkout, pass CUATTN_SOURCE_HASH, printed by `tests/gpu/record.py hash` where git is.
-# CUATTN_GPU_OUT: folder for record.json and the ends of the logs.
-# Where several GPUs are visible the stages after the build run side by side, each beginning at a GPU of its own, and what
-# a stage runs in parallel goes round the GPUs.
+# CUATTN_GPU_OUT: folder for record.json and the ends of the logs. CUATTN_GPU_SECONDS: the whole run ends by then; a stage
+# that took longer last time is not begun.
+# Where several GPUs are visible the stages run side by side, each beginning at a GPU of its own, and what a stage runs in
+# parallel goes round the GPUs.
 set -uo pipefail
-all="build pytest limits cpp memcheck racecheck initcheck synccheck watchdog"
-stages=("$@")
-[ $# -gt 0 ] || read -ra stages <<<"$all"
-for stage in "${stages[@]}"; do
-  if [[ " $all " != *" $stage "* ]]; then
-    echo "run.sh: unknown stage '$stage'; stages: $all" >&2
-    exit 2
-  fi
-done
 cd "$(dirname "$0")/../.."
 work=$PWD/build/gpu
 out=${CUATTN_GPU_OUT:-tests/gpu}
 python=${PYTHON:-python3}
-cores=$(nproc)
+record="$python tests/gpu/record.py"
 limit=530  # seconds a stage may take
+seconds=${CUATTN_GPU_SECONDS:-1000000}
+dry="" every="" words=()
+for word in "$@"; do
+  case $word in
+    --list) exec $record list --logs "$work/logs" --out "$out" ;;
+    --dry-run) dry=1 ;;
+    --all) every=--every ;;
+    *) words+=("$word") ;;
+  esac
+done
+# A line for each stage of a part: part, stage, the seconds it took last time, what it is told.
+stale() { $record jobs $every --logs "$work/logs" --out "$out" -- "${words[@]}"; }
+jobs=$(stale) || exit 2
+[ -n "$jobs" ] || { echo "run.sh: all of it is current" && exit 0; }
+
 mkdir -p "$work/logs" "$out"
+cores=$(nproc)
 gpus=${CUDA_VISIBLE_DEVICES:-$(nvidia-smi --query-gpu=index --format=csv,noheader 2>/dev/null | paste -sd, -)}
 gpus=${gpus:-0}
-export CUATTN_SOURCE_HASH=${CUATTN_SOURCE_HASH:-$($python tests/gpu/record.py hash)}
+[ -n "$dry" ] || export CUATTN_SOURCE_HASH=${CUATTN_SOURCE_HASH:-$($record hash)}
 export PYTHONPATH=$work/site${PYTHONPATH:+:$PYTHONPATH}
 tests=$work/tests/cuattn_tests
+
+# Prints a command instead, in a dry run.
+go() { if [ -n "$dry" ]; then echo "  $*" >&3; else "$@"; fi; }
 
 # on_gpu I COMMAND...: on the I-th of $gpus, counted round and round.
 on_gpu() {
   local list
   IFS=, read -ra list <<<"$gpus"
-  CUDA_VISIBLE_DEVICES=${list[$1 % ${#list[@]}]} "${@:2}"
+  CUDA_VISIBLE_DEVICES=${list[$1 % ${#list[@]}]} go "${@:2}"
 }
 several_gpus() { [[ $gpus == *,* ]]; }
 
@@ -43,6 +56,7 @@ several_gpus() { [[ $gpus == *,* ]]; }
 shards() {
   local log=$1 count=$2 status=0 pids=() i
   shift 2
+  [ -z "$dry" ] || { go "$count times:" "$@" && return; }
   rm -f "$log."[0-9]*
   for ((i = 0; i < count; ++i)); do
     on_gpu "$i" "${@//SHARD/$i/$count}" >"$log.$i" 2>&1 &
@@ -54,61 +68,72 @@ shards() {
 }
 
 build() {
-  CMAKE_BUILD_PARALLEL_LEVEL=$cores $python -m pip install --no-index --no-build-isolation --no-deps --no-compile \
+  CMAKE_BUILD_PARALLEL_LEVEL=$cores go $python -m pip install --no-index --no-build-isolation --no-deps --no-compile \
     --disable-pip-version-check --quiet --upgrade --target "$work/site" -C build-dir="$work/lib" \
     -C cmake.define.CUATTN_CUDA=ON . &&
-    cmake -G Ninja -S tests/cpp -B "$work/tests" -DCUATTN_TESTS_CUDA=ON \
-      -Dcuattn_DIR="$($python -c 'import cuattn; print(cuattn.cmake_dir())')" &&
-    cmake --build "$work/tests" -j "$cores" &&
-    $python -c 'import cuattn; print(cuattn.info())'
+    go cmake -G Ninja -S tests/cpp -B "$work/tests" -DCUATTN_TESTS_CUDA=ON \
+      -Dcuattn_DIR="$([ -n "$dry" ] || $python -c 'import cuattn; print(cuattn.cmake_dir())')" &&
+    go cmake --build "$work/tests" -j "$cores" || return 1
+  # A second build, whose mbarrier waits trap after two seconds. Only 90a code waits so.
+  [[ $jobs != *" watchdog "* ]] || {
+    go cmake -G Ninja -S . -B "$work/watchdog" -DCUATTN_CUDA=ON -DCUATTN_CUDA_ARCHS=90-real -DCUATTN_WATCHDOG=ON \
+      -DCUATTN_TESTS=ON && go cmake --build "$work/watchdog" -j "$cores" --target cuattn_tests
+  } &&
+    go $python -c 'import cuattn; print(cuattn.info())'
 }
+
+# The stages, of the part $part. $arguments: its Python files, or which cases of cuattn_tests are its own.
 
 pytest() {
   local workers=()
   # One worker a core: their libraries must not start a thread for every core each.
   $python -c 'import xdist' 2>/dev/null && workers=(-n "$cores" --dist worksteal) &&
     export OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1 CUATTN_NUM_THREADS=2
-  # test_cpp.py builds what the build stage has built; the cpp stage runs it.
   # Each worker takes its GPUs from the list (tests/conftest.py).
   CUDA_VISIBLE_DEVICES=$gpus CUATTN_REQUIRE_CUDA=1 XLA_PYTHON_CLIENT_PREALLOCATE=false \
-    $python -m pytest "${workers[@]}" -q -rf -p no:cacheprovider --ignore tests/test_cpp.py \
-    --durations 10 --junitxml "$work/logs/pytest.xml" tests
+    go $python -m pytest "${workers[@]}" -q -rf -p no:cacheprovider \
+    --durations 10 --junitxml "$log.xml" $arguments
 }
 
 # Arrays of gigabytes, 45 GiB at most in use: one process, so that no two tests share the memory.
 limits() {
   on_gpu 0 env CUATTN_REQUIRE_CUDA=1 $python -m pytest -m slow -q -rf -p no:cacheprovider \
-    --durations 10 --junitxml "$work/logs/limits.xml" tests/test_limits*.py
+    --durations 10 --junitxml "$log.xml" $arguments
 }
 
 cpp() {
   local status=0 pids=() first
-  on_gpu 0 "$tests" test >"$work/logs/cpp.seed1" 2>&1 &
+  on_gpu 0 "$tests" test $arguments >"$log.seed1" 2>&1 &
   first=$!
-  several_gpus || wait $first || status=1  # its cases of streams and threads want a quiet GPU
-  # The references are computed on the host, one thread each: the seeds run side by side.
-  for seed in 2 3 4 5 6; do
-    on_gpu $((seed - 1)) "$tests" test --filter instance/ --seed "$seed" >"$work/logs/cpp.seed$seed" 2>&1 &
-    pids+=($!)
-  done
+  several_gpus || wait $first || status=1  # the cases of streams and threads want a quiet GPU
+  if [[ $part == forward-* ]]; then
+    # The references are computed on the host, one thread each: the seeds run side by side.
+    for seed in 2 3 4 5 6; do
+      on_gpu $((seed - 1)) "$tests" test $arguments --filter instance/ --seed "$seed" >"$log.seed$seed" 2>&1 &
+      pids+=($!)
+    done
+  fi
   for pid in $first "${pids[@]}"; do wait "$pid" || status=1; done
-  cat "$work/logs/cpp.seed"*
-  on_gpu 0 "$tests" perf --filter sm || status=1
+  cat "$log.seed"*
+  case $part in
+    forward-sm90) on_gpu 0 "$tests" perf --filter sm90 || status=1 ;;
+    forward-portable) on_gpu 0 "$tests" perf --filter sm80 || status=1 ;;
+  esac
   return $status
 }
 
-# One tool over every kernel instance, spread over processes: the tools are bound by the host. Before that the tool must
+# One tool over every case of the part, spread over processes: the tools are bound by the host. Before that the tool must
 # report an error made on purpose; otherwise its silence means nothing.
 sanitize() {
   local tool=$1 exclude=$2
   shift 2
-  on_gpu 0 compute-sanitizer --tool "$tool" --error-exitcode 1 "$@" "$tests" plant "$tool" >"$work/logs/$tool.planted" 2>&1
-  if ! grep -Eq 'SUMMARY: [1-9][0-9]* (error|hazard)' "$work/logs/$tool.planted"; then
+  on_gpu 0 compute-sanitizer --tool "$tool" --error-exitcode 1 "$@" "$tests" plant "$tool" >"$log.planted" 2>&1
+  if [ -z "$dry" ] && ! grep -Eq 'SUMMARY: [1-9][0-9]* (error|hazard)' "$log.planted"; then
     echo "$tool did not report the planted error"
     return 1
   fi
-  shards "$work/logs/$tool" 8 compute-sanitizer --tool "$tool" --error-exitcode 1 "$@" \
-    "$tests" --sanitize --exclude "$exclude" --shard SHARD
+  shards "$log" 8 compute-sanitizer --tool "$tool" --error-exitcode 1 "$@" \
+    "$tests" --sanitize $arguments --exclude "$exclude" --shard SHARD
 }
 
 memcheck() {
@@ -116,7 +141,7 @@ memcheck() {
   sanitize memcheck /cublas/ --padding 512 --leak-check full || status=1
   # cuBLAS keeps its handle's memory until the process ends, so its cases run without the leak check. Its kernels are
   # not ours to check for races or initialisation.
-  on_gpu 1 compute-sanitizer --tool memcheck --error-exitcode 1 --padding 512 \
+  [ "$part" != forward-portable ] || on_gpu 1 compute-sanitizer --tool memcheck --error-exitcode 1 --padding 512 \
     "$tests" --sanitize --filter /cublas/ || status=1
   return $status
 }
@@ -131,47 +156,56 @@ racecheck() {
 initcheck() { sanitize initcheck /cublas/,sm90_stmatrix_and_tma_store; }
 synccheck() { sanitize synccheck /cublas/; }
 
-# A build whose mbarrier waits trap after two seconds; first it must end a wait in vain. Only 90a code waits so.
+# The build whose waits end; first it must end a wait in vain.
 watchdog() {
-  local build=$work/watchdog
-  cmake -G Ninja -S . -B "$build" -DCUATTN_CUDA=ON -DCUATTN_CUDA_ARCHS=90-real -DCUATTN_WATCHDOG=ON \
-    -DCUATTN_TESTS=ON >/dev/null && cmake --build "$build" -j "$cores" --target cuattn_tests || return 1
-  on_gpu 0 "$build/tests/cpp/cuattn_tests" plant watchdog &&
-    shards "$work/logs/watchdog" 8 "$build/tests/cpp/cuattn_tests" test --filter sm90 --shard SHARD
+  local watched=$work/watchdog/tests/cpp/cuattn_tests
+  on_gpu 0 "$watched" plant watchdog &&
+    shards "$log" 8 "$watched" test $arguments --filter sm90 --shard SHARD
 }
 
-# Its output goes to its log and to stdout.
-run_stage() {
+# timed NAME SECONDS FUNCTION: its output goes to NAME.log; leaves its exit status in $status and its time in $took.
+timed() {
   local begin=$SECONDS
-  timeout --kill-after 10 "$limit" bash -o pipefail -c "$1" 2>&1 | tee "$work/logs/$1.log"
-  echo "${PIPESTATUS[0]} $((SECONDS - begin))" >"$work/logs/$1.end"
+  log=$work/logs/$1 timeout --kill-after 10 "$2" bash -o pipefail -c "$3" >"$work/logs/$1.log" 2>&1
+  status=$? took=$((SECONDS - begin))
 }
+where() { echo --status "$status" --seconds "$took" --gpus "$gpus" --logs "$work/logs" --out "$out"; }
 
-record_stage() {
-  local status seconds
-  read -r status seconds <"$work/logs/$1.end"
-  $python tests/gpu/record.py stage "$1" --status "$status" --seconds "$seconds" --gpus "$gpus" \
-    --logs "$work/logs" --out "$out"
-}
-
-export -f $all on_gpu several_gpus shards sanitize
-export work tests python cores gpus
-failed=0 later=()
-for stage in "${stages[@]}"; do
-  printf '\n== %s\n' "$stage"
-  if [ "$stage" != build ] && several_gpus; then
-    run_stage "$stage" >/dev/null &
-    later+=("$stage")
-    gpus=${gpus#*,},${gpus%%,*}  # the next stage begins at the next GPU
-  else
-    run_stage "$stage"
-    record_stage "$stage" || failed=1
+# run_stage PART STAGE LIMIT: records what came of it as soon as it ends.
+run_stage() {
+  timed "$1.$2" "$3" "$2"
+  [ -z "$dry" ] || return 0
+  if [ "$took" -ge "$3" ] && [ "$3" -lt "$limit" ]; then
+    echo "$1 $2: cut short by CUATTN_GPU_SECONDS, not recorded"
+  elif ! flock "$work/lock" $record stage "$1" "$2" $(where); then
+    tail -n 40 "$work/logs/$1.$2.log"
+    echo "$1 $2" >>"$work/failed"
   fi
-done
+}
+
+exec 3>&1
+export -f build pytest limits cpp sanitize memcheck racecheck initcheck synccheck watchdog go on_gpu several_gpus shards
+export dry jobs work tests python cores gpus part arguments
+rm -f "$work/failed"
+timed build "$limit" build
+if [ -z "$dry" ]; then
+  $record build $(where) --deps "$work/lib" "$work/tests" || { tail -n 40 "$work/logs/build.log" && exit 1; }
+  jobs=$(stale)  # by what this build says of who includes what
+fi
+several_gpus && IFS=, read -ra list <<<"$gpus" && width=$((4 * ${#list[@]})) || width=1
+later=""
+while read -r part stage last arguments; do
+  while [ "$(jobs -rp | wc -l)" -ge "$width" ]; do wait -n; done
+  left=$((seconds - SECONDS))
+  if [ "$left" -lt 20 ] || [ "$last" -gt "$left" ]; then
+    later+=" $part/$stage"
+    continue
+  fi
+  [ -z "$dry" ] || echo "$part $stage"
+  run_stage "$part" "$stage" $((left < limit ? left : limit)) </dev/null &
+  several_gpus && gpus=${gpus#*,},${gpus%%,*}  # the next stage begins at the next GPU
+done <<<"$jobs"
 wait
-for stage in "${later[@]}"; do
-  record_stage "$stage" && continue
-  failed=1
-  tail -n 40 "$work/logs/$stage.log"
-done
-exit $failed
+[ -n "$dry" ] || $record list --logs "$work/logs" --out "$out"
+[ -z "$later" ] || echo "run.sh: no time was left for$later; run it again"
+[ ! -e "$work/failed" ] || { echo "run.sh: FAILED" $(paste -sd, "$work/failed") && exit 1; }

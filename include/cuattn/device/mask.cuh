@@ -62,7 +62,7 @@ struct ScoreMod<kType, ScoreKind::scored> {
                       int32_t keys)
       : scale(p.scale),
         softcap(p.softcap),
-        inv_softcap(p.softcap > 0.0f ? 1.0f / p.softcap : 0.0f),
+        inv_softcap(p.inv_softcap),
         slope(p.alibi_slopes == nullptr
                   ? 0.0f
                   : p.alibi_slopes[b * p.alibi_stride_batch + head * p.alibi_stride_head]),
@@ -85,7 +85,9 @@ struct ScoreMod<kType, ScoreKind::scored> {
       // Note: tanh_exp2 is right to 1e-7, not to 1e-7 of a small result; times a softcap of 30 that
       // is several times the error of the plain formula in float32.
       float ratio = score * inv_softcap;
-      score = softcap * (kType == DType::f32 ? tanhf(ratio) : tanh_exp2(ratio));
+      score = softcap * (kType == DType::f32       ? tanhf(ratio)
+                         : softcap > kLargeSoftcap ? tanh_of_small(ratio)
+                                                   : tanh_exp2(ratio));
     }
     if (slope != 0.0f) score -= slope * fabsf(static_cast<float>(row + diagonal - key));
     return bias == nullptr ? score : add_bias(score, row, key);

@@ -22,6 +22,23 @@ __device__ __forceinline__ float exp2_approx(float x) {
 // Finite where both factors are: rounded toward zero, and with it to the largest float.
 __device__ __forceinline__ float finite_product(float x, float y) { return __fmul_rz(x, y); }
 
+// Whether exponents relative to `reference` (base 2) take two roundings. Most are one FFMA,
+// score * to_log2 - reference: the product is exact, the reference rounded, so the exponent of the
+// maximum itself is off by half a unit in its last place. That is up to 4 here, and beyond it may
+// leave the range of a float16, or any. Then the difference comes first: 0 for the maximum.
+__device__ __forceinline__ bool is_large_reference(float reference) {
+  return fabsf(reference) > 1 << 26;
+}
+
+constexpr float kLargest = 3.4028234664e38f;
+
+// A sink in base 2, finite where it is no float there.
+__device__ __forceinline__ float sink_in_base2(float sink) {
+  sink = finite_sink(sink);
+  float exponent = __fmul_rn(sink, kLog2e);
+  return fabsf(exponent) > kLargest ? finite_product(sink, kLog2e) : exponent;
+}
+
 __device__ __forceinline__ float log2_approx(float x) {
   float y;
   asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -37,6 +54,15 @@ __device__ __forceinline__ float rcp_approx(float x) {
 // tanh(x) = 1 - 2 / (1 + e^(2x)): absolute error about 1e-7, and right at both infinities.
 __device__ __forceinline__ float tanh_exp2(float x) {
   return 1.0f - 2.0f * rcp_approx(1.0f + exp2_approx(x * (2.0f * kLog2e)));
+}
+
+// The same for arguments of any size: what is small is right to 2e-6 of itself, where an error of
+// 1e-7 times a large softcap would be many times the score. For softcaps above kLargeSoftcap.
+constexpr float kLargeSoftcap = 256.0f;
+__device__ __forceinline__ float tanh_of_small(float x) {
+  float square = x * x;
+  float series = fmaf(square, fmaf(square, 2.0f / 15.0f, -1.0f / 3.0f), 1.0f);
+  return fabsf(x) < 0.0625f ? x * series : tanh_exp2(x);
 }
 
 // Relative error 2^-11, in one instruction.

@@ -64,23 +64,25 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
 #endif
 }
 
-// A place in a ring of kCount stages. Its barriers are waited for in the parity of the round:
-// `first_parity` 0 for who waits for what others bring, 1 for who brings it.
-template <int kCount>
+// A place in a ring of kCount stages, or of as many as a launch says (kCount 0). Its barriers are
+// waited for in the parity of the round: `first_parity` 0 for who waits for what others bring, 1
+// for who brings it.
+template <int kCount = 0>
 class Ring {
  public:
-  __device__ explicit Ring(uint32_t first_parity) : parity_(first_parity) {}
+  __device__ explicit Ring(uint32_t first_parity, int count = kCount)
+      : count_(count), parity_(first_parity) {}
   __device__ __forceinline__ int stage() const { return stage_; }
   __device__ __forceinline__ uint32_t parity() const { return parity_; }
   __device__ __forceinline__ void next() {
-    if (++stage_ == kCount) {
+    if (++stage_ == count_) {
       stage_ = 0;
       parity_ ^= 1;
     }
   }
 
  private:
-  int stage_ = 0;
+  int stage_ = 0, count_;
   uint32_t parity_;
 };
 
@@ -94,24 +96,6 @@ class Ring<2> {  // both in one register
 
  private:
   uint32_t count_;
-};
-
-// The same where a launch says how many stages there are.
-class RunTimeRing {
- public:
-  __device__ RunTimeRing(int count, uint32_t first_parity) : count_(count), parity_(first_parity) {}
-  __device__ __forceinline__ int stage() const { return stage_; }
-  __device__ __forceinline__ uint32_t parity() const { return parity_; }
-  __device__ __forceinline__ void next() {
-    if (++stage_ == count_) {
-      stage_ = 0;
-      parity_ ^= 1;
-    }
-  }
-
- private:
-  int stage_ = 0, count_;
-  uint32_t parity_;
 };
 
 // ---- named barriers (0 is __syncthreads): `threads` counts those that wait and those that only

@@ -169,7 +169,9 @@ __device__ __forceinline__ UnitRow unit_row(const PagedParams& p, int32_t b, int
   return found;
 }
 
-// Dot products of one row become scores in base 2: exponents, ready for exp2.
+// Dot products of one row become scores in base 2: exponents, ready for exp2. Each is rounded
+// before the maximum is taken from it, so that the maximum itself has the exponent 0, however large
+// it is.
 template <DType kType>
 struct RowScore {
   float scale;       // identity: with log2 e, scored: natural units
@@ -190,16 +192,18 @@ struct RowScore {
   }
 
   static __device__ __forceinline__ bool is_scored(const PagedParams& p) {
-    return p.softcap > 0.0f || p.alibi_slopes != nullptr;
+    return p.softcap > 0.0f || p.alibi_slopes != nullptr || p.scale >= 0x1p127f;
   }
 
   __device__ __forceinline__ float scored(const PagedParams& p, float dot, int32_t key) const {
     float score = dot * scale;
     if (p.softcap > 0.0f) {
       float ratio = score / p.softcap;  // as ScoreMod in mask.cuh
-      score = p.softcap * (kType == DType::f32 ? tanhf(ratio) : tanh_exp2(ratio));
+      score = p.softcap * (kType == DType::f32         ? tanhf(ratio)
+                           : p.softcap > kLargeSoftcap ? tanh_of_small(ratio)
+                                                       : tanh_exp2(ratio));
     }
-    return (score - slope * fabsf(static_cast<float>(position - key))) * kLog2e;
+    return finite_product(score - slope * fabsf(static_cast<float>(position - key)), kLog2e);
   }
 
   __device__ __forceinline__ bool sees(int32_t key) const {
@@ -238,7 +242,7 @@ __device__ __forceinline__ RowOutput final_output(const PagedParams& p, int32_t 
                                                   bool leader) {
   float factor = 1.0f;
   if (p.sinks != nullptr) {
-    float sink = __fmul_rn(p.sinks[row.head * p.sinks_stride], kLog2e);
+    float sink = sink_in_base2(p.sinks[row.head * p.sinks_stride]);
     float larger = fmaxf(maximum, sink);
     float reference = larger == negative_infinity() ? 0.0f : larger;
     factor = exp2_approx(maximum - reference);

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import pathlib
 
 # `invariant` is auto with batch_invariant=True. Over pages: `replan` makes the plan in every call,
@@ -44,6 +45,22 @@ PEERS = (
 )
 
 
+def positive_number(text: str) -> float:
+    """Read a number above zero, below infinity."""
+    with contextlib.suppress(ValueError):
+        if 0 < (number := float(text)) < float("inf"):
+            return number
+    raise argparse.ArgumentTypeError(f"must be a number above 0, got {text}")
+
+
+def positive_count(text: str) -> int:
+    """Read a whole number above zero."""
+    with contextlib.suppress(ValueError):
+        if (count := int(text)) > 0:
+            return count
+    raise argparse.ArgumentTypeError(f"must be a whole number above 0, got {text}")
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--family", help="comma list (default: smoke); --list shows all")
     parser.add_argument(
@@ -61,16 +78,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     parser.add_argument(
-        "--rounds", type=int, default=7, help="rounds of shuffled order (default 7)"
+        "--rounds", type=positive_count, default=7, help="rounds of shuffled order (default 7)"
     )
     parser.add_argument(
         "--budget",
-        type=float,
+        type=positive_number,
         metavar="S",
         help="seconds for a family (default 150)",
     )
     parser.add_argument(
-        "--limit", type=float, default=10.0, metavar="S", help="longest single call (default 10)"
+        "--limit",
+        type=positive_number,
+        default=10.0,
+        metavar="S",
+        help="longest single call (default 10)",
     )
     parser.add_argument(
         "--quick", action="store_true", help="3 rounds, 20 seconds a family: a look, not a result"

@@ -11,6 +11,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import tempfile
 import time
 
 import cuattn
@@ -21,6 +22,7 @@ from .families import FAMILIES, Family
 from .measure import Run, Settings, say
 from .options import BACKENDS
 from .peers import PEERS, Contestant, our_contestant, versions
+from .workloads import Workload
 
 SCHEMA = 1
 RECORDED_ENVIRONMENT = (
@@ -107,7 +109,6 @@ def writer(path: pathlib.Path | None):
     def save(document: dict) -> None:
         if path is None:
             return
-        path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".partial")
         partial.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
         partial.replace(path)
@@ -127,6 +128,18 @@ def choose(
         if name not in known:
             raise SystemExit(f"bench: no {what} is called {name!r}; known: {', '.join(known)}")
     return chosen
+
+
+def check_output(folder: pathlib.Path | None) -> None:
+    """Make the folder, and a file there: what cannot be written is not measured."""
+    if folder is None:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise SystemExit(f"bench: -o must be a folder to write to, got {folder}: {error}") from None
 
 
 def list_families() -> None:
@@ -152,15 +165,36 @@ class Bench:
             self.opened[kind] = device, ceilings
         return self.opened[kind]
 
+    def contestants(self, name: str) -> list[Contestant]:
+        """Return whom the command line, or else the family, asks for."""
+        arguments, family = self.arguments, FAMILIES[name]
+        backends = choose(arguments.backend, family.backends, BACKENDS, "backend")
+        peers = choose(arguments.peer, family.peers, tuple(PEERS), "peer")
+        if not backends and not peers:
+            raise SystemExit(f"bench: {name} has nobody to measure; name a --backend or a --peer")
+        return [our_contestant(backend) for backend in backends] + [PEERS[peer] for peer in peers]
+
+    def workloads(self, name: str) -> tuple[Workload, ...]:
+        """Return the family's workloads that the command line asks for."""
+        return tuple(w for w in FAMILIES[name].workloads if self.arguments.workload in w.name)
+
+    def families(self) -> list[str]:
+        """Check the command line; returns the families of which there is something to measure."""
+        check_output(self.arguments.output)
+        names = choose(self.arguments.family, ("smoke",), tuple(FAMILIES), "family")
+        chosen = [name for name in names if self.workloads(name) and self.contestants(name)]
+        if not chosen:
+            raise SystemExit(
+                f"bench: no workload of {', '.join(names) or 'no family'} has "
+                f"{self.arguments.workload!r} in its name; --list shows all"
+            )
+        return chosen
+
     def family(self, name: str) -> int:
         """Measure one family; returns how many results of ours failed."""
         arguments, family = self.arguments, FAMILIES[name]
+        contestants = self.contestants(name)
         device, ceilings = self.device("cpu" if family.device == "cpu" else arguments.device)
-        wanted = tuple(w for w in family.workloads if arguments.workload in w.name)
-        backends = choose(arguments.backend, family.backends, BACKENDS, "backend")
-        peers = choose(arguments.peer, family.peers, tuple(PEERS), "peer")
-        contestants = [our_contestant(backend) for backend in backends]
-        contestants += [PEERS[peer] for peer in peers]
         document = describe(device, contestants, self.settings)
         document |= {"family": name, "about": family.about, "ceilings": ceilings}
         document |= {"quantity": family.quantity, "complete": True, "rows": []}
@@ -171,7 +205,7 @@ class Bench:
         run = Run(device, dataclasses.replace(self.settings, heat_s=heat_s), contestants)
         device.heat(self.settings.heat_s)
         with no_grad():
-            family = dataclasses.replace(family, workloads=wanted)
+            family = dataclasses.replace(family, workloads=self.workloads(name))
             run_family(name, family, run, document, writer(path))
         print(report.summary(document))
         if path:
@@ -189,9 +223,8 @@ def main(arguments: argparse.Namespace) -> int:
         settings = dataclasses.replace(settings, rounds=3, calls=5, budget_s=20.0, heat_s=0.1)
     if arguments.budget is not None:
         settings = dataclasses.replace(settings, budget_s=arguments.budget)
-    families = choose(arguments.family, ("smoke",), tuple(FAMILIES), "family")
     bench = Bench(arguments, settings)
-    return 1 if sum([bench.family(name) for name in families]) else 0
+    return 1 if sum([bench.family(name) for name in bench.families()]) else 0
 
 
 def no_grad():
