@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "cuattn/instances.h"
 #include "src/abi/guarded.h"
 #include "src/attention/call.h"
 #include "src/check/validate.h"
@@ -67,6 +68,7 @@ void fill_shapes(const TensorView& q, cuattn_attention_call& c) {
 std::vector<KernelInfo> all_kernels() {
   std::vector<KernelInfo> list;
   cpu_backend().list_kernels(list);
+  list_instances(list);
   if (const Backend* cuda = cuda_backend()) cuda->list_kernels(list);
   return list;
 }

@@ -33,7 +33,7 @@ const char* refusal(const PagedCall& call) {
   if (p.dtype == DType::f32) return "it takes float16 and bfloat16, not float32";
   if (p.kv_dtype != p.dtype) return "it takes caches of the dtype of q";
   if (p.kv_layout == KvLayout::vllm) return "it takes the layouts 'nhd' and 'hnd'";
-  if (paged_head_dim(p.head_dim) != 128) return "it takes head_dim 72 to 128";
+  if (p.head_dim <= 64 || p.head_dim > 128) return "it takes head_dim 72 to 128";
   if (p.work.q_len * p.work.group > 8) return "it takes 8 queries times heads of a group at most";
   return nullptr;
 }

@@ -584,8 +584,9 @@ void launch_paged_sm80_kernel(const PagedParams& p, cudaStream_t stream) {
                      Kernel::smem_bytes(warps, stages), device_major(), stream, p, warps, stages);
 }
 
-template <DType kCache, int kHeadDim>
+template <DType kCache, int kHeadDim, int kHeadDimV>
 void launch_paged_sm80(const PagedParams& p, cudaStream_t stream) {
+  static_assert(kHeadDim == kHeadDimV);
   if (p.kv_layout == KvLayout::vllm) {
     return launch_paged_sm80_kernel<PagedSm80<kCache, kHeadDim, 8, true>>(p, stream);
   }
