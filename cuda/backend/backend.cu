@@ -37,33 +37,6 @@ void paged_plan(const PagedWork& work, int32_t* plan, int32_t device_id, Stream 
   launch_paged_plan(work, plan, static_cast<cudaStream_t>(stream));
 }
 
-void* start_persistent(const PersistentParams& params, int32_t device_id, Stream stream) {
-  DeviceGuard guard(device_id);
-  cudaStream_t cuda_stream = static_cast<cudaStream_t>(stream);
-  cudaEvent_t ended;
-  CUATTN_CUDA_TRY(cudaEventCreateWithFlags(&ended, cudaEventDisableTiming));
-  try {
-    launch_paged_persistent(params, cuda_stream);
-    CUATTN_CUDA_TRY(cudaEventRecord(ended, cuda_stream));
-  } catch (...) {
-    cudaEventDestroy(ended);
-    throw;
-  }
-  return ended;
-}
-
-bool is_running(void* launched) {
-  cudaEvent_t ended = static_cast<cudaEvent_t>(launched);
-  cudaError_t status = cudaEventQuery(ended);
-  if (status == cudaErrorNotReady) {
-    cudaGetLastError();
-    return true;
-  }
-  cudaEventDestroy(ended);
-  CUATTN_CUDA_TRY(status);
-  return false;
-}
-
 void merge(const MergeParams& params, int32_t device_id, Stream stream) {
   DeviceGuard guard(device_id);
   launch_merge(params, static_cast<cudaStream_t>(stream));
@@ -141,8 +114,6 @@ const Backend* cuda_backend() {
                                .prefill = prefill,
                                .paged = paged,
                                .paged_plan = paged_plan,
-                               .start_persistent = start_persistent,
-                               .is_running = is_running,
                                .merge = merge,
                                .cache_write = cache_write,
                                .cache_gather = cache_gather,

@@ -185,49 +185,6 @@ CUATTN_API cuattn_status cuattn_paged_plan_prepare(const DLTensor* block_tables,
 CUATTN_API cuattn_status cuattn_paged_plan_run(cuattn_attention_call* call, const DLTensor* plan,
                                                void* stream);
 
-/* Experimental, made for benchmarks/decode_ladder.py: paged attention by one kernel that stays on
- * the device and runs the call again for each step that is posted, over what the arrays then hold.
- * It keeps its multiprocessors until it is stopped or no step was posted for idle_seconds; `stream`
- * must be one that nothing else waits for. CUDA, float16 and bfloat16, NHD and HND, head_dim 72 to
- * 128, q_len * group <= 8. Not for use by two threads at once. */
-typedef struct cuattn_persistent cuattn_persistent;
-typedef struct {
-  size_t struct_size;
-  int32_t grow;        /* each step first adds so many tokens to all context_lens; default 0 */
-  double idle_seconds; /* above 0, at most 60; default 1 */
-} cuattn_persistent_options;
-typedef enum {
-  CUATTN_PERSISTENT_DONE = 0,
-  CUATTN_PERSISTENT_RUNNING = 1, /* not done within `seconds` */
-  CUATTN_PERSISTENT_STOPPED = 2, /* the kernel ended before the step, by stop ... */
-  CUATTN_PERSISTENT_IDLE = 3     /* ... or after idle_seconds without one */
-} cuattn_persistent_state;
-
-CUATTN_API void cuattn_persistent_options_init(cuattn_persistent_options* options);
-/* As cuattn_paged_prepare; num_splits 0 cuts the keys for one wave of thread blocks. */
-CUATTN_API cuattn_status cuattn_persistent_prepare(const DLTensor* q, const DLTensor* k_cache,
-                                                   const DLTensor* v_cache,
-                                                   const DLTensor* block_tables,
-                                                   const DLTensor* context_lens,
-                                                   const cuattn_paged_options* options,
-                                                   cuattn_attention_call* call);
-/* Launches. The arrays and the workspace must live until destroy. */
-CUATTN_API cuattn_status cuattn_persistent_start(cuattn_attention_call* call, const DLTensor* out,
-                                                 const DLTensor* lse, void* workspace,
-                                                 size_t workspace_bytes,
-                                                 const cuattn_persistent_options* options,
-                                                 void* stream, cuattn_persistent** persistent);
-/* Lets `steps` more steps run, one after another; *posted: how many in all. */
-CUATTN_API cuattn_status cuattn_persistent_post(cuattn_persistent* persistent, int64_t steps,
-                                                int64_t* posted);
-/* Waits until `step` steps are done, for `seconds` at most. */
-CUATTN_API cuattn_status cuattn_persistent_wait(cuattn_persistent* persistent, int64_t step,
-                                                double seconds, cuattn_persistent_state* state);
-/* The kernel ends before its next step; those posted and not begun do not run. */
-CUATTN_API void cuattn_persistent_stop(cuattn_persistent* persistent);
-/* Stops, and waits until the kernel has ended. */
-CUATTN_API void cuattn_persistent_destroy(cuattn_persistent* persistent);
-
 /* Options of reshape_and_cache. Zero-initialise with cuattn_cache_options_init. */
 typedef struct {
   size_t struct_size;

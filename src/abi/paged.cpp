@@ -8,7 +8,6 @@
 #include "src/abi/guarded.h"
 #include "src/check/validate.h"
 #include "src/paged/call.h"
-#include "src/paged/persistent.h"
 
 namespace cuattn {
 namespace {
@@ -23,8 +22,6 @@ void check_options(const cuattn_paged_options* options) {
                  "paged_attention: version must be 0, 1 or 2, got ", options->version,
                  "; 1 and 2 are PagedAttention V1 and V2");
 }
-
-constexpr const char* kPersistent = "PersistentDecode";
 
 PagedCall& state_of(cuattn_attention_call& call) {
   return *reinterpret_cast<PagedCall*>(call.state);
@@ -57,10 +54,6 @@ void fill_shapes(const TensorView& q, cuattn_attention_call& c) {
 
 }  // namespace
 }  // namespace cuattn
-
-struct cuattn_persistent {
-  cuattn::PersistentDecode decode;
-};
 
 using namespace cuattn;
 
@@ -157,63 +150,5 @@ cuattn_status cuattn_paged_explain(const DLTensor* q, const DLTensor* k_cache,
               explain_paged(call.request, info, call.plan.kernel), *result);
   });
 }
-
-void cuattn_persistent_options_init(cuattn_persistent_options* options) {
-  init_options(kPersistent, options, [](cuattn_persistent_options& o) { o.idle_seconds = 1.0; });
-}
-
-cuattn_status cuattn_persistent_prepare(const DLTensor* q, const DLTensor* k_cache,
-                                        const DLTensor* v_cache, const DLTensor* block_tables,
-                                        const DLTensor* context_lens,
-                                        const cuattn_paged_options* options,
-                                        cuattn_attention_call* call) {
-  return guarded([&] {
-    check_options(options);
-    require_given("paged_attention", "call", call);
-    PagedArrays arrays = arrays_of(q, k_cache, v_cache, block_tables, context_lens);
-    new (call->state) PagedCall(prepare_persistent(arrays, *options));
-    fill_shapes(arrays.q, *call);
-  });
-}
-
-cuattn_status cuattn_persistent_start(cuattn_attention_call* call, const DLTensor* out,
-                                      const DLTensor* lse, void* workspace, size_t workspace_bytes,
-                                      const cuattn_persistent_options* options, void* stream,
-                                      cuattn_persistent** persistent) {
-  return guarded([&] {
-    require_given(kPersistent, "call", call);
-    require_given(kPersistent, "options", options);
-    require_given(kPersistent, "persistent", persistent);
-    const PagedCall& state = state_of(*call);
-    std::optional<TensorView> lse_view;
-    *persistent = new cuattn_persistent{{state, view_of(state.function, "out", out),
-                                         optional_view(state.function, "lse_out", lse, lse_view),
-                                         workspace, workspace_bytes, *options, stream}};
-  });
-}
-
-cuattn_status cuattn_persistent_post(cuattn_persistent* persistent, int64_t steps,
-                                     int64_t* posted) {
-  return guarded([&] {
-    require_given(kPersistent, "persistent", persistent);
-    require_given(kPersistent, "posted", posted);
-    *posted = persistent->decode.post(steps);
-  });
-}
-
-cuattn_status cuattn_persistent_wait(cuattn_persistent* persistent, int64_t step, double seconds,
-                                     cuattn_persistent_state* state) {
-  return guarded([&] {
-    require_given(kPersistent, "persistent", persistent);
-    require_given(kPersistent, "state", state);
-    *state = persistent->decode.wait(step, seconds);
-  });
-}
-
-void cuattn_persistent_stop(cuattn_persistent* persistent) {
-  if (persistent != nullptr) persistent->decode.stop();
-}
-
-void cuattn_persistent_destroy(cuattn_persistent* persistent) { delete persistent; }
 
 }  // extern "C"

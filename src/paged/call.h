@@ -39,11 +39,8 @@ PagedCall validate_paged_plan(const TensorView& block_tables, const TensorView& 
 // Chooses a kernel and cuts the work for it. Must come before run.
 void plan_paged(PagedCall& call, const cuattn_paged_options& options, const DeviceInfo& device);
 
-// Validates the outputs and puts them and the workspace into call.params. False: nothing to do.
-// `writes_lens`: the kernel writes context_lens too.
-bool bind_paged(PagedCall& call, const TensorView& out, const TensorView* lse, void* workspace,
-                size_t workspace_bytes, Stream stream, bool writes_lens = false);
-// On a copy of the call, which may so be run again, with other outputs and another workspace.
+// Validates the outputs and launches, on a copy of the call, which may so be run again, with other
+// outputs and another workspace.
 void run_paged(PagedCall call, const TensorView& out, const TensorView* lse, void* workspace,
                size_t workspace_bytes, Stream stream);
 

@@ -330,24 +330,6 @@ TEST(null_is_refused_where_a_pointer_must_be_given) {
   refused(cuattn_paged_plan_prepare(&q, &q, &shape, &paged, nullptr), "paged_plan: call must not");
   refused(cuattn_paged_plan_run(nullptr, &out, nullptr), "paged_plan: call must not be NULL");
 
-  cuattn_persistent_options persistent;
-  cuattn_persistent_options_init(&persistent);
-  CHECK(persistent.struct_size == sizeof persistent && persistent.idle_seconds == 1.0);
-  cuattn_persistent* decode = nullptr;
-  auto start = [&](cuattn_attention_call* prepared, const cuattn_persistent_options* wanted,
-                   cuattn_persistent** to) {
-    return cuattn_persistent_start(prepared, &out, nullptr, nullptr, 0, wanted, nullptr, to);
-  };
-  refused(start(nullptr, &persistent, &decode), "PersistentDecode: call must not be NULL");
-  refused(start(&call, nullptr, &decode), "PersistentDecode: options must not be NULL");
-  refused(start(&call, &persistent, nullptr), "PersistentDecode: persistent must not be NULL");
-  int64_t posted;
-  cuattn_persistent_state state;
-  refused(cuattn_persistent_post(nullptr, 1, &posted), "PersistentDecode: persistent must not");
-  refused(cuattn_persistent_wait(nullptr, 1, 1.0, &state), "PersistentDecode: persistent must not");
-  cuattn_persistent_stop(nullptr);
-  cuattn_persistent_destroy(nullptr);
-
   refused(cuattn_reshape_and_cache(&q, &q, &q, &q, &q, nullptr, nullptr), "options must be init");
   refused(cuattn_gather_cache_total(&q, nullptr, nullptr), "gather_cache: total must not be NULL");
   void* memory;
@@ -361,8 +343,7 @@ TEST(options_that_are_null_leave_a_message) {
   const std::pair<const char*, std::function<void()>> inits[] = {
       {"attention: options", [] { cuattn_attention_options_init(nullptr); }},
       {"paged_attention: options", [] { cuattn_paged_options_init(nullptr); }},
-      {"reshape_and_cache: options", [] { cuattn_cache_options_init(nullptr); }},
-      {"PersistentDecode: options", [] { cuattn_persistent_options_init(nullptr); }}};
+      {"reshape_and_cache: options", [] { cuattn_cache_options_init(nullptr); }}};
   for (const auto& [named, init] : inits) {
     init();
     CHECK(std::strstr(cuattn_last_error(), named) != nullptr, cuattn_last_error());

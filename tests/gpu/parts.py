@@ -74,11 +74,11 @@ PARTS = {
         cases="cuda_prefill_over_pages_,page_maps",
     ),
     "paged": Part(
-        "`paged_attention`, V1, V2, plans, persistent decode",
+        "`paged_attention`, V1, V2, plans",
         stages=(*NATIVE, "watchdog"),
         objects=(*PAGED, "test_p*_cuda.cpp", "test_page_maps.cu"),
-        python=("test_paged.py", "test_paged_errors.py", "test_persistent.py"),
-        cases="cuda_paged_s,cuda_paged_versions_,cuda_persistent,decode_maps",
+        python=("test_paged.py", "test_paged_errors.py"),
+        cases="cuda_paged_s,cuda_paged_versions_,decode_maps",
     ),
     "cache": Part(
         "cache writes, gathers, copies and swaps",
