@@ -53,7 +53,7 @@ void parse_mask(const char* op, const PagedArgs& args, cuattn_paged_options& o) 
 
 cuattn_paged_options parse_paged(const char* op, int32_t version, const PagedArgs& args) {
   cuattn_paged_options o;
-  cuattn_paged_options_init(&o);
+  cuattn_paged_options_init(&o, sizeof o);
   o.version = version;
   if (args.kv_layout.is_valid()) o.kv_layout = parse_kv_layout(op, args.kv_layout);
   o.kv_dtype = parse_kv_dtype(op, args.kv_dtype);

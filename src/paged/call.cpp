@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "src/abi/options.h"
 #include "src/cache/checks.h"
 #include "src/check/overlap.h"
 
@@ -435,8 +436,7 @@ void plan_paged(PagedCall& call, const cuattn_paged_options& o, const DeviceInfo
 }
 
 Plan plan_step(PagedCall call, int32_t num_splits, const DeviceInfo& device) {
-  cuattn_paged_options options;
-  cuattn_paged_options_init(&options);
+  auto options = default_options<cuattn_paged_options>();
   options.num_splits = num_splits;
   call.request = request_of(call, options);
   plan_paged(call, options, device);
@@ -444,8 +444,7 @@ Plan plan_step(PagedCall call, int32_t num_splits, const DeviceInfo& device) {
 }
 
 std::string ladder_of_step(const PagedCall& call, const DeviceInfo& device, const Plan& plan) {
-  cuattn_paged_options options;
-  cuattn_paged_options_init(&options);
+  auto options = default_options<cuattn_paged_options>();
   return explain_paged(request_of(call, options), device, plan.kernel);
 }
 

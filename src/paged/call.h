@@ -4,6 +4,7 @@
 #pragma once
 
 #include <string>
+#include <type_traits>
 
 #include "cuattn/backend.h"
 #include "cuattn/c_api.h"
@@ -19,8 +20,10 @@ struct PagedCall {
   const char *function, *k_name, *v_name;  // as the caller knows them
   bool is_decode;  // q [num_seqs, num_heads_q, head_dim], without an axis of queries
 };
-static_assert(sizeof(PagedCall) <= sizeof(cuattn_attention_call::state),
-              "grow cuattn_attention_call::state");
+// Programs copy it as bytes, and nobody destroys it. It must never outgrow the state, whose size is
+// part of the ABI: keep what is large behind a pointer then.
+static_assert(sizeof(PagedCall) <= sizeof(cuattn_attention_call::state) &&
+              alignof(PagedCall) <= alignof(uint64_t) && std::is_trivially_copyable_v<PagedCall>);
 
 // The arrays of a call; block_tables and context_lens are int32.
 struct PagedArrays {

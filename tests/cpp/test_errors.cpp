@@ -134,7 +134,7 @@ TEST(impossible_numbers_are_refused) {
 TEST(a_scale_of_nan_is_refused_by_the_c_abi) {  // in AttentionOptions NaN means the default
   Call c;
   cuattn_attention_options options;
-  cuattn_attention_options_init(&options);
+  cuattn_attention_options_init(&options, sizeof options);
   options.has_scale = 1;
   options.scale = std::nan("");
   DLTensor q = c.q.dl(), k = c.k.dl(), v = c.v.dl();
@@ -189,7 +189,7 @@ TEST(a_missing_workspace_is_refused_with_its_size) {
   CHECK(bytes == 2 * 2 * 4 * 5 * sizeof(float), bytes);
   DLTensor q = c.q.dl(), k = c.k.dl(), v = c.v.dl(), out = c.out.dl();
   cuattn_attention_options options;
-  cuattn_attention_options_init(&options);
+  cuattn_attention_options_init(&options, sizeof options);
   options.backend = "naive";
   cuattn_attention_call call;
   CHECK(cuattn_attention_prepare(&q, &k, &v, &options, &call) == CUATTN_OK, cuattn_last_error());
@@ -203,7 +203,7 @@ TEST(null_pointers_and_uninitialised_options_are_refused) {
   Call c;
   DLTensor q = c.q.dl();
   cuattn_attention_options options;
-  cuattn_attention_options_init(&options);
+  cuattn_attention_options_init(&options, sizeof options);
   CHECK(options.struct_size == sizeof options && options.window_left == -1 &&
         options.window_right == -1);
   cuattn_attention_call call;
@@ -275,7 +275,7 @@ TEST(a_view_of_a_tensor_without_a_shape_is_refused) {
 TEST(tensors_that_lie_in_the_c_abi_are_refused) {
   Call c;
   cuattn_attention_options options;
-  cuattn_attention_options_init(&options);
+  cuattn_attention_options_init(&options, sizeof options);
   cuattn_attention_call call;
   DLTensor k = c.k.dl(), v = c.v.dl();
   auto prepare = [&](const DLTensor& q) {
@@ -308,7 +308,7 @@ TEST(null_is_refused_where_a_pointer_must_be_given) {
   Call c;
   DLTensor q = c.q.dl(), k = c.k.dl(), v = c.v.dl(), out = c.out.dl();
   cuattn_attention_options options;
-  cuattn_attention_options_init(&options);
+  cuattn_attention_options_init(&options, sizeof options);
   refused(cuattn_attention_prepare(&q, &k, &v, &options, nullptr), "attention: call must not be");
   refused(cuattn_attention_run(nullptr, &out, nullptr, nullptr, 0, nullptr),
           "attention: call must not be NULL");
@@ -317,7 +317,7 @@ TEST(null_is_refused_where_a_pointer_must_be_given) {
   refused(cuattn_kernel_at(0, nullptr), "kernel_at: info must not be NULL");
 
   cuattn_paged_options paged;
-  cuattn_paged_options_init(&paged);
+  cuattn_paged_options_init(&paged, sizeof paged);
   refused(cuattn_paged_prepare(&q, &k, &v, &q, &q, &paged, nullptr),
           "paged_attention: call must not be NULL");
   refused(cuattn_paged_run(nullptr, &out, nullptr, nullptr, 0, nullptr),
@@ -341,9 +341,9 @@ TEST(null_is_refused_where_a_pointer_must_be_given) {
 
 TEST(options_that_are_null_leave_a_message) {
   const std::pair<const char*, std::function<void()>> inits[] = {
-      {"attention: options", [] { cuattn_attention_options_init(nullptr); }},
-      {"paged_attention: options", [] { cuattn_paged_options_init(nullptr); }},
-      {"reshape_and_cache: options", [] { cuattn_cache_options_init(nullptr); }}};
+      {"attention: options", [] { cuattn_attention_options_init(nullptr, 8); }},
+      {"paged_attention: options", [] { cuattn_paged_options_init(nullptr, 8); }},
+      {"reshape_and_cache: options", [] { cuattn_cache_options_init(nullptr, 8); }}};
   for (const auto& [named, init] : inits) {
     init();
     CHECK(std::strstr(cuattn_last_error(), named) != nullptr, cuattn_last_error());
