@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The launchers that backend/backend.cu calls by name. Kernels of the instance table are reached
-// through instances.inc instead.
+// The launchers that backend/backend.cu calls by name. Kernels of the instance table are launched
+// by number (instance.h).
 #pragma once
 
 #include <cuda_runtime.h>

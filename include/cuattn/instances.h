@@ -14,6 +14,7 @@
 namespace cuattn {
 
 enum class Op : int32_t { attention, paged_attention };
+inline constexpr const char* kOpNames[] = {"attention", "paged_attention"};
 
 inline constexpr std::nullopt_t kAny = std::nullopt;  // of an axis: decided at run time
 
@@ -25,11 +26,6 @@ struct Instance {
   std::optional<MaskKind> mask;
   std::optional<ScoreKind> score;
   const char* archs;  // as "80,90,90-ptx"; "" where this build has none
-
-  constexpr bool serves(DType type, HeadDims d, MaskKind m, ScoreKind s) const {
-    return dtype == type && d.qk <= dims.qk && d.v <= dims.v && mask.value_or(m) == m &&
-           score.value_or(s) == s;
-  }
 };
 
 // The number of the smallest instance that serves a call, or kNoInstance.

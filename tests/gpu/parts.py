@@ -44,7 +44,7 @@ PAGED = ("instances/paged_*", "cuda/paged/*.cu", "src/paged/*.cpp", "src/abi/pag
 PAGED += ("cpu/paged.cpp", "src/cache/checks.cpp")
 GATHER = ("cuda/cache/gather.cu", "src/cache/rows.cpp", "src/cache/checks.cpp", "cpu/cache.cpp")
 CORE_TESTS = ("test_device.cu", "test_cuda.cpp", "test_core.cpp", "test_errors.cpp")
-CORE_TESTS += ("test_cache.cpp", "test_merge.cpp", "test_paged.cpp")
+CORE_TESTS += ("test_cache.cpp", "test_merge.cpp", "test_paged.cpp", "test_struct_size.cpp")
 
 PARTS = {
     "forward-sm90": Part(
