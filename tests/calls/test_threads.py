@@ -108,7 +108,7 @@ for result in results:
 
 def test_the_binding_gives_the_interpreter_lock_up_in_one_way():
     """nanobind's own way aborts the process where the interpreter ends meanwhile."""
-    sources = sorted((Path(__file__).resolve().parents[2] / "bindings").glob("*.*"))
+    sources = sorted((Path(__file__).resolve().parents[2] / "bindings").rglob("*.*"))
     assert len(sources) > 10
     assert [path.name for path in sources if "gil_scoped" in path.read_text()] == []
 

