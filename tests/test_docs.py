@@ -137,6 +137,15 @@ def test_figures_are_made_from_any_results_file(monkeypatch, tmp_path):
     assert "python -m cuattn bench --family cpu" in section
 
 
+def test_every_picture_kept_is_shown():
+    shown = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    kept = [
+        path.name for kind in ("svg", "png") for path in ROOT.glob(f"benchmarks/results/*.{kind}")
+    ]
+    assert kept
+    assert not [name for name in kept if f"/{name})" not in shown], "draw it from the JSON instead"
+
+
 READS = (
     r'getenv\("(CUATTN_\w+)"\)',
     r'environ(?:\.get\(|\[|\.setdefault\()"(CUATTN_\w+)"',
