@@ -2,6 +2,7 @@
 """The pages tell the truth: their code runs, their links exist, their tables are current."""
 
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -144,6 +145,17 @@ def test_every_picture_kept_is_shown():
     ]
     assert kept
     assert not [name for name in kept if f"/{name})" not in shown], "draw it from the JSON instead"
+
+
+def test_every_preset_is_documented_and_builds_and_tests():
+    presets = json.loads((ROOT / "CMakePresets.json").read_text(encoding="utf-8"))
+    names = [preset["name"] for preset in presets["configurePresets"]]
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert not [
+        name for name in names if f"`{name}`" not in text and f"--preset {name}" not in text
+    ]
+    for kind in ("build", "test"):
+        assert [preset["configurePreset"] for preset in presets[f"{kind}Presets"]] == names
 
 
 READS = (
