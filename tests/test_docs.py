@@ -147,6 +147,17 @@ def test_every_picture_kept_is_shown():
     assert not [name for name in kept if f"/{name})" not in shown], "draw it from the JSON instead"
 
 
+def test_version_and_date_of_the_release_are_the_same_everywhere():
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    version = re.search(r'^version = "(.+)"$', project, re.MULTILINE)[1]
+    assert re.search(r"^version: (.+)$", citation, re.MULTILINE)[1] == version
+    released = re.search(r"^date-released: (.+)$", citation, re.MULTILINE)[1]
+    newest = re.search(r"^## (\d.*)$", changes, re.MULTILINE)[1]
+    assert newest == f"{version}, {released}"
+
+
 def test_every_preset_is_documented_and_builds_and_tests():
     presets = json.loads((ROOT / "CMakePresets.json").read_text(encoding="utf-8"))
     names = [preset["name"] for preset in presets["configurePresets"]]
