@@ -117,10 +117,10 @@ def paragraph(family: str, document: dict) -> str:
     if shown.rows:
         rows = f"The rows of {shown.rows!r}; all are in "
         parts[-1] += f" {rows}[{family}.json](benchmarks/results/{family}.json)."
-    if (RESULTS / f"{family}_speed.png").exists():
-        pictures = [f"![{family}: speed](benchmarks/results/{family}_speed.png)"]
-        if (RESULTS / f"{family}_memory.png").exists():
-            pictures.append(f"![{family}: memory](benchmarks/results/{family}_memory.png)")
+    if (RESULTS / f"{family}_speed.svg").exists():
+        pictures = [f"![{family}: speed](benchmarks/results/{family}_speed.svg)"]
+        if (RESULTS / f"{family}_memory.svg").exists():
+            pictures.append(f"![{family}: memory](benchmarks/results/{family}_memory.svg)")
         parts.append("\n".join(pictures))
     parts.append(table(document, shown))
     if summary := report.summary(document):
