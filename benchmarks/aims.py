@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the library is held to, and what the committed results say of it: a table of docs/figures.md.
+"""What the library is held to, and what the committed results say of it: in docs/figures.md.
 
 A row names its aim in words and reads what was reached from benchmarks/results; no figure of it is
 typed by hand.

@@ -10,8 +10,18 @@ from cuattn._cli import plot
 ALT = "Forward in TFLOP/s, decode in TB/s and memory in GiB, beside the fastest peers"
 WIDTH, HEIGHT = 1000 * 0.75 / 72, 400 * 0.75 / 72  # inches; an SVG point is 3/4 of a pixel
 SERIES = "bf16, 16 heads, d128, causal"
-DECODE = ("32/8 1 x 8192", "32/8 16 x 1024", "64/8 16 x 8192", "32/32 16 x 1024", "32/32 64 x 2048")
-MEMORY = {"cuattn:auto": "cuattn", "cuattn:naive": "cuattn naive, scores stored", "math": "torch SDPA math"}
+DECODE = (
+    "32/8 1 x 8192",
+    "32/8 16 x 1024",
+    "64/8 16 x 8192",
+    "32/32 16 x 1024",
+    "32/32 64 x 2048",
+)
+MEMORY = {
+    "cuattn:auto": "cuattn",
+    "cuattn:naive": "cuattn naive, scores stored",
+    "math": "torch SDPA math",
+}
 SMALL = 8
 
 
@@ -21,7 +31,11 @@ def forward_panel(axes, document: dict) -> None:
     for name in plot.in_order(panel):
         lengths, values = zip(*panel[name], strict=True)
         axes.plot(
-            lengths, values, label=plot.label(name), color=plot.colour(name), **plot.style_line(name)
+            lengths,
+            values,
+            label=plot.label(name),
+            color=plot.colour(name),
+            **plot.style_line(name),
         )
     axes.set_xscale("log", base=2)
     axes.set_xticks(lengths, [str(x) for x in lengths])
@@ -53,7 +67,9 @@ def decode_panel(axes, document: dict) -> None:
     axes.set_xlim(0, 1.1 * copy)
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
-    axes.set_title("Decode over pages, TB/s of KV\nquery/key heads of 128, sequences x tokens", fontsize=9)
+    axes.set_title(
+        "Decode over pages, TB/s of KV\nquery/key heads of 128, sequences x tokens", fontsize=9
+    )
     axes.legend(fontsize=SMALL, loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=3)
 
 
@@ -93,7 +109,9 @@ def draw(documents: dict[str, dict], path: pathlib.Path) -> None:
         forward_panel(grid[0], documents["forward"])
         decode_panel(grid[1], documents["paged"])
         memory_panel(grid[2], documents["mission"])
-        commits = (f"{name} {documents[name]['commit']}" for name in ("forward", "paged", "mission"))
+        commits = (
+            f"{name} {documents[name]['commit']}" for name in ("forward", "paged", "mission")
+        )
         machine = documents["forward"]["machine"]
         caption = f"{machine['device']}, driver {machine['driver']}; commits: {', '.join(commits)}"
         figure.get_layout_engine().set(rect=(0, 0.04, 1, 0.96), wspace=0.04)

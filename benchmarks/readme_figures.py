@@ -5,8 +5,8 @@
     python benchmarks/readme_figures.py --draw     # the pictures too; needs matplotlib
     python benchmarks/readme_figures.py --check    # only say whether the pages are up to date
 
-No figure is typed by hand. Run it after every new results file; tests/house/test_docs.py fails until
-the sections are current.
+No figure is typed by hand. Run it after every new results file; tests/house/test_docs.py fails
+until the sections are current.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from typing import NamedTuple
 
 import aims
 import front_picture
-
 from cuattn._bench import bars, report
 from cuattn._cli import plot
 
@@ -73,7 +72,9 @@ SHOWN = {
         speed,
         BEST,
         MEMORY,
-        tuple(f"d{dim} {rows}" for dim in (64, 128, 256) for rows in ("s2048 full", "s16384 causal")),
+        tuple(
+            f"d{dim} {rows}" for dim in (64, 128, 256) for rows in ("s2048 full", "s16384 causal")
+        ),
     ),
     "fp16": Shown("Forward in float16, TFLOP/s", speed, BEST, SPEED),
     "gqa": Shown("Grouped heads, TFLOP/s", speed, BEST, MEMORY),
@@ -238,8 +239,14 @@ def losses(found: dict[str, dict]) -> list[str]:
             least, row, _ = all_rows.behind[0]
             heading = SHOWN[family].heading.split(",")[0].lower()
             text = f"{heading}{words}: {len(all_rows.behind)} of {len(all_rows.values)} rows"
-            lines.append((least, f"{text} to {peers_text(all_rows.behind)}, least {least:.3f} at {row}"))
+            lines.append(
+                (least, f"{text} to {peers_text(all_rows.behind)}, least {least:.3f} at {row}")
+            )
     return [text for _, text in sorted(lines)]
+
+
+def losses_text(found: dict[str, dict]) -> str:
+    return "\n".join(f"- {line}" for line in losses(found) or ["no row of these tables"])
 
 
 def front() -> str:
@@ -260,14 +267,14 @@ def front() -> str:
         f"- **forward {forward.mean:.2f} x** the faster of {peers_text(forward.values)}: "
         f"{len(forward.values)} rows, least {forward.values[0][0]:.2f}",
         f"- **decode over pages {decode.mean:.2f} x** {peers_text(decode.values)}: "
-        f"{len(decode.values)} rows, least {decode.values[0][0]:.2f}; where the plan is made in the "
-        f"call {planned.mean:.2f}, least {planned.values[0][0]:.2f}",
+        f"{len(decode.values)} rows, least {decode.values[0][0]:.2f}; where the plan is made in "
+        f"the call {planned.mean:.2f}, least {planned.values[0][0]:.2f}",
         f"- **memory** beyond the inputs 1/{mean:.0f} of what storing the scores takes: "
         f"{len(memory)} lengths, 1/{memory[most]:.0f} at {most.removeprefix('s')} tokens",
         "",
         "Where a peer leads by more than 2 %, the noise of the chip:",
         "",
-        *(f"- {line}" for line in losses(found)),
+        losses_text(found),
         "",
         "[All figures](docs/figures.md), each with its commit, machine and command.",
     ]
@@ -285,18 +292,20 @@ def short() -> str:
         all_rows = ratios(document)
         least, row, _ = all_rows.values[0]
         parts += [
-            f"**{shown.heading}.** {document['about']}",
+            f"**{shown.heading.split(', ')[-1]}.** {document['about']}",
             table(document, shown, shown.rows),
-            f"All {len(all_rows.values)} rows: {all_rows.mean:.3f} x the best peer on the geometric "
-            f"mean, least {least:.3f} at {row}. {document['machine']['device']}, commit "
-            f"{document['commit']}, {document['time'][:10]}.",
+            f"All {len(all_rows.values)} rows: {all_rows.mean:.3f} x the best peer on the "
+            f"geometric mean, least {least:.3f} at {row}. {document['machine']['device']}, "
+            f"commit {document['commit']}, {document['time'][:10]}.",
         ]
     return "\n\n".join(parts) if parts else NONE_YET
 
 
 def overview() -> str:
     """One line for each table: of which commit it is, and what it says beside the best peer."""
-    lines = ["| table | commit | day | rows | x best peer, geometric mean | least | bars that hold |"]
+    lines = [
+        "| table | commit | day | rows | x best peer, geometric mean | least | bars that hold |"
+    ]
     lines += ["| --- | --- | --- | ---: | ---: | ---: | ---: |"]
     for family, document in documents().items():
         heading = SHOWN[family].heading
@@ -380,7 +389,7 @@ SECTIONS: dict[pathlib.Path, dict[str, Callable[[], str]]] = {
     README: {"front": front, "figures": short},
     FIGURES: {
         "overview": overview,
-        "losses": lambda: "\n".join(f"- {line}" for line in losses(documents())),
+        "losses": lambda: losses_text(documents()),
         "figures": section,
         "aims": lambda: aims.table(RESULTS),
     },

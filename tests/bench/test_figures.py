@@ -76,6 +76,7 @@ def test_a_loss_beyond_the_noise_is_named_worst_first(figures):
         "decode over pages, the plan made in the call: 1 of 1 rows to FlashInfer, least 0.800 at b"
     )
     assert masks == "windows: 2 of 3 rows to FlashAttention-3 and cuDNN, least 0.900 at a"
+    assert figures.losses_text({"forward": found["forward"]}) == "- no row of these tables"
 
 
 def test_the_front_says_what_its_three_tables_say(figures, monkeypatch):

@@ -141,6 +141,21 @@ def figures(monkeypatch):
     return module_at(ROOT / "benchmarks" / "readme_figures.py")
 
 
+DRAWN = re.compile(rf"^Drawn: `(\w+)`, head_dim (\d+): {TILE.pattern}\.$", re.MULTILINE)
+
+
+def test_tiles_that_are_drawn_are_those_of_the_planner():
+    pages = sorted((ROOT / "docs" / "kernels").glob("*.md"))
+    drawn = [match for page in pages for match in DRAWN.findall(page.read_text(encoding="utf-8"))]
+    assert {kernel for kernel, *_ in drawn} == {"sm90", "sm80", "simt", "tiled"}
+    for kernel, dim, *tile in drawn:
+        q = (1, 512, 8, int(dim))
+        dtype = "float32" if kernel == "simt" else "float16"
+        plan = cuattn.explain("attention", q, q, q, device="h100", backend=kernel, dtype=dtype)
+        found = (plan.tile_m, plan.tile_n, plan.stages, plan.warps)
+        assert found == tuple(map(int, tile)), kernel
+
+
 @pytest.mark.parametrize("name", ["README.md", "docs/figures.md"])
 def test_figures_of_a_page_are_those_of_the_results(name, figures):
     text = (ROOT / name).read_text(encoding="utf-8")
