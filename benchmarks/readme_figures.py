@@ -315,9 +315,9 @@ def overview() -> str:
             judged += [bar["holds"] for bar in row.get("bars", ()) if bar["holds"] is not None]
         cells = [
             f"[{heading}](#{anchor})",
-            document["commit"] or "",
+            (document["commit"] or "")[:7],
             document["time"][:10],
-            str(len(document["rows"])),
+            str(sum(row["status"] == "ok" for row in document["rows"])),
             f"{found.mean:.3f}" if found.values else "",
             f"{found.values[0][0]:.3f}" if found.values else "",
             f"{sum(judged)} of {len(judged)}" if judged else "",
