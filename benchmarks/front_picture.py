@@ -116,6 +116,5 @@ def draw(documents: dict[str, dict], path: pathlib.Path) -> None:
         caption = f"{machine['device']}, driver {machine['driver']}; commits: {', '.join(commits)}"
         figure.get_layout_engine().set(rect=(0, 0.04, 1, 0.96), wspace=0.04)
         figure.text(0.5, 0.015, caption, ha="center", fontsize=7, color="#666666")
-        options = {"metadata": {"Date": None}} if path.suffix == ".svg" else {"dpi": 192}
-        figure.savefig(path, **options)
+        plot.save(figure, path)
         plt.close(figure)

@@ -2,6 +2,7 @@
 """The pages tell the truth: their code runs, their links exist, their tables are current."""
 
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -205,6 +206,37 @@ def test_where_the_code_for_x_is():
         assert len(steps) == 2, row
         for path, name in steps:
             assert name in (page.parent / path).read_text(encoding="utf-8"), f"{path} has no {name}"
+
+
+def test_every_picture_kept_is_shown():
+    shown = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    kept = [
+        path.name for kind in ("svg", "png") for path in ROOT.glob(f"benchmarks/results/*.{kind}")
+    ]
+    assert kept
+    assert not [name for name in kept if f"/{name})" not in shown], "draw it from the JSON instead"
+
+
+def test_version_and_date_of_the_release_are_the_same_everywhere():
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    version = re.search(r'^version = "(.+)"$', project, re.MULTILINE)[1]
+    assert re.search(r"^version: (.+)$", citation, re.MULTILINE)[1] == version
+    released = re.search(r"^date-released: (.+)$", citation, re.MULTILINE)[1]
+    newest = re.search(r"^## (\d.*)$", changes, re.MULTILINE)[1]
+    assert newest == f"{version}, {released}"
+
+
+def test_every_preset_is_documented_and_builds_and_tests():
+    presets = json.loads((ROOT / "CMakePresets.json").read_text(encoding="utf-8"))
+    names = [preset["name"] for preset in presets["configurePresets"]]
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert not [
+        name for name in names if f"`{name}`" not in text and f"--preset {name}" not in text
+    ]
+    for kind in ("build", "test"):
+        assert [preset["configurePreset"] for preset in presets[f"{kind}Presets"]] == names
 
 
 READS = (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m cuattn plot``: pictures of benchmark results, PNG and SVG.
+"""``python -m cuattn plot``: pictures of benchmark results, SVG or PNG.
 
 Rows that differ only in the sequence length become curves: <family>_speed and <family>_memory. A
 family of unlike workloads becomes bars: <family>_speed alone.
@@ -347,7 +347,14 @@ def finish(figure, document: dict, title: str, texts: list[str]) -> None:
     )
 
 
-def draw(document: dict, folder: pathlib.Path) -> list[pathlib.Path]:
+def save(figure, path: pathlib.Path) -> pathlib.Path:
+    """Write a picture in the format of its name, the same bytes each time; returns the path."""
+    options = {"metadata": {"Date": None}} if path.suffix == ".svg" else {"dpi": 150}
+    figure.savefig(path, **options)
+    return path
+
+
+def draw(document: dict, folder: pathlib.Path, suffix: str = "svg") -> list[pathlib.Path]:
     """Write the pictures of one results file; returns their paths."""
     try:
         import matplotlib
@@ -370,10 +377,7 @@ def draw(document: dict, folder: pathlib.Path) -> list[pathlib.Path]:
         for name, figure in (("speed", speed), ("memory", memory)):
             if figure is None:
                 continue
-            for suffix, options in (("png", {"dpi": 150}), ("svg", {"metadata": {"Date": None}})):
-                path = folder / f"{family}_{name}.{suffix}"
-                figure.savefig(path, **options)
-                written.append(path)
+            written.append(save(figure, folder / f"{family}_{name}.{suffix}"))
             plt.close(figure)
     return written
 
@@ -384,7 +388,7 @@ def spans(document: dict, quantity: str) -> bool:
     return bool(values) and max(values) / min(values) > 50
 
 
-def main(paths: list[pathlib.Path], folder: pathlib.Path) -> int:
+def main(paths: list[pathlib.Path], folder: pathlib.Path, suffix: str = "svg") -> int:
     """Draw every results file into the folder; 1 where one could not be read, or none written."""
     try:
         documents = {path: load(path) for path in paths}
@@ -392,7 +396,7 @@ def main(paths: list[pathlib.Path], folder: pathlib.Path) -> int:
         for path, document in documents.items():
             for _, result in measured(document):
                 result["peak_mib"] = result["peak_bytes"] / 2**20 if result["peak_bytes"] else None
-            written = draw(document, folder)
+            written = draw(document, folder, suffix)
             print("\n".join(map(str, written)) or f"plot: nothing was measured in {path}")
     except OSError as error:
         print(f"plot: -o must be a folder to write to, got {folder}: {error}", file=sys.stderr)
