@@ -304,7 +304,7 @@ def draw(document: dict, folder: pathlib.Path) -> pathlib.Path:
         figure.suptitle(
             "A decode step: launched, replayed, posted to a kernel that stays", fontweight="bold"
         )
-        written = _plot.save(figure, folder / "decode_ladder.svg")
+        written = plot.save(figure, folder / "decode_ladder.svg")
         plt.close(figure)
     return written
 
