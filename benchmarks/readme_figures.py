@@ -16,6 +16,7 @@ import json
 import math
 import pathlib
 import statistics
+import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
@@ -409,7 +410,12 @@ def draw() -> int:
     """Draw the pictures that the pages show."""
     found = documents()
     front_picture.draw(found, RESULTS / "front.svg")
-    return plot.main([RESULTS / f"{f}.json" for f in found if SHOWN[f].pictures], RESULTS)
+    # A process each: names within an SVG follow what its process has drawn before.
+    for family in found:
+        if SHOWN[family].pictures:
+            command = [sys.executable, "-m", "cuattn", "plot", RESULTS / f"{family}.json"]
+            subprocess.run([*command, "-o", RESULTS], check=True)
+    return 0
 
 
 def main() -> int:
