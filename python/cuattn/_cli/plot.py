@@ -70,7 +70,7 @@ LABELS = {
     "fa3_bf16": "FlashAttention-3, bf16",
     "fa4": "FlashAttention-4",
     "flashinfer": "FlashInfer",
-    "cuattn:replan": "cuattn, with the plan",
+    "cuattn:replan": "cuattn, plan in the call",
     "cuattn:v1": "cuattn, V1",
     "cuattn:v2": "cuattn, V2",
     "cuattn:wide": "cuattn, 16-bit cache",
