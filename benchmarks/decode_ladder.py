@@ -35,8 +35,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import cuattn
-from cuattn import _plot
 from cuattn._bench import devices, runner
+from cuattn._cli import plot
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "decode_ladder.json"
@@ -273,7 +273,7 @@ def draw(document: dict, folder: pathlib.Path) -> pathlib.Path:
 
     batches = sorted({row["batch"] for row in document["rows"]})
     shown = [batch for batch in (1, 8, 64) if batch in batches] or batches[:3]
-    with plt.rc_context(_plot.STYLE):
+    with plt.rc_context(plot.STYLE):
         figure, panels = plt.subplots(
             1, len(shown), figsize=(4.8 * len(shown), 4), layout="constrained", squeeze=False
         )
@@ -304,7 +304,7 @@ def draw(document: dict, folder: pathlib.Path) -> pathlib.Path:
         figure.suptitle(
             "A decode step: launched, replayed, posted to a kernel that stays", fontweight="bold"
         )
-        written = _plot.save(figure, folder / "decode_ladder.svg")
+        written = plot.save(figure, folder / "decode_ladder.svg")
         plt.close(figure)
     return written
 

@@ -4,7 +4,7 @@
     python benchmarks/readme_figures.py            # draw the pictures, rewrite the section
     python benchmarks/readme_figures.py --check    # only say whether README.md is up to date
 
-Run it after every new results file; tests/test_docs.py fails until the section is current.
+Run it after every new results file; tests/house/test_docs.py fails until the section is current.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
-from cuattn import _plot
 from cuattn._bench import report
+from cuattn._cli import plot
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -90,10 +90,10 @@ def why_not(result: dict | None) -> str:
 def table(document: dict, shown: Shown) -> str:
     """Format one row for each workload and one column for each library that was measured."""
     cell, peer = shown.cell, shown.peer
-    names = _plot.in_order(result["name"] for _, result in _plot.measured(document))
-    headings = ["workload", *map(_plot.label, names)]
+    names = plot.in_order(result["name"] for _, result in plot.measured(document))
+    headings = ["workload", *map(plot.label, names)]
     if peer is not None:
-        headings.append(f"cuattn x {'best peer' if peer == BEST else _plot.label(peer)}")
+        headings.append(f"cuattn x {'best peer' if peer == BEST else plot.label(peer)}")
     lines = [f"| {' | '.join(headings)} |", "| --- |" + " ---: |" * (len(headings) - 1)]
     for row in document["rows"]:
         if row["status"] != "ok" or shown.rows not in row["workload"]["name"]:
@@ -125,14 +125,14 @@ def paragraph(family: str, document: dict) -> str:
     parts.append(table(document, shown))
     if summary := report.summary(document):
         parts.append("\n".join(f"- {line}" for line in summary.splitlines()))
-    parts.append(f"{_plot.caption(document)}  \n`{document['command']}`")
+    parts.append(f"{plot.caption(document)}  \n`{document['command']}`")
     return "\n\n".join(parts)
 
 
 def documents() -> dict[str, dict]:
     """Read the committed results of the families that README shows."""
     paths = {family: RESULTS / f"{family}.json" for family in SHOWN}
-    return {family: _plot.load(path) for family, path in paths.items() if path.exists()}
+    return {family: plot.load(path) for family, path in paths.items() if path.exists()}
 
 
 def section() -> str:
@@ -153,7 +153,7 @@ def main() -> int:
     arguments = parser.parse_args()
     readme = ROOT / "README.md"
     if not arguments.check and documents():
-        failed = _plot.main([RESULTS / f"{family}.json" for family in documents()], RESULTS)
+        failed = plot.main([RESULTS / f"{family}.json" for family in documents()], RESULTS)
         if failed:
             return failed
     old = readme.read_text(encoding="utf-8")

@@ -5,7 +5,7 @@ import pathlib
 import sys
 
 from cuattn._bench import report
-from cuattn._plot import caption, load
+from cuattn._cli.plot import caption, load
 
 
 def main(paths: list[str]) -> None:

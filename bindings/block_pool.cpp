@@ -3,17 +3,17 @@
 // arrays of tokens; and cuattn._core.HeldBlocks, the blocks of one sequence of PagedKVCache. The
 // interpreter lock is kept: the calls are short, and each is one step for every Python thread.
 // Next: python/cuattn/block_pool.py, python/cuattn/paged_kv_cache.py.
-#include "block_pool.h"
+#include "bindings/block_pool.h"
 
 #include <algorithm>
 #include <memory>
 #include <utility>
 #include <vector>
 
-#include "convert.h"
+#include "bindings/arrays/import.h"
+#include "bindings/call/errors.h"
+#include "bindings/call/parse.h"
 #include "cuattn/c_api.h"
-#include "errors.h"
-#include "options.h"
 
 namespace cuattn::bindings {
 namespace {

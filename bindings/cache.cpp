@@ -1,20 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 // reshape_and_cache, gather_cache, copy_blocks, swap_blocks, and host memory for the last: each a
 // thin frame around the C ABI. Next: python/cuattn/kv_cache.py.
-#include "cache.h"
+#include "bindings/cache.h"
 
 #include <memory>
 #include <optional>
 #include <utility>
 #include <vector>
 
-#include "convert.h"
+#include "bindings/arrays/import.h"
+#include "bindings/arrays/results.h"
+#include "bindings/call/errors.h"
+#include "bindings/call/parse.h"
+#include "bindings/call/unlocked.h"
+#include "bindings/explain.h"
 #include "cuattn/c_api.h"
-#include "errors.h"
-#include "explain.h"
-#include "options.h"
-#include "results.h"
-#include "unlocked.h"
 
 namespace cuattn::bindings {
 namespace {

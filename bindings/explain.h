@@ -7,9 +7,9 @@
 #include <cstring>
 #include <string>
 
-#include "convert.h"
+#include "bindings/arrays/import.h"
+#include "bindings/call/parse.h"
 #include "cuattn/c_api.h"
-#include "options.h"
 
 namespace cuattn::bindings {
 

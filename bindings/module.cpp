@@ -11,20 +11,20 @@
 #include <utility>
 #include <vector>
 
-#include "allocate.h"
-#include "block_pool.h"
-#include "cache.h"
-#include "convert.h"
+#include "bindings/arrays/allocate.h"
+#include "bindings/arrays/import.h"
+#include "bindings/arrays/results.h"
+#include "bindings/block_pool.h"
+#include "bindings/cache.h"
+#include "bindings/call/errors.h"
+#include "bindings/call/front.h"
+#include "bindings/call/parse.h"
+#include "bindings/call/unlocked.h"
+#include "bindings/explain.h"
+#include "bindings/paged.h"
+#include "bindings/unlinked_file.h"
+#include "bindings/xla/ffi.h"
 #include "cuattn/c_api.h"
-#include "errors.h"
-#include "explain.h"
-#include "fastcall.h"
-#include "options.h"
-#include "paged.h"
-#include "results.h"
-#include "unlinked_file.h"
-#include "unlocked.h"
-#include "xla_ffi.h"
 
 namespace cuattn::bindings {
 namespace {

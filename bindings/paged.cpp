@@ -1,20 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 // Paged attention of the module: arrays and options of each function to the C structs, and back.
 // Next: python/cuattn/paged.py.
-#include "paged.h"
+#include "bindings/paged.h"
 
 #include <optional>
 #include <string>
 #include <utility>
 
-#include "convert.h"
+#include "bindings/arrays/import.h"
+#include "bindings/arrays/results.h"
+#include "bindings/call/errors.h"
+#include "bindings/call/front.h"
+#include "bindings/call/parse.h"
+#include "bindings/call/unlocked.h"
+#include "bindings/explain.h"
 #include "cuattn/c_api.h"
-#include "errors.h"
-#include "explain.h"
-#include "fastcall.h"
-#include "options.h"
-#include "results.h"
-#include "unlocked.h"
 
 namespace cuattn::bindings {
 namespace {

@@ -3,7 +3,7 @@
 // however the process ends. It is made here and not in Python because an interrupt may come between
 // any two steps of Python, and would leave a file or a descriptor behind. Next:
 // python/cuattn/_kv_swap.py.
-#include "unlinked_file.h"
+#include "bindings/unlinked_file.h"
 
 #include <fcntl.h>
 #include <unistd.h>

@@ -5,7 +5,7 @@
 
 An instruction names its N / 2 accumulator registers one by one, which no template can spell. Only
 the shapes that kernels and tests use are written, because every kernel parses the file;
-tests/test_floors.py holds the file against this program.
+tests/house/test_floors.py holds the file against this program.
 """
 
 from pathlib import Path

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # build.log, installed beside cuattnConfig.cmake: what ptxas said of every CUDA source, and the weak
-# symbols of the per-ISA CPU objects. tests/test_ptxas.py and tests/test_package.py judge it,
+# symbols of the per-ISA CPU objects. tests/house/test_ptxas.py and tests/house/test_package.py judge it,
 # wherever the library was built. Included, this file adds the step after linking; as a script
 # (-D OBJECTS=file -D NM=nm -D OUTPUT=file -P) it is that step.
 if(NOT CMAKE_SCRIPT_MODE_FILE)
@@ -17,7 +17,7 @@ endif()
 include(${OBJECTS})
 set(log "")
 foreach(object IN LISTS cuda_objects)
-  cmake_path(GET object FILENAME name)
+  string(REGEX REPLACE "^.*[.]dir/|[.]o$" "" name ${object})
   file(READ ${object}.ptxas text)
   string(APPEND log "== cuda ${name}\n${text}")
 endforeach()

@@ -3,7 +3,7 @@
 // k^T))) v. Kernel cpu_naive: every option, every dtype, scores in memory. Sums are kept in double,
 // so that what is left against exact arithmetic is the rounding of scores and weights that each
 // faster kernel has too. Next: flash.cpp (the same with tiles and the online softmax),
-// cuda/naive.cu.
+// cuda/attention/naive.cu.
 #include <cmath>
 #include <cstddef>
 #include <limits>

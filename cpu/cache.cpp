@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The cache operations in plain loops: rows into slots (rotated and quantised on the way),
 // sequences out of their blocks, and whole blocks from place to place. Rotary embedding:
-// arXiv:2104.09864. Next: cuda/cache_write.cu.
+// arXiv:2104.09864. Next: cuda/cache/write.cu.
 #include <cstdlib>
 #include <cstring>
 

@@ -7,7 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "cuattn/params.h"
+#include "cuattn/params/attention.h"
 
 namespace cuattn::cpu {
 

@@ -2,9 +2,9 @@
 // What the CPU kernels offer to backend.cpp.
 #pragma once
 
-#include "cuattn/cache_params.h"
-#include "cuattn/paged_params.h"
-#include "cuattn/params.h"
+#include "cuattn/params/attention.h"
+#include "cuattn/params/cache.h"
+#include "cuattn/params/paged.h"
 
 namespace cuattn::cpu {
 

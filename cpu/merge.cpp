@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Merges partial attention results over disjoint keys: out = sum_i out_i exp(lse_i) / sum_i
-// exp(lse_i). Online softmax, arXiv:1805.02867. Next: cuda/merge_states.cu.
+// exp(lse_i). Online softmax, arXiv:1805.02867. Next: cuda/merge/states.cu.
 #include <cmath>
 #include <limits>
 #include <vector>

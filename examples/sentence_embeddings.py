@@ -13,7 +13,7 @@ import time
 import numpy as np
 
 import cuattn
-from cuattn import _minilm
+from cuattn._cli import minilm
 
 QUERY = "How do plants make their food?"
 LINES = """\
@@ -33,17 +33,17 @@ def attention(q, k, v, cu_seqlens, max_seqlen):
 
 
 def main(query: str = QUERY, path: str | None = None) -> None:
-    if _minilm.missing() is not None:
-        print(f"skipped: {_minilm.missing()} is missing; {_minilm.HOW_TO_GET}")
+    if minilm.missing() is not None:
+        print(f"skipped: {minilm.missing()} is missing; {minilm.HOW_TO_GET}")
         sys.exit()
     text = pathlib.Path(path).read_text(encoding="utf-8") if path else LINES
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    model = _minilm.MiniLM(_minilm.model_folder())
+    model = minilm.MiniLM(minilm.model_folder())
     token_ids = model.tokenize([query, *lines])
     begin = time.perf_counter()
     embeddings = model.encode(token_ids, attention)
     seconds = time.perf_counter() - begin
-    error = np.abs(embeddings - model.encode(token_ids, _minilm.plain_attention)).max()
+    error = np.abs(embeddings - model.encode(token_ids, minilm.plain_attention)).max()
     assert error < 1e-5, error
     cosine = embeddings[1:] @ embeddings[0]
     print(f"query: {query}")

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What this build is and where it runs, for `python -m cuattn info` and bug reports.
-#include "info.h"
+#include "src/info.h"
 
 #include "cuattn/backend.h"
 #include "cuattn/c_api.h"

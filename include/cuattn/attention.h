@@ -18,7 +18,7 @@
 #include <string>
 
 #include "cuattn/c_api.h"
-#include "cuattn/paged_params.h"
+#include "cuattn/params/paged.h"
 #include "cuattn/tensor.h"
 
 namespace cuattn {

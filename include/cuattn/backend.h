@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // What src/ knows of the two backends: one function per op. Arguments are validated, outputs
-// allocated, plans made. Next: cpu/backend.cpp, cuda/backend.cu.
+// allocated, plans made. Next: cpu/backend.cpp, cuda/backend/backend.cu.
 #pragma once
 
 #include <string>
 #include <vector>
 
-#include "cuattn/cache_params.h"
-#include "cuattn/paged_params.h"
-#include "cuattn/params.h"
-#include "cuattn/persistent_params.h"
+#include "cuattn/params/attention.h"
+#include "cuattn/params/cache.h"
+#include "cuattn/params/paged.h"
+#include "cuattn/params/persistent.h"
 #include "cuattn/plan.h"
 
 namespace cuattn {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Exceptions used inside libcuattn; src/c_api.cpp turns each into one status code, the bindings
+// Exceptions used inside libcuattn; src/abi/c_api.cpp turns each into one status code, the bindings
 // into one Python type. A message names the function, the argument, the rule, the value given and
 // the way out.
 #pragma once

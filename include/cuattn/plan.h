@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // The choice of a kernel: from what a call asks and what a device offers to one rung of the ladder,
-// with the reason. Pure functions: tested on made-up GPUs, without any. Next: src/plan.cpp (the
-// ladder), tile_config.h (the tiles).
+// with the reason. Pure functions: tested on made-up GPUs, without any. Next:
+// src/attention/plan.cpp (the ladder), tiles.h (the tiles).
 #pragma once
 
 #include <cstddef>
 #include <string>
 
-#include "cuattn/paged_params.h"
-#include "cuattn/params.h"
-#include "cuattn/tile_config.h"
+#include "cuattn/params/attention.h"
+#include "cuattn/params/paged.h"
+#include "cuattn/tiles.h"
 
 namespace cuattn {
 
@@ -37,7 +37,7 @@ struct PrefillRequest {
   MaskKind mask;
   ScoreKind score;
   bool has_sinks, batch_invariant;
-  bool has_bias, has_bias_map;  // params.h
+  bool has_bias, has_bias_map;  // params/attention.h
   int32_t num_splits;           // asked for; 0 = chosen
   bool paged;                   // keys lie in blocks of kv_layout and block_size
   KvLayout kv_layout;
@@ -101,7 +101,7 @@ std::string explain_prefill(const PrefillRequest& request, const DeviceInfo& dev
                             const char* backend);
 
 // The same for paged_attention. `function` is named in refusals. backend: "auto", "cpu", "simt",
-// "sm80", "sm90". workspace_bytes is left to paged.cpp.
+// "sm80", "sm90". workspace_bytes is left to src/paged/call.cpp.
 Plan select_paged(const char* function, const PagedRequest& request, const DeviceInfo& device,
                   const char* backend);
 // Each rung with its verdict, `chosen` marked.

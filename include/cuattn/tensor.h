@@ -9,7 +9,7 @@
 #include <string>
 
 #include "cuattn/dlpack.h"
-#include "cuattn/params.h"
+#include "cuattn/params/attention.h"
 
 namespace cuattn {
 

@@ -10,15 +10,15 @@ import sys
 
 
 def _info(arguments: argparse.Namespace) -> int:
-    from . import _system
+    from ._cli import system
 
-    return _system.show_info(arguments)
+    return system.show_info(arguments)
 
 
 def _demo(arguments: argparse.Namespace) -> int:
-    from . import _demo
+    from ._cli import demo
 
-    return _demo.main()
+    return demo.main()
 
 
 def _bench(arguments: argparse.Namespace) -> int:
@@ -28,21 +28,21 @@ def _bench(arguments: argparse.Namespace) -> int:
 
 
 def _plot(arguments: argparse.Namespace) -> int:
-    from . import _plot
+    from ._cli import plot
 
-    return _plot.main(arguments.results, arguments.output, arguments.format)
+    return plot.main(arguments.results, arguments.output, arguments.format)
 
 
 def _explain(arguments: argparse.Namespace) -> int:
-    from . import _system
+    from ._cli import system
 
-    return _system.show_explain(arguments)
+    return system.show_explain(arguments)
 
 
 def parser() -> argparse.ArgumentParser:
     """Build the command line."""
-    from . import _system
     from ._bench import options
+    from ._cli import system
 
     top = argparse.ArgumentParser(
         prog="python -m cuattn", description="Attention on any array, on CPU and CUDA."
@@ -79,7 +79,7 @@ def parser() -> argparse.ArgumentParser:
     explain = commands.add_parser(
         "explain", help="which kernel a call of attention would run, and why"
     )
-    _system.add_explain_arguments(explain)
+    system.add_explain_arguments(explain)
     explain.set_defaults(run=_explain)
     return top
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The block pool from C++: ownership, exceptions, eviction, prefixes, and many threads at once. The
-// long random walk against a model is in tests/test_block_pool.py.
+// long random walk against a model is in tests/cache/test_block_pool.py.
 #include <sys/random.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -112,7 +112,7 @@ TEST(block_pool_finds_prefixes_until_their_memory_is_needed) {
   CHECK((again == Ids{ids[0], ids[1]}));
 }
 
-// The pool's own mixing of 64 bits, from src/block_pool.cpp.
+// The pool's own mixing of 64 bits, from src/cache/pool.cpp.
 uint64_t mix(uint64_t x) {
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
   x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;

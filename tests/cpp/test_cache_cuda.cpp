@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The cache operations on the GPU against the CPU, every byte of every array: all kernels, calls of
-// few rows and of many, rows in order and scattered. Next: cuda/cache_write.cu.
+// few rows and of many, rows in order and scattered. Next: cuda/cache/write.cu.
 #include <algorithm>
 #include <cstring>
 #include <memory>

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The parts that need no GPU: TensorView, the rules of params.h, the planner on made-up devices,
-// CPU attention against the double-precision reference, merging, threads. The C ABI's refusals are
-// in test_errors.cpp.
+// The parts that need no GPU: TensorView, the rules of params/attention.h, the planner on made-up
+// devices, CPU attention against the double-precision reference, merging, threads. The C ABI's
+// refusals are in test_errors.cpp.
 #include <atomic>
 #include <cmath>
 #include <cstring>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What the C ABI refuses: the status, the argument named in the message, the output left alone, the
-// next call right. The messages word for word are tested from Python (tests/test_errors.py).
+// next call right. The messages word for word are tested from Python (tests/calls/test_errors.py).
 #include <cmath>
 #include <cstdint>
 #include <cstring>

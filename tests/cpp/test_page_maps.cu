@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The tensor maps of paged caches: tiles of chunked prefill (pages_sm90.cuh) and of decode
-// (paged_sm90.cuh), whose boxes a block table names, as test_tensor_maps.cu does it. Compiled for
-// 90a alone, skipped on other devices.
+// The tensor maps of paged caches: tiles of chunked prefill (cuda/attention/sm90/boxes.cuh) and of
+// decode (cuda/paged/sm90/decode.cuh), whose boxes a block table names, as test_tensor_maps.cu does
+// it. Compiled for 90a alone, skipped on other devices.
 #include <algorithm>
 #include <array>
 #include <numeric>
@@ -136,7 +136,7 @@ CUDA_TEST(sm90_page_maps_bring_the_blocks_that_a_table_names) {
 
 // ---- K and V in blocks: decode
 
-// A tile of 64 keys, box by box, as the copy warp of paged_sm90.cuh asks for them.
+// A tile of 64 keys, box by box, as the copy warp of cuda/paged/sm90/decode.cuh asks for them.
 void check_decode(const std::vector<int32_t>& lengths, int32_t block_size, int32_t columns,
                   int panels, bool hnd) {
   constexpr int kRows = 64;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The tensor maps of cuda/tensor_maps.h: a tile that the TMA loads by the coordinates of
-// prefill_sm90.cuh, against a host model of it, element by element with what lies around it; and O
-// on its way out, against memory that was poison. Maps of caches: test_page_maps.cu. Compiled for
-// 90a alone, skipped on other devices.
+// The tensor maps of cuda/host/tensor_maps.h: a tile that the TMA loads by the coordinates of
+// cuda/attention/sm90/forward.cuh, against a host model of it, element by element with what lies
+// around it; and O on its way out, against memory that was poison. Maps of caches:
+// test_page_maps.cu. Compiled for 90a alone, skipped on other devices.
 #include <array>
 #include <string>
 #include <vector>
@@ -246,7 +246,8 @@ CUATTN_HOST_DEVICE int output_value(int b, int token, int head, int column) {
 }
 
 // Four warps store 64 rows of one head, from accumulators: grid (tiles, heads, batch). A box that
-// reaches past the sequence is left out, as prefill_sm90.cuh does it, or `clipped` by the map.
+// reaches past the sequence is left out, as cuda/attention/sm90/forward.cuh does it, or `clipped`
+// by the map.
 template <DType kType, int kHeadDimV>
 __global__ void store_output(const __grid_constant__ PrefillParams p,
                              const __grid_constant__ Sm90Maps maps, bool clipped) {

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "cuattn/params.h"
+#include "cuattn/params/attention.h"
 #include "sm90.cuh"
 
 namespace cuattn::test {

@@ -37,12 +37,12 @@ class Part:
 
 
 NATIVE = ("pytest", "cpp", *SANITIZERS)
-SM90 = ("instances/prefill_sm90_*", "cuda/clear_counter.cu", "cuda/merge_states.cu")
+SM90 = ("instances/prefill_sm90_*", "cuda/attention/sm90/clear_counter.cu", "cuda/merge/states.cu")
 PORTABLE = ("instances/prefill_sm80_*", "instances/prefill_simt_*", "instances/prefill_tiled_*")
-PORTABLE += ("cuda/naive.cu", "cuda/cublas.cu")
-PAGED = ("instances/paged_*", "cuda/paged_*.cu", "src/*paged.cpp", "src/persistent.cpp")
-PAGED += ("cpu/paged.cpp", "src/cache_checks.cpp")
-GATHER = ("cuda/cache_gather.cu", "src/cache.cpp", "src/cache_checks.cpp", "cpu/cache.cpp")
+PORTABLE += ("cuda/attention/naive.cu", "cuda/attention/cublas.cu")
+PAGED = ("instances/paged_*", "cuda/paged/*.cu", "src/paged/*.cpp", "src/abi/paged.cpp")
+PAGED += ("cpu/paged.cpp", "src/cache/checks.cpp")
+GATHER = ("cuda/cache/gather.cu", "src/cache/rows.cpp", "src/cache/checks.cpp", "cpu/cache.cpp")
 CORE_TESTS = ("test_device.cu", "test_cuda.cpp", "test_core.cpp", "test_errors.cpp")
 CORE_TESTS += ("test_cache.cpp", "test_merge.cpp", "test_paged.cpp")
 
@@ -83,7 +83,7 @@ PARTS = {
     "cache": Part(
         "cache writes, gathers, copies and swaps",
         stages=NATIVE,
-        objects=(*GATHER, "cuda/cache_*.cu", "src/cache_blocks.cpp", "test_cache_cuda.cpp"),
+        objects=(*GATHER, "cuda/cache/*.cu", "src/cache/blocks.cpp", "test_cache_cuda.cpp"),
         python=("test_cache.py", "test_cache_cuda.py"),
         cases="cuda_cache_,cuda_blocks_",
     ),
@@ -91,8 +91,9 @@ PARTS = {
         "merging, device primitives, frameworks, streams, graphs, threads and all other tests",
         stages=NATIVE,
         objects=(
-            "src/merge.cpp",
+            "src/merge/merge.cpp",
             "cpu/merge.cpp",
+            "src/cache/pool.cpp",
             "*block_pool.cpp",
             "test_device.cu",
             *CORE_TESTS,
@@ -109,8 +110,7 @@ PARTS = {
 
 LIBRARY = ("include", "cuda", "src", "cpu", "cmake", "CMakeLists.txt", "pyproject.toml")
 # Only tests of the part `core` come by these.
-ONLY_CORE = ("python/cuattn/_bench/*", "python/cuattn/_demo.py", "python/cuattn/_minilm.py")
-ONLY_CORE += ("python/cuattn/_plot.py", "python/cuattn/_system.py", "python/cuattn/__main__.py")
+ONLY_CORE = ("python/cuattn/_bench/*", "python/cuattn/_cli/*", "python/cuattn/__main__.py")
 
 
 def matches(path: str, patterns: Iterable[str]) -> bool:

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a tile of scores goes through before the softmax: which key tiles a query tile visits, which
-// of them need a mask, and the score functor (softcap, ALiBi, bias). Conventions: params.h,
-// docs/numerics.md. Next: prefill_simt.cuh.
+// of them need a mask, and the score functor (softcap, ALiBi, bias). Conventions:
+// params/attention.h, docs/numerics.md. Next: cuda/attention/simt.cuh.
 #pragma once
 
 #include "cuattn/device/convert.cuh"

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Scalar mathematics and reductions of the kernels. Base 2 inside, natural units at the edges.
-// No includes but params.h: compiles under nvcc and NVRTC. Next: convert.cuh.
+// No includes but params/attention.h: compiles under nvcc and NVRTC. Next: convert.cuh.
 #pragma once
 
-#include "cuattn/params.h"
+#include "cuattn/params/attention.h"
 
 namespace cuattn::device {
 

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // Kernels that overlap (programmatic dependent launch, from sm_90 on). Host side:
-// launch_overlapping in cuda/launch.h.
+// launch_overlapping in cuda/host/launch.h.
 #pragma once
 
 namespace cuattn::device {
 
-// Lets the kernel that was launched behind this one start (launch_overlapping in cuda/launch.h).
+// Lets the kernel that was launched behind this one start (launch_overlapping in
+// cuda/host/launch.h).
 __device__ __forceinline__ void release_next_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

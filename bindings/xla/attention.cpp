@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: Apache-2.0
+// attention and merge_states as XLA custom calls: JAX arrays reach the library inside the compiled
+// program, on XLA's stream and in XLA's memory, the workspace included. Python face:
+// python/cuattn/jax/__init__.py.
+#include <string>
+
+#include "bindings/xla/call.h"
+#include "bindings/xla/ffi.h"
+
+namespace cuattn::bindings::xla {
+namespace {
+
+// Arguments q, k, v, then those of `present`.
+void run_attention(const CallFrame& frame, Platform platform) {
+  Place place(frame, platform);
+  cuattn_attention_options options;
+  cuattn_attention_options_init(&options);
+  read_options(frame, options);
+  options.layout = integer32(frame, "layout");
+  options.return_lse = integer32(frame, "return_lse");
+  options.max_seqlen_q = integer(frame, "max_seqlen_q");
+  options.max_seqlen_k = integer(frame, "max_seqlen_k");
+  std::string backend = text(frame, "backend");
+  options.backend = backend.c_str();
+
+  int64_t rank = integer(frame, "ragged") != 0 ? 3 : 4;
+  int64_t rank_k = integer(frame, "paged") != 0 ? kOwnRank : rank;
+  Arguments arguments(frame, place.device);
+  const DLTensor *q = arguments.next(rank), *k = arguments.next(rank_k),
+                 *v = arguments.next(rank_k);
+  arguments.optional(
+      integer(frame, "present"),
+      {&options.alibi_slopes, &options.sinks, &options.bias, &options.seqused_q, &options.seqused_k,
+       &options.cu_seqlens_q, &options.cu_seqlens_k, &options.block_tables});
+  cuattn_attention_call call;
+  check(cuattn_attention_prepare(q, k, v, &options, &call));
+  AttentionResults results(frame, place.device, rank);
+  check(cuattn_attention_run(&call, &results.out.dl, results.lse_or_null(), results.memory(),
+                             results.memory_bytes(), place.stream));
+}
+
+// Arguments out_a, lse_a, out_b, lse_b, or stacked outs, lses; results out, lse.
+void run_merge(const CallFrame& frame, Platform platform) {
+  Place place(frame, platform);
+  int32_t layout = integer32(frame, "layout");
+  Tensor out, lse;
+  out.set(*frame.results.items[0], place.device);
+  lse.set(*frame.results.items[1], place.device);
+  Arguments arguments(frame, place.device);
+  const DLTensor *out_a = arguments.next(), *lse_a = arguments.next();
+  if (frame.arguments.size == 2)
+    return check(cuattn_merge_many(out_a, lse_a, &out.dl, &lse.dl, layout, place.stream));
+  const DLTensor *out_b = arguments.next(), *lse_b = arguments.next();
+  check(cuattn_merge_states(out_a, lse_a, out_b, lse_b, &out.dl, &lse.dl, layout, place.stream));
+}
+
+}  // namespace
+
+const Handler kAttention = handler<run_attention>("cuattn_attention");
+const Handler kMergeStates = handler<run_merge>("cuattn_merge_states");
+
+}  // namespace cuattn::bindings::xla

@@ -1,0 +1,512 @@
+// SPDX-License-Identifier: Apache-2.0
+// Flash attention forward on mma.sync tensor cores (sm_80 and later): float16 and bfloat16, every
+// option of the API. A CTA owns kTile.m query rows of one head and walks the key tiles right to
+// left; each warp owns its rows alone, so the softmax needs no word from other warps. Source:
+// FlashAttention-2, arXiv:2307.08691, algorithm 1. Fragment maps: device/mma_sm80.cuh. Tiles:
+// tiles.h. Next: src/attention/plan.cpp, which picks it.
+//
+//   stages = 2, one barrier a tile (the prologue has loaded tile 2):
+//       copy  | K1 V1           | K0 V0           |                 |
+//       math  | QK2 softmax PV2 | QK1 softmax PV1 | QK0 softmax PV0 |
+//   stages = 1, two barriers a tile (the prologue has loaded K1):
+//       copy  | V1              | K0              | V0              |                 |
+//       math  | QK1             | softmax PV1     | QK0             | softmax PV0     |
+#pragma once
+
+#include "cuattn/device/mask.cuh"
+#include "cuattn/device/mma_sm80.cuh"
+#include "cuattn/tiles.h"
+#include "cuda/host/launch.h"
+
+namespace cuattn {
+
+// The order in which CTAs take tiles: sections of heads whose K and V fit in L2 together; inside a
+// section the heaviest query tiles of all heads first, so that the last wave is made of light ones.
+struct Sm80Schedule {
+  int32_t tiles;          // query tiles of a sequence
+  int32_t section_heads;  // (batch, head) pairs of a section
+};
+
+template <DType kType, int kHeadDim, int kHeadDimV, MaskKind kMask, ScoreKind kScore, Tile kTile>
+struct PrefillSm80 {
+  // 1. Types and sizes
+  static constexpr int kThreads = kTile.warps * 32;
+  static constexpr int kWarpRows = kTile.m / kTile.warps;
+  static constexpr int kRowBlocks = kWarpRows / 16;  // m16 blocks of a warp
+  static constexpr int kScoreBlocks = kTile.n / 8;   // n8 blocks of S
+  static constexpr int kOutBlocks = kHeadDimV / 8;   // n8 blocks of O
+  static constexpr int kQkBytes = kHeadDim * 2;      // of one row of Q or K
+  static constexpr int kVBytes = kHeadDimV * 2;      // of one row of V or O
+  static constexpr int kSmemBytes = sm80_smem_bytes({kHeadDim, kHeadDimV}, kTile);
+  static constexpr int kCtasPerSm =
+      kTile.warps <= 4 ? 2 : 1;  // 128 threads leave 255 registers each to two CTAs
+  static_assert(kTile.m % (16 * kTile.warps) == 0 && kTile.n % 16 == 0,
+                "tiles are made of m16n8k16");
+  static_assert(kHeadDimV <= kHeadDim, "O is staged in the rows of Q");
+  static_assert(kTile.stages == 1 || kTile.stages == 2,
+                "the loops are written for one or two stages");
+
+  // 2. Shared storage, in address order: Q (m, head_dim); K (stage, n, head_dim); V (stage, n,
+  // head_dim_v); swizzled.
+  struct Shared {
+    uint32_t q, k, v;  // addresses in the shared window
+    __device__ explicit Shared(const void* base)
+        : q(device::smem_address(base)),
+          k(q + kTile.m * kQkBytes),
+          v(k + kTile.stages * kTile.n * kQkBytes) {}
+    __device__ uint32_t k_stage(int stage) const { return k + stage * kTile.n * kQkBytes; }
+    __device__ uint32_t v_stage(int stage) const { return v + stage * kTile.n * kVBytes; }
+  };
+
+  // 3. Roles: every warp does the same. What a CTA works on:
+  struct Work {
+    int32_t batch, head, row0;  // row0: first query row of the tile
+    Span queries, keys;
+  };
+
+  static __device__ Work find_work(const PrefillParams& p, const Sm80Schedule& schedule) {
+    int32_t per_section = schedule.section_heads * schedule.tiles;
+    int32_t section = blockIdx.x / per_section, within = blockIdx.x % per_section;
+    int32_t first = section * schedule.section_heads;
+    int32_t left = p.batch * p.num_heads_q - first;
+    int32_t heads = left < schedule.section_heads ? left : schedule.section_heads;
+    int32_t pair = first + within % heads, tile = within / heads;
+    if (kMask != MaskKind::none) tile = schedule.tiles - 1 - tile;
+    Work work;
+    work.batch = pair / p.num_heads_q;
+    work.head = pair % p.num_heads_q;
+    work.row0 = tile * kTile.m;
+    work.queries = query_span(p, work.batch);
+    work.keys = key_span(p, work.batch);
+    return work;
+  }
+
+  // Copies rows [row0, row0 + kRows) of a matrix with kDim columns in shared memory, `dim` of them
+  // in global memory; what lies beyond row `limit` or column `dim` becomes zero.
+  template <int kRows, int kDim>
+  static __device__ __forceinline__ void load_tile(uint32_t smem, const char* global,
+                                                   int64_t row_bytes, int32_t row0, int32_t limit,
+                                                   int32_t dim) {
+    constexpr int kLanes =
+        kDim % 64 == 0 ? 8
+                       : 4;  // threads on one row, 16 bytes each: full 128-byte lines if possible
+    constexpr int kPassRows = kThreads / kLanes;
+    static_assert(kRows % kPassRows == 0 && kPassRows % 8 == 0,
+                  "passes cover the tile and keep the swizzle phase");
+    int32_t row = threadIdx.x / kLanes, chunk = threadIdx.x % kLanes;
+    const char* from = global + (row0 + row) * row_bytes + chunk * 16;
+    uint32_t to = smem + device::swizzled<kDim * 2>(row, chunk);
+#pragma unroll
+    for (int pass = 0; pass < kRows / kPassRows; ++pass) {
+      bool row_valid = row0 + row + pass * kPassRows < limit;
+#pragma unroll
+      for (int group = 0; group < kDim / (8 * kLanes); ++group) {
+        bool valid = row_valid && (chunk + group * kLanes) * 8 < dim;
+        device::cp_async16(to + pass * kPassRows * kDim * 2 + group * kLanes * 16,
+                           from + group * kLanes * 16, valid);
+      }
+      from += kPassRows * row_bytes;
+    }
+  }
+
+  // The address a lane gives to ldmatrix: its row is fixed, and the swizzle of its row turns step
+  // `chunk` (even) into an XOR of constants. `row_base`: address of the lane's row; `phase`: the
+  // lane's chunk bit XOR the row's swizzle.
+  template <int kRowBytes>
+  static __device__ __forceinline__ uint32_t chunk_address(uint32_t row_base, uint32_t phase,
+                                                           int chunk) {
+    constexpr int kMaskBits = kRowBytes % 128 == 0 ? 7 : 3;
+    return row_base + (((chunk & kMaskBits) ^ phase) << 4) + (chunk & ~kMaskBits) * 16;
+  }
+  template <int kRowBytes>
+  static __device__ __forceinline__ uint32_t swizzle_phase(uint32_t row, uint32_t chunk_bit) {
+    return chunk_bit ^ (kRowBytes % 128 == 0 ? row & 7 : (row >> 1) & 3);
+  }
+
+  // Accumulators of a warp and the softmax state of its rows: lane 4g + q holds rows g and g + 8 of
+  // each m16 block.
+  struct State {
+    float out[kRowBlocks][kOutBlocks][4];
+    float row_max[kRowBlocks][2];  // of the scores in the functor's units; over the quad
+    float row_sum[kRowBlocks][2];  // this lane's share; reduced over the quad at the end
+  };
+  using Scores = float[kRowBlocks][kScoreBlocks][4];
+
+  // S = Q K^T. The operands of step k + 1 are fetched before the products of step k.
+  static __device__ __forceinline__ void multiply_qk(Scores& scores, uint32_t q_tile,
+                                                     uint32_t k_tile) {
+    constexpr int kSteps = kHeadDim / 16;
+    uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    uint32_t q_row = warp * kWarpRows + lane % 16;
+    uint32_t q_base = q_tile + q_row * kQkBytes,
+             q_phase = swizzle_phase<kQkBytes>(q_row, lane / 16);
+    uint32_t k_row = lane % 8 + lane / 16 * 8;
+    uint32_t k_base = k_tile + k_row * kQkBytes,
+             k_phase = swizzle_phase<kQkBytes>(k_row, lane / 8 % 2);
+    uint32_t a[2][kRowBlocks][4], b[2][kTile.n / 16][4];
+    auto fetch = [&](int step) {
+      uint32_t q_chunk = chunk_address<kQkBytes>(q_base, q_phase, 2 * step);
+      uint32_t k_chunk = chunk_address<kQkBytes>(k_base, k_phase, 2 * step);
+#pragma unroll
+      for (int m = 0; m < kRowBlocks; ++m)
+        device::ldmatrix_x4(a[step % 2][m], q_chunk + m * 16 * kQkBytes);
+#pragma unroll
+      for (int n = 0; n < kTile.n / 16; ++n)
+        device::ldmatrix_x4(b[step % 2][n], k_chunk + n * 16 * kQkBytes);
+    };
+    fetch(0);
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      if (step + 1 < kSteps) fetch(step + 1);
+#pragma unroll
+      for (int n = 0; n < kTile.n / 16; ++n) {
+#pragma unroll
+        for (int m = 0; m < kRowBlocks; ++m) {
+          const uint32_t (&k_frag)[4] = b[step % 2][n];
+          device::mma_m16n8k16<kType>(scores[m][2 * n], a[step % 2][m], k_frag[0], k_frag[1]);
+          device::mma_m16n8k16<kType>(scores[m][2 * n + 1], a[step % 2][m], k_frag[2], k_frag[3]);
+        }
+      }
+    }
+  }
+
+  // O += P V, P from the scores in registers.
+  static __device__ __forceinline__ void multiply_pv(State& state, const Scores& scores,
+                                                     uint32_t v_tile) {
+    uint32_t lane = threadIdx.x % 32;
+    uint32_t v_base = v_tile + lane % 16 * kVBytes,
+             v_phase = swizzle_phase<kVBytes>(lane % 16, lane / 16);
+    constexpr int kPairs = kHeadDimV / 16, kSteps = kTile.n / 16;
+    uint32_t b[2][4];
+    auto fetch = [&](int index) {  // pair `index % kPairs` of step `index / kPairs`
+      uint32_t address = chunk_address<kVBytes>(v_base, v_phase, 2 * (index % kPairs));
+      device::ldmatrix_x4_trans(b[index % 2], address + index / kPairs * 16 * kVBytes);
+    };
+    fetch(0);
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      uint32_t a[kRowBlocks][4];
+#pragma unroll
+      for (int m = 0; m < kRowBlocks; ++m) {
+        const float (&left)[4] = scores[m][2 * step];
+        const float (&right)[4] = scores[m][2 * step + 1];
+        a[m][0] = device::pack2<kType>(left[0], left[1]);
+        a[m][1] = device::pack2<kType>(left[2], left[3]);
+        a[m][2] = device::pack2<kType>(right[0], right[1]);
+        a[m][3] = device::pack2<kType>(right[2], right[3]);
+      }
+#pragma unroll
+      for (int pair = 0; pair < kPairs; ++pair) {
+        int index = step * kPairs + pair;
+        if (index + 1 < kSteps * kPairs) fetch(index + 1);
+        const uint32_t (&v_frag)[4] = b[index % 2];
+#pragma unroll
+        for (int m = 0; m < kRowBlocks; ++m) {
+          device::mma_m16n8k16<kType>(state.out[m][2 * pair], a[m], v_frag[0], v_frag[1]);
+          device::mma_m16n8k16<kType>(state.out[m][2 * pair + 1], a[m], v_frag[2], v_frag[3]);
+        }
+      }
+    }
+  }
+
+  // Query row (within the sequence) of this lane's register pair `half` in m16 block m.
+  static __device__ __forceinline__ int32_t lane_row(const Work& work, int m, int half) {
+    return work.row0 + threadIdx.x / 32 * kWarpRows + m * 16 + half * 8 + threadIdx.x % 32 / 4;
+  }
+
+  // Softcap, ALiBi and bias on every score; padding rows and keys are clamped so that no load
+  // leaves the bias.
+  static __device__ __forceinline__ void apply_score(Scores& scores,
+                                                     const device::ScoreMod<kType, kScore>& mod,
+                                                     const Work& work, int32_t key0) {
+#pragma unroll
+    for (int m = 0; m < kRowBlocks; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        int32_t row = min(lane_row(work, m, half), work.queries.used - 1);
+#pragma unroll
+        for (int n = 0; n < kScoreBlocks; ++n) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            int32_t key = min(key0 + n * 8 + 2 * static_cast<int32_t>(threadIdx.x % 4) + i,
+                              work.keys.used - 1);
+            float& score = scores[m][n][2 * half + i];
+            score = mod(score, row, key);
+          }
+        }
+      }
+    }
+  }
+
+  // -inf for keys that a row does not see.
+  static __device__ __forceinline__ void apply_mask(Scores& scores, const PrefillParams& p,
+                                                    const Work& work, int32_t key0) {
+#pragma unroll
+    for (int m = 0; m < kRowBlocks; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        KeyRange visible{0, work.keys.used};
+        if constexpr (kMask != MaskKind::none) {
+          visible =
+              visible_keys(kMask == MaskKind::causal ? kUnlimited : p.window_left, p.window_right,
+                           lane_row(work, m, half), work.queries.used, work.keys.used);
+        }
+        int32_t first = key0 + 2 * (threadIdx.x % 4);
+        int32_t begin = visible.begin - first, end = visible.end - first;
+#pragma unroll
+        for (int n = 0; n < kScoreBlocks; ++n) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            bool seen = n * 8 + i < end && (kMask != MaskKind::window || n * 8 + i >= begin);
+            float& score = scores[m][n][2 * half + i];
+            score = seen ? score : device::negative_infinity();
+          }
+        }
+      }
+    }
+  }
+
+  // Scores become probabilities relative to the running maximum; O and the sums follow the maximum.
+  static __device__ __forceinline__ void softmax_step(State& state, Scores& scores, float to_log2) {
+#pragma unroll
+    for (int m = 0; m < kRowBlocks; ++m) {
+      float rescale[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float maximum = state.row_max[m][half];
+#pragma unroll
+        for (int n = 0; n < kScoreBlocks; ++n) {
+          maximum = fmaxf(maximum, fmaxf(scores[m][n][2 * half], scores[m][n][2 * half + 1]));
+        }
+        maximum = device::quad_max(maximum);
+        // A row that has seen nothing keeps -inf; 0 in its place keeps -inf - (-inf) out of the
+        // exponent.
+        constexpr bool kScored = kScore == ScoreKind::scored;
+        float reference = kScored ? maximum : maximum * to_log2, before = state.row_max[m][half];
+        if (maximum == device::negative_infinity()) reference = 0.0f;
+        if (!kScored && device::is_large_reference(reference)) {  // rare
+          before -= maximum;
+#pragma unroll
+          for (int n = 0; n < kScoreBlocks; ++n) {
+            scores[m][n][2 * half] -= maximum;
+            scores[m][n][2 * half + 1] -= maximum;
+          }
+          reference = 0.0f;
+        }
+        auto exponent = [&](float score) {  // a bias may be the lowest float: first the difference
+          return kScored ? (score - reference) * to_log2 : fmaf(score, to_log2, -reference);
+        };
+        rescale[half] = device::exp2_approx(exponent(before));
+        state.row_max[m][half] = maximum;
+        float sum = 0.0f;
+#pragma unroll
+        for (int n = 0; n < kScoreBlocks; ++n) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            float& score = scores[m][n][2 * half + i];
+            score = device::exp2_approx(exponent(score));
+            sum += score;
+          }
+        }
+        state.row_sum[m][half] = fmaf(state.row_sum[m][half], rescale[half], sum);
+      }
+      // The maximum settles after a few tiles: skip the multiplications when no row of the warp has
+      // moved. Exact.
+      if (__any_sync(0xffffffffu, rescale[0] != 1.0f || rescale[1] != 1.0f)) {
+#pragma unroll
+        for (int n = 0; n < kOutBlocks; ++n) {
+          state.out[m][n][0] *= rescale[0];
+          state.out[m][n][1] *= rescale[0];
+          state.out[m][n][2] *= rescale[1];
+          state.out[m][n][3] *= rescale[1];
+        }
+      }
+    }
+  }
+
+  // 4. Main loop
+  static __device__ __forceinline__ void attend(const PrefillParams& p, const Work& work,
+                                                const Shared& shared, State& state) {
+    int32_t last_row = min(work.row0 + kTile.m, work.queries.used);
+    device::TileRange range = device::tile_range<kTile.n>(
+        kMask == MaskKind::window ? p.window_left : static_cast<int32_t>(kUnlimited),
+        kMask == MaskKind::none ? static_cast<int32_t>(kUnlimited) : p.window_right, work.row0,
+        last_row, work.queries.used, work.keys.used);
+    if (range.begin >= range.end) return;
+
+    int32_t kv_head = work.head / (p.num_heads_q / p.num_heads_kv);
+    const char* gQ = static_cast<const char*>(p.q) +
+                     2 * (work.batch * p.q_strides.batch + work.head * p.q_strides.head +
+                          work.queries.start * p.q_strides.seq);
+    const char* gK = static_cast<const char*>(p.k) +
+                     2 * (work.batch * p.k_strides.batch + kv_head * p.k_strides.head +
+                          work.keys.start * p.k_strides.seq);
+    const char* gV = static_cast<const char*>(p.v) +
+                     2 * (work.batch * p.v_strides.batch + kv_head * p.v_strides.head +
+                          work.keys.start * p.v_strides.seq);
+    auto load_k = [&](int32_t tile, int stage) {
+      load_tile<kTile.n, kHeadDim>(shared.k_stage(stage), gK, 2 * p.k_strides.seq, tile * kTile.n,
+                                   work.keys.used, p.head_dim);
+    };
+    auto load_v = [&](int32_t tile, int stage) {
+      load_tile<kTile.n, kHeadDimV>(shared.v_stage(stage), gV, 2 * p.v_strides.seq, tile * kTile.n,
+                                    work.keys.used, p.head_dim_v);
+    };
+    device::ScoreMod<kType, kScore> mod(p, work.batch, work.head, work.queries.used,
+                                        work.keys.used);
+
+    load_tile<kTile.m, kHeadDim>(shared.q, gQ, 2 * p.q_strides.seq, work.row0, work.queries.used,
+                                 p.head_dim);
+    load_k(range.end - 1, 0);
+    if constexpr (kTile.stages == 2) load_v(range.end - 1, 0);
+    device::cp_async_commit();
+    int stage = 0;
+#pragma unroll 1
+    for (int32_t tile = range.end - 1; tile >= range.begin; --tile) {
+      device::cp_async_wait<0>();
+      __syncthreads();  // this tile has landed, and every warp is done with the one whose place is
+                        // filled next
+      if constexpr (kTile.stages == 2) {
+        if (tile > range.begin) {
+          load_k(tile - 1, stage ^ 1);
+          load_v(tile - 1, stage ^ 1);
+        }
+      } else {
+        load_v(tile, 0);
+      }
+      device::cp_async_commit();
+      Scores scores = {};
+      multiply_qk(scores, shared.q, shared.k_stage(stage));
+      if constexpr (kTile.stages == 1) {
+        device::cp_async_wait<0>();
+        __syncthreads();  // V has landed, and every warp is done with K
+        if (tile > range.begin) load_k(tile - 1, 0);
+        device::cp_async_commit();
+      }
+      if constexpr (kScore == ScoreKind::scored) apply_score(scores, mod, work, tile * kTile.n);
+      if (tile >= range.full_end || tile < range.full_begin)
+        apply_mask(scores, p, work, tile * kTile.n);
+      softmax_step(state, scores, mod.to_log2);
+      multiply_pv(state, scores, shared.v_stage(stage));
+      if constexpr (kTile.stages == 2) stage ^= 1;
+    }
+  }
+
+  // 5. Epilogue: normalise, write lse, and turn fragments into whole rows by way of the warp's own
+  // rows of Q.
+  static __device__ __forceinline__ void store(const PrefillParams& p, const Work& work,
+                                               const Shared& shared, State& state, float to_log2) {
+    uint32_t lane = threadIdx.x % 32;
+    uint32_t staging =
+        shared.q + threadIdx.x / 32 * kWarpRows * kQkBytes;  // no other warp reads these rows of Q
+    __syncwarp();                                            // every lane has read its last Q
+#pragma unroll
+    for (int m = 0; m < kRowBlocks; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        int32_t row = lane_row(work, m, half);
+        float sum = device::quad_sum(state.row_sum[m][half]);
+        // Base 2 from here on.
+        float maximum = device::finite_product(state.row_max[m][half], to_log2);
+        float factor = 1.0f;
+        if (p.sinks != nullptr) {
+          float sink = device::sink_in_base2(p.sinks[work.head * p.sinks_stride]);
+          float larger = fmaxf(maximum, sink);
+          float reference = larger == device::negative_infinity() ? 0.0f : larger;
+          factor = device::exp2_approx(maximum - reference);
+          sum = fmaf(sum, factor, device::exp2_approx(sink - reference));
+          maximum = larger;
+        }
+        bool alive =
+            row < work.queries.used && sum != 0.0f;  // a NaN is alive: it reaches out and lse
+        factor = factor / sum;
+#pragma unroll
+        for (int n = 0; n < kOutBlocks; ++n) {
+          float left = alive ? state.out[m][n][2 * half] * factor : 0.0f;
+          float right = alive ? state.out[m][n][2 * half + 1] * factor : 0.0f;
+          device::store_shared(
+              staging + device::swizzled<kVBytes>(m * 16 + half * 8 + lane / 4, n) + lane % 4 * 4,
+              device::pack2<kType>(left, right));
+        }
+        if (p.lse != nullptr && lane % 4 == 0 && row < work.queries.stored) {
+          p.lse[work.batch * p.lse_strides.batch + work.head * p.lse_strides.head +
+                (work.queries.start + row) * p.lse_strides.seq] =
+              alive ? (maximum + device::log2_approx(sum)) * device::kLn2
+                    : device::negative_infinity();
+        }
+      }
+    }
+    __syncwarp();
+    char* gO = static_cast<char*>(p.out) +
+               2 * (work.batch * p.out_strides.batch + work.head * p.out_strides.head +
+                    work.queries.start * p.out_strides.seq);
+    constexpr int kChunks = kHeadDimV / 8;
+#pragma unroll
+    for (int i = 0; i < kWarpRows * kChunks / 32; ++i) {
+      int32_t warp_row = (i * 32 + lane) / kChunks, chunk = (i * 32 + lane) % kChunks;
+      int32_t row = work.row0 + threadIdx.x / 32 * kWarpRows + warp_row;
+      uint4 values = device::load_shared16(staging + device::swizzled<kVBytes>(warp_row, chunk));
+      if (row < work.queries.stored && chunk * 8 < p.head_dim_v) {
+        *reinterpret_cast<uint4*>(gO + row * (2 * p.out_strides.seq) + chunk * 16) = values;
+      }
+    }
+  }
+
+  // 6. Kernel
+  static __device__ __forceinline__ void run(const PrefillParams& p, const Sm80Schedule& schedule,
+                                             void* smem) {
+    Work work = find_work(p, schedule);
+    if (work.row0 >= work.queries.stored) return;
+    Shared shared(smem);
+    State state;
+#pragma unroll
+    for (int m = 0; m < kRowBlocks; ++m) {
+#pragma unroll
+      for (int n = 0; n < kOutBlocks; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) state.out[m][n][i] = 0.0f;
+      }
+      state.row_max[m][0] = state.row_max[m][1] = device::negative_infinity();
+      state.row_sum[m][0] = state.row_sum[m][1] = 0.0f;
+    }
+    attend(p, work, shared, state);
+    store(p, work, shared, state,
+          kScore == ScoreKind::scored ? device::kLog2e : p.scale * device::kLog2e);
+  }
+};
+
+template <class Kernel>
+__global__ void __launch_bounds__(Kernel::kThreads, Kernel::kCtasPerSm)
+    prefill_sm80_kernel(const __grid_constant__ PrefillParams params,
+                        const __grid_constant__ Sm80Schedule schedule) {
+  extern __shared__ __align__(1024) char smem[];
+  Kernel::run(params, schedule, smem);
+}
+
+// 7. Launcher
+template <class Kernel>
+void launch_prefill_sm80_tile(const PrefillParams& p, Tile tile, cudaStream_t stream) {
+  constexpr int64_t kSectionBytes = 24 << 20;  // of K and V: half the L2 of the large parts
+  Sm80Schedule schedule;
+  schedule.tiles = device::ceil_div(p.seqlen_q, tile.m);
+  int32_t group = p.num_heads_q / p.num_heads_kv;
+  int64_t pairs = int64_t{p.batch} * p.num_heads_q;
+  int64_t head_bytes = (p.seqlen_kv + int64_t{1}) * (p.head_dim + p.head_dim_v) * 2;
+  int64_t section = device::ceil_div(kSectionBytes, head_bytes) * group;
+  schedule.section_heads = static_cast<int32_t>(section < pairs ? section : pairs);
+  unsigned blocks = grid_blocks(pairs * schedule.tiles, "sm80");
+  static std::atomic<uint64_t> allowed{0};
+  allow_shared_memory(prefill_sm80_kernel<Kernel>, Kernel::kSmemBytes, allowed);
+  prefill_sm80_kernel<Kernel>
+      <<<blocks, Kernel::kThreads, Kernel::kSmemBytes, stream>>>(p, schedule);
+  CUATTN_CUDA_TRY(cudaGetLastError());
+}
+
+template <DType kType, int kHeadDim, int kHeadDimV, MaskKind kMask, ScoreKind kScore>
+void launch_prefill_sm80(const PrefillParams& p, cudaStream_t stream) {
+  constexpr Tile kTile = sm80_tile({kHeadDim, kHeadDimV}, kScore);
+  launch_prefill_sm80_tile<PrefillSm80<kType, kHeadDim, kHeadDimV, kMask, kScore, kTile>>(p, kTile,
+                                                                                          stream);
+}
+
+}  // namespace cuattn

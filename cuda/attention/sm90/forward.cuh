@@ -1,0 +1,593 @@
+// SPDX-License-Identifier: Apache-2.0
+// Flash attention forward on Hopper (sm_90a): float16 and bfloat16, every option of the API. One
+// producer warpgroup feeds K and V tiles by TMA to two or three consumer warpgroups of 64 query
+// rows each, which multiply by wgmma; CTAs are persistent. Source: FlashAttention-3,
+// arXiv:2407.08608, sections 3.1-3.2. Primitives: device/mma_sm90.cuh. Tiles: tiles.h.
+// Deep dive: docs/notes/20261121-prefill-sm90.md. Next: src/attention/plan.cpp, which picks it.
+//
+//   producer   | Q K3  | K2 V3 | K1 V2 | K0 V1 | V0 | Q' K' | ...       (next query tile)
+//   group 0    | QK3 | softmax | QK2 PV3 | softmax | QK1 PV2 | ... | PV0 QK' | O out | softmax
+//   group 1         | QK3 | softmax | QK2 PV3 | softmax | ...        (the tensor cores alternate)
+#pragma once
+
+#include "cuattn/device/mask.cuh"
+#include "cuattn/device/overlap.cuh"
+#include "cuattn/device/wgmma_sm90.cuh"
+#include "cuattn/tiles.h"
+#include "cuda/attention/sm90/boxes.cuh"
+#include "cuda/attention/sm90/schedule.cuh"
+#include "cuda/attention/sm90/scores.cuh"
+#include "cuda/attention/sm90/softmax.cuh"
+#include "cuda/attention/sm90/store.cuh"
+#include "cuda/host/launch.h"
+#include "cuda/host/launchers.h"
+#include "cuda/host/tensor_maps.h"
+
+namespace cuattn {
+
+template <DType kType, int kHeadDim, int kHeadDimV, MaskKind kMask, ScoreKind kScore, Tile kTile>
+struct PrefillSm90 {
+  // 1. Types and sizes
+  static constexpr int kConsumers = kTile.m / 64;
+  static constexpr int kThreads = (kConsumers + 1) * 128;
+  static constexpr int kPanelsQk = (kHeadDim + 63) / 64, kPanelsV = (kHeadDimV + 63) / 64;
+  static constexpr int kQBytes = kTile.m * kPanelsQk * 128;  // of one stage
+  static constexpr int kKBytes = kTile.n * kPanelsQk * 128;
+  static constexpr int kVBytes = kTile.n * kPanelsV * 128;
+  static constexpr int kQStages = sm90_q_stages({kHeadDim, kHeadDimV}, kTile, kScore);
+  static constexpr int kSmemBytes = sm90_smem_bytes({kHeadDim, kHeadDimV}, kTile, kScore, kQStages);
+  // Of a thread. What a CTA is launched with is shared out, 168 * 3 or 128 * 4; a sum above that
+  // would wait for ever.
+  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 232;
+  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 40;
+  static_assert(kConsumers * kConsumerRegisters + kProducerRegisters <=
+                (kConsumers + 1) * (65536 / kThreads / 8 * 8));
+  static constexpr int kScoreCount = kTile.n / 2, kOutCount = kHeadDimV / 2;  // of a thread
+  static constexpr int kWantedBefore = 2;  // key tiles, before the last one of an item is loaded
+  // Note: beyond 128 columns the wait for a turn costs more than the overlap brings.
+  static constexpr bool kTakeTurns = kHeadDimV <= 128;
+  // A turn is passed on when it is known whether a reference moves, not before: at head_dim 64 1 to
+  // 6 % faster, but not for three groups and a mask; nothing at 128.
+  static constexpr bool kPassesLate = kHeadDim <= 64 && kScore == ScoreKind::identity &&
+                                      (kConsumers == 2 || kMask == MaskKind::none);
+  // V is loaded behind K of the next tile: in the order of their use and release.
+  static constexpr int kLag = 1;
+  // O leaves before the next Q is waited for: a single Q tile comes late. Note: the functor's
+  // registers leave no room for it.
+  static constexpr bool kOutFirst = kQStages == 1 && kScore == ScoreKind::identity;
+  static_assert(8 * (4 * kTile.stages + 15) + sizeof(Sm90Work) * (2 + 4 * kConsumers) +
+                    kPageLoaders * BlockIds<kTile.n>::kBytes <=
+                kSm90SmallBytes);
+  static_assert(kSmemBytes <= 227 * 1024, "sm_90 gives a CTA at most 227 KiB");
+  using Work = Sm90Work;
+  using Qk = device::Wgmma<kType, kTile.n>;
+  using Pv = device::Wgmma<kType, kHeadDimV>;
+  using Ids = BlockIds<kTile.n>;
+  static_assert(Ids::kSlots > Ids::kAhead + kLag, "a slot is filled when its tile is behind");
+  using Bias = BiasTile<kType, kTile.m, kTile.n>;
+  static_assert(kTile.stages % 2 == 0, "a bias has one stage, and its parity is the lowest bit");
+  static constexpr bool kStagesBias = sm90_stages_bias({kHeadDim, kHeadDimV}, kScore);
+  static constexpr int kBiasBytes = kStagesBias ? Bias::kBytes : 0;
+  using Store = StoreSm90<kType, kScore, kHeadDimV, kTile.m, (kQStages > 1)>;
+
+  // 2. Shared storage, in address order: Q (stage, panel, m, 64); K (stage, panel, n, 64); V
+  // likewise; a bias (panel, m, 64); barriers, those of the main loop first; the work items
+  // that the producer draws; block ids.
+  struct Shared {
+    uint32_t q, k, v, barriers;
+    __device__ explicit Shared(const void* base) {
+      q = (device::smem_address(base) + 1023) & ~1023u;  // the swizzle repeats every 1024 bytes
+      k = q + kQStages * kQBytes;
+      v = k + kTile.stages * kKBytes;
+      barriers = device::opaque(v + kTile.stages * kVBytes + kBiasBytes);
+    }
+    __device__ uint32_t barrier(int index) const { return barriers + 8 * index; }
+    __device__ uint32_t k_full(int s) const { return barrier(s); }
+    __device__ uint32_t k_empty(int s) const { return barrier(kTile.stages + s); }
+    __device__ uint32_t v_full(int s) const { return barrier(2 * kTile.stages + s); }
+    __device__ uint32_t v_empty(int s) const { return barrier(3 * kTile.stages + s); }
+    __device__ uint32_t q_full(int s) const { return other(s); }
+    __device__ uint32_t q_empty(int s) const { return other(3 + s); }
+    __device__ uint32_t work_full(int s) const { return other(6 + s); }
+    __device__ uint32_t work_empty(int s) const { return other(8 + s); }
+    __device__ uint32_t wanted() const { return other(10); }
+    __device__ uint32_t bias() const { return barriers - kBiasBytes; }
+    __device__ uint32_t bias_full(int g) const { return other(11 + g); }
+    __device__ uint32_t bias_empty(int g) const { return other(13 + g); }
+    __device__ uint32_t other(int index) const { return barrier(4 * kTile.stages + index); }
+    __device__ uint32_t work(int s) const { return other(15) + s * static_cast<int>(sizeof(Work)); }
+    __device__ uint32_t copy(int warp) const { return work(2 + warp); }
+    __device__ uint32_t ids(int loader) const {
+      return copy(4 * kConsumers) + loader * Ids::kBytes;
+    }
+  };
+
+  // 3. Roles
+  template <bool kPages, int kPanels>
+  using KeyBox = std::conditional_t<kPages, PageBox<kTile.n, kPanels>, RowBox<kTile.n, kPanels>>;
+
+  // One thread keeps the rings full. Where keys are in blocks, three warps: a box for each lane,
+  // for a warp issues one after the other.
+  template <bool kPages>
+  static __device__ __forceinline__ void load_tiles(const PrefillParams& p, const Sm90Schedule& s,
+                                                    const Sm90Maps& maps, const Shared& shared,
+                                                    int loader = 0) {
+    const bool speaks = !kPages || threadIdx.x % 32 == 0;  // for its warp
+    const bool leads = loader == 0 && speaks;
+    if (leads) {
+      device::tma_prefetch(&maps.q);
+      device::tma_prefetch(&maps.k);
+      device::tma_prefetch(&maps.v);
+    }
+    device::Ring<kTile.stages> k_ring(1), v_ring(1);
+    device::Ring<kQStages> q_ring(1);
+    device::Ring<2> slot(0);
+    auto load_keys = [&](const auto& box, const device::TensorMap& map, uint32_t smem,
+                         uint32_t empty, uint32_t full, auto& ring) {
+      device::barrier_wait(empty + 8 * ring.stage(), ring.parity());
+      if (leads) device::barrier_arrive_expect(full + 8 * ring.stage(), box.kBytes);
+      if (kPages) __syncwarp();
+      box.load(map, smem + ring.stage() * box.kBytes, full + 8 * ring.stage());
+      ring.next();
+    };
+    const Ids ids{shared.ids(loader)};
+    Work w;
+    auto load_queries = [&] {
+      device::barrier_wait(shared.q_empty(q_ring.stage()), q_ring.parity());
+      uint32_t full = shared.q_full(q_ring.stage());
+      if (leads) device::barrier_arrive_expect(full, kQBytes);
+#pragma unroll
+      for (int panel = 0; leads && panel < kPanelsQk; ++panel) {
+        device::tma_load(shared.q + q_ring.stage() * kQBytes + panel * kTile.m * 128, &maps.q, full,
+                         panel * 64, 0, w.queries.start + w.row0 / s.packed, w.head,
+                         p.cu_seqlens_q ? 0 : w.batch, device::kEvictFirst);
+      }
+      q_ring.next();
+    };
+    // With several Q tiles the next one travels while this one is at work.
+    auto take_work = [&] {
+      do {
+        device::barrier_wait(shared.work_full(slot.stage()), slot.parity());
+        device::load_shared(w, shared.work(slot.stage()));
+        if (kPages) __syncwarp();  // every lane has read it
+        if (speaks) device::barrier_arrive(shared.work_empty(slot.stage()));
+        if (leads && w.kind == Work::kEmpty) device::barrier_arrive(shared.wanted());
+        slot.next();
+      } while (w.kind == Work::kEmpty);
+      if (kQStages > 1 && w.kind == Work::kFull) load_queries();
+    };
+    take_work();
+    while (w.kind != Work::kNone) {
+      const Sm90Keys keys(p, s, w);
+      const int first = w.range.begin, last = w.range.end - 1;
+      for (int tile = last; kPages && tile > last - Ids::kAhead; --tile) {
+        ids.ask(p, keys, s, tile, first);
+      }
+#pragma unroll 1
+      for (int tile = last; tile >= first - kLag; --tile) {
+        if (tile >= first) {
+          if (kPages) {
+            ids.ask(p, keys, s, tile - Ids::kAhead, first);
+            ids.await();
+          }
+          const KeyBox<kPages, kPanelsQk> k(p, keys, s, ids.slot(tile), tile * kTile.n, loader);
+          load_keys(k, maps.k, shared.k, shared.k_empty(0), shared.k_full(0), k_ring);
+          if (kQStages == 1 && tile == last) load_queries();
+          if (leads && tile == min(last, first + kWantedBefore)) {
+            device::barrier_arrive(shared.wanted());
+          }
+        }
+        if (tile + kLag <= last) {
+          const KeyBox<kPages, kPanelsV> v(p, keys, s, ids.slot(tile + kLag),
+                                           (tile + kLag) * kTile.n, loader);
+          load_keys(v, maps.v, shared.v, shared.v_empty(0), shared.v_full(0), v_ring);
+        }
+      }
+      take_work();
+    }
+  }
+
+  // One thread brings what each group adds to its scores.
+  static __device__ __forceinline__ void load_bias(const Sm90Schedule& s, const Sm90Maps& maps,
+                                                   const Shared& shared) {
+    device::tma_prefetch(&maps.bias);
+    device::Ring<2> slot(0);
+    uint32_t parity = 1;
+    while (true) {
+      Work w;
+      device::barrier_wait(shared.work_full(slot.stage()), slot.parity());
+      device::load_shared(w, shared.work(slot.stage()));
+      device::barrier_arrive(shared.work_empty(slot.stage()));
+      slot.next();
+      if (w.kind == Work::kNone) break;
+      if (w.kind == Work::kEmpty) continue;
+      for (int tile = w.range.end - 1; tile >= w.range.begin; --tile) {
+        for (int group = 0; group < kConsumers; ++group) {
+          device::barrier_wait(shared.bias_empty(group), parity);
+          device::barrier_arrive_expect(shared.bias_full(group), Bias::kBytes / kConsumers);
+          for (int panel = 0; panel < Bias::kPanels; ++panel) {
+            device::tma_load(shared.bias() + (panel * kTile.m + group * 64) * 128, &maps.bias,
+                             shared.bias_full(group), tile * kTile.n + panel * 64,
+                             w.row0 + group * 64, w.head * s.bias_heads, w.batch * s.bias_batches,
+                             0, device::kEvictNormal);
+          }
+        }
+        parity ^= 1;
+      }
+    }
+  }
+
+  // One warp: finds the next work item. Note: it is drawn when the last one is nearly loaded, not
+  // sooner: who is at work on a heavy tile must not hold another one back from an idle CTA.
+  static __device__ __forceinline__ void schedule_work(const PrefillParams& p,
+                                                       const Sm90Schedule& s,
+                                                       const Shared& shared) {
+    device::Ring<2> slot(1);
+    Sm90Cursor cursor;
+    int32_t item = blockIdx.x;
+    uint32_t parity = 0;
+    while (true) {
+      device::barrier_wait(shared.work_empty(slot.stage()), slot.parity());
+      Work::Kind kind =
+          find_sm90_work<kTile.m, kTile.n, kMask>(p, s, cursor, item, shared.work(slot.stage()));
+      if (threadIdx.x % 32 == 0) device::barrier_arrive(shared.work_full(slot.stage()));
+      if (kind == Work::kNone) break;
+      slot.next();
+      device::barrier_wait(shared.wanted(), parity);
+      parity ^= 1;
+      item += gridDim.x;
+      if (s.counter != nullptr) {
+        device::wait_for_previous_kernel();  // until the counter is zero
+        if (threadIdx.x % 32 == 0) item = atomicAdd(s.counter, 1) + gridDim.x;
+        item = __shfl_sync(0xffffffffu, item, 0);
+      }
+    }
+  }
+
+  using Mod = device::ScoreMod<kType, kScore>;
+
+  // The two rows of a thread in a query tile, and the keys that they see.
+  struct Rows {
+    int32_t row;  // and row + 8
+    KeyRange visible[2];
+  };
+
+  // Softcap, ALiBi, bias; -inf for keys that a row does not see.
+  static __device__ __forceinline__ void modify(float (&scores)[kScoreCount],
+                                                const PrefillParams& p, const Sm90Schedule& s,
+                                                const Shared& shared, const Mod& mod,
+                                                const Rows& rows, int group, int tile, bool masked,
+                                                int stage) {
+    int32_t first = tile * kTile.n + 2 * static_cast<int32_t>(threadIdx.x % 4);
+    if constexpr (kScore == ScoreKind::scored) {
+      float factor = modify_scores(scores, mod, rows.row, first);
+      if (kStagesBias && s.stages_bias) {
+        device::barrier_wait(shared.bias_full(group), stage % 2);
+        Bias::add(scores, factor, shared.bias(), threadIdx.x / 32 * 16 - 64);
+        if (threadIdx.x % 32 == 0) device::barrier_arrive(shared.bias_empty(group));
+      } else {
+        multiply(scores, factor);
+      }
+      if (p.bias != nullptr && !(kStagesBias && s.stages_bias)) {
+        Work w;
+        device::load_shared(w, shared.copy(threadIdx.x / 32 - 4));
+        add_bias(scores, mod, rows.row, first, w.queries.used - 1, w.keys.used - 1);
+      }
+    }
+    if (masked) mask_scores<kMask>(scores, rows.visible, first);
+  }
+
+  // 4. Main loop. A consumer warpgroup owns 64 rows of every query tile. S of the next key tile is
+  // multiplied while the softmax of this one runs; the groups take turns on the tensor cores.
+  static __device__ __forceinline__ void consume(const PrefillParams& p, const Sm90Schedule& s,
+                                                 const Sm90Maps& maps, const Shared& shared,
+                                                 int group) {
+    using namespace device;
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+    device::Ring<kTile.stages> ring(0);
+    device::Ring<kQStages> q_ring(0);
+    device::Ring<2> slot(0);
+    float out[kOutCount], scores[kScoreCount];
+    uint32_t probs[kScoreCount / 2];  // P in the order of a wgmma A operand
+    const uint64_t k_desc = wgmma_descriptor(shared.k, 0);
+    const uint64_t v_desc = wgmma_descriptor(shared.v, kTile.n * 128);
+
+    auto previous_q = [&] { return q_ring.stage() == 0 ? kQStages - 1 : q_ring.stage() - 1; };
+    auto release = [&](uint32_t barrier) {
+      if (lane == 0) barrier_arrive(barrier);
+    };
+    auto multiply_qk = [&] {  // S = Q K^T
+      uint64_t a = wgmma_descriptor(shared.q + q_ring.stage() * kQBytes + group * 64 * 128, 0);
+      uint64_t b = advance(k_desc, ring.stage() * kKBytes);
+      wgmma_fence();
+#pragma unroll
+      for (int step = 0; step < kHeadDim / 16; ++step) {
+        Qk::template ss<0>(scores, advance(a, step / 4 * kTile.m * 128 + step % 4 * 32),
+                           advance(b, step / 4 * kTile.n * 128 + step % 4 * 32), step != 0);
+      }
+      wgmma_commit();
+    };
+    bool fresh = true;                   // O holds nothing yet
+    auto multiply_pv = [&](int stage) {  // O += P V
+      uint64_t b = advance(v_desc, stage * kVBytes);
+      wgmma_fence();
+#pragma unroll
+      for (int step = 0; step < kTile.n / 16; ++step) {
+        const uint32_t (&a)[4] = *reinterpret_cast<const uint32_t (*)[4]>(&probs[4 * step]);
+        Pv::template rs<1>(out, a, advance(b, step * 16 * 128), step != 0 || !fresh);
+      }
+      wgmma_commit();
+      fresh = false;
+    };
+    auto my_turn = [&] {
+      if (kTakeTurns) named_barrier_sync(1 + group, 256);
+    };
+    auto your_turn = [&](bool late) {
+      if (kTakeTurns && late == kPassesLate)
+        named_barrier_arrive(1 + (group + 1) % kConsumers, 256);
+    };
+    // Is there more? Rows without keys are answered at once; work stays in its slot for take_work,
+    // when the registers of the last one are free.
+    auto more_work = [&] {
+      while (true) {
+        barrier_wait(shared.work_full(slot.stage()), slot.parity());
+        Work w;
+        load_shared(w, shared.work(slot.stage()));
+        if (w.kind == Work::kFull) return true;
+        if (w.kind == Work::kNone) return false;
+        Store::store_empty(p, s, w, group);
+        release(shared.work_empty(slot.stage()));
+        slot.next();
+      }
+    };
+    auto await_first = [&] {  // Q and K of the first step
+      barrier_wait(shared.q_full(q_ring.stage()), q_ring.parity());
+      barrier_wait(shared.k_full(ring.stage()), ring.parity());
+    };
+    // Each warp keeps a copy of its work in shared memory, for the registers are full.
+    const uint32_t mine = shared.copy(threadIdx.x / 32 - 4);
+    auto take_work = [&](Work& w) {
+      load_shared(w, shared.work(slot.stage()));
+      store_shared(mine, w);
+      release(shared.work_empty(slot.stage()));
+      slot.next();
+    };
+
+    if (kTakeTurns && group == 0) named_barrier_arrive(1, 256);
+    Sm90Softmax<kScore> state;
+    Mod mod(p, 0, 0, 1, 1);
+    bool at_work = false, first_item = true;
+#pragma unroll 1
+    while (true) {
+      // The last PV of a query tile, and behind it the first QK of the next: O leaves meanwhile.
+      // Note: before the first and after the last tile these multiply junk, for a branch around
+      // them would serialise wgmma.
+      bool more = more_work();
+      int v_stage = ring.stage();
+      if (at_work) {
+        barrier_wait(shared.v_full(v_stage), ring.parity());
+        ring.next();
+      }
+      if (more && kScore == ScoreKind::scored) await_first();
+      my_turn();
+      claim(scores);
+      pin(out);
+      pin(probs);
+      multiply_pv(v_stage);
+      if constexpr (!kOutFirst) {
+        if (more && kScore != ScoreKind::scored) await_first();
+        multiply_qk();
+        your_turn(kPassesLate);
+        wgmma_wait<1>();
+      } else {
+        your_turn(kPassesLate);
+        wgmma_wait<0>();
+      }
+      pin(out);
+      pin(probs);
+      if (at_work) {
+        release(shared.v_empty(v_stage));
+        Work done;
+        load_shared(done, mine);
+        int rows = group * 64 + warp * 16;
+        Store::store(p, s, maps, done, done.row0 + rows, out, state,
+                     shared.q + previous_q() * kQBytes + rows * 128);
+      }
+      if constexpr (kOutFirst) {
+        if (!more) break;
+        await_first();
+        my_turn();
+        claim(scores);
+        multiply_qk();
+        your_turn(kPassesLate);
+      }
+      Work w;
+      take_work(w);
+      state = Sm90Softmax<kScore>();
+      mod = Mod(p, w.batch, w.head, w.queries.used, w.keys.used);
+      Rows rows;
+      rows.row = w.row0 + group * 64 + warp * 16 + lane / 4;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        int32_t row = rows.row + half * 8;
+        int32_t token = s.packed == 1 ? row : row / s.packed;
+        rows.visible[half] = {0, w.keys.used};
+        if constexpr (kMask != MaskKind::none) {
+          rows.visible[half] = visible_keys(
+              kMask == MaskKind::causal ? static_cast<int32_t>(kUnlimited) : p.window_left,
+              p.window_right, token, w.queries.used, w.keys.used);
+        }
+      }
+      int tile = w.range.end - 1;
+      auto release_scores = [&](uint32_t k_empty) {  // S is done: so are K, and a single Q at last
+        release(k_empty);
+        if (kQStages == 1 && tile == w.range.begin) release(shared.q_empty(0));
+      };
+
+      wgmma_wait<0>();
+      pin(scores);
+      if (!kOutFirst && !more) {
+        tma_store_wait_read<0>();
+        break;
+      }
+      at_work = true;
+      release_scores(shared.k_empty(ring.stage()));
+      modify(scores, p, s, shared, mod, rows, group, tile,
+             tile >= w.range.full_end || tile < w.range.full_begin, ring.stage());
+      softmax_step<kType>(
+          state, scores, probs, out, mod.to_log2, s.zero, [] {}, [] { return false; });
+      fresh = true;
+      if (kQStages > 1 && lane == 0 && !first_item) {  // O has left the Q tile before this one
+        tma_store_wait_read<0>();
+        barrier_arrive(shared.q_empty(previous_q()));
+      }
+      first_item = false;
+      if (s.clears && (tile + 1) * kTile.n > w.keys.used) {
+        barrier_wait(shared.v_full(ring.stage()), ring.parity());
+        clear_rows<kTile.n, kPanelsV>(shared.v + ring.stage() * kVBytes,
+                                      w.keys.used - tile * kTile.n, group);
+      }
+      auto step = [&](bool masked) {
+        --tile;
+        int v_stage = ring.stage();
+        uint32_t v_parity = ring.parity();
+        ring.next();
+        // opaque: else the compiler finds it in the middle of the softmax, long after S is there.
+        const uint32_t k_empty = opaque(shared.k_empty(ring.stage()));
+        barrier_wait(shared.v_full(v_stage), v_parity);
+        barrier_wait(shared.k_full(ring.stage()), ring.parity());
+        my_turn();
+        pin(scores);
+        pin(out);
+        pin(probs);
+        multiply_qk();
+        multiply_pv(v_stage);
+        your_turn(false);
+        wgmma_wait<1>();
+        pin(scores);
+        release_scores(k_empty);
+        modify(scores, p, s, shared, mod, rows, group, tile, masked, ring.stage());
+        auto begun = [&] { your_turn(true); };
+        softmax_step<kType>(state, scores, probs, out, mod.to_log2, s.zero, begun, [&] {
+          wgmma_wait<0>();
+          pin(out);
+          pin(probs);
+          release(shared.v_empty(v_stage));
+          return true;
+        });
+      };
+      const int first = w.range.begin, full = max(first, w.range.full_begin);
+      const int right = max(first, w.range.full_end);
+#pragma unroll 1
+      while (tile > right) step(true);
+#pragma unroll 1
+      while (tile > full) step(false);
+      if constexpr (kMask == MaskKind::window) {
+#pragma unroll 1
+        while (tile > first) step(true);
+      }
+      q_ring.next();
+    }
+  }
+
+  // 5. Kernel: nothing but the barriers and the split into roles.
+  static __device__ __forceinline__ void run(const PrefillParams& p, const Sm90Schedule& s,
+                                             const Sm90Maps& maps, void* smem) {
+    constexpr uint32_t kWarps = kConsumers * 4;
+    int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
+    // Here, for where roles part its values would leave uniform registers.
+    const Shared shared(smem);
+    if (threadIdx.x == 0) {
+      for (int i = 0; i < kQStages; ++i) {
+        device::barrier_init(shared.q_full(i), 1);
+        device::barrier_init(shared.q_empty(i), kWarps);
+      }
+      for (int i = 0; i < 2; ++i) {
+        device::barrier_init(shared.work_full(i), 1);
+        device::barrier_init(shared.work_empty(i),
+                             kWarps + (p.pages.block_tables != nullptr ? kPageLoaders : 1) +
+                                 (kStagesBias && s.stages_bias));
+      }
+      for (int i = 0; i < kTile.stages; ++i) {
+        device::barrier_init(shared.k_full(i), 1);
+        device::barrier_init(shared.v_full(i), 1);
+        device::barrier_init(shared.k_empty(i), kWarps);
+        device::barrier_init(shared.v_empty(i), kWarps);
+      }
+      device::barrier_init(shared.wanted(), 1);
+      for (int group = 0; kStagesBias && group < kConsumers; ++group) {
+        device::barrier_init(shared.bias_full(group), 1);
+        device::barrier_init(shared.bias_empty(group), 4);
+      }
+      device::barrier_init_fence();
+    }
+    __syncthreads();
+    if (group == 0) {
+      device::registers_shrink<kProducerRegisters>();
+      int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+      if (warp == 1) {
+        schedule_work(p, s, Shared(smem));
+      } else if (p.pages.block_tables != nullptr) {
+        load_tiles<true>(p, s, maps, Shared(smem), warp == 0 ? 0 : warp - 1);
+      } else if (kStagesBias && warp == 2) {
+        if (s.stages_bias && device::elect_one()) load_bias(s, maps, Shared(smem));
+      } else if (warp == 0 && device::elect_one()) {
+        load_tiles<false>(p, s, maps, Shared(smem));
+      }
+    } else {
+      device::registers_grow<kConsumerRegisters>();
+      consume(p, s, maps, shared, group - 1);
+    }
+  }
+};
+
+template <class Kernel>
+__global__ void __launch_bounds__(Kernel::kThreads, 1)
+    prefill_sm90_kernel(const __grid_constant__ PrefillParams params,
+                        const __grid_constant__ Sm90Schedule schedule,
+                        const __grid_constant__ Sm90Maps maps) {
+  extern __shared__ __align__(1024) char smem[];
+  Kernel::run(params, schedule, maps, smem);
+}
+
+// 6. Launcher
+template <class Kernel>
+void launch_prefill_sm90_tile(const PrefillParams& p, Tile tile, cudaStream_t stream) {
+  Sm90Schedule s = make_sm90_schedule(p, tile);
+  auto keys = [&](const void* base, const Strides& strides, int32_t columns) {
+    return p.pages.block_tables != nullptr ? page_map(p, base, strides, columns, s.page_rows)
+                                           : key_map(p, base, strides, columns, tile.n);
+  };
+  Sm90Maps maps{query_map(p, s.packed, tile.m / s.packed),
+                keys(p.k, p.k_strides, p.head_dim),
+                keys(p.v, p.v_strides, p.head_dim_v),
+                {},
+                {}};
+  if (Kernel::kQStages > 1 && s.stores_boxes) maps.o = output_map(p);
+  s.stages_bias = Kernel::kStagesBias && p.bias != nullptr && has_bias_map(p);
+  if (s.stages_bias) maps.bias = bias_map(p);
+  static std::atomic<uint64_t> allowed{0};
+  allow_shared_memory(prefill_sm90_kernel<Kernel>, Kernel::kSmemBytes, allowed);
+  int32_t grid = p.num_ctas > 0 && p.num_ctas < s.total ? p.num_ctas : s.total;
+  if (s.counter != nullptr) launch_clear_counter(s.counter, stream);
+  launch_overlapping(prefill_sm90_kernel<Kernel>, grid, Kernel::kThreads, Kernel::kSmemBytes,
+                     s.counter != nullptr ? 9 : 0, stream, p, s, maps);
+  if (s.splits > 1) launch_merge(sm90_parts(p), stream);
+}
+
+template <DType kType, int kHeadDim, int kHeadDimV, MaskKind kMask, ScoreKind kScore>
+void launch_prefill_sm90(const PrefillParams& p, cudaStream_t stream) {
+  constexpr HeadDims kDims = {kHeadDim, kHeadDimV};
+  constexpr Tile kTile = sm90_tile(kDims, kMask, kScore);
+  constexpr Tile kOther = sm90_other_tile(kDims, kMask, kScore);
+  if constexpr (kOther.m > 0) {
+    if (p.tile_m == kOther.m && p.tile_n == kOther.n) {
+      return launch_prefill_sm90_tile<
+          PrefillSm90<kType, kHeadDim, kHeadDimV, kMask, kScore, kOther>>(p, kOther, stream);
+    }
+  }
+  launch_prefill_sm90_tile<PrefillSm90<kType, kHeadDim, kHeadDimV, kMask, kScore, kTile>>(p, kTile,
+                                                                                          stream);
+}
+
+}  // namespace cuattn

@@ -1,0 +1,233 @@
+// SPDX-License-Identifier: Apache-2.0
+// Who computes what in forward.cuh: work items, their order, and the parts of split keys.
+// Persistent CTAs walk the items in a fixed order, or draw them from a counter where their sizes
+// differ (causal, windows, ragged batches).
+#pragma once
+
+#include "cuattn/device/mask.cuh"
+#include "cuattn/device/mma_sm90.cuh"
+#include "cuattn/tiles.h"
+#include "cuda/host/launch.h"
+
+namespace cuattn {
+
+// The order of work. Where all items weigh the same, head after head: who reads the same K and V
+// reads them at the same time. Else sections of heads whose K and V fit in L2 together; inside a
+// section the heaviest query tiles of all heads first, so that what comes last is light.
+struct Sm90Schedule {
+  int32_t tiles;          // query tiles of a sequence, the longest one of a ragged batch
+  int32_t heads;          // that have tiles: num_heads_q, or num_heads_kv when rows are packed
+  int32_t packed;         // query heads that share a tile: row = token * packed + head in group
+  int32_t section_heads;  // (batch, head) pairs of a section; heads of one sequence if ragged
+  int32_t splits;         // parts of the keys, each a work item of its own
+  int32_t total;          // work items, at most
+  int32_t* counter;       // items drawn beyond the first of each CTA; nullptr: a fixed order
+  bool stores_boxes;      // O through the TMA, 16 rows of a head at a time
+  bool clears;            // what lies behind the last key of a sequence is not zeros
+  bool stages_bias;       // a bias comes through the TMA
+  int32_t bias_heads, bias_batches;  // 0: there is one for all
+  int32_t page_rows;                 // keys in blocks: rows of a box
+  device::Divisor block_size;
+  float* part_out;  // [splits, heads, rows, head_dim_v], splits > 1
+  float* part_lse;  // [splits, heads, rows]
+  float zero;       // 0, which the compiler does not know
+};
+
+// A work item: rows [row0, row0 + m) of one head (or of a group of heads, packed) against the key
+// tiles `range`.
+struct Sm90Work {
+  enum Kind : int32_t { kFull, kEmpty, kNone };  // kEmpty: rows without keys; kNone: the end
+  int32_t batch, head, row0, split;
+  Span queries, keys;
+  device::TileRange range;
+  Kind kind;
+};
+
+// The keys of a work item: `used` rows from row `start` of the tensor on.
+struct Sm90Keys {
+  int32_t used, start, batch, head;
+  __device__ Sm90Keys(const PrefillParams& p, const Sm90Schedule& s, const Sm90Work& w)
+      : used(w.keys.used),
+        start(static_cast<int32_t>(w.keys.start)),
+        batch(w.batch),
+        head(s.packed > 1 ? w.head : w.head / (p.num_heads_q / p.num_heads_kv)) {}
+};
+
+// Where the items of a ragged batch lie: 32 sequences at a time, one a lane. Items are asked for in
+// growing order.
+struct Sm90Cursor {
+  int32_t batch = -32;   // of lane 0
+  int32_t end = 0;       // items of all sequences up to those at hand
+  int32_t begin, count;  // items in front of this lane's sequence, and its own
+
+  // Moves to the sequence of `item`; -1: there are no so many items. `item` is then within it.
+  template <int kM>
+  __device__ __forceinline__ int32_t find(const PrefillParams& p, const Sm90Schedule& s,
+                                          int32_t& item, int32_t& tiles) {
+    int32_t lane = threadIdx.x % 32;
+    while (item >= end) {
+      batch += 32;
+      if (batch >= p.batch) return -1;
+      int32_t b = batch + lane;
+      count = b < p.batch ? device::ceil_div(query_span(p, b).stored * s.packed, kM) * s.heads : 0;
+      int32_t sum = count;
+#pragma unroll
+      for (int step = 1; step < 32; step *= 2) {
+        int32_t left = __shfl_up_sync(0xffffffffu, sum, step);
+        if (lane >= step) sum += left;
+      }
+      begin = end + sum - count;
+      end += __shfl_sync(0xffffffffu, sum, 31);
+    }
+    int owner = __ffs(__ballot_sync(0xffffffffu, item < begin + count)) - 1;
+    item -= __shfl_sync(0xffffffffu, begin, owner);
+    tiles = __shfl_sync(0xffffffffu, count, owner) / s.heads;
+    return batch + owner;
+  }
+};
+
+// Writes work item `item` to shared memory, part by part (a thread of the producer has few
+// registers). A warp together; `item` grows from call to call.
+template <int kM, int kN, MaskKind kMask>
+__device__ __forceinline__ Sm90Work::Kind find_sm90_work(const PrefillParams& p,
+                                                         const Sm90Schedule& s, Sm90Cursor& cursor,
+                                                         int32_t item, uint32_t smem) {
+  auto put = [&](size_t offset, const auto& part) {  // by the lane that tells the others
+    if (threadIdx.x % 32 == 0) device::store_shared(smem + static_cast<uint32_t>(offset), part);
+  };
+  auto put_kind = [&](Sm90Work::Kind kind) {
+    put(offsetof(Sm90Work, kind), int2{kind, 0});
+    return kind;
+  };
+  auto put_end = [&] {  // of a sequence and head that exist: consumers make its functor ready
+    put(offsetof(Sm90Work, batch), int4{0, 0, 0, 0});
+    return put_kind(Sm90Work::kNone);
+  };
+  int32_t batch = -1, tiles = s.tiles, heads = p.batch * s.heads, split = item % s.splits;
+  if (item >= s.total) return put_end();
+  item /= s.splits;
+  if (p.cu_seqlens_q != nullptr) {
+    batch = cursor.find<kM>(p, s, item, tiles);
+    if (batch < 0) return put_end();
+    heads = s.heads;
+  }
+  int32_t per_section = s.section_heads * tiles;
+  int32_t first = item / per_section * s.section_heads, within = item % per_section;
+  int32_t width = min(s.section_heads, heads - first);
+  int32_t head = first + within % width, tile = within / width;
+  if (kMask != MaskKind::none) tile = tiles - 1 - tile;
+  if (batch < 0) {
+    batch = head / s.heads;
+    head %= s.heads;
+  }
+  int32_t row0 = tile * kM;
+  put(offsetof(Sm90Work, batch), int4{batch, head, row0, split});
+  Span queries = query_span(p, batch), keys = key_span(p, batch);
+  put(offsetof(Sm90Work, queries), queries);
+  put(offsetof(Sm90Work, keys), keys);
+  int32_t token0 = row0 / s.packed, token1 = min((row0 + kM - 1) / s.packed + 1, queries.used);
+  device::TileRange range = device::tile_range<kN>(
+      kMask == MaskKind::window ? p.window_left : static_cast<int32_t>(kUnlimited),
+      kMask == MaskKind::none ? static_cast<int32_t>(kUnlimited) : p.window_right, token0, token1,
+      queries.used, keys.used);
+  if (s.splits > 1) {
+    int32_t all = range.end - range.begin, more = all % s.splits;
+    range.begin += all / s.splits * split + min(split, more);
+    range.end = range.begin + all / s.splits + (split < more);
+  }
+  put(offsetof(Sm90Work, range), range);
+  return put_kind(range.begin >= range.end ? Sm90Work::kEmpty : Sm90Work::kFull);
+}
+
+// Where row `row` of a tile is written, or nowhere.
+struct Sm90Row {
+  int32_t token, head;
+  bool stored;
+  __device__ Sm90Row(const PrefillParams& p, const Sm90Schedule& s, const Sm90Work& w, int32_t row)
+      : token(row), head(w.head) {
+    if (s.packed > 1) {
+      token = row / s.packed;
+      head = w.head * s.packed + row % s.packed;
+    }
+    stored = token < w.queries.stored;
+  }
+  __device__ char* out(const PrefillParams& p, const Sm90Work& w) const {
+    return static_cast<char*>(p.out) +
+           2 * (w.batch * p.out_strides.batch + (w.queries.start + token) * p.out_strides.seq +
+                head * p.out_strides.head);
+  }
+  __device__ float* lse(const PrefillParams& p, const Sm90Work& w) const {
+    return p.lse + w.batch * p.lse_strides.batch + head * p.lse_strides.head +
+           (w.queries.start + token) * p.lse_strides.seq;
+  }
+  // Its row in the workspace, of this part of the keys: rows of all sequences follow one another.
+  __device__ int64_t part(const PrefillParams& p, const Sm90Work& w) const {
+    int64_t rows = int64_t{p.batch} * p.seqlen_q;
+    return (int64_t{w.split} * p.num_heads_q + head) * rows + w.batch * int64_t{p.seqlen_q} + token;
+  }
+};
+
+// The parts of split keys, as merge_states reads them: out [splits, heads, batch,
+// seqlen_q, head_dim_v] and lse without the last axis, float32, one behind the other.
+inline MergeParams sm90_parts(const PrefillParams& p) {
+  int64_t rows = int64_t{p.batch} * p.seqlen_q;
+  MergeParams m{};
+  m.outs[0] = p.workspace;
+  m.lses[0] =
+      static_cast<const float*>(p.workspace) + p.num_splits * rows * p.num_heads_q * p.head_dim_v;
+  m.out_strides[0] = {int64_t{p.seqlen_q} * p.head_dim_v, p.head_dim_v, rows * p.head_dim_v};
+  m.lse_strides[0] = {p.seqlen_q, 1, rows};
+  m.out_part_stride = rows * p.num_heads_q * p.head_dim_v;
+  m.lse_part_stride = rows * p.num_heads_q;
+  m.num_parts = p.num_splits;
+  m.stacked = true;
+  m.merged_out = p.out;
+  m.merged_lse = p.lse;
+  m.merged_out_strides = p.out_strides;
+  m.merged_lse_strides = p.lse_strides;
+  m.dtype = p.dtype;
+  m.part_dtype = DType::f32;
+  m.batch = p.batch;
+  m.seqlen = p.seqlen_q;
+  m.num_heads = p.num_heads_q;
+  m.head_dim = p.head_dim_v;
+  return m;
+}
+
+inline Sm90Schedule make_sm90_schedule(const PrefillParams& p, Tile tile) {
+  constexpr int64_t kSectionBytes = 16 << 20;  // of K and V: they share 50 MB of L2 with Q and O
+  int32_t group = p.num_heads_q / p.num_heads_kv;
+  Sm90Schedule s{};
+  s.packed = p.packed_heads;
+  s.heads = p.num_heads_q / s.packed;
+  int64_t rows = int64_t{p.seqlen_q} * s.packed;
+  s.tiles = static_cast<int32_t>(device::ceil_div<int64_t>(rows, tile.m));
+  s.splits = p.num_splits;
+  int64_t pairs = int64_t{p.batch} * s.heads;
+  int64_t head_bytes = (p.seqlen_kv + int64_t{1}) * (p.head_dim + p.head_dim_v) * 2;
+  int64_t section = p.draws_tiles ? device::ceil_div(kSectionBytes, head_bytes) : 1;
+  section *= group / s.packed;  // they share keys
+  bool ragged = p.cu_seqlens_q != nullptr;
+  int64_t widest = ragged ? s.heads : pairs;
+  s.section_heads = static_cast<int32_t>(section < widest ? section : widest);
+  int64_t items = pairs * s.tiles * s.splits;
+  if (ragged) {  // a sequence leaves its last tile unfilled
+    int64_t most = (p.total_q * int64_t{s.packed} / tile.m + p.batch) * s.heads;
+    if (most < items) items = most;
+  }
+  s.total = static_cast<int32_t>(grid_blocks(items, "sm90"));
+  s.stores_boxes = s.packed == 1 && s.splits == 1;
+  s.clears = p.cu_seqlens_kv != nullptr || p.seqused_kv != nullptr || p.pages.block_size > 0;
+  s.bias_heads = p.bias_stride_head != 0;
+  s.bias_batches = p.bias_stride_batch != 0;
+  s.page_rows = sm90_page_rows(p.pages.block_size, tile);
+  if (p.pages.block_size > 0) s.block_size = device::Divisor::of(p.pages.block_size);
+  if (s.splits > 1) {
+    s.part_out = static_cast<float*>(p.workspace);
+    s.part_lse = const_cast<float*>(sm90_parts(p).lses[0]);
+  }
+  if (p.draws_tiles) s.counter = static_cast<int32_t*>(p.workspace);
+  return s;
+}
+
+}  // namespace cuattn

@@ -1,0 +1,83 @@
+// SPDX-License-Identifier: Apache-2.0
+// CUATTN_CHECK=1: the lengths and block ids of a call, which only the device sees, are copied to
+// the host and held against the rules and messages of the CPU backend. Costs a synchronisation of
+// the caller's stream. Next: cpu/attention.cpp, cpu/paged.cpp (the rules).
+#include <atomic>
+#include <cstdio>
+#include <vector>
+
+#include "cuattn/backend.h"
+#include "cuda/host/launch.h"
+#include "cuda/host/launchers.h"
+
+namespace cuattn {
+namespace {
+
+// Replaces a device array by a copy; the copy is complete once `stream` is.
+void copy_to_host(const int32_t*& array, std::vector<int32_t>& host, int64_t count,
+                  cudaStream_t stream) {
+  if (array == nullptr || count == 0) return;
+  host.resize(static_cast<size_t>(count));
+  CUATTN_CUDA_TRY(cudaMemcpyAsync(host.data(), array, host.size() * sizeof(int32_t),
+                                  cudaMemcpyDefault, stream));
+  array = host.data();
+}
+
+// A captured call cannot wait for the device: it goes unchecked, with one warning.
+bool is_captured(cudaStream_t stream) {
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  CUATTN_CUDA_TRY(cudaStreamIsCapturing(stream, &capture));
+  if (capture == cudaStreamCaptureStatusNone) return false;
+  static std::atomic_flag warned = ATOMIC_FLAG_INIT;
+  if (!warned.test_and_set()) {
+    std::fputs("cuattn: CUATTN_CHECK is skipped for calls under stream capture\n", stderr);
+  }
+  return true;
+}
+
+}  // namespace
+
+bool read_device_data(void* host, const void* data, size_t bytes, cudaStream_t stream) {
+  if (is_captured(stream)) return false;
+  CUATTN_CUDA_TRY(cudaMemcpyAsync(host, data, bytes, cudaMemcpyDefault, stream));
+  CUATTN_CUDA_TRY(cudaStreamSynchronize(stream));
+  return true;
+}
+
+void check_prefill(const PrefillParams& params, cudaStream_t stream) {
+  if (is_captured(stream)) return;
+  PrefillParams host = params;
+  std::vector<int32_t> cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv;
+  copy_to_host(host.cu_seqlens_q, cu_seqlens_q, int64_t{params.batch} + 1, stream);
+  copy_to_host(host.cu_seqlens_kv, cu_seqlens_kv, int64_t{params.batch} + 1, stream);
+  copy_to_host(host.seqused_q, seqused_q, params.batch, stream);
+  copy_to_host(host.seqused_kv, seqused_kv, params.batch, stream);
+  CUATTN_CUDA_TRY(cudaStreamSynchronize(stream));
+  cpu_backend().check(host, 0, nullptr);
+}
+
+void check_paged(const char* function, const PagedParams& params, cudaStream_t stream) {
+  if (is_captured(stream)) return;
+  PagedParams host = params;
+  std::vector<int32_t> context_lens, block_tables, plan;
+  int64_t rows = params.work.num_seqs, row = params.block_tables_stride;
+  int64_t blocks = (int64_t{params.work.capacity} + params.block_size - 1) / params.block_size;
+  copy_to_host(host.work.context_lens, context_lens, rows, stream);
+  copy_to_host(host.block_tables, block_tables, rows == 0 ? 0 : (rows - 1) * row + blocks, stream);
+  if (host.work.plan != nullptr) {
+    copy_to_host(host.work.plan, plan, PagedPlan::size(params.work), stream);
+  }
+  CUATTN_CUDA_TRY(cudaStreamSynchronize(stream));
+  cpu_backend().check_paged(function, host, 0, nullptr);
+}
+
+void check_context_lens(const char* function, const PagedWork& work, cudaStream_t stream) {
+  if (is_captured(stream)) return;
+  PagedWork host = work;
+  std::vector<int32_t> context_lens;
+  copy_to_host(host.context_lens, context_lens, work.num_seqs, stream);
+  CUATTN_CUDA_TRY(cudaStreamSynchronize(stream));
+  cpu_backend().check_context_lens(function, host, 0, nullptr);
+}
+
+}  // namespace cuattn

@@ -1,0 +1,590 @@
+// SPDX-License-Identifier: Apache-2.0
+// Paged attention of one or a few queries on Hopper (sm_90a): float16 and bfloat16, nhd and hnd
+// caches with blocks of a multiple of 8 tokens. Memory bound: everything serves that bytes are
+// always on their way. Operands are swapped, so that keys fill the 64 rows of a wgmma and the few
+// queries its columns: S^T = K Q^T and O^T += V^T P^T, with K and V as they lie in the cache.
+// One or two warps copy blocks through the TMA, four multiply. Source: the swap of FlashMLA and
+// hpc-ops; PTX ISA, wgmma. Tasks, rows and results: device/paged/tasks.cuh. Storage and copies:
+// copy.cuh. Clusters and parts: device/paged/cluster.cuh. Next: paged/combine.cu.
+//
+//   math warps     | softmax of S0 | softmax of S1 | ...
+//   tensor cores   | S0 |          | O0 | S1 |     | O1 | S2 | ...      in a cluster one at a time
+#pragma once
+
+#include <numeric>
+
+#include "cuattn/device/paged/cluster.cuh"
+#include "cuda/host/launch.h"
+#include "cuda/paged/sm90/copy.cuh"
+
+namespace cuattn {
+
+template <DType kType, int kHeadDim, int kRows, ScoreKind kScore, SplitUse kUse>
+struct PagedSm90 : PagedSm90Tiles<kType, kHeadDim, kRows, kUse> {
+  // 1. Types and sizes
+  using Tiles = PagedSm90Tiles<kType, kHeadDim, kRows, kUse>;
+  using Tiles::kCluster, Tiles::kTile, Tiles::kMathThreads, Tiles::kPanels, Tiles::kPanelBytes,
+      Tiles::kStageBytes, Tiles::kRowPanelBytes, Tiles::rank, Tiles::task_index, Tiles::next_task;
+  using typename Tiles::Shared;
+  static constexpr int kCount = kRows / 2;    // accumulators of 64 keys (S) or 64 columns (O)
+  static constexpr int kColumns = kRows / 4;  // unit rows that a thread holds, in columns of S^T
+  // Parts have two tiles or so: every tile raises their references, whoever weighs them.
+  static constexpr bool kExactMaxima = kUse != SplitUse::whole;
+  using Mma = device::Wgmma<kType, kRows>;
+  using T = device::Element<kType>;
+
+  // What is known of a unit row, kept in shared memory: read for tiles with an edge, or per score.
+  struct alignas(16) RowFacts {
+    float slope;       // ALiBi
+    int32_t position;  // of the query among the keys
+    KeyRange visible;
+  };
+
+  // 2. The math warps. A thread holds keys `key` and `key` + 8 of a tile (rows of S^T), or as many
+  // columns of 64 of the output (rows of O^T), for kColumns unit rows.
+  struct Lane {
+    int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+    int key = warp * 16 + lane / 4;
+    __device__ int row(int c) const { return c / 2 * 8 + lane % 4 * 2 + c % 2; }
+  };
+  static constexpr CUATTN_HOST_DEVICE int at(int c, int half) {  // in an accumulator
+    return c / 2 * 4 + c % 2 + half * 2;
+  }
+  static __device__ __forceinline__ void sync_math() {
+    device::named_barrier_sync(1, kMathThreads);
+  }
+
+  // Q of the unit and the facts of its rows; padding rows are zeros.
+  static __device__ __forceinline__ void load_rows(const PagedParams& p,
+                                                   const device::KeyTask& task,
+                                                   const Shared& shared) {
+    constexpr int kChunks = kHeadDim / 8;  // of 16 bytes
+    for (int i = threadIdx.x; i < kRows * kChunks; i += kMathThreads) {
+      int row = i / kChunks, chunk = i % kChunks;
+      device::UnitRow unit = device::unit_row(p, task.b, task.kv_head, task.row0, row);
+      uint4 value = {};
+      if (unit.valid && chunk * 8 < p.head_dim) {
+        const T* from = static_cast<const T*>(p.q) + task.b * p.q_strides.batch +
+                        unit.place * p.q_strides.seq + unit.head * p.q_strides.head;
+        value = *reinterpret_cast<const uint4*>(from + chunk * 8);
+      }
+      device::store_shared16(
+          shared.q + chunk / 8 * kRowPanelBytes + device::swizzled<128>(row, chunk % 8), value);
+    }
+    if (threadIdx.x < kRows) {
+      device::UnitRow unit = device::unit_row(p, task.b, task.kv_head, task.row0, threadIdx.x);
+      device::RowScore<kType> score;
+      score.init(p, task, unit, 1.0f);
+      device::store_shared16(
+          shared.facts + threadIdx.x * 16,
+          __builtin_bit_cast(uint4, RowFacts{score.slope, score.position, score.visible}));
+    }
+    device::async_proxy_fence();
+    sync_math();
+  }
+  static __device__ __forceinline__ RowFacts facts_of(const Shared& shared, int row) {
+    return __builtin_bit_cast(RowFacts, device::load_shared16(shared.facts + row * 16));
+  }
+
+  // Over the 16 keys or columns of a warp: the eight lanes that share unit rows.
+  template <class Reduce>
+  static __device__ __forceinline__ float over_warp(float x, Reduce reduce) {
+#pragma unroll
+    for (int step = 4; step < 32; step *= 2) {
+      x = reduce(x, __shfl_xor_sync(0xffffffffu, x, step));
+    }
+    return x;
+  }
+  // What four warps found for `row`, after sync_math.
+  static __device__ __forceinline__ float4 of_warps(uint32_t table, int row) {
+    return __builtin_bit_cast(float4, device::load_shared16(table + row * 16));
+  }
+
+  // The exponentials of a row are relative to `reference`, which is not its maximum but near it: as
+  // long as no score is above it by more than `slack`, nothing has to be exchanged or rescaled. So
+  // warps meet once a tile. Source of the idea: FlashAttention-4.
+  struct Softmax {
+    static constexpr float kSlackLog2 = 8.0f;  // exponentials up to 256
+
+    float reference[kColumns], sum[kColumns];  // sum: of this thread's keys
+    float to_log2;                             // a score times this is an exponent in base 2
+    float slack;
+    __device__ explicit Softmax(const PagedParams& p)
+        : to_log2(kScore == ScoreKind::scored ? device::kLog2e : p.scale * device::kLog2e) {
+      // V2 keeps the maxima themselves.
+      slack = p.exp_sums != nullptr ? 0.0f : fminf(kSlackLog2 / to_log2, 1e30f);
+      clear();
+    }
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) {
+        reference[c] = device::negative_infinity();
+        sum[c] = 0.0f;
+      }
+    }
+  };
+
+  // Scores of a tile become what the softmax sees. The keys are key + 64 j for tile j.
+  static __device__ __forceinline__ void score_tile(const PagedParams& p, const Shared& shared,
+                                                    const Lane& me, int32_t first_key, bool edge,
+                                                    float (&scores)[kCount]) {
+    if (kScore == ScoreKind::identity && !edge) return;
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+      RowFacts row = facts_of(shared, me.row(c));
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float& score = scores[at(c, half)];
+        int32_t key = first_key + me.key + half * 8;
+        if constexpr (kScore == ScoreKind::scored) {
+          score *= p.scale;
+          if (p.softcap > 0.0f) {
+            float ratio = score / p.softcap;
+            score = p.softcap * (p.softcap > device::kLargeSoftcap ? device::tanh_of_small(ratio)
+                                                                   : device::tanh_exp2(ratio));
+          }
+          score = fmaf(-row.slope, fabsf(static_cast<float>(row.position - key)), score);
+        }
+        bool seen = key >= row.visible.begin && key < row.visible.end;
+        if (edge && !seen) score = device::negative_infinity();
+      }
+    }
+  }
+
+  // Exponentials of a tile relative to the references go to shared memory. `sums`: theirs. Whether
+  // some score of this thread is too large for that.
+  static __device__ __forceinline__ bool weigh_tile(const Shared& shared, const Lane& me,
+                                                    const Softmax& state,
+                                                    const float (&scores)[kCount],
+                                                    float (&sums)[kColumns]) {
+    using namespace device;
+    float weights[kCount];
+    bool exceeds = false;
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+      // A row that has seen nothing has -inf; 0 in its place keeps -inf - (-inf) out of the
+      // exponent.
+      bool unseen = state.reference[c] == negative_infinity();
+      float reference = unseen ? 0.0f : finite_product(state.reference[c], state.to_log2);
+      bool large = is_large_reference(reference);
+      float center = large ? state.reference[c] : 0.0f;
+      float limit = large ? state.reference[c] : state.reference[c] + state.slack;
+      if (large) reference = 0.0f;
+      sums[c] = 0.0f;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float score = scores[at(c, half)];
+        exceeds |= score > limit;
+        weights[at(c, half)] = exp2_approx(fmaf(score - center, state.to_log2, -reference));
+        sums[c] += weights[at(c, half)];
+      }
+    }
+    // P^T of 16 keys and 8 rows at a time, transposed on the way: rows of P, keys contiguous.
+#pragma unroll
+    for (int block = 0; block < kRows / 8; ++block) {
+      int row = block * 8 + me.lane % 8, chunk = me.warp * 2 + me.lane / 8 % 2;
+      const float* w = weights + block * 4;
+      stmatrix_x2_trans(shared.p + swizzled<128>(row, chunk), pack2<kType>(w[0], w[1]),
+                        pack2<kType>(w[2], w[3]));
+    }
+    return exceeds;
+  }
+
+  // The references become the maxima of all four warps; O and the sums are brought to them.
+  static __device__ __forceinline__ void raise_references(const Shared& shared, const Lane& me,
+                                                          Softmax& state,
+                                                          const float (&scores)[kCount],
+                                                          float (&out)[kPanels][kCount]) {
+    using namespace device;
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+      float max = over_warp(fmaxf(scores[at(c, 0)], scores[at(c, 1)]), fmaxf);
+      if (me.lane < 4)
+        store_shared(shared.maxima + me.row(c) * 16 + me.warp * 4, __float_as_uint(max));
+    }
+    sync_math();
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+      float4 of = of_warps(shared.maxima, me.row(c));
+      float max = fmaxf(fmaxf(fmaxf(of.x, of.y), fmaxf(of.z, of.w)), state.reference[c]);
+      float safe = max == negative_infinity() ? 0.0f : max;
+      float rescale = exp2_approx((state.reference[c] - safe) * state.to_log2);
+      state.reference[c] = max;
+      state.sum[c] = __fmul_rn(state.sum[c], rescale);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int panel = 0; panel < kPanels; ++panel) out[panel][at(c, half)] *= rescale;
+      }
+    }
+  }
+
+  // 0 x NaN is NaN: rows of V that nobody sees become zeros.
+  static __device__ __forceinline__ void clear_rows(uint32_t v, int begin, int end) {
+    for (int i = threadIdx.x; i < (end - begin) * kPanels * 8; i += kMathThreads) {
+      int chunk = i % 8, panel = i / 8 % kPanels, row = begin + i / (8 * kPanels);
+      device::store_shared16(v + panel * kPanelBytes + row * 128 + chunk * 16, {});
+    }
+  }
+
+  // The parts of a split that one block has had: the same sums in the same order as in a cluster.
+  struct MergedParts {
+    device::MergedRow rows[kColumns];
+    float out[kPanels][kCount] = {};
+
+    __device__ __forceinline__ void take(const Shared& shared, const Lane& me, Softmax& state,
+                                         float (&part)[kPanels][kCount]) {
+      share_sums<false>(shared, me, state);
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) {
+        float2 found = row_sum(shared, state.reference[c], state.to_log2, me.row(c));
+        device::MergedRow::Weights weights = rows[c].add(found.x, found.y);
+#pragma unroll
+        for (int panel = 0; panel < kPanels; ++panel) {
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            float& value = part[panel][at(c, half)];
+            out[panel][at(c, half)] =
+                device::MergedRow::value(weights, out[panel][at(c, half)], value);
+            value = 0.0f;
+          }
+        }
+      }
+      state.clear();
+    }
+    // As if it had been one softmax. One thread has the sum of a row: it is added up once more.
+    __device__ __forceinline__ void give(const Lane& me, Softmax& state,
+                                         float (&to)[kPanels][kCount]) const {
+      sync_math();  // sums come where those of the last part were
+      state.to_log2 = 1.0f;
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) {
+        state.reference[c] = rows[c].maximum;
+        state.sum[c] = me.thread < 4 ? rows[c].sum : 0.0f;
+      }
+#pragma unroll
+      for (int panel = 0; panel < kPanels; ++panel) {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) to[panel][i] = out[panel][i];
+      }
+    }
+  };
+
+  // 3. Main loop
+  // Whether there was a task; `task` is the last, which a cluster merges.
+  static __device__ __forceinline__ bool compute(const PagedParams& p, const Shared& shared,
+                                                 device::KeyTask& task) {
+    using namespace device;
+    const Lane me;
+    const uint64_t q_desc = wgmma_descriptor(shared.q, 0), p_desc = wgmma_descriptor(shared.p, 0);
+    const uint64_t k_desc = wgmma_descriptor(shared.k, 0);
+    const uint64_t v_desc = wgmma_descriptor(shared.v, kPanelBytes);
+    Ring ring(0, p.stages);
+    KeyTasks tasks(p.work, task_index(p.work));
+    bool had_task = false;
+    while (next_task(p.work, tasks, task)) {
+      had_task = true;
+      load_rows(p, task, shared);
+      Softmax state(p);
+      float out[kPanels][kCount] = {};
+      MergedParts merged;
+      // Every row sees all keys of [full_begin, full_end).
+      const PagedWork& w = p.work;
+      int32_t full_end =
+          min(task.end, visible_keys(w.window_left, w.window_right, 0, w.q_len, task.context).end);
+      int32_t full_begin =
+          visible_keys(w.window_left, w.window_right, w.q_len - 1, w.q_len, task.context).begin;
+      int32_t first_key = task.begin, left = task.end - task.begin;
+      uint32_t last_v_empty = 0, last_parity = 0;
+      float scores[kCount];
+      auto start_scores = [&] {
+        uint64_t k = advance(k_desc, ring.stage() * kStageBytes);
+        barrier_wait(shared.k_full(ring.stage()), ring.parity());
+        pin(scores);
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < kHeadDim / 16; ++step) {
+          Mma::template ss<0>(scores, advance(k, step / 4 * kPanelBytes + step % 4 * 32),
+                              advance(q_desc, step / 4 * kRowPanelBytes + step % 4 * 32),
+                              step != 0);
+        }
+        wgmma_commit();
+      };
+      // With `kMore` the scores of the next tile are on their way while O of this one is.
+      auto add_tile = [&]<bool kMore>() {
+        wgmma_wait<0>();
+        pin(scores);
+        if (me.lane == 0) barrier_arrive(shared.k_empty(ring.stage()));
+
+        bool edge = full_end - first_key < kTile.n || first_key < full_begin;
+        score_tile(p, shared, me, first_key, edge, scores);
+        if (edge) {
+          uint32_t v = shared.v + ring.stage() * kStageBytes;
+          barrier_wait(shared.v_full(ring.stage()), ring.parity());  // others wait below
+          clear_rows(v, 0, min(task.low - first_key, kTile.n));
+          clear_rows(v, left, kTile.n);
+        }
+        bool first = first_key == task.begin;
+        if (!first) barrier_wait(last_v_empty, last_parity);  // all warps have read the last P
+        float sums[kColumns];
+        if constexpr (kExactMaxima) {
+          raise_references(shared, me, state, scores, out);
+          weigh_tile(shared, me, state, scores, sums);
+          async_proxy_fence();  // P, and the cleared rows
+          sync_math();
+        } else {
+          bool raises = first;
+          do {
+            if (raises) raise_references(shared, me, state, scores, out);
+            bool exceeds = weigh_tile(shared, me, state, scores, sums);
+            async_proxy_fence();
+            raises = named_barrier_any(1, kMathThreads, exceeds);
+          } while (raises);
+        }
+#pragma unroll
+        for (int c = 0; c < kColumns; ++c) state.sum[c] += sums[c];
+        barrier_wait(shared.v_full(ring.stage()), ring.parity());
+
+        uint64_t v = advance(v_desc, ring.stage() * kStageBytes);
+#pragma unroll
+        for (int panel = 0; panel < kPanels; ++panel) pin(out[panel]);
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < kTile.n / 16; ++step) {
+#pragma unroll
+          for (int panel = 0; panel < kPanels; ++panel) {
+            Mma::template ss<0, 1>(out[panel], advance(v, panel * kPanelBytes + step * 16 * 128),
+                                   advance(p_desc, step * 32), 1);
+          }
+        }
+        wgmma_commit();
+        last_v_empty = shared.v_empty(ring.stage());
+        last_parity = ring.parity();
+        ring.next();
+        if constexpr (kMore) start_scores();
+        wgmma_wait<kMore ? 1 : 0>();
+#pragma unroll
+        for (int panel = 0; panel < kPanels; ++panel) pin(out[panel]);
+        if (me.lane == 0) barrier_arrive(last_v_empty);
+        if constexpr (kUse == SplitUse::in_parts) {
+          if (!kMore || (first_key + kTile.n) % kPagedPartKeys == 0) {
+            merged.take(shared, me, state, out);
+          }
+        }
+      };
+      if constexpr (kCluster) {  // few tiles: less code to fetch counts for more
+#pragma unroll 1
+        for (; left > 0; left -= kTile.n, first_key += kTile.n) {
+          start_scores();
+          add_tile.template operator()<false>();
+        }
+      } else if (left > 0) {
+        start_scores();
+#pragma unroll 1
+        for (; left > kTile.n; left -= kTile.n, first_key += kTile.n) {
+          add_tile.template operator()<true>();
+        }
+        add_tile.template operator()<false>();
+      }
+      if constexpr (kCluster) {
+        keep(shared, me, state, out);
+      } else {
+        if constexpr (kUse == SplitUse::in_parts) merged.give(me, state, out);
+        store(p, task, shared, me, state, out);
+      }
+    }
+    return had_task;
+  }
+
+  // 4. Epilogue. The sums of the four warps meet; one thread a row asks for the references, too.
+  template <bool kReferences = true>
+  static __device__ __forceinline__ void share_sums(const Shared& shared, const Lane& me,
+                                                    const Softmax& state) {
+    using namespace device;
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+      float sum = over_warp(state.sum[c], [](float a, float b) { return a + b; });
+      uint32_t slot = me.row(c) * 16 + me.warp * 4;
+      if (me.lane < 4) store_shared(shared.sums + slot, __float_as_uint(sum));
+      if (kReferences && me.lane < 4)
+        store_shared(shared.maxima + slot, __float_as_uint(state.reference[c]));
+    }
+    sync_math();
+  }
+  // The reference (base 2) of a row, and its sum.
+  static __device__ __forceinline__ float2 row_sum(const Shared& shared, float reference,
+                                                   float to_log2, int row) {
+    float4 sums = of_warps(shared.sums, row);
+    return {device::finite_product(reference, to_log2), (sums.x + sums.y) + (sums.z + sums.w)};
+  }
+  static __device__ __forceinline__ float2 row_sum(const Shared& shared, const Softmax& state,
+                                                   int row) {
+    return row_sum(shared, of_warps(shared.maxima, row).x, state.to_log2, row);
+  }
+
+  // One thread a row finds where its result goes and by what it is multiplied; then each thread
+  // writes what it holds.
+  struct alignas(16) RowTarget {
+    void* to;  // nullptr: a padding row
+    float factor;
+    DType type;
+  };
+  static __device__ __forceinline__ void store(const PagedParams& p, const device::KeyTask& task,
+                                               const Shared& shared, const Lane& me,
+                                               const Softmax& state,
+                                               const float (&out)[kPanels][kCount]) {
+    using namespace device;
+    share_sums(shared, me, state);
+#pragma unroll 1
+    for (bool keeps = keeps_partition(p, task);; keeps = false) {
+      if (me.thread < kRows) {
+        UnitRow row = unit_row(p, task.b, task.kv_head, task.row0, me.thread);
+        auto [maximum, sum] = row_sum(shared, state, me.thread);
+        RowTarget target = {};
+        if (row.valid) {
+          RowOutput output = keeps ? partition_output(p, task, row, maximum, sum, true)
+                                   : task_output(p, task, row, me.thread, maximum, sum, true);
+          target = {output.to, output.factor, output.type};
+        }
+        store_shared16(shared.facts + me.thread * 16, __builtin_bit_cast(uint4, target));
+      }
+      sync_math();
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) {
+        auto target = __builtin_bit_cast(RowTarget, load_shared16(shared.facts + me.row(c) * 16));
+#pragma unroll
+        for (int i = 0; i < 2 * kPanels; ++i) {
+          int column = i / 2 * 64 + i % 2 * 8 + me.key;
+          float value = out[i / 2][at(c, i % 2)];
+          value = target.factor == 0.0f ? 0.0f : value * target.factor;
+          if (target.to != nullptr && column < p.head_dim) {
+            if (target.type == DType::f32) {
+              static_cast<float*>(target.to)[column] = value;
+            } else {
+              static_cast<T*>(target.to)[column] = from_float<T>(value);
+            }
+          }
+        }
+      }
+      sync_math();                          // the next facts come where the targets were
+      if (!keeps || task.slot >= 0) break;  // V2: a partition that is all writes the output, too
+    }
+  }
+
+  // In a cluster a block leaves its part in shared memory, O where K was and the rest where the
+  // facts of the rows were, and all blocks merge them.
+  static __device__ __forceinline__ device::ClusterParts parts(const Shared& shared) {
+    return {shared.k, shared.facts, (kHeadDim + 4) * 4};  // 4 more columns: other banks
+  }
+  static __device__ __forceinline__ void keep(const Shared& shared, const Lane& me,
+                                              const Softmax& state,
+                                              const float (&out)[kPanels][kCount]) {
+    share_sums(shared, me, state);
+    device::ClusterParts part = parts(shared);
+    if (me.thread < kRows) {
+      device::store_shared(part.sum(me.thread), row_sum(shared, state, me.thread));
+    }
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+#pragma unroll
+      for (int i = 0; i < 2 * kPanels; ++i) {
+        int column = i / 2 * 64 + i % 2 * 8 + me.key;
+        device::store_shared(part.value(me.row(c), column),
+                             __float_as_uint(out[i / 2][at(c, i % 2)]));
+      }
+    }
+  }
+  static __device__ __forceinline__ void merge(const PagedParams& p, const device::KeyTask& task,
+                                               const Shared& shared) {
+    device::merge_cluster<kType, kHeadDim, kPagedMaxCluster>(p, task, parts(shared), rank(p.work),
+                                                             kMathThreads);
+  }
+};
+
+// 5. Kernel
+template <class Kernel>
+__global__ void __launch_bounds__(Kernel::kThreads, Kernel::kCtasPerSm)
+    paged_sm90_kernel(const __grid_constant__ PagedParams p,
+                      const __grid_constant__ PagedSm90Maps maps) {
+  extern __shared__ uint8_t smem[];
+  const typename Kernel::Shared shared(smem, p.stages);
+  int copy_warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0) - Kernel::kMathThreads / 32;
+  if (threadIdx.x == Kernel::kMathThreads) {
+    device::tma_prefetch(&maps.k);
+    device::tma_prefetch(&maps.v);
+    for (int stage = 0; stage < p.stages; ++stage) {
+      device::barrier_init(shared.k_full(stage), 1);
+      device::barrier_init(shared.v_full(stage), 1);
+      device::barrier_init(shared.k_empty(stage), 4);  // one lane of each math warp
+      device::barrier_init(shared.v_empty(stage), 4);
+    }
+    device::barrier_init_fence();
+  }
+  __syncthreads();
+  [[maybe_unused]] device::KeyTask task;
+  [[maybe_unused]] bool had_task = false;
+  if (copy_warp >= 0) {
+    typename Kernel::Copies copies(copy_warp);
+    Kernel::prefetch(p, maps, copies);
+    __syncwarp();
+    device::wait_for_previous_kernel();
+    Kernel::copy(p, maps, shared, copies);
+  } else {
+    device::wait_for_previous_kernel();
+    had_task = Kernel::compute(p, shared, task);
+  }
+  if constexpr (Kernel::kCluster) {
+    device::cluster_sync();
+    if (had_task) Kernel::merge(p, task, shared);
+    device::cluster_sync();  // no block ends while others read what it holds
+  }
+}
+
+// 6. Launcher
+template <class Kernel>
+void launch_paged_sm90_kernel(const PagedParams& p, cudaStream_t stream) {
+  static std::atomic<uint64_t> allowed{0};
+  constexpr int kMostStages = paged_sm90_stages(Kernel::kDim, Kernel::kTile, true);
+  allow_shared_memory(paged_sm90_kernel<Kernel>, Kernel::smem_bytes(kMostStages), allowed);
+  PagedSm90Maps maps;
+  maps.piece = std::gcd(p.block_size, Kernel::kTile.n);
+  maps.k = paged_cache_map(p, p.k_cache, p.k_strides, maps.piece);
+  maps.v = paged_cache_map(p, p.v_cache, p.v_strides, maps.piece);
+  const PagedWork& w = p.work;
+  dim3 grid, cluster;
+  if (Kernel::kCluster) {  // in the order of paged_item
+    grid = dim3(head_groups(w), w.num_splits * w.cluster, w.num_seqs);
+    cluster.y = w.cluster;
+  } else {
+    grid.x = grid_blocks(num_key_tasks(w), "sm90");
+  }
+  launch_clusters(paged_sm90_kernel<Kernel>, grid, cluster, Kernel::kThreads,
+                  Kernel::smem_bytes(p.stages), 9, stream, p, maps);
+}
+
+template <DType kType, int kHeadDim>
+void launch_paged_sm90(const PagedParams& p, cudaStream_t stream) {
+  auto launch_kind = [&]<int kRows, ScoreKind kScore>() {
+    auto launch = [&]<SplitUse kUse>() {
+      launch_paged_sm90_kernel<PagedSm90<kType, kHeadDim, kRows, kScore, kUse>>(p, stream);
+    };
+    if constexpr (paged_sm90_clusters(kHeadDim, kRows)) {
+      if (p.work.cluster > 1) return launch.template operator()<SplitUse::by_cluster>();
+      if (p.work.in_parts) return launch.template operator()<SplitUse::in_parts>();
+    }
+    launch.template operator()<SplitUse::whole>();
+  };
+  auto launch_rows = [&]<int kRows>() {
+    bool scored = p.softcap > 0.0f || p.alibi_slopes != nullptr || !is_plain_scale(p.scale);
+    if (scored) return launch_kind.template operator()<kRows, ScoreKind::scored>();
+    launch_kind.template operator()<kRows, ScoreKind::identity>();
+  };
+  if (p.work.rows <= 8) return launch_rows.template operator()<8>();
+  if (p.work.rows <= 16) return launch_rows.template operator()<16>();
+  if constexpr (paged_sm90_tile(kHeadDim, 64).tile.m == 64) {
+    if (p.work.rows > 32) return launch_rows.template operator()<64>();
+  }
+  launch_rows.template operator()<32>();
+}
+
+}  // namespace cuattn

@@ -1,0 +1,186 @@
+// SPDX-License-Identifier: Apache-2.0
+// The tiles of the kernels, one row per head size, with their shared-memory arithmetic.
+// Read by the kernels (their shapes), by src/attention/plan.cpp (what explain() prints) and by
+// nobody else.
+#pragma once
+
+#include "cuattn/params/paged.h"
+
+namespace cuattn {
+
+// What a CTA computes: m query rows against n keys at a time, `stages` K and V tiles in flight, by
+// `warps` warps.
+struct Tile {
+  int32_t m, n, stages, warps;
+};
+
+// Head sizes for which sm80 kernels are compiled; a smaller head runs padded with zeros in shared
+// memory.
+struct HeadDims {
+  int32_t qk, v;
+};
+constexpr HeadDims kSm80HeadDims[] = {{32, 32},   {64, 64},   {96, 96},  {128, 128},
+                                      {192, 128}, {192, 192}, {256, 256}};
+
+// Bytes of shared memory: Q, then `stages` tiles of K and of V, 2 bytes an element.
+constexpr int32_t sm80_smem_bytes(HeadDims d, Tile tile) {
+  return 2 * (tile.m * d.qk + tile.stages * tile.n * (d.qk + d.v));
+}
+
+// One tile per head size serves every device from 8.0 on: all of them stay within the 99 KB
+// that 8.6, 8.9 and 12.0 grant a block. Measured on an H200 against twice the size and more stages:
+// docs/notes/20261121-prefill-sm80.md.
+constexpr Tile sm80_tile(HeadDims d, ScoreKind score) {
+  if (score == ScoreKind::scored) {  // the functor's registers leave room for 16 rows a warp
+    if (d.qk <= 64) return {64, 128, 1, 4};  // 64: 8 + 32 = 40 KB
+    if (d.qk <= 128) return {64, 64, 2, 4};  // 96: 12 + 2 * 24 = 60 KB; 128: 16 + 2 * 32 = 80 KB
+  }
+  if (d.qk <= 32) return {128, 128, 1, 4};  // 8 + 16 = 24 KB
+  if (d.qk <= 64) return {128, 112, 1, 4};  // 16 + 28 = 44 KB; 128 keys spill on sm_80
+  if (d.qk <= 128) return {128, 64, 2, 4};  // 96: 24 + 2 * 24 = 72 KB; 128: 32 + 2 * 32 = 96 KB
+  return {64, 64, 1, 4};                    // 192: 24 + 48 = 72 KB; 256: 32 + 64 = 96 KB
+}
+
+// Head sizes of the sm90 kernels.
+constexpr HeadDims kSm90HeadDims[] = {{64, 64},   {96, 96},   {128, 128},
+                                      {192, 128}, {192, 192}, {256, 256}};
+
+// Whether a bias of 16-bit elements has room there, and its code among the registers.
+constexpr bool sm90_stages_bias(HeadDims d, ScoreKind score) {
+  return score == ScoreKind::scored && d.qk <= 128;
+}
+
+constexpr int32_t kSm90SmallBytes = 1664;  // barriers, work items, block ids
+
+// Bytes of shared memory: Q, `stages` tiles of K and of V, a tile of a bias, all in panels of 64
+// columns (128 bytes); what is small, and up to 1023 bytes in front that align the panels.
+constexpr int32_t sm90_smem_bytes(HeadDims d, Tile tile, ScoreKind score, int32_t q_stages) {
+  int32_t qk = (d.qk + 63) / 64 * 128, v = (d.v + 63) / 64 * 128;
+  int32_t bias = sm90_stages_bias(d, score) ? (tile.n + 63) / 64 * 128 : 0;
+  return tile.m * (q_stages * qk + bias) + tile.stages * tile.n * (qk + v) + kSm90SmallBytes + 1024;
+}
+
+// Up to three Q tiles, where they fit: the next one arrives while this one is at work, and O of the
+// last one leaves through its own.
+constexpr int32_t sm90_q_stages(HeadDims d, Tile tile, ScoreKind score) {
+  int32_t stages = 3;
+  while (stages > 1 && sm90_smem_bytes(d, tile, score, stages) > 227 * 1024) --stages;
+  return stages;
+}
+
+// A warpgroup of producers and m / 64 of consumers, which keep S (n / 2), O (head_dim_v / 2) and P
+// (n / 4) in 232 registers each, or 160 if they are three.
+constexpr Tile sm90_tile(HeadDims d, MaskKind mask, ScoreKind score) {
+  if (score == ScoreKind::scored) {  // the functor wants registers, and so do a window's edges
+    bool window = mask == MaskKind::window;
+    if (d.qk <= 64) return {128, 128, 4, 12};
+    if (d.qk <= 128) return {128, window ? 96 : 128, 2, 12};
+    if (d.v <= 128) return {128, window ? 80 : 96, 2, 12};
+    if (d.v <= 192) return {128, window ? 64 : 96, 2, 12};
+    return {128, window ? 32 : 64, 2, 12};
+  }
+  if (d.qk <= 64) return {192, 128, 4, 16};   // 3 * 24 + 4 * 32 = 200 KB
+  if (d.qk <= 128) return {128, 128, 2, 12};  // 3 * 32 + 2 * 64 = 224 KB
+  if (d.qk == 192) return d.v <= 128 ? Tile{128, 128, 2, 12} : Tile{128, 96, 2, 12};
+  return {128, 80, 2, 12};  // 64 + 2 * 80 = 224 KB
+}
+
+// A second tile, where another length of rows is served better: m == 0 is none.
+//   128, causal: longer tiles pay where keys come in blocks, by many boxes.
+//   64, causal: of 192 x 128 scores at the diagonal 60 % are masked, which short rows feel.
+constexpr Tile sm90_other_tile(HeadDims d, MaskKind mask, ScoreKind score) {
+  if (score == ScoreKind::scored) return {};
+  if (d.qk == 128 && mask == MaskKind::causal)
+    return {128, 160, 2, 12};                                            // 2 * 32 + 2 * 80 = 224 KB
+  if (d.qk == 64 && mask == MaskKind::causal) return {128, 128, 4, 12};  // 3 * 16 + 4 * 32 = 176 KB
+  return {};
+}
+constexpr bool sm90_other_tile_pays(HeadDims d, int32_t seqlen_kv, bool in_blocks) {
+  return d.qk == 64 ? seqlen_kv <= 2048 : in_blocks && seqlen_kv > 2048;
+}
+
+// Keys in blocks: rows that lie together wherever a tile begins, one box of the TMA. Shorter ones
+// than kMinPageRows are gathered.
+constexpr int32_t kMinPageRows = 16;
+constexpr int32_t sm90_page_rows(int32_t block_size, Tile tile) {
+  int32_t rows = tile.n, rest = block_size;  // the greatest common divisor
+  while (rest != 0) {
+    int32_t next = rows % rest;
+    rows = rest;
+    rest = next;
+  }
+  return rows;
+}
+
+// simt keeps float32 tiles: 64 output registers a thread at most.
+constexpr Tile simt_tile(int32_t head_dim) {
+  return head_dim <= 128 ? Tile{64, 64, 2, 4} : Tile{32, 128, 2, 4};
+}
+
+constexpr Tile kTiledTile = {64, 32, 1, 8};
+
+// Paged kernels: m rows (queries x heads of a group) of one kv head against n keys at a time. The
+// grid of a plan is `ctas_per_sm` blocks on each multiprocessor.
+struct PagedTile {
+  Tile tile;
+  int32_t ctas_per_sm;
+};
+
+constexpr PagedTile kPagedCpuTile = {{64, 64, 1, 1}, 1};
+
+// Head sizes for which paged_sm80 and paged_sm90 are compiled.
+constexpr int32_t paged_head_dim(int32_t head_dim) {
+  return head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : 256;
+}
+
+// Keys that a warp of paged_sm80 takes at a time. 32 of e4m3 are as many bytes as 16 of the others,
+// and cost less than twice 16.
+constexpr int32_t paged_slice_keys(int32_t head_dim, int32_t itemsize) {
+  return itemsize == 1 && head_dim <= 128 ? 32 : 16;
+}
+
+// `head_dim`: a compiled one. `itemsize`: of the caches. `rows`: q_len * group of the call; more
+// than m make several row groups. A stage holds a slice of K and V for one warp.
+constexpr PagedTile paged_sm80_tile(int32_t head_dim, int32_t itemsize, KvLayout layout,
+                                    int32_t rows) {
+  // 16 rows of 256 are too many registers; the x-split layout is not worth more instances.
+  int32_t m = rows <= 8 || head_dim > 128 || layout == KvLayout::vllm ? 8 : 16;
+  int32_t stage_kb = paged_slice_keys(head_dim, itemsize) * 2 * head_dim * itemsize / 1024;
+  if (stage_kb <= 4) return {{m, 64, 4, 4}, m == 8 ? 3 : 2};  // 4 warps * 4 stages * 4 KB = 64 KB
+  if (stage_kb <= 8) return {{m, 64, 3, 4}, 2};               // 4 * 3 * 8 = 96 KB
+  return {{m, 64, 3, 2}, 2};                                  // 2 * 3 * 16 = 96 KB
+}
+
+constexpr PagedTile kPagedSimtTile = {{4, 64, 1, 4}, 2};
+constexpr int32_t paged_simt_head_dim(int32_t head_dim) { return head_dim <= 128 ? 128 : 256; }
+
+// `head_dim`: a compiled one. m is the columns of a wgmma. A stage is 64 keys of K and V: 96 KB on
+// their way keep a multiprocessor's share of the memory busy.
+constexpr PagedTile paged_sm90_tile(int32_t head_dim, int32_t rows) {
+  int32_t m = rows <= 8 ? 8 : rows <= 16 ? 16 : rows <= 32 || head_dim > 128 ? 32 : 64;
+  int32_t stages = head_dim <= 64 ? 6 : 3;  // 64, 128: 96 KB; 256: 192 KB
+  return {{m, 64, stages, 5}, m == 32 && head_dim <= 128 ? 2 : 1};
+}
+
+// `alone`: the grid has a block for each multiprocessor. Then a block takes more than half of the
+// shared memory, so that no two of them meet on one multiprocessor while another stands idle (30 us
+// for 21 where the blocks of the second kernel are many).
+constexpr int32_t paged_sm90_stages(int32_t head_dim, Tile tile, bool alone) {
+  bool fits = tile.m <= 16 && head_dim <= 128;
+  return fits && alone ? tile.stages * 4 / 3 : tile.stages;
+}
+
+// Clusters are compiled for as many rows as merge quickly, and where two blocks fit a
+// multiprocessor.
+constexpr bool paged_sm90_clusters(int32_t head_dim, int32_t rows) {
+  return head_dim <= 128 && rows <= 16;
+}
+// Blocks of a cluster, and others with few tiles, take less, 64 KB on their way: three of them
+// share a multiprocessor, and one begins while others read. Clusters of a call all find room, and
+// those of the next beside them: with a multiprocessor for each block 30 clusters of 4 fit where 32
+// are wanted, 18 us for 9.5.
+constexpr int32_t paged_sm90_short_stages(int32_t head_dim, Tile tile) {
+  return paged_sm90_clusters(head_dim, tile.m) ? tile.stages * 2 / 3 : tile.stages;
+}
+
+}  // namespace cuattn

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the functions on JAX arrays share: registration, what is refused, where a call may run.
+
+Next: __init__.py and _paged.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from .. import _core
+
+LAYOUTS = {"bshd": 0, "bhsd": 1, "nhd": 2, "thd": 3}  # the codes of c_api.h
+KV_LAYOUTS = {"nhd": 0, "hnd": 1, "vllm": 2}
+Static = tuple[tuple[str, Any], ...]  # what a traced function is compiled for, as pairs
+
+
+@functools.cache
+def register() -> None:
+    """Make the handlers known to XLA."""
+    for platform, handlers in _core.xla_handlers().items():
+        for name, handler in handlers.items():
+            jax.ffi.register_ffi_target(name, handler, platform=platform)
+
+
+def refuse(op: str, **arguments: Any) -> None:
+    """Raise for arguments that have no meaning where XLA owns memory and stream."""
+    for name, value in arguments.items():
+        if value is not None:
+            raise NotImplementedError(
+                f"{op}: {name} must be None for JAX arrays, whose memory and stream belong to XLA; "
+                "leave it out"
+            )
+
+
+def is_array(value: Any) -> bool:
+    """Tell an array that JAX takes from a number."""
+    return isinstance(value, jax.Array | np.ndarray)
+
+
+def check_arrays(op: str, required: dict[str, Any], **optional: Any) -> dict[str, jax.Array]:
+    """Keep the arrays that are given and refuse what is not a JAX (or numpy) array."""
+    given = {name: array for name, array in optional.items() if array is not None}
+    arrays = {**required, **given}
+    first = next(iter(arrays))
+    for name, array in arrays.items():
+        if not is_array(array):
+            raise TypeError(
+                f"{op}: {name} must be a JAX array like {first}, got {type(array).__name__}"
+            )
+        if isinstance(array, np.ndarray) and array.dtype == np.int64:
+            check_int32(op, name, array)
+    return arrays
+
+
+def check_int32(op: str, name: str, array: np.ndarray) -> None:
+    """Raise for numbers that JAX would cut off: it has no int64 unless told so."""
+    limits = np.iinfo(np.int32)
+    if jax.config.jax_enable_x64 or array.size == 0:
+        return
+    for value in (array.min(), array.max()):
+        if not limits.min <= value <= limits.max:
+            raise ValueError(
+                f"{op}: {name} must fit 32 bits while jax_enable_x64 is off, got {value}; "
+                "turn it on"
+            )
+
+
+def static_of(op: str, **options: Any) -> Static:
+    """Options as jax.jit takes them: hashable."""
+    for name, value in options.items():
+        try:
+            hash(value)
+        except TypeError:
+            raise TypeError(
+                f"{op}: {name} must be a Python value, which is static under jax.jit, got "
+                f"{type(value).__name__}; pass a plain one"
+            ) from None
+    return (("op", op), *options.items())
+
+
+def device_text(devices: Iterable[Any]) -> str:
+    """Name the devices of an array."""
+    names = (f"{d.platform}:{d.id}" if d.platform == "cpu" else str(d) for d in devices)
+    return ", ".join(sorted(names))
+
+
+def possible_devices(op: str, arrays: Mapping[str, Any]) -> tuple[int, ...]:
+    """Where the call may run, the likeliest first: a CUDA device number, or -1 for the CPU.
+
+    Arrays that were put on different devices are refused; others follow these, or go to JAX's
+    default device.
+    """
+    held = {name: array for name, array in arrays.items() if isinstance(array, jax.Array)}
+    traced = {name for name, array in held.items() if isinstance(array, jax.core.Tracer)}
+    settled = [(n, a.devices()) for n, a in held.items() if n not in traced and a.committed]
+    for name, devices in settled[1:]:
+        first, home = settled[0]
+        if devices != home:
+            raise ValueError(
+                f"{op}: {name} must be on {device_text(home)} like {first}, got "
+                f"{device_text(devices)}; move it with jax.device_put"
+            )
+    device = min(settled[0][1], key=lambda d: d.id) if settled else default_device()
+    here = -1 if device.platform == "cpu" else device.local_hardware_id or 0
+    if not traced or jax.default_backend() == "cpu":
+        return (here,)
+    return (here, 0 if here == -1 else -1)  # XLA decides after tracing
+
+
+def default_device() -> Any:
+    """Return the device of arrays that were put on none."""
+    default = jax.config.jax_default_device
+    if default is None:
+        return jax.devices()[0]
+    return jax.devices(default)[0] if isinstance(default, str) else default
+
+
+def most_workspace(devices: tuple[int, ...], workspace_bytes: Callable[[int], int]) -> int:
+    """Bytes that suffice on every device that can run the call; raises for the likeliest."""
+    likeliest, *others = devices
+    most = workspace_bytes(likeliest)
+    for device in others:
+        with contextlib.suppress(ValueError, RuntimeError):
+            most = max(most, workspace_bytes(device))
+    return most
+
+
+def shape_of(array: Any) -> tuple[Any, ...]:
+    """Reduce an array to dtype and shape, as explain takes it."""
+    return (str(array.dtype), *array.shape)
+
+
+def present(names: tuple[str, ...], arrays: Mapping[str, Any]) -> np.int64:
+    """Bits that tell a handler which optional arrays follow."""
+    return np.int64(sum(1 << bit for bit, name in enumerate(names) if name in arrays))
+
+
+def score_attributes(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Attributes that all attention handlers read."""
+    return {
+        "causal": np.int64(options["causal"]),
+        "window_left": np.int64(options["window"][0]),
+        "window_right": np.int64(options["window"][1]),
+        "has_scale": np.int64(options["scale"] is not None),
+        "scale": np.float64(0.0 if options["scale"] is None else options["scale"]),
+        "softcap": np.float64(options["softcap"]),
+        "num_splits": np.int64(options["num_splits"]),
+        "batch_invariant": np.int64(options["batch_invariant"]),
+        "kv_layout": np.int64(KV_LAYOUTS[options["kv_layout"]]),
+        "return_lse": np.int64(options["return_lse"]),
+        "backend": options["backend"],
+    }
+
+
+def plain_window(window: Any) -> Any:
+    """Make a list a tuple, because static arguments are hashed."""
+    return tuple(window) if isinstance(window, list) else window
+
+
+def compiled(function: Callable[[Any, Static], Any]) -> Callable[[Any, Static], Any]:
+    """Compile ``function(arrays, static)`` for each `static`; a gradient of it is refused."""
+    primal = jax.custom_jvp(function, nondiff_argnums=(1,))
+
+    def refuse_gradient(static: Static, primals: Any, tangents: Any) -> Any:
+        raise NotImplementedError(
+            f"{dict(static)['op']}: cuattn has no gradient yet; pass jax.lax.stop_gradient of the "
+            "arrays"
+        )
+
+    primal.defjvp(refuse_gradient)
+    return jax.jit(primal, static_argnums=1)

@@ -1,0 +1,368 @@
+// SPDX-License-Identifier: Apache-2.0
+// The chooser: one ladder, read from top to bottom; the first rung that does not refuse the request
+// runs it. Every refusal is a sentence, so that explain() and NotImplementedError can say why.
+// Next: call.cpp (its caller).
+#include "cuattn/plan.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "cuattn/error.h"
+#include "src/check/ladder.h"
+#include "src/check/validate.h"
+#include "src/info.h"
+
+namespace cuattn {
+namespace {
+
+// `automatic` rungs are tried by backend="auto"; the others exist to be measured, to teach and to
+// check against.
+struct Rung {
+  Kernel kernel;
+  bool on_cuda, automatic;
+  const char* merit;  // why it is chosen when it does not refuse
+};
+
+constexpr Rung kLadder[] = {
+    {Kernel::cpu, false, true, "tiled online softmax in vector registers"},
+    {Kernel::cpu_naive, false, false, "the plain formula, scores in memory"},
+    {Kernel::sm90, true, true, "Hopper: TMA feeds warpgroups of wgmma, 16-bit types"},
+    {Kernel::sm80, true, true, "tensor cores: mma.sync, cp.async and ldmatrix, 16-bit types"},
+    {Kernel::simt, true, true, "float32 flash attention on CUDA cores"},
+    {Kernel::tiled, true, false, "shared-memory tiles, online softmax"},
+    {Kernel::cublas, true, false, "batched GEMM, softmax, batched GEMM; scores in memory"},
+    {Kernel::naive, true, false, "three plain kernels, scores in memory; every type and option"},
+};
+
+// Who asks, as the caller knows it.
+const char* function_of(const PrefillRequest& r) {
+  return r.ragged ? "attention_varlen" : "attention";
+}
+
+constexpr int32_t kTiledMaxHeadDim = 128;
+constexpr int32_t kSimtHeadDims[] = {64, 128, 256};
+
+bool has_head_dims(HeadDims compiled, const PrefillRequest& r) {
+  return r.head_dim <= compiled.qk && r.head_dim_v <= compiled.v;
+}
+
+// The smallest compiled sizes that hold the call's.
+template <size_t kCount>
+HeadDims smallest(const HeadDims (&compiled)[kCount], const PrefillRequest& r) {
+  for (HeadDims d : compiled) {
+    if (has_head_dims(d, r)) return d;
+  }
+  CUATTN_ASSERT(false, "head_dim was validated");
+  return {};
+}
+HeadDims sm80_head_dims(const PrefillRequest& r) { return smallest(kSm80HeadDims, r); }
+HeadDims sm90_head_dims(const PrefillRequest& r) { return smallest(kSm90HeadDims, r); }
+
+bool fits(const PrefillRequest& r, const DeviceInfo& device) {
+  HeadDims d = sm80_head_dims(r);
+  return sm80_smem_bytes(d, sm80_tile(d, r.score)) <= device.smem_per_block_optin;
+}
+
+int32_t ceil_div(int64_t a, int64_t b) { return static_cast<int32_t>((a + b - 1) / b); }
+
+// Share of a tile's rows that are real when `rows` rows are cut into tiles of `tile`.
+double filled(int64_t rows, int32_t tile) {
+  return static_cast<double>(rows) / (int64_t{ceil_div(rows, tile)} * tile);
+}
+
+// Parts of the keys for `items` tiles of work of `key_tiles` steps each: enough to fill the chip
+// without a thin last wave, and no part shorter than two steps.
+int32_t choose_splits(int64_t items, int32_t key_tiles, int32_t num_sms) {
+  if (items == 0 || items * 5 >= int64_t{num_sms} * 4 || key_tiles <= 4) return 1;
+  int32_t most = std::min({key_tiles / 2, num_sms, kMaxSplits});
+  auto efficiency = [&](int32_t splits) {
+    double waves = static_cast<double>(items) * splits / num_sms;
+    return waves / std::ceil(waves);
+  };
+  double best = 0;
+  for (int32_t splits = 1; splits <= most; ++splits) best = std::max(best, efficiency(splits));
+  for (int32_t splits = 1; splits < most; ++splits) {
+    if (efficiency(splits) >= 0.85 * best) return splits;
+  }
+  return std::max(most, 1);
+}
+
+// How sm90 cuts its work: rows of a group packed where tiles would stay half empty, keys split
+// where tiles are few, and persistent CTAs.
+void plan_sm90(Plan& plan, const PrefillRequest& r, const DeviceInfo& device) {
+  HeadDims d = sm90_head_dims(r);
+  plan.head_dim = d.qk;
+  plan.head_dim_v = d.v;
+  plan.tile = sm90_tile(d, r.mask, r.score);
+  Tile other = sm90_other_tile(d, r.mask, r.score);
+  auto in_blocks = [&](Tile tile) {
+    return r.paged && r.kv_layout != KvLayout::vllm &&
+           sm90_page_rows(r.block_size, tile) >= kMinPageRows;
+  };
+  if (other.m > 0 && !r.batch_invariant && sm90_other_tile_pays(d, r.seqlen_kv, in_blocks(other))) {
+    plan.tile = other;
+  }
+  int32_t group = r.num_heads_kv > 0 ? r.num_heads_q / r.num_heads_kv : 1, m = plan.tile.m;
+  // The score functor (softcap, ALiBi, bias) knows one head a tile.
+  bool packs = group > 1 && m % group == 0 && r.score == ScoreKind::identity &&
+               filled(r.seqlen_q, m) < 0.9 * filled(int64_t{r.seqlen_q} * group, m);
+  plan.packed_heads = packs ? group : 1;
+  int64_t tiles = ceil_div(int64_t{r.seqlen_q} * plan.packed_heads, m);
+  int64_t items = tiles * r.batch * (r.num_heads_q / plan.packed_heads);
+  int32_t key_tiles = ceil_div(r.seqlen_kv, plan.tile.n);
+  if (r.ragged) {
+    plan.num_splits = 1;
+  } else if (r.num_splits > 0) {
+    plan.num_splits = std::min(r.num_splits, std::max(key_tiles, 1));
+  } else if (!r.batch_invariant) {
+    plan.num_splits = choose_splits(items, key_tiles, device.num_sms);
+  }
+  if (in_blocks(plan.tile)) plan.keys = KeyAccess::in_blocks;
+  if (r.has_bias) {
+    bool serves = sm90_stages_bias(d, r.score) && plan.keys != KeyAccess::in_blocks;
+    plan.bias = !serves          ? BiasAccess::direct
+                : r.has_bias_map ? BiasAccess::tma
+                                 : BiasAccess::unmapped;
+  }
+  plan.num_ctas = device.num_sms;
+  bool differ = r.ragged || (r.mask != MaskKind::none && tiles > 1);  // in weight
+  plan.draws_tiles = differ && items > device.num_sms && plan.num_splits == 1;
+  plan.workspace_bytes = plan.draws_tiles ? 256 : 0;
+  if (plan.num_splits > 1) {  // O and lse of each part, float32
+    plan.workspace_bytes = checked_bytes(
+        function_of(r),
+        {sizeof(float), plan.num_splits, r.batch, r.num_heads_q, r.seqlen_q, r.head_dim_v + 1});
+  }
+}
+
+// nullptr when the rung can run the request, else why not.
+const char* refusal(Kernel kernel, const PrefillRequest& r, const DeviceInfo& device) {
+  int32_t larger_dim = r.head_dim > r.head_dim_v ? r.head_dim : r.head_dim_v;
+  switch (kernel) {
+    case Kernel::cpu:
+    case Kernel::cpu_naive:
+    case Kernel::naive: return nullptr;
+    case Kernel::sm90:
+      if (r.dtype == DType::f32) return "it takes float16 and bfloat16, not float32";
+      if (device.major != 9 || device.minor != 0) return "it is for compute capability 9.0 alone";
+      if (device.native != 1) return "this build has no machine code for 9.0";
+      return nullptr;
+    case Kernel::sm80:
+      if (r.dtype == DType::f32) return "it takes float16 and bfloat16, not float32";
+      if (!fits(r, device)) return "its tile needs more shared memory than a block gets here";
+      return nullptr;
+    case Kernel::simt: return r.dtype == DType::f32 ? nullptr : "it takes float32 only";
+    case Kernel::tiled:
+      if (larger_dim > kTiledMaxHeadDim) return "it takes head_dim and head_dim_v up to 128";
+      if (r.score == ScoreKind::scored) return "it has no softcap, ALiBi, bias or negative scale";
+      if (r.has_sinks) return "it has no sinks";
+      return nullptr;
+    case Kernel::cublas:
+      if (r.ragged || r.uses_seqused)
+        return "it takes dense batches only, without cu_seqlens and seqused";
+      if (r.batch_invariant) return "its order of summation may change with the batch";
+      if (!device.has_cublas)
+        return "the cuBLAS library was not found; install nvidia-cublas or set CUATTN_CUBLAS_PATH";
+      return nullptr;
+  }
+  return "unknown kernel";
+}
+
+size_t align256(size_t bytes) { return (bytes + 255) / 256 * 256; }
+
+// Float32 scores of every head; cublas adds the probabilities in the dtype of V and its own
+// scratch.
+size_t workspace_bytes(Kernel kernel, const PrefillRequest& r) {
+  auto scores = [&](int64_t item_bytes) {
+    return checked_bytes(function_of(r),
+                         {item_bytes, r.batch, r.num_heads_q, r.seqlen_q, r.seqlen_kv});
+  };
+  switch (kernel) {
+    case Kernel::cpu_naive:
+    case Kernel::naive: return scores(sizeof(float));
+    case Kernel::cublas: {
+      constexpr size_t kCublasScratch = 32 << 20;
+      size_t probabilities = r.dtype == DType::f32 ? 0 : align256(scores(2));
+      return align256(scores(sizeof(float))) + probabilities + kCublasScratch;
+    }
+    default: return 0;
+  }
+}
+
+Plan make_plan(const Rung& rung, const PrefillRequest& r, const DeviceInfo& device) {
+  Plan plan{};
+  plan.kernel = rung.kernel;
+  plan.reason = rung.merit;
+  plan.num_splits = plan.packed_heads = 1;
+  plan.head_dim = r.head_dim;
+  plan.head_dim_v = r.head_dim_v;
+  plan.keys = r.paged ? KeyAccess::gathered : KeyAccess::rows;
+  plan.workspace_bytes = workspace_bytes(rung.kernel, r);
+  switch (rung.kernel) {
+    case Kernel::sm90: plan_sm90(plan, r, device); break;
+    case Kernel::sm80: {
+      HeadDims d = sm80_head_dims(r);
+      plan.head_dim = d.qk;
+      plan.head_dim_v = d.v;
+      plan.tile = sm80_tile(d, r.score);
+      break;
+    }
+    case Kernel::simt:
+      for (int32_t compiled : kSimtHeadDims) {
+        if (r.head_dim > compiled || r.head_dim_v > compiled) continue;
+        plan.head_dim = plan.head_dim_v = compiled;
+        break;
+      }
+      plan.tile = simt_tile(plan.head_dim);
+      break;
+    case Kernel::tiled:
+      plan.head_dim = plan.head_dim_v = r.head_dim <= 64 && r.head_dim_v <= 64 ? 64 : 128;
+      plan.tile = kTiledTile;
+      break;
+    default: break;
+  }
+  return plan;
+}
+
+// The rung that `backend` names; "naive" exists on both sides.
+const Rung& named_rung(const char* function, const char* backend, bool is_cuda) {
+  const Rung* found = nullptr;
+  for (const Rung& rung : kLadder) {
+    if (std::strcmp(backend, kernel_name(rung.kernel)) != 0) continue;
+    if (found == nullptr || rung.on_cuda == is_cuda) found = &rung;
+  }
+  CUATTN_REQUIRE(found != nullptr, function,
+                 ": backend must be 'auto', 'naive', 'cublas', 'tiled', 'simt', 'sm80', "
+                 "'sm90' or 'cpu', got '",
+                 backend, "'; use 'auto' for the fastest that serves the call");
+  return *found;
+}
+
+const Rung* first_automatic(const PrefillRequest& r, const DeviceInfo& device) {
+  for (const Rung& rung : kLadder) {
+    if (rung.on_cuda == device.is_cuda && rung.automatic &&
+        refusal(rung.kernel, r, device) == nullptr)
+      return &rung;
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+bool is_auto(const char* backend) {
+  return backend == nullptr || std::strcmp(backend, "auto") == 0;
+}
+
+void require_supported(const char* function, const DeviceInfo& device) {
+  constexpr int32_t kOldest = 8;  // major compute capability that the kernels are written for
+  if (!device.is_cuda || (device.native >= 0 && device.major >= kOldest)) return;
+  fail<UnsupportedDevice>(function, ": device cuda:", device.id, " (", device.name,
+                          ", compute capability ", device.major, ".", device.minor,
+                          ") is not supported by this build, which has code for ",
+                          compiled_archs()[0] != '\0' ? compiled_archs() : "the CPU only",
+                          "; rebuild with CUATTN_CUDA_ARCHS, or move the arrays to the CPU");
+}
+
+Plan select_prefill(const PrefillRequest& request, const DeviceInfo& device, const char* backend) {
+  const char* function = function_of(request);
+  require_supported(function, device);
+  const Rung* automatic = first_automatic(request, device);
+  CUATTN_ASSERT(automatic != nullptr, "an automatic rung serves every valid request");
+  if (is_auto(backend)) return make_plan(*automatic, request, device);
+  const Rung& rung = named_rung(function, backend, device.is_cuda);
+  const char* why = wrong_side(rung.on_cuda, device.is_cuda);
+  if (why == nullptr) why = refusal(rung.kernel, request, device);
+  if (why != nullptr) refuse_backend(function, backend, why, automatic->kernel);
+  return make_plan(rung, request, device);
+}
+
+std::string explain_prefill(const PrefillRequest& request, const DeviceInfo& device,
+                            const char* backend) {
+  Plan plan = select_prefill(request, device, backend);
+  std::string text;
+  for (const Rung& rung : kLadder) {
+    if (rung.on_cuda != device.is_cuda) continue;
+    const char* why = refusal(rung.kernel, request, device);
+    bool chosen = rung.kernel == plan.kernel;
+    text +=
+        rung_line(rung.kernel, chosen, why, rung.automatic ? "can: " : "by name only: ", rung.merit,
+                  chosen ? access_clause(plan) : std::string());
+  }
+  return text;
+}
+
+namespace {
+
+const char* key_access_clause(KeyAccess keys) {
+  switch (keys) {
+    case KeyAccess::in_blocks: return "; keys are read in their blocks";
+    case KeyAccess::gathered: return "; keys are gathered from their blocks first";
+    case KeyAccess::by_step: return "; few queries a sequence: a kernel of paged_attention";
+    default: return "";
+  }
+}
+
+const char* bias_access_clause(BiasAccess bias) {
+  switch (bias) {
+    case BiasAccess::tma: return "; the TMA brings the bias";
+    case BiasAccess::direct: return "; threads read the bias";
+    case BiasAccess::unmapped:
+      return "; threads read the bias: its dtype, strides or alignment do not suit the TMA";
+    default: return "";
+  }
+}
+
+}  // namespace
+
+std::string access_clause(const Plan& plan) {
+  return concat(key_access_clause(plan.keys), bias_access_clause(plan.bias));
+}
+
+const char* kernel_name(Kernel kernel) {
+  switch (kernel) {
+    case Kernel::cpu_naive: return "naive";
+    case Kernel::cpu: return "cpu";
+    case Kernel::naive: return "naive";
+    case Kernel::cublas: return "cublas";
+    case Kernel::tiled: return "tiled";
+    case Kernel::simt: return "simt";
+    case Kernel::sm80: return "sm80";
+    case Kernel::sm90: return "sm90";
+  }
+  return "unknown";
+}
+
+const char* dtype_name(DType dtype) {
+  switch (dtype) {
+    case DType::f32: return "float32";
+    case DType::f16: return "float16";
+    case DType::bf16: return "bfloat16";
+    case DType::e4m3: return "float8_e4m3fn";
+    case DType::boolean: return "bool";
+    case DType::i32: return "int32";
+    case DType::i64: return "int64";
+  }
+  return "unknown";
+}
+
+const char* mask_name(MaskKind mask) {
+  return mask == MaskKind::none ? "none" : mask == MaskKind::causal ? "causal" : "window";
+}
+
+const char* score_name(ScoreKind score) {
+  return score == ScoreKind::identity ? "identity" : "scored";
+}
+
+int32_t itemsize(DType dtype) {
+  switch (dtype) {
+    case DType::f32:
+    case DType::i32: return 4;
+    case DType::i64: return 8;
+    case DType::f16:
+    case DType::bf16: return 2;
+    default: return 1;
+  }
+}
+
+}  // namespace cuattn

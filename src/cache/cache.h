@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the cache operations share: caches with their tables, and data of the device on the host.
+#pragma once
+
+#include <vector>
+
+#include "cuattn/params/cache.h"
+#include "cuattn/plan.h"
+#include "src/cache/checks.h"
+#include "src/check/overlap.h"
+
+namespace cuattn {
+
+// Caches and tables of a call; where the rows lie, and how many, is the caller's to say.
+// `check_data` false: no data pointer is looked at, for explain(). Caches that start on elements
+// may have any head_dim.
+CacheGatherParams read_pages(const char* function, CacheNames names, const TensorView& k_cache,
+                             const TensorView& v_cache, const TensorView& block_tables,
+                             KvLayout layout, DType dtype, DLDevice device, const char* like,
+                             bool check_data, Starts starts = Starts::on_16_bytes);
+
+// Throws where a table has no room for a sequence or names a block that is not there, or a sequence
+// is longer than padded_len. Other faults of the lengths are left to check().
+void check_pages(const char* function, const CacheGatherParams& params, DLDevice device,
+                 Stream stream);
+
+// The memory of one cache of a call; Params is CacheWriteParams or CacheGatherParams.
+template <class Params>
+Footprint cache_footprint(const char* name, const CacheSide& side, const Params& p, DType dtype) {
+  const CacheStrides& strides = side.strides;
+  return {name,
+          side.cache,
+          itemsize(dtype),
+          {{p.num_blocks, strides.block},
+           {p.num_heads, strides.head},
+           {p.block_size, strides.token},
+           {side.head_dim / side.run, side.run_stride},
+           {side.run, 1}}};
+}
+
+inline Footprint tables_footprint(const CacheGatherParams& p) {
+  return {"block_tables",
+          p.block_tables,
+          sizeof(int32_t),
+          {{p.num_seqs, p.block_tables_stride}, {p.max_blocks, 1}}};
+}
+
+// What an array holds, as the host sees it: itself on the CPU; on CUDA a copy, made only where the
+// checks are on, else nothing.
+template <class T>
+class HostCopy {
+ public:
+  HostCopy(const Backend& backend, DLDevice device, const T* data, int64_t count, Stream stream)
+      : data_(is_cpu(device) ? data : nullptr) {
+    if (is_cpu(device) || data == nullptr || count == 0 || !checks_device_data()) return;
+    copy_.resize(static_cast<size_t>(count));
+    if (backend.read_back(copy_.data(), data, copy_.size() * sizeof(T), device.device_id, stream))
+      data_ = copy_.data();
+  }
+  const T* data() const { return data_; }  // nullptr where nothing was read
+
+ private:
+  const T* data_;
+  std::vector<T> copy_;
+};
+
+}  // namespace cuattn

@@ -1,0 +1,245 @@
+// SPDX-License-Identifier: Apache-2.0
+// The ladder of paged attention: which kernel, and how the keys of a call are cut into splits.
+// Next: call.cpp (its caller), attention/plan.cpp (the ladder of attention).
+#include "cuattn/plan.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "cuattn/error.h"
+#include "src/check/ladder.h"
+
+namespace cuattn {
+namespace {
+
+struct Rung {
+  Kernel kernel;
+  bool on_cuda;
+  const char* merit;  // why it is chosen when it does not refuse
+};
+
+constexpr const char* kClusterMerit =
+    "wgmma with keys as rows, pages through TMA, a cluster for the splits of a head";
+constexpr const char* kPartsMerit =
+    "wgmma with keys as rows, pages through TMA, parts of 128 keys merged in order";
+constexpr const char* kClusterPartsMerit =
+    "wgmma with keys as rows, pages through TMA, parts of 128 keys merged in order, by a cluster";
+
+constexpr Rung kLadder[] = {
+    {Kernel::cpu, false, "online softmax in vector registers, keys gathered block by block"},
+    {Kernel::sm90, true, "wgmma with keys as rows, pages through TMA"},
+    {Kernel::sm80, true, "tensor cores: mma.sync and cp.async, the heads of a group together"},
+    {Kernel::simt, true, "float32 on CUDA cores"},
+};
+
+// nullptr when the rung can run the request, else why not.
+const char* refusal(Kernel kernel, const PagedRequest& r, const DeviceInfo& device) {
+  switch (kernel) {
+    case Kernel::cpu: return nullptr;
+    case Kernel::sm90:
+      if (device.major != 9 || device.minor != 0 || device.native != 1) {
+        return "it runs on compute capability 9.0 alone, with its machine code in the build";
+      }
+      if (r.dtype == DType::f32) return "it takes float16 and bfloat16, not float32";
+      if (r.kv_dtype != r.dtype) return "it takes caches of the dtype of q";
+      if (r.kv_layout == KvLayout::vllm) return "it takes the layouts 'nhd' and 'hnd'";
+      if (r.block_size % 8 != 0) return "block_size is no multiple of 8";
+      return r.head_dim < 64 ? "head_dim is less than 64" : nullptr;
+    case Kernel::sm80:
+      return r.dtype == DType::f32 ? "it takes float16 and bfloat16, not float32" : nullptr;
+    case Kernel::simt: return r.dtype == DType::f32 ? nullptr : "it takes float32 only";
+    default: return "it is not in this build";
+  }
+}
+
+// Copies of 8 tokens through the TMA reach 0.7 of the speed of memory, cp.async 0.9.
+bool pays(Kernel kernel, const PagedRequest& r) {
+  return kernel != Kernel::sm90 || r.block_size % 16 == 0;
+}
+
+constexpr int32_t kCpuSplit = 2048;  // keys: enough work for a thread to be woken for
+constexpr int32_t kCpuWorkers = 16;  // of a plan: whatever the machine, the same sums
+
+int32_t rows_of(const PagedRequest& r) {
+  return r.num_heads_kv == 0 ? 0 : r.q_len * (r.num_heads_q / r.num_heads_kv);
+}
+
+PagedTile tile_of(Kernel kernel, const PagedRequest& r) {
+  switch (kernel) {
+    case Kernel::sm90: return paged_sm90_tile(paged_head_dim(r.head_dim), rows_of(r));
+    case Kernel::sm80:
+      return paged_sm80_tile(paged_head_dim(r.head_dim), itemsize(r.kv_dtype), r.kv_layout,
+                             rows_of(r));
+    case Kernel::simt: return kPagedSimtTile;
+    default: return kPagedCpuTile;
+  }
+}
+
+int32_t compiled_head_dim(Kernel kernel, int32_t head_dim) {
+  switch (kernel) {
+    case Kernel::sm90:
+    case Kernel::sm80: return paged_head_dim(head_dim);
+    case Kernel::simt: return paged_simt_head_dim(head_dim);
+    default: return head_dim;
+  }
+}
+
+int32_t ceil_div(int32_t a, int32_t b) { return a <= 0 ? 0 : (a - 1) / b + 1; }
+
+// Into how many lanes the head groups of a plan are dealt: as many as possible, so long as no more
+// than a twentieth of the workers is left over.
+int32_t lanes_of(int32_t num_workers, int32_t head_groups) {
+  for (int32_t lanes = std::min(num_workers, head_groups); lanes > 1; --lanes) {
+    if (head_groups % lanes == 0 && num_workers % lanes <= num_workers / 20) return lanes;
+  }
+  return 1;
+}
+
+constexpr int32_t kMaxGridAxis = 65535;  // of z, where the sequences of clusters stand
+
+// Whether a cluster may merge `splits` of each unit. Its blocks have 64 KB on their way, which is
+// too little for many keys.
+bool can_cluster(const Plan& plan, const PagedRequest& r, int32_t splits, int32_t tiles) {
+  constexpr int32_t kMostKeys = 1024;  // of a block
+  return plan.kernel == Kernel::sm90 && paged_sm90_clusters(plan.head_dim, plan.tile.m) &&
+         r.num_seqs <= kMaxGridAxis && splits > 1 && splits <= kPagedMaxCluster &&
+         ceil_div(tiles, splits) * plan.tile.n <= kMostKeys;
+}
+
+// Few units: their keys are cut evenly, without a plan. One sequence always; several where the
+// splits of a unit make a cluster and none is long, however unequal the contexts are. A cluster
+// spares a second kernel, 1 to 2 microseconds: as long as a block takes for two tiles more.
+void cut_evenly(Plan& plan, const PagedRequest& r, int32_t head_groups, int32_t tiles) {
+  constexpr int32_t kUnequalKeys = 512;  // of a block at most, with several sequences
+  int64_t units = int64_t{std::max(r.num_seqs, 1)} * std::max(head_groups, 1);
+  int32_t room = static_cast<int32_t>(plan.num_workers / units);
+  int32_t splits = std::clamp(room, 1, std::min(tiles, kMaxSplits));
+  int32_t few = std::min(splits, kPagedMaxCluster);
+  int32_t most = ceil_div(tiles, few);  // tiles of a block
+  bool is_short = most - ceil_div(tiles, splits) <= 2 &&
+                  (r.num_seqs <= 1 || most * plan.tile.n <= kUnequalKeys);
+  plan.cluster = is_short && can_cluster(plan, r, few, tiles) ? few : 1;
+  plan.num_splits = plan.cluster > 1 ? 1 : r.num_seqs <= 1 ? splits : 0;
+}
+
+// The sums of a sequence do not depend on its batch. Parts of 128 keys are weighed one by one and
+// merged in order, up to 1024 keys at a time: by one thread block, or, where those would be too
+// few, by a cluster with the same arithmetic. Kernels without clusters take 512 keys at once.
+void cut_invariantly(Plan& plan, const PagedRequest& r, int32_t head_groups) {
+  constexpr int32_t kKeys = 512;  // a multiple of every tile
+  plan.in_parts = plan.kernel == Kernel::sm90 && paged_sm90_clusters(plan.head_dim, plan.tile.m);
+  plan.split_keys = plan.in_parts ? kPagedMaxCluster * kPagedPartKeys : kKeys;
+  plan.num_splits = std::max(ceil_div(r.capacity, plan.split_keys), 1);
+  if (!plan.in_parts || r.num_seqs > kMaxGridAxis) return;
+  int32_t cluster = 1;  // blocks, of 128 keys at most
+  while (cluster < kPagedMaxCluster && cluster * kPagedPartKeys < r.capacity) cluster *= 2;
+  double units = 1.0 * std::max(r.num_seqs, 1) * std::max(head_groups, 1);
+  // Two of them share a multiprocessor without loss.
+  if (units * plan.num_splits * cluster <= 2.0 * plan.num_workers) plan.cluster = cluster;
+}
+
+// The ways of PagedWork, in the order in which a call may ask for them.
+void cut_keys(Plan& plan, const PagedRequest& r, const DeviceInfo& device, int32_t ctas_per_sm) {
+  plan.cluster = 1;
+  plan.num_workers = device.is_cuda ? device.num_sms * ctas_per_sm : kCpuWorkers;
+  int32_t head_groups = r.num_heads_kv * ceil_div(rows_of(r), plan.tile.m);
+  plan.lanes = lanes_of(plan.num_workers, head_groups);
+  int32_t tiles = std::max(ceil_div(r.capacity, plan.tile.n), 1);
+  auto split_at = [&](int32_t keys) {
+    plan.split_keys = keys;
+    plan.num_splits = std::max(ceil_div(r.capacity, keys), 1);
+  };
+  if (r.one_pass) {
+    plan.num_splits = 1;
+  } else if (r.partition_size > 0) {
+    split_at(r.partition_size);
+  } else if (r.batch_invariant) {
+    cut_invariantly(plan, r, head_groups);
+  } else if (r.num_splits > 0) {
+    // Splits of all units are counted in 32 bits.
+    int64_t units = std::max(int64_t{r.num_seqs} * head_groups, int64_t{1});
+    auto countable = static_cast<int32_t>(std::max(INT32_MAX / units, int64_t{1}));
+    plan.num_splits = std::min({r.num_splits, tiles, countable});
+    if (can_cluster(plan, r, plan.num_splits, tiles)) std::swap(plan.cluster, plan.num_splits);
+  } else if (r.has_plan) {
+    plan.num_splits = 0;
+  } else if (!device.is_cuda) {
+    split_at(kCpuSplit);
+  } else {
+    cut_evenly(plan, r, head_groups, tiles);
+  }
+}
+
+// Tiles that a block of sm90 has on their way.
+int32_t sm90_stages(const Plan& plan, const PagedRequest& r) {
+  double head_groups = 1.0 * r.num_heads_kv * ceil_div(rows_of(r), plan.tile.m);
+  double blocks = r.num_seqs * head_groups * plan.num_splits;  // 0 with a plan: the workers
+  bool alone = blocks <= plan.num_workers;
+  // Splits of a fixed length, V2's too, are short. The registers of parts with more than 8 rows
+  // leave no room for a third block.
+  bool is_short = plan.split_keys > 0 && !alone && !(plan.in_parts && plan.tile.m > 8);
+  return plan.cluster > 1 || is_short ? paged_sm90_short_stages(plan.head_dim, plan.tile)
+                                      : paged_sm90_stages(plan.head_dim, plan.tile, alone);
+}
+
+Plan make_plan(const Rung& rung, const PagedRequest& r, const DeviceInfo& device) {
+  Plan plan{};
+  plan.kernel = rung.kernel;
+  plan.reason = rung.merit;
+  plan.head_dim = plan.head_dim_v = compiled_head_dim(rung.kernel, r.head_dim);
+  PagedTile tile = tile_of(rung.kernel, r);
+  plan.tile = tile.tile;
+  cut_keys(plan, r, device, tile.ctas_per_sm);
+  if (rung.kernel == Kernel::sm90) {
+    plan.tile.stages = sm90_stages(plan, r);
+    if (plan.cluster > 1) plan.reason = kClusterMerit;
+    if (plan.in_parts) plan.reason = plan.cluster > 1 ? kClusterPartsMerit : kPartsMerit;
+  }
+  return plan;  // workspace_bytes is known once PagedWork is: call.cpp
+}
+
+const Rung& named_rung(const char* function, const char* backend) {
+  for (const Rung& rung : kLadder) {
+    if (std::strcmp(backend, kernel_name(rung.kernel)) == 0) return rung;
+  }
+  fail<InvalidArgument>(function,
+                        ": backend must be 'auto', 'cpu', 'simt', 'sm80' or 'sm90', got '", backend,
+                        "'; use 'auto' for the fastest that serves the call");
+}
+
+const Rung* first_that_runs(const PagedRequest& r, const DeviceInfo& device) {
+  for (const Rung& rung : kLadder) {
+    bool runs = rung.on_cuda == device.is_cuda && refusal(rung.kernel, r, device) == nullptr;
+    if (runs && pays(rung.kernel, r)) return &rung;
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+Plan select_paged(const char* function, const PagedRequest& request, const DeviceInfo& device,
+                  const char* backend) {
+  require_supported(function, device);
+  const Rung* first = first_that_runs(request, device);
+  CUATTN_ASSERT(first != nullptr, "a rung serves every valid request");
+  if (is_auto(backend)) return make_plan(*first, request, device);
+  const Rung& rung = named_rung(function, backend);
+  const char* why = wrong_side(rung.on_cuda, device.is_cuda);
+  if (why == nullptr) why = refusal(rung.kernel, request, device);
+  if (why != nullptr) refuse_backend(function, backend, why, first->kernel);
+  return make_plan(rung, request, device);
+}
+
+std::string explain_paged(const PagedRequest& request, const DeviceInfo& device, Kernel chosen) {
+  std::string text;
+  for (const Rung& rung : kLadder) {
+    if (rung.on_cuda != device.is_cuda) continue;
+    const char* why = refusal(rung.kernel, request, device);
+    bool runs = why == nullptr && rung.kernel == chosen;
+    text += rung_line(rung.kernel, runs, why, "can: ", rung.merit);
+  }
+  return text;
+}
+
+}  // namespace cuattn

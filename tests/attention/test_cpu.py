@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CPU backend under each instruction set and number of threads, in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# Prints the bits of some results, after holding each against the reference.
+WORK = """
+import hashlib, json, sys
+import numpy as np
+import cuattn
+from cases import FACTORS, case_of, make_problem, pairwise
+from harness import Cpu, assert_case, bits, run
+
+digest = hashlib.blake2b()
+for number, row in enumerate(pairwise(FACTORS)[:: int(sys.argv[1])]):
+    case = case_of(row)
+    assert_case(Cpu(), "cpu", case, np.random.default_rng(number))
+    problem = make_problem(case, np.random.default_rng(number))
+    used = case.layout != "ragged"  # rows behind the last sequence are not written
+    for result in run(Cpu(), "cpu", problem) if used else ():
+        digest.update(bits(result) if result.size else b"")
+print(json.dumps({"digest": digest.hexdigest(), **cuattn.info()["cpu"]}))
+"""
+
+
+def work(every, **environment):
+    tests = str(Path(__file__).resolve().parents[1])
+    path = os.pathsep.join([tests, *filter(None, [os.environ.get("PYTHONPATH")])])
+    result = subprocess.run(
+        [sys.executable, "-c", WORK, str(every)],
+        env={**os.environ, **environment, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    return result
+
+
+@pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512"])
+def test_every_instruction_set_is_right(isa):
+    result = work(8, CUATTN_CPU_ISA=isa)
+    if "CUATTN_CPU_ISA must be one of" in result.stderr:
+        pytest.skip(f"this processor has no {isa}")
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["isa"] == isa
+
+
+def test_an_unknown_instruction_set_is_refused():
+    result = work(64, CUATTN_CPU_ISA="sse9")
+    assert "ValueError: attention: CUATTN_CPU_ISA must be one of " in result.stderr
+    assert "on this machine, got sse9; leave it unset for the fastest" in result.stderr
+
+
+def test_the_number_of_threads_does_not_change_a_bit():
+    results = [json.loads(work(16, CUATTN_NUM_THREADS=str(n)).stdout) for n in (1, 2, 5)]
+    assert [r["threads"] for r in results] == [1, 2, 5]
+    assert len({r["digest"] for r in results}) == 1
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "many", "2x", "1025", "99999999999999999999"])
+def test_a_senseless_number_of_threads_is_refused(value):
+    text = (
+        f"CUATTN_NUM_THREADS must be a whole number from 1 to 1024, got '{value}'; leave it unset "
+        "for the CPUs that this process may use"
+    )
+    assert f"ValueError: {text}\n" in work(128, CUATTN_NUM_THREADS=value).stderr
+    command = [sys.executable, "-m", "cuattn", "info"]
+    environment = {**os.environ, "CUATTN_NUM_THREADS": value}
+    info = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (info.returncode, info.stderr) == (1, text + "\n")
+
+
+def test_an_empty_number_of_threads_is_none():
+    want = json.loads(work(128, CUATTN_NUM_THREADS="").stdout)["threads"]
+    assert 1 <= want <= len(os.sched_getaffinity(0))  # less where a cgroup grants less

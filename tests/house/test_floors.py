@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A line may only look down: #include and import against the floors of docs/design.md."""
+
+import ast
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+STD = r"<[a-z_0-9]+>|<(stddef|stdint|pthread|sched|unistd|fcntl|dlfcn|immintrin|sys/[a-z]+)\.h>"
+CUDA = r"<(cuda\w*|library_types|mma)\.h>|<cuda/std/\w+>"
+F0 = r'"cuattn/(params/)?\w+\.h"'
+F1 = r'"cuattn/device/(paged/)?\w+\.cuh"'
+PYTHON = r"<Python\.h>|<nanobind/[\w/]+\.h>"
+HOST = r'"cuda/host/\w+\.h"'
+
+# Path (the first match holds), floor, and what a file there may include; own room last. A kernel
+# sees its own folder, what all kernels of its op share, and never another kernel.
+INCLUDES = [
+    (r"include/cuattn/device/", "F1", [CUDA, F1, r'"cuattn/params/(attention|paged)\.h"']),
+    (r"include/cuattn/", "F0", [STD, r"<dlpack/dlpack\.h>", F0]),
+    (r"cuda/host/", "F2", [STD, CUDA, F0, F1, HOST]),
+    (r"cuda/attention/sm80/", "F2", [STD, CUDA, F0, F1, HOST, r'"cuda/attention/sm80/\w+\.cuh"']),
+    (r"cuda/attention/sm90/", "F2", [STD, CUDA, F0, F1, HOST, r'"cuda/attention/sm90/\w+\.cuh"']),
+    (r"cuda/attention/", "F2", [STD, CUDA, F0, F1, HOST, r'"cuda/attention/softmax_rows\.cuh"']),
+    (r"cuda/paged/sm90/", "F2", [STD, CUDA, F0, F1, HOST, r'"cuda/paged/sm90/\w+\.cuh"']),
+    (r"cuda/paged/", "F2", [STD, CUDA, F0, F1, HOST, r'"cuda/paged/sm80/\w+\.cuh"']),
+    (r"cuda/cache/", "F2", [STD, CUDA, F0, F1, HOST, r'"cuda/cache/\w+\.cuh"']),
+    (r"cuda/merge/", "F2", [STD, CUDA, F0, F1, HOST]),
+    (r"cuda/backend/", "F3", [STD, CUDA, F0, HOST, r'"(paged_)?instances\.inc"']),
+    (r"cpu/", "F3", [STD, F0, r'"(cpu/)?\w+\.(h|inc)"']),
+    (r"src/", "F4", [STD, F0, r'"src/(\w+/)?\w+\.h"']),
+    (r"bindings/", "F5", [STD, F0, PYTHON, r'"bindings/(\w+/)?\w+\.h"']),
+]
+
+# Path (the first match holds) and its modules beyond the standard library, numpy and cuattn. They
+# are imported inside functions: test_package.py holds that `import cuattn` brings none of them in.
+PEERS = {"torch", "jax", "cupy", "flash_attn", "flash_attn_interface", "flashinfer", "ml_dtypes"}
+IMPORTS = [
+    (r"python/cuattn/torch/", {"torch"}),
+    (r"python/cuattn/jax/", {"jax"}),
+    (r"python/cuattn/(_bench/|_cli/place)", PEERS),
+    (r"python/cuattn/_cli/plot\.py", {"matplotlib"}),
+    (r"python/cuattn/kv_cache\.py", {"ml_dtypes"}),
+    (r"python/cuattn/_cli/(demo|minilm)\.py", {"safetensors", "tokenizers"}),
+    (r"python/cuattn/_memory\.py", {"ml_dtypes"}),
+    (r"python/cuattn/", set()),
+]
+
+
+def files(*patterns: str) -> list[str]:
+    """The project's files, as paths from its root."""
+    found = (path for pattern in patterns for path in ROOT.glob(pattern))
+    return sorted(str(path.relative_to(ROOT)) for path in found)
+
+
+ROOMS = ["include/cuattn", "cuda", "cpu", "src", "bindings"]
+SOURCES = files(*(f"{room}/**/*.{kind}" for room in ROOMS for kind in ("h", "cuh", "cpp", "cu")))
+MODULES = files("python/cuattn/**/*.py")
+
+
+@pytest.mark.parametrize("path", SOURCES)
+def test_source_includes_only_lower_floors(path):
+    _, floor, allowed = next(row for row in INCLUDES if re.match(row[0], path))
+    rule = re.compile("|".join(allowed))
+    offending = []
+    for number, line in enumerate((ROOT / path).read_text().splitlines(), 1):
+        include = re.match(r'\s*#\s*include\s*([<"][^>"]+[>"])', line)
+        if include and not rule.fullmatch(include[1]):
+            offending.append(f"{path}:{number}: {line.strip()}")
+    assert not offending, f"{floor} may not include:\n" + "\n".join(offending)
+
+
+@pytest.mark.parametrize("path", files("include/cuattn/device/**/*.cuh"))
+def test_device_header_calls_no_host_library(path):
+    text = re.sub(r"//.*", "", (ROOT / path).read_text())
+    assert not re.findall(r"(?<!cuda::)\bstd::\w+|\bprintf\s*\(|\bassert\s*\(", text)
+
+
+@pytest.mark.parametrize("path", MODULES)
+def test_module_imports_only_lower_floors(path):
+    allowed = next(modules for pattern, modules in IMPORTS if re.match(pattern, path))
+    allowed = {*allowed, *sys.stdlib_module_names, "numpy", "cuattn"}
+    offending = []
+    for node in ast.walk(ast.parse((ROOT / path).read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            names = [node.module]
+        else:
+            continue
+        offending += [f"{path}:{node.lineno}: {n}" for n in names if n.split(".")[0] not in allowed]
+    assert not offending, "may not import:\n" + "\n".join(offending)
+
+
+def compile_alone(compiler: str, standard: str, header: str) -> str:
+    """The compiler's complaints about a file that includes nothing but the header."""
+    if shutil.which(compiler) is None:
+        pytest.skip(f"no {compiler}")
+    language = {"c++": "c++", "cc": "c"}[compiler]
+    flags = [f"-std={standard}", "-Wall", "-Wextra", "-Werror", "-fsyntax-only", "-I", "include"]
+    done = subprocess.run(
+        [compiler, *flags, "-x", language, "-"],
+        input=f'#include "{header}"\n',
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    return done.stderr
+
+
+@pytest.mark.parametrize("path", files("include/cuattn/**/*.h"))
+def test_public_header_compiles_alone(path):
+    assert compile_alone("c++", "c++17", path.removeprefix("include/")) == ""
+
+
+def test_c_api_is_c():
+    assert compile_alone("cc", "c11", "cuattn/c_api.h") == ""
+
+
+def test_generated_header_is_what_its_program_writes():
+    program = runpy.run_path(str(ROOT / "cmake/generate_wgmma.py"))
+    assert program["TARGET"] == ROOT / "include/cuattn/device/wgmma_sm90.cuh"
+    assert program["TARGET"].read_text() == program["header"](), "run cmake/generate_wgmma.py"
+
+
+def test_no_source_is_longer_than_800_lines():
+    lengths = {p: len((ROOT / p).read_text().splitlines()) for p in [*SOURCES, *MODULES]}
+    assert not {path: lines for path, lines in lengths.items() if lines > 800}

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The suite itself: it runs without torch and JAX, demands them when told, and finishes later."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).resolve().parents[1]
+WITHOUT = """
+import sys
+sys.modules.update(torch=None, jax=None)  # importing them now fails as on a machine without them
+import pytest
+sys.exit(pytest.main(sys.argv[1:]))
+"""
+
+
+def run(*command, folder=TESTS.parent, code=0, **environment):
+    done = subprocess.run(
+        [sys.executable, *map(str, command)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=folder,
+        env={**os.environ, **environment},
+        check=False,
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout
+
+
+def collect_without_frameworks(**options):
+    words = ("--collect-only", "-q", "-p", "no:cacheprovider")
+    return run("-c", WITHOUT, *words, TESTS, **options)
+
+
+def test_suite_is_collected_without_torch_and_jax():
+    text = collect_without_frameworks(CUATTN_REQUIRE_FRAMEWORKS="0")
+    assert "test_contract.py::" in text
+    assert "test_jax.py::" not in text
+
+
+def test_frameworks_that_are_required_and_missing_are_errors():
+    text = collect_without_frameworks(CUATTN_REQUIRE_FRAMEWORKS="1", code=2)
+    needy = {
+        path.relative_to(TESTS).as_posix()
+        for path in TESTS.rglob("test_*.py")
+        if "= frameworks.require(" in source(path)
+    }
+    assert {"faces/test_jax.py", "faces/test_torch.py", "bench/test_bench_paged.py"} <= needy
+    for name in needy:
+        assert f"ERROR tests/{name}" in text
+
+
+def source(path):
+    """The top level of a test file."""
+    return "".join(line for line in path.read_text().splitlines(True) if not line.startswith(" "))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_skip_passed_runs_what_was_skipped_and_what_failed(tmp_path, fails):
+    (tmp_path / "test_three.py").write_text(
+        "import os, pytest\n"
+        "late = os.environ['LATE'] == '1'\n"
+        "def test_runs(): assert not late\n"
+        "def test_needs(): late or pytest.skip('not there yet')\n"
+        f"def test_fails(): assert late or not {fails}\n"
+    )
+    words = ("-m", "pytest", "-p", "conftest", "--rootdir", tmp_path, "test_three.py")
+    place = {"folder": tmp_path, "PYTHONPATH": str(TESTS)}
+    first = run(*words, **place, LATE="0", code=int(fails))
+    assert f"{2 - fails} passed, 1 skipped" in first
+    again = run(*words, "--skip-passed", **place, LATE="1")
+    assert f"{1 + fails} passed, {2 - fails} deselected" in again
+    run(*words, "--skip-passed", **place, LATE="1", code=5)  # nothing is left
+
+
+DEMO = "    python3 -m venv .venv && .venv/bin/python -m cuattn demo\n"
+SUITE = "    python3 -m venv .venv && .venv/bin/pytest\n"
+
+
+@pytest.mark.parametrize("commands", [(), (DEMO,), (SUITE, DEMO), (DEMO, SUITE, SUITE)])
+def test_ci_asks_for_the_two_commands_of_the_readme(commands, tmp_path):
+    (tmp_path / ".ci").mkdir()
+    shutil.copy(TESTS.parent / ".ci" / "run", tmp_path / ".ci")
+    (tmp_path / "README.md").write_text("# cuattn\n\n" + "\n".join(commands))
+    done = subprocess.run(["bash", ".ci/run"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert f"the demo and the tests; found {len(commands)}:\n" in done.stderr
+    assert done.stdout == ""  # no step has begun
