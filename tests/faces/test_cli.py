@@ -214,10 +214,12 @@ def test_bench_writes_checked_rows_with_machine_and_command(results):
         assert len(result["rounds_ms"]) >= 3
 
 
-def test_plot_draws_speed_and_memory_as_png_and_svg(results, tmp_path):
+def test_plot_draws_speed_and_memory(results, tmp_path):
     pytest.importorskip("matplotlib")
     paths = [str(results / f"{family}.json") for family in ("smoke", "cpu_ladder")]
     run("plot", *paths, "-o", str(tmp_path))
+    assert not list(tmp_path.glob("*.png"))
+    run("plot", *paths, "-o", str(tmp_path), "--format", "png")
     for name in ("smoke_speed", "cpu_ladder_speed", "cpu_ladder_memory"):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
         assert ElementTree.parse(tmp_path / f"{name}.svg").getroot().tag.endswith("svg")
