@@ -391,8 +391,8 @@ class PersistentDecode {
   cuattn_persistent* decode_ = nullptr;
 };
 
-nb::dict explain_paged(int32_t version, nb::tuple given, nb::dict options, nb::handle dtype,
-                       int shapes_on, nb::handle device) {
+nb::dict explain_paged(int32_t version, const nb::tuple& given, const nb::dict& options,
+                       nb::handle dtype, int shapes_on, nb::handle device) {
   const char* op = function_of(version);
   PagedArgs args{};
   for (auto [name, field] : {std::pair("kv_layout", &PagedArgs::kv_layout),
