@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import _core
 from ._arrays import Array, ArrayT
-from .attention import jax_face, signature_and_doc
+from ._call import jax_face, signature_and_doc
 
 
 def paged_attention(

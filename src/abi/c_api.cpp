@@ -8,9 +8,9 @@
 #include <string>
 #include <vector>
 
-#include "src/abi/guarded.h"
 #include "src/attention/call.h"
 #include "src/check/validate.h"
+#include "src/guarded.h"
 #include "src/info.h"
 #include "src/merge/merge.h"
 

@@ -5,8 +5,8 @@
 #include <optional>
 
 #include "cuattn/c_api.h"
-#include "src/abi/guarded.h"
 #include "src/check/validate.h"
+#include "src/guarded.h"
 #include "src/paged/call.h"
 #include "src/paged/persistent.h"
 

@@ -13,7 +13,7 @@
 #include <algorithm>
 #include <chrono>
 
-#include "src/abi/guarded.h"
+#include "src/guarded.h"
 
 namespace cuattn {
 namespace {

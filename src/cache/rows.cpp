@@ -6,8 +6,8 @@
 #include <utility>
 
 #include "cuattn/c_api.h"
-#include "src/abi/guarded.h"
 #include "src/cache/cache.h"
+#include "src/guarded.h"
 
 namespace cuattn {
 namespace {

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the functions on JAX arrays share: registration, what is refused, where a call may run.
 
-Next: __init__.py and _paged.py.
+Next: attention.py and paged.py.
 """
 
 from __future__ import annotations
@@ -42,6 +42,13 @@ def refuse(op: str, **arguments: Any) -> None:
 def is_array(value: Any) -> bool:
     """Tell an array that JAX takes from a number."""
     return isinstance(value, jax.Array | np.ndarray)
+
+
+def split_scales(k_scale: Any, v_scale: Any) -> tuple[dict[str, Any], dict[str, float | None]]:
+    """Scales that are arrays, and those that are numbers."""
+    given = {"k_scale": k_scale, "v_scale": v_scale}
+    arrays = {name: value for name, value in given.items() if is_array(value)}
+    return arrays, {name: None if name in arrays else value for name, value in given.items()}
 
 
 def check_arrays(op: str, required: dict[str, Any], **optional: Any) -> dict[str, jax.Array]:
