@@ -1,21 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The public operations attention and attention_varlen.
 
-Each passes its arguments in order to the compiled module, which validates, allocates the result in
-the caller's own library and runs; JAX arrays, which only XLA may touch, go through cuattn.jax. In
-front of the two attentions stand builtins of the same signatures, for speed.
+The compiled module validates, allocates the result in the caller's own library and runs; how a call
+gets there is said in _call.py.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from . import _core
-from ._arrays import Array, ArrayT, find_cublas
-from ._call import jax_face, signature_and_doc
-from ._checks import check_ragged, refuse_scales
+from ._arrays import Array, ArrayT
+from ._call import call, front
+from ._checks import check_ragged
 
 
+@front
 def attention(
     q: ArrayT,
     k: ArrayT,
@@ -139,66 +138,10 @@ def attention(
     >>> out.shape, lse.shape
     ((1, 4, 2, 8), (1, 2, 4))
     """
-    if isinstance(backend, str) and backend == "cublas":
-        find_cublas()
-    if q_scale is not None or k_scale is not None or v_scale is not None:
-        refuse_scales("attention")
-    result = _core.attention(
-        q,
-        k,
-        v,
-        layout,
-        causal,
-        window,
-        scale,
-        softcap,
-        alibi_slopes,
-        sinks,
-        bias,
-        seqused_q,
-        seqused_k,
-        num_splits,
-        batch_invariant,
-        return_lse,
-        out,
-        lse_out,
-        workspace,
-        backend,
-        stream,
-    )
-    if result is not NotImplemented:
-        return result
-    return jax_face().attention(
-        q,
-        k,
-        v,
-        layout=layout,
-        causal=causal,
-        window=window,
-        scale=scale,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        bias=bias,
-        seqused_q=seqused_q,
-        seqused_k=seqused_k,
-        num_splits=num_splits,
-        batch_invariant=batch_invariant,
-        return_lse=return_lse,
-        out=out,
-        lse_out=lse_out,
-        workspace=workspace,
-        backend=backend,
-        stream=stream,
-    )
+    return call("attention", locals())
 
 
-if not TYPE_CHECKING:
-    # A call of the function above would first fill in its 20 defaults and pass them all on; the
-    # builtin of the same signature touches what the caller gave, and calls the function otherwise.
-    attention = _core.attention_front(attention, signature_and_doc(attention))
-
-
+@front
 def attention_varlen(
     q: ArrayT,
     k: ArrayT,
@@ -283,72 +226,5 @@ def attention_varlen(
     ----------
     FlashAttention-2, arXiv:2307.08691.
     """
-    if isinstance(backend, str) and backend == "cublas":
-        find_cublas()
-    if q_scale is not None or k_scale is not None or v_scale is not None:
-        refuse_scales("attention_varlen")
     check_ragged(cu_seqlens_q, cu_seqlens_k, block_tables, kv_layout)
-    result = _core.attention_varlen(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        block_tables,
-        kv_layout,
-        causal,
-        window,
-        scale,
-        softcap,
-        alibi_slopes,
-        sinks,
-        bias,
-        seqused_q,
-        seqused_k,
-        num_splits,
-        batch_invariant,
-        return_lse,
-        out,
-        lse_out,
-        workspace,
-        backend,
-        stream,
-    )
-    if result is not NotImplemented:
-        return result
-    return jax_face().attention_varlen(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        block_tables=block_tables,
-        kv_layout=kv_layout,
-        causal=causal,
-        window=window,
-        scale=scale,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        bias=bias,
-        seqused_q=seqused_q,
-        seqused_k=seqused_k,
-        num_splits=num_splits,
-        batch_invariant=batch_invariant,
-        return_lse=return_lse,
-        out=out,
-        lse_out=lse_out,
-        workspace=workspace,
-        backend=backend,
-        stream=stream,
-    )
-
-
-if not TYPE_CHECKING:
-    attention_varlen = _core.attention_varlen_front(
-        attention_varlen, signature_and_doc(attention_varlen)
-    )
+    return call("attention_varlen", locals())

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from .._options import OPTIONS, PAGED_VERSIONS, VARLEN_POSITIONAL
+from .._options import OPS, PLACES, ROWS
 from .cascade import explain_cascade
 from .devices import place
-from .paged import explain_paged
+from .paged import PAGED_VERSIONS, explain_paged
 from .plan import Plan
-from .rows import explain_rows
+from .rows import DEFAULTS, explain_rows
 
 
 def explain(
@@ -55,19 +55,18 @@ def explain(
         return explain_paged(op, arrays_or_shapes, device, dtype, options)
     if op == "cascade_attention":
         return explain_cascade(arrays_or_shapes, device, dtype, options)
-    if op not in ("attention", "attention_varlen"):
-        known = ("attention", "attention_varlen", *PAGED_VERSIONS, "cascade_attention")
-        names = ", ".join(map(repr, known))
+    if op not in ROWS:
+        names = ", ".join(map(repr, (*ROWS, *PAGED_VERSIONS, "cascade_attention")))
         raise ValueError(f"explain: op must be one of {names}, got {op!r}")
-    names = ("q", "k", "v") + (VARLEN_POSITIONAL if op == "attention_varlen" else ())
+    names = OPS[op].positional
     if len(arrays_or_shapes) != len(names):
         raise TypeError(
             f"explain: {op} takes {', '.join(names)}, got {len(arrays_or_shapes)} arguments"
         )
-    for name in ("out", "lse_out", "workspace", "stream"):
+    for name in PLACES:
         options.pop(name, None)  # they do not enter the choice
-    unknown = set(options) - set(OPTIONS)
+    unknown = set(options) - set(DEFAULTS)
     if unknown:
         raise TypeError(f"explain: {op} has no option {', '.join(sorted(unknown))}")
-    given = {**dict(zip(names[3:], arrays_or_shapes[3:], strict=True)), **options}
-    return explain_rows(arrays_or_shapes[:3], given, dtype, place(device, arrays_or_shapes[0]))
+    given = {**dict(zip(names, arrays_or_shapes, strict=True)), **options}
+    return explain_rows(given, dtype, place(device, arrays_or_shapes[0]))

@@ -6,12 +6,14 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from .._options import CASCADE_POSITIONAL, PAGED_OPTIONS
+from .._options import OPS, V2, options_of
 from .._prefix import bias_shape, check_shapes, keys_in_window, shape_of
 from .devices import place, without_memory
 from .paged import explain_paged
 from .plan import Plan
 from .rows import explain_rows
+
+POSITIONAL = OPS["cascade_attention"].positional
 
 
 def explain_cascade(
@@ -21,12 +23,12 @@ def explain_cascade(
     options: dict[str, Any],
 ) -> Plan:
     """Say the same for both parts of cascade attention, which use one workspace in turn."""
-    if len(arrays_or_shapes) != len(CASCADE_POSITIONAL):
+    if len(arrays_or_shapes) != len(POSITIONAL):
         raise TypeError(
-            f"explain: cascade_attention takes {', '.join(CASCADE_POSITIONAL)}, got "
+            f"explain: cascade_attention takes {', '.join(POSITIONAL)}, got "
             f"{len(arrays_or_shapes)} arguments"
         )
-    unknown = {"partition_size", "max_context_len"} & set(options)
+    unknown = {option.name for option in options_of(*V2, kinds=("length",))} & set(options)
     if unknown:
         raise TypeError(f"explain: cascade_attention has no option {', '.join(sorted(unknown))}")
     where = place(device, arrays_or_shapes[0])
@@ -38,7 +40,7 @@ def explain_cascade(
     num_seqs, *queries, heads, head_dim = shape
     q_len = queries[0] if queries else 1
     window, slopes = (options.get(name) for name in ("window", "alibi_slopes"))
-    window = window or PAGED_OPTIONS["window"]
+    window = window or (-1, -1)
     keys = keys_in_window(shape_of(shared_k)[0], window)
     bias = None
     if window[0] >= 0 or slopes is not None:
@@ -50,7 +52,8 @@ def explain_cascade(
     given = {
         name: options[name] for name in ("scale", "softcap", "batch_invariant") if name in options
     }
-    prefix = explain_rows(tuple(qkv), {**given, "bias": bias, "return_lse": True}, dtype, where)
+    given |= {**dict(zip("qkv", qkv, strict=True)), "bias": bias, "return_lse": True}
+    prefix = explain_rows(given, dtype, where)
     words = f"prefix, {keys} keys: {prefix.reason}"
     if bias is not None:
         words += (

@@ -6,9 +6,14 @@ from __future__ import annotations
 from typing import Any
 
 from .. import _core
-from .._options import PAGED_OPTIONS, PAGED_POSITIONAL, PAGED_VERSIONS
+from .._options import OPS, PLACES, V2, fields_of, options_of
 from .devices import place, without_memory
 from .plan import Plan
+
+PAGED_VERSIONS = {"paged_attention": 0, "paged_attention_v1": 1, "paged_attention_v2": 2}
+POSITIONAL = OPS["paged_attention"].positional
+BUFFERS = tuple(option.name for option in options_of(*V2, kinds=("buffer",)))
+KNOWN = {option.name: option for option in fields_of("paged") if option.kind != "buffer"}
 
 
 def explain_paged(
@@ -19,25 +24,22 @@ def explain_paged(
     options: dict[str, Any],
 ) -> Plan:
     """Say the same for paged attention."""
-    if len(arrays_or_shapes) != len(PAGED_POSITIONAL):
+    if len(arrays_or_shapes) != len(POSITIONAL):
         raise TypeError(
-            f"explain: {op} takes {', '.join(PAGED_POSITIONAL)}, got "
-            f"{len(arrays_or_shapes)} arguments"
+            f"explain: {op} takes {', '.join(POSITIONAL)}, got {len(arrays_or_shapes)} arguments"
         )
     # These do not enter the choice; the V2 buffers not given would be workspace.
-    ignored = ("out", "lse_out", "workspace", "stream", "return_lse")
+    ignored = (*PLACES, "return_lse")
     if op == "paged_attention_v2":
-        ignored += ("exp_sums", "max_logits", "tmp_out")
+        ignored += BUFFERS
     given = {name: value for name, value in options.items() if name not in ignored}
-    unknown = set(given) - set(PAGED_OPTIONS)
+    unknown = set(given) - set(KNOWN)
     if op != "paged_attention":
         unknown |= {"plan"} & set(given)
     if unknown:
         raise TypeError(f"explain: {op} has no option {', '.join(sorted(unknown))}")
-    layout = {} if op == "paged_attention" else {"kv_layout": "vllm"}
     shapes_on, asked = place(device, arrays_or_shapes[0])
-    merged = {**PAGED_OPTIONS, **layout, **given}
-    merged = {name: without_memory(value) for name, value in merged.items()}
-    arrays = tuple(without_memory(array) for array in arrays_or_shapes)
-    version = PAGED_VERSIONS[op]
-    return Plan(**_core.explain_paged(version, arrays, merged, dtype, shapes_on, asked))
+    arguments = {option.name: option.default_of(op) for option in KNOWN.values()}
+    arguments |= {**dict(zip(POSITIONAL, arrays_or_shapes, strict=True)), **given}
+    arguments = {name: without_memory(value) for name, value in arguments.items()}
+    return Plan(**_core.explain_paged(PAGED_VERSIONS[op], arguments, dtype, shapes_on, asked))

@@ -6,18 +6,17 @@ from __future__ import annotations
 from typing import Any
 
 from .. import _arrays, _core
-from .._options import OPTIONS
+from .._options import fields_of
 from .devices import without_memory
 from .plan import Plan
 
+DEFAULTS = {option.name: option.default for option in fields_of("attention")}
+
 
 def explain_rows(
-    qkv: tuple[Any, ...],
-    options: dict[str, Any],
-    dtype: str,
-    where: tuple[int, dict[str, Any] | None],
+    arguments: dict[str, Any], dtype: str, where: tuple[int, dict[str, Any] | None]
 ) -> Plan:
     """Say it for attention and attention_varlen, with what `place` said of the device."""
-    given = {name: without_memory(value) for name, value in {**OPTIONS, **options}.items()}
+    given = {name: without_memory(value) for name, value in {**DEFAULTS, **arguments}.items()}
     _arrays.find_cublas()
-    return Plan(**_core.explain(*map(without_memory, qkv), given, dtype, *where))
+    return Plan(**_core.explain(given, dtype, *where))

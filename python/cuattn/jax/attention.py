@@ -12,10 +12,10 @@ import numpy as np
 from .. import _core
 from .._arrays import find_cublas
 from .._checks import check_ragged
-from .._options import OPTIONS
+from .._options import PLACES, XLA_OPS, options_of
 from .call import (
-    LAYOUTS,
     Static,
+    attributes,
     check_arrays,
     compiled,
     most_workspace,
@@ -24,33 +24,22 @@ from .call import (
     present,
     refuse,
     register,
-    score_attributes,
     shape_of,
     static_of,
 )
 
-# Optional arrays in the order of their bits in the attribute `present`.
-OPTIONAL = (
-    "alibi_slopes",
-    "sinks",
-    "bias",
-    "seqused_q",
-    "seqused_k",
-    "cu_seqlens_q",
-    "cu_seqlens_k",
-    "block_tables",
-)
+OPS = XLA_OPS["attention"]
+ARRAYS = tuple(option.name for option in options_of(*OPS, kinds=("array",), face="jax"))
+NUMBERS = tuple(o for o in options_of(*OPS, face="jax") if o.name not in ARRAYS)
 
 
 def workspace_of(arrays: dict[str, jax.Array], options: dict[str, Any]) -> int:
     """Validate by the library's own rules, from shapes alone; return the bytes of workspace."""
-    shapes = {name: shape_of(array) for name, array in arrays.items()}
-    given = {name: options.get(name, default) for name, default in OPTIONS.items()}
-    given.update({name: shapes.get(name) for name in OPTIONAL})
+    given = {option.name: options[option.name] for option in NUMBERS}
+    given |= {name: shape_of(array) for name, array in arrays.items()}
 
     def workspace_bytes(device: int) -> int:
-        plan = _core.explain(shapes["q"], shapes["k"], shapes["v"], given, "float32", device, None)
-        return plan["workspace_bytes"]
+        return _core.explain(given, "float32", device, None)["workspace_bytes"]
 
     return most_workspace(options["devices"], workspace_bytes)
 
@@ -78,30 +67,23 @@ def run_attention(arrays: dict[str, jax.Array], static: Static) -> list[jax.Arra
         "cuattn_attention", results, vmap_method="broadcast_all" if plain else "sequential"
     )
     outputs = function(
-        *(arrays[name] for name in ("q", "k", "v", *OPTIONAL) if name in arrays),
-        present=present(OPTIONAL, arrays),
+        *(arrays[name] for name in ("q", "k", "v", *ARRAYS) if name in arrays),
+        present=present(ARRAYS, arrays),
         ragged=np.int64(ragged),
         paged=np.int64(paged),
-        layout=np.int64(LAYOUTS[options["layout"]]),
-        max_seqlen_q=np.int64(options["max_seqlen_q"] or 0),
-        max_seqlen_k=np.int64(options["max_seqlen_k"] or 0),
-        **score_attributes(options),
+        **attributes(NUMBERS, options),
     )
     return list(outputs)[: 1 + options["return_lse"]]
 
 
-def call(
-    op: str,
-    qkv: dict[str, Any],
-    optional: dict[str, Any],
-    outside: dict[str, Any],
-    options: dict[str, Any],
-) -> Any:
+def call(op: str, arguments: dict[str, Any]) -> Any:
     """Check what is Python's to check, then run."""
-    refuse(op, **outside)
-    given = check_arrays(op, qkv, **optional)
-    if options["backend"] == "cublas":
+    refuse(op, **{name: arguments[name] for name in PLACES})
+    qkv = {name: arguments[name] for name in ("q", "k", "v")}
+    given = check_arrays(op, qkv, **{name: arguments.get(name) for name in ARRAYS})
+    if arguments["backend"] == "cublas":
         find_cublas()
+    options = {option.name: arguments.get(option.name, option.default) for option in NUMBERS}
     options["window"] = plain_window(options["window"])
     static = static_of(op, **options, devices=possible_devices(op, given))
     register()
@@ -156,29 +138,7 @@ def attention(
     NotImplementedError
         A combination without kernel, a gradient, or an argument that belongs to XLA.
     """
-    optional = {
-        "alibi_slopes": alibi_slopes,
-        "sinks": sinks,
-        "bias": bias,
-        "seqused_q": seqused_q,
-        "seqused_k": seqused_k,
-    }
-    options = {
-        "layout": layout,
-        "causal": causal,
-        "window": window,
-        "scale": scale,
-        "softcap": softcap,
-        "num_splits": num_splits,
-        "batch_invariant": batch_invariant,
-        "return_lse": return_lse,
-        "backend": backend,
-        "kv_layout": "nhd",
-        "max_seqlen_q": None,
-        "max_seqlen_k": None,
-    }
-    outside = {"out": out, "lse_out": lse_out, "workspace": workspace, "stream": stream}
-    return call("attention", {"q": q, "k": k, "v": v}, optional, outside, options)
+    return call("attention", locals())
 
 
 def attention_varlen(
@@ -234,29 +194,4 @@ def attention_varlen(
         As in `attention`.
     """
     check_ragged(cu_seqlens_q, cu_seqlens_k, block_tables, kv_layout)
-    optional = {
-        "alibi_slopes": alibi_slopes,
-        "sinks": sinks,
-        "bias": bias,
-        "seqused_q": seqused_q,
-        "seqused_k": seqused_k,
-        "cu_seqlens_q": cu_seqlens_q,
-        "cu_seqlens_k": cu_seqlens_k,
-        "block_tables": block_tables,
-    }
-    options = {
-        "layout": "bshd",
-        "kv_layout": kv_layout,
-        "causal": causal,
-        "window": window,
-        "scale": scale,
-        "softcap": softcap,
-        "num_splits": num_splits,
-        "batch_invariant": batch_invariant,
-        "return_lse": return_lse,
-        "backend": backend,
-        "max_seqlen_q": max_seqlen_q,
-        "max_seqlen_k": max_seqlen_k,
-    }
-    outside = {"out": out, "lse_out": lse_out, "workspace": workspace, "stream": stream}
-    return call("attention_varlen", {"q": q, "k": k, "v": v}, optional, outside, options)
+    return call("attention_varlen", locals())

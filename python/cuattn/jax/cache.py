@@ -9,9 +9,9 @@ import numpy as np
 
 from .. import _core
 from .call import (
-    KV_LAYOUTS,
     Static,
     check_arrays,
+    code,
     compiled,
     possible_devices,
     present,
@@ -63,7 +63,7 @@ def run_write(arrays: dict[str, jax.Array], static: Static) -> list[jax.Array]:
     return function(
         *operands,
         present=present(WRITE_OPTIONAL, arrays),
-        kv_layout=np.int64(KV_LAYOUTS[options["kv_layout"]]),
+        kv_layout=code("kv_layout", options["kv_layout"]),
         rope_interleaved=np.int64(options["rope_interleaved"]),
         **{f"has_{name}": np.int64(value is not None) for name, value in numbers.items()},
         **{name: np.float64(value or 0.0) for name, value in numbers.items()},
@@ -150,7 +150,7 @@ def run_gather(arrays: dict[str, jax.Array], static: Static) -> list[jax.Array]:
         vmap_method="sequential",
         input_output_aliases={len(operands) + i: i for i in range(len(zeros))},
     )
-    return function(*operands, *zeros, kv_layout=np.int64(KV_LAYOUTS[options["kv_layout"]]))
+    return function(*operands, *zeros, kv_layout=code("kv_layout", options["kv_layout"]))
 
 
 def gather_cache(

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
+from .._options import WORDS
 from .call import (
-    LAYOUTS,
     Static,
     check_arrays,
+    code,
     compiled,
     possible_devices,
     refuse,
@@ -28,7 +28,7 @@ def run_merge(arrays: list[jax.Array], static: Static) -> list[jax.Array]:
         jax.ShapeDtypeStruct(arrays[1].shape[skip:], jnp.float32),
     ]
     function = jax.ffi.ffi_call("cuattn_merge_states", results, vmap_method="sequential")
-    return list(function(*arrays, layout=np.int64(LAYOUTS[dict(static)["layout"]])))
+    return list(function(*arrays, layout=code("layout", dict(static)["layout"])))
 
 
 def merge_states(
@@ -70,7 +70,7 @@ def merge_states(
         )
     axes = out_a.ndim - (out_b is None)
     layout = layout or ("bshd" if axes == 4 else "nhd")
-    if layout not in LAYOUTS or axes != (4 if layout in ("bshd", "bhsd") else 3):
+    if layout not in WORDS["layout"] or axes != (4 if layout in ("bshd", "bhsd") else 3):
         raise ValueError(
             "merge_states: layout must be 'bshd' or 'bhsd' for 4 axes, 'nhd' or 'thd' for 3, "
             f"got {layout!r} for {axes}; choose one of these"

@@ -7,42 +7,41 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from .. import _core
-from .._options import PAGED_OPTIONS, PAGED_POSITIONAL
+from .._options import OPS, PLACES, XLA_OPS, options_of
 from .call import (
     Static,
+    attributes,
     check_arrays,
     compiled,
+    is_array,
     most_workspace,
     plain_window,
     possible_devices,
     present,
     refuse,
     register,
-    score_attributes,
     shape_of,
-    split_scales,
     static_of,
 )
 
-# Optional arrays in the order of their bits in the attribute `present`.
-PAGED_OPTIONAL = ("alibi_slopes", "sinks", "k_scale", "v_scale")
+POSITIONAL = OPS["paged_attention"].positional
+ARRAYS = tuple(options_of(*XLA_OPS["paged"], kinds=("array", "scale"), face="jax"))
+NAMES = tuple(option.name for option in ARRAYS)  # scales may be numbers
+NUMBERS = tuple(o for o in options_of(*XLA_OPS["paged"], face="jax") if o.kind != "array")
 
 
 @compiled
 def run_paged(arrays: dict[str, jax.Array], static: Static) -> list[jax.Array]:
     """One call of the handler; results out, and lse if asked for."""
     options = dict(static)
-    shapes = {name: shape_of(array) for name, array in arrays.items()}
-    positional = tuple(shapes[name] for name in PAGED_POSITIONAL)
-    given = {name: options.get(name, default) for name, default in PAGED_OPTIONS.items()}
-    given.update({name: shapes[name] for name in PAGED_OPTIONAL if name in shapes})
+    given = {option.name: option.default_of("paged_attention") for option in (*NUMBERS, *ARRAYS)}
+    given |= {name: value for name, value in options.items() if name in given}
+    given |= {name: shape_of(array) for name, array in arrays.items()}
 
     def workspace_bytes(device: int) -> int:
-        plan = _core.explain_paged(0, positional, given, "float32", device, None)
-        return plan["workspace_bytes"]
+        return _core.explain_paged(0, given, "float32", device, None)["workspace_bytes"]
 
     memory = most_workspace(options["devices"], workspace_bytes)
     q = arrays["q"]
@@ -54,12 +53,9 @@ def run_paged(arrays: dict[str, jax.Array], static: Static) -> list[jax.Array]:
         results.append(jax.ShapeDtypeStruct((memory,), jnp.uint8))
     function = jax.ffi.ffi_call("cuattn_paged_attention", results, vmap_method="sequential")
     outputs = function(
-        *(arrays[name] for name in (*PAGED_POSITIONAL, *PAGED_OPTIONAL) if name in arrays),
-        present=present(PAGED_OPTIONAL, arrays),
-        kv_dtype=np.int64(options["kv_dtype"] is not None),
-        k_scale=np.float64(1.0 if options["k_scale"] is None else options["k_scale"]),
-        v_scale=np.float64(1.0 if options["v_scale"] is None else options["v_scale"]),
-        **score_attributes(options),
+        *(arrays[name] for name in (*POSITIONAL, *NAMES) if name in arrays),
+        present=present(NAMES, arrays),
+        **attributes(NUMBERS, options),
     )
     return list(outputs)[: 1 + options["return_lse"]]
 
@@ -119,36 +115,22 @@ def paged_attention(
     NotImplementedError
         A combination without kernel, a gradient, or an argument that belongs to XLA.
     """
-    op = "paged_attention"
+    op, arguments = "paged_attention", locals()
     if plan is not None:
         raise NotImplementedError(
             f"{op}: plan must be None for JAX arrays, for which it is made inside the call; leave "
             "it out"
         )
-    refuse(op, out=out, lse_out=lse_out, workspace=workspace, stream=stream)
-    scale_arrays, scales = split_scales(k_scale, v_scale)
-    arrays = check_arrays(
-        op,
-        dict(zip(PAGED_POSITIONAL, (q, k_cache, v_cache, block_tables, context_lens), strict=True)),
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        **scale_arrays,
-    )
-    static = static_of(
-        op,
-        kv_layout=kv_layout,
-        scale=scale,
-        causal=causal,
-        window=plain_window(window),
-        softcap=softcap,
-        kv_dtype=kv_dtype,
-        num_splits=num_splits,
-        batch_invariant=batch_invariant,
-        return_lse=return_lse,
-        backend=backend,
-        devices=possible_devices(op, arrays),
-        **scales,
-    )
+    refuse(op, **{name: arguments[name] for name in PLACES})
+    optional = {name: arguments[name] for name in NAMES}
+    numbers = {o.name for o in ARRAYS if o.kind == "scale" and not is_array(optional[o.name])}
+    required = {name: arguments[name] for name in POSITIONAL}
+    given = {name: value for name, value in optional.items() if name not in numbers}
+    arrays = check_arrays(op, required, **given)
+    options = {o.name: arguments[o.name] for o in NUMBERS}
+    options |= {name: None for name in given if name in options}
+    options["window"] = plain_window(options["window"])
+    static = static_of(op, **options, devices=possible_devices(op, arrays))
     register()
     results = run_paged(arrays, static)
     return tuple(results) if return_lse else results[0]

@@ -15,23 +15,45 @@ from torch import Tensor
 
 from .. import attention as run_attention
 from .. import attention_varlen as run_attention_varlen
+from .._options import OPS, OUTSIDE, ROWS, options_of
 
-TENSORS = ("alibi_slopes", "sinks", "bias", "seqused_q", "seqused_k")
-OPTIONS = (  # tensors first: an op with autograd takes them by position only
-    "Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? bias=None, Tensor? seqused_q=None, "
-    "Tensor? seqused_k=None, *, bool causal=False, SymInt[2] window=[-1, -1], float? scale=None, "
-    "float softcap=0.0, int num_splits=0, bool batch_invariant=False, bool return_lse=False, "
-    'str backend="auto"'
-)
+SCHEMAS = {
+    "flag": "bool {name}={default}",
+    "count": "int {name}={default}",
+    "number": "float {name}={default}",
+    "pair": "SymInt[2] {name}={default}",
+    "word": 'str {name}="{default}"',
+    "text": 'str {name}="{default}"',
+}
+
+
+TRACED = {
+    op: [o for o in options_of(op, face="torch") if o.name not in OPS[op].positional] for op in ROWS
+}
+TENSORS = {op: tuple(o.name for o in TRACED[op] if o.kind == "array") for op in ROWS}
+UNTRACED = {op: tuple(o.name for o in options_of(op, kinds=OUTSIDE)) for op in ROWS}
+
+
+def schema(op: str) -> str:
+    """Spell the options of an op: tensors first, as one with autograd takes them by place only."""
+    words = [f"Tensor? {name}=None" for name in TENSORS[op]] + ["*"]
+    for option in TRACED[op]:
+        if option.kind == "array":
+            continue
+        default = list(option.default) if option.kind == "pair" else option.default
+        word = SCHEMAS[option.kind].format(name=option.name, default=default)
+        words.append(word if default is not None else word.replace(" ", "? ", 1))
+    return ", ".join(words)
+
 
 library = torch.library.Library("cuattn", "DEF")
 library.define(
-    f'attention(Tensor q, Tensor k, Tensor v, {OPTIONS}, str layout="bshd", '
+    f"attention(Tensor q, Tensor k, Tensor v, {schema('attention')}, "
     "int[]? physical_layout=None) -> (Tensor, Tensor)"
 )
 library.define(
     "attention_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
-    f"SymInt max_seqlen_q, SymInt max_seqlen_k, {OPTIONS}) -> (Tensor, Tensor)"
+    f"SymInt max_seqlen_q, SymInt max_seqlen_k, {schema('attention_varlen')}) -> (Tensor, Tensor)"
 )
 
 
@@ -57,7 +79,7 @@ def attention_kernel(
     **options: Any,
 ) -> Any:
     """Run the op on tensors with memory."""
-    options.update(zip(TENSORS, tensors, strict=False))
+    options.update(zip(TENSORS["attention"], tensors, strict=False))
     if physical_layout is not None:
         options["out"] = empty_out(q, v, physical_layout)
     return with_lse(run_attention(q, k, v, **options), q)
@@ -75,7 +97,7 @@ def attention_varlen_kernel(
     **options: Any,
 ) -> Any:
     """Run the op on tensors with memory."""
-    options.update(zip(TENSORS, tensors, strict=False))
+    options.update(zip(TENSORS["attention_varlen"], tensors, strict=False))
     result = run_attention_varlen(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options
     )
@@ -139,13 +161,13 @@ def traced(q: Tensor) -> bool:
 def op_arguments(op: str, options: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
     """Sort keyword arguments into the op's optional tensors and the rest; refuse what ops lack."""
     rest = dict(options)
-    for name in ("q_scale", "k_scale", "v_scale", "out", "lse_out", "workspace", "stream"):
+    for name in UNTRACED[op]:
         if rest.pop(name, None) is not None:
             raise NotImplementedError(
                 f"{op}: {name} must be None while torch traces, because ops own their results and "
                 "streams; leave it out or call cuattn outside the compiled region"
             )
-    tensors = [rest.pop(name, None) for name in TENSORS]
+    tensors = [rest.pop(name, None) for name in TENSORS[op]]
     return tensors, rest
 
 

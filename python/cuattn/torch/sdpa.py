@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .. import attention as run_attention
-from .ops import empty_out, traced
+from .ops import empty_out, op_arguments, traced
 
 
 def scaled_dot_product_attention(
@@ -97,8 +97,9 @@ def scaled_dot_product_attention(
         order = stride_order(query)
     options = {"layout": "bhsd", "window": window, "scale": scale}
     if traced(query):
+        tensors, rest = op_arguments("attention", {"bias": bias, **options})
         out, _ = torch.ops.cuattn.attention(
-            query, key, value, None, None, bias, physical_layout=order, **options
+            query, key, value, *tensors, physical_layout=order, **rest
         )
     else:
         given = None if order is None else empty_out(query, value, order)
