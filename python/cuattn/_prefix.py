@@ -80,7 +80,7 @@ def prefix_bias(
     not see it, so it is left to the lse, and -slope * back is the same for all queries.
     """
     xp, (num_seqs, q_len) = library.namespace, behind.shape
-    visible = None
+    visible: Any = None
     if left >= 0:
         back = library.arange(keys - 1, -1, -1)
         visible = behind[:, :, None] + back <= min(left, INT32_MAX)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from . import _arrays
-from ._arrays import Array, ArrayT
+from ._arrays import Array, ShapedArray, ShapedT
 from ._prefix import (
     check_shapes,
     keys_in_window,
@@ -23,12 +23,12 @@ BLOCK_SIZE_AXIS = {"nhd": 1, "hnd": 2, "vllm": 3}  # of k_cache
 
 
 def cascade_attention(
-    q: ArrayT,
-    shared_k: ArrayT,
-    shared_v: ArrayT,
-    k_cache: Array,
+    q: ShapedT,
+    shared_k: ShapedT,
+    shared_v: ShapedT,
+    k_cache: ShapedArray,
     v_cache: Array,
-    block_tables: Array,
+    block_tables: ShapedArray,
     context_lens: Array,
     *,
     kv_layout: str = "nhd",
@@ -45,8 +45,8 @@ def cascade_attention(
     num_splits: int = 0,
     batch_invariant: bool = False,
     return_lse: bool = False,
-    out: ArrayT | None = None,
-    lse_out: ArrayT | None = None,
+    out: ShapedT | None = None,
+    lse_out: ShapedT | None = None,
     workspace: Array | None = None,
     backend: str = "auto",
     stream: Any = None,

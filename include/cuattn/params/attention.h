@@ -61,14 +61,15 @@ struct Pages {
 // Forward attention: O = softmax(mask(bias + alibi + softcap(scale * Q K^T))) V, one row per query
 // and head.
 struct PrefillParams {
-  const void*
-      q;  // dense [batch, seqlen_q, num_heads_q, head_dim]; ragged [total_q, num_heads_q, head_dim]
-  const void* k;  // dense [batch, seqlen_kv, num_heads_kv, head_dim]; ragged [total_kv,
-                  // num_heads_kv, head_dim]
+  // Shapes: dense                                       ragged
+  // q       [batch, seqlen_q, num_heads_q, head_dim]    [total_q, num_heads_q, head_dim]
+  // k       [batch, seqlen_kv, num_heads_kv, head_dim]  [total_kv, num_heads_kv, head_dim]
+  // lse     [batch, num_heads_q, seqlen_q]              [num_heads_q, total_q]
+  const void* q;
+  const void* k;
   const void* v;  // like k, last dimension head_dim_v
   void* out;      // like q, last dimension head_dim_v
-  float* lse;  // dense [batch, num_heads_q, seqlen_q], ragged [num_heads_q, total_q]; natural log;
-               // or nullptr
+  float* lse;     // natural log; or nullptr
   Strides q_strides, k_strides, v_strides, out_strides;
   Strides lse_strides;  // of lse: batch, seq (query row), head
 

@@ -56,8 +56,8 @@ def explain(
     if op == "cascade_attention":
         return explain_cascade(arrays_or_shapes, device, dtype, options)
     if op not in ROWS:
-        names = ", ".join(map(repr, (*ROWS, *PAGED_VERSIONS, "cascade_attention")))
-        raise ValueError(f"explain: op must be one of {names}, got {op!r}")
+        known = (*ROWS, *PAGED_VERSIONS, "cascade_attention")
+        raise ValueError(f"explain: op must be one of {', '.join(map(repr, known))}, got {op!r}")
     names = OPS[op].positional
     if len(arrays_or_shapes) != len(names):
         raise TypeError(

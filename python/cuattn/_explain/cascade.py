@@ -49,7 +49,7 @@ def explain_cascade(
     qkv = [reshaped(q, (1, num_seqs * q_len, heads, head_dim))]
     for array in (shared_k, shared_v):
         qkv.append(reshaped(array, (1, *shape_of(array)), keys))
-    given = {
+    given: dict[str, Any] = {
         name: options[name] for name in ("scale", "softcap", "batch_invariant") if name in options
     }
     given |= {**dict(zip("qkv", qkv, strict=True)), "bias": bias, "return_lse": True}

@@ -29,7 +29,7 @@ def explain_paged(
             f"explain: {op} takes {', '.join(POSITIONAL)}, got {len(arrays_or_shapes)} arguments"
         )
     # These do not enter the choice; the V2 buffers not given would be workspace.
-    ignored = (*PLACES, "return_lse")
+    ignored: tuple[str, ...] = (*PLACES, "return_lse")
     if op == "paged_attention_v2":
         ignored += BUFFERS
     given = {name: value for name, value in options.items() if name not in ignored}

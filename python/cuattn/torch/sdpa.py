@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -95,7 +97,7 @@ def scaled_dot_product_attention(
         value = value.reshape(-1, *value.shape[-3:])
     elif not query.is_contiguous():
         order = stride_order(query)
-    options = {"layout": "bhsd", "window": window, "scale": scale}
+    options: dict[str, Any] = {"layout": "bhsd", "window": window, "scale": scale}
     if traced(query):
         tensors, rest = op_arguments("attention", {"bias": bias, **options})
         out, _ = torch.ops.cuattn.attention(
