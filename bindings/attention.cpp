@@ -45,7 +45,7 @@ nb::object run_attention(const char* op, const AttentionArgs& args) {
   CallStream stream;
   if (is_given(args.stream)) stream = parse_stream(op, args.stream);
   cuattn_attention_options options;
-  cuattn_attention_options_init(&options);
+  cuattn_attention_options_init(&options, sizeof options);
   parse_options(op, args, options);
   if (is_given(args.lse_out)) options.return_lse = 1;
   AttentionArrays arrays;

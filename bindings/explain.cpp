@@ -93,7 +93,7 @@ nb::dict explain(nb::dict arguments, nb::handle dtype, int shapes_on, nb::handle
   AttentionArgs args = read_arguments<Attention>(arguments);
   const char* op = is_given(args.cu_seqlens_q) ? "attention_varlen" : "attention";
   cuattn_attention_options options;
-  cuattn_attention_options_init(&options);
+  cuattn_attention_options_init(&options, sizeof options);
   parse_options(op, args, options);
   Shapes shapes(op, dtype, shapes_on);
   Array q, k, v, arrays[std::size(kAttentionArrays)];

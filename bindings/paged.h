@@ -8,7 +8,7 @@
 
 namespace cuattn::bindings {
 
-// Adds paged_attention, paged_attention_v1, paged_attention_v2, paged_plan and PersistentDecode.
+// Adds paged_attention, paged_attention_v1, paged_attention_v2 and paged_plan.
 void add_paged(nanobind::module_& m);
 
 // The function of a version of cuattn_paged_options, and its options.

@@ -90,8 +90,6 @@ const Backend& cpu_backend() {
                                .prefill = prefill,
                                .paged = paged,
                                .paged_plan = paged_plan,
-                               .start_persistent = nullptr,  // CUDA alone
-                               .is_running = nullptr,
                                .merge = merge,
                                .cache_write = cache_write,
                                .cache_gather = cache_gather,

@@ -15,7 +15,7 @@ namespace {
 void run_attention(const CallFrame& frame, Platform platform) {
   Place place(frame, platform);
   cuattn_attention_options options;
-  cuattn_attention_options_init(&options);
+  cuattn_attention_options_init(&options, sizeof options);
   read_options(frame, options);
   std::string backend = text(frame, "backend");
   options.backend = backend.c_str();

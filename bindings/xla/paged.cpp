@@ -14,7 +14,7 @@ namespace {
 void run_paged(const CallFrame& frame, Platform platform) {
   Place place(frame, platform);
   cuattn_paged_options options;
-  cuattn_paged_options_init(&options);
+  cuattn_paged_options_init(&options, sizeof options);
   read_options(frame, options);
   std::string backend = text(frame, "backend");
   options.backend = backend.c_str();
@@ -48,7 +48,7 @@ constexpr const DLTensor* cuattn_cache_options::* kWriteArrays[] = {
 void run_cache_write(const CallFrame& frame, Platform platform) {
   Place place(frame, platform);
   cuattn_cache_options options;
-  cuattn_cache_options_init(&options);
+  cuattn_cache_options_init(&options, sizeof options);
   options.kv_layout = integer32(frame, "kv_layout");
   options.rope_interleaved = integer32(frame, "rope_interleaved");
   options.has_k_scale = integer32(frame, "has_k_scale");

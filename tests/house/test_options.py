@@ -112,14 +112,14 @@ def signatures(options):
                     yield path, f"{op} says {name}: {annotation}"
 
 
-def c_fields(options, option):
+def c_fields(options, option, default):
     """The fields of an option in a C struct: type, name, and the default, None if NULL or unset."""
-    name, default = option.name, option.default
+    name = option.name
     match option.kind:
         case "flag" | "count":
             return [("int32_t", name, int(default))]
         case "length":
-            return [("int64_t", name, default)]
+            return [("int64_t", name, default)]  # None is what the struct says, 0 or -1
         case "number" if default is None:
             return [("int32_t", f"has_{name}", 0), ("double", name, None)]
         case "number":
@@ -155,28 +155,33 @@ def c_defaults(struct):
     layout = type(struct, (ctypes.Structure,), {"_fields_": fields})
     (library,) = (Path(cuattn.__file__).parent / "lib").glob("libcuattn.so*")
     options = layout()
-    getattr(ctypes.CDLL(str(library)), f"cuattn_{struct}_options_init")(ctypes.byref(options))
-    assert options.struct_size == ctypes.sizeof(layout), "c_api.h was not read as C reads it"
+    init = getattr(ctypes.CDLL(str(library)), f"cuattn_{struct}_options_init")
+    init(ctypes.byref(options), ctypes.c_size_t(ctypes.sizeof(layout)))
+    assert options.struct_size == ctypes.sizeof(layout)
     return options
 
 
 def c_structs(options):
     """What the structs of c_api.h lack, and which defaults the library sets otherwise."""
-    path = "include/cuattn/c_api.h"
-    for struct in ("attention", "paged"):
+    path, rules = "include/cuattn/c_api.h", "src/options.h"
+    for struct, first in (("attention", "attention"), ("paged", "paged_attention")):
         found, defaults = dict(c_struct(struct)), c_defaults(struct)
         expected = {"struct_size", "version"} if struct == "paged" else {"struct_size"}
-        ops = [name for name, op in options["OPS"].items() if op.struct == struct]
+        text = (ROOT / rules).read_text()
+        text = text.split(f"struct OptionsRules<cuattn_{struct}_options> {{")[1].split("};")[0]
         for option in options["fields_of"](struct):
-            true_of = {option.default_of(op) for op in ops if op in option.ops}
-            for kind, name, default in c_fields(options, option):
+            for kind, name, default in c_fields(options, option, option.default_of(first)):
                 expected.add(name)
                 if found.get(name) != kind:
                     yield path, f"cuattn_{struct}_options has {name}: {found.get(name)}"
-                elif default is not None and getattr(defaults, name) not in {default, *true_of}:
-                    yield path, f"init sets {name} to {getattr(defaults, name)}"
+                elif default is not None and getattr(defaults, name) != default:
+                    yield rules, f"cuattn_{struct}_options_init sets {name} otherwise"
+                if default and not re.search(rf"\bo\.{name} =", text):
+                    yield rules, f"{name} of cuattn_{struct}_options has no default"
         for name in sorted(set(found) - expected):
             yield path, f"cuattn_{struct}_options has {name}, which is no option"
+        if f"offsetof(cuattn_{struct}_options, {list(found)[-1]})" not in text:
+            yield rules, f"kEnd is not that of {list(found)[-1]}"
 
 
 def cpp_fields(option, default):
