@@ -10,10 +10,10 @@
 
 #include "bindings/arrays/import.h"
 #include "bindings/arrays/results.h"
+#include "bindings/arrays/shapes.h"
 #include "bindings/call/errors.h"
 #include "bindings/call/parse.h"
 #include "bindings/call/unlocked.h"
-#include "bindings/explain.h"
 #include "cuattn/c_api.h"
 
 namespace cuattn::bindings {

@@ -6,9 +6,9 @@
 #include <vector>
 
 #include "cuattn/c_api.h"
-#include "src/abi/guarded.h"
 #include "src/cache/cache.h"
 #include "src/check/overlap.h"
+#include "src/guarded.h"
 
 namespace cuattn {
 namespace {

@@ -13,8 +13,8 @@
 #include <algorithm>
 #include <chrono>
 
-#include "src/abi/guarded.h"
-#include "src/abi/options.h"
+#include "src/guarded.h"
+#include "src/options.h"
 
 namespace cuattn {
 namespace {

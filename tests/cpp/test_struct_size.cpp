@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Programs compiled against an older or a newer header than the library: structs of options of
-// other sizes, through the C ABI. Next: src/abi/options.h.
+// other sizes, through the C ABI. Next: src/options.h.
 #include <cstdint>
 #include <cstring>
 #include <functional>

@@ -8,7 +8,7 @@
 
 #include "cuattn/c_api.h"
 #include "cuattn/params/attention.h"
-#include "src/abi/guarded.h"
+#include "src/guarded.h"
 
 namespace cuattn {
 
