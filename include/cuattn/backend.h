@@ -10,7 +10,7 @@
 #include "cuattn/params/cache.h"
 #include "cuattn/params/merge.h"
 #include "cuattn/params/paged.h"
-#include "cuattn/params/schedule.h"
+#include "cuattn/schedule.h"
 #include "cuattn/plan.h"
 
 namespace cuattn {
