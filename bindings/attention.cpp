@@ -4,6 +4,7 @@
 #include "bindings/attention.h"
 
 #include <cstring>
+#include <iterator>
 #include <optional>
 #include <utility>
 
@@ -22,7 +23,7 @@ namespace {
 // The arrays of one attention call.
 struct AttentionArrays {
   Array q, k, v;
-  OptionalArrays<kAttentionArrays> optional;
+  OptionalArrays<std::size(kAttentionArrays)> optional;
 
   void import(const char* op, const AttentionArgs& args, CallStream& stream,
               cuattn_attention_options& options) {
@@ -30,7 +31,7 @@ struct AttentionArrays {
     complete_stream(op, q, stream);
     k.import(op, "k", args.k, stream, &q);
     v.import(op, "v", args.v, stream, &q);
-    optional.import(op, args, stream, q, options);
+    optional.import(op, kAttentionArrays, args, stream, q, options);
   }
 };
 

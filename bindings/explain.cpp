@@ -73,10 +73,11 @@ struct Shapes {
 };
 
 // The optional arrays of a call; they have to live as long as `options`.
-template <class Args, class Options, size_t n>
-void import_shapes(const char* op, const ArrayOption<Args, Options> (&list)[n], const Args& args,
-                   const Shapes& shapes, Array (&arrays)[n], Options& options) {
-  for (size_t i = 0; i < n; ++i) {
+template <class Args, class Options, size_t kCount>
+void import_shapes(const char* op, const ArrayOption<Args, Options> (&list)[kCount],
+                   const Args& args, const Shapes& shapes, Array (&arrays)[kCount],
+                   Options& options) {
+  for (size_t i = 0; i < kCount; ++i) {
     nb::handle source = args.*list[i].source;
     if (!is_given(source)) continue;
     bool is_array = PyTuple_Check(source.ptr()) || nb::hasattr(source, "__dlpack__");
@@ -89,7 +90,7 @@ void import_shapes(const char* op, const ArrayOption<Args, Options> (&list)[n], 
   }
 }
 
-nb::dict explain(nb::dict arguments, nb::handle dtype, int shapes_on, nb::handle device) {
+nb::dict explain(const nb::dict& arguments, nb::handle dtype, int shapes_on, nb::handle device) {
   AttentionArgs args = read_arguments<Attention>(arguments);
   const char* op = is_given(args.cu_seqlens_q) ? "attention_varlen" : "attention";
   cuattn_attention_options options;
@@ -109,7 +110,7 @@ nb::dict explain(nb::dict arguments, nb::handle dtype, int shapes_on, nb::handle
   return plan_dict(plan);
 }
 
-nb::dict explain_paged(int32_t version, nb::dict arguments, nb::handle dtype, int shapes_on,
+nb::dict explain_paged(int32_t version, const nb::dict& arguments, nb::handle dtype, int shapes_on,
                        nb::handle device) {
   const char* op = paged_function(version);
   PagedArgs args = read_arguments<PagedAttention>(arguments);

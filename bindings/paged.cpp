@@ -3,6 +3,7 @@
 // Next: call/options.h, python/cuattn/paged.py.
 #include "bindings/paged.h"
 
+#include <iterator>
 #include <optional>
 
 #include "bindings/arrays/import.h"
@@ -38,7 +39,7 @@ namespace {
 
 struct PagedArrays {
   Array q, k_cache, v_cache, block_tables, context_lens;
-  OptionalArrays<kPagedArrays> optional;
+  OptionalArrays<std::size(kPagedArrays)> optional;
 
   void import(const char* op, int32_t version, const PagedArgs& args, CallStream& stream,
               cuattn_paged_options& options) {
@@ -48,7 +49,7 @@ struct PagedArrays {
     v_cache.import(op, version == 0 ? "v_cache" : "value_cache", args.v_cache, stream, &q);
     block_tables.import(op, "block_tables", args.block_tables, stream, &q);
     context_lens.import(op, "context_lens", args.context_lens, stream, &q);
-    optional.import(op, args, stream, q, options);
+    optional.import(op, kPagedArrays, args, stream, q, options);
   }
 };
 

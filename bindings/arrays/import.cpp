@@ -226,7 +226,7 @@ void Array::take(const char* op, const char* name, nb::handle capsule, bool outp
 
 // The library itself refuses to show its memory (sparse, meta, quantised, ...): says so under the
 // argument's name.
-void Array::export_failed(const char* op, const char* name) const {
+void Array::export_failed(const char* op, const char* name) {
   nb::python_error cause;
   if (!cause.matches(PyExc_Exception)) throw cause;
   std::string reason = text_of(cause.value());

@@ -112,7 +112,7 @@ class Array {
   nb::object export_stream(const char* op, const char* name, const CallStream& stream,
                            const Array* home) const;
   void take(const char* op, const char* name, nb::handle capsule, bool output);
-  [[noreturn]] void export_failed(const char* op, const char* name) const;
+  [[noreturn]] static void export_failed(const char* op, const char* name);
 };
 
 }  // namespace cuattn::bindings

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <string>
+#include <utility>
 
 #include "bindings/call/raise.h"
 
@@ -59,7 +60,7 @@ DLDataType extension_dtype(const char* op, const char* name, nb::handle object, 
   std::string text = text_of(dtype);
   if (text_of(nb::object(dtype.attr("type").attr("__module__"))) == "ml_dtypes") {
     if (text == "bfloat16") {
-      if (!py.bfloat16.is_valid()) py.bfloat16 = dtype;
+      if (!py.bfloat16.is_valid()) py.bfloat16 = std::move(dtype);
       return {kDLBfloat, 16, 1};
     }
     if (text == "float8_e4m3fn") return {kDLFloat8_e4m3fn, bits, 1};
@@ -89,7 +90,7 @@ DLDataType dtype_of(const char* op, const char* name, nb::handle object, char ki
 // The usual array, read where it lies; false for one that needs a closer look (or a refusal).
 bool import_object(nb::handle object, bool output, TensorView& view) {
   Python& py = the<Python>();
-  auto* a = reinterpret_cast<const NumpyArrayObject*>(object.ptr());
+  const auto* a = reinterpret_cast<const NumpyArrayObject*>(object.ptr());
   if (a->dtype == py.float32.ptr()) {
     view.dtype = {kDLFloat, 32, 1};
   } else if (a->dtype == py.float16.ptr()) {

@@ -2,7 +2,7 @@
 // The optional arrays of one call, as the lists of call/options.h name them. Next: results.h.
 #pragma once
 
-#include <iterator>
+#include <cstddef>
 #include <optional>
 
 #include "bindings/arrays/import.h"
@@ -11,15 +11,15 @@
 
 namespace cuattn::bindings {
 
-template <const auto& kList>
+template <size_t kCount>
 class OptionalArrays {
  public:
-  // Imports those that are given, for a call whose first array is `home`.
+  // Imports those of `list` that are given, for a call whose first array is `home`.
   template <class Args, class Options>
-  void import(const char* op, const Args& args, const CallStream& stream, const Array& home,
-              Options& options) {
-    for (size_t i = 0; i < std::size(kList); ++i) {
-      const ArrayOption<Args, Options>& option = kList[i];
+  void import(const char* op, const ArrayOption<Args, Options> (&list)[kCount], const Args& args,
+              const CallStream& stream, const Array& home, Options& options) {
+    for (size_t i = 0; i < kCount; ++i) {
+      const ArrayOption<Args, Options>& option = list[i];
       nb::handle source = args.*option.source;
       if (!is_given(source)) continue;
       if (option.number != nullptr && !nb::hasattr(source, "__dlpack__")) {
@@ -33,7 +33,7 @@ class OptionalArrays {
   }
 
  private:
-  std::optional<Array> arrays_[std::size(kList)];
+  std::optional<Array> arrays_[kCount];
 };
 
 }  // namespace cuattn::bindings

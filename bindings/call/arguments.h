@@ -59,8 +59,8 @@ class Names {
 
 // The arguments that a dict has by name; other names than those of `Function` are left out.
 template <class Function>
-typename Function::Args read_arguments(nb::dict given) {
-  using Args = typename Function::Args;
+Function::Args read_arguments(const nb::dict& given) {
+  using Args = Function::Args;
   static const auto* names = new Names<Args>(Function::kAll);  // never destroyed
   Args args;
   for (auto [key, value] : given) {

@@ -17,26 +17,26 @@ namespace cuattn::bindings {
 // options.h. kRun gives NotImplemented to decline.
 template <class Function, auto kRun>
 struct Front {
-  using Args = typename Function::Args;
+  using Args = Function::Args;
 
   static nb::object make(nb::object python_function, const std::string& doc) {
     Front& front = get();
-    front.name = text_of(nb::object(python_function.attr("__name__")));
+    front.name_ = text_of(nb::object(python_function.attr("__name__")));
     nb::object module(python_function.attr("__module__"));
-    front.python_function = python_function.release().ptr();
-    front.keywords = Names<Args>(Function::kKeywords);
-    front.doc = doc;
-    front.definition = {front.name.c_str(),
-                        reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&call)),
-                        METH_FASTCALL | METH_KEYWORDS, front.doc.c_str()};
-    return nb::steal(PyCFunction_NewEx(&front.definition, nullptr, module.ptr()));
+    front.python_function_ = python_function.release().ptr();
+    front.keywords_ = Names<Args>(Function::kKeywords);
+    front.doc_ = doc;
+    front.definition_ = {front.name_.c_str(),
+                         reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&call)),
+                         METH_FASTCALL | METH_KEYWORDS, front.doc_.c_str()};
+    return nb::steal(PyCFunction_NewEx(&front.definition_, nullptr, module.ptr()));
   }
 
  private:
-  PyObject* python_function = nullptr;
-  std::string name, doc;
-  PyMethodDef definition{};
-  Names<Args> keywords;
+  PyObject* python_function_ = nullptr;
+  std::string name_, doc_;
+  PyMethodDef definition_{};
+  Names<Args> keywords_;
 
   static Front& get() {
     static Front* front = new Front();  // never destroyed: the builtin points into it
@@ -50,7 +50,7 @@ struct Front {
     for (Py_ssize_t i = 0; i < kCount; ++i) args.*Function::kPositional[i].field = values[i];
     Py_ssize_t given = names == nullptr ? 0 : PyTuple_Size(names);
     for (Py_ssize_t i = 0; i < given; ++i) {
-      nb::handle Args::* field = keywords.field(PyTuple_GetItem(names, i));
+      nb::handle Args::* field = keywords_.field(PyTuple_GetItem(names, i));
       if (field == nullptr) return false;
       args.*field = values[count + i];
     }
@@ -64,14 +64,14 @@ struct Front {
       Py_INCREF(values[i]);
       PyTuple_SetItem(arguments.ptr(), i, values[i]);
     }
-    if (names == nullptr) return PyObject_Call(python_function, arguments.ptr(), nullptr);
+    if (names == nullptr) return PyObject_Call(python_function_, arguments.ptr(), nullptr);
     nb::object keywords_given = nb::steal(PyDict_New());
     if (!keywords_given.is_valid()) return nullptr;
     for (Py_ssize_t i = 0; i < PyTuple_Size(names); ++i) {
       if (PyDict_SetItem(keywords_given.ptr(), PyTuple_GetItem(names, i), values[count + i]))
         return nullptr;
     }
-    return PyObject_Call(python_function, arguments.ptr(), keywords_given.ptr());
+    return PyObject_Call(python_function_, arguments.ptr(), keywords_given.ptr());
   }
 
   static PyObject* call(PyObject*, PyObject* const* values, Py_ssize_t count, PyObject* names) {
@@ -108,7 +108,7 @@ void add_function(nb::module_& m) {
                           ", which serves what it can and leaves the rest to `python_function`.";
   m.def(
       name.c_str(),
-      [](nb::dict arguments) {
+      [](const nb::dict& arguments) {
         auto args = read_arguments<Function>(arguments);
         return kRun(args);
       },

@@ -93,8 +93,9 @@ class Arguments {
   }
 
   // Those of `present`, which has a bit for each field of `options`.
-  template <class Options, size_t n>
-  void optional(int64_t present, Options& options, const DLTensor* Options::* const (&fields)[n]) {
+  template <class Options, size_t kCount>
+  void optional(int64_t present, Options& options,
+                const DLTensor* Options::* const (&fields)[kCount]) {
     for (auto field : fields) {
       if ((present & 1) != 0) options.*field = next();
       present >>= 1;
