@@ -92,14 +92,13 @@ void gather_row(const PagedParams& p, const char* from, char* to, Offset&& offse
 }
 
 int64_t block_of(const PagedParams& p, int32_t b, int32_t token) {
-  int64_t id = p.block_tables[b * p.block_tables_stride + token / p.block_size];
-  return std::clamp<int64_t>(id, 0, p.num_blocks - 1);
+  return p.pages.block(b, token / p.pages.block_size);
 }
 
 void gather(const PagedParams& p, int32_t b, int32_t h_kv, int32_t first, int32_t count, char* k,
             char* v) {
   int64_t itemsize = bytes_of(p.kv_dtype), row_bytes = int64_t{p.head_dim} * bytes_of(p.dtype);
-  const int32_t x = static_cast<int32_t>(16 / itemsize), block_size = p.block_size;
+  const int32_t x = static_cast<int32_t>(16 / itemsize), block_size = p.pages.block_size;
   auto at = [&](const void* cache, const CacheStrides& strides, int64_t block, int64_t token) {
     int64_t index = block * strides.block + h_kv * strides.head + token * strides.token;
     return static_cast<const char*>(cache) + index * itemsize;
@@ -155,8 +154,8 @@ void write_row(const PagedParams& p, int32_t b, int32_t h_kv, int32_t row, float
   if (query < 0) return;
   int32_t h = h_kv * p.work.group + row % p.work.group;
   float factor = lse == -kInfinity ? 0.0f : 1.0f;
-  if (p.sinks != nullptr) {
-    float sink = finite_sink(p.sinks[h * p.sinks_stride]), top = std::fmax(lse, sink);
+  if (p.scores.sinks != nullptr) {
+    float sink = finite_sink(p.scores.sinks[h * p.scores.sinks_stride]), top = std::fmax(lse, sink);
     if (top != -kInfinity) {
       float sum = std::exp(lse - top) + std::exp(sink - top);
       factor *= std::exp(lse - top) / sum;
@@ -186,12 +185,10 @@ void fill_row(const PagedParams& p, const Task& task, int32_t context, int32_t r
   int64_t q = task.b * p.q_strides.batch + place * p.q_strides.seq + h * p.q_strides.head;
   r.q = static_cast<const char*>(p.q) + q * bytes_of(p.dtype);
   r.bias = nullptr;
-  r.slope = p.alibi_slopes == nullptr
-                ? 0.0f
-                : p.alibi_slopes[task.b * p.alibi_stride_batch + h * p.alibi_stride_head];
+  r.slope = p.scores.slope(task.b, h);
   r.sink = -kInfinity;
   r.diagonal = static_cast<int32_t>(int64_t{query} + context - p.work.q_len);
-  r.visible = visible_keys(p.work.window_left, p.work.window_right, query, p.work.q_len, context);
+  r.visible = visible_keys(p.work.mask.left, p.work.mask.right, query, p.work.q_len, context);
 }
 
 // Chunks lie at multiples of kChunk, wherever the task begins.
@@ -220,10 +217,10 @@ States attend(const PagedParams& p, const Task& task) {
   unit.sequence_rows = static_cast<int64_t>(p.work.q_len) * p.work.group;
   unit.dtype = p.dtype;
   unit.out_dtype = DType::f32;
-  unit.scale = p.scale * scale_of(p.k_scale, p.k_scales, p.k_scales_stride_batch,
-                                  p.k_scales_stride_head, task.b, rows.h_kv);
-  unit.softcap = p.softcap;
-  unit.has_alibi = p.alibi_slopes != nullptr;
+  unit.scale = p.scores.scale * scale_of(p.k_scale, p.k_scales, p.k_scales_stride_batch,
+                                         p.k_scales_stride_head, task.b, rows.h_kv);
+  unit.softcap = p.scores.softcap;
+  unit.has_alibi = p.scores.alibi_slopes != nullptr;
 
   for (int32_t first = task.begin; first < task.end;) {
     int32_t until = std::min(task.end - first, kChunk - first % kChunk) + first;
@@ -416,12 +413,14 @@ void check_context_lens(const char* function, const PagedWork& w) {
 void check_paged(const char* function, const PagedParams& p) {
   check_context_lens(function, p.work);
   for (int32_t b = 0; b < p.work.num_seqs; ++b) {
-    const int32_t* ids = p.block_tables + b * p.block_tables_stride;
-    int64_t blocks = (int64_t{p.work.context_lens[b]} + p.block_size - 1) / p.block_size;
+    const int32_t* ids = p.pages.entry(b, 0);
+    int64_t blocks =
+        (int64_t{p.work.context_lens[b]} + p.pages.block_size - 1) / p.pages.block_size;
     for (int64_t i = 0; i < blocks; ++i) {
-      CUATTN_REQUIRE(ids[i] >= 0 && ids[i] < p.num_blocks, function,
-                     ": block_tables must hold block ids within [0, ", p.num_blocks - 1, "], got ",
-                     ids[i], " at (", b, ", ", i, "); entries past the context may be anything");
+      CUATTN_REQUIRE(ids[i] >= 0 && ids[i] < p.pages.num_blocks, function,
+                     ": block_tables must hold block ids within [0, ", p.pages.num_blocks - 1,
+                     "], got ", ids[i], " at (", b, ", ", i,
+                     "); entries past the context may be anything");
     }
   }
   if (p.work.plan == nullptr || p.own_plan != nullptr) return;

@@ -3,18 +3,18 @@
 #   header     of the kernel, in cuda/
 #   kind       portable (all of CUATTN_CUDA_ARCHS) or sm90 (90a only)
 #   head dims  of q and k; `192x128`: v has 128
-# At most 6 kernels share a source, so that none takes minutes to compile; prefill_sm90 has a second
+# At most 6 kernels share a source, so that none takes minutes to compile; forward_sm90 has a second
 # tile at head_dim 128.
 
-cuattn_kernel(prefill_sm90 attention/sm90/forward.cuh sm90 "f16;bf16" "64;96;128;192;256;192x128"
+cuattn_kernel(forward_sm90 attention/sm90/forward.cuh sm90 "f16;bf16" "64;96;128;192;256;192x128"
               "none;causal;window" "identity")
-cuattn_kernel(prefill_sm90 attention/sm90/forward.cuh sm90 "f16;bf16" "64;96;128;192;256;192x128"
+cuattn_kernel(forward_sm90 attention/sm90/forward.cuh sm90 "f16;bf16" "64;96;128;192;256;192x128"
               "none;causal;window" "scored")
-cuattn_kernel(prefill_sm80 attention/sm80/forward.cuh portable "f16;bf16" "32;64;96;128;192;256;192x128"
+cuattn_kernel(forward_sm80 attention/sm80/forward.cuh portable "f16;bf16" "32;64;96;128;192;256;192x128"
               "none;causal;window" "identity;scored")
-cuattn_kernel(prefill_simt attention/simt.cuh portable "f32" "64;128;256"
+cuattn_kernel(forward_simt attention/simt.cuh portable "f32" "64;128;256"
               "none;causal;window" "identity;scored")
-cuattn_kernel(prefill_tiled attention/tiled.cuh portable "f32;f16;bf16" "64;128"
+cuattn_kernel(forward_tiled attention/tiled.cuh portable "f32;f16;bf16" "64;128"
               "none;causal;window" "identity")
 
 # Paged attention: cache dtypes, head dims.

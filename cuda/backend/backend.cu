@@ -18,9 +18,9 @@ namespace cuattn {
 
 // Declarations of the generated wrappers.
 namespace instances {
-#define CUATTN_INSTANCE(kernel, rung, dtype, head_dim, head_dim_v, mask, score, archs)       \
-  void kernel##_##dtype##_##head_dim##x##head_dim_v##_##mask##_##score(const PrefillParams&, \
-                                                                       cudaStream_t);
+#define CUATTN_INSTANCE(kernel, rung, dtype, head_dim, head_dim_v, mask, score, archs) \
+  void kernel##_##dtype##_##head_dim##x##head_dim_v##_##mask##_##score(                \
+      const AttentionParams&, const AttentionSchedule&, cudaStream_t);
 #include "instances.inc"
 #undef CUATTN_INSTANCE
 #define CUATTN_PAGED_INSTANCE(kernel, rung, dtype, head_dim, archs) \
@@ -38,7 +38,7 @@ struct Instance {
   MaskKind mask;
   ScoreKind score;
   const char* archs;
-  void (*launch)(const PrefillParams&, cudaStream_t);
+  void (*launch)(const AttentionParams&, const AttentionSchedule&, cudaStream_t);
 };
 
 constexpr Instance kInstances[] = {
@@ -79,20 +79,20 @@ struct FirstRows {
   }
 };
 
-const Instance& find_instance(const PrefillParams& p, const Plan& plan) {
+const Instance& find_instance(const AttentionParams& p, const Plan& plan) {
   static constexpr FirstRows kFirst;
   int first = kFirst.row[static_cast<int>(plan.kernel)][static_cast<int>(p.dtype)];
   for (const Instance* row = kInstances + first; row != std::end(kInstances); ++row) {
     const Instance& instance = *row;
     if (instance.kernel == plan.kernel && instance.dtype == p.dtype &&
         instance.head_dim == plan.head_dim && instance.head_dim_v == plan.head_dim_v &&
-        instance.mask == p.mask && instance.score == p.score) {
+        instance.mask == p.mask.kind() && instance.score == p.scores.kind) {
       return instance;
     }
   }
   CUATTN_ASSERT(false, "no instance of ", kernel_name(plan.kernel), " for ", dtype_name(p.dtype),
-                " head_dim ", plan.head_dim, "x", plan.head_dim_v, " ", mask_name(p.mask), " ",
-                score_name(p.score));
+                " head_dim ", plan.head_dim, "x", plan.head_dim_v, " ", mask_name(p.mask.kind()),
+                " ", score_name(p.scores.kind));
   return kInstances[0];
 }
 
@@ -189,13 +189,14 @@ DeviceInfo device_info(int32_t device_id, bool find_libraries) {
   return info;
 }
 
-void prefill(const PrefillParams& params, const Plan& plan, int32_t device_id, Stream stream) {
+void attention(const AttentionParams& params, const AttentionSchedule& schedule, const Plan& plan,
+               int32_t device_id, Stream stream) {
   DeviceGuard guard(device_id);
   cudaStream_t cuda_stream = static_cast<cudaStream_t>(stream);
   switch (plan.kernel) {
-    case Kernel::naive: return launch_naive(params, cuda_stream);
-    case Kernel::cublas: return launch_cublas(params, device_id, cuda_stream);
-    default: return find_instance(params, plan).launch(params, cuda_stream);
+    case Kernel::naive: return launch_naive(params, schedule.workspace, cuda_stream);
+    case Kernel::cublas: return launch_cublas(params, schedule.workspace, device_id, cuda_stream);
+    default: return find_instance(params, plan).launch(params, schedule, cuda_stream);
   }
 }
 
@@ -283,9 +284,9 @@ void host_free(void* memory) {
   if (cudaFreeHost(memory) != cudaSuccess) cudaGetLastError();  // the process may be ending
 }
 
-void check(const PrefillParams& params, int32_t device_id, Stream stream) {
+void check(const AttentionParams& params, int32_t device_id, Stream stream) {
   DeviceGuard guard(device_id);
-  check_prefill(params, static_cast<cudaStream_t>(stream));
+  check_attention(params, static_cast<cudaStream_t>(stream));
 }
 
 void check_tables(const char* function, const PagedParams& params, int32_t device_id,
@@ -350,7 +351,7 @@ std::string describe() {
 
 const Backend* cuda_backend() {
   static const Backend backend{.device_info = device_info,
-                               .prefill = prefill,
+                               .attention = attention,
                                .paged = paged,
                                .paged_plan = paged_plan,
                                .start_persistent = start_persistent,

@@ -7,15 +7,17 @@
 
 #include "cuattn/params/attention.h"
 #include "cuattn/params/cache.h"
+#include "cuattn/params/merge.h"
 #include "cuattn/params/paged.h"
 #include "cuattn/params/persistent.h"
 #include "cuattn/plan.h"
 
 namespace cuattn {
 
-void launch_naive(const PrefillParams& params, cudaStream_t stream);  // attention/naive.cu
-void launch_cublas(const PrefillParams& params, int device_id,
-                   cudaStream_t stream);  // attention/cublas.cu
+// attention/naive.cu, attention/cublas.cu
+void launch_naive(const AttentionParams& params, void* workspace, cudaStream_t stream);
+void launch_cublas(const AttentionParams& params, void* workspace, int device_id,
+                   cudaStream_t stream);
 bool cublas_available();
 // Paged attention: the plan, where the call makes its own; a kernel; the combine, where units are
 // cut. `major`: compute capability, from 9 on the combine overlaps the kernel before it.
@@ -32,7 +34,7 @@ void launch_clear_counter(int32_t* counter,
 // backend/check.cu: these synchronise. read_device_data: false under stream capture, where nobody
 // can
 bool read_device_data(void* host, const void* data, size_t bytes, cudaStream_t stream);
-void check_prefill(const PrefillParams& params, cudaStream_t stream);
+void check_attention(const AttentionParams& params, cudaStream_t stream);
 void check_paged(const char* function, const PagedParams& params, cudaStream_t stream);
 void check_context_lens(const char* function, const PagedWork& work, cudaStream_t stream);
 

@@ -3,7 +3,7 @@
 // every worker takes an equal stretch of one. One block: the lengths are few and the kernel is
 // short. Next: device/paged/tasks.cuh (who reads it).
 #include "cuattn/device/math.cuh"
-#include "cuattn/params/paged.h"
+#include "cuattn/params/deal.h"
 #include "cuda/host/launch.h"
 #include "cuda/host/launchers.h"
 

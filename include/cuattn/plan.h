@@ -29,7 +29,7 @@ struct DeviceInfo {
 constexpr int32_t kMaxSplits = 128;
 
 // What the choice depends on, and nothing else.
-struct PrefillRequest {
+struct AttentionRequest {
   DType dtype;
   int32_t batch, num_heads_q, num_heads_kv, head_dim, head_dim_v;
   int32_t seqlen_q, seqlen_kv;  // ragged: the maxima
@@ -94,11 +94,12 @@ struct Plan {
 // backend: "auto", "naive", "cublas", "tiled", "simt", "sm80", "sm90", "cpu".
 // Throws InvalidArgument for an unknown name, NotImplemented when no rung (or not the named one)
 // can run the request.
-Plan select_prefill(const PrefillRequest& request, const DeviceInfo& device, const char* backend);
+Plan select_attention(const AttentionRequest& request, const DeviceInfo& device,
+                      const char* backend);
 
 // The whole ladder as text: each rung with its verdict, then the plan.
-std::string explain_prefill(const PrefillRequest& request, const DeviceInfo& device,
-                            const char* backend);
+std::string explain_attention(const AttentionRequest& request, const DeviceInfo& device,
+                              const char* backend);
 
 // The same for paged_attention. `function` is named in refusals. backend: "auto", "cpu", "simt",
 // "sm80", "sm90". workspace_bytes is left to src/paged/call.cpp.

@@ -45,7 +45,7 @@ DeviceInfo device_info_of(const AttentionCall& call, bool find_libraries) {
 
 void fill_shapes(const TensorView& q, cuattn_attention_call& c) {
   const AttentionCall& call = state_of(c);
-  const PrefillParams& p = call.params;
+  const AttentionParams& p = call.params;
   c.device = call.device;
   c.out_dtype = dl_dtype(p.dtype);
   c.out_ndim = q.ndim;
@@ -154,7 +154,7 @@ cuattn_status cuattn_attention_explain(const DLTensor* q, const DLTensor* k, con
     AttentionCall call =
         validate_attention(view_of(fn, "q", q), view_of(fn, "k", k), view_of(fn, "v", v), *options,
                            /*check_data=*/false);
-    PrefillRequest request = request_of(call);
+    AttentionRequest request = request_of(call);
     DeviceInfo info = device != nullptr ? made_up_device(device) : device_info_of(call, true);
     Plan plan = plan_of(call, info, options->backend);
     fill_plan(plan, request.mask, request.score, ladder_of(call, info, options->backend, plan),

@@ -150,10 +150,7 @@ cuattn_status cuattn_paged_explain(const DLTensor* q, const DLTensor* k_cache,
         validate_paged(arrays_of(q, k_cache, v_cache, block_tables, context_lens), *options, false);
     DeviceInfo info = device != nullptr ? made_up_device(device) : device_info_of(call);
     plan_paged(call, *options, info);
-    MaskKind mask = call.request.windowed                ? MaskKind::window
-                    : call.params.work.window_right == 0 ? MaskKind::causal
-                                                         : MaskKind::none;
-    fill_plan(call.plan, mask, call.request.score,
+    fill_plan(call.plan, call.params.work.mask.kind(), call.params.scores.kind,
               explain_paged(call.request, info, call.plan.kernel), *result);
   });
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// attention and attention_varlen in two steps: validate (arrays and options to PrefillParams) and
+// attention and attention_varlen in two steps: validate (arrays and options to AttentionParams) and
 // run (outputs, launch). Between the two stand the plan (plan.cpp) and the caller's allocation of
 // outputs and workspace.
 #include "src/attention/call.h"
@@ -33,7 +33,7 @@ Strides strides_of(const TensorView& view, const Axes& axes) {
 void read_paged_arrays(AttentionCall& call, const TensorView& q, const TensorView& k,
                        const TensorView& v, const cuattn_attention_options& o, bool check_data) {
   const char* fn = call.function();
-  PrefillParams& p = call.params;
+  AttentionParams& p = call.params;
   CUATTN_REQUIRE(
       o.cu_seqlens_q != nullptr, fn,
       ": cu_seqlens_q must be given with block_tables, got none; pass int32 [batch + 1]");
@@ -70,7 +70,7 @@ void read_paged_arrays(AttentionCall& call, const TensorView& q, const TensorVie
 void read_arrays(AttentionCall& call, const TensorView& q, const TensorView& k, const TensorView& v,
                  bool check_data) {
   const char* fn = call.function();
-  PrefillParams& p = call.params;
+  AttentionParams& p = call.params;
   Axes axes = axes_of(call.ragged, call.layout);
   const struct {
     const char* name;
@@ -125,7 +125,7 @@ const int32_t* read_lengths(const AttentionCall& call, const char* name, const D
 
 void read_ragged(AttentionCall& call, const cuattn_attention_options& o, bool check_data) {
   const char* fn = call.function();
-  PrefillParams& p = call.params;
+  AttentionParams& p = call.params;
   bool has_lengths = o.cu_seqlens_k != nullptr || (call.paged && o.seqused_k != nullptr);
   CUATTN_REQUIRE(o.cu_seqlens_q != nullptr && has_lengths, fn,
                  ": cu_seqlens_q and cu_seqlens_k must both be given, got one; pass int32 [batch + "
@@ -157,7 +157,7 @@ void read_ragged(AttentionCall& call, const cuattn_attention_options& o, bool ch
 // sequence.
 void size_pages(AttentionCall& call) {
   const char* fn = call.function();
-  PrefillParams& p = call.params;
+  AttentionParams& p = call.params;
   CacheGatherParams& g = call.pages;
   require_extent(fn, "block_tables", "num_seqs", g.num_seqs, p.batch, "cu_seqlens_q");
   p.total_kv = int64_t{p.batch} * p.seqlen_kv;
@@ -179,30 +179,26 @@ size_t page_bytes(const AttentionCall& call, const CacheSide& side) {
 }
 
 void read_mask(AttentionCall& call, const cuattn_attention_options& o) {
-  PrefillParams& p = call.params;
+  AttentionParams& p = call.params;
   require_window(call.function(), o.window_left, o.window_right);
   int64_t right = o.causal ? 0 : o.window_right;
-  p.window_left = window_side(o.window_left, p.seqlen_kv);
-  p.window_right = window_side(right, p.seqlen_q);
-  p.mask = p.window_left >= 0    ? MaskKind::window
-           : p.window_right < 0  ? MaskKind::none
-           : p.window_right == 0 ? MaskKind::causal
-                                 : MaskKind::window;
+  p.mask = {window_side(o.window_left, p.seqlen_kv), window_side(right, p.seqlen_q)};
 }
 
 // Broadcast from the right, as numpy does, to [batch, num_heads_q, seqlen_q, seqlen_kv].
 void read_bias(AttentionCall& call, const DLTensor* tensor, bool check_data) {
   if (tensor == nullptr) return;
   const char* fn = call.function();
-  PrefillParams& p = call.params;
+  AttentionParams& p = call.params;
   TensorView view = view_of(fn, "bias", tensor);
   require_device(fn, "bias", view, call.device);
   if (view.is(DType::boolean)) {
-    p.bias_dtype = DType::boolean;
+    p.scores.bias_dtype = DType::boolean;
   } else {
-    p.bias_dtype = view.is(DType::f32) ? DType::f32 : p.dtype;
-    CUATTN_REQUIRE(view.is(p.bias_dtype), fn, ": bias must be float32, bool or the dtype of q (",
-                   dtype_name(p.dtype), "), got ", text(view.dtype), "; cast it");
+    p.scores.bias_dtype = view.is(DType::f32) ? DType::f32 : p.dtype;
+    CUATTN_REQUIRE(view.is(p.scores.bias_dtype), fn,
+                   ": bias must be float32, bool or the dtype of q (", dtype_name(p.dtype),
+                   "), got ", text(view.dtype), "; cast it");
   }
   const int64_t full[4] = {p.batch, p.num_heads_q, call.max_seqlen_q, call.max_seqlen_kv};
   int64_t strides[4] = {0, 0, 0, 0};
@@ -217,36 +213,36 @@ void read_bias(AttentionCall& call, const DLTensor* tensor, bool check_data) {
                  ", ", full[1], ", ", full[2], ", ", full[3], "), got ", shape_text(view),
                  "; add axes of extent 1 where it is shared");
   require_strided(fn, "bias", view, false, check_data);
-  p.bias = view.data;
-  p.bias_stride_batch = strides[0];
-  p.bias_stride_head = strides[1];
-  p.bias_stride_q = strides[2];
-  p.bias_stride_kv = strides[3];
+  p.scores.bias = view.data;
+  p.scores.bias_stride_batch = strides[0];
+  p.scores.bias_stride_head = strides[1];
+  p.scores.bias_stride_q = strides[2];
+  p.scores.bias_stride_kv = strides[3];
 }
 
 void read_scores(AttentionCall& call, const cuattn_attention_options& o, bool check_data) {
   const char* fn = call.function();
-  PrefillParams& p = call.params;
-  p.scale = read_scale(fn, o.has_scale, o.scale, p.head_dim);
-  p.softcap = read_softcap(fn, o.softcap);
-  p.inv_softcap = inverse_softcap(p.softcap, p.scale);
+  AttentionParams& p = call.params;
+  p.scores.scale = read_scale(fn, o.has_scale, o.scale, p.head_dim);
+  p.scores.softcap = read_softcap(fn, o.softcap);
+  p.scores.inv_softcap = inverse_softcap(p.scores.softcap, p.scores.scale);
   auto heads = [&](const char* name, const DLTensor* tensor, const char* batch_axis) {
     return read_heads(fn, name, tensor, "num_heads_q", p.num_heads_q, batch_axis, p.batch,
                       call.device, check_data);
   };
   HeadVector slopes = heads("alibi_slopes", o.alibi_slopes, "batch");
-  p.alibi_slopes = slopes.data;
-  p.alibi_stride_batch = slopes.stride_batch;
-  p.alibi_stride_head = slopes.stride_head;
+  p.scores.alibi_slopes = slopes.data;
+  p.scores.alibi_stride_batch = slopes.stride_batch;
+  p.scores.alibi_stride_head = slopes.stride_head;
   read_bias(call, o.bias, check_data);
   HeadVector sinks = heads("sinks", o.sinks, nullptr);
-  p.sinks = sinks.data;
-  p.sinks_stride = sinks.stride_head;
+  p.scores.sinks = sinks.data;
+  p.scores.sinks_stride = sinks.stride_head;
   // A scale that is not positive turns the running maximum around: the scored kernels apply it
   // before the maximum.
-  bool scored = p.softcap > 0.0f || o.alibi_slopes != nullptr || o.bias != nullptr ||
-                !is_plain_scale(p.scale);
-  p.score = scored ? ScoreKind::scored : ScoreKind::identity;
+  bool scored = p.scores.softcap > 0.0f || o.alibi_slopes != nullptr || o.bias != nullptr ||
+                !is_plain_scale(p.scores.scale);
+  p.scores.kind = scored ? ScoreKind::scored : ScoreKind::identity;
 }
 
 }  // namespace
@@ -275,7 +271,7 @@ AttentionCall validate_attention(const TensorView& q, const TensorView& k, const
     read_arrays(call, q, k, v, check_data);
   }
   if (call.ragged) read_ragged(call, o, check_data);
-  PrefillParams& p = call.params;
+  AttentionParams& p = call.params;
   p.seqused_q = read_lengths(call, "seqused_q", o.seqused_q, p.batch, "batch", check_data);
   p.seqused_kv = read_lengths(call, "seqused_k", o.seqused_k, p.batch, "batch", check_data);
   if (call.paged) size_pages(call);
@@ -289,9 +285,9 @@ AttentionCall validate_attention(const TensorView& q, const TensorView& k, const
   return call;
 }
 
-PrefillRequest request_of(const AttentionCall& call) {
-  const PrefillParams& p = call.params;
-  PrefillRequest r{};
+AttentionRequest request_of(const AttentionCall& call) {
+  const AttentionParams& p = call.params;
+  AttentionRequest r{};
   r.dtype = p.dtype;
   r.batch = p.batch;
   r.num_heads_q = p.num_heads_q;
@@ -302,8 +298,8 @@ PrefillRequest request_of(const AttentionCall& call) {
   r.seqlen_kv = p.seqlen_kv;
   r.ragged = call.ragged;
   r.uses_seqused = call.uses_seqused;
-  r.mask = p.mask;
-  r.score = p.score;
+  r.mask = p.mask.kind();
+  r.score = p.scores.kind;
   r.has_sinks = call.has_sinks;
   r.batch_invariant = call.batch_invariant;
   r.has_bias = call.has_bias;
@@ -319,7 +315,7 @@ namespace {
 
 // The call as a step of paged_attention.
 PagedCall step_of(const AttentionCall& call) {
-  const PrefillParams& p = call.params;
+  const AttentionParams& p = call.params;
   const CacheGatherParams& g = call.pages;
   PagedCall step{};
   step.function = call.function();
@@ -332,8 +328,7 @@ PagedCall step_of(const AttentionCall& call) {
   w.num_heads_kv = p.num_heads_kv;
   w.group = p.num_heads_q / p.num_heads_kv;
   w.capacity = p.seqlen_kv;
-  w.window_left = p.window_left;
-  w.window_right = p.window_right;
+  w.mask = p.mask;
   to.q = p.q;
   to.out = p.out;
   to.lse = p.lse;
@@ -350,17 +345,8 @@ PagedCall step_of(const AttentionCall& call) {
   to.kv_layout = g.kv_layout;
   to.num_heads_q = p.num_heads_q;
   to.head_dim = p.head_dim;
-  to.num_blocks = g.num_blocks;
-  to.block_size = g.block_size;
-  to.block_tables = g.block_tables;
-  to.block_tables_stride = g.block_tables_stride;
-  to.scale = p.scale;
-  to.softcap = p.softcap;
-  to.alibi_slopes = p.alibi_slopes;
-  to.alibi_stride_batch = p.alibi_stride_batch;
-  to.alibi_stride_head = p.alibi_stride_head;
-  to.sinks = p.sinks;
-  to.sinks_stride = p.sinks_stride;
+  to.pages = {g.block_tables, g.block_tables_stride, g.num_blocks, g.block_size};
+  to.scores = p.scores;
   to.k_scale = to.v_scale = 1.0f;
   return step;
 }
@@ -370,7 +356,7 @@ PagedCall step_of(const AttentionCall& call) {
 constexpr int32_t kMaxStepRows = 64, kMaxStepPasses = 4;
 
 bool plans_step(const AttentionCall& call, const DeviceInfo& device, Plan& plan) {
-  const PrefillParams& p = call.params;
+  const AttentionParams& p = call.params;
   if (!call.may_step || p.head_dim != p.head_dim_v || p.total_q == 0 || p.num_heads_q == 0 ||
       p.batch == 0)
     return false;
@@ -386,7 +372,7 @@ bool plans_step(const AttentionCall& call, const DeviceInfo& device, Plan& plan)
 Plan plan_of(const AttentionCall& call, const DeviceInfo& device, const char* backend) {
   Plan plan{};
   if (is_auto(backend) && plans_step(call, device, plan)) return plan;
-  plan = select_prefill(request_of(call), device, backend);
+  plan = select_attention(request_of(call), device, backend);
   if (plan.keys == KeyAccess::gathered) {
     plan.workspace_bytes += page_bytes(call, call.pages.k) + page_bytes(call, call.pages.v);
   }
@@ -395,7 +381,7 @@ Plan plan_of(const AttentionCall& call, const DeviceInfo& device, const char* ba
 
 std::string ladder_of(const AttentionCall& call, const DeviceInfo& device, const char* backend,
                       const Plan& plan) {
-  if (plan.keys != KeyAccess::by_step) return explain_prefill(request_of(call), device, backend);
+  if (plan.keys != KeyAccess::by_step) return explain_attention(request_of(call), device, backend);
   return ladder_of_step(step_of(call), device, plan);
 }
 
@@ -403,7 +389,7 @@ namespace {
 
 // Copies the keys out of their blocks; returns the workspace that is left for the kernel.
 void* gather_pages(AttentionCall& call, void* workspace, Stream stream) {
-  PrefillParams& p = call.params;
+  AttentionParams& p = call.params;
   CacheGatherParams& g = call.pages;
   auto* place = static_cast<char*>(workspace);
   auto take = [&](CacheSide& side, Strides& strides) {
@@ -423,7 +409,7 @@ void* gather_pages(AttentionCall& call, void* workspace, Stream stream) {
 
 // For a kernel that follows the block tables.
 void point_at_pages(AttentionCall& call) {
-  PrefillParams& p = call.params;
+  AttentionParams& p = call.params;
   const CacheGatherParams& g = call.pages;
   p.pages = {g.block_tables, g.block_tables_stride, g.num_blocks, g.block_size};
   p.k = g.k.cache;
@@ -432,10 +418,15 @@ void point_at_pages(AttentionCall& call) {
   p.v_strides = {g.v.strides.block, g.v.strides.token, g.v.strides.head};
 }
 
+AttentionSchedule schedule_of(const Plan& plan, void* workspace) {
+  return {plan.tile,     plan.num_splits,  plan.packed_heads,
+          plan.num_ctas, plan.draws_tiles, workspace};
+}
+
 // What is written lies apart from all else.
 void check_memory(const AttentionCall& call, const TensorView& out, const TensorView* lse,
                   const void* workspace) {
-  const PrefillParams& p = call.params;
+  const AttentionParams& p = call.params;
   int64_t item = itemsize(p.dtype), bytes = static_cast<int64_t>(call.plan.workspace_bytes);
   CallMemory memory(call.function());
   memory.writes({"out", out});
@@ -465,18 +456,19 @@ void check_memory(const AttentionCall& call, const TensorView& out, const Tensor
   memory.reads({"cu_seqlens_k", p.cu_seqlens_kv, 4, {{p.batch + int64_t{1}, 1}}});
   memory.reads({"seqused_q", p.seqused_q, 4, {{p.batch, 1}}});
   memory.reads({"seqused_k", p.seqused_kv, 4, {{p.batch, 1}}});
-  memory.reads({"alibi_slopes",
-                p.alibi_slopes,
-                4,
-                {{p.batch, p.alibi_stride_batch}, {p.num_heads_q, p.alibi_stride_head}}});
-  memory.reads({"sinks", p.sinks, 4, {{p.num_heads_q, p.sinks_stride}}});
+  memory.reads(
+      {"alibi_slopes",
+       p.scores.alibi_slopes,
+       4,
+       {{p.batch, p.scores.alibi_stride_batch}, {p.num_heads_q, p.scores.alibi_stride_head}}});
+  memory.reads({"sinks", p.scores.sinks, 4, {{p.num_heads_q, p.scores.sinks_stride}}});
   memory.reads({"bias",
-                p.bias,
-                itemsize(p.bias_dtype),
-                {{p.batch, p.bias_stride_batch},
-                 {p.num_heads_q, p.bias_stride_head},
-                 {call.max_seqlen_q, p.bias_stride_q},
-                 {call.max_seqlen_kv, p.bias_stride_kv}}});
+                p.scores.bias,
+                itemsize(p.scores.bias_dtype),
+                {{p.batch, p.scores.bias_stride_batch},
+                 {p.num_heads_q, p.scores.bias_stride_head},
+                 {call.max_seqlen_q, p.scores.bias_stride_q},
+                 {call.max_seqlen_kv, p.scores.bias_stride_kv}}});
 }
 
 }  // namespace
@@ -484,7 +476,7 @@ void check_memory(const AttentionCall& call, const TensorView& out, const Tensor
 void run_attention(AttentionCall& call, const TensorView& out, const TensorView* lse,
                    void* workspace, size_t workspace_bytes, Stream stream) {
   const char* fn = call.function();
-  PrefillParams& p = call.params;
+  AttentionParams& p = call.params;
   Axes axes = axes_of(call.ragged, call.layout);
 
   int64_t out_shape[4] = {p.total_q, p.num_heads_q, p.head_dim_v, 0};
@@ -524,19 +516,12 @@ void run_attention(AttentionCall& call, const TensorView& out, const TensorView*
   require_workspace(fn, call.plan, call.device, workspace, workspace_bytes);
   if (call.plan.keys == KeyAccess::by_step)
     return run_step(step_of(call), call.plan, workspace, stream);
-  p.workspace = workspace;
   if (call.plan.keys == KeyAccess::gathered) {
-    p.workspace = gather_pages(call, workspace, stream);
+    workspace = gather_pages(call, workspace, stream);
   } else if (call.plan.keys == KeyAccess::in_blocks) {
     point_at_pages(call);
   }
-  p.num_splits = call.plan.num_splits;
-  p.packed_heads = call.plan.packed_heads;
-  p.tile_m = call.plan.tile.m;
-  p.tile_n = call.plan.tile.n;
-  p.num_ctas = call.plan.num_ctas;
-  p.draws_tiles = call.plan.draws_tiles;
-  backend.prefill(p, call.plan, call.device.device_id, stream);
+  backend.attention(p, schedule_of(call.plan, workspace), call.plan, call.device.device_id, stream);
 }
 
 }  // namespace cuattn

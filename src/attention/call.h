@@ -10,7 +10,7 @@
 namespace cuattn {
 
 struct AttentionCall {
-  PrefillParams params;
+  AttentionParams params;
   CacheGatherParams pages;  // paged keys: gathered into the workspace before the kernel runs
   Plan plan;
   DLDevice device;
@@ -26,7 +26,7 @@ struct AttentionCall {
 static_assert(sizeof(AttentionCall) <= sizeof(cuattn_attention_call::state),
               "grow cuattn_attention_call::state");
 
-PrefillRequest request_of(const AttentionCall& call);
+AttentionRequest request_of(const AttentionCall& call);
 
 // The choice for a call, with the workspace of its gathered keys.
 Plan plan_of(const AttentionCall& call, const DeviceInfo& device, const char* backend);

@@ -36,30 +36,30 @@ constexpr Rung kLadder[] = {
 };
 
 // Who asks, as the caller knows it.
-const char* function_of(const PrefillRequest& r) {
+const char* function_of(const AttentionRequest& r) {
   return r.ragged ? "attention_varlen" : "attention";
 }
 
 constexpr int32_t kTiledMaxHeadDim = 128;
 constexpr int32_t kSimtHeadDims[] = {64, 128, 256};
 
-bool has_head_dims(HeadDims compiled, const PrefillRequest& r) {
+bool has_head_dims(HeadDims compiled, const AttentionRequest& r) {
   return r.head_dim <= compiled.qk && r.head_dim_v <= compiled.v;
 }
 
 // The smallest compiled sizes that hold the call's.
 template <size_t kCount>
-HeadDims smallest(const HeadDims (&compiled)[kCount], const PrefillRequest& r) {
+HeadDims smallest(const HeadDims (&compiled)[kCount], const AttentionRequest& r) {
   for (HeadDims d : compiled) {
     if (has_head_dims(d, r)) return d;
   }
   CUATTN_ASSERT(false, "head_dim was validated");
   return {};
 }
-HeadDims sm80_head_dims(const PrefillRequest& r) { return smallest(kSm80HeadDims, r); }
-HeadDims sm90_head_dims(const PrefillRequest& r) { return smallest(kSm90HeadDims, r); }
+HeadDims sm80_head_dims(const AttentionRequest& r) { return smallest(kSm80HeadDims, r); }
+HeadDims sm90_head_dims(const AttentionRequest& r) { return smallest(kSm90HeadDims, r); }
 
-bool fits(const PrefillRequest& r, const DeviceInfo& device) {
+bool fits(const AttentionRequest& r, const DeviceInfo& device) {
   HeadDims d = sm80_head_dims(r);
   return sm80_smem_bytes(d, sm80_tile(d, r.score)) <= device.smem_per_block_optin;
 }
@@ -90,7 +90,7 @@ int32_t choose_splits(int64_t items, int32_t key_tiles, int32_t num_sms) {
 
 // How sm90 cuts its work: rows of a group packed where tiles would stay half empty, keys split
 // where tiles are few, and persistent CTAs.
-void plan_sm90(Plan& plan, const PrefillRequest& r, const DeviceInfo& device) {
+void plan_sm90(Plan& plan, const AttentionRequest& r, const DeviceInfo& device) {
   HeadDims d = sm90_head_dims(r);
   plan.head_dim = d.qk;
   plan.head_dim_v = d.v;
@@ -137,7 +137,7 @@ void plan_sm90(Plan& plan, const PrefillRequest& r, const DeviceInfo& device) {
 }
 
 // nullptr when the rung can run the request, else why not.
-const char* refusal(Kernel kernel, const PrefillRequest& r, const DeviceInfo& device) {
+const char* refusal(Kernel kernel, const AttentionRequest& r, const DeviceInfo& device) {
   int32_t larger_dim = r.head_dim > r.head_dim_v ? r.head_dim : r.head_dim_v;
   switch (kernel) {
     case Kernel::cpu:
@@ -173,7 +173,7 @@ size_t align256(size_t bytes) { return (bytes + 255) / 256 * 256; }
 
 // Float32 scores of every head; cublas adds the probabilities in the dtype of V and its own
 // scratch.
-size_t workspace_bytes(Kernel kernel, const PrefillRequest& r) {
+size_t workspace_bytes(Kernel kernel, const AttentionRequest& r) {
   auto scores = [&](int64_t item_bytes) {
     return checked_bytes(function_of(r),
                          {item_bytes, r.batch, r.num_heads_q, r.seqlen_q, r.seqlen_kv});
@@ -190,7 +190,7 @@ size_t workspace_bytes(Kernel kernel, const PrefillRequest& r) {
   }
 }
 
-Plan make_plan(const Rung& rung, const PrefillRequest& r, const DeviceInfo& device) {
+Plan make_plan(const Rung& rung, const AttentionRequest& r, const DeviceInfo& device) {
   Plan plan{};
   plan.kernel = rung.kernel;
   plan.reason = rung.merit;
@@ -239,7 +239,7 @@ const Rung& named_rung(const char* function, const char* backend, bool is_cuda) 
   return *found;
 }
 
-const Rung* first_automatic(const PrefillRequest& r, const DeviceInfo& device) {
+const Rung* first_automatic(const AttentionRequest& r, const DeviceInfo& device) {
   for (const Rung& rung : kLadder) {
     if (rung.on_cuda == device.is_cuda && rung.automatic &&
         refusal(rung.kernel, r, device) == nullptr)
@@ -264,7 +264,8 @@ void require_supported(const char* function, const DeviceInfo& device) {
                           "; rebuild with CUATTN_CUDA_ARCHS, or move the arrays to the CPU");
 }
 
-Plan select_prefill(const PrefillRequest& request, const DeviceInfo& device, const char* backend) {
+Plan select_attention(const AttentionRequest& request, const DeviceInfo& device,
+                      const char* backend) {
   const char* function = function_of(request);
   require_supported(function, device);
   const Rung* automatic = first_automatic(request, device);
@@ -277,9 +278,9 @@ Plan select_prefill(const PrefillRequest& request, const DeviceInfo& device, con
   return make_plan(rung, request, device);
 }
 
-std::string explain_prefill(const PrefillRequest& request, const DeviceInfo& device,
-                            const char* backend) {
-  Plan plan = select_prefill(request, device, backend);
+std::string explain_attention(const AttentionRequest& request, const DeviceInfo& device,
+                              const char* backend) {
+  Plan plan = select_attention(request, device, backend);
   std::string text;
   for (const Rung& rung : kLadder) {
     if (rung.on_cuda != device.is_cuda) continue;

@@ -3,7 +3,7 @@
 // Next: rows.cpp and paged/call.cpp (the callers).
 #pragma once
 
-#include "cuattn/params/paged.h"
+#include "cuattn/params/pages.h"
 #include "src/check/validate.h"
 
 namespace cuattn {

@@ -68,8 +68,8 @@ void place_caches(PagedCall& call, TensorView k, TensorView v, const cuattn_page
   require_dtype(fn, k_name, k, p.kv_dtype, "q");
   CacheShapes caches = read_caches(fn, {k_name, v_name}, k, v, p.kv_layout, p.kv_dtype, call.device,
                                    "q", false, check_data);
-  p.num_blocks = checked_extent(fn, k_name, "num_blocks", caches.k.num_blocks);
-  p.block_size = static_cast<int32_t>(caches.k.block_size);
+  p.pages.num_blocks = checked_extent(fn, k_name, "num_blocks", caches.k.num_blocks);
+  p.pages.block_size = static_cast<int32_t>(caches.k.block_size);
   p.work.num_heads_kv = checked_extent(fn, k_name, "num_heads_kv", caches.k.num_heads);
   require_heads(fn, p.num_heads_q, p.work.num_heads_kv);
   check_rows(call);
@@ -95,19 +95,19 @@ void read_tables(PagedCall& call, const TensorView& tables, const TensorView& le
   require_extent(fn, "block_tables", "num_seqs", blocks.num_seqs, w.num_seqs, like);
   require_extent(fn, "context_lens", "num_seqs", lens.shape[0], w.num_seqs, like);
   require_contiguous(fn, "context_lens", lens, check_data);
-  int64_t capacity = int64_t{blocks.max_blocks} * p.block_size;
+  int64_t capacity = int64_t{blocks.max_blocks} * p.pages.block_size;
   if (max_context_len >= 0) capacity = std::min(capacity, max_context_len);
   w.capacity = checked_length(fn, "block_tables", "max_blocks_per_seq * block_size", capacity);
   w.context_lens = static_cast<const int32_t*>(lens.data);
-  p.block_tables = blocks.data;
-  p.block_tables_stride = blocks.stride;
+  p.pages.block_tables = blocks.data;
+  p.pages.block_tables_stride = blocks.stride;
 }
 
 void read_mask(PagedCall& call, const cuattn_paged_options& o) {
   PagedWork& w = call.params.work;
   require_window(call.function, o.window_left, o.window_right);
-  w.window_left = window_side(o.window_left, w.capacity);
-  w.window_right = window_side(o.causal ? 0 : o.window_right, w.q_len);
+  w.mask = {window_side(o.window_left, w.capacity),
+            window_side(o.causal ? 0 : o.window_right, w.q_len)};
 }
 
 float read_kv_scale(const PagedCall& call, const char* name, double number,
@@ -124,8 +124,12 @@ float read_kv_scale(const PagedCall& call, const char* name, double number,
 void read_scores(PagedCall& call, const cuattn_paged_options& o, bool check_data) {
   const char* fn = call.function;
   PagedParams& p = call.params;
-  p.scale = read_scale(fn, o.has_scale, o.scale, p.head_dim);
-  p.softcap = read_softcap(fn, o.softcap);
+  p.scores.scale = read_scale(fn, o.has_scale, o.scale, p.head_dim);
+  p.scores.softcap = read_softcap(fn, o.softcap);
+  p.scores.inv_softcap = inverse_softcap(p.scores.softcap, p.scores.scale);
+  bool scored =
+      p.scores.softcap > 0.0f || o.alibi_slopes != nullptr || !is_plain_scale(p.scores.scale);
+  p.scores.kind = scored ? ScoreKind::scored : ScoreKind::identity;
   auto heads = [&](const char* name, const DLTensor* tensor, const char* axis, int64_t extent,
                    const char* batch_axis) {
     return read_heads(fn, name, tensor, axis, extent, batch_axis, p.work.num_seqs, call.device,
@@ -133,12 +137,12 @@ void read_scores(PagedCall& call, const cuattn_paged_options& o, bool check_data
   };
   HeadVector slopes =
       heads("alibi_slopes", o.alibi_slopes, "num_heads_q", p.num_heads_q, "num_seqs");
-  p.alibi_slopes = slopes.data;
-  p.alibi_stride_batch = slopes.stride_batch;
-  p.alibi_stride_head = slopes.stride_head;
+  p.scores.alibi_slopes = slopes.data;
+  p.scores.alibi_stride_batch = slopes.stride_batch;
+  p.scores.alibi_stride_head = slopes.stride_head;
   HeadVector sinks = heads("sinks", o.sinks, "num_heads_q", p.num_heads_q, nullptr);
-  p.sinks = sinks.data;
-  p.sinks_stride = sinks.stride_head;
+  p.scores.sinks = sinks.data;
+  p.scores.sinks_stride = sinks.stride_head;
   p.k_scale = read_kv_scale(call, "k_scale", o.k_scale, o.k_scales);
   p.v_scale = read_kv_scale(call, "v_scale", o.v_scale, o.v_scales);
   HeadVector k = heads("k_scale", o.k_scales, "num_heads_kv", p.work.num_heads_kv, "num_seqs");
@@ -179,11 +183,10 @@ PagedRequest request_of(const PagedCall& call, const cuattn_paged_options& o) {
   r.num_heads_q = p.num_heads_q;
   r.num_heads_kv = p.work.num_heads_kv;
   r.head_dim = p.head_dim;
-  r.block_size = p.block_size;
+  r.block_size = p.pages.block_size;
   r.capacity = p.work.capacity;
-  r.windowed = p.work.window_left >= 0 || p.work.window_right > 0;
-  bool scored = p.softcap > 0.0f || o.alibi_slopes != nullptr || !is_plain_scale(p.scale);
-  r.score = scored ? ScoreKind::scored : ScoreKind::identity;
+  r.windowed = p.work.mask.kind() == MaskKind::window;
+  r.score = p.scores.kind;
   r.has_plan = o.plan != nullptr;
   r.num_splits = o.num_splits;
   r.partition_size = o.version == 2 ? static_cast<int32_t>(o.partition_size) : 0;
@@ -315,13 +318,13 @@ void check_work(const PagedCall& call) {
 Footprint cache_footprint(const char* name, const PagedParams& p, const void* cache,
                           const CacheStrides& strides) {
   bool is_vllm = p.kv_layout == KvLayout::vllm;  // there a head's tokens and dims are one run
-  int64_t run = int64_t{p.head_dim} * (is_vllm ? p.block_size : 1);
+  int64_t run = int64_t{p.head_dim} * (is_vllm ? p.pages.block_size : 1);
   return {name,
           cache,
           itemsize(p.kv_dtype),
-          {{p.num_blocks, strides.block},
+          {{p.pages.num_blocks, strides.block},
            {p.work.num_heads_kv, strides.head},
-           {is_vllm ? 1 : p.block_size, strides.token},
+           {is_vllm ? 1 : p.pages.block_size, strides.token},
            {run, 1}}};
 }
 
@@ -352,14 +355,17 @@ void check_memory(const PagedCall& call, const TensorView& out, const TensorView
                  {p.head_dim, 1}}});
   memory.reads(cache_footprint(call.k_name, p, p.k_cache, p.k_strides));
   memory.reads(cache_footprint(call.v_name, p, p.v_cache, p.v_strides));
-  int64_t columns = (int64_t{w.capacity} + p.block_size - 1) / p.block_size;
-  memory.reads(
-      {"block_tables", p.block_tables, 4, {{w.num_seqs, p.block_tables_stride}, {columns, 1}}});
-  memory.reads({"alibi_slopes",
-                p.alibi_slopes,
+  int64_t columns = (int64_t{w.capacity} + p.pages.block_size - 1) / p.pages.block_size;
+  memory.reads({"block_tables",
+                p.pages.block_tables,
                 4,
-                {{w.num_seqs, p.alibi_stride_batch}, {p.num_heads_q, p.alibi_stride_head}}});
-  memory.reads({"sinks", p.sinks, 4, {{p.num_heads_q, p.sinks_stride}}});
+                {{w.num_seqs, p.pages.block_tables_stride}, {columns, 1}}});
+  memory.reads(
+      {"alibi_slopes",
+       p.scores.alibi_slopes,
+       4,
+       {{w.num_seqs, p.scores.alibi_stride_batch}, {p.num_heads_q, p.scores.alibi_stride_head}}});
+  memory.reads({"sinks", p.scores.sinks, 4, {{p.num_heads_q, p.scores.sinks_stride}}});
   auto read_scales = [&](const char* name, const float* data, int64_t batch, int64_t head) {
     memory.reads({name, data, 4, {{w.num_seqs, batch}, {w.num_heads_kv, head}}});
   };
@@ -382,8 +388,8 @@ PagedCall validate_paged(const PagedArrays& arrays, const cuattn_paged_options& 
   place_caches(call, arrays.k_cache, arrays.v_cache, o, check_data);
   read_tables(call, arrays.block_tables, arrays.context_lens,
               o.version == 2 ? o.max_context_len : -1, "q", check_data);
-  CUATTN_REQUIRE(call.params.num_blocks > 0 || call.params.work.capacity == 0, call.function, ": ",
-                 call.k_name, " must hold at least one block, got 0; allocate one");
+  CUATTN_REQUIRE(call.params.pages.num_blocks > 0 || call.params.work.capacity == 0, call.function,
+                 ": ", call.k_name, " must hold at least one block, got 0; allocate one");
   read_mask(call, o);
   read_scores(call, o, check_data);
   read_splits(call, o);
@@ -418,10 +424,10 @@ PagedCall validate_paged_plan(const TensorView& block_tables, const TensorView& 
   p.work.num_heads_kv = checked_extent(fn, "the call", "num_heads_kv", shape.num_heads_kv);
   check_rows(call);
   p.head_dim = static_cast<int32_t>(shape.head_dim);
-  p.block_size = static_cast<int32_t>(shape.block_size);
+  p.pages.block_size = static_cast<int32_t>(shape.block_size);
   read_tables(call, block_tables, context_lens, -1, "context_lens", true);
   read_mask(call, o);
-  p.scale = 1.0f;
+  p.scores.scale = 1.0f;
   call.request = request_of(call, o);
   call.request.has_plan = true;
   return call;

@@ -50,9 +50,9 @@ std::vector<uint16_t> random_words(int64_t count, const std::string& name) {
   return words;
 }
 
-PrefillParams dense_params(int32_t batch, int32_t seqlen, int32_t heads_q, int32_t heads_kv,
-                           int32_t head_dim, int32_t head_dim_v) {
-  PrefillParams p{};
+AttentionParams dense_params(int32_t batch, int32_t seqlen, int32_t heads_q, int32_t heads_kv,
+                             int32_t head_dim, int32_t head_dim_v) {
+  AttentionParams p{};
   p.dtype = DType::bf16;
   p.batch = batch;
   p.num_heads_q = heads_q;

@@ -23,7 +23,7 @@ HOST = r'"cuda/host/\w+\.h"'
 # Path (the first match holds), floor, and what a file there may include; own room last. A kernel
 # sees its own folder, what all kernels of its op share, and never another kernel.
 INCLUDES = [
-    (r"include/cuattn/device/", "F1", [CUDA, F1, r'"cuattn/params/(attention|paged)\.h"']),
+    (r"include/cuattn/device/", "F1", [CUDA, F1, r'"cuattn/params/\w+\.h"']),
     (r"include/cuattn/", "F0", [STD, r"<dlpack/dlpack\.h>", F0]),
     (r"cuda/host/", "F2", [STD, CUDA, F0, F1, HOST]),
     (r"cuda/attention/sm80/", "F2", [STD, CUDA, F0, F1, HOST, r'"cuda/attention/sm80/\w+\.cuh"']),

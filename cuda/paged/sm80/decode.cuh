@@ -116,11 +116,13 @@ struct PagedSm80 {
       int32_t mine = key + me.lane % kSlice, first = mine / 16 * 16;
       if (first >= task.end) first = key;
       uint32_t token = one_block ? first : max(min(mine, task.end - 1), task.low);
-      uint32_t index = token / static_cast<uint32_t>(p.block_size);
+      uint32_t index = token / static_cast<uint32_t>(p.pages.block_size);
       block = device::table_entry(p, task.b, index);
-      within = token - index * p.block_size + (one_block ? me.lane % 16 : 0);
+      within = token - index * p.pages.block_size + (one_block ? me.lane % 16 : 0);
     }
-    static __device__ bool in_one_block(const PagedParams& p) { return p.block_size % 16 == 0; }
+    static __device__ bool in_one_block(const PagedParams& p) {
+      return p.pages.block_size % 16 == 0;
+    }
     __device__ __forceinline__ bool holds(int32_t row) const {  // key `row` of the slice counts
       return static_cast<uint32_t>(key + row - task.low) <
              static_cast<uint32_t>(task.end - task.low);
@@ -170,20 +172,20 @@ struct PagedSm80 {
       constexpr int kAside = 32 / kSlice, kPieces = kSlice / 8, kPassRows = 32 / kPieces;
       int32_t row = me.lane % kSlice, piece = me.lane % kPieces;
       bool row_valid = holds(row);
-      const char* gK =
-          token_in(p, p.k_cache, p.k_strides, block, within) + me.lane / kSlice * p.block_size * 16;
+      const char* gK = token_in(p, p.k_cache, p.k_strides, block, within) +
+                       me.lane / kSlice * p.pages.block_size * 16;
 #pragma unroll
       for (int i = 0; i < kRowBytes / 16 / kAside; ++i) {
         int32_t chunk = me.lane / kSlice + kAside * i;
         device::cp_async16(to + Slice::k_chunk(row, chunk), gK,
                            row_valid && chunk * 16 < p.head_dim * kItem);
-        gK += kAside * p.block_size * 16;
+        gK += kAside * p.pages.block_size * 16;
       }
       // The 8 keys: blocks are multiples of 8.
       int32_t first_d = me.lane / kPieces, id = __shfl_sync(0xffffffffu, block, 8 * piece);
       int32_t place = __shfl_sync(0xffffffffu, within, 8 * piece) / 8 * 8;
       const char* gV =
-          token_in(p, p.v_cache, p.v_strides, id, place) + first_d * p.block_size * kItem;
+          token_in(p, p.v_cache, p.v_strides, id, place) + first_d * p.pages.block_size * kItem;
       bool piece_valid = key + 8 * piece < task.end && key + 8 * piece + 8 > task.low;
 #pragma unroll
       for (int i = 0; i < kHeadDim / kPassRows; ++i) {
@@ -194,7 +196,7 @@ struct PagedSm80 {
         } else {
           device::cp_async16(to + kKBytes + Slice::v_row(d, piece), gV, valid);
         }
-        gV += kPassRows * p.block_size * kItem;
+        gV += kPassRows * p.pages.block_size * kItem;
       }
     }
 
@@ -293,8 +295,8 @@ struct PagedSm80 {
     }
     const PagedWork& w = p.work;
     state.full_begin =
-        visible_keys(w.window_left, w.window_right, w.q_len - 1, w.q_len, task.context).begin;
-    state.full_end = visible_keys(w.window_left, w.window_right, 0, w.q_len, task.context).end;
+        visible_keys(w.mask.left, w.mask.right, w.q_len - 1, w.q_len, task.context).begin;
+    state.full_end = visible_keys(w.mask.left, w.mask.right, 0, w.q_len, task.context).end;
   }
 
   using Scores = float[kKeyBlocks][kRowBlocks][4];

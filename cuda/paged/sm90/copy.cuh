@@ -117,7 +117,8 @@ struct PagedSm90Tiles {
     uint32_t token = begin + lane * maps.piece;
     int32_t entry = 0;  // of one of the first 32 pieces
     if (token < end) {
-      entry = device::peek(p.block_tables + guess.b * p.block_tables_stride + token / p.block_size);
+      entry = device::peek(p.pages.block_tables + guess.b * p.pages.block_tables_stride +
+                           token / p.pages.block_size);
     }
 #pragma unroll 1
     for (int32_t first = 0; first < p.stages * pieces && first + pieces <= 32; first += pieces) {
@@ -125,7 +126,7 @@ struct PagedSm90Tiles {
       int32_t block = device::existing_block(p, __shfl_sync(0xffffffffu, entry, piece));
       token = begin + piece * maps.piece;
       if (my_piece < pieces && token < end) {
-        int32_t row = static_cast<int32_t>(token % p.block_size);
+        int32_t row = static_cast<int32_t>(token % p.pages.block_size);
         auto ask = [&](const device::TensorMap& map) {
           device::tma_prefetch_box(&map, panel * 64, row, guess.kv_head, block, 0);
         };
@@ -145,7 +146,7 @@ struct PagedSm90Tiles {
     bool has_box = my_piece < pieces;
     const uint32_t to = panel * kPanelBytes + my_piece * maps.piece * 128;
     // Note: a division in the loop over tiles costs 3 % of long contexts.
-    const int32_t block_size = p.block_size, row_step = kTile.n % block_size;
+    const int32_t block_size = p.pages.block_size, row_step = kTile.n % block_size;
     device::Ring ring(1, p.stages);
     auto load = [&](bool of_v, int32_t row, int32_t head, int32_t block) {
       uint32_t full = of_v ? shared.v_full(ring.stage()) : shared.k_full(ring.stage());

@@ -3,7 +3,7 @@
 // under NVRTC. Next: cpu/cache.cpp (all of it in plain loops).
 #pragma once
 
-#include "cuattn/params/paged.h"
+#include "cuattn/params/pages.h"
 
 namespace cuattn {
 
