@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <string>
 
+#include "cuattn/names.h"
 #include "cuattn/params/attention.h"
 #include "cuattn/params/paged.h"
 #include "cuattn/tiles.h"
@@ -114,10 +115,5 @@ bool is_auto(const char* backend);  // NULL is auto, too
 void require_supported(const char* function, const DeviceInfo& device);
 
 std::string access_clause(const Plan& plan);  // behind a reason: how keys and a bias are reached
-const char* kernel_name(Kernel kernel);       // as `backend=` spells it
-const char* dtype_name(DType dtype);          // "float32", ...
-const char* mask_name(MaskKind mask);
-const char* score_name(ScoreKind score);
-int32_t itemsize(DType dtype);
 
 }  // namespace cuattn

@@ -10,7 +10,7 @@
 
 #include "src/abi/guarded.h"
 #include "src/attention/call.h"
-#include "src/check/validate.h"
+#include "src/check/arrays.h"
 #include "src/info.h"
 #include "src/merge/merge.h"
 

@@ -6,7 +6,7 @@
 
 #include "cuattn/c_api.h"
 #include "src/abi/guarded.h"
-#include "src/check/validate.h"
+#include "src/check/arrays.h"
 #include "src/paged/call.h"
 #include "src/paged/persistent.h"
 

@@ -9,8 +9,8 @@
 #include <cstring>
 
 #include "cuattn/error.h"
+#include "src/check/arrays.h"
 #include "src/check/ladder.h"
-#include "src/check/validate.h"
 #include "src/info.h"
 
 namespace cuattn {
@@ -318,52 +318,6 @@ const char* bias_access_clause(BiasAccess bias) {
 
 std::string access_clause(const Plan& plan) {
   return concat(key_access_clause(plan.keys), bias_access_clause(plan.bias));
-}
-
-const char* kernel_name(Kernel kernel) {
-  switch (kernel) {
-    case Kernel::cpu_naive: return "naive";
-    case Kernel::cpu: return "cpu";
-    case Kernel::naive: return "naive";
-    case Kernel::cublas: return "cublas";
-    case Kernel::tiled: return "tiled";
-    case Kernel::simt: return "simt";
-    case Kernel::sm80: return "sm80";
-    case Kernel::sm90: return "sm90";
-  }
-  return "unknown";
-}
-
-const char* dtype_name(DType dtype) {
-  switch (dtype) {
-    case DType::f32: return "float32";
-    case DType::f16: return "float16";
-    case DType::bf16: return "bfloat16";
-    case DType::e4m3: return "float8_e4m3fn";
-    case DType::boolean: return "bool";
-    case DType::i32: return "int32";
-    case DType::i64: return "int64";
-  }
-  return "unknown";
-}
-
-const char* mask_name(MaskKind mask) {
-  return mask == MaskKind::none ? "none" : mask == MaskKind::causal ? "causal" : "window";
-}
-
-const char* score_name(ScoreKind score) {
-  return score == ScoreKind::identity ? "identity" : "scored";
-}
-
-int32_t itemsize(DType dtype) {
-  switch (dtype) {
-    case DType::f32:
-    case DType::i32: return 4;
-    case DType::i64: return 8;
-    case DType::f16:
-    case DType::bf16: return 2;
-    default: return 1;
-  }
 }
 
 }  // namespace cuattn

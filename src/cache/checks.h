@@ -4,9 +4,11 @@
 #pragma once
 
 #include "cuattn/params/pages.h"
-#include "src/check/validate.h"
+#include "src/check/arrays.h"
 
 namespace cuattn {
+
+KvLayout kv_layout_of(const char* function, int32_t code);  // of CUATTN_KV_*
 
 // What the caller knows the caches as.
 struct CacheNames {

@@ -10,7 +10,7 @@
 #include <new>
 
 #include "cuattn/tiles.h"
-#include "src/check/validate.h"
+#include "src/check/arrays.h"
 
 namespace cuattn {
 namespace {
