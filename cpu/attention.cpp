@@ -71,8 +71,7 @@ float score(const AttentionParams& p, const Head& head, int32_t row, int32_t key
 // head_dim_v sums.
 void attend_row(const AttentionParams& p, const Head& head, int32_t row, float* scores,
                 double* acc) {
-  KeyRange visible =
-      visible_keys(p.mask.left, p.mask.right, row, head.queries.used, head.keys.used);
+  KeyRange visible = p.mask.visible(row, head.queries.used, head.keys.used);
   float max = -kInfinity, sink = -kInfinity;
   if (row >= head.queries.used) {
     visible = {0, 0};

@@ -42,8 +42,8 @@ void paged(const PagedParams& params, const Plan&, int32_t, Stream) {
   cpu::paged_attention(params);
 }
 
-void paged_plan(const PagedWork& work, int32_t* plan, int32_t, Stream) {
-  cpu::paged_plan(work, plan);
+void paged_deal(const PagedWork& work, int32_t* deal, int32_t, Stream) {
+  cpu::paged_deal(work, deal);
 }
 
 void merge(const MergeParams& params, int32_t, Stream) { cpu::merge_states(params); }
@@ -91,7 +91,7 @@ const Backend& cpu_backend() {
   static const Backend backend{.device_info = device_info,
                                .attention = attention,
                                .paged = paged,
-                               .paged_plan = paged_plan,
+                               .paged_deal = paged_deal,
                                .start_persistent = nullptr,  // CUDA alone
                                .is_running = nullptr,
                                .merge = merge,

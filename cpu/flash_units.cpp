@@ -162,8 +162,7 @@ void run_unit(const Cut& cut, const FlashKernel& kernel, int64_t index) {
                    ? -std::numeric_limits<float>::infinity()
                    : finite_sink(p.scores.sinks[h * p.scores.sinks_stride]);
     row.diagonal = static_cast<int32_t>(int64_t{i} + keys.used - queries.used);
-    row.visible =
-        used ? visible_keys(p.mask.left, p.mask.right, i, queries.used, keys.used) : KeyRange{0, 0};
+    row.visible = used ? p.mask.visible(i, queries.used, keys.used) : KeyRange{0, 0};
   }
 
   FlashUnit unit{};

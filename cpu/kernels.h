@@ -18,7 +18,7 @@ void merge_states(const MergeParams& p);         // merge.cpp
 
 // paged.cpp. The checks throw InvalidArgument when lengths or block ids break the contract.
 void paged_attention(const PagedParams& p);
-void paged_plan(const PagedWork& work, int32_t* plan);
+void paged_deal(const PagedWork& work, int32_t* deal);
 void check_paged(const char* function, const PagedParams& p);
 void check_context_lens(const char* function, const PagedWork& work);
 // cache.cpp

@@ -91,10 +91,6 @@ void gather_row(const PagedParams& p, const char* from, char* to, Offset&& offse
   }
 }
 
-int64_t block_of(const PagedParams& p, int32_t b, int32_t token) {
-  return p.pages.block(b, token / p.pages.block_size);
-}
-
 void gather(const PagedParams& p, int32_t b, int32_t h_kv, int32_t first, int32_t count, char* k,
             char* v) {
   int64_t itemsize = bytes_of(p.kv_dtype), row_bytes = int64_t{p.head_dim} * bytes_of(p.dtype);
@@ -105,7 +101,7 @@ void gather(const PagedParams& p, int32_t b, int32_t h_kv, int32_t first, int32_
   };
   CopyRow copy{p};
   for (int32_t i = 0; i < count; ++i, k += row_bytes, v += row_bytes) {
-    int64_t block = block_of(p, b, first + i), token = (first + i) % block_size;
+    int64_t block = p.pages.block(b, (first + i) / block_size), token = (first + i) % block_size;
     const char* from_k = at(p.k_cache, p.k_strides, block, token);
     const char* from_v = at(p.v_cache, p.v_strides, block, token);
     if (p.kv_layout == KvLayout::vllm) {
@@ -188,7 +184,7 @@ void fill_row(const PagedParams& p, const Task& task, int32_t context, int32_t r
   r.slope = p.scores.slope(task.b, h);
   r.sink = -kInfinity;
   r.diagonal = static_cast<int32_t>(int64_t{query} + context - p.work.q_len);
-  r.visible = visible_keys(p.work.mask.left, p.work.mask.right, query, p.work.q_len, context);
+  r.visible = p.work.mask.visible(query, p.work.q_len, context);
 }
 
 // Chunks lie at multiples of kChunk, wherever the task begins.
@@ -351,10 +347,10 @@ std::vector<Task> list_tasks(const PagedWork& w) {
 
 }  // namespace
 
-void paged_plan(const PagedWork& work, int32_t* plan) {
+void paged_deal(const PagedWork& work, int32_t* deal) {
   PagedWork w = work;
-  w.plan = plan;
-  int32_t* first_tile = plan + PagedPlan::first_tile(w, 0);
+  w.deal = deal;
+  int32_t* first_tile = deal + PagedDeal::first_tile(w, 0);
   int64_t tiles = 0, longest = 0;
   for (int32_t b = 0; b < w.num_seqs; ++b) {
     first_tile[b] = static_cast<int32_t>(tiles);
@@ -366,24 +362,24 @@ void paged_plan(const PagedWork& work, int32_t* plan) {
                  "tiles of ", w.tile, " keys, got ", tiles, "; split the batch");
   first_tile[w.num_seqs] = static_cast<int32_t>(tiles);
   int64_t step = tiles_per_worker(w, tiles, longest);
-  plan[PagedPlan::kTiles] = static_cast<int32_t>(tiles);
-  plan[PagedPlan::kTilesPerWorker] = static_cast<int32_t>(step);
-  plan[PagedPlan::kTile] = w.tile;
-  plan[PagedPlan::kNumWorkers] = w.num_workers;
-  plan[PagedPlan::kLanes] = w.lanes;
+  deal[PagedDeal::kTiles] = static_cast<int32_t>(tiles);
+  deal[PagedDeal::kTilesPerWorker] = static_cast<int32_t>(step);
+  deal[PagedDeal::kTile] = w.tile;
+  deal[PagedDeal::kNumWorkers] = w.num_workers;
+  deal[PagedDeal::kTracks] = w.tracks;
   for (int32_t worker = 0; worker < w.num_workers; ++worker) {
-    int32_t* entry = plan + PagedPlan::worker(worker);
+    int32_t* entry = deal + PagedDeal::worker(worker);
     PagedStart start = worker_start(w, first_tile, step, worker);
-    entry[PagedPlan::kWorkerHead] = start.head_group;
-    entry[PagedPlan::kWorkerSeq] = start.b;
-    entry[PagedPlan::kWorkerTile] = start.tile;
-    entry[PagedPlan::kWorkerCount] = start.count;
+    entry[PagedDeal::kWorkerHead] = start.head_group;
+    entry[PagedDeal::kWorkerSeq] = start.b;
+    entry[PagedDeal::kWorkerTile] = start.tile;
+    entry[PagedDeal::kWorkerCount] = start.count;
   }
 }
 
 void paged_attention(const PagedParams& p) {
   const PagedWork& w = p.work;
-  if (p.own_plan != nullptr) paged_plan(w, p.own_plan);
+  if (p.own_deal != nullptr) paged_deal(w, p.own_deal);
   std::vector<Task> tasks = list_tasks(w);
   double flops = 0.0;
   for (const Task& task : tasks) flops += 4.0 * (task.end - task.begin) * w.rows * p.head_dim;
@@ -423,10 +419,10 @@ void check_paged(const char* function, const PagedParams& p) {
                      "); entries past the context may be anything");
     }
   }
-  if (p.work.plan == nullptr || p.own_plan != nullptr) return;
-  std::vector<int32_t> want(PagedPlan::size(p.work));
-  paged_plan(p.work, want.data());
-  CUATTN_REQUIRE(std::equal(want.begin(), want.end(), p.work.plan), function,
+  if (p.work.deal == nullptr || p.own_deal != nullptr) return;
+  std::vector<int32_t> want(PagedDeal::size(p.work));
+  paged_deal(p.work, want.data());
+  CUATTN_REQUIRE(std::equal(want.begin(), want.end(), p.work.deal), function,
                  ": plan must be what paged_plan makes of these context_lens, got another; make "
                  "it anew in every step, with the options of this call");
 }

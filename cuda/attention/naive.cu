@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(kThreads)
 
   KeyRange seen{0, 0};  // rows that are stored but not used see nothing: they become zeros
   if (row < queries.used) {
-    seen = visible_keys(p.mask.left, p.mask.right, row, queries.used, keys.used);
+    seen = p.mask.visible(row, queries.used, keys.used);
   }
   int32_t head_kv = head / (p.num_heads_q / p.num_heads_kv);
   const float* prob = probs + at * p.seqlen_kv;

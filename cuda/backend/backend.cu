@@ -203,16 +203,16 @@ void attention(const AttentionParams& params, const AttentionSchedule& schedule,
 void paged(const PagedParams& params, const Plan& plan, int32_t device_id, Stream stream) {
   DeviceGuard guard(device_id);
   cudaStream_t cuda_stream = static_cast<cudaStream_t>(stream);
-  if (params.own_plan != nullptr) launch_paged_plan(params.work, params.own_plan, cuda_stream);
+  if (params.own_deal != nullptr) launch_paged_deal(params.work, params.own_deal, cuda_stream);
   find_paged_instance(params, plan).launch(params, cuda_stream);
   if (num_paged_slots(params.work) > 0) {  // units may have several parts
     launch_paged_combine(params, device_info(device_id, false).major, cuda_stream);
   }
 }
 
-void paged_plan(const PagedWork& work, int32_t* plan, int32_t device_id, Stream stream) {
+void paged_deal(const PagedWork& work, int32_t* deal, int32_t device_id, Stream stream) {
   DeviceGuard guard(device_id);
-  launch_paged_plan(work, plan, static_cast<cudaStream_t>(stream));
+  launch_paged_deal(work, deal, static_cast<cudaStream_t>(stream));
 }
 
 void* start_persistent(const PersistentParams& params, int32_t device_id, Stream stream) {
@@ -353,7 +353,7 @@ const Backend* cuda_backend() {
   static const Backend backend{.device_info = device_info,
                                .attention = attention,
                                .paged = paged,
-                               .paged_plan = paged_plan,
+                               .paged_deal = paged_deal,
                                .start_persistent = start_persistent,
                                .is_running = is_running,
                                .merge = merge,

@@ -19,9 +19,9 @@ void launch_naive(const AttentionParams& params, void* workspace, cudaStream_t s
 void launch_cublas(const AttentionParams& params, void* workspace, int device_id,
                    cudaStream_t stream);
 bool cublas_available();
-// Paged attention: the plan, where the call makes its own; a kernel; the combine, where units are
+// Paged attention: the deal, where the call makes its own; a kernel; the combine, where units are
 // cut. `major`: compute capability, from 9 on the combine overlaps the kernel before it.
-void launch_paged_plan(const PagedWork& work, int32_t* plan, cudaStream_t stream);
+void launch_paged_deal(const PagedWork& work, int32_t* deal, cudaStream_t stream);
 void launch_paged_combine(const PagedParams& params, int32_t major, cudaStream_t stream);
 void launch_paged_persistent(const PersistentParams& params, cudaStream_t stream);
 void launch_cache_write(const CacheWriteParams& params, cudaStream_t stream);    // cache/write.cu

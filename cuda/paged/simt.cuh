@@ -91,7 +91,7 @@ struct PagedSimt {
       for (int i = 0; i < kKeys; ++i) {
         int32_t key = key0 + i;
         bool valid = key >= task.low && key < task.end;
-        int64_t block = valid ? device::block_of(p, task.b, key) : 0;
+        int64_t block = valid ? p.pages.block(task.b, key / p.pages.block_size) : 0;
 #pragma unroll
         for (int g = 0; g < kGroups; ++g) {
           bool loads = valid && column(g) < p.head_dim;

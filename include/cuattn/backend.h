@@ -31,8 +31,8 @@ struct Backend {
   void (*attention)(const AttentionParams& params, const AttentionSchedule& schedule,
                     const Plan& plan, int32_t device_id, Stream stream);
   void (*paged)(const PagedParams& params, const Plan& plan, int32_t device_id, Stream stream);
-  // Fills a plan of PagedPlan::size(work) entries; work.plan is not read.
-  void (*paged_plan)(const PagedWork& work, int32_t* plan, int32_t device_id, Stream stream);
+  // Fills a deal of PagedDeal::size(work) entries; work.deal is not read.
+  void (*paged_deal)(const PagedWork& work, int32_t* deal, int32_t device_id, Stream stream);
   // Clears the queue and launches the persistent kernel; is_running may be asked until it says no
   // or throws CudaError, and then not again. Both are nullptr on the CPU.
   void* (*start_persistent)(const PersistentParams& params, int32_t device_id, Stream stream);

@@ -51,9 +51,7 @@ struct PagedRequest {
   KvLayout kv_layout;
   int32_t num_seqs, q_len, num_heads_q, num_heads_kv, head_dim, block_size;
   int32_t capacity;        // tokens that a row of block_tables can name
-  bool windowed;           // any limit beyond causal
-  ScoreKind score;         // scored: softcap, ALiBi or a scale that is not positive
-  bool has_plan;           // the caller brings one
+  bool has_deal;           // the caller brings one (plan=)
   int32_t num_splits;      // asked for; 0 = chosen
   int32_t partition_size;  // V2's; 0 = none
   bool one_pass;           // V1
@@ -77,12 +75,12 @@ struct Plan {
   int32_t head_dim,
       head_dim_v;  // of the compiled instance; smaller heads run padded in shared memory
   Tile tile;
-  int32_t num_splits;  // parts of the keys that memory holds; paged: 0 = by a plan of the device
+  int32_t num_splits;  // parts of the keys that memory holds; paged: 0 = by a deal of the device
   int32_t split_keys;  // paged: the fixed length of a split, or 0
   int32_t cluster;     // paged: thread blocks that share a split and merge what they find; 1 = none
   bool in_parts;       // paged: batch invariant in parts of a split (PagedWork)
-  int32_t num_workers;   // paged: thread blocks that share a plan
-  int32_t lanes;         // paged: rows of tiles in which they stand (PagedPlan)
+  int32_t num_workers;   // paged: thread blocks that share a deal
+  int32_t tracks;        // paged: rows of tiles in which they stand (PagedDeal)
   int32_t packed_heads;  // query heads of a group that share a tile; 1 = none
   int32_t num_ctas;      // grid of a persistent kernel; 0 = a CTA for each tile
   bool draws_tiles;      // persistent: each CTA draws its next tile; else a fixed order

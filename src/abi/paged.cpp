@@ -123,7 +123,7 @@ cuattn_status cuattn_paged_plan_prepare(const DLTensor* block_tables, const DLTe
     call->device = state.device;
     call->out_dtype = dl_dtype(DType::i32);
     call->out_ndim = 1;
-    call->out_shape[0] = PagedPlan::size(state.params.work);
+    call->out_shape[0] = PagedDeal::size(state.params.work);
     call->lse_ndim = 0;
     call->workspace_bytes = 0;
     call->nothing_to_do = 0;

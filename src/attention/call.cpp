@@ -32,8 +32,8 @@ AttentionRequest request_of(const AttentionCall& call) {
   r.has_bias_map = call.has_bias && has_bias_map(p);
   r.num_splits = call.num_splits;
   r.paged = call.paged;
-  r.kv_layout = call.pages.kv_layout;
-  r.block_size = call.pages.block_size;
+  r.kv_layout = call.gather.kv_layout;
+  r.block_size = call.gather.pages.block_size;
   return r;
 }
 
@@ -98,9 +98,9 @@ void check_memory(const AttentionCall& call, const TensorView& out, const Tensor
   };
   read_rows("q", p.q, p.q_strides, call.ragged ? p.total_q : p.seqlen_q, p.num_heads_q, p.head_dim);
   if (call.paged) {
-    const CacheGatherParams& g = call.pages;
-    memory.reads(cache_footprint("k", g.k, g, g.dtype));
-    memory.reads(cache_footprint("v", g.v, g, g.dtype));
+    const CacheGatherParams& g = call.gather;
+    memory.reads(cache_footprint("k", g.k, g));
+    memory.reads(cache_footprint("v", g.v, g));
     memory.reads(tables_footprint(g));
   } else {
     int64_t rows = call.ragged ? p.total_kv : p.seqlen_kv;
@@ -163,7 +163,7 @@ void run_attention(AttentionCall& call, const TensorView& out, const TensorView*
   check_memory(call, out, lse, workspace);
   bool cuda = is_cuda(call.device);
   const Backend& backend = backend_of(fn, call.device);
-  if (call.paged) check_pages(fn, call.pages, call.device, stream);
+  if (call.paged) check_pages(fn, call.gather, call.device, stream);
   if ((call.ragged || call.uses_seqused) && (!cuda || checks_device_data()))
     backend.check(p, call.device.device_id, stream);
   if (out.size() == 0 || p.batch == 0 || p.seqlen_q == 0) return;

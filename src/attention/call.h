@@ -11,7 +11,7 @@ namespace cuattn {
 
 struct AttentionCall {
   AttentionParams params;
-  CacheGatherParams pages;  // paged keys: gathered into the workspace before the kernel runs
+  CacheGatherParams gather;  // paged keys: gathered into the workspace before the kernel runs
   Plan plan;
   DLDevice device;
   int32_t layout;

@@ -8,7 +8,7 @@ namespace cuattn {
 void size_pages(AttentionCall& call) {
   const char* fn = call.function();
   AttentionParams& p = call.params;
-  CacheGatherParams& g = call.pages;
+  CacheGatherParams& g = call.gather;
   require_extent(fn, "block_tables", "num_seqs", g.num_seqs, p.batch, "cu_seqlens_q");
   p.total_kv = int64_t{p.batch} * p.seqlen_kv;
   g.num_tokens = p.total_kv;
@@ -33,12 +33,12 @@ size_t page_bytes(const AttentionCall& call, const CacheSide& side) {
 }  // namespace
 
 size_t gathered_bytes(const AttentionCall& call) {
-  return page_bytes(call, call.pages.k) + page_bytes(call, call.pages.v);
+  return page_bytes(call, call.gather.k) + page_bytes(call, call.gather.v);
 }
 
 void* gather_pages(AttentionCall& call, void* workspace, Stream stream) {
   AttentionParams& p = call.params;
-  CacheGatherParams& g = call.pages;
+  CacheGatherParams& g = call.gather;
   auto* place = static_cast<char*>(workspace);
   auto take = [&](CacheSide& side, Strides& strides) {
     side.rows = place;
@@ -57,8 +57,8 @@ void* gather_pages(AttentionCall& call, void* workspace, Stream stream) {
 
 void point_at_pages(AttentionCall& call) {
   AttentionParams& p = call.params;
-  const CacheGatherParams& g = call.pages;
-  p.pages = {g.block_tables, g.block_tables_stride, g.num_blocks, g.block_size};
+  const CacheGatherParams& g = call.gather;
+  p.pages = g.pages;
   p.k = g.k.cache;
   p.v = g.v.cache;
   p.k_strides = {g.k.strides.block, g.k.strides.token, g.k.strides.head};
@@ -67,7 +67,7 @@ void point_at_pages(AttentionCall& call) {
 
 PagedCall step_of(const AttentionCall& call) {
   const AttentionParams& p = call.params;
-  const CacheGatherParams& g = call.pages;
+  const CacheGatherParams& g = call.gather;
   PagedCall step{};
   step.function = call.function();
   step.device = call.device;
@@ -96,7 +96,7 @@ PagedCall step_of(const AttentionCall& call) {
   to.kv_layout = g.kv_layout;
   to.num_heads_q = p.num_heads_q;
   to.head_dim = p.head_dim;
-  to.pages = {g.block_tables, g.block_tables_stride, g.num_blocks, g.block_size};
+  to.pages = g.pages;
   to.scores = p.scores;
   to.k_scale = to.v_scale = 1.0f;
   return step;

@@ -29,20 +29,20 @@ void read_paged_arrays(AttentionCall& call, const TensorView& q, const TensorVie
                          "paged_attention, or a cache of q's dtype");
   }
   require_dtype(fn, "k", k, p.dtype, "q");
-  call.pages = read_pages(fn, {"k", "v"}, k, v, view_of(fn, "block_tables", o.block_tables),
-                          kv_layout_of(fn, o.kv_layout), p.dtype, call.device, "q", check_data);
-  const CacheGatherParams& pages = call.pages;
-  require_extent(fn, "k", "head_dim", pages.k.head_dim, q.shape[2], "q");
-  require_head_dim(fn, "v", "head_dim_v", pages.v.head_dim, p.dtype);
-  CUATTN_REQUIRE(pages.num_blocks > 0 || pages.num_seqs == 0, fn,
+  call.gather = read_pages(fn, {"k", "v"}, k, v, view_of(fn, "block_tables", o.block_tables),
+                           kv_layout_of(fn, o.kv_layout), p.dtype, call.device, "q", check_data);
+  const CacheGatherParams& g = call.gather;
+  require_extent(fn, "k", "head_dim", g.k.head_dim, q.shape[2], "q");
+  require_head_dim(fn, "v", "head_dim_v", g.v.head_dim, p.dtype);
+  CUATTN_REQUIRE(g.pages.num_blocks > 0 || g.num_seqs == 0, fn,
                  ": k must hold at least one block, got 0; allocate one");
   p.num_heads_q = checked_extent(fn, "q", "num_heads_q", q.shape[1]);
-  p.num_heads_kv = pages.num_heads;
+  p.num_heads_kv = g.num_heads;
   require_heads(fn, p.num_heads_q, p.num_heads_kv);
   p.head_dim = static_cast<int32_t>(q.shape[2]);
-  p.head_dim_v = pages.v.head_dim;
+  p.head_dim_v = g.v.head_dim;
   p.total_q = q.shape[0];
-  p.total_kv = int64_t{pages.max_blocks} * pages.block_size;  // of one sequence, until size_pages
+  p.total_kv = int64_t{g.max_blocks} * g.pages.block_size;  // of one sequence, until size_pages
   p.q = q.data;
   p.q_strides = strides_of(q, axes);
 }

@@ -66,7 +66,7 @@ void check_memory(const PagedCall& call, const TensorView& out, const TensorView
   };
   read_scales("k_scale", p.k_scales, p.k_scales_stride_batch, p.k_scales_stride_head);
   read_scales("v_scale", p.v_scales, p.v_scales_stride_batch, p.v_scales_stride_head);
-  if (call.request.has_plan) memory.reads({"plan", w.plan, 4, {{PagedPlan::size(w), 1}}});
+  if (call.request.has_deal) memory.reads({"plan", w.deal, 4, {{PagedDeal::size(w), 1}}});
 }
 
 }  // namespace
@@ -124,7 +124,7 @@ void run_paged(PagedCall call, const TensorView& out, const TensorView* lse, voi
 
 void run_paged_plan(PagedCall& call, const TensorView& plan, Stream stream) {
   PagedWork& w = call.params.work;
-  require_contiguous(call, "out", plan, DType::i32, {PagedPlan::size(w)}, true);
+  require_contiguous(call, "out", plan, DType::i32, {PagedDeal::size(w)}, true);
   CallMemory memory(call.function);
   memory.writes({"out", plan});
   memory.reads({"context_lens", w.context_lens, 4, {{w.num_seqs, 1}}});
@@ -132,7 +132,7 @@ void run_paged_plan(PagedCall& call, const TensorView& plan, Stream stream) {
   int32_t device = call.device.device_id;
   if (!is_cuda(call.device) || checks_device_data())
     backend.check_context_lens(call.function, w, device, stream);
-  backend.paged_plan(w, static_cast<int32_t*>(plan.data), device, stream);
+  backend.paged_deal(w, static_cast<int32_t*>(plan.data), device, stream);
 }
 
 }  // namespace cuattn

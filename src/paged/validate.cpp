@@ -217,7 +217,7 @@ PagedCall validate_paged_plan(const TensorView& block_tables, const TensorView& 
   fill_mask(call, o);
   p.scores.scale = 1.0f;
   call.request = request_of(call, o);
-  call.request.has_plan = true;
+  call.request.has_deal = true;
   return call;
 }
 

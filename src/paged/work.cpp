@@ -22,9 +22,7 @@ PagedRequest request_of(const PagedCall& call, const cuattn_paged_options& o) {
   r.head_dim = p.head_dim;
   r.block_size = p.pages.block_size;
   r.capacity = p.work.capacity;
-  r.windowed = p.work.mask.kind() == MaskKind::window;
-  r.score = p.scores.kind;
-  r.has_plan = o.plan != nullptr;
+  r.has_deal = o.plan != nullptr;
   r.num_splits = o.num_splits;
   r.partition_size = o.version == 2 ? static_cast<int32_t>(o.partition_size) : 0;
   r.one_pass = o.version == 1;
@@ -44,17 +42,17 @@ void require_contiguous(const PagedCall& call, const char* name, const TensorVie
 
 namespace {
 
-void read_plan(PagedCall& call, const DLTensor* tensor) {
+void read_deal(PagedCall& call, const DLTensor* tensor) {
   if (tensor == nullptr) return;
   PagedWork& w = call.params.work;
   TensorView view = view_of(call.function, "plan", tensor);
   require_dtype(call.function, "plan", view, DType::i32);
-  CUATTN_REQUIRE(view.ndim == 1 && view.shape[0] == PagedPlan::size(w), call.function,
-                 ": plan must have ", PagedPlan::size(w), " entries for backend '",
+  CUATTN_REQUIRE(view.ndim == 1 && view.shape[0] == PagedDeal::size(w), call.function,
+                 ": plan must have ", PagedDeal::size(w), " entries for backend '",
                  kernel_name(call.plan.kernel), "', got shape ", shape_text(view),
                  "; make it with paged_plan for the shapes, kv_layout and backend of this call");
-  require_contiguous(call, "plan", view, DType::i32, {PagedPlan::size(w)}, false);
-  w.plan = static_cast<const int32_t*>(view.data);
+  require_contiguous(call, "plan", view, DType::i32, {PagedDeal::size(w)}, false);
+  w.deal = static_cast<const int32_t*>(view.data);
 }
 
 void read_partitions(PagedCall& call, const cuattn_paged_options& o) {
@@ -95,9 +93,9 @@ size_t place_workspace(PagedCall& call, void* base) {
   PagedParams& p = call.params;
   PagedWork& w = p.work;
   Pieces pieces(base);
-  if (w.num_splits == 0 && !call.request.has_plan) {
-    p.own_plan = static_cast<int32_t*>(pieces.take(PagedPlan::size(w), sizeof(int32_t)));
-    w.plan = p.own_plan;
+  if (w.num_splits == 0 && !call.request.has_deal) {
+    p.own_deal = static_cast<int32_t*>(pieces.take(PagedDeal::size(w), sizeof(int32_t)));
+    w.deal = p.own_deal;
   }
   if (call.request.partition_size > 0) {
     int64_t partials = int64_t{w.num_seqs} * p.num_heads_q * w.num_splits;
@@ -127,13 +125,13 @@ void cut_work(PagedCall& call) {
   w.num_splits = call.plan.num_splits;
   w.split_keys = call.plan.split_keys;
   w.num_workers = call.plan.num_workers;
-  w.lanes = call.plan.lanes;
+  w.tracks = call.plan.tracks;
   call.params.stages = call.plan.tile.stages;
 }
 
 namespace {
 
-// Splits of all units, and what a plan holds, are counted in 32 bits.
+// Splits of all units, and what a deal holds, are counted in 32 bits.
 void check_work(const PagedCall& call) {
   const PagedWork& w = call.params.work;
   double seqs = w.num_seqs, units = seqs * head_groups(w);
@@ -156,7 +154,7 @@ void plan_paged(PagedCall& call, const cuattn_paged_options& o, const DeviceInfo
   call.plan = select_paged(call.function, call.request, device, o.backend);
   cut_work(call);
   check_work(call);
-  read_plan(call, o.plan);
+  read_deal(call, o.plan);
   if (o.version == 2) read_partitions(call, o);
   call.plan.workspace_bytes = place_workspace(call, nullptr);
 }

@@ -14,7 +14,7 @@ PagedRequest request_of(const PagedCall& call, const cuattn_paged_options& optio
 // How the plan cuts the rows and keys of the call.
 void cut_work(PagedCall& call);
 
-// What a call keeps in its workspace: its own plan, partial results, V2 buffers not given. Returns
+// What a call keeps in its workspace: its own deal, partial results, V2 buffers not given. Returns
 // their bytes; a base of nullptr places nothing.
 size_t place_workspace(PagedCall& call, void* base);
 

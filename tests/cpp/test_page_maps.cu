@@ -100,7 +100,7 @@ void check_pages(const std::vector<int32_t>& lengths, int32_t block_size, int32_
   AttentionParams p = dense_params(batch, longest, kHeads * kGroup, kHeads, columns, columns);
   p.k_strides = paged.layout.strides;
   p.seqused_kv = used.data();
-  p.pages = {tables.data(), paged.columns_in_table, paged.blocks, block_size};
+  p.pages = {paged.blocks, block_size, tables.data(), paged.columns_in_table};
   Sm90Schedule s = make_sm90_schedule(p, {128, kRows, 2, 12});
   int32_t most_tiles = ceil_div(longest, kRows);
   Tiles tiles(int64_t{batch} * kHeads * kGroup * most_tiles, kRows, kPanels);

@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether two builds hold the same kernels: the proof of a change that only moves or renames.
 
-    python tests/house/same_machine_code.py BEFORE AFTER [--cuobjdump PATH]
+    python tests/house/same_machine_code.py BEFORE AFTER [--ignore-parameters] [--cuobjdump PATH]
 
 BEFORE and AFTER are build folders (cmake -G Ninja -B BEFORE ...; ninja -C BEFORE). Compared are, of
 every cubin in their objects, the machine code of each function, what ptxas said of it (registers,
 stack, spills, shared and constant memory), and the functions that libcuattn.so exports. A function
 is found again by its name; one whose name changed, by its code. Not a test: it needs two builds and
 cuobjdump.
+
+--ignore-parameters is for a change of the structs that kernels receive: where a parameter lies is
+left out of the comparison. Objects that AFTER has not compiled are left out too, and for what still
+differs the numbers of instructions are printed.
 """
 
 from __future__ import annotations
@@ -41,6 +45,30 @@ def sections(elf: bytes) -> Iterator[tuple[str, bytes]]:
 
 def objects(build: Path) -> list[Path]:
     return sorted(path for path in build.rglob("*.cu.o") if "CMakeFiles/cuattn_cuda" in str(path))
+
+
+def code_of(text: str) -> str:
+    """The instructions of a function as cuobjdump -sass prints them, but for their parameters.
+
+    Kept are all words but those that name constant bank 0, where parameters lie, or the address of
+    a parameter; their control halves and operands are kept, too.
+    """
+    lines = []
+    for instruction, low, high in INSTRUCTION.findall(text):
+        masked = PARAMETER.sub("?", instruction)
+        lines.append(f"{masked} {high}" if masked != instruction else f"{low} {high}")
+    return "\n".join(lines)
+
+
+def assembly(path: Path, cuobjdump: str) -> Iterator[tuple[str, str, str]]:
+    """Architecture, name and code_of the functions of an object."""
+    command = [cuobjdump, "-sass", str(path)]
+    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    for cubin in re.split(r"^Fatbin \w+ code:$", text, flags=re.M)[1:]:
+        arch = re.search(r"^arch = (\w+)", cubin, re.M)[1]
+        for function in cubin.split("\t\tFunction : ")[1:]:
+            name, _, body = function.partition("\n")
+            yield arch, LOCAL.sub("local", name), code_of(body)
 
 
 def machine_code(build: Path, cuobjdump: str) -> dict[tuple[str, str], list[str]]:

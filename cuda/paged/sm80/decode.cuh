@@ -117,7 +117,7 @@ struct PagedSm80 {
       if (first >= task.end) first = key;
       uint32_t token = one_block ? first : max(min(mine, task.end - 1), task.low);
       uint32_t index = token / static_cast<uint32_t>(p.pages.block_size);
-      block = device::table_entry(p, task.b, index);
+      block = *p.pages.entry(task.b, index);
       within = token - index * p.pages.block_size + (one_block ? me.lane % 16 : 0);
     }
     static __device__ bool in_one_block(const PagedParams& p) {
@@ -132,7 +132,7 @@ struct PagedSm80 {
     __device__ __forceinline__ const char* token_in(const PagedParams& p, const void* cache,
                                                     const CacheStrides& strides, int32_t id,
                                                     int32_t place) const {
-      int64_t at = device::existing_block(p, id) * strides.block + task.kv_head * strides.head +
+      int64_t at = p.pages.existing(id) * strides.block + task.kv_head * strides.head +
                    place * strides.token;
       return static_cast<const char*>(cache) + at * kItem;
     }
@@ -294,9 +294,8 @@ struct PagedSm80 {
       }
     }
     const PagedWork& w = p.work;
-    state.full_begin =
-        visible_keys(w.mask.left, w.mask.right, w.q_len - 1, w.q_len, task.context).begin;
-    state.full_end = visible_keys(w.mask.left, w.mask.right, 0, w.q_len, task.context).end;
+    state.full_begin = w.mask.visible(w.q_len - 1, w.q_len, task.context).begin;
+    state.full_end = w.mask.visible(0, w.q_len, task.context).end;
   }
 
   using Scores = float[kKeyBlocks][kRowBlocks][4];

@@ -291,10 +291,8 @@ struct PagedSm90 : PagedSm90Tiles<kType, kHeadDim, kRows, kUse> {
       MergedParts merged;
       // Every row sees all keys of [full_begin, full_end).
       const PagedWork& w = p.work;
-      int32_t full_end =
-          min(task.end, visible_keys(w.mask.left, w.mask.right, 0, w.q_len, task.context).end);
-      int32_t full_begin =
-          visible_keys(w.mask.left, w.mask.right, w.q_len - 1, w.q_len, task.context).begin;
+      int32_t full_end = min(task.end, w.mask.visible(0, w.q_len, task.context).end);
+      int32_t full_begin = w.mask.visible(w.q_len - 1, w.q_len, task.context).begin;
       int32_t first_key = task.begin, left = task.end - task.begin;
       uint32_t last_v_empty = 0, last_parity = 0;
       float scores[kCount];

@@ -21,7 +21,7 @@ constexpr int32_t kPagedPartKeys = 128;
 //   num_splits >= 1, split_keys == 0: evenly, whole tiles each
 //   num_splits >= 1, split_keys > 0: at multiples of split_keys (batch invariant, and V2);
 //                                    num_splits is what the longest context needs
-//   num_splits == 0: by a plan. All tiles of all units stand in `lanes` rows, and each of
+//   num_splits == 0: by a deal. All tiles of all units stand in `tracks` rows, and each of
 //                    num_workers thread blocks takes the next `tiles_per_worker` of its row.
 // A split is one thread block's, or a cluster's.
 struct PagedWork {
@@ -36,24 +36,32 @@ struct PagedWork {
   int32_t num_splits, split_keys;
   int32_t cluster;  // thread blocks that share a split and merge what they find; 1: none
   bool in_parts;    // parts of kPagedPartKeys keys are weighed one by one (batch invariant)
-  int32_t num_workers, lanes;
-  const int32_t* plan;  // see PagedPlan; nullptr when num_splits >= 1
+  int32_t num_workers, tracks;
+  const int32_t* deal;  // see PagedDeal; nullptr when num_splits >= 1
 };
 
-// A plan is one int32 array, made on the device by paged_plan once per step and shared by all
-// layers of the step. The head groups (kv head * row_groups + row group) are dealt to `lanes`,
-// which divides them, neighbours to the same lane. The tiles of a lane stand in one row: sequence
-// after sequence, within a sequence head group after head group. Every row is cut alike: worker w
-// takes the tiles_per_worker next to each other at place w / lanes of lane w % lanes. So workers
-// side by side read the same tokens of several heads at a time, which lie together in memory.
-//   [0] tiles of all sequences   [1] tiles_per_worker   [2] tile   [3] num_workers   [4] lanes
+// A deal is one int32 array, made on the device by paged_deal once a step and shared by all layers
+// of the step; Python's paged_plan returns it. The head groups (kv head * row_groups + row group)
+// are dealt to `tracks`, which divides them, neighbours to the same track. The tiles of a track
+// stand in one row: sequence after sequence, within a sequence head group after head group. Every
+// row is cut alike: worker w takes the tiles_per_worker next to each other at place w / tracks of
+// track w % tracks. So workers side by side read the same tokens of several heads at a time, which
+// lie together in memory. Two sequences of 3 and 5 tiles, 4 head groups, 2 tracks, 6 workers:
+//
+//   track 0 | s0 g0 | s0 g1 |   s1 g0   |   s1 g1   |   16 tiles in a row
+//   worker    0 0 0   0 0 0   2 2 2 2 2   2 4 4 4 4     6 tiles each, the last takes what is left
+//   track 1 | s0 g2 | s0 g3 |   s1 g2   |   s1 g3   |
+//   worker    1 1 1   1 1 1   3 3 3 3 3   3 5 5 5 5
+//
+// Workers 2 and 4 share the unit (s1, g1): each writes a partial result, and a combine merges them.
+// A worker shares two units at most, its first and its last, so its partial slots are 2 w and
+// 2 w + 1.
+//   [0] tiles of all sequences   [1] tiles_per_worker   [2] tile   [3] num_workers   [4] tracks
 //   [5 + 4 w ..]  where worker w begins: head group, sequence, tile within the sequence, and how
 //                 many tiles it takes (0: nothing to do)
 //   [5 + 4 num_workers + b]  the tiles of one head group before sequence b, for b = 0 .. num_seqs
-// A worker writes at most two units in part, its first and its last, so partial slots are 2 w and
-// 2 w + 1.
-struct PagedPlan {
-  static constexpr int32_t kTiles = 0, kTilesPerWorker = 1, kTile = 2, kNumWorkers = 3, kLanes = 4,
+struct PagedDeal {
+  static constexpr int32_t kTiles = 0, kTilesPerWorker = 1, kTile = 2, kNumWorkers = 3, kTracks = 4,
                            kHeader = 5;
   static constexpr int32_t kWorkerHead = 0, kWorkerSeq = 1, kWorkerTile = 2, kWorkerCount = 3,
                            kWorkerFields = 4;
@@ -82,8 +90,8 @@ struct PagedSpan {
 };
 
 CUATTN_HOST_DEVICE PagedSpan paged_span_of_context(const PagedWork& w, int32_t context) {
-  int32_t low = visible_keys(w.mask.left, w.mask.right, 0, w.q_len, context).begin;
-  int32_t end = visible_keys(w.mask.left, w.mask.right, w.q_len - 1, w.q_len, context).end;
+  int32_t low = w.mask.visible(0, w.q_len, context).begin;
+  int32_t end = w.mask.visible(w.q_len - 1, w.q_len, context).end;
   int32_t begin = low < end ? low : end;
   return {context, begin == 0 ? 0 : begin / w.tile * w.tile, end, low};
 }
@@ -98,15 +106,15 @@ CUATTN_HOST_DEVICE int32_t paged_tiles(const PagedWork& w, const PagedSpan& span
 }
 
 CUATTN_HOST_DEVICE int32_t head_groups(const PagedWork& w) { return w.num_heads_kv * w.row_groups; }
-CUATTN_HOST_DEVICE int32_t lane_heads(const PagedWork& w) { return head_groups(w) / w.lanes; }
+CUATTN_HOST_DEVICE int32_t track_heads(const PagedWork& w) { return head_groups(w) / w.tracks; }
 
-// Thread blocks that share the keys of a call: workers of a plan, or splits of units.
+// Thread blocks that share the keys of a call: workers of a deal, or splits of units.
 CUATTN_HOST_DEVICE int64_t num_key_tasks(const PagedWork& w) {
   if (w.num_splits == 0) return w.num_workers;
   return int64_t{w.num_seqs} * w.num_splits * head_groups(w);
 }
 
-// Without a plan: which split of which unit task `index` of num_key_tasks is. Heads fastest: blocks
+// Without a deal: which split of which unit task `index` of num_key_tasks is. Heads fastest: blocks
 // that run together read neighbours in memory.
 struct PagedItem {
   int32_t b, head_group, split;
@@ -117,7 +125,7 @@ CUATTN_HOST_DEVICE PagedItem paged_item(const PagedWork& w, uint32_t index) {
   return {rest / w.num_splits, head_group, rest % w.num_splits};
 }
 
-// Without a plan: the splits first .. first + count - 1 of num_splits have work; count >= 1. Split
+// Without a deal: the splits first .. first + count - 1 of num_splits have work; count >= 1. Split
 // s covers keys [max(span.begin, begin_of(s)), min(span.end, begin_of(s + 1))).
 struct PagedSplits {
   int32_t first, count;
@@ -183,25 +191,25 @@ CUATTN_HOST_DEVICE PagedSlots paged_slots(const PagedWork& w, int32_t b, int32_t
     int64_t first = (int64_t{b} * head_groups(w) + head_group) * w.num_splits + splits.first;
     return {splits.count, first, first + 1, 1};
   }
-  int32_t heads = lane_heads(w), lane = head_group / heads, places = w.num_workers / w.lanes;
-  int64_t before = w.plan[PagedPlan::first_tile(w, b)];
-  int64_t tiles = w.plan[PagedPlan::first_tile(w, b + 1)] - before;
+  int32_t heads = track_heads(w), track = head_group / heads, places = w.num_workers / w.tracks;
+  int64_t before = w.deal[PagedDeal::first_tile(w, b)];
+  int64_t tiles = w.deal[PagedDeal::first_tile(w, b + 1)] - before;
   int64_t begin = before * heads + head_group % heads * tiles, end = begin + tiles;
-  int64_t step = w.plan[PagedPlan::kTilesPerWorker];
+  int64_t step = w.deal[PagedDeal::kTilesPerWorker];
   step = step < 1 ? 1 : step;
-  int64_t first = begin / step, last = (end - 1) / step;  // places of the lane
+  int64_t first = begin / step, last = (end - 1) / step;  // places of the track
   // Whatever the array holds, no slot lies outside the buffers.
   first = first < 0 ? 0 : first < places ? first : places - 1;
   last = last < first ? first : last < places ? last : places - 1;
   return {static_cast<int32_t>(last - first + 1),
-          2 * (first * w.lanes + lane) + (begin > first * step ? 1 : 0),
-          2 * ((first + 1) * w.lanes + lane), 2 * w.lanes};
+          2 * (first * w.tracks + track) + (begin > first * step ? 1 : 0),
+          2 * ((first + 1) * w.tracks + track), 2 * w.tracks};
 }
 
 // How many tiles a worker takes when head groups have `tiles` together and `longest` at most. A
 // single tile each would make more partial results than it saves time.
 CUATTN_HOST_DEVICE int64_t tiles_per_worker(const PagedWork& w, int64_t tiles, int64_t longest) {
-  int64_t total = tiles * lane_heads(w), places = w.num_workers / w.lanes;
+  int64_t total = tiles * track_heads(w), places = w.num_workers / w.tracks;
   int64_t even = total == 0 ? 1 : (total - 1) / places + 1;
   even = even < 2 ? 2 : even;
   if (tiles != longest * w.num_seqs) return even;
@@ -213,15 +221,15 @@ CUATTN_HOST_DEVICE int64_t tiles_per_worker(const PagedWork& w, int64_t tiles, i
   return ends_with_units && step >= even && step - even <= even / 16 ? step : even;
 }
 
-// Where a worker begins, and how many tiles it takes. `first_tile`: as in the plan.
+// Where a worker begins, and how many tiles it takes. `first_tile`: as in the deal.
 struct PagedStart {
   int32_t head_group, b, tile, count;
 };
 
 CUATTN_HOST_DEVICE PagedStart worker_start(const PagedWork& w, const int32_t* first_tile,
                                            int64_t step, int64_t worker) {
-  int64_t heads = lane_heads(w), total = first_tile[w.num_seqs] * heads;
-  int64_t at = worker / w.lanes * step;
+  int64_t heads = track_heads(w), total = first_tile[w.num_seqs] * heads;
+  int64_t at = worker / w.tracks * step;
   if (at >= total) return {0, 0, 0, 0};
   int32_t low = 0, high = w.num_seqs;  // first_tile[low] <= at / heads < first_tile[high]
   while (high - low > 1) {
@@ -233,7 +241,7 @@ CUATTN_HOST_DEVICE PagedStart worker_start(const PagedWork& w, const int32_t* fi
     }
   }
   int64_t within = at - first_tile[low] * heads, tiles = first_tile[low + 1] - first_tile[low];
-  return {static_cast<int32_t>(worker % w.lanes * heads + within / tiles), low,
+  return {static_cast<int32_t>(worker % w.tracks * heads + within / tiles), low,
           static_cast<int32_t>(within % tiles),
           static_cast<int32_t>(total - at < step ? total - at : step)};
 }
@@ -245,18 +253,18 @@ struct PagedTask {
   PagedSpan span;
 };
 
-// Walks the tasks of one worker, as the plan has them: `next` until it says no.
+// Walks the tasks of one worker, as the deal has them: `next` until it says no.
 struct PagedWalk {
   int32_t head_group, b, tile, left;
   int64_t slot;
 
   PagedWalk() = default;
   CUATTN_HOST_DEVICE PagedWalk(const PagedWork& w, int32_t worker) {
-    const int32_t* entry = w.plan + PagedPlan::worker(worker);
-    head_group = entry[PagedPlan::kWorkerHead];
-    b = entry[PagedPlan::kWorkerSeq];
-    tile = entry[PagedPlan::kWorkerTile];
-    left = entry[PagedPlan::kWorkerCount];
+    const int32_t* entry = w.deal + PagedDeal::worker(worker);
+    head_group = entry[PagedDeal::kWorkerHead];
+    b = entry[PagedDeal::kWorkerSeq];
+    tile = entry[PagedDeal::kWorkerTile];
+    left = entry[PagedDeal::kWorkerCount];
     slot = int64_t{2} * worker;
     // Whatever the array holds, nothing is written outside the outputs.
     if (head_group < 0 || head_group >= head_groups(w) || b < 0 || b >= w.num_seqs || tile < 0)
@@ -273,8 +281,8 @@ struct PagedWalk {
     slot |= 1;  // a second unit in part is the worker's last
     left -= count;
     tile = 0;
-    if (++head_group % lane_heads(w) == 0) {  // on to the next sequence of the lane
-      head_group -= lane_heads(w);
+    if (++head_group % track_heads(w) == 0) {  // on to the next sequence of the track
+      head_group -= track_heads(w);
       ++b;
     }
     return true;

@@ -12,7 +12,7 @@ namespace cuattn {
 // One decode step: O = softmax(mask(alibi + softcap(scale * Q K^T))) V over paged keys.
 struct PagedParams {
   PagedWork work;
-  int32_t* own_plan;  // work.plan, where this call makes it first; nullptr: the caller's, or none
+  int32_t* own_deal;  // work.deal, where this call makes it first; nullptr: the caller's, or none
 
   const void* q;        // [num_seqs, q_len, num_heads_q, head_dim]
   void* out;            // like q
@@ -35,7 +35,6 @@ struct PagedParams {
   int32_t num_heads_q, head_dim;
   Pages pages;  // block_tables [num_seqs, max_blocks_per_seq]; no entry past a context is read
 
-  ScoreParams scores;  // without a bias
   // value = stored * scale. The array, where given, replaces the number.
   float k_scale, v_scale;
   const float *k_scales, *v_scales;  // [batch, num_heads_kv] through strides, or nullptr
@@ -53,6 +52,8 @@ struct PagedParams {
   float* exp_sums;    // [num_seqs, num_heads_q, num_splits], sum of exp(score - max_logit)
   float* max_logits;  // like exp_sums, natural units
   void* tmp_out;      // [num_seqs, num_heads_q, num_splits, head_dim] of dtype, like partial_out
+
+  ScoreParams scores;  // without a bias
 };
 
 // Where query `query` of sequence b lies along the seq axis of q, out and lse. -1: nowhere, a

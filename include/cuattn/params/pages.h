@@ -25,17 +25,18 @@ struct CacheStrides {
 
 // Token t of sequence b lies in block block_tables[b][t / block_size], at place t % block_size.
 struct Pages {
+  int64_t num_blocks;  // as many as an int32 can name
+  int32_t block_size;
   const int32_t* block_tables;  // [sequences, columns]; nullptr: keys are rows
   int64_t block_tables_stride;
-  int64_t num_blocks;
-  int32_t block_size;
 
   CUATTN_HOST_DEVICE const int32_t* entry(int32_t b, int32_t column) const {
-    return block_tables + b * block_tables_stride + column;
+    return &block_tables[b * block_tables_stride + column];
   }
   // Any id is read as one that exists.
   CUATTN_HOST_DEVICE int32_t existing(int32_t id) const {
-    return id < 0 ? 0 : id < num_blocks ? id : static_cast<int32_t>(num_blocks - 1);
+    int32_t last = static_cast<int32_t>(num_blocks) - 1;
+    return id < 0 ? 0 : id < last ? id : last;
   }
   CUATTN_HOST_DEVICE int32_t block(int32_t b, int32_t column) const {
     return existing(*entry(b, column));

@@ -9,11 +9,8 @@ namespace cuattn {
 
 // score = bias + alibi + softcap * tanh(scale * dot / softcap)
 struct ScoreParams {
-  float scale;        // natural units
-  float softcap;      // 0 = off
-  float inv_softcap;  // see inverse_softcap
-  ScoreKind kind;     // identity: a score is its dot product times a plain scale, and no more
-
+  float scale;                // natural units
+  float softcap;              // 0 = off
   const float* alibi_slopes;  // [num_heads_q] or [batch, num_heads_q], or nullptr
   int64_t alibi_stride_batch, alibi_stride_head;
   const void* bias;  // broadcast to [batch, num_heads_q, seqlen_q, seqlen_kv], or nullptr
@@ -22,6 +19,9 @@ struct ScoreParams {
 
   const float* sinks;  // [num_heads_q] logits in natural units, or nullptr; enters a row once
   int64_t sinks_stride;
+
+  float inv_softcap;  // see inverse_softcap
+  ScoreKind kind;     // identity: a score is its dot product times a plain scale, and no more
 
   CUATTN_HOST_DEVICE bool scored() const { return kind == ScoreKind::scored; }
   CUATTN_HOST_DEVICE float slope(int32_t b, int32_t head) const {  // of ALiBi, 0 = off

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What the kernels of paged attention share: which keys a thread block works on (its tasks), the
 // rows of a unit with their scores and masks, and where a result goes. The arithmetic of splits and
-// slots stands in params/paged.h. Next: cuda/paged/sm80/decode.cuh.
+// slots stands in params/deal.h. Next: cuda/paged/sm80/decode.cuh.
 #pragma once
 
 #include "cuattn/device/convert.cuh"
@@ -13,7 +13,7 @@ namespace cuattn::device {
 // Keys [begin, end) of one unit, for one thread block.
 struct KeyTask {
   int32_t b, kv_head, row0;  // row0: first row of the unit among the rows of its kv head
-  int32_t split;             // 0 with a plan
+  int32_t split;             // 0 with a deal
   int32_t context;
   int32_t begin, end;  // begin is a multiple of the tile; no key where end <= begin
   int32_t low;         // the first key that some query sees; those before it count as absent
@@ -21,7 +21,7 @@ struct KeyTask {
                        // the output is written
 };
 
-// The tasks of thread block `index`: with a plan those of the worker of that number; without, of
+// The tasks of thread block `index`: with a deal those of the worker of that number; without, of
 // the splits of all units, num_key_tasks(work) in number, split `index` and each `stride`-th after.
 class KeyTasks {
  public:
@@ -119,22 +119,6 @@ __device__ __forceinline__ KeyGuess guess_keys(const PagedWork& w, uint32_t inde
           static_cast<int32_t>(min(end, int64_t{span.end}))};
 }
 
-// Entry `index` of a sequence's block table, as it stands there.
-__device__ __forceinline__ int32_t table_entry(const PagedParams& p, int32_t b, int32_t index) {
-  return *p.pages.entry(b, index);
-}
-
-// Any id is read as one that exists.
-__device__ __forceinline__ int32_t existing_block(const PagedParams& p, int32_t id) {
-  int32_t last = static_cast<int32_t>(p.pages.num_blocks) - 1;
-  return id < 0 ? 0 : id < last ? id : last;
-}
-
-// The physical block of token `token`.
-__device__ __forceinline__ int32_t block_of(const PagedParams& p, int32_t b, int32_t token) {
-  return existing_block(p, table_entry(p, b, token / p.pages.block_size));
-}
-
 __device__ __forceinline__ float key_scale(const PagedParams& p, const KeyTask& task) {
   if (p.k_scales == nullptr) return p.k_scale;
   return p.k_scales[task.b * p.k_scales_stride_batch + task.kv_head * p.k_scales_stride_head];
@@ -185,8 +169,7 @@ struct RowScore {
     scale = p.scores.scale * dot_scale * (is_scored(p) ? 1.0f : kLog2e);
     slope = p.scores.slope(task.b, row.head);
     position = task.context - p.work.q_len + row.query;
-    visible =
-        visible_keys(p.work.mask.left, p.work.mask.right, row.query, p.work.q_len, task.context);
+    visible = p.work.mask.visible(row.query, p.work.q_len, task.context);
   }
 
   static __device__ __forceinline__ bool is_scored(const PagedParams& p) {
