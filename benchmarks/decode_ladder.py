@@ -263,8 +263,8 @@ def replaced(text: str, document: dict) -> str:
     return f"{before}{BEGIN}\n{figures(document)}\n{END}{rest.split(END)[1]}"
 
 
-def draw(document: dict, folder: pathlib.Path) -> list[pathlib.Path]:
-    """decode_ladder.png and .svg: a panel for each of a few batches, time over the context."""
+def draw(document: dict, folder: pathlib.Path) -> pathlib.Path:
+    """decode_ladder.svg: a panel for each of a few batches, time over the context."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -304,10 +304,7 @@ def draw(document: dict, folder: pathlib.Path) -> list[pathlib.Path]:
         figure.suptitle(
             "A decode step: launched, replayed, posted to a kernel that stays", fontweight="bold"
         )
-        written = []
-        for suffix, options in (("png", {"dpi": 150}), ("svg", {"metadata": {"Date": None}})):
-            written.append(folder / f"decode_ladder.{suffix}")
-            figure.savefig(written[-1], **options)
+        written = plot.save(figure, folder / "decode_ladder.svg")
         plt.close(figure)
     return written
 
@@ -336,7 +333,7 @@ def main() -> None:
     if arguments.draw:
         document = json.loads((arguments.output or RESULTS).read_text(encoding="utf-8"))
         NOTE.write_text(replaced(NOTE.read_text(encoding="utf-8"), document), encoding="utf-8")
-        print(*draw(document, RESULTS.parent), NOTE, sep="\n")
+        print(draw(document, RESULTS.parent), NOTE, sep="\n")
         return
     runner.writer(arguments.output)(measure(arguments))
 

@@ -14,11 +14,12 @@ import argparse
 import sys
 
 from cuattn._bench import options
-from cuattn._bench.families import FAMILIES, Workload
+from cuattn._bench.families import FAMILIES
 from cuattn._bench.peers import PEERS, Contestant, our_contestant
+from cuattn._bench.workloads import AnyWorkload
 
 
-def find_workload(family: str, name: str) -> Workload:
+def find_workload(family: str, name: str) -> AnyWorkload:
     """Return the row of that name; the way out of a wrong one is the list of right ones."""
     names = {w.name: w for w in FAMILIES[family].workloads}
     if name not in names:

@@ -110,8 +110,9 @@ if(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 12.8)
   message(FATAL_ERROR "cuattn needs nvcc 12.8 or later, found ${CMAKE_CUDA_COMPILER_VERSION} "
                       "(${CMAKE_CUDA_COMPILER})")
 endif()
-# The launcher keeps what ptxas says (registers, spills, warnings) for tests/house/test_ptxas.py.
-set(CMAKE_CUDA_COMPILER_LAUNCHER ${PROJECT_SOURCE_DIR}/cmake/nvcc_log.sh)
+# The launcher keeps what ptxas says (registers, spills, warnings) for tests/house/test_ptxas.py. It
+# runs the launcher that the user has set, such as ccache, and that one runs nvcc.
+list(PREPEND CMAKE_CUDA_COMPILER_LAUNCHER ${PROJECT_SOURCE_DIR}/cmake/nvcc_log.sh)
 set(nvcc_flags "SHELL:-lineinfo --compress-mode=size -Xptxas=-v -Xcompiler=-Wall")
 add_compile_options($<$<COMPILE_LANGUAGE:CUDA>:${nvcc_flags}>)
 if(CUATTN_WATCHDOG)

@@ -256,11 +256,11 @@ def judge(problem, out, lse):
     cases.check(out, expected, plain, problem.case.dtype)
 
 
-def assert_case(device, backend, case, rng, **more):
-    """The library against the reference for one case."""
+def assert_case(device, backend, case, rng, small=2, **more):
+    """The library against the reference for one case; `small` is that of assert_by_draws()."""
 
     def attempt():
         problem = make(case, rng)
         judge(problem, *run(device, backend, problem, **more))
 
-    harness.assert_by_draws(case.dtype, attempt)
+    harness.assert_by_draws(case.dtype, attempt, small)

@@ -5,8 +5,10 @@
 // mathematics: online softmax, arXiv:1805.02867; FlashAttention-2, arXiv:2307.08691.
 //
 //   cuattn::TensorView q(q_ptr, cuattn::DType::bf16, {batch, seqlen_q, num_heads_q, head_dim},
-//   {kDLCUDA, 0}); cuattn::AttentionOptions options; options.causal = true; cuattn::attention(q, k,
-//   v, out, options, {workspace, workspace_bytes}, stream);
+//                        {kDLCUDA, 0});
+//   cuattn::AttentionOptions options;
+//   options.causal = true;
+//   cuattn::attention(q, k, v, out, options, {workspace, workspace_bytes}, stream);
 #pragma once
 
 #include <cmath>

@@ -30,7 +30,7 @@ def _bench(arguments: argparse.Namespace) -> int:
 def _plot(arguments: argparse.Namespace) -> int:
     from ._cli import plot
 
-    return plot.main(arguments.results, arguments.output)
+    return plot.main(arguments.results, arguments.output, arguments.format)
 
 
 def _explain(arguments: argparse.Namespace) -> int:
@@ -71,8 +71,9 @@ def parser() -> argparse.ArgumentParser:
         "--output",
         type=pathlib.Path,
         default=pathlib.Path(),
-        help="folder for PNG and SVG files",
+        help="folder for the pictures",
     )
+    plot.add_argument("--format", choices=("svg", "png"), default="svg", help="default: svg")
     plot.set_defaults(run=_plot)
 
     explain = commands.add_parser(

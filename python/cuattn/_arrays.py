@@ -26,7 +26,19 @@ class Array(Protocol):
     def __dlpack_device__(self) -> tuple[Any, int]: ...
 
 
+class ShapedArray(Array, Protocol):
+    """One that can also be sliced and reshaped, as those of numpy, PyTorch, CuPy and JAX."""
+
+    @property
+    def shape(self) -> Any: ...
+
+    def reshape(self, *shape: Any) -> Any: ...
+
+    def __getitem__(self, key: Any) -> Any: ...
+
+
 ArrayT = TypeVar("ArrayT", bound=Array)
+ShapedT = TypeVar("ShapedT", bound=ShapedArray)
 
 
 def current_stream(library: str, device: int) -> int:

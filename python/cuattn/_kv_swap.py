@@ -91,7 +91,7 @@ class FileBlocks:
 
 def write_all(descriptor: int, words: np.ndarray, offset: int) -> int:
     """Write all words at an offset, and return where they end."""
-    data = words.reshape(-1).view(np.uint8)
+    data = words.reshape(-1).view(np.uint8).data
     while len(data) > 0:
         written = os.pwrite(descriptor, data, offset)
         data, offset = data[written:], offset + written
@@ -100,7 +100,7 @@ def write_all(descriptor: int, words: np.ndarray, offset: int) -> int:
 
 def read_all(descriptor: int, words: np.ndarray, offset: int) -> None:
     """Fill all words from an offset."""
-    data = words.reshape(-1).view(np.uint8)
+    data = words.reshape(-1).view(np.uint8).data
     while len(data) > 0:
         count = os.preadv(descriptor, [data], offset)
         if count == 0:

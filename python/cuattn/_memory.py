@@ -20,7 +20,7 @@ class NumpyMemory:
     """Arrays of numpy; the base of the others."""
 
     def __init__(self, like: Any):
-        self.device = getattr(like, "device", None)
+        self.device: Any = getattr(like, "device", None)
 
     @staticmethod
     def dtype(name: str) -> np.dtype:

@@ -221,8 +221,7 @@ def explain(
         return explain_cascade(arrays_or_shapes, device, dtype, options)
     if op not in ("attention", "attention_varlen"):
         known = ("attention", "attention_varlen", *PAGED_VERSIONS, "cascade_attention")
-        names = ", ".join(map(repr, known))
-        raise ValueError(f"explain: op must be one of {names}, got {op!r}")
+        raise ValueError(f"explain: op must be one of {', '.join(map(repr, known))}, got {op!r}")
     names = ("q", "k", "v") + (VARLEN_POSITIONAL if op == "attention_varlen" else ())
     if len(arrays_or_shapes) != len(names):
         raise TypeError(
@@ -263,7 +262,7 @@ def explain_paged(
             f"{len(arrays_or_shapes)} arguments"
         )
     # These do not enter the choice; the V2 buffers not given would be workspace.
-    ignored = ("out", "lse_out", "workspace", "stream", "return_lse")
+    ignored: tuple[str, ...] = ("out", "lse_out", "workspace", "stream", "return_lse")
     if op == "paged_attention_v2":
         ignored += ("exp_sums", "max_logits", "tmp_out")
     given = {name: value for name, value in options.items() if name not in ignored}
@@ -314,7 +313,7 @@ def explain_cascade(
     qkv = [reshaped(q, (1, num_seqs * q_len, heads, head_dim))]
     for array in (shared_k, shared_v):
         qkv.append(reshaped(array, (1, *shape_of(array)), keys))
-    given = {
+    given: dict[str, Any] = {
         name: options[name] for name in ("scale", "softcap", "batch_invariant") if name in options
     }
     prefix = explain_rows(tuple(qkv), {**given, "bias": bias, "return_lse": True}, dtype, where)

@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 from . import _arrays
-from ._arrays import Array, ArrayT
+from ._arrays import Array, ShapedArray, ShapedT
 from .attention import attention, merge_states
 from .paged import paged_attention
 
@@ -16,12 +16,12 @@ INT32_MAX = 2**31 - 1
 
 
 def cascade_attention(
-    q: ArrayT,
-    shared_k: ArrayT,
-    shared_v: ArrayT,
-    k_cache: Array,
+    q: ShapedT,
+    shared_k: ShapedT,
+    shared_v: ShapedT,
+    k_cache: ShapedArray,
     v_cache: Array,
-    block_tables: Array,
+    block_tables: ShapedArray,
     context_lens: Array,
     *,
     kv_layout: str = "nhd",
@@ -38,8 +38,8 @@ def cascade_attention(
     num_splits: int = 0,
     batch_invariant: bool = False,
     return_lse: bool = False,
-    out: ArrayT | None = None,
-    lse_out: ArrayT | None = None,
+    out: ShapedT | None = None,
+    lse_out: ShapedT | None = None,
     workspace: Array | None = None,
     backend: str = "auto",
     stream: Any = None,
@@ -238,7 +238,7 @@ def prefix_bias(
     not see it, so it is left to the lse, and -slope * back is the same for all queries.
     """
     xp, (num_seqs, q_len) = library.namespace, behind.shape
-    visible = None
+    visible: Any = None
     if left >= 0:
         back = library.arange(keys - 1, -1, -1)
         visible = behind[:, :, None] + back <= min(left, INT32_MAX)

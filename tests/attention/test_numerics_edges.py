@@ -173,7 +173,8 @@ def test_softcaps_at_the_edges_of_float32(device, backend, scale, softcap, rng):
             problem.arrays["q"][:, 0] = 0  # a score of 0 is 0 under every softcap
             judge(problem, *run(device, backend, problem))
 
-        assert_by_draws("float32", attempt)
+        # Of large scores two may nearly tie: see small_excess() in test_score_extremes.py.
+        assert_by_draws("float32", attempt, np.inf if scale > 1 else 2)
 
 
 def test_both_backends_of_the_cpu_agree_on_infinite_keys(rng):

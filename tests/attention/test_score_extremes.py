@@ -42,13 +42,23 @@ RUNGS = rungs()
 PAGED_RUNGS = rungs(("cpu",), paged_cases.CUDA_BACKENDS, over_pages=True)
 
 
-def assert_served(device, backend, case, rng, change=None):
+def small_excess(scale):
+    """Which excess over the limit chance alone may give a draw, with q and k of magnitude 1.
+
+    With a scale above 1 a row has one key, but where two nearly tie the rounding of their scores
+    divides it. That one row is then the error of the draw, and the plain error, as large on
+    average, may be any fraction of ours.
+    """
+    return INF if abs(scale) > 1 else 2
+
+
+def assert_served(device, backend, case, rng, **options):
     """As assert_case; a rung that refuses the case has its test in test_prefill.py."""
     if backend == "tiled" and case.scale is not None and case.scale <= 0:
         pytest.skip("tiled refuses scales that are not positive")
     if not harness.serves(backend, device, case):
         pytest.skip(f"backend '{backend}' refuses this call")
-    harness.assert_case(device, backend, case, rng, change)
+    harness.assert_case(device, backend, case, rng, **options)
 
 
 @RUNGS
@@ -57,7 +67,7 @@ def assert_served(device, backend, case, rng, change=None):
 @pytest.mark.parametrize("scale", SCALES)
 def test_scales(device, backend, dtype, scale, head_dim, options, rng):
     case = Case(dtype, 1, 4, 2, 70, 190, head_dim, scale=scale, **options)
-    assert_served(device, backend, case, rng)
+    assert_served(device, backend, case, rng, small=small_excess(scale))
 
 
 @rungs(cpu=())
@@ -90,7 +100,7 @@ def test_softcaps(device, backend, dtype, head_dim, softcap, rng):
 
     for scale in (0.125, 1.0, -0.125):
         case = Case(dtype, 1, 4, 2, 70, 190, head_dim, scale=scale, softcap=softcap)
-        assert_served(device, backend, case, rng, change)
+        assert_served(device, backend, case, rng, change=change)
 
 
 @RUNGS
@@ -103,7 +113,7 @@ def test_softcaps_of_large_scores(device, backend, dtype, softcap, rng):
 
     for scale in (1e10, -1e30):
         case = Case(dtype, 1, 4, 2, 70, 190, 64, scale=scale, softcap=softcap)
-        assert_served(device, backend, case, rng, change)
+        assert_served(device, backend, case, rng, change=change)
 
 
 @PAGED_RUNGS
@@ -114,7 +124,7 @@ def test_scales_over_pages(device, backend, dtype, scale, head_dim, cut, rng):
     for q_len in (None, 3):
         options = (("scale", scale), *cut.items())
         case = PagedCase(dtype, head_dim=head_dim, q_len=q_len, lens=(700, 33, 0), options=options)
-        paged_cases.assert_case(device, backend, case, rng)
+        paged_cases.assert_case(device, backend, case, rng, small=small_excess(scale))
 
 
 @PAGED_RUNGS

@@ -3,8 +3,6 @@
 
 import dataclasses
 import json
-import runpy
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +16,6 @@ from cuattn._bench.paged import PagedWorkload, ragged_lengths
 torch = frameworks.require("torch")
 from cuattn._bench import paged_inputs  # noqa: E402 it needs torch
 
-ROOT = Path(__file__).resolve().parents[2]
 *SMOKE, SHARED = [w for w in FAMILIES["paged_smoke"].workloads if w.op == "paged_attention"]
 CHUNKS = next(w for w in FAMILIES["paged_smoke"].workloads if w.op == "paged_prefill")
 DECODE = [
@@ -362,17 +359,3 @@ def test_pictures_have_a_panel_for_each_series_of_several_rows():
         found = plot.bar_panels({"quantity": "gbps", "rows": rows})
         assert len(found) == panels
         assert sum(map(len, found.values())) == len(rows)
-
-
-def test_the_readme_s_table_of_decode_shows_the_rows_it_says():
-    figures = runpy.run_path(str(ROOT / "benchmarks" / "readme_figures.py"))
-    shown = figures["SHOWN"]["paged"]
-    names = [w.name for w in FAMILIES["paged"].workloads if shown.rows in w.name]
-    assert 20 <= len(names) <= 30
-    rows = [measured_row(name, cuattn_auto=0.5, flashinfer=1.0) for name in names]
-    rows += [measured_row("another", cuattn_auto=0.25)]
-    for row in rows:
-        row["best_peer"] = "flashinfer"
-    text = figures["table"]({"quantity": "gbps", "rows": rows}, shown)
-    assert f"| {names[0]} | 2.00 | 1.00 | 2.00 |" in text
-    assert "another" not in text

@@ -95,5 +95,5 @@ def test_note_has_the_figures_of_the_results(ladder):
 def test_picture_is_drawn(ladder, tmp_path):
     pytest.importorskip("matplotlib")
     written = ladder.draw(document(ladder, (1, 2, 4, 8, 64)), tmp_path)
-    assert [path.name for path in written] == ["decode_ladder.png", "decode_ladder.svg"]
-    assert all(path.stat().st_size > 5000 for path in written)
+    assert written.name == "decode_ladder.svg"
+    assert written.stat().st_size > 5000

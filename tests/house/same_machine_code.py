@@ -28,9 +28,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 # Names of what only one file sees carry a hash of the file's path.
-LOCAL = re.compile(
-    r"\d+_GLOBAL__N__[0-9a-f]{8}_\d+_\w+?_cu_[0-9a-f]{8}|__nv_static_\d+__[0-9a-f]+_"
-)
+LOCAL = re.compile(r"\d+_GLOBAL__N__[0-9a-f]{8}_\d+_\w+?_cu_[0-9a-f]{8}")
+USED = re.compile(r"Compiling entry .*? for '(\w+)'((?:\n.*?){1,3}?Used .*)")
 
 
 def sections(elf: bytes) -> Iterator[tuple[str, bytes]]:
@@ -92,9 +91,7 @@ def resources(build: Path) -> collections.Counter[str]:
     lines: collections.Counter[str] = collections.Counter()
     for path in objects(build):
         text = Path(f"{path}.ptxas").read_text(encoding="utf-8")
-        for arch, used in re.findall(
-            r"Compiling entry .*? for '(\w+)'((?:\n.*?){1,3}?Used .*)", text
-        ):
+        for arch, used in USED.findall(text):
             numbers = re.sub(r"ptxas info\s*:|Function properties for \S+|Compile time.*", "", used)
             lines[f"{arch}: {' '.join(numbers.split())}"] += 1
     return lines
@@ -115,10 +112,10 @@ def differences(before: Path, after: Path, cuobjdump: str) -> list[str]:
     more = {key: hashes for key, hashes in new.items() if key not in same}
     by_code = collections.defaultdict(list)
     for key, hashes in more.items():
-        by_code[key[0], *hashes].append(key)
+        by_code[(key[0], *hashes)].append(key)
     renamed = 0
     for key, hashes in list(lost.items()):
-        if candidates := by_code[key[0], *hashes]:
+        if candidates := by_code[(key[0], *hashes)]:
             del more[candidates.pop()], lost[key]
             renamed += 1
     print(f"{len(old)} functions before, {len(new)} after; {len(same)} equal by name and code")

@@ -2,6 +2,7 @@
 """The pages tell the truth: their code runs, their links exist, their tables are current."""
 
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -88,6 +89,22 @@ def test_relative_links_exist(page):
     assert not [path for path in paths if not (page.parent / path).exists()]
 
 
+def anchors(page):
+    """What GitHub calls the headings of a page."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    plain = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
+    return {heading.replace(" ", "-") for heading in plain}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_into_pages_lead_to_headings(page):
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for path, anchor in re.findall(r"\]\(((?!https?:)[^)\s#]*)#([^)\s]+)\)", text):
+        target = page.parent / path if path else page
+        assert anchor in anchors(target), f"{path}#{anchor}"
+
+
 def test_kernel_table_is_current():
     if cuattn.info()["cuda"] is None:
         pytest.skip("this build has no CUDA kernels to list")
@@ -118,14 +135,35 @@ def test_tiles_are_those_of_the_planner(kernel, count):
             assert found == tuple(map(int, expected)), f"head_dim {dim}, softcap {softcap}"
 
 
-def test_figures_of_the_readme_are_those_of_the_results():
-    figures = module_at(ROOT / "benchmarks" / "readme_figures.py")
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert figures.replaced(text) == text, "run: python benchmarks/readme_figures.py"
+@pytest.fixture
+def figures(monkeypatch):
+    """benchmarks/readme_figures.py, which imports its neighbours."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return module_at(ROOT / "benchmarks" / "readme_figures.py")
 
 
-def test_figures_are_made_from_any_results_file(monkeypatch, tmp_path):
-    figures = module_at(ROOT / "benchmarks" / "readme_figures.py")
+DRAWN = re.compile(rf"^Drawn: `(\w+)`, head_dim (\d+): {TILE.pattern}\.$", re.MULTILINE)
+
+
+def test_tiles_that_are_drawn_are_those_of_the_planner():
+    pages = sorted((ROOT / "docs" / "kernels").glob("*.md"))
+    drawn = [match for page in pages for match in DRAWN.findall(page.read_text(encoding="utf-8"))]
+    assert {kernel for kernel, *_ in drawn} == {"sm90", "sm80", "simt", "tiled"}
+    for kernel, dim, *tile in drawn:
+        q = (1, 512, 8, int(dim))
+        dtype = "float32" if kernel == "simt" else "float16"
+        plan = cuattn.explain("attention", q, q, q, device="h100", backend=kernel, dtype=dtype)
+        found = (plan.tile_m, plan.tile_n, plan.stages, plan.warps)
+        assert found == tuple(map(int, tile)), kernel
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/figures.md"])
+def test_figures_of_a_page_are_those_of_the_results(name, figures):
+    text = (ROOT / name).read_text(encoding="utf-8")
+    assert figures.replaced(ROOT / name, text) == text, "run: python benchmarks/readme_figures.py"
+
+
+def test_figures_are_made_from_any_results_file(figures, monkeypatch, tmp_path):
     command = [sys.executable, "-m", "cuattn", "bench", "--family", "cpu", "--quick"]
     command += ["--workload", "MiniLM", "--peer", "numpy", "-o", str(tmp_path)]
     subprocess.run(command, check=True, capture_output=True, timeout=300)
@@ -135,6 +173,70 @@ def test_figures_are_made_from_any_results_file(monkeypatch, tmp_path):
     assert "| MiniLM-L6, 16 x 64 |" in section
     assert "x the best peer" in section
     assert "python -m cuattn bench --family cpu" in section
+    for write in (text for page in figures.SECTIONS.values() for text in page.values()):
+        assert write()  # no family is required
+
+
+def test_the_front_page_is_short():
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 230, "the rest belongs into docs/"
+
+
+def test_what_the_front_page_claims_has_a_test():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    section = text.split("## What you get")[1].split("\n## ")[0]
+    rows = [line.split(" | ") for line in section.splitlines() if line.startswith("| ")][2:]
+    assert len(rows) >= 12
+    for what, ours, *_ in rows:
+        claimed = re.findall(r"\]\((tests/\w+/test_\w+\.py)\)", ours)
+        assert claimed or ours.startswith("**no**"), what
+        assert all((ROOT / path).exists() for path in claimed), what
+
+
+PLACE = re.compile(r"\[[^]]+\]\(([^)]+)\): `([^`]+)`")
+
+
+def test_where_the_code_for_x_is():
+    page = ROOT / "docs" / "design.md"
+    section = page.read_text(encoding="utf-8").split("## Where is the code for X")[1]
+    rows = [line for line in section.split("\n## ")[0].splitlines() if line.startswith("| ")][2:]
+    assert len(rows) >= 10
+    for row in rows:
+        steps = PLACE.findall(row)
+        assert len(steps) == 2, row
+        for path, name in steps:
+            assert name in (page.parent / path).read_text(encoding="utf-8"), f"{path} has no {name}"
+
+
+def test_every_picture_kept_is_shown():
+    shown = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    kept = [
+        path.name for kind in ("svg", "png") for path in ROOT.glob(f"benchmarks/results/*.{kind}")
+    ]
+    assert kept
+    assert not [name for name in kept if f"/{name})" not in shown], "draw it from the JSON instead"
+
+
+def test_version_and_date_of_the_release_are_the_same_everywhere():
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    version = re.search(r'^version = "(.+)"$', project, re.MULTILINE)[1]
+    assert re.search(r"^version: (.+)$", citation, re.MULTILINE)[1] == version
+    released = re.search(r"^date-released: (.+)$", citation, re.MULTILINE)[1]
+    newest = re.search(r"^## (\d.*)$", changes, re.MULTILINE)[1]
+    assert newest == f"{version}, {released}"
+
+
+def test_every_preset_is_documented_and_builds_and_tests():
+    presets = json.loads((ROOT / "CMakePresets.json").read_text(encoding="utf-8"))
+    names = [preset["name"] for preset in presets["configurePresets"]]
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert not [
+        name for name in names if f"`{name}`" not in text and f"--preset {name}" not in text
+    ]
+    for kind in ("build", "test"):
+        assert [preset["configurePreset"] for preset in presets[f"{kind}Presets"]] == names
 
 
 READS = (

@@ -69,10 +69,11 @@ def test_stub_names_what_the_module_has():
     from cuattn import _core
 
     stub = (PACKAGE / "_core.pyi").read_text()
-    functions = [name for name, value in vars(_core).items() if type(value).__name__ == "nb_func"]
-    assert functions
-    for name in functions:
-        assert re.search(rf"^def {name}\(", stub, re.MULTILINE), f"{name} is not in _core.pyi"
+    names = {name: value for name, value in vars(_core).items() if not name.startswith("__")}
+    assert {"attention", "BlockPool", "CudaError", "OutOfBlocksError"} <= set(names)
+    for name, value in names.items():
+        word = "class" if isinstance(value, type) else "def"
+        assert re.search(rf"^{word} {name}\b", stub, re.MULTILINE), f"{name} is not in _core.pyi"
 
 
 def test_package_holds_no_symbolic_link():

@@ -5,12 +5,12 @@
 // FlashAttention-2, arXiv:2307.08691, algorithm 1. Fragment maps: device/mma_sm80.cuh. Tiles:
 // tiles.h. Next: src/attention/plan.cpp, which picks it.
 //
-//   stages = 2, one barrier a tile:      copy  | K1 V1 | K0 V0 |       |      (tile 2 was loaded by
-//   the prologue)
-//                                        math  | QK2 softmax PV2 | QK1 softmax PV1 | QK0 softmax
-//                                        PV0 |
-//   stages = 1, two barriers a tile:     copy  | V1     | K0         | V0     |
-//                                        math  | QK1    | softmax PV1 | QK0   | softmax PV0 |
+//   stages = 2, one barrier a tile (the prologue has loaded tile 2):
+//       copy  | K1 V1           | K0 V0           |                 |
+//       math  | QK2 softmax PV2 | QK1 softmax PV1 | QK0 softmax PV0 |
+//   stages = 1, two barriers a tile (the prologue has loaded K1):
+//       copy  | V1              | K0              | V0              |                 |
+//       math  | QK1             | softmax PV1     | QK0             | softmax PV0     |
 #pragma once
 
 #include "cuattn/device/mask.cuh"

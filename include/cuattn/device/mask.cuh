@@ -13,9 +13,9 @@ namespace cuattn::device {
 // sees all keys of the tiles [full_begin, full_end), so those run without a mask; the others test
 // each element.
 //
-//     begin     full_begin      full_end     end
-//       | masked    |   unmasked   |  masked  |        walked right to left: the running maximum is
-//       good early
+//     begin      full_begin      full_end       end
+//       |   masked   |   unmasked   |   masked   |
+//                                          <-----    walked right to left
 struct TileRange {
   int32_t begin, end, full_begin, full_end;
 };

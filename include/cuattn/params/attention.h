@@ -11,13 +11,17 @@
 namespace cuattn {
 
 // Forward attention: O = softmax(mask(bias + alibi + softcap(scale * Q K^T))) V, one row per query
-// and head. Shapes are [batch, seqlen, heads, head_dim], or ragged [total, heads, head_dim].
+// and head.
 struct AttentionParams {
-  const void* q;  // seqlen_q, num_heads_q, head_dim
-  const void* k;  // seqlen_kv, num_heads_kv, head_dim
+  // Shapes: dense                                       ragged
+  // q       [batch, seqlen_q, num_heads_q, head_dim]    [total_q, num_heads_q, head_dim]
+  // k       [batch, seqlen_kv, num_heads_kv, head_dim]  [total_kv, num_heads_kv, head_dim]
+  // lse     [batch, num_heads_q, seqlen_q]              [num_heads_q, total_q]
+  const void* q;
+  const void* k;
   const void* v;  // like k, last dimension head_dim_v
   void* out;      // like q, last dimension head_dim_v
-  float* lse;  // [batch, num_heads_q, seqlen_q] or [num_heads_q, total_q], natural log; or nullptr
+  float* lse;     // natural log; or nullptr
   Strides q_strides, k_strides, v_strides, out_strides;
   Strides lse_strides;  // of lse: batch, seq (query row), head
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from . import report
 
@@ -26,7 +27,9 @@ class Bar:
     mean: float | None = None
 
 
-def value(bar: Bar, row: dict, rows: list[dict], ceilings: dict[str, float]) -> float | None:
+def value(
+    bar: Bar, row: dict[str, Any], rows: list[dict[str, Any]], ceilings: dict[str, float]
+) -> float | None:
     """How far `ours` came; None where it or `against` was not measured."""
     timed = {result["name"]: result for result in row["results"] if "ms" in result}
     ours = timed.get(bar.ours)
@@ -47,7 +50,12 @@ def value(bar: Bar, row: dict, rows: list[dict], ceilings: dict[str, float]) -> 
     return ours.get("ratio_to_published", {}).get(bar.against)
 
 
-def judge(bars: tuple[Bar, ...], row: dict, rows: list[dict], ceilings: dict[str, float]) -> None:
+def judge(
+    bars: tuple[Bar, ...],
+    row: dict[str, Any],
+    rows: list[dict[str, Any]],
+    ceilings: dict[str, float],
+) -> None:
     """Add to a measured row what became of its bars; `rows` are those before it."""
     row["bars"] = []
     for bar in bars:

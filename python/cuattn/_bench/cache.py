@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
+from typing import Any
 
 from .bars import Bar
 from .workloads import ITEMSIZE
@@ -42,7 +43,7 @@ class CacheWorkload:
 
     flops = 0.0
 
-    def draw(self, device: str):
+    def draw(self, device: str) -> Any:
         from .cache_inputs import CacheInputs
 
         return CacheInputs(self, device)
@@ -65,7 +66,7 @@ class CacheWorkload:
         """Say how large a call is, for lists."""
         return f"{self.tokens} tokens, {self.bytes / 2**20:.0f} MiB"
 
-    def as_json(self) -> dict:
+    def as_json(self) -> dict[str, Any]:
         return {
             **dataclasses.asdict(self),
             "series": self.series,
@@ -77,14 +78,14 @@ class CacheWorkload:
 def cache() -> Iterable[CacheWorkload]:
     """Cache operations (write, gather, copy, swap blocks) beside a plain copy of as many bytes."""
     large, bars = 65536, (Bar("cuattn:auto", "memcpy", 0.9),)
-    dtypes = {
+    dtypes: dict[str, dict[str, str]] = {
         "bf16": {},
         "bf16 to e4m3": {"cache_dtype": "float8_e4m3fn"},
         "fp32": {"dtype": "float32", "cache_dtype": "float32"},
     }
     for layout in ("nhd", "hnd", "vllm"):
         for words, choice in dtypes.items():
-            options = {"kv_layout": layout, **choice}
+            options: dict[str, Any] = {"kv_layout": layout, **choice}
             name = f"write {layout}, {words}"
             yield CacheWorkload(name, "reshape_and_cache", large, bars=bars, **options)
         yield CacheWorkload(f"gather {layout}", "gather_cache", large, kv_layout=layout, bars=bars)
@@ -104,14 +105,15 @@ def cache() -> Iterable[CacheWorkload]:
     yield CacheWorkload("copy 256 blocks", "copy_blocks", 256 * 16, layers=32, bars=bars)
     for to_host in (True, False):
         name = f"swap 1024 blocks to {'host' if to_host else 'device'}"
-        swap = {"op": "swap_blocks", "tokens": 1024 * 16, "to_host": to_host}
+        swap: dict[str, Any] = {"op": "swap_blocks", "tokens": 1024 * 16, "to_host": to_host}
         yield CacheWorkload(f"{name}, one run", bars=bars, **swap)
         yield CacheWorkload(f"{name}, scattered", order="scattered", **swap)
 
 
 def cache_smoke() -> Iterable[CacheWorkload]:
     """One small case of each cache operation."""
-    small = {"num_heads_kv": 2, "head_dim": 64, "dtype": "float32", "cache_dtype": "float32"}
+    small: dict[str, Any] = {"num_heads_kv": 2, "head_dim": 64}
+    small |= {"dtype": "float32", "cache_dtype": "float32"}
     for layout in ("nhd", "hnd", "vllm"):
         options = {**small, "kv_layout": layout}
         yield CacheWorkload(f"write {layout}", "reshape_and_cache", 48, **options)

@@ -21,6 +21,7 @@ MAX_POSITION = 4096
 PIECE_BYTES = 128 << 20  # copies of 512 MiB run at 0.6 of the speed in a CUDA graph
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]  # what was moved, what it had to be
+Calls = tuple[Callable[[], Any], Callable[[Any], Pairs]]  # the call; the pairs of its result
 
 
 class MovedBytes:
@@ -69,7 +70,7 @@ class CacheInputs:
         if self.is_cuda and w.op != "swap_blocks":  # whose copies are the host's to start
             self.repeats = calls_in_graph(w.bytes, self.sets)
 
-    def draw(self, shape, dtype: str) -> torch.Tensor:
+    def draw(self, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
         wide = torch.float32 if dtype == "float8_e4m3fn" else getattr(torch, dtype)
         drawn = torch.randn(shape, generator=self.generator, device=self.device, dtype=wide)
         return drawn.to(getattr(torch, dtype))
@@ -100,7 +101,7 @@ class CacheInputs:
         return MovedBytes(self.workload)
 
 
-def writing(w: CacheWorkload, x: CacheInputs) -> tuple[Callable, Callable]:
+def writing(w: CacheWorkload, x: CacheInputs) -> Calls:
     """reshape_and_cache: the call, and what it has to leave behind."""
     shape = (w.tokens, w.num_heads_kv, w.head_dim)
     options: dict[str, Any] = {"kv_layout": w.kv_layout}
@@ -113,7 +114,7 @@ def writing(w: CacheWorkload, x: CacheInputs) -> tuple[Callable, Callable]:
         rows = [x.draw(shape, w.dtype) for _ in range(2)]
         sets.append((*rows, *x.caches(x.blocks()[0]), x.on_device(x.slots())))
 
-    def pairs(caches) -> Pairs:
+    def pairs(caches: Any) -> Pairs:
         k, v, _, _, slots = sets[0]
         if w.rope:
             k = rotated(k, *(options[name][options["positions"]] for name in ("cos", "sin")))
@@ -126,7 +127,7 @@ def writing(w: CacheWorkload, x: CacheInputs) -> tuple[Callable, Callable]:
     return call, pairs
 
 
-def gathering(w: CacheWorkload, x: CacheInputs) -> tuple[Callable, Callable]:
+def gathering(w: CacheWorkload, x: CacheInputs) -> Calls:
     """gather_cache: the call, and the rows it has to give."""
     lengths = [SEQUENCE] * (w.tokens // SEQUENCE) or [w.tokens]
     cu_seqlens = x.on_device(np.cumsum([0, *lengths]).astype(np.int32))
@@ -140,11 +141,17 @@ def gathering(w: CacheWorkload, x: CacheInputs) -> tuple[Callable, Callable]:
         outs = [torch.empty(shape, dtype=dtype, device=x.device) for _ in range(2)]
         sets.append((*x.caches(count), x.on_device(tables), *outs))
 
-    def gather(k_cache, v_cache, tables, k_out, v_out):
+    def gather(
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        tables: torch.Tensor,
+        k_out: torch.Tensor,
+        v_out: torch.Tensor,
+    ) -> Any:
         options = {"kv_layout": w.kv_layout, "k_out": k_out, "v_out": v_out}
         return cuattn.gather_cache(k_cache, v_cache, tables, cu_seqlens, **options)
 
-    def pairs(outs) -> Pairs:
+    def pairs(outs: Any) -> Pairs:
         *caches, tables, _, _ = sets[0]
         offset = torch.arange(w.block_size, device=x.device)
         slots = (tables.long()[:, :, None] * w.block_size + offset).flatten(1)
@@ -157,20 +164,20 @@ def gathering(w: CacheWorkload, x: CacheInputs) -> tuple[Callable, Callable]:
     return in_turn(sets, gather), pairs
 
 
-def copying(w: CacheWorkload, x: CacheInputs) -> tuple[Callable, Callable]:
+def copying(w: CacheWorkload, x: CacheInputs) -> Calls:
     """copy_blocks over all layers: the call, and the blocks it has to make alike."""
     count, order = x.blocks()
     mapping = x.on_device(order.reshape(2, -1).T.astype(np.int64).copy())
     k_caches, v_caches = zip(*(x.caches(count) for _ in range(w.layers)), strict=True)
 
-    def pairs(_) -> Pairs:
+    def pairs(_: Any) -> Pairs:
         ends = (k_caches[0], v_caches[0], k_caches[-1], v_caches[-1])
         return [(cache[mapping[:, 1]], cache[mapping[:, 0]]) for cache in ends]
 
     return lambda: cuattn.copy_blocks(list(k_caches), list(v_caches), mapping), pairs
 
 
-def swapping(w: CacheWorkload, x: CacheInputs) -> tuple[Callable, Callable]:
+def swapping(w: CacheWorkload, x: CacheInputs) -> Calls:
     """swap_blocks of one cache: the call, and the blocks it has to send."""
     count, _ = x.blocks()
     shape = cache_shapes(w, count, getattr(torch, w.cache_dtype).itemsize)[0]
@@ -186,7 +193,7 @@ def swapping(w: CacheWorkload, x: CacheInputs) -> tuple[Callable, Callable]:
         mapping = np.stack([x.rng.permutation(count)[:half] for _ in range(2)], axis=1)
     source, target = (near, far) if w.to_host else (far, near)
 
-    def pairs(_) -> Pairs:
+    def pairs(_: Any) -> Pairs:
         if x.is_cuda:
             torch.cuda.synchronize()
         tensors = [torch.as_tensor(array).cpu() for array in (target, source)]
@@ -226,13 +233,13 @@ def memcpy(w: CacheWorkload, x: CacheInputs) -> Prepared:
             target = torch.zeros_like(source)
         sets.append((source, target))
 
-    def copy(source, target):
+    def copy(source: torch.Tensor, target: torch.Tensor) -> Any:
         pieces = zip(source.split(PIECE_BYTES), target.split(PIECE_BYTES), strict=True)
         for piece, to in pieces:
             to.copy_(piece, non_blocking=True)
         return source, target
 
-    def pairs(arrays) -> Pairs:
+    def pairs(arrays: Any) -> Pairs:
         if x.is_cuda:
             torch.cuda.synchronize()
         source, target = arrays

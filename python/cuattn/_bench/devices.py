@@ -9,25 +9,37 @@ workload, because a power-limited GPU favours whoever runs first.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import os
 import platform
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 
 import cuattn
 
 from . import reference
-from .workloads import Workload
+from .workloads import AnyWorkload, Workload
 
 
 class Inputs:
     """Arrays of one workload: q, k, v in bshd (ragged: packed), and the options that are arrays."""
 
-    def __init__(self, w: Workload, *, q, k, v, slopes=None, bias=None, cu_seqlens=None):
+    def __init__(
+        self,
+        w: Workload,
+        *,
+        q: Any,
+        k: Any,
+        v: Any,
+        slopes: Any = None,
+        bias: Any = None,
+        cu_seqlens: Any = None,
+    ):
         self.workload = w
         self.q, self.k, self.v, self.slopes, self.bias, self.cu_seqlens = (
             q,
@@ -38,7 +50,7 @@ class Inputs:
             cu_seqlens,
         )
 
-    def head(self, b: int, h: int, rows: np.ndarray):
+    def head(self, b: int, h: int, rows: np.ndarray) -> reference.Head:
         """Copy one sequence and query head to the host: q rows, k, v, ALiBi slope, bias rows."""
         w = self.workload
         group = h // (w.num_heads_q // w.num_heads_kv)
@@ -48,21 +60,21 @@ class Inputs:
         bias = to_host(self.bias[0, h][rows]) if self.bias is not None else None
         return to_host(q)[rows], to_host(k), to_host(v), slope, bias
 
-    def out_head(self, out, b: int, h: int, rows: np.ndarray) -> np.ndarray:
+    def out_head(self, out: Any, b: int, h: int, rows: np.ndarray) -> np.ndarray:
         return to_host(self._sequence(out, b)[:, h])[rows]
 
     def sample(self) -> reference.Sample:
         """Make what results of this workload are checked with."""
         return reference.Sample(self.workload, self)
 
-    def _sequence(self, x, b: int):
+    def _sequence(self, x: Any, b: int) -> Any:
         if not self.workload.lengths:
             return x[b]
         begin = sum(self.workload.lengths[:b])
         return x[begin : begin + self.workload.lengths[b]]
 
 
-def to_host(x) -> np.ndarray:
+def to_host(x: Any) -> np.ndarray:
     """Copy a torch tensor or numpy array to float32 numpy."""
     if hasattr(x, "detach"):
         return x.detach().float().cpu().numpy()
@@ -91,10 +103,10 @@ def torch_inputs(w: Workload, device: str) -> Inputs:
     dtype = getattr(torch, w.dtype)
     generator = torch.Generator(device).manual_seed(0)
 
-    def draw(shape):
+    def draw(shape: tuple[int, ...]) -> torch.Tensor:
         return torch.randn(shape, generator=generator, device=device, dtype=torch.float32).to(dtype)
 
-    arrays = {name: draw(shape) for name, shape in shapes(w).items()}
+    arrays: dict[str, Any] = {name: draw(shape) for name, shape in shapes(w).items()}
     if w.alibi:
         arrays["slopes"] = torch.from_numpy(alibi_slopes(w.num_heads_q)).to(device)
     if w.bias:
@@ -112,7 +124,7 @@ def numpy_inputs(w: Workload) -> Inputs:
         dtype = np.dtype(ml_dtypes.bfloat16)
     else:
         dtype = np.dtype(w.dtype)
-    arrays = {
+    arrays: dict[str, Any] = {
         name: rng.standard_normal(shape, np.float32).astype(dtype)
         for name, shape in shapes(w).items()
     }
@@ -132,7 +144,7 @@ class CudaDevice:
 
     kind = "cuda"
 
-    def __init__(self):
+    def __init__(self) -> None:
         import torch
 
         self.torch = torch
@@ -146,7 +158,7 @@ class CudaDevice:
         self.heated = torch.empty_like(self.heater)
         self.flush_seconds = self.time(self.flush_buffer.zero_, 5, flush=False)
 
-    def inputs(self, w: Workload) -> Inputs:
+    def inputs(self, w: AnyWorkload) -> Any:
         return w.draw("cuda")
 
     def heat(self, seconds: float) -> None:
@@ -157,7 +169,7 @@ class CudaDevice:
                 self.torch.mm(self.heater, self.heater, out=self.heated)
             self.torch.cuda.synchronize()
 
-    def time(self, call: Callable, iterations: int, *, flush: bool = True) -> float:
+    def time(self, call: Callable[[], object], iterations: int, *, flush: bool = True) -> float:
         """Median seconds of one call."""
         cuda = self.torch.cuda
         events = [
@@ -173,7 +185,7 @@ class CudaDevice:
         cuda.synchronize()
         return float(np.median([begin.elapsed_time(end) for begin, end in events])) / 1e3
 
-    def capture(self, call: Callable, repeats: int) -> Callable:
+    def capture(self, call: Callable[[], object], repeats: int) -> Callable[[], object]:
         """Make a CUDA graph of several calls, which have run before; returns its replay."""
         graph = self.torch.cuda.CUDAGraph()
         with self.torch.cuda.graph(graph):
@@ -183,7 +195,7 @@ class CudaDevice:
         return graph.replay
 
     @contextlib.contextmanager
-    def peak_memory(self, result: list):
+    def peak_memory(self, result: list[int | None]) -> Iterator[None]:
         """Append the bytes that the calls inside held at most beyond what was held before."""
         cuda = self.torch.cuda
         cuda.synchronize()
@@ -207,7 +219,7 @@ class CudaDevice:
             a = self.heater.to(getattr(torch, dtype))
             out = torch.empty_like(a)
             self.heat(0.2)
-            seconds = self.time(lambda a=a, out=out: torch.mm(a, a, out=out), 8, flush=False)
+            seconds = self.time(functools.partial(torch.mm, a, a, out=out), 8, flush=False)
             result[f"matmul_{dtype}_tflops"] = 2 * 8192**3 / seconds / 1e12
         self.release()
         return result
@@ -228,7 +240,7 @@ class CudaDevice:
         self.torch.cuda.synchronize()
         return found
 
-    def machine(self) -> dict:
+    def machine(self) -> dict[str, Any]:
         torch = self.torch
         major, minor = torch.cuda.get_device_capability()
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -248,12 +260,14 @@ class CpuDevice:
     kind = "cpu"
     flush_seconds = 0.0
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.name = cpu_name()
         self.has_torch = importlib.util.find_spec("torch") is not None
 
-    def inputs(self, w: Workload) -> Inputs:
-        return w.draw("cpu") if self.has_torch else numpy_inputs(w)
+    def inputs(self, w: AnyWorkload) -> Any:
+        if self.has_torch or not isinstance(w, Workload):
+            return w.draw("cpu")
+        return numpy_inputs(w)
 
     def heat(self, seconds: float) -> None:
         end = time.perf_counter() + min(seconds, 0.1)
@@ -261,7 +275,7 @@ class CpuDevice:
         while time.perf_counter() < end:
             a @ a  # wakes the cores
 
-    def time(self, call: Callable, iterations: int, *, flush: bool = True) -> float:
+    def time(self, call: Callable[[], object], iterations: int, *, flush: bool = True) -> float:
         del (
             flush
         )  # the sizes measured here do not fit a core's cache, and hosts have no fixed size of it
@@ -272,17 +286,17 @@ class CpuDevice:
             seconds.append(time.perf_counter() - begin)
         return float(np.median(seconds))
 
-    def capture(self, call: Callable, repeats: int) -> Callable:
+    def capture(self, call: Callable[[], object], repeats: int) -> Callable[[], object]:
         """Return several calls as one."""
 
-        def calls():
+        def calls() -> None:
             for _ in range(repeats):
                 call()
 
         return calls
 
     @contextlib.contextmanager
-    def peak_memory(self, result: list):
+    def peak_memory(self, result: list[int | None]) -> Iterator[None]:
         """Append None: the host's allocators tell nothing exact, the plan's figures are used."""
         result.append(None)
         yield
@@ -304,8 +318,11 @@ class CpuDevice:
         """Nothing that hosts tell alike."""
         return {}
 
-    def machine(self) -> dict:
+    def machine(self) -> dict[str, Any]:
         return {"device": self.name, **cpu_machine()}
+
+
+Device = CudaDevice | CpuDevice
 
 
 def cpu_name() -> str:
@@ -316,7 +333,7 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def cpu_machine() -> dict:
+def cpu_machine() -> dict[str, Any]:
     return {
         "cpu": cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
@@ -334,7 +351,7 @@ def nvidia_smi(*fields: str) -> dict[str, str]:
     return dict(zip(fields, (part.strip() for part in done.stdout.split(",")), strict=False))
 
 
-def open_device(kind: str) -> CudaDevice | CpuDevice:
+def open_device(kind: str) -> Device:
     """Open auto, cuda or cpu; auto takes a GPU where torch sees one and this build has CUDA."""
     with_cuda = cuattn.info().get("cuda") is not None
     if kind == "cuda" and not with_cuda:

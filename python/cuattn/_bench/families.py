@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
 
-from .cache import CacheWorkload, cache, cache_smoke
+from .cache import cache, cache_smoke
 from .paged import (
-    PagedWorkload,
     cascade,
     chunked,
     paged,
@@ -19,7 +20,7 @@ from .paged import (
     paged_vllm,
 )
 from .workloads import (
-    Workload,
+    AnyWorkload,
     cpu,
     cpu_ladder,
     forward,
@@ -39,7 +40,7 @@ from .workloads import (
 class Family:
     """A table of workloads, and who is measured on it unless told otherwise."""
 
-    workloads: tuple[Workload | PagedWorkload | CacheWorkload, ...]
+    workloads: tuple[AnyWorkload, ...]
     about: str
     backends: tuple[str, ...] = ("auto",)
     peers: tuple[str, ...] = ("cudnn", "flash", "fa3", "fa4")
@@ -48,11 +49,15 @@ class Family:
     heat_s: float = 0.4  # how long the chip is heated before each row
 
 
-def _family(make, **choices) -> Family:
-    return Family(tuple(make()), make.__doc__.split("\n", maxsplit=1)[0], **choices)
+Make = Callable[[], Iterable[AnyWorkload]]
 
 
-def _decode(make, *, peers=(), **choices) -> Family:
+def _family(make: Make, **choices: Any) -> Family:
+    about = (make.__doc__ or "").split("\n", maxsplit=1)[0]
+    return Family(tuple(make()), about, **choices)
+
+
+def _decode(make: Make, *, peers: tuple[str, ...] = (), **choices: Any) -> Family:
     """Make a family bound by memory: its rows follow one another too fast for the chip to cool."""
     return _family(make, peers=peers, quantity="gbps", heat_s=0.1, **choices)
 

@@ -14,11 +14,12 @@ import random
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 from . import report
-from .devices import CpuDevice, CudaDevice, Inputs
+from .devices import Device
 from .peers import Contestant, Prepared, Unsupported
-from .workloads import Workload
+from .workloads import AnyWorkload
 
 PEER_SLACK = 4  # the check of another's sums only asks whether it computes the same function
 BFLOAT16_SLACK = 8  # for who answers a float16 row in bfloat16: three bits less
@@ -56,7 +57,7 @@ class Entry:
     calls_per_round: int = 0
     rounds: int = 0
     rounds_ms: dict[int, float] = dataclasses.field(default_factory=dict)
-    timed: Callable | None = None  # calls_at_once calls; None: prepared.call
+    timed: Callable[[], object] | None = None  # calls_at_once calls; None: prepared.call
     calls_at_once: int = 1
 
     @property
@@ -81,12 +82,12 @@ def explain_failure(error: BaseException) -> str:
     return f"failed: {type(error).__name__}: {text[:200]}"
 
 
-def admit(entry: Entry, w: Workload, x: Inputs, sample, device) -> None:
+def admit(entry: Entry, w: AnyWorkload, x: Any, sample: Any, device: Device) -> None:
     """Prepare, run once, check, and estimate the time of a call."""
     prepared = entry.prepared = entry.contestant.prepare(w, x)
     with prepared.context():
-        out: list = []
-        peaks: list = []
+        out: list[Any] = []
+        peaks: list[int | None] = []
         with device.peak_memory(peaks):
             first_s = device.time(lambda: out.append(prepared.call()), 1)
         error = sample.error(prepared.canonical(out.pop()))
@@ -128,16 +129,18 @@ def plan_rounds(entries: list[Entry], settings: Settings, slice_s: float, flush_
         entry.calls_per_round = min(most, max(1, affordable // rounds))
 
 
-def run_rounds(entries: list[Entry], device, order: random.Random) -> None:
+def run_rounds(entries: list[Entry], device: Device, order: random.Random) -> None:
     """Time everybody once a round, in a new order each time."""
     for number in range(max((entry.rounds for entry in entries), default=0)):
         for entry in order.sample(entries, len(entries)):
             if number < entry.rounds and entry.ok:
+                prepared = entry.prepared
+                assert prepared is not None  # an entry that is ok has been admitted
                 try:
-                    with entry.prepared.context():
+                    with prepared.context():
                         if entry.warms_up:
-                            entry.prepared.call()
-                        timed = entry.timed or entry.prepared.call
+                            prepared.call()
+                        timed = entry.timed or prepared.call
                         seconds = device.time(timed, entry.calls_per_round)
                     entry.rounds_ms[number] = seconds / entry.calls_at_once * 1e3
                 except Exception as error:
@@ -148,20 +151,20 @@ def run_rounds(entries: list[Entry], device, order: random.Random) -> None:
 class Run:
     """What the rows of one family share: the device, the contestants, and how fast they were."""
 
-    def __init__(
-        self, device: CudaDevice | CpuDevice, settings: Settings, contestants: list[Contestant]
-    ):
+    def __init__(self, device: Device, settings: Settings, contestants: list[Contestant]):
         self.device, self.settings, self.contestants = device, settings, contestants
         self.order = random.Random(0)
         self.told: set[tuple[str, str]] = set()
         self.rate: dict[tuple[str, str], float] = {}  # (contestant, dtype) -> best FLOP/s seen
 
-    def wanted(self, contestant: Contestant, w: Workload) -> bool:
+    def wanted(self, contestant: Contestant, w: AnyWorkload) -> bool:
         jit = self.settings.jit
         chosen = not contestant.is_jit or jit == "all" or (jit == "marked" and w.jit)
         return chosen and w.op in contestant.ops
 
-    def reason_to_skip(self, contestant: Contestant, w: Workload, may_compile: bool) -> str | None:
+    def reason_to_skip(
+        self, contestant: Contestant, w: AnyWorkload, may_compile: bool
+    ) -> str | None:
         if contestant.is_jit and not may_compile:
             return "skipped: no time left to compile"
         rate = self.rate.get((contestant.name, w.dtype))
@@ -169,7 +172,7 @@ class Run:
             return f"skipped: one call would take about {w.flops / rate:.0f} s"
         return None
 
-    def admit_all(self, w: Workload, x: Inputs, may_compile: bool) -> list[Entry]:
+    def admit_all(self, w: AnyWorkload, x: Any, may_compile: bool) -> list[Entry]:
         entries = []
         sample = x.sample()
         for contestant in self.contestants:
@@ -193,7 +196,7 @@ class Run:
                 self.device.release()
         return entries
 
-    def row(self, w: Workload, slice_s: float, fair_s: float = 0.0) -> dict:
+    def row(self, w: AnyWorkload, slice_s: float, fair_s: float = 0.0) -> dict[str, Any]:
         """Measure one workload within about slice_s seconds; fair_s is what it should have had."""
         begin = time.perf_counter()
         try:

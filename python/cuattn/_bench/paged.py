@@ -11,6 +11,7 @@ import dataclasses
 import math
 import random
 from collections.abc import Iterable
+from typing import Any
 
 from .bars import Bar
 from .workloads import ITEMSIZE, SHORT_DTYPE, visible_pairs
@@ -41,7 +42,7 @@ class PagedWorkload:
 
     causal, window, softcap, alibi = True, (-1, -1), 0.0, False
 
-    def draw(self, device: str):
+    def draw(self, device: str) -> Any:
         from .paged_inputs import PagedInputs
 
         return PagedInputs(self, device)
@@ -81,7 +82,7 @@ class PagedWorkload:
         longest = max(self.context_lens, default=0)
         return f"batch {len(self.context_lens)}, context {longest}, {self.bytes / 2**20:.0f} MiB"
 
-    def as_json(self) -> dict:
+    def as_json(self) -> dict[str, Any]:
         return {
             **dataclasses.asdict(self),
             "op": self.op,
@@ -94,7 +95,7 @@ class PagedWorkload:
 AUTO, INVARIANT, BEST = "cuattn:auto", "cuattn:invariant", "best peer"
 
 
-def decode(batch: int, context: int, heads: tuple[int, int], **options) -> PagedWorkload:
+def decode(batch: int, context: int, heads: tuple[int, int], **options: Any) -> PagedWorkload:
     """Make a step of equally long sequences."""
     name = f"{heads[0]}/{heads[1]} {batch} x {context}"
     return PagedWorkload(options.pop("name", name), (context,) * batch, *heads, **options)
@@ -214,7 +215,7 @@ def cascade() -> Iterable[PagedWorkload]:
     own = 512
     for batch, shared in ((64, 8192), (16, 32768), (64, 2048)):
         name = f"64/8 {batch} x {own} behind {shared}"
-        options = {"name": name, "shared_len": shared, "bars": bars}
+        options: dict[str, Any] = {"name": name, "shared_len": shared, "bars": bars}
         yield decode(batch, shared + own, (64, 8), **options)
 
 
@@ -231,13 +232,13 @@ def chunked() -> Iterable[PagedWorkload]:
         for words, (contexts, queries) in batches.items():
             for block in (16, 64):
                 name = f"{heads[0]}/{heads[1]} {words}, block {block}"
-                options = {"block_size": block, "query_lens": queries, "bars": bars}
+                options: dict[str, Any] = {"block_size": block, "query_lens": queries, "bars": bars}
                 yield PagedWorkload(name, contexts, *heads, **options)
 
 
 def paged_smoke() -> Iterable[PagedWorkload]:
     """Seconds on any machine: one small case of each kind of call over pages."""
-    small = {"head_dim": 64, "dtype": "float32"}
+    small: dict[str, Any] = {"head_dim": 64, "dtype": "float32"}
     yield decode(3, 100, (4, 2), name="decode", **small)
     yield PagedWorkload("ragged, hnd", (70, 1, 33), 4, 1, kv_layout="hnd", block_size=8, **small)
     yield decode(2, 90, (4, 4), name="vllm", kv_layout="vllm", **small)

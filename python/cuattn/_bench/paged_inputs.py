@@ -14,6 +14,7 @@ import torch
 import cuattn
 
 from . import reference
+from .cache import CacheWorkload
 from .devices import to_host
 from .paged import PagedWorkload
 from .peers import Prepared, Unsupported, module, require
@@ -34,7 +35,9 @@ def num_sets(num_bytes: int, is_cuda: bool) -> int:
     return max(2, math.ceil(COLD_BYTES / max(1, num_bytes))) if is_cuda else 2
 
 
-def cache_shapes(w: PagedWorkload, num_blocks: int, itemsize: int) -> tuple[tuple, tuple]:
+def cache_shapes(
+    w: PagedWorkload | CacheWorkload, num_blocks: int, itemsize: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shapes of the K and the V cache."""
     heads, dim, size, x = w.num_heads_kv, w.head_dim, w.block_size, 16 // itemsize
     if w.kv_layout == "vllm":
@@ -51,7 +54,7 @@ class PagedInputs:
         generator = torch.Generator(device).manual_seed(0)
         dtype = getattr(torch, w.dtype)
 
-        def draw(shape):
+        def draw(shape: tuple[int, ...]) -> torch.Tensor:
             return torch.randn(shape, generator=generator, device=device, dtype=dtype)
 
         shared, uneven = divmod(w.shared_len, w.block_size)
@@ -79,7 +82,7 @@ class PagedInputs:
             caches = [cache.to(torch.float8_e4m3fn).to(dtype) for cache in caches]
         self.caches = list(zip(*(cache.split(num_blocks) for cache in caches), strict=True))
 
-    def head(self, b: int, h: int, rows: np.ndarray):
+    def head(self, b: int, h: int, rows: np.ndarray) -> reference.Head:
         """Copy one sequence and query head to the host: q, k, v, no slope, no bias."""
         w = self.workload
         group = h // (w.num_heads_q // w.num_heads_kv)
@@ -95,20 +98,22 @@ class PagedInputs:
         k, v = (to_host(x.reshape(-1, w.head_dim)[:length]) for x in (k, v))
         return self.out_head(self.q, b, h, rows), k, v, 0.0, None
 
-    def out_head(self, out, b: int, h: int, rows: np.ndarray) -> np.ndarray:
+    def out_head(self, out: torch.Tensor, b: int, h: int, rows: np.ndarray) -> np.ndarray:
         return to_host(out[self.starts[b] : self.starts[b + 1], h])[rows]
 
     def sample(self) -> reference.Sample:
         return reference.Sample(self.workload, self)
 
 
-def in_turn(caches: list, call: Callable) -> Callable:
+def in_turn(caches: list[Any], call: Callable[..., Any]) -> Callable[[], Any]:
     """Call with the sets of caches in turn, the first one first."""
     turns = itertools.cycle(caches)
     return lambda: call(*next(turns))
 
 
-def as_e4m3(w: PagedWorkload, k: torch.Tensor, v: torch.Tensor) -> tuple:
+def as_e4m3(
+    w: PagedWorkload, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Store caches as float8_e4m3fn; the x-split layout has 16 elements side by side then."""
     if w.kv_layout == "vllm":
         blocks, heads, _, size, _ = k.shape
@@ -153,7 +158,7 @@ def ours(backend: str) -> Callable[[PagedWorkload, PagedInputs], Prepared]:
         out = torch.empty_like(x.q)
         function, scale = getattr(cuattn, op), w.head_dim**-0.5
 
-        def call(k, v):
+        def call(k: torch.Tensor, v: torch.Tensor) -> Any:
             if version:
                 return function(out, x.q, k, v, *tail, scale, **options)
             return function(x.q, k, v, *tail, out=out, **options)
@@ -187,8 +192,8 @@ def cascade(w: PagedWorkload, x: PagedInputs) -> Prepared:
         options["plan"] = made_plan(w, tail, False, "auto")
     out = torch.empty_like(x.q)
 
-    def call(*arrays):
-        return cuattn.cascade_attention(x.q, *arrays, *tail, out=out, **options)
+    def call(*arrays: torch.Tensor) -> Any:
+        return cuattn.cascade_attention(x.q, *(*arrays, *tail), out=out, **options)
 
     return Prepared(
         in_turn(sets, call),
@@ -226,7 +231,9 @@ def prefill(w: PagedWorkload, x: PagedInputs, backend: str) -> Prepared:
     )
 
 
-def made_plan(w: PagedWorkload, tables_and_lens: tuple, is_narrow: bool, rung: str):
+def made_plan(
+    w: PagedWorkload, tables_and_lens: tuple[Any, Any], is_narrow: bool, rung: str
+) -> Any:
     return cuattn.paged_plan(
         *tables_and_lens,
         num_heads_q=w.num_heads_q,
@@ -270,7 +277,7 @@ def flashinfer(w: PagedWorkload, x: PagedInputs) -> Prepared:
     )
     out = torch.empty_like(x.q)
 
-    def call(k, v):
+    def call(k: torch.Tensor, v: torch.Tensor) -> Any:
         return wrapper.run(x.q, (k, v), out=out)
 
     return Prepared(in_turn(x.caches, call), repeats=x.repeats)

@@ -14,7 +14,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ import cuattn
 
 from . import reference
 from .devices import Inputs
-from .workloads import Workload
+from .workloads import AnyWorkload, Workload
 
 
 class Unsupported(Exception):
@@ -36,14 +36,14 @@ class Prepared:
 
     call: Callable[[], Any]
     canonical: Callable[[Any], Any] = lambda out: out
-    context: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
+    context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     kernel: str | None = None
     memory_bytes: int | None = None  # known without measuring: result and workspace
     repeats: int = 0  # timed as a graph of so many calls; 0: alone
     bytes: int | None = None  # that the call moves, where they are not the workload's
 
 
-def first(result):
+def first(result: Any) -> Any:
     return result[0] if isinstance(result, tuple) else result
 
 
@@ -52,7 +52,7 @@ def require(condition: bool, reason: str) -> None:
         raise Unsupported(reason)
 
 
-def module(*names: str):
+def module(*names: str) -> Any:
     """Import the first of these modules that can be imported."""
     reasons = []
     for name in names:
@@ -75,14 +75,14 @@ OTHER_OPS = {
 }
 
 
-def other_calls(op: str):
+def other_calls(op: str) -> Any:
     return importlib.import_module(f".{OTHER_OPS[op]}", __package__)
 
 
 # ---- ours ----
 
 
-def our_call(w: Workload, x: Inputs, backend: str) -> tuple[tuple, dict]:
+def our_call(w: Workload, x: Inputs, backend: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional and keyword arguments of cuattn.attention or attention_varlen."""
     options: dict[str, Any] = {"causal": w.causal, "window": w.window, "softcap": w.softcap}
     if backend == "invariant":
@@ -144,17 +144,17 @@ def sdpa(backend: str | None) -> Callable[[Workload, Inputs], Prepared]:
             "no float32",
         )
         q, k, v = (t.transpose(1, 2) for t in (x.q, x.k, x.v))
-        options = {"is_causal": w.causal}
+        options: dict[str, Any] = {"is_causal": w.causal}
         if w.bias:
             options["attn_mask"] = x.bias
         if w.num_heads_q != w.num_heads_kv:
             options["enable_gqa"] = True
-        context: Callable = contextlib.nullcontext
+        context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         if backend is not None:
             kind = getattr(SDPBackend, backend, None)
             require(kind is not None, f"this torch has no {backend}")
 
-            def context():
+            def context() -> Any:
                 return sdpa_kernel(kind)
 
         if backend == "MATH":
@@ -213,7 +213,7 @@ def flex(w: Workload, x: Inputs) -> Prepared:
     return Prepared(lambda: compiled(*arrays, **options), canonical=lambda out: from_flex(w, out))
 
 
-def flex_arguments(w: Workload, x: Inputs) -> tuple[tuple, dict]:
+def flex_arguments(w: Workload, x: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arrays and options of flex_attention; a ragged batch is one sequence of documents."""
     import torch
     from torch.nn.attention.flex_attention import create_block_mask
@@ -227,7 +227,7 @@ def flex_arguments(w: Workload, x: Inputs) -> tuple[tuple, dict]:
         numbers, counts = torch.arange(len(w.lengths)), torch.tensor(w.lengths)
         document = torch.repeat_interleave(numbers, counts).to(x.q.device)
 
-    def mask_mod(b, h, q_idx, kv_idx):
+    def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         keep = q_idx >= 0
         if document is not None:
             keep = keep & (document[q_idx] == document[kv_idx])
@@ -239,7 +239,7 @@ def flex_arguments(w: Workload, x: Inputs) -> tuple[tuple, dict]:
 
     slopes, bias, softcap = x.slopes, x.bias, w.softcap
 
-    def score_mod(score, b, h, q_idx, kv_idx):
+    def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         if softcap:
             score = softcap * torch.tanh(score / softcap)
         if slopes is not None:
@@ -262,7 +262,7 @@ def flex_arguments(w: Workload, x: Inputs) -> tuple[tuple, dict]:
     return (q, k, v), options
 
 
-def from_flex(w: Workload, out):
+def from_flex(w: Workload, out: Any) -> Any:
     """Bring flex_attention's result to q's layout."""
     out = out.transpose(1, 2)
     return out[0] if w.lengths else out
@@ -284,7 +284,7 @@ def fa3(w: Workload, x: Inputs) -> Prepared:
     without = fa3_built_without()
     require(w.dtype != "float16" or "FP16" not in without, "this build has no float16")
     require(w.window == (-1, -1) or "LOCAL" not in without, "this build has no window")
-    options = {"causal": w.causal, "softcap": w.softcap}
+    options: dict[str, Any] = {"causal": w.causal, "softcap": w.softcap}
     if w.window != (-1, -1):
         options["window_size"] = (w.window[0], 0) if w.causal else w.window
     is_dense = not w.lengths
@@ -293,7 +293,7 @@ def fa3(w: Workload, x: Inputs) -> Prepared:
     return _flash_attn(library, w, x, options)
 
 
-def takes(function: Callable, name: str) -> bool:
+def takes(function: Callable[..., Any], name: str) -> bool:
     return name in inspect.signature(function).parameters
 
 
@@ -349,7 +349,7 @@ def fa2(w: Workload, x: Inputs) -> Prepared:
     return _flash_attn(library, w, x, options)
 
 
-def _flash_attn(library, w: Workload, x: Inputs, options: dict) -> Prepared:
+def _flash_attn(library: Any, w: Workload, x: Inputs, options: dict[str, Any]) -> Prepared:
     if w.lengths:
         function, longest = library.flash_attn_varlen_func, max(w.lengths)
         sizes = {"cu_seqlens_q": x.cu_seqlens, "cu_seqlens_k": x.cu_seqlens}
@@ -390,7 +390,7 @@ def flashinfer(w: Workload, x: Inputs) -> Prepared:
     return Prepared(lambda: wrapper.run(q, k, v), canonical=lambda out: out.view(x.q.shape))
 
 
-def memcpy(w, x) -> Prepared:
+def memcpy(w: AnyWorkload, x: Any) -> Prepared:
     return other_calls(w.op).memcpy(w, x)
 
 
@@ -408,7 +408,7 @@ def plain_numpy(w: Workload, x: Inputs) -> Prepared:
     group = w.num_heads_q // w.num_heads_kv
     begins = np.concatenate([[0], np.cumsum(w.lengths)]).astype(int)
 
-    def call():
+    def call() -> np.ndarray:
         out = np.empty_like(q)
         for b, seqlens in enumerate(w.sequences):
             at = slice(begins[b], begins[b + 1]) if w.lengths else b
@@ -429,7 +429,7 @@ class Contestant:
     """One column of the comparison. `packages` are looked up for the versions in the report."""
 
     name: str
-    prepare: Callable[[Workload, Inputs], Prepared]
+    prepare: Callable[[Any, Any], Prepared]  # of a workload and its arrays
     is_ours: bool = False
     has_our_sums: bool = False  # the cublas rung adds up as cuBLAS does
     is_jit: bool = False
@@ -479,7 +479,7 @@ def our_contestant(backend: str) -> Contestant:
     )
 
 
-def versions(contestants) -> dict[str, str]:
+def versions(contestants: Iterable[Contestant]) -> dict[str, str]:
     """Installed versions of the packages behind the contestants."""
     found = {"numpy": np.__version__}
     for contestant in contestants:

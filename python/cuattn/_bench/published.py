@@ -11,6 +11,8 @@ by the copy rate.
 
 from __future__ import annotations
 
+from typing import Any
+
 DEVICE = "H200"
 COPY_TBPS = 4.28  # bytes read and written
 MATMUL_TFLOPS = 694.0  # bfloat16, 8192^3, under sustained load, in the minute of the figures
@@ -74,7 +76,7 @@ DECODE_FIGURES: dict[tuple[str, str], dict[str, float]] = {
 }
 
 
-def add_bars(family: str, row: dict, ceilings: dict[str, float], device: str) -> None:
+def add_bars(family: str, row: dict[str, Any], ceilings: dict[str, float], device: str) -> None:
     """Add to a measured row the scaled figures of peers that it lacks, and our ratios to them."""
     place = (family, row["workload"]["name"])
     if DEVICE not in device:
@@ -95,14 +97,17 @@ def add_bars(family: str, row: dict, ceilings: dict[str, float], device: str) ->
             }
 
 
-def matmul_bars(figures: dict[str, float], measured: dict[str, dict], ceilings) -> dict[str, dict]:
+def matmul_bars(
+    figures: dict[str, float], measured: dict[str, dict[str, Any]], ceilings: dict[str, float]
+) -> dict[str, dict[str, Any]]:
     """TFLOP/s, scaled by FlashAttention-3 of the row or else by the matmul rate."""
     matmul = ceilings.get("matmul_bfloat16_tflops")
-    anchored = "fa3" in figures and "fa3" in measured
-    if not anchored and matmul is None:
+    if "fa3" in figures and "fa3" in measured:
+        factor, by = measured["fa3"]["tflops"] / figures["fa3"], "fa3 of this row"
+    elif matmul is not None:
+        factor, by = matmul / MATMUL_TFLOPS, "the matmul rate"
+    else:
         return {}
-    factor = measured["fa3"]["tflops"] / figures["fa3"] if anchored else matmul / MATMUL_TFLOPS
-    by = "fa3 of this row" if anchored else "the matmul rate"
     return {
         peer: {"tflops": figure * factor, "figure": figure, "scaled_by": by}
         for peer, figure in figures.items()
@@ -110,7 +115,7 @@ def matmul_bars(figures: dict[str, float], measured: dict[str, dict], ceilings) 
     }
 
 
-def copy_bars(figures: dict[str, float], ceilings: dict[str, float]) -> dict[str, dict]:
+def copy_bars(figures: dict[str, float], ceilings: dict[str, float]) -> dict[str, dict[str, Any]]:
     """TB/s, scaled by the copy rate."""
     factor = ceilings["copy_gbps"] / COPY_TBPS
     return {

@@ -9,12 +9,25 @@ output.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any, Protocol
 
 import numpy as np
 
-from .workloads import Workload
+from .workloads import AttentionWorkload
 
 EPS = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+
+
+# q rows, k, v on the host, ALiBi slope, bias rows: of one sequence and query head.
+Head = tuple[np.ndarray, np.ndarray, np.ndarray, float, np.ndarray | None]
+
+
+class Arrays(Protocol):
+    """The arrays of a workload, read head by head."""
+
+    def head(self, b: int, h: int, rows: np.ndarray) -> Head: ...
+
+    def out_head(self, out: Any, b: int, h: int, rows: np.ndarray) -> np.ndarray: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +55,12 @@ def round_to(x: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def score_rows(
-    w: Workload, s: np.ndarray, rows: np.ndarray, seqlens: tuple[int, int], slope: float, bias
+    w: AttentionWorkload,
+    s: np.ndarray,
+    rows: np.ndarray,
+    seqlens: tuple[int, int],
+    slope: Any,
+    bias: np.ndarray | None,
 ) -> np.ndarray:
     """Softcap, ALiBi, bias and mask on scaled scores s [len(rows), seqlen_kv]."""
     seqlen_q, seqlen_kv = seqlens
@@ -82,7 +100,7 @@ def sample_rows(seqlen: int, rng: np.random.Generator) -> np.ndarray:
 class Sample:
     """Some rows of a workload's result in float64, and what the plain formula errs on them."""
 
-    def __init__(self, w: Workload, inputs):
+    def __init__(self, w: AttentionWorkload, inputs: Arrays):
         rng = np.random.default_rng(1)
         self.inputs = inputs
         self.rows: dict[tuple[int, int], np.ndarray] = {}
@@ -96,7 +114,13 @@ class Sample:
             rows = self.rows[b, h] = sample_rows(sequences[b][0], rng)
             q, k, v, slope, bias = inputs.head(b, h, rows)
 
-            def scored(scores, slope, seqlens=sequences[b], rows=rows, bias=bias):
+            def scored(
+                scores: np.ndarray,
+                slope: Any,
+                seqlens: tuple[int, int] = sequences[b],
+                rows: np.ndarray = rows,
+                bias: np.ndarray | None = bias,
+            ) -> np.ndarray:
                 return softmax(score_rows(w, scores, rows, seqlens, slope, bias))
 
             exact = scored(scale * (q.astype(np.float64) @ k.T.astype(np.float64)), slope)
@@ -107,7 +131,7 @@ class Sample:
             out_max = max(out_max, float(np.abs(expected).max()))
         self.allowed = 2 * plain_error + EPS[w.dtype] * out_max
 
-    def error(self, out) -> Error:
+    def error(self, out: Any) -> Error:
         """Compare a result in q's layout."""
         max_error = 0.0
         for (b, h), expected in self.expected.items():
@@ -116,6 +140,6 @@ class Sample:
         return Error(max_error, self.allowed)
 
 
-def check(w: Workload, inputs, out) -> Error:
+def check(w: AttentionWorkload, inputs: Arrays, out: Any) -> Error:
     """Compare a sample of rows of out with float64; inputs is an Inputs of devices.py."""
     return Sample(w, inputs).error(out)

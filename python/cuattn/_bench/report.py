@@ -8,8 +8,9 @@ import pathlib
 import re
 import statistics
 from collections.abc import Iterable
+from typing import Any
 
-from .workloads import Workload
+from .workloads import AnyWorkload
 
 COLUMNS = (
     "{name:34s} {who:16s} {ms:>10s} {tflops:>8s} {gbps:>8s} {roof:>6s} {memory:>10s} {ratio:>7s}"
@@ -23,7 +24,7 @@ def median_ms(rounds_ms: dict[int, float]) -> float:
     return statistics.median(rounds_ms.values())
 
 
-def row_json(w: Workload, entries: Iterable) -> dict:
+def row_json(w: AnyWorkload, entries: Iterable[Any]) -> dict[str, Any]:
     """Make a row of the results file: the workload, everybody's figures, our ratio to the best."""
     results = []
     for entry in entries:
@@ -65,12 +66,12 @@ def row_json(w: Workload, entries: Iterable) -> dict:
     return row
 
 
-def empty_row(w: Workload, status: str) -> dict:
+def empty_row(w: AnyWorkload, status: str) -> dict[str, Any]:
     """Make a row on which nobody was measured."""
     return {"workload": w.as_json(), "status": status, "results": []}
 
 
-def ratio(ours: dict, peer: dict) -> float:
+def ratio(ours: dict[str, Any], peer: dict[str, Any]) -> float:
     """Median of the ratios peer / ours over the rounds that both ran: above 1, ours is faster."""
     shared = ours["rounds_ms"].keys() & peer["rounds_ms"].keys()
     if not shared:
@@ -92,12 +93,12 @@ def header() -> str:
     return COLUMNS.format(**names, memory="memory", ratio="x peer", note="")
 
 
-def row_lines(row: dict, ceilings: dict[str, float]) -> str:
+def row_lines(row: dict[str, Any], ceilings: dict[str, float]) -> str:
     """Format a row. % max is the larger of the shares of the measured matmul and copy rates."""
     name = row["workload"]["name"]
     if row["status"] != "ok":
         return f"{name:34s} {row['status']}"
-    lines = []
+    lines: list[str] = []
     for result in row["results"]:
         fields = dict.fromkeys(("ms", "tflops", "gbps", "roof", "memory", "ratio"), "")
         fields |= {
@@ -128,7 +129,7 @@ def row_lines(row: dict, ceilings: dict[str, float]) -> str:
     return "\n".join(lines) or f"{name:34s} nobody measured here serves it"
 
 
-def published_lines(row: dict) -> list[str]:
+def published_lines(row: dict[str, Any]) -> list[str]:
     """Format a line for each scaled figure of a peer that was not measured, and our ratios."""
     lines = []
     for peer, bar in row.get("published", {}).items():
@@ -145,7 +146,7 @@ def published_lines(row: dict) -> list[str]:
     return lines
 
 
-def bar_lines(row: dict) -> list[str]:
+def bar_lines(row: dict[str, Any]) -> list[str]:
     """Say of each bar of a row what was reached."""
     words = {True: "holds", False: "MISSED", None: "not measured"}
     return [
@@ -156,7 +157,7 @@ def bar_lines(row: dict) -> list[str]:
     ]
 
 
-def roof(workload: dict, result: dict, ceilings: dict[str, float]) -> float:
+def roof(workload: dict[str, Any], result: dict[str, Any], ceilings: dict[str, float]) -> float:
     """Share of the measured ceiling that binds: arithmetic or memory, whichever is nearer."""
     matmul = ceilings.get(f"matmul_{workload['dtype']}_tflops") or ceilings.get(
         "matmul_float32_tflops", math.inf
@@ -164,7 +165,7 @@ def roof(workload: dict, result: dict, ceilings: dict[str, float]) -> float:
     return max(result["tflops"] / matmul, result["gbps"] / ceilings["copy_gbps"])
 
 
-def markdown(document: dict) -> str:
+def markdown(document: dict[str, Any]) -> str:
     """Format the results as a Markdown table: a row for each workload, a column for each name."""
     names = list(
         dict.fromkeys(
@@ -183,14 +184,14 @@ def markdown(document: dict) -> str:
     return "\n".join(lines)
 
 
-def markdown_cell(result: dict | None, quantity: str = "tflops") -> str:
+def markdown_cell(result: dict[str, Any] | None, quantity: str = "tflops") -> str:
     if result is None or "ms" not in result:
         return "" if result is None else result["status"].split(":")[-1].strip()[:24]
     memory = f", {bytes_text(result['peak_bytes'])}" if result["peak_bytes"] else ""
     return f"{result['ms']:.4g} ms, {speed_text(result, quantity)}{memory}"
 
 
-def speed_text(result: dict, quantity: str) -> str:
+def speed_text(result: dict[str, Any], quantity: str) -> str:
     """TFLOP/s, or TB/s where memory is what counts."""
     if quantity == "gbps":
         return f"{result['gbps'] / 1e3:.3g} TB/s"
@@ -206,21 +207,21 @@ def bytes_text(count: int | None) -> str:
     return f"{count} B"
 
 
-def our_results(document: dict) -> Iterable[tuple[dict, dict]]:
+def our_results(document: dict[str, Any]) -> Iterable[tuple[dict[str, Any], dict[str, Any]]]:
     for row in document["rows"]:
         for result in row["results"]:
             if result["ours"]:
                 yield row, result
 
 
-def our_failures(document: dict) -> int:
+def our_failures(document: dict[str, Any]) -> int:
     aborted = sum(row["status"].startswith(("aborted", "failed")) for row in document["rows"])
     return aborted + sum(
         result["status"].startswith("failed") for _, result in our_results(document)
     )
 
 
-def summary(document: dict) -> str:
+def summary(document: dict[str, Any]) -> str:
     """Geometric mean and worst row of the ratio to the best peer, per backend of ours."""
     ratios: dict[tuple[str, str], list[tuple[float, str]]] = {}
     for row, result in our_results(document):
@@ -247,7 +248,7 @@ def summary(document: dict) -> str:
     return "\n".join(lines)
 
 
-def bar_summary(document: dict) -> list[str]:
+def bar_summary(document: dict[str, Any]) -> list[str]:
     """How many bars hold, the mean of those that are alike, and which do not hold."""
     bars = [(bar, row) for row in document["rows"] for bar in row.get("bars", ())]
     if not bars:
@@ -259,7 +260,7 @@ def bar_summary(document: dict) -> list[str]:
         for bar, row in judged
         if not bar["holds"]
     ]
-    alike: dict[tuple, list[float]] = {}
+    alike: dict[tuple[Any, ...], list[float]] = {}
     for bar, _ in judged:
         kind = (bar["ours"], bar["against"], bar["least"], bar.get("mean"))
         alike.setdefault(kind, []).append(bar["value"])

@@ -13,18 +13,21 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from typing import Any
 
 import cuattn
 
 from . import bars, published, report
-from .devices import CpuDevice, CudaDevice, open_device
+from .devices import Device, open_device
 from .families import FAMILIES, Family
 from .measure import Run, Settings, say
 from .options import BACKENDS
 from .peers import PEERS, Contestant, our_contestant, versions
-from .workloads import Workload
+from .workloads import AnyWorkload
 
 SCHEMA = 1
+Save = Callable[[dict[str, Any]], None]
 RECORDED_ENVIRONMENT = (
     "CUATTN_NUM_THREADS",
     "CUATTN_CPU_ISA",
@@ -49,7 +52,7 @@ class Clock:
         return share
 
 
-def run_family(name: str, family: Family, run: Run, document: dict, save) -> None:
+def run_family(name: str, family: Family, run: Run, document: dict[str, Any], save: Save) -> None:
     """Measure every row; document is saved after each, so that a run cut short keeps its rows."""
     clock = Clock(run.settings.budget_s, len(family.workloads))
     for index, w in enumerate(family.workloads, 1):
@@ -75,7 +78,7 @@ def run_family(name: str, family: Family, run: Run, document: dict, save) -> Non
     save(document)
 
 
-def describe(device, contestants: list[Contestant], settings: Settings) -> dict:
+def describe(device: Device, contestants: list[Contestant], settings: Settings) -> dict[str, Any]:
     """Say where, with what and how: the head of a results file."""
     information = cuattn.info()
     ours = ("version", "source_hash", "cuda_archs", "cpu")
@@ -103,10 +106,10 @@ def commit() -> str | None:
     return None
 
 
-def writer(path: pathlib.Path | None):
+def writer(path: pathlib.Path | None) -> Save:
     """Return a function that writes the document to path in one step, or does nothing."""
 
-    def save(document: dict) -> None:
+    def save(document: dict[str, Any]) -> None:
         if path is None:
             return
         partial = path.with_suffix(".partial")
@@ -154,9 +157,9 @@ class Bench:
 
     def __init__(self, arguments: argparse.Namespace, settings: Settings):
         self.arguments, self.settings = arguments, settings
-        self.opened: dict[str, tuple[CudaDevice | CpuDevice, dict[str, float]]] = {}
+        self.opened: dict[str, tuple[Device, dict[str, float]]] = {}
 
-    def device(self, kind: str) -> tuple[CudaDevice | CpuDevice, dict[str, float]]:
+    def device(self, kind: str) -> tuple[Device, dict[str, float]]:
         if kind not in self.opened:
             device = open_device(kind)
             say(f"device: {device.name}; measuring its ceilings")
@@ -174,7 +177,7 @@ class Bench:
             raise SystemExit(f"bench: {name} has nobody to measure; name a --backend or a --peer")
         return [our_contestant(backend) for backend in backends] + [PEERS[peer] for peer in peers]
 
-    def workloads(self, name: str) -> tuple[Workload, ...]:
+    def workloads(self, name: str) -> tuple[AnyWorkload, ...]:
         """Return the family's workloads that the command line asks for."""
         return tuple(w for w in FAMILIES[name].workloads if self.arguments.workload in w.name)
 
@@ -227,7 +230,7 @@ def main(arguments: argparse.Namespace) -> int:
     return 1 if sum([bench.family(name) for name in bench.families()]) else 0
 
 
-def no_grad():
+def no_grad() -> contextlib.AbstractContextManager[Any]:
     """torch.no_grad() where torch is loaded."""
     torch = sys.modules.get("torch")
     return torch.no_grad() if torch else contextlib.nullcontext()

@@ -10,9 +10,52 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Iterable
+from typing import Any, Protocol
 
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 SHORT_DTYPE = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+
+
+class AnyWorkload(Protocol):
+    """What a row of the report needs of a workload, whatever it calls."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def op(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def jit(self) -> bool: ...
+    @property
+    def flops(self) -> float: ...
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def series(self) -> str: ...
+    @property
+    def extent(self) -> str: ...
+    def draw(self, device: str) -> Any: ...
+    def as_json(self) -> dict[str, Any]: ...
+
+
+class AttentionWorkload(AnyWorkload, Protocol):
+    """What the reference needs of a workload of attention, over pages or not."""
+
+    @property
+    def sequences(self) -> list[tuple[int, int]]: ...
+    @property
+    def num_heads_q(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def causal(self) -> bool: ...
+    @property
+    def window(self) -> tuple[int, int]: ...
+    @property
+    def softcap(self) -> float: ...
+    @property
+    def alibi(self) -> bool: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +81,7 @@ class Workload:
     lengths: tuple[int, ...] = ()
     jit: bool = False
 
-    def draw(self, device: str):
+    def draw(self, device: str) -> Any:
         from .devices import torch_inputs
 
         return torch_inputs(self, device)
@@ -100,7 +143,7 @@ class Workload:
         """Say how large a call is, for lists."""
         return f"batch {len(self.sequences)}, seqlen {self.seqlen_q} x {self.seqlen_kv}"
 
-    def as_json(self) -> dict:
+    def as_json(self) -> dict[str, Any]:
         return {
             **dataclasses.asdict(self),
             "op": self.op,
@@ -125,7 +168,7 @@ def visible_pairs(seqlen_q: int, seqlen_kv: int, causal: bool, window: tuple[int
 
 
 def dense(
-    name: str, batch: int, seqlen: int, heads: int | tuple[int, int], head_dim: int, **options
+    name: str, batch: int, seqlen: int, heads: int | tuple[int, int], head_dim: int, **options: Any
 ) -> Workload:
     """Make a workload with seqlen_q = seqlen_kv; heads is a number or (query, key) numbers."""
     heads_q, heads_kv = heads if isinstance(heads, tuple) else (heads, heads)
@@ -202,7 +245,8 @@ def ragged() -> Iterable[Workload]:
 
 def pack_documents(tokens: int, seed: int = 0) -> tuple[int, ...]:
     """Draw lengths of 128 to 2048 that fill a sequence of `tokens`; the last takes what is left."""
-    draw, lengths = random.Random(seed), []
+    draw = random.Random(seed)
+    lengths: list[int] = []
     while (left := tokens - sum(lengths)) > 0:
         lengths.append(min(left, draw.randint(128, 2048)))
     return tuple(lengths)
@@ -210,7 +254,7 @@ def pack_documents(tokens: int, seed: int = 0) -> tuple[int, ...]:
 
 def masks() -> Iterable[Workload]:
     """Windows, documents, score options: 16384 tokens, 16 heads of 128; and plain causal."""
-    base = {"batch": 2, "seqlen": 8192, "heads": 16, "head_dim": 128, "jit": True}
+    base: dict[str, Any] = {"batch": 2, "seqlen": 8192, "heads": 16, "head_dim": 128, "jit": True}
     yield dense("causal", **base, causal=True)
     yield dense("window 256", **base, window=(256, 256))
     yield dense("causal window 256", **base, causal=True, window=(256, 0))
@@ -301,7 +345,7 @@ def smoke() -> Iterable[Workload]:
         softcap=20.0,
     )
     yield dense("alibi, bias", 2, 96, 4, 64, dtype="float32", alibi=True, bias=True)
-    few = {"dtype": "float32", "causal": True}
+    few: dict[str, Any] = {"dtype": "float32", "causal": True}
     yield Workload("few queries over many keys", 1, 8, 2048, 8, 1, 64, **few)
     yield Workload(
         "ragged", 3, 100, 100, 4, 4, 64, dtype="float32", causal=True, lengths=(100, 17, 64)

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import functools
 import time
+from typing import Any
 
 import numpy as np
 
@@ -36,13 +38,21 @@ class CountedAttention:
     """cuattn.attention_varlen on a place, numpy arrays in and out; adds up the time it takes."""
 
     def __init__(self, place: Place):
-        self.place, self.seconds, self.plan = place, 0.0, None
+        self.place, self.seconds = place, 0.0
+        self.plan: cuattn.Plan | None = None
 
-    def __call__(self, q, k, v, cu_seqlens, max_seqlen) -> np.ndarray:
+    def __call__(
+        self,
+        q: np.ndarray,
+        k: np.ndarray,
+        v: np.ndarray,
+        cu_seqlens: np.ndarray,
+        max_seqlen: int,
+    ) -> np.ndarray:
         """Attention over packed sentences."""
         begin = time.perf_counter()
-        q, k, v, ends = (self.place.from_host(x) for x in (q, k, v, cu_seqlens))
-        arguments = (q, k, v, ends, ends, max_seqlen, max_seqlen)
+        *qkv, ends = (self.place.from_host(x) for x in (q, k, v, cu_seqlens))
+        arguments: tuple[Any, ...] = (*qkv, ends, ends, max_seqlen, max_seqlen)
         out = self.place.to_host(cuattn.attention_varlen(*arguments))
         self.seconds += time.perf_counter() - begin
         if self.plan is None:
@@ -62,12 +72,12 @@ def similar_pairs(embeddings: np.ndarray) -> tuple[int, list[tuple[float, int, i
 def sentences(place: Place) -> bool:
     """Encode SENTENCES with the library and with the plain formula, and compare."""
     print("\n1. Real input: sentence embeddings with all-MiniLM-L6-v2 (6 layers, 12 heads of 32)")
-    missing = minilm.missing()
-    if missing is not None:
+    folder, missing = minilm.model_folder(), minilm.missing()
+    if folder is None or missing is not None:
         print(f"   not run, {missing} is missing. To get it:\n       {minilm.HOW_TO_GET}")
         print("   In its place: that model's attention layer on random numbers, 64 x 32 tokens.")
         return layer(place, dense("MiniLM-L6 layer", 64, 32, 12, 32, dtype="float32"))
-    model = minilm.MiniLM(minilm.model_folder())
+    model = minilm.MiniLM(folder)
     token_ids = model.tokenize(SENTENCES)
     attention = CountedAttention(place)
     model.encode(token_ids, attention)  # first call: the device starts, threads are made
@@ -81,7 +91,8 @@ def sentences(place: Place) -> bool:
     for cosine, a, b in pairs:
         print(f"   {cosine:.3f}  {SENTENCES[a]}\n          {SENTENCES[b]}")
     ok = error <= EMBEDDING_TOLERANCE and right == len(SENTENCES)
-    print(f"   kernel             {attention.plan.kernel}: {attention.plan.reason}")
+    if attention.plan is not None:
+        print(f"   kernel             {attention.plan.kernel}: {attention.plan.reason}")
     print(
         f"   nearest neighbours {right} of {len(SENTENCES)} sentences find their paraphrase first"
     )
@@ -104,12 +115,12 @@ def layer(place: Place, w: Workload) -> bool:
     ok = True
     times = {}
     for label, backend in (("naive", "naive"), ("flash", "auto")):
-        options = {"causal": w.causal, "backend": backend}
+        options: dict[str, Any] = {"causal": w.causal, "backend": backend}
         plan = cuattn.explain("attention", q, k, v, **options)
         out = place.to_host(cuattn.attention(q, k, v, **options))
         error = reference.check(w, host, out)
         times[label] = place.time(
-            lambda o=options: cuattn.attention(q, k, v, **o), 1 if label == "naive" else 5
+            functools.partial(cuattn.attention, q, k, v, **options), 1 if label == "naive" else 5
         )
         memory = bytes_text(out.nbytes + plan.workspace_bytes)
         figures = f"{1e3 * times[label]:9.2f} ms   {memory:>10s} beyond the inputs"

@@ -39,7 +39,7 @@ class Place:
         return best
 
 
-def usable_gpus() -> list[dict]:
+def usable_gpus() -> list[dict[str, Any]]:
     """GPUs that this build has code for."""
     cuda = cuattn.info().get("cuda") or {}
     return [gpu for gpu in cuda.get("devices", []) if gpu["code"] != "unsupported"]
@@ -54,7 +54,7 @@ def host(note: str) -> Place:
     )
 
 
-def through_torch(gpu: dict) -> Place | None:
+def through_torch(gpu: dict[str, Any]) -> Place | None:
     """Reach the GPU through PyTorch, where it is installed with CUDA."""
     if importlib.util.find_spec("torch") is None:
         return None
@@ -74,7 +74,7 @@ def through_torch(gpu: dict) -> Place | None:
     )
 
 
-def through_cupy(gpu: dict) -> Place | None:
+def through_cupy(gpu: dict[str, Any]) -> Place | None:
     """Reach the GPU through CuPy, where it is installed."""
     if importlib.util.find_spec("cupy") is None:
         return None

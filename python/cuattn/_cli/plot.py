@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m cuattn plot``: pictures of benchmark results, PNG and SVG.
+"""``python -m cuattn plot``: pictures of benchmark results, SVG or PNG.
 
 Rows that differ only in the sequence length become curves: <family>_speed and <family>_memory. A
 family of unlike workloads becomes bars: <family>_speed alone.
@@ -14,6 +14,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterable
+from typing import Any
 
 from .._bench.runner import SCHEMA
 
@@ -70,7 +71,7 @@ LABELS = {
     "fa3_bf16": "FlashAttention-3, bf16",
     "fa4": "FlashAttention-4",
     "flashinfer": "FlashInfer",
-    "cuattn:replan": "cuattn, with the plan",
+    "cuattn:replan": "cuattn, plan in the call",
     "cuattn:v1": "cuattn, V1",
     "cuattn:v2": "cuattn, V2",
     "cuattn:wide": "cuattn, 16-bit cache",
@@ -106,7 +107,7 @@ PARTS = {
 TIMED = {"ms": NUMBER, "tflops": NUMBER, "gbps": NUMBER, "peak_bytes": (*NUMBER, NONE)}
 
 
-def load(path: pathlib.Path) -> dict:
+def load(path: pathlib.Path) -> dict[str, Any]:
     """Read a results file; raises ValueError where it is none."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
@@ -131,7 +132,7 @@ def load(path: pathlib.Path) -> dict:
     return document
 
 
-def misfit(value: object, parts: object, path: str = "") -> str:
+def misfit(value: Any, parts: Any, path: str = "") -> str:
     """Name the first part of a JSON value that is missing or not of its type; "" where all fit."""
     if isinstance(parts, dict):
         if not isinstance(value, dict):
@@ -146,7 +147,7 @@ def misfit(value: object, parts: object, path: str = "") -> str:
     return next(filter(None, (misfit(*pair) for pair in pairs)), "")
 
 
-def measured(document: dict) -> Iterable[tuple[dict, dict]]:
+def measured(document: dict[str, Any]) -> Iterable[tuple[dict[str, Any], dict[str, Any]]]:
     """(workload, result) of everything that was timed."""
     for row in document["rows"]:
         for result in row["results"]:
@@ -154,7 +155,9 @@ def measured(document: dict) -> Iterable[tuple[dict, dict]]:
                 yield row["workload"], result
 
 
-def curves(document: dict, quantity: str) -> dict[str, dict[str, list[tuple[float, float]]]]:
+def curves(
+    document: dict[str, Any], quantity: str
+) -> dict[str, dict[str, list[tuple[float, float]]]]:
     """Group (sequence length, quantity) points: series -> contestant -> points in order."""
     found: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for workload, result in measured(document):
@@ -178,7 +181,7 @@ def label(name: str) -> str:
     return LABELS.get(name, name.replace("cuattn:auto", "cuattn").replace(":", " "))
 
 
-def caption(document: dict) -> str:
+def caption(document: dict[str, Any]) -> str:
     """Where, when and with what the figures were taken."""
     machine = document["machine"]
     parts = [machine["device"]]
@@ -195,7 +198,7 @@ def caption(document: dict) -> str:
     return "  |  ".join(parts)
 
 
-def style_line(name: str) -> dict:
+def style_line(name: str) -> dict[str, Any]:
     """Ours are thick and on top, peers thin and dashed."""
     if name.startswith("cuattn:"):
         return {"linewidth": 2.4, "marker": "o", "markersize": 5, "zorder": 3}
@@ -211,7 +214,9 @@ def in_order(names: Iterable[str]) -> list[str]:
     )
 
 
-def draw_curves(plt, document: dict, quantity: str, axis_label: str, title: str, log_y: bool):
+def draw_curves(
+    plt: Any, document: dict[str, Any], quantity: str, axis_label: str, title: str, log_y: bool
+) -> Any:
     """One panel for each series, or None where nothing varies with the length."""
     panels = curves(document, quantity)
     if not panels:
@@ -233,8 +238,8 @@ def draw_curves(plt, document: dict, quantity: str, axis_label: str, title: str,
         for name in in_order(panel):
             if name not in texts:
                 continue
-            lengths, values = zip(*panel[name], strict=True)
-            axes.plot(lengths, values, label=texts[name], color=colour(name), **style_line(name))
+            places, values = zip(*panel[name], strict=True)
+            axes.plot(places, values, label=texts[name], color=colour(name), **style_line(name))
         axes.set_xscale("log", base=2)
         lengths = sorted({x for points in panel.values() for x, _ in points})
         axes.set_xticks(lengths, [str(x) for x in lengths], rotation=0 if len(lengths) < 6 else 45)
@@ -277,9 +282,9 @@ def coincide(
     return True
 
 
-def bar_panels(document: dict) -> dict[str, list[tuple[dict, dict]]]:
+def bar_panels(document: dict[str, Any]) -> dict[str, list[tuple[dict[str, Any], dict[str, Any]]]]:
     """Group what was measured by series where most series have several rows; else all in one."""
-    panels: dict[str, list[tuple[dict, dict]]] = {}
+    panels: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {}
     for workload, result in measured(document):
         panels.setdefault(workload["series"], []).append((workload, result))
     rows = {workload["name"] for workload, _ in measured(document)}
@@ -288,7 +293,7 @@ def bar_panels(document: dict) -> dict[str, list[tuple[dict, dict]]]:
     return {"": [pair for panel in panels.values() for pair in panel]} if panels else {}
 
 
-def draw_bars(plt, document: dict, title: str):
+def draw_bars(plt: Any, document: dict[str, Any], title: str) -> Any:
     """Speed of unlike workloads, one group of bars for each."""
     panels = bar_panels(document)
     if not panels:
@@ -323,7 +328,7 @@ def draw_bars(plt, document: dict, title: str):
     return figure
 
 
-def finish(figure, document: dict, title: str, texts: list[str]) -> None:
+def finish(figure: Any, document: dict[str, Any], title: str, texts: list[str]) -> None:
     """Title, one legend below the panels, and the caption."""
     handles: dict[str, object] = {}
     for axes in figure.axes:
@@ -347,7 +352,14 @@ def finish(figure, document: dict, title: str, texts: list[str]) -> None:
     )
 
 
-def draw(document: dict, folder: pathlib.Path) -> list[pathlib.Path]:
+def save(figure: Any, path: pathlib.Path) -> pathlib.Path:
+    """Write a picture in the format of its name, the same bytes each time; returns the path."""
+    options = {"metadata": {"Date": None}} if path.suffix == ".svg" else {"dpi": 150}
+    figure.savefig(path, **options)
+    return path
+
+
+def draw(document: dict[str, Any], folder: pathlib.Path, suffix: str = "svg") -> list[pathlib.Path]:
     """Write the pictures of one results file; returns their paths."""
     try:
         import matplotlib
@@ -370,21 +382,18 @@ def draw(document: dict, folder: pathlib.Path) -> list[pathlib.Path]:
         for name, figure in (("speed", speed), ("memory", memory)):
             if figure is None:
                 continue
-            for suffix, options in (("png", {"dpi": 150}), ("svg", {"metadata": {"Date": None}})):
-                path = folder / f"{family}_{name}.{suffix}"
-                figure.savefig(path, **options)
-                written.append(path)
+            written.append(save(figure, folder / f"{family}_{name}.{suffix}"))
             plt.close(figure)
     return written
 
 
-def spans(document: dict, quantity: str) -> bool:
+def spans(document: dict[str, Any], quantity: str) -> bool:
     """Whether the values spread so far that only a logarithmic axis shows them."""
     values = [result[quantity] for _, result in measured(document) if result[quantity] > 0]
     return bool(values) and max(values) / min(values) > 50
 
 
-def main(paths: list[pathlib.Path], folder: pathlib.Path) -> int:
+def main(paths: list[pathlib.Path], folder: pathlib.Path, suffix: str = "svg") -> int:
     """Draw every results file into the folder; 1 where one could not be read, or none written."""
     try:
         documents = {path: load(path) for path in paths}
@@ -392,7 +401,7 @@ def main(paths: list[pathlib.Path], folder: pathlib.Path) -> int:
         for path, document in documents.items():
             for _, result in measured(document):
                 result["peak_mib"] = result["peak_bytes"] / 2**20 if result["peak_bytes"] else None
-            written = draw(document, folder)
+            written = draw(document, folder, suffix)
             print("\n".join(map(str, written)) or f"plot: nothing was measured in {path}")
     except OSError as error:
         print(f"plot: -o must be a folder to write to, got {folder}: {error}", file=sys.stderr)

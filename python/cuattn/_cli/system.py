@@ -11,6 +11,7 @@ import importlib.util
 import json
 import os
 import sys
+from typing import Any
 
 import cuattn
 
@@ -30,9 +31,9 @@ ENVIRONMENT = (
 )
 
 
-def frameworks() -> dict[str, dict | None]:
+def frameworks() -> dict[str, dict[str, Any] | None]:
     """Find version and route of each array library, None where absent. Imports none of them."""
-    found: dict[str, dict | None] = {}
+    found: dict[str, dict[str, Any] | None] = {}
     for package, (distributions, route) in FRAMEWORKS.items():
         found[package] = None
         if importlib.util.find_spec(package) is None:
@@ -46,7 +47,7 @@ def frameworks() -> dict[str, dict | None]:
     return found
 
 
-def information() -> dict:
+def information() -> dict[str, Any]:
     """cuattn.info() with the Python side added."""
     return {
         **cuattn.info(),
@@ -88,7 +89,7 @@ def show_info(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def cuda_line(data: dict) -> str:
+def cuda_line(data: dict[str, Any]) -> str:
     """One line on the CUDA side of the build and the driver."""
     cuda = data["cuda"]
     if cuda is None:

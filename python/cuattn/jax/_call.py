@@ -168,11 +168,11 @@ def compiled(function: Callable[[Any, Static], Any]) -> Callable[[Any, Static], 
     """Compile ``function(arrays, static)`` for each `static`; a gradient of it is refused."""
     primal = jax.custom_jvp(function, nondiff_argnums=(1,))
 
-    @primal.defjvp
     def refuse_gradient(static: Static, primals: Any, tangents: Any) -> Any:
         raise NotImplementedError(
             f"{dict(static)['op']}: cuattn has no gradient yet; pass jax.lax.stop_gradient of the "
             "arrays"
         )
 
+    primal.defjvp(refuse_gradient)
     return jax.jit(primal, static_argnums=1)

@@ -295,7 +295,7 @@ def scaled_dot_product_attention(
         value = value.reshape(-1, *value.shape[-3:])
     elif not query.is_contiguous():
         order = stride_order(query)
-    options = {"layout": "bhsd", "window": window, "scale": scale}
+    options: dict[str, Any] = {"layout": "bhsd", "window": window, "scale": scale}
     if traced(query):
         out, _ = torch.ops.cuattn.attention(
             query, key, value, None, None, bias, physical_layout=order, **options
