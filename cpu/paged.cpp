@@ -2,7 +2,7 @@
 // Paged attention on the CPU. The keys of a unit are gathered block by block into contiguous rows,
 // at most kChunk at a time, and attended by the vector kernel of flash.cpp; chunks, and then
 // splits, are merged by their log-sum-exp. Source: vLLM, arXiv:2309.06180; split keys,
-// Flash-Decoding (Dao et al., 2023). Next: params/paged.h (units and splits), flash.cpp.
+// Flash-Decoding (Dao et al., 2023). Next: params/deal.h (units and splits), flash.cpp.
 #include <algorithm>
 #include <array>
 #include <cmath>

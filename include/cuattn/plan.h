@@ -101,7 +101,7 @@ std::string explain_attention(const AttentionRequest& request, const DeviceInfo&
                               const char* backend);
 
 // The same for paged_attention. `function` is named in refusals. backend: "auto", "cpu", "simt",
-// "sm80", "sm90". workspace_bytes is left to src/paged/call.cpp.
+// "sm80", "sm90". workspace_bytes is left to src/paged/work.cpp.
 Plan select_paged(const char* function, const PagedRequest& request, const DeviceInfo& device,
                   const char* backend);
 // Each rung with its verdict, `chosen` marked.

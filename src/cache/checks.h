@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Paged caches and their block tables as every call takes them: where the axes lie, and the rules.
-// Next: rows.cpp and paged/call.cpp (the callers).
+// Next: rows.cpp and paged/validate.cpp (the callers).
 #pragma once
 
 #include "cuattn/params/pages.h"

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The ladder of paged attention: which kernel, and how the keys of a call are cut into splits.
-// Next: call.cpp (its caller), attention/plan.cpp (the ladder of attention).
+// Next: work.cpp (its caller), attention/plan.cpp (the ladder of attention).
 #include "cuattn/plan.h"
 
 #include <algorithm>
@@ -196,7 +196,7 @@ Plan make_plan(const Rung& rung, const PagedRequest& r, const DeviceInfo& device
     if (plan.cluster > 1) plan.reason = kClusterMerit;
     if (plan.in_parts) plan.reason = plan.cluster > 1 ? kClusterPartsMerit : kPartsMerit;
   }
-  return plan;  // workspace_bytes is known once PagedWork is: call.cpp
+  return plan;  // workspace_bytes is known once PagedWork is: work.cpp
 }
 
 const Rung& named_rung(const char* function, const char* backend) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // How tiles of K and V come to forward.cuh: rows of a tensor, or blocks of a paged cache, nhd
 // or hnd, with a multiple of 16 tokens a block (chunked prefill). The other kernels of
-// attention_varlen take gathered keys (src/attention/call.cpp).
+// attention_varlen take gathered keys (src/attention/pages.cpp).
 #pragma once
 
 #include "cuda/attention/sm90/schedule.cuh"
