@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One decode step, started in three ways: launched, replayed as a CUDA graph, or posted to a kernel
-that stays on the device. Wall-clock time a step, on one GPU.
+"""One decode step, launched or replayed as a CUDA graph. Wall-clock time a step, on one GPU.
 
     python benchmarks/decode_ladder.py --output      # measure; results/decode_ladder.json
     python benchmarks/decode_ladder.py --draw        # the picture and the table in docs, from it
@@ -10,9 +9,11 @@ heads and 8 kv heads of 128, blocks of 16 tokens in random order.
 
     launch       the addition, then cuattn.paged_attention: plan, attention, combine
     graph        the same kernels, captured once and replayed
-    persistent   a step posted to cuattn._persistent.PersistentDecode
-    graph_auto   as graph with the kernel that "auto" picks; the others run the kernel `sm80`,
-                 whose code the persistent kernel shares
+    graph_auto   as graph with the kernel that "auto" picks; the others run the kernel `sm80`
+
+The committed results have a fourth way, `persistent`: a step posted to a kernel that stays on the
+device, an experiment that the library no longer holds. docs/notes/20261121-decode-ladder.md tells
+what it was and where its sources are.
 
 waited: the host waits for each step, as it does where it needs the token; the median. queued: all
 steps are handed over, then one wait; the mean. Each is the median of the rounds, which take the
@@ -46,7 +47,8 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64)
 CONTEXTS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 NUM_HEADS_Q, NUM_HEADS_KV, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 16
 TOKEN_BYTES = 2 * NUM_HEADS_KV * HEAD_DIM * 2  # of K and V
-WAYS = {
+WAYS = ("launch", "graph", "graph_auto")
+LABELS = {
     "launch": ("launches", "#3d7ea6"),
     "graph": ("CUDA graph", "#e07a3f"),
     "persistent": ("persistent kernel", "#d1495b"),
@@ -87,7 +89,6 @@ class Problem:
             (batch, NUM_HEADS_Q, HEAD_DIM), dtype=torch.bfloat16, device="cuda", generator=generator
         )
         self.out = torch.empty_like(self.q)
-        self.stream = torch.cuda.Stream()
         self.graphs: dict[str, Any] = {}
 
     def arrays(self) -> tuple:
@@ -113,23 +114,10 @@ class Problem:
 
     def run(self, way: str, steps: int) -> dict[str, float]:
         """Seconds a step, by mode; WARM_STEPS go before."""
-        wait = self.torch.cuda.synchronize
-        if way != "persistent":
-            backend = "auto" if way == "graph_auto" else "sm80"
-            step = self.launch if way == "launch" else self.graph(backend).replay
-            self.reset()
-            return time_steps(step, wait, lambda n: [step() for _ in range(n)], steps)
-        from cuattn._persistent import PersistentDecode
-
+        backend = "auto" if way == "graph_auto" else "sm80"
+        step = self.launch if way == "launch" else self.graph(backend).replay
         self.reset()
-        with PersistentDecode(*self.arrays(), out=self.out, grow=1, stream=self.stream) as decode:
-            posted = 0
-
-            def post(count: int = 1) -> None:
-                nonlocal posted
-                posted = decode.post(count)
-
-            return time_steps(post, lambda: decode.wait(posted), post, steps)
+        return time_steps(step, self.torch.cuda.synchronize, steps)
 
     def check(self, ways: list[str]) -> None:
         """Compare the results of a few steps; raises AssertionError."""
@@ -145,7 +133,7 @@ class Problem:
             )
 
 
-def time_steps(step: Step, wait: Step, many: Callable[[int], Any], steps: int) -> dict[str, float]:
+def time_steps(step: Step, wait: Step, steps: int) -> dict[str, float]:
     """Time `steps` steps with a wait after each, then as many with one wait; seconds a step."""
     clock = time.perf_counter
     for _ in range(WARM_STEPS):
@@ -158,7 +146,8 @@ def time_steps(step: Step, wait: Step, many: Callable[[int], Any], steps: int) -
         wait()
         waited.append(clock() - begin)
     begin = clock()
-    many(steps)
+    for _ in range(steps):
+        step()
     wait()
     return {"waited": statistics.median(waited), "queued": (clock() - begin) / steps}
 
@@ -237,7 +226,7 @@ def table(document: dict, mode: str) -> str:
         for way in ways:
             times = (by_cell.get((batch, context), {}).get(way) for batch in batches)
             numbers = " | ".join(number(us[mode]) if us else "" for us in times)
-            lines.append(f"| {context if way == ways[0] else ''} | {WAYS[way][0]} | {numbers} |")
+            lines.append(f"| {context if way == ways[0] else ''} | {LABELS[way][0]} | {numbers} |")
     return "\n".join(lines)
 
 
@@ -288,10 +277,10 @@ def draw(document: dict, folder: pathlib.Path) -> pathlib.Path:
                         [row["context"] for row in rows],
                         [row["us"][way][mode] for row in rows],
                         dashes,
-                        color=WAYS[way][1],
+                        color=LABELS[way][1],
                         marker="o",
                         markersize=3,
-                        label=f"{WAYS[way][0]}, {mode}",
+                        label=f"{LABELS[way][0]}, {mode}",
                     )
             axes.set(title=f"batch {batch}", xlabel="context", xscale="log", yscale="log")
             axes.set_xticks([row["context"] for row in rows], [str(r["context"]) for r in rows])
@@ -301,9 +290,7 @@ def draw(document: dict, folder: pathlib.Path) -> pathlib.Path:
         panels[0][0].set_ylabel("microseconds a step")
         handles, labels = panels[0][0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=8)
-        figure.suptitle(
-            "A decode step: launched, replayed, posted to a kernel that stays", fontweight="bold"
-        )
+        figure.suptitle("The time of a decode step, by the way it is started", fontweight="bold")
         written = plot.save(figure, folder / "decode_ladder.svg")
         plt.close(figure)
     return written

@@ -58,7 +58,7 @@ struct Prefix {
   cuattn_prefix_options options;
 
   explicit Prefix(nb::handle salt) {
-    cuattn_prefix_options_init(&options);
+    cuattn_prefix_options_init(&options, sizeof options);
     if (salt.is_none()) return;
     nb::bytes bytes = nb::cast<nb::bytes>(salt);
     options.salt = bytes.data();

@@ -45,7 +45,7 @@ nb::object reshape_and_cache(nb::handle k, nb::handle v, nb::handle k_cache, nb:
   if (array_type(op, "k", k).library == Library::jax) return nb::borrow(Py_NotImplemented);
   CallStream stream = parse_stream(op, stream_arg);
   cuattn_cache_options options;
-  cuattn_cache_options_init(&options);
+  cuattn_cache_options_init(&options, sizeof options);
   options.kv_layout = parse_kv_layout(op, kv_layout);
   options.rope_interleaved = parse_bool(op, "rope_interleaved", rope_interleaved);
   Array rows_k, rows_v, cache_k, cache_v, slots;
@@ -89,7 +89,7 @@ void check_reshape_and_cache(nb::dict arrays, nb::handle kv_layout, nb::handle k
                              nb::handle v_scale, nb::handle rope_interleaved, int shapes_on) {
   const char* op = "reshape_and_cache";
   cuattn_cache_options options;
-  cuattn_cache_options_init(&options);
+  cuattn_cache_options_init(&options, sizeof options);
   options.kv_layout = parse_kv_layout(op, kv_layout);
   options.rope_interleaved = parse_bool(op, "rope_interleaved", rope_interleaved);
   options.has_k_scale = is_given(k_scale);

@@ -53,7 +53,7 @@ void parse_mask(const char* op, const PagedArgs& args, cuattn_paged_options& o) 
 
 cuattn_paged_options parse_paged(const char* op, int32_t version, const PagedArgs& args) {
   cuattn_paged_options o;
-  cuattn_paged_options_init(&o);
+  cuattn_paged_options_init(&o, sizeof o);
   o.version = version;
   if (args.kv_layout.is_valid()) o.kv_layout = parse_kv_layout(op, args.kv_layout);
   o.kv_dtype = parse_kv_dtype(op, args.kv_dtype);
@@ -301,96 +301,6 @@ nb::object paged_plan(nb::handle block_tables, nb::handle context_lens, nb::hand
   return plan.object;
 }
 
-// The arrays stay with the object, so that their memory lives as long as the kernel.
-class PersistentDecode {
- public:
-  PersistentDecode(nb::handle q, nb::handle k_cache, nb::handle v_cache, nb::handle block_tables,
-                   nb::handle context_lens, nb::handle kv_layout, nb::handle scale,
-                   nb::handle num_splits, nb::handle out, nb::handle grow, nb::handle idle_seconds,
-                   nb::handle stream_arg) {
-    const char* op = "PersistentDecode";
-    refuse_jax(op, "q", q, "use paged_attention under jax.jit");
-    PagedArgs args{};
-    args.q = q;
-    args.k_cache = k_cache;
-    args.v_cache = v_cache;
-    args.block_tables = block_tables;
-    args.context_lens = context_lens;
-    args.kv_layout = kv_layout;
-    args.scale = scale;
-    args.num_splits = num_splits;
-    CallStream stream = parse_stream(op, stream_arg);
-    cuattn_paged_options options = parse_paged(op, 0, args);
-    cuattn_persistent_options persistent;
-    cuattn_persistent_options_init(&persistent);
-    persistent.grow = parse_int32(op, "grow", grow);
-    persistent.idle_seconds = parse_double(op, "idle_seconds", idle_seconds);
-    arrays_.import(op, 0, args, stream, options);
-    cuattn_attention_call call;
-    check(cuattn_persistent_prepare(&arrays_.q.tensor, &arrays_.k_cache.tensor,
-                                    &arrays_.v_cache.tensor, &arrays_.block_tables.tensor,
-                                    &arrays_.context_lens.tensor, &options, &call));
-    if (!is_given(stream_arg))
-      raise(PyExc_ValueError, op,
-            ": stream must be a stream of its own, got None; what comes after the kernel on a "
-            "stream waits for its end");
-    out_.provide(op, "out", out, arrays_.q, stream,
-                 view_of(call.out_dtype, call.out_ndim, call.out_shape));
-    workspace_.place(op, nb::handle(), arrays_.q, call.workspace_bytes, stream);
-    check(cuattn_persistent_start(&call, &out_.tensor, nullptr, workspace_.data, workspace_.bytes,
-                                  &persistent, stream.handle, &decode_));
-  }
-  PersistentDecode(const PersistentDecode&) = delete;
-  ~PersistentDecode() { close(); }
-
-  nb::object out() const { return out_.object; }
-
-  int64_t post(nb::handle steps) {
-    int64_t posted, count = parse_int("PersistentDecode.post", "steps", steps);
-    check(cuattn_persistent_post(opened(), count, &posted));
-    return posted;
-  }
-
-  const char* wait(nb::handle step, nb::handle seconds) {
-    int64_t number = parse_int("PersistentDecode.wait", "step", step);
-    double limit = parse_double("PersistentDecode.wait", "seconds", seconds);
-    cuattn_persistent* decode = opened();
-    cuattn_persistent_state state;
-    cuattn_status status;
-    {
-      Unlocked unlocked;
-      status = cuattn_persistent_wait(decode, number, limit, &state);
-    }
-    check(status);
-    switch (state) {
-      case CUATTN_PERSISTENT_DONE: return "done";
-      case CUATTN_PERSISTENT_RUNNING: return "running";
-      case CUATTN_PERSISTENT_IDLE: return "idle";
-      default: return "stopped";
-    }
-  }
-
-  void stop() { cuattn_persistent_stop(opened()); }
-
-  void close() {
-    Unlocked unlocked;
-    cuattn_persistent_destroy(decode_);
-    decode_ = nullptr;
-  }
-
- private:
-  cuattn_persistent* opened() const {
-    if (decode_ == nullptr)
-      raise(PyExc_ValueError, "PersistentDecode: it is closed; start another");
-    return decode_;
-  }
-
-  PagedArrays arrays_;
-  Result out_;
-  CallWorkspace workspace_;
-  cuattn_persistent* decode_ = nullptr;
-};
-
 nb::dict explain_paged(int32_t version, nb::tuple given, nb::dict options, nb::handle dtype,
                        int shapes_on, nb::handle device) {
   const char* op = function_of(version);
@@ -510,24 +420,6 @@ void add_paged(nb::module_& m) {
         nb::arg("kv_layout").none(), nb::arg("kv_dtype").none(), nb::arg("causal").none(),
         nb::arg("window").none(), nb::arg("out").none(), nb::arg("backend").none(),
         nb::arg("stream").none(), "cuattn.paged_plan with every argument in its place.");
-  nb::class_<PersistentDecode>(m, "PersistentDecode", "What cuattn._persistent describes.")
-      .def(nb::init<nb::handle, nb::handle, nb::handle, nb::handle, nb::handle, nb::handle,
-                    nb::handle, nb::handle, nb::handle, nb::handle, nb::handle, nb::handle>(),
-           nb::arg("q").none(), nb::arg("k_cache").none(), nb::arg("v_cache").none(),
-           nb::arg("block_tables").none(), nb::arg("context_lens").none(),
-           nb::arg("kv_layout").none(), nb::arg("scale").none(), nb::arg("num_splits").none(),
-           nb::arg("out").none(), nb::arg("grow").none(), nb::arg("idle_seconds").none(),
-           nb::arg("stream").none(),
-           nb::sig("def __init__(self, q: object, k_cache: object, v_cache: object, block_tables: "
-                   "object, context_lens: object, kv_layout: str, scale: float | None, num_splits: "
-                   "int, out: object, grow: int, idle_seconds: float, stream: object) -> None"))
-      .def_prop_ro("out", &PersistentDecode::out, nb::sig("def out(self) -> object"))
-      .def("post", &PersistentDecode::post, nb::arg("steps").none(),
-           nb::sig("def post(self, steps: int) -> int"))
-      .def("wait", &PersistentDecode::wait, nb::arg("step").none(), nb::arg("seconds").none(),
-           nb::sig("def wait(self, step: int, seconds: float) -> str"))
-      .def("stop", &PersistentDecode::stop, nb::sig("def stop(self) -> None"))
-      .def("close", &PersistentDecode::close, nb::sig("def close(self) -> None"));
   m.def("explain_paged", &explain_paged,
         nb::sig("def explain_paged(version: int, arrays: tuple[object, ...], options: dict[str, "
                 "object], dtype: str, shapes_on: int, device: dict[str, object] | None) -> "

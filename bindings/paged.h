@@ -5,8 +5,7 @@
 
 namespace cuattn::bindings {
 
-// Adds paged_attention, paged_attention_v1, paged_attention_v2, paged_plan, PersistentDecode and
-// explain_paged.
+// Adds paged_attention, paged_attention_v1, paged_attention_v2, paged_plan and explain_paged.
 void add_paged(nanobind::module_& m);
 
 }  // namespace cuattn::bindings

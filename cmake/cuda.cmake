@@ -7,7 +7,10 @@
 # PTX for later devices; `90-real` is machine code without PTX, `90-virtual` PTX alone. The sm90
 # kernels (90a code, which runs on nothing else) are compiled when 90 is in the list.
 set(CUATTN_HAVE_CUDA OFF)
+set(CUATTN_ARCHS_portable "")
+set(CUATTN_ARCHS_sm90 "")
 set(CUATTN_ARCHS_TEXT_portable "")
+set(CUATTN_ARCHS_TEXT_sm90 "")
 string(TOUPPER "${CUATTN_CUDA}" cuda_wanted)
 if(NOT cuda_wanted MATCHES "^(AUTO|ON|OFF|TRUE|FALSE|1|0|YES|NO)$")
   message(FATAL_ERROR "CUATTN_CUDA must be AUTO, ON or OFF, got '${CUATTN_CUDA}'")
@@ -129,7 +132,6 @@ function(cuattn_cuda_library kind)
   endif()
   add_library(cuattn_cuda_${kind} OBJECT ${sources})
   target_link_libraries(cuattn_cuda_${kind} PRIVATE cuattn_private)
-  target_include_directories(cuattn_cuda_${kind} PRIVATE ${PROJECT_BINARY_DIR}/instances)
   set_target_properties(cuattn_cuda_${kind} PROPERTIES
     CUDA_ARCHITECTURES "${CUATTN_ARCHS_${kind}}")
   target_sources(cuattn PRIVATE $<TARGET_OBJECTS:cuattn_cuda_${kind}>)

@@ -92,8 +92,6 @@ const Backend& cpu_backend() {
                                .attention = attention,
                                .paged = paged,
                                .paged_deal = paged_deal,
-                               .start_persistent = nullptr,  // CUDA alone
-                               .is_running = nullptr,
                                .merge = merge,
                                .cache_write = cache_write,
                                .cache_gather = cache_gather,

@@ -127,7 +127,7 @@ inline void parse_window(const char* op, nb::handle value, cuattn_attention_opti
 // Options that were not given keep the defaults of the C ABI, which are those of the package.
 inline cuattn_attention_options parse_options(const char* op, const AttentionArgs& args) {
   cuattn_attention_options options;
-  cuattn_attention_options_init(&options);
+  cuattn_attention_options_init(&options, sizeof options);
   if (args.layout.is_valid()) options.layout = parse_layout(op, args.layout);
   if (args.causal.is_valid()) options.causal = parse_bool(op, "causal", args.causal);
   if (args.window.is_valid()) parse_window(op, args.window, options);

@@ -14,7 +14,7 @@ namespace {
 void run_attention(const CallFrame& frame, Platform platform) {
   Place place(frame, platform);
   cuattn_attention_options options;
-  cuattn_attention_options_init(&options);
+  cuattn_attention_options_init(&options, sizeof options);
   read_options(frame, options);
   options.layout = integer32(frame, "layout");
   options.return_lse = integer32(frame, "return_lse");

@@ -13,7 +13,7 @@ namespace {
 void run_paged(const CallFrame& frame, Platform platform) {
   Place place(frame, platform);
   cuattn_paged_options options;
-  cuattn_paged_options_init(&options);
+  cuattn_paged_options_init(&options, sizeof options);
   read_options(frame, options);
   options.kv_dtype = integer32(frame, "kv_dtype");
   options.k_scale = number(frame, "k_scale");
@@ -47,7 +47,7 @@ void set_in_place(const CallFrame& frame, int64_t argument, int64_t result, DLDe
 void run_cache_write(const CallFrame& frame, Platform platform) {
   Place place(frame, platform);
   cuattn_cache_options options;
-  cuattn_cache_options_init(&options);
+  cuattn_cache_options_init(&options, sizeof options);
   options.kv_layout = integer32(frame, "kv_layout");
   options.rope_interleaved = integer32(frame, "rope_interleaved");
   options.has_k_scale = integer32(frame, "has_k_scale");

@@ -393,7 +393,8 @@ __global__ void __launch_bounds__(ForwardSimt<kHeadDim, kMask, kScore>::kThreads
 // 7. Launcher
 #ifndef __CUDACC_RTC__
 template <DType kType, int kHeadDim, int kHeadDimV, MaskKind kMask, ScoreKind kScore>
-void launch_forward_simt(const AttentionParams& p, const AttentionSchedule&, cudaStream_t stream) {
+void launch_forward_simt(const AttentionLaunch& launch, cudaStream_t stream) {
+  const AttentionParams& p = launch.params;
   static_assert(kType == DType::f32 && kHeadDim == kHeadDimV,
                 "simt has float32 and square head dims");
   using Kernel = ForwardSimt<kHeadDim, kMask, kScore>;

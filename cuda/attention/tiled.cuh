@@ -232,7 +232,8 @@ __global__ void __launch_bounds__(ForwardTiled<kType, kHeadDim, kMask>::kThreads
 // 7. Launcher
 #ifndef __CUDACC_RTC__
 template <DType kType, int kHeadDim, int kHeadDimV, MaskKind kMask, ScoreKind kScore>
-void launch_forward_tiled(const AttentionParams& p, const AttentionSchedule&, cudaStream_t stream) {
+void launch_forward_tiled(const AttentionLaunch& launch, cudaStream_t stream) {
+  const AttentionParams& p = launch.params;
   static_assert(kHeadDim == kHeadDimV && kScore == ScoreKind::identity,
                 "tiled has square head dims, no score mods");
   using Kernel = ForwardTiled<kType, kHeadDim, kMask>;

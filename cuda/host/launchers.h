@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The launchers that backend/backend.cu calls by name. Kernels of the instance table are reached
-// through instances.inc instead.
+// The launchers that backend/backend.cu calls by name. Kernels of the instance table are launched
+// by number (instance.h).
 #pragma once
 
 #include <cuda_runtime.h>
@@ -9,7 +9,6 @@
 #include "cuattn/params/cache.h"
 #include "cuattn/params/merge.h"
 #include "cuattn/params/paged.h"
-#include "cuattn/params/persistent.h"
 #include "cuattn/plan.h"
 
 namespace cuattn {
@@ -23,7 +22,6 @@ bool cublas_available();
 // cut. `major`: compute capability, from 9 on the combine overlaps the kernel before it.
 void launch_paged_deal(const PagedWork& work, int32_t* deal, cudaStream_t stream);
 void launch_paged_combine(const PagedParams& params, int32_t major, cudaStream_t stream);
-void launch_paged_persistent(const PersistentParams& params, cudaStream_t stream);
 void launch_cache_write(const CacheWriteParams& params, cudaStream_t stream);    // cache/write.cu
 void launch_cache_gather(const CacheGatherParams& params, cudaStream_t stream);  // cache/gather.cu
 void launch_copy_blocks(const BlockCopyParams& params, cudaStream_t stream);     // cache/blocks.cu

@@ -211,8 +211,9 @@ __global__ void __launch_bounds__(Kernel::kThreads, kPagedSimtTile.ctas_per_sm)
 }
 
 // 7. Launcher
-template <DType kCache, int kHeadDim>
+template <DType kCache, int kHeadDim, int kHeadDimV>
 void launch_paged_simt(const PagedParams& p, cudaStream_t stream) {
+  static_assert(kHeadDim == kHeadDimV);
   static_assert(kCache == DType::f32, "16-bit caches run on tensor cores");
   using Kernel = PagedSimt<kHeadDim>;
   unsigned blocks = grid_blocks(num_key_tasks(p.work), "simt");

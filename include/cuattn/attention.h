@@ -98,7 +98,7 @@ struct COptions {
   cuattn_attention_options c;
 
   explicit COptions(const AttentionOptions& o) {
-    cuattn_attention_options_init(&c);
+    cuattn_attention_options_init(&c, sizeof c);
     c.layout = static_cast<int32_t>(o.layout);
     c.causal = o.causal;
     c.window_left = o.window_left;
@@ -243,7 +243,7 @@ struct CPagedOptions {
   cuattn_paged_options c;
 
   explicit CPagedOptions(const PagedOptions& o) {
-    cuattn_paged_options_init(&c);
+    cuattn_paged_options_init(&c, sizeof c);
     c.version = o.version;
     c.kv_layout = static_cast<int32_t>(o.kv_layout);
     c.kv_dtype = static_cast<int32_t>(o.kv_dtype);

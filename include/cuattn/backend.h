@@ -10,7 +10,6 @@
 #include "cuattn/params/cache.h"
 #include "cuattn/params/merge.h"
 #include "cuattn/params/paged.h"
-#include "cuattn/params/persistent.h"
 #include "cuattn/params/schedule.h"
 #include "cuattn/plan.h"
 
@@ -33,10 +32,6 @@ struct Backend {
   void (*paged)(const PagedParams& params, const Plan& plan, int32_t device_id, Stream stream);
   // Fills a deal of PagedDeal::size(work) entries; work.deal is not read.
   void (*paged_deal)(const PagedWork& work, int32_t* deal, int32_t device_id, Stream stream);
-  // Clears the queue and launches the persistent kernel; is_running may be asked until it says no
-  // or throws CudaError, and then not again. Both are nullptr on the CPU.
-  void* (*start_persistent)(const PersistentParams& params, int32_t device_id, Stream stream);
-  bool (*is_running)(void* launched);
   void (*merge)(const MergeParams& params, int32_t device_id, Stream stream);
   void (*cache_write)(const CacheWriteParams& params, int32_t device_id, Stream stream);
   void (*cache_gather)(const CacheGatherParams& params, int32_t device_id, Stream stream);

@@ -100,7 +100,7 @@ class BlockPool {
  private:
   static cuattn_prefix_options options_of(std::string_view salt) {
     cuattn_prefix_options options;
-    cuattn_prefix_options_init(&options);
+    cuattn_prefix_options_init(&options, sizeof options);
     options.salt = salt.data();
     options.salt_bytes = static_cast<int64_t>(salt.size());
     return options;

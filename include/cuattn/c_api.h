@@ -9,6 +9,15 @@
  * refused as any wrong argument is. A DLTensor may hold anything: what cannot be an array (negative
  * extents, bytes beyond 64 bits) is refused.
  *
+ * Programs and libraries of different versions. Structs of options grow at their end; each begins
+ * with struct_size, which X_options_init(&options, sizeof options) writes with the defaults.
+ *   smaller than the library's   the fields that it lacks have their defaults
+ *   larger, up to 4096 bytes     what it has beyond must be 0: an option that the library does not
+ *                                know is refused (CUATTN_NOT_IMPLEMENTED), never ignored
+ *   else                         refused: nobody has initialised it
+ * So a new field is appended, means at 0 what libraries without it do, and no struct ends in
+ * padding. All other structs keep their size; cuattn_device and cuattn_plan have room to grow in.
+ *
  * Shapes, layouts and the meaning of every option: docs/layouts.md and docs/numerics.md. */
 #pragma once
 
@@ -49,7 +58,7 @@ enum {
   CUATTN_LAYOUT_THD = 3
 };
 
-/* Options of attention. Zero-initialise with cuattn_attention_options_init. Tensors may be NULL. */
+/* Options of attention. Initialise with cuattn_attention_options_init. Tensors may be NULL. */
 typedef struct {
   size_t struct_size;
   int32_t layout;                    /* CUATTN_LAYOUT_BSHD or _BHSD; ignored for ragged calls */
@@ -79,7 +88,8 @@ typedef struct {
   const char* backend;          /* NULL = "auto" */
 } cuattn_attention_options;
 
-CUATTN_API void cuattn_attention_options_init(cuattn_attention_options* options);
+CUATTN_API void cuattn_attention_options_init(cuattn_attention_options* options,
+                                              size_t struct_size);
 
 /* A validated and planned call. `prepare` fills it; the caller allocates out (and lse, workspace)
  * as it says; `run` launches, and may be called again, with other outputs and workspace. It borrows
@@ -92,7 +102,7 @@ typedef struct {
   int64_t lse_shape[3];
   size_t workspace_bytes; /* 256-byte aligned memory of `device`; 0 = none */
   int32_t nothing_to_do;  /* out has no element */
-  uint64_t state[128];    /* the library's own */
+  uint64_t state[512];    /* the library's own: 4 KB, of which it uses a part */
 } cuattn_attention_call;
 
 CUATTN_API cuattn_status cuattn_attention_prepare(const DLTensor* q, const DLTensor* k,
@@ -154,7 +164,7 @@ typedef struct {
   const char* backend; /* NULL = "auto" */
 } cuattn_paged_options;
 
-CUATTN_API void cuattn_paged_options_init(cuattn_paged_options* options);
+CUATTN_API void cuattn_paged_options_init(cuattn_paged_options* options, size_t struct_size);
 
 /* Attention over paged keys. q [num_seqs, num_heads_q, head_dim] (decode) or [num_seqs, q_len,
  * num_heads_q, head_dim]; block_tables int32 [num_seqs, max_blocks_per_seq]; context_lens int32
@@ -185,50 +195,7 @@ CUATTN_API cuattn_status cuattn_paged_plan_prepare(const DLTensor* block_tables,
 CUATTN_API cuattn_status cuattn_paged_plan_run(cuattn_attention_call* call, const DLTensor* plan,
                                                void* stream);
 
-/* Experimental, made for benchmarks/decode_ladder.py: paged attention by one kernel that stays on
- * the device and runs the call again for each step that is posted, over what the arrays then hold.
- * It keeps its multiprocessors until it is stopped or no step was posted for idle_seconds; `stream`
- * must be one that nothing else waits for. CUDA, float16 and bfloat16, NHD and HND, head_dim 72 to
- * 128, q_len * group <= 8. Not for use by two threads at once. */
-typedef struct cuattn_persistent cuattn_persistent;
-typedef struct {
-  size_t struct_size;
-  int32_t grow;        /* each step first adds so many tokens to all context_lens; default 0 */
-  double idle_seconds; /* above 0, at most 60; default 1 */
-} cuattn_persistent_options;
-typedef enum {
-  CUATTN_PERSISTENT_DONE = 0,
-  CUATTN_PERSISTENT_RUNNING = 1, /* not done within `seconds` */
-  CUATTN_PERSISTENT_STOPPED = 2, /* the kernel ended before the step, by stop ... */
-  CUATTN_PERSISTENT_IDLE = 3     /* ... or after idle_seconds without one */
-} cuattn_persistent_state;
-
-CUATTN_API void cuattn_persistent_options_init(cuattn_persistent_options* options);
-/* As cuattn_paged_prepare; num_splits 0 cuts the keys for one wave of thread blocks. */
-CUATTN_API cuattn_status cuattn_persistent_prepare(const DLTensor* q, const DLTensor* k_cache,
-                                                   const DLTensor* v_cache,
-                                                   const DLTensor* block_tables,
-                                                   const DLTensor* context_lens,
-                                                   const cuattn_paged_options* options,
-                                                   cuattn_attention_call* call);
-/* Launches. The arrays and the workspace must live until destroy. */
-CUATTN_API cuattn_status cuattn_persistent_start(cuattn_attention_call* call, const DLTensor* out,
-                                                 const DLTensor* lse, void* workspace,
-                                                 size_t workspace_bytes,
-                                                 const cuattn_persistent_options* options,
-                                                 void* stream, cuattn_persistent** persistent);
-/* Lets `steps` more steps run, one after another; *posted: how many in all. */
-CUATTN_API cuattn_status cuattn_persistent_post(cuattn_persistent* persistent, int64_t steps,
-                                                int64_t* posted);
-/* Waits until `step` steps are done, for `seconds` at most. */
-CUATTN_API cuattn_status cuattn_persistent_wait(cuattn_persistent* persistent, int64_t step,
-                                                double seconds, cuattn_persistent_state* state);
-/* The kernel ends before its next step; those posted and not begun do not run. */
-CUATTN_API void cuattn_persistent_stop(cuattn_persistent* persistent);
-/* Stops, and waits until the kernel has ended. */
-CUATTN_API void cuattn_persistent_destroy(cuattn_persistent* persistent);
-
-/* Options of reshape_and_cache. Zero-initialise with cuattn_cache_options_init. */
+/* Options of reshape_and_cache. Initialise with cuattn_cache_options_init. */
 typedef struct {
   size_t struct_size;
   int32_t kv_layout; /* CUATTN_KV_* */
@@ -245,7 +212,7 @@ typedef struct {
   const DLTensor* positions; /* int64 [num_tokens] */
 } cuattn_cache_options;
 
-CUATTN_API void cuattn_cache_options_init(cuattn_cache_options* options);
+CUATTN_API void cuattn_cache_options_init(cuattn_cache_options* options, size_t struct_size);
 
 /* Writes row i of k and v, [num_tokens, num_heads_kv, head_dim], into slot slot_mapping[i] (int64)
  * of the caches; slot = block * block_size + token in the block, -1 skips the row. */
@@ -299,8 +266,11 @@ CUATTN_API void cuattn_host_free(void* memory, int32_t is_pinned);
 
 /* A GPU for explain, real or made up. */
 typedef struct {
-  int32_t is_cuda, major, minor, num_sms, smem_per_block_optin, native, has_cublas;
+  int32_t is_cuda, major, minor, num_sms, smem_per_block_optin;
+  int32_t native; /* 1: the build has machine code for it, 0: it runs from PTX, -1: it cannot run */
+  int32_t has_cublas;
   char name[64];
+  int32_t reserved[41]; /* must be 0 */
 } cuattn_device;
 
 typedef struct {
@@ -312,7 +282,8 @@ typedef struct {
   size_t workspace_bytes;
   char schedule[40]; /* who computes which tile */
   char reason[160];
-  char ladder[4096]; /* each rung with its verdict, one line each */
+  char ladder[4096];    /* each rung with its verdict, one line each */
+  int64_t reserved[32]; /* 0 */
 } cuattn_plan;
 
 /* Which kernel a call would run and why. Data pointers are not read and may be NULL. device NULL =
@@ -383,7 +354,7 @@ typedef struct {
   int64_t salt_bytes;
 } cuattn_prefix_options;
 
-CUATTN_API void cuattn_prefix_options_init(cuattn_prefix_options* options);
+CUATTN_API void cuattn_prefix_options_init(cuattn_prefix_options* options, size_t struct_size);
 /* The longest chain of committed full blocks that begins like `tokens`, each with one more
  * reference. ids has room for num_tokens / block_size. */
 CUATTN_API cuattn_status cuattn_block_pool_match_prefix(cuattn_block_pool* pool,

@@ -45,7 +45,7 @@ struct CCacheOptions {
   cuattn_cache_options c;
 
   explicit CCacheOptions(const CacheOptions& o) {
-    cuattn_cache_options_init(&c);
+    cuattn_cache_options_init(&c, sizeof c);
     c.kv_layout = static_cast<int32_t>(o.kv_layout);
     c.rope_interleaved = o.rope_interleaved;
     c.has_k_scale = o.k_scale != 1.0;

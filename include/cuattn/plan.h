@@ -70,10 +70,12 @@ enum class KeyAccess : int32_t { rows, in_blocks, gathered, by_step };
 // alignment make no tensor map (unmapped). elsewhere: there is none, or another kernel runs.
 enum class BiasAccess : int32_t { elsewhere, tma, direct, unmapped };
 
+constexpr int32_t kNoInstance = -1;
+
 struct Plan {
   Kernel kernel;
-  int32_t head_dim,
-      head_dim_v;  // of the compiled instance; smaller heads run padded in shared memory
+  int32_t instance = kNoInstance;  // its number in the table (instances.h), where it stands there
+  int32_t head_dim, head_dim_v;    // of the instance; smaller heads run padded in shared memory
   Tile tile;
   int32_t num_splits;  // parts of the keys that memory holds; paged: 0 = by a deal of the device
   int32_t split_keys;  // paged: the fixed length of a split, or 0

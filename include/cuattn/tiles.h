@@ -14,13 +14,11 @@ struct Tile {
   int32_t m, n, stages, warps;
 };
 
-// Head sizes for which sm80 kernels are compiled; a smaller head runs padded with zeros in shared
-// memory.
+// Head sizes of a compiled kernel, which cuda/instances.cmake lists; a smaller head runs padded
+// with zeros in shared memory.
 struct HeadDims {
   int32_t qk, v;
 };
-constexpr HeadDims kSm80HeadDims[] = {{32, 32},   {64, 64},   {96, 96},  {128, 128},
-                                      {192, 128}, {192, 192}, {256, 256}};
 
 // Bytes of shared memory: Q, then `stages` tiles of K and of V, 2 bytes an element.
 constexpr int32_t sm80_smem_bytes(HeadDims d, Tile tile) {
@@ -40,10 +38,6 @@ constexpr Tile sm80_tile(HeadDims d, ScoreKind score) {
   if (d.qk <= 128) return {128, 64, 2, 4};  // 96: 24 + 2 * 24 = 72 KB; 128: 32 + 2 * 32 = 96 KB
   return {64, 64, 1, 4};                    // 192: 24 + 48 = 72 KB; 256: 32 + 64 = 96 KB
 }
-
-// Head sizes of the sm90 kernels.
-constexpr HeadDims kSm90HeadDims[] = {{64, 64},   {96, 96},   {128, 128},
-                                      {192, 128}, {192, 192}, {256, 256}};
 
 // Whether a bias of 16-bit elements has room there, and its code among the registers.
 constexpr bool sm90_stages_bias(HeadDims d, ScoreKind score) {
@@ -128,11 +122,6 @@ struct PagedTile {
 
 constexpr PagedTile kPagedCpuTile = {{64, 64, 1, 1}, 1};
 
-// Head sizes for which paged_sm80 and paged_sm90 are compiled.
-constexpr int32_t paged_head_dim(int32_t head_dim) {
-  return head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : 256;
-}
-
 // Keys that a warp of paged_sm80 takes at a time. 32 of e4m3 are as many bytes as 16 of the others,
 // and cost less than twice 16.
 constexpr int32_t paged_slice_keys(int32_t head_dim, int32_t itemsize) {
@@ -152,7 +141,6 @@ constexpr PagedTile paged_sm80_tile(int32_t head_dim, int32_t itemsize, KvLayout
 }
 
 constexpr PagedTile kPagedSimtTile = {{4, 64, 1, 4}, 2};
-constexpr int32_t paged_simt_head_dim(int32_t head_dim) { return head_dim <= 128 ? 128 : 256; }
 
 // `head_dim`: a compiled one. m is the columns of a wgmma. A stage is 64 keys of K and V: 96 KB on
 // their way keep a multiprocessor's share of the memory busy.

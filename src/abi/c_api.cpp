@@ -8,7 +8,9 @@
 #include <string>
 #include <vector>
 
+#include "cuattn/instances.h"
 #include "src/abi/guarded.h"
+#include "src/abi/options.h"
 #include "src/attention/call.h"
 #include "src/check/arrays.h"
 #include "src/info.h"
@@ -21,14 +23,10 @@
 namespace cuattn {
 namespace {
 
-void check_options(const cuattn_attention_options* options) {
-  CUATTN_REQUIRE(options != nullptr && options->struct_size == sizeof(cuattn_attention_options),
-                 "attention: options must be initialised by cuattn_attention_options_init of this "
-                 "library version, "
-                 "got struct_size ",
-                 options == nullptr ? 0 : options->struct_size, ", want ",
-                 sizeof(cuattn_attention_options));
-}
+// Programs allocate these: they keep their size.
+static_assert(sizeof(cuattn_attention_call) == 4192 && sizeof(cuattn_plan) == 4648 &&
+              sizeof(cuattn_device) == 256 && sizeof(cuattn_kernel_info) == 120 &&
+              sizeof(cuattn_paged_shape) == 48 && sizeof(cuattn_block_pool_stats) == 88);
 
 AttentionCall& state_of(cuattn_attention_call& call) {
   return *reinterpret_cast<AttentionCall*>(call.state);
@@ -67,6 +65,7 @@ void fill_shapes(const TensorView& q, cuattn_attention_call& c) {
 std::vector<KernelInfo> all_kernels() {
   std::vector<KernelInfo> list;
   cpu_backend().list_kernels(list);
+  list_instances(list);
   if (const Backend* cuda = cuda_backend()) cuda->list_kernels(list);
   return list;
 }
@@ -88,23 +87,22 @@ const char* cuattn_last_error(void) { return last_error().c_str(); }
 
 const char* cuattn_version(void) { return CUATTN_VERSION; }
 
-void cuattn_attention_options_init(cuattn_attention_options* options) {
-  init_options("attention", options,
-               [](cuattn_attention_options& o) { o.window_left = o.window_right = kUnlimited; });
+void cuattn_attention_options_init(cuattn_attention_options* options, size_t struct_size) {
+  init_options("attention", options, struct_size);
 }
 
 cuattn_status cuattn_attention_prepare(const DLTensor* q, const DLTensor* k, const DLTensor* v,
                                        const cuattn_attention_options* options,
                                        cuattn_attention_call* call) {
   return guarded([&] {
-    check_options(options);
+    cuattn_attention_options room;
+    const cuattn_attention_options& o = known_options("attention", options, room);
     require_given("attention", "call", call);
     TensorView view = view_of("attention", "q", q);
-    AttentionCall& state = *new (call->state) AttentionCall(
-        validate_attention(view, view_of("attention", "k", k), view_of("attention", "v", v),
-                           *options, /*check_data=*/true));
-    new (&state.plan) Plan(
-        plan_of(state, device_info_of(state, names_cublas(options->backend)), options->backend));
+    AttentionCall& state = *new (call->state) AttentionCall(validate_attention(
+        view, view_of("attention", "k", k), view_of("attention", "v", v), o, /*check_data=*/true));
+    new (&state.plan)
+        Plan(plan_of(state, device_info_of(state, names_cublas(o.backend)), o.backend));
     fill_shapes(view, *call);
   });
 }
@@ -148,17 +146,17 @@ cuattn_status cuattn_attention_explain(const DLTensor* q, const DLTensor* k, con
                                        const cuattn_attention_options* options,
                                        const cuattn_device* device, cuattn_plan* result) {
   return guarded([&] {
-    check_options(options);
     const char* fn = "attention";
+    cuattn_attention_options room;
+    const cuattn_attention_options& o = known_options(fn, options, room);
     require_given(fn, "plan", result);
     AttentionCall call =
-        validate_attention(view_of(fn, "q", q), view_of(fn, "k", k), view_of(fn, "v", v), *options,
+        validate_attention(view_of(fn, "q", q), view_of(fn, "k", k), view_of(fn, "v", v), o,
                            /*check_data=*/false);
     AttentionRequest request = request_of(call);
-    DeviceInfo info = device != nullptr ? made_up_device(device) : device_info_of(call, true);
-    Plan plan = plan_of(call, info, options->backend);
-    fill_plan(plan, request.mask, request.score, ladder_of(call, info, options->backend, plan),
-              *result);
+    DeviceInfo info = device != nullptr ? made_up_device(fn, device) : device_info_of(call, true);
+    Plan plan = plan_of(call, info, o.backend);
+    fill_plan(plan, request.mask, request.score, ladder_of(call, info, o.backend, plan), *result);
   });
 }
 

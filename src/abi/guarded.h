@@ -65,19 +65,15 @@ inline void require_elements(const char* function, const char* argument, const v
   if (count > 0) require_given(function, argument, elements);
 }
 
-// Zeroes options, then lets `fill` set the other defaults; leaves a message where there are none.
-template <class Options, class Fill>
-void init_options(const char* function, Options* options, Fill&& fill) noexcept {
-  guarded([&] {
-    require_given(function, "options", options);
-    *options = {};
-    options->struct_size = sizeof(Options);
-    fill(*options);
-  });
-}
-
 // A GPU that the caller describes.
-inline DeviceInfo made_up_device(const cuattn_device* made_up) {
+inline DeviceInfo made_up_device(const char* function, const cuattn_device* made_up) {
+  for (int32_t value : made_up->reserved) {
+    if (value != 0) {
+      fail<NotImplemented>(function,
+                           ": device sets a field that this library does not have; leave "
+                           "what is reserved 0");
+    }
+  }
   DeviceInfo info{};
   info.is_cuda = made_up->is_cuda != 0;
   info.major = made_up->major;

@@ -6,25 +6,22 @@
 
 #include "cuattn/c_api.h"
 #include "src/abi/guarded.h"
+#include "src/abi/options.h"
 #include "src/check/arrays.h"
 #include "src/paged/call.h"
-#include "src/paged/persistent.h"
 
 namespace cuattn {
 namespace {
 
-void check_options(const cuattn_paged_options* options) {
-  CUATTN_REQUIRE(options != nullptr && options->struct_size == sizeof(cuattn_paged_options),
-                 "paged_attention: options must be initialised by cuattn_paged_options_init of "
-                 "this library version, got struct_size ",
-                 options == nullptr ? 0 : options->struct_size, ", want ",
-                 sizeof(cuattn_paged_options));
-  CUATTN_REQUIRE(options->version >= 0 && options->version <= 2,
-                 "paged_attention: version must be 0, 1 or 2, got ", options->version,
+// The options as this library knows them; `room` is for those of another size.
+const cuattn_paged_options& options_of(const cuattn_paged_options* given,
+                                       cuattn_paged_options& room) {
+  const cuattn_paged_options& o = known_options("paged_attention", given, room);
+  CUATTN_REQUIRE(o.version >= 0 && o.version <= 2,
+                 "paged_attention: version must be 0, 1 or 2, got ", o.version,
                  "; 1 and 2 are PagedAttention V1 and V2");
+  return o;
 }
-
-constexpr const char* kPersistent = "PersistentDecode";
 
 PagedCall& state_of(cuattn_attention_call& call) {
   return *reinterpret_cast<PagedCall*>(call.state);
@@ -58,22 +55,12 @@ void fill_shapes(const TensorView& q, cuattn_attention_call& c) {
 }  // namespace
 }  // namespace cuattn
 
-struct cuattn_persistent {
-  cuattn::PersistentDecode decode;
-};
-
 using namespace cuattn;
 
 extern "C" {
 
-void cuattn_paged_options_init(cuattn_paged_options* options) {
-  init_options("paged_attention", options, [](cuattn_paged_options& o) {
-    o.causal = 1;
-    o.window_left = o.window_right = kUnlimited;
-    o.k_scale = o.v_scale = 1.0;
-    o.partition_size = 512;
-    o.max_context_len = -1;
-  });
+void cuattn_paged_options_init(cuattn_paged_options* options, size_t struct_size) {
+  init_options("paged_attention", options, struct_size);
 }
 
 cuattn_status cuattn_paged_prepare(const DLTensor* q, const DLTensor* k_cache,
@@ -82,11 +69,12 @@ cuattn_status cuattn_paged_prepare(const DLTensor* q, const DLTensor* k_cache,
                                    const cuattn_paged_options* options,
                                    cuattn_attention_call* call) {
   return guarded([&] {
-    check_options(options);
+    cuattn_paged_options room;
+    const cuattn_paged_options& o = options_of(options, room);
     require_given("paged_attention", "call", call);
     PagedArrays arrays = arrays_of(q, k_cache, v_cache, block_tables, context_lens);
-    PagedCall& state = *new (call->state) PagedCall(validate_paged(arrays, *options, true));
-    plan_paged(state, *options, device_info_of(state));
+    PagedCall& state = *new (call->state) PagedCall(validate_paged(arrays, o, true));
+    plan_paged(state, o, device_info_of(state));
     fill_shapes(arrays.q, *call);
   });
 }
@@ -109,11 +97,11 @@ cuattn_status cuattn_paged_plan_prepare(const DLTensor* block_tables, const DLTe
                                         const cuattn_paged_options* options,
                                         cuattn_attention_call* call) {
   return guarded([&] {
-    check_options(options);
     const char* fn = "paged_plan";
+    cuattn_paged_options room;
+    cuattn_paged_options o = options_of(options, room);
     require_given(fn, "shape", shape);
     require_given(fn, "call", call);
-    cuattn_paged_options o = *options;
     o.version = o.num_splits = o.batch_invariant = 0;  // these have no part in a plan
     o.plan = nullptr;
     PagedCall& state = *new (call->state) PagedCall(
@@ -144,73 +132,17 @@ cuattn_status cuattn_paged_explain(const DLTensor* q, const DLTensor* k_cache,
                                    const cuattn_paged_options* options, const cuattn_device* device,
                                    cuattn_plan* result) {
   return guarded([&] {
-    check_options(options);
+    cuattn_paged_options room;
+    const cuattn_paged_options& o = options_of(options, room);
     require_given("paged_attention", "plan", result);
     PagedCall call =
-        validate_paged(arrays_of(q, k_cache, v_cache, block_tables, context_lens), *options, false);
-    DeviceInfo info = device != nullptr ? made_up_device(device) : device_info_of(call);
-    plan_paged(call, *options, info);
+        validate_paged(arrays_of(q, k_cache, v_cache, block_tables, context_lens), o, false);
+    DeviceInfo info =
+        device != nullptr ? made_up_device("paged_attention", device) : device_info_of(call);
+    plan_paged(call, o, info);
     fill_plan(call.plan, call.params.work.mask.kind(), call.params.scores.kind,
               explain_paged(call.request, info, call.plan.kernel), *result);
   });
 }
-
-void cuattn_persistent_options_init(cuattn_persistent_options* options) {
-  init_options(kPersistent, options, [](cuattn_persistent_options& o) { o.idle_seconds = 1.0; });
-}
-
-cuattn_status cuattn_persistent_prepare(const DLTensor* q, const DLTensor* k_cache,
-                                        const DLTensor* v_cache, const DLTensor* block_tables,
-                                        const DLTensor* context_lens,
-                                        const cuattn_paged_options* options,
-                                        cuattn_attention_call* call) {
-  return guarded([&] {
-    check_options(options);
-    require_given("paged_attention", "call", call);
-    PagedArrays arrays = arrays_of(q, k_cache, v_cache, block_tables, context_lens);
-    new (call->state) PagedCall(prepare_persistent(arrays, *options));
-    fill_shapes(arrays.q, *call);
-  });
-}
-
-cuattn_status cuattn_persistent_start(cuattn_attention_call* call, const DLTensor* out,
-                                      const DLTensor* lse, void* workspace, size_t workspace_bytes,
-                                      const cuattn_persistent_options* options, void* stream,
-                                      cuattn_persistent** persistent) {
-  return guarded([&] {
-    require_given(kPersistent, "call", call);
-    require_given(kPersistent, "options", options);
-    require_given(kPersistent, "persistent", persistent);
-    const PagedCall& state = state_of(*call);
-    std::optional<TensorView> lse_view;
-    *persistent = new cuattn_persistent{{state, view_of(state.function, "out", out),
-                                         optional_view(state.function, "lse_out", lse, lse_view),
-                                         workspace, workspace_bytes, *options, stream}};
-  });
-}
-
-cuattn_status cuattn_persistent_post(cuattn_persistent* persistent, int64_t steps,
-                                     int64_t* posted) {
-  return guarded([&] {
-    require_given(kPersistent, "persistent", persistent);
-    require_given(kPersistent, "posted", posted);
-    *posted = persistent->decode.post(steps);
-  });
-}
-
-cuattn_status cuattn_persistent_wait(cuattn_persistent* persistent, int64_t step, double seconds,
-                                     cuattn_persistent_state* state) {
-  return guarded([&] {
-    require_given(kPersistent, "persistent", persistent);
-    require_given(kPersistent, "state", state);
-    *state = persistent->decode.wait(step, seconds);
-  });
-}
-
-void cuattn_persistent_stop(cuattn_persistent* persistent) {
-  if (persistent != nullptr) persistent->decode.stop();
-}
-
-void cuattn_persistent_destroy(cuattn_persistent* persistent) { delete persistent; }
 
 }  // extern "C"

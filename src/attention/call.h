@@ -3,6 +3,8 @@
 // cuattn_attention_call.
 #pragma once
 
+#include <type_traits>
+
 #include "cuattn/backend.h"
 #include "cuattn/c_api.h"
 #include "cuattn/tensor.h"
@@ -23,8 +25,11 @@ struct AttentionCall {
 
   const char* function() const { return ragged ? "attention_varlen" : "attention"; }
 };
-static_assert(sizeof(AttentionCall) <= sizeof(cuattn_attention_call::state),
-              "grow cuattn_attention_call::state");
+// Programs copy it as bytes, and nobody destroys it. It must never outgrow the state, whose size is
+// part of the ABI: keep what is large behind a pointer then.
+static_assert(sizeof(AttentionCall) <= sizeof(cuattn_attention_call::state) &&
+              alignof(AttentionCall) <= alignof(uint64_t) &&
+              std::is_trivially_copyable_v<AttentionCall>);
 
 AttentionRequest request_of(const AttentionCall& call);
 

@@ -9,6 +9,7 @@
 #include <cstring>
 
 #include "cuattn/error.h"
+#include "cuattn/instances.h"
 #include "src/check/arrays.h"
 #include "src/check/ladder.h"
 #include "src/info.h"
@@ -40,28 +41,20 @@ const char* function_of(const AttentionRequest& r) {
   return r.ragged ? "attention_varlen" : "attention";
 }
 
-constexpr int32_t kTiledMaxHeadDim = 128;
-constexpr int32_t kSimtHeadDims[] = {64, 128, 256};
-
-bool has_head_dims(HeadDims compiled, const AttentionRequest& r) {
-  return r.head_dim <= compiled.qk && r.head_dim_v <= compiled.v;
+// The number of the compiled kernel that would run the request.
+int32_t instance_of(Kernel kernel, const AttentionRequest& r) {
+  return find_instance(Op::attention, kernel, r.dtype, {r.head_dim, r.head_dim_v}, r.mask, r.score);
 }
 
-// The smallest compiled sizes that hold the call's.
-template <size_t kCount>
-HeadDims smallest(const HeadDims (&compiled)[kCount], const AttentionRequest& r) {
-  for (HeadDims d : compiled) {
-    if (has_head_dims(d, r)) return d;
-  }
-  CUATTN_ASSERT(false, "head_dim was validated");
-  return {};
-}
-HeadDims sm80_head_dims(const AttentionRequest& r) { return smallest(kSm80HeadDims, r); }
-HeadDims sm90_head_dims(const AttentionRequest& r) { return smallest(kSm90HeadDims, r); }
+constexpr const char* kNotCompiled = "it is not compiled for this dtype, head_dim, mask and scores";
 
-bool fits(const AttentionRequest& r, const DeviceInfo& device) {
-  HeadDims d = sm80_head_dims(r);
-  return sm80_smem_bytes(d, sm80_tile(d, r.score)) <= device.smem_per_block_optin;
+const char* sm80_refusal(const AttentionRequest& r, const DeviceInfo& device) {
+  if (r.dtype == DType::f32) return "it takes float16 and bfloat16, not float32";
+  int32_t instance = instance_of(Kernel::sm80, r);
+  if (instance == kNoInstance) return kNotCompiled;
+  HeadDims d = instance_at(instance).dims;
+  bool fits = sm80_smem_bytes(d, sm80_tile(d, r.score)) <= device.smem_per_block_optin;
+  return fits ? nullptr : "its tile needs more shared memory than a block gets here";
 }
 
 int32_t ceil_div(int64_t a, int64_t b) { return static_cast<int32_t>((a + b - 1) / b); }
@@ -90,10 +83,7 @@ int32_t choose_splits(int64_t items, int32_t key_tiles, int32_t num_sms) {
 
 // How sm90 cuts its work: rows of a group packed where tiles would stay half empty, keys split
 // where tiles are few, and persistent CTAs.
-void plan_sm90(Plan& plan, const AttentionRequest& r, const DeviceInfo& device) {
-  HeadDims d = sm90_head_dims(r);
-  plan.head_dim = d.qk;
-  plan.head_dim_v = d.v;
+void plan_sm90(Plan& plan, HeadDims d, const AttentionRequest& r, const DeviceInfo& device) {
   plan.tile = sm90_tile(d, r.mask, r.score);
   Tile other = sm90_other_tile(d, r.mask, r.score);
   auto in_blocks = [&](Tile tile) {
@@ -138,7 +128,9 @@ void plan_sm90(Plan& plan, const AttentionRequest& r, const DeviceInfo& device) 
 
 // nullptr when the rung can run the request, else why not.
 const char* refusal(Kernel kernel, const AttentionRequest& r, const DeviceInfo& device) {
-  int32_t larger_dim = r.head_dim > r.head_dim_v ? r.head_dim : r.head_dim_v;
+  auto uncompiled = [&](const char* why) {
+    return instance_of(kernel, r) == kNoInstance ? why : nullptr;
+  };
   switch (kernel) {
     case Kernel::cpu:
     case Kernel::cpu_naive:
@@ -147,17 +139,14 @@ const char* refusal(Kernel kernel, const AttentionRequest& r, const DeviceInfo& 
       if (r.dtype == DType::f32) return "it takes float16 and bfloat16, not float32";
       if (device.major != 9 || device.minor != 0) return "it is for compute capability 9.0 alone";
       if (device.native != 1) return "this build has no machine code for 9.0";
-      return nullptr;
-    case Kernel::sm80:
-      if (r.dtype == DType::f32) return "it takes float16 and bfloat16, not float32";
-      if (!fits(r, device)) return "its tile needs more shared memory than a block gets here";
-      return nullptr;
-    case Kernel::simt: return r.dtype == DType::f32 ? nullptr : "it takes float32 only";
+      return uncompiled(kNotCompiled);
+    case Kernel::sm80: return sm80_refusal(r, device);
+    case Kernel::simt:
+      return r.dtype == DType::f32 ? uncompiled(kNotCompiled) : "it takes float32 only";
     case Kernel::tiled:
-      if (larger_dim > kTiledMaxHeadDim) return "it takes head_dim and head_dim_v up to 128";
       if (r.score == ScoreKind::scored) return "it has no softcap, ALiBi, bias or negative scale";
       if (r.has_sinks) return "it has no sinks";
-      return nullptr;
+      return uncompiled("it takes head_dim and head_dim_v up to 128");
     case Kernel::cublas:
       if (r.ragged || r.uses_seqused)
         return "it takes dense batches only, without cu_seqlens and seqused";
@@ -195,31 +184,18 @@ Plan make_plan(const Rung& rung, const AttentionRequest& r, const DeviceInfo& de
   plan.kernel = rung.kernel;
   plan.reason = rung.merit;
   plan.num_splits = plan.packed_heads = 1;
-  plan.head_dim = r.head_dim;
-  plan.head_dim_v = r.head_dim_v;
+  HeadDims d = {r.head_dim, r.head_dim_v};
+  plan.instance = instance_of(rung.kernel, r);
+  if (plan.instance != kNoInstance) d = instance_at(plan.instance).dims;
+  plan.head_dim = d.qk;
+  plan.head_dim_v = d.v;
   plan.keys = r.paged ? KeyAccess::gathered : KeyAccess::rows;
   plan.workspace_bytes = workspace_bytes(rung.kernel, r);
   switch (rung.kernel) {
-    case Kernel::sm90: plan_sm90(plan, r, device); break;
-    case Kernel::sm80: {
-      HeadDims d = sm80_head_dims(r);
-      plan.head_dim = d.qk;
-      plan.head_dim_v = d.v;
-      plan.tile = sm80_tile(d, r.score);
-      break;
-    }
-    case Kernel::simt:
-      for (int32_t compiled : kSimtHeadDims) {
-        if (r.head_dim > compiled || r.head_dim_v > compiled) continue;
-        plan.head_dim = plan.head_dim_v = compiled;
-        break;
-      }
-      plan.tile = simt_tile(plan.head_dim);
-      break;
-    case Kernel::tiled:
-      plan.head_dim = plan.head_dim_v = r.head_dim <= 64 && r.head_dim_v <= 64 ? 64 : 128;
-      plan.tile = kTiledTile;
-      break;
+    case Kernel::sm90: plan_sm90(plan, d, r, device); break;
+    case Kernel::sm80: plan.tile = sm80_tile(d, r.score); break;
+    case Kernel::simt: plan.tile = simt_tile(d.qk); break;
+    case Kernel::tiled: plan.tile = kTiledTile; break;
     default: break;
   }
   return plan;

@@ -14,6 +14,7 @@
 #include <chrono>
 
 #include "src/abi/guarded.h"
+#include "src/abi/options.h"
 
 namespace cuattn {
 namespace {
@@ -334,23 +335,18 @@ static BlockPoolState& state_of(cuattn_block_pool* pool) {
 
 static std::string_view salt_of(const char* function, const cuattn_prefix_options* options) {
   if (options == nullptr) return {};
-  CUATTN_REQUIRE(options->struct_size == sizeof(*options), "BlockPool.", function,
-                 ": options must be initialised by cuattn_prefix_options_init of this library "
-                 "version, got struct_size ",
-                 options->struct_size, ", want ", sizeof(*options));
-  CUATTN_REQUIRE(options->salt_bytes >= 0 && (options->salt != nullptr || options->salt_bytes == 0),
-                 "BlockPool.", function, ": salt must be salt_bytes >= 0 bytes, got ",
-                 options->salt_bytes, options->salt == nullptr ? " at NULL" : "",
-                 "; give both or neither");
-  return {static_cast<const char*>(options->salt), static_cast<size_t>(options->salt_bytes)};
+  cuattn_prefix_options room;
+  const cuattn_prefix_options& o = known_options(function, options, room);
+  CUATTN_REQUIRE(o.salt_bytes >= 0 && (o.salt != nullptr || o.salt_bytes == 0), function,
+                 ": salt must be salt_bytes >= 0 bytes, got ", o.salt_bytes,
+                 o.salt == nullptr ? " at NULL" : "", "; give both or neither");
+  return {static_cast<const char*>(o.salt), static_cast<size_t>(o.salt_bytes)};
 }
 
 extern "C" {
 
-void cuattn_prefix_options_init(cuattn_prefix_options* options) {
-  if (options == nullptr) return;
-  *options = {};
-  options->struct_size = sizeof(*options);
+void cuattn_prefix_options_init(cuattn_prefix_options* options, size_t struct_size) {
+  init_options("BlockPool", options, struct_size);
 }
 
 cuattn_status cuattn_block_pool_create(int64_t num_blocks, int64_t block_size,
@@ -407,7 +403,7 @@ cuattn_status cuattn_block_pool_match_prefix(cuattn_block_pool* pool, const int6
     const char* fn = "BlockPool.match_prefix";
     if (num_tokens > 0) require_given(fn, "tokens", tokens);
     require_given(fn, "num_ids", num_ids);
-    std::string_view salt = salt_of("match_prefix", options);
+    std::string_view salt = salt_of(fn, options);
     *num_ids = state_of(pool).match_prefix(tokens, num_tokens, salt, ids);
   });
 }
@@ -416,9 +412,10 @@ cuattn_status cuattn_block_pool_commit(cuattn_block_pool* pool, const int32_t* i
                                        const int64_t* tokens, int64_t num_tokens, int32_t parent,
                                        const cuattn_prefix_options* options) {
   return guarded([&] {
-    require_elements("BlockPool.commit", "ids", ids, count);
-    if (num_tokens > 0) require_given("BlockPool.commit", "tokens", tokens);
-    std::string_view salt = salt_of("commit", options);
+    const char* fn = "BlockPool.commit";
+    require_elements(fn, "ids", ids, count);
+    if (num_tokens > 0) require_given(fn, "tokens", tokens);
+    std::string_view salt = salt_of(fn, options);
     state_of(pool).commit(ids, count, tokens, num_tokens, parent, salt);
   });
 }

@@ -7,6 +7,7 @@
 
 #include "cuattn/c_api.h"
 #include "src/abi/guarded.h"
+#include "src/abi/options.h"
 #include "src/cache/cache.h"
 
 namespace cuattn {
@@ -193,11 +194,8 @@ struct WriteArrays {
 // `check_data` false: no data pointer is looked at.
 CacheWriteParams read_write(const WriteArrays& arrays, const cuattn_cache_options* options,
                             bool check_data) {
-  CUATTN_REQUIRE(options != nullptr && options->struct_size == sizeof(*options), kWrite,
-                 ": options must be initialised by cuattn_cache_options_init of this library "
-                 "version, got struct_size ",
-                 options == nullptr ? 0 : options->struct_size, ", want ", sizeof(*options));
-  const cuattn_cache_options& o = *options;
+  cuattn_cache_options room;
+  const cuattn_cache_options& o = known_options(kWrite, options, room);
   const auto& [k, v, k_cache, v_cache, slot_mapping] = arrays;
   CacheWriteParams p{};
   DLDevice device = k.device;
@@ -431,8 +429,8 @@ using namespace cuattn;
 
 extern "C" {
 
-void cuattn_cache_options_init(cuattn_cache_options* options) {
-  init_options(kWrite, options, [](cuattn_cache_options&) {});
+void cuattn_cache_options_init(cuattn_cache_options* options, size_t struct_size) {
+  init_options(kWrite, options, struct_size);
 }
 
 cuattn_status cuattn_reshape_and_cache(const DLTensor* k, const DLTensor* v,

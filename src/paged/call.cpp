@@ -23,9 +23,9 @@ Footprint cache_footprint(const char* name, const PagedParams& p, const void* ca
            {run, 1}}};
 }
 
-// What is written lies apart from all else; `writes_lens`: each step adds to context_lens.
+// What is written lies apart from all else.
 void check_memory(const PagedCall& call, const TensorView& out, const TensorView* lse,
-                  const void* workspace, bool writes_lens) {
+                  const void* workspace) {
   const PagedParams& p = call.params;
   const PagedWork& w = p.work;
   CallMemory memory(call.function);
@@ -38,9 +38,7 @@ void check_memory(const PagedCall& call, const TensorView& out, const TensorView
   memory.writes({"exp_sums", p.exp_sums, 4, {{partials, 1}}});
   memory.writes({"max_logits", p.max_logits, 4, {{partials, 1}}});
   memory.writes({"tmp_out", p.tmp_out, itemsize(p.dtype), {{partials * p.head_dim, 1}}});
-  Footprint lens{"context_lens", w.context_lens, 4, {{w.num_seqs, 1}}};
-  writes_lens ? memory.writes(lens) : memory.reads(lens);
-
+  memory.reads({"context_lens", w.context_lens, 4, {{w.num_seqs, 1}}});
   memory.reads({"q",
                 p.q,
                 itemsize(p.dtype),
@@ -79,8 +77,8 @@ void run_step(PagedCall call, const Plan& plan, void* workspace, Stream stream) 
       .paged(call.params, call.plan, call.device.device_id, stream);
 }
 
-bool bind_paged(PagedCall& call, const TensorView& out, const TensorView* lse, void* workspace,
-                size_t workspace_bytes, Stream stream, bool writes_lens) {
+void run_paged(PagedCall call, const TensorView& out, const TensorView* lse, void* workspace,
+               size_t workspace_bytes, Stream stream) {
   const char* fn = call.function;
   PagedParams& p = call.params;
   PagedWork& w = p.work;
@@ -106,20 +104,14 @@ bool bind_paged(PagedCall& call, const TensorView& out, const TensorView* lse, v
     p.lse_strides = {stride_of(*lse, 0), call.is_decode ? 0 : stride_of(*lse, 2),
                      stride_of(*lse, 1)};
   }
-  check_memory(call, out, lse, workspace, writes_lens);
-  if (!is_cuda(call.device) || checks_device_data())
-    backend_of(fn, call.device).check_paged(fn, p, call.device.device_id, stream);
-  if (out.size() == 0) return false;
+  check_memory(call, out, lse, workspace);
+  const Backend& backend = backend_of(fn, call.device);
+  int32_t device = call.device.device_id;
+  if (!is_cuda(call.device) || checks_device_data()) backend.check_paged(fn, p, device, stream);
+  if (out.size() == 0) return;
   require_workspace(fn, call.plan, call.device, workspace, workspace_bytes);
   place_workspace(call, workspace);
-  return true;
-}
-
-void run_paged(PagedCall call, const TensorView& out, const TensorView* lse, void* workspace,
-               size_t workspace_bytes, Stream stream) {
-  if (!bind_paged(call, out, lse, workspace, workspace_bytes, stream)) return;
-  const Backend& backend = backend_of(call.function, call.device);
-  backend.paged(call.params, call.plan, call.device.device_id, stream);
+  backend.paged(p, call.plan, device, stream);
 }
 
 void run_paged_plan(PagedCall& call, const TensorView& plan, Stream stream) {

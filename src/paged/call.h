@@ -4,6 +4,7 @@
 #pragma once
 
 #include <string>
+#include <type_traits>
 
 #include "cuattn/backend.h"
 #include "cuattn/c_api.h"
@@ -19,8 +20,10 @@ struct PagedCall {
   const char *function, *k_name, *v_name;  // as the caller knows them
   bool is_decode;  // q [num_seqs, num_heads_q, head_dim], without an axis of queries
 };
-static_assert(sizeof(PagedCall) <= sizeof(cuattn_attention_call::state),
-              "grow cuattn_attention_call::state");
+// Programs copy it as bytes, and nobody destroys it. It must never outgrow the state, whose size is
+// part of the ABI: keep what is large behind a pointer then.
+static_assert(sizeof(PagedCall) <= sizeof(cuattn_attention_call::state) &&
+              alignof(PagedCall) <= alignof(uint64_t) && std::is_trivially_copyable_v<PagedCall>);
 
 // The arrays of a call; block_tables and context_lens are int32.
 struct PagedArrays {
@@ -39,11 +42,8 @@ PagedCall validate_paged_plan(const TensorView& block_tables, const TensorView& 
 // Chooses a kernel and cuts the work for it. Must come before run.
 void plan_paged(PagedCall& call, const cuattn_paged_options& options, const DeviceInfo& device);
 
-// Validates the outputs and puts them and the workspace into call.params. False: nothing to do.
-// `writes_lens`: the kernel writes context_lens too.
-bool bind_paged(PagedCall& call, const TensorView& out, const TensorView* lse, void* workspace,
-                size_t workspace_bytes, Stream stream, bool writes_lens = false);
-// On a copy of the call, which may so be run again, with other outputs and another workspace.
+// Validates the outputs and launches, on a copy of the call, which may so be run again, with other
+// outputs and another workspace.
 void run_paged(PagedCall call, const TensorView& out, const TensorView* lse, void* workspace,
                size_t workspace_bytes, Stream stream);
 

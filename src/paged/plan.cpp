@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "cuattn/error.h"
+#include "cuattn/instances.h"
 #include "src/check/ladder.h"
 
 namespace cuattn {
@@ -33,8 +34,18 @@ constexpr Rung kLadder[] = {
     {Kernel::simt, true, "float32 on CUDA cores"},
 };
 
+// The number of the compiled kernel that would run the request: masks and scores are no axes here.
+int32_t instance_of(Kernel kernel, const PagedRequest& r) {
+  return find_instance(Op::paged_attention, kernel, r.kv_dtype, {r.head_dim, r.head_dim},
+                       MaskKind::none, ScoreKind::identity);
+}
+
 // nullptr when the rung can run the request, else why not.
 const char* refusal(Kernel kernel, const PagedRequest& r, const DeviceInfo& device) {
+  auto uncompiled = [&] {
+    bool none = instance_of(kernel, r) == kNoInstance;
+    return none ? "it is not compiled for this cache dtype and head_dim" : nullptr;
+  };
   switch (kernel) {
     case Kernel::cpu: return nullptr;
     case Kernel::sm90:
@@ -45,10 +56,10 @@ const char* refusal(Kernel kernel, const PagedRequest& r, const DeviceInfo& devi
       if (r.kv_dtype != r.dtype) return "it takes caches of the dtype of q";
       if (r.kv_layout == KvLayout::vllm) return "it takes the layouts 'nhd' and 'hnd'";
       if (r.block_size % 8 != 0) return "block_size is no multiple of 8";
-      return r.head_dim < 64 ? "head_dim is less than 64" : nullptr;
+      return r.head_dim < 64 ? "head_dim is less than 64" : uncompiled();
     case Kernel::sm80:
-      return r.dtype == DType::f32 ? "it takes float16 and bfloat16, not float32" : nullptr;
-    case Kernel::simt: return r.dtype == DType::f32 ? nullptr : "it takes float32 only";
+      return r.dtype == DType::f32 ? "it takes float16 and bfloat16, not float32" : uncompiled();
+    case Kernel::simt: return r.dtype == DType::f32 ? uncompiled() : "it takes float32 only";
     default: return "it is not in this build";
   }
 }
@@ -65,23 +76,14 @@ int32_t rows_of(const PagedRequest& r) {
   return r.num_heads_kv == 0 ? 0 : r.q_len * (r.num_heads_q / r.num_heads_kv);
 }
 
-PagedTile tile_of(Kernel kernel, const PagedRequest& r) {
+// `head_dim`: of the instance.
+PagedTile tile_of(Kernel kernel, int32_t head_dim, const PagedRequest& r) {
   switch (kernel) {
-    case Kernel::sm90: return paged_sm90_tile(paged_head_dim(r.head_dim), rows_of(r));
+    case Kernel::sm90: return paged_sm90_tile(head_dim, rows_of(r));
     case Kernel::sm80:
-      return paged_sm80_tile(paged_head_dim(r.head_dim), itemsize(r.kv_dtype), r.kv_layout,
-                             rows_of(r));
+      return paged_sm80_tile(head_dim, itemsize(r.kv_dtype), r.kv_layout, rows_of(r));
     case Kernel::simt: return kPagedSimtTile;
     default: return kPagedCpuTile;
-  }
-}
-
-int32_t compiled_head_dim(Kernel kernel, int32_t head_dim) {
-  switch (kernel) {
-    case Kernel::sm90:
-    case Kernel::sm80: return paged_head_dim(head_dim);
-    case Kernel::simt: return paged_simt_head_dim(head_dim);
-    default: return head_dim;
   }
 }
 
@@ -187,8 +189,10 @@ Plan make_plan(const Rung& rung, const PagedRequest& r, const DeviceInfo& device
   Plan plan{};
   plan.kernel = rung.kernel;
   plan.reason = rung.merit;
-  plan.head_dim = plan.head_dim_v = compiled_head_dim(rung.kernel, r.head_dim);
-  PagedTile tile = tile_of(rung.kernel, r);
+  plan.instance = instance_of(rung.kernel, r);
+  plan.head_dim = plan.head_dim_v =
+      plan.instance == kNoInstance ? r.head_dim : instance_at(plan.instance).dims.qk;
+  PagedTile tile = tile_of(rung.kernel, plan.head_dim, r);
   plan.tile = tile.tile;
   cut_keys(plan, r, device, tile.ctas_per_sm);
   if (rung.kernel == Kernel::sm90) {

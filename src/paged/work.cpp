@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "src/abi/options.h"
 #include "src/check/arrays.h"
 
 namespace cuattn {
@@ -160,8 +161,7 @@ void plan_paged(PagedCall& call, const cuattn_paged_options& o, const DeviceInfo
 }
 
 Plan plan_step(PagedCall call, int32_t num_splits, const DeviceInfo& device) {
-  cuattn_paged_options options;
-  cuattn_paged_options_init(&options);
+  auto options = default_options<cuattn_paged_options>();
   options.num_splits = num_splits;
   call.request = request_of(call, options);
   plan_paged(call, options, device);
@@ -169,8 +169,7 @@ Plan plan_step(PagedCall call, int32_t num_splits, const DeviceInfo& device) {
 }
 
 std::string ladder_of_step(const PagedCall& call, const DeviceInfo& device, const Plan& plan) {
-  cuattn_paged_options options;
-  cuattn_paged_options_init(&options);
+  auto options = default_options<cuattn_paged_options>();
   return explain_paged(request_of(call, options), device, plan.kernel);
 }
 

@@ -163,7 +163,7 @@ TEST(block_pool_keeps_salts_apart) {
   CHECK(cuattn_block_pool_match_prefix(empty, nullptr, 0, &options, nullptr, &count) ==
         CUATTN_INVALID_ARGUMENT);
   CHECK(std::string(cuattn_last_error()).find("struct_size 0") != std::string::npos);
-  cuattn_prefix_options_init(&options);
+  cuattn_prefix_options_init(&options, sizeof options);
   options.salt_bytes = 1;
   CHECK(cuattn_block_pool_match_prefix(empty, nullptr, 0, &options, nullptr, &count) ==
         CUATTN_INVALID_ARGUMENT);

@@ -134,7 +134,7 @@ TEST(impossible_numbers_are_refused) {
 TEST(a_scale_of_nan_is_refused_by_the_c_abi) {  // in AttentionOptions NaN means the default
   Call c;
   cuattn_attention_options options;
-  cuattn_attention_options_init(&options);
+  cuattn_attention_options_init(&options, sizeof options);
   options.has_scale = 1;
   options.scale = std::nan("");
   DLTensor q = c.q.dl(), k = c.k.dl(), v = c.v.dl();
@@ -189,7 +189,7 @@ TEST(a_missing_workspace_is_refused_with_its_size) {
   CHECK(bytes == 2 * 2 * 4 * 5 * sizeof(float), bytes);
   DLTensor q = c.q.dl(), k = c.k.dl(), v = c.v.dl(), out = c.out.dl();
   cuattn_attention_options options;
-  cuattn_attention_options_init(&options);
+  cuattn_attention_options_init(&options, sizeof options);
   options.backend = "naive";
   cuattn_attention_call call;
   CHECK(cuattn_attention_prepare(&q, &k, &v, &options, &call) == CUATTN_OK, cuattn_last_error());
@@ -203,7 +203,7 @@ TEST(null_pointers_and_uninitialised_options_are_refused) {
   Call c;
   DLTensor q = c.q.dl();
   cuattn_attention_options options;
-  cuattn_attention_options_init(&options);
+  cuattn_attention_options_init(&options, sizeof options);
   CHECK(options.struct_size == sizeof options && options.window_left == -1 &&
         options.window_right == -1);
   cuattn_attention_call call;
@@ -275,7 +275,7 @@ TEST(a_view_of_a_tensor_without_a_shape_is_refused) {
 TEST(tensors_that_lie_in_the_c_abi_are_refused) {
   Call c;
   cuattn_attention_options options;
-  cuattn_attention_options_init(&options);
+  cuattn_attention_options_init(&options, sizeof options);
   cuattn_attention_call call;
   DLTensor k = c.k.dl(), v = c.v.dl();
   auto prepare = [&](const DLTensor& q) {
@@ -308,7 +308,7 @@ TEST(null_is_refused_where_a_pointer_must_be_given) {
   Call c;
   DLTensor q = c.q.dl(), k = c.k.dl(), v = c.v.dl(), out = c.out.dl();
   cuattn_attention_options options;
-  cuattn_attention_options_init(&options);
+  cuattn_attention_options_init(&options, sizeof options);
   refused(cuattn_attention_prepare(&q, &k, &v, &options, nullptr), "attention: call must not be");
   refused(cuattn_attention_run(nullptr, &out, nullptr, nullptr, 0, nullptr),
           "attention: call must not be NULL");
@@ -317,7 +317,7 @@ TEST(null_is_refused_where_a_pointer_must_be_given) {
   refused(cuattn_kernel_at(0, nullptr), "kernel_at: info must not be NULL");
 
   cuattn_paged_options paged;
-  cuattn_paged_options_init(&paged);
+  cuattn_paged_options_init(&paged, sizeof paged);
   refused(cuattn_paged_prepare(&q, &k, &v, &q, &q, &paged, nullptr),
           "paged_attention: call must not be NULL");
   refused(cuattn_paged_run(nullptr, &out, nullptr, nullptr, 0, nullptr),
@@ -330,24 +330,6 @@ TEST(null_is_refused_where_a_pointer_must_be_given) {
   refused(cuattn_paged_plan_prepare(&q, &q, &shape, &paged, nullptr), "paged_plan: call must not");
   refused(cuattn_paged_plan_run(nullptr, &out, nullptr), "paged_plan: call must not be NULL");
 
-  cuattn_persistent_options persistent;
-  cuattn_persistent_options_init(&persistent);
-  CHECK(persistent.struct_size == sizeof persistent && persistent.idle_seconds == 1.0);
-  cuattn_persistent* decode = nullptr;
-  auto start = [&](cuattn_attention_call* prepared, const cuattn_persistent_options* wanted,
-                   cuattn_persistent** to) {
-    return cuattn_persistent_start(prepared, &out, nullptr, nullptr, 0, wanted, nullptr, to);
-  };
-  refused(start(nullptr, &persistent, &decode), "PersistentDecode: call must not be NULL");
-  refused(start(&call, nullptr, &decode), "PersistentDecode: options must not be NULL");
-  refused(start(&call, &persistent, nullptr), "PersistentDecode: persistent must not be NULL");
-  int64_t posted;
-  cuattn_persistent_state state;
-  refused(cuattn_persistent_post(nullptr, 1, &posted), "PersistentDecode: persistent must not");
-  refused(cuattn_persistent_wait(nullptr, 1, 1.0, &state), "PersistentDecode: persistent must not");
-  cuattn_persistent_stop(nullptr);
-  cuattn_persistent_destroy(nullptr);
-
   refused(cuattn_reshape_and_cache(&q, &q, &q, &q, &q, nullptr, nullptr), "options must be init");
   refused(cuattn_gather_cache_total(&q, nullptr, nullptr), "gather_cache: total must not be NULL");
   void* memory;
@@ -359,10 +341,9 @@ TEST(null_is_refused_where_a_pointer_must_be_given) {
 
 TEST(options_that_are_null_leave_a_message) {
   const std::pair<const char*, std::function<void()>> inits[] = {
-      {"attention: options", [] { cuattn_attention_options_init(nullptr); }},
-      {"paged_attention: options", [] { cuattn_paged_options_init(nullptr); }},
-      {"reshape_and_cache: options", [] { cuattn_cache_options_init(nullptr); }},
-      {"PersistentDecode: options", [] { cuattn_persistent_options_init(nullptr); }}};
+      {"attention: options", [] { cuattn_attention_options_init(nullptr, 8); }},
+      {"paged_attention: options", [] { cuattn_paged_options_init(nullptr, 8); }},
+      {"reshape_and_cache: options", [] { cuattn_cache_options_init(nullptr, 8); }}};
   for (const auto& [named, init] : inits) {
     init();
     CHECK(std::strstr(cuattn_last_error(), named) != nullptr, cuattn_last_error());

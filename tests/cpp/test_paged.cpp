@@ -451,7 +451,7 @@ TEST(cpu_paged_attention_v1_and_v2_go_by_their_arguments) {
 // Without data, for a GPU that need not be here, and refused as the call is.
 TEST(paged_calls_are_explained) {
   Random random(1);
-  cuattn_device h200{1, 9, 0, 132, 227 * 1024, 1, 1, "H200"};
+  cuattn_device h200{1, 9, 0, 132, 227 * 1024, 1, 1, "H200", {}};
   auto nowhere = [](Array&) -> void* { return nullptr; };
   PagedProblem p = paged_problems(DType::f16, false, KvLayout::nhd, 64)[1];
   p.num_splits = 9, p.lens = {700, 40};  // more than a cluster merges: parts lie in the workspace
@@ -515,7 +515,7 @@ TEST(a_prepared_call_of_v2_runs_again_with_another_workspace) {
   DLTensor dq = q.dl(), dk = views[0].dl(), dv = views[1].dl(), dt = views[2].dl(),
            dc = views[3].dl();
   cuattn_paged_options options;
-  cuattn_paged_options_init(&options);
+  cuattn_paged_options_init(&options, sizeof options);
   options.version = 2;
   options.partition_size = kPartition;
   cuattn_attention_call call;

@@ -44,7 +44,7 @@ PAGED = ("instances/paged_*", "cuda/paged/*.cu", "src/paged/*.cpp", "src/abi/pag
 PAGED += ("cpu/paged.cpp", "src/cache/checks.cpp")
 GATHER = ("cuda/cache/gather.cu", "src/cache/rows.cpp", "src/cache/checks.cpp", "cpu/cache.cpp")
 CORE_TESTS = ("test_device.cu", "test_cuda.cpp", "test_core.cpp", "test_errors.cpp")
-CORE_TESTS += ("test_cache.cpp", "test_merge.cpp", "test_paged.cpp")
+CORE_TESTS += ("test_cache.cpp", "test_merge.cpp", "test_paged.cpp", "test_struct_size.cpp")
 
 PARTS = {
     "forward-sm90": Part(
@@ -74,11 +74,11 @@ PARTS = {
         cases="cuda_prefill_over_pages_,page_maps",
     ),
     "paged": Part(
-        "`paged_attention`, V1, V2, plans, persistent decode",
+        "`paged_attention`, V1, V2, plans",
         stages=(*NATIVE, "watchdog"),
         objects=(*PAGED, "test_p*_cuda.cpp", "test_page_maps.cu"),
-        python=("test_paged.py", "test_paged_errors.py", "test_persistent.py"),
-        cases="cuda_paged_s,cuda_paged_versions_,cuda_persistent,decode_maps",
+        python=("test_paged.py", "test_paged_errors.py"),
+        cases="cuda_paged_s,cuda_paged_versions_,decode_maps",
     ),
     "cache": Part(
         "cache writes, gathers, copies and swaps",

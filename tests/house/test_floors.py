@@ -19,6 +19,7 @@ F0 = r'"cuattn/(params/)?\w+\.h"'
 F1 = r'"cuattn/device/(paged/)?\w+\.cuh"'
 PYTHON = r"<Python\.h>|<nanobind/[\w/]+\.h>"
 HOST = r'"cuda/host/\w+\.h"'
+INSTANCES = r'"instances\.inc"'  # which cmake/instances.cmake writes into the build folder
 
 # Path (the first match holds), floor, and what a file there may include; own room last. A kernel
 # sees its own folder, what all kernels of its op share, and never another kernel.
@@ -33,8 +34,9 @@ INCLUDES = [
     (r"cuda/paged/", "F2", [STD, CUDA, F0, F1, HOST, r'"cuda/paged/sm80/\w+\.cuh"']),
     (r"cuda/cache/", "F2", [STD, CUDA, F0, F1, HOST, r'"cuda/cache/\w+\.cuh"']),
     (r"cuda/merge/", "F2", [STD, CUDA, F0, F1, HOST]),
-    (r"cuda/backend/", "F3", [STD, CUDA, F0, HOST, r'"(paged_)?instances\.inc"']),
+    (r"cuda/backend/", "F3", [STD, CUDA, F0, HOST, INSTANCES, r'"cuda/backend/\w+\.h"']),
     (r"cpu/", "F3", [STD, F0, r'"(cpu/)?\w+\.(h|inc)"']),
+    (r"src/instances\.cpp", "F4", [STD, F0, INSTANCES]),
     (r"src/", "F4", [STD, F0, r'"src/(\w+/)?\w+\.h"']),
     (r"bindings/", "F5", [STD, F0, PYTHON, r'"bindings/(\w+/)?\w+\.h"']),
 ]

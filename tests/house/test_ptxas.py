@@ -41,14 +41,14 @@ def logs():
 
 
 def test_every_instance_has_a_log(logs):
-    instances = {name for name in logs if name.startswith("forward_")}
+    instances = {name for name in logs if name.startswith("instances/")}
     assert instances, "no source of the instance table was compiled"
     silent = [name for name in instances if not ENTRY.search(logs[name])]
     assert not silent, f"no ptxas report in {silent}: is -Xptxas=-v still given?"
 
 
 def test_no_source_holds_more_than_six_kernels(logs):
-    for name in (n for n in logs if n.startswith("forward_")):
+    for name in (n for n in logs if n.startswith("instances/prefill_")):
         archs = [arch for _, arch in ENTRY.findall(logs[name])]
         assert max(map(archs.count, archs)) <= 6, f"{name}: split it, it compiles for too long"
 

@@ -503,7 +503,8 @@ void launch_forward_sm80_tile(const AttentionParams& p, Tile tile, cudaStream_t 
 }
 
 template <DType kType, int kHeadDim, int kHeadDimV, MaskKind kMask, ScoreKind kScore>
-void launch_forward_sm80(const AttentionParams& p, const AttentionSchedule&, cudaStream_t stream) {
+void launch_forward_sm80(const AttentionLaunch& launch, cudaStream_t stream) {
+  const AttentionParams& p = launch.params;
   constexpr Tile kTile = sm80_tile({kHeadDim, kHeadDimV}, kScore);
   launch_forward_sm80_tile<ForwardSm80<kType, kHeadDim, kHeadDimV, kMask, kScore, kTile>>(p, kTile,
                                                                                           stream);

@@ -577,8 +577,8 @@ void launch_forward_sm90_tile(const AttentionParams& p, const AttentionSchedule&
 }
 
 template <DType kType, int kHeadDim, int kHeadDimV, MaskKind kMask, ScoreKind kScore>
-void launch_forward_sm90(const AttentionParams& p, const AttentionSchedule& schedule,
-                         cudaStream_t stream) {
+void launch_forward_sm90(const AttentionLaunch& launch, cudaStream_t stream) {
+  const auto& [p, schedule] = launch;
   constexpr HeadDims kDims = {kHeadDim, kHeadDimV};
   constexpr Tile kTile = sm90_tile(kDims, kMask, kScore);
   constexpr Tile kOther = sm90_other_tile(kDims, kMask, kScore);

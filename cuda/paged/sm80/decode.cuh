@@ -7,8 +7,7 @@
 //
 // Each warp takes 16 or 32 keys at a time (a slice), in turn with the other warps, through stages
 // of its own: no barrier in the main loop. The warps' softmax states are merged at the end of a
-// task. Tasks: device/paged/tasks.cuh. Slices: device/paged/slice.cuh. Next: paged/combine.cu,
-// paged/persistent.cu (the same code, task by task, in a kernel that stays).
+// task. Tasks: device/paged/tasks.cuh. Slices: device/paged/slice.cuh. Next: paged/combine.cu.
 #pragma once
 
 #include <algorithm>
@@ -52,8 +51,6 @@ struct PagedSm80 {
   static constexpr int smem_bytes(int warps, int stages) {
     return warps * stages * kStageBytes + static_cast<int>(sizeof(Table));
   }
-  static constexpr int kStagesBytes = kWarps * kStages * kStageBytes;
-  static constexpr int kSmemBytes = kStagesBytes + sizeof(Table);
   // Short tasks mostly wait, for their first keys and with their results. One stage less makes room
   // for one more block on a multiprocessor.
   static constexpr bool kHasSpareStage = kStages == 3 && kRows == 8 && kHeadDim <= 128;
@@ -529,8 +526,7 @@ struct PagedSm80 {
 
   // 6. Kernel. The tasks of thread block `index`, see KeyTasks.
   static __device__ __forceinline__ void run(const PagedParams& p, char* smem, uint32_t index,
-                                             uint32_t stride = device::KeyTasks::kOnlyOne,
-                                             int num_warps = kWarps, int num_stages = kStages) {
+                                             uint32_t stride, int num_warps, int num_stages) {
     Table& table = *reinterpret_cast<Table*>(smem + num_warps * num_stages * kStageBytes);
     PagedSm80 me(smem, num_warps, num_stages);
     device::KeyTasks tasks(p.work, index, stride);
@@ -585,8 +581,9 @@ void launch_paged_sm80_kernel(const PagedParams& p, cudaStream_t stream) {
                      Kernel::smem_bytes(warps, stages), device_major(), stream, p, warps, stages);
 }
 
-template <DType kCache, int kHeadDim>
+template <DType kCache, int kHeadDim, int kHeadDimV>
 void launch_paged_sm80(const PagedParams& p, cudaStream_t stream) {
+  static_assert(kHeadDim == kHeadDimV);
   if (p.kv_layout == KvLayout::vllm) {
     return launch_paged_sm80_kernel<PagedSm80<kCache, kHeadDim, 8, true>>(p, stream);
   }

@@ -561,8 +561,9 @@ void launch_paged_sm90_kernel(const PagedParams& p, cudaStream_t stream) {
                   Kernel::smem_bytes(p.stages), 9, stream, p, maps);
 }
 
-template <DType kType, int kHeadDim>
+template <DType kType, int kHeadDim, int kHeadDimV>
 void launch_paged_sm90(const PagedParams& p, cudaStream_t stream) {
+  static_assert(kHeadDim == kHeadDimV);
   auto launch_kind = [&]<int kRows, ScoreKind kScore>() {
     auto launch = [&]<SplitUse kUse>() {
       launch_paged_sm90_kernel<PagedSm90<kType, kHeadDim, kRows, kScore, kUse>>(p, stream);

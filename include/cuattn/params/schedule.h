@@ -3,6 +3,7 @@
 // kernel receives it. Next: src/attention/plan.cpp, which fills it.
 #pragma once
 
+#include "cuattn/params/attention.h"
 #include "cuattn/tiles.h"
 
 namespace cuattn {
@@ -14,6 +15,12 @@ struct AttentionSchedule {
   int32_t num_ctas;      // grid of a persistent kernel; 0 = a CTA for each tile
   bool draws_tiles;      // persistent: each CTA draws its next tile; else a fixed order
   void* workspace;       // as large as the plan says, 256-byte aligned; contents undefined
+};
+
+// What a launcher receives.
+struct AttentionLaunch {
+  const AttentionParams& params;
+  const AttentionSchedule& schedule;
 };
 
 }  // namespace cuattn

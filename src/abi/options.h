@@ -1,0 +1,113 @@
+// SPDX-License-Identifier: Apache-2.0
+// Structs of options across versions: the caller may be compiled against an older or a newer header
+// than the library. c_api.h has the rule. Next: guarded.h.
+#pragma once
+
+#include <cstddef>
+#include <cstring>
+
+#include "cuattn/c_api.h"
+#include "cuattn/params/attention.h"
+#include "src/abi/guarded.h"
+
+namespace cuattn {
+
+// Of each struct: who initialises it, where its last field ends, and the defaults that are not 0.
+template <class Options>
+struct OptionsRules;
+
+template <>
+struct OptionsRules<cuattn_attention_options> {
+  static constexpr const char* kInit = "cuattn_attention_options_init";
+  static constexpr size_t kEnd = offsetof(cuattn_attention_options, backend) + sizeof(char*);
+  static void set_defaults(cuattn_attention_options& o) {
+    o.window_left = o.window_right = kUnlimited;
+  }
+};
+
+template <>
+struct OptionsRules<cuattn_paged_options> {
+  static constexpr const char* kInit = "cuattn_paged_options_init";
+  static constexpr size_t kEnd = offsetof(cuattn_paged_options, backend) + sizeof(char*);
+  static void set_defaults(cuattn_paged_options& o) {
+    o.causal = 1;
+    o.window_left = o.window_right = kUnlimited;
+    o.k_scale = o.v_scale = 1.0;
+    o.partition_size = 512;
+    o.max_context_len = -1;
+  }
+};
+
+template <>
+struct OptionsRules<cuattn_cache_options> {
+  static constexpr const char* kInit = "cuattn_cache_options_init";
+  static constexpr size_t kEnd = offsetof(cuattn_cache_options, positions) + sizeof(void*);
+  static void set_defaults(cuattn_cache_options&) {}
+};
+
+template <>
+struct OptionsRules<cuattn_prefix_options> {
+  static constexpr const char* kInit = "cuattn_prefix_options_init";
+  static constexpr size_t kEnd = offsetof(cuattn_prefix_options, salt_bytes) + sizeof(int64_t);
+  static void set_defaults(cuattn_prefix_options&) {}
+};
+
+constexpr size_t kMostOptionBytes = 4096;  // more is no size but what lay in memory
+
+template <class Options>
+void require_options_size(const char* function, size_t bytes) {
+  constexpr size_t kAlign = alignof(Options);
+  CUATTN_REQUIRE(bytes >= kAlign && bytes % kAlign == 0 && bytes <= kMostOptionBytes, function,
+                 ": options must be initialised by ", OptionsRules<Options>::kInit,
+                 ", got struct_size ", bytes, "; pass it sizeof *options");
+}
+
+template <class Options>
+Options default_options() {
+  // Note: callers copy whole structs, so a later field in padding would be read before it was set.
+  static_assert(OptionsRules<Options>::kEnd == sizeof(Options), "the struct must end in a field");
+  Options options{};
+  options.struct_size = sizeof(Options);
+  OptionsRules<Options>::set_defaults(options);
+  return options;
+}
+
+// Writes the defaults into the `bytes` that the caller's struct has; leaves a message where there
+// are none.
+template <class Options>
+void init_options(const char* function, Options* options, size_t bytes) noexcept {
+  guarded([&] {
+    require_given(function, "options", options);
+    require_options_size<Options>(function, bytes);
+    Options defaults = default_options<Options>();
+    defaults.struct_size = bytes;
+    std::memset(static_cast<void*>(options), 0, bytes);
+    std::memcpy(static_cast<void*>(options), &defaults,
+                bytes < sizeof(Options) ? bytes : sizeof(Options));
+  });
+}
+
+// The options of a caller as this library knows them: `given` itself, or `room` where the sizes
+// differ.
+template <class Options>
+const Options& known_options(const char* function, const Options* given, Options& room) {
+  size_t bytes = given == nullptr ? 0 : given->struct_size;
+  if (bytes == sizeof(Options)) return *given;
+  require_options_size<Options>(function, bytes);
+  room = default_options<Options>();
+  size_t common = bytes < sizeof(Options) ? bytes : sizeof(Options);
+  std::memcpy(&room, given, common);
+  room.struct_size = sizeof(Options);
+  const char* from = reinterpret_cast<const char*>(given);
+  for (size_t at = common; at < bytes; ++at) {
+    if (from[at] != 0) {
+      fail<NotImplemented>(function,
+                           ": options set a field that this library does not have, at byte ", at,
+                           " of ", bytes, "; it knows ", sizeof(Options),
+                           " bytes, so use a newer library or leave the field 0");
+    }
+  }
+  return room;
+}
+
+}  // namespace cuattn

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every kernel that a planner can choose is compiled: plans held against cuda/instances.cmake.
+
+A build without CUDA plans for made-up GPUs, so this needs none. What a build has compiled is what
+cuattn.kernels() lists of the table.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shlex
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import cuattn
+
+ROOT = Path(__file__).resolve().parents[2]
+DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16", "e4m3": "float8_e4m3fn"}
+MASKS = {
+    "none": {"causal": False},
+    "causal": {"causal": True},
+    "window": {"causal": False, "window": (9, 0)},
+}
+SCORES = {"identity": {}, "scored": {"softcap": 30.0}}
+NATIVE = dict(num_sms=132, native=1)
+GPUS = {
+    "9.0": dict(NATIVE, major=9, minor=0, smem_per_block_optin=232448),
+    "9.0 from PTX": dict(major=9, minor=0, smem_per_block_optin=232448, num_sms=132, native=0),
+    "8.0": dict(NATIVE, major=8, minor=0, smem_per_block_optin=166912),
+    "8.9": dict(NATIVE, major=8, minor=9, smem_per_block_optin=101376),
+    "12.0": dict(major=12, minor=0, smem_per_block_optin=101376, num_sms=170, native=0),
+}
+RUNGS = ("auto", "naive", "cublas", "tiled", "simt", "sm80", "sm90")
+# Around the compiled sizes, which have a neighbour on either side.
+DIMS = sorted({8, *(d + e for d in (32, 64, 96, 128, 192, 256) for e in (-8, 0, 8))} - {264})
+
+
+class Instance(NamedTuple):
+    op: str
+    kernel: str
+    dtype: str
+    head_dim: int
+    head_dim_v: int
+    mask: str
+    score: str
+
+
+class Row(NamedTuple):
+    op: str
+    name: str
+    header: str
+    kind: str
+    dtypes: str
+    head_dims: str
+    masks: str
+    scores: str
+
+    def instances(self) -> list[Instance]:
+        kernel = self.name.split("_")[1]
+        axes = (self.dtypes, self.head_dims, self.masks, self.scores)
+        found = []
+        for dtype, dims, mask, score in itertools.product(*(axis.split(";") for axis in axes)):
+            qk, v = map(int, dims.split("x")) if "x" in dims else (int(dims), int(dims))
+            words = ["any" if word == "-" else word for word in (mask, score)]
+            found.append(Instance(self.op, kernel, DTYPES[dtype], qk, v, *words))
+        return found
+
+
+def table() -> list[Row]:
+    text = re.sub(r"#.*", "", (ROOT / "cuda/instances.cmake").read_text())
+    return [Row(*shlex.split(call)) for call in re.findall(r"cuattn_kernel\(([^)]*)\)", text)]
+
+
+ROWS = table()
+INSTANCES = [instance for row in ROWS for instance in row.instances()]
+COMPILED = {(i.op, i.kernel) for i in INSTANCES}
+
+
+def smallest(op: str, kernel: str, dtype: str, qk: int, v: int, mask: str, score: str) -> Instance:
+    """What the table has for a call: the instance with the fewest columns of q, k and v."""
+    return min(
+        (
+            i
+            for i in INSTANCES
+            if (i.op, i.kernel, i.dtype) == (op, kernel, dtype)
+            and (i.head_dim >= qk and i.head_dim_v >= v)
+            and (i.mask in ("any", mask) and i.score in ("any", score))
+        ),
+        key=lambda i: i.head_dim + i.head_dim_v,
+    )
+
+
+def test_the_table_was_read():
+    assert len(ROWS) >= 8
+    assert len(INSTANCES) >= 209
+
+
+def test_no_instance_is_compiled_twice():
+    assert len(set(INSTANCES)) == len(INSTANCES)
+
+
+def test_headers_of_the_table_have_its_launchers():
+    for row in ROWS:
+        text = (ROOT / "cuda" / row.header).read_text()
+        assert re.search(rf"\bvoid launch_{row.name}\(", text), f"{row.header}: launch_{row.name}"
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_attention_is_planned_for_the_smallest_instance_that_serves_it(gpu):
+    chosen = set()
+    for dtype, qk, v in itertools.product(("float32", "float16", "bfloat16"), DIMS, DIMS):
+        shapes = (2, 100, 8, qk), (2, 100, 8, qk), (2, 100, 8, v)
+        for mask, score, backend in itertools.product(MASKS, SCORES, RUNGS):
+            options = {**MASKS[mask], **SCORES[score], "backend": backend}
+            try:
+                plan = cuattn.explain(
+                    "attention", *shapes, device=GPUS[gpu], dtype=dtype, **options
+                )
+            except NotImplementedError:
+                assert backend != "auto"
+                continue
+            if ("attention", plan.kernel) in COMPILED:
+                key = ("attention", plan.kernel, dtype)
+                found = Instance(*key, plan.head_dim, plan.head_dim_v, plan.mask, plan.score)
+                assert found == smallest(*key, qk, v, mask, score)
+                chosen.add(found)
+    kernels = {"simt", "tiled", "sm80", *(["sm90"] if gpu == "9.0" else [])}
+    assert chosen == {i for i in INSTANCES if i.op == "attention" and i.kernel in kernels}
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_paged_attention_is_planned_for_the_smallest_instance_that_serves_it(gpu):
+    chosen = set()
+    kinds = [("float32", "float32"), ("float16", "float16"), ("bfloat16", "bfloat16")]
+    kinds += [("float16", "float8_e4m3fn"), ("bfloat16", "float8_e4m3fn")]
+    for (dtype, kv_dtype), head_dim in itertools.product(kinds, DIMS):
+        if kv_dtype == "float8_e4m3fn" and head_dim % 16 != 0:  # no caches of it
+            continue
+        cache = (kv_dtype, 9, 16, 2, head_dim)
+        arrays = ((3, 8, head_dim), cache, cache, (3, 4), (3,))
+        for mask, score, backend in itertools.product(MASKS, SCORES, ("auto", *RUNGS[4:])):
+            options = {**MASKS[mask], **SCORES[score], "backend": backend}
+            try:
+                plan = cuattn.explain(
+                    "paged_attention", *arrays, device=GPUS[gpu], dtype=dtype, **options
+                )
+            except NotImplementedError:
+                assert backend != "auto"
+                continue
+            key = ("paged_attention", plan.kernel, kv_dtype)
+            found = Instance(*key, plan.head_dim, plan.head_dim_v, "any", "any")
+            assert found == smallest(*key, head_dim, head_dim, mask, score)
+            chosen.add(found)
+    kernels = {"simt", "sm80", *(["sm90"] if gpu == "9.0" else [])}
+    assert chosen == {i for i in INSTANCES if i.op == "paged_attention" and i.kernel in kernels}
+
+
+def test_kernels_lists_what_the_build_has_of_the_table():
+    if cuattn.info()["cuda"] is None:
+        pytest.skip("this build has no CUDA kernels to list")
+    listed = {
+        Instance(*(row[field] for field in Instance._fields))
+        for row in cuattn.kernels()
+        if row["arch"][:1].isdigit() and (row["op"], row["kernel"]) in COMPILED
+    }
+    has_90a = any("90a" in row["arch"] for row in cuattn.kernels())
+    kinds = {"portable", "sm90"} if has_90a else {"portable"}
+    assert listed == {i for row in ROWS if row.kind in kinds for i in row.instances()}
