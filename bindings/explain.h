@@ -54,7 +54,7 @@ inline void import_shape(const char* op, const char* name, nb::handle source, DL
     return;
   }
   auto items = nb::borrow<nb::tuple>(source);
-  int first = items.size() > 0 && PyUnicode_Check(nb::handle(items[0]).ptr()) ? 1 : 0;
+  int first = !items.empty() && PyUnicode_Check(nb::handle(items[0]).ptr()) ? 1 : 0;
   int64_t extents[kMaxDims];
   DLTensor shape{};
   shape.device = device;

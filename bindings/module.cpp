@@ -256,8 +256,8 @@ nb::object merge_states(nb::handle out_a, nb::handle lse_a, nb::handle out_b, nb
   return nb::make_tuple(merged.object, lse.object);
 }
 
-nb::dict explain(nb::handle q, nb::handle k, nb::handle v, nb::dict options, nb::handle dtype,
-                 int shapes_on, nb::handle device) {
+nb::dict explain(nb::handle q, nb::handle k, nb::handle v, const nb::dict& options,
+                 nb::handle dtype, int shapes_on, nb::handle device) {
   nb::object cu_q = options["cu_seqlens_q"], cu_k = options["cu_seqlens_k"];
   const char* op = cu_q.is_none() ? "attention" : "attention_varlen";
   nb::handle none = Py_None;

@@ -301,8 +301,8 @@ nb::object paged_plan(nb::handle block_tables, nb::handle context_lens, nb::hand
   return plan.object;
 }
 
-nb::dict explain_paged(int32_t version, nb::tuple given, nb::dict options, nb::handle dtype,
-                       int shapes_on, nb::handle device) {
+nb::dict explain_paged(int32_t version, const nb::tuple& given, const nb::dict& options,
+                       nb::handle dtype, int shapes_on, nb::handle device) {
   const char* op = function_of(version);
   PagedArgs args{};
   for (auto [name, field] : {std::pair("kv_layout", &PagedArgs::kv_layout),

@@ -357,7 +357,7 @@ class Array {
   // The usual array, read where it lies; false for one that needs a closer look (or a refusal).
   bool import_numpy_object(bool output) {
     Python& py = the<Python>();
-    auto* a = reinterpret_cast<const detail::NumpyArrayObject*>(object.ptr());
+    const auto* a = reinterpret_cast<const detail::NumpyArrayObject*>(object.ptr());
     if (a->dtype == py.float32.ptr()) {
       view.dtype = {kDLFloat, 32, 1};
     } else if (a->dtype == py.float16.ptr()) {
@@ -402,7 +402,7 @@ class Array {
   }
 
   // numpy shows the types of ml_dtypes as raw bytes; their identity is the dtype object.
-  DLDataType extension_dtype(const char* op, const char* name, uint8_t bits) {
+  DLDataType extension_dtype(const char* op, const char* name, uint8_t bits) const {
     Python& py = the<Python>();
     nb::object dtype = nb::steal(PyObject_GetAttr(object.ptr(), py.dtype));
     if (!dtype.is_valid()) throw nb::python_error();
@@ -410,7 +410,7 @@ class Array {
     std::string text = text_of(dtype);
     if (text_of(nb::object(dtype.attr("type").attr("__module__"))) == "ml_dtypes") {
       if (text == "bfloat16") {
-        if (!py.bfloat16.is_valid()) py.bfloat16 = dtype;
+        if (!py.bfloat16.is_valid()) py.bfloat16 = std::move(dtype);
         return {kDLBfloat, 16, 1};
       }
       if (text == "float8_e4m3fn") return {kDLFloat8_e4m3fn, bits, 1};
@@ -525,7 +525,7 @@ class Array {
 
   // The library itself refuses to show its memory (sparse, meta, quantised, ...): says so under the
   // argument's name.
-  [[noreturn]] void export_failed(const char* op, const char* name) const {
+  [[noreturn]] static void export_failed(const char* op, const char* name) {
     nb::python_error cause;
     if (!cause.matches(PyExc_Exception)) throw cause;
     std::string reason = text_of(cause.value());

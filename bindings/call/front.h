@@ -30,25 +30,25 @@ struct Front {
                          std::vector<Argument<Args>> positional,
                          std::vector<Argument<Args>> keywords) {
     Front& front = get();
-    front.name = text_of(nb::object(python_function.attr("__name__")));
+    front.name_ = text_of(nb::object(python_function.attr("__name__")));
     nb::object module(python_function.attr("__module__"));
-    front.python_function = python_function.release().ptr();
-    front.positional = std::move(positional);
-    front.keywords = std::move(keywords);
-    for (Argument<Args>& keyword : front.keywords)
+    front.python_function_ = python_function.release().ptr();
+    front.positional_ = std::move(positional);
+    front.keywords_ = std::move(keywords);
+    for (Argument<Args>& keyword : front.keywords_)
       keyword.interned = PyUnicode_InternFromString(keyword.name);
-    front.doc = doc;
-    front.definition = {front.name.c_str(),
-                        reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&call)),
-                        METH_FASTCALL | METH_KEYWORDS, front.doc.c_str()};
-    return nb::steal(PyCFunction_NewEx(&front.definition, nullptr, module.ptr()));
+    front.doc_ = doc;
+    front.definition_ = {front.name_.c_str(),
+                         reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&call)),
+                         METH_FASTCALL | METH_KEYWORDS, front.doc_.c_str()};
+    return nb::steal(PyCFunction_NewEx(&front.definition_, nullptr, module.ptr()));
   }
 
  private:
-  PyObject* python_function = nullptr;
-  std::string name, doc;
-  PyMethodDef definition{};
-  std::vector<Argument<Args>> positional, keywords;
+  PyObject* python_function_ = nullptr;
+  std::string name_, doc_;
+  PyMethodDef definition_{};
+  std::vector<Argument<Args>> positional_, keywords_;
 
   static Front& get() {
     static Front* front = new Front();  // never destroyed: the builtin points into it
@@ -57,13 +57,13 @@ struct Front {
 
   // False for a call that the Python function has to judge.
   bool read(Args& args, PyObject* const* values, Py_ssize_t count, PyObject* names) {
-    if (count != static_cast<Py_ssize_t>(positional.size())) return false;
-    for (Py_ssize_t i = 0; i < count; ++i) args.*positional[i].field = values[i];
+    if (count != static_cast<Py_ssize_t>(positional_.size())) return false;
+    for (Py_ssize_t i = 0; i < count; ++i) args.*positional_[i].field = values[i];
     Py_ssize_t given = names == nullptr ? 0 : PyTuple_Size(names);
     for (Py_ssize_t i = 0; i < given; ++i) {
       PyObject* name = PyTuple_GetItem(names, i);
       const Argument<Args>* found = nullptr;
-      for (const Argument<Args>& keyword : keywords) {
+      for (const Argument<Args>& keyword : keywords_) {
         if (keyword.interned != name) continue;  // names in a program's text are interned
         found = &keyword;
         break;
@@ -81,14 +81,14 @@ struct Front {
       Py_INCREF(values[i]);
       PyTuple_SetItem(arguments.ptr(), i, values[i]);
     }
-    if (names == nullptr) return PyObject_Call(python_function, arguments.ptr(), nullptr);
+    if (names == nullptr) return PyObject_Call(python_function_, arguments.ptr(), nullptr);
     nb::object keywords_given = nb::steal(PyDict_New());
     if (!keywords_given.is_valid()) return nullptr;
     for (Py_ssize_t i = 0; i < PyTuple_Size(names); ++i) {
       if (PyDict_SetItem(keywords_given.ptr(), PyTuple_GetItem(names, i), values[count + i]))
         return nullptr;
     }
-    return PyObject_Call(python_function, arguments.ptr(), keywords_given.ptr());
+    return PyObject_Call(python_function_, arguments.ptr(), keywords_given.ptr());
   }
 
   static PyObject* call(PyObject*, PyObject* const* values, Py_ssize_t count, PyObject* names) {

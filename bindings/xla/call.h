@@ -131,7 +131,7 @@ inline const void* attribute(const CallFrame& frame, const char* name, Attribute
 }
 
 inline int64_t integer(const CallFrame& frame, const char* name) {
-  auto* scalar = static_cast<const Scalar*>(attribute(frame, name, AttributeType::scalar));
+  const auto* scalar = static_cast<const Scalar*>(attribute(frame, name, AttributeType::scalar));
   return *static_cast<const int64_t*>(scalar->value);
 }
 
@@ -140,12 +140,12 @@ inline int32_t integer32(const CallFrame& frame, const char* name) {
 }
 
 inline double number(const CallFrame& frame, const char* name) {
-  auto* scalar = static_cast<const Scalar*>(attribute(frame, name, AttributeType::scalar));
+  const auto* scalar = static_cast<const Scalar*>(attribute(frame, name, AttributeType::scalar));
   return *static_cast<const double*>(scalar->value);
 }
 
 inline std::string text(const CallFrame& frame, const char* name) {
-  auto* span = static_cast<const Text*>(attribute(frame, name, AttributeType::string));
+  const auto* span = static_cast<const Text*>(attribute(frame, name, AttributeType::string));
   return std::string(span->data, span->size);
 }
 
