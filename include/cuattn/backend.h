@@ -10,7 +10,6 @@
 #include "cuattn/params/cache.h"
 #include "cuattn/params/merge.h"
 #include "cuattn/params/paged.h"
-#include "cuattn/params/schedule.h"
 #include "cuattn/plan.h"
 #include "cuattn/schedule.h"
 

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "cuattn/params/schedule.h"
+#include "cuattn/schedule.h"
 #include "sm90.cuh"
 
 namespace cuattn::test {
