@@ -14,6 +14,7 @@
 #include "bindings/arrays/allocate.h"
 #include "bindings/arrays/import.h"
 #include "bindings/arrays/results.h"
+#include "bindings/backward.h"
 #include "bindings/block_pool.h"
 #include "bindings/cache.h"
 #include "bindings/call/errors.h"
@@ -371,6 +372,7 @@ NB_MODULE(_core, m) {
   make_exceptions(m);
   add_block_pool(m);
   add_unlinked_file(m);
+  add_backward(m);
   add_paged(m);
   add_cache(m);
 

@@ -11,6 +11,7 @@ from ._core import CudaError, OutOfBlocksError
 from ._core import version as _version
 from ._plan import Plan, cmake_dir, explain, info, kernels
 from .attention import attention, attention_varlen, merge_states
+from .backward import attention_backward, attention_varlen_backward
 from .block_pool import BlockPool
 from .cascade import cascade_attention
 from .kv_bytes import kv_cache_bytes
@@ -28,7 +29,9 @@ __all__ = [
     "Plan",
     "__version__",
     "attention",
+    "attention_backward",
     "attention_varlen",
+    "attention_varlen_backward",
     "cascade_attention",
     "cmake_dir",
     "copy_blocks",

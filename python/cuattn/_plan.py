@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 from . import _arrays, _core
+from .backward import GRADIENTS, check_need
 from .cascade import bias_shape, check_shapes, keys_in_window, shape_of
 
 # Real GPUs that explain() may ask about by name:
@@ -61,6 +62,19 @@ OPTIONS: dict[str, Any] = {
     "batch_invariant": False,
     "return_lse": False,
     "backend": "auto",
+}
+BACKWARD_POSITIONAL = ("dout", "q", "k", "v", "out", "lse")
+BACKWARD_OPTIONS: dict[str, Any] = {
+    name: value
+    for name, value in OPTIONS.items()
+    if name not in ("block_tables", "kv_layout", "num_splits", "return_lse")
+} | {
+    "dropout_p": 0.0,
+    "dropout_seed": None,
+    "dropout_offset": 0,
+    "dlse": None,
+    "deterministic": None,
+    "need": ("dq", "dk", "dv"),
 }
 PAGED_POSITIONAL = ("q", "k_cache", "v_cache", "block_tables", "context_lens")
 PAGED_OPTIONS: dict[str, Any] = {
@@ -188,8 +202,8 @@ def explain(
 
     Parameters
     ----------
-    op : {"attention", "attention_varlen", "paged_attention", "paged_attention_v1", \
-"paged_attention_v2", "cascade_attention"}
+    op : {"attention", "attention_varlen", "attention_backward", "attention_varlen_backward", \
+"paged_attention", "paged_attention_v1", "paged_attention_v2", "cascade_attention"}
         The function that would be called.
     *arrays_or_shapes
         Its positional arguments; of V1 and V2 q, the caches, block_tables and context_lens. Any
@@ -219,9 +233,13 @@ def explain(
         return explain_paged(op, arrays_or_shapes, device, dtype, options)
     if op == "cascade_attention":
         return explain_cascade(arrays_or_shapes, device, dtype, options)
+    if op in ("attention_backward", "attention_varlen_backward"):
+        return explain_backward(op, arrays_or_shapes, device, dtype, options)
     if op not in ("attention", "attention_varlen"):
-        known = ("attention", "attention_varlen", *PAGED_VERSIONS, "cascade_attention")
-        raise ValueError(f"explain: op must be one of {', '.join(map(repr, known))}, got {op!r}")
+        known = ("attention", "attention_varlen", "attention_backward", "attention_varlen_backward")
+        known += (*PAGED_VERSIONS, "cascade_attention")
+        names = ", ".join(map(repr, known))
+        raise ValueError(f"explain: op must be one of {names}, got {op!r}")
     names = ("q", "k", "v") + (VARLEN_POSITIONAL if op == "attention_varlen" else ())
     if len(arrays_or_shapes) != len(names):
         raise TypeError(
@@ -246,6 +264,37 @@ def explain_rows(
     given = {name: without_memory(value) for name, value in {**OPTIONS, **options}.items()}
     _arrays.find_cublas()
     return Plan(**_core.explain(*map(without_memory, qkv), given, dtype, *where))
+
+
+def explain_backward(
+    op: str,
+    arrays_or_shapes: tuple[Any, ...],
+    device: int | str | dict[str, Any] | None,
+    dtype: str,
+    options: dict[str, Any],
+) -> Plan:
+    """Say the same for the backward pass."""
+    names = BACKWARD_POSITIONAL
+    if op == "attention_varlen_backward":
+        names += VARLEN_POSITIONAL
+    if len(arrays_or_shapes) != len(names):
+        raise TypeError(
+            f"explain: {op} takes {', '.join(names)}, got {len(arrays_or_shapes)} arguments"
+        )
+    ignored = (*GRADIENTS, "workspace", "stream")  # they do not enter the choice
+    given = {name: value for name, value in options.items() if name not in ignored}
+    unknown = set(given) - set(BACKWARD_OPTIONS)
+    if unknown:
+        raise TypeError(f"explain: {op} has no option {', '.join(sorted(unknown))}")
+    positional = dict(zip(names, arrays_or_shapes, strict=True))
+    where = place(device, positional["q"])
+    merged = {**BACKWARD_OPTIONS, **given, **positional}
+    if op == "attention_backward":
+        for name in VARLEN_POSITIONAL:
+            del merged[name]
+    merged["need"] = check_need(op, merged["need"])
+    merged = {name: without_memory(value) for name, value in merged.items()}
+    return Plan(**_core.explain_backward(merged, dtype, *where))
 
 
 def explain_paged(

@@ -54,15 +54,9 @@ OPTIONS = {
 
 def exclusive(a, b):
     """Whether two options cannot be given at once."""
-    same = {"scale", "bias", "alibi"}
-    return (
-        a.split("_")[0] == b.split("_")[0]
-        and a.split("_")[0] in same
-        or {a, b}
-        == {
-            "bhsd",
-            "ragged",
-        }
+    kind = a.split("_")[0]
+    return (kind == b.split("_")[0] and kind in ("scale", "bias", "alibi")) or (
+        {a, b} == {"bhsd", "ragged"}
     )
 
 
