@@ -167,8 +167,17 @@ def run(device, backend, problem, need=None, dkv_dtype=None, **options):
 
 def judge(problem, found, *others):
     """The tolerance rule for each gradient, over this draw and `others`: (problem, found) pairs of
-    the same case.
+    the same case. Rows that take no part, which make_problem fills with NaN, have exactly 0.
     """
+    for of, got in ((problem, found), *others):
+        marks = {
+            "dq": of.arrays["dout"],
+            "dk": of.forward.arrays["k"],
+            "dv": of.forward.arrays["v"],
+        }
+        for name, mark in marks.items():
+            unused = np.isnan(mark.astype(np.float32)).all(axis=-1)
+            assert name not in got or not np.any(got[name][unused]), f"{name} of an unused row"
     for name in found:
         dtype = problem.case.dtype
         if name in ("dsinks", "dslopes"):
