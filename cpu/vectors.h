@@ -78,8 +78,9 @@ using Uint64Vec = uint64_t __attribute__((vector_size(kWidth * sizeof(float)), m
 // The products of the even lanes, 64 bits each.
 inline Uint64Vec multiply_even(UintVec x, uint32_t factor) {
 #if defined(__AVX512F__)
+  // Note: of _mm512_mul_epu32 GCC 12 warns that it reads a vector that was never set.
   return reinterpret_cast<Uint64Vec>(
-      _mm512_mul_epu32(reinterpret_cast<__m512i>(x), _mm512_set1_epi64(factor)));
+      _mm512_maskz_mul_epu32(0xff, reinterpret_cast<__m512i>(x), _mm512_set1_epi64(factor)));
 #elif defined(__AVX2__)
   return reinterpret_cast<Uint64Vec>(
       _mm256_mul_epu32(reinterpret_cast<__m256i>(x), _mm256_set1_epi64x(factor)));

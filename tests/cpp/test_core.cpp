@@ -8,6 +8,7 @@
 #include <limits>
 #include <thread>
 
+#include "cuattn/params/rows.h"
 #include "problem.h"
 #include "test.h"
 
