@@ -268,7 +268,7 @@ void add_block_pool(nb::module_& m) {
       .def("ids", &HeldBlocks::ids, nb::arg("first") = 0)
       .def("clear", &HeldBlocks::clear)
       .def("__enter__", [](nb::handle self) { return nb::borrow(self); })
-      .def("__exit__", [](HeldBlocks& self, nb::args) { self.clear(); })
+      .def("__exit__", [](HeldBlocks& self, const nb::args&) { self.clear(); })
       .def("fork", &HeldBlocks::fork)
       .def("grow", &HeldBlocks::grow, nb::arg("count"), nb::arg("writes_last") = false)
       .def("replace", &HeldBlocks::replace, nb::arg("keep"), nb::arg("fresh"),

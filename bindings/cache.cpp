@@ -10,10 +10,10 @@
 
 #include "bindings/arrays/import.h"
 #include "bindings/arrays/results.h"
+#include "bindings/arrays/shapes.h"
 #include "bindings/call/errors.h"
 #include "bindings/call/parse.h"
 #include "bindings/call/unlocked.h"
-#include "bindings/explain.h"
 #include "cuattn/c_api.h"
 
 namespace cuattn::bindings {
@@ -85,7 +85,7 @@ nb::object reshape_and_cache(nb::handle k, nb::handle v, nb::handle k_cache, nb:
 
 // What reshape_and_cache would refuse, told from dtypes and shapes. `arrays` are those of the call
 // by name, each as explain takes it.
-void check_reshape_and_cache(nb::dict arrays, nb::handle kv_layout, nb::handle k_scale,
+void check_reshape_and_cache(const nb::dict& arrays, nb::handle kv_layout, nb::handle k_scale,
                              nb::handle v_scale, nb::handle rope_interleaved, int shapes_on) {
   const char* op = "reshape_and_cache";
   cuattn_cache_options options;

@@ -1,105 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// What explain reads in place of arrays: shapes, dtypes by name, GPUs that are not here; and the
-// plan that it gives back. Next: module.cpp.
 #pragma once
 
-#include <algorithm>
-#include <cstring>
-#include <string>
-
-#include "bindings/arrays/import.h"
-#include "bindings/call/parse.h"
-#include "cuattn/c_api.h"
+#include <nanobind/nanobind.h>
 
 namespace cuattn::bindings {
 
-struct DtypeWord {
-  const char* text;
-  DLDataType dtype;
-};
-
-inline DLDataType parse_dtype(const char* op, nb::handle value, const char* name = "dtype") {
-  static const DtypeWord kWords[] = {
-      {"float32", {kDLFloat, 32, 1}},   {"float16", {kDLFloat, 16, 1}},
-      {"bfloat16", {kDLBfloat, 16, 1}}, {"float64", {kDLFloat, 64, 1}},
-      {"int32", {kDLInt, 32, 1}},       {"int64", {kDLInt, 64, 1}},
-      {"bool", {kDLBool, 8, 1}},        {"float8_e4m3fn", {kDLFloat8_e4m3fn, 8, 1}}};
-  std::string text = parse_text(op, name, value);
-  for (const DtypeWord& word : kWords) {
-    if (text == word.text) return word.dtype;
-  }
-  raise(PyExc_ValueError, op, ": ", name, " must be float32, float16 or bfloat16, got ", text,
-        "; cast it");
-}
-
-// An array may also be of a dtype that none may have in its place, which its own rule then says.
-inline DLDataType parse_array_dtype(const char* op, const char* name, nb::handle value) {
-  static const DtypeWord kWords[] = {{"uint8", {kDLUInt, 8, 1}},
-                                     {"int8", {kDLInt, 8, 1}},
-                                     {"int16", {kDLInt, 16, 1}},
-                                     {"uint32", {kDLUInt, 32, 1}}};
-  std::string text = parse_text(op, name, value);
-  for (const DtypeWord& word : kWords) {
-    if (text == word.text) return word.dtype;
-  }
-  return parse_dtype(op, value, name);
-}
-
-// explain takes shapes as well as arrays: a tuple of extents, led by a dtype or not, is a
-// contiguous array without memory.
-inline void import_shape(const char* op, const char* name, nb::handle source, DLDataType dtype,
-                         DLDevice device, Array& array) {
-  if (!PyTuple_Check(source.ptr())) {
-    array.import(op, name, source, {}, nullptr);
-    return;
-  }
-  auto items = nb::borrow<nb::tuple>(source);
-  int first = items.size() > 0 && PyUnicode_Check(nb::handle(items[0]).ptr()) ? 1 : 0;
-  int64_t extents[kMaxDims];
-  DLTensor shape{};
-  shape.device = device;
-  shape.dtype = first == 1 ? parse_array_dtype(op, name, items[0]) : dtype;
-  shape.ndim = static_cast<int32_t>(items.size()) - first;
-  shape.shape = extents;
-  for (int i = 0; i < std::min(shape.ndim, kMaxDims); ++i)
-    extents[i] = parse_int(op, name, items[i + first]);
-  array.borrow(op, name, shape);
-  array.tensor = array.view.dl();
-}
-
-inline cuattn_device parse_device(nb::handle fields) {
-  cuattn_device device{};
-  device.is_cuda = nb::cast<bool>(nb::object(fields["is_cuda"]));
-  device.major = nb::cast<int32_t>(nb::object(fields["major"]));
-  device.minor = nb::cast<int32_t>(nb::object(fields["minor"]));
-  device.num_sms = nb::cast<int32_t>(nb::object(fields["num_sms"]));
-  device.smem_per_block_optin = nb::cast<int32_t>(nb::object(fields["smem_per_block_optin"]));
-  device.native = nb::cast<int32_t>(nb::object(fields["native"]));
-  device.has_cublas = nb::cast<bool>(nb::object(fields["has_cublas"]));
-  std::strncpy(device.name, nb::cast<std::string>(nb::object(fields["name"])).c_str(),
-               sizeof device.name - 1);
-  return device;
-}
-
-inline nb::dict plan_dict(const cuattn_plan& plan) {
-  nb::dict result;
-  result["kernel"] = plan.kernel;
-  result["mask"] = plan.mask;
-  result["score"] = plan.score;
-  result["tile_m"] = plan.tile_m;
-  result["tile_n"] = plan.tile_n;
-  result["stages"] = plan.stages;
-  result["warps"] = plan.warps;
-  result["head_dim"] = plan.head_dim;
-  result["head_dim_v"] = plan.head_dim_v;
-  result["num_splits"] = plan.num_splits;
-  result["cluster"] = plan.cluster;
-  result["packed_heads"] = plan.packed_heads;
-  result["schedule"] = plan.schedule;
-  result["workspace_bytes"] = plan.workspace_bytes;
-  result["reason"] = plan.reason;
-  result["ladder"] = plan.ladder;
-  return result;
-}
+// Adds explain, explain_backward, explain_paged, kernels and info_json.
+void add_explain(nanobind::module_& m);
 
 }  // namespace cuattn::bindings

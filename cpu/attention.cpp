@@ -124,7 +124,7 @@ void check_attention(const char* op, const AttentionParams& p) {
   if (p.dropout.state != nullptr) {
     int64_t offset = p.dropout.state[1];
     CUATTN_REQUIRE(offset >= 0 && offset <= kMaxDropoutOffset, op,
-                   ": dropout_seed must hold an offset in [0, 2^32), got ", offset,
+                   ": dropout_state must hold an offset in [0, 2^32), got ", offset,
                    "; count calls, and change the seed when they are used up");
   }
 }

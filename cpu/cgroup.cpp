@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <sstream>
 #include <vector>
 
 namespace cuattn::cpu {
@@ -31,8 +32,7 @@ std::string first_line(const std::string& path) {
 // Of "quota period" in microseconds; the quota "max" or -1 is none.
 int32_t cpus_of(const std::string& text) {
   long long quota = 0, period = 0;
-  if (std::sscanf(text.c_str(), "%lld %lld", &quota, &period) != 2 || quota <= 0 || period <= 0)
-    return INT32_MAX;
+  if (!(std::istringstream(text) >> quota >> period) || quota <= 0 || period <= 0) return INT32_MAX;
   return static_cast<int32_t>(std::min<long long>((quota - 1) / period + 1, INT32_MAX));
 }
 

@@ -145,7 +145,8 @@ void merge_part(float* out, float& lse, const float* other, float other_lse, int
 }
 
 // The sink takes its share of the denominator, once; then a row is written.
-void write_row(const PagedParams& p, int32_t b, int32_t h_kv, int32_t row, float* out, float lse) {
+void write_row(const PagedParams& p, int32_t b, int32_t h_kv, int32_t row, const float* out,
+               float lse) {
   int64_t query = query_row(p, b, row / p.work.group);
   if (query < 0) return;
   int32_t h = h_kv * p.work.group + row % p.work.group;

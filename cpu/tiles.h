@@ -55,6 +55,7 @@ bool all_finite(const KeyTile& tile, int count, int dim) {
   for (int j = 0; j < count; ++j) {
     const float* row = tile.data + j * tile.stride;
     int bad = 0;
+    // NOLINTNEXTLINE(misc-redundant-expression): NaN where row[c] is not finite
     for (int c = 0; c < dim; ++c) bad |= row[c] - row[c] != 0.0f;
     finite &= bad == 0;
   }

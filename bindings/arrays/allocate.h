@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Results in the caller's own library: which stream a call runs on, and who allocates its output
 // and workspace. The libraries without a C allocator are reached through cuattn._arrays. Next:
-// module.cpp.
+// ../attention.cpp.
 #pragma once
 
 #include <algorithm>

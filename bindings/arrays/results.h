@@ -8,7 +8,7 @@
 
 #include "bindings/arrays/allocate.h"
 #include "bindings/arrays/import.h"
-#include "bindings/call/parse.h"
+#include "bindings/call/raise.h"
 
 namespace cuattn::bindings {
 

@@ -1,54 +1,42 @@
 // SPDX-License-Identifier: Apache-2.0
-// cuattn.attention, attention_varlen and paged_attention as builtins: a call pays for the arguments
-// it gives, not for all 24. What is out of the ordinary (JAX arrays, quantisation scales, wrong or
-// missing names) goes to the Python function of the same signature. Next: module.cpp, paged.cpp.
+// The functions of cuattn as builtins: a call pays for the arguments it gives, not for all that
+// there are. What is out of the ordinary (JAX arrays, quantisation scales, wrong or missing names)
+// goes to the Python function of the same signature. Next: ../attention.cpp, ../paged.cpp.
 #pragma once
 
 #include <exception>
+#include <iterator>
 #include <new>
 #include <string>
-#include <utility>
-#include <vector>
 
-#include "bindings/arrays/import.h"
+#include "bindings/call/arguments.h"
 
 namespace cuattn::bindings {
 
-template <class Args>
-struct Argument {
-  const char* name;
-  nb::handle Args::* field;
-  PyObject* interned = nullptr;
-};
-
-// The builtin of one Python function, whose arguments make an `Args`; both live as long as the
-// process. kRun gives NotImplemented to decline.
-template <class Args, nb::object (*kRun)(Args&)>
+// The builtin of one Python function; both live as long as the process. `Function` is one of
+// options.h. kRun gives NotImplemented to decline.
+template <class Function, auto kRun>
 struct Front {
-  // `positional` stand in their place, `keywords` are given by name, the most usual first.
-  static nb::object make(nb::object python_function, const std::string& doc,
-                         std::vector<Argument<Args>> positional,
-                         std::vector<Argument<Args>> keywords) {
+  using Args = Function::Args;
+
+  static nb::object make(nb::object python_function, const std::string& doc) {
     Front& front = get();
-    front.name = text_of(nb::object(python_function.attr("__name__")));
+    front.name_ = text_of(nb::object(python_function.attr("__name__")));
     nb::object module(python_function.attr("__module__"));
-    front.python_function = python_function.release().ptr();
-    front.positional = std::move(positional);
-    front.keywords = std::move(keywords);
-    for (Argument<Args>& keyword : front.keywords)
-      keyword.interned = PyUnicode_InternFromString(keyword.name);
-    front.doc = doc;
-    front.definition = {front.name.c_str(),
-                        reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&call)),
-                        METH_FASTCALL | METH_KEYWORDS, front.doc.c_str()};
-    return nb::steal(PyCFunction_NewEx(&front.definition, nullptr, module.ptr()));
+    front.python_function_ = python_function.release().ptr();
+    front.keywords_ = Names<Args>(Function::kKeywords);
+    front.doc_ = doc;
+    front.definition_ = {front.name_.c_str(),
+                         reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&call)),
+                         METH_FASTCALL | METH_KEYWORDS, front.doc_.c_str()};
+    return nb::steal(PyCFunction_NewEx(&front.definition_, nullptr, module.ptr()));
   }
 
  private:
-  PyObject* python_function = nullptr;
-  std::string name, doc;
-  PyMethodDef definition{};
-  std::vector<Argument<Args>> positional, keywords;
+  PyObject* python_function_ = nullptr;
+  std::string name_, doc_;
+  PyMethodDef definition_{};
+  Names<Args> keywords_;
 
   static Front& get() {
     static Front* front = new Front();  // never destroyed: the builtin points into it
@@ -57,19 +45,14 @@ struct Front {
 
   // False for a call that the Python function has to judge.
   bool read(Args& args, PyObject* const* values, Py_ssize_t count, PyObject* names) {
-    if (count != static_cast<Py_ssize_t>(positional.size())) return false;
-    for (Py_ssize_t i = 0; i < count; ++i) args.*positional[i].field = values[i];
+    constexpr Py_ssize_t kCount = std::size(Function::kPositional);
+    if (count != kCount) return false;
+    for (Py_ssize_t i = 0; i < kCount; ++i) args.*Function::kPositional[i].field = values[i];
     Py_ssize_t given = names == nullptr ? 0 : PyTuple_Size(names);
     for (Py_ssize_t i = 0; i < given; ++i) {
-      PyObject* name = PyTuple_GetItem(names, i);
-      const Argument<Args>* found = nullptr;
-      for (const Argument<Args>& keyword : keywords) {
-        if (keyword.interned != name) continue;  // names in a program's text are interned
-        found = &keyword;
-        break;
-      }
-      if (found == nullptr) return false;
-      args.*found->field = values[count + i];
+      nb::handle Args::* field = keywords_.field(PyTuple_GetItem(names, i));
+      if (field == nullptr) return false;
+      args.*field = values[count + i];
     }
     return true;
   }
@@ -81,14 +64,14 @@ struct Front {
       Py_INCREF(values[i]);
       PyTuple_SetItem(arguments.ptr(), i, values[i]);
     }
-    if (names == nullptr) return PyObject_Call(python_function, arguments.ptr(), nullptr);
+    if (names == nullptr) return PyObject_Call(python_function_, arguments.ptr(), nullptr);
     nb::object keywords_given = nb::steal(PyDict_New());
     if (!keywords_given.is_valid()) return nullptr;
     for (Py_ssize_t i = 0; i < PyTuple_Size(names); ++i) {
       if (PyDict_SetItem(keywords_given.ptr(), PyTuple_GetItem(names, i), values[count + i]))
         return nullptr;
     }
-    return PyObject_Call(python_function, arguments.ptr(), keywords_given.ptr());
+    return PyObject_Call(python_function_, arguments.ptr(), keywords_given.ptr());
   }
 
   static PyObject* call(PyObject*, PyObject* const* values, Py_ssize_t count, PyObject* names) {
@@ -110,5 +93,28 @@ struct Front {
     return nullptr;
   }
 };
+
+// Adds to the module `NAME(arguments)`, which runs the arguments of a dict by kRun, and
+// `NAME_front(python_function, doc)`, which makes the builtin of kGiven.
+template <class Function, auto kGiven, auto kRun = kGiven>
+void add_function(nb::module_& m) {
+  std::string name = Function::kName, front = name + "_front";
+  std::string run_signature = "def " + name + "(arguments: dict[str, object]) -> object";
+  std::string front_signature = "def " + front + "(python_function: object, doc: str) -> object";
+  std::string run_doc = "cuattn." + name +
+                        " of its arguments by name. NotImplemented for JAX arrays, which go through"
+                        " cuattn.jax.";
+  std::string front_doc = "The builtin cuattn." + name +
+                          ", which serves what it can and leaves the rest to `python_function`.";
+  m.def(
+      name.c_str(),
+      [](const nb::dict& arguments) {
+        auto args = read_arguments<Function>(arguments);
+        return kRun(args);
+      },
+      nb::arg("arguments"), nb::sig(run_signature.c_str()), run_doc.c_str());
+  m.def(front.c_str(), &Front<Function, kGiven>::make, nb::arg("python_function"), nb::arg("doc"),
+        nb::sig(front_signature.c_str()), front_doc.c_str());
+}
 
 }  // namespace cuattn::bindings

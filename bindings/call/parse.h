@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // Python values as the plain options of the C ABI. Only the Python type is judged here; what a
-// value means, and whether it may be, is the library's business. Next: module.cpp.
+// value means, and whether it may be, is the library's business. Next: options.h.
 #pragma once
 
+#include <cstdint>
 #include <cstring>
 #include <string>
 
-#include "bindings/arrays/import.h"
+#include "bindings/call/raise.h"
 #include "cuattn/c_api.h"
 
 namespace cuattn::bindings {
@@ -91,6 +92,13 @@ inline int32_t parse_kv_layout(const char* op, nb::handle value) {
         "'; choose one of these");
 }
 
+inline int32_t parse_kv_dtype(const char* op, nb::handle value) {
+  const char* text = parse_text(op, "kv_dtype", value);
+  if (std::strcmp(text, "float8_e4m3fn") == 0) return CUATTN_KV_DTYPE_E4M3;
+  raise(PyExc_ValueError, op, ": kv_dtype must be None or 'float8_e4m3fn', got '", text,
+        "'; it says what uint8 caches hold, other caches say so themselves");
+}
+
 inline int32_t parse_int32(const char* op, const char* name, nb::handle value) {
   int64_t number = parse_int(op, name, value);
   if (number != static_cast<int32_t>(number))
@@ -99,54 +107,17 @@ inline int32_t parse_int32(const char* op, const char* name, nb::handle value) {
   return static_cast<int32_t>(number);
 }
 
-// The arguments that attention, attention_varlen and explain share, as Python hands them over; an
-// invalid handle is an argument that was not given.
-struct AttentionArgs {
-  nb::handle q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k;
-  nb::handle layout, causal, window, scale, softcap, alibi_slopes, sinks, bias, seqused_q,
-      seqused_k;
-  nb::handle num_splits, batch_invariant, return_lse, backend;
-  nb::handle out, lse_out, workspace, stream;
-  nb::handle block_tables{}, kv_layout{};
-};
-
-// Given, and not None, for the arguments whose default is None.
-inline bool is_given(nb::handle value) { return value.is_valid() && !value.is_none(); }
-
-inline void parse_window(const char* op, nb::handle value, cuattn_attention_options& options) {
-  nb::object window =
+// A pair of integers, a list or a tuple.
+inline void parse_pair(const char* op, const char* name, nb::handle value, int64_t& left,
+                       int64_t& right) {
+  nb::object pair =
       PyList_Check(value.ptr()) ? nb::steal(PyList_AsTuple(value.ptr())) : nb::borrow(value);
-  if (!PyTuple_Check(window.ptr()) || PyTuple_Size(window.ptr()) != 2) {
-    raise(PyExc_TypeError, op, ": window must be a pair (left, right), -1 for no limit, got ",
+  if (!PyTuple_Check(pair.ptr()) || PyTuple_Size(pair.ptr()) != 2) {
+    raise(PyExc_TypeError, op, ": ", name, " must be a pair (left, right), -1 for no limit, got ",
           text_of(nb::repr(value)), "; pass two integers");
   }
-  options.window_left = parse_int(op, "window", PyTuple_GetItem(window.ptr(), 0));
-  options.window_right = parse_int(op, "window", PyTuple_GetItem(window.ptr(), 1));
-}
-
-// Options that were not given keep the defaults of the C ABI, which are those of the package.
-inline cuattn_attention_options parse_options(const char* op, const AttentionArgs& args) {
-  cuattn_attention_options options;
-  cuattn_attention_options_init(&options, sizeof options);
-  if (args.layout.is_valid()) options.layout = parse_layout(op, args.layout);
-  if (args.causal.is_valid()) options.causal = parse_bool(op, "causal", args.causal);
-  if (args.window.is_valid()) parse_window(op, args.window, options);
-  options.has_scale = is_given(args.scale);
-  if (options.has_scale) options.scale = parse_double(op, "scale", args.scale);
-  if (args.softcap.is_valid()) options.softcap = parse_double(op, "softcap", args.softcap);
-  if (args.num_splits.is_valid())
-    options.num_splits = parse_int32(op, "num_splits", args.num_splits);
-  if (args.batch_invariant.is_valid())
-    options.batch_invariant = parse_bool(op, "batch_invariant", args.batch_invariant);
-  if (args.return_lse.is_valid())
-    options.return_lse = parse_bool(op, "return_lse", args.return_lse);
-  if (args.backend.is_valid()) options.backend = parse_text(op, "backend", args.backend);
-  if (args.kv_layout.is_valid()) options.kv_layout = parse_kv_layout(op, args.kv_layout);
-  if (is_given(args.max_seqlen_q))
-    options.max_seqlen_q = parse_int(op, "max_seqlen_q", args.max_seqlen_q);
-  if (is_given(args.max_seqlen_k))
-    options.max_seqlen_k = parse_int(op, "max_seqlen_k", args.max_seqlen_k);
-  return options;
+  left = parse_int(op, name, PyTuple_GetItem(pair.ptr(), 0));
+  right = parse_int(op, name, PyTuple_GetItem(pair.ptr(), 1));
 }
 
 }  // namespace cuattn::bindings

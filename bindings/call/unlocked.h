@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Work without the interpreter lock, so that other threads of Python run meanwhile. Next:
-// module.cpp.
+// ../attention.cpp.
 #pragma once
 
 #include <Python.h>

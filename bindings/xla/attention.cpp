@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // attention and merge_states as XLA custom calls: JAX arrays reach the library inside the compiled
 // program, on XLA's stream and in XLA's memory, the workspace included. Python face:
-// python/cuattn/jax/__init__.py.
+// python/cuattn/jax/attention.py.
 #include <string>
 
 #include "bindings/xla/call.h"
 #include "bindings/xla/ffi.h"
+#include "bindings/xla/options.h"
 
 namespace cuattn::bindings::xla {
 namespace {
@@ -16,10 +17,6 @@ void run_attention(const CallFrame& frame, Platform platform) {
   cuattn_attention_options options;
   cuattn_attention_options_init(&options, sizeof options);
   read_options(frame, options);
-  options.layout = integer32(frame, "layout");
-  options.return_lse = integer32(frame, "return_lse");
-  options.max_seqlen_q = integer(frame, "max_seqlen_q");
-  options.max_seqlen_k = integer(frame, "max_seqlen_k");
   std::string backend = text(frame, "backend");
   options.backend = backend.c_str();
 
@@ -28,10 +25,7 @@ void run_attention(const CallFrame& frame, Platform platform) {
   Arguments arguments(frame, place.device);
   const DLTensor *q = arguments.next(rank), *k = arguments.next(rank_k),
                  *v = arguments.next(rank_k);
-  arguments.optional(
-      integer(frame, "present"),
-      {&options.alibi_slopes, &options.sinks, &options.bias, &options.seqused_q, &options.seqused_k,
-       &options.cu_seqlens_q, &options.cu_seqlens_k, &options.block_tables});
+  arguments.optional(integer(frame, "present"), options, kAttentionArrays);
   cuattn_attention_call call;
   check(cuattn_attention_prepare(q, k, v, &options, &call));
   AttentionResults results(frame, place.device, rank);

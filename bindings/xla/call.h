@@ -5,7 +5,6 @@
 
 #include <cstdint>
 #include <cstring>
-#include <initializer_list>
 #include <new>
 #include <string>
 
@@ -93,10 +92,12 @@ class Arguments {
     return &tensor.dl;
   }
 
-  // Those of `present`, which has a bit for each field.
-  void optional(int64_t present, std::initializer_list<const DLTensor**> fields) {
-    for (const DLTensor** field : fields) {
-      if ((present & 1) != 0) *field = next();
+  // Those of `present`, which has a bit for each field of `options`.
+  template <class Options, size_t kCount>
+  void optional(int64_t present, Options& options,
+                const DLTensor* Options::* const (&fields)[kCount]) {
+    for (auto field : fields) {
+      if ((present & 1) != 0) options.*field = next();
       present >>= 1;
     }
   }
@@ -131,7 +132,7 @@ inline const void* attribute(const CallFrame& frame, const char* name, Attribute
 }
 
 inline int64_t integer(const CallFrame& frame, const char* name) {
-  auto* scalar = static_cast<const Scalar*>(attribute(frame, name, AttributeType::scalar));
+  const auto* scalar = static_cast<const Scalar*>(attribute(frame, name, AttributeType::scalar));
   return *static_cast<const int64_t*>(scalar->value);
 }
 
@@ -140,27 +141,13 @@ inline int32_t integer32(const CallFrame& frame, const char* name) {
 }
 
 inline double number(const CallFrame& frame, const char* name) {
-  auto* scalar = static_cast<const Scalar*>(attribute(frame, name, AttributeType::scalar));
+  const auto* scalar = static_cast<const Scalar*>(attribute(frame, name, AttributeType::scalar));
   return *static_cast<const double*>(scalar->value);
 }
 
 inline std::string text(const CallFrame& frame, const char* name) {
-  auto* span = static_cast<const Text*>(attribute(frame, name, AttributeType::string));
+  const auto* span = static_cast<const Text*>(attribute(frame, name, AttributeType::string));
   return std::string(span->data, span->size);
-}
-
-// What cuattn_attention_options and cuattn_paged_options have in common, but for the backend.
-template <class Options>
-void read_options(const CallFrame& frame, Options& options) {
-  options.causal = integer32(frame, "causal");
-  options.window_left = integer(frame, "window_left");
-  options.window_right = integer(frame, "window_right");
-  options.has_scale = integer32(frame, "has_scale");
-  options.scale = number(frame, "scale");
-  options.softcap = number(frame, "softcap");
-  options.num_splits = integer32(frame, "num_splits");
-  options.batch_invariant = integer32(frame, "batch_invariant");
-  options.kv_layout = integer32(frame, "kv_layout");
 }
 
 enum class Platform { cpu, cuda };

@@ -151,7 +151,7 @@ struct CallFrame {
 };
 
 // One op with a handler for each platform; arguments, results and attributes as the functions of
-// python/cuattn/jax/__init__.py pass them.
+// python/cuattn/jax/ pass them.
 struct Handler {
   const char* name;
   Error* (*cpu)(CallFrame*);

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // paged_attention, reshape_and_cache and gather_cache as XLA custom calls. Python face:
-// python/cuattn/jax/_paged.py.
+// python/cuattn/jax/paged.py, cache.py.
 #include <string>
 
 #include "bindings/xla/call.h"
 #include "bindings/xla/ffi.h"
+#include "bindings/xla/options.h"
 
 namespace cuattn::bindings::xla {
 namespace {
@@ -15,17 +16,13 @@ void run_paged(const CallFrame& frame, Platform platform) {
   cuattn_paged_options options;
   cuattn_paged_options_init(&options, sizeof options);
   read_options(frame, options);
-  options.kv_dtype = integer32(frame, "kv_dtype");
-  options.k_scale = number(frame, "k_scale");
-  options.v_scale = number(frame, "v_scale");
   std::string backend = text(frame, "backend");
   options.backend = backend.c_str();
 
   Arguments arguments(frame, place.device);
   const DLTensor *q = arguments.next(), *k_cache = arguments.next(), *v_cache = arguments.next(),
                  *block_tables = arguments.next(), *context_lens = arguments.next();
-  arguments.optional(integer(frame, "present"),
-                     {&options.alibi_slopes, &options.sinks, &options.k_scales, &options.v_scales});
+  arguments.optional(integer(frame, "present"), options, kPagedArrays);
   cuattn_attention_call call;
   check(cuattn_paged_prepare(q, k_cache, v_cache, block_tables, context_lens, &options, &call));
   AttentionResults results(frame, place.device, q->ndim);
@@ -41,6 +38,10 @@ void set_in_place(const CallFrame& frame, int64_t argument, int64_t result, DLDe
   if (buffer.data != frame.arguments.items[argument]->data && tensor.view.size() > 0)
     throw Failure{ErrorCode::internal, "cuattn: XLA did not alias a result to its argument"};
 }
+
+constexpr const DLTensor* cuattn_cache_options::* kWriteArrays[] = {
+    &cuattn_cache_options::k_scales, &cuattn_cache_options::v_scales, &cuattn_cache_options::cos,
+    &cuattn_cache_options::sin};
 
 // Arguments k, v, k_cache, v_cache, slot_mapping, then those of `present`, positions last; results
 // k_cache and v_cache in the place of the arguments.
@@ -60,8 +61,7 @@ void run_cache_write(const CallFrame& frame, Platform platform) {
   arguments.next();  // the caches, which are the results
   arguments.next();
   const DLTensor* slot_mapping = arguments.next_int64();
-  arguments.optional(integer(frame, "present"),
-                     {&options.k_scales, &options.v_scales, &options.cos, &options.sin});
+  arguments.optional(integer(frame, "present"), options, kWriteArrays);
   if (options.cos != nullptr) options.positions = arguments.next_int64();
   Tensor k_cache, v_cache;
   set_in_place(frame, 2, 0, place.device, k_cache);

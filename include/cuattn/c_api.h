@@ -88,9 +88,8 @@ typedef struct {
   const char* backend;          /* NULL = "auto" */
   /* Dropout of the probabilities, in steps of 1 / 256; 0 = off. Which are kept depends on seed,
    * offset and place alone (docs/numerics.md): the backward pass draws the same. With dropout_p > 0
-   * either has_dropout_seed is set, or dropout_state is given: int64 [2], seed and offset, on the
-   * device of q, read when the call runs. 0 <= offset < 2^32. */
-  int32_t has_dropout_seed;
+   * either dropout_seed is given (-1, the default, is none) and the offset within [0, 2^32), or
+   * dropout_state: int64 [2], both on the device of q, read when the call runs. */
   double dropout_p;
   int64_t dropout_seed, dropout_offset;
   const DLTensor* dropout_state;

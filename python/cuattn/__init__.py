@@ -9,13 +9,16 @@
 
 from ._core import CudaError, OutOfBlocksError
 from ._core import version as _version
-from ._plan import Plan, cmake_dir, explain, info, kernels
-from .attention import attention, attention_varlen, merge_states
+from ._explain import explain
+from ._explain.build import cmake_dir, info, kernels
+from ._explain.plan import Plan
+from .attention import attention, attention_varlen
 from .backward import attention_backward, attention_varlen_backward
 from .block_pool import BlockPool
 from .cascade import cascade_attention
 from .kv_bytes import kv_cache_bytes
 from .kv_cache import copy_blocks, gather_cache, pinned_empty, reshape_and_cache, swap_blocks
+from .merge import merge_states
 from .paged import paged_attention, paged_attention_v1, paged_attention_v2, paged_plan
 from .paged_kv_cache import PagedKVCache
 

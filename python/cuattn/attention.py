@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The public operations: attention, attention_varlen, merge_states.
+"""The public operations attention and attention_varlen.
 
-Each passes its arguments in order to the compiled module, which validates, allocates the result in
-the caller's own library and runs; JAX arrays, which only XLA may touch, go through cuattn.jax. In
-front of the two attentions stand builtins of the same signatures, for speed.
+The compiled module validates, allocates the result in the caller's own library and runs; how a call
+gets there is said in _call.py.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from . import _core
-from ._arrays import Array, ArrayT, find_cublas
+from ._arrays import Array, ArrayT
+from ._call import call, front
+from ._checks import check_ragged
 
 
+@front
 def attention(
     q: ArrayT,
     k: ArrayT,
@@ -32,6 +33,10 @@ def attention(
     v_scale: Any = None,
     seqused_q: Array | None = None,
     seqused_k: Array | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
+    dropout_offset: int = 0,
+    dropout_state: Array | None = None,
     num_splits: int = 0,
     batch_invariant: bool = False,
     return_lse: bool = False,
@@ -81,6 +86,14 @@ def attention(
     seqused_q, seqused_k : int32 array, [batch], optional
         Lengths in use of a padded batch; query rows beyond give out 0 and lse -inf, keys beyond are
         not seen, and causal and window count from the lengths in use.
+    dropout_p : float
+        Share of the probabilities that are dropped, in steps of 1 / 256; the others are divided by
+        what remains. On the CPU so far.
+    dropout_seed, dropout_offset : int
+        Which are dropped: a function of these and of the place alone (docs/numerics.md). A seed
+        from 0 to 2^63 - 1, and the number of the call with this seed, from 0 to 2^32 - 1.
+    dropout_state : int64 array, [2], optional
+        Seed and offset, on the device of q, instead of both.
     num_splits : int
         Parts that the keys are cut into; 0 lets the library choose. A wish: a kernel takes at most
         one for each tile of keys, and all but "sm90" with a dense batch take 1. `explain` says how
@@ -137,74 +150,10 @@ def attention(
     >>> out.shape, lse.shape
     ((1, 4, 2, 8), (1, 2, 4))
     """
-    if isinstance(backend, str) and backend == "cublas":
-        find_cublas()
-    if q_scale is not None or k_scale is not None or v_scale is not None:
-        refuse_scales("attention")
-    result = _core.attention(
-        q,
-        k,
-        v,
-        layout,
-        causal,
-        window,
-        scale,
-        softcap,
-        alibi_slopes,
-        sinks,
-        bias,
-        seqused_q,
-        seqused_k,
-        num_splits,
-        batch_invariant,
-        return_lse,
-        out,
-        lse_out,
-        workspace,
-        backend,
-        stream,
-    )
-    if result is not NotImplemented:
-        return result
-    return jax_face().attention(
-        q,
-        k,
-        v,
-        layout=layout,
-        causal=causal,
-        window=window,
-        scale=scale,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        bias=bias,
-        seqused_q=seqused_q,
-        seqused_k=seqused_k,
-        num_splits=num_splits,
-        batch_invariant=batch_invariant,
-        return_lse=return_lse,
-        out=out,
-        lse_out=lse_out,
-        workspace=workspace,
-        backend=backend,
-        stream=stream,
-    )
+    return call("attention", locals())
 
 
-def signature_and_doc(function: Any) -> str:
-    """Return the docstring of a builtin: the signature in front, where Python reads it."""
-    code = function.__code__
-    positional = ", ".join(code.co_varnames[: code.co_argcount])
-    defaults = ", ".join(f"{name}={value!r}" for name, value in function.__kwdefaults__.items())
-    return f"{function.__name__}({positional}, *, {defaults})\n--\n\n{function.__doc__}"
-
-
-if not TYPE_CHECKING:
-    # A call of the function above would first fill in its 20 defaults and pass them all on; the
-    # builtin of the same signature touches what the caller gave, and calls the function otherwise.
-    attention = _core.attention_front(attention, signature_and_doc(attention))
-
-
+@front
 def attention_varlen(
     q: ArrayT,
     k: ArrayT,
@@ -228,6 +177,10 @@ def attention_varlen(
     v_scale: Any = None,
     seqused_q: Array | None = None,
     seqused_k: Array | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
+    dropout_offset: int = 0,
+    dropout_state: Array | None = None,
     num_splits: int = 0,
     batch_invariant: bool = False,
     return_lse: bool = False,
@@ -270,6 +223,8 @@ def attention_varlen(
         As in `attention`; bias broadcasts to [batch, num_heads_q, max_seqlen_q, max_seqlen_k].
     seqused_q, seqused_k : int32 array, [batch], optional
         Rows in use of each sequence.
+    dropout_p, dropout_seed, dropout_offset, dropout_state
+        As in `attention`.
     num_splits, batch_invariant, return_lse, out, lse_out, workspace, backend, stream
         As in `attention`.
 
@@ -289,161 +244,5 @@ def attention_varlen(
     ----------
     FlashAttention-2, arXiv:2307.08691.
     """
-    if isinstance(backend, str) and backend == "cublas":
-        find_cublas()
-    if q_scale is not None or k_scale is not None or v_scale is not None:
-        refuse_scales("attention_varlen")
     check_ragged(cu_seqlens_q, cu_seqlens_k, block_tables, kv_layout)
-    result = _core.attention_varlen(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        block_tables,
-        kv_layout,
-        causal,
-        window,
-        scale,
-        softcap,
-        alibi_slopes,
-        sinks,
-        bias,
-        seqused_q,
-        seqused_k,
-        num_splits,
-        batch_invariant,
-        return_lse,
-        out,
-        lse_out,
-        workspace,
-        backend,
-        stream,
-    )
-    if result is not NotImplemented:
-        return result
-    return jax_face().attention_varlen(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        block_tables=block_tables,
-        kv_layout=kv_layout,
-        causal=causal,
-        window=window,
-        scale=scale,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        bias=bias,
-        seqused_q=seqused_q,
-        seqused_k=seqused_k,
-        num_splits=num_splits,
-        batch_invariant=batch_invariant,
-        return_lse=return_lse,
-        out=out,
-        lse_out=lse_out,
-        workspace=workspace,
-        backend=backend,
-        stream=stream,
-    )
-
-
-if not TYPE_CHECKING:
-    attention_varlen = _core.attention_varlen_front(
-        attention_varlen, signature_and_doc(attention_varlen)
-    )
-
-
-def merge_states(
-    out_a: ArrayT,
-    lse_a: ArrayT,
-    out_b: ArrayT | None = None,
-    lse_b: ArrayT | None = None,
-    *,
-    layout: str | None = None,
-    out: ArrayT | None = None,
-    lse_out: ArrayT | None = None,
-    stream: Any = None,
-) -> tuple[Any, Any]:
-    """Merge attention results over disjoint sets of keys into the result over their union.
-
-    ``out = (out_a * exp(lse_a) + out_b * exp(lse_b)) / (exp(lse_a) + exp(lse_b))``, computed
-    relative to the larger lse. With two arguments, ``merge_states(outs, lses)``, the parts are
-    stacked on a new first axis.
-
-    Parameters
-    ----------
-    out_a, out_b : array
-        Results of `attention`: [batch, seqlen, num_heads, head_dim] ("bshd"), [batch, num_heads,
-        seqlen, head_dim] ("bhsd"), [n, num_heads, head_dim] ("nhd") or [total, num_heads, head_dim]
-        ("thd", ragged).
-    lse_a, lse_b : float32 array
-        Their log-sum-exp: [batch, num_heads, seqlen], for "nhd" [n, num_heads], for "thd"
-        [num_heads, total]. A part with lse = -inf, or +inf as FlashAttention-2 and vLLM
-        write it, has no keys and leaves the others unchanged.
-    layout : {"bshd", "bhsd", "nhd", "thd"}, optional
-        Order of the axes; None is "bshd" for four axes and "nhd" for three.
-    out, lse_out : array, optional
-        Written in place and returned. out may be one of the parts itself, lse_out one of their lse;
-        else they share no memory with another argument.
-    stream : optional
-        As in `attention`.
-
-    Returns
-    -------
-    out, lse : array
-        Like one part.
-
-    Raises
-    ------
-    ValueError, TypeError, NotImplementedError, CudaError
-        As in `attention`.
-
-    References
-    ----------
-    Online softmax, arXiv:1805.02867.
-    """
-    if (out_b is None) != (lse_b is None):
-        name, other = ("lse_b", "out_b") if lse_b is None else ("out_b", "lse_b")
-        raise TypeError(
-            f"merge_states: {name} must be given with {other}; leave out both for stacked parts"
-        )
-    result = _core.merge_states(out_a, lse_a, out_b, lse_b, layout, out, lse_out, stream)
-    if result is not NotImplemented:
-        return result
-    return jax_face().merge_states(
-        out_a, lse_a, out_b, lse_b, layout=layout, out=out, lse_out=lse_out, stream=stream
-    )
-
-
-def jax_face() -> Any:
-    """Import cuattn.jax, which needs JAX."""
-    from . import jax
-
-    return jax
-
-
-def check_ragged(cu_seqlens_q: Any, cu_seqlens_k: Any, block_tables: Any, kv_layout: str) -> None:
-    """Raise for what attention_varlen cannot do without."""
-    if block_tables is None and kv_layout != "nhd":
-        raise ValueError(
-            "attention_varlen: kv_layout belongs to paged caches and must be 'nhd' without "
-            f"block_tables, got {kv_layout!r}; leave it out"
-        )
-    if cu_seqlens_q is None or (cu_seqlens_k is None and block_tables is None):
-        name = "cu_seqlens_q" if cu_seqlens_q is None else "cu_seqlens_k"
-        raise TypeError(f"attention_varlen: {name} must be an int32 array [batch + 1], got None")
-
-
-def refuse_scales(op: str) -> None:
-    """Raise for scales, which only float8 kernels take."""
-    raise NotImplementedError(
-        f"{op}: q_scale, k_scale and v_scale belong to float8_e4m3fn arrays, for which no kernel "
-        "is built yet; cast to bfloat16"
-    )
+    return call("attention_varlen", locals())

@@ -14,8 +14,7 @@ from typing import Any
 
 from . import _core
 from ._arrays import Array, ArrayT
-
-GRADIENTS = ("dq", "dk", "dv", "dbias", "dsinks", "dslopes")
+from ._gradients import check_need
 
 
 def attention_backward(
@@ -37,8 +36,9 @@ def attention_backward(
     seqused_q: Array | None = None,
     seqused_k: Array | None = None,
     dropout_p: float = 0.0,
-    dropout_seed: int | Array | None = None,
+    dropout_seed: int | None = None,
     dropout_offset: int = 0,
+    dropout_state: Array | None = None,
     batch_invariant: bool = False,
     dlse: Array | None = None,
     deterministic: bool | None = None,
@@ -70,12 +70,8 @@ def attention_backward(
         What it gave with return_lse=True.
     layout, causal, window, scale, softcap, alibi_slopes, sinks, bias, seqused_q, seqused_k
         As in the forward call.
-    dropout_p : float
-        Share of the probabilities that the forward call dropped, in steps of 1 / 256.
-    dropout_seed : int or int64 array [2], optional
-        Of the forward call; an array holds seed and offset, on the device of q.
-    dropout_offset : int
-        Of the forward call, from 0 to 2^32 - 1.
+    dropout_p, dropout_seed, dropout_offset, dropout_state
+        As in the forward call.
     batch_invariant : bool
         The bits of a sequence's gradients do not depend on the rest of the batch, but for those
         that are summed over it.
@@ -153,8 +149,9 @@ def attention_varlen_backward(
     seqused_q: Array | None = None,
     seqused_k: Array | None = None,
     dropout_p: float = 0.0,
-    dropout_seed: int | Array | None = None,
+    dropout_seed: int | None = None,
     dropout_offset: int = 0,
+    dropout_state: Array | None = None,
     batch_invariant: bool = False,
     dlse: Array | None = None,
     deterministic: bool | None = None,
@@ -191,7 +188,9 @@ def attention_varlen_backward(
         As in the forward call.
     dlse : float32 array, [num_heads_q, total_q], optional
         Gradient of the loss with respect to lse; None is 0.
-    dropout_p, dropout_seed, dropout_offset, batch_invariant, deterministic, need
+    dropout_p, dropout_seed, dropout_offset, dropout_state
+        As in the forward call.
+    batch_invariant, deterministic, need
         As in `attention_backward`.
     dq, dk, dv, dbias, dsinks, dslopes, workspace, backend, stream
         As in `attention_backward`.
@@ -230,17 +229,6 @@ def differentiate(op: str, arguments: dict[str, Any]) -> Any:
             "cuattn.jax does not have yet; pass numpy arrays"
         )
     return result_type(arguments["need"])(*results)
-
-
-def check_need(op: str, need: Sequence[str]) -> tuple[str, ...]:
-    """Refuse what is no sequence of different gradients."""
-    names = tuple(need) if isinstance(need, (tuple, list)) else (need,)
-    if not names or len(set(names)) < len(names) or not set(names) <= set(GRADIENTS):
-        raise ValueError(
-            f"{op}: need must name one or more of {', '.join(GRADIENTS)}, each once, got {need!r}; "
-            "pass a tuple of names"
-        )
-    return names
 
 
 @functools.cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .paged_kv_cache import ITEM_BYTES, dtype_name, whole
+from ._kv_shapes import ITEM_BYTES, dtype_name, whole
 
 
 def kv_cache_bytes(

@@ -15,7 +15,7 @@ import numpy as np
 
 from . import _core
 from ._arrays import Array, ArrayT
-from .attention import jax_face
+from ._call import jax_face
 
 
 def reshape_and_cache(

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from . import _core
 from ._arrays import Array, ArrayT
-from .attention import jax_face, signature_and_doc
+from ._call import call, front
 
 
+@front
 def paged_attention(
     q: ArrayT,
     k_cache: Array,
@@ -127,69 +127,10 @@ def paged_attention(
     >>> cuattn.paged_attention(q, k_cache, v_cache, tables, lens).shape
     (2, 8, 64)
     """
-    result = _core.paged_attention(
-        q,
-        k_cache,
-        v_cache,
-        block_tables,
-        context_lens,
-        kv_layout,
-        scale,
-        causal,
-        window,
-        softcap,
-        alibi_slopes,
-        sinks,
-        k_scale,
-        v_scale,
-        kv_dtype,
-        plan,
-        num_splits,
-        batch_invariant,
-        return_lse,
-        out,
-        lse_out,
-        workspace,
-        backend,
-        stream,
-    )
-    if result is not NotImplemented:
-        return result
-    return jax_face().paged_attention(
-        q,
-        k_cache,
-        v_cache,
-        block_tables,
-        context_lens,
-        kv_layout=kv_layout,
-        scale=scale,
-        causal=causal,
-        window=window,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        kv_dtype=kv_dtype,
-        plan=plan,
-        num_splits=num_splits,
-        batch_invariant=batch_invariant,
-        return_lse=return_lse,
-        out=out,
-        lse_out=lse_out,
-        workspace=workspace,
-        backend=backend,
-        stream=stream,
-    )
+    return call("paged_attention", locals())
 
 
-if not TYPE_CHECKING:
-    # A builtin of the same signature stands in front, as it does in front of attention.
-    paged_attention = _core.paged_attention_front(
-        paged_attention, signature_and_doc(paged_attention)
-    )
-
-
+@front
 def paged_plan(
     block_tables: ArrayT,
     context_lens: ArrayT,
@@ -242,25 +183,10 @@ def paged_plan(
     ----------
     Balanced ranges of work for ragged batches: FlashInfer, arXiv:2501.01005.
     """
-    return _core.paged_plan(
-        block_tables,
-        context_lens,
-        num_heads_q,
-        num_heads_kv,
-        head_dim,
-        block_size,
-        q_len,
-        dtype,
-        kv_layout,
-        kv_dtype,
-        causal,
-        window,
-        out,
-        backend,
-        stream,
-    )
+    return call("paged_plan", locals())
 
 
+@front
 def paged_attention_v1(
     out: ArrayT,
     q: Array,
@@ -303,22 +229,10 @@ def paged_attention_v1(
     ----------
     PagedAttention, arXiv:2309.06180; vLLM's paged_attention_v1.
     """
-    return _core.paged_attention_v1(
-        out,
-        q,
-        key_cache,
-        value_cache,
-        block_tables,
-        context_lens,
-        scale,
-        kv_layout,
-        alibi_slopes,
-        k_scale,
-        v_scale,
-        stream,
-    )
+    return call("paged_attention_v1", locals())
 
 
+@front
 def paged_attention_v2(
     out: ArrayT,
     q: Array,
@@ -375,22 +289,4 @@ def paged_attention_v2(
     ----------
     PagedAttention, arXiv:2309.06180; vLLM's paged_attention_v2.
     """
-    return _core.paged_attention_v2(
-        out,
-        q,
-        key_cache,
-        value_cache,
-        block_tables,
-        context_lens,
-        scale,
-        exp_sums,
-        max_logits,
-        tmp_out,
-        partition_size,
-        max_context_len,
-        kv_layout,
-        alibi_slopes,
-        k_scale,
-        v_scale,
-        stream,
-    )
+    return call("paged_attention_v2", locals())

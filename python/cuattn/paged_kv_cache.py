@@ -3,70 +3,19 @@
 
 from __future__ import annotations
 
-import operator
 import os
 import threading
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from ._core import HeldBlocks, OutOfBlocksError
+from ._kv_shapes import cache_shapes, check_blocks, check_positive, dtype_name, whole
+from ._kv_state import NO_SLOTS, State, new_tokens
 from ._kv_swap import FileBlocks, HostBlocks
 from ._memory import WORD, memory_of
 from .block_pool import BlockPool, Uncopied, salt_bytes, token_array
-
-ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
-KV_LAYOUTS = ("nhd", "hnd", "vllm")
-NO_SLOTS = np.empty(0, np.int64)
-
-
-def whole(op: str, name: str, value: Any) -> int:
-    """Read an argument that must be an integer."""
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(f"{op}: {name} must be an integer, got {value!r}; pass an int") from None
-
-
-def dtype_name(op: str, dtype: Any) -> str:
-    """Name a dtype given as a word or as the object of numpy, torch or CuPy."""
-    name = dtype if isinstance(dtype, str) else getattr(dtype, "name", None)
-    name = name or getattr(dtype, "__name__", None) or str(dtype).removeprefix("torch.")
-    if name not in ITEM_BYTES:
-        raise ValueError(
-            f"{op}: dtype must be one of {', '.join(ITEM_BYTES)}, got {name}; choose one of these"
-        )
-    return name
-
-
-def cache_shapes(
-    num_blocks: int, block_size: int, num_heads_kv: int, head_dim: int, dtype: str, kv_layout: str
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shapes of the K and the V cache of one layer."""
-    if kv_layout == "nhd":
-        shape: tuple[int, ...] = (num_blocks, block_size, num_heads_kv, head_dim)
-        return shape, shape
-    if kv_layout == "hnd":
-        shape = (num_blocks, num_heads_kv, block_size, head_dim)
-        return shape, shape
-    x = 16 // ITEM_BYTES[dtype]
-    return (
-        (num_blocks, num_heads_kv, head_dim // x, block_size, x),
-        (num_blocks, num_heads_kv, head_dim, block_size),
-    )
-
-
-class _State(NamedTuple):
-    """What the cache knows of a sequence beside its blocks; replaced as a whole, never changed."""
-
-    tokens: list[int]  # the first `known` are those of the sequence; what follows is left over
-    known: int = 0
-    salt: bytes | None = None
-    length: int = 0  # tokens with a slot
-    committed: int = 0  # blocks that others may find
-    slots: np.ndarray = NO_SLOTS  # of the last append
-    swapped: HostBlocks | FileBlocks | None = None
 
 
 class PagedKVCache(Uncopied):
@@ -146,31 +95,9 @@ class PagedKVCache(Uncopied):
         max_blocks_per_seq = num_blocks if max_blocks_per_seq is None else max_blocks_per_seq
         sizes = {"num_layers": num_layers, "num_heads_kv": num_heads_kv, "head_dim": head_dim}
         sizes |= {"max_seqs": max_seqs, "max_blocks_per_seq": max_blocks_per_seq}
-        for name, size in sizes.items():
-            if whole(op, name, size) < 1:
-                raise ValueError(f"{op}: {name} must be >= 1, got {size}; give the real number")
+        check_positive(op, sizes)
         dtype = dtype_name(op, dtype)
-        if kv_layout not in KV_LAYOUTS:
-            raise ValueError(
-                f"{op}: kv_layout must be 'nhd', 'hnd' or 'vllm', got {kv_layout!r}; choose one "
-                "of these"
-            )
-        multiple = 16 if dtype == "float8_e4m3fn" else 8
-        if head_dim % multiple != 0:
-            raise ValueError(
-                f"{op}: head_dim must be a multiple of {multiple} for {dtype}, got {head_dim}; "
-                "pad the heads with zeros"
-            )
-        if block_size > 256:
-            raise ValueError(
-                f"{op}: block_size must be at most 256, got {block_size}; that is what the kernels "
-                "take"
-            )
-        if kv_layout == "vllm" and block_size not in (8, 16, 32):
-            raise ValueError(
-                f"{op}: block_size must be 8, 16 or 32 for kv_layout 'vllm', got {block_size}; "
-                "or use 'nhd'"
-            )
+        check_blocks(op, block_size, head_dim, dtype, kv_layout)
         self.num_layers, self.block_size, self.kv_layout = num_layers, block_size, kv_layout
         self.max_seqs, self.max_blocks_per_seq = max_seqs, max_blocks_per_seq
         self._memory = memory_of(op, like)
@@ -220,7 +147,7 @@ class PagedKVCache(Uncopied):
         with self._lock:
             held = self._blocks.hold_prefix(ids[:end], encoded)
             found = len(held)
-            held.state = _State(known, len(known), encoded, found * self.block_size, found)
+            held.state = State(known, len(known), encoded, found * self.block_size, found)
             return self._register(held)
 
     def append(
@@ -246,7 +173,7 @@ class PagedKVCache(Uncopied):
         with self._lock:
             held = self._resident(op, seq)
             state, size = held.state, self.block_size
-            new = [] if tokens is None else self._new_tokens(state, n, tokens)
+            new = [] if tokens is None else new_tokens(state, n, tokens)
             begin, end = state.length, state.length + n
             needed = max(-(-end // size) - len(held), 0)
             if n < 0 or len(held) + needed > self.max_blocks_per_seq:
@@ -271,7 +198,7 @@ class PagedKVCache(Uncopied):
                     del state.tokens[state.known :]
                     state.tokens.extend(new)
                 known = state.known + len(new)
-                after = _State(state.tokens, known, state.salt, end, state.committed, slots)
+                after = State(state.tokens, known, state.salt, end, state.committed, slots)
                 held.replace(keep, fresh, after)
             return slots.copy()
 
@@ -304,7 +231,7 @@ class PagedKVCache(Uncopied):
             # The rest of a prompt still follows where nothing was removed.
             known = state.known if n == state.length else min(state.known, n)
             committed = min(state.committed, n // self.block_size)
-            after = _State(state.tokens, known, state.salt, n, committed)
+            after = State(state.tokens, known, state.salt, n, committed)
             if keep < len(held):
                 self._rewrite_rows(seq, keep)
             held.replace(keep, self._blocks.hold(0), after)
@@ -534,21 +461,6 @@ class PagedKVCache(Uncopied):
             )
         return layer
 
-    def _new_tokens(self, state: _State, n: int, tokens: Sequence[int] | np.ndarray) -> list[int]:
-        ids = token_array("PagedKVCache.append", tokens).tolist()
-        if len(ids) != n:
-            raise ValueError(
-                f"PagedKVCache.append: tokens must be n = {n} ids, got {len(ids)}; give each new "
-                "token its id"
-            )
-        if state.known != state.length:
-            raise ValueError(
-                f"PagedKVCache.append: tokens must follow known ones, got {state.length} tokens "
-                f"in the cache and {state.known} ids; give all ids by add or append, or "
-                "leave tokens out"
-            )
-        return ids
-
     def _grow(
         self, op: str, seq: int, held: HeldBlocks, needed: int, writes_last: bool = False
     ) -> HeldBlocks:
@@ -564,7 +476,7 @@ class PagedKVCache(Uncopied):
                 "sequence, or make a larger cache"
             ) from None
 
-    def _publish(self, ids: list[int], state: _State, first: int, end: int) -> None:
+    def _publish(self, ids: list[int], state: State, first: int, end: int) -> None:
         """Let others find the blocks [first, end) of a sequence; once more is no mistake."""
         tokens = state.tokens[first * self.block_size : end * self.block_size]
         parent, salt = (ids[first - 1], None) if first > 0 else (None, state.salt)

@@ -6,8 +6,8 @@
 #include <optional>
 
 #include "cuattn/c_api.h"
-#include "src/abi/guarded.h"
-#include "src/abi/options.h"
+#include "src/guarded.h"
+#include "src/options.h"
 #include "src/check/arrays.h"
 
 namespace cuattn {

@@ -9,12 +9,12 @@
 #include <vector>
 
 #include "cuattn/instances.h"
-#include "src/abi/guarded.h"
-#include "src/abi/options.h"
 #include "src/attention/call.h"
 #include "src/check/arrays.h"
+#include "src/guarded.h"
 #include "src/info.h"
 #include "src/merge/merge.h"
+#include "src/options.h"
 
 #ifndef CUATTN_VERSION
 #define CUATTN_VERSION "0.0.0"

@@ -120,7 +120,7 @@ void check_inputs(const AttentionCall& call, const CallMemory& memory) {
                  {p.num_heads_q, p.scores.bias_stride_head},
                  {call.max_seqlen_q, p.scores.bias_stride_q},
                  {call.max_seqlen_kv, p.scores.bias_stride_kv}}});
-  memory.reads({"dropout_seed", p.dropout.state, 8, {{2, 1}}});
+  memory.reads({"dropout_state", p.dropout.state, 8, {{2, 1}}});
 }
 
 void run_attention(AttentionCall& call, const TensorView& out, const TensorView* lse,

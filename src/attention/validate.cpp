@@ -176,9 +176,12 @@ void read_dropout(AttentionCall& call, const cuattn_attention_options& o, bool c
                  ": dropout_p must lie in [0, 1), got ", o.dropout_p,
                  "; it is the share of probabilities that are dropped");
   if (o.dropout_p == 0.0) return;
-  CUATTN_REQUIRE(o.has_dropout_seed || o.dropout_state != nullptr, fn,
-                 ": dropout_seed must be given with dropout_p > 0, got none; pass an integer, or "
-                 "int64 [2] that holds seed and offset");
+  CUATTN_REQUIRE(o.dropout_seed >= -1, fn, ": dropout_seed must lie in [0, 2^63), got ",
+                 o.dropout_seed, "; pass another");
+  CUATTN_REQUIRE((o.dropout_seed >= 0) != (o.dropout_state != nullptr), fn,
+                 ": dropout_seed or dropout_state must be given with dropout_p > 0, got ",
+                 o.dropout_seed >= 0 ? "both" : "none",
+                 "; pass an integer, or int64 [2] that holds seed and offset");
   CUATTN_REQUIRE(o.dropout_offset >= 0 && o.dropout_offset <= kMaxDropoutOffset, fn,
                  ": dropout_offset must lie in [0, 2^32), got ", o.dropout_offset,
                  "; count calls, and change the seed when they are used up");
@@ -191,7 +194,7 @@ void read_dropout(AttentionCall& call, const cuattn_attention_options& o, bool c
   p.dropout.offset = static_cast<uint32_t>(o.dropout_offset);
   if (o.dropout_state == nullptr) return;
   p.dropout.state = static_cast<const int64_t*>(
-      read_vector(fn, "dropout_seed", view_of(fn, "dropout_seed", o.dropout_state), DType::i64, 2,
+      read_vector(fn, "dropout_state", view_of(fn, "dropout_state", o.dropout_state), DType::i64, 2,
                   "seed and offset", call.device, "q", check_data));
 }
 

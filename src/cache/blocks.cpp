@@ -6,9 +6,9 @@
 #include <vector>
 
 #include "cuattn/c_api.h"
-#include "src/abi/guarded.h"
 #include "src/cache/cache.h"
 #include "src/check/overlap.h"
+#include "src/guarded.h"
 
 namespace cuattn {
 namespace {
@@ -205,7 +205,7 @@ void check_memory(const char* fn, const Caches& written, const Caches& others,
 
 void copy_blocks(const Caches& k_caches, const Caches& v_caches, const TensorView& mapping,
                  Stream stream) {
-  constexpr const char* fn = "copy_blocks";
+  const char* fn = "copy_blocks";
   CUATTN_REQUIRE(v_caches.views.empty() || v_caches.views.size() == k_caches.views.size(), fn,
                  ": v_caches must have one cache for each of k_caches (", k_caches.views.size(),
                  "), or none, got ", v_caches.views.size(), "; pass the layers of both");
@@ -239,7 +239,7 @@ void copy_blocks(const Caches& k_caches, const Caches& v_caches, const TensorVie
 }
 
 void swap_blocks(const Caches& src, const Caches& dst, const TensorView& mapping, Stream stream) {
-  constexpr const char* fn = "swap_blocks";
+  const char* fn = "swap_blocks";
   CUATTN_REQUIRE(src.views.size() == dst.views.size(), fn,
                  ": dst must have one cache for each of src (", src.views.size(), "), got ",
                  dst.views.size(), "; pass the same layers");

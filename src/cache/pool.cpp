@@ -13,8 +13,8 @@
 #include <algorithm>
 #include <chrono>
 
-#include "src/abi/guarded.h"
-#include "src/abi/options.h"
+#include "src/guarded.h"
+#include "src/options.h"
 
 namespace cuattn {
 namespace {
@@ -205,7 +205,7 @@ uint64_t BlockPoolState::hash_of(const Key& key) const {
   return hash;
 }
 
-bool BlockPoolState::holds(const Block& block, const Key& key) const {
+bool BlockPoolState::holds(const Block& block, const Key& key) {
   return block.parent == key.parent && block.salt == key.salt &&
          std::equal(block.tokens.begin(), block.tokens.end(), key.tokens);
 }

@@ -67,7 +67,7 @@ class BlockPoolState {
   };
 
   uint64_t hash_of(const Key& key) const;
-  bool holds(const Block& block, const Key& key) const;
+  static bool holds(const Block& block, const Key& key);
   int32_t find(uint64_t hash, const Key& key) const;
   bool commit_one(int32_t id, const Key& key);
   void insert(int32_t id);

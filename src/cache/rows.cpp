@@ -6,9 +6,9 @@
 #include <utility>
 
 #include "cuattn/c_api.h"
-#include "src/abi/guarded.h"
-#include "src/abi/options.h"
 #include "src/cache/cache.h"
+#include "src/guarded.h"
+#include "src/options.h"
 
 namespace cuattn {
 namespace {

@@ -5,7 +5,7 @@
 
 #include <algorithm>
 
-#include "src/abi/options.h"
+#include "src/options.h"
 #include "src/check/arrays.h"
 
 namespace cuattn {

@@ -92,7 +92,10 @@ def test_dropout_keeps_what_the_rule_says(backend, place):
         dout = zeros.copy()
         for c in range(8):
             dout[b, row + c, h, c] = keys
-        for given in ((seed, offset), (np.array([seed, offset]), 0)):
+        for given in (
+            {"dropout_seed": seed, "dropout_offset": offset},
+            {"dropout_state": np.array([seed, offset])},
+        ):
             (dv,) = cuattn.attention_backward(
                 dout,
                 zeros,
@@ -101,8 +104,7 @@ def test_dropout_keeps_what_the_rule_says(backend, place):
                 zeros,
                 lse,
                 dropout_p=p,
-                dropout_seed=given[0],
-                dropout_offset=given[1],
+                **given,
                 need=("dv",),
                 backend=backend,
             )

@@ -97,23 +97,31 @@ REFUSALS = {
     "dropout_nan": (DENSE, {"dropout_p": float("nan"), "dropout_seed": 1}, ValueError,
         "dropout_p must lie in [0, 1), got nan; it is the share of probabilities that are dropped"),
     "dropout_without_a_seed": (DENSE, {"dropout_p": 0.5}, ValueError,
-        "dropout_seed must be given with dropout_p > 0, got none; pass an integer, or int64 [2] "
-        "that holds seed and offset"),
+        "dropout_seed or dropout_state must be given with dropout_p > 0, got none; pass an "
+        "integer, or int64 [2] that holds seed and offset"),
+    "dropout_with_both": (DENSE,
+        {"dropout_p": 0.5, "dropout_seed": 1, "dropout_state": np.array([1, 2])}, ValueError,
+        "dropout_seed or dropout_state must be given with dropout_p > 0, got both; pass an "
+        "integer, or int64 [2] that holds seed and offset"),
+    "dropout_seed_below_0": (DENSE, {"dropout_p": 0.5, "dropout_seed": -2}, ValueError,
+        "dropout_seed must lie in [0, 2^63), got -2; pass another"),
+    "dropout_seed_of_text": (DENSE, {"dropout_p": 0.5, "dropout_seed": "7"}, TypeError,
+        "dropout_seed must be an integer, got '7'; pass an int"),
     "dropout_offset_overflow": (DENSE,
         {"dropout_p": 0.5, "dropout_seed": 1, "dropout_offset": 2**32}, ValueError,
         "dropout_offset must lie in [0, 2^32), got 4294967296; count calls, and change the seed "
         "when they are used up"),
     "dropout_state_overflow": (DENSE,
-        {"dropout_p": 0.5, "dropout_seed": np.array([1, -1])}, ValueError,
-        "dropout_seed must hold an offset in [0, 2^32), got -1; count calls, and change the seed "
+        {"dropout_p": 0.5, "dropout_state": np.array([1, -1])}, ValueError,
+        "dropout_state must hold an offset in [0, 2^32), got -1; count calls, and change the seed "
         "when they are used up"),
     "dropout_state_shape": (DENSE,
-        {"dropout_p": 0.5, "dropout_seed": np.array([1, 2, 3])}, ValueError,
-        "dropout_seed must have shape (seed and offset,) = (2,), got (3,); give one entry for "
+        {"dropout_p": 0.5, "dropout_state": np.array([1, 2, 3])}, ValueError,
+        "dropout_state must have shape (seed and offset,) = (2,), got (3,); give one entry for "
         "each"),
     "dropout_state_dtype": (DENSE,
-        {"dropout_p": 0.5, "dropout_seed": np.array([1, 2], I32)}, ValueError,
-        "dropout_seed must be int64, got int32; cast it"),
+        {"dropout_p": 0.5, "dropout_state": np.array([1, 2], I32)}, ValueError,
+        "dropout_state must be int64, got int32; cast it"),
     "float8": (DENSE, {"q": ones(2, 5, 4, 16, dtype=E4M3)}, NotImplementedError,
         "q is float8_e4m3fn, for which no kernel is built yet; cast to bfloat16"),
     "head_dim": (DENSE, {"q": ones(2, 5, 4, 264), "k": ones(2, 7, 2, 264)}, ValueError,
@@ -211,6 +219,18 @@ def test_cuda_is_refused_by_name(op, device):
         f"{op}: no CUDA kernel of the backward pass is written yet; move the arrays to the CPU, or "
         "differentiate your framework's own attention"
     )
+
+
+def test_the_options_are_those_of_the_forward_call():
+    from cuattn._gradients import GRADIENTS, forward_options
+
+    own = {"dlse", "deterministic", "need", *GRADIENTS, "workspace", "stream"}
+    for op in (DENSE, RAGGED):
+        function = getattr(cuattn, op)
+        defaults = dict(function.__kwdefaults__)
+        assert set(defaults) - own == {option.name for option in forward_options(op)}
+        for option in forward_options(op):
+            assert defaults[option.name] == option.default, option.name
 
 
 def test_explain_says_what_runs():

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Programs compiled against an older or a newer header than the library: structs of options of
-// other sizes, through the C ABI. Next: src/abi/options.h.
+// other sizes, through the C ABI. Next: src/options.h.
 #include <cstdint>
 #include <cstring>
 #include <functional>
@@ -175,9 +175,9 @@ TEST(paged_options_of_other_sizes) {
 }
 
 TEST(cache_options_of_other_sizes) {
-  Result rows = random_values(3 * 2 * 8);
+  Result rows = random_values(3 * 8 * 8);
   std::vector<int64_t> slots = {0, 5, 9}, positions = {1, 2, 3};
-  TensorView rows_view(rows.data(), DType::f32, {3, 2, 8});
+  TensorView rows_view(rows.data(), DType::f32, {3, 8, 8});
   TensorView slots_view(slots.data(), DType::i64, {3});
   Result angles(4 * 4, 0.5f);
   TensorView angles_view(angles.data(), DType::f32, {4, 4});
@@ -187,14 +187,10 @@ TEST(cache_options_of_other_sizes) {
   check_sizes<cuattn_cache_options>(
       {"cuattn_cache_options_init", cuattn_cache_options_init,
        [&](const cuattn_cache_options* options, Result& result) {
-         result.assign(2 * 2 * 8 * 2 * 8, -1.0f);
-         // A cache of two heads and eight tokens a block, in either order: as many bytes.
-         TensorView k(result.data(), DType::f32, {2, 8, 2, 8});
-         TensorView v(result.data() + result.size() / 2, DType::f32, {2, 8, 2, 8});
-         if (options != nullptr && options->kv_layout == CUATTN_KV_HND) {
-           k = TensorView(k.data, DType::f32, {2, 2, 8, 8});
-           v = TensorView(v.data, DType::f32, {2, 2, 8, 8});
-         }
+         result.assign(2 * 2 * 8 * 8 * 8, -1.0f);
+         // As many heads as tokens a block: a cache of either layout.
+         TensorView k(result.data(), DType::f32, {2, 8, 8, 8});
+         TensorView v(result.data() + result.size() / 2, DType::f32, {2, 8, 8, 8});
          DLTensor dk = k.dl(), dv = v.dl();
          return cuattn_reshape_and_cache(&dr, &dr, &dk, &dv, &ds, options, nullptr);
        },

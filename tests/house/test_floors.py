@@ -7,6 +7,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,72 @@ def test_module_imports_only_lower_floors(path):
             continue
         offending += [f"{path}:{node.lineno}: {n}" for n in names if n.split(".")[0] not in allowed]
     assert not offending, "may not import:\n" + "\n".join(offending)
+
+
+def circles(uses: dict[str, set[str]]) -> list[str]:
+    """The ways from a place back to itself, each said once."""
+    found: list[str] = []
+    done: set[str] = set()
+
+    def follow(place: str, way: list[str]) -> None:
+        if place in way:
+            found.append(" -> ".join([*way[way.index(place) :], place]))
+        elif place not in done:
+            for used in sorted(uses.get(place, set()) - {place}):
+                follow(used, [*way, place])
+            done.add(place)
+
+    for place in sorted(uses):
+        follow(place, [])
+    return found
+
+
+def included(paths: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Pairs of a source and a source that it includes, by path."""
+    for path in paths:
+        for name in re.findall(r'^\s*#\s*include\s*"([^"]+)"', (ROOT / path).read_text(), re.M):
+            for target in (name, f"include/{name}", str(Path(path).parent / name)):
+                if target in SOURCES:
+                    yield path, target
+                    break
+
+
+def imported(path: str) -> Iterator[str]:
+    """The modules of this package that a module imports as it is loaded, by path."""
+    for node in ast.parse((ROOT / path).read_text()).body:
+        if not isinstance(node, ast.ImportFrom):
+            continue
+        home = Path(path).parents[node.level - 1] if node.level else Path("python")
+        home = home.joinpath(*(node.module or "").split("."))
+        for name in {alias.name for alias in node.names} - {"_core"}:  # which is compiled
+            for target in (home / f"{name}.py", home / name / "__init__.py"):
+                if str(target) in MODULES:
+                    yield str(target)
+                    break
+            else:
+                whole = (home.with_suffix(".py"), home / "__init__.py")
+                yield from (str(target) for target in whole if str(target) in MODULES)
+
+
+def test_circles_are_found():
+    assert circles({"a": {"b"}, "b": {"c", "b"}, "c": {"a"}, "d": {"a"}}) == ["a -> b -> c -> a"]
+    assert circles({"a": {"b", "c"}, "b": {"d"}, "c": {"d"}}) == []
+    assert "python/cuattn/_call.py" in set(imported("python/cuattn/attention.py"))
+    assert "python/cuattn/attention.py" in set(imported("python/cuattn/torch/ops.py"))
+
+
+def test_no_module_imports_one_that_imports_it():
+    assert not circles({path: set(imported(path)) for path in MODULES})
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_no_source_and_no_folder_includes_one_that_includes_it(room):
+    pairs = [p for p in included(SOURCES) if all(path.startswith(f"{room}/") for path in p)]
+    for place in (lambda path: path.rpartition(".")[0], lambda path: str(Path(path).parent)):
+        uses: dict[str, set[str]] = {}
+        for path, target in pairs:
+            uses.setdefault(place(path), set()).add(place(target))
+        assert not circles(uses)
 
 
 def compile_alone(compiler: str, standard: str, header: str) -> str:

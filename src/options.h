@@ -8,7 +8,7 @@
 
 #include "cuattn/c_api.h"
 #include "cuattn/params/attention.h"
-#include "src/abi/guarded.h"
+#include "src/guarded.h"
 
 namespace cuattn {
 
@@ -22,6 +22,7 @@ struct OptionsRules<cuattn_attention_options> {
   static constexpr size_t kEnd = offsetof(cuattn_attention_options, dropout_state) + sizeof(void*);
   static void set_defaults(cuattn_attention_options& o) {
     o.window_left = o.window_right = kUnlimited;
+    o.dropout_seed = -1;
   }
 };
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the functions on JAX arrays share: registration, what is refused, where a call may run.
 
-Next: __init__.py and _paged.py.
+Next: attention.py and paged.py.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ import jax
 import numpy as np
 
 from .. import _core
+from .._options import Option, code_of
 
-LAYOUTS = {"bshd": 0, "bhsd": 1, "nhd": 2, "thd": 3}  # the codes of c_api.h
-KV_LAYOUTS = {"nhd": 0, "hnd": 1, "vllm": 2}
 Static = tuple[tuple[str, Any], ...]  # what a traced function is compiled for, as pairs
 
 
@@ -42,6 +41,13 @@ def refuse(op: str, **arguments: Any) -> None:
 def is_array(value: Any) -> bool:
     """Tell an array that JAX takes from a number."""
     return isinstance(value, jax.Array | np.ndarray)
+
+
+def split_scales(k_scale: Any, v_scale: Any) -> tuple[dict[str, Any], dict[str, float | None]]:
+    """Scales that are arrays, and those that are numbers."""
+    given = {"k_scale": k_scale, "v_scale": v_scale}
+    arrays = {name: value for name, value in given.items() if is_array(value)}
+    return arrays, {name: None if name in arrays else value for name, value in given.items()}
 
 
 def check_arrays(op: str, required: dict[str, Any], **optional: Any) -> dict[str, jax.Array]:
@@ -137,26 +143,43 @@ def shape_of(array: Any) -> tuple[Any, ...]:
     return (str(array.dtype), *array.shape)
 
 
-def present(names: tuple[str, ...], arrays: Mapping[str, Any]) -> np.int64:
+def present(names: Iterable[str], arrays: Mapping[str, Any]) -> np.int64:
     """Bits that tell a handler which optional arrays follow."""
     return np.int64(sum(1 << bit for bit, name in enumerate(names) if name in arrays))
 
 
-def score_attributes(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Attributes that all attention handlers read."""
-    return {
-        "causal": np.int64(options["causal"]),
-        "window_left": np.int64(options["window"][0]),
-        "window_right": np.int64(options["window"][1]),
-        "has_scale": np.int64(options["scale"] is not None),
-        "scale": np.float64(0.0 if options["scale"] is None else options["scale"]),
-        "softcap": np.float64(options["softcap"]),
-        "num_splits": np.int64(options["num_splits"]),
-        "batch_invariant": np.int64(options["batch_invariant"]),
-        "kv_layout": np.int64(KV_LAYOUTS[options["kv_layout"]]),
-        "return_lse": np.int64(options["return_lse"]),
-        "backend": options["backend"],
-    }
+def code(name: str, word: str | None) -> np.int64:
+    """Return the number of a word as an attribute."""
+    return np.int64(code_of(name, word))
+
+
+def attributes(options: Iterable[Option], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Say options, those that are no arrays, as the attributes that bindings/xla/options.h reads.
+
+    Where one is not given, or is an array, its default is said.
+    """
+    found: dict[str, Any] = {}
+    for option in options:
+        name, value = option.name, given.get(option.name, option.default)
+        match option.kind:
+            case "flag" | "count":
+                found[name] = np.int64(value)
+            case "length":
+                found[name] = np.int64(value or 0)
+            case "number" if option.default is None:
+                found[f"has_{name}"] = np.int64(value is not None)
+                found[name] = np.float64(0.0 if value is None else value)
+            case "number":
+                found[name] = np.float64(value)
+            case "pair":
+                found |= {f"{name}_left": np.int64(value[0]), f"{name}_right": np.int64(value[1])}
+            case "word":
+                found[name] = code(name, value)
+            case "text":
+                found[name] = value
+            case "scale":
+                found[name] = np.float64(1.0 if value is None else value)
+    return found
 
 
 def plain_window(window: Any) -> Any:

@@ -1,0 +1,239 @@
+// SPDX-License-Identifier: Apache-2.0
+// How each library's arrays come in, but for numpy's: numpy.cpp.
+#include "bindings/arrays/import.h"
+
+#include <algorithm>
+#include <string>
+
+namespace cuattn::bindings {
+
+namespace detail {
+namespace {
+
+// The exchange table of major version 1 that `type` publishes, or nullptr.
+const DLPackExchangeAPI* exchange_api(nb::handle type) {
+  nb::object capsule = nb::getattr(type, "__dlpack_c_exchange_api__", nb::none());
+  if (capsule.is_none() || !PyCapsule_IsValid(capsule.ptr(), "dlpack_exchange_api")) return nullptr;
+  auto* header = static_cast<DLPackExchangeAPIHeader*>(
+      PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
+  while (header != nullptr && header->version.major != DLPACK_MAJOR_VERSION)
+    header = header->prev_api;
+  return reinterpret_cast<const DLPackExchangeAPI*>(header);
+}
+
+bool is_subclass(nb::handle type, nb::handle base) {
+  int answer = base.is_none() ? 0 : PyObject_IsSubclass(type.ptr(), base.ptr());
+  if (answer < 0) throw nb::python_error();
+  return answer != 0;
+}
+
+}  // namespace
+
+ArrayType classify(const char* op, const char* name, nb::handle object) {
+  nb::handle type = object.type();
+  if (is_subclass(type, the<Python>().numpy_ndarray)) {
+    if (is_subclass(type, nb::getattr(loaded_module("numpy.ma"), "MaskedArray", nb::none()))) {
+      raise(PyExc_TypeError, op, ": ", name,
+            " must be a plain array, got a numpy MaskedArray, whose mask would be ignored; pass "
+            "bias= instead");
+    }
+    return {Library::numpy};
+  }
+  nb::object jax = nb::getattr(loaded_module("jax"), "Array", nb::none());
+  if (!jax.is_none() && nb::isinstance(object, jax)) return {Library::jax};
+
+  nb::object torch = loaded_module("torch");
+  if (is_subclass(type, nb::getattr(torch, "Tensor", nb::none()))) {
+    if (!type.attr("__torch_dispatch__").is(torch.attr("Tensor").attr("__torch_dispatch__"))) {
+      raise(PyExc_TypeError, op, ": ", name, " must be a plain torch tensor, got a ",
+            class_name(object),
+            ", which has no memory of its own; call cuattn.torch.attention, a registered op, "
+            "instead");
+    }
+    the<Python>().grad_enabled = torch.attr("is_grad_enabled");
+    const DLPackExchangeAPI* api = exchange_api(type);
+    return {api != nullptr ? Library::exchange : Library::torch, api, true};
+  }
+  if (is_subclass(type, nb::getattr(loaded_module("cupy"), "ndarray", nb::none())))
+    return {Library::cupy};
+  if (const DLPackExchangeAPI* api = exchange_api(type)) return {Library::exchange, api};
+  if (nb::hasattr(type, "__dlpack__") && nb::hasattr(type, "__dlpack_device__"))
+    return {Library::other};
+  raise(PyExc_TypeError, op, ": ", name,
+        " must be an array (numpy, torch, CuPy, JAX or any object with __dlpack__), got ",
+        class_name(object), "; convert it first");
+}
+
+}  // namespace detail
+
+namespace {
+
+// Refuses what would be lost without a word, in torch's grad mode: a gradient.
+void refuse_grad(const char* op, const char* name, nb::handle object) {
+  Python& py = the<Python>();
+  PyObject* flag = PyObject_GetAttr(object.ptr(), py.requires_grad);
+  if (flag == nullptr) throw nb::python_error();
+  bool wanted = flag == Py_True;
+  Py_DECREF(flag);
+  if (!wanted) return;
+  raise(
+      PyExc_NotImplementedError, op, ": ", name,
+      " requires grad, but cuattn has no backward pass yet; call it under torch.no_grad() or pass ",
+      name, ".detach()");
+}
+
+void check_flags(const char* op, const char* name, uint64_t flags, bool output) {
+  if (output && (flags & DLPACK_FLAG_BITMASK_READ_ONLY)) {
+    raise(PyExc_ValueError, op, ": ", name, " is read-only; pass a writable array");
+  }
+  // Note: a copy dies with its deleter, which runs while the kernel may still read it.
+  if (flags & DLPACK_FLAG_BITMASK_IS_COPIED) {
+    raise(PyExc_ValueError, op, ": ", name,
+          " is exported as a copy by its library; pass a plain strided array");
+  }
+}
+
+}  // namespace
+
+void Array::import(const char* op, const char* name, nb::handle source, const CallStream& stream,
+                   const Array* home, bool output) {
+  object = source;
+  type = array_type(op, name, source);
+  if (type.is_torch) {
+    bool asked = home != nullptr && home->type.is_torch;
+    grad_mode_ = asked ? home->grad_mode_ : the<Python>().grad_enabled().ptr() == Py_True;
+    if (grad_mode_) refuse_grad(op, name, source);
+  }
+  switch (type.library) {
+    case Library::jax:
+      raise(PyExc_ValueError, op, ": ", name,
+            " is a JAX array but the first argument is not; JAX arrays cannot be mixed with "
+            "others; convert it first");
+    case Library::numpy: import_numpy(op, name, source, output, view); break;
+    case Library::exchange: import_exchange(op, name, stream, home, output); break;
+    default: import_dlpack(op, name, stream, home, output);
+  }
+  if (view.device.device_type == kDLCUDAHost) view.device = {kDLCPU, 0};
+  if (view.device.device_type == kDLCUDAManaged) view.device.device_type = kDLCUDA;
+  if (view.device.device_type != kDLCPU && view.device.device_type != kDLCUDA) {
+    raise(PyExc_ValueError, op, ": ", name,
+          " must be on the CPU or a CUDA device, got DLPack device type ",
+          static_cast<int>(view.device.device_type), "; copy it to one of these");
+  }
+  tensor = view.dl();
+}
+
+void Array::import_exchange(const char* op, const char* name, const CallStream& stream,
+                            const Array* home, bool output) {
+  if (type.api->dltensor_from_py_object_no_sync != nullptr && (type.is_torch || !output)) {
+    DLTensor borrowed;
+    if (type.api->dltensor_from_py_object_no_sync(object.ptr(), &borrowed) != 0)
+      export_failed(op, name);
+    borrow(op, name, borrowed);
+  } else {
+    if (type.api->managed_tensor_from_py_object_no_sync(object.ptr(), &versioned_) != 0)
+      export_failed(op, name);
+    check_flags(op, name, versioned_->flags, output);
+    borrow(op, name, versioned_->dl_tensor);
+  }
+  // An array of another library was made on that library's stream, so here its producer has to
+  // order itself.
+  if (is_cuda() && home != nullptr && home->type.api != type.api)
+    import_dlpack(op, name, stream, home, output);
+}
+
+void Array::import_dlpack(const char* op, const char* name, const CallStream& stream,
+                          const Array* home, bool output) {
+  Python& py = the<Python>();
+  // torch's own export refuses a tensor that requires grad even where grad mode is off.
+  nb::object source = type.is_torch ? nb::object(object.attr("detach")()) : nb::borrow(object);
+  nb::object method = nb::steal(PyObject_GetAttr(source.ptr(), py.dlpack));
+  if (!method.is_valid()) export_failed(op, name);
+  nb::dict options;
+  if (type.library == Library::cupy || exports_cuda(op, name)) {
+    options["stream"] = export_stream(op, name, stream, home);
+  }
+  options["max_version"] = nb::make_tuple(DLPACK_MAJOR_VERSION, 1);
+  nb::object capsule = nb::steal(PyObject_Call(method.ptr(), nb::tuple().ptr(), options.ptr()));
+  if (!capsule.is_valid() &&
+      PyErr_ExceptionMatches(PyExc_TypeError)) {  // a producer older than DLPack 1.0
+    PyErr_Clear();
+    PyObject_DelItemString(options.ptr(), "max_version");
+    capsule = nb::steal(PyObject_Call(method.ptr(), nb::tuple().ptr(), options.ptr()));
+  }
+  if (!capsule.is_valid()) export_failed(op, name);
+  take(op, name, capsule, output);
+}
+
+bool Array::exports_cuda(const char* op, const char* name) const {
+  nb::object device =
+      nb::steal(PyObject_CallMethodObjArgs(object.ptr(), the<Python>().dlpack_device, nullptr));
+  if (!device.is_valid()) export_failed(op, name);
+  nb::object pair = nb::steal(PySequence_Tuple(device.ptr()));
+  bool is_pair = pair.is_valid() && PyTuple_Size(pair.ptr()) == 2 &&
+                 PyIndex_Check(PyTuple_GetItem(pair.ptr(), 0)) &&
+                 PyIndex_Check(PyTuple_GetItem(pair.ptr(), 1));
+  if (!is_pair) {
+    PyErr_Clear();
+    raise(PyExc_TypeError, op, ": ", name,
+          " must give a pair of integers by __dlpack_device__, got ", text_of(nb::repr(device)),
+          "; pass what its library makes");
+  }
+  Py_ssize_t kind = PyNumber_AsSsize_t(PyTuple_GetItem(pair.ptr(), 0), nullptr);
+  if (kind == -1 && PyErr_Occurred()) export_failed(op, name);
+  return kind == kDLCUDA || kind == kDLCUDAManaged;
+}
+
+// What to tell the producer: -1 (no synchronisation) within one library, else the stream of the
+// launch.
+nb::object Array::export_stream(const char* op, const char* name, const CallStream& stream,
+                                const Array* home) const {
+  bool at_home = home == nullptr
+                     ? type.library != Library::other
+                     : home->type.library == type.library && type.library != Library::other;
+  if (at_home) return nb::int_(-1);
+  if (home == nullptr && !stream.is_explicit) {
+    raise(PyExc_ValueError, op, ": stream must be given, because the current stream of ",
+          class_name(object), " (", name, ") is not known; pass stream= and out=");
+  }
+  auto handle = reinterpret_cast<uintptr_t>(stream.handle);
+  return nb::int_(handle == 0 ? uintptr_t{1} : handle);  // DLPack calls the legacy default stream 1
+}
+
+void Array::take(const char* op, const char* name, nb::handle capsule, bool output) {
+  if (PyCapsule_IsValid(capsule.ptr(), "dltensor_versioned")) {
+    auto* managed = static_cast<DLManagedTensorVersioned*>(
+        PyCapsule_GetPointer(capsule.ptr(), "dltensor_versioned"));
+    if (managed->version.major != DLPACK_MAJOR_VERSION) {
+      raise(PyExc_ValueError, op, ": ", name, " is exported as DLPack ", managed->version.major,
+            ".x, but cuattn reads 1.x; update cuattn");
+    }
+    check_flags(op, name, managed->flags, output);
+    borrow(op, name, managed->dl_tensor);
+    PyCapsule_SetName(capsule.ptr(), "used_dltensor_versioned");
+    if (versioned_ != nullptr && versioned_->deleter != nullptr) versioned_->deleter(versioned_);
+    versioned_ = managed;
+  } else if (PyCapsule_IsValid(capsule.ptr(), "dltensor")) {
+    auto* managed = static_cast<DLManagedTensor*>(PyCapsule_GetPointer(capsule.ptr(), "dltensor"));
+    borrow(op, name, managed->dl_tensor);
+    PyCapsule_SetName(capsule.ptr(), "used_dltensor");
+    legacy_ = managed;
+  } else {
+    raise(PyExc_ValueError, op, ": ", name,
+          " gave no DLPack capsule from __dlpack__; pass a dense array");
+  }
+}
+
+// The library itself refuses to show its memory (sparse, meta, quantised, ...): says so under the
+// argument's name.
+void Array::export_failed(const char* op, const char* name) {
+  nb::python_error cause;
+  if (!cause.matches(PyExc_Exception)) throw cause;
+  std::string reason = text_of(cause.value());
+  reason.resize(std::min(reason.find('\n'), reason.size()));  // drops torch's C++ backtrace
+  nb::raise_from(cause, PyExc_ValueError,
+                 "%s: %s must be a dense array in memory; its library says: %s", op, name,
+                 reason.c_str());
+}
+
+}  // namespace cuattn::bindings

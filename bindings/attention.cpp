@@ -1,0 +1,122 @@
+// SPDX-License-Identifier: Apache-2.0
+// attention and attention_varlen of the module: arrays and options to the C structs, and back.
+// Next: call/options.h, arrays/import.h.
+#include "bindings/attention.h"
+
+#include <cstring>
+#include <iterator>
+#include <optional>
+#include <utility>
+
+#include "bindings/arrays/import.h"
+#include "bindings/arrays/optional.h"
+#include "bindings/arrays/results.h"
+#include "bindings/call/errors.h"
+#include "bindings/call/front.h"
+#include "bindings/call/options.h"
+#include "bindings/call/unlocked.h"
+#include "cuattn/c_api.h"
+
+namespace cuattn::bindings {
+namespace {
+
+// The arrays of one attention call.
+struct AttentionArrays {
+  Array q, k, v;
+  OptionalArrays<std::size(kAttentionArrays)> optional;
+
+  void import(const char* op, const AttentionArgs& args, CallStream& stream,
+              cuattn_attention_options& options) {
+    q.import(op, "q", args.q, stream, nullptr);
+    complete_stream(op, q, stream);
+    k.import(op, "k", args.k, stream, &q);
+    v.import(op, "v", args.v, stream, &q);
+    optional.import(op, kAttentionArrays, args, stream, q, options);
+  }
+};
+
+// A call on the CPU that is over sooner than another thread could take the interpreter lock.
+bool is_short(const Array& q, const Array& k) {
+  constexpr int64_t kElements = 512;
+  return !q.is_cuda() && q.view.size() <= kElements && k.view.size() <= kElements;
+}
+
+nb::object run_attention(const char* op, const AttentionArgs& args) {
+  if (array_type(op, "q", args.q).library == Library::jax) return nb::borrow(Py_NotImplemented);
+  CallStream stream;
+  if (is_given(args.stream)) stream = parse_stream(op, args.stream);
+  cuattn_attention_options options;
+  cuattn_attention_options_init(&options, sizeof options);
+  parse_options(op, args, options);
+  if (is_given(args.lse_out)) options.return_lse = 1;
+  AttentionArrays arrays;
+  arrays.import(op, args, stream, options);
+
+  cuattn_attention_call call;
+  check(cuattn_attention_prepare(&arrays.q.tensor, &arrays.k.tensor, &arrays.v.tensor, &options,
+                                 &call));
+
+  Result output;
+  std::optional<Result> lse;
+  output.provide(op, "out", args.out, arrays.q, stream,
+                 view_of(call.out_dtype, call.out_ndim, call.out_shape));
+  if (options.return_lse) {
+    lse.emplace().provide(op, "lse_out", args.lse_out, arrays.q, stream,
+                          view_of({kDLFloat, 32, 1}, call.lse_ndim, call.lse_shape));
+  }
+  CallWorkspace memory;
+  memory.place(op, args.workspace, arrays.q, call.workspace_bytes, stream);
+  cuattn_status status;
+  {
+    // The CPU computes here, and a CUDA launch may wait for a full queue.
+    std::optional<Unlocked> unlocked;
+    if (!is_short(arrays.q, arrays.k)) unlocked.emplace();
+    status =
+        cuattn_attention_run(&call, &output.tensor, options.return_lse ? &lse->tensor : nullptr,
+                             memory.data, memory.bytes, stream.handle);
+  }
+  check(status);
+  if (!options.return_lse) return output.object;
+  return nb::make_tuple(output.object, lse->object);
+}
+
+nb::object attention(AttentionArgs& args) { return run_attention("attention", args); }
+
+nb::object attention_varlen(AttentionArgs& args) {
+  const char* op = "attention_varlen";
+  for (auto [name, value] :
+       {std::pair("max_seqlen_q", args.max_seqlen_q), {"max_seqlen_k", args.max_seqlen_k}})
+    parse_int(op, name, value);  // None, which explain may leave, is no length here
+  return run_attention(op, args);
+}
+
+// A named cuBLAS has to be found first, which is Python's work.
+bool names_cublas(const char* op, nb::handle backend) {
+  return backend.is_valid() && std::strcmp(parse_text(op, "backend", backend), "cublas") == 0;
+}
+
+// The builtin cuattn.attention.
+nb::object attention_given(AttentionArgs& args) {
+  if (names_cublas("attention", args.backend)) return nb::borrow(Py_NotImplemented);
+  return run_attention("attention", args);
+}
+
+// The builtin cuattn.attention_varlen; what it would refuse is left to Python.
+nb::object attention_varlen_given(AttentionArgs& args) {
+  const char* op = "attention_varlen";
+  bool is_paged = is_given(args.block_tables);
+  bool has_lengths = is_given(args.cu_seqlens_q) && (is_paged || is_given(args.cu_seqlens_k)) &&
+                     is_given(args.max_seqlen_q) && is_given(args.max_seqlen_k);
+  bool is_usual = has_lengths && (is_paged || !args.kv_layout.is_valid());
+  if (!is_usual || names_cublas(op, args.backend)) return nb::borrow(Py_NotImplemented);
+  return run_attention(op, args);
+}
+
+}  // namespace
+
+void add_attention(nb::module_& m) {
+  add_function<Attention, attention_given, attention>(m);
+  add_function<AttentionVarlen, attention_varlen_given, attention_varlen>(m);
+}
+
+}  // namespace cuattn::bindings

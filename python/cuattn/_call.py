@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a public function reaches the compiled module: the builtin in front of it, and its own way.
+
+`front` puts a builtin of the same signature in front of a Python function. It touches what the
+caller gave, while a Python function would first fill in its 20 defaults and pass them all on. What
+is out of the ordinary it hands to the Python function: a wrong or missing name, which that refuses
+in Python's words, a named cuBLAS, which has to be found first, and JAX arrays. The function ends in
+`call`, which passes its arguments by name to the compiled module, and JAX arrays to cuattn.jax.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from . import _core
+from ._arrays import find_cublas
+from ._checks import refuse_scales
+from ._options import OPS, options_of
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+REFUSED = {op: tuple(o.name for o in options_of(op, kinds=("refused",))) for op in OPS}
+
+
+def signature_and_doc(function: Any) -> str:
+    """Return the docstring of a builtin: the signature in front, where Python reads it."""
+    code, defaults = function.__code__, function.__kwdefaults__
+    positional, end = code.co_argcount, code.co_argcount + code.co_kwonlyargcount
+    names = [*code.co_varnames[:positional], "*", *code.co_varnames[positional:end]]
+    words = [f"{name}={defaults[name]!r}" if name in defaults else name for name in names]
+    return f"{function.__name__}({', '.join(words)})\n--\n\n{function.__doc__}"
+
+
+def front(function: FunctionT) -> FunctionT:
+    """Put the builtin of the same name in front of a function."""
+    if TYPE_CHECKING:
+        return function
+    make = getattr(_core, f"{function.__name__}_front")
+    return make(function, signature_and_doc(function))
+
+
+def call(op: str, arguments: dict[str, Any]) -> Any:
+    """Run an op on all that its Python function has been given, by name."""
+    backend = arguments.get("backend")
+    if isinstance(backend, str) and backend == "cublas":
+        find_cublas()
+    refused = REFUSED[op]
+    if any(arguments[name] is not None for name in refused):
+        refuse_scales(op)
+    result = getattr(_core, op)(arguments)
+    if result is not NotImplemented:
+        return result
+    return getattr(jax_face(), op)(**{n: v for n, v in arguments.items() if n not in refused})
+
+
+def jax_face() -> Any:
+    """Import cuattn.jax, which needs JAX."""
+    from . import jax
+
+    return jax

@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is refused before the compiled module is asked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def check_ragged(cu_seqlens_q: Any, cu_seqlens_k: Any, block_tables: Any, kv_layout: str) -> None:
+    """Raise for what attention_varlen cannot do without."""
+    if block_tables is None and kv_layout != "nhd":
+        raise ValueError(
+            "attention_varlen: kv_layout belongs to paged caches and must be 'nhd' without "
+            f"block_tables, got {kv_layout!r}; leave it out"
+        )
+    if cu_seqlens_q is None or (cu_seqlens_k is None and block_tables is None):
+        name = "cu_seqlens_q" if cu_seqlens_q is None else "cu_seqlens_k"
+        raise TypeError(f"attention_varlen: {name} must be an int32 array [batch + 1], got None")
+
+
+def refuse_scales(op: str) -> None:
+    """Raise for scales, which only float8 kernels take."""
+    raise NotImplementedError(
+        f"{op}: q_scale, k_scale and v_scale belong to float8_e4m3fn arrays, for which no kernel "
+        "is built yet; cast to bfloat16"
+    )

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which kernel a call runs and why; nothing is computed. Next: rows.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .._gradients import FORWARD
+from .._options import OPS, PLACES, ROWS
+from .backward import explain_backward
+from .cascade import explain_cascade
+from .devices import place
+from .paged import PAGED_VERSIONS, explain_paged
+from .plan import Plan
+from .rows import DEFAULTS, explain_rows
+
+
+def explain(
+    op: str,
+    *arrays_or_shapes: Any,
+    device: int | str | dict[str, Any] | None = None,
+    dtype: str = "float16",
+    **options: Any,
+) -> Plan:
+    """Say which kernel a call would run, on this or on another GPU, and why. Nothing is computed.
+
+    Parameters
+    ----------
+    op : {"attention", "attention_varlen", "attention_backward", "attention_varlen_backward", \
+"paged_attention", "paged_attention_v1", "paged_attention_v2", "cascade_attention"}
+        The function that would be called.
+    *arrays_or_shapes
+        Its positional arguments; of V1 and V2 q, the caches, block_tables and context_lens. Any
+        array may be a tuple of extents instead, which stands for a contiguous array of `dtype`;
+        optional arrays in `options` too.
+    device : optional
+        None for the device of the arrays (of shapes: the first GPU, else the CPU), "cpu", a CUDA
+        device number, the name of a GPU ("a100", "l4", "h100", ...) or a dict with major, minor,
+        num_sms, smem_per_block_optin.
+    dtype : str
+        The dtype of arrays given as shapes.
+    **options
+        The options of the call. exp_sums, max_logits and tmp_out of paged_attention_v2 are not
+        looked at: with them, workspace_bytes is an upper bound.
+
+    Returns
+    -------
+    Plan
+        Kernel, tile, splits, workspace bytes, the reason, and the ladder of rungs that led there.
+
+    Raises
+    ------
+    ValueError, NotImplementedError
+        As the call itself would.
+    """
+    if op in PAGED_VERSIONS:
+        return explain_paged(op, arrays_or_shapes, device, dtype, options)
+    if op == "cascade_attention":
+        return explain_cascade(arrays_or_shapes, device, dtype, options)
+    if op in FORWARD:
+        return explain_backward(op, arrays_or_shapes, device, dtype, options)
+    if op not in ROWS:
+        known = (*ROWS, *FORWARD, *PAGED_VERSIONS, "cascade_attention")
+        raise ValueError(f"explain: op must be one of {', '.join(map(repr, known))}, got {op!r}")
+    names = OPS[op].positional
+    if len(arrays_or_shapes) != len(names):
+        raise TypeError(
+            f"explain: {op} takes {', '.join(names)}, got {len(arrays_or_shapes)} arguments"
+        )
+    for name in PLACES:
+        options.pop(name, None)  # they do not enter the choice
+    unknown = set(options) - set(DEFAULTS)
+    if unknown:
+        raise TypeError(f"explain: {op} has no option {', '.join(sorted(unknown))}")
+    given = {**dict(zip(names, arrays_or_shapes, strict=True)), **options}
+    return explain_rows(given, dtype, place(device, arrays_or_shapes[0]))
