@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""cuattn.attention on the CPU beside torch's scaled_dot_product_attention.
+"""cuattn.attention, or its gradients, on the CPU beside torch's scaled_dot_product_attention.
 
-    python benchmarks/cpu.py [--isa avx2] [--dtype float32,bfloat16] [--json cpu.json]
+    python benchmarks/cpu.py [--backward] [--isa avx2] [--dtype float32,bfloat16] [--json cpu.json]
 
 Both run with as many threads, on the same arrays, into outputs that they allocate. A round times
 one after the other, the order changing from round to round; a row gives the median of each and the
 median of the per-round ratios, above 1 where cuattn is faster. With --isa torch is held to the same
-instruction set. Float32 has aims (docs/design.md); the other dtypes are reported.
+instruction set. Float32 has aims (docs/design.md); the other dtypes are reported. With --backward
+both get the gradients of q, k and v from what their forward pass kept, which is not timed. On a
+machine with other work, --threads 1 --cpu-time counts the seconds that the process had.
 """
 
 from __future__ import annotations
@@ -35,7 +37,10 @@ SHAPES = [
 ]
 ROUND_SECONDS = 0.05  # calls of a round are repeated for this long
 # What float32 is held to, by instruction set: (geometric mean, least row) of the ratio to torch.
-AIMS = {"avx512": (1.5, None), "avx2": (1.0, 0.9)}
+AIMS = {
+    "forward": {"avx512": (1.5, None), "avx2": (1.0, 0.9)},
+    "backward": {"avx512": (1.3, None), "avx2": (1.0, None)},
+}
 # How torch and its BLAS are held to an instruction set.
 TORCH_ISA = {
     "avx512": {},
@@ -44,41 +49,76 @@ TORCH_ISA = {
 }
 
 
-def seconds_per_call(call: Callable[[], Any], calls: int) -> float:
-    begin = time.perf_counter()
+Clock = Callable[[], float]
+
+
+def seconds_per_call(call: Callable[[], Any], calls: int, clock: Clock) -> float:
+    begin = clock()
     for _ in range(calls):
         call()
-    return (time.perf_counter() - begin) / calls
+    return (clock() - begin) / calls
 
 
-def measure(shape: tuple[int, ...], causal: bool, dtype: str, rounds: int) -> dict[str, Any]:
-    """One row: medians over `rounds` of both, after checking that they agree."""
+def calls_of(direction: str, qkv: list[Any], causal: bool) -> dict[str, Callable[[], Any]]:
+    """What is timed; each call gives a tuple of tensors."""
     import torch
 
     import cuattn
 
     sdpa = torch.nn.functional.scaled_dot_product_attention
+    if direction == "forward":
+        return {
+            "cuattn": lambda: (cuattn.attention(*qkv, layout="bhsd", causal=causal),),
+            "torch": lambda: (sdpa(*qkv, is_causal=causal),),
+        }
+    out, lse = cuattn.attention(*qkv, layout="bhsd", causal=causal, return_lse=True)
+    generator = torch.Generator().manual_seed(1)
+    dout = torch.randn(out.shape, generator=generator).to(out.dtype)
+    leaves = [x.clone().requires_grad_() for x in qkv]
+    with torch.enable_grad():
+        torch_out = sdpa(*leaves, is_causal=causal)
+    return {
+        "cuattn": lambda: cuattn.attention_backward(
+            dout, *qkv, out, lse, layout="bhsd", causal=causal
+        ),
+        "torch": lambda: torch.autograd.grad(torch_out, leaves, dout, retain_graph=True),
+    }
+
+
+def measure(
+    direction: str, shape: tuple[int, ...], causal: bool, dtype: str, rounds: int, clock: Clock
+) -> dict[str, Any]:
+    """One row: medians over `rounds` of both, after checking that they agree."""
+    import torch
+
     batch, heads, seqlen, head_dim = shape
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(shape, generator=generator).to(getattr(torch, dtype)) for _ in range(3))
-    calls = {
-        "cuattn": lambda: cuattn.attention(q, k, v, layout="bhsd", causal=causal),
-        "torch": lambda: sdpa(q, k, v, is_causal=causal),
-    }
-    difference = (calls["cuattn"]().float() - calls["torch"]().float()).abs().max().item()
+    qkv = [torch.randn(shape, generator=generator).to(getattr(torch, dtype)) for _ in range(3)]
+    calls = calls_of(direction, qkv, causal)
+    pairs = list(zip(calls["cuattn"](), calls["torch"](), strict=True))
+    difference = max((a.float() - b.float()).abs().max().item() for a, b in pairs)
     limit = {"float32": 1e-5, "float16": 1e-2, "bfloat16": 5e-2}[dtype]
+    limit *= max(1.0, *(b.float().abs().max().item() for _, b in pairs))
     if not difference <= limit:
         raise RuntimeError(f"{dtype} {shape} causal={causal}: results differ by {difference}")
 
     repeats = {
-        name: max(1, round(ROUND_SECONDS / seconds_per_call(call, 2)))
+        name: max(1, round(ROUND_SECONDS / seconds_per_call(call, 2, clock)))
         for name, call in calls.items()
     }
     times: dict[str, list[float]] = {name: [] for name in calls}
     for i in range(rounds):
         for name in sorted(calls, reverse=i % 2 == 1):
-            times[name].append(seconds_per_call(calls[name], repeats[name]))
-    flops = 4 * batch * heads * seqlen * seqlen * head_dim * (0.5 if causal else 1.0)
+            times[name].append(seconds_per_call(calls[name], repeats[name], clock))
+    flops = (
+        {"forward": 4, "backward": 10}[direction]
+        * batch
+        * heads
+        * seqlen
+        * seqlen
+        * head_dim
+        * (0.5 if causal else 1.0)
+    )
     ratios = [b / a for a, b in zip(times["cuattn"], times["torch"], strict=True)]
     row = {
         "dtype": dtype,
@@ -108,8 +148,12 @@ def main() -> int:
     parser.add_argument("--dtype", default="float32,float16,bfloat16")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--backward", action="store_true", help="time the gradients")
+    parser.add_argument("--cpu-time", action="store_true", help="count the process's own seconds")
     parser.add_argument("--json", type=Path, help="write everything measured to this file")
     arguments = parser.parse_args()
+    direction = "backward" if arguments.backward else "forward"
+    clock = time.process_time if arguments.cpu_time else time.perf_counter
 
     # Both libraries read these when they are loaded, so nothing of them is imported above.
     os.environ["CUATTN_NUM_THREADS"] = str(arguments.threads)
@@ -130,7 +174,7 @@ def main() -> int:
         ratios = []
         for shape in SHAPES:
             for causal in (False, True):
-                row = measure(shape, causal, dtype, arguments.rounds)
+                row = measure(direction, shape, causal, dtype, arguments.rounds, clock)
                 rows.append(row)
                 ratios.append(row["ratio"])
                 name = (
@@ -140,8 +184,8 @@ def main() -> int:
                 print(f"{name} {speeds} {row['ratio']:14.2f}", flush=True)
         means[dtype] = math.exp(statistics.fmean(map(math.log, ratios)))
         text = f"{dtype:9s} geometric mean {means[dtype]:.2f}, least {min(ratios):.2f}"
-        if dtype == "float32" and isa in AIMS:
-            mean, least = AIMS[isa]
+        if dtype == "float32" and isa in AIMS[direction]:
+            mean, least = AIMS[direction][isa]
             held = means[dtype] >= mean and (least is None or min(ratios) >= least)
             text += f"; aim: mean >= {mean}" + ("" if least is None else f", least >= {least}")
             text += ", held" if held else ", MISSED"
@@ -152,6 +196,7 @@ def main() -> int:
             "command": shlex.join(["python", *sys.argv]),
             "commit": commit(),
             "machine": cpu_machine(),
+            "direction": direction,
             "isa": isa,
             "threads": arguments.threads,
             "versions": {

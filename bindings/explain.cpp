@@ -11,6 +11,7 @@
 
 #include "bindings/arrays/import.h"
 #include "bindings/arrays/shapes.h"
+#include "bindings/backward.h"
 #include "bindings/call/errors.h"
 #include "bindings/call/options.h"
 #include "bindings/paged.h"
@@ -67,6 +68,7 @@ struct Shapes {
     switch (holds) {
       case Holds::float32: return dl_dtype(DType::f32);
       case Holds::int32: return dl_dtype(DType::i32);
+      case Holds::int64: return dl_dtype(DType::i64);
       default: return scalars;
     }
   }
@@ -107,6 +109,34 @@ nb::dict explain(const nb::dict& arguments, nb::handle dtype, int shapes_on, nb:
   cuattn_plan plan;
   check(cuattn_attention_explain(&q.tensor, &k.tensor, &v.tensor, &options,
                                  device.is_none() ? nullptr : &made_up, &plan));
+  return plan_dict(plan);
+}
+
+nb::dict explain_backward(const nb::dict& arguments, nb::handle dtype, int shapes_on,
+                          nb::handle device) {
+  BackwardArguments args(arguments);
+  const char* op = args.op;
+  Shapes shapes(op, dtype, shapes_on);
+  DLDataType f32 = dl_dtype(DType::f32);
+  Array dout, q, k, v, out, lse, dlse, options[std::size(kAttentionArrays)];
+  import_shape(op, "q", args.forward.q, shapes.scalars, shapes.place, q);
+  import_shape(op, "dout", argument(arguments, "dout"), shapes.scalars, shapes.place, dout);
+  import_shape(op, "k", args.forward.k, shapes.scalars, shapes.place, k);
+  import_shape(op, "v", args.forward.v, shapes.scalars, shapes.place, v);
+  import_shape(op, "out", argument(arguments, "out"), shapes.scalars, shapes.place, out);
+  import_shape(op, "lse", argument(arguments, "lse"), f32, shapes.place, lse);
+  import_shapes(op, kAttentionArrays, args.forward, shapes, options, args.options);
+  if (is_given(argument(arguments, "dlse"))) {
+    import_shape(op, "dlse", argument(arguments, "dlse"), f32, shapes.place, dlse);
+    args.backward_options.dlse = &dlse.tensor;
+  }
+  cuattn_backward_arrays arrays{&dout.tensor, &q.tensor,   &k.tensor,
+                                &v.tensor,    &out.tensor, &lse.tensor};
+  cuattn_device made_up;
+  if (!device.is_none()) made_up = parse_device(device);
+  cuattn_plan plan;
+  check(cuattn_attention_backward_explain(&arrays, &args.options, &args.backward_options,
+                                          device.is_none() ? nullptr : &made_up, &plan));
   return plan_dict(plan);
 }
 
@@ -166,6 +196,11 @@ void add_explain(nb::module_& m) {
         "contiguous array of\n"
         "`dtype` on CUDA device `shapes_on` (-1: the CPU). `device` describes a GPU other than the "
         "arrays' own.");
+  m.def("explain_backward", &explain_backward, nb::arg("arguments"), nb::arg("dtype").none(),
+        nb::arg("shapes_on"), nb::arg("device").none(),
+        nb::sig("def explain_backward(arguments: dict[str, object], dtype: str, shapes_on: int, "
+                "device: dict[str, object] | None) -> dict[str, object]"),
+        "The plan of a backward pass, as `explain` gives that of attention.");
   m.def("explain_paged", &explain_paged, nb::arg("version"), nb::arg("arguments"),
         nb::arg("dtype").none(), nb::arg("shapes_on"), nb::arg("device").none(),
         nb::sig("def explain_paged(version: int, arguments: dict[str, object], dtype: str, "

@@ -5,7 +5,7 @@
 
 namespace cuattn::bindings {
 
-// Adds explain, explain_paged, kernels and info_json.
+// Adds explain, explain_backward, explain_paged, kernels and info_json.
 void add_explain(nanobind::module_& m);
 
 }  // namespace cuattn::bindings

@@ -8,6 +8,7 @@
 #include <string>
 
 #include "bindings/attention.h"
+#include "bindings/backward.h"
 #include "bindings/block_pool.h"
 #include "bindings/cache.h"
 #include "bindings/call/errors.h"
@@ -45,6 +46,7 @@ NB_MODULE(_core, m) {
 
   make_exceptions(m);
   add_attention(m);
+  add_backward(m);
   add_block_pool(m);
   add_cache(m);
   add_explain(m);

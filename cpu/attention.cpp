@@ -2,8 +2,8 @@
 // THE mathematics of attention in plain loops: out = softmax(mask(bias + alibi + softcap(scale * q
 // k^T))) v. Kernel cpu_naive: every option, every dtype, scores in memory. Sums are kept in double,
 // so that what is left against exact arithmetic is the rounding of scores and weights that each
-// faster kernel has too. Next: flash.cpp (the same with tiles and the online softmax),
-// cuda/attention/naive.cu.
+// faster kernel has too. Next: backward.cpp (the gradients), flash.cpp (the same with tiles and the
+// online softmax), cuda/attention/naive.cu.
 #include <cmath>
 #include <cstddef>
 #include <limits>
@@ -11,6 +11,7 @@
 
 #include "cpu/convert.h"
 #include "cpu/kernels.h"
+#include "cpu/naive.h"
 #include "cpu/parallel.h"
 #include "cuattn/error.h"
 
@@ -19,58 +20,10 @@ namespace {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-// One query head of one sequence: its rows, its keys, and where the first element of each lies.
-struct Head {
-  int32_t b, h;
-  Span queries, keys;
-  int64_t q, k, v, out, lse;  // offsets in elements of row 0
-};
-
-Head find_head(const AttentionParams& p, int32_t b, int32_t h) {
-  Head head{b, h, query_span(p, b), key_span(p, b), 0, 0, 0, 0, 0};
-  int32_t h_kv = h / (p.num_heads_q / p.num_heads_kv);
-  auto first = [&](const Strides& strides, const Span& span, int32_t which) {
-    return b * strides.batch + span.start * strides.seq + which * strides.head;
-  };
-  head.q = first(p.q_strides, head.queries, h);
-  head.k = first(p.k_strides, head.keys, h_kv);
-  head.v = first(p.v_strides, head.keys, h_kv);
-  head.out = first(p.out_strides, head.queries, h);
-  head.lse = first(p.lse_strides, head.queries, h);
-  return head;
-}
-
-float bias_at(const AttentionParams& p, const Head& head, int32_t row, int32_t key) {
-  int64_t index = head.b * p.scores.bias_stride_batch + head.h * p.scores.bias_stride_head +
-                  row * p.scores.bias_stride_q + key * p.scores.bias_stride_kv;
-  if (p.scores.bias_dtype == DType::boolean)
-    return static_cast<const uint8_t*>(p.scores.bias)[index] != 0 ? 0.0f : -kInfinity;
-  return load_element(p.scores.bias, index, p.scores.bias_dtype);
-}
-
-// The score of a query and a key that it sees.
-float score(const AttentionParams& p, const Head& head, int32_t row, int32_t key) {
-  int64_t q = head.q + row * p.q_strides.seq, k = head.k + key * p.k_strides.seq;
-  double dot = 0.0;
-  for (int32_t d = 0; d < p.head_dim; ++d) {
-    dot +=
-        static_cast<double>(load_element(p.q, q + d, p.dtype)) * load_element(p.k, k + d, p.dtype);
-  }
-  float s = static_cast<float>(p.scores.scale * dot);
-  if (p.scores.softcap != 0.0f) s = p.scores.softcap * std::tanh(s / p.scores.softcap);
-  if (p.scores.alibi_slopes != nullptr) {
-    float slope = p.scores.slope(head.b, head.h);
-    int64_t distance = static_cast<int64_t>(row) + head.keys.used - head.queries.used - key;
-    s -= slope * static_cast<float>(std::abs(distance));
-  }
-  if (p.scores.bias != nullptr) s += bias_at(p, head, row, key);
-  return s;
-}
-
 // One row of the output. `scores` is that row of the workspace, indexed by key; `acc` holds
 // head_dim_v sums.
-void attend_row(const AttentionParams& p, const Head& head, int32_t row, float* scores,
-                double* acc) {
+void attend_row(const AttentionParams& p, const DropoutParams& dropout, const Head& head,
+                int32_t row, float* scores, double* acc) {
   KeyRange visible = p.mask.visible(row, head.queries.used, head.keys.used);
   float max = -kInfinity, sink = -kInfinity;
   if (row >= head.queries.used) {
@@ -79,7 +32,7 @@ void attend_row(const AttentionParams& p, const Head& head, int32_t row, float* 
     max = sink = finite_sink(p.scores.sinks[head.h * p.scores.sinks_stride]);
   }
   for (int32_t key = visible.begin; key < visible.end; ++key) {
-    scores[key] = score(p, head, row, key);
+    scores[key] = score(p, head, row, key).value;
     if (scores[key] > max) max = scores[key];
   }
 
@@ -91,6 +44,7 @@ void attend_row(const AttentionParams& p, const Head& head, int32_t row, float* 
     if (scores[key] == -kInfinity) continue;
     float weight = std::exp(scores[key] - max);
     sum += weight;
+    weight *= dropout_factor(p, dropout, head, row, key);
     int64_t v = head.v + key * p.v_strides.seq;
     for (int32_t d = 0; d < p.head_dim_v; ++d) acc[d] += weight * load_element(p.v, v + d, p.dtype);
   }
@@ -106,22 +60,21 @@ void attend_row(const AttentionParams& p, const Head& head, int32_t row, float* 
   }
 }
 
-void check_cu_seqlens(const char* name, const int32_t* cu_seqlens, int32_t batch,
+void check_cu_seqlens(const char* op, const char* name, const int32_t* cu_seqlens, int32_t batch,
                       const char* max_name, int32_t max_seqlen, const char* array, int64_t total) {
-  CUATTN_REQUIRE(cu_seqlens[0] == 0, "attention_varlen: ", name, " must start at 0, got ",
-                 cu_seqlens[0], "; element i is where sequence i begins");
+  CUATTN_REQUIRE(cu_seqlens[0] == 0, op, ": ", name, " must start at 0, got ", cu_seqlens[0],
+                 "; element i is where sequence i begins");
   for (int32_t b = 0; b < batch; ++b) {
     int32_t begin = cu_seqlens[b], end = cu_seqlens[b + 1];
-    CUATTN_REQUIRE(end >= begin, "attention_varlen: ", name, " must not decrease, got ", end,
-                   " after ", begin, " at index ", b + 1,
-                   "; pass the running sum of the sequence lengths");
+    CUATTN_REQUIRE(end >= begin, op, ": ", name, " must not decrease, got ", end, " after ", begin,
+                   " at index ", b + 1, "; pass the running sum of the sequence lengths");
   }
-  CUATTN_REQUIRE(cu_seqlens[batch] <= total, "attention_varlen: ", name,
-                 " must end within the rows of ", array, ", got ", cu_seqlens[batch], " with ",
-                 total, " rows; the last element is the total length");
+  CUATTN_REQUIRE(cu_seqlens[batch] <= total, op, ": ", name, " must end within the rows of ", array,
+                 ", got ", cu_seqlens[batch], " with ", total,
+                 " rows; the last element is the total length");
   for (int32_t b = 0; b < batch; ++b) {
     int32_t length = cu_seqlens[b + 1] - cu_seqlens[b];
-    CUATTN_REQUIRE(length <= max_seqlen, "attention_varlen: ", max_name,
+    CUATTN_REQUIRE(length <= max_seqlen, op, ": ", max_name,
                    " must be at least the longest sequence, got ", max_seqlen, " with a length of ",
                    length, " in ", name, " at index ", b, "; pass the largest difference");
   }
@@ -143,32 +96,37 @@ void naive_attention(const AttentionParams& p, float* scores) {
   double flops =
       2.0 * p.batch * p.num_heads_q * p.seqlen_q * p.seqlen_kv * (p.head_dim + p.head_dim_v);
   int64_t heads = static_cast<int64_t>(p.batch) * p.num_heads_q;
+  DropoutParams dropout = p.dropout.resolved();
   parallel_for(heads, flops, [&](int64_t index) {
     Head head = find_head(p, static_cast<int32_t>(index / p.num_heads_q),
                           static_cast<int32_t>(index % p.num_heads_q));
     std::vector<double> acc(static_cast<size_t>(p.head_dim_v));
     for (int32_t row = 0; row < head.queries.stored; ++row) {
-      attend_row(p, head, row, scores + (index * p.seqlen_q + row) * p.seqlen_kv, acc.data());
+      attend_row(p, dropout, head, row, scores + (index * p.seqlen_q + row) * p.seqlen_kv,
+                 acc.data());
     }
   });
 }
 
-void check_attention(const AttentionParams& p) {
-  const char* op = "attention";
+void check_attention(const char* op, const AttentionParams& p) {
   if (p.cu_seqlens_q != nullptr) {
-    op = "attention_varlen";
-    check_cu_seqlens("cu_seqlens_q", p.cu_seqlens_q, p.batch, "max_seqlen_q", p.seqlen_q, "q",
+    check_cu_seqlens(op, "cu_seqlens_q", p.cu_seqlens_q, p.batch, "max_seqlen_q", p.seqlen_q, "q",
                      p.total_q);
   }
   if (p.cu_seqlens_kv != nullptr) {
-    op = "attention_varlen";
-    check_cu_seqlens("cu_seqlens_k", p.cu_seqlens_kv, p.batch, "max_seqlen_k", p.seqlen_kv, "k",
+    check_cu_seqlens(op, "cu_seqlens_k", p.cu_seqlens_kv, p.batch, "max_seqlen_k", p.seqlen_kv, "k",
                      p.total_kv);
   }
   if (p.seqused_q != nullptr)
     check_seqused(op, "seqused_q", p.seqused_q, p.cu_seqlens_q, p.batch, p.seqlen_q);
   if (p.seqused_kv != nullptr)
     check_seqused(op, "seqused_k", p.seqused_kv, p.cu_seqlens_kv, p.batch, p.seqlen_kv);
+  if (p.dropout.state != nullptr) {
+    int64_t offset = p.dropout.state[1];
+    CUATTN_REQUIRE(offset >= 0 && offset <= kMaxDropoutOffset, op,
+                   ": dropout_state must hold an offset in [0, 2^32), got ", offset,
+                   "; count calls, and change the seed when they are used up");
+  }
 }
 
 }  // namespace cuattn::cpu

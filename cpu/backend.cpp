@@ -38,6 +38,16 @@ void attention(const AttentionParams& params, const AttentionSchedule& schedule,
   }
 }
 
+void backward(const BackwardParams& params, const BackwardSchedule& schedule, const Plan& plan,
+              int32_t, Stream) {
+  switch (plan.kernel) {
+    case Kernel::cpu: return cpu::flash_backward(params, schedule);
+    case Kernel::cpu_naive:
+      return cpu::naive_backward(params, static_cast<float*>(schedule.workspace));
+    default: CUATTN_ASSERT(false, "the plan names a kernel of another backend");
+  }
+}
+
 void paged(const PagedParams& params, const Plan&, int32_t, Stream) {
   cpu::paged_attention(params);
 }
@@ -62,7 +72,9 @@ constexpr size_t kPageBytes = 4096;
 void* host_alloc(size_t bytes) { return std::aligned_alloc(kPageBytes, bytes); }
 void host_free(void* memory) { std::free(memory); }
 
-void check(const AttentionParams& params, int32_t, Stream) { cpu::check_attention(params); }
+void check(const char* function, const AttentionParams& params, int32_t, Stream) {
+  cpu::check_attention(function, params);
+}
 
 void check_paged(const char* function, const PagedParams& params, int32_t, Stream) {
   cpu::check_paged(function, params);
@@ -76,6 +88,8 @@ void list_kernels(std::vector<KernelInfo>& list) {
   for (const char* dtype : {"float32", "float16", "bfloat16"}) {
     list.push_back({"attention", "cpu", cpu::isa_name(), dtype, 256, 256, "any", "any"});
     list.push_back({"attention", "cpu_naive", "any", dtype, 256, 256, "any", "any"});
+    list.push_back({"attention_backward", "cpu", cpu::isa_name(), dtype, 256, 256, "any", "any"});
+    list.push_back({"attention_backward", "cpu_naive", "any", dtype, 256, 256, "any", "any"});
     list.push_back({"paged_attention", "cpu", cpu::isa_name(), dtype, 256, 256, "any", "any"});
     list.push_back({"merge_states", "cpu", "any", dtype, 1024, 1024, "any", "any"});
   }
@@ -90,6 +104,7 @@ std::string describe() {
 const Backend& cpu_backend() {
   static const Backend backend{.device_info = device_info,
                                .attention = attention,
+                               .backward = backward,
                                .paged = paged,
                                .paged_deal = paged_deal,
                                .merge = merge,

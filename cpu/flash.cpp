@@ -14,66 +14,12 @@
 // an older CPU would stop at it.
 #include "cpu/flash.h"
 
-#include "cpu/vectors.h"
+#include "cpu/tiles.h"
 
 namespace cuattn::cpu::CUATTN_ISA {
 namespace {
 
-// 1. Sizes
-
-#define CUATTN_STRING(x) #x
-#define CUATTN_NAME(x) CUATTN_STRING(x)
-
-// kKeys x kVecs accumulators: enough to hide the latency of two multiply-adds a cycle, few enough
-// for the registers.
-#if defined(__AVX512F__)
-constexpr int kKeys = 8, kVecs = 2;
-#elif defined(__AVX2__)
-constexpr int kKeys = 4, kVecs = 3;
-#else
-constexpr int kKeys = 4, kVecs = 2;
-#endif
-constexpr int kTileKeys = 128;  // scores of a row block, 16 KB with AVX-512, stay in the L1 cache
-static_assert(kTileKeys % kKeys == 0, "the last group of keys of a tile is stored whole");
-static_assert(8 % kKeys == 0, "head dims are multiples of 8");
-
-// 2. Tiles of keys
-
-// Keys [first, first + count) of K or V as float rows.
-struct KeyTile {
-  const float* data;
-  int64_t stride;
-};
-
-// Rows of float are read in place when no more than `near` elements apart, others through the
-// buffer: rows a power of two apart share a few sets of the cache and would push each other out
-// before they are used again.
-KeyTile load_tile(const void* base, int64_t stride, int first, int count, int dim, DType dtype,
-                  int64_t near, float* buffer) {
-  int64_t itemsize = dtype == DType::f32 ? 4 : 2;
-  const char* row = static_cast<const char*>(base) + first * stride * itemsize;
-  if (dtype == DType::f32 && stride <= near) return {reinterpret_cast<const float*>(row), stride};
-  for (int j = 0; j < count; ++j) {
-    load_row(row, dim, dtype, buffer + j * dim);
-    row += stride * itemsize;
-  }
-  return {buffer, dim};
-}
-
-// Whether every element of the tile is finite: x - x is then 0.
-bool all_finite(const KeyTile& tile, int count, int dim) {
-  bool finite = true;
-  for (int j = 0; j < count; ++j) {
-    const float* row = tile.data + j * tile.stride;
-    int bad = 0;
-    // NOLINTNEXTLINE(misc-redundant-expression): NaN where row[c] is not finite
-    for (int c = 0; c < dim; ++c) bad |= row[c] - row[c] != 0.0f;
-    finite &= bad == 0;
-  }
-  return finite;
-}
-
-// 3. One block of rows: kN vectors of scores, a row per lane. A narrow block (few rows, as in
+// 1. One block of rows: kN vectors of scores, a row per lane. A narrow block (few rows, as in
 // decoding) computes its two products along the head dimension instead, so that lanes without a row
 // cost nothing.
 
@@ -82,6 +28,7 @@ struct Block {
   Vec max[kN], sum[kN];  // of the scores so far; of their weights
   Vec slope[kN];
   IntVec begin[kN], end[kN], diagonal[kN];
+  UintVec dropout_row[kN], dropout_head[kN];
   int32_t first_key, last_key;    // some row sees the keys in [first_key, last_key)
   int32_t common_key, until_key;  // every row sees the keys in [common_key, until_key)
   const FlashRow* rows;
@@ -89,8 +36,6 @@ struct Block {
   float* q;  // [head_dim][kN * kWidth], narrow [num_rows][head_dim]
   float* o;  // not yet divided by sum; [head_dim_v][kN * kWidth], narrow [num_rows][head_dim_v]
 };
-
-constexpr int kBuffer = 4 * 256;  // floats: four rows of the largest head, or of a tile's bias
 
 // As long as nothing is added to them, scores are plain products q k: the sign of the scale is put
 // into q and its size into the exponential, where it costs no rounding. A scale of 0 makes q 0. A
@@ -136,6 +81,7 @@ void init_block(Block<kN>& block) {
     block.max[i] = splat(-kInfinity);
     block.sum[i] = block.slope[i] = Vec{};
     block.begin[i] = block.diagonal[i] = IntVec{};
+    block.dropout_row[i] = block.dropout_head[i] = UintVec{};
     block.end[i] = IntVec{} + __INT32_MAX__;
   }
   for (int r = 0; r < block.num_rows; ++r) {
@@ -145,32 +91,13 @@ void init_block(Block<kN>& block) {
     block.diagonal[i][lane] = row.diagonal;
     block.begin[i][lane] = row.visible.begin;
     block.end[i][lane] = row.visible.end;
+    block.dropout_row[i][lane] = row.dropout_row;
+    block.dropout_head[i][lane] = row.dropout_head;
     block.common_key = max(block.common_key, row.visible.begin);
     block.until_key = min(block.until_key, row.visible.end);
     if (row.visible.begin < row.visible.end) {
       block.first_key = min(block.first_key, row.visible.begin);
       block.last_key = max(block.last_key, row.visible.end);
-    }
-  }
-}
-
-// s[j][] = dot(k_j, q) for `count` keys; s is written up to the next multiple of kKeys.
-template <int kN>
-void dot_keys(const float* q, const float* k, int64_t stride, int count, int head_dim, Vec* s) {
-  const Vec* queries = reinterpret_cast<const Vec*>(q);
-  for (int j = 0; j < count; j += kKeys) {
-    const float* key[kKeys];
-    for (int i = 0; i < kKeys; ++i) key[i] = k + min(j + i, count - 1) * stride;
-    Vec acc[kKeys][kN] = {};
-    for (int d = 0; d < head_dim; ++d) {
-      Vec x[kN];
-      for (int c = 0; c < kN; ++c) x[c] = queries[d * kN + c];
-      for (int i = 0; i < kKeys; ++i) {
-        for (int c = 0; c < kN; ++c) acc[i][c] += x[c] * key[i][d];
-      }
-    }
-    for (int i = 0; i < kKeys; ++i) {
-      for (int c = 0; c < kN; ++c) s[(j + i) * kN + c] = acc[i][c];
     }
   }
 }
@@ -205,36 +132,6 @@ void dot_keys_narrow(const float* q, int num_rows, const float* k, int64_t strid
       transpose4(sums);
       Float4 total = (sums[0] + sums[1]) + (sums[2] + sums[3]);
       for (int i = 0; i < 4; ++i) scores[(j + i) * kWidth + r] = total[i];
-    }
-  }
-}
-
-// o[c][] = o[c][] * alpha + sum_j p[j][] v_j[c], the tile summed apart: rounding errors then grow
-// with the tile and the number of tiles, not with the number of keys. With kSelect a weight of -0
-// leaves the value unread (see weigh).
-template <int kN, bool kSelect>
-void add_values(const Vec* p, const float* v, int64_t stride, int count, int head_dim_v,
-                const Vec* alpha, float* out) {
-  Vec* o = reinterpret_cast<Vec*>(out);
-  for (int c0 = 0; c0 < head_dim_v; c0 += kKeys) {
-    Vec acc[kKeys][kN] = {};
-    const float* value = v + c0;
-    for (int j = 0; j < count; ++j, value += stride) {
-      Vec x[kN];
-      for (int c = 0; c < kN; ++c) x[c] = p[j * kN + c];
-      for (int i = 0; i < kKeys; ++i) {
-        for (int c = 0; c < kN; ++c) {
-          Vec read = splat(value[i]);
-          if (kSelect) read = reinterpret_cast<IntVec>(x[c]) == INT32_MIN ? Vec{} : read;
-          acc[i][c] += x[c] * read;
-        }
-      }
-    }
-    for (int i = 0; i < kKeys; ++i) {
-      for (int c = 0; c < kN; ++c) {
-        Vec& sum = o[(c0 + i) * kN + c];
-        sum = sum * alpha[c] + acc[i][c];
-      }
     }
   }
 }
@@ -275,36 +172,7 @@ void add_values_narrow(const Vec* p, int num_rows, const float* v, int64_t strid
   }
 }
 
-// 4. Scores: scale, softcap, ALiBi, bias, mask
-
-// Bias of `count` keys of one row.
-void load_bias(const FlashUnit& u, const FlashRow& row, int first, int count, float* out) {
-  if (u.bias_dtype == DType::boolean) {
-    const uint8_t* keep = static_cast<const uint8_t*>(row.bias) + first * u.bias_stride;
-    for (int j = 0; j < count; ++j) out[j] = keep[j * u.bias_stride] != 0 ? 0.0f : -kInfinity;
-    return;
-  }
-  int64_t itemsize = u.bias_dtype == DType::f32 ? 4 : 2;
-  const char* bias = static_cast<const char*>(row.bias) + first * u.bias_stride * itemsize;
-  if (u.bias_stride == 1) {
-    load_row(bias, count, u.bias_dtype, out);
-  } else {
-    for (int j = 0; j < count; ++j) out[j] = load_element(bias, j * u.bias_stride, u.bias_dtype);
-  }
-}
-
-template <int kN>
-void add_bias(const FlashUnit& u, const Block<kN>& block, int first, int count, float* s,
-              float* buffer) {
-  for (int r = 0; r < block.num_rows; r += 4) {
-    for (int i = 0; i < 4; ++i) {
-      // Lanes without a row repeat the last one.
-      load_bias(u, block.rows[min(r + i, block.num_rows - 1)], first, count,
-                buffer + i * kTileKeys);
-    }
-    transpose<true>(buffer, kTileKeys, 4, (count + 3) / 4 * 4, s + r, kN * kWidth);
-  }
-}
+// 2. Scores: scale, softcap, ALiBi, bias, mask
 
 template <int kN>
 void modify_scores(const FlashUnit& u, const Block<kN>& block, int first, int count, Vec* s,
@@ -327,7 +195,7 @@ void modify_scores(const FlashUnit& u, const Block<kN>& block, int first, int co
     }
   }
   if (block.rows[0].bias != nullptr) {
-    add_bias(u, block, first, count, reinterpret_cast<float*>(s), buffer);
+    add_bias<kN>(u, block, first, count, reinterpret_cast<float*>(s), buffer);
   }
 }
 
@@ -342,7 +210,7 @@ void mask_scores(const Block<kN>& block, int first, int count, Vec* s) {
   }
 }
 
-// 5. Online softmax: scores become weights 2^(factor (score - max)); alpha rescales what was summed
+// 3. Online softmax: scores become weights 2^(factor (score - max)); alpha rescales what was summed
 // under the older maximum. With kMasked a key that a row does not see gets the weight -0, which a
 // weight that merely underflowed never has.
 template <int kN, bool kMasked>
@@ -371,7 +239,20 @@ void weigh(Block<kN>& block, float factor, int count, Vec* s, Vec* alpha) {
   for (int c = 0; c < kN; ++c) block.sum[c] = block.sum[c] * alpha[c] + sum[c];
 }
 
-// 6. Epilogue: the sink joins the denominator; out and lse are written
+// Dropout after the sums: it changes the weights of values, not the softmax. The weight -0 stays.
+template <int kN>
+void drop_weights(const FlashUnit& u, const Block<kN>& block, int first, int count, Vec* s,
+                  float* buffer) {
+  constexpr int kStep = kBuffer / (kN * kWidth);
+  Vec* z = reinterpret_cast<Vec*>(buffer);
+  for (int j = 0; j < count; j += kStep) {
+    int n = min(kStep, count - j);
+    draw_dropout<kN>(u.dropout, block.dropout_row, block.dropout_head, first + j, n, z);
+    for (int x = 0; x < n * kN; ++x) s[j * kN + x] *= z[x];
+  }
+}
+
+// 4. Epilogue: the sink joins the denominator; out and lse are written
 
 template <int kN>
 void finish_row(const FlashUnit& u, const Block<kN>& block, int r, float* o) {
@@ -406,7 +287,7 @@ void finish_block(const FlashUnit& u, const Block<kN>& block, float* buffer) {
   }
 }
 
-// 7. The unit: tiles of keys outside, blocks of rows inside, so that a tile is converted once for
+// 5. The unit: tiles of keys outside, blocks of rows inside, so that a tile is converted once for
 // all its rows
 
 template <int kN, bool kNarrow>
@@ -438,6 +319,7 @@ void attend_tile(const FlashUnit& u, Block<kN>& block, KeyTile k, KeyTile v, int
   } else {
     weigh<kN, true>(block, factor, n, s, alpha);
   }
+  if (u.dropout.dropped > 0) drop_weights(u, block, from, n, s, buffer);
   if (kNarrow) {
     add_values_narrow(s, block.num_rows, values, v.stride, n, u.head_dim_v, alpha, block.o);
     return;

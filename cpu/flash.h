@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "cuattn/params/dropout.h"
 #include "cuattn/params/rows.h"
 
 namespace cuattn::cpu {
@@ -22,6 +23,7 @@ struct FlashRow {
   float sink;        // natural units; -inf = none
   int32_t diagonal;  // the key at distance 0: row + used keys - used queries
   KeyRange visible;  // empty for a row that takes no part
+  uint32_t dropout_row, dropout_head;  // Philox's counter words
 };
 
 // Rows that read the same keys: some queries of the query heads that share one KV head.
@@ -36,7 +38,8 @@ struct FlashUnit {
   int64_t bias_stride;  // elements from one key to the next
   float scale, softcap;
   bool has_alibi;
-  float* scratch;  // 64-byte aligned, scratch_floats long
+  DropoutParams dropout;  // resolved
+  float* scratch;         // 64-byte aligned, scratch_floats long
 };
 
 struct FlashKernel {

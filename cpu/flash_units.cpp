@@ -77,6 +77,7 @@ struct Cut {
   // dense_chunks.
   std::vector<int64_t> first_chunk;
   int64_t dense_chunks, num_units;
+  DropoutParams dropout;
 };
 
 int64_t count_chunks(const AttentionParams& p, int32_t b, int32_t group, int32_t unit_rows) {
@@ -84,7 +85,7 @@ int64_t count_chunks(const AttentionParams& p, int32_t b, int32_t group, int32_t
 }
 
 Cut cut_call(const AttentionParams& p, int32_t row_block) {
-  Cut cut{p, p.num_heads_q / p.num_heads_kv, row_block, {}, 0, 0};
+  Cut cut{p, p.num_heads_q / p.num_heads_kv, row_block, {}, 0, 0, p.dropout.resolved()};
   // Four units a thread even out their lengths, as far as that leaves whole row blocks.
   int64_t rows =
       (p.cu_seqlens_q != nullptr ? p.total_q : static_cast<int64_t>(p.batch) * p.seqlen_q) *
@@ -163,6 +164,8 @@ void run_unit(const Cut& cut, const FlashKernel& kernel, int64_t index) {
                    : finite_sink(p.scores.sinks[h * p.scores.sinks_stride]);
     row.diagonal = static_cast<int32_t>(int64_t{i} + keys.used - queries.used);
     row.visible = used ? p.mask.visible(i, queries.used, keys.used) : KeyRange{0, 0};
+    row.dropout_row = static_cast<uint32_t>(i);
+    row.dropout_head = static_cast<uint32_t>(int64_t{place.b} * p.num_heads_q + h);
   }
 
   FlashUnit unit{};
@@ -184,6 +187,7 @@ void run_unit(const Cut& cut, const FlashKernel& kernel, int64_t index) {
   unit.scale = p.scores.scale;
   unit.softcap = p.scores.softcap;
   unit.has_alibi = p.scores.alibi_slopes != nullptr;
+  unit.dropout = cut.dropout;
   unit.scratch = thread_scratch(kernel.scratch_floats(unit.num_rows, p.head_dim, p.head_dim_v));
   kernel.run(unit);
 }

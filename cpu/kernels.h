@@ -2,7 +2,7 @@
 // What the CPU kernels offer to backend.cpp.
 #pragma once
 
-#include "cuattn/params/attention.h"
+#include "cuattn/params/backward.h"
 #include "cuattn/params/cache.h"
 #include "cuattn/params/merge.h"
 #include "cuattn/params/paged.h"
@@ -11,10 +11,15 @@ namespace cuattn::cpu {
 
 // attention.cpp. The check throws InvalidArgument when lengths break the contract. Kernel
 // cpu_naive: scores is [batch, num_heads_q, seqlen_q, seqlen_kv].
-void check_attention(const AttentionParams& p);
+void check_attention(const char* function, const AttentionParams& p);
 void naive_attention(const AttentionParams& p, float* scores);
 void flash_attention(const AttentionParams& p);  // flash_units.cpp: kernel cpu
 void merge_states(const MergeParams& p);         // merge.cpp
+
+// backward.cpp: kernel cpu_naive; three floats of memory for each of [batch, num_heads_q, seqlen_q,
+// seqlen_kv]. backward_units.cpp: kernel cpu.
+void naive_backward(const BackwardParams& p, float* memory);
+void flash_backward(const BackwardParams& p, const BackwardSchedule& schedule);
 
 // paged.cpp. The checks throw InvalidArgument when lengths or block ids break the contract.
 void paged_attention(const PagedParams& p);

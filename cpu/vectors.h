@@ -70,6 +70,52 @@ inline Vec tanh(Vec x) {
   return a < 0.625f ? small : (x < 0.0f ? -large : large);
 }
 
+// Dropout's random bits
+
+using UintVec = uint32_t __attribute__((vector_size(kWidth * sizeof(float)), may_alias));
+using Uint64Vec = uint64_t __attribute__((vector_size(kWidth * sizeof(float)), may_alias));
+
+// The products of the even lanes, 64 bits each.
+inline Uint64Vec multiply_even(UintVec x, uint32_t factor) {
+#if defined(__AVX512F__)
+  // Note: of _mm512_mul_epu32 GCC 12 warns that it reads a vector that was never set.
+  return reinterpret_cast<Uint64Vec>(
+      _mm512_maskz_mul_epu32(0xff, reinterpret_cast<__m512i>(x), _mm512_set1_epi64(factor)));
+#elif defined(__AVX2__)
+  return reinterpret_cast<Uint64Vec>(
+      _mm256_mul_epu32(reinterpret_cast<__m256i>(x), _mm256_set1_epi64x(factor)));
+#else
+  return (reinterpret_cast<Uint64Vec>(x) & 0xffffffffu) * factor;
+#endif
+}
+
+inline void multiply_wide(UintVec x, uint32_t factor, UintVec& low, UintVec& high) {
+  constexpr uint64_t kLow = 0xffffffffu;
+  Uint64Vec even = multiply_even(x, factor);
+  Uint64Vec odd =
+      multiply_even(reinterpret_cast<UintVec>(reinterpret_cast<Uint64Vec>(x) >> 32), factor);
+  low = reinterpret_cast<UintVec>((even & kLow) | odd << 32);
+  high = reinterpret_cast<UintVec>(even >> 32 | (odd & ~kLow));
+}
+
+// cuattn::philox for a counter in each lane.
+inline void philox(uint32_t x, UintVec y, UintVec z, uint32_t w, uint64_t key, UintVec words[4]) {
+  uint32_t key_low = static_cast<uint32_t>(key), key_high = static_cast<uint32_t>(key >> 32);
+  UintVec c[4] = {UintVec{} + x, y, z, UintVec{} + w};
+  for (int round = 0; round < 10; ++round) {
+    UintVec a_low, a_high, b_low, b_high;
+    multiply_wide(c[0], 0xd2511f53u, a_low, a_high);
+    multiply_wide(c[2], 0xcd9e8d57u, b_low, b_high);
+    c[0] = b_high ^ c[1] ^ key_low;
+    c[1] = b_low;
+    c[2] = a_high ^ c[3] ^ key_high;
+    c[3] = a_low;
+    key_low += 0x9e3779b9u;
+    key_high += 0xbb67ae85u;
+  }
+  for (int i = 0; i < 4; ++i) words[i] = c[i];
+}
+
 // Conversion of rows, eight elements at a time
 
 using Float8 = float __attribute__((vector_size(32), may_alias, aligned(4)));

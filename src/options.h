@@ -19,9 +19,20 @@ struct OptionsRules;
 template <>
 struct OptionsRules<cuattn_attention_options> {
   static constexpr const char* kInit = "cuattn_attention_options_init";
-  static constexpr size_t kEnd = offsetof(cuattn_attention_options, backend) + sizeof(char*);
+  static constexpr size_t kEnd = offsetof(cuattn_attention_options, dropout_state) + sizeof(void*);
   static void set_defaults(cuattn_attention_options& o) {
     o.window_left = o.window_right = kUnlimited;
+    o.dropout_seed = -1;
+  }
+};
+
+template <>
+struct OptionsRules<cuattn_backward_options> {
+  static constexpr const char* kInit = "cuattn_backward_options_init";
+  static constexpr size_t kEnd = offsetof(cuattn_backward_options, dlse) + sizeof(void*);
+  static void set_defaults(cuattn_backward_options& o) {
+    o.need = CUATTN_NEED_DQ | CUATTN_NEED_DK | CUATTN_NEED_DV;
+    o.deterministic = -1;
   }
 };
 

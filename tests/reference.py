@@ -4,10 +4,12 @@ library.
 
 With ``rounded_to`` the same lines become the *plain low-precision formula* that the tolerance rule
 compares with: everything in float32, the scores, the probabilities and the output rounded to the
-dtype. Next: cases.py (the rule).
+dtype. Next: cases.py (the rule), reference_backward.py (the gradients).
 """
 
 from __future__ import annotations
+
+import dataclasses
 
 import numpy as np
 
@@ -32,6 +34,9 @@ def attention(
     bias=None,
     seqused_q=None,
     seqused_k=None,
+    dropout_p=0.0,
+    dropout_seed=0,
+    dropout_offset=0,
     rounded_to=None,
 ):
     """Attention over a padded batch; returns out and lse, lse [batch, num_heads_q, seqlen_q]."""
@@ -51,6 +56,7 @@ def attention(
         alibi_slopes,
         sinks,
         bias,
+        dropout(dropout_p, dropout_seed, dropout_offset, (batch, q.shape[1]), (stored_q, stored_k)),
         rounded_to,
     )
     return out.transpose(axes), lse
@@ -210,15 +216,61 @@ def merge_states(outs, lses, *, layout="bshd", rounded_to=None):
 
 
 def _attend(
-    q, k, v, used_q, used_k, causal, window, scale, softcap, alibi_slopes, sinks, bias, rounded_to
+    q,
+    k,
+    v,
+    used_q,
+    used_k,
+    causal,
+    window,
+    scale,
+    softcap,
+    alibi_slopes,
+    sinks,
+    bias,
+    kept,
+    rounded_to,
 ):
     """The formula. q, k, v have heads first; used_q, used_k int64 [batch] are the lengths that
-    take part.
+    take part; kept is what dropout() gives.
     """
+    with np.errstate(all="ignore"):  # NaN and infinities are cases under test
+        s = score(
+            q, k, used_q, used_k, causal, window, scale, softcap, alibi_slopes, bias, rounded_to
+        )
+        compute, v = s.scores.dtype.type, np.ascontiguousarray(v, s.scores.dtype)
+        sink = -np.inf
+        if sinks is not None:
+            sink = np.asarray(sinks).astype(compute)[None, :, None]
+            sink = np.where((np.arange(q.shape[2]) < used_q[:, None])[:, None], sink, -np.inf)
+        top = np.maximum(s.scores.max(axis=-1, initial=-np.inf), sink)
+        top = np.where(top == -np.inf, compute(0), top)
+        weights = np.where(s.visible, np.exp(s.scores - top[..., None]), compute(0))
+        total = weights.sum(axis=-1) + np.exp(sink - top)
+        lse = (top + np.log(total)).astype(compute)
+        weights = weights / np.where(total == 0, compute(1), total)[..., None]
+        if kept is not None:
+            weights = weights * kept.astype(compute)
+        out = _weighted_sum(_round(weights, rounded_to), v, s.visible, rounded_to)
+    return _round(out, rounded_to), lse
+
+
+@dataclasses.dataclass
+class Scores:
+    """Of every query and key, [batch, num_heads_q, seqlen_q, seqlen_kv]."""
+
+    scores: np.ndarray  # -inf where not visible
+    visible: np.ndarray
+    slope: np.ndarray  # of the softcap: d(capped) / d(scaled); 1 without
+    distance: np.ndarray  # |i + used_k - used_q - j|, [batch, 1, seqlen_q, seqlen_kv]
+
+
+def score(q, k, used_q, used_k, causal, window, scale, softcap, alibi_slopes, bias, rounded_to):
+    """What stands in the softmax; q and k have heads first."""
     compute = np.float64 if rounded_to is None else np.float32
     batch, heads, seqlen_q, head_dim = q.shape
     kv_heads, seqlen_k = k.shape[1:3]
-    q, k, v = (np.ascontiguousarray(x, compute) for x in (q, k, v))
+    q, k = (np.ascontiguousarray(x, compute) for x in (q, k))
     scale = compute(1 / np.sqrt(head_dim) if scale is None else scale)
     row, key = np.arange(seqlen_q)[:, None], np.arange(seqlen_k)
     diagonal = (
@@ -235,37 +287,61 @@ def _attend(
         visible = visible & (key <= diagonal)
     visible = np.broadcast_to(visible[:, None], (batch, heads, seqlen_q, seqlen_k))
 
-    with np.errstate(all="ignore"):  # NaN and infinities are cases under test
-        grouped = q.reshape(batch, kv_heads, heads // max(kv_heads, 1) * seqlen_q, head_dim)
-        scores = _round(
-            scale * _product(grouped, k.swapaxes(-1, -2), rounded_to), rounded_to
-        ).reshape(visible.shape)
-        if softcap:
-            scores = compute(softcap) * np.tanh(scores / compute(softcap))
-        if alibi_slopes is not None:
-            slopes = np.broadcast_to(np.asarray(alibi_slopes).astype(compute), (batch, heads))
-            scores = (
-                scores - slopes[:, :, None, None] * np.abs(diagonal - key).astype(compute)[:, None]
-            )
-        if bias is not None and np.asarray(bias).dtype == np.bool_:
-            visible = visible & bias
-        elif bias is not None:
-            scores = scores + np.asarray(bias).astype(compute)
-        visible = visible & (scores != -np.inf)
-        scores = np.where(visible, scores, -np.inf)
+    grouped = q.reshape(batch, kv_heads, heads // max(kv_heads, 1) * seqlen_q, head_dim)
+    scores = _round(scale * _product(grouped, k.swapaxes(-1, -2), rounded_to), rounded_to).reshape(
+        visible.shape
+    )
+    slope = np.ones_like(scores)
+    if softcap:
+        tanh = np.tanh(scores / compute(softcap))
+        scores, slope = compute(softcap) * tanh, 1 - tanh * tanh
+    distance = np.abs(diagonal - key).astype(compute)[:, None]
+    if alibi_slopes is not None:
+        slopes = np.broadcast_to(np.asarray(alibi_slopes).astype(compute), (batch, heads))
+        scores = scores - slopes[:, :, None, None] * distance
+    if bias is not None and np.asarray(bias).dtype == np.bool_:
+        visible = visible & bias
+    elif bias is not None:
+        scores = scores + np.asarray(bias).astype(compute)
+    visible = visible & (scores != -np.inf)
+    return Scores(np.where(visible, scores, -np.inf), visible, slope, distance)
 
-        sink = -np.inf
-        if sinks is not None:
-            sink = np.asarray(sinks).astype(compute)[None, :, None]
-            sink = np.where((row[:, 0] < used_q[:, None])[:, None], sink, -np.inf)
-        top = np.maximum(scores.max(axis=-1, initial=-np.inf), sink)
-        top = np.where(top == -np.inf, compute(0), top)
-        weights = np.where(visible, np.exp(scores - top[..., None]), compute(0))
-        total = weights.sum(axis=-1) + np.exp(sink - top)
-        lse = (top + np.log(total)).astype(compute)
-        weights = _round(weights / np.where(total == 0, compute(1), total)[..., None], rounded_to)
-        out = _weighted_sum(weights, v, visible, rounded_to)
-    return _round(out, rounded_to), lse
+
+def philox(counter, key):
+    """Philox-4x32-10 (Salmon et al., SC 2011): four words of 32 bits for a counter of four and a
+    key of two; each word is an integer or an array of them.
+    """
+    c0, c1, c2, c3 = (np.asarray(x, np.uint64) for x in counter)
+    k0, k1 = (int(x) for x in key)
+    low = np.uint64(0xFFFFFFFF)
+    for _ in range(10):
+        first, second = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
+        c0 = (second >> np.uint64(32)) ^ c1 ^ np.uint64(k0)
+        c2 = (first >> np.uint64(32)) ^ c3 ^ np.uint64(k1)
+        c1, c3 = second & low, first & low
+        k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
+    return [x.astype(np.uint32) for x in np.broadcast_arrays(c0, c1, c2, c3)]
+
+
+def dropout(p, seed, offset, heads, lengths):
+    """The factor of each probability, 0 or 1 / keep_prob, float64 [batch, num_heads_q, seqlen_q,
+    seqlen_kv]; None without dropout.
+
+    Byte j % 16 of the Philox words of counter (j // 16, i, b * num_heads_q + h, offset) keeps key
+    j when it is below T = round(256 (1 - p)); keep_prob is T / 256.
+    """
+    if p == 0:
+        return None
+    (batch, num_heads), (rows, keys) = heads, lengths
+    threshold = max(1, int(np.floor(256 * (1 - p) + 0.5)))
+    head = np.arange(batch * num_heads).reshape(batch, num_heads, 1, 1)
+    chunks = np.arange(-(-keys // 16))
+    words = philox(
+        (chunks, np.arange(rows)[:, None], head, offset), (seed & 0xFFFFFFFF, seed >> 32)
+    )
+    drawn = np.stack([(w >> (8 * x)) & 0xFF for w in words for x in range(4)], axis=-1)
+    drawn = drawn.reshape(batch, num_heads, rows, len(chunks) * 16)[..., :keys]
+    return (drawn < threshold) * (256 / threshold)
 
 
 def _weighted_sum(weights, v, visible, rounded_to):

@@ -17,7 +17,7 @@ struct Argument {
 };
 
 // What an array holds, where explain is given its shape alone.
-enum class Holds { like_q, float32, int32 };
+enum class Holds { like_q, float32, int32, int64 };
 
 // An option that is an array; with a `number`, it may be one instead.
 template <class Args, class Options>

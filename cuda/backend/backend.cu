@@ -80,9 +80,9 @@ void host_free(void* memory) {
   if (cudaFreeHost(memory) != cudaSuccess) cudaGetLastError();  // the process may be ending
 }
 
-void check(const AttentionParams& params, int32_t device_id, Stream stream) {
+void check(const char* function, const AttentionParams& params, int32_t device_id, Stream stream) {
   DeviceGuard guard(device_id);
-  check_attention(params, static_cast<cudaStream_t>(stream));
+  check_attention(function, params, static_cast<cudaStream_t>(stream));
 }
 
 void check_tables(const char* function, const PagedParams& params, int32_t device_id,
@@ -113,6 +113,7 @@ void list_kernels(std::vector<KernelInfo>& list) {
 const Backend* cuda_backend() {
   static const Backend backend{.device_info = device_info,
                                .attention = attention,
+                               .backward = nullptr,
                                .paged = paged,
                                .paged_deal = paged_deal,
                                .merge = merge,

@@ -44,16 +44,17 @@ bool read_device_data(void* host, const void* data, size_t bytes, cudaStream_t s
   return true;
 }
 
-void check_attention(const AttentionParams& params, cudaStream_t stream) {
+void check_attention(const char* function, const AttentionParams& params, cudaStream_t stream) {
   if (is_captured(stream)) return;
   AttentionParams host = params;
+  host.dropout.state = nullptr;  // no CUDA kernel has dropout yet
   std::vector<int32_t> cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv;
   copy_to_host(host.cu_seqlens_q, cu_seqlens_q, int64_t{params.batch} + 1, stream);
   copy_to_host(host.cu_seqlens_kv, cu_seqlens_kv, int64_t{params.batch} + 1, stream);
   copy_to_host(host.seqused_q, seqused_q, params.batch, stream);
   copy_to_host(host.seqused_kv, seqused_kv, params.batch, stream);
   CUATTN_CUDA_TRY(cudaStreamSynchronize(stream));
-  cpu_backend().check(host, 0, nullptr);
+  cpu_backend().check(function, host, 0, nullptr);
 }
 
 void check_paged(const char* function, const PagedParams& params, cudaStream_t stream) {

@@ -32,7 +32,7 @@ void launch_clear_counter(int32_t* counter,
 // backend/check.cu: these synchronise. read_device_data: false under stream capture, where nobody
 // can
 bool read_device_data(void* host, const void* data, size_t bytes, cudaStream_t stream);
-void check_attention(const AttentionParams& params, cudaStream_t stream);
+void check_attention(const char* function, const AttentionParams& params, cudaStream_t stream);
 void check_paged(const char* function, const PagedParams& params, cudaStream_t stream);
 void check_context_lens(const char* function, const PagedWork& work, cudaStream_t stream);
 

@@ -66,6 +66,11 @@ struct AttentionOptions {
   KvLayout kv_layout = KvLayout::nhd;
   bool batch_invariant = false;
   int32_t num_splits = 0;
+  // Dropout of the probabilities, in steps of 1 / 256, with a seed >= 0 and the number of the call;
+  // or dropout_state, int64 [2], instead of both. Served on the CPU.
+  double dropout_p = 0.0;
+  int64_t dropout_seed = -1, dropout_offset = 0;
+  const TensorView* dropout_state = nullptr;
   const char* backend = "auto";
 };
 
@@ -94,7 +99,7 @@ inline void check(cuattn_status status) {
 // DLTensors of an option struct; lives beside the C options that point into it.
 struct COptions {
   DLTensor alibi_slopes, sinks, bias, seqused_q, seqused_k, cu_seqlens_q, cu_seqlens_k,
-      block_tables;
+      block_tables, dropout_state;
   cuattn_attention_options c;
 
   explicit COptions(const AttentionOptions& o) {
@@ -117,6 +122,10 @@ struct COptions {
     c.seqused_k = borrow(o.seqused_k, seqused_k);
     c.block_tables = borrow(o.block_tables, block_tables);
     c.kv_layout = static_cast<int32_t>(o.kv_layout);
+    c.dropout_p = o.dropout_p;
+    c.dropout_seed = o.dropout_seed;
+    c.dropout_offset = o.dropout_offset;
+    c.dropout_state = borrow(o.dropout_state, dropout_state);
   }
   COptions(const COptions&) = delete;
 

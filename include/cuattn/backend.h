@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "cuattn/params/attention.h"
+#include "cuattn/params/backward.h"
 #include "cuattn/params/cache.h"
 #include "cuattn/params/merge.h"
 #include "cuattn/params/paged.h"
@@ -29,6 +29,9 @@ struct Backend {
   DeviceInfo (*device_info)(int32_t device_id, bool find_libraries);
   void (*attention)(const AttentionParams& params, const AttentionSchedule& schedule,
                     const Plan& plan, int32_t device_id, Stream stream);
+  // nullptr: no kernel of the backward pass.
+  void (*backward)(const BackwardParams& params, const BackwardSchedule& schedule, const Plan& plan,
+                   int32_t device_id, Stream stream);
   void (*paged)(const PagedParams& params, const Plan& plan, int32_t device_id, Stream stream);
   // Fills a deal of PagedDeal::size(work) entries; work.deal is not read.
   void (*paged_deal)(const PagedWork& work, int32_t* deal, int32_t device_id, Stream stream);
@@ -45,7 +48,8 @@ struct Backend {
   // Reads cu_seqlens and seqused where they lie and throws InvalidArgument when they break the
   // contract. Synchronises on CUDA; called only under CUATTN_CHECK=1 there, always on the CPU.
   // Skipped (with one warning) under stream capture.
-  void (*check)(const AttentionParams& params, int32_t device_id, Stream stream);
+  void (*check)(const char* function, const AttentionParams& params, int32_t device_id,
+                Stream stream);
   // The same for block tables and context lengths.
   void (*check_paged)(const char* function, const PagedParams& params, int32_t device_id,
                       Stream stream);

@@ -86,6 +86,13 @@ typedef struct {
   const DLTensor* block_tables; /* int32 [batch, max_blocks_per_seq] */
   int32_t kv_layout;            /* CUATTN_KV_NHD, _HND, _VLLM */
   const char* backend;          /* NULL = "auto" */
+  /* Dropout of the probabilities, in steps of 1 / 256; 0 = off. Which are kept depends on seed,
+   * offset and place alone (docs/numerics.md): the backward pass draws the same. With dropout_p > 0
+   * either dropout_seed is given (-1, the default, is none) and the offset within [0, 2^32), or
+   * dropout_state: int64 [2], both on the device of q, read when the call runs. */
+  double dropout_p;
+  int64_t dropout_seed, dropout_offset;
+  const DLTensor* dropout_state;
 } cuattn_attention_options;
 
 CUATTN_API void cuattn_attention_options_init(cuattn_attention_options* options,
@@ -114,6 +121,57 @@ CUATTN_API cuattn_status cuattn_attention_prepare(const DLTensor* q, const DLTen
 CUATTN_API cuattn_status cuattn_attention_run(cuattn_attention_call* call, const DLTensor* out,
                                               const DLTensor* lse, void* workspace,
                                               size_t workspace_bytes, void* stream);
+
+/* The gradients of a loss by the arguments of attention. */
+enum {
+  CUATTN_NEED_DQ = 1,
+  CUATTN_NEED_DK = 2,
+  CUATTN_NEED_DV = 4,
+  CUATTN_NEED_DBIAS = 8,
+  CUATTN_NEED_DSINKS = 16,
+  CUATTN_NEED_DSLOPES = 32
+};
+
+/* Options of the backward pass beside those of the forward call. Initialise with
+ * cuattn_backward_options_init. */
+typedef struct {
+  size_t struct_size;
+  int32_t need;          /* CUATTN_NEED_*, or-ed; default DQ, DK and DV */
+  int32_t deterministic; /* 1: the same bits each time; 0: need not be; default -1: where it costs
+                            little. Every kernel so far is. */
+  const DLTensor* dlse;  /* gradient of lse, float32, of its shape; NULL: 0 */
+} cuattn_backward_options;
+
+/* Of the forward pass: its arguments, what it gave (lse float32), and the gradient of out. */
+typedef struct {
+  const DLTensor *dout, *q, *k, *v, *out, *lse;
+} cuattn_backward_arrays;
+
+/* Results, NULL where not needed, of the shapes of what they are gradients of. dq has the dtype of
+ * q; dk and dv have it or are both float32; dbias has the dtype of the bias; dsinks and dslopes are
+ * float32. Rows of ragged arrays that belong to no sequence become 0. */
+typedef struct {
+  const DLTensor *dq, *dk, *dv, *dbias, *dsinks, *dslopes;
+} cuattn_gradients;
+
+/* A validated and planned backward pass, as cuattn_attention_call is one of the forward pass. */
+typedef struct {
+  DLDevice device;
+  size_t workspace_bytes; /* 256-byte aligned memory of `device`; 0 = none */
+  uint64_t state[512];    /* the library's own */
+} cuattn_backward_call;
+
+CUATTN_API void cuattn_backward_options_init(cuattn_backward_options* options, size_t struct_size);
+/* `options` are those of the forward call; batch_invariant asks it of the gradients too. Served on
+ * the CPU; CUDA arrays are refused with CUATTN_NOT_IMPLEMENTED so far. */
+CUATTN_API cuattn_status cuattn_attention_backward_prepare(
+    const cuattn_backward_arrays* arrays, const cuattn_attention_options* options,
+    const cuattn_backward_options* backward_options, cuattn_backward_call* call);
+/* Gradients and workspace share no memory with each other or with the inputs. */
+CUATTN_API cuattn_status cuattn_attention_backward_run(cuattn_backward_call* call,
+                                                       const cuattn_gradients* gradients,
+                                                       void* workspace, size_t workspace_bytes,
+                                                       void* stream);
 
 /* Merges two attention results over disjoint keys. layout: BSHD, BHSD (out 4-D, lse [batch, heads,
  * seqlen]), NHD (out [n, heads, dim], lse [n, heads]) or THD (out [total, heads, dim], lse [heads,
@@ -294,6 +352,12 @@ CUATTN_API cuattn_status cuattn_attention_explain(const DLTensor* q, const DLTen
                                                   const cuattn_device* device, cuattn_plan* plan);
 
 /* As cuattn_attention_explain. */
+CUATTN_API cuattn_status cuattn_attention_backward_explain(
+    const cuattn_backward_arrays* arrays, const cuattn_attention_options* options,
+    const cuattn_backward_options* backward_options, const cuattn_device* device,
+    cuattn_plan* plan);
+
+/* As cuattn_attention_explain. */
 CUATTN_API cuattn_status cuattn_paged_explain(const DLTensor* q, const DLTensor* k_cache,
                                               const DLTensor* v_cache, const DLTensor* block_tables,
                                               const DLTensor* context_lens,
@@ -301,7 +365,7 @@ CUATTN_API cuattn_status cuattn_paged_explain(const DLTensor* q, const DLTensor*
                                               const cuattn_device* device, cuattn_plan* plan);
 
 typedef struct {
-  char op[16], kernel[16], arch[32], dtype[16], mask[16], score[16];
+  char op[32], kernel[16], arch[32], dtype[16], mask[16], score[16];
   int32_t head_dim, head_dim_v;
 } cuattn_kernel_info;
 

@@ -8,7 +8,7 @@
 #include <string>
 
 #include "cuattn/names.h"
-#include "cuattn/params/attention.h"
+#include "cuattn/params/backward.h"
 #include "cuattn/params/paged.h"
 #include "cuattn/tiles.h"
 
@@ -43,6 +43,7 @@ struct AttentionRequest {
   bool paged;                   // keys lie in blocks of kv_layout and block_size
   KvLayout kv_layout;
   int32_t block_size;
+  bool has_dropout;
 };
 
 // What the choice of a paged kernel depends on.
@@ -88,6 +89,8 @@ struct Plan {
   bool draws_tiles;      // persistent: each CTA draws its next tile; else a fixed order
   KeyAccess keys;
   BiasAccess bias;
+  int32_t chunk_keys;  // backward: keys of a part of the work, and such parts; else 0
+  int32_t num_chunks;
   size_t workspace_bytes;
   const char* reason;  // one clause, static storage
 };
@@ -97,6 +100,12 @@ struct Plan {
 // can run the request.
 Plan select_attention(const AttentionRequest& request, const DeviceInfo& device,
                       const char* backend);
+
+// The same for the backward pass, whose data pointers may be nullptr. `function` is named in
+// refusals. backend: "auto", "cpu", "naive"; the CUDA rungs of the forward pass refuse.
+Plan select_backward(const char* function, const BackwardParams& params, bool batch_invariant,
+                     const DeviceInfo& device, const char* backend);
+std::string explain_backward(const Plan& plan);
 
 // The whole ladder as text: each rung with its verdict, then the plan.
 std::string explain_attention(const AttentionRequest& request, const DeviceInfo& device,

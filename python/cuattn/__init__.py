@@ -13,6 +13,7 @@ from ._explain import explain
 from ._explain.build import cmake_dir, info, kernels
 from ._explain.plan import Plan
 from .attention import attention, attention_varlen
+from .backward import attention_backward, attention_varlen_backward
 from .block_pool import BlockPool
 from .cascade import cascade_attention
 from .kv_bytes import kv_cache_bytes
@@ -31,7 +32,9 @@ __all__ = [
     "Plan",
     "__version__",
     "attention",
+    "attention_backward",
     "attention_varlen",
+    "attention_varlen_backward",
     "cascade_attention",
     "cmake_dir",
     "copy_blocks",

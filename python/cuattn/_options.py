@@ -72,7 +72,11 @@ OTHER_DEFAULTS: dict[str, dict[str, Any]] = {  # of some ops
 }
 OUTSIDE = ("place", "refused")  # kinds that no C struct has
 XLA_OPS = {"attention": ROWS, "paged": PAGED[:1]}  # of one XLA handler, which fills this struct
-NOT_TRACED = {"jax": ("plan",), "torch": ("block_tables", "kv_layout")}  # by these faces
+DROPOUT = ("dropout_p", "dropout_seed", "dropout_offset", "dropout_state")
+NOT_TRACED = {  # by these faces
+    "jax": ("plan", *DROPOUT),
+    "torch": ("block_tables", "kv_layout", *DROPOUT),
+}
 NO_FIELD = {"attention": (), "paged": ("return_lse",)}  # in this struct
 
 
@@ -119,6 +123,10 @@ TABLE = tuple(Option(*row) for row in (
     ("v_scale", "refused", None, ROWS, "scale of float8 values"),
     ("k_scale", "scale", None, PAGED + VLLM, "of float8 caches: key = stored * scale; None is 1"),
     ("v_scale", "scale", None, PAGED + VLLM, "of float8 caches: value = stored * scale; None is 1"),
+    ("dropout_p", "number", 0.0, ROWS, "share of the probabilities that are dropped"),
+    ("dropout_seed", "length", None, ROWS, "of the random bits, from 0 to 2^63 - 1"),
+    ("dropout_offset", "length", 0, ROWS, "the same, from 0 to 2^32 - 1"),
+    ("dropout_state", "array int64", None, ROWS, "`[2]`: seed and offset, instead of both"),
     ("num_splits", "count", 0, ALL, "parts of the keys, a wish; 0 is chosen"),
     ("batch_invariant", "flag", False, ALL, "a sequence's bits do not depend on the others"),
     ("return_lse", "flag", False, ALL, "also return the log-sum-exp of the scores"),

@@ -33,6 +33,10 @@ def attention(
     v_scale: Any = None,
     seqused_q: Array | None = None,
     seqused_k: Array | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
+    dropout_offset: int = 0,
+    dropout_state: Array | None = None,
     num_splits: int = 0,
     batch_invariant: bool = False,
     return_lse: bool = False,
@@ -82,6 +86,14 @@ def attention(
     seqused_q, seqused_k : int32 array, [batch], optional
         Lengths in use of a padded batch; query rows beyond give out 0 and lse -inf, keys beyond are
         not seen, and causal and window count from the lengths in use.
+    dropout_p : float
+        Share of the probabilities that are dropped, in steps of 1 / 256; the others are divided by
+        what remains. On the CPU so far.
+    dropout_seed, dropout_offset : int
+        Which are dropped: a function of these and of the place alone (docs/numerics.md). A seed
+        from 0 to 2^63 - 1, and the number of the call with this seed, from 0 to 2^32 - 1.
+    dropout_state : int64 array, [2], optional
+        Seed and offset, on the device of q, instead of both.
     num_splits : int
         Parts that the keys are cut into; 0 lets the library choose. A wish: a kernel takes at most
         one for each tile of keys, and all but "sm90" with a dense batch take 1. `explain` says how
@@ -165,6 +177,10 @@ def attention_varlen(
     v_scale: Any = None,
     seqused_q: Array | None = None,
     seqused_k: Array | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
+    dropout_offset: int = 0,
+    dropout_state: Array | None = None,
     num_splits: int = 0,
     batch_invariant: bool = False,
     return_lse: bool = False,
@@ -207,6 +223,8 @@ def attention_varlen(
         As in `attention`; bias broadcasts to [batch, num_heads_q, max_seqlen_q, max_seqlen_k].
     seqused_q, seqused_k : int32 array, [batch], optional
         Rows in use of each sequence.
+    dropout_p, dropout_seed, dropout_offset, dropout_state
+        As in `attention`.
     num_splits, batch_invariant, return_lse, out, lse_out, workspace, backend, stream
         As in `attention`.
 

@@ -25,7 +25,7 @@ namespace {
 
 // Programs allocate these: they keep their size.
 static_assert(sizeof(cuattn_attention_call) == 4192 && sizeof(cuattn_plan) == 4648 &&
-              sizeof(cuattn_device) == 256 && sizeof(cuattn_kernel_info) == 120 &&
+              sizeof(cuattn_device) == 256 && sizeof(cuattn_kernel_info) == 136 &&
               sizeof(cuattn_paged_shape) == 48 && sizeof(cuattn_block_pool_stats) == 88);
 
 AttentionCall& state_of(cuattn_attention_call& call) {

@@ -34,6 +34,7 @@ AttentionRequest request_of(const AttentionCall& call) {
   r.paged = call.paged;
   r.kv_layout = call.gather.kv_layout;
   r.block_size = call.gather.pages.block_size;
+  r.has_dropout = p.dropout.is_on();
   return r;
 }
 
@@ -78,16 +79,11 @@ AttentionSchedule schedule_of(const Plan& plan, void* workspace) {
           plan.num_ctas, plan.draws_tiles, workspace};
 }
 
-// What is written lies apart from all else.
-void check_memory(const AttentionCall& call, const TensorView& out, const TensorView* lse,
-                  const void* workspace) {
-  const AttentionParams& p = call.params;
-  int64_t item = itemsize(p.dtype), bytes = static_cast<int64_t>(call.plan.workspace_bytes);
-  CallMemory memory(call.function());
-  memory.writes({"out", out});
-  if (lse != nullptr) memory.writes({"lse_out", *lse});
-  memory.writes({"workspace", workspace, 1, {{bytes, 1}}});
+}  // namespace
 
+void check_inputs(const AttentionCall& call, const CallMemory& memory) {
+  const AttentionParams& p = call.params;
+  int64_t item = itemsize(p.dtype);
   auto read_rows = [&](const char* name, const void* data, const Strides& strides, int64_t rows,
                        int64_t heads, int64_t dim) {
     int64_t batch = call.ragged ? 1 : p.batch;
@@ -124,9 +120,8 @@ void check_memory(const AttentionCall& call, const TensorView& out, const Tensor
                  {p.num_heads_q, p.scores.bias_stride_head},
                  {call.max_seqlen_q, p.scores.bias_stride_q},
                  {call.max_seqlen_kv, p.scores.bias_stride_kv}}});
+  memory.reads({"dropout_state", p.dropout.state, 8, {{2, 1}}});
 }
-
-}  // namespace
 
 void run_attention(AttentionCall& call, const TensorView& out, const TensorView* lse,
                    void* workspace, size_t workspace_bytes, Stream stream) {
@@ -160,12 +155,18 @@ void run_attention(AttentionCall& call, const TensorView& out, const TensorView*
                         : Strides{stride_of(*lse, 0), stride_of(*lse, 2), stride_of(*lse, 1)};
   }
 
-  check_memory(call, out, lse, workspace);
+  CallMemory memory(fn);  // what is written lies apart from all else
+  memory.writes({"out", out});
+  if (lse != nullptr) memory.writes({"lse_out", *lse});
+  memory.writes(
+      {"workspace", workspace, 1, {{static_cast<int64_t>(call.plan.workspace_bytes), 1}}});
+  check_inputs(call, memory);
   bool cuda = is_cuda(call.device);
   const Backend& backend = backend_of(fn, call.device);
   if (call.paged) check_pages(fn, call.gather, call.device, stream);
-  if ((call.ragged || call.uses_seqused) && (!cuda || checks_device_data()))
-    backend.check(p, call.device.device_id, stream);
+  bool has_data = call.ragged || call.uses_seqused || p.dropout.state != nullptr;
+  if (has_data && (!cuda || checks_device_data()))
+    backend.check(fn, p, call.device.device_id, stream);
   if (out.size() == 0 || p.batch == 0 || p.seqlen_q == 0) return;
 
   require_workspace(fn, call.plan, call.device, workspace, workspace_bytes);

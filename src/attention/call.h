@@ -8,6 +8,7 @@
 #include "cuattn/backend.h"
 #include "cuattn/c_api.h"
 #include "cuattn/tensor.h"
+#include "src/check/overlap.h"
 
 namespace cuattn {
 
@@ -18,12 +19,16 @@ struct AttentionCall {
   DLDevice device;
   int32_t layout;
   bool ragged, paged, uses_seqused, has_sinks, has_bias, batch_invariant;
+  bool is_backward;    // part of a BackwardCall: of what follows, function() alone differs
   bool may_step;       // lengths and options are such that paged_attention's kernels could serve
   int32_t num_splits;  // forced; 0 = chosen
   int64_t max_seqlen_q,
       max_seqlen_kv;  // as the caller gave them: the extents a bias is held against
 
-  const char* function() const { return ragged ? "attention_varlen" : "attention"; }
+  const char* function() const {
+    if (is_backward) return ragged ? "attention_varlen_backward" : "attention_backward";
+    return ragged ? "attention_varlen" : "attention";
+  }
 };
 // Programs copy it as bytes, and nobody destroys it. It must never outgrow the state, whose size is
 // part of the ABI: keep what is large behind a pointer then.
@@ -43,7 +48,11 @@ std::string ladder_of(const AttentionCall& call, const DeviceInfo& device, const
 // Validates shapes, dtypes, devices, strides and options, and fills everything but plan.
 // `check_data` false: no data pointer is looked at, for explain().
 AttentionCall validate_attention(const TensorView& q, const TensorView& k, const TensorView& v,
-                                 const cuattn_attention_options& options, bool check_data);
+                                 const cuattn_attention_options& options, bool check_data,
+                                 bool is_backward = false);
+
+// The arrays that a call reads, out and lse apart; for the forward and the backward pass.
+void check_inputs(const AttentionCall& call, const CallMemory& memory);
 
 // Validates the outputs and launches.
 void run_attention(AttentionCall& call, const TensorView& out, const TensorView* lse,

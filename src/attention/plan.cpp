@@ -131,6 +131,8 @@ const char* refusal(Kernel kernel, const AttentionRequest& r, const DeviceInfo& 
   auto uncompiled = [&](const char* why) {
     return instance_of(kernel, r) == kNoInstance ? why : nullptr;
   };
+  bool on_cuda = kernel != Kernel::cpu && kernel != Kernel::cpu_naive;
+  if (on_cuda && r.has_dropout) return "it has no dropout yet, which the CPU has";
   switch (kernel) {
     case Kernel::cpu:
     case Kernel::cpu_naive:
@@ -245,7 +247,12 @@ Plan select_attention(const AttentionRequest& request, const DeviceInfo& device,
   const char* function = function_of(request);
   require_supported(function, device);
   const Rung* automatic = first_automatic(request, device);
-  CUATTN_ASSERT(automatic != nullptr, "an automatic rung serves every valid request");
+  if (automatic == nullptr) {
+    CUATTN_ASSERT(request.has_dropout, "an automatic rung serves every other valid request");
+    fail<NotImplemented>(function,
+                         ": dropout_p has no CUDA kernel yet; pass 0, or move the arrays to the "
+                         "CPU");
+  }
   if (is_auto(backend)) return make_plan(*automatic, request, device);
   const Rung& rung = named_rung(function, backend, device.is_cuda);
   const char* why = wrong_side(rung.on_cuda, device.is_cuda);

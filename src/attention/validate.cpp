@@ -169,17 +169,49 @@ void read_bias(AttentionCall& call, const DLTensor* tensor, bool check_data) {
   s.bias_stride_kv = strides[3];
 }
 
+void read_dropout(AttentionCall& call, const cuattn_attention_options& o, bool check_data) {
+  const char* fn = call.function();
+  AttentionParams& p = call.params;
+  CUATTN_REQUIRE(o.dropout_p >= 0.0 && o.dropout_p < 1.0, fn,
+                 ": dropout_p must lie in [0, 1), got ", o.dropout_p,
+                 "; it is the share of probabilities that are dropped");
+  if (o.dropout_p == 0.0) return;
+  CUATTN_REQUIRE(o.dropout_seed >= -1, fn, ": dropout_seed must lie in [0, 2^63), got ",
+                 o.dropout_seed, "; pass another");
+  CUATTN_REQUIRE((o.dropout_seed >= 0) != (o.dropout_state != nullptr), fn,
+                 ": dropout_seed or dropout_state must be given with dropout_p > 0, got ",
+                 o.dropout_seed >= 0 ? "both" : "none",
+                 "; pass an integer, or int64 [2] that holds seed and offset");
+  CUATTN_REQUIRE(o.dropout_offset >= 0 && o.dropout_offset <= kMaxDropoutOffset, fn,
+                 ": dropout_offset must lie in [0, 2^32), got ", o.dropout_offset,
+                 "; count calls, and change the seed when they are used up");
+  CUATTN_REQUIRE(int64_t{p.batch} * p.num_heads_q <= kMaxDropoutOffset, fn,
+                 ": dropout_p must be 0 for 2^32 heads and more, got batch * num_heads_q ",
+                 int64_t{p.batch} * p.num_heads_q, "; split the call");
+  int32_t kept = static_cast<int32_t>(256.0 * (1.0 - o.dropout_p) + 0.5);
+  p.dropout.dropped = 256 - (kept > 1 ? kept : 1);
+  p.dropout.seed = static_cast<uint64_t>(o.dropout_seed);
+  p.dropout.offset = static_cast<uint32_t>(o.dropout_offset);
+  if (o.dropout_state == nullptr) return;
+  p.dropout.state = static_cast<const int64_t*>(
+      read_vector(fn, "dropout_state", view_of(fn, "dropout_state", o.dropout_state), DType::i64, 2,
+                  "seed and offset", call.device, "q", check_data));
+}
+
 }  // namespace
 
 AttentionCall validate_attention(const TensorView& q, const TensorView& k, const TensorView& v,
-                                 const cuattn_attention_options& o, bool check_data) {
+                                 const cuattn_attention_options& o, bool check_data,
+                                 bool is_backward) {
   AttentionCall call{};
+  call.is_backward = is_backward;
   call.paged = o.block_tables != nullptr;
   call.ragged = o.cu_seqlens_q != nullptr || o.cu_seqlens_k != nullptr || call.paged;
   call.layout = o.layout;
   call.uses_seqused = o.seqused_q != nullptr || o.seqused_k != nullptr;
   call.may_step = call.paged && o.seqused_k != nullptr && o.cu_seqlens_k == nullptr &&
-                  o.seqused_q == nullptr && o.bias == nullptr && !o.batch_invariant;
+                  o.seqused_q == nullptr && o.bias == nullptr && !o.batch_invariant &&
+                  o.dropout_p == 0.0;
   call.has_sinks = o.sinks != nullptr;
   call.has_bias = o.bias != nullptr;
   call.batch_invariant = o.batch_invariant != 0;
@@ -203,6 +235,7 @@ AttentionCall validate_attention(const TensorView& q, const TensorView& k, const
   p.scores = read_scores(fn, o, call.has_bias, {p.batch, p.num_heads_q, p.head_dim, "batch"},
                          call.device, check_data);
   read_bias(call, o.bias, check_data);
+  read_dropout(call, o, check_data);
   if (o.num_splits < 0) {
     fail<InvalidArgument>(fn, ": num_splits must be >= 0, got ", o.num_splits,
                           "; pass 0 to let cuattn choose");

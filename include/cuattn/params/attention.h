@@ -4,6 +4,7 @@
 // cpu/attention.cpp (the mathematics in plain loops).
 #pragma once
 
+#include "cuattn/params/dropout.h"
 #include "cuattn/params/pages.h"
 #include "cuattn/params/rows.h"
 #include "cuattn/params/scores.h"
@@ -40,6 +41,7 @@ struct AttentionParams {
 
   MaskParams mask;
   ScoreParams scores;
+  DropoutParams dropout;
 };
 
 CUATTN_HOST_DEVICE Span query_span(const AttentionParams& p, int32_t b) {

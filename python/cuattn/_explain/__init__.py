@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from .._gradients import FORWARD
 from .._options import OPS, PLACES, ROWS
+from .backward import explain_backward
 from .cascade import explain_cascade
 from .devices import place
 from .paged import PAGED_VERSIONS, explain_paged
@@ -24,8 +26,8 @@ def explain(
 
     Parameters
     ----------
-    op : {"attention", "attention_varlen", "paged_attention", "paged_attention_v1", \
-"paged_attention_v2", "cascade_attention"}
+    op : {"attention", "attention_varlen", "attention_backward", "attention_varlen_backward", \
+"paged_attention", "paged_attention_v1", "paged_attention_v2", "cascade_attention"}
         The function that would be called.
     *arrays_or_shapes
         Its positional arguments; of V1 and V2 q, the caches, block_tables and context_lens. Any
@@ -55,8 +57,10 @@ def explain(
         return explain_paged(op, arrays_or_shapes, device, dtype, options)
     if op == "cascade_attention":
         return explain_cascade(arrays_or_shapes, device, dtype, options)
+    if op in FORWARD:
+        return explain_backward(op, arrays_or_shapes, device, dtype, options)
     if op not in ROWS:
-        known = (*ROWS, *PAGED_VERSIONS, "cascade_attention")
+        known = (*ROWS, *FORWARD, *PAGED_VERSIONS, "cascade_attention")
         raise ValueError(f"explain: op must be one of {', '.join(map(repr, known))}, got {op!r}")
     names = OPS[op].positional
     if len(arrays_or_shapes) != len(names):

@@ -79,6 +79,11 @@ def run_attention(arrays: dict[str, jax.Array], static: Static) -> list[jax.Arra
 def call(op: str, arguments: dict[str, Any]) -> Any:
     """Check what is Python's to check, then run."""
     refuse(op, **{name: arguments[name] for name in PLACES})
+    if arguments["dropout_p"] != 0:
+        raise NotImplementedError(
+            f"{op}: dropout_p must be 0 for JAX arrays so far, got {arguments['dropout_p']!r}; "
+            "pass numpy arrays"
+        )
     qkv = {name: arguments[name] for name in ("q", "k", "v")}
     given = check_arrays(op, qkv, **{name: arguments.get(name) for name in ARRAYS})
     if arguments["backend"] == "cublas":
@@ -106,6 +111,10 @@ def attention(
     bias: jax.Array | None = None,
     seqused_q: jax.Array | None = None,
     seqused_k: jax.Array | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
+    dropout_offset: int = 0,
+    dropout_state: jax.Array | None = None,
     num_splits: int = 0,
     batch_invariant: bool = False,
     return_lse: bool = False,
@@ -123,6 +132,8 @@ def attention(
         As in `cuattn.attention`; the numbers are static under jax.jit.
     num_splits, batch_invariant, return_lse, backend
         As in `cuattn.attention`.
+    dropout_p, dropout_seed, dropout_offset, dropout_state
+        0 and None: there is no dropout for JAX arrays yet.
     out, lse_out, workspace, stream
         None: memory and stream belong to XLA.
 
@@ -161,6 +172,10 @@ def attention_varlen(
     bias: jax.Array | None = None,
     seqused_q: jax.Array | None = None,
     seqused_k: jax.Array | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
+    dropout_offset: int = 0,
+    dropout_state: jax.Array | None = None,
     num_splits: int = 0,
     batch_invariant: bool = False,
     return_lse: bool = False,
@@ -180,6 +195,8 @@ def attention_varlen(
         As in `cuattn.attention_varlen`; the numbers are static under jax.jit.
     num_splits, batch_invariant, return_lse, backend
         As in `cuattn.attention_varlen`.
+    dropout_p, dropout_seed, dropout_offset, dropout_state
+        0 and None: there is no dropout for JAX arrays yet.
     out, lse_out, workspace, stream
         None: memory and stream belong to XLA.
 

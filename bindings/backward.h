@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: Apache-2.0
+// What attention_backward and its explain read alike. Next: backward.cpp, explain.cpp.
+#pragma once
+
+#include <cstring>
+
+#include "bindings/call/options.h"
+#include "bindings/call/parse.h"
+#include "cuattn/c_api.h"
+
+namespace cuattn::bindings {
+
+struct Gradient {
+  const char* name;
+  int32_t bit;
+  const DLTensor* cuattn_gradients::* field;
+};
+inline constexpr Gradient kGradients[] = {
+    {"dq", CUATTN_NEED_DQ, &cuattn_gradients::dq},
+    {"dk", CUATTN_NEED_DK, &cuattn_gradients::dk},
+    {"dv", CUATTN_NEED_DV, &cuattn_gradients::dv},
+    {"dbias", CUATTN_NEED_DBIAS, &cuattn_gradients::dbias},
+    {"dsinks", CUATTN_NEED_DSINKS, &cuattn_gradients::dsinks},
+    {"dslopes", CUATTN_NEED_DSLOPES, &cuattn_gradients::dslopes}};
+constexpr int kNumGradients = 6;
+
+// The place of a name in kGradients; Python has checked it.
+inline int gradient_of(const char* op, nb::handle name) {
+  const char* text = parse_text(op, "need", name);
+  int i = 0;
+  while (i + 1 < kNumGradients && std::strcmp(text, kGradients[i].name) != 0) ++i;
+  return i;
+}
+
+// One argument by name; None where there is none.
+inline nb::handle argument(const nb::dict& arguments, const char* name) {
+  PyObject* value = PyDict_GetItemString(arguments.ptr(), name);
+  return value != nullptr ? nb::handle(value) : nb::handle(Py_None);
+}
+
+// The arguments of a backward pass: those of the forward call, and what it alone has.
+struct BackwardArguments {
+  const char* op;
+  AttentionArgs forward;
+  cuattn_attention_options options;
+  cuattn_backward_options backward_options;
+
+  explicit BackwardArguments(const nb::dict& arguments)
+      : forward(read_arguments<Attention>(arguments)) {
+    op = forward.cu_seqlens_q.is_valid() ? "attention_varlen_backward" : "attention_backward";
+    cuattn_attention_options_init(&options, sizeof options);
+    parse_options(op, forward, options);
+    cuattn_backward_options_init(&backward_options, sizeof backward_options);
+    nb::handle deterministic = argument(arguments, "deterministic");
+    if (is_given(deterministic))
+      backward_options.deterministic = parse_bool(op, "deterministic", deterministic);
+    backward_options.need = 0;
+    for (nb::handle name : nb::borrow<nb::tuple>(argument(arguments, "need")))
+      backward_options.need |= kGradients[gradient_of(op, name)].bit;
+  }
+};
+
+// Adds attention_backward.
+void add_backward(nb::module_& m);
+
+}  // namespace cuattn::bindings

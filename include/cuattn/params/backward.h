@@ -1,0 +1,93 @@
+// SPDX-License-Identifier: Apache-2.0
+// The problem of attention's backward pass as every kernel receives it: the forward problem whole,
+// what it gave, the gradients that come in and those that are asked for. Next: cpu/backward.cpp
+// (the mathematics in plain loops).
+#pragma once
+
+#include "cuattn/params/attention.h"
+
+namespace cuattn {
+
+// Which gradients are asked for, or-ed.
+enum Need : uint32_t {
+  kNeedDq = 1,
+  kNeedDk = 2,
+  kNeedDv = 4,
+  kNeedDbias = 8,
+  kNeedDsinks = 16,
+  kNeedDslopes = 32
+};
+
+// The gradient of an additive bias, of the bias's dtype. Axes: batch, query head, query, key.
+struct BiasGradient {
+  void* data;
+  int64_t extents[4];  // 1 where the bias is broadcast: ds is summed over that axis
+  int64_t strides[4];  // 0 there
+};
+
+struct BackwardParams {
+  AttentionParams forward;  // out and lse are read
+  uint32_t need;
+  const void* dout;   // like out
+  const float* dlse;  // like lse, or nullptr: 0
+  Strides dout_strides, dlse_strides;
+  void *dq, *dk, *dv;  // like q, k and v; nullptr: not asked for
+  Strides dq_strides, dk_strides, dv_strides;
+  DType dk_dtype, dv_dtype;  // of q, or f32
+  BiasGradient dbias;
+  float* dsinks;   // [num_heads_q]
+  float* dslopes;  // [num_heads_q], or [batch, num_heads_q]
+  bool dslopes_per_batch;
+  int64_t dsinks_stride, dslopes_stride_batch, dslopes_stride_head;
+
+  CUATTN_HOST_DEVICE bool needs(uint32_t gradients) const { return (need & gradients) != 0; }
+};
+
+// How the work is cut, by shapes alone, and the memory for it.
+struct BackwardSchedule {
+  int32_t chunk_keys;  // keys of a part of the work
+  int32_t num_chunks;  // parts of the longest sequence
+  void* workspace;     // as large as the plan says; contents undefined
+};
+
+// Whether more than one ds is summed into an element of dbias.
+CUATTN_HOST_DEVICE bool sums_bias(const BackwardParams& p) {
+  const int64_t* extents = p.dbias.extents;
+  const AttentionParams& f = p.forward;
+  return (extents[0] == 1 && f.batch > 1) || (extents[1] == 1 && f.num_heads_q > 1) ||
+         (extents[2] == 1 && f.seqlen_q > 1) || (extents[3] == 1 && f.seqlen_kv > 1);
+}
+
+// The workspace of the CPU's kernel: where each array begins, in floats. A row is a query of a
+// head: all of them count, used or not.
+struct BackwardLayout {
+  int64_t delta;       // [rows]
+  int64_t dq;          // [num_chunks, rows, head_dim]; in dq itself where that is float32 and whole
+  int64_t slope_sums;  // [num_chunks, rows], for dslopes
+  int64_t dbias;       // [num_chunks, extents...], where ds are summed
+  int64_t rows, dbias_size, total;
+  bool dq_in_place;
+};
+
+CUATTN_HOST_DEVICE BackwardLayout layout_of(const BackwardParams& p, int32_t num_chunks) {
+  const AttentionParams& f = p.forward;
+  BackwardLayout layout{};
+  layout.rows = f.total_q * f.num_heads_q;
+  auto take = [&layout](bool needed, int64_t floats) {
+    int64_t begin = layout.total;
+    if (needed) layout.total += (floats + 15) / 16 * 16;
+    return begin;
+  };
+  layout.delta = take(true, layout.rows);
+  layout.dq_in_place = num_chunks == 1 && f.dtype == DType::f32;
+  bool has_dq = p.needs(kNeedDq) && !layout.dq_in_place;
+  layout.dq = take(has_dq, num_chunks * layout.rows * f.head_dim);
+  layout.slope_sums = take(p.needs(kNeedDslopes), num_chunks * layout.rows);
+  const int64_t* extents = p.dbias.extents;
+  layout.dbias_size = extents[0] * extents[1] * extents[2] * extents[3];
+  bool sums = p.needs(kNeedDbias) && sums_bias(p);
+  layout.dbias = take(sums, num_chunks * layout.dbias_size);
+  return layout;
+}
+
+}  // namespace cuattn

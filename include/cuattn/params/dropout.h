@@ -1,0 +1,59 @@
+// SPDX-License-Identifier: Apache-2.0
+// Which probabilities dropout keeps: a function of seed, offset and place alone, so that tiles,
+// backends and packing cannot matter. Source: Philox-4x32-10, Salmon et al., SC 2011. Next:
+// attention.h.
+#pragma once
+
+#include "cuattn/params/types.h"
+
+namespace cuattn {
+
+constexpr int64_t kMaxDropoutOffset = 0xffffffff;  // a word of Philox's counter
+
+// Probability (b, h, i, j) is kept when its byte is below 256 - dropped, and is then multiplied by
+// 256 / (256 - dropped). Its byte is byte j % 16 of the 16 that Philox gives for the key `seed` and
+// the counter (j / 16, i, b * num_heads_q + h, offset); i is the row within its sequence.
+struct DropoutParams {
+  int32_t dropped;  // of 256; 0 = off
+  uint64_t seed;
+  uint32_t offset;
+  const int64_t* state;  // [seed, offset] where the arrays are, instead of both; or nullptr
+
+  CUATTN_HOST_DEVICE bool is_on() const { return dropped > 0; }
+  CUATTN_HOST_DEVICE uint32_t threshold() const { return 256u - static_cast<uint32_t>(dropped); }
+  CUATTN_HOST_DEVICE float factor() const { return 256.0f / static_cast<float>(threshold()); }
+  // The same with seed and offset read from state, once, where it can be read.
+  CUATTN_HOST_DEVICE DropoutParams resolved() const {
+    if (state == nullptr) return *this;
+    return {dropped, static_cast<uint64_t>(state[0]), static_cast<uint32_t>(state[1]), nullptr};
+  }
+};
+
+// The four words of a counter.
+struct PhiloxWords {
+  uint32_t x, y, z, w;
+};
+
+CUATTN_HOST_DEVICE PhiloxWords philox(PhiloxWords counter, uint64_t key) {
+  uint32_t low = static_cast<uint32_t>(key), high = static_cast<uint32_t>(key >> 32);
+  PhiloxWords c = counter;
+  for (int32_t round = 0; round < 10; ++round) {
+    uint64_t a = uint64_t{0xd2511f53u} * c.x, b = uint64_t{0xcd9e8d57u} * c.z;
+    c = {static_cast<uint32_t>(b >> 32) ^ c.y ^ low, static_cast<uint32_t>(b),
+         static_cast<uint32_t>(a >> 32) ^ c.w ^ high, static_cast<uint32_t>(a)};
+    low += 0x9e3779b9u;
+    high += 0xbb67ae85u;
+  }
+  return c;
+}
+
+// Whether probability (head, row, key) is kept; `head` is b * num_heads_q + h.
+CUATTN_HOST_DEVICE bool is_kept(const DropoutParams& p, uint32_t head, int32_t row, int32_t key) {
+  PhiloxWords words =
+      philox({static_cast<uint32_t>(key) >> 4, static_cast<uint32_t>(row), head, p.offset}, p.seed);
+  uint32_t which = static_cast<uint32_t>(key) >> 2 & 3u;
+  uint32_t word = which == 0 ? words.x : which == 1 ? words.y : which == 2 ? words.z : words.w;
+  return (word >> 8 * (static_cast<uint32_t>(key) & 3u) & 255u) < p.threshold();
+}
+
+}  // namespace cuattn

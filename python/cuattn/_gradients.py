@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What attention_backward and its explain share: names, and the options of the forward call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from ._options import OPS, Option, options_of
+
+GRADIENTS = ("dq", "dk", "dv", "dbias", "dsinks", "dslopes")
+FORWARD = {
+    "attention_backward": "attention",
+    "attention_varlen_backward": "attention_varlen",
+}
+POSITIONAL = {
+    op: ("dout", "q", "k", "v", "out", "lse", *OPS[forward].positional[3:])
+    for op, forward in FORWARD.items()
+}
+# Of the forward call alone: gradients go through rows, not pages, and no kernel splits the keys.
+NOT_TAKEN = ("block_tables", "kv_layout", "num_splits", "return_lse")
+
+
+def forward_options(op: str) -> Iterator[Option]:
+    """List the options of the forward call that its backward pass takes by name."""
+    kinds = ("flag", "count", "length", "number", "pair", "word", "text", "array")
+    for option in options_of(FORWARD[op], kinds=kinds):
+        if option.name not in (*POSITIONAL[op], *NOT_TAKEN):
+            yield option
+
+
+def check_need(op: str, need: Sequence[str]) -> tuple[str, ...]:
+    """Refuse what is no sequence of different gradients."""
+    names = tuple(need) if isinstance(need, (tuple, list)) else (need,)
+    if not names or len(set(names)) < len(names) or not set(names) <= set(GRADIENTS):
+        raise ValueError(
+            f"{op}: need must name one or more of {', '.join(GRADIENTS)}, each once, got {need!r}; "
+            "pass a tuple of names"
+        )
+    return names

@@ -1,0 +1,109 @@
+// SPDX-License-Identifier: Apache-2.0
+// The chooser of the backward pass: which kernel, how the keys are cut, how much workspace. Next:
+// plan.cpp (the chooser of the forward pass).
+#include <algorithm>
+#include <cstring>
+
+#include "cuattn/error.h"
+#include "cuattn/plan.h"
+#include "src/check/arrays.h"
+#include "src/check/ladder.h"
+
+namespace cuattn {
+namespace {
+
+struct Rung {
+  Kernel kernel;
+  bool automatic;
+  const char* merit;
+};
+
+constexpr Rung kLadder[] = {
+    {Kernel::cpu, true, "five products of tiles in vector registers, sums in float32"},
+    {Kernel::cpu_naive, false, "the plain formula, probabilities in memory"},
+};
+constexpr Kernel kCudaRungs[] = {Kernel::sm90, Kernel::sm80, Kernel::simt, Kernel::naive};
+
+// The keys of a call are cut for so many units of work, whatever number of threads there is: bits
+// must not depend on it. Each part has a dq of its own.
+constexpr int64_t kUnits = 32;
+constexpr int64_t kLeastChunk = 512, kChunkStep = 256;  // keys
+constexpr int64_t kMostFloats = int64_t{1} << 26;       // of the parts' dq together
+
+void cut_keys(Plan& plan, const BackwardParams& p, bool batch_invariant) {
+  const AttentionParams& f = p.forward;
+  int64_t units = std::max<int64_t>(int64_t{f.batch} * f.num_heads_kv, 1);
+  int64_t chunks = batch_invariant ? 1 : (kUnits + units - 1) / units;
+  chunks = std::min(chunks, f.seqlen_kv / kLeastChunk);
+  int64_t floats = p.needs(kNeedDq) ? f.total_q * f.num_heads_q * f.head_dim : 0;
+  if (floats > 0) chunks = std::min(chunks, kMostFloats / floats);
+  chunks = std::max<int64_t>(chunks, 1);
+  int64_t keys = std::max<int64_t>(f.seqlen_kv, 1);
+  int64_t chunk = ((keys + chunks - 1) / chunks + kChunkStep - 1) / kChunkStep * kChunkStep;
+  plan.chunk_keys = static_cast<int32_t>(std::min<int64_t>(chunk, INT32_MAX));
+  plan.num_chunks = static_cast<int32_t>((keys + chunk - 1) / chunk);
+}
+
+size_t workspace_bytes(const char* function, const Plan& plan, const BackwardParams& p) {
+  const AttentionParams& f = p.forward;
+  if (plan.kernel == Kernel::cpu_naive) {  // three numbers of each pair
+    return checked_bytes(function,
+                         {3 * sizeof(float), f.batch, f.num_heads_q, f.seqlen_q, f.seqlen_kv});
+  }
+  checked_bytes(function, {sizeof(float), plan.num_chunks, f.total_q, f.num_heads_q, f.head_dim});
+  const int64_t* extents = p.dbias.extents;
+  if (p.needs(kNeedDbias)) {
+    checked_bytes(function,
+                  {sizeof(float), plan.num_chunks, extents[0], extents[1], extents[2], extents[3]});
+  }
+  return checked_bytes(function, {sizeof(float), layout_of(p, plan.num_chunks).total});
+}
+
+const Rung& named_rung(const char* function, const char* backend) {
+  for (const Rung& rung : kLadder) {
+    if (std::strcmp(backend, kernel_name(rung.kernel)) == 0) return rung;
+  }
+  for (Kernel kernel : kCudaRungs) {
+    if (std::strcmp(backend, kernel_name(kernel)) == 0)
+      refuse_backend(function, backend, wrong_side(true, false), Kernel::cpu);
+  }
+  fail<InvalidArgument>(function,
+                        ": backend must be 'auto', 'naive', 'simt', 'sm80', 'sm90' or 'cpu', got '",
+                        backend, "'; use 'auto' for the fastest that serves the call");
+}
+
+}  // namespace
+
+Plan select_backward(const char* function, const BackwardParams& p, bool batch_invariant,
+                     const DeviceInfo& device, const char* backend) {
+  require_supported(function, device);
+  if (device.is_cuda) {
+    fail<NotImplemented>(function,
+                         ": no CUDA kernel of the backward pass is written yet; move the arrays to "
+                         "the CPU, or differentiate your framework's own attention");
+  }
+  const Rung& rung = is_auto(backend) ? kLadder[0] : named_rung(function, backend);
+  const AttentionParams& f = p.forward;
+  Plan plan{};
+  plan.kernel = rung.kernel;
+  plan.reason = rung.merit;
+  plan.num_splits = plan.packed_heads = 1;
+  plan.head_dim = f.head_dim;
+  plan.head_dim_v = f.head_dim_v;
+  cut_keys(plan, p, batch_invariant);
+  plan.workspace_bytes = workspace_bytes(function, plan, p);
+  return plan;
+}
+
+std::string explain_backward(const Plan& plan) {
+  std::string text;
+  for (const Rung& rung : kLadder) {
+    bool chosen = rung.kernel == plan.kernel, cut = rung.kernel == Kernel::cpu;
+    text += rung_line(
+        rung.kernel, chosen, nullptr, rung.automatic ? "can: " : "by name only: ", rung.merit,
+        chosen && cut ? concat("; keys in ", plan.num_chunks, " parts") : std::string());
+  }
+  return text;
+}
+
+}  // namespace cuattn
