@@ -10,7 +10,7 @@
 #ifndef __CUDACC_RTC__
 #include "cuda/host/launch.h"
 #endif
-#include "cuattn/params/schedule.h"
+#include "cuattn/schedule.h"
 #include "cuattn/tiles.h"
 
 namespace cuattn {

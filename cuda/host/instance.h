@@ -7,7 +7,7 @@
 
 #include "cuattn/instances.h"
 #include "cuattn/params/paged.h"
-#include "cuattn/params/schedule.h"
+#include "cuattn/schedule.h"
 
 namespace cuattn {
 

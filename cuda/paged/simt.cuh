@@ -83,7 +83,7 @@ struct PagedSimt {
   // 4. Main loop
   static __device__ __forceinline__ void attend(const PagedParams& p, const device::KeyTask& task,
                                                 State& state) {
-    bool scored = device::RowScore<DType::f32>::is_scored(p);
+    bool scored = p.scores.scored();
 #pragma unroll 1
     for (int32_t key0 = task.begin + warp() * kKeys; key0 < task.end; key0 += kWarps * kKeys) {
       float4 k[kKeys][kGroups], v[kKeys][kGroups];

@@ -10,8 +10,8 @@
 #include "cuattn/params/cache.h"
 #include "cuattn/params/merge.h"
 #include "cuattn/params/paged.h"
-#include "cuattn/params/schedule.h"
 #include "cuattn/plan.h"
+#include "cuattn/schedule.h"
 
 namespace cuattn {
 

@@ -5,8 +5,8 @@
 
 #include <algorithm>
 
-#include "src/options.h"
 #include "src/check/arrays.h"
+#include "src/options.h"
 
 namespace cuattn {
 

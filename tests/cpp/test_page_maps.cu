@@ -8,8 +8,8 @@
 #include <string>
 #include <vector>
 
-#include "paged_sm90.cuh"
-#include "pages_sm90.cuh"
+#include "cuda/attention/sm90/boxes.cuh"
+#include "cuda/paged/sm90/decode.cuh"
 #include "problem.h"
 #include "suite.h"
 #include "tma_tiles.cuh"
@@ -101,7 +101,7 @@ void check_pages(const std::vector<int32_t>& lengths, int32_t block_size, int32_
   p.k_strides = paged.layout.strides;
   p.seqused_kv = used.data();
   p.pages = {paged.blocks, block_size, tables.data(), paged.columns_in_table};
-  Sm90Schedule s = make_sm90_schedule(p, {128, kRows, 2, 12});
+  Sm90Schedule s = make_sm90_schedule(p, kWhole, {128, kRows, 2, 12});
   int32_t most_tiles = ceil_div(longest, kRows);
   Tiles tiles(int64_t{batch} * kHeads * kGroup * most_tiles, kRows, kPanels);
   int smem_bytes = smem_bytes_of(tiles.elements);

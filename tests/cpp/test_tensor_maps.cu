@@ -8,10 +8,10 @@
 #include <vector>
 
 #include "cuattn/device/mma_sm90.cuh"
-#include "pages_sm90.cuh"
-#include "store_sm90.cuh"
+#include "cuda/attention/sm90/boxes.cuh"
+#include "cuda/attention/sm90/store.cuh"
+#include "cuda/host/tensor_maps.h"
 #include "suite.h"
-#include "tensor_maps.h"
 #include "tma_tiles.cuh"
 
 namespace cuattn::test {
@@ -127,7 +127,7 @@ void check_keys(const KeyCase& c, bool heads_first) {
   }
   if (c.batch == 1 && !ragged) p.k_strides.batch = 99990001;  // means nothing
   if (c.heads_kv == 1) p.k_strides.head = 99990001;
-  Sm90Schedule s = make_sm90_schedule(p, {128, kRows, 2, 12});
+  Sm90Schedule s = make_sm90_schedule(p, kWhole, {128, kRows, 2, 12});
   dim3 grid(ceil_div(c.seqlen, kRows), c.heads_q, c.batch);
   Tiles tiles(int64_t{grid.x} * grid.y * grid.z, kRows, kPanels);
   int smem_bytes = smem_bytes_of(tiles.elements);
@@ -203,7 +203,7 @@ void check_bias(const BiasCase& c) {
   p.scores.bias_stride_head = c.per_head ? head : 0;
   p.scores.bias_stride_batch = c.per_batch ? batch : 0;
   CHECK(has_bias_map(p), name);
-  Sm90Schedule s = make_sm90_schedule(p, {kRows, c.tile_n, 2, 12});
+  Sm90Schedule s = make_sm90_schedule(p, kWhole, {kRows, c.tile_n, 2, 12});
   int panels = ceil_div(c.tile_n, 64);
   std::vector<Box> boxes;
   std::vector<std::array<int32_t, 4>> origins;  // batch, head, token, key

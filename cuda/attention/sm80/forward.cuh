@@ -15,7 +15,7 @@
 
 #include "cuattn/device/mask.cuh"
 #include "cuattn/device/mma_sm80.cuh"
-#include "cuattn/params/schedule.h"
+#include "cuattn/schedule.h"
 #include "cuattn/tiles.h"
 #include "cuda/host/launch.h"
 

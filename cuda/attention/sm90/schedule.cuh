@@ -7,7 +7,7 @@
 #include "cuattn/device/mask.cuh"
 #include "cuattn/device/mma_sm90.cuh"
 #include "cuattn/params/merge.h"
-#include "cuattn/params/schedule.h"
+#include "cuattn/schedule.h"
 #include "cuattn/tiles.h"
 #include "cuda/host/launch.h"
 

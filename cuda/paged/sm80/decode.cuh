@@ -325,7 +325,7 @@ struct PagedSm80 {
   // Dot products become scores in base 2, -inf where a query does not see the key.
   __device__ __forceinline__ void score_keys(const PagedParams& p, const State& state, int32_t key0,
                                              bool masked, float (&scores)[kRowBlocks][4]) {
-    bool scored = device::RowScore<kMma>::is_scored(p);
+    bool scored = p.scores.scored();
 #pragma unroll
     for (int n = 0; n < kRowBlocks; ++n) {
 #pragma unroll

@@ -575,9 +575,7 @@ void launch_paged_sm90(const PagedParams& p, cudaStream_t stream) {
     launch.template operator()<SplitUse::whole>();
   };
   auto launch_rows = [&]<int kRows>() {
-    bool scored = p.scores.softcap > 0.0f || p.scores.alibi_slopes != nullptr ||
-                  !is_plain_scale(p.scores.scale);
-    if (scored) return launch_kind.template operator()<kRows, ScoreKind::scored>();
+    if (p.scores.scored()) return launch_kind.template operator()<kRows, ScoreKind::scored>();
     launch_kind.template operator()<kRows, ScoreKind::identity>();
   };
   if (p.work.rows <= 8) return launch_rows.template operator()<8>();

@@ -166,15 +166,10 @@ struct RowScore {
   // `dot_scale`: what a dot product is times k_scale.
   __device__ __forceinline__ void init(const PagedParams& p, const KeyTask& task,
                                        const UnitRow& row, float dot_scale) {
-    scale = p.scores.scale * dot_scale * (is_scored(p) ? 1.0f : kLog2e);
+    scale = p.scores.scale * dot_scale * (p.scores.scored() ? 1.0f : kLog2e);
     slope = p.scores.slope(task.b, row.head);
     position = task.context - p.work.q_len + row.query;
     visible = p.work.mask.visible(row.query, p.work.q_len, task.context);
-  }
-
-  static __device__ __forceinline__ bool is_scored(const PagedParams& p) {
-    return p.scores.softcap > 0.0f || p.scores.alibi_slopes != nullptr ||
-           p.scores.scale >= 0x1p127f;
   }
 
   __device__ __forceinline__ float scored(const PagedParams& p, float dot, int32_t key) const {
