@@ -30,7 +30,9 @@ CASES = {
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize(("device", "backend", "name"), harness.target_params(tuple(CASES), cuda=()))
+@pytest.mark.parametrize(
+    ("device", "backend", "name"), harness.target_params(tuple(CASES), cuda=())
+)
 def test_dropout_against_float64(device, backend, name, dtype, rng):
     case = dataclasses.replace(CASES[name], dtype=dtype)
     change = lambda problem: problem.options.update(DROPOUT)  # noqa: E731
