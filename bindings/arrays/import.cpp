@@ -76,10 +76,10 @@ void refuse_grad(const char* op, const char* name, nb::handle object) {
   bool wanted = flag == Py_True;
   Py_DECREF(flag);
   if (!wanted) return;
-  raise(
-      PyExc_NotImplementedError, op, ": ", name,
-      " requires grad, but cuattn has no backward pass yet; call it under torch.no_grad() or pass ",
-      name, ".detach()");
+  raise(PyExc_NotImplementedError, op, ": ", name,
+        " requires grad, but no autograd goes through cuattn yet; call it under torch.no_grad() or "
+        "pass ",
+        name, ".detach()");
 }
 
 void check_flags(const char* op, const char* name, uint64_t flags, bool output) {

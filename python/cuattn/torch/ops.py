@@ -135,9 +135,9 @@ def attention_varlen_shapes(
 
 
 def no_gradient(*args: Any, **kwargs: Any) -> None:
-    """Refuse, when the forward pass is recorded for a backward pass that does not exist."""
+    """Refuse, when the forward pass is recorded for autograd, which has no way back."""
     raise NotImplementedError(
-        "cuattn has no backward pass yet; call it under torch.no_grad() or pass detached tensors"
+        "no autograd goes through cuattn yet; call it under torch.no_grad() or pass detached tensors"
     )
 
 

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dropout of the forward pass on the CPU: against float64 with the bits of the rule, its mean, and
+that nothing but seed, offset and place decides; CUDA refuses it by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+import cases
+import cuattn
+import harness
+import reference
+from cases import Case
+
+DROPOUT = {"dropout_p": 0.3, "dropout_seed": 2**40 + 11, "dropout_offset": 2**32 - 2}
+TARGETS = harness.target_params(cuda=())
+CASES = {
+    "plain": Case(),
+    "causal": Case(causal=True, seqlen_q=70, seqlen_kv=300, head_dim=128),
+    "one_query": Case(seqlen_q=1, seqlen_kv=239, num_heads_q=8),  # rows along the head dimension
+    "window": Case(window=(20, 3), layout="bhsd", seqlen_q=147, seqlen_kv=191),
+    "ragged": Case(layout="ragged", batch=3, num_heads_q=6, causal=True),
+    "options": Case(softcap=5.0, alibi="batch", sinks=True, bias="full", seqused="both"),
+    "bool": Case(bias="bool", causal=True, head_dim=40),
+}
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize(
+    ("device", "backend", "name"), harness.target_params(tuple(CASES), cuda=())
+)
+def test_dropout_against_float64(device, backend, name, dtype, rng):
+    case = dataclasses.replace(CASES[name], dtype=dtype)
+    change = lambda problem: problem.options.update(DROPOUT)  # noqa: E731
+    harness.assert_case(device, backend, case, rng, change)
+
+
+@pytest.mark.parametrize(("device", "backend"), TARGETS)
+def test_only_seed_offset_and_place_decide(device, backend, rng):
+    """A sequence in a padded batch and packed, keys from q's library or a state array: one mask."""
+    q, k, v = (rng.standard_normal((2, n, 2, 16), np.float32) for n in (40, 50, 50))
+    options = {**DROPOUT, "backend": backend}
+    out = cuattn.attention(q, k, v, **options)
+    state = np.array([DROPOUT["dropout_seed"], DROPOUT["dropout_offset"]])
+    again = cuattn.attention(q, k, v, dropout_p=0.3, dropout_state=state, backend=backend)
+    assert np.array_equal(out, again)
+    packed = cuattn.attention_varlen(
+        *(x.reshape(-1, 2, 16) for x in (q, k, v)),
+        np.array([0, 40, 80], np.int32),
+        np.array([0, 50, 100], np.int32),
+        40,
+        50,
+        **options,
+    )
+    assert np.array_equal(packed.reshape(out.shape), out)
+    for other in ({"dropout_seed": 5}, {"dropout_offset": 5}):
+        assert not np.array_equal(cuattn.attention(q, k, v, **{**options, **other}), out)
+
+
+@pytest.mark.parametrize(("device", "backend"), TARGETS)
+def test_the_mean_is_the_result_without_dropout(device, backend, rng):
+    q, k, v = (rng.standard_normal((1, n, 1, 8), np.float32) for n in (5, 64, 64))
+    draws = [
+        cuattn.attention(q, k, v, dropout_p=0.25, dropout_seed=1, dropout_offset=i, backend=backend)
+        for i in range(2000)
+    ]
+    plain = cuattn.attention(q, k, v, backend=backend)
+    deviation = np.std(draws, axis=0) / np.sqrt(len(draws))
+    assert (np.abs(np.mean(draws, axis=0) - plain) < 5 * deviation).all()
+
+
+@pytest.mark.parametrize(("device", "backend"), TARGETS)
+def test_lse_does_not_know_of_dropout(device, backend, rng):
+    q, k, v = (rng.standard_normal((1, 33, 2, 16), np.float32) for _ in range(3))
+    _, lse = cuattn.attention(q, k, v, return_lse=True, backend=backend)
+    out, dropped = cuattn.attention(q, k, v, return_lse=True, backend=backend, **DROPOUT)
+    assert np.array_equal(lse, dropped)
+    few = {"dropout_p": 0.001, "dropout_seed": 1}  # below half a step of 1 / 256: none
+    assert np.array_equal(
+        cuattn.attention(q, k, v, backend=backend, **few),
+        cuattn.attention(q, k, v, backend=backend),
+    )
+    assert out.shape == q.shape
+
+
+@pytest.mark.parametrize("backend", ["auto", "sm80", "naive"])
+def test_cuda_refuses_dropout(backend):
+    shape = (2, 64, 4, 64)
+    with pytest.raises(NotImplementedError, match="dropout"):
+        cuattn.explain("attention", shape, shape, shape, device="a100", backend=backend, **DROPOUT)
+
+
+def test_the_gradients_draw_the_same_bits(rng):
+    """Of the library alone: central differences of its own forward pass at one seed."""
+    q, k, v = (rng.standard_normal((1, n, 2, 8), np.float32) for n in (6, 40, 40))
+    dout = rng.standard_normal(q.shape, np.float32)
+
+    def run(values):
+        return cuattn.attention(q, k, values, return_lse=True, **DROPOUT)
+
+    out, lse = run(v)
+    direction = rng.standard_normal(v.shape, np.float32)
+    dv = cuattn.attention_backward(dout, q, k, v, out, lse, **DROPOUT).dv
+    # out is linear in v, so a whole step is exact.
+    want = np.sum(dout.astype(np.float64) * (run(v + direction)[0].astype(np.float64) - out))
+    assert np.isclose(np.sum(dv.astype(np.float64) * direction), want, rtol=1e-4, atol=1e-4)
+    exact, _ = reference.attention(q, k, v, **DROPOUT)
+    assert np.allclose(out, exact, atol=1e-5)
