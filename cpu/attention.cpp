@@ -26,7 +26,7 @@ struct Head {
   int64_t q, k, v, out, lse;  // offsets in elements of row 0
 };
 
-Head find_head(const PrefillParams& p, int32_t b, int32_t h) {
+Head find_head(const AttentionParams& p, int32_t b, int32_t h) {
   Head head{b, h, query_span(p, b), key_span(p, b), 0, 0, 0, 0, 0};
   int32_t h_kv = h / (p.num_heads_q / p.num_heads_kv);
   auto first = [&](const Strides& strides, const Span& span, int32_t which) {
@@ -40,43 +40,43 @@ Head find_head(const PrefillParams& p, int32_t b, int32_t h) {
   return head;
 }
 
-float bias_at(const PrefillParams& p, const Head& head, int32_t row, int32_t key) {
-  int64_t index = head.b * p.bias_stride_batch + head.h * p.bias_stride_head +
-                  row * p.bias_stride_q + key * p.bias_stride_kv;
-  if (p.bias_dtype == DType::boolean)
-    return static_cast<const uint8_t*>(p.bias)[index] != 0 ? 0.0f : -kInfinity;
-  return load_element(p.bias, index, p.bias_dtype);
+float bias_at(const AttentionParams& p, const Head& head, int32_t row, int32_t key) {
+  int64_t index = head.b * p.scores.bias_stride_batch + head.h * p.scores.bias_stride_head +
+                  row * p.scores.bias_stride_q + key * p.scores.bias_stride_kv;
+  if (p.scores.bias_dtype == DType::boolean)
+    return static_cast<const uint8_t*>(p.scores.bias)[index] != 0 ? 0.0f : -kInfinity;
+  return load_element(p.scores.bias, index, p.scores.bias_dtype);
 }
 
 // The score of a query and a key that it sees.
-float score(const PrefillParams& p, const Head& head, int32_t row, int32_t key) {
+float score(const AttentionParams& p, const Head& head, int32_t row, int32_t key) {
   int64_t q = head.q + row * p.q_strides.seq, k = head.k + key * p.k_strides.seq;
   double dot = 0.0;
   for (int32_t d = 0; d < p.head_dim; ++d) {
     dot +=
         static_cast<double>(load_element(p.q, q + d, p.dtype)) * load_element(p.k, k + d, p.dtype);
   }
-  float s = static_cast<float>(p.scale * dot);
-  if (p.softcap != 0.0f) s = p.softcap * std::tanh(s / p.softcap);
-  if (p.alibi_slopes != nullptr) {
-    float slope = p.alibi_slopes[head.b * p.alibi_stride_batch + head.h * p.alibi_stride_head];
+  float s = static_cast<float>(p.scores.scale * dot);
+  if (p.scores.softcap != 0.0f) s = p.scores.softcap * std::tanh(s / p.scores.softcap);
+  if (p.scores.alibi_slopes != nullptr) {
+    float slope = p.scores.slope(head.b, head.h);
     int64_t distance = static_cast<int64_t>(row) + head.keys.used - head.queries.used - key;
     s -= slope * static_cast<float>(std::abs(distance));
   }
-  if (p.bias != nullptr) s += bias_at(p, head, row, key);
+  if (p.scores.bias != nullptr) s += bias_at(p, head, row, key);
   return s;
 }
 
 // One row of the output. `scores` is that row of the workspace, indexed by key; `acc` holds
 // head_dim_v sums.
-void attend_row(const PrefillParams& p, const Head& head, int32_t row, float* scores, double* acc) {
-  KeyRange visible =
-      visible_keys(p.window_left, p.window_right, row, head.queries.used, head.keys.used);
+void attend_row(const AttentionParams& p, const Head& head, int32_t row, float* scores,
+                double* acc) {
+  KeyRange visible = p.mask.visible(row, head.queries.used, head.keys.used);
   float max = -kInfinity, sink = -kInfinity;
   if (row >= head.queries.used) {
     visible = {0, 0};
-  } else if (p.sinks != nullptr) {
-    max = sink = finite_sink(p.sinks[head.h * p.sinks_stride]);
+  } else if (p.scores.sinks != nullptr) {
+    max = sink = finite_sink(p.scores.sinks[head.h * p.scores.sinks_stride]);
   }
   for (int32_t key = visible.begin; key < visible.end; ++key) {
     scores[key] = score(p, head, row, key);
@@ -139,7 +139,7 @@ void check_seqused(const char* op, const char* name, const int32_t* seqused,
 
 }  // namespace
 
-void naive_prefill(const PrefillParams& p) {
+void naive_attention(const AttentionParams& p, float* scores) {
   double flops =
       2.0 * p.batch * p.num_heads_q * p.seqlen_q * p.seqlen_kv * (p.head_dim + p.head_dim_v);
   int64_t heads = static_cast<int64_t>(p.batch) * p.num_heads_q;
@@ -147,14 +147,13 @@ void naive_prefill(const PrefillParams& p) {
     Head head = find_head(p, static_cast<int32_t>(index / p.num_heads_q),
                           static_cast<int32_t>(index % p.num_heads_q));
     std::vector<double> acc(static_cast<size_t>(p.head_dim_v));
-    float* scores = static_cast<float*>(p.workspace) + index * p.seqlen_q * p.seqlen_kv;
     for (int32_t row = 0; row < head.queries.stored; ++row) {
-      attend_row(p, head, row, scores + static_cast<int64_t>(row) * p.seqlen_kv, acc.data());
+      attend_row(p, head, row, scores + (index * p.seqlen_q + row) * p.seqlen_kv, acc.data());
     }
   });
 }
 
-void check_prefill(const PrefillParams& p) {
+void check_attention(const AttentionParams& p) {
   const char* op = "attention";
   if (p.cu_seqlens_q != nullptr) {
     op = "attention_varlen";

@@ -28,10 +28,12 @@ DeviceInfo device_info(int32_t device_id, bool) {
   return info;
 }
 
-void prefill(const PrefillParams& params, const Plan& plan, int32_t, Stream) {
+void attention(const AttentionParams& params, const AttentionSchedule& schedule, const Plan& plan,
+               int32_t, Stream) {
   switch (plan.kernel) {
-    case Kernel::cpu: return cpu::flash_prefill(params);
-    case Kernel::cpu_naive: return cpu::naive_prefill(params);
+    case Kernel::cpu: return cpu::flash_attention(params);
+    case Kernel::cpu_naive:
+      return cpu::naive_attention(params, static_cast<float*>(schedule.workspace));
     default: CUATTN_ASSERT(false, "the plan names a kernel of another backend");
   }
 }
@@ -40,8 +42,8 @@ void paged(const PagedParams& params, const Plan&, int32_t, Stream) {
   cpu::paged_attention(params);
 }
 
-void paged_plan(const PagedWork& work, int32_t* plan, int32_t, Stream) {
-  cpu::paged_plan(work, plan);
+void paged_deal(const PagedWork& work, int32_t* deal, int32_t, Stream) {
+  cpu::paged_deal(work, deal);
 }
 
 void merge(const MergeParams& params, int32_t, Stream) { cpu::merge_states(params); }
@@ -60,7 +62,7 @@ constexpr size_t kPageBytes = 4096;
 void* host_alloc(size_t bytes) { return std::aligned_alloc(kPageBytes, bytes); }
 void host_free(void* memory) { std::free(memory); }
 
-void check(const PrefillParams& params, int32_t, Stream) { cpu::check_prefill(params); }
+void check(const AttentionParams& params, int32_t, Stream) { cpu::check_attention(params); }
 
 void check_paged(const char* function, const PagedParams& params, int32_t, Stream) {
   cpu::check_paged(function, params);
@@ -87,9 +89,9 @@ std::string describe() {
 
 const Backend& cpu_backend() {
   static const Backend backend{.device_info = device_info,
-                               .prefill = prefill,
+                               .attention = attention,
                                .paged = paged,
-                               .paged_plan = paged_plan,
+                               .paged_deal = paged_deal,
                                .merge = merge,
                                .cache_write = cache_write,
                                .cache_gather = cache_gather,

@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#include "cuattn/params/attention.h"
+#include "cuattn/params/types.h"
 
 namespace cuattn::cpu {
 

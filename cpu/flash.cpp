@@ -491,7 +491,7 @@ void run_blocks(const FlashUnit& u) {
   float* v_buffer = take(kTileKeys * u.head_dim_v);
   // Tiles begin at multiples of kStep, whatever this unit's rows see: the order of a row's sums,
   // and with it its bits, is then the same in whatever unit the row comes.
-  // Note: no length is within 1024 of 2^31 (src/check/validate.h), or `tile` would run over.
+  // Note: no length is within 1024 of 2^31 (src/check/arrays.h), or `tile` would run over.
   for (int tile = begin - begin % kStep; tile < end; tile += kStep) {
     int first = max(tile, begin), count = min(tile + kStep, end) - first;
     KeyTile k = load_tile(u.k, u.k_stride, first, count, u.head_dim, u.dtype, kNear, k_buffer);

@@ -7,7 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "cuattn/params/attention.h"
+#include "cuattn/params/rows.h"
 
 namespace cuattn::cpu {
 

@@ -70,7 +70,7 @@ const FlashKernel& choose_kernel() {
 // How one call is cut. Rows of a sequence and KV head are numbered query by query, the heads of the
 // group inside: neighbours then see nearly the same keys.
 struct Cut {
-  const PrefillParams& p;
+  const AttentionParams& p;
   int32_t group;      // query heads per KV head
   int32_t unit_rows;  // rows of a unit
   // Ragged: units before sequence b are num_heads_kv * first_chunk[b]. Dense: every sequence has
@@ -79,11 +79,11 @@ struct Cut {
   int64_t dense_chunks, num_units;
 };
 
-int64_t count_chunks(const PrefillParams& p, int32_t b, int32_t group, int32_t unit_rows) {
+int64_t count_chunks(const AttentionParams& p, int32_t b, int32_t group, int32_t unit_rows) {
   return (static_cast<int64_t>(query_span(p, b).stored) * group + unit_rows - 1) / unit_rows;
 }
 
-Cut cut_call(const PrefillParams& p, int32_t row_block) {
+Cut cut_call(const AttentionParams& p, int32_t row_block) {
   Cut cut{p, p.num_heads_q / p.num_heads_kv, row_block, {}, 0, 0};
   // Four units a thread even out their lengths, as far as that leaves whole row blocks.
   int64_t rows =
@@ -113,7 +113,7 @@ struct UnitPlace {
 };
 
 UnitPlace find_unit(const Cut& cut, int64_t index) {
-  const PrefillParams& p = cut.p;
+  const AttentionParams& p = cut.p;
   int32_t heads = p.num_heads_kv;
   if (p.cu_seqlens_q == nullptr) {
     int64_t sequences = static_cast<int64_t>(p.batch) * heads, place = index % sequences;
@@ -131,7 +131,7 @@ const char* element(const void* base, int64_t index, DType dtype) {
 }
 
 void run_unit(const Cut& cut, const FlashKernel& kernel, int64_t index) {
-  const PrefillParams& p = cut.p;
+  const AttentionParams& p = cut.p;
   UnitPlace place = find_unit(cut, index);
   Span queries = query_span(p, place.b), keys = key_span(p, place.b);
   int64_t sequence_rows = static_cast<int64_t>(queries.stored) * cut.group;
@@ -151,19 +151,18 @@ void run_unit(const Cut& cut, const FlashKernel& kernel, int64_t index) {
     row.lse = p.lse == nullptr ? nullptr : p.lse + offset(p.lse_strides);
     row.max = nullptr;
     row.bias = nullptr;
-    if (p.bias != nullptr) {
-      int64_t first = place.b * p.bias_stride_batch + h * p.bias_stride_head + i * p.bias_stride_q;
-      row.bias = element(p.bias, first, p.bias_dtype);
+    if (p.scores.bias != nullptr) {
+      int64_t first = place.b * p.scores.bias_stride_batch + h * p.scores.bias_stride_head +
+                      i * p.scores.bias_stride_q;
+      row.bias = element(p.scores.bias, first, p.scores.bias_dtype);
     }
     bool used = i < queries.used;
-    row.slope = p.alibi_slopes == nullptr
-                    ? 0.0f
-                    : p.alibi_slopes[place.b * p.alibi_stride_batch + h * p.alibi_stride_head];
-    row.sink = p.sinks == nullptr || !used ? -std::numeric_limits<float>::infinity()
-                                           : finite_sink(p.sinks[h * p.sinks_stride]);
+    row.slope = p.scores.slope(place.b, h);
+    row.sink = p.scores.sinks == nullptr || !used
+                   ? -std::numeric_limits<float>::infinity()
+                   : finite_sink(p.scores.sinks[h * p.scores.sinks_stride]);
     row.diagonal = static_cast<int32_t>(int64_t{i} + keys.used - queries.used);
-    row.visible = used ? visible_keys(p.window_left, p.window_right, i, queries.used, keys.used)
-                       : KeyRange{0, 0};
+    row.visible = used ? p.mask.visible(i, queries.used, keys.used) : KeyRange{0, 0};
   }
 
   FlashUnit unit{};
@@ -180,11 +179,11 @@ void run_unit(const Cut& cut, const FlashKernel& kernel, int64_t index) {
   unit.k_stride = p.k_strides.seq;
   unit.v_stride = p.v_strides.seq;
   unit.dtype = unit.out_dtype = p.dtype;
-  unit.bias_dtype = p.bias_dtype;
-  unit.bias_stride = p.bias_stride_kv;
-  unit.scale = p.scale;
-  unit.softcap = p.softcap;
-  unit.has_alibi = p.alibi_slopes != nullptr;
+  unit.bias_dtype = p.scores.bias_dtype;
+  unit.bias_stride = p.scores.bias_stride_kv;
+  unit.scale = p.scores.scale;
+  unit.softcap = p.scores.softcap;
+  unit.has_alibi = p.scores.alibi_slopes != nullptr;
   unit.scratch = thread_scratch(kernel.scratch_floats(unit.num_rows, p.head_dim, p.head_dim_v));
   kernel.run(unit);
 }
@@ -214,7 +213,7 @@ float* thread_scratch(size_t floats) {
 
 const char* isa_name() { return flash_kernel().isa; }
 
-void flash_prefill(const PrefillParams& p) {
+void flash_attention(const AttentionParams& p) {
   const FlashKernel& kernel = flash_kernel();
   Cut cut = cut_call(p, kernel.row_block);
   int64_t queries =

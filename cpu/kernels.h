@@ -4,20 +4,21 @@
 
 #include "cuattn/params/attention.h"
 #include "cuattn/params/cache.h"
+#include "cuattn/params/merge.h"
 #include "cuattn/params/paged.h"
 
 namespace cuattn::cpu {
 
-void check_prefill(const PrefillParams&
-                       p);  // attention.cpp: throws InvalidArgument when lengths break the contract
-void naive_prefill(
-    const PrefillParams& p);  // attention.cpp: kernel cpu_naive; scores in the workspace
-void flash_prefill(const PrefillParams& p);  // flash_units.cpp: kernel cpu; no workspace
-void merge_states(const MergeParams& p);     // merge.cpp
+// attention.cpp. The check throws InvalidArgument when lengths break the contract. Kernel
+// cpu_naive: scores is [batch, num_heads_q, seqlen_q, seqlen_kv].
+void check_attention(const AttentionParams& p);
+void naive_attention(const AttentionParams& p, float* scores);
+void flash_attention(const AttentionParams& p);  // flash_units.cpp: kernel cpu
+void merge_states(const MergeParams& p);         // merge.cpp
 
 // paged.cpp. The checks throw InvalidArgument when lengths or block ids break the contract.
 void paged_attention(const PagedParams& p);
-void paged_plan(const PagedWork& work, int32_t* plan);
+void paged_deal(const PagedWork& work, int32_t* deal);
 void check_paged(const char* function, const PagedParams& p);
 void check_context_lens(const char* function, const PagedWork& work);
 // cache.cpp
@@ -26,7 +27,7 @@ void cache_gather(const CacheGatherParams& p);
 void copy_blocks(const BlockCopyParams& p);
 void swap_blocks(const BlockSwapParams& p);
 
-// The instruction set that flash_prefill runs on; throws InvalidArgument when CUATTN_CPU_ISA asks
+// The instruction set that flash_attention runs on; throws InvalidArgument when CUATTN_CPU_ISA asks
 // for one that is unknown or that this machine lacks.
 const char* isa_name();
 

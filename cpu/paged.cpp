@@ -2,7 +2,7 @@
 // Paged attention on the CPU. The keys of a unit are gathered block by block into contiguous rows,
 // at most kChunk at a time, and attended by the vector kernel of flash.cpp; chunks, and then
 // splits, are merged by their log-sum-exp. Source: vLLM, arXiv:2309.06180; split keys,
-// Flash-Decoding (Dao et al., 2023). Next: params/paged.h (units and splits), flash.cpp.
+// Flash-Decoding (Dao et al., 2023). Next: params/deal.h (units and splits), flash.cpp.
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -91,22 +91,17 @@ void gather_row(const PagedParams& p, const char* from, char* to, Offset&& offse
   }
 }
 
-int64_t block_of(const PagedParams& p, int32_t b, int32_t token) {
-  int64_t id = p.block_tables[b * p.block_tables_stride + token / p.block_size];
-  return std::clamp<int64_t>(id, 0, p.num_blocks - 1);
-}
-
 void gather(const PagedParams& p, int32_t b, int32_t h_kv, int32_t first, int32_t count, char* k,
             char* v) {
   int64_t itemsize = bytes_of(p.kv_dtype), row_bytes = int64_t{p.head_dim} * bytes_of(p.dtype);
-  const int32_t x = static_cast<int32_t>(16 / itemsize), block_size = p.block_size;
+  const int32_t x = static_cast<int32_t>(16 / itemsize), block_size = p.pages.block_size;
   auto at = [&](const void* cache, const CacheStrides& strides, int64_t block, int64_t token) {
     int64_t index = block * strides.block + h_kv * strides.head + token * strides.token;
     return static_cast<const char*>(cache) + index * itemsize;
   };
   CopyRow copy{p};
   for (int32_t i = 0; i < count; ++i, k += row_bytes, v += row_bytes) {
-    int64_t block = block_of(p, b, first + i), token = (first + i) % block_size;
+    int64_t block = p.pages.block(b, (first + i) / block_size), token = (first + i) % block_size;
     const char* from_k = at(p.k_cache, p.k_strides, block, token);
     const char* from_v = at(p.v_cache, p.v_strides, block, token);
     if (p.kv_layout == KvLayout::vllm) {
@@ -156,8 +151,8 @@ void write_row(const PagedParams& p, int32_t b, int32_t h_kv, int32_t row, const
   if (query < 0) return;
   int32_t h = h_kv * p.work.group + row % p.work.group;
   float factor = lse == -kInfinity ? 0.0f : 1.0f;
-  if (p.sinks != nullptr) {
-    float sink = finite_sink(p.sinks[h * p.sinks_stride]), top = std::fmax(lse, sink);
+  if (p.scores.sinks != nullptr) {
+    float sink = finite_sink(p.scores.sinks[h * p.scores.sinks_stride]), top = std::fmax(lse, sink);
     if (top != -kInfinity) {
       float sum = std::exp(lse - top) + std::exp(sink - top);
       factor *= std::exp(lse - top) / sum;
@@ -187,12 +182,10 @@ void fill_row(const PagedParams& p, const Task& task, int32_t context, int32_t r
   int64_t q = task.b * p.q_strides.batch + place * p.q_strides.seq + h * p.q_strides.head;
   r.q = static_cast<const char*>(p.q) + q * bytes_of(p.dtype);
   r.bias = nullptr;
-  r.slope = p.alibi_slopes == nullptr
-                ? 0.0f
-                : p.alibi_slopes[task.b * p.alibi_stride_batch + h * p.alibi_stride_head];
+  r.slope = p.scores.slope(task.b, h);
   r.sink = -kInfinity;
   r.diagonal = static_cast<int32_t>(int64_t{query} + context - p.work.q_len);
-  r.visible = visible_keys(p.work.window_left, p.work.window_right, query, p.work.q_len, context);
+  r.visible = p.work.mask.visible(query, p.work.q_len, context);
 }
 
 // Chunks lie at multiples of kChunk, wherever the task begins.
@@ -221,10 +214,10 @@ States attend(const PagedParams& p, const Task& task) {
   unit.sequence_rows = static_cast<int64_t>(p.work.q_len) * p.work.group;
   unit.dtype = p.dtype;
   unit.out_dtype = DType::f32;
-  unit.scale = p.scale * scale_of(p.k_scale, p.k_scales, p.k_scales_stride_batch,
-                                  p.k_scales_stride_head, task.b, rows.h_kv);
-  unit.softcap = p.softcap;
-  unit.has_alibi = p.alibi_slopes != nullptr;
+  unit.scale = p.scores.scale * scale_of(p.k_scale, p.k_scales, p.k_scales_stride_batch,
+                                         p.k_scales_stride_head, task.b, rows.h_kv);
+  unit.softcap = p.scores.softcap;
+  unit.has_alibi = p.scores.alibi_slopes != nullptr;
 
   for (int32_t first = task.begin; first < task.end;) {
     int32_t until = std::min(task.end - first, kChunk - first % kChunk) + first;
@@ -355,10 +348,10 @@ std::vector<Task> list_tasks(const PagedWork& w) {
 
 }  // namespace
 
-void paged_plan(const PagedWork& work, int32_t* plan) {
+void paged_deal(const PagedWork& work, int32_t* deal) {
   PagedWork w = work;
-  w.plan = plan;
-  int32_t* first_tile = plan + PagedPlan::first_tile(w, 0);
+  w.deal = deal;
+  int32_t* first_tile = deal + PagedDeal::first_tile(w, 0);
   int64_t tiles = 0, longest = 0;
   for (int32_t b = 0; b < w.num_seqs; ++b) {
     first_tile[b] = static_cast<int32_t>(tiles);
@@ -370,24 +363,24 @@ void paged_plan(const PagedWork& work, int32_t* plan) {
                  "tiles of ", w.tile, " keys, got ", tiles, "; split the batch");
   first_tile[w.num_seqs] = static_cast<int32_t>(tiles);
   int64_t step = tiles_per_worker(w, tiles, longest);
-  plan[PagedPlan::kTiles] = static_cast<int32_t>(tiles);
-  plan[PagedPlan::kTilesPerWorker] = static_cast<int32_t>(step);
-  plan[PagedPlan::kTile] = w.tile;
-  plan[PagedPlan::kNumWorkers] = w.num_workers;
-  plan[PagedPlan::kLanes] = w.lanes;
+  deal[PagedDeal::kTiles] = static_cast<int32_t>(tiles);
+  deal[PagedDeal::kTilesPerWorker] = static_cast<int32_t>(step);
+  deal[PagedDeal::kTile] = w.tile;
+  deal[PagedDeal::kNumWorkers] = w.num_workers;
+  deal[PagedDeal::kTracks] = w.tracks;
   for (int32_t worker = 0; worker < w.num_workers; ++worker) {
-    int32_t* entry = plan + PagedPlan::worker(worker);
+    int32_t* entry = deal + PagedDeal::worker(worker);
     PagedStart start = worker_start(w, first_tile, step, worker);
-    entry[PagedPlan::kWorkerHead] = start.head_group;
-    entry[PagedPlan::kWorkerSeq] = start.b;
-    entry[PagedPlan::kWorkerTile] = start.tile;
-    entry[PagedPlan::kWorkerCount] = start.count;
+    entry[PagedDeal::kWorkerHead] = start.head_group;
+    entry[PagedDeal::kWorkerSeq] = start.b;
+    entry[PagedDeal::kWorkerTile] = start.tile;
+    entry[PagedDeal::kWorkerCount] = start.count;
   }
 }
 
 void paged_attention(const PagedParams& p) {
   const PagedWork& w = p.work;
-  if (p.own_plan != nullptr) paged_plan(w, p.own_plan);
+  if (p.own_deal != nullptr) paged_deal(w, p.own_deal);
   std::vector<Task> tasks = list_tasks(w);
   double flops = 0.0;
   for (const Task& task : tasks) flops += 4.0 * (task.end - task.begin) * w.rows * p.head_dim;
@@ -417,18 +410,20 @@ void check_context_lens(const char* function, const PagedWork& w) {
 void check_paged(const char* function, const PagedParams& p) {
   check_context_lens(function, p.work);
   for (int32_t b = 0; b < p.work.num_seqs; ++b) {
-    const int32_t* ids = p.block_tables + b * p.block_tables_stride;
-    int64_t blocks = (int64_t{p.work.context_lens[b]} + p.block_size - 1) / p.block_size;
+    const int32_t* ids = p.pages.entry(b, 0);
+    int64_t blocks =
+        (int64_t{p.work.context_lens[b]} + p.pages.block_size - 1) / p.pages.block_size;
     for (int64_t i = 0; i < blocks; ++i) {
-      CUATTN_REQUIRE(ids[i] >= 0 && ids[i] < p.num_blocks, function,
-                     ": block_tables must hold block ids within [0, ", p.num_blocks - 1, "], got ",
-                     ids[i], " at (", b, ", ", i, "); entries past the context may be anything");
+      CUATTN_REQUIRE(ids[i] >= 0 && ids[i] < p.pages.num_blocks, function,
+                     ": block_tables must hold block ids within [0, ", p.pages.num_blocks - 1,
+                     "], got ", ids[i], " at (", b, ", ", i,
+                     "); entries past the context may be anything");
     }
   }
-  if (p.work.plan == nullptr || p.own_plan != nullptr) return;
-  std::vector<int32_t> want(PagedPlan::size(p.work));
-  paged_plan(p.work, want.data());
-  CUATTN_REQUIRE(std::equal(want.begin(), want.end(), p.work.plan), function,
+  if (p.work.deal == nullptr || p.own_deal != nullptr) return;
+  std::vector<int32_t> want(PagedDeal::size(p.work));
+  paged_deal(p.work, want.data());
+  CUATTN_REQUIRE(std::equal(want.begin(), want.end(), p.work.deal), function,
                  ": plan must be what paged_plan makes of these context_lens, got another; make "
                  "it anew in every step, with the options of this call");
 }

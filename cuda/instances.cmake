@@ -8,18 +8,18 @@
 #   dtypes      of q, k and v; paged_attention: of the caches
 #   head dims   of q and k; `192x128`: v has 128. A call takes the smallest that hold its own
 #   masks, scores   `-`: decided at run time, no axis of the template
-# At most 6 kernels of attention share a source, so that none takes minutes to compile; prefill_sm90
+# At most 6 kernels of attention share a source, so that none takes minutes to compile; forward_sm90
 # has a second tile at head_dim 128, and so two rows.
 
-cuattn_kernel(attention prefill_sm90 attention/sm90/forward.cuh sm90
+cuattn_kernel(attention forward_sm90 attention/sm90/forward.cuh sm90
               "f16;bf16" "64;96;128;192;256;192x128" "none;causal;window" "identity")
-cuattn_kernel(attention prefill_sm90 attention/sm90/forward.cuh sm90
+cuattn_kernel(attention forward_sm90 attention/sm90/forward.cuh sm90
               "f16;bf16" "64;96;128;192;256;192x128" "none;causal;window" "scored")
-cuattn_kernel(attention prefill_sm80 attention/sm80/forward.cuh portable
+cuattn_kernel(attention forward_sm80 attention/sm80/forward.cuh portable
               "f16;bf16" "32;64;96;128;192;256;192x128" "none;causal;window" "identity;scored")
-cuattn_kernel(attention prefill_simt attention/simt.cuh portable
+cuattn_kernel(attention forward_simt attention/simt.cuh portable
               "f32" "64;128;256" "none;causal;window" "identity;scored")
-cuattn_kernel(attention prefill_tiled attention/tiled.cuh portable
+cuattn_kernel(attention forward_tiled attention/tiled.cuh portable
               "f32;f16;bf16" "64;128" "none;causal;window" "identity")
 
 cuattn_kernel(paged_attention paged_sm80 paged/sm80/decode.cuh portable

@@ -50,6 +50,13 @@ def _why_no_cuda():
     return None if torch.cuda.is_available() else "torch sees no CUDA device"
 
 
+def free_bytes(torch):
+    """Free memory of the device; beside other test processes, what this one's allocator holds."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        return -torch.cuda.memory_reserved()
+    return torch.cuda.mem_get_info()[0]
+
+
 @functools.cache
 def has_hopper():
     """Whether CUDA cases run on a GPU of compute capability 9.0 that has its machine code."""

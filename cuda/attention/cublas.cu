@@ -221,18 +221,21 @@ constexpr size_t kCublasWorkspaceBytes = size_t{32} << 20;  // what NVIDIA recom
 size_t round_up_256(size_t bytes) { return (bytes + 255) / 256 * 256; }
 
 template <DType kType>
-void run_steps(const PrefillParams& p, const Cublas& api, Handle handle, cudaStream_t stream) {
+void run_steps(const AttentionParams& p, char* workspace, const Cublas& api, Handle handle,
+               cudaStream_t stream) {
   using T = device::Element<kType>;
   constexpr cudaDataType kCudaType = kType == DType::f32   ? CUDA_R_32F
                                      : kType == DType::f16 ? CUDA_R_16F
                                                            : CUDA_R_16BF;
   int64_t heads = p.num_heads_q, group = p.num_heads_q / p.num_heads_kv;
   int64_t queries = p.seqlen_q, keys = p.seqlen_kv, scores_per_head = queries * keys;
-  char* workspace = static_cast<char*>(p.workspace);
   float* scores = reinterpret_cast<float*>(workspace);
+  T* probs = reinterpret_cast<T*>(workspace);  // float32: where the scores are
   workspace += round_up_256(sizeof(float) * p.batch * heads * scores_per_head);
-  T* probs = reinterpret_cast<T*>(kType == DType::f32 ? p.workspace : workspace);
-  if (kType != DType::f32) workspace += round_up_256(sizeof(T) * p.batch * heads * scores_per_head);
+  if (kType != DType::f32) {
+    probs = reinterpret_cast<T*>(workspace);
+    workspace += round_up_256(sizeof(T) * p.batch * heads * scores_per_head);
+  }
 
   check(api, api.set_stream(handle, stream), "cublasSetStream");
   check(api, api.set_workspace(handle, workspace, kCublasWorkspaceBytes), "cublasSetWorkspace");
@@ -261,12 +264,12 @@ void run_steps(const PrefillParams& p, const Cublas& api, Handle handle, cudaStr
 
 bool cublas_available() { return find_cublas() != nullptr; }
 
-void launch_cublas(const PrefillParams& p, int device_id, cudaStream_t stream) {
+void launch_cublas(const AttentionParams& p, void* workspace, int device_id, cudaStream_t stream) {
   CUATTN_ASSERT(p.cu_seqlens_q == nullptr && p.cu_seqlens_kv == nullptr && p.seqused_q == nullptr &&
                     p.seqused_kv == nullptr,
                 "cublas: dense batches only");
   if (int64_t{p.batch} * p.num_heads_q * p.seqlen_q == 0) return;
-  if (p.seqlen_kv == 0) return launch_naive(p, stream);  // it writes the empty rows
+  if (p.seqlen_kv == 0) return launch_naive(p, workspace, stream);  // it writes the empty rows
   const Cublas* api = find_cublas();
   if (api == nullptr) {
     fail<NotImplemented>(
@@ -276,10 +279,11 @@ void launch_cublas(const PrefillParams& p, int device_id, cudaStream_t stream) {
   DeviceHandle& device = handle_of(device_id);
   std::lock_guard lock(device.mutex);
   ensure_handle(*api, device, stream);
+  char* memory = static_cast<char*>(workspace);
   switch (p.dtype) {
-    case DType::f32: return run_steps<DType::f32>(p, *api, device.handle, stream);
-    case DType::f16: return run_steps<DType::f16>(p, *api, device.handle, stream);
-    case DType::bf16: return run_steps<DType::bf16>(p, *api, device.handle, stream);
+    case DType::f32: return run_steps<DType::f32>(p, memory, *api, device.handle, stream);
+    case DType::f16: return run_steps<DType::f16>(p, memory, *api, device.handle, stream);
+    case DType::bf16: return run_steps<DType::bf16>(p, memory, *api, device.handle, stream);
     default: CUATTN_ASSERT(false, "cublas: dtype ", static_cast<int>(p.dtype));
   }
 }

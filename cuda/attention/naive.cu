@@ -34,7 +34,7 @@ __device__ const Chunk<T>* row_of(const void* base, Strides strides, int32_t b, 
 // dots[b, h, i, j] = q_i . k_j, for the keys that some row may see. One thread a dot product.
 template <DType kType>
 __global__ void __launch_bounds__(kThreads)
-    dot_products(const __grid_constant__ PrefillParams p, float* dots) {
+    dot_products(const __grid_constant__ AttentionParams p, float* dots) {
   using T = Element<kType>;
   int64_t tile = blockIdx.x;  // of [batch, head, row tile, key tile]
   int32_t key_tiles = ceil_div(p.seqlen_kv, kKeysPerBlock);
@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(kThreads)
 // out[b, i, h, :] = sum_j probs[b, h, i, j] v_j. One thread per 16 bytes of the output row.
 template <DType kType>
 __global__ void __launch_bounds__(kThreads)
-    weighted_sums(const __grid_constant__ PrefillParams p, const float* probs) {
+    weighted_sums(const __grid_constant__ AttentionParams p, const float* probs) {
   using T = Element<kType>;
   int32_t chunks = p.head_dim_v / Chunk<T>::kSize;
   int64_t at = int64_t{blockIdx.x} * kThreads + threadIdx.x;  // of [batch, head, row, chunk]
@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(kThreads)
 
   KeyRange seen{0, 0};  // rows that are stored but not used see nothing: they become zeros
   if (row < queries.used) {
-    seen = visible_keys(p.window_left, p.window_right, row, queries.used, keys.used);
+    seen = p.mask.visible(row, queries.used, keys.used);
   }
   int32_t head_kv = head / (p.num_heads_q / p.num_heads_kv);
   const float* prob = probs + at * p.seqlen_kv;
@@ -100,8 +100,8 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <DType kType>
-void launch_three(const PrefillParams& p, cudaStream_t stream) {
-  float* scores = static_cast<float*>(p.workspace);  // [batch, num_heads_q, seqlen_q, seqlen_kv]
+void launch_three(const AttentionParams& p, void* workspace, cudaStream_t stream) {
+  float* scores = static_cast<float*>(workspace);  // [batch, num_heads_q, seqlen_q, seqlen_kv]
   int64_t rows = int64_t{p.batch} * p.num_heads_q * p.seqlen_q;
   int64_t tiles = int64_t{p.batch} * p.num_heads_q * ceil_div(p.seqlen_q, kRowsPerBlock) *
                   ceil_div(p.seqlen_kv, kKeysPerBlock);
@@ -119,12 +119,12 @@ void launch_three(const PrefillParams& p, cudaStream_t stream) {
 
 }  // namespace
 
-void launch_naive(const PrefillParams& p, cudaStream_t stream) {
+void launch_naive(const AttentionParams& p, void* workspace, cudaStream_t stream) {
   if (int64_t{p.batch} * p.num_heads_q * p.seqlen_q == 0) return;
   switch (p.dtype) {
-    case DType::f32: return launch_three<DType::f32>(p, stream);
-    case DType::f16: return launch_three<DType::f16>(p, stream);
-    case DType::bf16: return launch_three<DType::bf16>(p, stream);
+    case DType::f32: return launch_three<DType::f32>(p, workspace, stream);
+    case DType::f16: return launch_three<DType::f16>(p, workspace, stream);
+    case DType::bf16: return launch_three<DType::bf16>(p, workspace, stream);
     default: CUATTN_ASSERT(false, "naive: dtype ", static_cast<int>(p.dtype));
   }
 }

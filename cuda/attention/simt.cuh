@@ -11,12 +11,13 @@
 #ifndef __CUDACC_RTC__
 #include "cuda/host/launch.h"
 #endif
+#include "cuattn/schedule.h"
 #include "cuattn/tiles.h"
 
 namespace cuattn {
 
 template <int kHeadDim, MaskKind kMask, ScoreKind kScore>
-struct PrefillSimt {
+struct ForwardSimt {
   // 1. Types and sizes
   //
   // A warp is 2 lane rows (y) of 16 lanes (x). Lane (y, x) of warp w holds
@@ -63,7 +64,7 @@ struct PrefillSimt {
     device::TileRange tiles;
   };
 
-  static __device__ Work find_work(const PrefillParams& p) {
+  static __device__ Work find_work(const AttentionParams& p) {
     Work w;
     uint32_t row_tiles = device::ceil_div(p.seqlen_q, kTileM);
     uint32_t row_tile = blockIdx.x % row_tiles;
@@ -85,10 +86,10 @@ struct PrefillSimt {
     w.v_stride = p.v_strides.seq;
     w.head_dim = p.head_dim;
     w.head_dim_v = p.head_dim_v;
-    w.window_left = kMask == MaskKind::window ? p.window_left : static_cast<int32_t>(kUnlimited);
+    w.window_left = kMask == MaskKind::window ? p.mask.left : static_cast<int32_t>(kUnlimited);
     w.window_right = kMask == MaskKind::none     ? static_cast<int32_t>(kUnlimited)
                      : kMask == MaskKind::causal ? 0
-                                                 : p.window_right;
+                                                 : p.mask.right;
     int32_t row_end = min(w.row_begin + kTileM, w.queries.used);
     w.tiles = device::tile_range<kTileN>(w.window_left, w.window_right, w.row_begin, row_end,
                                          w.queries.used, w.keys.used);
@@ -285,7 +286,7 @@ struct PrefillSimt {
     }
   }
 
-  static __device__ void attend(const PrefillParams& p, const Work& w, Shared& s, State& state) {
+  static __device__ void attend(const AttentionParams& p, const Work& w, Shared& s, State& state) {
     device::ScoreMod<DType::f32, kScore> mod(p, w.b, w.head, w.queries.used, w.keys.used);
     Ring ring{w.tiles.end - 1};
     ring.chunks = device::ceil_div(w.head_dim, kChunk);
@@ -329,9 +330,10 @@ struct PrefillSimt {
 
   // 5. Epilogue: normalise and store; a row without keys becomes 0 and -inf, as do stored rows past
   // the used ones.
-  static __device__ void store(const PrefillParams& p, const Work& w, const State& state) {
-    float sink = p.sinks == nullptr ? device::negative_infinity()
-                                    : device::sink_in_base2(p.sinks[w.head * p.sinks_stride]);
+  static __device__ void store(const AttentionParams& p, const Work& w, const State& state) {
+    float sink = p.scores.sinks == nullptr
+                     ? device::negative_infinity()
+                     : device::sink_in_base2(p.scores.sinks[w.head * p.scores.sinks_stride]);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       float sum = state.sum[i];
@@ -369,10 +371,10 @@ struct PrefillSimt {
 
 // 6. Kernel
 template <int kHeadDim, MaskKind kMask, ScoreKind kScore>
-__global__ void __launch_bounds__(PrefillSimt<kHeadDim, kMask, kScore>::kThreads,
-                                  PrefillSimt<kHeadDim, kMask, kScore>::kBlocksPerSm)
-    prefill_simt(const __grid_constant__ PrefillParams p) {
-  using Kernel = PrefillSimt<kHeadDim, kMask, kScore>;
+__global__ void __launch_bounds__(ForwardSimt<kHeadDim, kMask, kScore>::kThreads,
+                                  ForwardSimt<kHeadDim, kMask, kScore>::kBlocksPerSm)
+    forward_simt(const __grid_constant__ AttentionParams p) {
+  using Kernel = ForwardSimt<kHeadDim, kMask, kScore>;
   extern __shared__ __align__(16) unsigned char dynamic_shared[];
   auto& shared = *reinterpret_cast<typename Kernel::Shared*>(dynamic_shared);
   typename Kernel::Work work = Kernel::find_work(p);
@@ -391,18 +393,19 @@ __global__ void __launch_bounds__(PrefillSimt<kHeadDim, kMask, kScore>::kThreads
 // 7. Launcher
 #ifndef __CUDACC_RTC__
 template <DType kType, int kHeadDim, int kHeadDimV, MaskKind kMask, ScoreKind kScore>
-void launch_prefill_simt(const PrefillParams& p, cudaStream_t stream) {
+void launch_forward_simt(const AttentionLaunch& launch, cudaStream_t stream) {
+  const AttentionParams& p = launch.params;
   static_assert(kType == DType::f32 && kHeadDim == kHeadDimV,
                 "simt has float32 and square head dims");
-  using Kernel = PrefillSimt<kHeadDim, kMask, kScore>;
+  using Kernel = ForwardSimt<kHeadDim, kMask, kScore>;
   CUATTN_ASSERT(p.head_dim <= kHeadDim && p.head_dim_v <= kHeadDim, "simt: head dims ", p.head_dim,
                 ", ", p.head_dim_v);
   int64_t blocks = int64_t{p.batch} * p.num_heads_q * device::ceil_div(p.seqlen_q, Kernel::kTileM);
   if (blocks == 0) return;
   static std::atomic<uint64_t> opted_in{0};
   constexpr int kSharedBytes = sizeof(typename Kernel::Shared);
-  allow_shared_memory(prefill_simt<kHeadDim, kMask, kScore>, kSharedBytes, opted_in);
-  prefill_simt<kHeadDim, kMask, kScore>
+  allow_shared_memory(forward_simt<kHeadDim, kMask, kScore>, kSharedBytes, opted_in);
+  forward_simt<kHeadDim, kMask, kScore>
       <<<grid_blocks(blocks, "simt"), Kernel::kThreads, kSharedBytes, stream>>>(p);
   CUATTN_CUDA_TRY(cudaGetLastError());
 }

@@ -17,7 +17,7 @@ constexpr int kSoftmaxRowsPerBlock = 4;  // one warp each
 // GEMM reads it whole.
 template <DType kType, ScoreKind kScore, class Prob>
 __global__ void __launch_bounds__(kSoftmaxRowsPerBlock * 32)
-    softmax_rows(const __grid_constant__ PrefillParams p, const float* dots, Prob* probs) {
+    softmax_rows(const __grid_constant__ AttentionParams p, const float* dots, Prob* probs) {
   using namespace device;
   int lane = threadIdx.x % 32;
   // Place of the row in [batch, head, row].
@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(kSoftmaxRowsPerBlock * 32)
   if (row >= queries.stored) return;  // a ragged batch: this sequence is shorter than the longest
   bool used = row < queries.used;
   KeyRange seen{0, 0};
-  if (used) seen = visible_keys(p.window_left, p.window_right, row, queries.used, keys.used);
+  if (used) seen = p.mask.visible(row, queries.used, keys.used);
   ScoreMod<kType, kScore> score(p, b, head, queries.used, keys.used);
 
   float max = negative_infinity(), sum = 0.0f;  // of scores, and of exponentials relative to it
@@ -50,7 +50,8 @@ __global__ void __launch_bounds__(kSoftmaxRowsPerBlock * 32)
   float reference = row_max == negative_infinity() ? 0.0f : row_max;
   float row_sum = warp_sum(sum * exp2_approx((max - reference) * score.to_log2));
   // The sink is one more score, without a value.
-  float sink = p.sinks != nullptr && used ? p.sinks[head * p.sinks_stride] : negative_infinity();
+  float sink = p.scores.sinks != nullptr && used ? p.scores.sinks[head * p.scores.sinks_stride]
+                                                 : negative_infinity();
   float exponent = finite_product(row_max, score.to_log2), sink_exponent = sink_in_base2(sink);
   float larger = fmaxf(exponent, sink_exponent);
   if (larger == negative_infinity()) larger = 0.0f;
@@ -74,12 +75,13 @@ __global__ void __launch_bounds__(kSoftmaxRowsPerBlock * 32)
 }
 
 template <DType kType, class Prob>
-void launch_softmax_rows(const PrefillParams& p, const float* dots, Prob* probs,
+void launch_softmax_rows(const AttentionParams& p, const float* dots, Prob* probs,
                          cudaStream_t stream) {
   int64_t rows = int64_t{p.batch} * p.num_heads_q * p.seqlen_q;
   unsigned blocks = grid_blocks(device::ceil_div<int64_t>(rows, kSoftmaxRowsPerBlock), "softmax");
-  auto kernel = p.score == ScoreKind::identity ? softmax_rows<kType, ScoreKind::identity, Prob>
-                                               : softmax_rows<kType, ScoreKind::scored, Prob>;
+  auto kernel = p.scores.kind == ScoreKind::identity
+                    ? softmax_rows<kType, ScoreKind::identity, Prob>
+                    : softmax_rows<kType, ScoreKind::scored, Prob>;
   kernel<<<blocks, kSoftmaxRowsPerBlock * 32, 0, stream>>>(p, dots, probs);
   CUATTN_CUDA_TRY(cudaGetLastError());
 }

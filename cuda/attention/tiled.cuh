@@ -10,12 +10,13 @@
 #ifndef __CUDACC_RTC__
 #include "cuda/host/launch.h"
 #endif
+#include "cuattn/schedule.h"
 #include "cuattn/tiles.h"
 
 namespace cuattn {
 
 template <DType kType, int kHeadDim, MaskKind kMask>
-struct PrefillTiled {
+struct ForwardTiled {
   // 1. Types and sizes
   //
   // A warp owns kRows query rows. While it computes scores, a lane is a key; while it adds up
@@ -135,7 +136,7 @@ struct PrefillTiled {
     }
   }
 
-  static __device__ void run(const PrefillParams& p, Shared& s) {
+  static __device__ void run(const AttentionParams& p, Shared& s) {
     // Which tile of which head of which sequence: blockIdx.x counts [batch, head, tile].
     uint32_t row_tiles = device::ceil_div(p.seqlen_q, kTileM);
     int32_t row_begin = blockIdx.x % row_tiles * kTileM;
@@ -153,8 +154,8 @@ struct PrefillTiled {
                  head_kv * p.v_strides.head;
 
     constexpr int32_t kNoLimit = static_cast<int32_t>(kUnlimited);
-    int32_t window_left = kMask == MaskKind::window ? p.window_left : kNoLimit;
-    int32_t window_right = kMask == MaskKind::none ? kNoLimit : p.window_right;
+    int32_t window_left = kMask == MaskKind::window ? p.mask.left : kNoLimit;
+    int32_t window_right = kMask == MaskKind::none ? kNoLimit : p.mask.right;
     int32_t row_end = min(row_begin + kTileM, queries.used);
     device::TileRange tiles = device::tile_range<kTileN>(window_left, window_right, row_begin,
                                                          row_end, queries.used, keys.used);
@@ -162,7 +163,7 @@ struct PrefillTiled {
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     int32_t warp_row = row_begin + warp * kRows;  // the warp's first row
     State state;
-    const float scale_log2 = p.scale * device::kLog2e;
+    const float scale_log2 = p.scores.scale * device::kLog2e;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       state.max[i] = device::negative_infinity();
@@ -221,28 +222,29 @@ struct PrefillTiled {
 
 // 6. Kernel
 template <DType kType, int kHeadDim, MaskKind kMask>
-__global__ void __launch_bounds__(PrefillTiled<kType, kHeadDim, kMask>::kThreads, 2)
-    prefill_tiled(const __grid_constant__ PrefillParams p) {
+__global__ void __launch_bounds__(ForwardTiled<kType, kHeadDim, kMask>::kThreads, 2)
+    forward_tiled(const __grid_constant__ AttentionParams p) {
   extern __shared__ __align__(16) unsigned char dynamic_shared[];
-  using Kernel = PrefillTiled<kType, kHeadDim, kMask>;
+  using Kernel = ForwardTiled<kType, kHeadDim, kMask>;
   Kernel::run(p, *reinterpret_cast<typename Kernel::Shared*>(dynamic_shared));
 }
 
 // 7. Launcher
 #ifndef __CUDACC_RTC__
 template <DType kType, int kHeadDim, int kHeadDimV, MaskKind kMask, ScoreKind kScore>
-void launch_prefill_tiled(const PrefillParams& p, cudaStream_t stream) {
+void launch_forward_tiled(const AttentionLaunch& launch, cudaStream_t stream) {
+  const AttentionParams& p = launch.params;
   static_assert(kHeadDim == kHeadDimV && kScore == ScoreKind::identity,
                 "tiled has square head dims, no score mods");
-  using Kernel = PrefillTiled<kType, kHeadDim, kMask>;
-  CUATTN_ASSERT(p.head_dim <= kHeadDim && p.head_dim_v <= kHeadDim && p.sinks == nullptr,
+  using Kernel = ForwardTiled<kType, kHeadDim, kMask>;
+  CUATTN_ASSERT(p.head_dim <= kHeadDim && p.head_dim_v <= kHeadDim && p.scores.sinks == nullptr,
                 "tiled: head dims ", p.head_dim, ", ", p.head_dim_v, " or sinks");
   int64_t blocks = int64_t{p.batch} * p.num_heads_q * device::ceil_div(p.seqlen_q, Kernel::kTileM);
   if (blocks == 0) return;
   static std::atomic<uint64_t> opted_in{0};
   constexpr int kSharedBytes = sizeof(typename Kernel::Shared);
-  allow_shared_memory(prefill_tiled<kType, kHeadDim, kMask>, kSharedBytes, opted_in);
-  prefill_tiled<kType, kHeadDim, kMask>
+  allow_shared_memory(forward_tiled<kType, kHeadDim, kMask>, kSharedBytes, opted_in);
+  forward_tiled<kType, kHeadDim, kMask>
       <<<grid_blocks(blocks, "tiled"), Kernel::kThreads, kSharedBytes, stream>>>(p);
   CUATTN_CUDA_TRY(cudaGetLastError());
 }

@@ -12,29 +12,30 @@
 namespace cuattn {
 namespace {
 
-void prefill(const PrefillParams& params, const Plan& plan, int32_t device_id, Stream stream) {
+void attention(const AttentionParams& params, const AttentionSchedule& schedule, const Plan& plan,
+               int32_t device_id, Stream stream) {
   DeviceGuard guard(device_id);
   cudaStream_t cuda_stream = static_cast<cudaStream_t>(stream);
   switch (plan.kernel) {
-    case Kernel::naive: return launch_naive(params, cuda_stream);
-    case Kernel::cublas: return launch_cublas(params, device_id, cuda_stream);
-    default: return launch_instance<Op::attention>(params, plan, cuda_stream);
+    case Kernel::naive: return launch_naive(params, schedule.workspace, cuda_stream);
+    case Kernel::cublas: return launch_cublas(params, schedule.workspace, device_id, cuda_stream);
+    default: return launch_instance<Op::attention>({params, schedule}, plan, cuda_stream);
   }
 }
 
 void paged(const PagedParams& params, const Plan& plan, int32_t device_id, Stream stream) {
   DeviceGuard guard(device_id);
   cudaStream_t cuda_stream = static_cast<cudaStream_t>(stream);
-  if (params.own_plan != nullptr) launch_paged_plan(params.work, params.own_plan, cuda_stream);
+  if (params.own_deal != nullptr) launch_paged_deal(params.work, params.own_deal, cuda_stream);
   launch_instance<Op::paged_attention>(params, plan, cuda_stream);
   if (num_paged_slots(params.work) > 0) {  // units may have several parts
     launch_paged_combine(params, device_info(device_id, false).major, cuda_stream);
   }
 }
 
-void paged_plan(const PagedWork& work, int32_t* plan, int32_t device_id, Stream stream) {
+void paged_deal(const PagedWork& work, int32_t* deal, int32_t device_id, Stream stream) {
   DeviceGuard guard(device_id);
-  launch_paged_plan(work, plan, static_cast<cudaStream_t>(stream));
+  launch_paged_deal(work, deal, static_cast<cudaStream_t>(stream));
 }
 
 void merge(const MergeParams& params, int32_t device_id, Stream stream) {
@@ -79,9 +80,9 @@ void host_free(void* memory) {
   if (cudaFreeHost(memory) != cudaSuccess) cudaGetLastError();  // the process may be ending
 }
 
-void check(const PrefillParams& params, int32_t device_id, Stream stream) {
+void check(const AttentionParams& params, int32_t device_id, Stream stream) {
   DeviceGuard guard(device_id);
-  check_prefill(params, static_cast<cudaStream_t>(stream));
+  check_attention(params, static_cast<cudaStream_t>(stream));
 }
 
 void check_tables(const char* function, const PagedParams& params, int32_t device_id,
@@ -111,9 +112,9 @@ void list_kernels(std::vector<KernelInfo>& list) {
 
 const Backend* cuda_backend() {
   static const Backend backend{.device_info = device_info,
-                               .prefill = prefill,
+                               .attention = attention,
                                .paged = paged,
-                               .paged_plan = paged_plan,
+                               .paged_deal = paged_deal,
                                .merge = merge,
                                .cache_write = cache_write,
                                .cache_gather = cache_gather,

@@ -44,9 +44,9 @@ bool read_device_data(void* host, const void* data, size_t bytes, cudaStream_t s
   return true;
 }
 
-void check_prefill(const PrefillParams& params, cudaStream_t stream) {
+void check_attention(const AttentionParams& params, cudaStream_t stream) {
   if (is_captured(stream)) return;
-  PrefillParams host = params;
+  AttentionParams host = params;
   std::vector<int32_t> cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv;
   copy_to_host(host.cu_seqlens_q, cu_seqlens_q, int64_t{params.batch} + 1, stream);
   copy_to_host(host.cu_seqlens_kv, cu_seqlens_kv, int64_t{params.batch} + 1, stream);
@@ -59,13 +59,15 @@ void check_prefill(const PrefillParams& params, cudaStream_t stream) {
 void check_paged(const char* function, const PagedParams& params, cudaStream_t stream) {
   if (is_captured(stream)) return;
   PagedParams host = params;
-  std::vector<int32_t> context_lens, block_tables, plan;
-  int64_t rows = params.work.num_seqs, row = params.block_tables_stride;
-  int64_t blocks = (int64_t{params.work.capacity} + params.block_size - 1) / params.block_size;
+  std::vector<int32_t> context_lens, block_tables, deal;
+  int64_t rows = params.work.num_seqs, row = params.pages.block_tables_stride;
+  int64_t blocks =
+      (int64_t{params.work.capacity} + params.pages.block_size - 1) / params.pages.block_size;
   copy_to_host(host.work.context_lens, context_lens, rows, stream);
-  copy_to_host(host.block_tables, block_tables, rows == 0 ? 0 : (rows - 1) * row + blocks, stream);
-  if (host.work.plan != nullptr) {
-    copy_to_host(host.work.plan, plan, PagedPlan::size(params.work), stream);
+  copy_to_host(host.pages.block_tables, block_tables, rows == 0 ? 0 : (rows - 1) * row + blocks,
+               stream);
+  if (host.work.deal != nullptr) {
+    copy_to_host(host.work.deal, deal, PagedDeal::size(params.work), stream);
   }
   CUATTN_CUDA_TRY(cudaStreamSynchronize(stream));
   cpu_backend().check_paged(function, host, 0, nullptr);

@@ -118,9 +118,9 @@ __global__ void __launch_bounds__(kCacheThreads, 4)
   CacheTile tile(&places, tokens, p.num_heads);
   bool is_k = tile.is_k;
   const CacheSide& side = is_k ? p.k : p.v;
-  tile.fill(side, p.block_size, p.num_tokens, [&](int64_t token) {
+  tile.fill(side, p.pages.block_size, p.num_tokens, [&](int64_t token) {
     CachedToken from = cached_token(p, token);
-    return from.seq < 0 ? int64_t{-1} : from.block * p.block_size + from.at;
+    return from.seq < 0 ? int64_t{-1} : from.block * p.pages.block_size + from.at;
   });
   if (kVllm && !is_k) {
     __shared__ Pairs<T> warp_tiles[kCacheThreads / 32];

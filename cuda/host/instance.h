@@ -6,8 +6,8 @@
 #include <cuda_runtime.h>
 
 #include "cuattn/instances.h"
-#include "cuattn/params/attention.h"
 #include "cuattn/params/paged.h"
+#include "cuattn/schedule.h"
 
 namespace cuattn {
 
@@ -15,7 +15,7 @@ template <Op kOp>
 struct OpParams;
 template <>
 struct OpParams<Op::attention> {
-  using Type = PrefillParams;
+  using Type = AttentionLaunch;
 };
 template <>
 struct OpParams<Op::paged_attention> {

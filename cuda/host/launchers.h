@@ -7,18 +7,20 @@
 
 #include "cuattn/params/attention.h"
 #include "cuattn/params/cache.h"
+#include "cuattn/params/merge.h"
 #include "cuattn/params/paged.h"
 #include "cuattn/plan.h"
 
 namespace cuattn {
 
-void launch_naive(const PrefillParams& params, cudaStream_t stream);  // attention/naive.cu
-void launch_cublas(const PrefillParams& params, int device_id,
-                   cudaStream_t stream);  // attention/cublas.cu
+// attention/naive.cu, attention/cublas.cu
+void launch_naive(const AttentionParams& params, void* workspace, cudaStream_t stream);
+void launch_cublas(const AttentionParams& params, void* workspace, int device_id,
+                   cudaStream_t stream);
 bool cublas_available();
-// Paged attention: the plan, where the call makes its own; a kernel; the combine, where units are
+// Paged attention: the deal, where the call makes its own; a kernel; the combine, where units are
 // cut. `major`: compute capability, from 9 on the combine overlaps the kernel before it.
-void launch_paged_plan(const PagedWork& work, int32_t* plan, cudaStream_t stream);
+void launch_paged_deal(const PagedWork& work, int32_t* deal, cudaStream_t stream);
 void launch_paged_combine(const PagedParams& params, int32_t major, cudaStream_t stream);
 void launch_cache_write(const CacheWriteParams& params, cudaStream_t stream);    // cache/write.cu
 void launch_cache_gather(const CacheGatherParams& params, cudaStream_t stream);  // cache/gather.cu
@@ -30,7 +32,7 @@ void launch_clear_counter(int32_t* counter,
 // backend/check.cu: these synchronise. read_device_data: false under stream capture, where nobody
 // can
 bool read_device_data(void* host, const void* data, size_t bytes, cudaStream_t stream);
-void check_prefill(const PrefillParams& params, cudaStream_t stream);
+void check_attention(const AttentionParams& params, cudaStream_t stream);
 void check_paged(const char* function, const PagedParams& params, cudaStream_t stream);
 void check_context_lens(const char* function, const PagedWork& work, cudaStream_t stream);
 

@@ -94,7 +94,8 @@ inline const device::TensorMap& tensor_map(DType dtype, const void* base,
 
 // Q as (columns, heads of a group, tokens, groups, batch): a box is 64 columns of `tokens` tokens
 // of `packed` heads, which land as rows token * packed + head.
-inline const device::TensorMap& query_map(const PrefillParams& p, int32_t packed, int32_t tokens) {
+inline const device::TensorMap& query_map(const AttentionParams& p, int32_t packed,
+                                          int32_t tokens) {
   bool ragged = p.cu_seqlens_q != nullptr;
   const Strides& s = p.q_strides;
   return tensor_map(p.dtype, p.q,
@@ -104,7 +105,7 @@ inline const device::TensorMap& query_map(const PrefillParams& p, int32_t packed
 }
 
 // O as (columns, tokens, heads, batch, 1): a box is the 16 rows of a warp.
-inline const device::TensorMap& output_map(const PrefillParams& p) {
+inline const device::TensorMap& output_map(const AttentionParams& p) {
   bool ragged = p.cu_seqlens_q != nullptr;
   const Strides& s = p.out_strides;
   return tensor_map(
@@ -115,18 +116,19 @@ inline const device::TensorMap& output_map(const PrefillParams& p) {
 
 // A bias that has_bias_map (params/attention.h), as (keys, tokens, heads, batch, 1): a box is 64
 // keys of 64 tokens.
-inline const device::TensorMap& bias_map(const PrefillParams& p) {
-  return tensor_map(p.dtype, p.bias,
-                    {p.seqlen_kv, p.seqlen_q, p.bias_stride_head != 0 ? p.num_heads_q : 1,
-                     p.bias_stride_batch != 0 ? p.batch : 1, 1},
-                    {p.bias_stride_q, p.bias_stride_head, p.bias_stride_batch, 0},
-                    {64, 64, 1, 1, 1});
+inline const device::TensorMap& bias_map(const AttentionParams& p) {
+  return tensor_map(
+      p.dtype, p.scores.bias,
+      {p.seqlen_kv, p.seqlen_q, p.scores.bias_stride_head != 0 ? p.num_heads_q : 1,
+       p.scores.bias_stride_batch != 0 ? p.batch : 1, 1},
+      {p.scores.bias_stride_q, p.scores.bias_stride_head, p.scores.bias_stride_batch, 0},
+      {64, 64, 1, 1, 1});
 }
 
 // K or V as (columns, tokens, heads, batch, 1). Note: the base must be mapped memory: the TMA reads
 // there for a box that lies wholly outside of its map.
-inline const device::TensorMap& key_map(const PrefillParams& p, const void* base, const Strides& s,
-                                        int32_t columns, int32_t rows) {
+inline const device::TensorMap& key_map(const AttentionParams& p, const void* base,
+                                        const Strides& s, int32_t columns, int32_t rows) {
   bool ragged = p.cu_seqlens_kv != nullptr;
   int64_t tokens = ragged ? p.total_kv : p.seqlen_kv;
   if (tokens == 0) base = p.q;  // never read, but legal
@@ -138,8 +140,9 @@ inline const device::TensorMap& key_map(const PrefillParams& p, const void* base
 // `piece` tokens of a block.
 inline const device::TensorMap& paged_cache_map(const PagedParams& p, const void* cache,
                                                 const CacheStrides& s, int32_t piece) {
-  return tensor_map(p.kv_dtype, p.num_blocks > 0 ? cache : p.q,  // without blocks nothing is read
-                    {p.head_dim, p.block_size, p.work.num_heads_kv, p.num_blocks, 1},
+  return tensor_map(p.kv_dtype,
+                    p.pages.num_blocks > 0 ? cache : p.q,  // without blocks nothing is read
+                    {p.head_dim, p.pages.block_size, p.work.num_heads_kv, p.pages.num_blocks, 1},
                     {s.token, s.head, s.block, 0}, {64, piece, 1, 1, 1});
 }
 

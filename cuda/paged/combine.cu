@@ -19,7 +19,7 @@ constexpr int kFewParts = 8;  // a warp has them all on their way at once
 // 80 registers: two blocks wait beside those of the first kernel, which leave 22,000.
 constexpr int kBlocksPerSm = 6;
 
-// Which unit block `item` of the grid's first axis merges. With a plan the item is the worker that
+// Which unit block `item` of the grid's first axis merges. With a deal the item is the worker that
 // holds a unit's second part, so each unit that is cut is found once; without, it is the unit.
 struct Unit {
   int32_t b, head_group;
@@ -33,10 +33,10 @@ __device__ bool find_unit(const PagedWork& w, int64_t item, Unit& unit) {
     unit.slots = paged_slots(w, unit.b, unit.head_group);
     return true;
   }
-  const int32_t* entry = w.plan + PagedPlan::worker(item);
-  unit.head_group = entry[PagedPlan::kWorkerHead];
-  unit.b = entry[PagedPlan::kWorkerSeq];
-  if (entry[PagedPlan::kWorkerCount] <= 0 || entry[PagedPlan::kWorkerTile] <= 0 || unit.b < 0 ||
+  const int32_t* entry = w.deal + PagedDeal::worker(item);
+  unit.head_group = entry[PagedDeal::kWorkerHead];
+  unit.b = entry[PagedDeal::kWorkerSeq];
+  if (entry[PagedDeal::kWorkerCount] <= 0 || entry[PagedDeal::kWorkerTile] <= 0 || unit.b < 0 ||
       unit.b >= w.num_seqs || unit.head_group < 0 || unit.head_group >= head_groups(w)) {
     return false;
   }
@@ -50,7 +50,7 @@ template <DType kType, Parts kParts, bool kWarpRows>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     paged_combine(const __grid_constant__ PagedParams p) {
   const PagedWork& w = p.work;
-  // The plan and the lengths were there before the kernel that is still running: no wait for them.
+  // The deal and the lengths were there before the kernel that is still running: no wait for them.
   Unit unit;
   device::release_next_kernel();
   bool found = find_unit(w, blockIdx.x, unit);

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The plan of paged attention (PagedPlan in params/paged.h): the tiles of a step stand in rows,
+// The deal of paged attention (PagedDeal in params/deal.h): the tiles of a step stand in rows,
 // every worker takes an equal stretch of one. One block: the lengths are few and the kernel is
 // short. Next: device/paged/tasks.cuh (who reads it).
 #include "cuattn/device/math.cuh"
-#include "cuattn/params/paged.h"
+#include "cuattn/params/deal.h"
 #include "cuda/host/launch.h"
 #include "cuda/host/launchers.h"
 
@@ -26,12 +26,12 @@ __device__ int32_t block_scan(int32_t value, int32_t* warp_sums) {
   return value;
 }
 
-__global__ void __launch_bounds__(kThreads) paged_plan(const PagedWork w, int32_t* plan) {
+__global__ void __launch_bounds__(kThreads) paged_deal(const PagedWork w, int32_t* deal) {
   constexpr int kShared = 8192;  // 32 KB: the search of longer batches reads global memory
   __shared__ int32_t first_shared[kShared];
   __shared__ int32_t warp_sums[kThreads / 32];
   __shared__ int32_t all_tiles, longest;
-  int32_t* first_tile = plan + PagedPlan::first_tile(w, 0);
+  int32_t* first_tile = deal + PagedDeal::first_tile(w, 0);
   if (threadIdx.x == 0) all_tiles = longest = 0;
   __syncthreads();
   for (int32_t base = 0; base < w.num_seqs; base += kThreads) {
@@ -54,27 +54,27 @@ __global__ void __launch_bounds__(kThreads) paged_plan(const PagedWork w, int32_
 
   int64_t step = tiles_per_worker(w, all_tiles, longest);
   if (threadIdx.x == 0) {
-    plan[PagedPlan::kTiles] = all_tiles;
-    plan[PagedPlan::kTilesPerWorker] = static_cast<int32_t>(step);
-    plan[PagedPlan::kTile] = w.tile;
-    plan[PagedPlan::kNumWorkers] = w.num_workers;
-    plan[PagedPlan::kLanes] = w.lanes;
+    deal[PagedDeal::kTiles] = all_tiles;
+    deal[PagedDeal::kTilesPerWorker] = static_cast<int32_t>(step);
+    deal[PagedDeal::kTile] = w.tile;
+    deal[PagedDeal::kNumWorkers] = w.num_workers;
+    deal[PagedDeal::kTracks] = w.tracks;
   }
   const int32_t* first = w.num_seqs < kShared ? first_shared : first_tile;
   for (int32_t worker = threadIdx.x; worker < w.num_workers; worker += kThreads) {
     PagedStart start = worker_start(w, first, step, worker);
-    int32_t* to = plan + PagedPlan::worker(worker);
-    to[PagedPlan::kWorkerHead] = start.head_group;
-    to[PagedPlan::kWorkerSeq] = start.b;
-    to[PagedPlan::kWorkerTile] = start.tile;
-    to[PagedPlan::kWorkerCount] = start.count;
+    int32_t* to = deal + PagedDeal::worker(worker);
+    to[PagedDeal::kWorkerHead] = start.head_group;
+    to[PagedDeal::kWorkerSeq] = start.b;
+    to[PagedDeal::kWorkerTile] = start.tile;
+    to[PagedDeal::kWorkerCount] = start.count;
   }
 }
 
 }  // namespace
 
-void launch_paged_plan(const PagedWork& work, int32_t* plan, cudaStream_t stream) {
-  paged_plan<<<1, kThreads, 0, stream>>>(work, plan);
+void launch_paged_deal(const PagedWork& work, int32_t* deal, cudaStream_t stream) {
+  paged_deal<<<1, kThreads, 0, stream>>>(work, deal);
   CUATTN_CUDA_TRY(cudaGetLastError());
 }
 

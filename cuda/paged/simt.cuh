@@ -61,7 +61,7 @@ struct PagedSimt {
     const float* gK = static_cast<const float*>(p.k_cache) + block * p.k_strides.block +
                       task.kv_head * p.k_strides.head;
     int64_t at = p.kv_layout == KvLayout::vllm
-                     ? int64_t{column(g)} * p.block_size + place * 4  // x = 4
+                     ? int64_t{column(g)} * p.pages.block_size + place * 4  // x = 4
                      : place * p.k_strides.token + column(g);
     return *reinterpret_cast<const float4*>(gK + at);
   }
@@ -72,8 +72,8 @@ struct PagedSimt {
     if (p.kv_layout != KvLayout::vllm) {
       return *reinterpret_cast<const float4*>(gV + place * p.v_strides.token + column(g));
     }
-    gV += int64_t{column(g)} * p.block_size + place;
-    return {gV[0], gV[p.block_size], gV[2 * p.block_size], gV[3 * p.block_size]};
+    gV += int64_t{column(g)} * p.pages.block_size + place;
+    return {gV[0], gV[p.pages.block_size], gV[2 * p.pages.block_size], gV[3 * p.pages.block_size]};
   }
 
   static __device__ __forceinline__ float dot(const float4& a, const float4& b, float sum) {
@@ -83,7 +83,7 @@ struct PagedSimt {
   // 4. Main loop
   static __device__ __forceinline__ void attend(const PagedParams& p, const device::KeyTask& task,
                                                 State& state) {
-    bool scored = device::RowScore<DType::f32>::is_scored(p);
+    bool scored = p.scores.scored();
 #pragma unroll 1
     for (int32_t key0 = task.begin + warp() * kKeys; key0 < task.end; key0 += kWarps * kKeys) {
       float4 k[kKeys][kGroups], v[kKeys][kGroups];
@@ -91,12 +91,12 @@ struct PagedSimt {
       for (int i = 0; i < kKeys; ++i) {
         int32_t key = key0 + i;
         bool valid = key >= task.low && key < task.end;
-        int64_t block = valid ? device::block_of(p, task.b, key) : 0;
+        int64_t block = valid ? p.pages.block(task.b, key / p.pages.block_size) : 0;
 #pragma unroll
         for (int g = 0; g < kGroups; ++g) {
           bool loads = valid && column(g) < p.head_dim;
-          k[i][g] = loads ? load_k(p, task, block, key % p.block_size, g) : float4{};
-          v[i][g] = loads ? load_v(p, task, block, key % p.block_size, g) : float4{};
+          k[i][g] = loads ? load_k(p, task, block, key % p.pages.block_size, g) : float4{};
+          v[i][g] = loads ? load_v(p, task, block, key % p.pages.block_size, g) : float4{};
         }
       }
 #pragma unroll

@@ -18,7 +18,7 @@
 #include <string>
 
 #include "cuattn/c_api.h"
-#include "cuattn/params/paged.h"
+#include "cuattn/params/pages.h"
 #include "cuattn/tensor.h"
 
 namespace cuattn {

@@ -8,8 +8,10 @@
 
 #include "cuattn/params/attention.h"
 #include "cuattn/params/cache.h"
+#include "cuattn/params/merge.h"
 #include "cuattn/params/paged.h"
 #include "cuattn/plan.h"
+#include "cuattn/schedule.h"
 
 namespace cuattn {
 
@@ -25,10 +27,11 @@ struct KernelInfo {
 struct Backend {
   // has_cublas is looked for only when `find_libraries` says so.
   DeviceInfo (*device_info)(int32_t device_id, bool find_libraries);
-  void (*prefill)(const PrefillParams& params, const Plan& plan, int32_t device_id, Stream stream);
+  void (*attention)(const AttentionParams& params, const AttentionSchedule& schedule,
+                    const Plan& plan, int32_t device_id, Stream stream);
   void (*paged)(const PagedParams& params, const Plan& plan, int32_t device_id, Stream stream);
-  // Fills a plan of PagedPlan::size(work) entries; work.plan is not read.
-  void (*paged_plan)(const PagedWork& work, int32_t* plan, int32_t device_id, Stream stream);
+  // Fills a deal of PagedDeal::size(work) entries; work.deal is not read.
+  void (*paged_deal)(const PagedWork& work, int32_t* deal, int32_t device_id, Stream stream);
   void (*merge)(const MergeParams& params, int32_t device_id, Stream stream);
   void (*cache_write)(const CacheWriteParams& params, int32_t device_id, Stream stream);
   void (*cache_gather)(const CacheGatherParams& params, int32_t device_id, Stream stream);
@@ -42,7 +45,7 @@ struct Backend {
   // Reads cu_seqlens and seqused where they lie and throws InvalidArgument when they break the
   // contract. Synchronises on CUDA; called only under CUATTN_CHECK=1 there, always on the CPU.
   // Skipped (with one warning) under stream capture.
-  void (*check)(const PrefillParams& params, int32_t device_id, Stream stream);
+  void (*check)(const AttentionParams& params, int32_t device_id, Stream stream);
   // The same for block tables and context lengths.
   void (*check_paged)(const char* function, const PagedParams& params, int32_t device_id,
                       Stream stream);

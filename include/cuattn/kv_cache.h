@@ -21,7 +21,7 @@
 
 #include "cuattn/attention.h"
 #include "cuattn/c_api.h"
-#include "cuattn/params/paged.h"
+#include "cuattn/params/pages.h"
 #include "cuattn/tensor.h"
 
 namespace cuattn {

@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <string>
 
+#include "cuattn/names.h"
 #include "cuattn/params/attention.h"
 #include "cuattn/params/paged.h"
 #include "cuattn/tiles.h"
@@ -29,7 +30,7 @@ struct DeviceInfo {
 constexpr int32_t kMaxSplits = 128;
 
 // What the choice depends on, and nothing else.
-struct PrefillRequest {
+struct AttentionRequest {
   DType dtype;
   int32_t batch, num_heads_q, num_heads_kv, head_dim, head_dim_v;
   int32_t seqlen_q, seqlen_kv;  // ragged: the maxima
@@ -50,9 +51,7 @@ struct PagedRequest {
   KvLayout kv_layout;
   int32_t num_seqs, q_len, num_heads_q, num_heads_kv, head_dim, block_size;
   int32_t capacity;        // tokens that a row of block_tables can name
-  bool windowed;           // any limit beyond causal
-  ScoreKind score;         // scored: softcap, ALiBi or a scale that is not positive
-  bool has_plan;           // the caller brings one
+  bool has_deal;           // the caller brings one (plan=)
   int32_t num_splits;      // asked for; 0 = chosen
   int32_t partition_size;  // V2's; 0 = none
   bool one_pass;           // V1
@@ -78,12 +77,12 @@ struct Plan {
   int32_t instance = kNoInstance;  // its number in the table (instances.h), where it stands there
   int32_t head_dim, head_dim_v;    // of the instance; smaller heads run padded in shared memory
   Tile tile;
-  int32_t num_splits;  // parts of the keys that memory holds; paged: 0 = by a plan of the device
+  int32_t num_splits;  // parts of the keys that memory holds; paged: 0 = by a deal of the device
   int32_t split_keys;  // paged: the fixed length of a split, or 0
   int32_t cluster;     // paged: thread blocks that share a split and merge what they find; 1 = none
   bool in_parts;       // paged: batch invariant in parts of a split (PagedWork)
-  int32_t num_workers;   // paged: thread blocks that share a plan
-  int32_t lanes;         // paged: rows of tiles in which they stand (PagedPlan)
+  int32_t num_workers;   // paged: thread blocks that share a deal
+  int32_t tracks;        // paged: rows of tiles in which they stand (PagedDeal)
   int32_t packed_heads;  // query heads of a group that share a tile; 1 = none
   int32_t num_ctas;      // grid of a persistent kernel; 0 = a CTA for each tile
   bool draws_tiles;      // persistent: each CTA draws its next tile; else a fixed order
@@ -96,14 +95,15 @@ struct Plan {
 // backend: "auto", "naive", "cublas", "tiled", "simt", "sm80", "sm90", "cpu".
 // Throws InvalidArgument for an unknown name, NotImplemented when no rung (or not the named one)
 // can run the request.
-Plan select_prefill(const PrefillRequest& request, const DeviceInfo& device, const char* backend);
+Plan select_attention(const AttentionRequest& request, const DeviceInfo& device,
+                      const char* backend);
 
 // The whole ladder as text: each rung with its verdict, then the plan.
-std::string explain_prefill(const PrefillRequest& request, const DeviceInfo& device,
-                            const char* backend);
+std::string explain_attention(const AttentionRequest& request, const DeviceInfo& device,
+                              const char* backend);
 
 // The same for paged_attention. `function` is named in refusals. backend: "auto", "cpu", "simt",
-// "sm80", "sm90". workspace_bytes is left to src/paged/call.cpp.
+// "sm80", "sm90". workspace_bytes is left to src/paged/work.cpp.
 Plan select_paged(const char* function, const PagedRequest& request, const DeviceInfo& device,
                   const char* backend);
 // Each rung with its verdict, `chosen` marked.
@@ -115,10 +115,5 @@ bool is_auto(const char* backend);  // NULL is auto, too
 void require_supported(const char* function, const DeviceInfo& device);
 
 std::string access_clause(const Plan& plan);  // behind a reason: how keys and a bias are reached
-const char* kernel_name(Kernel kernel);       // as `backend=` spells it
-const char* dtype_name(DType dtype);          // "float32", ...
-const char* mask_name(MaskKind mask);
-const char* score_name(ScoreKind score);
-int32_t itemsize(DType dtype);
 
 }  // namespace cuattn

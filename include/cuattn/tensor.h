@@ -9,7 +9,7 @@
 #include <string>
 
 #include "cuattn/dlpack.h"
-#include "cuattn/params/attention.h"
+#include "cuattn/params/types.h"
 
 namespace cuattn {
 

@@ -4,7 +4,7 @@
 // nobody else.
 #pragma once
 
-#include "cuattn/params/paged.h"
+#include "cuattn/params/pages.h"
 
 namespace cuattn {
 

@@ -10,7 +10,7 @@
 
 #include "cuattn/instances.h"
 #include "src/attention/call.h"
-#include "src/check/validate.h"
+#include "src/check/arrays.h"
 #include "src/guarded.h"
 #include "src/info.h"
 #include "src/merge/merge.h"
@@ -43,7 +43,7 @@ DeviceInfo device_info_of(const AttentionCall& call, bool find_libraries) {
 
 void fill_shapes(const TensorView& q, cuattn_attention_call& c) {
   const AttentionCall& call = state_of(c);
-  const PrefillParams& p = call.params;
+  const AttentionParams& p = call.params;
   c.device = call.device;
   c.out_dtype = dl_dtype(p.dtype);
   c.out_ndim = q.ndim;
@@ -153,7 +153,7 @@ cuattn_status cuattn_attention_explain(const DLTensor* q, const DLTensor* k, con
     AttentionCall call =
         validate_attention(view_of(fn, "q", q), view_of(fn, "k", k), view_of(fn, "v", v), o,
                            /*check_data=*/false);
-    PrefillRequest request = request_of(call);
+    AttentionRequest request = request_of(call);
     DeviceInfo info = device != nullptr ? made_up_device(fn, device) : device_info_of(call, true);
     Plan plan = plan_of(call, info, o.backend);
     fill_plan(plan, request.mask, request.score, ladder_of(call, info, o.backend, plan), *result);

@@ -5,7 +5,7 @@
 #include <optional>
 
 #include "cuattn/c_api.h"
-#include "src/check/validate.h"
+#include "src/check/arrays.h"
 #include "src/guarded.h"
 #include "src/options.h"
 #include "src/paged/call.h"
@@ -111,7 +111,7 @@ cuattn_status cuattn_paged_plan_prepare(const DLTensor* block_tables, const DLTe
     call->device = state.device;
     call->out_dtype = dl_dtype(DType::i32);
     call->out_ndim = 1;
-    call->out_shape[0] = PagedPlan::size(state.params.work);
+    call->out_shape[0] = PagedDeal::size(state.params.work);
     call->lse_ndim = 0;
     call->workspace_bytes = 0;
     call->nothing_to_do = 0;
@@ -140,10 +140,7 @@ cuattn_status cuattn_paged_explain(const DLTensor* q, const DLTensor* k_cache,
     DeviceInfo info =
         device != nullptr ? made_up_device("paged_attention", device) : device_info_of(call);
     plan_paged(call, o, info);
-    MaskKind mask = call.request.windowed                ? MaskKind::window
-                    : call.params.work.window_right == 0 ? MaskKind::causal
-                                                         : MaskKind::none;
-    fill_plan(call.plan, mask, call.request.score,
+    fill_plan(call.plan, call.params.work.mask.kind(), call.params.scores.kind,
               explain_paged(call.request, info, call.plan.kernel), *result);
   });
 }

@@ -12,8 +12,8 @@
 namespace cuattn {
 
 struct AttentionCall {
-  PrefillParams params;
-  CacheGatherParams pages;  // paged keys: gathered into the workspace before the kernel runs
+  AttentionParams params;
+  CacheGatherParams gather;  // paged keys: gathered into the workspace before the kernel runs
   Plan plan;
   DLDevice device;
   int32_t layout;
@@ -31,7 +31,7 @@ static_assert(sizeof(AttentionCall) <= sizeof(cuattn_attention_call::state) &&
               alignof(AttentionCall) <= alignof(uint64_t) &&
               std::is_trivially_copyable_v<AttentionCall>);
 
-PrefillRequest request_of(const AttentionCall& call);
+AttentionRequest request_of(const AttentionCall& call);
 
 // The choice for a call, with the workspace of its gathered keys.
 Plan plan_of(const AttentionCall& call, const DeviceInfo& device, const char* backend);

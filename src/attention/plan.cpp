@@ -10,8 +10,8 @@
 
 #include "cuattn/error.h"
 #include "cuattn/instances.h"
+#include "src/check/arrays.h"
 #include "src/check/ladder.h"
-#include "src/check/validate.h"
 #include "src/info.h"
 
 namespace cuattn {
@@ -37,18 +37,18 @@ constexpr Rung kLadder[] = {
 };
 
 // Who asks, as the caller knows it.
-const char* function_of(const PrefillRequest& r) {
+const char* function_of(const AttentionRequest& r) {
   return r.ragged ? "attention_varlen" : "attention";
 }
 
 // The number of the compiled kernel that would run the request.
-int32_t instance_of(Kernel kernel, const PrefillRequest& r) {
+int32_t instance_of(Kernel kernel, const AttentionRequest& r) {
   return find_instance(Op::attention, kernel, r.dtype, {r.head_dim, r.head_dim_v}, r.mask, r.score);
 }
 
 constexpr const char* kNotCompiled = "it is not compiled for this dtype, head_dim, mask and scores";
 
-const char* sm80_refusal(const PrefillRequest& r, const DeviceInfo& device) {
+const char* sm80_refusal(const AttentionRequest& r, const DeviceInfo& device) {
   if (r.dtype == DType::f32) return "it takes float16 and bfloat16, not float32";
   int32_t instance = instance_of(Kernel::sm80, r);
   if (instance == kNoInstance) return kNotCompiled;
@@ -83,7 +83,7 @@ int32_t choose_splits(int64_t items, int32_t key_tiles, int32_t num_sms) {
 
 // How sm90 cuts its work: rows of a group packed where tiles would stay half empty, keys split
 // where tiles are few, and persistent CTAs.
-void plan_sm90(Plan& plan, HeadDims d, const PrefillRequest& r, const DeviceInfo& device) {
+void plan_sm90(Plan& plan, HeadDims d, const AttentionRequest& r, const DeviceInfo& device) {
   plan.tile = sm90_tile(d, r.mask, r.score);
   Tile other = sm90_other_tile(d, r.mask, r.score);
   auto in_blocks = [&](Tile tile) {
@@ -127,7 +127,7 @@ void plan_sm90(Plan& plan, HeadDims d, const PrefillRequest& r, const DeviceInfo
 }
 
 // nullptr when the rung can run the request, else why not.
-const char* refusal(Kernel kernel, const PrefillRequest& r, const DeviceInfo& device) {
+const char* refusal(Kernel kernel, const AttentionRequest& r, const DeviceInfo& device) {
   auto uncompiled = [&](const char* why) {
     return instance_of(kernel, r) == kNoInstance ? why : nullptr;
   };
@@ -162,7 +162,7 @@ size_t align256(size_t bytes) { return (bytes + 255) / 256 * 256; }
 
 // Float32 scores of every head; cublas adds the probabilities in the dtype of V and its own
 // scratch.
-size_t workspace_bytes(Kernel kernel, const PrefillRequest& r) {
+size_t workspace_bytes(Kernel kernel, const AttentionRequest& r) {
   auto scores = [&](int64_t item_bytes) {
     return checked_bytes(function_of(r),
                          {item_bytes, r.batch, r.num_heads_q, r.seqlen_q, r.seqlen_kv});
@@ -179,7 +179,7 @@ size_t workspace_bytes(Kernel kernel, const PrefillRequest& r) {
   }
 }
 
-Plan make_plan(const Rung& rung, const PrefillRequest& r, const DeviceInfo& device) {
+Plan make_plan(const Rung& rung, const AttentionRequest& r, const DeviceInfo& device) {
   Plan plan{};
   plan.kernel = rung.kernel;
   plan.reason = rung.merit;
@@ -215,7 +215,7 @@ const Rung& named_rung(const char* function, const char* backend, bool is_cuda) 
   return *found;
 }
 
-const Rung* first_automatic(const PrefillRequest& r, const DeviceInfo& device) {
+const Rung* first_automatic(const AttentionRequest& r, const DeviceInfo& device) {
   for (const Rung& rung : kLadder) {
     if (rung.on_cuda == device.is_cuda && rung.automatic &&
         refusal(rung.kernel, r, device) == nullptr)
@@ -240,7 +240,8 @@ void require_supported(const char* function, const DeviceInfo& device) {
                           "; rebuild with CUATTN_CUDA_ARCHS, or move the arrays to the CPU");
 }
 
-Plan select_prefill(const PrefillRequest& request, const DeviceInfo& device, const char* backend) {
+Plan select_attention(const AttentionRequest& request, const DeviceInfo& device,
+                      const char* backend) {
   const char* function = function_of(request);
   require_supported(function, device);
   const Rung* automatic = first_automatic(request, device);
@@ -253,9 +254,9 @@ Plan select_prefill(const PrefillRequest& request, const DeviceInfo& device, con
   return make_plan(rung, request, device);
 }
 
-std::string explain_prefill(const PrefillRequest& request, const DeviceInfo& device,
-                            const char* backend) {
-  Plan plan = select_prefill(request, device, backend);
+std::string explain_attention(const AttentionRequest& request, const DeviceInfo& device,
+                              const char* backend) {
+  Plan plan = select_attention(request, device, backend);
   std::string text;
   for (const Rung& rung : kLadder) {
     if (rung.on_cuda != device.is_cuda) continue;
@@ -293,52 +294,6 @@ const char* bias_access_clause(BiasAccess bias) {
 
 std::string access_clause(const Plan& plan) {
   return concat(key_access_clause(plan.keys), bias_access_clause(plan.bias));
-}
-
-const char* kernel_name(Kernel kernel) {
-  switch (kernel) {
-    case Kernel::cpu_naive: return "naive";
-    case Kernel::cpu: return "cpu";
-    case Kernel::naive: return "naive";
-    case Kernel::cublas: return "cublas";
-    case Kernel::tiled: return "tiled";
-    case Kernel::simt: return "simt";
-    case Kernel::sm80: return "sm80";
-    case Kernel::sm90: return "sm90";
-  }
-  return "unknown";
-}
-
-const char* dtype_name(DType dtype) {
-  switch (dtype) {
-    case DType::f32: return "float32";
-    case DType::f16: return "float16";
-    case DType::bf16: return "bfloat16";
-    case DType::e4m3: return "float8_e4m3fn";
-    case DType::boolean: return "bool";
-    case DType::i32: return "int32";
-    case DType::i64: return "int64";
-  }
-  return "unknown";
-}
-
-const char* mask_name(MaskKind mask) {
-  return mask == MaskKind::none ? "none" : mask == MaskKind::causal ? "causal" : "window";
-}
-
-const char* score_name(ScoreKind score) {
-  return score == ScoreKind::identity ? "identity" : "scored";
-}
-
-int32_t itemsize(DType dtype) {
-  switch (dtype) {
-    case DType::f32:
-    case DType::i32: return 4;
-    case DType::i64: return 8;
-    case DType::f16:
-    case DType::bf16: return 2;
-    default: return 1;
-  }
 }
 
 }  // namespace cuattn

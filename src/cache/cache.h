@@ -24,25 +24,30 @@ CacheGatherParams read_pages(const char* function, CacheNames names, const Tenso
 void check_pages(const char* function, const CacheGatherParams& params, DLDevice device,
                  Stream stream);
 
-// The memory of one cache of a call; Params is CacheWriteParams or CacheGatherParams.
-template <class Params>
-Footprint cache_footprint(const char* name, const CacheSide& side, const Params& p, DType dtype) {
+// The memory of one cache of a call.
+inline Footprint cache_footprint(const char* name, const CacheSide& side, int64_t num_blocks,
+                                 int32_t num_heads, int32_t block_size, DType dtype) {
   const CacheStrides& strides = side.strides;
   return {name,
           side.cache,
           itemsize(dtype),
-          {{p.num_blocks, strides.block},
-           {p.num_heads, strides.head},
-           {p.block_size, strides.token},
+          {{num_blocks, strides.block},
+           {num_heads, strides.head},
+           {block_size, strides.token},
            {side.head_dim / side.run, side.run_stride},
            {side.run, 1}}};
 }
 
+inline Footprint cache_footprint(const char* name, const CacheSide& side,
+                                 const CacheGatherParams& p) {
+  return cache_footprint(name, side, p.pages.num_blocks, p.num_heads, p.pages.block_size, p.dtype);
+}
+
 inline Footprint tables_footprint(const CacheGatherParams& p) {
   return {"block_tables",
-          p.block_tables,
+          p.pages.block_tables,
           sizeof(int32_t),
-          {{p.num_seqs, p.block_tables_stride}, {p.max_blocks, 1}}};
+          {{p.num_seqs, p.pages.block_tables_stride}, {p.max_blocks, 1}}};
 }
 
 // What an array holds, as the host sees it: itself on the CPU; on CUDA a copy, made only where the

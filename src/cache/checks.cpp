@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "src/cache/checks.h"
 
+#include "cuattn/c_api.h"
+
 namespace cuattn {
 namespace {
 
@@ -57,6 +59,13 @@ CacheShape read_cache(const char* fn, const char* name, const TensorView& view, 
 }
 
 }  // namespace
+
+KvLayout kv_layout_of(const char* function, int32_t code) {
+  CUATTN_REQUIRE(code == CUATTN_KV_NHD || code == CUATTN_KV_HND || code == CUATTN_KV_VLLM, function,
+                 ": kv_layout must be 'nhd', 'hnd' or 'vllm', got code ", code,
+                 "; choose one of these");
+  return static_cast<KvLayout>(code);
+}
 
 CacheShapes read_caches(const char* fn, CacheNames names, const TensorView& k_cache,
                         const TensorView& v_cache, KvLayout layout, DType dtype, DLDevice device,

@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // Paged caches and their block tables as every call takes them: where the axes lie, and the rules.
-// Next: rows.cpp and paged/call.cpp (the callers).
+// Next: rows.cpp and paged/validate.cpp (the callers).
 #pragma once
 
-#include "cuattn/params/paged.h"
-#include "src/check/validate.h"
+#include "cuattn/params/pages.h"
+#include "src/check/arrays.h"
 
 namespace cuattn {
+
+KvLayout kv_layout_of(const char* function, int32_t code);  // of CUATTN_KV_*
 
 // What the caller knows the caches as.
 struct CacheNames {

@@ -50,20 +50,19 @@ void place_cache(const TensorView& view, const CacheShape& shape, KvLayout layou
   side.run_stride = shape.block_size * side.run;
 }
 
-// The caches into p, which is CacheWriteParams or CacheGatherParams.
+// The caches into p, which is CacheWriteParams or CacheGatherParams; returns what K says of blocks.
 template <class Params>
-void place_caches(const char* fn, CacheNames names, const TensorView& k_cache,
-                  const TensorView& v_cache, DType dtype, DLDevice device, const char* like,
-                  bool output, bool check_data, Starts starts, Params& p) {
+CacheShape place_caches(const char* fn, CacheNames names, const TensorView& k_cache,
+                        const TensorView& v_cache, DType dtype, DLDevice device, const char* like,
+                        bool output, bool check_data, Starts starts, Params& p) {
   CacheShapes caches = read_caches(fn, names, k_cache, v_cache, p.kv_layout, dtype, device, like,
                                    output, check_data, starts);
   check_head_dim(fn, names.k, caches.k.head_dim, dtype, starts);
   check_head_dim(fn, names.v, caches.v.head_dim, dtype, starts);
-  p.num_blocks = caches.k.num_blocks;
   p.num_heads = checked_extent(fn, names.k, "num_heads_kv", caches.k.num_heads);
-  p.block_size = static_cast<int32_t>(caches.k.block_size);
   place_cache(k_cache, caches.k, p.kv_layout, p.k);
   place_cache(v_cache, caches.v, p.kv_layout, p.v);
+  return caches.k;
 }
 
 }  // namespace
@@ -75,10 +74,11 @@ CacheGatherParams read_pages(const char* fn, CacheNames names, const TensorView&
   CacheGatherParams p{};
   p.kv_layout = layout;
   p.dtype = dtype;
-  place_caches(fn, names, k_cache, v_cache, dtype, device, like, false, check_data, starts, p);
+  CacheShape blocks =
+      place_caches(fn, names, k_cache, v_cache, dtype, device, like, false, check_data, starts, p);
   BlockTables tables = read_block_tables(fn, block_tables, device, like, check_data);
-  p.block_tables = tables.data;
-  p.block_tables_stride = tables.stride;
+  p.pages = {checked_extent(fn, names.k, "num_blocks", blocks.num_blocks),
+             static_cast<int32_t>(blocks.block_size), tables.data, tables.stride};
   p.num_seqs = tables.num_seqs;
   p.max_blocks = tables.max_blocks;
   return p;
@@ -210,8 +210,10 @@ CacheWriteParams read_write(const WriteArrays& arrays, const cuattn_cache_option
   CUATTN_REQUIRE(p.cache_dtype == p.dtype || p.cache_dtype == DType::e4m3, kWrite,
                  ": k_cache must be ", dtype_name(p.dtype), " like k, or float8_e4m3fn, got ",
                  dtype_name(p.cache_dtype), "; cast k and v to it first");
-  place_caches(kWrite, {"k_cache", "v_cache"}, k_cache, v_cache, p.cache_dtype, device, "k", true,
-               check_data, Starts::on_16_bytes, p);
+  CacheShape blocks = place_caches(kWrite, {"k_cache", "v_cache"}, k_cache, v_cache, p.cache_dtype,
+                                   device, "k", true, check_data, Starts::on_16_bytes, p);
+  p.num_blocks = blocks.num_blocks;
+  p.block_size = static_cast<int32_t>(blocks.block_size);
   require_extent(kWrite, "v", "num_tokens", v.shape[0], k.shape[0], "k");
   require_extent(kWrite, "k_cache", "num_heads_kv", p.num_heads, k.shape[1], "k");
   require_extent(kWrite, "v", "num_heads_kv", v.shape[1], k.shape[1], "k");
@@ -238,8 +240,11 @@ Footprint rows_footprint(const char* name, const CacheSide& side, int64_t tokens
 // The caches lie apart from each other and from all that is read.
 void check_write_memory(const CacheWriteParams& p) {
   CallMemory memory(kWrite);
-  memory.writes(cache_footprint("k_cache", p.k, p, p.cache_dtype));
-  memory.writes(cache_footprint("v_cache", p.v, p, p.cache_dtype));
+  auto cache = [&](const char* name, const CacheSide& side) {
+    return cache_footprint(name, side, p.num_blocks, p.num_heads, p.block_size, p.cache_dtype);
+  };
+  memory.writes(cache("k_cache", p.k));
+  memory.writes(cache("v_cache", p.v));
   memory.reads(rows_footprint("k", p.k, p.num_tokens, p.num_heads, p.dtype));
   memory.reads(rows_footprint("v", p.v, p.num_tokens, p.num_heads, p.dtype));
   memory.reads({"slot_mapping", p.slot_mapping, 8, {{p.num_tokens, 1}}});
@@ -272,14 +277,14 @@ constexpr const char* kGather = "gather_cache";
 // The blocks that a sequence of `length` tokens reads.
 void check_blocks(const char* fn, const CacheGatherParams& p, const int32_t* tables, int32_t seq,
                   int64_t length) {
-  CUATTN_REQUIRE(length <= int64_t{p.max_blocks} * p.block_size, fn,
+  CUATTN_REQUIRE(length <= int64_t{p.max_blocks} * p.pages.block_size, fn,
                  ": block_tables must have room for every sequence, got a length of ", length,
-                 " for sequence ", seq, " with ", p.max_blocks, " blocks of ", p.block_size,
+                 " for sequence ", seq, " with ", p.max_blocks, " blocks of ", p.pages.block_size,
                  "; widen the table");
-  for (int64_t i = 0; i * p.block_size < length; ++i) {
-    int32_t block = tables[seq * p.block_tables_stride + i];
-    CUATTN_REQUIRE(block >= 0 && block < p.num_blocks, fn,
-                   ": block_tables must name blocks in [0, ", p.num_blocks, "), got ", block,
+  for (int64_t i = 0; i * p.pages.block_size < length; ++i) {
+    int32_t block = tables[seq * p.pages.block_tables_stride + i];
+    CUATTN_REQUIRE(block >= 0 && block < p.pages.num_blocks, fn,
+                   ": block_tables must name blocks in [0, ", p.pages.num_blocks, "), got ", block,
                    " at (", seq, ", ", i, "); entries past the sequence may hold anything");
   }
 }
@@ -303,7 +308,7 @@ void check_tables(const CacheGatherParams& p, const int32_t* cu_seqlens, const i
 int64_t table_span(const CacheGatherParams& p) {
   return p.num_seqs == 0 || p.max_blocks == 0
              ? 0
-             : (p.num_seqs - 1) * p.block_tables_stride + p.max_blocks;
+             : (p.num_seqs - 1) * p.pages.block_tables_stride + p.max_blocks;
 }
 
 struct GatherArrays {
@@ -350,8 +355,8 @@ void check_gather_memory(const CacheGatherParams& p) {
   CallMemory memory(kGather);
   memory.writes(rows_footprint("k_out", p.k, p.num_tokens, p.num_heads, p.dtype));
   memory.writes(rows_footprint("v_out", p.v, p.num_tokens, p.num_heads, p.dtype));
-  memory.reads(cache_footprint("k_cache", p.k, p, p.dtype));
-  memory.reads(cache_footprint("v_cache", p.v, p, p.dtype));
+  memory.reads(cache_footprint("k_cache", p.k, p));
+  memory.reads(cache_footprint("v_cache", p.v, p));
   memory.reads(tables_footprint(p));
   memory.reads({"cu_seqlens", p.cu_seqlens, 4, {{p.num_seqs + int64_t{1}, 1}}});
 }
@@ -362,11 +367,11 @@ void gather_cache(const GatherArrays& arrays, int32_t kv_layout, Stream stream) 
   DLDevice device = arrays.k_cache.device;
   const Backend& backend = backend_of(kGather, device);
   HostCopy<int32_t> ends(backend, device, p.cu_seqlens, int64_t{p.num_seqs} + 1, stream);
-  HostCopy<int32_t> tables(backend, device, p.block_tables, table_span(p), stream);
+  HostCopy<int32_t> tables(backend, device, p.pages.block_tables, table_span(p), stream);
   check_tables(p, ends.data(), tables.data());
   if (p.num_seqs == 0 || p.num_tokens == 0 || p.num_heads == 0) return;
-  CUATTN_REQUIRE(p.num_blocks > 0 && p.max_blocks > 0, kGather,
-                 ": k_cache and block_tables must hold a block, got ", p.num_blocks, " and ",
+  CUATTN_REQUIRE(p.pages.num_blocks > 0 && p.max_blocks > 0, kGather,
+                 ": k_cache and block_tables must hold a block, got ", p.pages.num_blocks, " and ",
                  p.max_blocks, " columns; nothing can be gathered from none");
   backend.cache_gather(p, device.device_id, stream);
 }
@@ -398,7 +403,7 @@ int64_t gather_total(const TensorView& cu_seqlens, Stream stream) {
 
 void check_pages(const char* fn, const CacheGatherParams& p, DLDevice device, Stream stream) {
   const Backend& backend = backend_of(fn, device);
-  HostCopy<int32_t> tables(backend, device, p.block_tables, table_span(p), stream);
+  HostCopy<int32_t> tables(backend, device, p.pages.block_tables, table_span(p), stream);
   HostCopy<int32_t> ends(backend, device, p.cu_seqlens, int64_t{p.num_seqs} + 1, stream);
   HostCopy<int32_t> used(backend, device, p.seqused, p.num_seqs, stream);
   if (tables.data() == nullptr) return;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Where the arrays of a call lie, so that what it writes shares no memory with what it reads, nor
 // with what else it writes: kernels read and write in an order that no caller can rely on. Next:
-// validate.h.
+// arrays.h.
 #pragma once
 
 #include <initializer_list>

@@ -4,8 +4,8 @@
 #include "src/merge/merge.h"
 
 #include "cuattn/c_api.h"
+#include "src/check/arrays.h"
 #include "src/check/overlap.h"
-#include "src/check/validate.h"
 
 namespace cuattn {
 namespace {

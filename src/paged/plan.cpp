@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The ladder of paged attention: which kernel, and how the keys of a call are cut into splits.
-// Next: call.cpp (its caller), attention/plan.cpp (the ladder of attention).
+// Next: work.cpp (its caller), attention/plan.cpp (the ladder of attention).
 #include "cuattn/plan.h"
 
 #include <algorithm>
@@ -37,7 +37,7 @@ constexpr Rung kLadder[] = {
 // The number of the compiled kernel that would run the request: masks and scores are no axes here.
 int32_t instance_of(Kernel kernel, const PagedRequest& r) {
   return find_instance(Op::paged_attention, kernel, r.kv_dtype, {r.head_dim, r.head_dim},
-                       MaskKind::none, r.score);
+                       MaskKind::none, ScoreKind::identity);
 }
 
 // nullptr when the rung can run the request, else why not.
@@ -70,7 +70,7 @@ bool pays(Kernel kernel, const PagedRequest& r) {
 }
 
 constexpr int32_t kCpuSplit = 2048;  // keys: enough work for a thread to be woken for
-constexpr int32_t kCpuWorkers = 16;  // of a plan: whatever the machine, the same sums
+constexpr int32_t kCpuWorkers = 16;  // of a deal: whatever the machine, the same sums
 
 int32_t rows_of(const PagedRequest& r) {
   return r.num_heads_kv == 0 ? 0 : r.q_len * (r.num_heads_q / r.num_heads_kv);
@@ -89,11 +89,11 @@ PagedTile tile_of(Kernel kernel, int32_t head_dim, const PagedRequest& r) {
 
 int32_t ceil_div(int32_t a, int32_t b) { return a <= 0 ? 0 : (a - 1) / b + 1; }
 
-// Into how many lanes the head groups of a plan are dealt: as many as possible, so long as no more
-// than a twentieth of the workers is left over.
-int32_t lanes_of(int32_t num_workers, int32_t head_groups) {
-  for (int32_t lanes = std::min(num_workers, head_groups); lanes > 1; --lanes) {
-    if (head_groups % lanes == 0 && num_workers % lanes <= num_workers / 20) return lanes;
+// Into how many tracks the head groups are dealt: as many as possible, so long as no more than a
+// twentieth of the workers is left over.
+int32_t tracks_of(int32_t num_workers, int32_t head_groups) {
+  for (int32_t tracks = std::min(num_workers, head_groups); tracks > 1; --tracks) {
+    if (head_groups % tracks == 0 && num_workers % tracks <= num_workers / 20) return tracks;
   }
   return 1;
 }
@@ -109,7 +109,7 @@ bool can_cluster(const Plan& plan, const PagedRequest& r, int32_t splits, int32_
          ceil_div(tiles, splits) * plan.tile.n <= kMostKeys;
 }
 
-// Few units: their keys are cut evenly, without a plan. One sequence always; several where the
+// Few units: their keys are cut evenly, without a deal. One sequence always; several where the
 // splits of a unit make a cluster and none is long, however unequal the contexts are. A cluster
 // spares a second kernel, 1 to 2 microseconds: as long as a block takes for two tiles more.
 void cut_evenly(Plan& plan, const PagedRequest& r, int32_t head_groups, int32_t tiles) {
@@ -146,7 +146,7 @@ void cut_keys(Plan& plan, const PagedRequest& r, const DeviceInfo& device, int32
   plan.cluster = 1;
   plan.num_workers = device.is_cuda ? device.num_sms * ctas_per_sm : kCpuWorkers;
   int32_t head_groups = r.num_heads_kv * ceil_div(rows_of(r), plan.tile.m);
-  plan.lanes = lanes_of(plan.num_workers, head_groups);
+  plan.tracks = tracks_of(plan.num_workers, head_groups);
   int32_t tiles = std::max(ceil_div(r.capacity, plan.tile.n), 1);
   auto split_at = [&](int32_t keys) {
     plan.split_keys = keys;
@@ -164,7 +164,7 @@ void cut_keys(Plan& plan, const PagedRequest& r, const DeviceInfo& device, int32
     auto countable = static_cast<int32_t>(std::max(INT32_MAX / units, int64_t{1}));
     plan.num_splits = std::min({r.num_splits, tiles, countable});
     if (can_cluster(plan, r, plan.num_splits, tiles)) std::swap(plan.cluster, plan.num_splits);
-  } else if (r.has_plan) {
+  } else if (r.has_deal) {
     plan.num_splits = 0;
   } else if (!device.is_cuda) {
     split_at(kCpuSplit);
@@ -176,7 +176,7 @@ void cut_keys(Plan& plan, const PagedRequest& r, const DeviceInfo& device, int32
 // Tiles that a block of sm90 has on their way.
 int32_t sm90_stages(const Plan& plan, const PagedRequest& r) {
   double head_groups = 1.0 * r.num_heads_kv * ceil_div(rows_of(r), plan.tile.m);
-  double blocks = r.num_seqs * head_groups * plan.num_splits;  // 0 with a plan: the workers
+  double blocks = r.num_seqs * head_groups * plan.num_splits;  // 0 with a deal: the workers
   bool alone = blocks <= plan.num_workers;
   // Splits of a fixed length, V2's too, are short. The registers of parts with more than 8 rows
   // leave no room for a third block.
@@ -200,7 +200,7 @@ Plan make_plan(const Rung& rung, const PagedRequest& r, const DeviceInfo& device
     if (plan.cluster > 1) plan.reason = kClusterMerit;
     if (plan.in_parts) plan.reason = plan.cluster > 1 ? kClusterPartsMerit : kPartsMerit;
   }
-  return plan;  // workspace_bytes is known once PagedWork is: call.cpp
+  return plan;  // workspace_bytes is known once PagedWork is: work.cpp
 }
 
 const Rung& named_rung(const char* function, const char* backend) {

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import gc
-import os
 import re
 import time
 
@@ -16,7 +15,7 @@ import pytest
 
 import cuattn
 from cases import TENSOR_CORE_BACKENDS
-from harness import has_hopper, why_no_cuda
+from harness import free_bytes, has_hopper, why_no_cuda
 
 pytestmark = [
     pytest.mark.gpu,
@@ -52,13 +51,6 @@ def make(torch, name, seed=0, seqlen=150):
         for heads in (4, 2, 2)
     ]
     return arrays, options
-
-
-def free_bytes(torch):
-    """Free memory of the device; beside other test processes, what this one's allocator holds."""
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        return -torch.cuda.memory_reserved()
-    return torch.cuda.mem_get_info()[0]
 
 
 @every_case

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The parts that need no GPU: TensorView, the rules of params/attention.h, the planner on made-up
+// The parts that need no GPU: TensorView, the rules of params/rows.h and pages.h, the planner on made-up
 // devices, CPU attention against the double-precision reference, merging, threads. The C ABI's
 // refusals are in test_errors.cpp.
 #include <atomic>
@@ -8,6 +8,8 @@
 #include <limits>
 #include <thread>
 
+#include "cuattn/params/pages.h"
+#include "cuattn/params/rows.h"
 #include "problem.h"
 #include "test.h"
 
@@ -62,6 +64,22 @@ TEST(visible_keys_agree_with_the_definition) {
             key, " of ", keys, " window ", left, ",", right);
     }
   }
+}
+
+TEST(a_mask_is_named_by_its_sides) {
+  constexpr int32_t kNone = static_cast<int32_t>(kUnlimited);
+  const std::vector<std::pair<MaskParams, MaskKind>> masks = {
+      {{kNone, kNone}, MaskKind::none}, {{kNone, 0}, MaskKind::causal},
+      {{kNone, 5}, MaskKind::window},   {{0, kNone}, MaskKind::window},
+      {{3, 0}, MaskKind::window},       {{3, 5}, MaskKind::window}};
+  for (const auto& [mask, kind] : masks) CHECK(mask.kind() == kind, mask.left, ", ", mask.right);
+}
+
+TEST(any_block_id_is_read_as_one_that_exists) {
+  const int32_t tables[] = {4, -1, 5, INT32_MAX, INT32_MIN, 0, 2};
+  const Pages pages{5, 16, tables, 3};
+  const std::vector<int32_t> want = {4, 0, 4, 4, 0, 0};  // two sequences of three columns
+  for (int32_t i = 0; i < 6; ++i) CHECK(pages.block(i / 3, i % 3) == want[i], i);
 }
 
 TEST(spans_stay_inside_the_buffers_whatever_the_lengths_say) {

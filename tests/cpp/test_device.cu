@@ -411,7 +411,7 @@ CUDA_TEST(device_cp_async_of_8_bytes_copies_or_writes_zeros) {
 }
 
 template <DType kType>
-__global__ void score(PrefillParams p, const float* dots, float* out) {
+__global__ void score(AttentionParams p, const float* dots, float* out) {
   ScoreMod<kType, ScoreKind::scored> mod(p, 1, 2, p.seqlen_q, p.seqlen_kv);
   ScoreMod<kType, ScoreKind::identity> identity(p, 1, 2, p.seqlen_q, p.seqlen_kv);
   int cells = p.seqlen_q * p.seqlen_kv;
@@ -434,13 +434,15 @@ CUDA_TEST(device_score_functor_caps_then_adds_alibi_then_bias) {
     for (float& slope : slopes) slope = random.normal();
     OnGpu<uint8_t> g_bias(bias.bytes());
     OnGpu<float> g_dots(dots), g_slopes(slopes), out(size_t{2 * kCells});
-    PrefillParams p{};
+    AttentionParams p{};
     p.batch = 2, p.num_heads_q = kHeads, p.seqlen_q = kQueries, p.seqlen_kv = kKeys;
-    p.scale = 0.25f, p.softcap = 3.0f, p.inv_softcap = inverse_softcap(3.0f, 0.25f);
-    p.alibi_slopes = g_slopes.data(), p.alibi_stride_batch = kHeads, p.alibi_stride_head = 1;
-    p.bias = g_bias.data() + bias.guard_bytes(), p.bias_dtype = bias_type;
-    p.bias_stride_batch = kHeads * kCells, p.bias_stride_head = kCells, p.bias_stride_q = kKeys,
-    p.bias_stride_kv = 1;
+    p.scores.scale = 0.25f, p.scores.softcap = 3.0f,
+    p.scores.inv_softcap = inverse_softcap(3.0f, 0.25f);
+    p.scores.alibi_slopes = g_slopes.data(), p.scores.alibi_stride_batch = kHeads,
+    p.scores.alibi_stride_head = 1;
+    p.scores.bias = g_bias.data() + bias.guard_bytes(), p.scores.bias_dtype = bias_type;
+    p.scores.bias_stride_batch = kHeads * kCells, p.scores.bias_stride_head = kCells,
+    p.scores.bias_stride_q = kKeys, p.scores.bias_stride_kv = 1;
     score<DType::bf16><<<1, 32>>>(p, g_dots.data(), out.data());
     std::vector<float> seen = out.host();
     for (int i = 0; i < kCells; ++i) {

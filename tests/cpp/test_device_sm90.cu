@@ -7,9 +7,9 @@
 #include <vector>
 
 #include "cuattn/device/wgmma_sm90.cuh"
+#include "cuda/host/tensor_maps.h"
 #include "sm90.cuh"
 #include "suite.h"
-#include "tensor_maps.h"
 
 namespace cuattn::test {
 namespace {

@@ -8,8 +8,8 @@
 #include <string>
 #include <vector>
 
-#include "paged_sm90.cuh"
-#include "pages_sm90.cuh"
+#include "cuda/attention/sm90/boxes.cuh"
+#include "cuda/paged/sm90/decode.cuh"
 #include "problem.h"
 #include "suite.h"
 #include "tma_tiles.cuh"
@@ -23,7 +23,7 @@ namespace {
 // batch), a warp for each loader.
 template <int kRows, int kPanels>
 __global__ void load_pages(const __grid_constant__ TensorMap map,
-                           const __grid_constant__ PrefillParams p,
+                           const __grid_constant__ AttentionParams p,
                            const __grid_constant__ Sm90Schedule s, int32_t most_tiles,
                            uint16_t* out, int* late) {
   using KeyBox = PageBox<kRows, kPanels>;
@@ -97,11 +97,11 @@ void check_pages(const std::vector<int32_t>& lengths, int32_t block_size, int32_
   OnGpu<int32_t> tables(paged.tables), used(lengths);
   int32_t batch = static_cast<int32_t>(lengths.size());
   int32_t longest = *std::max_element(lengths.begin(), lengths.end());
-  PrefillParams p = dense_params(batch, longest, kHeads * kGroup, kHeads, columns, columns);
+  AttentionParams p = dense_params(batch, longest, kHeads * kGroup, kHeads, columns, columns);
   p.k_strides = paged.layout.strides;
   p.seqused_kv = used.data();
-  p.pages = {tables.data(), paged.columns_in_table, paged.blocks, block_size};
-  Sm90Schedule s = make_sm90_schedule(p, {128, kRows, 2, 12});
+  p.pages = {paged.blocks, block_size, tables.data(), paged.columns_in_table};
+  Sm90Schedule s = make_sm90_schedule(p, kWhole, {128, kRows, 2, 12});
   int32_t most_tiles = ceil_div(longest, kRows);
   Tiles tiles(int64_t{batch} * kHeads * kGroup * most_tiles, kRows, kPanels);
   int smem_bytes = smem_bytes_of(tiles.elements);
@@ -148,8 +148,8 @@ void check_decode(const std::vector<int32_t>& lengths, int32_t block_size, int32
   PagedParams p{};
   p.dtype = p.kv_dtype = DType::f16;
   p.head_dim = columns;
-  p.block_size = block_size;
-  p.num_blocks = paged.blocks;
+  p.pages.block_size = block_size;
+  p.pages.num_blocks = paged.blocks;
   p.work.num_heads_kv = kHeads;
   const Strides& strides = paged.layout.strides;
   CacheStrides cache_strides = {strides.batch, strides.head, strides.seq};

@@ -8,10 +8,10 @@
 #include <vector>
 
 #include "cuattn/device/mma_sm90.cuh"
-#include "pages_sm90.cuh"
-#include "store_sm90.cuh"
+#include "cuda/attention/sm90/boxes.cuh"
+#include "cuda/attention/sm90/store.cuh"
+#include "cuda/host/tensor_maps.h"
 #include "suite.h"
-#include "tensor_maps.h"
 #include "tma_tiles.cuh"
 
 namespace cuattn::test {
@@ -32,7 +32,7 @@ void check_queries(const QueryCase& c, bool heads_first) {
   Layout layout(batch, stored, c.heads, c.head_dim, heads_first);
   std::vector<uint16_t> words = random_words(layout.elements, name);
   OnGpu<uint16_t> q(words);
-  PrefillParams p = dense_params(c.batch, c.seqlen, c.heads, c.heads / c.packed, c.head_dim, 8);
+  AttentionParams p = dense_params(c.batch, c.seqlen, c.heads, c.heads / c.packed, c.head_dim, 8);
   p.q = q.data() + layout.start;
   p.q_strides = layout.strides;
   int32_t cu_seqlens = 0;  // looked at for nullptr alone
@@ -83,7 +83,7 @@ CUDA_TEST(sm90_query_maps_bring_heads_of_a_group_as_rows) {
 // A block loads a tile of the keys of one query head: grid (tiles, heads, batch).
 template <int kRows, int kPanels>
 __global__ void load_rows(const __grid_constant__ TensorMap map,
-                          const __grid_constant__ PrefillParams p,
+                          const __grid_constant__ AttentionParams p,
                           const __grid_constant__ Sm90Schedule s, uint16_t* out, int* late) {
   using KeyBox = RowBox<kRows, kPanels>;
   __shared__ alignas(8) uint64_t barrier;
@@ -118,7 +118,7 @@ void check_keys(const KeyCase& c, bool heads_first) {
   std::vector<uint16_t> words = random_words(layout.elements, name);
   OnGpu<uint16_t> k(words);
   OnGpu<int32_t> cu_seqlens(c.cu_seqlens);
-  PrefillParams p = dense_params(c.batch, c.seqlen, c.heads_q, c.heads_kv, c.columns, c.columns);
+  AttentionParams p = dense_params(c.batch, c.seqlen, c.heads_q, c.heads_kv, c.columns, c.columns);
   p.k_strides = layout.strides;
   if (ragged) {
     p.cu_seqlens_kv = cu_seqlens.data();
@@ -127,7 +127,7 @@ void check_keys(const KeyCase& c, bool heads_first) {
   }
   if (c.batch == 1 && !ragged) p.k_strides.batch = 99990001;  // means nothing
   if (c.heads_kv == 1) p.k_strides.head = 99990001;
-  Sm90Schedule s = make_sm90_schedule(p, {128, kRows, 2, 12});
+  Sm90Schedule s = make_sm90_schedule(p, kWhole, {128, kRows, 2, 12});
   dim3 grid(ceil_div(c.seqlen, kRows), c.heads_q, c.batch);
   Tiles tiles(int64_t{grid.x} * grid.y * grid.z, kRows, kPanels);
   int smem_bytes = smem_bytes_of(tiles.elements);
@@ -194,16 +194,16 @@ void check_bias(const BiasCase& c) {
   int64_t start = 24, batch = c.heads * head + 16;
   std::vector<uint16_t> words = random_words(start + c.batch * batch, name);
   OnGpu<uint16_t> bias(words);
-  PrefillParams p = dense_params(c.batch, c.seqlen_q, c.heads, c.heads, 64, 64);
+  AttentionParams p = dense_params(c.batch, c.seqlen_q, c.heads, c.heads, 64, 64);
   p.seqlen_kv = c.seqlen_kv;
-  p.bias = bias.data() + start;
-  p.bias_dtype = p.dtype;
-  p.bias_stride_kv = 1;
-  p.bias_stride_q = row;
-  p.bias_stride_head = c.per_head ? head : 0;
-  p.bias_stride_batch = c.per_batch ? batch : 0;
+  p.scores.bias = bias.data() + start;
+  p.scores.bias_dtype = p.dtype;
+  p.scores.bias_stride_kv = 1;
+  p.scores.bias_stride_q = row;
+  p.scores.bias_stride_head = c.per_head ? head : 0;
+  p.scores.bias_stride_batch = c.per_batch ? batch : 0;
   CHECK(has_bias_map(p), name);
-  Sm90Schedule s = make_sm90_schedule(p, {kRows, c.tile_n, 2, 12});
+  Sm90Schedule s = make_sm90_schedule(p, kWhole, {kRows, c.tile_n, 2, 12});
   int panels = ceil_div(c.tile_n, 64);
   std::vector<Box> boxes;
   std::vector<std::array<int32_t, 4>> origins;  // batch, head, token, key
@@ -225,7 +225,7 @@ void check_bias(const BiasCase& c) {
     auto [b, h, token, key] = origins[i];
     tiles.check(name, i, [&](int at_row, int column) -> uint16_t {
       if (token + at_row >= c.seqlen_q || key + column >= c.seqlen_kv) return 0;
-      return words[start + b * p.bias_stride_batch + h * p.bias_stride_head +
+      return words[start + b * p.scores.bias_stride_batch + h * p.scores.bias_stride_head +
                    (token + at_row) * row + key + column];
     });
   }
@@ -249,7 +249,7 @@ CUATTN_HOST_DEVICE int output_value(int b, int token, int head, int column) {
 // reaches past the sequence is left out, as cuda/attention/sm90/forward.cuh does it, or `clipped`
 // by the map.
 template <DType kType, int kHeadDimV>
-__global__ void store_output(const __grid_constant__ PrefillParams p,
+__global__ void store_output(const __grid_constant__ AttentionParams p,
                              const __grid_constant__ Sm90Maps maps, bool clipped) {
   constexpr int kRows = 64;
   using Store = StoreSm90<kType, ScoreKind::identity, kHeadDimV, kRows, true>;
@@ -287,7 +287,7 @@ void check_output(const OutputCase& c, bool heads_first, bool clipped) {
   std::vector<uint16_t> want(layout.elements, kPoison);
   OnGpu<uint16_t> target(want);
   OnGpu<int32_t> cu_seqlens(std::vector<int32_t>{c.begin, stored});
-  PrefillParams p = dense_params(c.batch, c.seqlen, c.heads, c.heads, c.columns, c.columns);
+  AttentionParams p = dense_params(c.batch, c.seqlen, c.heads, c.heads, c.columns, c.columns);
   p.dtype = kType;
   p.out = target.data() + layout.start;
   p.out_strides = layout.strides;

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "cuattn/params/attention.h"
+#include "cuattn/schedule.h"
 #include "sm90.cuh"
 
 namespace cuattn::test {
@@ -50,9 +50,9 @@ std::vector<uint16_t> random_words(int64_t count, const std::string& name) {
   return words;
 }
 
-PrefillParams dense_params(int32_t batch, int32_t seqlen, int32_t heads_q, int32_t heads_kv,
-                           int32_t head_dim, int32_t head_dim_v) {
-  PrefillParams p{};
+AttentionParams dense_params(int32_t batch, int32_t seqlen, int32_t heads_q, int32_t heads_kv,
+                             int32_t head_dim, int32_t head_dim_v) {
+  AttentionParams p{};
   p.dtype = DType::bf16;
   p.batch = batch;
   p.num_heads_q = heads_q;
@@ -61,9 +61,11 @@ PrefillParams dense_params(int32_t batch, int32_t seqlen, int32_t heads_q, int32
   p.head_dim_v = head_dim_v;
   p.seqlen_q = p.seqlen_kv = seqlen;
   p.total_q = p.total_kv = int64_t{batch} * seqlen;
-  p.num_splits = p.packed_heads = 1;
   return p;
 }
+
+// Neither splits nor packed heads.
+constexpr AttentionSchedule kWhole{{}, 1, 1, 0, false, nullptr};
 
 // ---- tiles in shared memory
 

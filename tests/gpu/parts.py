@@ -37,8 +37,8 @@ class Part:
 
 
 NATIVE = ("pytest", "cpp", *SANITIZERS)
-SM90 = ("instances/prefill_sm90_*", "cuda/attention/sm90/clear_counter.cu", "cuda/merge/states.cu")
-PORTABLE = ("instances/prefill_sm80_*", "instances/prefill_simt_*", "instances/prefill_tiled_*")
+SM90 = ("instances/forward_sm90_*", "cuda/attention/sm90/clear_counter.cu", "cuda/merge/states.cu")
+PORTABLE = ("instances/forward_sm80_*", "instances/forward_simt_*", "instances/forward_tiled_*")
 PORTABLE += ("cuda/attention/naive.cu", "cuda/attention/cublas.cu")
 PAGED = ("instances/paged_*", "cuda/paged/*.cu", "src/paged/*.cpp", "src/abi/paged.cpp")
 PAGED += ("cpu/paged.cpp", "src/cache/checks.cpp")

@@ -146,7 +146,7 @@ memcheck() {
   return $status
 }
 
-# racecheck does not know copies that the TMA makes nor all that mbarriers order: who waits for whom in prefill_sm90 and in
+# racecheck does not know copies that the TMA makes nor all that mbarriers order: who waits for whom in forward_sm90 and in
 # the test of its rings is left to synccheck, the watchdog and bit-equal repetition.
 racecheck() {
   local prefill=instance/sm90/,prefill_over_pages_auto,prefill_over_pages_sm90,sm90_ring

@@ -208,6 +208,20 @@ def test_where_the_code_for_x_is():
             assert name in (page.parent / path).read_text(encoding="utf-8"), f"{path} has no {name}"
 
 
+def test_every_word_of_work_is_where_the_page_says():
+    page = ROOT / "docs" / "words.md"
+    lines = page.read_text(encoding="utf-8").splitlines()
+    rows = [
+        line for line in lines if line.startswith("| ") and not line.startswith(("| word", "| --"))
+    ]
+    assert len(rows) >= 40
+    for row in rows:
+        ((path, name),) = PLACE.findall(row)
+        assert name in (page.parent / path).read_text(encoding="utf-8"), f"{path} has no {name}"
+    words = [row.split(" | ")[0] for row in rows]
+    assert len(set(words)) == len(words)
+
+
 def test_every_picture_kept_is_shown():
     shown = "".join(page.read_text(encoding="utf-8") for page in PAGES)
     kept = [

@@ -169,8 +169,8 @@ def test_fewer_cases_are_another_claim(tmp_path, monkeypatch):
 
 
 NINJA_DEPS = """\
-CMakeFiles/x.dir/instances/prefill_sm90_f16.cu.o: #deps 3, deps mtime 1 (VALID)
-    instances/prefill_sm90_f16.cu
+CMakeFiles/x.dir/instances/forward_sm90_f16.cu.o: #deps 3, deps mtime 1 (VALID)
+    instances/forward_sm90_f16.cu
     /usr/include/math.h
     {root}/cuda/attention/sm90/forward.cuh
     {root}/cuda/host/launch.h

@@ -2,6 +2,7 @@
 """The suite itself: it runs without torch and JAX, demands them when told, and finishes later."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -53,6 +54,12 @@ def test_frameworks_that_are_required_and_missing_are_errors():
     assert {"faces/test_jax.py", "faces/test_torch.py", "bench/test_bench_paged.py"} <= needy
     for name in needy:
         assert f"ERROR tests/{name}" in text
+
+
+def test_no_test_file_imports_another():
+    """A room can be run alone; what several share stands beside the rooms."""
+    lines = [line for path in TESTS.rglob("test_*.py") for line in path.read_text().splitlines()]
+    assert not [line for line in lines if re.match(r"\s*(from|import) test_", line)]
 
 
 def source(path):

@@ -239,7 +239,7 @@ def test_a_plan_gives_each_tile_to_one_worker(device, case, rng):
     """Header, workers and first tiles say the same as a walk over all tiles."""
     problem = paged_cases.make(case, rng)
     plan = device.numpy(paged_cases.plan_of(device, "auto", problem))
-    tiles, step, tile, workers, lanes = plan[:5]
+    tiles, step, tile, workers, tracks = plan[:5]
     first = plan[5 + 4 * workers :]
     assert len(first) == len(case.lens) + 1
     span = np.array(case.lens)
@@ -252,16 +252,16 @@ def test_a_plan_gives_each_tile_to_one_worker(device, case, rng):
     assert first[-1] == tiles
     entries = plan[5 : 5 + 4 * workers].reshape(workers, 4)
     groups = entries[:, 3].sum() // tiles  # head groups: each has the same tiles
-    heads = groups // lanes
-    assert heads * lanes == groups >= case.num_heads_kv
-    for lane in range(lanes):
+    heads = groups // tracks
+    assert heads * tracks == groups >= case.num_heads_kv
+    for track in range(tracks):
         at = 0
-        for head, seq, within, count in entries[lane::lanes]:
+        for head, seq, within, count in entries[track::tracks]:
             assert count == max(min(step, heads * tiles - at), 0)
             if count:
-                assert first[seq] * heads + (head - lane * heads) * want[seq] + within == at
+                assert first[seq] * heads + (head - track * heads) * want[seq] + within == at
                 assert 0 <= within < want[seq]
-                assert lane * heads <= head < (lane + 1) * heads
+                assert track * heads <= head < (track + 1) * heads
             at += count
         assert at == heads * tiles
 

@@ -12,10 +12,9 @@ import time
 
 import numpy as np
 import pytest
-from test_streams_graphs import free_bytes
 
 import cuattn
-from harness import has_hopper, why_no_cuda
+from harness import free_bytes, has_hopper, why_no_cuda
 
 pytestmark = [
     pytest.mark.gpu,

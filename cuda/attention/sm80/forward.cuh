@@ -15,6 +15,7 @@
 
 #include "cuattn/device/mask.cuh"
 #include "cuattn/device/mma_sm80.cuh"
+#include "cuattn/schedule.h"
 #include "cuattn/tiles.h"
 #include "cuda/host/launch.h"
 
@@ -28,7 +29,7 @@ struct Sm80Schedule {
 };
 
 template <DType kType, int kHeadDim, int kHeadDimV, MaskKind kMask, ScoreKind kScore, Tile kTile>
-struct PrefillSm80 {
+struct ForwardSm80 {
   // 1. Types and sizes
   static constexpr int kThreads = kTile.warps * 32;
   static constexpr int kWarpRows = kTile.m / kTile.warps;
@@ -64,7 +65,7 @@ struct PrefillSm80 {
     Span queries, keys;
   };
 
-  static __device__ Work find_work(const PrefillParams& p, const Sm80Schedule& schedule) {
+  static __device__ Work find_work(const AttentionParams& p, const Sm80Schedule& schedule) {
     int32_t per_section = schedule.section_heads * schedule.tiles;
     int32_t section = blockIdx.x / per_section, within = blockIdx.x % per_section;
     int32_t first = section * schedule.section_heads;
@@ -239,7 +240,7 @@ struct PrefillSm80 {
   }
 
   // -inf for keys that a row does not see.
-  static __device__ __forceinline__ void apply_mask(Scores& scores, const PrefillParams& p,
+  static __device__ __forceinline__ void apply_mask(Scores& scores, const AttentionParams& p,
                                                     const Work& work, int32_t key0) {
 #pragma unroll
     for (int m = 0; m < kRowBlocks; ++m) {
@@ -247,9 +248,8 @@ struct PrefillSm80 {
       for (int half = 0; half < 2; ++half) {
         KeyRange visible{0, work.keys.used};
         if constexpr (kMask != MaskKind::none) {
-          visible =
-              visible_keys(kMask == MaskKind::causal ? kUnlimited : p.window_left, p.window_right,
-                           lane_row(work, m, half), work.queries.used, work.keys.used);
+          visible = visible_keys(kMask == MaskKind::causal ? kUnlimited : p.mask.left, p.mask.right,
+                                 lane_row(work, m, half), work.queries.used, work.keys.used);
         }
         int32_t first = key0 + 2 * (threadIdx.x % 4);
         int32_t begin = visible.begin - first, end = visible.end - first;
@@ -325,12 +325,12 @@ struct PrefillSm80 {
   }
 
   // 4. Main loop
-  static __device__ __forceinline__ void attend(const PrefillParams& p, const Work& work,
+  static __device__ __forceinline__ void attend(const AttentionParams& p, const Work& work,
                                                 const Shared& shared, State& state) {
     int32_t last_row = min(work.row0 + kTile.m, work.queries.used);
     device::TileRange range = device::tile_range<kTile.n>(
-        kMask == MaskKind::window ? p.window_left : static_cast<int32_t>(kUnlimited),
-        kMask == MaskKind::none ? static_cast<int32_t>(kUnlimited) : p.window_right, work.row0,
+        kMask == MaskKind::window ? p.mask.left : static_cast<int32_t>(kUnlimited),
+        kMask == MaskKind::none ? static_cast<int32_t>(kUnlimited) : p.mask.right, work.row0,
         last_row, work.queries.used, work.keys.used);
     if (range.begin >= range.end) return;
 
@@ -394,7 +394,7 @@ struct PrefillSm80 {
 
   // 5. Epilogue: normalise, write lse, and turn fragments into whole rows by way of the warp's own
   // rows of Q.
-  static __device__ __forceinline__ void store(const PrefillParams& p, const Work& work,
+  static __device__ __forceinline__ void store(const AttentionParams& p, const Work& work,
                                                const Shared& shared, State& state, float to_log2) {
     uint32_t lane = threadIdx.x % 32;
     uint32_t staging =
@@ -409,8 +409,8 @@ struct PrefillSm80 {
         // Base 2 from here on.
         float maximum = device::finite_product(state.row_max[m][half], to_log2);
         float factor = 1.0f;
-        if (p.sinks != nullptr) {
-          float sink = device::sink_in_base2(p.sinks[work.head * p.sinks_stride]);
+        if (p.scores.sinks != nullptr) {
+          float sink = device::sink_in_base2(p.scores.sinks[work.head * p.scores.sinks_stride]);
           float larger = fmaxf(maximum, sink);
           float reference = larger == device::negative_infinity() ? 0.0f : larger;
           factor = device::exp2_approx(maximum - reference);
@@ -453,7 +453,7 @@ struct PrefillSm80 {
   }
 
   // 6. Kernel
-  static __device__ __forceinline__ void run(const PrefillParams& p, const Sm80Schedule& schedule,
+  static __device__ __forceinline__ void run(const AttentionParams& p, const Sm80Schedule& schedule,
                                              void* smem) {
     Work work = find_work(p, schedule);
     if (work.row0 >= work.queries.stored) return;
@@ -471,13 +471,13 @@ struct PrefillSm80 {
     }
     attend(p, work, shared, state);
     store(p, work, shared, state,
-          kScore == ScoreKind::scored ? device::kLog2e : p.scale * device::kLog2e);
+          kScore == ScoreKind::scored ? device::kLog2e : p.scores.scale * device::kLog2e);
   }
 };
 
 template <class Kernel>
 __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kCtasPerSm)
-    prefill_sm80_kernel(const __grid_constant__ PrefillParams params,
+    forward_sm80_kernel(const __grid_constant__ AttentionParams params,
                         const __grid_constant__ Sm80Schedule schedule) {
   extern __shared__ __align__(1024) char smem[];
   Kernel::run(params, schedule, smem);
@@ -485,7 +485,7 @@ __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kCtasPerSm)
 
 // 7. Launcher
 template <class Kernel>
-void launch_prefill_sm80_tile(const PrefillParams& p, Tile tile, cudaStream_t stream) {
+void launch_forward_sm80_tile(const AttentionParams& p, Tile tile, cudaStream_t stream) {
   constexpr int64_t kSectionBytes = 24 << 20;  // of K and V: half the L2 of the large parts
   Sm80Schedule schedule;
   schedule.tiles = device::ceil_div(p.seqlen_q, tile.m);
@@ -496,16 +496,17 @@ void launch_prefill_sm80_tile(const PrefillParams& p, Tile tile, cudaStream_t st
   schedule.section_heads = static_cast<int32_t>(section < pairs ? section : pairs);
   unsigned blocks = grid_blocks(pairs * schedule.tiles, "sm80");
   static std::atomic<uint64_t> allowed{0};
-  allow_shared_memory(prefill_sm80_kernel<Kernel>, Kernel::kSmemBytes, allowed);
-  prefill_sm80_kernel<Kernel>
+  allow_shared_memory(forward_sm80_kernel<Kernel>, Kernel::kSmemBytes, allowed);
+  forward_sm80_kernel<Kernel>
       <<<blocks, Kernel::kThreads, Kernel::kSmemBytes, stream>>>(p, schedule);
   CUATTN_CUDA_TRY(cudaGetLastError());
 }
 
 template <DType kType, int kHeadDim, int kHeadDimV, MaskKind kMask, ScoreKind kScore>
-void launch_prefill_sm80(const PrefillParams& p, cudaStream_t stream) {
+void launch_forward_sm80(const AttentionLaunch& launch, cudaStream_t stream) {
+  const AttentionParams& p = launch.params;
   constexpr Tile kTile = sm80_tile({kHeadDim, kHeadDimV}, kScore);
-  launch_prefill_sm80_tile<PrefillSm80<kType, kHeadDim, kHeadDimV, kMask, kScore, kTile>>(p, kTile,
+  launch_forward_sm80_tile<ForwardSm80<kType, kHeadDim, kHeadDimV, kMask, kScore, kTile>>(p, kTile,
                                                                                           stream);
 }
 

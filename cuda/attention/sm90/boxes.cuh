@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // How tiles of K and V come to forward.cuh: rows of a tensor, or blocks of a paged cache, nhd
 // or hnd, with a multiple of 16 tokens a block (chunked prefill). The other kernels of
-// attention_varlen take gathered keys (src/attention/call.cpp).
+// attention_varlen take gathered keys (src/attention/pages.cpp).
 #pragma once
 
 #include "cuda/attention/sm90/schedule.cuh"
@@ -10,8 +10,8 @@
 namespace cuattn {
 
 // A cache of K or V as (columns, places, heads, blocks, 1).
-inline const device::TensorMap& page_map(const PrefillParams& p, const void* base, const Strides& s,
-                                         int32_t columns, int32_t rows) {
+inline const device::TensorMap& page_map(const AttentionParams& p, const void* base,
+                                         const Strides& s, int32_t columns, int32_t rows) {
   return tensor_map(p.dtype, base,
                     {columns, p.pages.block_size, p.num_heads_kv, p.pages.num_blocks, 1},
                     {s.seq, s.head, s.batch, 0}, {64, rows, 1, 1, 1});
@@ -24,7 +24,7 @@ struct RowBox {
   static constexpr uint32_t kBytes = kPanels * kRows * 128;
   int32_t row, head, batch;
 
-  __device__ __forceinline__ RowBox(const PrefillParams& p, const Sm90Keys& keys,
+  __device__ __forceinline__ RowBox(const AttentionParams& p, const Sm90Keys& keys,
                                     const Sm90Schedule&, uint32_t, int32_t first, int)
       : row(keys.start + first), head(keys.head), batch(p.cu_seqlens_kv ? 0 : keys.batch) {}
 
@@ -66,7 +66,7 @@ struct BlockIds {
   __device__ __forceinline__ uint32_t slot(int tile) const {
     return smem + tile % kSlots * (4 * kRuns);
   }
-  __device__ __forceinline__ void ask(const PrefillParams& p, const Sm90Keys& keys,
+  __device__ __forceinline__ void ask(const AttentionParams& p, const Sm90Keys& keys,
                                       const Sm90Schedule& s, int tile, int first) const {
     int32_t run = threadIdx.x % 32, token = tile * kRows + run * s.page_rows;
     if (tile >= first && run * s.page_rows < kRows && token < keys.used) {
@@ -89,7 +89,7 @@ struct PageBox {
 
   // `ids`: the slot of its tile. A block behind the last key is -1, outside of the cache: the TMA
   // writes zeros.
-  __device__ __forceinline__ PageBox(const PrefillParams& p, const Sm90Keys& keys,
+  __device__ __forceinline__ PageBox(const AttentionParams& p, const Sm90Keys& keys,
                                      const Sm90Schedule& s, uint32_t ids, int32_t first, int loader)
       : to(-1), panel(0), place(0), head(keys.head), block(-1) {
     int32_t box = threadIdx.x % 32 * kPageLoaders + loader, run = box / kPanels;

@@ -26,7 +26,7 @@
 namespace cuattn {
 
 template <DType kType, int kHeadDim, int kHeadDimV, MaskKind kMask, ScoreKind kScore, Tile kTile>
-struct PrefillSm90 {
+struct ForwardSm90 {
   // 1. Types and sizes
   static constexpr int kConsumers = kTile.m / 64;
   static constexpr int kThreads = (kConsumers + 1) * 128;
@@ -109,7 +109,7 @@ struct PrefillSm90 {
   // One thread keeps the rings full. Where keys are in blocks, three warps: a box for each lane,
   // for a warp issues one after the other.
   template <bool kPages>
-  static __device__ __forceinline__ void load_tiles(const PrefillParams& p, const Sm90Schedule& s,
+  static __device__ __forceinline__ void load_tiles(const AttentionParams& p, const Sm90Schedule& s,
                                                     const Sm90Maps& maps, const Shared& shared,
                                                     int loader = 0) {
     const bool speaks = !kPages || threadIdx.x % 32 == 0;  // for its warp
@@ -219,7 +219,7 @@ struct PrefillSm90 {
 
   // One warp: finds the next work item. Note: it is drawn when the last one is nearly loaded, not
   // sooner: who is at work on a heavy tile must not hold another one back from an idle CTA.
-  static __device__ __forceinline__ void schedule_work(const PrefillParams& p,
+  static __device__ __forceinline__ void schedule_work(const AttentionParams& p,
                                                        const Sm90Schedule& s,
                                                        const Shared& shared) {
     device::Ring<2> slot(1);
@@ -254,7 +254,7 @@ struct PrefillSm90 {
 
   // Softcap, ALiBi, bias; -inf for keys that a row does not see.
   static __device__ __forceinline__ void modify(float (&scores)[kScoreCount],
-                                                const PrefillParams& p, const Sm90Schedule& s,
+                                                const AttentionParams& p, const Sm90Schedule& s,
                                                 const Shared& shared, const Mod& mod,
                                                 const Rows& rows, int group, int tile, bool masked,
                                                 int stage) {
@@ -268,7 +268,7 @@ struct PrefillSm90 {
       } else {
         multiply(scores, factor);
       }
-      if (p.bias != nullptr && !(kStagesBias && s.stages_bias)) {
+      if (p.scores.bias != nullptr && !(kStagesBias && s.stages_bias)) {
         Work w;
         device::load_shared(w, shared.copy(threadIdx.x / 32 - 4));
         add_bias(scores, mod, rows.row, first, w.queries.used - 1, w.keys.used - 1);
@@ -279,7 +279,7 @@ struct PrefillSm90 {
 
   // 4. Main loop. A consumer warpgroup owns 64 rows of every query tile. S of the next key tile is
   // multiplied while the softmax of this one runs; the groups take turns on the tensor cores.
-  static __device__ __forceinline__ void consume(const PrefillParams& p, const Sm90Schedule& s,
+  static __device__ __forceinline__ void consume(const AttentionParams& p, const Sm90Schedule& s,
                                                  const Sm90Maps& maps, const Shared& shared,
                                                  int group) {
     using namespace device;
@@ -414,8 +414,8 @@ struct PrefillSm90 {
         rows.visible[half] = {0, w.keys.used};
         if constexpr (kMask != MaskKind::none) {
           rows.visible[half] = visible_keys(
-              kMask == MaskKind::causal ? static_cast<int32_t>(kUnlimited) : p.window_left,
-              p.window_right, token, w.queries.used, w.keys.used);
+              kMask == MaskKind::causal ? static_cast<int32_t>(kUnlimited) : p.mask.left,
+              p.mask.right, token, w.queries.used, w.keys.used);
         }
       }
       int tile = w.range.end - 1;
@@ -491,7 +491,7 @@ struct PrefillSm90 {
   }
 
   // 5. Kernel: nothing but the barriers and the split into roles.
-  static __device__ __forceinline__ void run(const PrefillParams& p, const Sm90Schedule& s,
+  static __device__ __forceinline__ void run(const AttentionParams& p, const Sm90Schedule& s,
                                              const Sm90Maps& maps, void* smem) {
     constexpr uint32_t kWarps = kConsumers * 4;
     int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
@@ -543,7 +543,7 @@ struct PrefillSm90 {
 
 template <class Kernel>
 __global__ void __launch_bounds__(Kernel::kThreads, 1)
-    prefill_sm90_kernel(const __grid_constant__ PrefillParams params,
+    forward_sm90_kernel(const __grid_constant__ AttentionParams params,
                         const __grid_constant__ Sm90Schedule schedule,
                         const __grid_constant__ Sm90Maps maps) {
   extern __shared__ __align__(1024) char smem[];
@@ -552,8 +552,9 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
 
 // 6. Launcher
 template <class Kernel>
-void launch_prefill_sm90_tile(const PrefillParams& p, Tile tile, cudaStream_t stream) {
-  Sm90Schedule s = make_sm90_schedule(p, tile);
+void launch_forward_sm90_tile(const AttentionParams& p, const AttentionSchedule& schedule,
+                              Tile tile, cudaStream_t stream) {
+  Sm90Schedule s = make_sm90_schedule(p, schedule, tile);
   auto keys = [&](const void* base, const Strides& strides, int32_t columns) {
     return p.pages.block_tables != nullptr ? page_map(p, base, strides, columns, s.page_rows)
                                            : key_map(p, base, strides, columns, tile.n);
@@ -564,30 +565,32 @@ void launch_prefill_sm90_tile(const PrefillParams& p, Tile tile, cudaStream_t st
                 {},
                 {}};
   if (Kernel::kQStages > 1 && s.stores_boxes) maps.o = output_map(p);
-  s.stages_bias = Kernel::kStagesBias && p.bias != nullptr && has_bias_map(p);
+  s.stages_bias = Kernel::kStagesBias && p.scores.bias != nullptr && has_bias_map(p);
   if (s.stages_bias) maps.bias = bias_map(p);
   static std::atomic<uint64_t> allowed{0};
-  allow_shared_memory(prefill_sm90_kernel<Kernel>, Kernel::kSmemBytes, allowed);
-  int32_t grid = p.num_ctas > 0 && p.num_ctas < s.total ? p.num_ctas : s.total;
+  allow_shared_memory(forward_sm90_kernel<Kernel>, Kernel::kSmemBytes, allowed);
+  int32_t grid = schedule.num_ctas > 0 && schedule.num_ctas < s.total ? schedule.num_ctas : s.total;
   if (s.counter != nullptr) launch_clear_counter(s.counter, stream);
-  launch_overlapping(prefill_sm90_kernel<Kernel>, grid, Kernel::kThreads, Kernel::kSmemBytes,
+  launch_overlapping(forward_sm90_kernel<Kernel>, grid, Kernel::kThreads, Kernel::kSmemBytes,
                      s.counter != nullptr ? 9 : 0, stream, p, s, maps);
-  if (s.splits > 1) launch_merge(sm90_parts(p), stream);
+  if (s.splits > 1) launch_merge(sm90_parts(p, schedule), stream);
 }
 
 template <DType kType, int kHeadDim, int kHeadDimV, MaskKind kMask, ScoreKind kScore>
-void launch_prefill_sm90(const PrefillParams& p, cudaStream_t stream) {
+void launch_forward_sm90(const AttentionLaunch& launch, cudaStream_t stream) {
+  const auto& [p, schedule] = launch;
   constexpr HeadDims kDims = {kHeadDim, kHeadDimV};
   constexpr Tile kTile = sm90_tile(kDims, kMask, kScore);
   constexpr Tile kOther = sm90_other_tile(kDims, kMask, kScore);
   if constexpr (kOther.m > 0) {
-    if (p.tile_m == kOther.m && p.tile_n == kOther.n) {
-      return launch_prefill_sm90_tile<
-          PrefillSm90<kType, kHeadDim, kHeadDimV, kMask, kScore, kOther>>(p, kOther, stream);
+    if (schedule.tile.m == kOther.m && schedule.tile.n == kOther.n) {
+      return launch_forward_sm90_tile<
+          ForwardSm90<kType, kHeadDim, kHeadDimV, kMask, kScore, kOther>>(p, schedule, kOther,
+                                                                          stream);
     }
   }
-  launch_prefill_sm90_tile<PrefillSm90<kType, kHeadDim, kHeadDimV, kMask, kScore, kTile>>(p, kTile,
-                                                                                          stream);
+  launch_forward_sm90_tile<ForwardSm90<kType, kHeadDim, kHeadDimV, kMask, kScore, kTile>>(
+      p, schedule, kTile, stream);
 }
 
 }  // namespace cuattn

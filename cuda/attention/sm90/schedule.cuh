@@ -6,6 +6,8 @@
 
 #include "cuattn/device/mask.cuh"
 #include "cuattn/device/mma_sm90.cuh"
+#include "cuattn/params/merge.h"
+#include "cuattn/schedule.h"
 #include "cuattn/tiles.h"
 #include "cuda/host/launch.h"
 
@@ -46,7 +48,7 @@ struct Sm90Work {
 // The keys of a work item: `used` rows from row `start` of the tensor on.
 struct Sm90Keys {
   int32_t used, start, batch, head;
-  __device__ Sm90Keys(const PrefillParams& p, const Sm90Schedule& s, const Sm90Work& w)
+  __device__ Sm90Keys(const AttentionParams& p, const Sm90Schedule& s, const Sm90Work& w)
       : used(w.keys.used),
         start(static_cast<int32_t>(w.keys.start)),
         batch(w.batch),
@@ -62,7 +64,7 @@ struct Sm90Cursor {
 
   // Moves to the sequence of `item`; -1: there are no so many items. `item` is then within it.
   template <int kM>
-  __device__ __forceinline__ int32_t find(const PrefillParams& p, const Sm90Schedule& s,
+  __device__ __forceinline__ int32_t find(const AttentionParams& p, const Sm90Schedule& s,
                                           int32_t& item, int32_t& tiles) {
     int32_t lane = threadIdx.x % 32;
     while (item >= end) {
@@ -89,7 +91,7 @@ struct Sm90Cursor {
 // Writes work item `item` to shared memory, part by part (a thread of the producer has few
 // registers). A warp together; `item` grows from call to call.
 template <int kM, int kN, MaskKind kMask>
-__device__ __forceinline__ Sm90Work::Kind find_sm90_work(const PrefillParams& p,
+__device__ __forceinline__ Sm90Work::Kind find_sm90_work(const AttentionParams& p,
                                                          const Sm90Schedule& s, Sm90Cursor& cursor,
                                                          int32_t item, uint32_t smem) {
   auto put = [&](size_t offset, const auto& part) {  // by the lane that tells the others
@@ -127,8 +129,8 @@ __device__ __forceinline__ Sm90Work::Kind find_sm90_work(const PrefillParams& p,
   put(offsetof(Sm90Work, keys), keys);
   int32_t token0 = row0 / s.packed, token1 = min((row0 + kM - 1) / s.packed + 1, queries.used);
   device::TileRange range = device::tile_range<kN>(
-      kMask == MaskKind::window ? p.window_left : static_cast<int32_t>(kUnlimited),
-      kMask == MaskKind::none ? static_cast<int32_t>(kUnlimited) : p.window_right, token0, token1,
+      kMask == MaskKind::window ? p.mask.left : static_cast<int32_t>(kUnlimited),
+      kMask == MaskKind::none ? static_cast<int32_t>(kUnlimited) : p.mask.right, token0, token1,
       queries.used, keys.used);
   if (s.splits > 1) {
     int32_t all = range.end - range.begin, more = all % s.splits;
@@ -143,7 +145,8 @@ __device__ __forceinline__ Sm90Work::Kind find_sm90_work(const PrefillParams& p,
 struct Sm90Row {
   int32_t token, head;
   bool stored;
-  __device__ Sm90Row(const PrefillParams& p, const Sm90Schedule& s, const Sm90Work& w, int32_t row)
+  __device__ Sm90Row(const AttentionParams& p, const Sm90Schedule& s, const Sm90Work& w,
+                     int32_t row)
       : token(row), head(w.head) {
     if (s.packed > 1) {
       token = row / s.packed;
@@ -151,17 +154,17 @@ struct Sm90Row {
     }
     stored = token < w.queries.stored;
   }
-  __device__ char* out(const PrefillParams& p, const Sm90Work& w) const {
+  __device__ char* out(const AttentionParams& p, const Sm90Work& w) const {
     return static_cast<char*>(p.out) +
            2 * (w.batch * p.out_strides.batch + (w.queries.start + token) * p.out_strides.seq +
                 head * p.out_strides.head);
   }
-  __device__ float* lse(const PrefillParams& p, const Sm90Work& w) const {
+  __device__ float* lse(const AttentionParams& p, const Sm90Work& w) const {
     return p.lse + w.batch * p.lse_strides.batch + head * p.lse_strides.head +
            (w.queries.start + token) * p.lse_strides.seq;
   }
   // Its row in the workspace, of this part of the keys: rows of all sequences follow one another.
-  __device__ int64_t part(const PrefillParams& p, const Sm90Work& w) const {
+  __device__ int64_t part(const AttentionParams& p, const Sm90Work& w) const {
     int64_t rows = int64_t{p.batch} * p.seqlen_q;
     return (int64_t{w.split} * p.num_heads_q + head) * rows + w.batch * int64_t{p.seqlen_q} + token;
   }
@@ -169,17 +172,17 @@ struct Sm90Row {
 
 // The parts of split keys, as merge_states reads them: out [splits, heads, batch,
 // seqlen_q, head_dim_v] and lse without the last axis, float32, one behind the other.
-inline MergeParams sm90_parts(const PrefillParams& p) {
+inline MergeParams sm90_parts(const AttentionParams& p, const AttentionSchedule& schedule) {
   int64_t rows = int64_t{p.batch} * p.seqlen_q;
   MergeParams m{};
-  m.outs[0] = p.workspace;
-  m.lses[0] =
-      static_cast<const float*>(p.workspace) + p.num_splits * rows * p.num_heads_q * p.head_dim_v;
+  m.outs[0] = schedule.workspace;
+  m.lses[0] = static_cast<const float*>(schedule.workspace) +
+              schedule.num_splits * rows * p.num_heads_q * p.head_dim_v;
   m.out_strides[0] = {int64_t{p.seqlen_q} * p.head_dim_v, p.head_dim_v, rows * p.head_dim_v};
   m.lse_strides[0] = {p.seqlen_q, 1, rows};
   m.out_part_stride = rows * p.num_heads_q * p.head_dim_v;
   m.lse_part_stride = rows * p.num_heads_q;
-  m.num_parts = p.num_splits;
+  m.num_parts = schedule.num_splits;
   m.stacked = true;
   m.merged_out = p.out;
   m.merged_lse = p.lse;
@@ -194,18 +197,19 @@ inline MergeParams sm90_parts(const PrefillParams& p) {
   return m;
 }
 
-inline Sm90Schedule make_sm90_schedule(const PrefillParams& p, Tile tile) {
+inline Sm90Schedule make_sm90_schedule(const AttentionParams& p, const AttentionSchedule& schedule,
+                                       Tile tile) {
   constexpr int64_t kSectionBytes = 16 << 20;  // of K and V: they share 50 MB of L2 with Q and O
   int32_t group = p.num_heads_q / p.num_heads_kv;
   Sm90Schedule s{};
-  s.packed = p.packed_heads;
+  s.packed = schedule.packed_heads;
   s.heads = p.num_heads_q / s.packed;
   int64_t rows = int64_t{p.seqlen_q} * s.packed;
   s.tiles = static_cast<int32_t>(device::ceil_div<int64_t>(rows, tile.m));
-  s.splits = p.num_splits;
+  s.splits = schedule.num_splits;
   int64_t pairs = int64_t{p.batch} * s.heads;
   int64_t head_bytes = (p.seqlen_kv + int64_t{1}) * (p.head_dim + p.head_dim_v) * 2;
-  int64_t section = p.draws_tiles ? device::ceil_div(kSectionBytes, head_bytes) : 1;
+  int64_t section = schedule.draws_tiles ? device::ceil_div(kSectionBytes, head_bytes) : 1;
   section *= group / s.packed;  // they share keys
   bool ragged = p.cu_seqlens_q != nullptr;
   int64_t widest = ragged ? s.heads : pairs;
@@ -218,15 +222,15 @@ inline Sm90Schedule make_sm90_schedule(const PrefillParams& p, Tile tile) {
   s.total = static_cast<int32_t>(grid_blocks(items, "sm90"));
   s.stores_boxes = s.packed == 1 && s.splits == 1;
   s.clears = p.cu_seqlens_kv != nullptr || p.seqused_kv != nullptr || p.pages.block_size > 0;
-  s.bias_heads = p.bias_stride_head != 0;
-  s.bias_batches = p.bias_stride_batch != 0;
+  s.bias_heads = p.scores.bias_stride_head != 0;
+  s.bias_batches = p.scores.bias_stride_batch != 0;
   s.page_rows = sm90_page_rows(p.pages.block_size, tile);
   if (p.pages.block_size > 0) s.block_size = device::Divisor::of(p.pages.block_size);
   if (s.splits > 1) {
-    s.part_out = static_cast<float*>(p.workspace);
-    s.part_lse = const_cast<float*>(sm90_parts(p).lses[0]);
+    s.part_out = static_cast<float*>(schedule.workspace);
+    s.part_lse = const_cast<float*>(sm90_parts(p, schedule).lses[0]);
   }
-  if (p.draws_tiles) s.counter = static_cast<int32_t*>(p.workspace);
+  if (schedule.draws_tiles) s.counter = static_cast<int32_t*>(schedule.workspace);
   return s;
 }
 

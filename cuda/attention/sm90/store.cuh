@@ -25,7 +25,7 @@ struct StoreSm90 {
     bool alive;
   };
   // Of both rows, step by step, for it is latency that counts.
-  static __device__ __forceinline__ void finish_rows(RowEnd (&end)[2], const PrefillParams& p,
+  static __device__ __forceinline__ void finish_rows(RowEnd (&end)[2], const AttentionParams& p,
                                                      const Sm90Work& w, const Sm90Row (&rows)[2],
                                                      const Sm90Softmax<kScore>& state) {
     using namespace device;
@@ -36,11 +36,12 @@ struct StoreSm90 {
       max[half] = sum[half] == 0.0f ? negative_infinity() : state.exponent(half);
       factor[half] = 1.0f;
     }
-    if (p.sinks != nullptr && w.split == 0) {  // one more logit in the denominator, without value
+    if (p.scores.sinks != nullptr &&
+        w.split == 0) {  // one more logit in the denominator, without value
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float sink =
-            sink_in_base2(p.sinks[min(rows[half].head, p.num_heads_q - 1) * p.sinks_stride]);
+        float sink = sink_in_base2(
+            p.scores.sinks[min(rows[half].head, p.num_heads_q - 1) * p.scores.sinks_stride]);
         float larger = fmaxf(max[half], sink);
         float reference = larger == negative_infinity() ? 0.0f : larger;
         factor[half] = exp2_approx(max[half] - reference);
@@ -72,7 +73,7 @@ struct StoreSm90 {
 
   // O of a warp's 16 rows through its rows of the Q tile (`smem`), which nobody reads any more: the
   // TMA takes it from there. A row's 16-byte chunks are permuted by its number.
-  static __device__ __forceinline__ void store_boxes(const PrefillParams& p, const Sm90Maps& maps,
+  static __device__ __forceinline__ void store_boxes(const AttentionParams& p, const Sm90Maps& maps,
                                                      const Sm90Work& w, int32_t first_row,
                                                      const float (&out)[kOutCount],
                                                      const RowEnd (&end)[2], uint32_t smem) {
@@ -98,7 +99,7 @@ struct StoreSm90 {
 
   // O of a row straight from the accumulators, or a part of it in float32. Four blocks of 8 columns
   // at a time: a quad turns its 4 x 4 words, so that each lane holds all columns of one block.
-  static __device__ __forceinline__ void store_row(const PrefillParams& p, const Sm90Schedule& s,
+  static __device__ __forceinline__ void store_row(const AttentionParams& p, const Sm90Schedule& s,
                                                    const Sm90Work& w, const Sm90Row& row, int half,
                                                    const float (&out)[kOutCount], float factor) {
     using namespace device;
@@ -127,7 +128,7 @@ struct StoreSm90 {
   }
 
   // A warp's 16 rows from `first_row` on. `smem`: its part of the Q tile.
-  static __device__ __forceinline__ void store(const PrefillParams& p, const Sm90Schedule& s,
+  static __device__ __forceinline__ void store(const AttentionParams& p, const Sm90Schedule& s,
                                                const Sm90Maps& maps, const Sm90Work& w,
                                                int32_t first_row, float (&out)[kOutCount],
                                                const Sm90Softmax<kScore>& state, uint32_t smem) {
@@ -155,15 +156,16 @@ struct StoreSm90 {
   }
 
   // Rows that see no key: zeros, and an lse of -inf (of the sink, if there is one).
-  static __device__ __forceinline__ void store_empty(const PrefillParams& p, const Sm90Schedule& s,
-                                                     const Sm90Work& w, int group) {
+  static __device__ __forceinline__ void store_empty(const AttentionParams& p,
+                                                     const Sm90Schedule& s, const Sm90Work& w,
+                                                     int group) {
     int first = w.row0 + group * 64;
     for (int i = threadIdx.x % 128; i < 64; i += 128) {
       Sm90Row row(p, s, w, first + i);
       if (!row.stored) continue;
       float lse = device::negative_infinity();
-      if (p.sinks != nullptr && w.split == 0 && row.token < w.queries.used)
-        lse = finite_sink(p.sinks[row.head * p.sinks_stride]);
+      if (p.scores.sinks != nullptr && w.split == 0 && row.token < w.queries.used)
+        lse = finite_sink(p.scores.sinks[row.head * p.scores.sinks_stride]);
       if (s.splits > 1) {
         s.part_lse[row.part(p, w)] = lse;
       } else if (p.lse != nullptr) {

@@ -113,11 +113,13 @@ struct PagedSm80 {
       int32_t mine = key + me.lane % kSlice, first = mine / 16 * 16;
       if (first >= task.end) first = key;
       uint32_t token = one_block ? first : max(min(mine, task.end - 1), task.low);
-      uint32_t index = token / static_cast<uint32_t>(p.block_size);
-      block = device::table_entry(p, task.b, index);
-      within = token - index * p.block_size + (one_block ? me.lane % 16 : 0);
+      uint32_t index = token / static_cast<uint32_t>(p.pages.block_size);
+      block = *p.pages.entry(task.b, index);
+      within = token - index * p.pages.block_size + (one_block ? me.lane % 16 : 0);
     }
-    static __device__ bool in_one_block(const PagedParams& p) { return p.block_size % 16 == 0; }
+    static __device__ bool in_one_block(const PagedParams& p) {
+      return p.pages.block_size % 16 == 0;
+    }
     __device__ __forceinline__ bool holds(int32_t row) const {  // key `row` of the slice counts
       return static_cast<uint32_t>(key + row - task.low) <
              static_cast<uint32_t>(task.end - task.low);
@@ -127,7 +129,7 @@ struct PagedSm80 {
     __device__ __forceinline__ const char* token_in(const PagedParams& p, const void* cache,
                                                     const CacheStrides& strides, int32_t id,
                                                     int32_t place) const {
-      int64_t at = device::existing_block(p, id) * strides.block + task.kv_head * strides.head +
+      int64_t at = p.pages.existing(id) * strides.block + task.kv_head * strides.head +
                    place * strides.token;
       return static_cast<const char*>(cache) + at * kItem;
     }
@@ -167,20 +169,20 @@ struct PagedSm80 {
       constexpr int kAside = 32 / kSlice, kPieces = kSlice / 8, kPassRows = 32 / kPieces;
       int32_t row = me.lane % kSlice, piece = me.lane % kPieces;
       bool row_valid = holds(row);
-      const char* gK =
-          token_in(p, p.k_cache, p.k_strides, block, within) + me.lane / kSlice * p.block_size * 16;
+      const char* gK = token_in(p, p.k_cache, p.k_strides, block, within) +
+                       me.lane / kSlice * p.pages.block_size * 16;
 #pragma unroll
       for (int i = 0; i < kRowBytes / 16 / kAside; ++i) {
         int32_t chunk = me.lane / kSlice + kAside * i;
         device::cp_async16(to + Slice::k_chunk(row, chunk), gK,
                            row_valid && chunk * 16 < p.head_dim * kItem);
-        gK += kAside * p.block_size * 16;
+        gK += kAside * p.pages.block_size * 16;
       }
       // The 8 keys: blocks are multiples of 8.
       int32_t first_d = me.lane / kPieces, id = __shfl_sync(0xffffffffu, block, 8 * piece);
       int32_t place = __shfl_sync(0xffffffffu, within, 8 * piece) / 8 * 8;
       const char* gV =
-          token_in(p, p.v_cache, p.v_strides, id, place) + first_d * p.block_size * kItem;
+          token_in(p, p.v_cache, p.v_strides, id, place) + first_d * p.pages.block_size * kItem;
       bool piece_valid = key + 8 * piece < task.end && key + 8 * piece + 8 > task.low;
 #pragma unroll
       for (int i = 0; i < kHeadDim / kPassRows; ++i) {
@@ -191,7 +193,7 @@ struct PagedSm80 {
         } else {
           device::cp_async16(to + kKBytes + Slice::v_row(d, piece), gV, valid);
         }
-        gV += kPassRows * p.block_size * kItem;
+        gV += kPassRows * p.pages.block_size * kItem;
       }
     }
 
@@ -289,9 +291,8 @@ struct PagedSm80 {
       }
     }
     const PagedWork& w = p.work;
-    state.full_begin =
-        visible_keys(w.window_left, w.window_right, w.q_len - 1, w.q_len, task.context).begin;
-    state.full_end = visible_keys(w.window_left, w.window_right, 0, w.q_len, task.context).end;
+    state.full_begin = w.mask.visible(w.q_len - 1, w.q_len, task.context).begin;
+    state.full_end = w.mask.visible(0, w.q_len, task.context).end;
   }
 
   using Scores = float[kKeyBlocks][kRowBlocks][4];
@@ -324,7 +325,7 @@ struct PagedSm80 {
   // Dot products become scores in base 2, -inf where a query does not see the key.
   __device__ __forceinline__ void score_keys(const PagedParams& p, const State& state, int32_t key0,
                                              bool masked, float (&scores)[kRowBlocks][4]) {
-    bool scored = device::RowScore<kMma>::is_scored(p);
+    bool scored = p.scores.scored();
 #pragma unroll
     for (int n = 0; n < kRowBlocks; ++n) {
 #pragma unroll

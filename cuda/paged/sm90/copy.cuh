@@ -72,7 +72,7 @@ struct PagedSm90Tiles {
     return 1024 + stages * (2 * kStageBytes + 32) + (kPanels + 1) * kRowPanelBytes + 3 * kRows * 16;
   }
 
-  // Which split a block has, in the order of paged_item; with a plan, which worker it is. Along y
+  // Which split a block has, in the order of paged_item; with a deal, which worker it is. Along y
   // of the grid the blocks of a cluster are neighbours.
   static __device__ __forceinline__ uint32_t task_index(const PagedWork& w) {
     if (!kCluster) return blockIdx.x;
@@ -117,15 +117,15 @@ struct PagedSm90Tiles {
     uint32_t token = begin + lane * maps.piece;
     int32_t entry = 0;  // of one of the first 32 pieces
     if (token < end) {
-      entry = device::peek(p.block_tables + guess.b * p.block_tables_stride + token / p.block_size);
+      entry = device::peek(p.pages.entry(guess.b, token / p.pages.block_size));
     }
 #pragma unroll 1
     for (int32_t first = 0; first < p.stages * pieces && first + pieces <= 32; first += pieces) {
       int32_t piece = first + my_piece;
-      int32_t block = device::existing_block(p, __shfl_sync(0xffffffffu, entry, piece));
+      int32_t block = p.pages.existing(__shfl_sync(0xffffffffu, entry, piece));
       token = begin + piece * maps.piece;
       if (my_piece < pieces && token < end) {
-        int32_t row = static_cast<int32_t>(token % p.block_size);
+        int32_t row = static_cast<int32_t>(token % p.pages.block_size);
         auto ask = [&](const device::TensorMap& map) {
           device::tma_prefetch_box(&map, panel * 64, row, guess.kv_head, block, 0);
         };
@@ -145,7 +145,7 @@ struct PagedSm90Tiles {
     bool has_box = my_piece < pieces;
     const uint32_t to = panel * kPanelBytes + my_piece * maps.piece * 128;
     // Note: a division in the loop over tiles costs 3 % of long contexts.
-    const int32_t block_size = p.block_size, row_step = kTile.n % block_size;
+    const int32_t block_size = p.pages.block_size, row_step = kTile.n % block_size;
     device::Ring ring(1, p.stages);
     auto load = [&](bool of_v, int32_t row, int32_t head, int32_t block) {
       uint32_t full = of_v ? shared.v_full(ring.stage()) : shared.k_full(ring.stage());
@@ -173,7 +173,7 @@ struct PagedSm90Tiles {
         uint32_t token = to_load;
         to_load += 32 * maps.piece;
         if (!seen(token)) return 0;
-        return device::table_entry(p, task.b, static_cast<int32_t>(token / block_size));
+        return *p.pages.entry(task.b, static_cast<int32_t>(token / block_size));
       };
       int32_t entries = load_entries(), left = task.end - task.begin;
       uint32_t token = task.begin + my_piece * maps.piece;
@@ -189,7 +189,7 @@ struct PagedSm90Tiles {
             releases = false;
           }
           int32_t entry = __shfl_sync(0xffffffffu, entries, piece);
-          int32_t block = seen(token) ? device::existing_block(p, entry) : -1;
+          int32_t block = seen(token) ? p.pages.existing(entry) : -1;
           if constexpr (kCopyWarps == 1) {
             load(false, row, task.kv_head, block);
             load(true, row, task.kv_head, block);

@@ -110,7 +110,7 @@ struct PagedSm90 : PagedSm90Tiles<kType, kHeadDim, kRows, kUse> {
     float to_log2;                             // a score times this is an exponent in base 2
     float slack;
     __device__ explicit Softmax(const PagedParams& p)
-        : to_log2(kScore == ScoreKind::scored ? device::kLog2e : p.scale * device::kLog2e) {
+        : to_log2(kScore == ScoreKind::scored ? device::kLog2e : p.scores.scale * device::kLog2e) {
       // V2 keeps the maxima themselves.
       slack = p.exp_sums != nullptr ? 0.0f : fminf(kSlackLog2 / to_log2, 1e30f);
       clear();
@@ -137,11 +137,12 @@ struct PagedSm90 : PagedSm90Tiles<kType, kHeadDim, kRows, kUse> {
         float& score = scores[at(c, half)];
         int32_t key = first_key + me.key + half * 8;
         if constexpr (kScore == ScoreKind::scored) {
-          score *= p.scale;
-          if (p.softcap > 0.0f) {
-            float ratio = score / p.softcap;
-            score = p.softcap * (p.softcap > device::kLargeSoftcap ? device::tanh_of_small(ratio)
-                                                                   : device::tanh_exp2(ratio));
+          score *= p.scores.scale;
+          if (p.scores.softcap > 0.0f) {
+            float ratio = score / p.scores.softcap;
+            score = p.scores.softcap * (p.scores.softcap > device::kLargeSoftcap
+                                            ? device::tanh_of_small(ratio)
+                                            : device::tanh_exp2(ratio));
           }
           score = fmaf(-row.slope, fabsf(static_cast<float>(row.position - key)), score);
         }
@@ -290,10 +291,8 @@ struct PagedSm90 : PagedSm90Tiles<kType, kHeadDim, kRows, kUse> {
       MergedParts merged;
       // Every row sees all keys of [full_begin, full_end).
       const PagedWork& w = p.work;
-      int32_t full_end =
-          min(task.end, visible_keys(w.window_left, w.window_right, 0, w.q_len, task.context).end);
-      int32_t full_begin =
-          visible_keys(w.window_left, w.window_right, w.q_len - 1, w.q_len, task.context).begin;
+      int32_t full_end = min(task.end, w.mask.visible(0, w.q_len, task.context).end);
+      int32_t full_begin = w.mask.visible(w.q_len - 1, w.q_len, task.context).begin;
       int32_t first_key = task.begin, left = task.end - task.begin;
       uint32_t last_v_empty = 0, last_parity = 0;
       float scores[kCount];
@@ -547,7 +546,7 @@ void launch_paged_sm90_kernel(const PagedParams& p, cudaStream_t stream) {
   constexpr int kMostStages = paged_sm90_stages(Kernel::kDim, Kernel::kTile, true);
   allow_shared_memory(paged_sm90_kernel<Kernel>, Kernel::smem_bytes(kMostStages), allowed);
   PagedSm90Maps maps;
-  maps.piece = std::gcd(p.block_size, Kernel::kTile.n);
+  maps.piece = std::gcd(p.pages.block_size, Kernel::kTile.n);
   maps.k = paged_cache_map(p, p.k_cache, p.k_strides, maps.piece);
   maps.v = paged_cache_map(p, p.v_cache, p.v_strides, maps.piece);
   const PagedWork& w = p.work;
@@ -576,8 +575,7 @@ void launch_paged_sm90(const PagedParams& p, cudaStream_t stream) {
     launch.template operator()<SplitUse::whole>();
   };
   auto launch_rows = [&]<int kRows>() {
-    bool scored = p.softcap > 0.0f || p.alibi_slopes != nullptr || !is_plain_scale(p.scale);
-    if (scored) return launch_kind.template operator()<kRows, ScoreKind::scored>();
+    if (p.scores.scored()) return launch_kind.template operator()<kRows, ScoreKind::scored>();
     launch_kind.template operator()<kRows, ScoreKind::identity>();
   };
   if (p.work.rows <= 8) return launch_rows.template operator()<8>();

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "cuattn/device/convert.cuh"
+#include "cuattn/params/attention.h"
 
 namespace cuattn::device {
 
@@ -44,8 +45,8 @@ template <DType kType>
 struct ScoreMod<kType, ScoreKind::identity> {
   float to_log2;  // score * to_log2 is the exponent in base 2; positive
 
-  __device__ ScoreMod(const PrefillParams& p, int32_t, int32_t, int32_t, int32_t)
-      : to_log2(p.scale * kLog2e) {}
+  __device__ ScoreMod(const AttentionParams& p, int32_t, int32_t, int32_t, int32_t)
+      : to_log2(p.scores.scale * kLog2e) {}
   __device__ float operator()(float dot, int32_t, int32_t) const { return dot; }
 };
 
@@ -58,23 +59,21 @@ struct ScoreMod<kType, ScoreKind::scored> {
   DType bias_dtype;
   int64_t bias_stride_q, bias_stride_kv;
 
-  __device__ ScoreMod(const PrefillParams& p, int32_t b, int32_t head, int32_t queries,
+  __device__ ScoreMod(const AttentionParams& p, int32_t b, int32_t head, int32_t queries,
                       int32_t keys)
-      : scale(p.scale),
-        softcap(p.softcap),
-        inv_softcap(p.inv_softcap),
-        slope(p.alibi_slopes == nullptr
-                  ? 0.0f
-                  : p.alibi_slopes[b * p.alibi_stride_batch + head * p.alibi_stride_head]),
+      : scale(p.scores.scale),
+        softcap(p.scores.softcap),
+        inv_softcap(p.scores.inv_softcap),
+        slope(p.scores.slope(b, head)),
         diagonal(keys - queries),
         bias(nullptr),
-        bias_dtype(p.bias_dtype),
-        bias_stride_q(p.bias_stride_q),
-        bias_stride_kv(p.bias_stride_kv) {
-    if (p.bias != nullptr) {
+        bias_dtype(p.scores.bias_dtype),
+        bias_stride_q(p.scores.bias_stride_q),
+        bias_stride_kv(p.scores.bias_stride_kv) {
+    if (p.scores.bias != nullptr) {
       int64_t size = bias_dtype == DType::f32 ? 4 : bias_dtype == DType::boolean ? 1 : 2;
-      bias = static_cast<const char*>(p.bias) +
-             (b * p.bias_stride_batch + head * p.bias_stride_head) * size;
+      bias = static_cast<const char*>(p.scores.bias) +
+             (b * p.scores.bias_stride_batch + head * p.scores.bias_stride_head) * size;
     }
   }
 

@@ -3,7 +3,7 @@
 // No includes but params/attention.h: compiles under nvcc and NVRTC. Next: convert.cuh.
 #pragma once
 
-#include "cuattn/params/attention.h"
+#include "cuattn/params/scores.h"
 
 namespace cuattn::device {
 

@@ -3,7 +3,7 @@
 // under NVRTC. Next: cpu/cache.cpp (all of it in plain loops).
 #pragma once
 
-#include "cuattn/params/paged.h"
+#include "cuattn/params/pages.h"
 
 namespace cuattn {
 
@@ -78,10 +78,9 @@ struct CacheGatherParams {
   CacheSide k, v;
   DType dtype;  // of the caches and of the rows
   KvLayout kv_layout;
-  int64_t num_tokens, num_blocks;  // tokens: rows there are
-  int32_t num_heads, block_size;
-  const int32_t* block_tables;  // [num_seqs, max_blocks], ids clamped to [0, num_blocks - 1]
-  int64_t block_tables_stride;
+  int64_t num_tokens;  // rows there are
+  int32_t num_heads;
+  Pages pages;  // block_tables [num_seqs, max_blocks]
   int32_t num_seqs, max_blocks;
   const int32_t* cu_seqlens;  // [num_seqs + 1]; rows beyond the last are not written. nullptr:
                               // sequence b has the padded_len rows from b * padded_len on
@@ -116,11 +115,10 @@ CUATTN_HOST_DEVICE CachedToken cached_token(const CacheGatherParams& p, int64_t 
   }
   if (p.seqused != nullptr && p.seqused[low] < length) length = p.seqused[low];
   if (position < 0 || position >= length) return {-1, 0, 0};
-  int64_t column = position / p.block_size;
+  int64_t column = position / p.pages.block_size;
   if (column >= p.max_blocks) column = p.max_blocks - 1;
-  int64_t block = p.block_tables[low * p.block_tables_stride + column];
-  block = block < 0 ? 0 : block < p.num_blocks ? block : p.num_blocks - 1;
-  return {low, block, position % p.block_size};
+  int32_t block = p.pages.block(low, static_cast<int32_t>(column));
+  return {low, block, position % p.pages.block_size};
 }
 
 // copy_blocks: within each cache, whole blocks from their source to their destination. Sizes and

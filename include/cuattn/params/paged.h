@@ -1,92 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// The plain structs of paged attention, and the arithmetic that CPU and CUDA share: the keys a
-// sequence has, how they are cut into splits, and where the partial result of a split lies. Clean
-// under NVRTC. Next: cpu/paged.cpp (all of it in plain loops).
+// The problem of paged attention as every kernel receives it, CPU and CUDA alike. How its keys are
+// dealt stands in deal.h. Next: cpu/paged.cpp (all of it in plain loops).
 #pragma once
 
-#include "cuattn/params/attention.h"
+#include "cuattn/params/deal.h"
+#include "cuattn/params/pages.h"
+#include "cuattn/params/scores.h"
 
 namespace cuattn {
-
-// Thread blocks of a cluster at most: as many as every device of compute capability 9.0 runs
-// together.
-constexpr int32_t kPagedMaxCluster = 8;
-// Keys that are weighed by themselves where a result must not depend on who else has them.
-constexpr int32_t kPagedPartKeys = 128;
-
-// K and V caches in blocks of `block_size` tokens.
-//   nhd   [num_blocks, block_size, num_heads_kv, head_dim]
-//   hnd   [num_blocks, num_heads_kv, block_size, head_dim]
-//   vllm  K [num_blocks, num_heads_kv, head_dim / x, block_size, x] with x = 16 / itemsize,
-//         V [num_blocks, num_heads_kv, head_dim, block_size]
-enum class KvLayout : int32_t { nhd, hnd, vllm };
-
-// Of one cache, in elements. Element (block, head, token, d) lies at block * strides.block + head *
-// strides.head plus
-//   nhd, hnd   token * strides.token + d
-//   vllm, K    d / x * block_size * x + token * x + d % x
-//   vllm, V    d * block_size + token
-struct CacheStrides {
-  int64_t block, head, token;
-};
-
-// The rows of one kv head of one sequence are q_len * group queries: row = query * group + head in
-// the group. `rows` of them make a row group; (sequence, kv head, row group) is a unit, the work
-// that shares keys. The keys of a unit are read in tiles of `tile` and cut into splits in one of
-// three ways:
-//   num_splits >= 1, split_keys == 0: evenly, whole tiles each
-//   num_splits >= 1, split_keys > 0: at multiples of split_keys (batch invariant, and V2);
-//                                    num_splits is what the longest context needs
-//   num_splits == 0: by a plan. All tiles of all units stand in `lanes` rows, and each of
-//                    num_workers thread blocks takes the next `tiles_per_worker` of its row.
-// A split is one thread block's, or a cluster's.
-struct PagedWork {
-  const int32_t* context_lens;  // [num_seqs], tokens in the cache with the newest; clamped
-  int32_t num_seqs, q_len;
-  int32_t num_heads_kv, group;        // query heads of a kv head
-  int32_t capacity;                   // tokens that a row of block_tables can name
-  int32_t window_left, window_right;  // as in PrefillParams; causal is window_right = 0
-
-  int32_t rows, row_groups;  // rows of a unit at most, and row groups of a kv head
-  int32_t tile;              // keys; split_keys is a multiple of it
-  int32_t num_splits, split_keys;
-  int32_t cluster;  // thread blocks that share a split and merge what they find; 1: none
-  bool in_parts;    // parts of kPagedPartKeys keys are weighed one by one (batch invariant)
-  int32_t num_workers, lanes;
-  const int32_t* plan;  // see PagedPlan; nullptr when num_splits >= 1
-};
-
-// A plan is one int32 array, made on the device by paged_plan once per step and shared by all
-// layers of the step. The head groups (kv head * row_groups + row group) are dealt to `lanes`,
-// which divides them, neighbours to the same lane. The tiles of a lane stand in one row: sequence
-// after sequence, within a sequence head group after head group. Every row is cut alike: worker w
-// takes the tiles_per_worker next to each other at place w / lanes of lane w % lanes. So workers
-// side by side read the same tokens of several heads at a time, which lie together in memory.
-//   [0] tiles of all sequences   [1] tiles_per_worker   [2] tile   [3] num_workers   [4] lanes
-//   [5 + 4 w ..]  where worker w begins: head group, sequence, tile within the sequence, and how
-//                 many tiles it takes (0: nothing to do)
-//   [5 + 4 num_workers + b]  the tiles of one head group before sequence b, for b = 0 .. num_seqs
-// A worker writes at most two units in part, its first and its last, so partial slots are 2 w and
-// 2 w + 1.
-struct PagedPlan {
-  static constexpr int32_t kTiles = 0, kTilesPerWorker = 1, kTile = 2, kNumWorkers = 3, kLanes = 4,
-                           kHeader = 5;
-  static constexpr int32_t kWorkerHead = 0, kWorkerSeq = 1, kWorkerTile = 2, kWorkerCount = 3,
-                           kWorkerFields = 4;
-
-  static CUATTN_HOST_DEVICE int64_t worker(int64_t w) { return kHeader + kWorkerFields * w; }
-  static CUATTN_HOST_DEVICE int64_t first_tile(const PagedWork& w, int64_t b) {
-    return worker(w.num_workers) + b;
-  }
-  static CUATTN_HOST_DEVICE int64_t size(const PagedWork& w) {
-    return first_tile(w, w.num_seqs) + 1;
-  }
-};
 
 // One decode step: O = softmax(mask(alibi + softcap(scale * Q K^T))) V over paged keys.
 struct PagedParams {
   PagedWork work;
-  int32_t* own_plan;  // work.plan, where this call makes it first; nullptr: the caller's, or none
+  int32_t* own_deal;  // work.deal, where this call makes it first; nullptr: the caller's, or none
 
   const void* q;        // [num_seqs, q_len, num_heads_q, head_dim]
   void* out;            // like q
@@ -107,19 +33,8 @@ struct PagedParams {
   DType kv_dtype;  // of the caches: dtype, or e4m3 under 16-bit queries
   KvLayout kv_layout;
   int32_t num_heads_q, head_dim;
-  int64_t num_blocks;
-  int32_t block_size;
+  Pages pages;  // block_tables [num_seqs, max_blocks_per_seq]; no entry past a context is read
 
-  const int32_t* block_tables;  // [num_seqs, max_blocks_per_seq]; entries past the context are
-                                // never read, ids are clamped to [0, num_blocks - 1]
-  int64_t block_tables_stride;
-
-  float scale;    // of the scores, natural units
-  float softcap;  // 0 = off
-  const float* alibi_slopes;
-  int64_t alibi_stride_batch, alibi_stride_head;
-  const float* sinks;  // [num_heads_q], or nullptr; enters a row once, whatever the splits
-  int64_t sinks_stride;
   // value = stored * scale. The array, where given, replaces the number.
   float k_scale, v_scale;
   const float *k_scales, *v_scales;  // [batch, num_heads_kv] through strides, or nullptr
@@ -137,6 +52,8 @@ struct PagedParams {
   float* exp_sums;    // [num_seqs, num_heads_q, num_splits], sum of exp(score - max_logit)
   float* max_logits;  // like exp_sums, natural units
   void* tmp_out;      // [num_seqs, num_heads_q, num_splits, head_dim] of dtype, like partial_out
+
+  ScoreParams scores;  // without a bias
 };
 
 // Where query `query` of sequence b lies along the seq axis of q, out and lse. -1: nowhere, a
@@ -147,219 +64,5 @@ CUATTN_HOST_DEVICE int64_t query_row(const PagedParams& p, int32_t b, int32_t qu
   int32_t missing = p.work.q_len - span.stored;
   return query < missing ? -1 : span.start + query - missing;
 }
-
-// What a context length says, within what a table can name; and that of sequence b.
-CUATTN_HOST_DEVICE int32_t context_of_length(const PagedWork& w, int32_t length) {
-  return length < 0 ? 0 : length < w.capacity ? length : w.capacity;
-}
-CUATTN_HOST_DEVICE int32_t context_of(const PagedWork& w, int32_t b) {
-  return context_of_length(w, w.context_lens[b]);
-}
-
-// The keys [begin, end) that some query of a sequence sees. begin is a multiple of the tile; the
-// first key that is seen is `low`.
-struct PagedSpan {
-  int32_t context, begin, end, low;
-};
-
-CUATTN_HOST_DEVICE PagedSpan paged_span_of_context(const PagedWork& w, int32_t context) {
-  int32_t low = visible_keys(w.window_left, w.window_right, 0, w.q_len, context).begin;
-  int32_t end = visible_keys(w.window_left, w.window_right, w.q_len - 1, w.q_len, context).end;
-  int32_t begin = low < end ? low : end;
-  return {context, begin == 0 ? 0 : begin / w.tile * w.tile, end, low};
-}
-CUATTN_HOST_DEVICE PagedSpan paged_span(const PagedWork& w, int32_t b) {
-  return paged_span_of_context(w, context_of(w, b));
-}
-
-// At least one, so that a sequence without keys is somebody's work too.
-CUATTN_HOST_DEVICE int32_t paged_tiles(const PagedWork& w, const PagedSpan& span) {
-  int32_t keys = span.end - span.begin;
-  return keys <= w.tile ? 1 : (keys - 1) / w.tile + 1;
-}
-
-CUATTN_HOST_DEVICE int32_t head_groups(const PagedWork& w) { return w.num_heads_kv * w.row_groups; }
-CUATTN_HOST_DEVICE int32_t lane_heads(const PagedWork& w) { return head_groups(w) / w.lanes; }
-
-// Thread blocks that share the keys of a call: workers of a plan, or splits of units.
-CUATTN_HOST_DEVICE int64_t num_key_tasks(const PagedWork& w) {
-  if (w.num_splits == 0) return w.num_workers;
-  return int64_t{w.num_seqs} * w.num_splits * head_groups(w);
-}
-
-// Without a plan: which split of which unit task `index` of num_key_tasks is. Heads fastest: blocks
-// that run together read neighbours in memory.
-struct PagedItem {
-  int32_t b, head_group, split;
-};
-
-CUATTN_HOST_DEVICE PagedItem paged_item(const PagedWork& w, uint32_t index) {
-  int32_t head_group = index % head_groups(w), rest = index / head_groups(w);
-  return {rest / w.num_splits, head_group, rest % w.num_splits};
-}
-
-// Without a plan: the splits first .. first + count - 1 of num_splits have work; count >= 1. Split
-// s covers keys [max(span.begin, begin_of(s)), min(span.end, begin_of(s + 1))).
-struct PagedSplits {
-  int32_t first, count;
-  int32_t origin, keys;
-  CUATTN_HOST_DEVICE int64_t begin_of(int32_t s) const { return origin + int64_t{s} * keys; }
-};
-
-CUATTN_HOST_DEVICE PagedSplits paged_splits(const PagedWork& w, const PagedSpan& span) {
-  PagedSplits splits{0, 1, 0, w.split_keys};
-  if (w.num_splits == 1) return {0, 1, span.begin, span.end - span.begin};
-  if (w.split_keys == 0) {
-    int32_t tiles = paged_tiles(w, span);
-    splits.origin = span.begin;
-    splits.keys = ((tiles - 1) / w.num_splits + 1) * w.tile;
-  }
-  splits.first = (span.begin - splits.origin) / splits.keys;
-  if (span.end > span.begin) {
-    splits.count = (span.end - 1 - splits.origin) / splits.keys + 1 - splits.first;
-  }
-  return splits;
-}
-
-// In a cluster: of keys [begin, end) of a split, those of thread block `rank`. Parts lie at
-// multiples of their length, or the tiles are shared evenly.
-CUATTN_HOST_DEVICE KeyRange paged_part(const PagedWork& w, int32_t rank, int32_t begin,
-                                       int32_t end) {
-  int64_t first = begin, keys = kPagedPartKeys;
-  if (w.in_parts) {
-    first -= begin % (kPagedMaxCluster * kPagedPartKeys);
-  } else {
-    int32_t tiles = end - begin <= w.tile ? 1 : (end - begin - 1) / w.tile + 1;
-    keys = int64_t{(tiles - 1) / w.cluster + 1} * w.tile;
-  }
-  first += rank * keys;
-  int64_t last = first + keys;
-  return {static_cast<int32_t>(first < begin ? begin
-                               : first < end ? first
-                                             : end),
-          static_cast<int32_t>(last < begin ? begin
-                               : last < end ? last
-                                            : end)};
-}
-
-// The slots of a unit's partial results, in key order; count == 1: none, the output was written.
-struct PagedSlots {
-  int32_t count;
-  int64_t first, second;  // slot of part 0, slot of part 1
-  int32_t step;           // between slots of parts from 1 on
-  CUATTN_HOST_DEVICE int64_t slot(int32_t part) const {
-    return part == 0 ? first : second + int64_t{part - 1} * step;
-  }
-};
-
-CUATTN_HOST_DEVICE int64_t num_paged_slots(const PagedWork& w) {
-  if (w.num_splits == 0) return int64_t{2} * w.num_workers;
-  return w.num_splits == 1 ? 0 : int64_t{w.num_seqs} * head_groups(w) * w.num_splits;
-}
-
-// head_group = kv head * row_groups + row group.
-CUATTN_HOST_DEVICE PagedSlots paged_slots(const PagedWork& w, int32_t b, int32_t head_group) {
-  if (w.num_splits != 0) {
-    PagedSplits splits = paged_splits(w, paged_span(w, b));
-    int64_t first = (int64_t{b} * head_groups(w) + head_group) * w.num_splits + splits.first;
-    return {splits.count, first, first + 1, 1};
-  }
-  int32_t heads = lane_heads(w), lane = head_group / heads, places = w.num_workers / w.lanes;
-  int64_t before = w.plan[PagedPlan::first_tile(w, b)];
-  int64_t tiles = w.plan[PagedPlan::first_tile(w, b + 1)] - before;
-  int64_t begin = before * heads + head_group % heads * tiles, end = begin + tiles;
-  int64_t step = w.plan[PagedPlan::kTilesPerWorker];
-  step = step < 1 ? 1 : step;
-  int64_t first = begin / step, last = (end - 1) / step;  // places of the lane
-  // Whatever the array holds, no slot lies outside the buffers.
-  first = first < 0 ? 0 : first < places ? first : places - 1;
-  last = last < first ? first : last < places ? last : places - 1;
-  return {static_cast<int32_t>(last - first + 1),
-          2 * (first * w.lanes + lane) + (begin > first * step ? 1 : 0),
-          2 * ((first + 1) * w.lanes + lane), 2 * w.lanes};
-}
-
-// How many tiles a worker takes when head groups have `tiles` together and `longest` at most. A
-// single tile each would make more partial results than it saves time.
-CUATTN_HOST_DEVICE int64_t tiles_per_worker(const PagedWork& w, int64_t tiles, int64_t longest) {
-  int64_t total = tiles * lane_heads(w), places = w.num_workers / w.lanes;
-  int64_t even = total == 0 ? 1 : (total - 1) / places + 1;
-  even = even < 2 ? 2 : even;
-  if (tiles != longest * w.num_seqs) return even;
-  // All sequences are equally long: workers that end where units end cost less than the last bit of
-  // balance, if the step is a multiple or a divisor of a unit within a sixteenth.
-  int64_t step =
-      even >= longest ? ((even - 1) / longest + 1) * longest : longest / (longest / even);
-  bool ends_with_units = step % longest == 0 || longest % step == 0;
-  return ends_with_units && step >= even && step - even <= even / 16 ? step : even;
-}
-
-// Where a worker begins, and how many tiles it takes. `first_tile`: as in the plan.
-struct PagedStart {
-  int32_t head_group, b, tile, count;
-};
-
-CUATTN_HOST_DEVICE PagedStart worker_start(const PagedWork& w, const int32_t* first_tile,
-                                           int64_t step, int64_t worker) {
-  int64_t heads = lane_heads(w), total = first_tile[w.num_seqs] * heads;
-  int64_t at = worker / w.lanes * step;
-  if (at >= total) return {0, 0, 0, 0};
-  int32_t low = 0, high = w.num_seqs;  // first_tile[low] <= at / heads < first_tile[high]
-  while (high - low > 1) {
-    int32_t middle = low + (high - low) / 2;
-    if (first_tile[middle] <= at / heads) {
-      low = middle;
-    } else {
-      high = middle;
-    }
-  }
-  int64_t within = at - first_tile[low] * heads, tiles = first_tile[low + 1] - first_tile[low];
-  return {static_cast<int32_t>(worker % w.lanes * heads + within / tiles), low,
-          static_cast<int32_t>(within % tiles),
-          static_cast<int32_t>(total - at < step ? total - at : step)};
-}
-
-// What worker w does for the unit it is at: tiles [tile, tile + count) of sequence b.
-struct PagedTask {
-  int32_t head_group, b, tile, count;
-  int64_t slot;  // -1: the whole unit, the output is written
-  PagedSpan span;
-};
-
-// Walks the tasks of one worker, as the plan has them: `next` until it says no.
-struct PagedWalk {
-  int32_t head_group, b, tile, left;
-  int64_t slot;
-
-  PagedWalk() = default;
-  CUATTN_HOST_DEVICE PagedWalk(const PagedWork& w, int32_t worker) {
-    const int32_t* entry = w.plan + PagedPlan::worker(worker);
-    head_group = entry[PagedPlan::kWorkerHead];
-    b = entry[PagedPlan::kWorkerSeq];
-    tile = entry[PagedPlan::kWorkerTile];
-    left = entry[PagedPlan::kWorkerCount];
-    slot = int64_t{2} * worker;
-    // Whatever the array holds, nothing is written outside the outputs.
-    if (head_group < 0 || head_group >= head_groups(w) || b < 0 || b >= w.num_seqs || tile < 0)
-      left = 0;
-  }
-
-  CUATTN_HOST_DEVICE bool next(const PagedWork& w, PagedTask& task) {
-    if (left <= 0 || b >= w.num_seqs) return false;
-    PagedSpan span = paged_span(w, b);
-    int32_t tiles = paged_tiles(w, span);
-    int32_t count = tiles - tile < left ? tiles - tile : left;
-    if (count <= 0) return false;
-    task = {head_group, b, tile, count, count == tiles ? -1 : slot, span};
-    slot |= 1;  // a second unit in part is the worker's last
-    left -= count;
-    tile = 0;
-    if (++head_group % lane_heads(w) == 0) {  // on to the next sequence of the lane
-      head_group -= lane_heads(w);
-      ++b;
-    }
-    return true;
-  }
-};
 
 }  // namespace cuattn

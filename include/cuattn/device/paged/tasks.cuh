@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What the kernels of paged attention share: which keys a thread block works on (its tasks), the
 // rows of a unit with their scores and masks, and where a result goes. The arithmetic of splits and
-// slots stands in params/paged.h. Next: cuda/paged/sm80/decode.cuh.
+// slots stands in params/deal.h. Next: cuda/paged/sm80/decode.cuh.
 #pragma once
 
 #include "cuattn/device/convert.cuh"
@@ -13,7 +13,7 @@ namespace cuattn::device {
 // Keys [begin, end) of one unit, for one thread block.
 struct KeyTask {
   int32_t b, kv_head, row0;  // row0: first row of the unit among the rows of its kv head
-  int32_t split;             // 0 with a plan
+  int32_t split;             // 0 with a deal
   int32_t context;
   int32_t begin, end;  // begin is a multiple of the tile; no key where end <= begin
   int32_t low;         // the first key that some query sees; those before it count as absent
@@ -21,7 +21,7 @@ struct KeyTask {
                        // the output is written
 };
 
-// The tasks of thread block `index`: with a plan those of the worker of that number; without, of
+// The tasks of thread block `index`: with a deal those of the worker of that number; without, of
 // the splits of all units, num_key_tasks(work) in number, split `index` and each `stride`-th after.
 class KeyTasks {
  public:
@@ -119,22 +119,6 @@ __device__ __forceinline__ KeyGuess guess_keys(const PagedWork& w, uint32_t inde
           static_cast<int32_t>(min(end, int64_t{span.end}))};
 }
 
-// Entry `index` of a sequence's block table, as it stands there.
-__device__ __forceinline__ int32_t table_entry(const PagedParams& p, int32_t b, int32_t index) {
-  return p.block_tables[b * p.block_tables_stride + index];
-}
-
-// Any id is read as one that exists.
-__device__ __forceinline__ int32_t existing_block(const PagedParams& p, int32_t id) {
-  int32_t last = static_cast<int32_t>(p.num_blocks) - 1;
-  return id < 0 ? 0 : id < last ? id : last;
-}
-
-// The physical block of token `token`.
-__device__ __forceinline__ int32_t block_of(const PagedParams& p, int32_t b, int32_t token) {
-  return existing_block(p, table_entry(p, b, token / p.block_size));
-}
-
 __device__ __forceinline__ float key_scale(const PagedParams& p, const KeyTask& task) {
   if (p.k_scales == nullptr) return p.k_scale;
   return p.k_scales[task.b * p.k_scales_stride_batch + task.kv_head * p.k_scales_stride_head];
@@ -182,26 +166,19 @@ struct RowScore {
   // `dot_scale`: what a dot product is times k_scale.
   __device__ __forceinline__ void init(const PagedParams& p, const KeyTask& task,
                                        const UnitRow& row, float dot_scale) {
-    scale = p.scale * dot_scale * (is_scored(p) ? 1.0f : kLog2e);
-    slope = p.alibi_slopes == nullptr
-                ? 0.0f
-                : p.alibi_slopes[task.b * p.alibi_stride_batch + row.head * p.alibi_stride_head];
+    scale = p.scores.scale * dot_scale * (p.scores.scored() ? 1.0f : kLog2e);
+    slope = p.scores.slope(task.b, row.head);
     position = task.context - p.work.q_len + row.query;
-    visible = visible_keys(p.work.window_left, p.work.window_right, row.query, p.work.q_len,
-                           task.context);
-  }
-
-  static __device__ __forceinline__ bool is_scored(const PagedParams& p) {
-    return p.softcap > 0.0f || p.alibi_slopes != nullptr || p.scale >= 0x1p127f;
+    visible = p.work.mask.visible(row.query, p.work.q_len, task.context);
   }
 
   __device__ __forceinline__ float scored(const PagedParams& p, float dot, int32_t key) const {
     float score = dot * scale;
-    if (p.softcap > 0.0f) {
-      float ratio = score / p.softcap;  // as ScoreMod in mask.cuh
-      score = p.softcap * (kType == DType::f32         ? tanhf(ratio)
-                           : p.softcap > kLargeSoftcap ? tanh_of_small(ratio)
-                                                       : tanh_exp2(ratio));
+    if (p.scores.softcap > 0.0f) {
+      float ratio = score / p.scores.softcap;  // as ScoreMod in mask.cuh
+      score = p.scores.softcap * (kType == DType::f32                ? tanhf(ratio)
+                                  : p.scores.softcap > kLargeSoftcap ? tanh_of_small(ratio)
+                                                                     : tanh_exp2(ratio));
     }
     return finite_product(score - slope * fabsf(static_cast<float>(position - key)), kLog2e);
   }
@@ -241,8 +218,8 @@ __device__ __forceinline__ RowOutput final_output(const PagedParams& p, int32_t 
                                                   const UnitRow& row, float maximum, float sum,
                                                   bool leader) {
   float factor = 1.0f;
-  if (p.sinks != nullptr) {
-    float sink = sink_in_base2(p.sinks[row.head * p.sinks_stride]);
+  if (p.scores.sinks != nullptr) {
+    float sink = sink_in_base2(p.scores.sinks[row.head * p.scores.sinks_stride]);
     float larger = fmaxf(maximum, sink);
     float reference = larger == negative_infinity() ? 0.0f : larger;
     factor = exp2_approx(maximum - reference);

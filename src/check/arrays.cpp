@@ -1,69 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// The wording of refusals, one function per rule.
-#include "src/check/validate.h"
+#include "src/check/arrays.h"
 
-#include <cmath>
 #include <cstdlib>
 #include <cstring>
 
-#include "cuattn/c_api.h"
 #include "src/check/overlap.h"
 
 namespace cuattn {
-namespace {
-
-std::string list_text(const int64_t* values, int32_t n) {
-  std::string list = "(";
-  for (int32_t i = 0; i < n; ++i) list += concat(i > 0 ? ", " : "", values[i]);
-  return list + (n == 1 ? ",)" : ")");
-}
 
 constexpr int64_t kAlignment = 16;  // bytes: one 128-bit load
-constexpr int32_t kMaxHeadDim = 256;
-
-}  // namespace
-
-std::string text(DLDevice device) {
-  if (is_cpu(device)) return "cpu";
-  return concat(is_cuda(device) ? "cuda:" : "device type ",
-                is_cuda(device) ? device.device_id : device.device_type);
-}
-
-std::string text(DLDataType dtype) {
-  std::string lanes = dtype.lanes > 1 ? concat("x", dtype.lanes) : "";
-  int bits = dtype.bits;
-  switch (dtype.code) {
-    case kDLInt: return concat("int", bits, lanes);
-    case kDLUInt: return concat("uint", bits, lanes);
-    case kDLFloat: return concat("float", bits, lanes);
-    case kDLBfloat: return concat("bfloat", bits, lanes);
-    case kDLComplex: return concat("complex", bits, lanes);
-    case kDLBool: return "bool" + lanes;
-    case kDLFloat8_e4m3fn: return "float8_e4m3fn" + lanes;
-    case kDLFloat8_e5m2: return "float8_e5m2" + lanes;
-    default:
-      return concat("dtype code ", static_cast<int>(dtype.code), " of ", bits, " bits", lanes);
-  }
-}
-
-std::string shape_text(const TensorView& view) {
-  if (view.ndim > kMaxDims) return concat(view.ndim, " axes");
-  return list_text(view.shape.data(), view.ndim);
-}
-
-std::string strides_text(const TensorView& view) {
-  return list_text(view.strides.data(), view.ndim);
-}
-
-std::string layout_text(int32_t layout) {
-  switch (layout) {
-    case CUATTN_LAYOUT_BSHD: return "'bshd'";
-    case CUATTN_LAYOUT_BHSD: return "'bhsd'";
-    case CUATTN_LAYOUT_NHD: return "'nhd'";
-    case CUATTN_LAYOUT_THD: return "'thd'";
-    default: return concat("code ", layout);
-  }
-}
 
 void require_array(const char* function, const char* argument, const DLTensor* tensor) {
   CUATTN_REQUIRE(tensor != nullptr, function, ": ", argument,
@@ -263,55 +208,6 @@ int32_t checked_length(const char* function, const char* argument, const char* a
   return static_cast<int32_t>(length);
 }
 
-KvLayout kv_layout_of(const char* function, int32_t code) {
-  CUATTN_REQUIRE(code == CUATTN_KV_NHD || code == CUATTN_KV_HND || code == CUATTN_KV_VLLM, function,
-                 ": kv_layout must be 'nhd', 'hnd' or 'vllm', got code ", code,
-                 "; choose one of these");
-  return static_cast<KvLayout>(code);
-}
-
-void require_head_dim(const char* function, const char* argument, const char* axis,
-                      int64_t head_dim, DType kv_dtype) {
-  int32_t step = kv_dtype == DType::e4m3 ? 16 : 8;
-  CUATTN_REQUIRE(head_dim >= step && head_dim <= kMaxHeadDim && head_dim % step == 0, function,
-                 ": ", argument, " must have ", axis, " a multiple of ", step, " up to ",
-                 kMaxHeadDim, kv_dtype == DType::e4m3 ? " for float8 caches" : "", ", got ",
-                 head_dim, "; pad it with zeros and pass scale= of the true head_dim");
-}
-
-void require_heads(const char* function, int64_t num_heads_q, int64_t num_heads_kv) {
-  CUATTN_REQUIRE(num_heads_q == 0 || (num_heads_kv > 0 && num_heads_q % num_heads_kv == 0),
-                 function, ": q must have num_heads_q a multiple of num_heads_kv, got ",
-                 num_heads_q, " and ", num_heads_kv, "; repeat or drop heads");
-}
-
-float read_scale(const char* function, bool is_given, double scale, int32_t head_dim) {
-  float factor =
-      static_cast<float>(is_given ? scale : 1.0 / std::sqrt(static_cast<double>(head_dim)));
-  CUATTN_REQUIRE(std::isfinite(factor), function, ": scale must be a finite number, got ", scale,
-                 "; pass None for 1 / sqrt(head_dim)");
-  return factor;
-}
-
-float read_softcap(const char* function, double softcap) {
-  float cap = static_cast<float>(softcap);
-  CUATTN_REQUIRE(std::isfinite(cap) && (cap > 0.0f || softcap == 0.0), function,
-                 ": softcap must be >= 0 and finite in float32, got ", softcap,
-                 "; pass 0 to switch it off");
-  return cap;
-}
-
-void require_window(const char* function, int64_t left, int64_t right) {
-  CUATTN_REQUIRE(left >= -1 && right >= -1, function,
-                 ": window must hold two integers >= -1 (-1 = unlimited), got (", left, ", ", right,
-                 "); pass (left, right)");
-}
-
-int32_t window_side(int64_t side, int64_t longest) {
-  return side < 0 || side >= longest - 1 ? static_cast<int32_t>(kUnlimited)
-                                         : static_cast<int32_t>(side);
-}
-
 const void* read_vector(const char* function, const char* argument, const TensorView& view,
                         DType dtype, int64_t extent, const char* axis, DLDevice device,
                         const char* like, bool check_data) {
@@ -322,27 +218,6 @@ const void* read_vector(const char* function, const char* argument, const Tensor
                  "; give one entry for each");
   require_contiguous(function, argument, view, check_data);
   return view.data;
-}
-
-HeadVector read_heads(const char* function, const char* argument, const DLTensor* tensor,
-                      const char* axis, int64_t heads, const char* batch_axis, int64_t batch,
-                      DLDevice device, bool check_data) {
-  if (tensor == nullptr) return {};
-  TensorView view = view_of(function, argument, tensor);
-  require_dtype(function, argument, view, DType::f32);
-  require_device(function, argument, view, device);
-  bool is_vector = view.ndim == 1 && view.shape[0] == heads;
-  bool is_matrix =
-      batch_axis != nullptr && view.ndim == 2 && view.shape[0] == batch && view.shape[1] == heads;
-  CUATTN_REQUIRE(is_vector || is_matrix, function, ": ", argument, " must have shape (", axis,
-                 ",) = (", heads, ",)",
-                 batch_axis == nullptr
-                     ? std::string()
-                     : concat(" or (", batch_axis, ", ", axis, ") = (", batch, ", ", heads, ")"),
-                 ", got ", shape_text(view), "; give one number per head");
-  require_strided(function, argument, view, false, check_data);
-  return {static_cast<const float*>(view.data), is_matrix ? stride_of(view, 0) : 0,
-          stride_of(view, is_matrix ? 1 : 0)};
 }
 
 bool checks_device_data() {

@@ -1,24 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// Checks shared by the public calls: what an array must look like, and how a refusal is worded.
-// Message = function, argument, rule, value given, way out.
+// What an array of a call must look like, and where it may lie; one function per rule. Message =
+// function, argument, rule, value given, way out. Next: options.h, overlap.h.
 #pragma once
 
 #include <cstdint>
 #include <initializer_list>
 #include <optional>
-#include <string>
 
 #include "cuattn/backend.h"
 #include "cuattn/error.h"
 #include "cuattn/tensor.h"
+#include "src/check/text.h"
 
 namespace cuattn {
-
-std::string text(DLDevice device);          // "cpu", "cuda:0"
-std::string text(DLDataType dtype);         // "float32", "int64"
-std::string shape_text(const TensorView&);  // "(2, 3, 4, 8)"
-std::string strides_text(const TensorView&);
-std::string layout_text(int32_t layout);  // "'nhd'"
 
 inline bool is_cuda(DLDevice device) {
   return device.device_type == kDLCUDA || device.device_type == kDLCUDAManaged;
@@ -110,34 +104,10 @@ constexpr int32_t kMaxLength = INT32_MAX - 1023;  // 1024: four of the largest t
 int32_t checked_length(const char* function, const char* argument, const char* axis,
                        int64_t length);
 
-KvLayout kv_layout_of(const char* function, int32_t code);  // of CUATTN_KV_*
-
-// head_dim of attention over keys of `kv_dtype`, up to 256; `axis`: "head_dim" or "head_dim_v".
-void require_head_dim(const char* function, const char* argument, const char* axis,
-                      int64_t head_dim, DType kv_dtype);
-void require_heads(const char* function, int64_t num_heads_q, int64_t num_heads_kv);
-
-// The factor of the scores, 1 / sqrt(head_dim) where none is given, and their softcap, 0 = off.
-float read_scale(const char* function, bool is_given, double scale, int32_t head_dim);
-float read_softcap(const char* function, double softcap);
-
-// A side of the window that reaches past all `longest` keys is kUnlimited.
-void require_window(const char* function, int64_t left, int64_t right);
-int32_t window_side(int64_t side, int64_t longest);
-
 // A contiguous vector of `extent` elements; `axis` says what they are.
 const void* read_vector(const char* function, const char* argument, const TensorView& view,
                         DType dtype, int64_t extent, const char* axis, DLDevice device,
                         const char* like, bool check_data);
-
-// float32 [heads], or [batch, heads] where `batch_axis` is not nullptr; no tensor: no data.
-struct HeadVector {
-  const float* data;
-  int64_t stride_batch, stride_head;
-};
-HeadVector read_heads(const char* function, const char* argument, const DLTensor* tensor,
-                      const char* axis, int64_t heads, const char* batch_axis, int64_t batch,
-                      DLDevice device, bool check_data);
 
 // CUATTN_CHECK=1: what only the device sees is read back and checked, at the price of a
 // synchronisation.

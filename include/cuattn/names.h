@@ -1,0 +1,17 @@
+// SPDX-License-Identifier: Apache-2.0
+// The words of the house: how messages, explain() and kernels() spell its enums. Next: plan.h.
+#pragma once
+
+#include "cuattn/params/types.h"
+
+namespace cuattn {
+
+enum class Kernel : int32_t;  // plan.h
+
+const char* kernel_name(Kernel kernel);  // as `backend=` spells it
+const char* dtype_name(DType dtype);     // "float32", ...
+const char* mask_name(MaskKind mask);
+const char* score_name(ScoreKind score);
+int32_t itemsize(DType dtype);  // bytes
+
+}  // namespace cuattn

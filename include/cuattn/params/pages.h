@@ -1,0 +1,46 @@
+// SPDX-License-Identifier: Apache-2.0
+// Keys and values in the blocks of a paged cache: which block holds a token, and where an element
+// lies in it. Next: paged.h, cache.h.
+#pragma once
+
+#include "cuattn/params/types.h"
+
+namespace cuattn {
+
+// K and V caches in blocks of `block_size` tokens.
+//   nhd   [num_blocks, block_size, num_heads_kv, head_dim]
+//   hnd   [num_blocks, num_heads_kv, block_size, head_dim]
+//   vllm  K [num_blocks, num_heads_kv, head_dim / x, block_size, x] with x = 16 / itemsize,
+//         V [num_blocks, num_heads_kv, head_dim, block_size]
+enum class KvLayout : int32_t { nhd, hnd, vllm };
+
+// Of one cache, in elements. Element (block, head, token, d) lies at block * strides.block + head *
+// strides.head plus
+//   nhd, hnd   token * strides.token + d
+//   vllm, K    d / x * block_size * x + token * x + d % x
+//   vllm, V    d * block_size + token
+struct CacheStrides {
+  int64_t block, head, token;
+};
+
+// Token t of sequence b lies in block block_tables[b][t / block_size], at place t % block_size.
+struct Pages {
+  int64_t num_blocks;  // as many as an int32 can name
+  int32_t block_size;
+  const int32_t* block_tables;  // [sequences, columns]; nullptr: keys are rows
+  int64_t block_tables_stride;
+
+  CUATTN_HOST_DEVICE const int32_t* entry(int32_t b, int32_t column) const {
+    return &block_tables[b * block_tables_stride + column];
+  }
+  // Any id is read as one that exists.
+  CUATTN_HOST_DEVICE int32_t existing(int32_t id) const {
+    int32_t last = static_cast<int32_t>(num_blocks) - 1;
+    return id < 0 ? 0 : id < last ? id : last;
+  }
+  CUATTN_HOST_DEVICE int32_t block(int32_t b, int32_t column) const {
+    return existing(*entry(b, column));
+  }
+};
+
+}  // namespace cuattn

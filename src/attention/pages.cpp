@@ -1,0 +1,105 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "src/attention/pages.h"
+
+#include "src/check/arrays.h"
+
+namespace cuattn {
+
+void size_pages(AttentionCall& call) {
+  const char* fn = call.function();
+  AttentionParams& p = call.params;
+  CacheGatherParams& g = call.gather;
+  require_extent(fn, "block_tables", "num_seqs", g.num_seqs, p.batch, "cu_seqlens_q");
+  p.total_kv = int64_t{p.batch} * p.seqlen_kv;
+  g.num_tokens = p.total_kv;
+  g.cu_seqlens = p.cu_seqlens_kv;
+  g.padded_len = p.seqlen_kv;
+  g.seqused = p.seqused_kv;
+  for (CacheSide* side : {&g.k, &g.v}) {
+    side->row_head = side->head_dim;
+    side->row_token = int64_t{p.num_heads_kv} * side->head_dim;
+  }
+}
+
+namespace {
+
+// Bytes of the gathered rows of one side, in whole pieces of 256.
+size_t page_bytes(const AttentionCall& call, const CacheSide& side) {
+  size_t bytes = checked_bytes(call.function(),
+                               {call.params.total_kv, side.row_token, itemsize(call.params.dtype)});
+  return (bytes + 255) / 256 * 256;
+}
+
+}  // namespace
+
+size_t gathered_bytes(const AttentionCall& call) {
+  return page_bytes(call, call.gather.k) + page_bytes(call, call.gather.v);
+}
+
+void* gather_pages(AttentionCall& call, void* workspace, Stream stream) {
+  AttentionParams& p = call.params;
+  CacheGatherParams& g = call.gather;
+  auto* place = static_cast<char*>(workspace);
+  auto take = [&](CacheSide& side, Strides& strides) {
+    side.rows = place;
+    strides = {g.cu_seqlens != nullptr ? 0 : p.seqlen_kv * side.row_token, side.row_token,
+               side.row_head};
+    place += page_bytes(call, side);
+    return side.rows;
+  };
+  p.k = take(g.k, p.k_strides);
+  p.v = take(g.v, p.v_strides);
+  if (p.total_kv > 0 && p.num_heads_kv > 0) {
+    backend_of(call.function(), call.device).cache_gather(g, call.device.device_id, stream);
+  }
+  return place;
+}
+
+void point_at_pages(AttentionCall& call) {
+  AttentionParams& p = call.params;
+  const CacheGatherParams& g = call.gather;
+  p.pages = g.pages;
+  p.k = g.k.cache;
+  p.v = g.v.cache;
+  p.k_strides = {g.k.strides.block, g.k.strides.token, g.k.strides.head};
+  p.v_strides = {g.v.strides.block, g.v.strides.token, g.v.strides.head};
+}
+
+PagedCall step_of(const AttentionCall& call) {
+  const AttentionParams& p = call.params;
+  const CacheGatherParams& g = call.gather;
+  PagedCall step{};
+  step.function = call.function();
+  step.device = call.device;
+  PagedParams& to = step.params;
+  PagedWork& w = to.work;
+  w.context_lens = p.seqused_kv;
+  w.num_seqs = p.batch;
+  w.q_len = p.seqlen_q;
+  w.num_heads_kv = p.num_heads_kv;
+  w.group = p.num_heads_q / p.num_heads_kv;
+  w.capacity = p.seqlen_kv;
+  w.mask = p.mask;
+  to.q = p.q;
+  to.out = p.out;
+  to.lse = p.lse;
+  to.k_cache = g.k.cache;
+  to.v_cache = g.v.cache;
+  to.q_strides = p.q_strides;
+  to.out_strides = p.out_strides;
+  to.lse_strides = p.lse_strides;
+  to.cu_seqlens_q = p.cu_seqlens_q;
+  to.total_q = p.total_q;
+  to.k_strides = g.k.strides;
+  to.v_strides = g.v.strides;
+  to.dtype = to.kv_dtype = p.dtype;
+  to.kv_layout = g.kv_layout;
+  to.num_heads_q = p.num_heads_q;
+  to.head_dim = p.head_dim;
+  to.pages = g.pages;
+  to.scores = p.scores;
+  to.k_scale = to.v_scale = 1.0f;
+  return step;
+}
+
+}  // namespace cuattn

@@ -1,0 +1,26 @@
+// SPDX-License-Identifier: Apache-2.0
+// Keys in the blocks of a cache: attention_varlen gathers them into rows, hands the block tables to
+// a kernel that follows them, or becomes a step of paged_attention. Next: pages.cpp.
+#pragma once
+
+#include "src/attention/call.h"
+#include "src/paged/call.h"
+
+namespace cuattn {
+
+// Should the keys be gathered: end to end where cu_seqlens_k is given, else seqlen_kv rows a
+// sequence.
+void size_pages(AttentionCall& call);
+
+size_t gathered_bytes(const AttentionCall& call);  // of workspace
+
+// Copies the keys out of their blocks; returns the workspace that is left for the kernel.
+void* gather_pages(AttentionCall& call, void* workspace, Stream stream);
+
+// For a kernel that follows the block tables.
+void point_at_pages(AttentionCall& call);
+
+// The call as a step of paged_attention.
+PagedCall step_of(const AttentionCall& call);
+
+}  // namespace cuattn

@@ -1,0 +1,214 @@
+// SPDX-License-Identifier: Apache-2.0
+// attention and attention_varlen: arrays and options to AttentionParams. Next: call.cpp (plan and
+// run), check/ (the rules).
+#include "src/attention/axes.h"
+#include "src/attention/call.h"
+#include "src/attention/pages.h"
+#include "src/cache/cache.h"
+#include "src/check/options.h"
+
+namespace cuattn {
+namespace {
+
+// A ragged q over caches in blocks.
+void read_paged_arrays(AttentionCall& call, const TensorView& q, const TensorView& k,
+                       const TensorView& v, const cuattn_attention_options& o, bool check_data) {
+  const char* fn = call.function();
+  AttentionParams& p = call.params;
+  CUATTN_REQUIRE(
+      o.cu_seqlens_q != nullptr, fn,
+      ": cu_seqlens_q must be given with block_tables, got none; pass int32 [batch + 1]");
+  Axes axes = axes_of(true, call.layout);
+  p.dtype = attention_dtype(fn, "q", q);
+  require_rank(fn, "q", q, axes.ndim, axes.names);
+  require_head_dim(fn, "q", "head_dim", q.shape[2], p.dtype);
+  require_rows(fn, "q", q, false, check_data);
+  if (k.is(DType::e4m3)) {
+    fail<NotImplemented>(fn,
+                         ": k is float8_e4m3fn, which chunked prefill has no kernel for yet; use "
+                         "paged_attention, or a cache of q's dtype");
+  }
+  require_dtype(fn, "k", k, p.dtype, "q");
+  call.gather = read_pages(fn, {"k", "v"}, k, v, view_of(fn, "block_tables", o.block_tables),
+                           kv_layout_of(fn, o.kv_layout), p.dtype, call.device, "q", check_data);
+  const CacheGatherParams& g = call.gather;
+  require_extent(fn, "k", "head_dim", g.k.head_dim, q.shape[2], "q");
+  require_head_dim(fn, "v", "head_dim_v", g.v.head_dim, p.dtype);
+  CUATTN_REQUIRE(g.pages.num_blocks > 0 || g.num_seqs == 0, fn,
+                 ": k must hold at least one block, got 0; allocate one");
+  p.num_heads_q = checked_extent(fn, "q", "num_heads_q", q.shape[1]);
+  p.num_heads_kv = g.num_heads;
+  require_heads(fn, p.num_heads_q, p.num_heads_kv);
+  p.head_dim = static_cast<int32_t>(q.shape[2]);
+  p.head_dim_v = g.v.head_dim;
+  p.total_q = q.shape[0];
+  p.total_kv = int64_t{g.max_blocks} * g.pages.block_size;  // of one sequence, until size_pages
+  p.q = q.data;
+  p.q_strides = strides_of(q, axes);
+}
+
+// q, k and v: ranks, dtypes, devices, extents, strides.
+void read_arrays(AttentionCall& call, const TensorView& q, const TensorView& k, const TensorView& v,
+                 bool check_data) {
+  const char* fn = call.function();
+  AttentionParams& p = call.params;
+  Axes axes = axes_of(call.ragged, call.layout);
+  const struct {
+    const char* name;
+    const TensorView& view;
+  } arrays[] = {{"q", q}, {"k", k}, {"v", v}};
+  p.dtype = attention_dtype(fn, "q", q);
+  for (const auto& [name, view] : arrays) {
+    require_rank(fn, name, view, axes.ndim, axes.names);
+    require_dtype(fn, name, view, p.dtype, "q");
+    require_device(fn, name, view, call.device);
+  }
+  int32_t dim = axes.ndim - 1;
+  require_head_dim(fn, "q", "head_dim", q.shape[dim], p.dtype);
+  require_extent(fn, "k", "head_dim", k.shape[dim], q.shape[dim], "q");
+  require_head_dim(fn, "v", "head_dim_v", v.shape[dim], p.dtype);
+  require_extent(fn, "v", "num_heads_kv", v.shape[axes.head], k.shape[axes.head], "k");
+  require_extent(fn, "v", call.ragged ? "total" : "seqlen_kv", v.shape[axes.seq], k.shape[axes.seq],
+                 "k");
+  if (axes.batch >= 0) {
+    require_extent(fn, "k", "batch", k.shape[axes.batch], q.shape[axes.batch], "q");
+    require_extent(fn, "v", "batch", v.shape[axes.batch], q.shape[axes.batch], "q");
+    p.batch = checked_extent(fn, "q", "batch", q.shape[axes.batch]);
+    p.seqlen_q = checked_length(fn, "q", "seqlen_q", q.shape[axes.seq]);
+    p.seqlen_kv = checked_length(fn, "k", "seqlen_kv", k.shape[axes.seq]);
+    call.max_seqlen_q = p.seqlen_q;
+    call.max_seqlen_kv = p.seqlen_kv;
+  }
+  p.num_heads_q = checked_extent(fn, "q", "num_heads_q", q.shape[axes.head]);
+  p.num_heads_kv = checked_extent(fn, "k", "num_heads_kv", k.shape[axes.head]);
+  require_heads(fn, p.num_heads_q, p.num_heads_kv);
+  p.head_dim = static_cast<int32_t>(q.shape[dim]);
+  p.head_dim_v = static_cast<int32_t>(v.shape[dim]);
+  p.total_q = call.ragged ? q.shape[0] : int64_t{p.batch} * p.seqlen_q;
+  p.total_kv = call.ragged ? k.shape[0] : int64_t{p.batch} * p.seqlen_kv;
+  for (const auto& [name, view] : arrays) require_rows(fn, name, view, false, check_data);
+  p.q = q.data;
+  p.k = k.data;
+  p.v = v.data;
+  p.q_strides = strides_of(q, axes);
+  p.k_strides = strides_of(k, axes);
+  p.v_strides = strides_of(v, axes);
+}
+
+// An int32 vector of lengths or offsets: contiguous, on the device of q.
+const int32_t* read_lengths(const AttentionCall& call, const char* name, const DLTensor* tensor,
+                            int64_t extent, const char* axis, bool check_data) {
+  if (tensor == nullptr) return nullptr;
+  return static_cast<const int32_t*>(read_vector(call.function(), name,
+                                                 view_of(call.function(), name, tensor), DType::i32,
+                                                 extent, axis, call.device, "q", check_data));
+}
+
+void read_ragged(AttentionCall& call, const cuattn_attention_options& o, bool check_data) {
+  const char* fn = call.function();
+  AttentionParams& p = call.params;
+  bool has_lengths = o.cu_seqlens_k != nullptr || (call.paged && o.seqused_k != nullptr);
+  CUATTN_REQUIRE(o.cu_seqlens_q != nullptr && has_lengths, fn,
+                 ": cu_seqlens_q and cu_seqlens_k must both be given, got one; pass int32 [batch + "
+                 "1] for each",
+                 call.paged ? ", or seqused_k [batch]" : "");
+  TensorView begins = view_of(fn, "cu_seqlens_q", o.cu_seqlens_q);
+  CUATTN_REQUIRE(begins.ndim == 1 && begins.shape[0] >= 1, fn,
+                 ": cu_seqlens_q must have shape (batch + 1,), got ", shape_text(begins),
+                 "; start it with 0");
+  p.batch = checked_extent(fn, "cu_seqlens_q", "batch", begins.shape[0] - 1);
+  p.cu_seqlens_q = read_lengths(call, "cu_seqlens_q", o.cu_seqlens_q, p.batch + int64_t{1},
+                                "batch + 1", check_data);
+  p.cu_seqlens_kv = read_lengths(call, "cu_seqlens_k", o.cu_seqlens_k, p.batch + int64_t{1},
+                                 "batch + 1", check_data);
+  CUATTN_REQUIRE(o.max_seqlen_q >= 0, fn, ": max_seqlen_q must be >= 0, got ", o.max_seqlen_q,
+                 "; pass an upper bound of the query lengths");
+  CUATTN_REQUIRE(o.max_seqlen_k >= 0, fn, ": max_seqlen_k must be >= 0, got ", o.max_seqlen_k,
+                 "; pass an upper bound of the key lengths");
+  call.max_seqlen_q = o.max_seqlen_q;
+  call.max_seqlen_kv = o.max_seqlen_k;
+  // No sequence is longer than all rows together; a generous bound costs no empty tiles.
+  int64_t longest_q = o.max_seqlen_q < p.total_q ? o.max_seqlen_q : p.total_q;
+  int64_t longest_kv = o.max_seqlen_k < p.total_kv ? o.max_seqlen_k : p.total_kv;
+  p.seqlen_q = checked_length(fn, "q", "max_seqlen_q", longest_q);
+  p.seqlen_kv = checked_length(fn, "k", "max_seqlen_k", longest_kv);
+}
+
+// Broadcast from the right, as numpy does, to [batch, num_heads_q, seqlen_q, seqlen_kv].
+void read_bias(AttentionCall& call, const DLTensor* tensor, bool check_data) {
+  if (tensor == nullptr) return;
+  const char* fn = call.function();
+  const AttentionParams& p = call.params;
+  ScoreParams& s = call.params.scores;
+  TensorView view = view_of(fn, "bias", tensor);
+  require_device(fn, "bias", view, call.device);
+  if (view.is(DType::boolean)) {
+    s.bias_dtype = DType::boolean;
+  } else {
+    s.bias_dtype = view.is(DType::f32) ? DType::f32 : p.dtype;
+    CUATTN_REQUIRE(view.is(s.bias_dtype), fn, ": bias must be float32, bool or the dtype of q (",
+                   dtype_name(p.dtype), "), got ", text(view.dtype), "; cast it");
+  }
+  const int64_t full[4] = {p.batch, p.num_heads_q, call.max_seqlen_q, call.max_seqlen_kv};
+  int64_t strides[4] = {0, 0, 0, 0};
+  bool broadcasts = view.ndim <= 4;
+  for (int32_t axis = 0; broadcasts && axis < view.ndim; ++axis) {
+    int32_t to = 4 - view.ndim + axis;
+    broadcasts = view.shape[axis] == full[to] || view.shape[axis] == 1;
+    strides[to] = stride_of(view, axis);
+  }
+  CUATTN_REQUIRE(broadcasts, fn,
+                 ": bias must broadcast to [batch, num_heads_q, seqlen_q, seqlen_kv] = (", full[0],
+                 ", ", full[1], ", ", full[2], ", ", full[3], "), got ", shape_text(view),
+                 "; add axes of extent 1 where it is shared");
+  require_strided(fn, "bias", view, false, check_data);
+  s.bias = view.data;
+  s.bias_stride_batch = strides[0];
+  s.bias_stride_head = strides[1];
+  s.bias_stride_q = strides[2];
+  s.bias_stride_kv = strides[3];
+}
+
+}  // namespace
+
+AttentionCall validate_attention(const TensorView& q, const TensorView& k, const TensorView& v,
+                                 const cuattn_attention_options& o, bool check_data) {
+  AttentionCall call{};
+  call.paged = o.block_tables != nullptr;
+  call.ragged = o.cu_seqlens_q != nullptr || o.cu_seqlens_k != nullptr || call.paged;
+  call.layout = o.layout;
+  call.uses_seqused = o.seqused_q != nullptr || o.seqused_k != nullptr;
+  call.may_step = call.paged && o.seqused_k != nullptr && o.cu_seqlens_k == nullptr &&
+                  o.seqused_q == nullptr && o.bias == nullptr && !o.batch_invariant;
+  call.has_sinks = o.sinks != nullptr;
+  call.has_bias = o.bias != nullptr;
+  call.batch_invariant = o.batch_invariant != 0;
+  call.device = q.device;
+  const char* fn = call.function();
+  require_known_device(fn, "q", call.device);
+  CUATTN_REQUIRE(o.layout == CUATTN_LAYOUT_BSHD || o.layout == CUATTN_LAYOUT_BHSD, fn,
+                 ": layout must be 'bshd' or 'bhsd', got ", layout_text(o.layout),
+                 "; choose one of these");
+  if (call.paged) {
+    read_paged_arrays(call, q, k, v, o, check_data);
+  } else {
+    read_arrays(call, q, k, v, check_data);
+  }
+  if (call.ragged) read_ragged(call, o, check_data);
+  AttentionParams& p = call.params;
+  p.seqused_q = read_lengths(call, "seqused_q", o.seqused_q, p.batch, "batch", check_data);
+  p.seqused_kv = read_lengths(call, "seqused_k", o.seqused_k, p.batch, "batch", check_data);
+  if (call.paged) size_pages(call);
+  p.mask = read_mask(fn, o.causal, o.window_left, o.window_right, p.seqlen_q, p.seqlen_kv);
+  p.scores = read_scores(fn, o, call.has_bias, {p.batch, p.num_heads_q, p.head_dim, "batch"},
+                         call.device, check_data);
+  read_bias(call, o.bias, check_data);
+  if (o.num_splits < 0) {
+    fail<InvalidArgument>(fn, ": num_splits must be >= 0, got ", o.num_splits,
+                          "; pass 0 to let cuattn choose");
+  }
+  call.num_splits = o.num_splits;
+  return call;
+}
+
+}  // namespace cuattn
