@@ -64,11 +64,6 @@ ArrayType classify(const char* op, const char* name, nb::handle object) {
         class_name(object), "; convert it first");
 }
 
-}  // namespace detail
-
-namespace {
-
-// Refuses what would be lost without a word, in torch's grad mode: a gradient.
 void refuse_grad(const char* op, const char* name, nb::handle object) {
   Python& py = the<Python>();
   PyObject* flag = PyObject_GetAttr(object.ptr(), py.requires_grad);
@@ -93,54 +88,7 @@ void check_flags(const char* op, const char* name, uint64_t flags, bool output) 
   }
 }
 
-}  // namespace
-
-void Array::import(const char* op, const char* name, nb::handle source, const CallStream& stream,
-                   const Array* home, bool output) {
-  object = source;
-  type = array_type(op, name, source);
-  if (type.is_torch) {
-    bool asked = home != nullptr && home->type.is_torch;
-    grad_mode_ = asked ? home->grad_mode_ : the<Python>().grad_enabled().ptr() == Py_True;
-    if (grad_mode_) refuse_grad(op, name, source);
-  }
-  switch (type.library) {
-    case Library::jax:
-      raise(PyExc_ValueError, op, ": ", name,
-            " is a JAX array but the first argument is not; JAX arrays cannot be mixed with "
-            "others; convert it first");
-    case Library::numpy: import_numpy(op, name, source, output, view); break;
-    case Library::exchange: import_exchange(op, name, stream, home, output); break;
-    default: import_dlpack(op, name, stream, home, output);
-  }
-  if (view.device.device_type == kDLCUDAHost) view.device = {kDLCPU, 0};
-  if (view.device.device_type == kDLCUDAManaged) view.device.device_type = kDLCUDA;
-  if (view.device.device_type != kDLCPU && view.device.device_type != kDLCUDA) {
-    raise(PyExc_ValueError, op, ": ", name,
-          " must be on the CPU or a CUDA device, got DLPack device type ",
-          static_cast<int>(view.device.device_type), "; copy it to one of these");
-  }
-  tensor = view.dl();
-}
-
-void Array::import_exchange(const char* op, const char* name, const CallStream& stream,
-                            const Array* home, bool output) {
-  if (type.api->dltensor_from_py_object_no_sync != nullptr && (type.is_torch || !output)) {
-    DLTensor borrowed;
-    if (type.api->dltensor_from_py_object_no_sync(object.ptr(), &borrowed) != 0)
-      export_failed(op, name);
-    borrow(op, name, borrowed);
-  } else {
-    if (type.api->managed_tensor_from_py_object_no_sync(object.ptr(), &versioned_) != 0)
-      export_failed(op, name);
-    check_flags(op, name, versioned_->flags, output);
-    borrow(op, name, versioned_->dl_tensor);
-  }
-  // An array of another library was made on that library's stream, so here its producer has to
-  // order itself.
-  if (is_cuda() && home != nullptr && home->type.api != type.api)
-    import_dlpack(op, name, stream, home, output);
-}
+}  // namespace detail
 
 void Array::import_dlpack(const char* op, const char* name, const CallStream& stream,
                           const Array* home, bool output) {
@@ -208,7 +156,7 @@ void Array::take(const char* op, const char* name, nb::handle capsule, bool outp
       raise(PyExc_ValueError, op, ": ", name, " is exported as DLPack ", managed->version.major,
             ".x, but cuattn reads 1.x; update cuattn");
     }
-    check_flags(op, name, managed->flags, output);
+    detail::check_flags(op, name, managed->flags, output);
     borrow(op, name, managed->dl_tensor);
     PyCapsule_SetName(capsule.ptr(), "used_dltensor_versioned");
     if (versioned_ != nullptr && versioned_->deleter != nullptr) versioned_->deleter(versioned_);

@@ -37,6 +37,10 @@ namespace detail {
 
 // Looks at a type seen for the first time.
 ArrayType classify(const char* op, const char* name, nb::handle object);
+// Refuses what would be lost without a word, in torch's grad mode: a gradient.
+void refuse_grad(const char* op, const char* name, nb::handle object);
+// Refuses what DLPack's flags say: an output that is read-only, and a copy.
+void check_flags(const char* op, const char* name, uint64_t flags, bool output);
 
 }  // namespace detail
 
@@ -88,7 +92,34 @@ class Array {
   // Imports `source` under the argument's name. `stream` is consulted only where the producer must
   // order itself: for arrays of another library than the call's (`home`), which is that of q.
   void import(const char* op, const char* name, nb::handle source, const CallStream& stream,
-              const Array* home, bool output = false);
+              const Array* home, bool output = false) {
+    object = source;
+    type = array_type(op, name, source);
+    if (type.is_torch) {
+      bool asked = home != nullptr && home->type.is_torch;
+      grad_mode_ = asked ? home->grad_mode_ : the<Python>().grad_enabled().ptr() == Py_True;
+      if (grad_mode_) detail::refuse_grad(op, name, source);
+    }
+    switch (type.library) {
+      case Library::jax:
+        raise(PyExc_ValueError, op, ": ", name,
+              " is a JAX array but the first argument is not; JAX arrays cannot be mixed with "
+              "others; convert it first");
+      case Library::numpy:
+        if (!import_usual_numpy(source, output, view)) import_numpy(op, name, source, output, view);
+        break;
+      case Library::exchange: import_exchange(op, name, stream, home, output); break;
+      default: import_dlpack(op, name, stream, home, output);
+    }
+    if (view.device.device_type == kDLCUDAHost) view.device = {kDLCPU, 0};
+    if (view.device.device_type == kDLCUDAManaged) view.device.device_type = kDLCUDA;
+    if (view.device.device_type != kDLCPU && view.device.device_type != kDLCUDA) {
+      raise(PyExc_ValueError, op, ": ", name,
+            " must be on the CPU or a CUDA device, got DLPack device type ",
+            static_cast<int>(view.device.device_type), "; copy it to one of these");
+    }
+    tensor = view.dl();
+  }
 
   // Makes `view` one of memory that someone else describes.
   void borrow(const char* op, const char* name, const DLTensor& source) {
@@ -105,7 +136,24 @@ class Array {
   DLManagedTensor* legacy_ = nullptr;
 
   void import_exchange(const char* op, const char* name, const CallStream& stream,
-                       const Array* home, bool output);
+                       const Array* home, bool output) {
+    if (type.api->dltensor_from_py_object_no_sync != nullptr && (type.is_torch || !output)) {
+      DLTensor borrowed;
+      if (type.api->dltensor_from_py_object_no_sync(object.ptr(), &borrowed) != 0)
+        export_failed(op, name);
+      borrow(op, name, borrowed);
+    } else {
+      if (type.api->managed_tensor_from_py_object_no_sync(object.ptr(), &versioned_) != 0)
+        export_failed(op, name);
+      detail::check_flags(op, name, versioned_->flags, output);
+      borrow(op, name, versioned_->dl_tensor);
+    }
+    // An array of another library was made on that library's stream, so here its producer has to
+    // order itself.
+    if (is_cuda() && home != nullptr && home->type.api != type.api)
+      import_dlpack(op, name, stream, home, output);
+  }
+
   void import_dlpack(const char* op, const char* name, const CallStream& stream, const Array* home,
                      bool output);
   bool exports_cuda(const char* op, const char* name) const;

@@ -23,33 +23,20 @@ struct NumpyArrayStruct {
   void* data;
   PyObject* description;
 };
-constexpr int kNumpyNativeOrder = 0x200, kNumpyWritable = 0x400;
+constexpr int kNumpyNativeOrder = 0x200;
 
-// The head of a numpy array object as numpy's C ABI fixes it, which every extension module built
-// against numpy has compiled in. Read in place of the capsule, which numpy allocates for each call.
-struct NumpyArrayObject {
-  PyObject object;
-  void* data;
-  int ndim;
-  Py_intptr_t* shape;
-  Py_intptr_t* strides;  // in bytes
-  PyObject* base;
-  PyObject* dtype;
-  int flags;
-
-  // Whether the numpy at hand lays its arrays out so, tried on `array`, which is not contiguous.
-  static bool is_layout_of(nb::handle array) {
-    nb::object capsule(array.attr("__array_struct__"));
-    auto* want = static_cast<NumpyArrayStruct*>(PyCapsule_GetPointer(capsule.ptr(), nullptr));
-    auto* have = reinterpret_cast<NumpyArrayObject*>(array.ptr());
-    if (want == nullptr) throw nb::python_error();
-    return have->data == want->data && have->ndim == want->ndim &&
-           std::equal(want->shape, want->shape + want->ndim, have->shape) &&
-           std::equal(want->strides, want->strides + want->ndim, have->strides) &&
-           have->dtype == nb::object(array.attr("dtype")).ptr() &&
-           (have->flags & kNumpyWritable) == (want->flags & kNumpyWritable);
-  }
-};
+// Whether the numpy at hand lays its arrays out so, tried on `array`, which is not contiguous.
+bool has_known_layout(nb::handle array) {
+  nb::object capsule(array.attr("__array_struct__"));
+  auto* want = static_cast<NumpyArrayStruct*>(PyCapsule_GetPointer(capsule.ptr(), nullptr));
+  auto* have = reinterpret_cast<NumpyArrayObject*>(array.ptr());
+  if (want == nullptr) throw nb::python_error();
+  return have->data == want->data && have->ndim == want->ndim &&
+         std::equal(want->shape, want->shape + want->ndim, have->shape) &&
+         std::equal(want->strides, want->strides + want->ndim, have->strides) &&
+         have->dtype == nb::object(array.attr("dtype")).ptr() &&
+         (have->flags & kNumpyWritable) == (want->flags & kNumpyWritable);
+}
 
 // numpy shows the types of ml_dtypes as raw bytes; their identity is the dtype object.
 DLDataType extension_dtype(const char* op, const char* name, nb::handle object, uint8_t bits) {
@@ -87,36 +74,6 @@ DLDataType dtype_of(const char* op, const char* name, nb::handle object, char ki
         text_of(nb::object(object.attr("dtype"))), "; cast it");
 }
 
-// The usual array, read where it lies; false for one that needs a closer look (or a refusal).
-bool import_object(nb::handle object, bool output, TensorView& view) {
-  Python& py = the<Python>();
-  const auto* a = reinterpret_cast<const NumpyArrayObject*>(object.ptr());
-  if (a->dtype == py.float32.ptr()) {
-    view.dtype = {kDLFloat, 32, 1};
-  } else if (a->dtype == py.float16.ptr()) {
-    view.dtype = {kDLFloat, 16, 1};
-  } else if (a->dtype == py.bfloat16.ptr()) {
-    view.dtype = {kDLBfloat, 16, 1};
-  } else if (a->dtype == py.int32.ptr()) {
-    view.dtype = {kDLInt, 32, 1};
-  } else if (a->dtype == py.int64.ptr()) {
-    view.dtype = {kDLInt, 64, 1};
-  } else {
-    return false;
-  }
-  if (a->ndim > kMaxDims || (output && !(a->flags & kNumpyWritable))) return false;
-  int shift = view.dtype.bits / 32 + 1;  // log2 of the item size: a division takes longer
-  view.data = a->data;
-  view.ndim = a->ndim;
-  for (int i = 0; i < a->ndim; ++i) {
-    Py_intptr_t elements = a->strides[i] >> shift;
-    if (elements << shift != a->strides[i]) return false;
-    view.shape[i] = a->shape[i];
-    view.strides[i] = elements;
-  }
-  return true;
-}
-
 }  // namespace
 
 Python::Python() {
@@ -129,7 +86,7 @@ Python::Python() {
   int32 = numpy.attr("dtype")("int32");
   int64 = numpy.attr("dtype")("int64");
   nb::object sample = numpy.attr("zeros")(nb::make_tuple(2, 3), float16).attr("T");
-  reads_numpy_object = NumpyArrayObject::is_layout_of(sample);
+  reads_numpy_object = has_known_layout(sample);
   nb::object core = loaded_module("numpy._core._multiarray_umath");
   if (core.is_none()) core = loaded_module("numpy.core._multiarray_umath");  // numpy 1
   nb::object capsule = core.attr("_ARRAY_API");
@@ -144,9 +101,7 @@ Python::Python() {
 
 void import_numpy(const char* op, const char* name, nb::handle object, bool output,
                   TensorView& view) {
-  Python& py = the<Python>();
-  if (py.reads_numpy_object && import_object(object, output, view)) return;
-  nb::object capsule = nb::steal(PyObject_GetAttr(object.ptr(), py.array_struct));
+  nb::object capsule = nb::steal(PyObject_GetAttr(object.ptr(), the<Python>().array_struct));
   if (!capsule.is_valid()) throw nb::python_error();
   auto* a = static_cast<NumpyArrayStruct*>(PyCapsule_GetPointer(capsule.ptr(), nullptr));
   if (a == nullptr) throw nb::python_error();

@@ -21,7 +21,53 @@ struct Python {
   Python();
 };
 
-// Fills `view` but for its device. Raises for what is not an array of numbers in native order.
+constexpr int kNumpyWritable = 0x400;
+
+// The head of a numpy array object as numpy's C ABI fixes it, which every extension module built
+// against numpy has compiled in. Read in place of the capsule, which numpy allocates for each call.
+struct NumpyArrayObject {
+  PyObject object;
+  void* data;
+  int ndim;
+  Py_intptr_t* shape;
+  Py_intptr_t* strides;  // in bytes
+  PyObject* base;
+  PyObject* dtype;
+  int flags;
+};
+
+// The usual array, read where it lies; false for one that needs a closer look (or a refusal).
+inline bool import_usual_numpy(nb::handle object, bool output, TensorView& view) {
+  Python& py = the<Python>();
+  if (!py.reads_numpy_object) return false;
+  const auto* a = reinterpret_cast<const NumpyArrayObject*>(object.ptr());
+  if (a->dtype == py.float32.ptr()) {
+    view.dtype = {kDLFloat, 32, 1};
+  } else if (a->dtype == py.float16.ptr()) {
+    view.dtype = {kDLFloat, 16, 1};
+  } else if (a->dtype == py.bfloat16.ptr()) {
+    view.dtype = {kDLBfloat, 16, 1};
+  } else if (a->dtype == py.int32.ptr()) {
+    view.dtype = {kDLInt, 32, 1};
+  } else if (a->dtype == py.int64.ptr()) {
+    view.dtype = {kDLInt, 64, 1};
+  } else {
+    return false;
+  }
+  if (a->ndim > kMaxDims || (output && !(a->flags & kNumpyWritable))) return false;
+  int shift = view.dtype.bits / 32 + 1;  // log2 of the item size: a division takes longer
+  view.data = a->data;
+  view.ndim = a->ndim;
+  for (int i = 0; i < a->ndim; ++i) {
+    Py_intptr_t elements = a->strides[i] >> shift;
+    if (elements << shift != a->strides[i]) return false;
+    view.shape[i] = a->shape[i];
+    view.strides[i] = elements;
+  }
+  return true;
+}
+
+// Any other: fills `view` but for its device. Raises for what is not an array of numbers in native order.
 void import_numpy(const char* op, const char* name, nb::handle object, bool output,
                   TensorView& view);
 

@@ -3,7 +3,8 @@
 // lists are generated: options.h.
 #pragma once
 
-#include <vector>
+#include <cstddef>
+#include <cstdint>
 
 #include "bindings/call/raise.h"
 #include "cuattn/dlpack.h"
@@ -30,31 +31,42 @@ struct ArrayOption {
   double Options::* number = nullptr;
 };
 
-// Names as a program's text has them: interned, so that they compare as pointers.
+// Names as a program's text has them: interned, so that they compare as pointers, and are found by
+// their address: a list would make the last name take longer than the first.
 template <class Args>
 class Names {
  public:
   Names() = default;
-  template <class Arguments>
-  explicit Names(const Arguments& arguments) {
-    for (const Argument<Args>& argument : arguments)
-      entries_.push_back({PyUnicode_InternFromString(argument.name), argument.field});
+  template <size_t kCount>
+  explicit Names(const Argument<Args> (&arguments)[kCount]) {
+    static_assert(kCount < kSlots, "a slot must stay free, where a search ends");
+    for (const Argument<Args>& argument : arguments) {
+      PyObject* name = PyUnicode_InternFromString(argument.name);
+      size_t slot = first_slot(name);
+      while (entries_[slot].name != nullptr) slot = (slot + 1) % kSlots;
+      entries_[slot] = {name, argument.field};
+    }
   }
 
   // The field of a name; nullptr if it is unknown, or not interned.
   nb::handle Args::* field(PyObject* name) const {
-    for (const Entry& entry : entries_) {
-      if (entry.name == name) return entry.field;
-    }
-    return nullptr;
+    size_t slot = first_slot(name);
+    while (entries_[slot].name != nullptr && entries_[slot].name != name)
+      slot = (slot + 1) % kSlots;
+    return entries_[slot].field;
   }
 
  private:
+  static constexpr size_t kSlots = 128;  // more than twice the names of any function
   struct Entry {
-    PyObject* name;
-    nb::handle Args::* field;
+    PyObject* name = nullptr;
+    nb::handle Args::* field = nullptr;
   };
-  std::vector<Entry> entries_;
+  Entry entries_[kSlots];
+
+  static size_t first_slot(PyObject* name) {
+    return reinterpret_cast<uintptr_t>(name) / 16 % kSlots;  // Python aligns objects to 16 bytes
+  }
 };
 
 // The arguments that a dict has by name; other names than those of `Function` are left out.
