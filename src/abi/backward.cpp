@@ -6,9 +6,9 @@
 #include <optional>
 
 #include "cuattn/c_api.h"
+#include "src/check/arrays.h"
 #include "src/guarded.h"
 #include "src/options.h"
-#include "src/check/arrays.h"
 
 namespace cuattn {
 namespace {

@@ -35,8 +35,7 @@ struct Pages {
   }
   // Any id is read as one that exists.
   CUATTN_HOST_DEVICE int32_t existing(int32_t id) const {
-    int32_t last = static_cast<int32_t>(num_blocks) - 1;
-    return id < 0 ? 0 : id < last ? id : last;
+    return id < 0 ? 0 : id < num_blocks ? id : static_cast<int32_t>(num_blocks - 1);
   }
   CUATTN_HOST_DEVICE int32_t block(int32_t b, int32_t column) const {
     return existing(*entry(b, column));

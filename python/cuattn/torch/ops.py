@@ -137,7 +137,8 @@ def attention_varlen_shapes(
 def no_gradient(*args: Any, **kwargs: Any) -> None:
     """Refuse, when the forward pass is recorded for autograd, which has no way back."""
     raise NotImplementedError(
-        "no autograd goes through cuattn yet; call it under torch.no_grad() or pass detached tensors"
+        "no autograd goes through cuattn yet; call it under torch.no_grad() or pass detached "
+        "tensors"
     )
 
 
