@@ -49,7 +49,7 @@ struct Backward {
     int64_t index = (int64_t{head.b} * f.num_heads_q + head.h) * f.seqlen_q + row;
     return pairs + index * f.seqlen_kv;
   }
-  int64_t first(const Strides& strides, const Head& head) const {
+  static int64_t first(const Strides& strides, const Head& head) {
     return head.b * strides.batch + head.queries.start * strides.seq + head.h * strides.head;
   }
 
