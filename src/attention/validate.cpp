@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // attention and attention_varlen: arrays and options to AttentionParams. Next: call.cpp (plan and
 // run), check/ (the rules).
+#include <cmath>
+
 #include "src/attention/axes.h"
 #include "src/attention/call.h"
 #include "src/attention/pages.h"
@@ -188,7 +190,7 @@ void read_dropout(AttentionCall& call, const cuattn_attention_options& o, bool c
   CUATTN_REQUIRE(int64_t{p.batch} * p.num_heads_q <= kMaxDropoutOffset, fn,
                  ": dropout_p must be 0 for 2^32 heads and more, got batch * num_heads_q ",
                  int64_t{p.batch} * p.num_heads_q, "; split the call");
-  int32_t kept = static_cast<int32_t>(256.0 * (1.0 - o.dropout_p) + 0.5);
+  auto kept = static_cast<int32_t>(std::lround(256.0 * (1.0 - o.dropout_p)));
   p.dropout.dropped = 256 - (kept > 1 ? kept : 1);
   p.dropout.seed = static_cast<uint64_t>(o.dropout_seed);
   p.dropout.offset = static_cast<uint32_t>(o.dropout_offset);
