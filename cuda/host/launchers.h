@@ -27,10 +27,10 @@ void launch_cache_gather(const CacheGatherParams& params, cudaStream_t stream); 
 void launch_copy_blocks(const BlockCopyParams& params, cudaStream_t stream);     // cache/blocks.cu
 void launch_swap_blocks(const BlockSwapParams& params, cudaStream_t stream);
 void launch_merge(const MergeParams& params, cudaStream_t stream);  // merge/states.cu
-void launch_clear_counter(int32_t* counter,
-                          cudaStream_t stream);  // attention/sm90/clear_counter.cu
-// backend/check.cu: these synchronise. read_device_data: false under stream capture, where nobody
-// can
+// attention/sm90/clear_counter.cu
+void launch_clear_counter(int32_t* counter, cudaStream_t stream);
+// backend/check.cu: these synchronise. read_device_data is false under stream capture, where nobody
+// may wait.
 bool read_device_data(void* host, const void* data, size_t bytes, cudaStream_t stream);
 void check_attention(const char* function, const AttentionParams& params, cudaStream_t stream);
 void check_paged(const char* function, const PagedParams& params, cudaStream_t stream);
