@@ -48,7 +48,9 @@ def test_every_instance_has_a_log(logs):
 
 
 def test_no_source_holds_more_than_six_kernels(logs):
-    for name in (n for n in logs if n.startswith("instances/prefill_")):
+    sources = [name for name in logs if name.startswith("instances/forward_")]
+    assert sources, "no source of attention was compiled"
+    for name in sources:
         archs = [arch for _, arch in ENTRY.findall(logs[name])]
         assert max(map(archs.count, archs)) <= 6, f"{name}: split it, it compiles for too long"
 
