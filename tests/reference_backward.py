@@ -40,10 +40,14 @@ def attention_backward(
     dropout_seed=0,
     dropout_offset=0,
     rounded_to=None,
+    sizes=None,
 ):
     """Gradients of sum(dout * out) + sum(dlse * lse) as a dict of NAMES; what the call has no use
     for (a bias of bool, sinks that are not given) is left out. out and lse are the forward pass's.
+
+    The dict `sizes` takes the sums of absolute values whose plain sums are dsinks and dslopes.
     """
+    sizes = {} if sizes is None else sizes
     compute = np.float64 if rounded_to is None else np.float32
     axes = reference.LAYOUTS[layout]
     dout, q, k, v, out = (np.asarray(x).transpose(axes) for x in (dout, q, k, v, out))
@@ -94,10 +98,13 @@ def attention_backward(
         logits = np.asarray(sinks).astype(compute)[None, :, None]
         terms = np.exp(logits - np.where(alive, lse, np.inf)) * delta
         found["dsinks"] = -_sum_to(terms, (1, heads, 1)).reshape(heads)
+        sizes["dsinks"] = _sum_to(np.abs(terms), (1, heads, 1)).reshape(heads)
     if alibi_slopes is not None:
         shape = np.asarray(alibi_slopes).shape
         terms = np.where(s.visible, dscores * s.distance, 0)
-        found["dslopes"] = -_sum_to(terms, (*([1] * (2 - len(shape))), *shape, 1, 1)).reshape(shape)
+        per_head = (*([1] * (2 - len(shape))), *shape, 1, 1)
+        found["dslopes"] = -_sum_to(terms, per_head).reshape(shape)
+        sizes["dslopes"] = _sum_to(np.abs(terms), per_head).reshape(shape)
     return found
 
 
