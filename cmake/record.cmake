@@ -17,7 +17,7 @@ endif()
 include(${OBJECTS})
 set(log "")
 foreach(object IN LISTS cuda_objects)
-  string(REGEX REPLACE "^.*[.]dir/|[.]o$" "" name ${object})
+  string(REGEX REPLACE "^.*[.]dir/([.]/)?|[.]o$" "" name ${object})  # cmake 4.4 writes ./
   file(READ ${object}.ptxas text)
   string(APPEND log "== cuda ${name}\n${text}")
 endforeach()
