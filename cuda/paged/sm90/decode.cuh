@@ -5,7 +5,8 @@
 // queries its columns: S^T = K Q^T and O^T += V^T P^T, with K and V as they lie in the cache.
 // One or two warps copy blocks through the TMA, four multiply. Source: the swap of FlashMLA and
 // hpc-ops; PTX ISA, wgmma. Tasks, rows and results: device/paged/tasks.cuh. Storage and copies:
-// copy.cuh. Scores and sums: softmax.cuh. Clusters and parts: device/paged/cluster.cuh. Next: paged/combine.cu.
+// copy.cuh. Scores and sums: softmax.cuh. Clusters and parts: device/paged/cluster.cuh. Next:
+// paged/combine.cu.
 //
 //   math warps     | softmax of S0 | softmax of S1 | ...
 //   tensor cores   | S0 |          | O0 | S1 |     | O1 | S2 | ...      in a cluster one at a time
