@@ -19,7 +19,7 @@ from .._gradients import FORWARD, GRADIENTS, POSITIONAL, forward_options
 from .._options import OPS
 from .ops import DIFFERENTIABLE, TENSORS, library, schema
 
-RUN = {
+RUN: dict[str, Any] = {
     "attention_backward": run_attention_backward,
     "attention_varlen_backward": run_attention_varlen_backward,
 }

@@ -212,7 +212,7 @@ def run_op(op: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """Call a registered op; its lse is made where a gradient is wanted, which starts from it."""
     tensors, rest = op_arguments(op, options)
     wants_lse = rest.pop("return_lse", False)
-    keeps_lse = wants_lse or differentiated(*arguments[:3], options)
+    keeps_lse = wants_lse or differentiated(arguments[0], arguments[1], arguments[2], options)
     function = getattr(torch.ops.cuattn, op)
     out, lse = function(*arguments, *tensors, return_lse=keeps_lse, **rest)
     return (out, lse) if wants_lse else out
