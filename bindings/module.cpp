@@ -24,8 +24,9 @@ namespace {
 
 nb::dict xla_handlers() {
   nb::dict cpu, cuda;
-  for (const xla::Handler* handler : {&xla::kAttention, &xla::kMergeStates, &xla::kPagedAttention,
-                                      &xla::kReshapeAndCache, &xla::kGatherCache}) {
+  for (const xla::Handler* handler :
+       {&xla::kAttention, &xla::kAttentionBackward, &xla::kMergeStates, &xla::kPagedAttention,
+        &xla::kReshapeAndCache, &xla::kGatherCache}) {
     cpu[handler->name] = nb::capsule(reinterpret_cast<void*>(handler->cpu));
     cuda[handler->name] = nb::capsule(reinterpret_cast<void*>(handler->cuda));
   }

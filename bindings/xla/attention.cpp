@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// attention and merge_states as XLA custom calls: JAX arrays reach the library inside the compiled
+// attention, its backward pass and merge_states as XLA custom calls: JAX arrays reach the library inside the compiled
 // program, on XLA's stream and in XLA's memory, the workspace included. Python face:
-// python/cuattn/jax/attention.py.
+// python/cuattn/jax/attention.py, backward.py.
+#include <iterator>
 #include <string>
 
 #include "bindings/xla/call.h"
@@ -25,12 +26,55 @@ void run_attention(const CallFrame& frame, Platform platform) {
   Arguments arguments(frame, place.device);
   const DLTensor *q = arguments.next(rank), *k = arguments.next(rank_k),
                  *v = arguments.next(rank_k);
-  arguments.optional(integer(frame, "present"), options, kAttentionArrays);
+  arguments.optional(integer(frame, "present"), options, kAttentionArrays,
+                     &cuattn_attention_options::dropout_state);
   cuattn_attention_call call;
   check(cuattn_attention_prepare(q, k, v, &options, &call));
   AttentionResults results(frame, place.device, rank);
   check(cuattn_attention_run(&call, &results.out.dl, results.lse_or_null(), results.memory(),
                              results.memory_bytes(), place.stream));
+}
+
+// Arguments dout, q, k, v, out, lse, those of `present`, dlse if there is one; results the gradients
+// that are needed and the workspace.
+void run_attention_backward(const CallFrame& frame, Platform platform) {
+  Place place(frame, platform);
+  cuattn_attention_options options;
+  cuattn_attention_options_init(&options, sizeof options);
+  read_options(frame, options);
+  std::string backend = text(frame, "backend");
+  options.backend = backend.c_str();
+  cuattn_backward_options backward;
+  cuattn_backward_options_init(&backward, sizeof backward);
+  backward.need = integer32(frame, "need");
+  backward.deterministic = integer32(frame, "deterministic");
+
+  Arguments arguments(frame, place.device);
+  cuattn_backward_arrays arrays;
+  for (auto field :
+       {&cuattn_backward_arrays::dout, &cuattn_backward_arrays::q, &cuattn_backward_arrays::k,
+        &cuattn_backward_arrays::v, &cuattn_backward_arrays::out, &cuattn_backward_arrays::lse})
+    arrays.*field = arguments.next();
+  arguments.optional(integer(frame, "present"), options, kAttentionArrays,
+                     &cuattn_attention_options::dropout_state);
+  if (integer(frame, "has_dlse") != 0) backward.dlse = arguments.next();
+  cuattn_backward_call call;
+  check(cuattn_attention_backward_prepare(&arrays, &options, &backward, &call));
+
+  constexpr const DLTensor* cuattn_gradients::* kFields[] = {
+      &cuattn_gradients::dq,    &cuattn_gradients::dk,     &cuattn_gradients::dv,
+      &cuattn_gradients::dbias, &cuattn_gradients::dsinks, &cuattn_gradients::dslopes};
+  Tensor found[std::size(kFields)], workspace;
+  cuattn_gradients gradients{};
+  int64_t next = 0;
+  for (size_t i = 0; i < std::size(kFields); ++i) {
+    if ((backward.need >> i & 1) == 0) continue;
+    found[i].set(*frame.results.items[next++], place.device);
+    gradients.*kFields[i] = &found[i].dl;
+  }
+  if (next < frame.results.size) workspace.set(*frame.results.items[next], place.device);
+  size_t bytes = next < frame.results.size ? workspace.view.size() : 0;
+  check(cuattn_attention_backward_run(&call, &gradients, workspace.view.data, bytes, place.stream));
 }
 
 // Arguments out_a, lse_a, out_b, lse_b, or stacked outs, lses; results out, lse.
@@ -51,6 +95,7 @@ void run_merge(const CallFrame& frame, Platform platform) {
 }  // namespace
 
 const Handler kAttention = handler<run_attention>("cuattn_attention");
+const Handler kAttentionBackward = handler<run_attention_backward>("cuattn_attention_backward");
 const Handler kMergeStates = handler<run_merge>("cuattn_merge_states");
 
 }  // namespace cuattn::bindings::xla

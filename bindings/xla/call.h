@@ -92,12 +92,13 @@ class Arguments {
     return &tensor.dl;
   }
 
-  // Those of `present`, which has a bit for each field of `options`.
+  // Those of `present`, which has a bit for each field of `options`; `wide` is int64.
   template <class Options, size_t kCount>
   void optional(int64_t present, Options& options,
-                const DLTensor* Options::* const (&fields)[kCount]) {
+                const DLTensor* Options::* const (&fields)[kCount],
+                const DLTensor* Options::* wide = nullptr) {
     for (auto field : fields) {
-      if ((present & 1) != 0) options.*field = next();
+      if ((present & 1) != 0) options.*field = field == wide ? next_int64() : next();
       present >>= 1;
     }
   }

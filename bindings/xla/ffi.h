@@ -157,6 +157,7 @@ struct Handler {
   Error* (*cpu)(CallFrame*);
   Error* (*cuda)(CallFrame*);
 };
-extern const Handler kAttention, kMergeStates, kPagedAttention, kReshapeAndCache, kGatherCache;
+extern const Handler kAttention, kAttentionBackward, kMergeStates, kPagedAttention,
+    kReshapeAndCache, kGatherCache;
 
 }  // namespace cuattn::bindings::xla

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from ._options import OPS, Option, options_of
 
 GRADIENTS = ("dq", "dk", "dv", "dbias", "dsinks", "dslopes")
+SOURCES = dict(zip(GRADIENTS, ("q", "k", "v", "bias", "sinks", "alibi_slopes"), strict=True))
 FORWARD = {
     "attention_backward": "attention",
     "attention_varlen_backward": "attention_varlen",

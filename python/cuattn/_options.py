@@ -72,9 +72,8 @@ OTHER_DEFAULTS: dict[str, dict[str, Any]] = {  # of some ops
 }
 OUTSIDE = ("place", "refused")  # kinds that no C struct has
 XLA_OPS = {"attention": ROWS, "paged": PAGED[:1]}  # of one XLA handler, which fills this struct
-DROPOUT = ("dropout_p", "dropout_seed", "dropout_offset", "dropout_state")
 NOT_TRACED = {  # by these faces
-    "jax": ("plan", *DROPOUT),
+    "jax": ("plan",),
     "torch": ("block_tables", "kv_layout"),
 }
 NO_FIELD = {"attention": (), "paged": ("return_lse",)}  # in this struct

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""attention and attention_varlen on JAX arrays."""
+"""attention and attention_varlen on JAX arrays. Next: backward.py, their gradients."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.custom_derivatives import SymbolicZero
 
 from .. import _core
 from .._arrays import find_cublas
 from .._checks import check_ragged
+from .._gradients import GRADIENTS, POSITIONAL, SOURCES, forward_options
 from .._options import PLACES, XLA_OPS, options_of
 from .call import (
     Static,
     attributes,
     check_arrays,
     compiled,
+    int64_of,
     most_workspace,
     plain_window,
     possible_devices,
@@ -36,7 +39,7 @@ NUMBERS = tuple(o for o in options_of(*OPS, face="jax") if o.name not in ARRAYS)
 def workspace_of(arrays: dict[str, jax.Array], options: dict[str, Any]) -> int:
     """Validate by the library's own rules, from shapes alone; return the bytes of workspace."""
     given = {option.name: options[option.name] for option in NUMBERS}
-    given |= {name: shape_of(array) for name, array in arrays.items()}
+    given |= shapes_of(arrays)
 
     def workspace_bytes(device: int) -> int:
         return _core.explain(given, "float32", device, None)["workspace_bytes"]
@@ -44,7 +47,23 @@ def workspace_of(arrays: dict[str, jax.Array], options: dict[str, Any]) -> int:
     return most_workspace(options["devices"], workspace_bytes)
 
 
-@compiled
+def shapes_of(arrays: dict[str, jax.Array]) -> dict[str, Any]:
+    """Reduce arrays to dtypes and shapes, as explain takes them."""
+    shapes = {name: shape_of(array) for name, array in arrays.items()}
+    if "dropout_state" in arrays:
+        shapes["dropout_state"] = ("int64", *arrays["dropout_state"].shape)
+    return shapes
+
+
+def optional_operands(arrays: dict[str, jax.Array]) -> list[jax.Array]:
+    """List the optional arrays as a handler reads them."""
+    return [
+        int64_of(arrays[name]) if name == "dropout_state" else arrays[name]
+        for name in ARRAYS
+        if name in arrays
+    ]
+
+
 def run_attention(arrays: dict[str, jax.Array], static: Static) -> list[jax.Array]:
     """One call of the attention handler; results out, and lse if asked for."""
     options = dict(static)
@@ -67,7 +86,8 @@ def run_attention(arrays: dict[str, jax.Array], static: Static) -> list[jax.Arra
         "cuattn_attention", results, vmap_method="broadcast_all" if plain else "sequential"
     )
     outputs = function(
-        *(arrays[name] for name in ("q", "k", "v", *ARRAYS) if name in arrays),
+        *(arrays[name] for name in "qkv"),
+        *optional_operands(arrays),
         present=present(ARRAYS, arrays),
         ragged=np.int64(ragged),
         paged=np.int64(paged),
@@ -76,14 +96,82 @@ def run_attention(arrays: dict[str, jax.Array], static: Static) -> list[jax.Arra
     return list(outputs)[: 1 + options["return_lse"]]
 
 
+def forward(arrays: dict[str, Any], static: Static) -> tuple[list[jax.Array], Any]:
+    """Run a call whose gradient is wanted, and keep what the way back needs.
+
+    Which arrays want one is kept as the keys of a dict without leaves.
+    """
+    options = dict(static)
+    wanted = {name: None for name, array in arrays.items() if array.perturbed}
+    given = {name: array.value for name, array in arrays.items()}
+    if "block_tables" in given:
+        raise NotImplementedError(
+            f"{options['op']}: block_tables must be None for a gradient, which goes through rows; "
+            "call cuattn.gather_cache first"
+        )
+    out, lse = run_attention(given, tuple({**options, "return_lse": True}.items()))
+    results = [out, lse] if options["return_lse"] else [out]
+    return results, (given, out, lse, wanted)
+
+
+def way_back(static: Static, kept: Any, gradients: list[Any]) -> tuple[dict[str, Any]]:
+    """Give the gradients of the arrays that want one."""
+    arrays, out, lse, wanted = kept
+    dout, dlse = (
+        None if isinstance(x, SymbolicZero) else x for x in (*gradients, None)[:2]
+    )
+    if dout is None:
+        dout = jnp.zeros_like(out)
+    need = tuple(name for name, source in SOURCES.items() if source in wanted)
+    options = {**dict(static), "op": f"{dict(static)['op']}_backward", "need": need}
+    given = {**arrays, "dout": dout, "out": out, "lse": lse}
+    if dlse is not None:
+        given["dlse"] = dlse
+    found = run_backward(given, tuple(options.items()))
+    by_source = {SOURCES[name]: x for name, x in zip(need, found, strict=True)}
+    return ({name: by_source.get(name) for name in arrays},)
+
+
+_attention = jax.custom_vjp(run_attention, nondiff_argnums=(1,))
+_attention.defvjp(forward, way_back, symbolic_zeros=True)
+differentiable_attention = jax.jit(_attention, static_argnums=1)
+
+
+@compiled
+def run_backward(arrays: dict[str, jax.Array], static: Static) -> list[jax.Array]:
+    """One call of the backward handler; results what `need` names."""
+    options = dict(static)
+    need = options["need"]
+    named = {o.name: options.get(o.name, o.default) for o in forward_options(options["op"])}
+    given = {**named, **shapes_of(arrays), "need": need, "deterministic": None}
+    for name in ("max_seqlen_q", "max_seqlen_k"):
+        given[name] = options.get(name)
+
+    def workspace_bytes(device: int) -> int:
+        return _core.explain_backward(given, "float32", device, None)["workspace_bytes"]
+
+    sources = [arrays[SOURCES[name]] for name in need]
+    results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in sources]
+    if size := most_workspace(options["devices"], workspace_bytes):
+        results.append(jax.ShapeDtypeStruct((size,), jnp.uint8))
+    function = jax.ffi.ffi_call("cuattn_attention_backward", results, vmap_method="sequential")
+    last = [arrays["dlse"]] if "dlse" in arrays else []
+    outputs = function(
+        *(arrays[name] for name in POSITIONAL[options["op"]][:6]),
+        *optional_operands(arrays),
+        *last,
+        present=present(ARRAYS, arrays),
+        has_dlse=np.int64(len(last)),
+        need=np.int64(sum(1 << GRADIENTS.index(name) for name in need)),
+        deterministic=np.int64(-1),
+        **attributes(NUMBERS, {**options, "return_lse": False}),
+    )
+    return list(outputs)[: len(need)]
+
+
 def call(op: str, arguments: dict[str, Any]) -> Any:
     """Check what is Python's to check, then run."""
     refuse(op, **{name: arguments[name] for name in PLACES})
-    if arguments["dropout_p"] != 0:
-        raise NotImplementedError(
-            f"{op}: dropout_p must be 0 for JAX arrays so far, got {arguments['dropout_p']!r}; "
-            "pass numpy arrays"
-        )
     qkv = {name: arguments[name] for name in ("q", "k", "v")}
     given = check_arrays(op, qkv, **{name: arguments.get(name) for name in ARRAYS})
     if arguments["backend"] == "cublas":
@@ -92,7 +180,7 @@ def call(op: str, arguments: dict[str, Any]) -> Any:
     options["window"] = plain_window(options["window"])
     static = static_of(op, **options, devices=possible_devices(op, given))
     register()
-    results = run_attention(given, static)
+    results = differentiable_attention(given, static)
     return tuple(results) if options["return_lse"] else results[0]
 
 
@@ -124,7 +212,9 @@ def attention(
     backend: str = "auto",
     stream: None = None,
 ) -> Any:
-    """`cuattn.attention` on JAX arrays; traceable by jax.jit and jax.vmap.
+    """`cuattn.attention` on JAX arrays; traceable by jax.jit, jax.vmap and jax.grad.
+
+    Gradients reach q, k, v, alibi_slopes, sinks and bias, those that jax.grad asks for.
 
     Parameters
     ----------
@@ -132,8 +222,10 @@ def attention(
         As in `cuattn.attention`; the numbers are static under jax.jit.
     num_splits, batch_invariant, return_lse, backend
         As in `cuattn.attention`.
-    dropout_p, dropout_seed, dropout_offset, dropout_state
-        0 and None: there is no dropout for JAX arrays yet.
+    dropout_p, dropout_seed, dropout_offset
+        As in `cuattn.attention`; static under jax.jit.
+    dropout_state : array, [2], optional
+        Seed and offset, traced: int64, int32 or uint32, as the data of a key of jax.random.
     out, lse_out, workspace, stream
         None: memory and stream belong to XLA.
 
@@ -147,7 +239,7 @@ def attention(
     ValueError, TypeError
         As in `cuattn.attention`, while tracing.
     NotImplementedError
-        A combination without kernel, a gradient, or an argument that belongs to XLA.
+        A combination without kernel, a gradient of a gradient, or an argument that belongs to XLA.
     """
     return call("attention", locals())
 
@@ -185,7 +277,7 @@ def attention_varlen(
     backend: str = "auto",
     stream: None = None,
 ) -> Any:
-    """`cuattn.attention_varlen` on JAX arrays; traceable by jax.jit and jax.vmap.
+    """`cuattn.attention_varlen` on JAX arrays; traceable by jax.jit, jax.vmap and jax.grad.
 
     Parameters
     ----------
@@ -195,8 +287,10 @@ def attention_varlen(
         As in `cuattn.attention_varlen`; the numbers are static under jax.jit.
     num_splits, batch_invariant, return_lse, backend
         As in `cuattn.attention_varlen`.
-    dropout_p, dropout_seed, dropout_offset, dropout_state
-        0 and None: there is no dropout for JAX arrays yet.
+    dropout_p, dropout_seed, dropout_offset
+        As in `cuattn.attention_varlen`; static under jax.jit.
+    dropout_state : array, [2], optional
+        Seed and offset, traced: int64, int32 or uint32, as the data of a key of jax.random.
     out, lse_out, workspace, stream
         None: memory and stream belong to XLA.
 

@@ -13,6 +13,7 @@ from .call import (
     check_arrays,
     code,
     compiled,
+    int64_of,
     possible_devices,
     present,
     refuse,
@@ -25,11 +26,6 @@ from .call import (
 WRITE_POSITIONAL = ("k", "v", "k_cache", "v_cache", "slot_mapping")
 WRITE_OPTIONAL = ("k_scale", "v_scale", "cos", "sin")
 GATHER_POSITIONAL = ("k_cache", "v_cache", "block_tables", "cu_seqlens")
-
-
-def int64_of(array: jax.Array) -> jax.Array:
-    """Widen int32 numbers to the two halves of int64, which JAX may not have: [n, 2]."""
-    return array if array.dtype == jnp.int64 else jnp.stack([array, array >> 31], axis=-1)
 
 
 @compiled

@@ -12,11 +12,13 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from .. import _core
 from .._options import Option, code_of
 
+NOT_GIVEN = {"dropout_seed": -1}  # lengths whose default in C is not 0
 Static = tuple[tuple[str, Any], ...]  # what a traced function is compiled for, as pairs
 
 
@@ -143,6 +145,14 @@ def shape_of(array: Any) -> tuple[Any, ...]:
     return (str(array.dtype), *array.shape)
 
 
+def int64_of(array: jax.Array) -> jax.Array:
+    """Widen 32-bit numbers to the two halves of int64, which JAX may not have: [n, 2]."""
+    if array.dtype == jnp.int64:
+        return array
+    high = array >> 31 if array.dtype == jnp.int32 else jnp.zeros_like(array)
+    return jnp.stack([array.astype(jnp.int32), high.astype(jnp.int32)], axis=-1)
+
+
 def present(names: Iterable[str], arrays: Mapping[str, Any]) -> np.int64:
     """Bits that tell a handler which optional arrays follow."""
     return np.int64(sum(1 << bit for bit, name in enumerate(names) if name in arrays))
@@ -165,7 +175,7 @@ def attributes(options: Iterable[Option], given: Mapping[str, Any]) -> dict[str,
             case "flag" | "count":
                 found[name] = np.int64(value)
             case "length":
-                found[name] = np.int64(value or 0)
+                found[name] = np.int64(NOT_GIVEN.get(name, 0) if value is None else value)
             case "number" if option.default is None:
                 found[f"has_{name}"] = np.int64(value is not None)
                 found[name] = np.float64(0.0 if value is None else value)
@@ -192,9 +202,9 @@ def compiled(function: Callable[[Any, Static], Any]) -> Callable[[Any, Static], 
     primal = jax.custom_jvp(function, nondiff_argnums=(1,))
 
     def refuse_gradient(static: Static, primals: Any, tangents: Any) -> Any:
+        op = dict(static)["op"]
         raise NotImplementedError(
-            f"{dict(static)['op']}: cuattn has no gradient yet; pass jax.lax.stop_gradient of the "
-            "arrays"
+            f"{op}: no gradient goes through {op}; pass jax.lax.stop_gradient of the arrays"
         )
 
     primal.defjvp(refuse_gradient)

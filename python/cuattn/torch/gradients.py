@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import attention_backward as run_attention_backward
 from .. import attention_varlen_backward as run_attention_varlen_backward
-from .._gradients import FORWARD, GRADIENTS, POSITIONAL, forward_options
+from .._gradients import FORWARD, GRADIENTS, POSITIONAL, SOURCES, forward_options
 from .._options import OPS
 from .ops import DIFFERENTIABLE, TENSORS, library, schema
 
@@ -26,7 +26,6 @@ RUN: dict[str, Any] = {
 OPTIONS = {op: tuple(forward_options(op)) for op in FORWARD}
 # By place, as the forward op has them, dlse behind them.
 OPTIONAL = {op: (*(o.name for o in OPTIONS[op] if o.kind == "array"), "dlse") for op in FORWARD}
-SOURCES = dict(zip(GRADIENTS, ("q", "k", "v", "bias", "sinks", "alibi_slopes"), strict=True))
 
 
 def declare(op: str) -> None:
