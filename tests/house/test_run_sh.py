@@ -18,7 +18,6 @@ parts = importlib.import_module("parts")
 record = importlib.import_module("record")
 
 RUN = ROOT / "tests" / "gpu" / "run.sh"
-SELECTIVE = {name for name, part in parts.PARTS.items() if not part.reaches_all}
 
 
 def run_sh(*words, **environment):
@@ -99,7 +98,7 @@ def fake_machine(tmp_path):
     tree = tmp_path / "tree"
     shutil.copytree(RUN.parent, tree / "tests" / "gpu")
     (tree / "README.md").write_text(f"# x\n{record.BEGIN}\n{record.END}\n")
-    tests = ("tests/cache/test_cache.py", "tests/attention/test_limits.py")
+    tests = ("tests/cache/test_cache_rows.py", "tests/attention/test_limits.py")
     for path in ("cuda/a.cu", "src/b.cpp", *tests):
         (tree / path).parent.mkdir(exist_ok=True, parents=True)
         (tree / path).write_text("")
