@@ -14,6 +14,7 @@ from typing import Any
 
 from . import _core
 from ._arrays import Array, ArrayT
+from ._call import jax_face
 from ._gradients import check_need
 
 
@@ -107,7 +108,7 @@ def attention_backward(
     TypeError
         An argument of the wrong kind, such as a list for an array.
     NotImplementedError
-        CUDA arrays, JAX arrays, float8; a torch tensor that requires grad, while grad mode is on.
+        CUDA arrays, float8; a torch tensor that requires grad, while grad mode is on.
     MemoryError
         The workspace cannot be had, or the given one is too small.
 
@@ -224,10 +225,7 @@ def differentiate(op: str, arguments: dict[str, Any]) -> Any:
     arguments["need"] = check_need(op, arguments["need"])
     results = _core.attention_backward(arguments)
     if results is NotImplemented:
-        raise NotImplementedError(
-            f"{op}: JAX arrays, whose memory is XLA's, must go through a custom derivative, which "
-            "cuattn.jax does not have yet; pass numpy arrays"
-        )
+        return getattr(jax_face(), op)(**arguments)
     return result_type(arguments["need"])(*results)
 
 

@@ -128,18 +128,11 @@ def test_what_xla_owns_is_refused(name, rng):
         cuattn.attention(q, k, v, **{name: q})
 
 
-def test_gradients_are_refused(rng):
-    q, k, v = (jnp.asarray(x) for x in qkv(rng))
-    loss = lambda q: cuattn.attention(q, k, v).sum()  # noqa: E731
-    for function in (jax.grad(loss), jax.jit(jax.grad(loss))):
-        with pytest.raises(NotImplementedError, match="attention: cuattn has no gradient yet"):
-            function(q)
-    stopped = jax.grad(lambda q: loss(jax.lax.stop_gradient(q)) + q.sum())(q)
-    assert (np.asarray(stopped) == 1).all()
-    with pytest.raises(NotImplementedError, match="merge_states: cuattn has no gradient yet"):
-        jax.grad(
-            lambda o: cuattn.merge_states(o, jnp.zeros((2, 4, 9)), o, jnp.zeros((2, 4, 9)))[0].sum()
-        )(q)
+def test_merge_states_has_no_gradient(rng):
+    q = jnp.asarray(qkv(rng)[0])
+    lse = jnp.zeros((2, 4, 9))
+    with pytest.raises(NotImplementedError, match="no gradient goes through merge_states"):
+        jax.grad(lambda o: cuattn.merge_states(o, lse, o, lse)[0].sum())(q)
 
 
 @pytest.mark.parametrize(

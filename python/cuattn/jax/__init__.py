@@ -6,13 +6,16 @@ refused here. Next: call.py, attention.py.
 """
 
 from .attention import attention, attention_varlen
+from .backward import attention_backward, attention_varlen_backward
 from .cache import gather_cache, reshape_and_cache
 from .merge import merge_states
 from .paged import paged_attention
 
 __all__ = [
     "attention",
+    "attention_backward",
     "attention_varlen",
+    "attention_varlen_backward",
     "gather_cache",
     "merge_states",
     "paged_attention",

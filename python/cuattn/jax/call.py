@@ -197,14 +197,16 @@ def plain_window(window: Any) -> Any:
     return tuple(window) if isinstance(window, list) else window
 
 
-def compiled(function: Callable[[Any, Static], Any]) -> Callable[[Any, Static], Any]:
+def compiled(
+    function: Callable[[Any, Static], Any], what: str = "gradient"
+) -> Callable[[Any, Static], Any]:
     """Compile ``function(arrays, static)`` for each `static`; a gradient of it is refused."""
     primal = jax.custom_jvp(function, nondiff_argnums=(1,))
 
     def refuse_gradient(static: Static, primals: Any, tangents: Any) -> Any:
         op = dict(static)["op"]
         raise NotImplementedError(
-            f"{op}: no gradient goes through {op}; pass jax.lax.stop_gradient of the arrays"
+            f"{op}: no {what} goes through {op}; pass jax.lax.stop_gradient of the arrays"
         )
 
     primal.defjvp(refuse_gradient)

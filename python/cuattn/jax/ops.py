@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The handlers of attention and of its backward pass as functions that jax.grad differentiates.
+
+Next: attention.py and backward.py, which call them.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import _core
+from .._gradients import GRADIENTS, POSITIONAL, SOURCES, forward_options
+from .._options import XLA_OPS, options_of
+from .call import (
+    Static,
+    attributes,
+    compiled,
+    int64_of,
+    most_workspace,
+    present,
+    shape_of,
+)
+
+OPS = XLA_OPS["attention"]
+ARRAYS = tuple(option.name for option in options_of(*OPS, kinds=("array",), face="jax"))
+NUMBERS = tuple(o for o in options_of(*OPS, face="jax") if o.name not in ARRAYS)
+
+
+def workspace_of(arrays: dict[str, jax.Array], options: dict[str, Any]) -> int:
+    """Validate by the library's own rules, from shapes alone; return the bytes of workspace."""
+    given = {option.name: options[option.name] for option in NUMBERS}
+    given |= shapes_of(arrays)
+
+    def workspace_bytes(device: int) -> int:
+        return _core.explain(given, "float32", device, None)["workspace_bytes"]
+
+    return most_workspace(options["devices"], workspace_bytes)
+
+
+def shapes_of(arrays: dict[str, jax.Array]) -> dict[str, Any]:
+    """Reduce arrays to dtypes and shapes, as explain takes them."""
+    shapes = {name: shape_of(array) for name, array in arrays.items()}
+    if "dropout_state" in arrays:
+        shapes["dropout_state"] = ("int64", *arrays["dropout_state"].shape)
+    return shapes
+
+
+def optional_operands(arrays: dict[str, jax.Array]) -> list[jax.Array]:
+    """List the optional arrays as a handler reads them."""
+    return [
+        int64_of(arrays[name]) if name == "dropout_state" else arrays[name]
+        for name in ARRAYS
+        if name in arrays
+    ]
+
+
+def run_attention(arrays: dict[str, jax.Array], static: Static) -> list[jax.Array]:
+    """One call of the attention handler; results out, and lse if asked for."""
+    options = dict(static)
+    workspace_bytes = workspace_of(arrays, options)
+    q, v = arrays["q"], arrays["v"]
+    ragged, paged = options["op"] == "attention_varlen", "block_tables" in arrays
+    head_dim_v = v.shape[-2] if paged and options["kv_layout"] == "vllm" else v.shape[-1]
+    results = [jax.ShapeDtypeStruct((*q.shape[:-1], head_dim_v), q.dtype)]
+    if options["return_lse"]:
+        total, heads = q.shape[:2]
+        sequence, head = (1, 2) if options["layout"] == "bshd" else (2, 1)
+        shape = (heads, total) if ragged else (q.shape[0], q.shape[head], q.shape[sequence])
+        results.append(jax.ShapeDtypeStruct(shape, jnp.float32))
+    if workspace_bytes:
+        results.append(jax.ShapeDtypeStruct((workspace_bytes,), jnp.uint8))
+    # Only plain dense attention can take more axes in front; the rest runs one batch entry of vmap
+    # after the other.
+    plain = not ragged and len(arrays) == 3 and not workspace_bytes
+    function = jax.ffi.ffi_call(
+        "cuattn_attention", results, vmap_method="broadcast_all" if plain else "sequential"
+    )
+    outputs = function(
+        *(arrays[name] for name in "qkv"),
+        *optional_operands(arrays),
+        present=present(ARRAYS, arrays),
+        ragged=np.int64(ragged),
+        paged=np.int64(paged),
+        **attributes(NUMBERS, options),
+    )
+    return list(outputs)[: 1 + options["return_lse"]]
+
+
+def forward(arrays: dict[str, jax.Array], static: Static) -> tuple[list[jax.Array], Any]:
+    """Run a call whose gradient is wanted, and keep what the way back needs."""
+    options = dict(static)
+    if "block_tables" in arrays:
+        raise NotImplementedError(
+            f"{options['op']}: block_tables must be None for a gradient, which goes through rows; "
+            "call cuattn.gather_cache first"
+        )
+    out, lse = run_once(arrays, tuple({**options, "return_lse": True}.items()))
+    results = [out, lse] if options["return_lse"] else [out]
+    return results, (arrays, out, lse)
+
+
+def way_back(static: Static, kept: Any, gradients: list[jax.Array]) -> tuple[dict[str, Any]]:
+    """Give the gradients of all arrays that can have one.
+
+    Note: which of them jax.grad wants is not asked for, because JAX keeps what this function is
+    traced with for calls that want others. That of a bias is a call of its own, which XLA leaves
+    out where nobody reads it.
+    """
+    arrays, out, lse = kept
+    given = {**arrays, "dout": gradients[0], "out": out, "lse": lse}
+    if len(gradients) == 2:
+        given["dlse"] = gradients[1]
+    needed = [name for name, source in SOURCES.items() if source in arrays]
+    if "dbias" in needed and not jnp.issubdtype(arrays["bias"].dtype, jnp.floating):
+        needed.remove("dbias")
+    found: dict[str, Any] = {}
+    for need in ([n for n in needed if n != "dbias"], [n for n in needed if n == "dbias"]):
+        options = {**dict(static), "op": f"{dict(static)['op']}_backward"}
+        options |= {"need": tuple(need), "deterministic": None}
+        results = run_backward(given, tuple(options.items())) if need else []
+        found |= {SOURCES[name]: x for name, x in zip(need, results, strict=True)}
+    return ({name: found.get(name) for name in arrays},)
+
+
+run_once = compiled(run_attention, "gradient of a gradient")
+_attention = jax.custom_vjp(run_attention, nondiff_argnums=(1,))
+_attention.defvjp(forward, way_back)
+differentiable_attention = jax.jit(_attention, static_argnums=1)
+
+
+@functools.partial(compiled, what="gradient of a gradient")
+def run_backward(arrays: dict[str, jax.Array], static: Static) -> list[jax.Array]:
+    """One call of the backward handler; results what `need` names."""
+    options = dict(static)
+    need = options["need"]
+    named = {o.name: options.get(o.name, o.default) for o in forward_options(options["op"])}
+    given = {**named, **shapes_of(arrays), "need": need}
+    given |= {name: options[name] for name in ("deterministic", "max_seqlen_q", "max_seqlen_k")}
+
+    def workspace_bytes(device: int) -> int:
+        return _core.explain_backward(given, "float32", device, None)["workspace_bytes"]
+
+    sources = [arrays[SOURCES[name]] for name in need]
+    results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in sources]
+    if size := most_workspace(options["devices"], workspace_bytes):
+        results.append(jax.ShapeDtypeStruct((size,), jnp.uint8))
+    function = jax.ffi.ffi_call("cuattn_attention_backward", results, vmap_method="sequential")
+    last = [arrays["dlse"]] if "dlse" in arrays else []
+    outputs = function(
+        *(arrays[name] for name in POSITIONAL[options["op"]][:6]),
+        *optional_operands(arrays),
+        *last,
+        present=present(ARRAYS, arrays),
+        has_dlse=np.int64(len(last)),
+        need=np.int64(sum(1 << GRADIENTS.index(name) for name in need)),
+        deterministic=np.int64(
+            -1 if options["deterministic"] is None else options["deterministic"]
+        ),
+        **attributes(NUMBERS, {**options, "return_lse": False}),
+    )
+    return list(outputs)[: len(need)]
