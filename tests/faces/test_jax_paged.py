@@ -580,7 +580,8 @@ def test_gradients_are_refused(op):
     def loss(x):
         return jax.tree.leaves(getattr(cuattn, op)(**{**given, first: x}))[0].sum()
 
-    with pytest.raises(NotImplementedError, match=f"{op}: cuattn has no gradient yet"):
+    refusal = f"{op}: (no gradient goes through|block_tables must be None for a gradient)"
+    with pytest.raises(NotImplementedError, match=refusal):
         jax.grad(loss)(given[first])
 
 
