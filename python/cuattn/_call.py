@@ -36,7 +36,14 @@ def front(function: FunctionT) -> FunctionT:
     if TYPE_CHECKING:
         return function
     make = getattr(_core, f"{function.__name__}_front")
-    return make(function, signature_and_doc(function))
+    return make(function, signature_and_doc(function), refuse_names)
+
+
+def refuse_names(op: str, given: dict[str, Any]) -> None:
+    """Raise for a name that an op does not have, and say what it has instead."""
+    from ._other_names import refuse
+
+    refuse(op, given)
 
 
 def call(op: str, arguments: dict[str, Any]) -> Any:

@@ -7,6 +7,7 @@
 #include "src/attention/call.h"
 #include "src/attention/pages.h"
 #include "src/cache/cache.h"
+#include "src/check/bias.h"
 #include "src/check/options.h"
 
 namespace cuattn {
@@ -164,6 +165,8 @@ void read_bias(AttentionCall& call, const DLTensor* tensor, bool check_data) {
                  ", ", full[1], ", ", full[2], ", ", full[3], "), got ", shape_text(view),
                  "; add axes of extent 1 where it is shared");
   require_strided(fn, "bias", view, false, check_data);
+  if (check_data && s.bias_dtype != DType::boolean && is_cpu(call.device) && checks_device_data())
+    refuse_zero_one(fn, view);
   s.bias = view.data;
   s.bias_stride_batch = strides[0];
   s.bias_stride_head = strides[1];
@@ -200,6 +203,60 @@ void read_dropout(AttentionCall& call, const cuattn_attention_options& o, bool c
                   "seed and offset", call.device, "q", check_data));
 }
 
+// All arrays of a call, the options that belong to them, and the scores.
+void read_call(AttentionCall& call, const TensorView& q, const TensorView& k, const TensorView& v,
+               const cuattn_attention_options& o, bool check_data) {
+  const char* fn = call.function();
+  if (call.paged) {
+    read_paged_arrays(call, q, k, v, o, check_data);
+  } else {
+    read_arrays(call, q, k, v, check_data);
+  }
+  if (call.ragged) read_ragged(call, o, check_data);
+  AttentionParams& p = call.params;
+  p.seqused_q = read_lengths(call, "seqused_q", o.seqused_q, p.batch, "batch", check_data);
+  p.seqused_kv = read_lengths(call, "seqused_k", o.seqused_k, p.batch, "batch", check_data);
+  if (call.paged) size_pages(call);
+  p.mask = read_mask(fn, o.causal, o.window_left, o.window_right, p.seqlen_q, p.seqlen_kv);
+  p.scores = read_scores(fn, o, call.has_bias, {p.batch, p.num_heads_q, p.head_dim, "batch"},
+                         call.device, check_data);
+  read_bias(call, o.bias, check_data);
+  read_dropout(call, o, check_data);
+}
+
+// Whether an array's last axes are these, or 1 where `broadcasts`.
+bool ends_in(const DLTensor* array, int32_t count, const int64_t* extents, bool broadcasts) {
+  if (array == nullptr) return true;
+  for (int32_t i = 1; i <= count && i <= array->ndim; ++i) {
+    int64_t got = array->shape[array->ndim - i];
+    if (got != extents[count - i] && !(broadcasts && got == 1)) return false;
+  }
+  return true;
+}
+
+// Whether the shapes of a dense call agree when their axes are read so.
+bool agree(const TensorView& q, const TensorView& k, const TensorView& v,
+           const cuattn_attention_options& o, const Axes& axes) {
+  int64_t heads = q.shape[axes.head], heads_kv = k.shape[axes.head];
+  const int64_t scores[] = {heads, q.shape[axes.seq], k.shape[axes.seq]};
+  return q.shape[0] == k.shape[0] && q.shape[0] == v.shape[0] && q.shape[3] == k.shape[3] &&
+         k.shape[axes.seq] == v.shape[axes.seq] && heads_kv == v.shape[axes.head] && heads_kv > 0 &&
+         heads % heads_kv == 0 && ends_in(o.bias, 3, scores, true) &&
+         ends_in(o.sinks, 1, scores, false) && ends_in(o.alibi_slopes, 1, scores, false);
+}
+
+// Behind a refusal: that the shapes agree in the other layout, if they do, and not in the given.
+std::string other_layout(const TensorView& q, const TensorView& k, const TensorView& v,
+                         const cuattn_attention_options& o) {
+  bool is_bshd = o.layout == CUATTN_LAYOUT_BSHD;
+  int32_t other = is_bshd ? CUATTN_LAYOUT_BHSD : CUATTN_LAYOUT_BSHD;
+  Axes axes = axes_of(false, other);
+  bool is_meant = q.ndim == 4 && k.ndim == 4 && v.ndim == 4 && agree(q, k, v, o, axes) &&
+                  !agree(q, k, v, o, axes_of(false, o.layout));
+  if (!is_meant) return {};
+  return concat("; read as ", axes.names, " the shapes agree: pass layout=", layout_text(other));
+}
+
 }  // namespace
 
 AttentionCall validate_attention(const TensorView& q, const TensorView& k, const TensorView& v,
@@ -223,21 +280,12 @@ AttentionCall validate_attention(const TensorView& q, const TensorView& k, const
   CUATTN_REQUIRE(o.layout == CUATTN_LAYOUT_BSHD || o.layout == CUATTN_LAYOUT_BHSD, fn,
                  ": layout must be 'bshd' or 'bhsd', got ", layout_text(o.layout),
                  "; choose one of these");
-  if (call.paged) {
-    read_paged_arrays(call, q, k, v, o, check_data);
-  } else {
-    read_arrays(call, q, k, v, check_data);
+  try {
+    read_call(call, q, k, v, o, check_data);
+  } catch (const InvalidArgument& refusal) {
+    if (call.ragged) throw;
+    throw InvalidArgument(refusal.what() + other_layout(q, k, v, o));
   }
-  if (call.ragged) read_ragged(call, o, check_data);
-  AttentionParams& p = call.params;
-  p.seqused_q = read_lengths(call, "seqused_q", o.seqused_q, p.batch, "batch", check_data);
-  p.seqused_kv = read_lengths(call, "seqused_k", o.seqused_k, p.batch, "batch", check_data);
-  if (call.paged) size_pages(call);
-  p.mask = read_mask(fn, o.causal, o.window_left, o.window_right, p.seqlen_q, p.seqlen_kv);
-  p.scores = read_scores(fn, o, call.has_bias, {p.batch, p.num_heads_q, p.head_dim, "batch"},
-                         call.device, check_data);
-  read_bias(call, o.bias, check_data);
-  read_dropout(call, o, check_data);
   if (o.num_splits < 0) {
     fail<InvalidArgument>(fn, ": num_splits must be >= 0, got ", o.num_splits,
                           "; pass 0 to let cuattn choose");
