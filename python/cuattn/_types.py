@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ._arrays import Array
 
 Layout = Literal["bshd", "bhsd"]
+MergeLayout = Literal["bshd", "bhsd", "nhd", "thd"]
 KvLayout = Literal["nhd", "hnd", "vllm"]
 KvDtype = Literal["float8_e4m3fn"]
 Backend = Literal["auto", "naive", "cublas", "tiled", "simt", "sm80", "sm90", "cpu"]
