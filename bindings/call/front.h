@@ -61,7 +61,8 @@ struct Front {
     return true;
   }
 
-  PyObject* call_python(PyObject* const* values, Py_ssize_t count, PyObject* names) const {
+  [[gnu::noinline]] PyObject* call_python(PyObject* const* values, Py_ssize_t count,
+                                          PyObject* names) const {
     nb::object arguments = nb::steal(PyTuple_New(count));
     if (!arguments.is_valid()) return nullptr;
     for (Py_ssize_t i = 0; i < count; ++i) {

@@ -203,30 +203,9 @@ void read_dropout(AttentionCall& call, const cuattn_attention_options& o, bool c
                   "seed and offset", call.device, "q", check_data));
 }
 
-// All arrays of a call, the options that belong to them, and the scores.
-void read_call(AttentionCall& call, const TensorView& q, const TensorView& k, const TensorView& v,
-               const cuattn_attention_options& o, bool check_data) {
-  const char* fn = call.function();
-  if (call.paged) {
-    read_paged_arrays(call, q, k, v, o, check_data);
-  } else {
-    read_arrays(call, q, k, v, check_data);
-  }
-  if (call.ragged) read_ragged(call, o, check_data);
-  AttentionParams& p = call.params;
-  p.seqused_q = read_lengths(call, "seqused_q", o.seqused_q, p.batch, "batch", check_data);
-  p.seqused_kv = read_lengths(call, "seqused_k", o.seqused_k, p.batch, "batch", check_data);
-  if (call.paged) size_pages(call);
-  p.mask = read_mask(fn, o.causal, o.window_left, o.window_right, p.seqlen_q, p.seqlen_kv);
-  p.scores = read_scores(fn, o, call.has_bias, {p.batch, p.num_heads_q, p.head_dim, "batch"},
-                         call.device, check_data);
-  read_bias(call, o.bias, check_data);
-  read_dropout(call, o, check_data);
-}
-
 // Whether an array's last axes are these, or 1 where `broadcasts`.
 bool ends_in(const DLTensor* array, int32_t count, const int64_t* extents, bool broadcasts) {
-  if (array == nullptr) return true;
+  if (array == nullptr || array->shape == nullptr) return true;
   for (int32_t i = 1; i <= count && i <= array->ndim; ++i) {
     int64_t got = array->shape[array->ndim - i];
     if (got != extents[count - i] && !(broadcasts && got == 1)) return false;
@@ -251,17 +230,15 @@ std::string other_layout(const TensorView& q, const TensorView& k, const TensorV
   bool is_bshd = o.layout == CUATTN_LAYOUT_BSHD;
   int32_t other = is_bshd ? CUATTN_LAYOUT_BHSD : CUATTN_LAYOUT_BSHD;
   Axes axes = axes_of(false, other);
-  bool is_meant = q.ndim == 4 && k.ndim == 4 && v.ndim == 4 && agree(q, k, v, o, axes) &&
-                  !agree(q, k, v, o, axes_of(false, o.layout));
+  bool is_known = is_bshd || o.layout == CUATTN_LAYOUT_BHSD;
+  bool is_meant = is_known && q.ndim == 4 && k.ndim == 4 && v.ndim == 4 &&
+                  agree(q, k, v, o, axes) && !agree(q, k, v, o, axes_of(false, o.layout));
   if (!is_meant) return {};
   return concat("; read as ", axes.names, " the shapes agree: pass layout=", layout_text(other));
 }
 
-}  // namespace
-
-AttentionCall validate_attention(const TensorView& q, const TensorView& k, const TensorView& v,
-                                 const cuattn_attention_options& o, bool check_data,
-                                 bool is_backward) {
+AttentionCall validated(const TensorView& q, const TensorView& k, const TensorView& v,
+                        const cuattn_attention_options& o, bool check_data, bool is_backward) {
   AttentionCall call{};
   call.is_backward = is_backward;
   call.paged = o.block_tables != nullptr;
@@ -280,18 +257,40 @@ AttentionCall validate_attention(const TensorView& q, const TensorView& k, const
   CUATTN_REQUIRE(o.layout == CUATTN_LAYOUT_BSHD || o.layout == CUATTN_LAYOUT_BHSD, fn,
                  ": layout must be 'bshd' or 'bhsd', got ", layout_text(o.layout),
                  "; choose one of these");
-  try {
-    read_call(call, q, k, v, o, check_data);
-  } catch (const InvalidArgument& refusal) {
-    if (call.ragged) throw;
-    throw InvalidArgument(refusal.what() + other_layout(q, k, v, o));
+  if (call.paged) {
+    read_paged_arrays(call, q, k, v, o, check_data);
+  } else {
+    read_arrays(call, q, k, v, check_data);
   }
+  if (call.ragged) read_ragged(call, o, check_data);
+  AttentionParams& p = call.params;
+  p.seqused_q = read_lengths(call, "seqused_q", o.seqused_q, p.batch, "batch", check_data);
+  p.seqused_kv = read_lengths(call, "seqused_k", o.seqused_k, p.batch, "batch", check_data);
+  if (call.paged) size_pages(call);
+  p.mask = read_mask(fn, o.causal, o.window_left, o.window_right, p.seqlen_q, p.seqlen_kv);
+  p.scores = read_scores(fn, o, call.has_bias, {p.batch, p.num_heads_q, p.head_dim, "batch"},
+                         call.device, check_data);
+  read_bias(call, o.bias, check_data);
+  read_dropout(call, o, check_data);
   if (o.num_splits < 0) {
     fail<InvalidArgument>(fn, ": num_splits must be >= 0, got ", o.num_splits,
                           "; pass 0 to let cuattn choose");
   }
   call.num_splits = o.num_splits;
   return call;
+}
+
+}  // namespace
+
+AttentionCall validate_attention(const TensorView& q, const TensorView& k, const TensorView& v,
+                                 const cuattn_attention_options& o, bool check_data,
+                                 bool is_backward) {
+  try {
+    return validated(q, k, v, o, check_data, is_backward);
+  } catch (const InvalidArgument& refusal) {
+    bool is_dense = o.cu_seqlens_q == nullptr && o.cu_seqlens_k == nullptr && !o.block_tables;
+    throw InvalidArgument(refusal.what() + (is_dense ? other_layout(q, k, v, o) : ""));
+  }
 }
 
 }  // namespace cuattn

@@ -49,4 +49,4 @@ def refused(q: F32, ids: npt.NDArray[np.int32]) -> None:
     cuattn.attention(q, q, q, kv_layout="nhd")  # type: ignore[call-overload]
     cuattn.paged_attention(q, q, q, ids, ids, kv_layout="bhsd")  # type: ignore[call-overload]
     cuattn.paged_attention(q, q, q, ids, ids, kv_dtype="float8")  # type: ignore[call-overload]
-    cuattn.atention(q, q, q)  # type: ignore[attr-defined]
+    cuattn.nosuch(q, q, q)  # type: ignore[attr-defined]
