@@ -3,10 +3,10 @@
 
 `front` puts a builtin of the same signature in front of a Python function. It touches what the
 caller gave, while a Python function would first fill in its 20 defaults and pass them all on. What
-is out of the ordinary it hands to the Python function: a wrong or missing name, which `refuse_names`
-or Python refuses, a named cuBLAS, which has to be found first, JAX arrays, and torch tensors that
-want a gradient. The function ends in `call`, which passes its arguments by name to the compiled
-module, JAX arrays to cuattn.jax, and what autograd is to see to cuattn.torch.
+is out of the ordinary it hands to the Python function: a wrong or missing name, which
+`refuse_names` or Python refuses, a named cuBLAS, which has to be found first, JAX arrays, and torch
+tensors that want a gradient. The function ends in `call`, which passes its arguments by name to the
+compiled module, JAX arrays to cuattn.jax, and what autograd is to see to cuattn.torch.
 """
 
 from __future__ import annotations
