@@ -60,6 +60,8 @@ __all__ = [
 ]
 
 
+# Note: beside a `__getattr__` CPython does not cache where `cuattn.attention` is: 0.04 us a call,
+# none after `from cuattn import attention`.
 if not TYPE_CHECKING:  # to whom any name would be an attribute
 
     def __getattr__(name: str) -> Any:
