@@ -13,6 +13,11 @@ F32, I32 = np.float32, np.int32
 ARRAY = "must be an array (numpy, torch, CuPy, JAX or any object with __dlpack__)"
 COPY = "make a contiguous copy"
 GROW = "pad it with zeros and pass scale= of the true head_dim"
+TOO_WIDE = (
+    "no kernel holds such rows: call the attention of your own library, such as torch's "
+    "scaled_dot_product_attention or jax.nn.dot_product_attention"
+)
+CUT = "cut v along head_dim_v, call for each part and join the outs"
 
 
 def ones(*shape, dtype=F32):
@@ -36,13 +41,13 @@ REFUSALS = {
     "head_dim_12": ("attention", {"q": ones(2, 5, 4, 12), "k": ones(2, 7, 2, 12)}, ValueError,
         f"q must have head_dim a multiple of 8 up to 256, got 12; {GROW}"),
     "head_dim_264": ("attention", {"q": ones(2, 5, 4, 264), "k": ones(2, 7, 2, 264)}, ValueError,
-        f"q must have head_dim a multiple of 8 up to 256, got 264; {GROW}"),
+        f"q must have head_dim a multiple of 8 up to 256, got 264; {TOO_WIDE}"),
     "head_dim_0": ("attention", {"q": ones(2, 5, 4, 0), "k": ones(2, 7, 2, 0)}, ValueError,
         f"q must have head_dim a multiple of 8 up to 256, got 0; {GROW}"),
     "head_dim_v_12": ("attention", {"v": ones(2, 7, 2, 12)}, ValueError,
         f"v must have head_dim_v a multiple of 8 up to 256, got 12; {GROW}"),
     "head_dim_v_264": ("attention", {"v": ones(2, 7, 2, 264)}, ValueError,
-        f"v must have head_dim_v a multiple of 8 up to 256, got 264; {GROW}"),
+        f"v must have head_dim_v a multiple of 8 up to 256, got 264; {CUT}"),
     "head_dim_of_k": ("attention", {"k": ones(2, 7, 2, 24)}, ValueError,
         "k must have head_dim 16 like q, got 24; make them equal"),
     "heads_of_v": ("attention", {"v": ones(2, 7, 1, 8)}, ValueError,
@@ -148,7 +153,8 @@ REFUSALS = {
     "bias_float64": ("attention", {"bias": ones(5, 7, dtype=np.float64)}, ValueError,
         "bias must be float32, bool or the dtype of q (float32), got float64; cast it"),
     "seqused_q_int64": ("attention", {"seqused_q": np.array([1, 2])}, ValueError,
-        "seqused_q must be int32, got int64; cast it"),
+        "seqused_q must be int32, got int64; cast it, "
+        "by x.astype('int32') or torch's x.int()"),
     "seqused_q_of_1": ("attention", {"seqused_q": np.array([1], I32)}, ValueError,
         "seqused_q must have shape (batch,) = (2,), got (1,); give one entry for each"),
     "seqused_k_of_2_axes": ("attention", {"seqused_k": ones(2, 1, dtype=I32)}, ValueError,
@@ -196,7 +202,8 @@ REFUSALS = {
     "no_cu_seqlens_k": ("attention_varlen", {"cu_seqlens_k": None}, TypeError,
         "cu_seqlens_k must be an int32 array [batch + 1], got None"),
     "cu_seqlens_int64": ("attention_varlen", {"cu_seqlens_q": np.array([0, 2, 5])}, ValueError,
-        "cu_seqlens_q must be int32, got int64; cast it"),
+        "cu_seqlens_q must be int32, got int64; cast it, "
+        "by x.astype('int32') or torch's x.int()"),
     "cu_seqlens_k_of_2": ("attention_varlen", {"cu_seqlens_k": np.array([0, 7], I32)}, ValueError,
         "cu_seqlens_k must have shape (batch + 1,) = (3,), got (2,); give one entry for each"),
     "cu_seqlens_of_2_axes": (

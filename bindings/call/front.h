@@ -19,8 +19,12 @@ template <class Function, auto kRun>
 struct Front {
   using Args = Function::Args;
 
-  static nb::object make(nb::object python_function, const std::string& doc) {
+  // `refuse_names` is called with op and keywords when the Python function raised a TypeError, and
+  // raises a clearer one if a name is unknown.
+  static nb::object make(nb::object python_function, const std::string& doc,
+                         nb::object refuse_names) {
     Front& front = get();
+    front.refuse_names_ = refuse_names.release().ptr();
     front.name_ = text_of(nb::object(python_function.attr("__name__")));
     nb::object module(python_function.attr("__module__"));
     front.python_function_ = python_function.release().ptr();
@@ -33,7 +37,7 @@ struct Front {
   }
 
  private:
-  PyObject* python_function_ = nullptr;
+  PyObject *python_function_ = nullptr, *refuse_names_ = nullptr;
   std::string name_, doc_;
   PyMethodDef definition_{};
   Names<Args> keywords_;
@@ -57,7 +61,8 @@ struct Front {
     return true;
   }
 
-  PyObject* call_python(PyObject* const* values, Py_ssize_t count, PyObject* names) const {
+  [[gnu::noinline]] PyObject* call_python(PyObject* const* values, Py_ssize_t count,
+                                          PyObject* names) const {
     nb::object arguments = nb::steal(PyTuple_New(count));
     if (!arguments.is_valid()) return nullptr;
     for (Py_ssize_t i = 0; i < count; ++i) {
@@ -71,7 +76,13 @@ struct Front {
       if (PyDict_SetItem(keywords_given.ptr(), PyTuple_GetItem(names, i), values[count + i]))
         return nullptr;
     }
-    return PyObject_Call(python_function_, arguments.ptr(), keywords_given.ptr());
+    PyObject* result = PyObject_Call(python_function_, arguments.ptr(), keywords_given.ptr());
+    if (result != nullptr || !PyErr_ExceptionMatches(PyExc_TypeError)) return result;
+    nb::python_error refusal;
+    nb::object refuse_names = nb::borrow(refuse_names_);
+    refuse_names(name_, keywords_given);
+    refusal.restore();
+    return nullptr;
   }
 
   static PyObject* call(PyObject*, PyObject* const* values, Py_ssize_t count, PyObject* names) {
@@ -100,7 +111,8 @@ template <class Function, auto kGiven, auto kRun = kGiven>
 void add_function(nb::module_& m) {
   std::string name = Function::kName, front = name + "_front";
   std::string run_signature = "def " + name + "(arguments: dict[str, object]) -> object";
-  std::string front_signature = "def " + front + "(python_function: object, doc: str) -> object";
+  std::string front_signature =
+      "def " + front + "(python_function: object, doc: str, refuse_names: object) -> object";
   std::string run_doc = "cuattn." + name +
                         " of its arguments by name. NotImplemented for JAX arrays, which go through"
                         " cuattn.jax.";
@@ -114,7 +126,7 @@ void add_function(nb::module_& m) {
       },
       nb::arg("arguments"), nb::sig(run_signature.c_str()), run_doc.c_str());
   m.def(front.c_str(), &Front<Function, kGiven>::make, nb::arg("python_function"), nb::arg("doc"),
-        nb::sig(front_signature.c_str()), front_doc.c_str());
+        nb::arg("refuse_names"), nb::sig(front_signature.c_str()), front_doc.c_str());
 }
 
 }  // namespace cuattn::bindings

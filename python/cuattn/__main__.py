@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: ``python -m cuattn info | demo | bench | plot | explain``."""
+"""The command line: ``cuattn info | doctor | kernels | ...``, or ``python -m cuattn info``."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import pathlib
 import signal
 import sys
@@ -13,6 +14,18 @@ def _info(arguments: argparse.Namespace) -> int:
     from ._cli import system
 
     return system.show_info(arguments)
+
+
+def _kernels(arguments: argparse.Namespace) -> int:
+    from ._cli import system
+
+    return system.show_kernels(arguments)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from ._cli import doctor
+
+    return doctor.main(arguments)
 
 
 def _demo(arguments: argparse.Namespace) -> int:
@@ -41,17 +54,31 @@ def _explain(arguments: argparse.Namespace) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Build the command line."""
+    from . import __version__
     from ._bench import options
     from ._cli import system
 
+    is_script = os.path.basename(sys.argv[0]) == "cuattn"
     top = argparse.ArgumentParser(
-        prog="python -m cuattn", description="Attention on any array, on CPU and CUDA."
+        prog="cuattn" if is_script else "python -m cuattn",
+        description="Attention on any array, on CPU and CUDA.",
     )
+    top.add_argument("--version", action="version", version=f"cuattn {__version__}")
     commands = top.add_subparsers(required=True, metavar="command")
 
     info = commands.add_parser("info", help="this build, the CPU, GPUs and array libraries")
     info.add_argument("--json", action="store_true", help="as a JSON object")
     info.set_defaults(run=_info)
+
+    doctor = commands.add_parser(
+        "doctor", help="what is wrong with this installation, and what to type"
+    )
+    doctor.add_argument("--json", action="store_true", help="as a JSON list")
+    doctor.set_defaults(run=_doctor)
+
+    kernels = commands.add_parser("kernels", help="every compiled kernel")
+    kernels.add_argument("--json", action="store_true", help="as a JSON list")
+    kernels.set_defaults(run=_kernels)
 
     demo = commands.add_parser(
         "demo", help="attention on real sentences and on a long input, checked and timed"

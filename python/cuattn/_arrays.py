@@ -32,7 +32,8 @@ class ShapedArray(Array, Protocol):
     @property
     def shape(self) -> Any: ...
 
-    def reshape(self, *shape: Any) -> Any: ...
+    @property
+    def reshape(self) -> Any: ...  # a method of many signatures
 
     def __getitem__(self, key: Any) -> Any: ...
 

@@ -3,10 +3,10 @@
 
 `front` puts a builtin of the same signature in front of a Python function. It touches what the
 caller gave, while a Python function would first fill in its 20 defaults and pass them all on. What
-is out of the ordinary it hands to the Python function: a wrong or missing name, which that refuses
-in Python's words, a named cuBLAS, which has to be found first, JAX arrays, and torch tensors that
-want a gradient. The function ends in `call`, which passes its arguments by name to the compiled
-module, JAX arrays to cuattn.jax, and what autograd is to see to cuattn.torch.
+is out of the ordinary it hands to the Python function: a wrong or missing name, which
+`refuse_names` or Python refuses, a named cuBLAS, which has to be found first, JAX arrays, and torch
+tensors that want a gradient. The function ends in `call`, which passes its arguments by name to the
+compiled module, JAX arrays to cuattn.jax, and what autograd is to see to cuattn.torch.
 """
 
 from __future__ import annotations
@@ -37,7 +37,14 @@ def front(function: FunctionT) -> FunctionT:
     if TYPE_CHECKING:
         return function
     make = getattr(_core, f"{function.__name__}_front")
-    return make(function, signature_and_doc(function))
+    return make(function, signature_and_doc(function), refuse_names)
+
+
+def refuse_names(op: str, given: dict[str, Any]) -> None:
+    """Raise for a name that an op does not have, and say what it has instead."""
+    from ._other_names import refuse
+
+    refuse(op, given)
 
 
 def call(op: str, arguments: dict[str, Any]) -> Any:

@@ -7,20 +7,63 @@ gets there is said in _call.py.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from ._arrays import Array, ArrayT
 from ._call import call, front
 from ._checks import check_ragged
 
+if TYPE_CHECKING:
+    from ._types import Backend, DenseOptions, KvLayout, Layout, Unpack, VarlenOptions
 
+
+@overload
+def attention(
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    *,
+    return_lse: Literal[False] = ...,
+    lse_out: None = ...,
+    **options: Unpack[DenseOptions],
+) -> ArrayT: ...
+@overload
+def attention(
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    *,
+    return_lse: Literal[True],
+    lse_out: Array | None = ...,
+    **options: Unpack[DenseOptions],
+) -> tuple[ArrayT, Any]: ...
+@overload
+def attention(
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    *,
+    return_lse: bool = ...,
+    lse_out: Array,
+    **options: Unpack[DenseOptions],
+) -> tuple[ArrayT, Any]: ...
+@overload
+def attention(
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    *,
+    return_lse: bool,
+    lse_out: Array | None = ...,
+    **options: Unpack[DenseOptions],
+) -> ArrayT | tuple[ArrayT, Any]: ...
 @front
 def attention(
     q: ArrayT,
     k: ArrayT,
     v: ArrayT,
     *,
-    layout: str = "bshd",
+    layout: Layout = "bshd",
     causal: bool = False,
     window: tuple[int, int] = (-1, -1),
     scale: float | None = None,
@@ -43,7 +86,7 @@ def attention(
     out: ArrayT | None = None,
     lse_out: ArrayT | None = None,
     workspace: Array | None = None,
-    backend: str = "auto",
+    backend: Backend = "auto",
     stream: Any = None,
 ) -> Any:
     """Attend with every query to the keys and average the values by softmax.
@@ -153,18 +196,74 @@ def attention(
     return call("attention", locals())
 
 
+@overload
+def attention_varlen(
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    cu_seqlens_q: Array,
+    cu_seqlens_k: Array | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    return_lse: Literal[False] = ...,
+    lse_out: None = ...,
+    **options: Unpack[VarlenOptions],
+) -> ArrayT: ...
+@overload
+def attention_varlen(
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    cu_seqlens_q: Array,
+    cu_seqlens_k: Array | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    return_lse: Literal[True],
+    lse_out: Array | None = ...,
+    **options: Unpack[VarlenOptions],
+) -> tuple[ArrayT, Any]: ...
+@overload
+def attention_varlen(
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    cu_seqlens_q: Array,
+    cu_seqlens_k: Array | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    return_lse: bool = ...,
+    lse_out: Array,
+    **options: Unpack[VarlenOptions],
+) -> tuple[ArrayT, Any]: ...
+@overload
+def attention_varlen(
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    cu_seqlens_q: Array,
+    cu_seqlens_k: Array | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    return_lse: bool,
+    lse_out: Array | None = ...,
+    **options: Unpack[VarlenOptions],
+) -> ArrayT | tuple[ArrayT, Any]: ...
 @front
 def attention_varlen(
     q: ArrayT,
     k: ArrayT,
     v: ArrayT,
     cu_seqlens_q: Array,
-    cu_seqlens_k: Array,
+    cu_seqlens_k: Array | None,
     max_seqlen_q: int,
     max_seqlen_k: int,
     *,
     block_tables: Array | None = None,
-    kv_layout: str = "nhd",
+    kv_layout: KvLayout = "nhd",
     causal: bool = False,
     window: tuple[int, int] = (-1, -1),
     scale: float | None = None,
@@ -187,7 +286,7 @@ def attention_varlen(
     out: ArrayT | None = None,
     lse_out: ArrayT | None = None,
     workspace: Array | None = None,
-    backend: str = "auto",
+    backend: Backend = "auto",
     stream: Any = None,
 ) -> Any:
     """Attend within sequences of different lengths that are packed end to end, without padding.

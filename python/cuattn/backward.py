@@ -10,12 +10,15 @@ from __future__ import annotations
 import collections
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import _core
 from ._arrays import Array, ArrayT
 from ._call import jax_face
 from ._gradients import check_need
+
+if TYPE_CHECKING:
+    from ._types import Backend, Layout
 
 
 def attention_backward(
@@ -26,7 +29,7 @@ def attention_backward(
     out: ArrayT,
     lse: ArrayT,
     *,
-    layout: str = "bshd",
+    layout: Layout = "bshd",
     causal: bool = False,
     window: tuple[int, int] = (-1, -1),
     scale: float | None = None,
@@ -51,7 +54,7 @@ def attention_backward(
     dsinks: ArrayT | None = None,
     dslopes: ArrayT | None = None,
     workspace: Array | None = None,
-    backend: str = "auto",
+    backend: Backend = "auto",
     stream: Any = None,
 ) -> Any:
     """Differentiate a loss through `attention`, given its gradient with respect to the output.
@@ -164,7 +167,7 @@ def attention_varlen_backward(
     dsinks: ArrayT | None = None,
     dslopes: ArrayT | None = None,
     workspace: Array | None = None,
-    backend: str = "auto",
+    backend: Backend = "auto",
     stream: Any = None,
 ) -> Any:
     """Differentiate a loss through `attention_varlen`.

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import _arrays
 from ._arrays import Array, ShapedArray, ShapedT
@@ -19,6 +19,9 @@ from .attention import attention
 from .merge import merge_states
 from .paged import paged_attention
 
+if TYPE_CHECKING:
+    from ._types import Backend, KvDtype, KvLayout
+
 BLOCK_SIZE_AXIS = {"nhd": 1, "hnd": 2, "vllm": 3}  # of k_cache
 
 
@@ -31,7 +34,7 @@ def cascade_attention(
     block_tables: ShapedArray,
     context_lens: Array,
     *,
-    kv_layout: str = "nhd",
+    kv_layout: KvLayout = "nhd",
     scale: float | None = None,
     causal: bool = True,
     window: tuple[int, int] = (-1, -1),
@@ -40,7 +43,7 @@ def cascade_attention(
     sinks: Array | None = None,
     k_scale: Any = None,
     v_scale: Any = None,
-    kv_dtype: str | None = None,
+    kv_dtype: KvDtype | None = None,
     plan: Array | None = None,
     num_splits: int = 0,
     batch_invariant: bool = False,
@@ -48,7 +51,7 @@ def cascade_attention(
     out: ShapedT | None = None,
     lse_out: ShapedT | None = None,
     workspace: Array | None = None,
-    backend: str = "auto",
+    backend: Backend = "auto",
     stream: Any = None,
 ) -> Any:
     """Attend with the newest tokens of each sequence to one shared prefix, then to its own pages.

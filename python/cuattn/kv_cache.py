@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from . import _core
 from ._arrays import Array, ArrayT
 from ._call import jax_face
+
+if TYPE_CHECKING:
+    from ._types import KvLayout
 
 
 def reshape_and_cache(
@@ -25,7 +28,7 @@ def reshape_and_cache(
     v_cache: ArrayT,
     slot_mapping: Array,
     *,
-    kv_layout: str = "nhd",
+    kv_layout: KvLayout = "nhd",
     k_scale: float | Array | None = None,
     v_scale: float | Array | None = None,
     cos: Array | None = None,
@@ -144,7 +147,7 @@ def gather_cache(
     block_tables: Array,
     cu_seqlens: Array,
     *,
-    kv_layout: str = "nhd",
+    kv_layout: KvLayout = "nhd",
     k_out: ArrayT | None = None,
     v_out: ArrayT | None = None,
     stream: Any = None,

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import _core
 from ._arrays import ArrayT
 from ._call import jax_face
+
+if TYPE_CHECKING:
+    from ._types import MergeLayout
 
 
 def merge_states(
@@ -16,7 +19,7 @@ def merge_states(
     out_b: ArrayT | None = None,
     lse_b: ArrayT | None = None,
     *,
-    layout: str | None = None,
+    layout: MergeLayout | None = None,
     out: ArrayT | None = None,
     lse_out: ArrayT | None = None,
     stream: Any = None,

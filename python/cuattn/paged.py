@@ -3,12 +3,63 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from ._arrays import Array, ArrayT
 from ._call import call, front
 
+if TYPE_CHECKING:
+    from ._types import Backend, KvDtype, KvLayout, PagedOptions, Unpack
 
+
+@overload
+def paged_attention(
+    q: ArrayT,
+    k_cache: Array,
+    v_cache: Array,
+    block_tables: Array,
+    context_lens: Array,
+    *,
+    return_lse: Literal[False] = ...,
+    lse_out: None = ...,
+    **options: Unpack[PagedOptions],
+) -> ArrayT: ...
+@overload
+def paged_attention(
+    q: ArrayT,
+    k_cache: Array,
+    v_cache: Array,
+    block_tables: Array,
+    context_lens: Array,
+    *,
+    return_lse: Literal[True],
+    lse_out: Array | None = ...,
+    **options: Unpack[PagedOptions],
+) -> tuple[ArrayT, Any]: ...
+@overload
+def paged_attention(
+    q: ArrayT,
+    k_cache: Array,
+    v_cache: Array,
+    block_tables: Array,
+    context_lens: Array,
+    *,
+    return_lse: bool = ...,
+    lse_out: Array,
+    **options: Unpack[PagedOptions],
+) -> tuple[ArrayT, Any]: ...
+@overload
+def paged_attention(
+    q: ArrayT,
+    k_cache: Array,
+    v_cache: Array,
+    block_tables: Array,
+    context_lens: Array,
+    *,
+    return_lse: bool,
+    lse_out: Array | None = ...,
+    **options: Unpack[PagedOptions],
+) -> ArrayT | tuple[ArrayT, Any]: ...
 @front
 def paged_attention(
     q: ArrayT,
@@ -17,7 +68,7 @@ def paged_attention(
     block_tables: Array,
     context_lens: Array,
     *,
-    kv_layout: str = "nhd",
+    kv_layout: KvLayout = "nhd",
     scale: float | None = None,
     causal: bool = True,
     window: tuple[int, int] = (-1, -1),
@@ -26,7 +77,7 @@ def paged_attention(
     sinks: Array | None = None,
     k_scale: Any = None,
     v_scale: Any = None,
-    kv_dtype: str | None = None,
+    kv_dtype: KvDtype | None = None,
     plan: Array | None = None,
     num_splits: int = 0,
     batch_invariant: bool = False,
@@ -34,7 +85,7 @@ def paged_attention(
     out: ArrayT | None = None,
     lse_out: ArrayT | None = None,
     workspace: Array | None = None,
-    backend: str = "auto",
+    backend: Backend = "auto",
     stream: Any = None,
 ) -> Any:
     """Attend with the newest tokens of each sequence to its keys and values in a paged cache.
@@ -141,12 +192,12 @@ def paged_plan(
     block_size: int,
     q_len: int = 1,
     dtype: str = "bfloat16",
-    kv_layout: str = "nhd",
-    kv_dtype: str | None = None,
+    kv_layout: KvLayout = "nhd",
+    kv_dtype: KvDtype | None = None,
     causal: bool = True,
     window: tuple[int, int] = (-1, -1),
     out: ArrayT | None = None,
-    backend: str = "auto",
+    backend: Backend = "auto",
     stream: Any = None,
 ) -> Any:
     """Cut the keys of a decode step into equal work, on the device, for all layers of the step.
@@ -196,7 +247,7 @@ def paged_attention_v1(
     context_lens: Array,
     scale: float,
     *,
-    kv_layout: str = "vllm",
+    kv_layout: KvLayout = "vllm",
     alibi_slopes: Array | None = None,
     k_scale: Any = None,
     v_scale: Any = None,
@@ -247,7 +298,7 @@ def paged_attention_v2(
     tmp_out: ArrayT | None = None,
     partition_size: int = 512,
     max_context_len: int | None = None,
-    kv_layout: str = "vllm",
+    kv_layout: KvLayout = "vllm",
     alibi_slopes: Array | None = None,
     k_scale: Any = None,
     v_scale: Any = None,

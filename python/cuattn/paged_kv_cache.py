@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,6 +16,9 @@ from ._kv_state import NO_SLOTS, State, new_tokens
 from ._kv_swap import FileBlocks, HostBlocks
 from ._memory import WORD, memory_of
 from .block_pool import BlockPool, Uncopied, salt_bytes, token_array
+
+if TYPE_CHECKING:
+    from ._types import KvLayout
 
 
 class PagedKVCache(Uncopied):
@@ -85,7 +88,7 @@ class PagedKVCache(Uncopied):
         dtype: Any,
         *,
         like: Any,
-        kv_layout: str = "nhd",
+        kv_layout: KvLayout = "nhd",
         max_seqs: int = 256,
         max_blocks_per_seq: int | None = None,
     ):

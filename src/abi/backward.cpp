@@ -6,6 +6,7 @@
 #include <optional>
 
 #include "cuattn/c_api.h"
+#include "src/abi/plan_log.h"
 #include "src/check/arrays.h"
 #include "src/guarded.h"
 #include "src/options.h"
@@ -73,6 +74,7 @@ cuattn_status cuattn_attention_backward_prepare(const cuattn_backward_arrays* ar
     require_given(kFunction, "call", call);
     BackwardCall& state = *new (call->state) BackwardCall(validated(arrays, known, true));
     new (&state.forward.plan) Plan(plan_of(state, device_info_of(state), known.attention.backend));
+    if (logs_plans()) log_plan(state);
     call->device = state.forward.device;
     call->workspace_bytes = state.forward.plan.workspace_bytes;
   });

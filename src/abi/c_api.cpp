@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "cuattn/instances.h"
+#include "src/abi/plan_log.h"
 #include "src/attention/call.h"
 #include "src/check/arrays.h"
 #include "src/guarded.h"
@@ -103,6 +104,7 @@ cuattn_status cuattn_attention_prepare(const DLTensor* q, const DLTensor* k, con
         view, view_of("attention", "k", k), view_of("attention", "v", v), o, /*check_data=*/true));
     new (&state.plan)
         Plan(plan_of(state, device_info_of(state, names_cublas(o.backend)), o.backend));
+    if (logs_plans()) log_plan(state);
     fill_shapes(view, *call);
   });
 }

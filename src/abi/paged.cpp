@@ -5,6 +5,7 @@
 #include <optional>
 
 #include "cuattn/c_api.h"
+#include "src/abi/plan_log.h"
 #include "src/check/arrays.h"
 #include "src/guarded.h"
 #include "src/options.h"
@@ -75,6 +76,7 @@ cuattn_status cuattn_paged_prepare(const DLTensor* q, const DLTensor* k_cache,
     PagedArrays arrays = arrays_of(q, k_cache, v_cache, block_tables, context_lens);
     PagedCall& state = *new (call->state) PagedCall(validate_paged(arrays, o, true));
     plan_paged(state, o, device_info_of(state));
+    if (logs_plans()) log_plan(state);
     fill_shapes(arrays.q, *call);
   });
 }

@@ -7,6 +7,7 @@
 #include "src/attention/call.h"
 #include "src/attention/pages.h"
 #include "src/cache/cache.h"
+#include "src/check/bias.h"
 #include "src/check/options.h"
 
 namespace cuattn {
@@ -164,6 +165,8 @@ void read_bias(AttentionCall& call, const DLTensor* tensor, bool check_data) {
                  ", ", full[1], ", ", full[2], ", ", full[3], "), got ", shape_text(view),
                  "; add axes of extent 1 where it is shared");
   require_strided(fn, "bias", view, false, check_data);
+  if (check_data && s.bias_dtype != DType::boolean && is_cpu(call.device) && checks_device_data())
+    refuse_zero_one(fn, view);
   s.bias = view.data;
   s.bias_stride_batch = strides[0];
   s.bias_stride_head = strides[1];
@@ -200,11 +203,42 @@ void read_dropout(AttentionCall& call, const cuattn_attention_options& o, bool c
                   "seed and offset", call.device, "q", check_data));
 }
 
-}  // namespace
+// Whether an array's last axes are these, or 1 where `broadcasts`.
+bool ends_in(const DLTensor* array, int32_t count, const int64_t* extents, bool broadcasts) {
+  if (array == nullptr || array->shape == nullptr) return true;
+  for (int32_t i = 1; i <= count && i <= array->ndim; ++i) {
+    int64_t got = array->shape[array->ndim - i];
+    if (got != extents[count - i] && !(broadcasts && got == 1)) return false;
+  }
+  return true;
+}
 
-AttentionCall validate_attention(const TensorView& q, const TensorView& k, const TensorView& v,
-                                 const cuattn_attention_options& o, bool check_data,
-                                 bool is_backward) {
+// Whether the shapes of a dense call agree when their axes are read so.
+bool agree(const TensorView& q, const TensorView& k, const TensorView& v,
+           const cuattn_attention_options& o, const Axes& axes) {
+  int64_t heads = q.shape[axes.head], heads_kv = k.shape[axes.head];
+  const int64_t scores[] = {heads, q.shape[axes.seq], k.shape[axes.seq]};
+  return q.shape[0] == k.shape[0] && q.shape[0] == v.shape[0] && q.shape[3] == k.shape[3] &&
+         k.shape[axes.seq] == v.shape[axes.seq] && heads_kv == v.shape[axes.head] && heads_kv > 0 &&
+         heads % heads_kv == 0 && ends_in(o.bias, 3, scores, true) &&
+         ends_in(o.sinks, 1, scores, false) && ends_in(o.alibi_slopes, 1, scores, false);
+}
+
+// Behind a refusal: that the shapes agree in the other layout, if they do, and not in the given.
+std::string other_layout(const TensorView& q, const TensorView& k, const TensorView& v,
+                         const cuattn_attention_options& o) {
+  bool is_bshd = o.layout == CUATTN_LAYOUT_BSHD;
+  int32_t other = is_bshd ? CUATTN_LAYOUT_BHSD : CUATTN_LAYOUT_BSHD;
+  Axes axes = axes_of(false, other);
+  bool is_known = is_bshd || o.layout == CUATTN_LAYOUT_BHSD;
+  bool is_meant = is_known && q.ndim == 4 && k.ndim == 4 && v.ndim == 4 &&
+                  agree(q, k, v, o, axes) && !agree(q, k, v, o, axes_of(false, o.layout));
+  if (!is_meant) return {};
+  return concat("; read as ", axes.names, " the shapes agree: pass layout=", layout_text(other));
+}
+
+AttentionCall validated(const TensorView& q, const TensorView& k, const TensorView& v,
+                        const cuattn_attention_options& o, bool check_data, bool is_backward) {
   AttentionCall call{};
   call.is_backward = is_backward;
   call.paged = o.block_tables != nullptr;
@@ -244,6 +278,19 @@ AttentionCall validate_attention(const TensorView& q, const TensorView& k, const
   }
   call.num_splits = o.num_splits;
   return call;
+}
+
+}  // namespace
+
+AttentionCall validate_attention(const TensorView& q, const TensorView& k, const TensorView& v,
+                                 const cuattn_attention_options& o, bool check_data,
+                                 bool is_backward) {
+  try {
+    return validated(q, k, v, o, check_data, is_backward);
+  } catch (const InvalidArgument& refusal) {
+    bool is_dense = o.cu_seqlens_q == nullptr && o.cu_seqlens_k == nullptr && !o.block_tables;
+    throw InvalidArgument(refusal.what() + (is_dense ? other_layout(q, k, v, o) : ""));
+  }
 }
 
 }  // namespace cuattn

@@ -2,8 +2,8 @@
 #include "src/check/arrays.h"
 
 #include <cstdlib>
-#include <cstring>
 
+#include "src/check/environment.h"
 #include "src/check/overlap.h"
 
 namespace cuattn {
@@ -57,7 +57,10 @@ void require_dtype(const char* function, const char* argument, const TensorView&
                    const char* like) {
   CUATTN_REQUIRE(view.is(dtype), function, ": ", argument, " must be ", dtype_name(dtype),
                  like != nullptr ? " like " : "", like != nullptr ? like : "", ", got ",
-                 text(view.dtype), "; cast it");
+                 text(view.dtype), "; cast it",
+                 dtype == DType::i32 && view.is(DType::i64)
+                     ? ", by x.astype('int32') or torch's x.int()"
+                     : "");
 }
 
 void require_device(const char* function, const char* argument, const TensorView& view,
@@ -221,10 +224,7 @@ const void* read_vector(const char* function, const char* argument, const Tensor
 }
 
 bool checks_device_data() {
-  static const bool enabled = [] {
-    const char* value = std::getenv("CUATTN_CHECK");
-    return value != nullptr && std::strcmp(value, "0") != 0 && value[0] != '\0';
-  }();
+  static const bool enabled = is_on(std::getenv("CUATTN_CHECK"));
   return enabled;
 }
 

@@ -232,14 +232,16 @@ GATHER = {
     "out_head_dim": ({"k_out": ones(12, 2, 24)}, ValueError,
         "k_out must have head_dim 16 like k_cache, got 24; make them equal"),
     "tables_dtype": ({"block_tables": np.zeros((2, 2), I64)}, ValueError,
-        "block_tables must be int32, got int64; cast it"),
+        "block_tables must be int32, got int64; cast it, "
+        "by x.astype('int32') or torch's x.int()"),
     "tables_rank": ({"block_tables": np.zeros(2, I32)}, ValueError,
         "block_tables must have 2 axes [num_seqs, max_blocks_per_seq], got 1 with shape (2,); "
         "reshape it"),
     "lengths_shape": ({"cu_seqlens": np.zeros(2, I32)}, ValueError,
         "cu_seqlens must have shape (num_seqs + 1,) = (3,), got (2,); give one entry for each"),
     "lengths_dtype": ({"cu_seqlens": np.zeros(3, I64)}, ValueError,
-        "cu_seqlens must be int32, got int64; cast it"),
+        "cu_seqlens must be int32, got int64; cast it, "
+        "by x.astype('int32') or torch's x.int()"),
     "no_blocks": ({"k_cache": ones(0, 8, 2, 16), "v_cache": ones(0, 8, 2, 16),
                    "cu_seqlens": np.zeros(3, I32)}, ValueError,
         "k_cache and block_tables must hold a block, got 0 and 2 columns; nothing can be gathered "

@@ -49,6 +49,7 @@ IMPORTS = [
     (r"python/cuattn/torch/", {"torch"}),
     (r"python/cuattn/jax/", {"jax"}),
     (r"python/cuattn/(_bench/|_cli/place)", PEERS),
+    (r"python/cuattn/_types\.py", {"typing_extensions"}),  # for type checkers, which bring it
     (r"python/cuattn/_cli/plot\.py", {"matplotlib"}),
     (r"python/cuattn/kv_cache\.py", {"ml_dtypes"}),
     (r"python/cuattn/_cli/(demo|minilm)\.py", {"safetensors", "tokenizers"}),

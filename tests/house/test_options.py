@@ -15,6 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import cuattn
@@ -48,9 +49,16 @@ ANNOTATIONS = {
     "length": "int",
     "number": "float",
     "pair": "tuple[int, int]",
-    "word": "str",
-    "text": "str",
 }
+LITERALS = {  # of python/cuattn/_types.py; cuattn.jax says str
+    "layout": "Layout",
+    "kv_layout": "KvLayout",
+    "kv_dtype": "KvDtype",
+    "backend": "Backend",
+}
+TYPES = "python/cuattn/_types.py"
+SHARED = {"attention": "DenseOptions", "attention_varlen": "VarlenOptions",
+          "paged_attention": "PagedOptions"}  # fmt: skip
 
 
 def planted(row):
@@ -65,7 +73,10 @@ def planted(row):
 def keywords_of(path, op):
     """By name: the default and the annotation of each argument of a function after the `*`."""
     for node in ast.parse((ROOT / path).read_text()).body:
-        if isinstance(node, ast.FunctionDef) and node.name == op:
+        is_overload = isinstance(node, ast.FunctionDef) and "overload" in map(
+            ast.unparse, node.decorator_list
+        )
+        if isinstance(node, ast.FunctionDef) and node.name == op and not is_overload:
             pairs = zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
             found = {
                 a.arg: (d and ast.literal_eval(d), ast.unparse(a.annotation)) for a, d in pairs
@@ -107,9 +118,43 @@ def signatures(options):
                     option.default_of(op)
                 ):
                     yield path, f"{op} says {name}={default!r}"
-                word = ANNOTATIONS.get(option.kind)
+                word = "str" if "jax" in path else LITERALS.get(name)
+                word = word if name in LITERALS else ANNOTATIONS.get(option.kind)
                 if word and annotation != word + " | None" * (default is None):
                     yield path, f"{op} says {name}: {annotation}"
+
+
+def typed_dicts():
+    """The TypedDicts of _types.py: name, annotation of each key, those inherited included."""
+    found = {}
+    for node in ast.parse((ROOT / TYPES).read_text()).body:
+        if isinstance(node, ast.ClassDef):
+            fields = {}
+            for base in node.bases:
+                fields |= found.get(ast.unparse(base), {})
+            for line in node.body:
+                if isinstance(line, ast.AnnAssign):
+                    fields[line.target.id] = ast.unparse(line.annotation)
+            found[node.name] = fields
+    return found
+
+
+def types(options):
+    """What the types that overloads share lack: each option, annotated as the function does."""
+    dicts = typed_dicts()
+    for op, name in SHARED.items():
+        _, keywords, _ = keywords_of(FUNCTIONS[op][0], op)
+        expected = {
+            option.name
+            for option in options["options_of"](op)
+            if option.name not in options["OPS"][op].positional
+        } - {"return_lse", "lse_out"}  # which each overload says itself
+        if set(dicts[name]) != expected:
+            yield TYPES, f"{name} differs in {sorted(set(dicts[name]) ^ expected)}"
+        for key in set(dicts[name]) & set(keywords):
+            annotation = keywords[key][1].replace("ArrayT", "Array")
+            if dicts[name][key] != annotation:
+                yield TYPES, f"{name} says {key}: {dicts[name][key]}, {op} says {annotation}"
 
 
 def c_fields(options, option, default):
@@ -241,7 +286,7 @@ def generated(options):
 
 def complaints(options):
     """All of them: a file, and what it lacks."""
-    checks = (generated, signatures, c_structs, cpp_structs)
+    checks = (generated, signatures, types, c_structs, cpp_structs)
     return [complaint for check in checks for complaint in check(options)]
 
 
@@ -267,6 +312,20 @@ def test_a_made_up_option_is_generated():
     assert call.count(line) == 2
     assert xla.count('o.temper = number(frame, "temper");') == 2
     assert "| `temper` | `0.5` | `0.5` | `0.5` |  |  |  | made up |" in texts["layouts.mddocs"]
+
+
+def test_literals_are_the_words_of_the_table_and_the_rungs_of_the_ladder():
+    from cuattn import _types
+
+    words = OPTIONS["WORDS"]
+    assert _types.Layout.__args__ == words["layout"][:2]  # merge_states alone has the others
+    assert _types.KvLayout.__args__ == words["kv_layout"]
+    assert (None, *_types.KvDtype.__args__) == words["kv_dtype"]
+    q = np.ones((1, 1, 1, 8), np.float32)
+    with pytest.raises(ValueError, match="backend must be") as refused:
+        cuattn.attention(q, q, q, backend="nosuch")
+    rungs = re.findall(r"'(\w+)'", str(refused.value).split(", got")[0])
+    assert set(_types.Backend.__args__) == set(rungs)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,10 @@ import paged_cases
 from paged_cases import E4M3, PagedCase
 
 F32, F16, I32, I64 = np.float32, np.float16, np.int32, np.int64
+TOO_WIDE = (
+    "no kernel holds such rows: call the attention of your own library, such as torch's "
+    "scaled_dot_product_attention or jax.nn.dot_product_attention"
+)
 GROW = "pad it with zeros and pass scale= of the true head_dim"
 V1, V2 = "paged_attention_v1", "paged_attention_v2"
 
@@ -60,7 +64,7 @@ REFUSALS = {
     "head_dim_12": ("", {"q": ones(3, 4, 12)}, ValueError,
         f"q must have head_dim a multiple of 8 up to 256, got 12; {GROW}"),
     "head_dim_264": ("", {"q": ones(3, 4, 264)}, ValueError,
-        f"q must have head_dim a multiple of 8 up to 256, got 264; {GROW}"),
+        f"q must have head_dim a multiple of 8 up to 256, got 264; {TOO_WIDE}"),
     "head_dim_24_fp8": (
         "", {"q": ones(3, 4, 24, dtype=F16), "k_cache": ones(5, 8, 2, 24, dtype=np.uint8),
              "v_cache": ones(5, 8, 2, 24, dtype=np.uint8), "kv_dtype": "float8_e4m3fn"}, ValueError,
@@ -128,9 +132,11 @@ REFUSALS = {
         "kv_dtype float8_e4m3fn asks for caches of that dtype or of uint8, got float32; leave "
         "kv_dtype out"),
     "tables_int64": ("", {"block_tables": ones(3, 2, dtype=I64)}, ValueError,
-        "block_tables must be int32, got int64; cast it"),
+        "block_tables must be int32, got int64; cast it, "
+        "by x.astype('int32') or torch's x.int()"),
     "lens_int64": (V2, {"context_lens": ones(3, dtype=I64)}, ValueError,
-        "context_lens must be int32, got int64; cast it"),
+        "context_lens must be int32, got int64; cast it, "
+        "by x.astype('int32') or torch's x.int()"),
     # Data
     "negative_length": ("", {"context_lens": np.array([3, -1, 0], I32)}, ValueError,
         "context_lens must lie within [0, 16], got -1 at index 1; the table names "

@@ -88,7 +88,7 @@ REFUSALS = {
     "table_int64": (
         {"block_tables": np.zeros((2, 2), np.int64)},
         ValueError,
-        "block_tables must be int32, got int64; cast it",
+        "block_tables must be int32, got int64; cast it, by x.astype('int32') or torch's x.int()",
     ),
     "table_axes": (
         {"block_tables": np.zeros(4, np.int32)},

@@ -11,10 +11,13 @@ import dataclasses
 import math
 import random
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .bars import Bar
 from .workloads import ITEMSIZE, SHORT_DTYPE, visible_pairs
+
+if TYPE_CHECKING:
+    from .._types import KvLayout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +36,7 @@ class PagedWorkload:
     head_dim: int = 128
     block_size: int = 16
     dtype: str = "bfloat16"
-    kv_layout: str = "nhd"
+    kv_layout: KvLayout = "nhd"
     e4m3: bool = False
     query_lens: tuple[int, ...] = ()
     shared_len: int = 0

@@ -234,6 +234,7 @@ def prefill(w: PagedWorkload, x: PagedInputs, backend: str) -> Prepared:
 def made_plan(
     w: PagedWorkload, tables_and_lens: tuple[Any, Any], is_narrow: bool, rung: str
 ) -> Any:
+    words: dict[str, Any] = {"kv_layout": w.kv_layout, "backend": rung}
     return cuattn.paged_plan(
         *tables_and_lens,
         num_heads_q=w.num_heads_q,
@@ -241,9 +242,8 @@ def made_plan(
         head_dim=w.head_dim,
         block_size=w.block_size,
         dtype=w.dtype,
-        kv_layout=w.kv_layout,
         kv_dtype="float8_e4m3fn" if is_narrow else None,
-        backend=rung,
+        **words,
     )
 
 

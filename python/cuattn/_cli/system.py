@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m cuattn info`` and ``explain``: this build, where it runs, what a call takes."""
+"""``cuattn info``, ``kernels`` and ``explain``: this build, where it runs, what a call takes."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ ENVIRONMENT = (
     "CUATTN_CPU_ISA",
     "CUATTN_CHECK",
     "CUATTN_CUBLAS_PATH",
+    "CUATTN_LOG",
 )
 
 
@@ -86,6 +87,19 @@ def show_info(arguments: argparse.Namespace) -> int:
         )
     for name, value in data["environment"].items():
         print(f"  {name}={value}")
+    return 0
+
+
+def show_kernels(arguments: argparse.Namespace) -> int:
+    """Print the compiled kernels, one to a line."""
+    rows = cuattn.kernels()
+    if arguments.json:
+        print(json.dumps(rows, indent=2))
+        return 0
+    lines = [list(rows[0]), *([str(cell) for cell in row.values()] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        print("  ".join(map(str.ljust, line, widths)).rstrip())
     return 0
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from .._gradients import FORWARD
 from .._options import OPS, PLACES, ROWS
+from .._other_names import told
 from .backward import explain_backward
 from .cascade import explain_cascade
 from .devices import place
@@ -71,6 +72,6 @@ def explain(
         options.pop(name, None)  # they do not enter the choice
     unknown = set(options) - set(DEFAULTS)
     if unknown:
-        raise TypeError(f"explain: {op} has no option {', '.join(sorted(unknown))}")
+        raise TypeError(f"explain: {op} has no option {told(op, unknown)}")
     given = {**dict(zip(names, arrays_or_shapes, strict=True)), **options}
     return explain_rows(given, dtype, place(device, arrays_or_shapes[0]))

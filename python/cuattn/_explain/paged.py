@@ -7,6 +7,7 @@ from typing import Any
 
 from .. import _core
 from .._options import OPS, PLACES, V2, fields_of, options_of
+from .._other_names import told
 from .devices import place, without_memory
 from .plan import Plan
 
@@ -37,7 +38,7 @@ def explain_paged(
     if op != "paged_attention":
         unknown |= {"plan"} & set(given)
     if unknown:
-        raise TypeError(f"explain: {op} has no option {', '.join(sorted(unknown))}")
+        raise TypeError(f"explain: {op} has no option {told(op, unknown)}")
     shapes_on, asked = place(device, arrays_or_shapes[0])
     arguments = {option.name: option.default_of(op) for option in KNOWN.values()}
     arguments |= {**dict(zip(POSITIONAL, arrays_or_shapes, strict=True)), **given}
