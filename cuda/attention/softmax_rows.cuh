@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The middle step of the rungs that keep their scores in memory: each row of dot products becomes a
-// row of probabilities. Score mods, masks, sinks and lse all happen here. One warp a row, two
+// row of probabilities. Score mods, masks, sinks, dropout and lse all happen here. One warp a row, two
 // passes over it: the running maximum and sum of arXiv:1805.02867, then the probabilities. Used by
 // naive.cu and cublas.cu.
 #pragma once
@@ -60,10 +60,13 @@ __global__ void __launch_bounds__(kSoftmaxRowsPerBlock * 32)
   bool empty = row_sum == 0.0f;
   float factor = empty ? 0.0f : keys_share / row_sum;
 
+  const DropoutParams dropout = p.dropout.resolved();
+  uint32_t index = static_cast<uint32_t>(int64_t{b} * p.num_heads_q + head);
   for (int32_t key = lane; key < p.seqlen_kv; key += 32) {
     float prob = 0.0f;
     if (key >= seen.begin && key < seen.end) {
       prob = exp2_approx((score(dots[key], row, key) - reference) * score.to_log2) * factor;
+      prob *= kept_factor(dropout, index, row, key);
     }
     probs[key] = from_float<Prob>(prob);
   }
