@@ -43,21 +43,49 @@ __device__ const Chunk<T>* chunks_of(const Rows& rows, int32_t b, int64_t row, i
   return reinterpret_cast<const Chunk<T>*>(row_of<T>(rows, b, row, head));
 }
 
+// Blocks count heads, tiles of rows and tiles of keys: 32 bits, whose division is short. A pair of
+// a query and a key for each thread: a block has 8 rows and 32 keys.
+struct ThreadPair {
+  int32_t b, head, row, key;
+};
+
+__device__ __forceinline__ ThreadPair pair_of_thread(int32_t heads, int32_t rows, int32_t keys) {
+  uint32_t key_tiles = ceil_div<uint32_t>(keys, kKeysPerBlock);
+  uint32_t row_tiles = ceil_div<uint32_t>(rows, kRowsPerBlock);
+  uint32_t key_tile = blockIdx.x % key_tiles, line = blockIdx.x / key_tiles;
+  uint32_t row_tile = line % row_tiles, b_head = line / row_tiles, count = heads;
+  return {static_cast<int32_t>(b_head / count), static_cast<int32_t>(b_head % count),
+          static_cast<int32_t>(row_tile * kRowsPerBlock + threadIdx.x / kKeysPerBlock),
+          static_cast<int32_t>(key_tile * kKeysPerBlock + threadIdx.x % kKeysPerBlock)};
+}
+
+inline int64_t pair_blocks(int64_t batch, int64_t heads, int64_t rows, int64_t keys) {
+  return batch * heads * ceil_div<int64_t>(rows, kRowsPerBlock) *
+         ceil_div<int64_t>(keys, kKeysPerBlock);
+}
+
+// 16 bytes of a row for each thread: a block has as many whole rows of one head as it has threads
+// for. `row` may lie behind the last.
+struct RowPart {
+  int32_t b, head, row, chunk;
+};
+
+__device__ __forceinline__ RowPart part_of_thread(int32_t heads, int32_t rows, int32_t chunks) {
+  uint32_t per_block = kThreads / chunks, tiles = ceil_div<uint32_t>(rows, per_block);
+  uint32_t in_block = threadIdx.x / chunks, tile = blockIdx.x % tiles, b_head = blockIdx.x / tiles;
+  uint32_t count = heads;
+  return {static_cast<int32_t>(b_head / count), static_cast<int32_t>(b_head % count),
+          in_block < per_block ? static_cast<int32_t>(tile * per_block + in_block) : rows,
+          static_cast<int32_t>(threadIdx.x % chunks)};
+}
+
 // dots[b, h, i, j] = rows_i . keys_j, for the keys that some row may see. One thread a dot product.
 template <DType kType>
 __global__ void __launch_bounds__(kThreads)
     dot_products(const __grid_constant__ AttentionParams p, const __grid_constant__ Rows rows,
                  const __grid_constant__ Rows keys_of, float* dots) {
   using T = Element<kType>;
-  int64_t tile = blockIdx.x;  // of [batch, head, row tile, key tile]
-  int32_t key_tiles = ceil_div(p.seqlen_kv, kKeysPerBlock);
-  int32_t row_tiles = ceil_div(p.seqlen_q, kRowsPerBlock);
-  auto key_tile = static_cast<int32_t>(tile % key_tiles);
-  auto row_tile = static_cast<int32_t>(tile / key_tiles % row_tiles);
-  auto head = static_cast<int32_t>(tile / key_tiles / row_tiles % p.num_heads_q);
-  auto b = static_cast<int32_t>(tile / key_tiles / row_tiles / p.num_heads_q);
-  int32_t key = key_tile * kKeysPerBlock + threadIdx.x % kKeysPerBlock;
-  int32_t row = row_tile * kRowsPerBlock + threadIdx.x / kKeysPerBlock;
+  const auto [b, head, row, key] = pair_of_thread(p.num_heads_q, p.seqlen_q, p.seqlen_kv);
   Span queries = query_span(p, b), keys = key_span(p, b);
   if (row >= queries.used || key >= keys.used) return;
 
@@ -72,6 +100,13 @@ __global__ void __launch_bounds__(kThreads)
   dots[((int64_t{b} * p.num_heads_q + head) * p.seqlen_q + row) * p.seqlen_kv + key] = dot;
 }
 
+// Blocks of part_of_thread.
+template <class T>
+int64_t row_blocks(int64_t batch, int64_t heads, int32_t rows, int32_t dim) {
+  int32_t chunks = dim / Chunk<T>::kSize;
+  return chunks == 0 ? 0 : batch * heads * ceil_div(rows, kThreads / chunks);
+}
+
 // result[b, i, h, :] = factor * sum_j plane[b, h, i, j] keys_j. One thread per 16 bytes of keys.
 template <DType kType>
 __global__ void __launch_bounds__(kThreads)
@@ -79,14 +114,9 @@ __global__ void __launch_bounds__(kThreads)
                    const __grid_constant__ Rows keys_of, float factor,
                    const __grid_constant__ Rows result) {
   using T = Element<kType>;
-  int32_t chunks = result.dim / Chunk<T>::kSize;
-  int64_t at = int64_t{blockIdx.x} * kThreads + threadIdx.x;  // of [batch, head, row, chunk]
-  if (at >= int64_t{p.batch} * p.num_heads_q * p.seqlen_q * chunks) return;
-  int32_t chunk = static_cast<int32_t>(at % chunks);
-  at /= chunks;
-  int32_t row = static_cast<int32_t>(at % p.seqlen_q);
-  int32_t head = static_cast<int32_t>(at / p.seqlen_q % p.num_heads_q);
-  int32_t b = static_cast<int32_t>(at / p.seqlen_q / p.num_heads_q);
+  const auto [b, head, row, chunk] =
+      part_of_thread(p.num_heads_q, p.seqlen_q, result.dim / Chunk<T>::kSize);
+  if (row >= p.seqlen_q) return;
   Span queries = query_span(p, b), keys = key_span(p, b);
   if (row >= queries.stored) return;
 
@@ -95,7 +125,8 @@ __global__ void __launch_bounds__(kThreads)
     seen = p.mask.visible(row, queries.used, keys.used);
   }
   int32_t head_kv = head / (p.num_heads_q / p.num_heads_kv);
-  const float* weights = plane + at * p.seqlen_kv;
+  const float* weights =
+      plane + ((int64_t{b} * p.num_heads_q + head) * p.seqlen_q + row) * p.seqlen_kv;
   float sum[Chunk<T>::kSize] = {};
   for (int32_t begin = seen.begin; begin < seen.end; begin += kTermsPerSum) {
     float part[Chunk<T>::kSize] = {};
@@ -115,27 +146,20 @@ __global__ void __launch_bounds__(kThreads)
 template <DType kType>
 void launch_dot_products(const AttentionParams& p, const Rows& rows, const Rows& keys, float* dots,
                          cudaStream_t stream) {
-  int64_t tiles = int64_t{p.batch} * p.num_heads_q * ceil_div(p.seqlen_q, kRowsPerBlock) *
-                  ceil_div(p.seqlen_kv, kKeysPerBlock);
-  if (tiles == 0) return;  // seqlen_kv = 0: no score to compute, every row is empty
+  int64_t blocks = pair_blocks(p.batch, p.num_heads_q, p.seqlen_q, p.seqlen_kv);
+  if (blocks == 0) return;  // seqlen_kv = 0: no score to compute, every row is empty
   dot_products<kType>
-      <<<grid_blocks(tiles, "naive"), kThreads, 0, stream>>>(p, rows, keys, dots);
+      <<<grid_blocks(blocks, "naive"), kThreads, 0, stream>>>(p, rows, keys, dots);
   CUATTN_CUDA_TRY(cudaGetLastError());
-}
-
-// Blocks for one thread each of `items`.
-inline unsigned blocks_for(int64_t items) {
-  return grid_blocks(ceil_div<int64_t>(items, kThreads), "naive");
 }
 
 template <DType kType>
 void launch_sums_over_keys(const AttentionParams& p, const float* plane, const Rows& keys,
                            float factor, const Rows& result, cudaStream_t stream) {
-  int64_t chunks = int64_t{p.batch} * p.num_heads_q * p.seqlen_q *
-                   (result.dim / Chunk<Element<kType>>::kSize);
-  if (chunks == 0) return;
+  int64_t blocks = row_blocks<Element<kType>>(p.batch, p.num_heads_q, p.seqlen_q, result.dim);
+  if (blocks == 0) return;
   sums_over_keys<kType>
-      <<<blocks_for(chunks), kThreads, 0, stream>>>(p, plane, keys, factor, result);
+      <<<grid_blocks(blocks, "naive"), kThreads, 0, stream>>>(p, plane, keys, factor, result);
   CUATTN_CUDA_TRY(cudaGetLastError());
 }
 

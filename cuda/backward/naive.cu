@@ -30,20 +30,15 @@ __device__ void store_row_part(const KeyRows& to, int64_t at, const T* values, i
 // result[b, j, h, :] = factor * sum over the heads of h's group and their rows i of
 // plane[b, h, i, j] rows_i. One thread per 16 bytes of rows.
 template <DType kType>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kResident)
     sums_over_rows(const __grid_constant__ AttentionParams p, const float* plane,
                    const __grid_constant__ Rows rows, float factor,
                    const __grid_constant__ KeyRows result) {
   using T = Element<kType>;
   constexpr int kSize = Chunk<T>::kSize;
-  int32_t chunks = result.dim / kSize;
-  int64_t at = int64_t{blockIdx.x} * kThreads + threadIdx.x;  // of [batch, kv head, key, chunk]
-  if (at >= int64_t{p.batch} * p.num_heads_kv * p.seqlen_kv * chunks) return;
-  int32_t chunk = static_cast<int32_t>(at % chunks);
-  at /= chunks;
-  int32_t key = static_cast<int32_t>(at % p.seqlen_kv);
-  int32_t head_kv = static_cast<int32_t>(at / p.seqlen_kv % p.num_heads_kv);
-  int32_t b = static_cast<int32_t>(at / p.seqlen_kv / p.num_heads_kv);
+  const auto [b, head_kv, key, chunk] =
+      part_of_thread(p.num_heads_kv, p.seqlen_kv, result.dim / kSize);
+  if (key >= p.seqlen_kv) return;
   Span queries = query_span(p, b), keys = key_span(p, b);
   if (key >= keys.stored) return;
 
@@ -74,35 +69,36 @@ __global__ void __launch_bounds__(kThreads)
   store_row_part(result, to, rounded, kSize);
 }
 
-// Zeroes the rows of a ragged array that belong to no sequence. One thread per 16 bytes.
+// Zeroes the rows of a ragged array that belong to no sequence. A block has one row.
 __global__ void __launch_bounds__(kThreads)
-    clear_rows_of_none(const int32_t* cu_seqlens, int32_t batch, int64_t total, int32_t heads,
+    clear_rows_of_none(const int32_t* cu_seqlens, int32_t batch, int32_t heads,
                        const __grid_constant__ KeyRows result, int32_t row_chunks) {
-  int64_t at = int64_t{blockIdx.x} * kThreads + threadIdx.x;  // of [row, head, chunk]
-  int64_t row = at / row_chunks / heads;
-  if (row >= total || row < cu_seqlens[batch]) return;
-  int64_t element = row * result.strides.seq + at / row_chunks % heads * result.strides.head;
-  int64_t bytes = element * (result.dtype == DType::f32 ? 4 : 2) + at % row_chunks * 16;
-  *reinterpret_cast<uint4*>(static_cast<char*>(result.data) + bytes) = uint4{};
+  int64_t row = blockIdx.x;
+  if (row < cu_seqlens[batch]) return;
+  int32_t item_bytes = result.dtype == DType::f32 ? 4 : 2;
+  for (int32_t at = threadIdx.x; at < heads * row_chunks; at += kThreads) {
+    int64_t element = row * result.strides.seq + at / row_chunks * result.strides.head;
+    char* to = static_cast<char*>(result.data) + element * item_bytes + at % row_chunks * 16;
+    *reinterpret_cast<uint4*>(to) = uint4{};
+  }
 }
 
 void launch_clear(const int32_t* cu_seqlens, int32_t batch, int64_t total, int32_t heads,
                   const KeyRows& result, cudaStream_t stream) {
   if (cu_seqlens == nullptr || result.data == nullptr || total * heads == 0) return;
   int32_t row_chunks = result.dim * (result.dtype == DType::f32 ? 4 : 2) / 16;
-  clear_rows_of_none<<<blocks_for(total * heads * row_chunks), kThreads, 0, stream>>>(
-      cu_seqlens, batch, total, heads, result, row_chunks);
+  clear_rows_of_none<<<grid_blocks(total, "naive"), kThreads, 0, stream>>>(
+      cu_seqlens, batch, heads, result, row_chunks);
   CUATTN_CUDA_TRY(cudaGetLastError());
 }
 
 template <DType kType>
 void launch_sums_over_rows(const AttentionParams& p, const float* plane, const Rows& rows,
                            float factor, const KeyRows& result, cudaStream_t stream) {
-  int64_t chunks = int64_t{p.batch} * p.num_heads_kv * p.seqlen_kv *
-                   (result.dim / Chunk<Element<kType>>::kSize);
-  if (chunks == 0) return;
+  int64_t blocks = row_blocks<Element<kType>>(p.batch, p.num_heads_kv, p.seqlen_kv, result.dim);
+  if (blocks == 0) return;
   sums_over_rows<kType>
-      <<<blocks_for(chunks), kThreads, 0, stream>>>(p, plane, rows, factor, result);
+      <<<grid_blocks(blocks, "naive"), kThreads, 0, stream>>>(p, plane, rows, factor, result);
   CUATTN_CUDA_TRY(cudaGetLastError());
 }
 

@@ -6,6 +6,7 @@
 #include "cuattn/device/mask.cuh"
 #include "cuattn/params/backward.h"
 #include "cuda/attention/products.cuh"
+#include "cuda/attention/softmax_rows.cuh"
 
 namespace cuattn {
 
@@ -18,21 +19,28 @@ struct RowArrays {
   float *sink_terms, *slope_terms;
 };
 
-constexpr int kGradientRowsPerBlock = 4;  // one warp each
 constexpr int kSumThreads = 256;
+// Blocks of a multiprocessor: asked for more, ptxas spills.
+constexpr int kResident = 2;
+
+__device__ __forceinline__ double sum_of_warp(double x) {
+#pragma unroll
+  for (int lane = 16; lane > 0; lane /= 2) x += __shfl_xor_sync(0xffffffffu, x, lane);
+  return x;
+}
 
 // Of a row: dout . out - dlse. All lanes return it.
 template <DType kType>
-__device__ float delta_of(const BackwardParams& p, int32_t b, int64_t stored_row, int32_t head) {
+__device__ double delta_of(const BackwardParams& p, int32_t b, int64_t stored_row, int32_t head) {
   using namespace products;
   using T = Element<kType>;
   const AttentionParams& f = p.forward;
   const T* dout = row_of<T>({p.dout, p.dout_strides, f.head_dim_v}, b, stored_row, head);
   const T* out = row_of<T>({f.out, f.out_strides, f.head_dim_v}, b, stored_row, head);
-  float delta = 0.0f;
+  double delta = 0.0;
   for (int32_t d = threadIdx.x % 32; d < f.head_dim_v; d += 32)
-    delta = fmaf(to_float(dout[d]), to_float(out[d]), delta);
-  delta = warp_sum(delta);
+    delta += double{to_float(dout[d])} * to_float(out[d]);
+  delta = sum_of_warp(delta);
   if (p.dlse == nullptr) return delta;
   return delta - p.dlse[b * p.dlse_strides.batch + stored_row * p.dlse_strides.seq +
                         head * p.dlse_strides.head];
@@ -47,19 +55,18 @@ __device__ __forceinline__ float probability(float score, float lse) {
 
 // One warp a row of [batch, head, row].
 template <DType kType>
-__global__ void __launch_bounds__(kGradientRowsPerBlock * 32)
+__global__ void __launch_bounds__(kSoftmaxRowsPerBlock * 32, kResident)
     row_gradients(const __grid_constant__ BackwardParams p, const __grid_constant__ RowArrays to) {
   using namespace device;
   const AttentionParams& f = p.forward;
   int32_t lane = threadIdx.x % 32;
-  int64_t at = int64_t{blockIdx.x} * kGradientRowsPerBlock + threadIdx.x / 32;
-  if (at >= int64_t{f.batch} * f.num_heads_q * f.seqlen_q) return;
-  int32_t row = static_cast<int32_t>(at % f.seqlen_q);
-  int32_t head = static_cast<int32_t>(at / f.seqlen_q % f.num_heads_q);
-  int32_t b = static_cast<int32_t>(at / f.seqlen_q / f.num_heads_q);
+  const auto [b, head, row] = row_of_warp(f);
+  if (row >= f.seqlen_q) return;
+  int64_t at = (int64_t{b} * f.num_heads_q + head) * f.seqlen_q + row;
   Span queries = query_span(f, b), keys = key_span(f, b);
 
-  float lse = negative_infinity(), delta = 0.0f;  // as of a row that sees nothing
+  float lse = negative_infinity();  // as of a row that sees nothing
+  double delta = 0.0;
   if (row < queries.used) {
     int64_t stored_row = queries.start + row;
     lse = f.lse[b * f.lse_strides.batch + stored_row * f.lse_strides.seq +
@@ -86,7 +93,7 @@ __global__ void __launch_bounds__(kGradientRowsPerBlock * 32)
     if (prob != 0.0f) {  // else what v holds does not matter
       float factor = kept_factor(dropout, index, row, key);
       weight = prob * factor;
-      ds = prob * (factor * ds_row[key] - delta);
+      ds = prob * (factor * ds_row[key] - static_cast<float>(delta));
       dx = ds * score.derivative(dot);
       slope_term -= ds * score.distance(row, key);
     }
@@ -99,47 +106,56 @@ __global__ void __launch_bounds__(kGradientRowsPerBlock * 32)
   if (p.needs(kNeedDslopes)) to.slope_terms[at] = slope_term;
   if (p.needs(kNeedDsinks)) {
     float sink = finite_sink(f.scores.sinks[head * f.scores.sinks_stride]);
-    to.sink_terms[at] = dead ? 0.0f : -expf(sink - lse) * delta;
+    to.sink_terms[at] = dead ? 0.0f : static_cast<float>(-exp(double{sink} - lse) * delta);
   }
 }
 
+// The part of an axis that goes into the element `index` of a gradient: all of it where the
+// gradient's extent is 1.
+struct Summed {
+  int32_t begin, end;
+};
+
+__device__ __forceinline__ Summed summed(int64_t extent, int32_t index, int32_t all) {
+  if (extent == 1) return {0, all};
+  return {index, index + 1};
+}
+
 // dbias: over what the bias is broadcast, ds is summed. A thread has an element, or a warp where
-// all the keys are summed.
+// the keys are summed.
 template <DType kType>
 __global__ void __launch_bounds__(kSumThreads)
-    bias_gradient(const __grid_constant__ BackwardParams p, const float* ds, int32_t lanes) {
+    bias_gradient(const __grid_constant__ BackwardParams p, const float* ds) {
   using namespace device;
   const AttentionParams& f = p.forward;
   const BiasGradient& bias = p.dbias;
-  int64_t at = (int64_t{blockIdx.x} * kSumThreads + threadIdx.x) / lanes, extents[4], index[4];
-  for (int axis = 0; axis < 4; ++axis) extents[axis] = bias.extents[axis];
-  if (at >= extents[0] * extents[1] * extents[2] * extents[3]) return;
-  int64_t rest = at, to = 0;
-  for (int axis = 3; axis >= 0; --axis) {
-    index[axis] = rest % extents[axis];
-    rest /= extents[axis];
-    to += index[axis] * bias.strides[axis];
-  }
-  const int32_t all[4] = {f.batch, f.num_heads_q, f.seqlen_q, f.seqlen_kv};
-  int32_t begin[4], end[4];
-  for (int axis = 0; axis < 4; ++axis) {
-    bool sums = extents[axis] == 1;
-    begin[axis] = sums ? 0 : static_cast<int32_t>(index[axis]);
-    end[axis] = sums ? all[axis] : begin[axis] + 1;
-  }
+  const bool sums_keys = bias.extents[3] == 1;
+  const auto [b, head, row, thread_key] = products::pair_of_thread(
+      static_cast<int32_t>(bias.extents[1]), static_cast<int32_t>(bias.extents[2]),
+      static_cast<int32_t>(bias.extents[3]));
+  const int32_t key = sums_keys ? 0 : thread_key;
+  if (row >= bias.extents[2] || key >= bias.extents[3]) return;
+  const int32_t lane = sums_keys ? threadIdx.x % 32 : 0, lanes = sums_keys ? 32 : 1;
+  Summed batches = summed(bias.extents[0], b, f.batch);
+  Summed heads = summed(bias.extents[1], head, f.num_heads_q);
+  Summed rows = summed(bias.extents[2], row, f.seqlen_q);
+  Summed keys = summed(bias.extents[3], key, f.seqlen_kv);
   double sum = 0.0;
-  for (int32_t b = begin[0]; b < end[0]; ++b) {
-    int32_t rows = min(end[2], query_span(f, b).used), keys = min(end[3], key_span(f, b).used);
-    for (int32_t head = begin[1]; head < end[1]; ++head) {
-      const float* plane = ds + (int64_t{b} * f.num_heads_q + head) * f.seqlen_q * f.seqlen_kv;
-      for (int32_t row = begin[2]; row < rows; ++row) {
-        for (int32_t key = begin[3] + threadIdx.x % lanes; key < keys; key += lanes)
-          sum += plane[int64_t{row} * f.seqlen_kv + key];
+  for (int32_t from_b = batches.begin; from_b < batches.end; ++from_b) {
+    int32_t rows_end = min(rows.end, query_span(f, from_b).used);
+    int32_t keys_end = min(keys.end, key_span(f, from_b).used);
+    for (int32_t from_head = heads.begin; from_head < heads.end; ++from_head) {
+      int64_t first_row = (int64_t{from_b} * f.num_heads_q + from_head) * f.seqlen_q;
+      for (int32_t from = rows.begin; from < rows_end; ++from) {
+        const float* ds_row = ds + (first_row + from) * f.seqlen_kv;
+        for (int32_t j = keys.begin + lane; j < keys_end; j += lanes)
+          sum += ds_row[j];
       }
     }
   }
-  for (int32_t other = lanes / 2; other > 0; other /= 2)
-    sum += __shfl_xor_sync(0xffffffffu, sum, other);
+  if (sums_keys) sum = sum_of_warp(sum);
+  int64_t to = b * bias.strides[0] + head * bias.strides[1] + row * bias.strides[2] +
+               key * bias.strides[3];
   float value = static_cast<float>(sum);
   if (f.scores.bias_dtype == DType::f32) {
     static_cast<float*>(bias.data)[to] = value;
@@ -191,10 +207,7 @@ inline void launch_head_sums(const AttentionParams& f, const float* terms,
 template <DType kType>
 void launch_row_gradients(const BackwardParams& p, const RowArrays& arrays, cudaStream_t stream) {
   const AttentionParams& f = p.forward;
-  int64_t rows = int64_t{f.batch} * f.num_heads_q * f.seqlen_q;
-  unsigned blocks =
-      grid_blocks(device::ceil_div<int64_t>(rows, kGradientRowsPerBlock), "naive");
-  row_gradients<kType><<<blocks, kGradientRowsPerBlock * 32, 0, stream>>>(p, arrays);
+  row_gradients<kType><<<softmax_blocks(f), kSoftmaxRowsPerBlock * 32, 0, stream>>>(p, arrays);
   CUATTN_CUDA_TRY(cudaGetLastError());
 }
 
@@ -204,11 +217,10 @@ void launch_option_gradients(const BackwardParams& p, const RowArrays& arrays,
                              cudaStream_t stream) {
   const AttentionParams& f = p.forward;
   const int64_t* extents = p.dbias.extents;
-  int64_t elements = extents[0] * extents[1] * extents[2] * extents[3];
-  if (p.needs(kNeedDbias) && elements > 0) {
-    int32_t lanes = extents[3] == 1 && f.seqlen_kv > 1 ? 32 : 1;
-    bias_gradient<kType><<<products::blocks_for(elements * lanes), kSumThreads, 0, stream>>>(
-        p, arrays.ds, lanes);
+  int64_t blocks = products::pair_blocks(extents[0], extents[1], extents[2], extents[3]);
+  if (p.needs(kNeedDbias) && blocks > 0) {
+    bias_gradient<kType>
+        <<<grid_blocks(blocks, "naive"), kSumThreads, 0, stream>>>(p, arrays.ds);
     CUATTN_CUDA_TRY(cudaGetLastError());
   }
   if (p.needs(kNeedDsinks))
