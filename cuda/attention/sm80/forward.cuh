@@ -2,8 +2,8 @@
 // Flash attention forward on mma.sync tensor cores (sm_80 and later): float16 and bfloat16, every
 // option of the API. A CTA owns kTile.m query rows of one head and walks the key tiles right to
 // left; each warp owns its rows alone, so the softmax needs no word from other warps. Source:
-// FlashAttention-2, arXiv:2307.08691, algorithm 1. Fragment maps: device/mma_sm80.cuh. Tiles:
-// tiles.h. Next: src/attention/plan.cpp, which picks it.
+// FlashAttention-2, arXiv:2307.08691, algorithm 1. Fragment maps: device/mma_sm80.cuh. Copies:
+// device/tile_sm80.cuh. Tiles: tiles.h. Next: src/attention/plan.cpp, which picks it.
 //
 //   stages = 2, one barrier a tile (the prologue has loaded tile 2):
 //       copy  | K1 V1           | K0 V0           |                 |
@@ -14,7 +14,7 @@
 #pragma once
 
 #include "cuattn/device/mask.cuh"
-#include "cuattn/device/mma_sm80.cuh"
+#include "cuattn/device/tile_sm80.cuh"
 #include "cuattn/schedule.h"
 #include "cuattn/tiles.h"
 #include "cuda/host/launch.h"
@@ -82,48 +82,6 @@ struct ForwardSm80 {
     return work;
   }
 
-  // Copies rows [row0, row0 + kRows) of a matrix with kDim columns in shared memory, `dim` of them
-  // in global memory; what lies beyond row `limit` or column `dim` becomes zero.
-  template <int kRows, int kDim>
-  static __device__ __forceinline__ void load_tile(uint32_t smem, const char* global,
-                                                   int64_t row_bytes, int32_t row0, int32_t limit,
-                                                   int32_t dim) {
-    constexpr int kLanes =
-        kDim % 64 == 0 ? 8
-                       : 4;  // threads on one row, 16 bytes each: full 128-byte lines if possible
-    constexpr int kPassRows = kThreads / kLanes;
-    static_assert(kRows % kPassRows == 0 && kPassRows % 8 == 0,
-                  "passes cover the tile and keep the swizzle phase");
-    int32_t row = threadIdx.x / kLanes, chunk = threadIdx.x % kLanes;
-    const char* from = global + (row0 + row) * row_bytes + chunk * 16;
-    uint32_t to = smem + device::swizzled<kDim * 2>(row, chunk);
-#pragma unroll
-    for (int pass = 0; pass < kRows / kPassRows; ++pass) {
-      bool row_valid = row0 + row + pass * kPassRows < limit;
-#pragma unroll
-      for (int group = 0; group < kDim / (8 * kLanes); ++group) {
-        bool valid = row_valid && (chunk + group * kLanes) * 8 < dim;
-        device::cp_async16(to + pass * kPassRows * kDim * 2 + group * kLanes * 16,
-                           from + group * kLanes * 16, valid);
-      }
-      from += kPassRows * row_bytes;
-    }
-  }
-
-  // The address a lane gives to ldmatrix: its row is fixed, and the swizzle of its row turns step
-  // `chunk` (even) into an XOR of constants. `row_base`: address of the lane's row; `phase`: the
-  // lane's chunk bit XOR the row's swizzle.
-  template <int kRowBytes>
-  static __device__ __forceinline__ uint32_t chunk_address(uint32_t row_base, uint32_t phase,
-                                                           int chunk) {
-    constexpr int kMaskBits = kRowBytes % 128 == 0 ? 7 : 3;
-    return row_base + (((chunk & kMaskBits) ^ phase) << 4) + (chunk & ~kMaskBits) * 16;
-  }
-  template <int kRowBytes>
-  static __device__ __forceinline__ uint32_t swizzle_phase(uint32_t row, uint32_t chunk_bit) {
-    return chunk_bit ^ (kRowBytes % 128 == 0 ? row & 7 : (row >> 1) & 3);
-  }
-
   // Accumulators of a warp and the softmax state of its rows: lane 4g + q holds rows g and g + 8 of
   // each m16 block.
   struct State {
@@ -140,14 +98,14 @@ struct ForwardSm80 {
     uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     uint32_t q_row = warp * kWarpRows + lane % 16;
     uint32_t q_base = q_tile + q_row * kQkBytes,
-             q_phase = swizzle_phase<kQkBytes>(q_row, lane / 16);
+             q_phase = device::swizzle_phase<kQkBytes>(q_row, lane / 16);
     uint32_t k_row = lane % 8 + lane / 16 * 8;
     uint32_t k_base = k_tile + k_row * kQkBytes,
-             k_phase = swizzle_phase<kQkBytes>(k_row, lane / 8 % 2);
+             k_phase = device::swizzle_phase<kQkBytes>(k_row, lane / 8 % 2);
     uint32_t a[2][kRowBlocks][4], b[2][kTile.n / 16][4];
     auto fetch = [&](int step) {
-      uint32_t q_chunk = chunk_address<kQkBytes>(q_base, q_phase, 2 * step);
-      uint32_t k_chunk = chunk_address<kQkBytes>(k_base, k_phase, 2 * step);
+      uint32_t q_chunk = device::chunk_address<kQkBytes>(q_base, q_phase, 2 * step);
+      uint32_t k_chunk = device::chunk_address<kQkBytes>(k_base, k_phase, 2 * step);
 #pragma unroll
       for (int m = 0; m < kRowBlocks; ++m)
         device::ldmatrix_x4(a[step % 2][m], q_chunk + m * 16 * kQkBytes);
@@ -176,11 +134,11 @@ struct ForwardSm80 {
                                                      uint32_t v_tile) {
     uint32_t lane = threadIdx.x % 32;
     uint32_t v_base = v_tile + lane % 16 * kVBytes,
-             v_phase = swizzle_phase<kVBytes>(lane % 16, lane / 16);
+             v_phase = device::swizzle_phase<kVBytes>(lane % 16, lane / 16);
     constexpr int kPairs = kHeadDimV / 16, kSteps = kTile.n / 16;
     uint32_t b[2][4];
     auto fetch = [&](int index) {  // pair `index % kPairs` of step `index / kPairs`
-      uint32_t address = chunk_address<kVBytes>(v_base, v_phase, 2 * (index % kPairs));
+      uint32_t address = device::chunk_address<kVBytes>(v_base, v_phase, 2 * (index % kPairs));
       device::ldmatrix_x4_trans(b[index % 2], address + index / kPairs * 16 * kVBytes);
     };
     fetch(0);
@@ -345,18 +303,19 @@ struct ForwardSm80 {
                      2 * (work.batch * p.v_strides.batch + kv_head * p.v_strides.head +
                           work.keys.start * p.v_strides.seq);
     auto load_k = [&](int32_t tile, int stage) {
-      load_tile<kTile.n, kHeadDim>(shared.k_stage(stage), gK, 2 * p.k_strides.seq, tile * kTile.n,
-                                   work.keys.used, p.head_dim);
+      device::load_tile<kThreads, kTile.n, kHeadDim>(shared.k_stage(stage), gK, 2 * p.k_strides.seq,
+                                                     tile * kTile.n, work.keys.used, p.head_dim);
     };
     auto load_v = [&](int32_t tile, int stage) {
-      load_tile<kTile.n, kHeadDimV>(shared.v_stage(stage), gV, 2 * p.v_strides.seq, tile * kTile.n,
-                                    work.keys.used, p.head_dim_v);
+      device::load_tile<kThreads, kTile.n, kHeadDimV>(shared.v_stage(stage), gV,
+                                                      2 * p.v_strides.seq, tile * kTile.n,
+                                                      work.keys.used, p.head_dim_v);
     };
     device::ScoreMod<kType, kScore> mod(p, work.batch, work.head, work.queries.used,
                                         work.keys.used);
 
-    load_tile<kTile.m, kHeadDim>(shared.q, gQ, 2 * p.q_strides.seq, work.row0, work.queries.used,
-                                 p.head_dim);
+    device::load_tile<kThreads, kTile.m, kHeadDim>(shared.q, gQ, 2 * p.q_strides.seq, work.row0,
+                                                   work.queries.used, p.head_dim);
     load_k(range.end - 1, 0);
     if constexpr (kTile.stages == 2) load_v(range.end - 1, 0);
     device::cp_async_commit();

@@ -14,7 +14,7 @@
 #include "cuattn/device/overlap.cuh"
 #include "cuattn/device/wgmma_sm90.cuh"
 #include "cuattn/tiles.h"
-#include "cuda/attention/sm90/boxes.cuh"
+#include "cuda/attention/sm90/producer.cuh"
 #include "cuda/attention/sm90/schedule.cuh"
 #include "cuda/attention/sm90/scores.cuh"
 #include "cuda/attention/sm90/softmax.cuh"
@@ -25,9 +25,12 @@
 
 namespace cuattn {
 
-template <DType kType, int kHeadDim, int kHeadDimV, MaskKind kMask, ScoreKind kScore, Tile kTile>
+template <DType kType, int kHeadDim, int kHeadDimV, MaskKind kMaskKind, ScoreKind kScore,
+          Tile kTileSize>
 struct ForwardSm90 {
   // 1. Types and sizes
+  static constexpr Tile kTile = kTileSize;  // query rows, keys, stages
+  static constexpr MaskKind kMask = kMaskKind;
   static constexpr int kConsumers = kTile.m / 64;
   static constexpr int kThreads = (kConsumers + 1) * 128;
   static constexpr int kPanelsQk = (kHeadDim + 63) / 64, kPanelsV = (kHeadDimV + 63) / 64;
@@ -102,148 +105,7 @@ struct ForwardSm90 {
     }
   };
 
-  // 3. Roles
-  template <bool kPages, int kPanels>
-  using KeyBox = std::conditional_t<kPages, PageBox<kTile.n, kPanels>, RowBox<kTile.n, kPanels>>;
-
-  // One thread keeps the rings full. Where keys are in blocks, three warps: a box for each lane,
-  // for a warp issues one after the other.
-  template <bool kPages>
-  static __device__ __forceinline__ void load_tiles(const AttentionParams& p, const Sm90Schedule& s,
-                                                    const Sm90Maps& maps, const Shared& shared,
-                                                    int loader = 0) {
-    const bool speaks = !kPages || threadIdx.x % 32 == 0;  // for its warp
-    const bool leads = loader == 0 && speaks;
-    if (leads) {
-      device::tma_prefetch(&maps.q);
-      device::tma_prefetch(&maps.k);
-      device::tma_prefetch(&maps.v);
-    }
-    device::Ring<kTile.stages> k_ring(1), v_ring(1);
-    device::Ring<kQStages> q_ring(1);
-    device::Ring<2> slot(0);
-    auto load_keys = [&](const auto& box, const device::TensorMap& map, uint32_t smem,
-                         uint32_t empty, uint32_t full, auto& ring) {
-      device::barrier_wait(empty + 8 * ring.stage(), ring.parity());
-      if (leads) device::barrier_arrive_expect(full + 8 * ring.stage(), box.kBytes);
-      if (kPages) __syncwarp();
-      box.load(map, smem + ring.stage() * box.kBytes, full + 8 * ring.stage());
-      ring.next();
-    };
-    const Ids ids{shared.ids(loader)};
-    Work w;
-    auto load_queries = [&] {
-      device::barrier_wait(shared.q_empty(q_ring.stage()), q_ring.parity());
-      uint32_t full = shared.q_full(q_ring.stage());
-      if (leads) device::barrier_arrive_expect(full, kQBytes);
-#pragma unroll
-      for (int panel = 0; leads && panel < kPanelsQk; ++panel) {
-        device::tma_load(shared.q + q_ring.stage() * kQBytes + panel * kTile.m * 128, &maps.q, full,
-                         panel * 64, 0, w.queries.start + w.row0 / s.packed, w.head,
-                         p.cu_seqlens_q ? 0 : w.batch, device::kEvictFirst);
-      }
-      q_ring.next();
-    };
-    // With several Q tiles the next one travels while this one is at work.
-    auto take_work = [&] {
-      do {
-        device::barrier_wait(shared.work_full(slot.stage()), slot.parity());
-        device::load_shared(w, shared.work(slot.stage()));
-        if (kPages) __syncwarp();  // every lane has read it
-        if (speaks) device::barrier_arrive(shared.work_empty(slot.stage()));
-        if (leads && w.kind == Work::kEmpty) device::barrier_arrive(shared.wanted());
-        slot.next();
-      } while (w.kind == Work::kEmpty);
-      if (kQStages > 1 && w.kind == Work::kFull) load_queries();
-    };
-    take_work();
-    while (w.kind != Work::kNone) {
-      const Sm90Keys keys(p, s, w);
-      const int first = w.range.begin, last = w.range.end - 1;
-      for (int tile = last; kPages && tile > last - Ids::kAhead; --tile) {
-        ids.ask(p, keys, s, tile, first);
-      }
-#pragma unroll 1
-      for (int tile = last; tile >= first - kLag; --tile) {
-        if (tile >= first) {
-          if (kPages) {
-            ids.ask(p, keys, s, tile - Ids::kAhead, first);
-            ids.await();
-          }
-          const KeyBox<kPages, kPanelsQk> k(p, keys, s, ids.slot(tile), tile * kTile.n, loader);
-          load_keys(k, maps.k, shared.k, shared.k_empty(0), shared.k_full(0), k_ring);
-          if (kQStages == 1 && tile == last) load_queries();
-          if (leads && tile == min(last, first + kWantedBefore)) {
-            device::barrier_arrive(shared.wanted());
-          }
-        }
-        if (tile + kLag <= last) {
-          const KeyBox<kPages, kPanelsV> v(p, keys, s, ids.slot(tile + kLag),
-                                           (tile + kLag) * kTile.n, loader);
-          load_keys(v, maps.v, shared.v, shared.v_empty(0), shared.v_full(0), v_ring);
-        }
-      }
-      take_work();
-    }
-  }
-
-  // One thread brings what each group adds to its scores.
-  static __device__ __forceinline__ void load_bias(const Sm90Schedule& s, const Sm90Maps& maps,
-                                                   const Shared& shared) {
-    device::tma_prefetch(&maps.bias);
-    device::Ring<2> slot(0);
-    uint32_t parity = 1;
-    while (true) {
-      Work w;
-      device::barrier_wait(shared.work_full(slot.stage()), slot.parity());
-      device::load_shared(w, shared.work(slot.stage()));
-      device::barrier_arrive(shared.work_empty(slot.stage()));
-      slot.next();
-      if (w.kind == Work::kNone) break;
-      if (w.kind == Work::kEmpty) continue;
-      for (int tile = w.range.end - 1; tile >= w.range.begin; --tile) {
-        for (int group = 0; group < kConsumers; ++group) {
-          device::barrier_wait(shared.bias_empty(group), parity);
-          device::barrier_arrive_expect(shared.bias_full(group), Bias::kBytes / kConsumers);
-          for (int panel = 0; panel < Bias::kPanels; ++panel) {
-            device::tma_load(shared.bias() + (panel * kTile.m + group * 64) * 128, &maps.bias,
-                             shared.bias_full(group), tile * kTile.n + panel * 64,
-                             w.row0 + group * 64, w.head * s.bias_heads, w.batch * s.bias_batches,
-                             0, device::kEvictNormal);
-          }
-        }
-        parity ^= 1;
-      }
-    }
-  }
-
-  // One warp: finds the next work item. Note: it is drawn when the last one is nearly loaded, not
-  // sooner: who is at work on a heavy tile must not hold another one back from an idle CTA.
-  static __device__ __forceinline__ void schedule_work(const AttentionParams& p,
-                                                       const Sm90Schedule& s,
-                                                       const Shared& shared) {
-    device::Ring<2> slot(1);
-    Sm90Cursor cursor;
-    int32_t item = blockIdx.x;
-    uint32_t parity = 0;
-    while (true) {
-      device::barrier_wait(shared.work_empty(slot.stage()), slot.parity());
-      Work::Kind kind =
-          find_sm90_work<kTile.m, kTile.n, kMask>(p, s, cursor, item, shared.work(slot.stage()));
-      if (threadIdx.x % 32 == 0) device::barrier_arrive(shared.work_full(slot.stage()));
-      if (kind == Work::kNone) break;
-      slot.next();
-      device::barrier_wait(shared.wanted(), parity);
-      parity ^= 1;
-      item += gridDim.x;
-      if (s.counter != nullptr) {
-        device::wait_for_previous_kernel();  // until the counter is zero
-        if (threadIdx.x % 32 == 0) item = atomicAdd(s.counter, 1) + gridDim.x;
-        item = __shfl_sync(0xffffffffu, item, 0);
-      }
-    }
-  }
-
+  // 3. Roles. The producer's: producer.cuh.
   using Mod = device::ScoreMod<kType, kScore>;
 
   // The two rows of a thread in a query tile, and the keys that they see.
@@ -523,16 +385,17 @@ struct ForwardSm90 {
     }
     __syncthreads();
     if (group == 0) {
+      using Producer = ProducerSm90<ForwardSm90>;
       device::registers_shrink<kProducerRegisters>();
       int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
       if (warp == 1) {
-        schedule_work(p, s, Shared(smem));
+        Producer::schedule_work(p, s, Shared(smem));
       } else if (p.pages.block_tables != nullptr) {
-        load_tiles<true>(p, s, maps, Shared(smem), warp == 0 ? 0 : warp - 1);
+        Producer::template load_tiles<true>(p, s, maps, Shared(smem), warp == 0 ? 0 : warp - 1);
       } else if (kStagesBias && warp == 2) {
-        if (s.stages_bias && device::elect_one()) load_bias(s, maps, Shared(smem));
+        if (s.stages_bias && device::elect_one()) Producer::load_bias(s, maps, Shared(smem));
       } else if (warp == 0 && device::elect_one()) {
-        load_tiles<false>(p, s, maps, Shared(smem));
+        Producer::template load_tiles<false>(p, s, maps, Shared(smem));
       }
     } else {
       device::registers_grow<kConsumerRegisters>();
