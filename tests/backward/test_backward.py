@@ -203,6 +203,32 @@ def test_a_bias_that_hides_keys(device, backend, rng):
     assert (found["dq"][:, 7] == 0).all()
 
 
+@pytest.mark.parametrize(("device", "backend"), TARGETS)
+@pytest.mark.parametrize("used", [(40, 40, 40), (40, 0, 17)])
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+def test_every_broadcast_of_a_bias(device, backend, used, softcap, rng):
+    """dbias is that of a whole bias of the same values, summed over what is broadcast."""
+    case = BackwardCase(batch=3, bias="full", softcap=softcap, dlse=True, seqlen_q=40, seqlen_kv=75)
+    problem = make_problem(case, rng)
+    problem.forward.arrays["seqused_q"] = np.array(used, np.int32)
+    shape = problem.forward.arrays["bias"].shape
+    assert len(shape) == 4 and min(shape) > 1
+    for pattern in range(16):
+        kept = tuple(1 if pattern >> axis & 1 else n for axis, n in enumerate(shape))
+        bias = rng.standard_normal(kept, np.float32)
+        found = []
+        for values in (bias, np.ascontiguousarray(np.broadcast_to(bias, shape))):
+            arrays = {**problem.forward.arrays, "bias": values}
+            forward = dataclasses.replace(problem.forward, arrays=arrays)
+            given = dataclasses.replace(problem, forward=forward)
+            found.append(run(device, backend, given, ("dbias",))["dbias"].astype(np.float64))
+        broadcast = tuple(axis for axis, n in enumerate(kept) if n < shape[axis])
+        want = found[1].sum(axis=broadcast, keepdims=True)
+        sizes = np.abs(found[1]).sum(axis=broadcast, keepdims=True)
+        assert (np.abs(found[0] - want) <= 1e-6 * (np.abs(want) + sizes) + 1e-12).all(), kept
+        assert np.abs(want).max() > 1e-3
+
+
 def problem_with_dlse(problem):
     return dataclasses.replace(
         problem, arrays={**problem.arrays, "dlse": np.zeros_like(problem.arrays["lse"])}
