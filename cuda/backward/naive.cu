@@ -87,8 +87,8 @@ void launch_clear(const int32_t* cu_seqlens, int32_t batch, int64_t total, int32
                   const KeyRows& result, cudaStream_t stream) {
   if (cu_seqlens == nullptr || result.data == nullptr || total * heads == 0) return;
   int32_t row_chunks = result.dim * (result.dtype == DType::f32 ? 4 : 2) / 16;
-  clear_rows_of_none<<<grid_blocks(total, "naive"), kThreads, 0, stream>>>(
-      cu_seqlens, batch, heads, result, row_chunks);
+  clear_rows_of_none<<<grid_blocks(total, "naive"), kThreads, 0, stream>>>(cu_seqlens, batch, heads,
+                                                                           result, row_chunks);
   CUATTN_CUDA_TRY(cudaGetLastError());
 }
 
@@ -123,8 +123,7 @@ void launch_all(const BackwardParams& p, float* memory, cudaStream_t stream) {
   }
   KeyRows dk{p.dk, p.dk_strides, p.dk_dtype, f.head_dim};
   KeyRows dv{p.dv, p.dv_strides, p.dv_dtype, f.head_dim_v};
-  if (p.dk != nullptr)
-    launch_sums_over_rows<kType>(f, arrays.dx, q, f.scores.scale, dk, stream);
+  if (p.dk != nullptr) launch_sums_over_rows<kType>(f, arrays.dx, q, f.scores.scale, dk, stream);
   if (p.dv != nullptr) launch_sums_over_rows<kType>(f, arrays.weights, dout, 1.0f, dv, stream);
   launch_clear(f.cu_seqlens_kv, f.batch, f.total_kv, f.num_heads_kv, dk, stream);
   launch_clear(f.cu_seqlens_kv, f.batch, f.total_kv, f.num_heads_kv, dv, stream);

@@ -212,7 +212,8 @@ def test_every_broadcast_of_a_bias(device, backend, used, softcap, rng):
     problem = make_problem(case, rng)
     problem.forward.arrays["seqused_q"] = np.array(used, np.int32)
     shape = problem.forward.arrays["bias"].shape
-    assert len(shape) == 4 and min(shape) > 1
+    assert len(shape) == 4
+    assert min(shape) > 1
     for pattern in range(16):
         kept = tuple(1 if pattern >> axis & 1 else n for axis, n in enumerate(shape))
         bias = rng.standard_normal(kept, np.float32)

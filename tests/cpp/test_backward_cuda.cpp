@@ -103,9 +103,7 @@ struct Problem {
                      kKeys, out.on(false), o, lent(o));
   }
   std::vector<float> memory = std::vector<float>(size_t{1} << 20);
-  Workspace lent(const AttentionOptions&) {
-    return {memory.data(), memory.size() * sizeof(float)};
-  }
+  Workspace lent(const AttentionOptions&) { return {memory.data(), memory.size() * sizeof(float)}; }
 
   BackwardInputs inputs(bool gpu) const {
     return {dout.on(gpu), q.on(gpu), k.on(gpu), v.on(gpu), out.on(gpu), lse.on(gpu)};

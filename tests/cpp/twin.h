@@ -15,7 +15,10 @@ namespace cuattn::test {
 class Twin {
  public:
   Twin(DType dtype, std::initializer_list<int64_t> shape)
-      : guard_(settings().sanitize ? 0 : 512), dtype_(dtype), host_(nullptr, dtype, shape), device_(host_) {
+      : guard_(settings().sanitize ? 0 : 512),
+        dtype_(dtype),
+        host_(nullptr, dtype, shape),
+        device_(host_) {
     bytes_.assign(static_cast<size_t>(host_.size() * host_.dtype.bits / 8) + 2 * guard_, 0xff);
     memory_ = std::make_unique<DeviceMemory>(bytes_.size());
     host_.data = bytes_.data() + guard_;
