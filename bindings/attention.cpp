@@ -95,10 +95,20 @@ bool names_cublas(const char* op, nb::handle backend) {
   return backend.is_valid() && std::strcmp(parse_text(op, "backend", backend), "cublas") == 0;
 }
 
+// Leaves a call that autograd is to see to Python, which goes through cuattn.torch.
+nb::object run_without_gradient(const char* op, const AttentionArgs& args) {
+  try {
+    return run_attention(op, args);
+  } catch (const nb::python_error& error) {
+    if (!error.matches(gradient_wanted)) throw;
+  }
+  return nb::borrow(Py_NotImplemented);
+}
+
 // The builtin cuattn.attention.
 nb::object attention_given(AttentionArgs& args) {
   if (names_cublas("attention", args.backend)) return nb::borrow(Py_NotImplemented);
-  return run_attention("attention", args);
+  return run_without_gradient("attention", args);
 }
 
 // The builtin cuattn.attention_varlen; what it would refuse is left to Python.
@@ -109,7 +119,7 @@ nb::object attention_varlen_given(AttentionArgs& args) {
                      is_given(args.max_seqlen_q) && is_given(args.max_seqlen_k);
   bool is_usual = has_lengths && (is_paged || !args.kv_layout.is_valid());
   if (!is_usual || names_cublas(op, args.backend)) return nb::borrow(Py_NotImplemented);
-  return run_attention(op, args);
+  return run_without_gradient(op, args);
 }
 
 }  // namespace

@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <string>
 
+#include "bindings/call/errors.h"
+
 namespace cuattn::bindings {
 
 namespace detail {
@@ -71,10 +73,8 @@ void refuse_grad(const char* op, const char* name, nb::handle object) {
   bool wanted = flag == Py_True;
   Py_DECREF(flag);
   if (!wanted) return;
-  raise(PyExc_NotImplementedError, op, ": ", name,
-        " requires grad, but no autograd goes through cuattn yet; call it under torch.no_grad() or "
-        "pass ",
-        name, ".detach()");
+  raise(gradient_wanted, op, ": ", name, " requires grad, but no gradient goes through ", op,
+        "; call it under torch.no_grad() or pass ", name, ".detach()");
 }
 
 void check_flags(const char* op, const char* name, uint64_t flags, bool output) {

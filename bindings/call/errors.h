@@ -12,6 +12,7 @@ namespace nb = nanobind;
 
 inline PyObject* cuda_error = nullptr;           // the class cuattn.CudaError
 inline PyObject* out_of_blocks_error = nullptr;  // the class cuattn.OutOfBlocksError
+inline PyObject* gradient_wanted = nullptr;      // the class cuattn._core.GradientWanted
 
 // Makes the exception classes of the module.
 inline void make_exceptions(nb::module_& m) {
@@ -23,9 +24,15 @@ inline void make_exceptions(nb::module_& m) {
       "cuattn.OutOfBlocksError",
       "A pool has fewer free blocks than asked for; the call has taken none and changed nothing.",
       PyExc_MemoryError, nullptr);
-  if (cuda_error == nullptr || out_of_blocks_error == nullptr) throw nb::python_error();
+  gradient_wanted = PyErr_NewExceptionWithDoc("cuattn._core.GradientWanted",
+                                              "A torch tensor requires grad: attention goes "
+                                              "through cuattn.torch, the rest has no gradient.",
+                                              PyExc_NotImplementedError, nullptr);
+  if (cuda_error == nullptr || out_of_blocks_error == nullptr || gradient_wanted == nullptr)
+    throw nb::python_error();
   m.attr("CudaError") = nb::borrow(cuda_error);
   m.attr("OutOfBlocksError") = nb::borrow(out_of_blocks_error);
+  m.attr("GradientWanted") = nb::borrow(gradient_wanted);
 }
 
 // Throws the Python exception of a failed status.

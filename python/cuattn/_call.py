@@ -4,8 +4,9 @@
 `front` puts a builtin of the same signature in front of a Python function. It touches what the
 caller gave, while a Python function would first fill in its 20 defaults and pass them all on. What
 is out of the ordinary it hands to the Python function: a wrong or missing name, which that refuses
-in Python's words, a named cuBLAS, which has to be found first, and JAX arrays. The function ends in
-`call`, which passes its arguments by name to the compiled module, and JAX arrays to cuattn.jax.
+in Python's words, a named cuBLAS, which has to be found first, JAX arrays, and torch tensors that
+want a gradient. The function ends in `call`, which passes its arguments by name to the compiled
+module, JAX arrays to cuattn.jax, and what autograd is to see to cuattn.torch.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from . import _core
 from ._arrays import find_cublas
 from ._checks import refuse_scales
-from ._options import OPS, options_of
+from ._options import OPS, ROWS, options_of
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 REFUSED = {op: tuple(o.name for o in options_of(op, kinds=("refused",))) for op in OPS}
@@ -47,10 +48,23 @@ def call(op: str, arguments: dict[str, Any]) -> Any:
     refused = REFUSED[op]
     if any(arguments[name] is not None for name in refused):
         refuse_scales(op)
-    result = getattr(_core, op)(arguments)
-    if result is not NotImplemented:
-        return result
-    return getattr(jax_face(), op)(**{n: v for n, v in arguments.items() if n not in refused})
+    face = jax_face
+    try:
+        result = getattr(_core, op)(arguments)
+        if result is not NotImplemented:
+            return result
+    except _core.GradientWanted:
+        face = torch_face
+        if op not in ROWS:
+            raise
+    return getattr(face(), op)(**{n: v for n, v in arguments.items() if n not in refused})
+
+
+def torch_face() -> Any:
+    """Import cuattn.torch, which needs torch."""
+    from . import torch
+
+    return torch
 
 
 def jax_face() -> Any:

@@ -75,7 +75,7 @@ XLA_OPS = {"attention": ROWS, "paged": PAGED[:1]}  # of one XLA handler, which f
 DROPOUT = ("dropout_p", "dropout_seed", "dropout_offset", "dropout_state")
 NOT_TRACED = {  # by these faces
     "jax": ("plan", *DROPOUT),
-    "torch": ("block_tables", "kv_layout", *DROPOUT),
+    "torch": ("block_tables", "kv_layout"),
 }
 NO_FIELD = {"attention": (), "paged": ("return_lse",)}  # in this struct
 

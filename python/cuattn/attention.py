@@ -131,8 +131,8 @@ def attention(
     TypeError
         An argument of the wrong kind, such as a list for an array.
     NotImplementedError
-        A valid call that no kernel serves; a torch tensor that requires grad, while grad mode is
-        on.
+        A valid call that no kernel serves; for a torch tensor that requires grad, what autograd
+        cannot own: `out`, `lse_out`, `workspace`, `stream`.
     CudaError
         A CUDA call failed.
     MemoryError

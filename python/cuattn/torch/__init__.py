@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""cuattn inside torch.compile, and torch's scaled_dot_product_attention in cuattn's hands.
+"""cuattn with gradients and inside torch.compile, and torch's scaled_dot_product_attention.
 
-In eager code these functions call the library at once; while torch traces (torch.compile, fake
-tensors) they become the registered ops ``torch.ops.cuattn.attention`` and ``attention_varlen``.
-Next: ops.py, sdpa.py.
+In eager code without gradients these functions call the library at once; else they become the
+registered ops ``torch.ops.cuattn.attention`` and ``attention_varlen``. Next: ops.py, gradients.py,
+sdpa.py.
 """
 
+from . import gradients  # noqa: F401  registers the way back of the ops
 from .ops import attention, attention_varlen
 from .sdpa import scaled_dot_product_attention
 

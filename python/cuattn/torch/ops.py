@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The registered ops ``torch.ops.cuattn.attention`` and ``attention_varlen``, and who calls them.
 
-Eager code calls the library at once; while torch traces (torch.compile, fake tensors) it calls the
-op. Next: sdpa.py.
+Eager code calls the library at once; while torch traces (torch.compile, fake tensors) or a gradient
+is wanted it calls the op. Next: gradients.py (the way back), sdpa.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,11 +15,12 @@ from torch import Tensor
 
 from .. import attention as run_attention
 from .. import attention_varlen as run_attention_varlen
-from .._options import OPS, OUTSIDE, ROWS, options_of
+from .._options import OPS, OUTSIDE, ROWS, Option, options_of
 
 SCHEMAS = {
     "flag": "bool {name}={default}",
     "count": "int {name}={default}",
+    "length": "int {name}={default}",
     "number": "float {name}={default}",
     "pair": "SymInt[2] {name}={default}",
     "word": 'str {name}="{default}"',
@@ -31,13 +32,19 @@ TRACED = {
     op: [o for o in options_of(op, face="torch") if o.name not in OPS[op].positional] for op in ROWS
 }
 TENSORS = {op: tuple(o.name for o in TRACED[op] if o.kind == "array") for op in ROWS}
-UNTRACED = {op: tuple(o.name for o in options_of(op, kinds=OUTSIDE)) for op in ROWS}
+UNTRACED = {
+    op: {o.name: o.default for o in options_of(op) if o not in TRACED[op]}
+    | {o.name: None for o in options_of(op, kinds=OUTSIDE)}
+    for op in ROWS
+}
+DIFFERENTIABLE = ("bias", "sinks", "alibi_slopes")  # beside q, k and v
 
 
-def schema(op: str) -> str:
-    """Spell the options of an op: tensors first, as one with autograd takes them by place only."""
-    words = [f"Tensor? {name}=None" for name in TENSORS[op]] + ["*"]
-    for option in TRACED[op]:
+def schema(options: Iterable[Option]) -> str:
+    """Spell options of an op: tensors first, as one with autograd takes them by place only."""
+    options = tuple(options)
+    words = [f"Tensor? {o.name}=None" for o in options if o.kind == "array"] + ["*"]
+    for option in options:
         if option.kind == "array":
             continue
         default = list(option.default) if option.kind == "pair" else option.default
@@ -48,12 +55,13 @@ def schema(op: str) -> str:
 
 library = torch.library.Library("cuattn", "DEF")
 library.define(
-    f"attention(Tensor q, Tensor k, Tensor v, {schema('attention')}, "
+    f"attention(Tensor q, Tensor k, Tensor v, {schema(TRACED['attention'])}, "
     "int[]? physical_layout=None) -> (Tensor, Tensor)"
 )
 library.define(
     "attention_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
-    f"SymInt max_seqlen_q, SymInt max_seqlen_k, {schema('attention_varlen')}) -> (Tensor, Tensor)"
+    f"SymInt max_seqlen_q, SymInt max_seqlen_k, {schema(TRACED['attention_varlen'])})"
+    " -> (Tensor, Tensor)"
 )
 
 
@@ -134,14 +142,6 @@ def attention_varlen_shapes(
     )
 
 
-def no_gradient(*args: Any, **kwargs: Any) -> None:
-    """Refuse, when the forward pass is recorded for autograd, which has no way back."""
-    raise NotImplementedError(
-        "no autograd goes through cuattn yet; call it under torch.no_grad() or pass detached "
-        "tensors"
-    )
-
-
 for name, kernel, shapes in (
     ("attention", attention_kernel, attention_shapes),
     ("attention_varlen", attention_varlen_kernel, attention_varlen_shapes),
@@ -149,9 +149,6 @@ for name, kernel, shapes in (
     library.impl(name, kernel, "CPU")
     library.impl(name, kernel, "CUDA")
     torch.library.register_fake(f"cuattn::{name}", shapes, lib=library)
-    torch.library.register_autograd(
-        f"cuattn::{name}", no_gradient, setup_context=no_gradient, lib=library
-    )
 
 
 def traced(q: Tensor) -> bool:
@@ -159,26 +156,79 @@ def traced(q: Tensor) -> bool:
     return torch.compiler.is_compiling() or type(q) not in (Tensor, torch.nn.Parameter)
 
 
+def differentiated(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> bool:
+    """Whether autograd wants the way back of a call."""
+    if not torch.is_grad_enabled():
+        return False
+    if q.requires_grad or k.requires_grad or v.requires_grad:
+        return True
+    given = [options.get(name) for name in DIFFERENTIABLE]
+    return any(isinstance(x, Tensor) and x.requires_grad for x in given)
+
+
+def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Convert q, k and v as torch's own attention does: in autocast's regions to its dtype."""
+    if not torch.is_autocast_enabled(q.device.type):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(q.device.type)
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+def with_dropout_state(q: Tensor, options: dict[str, Any]) -> dict[str, Any]:
+    """Draw the seed of a dropout that has none from torch's generator, on the device of q.
+
+    So torch.manual_seed repeats it, a CUDA graph draws anew in every replay, and checkpointing
+    finds the same.
+    """
+    if not options.get("dropout_p") or options.get("dropout_seed") is not None:
+        return options
+    if options.get("dropout_state") is not None:
+        return options
+    seed = torch.randint(2**62, (1,), dtype=torch.int64, device=q.device)
+    return {**options, "dropout_state": torch.nn.functional.pad(seed, (0, 1))}
+
+
 def op_arguments(op: str, options: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
     """Sort keyword arguments into the op's optional tensors and the rest; refuse what ops lack."""
     rest = dict(options)
-    for name in UNTRACED[op]:
-        if rest.pop(name, None) is not None:
-            raise NotImplementedError(
-                f"{op}: {name} must be None while torch traces, because ops own their results and "
-                "streams; leave it out or call cuattn outside the compiled region"
-            )
+    for name, default in UNTRACED[op].items():
+        given = rest.pop(name, default)
+        if given is None or (isinstance(given, str) and given == default):
+            continue
+        why = "ops own their results and streams"
+        how = "leave it out, or call cuattn outside the compiled region and under torch.no_grad()"
+        if name in ("block_tables", "kv_layout"):
+            why = "ops take rows, not pages, and no gradient goes through a cache"
+            how = f"call cuattn.gather_cache first, or {how[14:]}"
+        raise NotImplementedError(
+            f"{op}: {name} must be {default!r} while torch traces or differentiates, because {why};"
+            f" {how}"
+        )
     tensors = [rest.pop(name, None) for name in TENSORS[op]]
     return tensors, rest
 
 
+def run_op(op: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """Call a registered op; its lse is made where a gradient is wanted, which starts from it."""
+    tensors, rest = op_arguments(op, options)
+    wants_lse = rest.pop("return_lse", False)
+    keeps_lse = wants_lse or differentiated(arguments[0], arguments[1], arguments[2], options)
+    function = getattr(torch.ops.cuattn, op)
+    out, lse = function(*arguments, *tensors, return_lse=keeps_lse, **rest)
+    return (out, lse) if wants_lse else out
+
+
 def attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
-    """`cuattn.attention` for torch tensors, traceable by torch.compile without a graph break.
+    """`cuattn.attention` for torch tensors: with gradients, and without a break in torch.compile.
+
+    Gradients reach q, k, v, bias, sinks and alibi_slopes, from out and from lse. In autocast's
+    regions q, k and v are converted to its dtype.
 
     Parameters
     ----------
     q, k, v, **options
-        As in `cuattn.attention`; out, lse_out, workspace and stream only outside traced code.
+        As in `cuattn.attention`; out, lse_out, workspace and stream only outside traced code and
+        without a gradient. dropout_p without a seed draws one from torch's generator.
 
     Returns
     -------
@@ -190,11 +240,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
     ValueError, TypeError, NotImplementedError
         As in `cuattn.attention`.
     """
-    if not traced(q):
+    q, k, v = autocast(q, k, v)
+    options = with_dropout_state(q, options)
+    if not traced(q) and not differentiated(q, k, v, options):
         return run_attention(q, k, v, **options)
-    tensors, rest = op_arguments("attention", options)
-    out, lse = torch.ops.cuattn.attention(q, k, v, *tensors, **rest)
-    return (out, lse) if rest.get("return_lse") else out
+    return run_op("attention", (q, k, v), options)
 
 
 def attention_varlen(
@@ -207,13 +257,13 @@ def attention_varlen(
     max_seqlen_k: int,
     **options: Any,
 ) -> Any:
-    """`cuattn.attention_varlen` for torch tensors, traceable by torch.compile.
+    """`cuattn.attention_varlen` for torch tensors, as `attention` above is `cuattn.attention`.
 
     Parameters
     ----------
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options
-        As in `cuattn.attention_varlen`; out, lse_out, workspace and stream only outside traced
-        code.
+        As in `cuattn.attention_varlen`; out, lse_out, workspace, stream and block_tables only
+        outside traced code and without a gradient.
 
     Returns
     -------
@@ -225,9 +275,9 @@ def attention_varlen(
     ValueError, TypeError, NotImplementedError
         As in `cuattn.attention_varlen`.
     """
+    q, k, v = autocast(q, k, v)
+    options = with_dropout_state(q, options)
     arguments = (q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    if not traced(q):
+    if not traced(q) and not differentiated(q, k, v, options):
         return run_attention_varlen(*arguments, **options)
-    tensors, rest = op_arguments("attention_varlen", options)
-    out, lse = torch.ops.cuattn.attention_varlen(*arguments, *tensors, **rest)
-    return (out, lse) if rest.get("return_lse") else out
+    return run_op("attention_varlen", arguments, options)

@@ -5,11 +5,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .. import attention as run_attention
-from .ops import empty_out, op_arguments, traced
+from .ops import autocast, differentiated, empty_out, run_op, traced, with_dropout_state
 
 
 def scaled_dot_product_attention(
@@ -36,7 +35,7 @@ def scaled_dot_product_attention(
         Added to the scores, or bool (True keeps the key); broadcastable to [..., num_heads,
         seqlen_q, seqlen_kv].
     dropout_p : float
-        Must be 0.
+        Share of the probabilities that are dropped, at random bits of torch's generator.
     is_causal : bool
         As torch defines it: query i sees key j when j <= i, counted from the top left, unlike
         `cuattn.attention`.
@@ -44,6 +43,9 @@ def scaled_dot_product_attention(
         None is ``1 / sqrt(head_dim)``.
     enable_gqa : bool
         key and value may have fewer heads than query.
+
+    Gradients reach query, key, value and a float attn_mask. In autocast's regions query, key and
+    value are converted to its dtype.
 
     Returns
     -------
@@ -57,13 +59,9 @@ def scaled_dot_product_attention(
     ValueError
         is_causal together with attn_mask; different numbers of heads without enable_gqa.
     NotImplementedError
-        dropout_p > 0, a gradient, or what `cuattn.attention` refuses.
+        What `cuattn.attention` refuses.
     """
     op = "scaled_dot_product_attention"
-    if dropout_p != 0.0:
-        raise NotImplementedError(
-            f"{op}: dropout_p must be 0, got {dropout_p}; cuattn has no dropout"
-        )
     if is_causal and attn_mask is not None:
         raise ValueError(
             f"{op}: attn_mask must be None with is_causal=True; put both into the mask"
@@ -78,6 +76,7 @@ def scaled_dot_product_attention(
             f"{op}: key must have the {query.shape[-3]} heads of query, got {key.shape[-3]}; pass "
             "enable_gqa=True to share them"
         )
+    query, key, value = autocast(query, key, value)
     leading = query.shape[:-3]
     seqlen_q, seqlen_kv = query.shape[-2], key.shape[-2]
     window = (-1, -1)
@@ -97,15 +96,15 @@ def scaled_dot_product_attention(
         value = value.reshape(-1, *value.shape[-3:])
     elif not query.is_contiguous():
         order = stride_order(query)
-    options: dict[str, Any] = {"layout": "bhsd", "window": window, "scale": scale}
-    if traced(query):
-        tensors, rest = op_arguments("attention", {"bias": bias, **options})
-        out, _ = torch.ops.cuattn.attention(
-            query, key, value, *tensors, physical_layout=order, **rest
-        )
+    options: dict[str, Any] = {"layout": "bhsd", "window": window, "scale": scale, "bias": bias}
+    if dropout_p:
+        options = with_dropout_state(query, {**options, "dropout_p": dropout_p})
+    if traced(query) or differentiated(query, key, value, options):
+        options["physical_layout"] = order
+        out = run_op("attention", (query, key, value), options)
     else:
         given = None if order is None else empty_out(query, value, order)
-        out = run_attention(query, key, value, bias=bias, out=given, **options)
+        out = run_attention(query, key, value, out=given, **options)
     return out if len(leading) == 1 else out.reshape(*leading, *out.shape[-3:])
 
 
