@@ -146,19 +146,21 @@ def library():
     return os.pathsep.join([str(folder), str(ROOT / "tests" / "emulated")])
 
 
-SELECTIONS = {
-    "attention/test_prefill.py": "test_value_head or test_rows_without or test_a_number_of or "
-    "test_bias_may or test_nan_prop or 255_257-causal",
+SELECTIONS = {  # files, and what of them
+    "attention/test_prefill.py attention/test_prefill_values.py": "test_value_head or "
+    "test_rows_without or test_a_number_of or test_bias_may or test_nan_prop or 255_257-causal",
     "paged/test_paged.py": "test_layouts_and or test_head_dims or test_groups or test_forced or "
     "test_with_a_plan",
     "merge/test_merge.py": "test",
-    "cache/test_cache.py": "test_sequences_come or test_blocks_are_copied or test_quantising",
+    "cache/test_cache_rows.py cache/test_cache_blocks.py": "test_sequences_come or "
+    "test_blocks_are_copied or test_quantising_scales",
 }
 
 
 @pytest.mark.parametrize("name", SELECTIONS)
 def test_the_suite_on_the_emulated_device(library, name):
-    said = run(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/{name}",
+    files = [f"tests/{file}" for file in name.split()]
+    said = run(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files,
                "-k", f"emulated and ({SELECTIONS[name]})", PYTHONPATH=library)  # fmt: skip
     passed = int(said.rsplit(" passed", 1)[0].split()[-1])
     assert passed > 20, said[-500:]
