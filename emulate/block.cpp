@@ -3,17 +3,15 @@
 #include <cuda_runtime.h>
 
 #include <array>
-#include <atomic>
-#include <csignal>
 #include <cstdio>
 #include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <string>
-#include <unistd.h>
 #include <vector>
 
+#include "emulate/crash.h"
 #include "emulate/fiber.h"
 #include "emulate/runtime.h"
 
@@ -72,8 +70,9 @@ struct Variable {
 };
 
 std::string describe(Place place) {
-  return place.file == nullptr ? "" : std::string(" at ") + place.file + ":" +
-                                          std::to_string(place.line);
+  return place.file == nullptr
+             ? ""
+             : std::string(" at ") + place.file + ":" + std::to_string(place.line);
 }
 
 class Block {
@@ -116,6 +115,11 @@ class Block {
     fault_ += std::string(" of ") + kernel_;
   }
 
+  void crash(const char* text) {
+    set_fault(text, {nullptr, 0});
+    current_ = -1;
+  }
+
   void meet(uint32_t mask, const char* what, Place place, void* brought, Complete complete);
   void try_complete(Warp& warp, int first_lane);
   int arrive(int id, int threads, int value, const char* what, Place place, bool waits);
@@ -152,8 +156,8 @@ class Block {
   const char* kernel_ = "a kernel";
   std::string fault_;
   uint64_t random_ = 0;
-  char* arena_ = static_cast<char*>(mmap(nullptr, kArenaBytes, PROT_READ | PROT_WRITE,
-                                         MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+  char* arena_ = static_cast<char*>(
+      mmap(nullptr, kArenaBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
   uint32_t smem_bytes_ = 0, static_bytes_ = kStaticBytes;
   std::map<const void*, Variable> variables_;
 };
@@ -230,7 +234,8 @@ void Block::end_thread() {
 
 void Block::meet(uint32_t mask, const char* what, Place place, void* brought, Complete complete) {
   uint32_t bit = 1u << current_ % 32;
-  if ((mask & bit) == 0) fail((std::string(what) + " by a lane that is not in its mask").c_str(), place);
+  if ((mask & bit) == 0)
+    fail((std::string(what) + " by a lane that is not in its mask").c_str(), place);
   Warp& mine = warp();
   Meeting* meeting = nullptr;
   for (Meeting& other : mine.meetings) {
@@ -320,9 +325,9 @@ void Block::report_deadlock() {
     };
     while (end < num_threads_ && same(*threads_[end])) ++end;
     text += mark + std::to_string(i) + "-" + std::to_string(end - 1);
-    text += first.state == State::ended ? " have ended"
-                                        : std::string(" wait at ") + first.what +
-                                              describe(first.place);
+    text += first.state == State::ended
+                ? " have ended"
+                : std::string(" wait at ") + first.what + describe(first.place);
     mark = ", threads ";
     i = end;
     if (text.size() > 1500) break;
@@ -355,41 +360,12 @@ void* Block::place_variable(const void* key, size_t bytes, size_t align) {
   return arena_ + kStaticBegin + found->second.begin;
 }
 
-// What a wild access of a kernel ends as, instead of a bare signal.
-void report_crash(int signal) {
-  char text[512];
-  int size = std::snprintf(text, sizeof text,
-                           "emulate: signal %d in block (%u, %u, %u), thread %d: a kernel reads or "
-                           "writes memory that is not there, or overflows its stack\n",
-                           signal, blockIdx.x, blockIdx.y, blockIdx.z, block().current());
-  if (write(STDERR_FILENO, text, static_cast<size_t>(size)) < 0) std::abort();
-  std::signal(signal, SIG_DFL);
-  std::raise(signal);
+// A signal in a kernel ends its launch as a broken rule does.
+bool crash(const char* text) {
+  if (!block().is_running()) return false;
+  block().crash(text);
+  return true;
 }
-
-// While kernels run, on a stack of its own.
-class CrashReport {
- public:
-  CrashReport() {
-    static char stack[64 << 10];
-    stack_t alternate = {stack, 0, sizeof stack};
-    sigaltstack(&alternate, &stack_before_);
-    struct sigaction action = {};
-    action.sa_handler = report_crash;
-    action.sa_flags = SA_ONSTACK;
-    for (int i = 0; i < 2; ++i) sigaction(kSignals[i], &action, &before_[i]);
-  }
-  ~CrashReport() {
-    for (int i = 0; i < 2; ++i) sigaction(kSignals[i], &before_[i], nullptr);
-    sigaltstack(&stack_before_, nullptr);
-  }
-  CrashReport(const CrashReport&) = delete;
-
- private:
-  static constexpr int kSignals[2] = {SIGSEGV, SIGBUS};
-  struct sigaction before_[2];
-  stack_t stack_before_;
-};
 
 }  // namespace
 
@@ -408,7 +384,9 @@ void run_grid(const Config& config, const void* kernel, void (*body)(const void*
   }
   gridDim = config.grid;
   blockDim = config.block;
-  CrashReport report;
+  CrashReport report(crash);
+  if (sigsetjmp(CrashReport::end, 1) != 0)
+    return set_error(cudaErrorLaunchFailure, block().fault());
   for (unsigned z = 0; z < gridDim.z; ++z) {
     for (unsigned y = 0; y < gridDim.y; ++y) {
       for (unsigned x = 0; x < gridDim.x; ++x) {
@@ -449,7 +427,8 @@ void* at_shared(uint32_t address, uint32_t bytes, const char* what, Place place)
 
 uint32_t shared_address(const void* pointer) {
   auto offset = static_cast<const char*>(pointer) - block().arena();
-  if (offset < 0 || offset >= kArenaBytes) fail("the shared address of a pointer that is not shared");
+  if (offset < 0 || offset >= kArenaBytes)
+    fail("the shared address of a pointer that is not shared");
   return static_cast<uint32_t>(offset);
 }
 

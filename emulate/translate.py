@@ -85,6 +85,7 @@ def launches(text: str) -> str:
 
 
 SHARED = re.compile(r"(extern\s+)?__shared__\s+((?:__align__|alignas)\s*\(([^()]*)\)\s*)?")
+DECLARATOR = re.compile(r"(.*?)(\w+)\s*((?:\[[^\]]*\]\s*)*)", re.DOTALL)
 
 
 def shared_variables(text: str) -> str:
@@ -94,11 +95,15 @@ def shared_variables(text: str) -> str:
         align = text[match.start(3) : match.end(3)] if match[3] else "0"
         kind, statements = "", []
         for declarator in split(text[match.end() : end], ",", "([{<)]}>"):
-            named = re.fullmatch(r"(.*?)(\w+)\s*((?:\[[^\]]*\]\s*)*)", declarator.strip(), re.DOTALL)
+            named = re.fullmatch(
+                r"(.*?)(\w+)\s*((?:\[[^\]]*\]\s*)*)", declarator.strip(), re.DOTALL
+            )
             assert named, f"cannot read __shared__ {declarator!r}"
             kind = kind or named[1].strip()
             if match[1]:
-                statements.append(f"auto* {named[2]} = ::emulate::dynamic_shared<{kind}, {align}>()")
+                statements.append(
+                    f"auto* {named[2]} = ::emulate::dynamic_shared<{kind}, {align}>()"
+                )
                 continue
             of = f"{kind}{named[3]}, {align}, decltype([] {{}})"  # each lambda is its own type
             statements.append(f"auto& {named[2]} = ::emulate::shared<{of}>()")

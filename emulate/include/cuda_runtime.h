@@ -180,6 +180,5 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
   return cudaPeekAtLastError();
 }
 
-#include "emulate/warp.h"
-
 #include "emulate/ptx.h"
+#include "emulate/warp.h"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arrays on the emulated device: numpy memory that says by DLPack that it is on CUDA device 0.
 
-It bears the name of a library that cuattn knows, so that streams and results are found without being
-given. Only the tests of an emulated build have this folder on their path (docs/emulator.md).
+It bears the name of a library that cuattn knows, so that streams and results are found without
+being given. Only the tests of an emulated build have this folder on their path (docs/emulator.md).
 """
 
 from __future__ import annotations
@@ -34,6 +34,9 @@ class ndarray:
 
     def __setitem__(self, key, value):
         self.values[key] = getattr(value, "values", value)
+
+    def view(self, dtype):
+        return ndarray(self.values.view(dtype))
 
     def reshape(self, *shape):
         return ndarray(self.values.reshape(*shape))

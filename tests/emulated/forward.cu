@@ -39,8 +39,8 @@ int main() {
   p.mask.left = p.mask.right = static_cast<int32_t>(kUnlimited);
   p.scores.scale = 0.125f;
   try {
-    launch_forward_sm80<DType::f16, kDim, kDim, MaskKind::none, ScoreKind::identity>(
-        {p, schedule}, nullptr);
+    launch_forward_sm80<DType::f16, kDim, kDim, MaskKind::none, ScoreKind::identity>({p, schedule},
+                                                                                     nullptr);
   } catch (const std::exception& error) {
     std::printf("error %s\n", error.what());
     return 0;

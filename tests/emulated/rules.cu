@@ -86,6 +86,12 @@ __global__ void read_unaligned(float* out) {
   out[threadIdx.x] = static_cast<float>(load_shared16(smem_address(rows) + 4).x);
 }
 
+__global__ void load_unaligned(float* out) {
+  out[threadIdx.x] = reinterpret_cast<const float4*>(out + 1)->x;
+}
+
+__global__ void no_memory(float* out) { out[int64_t{1} << 60] = 1.0f; }
+
 __global__ void write_beyond(float* out) {
   extern __shared__ __align__(16) float rows[];
   rows[4 * kThreads] = 1.0f;
@@ -95,7 +101,7 @@ __global__ void write_beyond(float* out) {
 }  // namespace
 
 int main(int, char** arguments) {
-  float in[kThreads], out[kThreads];
+  alignas(16) float in[kThreads], out[kThreads];
   for (int i = 0; i < kThreads; ++i) in[i] = out[i] = static_cast<float>(i);
   auto is = [&](const char* name) { return std::strcmp(arguments[1], name) == 0; };
   size_t bytes = 16 * kThreads;
@@ -111,6 +117,8 @@ int main(int, char** arguments) {
   if (is("wait_for_nobody")) wait_for_nobody<<<1, kThreads>>>(out);
   if (is("read_beyond")) read_beyond<<<1, kThreads, 256>>>(out);
   if (is("read_unaligned")) read_unaligned<<<1, kThreads, bytes>>>(out);
+  if (is("load_unaligned")) load_unaligned<<<1, kThreads>>>(out);
+  if (is("no_memory")) no_memory<<<1, kThreads>>>(out);
   if (is("write_beyond")) write_beyond<<<1, kThreads, bytes>>>(out);
   if (is("unasked_memory")) copy<true><<<1, kThreads, 49153>>>(out, in);
   if (is("too_many_threads")) reverse<true><<<1, 1025>>>(out, in);

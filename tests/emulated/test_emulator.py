@@ -34,6 +34,7 @@ def run(*command, **environment):
 
 
 FLAGS = ["-std=c++20", "-O1", "-w", "-march=native", "-ffp-contract=off", "-fno-strict-aliasing",
+         "-fsanitize=alignment", "-fsanitize-undefined-trap-on-error",
          "-D__CUDA_ARCH__=800", "-D__CUDA_ARCH_LIST__=800", "-include", "cuda_runtime.h",
          "-Iemulate/include"]  # fmt: skip
 
@@ -82,6 +83,8 @@ BROKEN = {
     "wait_for_nobody": "deadlock: threads 0-31 wait at bar.sync at tests/emulated/rules.cu:",
     "read_beyond": "ldmatrix.x4 beyond the block's shared memory",
     "read_unaligned": "ld.shared.v4.b32 at an address that is not aligned to its size",
+    "load_unaligned": "a load or store that is not aligned to the size of its type",
+    "no_memory": "an access of memory that is not there",
     "write_beyond": "bytes beyond dynamic shared memory were written, 0 behind its end",
     "unasked_memory": "more dynamic shared memory than cudaFuncSetAttribute has allowed",
     "too_many_threads": "a grid or block that no device takes",
@@ -134,7 +137,6 @@ def library():
     for tool in ("cmake", "ninja"):
         if shutil.which(tool, path=PATH) is None:
             pytest.fail(f"{tool} is not installed; install the extra 'test'")
-    pytest.importorskip("nanobind", reason="the emulated library needs nanobind to build")
     nanobind = run(sys.executable, "-m", "nanobind", "--cmake_dir").strip()
     folder = ROOT / "build" / "emulated"
     run("cmake", "-G", "Ninja", "-S", ROOT, "-B", folder, "-DCUATTN_EMULATE=ON",
@@ -144,18 +146,21 @@ def library():
     return os.pathsep.join([str(folder), str(ROOT / "tests" / "emulated")])
 
 
-SELECTIONS = {
-    "attention": ("attention/test_prefill.py", "test_head_dims or test_rows_without or "
-                  "test_a_number_of or test_bias_may or test_nan_prop or 255_257-causal"),
-    "paged": ("paged/test_paged.py", "test_every_pair"),
-    "merge": ("merge/test_merge.py", "test"),
-}  # fmt: skip
+SELECTIONS = {  # files, and what of them
+    "attention/test_prefill.py attention/test_prefill_values.py": "test_value_head or "
+    "test_rows_without or test_a_number_of or test_bias_may or test_nan_prop or 255_257-causal",
+    "paged/test_paged.py": "test_layouts_and or test_head_dims or test_groups or test_forced or "
+    "test_with_a_plan",
+    "merge/test_merge.py": "test",
+    "cache/test_cache_rows.py cache/test_cache_blocks.py": "test_sequences_come or "
+    "test_blocks_are_copied or test_quantising_scales",
+}
 
 
 @pytest.mark.parametrize("name", SELECTIONS)
 def test_the_suite_on_the_emulated_device(library, name):
-    module, chosen = SELECTIONS[name]
-    said = run(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/{module}",
-               "-k", f"emulated and ({chosen})", PYTHONPATH=library)  # fmt: skip
+    files = [f"tests/{file}" for file in name.split()]
+    said = run(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files,
+               "-k", f"emulated and ({SELECTIONS[name]})", PYTHONPATH=library)  # fmt: skip
     passed = int(said.rsplit(" passed", 1)[0].split()[-1])
-    assert passed > 100, said[-500:]
+    assert passed > 20, said[-500:]

@@ -62,10 +62,10 @@ void enter(const char* kernel);
 [[noreturn]] void fail(const char* text, Place place = Place::here());
 
 // Shared memory. A variable takes its place at the first thread's arrival.
-constexpr uint32_t kDynamicBegin = 1024;             // its address: 0 is none
-constexpr uint32_t kStaticBegin = 512 << 10;         // of variables of fixed size
-constexpr uint32_t kStaticBytes = 48 << 10;          // and the most of them
-constexpr uint32_t kMostSharedBytes = 227 << 10;     // of a block
+constexpr uint32_t kDynamicBegin = 1024;          // its address: 0 is none
+constexpr uint32_t kStaticBegin = 512 << 10;      // of variables of fixed size
+constexpr uint32_t kStaticBytes = 48 << 10;       // and the most of them
+constexpr uint32_t kMostSharedBytes = 227 << 10;  // of a block
 void* place_shared(const void* key, size_t bytes, size_t align);
 void* dynamic_place(size_t align);
 // The memory behind an address of the shared window, and the address of such memory.
@@ -90,7 +90,7 @@ void meet(uint32_t mask, const char* what, Place place, void* brought, Complete 
 // The same with an object for each lane.
 template <class Lane, class Function>
 void meet_as(uint32_t mask, const char* what, Place place, Lane& lane, Function) {
-  meet(mask, what, place, &lane, [](void* (&lanes)[32]) {
+  meet(mask, what, place, &lane, [](void*(&lanes)[32]) {
     Lane* typed[32];
     for (int i = 0; i < 32; ++i) typed[i] = static_cast<Lane*>(lanes[i]);
     Function()(typed);
@@ -98,7 +98,7 @@ void meet_as(uint32_t mask, const char* what, Place place, Lane& lane, Function)
 }
 
 constexpr uint32_t kAllLanes = 0xffffffffu;
-int lane();           // of this thread
+int lane();             // of this thread
 uint32_t live_lanes();  // of its warp
 
 // Barrier `id` of the block: `threads` of them, or with 0 all that have not ended. Returns the sum

@@ -133,10 +133,9 @@ struct Matrices {
 template <int kCount, bool kTrans>
 void load_matrices(Matrices& mine, uint32_t address, const char* what, Place place) {
   // Only the lanes that name a row of a matrix give an address that counts.
-  mine.row = lane() < 8 * kCount
-                 ? static_cast<const uint16_t*>(at_shared(address, 16, what, place))
-                 : nullptr;
-  meet_as(kAllLanes, what, place, mine, [](Matrices* (&lanes)[32]) {
+  mine.row = lane() < 8 * kCount ? static_cast<const uint16_t*>(at_shared(address, 16, what, place))
+                                 : nullptr;
+  meet_as(kAllLanes, what, place, mine, [](Matrices*(&lanes)[32]) {
     for (int i = 0; i < kCount; ++i) {
       for (int at = 0; at < 32; ++at) {
         int g = at / 4, q = at % 4;
@@ -149,8 +148,8 @@ void load_matrices(Matrices& mine, uint32_t address, const char* what, Place pla
   });
 }
 
-#define EMULATED_LDMATRIX(count, trans, name)                                \
-  Matrices mine{};                                                           \
+#define EMULATED_LDMATRIX(count, trans, name) \
+  Matrices mine{};                            \
   load_matrices<count, trans>(mine, from, name, place)
 inline void ldmatrix_sync_aligned_m8n8_x4_shared_b16(uint32_t& a, uint32_t& b, uint32_t& c,
                                                      uint32_t& d, uint32_t from, EMULATED_AT) {
@@ -177,7 +176,7 @@ inline void ldmatrix_sync_aligned_m8n8_x2_trans_shared_b16(uint32_t& a, uint32_t
 
 inline void movmatrix_sync_aligned_m8n8_trans_b16(uint32_t& to, uint32_t from, EMULATED_AT) {
   uint32_t mine = from;
-  meet_as(kAllLanes, "movmatrix", place, mine, [](uint32_t* (&lanes)[32]) {
+  meet_as(kAllLanes, "movmatrix", place, mine, [](uint32_t*(&lanes)[32]) {
     uint16_t matrix[8][8];
     for (int at = 0; at < 32; ++at) {
       matrix[at / 4][at % 4 * 2] = static_cast<uint16_t>(*lanes[at]);
@@ -201,7 +200,7 @@ struct Mma {
 
 template <int kHalves, float (*kValue)(uint16_t)>
 void multiply(Mma& mine, const char* what, Place place) {
-  meet_as(kAllLanes, what, place, mine, [](Mma* (&lanes)[32]) {
+  meet_as(kAllLanes, what, place, mine, [](Mma*(&lanes)[32]) {
     constexpr int kDepth = 8 * kHalves;
     float a[16][kDepth], b[kDepth][8];
     for (int at = 0; at < 32; ++at) {
@@ -228,24 +227,24 @@ void multiply(Mma& mine, const char* what, Place place) {
   });
 }
 
-#define EMULATED_MMA_K16(name, value)                                                            \
-  inline void name(float& d0, float& d1, float& d2, float& d3, uint32_t a0, uint32_t a1,         \
-                   uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1, float c0, float c1,       \
-                   float c2, float c3, EMULATED_AT) {                                            \
-    Mma mine{{a0, a1, a2, a3}, {b0, b1}, {c0, c1, c2, c3}};                                      \
-    multiply<2, value>(mine, "mma.m16n8k16", place);                                             \
-    d0 = mine.c[0], d1 = mine.c[1], d2 = mine.c[2], d3 = mine.c[3];                              \
+#define EMULATED_MMA_K16(name, value)                                                      \
+  inline void name(float& d0, float& d1, float& d2, float& d3, uint32_t a0, uint32_t a1,   \
+                   uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1, float c0, float c1, \
+                   float c2, float c3, EMULATED_AT) {                                      \
+    Mma mine{{a0, a1, a2, a3}, {b0, b1}, {c0, c1, c2, c3}};                                \
+    multiply<2, value>(mine, "mma.m16n8k16", place);                                       \
+    d0 = mine.c[0], d1 = mine.c[1], d2 = mine.c[2], d3 = mine.c[3];                        \
   }
 EMULATED_MMA_K16(mma_sync_aligned_m16n8k16_row_col_f32_f16_f16_f32, half_value)
 EMULATED_MMA_K16(mma_sync_aligned_m16n8k16_row_col_f32_bf16_bf16_f32, bfloat_value)
 #undef EMULATED_MMA_K16
 
-#define EMULATED_MMA_K8(name, value)                                                          \
-  inline void name(float& d0, float& d1, float& d2, float& d3, uint32_t a0, uint32_t a1,      \
-                   uint32_t b0, float c0, float c1, float c2, float c3, EMULATED_AT) {        \
-    Mma mine{{a0, a1}, {b0}, {c0, c1, c2, c3}};                                               \
-    multiply<1, value>(mine, "mma.m16n8k8", place);                                           \
-    d0 = mine.c[0], d1 = mine.c[1], d2 = mine.c[2], d3 = mine.c[3];                           \
+#define EMULATED_MMA_K8(name, value)                                                     \
+  inline void name(float& d0, float& d1, float& d2, float& d3, uint32_t a0, uint32_t a1, \
+                   uint32_t b0, float c0, float c1, float c2, float c3, EMULATED_AT) {   \
+    Mma mine{{a0, a1}, {b0}, {c0, c1, c2, c3}};                                          \
+    multiply<1, value>(mine, "mma.m16n8k8", place);                                      \
+    d0 = mine.c[0], d1 = mine.c[1], d2 = mine.c[2], d3 = mine.c[3];                      \
   }
 EMULATED_MMA_K8(mma_sync_aligned_m16n8k8_row_col_f32_f16_f16_f32, half_value)
 EMULATED_MMA_K8(mma_sync_aligned_m16n8k8_row_col_f32_bf16_bf16_f32, bfloat_value)

@@ -19,7 +19,7 @@ struct Shuffle {
 template <class T>
 T shuffle(uint32_t mask, T value, int from, const char* what, Place place) {
   Shuffle<T> mine{value, from};
-  meet_as(mask, what, place, mine, [](Shuffle<T>* (&lanes)[32]) {
+  meet_as(mask, what, place, mine, [](Shuffle<T>*(&lanes)[32]) {
     T given[32] = {};
     for (int i = 0; i < 32; ++i) {
       if (lanes[i] != nullptr) given[i] = lanes[i]->value;
@@ -40,7 +40,7 @@ struct Vote {
 
 inline uint32_t ballot(uint32_t mask, bool predicate, const char* what, Place place) {
   Vote mine{predicate, 0};
-  meet_as(mask, what, place, mine, [](Vote* (&lanes)[32]) {
+  meet_as(mask, what, place, mine, [](Vote*(&lanes)[32]) {
     uint32_t all = 0;
     for (int i = 0; i < 32; ++i) all |= uint32_t{lanes[i] != nullptr && lanes[i]->predicate} << i;
     for (Vote* vote : lanes) {
@@ -52,7 +52,7 @@ inline uint32_t ballot(uint32_t mask, bool predicate, const char* what, Place pl
 
 template <class T, class Function>
 T reduce(uint32_t mask, T value, const char* what, Place place, Function) {
-  meet_as(mask, what, place, value, [](T* (&lanes)[32]) {
+  meet_as(mask, what, place, value, [](T*(&lanes)[32]) {
     T* first = *std::find_if(lanes, lanes + 32, [](T* lane) { return lane != nullptr; });
     T all = *first;
     for (T* lane : lanes) {
@@ -123,7 +123,7 @@ uint32_t __match_any_sync(uint32_t mask, T value, EMULATED_PLACE) {
     T value;
     uint32_t same;
   } mine{value, 0};
-  emulate::meet_as(mask, "__match_any_sync", place, mine, [](Lane* (&lanes)[32]) {
+  emulate::meet_as(mask, "__match_any_sync", place, mine, [](Lane*(&lanes)[32]) {
     for (Lane* a : lanes) {
       for (int i = 0; a != nullptr && i < 32; ++i)
         a->same |= uint32_t{lanes[i] != nullptr && lanes[i]->value == a->value} << i;
@@ -133,7 +133,7 @@ uint32_t __match_any_sync(uint32_t mask, T value, EMULATED_PLACE) {
 }
 // Lanes may come from several lines here.
 inline void __syncwarp(uint32_t mask = emulate::kAllLanes) {
-  emulate::meet(mask, "__syncwarp", {nullptr, 0}, nullptr, [](void* (&)[32]) {});
+  emulate::meet(mask, "__syncwarp", {nullptr, 0}, nullptr, [](void*(&)[32]) {});
 }
 
 // Barriers of the block.
