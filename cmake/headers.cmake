@@ -16,7 +16,7 @@ file(GLOB_RECURSE headers CONFIGURE_DEPENDS RELATIVE ${PROJECT_SOURCE_DIR}/inclu
 foreach(header IN LISTS headers)
   if(header MATCHES "[.]h$")
     cuattn_header_alone(${header} .cpp)
-  elseif(CUATTN_HAVE_CUDA)
+  elseif(CUATTN_HAVE_CUDA AND NOT CUATTN_EMULATE)
     cuattn_header_alone(${header} .cu)
   endif()
 endforeach()

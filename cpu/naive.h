@@ -75,9 +75,8 @@ inline Score score(const AttentionParams& p, const Head& head, int32_t row, int3
 // Of the probability of a query and a key: 0 where it is dropped. `dropout` is p's, resolved.
 inline float dropout_factor(const AttentionParams& p, const DropoutParams& dropout,
                             const Head& head, int32_t row, int32_t key) {
-  if (!dropout.is_on()) return 1.0f;
   uint32_t index = static_cast<uint32_t>(int64_t{head.b} * p.num_heads_q + head.h);
-  return is_kept(dropout, index, row, key) ? dropout.factor() : 0.0f;
+  return kept_factor(dropout, index, row, key);
 }
 
 }  // namespace cuattn::cpu

@@ -11,6 +11,7 @@ import numpy as np
 
 READ_ONLY, IS_COPIED = 1, 2
 CPU, CUDA = 1, 2
+CODES = {"i": 0, "u": 1, "f": 2, "b": 6, "bfloat16": 4, "float8_e4m3fn": 10}  # DLDataTypeCode
 
 
 class Device(ctypes.Structure):
@@ -90,7 +91,7 @@ class Array:
         if self.version < (1, 0) and "max_version" in request:
             raise TypeError("__dlpack__() got an unexpected keyword argument 'max_version'")
         values = self.values
-        code = {"f": 2, "i": 0, "u": 1, "b": 6}[values.dtype.kind]
+        code = CODES.get(values.dtype.name) or CODES[values.dtype.kind]
         axes = ctypes.c_int64 * max(values.ndim, 1)
         shape = axes(*values.shape)
         strides = axes(*(s // values.itemsize for s in values.strides))

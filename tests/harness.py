@@ -43,11 +43,24 @@ def _why_no_cuda():
         return "this build has no CUDA"
     if not info["cuda"]["devices"]:
         return "no CUDA device"
+    if is_emulated():
+        return None
     try:
         import torch
     except ImportError:
         return "torch is not installed; the CUDA cases use its tensors"
     return None if torch.cuda.is_available() else "torch sees no CUDA device"
+
+
+@functools.cache
+def is_emulated():
+    """Whether the CUDA device of this build is the emulator (docs/emulator.md)."""
+    cuda = cuattn.info()["cuda"]
+    return bool(cuda) and [d["name"] for d in cuda["devices"]] == ["emulated"]
+
+
+def cuda_device():
+    return Emulated() if is_emulated() else Cuda()
 
 
 def free_bytes(torch):
@@ -84,7 +97,7 @@ def need_memory(gigabytes):
 
 def devices():
     """Parameters for a `device` argument: cpu, and cuda or the reason why not."""
-    return [Cpu(), Cuda() if why_no_cuda() is None else skipped_cuda()]
+    return [Cpu(), cuda_device() if why_no_cuda() is None else skipped_cuda()]
 
 
 def skipped_cuda(*values):
@@ -98,7 +111,8 @@ def targets(cpu=cases.CPU_BACKENDS, cuda=cases.CUDA_BACKENDS):
     """(device, backend) for every backend of every device that is here."""
     listed = [(Cpu(), name) for name in cpu]
     if why_no_cuda() is None:
-        listed += [(Cuda(), name) for name in cuda if name != "sm90" or has_hopper()]
+        missing = {"cublas", "sm90"} if is_emulated() else set() if has_hopper() else {"sm90"}
+        listed += [(cuda_device(), name) for name in cuda if name not in missing]
     return listed
 
 
@@ -109,7 +123,7 @@ def target_params(values=((),), cpu=cases.CPU_BACKENDS, cuda=cases.CUDA_BACKENDS
         value = value if isinstance(value, tuple) else (value,)
         name = ids[i] if ids else "-".join(map(str, value))
         for device, backend in targets(cpu, cuda):
-            marks = [pytest.mark.gpu] if device.name == "cuda" else []
+            marks = [pytest.mark.gpu] if type(device) is Cuda else []
             where = "-".join(part for part in (str(device), backend, name) if part)
             params.append(pytest.param(device, backend, *value, id=where, marks=marks))
     if why_no_cuda() is not None:
@@ -236,6 +250,28 @@ class Cuda(Cpu):
         torch.cuda.synchronize()
 
 
+class Emulated(Cpu):
+    """numpy memory under the name of CUDA, on which kernels run as C++."""
+
+    name = "cuda"
+
+    def __repr__(self):
+        return "emulated"
+
+    __str__ = __repr__
+
+    def view(self, buffer, dtype, offset_bytes, shape, strides):
+        import cupy  # tests/emulated/cupy.py
+
+        return cupy.ndarray(super().view(buffer, dtype, offset_bytes, shape, strides))
+
+    def numpy(self, array):
+        return getattr(array, "values", array)
+
+    def is_array(self, x):
+        return hasattr(x, "values")
+
+
 def bits(array):
     """The bytes of a numpy array, for exact comparison (NaN equals itself)."""
     return np.ascontiguousarray(array).view(np.uint8)
@@ -294,14 +330,14 @@ class Arena:
 
 
 def _offset_bytes(device, buffer, view):
-    if device.name == "cuda":
+    if type(device) is Cuda:
         return view.data_ptr() - buffer.data_ptr()
     return view.__array_interface__["data"][0] - buffer.__array_interface__["data"][0]
 
 
 def _geometry(view):
     """Item size, shape and strides in elements."""
-    if isinstance(view, np.ndarray):
+    if hasattr(view, "strides"):
         itemsize, strides = view.itemsize, [n // view.itemsize for n in view.strides]
     else:
         itemsize, strides = view.element_size(), view.stride()

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The middle step of the rungs that keep their scores in memory: each row of dot products becomes a
-// row of probabilities. Score mods, masks, sinks and lse all happen here. One warp a row, two
+// row of probabilities. Score mods, masks, sinks, dropout and lse all happen here. One warp a row, two
 // passes over it: the running maximum and sum of arXiv:1805.02867, then the probabilities. Used by
 // naive.cu and cublas.cu.
 #pragma once
@@ -12,6 +12,24 @@ namespace cuattn {
 
 constexpr int kSoftmaxRowsPerBlock = 4;  // one warp each
 
+// The row of a warp; it may lie behind the last.
+struct WarpRow {
+  int32_t b, head, row;
+};
+
+__device__ __forceinline__ WarpRow row_of_warp(const AttentionParams& p) {
+  uint32_t tiles = device::ceil_div<uint32_t>(p.seqlen_q, kSoftmaxRowsPerBlock);
+  uint32_t b_head = blockIdx.x / tiles, heads = p.num_heads_q;
+  uint32_t row = blockIdx.x % tiles * kSoftmaxRowsPerBlock + threadIdx.x / 32;
+  return {static_cast<int32_t>(b_head / heads), static_cast<int32_t>(b_head % heads),
+          static_cast<int32_t>(row)};
+}
+
+inline unsigned softmax_blocks(const AttentionParams& p) {
+  int64_t tiles = device::ceil_div<int64_t>(p.seqlen_q, kSoftmaxRowsPerBlock);
+  return grid_blocks(int64_t{p.batch} * p.num_heads_q * tiles, "softmax");
+}
+
 // dots, probs [batch, num_heads_q, seqlen_q, seqlen_kv]; they may be the same memory (a lane
 // rewrites what it read). A row of probs is written whole, zeros where a key is not seen, because a
 // GEMM reads it whole.
@@ -20,12 +38,9 @@ __global__ void __launch_bounds__(kSoftmaxRowsPerBlock * 32)
     softmax_rows(const __grid_constant__ AttentionParams p, const float* dots, Prob* probs) {
   using namespace device;
   int lane = threadIdx.x % 32;
-  // Place of the row in [batch, head, row].
-  int64_t at = int64_t{blockIdx.x} * kSoftmaxRowsPerBlock + threadIdx.x / 32;
-  if (at >= int64_t{p.batch} * p.num_heads_q * p.seqlen_q) return;
-  int32_t row = static_cast<int32_t>(at % p.seqlen_q);
-  int32_t head = static_cast<int32_t>(at / p.seqlen_q % p.num_heads_q);
-  int32_t b = static_cast<int32_t>(at / p.seqlen_q / p.num_heads_q);
+  const auto [b, head, row] = row_of_warp(p);
+  if (row >= p.seqlen_q) return;
+  int64_t at = (int64_t{b} * p.num_heads_q + head) * p.seqlen_q + row;
   dots += at * p.seqlen_kv;
   probs += at * p.seqlen_kv;
 
@@ -60,10 +75,13 @@ __global__ void __launch_bounds__(kSoftmaxRowsPerBlock * 32)
   bool empty = row_sum == 0.0f;
   float factor = empty ? 0.0f : keys_share / row_sum;
 
+  const DropoutParams dropout = p.dropout.resolved();
+  uint32_t index = static_cast<uint32_t>(int64_t{b} * p.num_heads_q + head);
   for (int32_t key = lane; key < p.seqlen_kv; key += 32) {
     float prob = 0.0f;
     if (key >= seen.begin && key < seen.end) {
       prob = exp2_approx((score(dots[key], row, key) - reference) * score.to_log2) * factor;
+      prob *= kept_factor(dropout, index, row, key);
     }
     probs[key] = from_float<Prob>(prob);
   }
@@ -77,12 +95,10 @@ __global__ void __launch_bounds__(kSoftmaxRowsPerBlock * 32)
 template <DType kType, class Prob>
 void launch_softmax_rows(const AttentionParams& p, const float* dots, Prob* probs,
                          cudaStream_t stream) {
-  int64_t rows = int64_t{p.batch} * p.num_heads_q * p.seqlen_q;
-  unsigned blocks = grid_blocks(device::ceil_div<int64_t>(rows, kSoftmaxRowsPerBlock), "softmax");
   auto kernel = p.scores.kind == ScoreKind::identity
                     ? softmax_rows<kType, ScoreKind::identity, Prob>
                     : softmax_rows<kType, ScoreKind::scored, Prob>;
-  kernel<<<blocks, kSoftmaxRowsPerBlock * 32, 0, stream>>>(p, dots, probs);
+  kernel<<<softmax_blocks(p), kSoftmaxRowsPerBlock * 32, 0, stream>>>(p, dots, probs);
   CUATTN_CUDA_TRY(cudaGetLastError());
 }
 

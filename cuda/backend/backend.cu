@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The CUDA side of backend.h: a Plan becomes a launch. Instances of the table are launched by
 // number (instances.cu), the other kernels called by name. Next: device.cu (the facts of a device),
-// attention/sm80/forward.cuh, attention/simt.cuh, attention/naive.cu.
+// attention/sm80/forward.cuh, attention/simt.cuh, attention/naive.cu, backward/naive.cu.
 #include <cuda_runtime.h>
 
 #include "cuattn/backend.h"
@@ -20,6 +20,16 @@ void attention(const AttentionParams& params, const AttentionSchedule& schedule,
     case Kernel::naive: return launch_naive(params, schedule.workspace, cuda_stream);
     case Kernel::cublas: return launch_cublas(params, schedule.workspace, device_id, cuda_stream);
     default: return launch_instance<Op::attention>({params, schedule}, plan, cuda_stream);
+  }
+}
+
+void backward(const BackwardParams& params, const BackwardSchedule& schedule, const Plan& plan,
+              int32_t device_id, Stream stream) {
+  DeviceGuard guard(device_id);
+  cudaStream_t cuda_stream = static_cast<cudaStream_t>(stream);
+  switch (plan.kernel) {
+    case Kernel::naive: return launch_naive_backward(params, schedule.workspace, cuda_stream);
+    default: CUATTN_ASSERT(false, "backward: kernel ", kernel_name(plan.kernel));
   }
 }
 
@@ -104,6 +114,7 @@ void list_kernels(std::vector<KernelInfo>& list) {
       list.push_back(
           {"attention", kernel_name(kernel), kArchs, dtype_name(dtype), 256, 256, "any", "any"});
     }
+    list.push_back({"attention_backward", "naive", kArchs, dtype_name(dtype), 256, 256, "any", "any"});
     list.push_back({"merge_states", "merge", kArchs, dtype_name(dtype), 1024, 1024, "any", "any"});
   }
 }
@@ -113,7 +124,7 @@ void list_kernels(std::vector<KernelInfo>& list) {
 const Backend* cuda_backend() {
   static const Backend backend{.device_info = device_info,
                                .attention = attention,
-                               .backward = nullptr,
+                               .backward = backward,
                                .paged = paged,
                                .paged_deal = paged_deal,
                                .merge = merge,

@@ -14,11 +14,11 @@ namespace cuattn {
 namespace {
 
 // Replaces a device array by a copy; the copy is complete once `stream` is.
-void copy_to_host(const int32_t*& array, std::vector<int32_t>& host, int64_t count,
-                  cudaStream_t stream) {
+template <class T>
+void copy_to_host(const T*& array, std::vector<T>& host, int64_t count, cudaStream_t stream) {
   if (array == nullptr || count == 0) return;
   host.resize(static_cast<size_t>(count));
-  CUATTN_CUDA_TRY(cudaMemcpyAsync(host.data(), array, host.size() * sizeof(int32_t),
+  CUATTN_CUDA_TRY(cudaMemcpyAsync(host.data(), array, host.size() * sizeof(T),
                                   cudaMemcpyDefault, stream));
   array = host.data();
 }
@@ -47,7 +47,8 @@ bool read_device_data(void* host, const void* data, size_t bytes, cudaStream_t s
 void check_attention(const char* function, const AttentionParams& params, cudaStream_t stream) {
   if (is_captured(stream)) return;
   AttentionParams host = params;
-  host.dropout.state = nullptr;  // no CUDA kernel has dropout yet
+  std::vector<int64_t> dropout_state;
+  copy_to_host(host.dropout.state, dropout_state, 2, stream);
   std::vector<int32_t> cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv;
   copy_to_host(host.cu_seqlens_q, cu_seqlens_q, int64_t{params.batch} + 1, stream);
   copy_to_host(host.cu_seqlens_kv, cu_seqlens_kv, int64_t{params.batch} + 1, stream);

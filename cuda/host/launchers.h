@@ -5,7 +5,7 @@
 
 #include <cuda_runtime.h>
 
-#include "cuattn/params/attention.h"
+#include "cuattn/params/backward.h"
 #include "cuattn/params/cache.h"
 #include "cuattn/params/merge.h"
 #include "cuattn/params/paged.h"
@@ -18,6 +18,8 @@ void launch_naive(const AttentionParams& params, void* workspace, cudaStream_t s
 void launch_cublas(const AttentionParams& params, void* workspace, int device_id,
                    cudaStream_t stream);
 bool cublas_available();
+void launch_naive_backward(const BackwardParams& params, void* workspace,
+                           cudaStream_t stream);  // backward/naive.cu
 // Paged attention: the deal, where the call makes its own; a kernel; the combine, where units are
 // cut. `major`: compute capability, from 9 on the combine overlaps the kernel before it.
 void launch_paged_deal(const PagedWork& work, int32_t* deal, cudaStream_t stream);

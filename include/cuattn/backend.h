@@ -29,7 +29,6 @@ struct Backend {
   DeviceInfo (*device_info)(int32_t device_id, bool find_libraries);
   void (*attention)(const AttentionParams& params, const AttentionSchedule& schedule,
                     const Plan& plan, int32_t device_id, Stream stream);
-  // nullptr: no kernel of the backward pass.
   void (*backward)(const BackwardParams& params, const BackwardSchedule& schedule, const Plan& plan,
                    int32_t device_id, Stream stream);
   void (*paged)(const PagedParams& params, const Plan& plan, int32_t device_id, Stream stream);

@@ -102,10 +102,10 @@ Plan select_attention(const AttentionRequest& request, const DeviceInfo& device,
                       const char* backend);
 
 // The same for the backward pass, whose data pointers may be nullptr. `function` is named in
-// refusals. backend: "auto", "cpu", "naive"; the CUDA rungs of the forward pass refuse.
+// refusals. backend: "auto", "cpu", "naive", "simt", "sm80", "sm90".
 Plan select_backward(const char* function, const BackwardParams& params, bool batch_invariant,
                      const DeviceInfo& device, const char* backend);
-std::string explain_backward(const Plan& plan);
+std::string explain_backward(const Plan& plan, const DeviceInfo& device);
 
 // The whole ladder as text: each rung with its verdict, then the plan.
 std::string explain_attention(const AttentionRequest& request, const DeviceInfo& device,

@@ -3,6 +3,7 @@
 // plan.cpp (the chooser of the forward pass).
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 
 #include "cuattn/error.h"
 #include "cuattn/plan.h"
@@ -14,15 +15,28 @@ namespace {
 
 struct Rung {
   Kernel kernel;
-  bool automatic;
+  bool on_cuda, automatic;
   const char* merit;
 };
 
 constexpr Rung kLadder[] = {
-    {Kernel::cpu, true, "five products of tiles in vector registers, sums in float32"},
-    {Kernel::cpu_naive, false, "the plain formula, probabilities in memory"},
+    {Kernel::cpu, false, true, "five products of tiles in vector registers, sums in float32"},
+    {Kernel::cpu_naive, false, false, "the plain formula, probabilities in memory"},
+    {Kernel::sm90, true, true, "Hopper: TMA feeds warpgroups of wgmma, 16-bit types"},
+    {Kernel::sm80, true, true, "tensor cores: mma.sync, two passes, 16-bit types"},
+    {Kernel::simt, true, true, "float32 on CUDA cores, two passes"},
+    {Kernel::naive, true, true, "plain kernels, probabilities in memory; every type and option"},
 };
-constexpr Kernel kCudaRungs[] = {Kernel::sm90, Kernel::sm80, Kernel::simt, Kernel::naive};
+
+// nullptr where the rung can differentiate the call, else why not.
+const char* refusal(Kernel kernel) {
+  switch (kernel) {
+    case Kernel::cpu:
+    case Kernel::cpu_naive:
+    case Kernel::naive: return nullptr;
+    default: return "its backward pass is not written yet";
+  }
+}
 
 // The keys of a call are cut for so many units of work, whatever number of threads there is: bits
 // must not depend on it. Each part has a dq of its own.
@@ -50,6 +64,12 @@ size_t workspace_bytes(const char* function, const Plan& plan, const BackwardPar
     return checked_bytes(function,
                          {3 * sizeof(float), f.batch, f.num_heads_q, f.seqlen_q, f.seqlen_kv});
   }
+  if (plan.kernel == Kernel::naive) {
+    // Five planes at most: three of pairs, and two numbers a row.
+    checked_bytes(function, {5 * sizeof(float), f.batch, f.num_heads_q, f.seqlen_q,
+                             std::max(f.seqlen_kv, 1)});
+    return checked_bytes(function, {sizeof(float), planes_of(p).total});
+  }
   checked_bytes(function, {sizeof(float), plan.num_chunks, f.total_q, f.num_heads_q, f.head_dim});
   const int64_t* extents = p.dbias.extents;
   if (p.needs(kNeedDbias)) {
@@ -59,17 +79,28 @@ size_t workspace_bytes(const char* function, const Plan& plan, const BackwardPar
   return checked_bytes(function, {sizeof(float), layout_of(p, plan.num_chunks).total});
 }
 
-const Rung& named_rung(const char* function, const char* backend) {
+// The fastest rung that serves the call.
+const Rung& best_rung(const DeviceInfo& device) {
+  auto serves = [&](const Rung& rung) {
+    return rung.automatic && rung.on_cuda == device.is_cuda && refusal(rung.kernel) == nullptr;
+  };
+  return *std::find_if(std::begin(kLadder), std::end(kLadder), serves);
+}
+
+// The rung that `backend` names; "naive" exists on both sides.
+const Rung& named_rung(const char* function, const char* backend, const DeviceInfo& device) {
+  const Rung* found = nullptr;
   for (const Rung& rung : kLadder) {
-    if (std::strcmp(backend, kernel_name(rung.kernel)) == 0) return rung;
+    if (std::strcmp(backend, kernel_name(rung.kernel)) != 0) continue;
+    if (found == nullptr || rung.on_cuda == device.is_cuda) found = &rung;
   }
-  for (Kernel kernel : kCudaRungs) {
-    if (std::strcmp(backend, kernel_name(kernel)) == 0)
-      refuse_backend(function, backend, wrong_side(true, false), Kernel::cpu);
-  }
-  fail<InvalidArgument>(function,
-                        ": backend must be 'auto', 'naive', 'simt', 'sm80', 'sm90' or 'cpu', got '",
-                        backend, "'; use 'auto' for the fastest that serves the call");
+  CUATTN_REQUIRE(found != nullptr, function,
+                 ": backend must be 'auto', 'naive', 'simt', 'sm80', 'sm90' or 'cpu', got '",
+                 backend, "'; use 'auto' for the fastest that serves the call");
+  const char* why = wrong_side(found->on_cuda, device.is_cuda);
+  if (why == nullptr) why = refusal(found->kernel);
+  if (why != nullptr) refuse_backend(function, backend, why, best_rung(device).kernel);
+  return *found;
 }
 
 }  // namespace
@@ -77,12 +108,7 @@ const Rung& named_rung(const char* function, const char* backend) {
 Plan select_backward(const char* function, const BackwardParams& p, bool batch_invariant,
                      const DeviceInfo& device, const char* backend) {
   require_supported(function, device);
-  if (device.is_cuda) {
-    fail<NotImplemented>(function,
-                         ": no CUDA kernel of the backward pass is written yet; move the arrays to "
-                         "the CPU, or differentiate your framework's own attention");
-  }
-  const Rung& rung = is_auto(backend) ? kLadder[0] : named_rung(function, backend);
+  const Rung& rung = is_auto(backend) ? best_rung(device) : named_rung(function, backend, device);
   const AttentionParams& f = p.forward;
   Plan plan{};
   plan.kernel = rung.kernel;
@@ -90,17 +116,18 @@ Plan select_backward(const char* function, const BackwardParams& p, bool batch_i
   plan.num_splits = plan.packed_heads = 1;
   plan.head_dim = f.head_dim;
   plan.head_dim_v = f.head_dim_v;
-  cut_keys(plan, p, batch_invariant);
+  if (!rung.on_cuda) cut_keys(plan, p, batch_invariant);
   plan.workspace_bytes = workspace_bytes(function, plan, p);
   return plan;
 }
 
-std::string explain_backward(const Plan& plan) {
+std::string explain_backward(const Plan& plan, const DeviceInfo& device) {
   std::string text;
   for (const Rung& rung : kLadder) {
+    if (rung.on_cuda != device.is_cuda) continue;
     bool chosen = rung.kernel == plan.kernel, cut = rung.kernel == Kernel::cpu;
     text += rung_line(
-        rung.kernel, chosen, nullptr, rung.automatic ? "can: " : "by name only: ", rung.merit,
+        rung.kernel, chosen, refusal(rung.kernel), rung.automatic ? "can: " : "by name only: ", rung.merit,
         chosen && cut ? concat("; keys in ", plan.num_chunks, " parts") : std::string());
   }
   return text;

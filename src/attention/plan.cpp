@@ -18,7 +18,7 @@ namespace cuattn {
 namespace {
 
 // `automatic` rungs are tried by backend="auto"; the others exist to be measured, to teach and to
-// check against.
+// check against, and naive for what no automatic rung serves.
 struct Rung {
   Kernel kernel;
   bool on_cuda, automatic;
@@ -131,8 +131,8 @@ const char* refusal(Kernel kernel, const AttentionRequest& r, const DeviceInfo& 
   auto uncompiled = [&](const char* why) {
     return instance_of(kernel, r) == kNoInstance ? why : nullptr;
   };
-  bool on_cuda = kernel != Kernel::cpu && kernel != Kernel::cpu_naive;
-  if (on_cuda && r.has_dropout) return "it has no dropout yet, which the CPU has";
+  bool drops = kernel == Kernel::cpu || kernel == Kernel::cpu_naive || kernel == Kernel::naive;
+  if (r.has_dropout && !drops) return "it has no dropout yet, which naive has";
   switch (kernel) {
     case Kernel::cpu:
     case Kernel::cpu_naive:
@@ -217,13 +217,14 @@ const Rung& named_rung(const char* function, const char* backend, bool is_cuda) 
   return *found;
 }
 
-const Rung* first_automatic(const AttentionRequest& r, const DeviceInfo& device) {
+// The fastest that serves the call; naive, which serves all, where no automatic rung does.
+const Rung& best_rung(const AttentionRequest& r, const DeviceInfo& device) {
   for (const Rung& rung : kLadder) {
     if (rung.on_cuda == device.is_cuda && rung.automatic &&
         refusal(rung.kernel, r, device) == nullptr)
-      return &rung;
+      return rung;
   }
-  return nullptr;
+  return named_rung(function_of(r), "naive", device.is_cuda);
 }
 
 }  // namespace
@@ -246,18 +247,12 @@ Plan select_attention(const AttentionRequest& request, const DeviceInfo& device,
                       const char* backend) {
   const char* function = function_of(request);
   require_supported(function, device);
-  const Rung* automatic = first_automatic(request, device);
-  if (automatic == nullptr) {
-    CUATTN_ASSERT(request.has_dropout, "an automatic rung serves every other valid request");
-    fail<NotImplemented>(function,
-                         ": dropout_p has no CUDA kernel yet; pass 0, or move the arrays to the "
-                         "CPU");
-  }
-  if (is_auto(backend)) return make_plan(*automatic, request, device);
+  const Rung& best = best_rung(request, device);
+  if (is_auto(backend)) return make_plan(best, request, device);
   const Rung& rung = named_rung(function, backend, device.is_cuda);
   const char* why = wrong_side(rung.on_cuda, device.is_cuda);
   if (why == nullptr) why = refusal(rung.kernel, request, device);
-  if (why != nullptr) refuse_backend(function, backend, why, automatic->kernel);
+  if (why != nullptr) refuse_backend(function, backend, why, best.kernel);
   return make_plan(rung, request, device);
 }
 

@@ -17,7 +17,7 @@ import reference
 from cases import Case
 
 DROPOUT = {"dropout_p": 0.3, "dropout_seed": 2**40 + 11, "dropout_offset": 2**32 - 2}
-TARGETS = harness.target_params(cuda=())
+TARGETS = harness.target_params(cuda=("naive",))
 CASES = {
     "plain": Case(),
     "causal": Case(causal=True, seqlen_q=70, seqlen_kv=300, head_dim=128),
@@ -31,7 +31,7 @@ CASES = {
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize(
-    ("device", "backend", "name"), harness.target_params(tuple(CASES), cuda=())
+    ("device", "backend", "name"), harness.target_params(tuple(CASES), cuda=("naive",))
 )
 def test_dropout_against_float64(device, backend, name, dtype, rng):
     case = dataclasses.replace(CASES[name], dtype=dtype)

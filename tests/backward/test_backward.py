@@ -27,10 +27,10 @@ from harness import Cpu, bits, target_params
 
 BASE = BackwardCase(seqlen_q=70, seqlen_kv=90, head_dim=32, causal=True, dlse=True)
 ROWS = cases.pairwise(FACTORS)
-TARGETS = target_params(cuda=())
+TARGETS = target_params(cuda=("naive",))
 
 
-@pytest.mark.parametrize(("device", "backend", "number"), target_params(range(len(ROWS)), cuda=()))
+@pytest.mark.parametrize(("device", "backend", "number"), target_params(range(len(ROWS)), cuda=("naive",)))
 def test_every_two_options_together(device, backend, number, rng):
     assert_case(device, backend, case_of(ROWS[number]), rng)
 
@@ -38,7 +38,7 @@ def test_every_two_options_together(device, backend, number, rng):
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize(
     ("device", "backend", "dim", "dim_v"),
-    target_params(((8, 8), (64, 64), (96, 96), (160, 160), (192, 128), (256, 256)), cuda=()),
+    target_params(((8, 8), (64, 64), (96, 96), (160, 160), (192, 128), (256, 256)), cuda=("naive",)),
 )
 def test_head_dims(device, backend, dim, dim_v, dtype, rng):
     case = BackwardCase(

@@ -77,18 +77,32 @@ struct ScoreMod<kType, ScoreKind::scored> {
     }
   }
 
+  // What the softcap is multiplied by. Note: tanh_exp2 is right to 1e-7, not to 1e-7 of a small
+  // result; times a softcap of 30 that is several times the error of the plain formula in float32.
+  __device__ float capped(float score) const {
+    float ratio = score * inv_softcap;
+    return kType == DType::f32       ? tanhf(ratio)
+           : softcap > kLargeSoftcap ? tanh_of_small(ratio)
+                                     : tanh_exp2(ratio);
+  }
+
+  // d(capped score) / d(scaled dot product), for the backward pass.
+  __device__ float derivative(float dot) const {
+    if (softcap <= 0.0f) return 1.0f;
+    float tanh = capped(dot * scale);
+    return 1.0f - tanh * tanh;
+  }
+
+  // Of the key from the query's own place, as ALiBi counts it.
+  __device__ float distance(int32_t row, int32_t key) const {
+    return fabsf(static_cast<float>(row + diagonal - key));
+  }
+
   // `row` < queries and `key` < keys: callers clamp the padding of a tile before they ask.
   __device__ float operator()(float dot, int32_t row, int32_t key) const {
     float score = dot * scale;
-    if (softcap > 0.0f) {
-      // Note: tanh_exp2 is right to 1e-7, not to 1e-7 of a small result; times a softcap of 30 that
-      // is several times the error of the plain formula in float32.
-      float ratio = score * inv_softcap;
-      score = softcap * (kType == DType::f32       ? tanhf(ratio)
-                         : softcap > kLargeSoftcap ? tanh_of_small(ratio)
-                                                   : tanh_exp2(ratio));
-    }
-    if (slope != 0.0f) score -= slope * fabsf(static_cast<float>(row + diagonal - key));
+    if (softcap > 0.0f) score = softcap * capped(score);
+    if (slope != 0.0f) score -= slope * distance(row, key);
     return bias == nullptr ? score : add_bias(score, row, key);
   }
 

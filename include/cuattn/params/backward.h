@@ -90,4 +90,28 @@ CUATTN_HOST_DEVICE BackwardLayout layout_of(const BackwardParams& p, int32_t num
   return layout;
 }
 
+// The workspace of CUDA's naive kernel: where each array begins, in floats. A plane is [batch,
+// num_heads_q, seqlen_q, seqlen_kv], a number for each pair of a query and a key.
+struct PlanesLayout {
+  int64_t weights;      // plane of P Z
+  int64_t ds;           // plane
+  int64_t dx;           // plane; that of ds where it is the same, or nobody asks for ds
+  int64_t sink_terms;   // [batch, num_heads_q, seqlen_q], for dsinks
+  int64_t slope_terms;  // the same, for dslopes
+  int64_t total;
+};
+
+CUATTN_HOST_DEVICE PlanesLayout planes_of(const BackwardParams& p) {
+  const AttentionParams& f = p.forward;
+  int64_t rows = int64_t{f.batch} * f.num_heads_q * f.seqlen_q, plane = rows * f.seqlen_kv;
+  bool keeps_ds = f.scores.softcap > 0.0f && p.needs(kNeedDbias);
+  PlanesLayout layout{};
+  layout.ds = plane;
+  layout.dx = keeps_ds ? 2 * plane : plane;
+  layout.sink_terms = layout.dx + plane;
+  layout.slope_terms = layout.sink_terms + (p.needs(kNeedDsinks) ? rows : 0);
+  layout.total = layout.slope_terms + (p.needs(kNeedDslopes) ? rows : 0);
+  return layout;
+}
+
 }  // namespace cuattn

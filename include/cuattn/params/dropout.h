@@ -56,4 +56,11 @@ CUATTN_HOST_DEVICE bool is_kept(const DropoutParams& p, uint32_t head, int32_t r
   return (word >> 8 * (static_cast<uint32_t>(key) & 3u) & 255u) < p.threshold();
 }
 
+// What it is multiplied by.
+CUATTN_HOST_DEVICE float kept_factor(const DropoutParams& p, uint32_t head, int32_t row,
+                                     int32_t key) {
+  if (!p.is_on()) return 1.0f;
+  return is_kept(p, head, row, key) ? p.factor() : 0.0f;
+}
+
 }  // namespace cuattn
