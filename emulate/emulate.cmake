@@ -23,7 +23,7 @@ set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${emulated_source
                                                                emulate/translate.py)
 execute_process(
   COMMAND ${Python_EXECUTABLE} ${PROJECT_SOURCE_DIR}/emulate/translate.py ${PROJECT_SOURCE_DIR}
-          ${emulated_dir}
+          ${emulated_dir} cuda include/cuattn/device
   COMMAND_ERROR_IS_FATAL ANY)
 
 # In the place of the function of this name in cmake/cuda.cmake.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns CUDA sources into C++ for the emulator (docs/emulator.md): translate.py ROOT INTO.
+"""Turns CUDA sources into C++ for the emulator (docs/emulator.md): translate.py ROOT INTO ROOM...
 
-Every .cu, .cuh and .h of cuda/ and include/cuattn/device is written below INTO at its own path (.cu
-as .cu.cpp) with the same line numbers. What g++ does not know is rewritten:
+Every .cu, .cuh and .h of each ROOM, a folder of ROOT, is written below INTO at its own path (.cu as
+.cu.cpp) with the same line numbers. What g++ does not know is rewritten:
 
     kernel<<<grid, block, ...>>>(x)     ::emulate::launch(::emulate::Config(grid, block, ...),
                                                           kernel, x)
@@ -63,6 +63,7 @@ def replace(text: str, begin: int, end: int, new: str) -> str:
 
 
 def launches(text: str) -> str:
+    """Rewrite kernel<<<...>>>(...)."""
     while (at := blank(text).rfind("<<<")) >= 0:
         code = blank(text)
         begin = len(code[:at].rstrip())
@@ -87,6 +88,7 @@ SHARED = re.compile(r"(extern\s+)?__shared__\s+((?:__align__|alignas)\s*\(([^()]
 
 
 def shared_variables(text: str) -> str:
+    """Rewrite declarations of shared memory."""
     while match := SHARED.search(blank(text)):
         end = blank(text).index(";", match.end())
         align = text[match.start(3) : match.end(3)] if match[3] else "0"
@@ -123,6 +125,7 @@ def instruction(template: str, sections: list[str]) -> str:
 
 
 def assembly(text: str) -> str:
+    """Rewrite asm statements."""
     while match := re.search(r"\basm\s*(?:volatile\s*)?\(", blank(text)):
         end = closing(blank(text), match.end() - 1)
         strings, *sections = split(text[match.end() : end - 1], ":")
@@ -133,6 +136,7 @@ def assembly(text: str) -> str:
 
 
 def kernels(text: str) -> str:
+    """Let each kernel say its name."""
     at = 0
     while (at := blank(text).find("__global__", at + 1)) >= 0:
         code, place = blank(text), at
@@ -145,13 +149,15 @@ def kernels(text: str) -> str:
 
 
 def translate(text: str, path: str) -> str:
+    """Return the C++ of the CUDA source `text`, whose lines are those of `path`."""
     for step in (shared_variables, assembly, kernels, launches):
         text = step(text)
     return f'#line 1 "{path}"\n{text}'
 
 
-def main(root: Path, into: Path) -> None:
-    for room in ("cuda", "include/cuattn/device"):
+def main(root: Path, into: Path, rooms: list[str]) -> None:
+    """Write every source that is not there yet, or has changed."""
+    for room in rooms:
         for path in sorted((root / room).rglob("*")):
             if path.suffix not in (".cu", ".cuh", ".h"):
                 continue
@@ -164,4 +170,4 @@ def main(root: Path, into: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])

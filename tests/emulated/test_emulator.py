@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The emulator (docs/emulator.md): kernels that break a rule are caught, mistakes planted in the
+sm80 kernel show, and the suite's own cases pass on a library whose CUDA device is the emulator.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+CXX = os.environ.get("CXX") or shutil.which("g++")
+pytestmark = pytest.mark.skipif(CXX is None, reason="the emulator needs g++")
+
+
+def run(*command, **environment):
+    result = subprocess.run(
+        [str(part) for part in command],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        cwd=ROOT,
+        env={**os.environ, "PATH": PATH, **environment},
+    )
+    assert result.returncode == 0, f"{command} failed:\n{result.stdout}\n{result.stderr}"
+    return result.stdout
+
+
+FLAGS = ["-std=c++20", "-O1", "-w", "-march=native", "-ffp-contract=off", "-fno-strict-aliasing",
+         "-D__CUDA_ARCH__=800", "-D__CUDA_ARCH_LIST__=800", "-include", "cuda_runtime.h",
+         "-Iemulate/include"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def emulator(tmp_path_factory):
+    """The emulator's own objects."""
+    folder = tmp_path_factory.mktemp("emulator")
+    objects = [folder / "block.o", folder / "runtime.o"]
+    for made in objects:
+        source = f"emulate/{made.stem}.cpp"
+        run(CXX, *FLAGS, "-Iinclude", "-I.", "-c", source, "-o", made)
+    return objects
+
+
+def build(folder, emulator, name, change=lambda into: None):
+    """Translate the sources, change them, and compile tests/emulated/NAME.cu with them."""
+    rooms = ["cuda", "include/cuattn/device", "tests/emulated"]
+    run(sys.executable, "emulate/translate.py", ROOT, folder, *rooms)
+    change(folder)
+    program = folder / name
+    source = folder / f"tests/emulated/{name}.cu.cpp"
+    includes = [f"-I{folder}", f"-I{folder}/include", "-Iinclude", "-I."]
+    run(CXX, *FLAGS, *includes, source, *emulator, "-o", program)
+    return program
+
+
+@pytest.fixture(scope="module")
+def rules(tmp_path_factory, emulator):
+    return build(tmp_path_factory.mktemp("rules"), emulator, "rules")
+
+
+@pytest.mark.parametrize("name", ["reverse", "reverse_twice", "copy"])
+def test_a_kernel_that_breaks_no_rule_runs(rules, name):
+    sums = {"copy": sum(4 * (i % 32) for i in range(128))}
+    assert run(rules, name) == f"sum {sums.get(name, sum(range(128)))}\n"
+
+
+BROKEN = {
+    "no_barrier": "sum nan",
+    "no_second_barrier": "sum",
+    "no_wait": "sum nan",
+    "part": "the lanes of a warp part: some are at",
+    "outside_of_mask": "__shfl_sync by a lane that is not in its mask",
+    "half_a_warp_multiplies": "mma.m16n8k16 without all 32 lanes of the warp",
+    "wait_for_nobody": "deadlock: threads 0-31 wait at bar.sync at tests/emulated/rules.cu:",
+    "read_beyond": "ldmatrix.x4 beyond the block's shared memory",
+    "read_unaligned": "ld.shared.v4.b32 at an address that is not aligned to its size",
+    "write_beyond": "bytes beyond dynamic shared memory were written, 0 behind its end",
+    "unasked_memory": "more dynamic shared memory than cudaFuncSetAttribute has allowed",
+    "too_many_threads": "a grid or block that no device takes",
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_rule_is_caught(rules, name):
+    said = run(rules, name)
+    assert BROKEN[name] in said.replace("-nan", "nan")
+    assert said != f"sum {sum(range(128))}\n"
+    if said.startswith("cudaErrorLaunchFailure"):
+        assert "; block (0, 0, 0)" in said
+        assert f" of void {{anonymous}}::{name}(float*)" in said
+
+
+FORWARD = "cuda/attention/sm80/forward.cuh"
+MISTAKES = {  # what is replaced, by what, and at which of its places
+    "none": ("", "", 0),
+    "no_wait": ("device::cp_async_wait<0>();", "", 0),
+    "no_barrier": ("__syncthreads();", "", 0),
+    "no_barrier_before_v": ("__syncthreads();", "", 1),
+    "no_syncwarp_in_epilogue": ("__syncwarp();", "", 1),
+    "halves_of_k_exchanged": ("k_frag[0], k_frag[1]", "k_frag[1], k_frag[0]", 0),
+    "rows_of_a_quad_exchanged": ("a[m][1] =", "a[m][2] =", 0),
+    "wrong_pair_of_v": ("v_frag[2], v_frag[3]", "v_frag[0], v_frag[1]", 0),
+    "a_key_too_many": ("work.keys.used, p.head_dim)", "work.keys.used - 1, p.head_dim)", 0),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_in_the_sm80_kernel_shows(tmp_path, emulator, name):
+    old, new, which = MISTAKES[name]
+
+    def plant(into):
+        parts = (into / FORWARD).read_text().split(old) if old else []
+        assert not old or len(parts) > which + 1, f"{FORWARD} has no {old!r} any more"
+        if old:
+            left, right = old.join(parts[: which + 1]), old.join(parts[which + 1 :])
+            (into / FORWARD).write_text(left + new + right)
+
+    said = run(build(tmp_path, emulator, "forward", plant))
+    error = float(said.split()[1])
+    assert (error < 2e-3) if name == "none" else (math.isnan(error) or error > 1e-2), said
+
+
+@pytest.fixture(scope="module")
+def library():
+    """build/emulated, where `import cuattn` has the emulated device; kept for the next run."""
+    for tool in ("cmake", "ninja"):
+        if shutil.which(tool, path=PATH) is None:
+            pytest.fail(f"{tool} is not installed; install the extra 'test'")
+    pytest.importorskip("nanobind", reason="the emulated library needs nanobind to build")
+    nanobind = run(sys.executable, "-m", "nanobind", "--cmake_dir").strip()
+    folder = ROOT / "build" / "emulated"
+    run("cmake", "-G", "Ninja", "-S", ROOT, "-B", folder, "-DCUATTN_EMULATE=ON",
+        "-DCUATTN_PYTHON=ON", f"-Dnanobind_DIR={nanobind}",
+        f"-DPython_EXECUTABLE={sys.executable}")  # fmt: skip
+    run("cmake", "--build", folder)
+    return os.pathsep.join([str(folder), str(ROOT / "tests" / "emulated")])
+
+
+SELECTIONS = {
+    "attention": ("attention/test_prefill.py", "test_head_dims or test_rows_without or "
+                  "test_a_number_of or test_bias_may or test_nan_prop or 255_257-causal"),
+    "paged": ("paged/test_paged.py", "test_every_pair"),
+    "merge": ("merge/test_merge.py", "test"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SELECTIONS)
+def test_the_suite_on_the_emulated_device(library, name):
+    module, chosen = SELECTIONS[name]
+    said = run(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/{module}",
+               "-k", f"emulated and ({chosen})", PYTHONPATH=library)  # fmt: skip
+    passed = int(said.rsplit(" passed", 1)[0].split()[-1])
+    assert passed > 100, said[-500:]
