@@ -272,6 +272,24 @@ class Emulated(Cpu):
         return hasattr(x, "values")
 
 
+def on(device, *arrays):
+    """Each array on the device."""
+    arena = Arena(device)
+    return [arena.put(x) for x in arrays]
+
+
+def numpy_call(device, function, *arrays, **options):
+    """What a function of the library gives for numpy arrays that are put on the device first."""
+    place = lambda x: on(device, x)[0] if isinstance(x, np.ndarray) else x  # noqa: E731
+    options = {name: place(x) for name, x in options.items()}
+    found = function(*map(place, arrays), **options)
+    device.synchronize()
+    if not isinstance(found, tuple):
+        return device.numpy(found)
+    values = map(device.numpy, found)
+    return type(found)(*values) if hasattr(found, "_fields") else tuple(values)
+
+
 def bits(array):
     """The bytes of a numpy array, for exact comparison (NaN equals itself)."""
     return np.ascontiguousarray(array).view(np.uint8)

@@ -148,8 +148,7 @@ void launch_dot_products(const AttentionParams& p, const Rows& rows, const Rows&
                          cudaStream_t stream) {
   int64_t blocks = pair_blocks(p.batch, p.num_heads_q, p.seqlen_q, p.seqlen_kv);
   if (blocks == 0) return;  // seqlen_kv = 0: no score to compute, every row is empty
-  dot_products<kType>
-      <<<grid_blocks(blocks, "naive"), kThreads, 0, stream>>>(p, rows, keys, dots);
+  dot_products<kType><<<grid_blocks(blocks, "naive"), kThreads, 0, stream>>>(p, rows, keys, dots);
   CUATTN_CUDA_TRY(cudaGetLastError());
 }
 

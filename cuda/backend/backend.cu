@@ -114,7 +114,8 @@ void list_kernels(std::vector<KernelInfo>& list) {
       list.push_back(
           {"attention", kernel_name(kernel), kArchs, dtype_name(dtype), 256, 256, "any", "any"});
     }
-    list.push_back({"attention_backward", "naive", kArchs, dtype_name(dtype), 256, 256, "any", "any"});
+    list.push_back(
+        {"attention_backward", "naive", kArchs, dtype_name(dtype), 256, 256, "any", "any"});
     list.push_back({"merge_states", "merge", kArchs, dtype_name(dtype), 1024, 1024, "any", "any"});
   }
 }

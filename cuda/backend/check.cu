@@ -18,8 +18,8 @@ template <class T>
 void copy_to_host(const T*& array, std::vector<T>& host, int64_t count, cudaStream_t stream) {
   if (array == nullptr || count == 0) return;
   host.resize(static_cast<size_t>(count));
-  CUATTN_CUDA_TRY(cudaMemcpyAsync(host.data(), array, host.size() * sizeof(T),
-                                  cudaMemcpyDefault, stream));
+  CUATTN_CUDA_TRY(
+      cudaMemcpyAsync(host.data(), array, host.size() * sizeof(T), cudaMemcpyDefault, stream));
   array = host.data();
 }
 

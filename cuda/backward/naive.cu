@@ -93,8 +93,7 @@ void launch_all(const BackwardParams& p, float* memory, cudaStream_t stream) {
   }
   GradientRows dk{p.dk, p.dk_strides, p.dk_dtype, f.head_dim};
   GradientRows dv{p.dv, p.dv_strides, p.dv_dtype, f.head_dim_v};
-  if (p.dk != nullptr)
-    launch_sums_over_rows<kType>(f, arrays.dx, q, f.scores.scale, dk, stream);
+  if (p.dk != nullptr) launch_sums_over_rows<kType>(f, arrays.dx, q, f.scores.scale, dk, stream);
   if (p.dv != nullptr) launch_sums_over_rows<kType>(f, arrays.weights, dout, 1.0f, dv, stream);
   launch_clear(f.cu_seqlens_kv, f.batch, f.total_kv, f.num_heads_kv, dk, stream);
   launch_clear(f.cu_seqlens_kv, f.batch, f.total_kv, f.num_heads_kv, dv, stream);

@@ -69,8 +69,8 @@ __global__ void __launch_bounds__(kSoftmaxRowsPerBlock * 32, kResident)
   double delta = 0.0;
   if (row < queries.used) {
     int64_t stored_row = queries.start + row;
-    lse = f.lse[b * f.lse_strides.batch + stored_row * f.lse_strides.seq +
-                head * f.lse_strides.head];
+    lse =
+        f.lse[b * f.lse_strides.batch + stored_row * f.lse_strides.seq + head * f.lse_strides.head];
     if (lse != negative_infinity()) delta = delta_of<kType>(p, b, stored_row, head);
   }
   bool dead = lse == negative_infinity();
@@ -148,14 +148,13 @@ __global__ void __launch_bounds__(kSumThreads)
       int64_t first_row = (int64_t{from_b} * f.num_heads_q + from_head) * f.seqlen_q;
       for (int32_t from = rows.begin; from < rows_end; ++from) {
         const float* ds_row = ds + (first_row + from) * f.seqlen_kv;
-        for (int32_t j = keys.begin + lane; j < keys_end; j += lanes)
-          sum += ds_row[j];
+        for (int32_t j = keys.begin + lane; j < keys_end; j += lanes) sum += ds_row[j];
       }
     }
   }
   if (sums_keys) sum = sum_of_warp(sum);
-  int64_t to = b * bias.strides[0] + head * bias.strides[1] + row * bias.strides[2] +
-               key * bias.strides[3];
+  int64_t to =
+      b * bias.strides[0] + head * bias.strides[1] + row * bias.strides[2] + key * bias.strides[3];
   float value = static_cast<float>(sum);
   if (f.scores.bias_dtype == DType::f32) {
     static_cast<float*>(bias.data)[to] = value;
@@ -195,8 +194,8 @@ static __global__ void __launch_bounds__(kSumThreads)
   }
 }
 
-inline void launch_head_sums(const AttentionParams& f, const float* terms,
-                             const HeadResult& result, cudaStream_t stream) {
+inline void launch_head_sums(const AttentionParams& f, const float* terms, const HeadResult& result,
+                             cudaStream_t stream) {
   int64_t sums = (result.per_batch ? int64_t{f.batch} : 1) * f.num_heads_q;
   if (sums == 0) return;
   head_sums<<<grid_blocks(sums, "naive"), kSumThreads, 0, stream>>>(terms, f.batch, f.num_heads_q,
@@ -219,8 +218,7 @@ void launch_option_gradients(const BackwardParams& p, const RowArrays& arrays,
   const int64_t* extents = p.dbias.extents;
   int64_t blocks = products::pair_blocks(extents[0], extents[1], extents[2], extents[3]);
   if (p.needs(kNeedDbias) && blocks > 0) {
-    bias_gradient<kType>
-        <<<grid_blocks(blocks, "naive"), kSumThreads, 0, stream>>>(p, arrays.ds);
+    bias_gradient<kType><<<grid_blocks(blocks, "naive"), kSumThreads, 0, stream>>>(p, arrays.ds);
     CUATTN_CUDA_TRY(cudaGetLastError());
   }
   if (p.needs(kNeedDsinks))

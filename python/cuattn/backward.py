@@ -107,7 +107,7 @@ def attention_backward(
     TypeError
         An argument of the wrong kind, such as a list for an array.
     NotImplementedError
-        CUDA arrays, JAX arrays, float8; a torch tensor that requires grad, while grad mode is on.
+        JAX arrays, float8; a torch tensor that requires grad, while grad mode is on.
     MemoryError
         The workspace cannot be had, or the given one is too small.
 

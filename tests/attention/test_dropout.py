@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dropout of the forward pass on the CPU: against float64 with the bits of the rule, its mean, and
-that nothing but seed, offset and place decides; CUDA refuses it by name.
+"""Dropout of the forward pass: against float64 with the bits of the rule, its mean, and that nothing
+but seed, offset and place decides; on CUDA the naive kernel has it, the others refuse it by name.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import numpy as np
 import pytest
@@ -42,13 +43,16 @@ def test_dropout_against_float64(device, backend, name, dtype, rng):
 @pytest.mark.parametrize(("device", "backend"), TARGETS)
 def test_only_seed_offset_and_place_decide(device, backend, rng):
     """A sequence in a padded batch and packed, keys from q's library or a state array: one mask."""
+    attention = functools.partial(harness.numpy_call, device, cuattn.attention)
     q, k, v = (rng.standard_normal((2, n, 2, 16), np.float32) for n in (40, 50, 50))
     options = {**DROPOUT, "backend": backend}
-    out = cuattn.attention(q, k, v, **options)
+    out = attention(q, k, v, **options)
     state = np.array([DROPOUT["dropout_seed"], DROPOUT["dropout_offset"]])
-    again = cuattn.attention(q, k, v, dropout_p=0.3, dropout_state=state, backend=backend)
+    again = attention(q, k, v, dropout_p=0.3, dropout_state=state, backend=backend)
     assert np.array_equal(out, again)
-    packed = cuattn.attention_varlen(
+    packed = harness.numpy_call(
+        device,
+        cuattn.attention_varlen,
         *(x.reshape(-1, 2, 16) for x in (q, k, v)),
         np.array([0, 40, 80], np.int32),
         np.array([0, 50, 100], np.int32),
@@ -58,40 +62,56 @@ def test_only_seed_offset_and_place_decide(device, backend, rng):
     )
     assert np.array_equal(packed.reshape(out.shape), out)
     for other in ({"dropout_seed": 5}, {"dropout_offset": 5}):
-        assert not np.array_equal(cuattn.attention(q, k, v, **{**options, **other}), out)
+        assert not np.array_equal(attention(q, k, v, **{**options, **other}), out)
 
 
 @pytest.mark.parametrize(("device", "backend"), TARGETS)
 def test_the_mean_is_the_result_without_dropout(device, backend, rng):
+    attention = functools.partial(harness.numpy_call, device, cuattn.attention)
     q, k, v = (rng.standard_normal((1, n, 1, 8), np.float32) for n in (5, 64, 64))
     draws = [
-        cuattn.attention(q, k, v, dropout_p=0.25, dropout_seed=1, dropout_offset=i, backend=backend)
+        attention(q, k, v, dropout_p=0.25, dropout_seed=1, dropout_offset=i, backend=backend)
         for i in range(2000)
     ]
-    plain = cuattn.attention(q, k, v, backend=backend)
+    plain = attention(q, k, v, backend=backend)
     deviation = np.std(draws, axis=0) / np.sqrt(len(draws))
     assert (np.abs(np.mean(draws, axis=0) - plain) < 5 * deviation).all()
 
 
 @pytest.mark.parametrize(("device", "backend"), TARGETS)
 def test_lse_does_not_know_of_dropout(device, backend, rng):
+    attention = functools.partial(harness.numpy_call, device, cuattn.attention)
     q, k, v = (rng.standard_normal((1, 33, 2, 16), np.float32) for _ in range(3))
-    _, lse = cuattn.attention(q, k, v, return_lse=True, backend=backend)
-    out, dropped = cuattn.attention(q, k, v, return_lse=True, backend=backend, **DROPOUT)
+    _, lse = attention(q, k, v, return_lse=True, backend=backend)
+    out, dropped = attention(q, k, v, return_lse=True, backend=backend, **DROPOUT)
     assert np.array_equal(lse, dropped)
     few = {"dropout_p": 0.001, "dropout_seed": 1}  # below half a step of 1 / 256: none
     assert np.array_equal(
-        cuattn.attention(q, k, v, backend=backend, **few),
-        cuattn.attention(q, k, v, backend=backend),
+        attention(q, k, v, backend=backend, **few),
+        attention(q, k, v, backend=backend),
     )
     assert out.shape == q.shape
 
 
-@pytest.mark.parametrize("backend", ["auto", "sm80", "naive"])
-def test_cuda_refuses_dropout(backend):
-    shape = (2, 64, 4, 64)
-    with pytest.raises(NotImplementedError, match="dropout"):
-        cuattn.explain("attention", shape, shape, shape, device="a100", backend=backend, **DROPOUT)
+@pytest.mark.parametrize("backend", ["auto", "naive"])
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_cuda_drops_by_naive(dtype, backend):
+    shape, options = (2, 64, 4, 64), {**DROPOUT, "dtype": dtype, "backend": backend}
+    plan = cuattn.explain("attention", shape, shape, shape, device="a100", **options)
+    assert plan.kernel == "naive"
+    assert "sm80: cannot: it has no dropout yet, which naive has" in plan.ladder
+    assert plan.workspace_bytes == 4 * 2 * 4 * 64 * 64
+
+
+@pytest.mark.parametrize("backend", ["sm90", "sm80", "simt", "tiled", "cublas"])
+def test_other_cuda_kernels_refuse_dropout(backend):
+    shape, options = (2, 64, 4, 64), {**DROPOUT, "backend": backend}
+    with pytest.raises(NotImplementedError) as raised:
+        cuattn.explain("attention", shape, shape, shape, device="h100", **options)
+    assert str(raised.value) == (
+        f"attention: backend '{backend}' cannot run this call: it has no dropout yet, which naive "
+        "has; use backend='naive' or 'auto'"
+    )
 
 
 def test_the_gradients_draw_the_same_bits(rng):

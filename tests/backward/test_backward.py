@@ -23,14 +23,16 @@ from backward_cases import (
     make_problem,
     run,
 )
-from harness import Cpu, bits, target_params
+from harness import Cpu, bits, numpy_call, target_params
 
 BASE = BackwardCase(seqlen_q=70, seqlen_kv=90, head_dim=32, causal=True, dlse=True)
 ROWS = cases.pairwise(FACTORS)
 TARGETS = target_params(cuda=("naive",))
 
 
-@pytest.mark.parametrize(("device", "backend", "number"), target_params(range(len(ROWS)), cuda=("naive",)))
+@pytest.mark.parametrize(
+    ("device", "backend", "number"), target_params(range(len(ROWS)), cuda=("naive",))
+)
 def test_every_two_options_together(device, backend, number, rng):
     assert_case(device, backend, case_of(ROWS[number]), rng)
 
@@ -38,7 +40,9 @@ def test_every_two_options_together(device, backend, number, rng):
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize(
     ("device", "backend", "dim", "dim_v"),
-    target_params(((8, 8), (64, 64), (96, 96), (160, 160), (192, 128), (256, 256)), cuda=("naive",)),
+    target_params(
+        ((8, 8), (64, 64), (96, 96), (160, 160), (192, 128), (256, 256)), cuda=("naive",)
+    ),
 )
 def test_head_dims(device, backend, dim, dim_v, dtype, rng):
     case = BackwardCase(
@@ -199,6 +203,33 @@ def test_a_bias_that_hides_keys(device, backend, rng):
     assert (found["dq"][:, 7] == 0).all()
 
 
+@pytest.mark.parametrize(("device", "backend"), TARGETS)
+@pytest.mark.parametrize("used", [(40, 40, 40), (40, 0, 17)])
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+def test_every_broadcast_of_a_bias(device, backend, used, softcap, rng):
+    """dbias is that of a whole bias of the same values, summed over what is broadcast."""
+    case = BackwardCase(batch=3, bias="full", softcap=softcap, dlse=True, seqlen_q=40, seqlen_kv=75)
+    problem = make_problem(case, rng)
+    problem.forward.arrays["seqused_q"] = np.array(used, np.int32)
+    shape = problem.forward.arrays["bias"].shape
+    assert len(shape) == 4
+    assert min(shape) > 1
+    for pattern in range(16):
+        kept = tuple(1 if pattern >> axis & 1 else n for axis, n in enumerate(shape))
+        bias = rng.standard_normal(kept, np.float32)
+        found = []
+        for values in (bias, np.ascontiguousarray(np.broadcast_to(bias, shape))):
+            arrays = {**problem.forward.arrays, "bias": values}
+            forward = dataclasses.replace(problem.forward, arrays=arrays)
+            given = dataclasses.replace(problem, forward=forward)
+            found.append(run(device, backend, given, ("dbias",))["dbias"].astype(np.float64))
+        broadcast = tuple(axis for axis, n in enumerate(kept) if n < shape[axis])
+        want = found[1].sum(axis=broadcast, keepdims=True)
+        sizes = np.abs(found[1]).sum(axis=broadcast, keepdims=True)
+        assert (np.abs(found[0] - want) <= 1e-6 * (np.abs(want) + sizes) + 1e-12).all(), kept
+        assert np.abs(want).max() > 1e-3
+
+
 def problem_with_dlse(problem):
     return dataclasses.replace(
         problem, arrays={**problem.arrays, "dlse": np.zeros_like(problem.arrays["lse"])}
@@ -214,7 +245,9 @@ def test_a_sequence_alone_and_in_a_batch(device, backend, rng):
     given = [*(arrays[n] for n in "qkv"), problem.arrays["out"], problem.arrays["lse"]]
     for b in range(3):
         one = [x[b : b + 1] for x in (problem.arrays["dout"], *given)]
-        alone = cuattn.attention_backward(*one, backend=backend, batch_invariant=True)
+        alone = numpy_call(
+            device, cuattn.attention_backward, *one, backend=backend, batch_invariant=True
+        )
         for name in NEED:
             assert np.array_equal(bits(getattr(alone, name)), bits(together[name][b : b + 1])), name
 
@@ -228,7 +261,9 @@ def test_nothing_at_all(device, backend, sizes, rng):
     lse, bias = np.zeros((batch, heads, rows), np.float32), np.ones((rows, keys), np.float32)
     sinks = np.ones(heads, np.float32)
     lse[:] = np.log(keys + np.e)
-    found = cuattn.attention_backward(
+    found = numpy_call(
+        device,
+        cuattn.attention_backward,
         np.ones_like(q),
         q,
         k,
@@ -253,5 +288,5 @@ def test_every_kernel_is_listed():
         for row in cuattn.kernels()
         if row["op"] == "attention_backward"
     }
-    kernels = ("cpu", "cpu_naive")
+    kernels = ("cpu", "cpu_naive", "naive") if cuattn.info()["cuda"] else ("cpu", "cpu_naive")
     assert listed == {(kernel, dtype) for kernel in kernels for dtype in cases.DTYPES}

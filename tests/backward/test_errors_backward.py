@@ -208,17 +208,50 @@ def test_no_gradient_goes_through_pages():
         call(RAGGED, {"block_tables": ones(1, 1, dtype=I32)})
 
 
+def explain_on(device, op, **options):
+    shapes = [x if np.isscalar(x) else x.shape for x in arrays_of(op).values()]
+    return cuattn.explain(op, *shapes, device=device, **options)
+
+
 @pytest.mark.parametrize("op", [DENSE, RAGGED])
 @pytest.mark.parametrize("device", ["a100", "h100"])
-def test_cuda_is_refused_by_name(op, device):
-    given = arrays_of(op)
-    shapes = [x if np.isscalar(x) else x.shape for x in given.values()]
+@pytest.mark.parametrize("backend", ["auto", "naive"])
+def test_cuda_goes_by_naive(op, device, backend):
+    plan = explain_on(device, op, backend=backend)
+    assert plan.kernel == "naive"
+    lines = plan.ladder.splitlines()
+    assert [line[2:].split(":")[0] for line in lines] == ["sm90", "sm80", "simt", "naive"]
+    assert lines[-1].startswith("* naive: runs: plain kernels")
+    assert all("cannot: its backward pass is not written yet" in line for line in lines[:-1])
+
+
+@pytest.mark.parametrize("backend", ["sm90", "sm80", "simt"])
+def test_what_has_no_backward_pass_refuses_by_name(backend):
     with pytest.raises(NotImplementedError) as raised:
-        cuattn.explain(op, *shapes, device=device)
+        explain_on("h100", DENSE, backend=backend)
     assert str(raised.value) == (
-        f"{op}: no CUDA kernel of the backward pass is written yet; move the arrays to the CPU, or "
-        "differentiate your framework's own attention"
+        f"{DENSE}: backend '{backend}' cannot run this call: its backward pass is not written yet; "
+        "use backend='naive' or 'auto'"
     )
+    with pytest.raises(NotImplementedError, match="it runs on CPU arrays, these are on a CUDA"):
+        explain_on("h100", DENSE, backend="cpu")
+
+
+def test_the_workspace_of_naive_on_cuda():
+    """Two planes of pairs, a third where ds and dx differ and both are kept, a number a row each
+    for dsinks and dslopes.
+    """
+    b, rows, heads, keys = 2, 5, 4, 7  # of arrays_of
+    given = {"bias": (rows, keys), "sinks": (heads,), "alibi_slopes": (heads,)}
+    plane, row = 4 * b * heads * rows * keys, 4 * b * heads * rows
+    for need, softcap, want in (
+        (("dq", "dk", "dv"), 0.0, 2 * plane),
+        (("dq", "dbias"), 0.0, 2 * plane),
+        (("dq", "dbias"), 3.0, 3 * plane),
+        (("dq", "dsinks", "dslopes"), 3.0, 2 * plane + 2 * row),
+    ):
+        plan = explain_on("h100", DENSE, need=need, softcap=softcap, **given)
+        assert plan.workspace_bytes == want
 
 
 def test_the_options_are_those_of_the_forward_call():

@@ -11,43 +11,10 @@
 #include "cuattn/kv_cache.h"
 #include "gpu.h"
 #include "test.h"
+#include "twin.h"
 
 namespace cuattn::test {
 namespace {
-
-// An array on the host and its copy on the device, with guard bands.
-class Twin {
- public:
-  Twin(DType dtype, std::initializer_list<int64_t> shape)
-      : guard_(settings().sanitize ? 0 : 512), host_(nullptr, dtype, shape), device_(host_) {
-    bytes_.assign(static_cast<size_t>(host_.size() * host_.dtype.bits / 8) + 2 * guard_, 0xff);
-    memory_ = std::make_unique<DeviceMemory>(bytes_.size());
-    host_.data = bytes_.data() + guard_;
-    device_.data = memory_->data() + guard_;
-    device_.device = {kDLCUDA, 0};
-  }
-
-  template <class T>
-  T* data() {
-    return static_cast<T*>(host_.data);
-  }
-  int64_t size() const { return host_.size(); }
-  const TensorView& on(bool gpu) const { return gpu ? device_ : host_; }
-  void upload() {
-    CUDA_OK(cudaMemcpy(memory_->data(), bytes_.data(), bytes_.size(), cudaMemcpyHostToDevice));
-  }
-  bool same() const {
-    std::vector<uint8_t> there(bytes_.size());
-    CUDA_OK(cudaMemcpy(there.data(), memory_->data(), there.size(), cudaMemcpyDeviceToHost));
-    return there == bytes_;
-  }
-
- private:
-  size_t guard_;
-  TensorView host_, device_;
-  std::vector<uint8_t> bytes_;
-  std::unique_ptr<DeviceMemory> memory_;
-};
 
 struct CacheCase {
   DType dtype;
@@ -70,15 +37,6 @@ Twin cache_of(const CacheCase& c, int64_t blocks, bool is_k) {
   if (c.layout == KvLayout::hnd) return Twin(dtype, {blocks, c.heads, kBlockSize, kDim});
   if (!is_k) return Twin(dtype, {blocks, c.heads, kDim, kBlockSize});
   return Twin(dtype, {blocks, c.heads, kDim / x, kBlockSize, x});
-}
-
-void fill_normal(Random& random, DType dtype, Twin& twin) {
-  for (int64_t i = 0; i < twin.size(); ++i) {
-    float value = random.normal();
-    if (dtype == DType::f32) twin.data<float>()[i] = value;
-    if (dtype == DType::f16) twin.data<uint16_t>()[i] = f16_bits(value);
-    if (dtype == DType::bf16) twin.data<uint16_t>()[i] = bf16_bits(value);
-  }
 }
 
 std::vector<int64_t> shuffled(Random& random, int64_t count) {
