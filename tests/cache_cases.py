@@ -164,3 +164,15 @@ def copied(cache, mapping):
     want = cache.copy()
     want[mapping[:, 1]] = cache[mapping[:, 0]]
     return want
+
+
+def shifted(arena, values, by):
+    """An array that is written, `by` elements behind a start on 16 bytes; and what lies before."""
+    whole = arena.output((values.size + by,), values.dtype, name="shifted", align=values.itemsize)
+    view = whole[by:].reshape(values.shape)
+    arena.device.write(view, values)
+    return view, whole[:by]
+
+
+def untouched(device, before):
+    return (bits(device.numpy(before)) == 0xFF).all()

@@ -18,6 +18,9 @@ import reference
 
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 CUDA_BACKENDS = ("auto", "sm90", "sm80", "simt")
+HEAD_DIMS = (32, 64, 80, 96, 112, 120, 128, 192, 256)
+HEADS = [(8, 2), (4, 4), (8, 1), (6, 2), (32, 8)]
+HALF = ("float16", "bfloat16")
 # What a table holds past the context: ids that exist, that do not, and the largest there are.
 JUNK = (0, -1, 2147480000, 2**31 - 1, -(2**31), -123456)
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dropout of the forward pass: against float64 with the bits of the rule, its mean, and that nothing
-but seed, offset and place decides; on CUDA the naive kernel has it, the others refuse it by name.
+"""Dropout of the forward pass: against float64 with the bits of the rule, its mean, and that
+nothing but seed, offset and place decides; on CUDA naive has it, the others refuse it by name.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 """The Hopper kernel where it differs from the others: split keys, heads of a group in one tile,
 tiles drawn by persistent CTAs, arrays seen through the TMA.
 
-What every backend owes is in test_prefill.py, test_properties.py, test_streams_graphs.py and
-test_limits.py, which run on sm90 too; what its plans look like is in test_plan.py.
+What every backend owes is in test_prefill.py, test_prefill_values.py, test_properties.py,
+test_streams_graphs.py and test_limits.py, which run on sm90 too; what its plans look like is in
+test_plan_sm90.py.
 """
 
 from __future__ import annotations

@@ -10,6 +10,8 @@
 
 namespace cuattn::test {
 
+constexpr int kPartition = 256;  // of V2: the smallest
+
 float e4m3_value(uint8_t bits);
 
 // A cache of NaN, and the offset of an element of it.

@@ -2,7 +2,7 @@
 // Every kernel instance that libcuattn lists, on random problems that only it can serve: against
 // the double-precision reference, with guard bands, unchanged inputs and bitwise repeats; the CPU
 // backend is held against the same reference. Next: test_cuda.cpp (sizes, streams, graphs),
-// test_device.cu (the primitives).
+// test_device_math.cu and test_device_tiles.cu (the primitives).
 #include <algorithm>
 #include <cctype>
 #include <cmath>

@@ -45,8 +45,11 @@ BACKWARD += ("cpu/backward*.cpp",)
 PAGED = ("instances/paged_*", "cuda/paged/*.cu", "src/paged/*.cpp", "src/abi/paged.cpp")
 PAGED += ("cpu/paged.cpp", "src/cache/checks.cpp")
 GATHER = ("cuda/cache/gather.cu", "src/cache/rows.cpp", "src/cache/checks.cpp", "cpu/cache.cpp")
-CORE_TESTS = ("test_device.cu", "test_cuda.cpp", "test_core.cpp", "test_errors.cpp")
-CORE_TESTS += ("test_cache.cpp", "test_merge.cpp", "test_paged.cpp", "test_struct_size.cpp")
+CORE_TESTS = ("test_device_math.cu", "test_device_tiles.cu", "test_cuda.cpp", "test_core.cpp")
+CORE_TESTS += ("test_errors.cpp", "test_cache_rows.cpp", "test_cache_blocks.cpp")
+CORE_TESTS += ("test_cache_errors.cpp", "test_merge.cpp", "test_paged.cpp", "test_struct_size.cpp")
+CORE_TESTS += ("faults.cu",)
+PAGED_TESTS = ("paged.cpp", "test_page_maps.cu")
 
 PARTS = {
     "forward-sm90": Part(
@@ -62,7 +65,7 @@ PARTS = {
         "`attention` by sm80, simt, tiled, naive and cublas",
         stages=NATIVE,
         objects=(*PORTABLE, "test_attention.cpp", "perf.cpp"),
-        python=("test_prefill.py", "test_properties.py"),
+        python=("test_prefill.py", "test_prefill_values.py", "test_properties.py"),
         calls=("forward-sm90",),
         cases="instance/",
         no_cases="/sm90/",
@@ -78,23 +81,28 @@ PARTS = {
     "over-pages": Part(
         "`attention_varlen` over pages",
         stages=(*NATIVE, "watchdog"),
-        objects=(*SM90, *PORTABLE, *PAGED, *GATHER, "test_paged_cuda.cpp", "test_page_maps.cu"),
-        python=("test_paged_prefill.py",),
+        objects=(*SM90, *PORTABLE, *PAGED, *GATHER, *PAGED_TESTS, "test_paged_cuda.cpp"),
+        python=("test_paged_prefill.py", "test_paged_prefill_errors.py"),
         calls=("core",),  # through PagedKVCache
         cases="cuda_prefill_over_pages_,page_maps",
     ),
     "paged": Part(
         "`paged_attention`, V1, V2, plans",
         stages=(*NATIVE, "watchdog"),
-        objects=(*PAGED, "test_p*_cuda.cpp", "test_page_maps.cu"),
-        python=("test_paged.py", "test_paged_errors.py"),
+        objects=(*PAGED, *PAGED_TESTS, "test_p*_cuda.cpp"),
+        python=(
+            "test_paged.py",
+            "test_paged_versions.py",
+            "test_paged_explain.py",
+            "test_paged_errors.py",
+        ),
         cases="cuda_paged_s,cuda_paged_versions_,decode_maps",
     ),
     "cache": Part(
         "cache writes, gathers, copies and swaps",
         stages=NATIVE,
         objects=(*GATHER, "cuda/cache/*.cu", "src/cache/blocks.cpp", "test_cache_cuda.cpp"),
-        python=("test_cache.py", "test_cache_cuda.py"),
+        python=("test_cache_rows.py", "test_cache_blocks.py", "test_cache_cuda.py"),
         cases="cuda_cache_,cuda_blocks_",
     ),
     "core": Part(
@@ -105,7 +113,6 @@ PARTS = {
             "cpu/merge.cpp",
             "src/cache/pool.cpp",
             "*block_pool.cpp",
-            "test_device.cu",
             *CORE_TESTS,
         ),
         reaches_all=True,
@@ -190,8 +197,9 @@ def python_tests(name: str, root: Path = ROOT) -> list[Path]:
     if PARTS[name].python:
         return [test for test in tests if matches(test.name, PARTS[name].python)]
     taken = [pattern for part in PARTS.values() for pattern in part.python]
-    # The stage cpp runs what test_cpp.py builds; test_record.py judges what the run is writing.
-    taken += ["test_cpp.py", "test_record.py"]
+    # The stage cpp runs what test_cpp.py builds; test_record.py judges what the run is writing,
+    # and test_run_sh.py the run.
+    taken += ["test_cpp.py", "test_record.py", "test_run_sh.py"]
     return [test for test in tests if not matches(test.name, taken)]
 
 

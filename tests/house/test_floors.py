@@ -197,8 +197,3 @@ def test_generated_header_is_what_its_program_writes():
     program = runpy.run_path(str(ROOT / "cmake/generate_wgmma.py"))
     assert program["TARGET"] == ROOT / "include/cuattn/device/wgmma_sm90.cuh"
     assert program["TARGET"].read_text() == program["header"](), "run cmake/generate_wgmma.py"
-
-
-def test_no_source_is_longer_than_800_lines():
-    lengths = {p: len((ROOT / p).read_text().splitlines()) for p in [*SOURCES, *MODULES]}
-    assert not {path: lines for path, lines in lengths.items() if lines > 800}

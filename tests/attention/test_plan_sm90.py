@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How sm90 cuts its work: tiles, splits and draws on GPUs that are not here."""
+
+from __future__ import annotations
+
+import pytest
+
+import cuattn
+from made_up_gpus import cut, explain
+
+
+def test_heads_of_a_group_share_tiles_that_would_stay_empty():
+    def packed(seqlen_q, heads, kv_heads, head_dim=128, **options):
+        shape, kv = (1, seqlen_q, heads, head_dim), (1, 4096, kv_heads, head_dim)
+        return explain("H100", shape=shape, kv=kv, **options).packed_heads
+
+    assert packed(1, 32, 8) == 4
+    assert packed(1, 64, 1) == 64
+    assert packed(5, 16, 2) == 8
+    assert packed(1, 8, 8) == 1  # no group
+    assert packed(4096, 32, 8) == 1  # its tiles are full
+    rows = explain("H100", shape=(1, 1, 8, 128)).tile_m
+    assert rows % 5 != 0  # rows of a group of five do not end with the tile
+    assert packed(1, 5, 1) == 1
+    assert packed(1, 2 * rows, 1) == 1
+    # ALiBi and bias differ between the heads of a group.
+    assert packed(1, 32, 8, alibi_slopes=(32,)) == 1
+
+
+def test_keys_that_lie_together_have_one_tile_at_128_columns():
+    """Longer ones, for long rows, gained nothing any more; over pages they do."""
+    tiles = {
+        explain("H100", shape=(2, seqlen, 16, 128), **options).tile_n
+        for seqlen in (128, 512, 2048, 4096, 16384)
+        for options in ({}, {"causal": True}, {"batch_invariant": True}, {"softcap": 30.0})
+    }
+    assert tiles == {128}
+
+
+def test_short_causal_rows_of_64_columns_take_smaller_tiles():
+    def tile_m(seqlen, **options):
+        return explain("H100", shape=(2, seqlen, 16, 64), **options).tile_m
+
+    assert [tile_m(n, causal=True) for n in (128, 512, 2048, 4096)] == [128, 128, 128, 192]
+    assert tile_m(512) == tile_m(512, causal=True, batch_invariant=True) == 192
+
+
+def test_keys_are_split_where_tiles_do_not_fill_the_gpu():
+    def splits(batch=1, seqlen_q=1, seqlen_kv=16384, heads=8, gpu="H100", **options):
+        shape, kv = (batch, seqlen_q, heads, 128), (batch, seqlen_kv, heads, 128)
+        plan = explain(gpu, shape=shape, kv=kv, **options)
+        assert 1 <= plan.num_splits <= max(1, -(-seqlen_kv // plan.tile_n) // 2)
+        if plan.num_splits > 1:  # out and lse of each part
+            rows = plan.num_splits * batch * heads * seqlen_q
+            assert plan.workspace_bytes == 4 * rows * (128 + 1)
+        return plan.num_splits
+
+    assert splits() * 8 > 100  # 132 multiprocessors
+    assert splits(heads=1) > 32
+    assert splits(seqlen_kv=130) == 1
+    assert splits(seqlen_kv=0) == 1
+    assert splits(seqlen_q=0) == 1
+    assert splits(batch=64) == 1
+    assert splits(seqlen_q=4096) == 1
+    assert splits(batch_invariant=True) == 1
+    for seqlen_kv in range(1, 3000, 77):
+        for batch in range(1, 20):
+            splits(batch, seqlen_kv=seqlen_kv)
+            splits(batch, seqlen_q=batch, seqlen_kv=seqlen_kv, causal=True)
+
+
+def test_a_forced_number_of_splits_is_taken_up_to_one_tile_a_part():
+    kv = (1, 1000, 8, 128)
+    tiles = -(-1000 // explain("H100", shape=(1, 70, 8, 128), kv=kv).tile_n)
+    for asked in (*range(1, tiles + 2), 2**31 - 1):
+        plan = explain("H100", shape=(1, 70, 8, 128), kv=kv, num_splits=asked)
+        assert plan.num_splits == min(asked, tiles)
+        invariant = explain(
+            "H100", shape=(1, 70, 8, 128), kv=kv, num_splits=asked, batch_invariant=True
+        )
+        assert cut(invariant) == cut(plan)
+
+
+@pytest.mark.parametrize("asked", [1, 2, 5, 128, 2**31 - 1])
+def test_a_kernel_that_splits_no_keys_takes_the_wish_and_says_so(asked):
+    calls = [
+        *(("H100", dict(backend=name)) for name in ("sm80", "tiled", "naive", "cublas")),
+        ("H100", dict(dtype="float32")),
+        ("A100", {}),
+        ("B200", {}),
+    ]
+    for gpu, options in calls:
+        plain = explain(gpu, **options)
+        wished = explain(gpu, num_splits=asked, **options)
+        assert wished.num_splits == 1
+        assert cut(wished) == cut(plain)
+        assert (wished.kernel, wished.workspace_bytes) == (plain.kernel, plain.workspace_bytes)
+
+
+def test_as_many_splits_over_pages_as_can_be_counted():
+    shapes = [(2**20, 32, 8), *[(9, 16, 32, 8)] * 2, (2**20, 2**16), (2**20,)]
+    plan = cuattn.explain("paged_attention", *shapes, device="h100", num_splits=2**10)
+    assert plan.num_splits == (2**31 - 1) // 2**25
+
+
+def test_batch_invariant_cuts_a_sequence_the_same_way_in_every_batch():
+    for causal in (False, True):
+        for batch in (1, 2, 7, 64, 3000):
+            options = dict(causal=causal, batch_invariant=True)
+            shapes = dict(shape=(batch, 17, 16, 128), kv=(batch, 9000, 2, 128))
+            one = dict(shape=(1, 17, 16, 128), kv=(1, 9000, 2, 128))
+            assert cut(explain("H100", **shapes, **options)) == cut(
+                explain("H100", **one, **options)
+            )
+    assert explain("H100", **one).num_splits > 1  # which the option forbids
+
+
+def test_tiles_of_unlike_weight_are_drawn():
+    many = (8, 4096, 16, 128)
+    fixed, drawn = explain("H100", shape=many), explain("H100", shape=many, causal=True)
+    assert (fixed.schedule, fixed.workspace_bytes) == ("persistent CTAs, fixed order", 0)
+    assert drawn.schedule == "persistent CTAs, tiles drawn"
+    assert 4 <= drawn.workspace_bytes <= 256  # the counter
+    few = explain("H100", shape=(1, 512, 4, 128), causal=True)
+    assert few.schedule == "persistent CTAs, fixed order"
+    assert explain("A100", shape=many, causal=True).schedule == "one CTA per tile"
+    assert explain("H100", shape=many, backend="naive").schedule == "one kernel after another"
+    assert cuattn.explain("attention", *[many] * 3, device="cpu").schedule == "threads of the pool"
+    ragged = cuattn.explain(
+        "attention_varlen", *[(9000, 16, 64)] * 3, (65,), (65,), 900, 900, device="h100"
+    )
+    assert ragged.schedule == "persistent CTAs, tiles drawn"
