@@ -29,7 +29,7 @@ void backward(const BackwardParams& params, const BackwardSchedule& schedule, co
   cudaStream_t cuda_stream = static_cast<cudaStream_t>(stream);
   switch (plan.kernel) {
     case Kernel::naive: return launch_naive_backward(params, schedule.workspace, cuda_stream);
-    default: CUATTN_ASSERT(false, "backward: kernel ", kernel_name(plan.kernel));
+    default: return launch_instance<Op::attention_backward>({params, schedule}, plan, cuda_stream);
   }
 }
 

@@ -5,6 +5,7 @@
 // planes are dq, dk and dv. Serves every option and dtype of the library. Every sum has one thread
 // or warp and a fixed order: no atomics, the same bits in every run. Next: row_gradients.cuh.
 #include "cuda/attention/products.cuh"
+#include "cuda/backward/clear.cuh"
 #include "cuda/backward/row_gradients.cuh"
 #include "cuda/host/launchers.h"
 
@@ -13,16 +14,8 @@ namespace {
 
 using namespace products;
 
-// A result of keys: dk or dv.
-struct KeyRows {
-  void* data;
-  Strides strides;
-  DType dtype;  // of q, or f32
-  int32_t dim;
-};
-
 template <class T>
-__device__ void store_row_part(const KeyRows& to, int64_t at, const T* values, int count) {
+__device__ void store_row_part(const GradientRows& to, int64_t at, const T* values, int count) {
   T* row = static_cast<T*>(to.data) + at;
   for (int i = 0; i < count; ++i) row[i] = values[i];
 }
@@ -33,7 +26,7 @@ template <DType kType>
 __global__ void __launch_bounds__(kThreads, kResident)
     sums_over_rows(const __grid_constant__ AttentionParams p, const float* plane,
                    const __grid_constant__ Rows rows, float factor,
-                   const __grid_constant__ KeyRows result) {
+                   const __grid_constant__ GradientRows result) {
   using T = Element<kType>;
   constexpr int kSize = Chunk<T>::kSize;
   const auto [b, head_kv, key, chunk] =
@@ -69,32 +62,9 @@ __global__ void __launch_bounds__(kThreads, kResident)
   store_row_part(result, to, rounded, kSize);
 }
 
-// Zeroes the rows of a ragged array that belong to no sequence. A block has one row.
-__global__ void __launch_bounds__(kThreads)
-    clear_rows_of_none(const int32_t* cu_seqlens, int32_t batch, int32_t heads,
-                       const __grid_constant__ KeyRows result, int32_t row_chunks) {
-  int64_t row = blockIdx.x;
-  if (row < cu_seqlens[batch]) return;
-  int32_t item_bytes = result.dtype == DType::f32 ? 4 : 2;
-  for (int32_t at = threadIdx.x; at < heads * row_chunks; at += kThreads) {
-    int64_t element = row * result.strides.seq + at / row_chunks * result.strides.head;
-    char* to = static_cast<char*>(result.data) + element * item_bytes + at % row_chunks * 16;
-    *reinterpret_cast<uint4*>(to) = uint4{};
-  }
-}
-
-void launch_clear(const int32_t* cu_seqlens, int32_t batch, int64_t total, int32_t heads,
-                  const KeyRows& result, cudaStream_t stream) {
-  if (cu_seqlens == nullptr || result.data == nullptr || total * heads == 0) return;
-  int32_t row_chunks = result.dim * (result.dtype == DType::f32 ? 4 : 2) / 16;
-  clear_rows_of_none<<<grid_blocks(total, "naive"), kThreads, 0, stream>>>(cu_seqlens, batch, heads,
-                                                                           result, row_chunks);
-  CUATTN_CUDA_TRY(cudaGetLastError());
-}
-
 template <DType kType>
 void launch_sums_over_rows(const AttentionParams& p, const float* plane, const Rows& rows,
-                           float factor, const KeyRows& result, cudaStream_t stream) {
+                           float factor, const GradientRows& result, cudaStream_t stream) {
   int64_t blocks = row_blocks<Element<kType>>(p.batch, p.num_heads_kv, p.seqlen_kv, result.dim);
   if (blocks == 0) return;
   sums_over_rows<kType>
@@ -121,8 +91,8 @@ void launch_all(const BackwardParams& p, float* memory, cudaStream_t stream) {
     launch_clear(f.cu_seqlens_q, f.batch, f.total_q, f.num_heads_q,
                  {p.dq, p.dq_strides, f.dtype, f.head_dim}, stream);
   }
-  KeyRows dk{p.dk, p.dk_strides, p.dk_dtype, f.head_dim};
-  KeyRows dv{p.dv, p.dv_strides, p.dv_dtype, f.head_dim_v};
+  GradientRows dk{p.dk, p.dk_strides, p.dk_dtype, f.head_dim};
+  GradientRows dv{p.dv, p.dv_strides, p.dv_dtype, f.head_dim_v};
   if (p.dk != nullptr) launch_sums_over_rows<kType>(f, arrays.dx, q, f.scores.scale, dk, stream);
   if (p.dv != nullptr) launch_sums_over_rows<kType>(f, arrays.weights, dout, 1.0f, dv, stream);
   launch_clear(f.cu_seqlens_kv, f.batch, f.total_kv, f.num_heads_kv, dk, stream);

@@ -18,6 +18,10 @@ struct OpParams<Op::attention> {
   using Type = AttentionLaunch;
 };
 template <>
+struct OpParams<Op::attention_backward> {
+  using Type = BackwardLaunch;
+};
+template <>
 struct OpParams<Op::paged_attention> {
   using Type = PagedParams;
 };

@@ -105,7 +105,8 @@ Plan select_attention(const AttentionRequest& request, const DeviceInfo& device,
 // refusals. backend: "auto", "cpu", "naive", "simt", "sm80", "sm90".
 Plan select_backward(const char* function, const BackwardParams& params, bool batch_invariant,
                      const DeviceInfo& device, const char* backend);
-std::string explain_backward(const Plan& plan, const DeviceInfo& device);
+std::string explain_backward(const Plan& plan, const BackwardParams& params,
+                             const DeviceInfo& device);
 
 // The whole ladder as text: each rung with its verdict, then the plan.
 std::string explain_attention(const AttentionRequest& request, const DeviceInfo& device,

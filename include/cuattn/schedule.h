@@ -3,7 +3,7 @@
 // kernel receives it. Next: src/attention/plan.cpp, which fills it.
 #pragma once
 
-#include "cuattn/params/attention.h"
+#include "cuattn/params/backward.h"
 #include "cuattn/tiles.h"
 
 namespace cuattn {
@@ -21,6 +21,11 @@ struct AttentionSchedule {
 struct AttentionLaunch {
   const AttentionParams& params;
   const AttentionSchedule& schedule;
+};
+
+struct BackwardLaunch {
+  const BackwardParams& params;
+  const BackwardSchedule& schedule;
 };
 
 }  // namespace cuattn

@@ -39,6 +39,32 @@ constexpr Tile sm80_tile(HeadDims d, ScoreKind score) {
   return {64, 64, 1, 4};                    // 192: 24 + 48 = 72 KB; 256: 32 + 64 = 96 KB
 }
 
+// The backward passes, 64 rows of a CTA in both. Queries: m rows of Q and dO stay, n keys come. Keys:
+// n keys stay, m rows of Q and dO come, each with 8 bytes of lse and Delta.
+constexpr int32_t sm80_queries_smem_bytes(HeadDims d, Tile tile) {
+  return 2 * (tile.m + tile.stages * tile.n) * (d.qk + d.v);
+}
+constexpr int32_t sm80_keys_smem_bytes(HeadDims d, Tile tile) {
+  return 2 * (tile.n + tile.stages * tile.m) * (d.qk + d.v) + tile.stages * tile.m * 8;
+}
+
+constexpr Tile sm80_queries_tile(HeadDims d, ScoreKind score) {
+  if (score == ScoreKind::scored && d.qk > 64) return {64, 32, d.qk <= 192 ? 2 : 1, 4};
+  if (d.qk <= 128) return {64, 64, 2, 4};  // 64: 16 + 2 * 16 = 48 KB; 128: 32 + 2 * 32 = 96 KB
+  if (d.qk <= 192) return {64, 32, 2, 4};  // 48 + 2 * 24 = 96 KB
+  return {64, 32, 1, 4};                   // 64 + 32 = 96 KB
+}
+
+// Whether the registers hold dK or dV alone, so that a tile takes two CTAs.
+constexpr bool sm80_keys_makes_one(HeadDims d) { return d.qk > 128; }
+
+constexpr Tile sm80_keys_tile(HeadDims d, ScoreKind score) {
+  if (score == ScoreKind::scored && d.qk > 64) return {32, 64, d.qk <= 192 ? 2 : 1, 4};
+  if (d.qk <= 64) return {64, 64, 2, 4};   // 16 + 2 * 16 = 48 KB
+  if (d.qk <= 192) return {32, 64, 2, 4};  // 128: 32 + 2 * 16 = 64 KB; 192: 48 + 2 * 24 = 96 KB
+  return {32, 64, 1, 4};                   // 64 + 32 = 96 KB
+}
+
 // Whether a bias of 16-bit elements has room there, and its code among the registers.
 constexpr bool sm90_stages_bias(HeadDims d, ScoreKind score) {
   return score == ScoreKind::scored && d.qk <= 128;

@@ -6,6 +6,7 @@
 #include <iterator>
 
 #include "cuattn/error.h"
+#include "cuattn/instances.h"
 #include "cuattn/plan.h"
 #include "src/check/arrays.h"
 #include "src/check/ladder.h"
@@ -28,12 +29,37 @@ constexpr Rung kLadder[] = {
     {Kernel::naive, true, true, "plain kernels, probabilities in memory; every type and option"},
 };
 
+// The number of the compiled kernels that would run the call.
+int32_t sm80_instance(const AttentionParams& f) {
+  // Of the scored kernels the window serves every mask.
+  MaskKind mask = f.scores.scored() ? MaskKind::window : f.mask.kind();
+  return find_instance(Op::attention_backward, Kernel::sm80, f.dtype, {f.head_dim, f.head_dim_v},
+                       mask, f.scores.kind);
+}
+
+const char* sm80_refusal(const BackwardParams& p, const DeviceInfo& device) {
+  const AttentionParams& f = p.forward;
+  if (f.dtype == DType::f32) return "it takes float16 and bfloat16, not float32";
+  if (f.dropout.is_on()) return "it has no dropout yet, which naive has";
+  if (p.needs(kNeedDbias | kNeedDsinks | kNeedDslopes))
+    return "it makes dq, dk and dv; naive makes dbias, dsinks and dslopes, too";
+  int32_t instance = sm80_instance(f);
+  if (instance == kNoInstance) return "it is not compiled for this dtype, head_dim, mask and scores";
+  HeadDims d = instance_at(instance).dims;
+  int32_t bytes = std::max(sm80_queries_smem_bytes(d, sm80_queries_tile(d, f.scores.kind)),
+                           sm80_keys_smem_bytes(d, sm80_keys_tile(d, f.scores.kind)));
+  return bytes <= device.smem_per_block_optin
+             ? nullptr
+             : "its tile needs more shared memory than a block gets here";
+}
+
 // nullptr where the rung can differentiate the call, else why not.
-const char* refusal(Kernel kernel) {
+const char* refusal(Kernel kernel, const BackwardParams& p, const DeviceInfo& device) {
   switch (kernel) {
     case Kernel::cpu:
     case Kernel::cpu_naive:
     case Kernel::naive: return nullptr;
+    case Kernel::sm80: return sm80_refusal(p, device);
     default: return "its backward pass is not written yet";
   }
 }
@@ -70,6 +96,8 @@ size_t workspace_bytes(const char* function, const Plan& plan, const BackwardPar
                              std::max(f.seqlen_kv, 1)});
     return checked_bytes(function, {sizeof(float), planes_of(p).total});
   }
+  if (plan.kernel == Kernel::sm80)  // lse and Delta of each row
+    return checked_bytes(function, {2 * sizeof(float), f.total_q, f.num_heads_q});
   checked_bytes(function, {sizeof(float), plan.num_chunks, f.total_q, f.num_heads_q, f.head_dim});
   const int64_t* extents = p.dbias.extents;
   if (p.needs(kNeedDbias)) {
@@ -80,15 +108,16 @@ size_t workspace_bytes(const char* function, const Plan& plan, const BackwardPar
 }
 
 // The fastest rung that serves the call.
-const Rung& best_rung(const DeviceInfo& device) {
+const Rung& best_rung(const BackwardParams& p, const DeviceInfo& device) {
   auto serves = [&](const Rung& rung) {
-    return rung.automatic && rung.on_cuda == device.is_cuda && refusal(rung.kernel) == nullptr;
+    return rung.automatic && rung.on_cuda == device.is_cuda && refusal(rung.kernel, p, device) == nullptr;
   };
   return *std::find_if(std::begin(kLadder), std::end(kLadder), serves);
 }
 
 // The rung that `backend` names; "naive" exists on both sides.
-const Rung& named_rung(const char* function, const char* backend, const DeviceInfo& device) {
+const Rung& named_rung(const char* function, const char* backend, const BackwardParams& p,
+                       const DeviceInfo& device) {
   const Rung* found = nullptr;
   for (const Rung& rung : kLadder) {
     if (std::strcmp(backend, kernel_name(rung.kernel)) != 0) continue;
@@ -98,8 +127,8 @@ const Rung& named_rung(const char* function, const char* backend, const DeviceIn
                  ": backend must be 'auto', 'naive', 'simt', 'sm80', 'sm90' or 'cpu', got '",
                  backend, "'; use 'auto' for the fastest that serves the call");
   const char* why = wrong_side(found->on_cuda, device.is_cuda);
-  if (why == nullptr) why = refusal(found->kernel);
-  if (why != nullptr) refuse_backend(function, backend, why, best_rung(device).kernel);
+  if (why == nullptr) why = refusal(found->kernel, p, device);
+  if (why != nullptr) refuse_backend(function, backend, why, best_rung(p, device).kernel);
   return *found;
 }
 
@@ -108,7 +137,7 @@ const Rung& named_rung(const char* function, const char* backend, const DeviceIn
 Plan select_backward(const char* function, const BackwardParams& p, bool batch_invariant,
                      const DeviceInfo& device, const char* backend) {
   require_supported(function, device);
-  const Rung& rung = is_auto(backend) ? best_rung(device) : named_rung(function, backend, device);
+  const Rung& rung = is_auto(backend) ? best_rung(p, device) : named_rung(function, backend, p, device);
   const AttentionParams& f = p.forward;
   Plan plan{};
   plan.kernel = rung.kernel;
@@ -116,18 +145,25 @@ Plan select_backward(const char* function, const BackwardParams& p, bool batch_i
   plan.num_splits = plan.packed_heads = 1;
   plan.head_dim = f.head_dim;
   plan.head_dim_v = f.head_dim_v;
+  if (plan.kernel == Kernel::sm80) {
+    plan.instance = sm80_instance(f);
+    HeadDims d = instance_at(plan.instance).dims;
+    plan.head_dim = d.qk;
+    plan.head_dim_v = d.v;
+    plan.tile = sm80_queries_tile(d, f.scores.kind);
+  }
   if (!rung.on_cuda) cut_keys(plan, p, batch_invariant);
   plan.workspace_bytes = workspace_bytes(function, plan, p);
   return plan;
 }
 
-std::string explain_backward(const Plan& plan, const DeviceInfo& device) {
+std::string explain_backward(const Plan& plan, const BackwardParams& p, const DeviceInfo& device) {
   std::string text;
   for (const Rung& rung : kLadder) {
     if (rung.on_cuda != device.is_cuda) continue;
     bool chosen = rung.kernel == plan.kernel, cut = rung.kernel == Kernel::cpu;
     text +=
-        rung_line(rung.kernel, chosen, refusal(rung.kernel),
+        rung_line(rung.kernel, chosen, refusal(rung.kernel, p, device),
                   rung.automatic ? "can: " : "by name only: ", rung.merit,
                   chosen && cut ? concat("; keys in ", plan.num_chunks, " parts") : std::string());
   }

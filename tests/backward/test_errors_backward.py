@@ -214,28 +214,59 @@ def explain_on(device, op, **options):
     return cuattn.explain(op, *shapes, device=device, **options)
 
 
+SERVED_BY_NAIVE = {  # what sm80 refuses, and why
+    "it takes float16 and bfloat16, not float32": {"dtype": "float32"},
+    "it has no dropout yet, which naive has": {"dropout_p": 0.1},
+    "it makes dq, dk and dv; naive makes dbias, dsinks and dslopes, too": {
+        "sinks": (4,),
+        "need": ("dq", "dsinks"),
+    },
+}
+
+
 @pytest.mark.parametrize("op", [DENSE, RAGGED])
 @pytest.mark.parametrize("device", ["a100", "h100"])
-@pytest.mark.parametrize("backend", ["auto", "naive"])
-def test_cuda_goes_by_naive(op, device, backend):
-    plan = explain_on(device, op, backend=backend)
-    assert plan.kernel == "naive"
+@pytest.mark.parametrize("backend", ["auto", "sm80", "naive"])
+def test_cuda_goes_by_sm80(op, device, backend):
+    plan = explain_on(device, op, backend=backend, dtype="bfloat16")
+    assert plan.kernel == ("naive" if backend == "naive" else "sm80")
     lines = plan.ladder.splitlines()
     assert [line[2:].split(":")[0] for line in lines] == ["sm90", "sm80", "simt", "naive"]
-    assert lines[-1].startswith("* naive: runs: plain kernels")
-    assert all("cannot: its backward pass is not written yet" in line for line in lines[:-1])
+    assert sum(line.startswith("* ") for line in lines) == 1
+    for line in (lines[0], lines[2]):
+        assert "cannot: its backward pass is not written yet" in line
 
 
-@pytest.mark.parametrize("backend", ["sm90", "sm80", "simt"])
+@pytest.mark.parametrize("why", SERVED_BY_NAIVE)
+def test_naive_takes_what_sm80_refuses(why):
+    options = {"dtype": "bfloat16", **SERVED_BY_NAIVE[why]}
+    plan = explain_on("a100", DENSE, **options)
+    assert plan.kernel == "naive"
+    assert f"sm80: cannot: {why}" in plan.ladder
+    with pytest.raises(NotImplementedError) as raised:
+        explain_on("a100", DENSE, **options, backend="sm80")
+    assert str(raised.value) == (
+        f"{DENSE}: backend 'sm80' cannot run this call: {why}; use backend='naive' or 'auto'"
+    )
+
+
+@pytest.mark.parametrize("backend", ["sm90", "simt"])
 def test_what_has_no_backward_pass_refuses_by_name(backend):
     with pytest.raises(NotImplementedError) as raised:
-        explain_on("h100", DENSE, backend=backend)
+        explain_on("h100", DENSE, backend=backend, dtype="bfloat16")
     assert str(raised.value) == (
         f"{DENSE}: backend '{backend}' cannot run this call: its backward pass is not written yet; "
-        "use backend='naive' or 'auto'"
+        "use backend='sm80' or 'auto'"
     )
     with pytest.raises(NotImplementedError, match="it runs on CPU arrays, these are on a CUDA"):
         explain_on("h100", DENSE, backend="cpu")
+
+
+def test_the_workspace_of_sm80():
+    """Two numbers a row."""
+    b, rows, heads = 2, 5, 4  # of arrays_of
+    plan = explain_on("a100", DENSE, dtype="float16")
+    assert (plan.kernel, plan.workspace_bytes) == ("sm80", 8 * b * rows * heads)
 
 
 def test_the_workspace_of_naive_on_cuda():
@@ -251,7 +282,7 @@ def test_the_workspace_of_naive_on_cuda():
         (("dq", "dbias"), 3.0, 3 * plane),
         (("dq", "dsinks", "dslopes"), 3.0, 2 * plane + 2 * row),
     ):
-        plan = explain_on("h100", DENSE, need=need, softcap=softcap, **given)
+        plan = explain_on("h100", DENSE, need=need, softcap=softcap, backend="naive", **given)
         assert plan.workspace_bytes == want
 
 

@@ -36,6 +36,23 @@ CUATTN_HOST_DEVICE TileRange tile_range(int32_t window_left, int32_t window_righ
   return range;
 }
 
+// The other way round: tiles of kTileM queries that see the keys [key_begin, key_end).
+template <int kTileM>
+CUATTN_HOST_DEVICE TileRange query_tile_range(int32_t window_left, int32_t window_right,
+                                              int32_t key_begin, int32_t key_end, int32_t queries,
+                                              int32_t keys) {
+  if (key_end <= key_begin || queries <= 0) return {0, 0, 0, 0};
+  KeyRange first = visible_queries(window_left, window_right, key_begin, queries, keys);
+  KeyRange last = visible_queries(window_left, window_right, key_end - 1, queries, keys);
+  if (last.end <= first.begin) return {0, 0, 0, 0};
+  TileRange range;
+  range.begin = first.begin / kTileM;
+  range.end = (last.end - 1) / kTileM + 1;
+  range.full_begin = (last.begin + kTileM - 1) / kTileM;
+  range.full_end = first.end / kTileM;
+  return range;
+}
+
 // Scores from dot products. A result times `to_log2` is an exponent in base 2: identity leaves the
 // scale to that one multiplication, scored returns natural units.
 template <DType kType, ScoreKind kScore>

@@ -51,6 +51,18 @@ CUATTN_HOST_DEVICE KeyRange visible_keys(int32_t window_left, int32_t window_rig
   return {static_cast<int32_t>(begin), static_cast<int32_t>(end)};
 }
 
+// The other way round: the rows [begin, end) within [0, queries) that see a key.
+CUATTN_HOST_DEVICE KeyRange visible_queries(int32_t window_left, int32_t window_right, int32_t key,
+                                            int32_t queries, int32_t keys) {
+  int64_t diagonal = static_cast<int64_t>(key) + queries - keys;
+  int64_t begin = 0, end = queries;
+  if (window_right >= 0 && diagonal - window_right > begin) begin = diagonal - window_right;
+  if (window_left >= 0 && diagonal + window_left + 1 < end) end = diagonal + window_left + 1;
+  if (begin > queries) begin = queries;
+  if (end < begin) end = begin;
+  return {static_cast<int32_t>(begin), static_cast<int32_t>(end)};
+}
+
 // Keys around the diagonal that a query sees: `left` before it, `right` after it, kUnlimited = no
 // limit. Causal is right = 0.
 struct MaskParams {

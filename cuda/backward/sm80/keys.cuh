@@ -1,0 +1,257 @@
+// SPDX-License-Identifier: Apache-2.0
+// The keys pass of the backward kernels on mma.sync (sm_80 and later): dK and dV. A CTA owns 64
+// keys of one KV head, a warp 16 of them, and walks the query tiles of the G query heads that share
+// them, head after head. Scores are transposed: rows are keys, columns queries, so dK and dV stay
+// in registers and every sum has a fixed order. Where both do not fit (head_dim from 192 on), a CTA
+// makes one of them. Before: queries.cuh, which wrote lse and Delta of the rows.
+//
+//   K, V stay |  Q0 dO0  ->  Q1 dO1  ->  ..  of head 0  ->  Q0 dO0  ->  ..  of head G - 1
+//             |  S^T = K Q^T   P^T = exp(S^T - lse)             dV += P^T dO
+//             |  dP^T = V dO^T   dx^T = P^T (dP^T - Delta)      dK += dx^T Q
+//   The copies run as in queries.cuh; lse and Delta of a tile come with its Q.
+#pragma once
+
+#include "cuda/backward/sm80/products.cuh"
+
+namespace cuattn::backward {
+
+template <DType kType, int kHeadDim, int kHeadDimV, MaskKind kMask, ScoreKind kScore>
+struct KeysPass {
+  // 1. Types and sizes
+  static constexpr HeadDims kDims = {kHeadDim, kHeadDimV};
+  static constexpr Tile kTile = sm80_keys_tile(kDims, kScore);  // n keys stay, m queries come
+  static constexpr int kSmemBytes = sm80_keys_smem_bytes(kDims, kTile);
+  static constexpr int kCtasPerSm = 2;  // 128 threads leave 255 registers each
+  static constexpr bool kMakesOne = sm80_keys_makes_one(kDims);
+  static constexpr int kRowBlocks = kTile.m / 8;
+  static constexpr int kQkBytes = kHeadDim * 2, kVBytes = kHeadDimV * 2;  // of one row
+  static_assert(kTile.n == kTileRows && kTile.m % 16 == 0, "tiles are made of m16n8k16");
+
+  // 2. Shared storage, in address order: K, V, Q (stage), dO (stage), swizzled; RowState (stage).
+  struct Shared {
+    uint32_t k, v, q, dout, rows;
+    const RowState* row_states;
+    __device__ explicit Shared(const char* base)
+        : k(device::smem_address(base)),
+          v(k + kTile.n * kQkBytes),
+          q(v + kTile.n * kVBytes),
+          dout(q + kTile.stages * kTile.m * kQkBytes),
+          rows(dout + kTile.stages * kTile.m * kVBytes),
+          row_states(reinterpret_cast<const RowState*>(base + (rows - k))) {}
+    __device__ uint32_t q_stage(int stage) const { return q + stage * kTile.m * kQkBytes; }
+    __device__ uint32_t dout_stage(int stage) const { return dout + stage * kTile.m * kVBytes; }
+  };
+
+  // 3. What a CTA works on
+  struct Work {
+    int32_t batch, kv_head, key0;
+    Span queries, keys;
+    device::TileRange range;  // of queries
+  };
+
+  static __device__ Work find_work(const AttentionParams& f, uint32_t item, int32_t tiles) {
+    int32_t pair = item / tiles;
+    Work work{pair / f.num_heads_kv, pair % f.num_heads_kv,
+              static_cast<int32_t>(item % tiles) * kTile.n, {}, {}, {}};
+    work.queries = query_span(f, work.batch);
+    work.keys = key_span(f, work.batch);
+    work.range = device::query_tile_range<kTile.m>(
+        kMask == MaskKind::window ? f.mask.left : static_cast<int32_t>(kUnlimited),
+        kMask == MaskKind::none ? static_cast<int32_t>(kUnlimited) : f.mask.right, work.key0,
+        min(work.key0 + kTile.n, work.keys.used), work.queries.used, work.keys.used);
+    return work;
+  }
+
+  // Key (within the sequence) of this lane's register pair `half`.
+  static __device__ __forceinline__ int32_t lane_key(const Work& work, int half) {
+    return work.key0 + threadIdx.x / 32 * 16 + half * 8 + threadIdx.x % 32 / 4;
+  }
+
+  // Brings a tile of Q and dO of `head`, with what the queries pass left of its rows.
+  static __device__ __forceinline__ void load(const BackwardParams& p, const RowState* rows,
+                                              const Work& work, const Shared& shared, int32_t head,
+                                              int32_t row0, int stage) {
+    const AttentionParams& f = p.forward;
+    auto base = [&](const void* data, const Strides& s) {
+      return static_cast<const char*>(data) +
+             2 * (work.batch * s.batch + head * s.head + work.queries.start * s.seq);
+    };
+    device::load_tile<kThreads, kTile.m, kHeadDim>(shared.q_stage(stage), base(f.q, f.q_strides),
+                                                   2 * f.q_strides.seq, row0, work.queries.used,
+                                                   f.head_dim);
+    device::load_tile<kThreads, kTile.m, kHeadDimV>(
+        shared.dout_stage(stage), base(p.dout, p.dout_strides), 2 * p.dout_strides.seq, row0,
+        work.queries.used, f.head_dim_v);
+    int32_t row = row0 + threadIdx.x;
+    uint32_t to = shared.rows + (stage * kTile.m + threadIdx.x) * sizeof(RowState);
+    if (threadIdx.x < kTile.m) {
+      if (row < work.queries.used) {
+        const RowState* from = rows + row_index(f, work.batch, head, work.queries.start + row);
+        device::cp_async8(to, from, true);
+      } else {  // takes no part
+        device::store_shared(to, __float_as_uint(positive_infinity()));
+        device::store_shared(to + 4, 0);
+      }
+    }
+    device::cp_async_commit();
+  }
+
+  // 4. A tile: S^T and dP^T become P^T and dx^T.
+  template <bool kMasked>
+  static __device__ __forceinline__ void weigh_tile(Fragment<kRowBlocks>& scores,
+                                                    Fragment<kRowBlocks>& dout_v,
+                                                    const RowState* states,
+                                                    const AttentionParams& f, const Work& work,
+                                                    const device::ScoreMod<kType, kScore>& mod,
+                                                    int32_t row0) {
+    KeyRange seeing[2];
+    if constexpr (kMasked) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        seeing[half] = visible_queries(
+            kMask == MaskKind::window ? f.mask.left : static_cast<int32_t>(kUnlimited),
+            kMask == MaskKind::none ? static_cast<int32_t>(kUnlimited) : f.mask.right,
+            lane_key(work, half), work.queries.used, work.keys.used);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < kRowBlocks; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        int32_t column = n * 8 + 2 * (threadIdx.x % 4) + i, row = row0 + column;
+        RowState state = states[column];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          bool seen = !kMasked || (row >= seeing[half].begin && row < seeing[half].end);
+          // Clamped: no load leaves the bias.
+          weigh<kType, kScore>(scores[n][2 * half + i], dout_v[n][2 * half + i], state, mod,
+                               f.scores.scale, min(row, work.queries.used - 1),
+                               min(lane_key(work, half), work.keys.used - 1), seen);
+        }
+      }
+    }
+  }
+
+  // 5. Main loop
+  template <bool kMakesDk, bool kMakesDv>
+  static __device__ __forceinline__ void gather(const BackwardParams& p, const RowState* rows,
+                                                const Work& work, const Shared& shared,
+                                                Fragment<kHeadDim / 8>& dk,
+                                                Fragment<kHeadDimV / 8>& dv) {
+    const AttentionParams& f = p.forward;
+    int32_t per_head = work.range.end - work.range.begin, group = f.num_heads_q / f.num_heads_kv;
+    if (per_head <= 0) return;
+    auto base = [&](const void* data, const Strides& s) {
+      return static_cast<const char*>(data) +
+             2 * (work.batch * s.batch + work.kv_head * s.head + work.keys.start * s.seq);
+    };
+    device::load_tile<kThreads, kTile.n, kHeadDim>(shared.k, base(f.k, f.k_strides),
+                                                   2 * f.k_strides.seq, work.key0, work.keys.used,
+                                                   f.head_dim);
+    if constexpr (kMakesDk) {
+      device::load_tile<kThreads, kTile.n, kHeadDimV>(shared.v, base(f.v, f.v_strides),
+                                                      2 * f.v_strides.seq, work.key0,
+                                                      work.keys.used, f.head_dim_v);
+    }
+    int32_t head = work.kv_head * group, last_head = head + group - 1, tile = work.range.begin;
+    int stage = 0;
+    load(p, rows, work, shared, head, tile * kTile.m, stage);
+    for (bool more = true; more;) {
+      int32_t next_tile = tile + 1, next_head = head;
+      if (next_tile == work.range.end) {
+        next_tile = work.range.begin;
+        ++next_head;
+      }
+      more = next_head <= last_head;
+      device::cp_async_wait<0>();
+      __syncthreads();
+      if (kTile.stages == 2 && more)
+        load(p, rows, work, shared, next_head, next_tile * kTile.m, stage ^ 1);
+      Fragment<kRowBlocks> scores, dout_v;
+      multiply_rows<kType, kHeadDim, kRowBlocks>(scores, shared.k, shared.q_stage(stage));
+      if constexpr (kMakesDk) {
+        multiply_rows<kType, kHeadDimV, kRowBlocks>(dout_v, shared.v, shared.dout_stage(stage));
+      } else {
+        clear<kRowBlocks>(dout_v);
+      }
+      device::ScoreMod<kType, kScore> mod(f, work.batch, head, work.queries.used, work.keys.used);
+      const RowState* states = shared.row_states + stage * kTile.m;
+      if (tile < work.range.full_begin || tile >= work.range.full_end) {
+        weigh_tile<true>(scores, dout_v, states, f, work, mod, tile * kTile.m);
+      } else {
+        weigh_tile<false>(scores, dout_v, states, f, work, mod, tile * kTile.m);
+      }
+      if constexpr (kMakesDv)
+        add_weighted<kType, kHeadDimV, kRowBlocks>(dv, scores, shared.dout_stage(stage));
+      if constexpr (kMakesDk)
+        add_weighted<kType, kHeadDim, kRowBlocks>(dk, dout_v, shared.q_stage(stage));
+      if constexpr (kTile.stages == 2) {
+        stage ^= 1;
+      } else if (more) {
+        __syncthreads();
+        load(p, rows, work, shared, next_head, next_tile * kTile.m, 0);
+      }
+      tile = next_tile;
+      head = next_head;
+    }
+  }
+
+  // 6. Epilogue: one of the two results, by way of the warp's own rows of `staging`.
+  template <int kDim>
+  static __device__ __forceinline__ void store(const Fragment<kDim / 8>& sum, float factor,
+                                               uint32_t staging, void* data, const Strides& s,
+                                               DType dtype, const Work& work, int32_t dim) {
+    if (data == nullptr) return;
+    int64_t bytes = dtype == DType::f32 ? 4 : 2;
+    char* to = static_cast<char*>(data) + bytes * (work.batch * s.batch + work.kv_head * s.head +
+                                                   work.keys.start * s.seq);
+    int32_t warp = threadIdx.x / 32, row0 = work.key0 + warp * 16;
+    if (dtype == DType::f32)
+      return store_float_rows<kDim>(sum, factor, to, bytes * s.seq, row0, work.keys, dim);
+    store_rows<kType, kDim>(sum, factor, staging + warp * 16 * kDim * 2, to, bytes * s.seq, row0,
+                            work.keys, dim);
+  }
+
+  template <bool kMakesDk, bool kMakesDv>
+  static __device__ __forceinline__ void make(const BackwardParams& p, const RowState* rows,
+                                              const Work& work, const Shared& shared) {
+    const AttentionParams& f = p.forward;
+    Fragment<kHeadDim / 8> dk;
+    Fragment<kHeadDimV / 8> dv;
+    clear<kHeadDim / 8>(dk);
+    clear<kHeadDimV / 8>(dv);
+    gather<kMakesDk, kMakesDv>(p, rows, work, shared, dk, dv);
+    if constexpr (kMakesDk) {
+      store<kHeadDim>(dk, f.scores.scale, shared.k, p.dk, p.dk_strides, p.dk_dtype, work,
+                      f.head_dim);
+    }
+    if constexpr (kMakesDv) {
+      store<kHeadDimV>(dv, 1.0f, shared.v, p.dv, p.dv_strides, p.dv_dtype, work, f.head_dim_v);
+    }
+  }
+
+  // 7. Kernel. `results`: 2 where the CTAs of a tile make one result each.
+  static __device__ __forceinline__ void run(const BackwardParams& p, const RowState* rows,
+                                             int32_t tiles, int32_t results, const char* smem) {
+    Work work = find_work(p.forward, blockIdx.x / results, tiles);
+    if (work.key0 >= work.keys.stored) return;
+    Shared shared(smem);
+    if constexpr (!kMakesOne) {
+      make<true, true>(p, rows, work, shared);
+    } else if (results == 2 ? blockIdx.x % 2 == 0 : p.dk != nullptr) {
+      make<true, false>(p, rows, work, shared);
+    } else {
+      make<false, true>(p, rows, work, shared);
+    }
+  }
+};
+
+template <class Pass>
+__global__ void __launch_bounds__(kThreads, Pass::kCtasPerSm)
+    keys_sm80_kernel(const __grid_constant__ BackwardParams params, const RowState* rows,
+                     int32_t tiles, int32_t results) {
+  extern __shared__ __align__(1024) char smem[];
+  Pass::run(params, rows, tiles, results, smem);
+}
+
+}  // namespace cuattn::backward

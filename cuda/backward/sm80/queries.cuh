@@ -1,0 +1,229 @@
+// SPDX-License-Identifier: Apache-2.0
+// The queries pass of the backward kernels on mma.sync (sm_80 and later): Delta and dQ. A CTA owns
+// 64 query rows of one head, a warp 16 of them, and walks the key tiles right to left. It writes
+// Delta and lse of its rows to the workspace, where the keys pass reads them. No atomics: the same
+// bits in every run. Next: keys.cuh.
+//
+//   Q, dO, Delta, lse stay |  K2 V2  ->  K1 V1  ->  K0 V0
+//                          |  S = Q K^T   dP = dO V^T   P = exp(S - lse)   dx = P (dP - Delta)
+//                          |  dQ += dx K
+//   stages = 2, one barrier a tile:    copy | K1 V1    | K0 V0    |          |
+//                                      math | tile 2   | tile 1   | tile 0   |
+//   stages = 1, two barriers a tile:   the copy of a tile follows the products of the one before.
+#pragma once
+
+#include "cuda/backward/sm80/products.cuh"
+
+namespace cuattn::backward {
+
+template <DType kType, int kHeadDim, int kHeadDimV, MaskKind kMask, ScoreKind kScore>
+struct QueriesPass {
+  // 1. Types and sizes
+  static constexpr HeadDims kDims = {kHeadDim, kHeadDimV};
+  static constexpr Tile kTile = sm80_queries_tile(kDims, kScore);
+  static constexpr int kSmemBytes = sm80_queries_smem_bytes(kDims, kTile);
+  static constexpr int kCtasPerSm = 2;  // 128 threads leave 255 registers each
+  static constexpr int kKeyBlocks = kTile.n / 8;
+  static constexpr int kQkBytes = kHeadDim * 2, kVBytes = kHeadDimV * 2;  // of one row
+  static_assert(kTile.m == kTileRows && kTile.n % 16 == 0, "tiles are made of m16n8k16");
+
+  // 2. Shared storage, in address order: Q, dO, K (stage), V (stage); swizzled.
+  struct Shared {
+    uint32_t q, dout, k, v;
+    __device__ explicit Shared(const void* base)
+        : q(device::smem_address(base)),
+          dout(q + kTile.m * kQkBytes),
+          k(dout + kTile.m * kVBytes),
+          v(k + kTile.stages * kTile.n * kQkBytes) {}
+    __device__ uint32_t k_stage(int stage) const { return k + stage * kTile.n * kQkBytes; }
+    __device__ uint32_t v_stage(int stage) const { return v + stage * kTile.n * kVBytes; }
+  };
+
+  // 3. What a CTA works on
+  struct Work {
+    int32_t batch, head, row0;
+    Span queries, keys;
+  };
+
+  static __device__ Work find_work(const AttentionParams& f, int32_t tiles) {
+    int32_t tile = blockIdx.x % tiles, pair = blockIdx.x / tiles;
+    if (kMask != MaskKind::none) tile = tiles - 1 - tile;  // the heaviest first
+    Work work{pair / f.num_heads_q, pair % f.num_heads_q, tile * kTile.m, {}, {}};
+    work.queries = query_span(f, work.batch);
+    work.keys = key_span(f, work.batch);
+    return work;
+  }
+
+  // Row (within the sequence) of this lane's register pair `half`.
+  static __device__ __forceinline__ int32_t lane_row(const Work& work, int half) {
+    return work.row0 + threadIdx.x / 32 * 16 + half * 8 + threadIdx.x % 32 / 4;
+  }
+
+  // dout . out of a row, by the four lanes of its quad.
+  static __device__ __forceinline__ float dot_of_row(const BackwardParams& p, const Work& work,
+                                                     int32_t row) {
+    const AttentionParams& f = p.forward;
+    int64_t stored = work.queries.start + row;
+    const char* dout = static_cast<const char*>(p.dout) +
+                       2 * (work.batch * p.dout_strides.batch + work.head * p.dout_strides.head +
+                            stored * p.dout_strides.seq);
+    const char* out = static_cast<const char*>(f.out) +
+                      2 * (work.batch * f.out_strides.batch + work.head * f.out_strides.head +
+                           stored * f.out_strides.seq);
+    float sum = 0.0f;
+    for (int32_t chunk = threadIdx.x % 4; chunk * 8 < f.head_dim_v; chunk += 4) {
+      struct alignas(16) Chunk {
+        device::Element<kType> x[8];
+      };
+      Chunk a = reinterpret_cast<const Chunk*>(dout)[chunk];
+      Chunk b = reinterpret_cast<const Chunk*>(out)[chunk];
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+        sum = fmaf(device::to_float(a.x[i]), device::to_float(b.x[i]), sum);
+    }
+    return sum;
+  }
+
+  // lse and Delta of a row, which the quad leaves in the workspace.
+  static __device__ __forceinline__ RowState find_row(const BackwardParams& p, const Work& work,
+                                                      RowState* rows, int32_t row) {
+    const AttentionParams& f = p.forward;
+    RowState state{positive_infinity(), 0.0f};
+    bool used = row < work.queries.used;
+    int64_t stored = work.queries.start + row;
+    float dot = used ? dot_of_row(p, work, row) : 0.0f;
+    dot = device::quad_sum(dot);
+    if (!used) return state;
+    float lse = f.lse[work.batch * f.lse_strides.batch + work.head * f.lse_strides.head +
+                      stored * f.lse_strides.seq];
+    if (lse != device::negative_infinity()) {
+      float dlse = p.dlse == nullptr
+                       ? 0.0f
+                       : p.dlse[work.batch * p.dlse_strides.batch +
+                                work.head * p.dlse_strides.head + stored * p.dlse_strides.seq];
+      state = {lse, dot - dlse};
+    }
+    if (threadIdx.x % 4 == 0) rows[row_index(f, work.batch, work.head, stored)] = state;
+    return state;
+  }
+
+  // 4. A tile: S and dP become P and dx.
+  template <bool kMasked>
+  static __device__ __forceinline__ void weigh_tile(Fragment<kKeyBlocks>& scores,
+                                                    Fragment<kKeyBlocks>& dout_v,
+                                                    const RowState (&states)[2],
+                                                    const AttentionParams& f, const Work& work,
+                                                    const device::ScoreMod<kType, kScore>& mod,
+                                                    int32_t key0) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      int32_t row = lane_row(work, half);
+      KeyRange visible{0, work.keys.used};
+      if constexpr (kMasked && kMask != MaskKind::none) {
+        visible = visible_keys(kMask == MaskKind::causal ? kUnlimited : f.mask.left, f.mask.right,
+                               row, work.queries.used, work.keys.used);
+      }
+      int32_t first = key0 + 2 * (threadIdx.x % 4);
+      row = min(row, work.queries.used - 1);  // no load leaves the bias
+#pragma unroll
+      for (int n = 0; n < kKeyBlocks; ++n) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          int32_t key = first + n * 8 + i;
+          bool seen = !kMasked || (key >= visible.begin && key < visible.end);
+          weigh<kType, kScore>(scores[n][2 * half + i], dout_v[n][2 * half + i], states[half], mod,
+                               f.scores.scale, row, min(key, work.keys.used - 1), seen);
+        }
+      }
+    }
+  }
+
+  // 5. Main loop
+  static __device__ __forceinline__ void gather(const BackwardParams& p, const Work& work,
+                                                const Shared& shared, const RowState (&states)[2],
+                                                Fragment<kHeadDim / 8>& dq) {
+    const AttentionParams& f = p.forward;
+    device::TileRange range = device::tile_range<kTile.n>(
+        kMask == MaskKind::window ? f.mask.left : static_cast<int32_t>(kUnlimited),
+        kMask == MaskKind::none ? static_cast<int32_t>(kUnlimited) : f.mask.right, work.row0,
+        min(work.row0 + kTile.m, work.queries.used), work.queries.used, work.keys.used);
+    if (range.begin >= range.end) return;
+    int32_t kv_head = work.head / (f.num_heads_q / f.num_heads_kv);
+    auto base = [&](const void* data, const Strides& s, int32_t head, int64_t start) {
+      return static_cast<const char*>(data) +
+             2 * (work.batch * s.batch + head * s.head + start * s.seq);
+    };
+    const char* k = base(f.k, f.k_strides, kv_head, work.keys.start);
+    const char* v = base(f.v, f.v_strides, kv_head, work.keys.start);
+    auto load = [&](int32_t tile, int stage) {
+      device::load_tile<kThreads, kTile.n, kHeadDim>(shared.k_stage(stage), k, 2 * f.k_strides.seq,
+                                                     tile * kTile.n, work.keys.used, f.head_dim);
+      device::load_tile<kThreads, kTile.n, kHeadDimV>(shared.v_stage(stage), v,
+                                                      2 * f.v_strides.seq, tile * kTile.n,
+                                                      work.keys.used, f.head_dim_v);
+      device::cp_async_commit();
+    };
+    device::load_tile<kThreads, kTile.m, kHeadDim>(
+        shared.q, base(f.q, f.q_strides, work.head, work.queries.start), 2 * f.q_strides.seq,
+        work.row0, work.queries.used, f.head_dim);
+    device::load_tile<kThreads, kTile.m, kHeadDimV>(
+        shared.dout, base(p.dout, p.dout_strides, work.head, work.queries.start),
+        2 * p.dout_strides.seq, work.row0, work.queries.used, f.head_dim_v);
+    device::ScoreMod<kType, kScore> mod(f, work.batch, work.head, work.queries.used,
+                                        work.keys.used);
+    int stage = 0;
+    load(range.end - 1, stage);
+    for (int32_t tile = range.end - 1; tile >= range.begin; --tile) {
+      device::cp_async_wait<0>();
+      __syncthreads();
+      if (kTile.stages == 2 && tile > range.begin) load(tile - 1, stage ^ 1);
+      Fragment<kKeyBlocks> scores, dout_v;
+      multiply_rows<kType, kHeadDim, kKeyBlocks>(scores, shared.q, shared.k_stage(stage));
+      multiply_rows<kType, kHeadDimV, kKeyBlocks>(dout_v, shared.dout, shared.v_stage(stage));
+      if (tile < range.full_begin || tile >= range.full_end) {
+        weigh_tile<true>(scores, dout_v, states, f, work, mod, tile * kTile.n);
+      } else {
+        weigh_tile<false>(scores, dout_v, states, f, work, mod, tile * kTile.n);
+      }
+      add_weighted<kType, kHeadDim, kKeyBlocks>(dq, dout_v, shared.k_stage(stage));
+      if constexpr (kTile.stages == 2) {
+        stage ^= 1;
+      } else if (tile > range.begin) {
+        __syncthreads();
+        load(tile - 1, 0);
+      }
+    }
+  }
+
+  // 6. Kernel
+  static __device__ __forceinline__ void run(const BackwardParams& p, RowState* rows, int32_t tiles,
+                                             const void* smem) {
+    const AttentionParams& f = p.forward;
+    Work work = find_work(f, tiles);
+    if (work.row0 >= work.queries.stored) return;
+    Shared shared(smem);
+    RowState states[2] = {find_row(p, work, rows, lane_row(work, 0)),
+                          find_row(p, work, rows, lane_row(work, 1))};
+    if (p.dq == nullptr) return;
+    Fragment<kHeadDim / 8> dq;
+    clear<kHeadDim / 8>(dq);
+    gather(p, work, shared, states, dq);
+    char* to = static_cast<char*>(p.dq) +
+               2 * (work.batch * p.dq_strides.batch + work.head * p.dq_strides.head +
+                    work.queries.start * p.dq_strides.seq);
+    int32_t warp = threadIdx.x / 32;
+    store_rows<kType, kHeadDim>(dq, f.scores.scale, shared.q + warp * 16 * kQkBytes, to,
+                                2 * p.dq_strides.seq, work.row0 + warp * 16, work.queries,
+                                f.head_dim);
+  }
+};
+
+template <class Pass>
+__global__ void __launch_bounds__(kThreads, Pass::kCtasPerSm)
+    queries_sm80_kernel(const __grid_constant__ BackwardParams params, RowState* rows,
+                        int32_t tiles) {
+  extern __shared__ __align__(1024) char smem[];
+  Pass::run(params, rows, tiles, smem);
+}
+
+}  // namespace cuattn::backward
