@@ -114,8 +114,13 @@ ENCODERS = {
     "modernbert": (
         "ModernBertForMaskedLM",
         "ModernBertConfig",
-        {**ENCODER, "local_attention": 8, "global_attn_every_n_layers": 2, "cls_token_id": 1,
-         "sep_token_id": 2},
+        {
+            **ENCODER,
+            "local_attention": 8,
+            "global_attn_every_n_layers": 2,
+            "cls_token_id": 1,
+            "sep_token_id": 2,
+        },
         True,
     ),
 }
@@ -325,7 +330,8 @@ def test_what_cannot_be_honoured_is_refused_by_name(name):
     [("4.57.1", "too old"), ("5.22.0", "too old"), ("6.0.0.dev0", "newer than")],
 )
 def test_other_versions_are_named_with_the_one_wanted(version, why, monkeypatch):
-    monkeypatch.setattr(transformers, "__version__", version)
+    # transformers puts a new module in its own place while it loads its models.
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", version)
     with pytest.raises(ImportError, match=f">=5.23 and <6, got {version}, which is {why}"):
         door.register()
 
