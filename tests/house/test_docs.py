@@ -54,7 +54,7 @@ def test_readme_has_the_two_commands():
 
 @pytest.mark.parametrize("code", blocks("python"))
 def test_python_sample_runs(code):
-    for package in ("torch", "jax", "cupy"):
+    for package in ("torch", "jax", "cupy", "transformers"):
         if re.search(rf"^import {package}\b", code, re.MULTILINE):
             if importlib.util.find_spec(package) is None:
                 required = os.environ.get("CUATTN_REQUIRE_FRAMEWORKS") == "1" and package != "cupy"

@@ -89,7 +89,7 @@ def test_numpy_is_the_only_requirement():
 def test_import_brings_in_no_framework():
     code = "import sys, cuattn; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert not {"torch", "jax", "cupy", "ml_dtypes"} & set(done.stdout.split())
+    assert not {"torch", "jax", "cupy", "ml_dtypes", "transformers"} & set(done.stdout.split())
 
 
 def test_import_works_when_no_gpu_is_visible():
