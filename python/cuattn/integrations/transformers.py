@@ -88,7 +88,8 @@ def attention_forward(
         key and value may have fewer heads than query, value another head_dim.
     attention_mask : tensor, optional
         bool (True keeps the key) from the registered mask function, or the user's own, added. It
-        holds the sliding window too. None is causal for more than one query of a causal layer, else full.
+        holds the sliding window too. None is causal for more than one query of a causal layer,
+        else full.
     dropout : float
         Share of the probabilities that are dropped.
     scaling : float, optional
