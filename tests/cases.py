@@ -83,7 +83,7 @@ class Case:
     sinks: bool = False
     bias: str = "none"  # a name of BIASES
     seqused: str = "none"  # "q", "k", "both"
-    storage: str = "contiguous"  # a name of harness.STORAGES, for each of q, k, v and out
+    storage: str = "contiguous"  # a name of strides.STORAGES, for each of q, k, v and out
     give_out: bool = True  # out= and lse_out= are ours and poisoned, else the library allocates
     magnitude: float = 1.0  # of q and k
 

@@ -20,9 +20,9 @@ import pytest
 
 import cases
 import cuattn
+from strides import element_strides, geometry
 
 GUARD = 512  # elements on each side
-STORAGES = ("contiguous", "transposed", "padded", "packed", "expanded", "odd")
 ROW_BYTES = 16  # rows of q, k, v and out start at multiples of this
 
 
@@ -334,7 +334,7 @@ class Arena:
                 )
                 continue
             raw = np.array(self.device.numpy(buffer))
-            itemsize, shape, strides = _geometry(view)
+            itemsize, shape, strides = geometry(view)
             if 0 not in shape:
                 written = np.ndarray(
                     shape,
@@ -351,50 +351,6 @@ def _offset_bytes(device, buffer, view):
     if type(device) is Cuda:
         return view.data_ptr() - buffer.data_ptr()
     return view.__array_interface__["data"][0] - buffer.__array_interface__["data"][0]
-
-
-def _geometry(view):
-    """Item size, shape and strides in elements."""
-    if hasattr(view, "strides"):
-        itemsize, strides = view.itemsize, [n // view.itemsize for n in view.strides]
-    else:
-        itemsize, strides = view.element_size(), view.stride()
-    shape = tuple(view.shape)  # strides of axes of one element may be anything
-    return itemsize, shape, [n if m > 1 else 0 for n, m in zip(strides, shape, strict=True)]
-
-
-def element_strides(shape, storage, unit):
-    """Strides in elements, and the elements that they span; `unit` is the alignment of a row in
-    elements.
-    """
-    ndim = len(shape)
-    order = list(range(ndim))  # slowest first
-    row = shape[-1] if ndim else 1
-    if storage == "transposed" and ndim >= 3:
-        order[-3], order[-2] = order[-2], order[-3]
-    elif storage == "reversed":
-        order.reverse()
-    strides, step = [0] * ndim, 1
-    for axis in reversed(order):
-        strides[axis] = step
-        step *= max(shape[axis], 1)
-        if axis == ndim - 1 and storage == "padded":
-            step = -(-row // unit) * unit + unit  # unused elements behind every row
-        if axis == ndim - 2 and storage == "packed":
-            step += 2 * shape[axis] * row  # as if q, k and v were interleaved
-    if storage == "gapped":  # as if another array lay between the slices of the first axis
-        strides[0] *= 2
-        step = strides[0] * shape[0]
-    if storage == "expanded" and ndim >= 3:
-        strides[-2] = 0  # the heads of bshd
-    if storage == "expanded_bhsd" and ndim >= 3:
-        strides[-3] = 0
-    if storage == "odd":  # the stride of an axis of one element means nothing
-        strides = [
-            s if n != 1 or i == ndim - 1 else 99990001
-            for i, (n, s) in enumerate(zip(shape, strides, strict=True))
-        ]
-    return strides, step
 
 
 def run(device, backend, problem, places=None):

@@ -28,7 +28,6 @@ from cases import (
     random_case,
 )
 from harness import (
-    STORAGES,
     Arena,
     assert_case,
     bits,
@@ -39,6 +38,7 @@ from harness import (
     storages,
     target_params,
 )
+from strides import STORAGES
 
 MASKS = {"full": {}, "causal": {"causal": True}, "window": {"window": (7, 3)}}
 

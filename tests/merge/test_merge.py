@@ -9,7 +9,8 @@ import pytest
 import cuattn
 import reference
 from cases import DTYPES, check, check_lse
-from harness import STORAGES, Arena, assert_by_draws, bits
+from harness import Arena, assert_by_draws, bits
+from strides import STORAGES
 
 LAYOUTS = {
     "bshd": (2, 5, 3),

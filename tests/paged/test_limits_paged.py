@@ -21,6 +21,7 @@ import paged_cases
 import paged_prefill_cases
 from cache_cases import LAYOUTS, cache_shape, to_nhd
 from paged_cases import PagedCase
+from strides import element_strides
 
 CASE = PagedCase(head_dim=128, lens=(700, 33, 0, 1, 1100))
 PER_BLOCK = CASE.block_size * CASE.num_heads_kv * CASE.head_dim  # elements
@@ -57,7 +58,7 @@ def huge(device, shape, dtype):
     """An array of `shape`: NaN on a GPU, zeros on the CPU."""
     if device.name == "cpu":
         return np.zeros(shape, dtype)
-    strides, size = harness.element_strides(shape, "contiguous", 1)
+    strides, size = element_strides(shape, "contiguous", 1)
     num_bytes = size * np.dtype(dtype).itemsize
     harness.need_memory(num_bytes / 2**30 + 1)
     return device.view(device.buffer(num_bytes), dtype, 0, shape, strides)
