@@ -44,7 +44,8 @@ const char* sm80_refusal(const BackwardParams& p, const DeviceInfo& device) {
   if (p.needs(kNeedDbias | kNeedDsinks | kNeedDslopes))
     return "it makes dq, dk and dv; naive makes dbias, dsinks and dslopes, too";
   int32_t instance = sm80_instance(f);
-  if (instance == kNoInstance) return "it is not compiled for this dtype, head_dim, mask and scores";
+  if (instance == kNoInstance)
+    return "it is not compiled for this dtype, head_dim, mask and scores";
   HeadDims d = instance_at(instance).dims;
   int32_t bytes = std::max(sm80_queries_smem_bytes(d, sm80_queries_tile(d, f.scores.kind)),
                            sm80_keys_smem_bytes(d, sm80_keys_tile(d, f.scores.kind)));
@@ -110,7 +111,8 @@ size_t workspace_bytes(const char* function, const Plan& plan, const BackwardPar
 // The fastest rung that serves the call.
 const Rung& best_rung(const BackwardParams& p, const DeviceInfo& device) {
   auto serves = [&](const Rung& rung) {
-    return rung.automatic && rung.on_cuda == device.is_cuda && refusal(rung.kernel, p, device) == nullptr;
+    return rung.automatic && rung.on_cuda == device.is_cuda &&
+           refusal(rung.kernel, p, device) == nullptr;
   };
   return *std::find_if(std::begin(kLadder), std::end(kLadder), serves);
 }
@@ -137,7 +139,8 @@ const Rung& named_rung(const char* function, const char* backend, const Backward
 Plan select_backward(const char* function, const BackwardParams& p, bool batch_invariant,
                      const DeviceInfo& device, const char* backend) {
   require_supported(function, device);
-  const Rung& rung = is_auto(backend) ? best_rung(p, device) : named_rung(function, backend, p, device);
+  const Rung& rung =
+      is_auto(backend) ? best_rung(p, device) : named_rung(function, backend, p, device);
   const AttentionParams& f = p.forward;
   Plan plan{};
   plan.kernel = rung.kernel;

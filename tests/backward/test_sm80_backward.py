@@ -49,7 +49,7 @@ MASKS = {
     "full": {},
     "causal": {"causal": True},
     "window": {"window": (50, 20)},
-    "left": {"window": (30, None)},
+    "left": {"window": (30, -1)},
     "softcap": {"softcap": 5.0},
     "bias": {"bias": "full", "causal": True, "alibi": "head"},
 }

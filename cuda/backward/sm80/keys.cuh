@@ -51,8 +51,12 @@ struct KeysPass {
 
   static __device__ Work find_work(const AttentionParams& f, uint32_t item, int32_t tiles) {
     int32_t pair = item / tiles;
-    Work work{pair / f.num_heads_kv, pair % f.num_heads_kv,
-              static_cast<int32_t>(item % tiles) * kTile.n, {}, {}, {}};
+    Work work{pair / f.num_heads_kv,
+              pair % f.num_heads_kv,
+              static_cast<int32_t>(item % tiles) * kTile.n,
+              {},
+              {},
+              {}};
     work.queries = query_span(f, work.batch);
     work.keys = key_span(f, work.batch);
     work.range = device::query_tile_range<kTile.m>(
@@ -203,8 +207,8 @@ struct KeysPass {
                                                DType dtype, const Work& work, int32_t dim) {
     if (data == nullptr) return;
     int64_t bytes = dtype == DType::f32 ? 4 : 2;
-    char* to = static_cast<char*>(data) + bytes * (work.batch * s.batch + work.kv_head * s.head +
-                                                   work.keys.start * s.seq);
+    char* to = static_cast<char*>(data) +
+               bytes * (work.batch * s.batch + work.kv_head * s.head + work.keys.start * s.seq);
     int32_t warp = threadIdx.x / 32, row0 = work.key0 + warp * 16;
     if (dtype == DType::f32)
       return store_float_rows<kDim>(sum, factor, to, bytes * s.seq, row0, work.keys, dim);

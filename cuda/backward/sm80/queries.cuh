@@ -158,9 +158,8 @@ struct QueriesPass {
     auto load = [&](int32_t tile, int stage) {
       device::load_tile<kThreads, kTile.n, kHeadDim>(shared.k_stage(stage), k, 2 * f.k_strides.seq,
                                                      tile * kTile.n, work.keys.used, f.head_dim);
-      device::load_tile<kThreads, kTile.n, kHeadDimV>(shared.v_stage(stage), v,
-                                                      2 * f.v_strides.seq, tile * kTile.n,
-                                                      work.keys.used, f.head_dim_v);
+      device::load_tile<kThreads, kTile.n, kHeadDimV>(shared.v_stage(stage), v, 2 * f.v_strides.seq,
+                                                      tile * kTile.n, work.keys.used, f.head_dim_v);
       device::cp_async_commit();
     };
     device::load_tile<kThreads, kTile.m, kHeadDim>(
