@@ -147,6 +147,7 @@ def library():
 SELECTIONS = {
     "attention": ("attention/test_prefill.py", "test_head_dims or test_rows_without or "
                   "test_a_number_of or test_bias_may or test_nan_prop or 255_257-causal"),
+    "backward": ("backward/test_sm80_backward.py", "test"),
     "paged": ("paged/test_paged.py", "test_every_pair"),
     "merge": ("merge/test_merge.py", "test"),
 }  # fmt: skip
