@@ -110,6 +110,18 @@ def test_dead_rows(device, backend, layout, sinks, rng):
 
 
 @pytest.mark.parametrize(("device", "backend"), targets())
+def test_what_the_workspace_held(device, backend, rng):
+    """NaN in the places of rows that take no part."""
+    problem = make_problem(dataclasses.replace(BASE, batch=3, seqused="both", head_dim=64), rng)
+    rows = problem.arrays["lse"].size
+    buffer = device.buffer(8 * rows + 256)
+    at = buffer.data_ptr() if hasattr(buffer, "data_ptr") else buffer.ctypes.data
+    start = -at % 256
+    workspace = device.view(buffer, np.uint8, start, (8 * rows,), (1,))
+    judge(problem, run(device, backend, problem, NEED, workspace=workspace))
+
+
+@pytest.mark.parametrize(("device", "backend"), targets())
 def test_our_own_forward_pass(device, backend, rng):
     case = dataclasses.replace(BASE, own_forward=True, softcap=5.0, sinks=True)
     assert_case(device, backend, case, rng, need=NEED)
