@@ -112,7 +112,7 @@ cuattn_status cuattn_attention_backward_explain(const cuattn_backward_arrays* ar
     DeviceInfo info = device != nullptr ? made_up_device(kFunction, device) : device_info_of(call);
     Plan plan = plan_of(call, info, known.attention.backend);
     const AttentionParams& p = call.forward.params;
-    fill_plan(plan, p.mask.kind(), p.scores.kind, explain_backward(plan, call.params, info),
+    fill_plan(plan, p.mask.kind(), p.scores.kind, explain_backward(plan, problem_of(call), info),
               *result);
   });
 }

@@ -135,10 +135,15 @@ BackwardCall validate_backward(const BackwardArrays& arrays, const cuattn_attent
   return call;
 }
 
-Plan plan_of(const BackwardCall& call, const DeviceInfo& device, const char* backend) {
+BackwardParams problem_of(const BackwardCall& call) {
   BackwardParams params = call.params;
   params.forward = call.forward.params;
-  return select_backward(call.function(), params, call.forward.batch_invariant, device, backend);
+  return params;
+}
+
+Plan plan_of(const BackwardCall& call, const DeviceInfo& device, const char* backend) {
+  return select_backward(call.function(), problem_of(call), call.forward.batch_invariant, device,
+                         backend);
 }
 
 namespace {

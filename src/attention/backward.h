@@ -33,6 +33,7 @@ BackwardCall validate_backward(const BackwardArrays& arrays,
                                const cuattn_attention_options& options,
                                const cuattn_backward_options& backward_options, bool check_data);
 
+BackwardParams problem_of(const BackwardCall& call);
 Plan plan_of(const BackwardCall& call, const DeviceInfo& device, const char* backend);
 
 // Validates the results and launches.

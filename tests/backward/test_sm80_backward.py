@@ -49,7 +49,7 @@ MASKS = {
     "full": {},
     "causal": {"causal": True},
     "window": {"window": (50, 20)},
-    "left": {"window": (30, None)},
+    "left": {"window": (30, -1)},
     "softcap": {"softcap": 5.0},
     "bias": {"bias": "full", "causal": True, "alibi": "head"},
 }
@@ -107,6 +107,18 @@ def test_dead_rows(device, backend, layout, sinks, rng):
     assert sinks or dead.any()
     if layout == "bshd":
         assert (found["dq"].swapaxes(1, 2)[dead] == 0).all()
+
+
+@pytest.mark.parametrize(("device", "backend"), targets())
+def test_what_the_workspace_held(device, backend, rng):
+    """NaN in the places of rows that take no part."""
+    problem = make_problem(dataclasses.replace(BASE, batch=3, seqused="both", head_dim=64), rng)
+    rows = problem.arrays["lse"].size
+    buffer = device.buffer(8 * rows + 256)
+    at = buffer.data_ptr() if hasattr(buffer, "data_ptr") else buffer.ctypes.data
+    start = -at % 256
+    workspace = device.view(buffer, np.uint8, start, (8 * rows,), (1,))
+    judge(problem, run(device, backend, problem, NEED, workspace=workspace))
 
 
 @pytest.mark.parametrize(("device", "backend"), targets())
