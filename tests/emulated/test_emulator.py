@@ -151,7 +151,10 @@ SELECTIONS = {  # files, and what of them
     "test_rows_without or test_a_number_of or test_bias_may or test_nan_prop or 255_257-causal",
     "paged/test_paged.py": "test_layouts_and or test_head_dims or test_groups or test_forced or "
     "test_with_a_plan",
-    "backward/test_sm80_backward.py": "test",
+    "backward/test_sm80_backward.py": "test_what_ or test_float32 or test_dead or test_our or "
+    "test_a_seq or (test_head_dims and bfloat16 and (causal or bias))",
+    "backward/test_backward.py": "naive and (test_head_dims or test_dead or test_a_bias or "
+    "test_what_is)",
     "merge/test_merge.py": "test",
     "cache/test_cache_rows.py cache/test_cache_blocks.py": "test_sequences_come or "
     "test_blocks_are_copied or test_quantising_scales",
