@@ -14,7 +14,7 @@ except ImportError:
 
 
 class SelfAttention(nn.Module):
-    """Causal self-attention with grouped queries; forward only: cuattn has no backward yet."""
+    """Causal self-attention with grouped queries; train_gpt.py trains some."""
 
     def __init__(self, hidden: int, num_heads_q: int, num_heads_kv: int, head_dim: int):
         super().__init__()

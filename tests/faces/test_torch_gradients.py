@@ -115,7 +115,7 @@ def test_gradients_are_those_of_the_formula(function, name):
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_a_compiled_step_has_the_bits_of_an_eager_one(name):
+def test_a_compiled_step_gives_what_an_eager_one_does(name):
     def step(leaves, options):
         out, lse = cuattn.torch.attention(**leaves, **options, return_lse=True)
         return (out.sin() + lse.transpose(1, 2)[..., None]).sum()
