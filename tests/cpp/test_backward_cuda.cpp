@@ -1,10 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// The backward pass on the GPU against the CPU's, all options at once, dense and ragged; and in a
-// graph whose dropout state changes between replays. Next: cuda/backward/naive.cu.
+// The backward pass on the GPU against the CPU's, dense and ragged, with all options at once that the
+// kernel has; and in a graph whose dropout state changes between replays. Next:
+// cuda/backward/naive.cu.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <initializer_list>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "cuattn/backward.h"
@@ -14,13 +17,14 @@
 namespace cuattn::test {
 namespace {
 
-constexpr int64_t kBatch = 3, kHeads = 4, kHeadsKv = 2, kDim = 40, kDimV = 24;
+constexpr int64_t kBatch = 3, kHeads = 4, kHeadsKv = 2;
 constexpr int64_t kRows = 37, kKeys = 70;  // of a sequence at most
 constexpr int64_t kTotalRows = 80, kTotalKeys = 150;
 
 struct Problem {
   DType dtype;
   bool ragged;
+  std::string backend;
   Twin q, k, v, out, dout, lse, dlse, bias, sinks, slopes, state;
   Twin used_q, used_k, cu_q, cu_k;
   Twin dq, dk, dv, dbias, dsinks, dslopes;
@@ -34,14 +38,19 @@ struct Problem {
                   : Twin(DType::f32, {kBatch, kHeads, kRows});
   }
 
-  Problem(DType dtype, bool ragged, Random& random)
+  bool is_naive() const { return backend == "naive"; }  // which alone has dropout, dbias, ...
+  int64_t head_dim() const { return is_naive() ? 40 : 64; }
+  int64_t head_dim_v() const { return is_naive() ? 24 : 64; }
+
+  Problem(DType dtype, bool ragged, std::string backend, Random& random)
       : dtype(dtype),
         ragged(ragged),
-        q(rows(kRows, kTotalRows, kHeads, kDim)),
-        k(rows(kKeys, kTotalKeys, kHeadsKv, kDim)),
-        v(rows(kKeys, kTotalKeys, kHeadsKv, kDimV)),
-        out(rows(kRows, kTotalRows, kHeads, kDimV)),
-        dout(rows(kRows, kTotalRows, kHeads, kDimV)),
+        backend(std::move(backend)),
+        q(rows(kRows, kTotalRows, kHeads, head_dim())),
+        k(rows(kKeys, kTotalKeys, kHeadsKv, head_dim())),
+        v(rows(kKeys, kTotalKeys, kHeadsKv, head_dim_v())),
+        out(rows(kRows, kTotalRows, kHeads, head_dim_v())),
+        dout(rows(kRows, kTotalRows, kHeads, head_dim_v())),
         lse(row_numbers()),
         dlse(row_numbers()),
         bias(DType::f32, {kHeads, 1, kKeys}),
@@ -52,13 +61,14 @@ struct Problem {
         used_k(DType::i32, {kBatch}),
         cu_q(DType::i32, {kBatch + 1}),
         cu_k(DType::i32, {kBatch + 1}),
-        dq(rows(kRows, kTotalRows, kHeads, kDim)),
-        dk(rows(kKeys, kTotalKeys, kHeadsKv, kDim)),
-        dv(rows(kKeys, kTotalKeys, kHeadsKv, kDimV)),
+        dq(rows(kRows, kTotalRows, kHeads, head_dim())),
+        dk(rows(kKeys, kTotalKeys, kHeadsKv, head_dim())),
+        dv(rows(kKeys, kTotalKeys, kHeadsKv, head_dim_v())),
         dbias(DType::f32, {kHeads, 1, kKeys}),
         dsinks(DType::f32, {kHeads}),
         dslopes(DType::f32, {kBatch, kHeads}),
-        results{&dq, &dk, &dv, &dbias, &dsinks, &dslopes} {
+        results{&dq, &dk, &dv} {
+    if (is_naive()) results.insert(results.end(), {&dbias, &dsinks, &dslopes});
     for (Twin* x : {&q, &k, &v, &dout}) fill_normal(random, dtype, *x);
     for (Twin* x : {&dlse, &bias, &sinks, &slopes}) fill_normal(random, DType::f32, *x);
     auto set = [](Twin& twin, const std::vector<int32_t>& values) {
@@ -87,11 +97,13 @@ struct Problem {
     o.bias = &bias.on(gpu);
     o.sinks = &sinks.on(gpu);
     o.alibi_slopes = &slopes.on(gpu);
-    o.dropout_p = 0.25;
-    o.dropout_state = &state.on(gpu);
+    if (is_naive()) {
+      o.dropout_p = 0.25;
+      o.dropout_state = &state.on(gpu);
+    }
     if (!ragged) o.seqused_q = &used_q.on(gpu);
     o.seqused_k = &used_k.on(gpu);
-    o.backend = "naive";
+    o.backend = gpu ? backend.c_str() : "naive";
     return o;
   }
 
@@ -109,8 +121,12 @@ struct Problem {
     return {dout.on(gpu), q.on(gpu), k.on(gpu), v.on(gpu), out.on(gpu), lse.on(gpu)};
   }
   BackwardResults wanted(bool gpu) const {
-    return {&dq.on(gpu),    &dk.on(gpu),     &dv.on(gpu),
-            &dbias.on(gpu), &dsinks.on(gpu), &dslopes.on(gpu)};
+    BackwardResults wanted{&dq.on(gpu), &dk.on(gpu), &dv.on(gpu)};
+    if (!is_naive()) return wanted;
+    wanted.dbias = &dbias.on(gpu);
+    wanted.dsinks = &dsinks.on(gpu);
+    wanted.dslopes = &dslopes.on(gpu);
+    return wanted;
   }
   size_t workspace_bytes(bool gpu) const {
     BackwardOptions b{&dlse.on(gpu)};
@@ -152,14 +168,14 @@ struct Problem {
   }
 };
 
-bool add_cases() {
-  for (DType dtype : {DType::f32, DType::f16, DType::bf16})
+bool add_cases(const std::string& backend, std::initializer_list<DType> dtypes) {
+  for (DType dtype : dtypes)
     for (bool ragged : {false, true}) {
       std::string name =
-          std::string("cuda_backward_") + name_of(dtype) + (ragged ? "_ragged" : "_dense");
+          "cuda_backward_" + backend + "_" + name_of(dtype) + (ragged ? "_ragged" : "_dense");
       auto run = [=] {
         Random random(case_seed(name));
-        Problem problem(dtype, ragged, random);
+        Problem problem(dtype, ragged, backend, random);
         problem.run_on_cpu();
         DeviceMemory workspace(problem.workspace_bytes(true));
         if (!settings().sanitize) CUDA_OK(cudaMemset(workspace.data(), 0xff, workspace.bytes()));
@@ -172,11 +188,12 @@ bool add_cases() {
   return true;
 }
 
-const bool kAdded = add_cases();
+const bool kAdded = add_cases("naive", {DType::f32, DType::f16, DType::bf16}) &&
+                    add_cases("sm80", {DType::f16, DType::bf16});
 
 CUDA_TEST(cuda_backward_is_captured_and_reads_the_dropout_state_of_each_replay) {
   Random random(case_seed("cuda_backward_graph"));
-  Problem problem(DType::f32, false, random);
+  Problem problem(DType::f32, false, "naive", random);
   DeviceMemory workspace(problem.workspace_bytes(true));
   cudaStream_t stream;
   CUDA_OK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));

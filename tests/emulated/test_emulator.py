@@ -109,7 +109,7 @@ MISTAKES = {  # what is replaced, by what, and at which of its places
     "no_barrier_before_v": ("__syncthreads();", "", 1),
     "no_syncwarp_in_epilogue": ("__syncwarp();", "", 1),
     "halves_of_k_exchanged": ("k_frag[0], k_frag[1]", "k_frag[1], k_frag[0]", 0),
-    "rows_of_a_quad_exchanged": ("a[m][1] =", "a[m][2] =", 0),
+    "rows_of_a_quad_repeated": ("(left[2], left[3])", "(left[0], left[1])", 0),
     "wrong_pair_of_v": ("v_frag[2], v_frag[3]", "v_frag[0], v_frag[1]", 0),
     "a_key_too_many": ("work.keys.used, p.head_dim)", "work.keys.used - 1, p.head_dim)", 0),
 }

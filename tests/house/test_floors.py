@@ -20,6 +20,8 @@ F0 = r'"cuattn/(params/)?\w+\.h"'
 F1 = r'"cuattn/device/(paged/)?\w+\.cuh"'
 PYTHON = r"<Python\.h>|<nanobind/[\w/]+\.h>"
 HOST = r'"cuda/host/\w+\.h"'
+ROWS = r'"cuda/attention/(products|softmax_rows)\.cuh"'  # of all naive kernels
+GRADIENTS = r'"cuda/backward/\w+\.cuh"'
 INSTANCES = r'"instances\.inc"'  # which cmake/instances.cmake writes into the build folder
 
 # Path (the first match holds), floor, and what a file there may include; own room last. A kernel
@@ -30,7 +32,13 @@ INCLUDES = [
     (r"cuda/host/", "F2", [STD, CUDA, F0, F1, HOST]),
     (r"cuda/attention/sm80/", "F2", [STD, CUDA, F0, F1, HOST, r'"cuda/attention/sm80/\w+\.cuh"']),
     (r"cuda/attention/sm90/", "F2", [STD, CUDA, F0, F1, HOST, r'"cuda/attention/sm90/\w+\.cuh"']),
-    (r"cuda/attention/", "F2", [STD, CUDA, F0, F1, HOST, r'"cuda/attention/softmax_rows\.cuh"']),
+    (r"cuda/attention/", "F2", [STD, CUDA, F0, F1, HOST, ROWS]),
+    (
+        r"cuda/backward/sm80/",
+        "F2",
+        [STD, CUDA, F0, F1, HOST, GRADIENTS, r'"cuda/backward/sm80/\w+\.cuh"'],
+    ),
+    (r"cuda/backward/", "F2", [STD, CUDA, F0, F1, HOST, ROWS, GRADIENTS]),
     (r"cuda/paged/sm90/", "F2", [STD, CUDA, F0, F1, HOST, r'"cuda/paged/sm90/\w+\.cuh"']),
     (r"cuda/paged/", "F2", [STD, CUDA, F0, F1, HOST, r'"cuda/paged/sm80/\w+\.cuh"']),
     (r"cuda/cache/", "F2", [STD, CUDA, F0, F1, HOST, r'"cuda/cache/\w+\.cuh"']),
