@@ -9,6 +9,7 @@
 # commit's checkout, pass CUATTN_SOURCE_HASH, printed by `tests/gpu/record.py hash` where git is.
 # CUATTN_GPU_OUT: folder for record.json and the ends of the logs. CUATTN_GPU_SECONDS: the whole run ends by then; a stage
 # that took longer last time is not begun.
+# CUATTN_GPU_WIDTH: stages side by side; default 4 for each of several GPUs, else 1.
 # Where several GPUs are visible the stages run side by side, each beginning at a GPU of its own, and what a stage runs in
 # parallel goes round the GPUs.
 set -uo pipefail
@@ -193,6 +194,7 @@ if [ -z "$dry" ]; then
   jobs=$(stale)  # by what this build says of who includes what
 fi
 several_gpus && IFS=, read -ra list <<<"$gpus" && width=$((4 * ${#list[@]})) || width=1
+width=${CUATTN_GPU_WIDTH:-$width}
 later=""
 while read -r part stage last arguments; do
   while [ "$(jobs -rp | wc -l)" -ge "$width" ]; do wait -n; done

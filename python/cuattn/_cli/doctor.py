@@ -31,6 +31,7 @@ OTHER_VARIABLES = (
     "CUATTN_REQUIRE_FRAMEWORKS",
     "CUATTN_GPU_OUT",
     "CUATTN_GPU_SECONDS",
+    "CUATTN_GPU_WIDTH",
 )
 OLDEST = {"torch": (2, 9), "jax": (0, 6, 1), "numpy": (1, 26)}  # what the tests run with
 MOST_THREADS = 1024
