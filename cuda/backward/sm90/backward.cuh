@@ -1,0 +1,35 @@
+// SPDX-License-Identifier: Apache-2.0
+// The launcher of the sm90 backward kernels: the queries pass (Delta, dQ), then the keys pass (dK,
+// dV), which starts under the tail of the first, then zeros for the rows of ragged arrays that
+// belong to no sequence. Seven products of tiles for the five of the formula, and in return no
+// atomics and no sums in memory. Next: queries.cuh, keys.cuh.
+//
+// queries.cuh: template <DType, int kHeadDim, int kHeadDimV, MaskKind, ScoreKind>
+//   void launch_queries_sm90(const BackwardLaunch& launch, const backward::RowStates& states,
+//                            cudaStream_t stream);
+// It runs even where dq is not asked for: it makes the states. keys.cuh has launch_keys_sm90 alike.
+#pragma once
+
+#include "cuattn/schedule.h"
+#include "cuda/backward/clear.cuh"
+#include "cuda/backward/sm90/keys.cuh"
+#include "cuda/backward/sm90/queries.cuh"
+
+namespace cuattn {
+
+template <DType kType, int kHeadDim, int kHeadDimV, MaskKind kMask, ScoreKind kScore>
+void launch_backward_sm90(const BackwardLaunch& launch, cudaStream_t stream) {
+  const BackwardParams& p = launch.params;
+  const AttentionParams& f = p.forward;
+  const backward::RowStates states = backward::row_states(f, launch.schedule.workspace);
+  launch_queries_sm90<kType, kHeadDim, kHeadDimV, kMask, kScore>(launch, states, stream);
+  launch_keys_sm90<kType, kHeadDim, kHeadDimV, kMask, kScore>(launch, states, stream);
+  launch_clear(f.cu_seqlens_q, f.batch, f.total_q, f.num_heads_q,
+               {p.dq, p.dq_strides, f.dtype, f.head_dim}, stream);
+  launch_clear(f.cu_seqlens_kv, f.batch, f.total_kv, f.num_heads_kv,
+               {p.dk, p.dk_strides, p.dk_dtype, f.head_dim}, stream);
+  launch_clear(f.cu_seqlens_kv, f.batch, f.total_kv, f.num_heads_kv,
+               {p.dv, p.dv_strides, p.dv_dtype, f.head_dim_v}, stream);
+}
+
+}  // namespace cuattn

@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: Apache-2.0
+// The tiles of the sm90 backward passes, with their shared-memory arithmetic, and how the workspace
+// holds what the queries pass leaves for the keys pass. Read by cuda/backward/sm90/ and
+// src/attention/backward_plan.cpp.
+#pragma once
+
+#include "cuattn/params/backward.h"
+#include "cuattn/tiles.h"
+
+namespace cuattn {
+
+// ---- The state of query rows: two planes of floats [num_heads_q, pitch], lse in base 2 (+inf where
+// a row takes no part, so that P is 0), then Delta. The rows of a sequence begin at a multiple of
+// kRowPad, where a bulk copy may begin, and the queries pass fills whole tiles of that many.
+constexpr int32_t kRowPad = 128;
+
+// Of sequence b, whose first row is row `first` of all (dense: b * seqlen_q). Sequences do not meet,
+// whatever their lengths.
+constexpr int64_t sm90_row_place(int64_t first, int32_t b) {
+  return (first / kRowPad + b) * kRowPad;
+}
+// Rows of a plane and head; a tile that begins among them ends among them.
+constexpr int64_t sm90_row_pitch(int64_t total_q, int32_t batch) {
+  return (total_q / kRowPad + batch + 3) * kRowPad;
+}
+
+// ---- Tiles. m query rows, n keys, stages of what streams. 12 warps: a group of producers, two
+// groups of consumers.
+
+constexpr int32_t kSm90BackwardSmallBytes = 1024;  // barriers; and up to 1023 align the panels
+
+constexpr int32_t sm90_row_bytes(int32_t head_dim) { return (head_dim + 63) / 64 * 128; }
+
+// Queries pass: m rows of Q and dO stay, tiles of n keys come: `stages` of K, and of V as many or,
+// where there is no room, one.
+constexpr Tile sm90_queries_tile(HeadDims d, ScoreKind score) {
+  bool scored = score == ScoreKind::scored;
+  if (d.qk <= 64) return {128, 128, 3, 12};
+  if (d.qk <= 96) return {128, scored ? 64 : 96, 3, 12};
+  if (d.v <= 128) return {128, scored ? 64 : 80, 2, 12};
+  return {128, 64, 2, 12};
+}
+constexpr int32_t sm90_queries_v_stages(HeadDims d, Tile tile) {
+  return d.v > 192 ? 1 : tile.stages;
+}
+constexpr int32_t sm90_queries_smem_bytes(HeadDims d, Tile tile) {
+  int32_t qk = sm90_row_bytes(d.qk), v = sm90_row_bytes(d.v);
+  return tile.m * (qk + v) + tile.n * (tile.stages * qk + sm90_queries_v_stages(d, tile) * v) +
+         kSm90BackwardSmallBytes + 1024;
+}
+
+// Keys pass: n keys of K and V stay, m rows of Q and dO come with 8 bytes of state each. Up to 128
+// columns a group of consumers owns 64 keys; beyond, both own the same 64, one of them dV, the other
+// dK, and P goes from the first to the second through shared memory, twice 16 bits.
+constexpr bool sm90_keys_are_paired(HeadDims d) { return d.qk > 128; }
+
+constexpr Tile sm90_keys_tile(HeadDims d, ScoreKind score) {
+  if (d.qk <= 64) return {score == ScoreKind::scored ? 64 : 128, 128, 3, 12};
+  if (d.qk <= 96) return {64, 128, 4, 12};
+  if (d.qk <= 128) return {score == ScoreKind::scored ? 48 : 64, 128, 4, 12};
+  if (d.qk <= 192) return {64, 64, 3, 12};
+  return {48, 64, 3, 12};
+}
+constexpr int32_t sm90_keys_smem_bytes(HeadDims d, Tile tile) {
+  int32_t row = sm90_row_bytes(d.qk) + sm90_row_bytes(d.v);
+  int32_t crossing = sm90_keys_are_paired(d) ? 2 * tile.m * tile.n * 2 : 0;
+  return tile.n * row + tile.stages * tile.m * (row + 8) + crossing + kSm90BackwardSmallBytes +
+         1024;
+}
+
+}  // namespace cuattn
