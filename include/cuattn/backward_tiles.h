@@ -16,7 +16,7 @@ constexpr int32_t kRowPad = 128;
 
 // Of sequence b, whose first row is row `first` of all (dense: b * seqlen_q). Sequences do not meet,
 // whatever their lengths.
-constexpr int64_t sm90_row_place(int64_t first, int32_t b) {
+CUATTN_HOST_DEVICE int64_t sm90_row_place(int64_t first, int32_t b) {
   return (first / kRowPad + b) * kRowPad;
 }
 // Rows of a plane and head; a tile that begins among them ends among them.
