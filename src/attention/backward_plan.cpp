@@ -5,6 +5,7 @@
 #include <cstring>
 #include <iterator>
 
+#include "cuattn/backward_tiles.h"
 #include "cuattn/error.h"
 #include "cuattn/instances.h"
 #include "cuattn/plan.h"
@@ -23,32 +24,44 @@ struct Rung {
 constexpr Rung kLadder[] = {
     {Kernel::cpu, false, true, "five products of tiles in vector registers, sums in float32"},
     {Kernel::cpu_naive, false, false, "the plain formula, probabilities in memory"},
-    {Kernel::sm90, true, true, "Hopper: TMA feeds warpgroups of wgmma, 16-bit types"},
+    {Kernel::sm90, true, true, "Hopper: TMA feeds warpgroups of wgmma, two passes, 16-bit types"},
     {Kernel::sm80, true, true, "tensor cores: mma.sync, two passes, 16-bit types"},
     {Kernel::simt, true, true, "float32 on CUDA cores, two passes"},
     {Kernel::naive, true, true, "plain kernels, probabilities in memory; every type and option"},
 };
 
 // The number of the compiled kernels that would run the call.
-int32_t sm80_instance(const AttentionParams& f) {
+int32_t instance_of(Kernel kernel, const AttentionParams& f) {
   // Of the scored kernels the window serves every mask.
   MaskKind mask = f.scores.scored() ? MaskKind::window : f.mask.kind();
-  return find_instance(Op::attention_backward, Kernel::sm80, f.dtype, {f.head_dim, f.head_dim_v},
-                       mask, f.scores.kind);
+  return find_instance(Op::attention_backward, kernel, f.dtype, {f.head_dim, f.head_dim_v}, mask,
+                       f.scores.kind);
 }
 
-const char* sm80_refusal(const BackwardParams& p, const DeviceInfo& device) {
+// What neither of the kernels on tensor cores does; else their instance is compiled.
+const char* two_pass_refusal(Kernel kernel, const BackwardParams& p) {
   const AttentionParams& f = p.forward;
   if (f.dtype == DType::f32) return "it takes float16 and bfloat16, not float32";
   if (f.dropout.is_on()) return "it has no dropout yet, which naive has";
   if (p.needs(kNeedDbias | kNeedDsinks | kNeedDslopes))
     return "it makes dq, dk and dv; naive makes dbias, dsinks and dslopes, too";
-  int32_t instance = sm80_instance(f);
-  if (instance == kNoInstance)
+  if (instance_of(kernel, f) == kNoInstance)
     return "it is not compiled for this dtype, head_dim, mask and scores";
-  HeadDims d = instance_at(instance).dims;
-  int32_t bytes = std::max(sm80_queries_smem_bytes(d, sm80_queries_tile(d, f.scores.kind)),
-                           sm80_keys_smem_bytes(d, sm80_keys_tile(d, f.scores.kind)));
+  return nullptr;
+}
+
+const char* sm90_refusal(const BackwardParams& p, const DeviceInfo& device) {
+  if (const char* why = two_pass_refusal(Kernel::sm90, p)) return why;
+  if (device.major != 9 || device.minor != 0) return "it is for compute capability 9.0 alone";
+  return device.native == 1 ? nullptr : "this build has no machine code for 9.0";
+}
+
+const char* sm80_refusal(const BackwardParams& p, const DeviceInfo& device) {
+  if (const char* why = two_pass_refusal(Kernel::sm80, p)) return why;
+  ScoreKind score = p.forward.scores.kind;
+  HeadDims d = instance_at(instance_of(Kernel::sm80, p.forward)).dims;
+  int32_t bytes = std::max(sm80_queries_smem_bytes(d, sm80_queries_tile(d, score)),
+                           sm80_keys_smem_bytes(d, sm80_keys_tile(d, score)));
   return bytes <= device.smem_per_block_optin
              ? nullptr
              : "its tile needs more shared memory than a block gets here";
@@ -60,6 +73,7 @@ const char* refusal(Kernel kernel, const BackwardParams& p, const DeviceInfo& de
     case Kernel::cpu:
     case Kernel::cpu_naive:
     case Kernel::naive: return nullptr;
+    case Kernel::sm90: return sm90_refusal(p, device);
     case Kernel::sm80: return sm80_refusal(p, device);
     default: return "its backward pass is not written yet";
   }
@@ -99,6 +113,10 @@ size_t workspace_bytes(const char* function, const Plan& plan, const BackwardPar
   }
   if (plan.kernel == Kernel::sm80)  // lse and Delta of each row
     return checked_bytes(function, {2 * sizeof(float), f.total_q, f.num_heads_q});
+  if (plan.kernel == Kernel::sm90) {  // the same, each sequence from a multiple of rows on
+    return checked_bytes(function, {2 * sizeof(float), sm90_row_pitch(f.total_q, f.batch),
+                                    f.num_heads_q});
+  }
   checked_bytes(function, {sizeof(float), plan.num_chunks, f.total_q, f.num_heads_q, f.head_dim});
   const int64_t* extents = p.dbias.extents;
   if (p.needs(kNeedDbias)) {
@@ -148,12 +166,13 @@ Plan select_backward(const char* function, const BackwardParams& p, bool batch_i
   plan.num_splits = plan.packed_heads = 1;
   plan.head_dim = f.head_dim;
   plan.head_dim_v = f.head_dim_v;
-  if (plan.kernel == Kernel::sm80) {
-    plan.instance = sm80_instance(f);
+  if (plan.kernel == Kernel::sm90 || plan.kernel == Kernel::sm80) {
+    plan.instance = instance_of(plan.kernel, f);
     HeadDims d = instance_at(plan.instance).dims;
     plan.head_dim = d.qk;
     plan.head_dim_v = d.v;
-    plan.tile = sm80_queries_tile(d, f.scores.kind);
+    plan.tile = plan.kernel == Kernel::sm90 ? sm90_queries_tile(d, f.scores.kind)
+                                            : sm80_queries_tile(d, f.scores.kind);
   }
   if (!rung.on_cuda) cut_keys(plan, p, batch_invariant);
   plan.workspace_bytes = workspace_bytes(function, plan, p);

@@ -38,6 +38,11 @@ INCLUDES = [
         "F2",
         [STD, CUDA, F0, F1, HOST, GRADIENTS, r'"cuda/backward/sm80/\w+\.cuh"'],
     ),
+    (
+        r"cuda/backward/sm90/",
+        "F2",
+        [STD, CUDA, F0, F1, HOST, GRADIENTS, r'"cuda/backward/sm90/\w+\.cuh"'],
+    ),
     (r"cuda/backward/", "F2", [STD, CUDA, F0, F1, HOST, ROWS, GRADIENTS]),
     (r"cuda/paged/sm90/", "F2", [STD, CUDA, F0, F1, HOST, r'"cuda/paged/sm90/\w+\.cuh"']),
     (r"cuda/paged/", "F2", [STD, CUDA, F0, F1, HOST, r'"cuda/paged/sm80/\w+\.cuh"']),
@@ -203,7 +208,9 @@ def test_c_api_is_c():
     assert compile_alone("cc", "c11", "cuattn/c_api.h") == ""
 
 
-def test_generated_header_is_what_its_program_writes():
+def test_generated_headers_are_what_their_program_writes():
     program = runpy.run_path(str(ROOT / "cmake/generate_wgmma.py"))
-    assert program["TARGET"] == ROOT / "include/cuattn/device/wgmma_sm90.cuh"
-    assert program["TARGET"].read_text() == program["header"](), "run cmake/generate_wgmma.py"
+    assert program["DEVICE"] == ROOT / "include/cuattn/device"
+    for name in program["FILES"]:
+        text = (program["DEVICE"] / name).read_text()
+        assert text == program["header"](name), "run cmake/generate_wgmma.py"

@@ -7,7 +7,7 @@
 #include "cuattn/backward_tiles.h"
 #include "cuattn/device/mask.cuh"
 #include "cuattn/device/overlap.cuh"
-#include "cuattn/device/wgmma_sm90.cuh"
+#include "cuattn/device/wgmma48_sm90.cuh"
 #include "cuattn/schedule.h"
 #include "cuda/host/launch.h"
 #include "cuda/host/tensor_maps.h"

@@ -1,0 +1,326 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the keys passes of sm90 have in common, whether or not a pair of groups shares its keys: who
+// works on which keys, shared memory, the producer, P^T and dx^T of a tile, and how dK and dV leave.
+// Next: keys.cuh, keys_paired.cuh.
+#pragma once
+
+#include "cuda/backward/sm90/tiles.cuh"
+
+namespace cuattn::backward {
+
+// The order of work: (batch, KV head) pairs in sections whose Q and dO fit in L2 together; within
+// one, where tiles weigh differently, the first key tiles of all pairs come first, for those are
+// seen by most rows. Else pair after pair.
+struct KeySchedule {
+  int32_t tiles, pairs, section;  // key tiles of the longest sequence; pairs in all, of a section
+  bool clears;                    // what lies behind the last row of a sequence is not zeros
+
+  KeySchedule(const AttentionParams& f, Tile tile, MaskKind mask)
+      : tiles(device::ceil_div(f.seqlen_kv, tile.n)),
+        pairs(static_cast<int32_t>(grid_blocks(int64_t{f.batch} * f.num_heads_kv, "sm90"))),
+        section(1),
+        clears(f.cu_seqlens_q != nullptr || f.seqused_q != nullptr) {
+    constexpr int64_t kSectionBytes = 16 << 20;
+    int64_t pair_bytes =
+        2 * (int64_t{f.seqlen_q} + 1) * (f.head_dim + f.head_dim_v) * f.num_heads_q / f.num_heads_kv;
+    if (mask != MaskKind::none)
+      section = static_cast<int32_t>(device::ceil_div(kSectionBytes, pair_bytes));
+    if (section > pairs) section = pairs;
+  }
+};
+
+template <DType kType, int kHeadDim, int kHeadDimV, MaskKind kMask, ScoreKind kScore>
+struct KeyTiles {
+  // 1. Types and sizes
+  static constexpr HeadDims kDims = {kHeadDim, kHeadDimV};
+  static constexpr Tile kTile = sm90_keys_tile(kDims, kScore);  // n keys stay, m queries come
+  static constexpr int kSmemBytes = sm90_keys_smem_bytes(kDims, kTile);
+  static constexpr int kPanelsQk = (kHeadDim + 63) / 64, kPanelsV = (kHeadDimV + 63) / 64;
+  static constexpr int kKBytes = kTile.n * kPanelsQk * 128, kVBytes = kTile.n * kPanelsV * 128;
+  static constexpr int kQBytes = kTile.m * kPanelsQk * 128, kDoutBytes = kTile.m * kPanelsV * 128;
+  static constexpr int kPlaneBytes = kTile.m * 4;  // of lse, or Delta
+  static_assert(kSmemBytes <= 227 * 1024, "sm_90 gives a CTA at most 227 KiB");
+  static_assert(kTile.m % 16 == 0 && kTile.m <= kRowPad);
+  using Mod = device::ScoreMod<kType, kScore>;
+
+  // 2. Shared storage, in address order: K, V (panel, n, 64); Q, dO (stage, panel, m, 64); lse,
+  // Delta (stage, m); what crosses a pair; barriers. K comes with the first Q, V with the first dO.
+  struct Shared {
+    uint32_t k, v, q, dout, planes, barriers;
+    __device__ explicit Shared(const void* base) {
+      k = (device::smem_address(base) + 1023) & ~1023u;  // the swizzle repeats every 1024 bytes
+      v = k + kKBytes;
+      q = v + kVBytes;
+      dout = q + kTile.stages * kQBytes;
+      planes = dout + kTile.stages * kDoutBytes;
+      barriers = planes + kTile.stages * 2 * kPlaneBytes + kCrossingBytes;
+    }
+    static constexpr int kCrossingBytes =
+        sm90_keys_are_paired(kDims) ? 2 * kTile.m * kTile.n * 2 : 0;
+    __device__ uint32_t q_stage(int s) const { return q + s * kQBytes; }
+    __device__ uint32_t dout_stage(int s) const { return dout + s * kDoutBytes; }
+    __device__ uint32_t lse(int s) const { return planes + 2 * s * kPlaneBytes; }
+    __device__ uint32_t delta(int s) const { return lse(s) + kPlaneBytes; }
+    __device__ uint32_t crossing() const { return barriers - kCrossingBytes; }
+    __device__ uint32_t q_full(int s) const { return barriers + 8 * s; }
+    __device__ uint32_t q_empty(int s) const { return q_full(kTile.stages + s); }
+    __device__ uint32_t dout_full(int s) const { return q_full(2 * kTile.stages + s); }
+    __device__ uint32_t dout_empty(int s) const { return q_full(3 * kTile.stages + s); }
+
+    __device__ void init_barriers() const {
+      if (threadIdx.x != 0) return;
+      for (int s = 0; s < kTile.stages; ++s) {
+        device::barrier_init(q_full(s), 1);
+        device::barrier_init(dout_full(s), 1);
+        device::barrier_init(q_empty(s), kConsumers * 4);
+        device::barrier_init(dout_empty(s), kConsumers * 4);
+      }
+      device::barrier_init_fence();
+    }
+  };
+  static_assert(32 * kTile.stages <= kSm90BackwardSmallBytes);
+
+  // 3. What a CTA works on
+  struct Work {
+    int32_t batch, kv_head, key0, group;  // group: query heads that share the keys
+    bool clears;
+    Span queries, keys;
+    device::TileRange range;  // of queries
+
+    __device__ __forceinline__ Work(const AttentionParams& f, const KeySchedule& s, int32_t item) {
+      int32_t per_section = s.section * s.tiles, within = item % per_section;
+      int32_t first = item / per_section * s.section, width = min(s.section, s.pairs - first);
+      int32_t pair = first + within % width;
+      batch = pair / f.num_heads_kv;
+      kv_head = pair % f.num_heads_kv;
+      key0 = within / width * kTile.n;
+      group = f.num_heads_q / f.num_heads_kv;
+      clears = s.clears;
+      queries = query_span(f, batch);
+      keys = key_span(f, batch);
+      range = device::query_tile_range<kTile.m>(left(f), right(f), key0,
+                                                min(key0 + kTile.n, keys.used), queries.used,
+                                                keys.used);
+    }
+  };
+
+  static __device__ __forceinline__ int32_t left(const AttentionParams& f) {
+    return kMask == MaskKind::window ? f.mask.left : static_cast<int32_t>(kUnlimited);
+  }
+  static __device__ __forceinline__ int32_t right(const AttentionParams& f) {
+    return kMask == MaskKind::none ? static_cast<int32_t>(kUnlimited) : f.mask.right;
+  }
+
+  // 4. The producer: one thread.
+  static __device__ __forceinline__ void produce(const AttentionParams& f, const RowStates& states,
+                                                 const Maps& maps, const Work& work,
+                                                 const Shared& shared) {
+    using namespace device;
+    if (work.range.begin >= work.range.end) return;
+    const BoxPlace keys(f.cu_seqlens_kv != nullptr, work.keys, work.batch, work.key0);
+    const BoxPlace rows(f.cu_seqlens_q != nullptr, work.queries, work.batch, 0);
+    const int32_t first_head = work.kv_head * work.group;
+    Ring<kTile.stages> ring(1);
+    bool fresh = true;
+#pragma unroll 1
+    for (int32_t head = first_head; head < first_head + work.group; ++head) {
+      const int64_t place = states.place(f, work.queries, work.batch, head);
+#pragma unroll 1
+      for (int32_t tile = work.range.begin; tile < work.range.end; ++tile) {
+        BoxPlace box = rows;
+        box.row += tile * kTile.m;
+        const int s = ring.stage();
+        barrier_wait(shared.q_empty(s), ring.parity());
+        barrier_arrive_expect(shared.q_full(s), kQBytes + kPlaneBytes + (fresh ? kKBytes : 0));
+        if (fresh) load_tile<kTile.n, kPanelsQk>(shared.k, maps.k, shared.q_full(s), keys,
+                                                 work.kv_head, kEvictFirst);
+        load_tile<kTile.m, kPanelsQk>(shared.q_stage(s), maps.q, shared.q_full(s), box, head,
+                                      kEvictLast);
+        if (fresh) wait_for_previous_kernel();  // it wrote the states
+        bulk_load(shared.lse(s), states.lse + place + tile * kTile.m, kPlaneBytes,
+                  shared.q_full(s));
+        barrier_wait(shared.dout_empty(s), ring.parity());
+        barrier_arrive_expect(shared.dout_full(s),
+                              kDoutBytes + kPlaneBytes + (fresh ? kVBytes : 0));
+        if (fresh) load_tile<kTile.n, kPanelsV>(shared.v, maps.v, shared.dout_full(s), keys,
+                                                work.kv_head, kEvictFirst);
+        load_tile<kTile.m, kPanelsV>(shared.dout_stage(s), maps.dout, shared.dout_full(s), box,
+                                     head, kEvictLast);
+        bulk_load(shared.delta(s), states.delta + place + tile * kTile.m, kPlaneBytes,
+                  shared.dout_full(s));
+        fresh = false;
+        ring.next();
+      }
+    }
+  }
+
+  // Rows of Q and dO behind the last one of the sequence.
+  static __device__ __forceinline__ void clear_behind(const Work& work, uint32_t q, uint32_t dout,
+                                                      int tile) {
+    clear_tile<kTile.m, kPanelsQk>(q, work.queries.used - tile * kTile.m);
+    clear_tile<kTile.m, kPanelsV>(dout, work.queries.used - tile * kTile.m);
+  }
+
+  // 5. A tile: S^T and dP^T become P^T and dx^T. A lane has the keys `key` and key + 8, and in each
+  // block of 8 columns the rows 2 (lane % 4) and the next.
+  struct Sight {
+    int32_t key;
+    KeyRange rows[2];  // that see the keys
+  };
+  static __device__ __forceinline__ Sight lane_sight(const AttentionParams& f, const Work& work,
+                                                     int first) {
+    Sight sight;
+    sight.key = work.key0 + first + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      sight.rows[half] = visible_queries(left(f), right(f), sight.key + 8 * half,
+                                         work.queries.used, work.keys.used);
+    }
+    return sight;
+  }
+
+  static __device__ __forceinline__ float2 load_pair(uint32_t plane, int block) {
+    float2 pair;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+                 : "=f"(pair.x), "=f"(pair.y)
+                 : "r"(plane + 32 * block + threadIdx.x % 4 * 8));
+    return pair;
+  }
+
+  // The smaller one; NaN stays NaN.
+  static __device__ __forceinline__ float at_most(float x, float limit) {
+    float y;
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(x), "f"(limit));
+    return y;
+  }
+
+  // P^T, also packed; what nobody sees is 0, whatever the operands hold. The exponent is clamped for
+  // a score and an lse so large that they are rounded apart. With score options `scores` keeps P^T
+  // times the derivative of the score.
+  template <bool kMasked>
+  static __device__ __forceinline__ void make_probs_of(
+      float (&scores)[kTile.m / 2], uint32_t (&probs)[kTile.m / 4], const Work& work,
+      const Mod& mod, float to_log2, uint32_t lse, const Sight& sight, int32_t row0) {
+    using namespace device;
+    const int32_t first = row0 + 2 * static_cast<int32_t>(threadIdx.x % 4);
+    int32_t begin[2], end[2];
+#pragma unroll
+    for (int half = 0; kMasked && half < 2; ++half) {
+      begin[half] = sight.rows[half].begin - first;
+      end[half] = sight.rows[half].end - first;
+    }
+#pragma unroll
+    for (int block = 0; block < kTile.m / 8; ++block) {
+      const float2 states = load_pair(lse, block);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float* s = &scores[4 * block + 2 * half];
+        float prob[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int column = 8 * block + i;
+          float score = s[i];
+          if constexpr (kScore == ScoreKind::scored) {  // clamped: no load leaves the bias
+            score = mod(score, min(first + column, work.queries.used - 1),
+                        min(sight.key + 8 * half, work.keys.used - 1));
+          }
+          float exponent = at_most(fmaf(score, to_log2, i == 0 ? -states.x : -states.y), 0.0f);
+          if constexpr (kMasked) {
+            bool seen = column < end[half];
+            if constexpr (kMask != MaskKind::none) seen = seen && column >= begin[half];
+            exponent = seen ? exponent : negative_infinity();
+          }
+          prob[i] = exp2_approx(exponent);
+        }
+        probs[2 * block + half] = pack2<kType>(prob[0], prob[1]);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          if constexpr (kScore == ScoreKind::scored)
+            s[i] = prob[i] != 0.0f ? prob[i] * mod.derivative(s[i]) : 0.0f;
+          else
+            s[i] = prob[i];
+        }
+      }
+    }
+  }
+  static __device__ __forceinline__ void make_probs(float (&scores)[kTile.m / 2],
+                                                    uint32_t (&probs)[kTile.m / 4],
+                                                    const AttentionParams& f, const Work& work,
+                                                    const Mod& mod, uint32_t lse,
+                                                    const Sight& sight, int tile, bool masked) {
+    if (masked) {
+      make_probs_of<true>(scores, probs, work, mod, mod.to_log2, lse, sight, tile * kTile.m);
+    } else {
+      make_probs_of<false>(scores, probs, work, mod, mod.to_log2, lse, sight, tile * kTile.m);
+    }
+  }
+
+  // dP^T becomes dx^T; where P^T is masked to 0, so is dx^T.
+  static __device__ __forceinline__ void make_grads(float (&dout_v)[kTile.m / 2],
+                                                    const float (&weights)[kTile.m / 2],
+                                                    uint32_t delta, bool masked) {
+    auto each = [&](auto select) {
+#pragma unroll
+      for (int block = 0; block < kTile.m / 8; ++block) {
+        const float2 deltas = load_pair(delta, block);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float weight = weights[4 * block + i];
+          float& x = dout_v[4 * block + i];
+          float product = weight * (x - (i % 2 == 0 ? deltas.x : deltas.y));
+          x = select.value && weight == 0.0f ? 0.0f : product;
+        }
+      }
+    };
+    if (masked) {
+      each(std::true_type{});
+    } else {
+      each(std::false_type{});
+    }
+  }
+
+  // 6. Epilogue: 64 rows of dK or dV from the accumulators of a group, from key key0 + `first` on.
+  // Rows in [used, stored) become zeros. 16 bits: a quad turns its 4 x 4 words, so that each lane
+  // holds all columns of a block of 8.
+  template <int kDim>
+  static __device__ __forceinline__ void store(const float (&sum)[kDim / 2], float factor,
+                                               void* data, const Strides& s, DType dtype,
+                                               const Work& work, int first, int32_t dim) {
+    using namespace device;
+    static_assert(kDim % 32 == 0);
+    if (data == nullptr) return;
+    const int lane = threadIdx.x % 32, quad = lane % 4;
+    const int64_t base = work.batch * s.batch + work.kv_head * s.head + work.keys.start * s.seq;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int32_t row = work.key0 + first + threadIdx.x / 32 % 4 * 16 + lane / 4 + 8 * half;
+      const bool used = row < work.keys.used, stored = row < work.keys.stored;
+      const int64_t at = base + row * s.seq;
+      auto value = [&](int block, int i) {
+        return used ? sum[4 * block + 2 * half + i] * factor : 0.0f;
+      };
+      if (dtype == DType::f32) {
+        float* to = static_cast<float*>(data) + at + 2 * quad;
+#pragma unroll
+        for (int block = 0; block < kDim / 8; ++block) {
+          if (stored && block * 8 < dim)
+            *reinterpret_cast<float2*>(to + 8 * block) = {value(block, 0), value(block, 1)};
+        }
+        continue;
+      }
+      char* to = static_cast<char*>(data) + 2 * at + 16 * quad;
+#pragma unroll
+      for (int block = 0; block < kDim / 8; block += 4) {
+        uint32_t words[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          words[i] = pack2<kType>(value(block + i, 0), value(block + i, 1));
+        quad_transpose(words);
+        if (stored && (block + quad) * 8 < dim)
+          *reinterpret_cast<uint4*>(to + 16 * block) = {words[0], words[1], words[2], words[3]};
+      }
+    }
+  }
+};
+
+}  // namespace cuattn::backward
