@@ -214,7 +214,7 @@ def explain_on(device, op, **options):
     return cuattn.explain(op, *shapes, device=device, **options)
 
 
-SERVED_BY_NAIVE = {  # what sm80 refuses, and why
+SERVED_BY_NAIVE = {  # what sm80 and sm90 refuse, and why
     "it takes float16 and bfloat16, not float32": {"dtype": "float32"},
     "it has no dropout yet, which naive has": {"dropout_p": 0.1, "dropout_seed": 3},
     "it makes dq, dk and dv; naive makes dbias, dsinks and dslopes, too": {
@@ -225,48 +225,51 @@ SERVED_BY_NAIVE = {  # what sm80 refuses, and why
 
 
 @pytest.mark.parametrize("op", [DENSE, RAGGED])
-@pytest.mark.parametrize("device", ["a100", "h100"])
+@pytest.mark.parametrize(("device", "best"), [("a100", "sm80"), ("h100", "sm90")])
 @pytest.mark.parametrize("backend", ["auto", "sm80", "naive"])
-def test_cuda_goes_by_sm80(op, device, backend):
+def test_cuda_goes_by_tensor_cores(op, device, best, backend):
     plan = explain_on(device, op, backend=backend, dtype="bfloat16")
-    assert plan.kernel == ("naive" if backend == "naive" else "sm80")
+    assert plan.kernel == (best if backend == "auto" else backend)
     lines = plan.ladder.splitlines()
     assert [line[2:].split(":")[0] for line in lines] == ["sm90", "sm80", "simt", "naive"]
     assert sum(line.startswith("* ") for line in lines) == 1
-    for line in (lines[0], lines[2]):
-        assert "cannot: its backward pass is not written yet" in line
+    assert "simt: cannot: its backward pass is not written yet" in lines[2]
+    if device == "a100":
+        assert "sm90: cannot: it is for compute capability 9.0 alone" in lines[0]
 
 
 @pytest.mark.parametrize("why", SERVED_BY_NAIVE)
-def test_naive_takes_what_sm80_refuses(why):
+@pytest.mark.parametrize("backend", ["sm80", "sm90"])
+def test_naive_takes_what_tensor_cores_refuse(why, backend):
     options = {"dtype": "bfloat16", **SERVED_BY_NAIVE[why]}
-    plan = explain_on("a100", DENSE, **options)
+    plan = explain_on("h100", DENSE, **options)
     assert plan.kernel == "naive"
-    assert f"sm80: cannot: {why}" in plan.ladder
+    assert f"{backend}: cannot: {why}" in plan.ladder
     with pytest.raises(NotImplementedError) as raised:
-        explain_on("a100", DENSE, **options, backend="sm80")
+        explain_on("h100", DENSE, **options, backend=backend)
     assert str(raised.value) == (
-        f"{DENSE}: backend 'sm80' cannot run this call: {why}; use backend='naive' or 'auto'"
+        f"{DENSE}: backend '{backend}' cannot run this call: {why}; use backend='naive' or 'auto'"
     )
 
 
-@pytest.mark.parametrize("backend", ["sm90", "simt"])
-def test_what_has_no_backward_pass_refuses_by_name(backend):
+def test_what_has_no_backward_pass_refuses_by_name():
     with pytest.raises(NotImplementedError) as raised:
-        explain_on("h100", DENSE, backend=backend, dtype="bfloat16")
+        explain_on("h100", DENSE, backend="simt", dtype="bfloat16")
     assert str(raised.value) == (
-        f"{DENSE}: backend '{backend}' cannot run this call: its backward pass is not written yet; "
-        "use backend='sm80' or 'auto'"
+        f"{DENSE}: backend 'simt' cannot run this call: its backward pass is not written yet; "
+        "use backend='sm90' or 'auto'"
     )
     with pytest.raises(NotImplementedError, match="it runs on CPU arrays, these are on a CUDA"):
         explain_on("h100", DENSE, backend="cpu")
 
 
-def test_the_workspace_of_sm80():
-    """Two numbers a row."""
+def test_the_workspace_of_tensor_cores():
+    """Two numbers a row; on Hopper each sequence begins at a multiple of 128 rows."""
     b, rows, heads = 2, 5, 4  # of arrays_of
     plan = explain_on("a100", DENSE, dtype="float16")
     assert (plan.kernel, plan.workspace_bytes) == ("sm80", 8 * b * rows * heads)
+    plan = explain_on("h100", DENSE, dtype="float16")
+    assert (plan.kernel, plan.workspace_bytes) == ("sm90", 8 * 128 * (b + 3) * heads)
 
 
 def test_the_workspace_of_naive_on_cuda():

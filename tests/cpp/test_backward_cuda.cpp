@@ -189,7 +189,8 @@ bool add_cases(const std::string& backend, std::initializer_list<DType> dtypes) 
 }
 
 const bool kAdded = add_cases("naive", {DType::f32, DType::f16, DType::bf16}) &&
-                    add_cases("sm80", {DType::f16, DType::bf16});
+                    add_cases("sm80", {DType::f16, DType::bf16}) &&
+                    add_cases("sm90", {DType::f16, DType::bf16});
 
 CUDA_TEST(cuda_backward_is_captured_and_reads_the_dropout_state_of_each_replay) {
   Random random(case_seed("cuda_backward_graph"));

@@ -151,7 +151,7 @@ SELECTIONS = {  # files, and what of them
     "test_rows_without or test_a_number_of or test_bias_may or test_nan_prop or 255_257-causal",
     "paged/test_paged.py": "test_layouts_and or test_head_dims or test_groups or test_forced or "
     "test_with_a_plan",
-    "backward/test_sm80_backward.py": "test_what_ or test_float32 or test_dead or test_our or "
+    "backward/test_two_pass_backward.py": "test_what_ or test_float32 or test_dead or test_our or "
     "test_a_seq or (test_head_dims and bfloat16 and (causal or bias))",
     "backward/test_backward.py": "naive and (test_head_dims or test_dead or test_a_bias or "
     "test_what_is)",

@@ -40,8 +40,8 @@ NATIVE = ("pytest", "cpp", *SANITIZERS)
 SM90 = ("instances/forward_sm90_*", "cuda/attention/sm90/clear_counter.cu", "cuda/merge/states.cu")
 PORTABLE = ("instances/forward_sm80_*", "instances/forward_simt_*", "instances/forward_tiled_*")
 PORTABLE += ("cuda/attention/naive.cu", "cuda/attention/cublas.cu")
-BACKWARD = ("cuda/backward/*.cu", "src/attention/backward*.cpp", "src/abi/backward.cpp")
-BACKWARD += ("cpu/backward*.cpp",)
+BACKWARD = ("instances/backward_*", "cuda/backward/*.cu", "src/attention/backward*.cpp")
+BACKWARD += ("src/abi/backward.cpp", "cpu/backward*.cpp")
 PAGED = ("instances/paged_*", "cuda/paged/*.cu", "src/paged/*.cpp", "src/abi/paged.cpp")
 PAGED += ("cpu/paged.cpp", "src/cache/checks.cpp")
 GATHER = ("cuda/cache/gather.cu", "src/cache/rows.cpp", "src/cache/checks.cpp", "cpu/cache.cpp")
@@ -74,7 +74,7 @@ PARTS = {
         "`attention_backward`, and dropout of `attention`",
         stages=NATIVE,
         objects=(*BACKWARD, "test_backward_cuda.cpp"),
-        python=("test_backward.py", "test_dropout.py"),
+        python=("test_backward.py", "test_two_pass_backward.py", "test_dropout.py"),
         calls=("forward-portable",),
         cases="cuda_backward_",
     ),
