@@ -21,8 +21,8 @@ struct KeySchedule {
         section(1),
         clears(f.cu_seqlens_q != nullptr || f.seqused_q != nullptr) {
     constexpr int64_t kSectionBytes = 16 << 20;
-    int64_t pair_bytes =
-        2 * (int64_t{f.seqlen_q} + 1) * (f.head_dim + f.head_dim_v) * f.num_heads_q / f.num_heads_kv;
+    int64_t pair_bytes = 2 * (int64_t{f.seqlen_q} + 1) * (f.head_dim + f.head_dim_v) *
+                         f.num_heads_q / f.num_heads_kv;
     if (mask != MaskKind::none)
       section = static_cast<int32_t>(device::ceil_div(kSectionBytes, pair_bytes));
     if (section > pairs) section = pairs;
@@ -98,9 +98,8 @@ struct KeyTiles {
       clears = s.clears;
       queries = query_span(f, batch);
       keys = key_span(f, batch);
-      range = device::query_tile_range<kTile.m>(left(f), right(f), key0,
-                                                min(key0 + kTile.n, keys.used), queries.used,
-                                                keys.used);
+      range = device::query_tile_range<kTile.m>(
+          left(f), right(f), key0, min(key0 + kTile.n, keys.used), queries.used, keys.used);
     }
   };
 
@@ -116,7 +115,8 @@ struct KeyTiles {
                                                  const Maps& maps, const Work& work,
                                                  const Shared& shared) {
     using namespace device;
-    if (work.range.begin >= work.range.end) return;
+    if (work.range.begin >= work.range.end) return wait_for_previous_kernel();
+    for (const TensorMap* map : {&maps.q, &maps.k, &maps.v, &maps.dout}) tma_prefetch(map);
     const BoxPlace keys(f.cu_seqlens_kv != nullptr, work.keys, work.batch, work.key0);
     const BoxPlace rows(f.cu_seqlens_q != nullptr, work.queries, work.batch, 0);
     const int32_t first_head = work.kv_head * work.group;
@@ -132,8 +132,9 @@ struct KeyTiles {
         const int s = ring.stage();
         barrier_wait(shared.q_empty(s), ring.parity());
         barrier_arrive_expect(shared.q_full(s), kQBytes + kPlaneBytes + (fresh ? kKBytes : 0));
-        if (fresh) load_tile<kTile.n, kPanelsQk>(shared.k, maps.k, shared.q_full(s), keys,
-                                                 work.kv_head, kEvictFirst);
+        if (fresh)
+          load_tile<kTile.n, kPanelsQk>(shared.k, maps.k, shared.q_full(s), keys, work.kv_head,
+                                        kEvictFirst);
         load_tile<kTile.m, kPanelsQk>(shared.q_stage(s), maps.q, shared.q_full(s), box, head,
                                       kEvictLast);
         if (fresh) wait_for_previous_kernel();  // it wrote the states
@@ -142,8 +143,9 @@ struct KeyTiles {
         barrier_wait(shared.dout_empty(s), ring.parity());
         barrier_arrive_expect(shared.dout_full(s),
                               kDoutBytes + kPlaneBytes + (fresh ? kVBytes : 0));
-        if (fresh) load_tile<kTile.n, kPanelsV>(shared.v, maps.v, shared.dout_full(s), keys,
-                                                work.kv_head, kEvictFirst);
+        if (fresh)
+          load_tile<kTile.n, kPanelsV>(shared.v, maps.v, shared.dout_full(s), keys, work.kv_head,
+                                       kEvictFirst);
         load_tile<kTile.m, kPanelsV>(shared.dout_stage(s), maps.dout, shared.dout_full(s), box,
                                      head, kEvictLast);
         bulk_load(shared.delta(s), states.delta + place + tile * kTile.m, kPlaneBytes,
@@ -173,8 +175,8 @@ struct KeyTiles {
     sight.key = work.key0 + first + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      sight.rows[half] = visible_queries(left(f), right(f), sight.key + 8 * half,
-                                         work.queries.used, work.keys.used);
+      sight.rows[half] = visible_queries(left(f), right(f), sight.key + 8 * half, work.queries.used,
+                                         work.keys.used);
     }
     return sight;
   }
@@ -198,9 +200,11 @@ struct KeyTiles {
   // a score and an lse so large that they are rounded apart. With score options `scores` keeps P^T
   // times the derivative of the score.
   template <bool kMasked>
-  static __device__ __forceinline__ void make_probs_of(
-      float (&scores)[kTile.m / 2], uint32_t (&probs)[kTile.m / 4], const Work& work,
-      const Mod& mod, float to_log2, uint32_t lse, const Sight& sight, int32_t row0) {
+  static __device__ __forceinline__ void make_probs_of(float (&scores)[kTile.m / 2],
+                                                       uint32_t (&probs)[kTile.m / 4],
+                                                       const Work& work, const Mod& mod,
+                                                       float to_log2, uint32_t lse,
+                                                       const Sight& sight, int32_t row0) {
     using namespace device;
     const int32_t first = row0 + 2 * static_cast<int32_t>(threadIdx.x % 4);
     int32_t begin[2], end[2];

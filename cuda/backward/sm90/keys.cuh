@@ -11,6 +11,7 @@
 #pragma once
 
 #include "cuda/backward/sm90/key_tiles.cuh"
+#include "cuda/backward/sm90/keys_paired.cuh"
 
 namespace cuattn::backward {
 
@@ -121,7 +122,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
   const Shared shared(smem);  // here: behind the branch its values would leave uniform registers
   const typename Pass::Work work(params.forward, schedule, static_cast<int32_t>(blockIdx.x));
-  if (work.key0 >= work.keys.stored) return;
+  if (work.key0 >= work.keys.stored) {
+    device::wait_for_previous_kernel();  // all do: else this kernel could end before that one
+    return;
+  }
   shared.init_barriers();
   __syncthreads();
   if (group == 0) {
@@ -141,18 +145,21 @@ namespace cuattn {
 template <DType kType, int kHeadDim, int kHeadDimV, MaskKind kMask, ScoreKind kScore>
 void launch_keys_sm90(const BackwardLaunch& launch, const backward::RowStates& states,
                       cudaStream_t stream) {
-  using Pass = backward::KeysPass<kType, kHeadDim, kHeadDimV, kMask, kScore>;
+  using namespace backward;
+  using Pass = std::conditional_t<sm90_keys_are_paired({kHeadDim, kHeadDimV}),
+                                  PairedKeysPass<kType, kHeadDim, kHeadDimV, kMask, kScore>,
+                                  KeysPass<kType, kHeadDim, kHeadDimV, kMask, kScore>>;
   const BackwardParams& p = launch.params;
   const AttentionParams& f = p.forward;
   if (p.dk == nullptr && p.dv == nullptr) return;
-  const backward::KeySchedule schedule(f, Pass::kTile, kMask);
+  const KeySchedule schedule(f, Pass::kTile, kMask);
   unsigned blocks = grid_blocks(int64_t{schedule.pairs} * schedule.tiles, "sm90");
   if (blocks == 0) return;
-  auto* kernel = backward::keys_sm90_kernel<Pass>;
+  auto* kernel = keys_sm90_kernel<Pass>;
   static std::atomic<uint64_t> allowed{0};
   allow_shared_memory(kernel, Pass::kSmemBytes, allowed);
-  launch_overlapping(kernel, blocks, backward::kThreads, Pass::kSmemBytes, 9, stream, p, states,
-                     schedule, backward::make_maps(p, Pass::kTile.m, Pass::kTile.n));
+  launch_overlapping(kernel, blocks, kThreads, Pass::kSmemBytes, 9, stream, p, states, schedule,
+                     make_maps(p, Pass::kTile.m, Pass::kTile.n));
 }
 
 }  // namespace cuattn
