@@ -26,6 +26,20 @@ def require(name):
         pytest.skip(f"{name} is not installed", allow_module_level=True)
 
 
+def require_transformers():
+    """transformers, of a version that cuattn's integration takes."""
+    module = require("transformers")
+    from cuattn.integrations.transformers import register
+
+    try:
+        register()
+    except ImportError as why:
+        if os.environ.get("CUATTN_REQUIRE_FRAMEWORKS") == "1":
+            raise
+        pytest.skip(str(why), allow_module_level=True)
+    return module
+
+
 def bits_of(array):
     """A numpy array of raw integers, bfloat16 included, so that libraries without it can copy."""
     return array.view({1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}[array.dtype.itemsize])

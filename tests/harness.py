@@ -261,7 +261,7 @@ class Emulated(Cpu):
     __str__ = __repr__
 
     def view(self, buffer, dtype, offset_bytes, shape, strides):
-        import cupy  # tests/emulated/cupy.py
+        import cupy  # tests/emulated/modules/cupy.py
 
         return cupy.ndarray(super().view(buffer, dtype, offset_bytes, shape, strides))
 

@@ -143,7 +143,7 @@ def library():
         "-DCUATTN_PYTHON=ON", f"-Dnanobind_DIR={nanobind}",
         f"-DPython_EXECUTABLE={sys.executable}")  # fmt: skip
     run("cmake", "--build", folder)
-    return os.pathsep.join([str(folder), str(ROOT / "tests" / "emulated")])
+    return os.pathsep.join([str(folder), str(ROOT / "tests" / "emulated" / "modules")])
 
 
 SELECTIONS = {  # files, and what of them

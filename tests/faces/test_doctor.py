@@ -4,7 +4,6 @@
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -36,9 +35,11 @@ def verdicts(findings):
 
 
 def test_the_console_script_is_installed_and_says_its_version():
-    script = Path(sysconfig.get_path("scripts"), "cuattn")
-    assert script.is_file() or shutil.which("cuattn"), "install the package again"
-    command = script if script.is_file() else shutil.which("cuattn")
+    site = Path(cuattn.__file__).parents[1]  # pip install --target puts scripts in its bin
+    folders = [sysconfig.get_path("scripts"), site / "bin", *os.get_exec_path()]
+    scripts = [Path(folder, "cuattn") for folder in folders]
+    command = next((script for script in scripts if script.is_file()), None)
+    assert command is not None, "install the package again"
     done = subprocess.run([command, "--version"], capture_output=True, text=True, check=True)
     assert done.stdout == f"cuattn {cuattn.__version__}\n"
     done = subprocess.run([command, "--help"], capture_output=True, text=True, check=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import cuattn
+import frameworks
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
@@ -62,6 +63,8 @@ def test_python_sample_runs(code):
                 pytest.skip(f"{package} is not installed")
             if package == "cupy" and not (cuattn.info()["cuda"] or {}).get("devices"):
                 pytest.skip("no GPU for CuPy")
+            if package == "transformers":
+                frameworks.require_transformers()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
 

@@ -26,7 +26,7 @@ def run(*command, folder=TESTS.parent, code=0, **environment):
         text=True,
         timeout=300,
         cwd=folder,
-        env={**os.environ, **environment},
+        env={**os.environ, "CUATTN_REQUIRE_CUDA": "0", **environment},
         check=False,
     )
     assert done.returncode == code, done.stdout + done.stderr
@@ -60,6 +60,15 @@ def test_no_test_file_imports_another():
     """A room can be run alone; what several share stands beside the rooms."""
     lines = [line for path in TESTS.rglob("test_*.py") for line in path.read_text().splitlines()]
     assert not [line for line in lines if re.match(r"\s*(from|import) test_", line)]
+
+
+def test_no_module_of_the_tests_takes_the_place_of_a_library():
+    """pytest puts the folder of each test file on the path of the whole run."""
+    folders = {TESTS, *(path.parent for path in TESTS.rglob("test_*.py"))}
+    names = {path.stem for folder in folders for path in folder.glob("*.py")}
+    libraries = {"cupy", "flash_attn", "flashinfer", "hypothesis", "jax", "ml_dtypes", "numpy"}
+    libraries |= {"pytest", "torch", "transformers", *sys.stdlib_module_names}
+    assert not names & libraries
 
 
 def source(path):

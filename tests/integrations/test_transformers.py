@@ -9,7 +9,7 @@ import pytest
 import frameworks
 
 torch = frameworks.require("torch")
-transformers = frameworks.require("transformers")
+transformers = frameworks.require_transformers()
 
 from cuattn.integrations import transformers as door  # noqa: E402  after what it needs
 

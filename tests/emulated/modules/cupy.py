@@ -3,6 +3,7 @@
 
 It bears the name of a library that cuattn knows, so that streams and results are found without
 being given. Only the tests of an emulated build have this folder on their path (docs/emulator.md).
+It holds no test: pytest puts the folders of tests on the path, and this would take CuPy's place.
 """
 
 from __future__ import annotations

@@ -1,0 +1,441 @@
+// SPDX-License-Identifier: Apache-2.0
+// The queries pass of the backward kernels on Hopper (sm_90a): Delta and dQ. A CTA owns 128 query
+// rows of one head, a group of consumers 64 of them, and walks the key tiles right to left. It
+// leaves lse and Delta of its rows in the workspace for the keys pass. No atomics: the same bits in
+// every run. Next: keys.cuh.
+//
+//   producer | Q dO | K2 V2 | K1 V1 | K0 V0
+//   group 0  | Delta | S = Q K^T  dP = dO V^T | P = exp2(S - lse)  dx = P (dP - Delta) | dQ += dx K | ..
+//   group 1  |    the same half a step later: the groups take turns to queue S and dP, so that one
+//            |    multiplies while the other makes P and dx
+#pragma once
+
+#include "cuda/backward/sm90/tiles.cuh"
+
+namespace cuattn::backward {
+
+// The order of work: (batch, query head) pairs in sections whose K and V fit in L2 together; within
+// one, where tiles weigh differently, the last query tiles of all pairs come first, for those see
+// most keys. Else pair after pair.
+struct QuerySchedule {
+  int32_t tiles, pairs, section;  // query tiles of the longest sequence; pairs in all, of a section
+  bool clears;                    // what lies behind the last key of a sequence is not zeros
+
+  QuerySchedule(const AttentionParams& f, Tile tile, MaskKind mask)
+      : tiles(device::ceil_div(f.seqlen_q, tile.m)),
+        pairs(static_cast<int32_t>(grid_blocks(int64_t{f.batch} * f.num_heads_q, "sm90"))),
+        section(1),
+        clears(f.cu_seqlens_kv != nullptr || f.seqused_kv != nullptr) {
+    constexpr int64_t kSectionBytes = 16 << 20;
+    int64_t group = f.num_heads_q / f.num_heads_kv;
+    int64_t head_bytes = 2 * (int64_t{f.seqlen_kv} + 1) * (f.head_dim + f.head_dim_v);
+    if (mask != MaskKind::none)
+      section = static_cast<int32_t>(device::ceil_div(kSectionBytes, head_bytes) * group);
+    if (section > pairs) section = pairs;
+  }
+};
+
+template <DType kType, int kHeadDim, int kHeadDimV, MaskKind kMask, ScoreKind kScore>
+struct QueriesPass {
+  // 1. Types and sizes
+  static constexpr HeadDims kDims = {kHeadDim, kHeadDimV};
+  static constexpr Tile kTile = sm90_queries_tile(kDims, kScore);  // m rows stay, n keys come
+  static constexpr int kVStages = sm90_queries_v_stages(kDims, kTile);
+  static constexpr int kSmemBytes = sm90_queries_smem_bytes(kDims, kTile);
+  static constexpr int kPanelsQk = (kHeadDim + 63) / 64, kPanelsV = (kHeadDimV + 63) / 64;
+  static constexpr int kQBytes = kTile.m * kPanelsQk * 128, kDoutBytes = kTile.m * kPanelsV * 128;
+  static constexpr int kKBytes = kTile.n * kPanelsQk * 128, kVBytes = kTile.n * kPanelsV * 128;
+  static_assert(kTile.m == 64 * kConsumers && kTile.m == kRowPad);
+  static_assert(kTile.n % 16 == 0 && kSmemBytes <= 227 * 1024);
+  using Mod = device::ScoreMod<kType, kScore>;
+
+  // 2. Shared storage, in address order: Q, dO (panel, m, 64); K (stage, panel, n, 64), V; barriers.
+  struct Shared {
+    uint32_t q, dout, k, v, barriers;
+    __device__ explicit Shared(const void* base) {
+      q = (device::smem_address(base) + 1023) & ~1023u;  // the swizzle repeats every 1024 bytes
+      dout = q + kQBytes;
+      k = dout + kDoutBytes;
+      v = k + kTile.stages * kKBytes;
+      barriers = v + kVStages * kVBytes;
+    }
+    __device__ uint32_t k_stage(int s) const { return k + s * kKBytes; }
+    __device__ uint32_t v_stage(int s) const { return v + s * kVBytes; }
+    __device__ uint32_t rows_full() const { return barriers; }
+    __device__ uint32_t k_full(int s) const { return barriers + 8 * (1 + s); }
+    __device__ uint32_t k_empty(int s) const { return k_full(kTile.stages + s); }
+    __device__ uint32_t v_full(int s) const { return k_full(2 * kTile.stages + s); }
+    __device__ uint32_t v_empty(int s) const { return v_full(kVStages + s); }
+
+    __device__ void init_barriers() const {
+      if (threadIdx.x != 0) return;
+      device::barrier_init(rows_full(), 1);
+      for (int s = 0; s < kTile.stages; ++s) {
+        device::barrier_init(k_full(s), 1);
+        device::barrier_init(k_empty(s), kConsumers * 4);
+      }
+      for (int s = 0; s < kVStages; ++s) {
+        device::barrier_init(v_full(s), 1);
+        device::barrier_init(v_empty(s), kConsumers * 4);
+      }
+      device::barrier_init_fence();
+    }
+  };
+  static_assert(8 * (1 + 2 * kTile.stages + 2 * kVStages) <= kSm90BackwardSmallBytes);
+
+  // 3. What a CTA works on
+  struct Work {
+    int32_t batch, head, kv_head, row0;
+    bool clears;
+    Span queries, keys;
+    device::TileRange range;  // of keys
+
+    __device__ __forceinline__ Work(const AttentionParams& f, const QuerySchedule& s,
+                                    int32_t item) {
+      int32_t per_section = s.section * s.tiles, within = item % per_section;
+      int32_t first = item / per_section * s.section, width = min(s.section, s.pairs - first);
+      int32_t pair = first + within % width, tile = within / width;
+      if constexpr (kMask != MaskKind::none) tile = s.tiles - 1 - tile;
+      batch = pair / f.num_heads_q;
+      head = pair % f.num_heads_q;
+      kv_head = head / (f.num_heads_q / f.num_heads_kv);
+      row0 = tile * kTile.m;
+      clears = s.clears;
+      queries = query_span(f, batch);
+      keys = key_span(f, batch);
+      range = device::tile_range<kTile.n>(left(f), right(f), row0,
+                                          min(row0 + kTile.m, queries.used), queries.used,
+                                          keys.used);
+    }
+  };
+
+  static __device__ __forceinline__ int32_t left(const AttentionParams& f) {
+    return kMask == MaskKind::window ? f.mask.left : static_cast<int32_t>(kUnlimited);
+  }
+  static __device__ __forceinline__ int32_t right(const AttentionParams& f) {
+    return kMask == MaskKind::none ? static_cast<int32_t>(kUnlimited) : f.mask.right;
+  }
+
+  // 4. The producer: one thread.
+  static __device__ __forceinline__ void produce(const AttentionParams& f, const Maps& maps,
+                                                 const Work& work, const Shared& shared) {
+    using namespace device;
+    if (work.range.begin >= work.range.end) return;
+    const BoxPlace rows(f.cu_seqlens_q != nullptr, work.queries, work.batch, work.row0);
+    barrier_arrive_expect(shared.rows_full(), kQBytes + kDoutBytes);
+    load_tile<kTile.m, kPanelsQk>(shared.q, maps.q, shared.rows_full(), rows, work.head,
+                                  kEvictFirst);
+    load_tile<kTile.m, kPanelsV>(shared.dout, maps.dout, shared.rows_full(), rows, work.head,
+                                 kEvictFirst);
+    Ring<kTile.stages> k_ring(1);
+    Ring<kVStages> v_ring(1);
+#pragma unroll 1
+    for (int32_t tile = work.range.end - 1; tile >= work.range.begin; --tile) {
+      const BoxPlace keys(f.cu_seqlens_kv != nullptr, work.keys, work.batch, tile * kTile.n);
+      barrier_wait(shared.k_empty(k_ring.stage()), k_ring.parity());
+      barrier_arrive_expect(shared.k_full(k_ring.stage()), kKBytes);
+      load_tile<kTile.n, kPanelsQk>(shared.k_stage(k_ring.stage()), maps.k,
+                                    shared.k_full(k_ring.stage()), keys, work.kv_head, kEvictLast);
+      barrier_wait(shared.v_empty(v_ring.stage()), v_ring.parity());
+      barrier_arrive_expect(shared.v_full(v_ring.stage()), kVBytes);
+      load_tile<kTile.n, kPanelsV>(shared.v_stage(v_ring.stage()), maps.v,
+                                   shared.v_full(v_ring.stage()), keys, work.kv_head, kEvictLast);
+      k_ring.next();
+      v_ring.next();
+    }
+  }
+
+  // 5. The state of the two rows of a lane: `row` and row + 8. Rows that take no part have lse =
+  // +inf, so that P is 0.
+  struct LaneRows {
+    int32_t row;
+    float lse[2], delta[2];
+  };
+
+  // dout . out of a row, by the four lanes of its quad.
+  static __device__ __forceinline__ float dot_of_row(const BackwardParams& p, const Work& work,
+                                                     int64_t row) {
+    const AttentionParams& f = p.forward;
+    auto place = [&](const void* data, const Strides& s) {
+      return static_cast<const char*>(data) +
+             2 * (work.batch * s.batch + work.head * s.head + (work.queries.start + row) * s.seq);
+    };
+    const char *dout = place(p.dout, p.dout_strides), *out = place(f.out, f.out_strides);
+    struct alignas(16) Chunk {
+      device::Element<kType> x[8];
+    };
+    float sum = 0.0f;
+#pragma unroll 4
+    for (int32_t chunk = threadIdx.x % 4; chunk * 8 < f.head_dim_v; chunk += 4) {
+      const Chunk a = reinterpret_cast<const Chunk*>(dout)[chunk];
+      const Chunk b = reinterpret_cast<const Chunk*>(out)[chunk];
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+        sum = fmaf(device::to_float(a.x[i]), device::to_float(b.x[i]), sum);
+    }
+    return sum;
+  }
+
+  // All 128 rows are left in the workspace, used or not.
+  static __device__ __forceinline__ LaneRows find_rows(const BackwardParams& p,
+                                                       const RowStates& states, const Work& work,
+                                                       int group) {
+    const AttentionParams& f = p.forward;
+    const int64_t place = states.place(f, work.queries, work.batch, work.head);
+    LaneRows rows;
+    rows.row = work.row0 + group * 64 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int32_t row = rows.row + 8 * half;
+      const bool used = row < work.queries.used;
+      const int64_t stored = work.queries.start + row;
+      float dot = device::quad_sum(used ? dot_of_row(p, work, row) : 0.0f);
+      float lse = device::negative_infinity(), dlse = 0.0f;
+      if (used) {
+        lse = f.lse[work.batch * f.lse_strides.batch + work.head * f.lse_strides.head +
+                    stored * f.lse_strides.seq];
+        if (p.dlse != nullptr)
+          dlse = p.dlse[work.batch * p.dlse_strides.batch + work.head * p.dlse_strides.head +
+                        stored * p.dlse_strides.seq];
+      }
+      const bool dead = lse == device::negative_infinity();
+      rows.lse[half] = dead ? positive_infinity() : lse * device::kLog2e;
+      rows.delta[half] = dead ? 0.0f : dot - dlse;
+      if (threadIdx.x % 4 == 0) {
+        states.lse[place + row] = rows.lse[half];
+        states.delta[place + row] = rows.delta[half];
+      }
+    }
+    return rows;
+  }
+
+  // 6. A tile: S and dP become dx. What a row does not see is 0, whatever the operands hold. The
+  // exponent is clamped for a score and an lse so large that they are rounded apart. make_probs
+  // leaves P in `scores`, with score options times the derivative of the score.
+  template <bool kMasked>
+  static __device__ __forceinline__ void make_probs(float (&scores)[kTile.n / 2],
+                                                    const AttentionParams& f, const Work& work,
+                                                    const Mod& mod, const LaneRows& rows,
+                                                    int32_t key0) {
+    using namespace device;
+    const int32_t first = key0 + 2 * static_cast<int32_t>(threadIdx.x % 4);
+    const float to_log2 = mod.to_log2;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int32_t row = rows.row + 8 * half;
+      const float lse = rows.lse[half];
+      int32_t begin = 0, end = 0;
+      if constexpr (kMasked) {
+        KeyRange keys = visible_keys(left(f), right(f), row, work.queries.used, work.keys.used);
+        begin = keys.begin - first;
+        end = keys.end - first;
+      }
+#pragma unroll
+      for (int block = 0; block < kTile.n / 8; ++block) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          float& s = scores[4 * block + 2 * half + i];
+          const int column = 8 * block + i;
+          float score = s;
+          if constexpr (kScore == ScoreKind::scored) {  // clamped: no load leaves the bias
+            score = mod(score, min(row, work.queries.used - 1),
+                        min(first + column, work.keys.used - 1));
+          }
+          float exponent = at_most(fmaf(score, to_log2, -lse), 0.0f);
+          if constexpr (kMasked) {
+            bool seen = column < end;
+            if constexpr (kMask != MaskKind::none) seen = seen && column >= begin;
+            exponent = seen ? exponent : negative_infinity();
+          }
+          const float prob = exp2_approx(exponent);
+          if constexpr (kScore == ScoreKind::scored)
+            s = prob != 0.0f ? prob * mod.derivative(s) : 0.0f;
+          else
+            s = prob;
+        }
+      }
+    }
+  }
+
+  // The smaller one; NaN stays NaN.
+  static __device__ __forceinline__ float at_most(float x, float limit) {
+    float y;
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(x), "f"(limit));
+    return y;
+  }
+
+  // dP becomes dx; where P is masked to 0, so is dx.
+  template <bool kMasked>
+  static __device__ __forceinline__ void make_grads(float (&dout_v)[kTile.n / 2],
+                                                    const float (&weights)[kTile.n / 2],
+                                                    const LaneRows& rows) {
+#pragma unroll
+    for (int i = 0; i < kTile.n / 2; ++i) {
+      const float product = weights[i] * (dout_v[i] - rows.delta[i / 2 % 2]);
+      dout_v[i] = kMasked && weights[i] == 0.0f ? 0.0f : product;
+    }
+  }
+
+  // 7. All sums of a group of consumers; a branch around a product would serialise all of them.
+  static constexpr uint32_t kTurnBarrier = 1;  // and the next one: named barriers of the groups
+  static_assert(kTurnBarrier + kConsumers <= kClearBarrier);
+
+  static __device__ __forceinline__ void gather(const BackwardParams& p, const Work& work,
+                                                const Shared& shared, const LaneRows& rows,
+                                                int group, float (&dq)[kHeadDim / 2]) {
+    using namespace device;
+    const AttentionParams& f = p.forward;
+    const uint32_t q = shared.q + group * 64 * 128, dout = shared.dout + group * 64 * 128;
+    const Mod mod(f, work.batch, work.head, work.queries.used, work.keys.used);
+    Ring<kTile.stages> k_ring(0);
+    Ring<kVStages> v_ring(0);
+    float scores[kTile.n / 2], dout_v[kTile.n / 2];
+    uint32_t grads[kTile.n / 4];
+    auto release = [](uint32_t barrier) {
+      if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
+    };
+    if (group == 1) named_barrier_arrive(kTurnBarrier, 256);  // group 0 begins
+    barrier_wait(shared.rows_full(), 0);
+#pragma unroll 1
+    for (int32_t tile = work.range.end - 1; tile >= work.range.begin; --tile) {
+      const uint32_t k = shared.k_stage(k_ring.stage()), v = shared.v_stage(v_ring.stage());
+      const int32_t key0 = tile * kTile.n;
+      barrier_wait(shared.k_full(k_ring.stage()), k_ring.parity());
+      if (work.clears && key0 + kTile.n > work.keys.used) {
+        clear_tile<kTile.n, kPanelsQk>(k, work.keys.used - key0);
+        finish_clearing(group);
+      }
+      named_barrier_sync(kTurnBarrier + group, 256);
+      pin(dq);
+      claim(scores);
+      claim(dout_v);
+      wgmma_fence();
+      multiply_rows<kType, kHeadDim, kTile.m, kTile.n>(scores, q, k);
+      wgmma_commit();
+      barrier_wait(shared.v_full(v_ring.stage()), v_ring.parity());
+      wgmma_fence();
+      multiply_rows<kType, kHeadDimV, kTile.m, kTile.n>(dout_v, dout, v);
+      wgmma_commit();
+      named_barrier_arrive(kTurnBarrier + (group ^ 1), 256);
+      wgmma_wait<1>();
+      pin(scores);
+      const bool masked = tile < work.range.full_begin || tile >= work.range.full_end;
+      if (masked) {
+        make_probs<true>(scores, f, work, mod, rows, key0);
+      } else {
+        make_probs<false>(scores, f, work, mod, rows, key0);
+      }
+      wgmma_wait<0>();
+      pin(dout_v);
+      release(shared.v_empty(v_ring.stage()));
+      if (masked) {
+        make_grads<true>(dout_v, scores, rows);
+      } else {
+        make_grads<false>(dout_v, scores, rows);
+      }
+      pack<kType>(grads, dout_v);
+      pin(dq);
+      pin(grads);
+      wgmma_fence();
+      add_weighted<kType, kHeadDim, kTile.n>(dq, grads, k);
+      wgmma_commit();
+      wgmma_wait<0>();
+      pin(dq);
+      pin(grads);
+      release(shared.k_empty(k_ring.stage()));
+      k_ring.next();
+      v_ring.next();
+    }
+  }
+
+  static __device__ __forceinline__ void consume(const BackwardParams& p, const RowStates& states,
+                                                 const Work& work, const Shared& shared,
+                                                 int group) {
+    const AttentionParams& f = p.forward;
+    const LaneRows rows = find_rows(p, states, work, group);
+    if (p.dq == nullptr) return;
+    float dq[kHeadDim / 2];
+#pragma unroll
+    for (float& x : dq) x = 0.0f;
+    if (work.range.begin < work.range.end) gather(p, work, shared, rows, group, dq);
+    store(dq, f.scores.scale, p, work, rows.row);
+  }
+
+  // 8. Epilogue: dQ of the rows of a group. Rows in [used, stored) become zeros. A quad turns its 4
+  // x 4 words, so that each lane holds all columns of a block of 8.
+  static __device__ __forceinline__ void store(const float (&dq)[kHeadDim / 2], float scale,
+                                               const BackwardParams& p, const Work& work,
+                                               int32_t first) {
+    using namespace device;
+    static_assert(kHeadDim % 32 == 0);
+    const int quad = threadIdx.x % 4;
+    const Strides& s = p.dq_strides;
+    const int64_t base = work.batch * s.batch + work.head * s.head + work.queries.start * s.seq;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int32_t row = first + 8 * half;
+      const bool used = row < work.queries.used, stored = row < work.queries.stored;
+      char* to = static_cast<char*>(p.dq) + 2 * (base + row * s.seq) + 16 * quad;
+      auto value = [&](int block, int i) {
+        return used ? dq[4 * block + 2 * half + i] * scale : 0.0f;
+      };
+#pragma unroll
+      for (int block = 0; block < kHeadDim / 8; block += 4) {
+        uint32_t words[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          words[i] = pack2<kType>(value(block + i, 0), value(block + i, 1));
+        quad_transpose(words);
+        if (stored && (block + quad) * 8 < p.forward.head_dim)
+          *reinterpret_cast<uint4*>(to + 16 * block) = {words[0], words[1], words[2], words[3]};
+      }
+    }
+  }
+};
+
+template <class Pass>
+__global__ void __launch_bounds__(kThreads, 1)
+    queries_sm90_kernel(const __grid_constant__ BackwardParams params,
+                        const __grid_constant__ RowStates states,
+                        const __grid_constant__ QuerySchedule schedule,
+                        const __grid_constant__ Maps maps) {
+  extern __shared__ __align__(1024) char smem[];
+  using Shared = typename Pass::Shared;
+  const int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
+  const Shared shared(smem);  // here: behind the branch its values would leave uniform registers
+  device::wait_for_previous_kernel();
+  device::release_next_kernel();
+  const typename Pass::Work work(params.forward, schedule, static_cast<int32_t>(blockIdx.x));
+  if (work.row0 >= work.queries.stored) return;
+  shared.init_barriers();
+  __syncthreads();
+  if (group == 0) {
+    device::registers_shrink<kProducerRegisters>();
+    if (params.dq != nullptr && threadIdx.x < 32 && device::elect_one())
+      Pass::produce(params.forward, maps, work, shared);
+  } else {
+    device::registers_grow<kConsumerRegisters>();
+    Pass::consume(params, states, work, shared, group - 1);
+  }
+}
+
+}  // namespace cuattn::backward
+
+namespace cuattn {
+
+template <DType kType, int kHeadDim, int kHeadDimV, MaskKind kMask, ScoreKind kScore>
+void launch_queries_sm90(const BackwardLaunch& launch, const backward::RowStates& states,
+                         cudaStream_t stream) {
+  using Pass = backward::QueriesPass<kType, kHeadDim, kHeadDimV, kMask, kScore>;
+  const BackwardParams& p = launch.params;
+  const backward::QuerySchedule schedule(p.forward, Pass::kTile, kMask);
+  unsigned blocks = grid_blocks(int64_t{schedule.pairs} * schedule.tiles, "sm90");
+  if (blocks == 0) return;
+  auto* kernel = backward::queries_sm90_kernel<Pass>;
+  static std::atomic<uint64_t> allowed{0};
+  allow_shared_memory(kernel, Pass::kSmemBytes, allowed);
+  launch_overlapping(kernel, blocks, backward::kThreads, Pass::kSmemBytes, 9, stream, p, states,
+                     schedule, backward::make_maps(p, Pass::kTile.m, Pass::kTile.n));
+}
+
+}  // namespace cuattn
