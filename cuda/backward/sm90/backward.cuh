@@ -12,6 +12,7 @@
 
 #include "cuattn/schedule.h"
 #include "cuda/backward/clear.cuh"
+#include "cuda/backward/sm90/fused.cuh"
 #include "cuda/backward/sm90/keys.cuh"
 #include "cuda/backward/sm90/queries.cuh"
 
@@ -22,8 +23,13 @@ void launch_backward_sm90(const BackwardLaunch& launch, cudaStream_t stream) {
   const BackwardParams& p = launch.params;
   const AttentionParams& f = p.forward;
   const backward::RowStates states = backward::row_states(f, launch.schedule.workspace);
-  launch_queries_sm90<kType, kHeadDim, kHeadDimV, kMask, kScore>(launch, states, stream);
-  launch_keys_sm90<kType, kHeadDim, kHeadDimV, kMask, kScore>(launch, states, stream);
+  constexpr bool kHasFused = sm90_has_fused({kHeadDim, kHeadDimV}, kScore);
+  if (kHasFused && launch.schedule.num_chunks > 0) {  // keys are cut in parts, whose dq are summed
+    if constexpr (kHasFused) launch_fused_sm90<kType, kHeadDim, kMask>(launch, states, stream);
+  } else {
+    launch_queries_sm90<kType, kHeadDim, kHeadDimV, kMask, kScore>(launch, states, stream);
+    launch_keys_sm90<kType, kHeadDim, kHeadDimV, kMask, kScore>(launch, states, stream);
+  }
   launch_clear(f.cu_seqlens_q, f.batch, f.total_q, f.num_heads_q,
                {p.dq, p.dq_strides, f.dtype, f.head_dim}, stream);
   launch_clear(f.cu_seqlens_kv, f.batch, f.total_kv, f.num_heads_kv,

@@ -29,12 +29,16 @@ struct KeySchedule {
   }
 };
 
-template <DType kType, int kHeadDim, int kHeadDimV, MaskKind kMask, ScoreKind kScore>
+// kFused: of the fused pass (fused.cuh), whose tiles are others.
+template <DType kType, int kHeadDim, int kHeadDimV, MaskKind kMask, ScoreKind kScore,
+          bool kFused = false>
 struct KeyTiles {
   // 1. Types and sizes
   static constexpr HeadDims kDims = {kHeadDim, kHeadDimV};
-  static constexpr Tile kTile = sm90_keys_tile(kDims, kScore);  // n keys stay, m queries come
-  static constexpr int kSmemBytes = sm90_keys_smem_bytes(kDims, kTile);
+  static constexpr Tile kTile =  // n keys stay, m queries come
+      kFused ? sm90_fused_tile(kDims) : sm90_keys_tile(kDims, kScore);
+  static constexpr int kSmemBytes =
+      kFused ? sm90_fused_smem_bytes(kDims, kTile) : sm90_keys_smem_bytes(kDims, kTile);
   static constexpr int kPanelsQk = (kHeadDim + 63) / 64, kPanelsV = (kHeadDimV + 63) / 64;
   static constexpr int kKBytes = kTile.n * kPanelsQk * 128, kVBytes = kTile.n * kPanelsV * 128;
   static constexpr int kQBytes = kTile.m * kPanelsQk * 128, kDoutBytes = kTile.m * kPanelsV * 128;
@@ -43,25 +47,25 @@ struct KeyTiles {
   static_assert(kTile.m % 16 == 0 && kTile.m <= kRowPad);
   using Mod = device::ScoreMod<kType, kScore>;
 
-  // 2. Shared storage, in address order: K, V (panel, n, 64); Q, dO (stage, panel, m, 64); lse,
-  // Delta (stage, m); what crosses a pair; barriers. K comes with the first Q, V with the first dO.
+  // 2. Shared storage, in address order: K, V (panel, n, 64); Q, dO (stage, panel, m, 64); what
+  // crosses between the groups; lse, Delta (stage, m); barriers. K comes with the first Q, V with
+  // the first dO.
   struct Shared {
-    uint32_t k, v, q, dout, planes, barriers;
+    uint32_t k, v, q, dout, crossing, planes, barriers;
     __device__ explicit Shared(const void* base) {
       k = (device::smem_address(base) + 1023) & ~1023u;  // the swizzle repeats every 1024 bytes
       v = k + kKBytes;
       q = v + kVBytes;
       dout = q + kTile.stages * kQBytes;
-      planes = dout + kTile.stages * kDoutBytes;
-      barriers = planes + kTile.stages * 2 * kPlaneBytes + kCrossingBytes;
+      crossing = dout + kTile.stages * kDoutBytes;
+      planes = crossing + (kFused || sm90_keys_are_paired(kDims) ? 2 * kCrossingBytes : 0);
+      barriers = planes + kTile.stages * 2 * kPlaneBytes;
     }
-    static constexpr int kCrossingBytes =
-        sm90_keys_are_paired(kDims) ? 2 * kTile.m * kTile.n * 2 : 0;
+    static constexpr int kCrossingBytes = kTile.m * kTile.n * 2;  // of one of two buffers
     __device__ uint32_t q_stage(int s) const { return q + s * kQBytes; }
     __device__ uint32_t dout_stage(int s) const { return dout + s * kDoutBytes; }
     __device__ uint32_t lse(int s) const { return planes + 2 * s * kPlaneBytes; }
     __device__ uint32_t delta(int s) const { return lse(s) + kPlaneBytes; }
-    __device__ uint32_t crossing() const { return barriers - kCrossingBytes; }
     __device__ uint32_t q_full(int s) const { return barriers + 8 * s; }
     __device__ uint32_t q_empty(int s) const { return q_full(kTile.stages + s); }
     __device__ uint32_t dout_full(int s) const { return q_full(2 * kTile.stages + s); }

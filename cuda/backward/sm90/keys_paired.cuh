@@ -19,7 +19,6 @@ struct PairedKeysPass : KeyTiles<kType, kHeadDim, kHeadDimV, kMask, kScore> {
   using typename Base::Work;
   static constexpr Tile kTile = Base::kTile;
   static_assert(kTile.n == 64);
-  static constexpr int kCrossingBytes = kTile.m * kTile.n * 2;  // of one of two buffers
   // Named barriers, and the next ones for the second buffer: it is there, it has been read.
   static constexpr uint32_t kFilled = 6, kRead = 8, kBoth = 256;
 
@@ -54,7 +53,7 @@ struct PairedKeysPass : KeyTiles<kType, kHeadDim, kHeadDimV, kMask, kScore> {
     if (threadIdx.x % 32 == 0) device::barrier_arrive(barrier);
   }
   static __device__ __forceinline__ uint32_t crossing(const Shared& shared, uint32_t buffer) {
-    return shared.crossing() + buffer * kCrossingBytes + threadIdx.x % 128 * 16;
+    return shared.crossing + buffer * Shared::kCrossingBytes + threadIdx.x % 128 * 16;
   }
 
   // P^T (with the derivative of the score) as float16, which suits what is at most 1.

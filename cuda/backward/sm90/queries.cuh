@@ -10,7 +10,7 @@
 //            |    multiplies while the other makes P and dx
 #pragma once
 
-#include "cuda/backward/sm90/tiles.cuh"
+#include "cuda/backward/sm90/row_states.cuh"
 
 namespace cuattn::backward {
 
@@ -145,66 +145,24 @@ struct QueriesPass {
     }
   }
 
-  // 5. The state of the two rows of a lane: `row` and row + 8. Rows that take no part have lse =
-  // +inf, so that P is 0.
+  // 5. The state of the two rows of a lane: `row` and row + 8.
   struct LaneRows {
     int32_t row;
     float lse[2], delta[2];
   };
 
-  // dout . out of a row, by the four lanes of its quad.
-  static __device__ __forceinline__ float dot_of_row(const BackwardParams& p, const Work& work,
-                                                     int64_t row) {
-    const AttentionParams& f = p.forward;
-    auto place = [&](const void* data, const Strides& s) {
-      return static_cast<const char*>(data) +
-             2 * (work.batch * s.batch + work.head * s.head + (work.queries.start + row) * s.seq);
-    };
-    const char *dout = place(p.dout, p.dout_strides), *out = place(f.out, f.out_strides);
-    struct alignas(16) Chunk {
-      device::Element<kType> x[8];
-    };
-    float sum = 0.0f;
-#pragma unroll 4
-    for (int32_t chunk = threadIdx.x % 4; chunk * 8 < f.head_dim_v; chunk += 4) {
-      const Chunk a = reinterpret_cast<const Chunk*>(dout)[chunk];
-      const Chunk b = reinterpret_cast<const Chunk*>(out)[chunk];
-#pragma unroll
-      for (int i = 0; i < 8; ++i)
-        sum = fmaf(device::to_float(a.x[i]), device::to_float(b.x[i]), sum);
-    }
-    return sum;
-  }
-
   // All 128 rows are left in the workspace, used or not.
   static __device__ __forceinline__ LaneRows find_rows(const BackwardParams& p,
                                                        const RowStates& states, const Work& work,
                                                        int group) {
-    const AttentionParams& f = p.forward;
-    const int64_t place = states.place(f, work.queries, work.batch, work.head);
+    const RowsOfHead of_head{work.batch, work.head, work.queries};
     LaneRows rows;
     rows.row = work.row0 + group * 64 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int32_t row = rows.row + 8 * half;
-      const bool used = row < work.queries.used;
-      const int64_t stored = work.queries.start + row;
-      float dot = device::quad_sum(used ? dot_of_row(p, work, row) : 0.0f);
-      float lse = device::negative_infinity(), dlse = 0.0f;
-      if (used) {
-        lse = f.lse[work.batch * f.lse_strides.batch + work.head * f.lse_strides.head +
-                    stored * f.lse_strides.seq];
-        if (p.dlse != nullptr)
-          dlse = p.dlse[work.batch * p.dlse_strides.batch + work.head * p.dlse_strides.head +
-                        stored * p.dlse_strides.seq];
-      }
-      const bool dead = lse == device::negative_infinity();
-      rows.lse[half] = dead ? positive_infinity() : lse * device::kLog2e;
-      rows.delta[half] = dead ? 0.0f : dot - dlse;
-      if (threadIdx.x % 4 == 0) {
-        states.lse[place + row] = rows.lse[half];
-        states.delta[place + row] = rows.delta[half];
-      }
+      float2 state = make_row_state<kType>(p, states, of_head, rows.row + 8 * half);
+      rows.lse[half] = state.x;
+      rows.delta[half] = state.y;
     }
     return rows;
   }
@@ -361,34 +319,19 @@ struct QueriesPass {
     store(dq, f.scores.scale, p, work, rows.row);
   }
 
-  // 8. Epilogue: dQ of the rows of a group. Rows in [used, stored) become zeros. A quad turns its 4
-  // x 4 words, so that each lane holds all columns of a block of 8.
+  // 8. Epilogue: dQ of the rows of a group. Rows in [used, stored) become zeros.
   static __device__ __forceinline__ void store(const float (&dq)[kHeadDim / 2], float scale,
                                                const BackwardParams& p, const Work& work,
                                                int32_t first) {
-    using namespace device;
-    static_assert(kHeadDim % 32 == 0);
-    const int quad = threadIdx.x % 4;
     const Strides& s = p.dq_strides;
     const int64_t base = work.batch * s.batch + work.head * s.head + work.queries.start * s.seq;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int32_t row = first + 8 * half;
-      const bool used = row < work.queries.used, stored = row < work.queries.stored;
-      char* to = static_cast<char*>(p.dq) + 2 * (base + row * s.seq) + 16 * quad;
-      auto value = [&](int block, int i) {
-        return used ? dq[4 * block + 2 * half + i] * scale : 0.0f;
-      };
-#pragma unroll
-      for (int block = 0; block < kHeadDim / 8; block += 4) {
-        uint32_t words[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          words[i] = pack2<kType>(value(block + i, 0), value(block + i, 1));
-        quad_transpose(words);
-        if (stored && (block + quad) * 8 < p.forward.head_dim)
-          *reinterpret_cast<uint4*>(to + 16 * block) = {words[0], words[1], words[2], words[3]};
-      }
+      store_row<kType, kHeadDim>(dq, half, scale,
+                                 static_cast<char*>(p.dq) + 2 * (base + row * s.seq), 0,
+                                 p.forward.head_dim, row < work.queries.used,
+                                 row < work.queries.stored);
     }
   }
 };

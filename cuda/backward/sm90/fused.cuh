@@ -1,0 +1,321 @@
+// SPDX-License-Identifier: Apache-2.0
+// The fused pass of the backward kernels on Hopper (sm_90a): five products of tiles where the two
+// passes make seven, and in return dQ is summed in memory, in any order. A CTA owns 128 keys of a KV
+// head as in keys.cuh; besides, dx^T of a tile goes to shared memory, where both groups read it for
+// dQ += dx K, and each adds its share to float32 sums in the workspace. Three kernels:
+//
+//   prepare  states of the rows; zeros for the sums
+//   fused    | S^T  dP^T | P^T, dx^T -> shared | dV += P^T dO | meet | dQ = dx K   dK += dx^T Q | add dQ
+//   finish   sums * scale -> dq
+//
+// The sums lie in the order of the accumulators, [tile][group][block of 8 columns][thread][4], so
+// that a warp adds and reads 512 bytes at a time: adds of 4 floats from registers, which was faster
+// than staging them for a bulk add.
+#pragma once
+
+#include "cuda/backward/sm90/key_tiles.cuh"
+#include "cuda/backward/sm90/row_states.cuh"
+
+namespace cuattn::backward {
+
+template <DType kType, int kHeadDim, MaskKind kMask>
+struct FusedPass : KeyTiles<kType, kHeadDim, kHeadDim, kMask, ScoreKind::identity, true> {
+  using Base = KeyTiles<kType, kHeadDim, kHeadDim, kMask, ScoreKind::identity, true>;
+  using typename Base::Shared;
+  using typename Base::Work;
+  static constexpr Tile kTile = Base::kTile;
+  static_assert(kTile.n == 64 * kConsumers && kTile.m * kHeadDim == 2 * 64 * 64);
+  // Of a tile of dQ a group makes 64 x 64: of 128 rows the half, of 128 columns the half.
+  static constexpr bool kSharesRows = kTile.m == 128;
+  static constexpr uint32_t kMeetBarrier = 1;
+
+  // dx^T as the accumulators hold it, keys x queries, to panels of 64 queries.
+  static __device__ __forceinline__ void share_grads(uint32_t to, int group,
+                                                     const uint32_t (&grads)[kTile.m / 4]) {
+    const int lane = threadIdx.x % 32;
+    const int row = group * 64 + threadIdx.x / 32 % 4 * 16 + lane % 16;
+#pragma unroll
+    for (int j = 0; j < kTile.m / 16; ++j) {
+      const int chunk = (2 * (j % 4) + lane / 16) ^ (row % 8);
+      device::stmatrix_x4(to + j / 4 * kTile.n * 128 + row * 128 + chunk * 16, grads[4 * j],
+                          grads[4 * j + 1], grads[4 * j + 2], grads[4 * j + 3]);
+    }
+  }
+
+  // dq (64 x 64) = dx K, both transposed in shared memory.
+  static __device__ __forceinline__ void multiply_dq(float (&dq)[32], uint32_t grads, uint32_t k,
+                                                     int group) {
+    constexpr int kPanel = kTile.n * 128;
+    const uint64_t a = device::wgmma_descriptor(grads + (kSharesRows ? group * kPanel : 0), kPanel);
+    const uint64_t b = device::wgmma_descriptor(k + (kSharesRows ? 0 : group * kPanel), kPanel);
+#pragma unroll
+    for (int step = 0; step < kTile.n / 16; ++step) {
+      device::Wgmma<kType, 64>::template ss<1, 1>(dq, device::advance(a, step * 2048),
+                                                  device::advance(b, step * 2048), step != 0);
+    }
+  }
+
+  // `to`: the sums of the tile, for this group and thread.
+  static __device__ __forceinline__ void add_dq(float* to, const float (&dq)[32]) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to + i * 512),
+                   "f"(dq[4 * i]), "f"(dq[4 * i + 1]), "f"(dq[4 * i + 2]), "f"(dq[4 * i + 3])
+                   : "memory");
+    }
+  }
+
+  // Keys behind the last one of the sequence may hold anything: their rows of K become zeros.
+  static __device__ __forceinline__ void clear_keys(const Work& work, const Shared& shared,
+                                                    int group) {
+    device::barrier_wait(shared.q_full(0), 0);  // K comes with the first Q
+    clear_tile<kTile.n, Base::kPanelsQk>(shared.k, work.keys.used - work.key0);
+    finish_clearing(group);
+  }
+
+  // All sums of a group of consumers; a branch around a product would serialise all of them.
+  static __device__ __forceinline__ void gather(const BackwardParams& p, const Work& work,
+                                                const RowStates& states, float* sums,
+                                                const Shared& shared, int group,
+                                                float (&dk)[kHeadDim / 2],
+                                                float (&dv)[kHeadDim / 2]) {
+    using namespace device;
+    const AttentionParams& f = p.forward;
+    const int32_t first_head = work.kv_head * work.group;
+    const uint32_t k = shared.k + group * 64 * 128, v = shared.v + group * 64 * 128;
+    const auto sight = Base::lane_sight(f, work, group * 64);
+    const bool has_tail = work.key0 + kTile.n > work.keys.used;
+    const ScoreMod<kType, ScoreKind::identity> mod(f, 0, 0, 0, 0);
+    Ring<kTile.stages> ring(0);
+    float scores[kTile.m / 2], dout_v[kTile.m / 2];
+    uint32_t probs[kTile.m / 4], grads[kTile.m / 4];
+    uint32_t shared_grads = shared.crossing;
+    auto release = [](uint32_t barrier) {
+      if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
+    };
+    if (has_tail) clear_keys(work, shared, group);
+#pragma unroll 1
+    for (int32_t head = first_head; head < first_head + work.group; ++head) {
+      float* to = sums +
+                  (states.place(f, work.queries, work.batch, head) + work.range.begin * kTile.m) *
+                      kHeadDim +
+                  group * 64 * 64 + threadIdx.x % 128 * 4;
+#pragma unroll 1
+      for (int tile = work.range.begin; tile < work.range.end; ++tile) {
+        const int stage = ring.stage();
+        const uint32_t q = shared.q_stage(stage), dout = shared.dout_stage(stage);
+        barrier_wait(shared.q_full(stage), ring.parity());
+        if (work.clears && (tile + 1) * kTile.m > work.queries.used) {
+          barrier_wait(shared.dout_full(stage), ring.parity());
+          Base::clear_behind(work, q, dout, tile);
+          finish_clearing(group);
+        }
+        pin(dk);
+        pin(dv);
+        claim(scores);
+        claim(dout_v);
+        wgmma_fence();
+        multiply_rows<kType, kHeadDim, kTile.n, kTile.m>(scores, k, q);
+        wgmma_commit();
+        barrier_wait(shared.dout_full(stage), ring.parity());
+        wgmma_fence();
+        multiply_rows<kType, kHeadDim, kTile.n, kTile.m>(dout_v, v, dout);
+        wgmma_commit();
+        wgmma_wait<1>();
+        pin(scores);
+        const bool masked = tile < work.range.full_begin || tile >= work.range.full_end;
+        Base::make_probs(scores, probs, f, work, mod, shared.lse(stage), sight, tile, masked);
+        wgmma_wait<0>();
+        pin(dout_v);
+        Base::make_grads(dout_v, scores, shared.delta(stage), masked);
+        pack<kType>(grads, dout_v);
+        if (has_tail) {
+#pragma unroll
+          for (int i = 0; i < kTile.m / 4; ++i)
+            if (sight.key + 8 * (i % 2) >= work.keys.used) grads[i] = 0;
+        }
+        share_grads(shared_grads, group, grads);
+        async_proxy_fence();
+        pin(dv);
+        pin(probs);
+        wgmma_fence();
+        add_weighted<kType, kHeadDim, kTile.m>(dv, probs, dout);
+        wgmma_commit();
+        named_barrier_sync(kMeetBarrier, 128 * kConsumers);
+        float dq[32];
+        claim(dq);
+        pin(dk);
+        pin(grads);
+        wgmma_fence();
+        multiply_dq(dq, shared_grads, shared.k, group);
+        wgmma_commit();
+        add_weighted<kType, kHeadDim, kTile.m>(dk, grads, q);
+        wgmma_commit();
+        wgmma_wait<2>();
+        pin(dv);
+        pin(probs);
+        release(shared.dout_empty(stage));
+        wgmma_wait<1>();
+        pin(dq);
+        add_dq(to, dq);
+        wgmma_wait<0>();
+        pin(dk);
+        pin(grads);
+        release(shared.q_empty(stage));
+        to += kTile.m * kHeadDim;
+        shared_grads ^= shared.crossing ^ (shared.crossing + Shared::kCrossingBytes);
+        ring.next();
+      }
+    }
+  }
+
+  static __device__ __forceinline__ void consume(const BackwardParams& p, const Work& work,
+                                                 const RowStates& states, float* sums,
+                                                 const Shared& shared, int group) {
+    float dk[kHeadDim / 2], dv[kHeadDim / 2];
+#pragma unroll
+    for (float& x : dk) x = 0.0f;
+#pragma unroll
+    for (float& x : dv) x = 0.0f;
+    if (work.range.begin < work.range.end)
+      gather(p, work, states, sums, shared, group, dk, dv);
+    device::wait_for_previous_kernel();  // every CTA does: who waits for this kernel needs both
+    const AttentionParams& f = p.forward;
+    Base::template store<kHeadDim>(dk, f.scores.scale, p.dk, p.dk_strides, p.dk_dtype, work,
+                                   group * 64, f.head_dim);
+    Base::template store<kHeadDim>(dv, 1.0f, p.dv, p.dv_strides, p.dv_dtype, work, group * 64,
+                                   f.head_dim_v);
+  }
+};
+
+template <class Pass>
+__global__ void __launch_bounds__(kThreads, 1)
+    fused_sm90_kernel(const __grid_constant__ BackwardParams params,
+                      const __grid_constant__ RowStates states, float* sums,
+                      const __grid_constant__ KeySchedule schedule,
+                      const __grid_constant__ Maps maps) {
+  extern __shared__ __align__(1024) char smem[];
+  using Shared = typename Pass::Shared;
+  const int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
+  const Shared shared(smem);  // here: behind the branch its values would leave uniform registers
+  const typename Pass::Work work(params.forward, schedule, static_cast<int32_t>(blockIdx.x));
+  if (work.key0 >= work.keys.stored) return device::wait_for_previous_kernel();
+  shared.init_barriers();
+  __syncthreads();
+  if (group == 0) {
+    device::registers_shrink<kProducerRegisters>();
+    if (threadIdx.x < 32 && device::elect_one())
+      Pass::produce(params.forward, states, maps, work, shared);
+  } else {
+    device::registers_grow<kConsumerRegisters>();
+    Pass::consume(params, work, states, sums, shared, group - 1);
+  }
+}
+
+// ---- Before and after: a CTA of 256 threads has 128 rows of a head, whole tiles.
+struct RowBlock {
+  RowsOfHead rows;
+  int32_t row0;
+  __device__ __forceinline__ RowBlock(const AttentionParams& f, int32_t blocks) {
+    int32_t pair = blockIdx.x / blocks;
+    rows = {pair / f.num_heads_q, pair % f.num_heads_q, {}};
+    rows.queries = query_span(f, rows.batch);
+    row0 = blockIdx.x % blocks * kRowPad;
+  }
+};
+constexpr int kRowThreads = 256;
+
+template <DType kType, int kHeadDim>
+__global__ void __launch_bounds__(kRowThreads)
+    prepare_sm90_kernel(const __grid_constant__ BackwardParams params,
+                        const __grid_constant__ RowStates states, float* sums, int32_t blocks) {
+  device::wait_for_previous_kernel();
+  device::release_next_kernel();
+  const RowBlock block(params.forward, blocks);
+  if (block.row0 >= block.rows.queries.stored) return;
+  const int64_t place = states.place(params.forward, block.rows.queries, block.rows.batch,
+                                     block.rows.head) +
+                        block.row0;
+#pragma unroll 1
+  for (int half = 0; half < 2; ++half) {
+    const int32_t row = block.row0 + 64 * half + static_cast<int32_t>(threadIdx.x) / 4;
+    make_row_state<kType>(params, states, block.rows, row);
+  }
+  float4* to = reinterpret_cast<float4*>(sums + place * kHeadDim);
+  for (int i = threadIdx.x; i < kRowPad * kHeadDim / 4; i += kRowThreads) to[i] = float4{};
+}
+
+template <DType kType, int kHeadDim>
+__global__ void __launch_bounds__(kRowThreads)
+    finish_sm90_kernel(const __grid_constant__ BackwardParams params,
+                       const __grid_constant__ RowStates states, const float* sums,
+                       int32_t blocks) {
+  using Pass = FusedPass<kType, kHeadDim, MaskKind::none>;
+  device::wait_for_previous_kernel();
+  const AttentionParams& f = params.forward;
+  const RowBlock block(f, blocks);
+  const Span& queries = block.rows.queries;
+  if (block.row0 >= queries.stored) return;
+  const int group = threadIdx.x / 128, thread = threadIdx.x % 128;
+  const int64_t place = states.place(f, queries, block.rows.batch, block.rows.head) + block.row0;
+  const Strides& s = params.dq_strides;
+  const int64_t base =
+      block.rows.batch * s.batch + block.rows.head * s.head + queries.start * s.seq;
+#pragma unroll
+  for (int tile = 0; tile < kRowPad / Pass::kTile.m; ++tile) {
+    const float* from =
+        sums + (place + tile * Pass::kTile.m) * kHeadDim + group * 64 * 64 + thread * 4;
+    float dq[32];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float4 x = *reinterpret_cast<const float4*>(from + i * 512);
+      dq[4 * i] = x.x;
+      dq[4 * i + 1] = x.y;
+      dq[4 * i + 2] = x.z;
+      dq[4 * i + 3] = x.w;
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int32_t row = block.row0 + tile * Pass::kTile.m + (Pass::kSharesRows ? group * 64 : 0) +
+                          thread / 32 * 16 + thread % 32 / 4 + 8 * half;
+      store_row<kType, 64>(dq, half, f.scores.scale,
+                           static_cast<char*>(params.dq) + 2 * (base + row * s.seq),
+                           Pass::kSharesRows ? 0 : group * 64, f.head_dim, row < queries.used,
+                           row < queries.stored);
+    }
+  }
+}
+
+}  // namespace cuattn::backward
+
+namespace cuattn {
+
+template <DType kType, int kHeadDim, MaskKind kMask>
+void launch_fused_sm90(const BackwardLaunch& launch, const backward::RowStates& states,
+                       cudaStream_t stream) {
+  using Pass = backward::FusedPass<kType, kHeadDim, kMask>;
+  const BackwardParams& p = launch.params;
+  const AttentionParams& f = p.forward;
+  float* sums = states.delta + states.pitch * f.num_heads_q;
+  const int32_t row_blocks = device::ceil_div(f.seqlen_q, kRowPad);
+  const unsigned rows = grid_blocks(int64_t{f.batch} * f.num_heads_q * row_blocks, "sm90");
+  if (rows > 0) {
+    launch_overlapping(backward::prepare_sm90_kernel<kType, kHeadDim>, rows, backward::kRowThreads,
+                       0, 9, stream, p, states, sums, row_blocks);
+  }
+  const backward::KeySchedule schedule(f, Pass::kTile, kMask);
+  const unsigned blocks = grid_blocks(int64_t{schedule.pairs} * schedule.tiles, "sm90");
+  if (blocks > 0) {
+    auto* kernel = backward::fused_sm90_kernel<Pass>;
+    static std::atomic<uint64_t> allowed{0};
+    allow_shared_memory(kernel, Pass::kSmemBytes, allowed);
+    launch_overlapping(kernel, blocks, backward::kThreads, Pass::kSmemBytes, 9, stream, p, states,
+                       sums, schedule, backward::make_maps(p, Pass::kTile.m, Pass::kTile.n));
+  }
+  if (rows > 0) {
+    launch_overlapping(backward::finish_sm90_kernel<kType, kHeadDim>, rows, backward::kRowThreads,
+                       0, 9, stream, p, states, sums, row_blocks);
+  }
+}
+
+}  // namespace cuattn
