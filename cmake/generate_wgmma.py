@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes include/cuattn/device/wgmma_sm90.cuh: one struct per N of wgmma.m64nNk16. A shape that few
-kernels want has a file of its own.
+"""Writes include/cuattn/device/wgmma_sm90.cuh: one struct per N of wgmma.m64nNk16.
+
+A shape that few kernels want has a file of its own.
 
     python cmake/generate_wgmma.py
 

@@ -114,8 +114,8 @@ size_t workspace_bytes(const char* function, const Plan& plan, const BackwardPar
   if (plan.kernel == Kernel::sm80)  // lse and Delta of each row
     return checked_bytes(function, {2 * sizeof(float), f.total_q, f.num_heads_q});
   if (plan.kernel == Kernel::sm90) {  // the same, each sequence from a multiple of rows on
-    return checked_bytes(function, {2 * sizeof(float), sm90_row_pitch(f.total_q, f.batch),
-                                    f.num_heads_q});
+    return checked_bytes(function,
+                         {2 * sizeof(float), sm90_row_pitch(f.total_q, f.batch), f.num_heads_q});
   }
   checked_bytes(function, {sizeof(float), plan.num_chunks, f.total_q, f.num_heads_q, f.head_dim});
   const int64_t* extents = p.dbias.extents;

@@ -103,9 +103,8 @@ struct QueriesPass {
       clears = s.clears;
       queries = query_span(f, batch);
       keys = key_span(f, batch);
-      range = device::tile_range<kTile.n>(left(f), right(f), row0,
-                                          min(row0 + kTile.m, queries.used), queries.used,
-                                          keys.used);
+      range = device::tile_range<kTile.n>(
+          left(f), right(f), row0, min(row0 + kTile.m, queries.used), queries.used, keys.used);
     }
   };
 
