@@ -129,6 +129,7 @@ BackwardCall validate_backward(const BackwardArrays& arrays, const cuattn_attent
   CUATTN_REQUIRE(b.deterministic >= -1 && b.deterministic <= 1, call.function(),
                  ": deterministic must be None, True or False, got ", b.deterministic,
                  "; in C -1, 1 or 0");
+  call.deterministic = b.deterministic == 1;
   fill_shapes(call);
   read_need(call, o, b);
   read_results(call, arrays, b.dlse, check_data);
@@ -142,8 +143,9 @@ BackwardParams problem_of(const BackwardCall& call) {
 }
 
 Plan plan_of(const BackwardCall& call, const DeviceInfo& device, const char* backend) {
-  return select_backward(call.function(), problem_of(call), call.forward.batch_invariant, device,
-                         backend);
+  // On the CPU the bits never depend on the run; a batch changes them where keys are cut.
+  bool ordered = call.forward.batch_invariant || (call.deterministic && device.is_cuda);
+  return select_backward(call.function(), problem_of(call), ordered, device, backend);
 }
 
 namespace {

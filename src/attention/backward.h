@@ -22,6 +22,7 @@ struct BackwardCall {
   BackwardParams params;  // whose `forward` is filled by the run
   int32_t bias_ndim, slopes_ndim;
   int64_t out_shape[4], lse_shape[3];
+  bool deterministic;
 
   const char* function() const { return forward.function(); }
 };

@@ -24,7 +24,7 @@ struct Rung {
 constexpr Rung kLadder[] = {
     {Kernel::cpu, false, true, "five products of tiles in vector registers, sums in float32"},
     {Kernel::cpu_naive, false, false, "the plain formula, probabilities in memory"},
-    {Kernel::sm90, true, true, "Hopper: TMA feeds warpgroups of wgmma, two passes, 16-bit types"},
+    {Kernel::sm90, true, true, "Hopper: TMA feeds warpgroups of wgmma, 16-bit types; two passes"},
     {Kernel::sm80, true, true, "tensor cores: mma.sync, two passes, 16-bit types"},
     {Kernel::simt, true, true, "float32 on CUDA cores, two passes"},
     {Kernel::naive, true, true, "plain kernels, probabilities in memory; every type and option"},
@@ -79,6 +79,19 @@ const char* refusal(Kernel kernel, const BackwardParams& p, const DeviceInfo& de
   }
 }
 
+// Where the fused kernel of sm90 was measured ahead of two passes: with all three gradients, from so
+// many rows and keys on. It sums dq in any order.
+constexpr int32_t kLeastFused = 512;
+constexpr const char* kFusedMerit =
+    "Hopper: five products fused, dq summed in any order; deterministic=True takes two passes";
+
+bool takes_fused(const BackwardParams& p, HeadDims d, bool ordered) {
+  const AttentionParams& f = p.forward;
+  constexpr uint32_t kAll = kNeedDq | kNeedDk | kNeedDv;
+  return sm90_has_fused(d, f.mask.kind(), f.scores.kind) && !ordered && (p.need & kAll) == kAll &&
+         f.seqlen_q >= kLeastFused && f.seqlen_kv >= kLeastFused;
+}
+
 // The keys of a call are cut for so many units of work, whatever number of threads there is: bits
 // must not depend on it. Each part has a dq of its own.
 constexpr int64_t kUnits = 32;
@@ -113,9 +126,10 @@ size_t workspace_bytes(const char* function, const Plan& plan, const BackwardPar
   }
   if (plan.kernel == Kernel::sm80)  // lse and Delta of each row
     return checked_bytes(function, {2 * sizeof(float), f.total_q, f.num_heads_q});
-  if (plan.kernel == Kernel::sm90) {  // the same, each sequence from a multiple of rows on
-    return checked_bytes(function,
-                         {2 * sizeof(float), sm90_row_pitch(f.total_q, f.batch), f.num_heads_q});
+  if (plan.kernel == Kernel::sm90) {  // the same, each sequence from a multiple of rows on; sums
+    int32_t floats = 2 + (plan.num_chunks > 0 ? plan.head_dim : 0);
+    return checked_bytes(
+        function, {sizeof(float), floats, sm90_row_pitch(f.total_q, f.batch), f.num_heads_q});
   }
   checked_bytes(function, {sizeof(float), plan.num_chunks, f.total_q, f.num_heads_q, f.head_dim});
   const int64_t* extents = p.dbias.extents;
@@ -154,7 +168,7 @@ const Rung& named_rung(const char* function, const char* backend, const Backward
 
 }  // namespace
 
-Plan select_backward(const char* function, const BackwardParams& p, bool batch_invariant,
+Plan select_backward(const char* function, const BackwardParams& p, bool ordered,
                      const DeviceInfo& device, const char* backend) {
   require_supported(function, device);
   const Rung& rung =
@@ -173,8 +187,14 @@ Plan select_backward(const char* function, const BackwardParams& p, bool batch_i
     plan.head_dim_v = d.v;
     plan.tile = plan.kernel == Kernel::sm90 ? sm90_queries_tile(d, f.scores.kind)
                                             : sm80_queries_tile(d, f.scores.kind);
+    if (plan.kernel == Kernel::sm90 && takes_fused(p, d, ordered)) {
+      plan.reason = kFusedMerit;
+      plan.tile = sm90_fused_tile(d);
+      plan.chunk_keys = plan.tile.n;
+      plan.num_chunks = (f.seqlen_kv + plan.chunk_keys - 1) / plan.chunk_keys;
+    }
   }
-  if (!rung.on_cuda) cut_keys(plan, p, batch_invariant);
+  if (!rung.on_cuda) cut_keys(plan, p, ordered);
   plan.workspace_bytes = workspace_bytes(function, plan, p);
   return plan;
 }
@@ -184,10 +204,11 @@ std::string explain_backward(const Plan& plan, const BackwardParams& p, const De
   for (const Rung& rung : kLadder) {
     if (rung.on_cuda != device.is_cuda) continue;
     bool chosen = rung.kernel == plan.kernel, cut = rung.kernel == Kernel::cpu;
-    text +=
-        rung_line(rung.kernel, chosen, refusal(rung.kernel, p, device),
-                  rung.automatic ? "can: " : "by name only: ", rung.merit,
-                  chosen && cut ? concat("; keys in ", plan.num_chunks, " parts") : std::string());
+    bool fused = rung.kernel == Kernel::sm90 && plan.num_chunks > 0;
+    text += rung_line(
+        rung.kernel, chosen, refusal(rung.kernel, p, device),
+        rung.automatic ? "can: " : "by name only: ", chosen && fused ? kFusedMerit : rung.merit,
+        chosen && cut ? concat("; keys in ", plan.num_chunks, " parts") : std::string());
   }
   return text;
 }

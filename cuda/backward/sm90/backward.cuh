@@ -1,13 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The launcher of the sm90 backward kernels: the queries pass (Delta, dQ), then the keys pass (dK,
-// dV), which starts under the tail of the first, then zeros for the rows of ragged arrays that
-// belong to no sequence. Seven products of tiles for the five of the formula, and in return no
-// atomics and no sums in memory. Next: queries.cuh, keys.cuh.
-//
-// queries.cuh: template <DType, int kHeadDim, int kHeadDimV, MaskKind, ScoreKind>
-//   void launch_queries_sm90(const BackwardLaunch& launch, const backward::RowStates& states,
-//                            cudaStream_t stream);
-// It runs even where dq is not asked for: it makes the states. keys.cuh has launch_keys_sm90 alike.
+// The launcher of the sm90 backward kernels: the fused pass, or the queries pass (Delta, dQ) and the
+// keys pass (dK, dV), which starts under the tail of the first; then zeros for the rows of ragged
+// arrays that belong to no sequence. Two passes make seven products of tiles for the five of the
+// formula, and in return no atomics and no sums in memory: the same bits each time. Next: fused.cuh,
+// queries.cuh, keys.cuh.
 #pragma once
 
 #include "cuattn/schedule.h"
@@ -23,7 +19,7 @@ void launch_backward_sm90(const BackwardLaunch& launch, cudaStream_t stream) {
   const BackwardParams& p = launch.params;
   const AttentionParams& f = p.forward;
   const backward::RowStates states = backward::row_states(f, launch.schedule.workspace);
-  constexpr bool kHasFused = sm90_has_fused({kHeadDim, kHeadDimV}, kScore);
+  constexpr bool kHasFused = sm90_has_fused({kHeadDim, kHeadDimV}, kMask, kScore);
   if (kHasFused && launch.schedule.num_chunks > 0) {  // keys are cut in parts, whose dq are summed
     if constexpr (kHasFused) launch_fused_sm90<kType, kHeadDim, kMask>(launch, states, stream);
   } else {

@@ -177,8 +177,7 @@ struct FusedPass : KeyTiles<kType, kHeadDim, kHeadDim, kMask, ScoreKind::identit
     for (float& x : dk) x = 0.0f;
 #pragma unroll
     for (float& x : dv) x = 0.0f;
-    if (work.range.begin < work.range.end)
-      gather(p, work, states, sums, shared, group, dk, dv);
+    if (work.range.begin < work.range.end) gather(p, work, states, sums, shared, group, dk, dv);
     device::wait_for_previous_kernel();  // every CTA does: who waits for this kernel needs both
     const AttentionParams& f = p.forward;
     Base::template store<kHeadDim>(dk, f.scores.scale, p.dk, p.dk_strides, p.dk_dtype, work,
@@ -233,9 +232,9 @@ __global__ void __launch_bounds__(kRowThreads)
   device::release_next_kernel();
   const RowBlock block(params.forward, blocks);
   if (block.row0 >= block.rows.queries.stored) return;
-  const int64_t place = states.place(params.forward, block.rows.queries, block.rows.batch,
-                                     block.rows.head) +
-                        block.row0;
+  const int64_t place =
+      states.place(params.forward, block.rows.queries, block.rows.batch, block.rows.head) +
+      block.row0;
 #pragma unroll 1
   for (int half = 0; half < 2; ++half) {
     const int32_t row = block.row0 + 64 * half + static_cast<int32_t>(threadIdx.x) / 4;
@@ -278,10 +277,9 @@ __global__ void __launch_bounds__(kRowThreads)
     for (int half = 0; half < 2; ++half) {
       const int32_t row = block.row0 + tile * Pass::kTile.m + (Pass::kSharesRows ? group * 64 : 0) +
                           thread / 32 * 16 + thread % 32 / 4 + 8 * half;
-      store_row<kType, 64>(dq, half, f.scores.scale,
-                           static_cast<char*>(params.dq) + 2 * (base + row * s.seq),
-                           Pass::kSharesRows ? 0 : group * 64, f.head_dim, row < queries.used,
-                           row < queries.stored);
+      store_row<kType, 64>(
+          dq, half, f.scores.scale, static_cast<char*>(params.dq) + 2 * (base + row * s.seq),
+          Pass::kSharesRows ? 0 : group * 64, f.head_dim, row < queries.used, row < queries.stored);
     }
   }
 }

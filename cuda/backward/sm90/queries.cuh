@@ -327,10 +327,9 @@ struct QueriesPass {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int32_t row = first + 8 * half;
-      store_row<kType, kHeadDim>(dq, half, scale,
-                                 static_cast<char*>(p.dq) + 2 * (base + row * s.seq), 0,
-                                 p.forward.head_dim, row < work.queries.used,
-                                 row < work.queries.stored);
+      store_row<kType, kHeadDim>(
+          dq, half, scale, static_cast<char*>(p.dq) + 2 * (base + row * s.seq), 0,
+          p.forward.head_dim, row < work.queries.used, row < work.queries.stored);
     }
   }
 };

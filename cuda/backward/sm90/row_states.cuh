@@ -55,7 +55,8 @@ __device__ __forceinline__ float2 make_row_state(const BackwardParams& p, const 
     if (p.dlse != nullptr) dlse = value(p.dlse, p.dlse_strides);
   }
   const bool dead = lse == device::negative_infinity();
-  const float2 state = {dead ? positive_infinity() : lse * device::kLog2e, dead ? 0.0f : dot - dlse};
+  const float2 state = {dead ? positive_infinity() : lse * device::kLog2e,
+                        dead ? 0.0f : dot - dlse};
   if (threadIdx.x % 4 == 0) {
     const int64_t place = states.place(f, rows.queries, rows.batch, rows.head) + row;
     states.lse[place] = state.x;
