@@ -68,9 +68,9 @@ constexpr int32_t sm90_keys_smem_bytes(HeadDims d, Tile tile) {
          1024;
 }
 
-// Fused pass, of 64 and 128 columns without a window and score options: as the keys pass with a group of 64 keys
-// each, and dx crosses between the groups, in two buffers of m * n * 16 bits. dQ is summed in float32
-// in the workspace, behind the states: [num_heads_q, pitch, columns].
+// Fused pass, of 64 and 128 columns without a window and score options: as the keys pass with a
+// group of 64 keys each, and dx crosses between the groups, in two buffers of m * n * 16 bits. dQ is
+// summed in float32 in the workspace, behind the states: [num_heads_q, pitch, columns].
 constexpr bool sm90_has_fused(HeadDims d, MaskKind mask, ScoreKind score) {
   return mask != MaskKind::window && score == ScoreKind::identity && d.qk == d.v &&
          (d.qk == 64 || d.qk == 128);

@@ -193,13 +193,6 @@ struct KeyTiles {
     return pair;
   }
 
-  // The smaller one; NaN stays NaN.
-  static __device__ __forceinline__ float at_most(float x, float limit) {
-    float y;
-    asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(x), "f"(limit));
-    return y;
-  }
-
   // P^T, also packed; what nobody sees is 0, whatever the operands hold. The exponent is clamped for
   // a score and an lse so large that they are rounded apart; not in whole tiles of the fused pass,
   // where that costs 2 to 5 %. With score options `scores` keeps P^T times the derivative of the
@@ -290,44 +283,31 @@ struct KeyTiles {
   }
 
   // 6. Epilogue: 64 rows of dK or dV from the accumulators of a group, from key key0 + `first` on.
-  // Rows in [used, stored) become zeros. 16 bits: a quad turns its 4 x 4 words, so that each lane
-  // holds all columns of a block of 8.
+  // Rows in [used, stored) become zeros.
   template <int kDim>
   static __device__ __forceinline__ void store(const float (&sum)[kDim / 2], float factor,
                                                void* data, const Strides& s, DType dtype,
                                                const Work& work, int first, int32_t dim) {
-    using namespace device;
-    static_assert(kDim % 32 == 0);
     if (data == nullptr) return;
-    const int lane = threadIdx.x % 32, quad = lane % 4;
+    const int lane = threadIdx.x % 32;
     const int64_t base = work.batch * s.batch + work.kv_head * s.head + work.keys.start * s.seq;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int32_t row = work.key0 + first + threadIdx.x / 32 % 4 * 16 + lane / 4 + 8 * half;
       const bool used = row < work.keys.used, stored = row < work.keys.stored;
       const int64_t at = base + row * s.seq;
-      auto value = [&](int block, int i) {
-        return used ? sum[4 * block + 2 * half + i] * factor : 0.0f;
-      };
-      if (dtype == DType::f32) {
-        float* to = static_cast<float*>(data) + at + 2 * quad;
-#pragma unroll
-        for (int block = 0; block < kDim / 8; ++block) {
-          if (stored && block * 8 < dim)
-            *reinterpret_cast<float2*>(to + 8 * block) = {value(block, 0), value(block, 1)};
-        }
+      if (dtype != DType::f32) {
+        store_row<kType, kDim>(sum, half, factor, static_cast<char*>(data) + 2 * at, 0, dim, used,
+                               stored);
         continue;
       }
-      char* to = static_cast<char*>(data) + 2 * at + 16 * quad;
+      float* to = static_cast<float*>(data) + at + lane % 4 * 2;
 #pragma unroll
-      for (int block = 0; block < kDim / 8; block += 4) {
-        uint32_t words[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          words[i] = pack2<kType>(value(block + i, 0), value(block + i, 1));
-        quad_transpose(words);
-        if (stored && (block + quad) * 8 < dim)
-          *reinterpret_cast<uint4*>(to + 16 * block) = {words[0], words[1], words[2], words[3]};
+      for (int block = 0; block < kDim / 8; ++block) {
+        const float* from = &sum[4 * block + 2 * half];
+        if (stored && block * 8 < dim)
+          *reinterpret_cast<float2*>(to + 8 * block) =
+              used ? float2{from[0] * factor, from[1] * factor} : float2{};
       }
     }
   }

@@ -214,13 +214,6 @@ struct QueriesPass {
     }
   }
 
-  // The smaller one; NaN stays NaN.
-  static __device__ __forceinline__ float at_most(float x, float limit) {
-    float y;
-    asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(x), "f"(limit));
-    return y;
-  }
-
   // dP becomes dx; where P is masked to 0, so is dx.
   template <bool kMasked>
   static __device__ __forceinline__ void make_grads(float (&dout_v)[kTile.n / 2],

@@ -65,31 +65,4 @@ __device__ __forceinline__ float2 make_row_state(const BackwardParams& p, const 
   return state;
 }
 
-// 16-bit columns [first, first + kColumns) of a row, from the accumulators of half `half` of its
-// lanes, times `factor`. A quad turns its 4 x 4 words, so that each lane holds all columns of a block
-// of 8. `row` points at the row's first column.
-template <DType kType, int kColumns>
-__device__ __forceinline__ void store_row(const float (&sum)[kColumns / 2], int half, float factor,
-                                          void* row, int first, int32_t dim, bool used,
-                                          bool stored) {
-  static_assert(kColumns % 32 == 0);
-  const int quad = threadIdx.x % 4;
-  auto value = [&](int block, int i) {
-    return used ? sum[4 * block + 2 * half + i] * factor : 0.0f;
-  };
-#pragma unroll
-  for (int block = 0; block < kColumns / 8; block += 4) {
-    uint32_t words[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      words[i] = device::pack2<kType>(value(block + i, 0), value(block + i, 1));
-    device::quad_transpose(words);
-    const int column = first + (block + quad) * 8;
-    if (stored && column < dim) {
-      *reinterpret_cast<uint4*>(static_cast<char*>(row) + 2 * column) = {words[0], words[1],
-                                                                         words[2], words[3]};
-    }
-  }
-}
-
 }  // namespace cuattn::backward
