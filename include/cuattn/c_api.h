@@ -138,7 +138,7 @@ typedef struct {
   size_t struct_size;
   int32_t need;          /* CUATTN_NEED_*, or-ed; default DQ, DK and DV */
   int32_t deterministic; /* 1: the same bits each time; 0: need not be; default -1: where it costs
-                            little. Every kernel so far is. */
+                            little. Only dq of the fused kernel of sm90 moves. */
   const DLTensor* dlse;  /* gradient of lse, float32, of its shape; NULL: 0 */
 } cuattn_backward_options;
 

@@ -59,8 +59,7 @@ def attention_backward(
 ) -> Any:
     """Differentiate a loss through `attention`, given its gradient with respect to the output.
 
-    Sums are float32, whatever the dtype; the formulas are those of docs/numerics.md. Served on the
-    CPU so far.
+    Sums are float32, whatever the dtype; the formulas are those of docs/backward.md.
 
     Parameters
     ----------
@@ -82,7 +81,8 @@ def attention_backward(
     dlse : float32 array, [batch, num_heads_q, seqlen_q], optional
         Gradient of the loss with respect to lse; None is 0.
     deterministic : bool, optional
-        True: the same bits each time; None: where that costs little. Every kernel so far is.
+        True: the same bits each time; None: where that costs little. On Hopper "sm90" adds up dq in
+        any order where it is fused, which `explain` says; all else has the same bits each time.
     need : sequence of {"dq", "dk", "dv", "dbias", "dsinks", "dslopes"}
         The gradients to compute, in the order in which they are returned; what is left out saves
         time. "dbias", "dsinks" and "dslopes" need bias (not of bool), sinks and alibi_slopes.
@@ -93,7 +93,7 @@ def attention_backward(
         Contiguous memory on the device of q: ``explain(...).workspace_bytes``, of any dtype. By
         default it comes from q's library.
     backend : str
-        "auto", or one named rung: "cpu", "naive".
+        "auto", or one named rung: "cpu", "naive", "sm80", "sm90".
     stream : optional
         As in `attention`.
 

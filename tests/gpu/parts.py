@@ -74,7 +74,12 @@ PARTS = {
         "`attention_backward`, and dropout of `attention`",
         stages=NATIVE,
         objects=(*BACKWARD, "test_backward_cuda.cpp"),
-        python=("test_backward.py", "test_two_pass_backward.py", "test_dropout.py"),
+        python=(
+            "test_backward.py",
+            "test_two_pass_backward.py",
+            "test_fused_backward.py",
+            "test_dropout.py",
+        ),
         calls=("forward-portable",),
         cases="cuda_backward_",
     ),

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fused kernel of backend="sm90": when it is taken, what it needs, and its gradients against
+float64. It sums dq in any order, so bits are compared of dk and dv alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+import cuattn
+from backward_cases import NEED, BackwardCase, assert_case, judge, make_problem, run
+from harness import bits, target_params
+from made_up_gpus import GPUS
+
+LENGTH = 512  # of queries and of keys, from which on it is taken
+BASE = BackwardCase(
+    dtype="bfloat16",
+    batch=1,
+    num_heads_q=2,
+    num_heads_kv=1,
+    seqlen_q=600,
+    seqlen_kv=700,
+    causal=True,
+    dlse=True,
+)
+
+
+def on_hopper(*values):
+    return target_params(values or ((),), cpu=(), cuda=("sm90",))
+
+
+def explain(*, batch=1, rows=LENGTH, keys=LENGTH, heads=2, heads_kv=1, dim=64, **options):
+    q, lse = (batch, rows, heads, dim), (batch, heads, rows)
+    k = (batch, keys, heads_kv, dim)
+    options = {"device": GPUS["H200"], "dtype": "bfloat16", **options}
+    return cuattn.explain("attention_backward", q, q, k, k, q, lse, **options)
+
+
+def is_fused(plan):
+    assert plan.kernel == "sm90"
+    fused = "five products fused" in plan.ladder
+    assert fused == ("five products fused" in plan.reason)
+    return fused
+
+
+TAKEN = {
+    "least": {},
+    "causal": {"causal": True},
+    "wide": {"dim": 128, "keys": 4096},
+    "any order": {"deterministic": False, "dim": 120},
+    "scale": {"scale": 0.3, "dtype": "float16"},
+    "all, in another order": {"need": ("dv", "dq", "dk")},
+}
+LEFT = {
+    "few rows": {"rows": LENGTH - 1},
+    "few keys": {"keys": LENGTH - 1},
+    "deterministic": {"deterministic": True},
+    "batch_invariant": {"batch_invariant": True},
+    "no dq": {"need": ("dk", "dv")},
+    "dq alone": {"need": ("dq",)},
+    "window": {"window": (100, 0)},
+    "softcap": {"softcap": 30.0},
+    "96": {"dim": 96},
+    "192": {"dim": 192},
+    "256": {"dim": 256},
+}
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_the_plan_takes_it(name):
+    assert is_fused(explain(**TAKEN[name]))
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_the_plan_takes_two_passes(name):
+    assert not is_fused(explain(**LEFT[name]))
+
+
+def test_the_workspace_of_a_training_step():
+    """131,072 tokens, 16 heads, head_dim 128: two numbers a row, or these and dq in float32."""
+    long = {"batch": 1, "rows": 131072, "keys": 131072, "heads": 16, "heads_kv": 16, "dim": 128}
+    rows = 16 * (131072 + 4 * 128)
+    assert explain(**long, deterministic=True).workspace_bytes == 8 * rows < 17e6
+    assert explain(**long).workspace_bytes == (8 + 4 * 128) * rows < 1.1e9
+
+
+CASES = {
+    "full": {"causal": False},
+    "causal": {},
+    "tiles": {"causal": False, "seqlen_q": 512, "seqlen_kv": 512},
+    "odd": {"seqlen_q": 517, "seqlen_kv": 1031, "batch": 2},
+    "dead rows": {"seqlen_q": 900, "seqlen_kv": 600},
+    "heads": {"num_heads_q": 6, "num_heads_kv": 2, "batch": 2, "dlse": False},
+    "ragged": {"layout": "ragged", "batch": 4},
+    "ragged full": {"layout": "ragged", "batch": 3, "causal": False, "seqused": "k"},
+    "used": {"seqused": "both", "batch": 3},
+    "used full": {"seqused": "q", "batch": 2, "causal": False},
+    "bhsd": {"layout": "bhsd", "storage": "padded"},
+    "packed": {"num_heads_kv": 2, "storage": "packed", "seqlen_kv": 600},
+    "strided": {"storage": "transposed", "batch": 2},
+    "sinks": {"sinks": True, "scale": 0.25},
+    "allocates": {"give_out": False},
+    "large": {"magnitude": 8.0},
+    "own forward": {"own_forward": True},
+}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(("device", "backend", "dim"), on_hopper(64, 128, 40, 104))
+@pytest.mark.parametrize("name", CASES)
+def test_gradients(device, backend, dim, name, dtype, rng):
+    case = dataclasses.replace(BASE, head_dim=dim, dtype=dtype, **CASES[name])
+    assert_case(device, backend, case, rng, need=NEED)
+
+
+@pytest.mark.parametrize(("device", "backend", "dim"), on_hopper(64, 128))
+def test_float32_sums_of_16_bit_keys(device, backend, dim, rng):
+    problem = make_problem(dataclasses.replace(BASE, head_dim=dim), rng)
+    rounded = run(device, backend, problem, NEED)
+    unrounded = run(device, backend, problem, NEED, dkv_dtype=np.float32)
+    judge(problem, unrounded)
+    for name in ("dk", "dv"):
+        assert np.array_equal(unrounded[name].astype(rounded[name].dtype), rounded[name])
+
+
+@pytest.mark.parametrize(("device", "backend", "dim"), on_hopper(64, 128))
+def test_repeats(device, backend, dim, rng):
+    """dk and dv have the same bits each time, dq too where that is asked."""
+    problem = make_problem(dataclasses.replace(BASE, head_dim=dim, batch=2), rng)
+    first = run(device, backend, problem, NEED)
+    ordered = run(device, backend, problem, NEED, deterministic=True)
+    for _ in range(10):
+        again = run(device, backend, problem, NEED)
+        for name in ("dk", "dv"):
+            assert np.array_equal(bits(again[name]), bits(first[name])), name
+        judge(problem, again)
+        again = run(device, backend, problem, NEED, deterministic=True)
+        for name, x in again.items():
+            assert np.array_equal(bits(x), bits(ordered[name])), name
+
+
+@pytest.mark.parametrize("junk", [0, 255])
+@pytest.mark.parametrize(("device", "backend", "dim"), on_hopper(64, 128))
+def test_what_the_workspace_held(device, backend, dim, junk, rng):
+    """Zeros, or NaN, also where rows take no part."""
+    case = dataclasses.replace(BASE, batch=3, seqused="both", head_dim=dim)
+    problem = make_problem(case, rng)
+    size = 4 * (2 + dim) * case.num_heads_q * (problem.case.batch + 3) * 1024
+    buffer = device.buffer(size + 256)
+    at = buffer.data_ptr() if hasattr(buffer, "data_ptr") else buffer.ctypes.data
+    workspace = device.view(buffer, np.uint8, -at % 256, (size,), (1,))
+    device.write(workspace, np.full(size, junk, np.uint8))
+    judge(problem, run(device, backend, problem, NEED, workspace=workspace))
+
+
+@pytest.mark.parametrize(("device", "backend", "dim"), on_hopper(64, 128))
+@pytest.mark.parametrize("name", ["k", "v"])
+def test_rows_that_see_no_nan_have_none(device, backend, dim, name, rng):
+    """A key that nobody may see yet: docs/numerics.md keeps a tile of rows apart from it."""
+    case = dataclasses.replace(BASE, head_dim=dim, seqlen_q=640, seqlen_kv=640)
+    problem = make_problem(case, rng)
+    clean = run(device, backend, problem, NEED)
+    arrays = {**problem.forward.arrays, name: problem.forward.arrays[name].copy()}
+    arrays[name][:, 639] = np.nan
+    forward = dataclasses.replace(problem.forward, arrays=arrays)
+    found = run(device, backend, dataclasses.replace(problem, forward=forward), NEED)
+    assert np.isnan(found["dq"][:, 639]).all()
+    assert np.isfinite(found["dq"][:, :512].astype(np.float32)).all()  # tiles before the last keys
+    for other in ("dk", "dv"):
+        assert np.array_equal(bits(found[other][:, :512]), bits(clean[other][:, :512])), other
