@@ -16,7 +16,8 @@ class Bar:
     """A result of ours must be `least` times as fast as `against`.
 
     `against` is another contestant of the row, "best peer", "copy" (the copy rate of the run), a
-    figure of published.py, "row <name>" (the same contestant on an earlier row, in GB/s), or
+    figure of published.py, "row <name>" (the same contestant on an earlier row, in GB/s), "time of
+    row <name>" (the same by time), "host time" (that of the best peer), "TFLOP/s", or
     "microseconds", of which there may be `least` at most. `mean` is what the geometric mean over
     all rows with this bar must reach.
     """
@@ -41,6 +42,16 @@ def value(
         return ours.get("ratio_to_best_peer")
     if bar.against == "copy":
         return ours["gbps"] / ceilings["copy_gbps"]
+    if bar.against == "TFLOP/s":
+        return float(ours["tflops"])
+    if bar.against == "host time":
+        peers = [r["host_us"] for r in timed.values() if not r["ours"] and "host_us" in r]
+        return min(peers) / ours["host_us"] if peers and "host_us" in ours else None
+    if bar.against.startswith("time of row "):
+        name = bar.against.removeprefix("time of row ")
+        found = (r for r in rows if r["workload"]["name"] == name)
+        results = (result for r in found for result in r["results"] if result["name"] == bar.ours)
+        return next((r["ms"] / ours["ms"] for r in results if "ms" in r), None)
     if bar.against.startswith("row "):
         found = (r for r in rows if r["workload"]["name"] == bar.against.removeprefix("row "))
         results = (result for r in found for result in r["results"] if result["name"] == bar.ours)

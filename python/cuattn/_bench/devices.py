@@ -25,6 +25,8 @@ import cuattn
 from . import reference
 from .workloads import AnyWorkload, Workload
 
+HOST_CALLS = 50  # of which the host's time is the median
+
 
 class Inputs:
     """Arrays of one workload: q, k, v in bshd (ragged: packed), and the options that are arrays."""
@@ -185,6 +187,16 @@ class CudaDevice:
         cuda.synchronize()
         return float(np.median([begin.elapsed_time(end) for begin, end in events])) / 1e3
 
+    def host_us(self, call: Callable[[], object]) -> float:
+        """Median microseconds until a call returns, its work in a stream that is never full."""
+        seconds = []
+        for _ in range(HOST_CALLS):
+            self.torch.cuda.synchronize()
+            begin = time.perf_counter()
+            call()
+            seconds.append(time.perf_counter() - begin)
+        return float(np.median(seconds)) * 1e6
+
     def capture(self, call: Callable[[], object], repeats: int) -> Callable[[], object]:
         """Make a CUDA graph of several calls, which have run before; returns its replay."""
         graph = self.torch.cuda.CUDAGraph()
@@ -265,7 +277,7 @@ class CpuDevice:
         self.has_torch = importlib.util.find_spec("torch") is not None
 
     def inputs(self, w: AnyWorkload) -> Any:
-        if self.has_torch or not isinstance(w, Workload):
+        if self.has_torch or type(w) is not Workload:
             return w.draw("cpu")
         return numpy_inputs(w)
 
@@ -285,6 +297,10 @@ class CpuDevice:
             call()
             seconds.append(time.perf_counter() - begin)
         return float(np.median(seconds))
+
+    def host_us(self, call: Callable[[], object]) -> float:
+        """Microseconds of a call, which is the host's work as a whole."""
+        return self.time(call, 3) * 1e6
 
     def capture(self, call: Callable[[], object], repeats: int) -> Callable[[], object]:
         """Return several calls as one."""

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from .backward import backward, backward_smoke
 from .cache import cache, cache_smoke
 from .paged import (
     cascade,
@@ -47,6 +48,7 @@ class Family:
     device: str = "any"  # or cpu: meant for the CPU backend, also where there is a GPU
     quantity: str = "tflops"  # what speed is: or gbps
     heat_s: float = 0.4  # how long the chip is heated before each row
+    budget_s: float = 150.0  # unless the command line says another
 
 
 Make = Callable[[], Iterable[AnyWorkload]]
@@ -87,6 +89,18 @@ FAMILIES: dict[str, Family] = {
         cpu_ladder, backends=("cpu", "naive"), peers=("torch", "numpy"), device="cpu"
     ),
     "smoke": _family(smoke, backends=("auto", "naive"), peers=("torch", "numpy", "varlen")),
+    "backward": _family(
+        backward,
+        backends=("auto", "deterministic"),
+        peers=("cudnn", "flash", "varlen"),
+        heat_s=0.1,
+        budget_s=100.0,
+    ),
+    "backward_smoke": _family(
+        backward_smoke,
+        backends=("auto", "deterministic"),
+        peers=("torch", "flash", "cudnn", "varlen"),
+    ),
     "paged": _decode(paged, backends=("auto", "replan"), peers=("flashinfer",)),
     "paged_vllm": _decode(paged_vllm, backends=("auto", "v1", "v2")),
     "paged_blocks": _decode(paged_blocks),

@@ -59,6 +59,7 @@ class Entry:
     rounds_ms: dict[int, float] = dataclasses.field(default_factory=dict)
     timed: Callable[[], object] | None = None  # calls_at_once calls; None: prepared.call
     calls_at_once: int = 1
+    host_us: float | None = None  # until a call returns
 
     @property
     def ok(self) -> bool:
@@ -109,6 +110,8 @@ def admit(entry: Entry, w: AnyWorkload, x: Any, sample: Any, device: Device) -> 
                 entry.calls_at_once = prepared.repeats
                 entry.timed = device.capture(prepared.call, prepared.repeats)
                 entry.estimate_s = device.time(entry.timed, 1) / prepared.repeats
+            if prepared.has_host_time:
+                entry.host_us = device.host_us(prepared.call)
         if entry.estimate_s >= SLOW_CALL_S:
             entry.rounds_ms[0] = entry.estimate_s * 1e3
         entry.peak_bytes = peaks[0] if peaks[0] is not None else prepared.memory_bytes

@@ -9,7 +9,7 @@ import pathlib
 
 # `invariant` is auto with batch_invariant=True. Over pages: `replan` makes the plan in every call,
 # `wide` keeps float8 numbers in q's dtype, `v1` and `v2` are PagedAttention, `dense` has its keys
-# packed beforehand, `cascade` is cascade_attention.
+# packed beforehand, `cascade` is cascade_attention. Of gradients: `deterministic` is auto with deterministic=True.
 BACKENDS = (
     "auto",
     "invariant",
@@ -26,6 +26,7 @@ BACKENDS = (
     "v2",
     "dense",
     "cascade",
+    "deterministic",
 )
 PEERS = (
     "torch",
@@ -84,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--budget",
         type=positive_number,
         metavar="S",
-        help="seconds for a family (default 150)",
+        help="seconds for a family (default 150; backward 100)",
     )
     parser.add_argument(
         "--limit",

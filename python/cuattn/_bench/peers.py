@@ -41,6 +41,7 @@ class Prepared:
     memory_bytes: int | None = None  # known without measuring: result and workspace
     repeats: int = 0  # timed as a graph of so many calls; 0: alone
     bytes: int | None = None  # that the call moves, where they are not the workload's
+    has_host_time: bool = False  # the host's time is measured too
 
 
 def first(result: Any) -> Any:
@@ -65,7 +66,9 @@ def module(*names: str) -> Any:
 
 # Modules with the calls of operations other than dense and ragged attention. They need torch.
 ATTENTION = ("attention", "attention_varlen")
+BACKWARD = ("attention_backward", "attention_varlen_backward", "training_step")
 OTHER_OPS = {
+    **dict.fromkeys(BACKWARD, "backward_inputs"),
     "paged_attention": "paged_inputs",
     "paged_prefill": "paged_inputs",
     "reshape_and_cache": "cache_inputs",
@@ -73,6 +76,7 @@ OTHER_OPS = {
     "copy_blocks": "cache_inputs",
     "swap_blocks": "cache_inputs",
 }
+DIFFERENTIATED = (*ATTENTION, *BACKWARD)
 
 
 def other_calls(op: str) -> Any:
@@ -128,6 +132,8 @@ def sdpa(backend: str | None) -> Callable[[Workload, Inputs], Prepared]:
 
     def prepare(w: Workload, x: Inputs) -> Prepared:
         require(hasattr(x.q, "detach"), "torch is not installed")
+        if w.op in OTHER_OPS:
+            return other_calls(w.op).sdpa(backend)(w, x)
         from torch.nn.attention import SDPBackend, sdpa_kernel
         from torch.nn.functional import scaled_dot_product_attention
 
@@ -170,6 +176,8 @@ def sdpa(backend: str | None) -> Callable[[Workload, Inputs], Prepared]:
 
 def torch_varlen(w: Workload, x: Inputs) -> Prepared:
     """FlashAttention-2 of torch.nn.attention.varlen; a dense batch with a window is packed."""
+    if w.op in OTHER_OPS:
+        return other_calls(w.op).varlen(w, x)
     require(hasattr(x.q, "is_cuda") and x.q.is_cuda, "needs CUDA tensors")
     require(bool(w.lengths) or w.window != (-1, -1), "only for ragged batches and windows")
     require(w.dtype != "float32" and not (w.softcap or w.alibi or w.bias), "no such options")
@@ -441,16 +449,17 @@ class Contestant:
 PEERS: dict[str, Contestant] = {
     peer.name: peer
     for peer in (
-        Contestant("torch", sdpa(None), packages=("torch",)),
+        Contestant("torch", sdpa(None), ops=DIFFERENTIATED, packages=("torch",)),
         Contestant("math", sdpa("MATH"), packages=("torch",)),
         Contestant("efficient", sdpa("EFFICIENT_ATTENTION"), packages=("torch",)),
-        Contestant("flash", sdpa("FLASH_ATTENTION"), packages=("torch",)),
+        Contestant("flash", sdpa("FLASH_ATTENTION"), ops=DIFFERENTIATED, packages=("torch",)),
         Contestant(
             "cudnn",
             sdpa("CUDNN_ATTENTION"),
+            ops=DIFFERENTIATED,
             packages=("torch", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12"),
         ),
-        Contestant("varlen", torch_varlen, packages=("torch",)),
+        Contestant("varlen", torch_varlen, ops=DIFFERENTIATED, packages=("torch",)),
         Contestant("flex", flex, is_jit=True, packages=("torch", "triton")),
         Contestant("fa2", fa2, packages=("flash-attn",)),
         Contestant("fa3", fa3, packages=("fa3-fwd", "flash-attn-3")),
@@ -463,7 +472,11 @@ PEERS: dict[str, Contestant] = {
             packages=("flashinfer-python",),
             ops=(*ATTENTION, "paged_attention"),
         ),
-        Contestant("memcpy", memcpy, ops=tuple(op for op in OTHER_OPS if "paged" not in op)),
+        Contestant(
+            "memcpy",
+            memcpy,
+            ops=tuple(op for op in OTHER_OPS if "paged" not in op and op not in BACKWARD),
+        ),
         Contestant("numpy", plain_numpy, packages=("numpy",)),
     )
 }

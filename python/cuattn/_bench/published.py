@@ -4,8 +4,8 @@
 All were taken on one H200 with the others idle (driver 580, CUDA 13.0, torch 2.11): medians of
 about 100 calls with a cold L2, flash-attn 4.0.0b36 on sm_90, fa3-fwd 0.0.3, torch FlexAttention.
 That chip was not this one, and power decides its clock. So a figure is scaled to the run: by what
-FlashAttention-3 reaches on the same row where both figures exist (a kernel of the same kind on the
-same work), else by the bfloat16 matmul rate. Figures of decode are KV bytes / time and are scaled
+FlashAttention-3, of gradients cuDNN, reaches on the same row where both figures exist (a kernel of
+the same kind on the same work), else by the bfloat16 matmul rate. Figures of decode are KV bytes / time and are scaled
 by the copy rate.
 """
 
@@ -17,7 +17,8 @@ DEVICE = "H200"
 COPY_TBPS = 4.28  # bytes read and written
 MATMUL_TFLOPS = 694.0  # bfloat16, 8192^3, under sustained load, in the minute of the figures
 
-# (family, workload): TFLOP/s. FlashAttention-3 is the anchor, not a bar: the run measures it.
+ANCHORS = ("fa3", "cudnn")  # no bars: the run measures them, cuDNN in the backward pass
+# (family, workload): TFLOP/s
 FIGURES: dict[tuple[str, str], dict[str, float]] = {
     ("forward", "d64 s2048 full"): {"fa3": 463.5, "fa4": 497.4},
     ("forward", "d64 s2048 causal"): {"fa3": 392.5, "fa4": 387.7},
@@ -37,6 +38,18 @@ FIGURES: dict[tuple[str, str], dict[str, float]] = {
     ("masks", "causal window 1024"): {"flex": 330.4, "fa4": 512.8},
     ("masks", "causal softcap 30"): {"flex": 187.5, "fa4": 300.1},
     ("masks", "causal alibi"): {"flex": 362.0},
+    ("backward", "d64 s2048 full"): {"cudnn": 400.6, "fa4": 479.0},
+    ("backward", "d64 s2048 causal"): {"cudnn": 328.4, "fa4": 408.7},
+    ("backward", "d64 s16384 full"): {"cudnn": 447.9, "fa4": 530.3},
+    ("backward", "d64 s16384 causal"): {"cudnn": 427.7, "fa4": 526.9},
+    ("backward", "d128 s2048 full"): {"cudnn": 477.5, "fa4": 546.9},
+    ("backward", "d128 s2048 causal"): {"cudnn": 390.3, "fa4": 461.2},
+    ("backward", "d128 s16384 full"): {"cudnn": 539.6, "fa4": 619.7},
+    ("backward", "d128 s16384 causal"): {"cudnn": 526.7, "fa4": 611.5},
+    ("backward", "d256 s2048 full"): {"cudnn": 347.6, "fa4": 346.2},
+    ("backward", "d256 s2048 causal"): {"cudnn": 311.4, "fa4": 302.3},
+    ("backward", "d256 s16384 full"): {"cudnn": 361.0, "fa4": 381.8},
+    ("backward", "d256 s16384 causal"): {"cudnn": 378.3, "fa4": 371.4},
 }
 
 VLLM = ("vllm_v1", "vllm_v2")  # PagedAttention V1 and V2 of vLLM 0.6.6, blocks of 16
@@ -100,10 +113,11 @@ def add_bars(family: str, row: dict[str, Any], ceilings: dict[str, float], devic
 def matmul_bars(
     figures: dict[str, float], measured: dict[str, dict[str, Any]], ceilings: dict[str, float]
 ) -> dict[str, dict[str, Any]]:
-    """TFLOP/s, scaled by FlashAttention-3 of the row or else by the matmul rate."""
+    """TFLOP/s, scaled by the anchor's of the row or else by the matmul rate."""
     matmul = ceilings.get("matmul_bfloat16_tflops")
-    if "fa3" in figures and "fa3" in measured:
-        factor, by = measured["fa3"]["tflops"] / figures["fa3"], "fa3 of this row"
+    anchor = next((name for name in ANCHORS if name in figures and name in measured), None)
+    if anchor is not None:
+        factor, by = measured[anchor]["tflops"] / figures[anchor], f"{anchor} of this row"
     elif matmul is not None:
         factor, by = matmul / MATMUL_TFLOPS, "the matmul rate"
     else:
@@ -111,7 +125,7 @@ def matmul_bars(
     return {
         peer: {"tflops": figure * factor, "figure": figure, "scaled_by": by}
         for peer, figure in figures.items()
-        if peer != "fa3"
+        if peer not in ANCHORS
     }
 
 

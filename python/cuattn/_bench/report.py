@@ -46,6 +46,7 @@ def row_json(w: AnyWorkload, entries: Iterable[Any]) -> dict[str, Any]:
                 "peak_bytes": entry.peak_bytes,
                 "calls_per_round": max(1, entry.calls_per_round),
                 "calls_at_once": entry.calls_at_once,
+                **({} if entry.host_us is None else {"host_us": entry.host_us}),
                 "rounds_ms": {
                     str(number): value for number, value in sorted(entry.rounds_ms.items())
                 },
@@ -111,6 +112,8 @@ def row_lines(row: dict[str, Any], ceilings: dict[str, float]) -> str:
             kernel = f"[{result['kernel']}]" if result["kernel"] else ""
             if "ratio_to_auto" in result:
                 kernel += f" {result['ratio_to_auto']:.3f} x auto"
+            if "host_us" in result:
+                kernel += f" host {result['host_us']:.1f} us"
             fields |= {
                 "ms": f"{result['ms']:.4f}",
                 "tflops": f"{result['tflops']:.4g}",

@@ -205,7 +205,10 @@ class Bench:
         path = arguments.output / f"{name}.json" if arguments.output else None
         print(f"\n{name}: {family.about}\n{report.header()}")
         heat_s = min(self.settings.heat_s, family.heat_s)
-        run = Run(device, dataclasses.replace(self.settings, heat_s=heat_s), contestants)
+        budget_s = arguments.budget or min(self.settings.budget_s, family.budget_s)
+        settings = dataclasses.replace(self.settings, heat_s=heat_s, budget_s=budget_s)
+        document["settings"] = dataclasses.asdict(settings)
+        run = Run(device, settings, contestants)
         device.heat(self.settings.heat_s)
         with no_grad():
             family = dataclasses.replace(family, workloads=self.workloads(name))
