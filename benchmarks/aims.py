@@ -14,6 +14,7 @@ import statistics
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+from cuattn._bench.backward import PLAIN
 from cuattn._bench.bars import NOISE
 
 
@@ -145,6 +146,16 @@ def kv_megabytes(workload: dict) -> float:
     return workload["bytes"] / 1e6
 
 
+def grouped(workload: dict) -> bool:
+    return workload["num_heads_q"] != workload["num_heads_kv"]
+
+
+def by_width(workload: dict) -> bool:
+    """Whether a row of gradients is one of the table by head_dim and length."""
+    return workload["name"].startswith("d") and not workload["step"]
+
+
+PLAIN_ROW = f"time of row {PLAIN}"
 BENCH = "benchmarks/bench.py --family"
 AIMS = (
     Aim(
@@ -184,6 +195,61 @@ AIMS = (
         "the same, 512 tokens",
         "1.1",
         best_peer("forward", lambda w: w["seqlen_q"] == 512, 1.1),
+        "the same",
+    ),
+    Aim(
+        "backward on an H200 against cuDNN and FlashAttention-2, by head_dim and length, 2048 tokens "
+        "and more",
+        "1.0 in every row, 1.1 on the mean",
+        best_peer("backward", lambda w: by_width(w) and w["seqlen_q"] >= 2048, 1.0, 1.1),
+        f"{BENCH} backward",
+    ),
+    Aim(
+        "backward, 512 tokens",
+        "1.1",
+        best_peer("backward", lambda w: by_width(w) and w["seqlen_q"] == 512, 1.1),
+        "the same",
+    ),
+    Aim(
+        "backward, grouped heads, ragged, windows, against the best peer",
+        "1.1",
+        best_peer(
+            "backward",
+            lambda w: not w["step"] and (w["lengths"] or w["window"] != [-1, -1] or grouped(w)),
+            1.1,
+        ),
+        "the same",
+    ),
+    Aim(
+        "backward, 16384 tokens, head_dim 64 and 128, against FlashAttention-4's figures",
+        "1.0",
+        bars_of("backward", ("fa4",)),
+        "the same",
+    ),
+    Aim(
+        "backward, head_dim 256, 16384 tokens, deterministic, TFLOP/s",
+        "530 full, 500 causal",
+        bars_of("backward", ("TFLOP/s",)),
+        "the same",
+    ),
+    Aim(
+        "backward with `deterministic=True` against without",
+        "0.9",
+        bars_of("backward", ("cuattn:auto",)),
+        "the same",
+    ),
+    Aim(
+        "backward with softcap, ALiBi, sinks or dropout; with bias and dbias: speed of the plain row",
+        "0.8; 0.5",
+        together(
+            bars_of("backward", (PLAIN_ROW,), 0.8), bars_of("backward", (PLAIN_ROW,), 0.5)
+        ),
+        "the same",
+    ),
+    Aim(
+        "host time of a step through torch's autograd, 32 x 512 tokens, torch SDPA's beside it",
+        "1.0",
+        bars_of("backward", ("host time",)),
         "the same",
     ),
     Aim(

@@ -29,6 +29,7 @@ from cuattn._cli import plot
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 README, FIGURES = ROOT / "README.md", ROOT / "docs" / "figures.md"
+BACKWARD = ROOT / "docs" / "backward.md"
 NONE_YET = (
     "No results are committed yet. To take them: `python benchmarks/bench.py --family "
     "mission,forward,ladder,cpu`, then `python benchmarks/readme_figures.py --draw`."
@@ -73,6 +74,15 @@ SHOWN = {
         speed,
         BEST,
         MEMORY,
+        tuple(
+            f"d{dim} {rows}" for dim in (64, 128, 256) for rows in ("s2048 full", "s16384 causal")
+        ),
+    ),
+    "backward": Shown(
+        "Backward, TFLOP/s",
+        speed,
+        BEST,
+        SPEED,
         tuple(
             f"d{dim} {rows}" for dim in (64, 128, 256) for rows in ("s2048 full", "s16384 causal")
         ),
@@ -130,7 +140,7 @@ SHOWN = {
     "cpu": Shown("CPU backend, milliseconds", milliseconds, "torch", MEMORY),
     "cpu_ladder": Shown("CPU: naive against flash, milliseconds", milliseconds),
 }
-IN_README = ("forward", "masks", "paged")
+IN_README = ("forward", "backward", "masks", "paged")
 
 
 def documents() -> dict[str, dict]:
@@ -354,6 +364,36 @@ def section() -> str:
     return "\n\n".join(parts) if parts else NONE_YET
 
 
+def gradients() -> str:
+    """The table of docs/backward.md, and what became of its bars."""
+    document = documents().get("backward")
+    if document is None:
+        return (
+            "No figures of a GPU are committed yet. To take them: `python benchmarks/bench.py "
+            "--family backward`, then `python benchmarks/readme_figures.py --draw`."
+        )
+    parts = [document["about"], table(document, SHOWN["backward"])]
+    if summary := report.summary(document):
+        parts.append("\n".join(f"- {line}" for line in summary.splitlines()))
+    if steps := host_times(document):
+        parts.append(steps)
+    return "\n\n".join([*parts, f"{plot.caption(document)}  \n`{document['command']}`"])
+
+
+def host_times(document: dict) -> str:
+    """Time on the host of the steps of training, where that was measured."""
+    lines = []
+    for row in document["rows"]:
+        timed = [result for result in row["results"] if "host_us" in result]
+        if timed:
+            parts = (
+                f"{plot.label(result['name'])} {result['host_us']:.0f} us ({milliseconds(result)} ms)"
+                for result in timed
+            )
+            lines.append(f"- {row['workload']['name']}, host (device): {', '.join(parts)}")
+    return "\n".join(lines)
+
+
 def host_time(document: dict) -> str:
     """What a call costs on the host, in microseconds, for each library."""
     rows = document["rows"]
@@ -388,6 +428,7 @@ def host_time(document: dict) -> str:
 
 SECTIONS: dict[pathlib.Path, dict[str, Callable[[], str]]] = {
     README: {"front": front, "figures": short},
+    BACKWARD: {"gpu": gradients},
     FIGURES: {
         "overview": overview,
         "losses": lambda: losses_text(documents()),
