@@ -198,8 +198,8 @@ AIMS = (
         "the same",
     ),
     Aim(
-        "backward on an H200 against cuDNN and FlashAttention-2, by head_dim and length, 2048 tokens "
-        "and more",
+        "backward on an H200 against cuDNN and FlashAttention-2, by head_dim and length, 2048 "
+        "tokens and more",
         "1.0 in every row, 1.1 on the mean",
         best_peer("backward", lambda w: by_width(w) and w["seqlen_q"] >= 2048, 1.0, 1.1),
         f"{BENCH} backward",
@@ -239,11 +239,9 @@ AIMS = (
         "the same",
     ),
     Aim(
-        "backward with softcap, ALiBi, sinks or dropout; with bias and dbias: speed of the plain row",
+        "backward with softcap, ALiBi, sinks or dropout; with bias and dbias: of the plain speed",
         "0.8; 0.5",
-        together(
-            bars_of("backward", (PLAIN_ROW,), 0.8), bars_of("backward", (PLAIN_ROW,), 0.5)
-        ),
+        together(bars_of("backward", (PLAIN_ROW,), 0.8), bars_of("backward", (PLAIN_ROW,), 0.5)),
         "the same",
     ),
     Aim(

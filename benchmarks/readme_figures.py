@@ -387,8 +387,8 @@ def host_times(document: dict) -> str:
         timed = [result for result in row["results"] if "host_us" in result]
         if timed:
             parts = (
-                f"{plot.label(result['name'])} {result['host_us']:.0f} us ({milliseconds(result)} ms)"
-                for result in timed
+                f"{plot.label(one['name'])} {one['host_us']:.0f} us ({milliseconds(one)} ms)"
+                for one in timed
             )
             lines.append(f"- {row['workload']['name']}, host (device): {', '.join(parts)}")
     return "\n".join(lines)

@@ -67,7 +67,7 @@ class BackwardInputs:
 
 
 def our_options(w: BackwardWorkload, x: BackwardInputs) -> dict[str, Any]:
-    """The options that both directions take."""
+    """Return the options that both directions take."""
     options: dict[str, Any] = {"causal": w.causal, "window": w.window, "softcap": w.softcap}
     options |= {"alibi_slopes": x.slopes, "bias": x.bias, "sinks": x.sinks}
     if w.dropout_p:
@@ -224,7 +224,7 @@ def varlen(w: BackwardWorkload, x: BackwardInputs) -> Prepared:
 
 
 def sdpa_step(w: BackwardWorkload, x: BackwardInputs, backend: str | None) -> Prepared:
-    """A step through scaled_dot_product_attention; q, k, v are transposed views, as in a model."""
+    """Make a step through scaled_dot_product_attention, on transposed views, as in a model."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention
 

@@ -2,7 +2,7 @@
 """Are gradients right? Those of two key heads against float64, with torch on the device itself.
 
 The rule is the library's own: of each gradient the error may be twice that of the plain formula in
-the dtype, plus one rounding of its largest number. `Error.max_error` is in units of what is allowed.
+the dtype, plus one rounding of its largest number. `Error.max_error` is in units of that.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Gradients = dict[str, torch.Tensor]
 
 
 def multiplied(product: torch.Tensor, factor: int) -> torch.Tensor:
-    """The lower 32 bits of an int64 product below 2^64, and those above, as one number each."""
+    """Split a product below 2^64 into its lower 32 bits and those above, each in int64."""
     low, high = product & 0xFFFF, product >> 16
     partial = high * factor + ((low * factor) >> 16)
     return ((partial & 0xFFFF) << 16) | ((low * factor) & 0xFFFF), partial >> 16
@@ -44,7 +44,7 @@ def philox(counter: tuple[Any, ...], seed: int, device: Any) -> list[torch.Tenso
 def kept(
     p: float, seed: int, heads: torch.Tensor, rows: torch.Tensor, keys: int
 ) -> torch.Tensor | float:
-    """The factor of each probability under dropout, [heads, rows, keys]; docs/backward.md."""
+    """Give the factor of each probability under dropout, [heads, rows, keys]."""
     if not p:
         return 1.0
     threshold = max(1, math.floor(256 * (1 - p) + 0.5))
@@ -68,7 +68,7 @@ class KeyHead:
         self.bias = None if x.bias is None else x.bias[0, self.heads]
 
     def gradients(self, dtype: torch.dtype, rounded: torch.dtype | None = None) -> Gradients:
-        """Sums in `dtype`; what the plain formula keeps of them is rounded, where that is asked."""
+        """Add up in `dtype`; round what the plain formula keeps, where that is asked."""
 
         def cut(a: torch.Tensor) -> torch.Tensor:
             return a if rounded is None else a.to(rounded).to(dtype)

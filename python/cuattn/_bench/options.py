@@ -9,7 +9,8 @@ import pathlib
 
 # `invariant` is auto with batch_invariant=True. Over pages: `replan` makes the plan in every call,
 # `wide` keeps float8 numbers in q's dtype, `v1` and `v2` are PagedAttention, `dense` has its keys
-# packed beforehand, `cascade` is cascade_attention. Of gradients: `deterministic` is auto with deterministic=True.
+# packed beforehand, `cascade` is cascade_attention. Of gradients: `deterministic` is auto with
+# deterministic=True.
 BACKENDS = (
     "auto",
     "invariant",

@@ -67,14 +67,11 @@ def module(*names: str) -> Any:
 # Modules with the calls of operations other than dense and ragged attention. They need torch.
 ATTENTION = ("attention", "attention_varlen")
 BACKWARD = ("attention_backward", "attention_varlen_backward", "training_step")
+CACHE = ("reshape_and_cache", "gather_cache", "copy_blocks", "swap_blocks")
 OTHER_OPS = {
+    **dict.fromkeys(("paged_attention", "paged_prefill"), "paged_inputs"),
+    **dict.fromkeys(CACHE, "cache_inputs"),
     **dict.fromkeys(BACKWARD, "backward_inputs"),
-    "paged_attention": "paged_inputs",
-    "paged_prefill": "paged_inputs",
-    "reshape_and_cache": "cache_inputs",
-    "gather_cache": "cache_inputs",
-    "copy_blocks": "cache_inputs",
-    "swap_blocks": "cache_inputs",
 }
 DIFFERENTIATED = (*ATTENTION, *BACKWARD)
 
@@ -472,11 +469,7 @@ PEERS: dict[str, Contestant] = {
             packages=("flashinfer-python",),
             ops=(*ATTENTION, "paged_attention"),
         ),
-        Contestant(
-            "memcpy",
-            memcpy,
-            ops=tuple(op for op in OTHER_OPS if "paged" not in op and op not in BACKWARD),
-        ),
+        Contestant("memcpy", memcpy, ops=CACHE),
         Contestant("numpy", plain_numpy, packages=("numpy",)),
     )
 }

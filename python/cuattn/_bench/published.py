@@ -5,8 +5,8 @@ All were taken on one H200 with the others idle (driver 580, CUDA 13.0, torch 2.
 about 100 calls with a cold L2, flash-attn 4.0.0b36 on sm_90, fa3-fwd 0.0.3, torch FlexAttention.
 That chip was not this one, and power decides its clock. So a figure is scaled to the run: by what
 FlashAttention-3, of gradients cuDNN, reaches on the same row where both figures exist (a kernel of
-the same kind on the same work), else by the bfloat16 matmul rate. Figures of decode are KV bytes / time and are scaled
-by the copy rate.
+the same kind on the same work), else by the bfloat16 matmul rate. Figures of decode are KV bytes /
+time and are scaled by the copy rate.
 """
 
 from __future__ import annotations
