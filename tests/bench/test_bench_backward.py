@@ -64,6 +64,29 @@ def test_the_check_sees_one_wrong_number_of_each_gradient(w):
             assert not sample.error({**got, name: wrong}).ok, name
 
 
+@pytest.mark.parametrize("w", SMOKE, ids=ids)
+def test_the_check_stays_on_its_device(w):
+    """The meta device refuses to meet another."""
+    x = w.draw("cpu")
+    for name in ("q", "k", "v", "dout", "slopes", "bias", "sinks"):
+        array = getattr(x, name)
+        setattr(x, name, None if array is None else array.to("meta"))
+    head = backward_reference.KeyHead(w, x, 7, 1, w.num_heads_kv - 1)
+    for dtypes in ((torch.float64, None), (torch.float32, torch.bfloat16)):
+        assert {a.device.type for a in head.gradients(*dtypes).values()} == {"meta"}
+
+
+def test_rows_longer_than_a_chunk_are_checked_whole(monkeypatch):
+    whole = {}
+    for chunk in (2048, 40):
+        monkeypatch.setattr(backward_reference, "CHUNK", chunk)
+        for w in SMOKE:
+            head = backward_reference.KeyHead(w, w.draw("cpu"), 7, 1, w.num_heads_kv - 1)
+            for name, a in head.gradients(torch.float64).items():
+                expected = whole.setdefault((w.name, name), a)
+                torch.testing.assert_close(a, expected, rtol=1e-12, atol=1e-12)
+
+
 def test_the_bits_of_dropout_are_those_of_the_oracle():
     factor = oracle.dropout(0.1, 2**40 + 5, 0, (2, 3), (5, 37))
     heads = torch.arange(3, 6)

@@ -48,7 +48,8 @@ def kept(
     if not p:
         return 1.0
     threshold = max(1, math.floor(256 * (1 - p) + 0.5))
-    counter = (torch.arange(-(-keys // 16)), rows[:, None].cpu(), heads[:, None, None].cpu(), 0)
+    chunks = torch.arange(-(-keys // 16), device=rows.device)
+    counter = (chunks, rows[:, None], heads[:, None, None].to(rows.device), 0)
     words = philox(counter, seed, rows.device)
     drawn = torch.stack([(w >> (8 * x)) & 0xFF for w in words for x in range(4)], dim=-1)
     return (drawn.flatten(-2)[..., :keys] < threshold).double() * (256 / threshold)
