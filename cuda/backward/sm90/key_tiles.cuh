@@ -39,6 +39,7 @@ struct KeyTiles {
       kFused ? sm90_fused_tile(kDims) : sm90_keys_tile(kDims, kScore);
   static constexpr int kSmemBytes =
       kFused ? sm90_fused_smem_bytes(kDims, kTile) : sm90_keys_smem_bytes(kDims, kTile);
+  static constexpr bool kCrosses = kFused || sm90_keys_are_paired(kDims);
   static constexpr int kPanelsQk = (kHeadDim + 63) / 64, kPanelsV = (kHeadDimV + 63) / 64;
   static constexpr int kKBytes = kTile.n * kPanelsQk * 128, kVBytes = kTile.n * kPanelsV * 128;
   static constexpr int kQBytes = kTile.m * kPanelsQk * 128, kDoutBytes = kTile.m * kPanelsV * 128;
@@ -58,7 +59,7 @@ struct KeyTiles {
       q = v + kVBytes;
       dout = q + kTile.stages * kQBytes;
       crossing = dout + kTile.stages * kDoutBytes;
-      planes = crossing + (kFused || sm90_keys_are_paired(kDims) ? 2 * kCrossingBytes : 0);
+      planes = crossing + (kCrosses ? 2 * kCrossingBytes : 0);
       barriers = planes + kTile.stages * 2 * kPlaneBytes;
     }
     static constexpr int kCrossingBytes = kTile.m * kTile.n * 2;  // of one of two buffers
