@@ -256,7 +256,7 @@ def judge(problem, out, lse):
     cases.check(out, expected, plain, problem.case.dtype)
 
 
-def assert_case(device, backend, case, rng, small=2, **more):
+def assert_case(device, backend, case, rng, small=None, **more):
     """The library against the reference for one case; `small` is that of assert_by_draws()."""
 
     def attempt():

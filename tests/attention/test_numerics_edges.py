@@ -174,7 +174,7 @@ def test_softcaps_at_the_edges_of_float32(device, backend, scale, softcap, rng):
             judge(problem, *run(device, backend, problem))
 
         # Of large scores two may nearly tie: see small_excess() in test_score_extremes.py.
-        assert_by_draws("float32", attempt, np.inf if scale > 1 else 2)
+        assert_by_draws("float32", attempt, np.inf if scale > 1 else None)
 
 
 def test_both_backends_of_the_cpu_agree_on_infinite_keys(rng):
