@@ -112,7 +112,7 @@ def make_way_back(op: str) -> Any:
         if dout is None:
             dout = torch.zeros_like(out)
         options = {name: value for name, value in ctx.options.items() if name in taken}
-        if torch.are_deterministic_algorithms_enabled():
+        if torch.are_deterministic_algorithms_enabled() or ctx.options.get("deterministic"):
             options["deterministic"] = True
         arrays = given | {"dout": dout.to(out.dtype), "out": out, "lse": lse, "dlse": dlse}
         found = getattr(torch.ops.cuattn, op)(

@@ -17,6 +17,7 @@ from .. import attention as run_attention
 from .. import attention_varlen as run_attention_varlen
 from .._options import OPS, OUTSIDE, ROWS, Option, options_of
 
+RUN: dict[str, Any] = {"attention": run_attention, "attention_varlen": run_attention_varlen}
 SCHEMAS = {
     "flag": "bool {name}={default}",
     "count": "int {name}={default}",
@@ -56,12 +57,12 @@ def schema(options: Iterable[Option]) -> str:
 library = torch.library.Library("cuattn", "DEF")
 library.define(
     f"attention(Tensor q, Tensor k, Tensor v, {schema(TRACED['attention'])}, "
-    "int[]? physical_layout=None) -> (Tensor, Tensor)"
+    "int[]? physical_layout=None, bool? deterministic=None) -> (Tensor, Tensor)"
 )
 library.define(
     "attention_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
-    f"SymInt max_seqlen_q, SymInt max_seqlen_k, {schema(TRACED['attention_varlen'])})"
-    " -> (Tensor, Tensor)"
+    f"SymInt max_seqlen_q, SymInt max_seqlen_k, {schema(TRACED['attention_varlen'])}, "
+    "bool? deterministic=None) -> (Tensor, Tensor)"
 )
 
 
@@ -84,9 +85,10 @@ def attention_kernel(
     v: Tensor,
     *tensors: Any,
     physical_layout: Sequence[int] | None = None,
+    deterministic: bool | None = None,
     **options: Any,
 ) -> Any:
-    """Run the op on tensors with memory."""
+    """Run the op on tensors with memory; `deterministic` is for the way back."""
     options.update(zip(TENSORS["attention"], tensors, strict=False))
     if physical_layout is not None:
         options["out"] = empty_out(q, v, physical_layout)
@@ -102,9 +104,10 @@ def attention_varlen_kernel(
     max_seqlen_q: int,
     max_seqlen_k: int,
     *tensors: Any,
+    deterministic: bool | None = None,
     **options: Any,
 ) -> Any:
-    """Run the op on tensors with memory."""
+    """Run the op on tensors with memory; `deterministic` is for the way back."""
     options.update(zip(TENSORS["attention_varlen"], tensors, strict=False))
     result = run_attention_varlen(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options
@@ -218,6 +221,17 @@ def run_op(op: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
     return (out, lse) if wants_lse else out
 
 
+def attend(op: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """Do what the functions below do; of the options, `deterministic` is for the way back alone."""
+    q, k, v = autocast(*arguments[:3])
+    arguments = (q, k, v, *arguments[3:])
+    options = with_dropout_state(q, options)
+    if traced(q) or differentiated(q, k, v, options):
+        return run_op(op, arguments, options)
+    options.pop("deterministic", None)
+    return RUN[op](*arguments, **options)
+
+
 def attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
     """`cuattn.attention` for torch tensors: with gradients, and without a break in torch.compile.
 
@@ -229,6 +243,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
     q, k, v, **options
         As in `cuattn.attention`; out, lse_out, workspace and stream only outside traced code and
         without a gradient. dropout_p without a seed draws one from torch's generator.
+        deterministic=True asks for the same bits of the gradients each time, as in
+        `cuattn.attention_backward`.
 
     Returns
     -------
@@ -240,11 +256,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
     ValueError, TypeError, NotImplementedError
         As in `cuattn.attention`.
     """
-    q, k, v = autocast(q, k, v)
-    options = with_dropout_state(q, options)
-    if not traced(q) and not differentiated(q, k, v, options):
-        return run_attention(q, k, v, **options)
-    return run_op("attention", (q, k, v), options)
+    return attend("attention", (q, k, v), options)
 
 
 def attention_varlen(
@@ -263,7 +275,7 @@ def attention_varlen(
     ----------
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options
         As in `cuattn.attention_varlen`; out, lse_out, workspace, stream and block_tables only
-        outside traced code and without a gradient.
+        outside traced code and without a gradient. deterministic as above.
 
     Returns
     -------
@@ -275,9 +287,5 @@ def attention_varlen(
     ValueError, TypeError, NotImplementedError
         As in `cuattn.attention_varlen`.
     """
-    q, k, v = autocast(q, k, v)
-    options = with_dropout_state(q, options)
     arguments = (q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    if not traced(q) and not differentiated(q, k, v, options):
-        return run_attention_varlen(*arguments, **options)
-    return run_op("attention_varlen", arguments, options)
+    return attend("attention_varlen", arguments, options)

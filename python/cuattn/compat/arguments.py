@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""flash-attn's arguments as cuattn's: what they may be, said by flash-attn's names."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..torch.gradients import rows_in_order
+from ..torch.ops import traced
+
+LONGEST_HEAD = 256
+
+
+def check_tensors(op: str, axes: int, **tensors: Any) -> None:
+    """Refuse what is no tensor of so many axes, the last of which is head_dim."""
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(
+                f"{op}: {name} must be a torch tensor, got {type(tensor).__name__}; convert it, or "
+                "call cuattn's own functions, which take the arrays of any library"
+            )
+        if tensor.dim() != axes:
+            shape = "[batch, seqlen, ..., head_dim]" if axes > 3 else "[total, ..., head_dim]"
+            raise ValueError(
+                f"{op}: {name} must have {axes} axes, {shape}, got shape {tuple(tensor.shape)}; "
+                "reshape it"
+            )
+        if tensor.shape[-1] > LONGEST_HEAD:
+            raise ValueError(
+                f"{op}: {name} must have head_dim at most {LONGEST_HEAD}, got {tensor.shape[-1]}; "
+                "no kernel holds such rows: call torch's scaled_dot_product_attention"
+            )
+
+
+def check_packed(op: str, name: str, tensor: Any, axes: int, axis: int, count: int) -> None:
+    """Refuse what is not `count` tensors packed along an axis."""
+    check_tensors(op, axes, **{name: tensor})
+    if tensor.shape[axis] != count:
+        raise ValueError(
+            f"{op}: {name} must hold {count} tensors along axis {axis}, got shape "
+            f"{tuple(tensor.shape)}; torch.stack them there"
+        )
+
+
+def check_ints(op: str, name: str, tensor: Any, shape: tuple[int, ...], like: Tensor) -> None:
+    """Refuse what is no int32 tensor of this shape on the device of `like`; -1 is any extent."""
+    what = f"an int32 tensor {list(shape)}".replace("-1", "n")
+    if not isinstance(tensor, Tensor):
+        raise TypeError(
+            f"{op}: {name} must be {what}, got {type(tensor).__name__}; make it by "
+            "torch.tensor(..., dtype=torch.int32, device=q.device)"
+        )
+    if tensor.dtype != torch.int32:
+        raise ValueError(f"{op}: {name} must be {what}, got {tensor.dtype}; pass {name}.int()")
+    same = tensor.dim() == len(shape) and all(
+        wanted in (-1, found) for wanted, found in zip(shape, tensor.shape, strict=True)
+    )
+    if not same:
+        raise ValueError(
+            f"{op}: {name} must be {what}, got shape {tuple(tensor.shape)}; give one row to each "
+            "sequence"
+        )
+    if tensor.device != like.device:
+        raise ValueError(
+            f"{op}: {name} must be on {like.device} like the other tensors, got {tensor.device}; "
+            f"pass {name}.to({str(like.device)!r})"
+        )
+
+
+def check_range(op: str, name: str, values: Tensor, low: Any, high: Any, rule: str) -> None:
+    """Refuse integers outside [low, high]: on the CPU, and on CUDA under CUATTN_CHECK=1 alone."""
+    if values.device.type != "cpu" and not is_checked():
+        return
+    if values.numel() and bool(((values < low) | (values > high)).any()):
+        raise ValueError(
+            f"{op}: {name} must be {rule}, got {values.flatten().tolist()}; correct {name}, or "
+            "make the cache larger"
+        )
+
+
+def is_checked() -> bool:
+    """Whether data that only the device sees is looked at: under CUATTN_CHECK=1, no capture."""
+    asked = os.environ.get("CUATTN_CHECK") == "1"
+    return asked and not torch.cuda.is_current_stream_capturing()
+
+
+def window_of(op: str, window_size: Any) -> tuple[int, int]:
+    """Read window_size, of which every negative number is no limit."""
+    try:
+        left, right = (int(side) for side in window_size)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"{op}: window_size must hold two integers (left, right), got {window_size!r}; pass "
+            "(-1, -1) for no limit"
+        ) from None
+    return (-1 if left < 0 else left, -1 if right < 0 else right)
+
+
+def number_of(op: str, name: str, value: Any, way_out: str) -> float:
+    """Read a finite number."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{op}: {name} must be a number, got {value!r}; {way_out}") from None
+    if not math.isfinite(number):
+        raise ValueError(f"{op}: {name} must be finite, got {value!r}; {way_out}")
+    return number
+
+
+def scores_of(
+    op: str,
+    head_dim: int,
+    softmax_scale: Any,
+    causal: Any,
+    window_size: Any,
+    softcap: Any,
+    alibi_slopes: Tensor | None,
+) -> dict[str, Any]:
+    """Say in cuattn's words what becomes of the scores."""
+    scale = head_dim**-0.5 if head_dim else 1.0
+    if softmax_scale is not None:
+        way_out = "leave it out for 1 / sqrt(head_dim)"
+        scale = number_of(op, "softmax_scale", softmax_scale, way_out)
+    cap = number_of(op, "softcap", softcap, "pass 0 to switch it off")
+    return {
+        "causal": bool(causal),
+        "window": window_of(op, window_size),
+        "scale": scale,
+        "softcap": cap if cap > 0 else 0.0,
+        "alibi_slopes": alibi_slopes,
+    }
+
+
+def in_eights(x: Tensor) -> Tensor:
+    """Bring rows to what kernels read: head_dim padded with zeros to a multiple of 8, in order."""
+    if x.shape[-1] % 8:
+        return torch.nn.functional.pad(x, (0, -x.shape[-1] % 8))
+    if traced(x):
+        return x if x.stride(-1) == 1 else x.contiguous()
+    return rows_in_order(x)
+
+
+def cut(result: Any, head_dim: int) -> Any:
+    """Cut the heads of out, which may be the first of several results, to their true size."""
+    if isinstance(result, tuple):
+        return (cut(result[0], head_dim), *result[1:])
+    return result if result.shape[-1] == head_dim else result[..., :head_dim]
