@@ -7,7 +7,9 @@ as wrong as that, and a rounding more.
 
 from __future__ import annotations
 
-import torch
+import frameworks
+
+torch = frameworks.require("torch")
 
 HEAD_DIMS = (32, 40, 59, 64, 111, 128, 160, 256)
 LENGTHS = ((1, 3), (1, 37), (33, 65), (97, 97), (113, 71), (64, 129))

@@ -181,7 +181,7 @@ class Call:
 
 GRID = [
     (place, dim, cases.HEADS[i % 3], ROTARY[i % 5], LENGTHS[i % 7], list(cases.MODES)[i % 11])
-    for i, (dim, place) in enumerate((d, p) for d in DIMS for p in PLACES for _ in range(4))
+    for i, (dim, place) in enumerate((d, p) for d in DIMS for p in PLACES for _ in range(2))
 ]
 
 

@@ -130,9 +130,11 @@ def flash_attn_kvpacked_func(
         As in `cuattn.attention`.
     """
     check_packed("flash_attn_kvpacked_func", "kv", kv, 5, 2, 2)
+    k, v = kv.unbind(2)
     return flash_attn_func(
         q,
-        *kv.unbind(2),
+        k,
+        v,
         dropout_p,
         softmax_scale,
         causal,
@@ -177,8 +179,11 @@ def flash_attn_qkvpacked_func(
         As in `cuattn.attention`.
     """
     check_packed("flash_attn_qkvpacked_func", "qkv", qkv, 5, 2, 3)
+    q, k, v = qkv.unbind(2)
     return flash_attn_func(
-        *qkv.unbind(2),
+        q,
+        k,
+        v,
         dropout_p,
         softmax_scale,
         causal,
@@ -301,9 +306,11 @@ def flash_attn_varlen_kvpacked_func(
         As in `cuattn.attention_varlen`.
     """
     check_packed("flash_attn_varlen_kvpacked_func", "kv", kv, 4, 1, 2)
+    k, v = kv.unbind(1)
     return flash_attn_varlen_func(
         q,
-        *kv.unbind(1),
+        k,
+        v,
         cu_seqlens_q,
         cu_seqlens_k,
         max_seqlen_q,
@@ -360,8 +367,11 @@ def flash_attn_varlen_qkvpacked_func(
     op = "flash_attn_varlen_qkvpacked_func"
     check_packed(op, "qkv", qkv, 4, 1, 3)
     check_ints(op, "cu_seqlens", cu_seqlens, (-1,), qkv)
+    q, k, v = qkv.unbind(1)
     return flash_attn_varlen_func(
-        *qkv.unbind(1),
+        q,
+        k,
+        v,
         cu_seqlens,
         cu_seqlens,
         max_seqlen,

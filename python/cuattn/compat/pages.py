@@ -74,8 +74,7 @@ class Pages:
             return self.table
         pages = torch.arange(self.tokens // self.size, dtype=torch.int32, device=self.table.device)
         if leftpad is not None:
-            last = self.tokens - 1
-            return self.table * self.apart + (leftpad[:, None] + pages).clamp(0, last)
+            return self.table * self.apart + leftpad[:, None] + pages
         return (self.table[:, :, None] * (self.apart // self.size) + pages).flatten(1)
 
     def slots(self, positions: Tensor) -> Tensor:
