@@ -197,7 +197,8 @@ def xla_header(options: dict[str, Any]) -> str:
 
 def layouts_table(options: dict[str, Any]) -> str:
     """Write the table of docs/layouts.md: a row for each option, with its default in each op."""
-    ops = [name for name in options["OPS"] if name != "cascade_attention"]  # as paged_attention
+    # cascade_attention and append_attention, which are made of others, take what these take.
+    ops = [name for name, op in options["OPS"].items() if op.struct is not None]
     lines = [f"| option | {' | '.join(f'`{op}`' for op in ops)} | meaning |"]
     lines.append("| --- " * (len(ops) + 2) + "|")
     for name in dict.fromkeys(option.name for option in options["TABLE"]):

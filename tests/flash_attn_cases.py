@@ -70,7 +70,7 @@ def formula(
     """
     batch, length, heads, head_dim = q.shape
     keys = k.shape[1]
-    whole = torch.tensor([[0, keys, length]] * batch, device=q.device)
+    whole = torch.tensor([0, keys, length], device=q.device).expand(batch, 3)
     begin = whole[:, 0] if begin is None else begin
     end = whole[:, 1] if end is None else end
     rows = whole[:, 2] if rows is None else rows

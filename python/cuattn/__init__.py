@@ -14,6 +14,7 @@ from ._core import version as _version
 from ._explain import explain
 from ._explain.build import cmake_dir, info, kernels
 from ._explain.plan import Plan
+from .append import append_attention
 from .attention import attention, attention_varlen
 from .backward import attention_backward, attention_varlen_backward
 from .block_pool import BlockPool
@@ -37,6 +38,7 @@ __all__ = [
     "PagedKVCache",
     "Plan",
     "__version__",
+    "append_attention",
     "attention",
     "attention_backward",
     "attention_varlen",

@@ -109,6 +109,10 @@ class Operations:
         where = {"device": self.like.device} if self.namespace.__name__ == "torch" else {}
         return self.namespace.arange(start, stop, step, dtype=kind, **where)
 
+    def cast(self, array: Any, dtype: str) -> Any:
+        kind = getattr(self.namespace, dtype)
+        return array.to(kind) if self.namespace.__name__ == "torch" else array.astype(kind)
+
 
 def library_module(array: Any) -> Any:
     """Return the module whose functions compute with an array; None where it is not known."""
@@ -121,14 +125,19 @@ def library_module(array: Any) -> Any:
 
 
 @contextlib.contextmanager
-def operations(op: str, like: Any, stream: Any) -> Iterator[Operations]:
+def operations(
+    op: str,
+    like: Any,
+    stream: Any,
+    why: str = "window and alibi_slopes need arithmetic",
+    way_out: str = "call paged_attention over block_tables that name the prefix's blocks",
+) -> Iterator[Operations]:
     """Compute in the library of `like`, on its device and on `stream` where given."""
     namespace = library_module(like)
     if namespace is None:
         raise NotImplementedError(
-            f"{op}: window and alibi_slopes need arithmetic that cuattn does not know of a "
-            f"{type(like).__name__}; pass numpy, torch, CuPy or JAX arrays, or call "
-            "paged_attention over block_tables that name the prefix's blocks"
+            f"{op}: {why} that cuattn does not know of a {type(like).__name__}; pass numpy, torch, "
+            f"CuPy or JAX arrays, or {way_out}"
         )
     with contextlib.ExitStack() as stack:
         if namespace.__name__ == "cupy":

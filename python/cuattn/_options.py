@@ -35,7 +35,7 @@ VLLM_CALL = ("out", "q", "key_cache", "value_cache", "block_tables", "context_le
 
 
 class Op(NamedTuple):
-    """A function: whose options it has in C, what it takes by place, and extents by name."""
+    """A function: whose options it has in C, what it takes by place, and by name alone."""
 
     struct: str | None  # None: it is made of other functions
     positional: tuple[str, ...]
@@ -53,11 +53,13 @@ OPS = {
     "paged_plan": Op("paged", ("block_tables", "context_lens"),
                      ("num_heads_q", "num_heads_kv", "head_dim", "block_size", "q_len", "dtype")),
     "cascade_attention": Op(None, ("q", "shared_k", "shared_v", *CACHES)),
+    "append_attention": Op(None, ("q", "k", "v", *CACHES),
+                           ("rope", "rope_positions", "rope_interleaved")),
 }
 DENSE, VARLEN, V1, V2, PLAN = ((name,) for name in (
     "attention", "attention_varlen", "paged_attention_v1", "paged_attention_v2", "paged_plan"))
 ROWS = DENSE + VARLEN
-PAGED = ("paged_attention", "cascade_attention")
+PAGED = ("paged_attention", "cascade_attention", "append_attention")
 VLLM = V1 + V2
 ALL = ROWS + PAGED
 

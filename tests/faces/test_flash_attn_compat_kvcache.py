@@ -13,7 +13,8 @@ import frameworks
 import harness
 
 torch = frameworks.require("torch")
-from cuattn.compat import kv_cache  # noqa: E402  after what it needs
+from cuattn import _rope  # noqa: E402  after what it needs
+from cuattn._arrays import Operations  # noqa: E402
 from cuattn.compat.flash_attn import flash_attn_with_kvcache  # noqa: E402
 
 DEVICES = [
@@ -256,16 +257,15 @@ def test_q_is_rotated_with_the_bits_of_k(device):
     """torch's operations turn q, cuattn's kernel turns k: of the same rows, the same bits."""
     for dtype in cases.DTYPES:
         x = torch.randn(2, 3, 2, 64, device=device).to(dtype)
-        cos, sin = torch.randn(2, 2, 3, 16, device=device)
+        cos, sin = torch.randn(2, 8, 16, device=device)
         for interleaved in (False, True):
-            cache = torch.zeros(2, 8, 2, 64, dtype=dtype, device=device)
-            flash_attn_with_kvcache(
-                x, cache, cache.clone(), x, x, cos.flatten(0, 1)[:8].repeat(2, 1),
-                sin.flatten(0, 1)[:8].repeat(2, 1), cache_seqlens=0, causal=True,
-                rotary_interleaved=interleaved,
-            )  # fmt: skip
-            tables = (t.flatten(0, 1)[:3].expand(2, 3, 16) for t in (cos, sin))
-            assert torch.equal(kv_cache.rotated(x, *tables, interleaved), cache[:, :3])
+            caches = torch.zeros(2, 2, 8, 2, 64, dtype=dtype, device=device)
+            options = {"cache_seqlens": 2, "causal": True, "rotary_interleaved": interleaved}
+            flash_attn_with_kvcache(x, *caches, x, x, cos, sin, **options)
+            tables = (t[None, 2:5] for t in (cos, sin))
+            turned = _rope.rotated(Operations(torch, x), x, *tables, interleaved)
+            assert torch.equal(turned, caches[0][:, 2:5])
+            assert not torch.equal(turned, x)
 
 
 def test_caches_that_cannot_be_cut_are_read_where_they_lie(device):
@@ -285,6 +285,20 @@ def test_caches_that_cannot_be_cut_are_read_where_they_lie(device):
         flash_attn_with_kvcache(q, k, v, cache_seqlens=123, cache_batch_idx=index)[0],
         flash_attn_with_kvcache(q[:1], k, v, cache_seqlens=123, cache_batch_idx=index[:1])[0],
     )
+
+
+@pytest.mark.parametrize(("batch", "new"), [(0, 1), (2, 0), (0, 0)])
+def test_no_sequence_and_no_token_are_taken(device, batch, new):
+    q, k, v = (x.to(device) for x in plain_call(1, batch=batch))
+    before, tables = k.clone(), torch.ones(2, 64, 4, device=device)
+    added = torch.randn(2, batch, new, 2, 16, device=device)
+    out = flash_attn_with_kvcache(q, k, v, *added, *tables, cache_seqlens=5, causal=True)
+    assert out.shape == q.shape
+    if new == 0:
+        assert torch.equal(k, before)
+        turned = rotated(q, *tables, torch.full((batch, 1), 5, device=device), True)
+        want = cases.formula(turned, k, v, end=torch.full((batch,), 5, device=device))
+        torch.testing.assert_close(out, want[0].float())
 
 
 def test_num_splits_is_a_wish(device):

@@ -34,6 +34,7 @@ FUNCTIONS = {  # where each op is written by hand
     "paged_attention_v2": ("python/cuattn/paged.py",),
     "paged_plan": ("python/cuattn/paged.py",),
     "cascade_attention": ("python/cuattn/cascade.py",),
+    "append_attention": ("python/cuattn/append.py",),
 }
 C_TYPES = {
     "size_t": ctypes.c_size_t,

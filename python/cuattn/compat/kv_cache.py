@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from .. import attention, attention_varlen, paged_attention, reshape_and_cache
+from .._arrays import Operations
+from .._rope import angles, rotated
 from .arguments import check_ints, check_range, check_tensors, cut, in_eights
 from .pages import Pages, can_be_cut
 
@@ -244,24 +246,23 @@ def write(
     places = places_of(seqlens, count)
     rows = (k.flatten(0, 1), v.flatten(0, 1))
     slots = pages.slots(places).flatten()
-    if rotary.cos is None:
-        reshape_and_cache(*rows, pages.k, pages.v, slots)
-        return q
-    cos, sin = angles(rotary, places)
-    reshape_and_cache(
-        *rows,
-        pages.k,
-        pages.v,
-        slots,
-        cos=cos.flatten(0, 1),
-        sin=sin.flatten(0, 1),
-        positions=torch.arange(slots.shape[0], device=slots.device),
-        rope_interleaved=rotary.interleaved,
-    )
-    wanted = q.shape[1] if moves else 1
-    if wanted != count:
-        cos, sin = angles(rotary, places_of(seqlens, wanted))
-    return rotated(q, cos, sin, rotary.interleaved)
+    turning: dict[str, Any] = {}
+    if rotary.cos is not None:
+        library = Operations(torch, q)
+        cos, sin = angles(library, rotary.cos, rotary.sin, places)
+        turning = {
+            "cos": cos.flatten(0, 1),
+            "sin": sin.flatten(0, 1),
+            "positions": torch.arange(slots.shape[0], device=slots.device),
+            "rope_interleaved": rotary.interleaved,
+        }
+        wanted = q.shape[1] if moves else 1
+        if wanted != count:
+            cos, sin = angles(library, rotary.cos, rotary.sin, places_of(seqlens, wanted))
+        q = rotated(library, q, cos, sin, rotary.interleaved)
+    if slots.shape[0]:  # caches and tables have a row at least
+        reshape_and_cache(*rows, pages.k, pages.v, slots, **turning)
+    return q
 
 
 def places_of(seqlens: Tensor, count: int) -> Tensor:
@@ -269,34 +270,12 @@ def places_of(seqlens: Tensor, count: int) -> Tensor:
     return seqlens[:, None] + torch.arange(count, device=seqlens.device)
 
 
-def angles(rotary: Rotary, places: Tensor) -> tuple[Tensor, Tensor]:
-    """Read the rows of both tables for places [batch, n], in float32; past the end, the last."""
-    assert rotary.cos is not None
-    assert rotary.sin is not None
-    places = places.clamp(0, rotary.cos.shape[0] - 1)
-    return rotary.cos[places].float(), rotary.sin[places].float()
-
-
-def rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Rotate x [batch, n, heads, dim] by tables [batch, n or 1, r / 2], as reshape_and_cache."""
-    turning = 2 * cos.shape[-1]
-    head, tail = x[..., :turning].float(), x[..., turning:]
-    cos, sin = cos[:, :, None], sin[:, :, None]
-    if interleaved:
-        a, b = head[..., 0::2], head[..., 1::2]
-    else:
-        a, b = head.chunk(2, dim=-1)
-    pair = (a * cos - b * sin, b * cos + a * sin)
-    turned = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
-    return torch.cat((turned.to(x.dtype), tail), dim=-1)
-
-
 def attend(
     q: Tensor, cache: Cache, pages: Pages | None, total: Tensor, options: dict[str, Any]
 ) -> Any:
     """Attend to the first `total` tokens of each sequence, in pages or in rows."""
     batch, length, heads, _ = q.shape
-    coarse = pages is not None and pages.size >= COARSE and is_few(q, cache)
+    coarse = pages is not None and pages.size >= COARSE and len(pages.k) and is_few(q, cache)
     if pages is None or not (coarse or is_indirect(cache)):
         return attention(q, cache.k[:batch], cache.v[:batch], seqused_k=total, **options)
     tables = pages.tables(cache.leftpad)

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The new tokens of append_attention: what they may be, their places and their slots."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ._arrays import Operations
+from ._kv_shapes import KV_LAYOUTS
+
+BLOCK_SIZE_AXIS = {"nhd": 1, "hnd": 2, "vllm": 3}  # of k_cache
+
+
+def check_append(
+    op: str,
+    q: Any,
+    k: Any,
+    v: Any,
+    k_cache: Any,
+    block_tables: Any,
+    context_lens: Any,
+    kv_layout: str,
+) -> int:
+    """Refuse shapes that do not fit each other; return the tokens of a block."""
+    given = {"q": q, "k": k, "v": v, "k_cache": k_cache}
+    given |= {"block_tables": block_tables, "context_lens": context_lens}
+    for name, array in given.items():
+        if not hasattr(array, "shape") or not hasattr(array, "reshape"):
+            raise TypeError(
+                f"{op}: {name} must be an array that can be reshaped, got {type(array).__name__}; "
+                "pass numpy, torch or CuPy arrays"
+            )
+        if type(array).__module__.partition(".")[0] in ("jax", "jaxlib"):
+            raise NotImplementedError(
+                f"{op}: {name} must not be a JAX array, which cannot be written in place; call "
+                "reshape_and_cache, which returns new caches, and paged_attention"
+            )
+    if kv_layout not in KV_LAYOUTS:
+        raise ValueError(
+            f"{op}: kv_layout must be 'nhd', 'hnd' or 'vllm', got {kv_layout!r}; choose one of "
+            "these"
+        )
+    if len(q.shape) not in (3, 4):
+        raise ValueError(
+            f"{op}: q must have axes [num_seqs, num_heads_q, head_dim] or [num_seqs, q_len, "
+            f"num_heads_q, head_dim], got {tuple(q.shape)}; reshape it"
+        )
+    for name, array in (("k", k), ("v", v)):
+        if tuple(array.shape[:-2]) != tuple(q.shape[:-2]):
+            raise ValueError(
+                f"{op}: {name} must have the tokens of q, {list(q.shape[:-2])} before heads and "
+                f"head_dim, got {tuple(array.shape)}; give each query its key and value"
+            )
+    if len(k_cache.shape) != (5 if kv_layout == "vllm" else 4):
+        raise ValueError(
+            f"{op}: k_cache must be a cache of kv_layout {kv_layout!r}, got shape "
+            f"{tuple(k_cache.shape)}; say its layout, or reshape it"
+        )
+    wanted = {"block_tables": (q.shape[0], None), "context_lens": (q.shape[0],)}
+    for name, shape in wanted.items():
+        found = tuple(given[name].shape)
+        if len(found) != len(shape) or found[0] != shape[0]:
+            raise ValueError(
+                f"{op}: {name} must have a row for each of the {q.shape[0]} sequences of q, got "
+                f"shape {found}; reshape it"
+            )
+    return int(k_cache.shape[BLOCK_SIZE_AXIS[kv_layout]])
+
+
+def refuse_gradient(op: str, library: Operations, q: Any) -> None:
+    """Raise for a torch tensor that wants a gradient, before anything is written."""
+    if library.namespace.__name__ != "torch":
+        return
+    if q.requires_grad and library.namespace.is_grad_enabled():
+        raise NotImplementedError(
+            f"{op}: q requires grad, and no gradient goes through a cache; call it under "
+            "torch.no_grad(), or pass q.detach()"
+        )
+
+
+def check_lengths(op: str, lens: Any, capacity: int) -> None:
+    """On the CPU, refuse lengths that the tables cannot hold, before anything is written."""
+    on_cpu = int(lens.__dlpack_device__()[0]) == 1
+    if on_cpu and bool(((lens < 0) | (lens > capacity)).any()):
+        raise ValueError(
+            f"{op}: context_lens must be from 0 to {capacity}, the tokens of block_tables, got "
+            f"{lens.tolist()}; give the sequences more blocks"
+        )
+
+
+def check_rope(
+    op: str, library: Operations, rope: Any, positions: Any, tokens: tuple[int, ...], q: Any
+) -> tuple[Any, Any]:
+    """Refuse tables and positions that cannot be meant; return cos and sin in q's library."""
+    if not isinstance(rope, (tuple, list)) or len(rope) != 2:
+        raise TypeError(
+            f"{op}: rope must be two arrays (cos, sin), got {type(rope).__name__}; pass a tuple"
+        )
+    cos, sin = (library.own(table) for table in rope)
+    shape = tuple(cos.shape)
+    fits = len(shape) == 2 and shape[0] > 0 and 2 * shape[1] <= q.shape[-1]
+    if not fits or tuple(sin.shape) != shape:
+        raise ValueError(
+            f"{op}: rope must be cos and sin of one shape [max_position, rotary_dim / 2] with "
+            f"rotary_dim at most {q.shape[-1]}, got {shape} and {tuple(sin.shape)}; slice them"
+        )
+    if positions is not None and tuple(positions.shape) != tokens:
+        raise ValueError(
+            f"{op}: rope_positions must be int64 {list(tokens)} like the tokens of q, got shape "
+            f"{tuple(positions.shape)}; reshape it"
+        )
+    return cos, sin
+
+
+def new_places(library: Operations, lens: Any, q_len: int) -> Any:
+    """Return the place of each new token in its sequence, int64 [num_seqs, q_len]."""
+    ends = library.cast(lens, "int64").reshape(-1, 1)
+    return ends + library.arange(-q_len, 0, dtype="int64")
+
+
+def new_slots(library: Operations, tables: Any, places: Any, block_size: int) -> Any:
+    """Return the slot of each new token, int64 [num_seqs * q_len]; -1 for places that are none."""
+    inside = (places >= 0) & (places < tables.shape[1] * block_size)
+    if tables.shape[1] == 0:
+        return (places * 0 - 1).reshape(-1)
+    rows = library.arange(0, tables.shape[0], dtype="int64").reshape(-1, 1)
+    blocks = library.cast(
+        tables[rows, (places // block_size).clip(0, tables.shape[1] - 1)], "int64"
+    )
+    return library.namespace.where(inside, blocks * block_size + places % block_size, -1).reshape(
+        -1
+    )

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A decode step in one call: new keys and values go into a paged cache, then all is attended to."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from . import _arrays
+from ._append import check_append, check_lengths, check_rope, new_places, new_slots, refuse_gradient
+from ._arrays import Array, ShapedArray, ShapedT
+from ._rope import angles, rotated
+from .kv_cache import reshape_and_cache
+from .paged import paged_attention
+
+if TYPE_CHECKING:
+    from ._types import Backend, KvDtype, KvLayout
+
+
+def append_attention(
+    q: ShapedT,
+    k: ShapedArray,
+    v: ShapedArray,
+    k_cache: ShapedArray,
+    v_cache: Array,
+    block_tables: ShapedArray,
+    context_lens: ShapedArray,
+    *,
+    rope: tuple[ShapedArray, ShapedArray] | None = None,
+    rope_positions: ShapedArray | None = None,
+    rope_interleaved: bool = False,
+    kv_layout: KvLayout = "nhd",
+    scale: float | None = None,
+    causal: bool = True,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Array | None = None,
+    sinks: Array | None = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    kv_dtype: KvDtype | None = None,
+    plan: Array | None = None,
+    num_splits: int = 0,
+    batch_invariant: bool = False,
+    return_lse: bool = False,
+    out: ShapedT | None = None,
+    lse_out: ShapedT | None = None,
+    workspace: Array | None = None,
+    backend: Backend = "auto",
+    stream: Any = None,
+) -> Any:
+    """Write the newest tokens of each sequence into its pages, then attend with them to all.
+
+    `reshape_and_cache` writes, and rotates k where `rope` is given; `paged_attention` attends.
+    Slots and the rotation of q are computed by q's own library, on the device, without waiting.
+
+    Parameters
+    ----------
+    q : array, [num_seqs, num_heads_q, head_dim] or [num_seqs, q_len, num_heads_q, head_dim]
+        Queries of the newest token of each sequence, or of the last q_len.
+    k, v : array, [num_seqs, num_heads_kv, head_dim] or [num_seqs, q_len, num_heads_kv, head_dim]
+        Their keys and values, of q's dtype.
+    k_cache, v_cache : array, written
+        As in `paged_attention`. NumPy, PyTorch and CuPy; JAX arrays cannot be written in place.
+    block_tables : int32 array, [num_seqs, max_blocks_per_seq]
+        As in `paged_attention`, with the blocks that the new tokens go to.
+    context_lens : int32 array, [num_seqs]
+        Tokens in the cache, the new ones included. Of a sequence with fewer than q_len the last
+        context_len are written; 0 is a place in the batch that nobody has.
+    rope : (array, array), optional
+        cos and sin, float32 [max_position, rotary_dim / 2]: rotates the first rotary_dim elements
+        of q and k, as in `reshape_and_cache`.
+    rope_positions : int64 array, [num_seqs, q_len], optional
+        The row of the tables of each token, or None: its place in the sequence. Rows that are not
+        there raise on the CPU, and on CUDA under CUATTN_CHECK=1; without it they are clamped.
+    rope_interleaved : bool
+        Pairs are (2 i, 2 i + 1) instead of (i, i + rotary_dim / 2).
+    kv_layout, scale, causal, window, softcap, alibi_slopes, sinks
+        As in `paged_attention`.
+    k_scale, v_scale, kv_dtype, plan, num_splits, batch_invariant, return_lse, out, lse_out
+        As in `paged_attention`; the scales also quantise what is written.
+    workspace, backend, stream
+        As in `paged_attention`.
+
+    Returns
+    -------
+    out : array like q
+        In the library of q. A query without visible key gives 0.
+    lse : float32 array, [num_seqs, num_heads_q] or [num_seqs, num_heads_q, q_len]
+        With return_lse only.
+
+    Raises
+    ------
+    ValueError, TypeError, NotImplementedError, CudaError, MemoryError
+        As in `reshape_and_cache` and `paged_attention`. What the second refuses it refuses after
+        the first has written; the call may be repeated.
+
+    References
+    ----------
+    PagedAttention, arXiv:2309.06180; rotary embedding, arXiv:2104.09864.
+
+    Examples
+    --------
+    >>> import numpy as np, cuattn
+    >>> k_cache, v_cache = np.zeros((2, 10, 16, 2, 64), np.float32)  # 10 blocks of 16 tokens
+    >>> tables = np.array([[7, 2], [4, 0]], np.int32)
+    >>> lens = np.array([20, 3], np.int32)
+    >>> q, k, v = np.ones((2, 8, 64), np.float32), *np.ones((2, 2, 2, 64), np.float32)
+    >>> cuattn.append_attention(q, k, v, k_cache, v_cache, tables, lens).shape
+    (2, 8, 64)
+    >>> k_cache[2, :5, 0, 0]  # the 20th token of sequence 0
+    array([0., 0., 0., 1., 0.], dtype=float32)
+    """
+    op = "append_attention"
+    block_size = check_append(op, q, k, v, k_cache, block_tables, context_lens, kv_layout)
+    with _arrays.operations(op, q, stream, *WAY_OUT) as library:
+        refuse_gradient(op, library, q)
+        tables, lens = library.own(block_tables), library.own(context_lens)
+        check_lengths(op, lens, tables.shape[1] * block_size)
+        q_len = q.shape[1] if len(q.shape) == 4 else 1
+        places = new_places(library, lens, q_len)
+        slots = new_slots(library, tables, places, block_size)
+        turning: dict[str, Any] = {}
+        if rope is None and rope_positions is not None:
+            raise ValueError(
+                f"{op}: rope_positions must be None without rope, which it belongs to; pass "
+                "rope=(cos, sin)"
+            )
+        if rope is not None:
+            cos, sin = check_rope(op, library, rope, rope_positions, tuple(places.shape), q)
+            where = places if rope_positions is None else library.own(rope_positions)
+            rows = q.reshape(-1, q_len, *q.shape[-2:])
+            turned = rotated(library, rows, *angles(library, cos, sin, where), rope_interleaved)
+            q = turned.reshape(*q.shape)
+            turning = {
+                "cos": cos,
+                "sin": sin,
+                "positions": where.reshape(-1),
+                "rope_interleaved": rope_interleaved,
+            }
+        k, v = (x.reshape(-1, *x.shape[-2:]) for x in (k, v))
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    options = {"kv_layout": kv_layout, "stream": stream, **scales}
+    reshape_and_cache(k, v, k_cache, v_cache, slots, **turning, **options)
+    return paged_attention(
+        q,
+        k_cache,
+        v_cache,
+        block_tables,
+        context_lens,
+        scale=scale,
+        causal=causal,
+        window=window,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        kv_dtype=kv_dtype,
+        plan=plan,
+        num_splits=num_splits,
+        batch_invariant=batch_invariant,
+        return_lse=return_lse,
+        out=out,
+        lse_out=lse_out,
+        workspace=workspace,
+        backend=backend,
+        **options,
+    )
+
+
+WAY_OUT = (
+    "slots and rotation need arithmetic",
+    "call reshape_and_cache and paged_attention",
+)
