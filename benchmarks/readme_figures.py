@@ -96,14 +96,6 @@ SHOWN = {
         speed,
         BEST,
         SPEED,
-        (
-            "causal window 1024",
-            "documents",
-            "causal documents",
-            "causal softcap 30",
-            "causal alibi",
-            "bias [1, H, s, s]",
-        ),
     ),
     "split": Shown("Few queries over many keys, TFLOP/s", speed, BEST),
     "invariant": Shown("Forward with batch_invariant=True, TFLOP/s", speed, "cuattn:invariant"),
@@ -140,7 +132,7 @@ SHOWN = {
     "cpu": Shown("CPU backend, milliseconds", milliseconds, "torch", MEMORY),
     "cpu_ladder": Shown("CPU: naive against flash, milliseconds", milliseconds),
 }
-IN_README = ("forward", "backward", "masks", "paged")
+IN_README = ("forward", "backward", "paged")
 
 
 def documents() -> dict[str, dict]:
