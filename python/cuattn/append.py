@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from . import _arrays
 from ._append import check_append, check_lengths, check_rope, new_places, new_slots, refuse_gradient
 from ._arrays import Array, ShapedArray, ShapedT
-from ._rope import angles, rotated
+from ._rope import rotated
 from .kv_cache import reshape_and_cache
 from .paged import paged_attention
 
@@ -50,8 +50,8 @@ def append_attention(
 ) -> Any:
     """Write the newest tokens of each sequence into its pages, then attend with them to all.
 
-    `reshape_and_cache` writes, and rotates k where `rope` is given; `paged_attention` attends.
-    Slots and the rotation of q are computed by q's own library, on the device, without waiting.
+    `reshape_and_cache` writes, and rotates q and k where `rope` is given; `paged_attention`
+    attends. The slots are computed by q's own library, on the device, without waiting.
 
     Parameters
     ----------
@@ -127,16 +127,10 @@ def append_attention(
             )
         if rope is not None:
             cos, sin = check_rope(op, library, rope, rope_positions, tuple(places.shape), q)
-            where = places if rope_positions is None else library.own(rope_positions)
-            rows = q.reshape(-1, q_len, *q.shape[-2:])
-            turned = rotated(library, rows, *angles(library, cos, sin, where), rope_interleaved)
-            q = turned.reshape(*q.shape)
-            turning = {
-                "cos": cos,
-                "sin": sin,
-                "positions": where.reshape(-1),
-                "rope_interleaved": rope_interleaved,
-            }
+            where = places.clip(0) if rope_positions is None else library.own(rope_positions)
+            turning = {"cos": cos, "sin": sin, "positions": where.reshape(-1)}
+            q = rotated(library, q, **turning, interleaved=rope_interleaved, stream=stream)
+            turning["rope_interleaved"] = rope_interleaved
         k, v = (x.reshape(-1, *x.shape[-2:]) for x in (k, v))
     scales = {"k_scale": k_scale, "v_scale": v_scale}
     options = {"kv_layout": kv_layout, "stream": stream, **scales}
@@ -167,6 +161,6 @@ def append_attention(
 
 
 WAY_OUT = (
-    "slots and rotation need arithmetic",
+    "slots need arithmetic",
     "call reshape_and_cache and paged_attention",
 )

@@ -13,9 +13,7 @@ import frameworks
 import harness
 
 torch = frameworks.require("torch")
-from cuattn import _rope  # noqa: E402  after what it needs
-from cuattn._arrays import Operations  # noqa: E402
-from cuattn.compat.flash_attn import flash_attn_with_kvcache  # noqa: E402
+from cuattn.compat.flash_attn import flash_attn_with_kvcache  # noqa: E402  after what it needs
 
 DEVICES = [
     "cpu",
@@ -206,6 +204,15 @@ def test_a_decode_step_of_each_cache(device, place, new):
         call.check(return_lse=False)
 
 
+@pytest.mark.parametrize("mode", ["plain", "causal", "left"])
+@pytest.mark.parametrize(("length", "new"), [(3, 1), (1, 3), (3, 3), (5, 2)])
+def test_queries_and_keys_are_rotated_at_their_own_places(device, mode, length, new):
+    for dtype in (torch.float32, torch.bfloat16):
+        for place in ("rows", "pages"):
+            rotary, lengths = (1.0, True), (length, 96)
+            Call(device, dtype, place, 40, (4, 2), rotary, lengths, new, mode).check()
+
+
 def plain_call(length=1, tokens=64, dim=16, heads=2, batch=2):
     q = torch.randn(batch, length, heads, dim)
     k, v = torch.randn(2, batch, tokens, heads, dim)
@@ -251,21 +258,6 @@ def test_steps_of_one_token_are_a_prompt_at_once(device):
     for cache, other in zip(caches, others, strict=True):
         assert torch.equal(cache[:, :9], other[:, :9])
         assert cache[:, 9:].isnan().all()
-
-
-def test_q_is_rotated_with_the_bits_of_k(device):
-    """torch's operations turn q, cuattn's kernel turns k: of the same rows, the same bits."""
-    for dtype in cases.DTYPES:
-        x = torch.randn(2, 3, 2, 64, device=device).to(dtype)
-        cos, sin = torch.randn(2, 8, 16, device=device)
-        for interleaved in (False, True):
-            caches = torch.zeros(2, 2, 8, 2, 64, dtype=dtype, device=device)
-            options = {"cache_seqlens": 2, "causal": True, "rotary_interleaved": interleaved}
-            flash_attn_with_kvcache(x, *caches, x, x, cos, sin, **options)
-            tables = (t[None, 2:5] for t in (cos, sin))
-            turned = _rope.rotated(Operations(torch, x), x, *tables, interleaved)
-            assert torch.equal(turned, caches[0][:, 2:5])
-            assert not torch.equal(turned, x)
 
 
 def test_caches_that_cannot_be_cut_are_read_where_they_lie(device):

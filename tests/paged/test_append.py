@@ -215,7 +215,11 @@ REFUSED = [
         ValueError,
         "positions",
     ),
-    ({"rope_positions": np.zeros((2, 1), np.int64)}, ValueError, "rope_positions must be None wit"),
+    (
+        {"rope_positions": np.zeros((2, 1), np.int64)},
+        ValueError,
+        "rope_positions must be None with",
+    ),
 ]
 
 

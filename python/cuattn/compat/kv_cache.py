@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What flash_attn_with_kvcache is made of: new tokens written, rotated on the way, then attention.
 
-`reshape_and_cache` writes, and rotates k; q is rotated by torch's own operations, because no kernel
-of cuattn rotates it yet, in the same float32 arithmetic. Nothing here waits for the device.
+`reshape_and_cache` writes, and rotates k, and q in an array of its own: no kernel rotates it inside
+attention yet. Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import attention, attention_varlen, paged_attention, reshape_and_cache
 from .._arrays import Operations
-from .._rope import angles, rotated
+from .._rope import rotated
 from .arguments import check_ints, check_range, check_tensors, cut, in_eights
 from .pages import Pages, can_be_cut
 
@@ -66,7 +66,7 @@ def append_and_attend(
     if k is not None and v is not None:
         assert pages is not None
         moves = options["causal"] or options["window"] != (-1, -1)
-        q = write(q, in_eights(k), in_eights(v), pages, seqlens, rotary, moves)
+        q = write(in_eights(q), in_eights(k), in_eights(v), pages, seqlens, rotary, moves)
     total = seqlens + new if new else seqlens.contiguous()
     if cache.leftpad is not None:
         total = total.clamp(max=capacity) - cache.leftpad
@@ -226,7 +226,8 @@ def pages_of(op: str, q: Tensor, cache: Cache, needed: bool) -> Pages | None:
         if not needed and not can_be_cut(cache.k, cache.v):
             return None
         rows = torch.arange(q.shape[0], dtype=torch.int32, device=q.device)
-    return Pages(op, cache.k, cache.v, rows[:, None], cache.leftpad is not None)
+    table = rows.contiguous()[:, None]
+    return Pages(op, cache.k, cache.v, table, cache.leftpad is not None)
 
 
 def write(
@@ -248,21 +249,29 @@ def write(
     slots = pages.slots(places).flatten()
     turning: dict[str, Any] = {}
     if rotary.cos is not None:
-        library = Operations(torch, q)
-        cos, sin = angles(library, rotary.cos, rotary.sin, places)
-        turning = {
-            "cos": cos.flatten(0, 1),
-            "sin": sin.flatten(0, 1),
-            "positions": torch.arange(slots.shape[0], device=slots.device),
-            "rope_interleaved": rotary.interleaved,
-        }
+        turning = rows_of(rotary, places)
         wanted = q.shape[1] if moves else 1
-        if wanted != count:
-            cos, sin = angles(library, rotary.cos, rotary.sin, places_of(seqlens, wanted))
-        q = rotated(library, q, cos, sin, rotary.interleaved)
+        others = turning if wanted == count else rows_of(rotary, places_of(seqlens, wanted))
+        if wanted != q.shape[1]:  # one place for all tokens of a sequence
+            same = others["positions"][:, None].expand(q.shape[:2])
+            others = {**others, "positions": same.flatten()}
+        q = rotated(Operations(torch, q), q, **others, interleaved=rotary.interleaved)
+        turning["rope_interleaved"] = rotary.interleaved
     if slots.shape[0]:  # caches and tables have a row at least
         reshape_and_cache(*rows, pages.k, pages.v, slots, **turning)
     return q
+
+
+def rows_of(rotary: Rotary, places: Tensor) -> dict[str, Tensor]:
+    """Read the rows of both tables for places [batch, n], in float32; past the end, the last."""
+    assert rotary.cos is not None
+    assert rotary.sin is not None
+    places = places.flatten().clamp(0, rotary.cos.shape[0] - 1)
+    return {
+        "cos": rotary.cos[places].float(),
+        "sin": rotary.sin[places].float(),
+        "positions": torch.arange(places.shape[0], device=places.device),
+    }
 
 
 def places_of(seqlens: Tensor, count: int) -> Tensor:

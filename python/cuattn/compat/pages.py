@@ -81,8 +81,10 @@ class Pages:
         """Name the slot of each position, int64 [batch, n]; -1 where a sequence has no such."""
         if self.capacity == 0:
             return torch.full_like(positions, -1)
-        last = self.table.shape[1] - 1
-        entry = self.table.gather(1, (positions // self.tokens).clamp(0, last)).long()
-        slot = entry * self.apart + positions % self.tokens
-        inside = (positions >= 0) & (positions < self.capacity) & (entry >= 0)
-        return torch.where(inside, slot, -1)
+        entry, offset = self.table, positions
+        if entry.shape[1] > 1:
+            last = entry.shape[1] - 1
+            entry = entry.gather(1, (positions // self.tokens).clamp(0, last))
+            offset = positions % self.tokens
+        inside = (positions >= 0) & (positions < self.capacity)
+        return torch.where(inside, torch.add(offset, entry, alpha=self.apart), -1)
