@@ -45,7 +45,8 @@ def attention_backward(
     """Gradients of sum(dout * out) + sum(dlse * lse) as a dict of NAMES; what the call has no use
     for (a bias of bool, sinks that are not given) is left out. out and lse are the forward pass's.
 
-    The dict `sizes` takes the sums of absolute values whose plain sums are dsinks and dslopes.
+    The dict `sizes` takes the sums of absolute values of what a gradient adds up, of dq, dk, dv
+    the largest.
     """
     sizes = {} if sizes is None else sizes
     compute = np.float64 if rounded_to is None else np.float32
@@ -81,18 +82,28 @@ def attention_backward(
         dweights = _round(_product(grouped(dout), transposed(v), rounded_to), rounded_to)
         dscores = weights * (kept * dweights.reshape(weights.shape) - delta[..., None])
         dscores = np.where(s.visible, dscores, 0).astype(compute)
+        parts = kept * dweights.reshape(weights.shape), delta[..., None]
+        parts = np.where(s.visible, weights * (abs(parts[0]) + abs(parts[1])), 0)
+        products = grouped(parts * np.abs(s.slope))
         dproducts = grouped(_round(dscores * s.slope, rounded_to))
         scale = compute(1 / np.sqrt(dim) if scale is None else scale)
         dq = scale * _product(dproducts, k, rounded_to).reshape(q.shape)
         dk = scale * _product(transposed(dproducts), grouped(q), rounded_to)
         kept_weights = grouped(_round(weights * kept, rounded_to))
         dv = _product(transposed(kept_weights), grouped(dout), rounded_to)
+        sized = {
+            "dq": abs(scale) * _product(products, abs(k), None),
+            "dk": abs(scale) * _product(transposed(products), abs(grouped(q)), None),
+            "dv": _product(transposed(abs(kept_weights)), abs(grouped(dout)), None),
+        }
+        sizes.update({name: x.max(initial=0) for name, x in sized.items()})
     found = {
         name: _round(x, rounded_to).transpose(axes)
         for name, x in (("dq", dq), ("dk", dk), ("dv", dv))
     }
     if bias is not None and np.asarray(bias).dtype != np.bool_:
         dbias = _sum_to(dscores, np.asarray(bias).shape)
+        sizes["dbias"] = _sum_to(parts, np.asarray(bias).shape)
         found["dbias"] = dbias if rounded_to is None else _round(dbias, np.asarray(bias).dtype)
     if sinks is not None:
         logits = np.asarray(sinks).astype(compute)[None, :, None]
@@ -104,7 +115,7 @@ def attention_backward(
         terms = np.where(s.visible, dscores * s.distance, 0)
         per_head = (*([1] * (2 - len(shape))), *shape, 1, 1)
         found["dslopes"] = -_sum_to(terms, per_head).reshape(shape)
-        sizes["dslopes"] = _sum_to(np.abs(terms), per_head).reshape(shape)
+        sizes["dslopes"] = _sum_to(parts * np.abs(s.distance), per_head).reshape(shape)
     return found
 
 
