@@ -152,8 +152,10 @@ for name, kernel, shapes in (
 
 
 def traced(q: Tensor) -> bool:
-    """Whether torch wants to see an op: it compiles, or q stands for a tensor without memory."""
-    return torch.compiler.is_compiling() or type(q) not in (Tensor, torch.nn.Parameter)
+    """Whether torch wants to see an op: it compiles, watches, or q is a tensor without memory."""
+    if torch.compiler.is_compiling() or type(q) not in (Tensor, torch.nn.Parameter) or q.is_meta:
+        return True
+    return torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack() > 0
 
 
 def differentiated(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> bool:
@@ -168,7 +170,7 @@ def differentiated(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> 
 
 def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Convert q, k and v as torch's own attention does: in autocast's regions to its dtype."""
-    if not torch.is_autocast_enabled(q.device.type):
+    if q.is_meta or not torch.is_autocast_enabled(q.device.type):
         return q, k, v
     dtype = torch.get_autocast_dtype(q.device.type)
     return q.to(dtype), k.to(dtype), v.to(dtype)
