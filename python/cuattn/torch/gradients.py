@@ -17,7 +17,7 @@ from .. import attention_backward as run_attention_backward
 from .. import attention_varlen_backward as run_attention_varlen_backward
 from .._gradients import FORWARD, GRADIENTS, POSITIONAL, SOURCES, forward_options
 from .._options import OPS
-from .ops import DIFFERENTIABLE, TENSORS, library, schema
+from .ops import DIFFERENTIABLE, TENSORS, library, op_of, schema
 
 RUN: dict[str, Any] = {
     "attention_backward": run_attention_backward,
@@ -115,7 +115,7 @@ def make_way_back(op: str) -> Any:
         if torch.are_deterministic_algorithms_enabled():
             options["deterministic"] = True
         arrays = given | {"dout": dout.to(out.dtype), "out": out, "lse": lse, "dlse": dlse}
-        found = getattr(torch.ops.cuattn, op)(
+        found = op_of(op)(
             *(arrays[name] for name in POSITIONAL[op]),
             *(arrays.get(name) for name in OPTIONAL[op]),
             need=need,

@@ -190,6 +190,16 @@ def with_dropout_state(q: Tensor, options: dict[str, Any]) -> dict[str, Any]:
     return {**options, "dropout_state": torch.nn.functional.pad(seed, (0, 1))}
 
 
+FUNCTIONAL: dict[str, Any] = {}  # of functional.py
+
+
+def op_of(name: str) -> Any:
+    """Return a registered op, or while torch.func transforms what it goes through."""
+    if torch._C._are_functorch_transforms_active():
+        return FUNCTIONAL[name]
+    return getattr(torch.ops.cuattn, name)
+
+
 def op_arguments(op: str, options: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
     """Sort keyword arguments into the op's optional tensors and the rest; refuse what ops lack."""
     rest = dict(options)
@@ -215,8 +225,8 @@ def run_op(op: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
     tensors, rest = op_arguments(op, options)
     wants_lse = rest.pop("return_lse", False)
     keeps_lse = wants_lse or differentiated(arguments[0], arguments[1], arguments[2], options)
-    function = getattr(torch.ops.cuattn, op)
-    out, lse = function(*arguments, *tensors, return_lse=keeps_lse, **rest)
+    keeps_lse = keeps_lse or torch._C._are_functorch_transforms_active()
+    out, lse = op_of(op)(*arguments, *tensors, return_lse=keeps_lse, **rest)
     return (out, lse) if wants_lse else out
 
 
