@@ -7,6 +7,7 @@ their autograd formulas, `varlen_attn`, FakeTensors) reach them as they do on CU
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 import warnings
@@ -119,6 +120,8 @@ def each_sequence(q, k, v, ends_q, ends_k, **options):
 def test_varlen_attn_of_torch_and_its_gradient(on_cpu, window):
     from torch.nn.attention.varlen import varlen_attn
 
+    if "window_size" not in inspect.signature(varlen_attn).parameters:
+        pytest.skip("this torch's varlen_attn takes no window_size")
     q, ends_q = packed((4, 0, 7), 4)
     k, ends_k = packed((6, 3, 9), 4)
     v = torch.randn(18, 4, 16, requires_grad=True)

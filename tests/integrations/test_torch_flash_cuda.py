@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import inspect
+import warnings
+
 import pytest
 
 import frameworks
@@ -86,6 +89,8 @@ def test_a_compiled_step(calls):
 def test_varlen_attn(calls):
     from torch.nn.attention.varlen import varlen_attn
 
+    if "window_size" not in inspect.signature(varlen_attn).parameters:
+        pytest.skip("this torch's varlen_attn takes no window_size")
     arrays = [torch.randn(500, 8, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
     arrays = [x.requires_grad_() for x in arrays]
     ends = torch.tensor([0, 130, 130, 500], dtype=torch.int32, device="cuda")
@@ -102,9 +107,11 @@ def test_varlen_attn(calls):
 def test_dropout_runs_by_torchs_own_kernel_both_ways(calls):
     arrays = qkv()
     heads_first = [x.transpose(1, 2) for x in arrays]
-    with pytest.warns(UserWarning, match="dropout_p must be 0"):
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
         out = sdpa(*heads_first, dropout_p=0.5)
         out.sum().backward()
+    assert ["dropout_p must be 0" in str(w.message) for w in seen] == [True]
     assert calls == []
     assert out.isfinite().all()
     assert all(x.grad.isfinite().all() for x in arrays)

@@ -124,12 +124,11 @@ def make_kernel(name: str, run: Callable[..., Any], own: Any) -> Callable[..., A
 
 
 def tell(name: str, refusal: Exception) -> None:
-    """Say once for each op and rule why torch's own kernel runs."""
-    rule = str(refusal) if isinstance(refusal, Refused) else type(refusal).__name__
-    key = f"{name}: {rule}"
-    if key in told:
+    """Say once for each rule why torch's own kernel runs."""
+    rule = str(refusal) if isinstance(refusal, Refused) else f"{name}: {type(refusal).__name__}"
+    if rule in told:
         return
-    told.add(key)
+    told.add(rule)
     warnings.warn(
         f"cuattn refuses a call of aten::{name}, and torch's own kernel runs it (said once): "
         f"{refusal}",
