@@ -178,6 +178,21 @@ def test_tensors_that_no_kernel_reads(make, message):
     assert "\n" not in str(error.value)
 
 
+def test_negated_views_are_refused():
+    """`x.conj().imag` is a view of x whose memory has the other sign."""
+    q, k, v = qkv()
+    bias = torch.randn(9, 9, dtype=torch.complex64).conj().imag
+    thin = torch.randn(2, 4, 9, 1, dtype=torch.complex64).conj().imag
+    for x in (bias, thin):
+        assert x.is_neg()
+        with pytest.raises(ValueError, match=r"bias is a negated view.*pass bias.resolve_neg\(\)"):
+            cuattn.attention(q, k, v, bias=x)
+        got = cuattn.attention(q, k, v, bias=x.resolve_neg())
+        assert torch.equal(got, cuattn.attention(q, k, v, bias=x.clone().contiguous()))
+    with pytest.raises(ValueError, match="q is a negated view"):
+        cuattn.attention(torch.randn(2, 9, 4, 32, dtype=torch.complex64).conj().imag, k, v)
+
+
 @pytest.mark.parametrize(
     "name", ["out", "lse_out", "workspace", "stream", "q_scale", "k_scale", "v_scale"]
 )
