@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import attention as run_attention
 from .ops import differentiated, empty_out, run_op, traced, with_dropout_state
-from .sdpa_arguments import OP, STEP, autocast, check, fall_back, fit, pad, readable, why_not
+from .sdpa_arguments import STEP, autocast, check, fall_back, fit, is_usual, pad, readable, why_not
 
 
 def scaled_dot_product_attention(
@@ -67,11 +67,30 @@ def scaled_dot_product_attention(
     NotImplementedError
         Nested and sparse tensors, and what `cuattn.attention` refuses.
     """
-    check(query, key, value, attn_mask)
-    if is_causal and attn_mask is not None:
-        raise ValueError(
-            f"{OP}: attn_mask must be None with is_causal=True; put both into the mask"
-        )
+    given = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    masked_twice = is_causal and attn_mask is not None
+    if not masked_twice and is_usual(query, key, value, attn_mask, enable_gqa):
+        query, key, value, attn_mask = autocast(query, key, value, attn_mask)
+        order = None if query.is_contiguous() else stride_order(query)
+        try:
+            return attend(query, key, value, attn_mask, dropout_p, is_causal, scale, order)
+        except (TypeError, ValueError):  # strides, or what has to be said in torch's words
+            pass
+    return run_unusual(*given)
+
+
+def run_unusual(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
+    """Run a call whose arrays have to be broadcast, padded, copied or refused."""
+    check(query, key, value, attn_mask, is_causal)
     reason = why_not(query, value)
     if reason is not None:
         own = {"dropout_p": dropout_p, "is_causal": is_causal, "enable_gqa": enable_gqa}
@@ -79,21 +98,13 @@ def scaled_dot_product_attention(
     query, key, value, attn_mask = autocast(query, key, value, attn_mask)
     order = stride_order(query) if query.dim() == 4 and not query.is_contiguous() else None
     query, key, value, bias, rows = fit(query, key, value, attn_mask, enable_gqa)
-    seqlen_q, seqlen_kv = query.shape[-2], key.shape[-2]
-    window = (-1, -1)
-    if is_causal:
-        # Top-left alignment in bottom-right terms: no key from seqlen_q on is seen by anyone, and
-        # the diagonal moves right by the queries in excess.
-        seqlen_kv = min(seqlen_q, seqlen_kv)
-        key, value = key[..., :seqlen_kv, :], value[..., :seqlen_kv, :]
-        window = (-1, seqlen_q - seqlen_kv)
-    options: dict[str, Any] = {"layout": "bhsd", "window": window, "scale": scale, "bias": bias}
     head_dim, head_dim_v = query.shape[-1], value.shape[-1]
     if head_dim % STEP:
         query, key = pad(query), pad(key)
-        options["scale"] = head_dim**-0.5 if scale is None else scale
+        scale = head_dim**-0.5 if scale is None else scale
     query, key, value = readable(query), readable(key), readable(pad(value))
-    out = attend(query, key, value, options, dropout_p, order)
+    bias = None if bias is None else bias.resolve_neg()
+    out = attend(query, key, value, bias, dropout_p, is_causal, scale, order)
     if head_dim_v % STEP:
         out = dense(out[..., :head_dim_v], order)
     return out if len(rows) == 3 else out.reshape(*rows, head_dim_v)
@@ -103,13 +114,25 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    options: dict[str, Any],
+    bias: Tensor | None,
     dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
     order: tuple[int, ...] | None,
 ) -> Tensor:
     """Call the library, or the op where torch wants to see one, for a result in an axis order."""
-    if options["bias"] is not None:
-        options["bias"] = options["bias"].resolve_neg()
+    window = (-1, -1)
+    if is_causal:
+        # Top-left alignment in bottom-right terms: no key from seqlen_q on is seen by anyone, and
+        # the diagonal moves right by the queries in excess.
+        seqlen_q, seqlen_kv = query.shape[2], key.shape[2]
+        if value.shape[2] != seqlen_kv:
+            raise ValueError("value must have the rows of key")  # check() says it in full
+        if seqlen_kv > seqlen_q:
+            seqlen_kv = seqlen_q
+            key, value = key[:, :, :seqlen_kv], value[:, :, :seqlen_kv]
+        window = (-1, seqlen_q - seqlen_kv)
+    options: dict[str, Any] = {"layout": "bhsd", "window": window, "scale": scale, "bias": bias}
     if dropout_p:
         options = with_dropout_state(query, {**options, "dropout_p": dropout_p})
     if traced(query) or differentiated(query, key, value, options):

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .ops import traced
+
 OP = "scaled_dot_product_attention"
 LARGEST, STEP = 256, 8  # head_dim
 
@@ -42,7 +44,22 @@ def check_kind(name: str, x: Tensor) -> None:
         )
 
 
-def check(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> None:
+def is_usual(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, enable_gqa: bool
+) -> bool:
+    """Whether `cuattn.attention` means the same by a call that it takes, as quickly as can be."""
+    if query.layout is not torch.strided or query.is_nested or traced(query):
+        return False
+    if query.dim() != 4 or key.dim() != 4:
+        return False
+    if attn_mask is not None and type(attn_mask) not in (Tensor, torch.nn.Parameter):
+        return False
+    return enable_gqa or query.shape[1] == key.shape[1]
+
+
+def check(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool
+) -> None:
     """Refuse what fits neither cuattn nor torch's own function."""
     named = {"query": query, "key": key, "value": value, "attn_mask": attn_mask}
     for name, x in named.items():
@@ -67,6 +84,10 @@ def check(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -
         )
     if attn_mask is not None:
         check_mask(attn_mask, query)
+        if is_causal:
+            raise ValueError(
+                f"{OP}: attn_mask must be None with is_causal=True; put both into the mask"
+            )
 
 
 def check_mask(attn_mask: Tensor, query: Tensor) -> None:
@@ -87,7 +108,7 @@ def autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
     """Convert as torch's own function does in autocast's regions: all floats but float64."""
     first = tensors[0]
     assert first is not None
-    if first.is_meta or not torch.is_autocast_enabled(first.device.type):
+    if not torch.is_autocast_enabled("cuda" if first.is_cuda else "cpu"):
         return tensors
     dtype = torch.get_autocast_dtype(first.device.type)
     kept = (torch.float64, torch.bool)
@@ -111,7 +132,7 @@ def fall_back(reason: str, arguments: tuple[Any, ...], options: dict[str, Any]) 
         warnings.warn(
             f"{OP}: no kernel of cuattn takes {reason}; torch's own function runs instead (said "
             "once)",
-            stacklevel=3,
+            stacklevel=4,  # the caller of scaled_dot_product_attention
         )
     return torch.nn.functional.scaled_dot_product_attention(*arguments, **options)
 
