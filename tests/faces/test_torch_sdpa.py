@@ -203,6 +203,19 @@ def test_strides_that_no_kernel_reads(device, name):
     judge([leaf((2, 4, 16, 16), device) for _ in range(3)], compiled, view=view)
 
 
+def test_rows_off_16_bytes_are_copied_on_cuda_alone():
+    """On tensors without memory, so that it is known on a machine without a GPU."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        for device, copied in (("cuda", True), ("cpu", False)):
+            x = torch.empty(2, 4, 9, 20, dtype=torch.float16, device=device)
+            off = (x[..., :16], x.flatten()[4:1028].view(2, 4, 8, 16))
+            assert [sdpa_arguments.readable(y) is not y for y in off] == [copied, copied]
+            packed = x[..., :16].clone().transpose(1, 2)
+            assert sdpa_arguments.readable(packed) is packed
+
+
 def test_negated_views_have_their_values(device):
     made = [torch.randn(2, 4, 9, 16, dtype=torch.complex64, device=device) for _ in range(3)]
     parts = [x.conj().imag for x in made]
@@ -302,6 +315,7 @@ def refusals():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         nested = torch.nested.nested_tensor(ragged)
+        csr = torch.eye(8).to_sparse_csr()
     jagged = torch.nested.nested_tensor(ragged, layout=torch.jagged)
     upper_left = causal_upper_left(8, 8)
     return {
@@ -310,7 +324,7 @@ def refusals():
         "sparse": (NotImplementedError, {"key": x.to_sparse()}, "key must be .*torch.sparse_coo"),
         "csr": (
             NotImplementedError,
-            {"attn_mask": torch.eye(8).to_sparse_csr()},
+            {"attn_mask": csr},
             "attn_mask must be .*torch.sparse_csr",
         ),
         "one axis": (ValueError, {"key": x[0, 0, 0]}, "key must have at least 2 axes, got 1"),
