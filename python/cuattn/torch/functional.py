@@ -2,7 +2,7 @@
 """The ops under torch.func.grad and what is built on it.
 
 torch.func goes through an autograd.Function with a `setup_context`, not through the gradient
-formula of a registered op, so each op is such a Function too. Next: ops.py (`op_of` picks),
+formula of a registered op, so each op is such a Function too. Next: lookup.py (picks),
 gradients.py (the formulas), batching.py (vmap).
 """
 
@@ -15,7 +15,7 @@ import torch
 
 from .._gradients import FORWARD
 from .gradients import keep, keep_nothing, make_refusal, make_way_back
-from .ops import FUNCTIONAL
+from .lookup import FUNCTIONAL
 
 
 def make_function(op: str, save: Any, way_back: Any) -> Any:

@@ -17,7 +17,8 @@ from .. import attention_backward as run_attention_backward
 from .. import attention_varlen_backward as run_attention_varlen_backward
 from .._gradients import FORWARD, GRADIENTS, POSITIONAL, SOURCES, forward_options
 from .._options import OPS
-from .ops import DIFFERENTIABLE, TENSORS, library, op_of, schema
+from .lookup import op_of
+from .ops import DIFFERENTIABLE, TENSORS, library, schema
 
 RUN: dict[str, Any] = {
     "attention_backward": run_attention_backward,

@@ -16,6 +16,7 @@ from torch import Tensor
 from .. import attention as run_attention
 from .. import attention_varlen as run_attention_varlen
 from .._options import OPS, OUTSIDE, ROWS, Option, options_of
+from .lookup import op_of
 
 SCHEMAS = {
     "flag": "bool {name}={default}",
@@ -188,16 +189,6 @@ def with_dropout_state(q: Tensor, options: dict[str, Any]) -> dict[str, Any]:
         return options
     seed = torch.randint(2**62, (1,), dtype=torch.int64, device=q.device)
     return {**options, "dropout_state": torch.nn.functional.pad(seed, (0, 1))}
-
-
-FUNCTIONAL: dict[str, Any] = {}  # of functional.py
-
-
-def op_of(name: str) -> Any:
-    """Return a registered op, or while torch.func transforms what it goes through."""
-    if torch._C._are_functorch_transforms_active():
-        return FUNCTIONAL[name]
-    return getattr(torch.ops.cuattn, name)
 
 
 def op_arguments(op: str, options: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
