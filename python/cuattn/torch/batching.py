@@ -14,7 +14,8 @@ from torch import Tensor
 
 from .._gradients import FORWARD, POSITIONAL
 from .._options import OPS
-from .gradients import OPTIONAL
+from . import gradients  # noqa: F401  defines the ops of the way back
+from .eager import OPTIONAL
 from .ops import TENSORS, library
 
 OF_HEADS = ("sinks", "dropout_state")  # no axis of theirs is the batch

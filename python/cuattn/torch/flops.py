@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from . import gradients  # noqa: F401  defines the ops of the way back
+
 
 def pairs_of(q: Tensor, k: Tensor, layout: str) -> int:
     """Count the scores of a dense batch, over all heads of q."""
