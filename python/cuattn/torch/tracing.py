@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-import cuattn
-
+# Not of cuattn itself, where ranges may be around them.
+from ..attention import attention as attention_builtin
+from ..attention import attention_varlen as attention_varlen_builtin
 from . import ops
 
 
@@ -55,7 +56,7 @@ def attention_varlen(
 def substitute() -> None:
     """Tell torch.compile, which is loaded."""
     for builtin, function in (
-        (cuattn.attention, attention),
-        (cuattn.attention_varlen, attention_varlen),
+        (attention_builtin, attention),
+        (attention_varlen_builtin, attention_varlen),
     ):
         torch.compiler.substitute_in_graph(builtin, skip_signature_check=True)(function)
