@@ -67,6 +67,7 @@ def attention_backward(
     alive = in_use_q & (lse != -np.inf)  # [batch, heads, rows]
     gradient = np.zeros_like(lse) if dlse is None else np.asarray(dlse).astype(compute)
     delta = np.where(alive, (dout * out).sum(axis=-1, dtype=compute) - gradient, 0).astype(compute)
+    delta_size = np.where(alive, np.abs(dout * out).sum(axis=-1) + np.abs(gradient), 0)
     kept = reference.dropout(dropout_p, dropout_seed, dropout_offset, (batch, heads), (rows, keys))
     kept = compute(1) if kept is None else kept.astype(compute)
 
@@ -82,8 +83,8 @@ def attention_backward(
         dweights = _round(_product(grouped(dout), transposed(v), rounded_to), rounded_to)
         dscores = weights * (kept * dweights.reshape(weights.shape) - delta[..., None])
         dscores = np.where(s.visible, dscores, 0).astype(compute)
-        parts = kept * dweights.reshape(weights.shape), delta[..., None]
-        parts = np.where(s.visible, weights * (abs(parts[0]) + abs(parts[1])), 0)
+        parts = abs(kept * dweights.reshape(weights.shape)) + delta_size[..., None]
+        parts = np.where(s.visible, weights * parts, 0)
         products = grouped(parts * np.abs(s.slope))
         dproducts = grouped(_round(dscores * s.slope, rounded_to))
         scale = compute(1 / np.sqrt(dim) if scale is None else scale)
@@ -109,7 +110,8 @@ def attention_backward(
         logits = np.asarray(sinks).astype(compute)[None, :, None]
         terms = np.exp(logits - np.where(alive, lse, np.inf)) * delta
         found["dsinks"] = -_sum_to(terms, (1, heads, 1)).reshape(heads)
-        sizes["dsinks"] = _sum_to(np.abs(terms), (1, heads, 1)).reshape(heads)
+        terms = np.exp(logits - np.where(alive, lse, np.inf)) * delta_size
+        sizes["dsinks"] = _sum_to(terms, (1, heads, 1)).reshape(heads)
     if alibi_slopes is not None:
         shape = np.asarray(alibi_slopes).shape
         terms = np.where(s.visible, dscores * s.distance, 0)
