@@ -35,7 +35,8 @@ class ShapedArray(Array, Protocol):
     @property
     def reshape(self) -> Any: ...  # a method of many signatures
 
-    def __getitem__(self, key: Any) -> Any: ...
+    @property
+    def __getitem__(self) -> Any: ...  # likewise
 
 
 ArrayT = TypeVar("ArrayT", bound=Array)
