@@ -50,7 +50,8 @@ def run_pyright(folder: str) -> subprocess.CompletedProcess[bytes]:
         "reportMissingModuleSource": False,
     }
     Path(folder, "pyrightconfig.json").write_text(json.dumps(settings), encoding="utf-8")
-    return subprocess.run([sys.executable, "-m", "basedpyright", "-p", folder])
+    pyright = [sys.executable, "-m", "basedpyright", "-p", folder]
+    return subprocess.run([*pyright, "--pythonpath", sys.executable])
 
 
 if __name__ == "__main__":
