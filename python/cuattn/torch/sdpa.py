@@ -48,10 +48,6 @@ def scaled_dot_product_attention(
     enable_gqa : bool
         key and value may have fewer heads than query.
 
-    Gradients reach query, key, value and a float attn_mask; torch.func.vmap and grad go through. In
-    autocast's regions all floats but float64 are converted to its dtype. For float64, and for a
-    head_dim above 256, torch's own function runs, and a warning says so once.
-
     Returns
     -------
     tensor, [..., num_heads, seqlen_q, head_dim_v]
@@ -66,6 +62,12 @@ def scaled_dot_product_attention(
         without enable_gqa.
     NotImplementedError
         Nested and sparse tensors, and what `cuattn.attention` refuses.
+
+    Notes
+    -----
+    Gradients reach query, key, value and a float attn_mask; torch.func.vmap and grad go through. In
+    autocast's regions all floats but float64 are converted to its dtype. For float64, and for a
+    head_dim above 256, torch's own function runs, and a warning says so once.
     """
     given = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     masked_twice = is_causal and attn_mask is not None
