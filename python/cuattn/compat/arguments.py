@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..torch.gradients import rows_in_order
+from ..torch.eager import rows_in_order
 from ..torch.ops import traced
 
 LONGEST_HEAD = 256

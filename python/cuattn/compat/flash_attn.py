@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..torch.ops import attend
+from ..torch.ops import call
 from .arguments import check_ints, check_packed, check_tensors, cut, in_eights, scores_of
 from .kv_cache import Cache, Rotary, append_and_attend
 from .pages import Pages
@@ -474,7 +474,7 @@ def attend_padded(
 ) -> Any:
     """Call `op` with heads padded to a multiple of 8; with lse, an empty S_dmask stands behind."""
     padded = (in_eights(x) for x in rows)
-    result = attend(op, (*padded, *others), {**options, "return_lse": bool(return_attn_probs)})
+    result = call(op, (*padded, *others), {**options, "return_lse": bool(return_attn_probs)})
     return (*result, rows[0].new_empty(0)) if return_attn_probs else result
 
 
