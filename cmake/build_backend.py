@@ -14,7 +14,7 @@ from scikit_build_core import build as _build
 from scikit_build_core.build import *  # noqa: F403  (re-exports the hooks)
 
 _TOOLKIT = "cuda-toolkit[nvcc,cccl]==13.0.*"  # runs on every driver from 580 on
-_SPLIT_MODE = "nanobind-backend>=1.0"  # the stub generator imports the module
+_SPLIT_MODE = "nanobind-backend>=1.0"  # at run time, and when the stub generator imports it
 
 
 def _define(config_settings, name, default):
@@ -55,3 +55,9 @@ def get_requires_for_build_wheel(config_settings=None):
 def get_requires_for_build_editable(config_settings=None):
     """Build requirements of an editable install."""
     return [*_build.get_requires_for_build_editable(config_settings), *_extra(config_settings)]
+
+
+def dynamic_metadata(settings, project):
+    """Add to the requirements at run time of pyproject.toml, for scikit-build-core."""
+    split = _define(None, "CUATTN_ABI3", "OFF") == "ON"
+    return {"dependencies": [_SPLIT_MODE] if split else []}

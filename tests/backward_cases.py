@@ -199,9 +199,10 @@ def judge(problem, found, *others):
                 np.concatenate([np.asarray(one, np.float64).reshape(-1) for one in part])
                 for part in zip(*triples, strict=True)
             )
-        # Terms of both signs: what float32 leaves of their sum is a part of their sizes.
+        # Terms of both signs: what float32 leaves of their sum is a part of their sizes. A term
+        # errs as its weight does, whose exponent is rounded at the size of its score.
         sizes = [np.max(of.sizes.get(name, 0), initial=0) for of, _ in ((problem, found), *others)]
-        floor = np.finfo(np.float32).eps / 2 * max(sizes)
+        floor = 4 * np.finfo(np.float32).eps * max(sizes)
         try:
             cases.check(got, expected, plain, dtype, floor)
         except AssertionError as error:

@@ -274,7 +274,7 @@ def check(out, expected, plain, dtype, floor=0.0):
     worst_plain = plain_error.max(initial=0.0)
     limit = max(2 * worst_plain + EPS[dtype] * size.max(), floor)
     norm_limit = 2 * np.linalg.norm(plain_error) + EPS[dtype] * np.linalg.norm(size)
-    norm_limit = max(norm_limit, floor)
+    norm_limit = max(norm_limit, floor * np.sqrt(error.size))
     if not error.max() <= limit:
         where = tuple(int(i) for i in np.argwhere(finite)[error.argmax()])
         raise ToleranceExceeded(

@@ -45,7 +45,8 @@ def attention_backward(
     """Gradients of sum(dout * out) + sum(dlse * lse) as a dict of NAMES; what the call has no use
     for (a bias of bool, sinks that are not given) is left out. out and lse are the forward pass's.
 
-    The dict `sizes` takes the sums of absolute values whose plain sums are dsinks and dslopes.
+    The dict `sizes` takes the sums of absolute values of what a gradient adds up, of dq, dk, dv
+    the largest.
     """
     sizes = {} if sizes is None else sizes
     compute = np.float64 if rounded_to is None else np.float32
@@ -66,6 +67,7 @@ def attention_backward(
     alive = in_use_q & (lse != -np.inf)  # [batch, heads, rows]
     gradient = np.zeros_like(lse) if dlse is None else np.asarray(dlse).astype(compute)
     delta = np.where(alive, (dout * out).sum(axis=-1, dtype=compute) - gradient, 0).astype(compute)
+    delta_size = np.where(alive, np.abs(dout * out).sum(axis=-1) + np.abs(gradient), 0)
     kept = reference.dropout(dropout_p, dropout_seed, dropout_offset, (batch, heads), (rows, keys))
     kept = compute(1) if kept is None else kept.astype(compute)
 
@@ -81,30 +83,41 @@ def attention_backward(
         dweights = _round(_product(grouped(dout), transposed(v), rounded_to), rounded_to)
         dscores = weights * (kept * dweights.reshape(weights.shape) - delta[..., None])
         dscores = np.where(s.visible, dscores, 0).astype(compute)
+        parts = abs(kept * dweights.reshape(weights.shape)) + delta_size[..., None]
+        parts = np.where(s.visible, weights * parts, 0)
+        products = grouped(parts * np.abs(s.slope))
         dproducts = grouped(_round(dscores * s.slope, rounded_to))
         scale = compute(1 / np.sqrt(dim) if scale is None else scale)
         dq = scale * _product(dproducts, k, rounded_to).reshape(q.shape)
         dk = scale * _product(transposed(dproducts), grouped(q), rounded_to)
         kept_weights = grouped(_round(weights * kept, rounded_to))
         dv = _product(transposed(kept_weights), grouped(dout), rounded_to)
+        sized = {
+            "dq": abs(scale) * _product(products, abs(k), None),
+            "dk": abs(scale) * _product(transposed(products), abs(grouped(q)), None),
+            "dv": _product(transposed(abs(kept_weights)), abs(grouped(dout)), None),
+        }
+        sizes.update({name: x.max(initial=0) for name, x in sized.items()})
     found = {
         name: _round(x, rounded_to).transpose(axes)
         for name, x in (("dq", dq), ("dk", dk), ("dv", dv))
     }
     if bias is not None and np.asarray(bias).dtype != np.bool_:
         dbias = _sum_to(dscores, np.asarray(bias).shape)
+        sizes["dbias"] = _sum_to(parts, np.asarray(bias).shape)
         found["dbias"] = dbias if rounded_to is None else _round(dbias, np.asarray(bias).dtype)
     if sinks is not None:
         logits = np.asarray(sinks).astype(compute)[None, :, None]
         terms = np.exp(logits - np.where(alive, lse, np.inf)) * delta
         found["dsinks"] = -_sum_to(terms, (1, heads, 1)).reshape(heads)
-        sizes["dsinks"] = _sum_to(np.abs(terms), (1, heads, 1)).reshape(heads)
+        terms = np.exp(logits - np.where(alive, lse, np.inf)) * delta_size
+        sizes["dsinks"] = _sum_to(terms, (1, heads, 1)).reshape(heads)
     if alibi_slopes is not None:
         shape = np.asarray(alibi_slopes).shape
         terms = np.where(s.visible, dscores * s.distance, 0)
         per_head = (*([1] * (2 - len(shape))), *shape, 1, 1)
         found["dslopes"] = -_sum_to(terms, per_head).reshape(shape)
-        sizes["dslopes"] = _sum_to(np.abs(terms), per_head).reshape(shape)
+        sizes["dslopes"] = _sum_to(parts * np.abs(s.distance), per_head).reshape(shape)
     return found
 
 

@@ -77,6 +77,13 @@ void refuse_grad(const char* op, const char* name, nb::handle object) {
         "; call it under torch.no_grad() or pass ", name, ".detach()");
 }
 
+void refuse_negated(const char* op, const char* name, nb::handle object) {
+  if (!nb::cast<bool>(object.attr("is_neg")())) return;
+  raise(PyExc_ValueError, op, ": ", name,
+        " is a negated view, whose memory holds the values with the other sign; pass ", name,
+        ".resolve_neg()");
+}
+
 void check_flags(const char* op, const char* name, uint64_t flags, bool output) {
   if (output && (flags & DLPACK_FLAG_BITMASK_READ_ONLY)) {
     raise(PyExc_ValueError, op, ": ", name, " is read-only; pass a writable array");

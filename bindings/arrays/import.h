@@ -39,6 +39,8 @@ namespace detail {
 ArrayType classify(const char* op, const char* name, nb::handle object);
 // Refuses what would be lost without a word, in torch's grad mode: a gradient.
 void refuse_grad(const char* op, const char* name, nb::handle object);
+// Refuses a torch tensor whose memory holds its values negated, as those of `x.conj().imag` are.
+void refuse_negated(const char* op, const char* name, nb::handle object);
 // Refuses what DLPack's flags say: an output that is read-only, and a copy.
 void check_flags(const char* op, const char* name, uint64_t flags, bool output);
 
@@ -118,6 +120,8 @@ class Array {
             " must be on the CPU or a CUDA device, got DLPack device type ",
             static_cast<int>(view.device.device_type), "; copy it to one of these");
     }
+    // Note: negated memory is every second float of complex numbers, so rows without gaps are none.
+    if (type.is_torch && !has_dense_rows()) detail::refuse_negated(op, name, source);
     tensor = view.dl();
   }
 
@@ -134,6 +138,11 @@ class Array {
   bool grad_mode_ = false;  // torch's, asked once per call
   DLManagedTensorVersioned* versioned_ = nullptr;
   DLManagedTensor* legacy_ = nullptr;
+
+  bool has_dense_rows() const {
+    int32_t last = view.ndim - 1;
+    return last >= 0 && last < kMaxDims && view.strides[last] == 1 && view.shape[last] > 1;
+  }
 
   void import_exchange(const char* op, const char* name, const CallStream& stream,
                        const Array* home, bool output) {

@@ -14,6 +14,8 @@ from ._core import version as _version
 from ._explain import explain
 from ._explain.build import cmake_dir, info, kernels
 from ._explain.plan import Plan
+from ._ranges import wrap_if_wanted as _wrap_if_wanted
+from ._tracing import tell_torch_compile as _tell_torch_compile
 from .attention import attention, attention_varlen
 from .backward import attention_backward, attention_varlen_backward
 from .block_pool import BlockPool
@@ -76,3 +78,7 @@ if not TYPE_CHECKING:  # to whom any name would be an attribute
                 f"pip install {name}"
             )
         return importlib.import_module(f"{__name__}.{name}")
+
+
+_wrap_if_wanted(globals())
+_tell_torch_compile()

@@ -19,11 +19,12 @@ from . import _core
 
 
 class Array(Protocol):
-    """Any array with DLPack: numpy, PyTorch, CuPy, JAX, or another library's."""
+    """Any array with DLPack: numpy, PyTorch, CuPy, JAX, or another library's.
+
+    It has `__dlpack_device__` too, which the types of JAX do not say.
+    """
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any: ...
-
-    def __dlpack_device__(self) -> tuple[Any, int]: ...
 
 
 class ShapedArray(Array, Protocol):
@@ -35,7 +36,8 @@ class ShapedArray(Array, Protocol):
     @property
     def reshape(self) -> Any: ...  # a method of many signatures
 
-    def __getitem__(self, key: Any) -> Any: ...
+    @property
+    def __getitem__(self) -> Any: ...  # likewise
 
 
 ArrayT = TypeVar("ArrayT", bound=Array)

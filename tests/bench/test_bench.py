@@ -284,9 +284,12 @@ def test_a_peer_that_fails_is_a_row_and_not_the_end():
     assert "failed: out of memory" in text
 
 
-def test_a_first_call_that_loads_a_library_is_not_what_is_timed(monkeypatch):
+@pytest.mark.parametrize("is_ours", [False, True])
+def test_a_first_call_that_loads_a_library_is_not_what_is_timed(monkeypatch, is_ours):
     monkeypatch.setattr(measure, "SLOW_CALL_S", 0.2)
-    result = measured(slow_at_first)["results"][0]
+    contestant = peers.Contestant("slow_at_first", slow_at_first, is_ours=is_ours)
+    settings = measure.Settings(rounds=3, heat_s=0.0)
+    result = measure.Run(devices.CpuDevice(), settings, [contestant]).row(SMALL, 0.2)["results"][0]
     assert len(result["rounds_ms"]) == 3
     assert result["ms"] < 200
 

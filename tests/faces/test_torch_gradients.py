@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 import pytest
 
@@ -12,73 +14,16 @@ import reference
 
 torch = frameworks.require("torch")
 import cuattn.torch  # noqa: E402
+from torch_steps import arrays, assert_near, formula, gradients_of, ragged  # noqa: E402
 
 sdpa = torch.nn.functional.scaled_dot_product_attention
 our_sdpa = cuattn.torch.scaled_dot_product_attention
-NAMES = ("q", "k", "v", "bias", "sinks", "alibi_slopes")
 
 
 @pytest.fixture(autouse=True)
 def fresh_compiler():
     torch.manual_seed(0)
     torch.compiler.reset()
-
-
-def formula(q, k, v, *, causal=False, window=(-1, -1), scale=None, softcap=0.0, kept=None, **given):
-    """out and lse of bshd arrays in float64, every step one that autograd knows."""
-    q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))
-    group, (rows, keys) = q.shape[1] // k.shape[1], (q.shape[2], k.shape[2])
-    k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
-    scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    distance = torch.arange(rows)[:, None] + keys - rows - torch.arange(keys)
-    if given.get("alibi_slopes") is not None:
-        scores = scores - given["alibi_slopes"].double()[..., None, None] * distance.abs()
-    if given.get("bias") is not None:
-        scores = scores + given["bias"].double()
-    hidden = torch.zeros(rows, keys, dtype=torch.bool)
-    left, right = window[0], min(0, window[1]) if causal and window[1] >= 0 else window[1]
-    right = 0 if causal else right
-    hidden |= (distance > left) if left >= 0 else hidden
-    hidden |= (distance < -right) if right >= 0 else hidden
-    scores = scores.masked_fill(hidden, -torch.inf)
-    if given.get("sinks") is not None:
-        sink = given["sinks"].double()[None, :, None, None].expand(*scores.shape[:3], 1)
-        lse = torch.logsumexp(torch.cat((scores, sink), dim=-1), dim=-1)
-    else:
-        lse = torch.logsumexp(scores, dim=-1)
-    weights = torch.exp(scores - lse[..., None])
-    if kept is not None:
-        weights = weights * kept
-    return (weights @ v).transpose(1, 2), lse
-
-
-def arrays(options=(), dtype=torch.float32, heads=(4, 2), rows=13, keys=21, dim=16):
-    """Leaves that want gradients, in the order of NAMES."""
-    made = {
-        "q": torch.randn(2, rows, heads[0], dim),
-        "k": torch.randn(2, keys, heads[1], dim),
-        "v": torch.randn(2, keys, heads[1], dim),
-        "bias": torch.randn(2, 1, rows, keys),
-        "sinks": torch.randn(heads[0]),
-        "alibi_slopes": torch.rand(heads[0]) / 4,
-    }
-    chosen = {n: x for n, x in made.items() if n in "qkv" or n in options}
-    return {n: (x.to(dtype) if n in "qkv" else x).requires_grad_() for n, x in chosen.items()}
-
-
-def gradients_of(loss, leaves):
-    return dict(zip(leaves, torch.autograd.grad(loss, tuple(leaves.values())), strict=True))
-
-
-def assert_near(found, wanted, tolerance=2e-5):
-    assert found.keys() == wanted.keys()
-    for name in wanted:
-        scale = wanted[name].abs().max().clamp(min=1)
-        assert found[name].dtype == wanted[name].dtype
-        error = (found[name].double() - wanted[name].double()).abs().max() / scale
-        assert error < tolerance, f"d{name}: {error}"
 
 
 OPTIONS = {
@@ -171,14 +116,6 @@ def test_a_gradient_through_lse_alone_and_through_out_alone():
         found = torch.autograd.grad(got.sum(), inputs, retain_graph=True)
         wanted = torch.autograd.grad(want.sum(), inputs, retain_graph=True)
         assert_near(dict(zip("qk", found, strict=True)), dict(zip("qk", wanted, strict=True)))
-
-
-def ragged(lengths=((4, 6), (0, 5), (7, 9)), others=2):
-    starts = np.concatenate([[[0, 0]], np.cumsum(lengths, axis=0)])
-    cu_q, cu_k = (torch.tensor(starts[:, i], dtype=torch.int32) for i in range(2))
-    q = torch.randn(int(cu_q[-1]) + others, 4, 16, requires_grad=True)  # others: of no sequence
-    k, v = (torch.randn(int(cu_k[-1]), 2, 16, requires_grad=True) for _ in range(2))
-    return (q, k, v), (cu_q, cu_k, 7, 9)
 
 
 @pytest.mark.parametrize("function", [cuattn.attention_varlen, cuattn.torch.attention_varlen])
@@ -305,21 +242,30 @@ def test_autocast_converts_as_torch_does():
         assert torch.equal(cuattn.torch.attention(**leaves), want)
 
 
-def test_deterministic_algorithms_are_asked_for(monkeypatch):
-    from cuattn.torch import gradients
+@pytest.fixture(params=["eager", "op"])
+def watched(request):
+    """Both ways to a gradient: ops are seen by a dispatch mode, the eager way is not."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    return FlopCounterMode(display=False) if request.param == "op" else contextlib.nullcontext()
+
+
+def test_deterministic_algorithms_are_asked_for(monkeypatch, watched):
+    from cuattn import _core
 
     asked = []
-    run = gradients.RUN["attention_backward"]
-    monkeypatch.setitem(
-        gradients.RUN,
+    run = _core.attention_backward
+    monkeypatch.setattr(
+        _core,
         "attention_backward",
-        lambda *a, **options: asked.append(options.get("deterministic")) or run(*a, **options),
+        lambda arguments: asked.append(arguments.get("deterministic")) or run(arguments),
     )
     leaves = arrays()
     for mode in (False, True):
         torch.use_deterministic_algorithms(mode)
         try:
-            cuattn.torch.attention(**leaves).sum().backward()
+            with watched:
+                cuattn.torch.attention(**leaves).sum().backward()
         finally:
             torch.use_deterministic_algorithms(False)
     assert asked == [None, True]

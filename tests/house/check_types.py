@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""mypy --strict over the Python samples of README.md and docs/use.md, and over typed_calls.py.
+"""mypy --strict and pyright over typed_calls.py and the samples of README.md and docs/use.md.
 
-A step of .ci/lint, which has the pinned mypy. Functions of the samples need no annotations.
+A step of .ci/lint, which has both pinned; pyright as basedpyright, whose wheel brings its engine.
+Functions of the samples need no annotations.
 """
 
+import json
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -33,7 +36,22 @@ def main() -> int:
             [*mypy, "--allow-untyped-defs", "--allow-untyped-calls", *files], cwd=ROOT
         )
         calls = subprocess.run([*mypy, "tests/house/typed_calls.py"], cwd=ROOT)
-    return samples.returncode or calls.returncode
+        shutil.copy(ROOT / "tests/house/typed_calls.py", folder)
+        read = run_pyright(folder)
+    return samples.returncode or calls.returncode or read.returncode
+
+
+def run_pyright(folder: str) -> subprocess.CompletedProcess[bytes]:
+    """Run pyright in its standard mode over a folder, without the frameworks, as mypy here."""
+    settings = {
+        "typeCheckingMode": "standard",
+        "extraPaths": [str(ROOT / "python")],
+        "reportMissingImports": False,
+        "reportMissingModuleSource": False,
+    }
+    Path(folder, "pyrightconfig.json").write_text(json.dumps(settings), encoding="utf-8")
+    pyright = [sys.executable, "-m", "basedpyright", "-p", folder]
+    return subprocess.run([*pyright, "--pythonpath", sys.executable])
 
 
 if __name__ == "__main__":

@@ -67,6 +67,7 @@ IMPORTS = [
     (r"python/cuattn/_cli/plot\.py", {"matplotlib"}),
     (r"python/cuattn/kv_cache\.py", {"ml_dtypes"}),
     (r"python/cuattn/_cli/(demo|minilm)\.py", {"safetensors", "tokenizers"}),
+    (r"python/cuattn/_ranges\.py", {"nvtx"}),
     (r"python/cuattn/_memory\.py", {"ml_dtypes"}),
     (r"python/cuattn/", set()),
 ]

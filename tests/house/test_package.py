@@ -17,6 +17,8 @@ import cuattn
 
 PACKAGE = Path(cuattn.__file__).parent
 LIBRARY = PACKAGE / "lib" / "libcuattn.so"
+# The stable-ABI wheel has none, .ci/wheel says where that of its build lies.
+BUILD_LOG = Path(os.environ.get("CUATTN_BUILD_LOG") or Path(cuattn.cmake_dir(), "build.log"))
 # From the C library and the compiler's own run-time: on every Linux machine.
 SYSTEM_LIBRARIES = {
     "libc.so.6",
@@ -86,6 +88,22 @@ def test_numpy_is_the_only_requirement():
     assert names - {"nanobind-backend"} == {"numpy"}  # the stable-ABI wheel splits nanobind off
 
 
+def test_notices_of_what_is_compiled_in_are_there():
+    files = [path.name for path in metadata.files("cuattn") if "licenses" in path.parts]
+    assert sorted(files) == ["LICENSE", "NOTICE"]
+    (notice,) = (path for path in metadata.files("cuattn") if path.name == "NOTICE")
+    text = notice.locate().read_text()
+    for words in ("NVIDIA Corporation", "Wenzel Jakob", "Thibaut Goetghebuer-Planchon"):
+        assert words in text
+
+
+def test_stable_abi_wheel_is_split_and_has_no_build_log():
+    split = not BUILD_LOG.is_relative_to(PACKAGE)
+    assert split == core_module().name.endswith(".abi3.so")
+    assert split == any(r.startswith("nanobind-backend") for r in metadata.requires("cuattn"))
+    assert split != Path(cuattn.cmake_dir(), "build.log").exists()
+
+
 def test_import_brings_in_no_framework():
     code = "import sys, cuattn; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -119,7 +137,7 @@ def test_library_exports_only_the_c_abi():
 
 def test_per_isa_objects_define_no_weak_function():
     """The linker keeps one copy of a weak function: the AVX-512 one would kill older CPUs."""
-    text = Path(cuattn.cmake_dir(), "build.log").read_text()
+    text = BUILD_LOG.read_text()
     sections = re.findall(r"^== isa (\S+)\n((?:[^=\n].*\n|\n)*)", text, re.MULTILINE)
     assert {name.removeprefix("cuattn_cpu_") for name, _ in sections} >= {"baseline"}
     for name, weak in sections:

@@ -23,7 +23,7 @@ from .workloads import AnyWorkload
 
 PEER_SLACK = 4  # the check of another's sums only asks whether it computes the same function
 BFLOAT16_SLACK = 8  # for who answers a float16 row in bfloat16: three bits less
-SLOW_CALL_S = 1.0  # a call longer than this is timed once, by its check
+SLOW_CALL_S = 1.0  # a call longer than this is timed once, after the one that is checked
 LARGE_BYTES = 4 << 30  # the allocator may have to make room for so much, which is not to be timed
 MIN_SHARE_S = 0.2  # what a contestant gets on a row even when the budget is spent
 MIN_GRAPH_SHARE_S = 0.03  # as much for graphs of calls
@@ -90,7 +90,7 @@ def admit(entry: Entry, w: AnyWorkload, x: Any, sample: Any, device: Device) -> 
         out: list[Any] = []
         peaks: list[int | None] = []
         with device.peak_memory(peaks):
-            first_s = device.time(lambda: out.append(prepared.call()), 1)
+            out.append(prepared.call())
         error = sample.error(prepared.canonical(out.pop()))
         entry.max_error = error.max_error
         entry.allowed_error = error.allowed * (1 if entry.contestant.has_our_sums else PEER_SLACK)
@@ -100,12 +100,11 @@ def admit(entry: Entry, w: AnyWorkload, x: Any, sample: Any, device: Device) -> 
             allowed = f"allowed {entry.allowed_error:.3g}"
             entry.status = f"failed: wrong result, max error {error.max_error:.3g}, {allowed}"
             return
-        entry.estimate_s = first_s
-        if first_s < SLOW_CALL_S or not entry.contestant.is_ours:
-            peaks.clear()  # the first call may have loaded a library, or compiled and tuned
-            with device.peak_memory(peaks):
-                second_s = device.time(prepared.call, 1)
-            entry.estimate_s = device.time(prepared.call, 3 if second_s < 0.1 else 1)
+        peaks.clear()  # the first call may have loaded a library, or compiled and tuned
+        with device.peak_memory(peaks):
+            entry.estimate_s = device.time(prepared.call, 1)
+        if entry.estimate_s < SLOW_CALL_S:
+            entry.estimate_s = device.time(prepared.call, 3 if entry.estimate_s < 0.1 else 1)
             if prepared.repeats:
                 entry.calls_at_once = prepared.repeats
                 entry.timed = device.capture(prepared.call, prepared.repeats)

@@ -73,7 +73,7 @@ def odd_value(name: str, value: str) -> str:
         return "which must be baseline, avx2 or avx512: calls on the CPU raise"
     if name == "CUATTN_CUBLAS_PATH" and value and not Path(value).is_file():
         return "which is no file: backend='cublas' does not find cuBLAS there"
-    if name in ("CUATTN_CHECK", "CUATTN_LOG") and value not in ("", "0", "1"):
+    if name in ("CUATTN_CHECK", "CUATTN_LOG", "CUATTN_RANGES") and value not in ("", "0", "1"):
         return "which counts as on; 1 is on, 0 is off"
     return ""
 

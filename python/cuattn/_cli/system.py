@@ -29,6 +29,7 @@ ENVIRONMENT = (
     "CUATTN_CHECK",
     "CUATTN_CUBLAS_PATH",
     "CUATTN_LOG",
+    "CUATTN_RANGES",
 )
 
 

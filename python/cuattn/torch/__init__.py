@@ -6,7 +6,7 @@ registered ops ``torch.ops.cuattn.attention`` and ``attention_varlen``. Next: op
 sdpa.py.
 """
 
-from . import gradients  # noqa: F401  registers the way back of the ops
+from . import batching, flops, functional, gradients  # noqa: F401  what torch asks of the ops
 from .ops import attention, attention_varlen
 from .sdpa import scaled_dot_product_attention
 

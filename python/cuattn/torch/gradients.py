@@ -17,15 +17,14 @@ from .. import attention_backward as run_attention_backward
 from .. import attention_varlen_backward as run_attention_varlen_backward
 from .._gradients import FORWARD, GRADIENTS, POSITIONAL, SOURCES, forward_options
 from .._options import OPS
-from .ops import DIFFERENTIABLE, TENSORS, library, schema
+from .eager import OPTIONAL, rows_in_order, run_backward_op
+from .ops import TENSORS, library, schema
 
 RUN: dict[str, Any] = {
     "attention_backward": run_attention_backward,
     "attention_varlen_backward": run_attention_varlen_backward,
 }
 OPTIONS = {op: tuple(forward_options(op)) for op in FORWARD}
-# By place, as the forward op has them, dlse behind them.
-OPTIONAL = {op: (*(o.name for o in OPTIONS[op] if o.kind == "array"), "dlse") for op in FORWARD}
 
 
 def declare(op: str) -> None:
@@ -37,13 +36,6 @@ def declare(op: str) -> None:
     library.define(
         f"{op}({arguments}, {options}, str[] need, bool? deterministic=None) -> ({results})"
     )
-
-
-def rows_in_order(x: Tensor) -> Tensor:
-    """Copy what no kernel reads: a gradient that was expanded or lies across its rows."""
-    step = max(1, 16 // x.element_size())
-    aligned = all(stride % step == 0 for stride in x.stride()[:-1]) and x.data_ptr() % 16 == 0
-    return x if x.stride(-1) == 1 and aligned else x.contiguous()
 
 
 def make_kernel(op: str) -> Any:
@@ -115,17 +107,9 @@ def make_way_back(op: str) -> Any:
         if torch.are_deterministic_algorithms_enabled():
             options["deterministic"] = True
         arrays = given | {"dout": dout.to(out.dtype), "out": out, "lse": lse, "dlse": dlse}
-        found = getattr(torch.ops.cuattn, op)(
-            *(arrays[name] for name in POSITIONAL[op]),
-            *(arrays.get(name) for name in OPTIONAL[op]),
-            need=need,
-            **options,
-        )
-        gradients = {SOURCES[name]: x for name, x in zip(GRADIENTS, found, strict=True)}
-        return tuple(
-            gradients[name] if wanted[name] and name in gradients else None
-            for name in names[: len(ctx.needs_input_grad)]
-        )
+        found = run_backward_op(op, arrays, need, options)
+        gradients = {SOURCES[name]: x for name, x in zip(need, found, strict=True)}
+        return tuple(gradients.get(name) for name in names[: len(ctx.needs_input_grad)])
 
     return way_back
 
@@ -146,7 +130,6 @@ def keep_nothing(ctx: Any, inputs: Any, keyword_only_inputs: Any, output: Any) -
     """Keep nothing: there is no way back."""
 
 
-assert set(DIFFERENTIABLE) < set(SOURCES.values())
 for name in FORWARD:
     declare(name)
     function = make_kernel(name)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The registered ops ``torch.ops.cuattn.attention`` and ``attention_varlen``, and who calls them.
 
-Eager code calls the library at once; while torch traces (torch.compile, fake tensors) or a gradient
-is wanted it calls the op. Next: gradients.py (the way back), sdpa.py.
+Eager code calls the library at once; while torch traces (torch.compile, fake tensors) or looks on,
+it calls the op. Next: eager.py (gradients of eager code), gradients.py (of the ops), sdpa.py.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from torch import Tensor
 from .. import attention as run_attention
 from .. import attention_varlen as run_attention_varlen
 from .._options import OPS, OUTSIDE, ROWS, Option, options_of
+from .eager import DIFFERENTIABLE, attend, observed
+from .eager import empty_out as empty_out
+from .lookup import op_of
 
 SCHEMAS = {
     "flag": "bool {name}={default}",
@@ -37,7 +40,7 @@ UNTRACED = {
     | {o.name: None for o in options_of(op, kinds=OUTSIDE)}
     for op in ROWS
 }
-DIFFERENTIABLE = ("bias", "sinks", "alibi_slopes")  # beside q, k and v
+SMALL = DIFFERENTIABLE[3:]  # beside q, k and v
 
 
 def schema(options: Iterable[Option]) -> str:
@@ -68,14 +71,6 @@ library.define(
 def with_lse(result: Any, q: Tensor) -> tuple[Tensor, Tensor]:
     """Complete the results of an op, whose number is fixed: without lse, an empty one."""
     return result if isinstance(result, tuple) else (result, q.new_empty(0, dtype=torch.float32))
-
-
-def empty_out(q: Tensor, v: Tensor, physical_layout: Sequence[int] | None) -> Tensor:
-    """Allocate what attention returns, its axes in memory as torch.empty_permuted takes them."""
-    shape = (*q.shape[:-1], v.shape[-1])
-    return torch.empty_permuted(
-        shape, physical_layout or tuple(range(len(shape))), dtype=q.dtype, device=q.device
-    )
 
 
 def attention_kernel(
@@ -152,8 +147,10 @@ for name, kernel, shapes in (
 
 
 def traced(q: Tensor) -> bool:
-    """Whether torch wants to see an op: it compiles, or q stands for a tensor without memory."""
-    return torch.compiler.is_compiling() or type(q) not in (Tensor, torch.nn.Parameter)
+    """Whether torch wants to see an op: it compiles, watches, or q is a tensor without memory."""
+    if torch.compiler.is_compiling() or type(q) not in (Tensor, torch.nn.Parameter) or q.is_meta:
+        return True
+    return torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack() > 0
 
 
 def differentiated(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> bool:
@@ -162,13 +159,13 @@ def differentiated(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> 
         return False
     if q.requires_grad or k.requires_grad or v.requires_grad:
         return True
-    given = [options.get(name) for name in DIFFERENTIABLE]
+    given = [options.get(name) for name in SMALL]
     return any(isinstance(x, Tensor) and x.requires_grad for x in given)
 
 
 def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Convert q, k and v as torch's own attention does: in autocast's regions to its dtype."""
-    if not torch.is_autocast_enabled(q.device.type):
+    if q.is_meta or not torch.is_autocast_enabled(q.device.type):
         return q, k, v
     dtype = torch.get_autocast_dtype(q.device.type)
     return q.to(dtype), k.to(dtype), v.to(dtype)
@@ -188,8 +185,8 @@ def with_dropout_state(q: Tensor, options: dict[str, Any]) -> dict[str, Any]:
     return {**options, "dropout_state": torch.nn.functional.pad(seed, (0, 1))}
 
 
-def op_arguments(op: str, options: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Sort keyword arguments into the op's optional tensors and the rest; refuse what ops lack."""
+def without_untraced(op: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Leave out the options that ops lack, which must be at their defaults."""
     rest = dict(options)
     for name, default in UNTRACED[op].items():
         given = rest.pop(name, default)
@@ -204,17 +201,24 @@ def op_arguments(op: str, options: dict[str, Any]) -> tuple[list[Any], dict[str,
             f"{op}: {name} must be {default!r} while torch traces or differentiates, because {why};"
             f" {how}"
         )
-    tensors = [rest.pop(name, None) for name in TENSORS[op]]
-    return tensors, rest
+    return rest
 
 
 def run_op(op: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """Call a registered op; its lse is made where a gradient is wanted, which starts from it."""
-    tensors, rest = op_arguments(op, options)
+    """Call a registered op, or for a gradient that nobody looks on at what costs less.
+
+    lse is made where a gradient is wanted, which starts from it.
+    """
+    wants_gradient = differentiated(arguments[0], arguments[1], arguments[2], options)
+    if wants_gradient and not observed(arguments[0], (*arguments[1:3], *options.values())):
+        if not UNTRACED[op].keys().isdisjoint(options):
+            options = without_untraced(op, options)
+        return attend(op, arguments, options)
+    rest = without_untraced(op, options)
+    tensors = [rest.pop(name, None) for name in TENSORS[op]]
     wants_lse = rest.pop("return_lse", False)
-    keeps_lse = wants_lse or differentiated(arguments[0], arguments[1], arguments[2], options)
-    function = getattr(torch.ops.cuattn, op)
-    out, lse = function(*arguments, *tensors, return_lse=keeps_lse, **rest)
+    watched = wants_gradient or torch._C._are_functorch_transforms_active()
+    out, lse = op_of(op)(*arguments, *tensors, return_lse=wants_lse or watched, **rest)
     return (out, lse) if wants_lse else out
 
 
@@ -242,7 +246,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
     """
     q, k, v = autocast(q, k, v)
     options = with_dropout_state(q, options)
-    if not traced(q) and not differentiated(q, k, v, options):
+    if not differentiated(q, k, v, options) and not traced(q):
         return run_attention(q, k, v, **options)
     return run_op("attention", (q, k, v), options)
 
@@ -278,6 +282,6 @@ def attention_varlen(
     q, k, v = autocast(q, k, v)
     options = with_dropout_state(q, options)
     arguments = (q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    if not traced(q) and not differentiated(q, k, v, options):
+    if not differentiated(q, k, v, options) and not traced(q):
         return run_attention_varlen(*arguments, **options)
     return run_op("attention_varlen", arguments, options)

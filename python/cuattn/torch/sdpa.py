@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from .. import attention as run_attention
-from .ops import autocast, differentiated, empty_out, run_op, traced, with_dropout_state
+from .ops import differentiated, empty_out, run_op, traced, with_dropout_state
+from .sdpa_arguments import STEP, autocast, check, fall_back, fit, is_usual, pad, readable, why_not
 
 
 def scaled_dot_product_attention(
@@ -26,16 +27,19 @@ def scaled_dot_product_attention(
     Parameters
     ----------
     query : tensor, [..., num_heads, seqlen_q, head_dim]
-        float32, float16 or bfloat16; any number of leading axes.
+        float32, float16 or bfloat16, with 2 axes or more and any strides. The leading axes of
+        query, key and value broadcast. A head_dim that is no multiple of 8 costs padded copies, one
+        whose rows no kernel reads (a strided last axis; on CUDA, rows off 16 bytes) a copy.
     key : tensor, [..., num_heads, seqlen_kv, head_dim]
         Of query's dtype.
     value : tensor, [..., num_heads, seqlen_kv, head_dim_v]
         Of query's dtype.
     attn_mask : tensor, optional
-        Added to the scores, or bool (True keeps the key); broadcastable to [..., num_heads,
-        seqlen_q, seqlen_kv].
+        Added to the scores, float32 or of query's dtype, or bool (True keeps the key);
+        broadcastable to [..., num_heads, seqlen_q, seqlen_kv].
     dropout_p : float
-        Share of the probabilities that are dropped, at random bits of torch's generator.
+        Share of the probabilities that are dropped, at random bits of torch's generator; from 0 to
+        below 1. Which are dropped differs from torch's own function.
     is_causal : bool
         As torch defines it: query i sees key j when j <= i, counted from the top left, unlike
         `cuattn.attention`.
@@ -43,9 +47,6 @@ def scaled_dot_product_attention(
         None is ``1 / sqrt(head_dim)``.
     enable_gqa : bool
         key and value may have fewer heads than query.
-
-    Gradients reach query, key, value and a float attn_mask. In autocast's regions query, key and
-    value are converted to its dtype.
 
     Returns
     -------
@@ -57,55 +58,98 @@ def scaled_dot_product_attention(
     Raises
     ------
     ValueError
-        is_causal together with attn_mask; different numbers of heads without enable_gqa.
+        is_causal together with attn_mask; shapes that do not broadcast; different numbers of heads
+        without enable_gqa.
     NotImplementedError
-        What `cuattn.attention` refuses.
+        Nested and sparse tensors, and what `cuattn.attention` refuses.
+
+    Notes
+    -----
+    Gradients reach query, key, value and a float attn_mask; torch.func.vmap and grad go through. In
+    autocast's regions all floats but float64 are converted to its dtype. For float64, and for a
+    head_dim above 256, torch's own function runs, and a warning says so once.
     """
-    op = "scaled_dot_product_attention"
-    if is_causal and attn_mask is not None:
-        raise ValueError(
-            f"{op}: attn_mask must be None with is_causal=True; put both into the mask"
-        )
-    if query.dim() < 3 or key.dim() != query.dim() or value.dim() != query.dim():
-        raise ValueError(
-            f"{op}: query, key and value must have the same number of axes, at least 3, got "
-            f"{query.dim()}, {key.dim()} and {value.dim()}; add axes of extent 1"
-        )
-    if not enable_gqa and query.shape[-3] != key.shape[-3]:
-        raise ValueError(
-            f"{op}: key must have the {query.shape[-3]} heads of query, got {key.shape[-3]}; pass "
-            "enable_gqa=True to share them"
-        )
-    query, key, value = autocast(query, key, value)
-    leading = query.shape[:-3]
-    seqlen_q, seqlen_kv = query.shape[-2], key.shape[-2]
+    given = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    masked_twice = is_causal and attn_mask is not None
+    if not masked_twice and is_usual(query, key, value, attn_mask, enable_gqa):
+        query, key, value, attn_mask = autocast(query, key, value, attn_mask)
+        order = None if query.is_contiguous() else stride_order(query)
+        try:
+            return attend(query, key, value, attn_mask, dropout_p, is_causal, scale, order)
+        except (TypeError, ValueError):  # strides, or what has to be said in torch's words
+            pass
+    return run_unusual(*given)
+
+
+def run_unusual(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
+    """Run a call whose arrays have to be broadcast, padded, copied or refused."""
+    check(query, key, value, attn_mask, is_causal)
+    reason = why_not(query, value)
+    if reason is not None:
+        own = {"dropout_p": dropout_p, "is_causal": is_causal, "enable_gqa": enable_gqa}
+        return fall_back(reason, (query, key, value, attn_mask), {**own, "scale": scale})
+    query, key, value, attn_mask = autocast(query, key, value, attn_mask)
+    order = stride_order(query) if query.dim() == 4 and not query.is_contiguous() else None
+    query, key, value, bias, rows = fit(query, key, value, attn_mask, enable_gqa)
+    head_dim, head_dim_v = query.shape[-1], value.shape[-1]
+    if head_dim % STEP:
+        query, key = pad(query), pad(key)
+        scale = head_dim**-0.5 if scale is None else scale
+    query, key, value = readable(query), readable(key), readable(pad(value))
+    bias = None if bias is None else bias.resolve_neg()
+    out = attend(query, key, value, bias, dropout_p, is_causal, scale, order)
+    if head_dim_v % STEP:
+        out = dense(out[..., :head_dim_v], order)
+    return out if len(rows) == 3 else out.reshape(*rows, head_dim_v)
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    order: tuple[int, ...] | None,
+) -> Tensor:
+    """Call the library, or the op where torch wants to see one, for a result in an axis order."""
     window = (-1, -1)
     if is_causal:
         # Top-left alignment in bottom-right terms: no key from seqlen_q on is seen by anyone, and
         # the diagonal moves right by the queries in excess.
-        seqlen_kv = min(seqlen_q, seqlen_kv)
-        key, value = key[..., :seqlen_kv, :], value[..., :seqlen_kv, :]
+        seqlen_q, seqlen_kv = query.shape[2], key.shape[2]
+        if value.shape[2] != seqlen_kv:
+            raise ValueError("value must have the rows of key")  # check() says it in full
+        if seqlen_kv > seqlen_q:
+            seqlen_kv = seqlen_q
+            key, value = key[:, :, :seqlen_kv], value[:, :, :seqlen_kv]
         window = (-1, seqlen_q - seqlen_kv)
-    bias, order = attn_mask, None
-    if len(leading) != 1:
-        if bias is not None:
-            full = (*leading, query.shape[-3], seqlen_q, seqlen_kv)
-            bias = bias.expand(full).reshape(-1, *full[-3:])
-        query = query.reshape(-1, *query.shape[-3:])
-        key = key.reshape(-1, *key.shape[-3:])
-        value = value.reshape(-1, *value.shape[-3:])
-    elif not query.is_contiguous():
-        order = stride_order(query)
     options: dict[str, Any] = {"layout": "bhsd", "window": window, "scale": scale, "bias": bias}
     if dropout_p:
         options = with_dropout_state(query, {**options, "dropout_p": dropout_p})
     if traced(query) or differentiated(query, key, value, options):
         options["physical_layout"] = order
-        out = run_op("attention", (query, key, value), options)
-    else:
-        given = None if order is None else empty_out(query, value, order)
-        out = run_attention(query, key, value, out=given, **options)
-    return out if len(leading) == 1 else out.reshape(*leading, *out.shape[-3:])
+        return run_op("attention", (query, key, value), options)
+    given = None if order is None else empty_out(query, value, order)
+    return run_attention(query, key, value, out=given, **options)
+
+
+def dense(out: Tensor, order: tuple[int, ...] | None) -> Tensor:
+    """Copy a slice of the padded result into memory of its own, in the same order of axes."""
+    if order is None:
+        return out.contiguous()
+    back = tuple(order.index(axis) for axis in range(4))
+    return out.permute(order).contiguous().permute(back)
 
 
 def stride_order(query: Tensor) -> tuple[int, ...]:

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tells torch.compile what to trace in place of cuattn's builtins, once torch.compile is loaded.
+
+torch._dynamo is loaded seconds after torch, by the first use of torch.compile, and only then can be
+told; so a finder waits for its import. Next: torch/tracing.py.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.util
+import sys
+import warnings
+from importlib.machinery import ModuleSpec
+from typing import Any
+
+COMPILER = "torch._dynamo"
+
+
+class Finder(importlib.abc.MetaPathFinder):
+    """Finds torch._dynamo as the others do, and has cuattn's functions told when it is loaded."""
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        if fullname != COMPILER:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return spec
+        load = spec.loader.exec_module
+
+        def load_and_tell(module: Any) -> None:
+            load(module)
+            tell()
+
+        spec.loader.exec_module = load_and_tell  # type: ignore[method-assign]
+        return spec
+
+
+def tell() -> None:
+    """Have the builtins replaced in graphs; torch.compile itself must work in any case."""
+    try:
+        from .torch import tracing
+
+        tracing.substitute()
+    except Exception as error:
+        warnings.warn(
+            f"cuattn: torch.compile breaks the graph at cuattn.attention, as this torch cannot be "
+            f"told what to trace ({error}); call cuattn.torch.attention in compiled code",
+            stacklevel=2,
+        )
+
+
+def tell_torch_compile() -> None:
+    """Tell torch.compile now where it is loaded, else when it is."""
+    if COMPILER in sys.modules:
+        tell()
+    else:
+        sys.meta_path.insert(0, Finder())

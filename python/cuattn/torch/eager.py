@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients of eager calls: an autograd.Function that calls the library itself, both ways.
+
+A registered op with a gradient costs more on the host than all that cuattn does in a step: torch
+looks up its schema and fills in its defaults in Python, call by call. So ops are for those who look
+on, which `observed` tells. Next: ops.py, gradients.py (the same for the ops).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _core
+from .. import attention as run_attention
+from .. import attention_varlen as run_attention_varlen
+from .._gradients import FORWARD, GRADIENTS, POSITIONAL, SOURCES, forward_options
+from .._options import OPS, options_of
+from .lookup import op_of
+
+RUN: dict[str, Any] = {"attention": run_attention, "attention_varlen": run_attention_varlen}
+BACKWARD = {forward: op for op, forward in FORWARD.items()}
+DIFFERENTIABLE = tuple(SOURCES.values())
+SIZES = {op: OPS[op].positional[3:] for op in RUN}
+TAKEN = {op: {o.name for o in forward_options(BACKWARD[op])} | {*SIZES[op]} for op in RUN}
+DEFAULTS = {op: {o.name: o.default_of(op) for o in options_of(op)} for op in RUN}
+NEEDS = {  # by ctx.needs_input_grad
+    wanted: tuple(itertools.compress(GRADIENTS, wanted))
+    for wanted in itertools.product((False, True), repeat=len(GRADIENTS))
+}
+ROWS = GRADIENTS[:3]
+PLAIN = (Tensor, torch.nn.Parameter)
+NOTHING = (None,) * 4  # the gradients of arguments that are no tensors
+NO_SMALL = (None,) * 3  # those of bias, sinks and alibi_slopes
+# By place in the schema of a backward op: the arrays among the options, dlse behind them.
+OPTIONAL = {
+    op: (*(o.name for o in forward_options(op) if o.kind == "array"), "dlse") for op in FORWARD
+}
+
+
+def observed(q: Any, others: Iterable[Any] = ()) -> bool:
+    """Whether torch wants to see an op: it traces, a mode or transform looks on, or a subclass."""
+    if torch.compiler.is_compiling() or type(q) not in PLAIN or not (q.is_cuda or q.is_cpu):
+        return True
+    for x in others:
+        if isinstance(x, Tensor) and type(x) not in PLAIN:
+            return True
+    state = torch._C
+    return bool(
+        state._len_torch_dispatch_stack()
+        or state._are_functorch_transforms_active()
+        or state._is_tracing()
+    )
+
+
+def empty_out(q: Tensor, v: Tensor, physical_layout: Sequence[int] | None) -> Tensor:
+    """Allocate what attention returns, its axes in memory as torch.empty_permuted takes them."""
+    shape = (*q.shape[:-1], v.shape[-1])
+    return torch.empty_permuted(
+        shape, physical_layout or tuple(range(len(shape))), dtype=q.dtype, device=q.device
+    )
+
+
+def rows_in_order(x: Tensor) -> Tensor:
+    """Copy what no kernel reads: a gradient that was expanded or lies across its rows."""
+    if x.data_ptr() % 16 != 0:
+        return x.contiguous()
+    if x.is_contiguous():
+        return x
+    step = max(1, 16 // x.element_size())
+    aligned = all(stride % step == 0 for stride in x.stride()[:-1])
+    return x if x.stride(-1) == 1 and aligned else x.contiguous()
+
+
+def run_backward_op(
+    op: str, arrays: dict[str, Any], need: Sequence[str], options: dict[str, Any]
+) -> list[Tensor]:
+    """Call a registered backward op; returns what `need` names, in the order of GRADIENTS."""
+    found = op_of(op)(
+        *(arrays[name] for name in POSITIONAL[op]),
+        *(arrays.get(name) for name in OPTIONAL[op]),
+        need=need,
+        **options,
+    )
+    return [x for name, x in zip(GRADIENTS, found, strict=True) if name in need]
+
+
+class CuattnAttention(torch.autograd.Function):  # type: ignore[misc]
+    """attention or attention_varlen of plain tensors, with its gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        """Run an op on the first of `inputs`, the options at the end, and keep all for backward."""
+        q, k, v, _, _, _, op, sizes, options, wants_lse = inputs
+        out, lse = RUN[op](q, k, v, *sizes, return_lse=True, **options)
+        names, tensors, numbers = ["q", "k", "v", "out", "lse"], [q, k, v, out, lse], {}
+        taken = TAKEN[op]
+        if sizes:
+            options = options | dict(zip(SIZES[op], sizes, strict=True))
+        for name, x in options.items():
+            if name in taken:
+                if isinstance(x, Tensor):
+                    names.append(name)
+                    tensors.append(x)
+                else:
+                    numbers[name] = x
+        ctx.call = BACKWARD[op], names, numbers
+        ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)
+        return (out, lse) if wants_lse else out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Any, dlse: Any = None) -> Any:
+        """Give the gradients that are wanted."""
+        op, names, numbers = ctx.call
+        wanted = ctx.needs_input_grad[: len(GRADIENTS)]
+        if dout is None and dlse is None:
+            return (*NO_SMALL, *NO_SMALL, *NOTHING)
+        arguments = dict(zip(names, ctx.saved_tensors, strict=True))
+        arguments["dout"] = torch.zeros_like(arguments["out"]) if dout is None else dout
+        arguments["dlse"] = dlse
+        arguments["need"] = need = NEEDS[wanted]
+        found = differentiate(op, arguments, numbers)
+        if need == ROWS:
+            return (*found, *NO_SMALL, *NOTHING)
+        each = iter(found)
+        return (*[next(each) if want else None for want in wanted], *NOTHING)
+
+
+def differentiate(op: str, arguments: dict[str, Any], numbers: dict[str, Any]) -> Sequence[Tensor]:
+    """Run a backward pass: by the op for who looks on, and for who differentiates it again."""
+    if torch.are_deterministic_algorithms_enabled():
+        numbers = {**numbers, "deterministic": True}
+    dout, dlse = arguments["dout"], arguments["dlse"]
+    batched = torch._C._functorch.is_legacy_batchedtensor  # is_grads_batched=True makes these
+    looked_at = observed(dout) or batched(dout) or (dlse is not None and batched(dlse))
+    if torch.is_grad_enabled() or looked_at:
+        options = {name: x for name, x in numbers.items() if name not in POSITIONAL[op]}
+        return run_backward_op(op, numbers | arguments, arguments["need"], options)
+    arguments["dout"] = rows_in_order(dout)
+    arguments["dlse"] = None if dlse is None else dlse.contiguous()
+    arguments.update(numbers)
+    found: Sequence[Tensor] = _core.attention_backward(arguments)
+    return found
+
+
+# As torch.autograd.Function.apply, but for functorch, which `observed` looks for.
+apply = super(torch.autograd.Function, CuattnAttention).apply
+
+
+def attend(op: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """Run an op whose gradient autograd wants, and nobody else looks on."""
+    q, k, v, *sizes = arguments
+    defaults = DEFAULTS[op]  # cuattn.attention hands on every option it has
+    given = {n: x for n, x in options.items() if x is not None and x is not defaults.get(n)}
+    find, wants_lse = given.get, given.pop("return_lse", False)
+    layout = given.pop("physical_layout", None)
+    if layout is not None:
+        given["out"] = empty_out(q, v, layout)
+    small = find("bias"), find("sinks"), find("alibi_slopes")
+    return apply(q, k, v, *small, op, sizes, given, wants_lse)

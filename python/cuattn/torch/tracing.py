@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What torch.compile traces in place of the builtins `cuattn.attention` and `attention_varlen`.
+
+A call that the ops cannot hold (results given with `out=`, arrays of another library) breaks the
+graph, as it did without this file, and runs as it stands. Next: ../_tracing.py, ops.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+# Not of cuattn itself, where ranges may be around them.
+from ..attention import attention as attention_builtin
+from ..attention import attention_varlen as attention_varlen_builtin
+from . import ops
+
+
+def fits(op: str, q: Any, options: dict[str, Any]) -> bool:
+    """Whether a registered op can hold a call."""
+    if not isinstance(q, torch.Tensor):
+        return False
+    for name, default in ops.UNTRACED[op].items():
+        if options.get(name, default) is not default and options[name] != default:
+            return False
+    drawn = options.get("dropout_seed") is not None or options.get("dropout_state") is not None
+    return drawn or not options.get("dropout_p")
+
+
+def attention(q: Any, k: Any, v: Any, **options: Any) -> Any:
+    """Stand for `cuattn.attention`."""
+    if not fits("attention", q, options):
+        torch._dynamo.graph_break()
+    return ops.attention(q, k, v, **options)
+
+
+def attention_varlen(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: Any,
+    max_seqlen_k: Any,
+    **options: Any,
+) -> Any:
+    """Stand for `cuattn.attention_varlen`."""
+    if not fits("attention_varlen", q, options):
+        torch._dynamo.graph_break()
+    return ops.attention_varlen(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options
+    )
+
+
+def substitute() -> None:
+    """Tell torch.compile, which is loaded."""
+    for builtin, function in (
+        (attention_builtin, attention),
+        (attention_varlen_builtin, attention_varlen),
+    ):
+        torch.compiler.substitute_in_graph(builtin, skip_signature_check=True)(function)

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torch.compile of plain cuattn.attention and attention_varlen, which are builtins."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import cuattn
+import frameworks
+
+torch = frameworks.require("torch")
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch.manual_seed(0)
+    torch.compiler.reset()
+
+
+def qkv(shape=(2, 9, 4, 32)):
+    return [torch.randn(shape) for _ in range(3)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"causal": True, "return_lse": True},
+        {"layout": "bhsd", "window": (3, 1), "out": None},
+        {"dropout_p": 0.5, "dropout_seed": 3},
+    ],
+)
+def test_a_plain_call_is_traced_to_the_same_bits(options):
+    arrays = qkv()
+    compiled = torch.compile(lambda q, k, v: cuattn.attention(q, k, v, **options), fullgraph=True)
+    for a, b in zip(compiled(*arrays), cuattn.attention(*arrays, **options), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_plain_step_with_gradients_is_traced():
+    arrays = [x.requires_grad_() for x in qkv()]
+
+    def step(q, k, v):
+        return cuattn.attention(q=q, k=k, v=v, causal=True).sin().sum()
+
+    want = torch.autograd.grad(step(*arrays), arrays)
+    got = torch.autograd.grad(torch.compile(step, fullgraph=True)(*arrays), arrays)
+    for a, b in zip(got, want, strict=True):
+        assert torch.allclose(a, b, atol=1e-6)
+
+
+def test_a_plain_ragged_call_is_traced():
+    q, k, v = qkv((11, 2, 16))
+    cu = torch.tensor([0, 4, 4, 11], dtype=torch.int32)
+    step = lambda q: cuattn.attention_varlen(q, k, v, cu, cu, 7, 7, causal=True) + 1  # noqa: E731
+    assert torch.equal(torch.compile(step, fullgraph=True)(q), step(q))
+
+
+def test_a_call_that_no_op_holds_runs_as_it_stands():
+    arrays, out = qkv(), torch.empty(2, 9, 4, 32)
+    step = lambda q, k, v, out: cuattn.attention(q, k, v, out=out)  # noqa: E731
+    assert torch.compile(step)(*arrays, out) is out
+    assert torch.equal(out, cuattn.attention(*arrays))
+    torch.compiler.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(step, fullgraph=True)(*arrays, out)
+    unseeded = lambda q, k, v: cuattn.attention(q, k, v, dropout_p=0.5)  # noqa: E731
+    with pytest.raises(ValueError, match="dropout_seed"):
+        torch.compile(unseeded)(*arrays)
+
+
+def test_numpy_arrays_in_a_compiled_function():
+    q, k, v = (x.numpy() for x in qkv())
+    want = cuattn.attention(q, k, v)
+    got = torch.compile(lambda q, k, v: cuattn.attention(q, k, v))(q, k, v)
+    np.testing.assert_array_equal(got, want)
+
+
+ORDERS = {
+    "cuattn first": "import cuattn, torch",
+    "torch first": "import torch, cuattn",
+    "compiler first": "import torch, torch._dynamo, cuattn",
+    "with cuattn.torch": "import cuattn.torch, torch",
+    "a part of the compiler": "import cuattn, torch, torch._dynamo.config",
+}
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_in_whatever_order_the_libraries_are_imported(name):
+    code = f"""
+import sys
+{ORDERS[name]}
+if "compiler" not in "{name}":
+    assert "torch._dynamo" not in sys.modules
+q = torch.randn(1, 5, 2, 16)
+step = torch.compile(lambda q: cuattn.attention(q, q, q).sin(), backend="eager", fullgraph=True)
+assert torch.equal(step(q), cuattn.attention(q, q, q).sin())
+assert not any(type(finder).__module__.startswith("cuattn") for finder in sys.meta_path)
+"""
+    subprocess.run(
+        [sys.executable, "-W", "error::UserWarning", "-c", code], check=True, timeout=120
+    )
+
+
+def test_a_torch_that_cannot_be_told_compiles_with_a_warning():
+    code = """
+import cuattn, torch, warnings
+from cuattn import _tracing
+del torch.compiler.substitute_in_graph
+with warnings.catch_warnings(record=True) as seen:
+    warnings.simplefilter("always")
+    import torch._dynamo
+assert any("call cuattn.torch.attention in compiled code" in str(w.message) for w in seen)
+q = torch.randn(1, 5, 2, 16)
+torch.compile(lambda q: cuattn.attention(q, q, q), backend="eager")(q)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""cuattn's ops under torch.func (vmap, grad, their combinations) and under torch's FLOP counter."""
+
+from __future__ import annotations
+
+import pytest
+
+import cuattn
+import frameworks
+
+torch = frameworks.require("torch")
+from torch.utils.flop_counter import FlopCounterMode, flop_registry  # noqa: E402
+
+import cuattn.torch  # noqa: E402
+
+sdpa = torch.nn.functional.scaled_dot_product_attention
+our_sdpa = cuattn.torch.scaled_dot_product_attention
+attention = cuattn.torch.attention
+
+
+@pytest.fixture(autouse=True)
+def same_numbers():
+    torch.manual_seed(0)
+
+
+def each(function, in_dims, *arrays, **options):
+    """What vmap means, as a loop."""
+    size = next(x.shape[d] for x, d in zip(arrays, in_dims, strict=True) if d is not None)
+    parts = [
+        function(
+            *(x if d is None else x.select(d, i) for x, d in zip(arrays, in_dims, strict=True)),
+            **options,
+        )
+        for i in range(size)
+    ]
+    return torch.stack(parts)
+
+
+@pytest.mark.parametrize("in_dims", [(0, 0, 0), (1, 0, 2), (0, None, None), (None, 1, 0)])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_vmap_of_attention_is_a_loop(in_dims, batch):
+    shapes = [(batch, n, 4, 16) for n in (9, 7, 7)]
+    arrays = [
+        torch.randn(s if d is None else (*s[:d], 3, *s[d:]))
+        for s, d in zip(shapes, in_dims, strict=True)
+    ]
+    for options in ({}, {"causal": True, "layout": "bshd", "window": (3, 0)}):
+        got = torch.func.vmap(lambda *a, o=options: attention(*a, **o), in_dims)(*arrays)
+        assert torch.equal(got, each(attention, in_dims, *arrays, **options))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "dim"),
+    [
+        ("bias", (3, 9, 7), 0),
+        ("bias", (2, 4, 9, 3, 7), 3),
+        ("bias", (3, 1, 4, 1, 7), 0),
+        ("bias", (2, 1, 9, 7), None),
+        ("bias", (1, 4, 9, 7), None),
+        ("alibi_slopes", (4, 3), 1),
+        ("alibi_slopes", (3, 2, 4), 0),
+        ("alibi_slopes", (2, 4), None),
+        ("sinks", (3, 4), 0),
+        ("sinks", (4,), None),
+        ("seqused_k", (3, 2), 0),
+        ("seqused_k", (2,), None),
+    ],
+)
+def test_vmap_of_each_optional_tensor(name, shape, dim):
+    q, k, v = (torch.randn(3, 2, n, 4, 16) for n in (9, 7, 7))
+    x = torch.rand(shape) if name != "seqused_k" else torch.randint(1, 8, shape).int()
+    call = lambda q, k, v, x: attention(q, k, v, **{name: x})  # noqa: E731
+    got = torch.func.vmap(call, (0, 0, 0, dim))(q, k, v, x)
+    assert torch.allclose(got, each(call, (0, 0, 0, dim), q, k, v, x), atol=1e-6)
+
+
+def test_vmap_with_lse_and_nested_vmaps():
+    q = torch.randn(3, 5, 2, 9, 4, 16)
+    out, lse = torch.func.vmap(torch.func.vmap(lambda q: attention(q, q, q, return_lse=True)))(q)
+    want, want_lse = attention(*[q.reshape(30, 9, 4, 16)] * 3, return_lse=True)
+    assert torch.equal(out.reshape(want.shape), want)
+    assert torch.equal(lse.reshape(want_lse.shape), want_lse)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_sdpa_under_vmap_is_that_of_torch(masked):
+    q, k = torch.randn(3, 2, 4, 9, 20), torch.randn(2, 3, 4, 7, 20)
+    mask = torch.randn(9, 7, 3) if masked else None
+    dims = (0, 1, 1, 2 if masked else None)
+    got = torch.func.vmap(our_sdpa, dims)(q, k, k, mask)
+    want = torch.func.vmap(sdpa, dims)(q, k, k, mask)
+    assert torch.allclose(got, want, atol=1e-5)
+    two_axes = torch.func.vmap(lambda q: our_sdpa(q, q, q, is_causal=True))(q[:, 0, 0])
+    want = sdpa(q[:, 0, 0], q[:, 0, 0], q[:, 0, 0], is_causal=True)
+    assert torch.allclose(two_axes, want, atol=1e-5)
+
+
+def test_functional_gradients_are_those_of_torch():
+    arrays = [torch.randn(3, 2, 4, n, 20) for n in (9, 7, 7)]
+    mask = torch.randn(3, 1, 9, 7)
+
+    def loss(function):
+        return lambda *a: function(*a[:3], attn_mask=a[3]).sin().sum()
+
+    want = torch.func.vmap(torch.func.grad(loss(sdpa), (0, 1, 2, 3)))(*arrays, mask)
+    got = torch.func.vmap(torch.func.grad(loss(our_sdpa), (0, 1, 2, 3)))(*arrays, mask)
+    one = torch.func.grad(loss(our_sdpa), (0, 1, 2, 3))(*(x[0] for x in arrays), mask[0])
+    for a, b, c in zip(got, want, one, strict=True):
+        assert torch.allclose(a, b, atol=2e-5)
+        assert torch.allclose(c, b[0], atol=2e-5)
+    outer = torch.func.grad(lambda *a: torch.func.vmap(loss(our_sdpa))(*a).sum(), (0, 1, 2, 3))
+    for a, b in zip(outer(*arrays, mask), want, strict=True):
+        assert torch.allclose(a, b, atol=2e-5)
+
+
+def test_gradients_of_what_all_examples_share():
+    q, k = torch.randn(3, 2, 4, 9, 16), torch.randn(2, 4, 7, 16)
+    mask, sinks = torch.randn(1, 4, 9, 7), torch.rand(4)
+
+    def loss(q, k, mask, sinks):
+        out = attention(q, k, k, layout="bhsd", bias=mask, sinks=sinks)
+        return out.sin().sum()
+
+    grad = torch.func.grad(loss, (0, 1, 2, 3))
+    got = torch.func.vmap(grad, (0, None, None, None))(q, k, mask, sinks)
+    for i in range(3):
+        for a, b in zip(got, grad(q[i], k, mask, sinks), strict=True):
+            assert torch.allclose(a[i], b, atol=2e-5)
+
+
+def test_a_jacobian_is_there_and_no_second_derivative():
+    q = torch.randn(1, 2, 5, 16)
+    loss = lambda q: our_sdpa(q, q, q).sum()  # noqa: E731
+    want = torch.func.jacrev(lambda q: sdpa(q, q, q).sum(-1))(q)
+    got = torch.func.jacrev(lambda q: our_sdpa(q, q, q).sum(-1))(q)
+    assert torch.allclose(got, want, atol=2e-5)
+    with pytest.raises(NotImplementedError, match="attention_backward: a gradient of a gradient"):
+        torch.func.grad(lambda q: torch.func.grad(loss)(q).sum())(q)
+
+
+def test_vmap_draws_dropout_as_it_is_told():
+    q = torch.randn(1, 9, 2, 16).expand(3, 1, 9, 2, 16)
+    call = lambda q: attention(q, q, q, dropout_p=0.5)  # noqa: E731
+    with pytest.raises(RuntimeError, match="randomness"):
+        torch.func.vmap(call)(q)
+    same = torch.func.vmap(call, randomness="same")(q)
+    assert torch.equal(same[0], same[1])
+    assert not torch.equal(same[0], attention(q[0], q[0], q[0]))
+    different = torch.func.vmap(call, randomness="different")(q)
+    assert not torch.equal(different[0], different[1])
+
+
+def test_vmap_of_a_ragged_call():
+    cu = torch.tensor([0, 4, 4, 11], dtype=torch.int32)
+    q, k = torch.randn(3, 11, 4, 16), torch.randn(11, 2, 3, 16)
+    call = lambda q, k: cuattn.torch.attention_varlen(q, k, k, cu, cu, 7, 7)  # noqa: E731
+    got = torch.func.vmap(call, (0, 2))(q, k)
+    for i in range(3):
+        assert torch.equal(got[i], call(q[i], k[:, :, i].contiguous()))
+
+
+def flops_of(function):
+    with FlopCounterMode(display=False) as counter:
+        function()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dim_v", [64, 32])
+def test_flops_of_sdpa_are_those_of_torch(grad, causal, dim_v):
+    arrays = [torch.randn(2, 4, n, d) for n, d in ((96, 64), (80, 64), (80, dim_v))]
+    arrays = [x.requires_grad_(grad) for x in arrays]
+    if grad:
+        want = 2 * 2 * 4 * 96 * 80 * (4 * 64 + 3 * dim_v)
+    else:
+        want = 2 * 2 * 4 * 96 * 80 * (64 + dim_v)
+
+    def step(function):
+        out = function(*arrays, is_causal=causal)
+        if grad:
+            out.sum().backward()
+
+    assert flops_of(lambda: step(our_sdpa)) == want  # no key lies behind the last query here
+    counted = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu in flop_registry
+    if dim_v == 64 and counted:  # else torch's formula runs, without the recomputed scores
+        assert flops_of(lambda: step(sdpa)) == want
+
+
+def test_flops_of_grouped_heads_and_of_both_layouts():
+    q, k = torch.randn(2, 96, 8, 64), torch.randn(2, 80, 2, 64)
+    want = 4 * 2 * 8 * 96 * 80 * 64
+    assert flops_of(lambda: attention(q, k, k)) == want
+    q, k = q.transpose(1, 2), k.transpose(1, 2)
+    assert flops_of(lambda: attention(q, k, k, layout="bhsd")) == want
+    assert flops_of(lambda: our_sdpa(q, k, k, enable_gqa=True)) == want
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_flops_of_a_ragged_batch(grad):
+    cu = torch.tensor([0, 4, 4, 11], dtype=torch.int32)
+    q, k = torch.randn(11, 4, 16, requires_grad=grad), torch.randn(11, 2, 16, requires_grad=grad)
+
+    def step():
+        out = cuattn.torch.attention_varlen(q, k, k, cu, cu, 7, 7)
+        if grad:
+            out.sum().backward()
+
+    assert flops_of(step) == 2 * 4 * (4 * 4 + 7 * 7) * 16 * (7 if grad else 2)
+
+
+def test_flops_of_tensors_without_memory():
+    q = torch.empty(2, 96, 8, 64, device="meta")
+    assert flops_of(lambda: attention(q, q, q)) == 4 * 2 * 8 * 96 * 96 * 64
+    x = torch.empty(11, 4, 16, device="meta")
+    cu = torch.empty(4, dtype=torch.int32, device="meta")
+    ragged = lambda: cuattn.torch.attention_varlen(x, x, x, cu, cu, 7, 7)  # noqa: E731
+    assert flops_of(ragged) == 4 * 4 * 3 * 7 * 7 * 16
