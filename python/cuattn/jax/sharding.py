@@ -158,7 +158,7 @@ def spread(run: Run, arrays: Arrays, static: Static, results: list[str]) -> list
     letters = {name: letters_of(name, x.shape, options) for name, x in arrays.items()}
     ends = [letters[SOURCES[n]] if n in SOURCES else letters_of(n, (), options) for n in results]
 
-    @jax.custom_batching.custom_vmap
+    @jax.custom_batching.custom_vmap  # type: ignore[untyped-decorator]
     def call(arrays: Arrays) -> list[jax.Array]:
         if mesh := explicit_mesh(arrays["q"]):
             q, k = (jax.typeof(arrays[name]) for name in "qk")
@@ -166,7 +166,7 @@ def spread(run: Run, arrays: Arrays, static: Static, results: list[str]) -> list
             return by_type(run, arrays, static, letters, results, ends, mesh, axes)
         return by_rule(run, arrays, static, letters, ends)
 
-    @call.def_vmap
+    @call.def_vmap  # type: ignore[untyped-decorator]
     def one_after_the_other(_: int, mapped: Any, arrays: Arrays) -> Any:
         (which,) = mapped if isinstance(mapped, (list, tuple)) else (mapped,)
         axes = {name: 0 if is_mapped else None for name, is_mapped in which.items()}
