@@ -17,6 +17,9 @@ import cuattn.jax  # noqa: E402
 
 ours = cuattn.jax.dot_product_attention
 theirs = jax.nn.dot_product_attention
+if "return_residual" not in inspect.signature(theirs).parameters:
+    pytest.skip("an older JAX, without what is compared", allow_module_level=True)
+
 BATCH, DIM = 2, 16
 
 

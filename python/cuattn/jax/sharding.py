@@ -8,6 +8,7 @@ call does not mix. Sequences are gathered as before. Next: ops.py.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +32,8 @@ Axes = tuple[tuple[str, ...], tuple[str, ...]]  # of the mesh: along batch, alon
 # One letter for each axis: b batch, s queries, t keys, q query heads, h key heads, d and e sizes of
 # keys and values; n, m, p are batch and lengths of a ragged call, c its ends.
 FIXED = {"sinks": "q", "cu_seqlens_q": "c", "cu_seqlens_k": "c"}
+# Not so in JAX before 0.7, where calls are gathered.
+SPREADS = "need_replication_factors" in inspect.signature(SdyShardingRule.__init__).parameters
 
 
 def letters_of(name: str, shape: tuple[int, ...], options: dict[str, Any]) -> str:
@@ -123,16 +126,16 @@ def rule_of(operands: list[str], results: list[str], group: int) -> SdyShardingR
                 used[letter] = None
         return ArrayMapping(*found)
 
-    return SdyShardingRule(
-        tuple(map(mapping, operands)),
-        tuple(map(mapping, results)),
-        need_replication_factors=tuple(factor for factor in used if factor not in "bh"),
-        **({"g": group} if group > 1 else {}),
-    )
+    sides = tuple(map(mapping, operands)), tuple(map(mapping, results))
+    more: dict[str, Any] = {"g": group} if group > 1 else {}
+    more["need_replication_factors"] = tuple(factor for factor in used if factor not in "bh")
+    return SdyShardingRule(*sides, **more)
 
 
 def several_devices() -> bool:
-    """Tell whether a call can be spread at all."""
+    """Tell whether a call can be spread at all: by Shardy, over devices of one kind."""
+    if not SPREADS or not getattr(jax.config, "jax_use_shardy_partitioner", True):
+        return False
     if jax.device_count() > 1:
         return True
     with contextlib.suppress(RuntimeError):
