@@ -8,6 +8,7 @@ refused here. Next: call.py, attention.py.
 from .attention import attention, attention_varlen
 from .backward import attention_backward, attention_varlen_backward
 from .cache import gather_cache, reshape_and_cache
+from .dot_product import dot_product_attention
 from .merge import merge_states
 from .paged import paged_attention
 
@@ -16,6 +17,7 @@ __all__ = [
     "attention_backward",
     "attention_varlen",
     "attention_varlen_backward",
+    "dot_product_attention",
     "gather_cache",
     "merge_states",
     "paged_attention",

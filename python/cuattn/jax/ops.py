@@ -25,6 +25,7 @@ from .call import (
     present,
     shape_of,
 )
+from .sharding import spread
 
 OPS = XLA_OPS["attention"]
 ARRAYS = tuple(option.name for option in options_of(*OPS, kinds=("array",), face="jax"))
@@ -60,7 +61,13 @@ def optional_operands(arrays: dict[str, jax.Array]) -> list[jax.Array]:
 
 
 def run_attention(arrays: dict[str, jax.Array], static: Static) -> list[jax.Array]:
-    """One call of the attention handler; results out, and lse if asked for."""
+    """One call, spread over a mesh where there is one; results out, and lse if asked for."""
+    results = ["out", "lse"] if dict(static)["return_lse"] else ["out"]
+    return spread(attend, arrays, static, results)
+
+
+def attend(arrays: dict[str, jax.Array], static: Static) -> list[jax.Array]:
+    """One call of the attention handler."""
     options = dict(static)
     workspace_bytes = workspace_of(arrays, options)
     q, v = arrays["q"], arrays["v"]
@@ -135,7 +142,12 @@ differentiable_attention = jax.jit(_attention, static_argnums=1)
 
 @functools.partial(compiled, what="gradient of a gradient")
 def run_backward(arrays: dict[str, jax.Array], static: Static) -> list[jax.Array]:
-    """One call of the backward handler; results what `need` names."""
+    """One call of the backward pass, spread as the forward one; results what `need` names."""
+    return spread(go_back, arrays, static, list(dict(static)["need"]))
+
+
+def go_back(arrays: dict[str, jax.Array], static: Static) -> list[jax.Array]:
+    """One call of the backward handler."""
     options = dict(static)
     need = options["need"]
     named = {o.name: options.get(o.name, o.default) for o in forward_options(options["op"])}

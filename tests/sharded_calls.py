@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls over meshes of four CPU devices, beside the same on one: python sharded_calls.py.
+
+Each line is a JSON list: the mesh, the case, whether values and gradients agree, and which
+collectives the two compiled programs have. faces/test_jax_sharding.py reads them.
+"""
+
+import contextlib
+import json
+import os
+import re
+import sys
+
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import cuattn.jax
+
+B, S, T, HQ, HK, D = 4, 9, 13, 8, 4, 16
+SPECS = {"data": ("data", None), "model": (None, "model"), "both": ("data", "model")}
+CASES = {
+    "plain": {},
+    "mha": {"heads": 8},
+    "mqa": {"heads": 1},
+    "causal": {"causal": True, "window": (5, 0), "softcap": 2.0},
+    "bhsd": {"layout": "bhsd", "causal": True},
+    "used": {"seqused_q": [9, 2, 5, 0], "seqused_k": [13, 1, 0, 7], "causal": True},
+    "sinks": {"sinks": (HQ,)},
+    "slopes": {"alibi_slopes": (HQ,)},
+    "slopes_of_batch": {"alibi_slopes": (B, HQ)},
+    "bias": {"bias": (B, HQ, S, T)},
+    "bias_of_heads": {"bias": (HQ, S, T)},
+    "bias_of_batch": {"bias": (B, 1, 1, T)},
+    "bias_of_all": {"bias": (S, T), "sinks": (HQ,), "alibi_slopes": (HQ,)},
+    "mask": {"mask": (B, 1, S, T)},
+    "dropout": {"dropout_p": 0.3, "dropout_seed": 3},
+    "jax_nn": {"jax_nn": True, "is_causal": True, "key_value_seq_lengths": [13, 1, 3, 7]},
+    "ragged": {"ragged": True, "causal": True},
+}
+FEW = ("plain", "mqa", "sinks", "bias_of_batch", "jax_nn", "ragged")  # over one axis
+
+
+def problem(case, rng):
+    """Arrays, the call, and by name which axes are batch and heads."""
+    options = dict(CASES[case])
+    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape, np.float32))  # noqa: E731
+    heads, ragged = options.pop("heads", HK), options.pop("ragged", False)
+    jax_nn = options.pop("jax_nn", False)
+    shapes = [(S, HQ, D), (T, heads, D), (T, heads, D)]
+    if options.get("layout") == "bhsd":
+        shapes = [(h, n, d) for n, h, d in shapes]
+    arrays = {
+        n: draw(*shape) if ragged else draw(B, *shape)
+        for n, shape in zip("qkv", shapes, strict=True)
+    }
+    for name in ("sinks", "alibi_slopes", "bias"):
+        if name in options:
+            arrays[name] = abs(draw(*options.pop(name)))
+    if "mask" in options:
+        options["bias"] = jnp.asarray(rng.random(options.pop("mask")) > 0.3)
+    for name in ("seqused_q", "seqused_k", "key_value_seq_lengths"):
+        if name in options:
+            options[name] = jnp.asarray(options[name], jnp.int32)
+    ends = [jnp.asarray(x, jnp.int32) for x in ([0, 4, 9], [0, 6, 13])]
+
+    def call(arrays):
+        rest = {n: x for n, x in arrays.items() if n not in "qkv"}
+        qkv = [arrays[n] for n in "qkv"]
+        if jax_nn:
+            return cuattn.jax.dot_product_attention(*qkv, **options, **rest)
+        if ragged:
+            return cuattn.attention_varlen(*qkv, *ends, 5, 7, **options, **rest)
+        return cuattn.attention(*qkv, **options, **rest)
+
+    heads_first = options.get("layout") == "bhsd"
+    return arrays, call, "h.." if ragged else "bhs." if heads_first else "bsh."
+
+
+def spec_of(letters, along):
+    places = {"b": along[0], "h": along[1]}
+    return PartitionSpec(*(places.get(letter) for letter in letters))
+
+
+def collectives(function, *arguments):
+    text = function.lower(*arguments).compile().as_text()
+    found = re.findall(r" (all-gather|all-reduce|all-to-all|collective-permute)[-a-z]*\(", text)
+    return sorted(set(found))
+
+
+def agree(a, b):
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return all(
+        np.abs(np.asarray(x) - np.asarray(y)).max() <= 1e-5 * max(1, np.abs(np.asarray(y)).max())
+        for x, y in pairs
+    )
+
+
+def compare(case, kind, along, seed=0):
+    """One case on a mesh: values, gradients and what the compiled programs send."""
+    arrays, call, letters = problem(case, np.random.default_rng(seed))
+    letters = "shd" if len(letters) == 3 else letters
+    shape = (2, 2) if None not in along else (4,)
+    names = tuple(n for n in along if n)
+    mesh = jax.make_mesh(shape, names, axis_types=(kind,) * len(names))
+    loss = lambda given: (jnp.sin(call(given)) ** 2).sum()  # noqa: E731
+    wanted, wanted_gradients = jax.jit(call)(arrays), jax.jit(jax.grad(loss))(arrays)
+    spec = spec_of(letters, along)
+    placed = dict(arrays)
+    for n in "qkv":
+        one_head = arrays[n].shape[letters.index("h")] == 1
+        where = spec_of(letters, (along[0], None)) if one_head else spec
+        placed[n] = jax.device_put(arrays[n], NamedSharding(mesh, where))
+    with jax.set_mesh(mesh) if kind is AxisType.Explicit else contextlib.nullcontext():
+        forward, backward = jax.jit(call), jax.jit(jax.grad(loss))
+        results = forward(placed), backward(placed)
+        moved = collectives(forward, placed), collectives(backward, placed)
+    kept = results[0].sharding.is_equivalent_to(NamedSharding(mesh, spec), results[0].ndim)
+    return [agree(results[0], wanted), agree(results[1], wanted_gradients), kept, *moved]
+
+
+def others():
+    """What is spread in other ways still gives the values of one device."""
+    arrays, call, _ = problem("plain", np.random.default_rng(1))
+    wanted = jax.jit(call)(arrays)
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
+    put = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))  # noqa: E731
+    rows = {n: put(x, None, None, None, "x") for n, x in arrays.items()}
+    yield "head_dim", agree(jax.jit(call)(rows), wanted)
+    mixed = {**arrays, "q": put(arrays["q"], "x"), "k": put(arrays["k"], None, None, "x")}
+    yield "mixed", agree(jax.jit(call)(mixed), wanted)
+    cut = {n: x[:3] for n, x in arrays.items()}
+    yield (
+        "three_of_four",
+        agree(
+            jax.jit(lambda a: call({n: x[:3] for n, x in a.items()}))(
+                {n: put(x, "x") for n, x in arrays.items()}
+            ),
+            jax.jit(call)(cut),
+        ),
+    )
+    many = {n: jnp.stack([x, 2 * x]) for n, x in arrays.items()}
+    spread = {n: put(x, None, "x") for n, x in many.items()}
+    loss = lambda a: call(a).sum()  # noqa: E731
+    each = jax.vmap(jax.value_and_grad(loss))
+    yield "vmap", agree(jax.jit(each)(spread), each(many))
+    inside = jax.shard_map(
+        call,
+        mesh=mesh,
+        in_specs=(PartitionSpec("x"),),
+        out_specs=PartitionSpec("x"),
+        check_vma=False,
+    )
+    yield "shard_map", agree(jax.jit(inside)(arrays), wanted)
+    checked = jax.jit(jax.grad(jax.checkpoint(loss)))
+    placed = {n: put(x, "x") for n, x in arrays.items()}
+    yield "checkpoint", agree(checked(placed), jax.grad(loss)(arrays))
+
+
+def main():
+    for along in SPECS:
+        for case in CASES if along == "both" else FEW:
+            for kind in (AxisType.Auto, AxisType.Explicit):
+                print(
+                    json.dumps([along, case, kind.name, *compare(case, kind, SPECS[along])]),
+                    flush=True,
+                )
+    for name, right in others():
+        print(json.dumps(["other", name, right]), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
