@@ -316,6 +316,7 @@ struct ForwardSm80 {
     uint32_t staging =
         shared.q + threadIdx.x / 32 * kWarpRows * kQkBytes;  // no other warp reads these rows of Q
     __syncwarp();                                            // every lane has read its last Q
+    const device::Finish finish(p.scores, work.head);
 #pragma unroll
     for (int m = 0; m < kRowBlocks; ++m) {
 #pragma unroll
@@ -323,8 +324,7 @@ struct ForwardSm80 {
         int32_t row = lane_row(work, m, half);
         float sum = device::quad_sum(state.row_sum[m][half]);
         float maximum = device::finite_product(state.row_max[m][half], to_log2);
-        device::RowEnd end =
-            device::finish_row(p.scores, work.head, maximum, sum, row < work.queries.used);
+        device::RowEnd end = finish.end(maximum, sum, row < work.queries.used);
 #pragma unroll
         for (int n = 0; n < kOutBlocks; ++n) {
           float left = end.alive ? state.out[m][n][2 * half] * end.factor : 0.0f;
