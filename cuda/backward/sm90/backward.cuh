@@ -14,17 +14,35 @@
 
 namespace cuattn {
 
+template <DType kType, int kHeadDim, int kHeadDimV, MaskKind kMask, ScoreForm kForm>
+void launch_passes_sm90(const BackwardLaunch& launch, const backward::RowStates& states,
+                        cudaStream_t stream) {
+  // Compiled for a window, the smooth form serves every mask; fused there is none with a window.
+  constexpr MaskKind kFusedMask = kForm == ScoreForm::smooth ? MaskKind::causal : kMask;
+  constexpr bool kHasFused = sm90_has_fused({kHeadDim, kHeadDimV}, kFusedMask, kForm);
+  if (kHasFused && launch.schedule.num_chunks > 0) {  // keys are cut in parts, whose dq are summed
+    if constexpr (kHasFused)
+      launch_fused_sm90<kType, kHeadDim, kFusedMask, kForm>(launch, states, stream);
+  } else {
+    launch_queries_sm90<kType, kHeadDim, kHeadDimV, kMask, kForm>(launch, states, stream);
+    launch_keys_sm90<kType, kHeadDim, kHeadDimV, kMask, kForm>(launch, states, stream);
+  }
+}
+
 template <DType kType, int kHeadDim, int kHeadDimV, MaskKind kMask, ScoreKind kScore>
 void launch_backward_sm90(const BackwardLaunch& launch, cudaStream_t stream) {
   const BackwardParams& p = launch.params;
   const AttentionParams& f = p.forward;
   const backward::RowStates states = backward::row_states(f, launch.schedule.workspace);
-  constexpr bool kHasFused = sm90_has_fused({kHeadDim, kHeadDimV}, kMask, kScore);
-  if (kHasFused && launch.schedule.num_chunks > 0) {  // keys are cut in parts, whose dq are summed
-    if constexpr (kHasFused) launch_fused_sm90<kType, kHeadDim, kMask>(launch, states, stream);
+  auto passes = [&](auto form) {
+    launch_passes_sm90<kType, kHeadDim, kHeadDimV, kMask, form.value>(launch, states, stream);
+  };
+  if constexpr (kScore == ScoreKind::identity) {
+    passes(std::integral_constant<ScoreForm, ScoreForm::plain>{});
+  } else if (sm90_score_form(f.scores, kType) == ScoreForm::smooth) {
+    passes(std::integral_constant<ScoreForm, ScoreForm::smooth>{});
   } else {
-    launch_queries_sm90<kType, kHeadDim, kHeadDimV, kMask, kScore>(launch, states, stream);
-    launch_keys_sm90<kType, kHeadDim, kHeadDimV, kMask, kScore>(launch, states, stream);
+    passes(std::integral_constant<ScoreForm, ScoreForm::general>{});
   }
   launch_clear(f.cu_seqlens_q, f.batch, f.total_q, f.num_heads_q,
                {p.dq, p.dq_strides, f.dtype, f.head_dim}, stream);
