@@ -23,6 +23,11 @@ CUATTN_HOST_DEVICE int64_t sm90_row_place(int64_t first, int32_t b) {
 constexpr int64_t sm90_row_pitch(int64_t total_q, int32_t batch) {
   return (total_q / kRowPad + batch + 3) * kRowPad;
 }
+// Of a head: the states and, fused, the sums of dq, `columns` of each row. Behind those of all heads
+// stands a float for each head and sequence where dsinks is made.
+CUATTN_HOST_DEVICE int64_t sm90_floats_of_head(const AttentionParams& f, int32_t columns) {
+  return (2 + columns) * sm90_row_pitch(f.total_q, f.batch);
+}
 
 // ---- Scores. plain: a scale alone. smooth: besides a softcap or ALiBi, made of whole fragments in
 // the tiles of plain. general: anything, a score at a time.
@@ -31,9 +36,10 @@ enum class ScoreForm : int32_t { plain, smooth, general };
 CUATTN_HOST_DEVICE ScoreForm sm90_score_form(const ScoreParams& s, DType dtype) {
   if (!s.scored()) return ScoreForm::plain;
   bool caps = s.softcap > 0.0f, leans = s.alibi_slopes != nullptr;
-  // Within these the scale divides a slope, and a float16 tanh needs no series (device/math.cuh).
-  bool is_usual = s.scale > 0x1p-60f && s.scale < 0x1p60f &&
-                  s.softcap <= (dtype == DType::f16 ? 256.0f : 0x1p60f);
+  // Within these the scale divides a slope, a large number hides a score, and a float16 tanh needs
+  // no series (device/math.cuh).
+  bool is_usual = s.scale > 0x1p-40f && s.scale < 0x1p40f && (!caps || s.softcap > 0x1p-30f) &&
+                  s.softcap <= (dtype == DType::f16 ? 256.0f : 0x1p40f);
   return s.bias == nullptr && is_usual && caps != leans ? ScoreForm::smooth : ScoreForm::general;
 }
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The launcher of the sm90 backward kernels: the fused pass, or the queries pass (Delta, dQ) and the
-// keys pass (dK, dV), which starts under the tail of the first; then zeros for the rows of ragged
-// arrays that belong to no sequence. Two passes make seven products of tiles for the five of the
+// keys pass (dK, dV), which starts under the tail of the first; then dsinks, and zeros for the rows
+// of ragged arrays that belong to no sequence. Two passes make seven products of tiles for the five of the
 // formula, and in return no atomics and no sums in memory: the same bits each time. Next: fused.cuh,
 // queries.cuh, keys.cuh.
 #pragma once
@@ -11,6 +11,7 @@
 #include "cuda/backward/sm90/fused.cuh"
 #include "cuda/backward/sm90/keys.cuh"
 #include "cuda/backward/sm90/queries.cuh"
+#include "cuda/backward/sm90/sinks.cuh"
 
 namespace cuattn {
 
@@ -44,6 +45,8 @@ void launch_backward_sm90(const BackwardLaunch& launch, cudaStream_t stream) {
   } else {
     passes(std::integral_constant<ScoreForm, ScoreForm::general>{});
   }
+  const int64_t floats = sm90_floats_of_head(f, launch.schedule.num_chunks > 0 ? kHeadDim : 0);
+  backward::launch_sinks_sm90(p, states, states.lse + floats * f.num_heads_q, stream);
   launch_clear(f.cu_seqlens_q, f.batch, f.total_q, f.num_heads_q,
                {p.dq, p.dq_strides, f.dtype, f.head_dim}, stream);
   launch_clear(f.cu_seqlens_kv, f.batch, f.total_kv, f.num_heads_kv,

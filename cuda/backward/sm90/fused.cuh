@@ -56,7 +56,7 @@ struct FusedPass : KeyTiles<kType, kHeadDim, kHeadDim, kMask, kForm, true> {
 #pragma unroll
     for (int step = 0; step < kTile.n / 16; ++step) {
       device::Wgmma<kType, kColumns>::template ss<1, 1>(dq, device::advance(a, step * 2048),
- device::advance(b, step * 2048), step != 0);
+                                                        device::advance(b, step * 2048), step != 0);
     }
   }
 
@@ -281,7 +281,8 @@ __global__ void __launch_bounds__(kRowThreads)
     float dq[32];
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const float4 x = *reinterpret_cast<const float4*>(from + i * 512);
+      const bool exists = group == 0 || i < Pass::kColumnsOfSecond / 8;
+      const float4 x = exists ? *reinterpret_cast<const float4*>(from + i * 512) : float4{};
       dq[4 * i] = x.x;
       dq[4 * i + 1] = x.y;
       dq[4 * i + 2] = x.z;

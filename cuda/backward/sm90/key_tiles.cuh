@@ -239,8 +239,10 @@ struct KeyTiles {
         probs[2 * block + half] = pack2<kType>(prob[0], prob[1]);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          if constexpr (kForm == ScoreForm::general || kCapped)
-            s[i] = (kCapped && !kMasked) || prob[i] != 0.0f ? prob[i] * mod.derivative(s[i]) : 0.0f;
+          if constexpr (kCapped)
+            s[i] = kMasked && prob[i] == 0.0f ? 0.0f : prob[i] * mod.derivative(s[i]);
+          else if constexpr (kForm == ScoreForm::general)
+            s[i] = prob[i] != 0.0f ? prob[i] * mod.derivative(s[i]) : 0.0f;
           else
             s[i] = prob[i];
         }
@@ -253,19 +255,33 @@ struct KeyTiles {
                                                     const Mod& mod, uint32_t lse,
                                                     const Sight& sight, int tile, bool masked) {
     if constexpr (kForm == ScoreForm::smooth) {
-      if (mod.caps()) {
-        mod.cap(scores);
-        if (masked) {
-          make_probs_of<true, true>(scores, probs, work, mod, exponent_of(mod), lse, sight,
-                                    tile * kTile.m);
+      const int32_t first = tile * kTile.m + 2 * static_cast<int32_t>(threadIdx.x % 4);
+      const int32_t distance = first + work.keys.used - work.queries.used - sight.key;
+      mod.template modify<true>(scores, distance);
+      auto make = [&](auto hidden) {
+        const float to_log2 = exponent_of(mod);
+        if (mod.caps()) {
+          make_probs_of<hidden.value, true>(scores, probs, work, mod, to_log2, lse, sight,
+                                            tile * kTile.m);
         } else {
-          make_probs_of<false, true>(scores, probs, work, mod, exponent_of(mod), lse, sight,
-                                     tile * kTile.m);
+          make_probs_of<hidden.value>(scores, probs, work, mod, to_log2, lse, sight,
+                                      tile * kTile.m);
         }
-        return;
+      };
+      if constexpr (kRowPad % kTile.m == 0) {  // each row of a tile has a state
+        if (masked) {
+          if constexpr (kFused)  // rows behind the last one have scores of 0 and an lse of +inf
+            mod.hide_left(scores, distance, right(f));
+          else
+            mod.template hide<kMask>(scores, sight.rows, first);
+        }
+        make(std::false_type{});
+      } else if (masked) {
+        make(std::true_type{});
+      } else {
+        make(std::false_type{});
       }
-      mod.template lean<true>(scores, tile * kTile.m + 2 * static_cast<int>(threadIdx.x % 4) +
-                                          work.keys.used - work.queries.used - sight.key);
+      return;
     }
     if (masked) {
       make_probs_of<true>(scores, probs, work, mod, exponent_of(mod), lse, sight, tile * kTile.m);

@@ -172,9 +172,9 @@ struct QueriesPass {
   // leaves P in `scores`, with score options times the derivative of the score.
   template <bool kMasked, bool kCapped = false>
   static __device__ __forceinline__ void make_probs_of(float (&scores)[kTile.n / 2],
-                                                    const AttentionParams& f, const Work& work,
-                                                    const Mod& mod, const LaneRows& rows,
-                                                    int32_t key0) {
+                                                       const AttentionParams& f, const Work& work,
+                                                       const Mod& mod, const LaneRows& rows,
+                                                       int32_t key0) {
     using namespace device;
     const int32_t first = key0 + 2 * static_cast<int32_t>(threadIdx.x % 4);
     const float to_log2 = exponent_of(mod);
@@ -206,8 +206,10 @@ struct QueriesPass {
             exponent = seen ? exponent : negative_infinity();
           }
           const float prob = exp2_approx(exponent);
-          if constexpr (kForm == ScoreForm::general || kCapped)
-            s = (kCapped && !kMasked) || prob != 0.0f ? prob * mod.derivative(s) : 0.0f;
+          if constexpr (kCapped)
+            s = prob * mod.derivative(s);
+          else if constexpr (kForm == ScoreForm::general)
+            s = prob != 0.0f ? prob * mod.derivative(s) : 0.0f;
           else
             s = prob;
         }
@@ -219,17 +221,18 @@ struct QueriesPass {
                                                     const Mod& mod, const LaneRows& rows,
                                                     int32_t key0, bool masked) {
     if constexpr (kForm == ScoreForm::smooth) {
-      if (mod.caps()) {
-        mod.cap(scores);
-        if (masked) {
-          make_probs_of<true, true>(scores, f, work, mod, rows, key0);
-        } else {
-          make_probs_of<false, true>(scores, f, work, mod, rows, key0);
-        }
-        return;
+      const int32_t first = key0 + 2 * static_cast<int32_t>(threadIdx.x % 4);
+      mod.template modify<false>(scores, rows.row + work.keys.used - work.queries.used - first);
+      if (masked) {
+        KeyRange keys[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+          keys[half] = visible_keys(left(f), right(f), rows.row + 8 * half, work.queries.used,
+                                    work.keys.used);
+        mod.template hide<kMask>(scores, keys, first);
       }
-      mod.template lean<false>(scores, rows.row + work.keys.used - work.queries.used - key0 -
-                                           2 * static_cast<int>(threadIdx.x % 4));
+      if (mod.caps()) return make_probs_of<false, true>(scores, f, work, mod, rows, key0);
+      return make_probs_of<false>(scores, f, work, mod, rows, key0);
     }
     if (masked) {
       make_probs_of<true>(scores, f, work, mod, rows, key0);
