@@ -35,12 +35,12 @@ enum class ScoreForm : int32_t { plain, smooth, general };
 
 CUATTN_HOST_DEVICE ScoreForm sm90_score_form(const ScoreParams& s, DType dtype) {
   if (!s.scored()) return ScoreForm::plain;
-  bool caps = s.softcap > 0.0f, leans = s.alibi_slopes != nullptr;
+  bool caps = s.softcap > 0.0f, leans = s.has_slopes;
   // Within these the scale divides a slope, a large number hides a score, and a float16 tanh needs
   // no series (device/math.cuh).
   bool is_usual = s.scale > 0x1p-40f && s.scale < 0x1p40f && (!caps || s.softcap > 0x1p-30f) &&
                   s.softcap <= (dtype == DType::f16 ? 256.0f : 0x1p40f);
-  return s.bias == nullptr && is_usual && caps != leans ? ScoreForm::smooth : ScoreForm::general;
+  return !s.has_bias && is_usual && caps != leans ? ScoreForm::smooth : ScoreForm::general;
 }
 
 // ---- Tiles. m query rows, n keys, stages of what streams. 12 warps: a group of producers, two
