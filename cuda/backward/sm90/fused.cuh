@@ -93,6 +93,7 @@ struct FusedPass : KeyTiles<kType, kHeadDim, kHeadDim, kMask, kForm, true> {
     const uint32_t k = shared.k + group * 64 * 128, v = shared.v + group * 64 * 128;
     const auto sight = Base::lane_sight(f, work, group * 64);
     const bool has_tail = work.key0 + kTile.n > work.keys.used;
+    typename Base::Mod mod(f, 0, 0, 0, 0);
     Ring<kTile.stages> ring(0);
     float scores[kTile.m / 2], dout_v[kTile.m / 2];
     uint32_t probs[kTile.m / 4], grads[kTile.m / 4];
@@ -107,7 +108,7 @@ struct FusedPass : KeyTiles<kType, kHeadDim, kHeadDim, kMask, kForm, true> {
                   (states.place(f, work.queries, work.batch, head) + work.range.begin * kTile.m) *
                       kHeadDim +
                   group * 64 * 64 + threadIdx.x % 128 * 4;
-      const typename Base::Mod mod(f, work.batch, head, work.queries.used, work.keys.used);
+      if constexpr (kForm != ScoreForm::plain) mod = typename Base::Mod(f, work.batch, head, 0, 0);
 #pragma unroll 1
       for (int tile = work.range.begin; tile < work.range.end; ++tile) {
         const int stage = ring.stage();

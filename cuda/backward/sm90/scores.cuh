@@ -13,14 +13,14 @@ namespace cuattn::backward {
 // slope in its units.
 template <DType kType>
 struct SmoothScores {
-  const ScoreParams& s;
+  const ScoreParams* s;
   int32_t b, head;
 
   __device__ SmoothScores(const AttentionParams& f, int32_t b, int32_t head, int32_t, int32_t)
-      : s(f.scores), b(b), head(head) {}
-  __device__ __forceinline__ bool caps() const { return s.softcap > 0.0f; }
+      : s(&f.scores), b(b), head(head) {}
+  __device__ __forceinline__ bool caps() const { return s->softcap > 0.0f; }
   __device__ __forceinline__ float to_log2() const {
-    return (caps() ? s.softcap : s.scale) * device::kLog2e;
+    return (caps() ? s->softcap : s->scale) * device::kLog2e;
   }
 
   // Score i of a fragment lies i / 4 * 8 + i % 2 columns and i / 2 % 2 * 8 rows past score 0, whose
@@ -28,7 +28,7 @@ struct SmoothScores {
   template <bool kKeysInRows, int kCount>
   __device__ __forceinline__ void modify(float (&scores)[kCount], int32_t distance) const {
     if (caps()) {
-      const float ratio = s.scale * s.inv_softcap;
+      const float ratio = s->scale * s->inv_softcap;
 #pragma unroll
       for (float& score : scores) {  // tanh as the forward kernel makes it
         const float x = score * ratio;
@@ -36,7 +36,7 @@ struct SmoothScores {
       }
     } else {
       const float base = static_cast<float>(distance);
-      const float slope = s.slope(b, head) * device::rcp_approx(s.scale);  // of dot products
+      const float slope = s->slope(b, head) * device::rcp_approx(s->scale);  // of dot products
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
         const int column = i / 4 * 8 + i % 2, down = i / 2 % 2 * 8;
