@@ -20,7 +20,7 @@ CUATTN_HOST_DEVICE int64_t sm90_row_place(int64_t first, int32_t b) {
   return (first / kRowPad + b) * kRowPad;
 }
 // Rows of a plane and head; a tile that begins among them ends among them.
-constexpr int64_t sm90_row_pitch(int64_t total_q, int32_t batch) {
+CUATTN_HOST_DEVICE int64_t sm90_row_pitch(int64_t total_q, int32_t batch) {
   return (total_q / kRowPad + batch + 3) * kRowPad;
 }
 // Of a head: the states and, fused, the sums of dq, `columns` of each row. Behind those of all heads
