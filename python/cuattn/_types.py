@@ -18,6 +18,8 @@ Layout = Literal["bshd", "bhsd"]
 MergeLayout = Literal["bshd", "bhsd", "nhd", "thd"]
 KvLayout = Literal["nhd", "hnd", "vllm"]
 KvDtype = Literal["float8_e4m3fn"]
+Act = Literal["silu", "gelu", "gelu_tanh"]
+FilterOrder = Literal["top_k_first", "joint"]
 Backend = Literal["auto", "naive", "cublas", "tiled", "simt", "sm80", "sm90", "cpu"]
 
 
