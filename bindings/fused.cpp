@@ -62,26 +62,63 @@ void require_axes(const char* op, const char* name, const Array& array, int32_t 
         " axes, got ", array.view.ndim, "; reshape it");
 }
 
-nb::object apply_rope(nb::handle x, nb::handle cos, nb::handle sin, nb::handle positions,
-                      nb::handle interleaved, nb::handle inverse, nb::handle offset, nb::handle out,
-                      nb::handle stream) {
-  Call call("apply_rope", "x", x, stream);
-  require_axes(call.op, "x", call.first, 3);
+// Queries [num_seqs, heads, dim] of one token a sequence, and their positions, with an axis of
+// tokens.
+void insert_tokens(Array& array, int32_t ndim) {
+  TensorView& view = array.view;
+  if (view.ndim != ndim) return;
+  for (int32_t axis = ndim; axis > 1; --axis) {
+    view.shape[axis] = view.shape[axis - 1];
+    view.strides[axis] = view.strides[axis - 1];
+  }
+  view.shape[1] = 1;
+  view.strides[1] = view.strides[0];
+  view.ndim = ndim + 1;
+  array.tensor = view.dl();
+}
+
+nb::object apply_rope(const char* op, const char* name, nb::handle x, nb::handle cos,
+                      nb::handle sin, nb::handle positions, nb::handle interleaved,
+                      nb::handle inverse, nb::handle offset, const nb::dict& lengths,
+                      nb::handle out, nb::handle stream) {
+  Call call(op, name, x, stream);
+  require_axes(call.op, name, call.first, 3);
   cuattn_rope_options options;
   cuattn_rope_options_init(&options, sizeof options);
   options.interleaved = parse_bool(call.op, "interleaved", interleaved);
   options.inverse = parse_bool(call.op, "inverse", inverse);
   options.offset = parse_int(call.op, "offset", offset);
   Array cos_array, sin_array;
-  std::optional<Array> positions_array;
+  std::optional<Array> positions_array, arrays[4];
   cos_array.import(call.op, "cos", cos, call.stream, &call.first);
   sin_array.import(call.op, "sin", sin, call.stream, &call.first);
   options.positions = call.import("positions", positions, positions_array);
+  auto given = [&](const char* key) {
+    return lengths.contains(key) ? nb::object(lengths[key]) : nb::none();
+  };
+  const DLTensor** fields[4] = {&options.cu_seqlens_q, &options.cu_seqlens_k, &options.seqused_q,
+                                &options.seqused_k};
+  const char* names[4] = {"cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"};
+  for (int i = 0; i < 4; ++i) *fields[i] = call.import(names[i], given(names[i]), arrays[i]);
+  if (lengths.contains("layout")) options.layout = parse_layout(call.op, given("layout"));
+  if (lengths.contains("seqlen_k"))
+    options.seqlen_k = parse_int(call.op, "seqlen_k", given("seqlen_k"));
   Result result;
   result.provide(call.op, "out", out, call.first, call.stream, like(call.first));
+  DLTensor turned = result.tensor;
+  TensorView turned_view(turned);
+  if (lengths.contains("one_token")) {  // of each sequence
+    Array whole;
+    whole.view = turned_view;
+    insert_tokens(whole, 3);
+    turned_view = whole.view;
+    turned = turned_view.dl();
+    insert_tokens(call.first, 3);
+    if (positions_array) insert_tokens(*positions_array, 1);
+  }
   call.run([&] {
     return cuattn_apply_rope(&call.first.tensor, &cos_array.tensor, &sin_array.tensor, &options,
-                             &result.tensor, call.stream.handle);
+                             &turned, call.stream.handle);
   });
   return result.object;
 }
@@ -219,9 +256,11 @@ nb::object speculative_verify(nb::handle draft_probs, nb::handle target_probs,
 
 void add_fused(nb::module_& m) {
   // All arguments may be None; the Python functions have the defaults.
-  m.def("apply_rope", &apply_rope, nb::arg("x"), nb::arg("cos"), nb::arg("sin"),
-        nb::arg("positions").none(), nb::arg("interleaved"), nb::arg("inverse"), nb::arg("offset"),
-        nb::arg("out").none(), nb::arg("stream").none(), "cuattn.apply_rope");
+  m.def("apply_rope", &apply_rope, nb::arg("op"), nb::arg("name"), nb::arg("x"), nb::arg("cos"),
+        nb::arg("sin"), nb::arg("positions").none(), nb::arg("interleaved"), nb::arg("inverse"),
+        nb::arg("offset"), nb::arg("lengths"), nb::arg("out").none(), nb::arg("stream").none(),
+        "cuattn.apply_rope, and the rotation of q of op; lengths: the fields of "
+        "cuattn_rope_options of these names, and one_token.");
   m.def("norm", &norm, nb::arg("centred"), nb::arg("x"), nb::arg("weight"), nb::arg("bias").none(),
         nb::arg("eps"), nb::arg("weight_offset"), nb::arg("residual").none(), nb::arg("out").none(),
         nb::arg("residual_out").none(), nb::arg("stream").none(),

@@ -66,8 +66,8 @@ struct OptionsRules<cuattn_prefix_options> {
 template <>
 struct OptionsRules<cuattn_rope_options> {
   static constexpr const char* kInit = "cuattn_rope_options_init";
-  static constexpr size_t kEnd = offsetof(cuattn_rope_options, positions) + sizeof(void*);
-  static void set_defaults(cuattn_rope_options&) {}
+  static constexpr size_t kEnd = offsetof(cuattn_rope_options, seqused_k) + sizeof(void*);
+  static void set_defaults(cuattn_rope_options& o) { o.seqlen_k = -1; }
 };
 
 template <>

@@ -13,15 +13,24 @@ extern "C" {
 /* Options of apply_rope. Initialise with cuattn_rope_options_init. */
 typedef struct {
   size_t struct_size;
-  int32_t interleaved;       /* pairs (2 i, 2 i + 1) instead of (i, i + rotary_dim / 2) */
-  int32_t inverse;           /* turns back */
-  int64_t offset;            /* the first element of a row that is turned */
-  const DLTensor* positions; /* int64, x without its last two axes; NULL: the index on the last of
-                                these */
+  int32_t interleaved; /* pairs (2 i, 2 i + 1) instead of (i, i + rotary_dim / 2) */
+  int32_t inverse;     /* turns back */
+  int64_t offset;      /* the first element of a row that is turned */
+  int32_t layout;      /* of 4 axes: CUATTN_LAYOUT_BSHD (default) or _BHSD */
+  int32_t reserved;    /* 0 */
+  /* Where a token stands: positions, int64 [batch, seqlen] or [n]; or else its index in its
+   * sequence, plus by how many tokens the keys of the sequence are more, as queries of attention
+   * stand at the end of their keys. */
+  const DLTensor* positions;
+  int64_t seqlen_k;             /* default -1: as many keys as tokens */
+  const DLTensor* cu_seqlens_q; /* int32 [num_seqs + 1]: x [n, ..] holds sequences end to end */
+  const DLTensor* cu_seqlens_k; /* int32 [num_seqs + 1] */
+  const DLTensor* seqused_q;    /* int32 [num_seqs] */
+  const DLTensor* seqused_k;    /* int32 [num_seqs] */
 } cuattn_rope_options;
 
 CUATTN_API void cuattn_rope_options_init(cuattn_rope_options* options, size_t struct_size);
-/* x and out [n, heads, head_dim] or [batch, seqlen, heads, head_dim]; cos and sin float32
+/* x and out [n, heads, head_dim], [batch, seqlen, heads, head_dim] or by layout; cos and sin float32
  * [max_position, rotary_dim / 2]. out may be x. */
 CUATTN_API cuattn_status cuattn_apply_rope(const DLTensor* x, const DLTensor* cos,
                                            const DLTensor* sin, const cuattn_rope_options* options,

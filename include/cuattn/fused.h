@@ -22,8 +22,14 @@ namespace cuattn {
 
 struct RopeOptions {
   bool interleaved = false, inverse = false;
-  int64_t offset = 0;                     // the first element that is turned
-  const TensorView* positions = nullptr;  // int64, x without its last two axes
+  int64_t offset = 0;        // the first element that is turned
+  bool heads_first = false;  // x is [batch, heads, seqlen, head_dim]
+  // int64 [batch, seqlen] or [n]; else a token stands at its index in its sequence, plus by how
+  // many tokens the keys of the sequence are more: where attention has its queries.
+  const TensorView* positions = nullptr;
+  int64_t seqlen_k = -1;                                              // -1: as many as tokens
+  const TensorView *cu_seqlens_q = nullptr, *cu_seqlens_k = nullptr;  // int32 [num_seqs + 1]
+  const TensorView *seqused_q = nullptr, *seqused_k = nullptr;        // int32 [num_seqs]
 };
 
 struct NormOptions {
@@ -100,11 +106,18 @@ inline void apply_rope(const TensorView& x, const TensorView& cos, const TensorV
                        void* stream = nullptr) {
   cuattn_rope_options c;
   cuattn_rope_options_init(&c, sizeof c);
-  DLTensor positions, dx = x.dl(), dcos = cos.dl(), dsin = sin.dl(), dout = out.dl();
+  DLTensor positions, cu_q, cu_k, used_q, used_k;
+  DLTensor dx = x.dl(), dcos = cos.dl(), dsin = sin.dl(), dout = out.dl();
   c.interleaved = options.interleaved;
   c.inverse = options.inverse;
   c.offset = options.offset;
+  c.layout = options.heads_first ? CUATTN_LAYOUT_BHSD : CUATTN_LAYOUT_BSHD;
   c.positions = detail::COptions::borrow(options.positions, positions);
+  c.seqlen_k = options.seqlen_k;
+  c.cu_seqlens_q = detail::COptions::borrow(options.cu_seqlens_q, cu_q);
+  c.cu_seqlens_k = detail::COptions::borrow(options.cu_seqlens_k, cu_k);
+  c.seqused_q = detail::COptions::borrow(options.seqused_q, used_q);
+  c.seqused_k = detail::COptions::borrow(options.seqused_k, used_k);
   detail::check(cuattn_apply_rope(&dx, &dcos, &dsin, &c, &dout, stream));
 }
 

@@ -27,7 +27,7 @@ from .kv_cache import copy_blocks, gather_cache, pinned_empty, reshape_and_cache
 from .merge import merge_states
 from .paged import paged_attention, paged_attention_v1, paged_attention_v2, paged_plan
 from .paged_kv_cache import PagedKVCache
-from .rope import apply_rope, rope_table
+from .rope import apply_rope, rope_attention, rope_table
 from .sampling import sample, speculative_verify
 
 if TYPE_CHECKING:
@@ -68,6 +68,7 @@ __all__ = [
     "pinned_empty",
     "reshape_and_cache",
     "rms_norm",
+    "rope_attention",
     "rope_table",
     "sample",
     "speculative_verify",

@@ -33,6 +33,7 @@ OPS = (
     "paged_attention_v2",
     "reshape_and_cache",
     "rms_norm",
+    "rope_attention",
     "sample",
     "speculative_verify",
     "swap_blocks",

@@ -53,6 +53,9 @@ class RowOptions(CommonOptions, total=False):
     dropout_seed: int | None
     dropout_offset: int
     dropout_state: Array | None
+    rope: tuple[Array, Array] | None
+    rope_positions: Array | None
+    rope_interleaved: bool
 
 
 class DenseOptions(RowOptions, total=False):
@@ -74,3 +77,6 @@ class PagedOptions(CommonOptions, total=False):
     kv_layout: KvLayout
     kv_dtype: KvDtype | None
     plan: Array | None
+    rope: tuple[Array, Array] | None
+    rope_positions: Array | None
+    rope_interleaved: bool

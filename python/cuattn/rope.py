@@ -10,6 +10,7 @@ from typing import Any
 from . import _core
 from ._arrays import Array, ArrayT, library_module
 from ._rope_scaling import attention_factor, frequencies
+from .attention import attention
 
 
 def rope_table(
@@ -172,4 +173,64 @@ def apply_rope(
     >>> bool(np.allclose(cuattn.apply_rope(y, cos, sin, inverse=True), x))
     True
     """
-    return _core.apply_rope(x, cos, sin, positions, interleaved, inverse, offset, out, stream)
+    return _core.apply_rope(
+        "apply_rope", "x", x, cos, sin, positions, interleaved, inverse, offset, {}, out, stream
+    )
+
+
+def rope_attention(
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    cos: Array,
+    sin: Array,
+    *,
+    interleaved: bool = False,
+    positions_q: Array | None = None,
+    positions_k: Array | None = None,
+    **options: Any,
+) -> Any:
+    """Rotate q and k, then attend.
+
+    The bits are those of `apply_rope` for q and for k, and `attention`: both are rotated in a pass
+    before it, into memory of their library.
+
+    Parameters
+    ----------
+    q, k, v : array
+        As in `attention`.
+    cos, sin : float32 array, [max_position, rotary_dim / 2]
+        As in `apply_rope`.
+    interleaved : bool
+        As in `apply_rope`.
+    positions_q, positions_k : int64 array, [batch, seqlen], optional
+        The rows of the tables, or None: keys stand at their index, query i at ``i + seqlen_kv -
+        seqlen_q``, where lengths in use count if they are given.
+    **options
+        As in `attention`, rope and what belongs to it apart.
+
+    Returns
+    -------
+    out, lse
+        As in `attention`.
+
+    Raises
+    ------
+    ValueError, TypeError, NotImplementedError, CudaError, MemoryError
+        As in `apply_rope` and `attention`.
+
+    References
+    ----------
+    arXiv:2104.09864.
+    """
+    layout = {"layout": options["layout"]} if "layout" in options else {}
+    k = _core.apply_rope(
+        "rope_attention", "k", k, cos, sin, positions_k, interleaved, False, 0, layout, None,
+        options.get("stream"),
+    )  # fmt: skip
+    rope: dict[str, Any] = {
+        "rope": (cos, sin),
+        "rope_positions": positions_q,
+        "rope_interleaved": interleaved,
+    }
+    return attention(q, k, v, **rope, **options)
