@@ -228,9 +228,5 @@ def rope_attention(
         "rope_attention", "k", k, cos, sin, positions_k, interleaved, False, 0, layout, None,
         options.get("stream"),
     )  # fmt: skip
-    rope: dict[str, Any] = {
-        "rope": (cos, sin),
-        "rope_positions": positions_q,
-        "rope_interleaved": interleaved,
-    }
-    return attention(q, k, v, **rope, **options)
+    options |= {"rope_positions": positions_q, "rope_interleaved": interleaved}
+    return attention(q, k, v, rope=(cos, sin), **options)

@@ -81,8 +81,8 @@ def plain_sample(logits, seed, offset, temperature, top_k, top_p, min_p, joint):
 @pytest.mark.parametrize("joint", [False, True], ids=["top_k_first", "joint"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_token_is_the_one_of_the_definition(device, dtype, joint, rng):
-    for vocabulary in (1, 5, 1000, 5001):
-        rows = 6
+    for vocabulary in (1, 5, 5001) if is_emulated() else (1, 5, 1000, 5001):
+        rows = 6 if vocabulary < 5001 else 4
         logits = (rng.standard_normal((rows, vocabulary)) * 3).astype(DTYPES[dtype])
         logits[1] = np.round(logits[1])  # ties
         logits[2, rng.integers(vocabulary)] = -np.inf
