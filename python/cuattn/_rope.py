@@ -72,6 +72,8 @@ def rotated(
 ) -> Any:
     """Rotate x [..., heads, dim], token i by row positions[i] of the float32 tables."""
     rows = x.reshape(-1, *x.shape[-2:])
+    if rows.shape[0] == 0:  # the tables may be empty too
+        return x
     found = _core.apply_rope(
         "apply_rope", "q", rows, cos, sin, positions, interleaved, False, 0, {}, None, stream
     )
