@@ -55,8 +55,7 @@ const char* two_pass_refusal(Kernel kernel, const BackwardParams& p) {
 
 const char* sm90_refusal(const BackwardParams& p, const DeviceInfo& device) {
   if (p.forward.dropout.is_on()) return "it has no dropout yet, which sm80 has";
-  if (p.needs(kNeedDbias | kNeedDsinks | kNeedDslopes))
-    return "it makes dq, dk and dv; sm80 makes dbias, dsinks and dslopes, too";
+  if (p.needs(kNeedDbias | kNeedDslopes)) return "it has no dbias and dslopes, which sm80 has";
   if (const char* why = two_pass_refusal(Kernel::sm90, p)) return why;
   if (device.major != 9 || device.minor != 0) return "it is for compute capability 9.0 alone";
   return device.native == 1 ? nullptr : "this build has no machine code for 9.0";
@@ -96,8 +95,8 @@ constexpr const char* kFusedMerit =
 bool takes_fused(const BackwardParams& p, HeadDims d, bool ordered) {
   const AttentionParams& f = p.forward;
   constexpr uint32_t kAll = kNeedDq | kNeedDk | kNeedDv;
-  return sm90_has_fused(d, f.mask.kind(), f.scores.kind) && !ordered && (p.need & kAll) == kAll &&
-         f.seqlen_q >= kLeastFused && f.seqlen_kv >= kLeastFused;
+  return sm90_has_fused(d, f.mask.kind(), sm90_score_form(f.scores, f.dtype)) && !ordered &&
+         (p.need & kAll) == kAll && f.seqlen_q >= kLeastFused && f.seqlen_kv >= kLeastFused;
 }
 
 // The keys of a call are cut for so many units of work, whatever number of threads there is: bits
@@ -137,9 +136,9 @@ size_t workspace_bytes(const char* function, const Plan& plan, const BackwardPar
     return checked_bytes(function, {sizeof(float), two_pass_layout_of(p).total});
   }
   if (plan.kernel == Kernel::sm90) {  // the same, each sequence from a multiple of rows on; sums
-    int32_t floats = 2 + (plan.num_chunks > 0 ? plan.head_dim : 0);
-    return checked_bytes(
-        function, {sizeof(float), floats, sm90_row_pitch(f.total_q, f.batch), f.num_heads_q});
+    int64_t floats = sm90_floats_of_head(f, plan.num_chunks > 0 ? plan.head_dim : 0);
+    if (p.needs(kNeedDsinks)) floats += f.batch;
+    return checked_bytes(function, {sizeof(float), floats, f.num_heads_q});
   }
   checked_bytes(function, {sizeof(float), plan.num_chunks, f.total_q, f.num_heads_q, f.head_dim});
   const int64_t* extents = p.dbias.extents;
@@ -196,7 +195,8 @@ Plan select_backward(const char* function, const BackwardParams& p, bool ordered
     plan.head_dim = d.qk;
     plan.head_dim_v = d.v;
     ScoreKind score = score_of(plan.kernel, f);
-    plan.tile = plan.kernel == Kernel::sm90   ? sm90_queries_tile(d, score)
+    plan.tile = plan.kernel == Kernel::sm90
+                    ? sm90_queries_tile(d, sm90_score_form(f.scores, f.dtype))
                 : plan.kernel == Kernel::sm80 ? sm80_queries_tile(d, score)
                                               : simt_backward_tile(d.qk, false);
     if (plan.kernel == Kernel::sm90 && takes_fused(p, d, ordered)) {

@@ -231,9 +231,9 @@ def test_cuda_goes_by_tensor_cores(op, device, best, backend):
 REFUSED_BY_SM90 = {  # and what serves it
     "it takes float16 and bfloat16, not float32": ("simt", {"dtype": "float32"}),
     "it has no dropout yet, which sm80 has": ("sm80", {"dropout_p": 0.1, "dropout_seed": 3}),
-    "it makes dq, dk and dv; sm80 makes dbias, dsinks and dslopes, too": (
+    "it has no dbias and dslopes, which sm80 has": (
         "sm80",
-        {"sinks": (4,), "need": ("dq", "dsinks")},
+        {"alibi_slopes": (4,), "need": ("dq", "dslopes")},
     ),
 }
 
@@ -284,6 +284,8 @@ def test_the_workspace_of_tensor_cores():
     assert (plan.kernel, plan.workspace_bytes) == ("sm80", 8 * b * rows * heads)
     plan = explain_on("h100", DENSE, dtype="float16")
     assert (plan.kernel, plan.workspace_bytes) == ("sm90", 8 * 128 * (b + 3) * heads)
+    plan = explain_on("h100", DENSE, dtype="float16", sinks=(heads,), need=("dq", "dsinks"))
+    assert (plan.kernel, plan.workspace_bytes) == ("sm90", (8 * 128 * (b + 3) + 4 * b) * heads)
 
 
 @pytest.mark.parametrize(("dtype", "kernel"), [("float16", "sm80"), ("float32", "simt")])

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """backend="sm80", "sm90" and "simt" of the backward pass: two passes, against float64. sm80 and
-simt have every option, sm90 no dropout, dbias, dsinks and dslopes.
+simt have every option, sm90 no dropout, dbias and dslopes.
 """
 
 from __future__ import annotations
@@ -101,6 +101,9 @@ MASKS = {
     "window": {"window": (50, 20)},
     "left": {"window": (30, -1)},
     "softcap": {"softcap": 5.0},
+    "softcap, window": {"softcap": 2.0, "window": (50, 20)},
+    "alibi": {"alibi": "head", "causal": True},
+    "alibi, left": {"alibi": "head", "window": (30, -1)},
     "bias": {"bias": "full", "causal": True, "alibi": "head"},
 }
 
