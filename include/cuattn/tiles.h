@@ -143,11 +143,11 @@ constexpr Tile simt_tile(int32_t head_dim) {
 }
 
 // Its backward passes: m rows of a block, queries or keys, and n of the others. A block that owns
-// keys has twice the sums.
+// keys has twice the sums, or, where these do not fit the registers, makes dK or dV.
 constexpr Tile simt_backward_tile(int32_t head_dim, bool owns_keys) {
-  if (!owns_keys || head_dim <= 64) return simt_tile(head_dim);
-  return head_dim <= 128 ? Tile{32, 128, 2, 4} : Tile{32, 32, 2, 4};
+  return owns_keys && head_dim > 64 ? Tile{32, 128, 2, 4} : simt_tile(head_dim);
 }
+constexpr bool simt_keys_makes_one(int32_t head_dim) { return head_dim > 128; }
 
 constexpr Tile kTiledTile = {64, 32, 1, 8};
 

@@ -60,6 +60,14 @@ void launch_pass_simt(const BackwardParams& p, const backward::Memory& memory, i
   CUATTN_CUDA_TRY(cudaGetLastError());
 }
 
+template <class Pass>
+void launch_keys_simt(const BackwardParams& p, const backward::Memory& memory,
+                      cudaStream_t stream) {
+  const AttentionParams& f = p.forward;
+  int32_t tiles = device::ceil_div(f.seqlen_kv, Pass::kTile.m);
+  launch_pass_simt<Pass>(p, memory, int64_t{f.batch} * f.num_heads_kv * tiles, tiles, stream);
+}
+
 template <DType kType, int kHeadDim, int kHeadDimV, MaskKind kMask, ScoreKind kScore>
 void launch_backward_simt(const BackwardLaunch& launch, cudaStream_t stream) {
   static_assert(kType == DType::f32 && kHeadDim == kHeadDimV && kMask == MaskKind::window &&
@@ -80,10 +88,11 @@ void launch_backward_simt(const BackwardLaunch& launch, cudaStream_t stream) {
     int32_t tiles = device::ceil_div(f.seqlen_q, Pass::kTile.m);
     launch_pass_simt<Pass>(p, memory, heads * tiles, tiles, stream);
   }
-  if (p.needs(kNeedDk | kNeedDv)) {
-    using Pass = SimtKeysPass<kHeadDim>;
-    int32_t tiles = device::ceil_div(f.seqlen_kv, Pass::kTile.m);
-    launch_pass_simt<Pass>(p, memory, int64_t{f.batch} * f.num_heads_kv * tiles, tiles, stream);
+  if constexpr (simt_keys_makes_one(kHeadDim)) {
+    if (p.needs(kNeedDk)) launch_keys_simt<SimtKeysPass<kHeadDim, true, false>>(p, memory, stream);
+    if (p.needs(kNeedDv)) launch_keys_simt<SimtKeysPass<kHeadDim, false, true>>(p, memory, stream);
+  } else if (p.needs(kNeedDk | kNeedDv)) {
+    launch_keys_simt<SimtKeysPass<kHeadDim, true, true>>(p, memory, stream);
   }
   if (p.needs(kNeedDbias)) {
     using Pass = SimtBiasPass<kHeadDim>;

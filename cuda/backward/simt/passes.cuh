@@ -196,7 +196,8 @@ struct SimtQueriesPass : SimtScores<kHeadDim, false> {
   }
 };
 
-template <int kHeadDim>
+// Both of dK and dV where the registers hold them, else one of them.
+template <int kHeadDim, bool kMakesDk, bool kMakesDv>
 struct SimtKeysPass : SimtScores<kHeadDim, true> {
   using Base = SimtScores<kHeadDim, true>;
   using Base::kTile;
@@ -209,6 +210,7 @@ struct SimtKeysPass : SimtScores<kHeadDim, true> {
   static __device__ void run(const BackwardParams& p, const Memory& memory, int32_t tiles,
                              Shared& shared) {
     const AttentionParams& f = p.forward;
+    const bool makes_dk = kMakesDk && p.dk != nullptr, makes_dv = kMakesDv && p.dv != nullptr;
     SimtWork work(tiles, f.num_heads_kv, kTile.m, false);
     int32_t group = f.num_heads_q / f.num_heads_kv, first_head = work.head * group;
     Place at{
@@ -225,7 +227,8 @@ struct SimtKeysPass : SimtScores<kHeadDim, true> {
 #pragma unroll 1
       for (int32_t tile = range.begin; tile < range.end; ++tile) {
         at.row0 = tile * kTile.n;
-        Operands operands{at.k(f), at.v(f), at.q(f), at.dout(p), p.dv != nullptr, p.dk != nullptr};
+        Operands operands{at.k(f), at.v(f), at.q(f), at.dout(p), makes_dv, makes_dk};
+        if (!makes_dk) operands.b.dim = 0;  // dV needs no dP
         Feed feed(operands, shared);
         Scores dots, dout_v;
         Base::multiply(dots, dout_v, feed);
@@ -233,15 +236,15 @@ struct SimtKeysPass : SimtScores<kHeadDim, true> {
         __syncwarp();  // the drawn bytes are read
         Base::write_weights(shared.prob, dots);
         Base::write_weights(shared.dx, dout_v);
-        if (p.dv != nullptr) Base::add_weighted(dv, shared.prob, feed);
-        if (p.dk != nullptr) Base::add_weighted(dk, shared.dx, feed);
+        if (makes_dv) Base::add_weighted(dv, shared.prob, feed);
+        if (makes_dk) Base::add_weighted(dk, shared.dx, feed);
       }
     }
-    if (p.dk != nullptr) {
+    if (makes_dk) {
       Base::store(dk, f.scores.scale, p.dk, p.dk_strides, at.batch, work.head, at.keys, at.key0,
                   f.head_dim);
     }
-    if (p.dv != nullptr) {
+    if (makes_dv) {
       Base::store(dv, 1.0f, p.dv, p.dv_strides, at.batch, work.head, at.keys, at.key0,
                   f.head_dim_v);
     }
