@@ -16,11 +16,13 @@ from ._explain.build import cmake_dir, info, kernels
 from ._explain.plan import Plan
 from ._ranges import wrap_if_wanted as _wrap_if_wanted
 from ._tracing import tell_torch_compile as _tell_torch_compile
+from . import flex
 from .append import append_attention
 from .attention import attention, attention_varlen
 from .backward import attention_backward, attention_varlen_backward
 from .block_pool import BlockPool
 from .cascade import cascade_attention
+from .flex import BlockMask, create_block_mask, flex_attention
 from .kv_bytes import kv_cache_bytes
 from .kv_cache import copy_blocks, gather_cache, pinned_empty, reshape_and_cache, swap_blocks
 from .merge import merge_states
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 __version__: str = _version()
 
 __all__ = [
+    "BlockMask",
     "BlockPool",
     "CudaError",
     "OutOfBlocksError",
@@ -48,7 +51,10 @@ __all__ = [
     "cascade_attention",
     "cmake_dir",
     "copy_blocks",
+    "create_block_mask",
     "explain",
+    "flex",
+    "flex_attention",
     "gather_cache",
     "info",
     "kernels",

@@ -125,7 +125,7 @@ BackwardCall validate_backward(const BackwardArrays& arrays, const cuattn_attent
   }
   BackwardCall call{};
   call.forward = validate_attention(arrays.q, arrays.k, arrays.v, o, check_data,
-                                    /*is_backward=*/true);
+                                    CallKind::backward);
   CUATTN_REQUIRE(b.deterministic >= -1 && b.deterministic <= 1, call.function(),
                  ": deterministic must be None, True or False, got ", b.deterministic,
                  "; in C -1, 1 or 0");
