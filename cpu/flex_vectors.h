@@ -30,7 +30,7 @@ inline Vec exp_any(Vec x) {
   x = x > 89.0f ? splat(89.0f) : x;
   Vec n = (x * kLog2e + kShift) - kShift;
   Vec f = ((x - n * 0.693359375f) + n * 2.12194440e-4f) * kLog2e;  // ln 2, in two parts
-  Vec p = splat(1.5345812e-4f);  // as in exp2_negative
+  Vec p = splat(1.5345812e-4f);                                    // as in exp2_negative
   p = p * f + 1.3399931e-3f;
   p = p * f + 9.6184891e-3f;
   p = p * f + 5.5503286e-2f;
@@ -78,8 +78,10 @@ inline void load_lanes(const FlexArray& array, const FlexRegister& x, const Flex
 inline void run_ops(const FlexParams& flex, const FlexProgram& program, int first, int last,
                     const FlexPlace& at, const Vec* score, int stride, FlexRegister* r,
                     bool* same) {
-#define CUATTN_EACH(...)                                  \
-  for (int v = 0; v < kStrip; ++v) { __VA_ARGS__; }       \
+#define CUATTN_EACH(...)             \
+  for (int v = 0; v < kStrip; ++v) { \
+    __VA_ARGS__;                     \
+  }                                  \
   break
   for (int n = first; n < last; ++n) {
     const FlexOp& op = program.ops[n];

@@ -59,7 +59,7 @@ def attention(q, k, v, *, mask=None, mod=None, scale=None, softcap=0.0, bias=Non
 
 
 class Generator:
-    """Random masks and score functions over given lengths, for numpy's indices and symbols alike."""
+    """Random masks and score functions, for numpy's indices and symbols alike."""
 
     def __init__(self, rng, batch, heads, q_len, kv_len):
         self.rng, self.n = rng, max(q_len, kv_len, 1)

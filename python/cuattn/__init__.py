@@ -9,6 +9,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from . import flex
 from ._core import CudaError, OutOfBlocksError
 from ._core import version as _version
 from ._explain import explain
@@ -16,7 +17,6 @@ from ._explain.build import cmake_dir, info, kernels
 from ._explain.plan import Plan
 from ._ranges import wrap_if_wanted as _wrap_if_wanted
 from ._tracing import tell_torch_compile as _tell_torch_compile
-from . import flex
 from .append import append_attention
 from .attention import attention, attention_varlen
 from .backward import attention_backward, attention_varlen_backward

@@ -126,9 +126,8 @@ cuattn_status cuattn_flex_prepare(const DLTensor* q, const DLTensor* k, const DL
     const cuattn_flex_options& flex = known_options(fn, flex_options, flex_room);
     require_given(fn, "call", call);
     TensorView view = view_of(fn, "q", q);
-    AttentionCall& state = *new (call->state) AttentionCall(
-        validate_attention(view, view_of(fn, "k", k), view_of(fn, "v", v), o, /*check_data=*/true,
-                           CallKind::flex));
+    AttentionCall& state = *new (call->state) AttentionCall(validate_attention(
+        view, view_of(fn, "k", k), view_of(fn, "v", v), o, /*check_data=*/true, CallKind::flex));
     read_flex(state, flex, /*check_data=*/true);
     new (&state.plan)
         Plan(plan_of(state, device_info_of(state, names_cublas(o.backend)), o.backend));

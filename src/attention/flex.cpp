@@ -77,8 +77,8 @@ FlexArray read_array(const AttentionCall& call, const TensorView& view, bool che
   array.data = view.data;
   array.rank = view.ndim;
   for (int32_t axis = 0; axis < view.ndim; ++axis) {
-    CUATTN_REQUIRE(view.shape[axis] >= 1, kFunction, ": ", name,
-                   " must have elements, got shape ", shape_text(view), "; none can be read");
+    CUATTN_REQUIRE(view.shape[axis] >= 1, kFunction, ": ", name, " must have elements, got shape ",
+                   shape_text(view), "; none can be read");
     array.extents[axis] = checked_extent(kFunction, name, "an axis", view.shape[axis]);
     array.strides[axis] = stride_of(view, axis);
   }
@@ -163,10 +163,10 @@ FlexProgram read_program(const char* name, const DLTensor* tensor, const FlexPar
   TensorView view = view_of(kFunction, name, tensor);
   require_host(name, view);
   require_dtype(kFunction, name, view, DType::i32);
-  CUATTN_REQUIRE(view.ndim == 2 && view.shape[1] == 6 && view.shape[0] >= 1 &&
-                     view.shape[0] <= kMaxFlexOps,
-                 kFunction, ": ", name, " must have shape (n, 6), n from 1 to ", kMaxFlexOps,
-                 ", got ", shape_text(view), "; write a simpler function");
+  CUATTN_REQUIRE(
+      view.ndim == 2 && view.shape[1] == 6 && view.shape[0] >= 1 && view.shape[0] <= kMaxFlexOps,
+      kFunction, ": ", name, " must have shape (n, 6), n from 1 to ", kMaxFlexOps, ", got ",
+      shape_text(view), "; write a simpler function");
   require_contiguous(kFunction, name, view, true);
   FlexProgram program{static_cast<const FlexOp*>(view.data), static_cast<int32_t>(view.shape[0]),
                       0};
@@ -234,17 +234,16 @@ void read_lists(AttentionCall& call, const cuattn_flex_options& o, bool check_da
   CUATTN_REQUIRE(fits, kFunction, ": block_starts must have shape (", p.batch, " or 1, ",
                  p.num_heads_q, " or 1, ", query_blocks + 1, "), got ", shape_text(starts),
                  "; make the mask for these lengths and heads");
-  lists.entries = static_cast<const int32_t*>(
-      read_vector(kFunction, "block_entries", entries, DType::i32, entries.shape[0], "entries",
-                  call.device, "q", check_data));
+  lists.entries = static_cast<const int32_t*>(read_vector(kFunction, "block_entries", entries,
+                                                          DType::i32, entries.shape[0], "entries",
+                                                          call.device, "q", check_data));
   lists.starts = static_cast<const int32_t*>(starts.data);
   lists.stride_batch = starts.shape[0] == 1 ? 0 : stride_of(starts, 0);
   lists.stride_head = starts.shape[1] == 1 ? 0 : stride_of(starts, 1);
   lists.query_blocks = static_cast<int32_t>(query_blocks);
   lists.query_block = o.query_block;
   lists.key_block = o.key_block;
-  if (check_data && is_cpu(call.device))
-    check_entries(lists, starts, entries.shape[0], key_blocks);
+  if (check_data && is_cpu(call.device)) check_entries(lists, starts, entries.shape[0], key_blocks);
 }
 
 }  // namespace
@@ -263,8 +262,8 @@ void read_flex(AttentionCall& call, const cuattn_flex_options& o, bool check_dat
   call.flex.score = read_program("score_program", o.score_program, call.flex, num_arrays, true);
   call.flex.mask = read_program("mask_program", o.mask_program, call.flex, num_arrays, false);
   read_lists(call, o, check_data);
-  call.has_programs = call.flex.score.count > 0 || call.flex.mask.count > 0 ||
-                      call.flex.lists.starts != nullptr;
+  call.has_programs =
+      call.flex.score.count > 0 || call.flex.mask.count > 0 || call.flex.lists.starts != nullptr;
   if (call.flex.score.count > 0) call.params.scores.kind = ScoreKind::scored;
 }
 

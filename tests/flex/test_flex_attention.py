@@ -10,7 +10,7 @@ import cuattn
 import flex_cases
 from cuattn import flex
 
-# Scores here are a few units large: float32 leaves 1e-6 of them, tests would see a wrong key as 0.1.
+# Scores are a few units large: float32 leaves 1e-6 of them, a wrong key shows as 0.1.
 TOLERANCE = {"float32": 5e-5, "float16": 6e-3, "bfloat16": 5e-2}
 HEAD_DIMS = ((16, 16), (64, 64), (40, 24), (128, 128), (192, 128))
 
@@ -32,13 +32,18 @@ def check(got, want, dtype="float32", what=""):
     assert np.all(heads_first(out)[empty] == 0), what
     some = ~empty
     tolerance = TOLERANCE[dtype]
-    np.testing.assert_allclose(heads_first(out), want[0], atol=tolerance, rtol=tolerance, err_msg=what)
+    np.testing.assert_allclose(
+        heads_first(out), want[0], atol=tolerance, rtol=tolerance, err_msg=what
+    )
     np.testing.assert_allclose(lse[some], want[1][some], atol=1e-4, rtol=1e-5, err_msg=what)
 
 
 def poisoned(q, v):
     out = np.full((*q.shape[:3], v.shape[3]), np.nan, q.dtype)
-    return {"out": out, "lse_out": np.full((q.shape[0], q.shape[2], q.shape[1]), np.nan, np.float32)}
+    return {
+        "out": out,
+        "lse_out": np.full((q.shape[0], q.shape[2], q.shape[1]), np.nan, np.float32),
+    }
 
 
 @pytest.mark.parametrize("part", range(4))
@@ -66,7 +71,9 @@ def test_random_functions_equal_the_dense_formula(rng, part):
             q, k, v, mask_mod=mask, score_mod=mod, backend=backend, **poisoned(q, v), **options
         )
         want = flex_cases.attention(*map(heads_first, (q, k, v)), mask=mask, mod=mod, **options)
-        text = f"case {case}: mask {mask and flex.trace(mask)}, score {mod and flex.trace(mod, True)}"
+        text = (
+            f"case {case}: mask {mask and flex.trace(mask)}, score {mod and flex.trace(mod, True)}"
+        )
         check(got, want, what=text)
 
 
@@ -188,13 +195,14 @@ def test_padded_and_ragged_batches_count_from_the_start_of_each_sequence(rng):
             one = [heads_first(x[b : b + 1, :c]) for x, c in ((q, m), (k, n), (v, n))]
             want = flex_cases.attention(
                 *one,
-                mask=lambda _, h, i, j, q_len, kv_len, b=b: mask(
-                    b, h, i, j, **flex_cases.lengths_asked(mask, q_len, kv_len)
+                mask=lambda _, h, i, j, q_len, kv_len, b=b, f=mask: f(
+                    b, h, i, j, **flex_cases.lengths_asked(f, q_len, kv_len)
                 ),
-                mod=lambda s, _, h, i, j, b=b: mod(s, b, h, i, j),
+                mod=lambda s, _, h, i, j, b=b, f=mod: f(s, b, h, i, j),
             )
             check((padded[0][b : b + 1, :m], padded[1][b : b + 1, :, :m]), want, what=name)
-            assert np.all(padded[0][b, m:] == 0) and np.all(np.isneginf(padded[1][b, :, m:]))
+            assert np.all(padded[0][b, m:] == 0)
+            assert np.all(np.isneginf(padded[1][b, :, m:]))
             rows = slice(begins[0][b], begins[0][b] + m)
             check((out[None, rows], lse[None, :, rows]), want, what=f"{name}, ragged")
 
@@ -253,7 +261,9 @@ def test_nothing_to_compute(rng):
     for batch, q_len, kv_len in ((0, 5, 5), (2, 0, 5), (2, 5, 0)):
         q, k, v = arrays(rng, batch, 2, 1, q_len, kv_len, (16, 16))
         out, lse = cuattn.flex_attention(q, k, v, mask_mod=mask, **poisoned(q, v))
-        assert out.shape == q.shape and np.all(out == 0) and np.all(np.isneginf(lse))
+        assert out.shape == q.shape
+        assert np.all(out == 0)
+        assert np.all(np.isneginf(lse))
 
 
 def test_torch_and_jax_arrays_of_the_cpu(rng):

@@ -11,17 +11,15 @@ namespace cuattn {
 // A register holds an int32, a float, or a condition (-1 or 0). `a`, `b` and `c` are registers,
 // `to` the one written; an f behind a name is the operation on floats.
 #define CUATTN_FLEX_CODES(X)                                                                  \
-  X(q) X(k) X(b) X(h) X(q_len) X(kv_len) X(score) /* what the indices are                  */ \
-  X(number)                                       /* the bits of `number`                  */ \
-  X(load)                                         /* of array `number` at [a], [a, b] or []*/ \
-  X(add) X(sub) X(mul) X(min) X(max) X(neg) X(abs)                                            \
-  X(floordiv) X(mod) /* by a positive number, rounded down, as in Python                   */ \
-  X(lt) X(le) X(eq) X(ne)                                                                     \
-  X(addf) X(subf) X(mulf) X(divf) X(minf) X(maxf) X(negf) X(absf)                             \
-  X(ltf) X(lef) X(eqf) X(nef)                                                                 \
-  X(exp) X(log) X(tanh) X(sqrt) X(float_)                                                     \
-  X(and_) X(or_) X(xor_) X(not_)                                                              \
-  X(where) /* a ? b : c */
+  X(q)                                                                                        \
+  X(k) X(b) X(h) X(q_len) X(kv_len) X(score) /* what the indices are                  */      \
+      X(number)                              /* the bits of `number`                  */      \
+      X(load)                                /* of array `number` at [a], [a, b] or []*/      \
+      X(add) X(sub) X(mul) X(min) X(max) X(neg) X(abs) X(floordiv)                            \
+          X(mod) /* by a positive number, rounded down, as in Python                   */     \
+      X(lt) X(le) X(eq) X(ne) X(addf) X(subf) X(mulf) X(divf) X(minf) X(maxf) X(negf) X(absf) \
+          X(ltf) X(lef) X(eqf) X(nef) X(exp) X(log) X(tanh) X(sqrt) X(float_) X(and_) X(or_)  \
+              X(xor_) X(not_) X(where) /* a ? b : c */
 
 enum class FlexCode : int32_t {
 #define CUATTN_FLEX_CODE(name) name,
@@ -55,7 +53,7 @@ struct FlexArray {
 struct FlexLists {
   const int32_t* starts;   // [batch or 1, num_heads_q or 1, query blocks + 1], or nullptr: no lists
   const int32_t* entries;  // those of query block i are [starts[i], starts[i + 1])
-  int64_t stride_batch, stride_head;  // of starts
+  int64_t stride_batch, stride_head;             // of starts
   int32_t query_blocks, query_block, key_block;  // how many; queries and keys of a block
 };
 

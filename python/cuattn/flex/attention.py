@@ -10,7 +10,7 @@ import numpy as np
 
 from .. import _core
 from .._arrays import Array, ArrayT
-from .._options import DENSE, VARLEN, options_of
+from .._options import DENSE, options_of
 from .block_mask import BlockMask
 from .evaluate import on_host
 from .masks import and_masks
@@ -50,8 +50,8 @@ def flex_attention(
         torch's of the same names, and arrays of 0 to 2 axes indexed by these. -inf hides a key.
     mask_mod : function, optional
         ``mask_mod(b, h, q_idx, kv_idx)`` returns whether query q_idx of sequence b and query head h
-        sees key kv_idx, both counted from the start of their own: ``kv_idx <= q_idx`` is causal from
-        the top left, while `causal=True` counts from the bottom right. Both functions may name
+        sees key kv_idx, both counted from the start of their own: ``kv_idx <= q_idx`` is causal
+        from the top left, while `causal=True` counts from the bottom right. Both functions may name
         ``q_len`` and ``kv_len``, the lengths in use.
     block_mask : BlockMask, optional
         Of `create_block_mask`; its mask is applied too. One of torch is taken as well.
@@ -84,6 +84,7 @@ def flex_attention(
 
 
 def refuse_unknown(options: dict[str, Any]) -> None:
+    """Refuse names that are no arguments."""
     for name in options:
         if name not in OPTIONS:
             raise TypeError(
@@ -113,6 +114,7 @@ def mask_of(mask_mod: Any, block_mask: BlockMask | None) -> Traced | None:
 
 
 def require_fit(block_mask: Any, problem: Problem) -> None:
+    """Refuse a block mask that was made for another call."""
     if not isinstance(block_mask, BlockMask):
         raise TypeError(
             f"{NAME}: block_mask must be a BlockMask, got {type(block_mask).__name__}; "
@@ -135,6 +137,7 @@ def require_fit(block_mask: Any, problem: Problem) -> None:
 
 
 def run(arguments: dict[str, Any], found: Found) -> Any:
+    """Call the compiled module; JAX arrays go by cuattn.jax."""
     try:
         result = _core.flex_attention(arguments, found.arrays)
     except _core.GradientWanted:
@@ -164,7 +167,7 @@ def problem_of(q: Any, k: Any, options: dict[str, Any]) -> Problem | None:
     ]
     if any(x is None for x in used):
         return None
-    lengths = list(zip(*used, strict=True))  # type: ignore[arg-type]
+    lengths = list(zip(*used, strict=True))
     return Problem(batch, shapes[0][heads], seqlen_q, seqlen_kv, None, lengths, batch * seqlen_q)
 
 
@@ -178,6 +181,7 @@ def lengths_of(used: Any, batch: int, most: int) -> list[int] | None:
 
 
 def ragged_problem(shapes: list[tuple[int, ...]], options: dict[str, Any]) -> Problem | None:
+    """Return the shapes of packed sequences; None where they do not fit together."""
     names = ("cu_seqlens_q", "cu_seqlens_k")
     if any(options.get(name) is None for name in names) or any(len(s) != 3 for s in shapes):
         return None
@@ -195,6 +199,6 @@ def ragged_problem(shapes: list[tuple[int, ...]], options: dict[str, Any]) -> Pr
         if given.shape != stored.shape or np.any((given < 0) | (given > stored)):
             return None
         used.append([int(n) for n in given])
-    most = [int(np.diff(x).max(initial=0)) for x in begins]
+    most_q, most_kv = (int(np.diff(x).max(initial=0)) for x in begins)
     lengths = list(zip(*used, strict=True))
-    return Problem(batch, shapes[0][1], *most, begins[0], lengths, shapes[0][0])
+    return Problem(batch, shapes[0][1], most_q, most_kv, begins[0], lengths, shapes[0][0])

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """BlockMask: which blocks of queries and keys a mask leaves, found without a score in memory.
 
-A block is hidden, asked (the mask decides score by score) or seen. Blocks are classified by bounds of
-the mask over each block: work and memory grow with the number of blocks, not of scores.
+A block is hidden, asked (the mask decides score by score) or seen. Blocks are classified by bounds
+of the mask over each block: work and memory grow with the number of blocks, not of scores.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .evaluate import Host, bounds, evaluate
 from .trace import Traced, trace
 
 HIDDEN, ASKED, SEEN = 0, 1, 2
-IntArray = np.ndarray[Any, np.dtype[np.int32]]
+IntArray = np.ndarray[Any, Any]
 MAX_BLOCKS = 2**28  # more would not fit where they are classified
 
 
@@ -270,7 +270,7 @@ class BlockMask:
     @classmethod
     def from_torch(cls, block_mask: Any) -> BlockMask:
         """Return the mask of a BlockMask of torch.nn.attention.flex_attention, on the CPU."""
-        block = tuple(int(n) for n in block_mask.BLOCK_SIZE)
+        block: Any = tuple(int(n) for n in block_mask.BLOCK_SIZE)
         lengths = tuple(int(n) for n in block_mask.seq_lengths)
         count = tuple(-(-n // m) for n, m in zip(lengths, block, strict=True))
 
@@ -286,9 +286,9 @@ class BlockMask:
 
         asked = dense(block_mask.kv_num_blocks, block_mask.kv_indices)
         seen = dense(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
-        mod = masks.and_masks(dense_mask(asked, block), block_mask.mask_mod)  # type: ignore[arg-type]
-        mod = mod if seen is None else masks.or_masks(dense_mask(seen, block), mod)  # type: ignore[arg-type]
-        return create_block_mask(mod, *asked.shape[:2], *lengths, block_size=block)  # type: ignore[arg-type]
+        mod = masks.and_masks(dense_mask(asked, block), block_mask.mask_mod)
+        mod = mod if seen is None else masks.or_masks(dense_mask(seen, block), mod)
+        return create_block_mask(mod, *asked.shape[:2], *lengths, block_size=block)
 
     def __and__(self, other: Any) -> BlockMask:
         return self.joined(other, "&", masks.and_masks, np.minimum)
@@ -301,6 +301,7 @@ class BlockMask:
         return BlockMask(masks.not_mask(self.mask_mod), self.shape, self.block_size, states)
 
     def joined(self, other: Any, sign: str, mods: Any, states: Any) -> BlockMask:
+        """Return a mask of two: their functions and their blocks joined."""
         if not isinstance(other, BlockMask):
             return NotImplemented
         if self.shape != other.shape or self.block_size != other.block_size:

@@ -72,7 +72,7 @@ class Host:
 
 
 def evaluate(host: Host, expr: Expr, values: Values, dtype: Any = np.float32) -> Any:
-    """Return an expression for indices (and a score) that broadcast: float of `dtype`, int, bool."""
+    """Return an expression for indices (and a score) that broadcast; floats are of `dtype`."""
     found: dict[Expr, Any] = {}
     for node in ordered(expr):
         args = [found[a] if isinstance(a, Expr) else a for a in node.args]
@@ -95,6 +95,7 @@ def evaluate(host: Host, expr: Expr, values: Values, dtype: Any = np.float32) ->
 
 
 def widened(x: Any, kind: str) -> Any:
+    """Return whole numbers as int64, in which bounds and grids do not overflow."""
     return x.astype(np.int64) if kind == INT else x
 
 
@@ -109,6 +110,7 @@ class Tables:
         self.levels = [(array, array)]
 
     def level(self, n: int) -> Bounds:
+        """Return the bounds of every 2^n neighbours."""
         while len(self.levels) <= n:
             step = 1 << (len(self.levels) - 1)
             low, high = self.levels[-1]
@@ -155,6 +157,7 @@ def float_error(bounds: Bounds) -> Bounds:
 
 
 def product(a: Bounds, b: Bounds, op: Callable[[Any, Any], Any]) -> Bounds:
+    """Return the bounds of a product or quotient, from its corners."""
     with np.errstate(all="ignore"):
         corners = [op(x, y) for x in a for y in b]
     low, high = corners[0], corners[0]
@@ -164,24 +167,28 @@ def product(a: Bounds, b: Bounds, op: Callable[[Any, Any], Any]) -> Bounds:
 
 
 def divided(a: Bounds, b: Bounds) -> Bounds:
+    """Return the bounds of a quotient."""
     low, high = product(a, b, np.true_divide)
     has_zero = (np.asarray(b[0]) <= 0) & (np.asarray(b[1]) >= 0)
     return np.where(has_zero, -np.inf, low), np.where(has_zero, np.inf, high)
 
 
 def remainder(a: Bounds, divisor: Any) -> Bounds:
+    """Return the bounds of a remainder by a positive number."""
     is_one_period = np.floor_divide(a[0], divisor) == np.floor_divide(a[1], divisor)
     low = np.where(is_one_period, np.remainder(a[0], divisor), 0)
     return low, np.where(is_one_period, np.remainder(a[1], divisor), divisor - 1)
 
 
 def magnitude(a: Bounds) -> Bounds:
+    """Return the bounds of the size of a number."""
     low, high = np.abs(a[0]), np.abs(a[1])
     has_zero = (np.asarray(a[0]) <= 0) & (np.asarray(a[1]) >= 0)
     return np.where(has_zero, 0, np.minimum(low, high)), np.maximum(low, high)
 
 
 def monotone(op: str, a: Bounds) -> Bounds:
+    """Return the bounds of a function that never falls."""
     with np.errstate(all="ignore"):
         return NUMPY[op](np.float64(a[0])), NUMPY[op](np.float64(a[1]))
 
@@ -200,6 +207,7 @@ def compared(op: str, a: Bounds, b: Bounds) -> Bounds:
 
 
 def joined(op: str, a: Bounds, b: Bounds) -> Bounds:
+    """Return the bounds of two conditions joined."""
     if op != "xor":
         return NUMPY[op](a[0], b[0]), NUMPY[op](a[1], b[1])
     false_a, false_b = np.logical_not(a[1]), np.logical_not(b[1])
@@ -209,6 +217,7 @@ def joined(op: str, a: Bounds, b: Bounds) -> Bounds:
 
 
 def chosen(kind: str, c: Bounds, x: Bounds, y: Bounds) -> Bounds:
+    """Return the bounds of one of two values."""
     surely, never = c[0], np.logical_not(c[1])
     if kind == BOOL:
         both = joined("and", x, y)[0], joined("or", x, y)[1]
@@ -230,7 +239,7 @@ def bounds_of(node: Expr, args: list[Any]) -> Bounds:
     if op == "where":
         return chosen(node.type, *args)
     if op in ("mul", "div"):
-        return product(*args, np.multiply) if op == "mul" else divided(*args)
+        return product(args[0], args[1], np.multiply) if op == "mul" else divided(*args)
     if op == "mod":
         return remainder(args[0], args[1][0])
     if op == "floordiv":
@@ -246,8 +255,10 @@ def bounds_of(node: Expr, args: list[Any]) -> Bounds:
     return args[0] if op == "float" else monotone(op, args[0])
 
 
-def bounds(host: Host, expr: Expr, boxes: dict[str, Bounds]) -> Bounds:
+def bounds(host: Host, expr: Expr, boxes: dict[str, Bounds], reads_floats: bool = True) -> Bounds:
     """Return the bounds of an expression over boxes of indices, which broadcast.
+
+    Without `reads_floats` captured floats may be any.
 
     Raises
     ------
@@ -256,12 +267,14 @@ def bounds(host: Host, expr: Expr, boxes: dict[str, Bounds]) -> Bounds:
     """
     found: dict[Expr, Bounds] = {}
     for node in ordered(expr):
-        args = [found[a] if isinstance(a, Expr) else a for a in node.args]
+        args: list[Any] = [found[a] if isinstance(a, Expr) else a for a in node.args]
         if node.op == "index":
             r = boxes[args[0]]
         elif node.op in ("const", "scalar"):
             x = args[0] if node.op == "const" else host.scalars[args[0]]
             r = (np.int64(x), np.int64(x)) if node.type == INT else (x, x)
+        elif node.op == "load" and node.type == FLOAT and not reads_floats:
+            r = (-np.inf, np.inf)
         elif node.op == "load":
             r = load_bounds(host.arrays[args[0]], args[2:])
             r = (r[0] != 0, r[1] != 0) if node.type == BOOL else r

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -40,12 +40,52 @@ class TraceError(TypeError):
     """A mask or score function does what cannot be written down as an expression."""
 
 
+def binary(op: str) -> Callable[[Any, Any], Any]:
+    """Return the method of an operator."""
+    return lambda self, other: apply(op, self, other)
+
+
+def reflected(op: str) -> Callable[[Any, Any], Any]:
+    """Return the method of an operator whose right side is ours."""
+    return lambda self, other: apply(op, other, self)
+
+
 class Operand:
     """What Python's operators, numpy's and torch's functions work on: nodes, captured arrays."""
 
     __slots__ = ()
     __array_priority__ = 1000
-    __hash__ = object.__hash__
+    __add__, __radd__ = binary("add"), reflected("add")
+    __sub__, __rsub__ = binary("sub"), reflected("sub")
+    __mul__, __rmul__ = binary("mul"), reflected("mul")
+    __truediv__, __rtruediv__ = binary("div"), reflected("div")
+    __floordiv__, __rfloordiv__ = binary("floordiv"), reflected("floordiv")
+    __mod__, __rmod__ = binary("mod"), reflected("mod")
+    __pow__, __rpow__ = binary("pow"), reflected("pow")
+    __and__, __rand__ = binary("and"), reflected("and")
+    __or__, __ror__ = binary("or"), reflected("or")
+    __xor__, __rxor__ = binary("xor"), reflected("xor")
+    __lt__, __le__ = binary("lt"), binary("le")
+    __gt__, __ge__ = binary("gt"), binary("ge")
+    __eq__: Any = binary("eq")
+    __ne__: Any = binary("ne")
+    __hash__: Any = object.__hash__
+
+    def value(self) -> Expr:
+        """Return the node that is meant."""
+        raise NotImplementedError
+
+    def __neg__(self) -> Any:
+        return apply("neg", self)
+
+    def __pos__(self) -> Any:
+        return read(self)
+
+    def __invert__(self) -> Any:
+        return apply("not", self)
+
+    def __abs__(self) -> Any:
+        return apply("abs", self)
 
     def __bool__(self) -> bool:
         raise TraceError(
@@ -62,7 +102,7 @@ class Operand:
             "is defined"
         )
 
-    __int__ = __float__ = __complex__ = __index__  # type: ignore[assignment]
+    __int__ = __float__ = __complex__ = __index__
 
     def __iter__(self) -> Iterator[Any]:
         raise TraceError(f"{describe(self)} is one number and cannot be iterated over")
@@ -83,17 +123,21 @@ class Operand:
         return call(function.__name__.strip("_"), args, given or {})
 
     def abs(self) -> Any:
+        """Return it without its sign."""
         return apply("abs", self)
 
     def clamp(self, min: Any = None, max: Any = None) -> Any:
+        """Return it within two limits."""
         return clamp(self, min, max)
 
     clip = clamp
 
     def float(self) -> Any:
+        """Return it as a float."""
         return to_float(read(self))
 
     def int(self) -> Any:
+        """Return it as a whole number."""
         return to_int(read(self))
 
     long = int
@@ -113,9 +157,10 @@ class Expr(Operand):
     type: str
     free: frozenset[str]  # names of the indices it depends on
 
-    _made: weakref.WeakValueDictionary[Any, Expr] = weakref.WeakValueDictionary()
+    _made: ClassVar[weakref.WeakValueDictionary[Any, Expr]] = weakref.WeakValueDictionary()
 
     def __new__(cls, op: str, args: tuple[Any, ...], kind: str) -> Expr:
+        """Return the node of this content, the one there is or a new one."""
         # A node keeps its arguments alive, so no other has their ids while it lives.
         parts = (("n", id(a)) if isinstance(a, Expr) else (type(a).__name__, repr(a)) for a in args)
         key = (op, kind, *parts)
@@ -140,37 +185,12 @@ class Expr(Operand):
     __repr__ = __str__
 
 
-def define_operators() -> None:
-    """Give `Operand` Python's operators."""
-
-    def binary(op: str) -> Callable[[Any, Any], Any]:
-        return lambda self, other: apply(op, self, other)
-
-    def reflected(op: str) -> Callable[[Any, Any], Any]:
-        return lambda self, other: apply(op, other, self)
-
-    python = {**{n: n for n in ("add", "sub", "mul", "floordiv", "mod", "and", "or", "xor", "pow")}}
-    python["truediv"] = "div"
-    for name, op in python.items():
-        setattr(Operand, f"__{name}__", binary(op))
-        setattr(Operand, f"__r{name}__", reflected(op))
-    for op in COMPARISONS:
-        setattr(Operand, f"__{op}__", binary(op))
-    for name, op in {"neg": "neg", "invert": "not", "abs": "abs"}.items():
-        setattr(Operand, f"__{name}__", lambda self, op=op: apply(op, self))
-    Operand.__pos__ = lambda self: read(self)  # type: ignore[attr-defined]
-    Operand.__hash__ = object.__hash__  # type: ignore[method-assign]
-
-
-define_operators()
-
-
 def read(x: Any) -> Expr:
     """Return the node of a node, a number, or a captured array without axes."""
     if isinstance(x, Expr):
         return x
     if isinstance(x, Operand):
-        return x.value()  # type: ignore[attr-defined,no-any-return]
+        return x.value()
     if getattr(x, "shape", None) == () and hasattr(x, "item"):
         x = x.item()
     if isinstance(x, bool):
@@ -243,7 +263,7 @@ def apply(op: str, *args: Any) -> Expr:
     op = OTHER_NAMES.get(op, op)
     if op in COMPOSED:
         return COMPOSED[op](*args)
-    known = op in UNARY and len(args) == 1 or op in BINARY and len(args) == 2
+    known = (op in UNARY and len(args) == 1) or (op in BINARY and len(args) == 2)
     if not known:
         raise TraceError(
             f"'{op}' of {len(args)} is not among the operations of a mask or score function: "
@@ -259,20 +279,18 @@ def call(name: str, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
         low, high = (given.get(n, given.get(f"a_{n}")) for n in ("min", "max"))
         rest = (*args[1:], low, high) if len(args) == 1 else (*args[1:], high)
         return clamp(args[0], *rest[:2])
-    if given and set(given) - {"alpha", "dtype", "out"} or given.get("alpha", 1) != 1:
+    if (given and set(given) - {"alpha", "dtype", "out"}) or given.get("alpha", 1) != 1:
         raise TraceError(f"{name} takes symbols without {', '.join(given)}")
     return apply(name, *args)
 
 
 def unary(op: str, x: Expr) -> Expr:
+    """Return the node of an operation on one value."""
     if op == "not":
         if x.type != BOOL:
             raise TraceError(f"~ takes a condition, got the number {describe(x)}")
         return x.args[0] if x.op == "not" else read(not x.args[0]) if is_const(x) else logical(x)
-    if op in ("neg", "abs"):
-        x = to_int(x) if x.type == BOOL else x
-    else:
-        x = to_float(x)
+    x = (to_int(x) if x.type == BOOL else x) if op in ("neg", "abs") else to_float(x)
     if op == "float":
         return x
     if is_const(x):
@@ -283,6 +301,7 @@ def unary(op: str, x: Expr) -> Expr:
 
 
 def logical(x: Expr) -> Expr:
+    """Return the opposite of a condition."""
     return Expr("not", (x,), BOOL)
 
 
@@ -323,6 +342,7 @@ def compute(op: str, a: Expr, b: Expr) -> Expr:
 
 
 def require_divisor(op: str, a: Expr, b: Expr) -> None:
+    """Refuse what a whole number is not divided by."""
     sign = ARITHMETIC[op]
     if FLOAT in (a.type, b.type):
         raise TraceError(f"{sign} takes whole numbers, got the float {describe(a)} {sign} {b}")
@@ -395,8 +415,10 @@ def power(x: Any, y: Any) -> Expr:
     """Return x to the power of y: of a positive number, or by a small whole number or a half."""
     x, y = read(x), read(y)
     if is_const(y) and y.args[0] in (1, 2, 3, 4):
-        factors: Iterable[Expr] = [x] * int(y.args[0])
-        return math.prod(factors, start=read(1))  # type: ignore[arg-type,return-value]
+        out = x
+        for _ in range(int(y.args[0]) - 1):
+            out = out * x
+        return out
     if is_const(y, 0.5):
         return sqrt(x)
     if is_const(x) and x.args[0] > 0:
@@ -409,14 +431,14 @@ def power(x: Any, y: Any) -> Expr:
 
 def sigmoid(x: Any) -> Expr:
     """Return 1 / (1 + exp(-x))."""
-    return 1.0 / (1.0 + exp(-read(x)))  # type: ignore[no-any-return,operator]
+    return 1.0 / (1.0 + exp(-read(x)))
 
 
 COMPOSED: dict[str, Callable[..., Expr]] = {
     **{"where": where, "clamp": clamp, "pow": power, "sigmoid": sigmoid},
-    "exp2": lambda x: exp(read(x) * math.log(2.0)),  # type: ignore[operator]
-    "log2": lambda x: log(x) * (1.0 / math.log(2.0)),  # type: ignore[operator]
-    "rsqrt": lambda x: 1.0 / sqrt(x),  # type: ignore[operator]
+    "exp2": lambda x: exp(read(x) * math.log(2.0)),
+    "log2": lambda x: log(x) * (1.0 / math.log(2.0)),
+    "rsqrt": lambda x: 1.0 / sqrt(x),
     "square": lambda x: power(x, 2),
     "pos": lambda x: read(x),
 }

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .block_mask import BlockMask, Shape, classify, lists_of
-from .evaluate import Host, evaluate
+from .evaluate import Host, bounds, evaluate
 from .expression import Expr
 from .program import program
 from .rows import Split, document_parts, limits, runs, split
@@ -36,6 +36,7 @@ class Problem(NamedTuple):
 
     @property
     def shape(self) -> Shape:
+        """Return what block masks are made for."""
         return Shape(self.batch, self.num_heads, self.seqlen_q, self.seqlen_kv)
 
 
@@ -48,7 +49,7 @@ class Found(NamedTuple):
 
 
 class Rows:
-    """Evaluates begin and end of each row's keys, for as many sequences and heads as they differ."""
+    """Begin and end of each row's keys, for as many sequences and heads as they differ."""
 
     def __init__(self, problem: Problem, free: frozenset[str]):
         self.problem = problem
@@ -75,6 +76,7 @@ class Rows:
         return True
 
     def place(self, side: Any, b: int, h: int, q_len: int) -> Any:
+        """Return the rows in use of a sequence and head."""
         if self.problem.starts_q is None:
             return side[b, h, :q_len]
         first = self.problem.starts_q[b]
@@ -116,7 +118,10 @@ def find_rows(host: Host, problem: Problem, keys: Split) -> tuple[Rows | None, E
     """Return the row ranges of a mask, if it has any, and what they leave to be asked."""
     documents, left = document_parts(keys.rest)
     for parts, rest in ((documents, left), ([], keys.rest)) if documents else (([], keys.rest),):
-        sides = [*(e for e in (keys.begin, keys.end) if e is not None), *(e for p in parts for e in p)]
+        sides = [
+            *(e for e in (keys.begin, keys.end) if e is not None),
+            *(e for p in parts for e in p),
+        ]
         if not sides:
             continue
         rows = Rows(problem, frozenset().union(*(e.free for e in sides)))
@@ -137,6 +142,7 @@ def plan(
     captured: list[Any] = []
     if score is not None and score.expr.op != "index":
         host = Host(score)
+        require_int32(host, score.expr, problem)
         found["score_program"] = program(score.expr, score.scalars)
         captured += host.arrays
         words.append(f"a program of the score: {score}")
@@ -150,6 +156,7 @@ def plan(
             found["row_begin"], found["row_end"] = rows.begin, rows.end
             words.append("row ranges: each row's keys are an interval")
         if rest is not None:
+            require_int32(host, rest, problem)
             found["mask_program"] = program(rest, mask.scalars, len(captured))
             captured += host.arrays
             words.append(f"a program of the mask: {rest}")
@@ -159,6 +166,19 @@ def plan(
     if captured:
         found["arrays"] = captured
     return Found(window, found, "; ".join(words) or "nothing beside attention")
+
+
+def require_int32(host: Host, expr: Expr, problem: Problem) -> None:
+    """Refuse whole numbers that leave int32, which kernels compute them in."""
+    most = {"b": problem.batch, "h": problem.num_heads}
+    most |= {"q": problem.seqlen_q, "k": problem.seqlen_kv}
+    boxes: dict[str, Any] = {
+        name: (np.int64(0), np.int64(max(n - 1, 0))) for name, n in most.items()
+    }
+    for name, n in (("q_len", problem.seqlen_q), ("kv_len", problem.seqlen_kv)):
+        boxes[name] = np.int64(0 if problem.common is None else n), np.int64(n)
+    boxes["score"] = -np.inf, np.inf
+    bounds(host, expr, boxes, reads_floats=False)
 
 
 def add_lists(
@@ -183,6 +203,4 @@ def add_lists(
 def narrowed(given: Any, found: tuple[int, int]) -> tuple[int, int]:
     """Return a window within two windows, -1 being unlimited."""
     pairs = zip(given, found, strict=True)
-    return tuple(max(pair) if -1 in pair else min(pair) for pair in pairs)  # type: ignore[return-value]
-
-
+    return tuple(max(pair) if -1 in pair else min(pair) for pair in pairs)

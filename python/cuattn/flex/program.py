@@ -58,6 +58,7 @@ class Registers:
         self.count = 0
 
     def take(self) -> int:
+        """Return a free register."""
         if self.free:
             return self.free.pop()
         self.count += 1
@@ -68,7 +69,8 @@ def written(order: list[Expr], num_rows: int, scalars: list[Any], slot: int) -> 
     """Return the rows of a program and how many registers it takes."""
     last = {a: i for i, node in enumerate(order) for a in node.nodes()}
     place = {node: i for i, node in enumerate(order)}
-    registers, at, rows = Registers(), {}, []
+    registers, rows = Registers(), []
+    at: dict[Expr, int] = {}
     for i, node in enumerate(order):
         if i == num_rows:
             registers.free.clear()  # those of the first part are not written again

@@ -72,8 +72,13 @@ def linear_in_k(e: Expr) -> tuple[int, Expr] | None:
 
 def one_sided(op: str, at: Expr) -> Interval | None:
     """Return the keys with kv_idx (op) at."""
-    after = at + 1  # type: ignore[operator]
-    limits = {"lt": (None, at), "le": (None, after), "gt": (after, None), "ge": (at, None)}
+    after = at + 1
+    limits: dict[str, Any] = {
+        "lt": (None, at),
+        "le": (None, after),
+        "gt": (after, None),
+        "ge": (at, None),
+    }
     limits["eq"] = (at, after)
     return Interval(*limits[op]) if op in limits else None
 
@@ -83,13 +88,16 @@ def of_quotient(op: str, quotient: Expr, at: Expr) -> Interval | None:
     inner, c = linear_in_k(quotient.args[0]), quotient.args[1]
     if inner is None or inner[0] != 1:
         return None
-    first = at * c - inner[1]  # type: ignore[operator]
+    first = at * c - inner[1]
     if op == "eq":
         return Interval(first, first + c)
-    return one_sided("ge" if op in ("ge", "gt") else "lt", first + c if op in ("gt", "le") else first)
+    return one_sided(
+        "ge" if op in ("ge", "gt") else "lt", first + c if op in ("gt", "le") else first
+    )
 
 
 def of_comparison(e: Expr) -> Interval | None:
+    """Return the keys of a comparison."""
     op, (x, y) = e.op, e.args
     if x.type != INT or y.type != INT:
         return None
@@ -120,6 +128,7 @@ def of_either(x: Interval | None, y: Interval | None) -> Interval | None:
 
 
 def of_both(x: Interval, y: Interval) -> Interval:
+    """Return the keys of two intervals that lie in both."""
     begin = [e for e in (x.begin, y.begin) if e is not None]
     end = [e for e in (x.end, y.end) if e is not None]
     return Interval(
@@ -148,6 +157,7 @@ def interval(e: Expr) -> Interval | None:
 
 
 def conjuncts(e: Expr) -> list[Expr]:
+    """List the conditions that must all hold."""
     if e.op == "and":
         return [*conjuncts(e.args[0]), *conjuncts(e.args[1])]
     if e.op == "not" and e.args[0].op == "or":
@@ -163,10 +173,10 @@ def split(e: Expr) -> Split:
         if is_const(part, True):
             continue
         if keys is None:
-            rest = part if rest is None else rest & part  # type: ignore[operator]
+            rest = part if rest is None else rest & part
         else:
             found = of_both(found, keys)
-    return Split(*(simplified(x) for x in found), rest)
+    return Split(simplified(found.begin), simplified(found.end), rest)
 
 
 def simplified(e: Expr | None) -> Any:
@@ -194,7 +204,7 @@ def simplified(e: Expr | None) -> Any:
     out = None
     for x, c in sorted(terms.items(), key=lambda item: -item[1]):
         if c != 0:
-            y = x if abs(c) == 1 else read(abs(c)) * x  # type: ignore[operator]
+            y = x if abs(c) == 1 else read(abs(c)) * x
             out = (y if c > 0 else -y) if out is None else out + y if c > 0 else out - y
     if out is None or number == 0:
         return read(number) if out is None else out
@@ -205,7 +215,7 @@ def from_diagonal(e: Expr, by: Expr) -> Expr:
     """Return e - by, inside min and max."""
     if e.op in ("min", "max"):
         return apply(e.op, *(from_diagonal(a, by) for a in e.args))
-    return simplified(apply("sub", e, by))  # type: ignore[no-any-return]
+    return simplified(apply("sub", e, by))
 
 
 def limits(host: Host, keys: Split, lengths: tuple[int, int] | None) -> tuple[int, int] | None:
@@ -225,14 +235,14 @@ def limits(host: Host, keys: Split, lengths: tuple[int, int] | None) -> tuple[in
         found.append(offset)
     left = -1 if found[0] is None else -found[0]
     right = -1 if found[1] is None else found[1] - 1
-    if found[0] is not None and left < 0 or found[1] is not None and right < 0:
+    if (found[0] is not None and left < 0) or (found[1] is not None and right < 0):
         return None  # options reach the diagonal
     return left, right
 
 
 def offset_of(host: Host, e: Expr, lengths: tuple[int, int] | None) -> int | None:
     """Return e - (q_idx + kv_len - q_len) where that is one number for all rows."""
-    diagonal = Q + (KV_LEN - Q_LEN)  # type: ignore[operator]
+    diagonal = Q + (KV_LEN - Q_LEN)
     x = from_diagonal(e, Q if lengths is not None else diagonal)
     known = {"q_len", "kv_len"} if lengths is not None else set()
     if x.free - known or reads_arrays(x):
@@ -242,6 +252,7 @@ def offset_of(host: Host, e: Expr, lengths: tuple[int, int] | None) -> int | Non
 
 
 def reads_arrays(e: Expr) -> bool:
+    """Whether an expression reads a captured array."""
     return e.op == "load" or any(reads_arrays(a) for a in e.nodes())
 
 
@@ -270,5 +281,5 @@ def document_parts(rest: Expr | None) -> tuple[list[tuple[Expr, Expr]], Expr | N
         if pair is not None and "q" not in frozenset().union(*(i.free for i in pair[1].args[2:])):
             found.append(pair)
         else:
-            left = part if left is None else left & part  # type: ignore[operator]
+            left = part if left is None else left & part
     return found, left

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a mask or score function once, on symbols, and keeps the expression that it returns.
 
-The function is rebuilt first: arrays in its closure, defaults and globals are replaced by `Captured`
-ones, because `array[q_idx]` calls the array's own `__getitem__`, which knows nothing of symbols.
-Whole numbers and floats of the closure and the defaults become scalars that are read at each call,
-so that another window is no other expression; where a function branches on one, it is traced again
-with all of them as constants. Functions inside are rebuilt too, so `and_masks(*masks)` works.
+The function is rebuilt first: arrays in its closure, defaults and globals are replaced by
+`Captured` ones, because `array[q_idx]` calls the array's own `__getitem__`, which knows nothing of
+symbols. Numbers of the closure and the defaults become scalars that are read at each call, so that
+another window is no other expression; where a function branches on one, it is traced again with all
+of them as constants. Functions inside are rebuilt too, so `and_masks(*masks)` works.
 """
 
 from __future__ import annotations
@@ -76,6 +76,7 @@ class Captured(Operand):
         return Expr("load", (self.slot, KINDS[self.kind], *read_indices), KINDS[self.kind])
 
     def index(self, i: Any) -> Expr:
+        """Return an index of the array as a node."""
         try:
             node = read(i)
         except TraceError:
@@ -95,7 +96,7 @@ class Captured(Operand):
                 f"{self} is indexed by b, h, q_idx or kv_idx before it is computed with; "
                 f"{self.ndim - len(self.indices)} of {self.ndim} indices are missing"
             )
-        return self[()]  # type: ignore[no-any-return]
+        return self[()]
 
     def __len__(self) -> int:
         return self.shape[len(self.indices)]
@@ -122,17 +123,19 @@ class Traced:
 
 
 def is_array(x: Any) -> bool:
+    """Whether something is an array to capture."""
     return hasattr(x, "__dlpack__") and hasattr(x, "shape") and not isinstance(x, np.generic)
 
 
 def is_number(x: Any) -> bool:
+    """Whether something is a number that may change between calls."""
     return isinstance(x, (int, float, np.integer, np.floating)) and not isinstance(x, bool)
 
 
 def is_own(function: Any) -> bool:
     """Whether a function is the user's, and to be rebuilt."""
     module = (getattr(function, "__module__", None) or "").split(".")
-    return module[0] not in FOREIGN or module[:2] == ["cuattn", "flex"] and module[-1] in MODS
+    return module[0] not in FOREIGN or (module[:2] == ["cuattn", "flex"] and module[-1] in MODS)
 
 
 MODS = ("masks", "scores", "block_mask")  # modules of ours that hold such functions
@@ -154,6 +157,7 @@ class Rebuilder:
         self.seen: dict[int, tuple[Any, Any]] = {}  # by id: what, and by what it is replaced
 
     def capture(self, array: Any) -> Captured:
+        """Return what stands for an array."""
         kind, shape = dtype_name(array), tuple(array.shape)
         if kind not in KINDS:
             raise TraceError(
@@ -169,12 +173,14 @@ class Rebuilder:
         return Captured(shape, kind, len(self.traced.arrays) - 1, ())
 
     def scalar(self, x: Any) -> Expr:
+        """Return the node of a number that is read at each call."""
         kind = FLOAT if isinstance(x, (float, np.floating)) else INT
         x = float(x) if kind == FLOAT else in_int32(int(x), "a number of the closure")
         self.traced.scalars.append(x)
         return Expr("scalar", (len(self.traced.scalars) - 1,), kind)
 
     def replace(self, x: Any, is_inside: bool) -> Any:
+        """Return what stands for something that a function reaches."""
         if is_inside and self.keeps_scalars and is_number(x):
             return self.scalar(x)  # each its own: two names of one number may part later
         if id(x) not in self.seen:
@@ -183,10 +189,12 @@ class Rebuilder:
         return self.seen[id(x)][1]
 
     def replaced(self, x: Any, is_inside: bool) -> Any:
+        """Return the same, of what was not met yet."""
         if is_array(x):
             return self.capture(x)
         if type(x) in (tuple, list):
-            return type(x)(self.replace(y, is_inside) for y in x)
+            parts = [self.replace(y, is_inside) for y in x]
+            return x if all(y is z for y, z in zip(x, parts, strict=True)) else type(x)(parts)
         if type(x) is dict:
             return {name: self.replace(y, is_inside) for name, y in x.items()}
         if isinstance(x, functools.partial):
@@ -198,6 +206,7 @@ class Rebuilder:
         return self.rebuilt(x) if isinstance(x, types.FunctionType) and is_own(x) else x
 
     def rebuilt(self, f: types.FunctionType) -> types.FunctionType:
+        """Return a function with all that it reaches replaced."""
         cells = tuple(self.cell(cell) for cell in f.__closure__ or ())
         known = f.__globals__
         names = {name: known[name] for name in names_of(f.__code__) if name in known}
@@ -211,6 +220,7 @@ class Rebuilder:
         return g
 
     def cell(self, cell: Any) -> Any:
+        """Return a cell of a closure with what it holds replaced."""
         try:
             return types.CellType(self.replace(cell.cell_contents, True))
         except ValueError:  # nothing in it yet
@@ -262,6 +272,7 @@ def trace(function: Callable[..., Any], is_score: bool = False) -> Traced:
 
 
 def trace_anew(function: Any, is_score: bool, what: str, name: str) -> Traced:
+    """Trace a function: with its numbers as scalars, else as constants."""
     refusal: Exception | None = None
     for keeps_scalars in (True, False):
         traced = Traced(name, is_score)
@@ -283,7 +294,8 @@ def trace_anew(function: Any, is_score: bool, what: str, name: str) -> Traced:
         if not traced.scalars:
             raise refusal
     else:
-        raise refusal  # type: ignore[misc]
+        assert refusal is not None
+        raise refusal
     if is_score:
         if traced.expr.type == BOOL:
             raise TraceError(f"{what} {name}: returns a score, got the condition {traced.expr}")
@@ -336,11 +348,13 @@ def reach(x: Any, seen: set[int] | None = None) -> Iterator[Any]:
 def same(a: list[Any], b: list[Any]) -> bool:
     """Whether two reaches are of the same objects, and of equal numbers."""
     return len(a) == len(b) and all(
-        x is y or is_number(x) and type(x) is type(y) and x == y for x, y in zip(a, b, strict=True)
+        x is y or (is_number(x) and type(x) is type(y) and x == y)
+        for x, y in zip(a, b, strict=True)
     )
 
 
 def remembered(function: Any, is_score: bool) -> Any:
+    """Return what was kept with a function; None where nothing was."""
     try:
         return memory.get(function, {}).get(is_score)
     except TypeError:  # it has no hash or no weak references
@@ -348,6 +362,7 @@ def remembered(function: Any, is_score: bool) -> Any:
 
 
 def remember(function: Any, is_score: bool, reached: list[Any], traced: Traced) -> None:
+    """Keep what was traced with the function, as long as that lives."""
     try:
         memory.setdefault(function, {})[is_score] = (reached, traced)
     except TypeError:

@@ -32,6 +32,7 @@ def run_on_host(arguments: dict[str, Any], found: dict[str, Any]) -> Any:
 
 
 def on_host(name: str, x: Any) -> Any:
+    """Return an array as numpy's, over the same memory."""
     if isinstance(x, jax.core.Tracer):
         raise NotImplementedError(
             f"{NAME}: {name} is traced by JAX, where the functions cannot be run yet; call it "
