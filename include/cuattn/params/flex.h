@@ -9,22 +9,59 @@
 namespace cuattn {
 
 // A register holds an int32, a float, or a condition (-1 or 0). `a`, `b` and `c` are registers,
-// `to` the one written; an f behind a name is the operation on floats.
-#define CUATTN_FLEX_CODES(X)                                                                  \
-  X(q)                                                                                        \
-  X(k) X(b) X(h) X(q_len) X(kv_len) X(score) /* what the indices are                  */      \
-      X(number)                              /* the bits of `number`                  */      \
-      X(load)                                /* of array `number` at [a], [a, b] or []*/      \
-      X(add) X(sub) X(mul) X(min) X(max) X(neg) X(abs) X(floordiv)                            \
-          X(mod) /* by a positive number, rounded down, as in Python                   */     \
-      X(lt) X(le) X(eq) X(ne) X(addf) X(subf) X(mulf) X(divf) X(minf) X(maxf) X(negf) X(absf) \
-          X(ltf) X(lef) X(eqf) X(nef) X(exp) X(log) X(tanh) X(sqrt) X(float_) X(and_) X(or_)  \
-              X(xor_) X(not_) X(where) /* a ? b : c */
-
+// `to` the one written.
 enum class FlexCode : int32_t {
-#define CUATTN_FLEX_CODE(name) name,
-  CUATTN_FLEX_CODES(CUATTN_FLEX_CODE)
-#undef CUATTN_FLEX_CODE
+  // what the indices are
+  q,
+  k,
+  b,
+  h,
+  q_len,
+  kv_len,
+  score,
+  // the bits of `number`; the element of array `number` at [], [a] or [a, b]
+  number,
+  load,
+  // whole numbers; the last two by a positive one, rounded down as in Python
+  add,
+  sub,
+  mul,
+  min,
+  max,
+  neg,
+  abs,
+  floordiv,
+  mod,
+  // conditions of them
+  lt,
+  le,
+  eq,
+  ne,
+  // the same of floats
+  addf,
+  subf,
+  mulf,
+  divf,
+  minf,
+  maxf,
+  negf,
+  absf,
+  ltf,
+  lef,
+  eqf,
+  nef,
+  // floats; of a whole number
+  exp,
+  log,
+  tanh,
+  sqrt,
+  float_,
+  // conditions; a ? b : c
+  and_,
+  or_,
+  xor_,
+  not_,
+  where,
 };
 
 struct FlexOp {
