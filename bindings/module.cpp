@@ -14,6 +14,7 @@
 #include "bindings/call/errors.h"
 #include "bindings/explain.h"
 #include "bindings/flex.h"
+#include "bindings/fused.h"
 #include "bindings/merge.h"
 #include "bindings/paged.h"
 #include "bindings/unlinked_file.h"
@@ -53,6 +54,7 @@ NB_MODULE(_core, m) {
   add_cache(m);
   add_explain(m);
   add_flex(m);
+  add_fused(m);
   add_merge(m);
   add_paged(m);
   add_unlinked_file(m);
