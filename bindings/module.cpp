@@ -14,6 +14,7 @@
 #include "bindings/call/errors.h"
 #include "bindings/explain.h"
 #include "bindings/merge.h"
+#include "bindings/mla.h"
 #include "bindings/paged.h"
 #include "bindings/unlinked_file.h"
 #include "bindings/xla/ffi.h"
@@ -52,6 +53,7 @@ NB_MODULE(_core, m) {
   add_cache(m);
   add_explain(m);
   add_merge(m);
+  add_mla(m);
   add_paged(m);
   add_unlinked_file(m);
   m.def("version", [] { return std::string(cuattn_version()); }, "The version of libcuattn.");

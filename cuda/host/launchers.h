@@ -9,6 +9,7 @@
 #include "cuattn/params/cache.h"
 #include "cuattn/params/merge.h"
 #include "cuattn/params/paged.h"
+#include "cuattn/params/project.h"
 #include "cuattn/plan.h"
 
 namespace cuattn {
@@ -29,6 +30,7 @@ void launch_cache_gather(const CacheGatherParams& params, cudaStream_t stream); 
 void launch_copy_blocks(const BlockCopyParams& params, cudaStream_t stream);     // cache/blocks.cu
 void launch_swap_blocks(const BlockSwapParams& params, cudaStream_t stream);
 void launch_merge(const MergeParams& params, cudaStream_t stream);  // merge/states.cu
+void launch_project(const ProjectParams& params, cudaStream_t stream);  // mla/project.cu
 // attention/sm90/clear_counter.cu
 void launch_clear_counter(int32_t* counter, cudaStream_t stream);
 // backend/check.cu: these synchronise. read_device_data is false under stream capture, where nobody

@@ -10,6 +10,7 @@
 #include "cuattn/params/cache.h"
 #include "cuattn/params/merge.h"
 #include "cuattn/params/paged.h"
+#include "cuattn/params/project.h"
 #include "cuattn/plan.h"
 #include "cuattn/schedule.h"
 
@@ -34,6 +35,7 @@ struct Backend {
   void (*paged)(const PagedParams& params, const Plan& plan, int32_t device_id, Stream stream);
   // Fills a deal of PagedDeal::size(work) entries; work.deal is not read.
   void (*paged_deal)(const PagedWork& work, int32_t* deal, int32_t device_id, Stream stream);
+  void (*project)(const ProjectParams& params, int32_t device_id, Stream stream);
   void (*merge)(const MergeParams& params, int32_t device_id, Stream stream);
   void (*cache_write)(const CacheWriteParams& params, int32_t device_id, Stream stream);
   void (*cache_gather)(const CacheGatherParams& params, int32_t device_id, Stream stream);

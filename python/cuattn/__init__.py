@@ -24,6 +24,7 @@ from .cascade import cascade_attention
 from .kv_bytes import kv_cache_bytes
 from .kv_cache import copy_blocks, gather_cache, pinned_empty, reshape_and_cache, swap_blocks
 from .merge import merge_states
+from .mla import mla_attention, mla_decode, mla_project, mla_write
 from .paged import paged_attention, paged_attention_v1, paged_attention_v2, paged_plan
 from .paged_kv_cache import PagedKVCache
 
@@ -54,6 +55,10 @@ __all__ = [
     "kernels",
     "kv_cache_bytes",
     "merge_states",
+    "mla_attention",
+    "mla_decode",
+    "mla_project",
+    "mla_write",
     "paged_attention",
     "paged_attention_v1",
     "paged_attention_v2",
