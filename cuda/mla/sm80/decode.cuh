@@ -109,9 +109,9 @@ struct MlaSm80 {
   struct State {
     uint32_t q[kRowBlocks][kSteps + 1][4];  // the A operand; the last step is rope
     device::RowScore<kType> score[kRowBlocks][2];
-    float out[kRowBlocks][kOutBlocks][4] = {};
+    float out[kRowBlocks][kOutBlocks][4];
     float maximum[kRowBlocks][2];   // base 2, the same in all lanes of a row
-    float sum[kRowBlocks][2] = {};  // this lane's share
+    float sum[kRowBlocks][2];       // this lane's share
     int32_t full_begin, full_end;   // every query sees these keys
   };
 
@@ -154,6 +154,13 @@ struct MlaSm80 {
         }
         state.score[m][half].init(p, task, row, 1.0f);
         state.maximum[m][half] = device::negative_infinity();
+        state.sum[m][half] = 0.0f;
+      }
+      // Note: with an initialiser in State the compiler makes a loop of it, and all of State local.
+#pragma unroll
+      for (int n = 0; n < kOutBlocks; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) state.out[m][n][i] = 0.0f;
       }
     }
     const PagedWork& w = p.work;
