@@ -35,7 +35,7 @@ struct MlaSm80 {
   static constexpr int kRowBytes = kColumns * 2;
   static constexpr int kLatentBytes = kKeys * kRowBytes, kRopeBytes = kKeys * 32;
   static constexpr int kStageBytes = kLatentBytes + kRopeBytes;
-  static_assert(kTileRows == kRows && kWarps >= kRopeWarps && kKeys <= 32 && kStages == 2);
+  static_assert(kTileRows == kRows && kRowBlocks <= 2 && kWarps >= kRopeWarps && kKeys <= 32 && kStages == 2);
 
   // 2. Shared storage: stages [warp][stage][latent | rope], then S of the warps in the order of the
   // fragments, twice, so that one is written while the other is read.
@@ -156,7 +156,6 @@ struct MlaSm80 {
         state.maximum[m][half] = device::negative_infinity();
         state.sum[m][half] = 0.0f;
       }
-      // Note: with an initialiser in State the compiler makes a loop of it, and all of State local.
 #pragma unroll
       for (int n = 0; n < kOutBlocks; ++n) {
 #pragma unroll
@@ -342,35 +341,46 @@ struct MlaSm80 {
   }
 
   // 5. Epilogue: a warp writes its own columns, straight from the fragments.
-  __device__ __forceinline__ void end_task(const PagedParams& p, const device::KeyTask& task,
-                                           const State& state) const {
+  __device__ __forceinline__ void store_row(const PagedParams& p, const device::RowOutput& out,
+                                            const float (&values)[kOutBlocks][4], int half) const {
 #pragma unroll
-    for (int m = 0; m < kRowBlocks; ++m) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float sum = state.sum[m][half];
-        sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-        sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-        device::UnitRow row = row_of(p, task, m, half);
-        if (!row.valid) continue;
-        device::RowOutput out =
-            device::task_output(p, task, row, 16 * m + 8 * half + lane / 4, state.maximum[m][half],
-                                sum, warp == 0 && lane % 4 == 0);
-#pragma unroll
-        for (int n = 0; n < kOutBlocks; ++n) {
-          int32_t column = warp * kColumns + 8 * n + 2 * (lane % 4);
-          if (column >= p.head_dim) continue;
-          float low = state.out[m][n][2 * half], high = state.out[m][n][2 * half + 1];
-          low = out.factor == 0.0f ? 0.0f : low * out.factor;
-          high = out.factor == 0.0f ? 0.0f : high * out.factor;
-          if (out.type == DType::f32) {
-            *reinterpret_cast<float2*>(static_cast<float*>(out.to) + column) = {low, high};
-          } else {
-            *reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(out.to) + column) =
-                device::pack2<kType>(low, high);
-          }
+    for (int n = 0; n < kOutBlocks; ++n) {
+      int32_t column = warp * kColumns + 8 * n + 2 * (lane % 4);
+      float low = values[n][2 * half], high = values[n][2 * half + 1];
+      low = out.factor == 0.0f ? 0.0f : low * out.factor;  // whatever was accumulated
+      high = out.factor == 0.0f ? 0.0f : high * out.factor;
+      if (column < p.head_dim) {
+        if (out.type == DType::f32) {
+          *reinterpret_cast<float2*>(static_cast<float*>(out.to) + column) = {low, high};
+        } else {
+          *reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(out.to) + column) =
+              device::pack2<kType>(low, high);
         }
       }
+    }
+  }
+
+  __device__ __forceinline__ void end_row(const PagedParams& p, const device::KeyTask& task,
+                                          const State& state, int m, int half) const {
+    float sum = state.sum[m][half];
+    sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+    sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+    device::UnitRow row = row_of(p, task, m, half);
+    if (!row.valid) return;
+    int32_t index = 16 * m + 8 * half + lane / 4;
+    device::RowOutput out = device::task_output(p, task, row, index, state.maximum[m][half], sum,
+                                                warp == 0 && lane % 4 == 0);
+    store_row(p, out, state.out[m], half);
+  }
+
+  // Note: as a loop over the blocks this stays one, with State in local memory.
+  __device__ __forceinline__ void end_task(const PagedParams& p, const device::KeyTask& task,
+                                           const State& state) const {
+    end_row(p, task, state, 0, 0);
+    end_row(p, task, state, 0, 1);
+    if constexpr (kRowBlocks == 2) {
+      end_row(p, task, state, 1, 0);
+      end_row(p, task, state, 1, 1);
     }
   }
 
