@@ -165,7 +165,8 @@ nb::dict explain_paged(int32_t version, const nb::dict& arguments, nb::handle dt
   return plan_dict(plan);
 }
 
-nb::dict explain_mla(const nb::dict& arguments, nb::handle dtype, int shapes_on, nb::handle device) {
+nb::dict explain_mla(const nb::dict& arguments, nb::handle dtype, int shapes_on,
+                     nb::handle device) {
   const char* op = "mla_decode";
   PagedArgs args = read_arguments<PagedAttention>(arguments);
   cuattn_paged_options options = parse_paged(op, 0, args);

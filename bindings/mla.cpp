@@ -42,9 +42,12 @@ struct DecodeArrays {
     const struct {
       const char* name;
       const DLTensor*& tensor;
-    } fields[] = {{"q_nope", given.q_nope},           {"q_pe", given.q_pe},
-                  {"ckv_cache", given.ckv_cache},     {"kpe_cache", given.kpe_cache},
-                  {"v_cache", given.v_cache},         {"block_tables", given.block_tables},
+    } fields[] = {{"q_nope", given.q_nope},
+                  {"q_pe", given.q_pe},
+                  {"ckv_cache", given.ckv_cache},
+                  {"kpe_cache", given.kpe_cache},
+                  {"v_cache", given.v_cache},
+                  {"block_tables", given.block_tables},
                   {"context_lens", given.context_lens}};
     for (size_t i = 0; i < std::size(fields); ++i) {
       nb::handle source = argument(arguments, fields[i].name);
@@ -144,7 +147,10 @@ TensorView as_rows(const char* op, const char* name, const TensorView& view,
   int32_t least = heads_last ? 2 : layout == "shared" ? 3 : 4;
   int32_t most = layout == "shared" ? 3 : 4;
   if (view.ndim < least || view.ndim > most) {
-    raise(PyExc_ValueError, op, ": ", name, " must have ", heads_last ? "2 to 4" : least == 3 ? "3" : "4",
+    raise(PyExc_ValueError, op, ": ", name, " must have ",
+          heads_last   ? "2 to 4"
+          : least == 3 ? "3"
+                       : "4",
           " axes, got ", view.ndim, "; reshape it");
   }
   TensorView rows = view;
@@ -230,9 +236,9 @@ void add_mla(nb::module_& m) {
         "cuattn.mla_write.");
   m.def(
       "mla_project",
-      [](const std::string& op, nb::handle x, nb::handle proj, nb::handle tail, nb::handle transpose,
-         const std::string& x_layout, const std::string& tail_layout, const std::string& out_layout,
-         nb::handle out, nb::handle stream) {
+      [](const std::string& op, nb::handle x, nb::handle proj, nb::handle tail,
+         nb::handle transpose, const std::string& x_layout, const std::string& tail_layout,
+         const std::string& out_layout, nb::handle out, nb::handle stream) {
         return mla_project(op.c_str(), x, proj, tail, transpose, x_layout, tail_layout, out_layout,
                            out, stream);
       },

@@ -417,6 +417,6 @@ size_t matrix_floats(int32_t inner, int32_t outer);  // matrix.cpp
 void multiply(const MatrixUnit& unit);
 extern const FlashKernel kFlashKernel;
 const FlashKernel kFlashKernel = {CUATTN_NAME(CUATTN_ISA), kVecs * kWidth, scratch_floats, run,
-                                  matrix_floats, multiply};
+                                  matrix_floats,           multiply};
 
 }  // namespace cuattn::cpu::CUATTN_ISA

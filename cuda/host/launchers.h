@@ -29,7 +29,7 @@ void launch_cache_write(const CacheWriteParams& params, cudaStream_t stream);   
 void launch_cache_gather(const CacheGatherParams& params, cudaStream_t stream);  // cache/gather.cu
 void launch_copy_blocks(const BlockCopyParams& params, cudaStream_t stream);     // cache/blocks.cu
 void launch_swap_blocks(const BlockSwapParams& params, cudaStream_t stream);
-void launch_merge(const MergeParams& params, cudaStream_t stream);  // merge/states.cu
+void launch_merge(const MergeParams& params, cudaStream_t stream);      // merge/states.cu
 void launch_project(const ProjectParams& params, cudaStream_t stream);  // mla/project.cu
 // attention/sm90/clear_counter.cu
 void launch_clear_counter(int32_t* counter, cudaStream_t stream);

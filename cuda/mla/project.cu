@@ -104,15 +104,16 @@ __device__ __forceinline__ void load_square(uint32_t to, const uint16_t* from, i
 }
 
 template <DType kType, bool kTranspose>
-__global__ void __launch_bounds__(kWarps * 32) project_sm80(const __grid_constant__ ProjectParams p) {
+__global__ void __launch_bounds__(kWarps * 32)
+    project_sm80(const __grid_constant__ ProjectParams p) {
   __shared__ __align__(1024) char smem[2][2][kTileBytes];  // stage: x, proj
   Place at = find_place<kTile, kTile>(p);
   const uint16_t* gX = rows_of<uint16_t>(p.x, p.x_strides, at);
   const uint16_t* gW = static_cast<const uint16_t*>(p.proj) + at.h * p.proj_stride_head;
   auto fill = [&](int stage, int32_t d0) {
     if (d0 < p.inner) {
-      load_square(device::smem_address(smem[stage][0]), gX, p.x_strides.seq, 0, p.rows - at.row0, d0,
-                  p.inner);
+      load_square(device::smem_address(smem[stage][0]), gX, p.x_strides.seq, 0, p.rows - at.row0,
+                  d0, p.inner);
       uint32_t w_tile = device::smem_address(smem[stage][1]);
       if (kTranspose) {
         load_square(w_tile, gW, p.proj_stride_row, at.column0, p.outer, d0, p.inner);
@@ -204,7 +205,8 @@ void launch_copy(const ProjectParams& p, const void* from, const Strides& stride
   int32_t itemsize = p.dtype == DType::f32 ? 4 : 2, chunks = columns * itemsize / 16;
   int64_t items = int64_t{p.batch} * p.rows * p.num_heads * chunks;
   constexpr int64_t kMostBlocks = 8192;
-  unsigned blocks = static_cast<unsigned>(items / 256 < kMostBlocks ? items / 256 + 1 : kMostBlocks);
+  unsigned blocks =
+      static_cast<unsigned>(items / 256 < kMostBlocks ? items / 256 + 1 : kMostBlocks);
   copy_columns<<<blocks, 256, 0, stream>>>(p, static_cast<const char*>(from), strides,
                                            first_column * itemsize, chunks, itemsize);
   CUATTN_CUDA_TRY(cudaGetLastError());

@@ -17,7 +17,7 @@ struct MlaSimt {
   using T = device::Element<kType>;
   static constexpr Tile kTile = mla_simt_tile(kLatent).tile;
   static constexpr int kWarps = kTile.warps, kThreads = kWarps * 32, kKeys = kTile.n;
-  static constexpr int kRope = 128;            // columns at most
+  static constexpr int kRope = 128;             // columns at most
   static constexpr int kGroups = kLatent / 32;  // columns of a lane
   static_assert(kTile.m == kWarps, "a warp for each row");
 

@@ -396,8 +396,7 @@ CUATTN_API cuattn_status cuattn_paged_explain(const DLTensor* q, const DLTensor*
                                               const cuattn_device* device, cuattn_plan* plan);
 CUATTN_API cuattn_status cuattn_mla_decode_explain(const cuattn_mla_arrays* arrays,
                                                    const cuattn_paged_options* options,
-                                                   const cuattn_device* device,
-                                                   cuattn_plan* plan);
+                                                   const cuattn_device* device, cuattn_plan* plan);
 
 typedef struct {
   char op[32], kernel[16], arch[32], dtype[16], mask[16], score[16];

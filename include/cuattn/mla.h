@@ -24,8 +24,9 @@ inline cuattn_attention_call prepare_mla(const MlaArrays& a, const CPagedOptions
   DLTensor q_nope = a.q_nope.dl(), q_pe = a.q_pe.dl(), ckv = a.ckv_cache.dl();
   DLTensor kpe = a.kpe_cache.dl(), tables = a.block_tables.dl(), lens = a.context_lens.dl();
   bool has_rope = a.q_pe.ndim > 0 || a.kpe_cache.ndim > 0;
-  cuattn_mla_arrays c{&q_nope, has_rope ? &q_pe : nullptr, &ckv,  has_rope ? &kpe : nullptr,
-                      nullptr, &tables,                    &lens};
+  cuattn_mla_arrays c{
+      &q_nope, has_rope ? &q_pe : nullptr, &ckv, has_rope ? &kpe : nullptr, nullptr, &tables,
+      &lens};
   cuattn_attention_call call;
   check(cuattn_mla_decode_prepare(&c, &options.c, &call));
   return call;

@@ -176,9 +176,7 @@ constexpr PagedTile mla_sm80_tile(int32_t rows) {
   return {{32, 16, 2, 8}, 1};                  // 2 * 18 KB, 2 * 16: 68 KB
 }
 // simt: a warp for each row, keys in shared memory as float32: 40 KB.
-constexpr PagedTile mla_simt_tile(int32_t latent) {
-  return {{8, latent <= 512 ? 16 : 8, 1, 8}, 2};
-}
+constexpr PagedTile mla_simt_tile(int32_t latent) { return {{8, latent <= 512 ? 16 : 8, 1, 8}, 2}; }
 
 // `head_dim`: a compiled one. m is the columns of a wgmma. A stage is 64 keys of K and V: 96 KB on
 // their way keep a multiprocessor's share of the memory busy.

@@ -298,7 +298,7 @@ def mla_attention(
     (1, 4, 3, 8)
     """
     op = "mla_attention"
-    arrays = {"q": q, "k_latent": k_latent, "v_latent": v_latent, "k_proj": k_proj,
+    arrays: dict[str, Any] = {"q": q, "k_latent": k_latent, "v_latent": v_latent, "k_proj": k_proj,
               "v_proj": v_proj, "q_rope": q_rope, "k_rope": k_rope}  # fmt: skip
     for name, array in arrays.items():
         if array is None and "rope" in name:
@@ -308,17 +308,19 @@ def mla_attention(
                 f"{op}: {name} must be an array, got {type(array).__name__}; pass numpy, torch or "
                 "CuPy arrays"
             )
-        if str(array.dtype) != str(q.dtype):
-            raise ValueError(f"{op}: {name} must be {q.dtype} like q, got {array.dtype}; cast it")
+        dtype = arrays["q"].dtype
+        if str(array.dtype) != str(dtype):
+            raise ValueError(f"{op}: {name} must be {dtype} like q, got {array.dtype}; cast it")
     shapes = {name: None if a is None else a.shape for name, a in arrays.items()}
     extents = read_extents(op, shapes, causal, v_latent is k_latent)
-    chosen = choose(op, form, extents, q.dtype.itemsize)
+    chosen = choose(op, form, extents, dtype.itemsize)
     if scale is None:
         scale = 1 / math.sqrt(extents.head_dim + extents.rope_dim)
     project = _core.mla_project
     if chosen == "explicit":
-        keys = project(op, k_latent, k_proj, k_rope, False, "shared", "shared", "heads", None, stream)
-        values = project(op, v_latent, v_proj, None, False, "shared", "", "heads", None, stream)
+        layouts = ("shared", "shared", "heads")  # of x, of the tail, and of out
+        keys = project(op, k_latent, k_proj, k_rope, False, *layouts, None, stream)
+        values = project(op, v_latent, v_proj, None, False, *layouts, None, stream)
         # [batch, heads, rows, columns] of arrays whose rows come before the heads
         keys, values = (x.swapaxes(1, 2) for x in (keys, values))
         queries: Any = q
@@ -332,7 +334,7 @@ def mla_attention(
     results = _core.mla_decode(
         {
             "q_nope": queries,
-            "q_pe": None if q_rope is None else q_rope.swapaxes(1, 2),
+            "q_pe": None if q_rope is None else arrays["q_rope"].swapaxes(1, 2),
             "ckv_cache": k_latent,
             "kpe_cache": k_rope,
             "v_cache": None if v_latent is k_latent else v_latent,

@@ -181,8 +181,8 @@ void read_rope(const char* fn, const cuattn_cache_options& o, DLDevice device, c
   p.rope.rotary_dim = static_cast<int32_t>(2 * cos.shape[1]);
   p.rope.interleaved = o.rope_interleaved != 0;
   p.rope.positions = static_cast<const int64_t*>(
-      read_vector(fn, "positions", view_of(fn, "positions", o.positions), DType::i64,
-                  p.num_tokens, "num_tokens", device, like, check_data));
+      read_vector(fn, "positions", view_of(fn, "positions", o.positions), DType::i64, p.num_tokens,
+                  "num_tokens", device, like, check_data));
 }
 
 namespace {

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // mla_decode: arrays and options to PagedParams. Its run is that of paged attention, with one kv
 // head whose values are the latents that its keys begin with. Next: paged/call.cpp, paged/work.cpp.
+#include "src/cache/checks.h"
 #include "src/check/arrays.h"
 #include "src/check/options.h"
-#include "src/cache/checks.h"
 #include "src/mla/mla.h"
 #include "src/paged/call.h"
 #include "src/paged/work.h"

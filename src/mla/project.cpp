@@ -19,8 +19,7 @@ Strides strides_of(const TensorView& view) {
 
 void check_columns(const char* name, const char* axis, int64_t got) {
   CUATTN_REQUIRE(got >= 8 && got <= kMaxLatent && got % 8 == 0, kName, ": ", name, " must have ",
-                 axis, " a multiple of 8 up to ", kMaxLatent, ", got ", got,
-                 "; pad it with zeros");
+                 axis, " a multiple of 8 up to ", kMaxLatent, ", got ", got, "; pad it with zeros");
 }
 
 // Rows of all heads, like those of x.

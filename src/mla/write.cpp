@@ -64,8 +64,9 @@ void mla_write(const TensorView& ckv, const TensorView& kpe, const TensorView& c
   const cuattn_cache_options& o = known_options(kName, options, room);
   CUATTN_REQUIRE(o.kv_layout == CUATTN_KV_NHD && !o.has_k_scale && !o.has_v_scale &&
                      o.k_scales == nullptr && o.v_scales == nullptr,
-                 kName, ": options must leave kv_layout, k_scale and v_scale at their defaults, "
-                        "got one of them; the caches have the dtype of the rows");
+                 kName,
+                 ": options must leave kv_layout, k_scale and v_scale at their defaults, "
+                 "got one of them; the caches have the dtype of the rows");
   CacheWriteParams p{};
   DLDevice device = ckv.device;
   require_known_device(kName, "ckv", device);
@@ -83,9 +84,9 @@ void mla_write(const TensorView& ckv, const TensorView& kpe, const TensorView& c
   p.num_blocks = ckv_cache.shape[0];
   p.block_size = static_cast<int32_t>(ckv_cache.shape[1]);
   p.num_tokens = ckv.shape[0];
-  p.slot_mapping = static_cast<const int64_t*>(read_vector(kName, "slot_mapping", slot_mapping,
-                                                           DType::i64, p.num_tokens, "num_tokens",
-                                                           device, "ckv", true));
+  p.slot_mapping =
+      static_cast<const int64_t*>(read_vector(kName, "slot_mapping", slot_mapping, DType::i64,
+                                              p.num_tokens, "num_tokens", device, "ckv", true));
   read_rope(kName, o, device, "ckv", true, p);
   check_memory(p);
   const Backend& backend = backend_of(kName, device);

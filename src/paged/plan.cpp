@@ -37,8 +37,8 @@ constexpr Rung kLadder[] = {
 // The number of the compiled kernel that would run the request: masks and scores are no axes here.
 int32_t instance_of(Kernel kernel, const PagedRequest& r) {
   Op op = r.latent ? Op::mla_decode : Op::paged_attention;
-  return find_instance(op, kernel, r.kv_dtype, {r.head_dim, r.head_dim},
-                       MaskKind::none, ScoreKind::identity);
+  return find_instance(op, kernel, r.kv_dtype, {r.head_dim, r.head_dim}, MaskKind::none,
+                       ScoreKind::identity);
 }
 
 // nullptr when the rung can run the request, else why not.

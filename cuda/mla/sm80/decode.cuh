@@ -27,15 +27,16 @@ struct MlaSm80 {
   static constexpr int kWarps = kTile.warps, kThreads = kWarps * 32;
   static constexpr int kColumns = kLatent / kWarps;  // of a warp
   static constexpr int kRopeWarps = kMlaSm80Rope / 16;
-  static constexpr int kRowBlocks = kRows / 16;   // m16
-  static constexpr int kSteps = kColumns / 16;    // k16 of S; one more for rope
-  static constexpr int kKeyBlocks = kKeys / 8;    // n8 of S
-  static constexpr int kKeySteps = kKeys / 16;    // k16 of O
+  static constexpr int kRowBlocks = kRows / 16;    // m16
+  static constexpr int kSteps = kColumns / 16;     // k16 of S; one more for rope
+  static constexpr int kKeyBlocks = kKeys / 8;     // n8 of S
+  static constexpr int kKeySteps = kKeys / 16;     // k16 of O
   static constexpr int kOutBlocks = kColumns / 8;  // n8 of O
   static constexpr int kRowBytes = kColumns * 2;
   static constexpr int kLatentBytes = kKeys * kRowBytes, kRopeBytes = kKeys * 32;
   static constexpr int kStageBytes = kLatentBytes + kRopeBytes;
-  static_assert(kTileRows == kRows && kRowBlocks <= 2 && kWarps >= kRopeWarps && kKeys <= 32 && kStages == 2);
+  static_assert(kTileRows == kRows && kRowBlocks <= 2 && kWarps >= kRopeWarps && kKeys <= 32 &&
+                kStages == 2);
 
   // 2. Shared storage: stages [warp][stage][latent | rope], then S of the warps in the order of the
   // fragments, twice, so that one is written while the other is read.
@@ -79,7 +80,8 @@ struct MlaSm80 {
   }
 
   // Copies the own columns of a tile; keys that are not there become zero.
-  __device__ __forceinline__ void fill(const PagedParams& p, const Places& places, int stage) const {
+  __device__ __forceinline__ void fill(const PagedParams& p, const Places& places,
+                                       int stage) const {
     constexpr int kChunks = kColumns / 8, kPassRows = 32 / kChunks;
     uint32_t to = stages + stage * kStageBytes;
     int32_t chunk = lane % kChunks, column = warp * kColumns + chunk * 8;
@@ -89,8 +91,8 @@ struct MlaSm80 {
       int row = pass * kPassRows + lane / kChunks;
       int64_t at = __shfl_sync(0xffffffffu, places.latent, row);
       bool valid = __shfl_sync(0xffffffffu, places.valid, row) && column < p.head_dim;
-      device::cp_async16(to + device::swizzled<kRowBytes>(row, chunk), valid ? from + at : p.k_cache,
-                         valid);
+      device::cp_async16(to + device::swizzled<kRowBytes>(row, chunk),
+                         valid ? from + at : p.k_cache, valid);
     }
     if (warp < kRopeWarps) {
       column = warp * 16 + lane % 2 * 8;
@@ -110,9 +112,9 @@ struct MlaSm80 {
     uint32_t q[kRowBlocks][kSteps + 1][4];  // the A operand; the last step is rope
     device::RowScore<kType> score[kRowBlocks][2];
     float out[kRowBlocks][kOutBlocks][4];
-    float maximum[kRowBlocks][2];   // base 2, the same in all lanes of a row
-    float sum[kRowBlocks][2];       // this lane's share
-    int32_t full_begin, full_end;   // every query sees these keys
+    float maximum[kRowBlocks][2];  // base 2, the same in all lanes of a row
+    float sum[kRowBlocks][2];      // this lane's share
+    int32_t full_begin, full_end;  // every query sees these keys
   };
 
   __device__ __forceinline__ device::UnitRow row_of(const PagedParams& p,
@@ -148,9 +150,9 @@ struct MlaSm80 {
                 load_pair(p.q, at, column, row.valid && column < p.head_dim);
           }
           int32_t column = warp * 16 + d;
-          state.q[m][kSteps][half + 2 * i] = load_pair(
-              p.latent.q_rope, rope_row, column,
-              row.valid && warp < kRopeWarps && column < p.latent.rope_dim);
+          state.q[m][kSteps][half + 2 * i] =
+              load_pair(p.latent.q_rope, rope_row, column,
+                        row.valid && warp < kRopeWarps && column < p.latent.rope_dim);
         }
         state.score[m][half].init(p, task, row, 1.0f);
         state.maximum[m][half] = device::negative_infinity();
@@ -297,7 +299,8 @@ struct MlaSm80 {
 #pragma unroll
       for (int n = 0; n < kOutBlocks; n += 2) {
         uint32_t v[4];
-        device::ldmatrix_x4_trans(v, tile + device::swizzled<kRowBytes>(16 * step + row, n + right));
+        device::ldmatrix_x4_trans(v,
+                                  tile + device::swizzled<kRowBytes>(16 * step + row, n + right));
 #pragma unroll
         for (int m = 0; m < kRowBlocks; ++m) {
           device::mma_m16n8k16<kType>(state.out[m][n], weights[m], v[0], v[1]);

@@ -22,7 +22,11 @@ MLA = ("mla_decode", "mla_attention")
 
 
 def read(
-    op: str, arrays: tuple[Any, ...], names: tuple[str, ...], options: dict[str, Any], known: set[str]
+    op: str,
+    arrays: tuple[Any, ...],
+    names: tuple[str, ...],
+    options: dict[str, Any],
+    known: set[str],
 ) -> dict[str, Any]:
     """Give the arguments their names; refuse what the op does not have."""
     if len(arrays) != len(names):
