@@ -137,4 +137,5 @@ def assert_case(device, backend, case, rng, give_out=False, reorder=None):
         cases.check_lse(lse, want_lse, plain_lse)
         cases.check(out, want, plain, case.dtype)
 
-    harness.assert_by_draws(case.dtype, attempt)
+    # Few rows: of 16 bits too, chance alone puts a draw a little beyond twice the plain error.
+    harness.assert_by_draws(case.dtype, attempt, small=2)

@@ -152,7 +152,7 @@ void read_rope(const char* fn, const cuattn_cache_options& o, DLDevice device, c
   int given = (o.cos != nullptr) + (o.sin != nullptr) + (o.positions != nullptr);
   CUATTN_REQUIRE(given == 0 || given == 3, fn,
                  ": cos, sin and positions must be given together, got ", given,
-                 " of them; pass all three to rotate, or none");
+                 " of them; pass all three to rotate k, or none");
   CUATTN_REQUIRE(given != 0 || !o.rope_interleaved, fn,
                  ": rope_interleaved must be False without cos and sin, got True; pass them too");
   if (given == 0) return;

@@ -101,7 +101,8 @@ def test_forms_against_float64(device, shape, form, rng):
             cases.check_lse(device.numpy(lse), want_lse, plain_lse)
             cases.check(device.numpy(result), want, plain, dtype)
 
-        harness.assert_by_draws(dtype, attempt)
+        # Few rows: of 16 bits too, chance alone puts a draw a little beyond twice the plain error.
+        harness.assert_by_draws(dtype, attempt, small=3)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
