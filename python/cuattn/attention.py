@@ -142,8 +142,8 @@ def attention(
         one for each tile of keys, and all but "sm90" with a dense batch take 1. `explain` says how
         many there are.
     batch_invariant : bool
-        The bits of a sequence's result do not depend on the rest of the batch: keys are not split
-        unless num_splits says so.
+        The bits of a sequence's result do not depend on the rest of the batch: keys are split at
+        fixed places or not at all, unless num_splits says so (docs/numerics.md).
     return_lse : bool
         Also return the log-sum-exp of the scores.
     out, lse_out : array, optional
