@@ -15,6 +15,7 @@
 #include "bindings/explain.h"
 #include "bindings/fused.h"
 #include "bindings/merge.h"
+#include "bindings/mla.h"
 #include "bindings/paged.h"
 #include "bindings/unlinked_file.h"
 #include "bindings/xla/ffi.h"
@@ -54,6 +55,7 @@ NB_MODULE(_core, m) {
   add_explain(m);
   add_fused(m);
   add_merge(m);
+  add_mla(m);
   add_paged(m);
   add_unlinked_file(m);
   m.def("version", [] { return std::string(cuattn_version()); }, "The version of libcuattn.");
