@@ -16,6 +16,7 @@
 #include "bindings/flex.h"
 #include "bindings/fused.h"
 #include "bindings/merge.h"
+#include "bindings/mla.h"
 #include "bindings/paged.h"
 #include "bindings/unlinked_file.h"
 #include "bindings/xla/ffi.h"
@@ -56,6 +57,7 @@ NB_MODULE(_core, m) {
   add_flex(m);
   add_fused(m);
   add_merge(m);
+  add_mla(m);
   add_paged(m);
   add_unlinked_file(m);
   m.def("version", [] { return std::string(cuattn_version()); }, "The version of libcuattn.");

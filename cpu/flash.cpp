@@ -308,6 +308,12 @@ void finish_block(const FlashUnit& u, const Block<kN>& block, float* buffer) {
   }
 }
 
+// Four rows of the largest head, or of a tile's bias.
+size_t buffer_floats(int head_dim, int head_dim_v) {
+  int rows = 4 * max(head_dim, head_dim_v);
+  return static_cast<size_t>(rows > kBuffer ? rows : kBuffer);
+}
+
 // 5. The unit: tiles of keys outside, blocks of rows inside, so that a tile is converted once for
 // all its rows
 
@@ -381,7 +387,7 @@ void run_blocks(const FlashUnit& u) {
     return taken;
   };
   Vec* s = reinterpret_cast<Vec*>(take(kTileKeys * kRows));
-  float* buffer = take(kBuffer);
+  float* buffer = take(static_cast<int>(buffer_floats(u.head_dim, u.head_dim_v)));
   Block<kN> blocks[kMaxBlocks];
   int begin = __INT32_MAX__, end = 0;
   for (int i = 0; i < num_blocks; ++i) {
@@ -424,7 +430,8 @@ size_t scratch_floats(int32_t num_rows, int32_t head_dim, int32_t head_dim_v) {
   size_t rows = static_cast<size_t>((num_rows + kRows - 1) / kRows) * kRows;
   size_t dims = static_cast<size_t>(head_dim) + static_cast<size_t>(head_dim_v);
   size_t padding = 16 * (2 * kMaxBlocks + 4);
-  return kTileKeys * kRows + kBuffer + (rows + kTileKeys) * dims + padding;
+  return kTileKeys * kRows + buffer_floats(head_dim, head_dim_v) + (rows + kTileKeys) * dims +
+         padding;
 }
 
 void run(const FlashUnit& unit) {
@@ -439,7 +446,10 @@ void run(const FlashUnit& unit) {
 
 }  // namespace
 
+size_t matrix_floats(int32_t inner, int32_t outer);  // matrix.cpp
+void multiply(const MatrixUnit& unit);
 extern const FlashKernel kFlashKernel;
-const FlashKernel kFlashKernel = {CUATTN_NAME(CUATTN_ISA), kVecs * kWidth, scratch_floats, run};
+const FlashKernel kFlashKernel = {CUATTN_NAME(CUATTN_ISA), kVecs * kWidth, scratch_floats, run,
+                                  matrix_floats,           multiply};
 
 }  // namespace cuattn::cpu::CUATTN_ISA

@@ -53,11 +53,25 @@ struct FlashUnit {
   float* scratch;         // 64-byte aligned, scratch_floats long
 };
 
+// Rows of one head times its matrix, for cpu/project.cpp: out = x W, W [inner, outer] or the transpose
+// of such a w. Strides in elements from row to row.
+struct MatrixUnit {
+  const void *x, *w;
+  void* out;
+  int64_t x_stride, w_stride, out_stride;
+  int32_t rows, inner, outer;
+  bool transpose;  // w is [outer, inner]
+  DType dtype;
+  float* scratch;  // 64-byte aligned, matrix_floats long
+};
+
 struct FlashKernel {
   const char* isa;
   int32_t row_block;  // rows computed at once; a unit is best filled with a multiple of it
   size_t (*scratch_floats)(int32_t num_rows, int32_t head_dim, int32_t head_dim_v);
   void (*run)(const FlashUnit& unit);
+  size_t (*matrix_floats)(int32_t inner, int32_t outer);
+  void (*multiply)(const MatrixUnit& unit);
 };
 
 // The kernel of the best instruction set here, or of CUATTN_CPU_ISA; throws as isa_name() does.

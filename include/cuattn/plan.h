@@ -59,6 +59,9 @@ struct PagedRequest {
   int32_t partition_size;  // V2's; 0 = none
   bool one_pass;           // V1
   bool batch_invariant;
+  bool latent;       // mla_decode: head_dim is the latent's
+  bool own_values;   // of it: values are not the latents that are the keys
+  int32_t rope_dim;  // of it
 };
 
 // Each names a rung of every op that has one.

@@ -27,6 +27,7 @@ from .fused import act_mul, bias_act, layer_norm, rms_norm
 from .kv_bytes import kv_cache_bytes
 from .kv_cache import copy_blocks, gather_cache, pinned_empty, reshape_and_cache, swap_blocks
 from .merge import merge_states
+from .mla import mla_attention, mla_decode, mla_project, mla_write
 from .paged import paged_attention, paged_attention_v1, paged_attention_v2, paged_plan
 from .paged_kv_cache import PagedKVCache
 from .rope import apply_rope, rope_attention, rope_table
@@ -67,6 +68,10 @@ __all__ = [
     "kv_cache_bytes",
     "layer_norm",
     "merge_states",
+    "mla_attention",
+    "mla_decode",
+    "mla_project",
+    "mla_write",
     "paged_attention",
     "paged_attention_v1",
     "paged_attention_v2",
