@@ -13,6 +13,7 @@
 #include "bindings/cache.h"
 #include "bindings/call/errors.h"
 #include "bindings/explain.h"
+#include "bindings/flex.h"
 #include "bindings/fused.h"
 #include "bindings/merge.h"
 #include "bindings/mla.h"
@@ -53,6 +54,7 @@ NB_MODULE(_core, m) {
   add_block_pool(m);
   add_cache(m);
   add_explain(m);
+  add_flex(m);
   add_fused(m);
   add_merge(m);
   add_mla(m);

@@ -14,6 +14,7 @@
 // an older CPU would stop at it.
 #include "cpu/flash.h"
 
+#include "cpu/flex_vectors.h"
 #include "cpu/tiles.h"
 
 namespace cuattn::cpu::CUATTN_ISA {
@@ -46,10 +47,14 @@ inline float scale_size(const FlashUnit& u) {
 }
 constexpr float kLeastFactor = 1e-36f, kMostFactor = 3e38f;  // -127 / 1e-36 is a float still
 
+inline bool has_score_program(const FlashUnit& u) {
+  return u.flex != nullptr && u.flex->params->score.count > 0;
+}
+
 inline bool is_modified(const FlashUnit& u) {
   float factor = kLog2e * scale_size(u);
-  return u.softcap != 0.0f || u.has_alibi || u.rows[0].bias != nullptr || factor < kLeastFactor ||
-         factor > kMostFactor;
+  return u.softcap != 0.0f || u.has_alibi || u.rows[0].bias != nullptr || has_score_program(u) ||
+         factor < kLeastFactor || factor > kMostFactor;
 }
 
 template <int kN, bool kNarrow>
@@ -172,7 +177,22 @@ void add_values_narrow(const Vec* p, int num_rows, const float* v, int64_t strid
   }
 }
 
-// 2. Scores: scale, softcap, ALiBi, bias, mask
+// 2. Scores: scale, softcap, what a user wrote, ALiBi, bias, mask
+
+template <int kN>
+void run_flex(const FlashUnit& u, const FlexProgram& program, bool is_mask, const Block<kN>& block,
+              int first, int count, Vec* s) {
+  const FlexUnit& flex = *u.flex;
+  for (int c = 0; c < kN; ++c) {
+    FlexPlace at{block.diagonal[c] - (flex.kv_len - flex.q_len),
+                 reinterpret_cast<const IntVec&>(block.dropout_head[c]) - flex.b * flex.num_heads_q,
+                 first,
+                 flex.b,
+                 flex.q_len,
+                 flex.kv_len};
+    run_program(*flex.params, program, is_mask, at, count, kN, s + c);
+  }
+}
 
 template <int kN>
 void modify_scores(const FlashUnit& u, const Block<kN>& block, int first, int count, Vec* s,
@@ -185,6 +205,7 @@ void modify_scores(const FlashUnit& u, const Block<kN>& block, int first, int co
   } else {
     for (int x = 0; x < count * kN; ++x) s[x] *= scale;
   }
+  if (has_score_program(u)) run_flex(u, u.flex->params->score, false, block, first, count, s);
   if (u.has_alibi) {
     for (int j = 0; j < count; ++j) {
       for (int c = 0; c < kN; ++c) {
@@ -298,7 +319,7 @@ size_t buffer_floats(int head_dim, int head_dim_v) {
 
 template <int kN, bool kNarrow>
 void attend_tile(const FlashUnit& u, Block<kN>& block, KeyTile k, KeyTile v, int first, int count,
-                 int& v_finite, Vec* s, float* buffer) {
+                 bool asks_mask, int& v_finite, Vec* s, float* buffer) {
   int from = max(first, block.first_key), until = min(first + count, block.last_key);
   int n = until - from;
   if (n <= 0) return;
@@ -309,7 +330,7 @@ void attend_tile(const FlashUnit& u, Block<kN>& block, KeyTile k, KeyTile v, int
   } else {
     dot_keys<kN>(block.q, keys, k.stride, n, u.head_dim, s);
   }
-  bool has_bias = block.rows[0].bias != nullptr;
+  bool may_hide = block.rows[0].bias != nullptr || has_score_program(u) || asks_mask;
   float factor = kLog2e;
   if (is_modified(u)) {
     modify_scores(u, block, from, n, s, buffer);
@@ -320,7 +341,8 @@ void attend_tile(const FlashUnit& u, Block<kN>& block, KeyTile k, KeyTile v, int
   Vec alpha[kN];
   bool all_seen = from >= block.common_key && until <= block.until_key;
   if (!all_seen) mask_scores(block, from, n, s);
-  if (all_seen && !has_bias) {
+  if (asks_mask) run_flex(u, u.flex->params->mask, true, block, from, n, s);
+  if (all_seen && !may_hide) {
     weigh<kN, false>(block, factor, n, s, alpha);
   } else {
     weigh<kN, true>(block, factor, n, s, alpha);
@@ -330,7 +352,7 @@ void attend_tile(const FlashUnit& u, Block<kN>& block, KeyTile k, KeyTile v, int
     add_values_narrow(s, block.num_rows, values, v.stride, n, u.head_dim_v, alpha, block.o);
     return;
   }
-  if (!all_seen || has_bias) {  // 0 * inf would reach rows that do not see the key
+  if (!all_seen || may_hide) {  // 0 * inf would reach rows that do not see the key
     if (v_finite < 0) v_finite = all_finite(v, count, u.head_dim_v);
     if (!v_finite) {
       add_values<kN, true>(s, values, v.stride, n, u.head_dim_v, alpha, block.o);
@@ -338,6 +360,14 @@ void attend_tile(const FlashUnit& u, Block<kN>& block, KeyTile k, KeyTile v, int
     }
   }
   add_values<kN, false>(s, values, v.stride, n, u.head_dim_v, alpha, block.o);
+}
+
+// Of the keys from `first` on; steps of keys lie within a tile of these.
+inline KeyTileState tile_state(const FlashUnit& u, int first) {
+  static_assert(kFlexTile == kTileKeys);
+  if (u.flex == nullptr) return kTileSeen;
+  if (u.flex->tiles != nullptr) return static_cast<KeyTileState>(u.flex->tiles[first / kFlexTile]);
+  return u.flex->params->mask.count > 0 ? kTileMasked : kTileSeen;
 }
 
 constexpr int kMaxBlocks = (kMaxUnitRows + kWidth * kVecs - 1) / (kWidth * kVecs);
@@ -381,12 +411,15 @@ void run_blocks(const FlashUnit& u) {
   // and with it its bits, is then the same in whatever unit the row comes.
   // Note: no length is within 1024 of 2^31 (src/check/arrays.h), or `tile` would run over.
   for (int tile = begin - begin % kStep; tile < end; tile += kStep) {
+    KeyTileState state = tile_state(u, tile);
+    if (state == kTileHidden) continue;
     int first = max(tile, begin), count = min(tile + kStep, end) - first;
     KeyTile k = load_tile(u.k, u.k_stride, first, count, u.head_dim, u.dtype, kNear, k_buffer);
     KeyTile v = load_tile(u.v, u.v_stride, first, count, u.head_dim_v, u.dtype, kNear, v_buffer);
     int v_finite = -1;  // not looked at
     for (int i = 0; i < num_blocks; ++i) {
-      attend_tile<kN, kNarrow>(u, blocks[i], k, v, first, count, v_finite, s, buffer);
+      attend_tile<kN, kNarrow>(u, blocks[i], k, v, first, count, state == kTileMasked, v_finite, s,
+                               buffer);
     }
   }
   for (int i = 0; i < num_blocks; ++i) finish_block<kN, kNarrow>(u, blocks[i], buffer);

@@ -8,7 +8,7 @@
 #include <cstdint>
 
 #include "cuattn/params/dropout.h"
-#include "cuattn/params/rows.h"
+#include "cuattn/params/flex.h"
 
 namespace cuattn::cpu {
 
@@ -26,6 +26,16 @@ struct FlashRow {
   uint32_t dropout_row, dropout_head;  // Philox's counter words
 };
 
+// What a user wrote, for the rows of one unit.
+struct FlexUnit {
+  const FlexParams* params;
+  int32_t b, num_heads_q, q_len, kv_len;
+  const uint8_t* tiles;  // a KeyTileState for each kFlexTile keys, or nullptr: the mask decides
+};
+
+constexpr int32_t kFlexTile = 128;  // keys of a tile in the lists' answer to a unit
+enum KeyTileState : uint8_t { kTileHidden, kTileMasked, kTileSeen };
+
 // Rows that read the same keys: some queries of the query heads that share one KV head.
 struct FlashUnit {
   const FlashRow* rows;
@@ -39,6 +49,7 @@ struct FlashUnit {
   float scale, softcap;
   bool has_alibi;
   DropoutParams dropout;  // resolved
+  const FlexUnit* flex;   // or nullptr
   float* scratch;         // 64-byte aligned, scratch_floats long
 };
 

@@ -122,6 +122,33 @@ CUATTN_API cuattn_status cuattn_attention_run(cuattn_attention_call* call, const
                                               const DLTensor* lse, void* workspace,
                                               size_t workspace_bytes, void* stream);
 
+/* What a user wrote, beside the options of attention. Initialise with cuattn_flex_options_init.
+ * Served on the CPU; CUDA arrays take none of it yet. */
+typedef struct {
+  size_t struct_size;
+  /* Row i sees at most the keys [row_begin[i], row_end[i]): int32 of the shape of lse, where any
+   * extent may be 1. Both or none. */
+  const DLTensor *row_begin, *row_end;
+  /* Operations, int32 [n, 6] in host memory: the score from the scaled and capped score, and
+   * whether a key is seen. params/flex.h has the codes, docs/flex.md the meaning. */
+  const DLTensor *score_program, *mask_program;
+  const DLTensor* const* arrays; /* that programs read: bool, int32 or float32, 0 to 2 axes */
+  int64_t num_arrays;
+  /* Which blocks of queries and keys hold a visible pair: int32 [batch or 1, num_heads_q or 1,
+   * query blocks + 1], and of each query block the key blocks from the last to the first, as
+   * 2 * block + 1 where mask_program is yet to be asked, else 2 * block. */
+  const DLTensor *block_starts, *block_entries;
+  int32_t query_block, key_block; /* queries and keys of a block */
+} cuattn_flex_options;
+
+CUATTN_API void cuattn_flex_options_init(cuattn_flex_options* options, size_t struct_size);
+/* Runs as attention does, by cuattn_attention_run; also borrows what flex_options point to. */
+CUATTN_API cuattn_status cuattn_flex_prepare(const DLTensor* q, const DLTensor* k,
+                                             const DLTensor* v,
+                                             const cuattn_attention_options* options,
+                                             const cuattn_flex_options* flex_options,
+                                             cuattn_attention_call* call);
+
 /* The gradients of a loss by the arguments of attention. */
 enum {
   CUATTN_NEED_DQ = 1,

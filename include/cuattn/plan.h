@@ -44,6 +44,8 @@ struct AttentionRequest {
   KvLayout kv_layout;
   int32_t block_size;
   bool has_dropout;
+  bool is_flex;                 // asked by flex_attention
+  bool has_rows, has_programs;  // row ranges; programs or lists of a user
 };
 
 // What the choice of a paged kernel depends on.

@@ -9,6 +9,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from . import flex
 from ._core import CudaError, OutOfBlocksError
 from ._core import version as _version
 from ._explain import explain
@@ -21,6 +22,7 @@ from .attention import attention, attention_varlen
 from .backward import attention_backward, attention_varlen_backward
 from .block_pool import BlockPool
 from .cascade import cascade_attention
+from .flex import BlockMask, create_block_mask, flex_attention
 from .fused import act_mul, bias_act, layer_norm, rms_norm
 from .kv_bytes import kv_cache_bytes
 from .kv_cache import copy_blocks, gather_cache, pinned_empty, reshape_and_cache, swap_blocks
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 __version__: str = _version()
 
 __all__ = [
+    "BlockMask",
     "BlockPool",
     "CudaError",
     "OutOfBlocksError",
@@ -55,7 +58,10 @@ __all__ = [
     "cascade_attention",
     "cmake_dir",
     "copy_blocks",
+    "create_block_mask",
     "explain",
+    "flex",
+    "flex_attention",
     "gather_cache",
     "info",
     "kernels",
