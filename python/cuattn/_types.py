@@ -57,6 +57,7 @@ class DenseOptions(RowOptions, total=False):
     """Of attention."""
 
     layout: Layout
+    kv_start: Array | None
 
 
 class VarlenOptions(RowOptions, total=False):
