@@ -124,7 +124,8 @@ void check_attention(const char* op, const AttentionParams& p) {
   for (int32_t b = 0; p.kv_start != nullptr && b < p.batch; ++b) {
     CUATTN_REQUIRE(p.kv_start[b] >= 0 && p.kv_start[b] <= p.seqlen_kv, op,
                    ": kv_start must lie within [0, ", p.seqlen_kv, "], got ", p.kv_start[b],
-                   " at index ", b, "; it is the first key in use, and seqlen_kv where there is none");
+                   " at index ", b,
+                   "; it is the first key in use, and seqlen_kv where there is none");
   }
   if (p.dropout.state != nullptr) {
     int64_t offset = p.dropout.state[1];

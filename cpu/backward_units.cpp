@@ -156,9 +156,8 @@ BackwardRow row_of(const Pass& pass, const Span& queries, const Span& keys, int3
   row.dout = element(p.dout, Pass::at(p.dout_strides, queries, b, h, i), f.dtype);
   if (p.dq != nullptr) row.dq = pass.dq_row(queries, b, h, i, chunk);
   if (f.scores.bias != nullptr) {
-    int64_t first =
-        b * f.scores.bias_stride_batch + h * f.scores.bias_stride_head + i * f.scores.bias_stride_q +
-        first_key(f, b) * f.scores.bias_stride_kv;
+    int64_t first = b * f.scores.bias_stride_batch + h * f.scores.bias_stride_head +
+                    i * f.scores.bias_stride_q + first_key(f, b) * f.scores.bias_stride_kv;
     DType dtype = f.scores.bias_dtype;
     row.bias = dtype == DType::boolean ? static_cast<const char*>(f.scores.bias) + first
                                        : element(f.scores.bias, first, dtype);

@@ -99,8 +99,8 @@ inline void check(cuattn_status status) {
 
 // DLTensors of an option struct; lives beside the C options that point into it.
 struct COptions {
-  DLTensor alibi_slopes, sinks, bias, seqused_q, seqused_k, kv_start, cu_seqlens_q,
-      cu_seqlens_k, block_tables, dropout_state;
+  DLTensor alibi_slopes, sinks, bias, seqused_q, seqused_k, kv_start, cu_seqlens_q, cu_seqlens_k,
+      block_tables, dropout_state;
   cuattn_attention_options c;
 
   explicit COptions(const AttentionOptions& o) {

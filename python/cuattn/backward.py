@@ -72,7 +72,9 @@ def attention_backward(
         What the forward call gave.
     lse : float32 array, [batch, num_heads_q, seqlen_q]
         What it gave with return_lse=True.
-    layout, causal, window, scale, softcap, alibi_slopes, sinks, bias, seqused_q, seqused_k, kv_start
+    layout, causal, window, scale, softcap, alibi_slopes, sinks, bias
+        As in the forward call.
+    seqused_q, seqused_k, kv_start
         As in the forward call.
     dropout_p, dropout_seed, dropout_offset, dropout_state
         As in the forward call.

@@ -63,9 +63,9 @@ CUATTN_HOST_DEVICE int32_t first_key(const AttentionParams& p, int32_t b) {
 // Whether the TMA of sm_90 can bring the bias: a legal tensor map, and a warp that is free for it.
 CUATTN_HOST_DEVICE bool has_bias_map(const AttentionParams& p) {
   const ScoreParams& s = p.scores;
-  return p.pages.block_size == 0 && p.kv_start == nullptr && s.bias_dtype == p.dtype && s.bias_stride_kv == 1 &&
-         s.bias_stride_q > 0 && s.bias_stride_batch >= 0 && s.bias_stride_head >= 0 &&
-         reinterpret_cast<uint64_t>(s.bias) % 16 == 0 &&
+  return p.pages.block_size == 0 && p.kv_start == nullptr && s.bias_dtype == p.dtype &&
+         s.bias_stride_kv == 1 && s.bias_stride_q > 0 && s.bias_stride_batch >= 0 &&
+         s.bias_stride_head >= 0 && reinterpret_cast<uint64_t>(s.bias) % 16 == 0 &&
          (s.bias_stride_batch | s.bias_stride_head | s.bias_stride_q) % 8 == 0;
 }
 
