@@ -105,9 +105,8 @@ void Array::import_dlpack(const char* op, const char* name, const CallStream& st
   nb::object method = nb::steal(PyObject_GetAttr(source.ptr(), py.dlpack));
   if (!method.is_valid()) export_failed(op, name);
   nb::dict options;
-  if (type.library == Library::cupy || exports_cuda(op, name)) {
-    options["stream"] = export_stream(op, name, stream, home);
-  }
+  bool on_cuda = type.library == Library::cupy || exports_cuda(op, name);
+  if (on_cuda) options["stream"] = export_stream(op, name, stream, home);
   options["max_version"] = nb::make_tuple(DLPACK_MAJOR_VERSION, 1);
   nb::object capsule = nb::steal(PyObject_Call(method.ptr(), nb::tuple().ptr(), options.ptr()));
   if (!capsule.is_valid() &&
@@ -118,6 +117,11 @@ void Array::import_dlpack(const char* op, const char* name, const CallStream& st
   }
   if (!capsule.is_valid()) export_failed(op, name);
   take(op, name, capsule, output);
+  if (!on_cuda && is_cuda_device(view.device.device_type)) {  // its producer was told no stream
+    raise(PyExc_ValueError, op, ": ", name,
+          " must say by __dlpack_device__ that it is on a CUDA device, got memory of one by "
+          "__dlpack__; pass what its library makes");
+  }
 }
 
 bool Array::exports_cuda(const char* op, const char* name) const {
@@ -136,7 +140,7 @@ bool Array::exports_cuda(const char* op, const char* name) const {
   }
   Py_ssize_t kind = PyNumber_AsSsize_t(PyTuple_GetItem(pair.ptr(), 0), nullptr);
   if (kind == -1 && PyErr_Occurred()) export_failed(op, name);
-  return kind == kDLCUDA || kind == kDLCUDAManaged;
+  return is_cuda_device(kind);
 }
 
 // What to tell the producer: -1 (no synchronisation) within one library, else the stream of the

@@ -33,6 +33,9 @@ struct ArrayType {
   bool is_torch = false;
 };
 
+// Memory that both sides reach is the device's, too.
+inline bool is_cuda_device(int64_t type) { return type == kDLCUDA || type == kDLCUDAManaged; }
+
 namespace detail {
 
 // Looks at a type seen for the first time.
@@ -114,7 +117,7 @@ class Array {
       default: import_dlpack(op, name, stream, home, output);
     }
     if (view.device.device_type == kDLCUDAHost) view.device = {kDLCPU, 0};
-    if (view.device.device_type == kDLCUDAManaged) view.device.device_type = kDLCUDA;
+    if (is_cuda_device(view.device.device_type)) view.device.device_type = kDLCUDA;
     if (view.device.device_type != kDLCPU && view.device.device_type != kDLCUDA) {
       raise(PyExc_ValueError, op, ": ", name,
             " must be on the CPU or a CUDA device, got DLPack device type ",

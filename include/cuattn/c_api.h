@@ -163,8 +163,8 @@ typedef struct {
 } cuattn_backward_call;
 
 CUATTN_API void cuattn_backward_options_init(cuattn_backward_options* options, size_t struct_size);
-/* `options` are those of the forward call; batch_invariant asks it of the gradients too. Served on
- * the CPU; CUDA arrays are refused with CUATTN_NOT_IMPLEMENTED so far. */
+/* `options` are those of the forward call; batch_invariant asks it of the gradients too. On the
+ * CPU and on CUDA; docs/backward.md says which kernel serves what. */
 CUATTN_API cuattn_status cuattn_attention_backward_prepare(
     const cuattn_backward_arrays* arrays, const cuattn_attention_options* options,
     const cuattn_backward_options* backward_options, cuattn_backward_call* call);

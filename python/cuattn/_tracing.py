@@ -18,12 +18,18 @@ COMPILER = "torch._dynamo"
 
 
 class Finder(importlib.abc.MetaPathFinder):
-    """Finds torch._dynamo as the others do, and has cuattn's functions told when it is loaded."""
+    """Finds torch._dynamo as the others do, and has cuattn's functions told when it is loaded.
+
+    It stays in sys.meta_path: other threads that import walk that list, and would miss a finder
+    where one before it leaves.
+    """
+
+    has_found = False
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        if fullname != COMPILER:
+        if fullname != COMPILER or self.has_found:
             return None
-        sys.meta_path.remove(self)
+        self.has_found = True
         spec = importlib.util.find_spec(fullname)
         if spec is None or spec.loader is None:
             return spec

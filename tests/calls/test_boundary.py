@@ -296,6 +296,19 @@ def test_devices_that_cuattn_does_not_know_are_refused_or_are_host_memory(kind):
         cuattn.attention(GOOD[0], array, GOOD[2])
 
 
+@pytest.mark.parametrize("kind", [2, 13])
+@pytest.mark.parametrize("place", [0, 1])
+def test_memory_of_cuda_that_was_not_announced_is_refused(place, kind):
+    """Its producer was told no stream. As the first argument it was taken for one of torch."""
+    arrays, name = list(GOOD), "qk"[place]
+    change = lambda tensor: setattr(tensor.device, "type", kind)  # noqa: E731
+    arrays[place] = dlpack.Array(arrays[place], device=(1, 0), change=change)
+    with pytest.raises(ValueError, match=f"attention: {name} must say by __dlpack_device__ that"):
+        cuattn.attention(*arrays)
+    gc.collect()
+    assert arrays[place].open_exports == 0
+
+
 @pytest.mark.parametrize("number", [2**31, 2**70, -(2**70)])
 def test_a_device_beyond_32_bits_is_no_device_of_cuda(number):
     array = dlpack.zeros((1, 4, 2, 8))

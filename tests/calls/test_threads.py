@@ -39,6 +39,7 @@ q, k, v = (rng.standard_normal((1, 4, 2, 8), np.float32) for _ in range(3))
 scores = np.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(8)
 weights = np.exp(scores)
 want = np.einsum("bhqk,bkhd->bqhd", weights / weights.sum(-1, keepdims=True), v)
+lse = np.log(weights.sum(-1))
 half = np.zeros((4, 2, 8), np.float32), np.zeros((4, 2), np.float32)
 """
 SETUPS = {
@@ -54,6 +55,12 @@ FIRST_CALLS = {
     "attention": ("numpy", "cuattn.attention(q, k, v)", "np.allclose(result, want, atol=1e-5)"),
     "torch": ("torch", "cuattn.attention(q, k, v)", "np.allclose(result, want, atol=1e-5)"),
     "jax": ("jax", "cuattn.attention(q, k, v)", "np.allclose(result, want, atol=1e-5)"),
+    "attention_backward": (
+        "numpy",
+        "cuattn.attention_backward(q, q, k, v, *(x.astype('f4') for x in (want, lse)))",
+        "np.allclose(result.dv, np.einsum('bhqk,bqhd->bkhd', np.exp(scores - lse[..., None]), q), "
+        "atol=1e-5)",
+    ),
     "paged_attention": (
         "pages",
         "cuattn.paged_attention(q[:, -1], k, v, tables, lens)",
@@ -130,6 +137,7 @@ sequences = cuattn.PagedKVCache(1, 256, 4, 1, 8, "float32", like=x)
 LAST_CALLS = {
     "attention": (LARGE, "cuattn.attention(x, x, x)"),
     "short_attention": (ARRAYS, "cuattn.attention(q, k, v)"),
+    "attention_backward": (LARGE, "cuattn.attention_backward(x, x, x, x, x, lse)"),
     "merge_states": (LARGE, "cuattn.merge_states(x, lse, x, lse)"),
     "paged_attention": (LARGE, "cuattn.paged_attention(q, cache, cache, tables, lens)"),
     "reshape_and_cache": (LARGE, "cuattn.reshape_and_cache(x[0], x[0], *written[i], slots)"),

@@ -303,9 +303,10 @@ def test_plot_that_cannot_write_says_so(tmp_path, capsys):
         assert text.startswith(f"plot: -o must be a folder to write to, got {folder}: ")
 
 
-def test_plot_of_a_file_that_is_no_text_says_so(tmp_path, capsys):
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"[" * 100_000])
+def test_plot_of_a_file_that_cannot_be_read_says_so(content, tmp_path, capsys):
     path = tmp_path / "some.json"
-    path.write_bytes(b"\xff\xfe\x00")
+    path.write_bytes(content)
     assert refusal(capsys, "plot", path).startswith(f"plot: cannot read {path}: ")
 
 

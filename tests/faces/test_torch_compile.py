@@ -94,12 +94,17 @@ def test_in_whatever_order_the_libraries_are_imported(name):
     code = f"""
 import sys
 {ORDERS[name]}
+finders = list(sys.meta_path)
+walk = iter(sys.meta_path)  # as another thread that imports
+next(walk)
 if "compiler" not in "{name}":
     assert "torch._dynamo" not in sys.modules
 q = torch.randn(1, 5, 2, 16)
 step = torch.compile(lambda q: cuattn.attention(q, q, q).sin(), backend="eager", fullgraph=True)
 assert torch.equal(step(q), cuattn.attention(q, q, q).sin())
-assert not any(type(finder).__module__.startswith("cuattn") for finder in sys.meta_path)
+ours = [finder for finder in sys.meta_path if type(finder).__module__.startswith("cuattn")]
+assert all(finder.has_found for finder in ours)
+assert {{*map(id, finders[1:])}} <= {{*map(id, walk)}}, "a finder was missed"
 """
     subprocess.run(
         [sys.executable, "-W", "error::UserWarning", "-c", code], check=True, timeout=120

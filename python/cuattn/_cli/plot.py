@@ -113,7 +113,7 @@ def load(path: pathlib.Path) -> dict[str, Any]:
     """Read a results file; raises ValueError where it is none."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"plot: cannot read {path}: {error}") from error
     if not isinstance(document, dict) or document.get("schema") != SCHEMA:
         raise ValueError(f"plot: {path} is no results file of this version (schema {SCHEMA})")
