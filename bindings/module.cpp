@@ -13,6 +13,7 @@
 #include "bindings/cache.h"
 #include "bindings/call/errors.h"
 #include "bindings/explain.h"
+#include "bindings/fused.h"
 #include "bindings/merge.h"
 #include "bindings/paged.h"
 #include "bindings/unlinked_file.h"
@@ -51,6 +52,7 @@ NB_MODULE(_core, m) {
   add_block_pool(m);
   add_cache(m);
   add_explain(m);
+  add_fused(m);
   add_merge(m);
   add_paged(m);
   add_unlinked_file(m);

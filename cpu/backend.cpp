@@ -63,6 +63,12 @@ void cache_gather(const CacheGatherParams& params, int32_t, Stream) { cpu::cache
 void copy_blocks(const BlockCopyParams& params, int32_t, Stream) { cpu::copy_blocks(params); }
 void swap_blocks(const BlockSwapParams& params, int32_t, Stream) { cpu::swap_blocks(params); }
 
+void rotate(const RotateParams& params, int32_t, Stream) { cpu::rotate(params); }
+void norm(const NormParams& params, int32_t, Stream) { cpu::norm(params); }
+void activate(const ActivationParams& params, int32_t, Stream) { cpu::activate(params); }
+void sample(const SampleParams& params, int32_t, Stream) { cpu::sample(params); }
+void verify(const VerifyParams& params, int32_t, Stream) { cpu::verify(params); }
+
 bool read_back(void* host, const void* data, size_t bytes, int32_t, Stream) {
   std::memcpy(host, data, bytes);
   return true;
@@ -112,6 +118,11 @@ const Backend& cpu_backend() {
                                .cache_gather = cache_gather,
                                .copy_blocks = copy_blocks,
                                .swap_blocks = swap_blocks,
+                               .rotate = rotate,
+                               .norm = norm,
+                               .activate = activate,
+                               .sample = sample,
+                               .verify = verify,
                                .read_back = read_back,
                                .host_alloc = host_alloc,
                                .host_free = host_free,

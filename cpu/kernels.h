@@ -4,8 +4,10 @@
 
 #include "cuattn/params/backward.h"
 #include "cuattn/params/cache.h"
+#include "cuattn/params/fused.h"
 #include "cuattn/params/merge.h"
 #include "cuattn/params/paged.h"
+#include "cuattn/params/sampling.h"
 
 namespace cuattn::cpu {
 
@@ -31,6 +33,13 @@ void cache_write(const CacheWriteParams& p);
 void cache_gather(const CacheGatherParams& p);
 void copy_blocks(const BlockCopyParams& p);
 void swap_blocks(const BlockSwapParams& p);
+
+// fused.cpp, sampling.cpp
+void rotate(const RotateParams& p);
+void norm(const NormParams& p);
+void activate(const ActivationParams& p);
+void sample(const SampleParams& p);
+void verify(const VerifyParams& p);
 
 // The instruction set that flash_attention runs on; throws InvalidArgument when CUATTN_CPU_ISA asks
 // for one that is unknown or that this machine lacks.

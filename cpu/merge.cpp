@@ -44,7 +44,8 @@ void merge_row(const Parts& parts, float* acc) {
 
   // A part without keys has no weight, and its out is not read.
   float sum = 0.0f;
-  for (int32_t d = 0; d < p.head_dim; ++d) acc[d] = 0.0f;
+  // -0.0 adds nothing, not even to the sign of a lone part's zero.
+  for (int32_t d = 0; d < p.head_dim; ++d) acc[d] = -0.0f;
   for (int32_t i = 0; i < p.num_parts; ++i) {
     float lse = parts.lse(i);
     if (lse == -kInfinity) continue;

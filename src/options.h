@@ -6,7 +6,7 @@
 #include <cstddef>
 #include <cstring>
 
-#include "cuattn/c_api.h"
+#include "cuattn/c_api_fused.h"
 #include "cuattn/params/attention.h"
 #include "src/guarded.h"
 
@@ -61,6 +61,30 @@ struct OptionsRules<cuattn_prefix_options> {
   static constexpr const char* kInit = "cuattn_prefix_options_init";
   static constexpr size_t kEnd = offsetof(cuattn_prefix_options, salt_bytes) + sizeof(int64_t);
   static void set_defaults(cuattn_prefix_options&) {}
+};
+
+template <>
+struct OptionsRules<cuattn_rope_options> {
+  static constexpr const char* kInit = "cuattn_rope_options_init";
+  static constexpr size_t kEnd = offsetof(cuattn_rope_options, seqused_k) + sizeof(void*);
+  static void set_defaults(cuattn_rope_options& o) { o.seqlen_k = -1; }
+};
+
+template <>
+struct OptionsRules<cuattn_norm_options> {
+  static constexpr const char* kInit = "cuattn_norm_options_init";
+  static constexpr size_t kEnd = offsetof(cuattn_norm_options, residual_out) + sizeof(void*);
+  static void set_defaults(cuattn_norm_options& o) { o.eps = 1e-6; }
+};
+
+template <>
+struct OptionsRules<cuattn_sample_options> {
+  static constexpr const char* kInit = "cuattn_sample_options_init";
+  static constexpr size_t kEnd = offsetof(cuattn_sample_options, offsets) + sizeof(void*);
+  static void set_defaults(cuattn_sample_options& o) {
+    o.temperature = o.top_p = 1.0;
+    o.seed = -1;
+  }
 };
 
 constexpr size_t kMostOptionBytes = 4096;  // more is no size but what lay in memory

@@ -6,8 +6,9 @@
 // cores.
 #pragma once
 
-#include "cuattn/device/mask.cuh"
+#include "cuattn/device/finish.cuh"
 #include "cuattn/device/mma_sm80.cuh"
+#include "cuattn/device/scores.cuh"
 #ifndef __CUDACC_RTC__
 #include "cuda/host/launch.h"
 #endif
@@ -16,7 +17,7 @@
 
 namespace cuattn {
 
-template <int kHeadDim, MaskKind kMask, ScoreKind kScore>
+template <int kHeadDim, class Policy>
 struct ForwardSimt {
   // 1. Types and sizes
   //
@@ -60,15 +61,13 @@ struct ForwardSimt {
     Span queries, keys;
     int32_t head, b;
     int32_t head_dim, head_dim_v;
-    int32_t window_left, window_right;
-    device::TileRange tiles;
   };
 
   static __device__ Work find_work(const AttentionParams& p) {
     Work w;
     uint32_t row_tiles = device::ceil_div(p.seqlen_q, kTileM);
     uint32_t row_tile = blockIdx.x % row_tiles;
-    if (kMask == MaskKind::causal) row_tile = row_tiles - 1 - row_tile;  // the longest rows first
+    if (Policy::kHeavyLast) row_tile = row_tiles - 1 - row_tile;
     w.row_begin = row_tile * kTileM;
     w.head = blockIdx.x / row_tiles % p.num_heads_q;
     w.b = blockIdx.x / row_tiles / p.num_heads_q;
@@ -86,13 +85,6 @@ struct ForwardSimt {
     w.v_stride = p.v_strides.seq;
     w.head_dim = p.head_dim;
     w.head_dim_v = p.head_dim_v;
-    w.window_left = kMask == MaskKind::window ? p.mask.left : static_cast<int32_t>(kUnlimited);
-    w.window_right = kMask == MaskKind::none     ? static_cast<int32_t>(kUnlimited)
-                     : kMask == MaskKind::causal ? 0
-                                                 : p.mask.right;
-    int32_t row_end = min(w.row_begin + kTileM, w.queries.used);
-    w.tiles = device::tile_range<kTileN>(w.window_left, w.window_right, w.row_begin, row_end,
-                                         w.queries.used, w.keys.used);
     return w;
   }
 
@@ -124,25 +116,25 @@ struct ForwardSimt {
   //   stage 0   K chunk 0 | compute | V part 0 | compute | K chunk 0 of the next tile ...
   //   stage 1             | K chunk 1 | compute | V part 1 | compute ...
   struct Ring {
-    int32_t tile;   // of the next load
+    device::TileWalk walk;  // of the next load
+    int chunks;
     int step = 0;   // 0..chunks-1: K, then V
     int stage = 0;  // of the next load
-    int chunks;
 
     __device__ void load_next(const Work& w, Shared& s) {
-      if (tile >= w.tiles.begin) {
+      if (walk.more()) {
         typename Shared::Stage& to = s.stages[stage];
         if (step < chunks) {
-          load<kTileN, kChunk>(to.k[0], kChunk + kPad, w.k, w.k_stride, tile * kTileN, w.keys.used,
-                               step * kChunk, w.head_dim);
+          load<kTileN, kChunk>(to.k[0], kChunk + kPad, w.k, w.k_stride, walk.tile * kTileN,
+                               w.keys.used, step * kChunk, w.head_dim);
         } else {
           load<kPart, kHeadDim>(to.v[0], kHeadDim, w.v, w.v_stride,
-                                tile * kTileN + (step - chunks) * kPart, w.keys.used, 0,
+                                walk.tile * kTileN + (step - chunks) * kPart, w.keys.used, 0,
                                 w.head_dim_v);
         }
         if (++step == chunks + kPartsV) {
           step = 0;
-          --tile;
+          walk.next();
         }
       }
       device::cp_async_commit();
@@ -161,10 +153,11 @@ struct ForwardSimt {
   };
 
   // 4. Main loop: S = Q K^T, online softmax, O += P V.
+  using Scores = float[kRows][kKeys];
   using Output = float[kRows][kGroups][4];
   struct State {
     Output out;
-    float max[kRows], sum[kRows];  // max: of scores, in the end base 2; sum: this lane's share
+    float max[kRows], sum[kRows];  // max: of scores; sum: this lane's share
   };
 
   static __device__ int row_of(int i) {
@@ -175,7 +168,7 @@ struct ForwardSimt {
     return *reinterpret_cast<const float4*>(shared);
   }
 
-  static __device__ void add_dots(float (&scores)[kRows][kKeys], const Shared& s,
+  static __device__ void add_dots(Scores& scores, const Shared& s,
                                   const typename Shared::Stage& stage, int chunk, int dims) {
 #pragma unroll 1
     for (int d = 0; d < dims; d += 4) {
@@ -196,33 +189,22 @@ struct ForwardSimt {
     }
   }
 
-  // Dot products to scores in the functor's units, -inf where the row does not see the key.
-  static __device__ void modify(float (&scores)[kRows][kKeys], const Work& w, int32_t tile,
-                                const device::ScoreMod<DType::f32, kScore>& mod) {
-    bool masked = tile < w.tiles.full_begin || tile >= w.tiles.full_end;
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      // Rows past the last repeat it; they are not stored.
-      int32_t row = min(w.row_begin + row_of(i), w.queries.used - 1);
-      KeyRange seen{0, w.keys.used};
-      if (masked) {
-        seen = visible_keys(w.window_left, w.window_right, row, w.queries.used, w.keys.used);
-      }
-#pragma unroll
-      for (int j = 0; j < kKeys; ++j) {
-        int32_t key = tile * kTileN + lane_x() + 16 * j;
-        float score = mod(scores[i][j], row, min(key, w.keys.used - 1));
-        bool visible = key >= seen.begin && key < seen.end;
-        scores[i][j] = visible ? score : device::negative_infinity();
-      }
-    }
-  }
+  // Where a lane's scores of a tile stand.
+  struct Where {
+    static constexpr int kRows = ForwardSimt::kRows, kKeys = ForwardSimt::kKeys;
+    int32_t row0, first;
+    __device__ Where(const Work& w, int32_t tile)
+        : row0(w.row_begin + row_of(0)), first(tile * kTileN + lane_x()) {}
+    __device__ int32_t row(int r) const { return row0 + 2 * r; }
+    static __device__ constexpr int column(int j) { return 16 * j; }
+    static __device__ float& at(Scores& scores, int r, int j) { return scores[r][j]; }
+  };
 
   // Scores become probabilities relative to the running maximum, in shared memory; `rescale` takes
   // what was added up before to the new maximum. The rounding error of an exponent is that of a
   // difference, which is small where the probability is large, however large the scores.
-  static __device__ void softmax(float (&scores)[kRows][kKeys], float (&rescale)[kRows],
-                                 State& state, Shared& s, float to_log2) {
+  static __device__ void softmax(Scores& scores, float (&rescale)[kRows], State& state, Shared& s,
+                                 float to_log2) {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       float max = scores[i][0];
@@ -286,22 +268,24 @@ struct ForwardSimt {
     }
   }
 
-  static __device__ void attend(const AttentionParams& p, const Work& w, Shared& s, State& state) {
-    device::ScoreMod<DType::f32, kScore> mod(p, w.b, w.head, w.queries.used, w.keys.used);
-    Ring ring{w.tiles.end - 1};
-    ring.chunks = device::ceil_div(w.head_dim, kChunk);
+  static __device__ void attend(const Policy& policy, const Work& w, Shared& s, State& state) {
+    int32_t row_end = min(w.row_begin + kTileM, w.queries.used);
+    device::TileWalk walk(policy.template range<kTileN>(w.row_begin, row_end));
+    if (!walk.more()) return;
+    Ring ring{walk, device::ceil_div(w.head_dim, kChunk)};
     load<kTileM, kHeadDim>(s.q[0], kHeadDim + kPad, w.q, w.q_stride, w.row_begin, w.queries.used, 0,
                            w.head_dim);
     ring.load_next(w, s);  // one group with Q
 #pragma unroll 1
-    for (int32_t tile = w.tiles.end - 1; tile >= w.tiles.begin; --tile) {
-      float scores[kRows][kKeys] = {}, rescale[kRows];
+    for (; walk.more(); walk.next()) {
+      Scores scores = {};
+      float rescale[kRows];
 #pragma unroll 1
       for (int chunk = 0; chunk < ring.chunks; ++chunk) {
         add_dots(scores, s, ring.take(w, s), chunk, min(kChunk, w.head_dim - chunk * kChunk));
       }
-      modify(scores, w, tile, mod);
-      softmax(scores, rescale, state, s, mod.to_log2);
+      device::apply_policy(policy, scores, Where(w, walk.tile), walk.masked());
+      softmax(scores, rescale, state, s, policy.to_log2);
       // Note: a tile is summed apart and then added, in the multiplication that rescales. One sum
       // over all keys would have several times the rounding error at 4096 keys.
       Output out;
@@ -322,32 +306,22 @@ struct ForwardSimt {
         }
       }
     }
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      state.max[i] = device::finite_product(state.max[i], mod.to_log2);
-    }
   }
 
   // 5. Epilogue: normalise and store; a row without keys becomes 0 and -inf, as do stored rows past
   // the used ones.
-  static __device__ void store(const AttentionParams& p, const Work& w, const State& state) {
-    float sink = p.scores.sinks == nullptr
-                     ? device::negative_infinity()
-                     : device::sink_in_base2(p.scores.sinks[w.head * p.scores.sinks_stride]);
+  static __device__ void store(const AttentionParams& p, const Work& w, const State& state,
+                               float to_log2) {
+    const device::Finish finish(p.scores, w.head);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       float sum = state.sum[i];
 #pragma unroll
       for (int lane = 8; lane > 0; lane /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lane);
-      float max = fmaxf(state.max[i], sink);
-      float reference = max == device::negative_infinity() ? 0.0f : max;
-      float rescale = device::exp2_approx(state.max[i] - reference);
-      sum = sum * rescale + device::exp2_approx(sink - reference);
-
       int32_t row = w.row_begin + row_of(i);
       if (row >= w.queries.stored) continue;
-      bool empty = row >= w.queries.used || sum == 0.0f;
-      float factor = rescale / sum;
+      device::RowEnd end =
+          finish.end(device::finite_product(state.max[i], to_log2), sum, row < w.queries.used);
       int64_t at = w.queries.start + row;
       float* out = static_cast<float*>(p.out) + w.b * p.out_strides.batch + at * p.out_strides.seq +
                    w.head * p.out_strides.head;
@@ -357,24 +331,22 @@ struct ForwardSimt {
         if (column >= w.head_dim_v) continue;
         const float (&o)[4] = state.out[i][g];
         *reinterpret_cast<float4*>(out + column) =
-            empty ? float4{0.0f, 0.0f, 0.0f, 0.0f}
-                  : float4{o[0] * factor, o[1] * factor, o[2] * factor, o[3] * factor};
+            end.alive
+                ? float4{o[0] * end.factor, o[1] * end.factor, o[2] * end.factor, o[3] * end.factor}
+                : float4{0.0f, 0.0f, 0.0f, 0.0f};
       }
       if (p.lse != nullptr && lane_x() == 0) {
-        float lse = (reference + device::log2_approx(sum)) * device::kLn2;
         p.lse[w.b * p.lse_strides.batch + w.head * p.lse_strides.head + at * p.lse_strides.seq] =
-            empty ? device::negative_infinity() : lse;
+            end.lse;
       }
     }
   }
 };
 
 // 6. Kernel
-template <int kHeadDim, MaskKind kMask, ScoreKind kScore>
-__global__ void __launch_bounds__(ForwardSimt<kHeadDim, kMask, kScore>::kThreads,
-                                  ForwardSimt<kHeadDim, kMask, kScore>::kBlocksPerSm)
+template <class Kernel, class Policy>
+__global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocksPerSm)
     forward_simt(const __grid_constant__ AttentionParams p) {
-  using Kernel = ForwardSimt<kHeadDim, kMask, kScore>;
   extern __shared__ __align__(16) unsigned char dynamic_shared[];
   auto& shared = *reinterpret_cast<typename Kernel::Shared*>(dynamic_shared);
   typename Kernel::Work work = Kernel::find_work(p);
@@ -386,8 +358,9 @@ __global__ void __launch_bounds__(ForwardSimt<kHeadDim, kMask, kScore>::kThreads
     state.max[i] = device::negative_infinity();
     state.sum[i] = 0.0f;
   }
-  if (work.tiles.begin < work.tiles.end) Kernel::attend(p, work, shared, state);
-  Kernel::store(p, work, state);
+  const Policy policy(p, work.b, work.head, work.queries.used, work.keys.used);
+  Kernel::attend(policy, work, shared, state);
+  Kernel::store(p, work, state, policy.to_log2);
 }
 
 // 7. Launcher
@@ -397,15 +370,16 @@ void launch_forward_simt(const AttentionLaunch& launch, cudaStream_t stream) {
   const AttentionParams& p = launch.params;
   static_assert(kType == DType::f32 && kHeadDim == kHeadDimV,
                 "simt has float32 and square head dims");
-  using Kernel = ForwardSimt<kHeadDim, kMask, kScore>;
+  using Policy = device::OptionPolicy<DType::f32, kMask, kScore>;
+  using Kernel = ForwardSimt<kHeadDim, Policy>;
   CUATTN_ASSERT(p.head_dim <= kHeadDim && p.head_dim_v <= kHeadDim, "simt: head dims ", p.head_dim,
                 ", ", p.head_dim_v);
   int64_t blocks = int64_t{p.batch} * p.num_heads_q * device::ceil_div(p.seqlen_q, Kernel::kTileM);
   if (blocks == 0) return;
   static std::atomic<uint64_t> opted_in{0};
   constexpr int kSharedBytes = sizeof(typename Kernel::Shared);
-  allow_shared_memory(forward_simt<kHeadDim, kMask, kScore>, kSharedBytes, opted_in);
-  forward_simt<kHeadDim, kMask, kScore>
+  allow_shared_memory(forward_simt<Kernel, Policy>, kSharedBytes, opted_in);
+  forward_simt<Kernel, Policy>
       <<<grid_blocks(blocks, "simt"), Kernel::kThreads, kSharedBytes, stream>>>(p);
   CUATTN_CUDA_TRY(cudaGetLastError());
 }

@@ -6,7 +6,8 @@
 // masks, GQA, ragged batches; no score mods, no sinks. Next: cublas.cu.
 #pragma once
 
-#include "cuattn/device/mask.cuh"
+#include "cuattn/device/finish.cuh"
+#include "cuattn/device/scores.cuh"
 #ifndef __CUDACC_RTC__
 #include "cuda/host/launch.h"
 #endif
@@ -15,7 +16,7 @@
 
 namespace cuattn {
 
-template <DType kType, int kHeadDim, MaskKind kMask>
+template <DType kType, int kHeadDim, class Policy>
 struct ForwardTiled {
   // 1. Types and sizes
   //
@@ -67,7 +68,7 @@ struct ForwardTiled {
   // The running result of a warp's rows, relative to the maximum so far.
   struct State {
     float out[kRows][kColumns];
-    float max[kRows], sum[kRows];  // max: of scores, in the end base 2; the same in all lanes
+    float max[kRows], sum[kRows];  // max: of scores; the same in all lanes
   };
 
   // 4. Main loop
@@ -153,17 +154,13 @@ struct ForwardTiled {
     const T* v = static_cast<const T*>(p.v) + b * p.v_strides.batch + keys.start * p.v_strides.seq +
                  head_kv * p.v_strides.head;
 
-    constexpr int32_t kNoLimit = static_cast<int32_t>(kUnlimited);
-    int32_t window_left = kMask == MaskKind::window ? p.mask.left : kNoLimit;
-    int32_t window_right = kMask == MaskKind::none ? kNoLimit : p.mask.right;
+    const Policy policy(p, b, head, queries.used, keys.used);
     int32_t row_end = min(row_begin + kTileM, queries.used);
-    device::TileRange tiles = device::tile_range<kTileN>(window_left, window_right, row_begin,
-                                                         row_end, queries.used, keys.used);
+    device::TileRange tiles = policy.template range<kTileN>(row_begin, row_end);
 
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     int32_t warp_row = row_begin + warp * kRows;  // the warp's first row
     State state;
-    const float scale_log2 = p.scores.scale * device::kLog2e;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       state.max[i] = device::negative_infinity();
@@ -173,8 +170,7 @@ struct ForwardTiled {
     }
 
     // Lane i knows which keys the warp's row i sees.
-    KeyRange seen =
-        visible_keys(window_left, window_right, warp_row + lane % kRows, queries.used, keys.used);
+    KeyRange seen = policy.visible(warp_row + lane % kRows);
     load(s.q, q, p.q_strides.seq, row_begin, queries.used, p.head_dim);
     for (int32_t tile = tiles.begin; tile < tiles.end; ++tile) {
       __syncthreads();  // every warp is done with the previous tile
@@ -191,41 +187,40 @@ struct ForwardTiled {
         int32_t end = __shfl_sync(0xffffffffu, seen.end, i);
         if (key < begin || key >= end) scores[i] = device::negative_infinity();
       }
-      softmax(scores, state, scale_log2);
+      softmax(scores, state, policy.to_log2);
       add_values(state, scores, s);
     }
 
     // 5. Epilogue: stored rows past the used ones, and rows without keys, become 0 and -inf.
+    const device::Finish finish(p.scores, head);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       int32_t row = warp_row + i;
       if (row >= queries.stored) break;
-      bool empty = row >= queries.used || state.sum[i] == 0.0f;
+      device::RowEnd end = finish.end(device::finite_product(state.max[i], policy.to_log2),
+                                      state.sum[i], row < queries.used);
       T* out = static_cast<T*>(p.out) + b * p.out_strides.batch +
                (queries.start + row) * p.out_strides.seq + head * p.out_strides.head;
 #pragma unroll
       for (int c = 0; c < kColumns; ++c) {
         if (lane + 32 * c < p.head_dim_v) {
-          out[lane + 32 * c] = device::from_float<T>(empty ? 0.0f : state.out[i][c] / state.sum[i]);
+          out[lane + 32 * c] =
+              device::from_float<T>(end.alive ? state.out[i][c] * end.factor : 0.0f);
         }
       }
       if (p.lse != nullptr && lane == 0) {
-        float max = device::finite_product(state.max[i], scale_log2);
-        float lse = (max + device::log2_approx(state.sum[i])) * device::kLn2;
         p.lse[b * p.lse_strides.batch + head * p.lse_strides.head +
-              (queries.start + row) * p.lse_strides.seq] =
-            empty ? device::negative_infinity() : lse;
+              (queries.start + row) * p.lse_strides.seq] = end.lse;
       }
     }
   }
 };
 
 // 6. Kernel
-template <DType kType, int kHeadDim, MaskKind kMask>
-__global__ void __launch_bounds__(ForwardTiled<kType, kHeadDim, kMask>::kThreads, 2)
+template <class Kernel>
+__global__ void __launch_bounds__(Kernel::kThreads, 2)
     forward_tiled(const __grid_constant__ AttentionParams p) {
   extern __shared__ __align__(16) unsigned char dynamic_shared[];
-  using Kernel = ForwardTiled<kType, kHeadDim, kMask>;
   Kernel::run(p, *reinterpret_cast<typename Kernel::Shared*>(dynamic_shared));
 }
 
@@ -236,15 +231,15 @@ void launch_forward_tiled(const AttentionLaunch& launch, cudaStream_t stream) {
   const AttentionParams& p = launch.params;
   static_assert(kHeadDim == kHeadDimV && kScore == ScoreKind::identity,
                 "tiled has square head dims, no score mods");
-  using Kernel = ForwardTiled<kType, kHeadDim, kMask>;
+  using Kernel = ForwardTiled<kType, kHeadDim, device::OptionPolicy<kType, kMask, kScore>>;
   CUATTN_ASSERT(p.head_dim <= kHeadDim && p.head_dim_v <= kHeadDim && p.scores.sinks == nullptr,
                 "tiled: head dims ", p.head_dim, ", ", p.head_dim_v, " or sinks");
   int64_t blocks = int64_t{p.batch} * p.num_heads_q * device::ceil_div(p.seqlen_q, Kernel::kTileM);
   if (blocks == 0) return;
   static std::atomic<uint64_t> opted_in{0};
   constexpr int kSharedBytes = sizeof(typename Kernel::Shared);
-  allow_shared_memory(forward_tiled<kType, kHeadDim, kMask>, kSharedBytes, opted_in);
-  forward_tiled<kType, kHeadDim, kMask>
+  allow_shared_memory(forward_tiled<Kernel>, kSharedBytes, opted_in);
+  forward_tiled<Kernel>
       <<<grid_blocks(blocks, "tiled"), Kernel::kThreads, kSharedBytes, stream>>>(p);
   CUATTN_CUDA_TRY(cudaGetLastError());
 }

@@ -73,6 +73,31 @@ void swap_blocks(const BlockSwapParams& params, int32_t device_id, Stream stream
   launch_swap_blocks(params, static_cast<cudaStream_t>(stream));
 }
 
+void rotate(const RotateParams& params, int32_t device_id, Stream stream) {
+  DeviceGuard guard(device_id);
+  launch_rotate(params, static_cast<cudaStream_t>(stream));
+}
+
+void norm(const NormParams& params, int32_t device_id, Stream stream) {
+  DeviceGuard guard(device_id);
+  launch_norm(params, static_cast<cudaStream_t>(stream));
+}
+
+void activate(const ActivationParams& params, int32_t device_id, Stream stream) {
+  DeviceGuard guard(device_id);
+  launch_activation(params, static_cast<cudaStream_t>(stream));
+}
+
+void sample(const SampleParams& params, int32_t device_id, Stream stream) {
+  DeviceGuard guard(device_id);
+  launch_sample(params, static_cast<cudaStream_t>(stream));
+}
+
+void verify(const VerifyParams& params, int32_t device_id, Stream stream) {
+  DeviceGuard guard(device_id);
+  launch_verify(params, static_cast<cudaStream_t>(stream));
+}
+
 bool read_back(void* host, const void* data, size_t bytes, int32_t device_id, Stream stream) {
   DeviceGuard guard(device_id);
   return read_device_data(host, data, bytes, static_cast<cudaStream_t>(stream));
@@ -133,6 +158,11 @@ const Backend* cuda_backend() {
                                .cache_gather = cache_gather,
                                .copy_blocks = copy_blocks,
                                .swap_blocks = swap_blocks,
+                               .rotate = rotate,
+                               .norm = norm,
+                               .activate = activate,
+                               .sample = sample,
+                               .verify = verify,
                                .read_back = read_back,
                                .host_alloc = host_alloc,
                                .host_free = host_free,

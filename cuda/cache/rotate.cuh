@@ -3,20 +3,11 @@
 // token's position on the way to the cache. Source: arXiv:2104.09864. Next: write.cu.
 #pragma once
 
+#include "cuattn/device/rope.cuh"
 #include "cuda/cache/rows.cuh"
 
 namespace cuattn {
 namespace {
-
-// (a, b) becomes (a cos - b sin, b cos + a sin). Products and sums are rounded one by one, as on
-// the CPU.
-struct Rotated {
-  float a, b;
-};
-__device__ Rotated rotated(float a, float b, float cos, float sin) {
-  return {__fadd_rn(__fmul_rn(a, cos), __fmul_rn(b, -sin)),
-          __fadd_rn(__fmul_rn(b, cos), __fmul_rn(a, sin))};
-}
 
 // Four floats, in a vector where `aligned` says so.
 __device__ CacheChunk<float, 4> load_four(const float* from, bool aligned) {

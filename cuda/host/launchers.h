@@ -7,8 +7,10 @@
 
 #include "cuattn/params/backward.h"
 #include "cuattn/params/cache.h"
+#include "cuattn/params/fused.h"
 #include "cuattn/params/merge.h"
 #include "cuattn/params/paged.h"
+#include "cuattn/params/sampling.h"
 #include "cuattn/plan.h"
 
 namespace cuattn {
@@ -28,7 +30,12 @@ void launch_cache_write(const CacheWriteParams& params, cudaStream_t stream);   
 void launch_cache_gather(const CacheGatherParams& params, cudaStream_t stream);  // cache/gather.cu
 void launch_copy_blocks(const BlockCopyParams& params, cudaStream_t stream);     // cache/blocks.cu
 void launch_swap_blocks(const BlockSwapParams& params, cudaStream_t stream);
-void launch_merge(const MergeParams& params, cudaStream_t stream);  // merge/states.cu
+void launch_merge(const MergeParams& params, cudaStream_t stream);            // merge/states.cu
+void launch_rotate(const RotateParams& params, cudaStream_t stream);          // fused/rope.cu
+void launch_norm(const NormParams& params, cudaStream_t stream);              // fused/norm.cu
+void launch_activation(const ActivationParams& params, cudaStream_t stream);  // fused/activation.cu
+void launch_sample(const SampleParams& params, cudaStream_t stream);          // fused/sample.cu
+void launch_verify(const VerifyParams& params, cudaStream_t stream);
 // attention/sm90/clear_counter.cu
 void launch_clear_counter(int32_t* counter, cudaStream_t stream);
 // backend/check.cu: these synchronise. read_device_data is false under stream capture, where nobody

@@ -58,10 +58,13 @@ __device__ void merge_row(const MergeParams& p, int64_t b, int64_t row, int64_t 
   for (int32_t part = lane; part < p.num_parts; part += 32) sum += weight_of(part);
   sum = warp_sum(sum);
   bool empty = sum == 0.0f;
-  float inverse = empty ? 0.0f : 1.0f / sum;
+  // Sums begin with -0.0, which leaves a lone part's zero its sign; times -0.0 it is 0.0.
+  float inverse = empty ? -0.0f : 1.0f / sum;
 
   for (int32_t column = lane * kSize; column < p.head_dim; column += 32 * kSize) {
-    float merged[kSize] = {};
+    float merged[kSize];
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) merged[i] = -0.0f;
     for (int32_t part = 0; part < p.num_parts; ++part) {
       float weight = weight_of(part);
       if (weight == 0.0f) continue;  // a part without keys: its out may be anything, even NaN

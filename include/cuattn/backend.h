@@ -8,8 +8,10 @@
 
 #include "cuattn/params/backward.h"
 #include "cuattn/params/cache.h"
+#include "cuattn/params/fused.h"
 #include "cuattn/params/merge.h"
 #include "cuattn/params/paged.h"
+#include "cuattn/params/sampling.h"
 #include "cuattn/plan.h"
 #include "cuattn/schedule.h"
 
@@ -39,6 +41,11 @@ struct Backend {
   void (*cache_gather)(const CacheGatherParams& params, int32_t device_id, Stream stream);
   void (*copy_blocks)(const BlockCopyParams& params, int32_t device_id, Stream stream);
   void (*swap_blocks)(const BlockSwapParams& params, int32_t device_id, Stream stream);
+  void (*rotate)(const RotateParams& params, int32_t device_id, Stream stream);
+  void (*norm)(const NormParams& params, int32_t device_id, Stream stream);
+  void (*activate)(const ActivationParams& params, int32_t device_id, Stream stream);
+  void (*sample)(const SampleParams& params, int32_t device_id, Stream stream);
+  void (*verify)(const VerifyParams& params, int32_t device_id, Stream stream);
   // Copies to the host and waits for the stream; false under stream capture, where nobody can wait
   // (with one warning).
   bool (*read_back)(void* host, const void* data, size_t bytes, int32_t device_id, Stream stream);

@@ -79,7 +79,7 @@ struct Plan {
   int32_t head_dim, head_dim_v;    // of the instance; smaller heads run padded in shared memory
   Tile tile;
   int32_t num_splits;  // parts of the keys that memory holds; paged: 0 = by a deal of the device
-  int32_t split_keys;  // paged: the fixed length of a split, or 0
+  int32_t split_keys;  // the fixed length of a split, or 0
   int32_t cluster;     // paged: thread blocks that share a split and merge what they find; 1 = none
   bool in_parts;       // paged: batch invariant in parts of a split (PagedWork)
   int32_t num_workers;   // paged: thread blocks that share a deal
@@ -124,6 +124,7 @@ bool is_auto(const char* backend);  // NULL is auto, too
 // Throws UnsupportedDevice where the build has no code for the device.
 void require_supported(const char* function, const DeviceInfo& device);
 
-std::string access_clause(const Plan& plan);  // behind a reason: how keys and a bias are reached
+// Behind a reason: how keys and a bias are reached, and where keys are cut.
+std::string access_clause(const Plan& plan);
 
 }  // namespace cuattn

@@ -21,11 +21,14 @@ from .attention import attention, attention_varlen
 from .backward import attention_backward, attention_varlen_backward
 from .block_pool import BlockPool
 from .cascade import cascade_attention
+from .fused import act_mul, bias_act, layer_norm, rms_norm
 from .kv_bytes import kv_cache_bytes
 from .kv_cache import copy_blocks, gather_cache, pinned_empty, reshape_and_cache, swap_blocks
 from .merge import merge_states
 from .paged import paged_attention, paged_attention_v1, paged_attention_v2, paged_plan
 from .paged_kv_cache import PagedKVCache
+from .rope import apply_rope, rope_attention, rope_table
+from .sampling import sample, speculative_verify
 
 if TYPE_CHECKING:
     from . import jax as jax
@@ -40,11 +43,14 @@ __all__ = [
     "PagedKVCache",
     "Plan",
     "__version__",
+    "act_mul",
     "append_attention",
+    "apply_rope",
     "attention",
     "attention_backward",
     "attention_varlen",
     "attention_varlen_backward",
+    "bias_act",
     "cascade_attention",
     "cmake_dir",
     "copy_blocks",
@@ -53,6 +59,7 @@ __all__ = [
     "info",
     "kernels",
     "kv_cache_bytes",
+    "layer_norm",
     "merge_states",
     "paged_attention",
     "paged_attention_v1",
@@ -60,6 +67,11 @@ __all__ = [
     "paged_plan",
     "pinned_empty",
     "reshape_and_cache",
+    "rms_norm",
+    "rope_attention",
+    "rope_table",
+    "sample",
+    "speculative_verify",
     "swap_blocks",
 ]
 

@@ -18,6 +18,7 @@ from . import _core
 from ._arrays import find_cublas
 from ._checks import refuse_scales
 from ._options import OPS, ROWS, options_of
+from ._rope import turned
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 REFUSED = {op: tuple(o.name for o in options_of(op, kinds=("refused",))) for op in OPS}
@@ -52,6 +53,7 @@ def call(op: str, arguments: dict[str, Any]) -> Any:
     backend = arguments.get("backend")
     if isinstance(backend, str) and backend == "cublas":
         find_cublas()
+    arguments = turned(op, arguments)
     refused = REFUSED[op]
     if any(arguments[name] is not None for name in refused):
         refuse_scales(op)

@@ -23,6 +23,7 @@ cuattn_paged_options:
     scale    float or float32 array   double NAME, const DLTensor* NAMEs
     place    where a call writes and runs; nothing: it is given to `run`
     refused  None, as no kernel takes it yet; nothing
+    turned   how q is rotated before the call; nothing: apply_rope has it
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ OTHER_DEFAULTS: dict[str, dict[str, Any]] = {  # of some ops
     "causal": dict.fromkeys(PAGED + PLAN, True),
     "kv_layout": dict.fromkeys(VLLM, "vllm"),
 }
-OUTSIDE = ("place", "refused")  # kinds that no C struct has
+OUTSIDE = ("place", "refused", "turned")  # kinds that no C struct has
 XLA_OPS = {"attention": ROWS, "paged": PAGED[:1]}  # of one XLA handler, which fills this struct
 NOT_TRACED = {  # by these faces
     "jax": ("plan",),
@@ -129,6 +130,9 @@ TABLE = tuple(Option(*row) for row in (
     ("dropout_seed", "length", None, ROWS, "of the random bits, from 0 to 2^63 - 1"),
     ("dropout_offset", "length", 0, ROWS, "the same, from 0 to 2^32 - 1"),
     ("dropout_state", "array int64", None, ROWS, "`[2]`: seed and offset, instead of both"),
+    ("rope", "turned", None, ROWS + PAGED[:1], "`(cos, sin)`: q is rotated first"),
+    ("rope_positions", "turned", None, ROWS + PAGED[:1], "int64, the row of the tables of each q"),
+    ("rope_interleaved", "turned", False, ROWS + PAGED[:1], "pairs are `(2 i, 2 i + 1)`"),
     ("num_splits", "count", 0, ALL, "parts of the keys, a wish; 0 is chosen"),
     ("batch_invariant", "flag", False, ALL, "a sequence's bits do not depend on the others"),
     ("return_lse", "flag", False, ALL, "also return the log-sum-exp of the scores"),

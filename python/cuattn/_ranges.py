@@ -16,18 +16,26 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 OPS = (
+    "act_mul",
+    "apply_rope",
     "attention",
     "attention_backward",
     "attention_varlen",
     "attention_varlen_backward",
+    "bias_act",
     "cascade_attention",
     "copy_blocks",
     "gather_cache",
+    "layer_norm",
     "merge_states",
     "paged_attention",
     "paged_attention_v1",
     "paged_attention_v2",
     "reshape_and_cache",
+    "rms_norm",
+    "rope_attention",
+    "sample",
+    "speculative_verify",
     "swap_blocks",
 )
 

@@ -1,16 +1,67 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary embedding of queries, by the kernel that rotates keys on their way into a cache."""
+"""Rotary embedding of queries, in a pass before attention."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from ._arrays import Operations
-from .kv_cache import reshape_and_cache
+from . import _core
+from ._options import OPS, ROWS, options_of
+
+TURNED = {op: tuple(o.name for o in options_of(op, kinds=("turned",))) for op in OPS}
+
+
+def turned(op: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Take rope and what belongs to it out of the arguments of a call, and rotate q by it."""
+    rest = {name: value for name, value in arguments.items() if name not in TURNED[op]}
+    if not TURNED[op]:
+        return rest
+    rope, positions = arguments["rope"], arguments["rope_positions"]
+    if rope is None:
+        for name in ("rope_positions", "rope_interleaved"):
+            if arguments[name] is not None and arguments[name] is not False:
+                raise ValueError(
+                    f"{op}: {name} must be left out without rope, got {type(arguments[name])}; "
+                    "pass rope=(cos, sin)"
+                )
+        return rest
+    if not isinstance(rope, (tuple, list)) or len(rope) != 2:
+        raise TypeError(
+            f"{op}: rope must be two arrays (cos, sin), got {type(rope).__name__}; pass a tuple"
+        )
+    lengths = dense_lengths(arguments) if op in ROWS else paged_lengths(arguments)
+    interleaved, stream = arguments["rope_interleaved"], arguments["stream"]
+    q = _core.apply_rope(
+        op, "q", arguments["q"], *rope, positions, interleaved, False, 0, lengths, None, stream
+    )
+    return {**rest, "q": q}
+
+
+def dense_lengths(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Say where the queries of attention and attention_varlen stand among their keys."""
+    names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
+    lengths = {name: arguments[name] for name in names if arguments.get(name) is not None}
+    if "layout" not in arguments:
+        return lengths
+    axis = 1 if arguments["layout"] == "bshd" else 2
+    shape = tuple(getattr(arguments["k"], "shape", ()))
+    if len(shape) == 4:  # else it is refused later
+        lengths["seqlen_k"] = int(shape[axis])
+    return {**lengths, "layout": arguments["layout"]}
+
+
+def paged_lengths(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Say where the queries of paged_attention stand in their contexts."""
+    lengths = {"seqused_k": arguments["context_lens"], "seqlen_k": MOST_KEYS}
+    if len(getattr(arguments["q"], "shape", ())) == 3:
+        lengths["one_token"] = True
+    return lengths
+
+
+MOST_KEYS = 2**31 - 1024  # of a sequence
 
 
 def rotated(
-    library: Operations,
     x: Any,
     cos: Any,
     sin: Any,
@@ -19,26 +70,11 @@ def rotated(
     interleaved: bool,
     stream: Any = None,
 ) -> Any:
-    """Rotate x [..., heads, dim], token i by row positions[i] of the float32 tables.
-
-    `reshape_and_cache` writes x as keys of one token a block; for values it gets 8 elements of each
-    head, which nobody reads.
-    """
+    """Rotate x [..., heads, dim], token i by row positions[i] of the float32 tables."""
     rows = x.reshape(-1, *x.shape[-2:])
-    if rows.shape[0] == 0:
+    if rows.shape[0] == 0:  # the tables may be empty too
         return x
-    few, empty_like = rows[..., :8], library.namespace.empty_like
-    out, unread = empty_like(rows), empty_like(few)
-    reshape_and_cache(
-        rows,
-        few,
-        out[:, None],
-        unread[:, None],
-        library.arange(0, rows.shape[0], dtype="int64"),
-        cos=cos,
-        sin=sin,
-        positions=positions,
-        rope_interleaved=interleaved,
-        stream=stream,
+    found = _core.apply_rope(
+        "apply_rope", "q", rows, cos, sin, positions, interleaved, False, 0, {}, None, stream
     )
-    return out.reshape(*x.shape)
+    return found.reshape(*x.shape)

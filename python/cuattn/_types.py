@@ -18,6 +18,8 @@ Layout = Literal["bshd", "bhsd"]
 MergeLayout = Literal["bshd", "bhsd", "nhd", "thd"]
 KvLayout = Literal["nhd", "hnd", "vllm"]
 KvDtype = Literal["float8_e4m3fn"]
+Act = Literal["silu", "gelu", "gelu_tanh"]
+FilterOrder = Literal["top_k_first", "joint"]
 Backend = Literal["auto", "naive", "cublas", "tiled", "simt", "sm80", "sm90", "cpu"]
 
 
@@ -51,6 +53,9 @@ class RowOptions(CommonOptions, total=False):
     dropout_seed: int | None
     dropout_offset: int
     dropout_state: Array | None
+    rope: tuple[Array, Array] | None
+    rope_positions: Array | None
+    rope_interleaved: bool
 
 
 class DenseOptions(RowOptions, total=False):
@@ -73,3 +78,6 @@ class PagedOptions(CommonOptions, total=False):
     kv_layout: KvLayout
     kv_dtype: KvDtype | None
     plan: Array | None
+    rope: tuple[Array, Array] | None
+    rope_positions: Array | None
+    rope_interleaved: bool

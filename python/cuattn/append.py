@@ -50,8 +50,9 @@ def append_attention(
 ) -> Any:
     """Write the newest tokens of each sequence into its pages, then attend with them to all.
 
-    `reshape_and_cache` writes, and rotates q and k where `rope` is given; `paged_attention`
-    attends. The slots are computed by q's own library, on the device, without waiting.
+    `reshape_and_cache` writes, and rotates k where `rope` is given; `apply_rope` rotates q, and
+    `paged_attention` attends. The slots are computed by q's own library, on the device, without
+    waiting.
 
     Parameters
     ----------
@@ -129,7 +130,7 @@ def append_attention(
             cos, sin = check_rope(op, library, rope, rope_positions, tuple(places.shape), q)
             where = places.clip(0) if rope_positions is None else library.own(rope_positions)
             turning = {"cos": cos, "sin": sin, "positions": where.reshape(-1)}
-            q = rotated(library, q, **turning, interleaved=rope_interleaved, stream=stream)
+            q = rotated(q, **turning, interleaved=rope_interleaved, stream=stream)
             turning["rope_interleaved"] = rope_interleaved
         k, v = (x.reshape(-1, *x.shape[-2:]) for x in (k, v))
     scales = {"k_scale": k_scale, "v_scale": v_scale}

@@ -81,6 +81,9 @@ def attention(
     dropout_seed: int | None = None,
     dropout_offset: int = 0,
     dropout_state: Array | None = None,
+    rope: tuple[Array, Array] | None = None,
+    rope_positions: Array | None = None,
+    rope_interleaved: bool = False,
     num_splits: int = 0,
     batch_invariant: bool = False,
     return_lse: bool = False,
@@ -143,13 +146,21 @@ def attention(
         from 0 to 2^63 - 1, and the number of the call with this seed, from 0 to 2^32 - 1.
     dropout_state : int64 array, [2], optional
         Seed and offset, on the device of q, instead of both.
+    rope : (array, array), optional
+        cos and sin, float32 [max_position, rotary_dim / 2], of `rope_table`: q is rotated first, by
+        `apply_rope` into memory of its library; the keys are rotated already, as those of a cache
+        are (else `rope_attention`). No JAX arrays, no gradient.
+    rope_positions : int64 array, [batch, seqlen_q], optional
+        The row of the tables of each query, or None: its place, ``i + seqlen_kv - seqlen_q``.
+    rope_interleaved : bool
+        Pairs are (2 i, 2 i + 1) instead of (i, i + rotary_dim / 2).
     num_splits : int
         Parts that the keys are cut into; 0 lets the library choose. A wish: a kernel takes at most
         one for each tile of keys, and all but "sm90" with a dense batch take 1. `explain` says how
         many there are.
     batch_invariant : bool
-        The bits of a sequence's result do not depend on the rest of the batch: keys are not split
-        unless num_splits says so.
+        The bits of a sequence's result do not depend on the rest of the batch: keys are split at
+        fixed places or not at all, unless num_splits says so (docs/numerics.md).
     return_lse : bool
         Also return the log-sum-exp of the scores.
     out, lse_out : array, optional
@@ -286,6 +297,9 @@ def attention_varlen(
     dropout_seed: int | None = None,
     dropout_offset: int = 0,
     dropout_state: Array | None = None,
+    rope: tuple[Array, Array] | None = None,
+    rope_positions: Array | None = None,
+    rope_interleaved: bool = False,
     num_splits: int = 0,
     batch_invariant: bool = False,
     return_lse: bool = False,
@@ -330,6 +344,8 @@ def attention_varlen(
         Rows in use of each sequence.
     dropout_p, dropout_seed, dropout_offset, dropout_state
         As in `attention`.
+    rope, rope_positions, rope_interleaved
+        As in `attention`; positions are int64 [total_q].
     num_splits, batch_invariant, return_lse, out, lse_out, workspace, backend, stream
         As in `attention`.
 

@@ -79,6 +79,9 @@ def paged_attention(
     v_scale: Any = None,
     kv_dtype: KvDtype | None = None,
     plan: Array | None = None,
+    rope: tuple[Array, Array] | None = None,
+    rope_positions: Array | None = None,
+    rope_interleaved: bool = False,
     num_splits: int = 0,
     batch_invariant: bool = False,
     return_lse: bool = False,
@@ -128,6 +131,14 @@ def paged_attention(
         "float8_e4m3fn" where the caches are uint8 arrays that hold it.
     plan : int32 array, optional
         From `paged_plan`, for these context_lens. None: made inside the call, where one is needed.
+    rope : (array, array), optional
+        cos and sin, float32 [max_position, rotary_dim / 2], of `rope_table`: q is rotated first, by
+        `apply_rope` into memory of its library; the keys are rotated already, as those of a cache
+        are (by `reshape_and_cache`). No JAX arrays, no gradient.
+    rope_positions : int64 array, [num_seqs] or [num_seqs, q_len], optional
+        The row of the tables of each query, or None: its place, ``i + context_len - q_len``.
+    rope_interleaved : bool
+        Pairs are (2 i, 2 i + 1) instead of (i, i + rotary_dim / 2).
     num_splits : int
         Parts that the keys of each sequence are cut into, at most one for each tile of keys; 0 lets
         the library choose. `explain` says how many there are.

@@ -81,6 +81,17 @@ int32_t choose_splits(int64_t items, int32_t key_tiles, int32_t num_sms) {
   return std::max(most, 1);
 }
 
+// Keys after which those of a sequence are cut whatever the batch, whole tiles of `n`; 0: nowhere.
+// `items`: its query tiles times its heads. Nothing else may count, not even the number of keys,
+// which is that of the longest in the batch. From half a wave on, items fill half of the chip uncut.
+// Longer parts for more items bound the workspace: at head_dim_v 128, 1032 bytes a key and sequence.
+int32_t fixed_split_keys(int64_t items, int32_t n) {
+  constexpr int32_t kHalfWave = 64;  // Hoppers have 114 or 132 multiprocessors
+  constexpr int32_t kFewest = 1024;  // with fewer, a part takes longer to write than to compute
+  if (items >= kHalfWave) return 0;
+  return ceil_div(std::max(kFewest, 64 * static_cast<int32_t>(items)), n) * n;
+}
+
 // How sm90 cuts its work: rows of a group packed where tiles would stay half empty, keys split
 // where tiles are few, and persistent CTAs.
 void plan_sm90(Plan& plan, HeadDims d, const AttentionRequest& r, const DeviceInfo& device) {
@@ -107,6 +118,9 @@ void plan_sm90(Plan& plan, HeadDims d, const AttentionRequest& r, const DeviceIn
     plan.num_splits = std::min(r.num_splits, std::max(key_tiles, 1));
   } else if (!r.batch_invariant) {
     plan.num_splits = choose_splits(items, key_tiles, device.num_sms);
+  } else if (r.batch > 0) {
+    plan.split_keys = fixed_split_keys(items / r.batch, plan.tile.n);
+    if (plan.split_keys > 0) plan.num_splits = std::max(ceil_div(r.seqlen_kv, plan.split_keys), 1);
   }
   if (in_blocks(plan.tile)) plan.keys = KeyAccess::in_blocks;
   if (r.has_bias) {
@@ -295,7 +309,11 @@ const char* bias_access_clause(BiasAccess bias) {
 }  // namespace
 
 std::string access_clause(const Plan& plan) {
-  return concat(key_access_clause(plan.keys), bias_access_clause(plan.bias));
+  bool over_pages = plan.num_workers > 0;
+  std::string cut;
+  if (plan.split_keys > 0 && !over_pages)
+    cut = concat("; keys are cut every ", plan.split_keys, ", whatever the batch");
+  return concat(key_access_clause(plan.keys), bias_access_clause(plan.bias), cut);
 }
 
 }  // namespace cuattn

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 import cuattn
@@ -62,7 +64,8 @@ def test_keys_are_split_where_tiles_do_not_fill_the_gpu():
     assert splits(seqlen_q=0) == 1
     assert splits(batch=64) == 1
     assert splits(seqlen_q=4096) == 1
-    assert splits(batch_invariant=True) == 1
+    assert splits(batch_invariant=True) == 16384 // 1024
+    assert splits(seqlen_q=4096, batch_invariant=True) == 1
     for seqlen_kv in range(1, 3000, 77):
         for batch in range(1, 20):
             splits(batch, seqlen_kv=seqlen_kv)
@@ -104,15 +107,49 @@ def test_as_many_splits_over_pages_as_can_be_counted():
 
 
 def test_batch_invariant_cuts_a_sequence_the_same_way_in_every_batch():
+    def plan(batch, seqlen_q, seqlen_kv, **options):
+        shapes = dict(shape=(batch, seqlen_q, 16, 128), kv=(batch, seqlen_kv, 2, 128))
+        return explain("H100", **shapes, **options, batch_invariant=True)
+
+    def places(plan, keys):
+        """Where the keys of a sequence are cut, of a batch whose longest has as many or more."""
+        found = re.search("keys are cut every (\\d+), whatever the batch", plan.reason)
+        every = int(found[1]) if found else keys
+        assert every % plan.tile_n == 0 or not found
+        assert plan.num_splits >= -(-keys // every)
+        return range(0, keys, every)
+
     for causal in (False, True):
-        for batch in (1, 2, 7, 64, 3000):
-            options = dict(causal=causal, batch_invariant=True)
-            shapes = dict(shape=(batch, 17, 16, 128), kv=(batch, 9000, 2, 128))
-            one = dict(shape=(1, 17, 16, 128), kv=(1, 9000, 2, 128))
-            assert cut(explain("H100", **shapes, **options)) == cut(
-                explain("H100", **one, **options)
-            )
-    assert explain("H100", **one).num_splits > 1  # which the option forbids
+        for seqlen_q, keys in ((17, 9000), (100, 1000), (600, 40000), (5000, 9000)):
+            alone = plan(1, seqlen_q, keys, causal=causal)
+            cuts = places(alone, keys)
+            assert len(cuts) == alone.num_splits
+            for batch in (1, 2, 7, 64, 3000):
+                for longest in (keys, keys + 1, 3 * keys):
+                    mates = plan(batch, seqlen_q, longest, causal=causal)
+                    assert cut(mates)[:2] == cut(alone)[:2]
+                    assert places(mates, keys) == cuts
+    assert plan(1, 17, 9000).num_splits == 9
+    assert plan(1, 17, 1024).num_splits == plan(1, 5000, 9000).num_splits == 1
+
+
+def test_batch_invariant_fills_the_gpu_with_one_sequence():
+    """Half as many steps one after another as it could be, 8 or more of them."""
+    for heads, kv_heads in ((8, 1), (8, 8), (32, 8), (64, 8)):
+        for seqlen_q in (1, 16, 64, 128, 200, 512, 700):
+            for keys in (1000, 4096, 8192, 32768, 131072):
+                shapes = dict(shape=(1, seqlen_q, heads, 128), kv=(1, keys, kv_heads, 128))
+                free, plan = (
+                    explain("H100", **shapes, batch_invariant=flag) for flag in (False, True)
+                )
+                items = -(-seqlen_q * plan.packed_heads // plan.tile_m)
+                items *= heads // plan.packed_heads
+                steps, free_steps = (
+                    -(-items * p.num_splits // 132) * -(-keys // p.tile_n // p.num_splits)
+                    for p in (plan, free)
+                )
+                assert steps <= max(8, 2.2 * free_steps), (shapes, plan.num_splits)
+                assert plan.workspace_bytes <= 1032 * keys + 516 * plan.tile_m * items
 
 
 def test_tiles_of_unlike_weight_are_drawn():

@@ -319,6 +319,47 @@ def test_batch_invariant_rows_are_the_same_alone_in_a_batch_and_packed_or_not(he
         assert same_bits(results[0], other)
 
 
+@pytest.mark.parametrize("scores", [{}, {"softcap": 20.0}], ids=str)
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_batch_invariant_cuts_keys_at_the_same_places_whoever_is_longer(
+    torch, head_dim, mask, scores, rng
+):
+    """2500 keys are three parts or more: alone, in a batch, as the shorter of a padded batch."""
+    rows, keys, longest = 20, 2500, 6000
+    case = Case("bfloat16", 7, 8, 2, rows, keys, head_dim, **MASKS[mask], **scores)
+    assert plan_of(case, batch_invariant=True).num_splits >= 3
+    problem = with_options(make_problem(case, rng), batch_invariant=True)
+    judge(problem, *run(CUDA, "sm90", problem))
+    q, k, v = (
+        torch.randn(7, n, heads, head_dim, device="cuda", dtype=torch.bfloat16)
+        for n, heads in ((rows, 8), (keys, 2), (keys, 2))
+    )
+    options = dict(**MASKS[mask], **scores, batch_invariant=True, return_lse=True, backend="sm90")
+
+    def first(q, k, v, **more):
+        return [x[0] for x in cuattn.attention(q, k, v, **options, **more)]
+
+    def same(a, b):
+        return all(
+            torch.equal(*(t.contiguous().view(torch.uint8) for t in pair))
+            for pair in zip(a, b, strict=True)
+        )
+
+    longer_k, longer_v = (x.new_full((3, longest, 2, head_dim), torch.nan) for x in (k, v))
+    for to, x in ((longer_k, k), (longer_v, v)):
+        to[0, :keys] = x[0]
+        to[1:] = 0.5
+    used = torch.tensor([keys, longest, 1], dtype=torch.int32, device="cuda")
+    alone = first(q[:1], k[:1], v[:1])
+    assert same(alone, first(q, k, v))
+    assert same(alone, first(q[:3], longer_k, longer_v, seqused_k=used))
+    # attention_varlen cuts nothing: the same bits where attention is told to cut nothing either.
+    bounds = [torch.tensor([0, n], dtype=torch.int32, device="cuda") for n in (rows, keys)]
+    packed = cuattn.attention_varlen(q[0], k[0], v[0], *bounds, rows, keys, **options)
+    assert same(first(q[:1], k[:1], v[:1], num_splits=1), packed)
+
+
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
 @pytest.mark.parametrize("axis", range(3))
 @pytest.mark.parametrize("name", "qkv")

@@ -279,5 +279,25 @@ TEST(tile_ranges_cover_what_is_visible_and_unmask_only_full_tiles) {
   }
 }
 
+// Splits follow one another and are all of the range; those of a fixed length begin at multiples of it.
+TEST(splits_of_a_range_are_its_tiles_in_order) {
+  Random random(case_seed("split_of"));
+  for (int i = 0; i < 3000; ++i) {
+    int begin = random.range(0, 60), end = random.range(begin, 90), length = random.range(0, 12);
+    int most = length > 0 ? 90 / length + 1 : random.range(1, 100), at = begin;
+    for (int split = 0; split < most; ++split) {
+      TileRange part = split_of({begin, end, 3, 40}, split, most, length);
+      CHECK(part.full_begin == 3 && part.full_end == 40);
+      if (part.begin >= part.end) continue;
+      CHECK(part.begin == at, "split ", split, " of ", begin, "..", end);
+      CHECK(length == 0 || (part.begin == begin || part.begin == split * length));
+      CHECK(length == 0 || part.end == end || part.end == (split + 1) * length);
+      CHECK(length > 0 || part.end - part.begin <= (end - begin) / most + 1);
+      at = part.end;
+    }
+    CHECK(at == end, "the splits of ", begin, "..", end, " end at ", at);
+  }
+}
+
 }  // namespace
 }  // namespace cuattn::test

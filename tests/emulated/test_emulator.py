@@ -156,6 +156,7 @@ SELECTIONS = {  # files, and what of them
     "backward/test_backward.py": "naive and (test_head_dims or test_dead or test_a_bias or "
     "test_what_is)",
     "merge/test_merge.py": "test",
+    "fused": "test",
     "cache/test_cache_rows.py cache/test_cache_blocks.py": "test_sequences_come or "
     "test_blocks_are_copied or test_quantising_scales",
 }

@@ -49,6 +49,8 @@ CORE_TESTS = ("test_device_math.cu", "test_device_tiles.cu", "test_cuda.cpp", "t
 CORE_TESTS += ("test_errors.cpp", "test_cache_rows.cpp", "test_cache_blocks.cpp")
 CORE_TESTS += ("test_cache_errors.cpp", "test_merge.cpp", "test_paged.cpp", "test_struct_size.cpp")
 CORE_TESTS += ("faults.cu",)
+FUSED = ("cuda/fused/*.cu", "src/fused/*.cpp", "src/abi/fused.cpp", "cpu/fused*.cpp")
+FUSED += ("cpu/sampling.cpp",)
 PAGED_TESTS = ("paged.cpp", "test_page_maps.cu")
 
 PARTS = {
@@ -117,6 +119,7 @@ PARTS = {
             "src/merge/merge.cpp",
             "cpu/merge.cpp",
             "src/cache/pool.cpp",
+            *FUSED,
             "*block_pool.cpp",
             *CORE_TESTS,
         ),

@@ -47,6 +47,7 @@ INCLUDES = [
     (r"cuda/paged/sm90/", "F2", [STD, CUDA, F0, F1, HOST, r'"cuda/paged/sm90/\w+\.cuh"']),
     (r"cuda/paged/", "F2", [STD, CUDA, F0, F1, HOST, r'"cuda/paged/sm80/\w+\.cuh"']),
     (r"cuda/cache/", "F2", [STD, CUDA, F0, F1, HOST, r'"cuda/cache/\w+\.cuh"']),
+    (r"cuda/fused/", "F2", [STD, CUDA, F0, F1, HOST, r'"cuda/fused/\w+\.cuh"']),
     (r"cuda/merge/", "F2", [STD, CUDA, F0, F1, HOST]),
     (r"cuda/backend/", "F3", [STD, CUDA, F0, HOST, INSTANCES, r'"cuda/backend/\w+\.h"']),
     (r"cpu/", "F3", [STD, F0, r'"(cpu/)?\w+\.(h|inc)"']),
@@ -207,7 +208,8 @@ def test_public_header_compiles_alone(path):
 
 
 def test_c_api_is_c():
-    assert compile_alone("cc", "c11", "cuattn/c_api.h") == ""
+    for name in ("c_api", "c_api_fused"):
+        assert compile_alone("cc", "c11", f"cuattn/{name}.h") == ""
 
 
 def test_generated_headers_are_what_their_program_writes():

@@ -103,7 +103,7 @@ def signatures(options):
                 option.name: option
                 for option in options["options_of"](op)
                 if option.name not in options["OPS"][op].positional
-                and not ("jax" in path and option.kind == "refused")
+                and not ("jax" in path and option.kind in ("refused", "turned"))
             }
             extents = set(options["OPS"][op].extents)
             if positional != options["OPS"][op].positional:

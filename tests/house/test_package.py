@@ -59,6 +59,7 @@ def core_module() -> Path:
         "include/cuattn/block_pool.h",
         "include/cuattn/kv_cache.h",
         "include/cuattn/c_api.h",
+        "include/cuattn/c_api_fused.h",
         "include/cuattn/dlpack.h",
         "include/cuattn/device/math.cuh",
     ],
@@ -128,7 +129,8 @@ def test_module_finds_the_library_beside_itself():
 
 
 def test_library_exports_only_the_c_abi():
-    declared = (PACKAGE / "include/cuattn/c_api.h").read_text()
+    headers = PACKAGE.glob("include/cuattn/c_api*.h")
+    declared = "".join(path.read_text() for path in headers)
     functions = set(re.findall(r"^CUATTN_API\b[^;(]*?(\w+)\(", declared, re.MULTILINE))
     symbols = tool("nm", "-D", "--defined-only", LIBRARY).split("\n")
     exported = {line.split()[-1].split("@")[0] for line in symbols if line}

@@ -92,6 +92,23 @@ def test_many_parts(device, layout, dtype, parts, rng):
     assert_by_draws(dtype, attempt)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_parts_without_keys_change_no_bit(device, dtype, rng):
+    """What batch_invariant counts on: a sequence has as many parts as the longest in its batch."""
+    for parts in (1, 2, 31, 40):
+        outs, lses = make_parts(rng, "bhsd", parts, dtype)
+        outs[0, 0] = -0.0
+        more = int(rng.integers(1, 70))
+        padded = np.concatenate([outs, np.full((more, *outs.shape[1:]), np.nan, outs.dtype)])
+        padded_lses = np.concatenate([lses, np.full((more, *lses.shape[1:]), -np.inf, np.float32)])
+        alone = merge(device, outs, lses, "bhsd", stacked=True)
+        among = merge(device, padded, padded_lses, "bhsd", stacked=True)
+        lone = (outs[0], lses[0]) if parts == 1 else alone
+        for x, y, z in zip(alone, among, lone, strict=True):
+            np.testing.assert_array_equal(bits(x), bits(y))
+            np.testing.assert_array_equal(bits(x), bits(z))
+
+
 def test_default_layout_is_bshd_for_4d_and_nhd_for_3d(device, rng):
     for layout in ("bshd", "nhd"):
         outs, lses = make_parts(rng, layout, 2, "float32")

@@ -13,7 +13,8 @@
 //       math  | QK1             | softmax PV1     | QK0             | softmax PV0     |
 #pragma once
 
-#include "cuattn/device/mask.cuh"
+#include "cuattn/device/finish.cuh"
+#include "cuattn/device/scores.cuh"
 #include "cuattn/device/tile_sm80.cuh"
 #include "cuattn/schedule.h"
 #include "cuattn/tiles.h"
@@ -28,7 +29,7 @@ struct Sm80Schedule {
   int32_t section_heads;  // (batch, head) pairs of a section
 };
 
-template <DType kType, int kHeadDim, int kHeadDimV, MaskKind kMask, ScoreKind kScore, Tile kTile>
+template <DType kType, int kHeadDim, int kHeadDimV, class Policy, Tile kTile>
 struct ForwardSm80 {
   // 1. Types and sizes
   static constexpr int kThreads = kTile.warps * 32;
@@ -72,7 +73,7 @@ struct ForwardSm80 {
     int32_t left = p.batch * p.num_heads_q - first;
     int32_t heads = left < schedule.section_heads ? left : schedule.section_heads;
     int32_t pair = first + within % heads, tile = within / heads;
-    if (kMask != MaskKind::none) tile = schedule.tiles - 1 - tile;
+    if (Policy::kHeavyLast) tile = schedule.tiles - 1 - tile;
     Work work;
     work.batch = pair / p.num_heads_q;
     work.head = pair % p.num_heads_q;
@@ -173,56 +174,19 @@ struct ForwardSm80 {
     return work.row0 + threadIdx.x / 32 * kWarpRows + m * 16 + half * 8 + threadIdx.x % 32 / 4;
   }
 
-  // Softcap, ALiBi and bias on every score; padding rows and keys are clamped so that no load
-  // leaves the bias.
-  static __device__ __forceinline__ void apply_score(Scores& scores,
-                                                     const device::ScoreMod<kType, kScore>& mod,
-                                                     const Work& work, int32_t key0) {
-#pragma unroll
-    for (int m = 0; m < kRowBlocks; ++m) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        int32_t row = min(lane_row(work, m, half), work.queries.used - 1);
-#pragma unroll
-        for (int n = 0; n < kScoreBlocks; ++n) {
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            int32_t key = min(key0 + n * 8 + 2 * static_cast<int32_t>(threadIdx.x % 4) + i,
-                              work.keys.used - 1);
-            float& score = scores[m][n][2 * half + i];
-            score = mod(score, row, key);
-          }
-        }
-      }
+  // Where a lane's scores of the tile that begins at key0 stand.
+  struct Where {
+    static constexpr int kRows = 2 * kRowBlocks, kKeys = 2 * kScoreBlocks;
+    const Work& work;
+    int32_t first;
+    __device__ __forceinline__ Where(const Work& work, int32_t key0)
+        : work(work), first(key0 + 2 * static_cast<int32_t>(threadIdx.x % 4)) {}
+    __device__ __forceinline__ int32_t row(int r) const { return lane_row(work, r / 2, r % 2); }
+    static __device__ constexpr int column(int j) { return j / 2 * 8 + j % 2; }
+    static __device__ __forceinline__ float& at(Scores& scores, int r, int j) {
+      return scores[r / 2][j / 2][2 * (r % 2) + j % 2];
     }
-  }
-
-  // -inf for keys that a row does not see.
-  static __device__ __forceinline__ void apply_mask(Scores& scores, const AttentionParams& p,
-                                                    const Work& work, int32_t key0) {
-#pragma unroll
-    for (int m = 0; m < kRowBlocks; ++m) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        KeyRange visible{0, work.keys.used};
-        if constexpr (kMask != MaskKind::none) {
-          visible = visible_keys(kMask == MaskKind::causal ? kUnlimited : p.mask.left, p.mask.right,
-                                 lane_row(work, m, half), work.queries.used, work.keys.used);
-        }
-        int32_t first = key0 + 2 * (threadIdx.x % 4);
-        int32_t begin = visible.begin - first, end = visible.end - first;
-#pragma unroll
-        for (int n = 0; n < kScoreBlocks; ++n) {
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            bool seen = n * 8 + i < end && (kMask != MaskKind::window || n * 8 + i >= begin);
-            float& score = scores[m][n][2 * half + i];
-            score = seen ? score : device::negative_infinity();
-          }
-        }
-      }
-    }
-  }
+  };
 
   // Scores become probabilities relative to the running maximum; O and the sums follow the maximum.
   static __device__ __forceinline__ void softmax_step(State& state, Scores& scores, float to_log2) {
@@ -239,10 +203,10 @@ struct ForwardSm80 {
         maximum = device::quad_max(maximum);
         // A row that has seen nothing keeps -inf; 0 in its place keeps -inf - (-inf) out of the
         // exponent.
-        constexpr bool kScored = kScore == ScoreKind::scored;
-        float reference = kScored ? maximum : maximum * to_log2, before = state.row_max[m][half];
+        float reference = Policy::kPlain ? maximum * to_log2 : maximum;
+        float before = state.row_max[m][half];
         if (maximum == device::negative_infinity()) reference = 0.0f;
-        if (!kScored && device::is_large_reference(reference)) {  // rare
+        if (Policy::kPlain && device::is_large_reference(reference)) {  // rare
           before -= maximum;
 #pragma unroll
           for (int n = 0; n < kScoreBlocks; ++n) {
@@ -252,7 +216,7 @@ struct ForwardSm80 {
           reference = 0.0f;
         }
         auto exponent = [&](float score) {  // a bias may be the lowest float: first the difference
-          return kScored ? (score - reference) * to_log2 : fmaf(score, to_log2, -reference);
+          return Policy::kPlain ? fmaf(score, to_log2, -reference) : (score - reference) * to_log2;
         };
         rescale[half] = device::exp2_approx(exponent(before));
         state.row_max[m][half] = maximum;
@@ -283,14 +247,12 @@ struct ForwardSm80 {
   }
 
   // 4. Main loop
-  static __device__ __forceinline__ void attend(const AttentionParams& p, const Work& work,
-                                                const Shared& shared, State& state) {
+  static __device__ __forceinline__ void attend(const AttentionParams& p, const Policy& policy,
+                                                const Work& work, const Shared& shared,
+                                                State& state) {
     int32_t last_row = min(work.row0 + kTile.m, work.queries.used);
-    device::TileRange range = device::tile_range<kTile.n>(
-        kMask == MaskKind::window ? p.mask.left : static_cast<int32_t>(kUnlimited),
-        kMask == MaskKind::none ? static_cast<int32_t>(kUnlimited) : p.mask.right, work.row0,
-        last_row, work.queries.used, work.keys.used);
-    if (range.begin >= range.end) return;
+    device::TileWalk walk(policy.template range<kTile.n>(work.row0, last_row));
+    if (!walk.more()) return;
 
     int32_t kv_head = work.head / (p.num_heads_q / p.num_heads_kv);
     const char* gQ = static_cast<const char*>(p.q) +
@@ -311,27 +273,24 @@ struct ForwardSm80 {
                                                       2 * p.v_strides.seq, tile * kTile.n,
                                                       work.keys.used, p.head_dim_v);
     };
-    device::ScoreMod<kType, kScore> mod(p, work.batch, work.head, work.queries.used,
-                                        work.keys.used);
-
     device::load_tile<kThreads, kTile.m, kHeadDim>(shared.q, gQ, 2 * p.q_strides.seq, work.row0,
                                                    work.queries.used, p.head_dim);
-    load_k(range.end - 1, 0);
-    if constexpr (kTile.stages == 2) load_v(range.end - 1, 0);
+    load_k(walk.tile, 0);
+    if constexpr (kTile.stages == 2) load_v(walk.tile, 0);
     device::cp_async_commit();
     int stage = 0;
 #pragma unroll 1
-    for (int32_t tile = range.end - 1; tile >= range.begin; --tile) {
+    for (; walk.more(); walk.next()) {
       device::cp_async_wait<0>();
       __syncthreads();  // this tile has landed, and every warp is done with the one whose place is
                         // filled next
       if constexpr (kTile.stages == 2) {
-        if (tile > range.begin) {
-          load_k(tile - 1, stage ^ 1);
-          load_v(tile - 1, stage ^ 1);
+        if (walk.has_next()) {
+          load_k(walk.next_tile(), stage ^ 1);
+          load_v(walk.next_tile(), stage ^ 1);
         }
       } else {
-        load_v(tile, 0);
+        load_v(walk.tile, 0);
       }
       device::cp_async_commit();
       Scores scores = {};
@@ -339,13 +298,11 @@ struct ForwardSm80 {
       if constexpr (kTile.stages == 1) {
         device::cp_async_wait<0>();
         __syncthreads();  // V has landed, and every warp is done with K
-        if (tile > range.begin) load_k(tile - 1, 0);
+        if (walk.has_next()) load_k(walk.next_tile(), 0);
         device::cp_async_commit();
       }
-      if constexpr (kScore == ScoreKind::scored) apply_score(scores, mod, work, tile * kTile.n);
-      if (tile >= range.full_end || tile < range.full_begin)
-        apply_mask(scores, p, work, tile * kTile.n);
-      softmax_step(state, scores, mod.to_log2);
+      device::apply_policy(policy, scores, Where(work, walk.tile * kTile.n), walk.masked());
+      softmax_step(state, scores, policy.to_log2);
       multiply_pv(state, scores, shared.v_stage(stage));
       if constexpr (kTile.stages == 2) stage ^= 1;
     }
@@ -359,39 +316,26 @@ struct ForwardSm80 {
     uint32_t staging =
         shared.q + threadIdx.x / 32 * kWarpRows * kQkBytes;  // no other warp reads these rows of Q
     __syncwarp();                                            // every lane has read its last Q
+    const device::Finish finish(p.scores, work.head);
 #pragma unroll
     for (int m = 0; m < kRowBlocks; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         int32_t row = lane_row(work, m, half);
         float sum = device::quad_sum(state.row_sum[m][half]);
-        // Base 2 from here on.
         float maximum = device::finite_product(state.row_max[m][half], to_log2);
-        float factor = 1.0f;
-        if (p.scores.sinks != nullptr) {
-          float sink = device::sink_in_base2(p.scores.sinks[work.head * p.scores.sinks_stride]);
-          float larger = fmaxf(maximum, sink);
-          float reference = larger == device::negative_infinity() ? 0.0f : larger;
-          factor = device::exp2_approx(maximum - reference);
-          sum = fmaf(sum, factor, device::exp2_approx(sink - reference));
-          maximum = larger;
-        }
-        bool alive =
-            row < work.queries.used && sum != 0.0f;  // a NaN is alive: it reaches out and lse
-        factor = factor / sum;
+        device::RowEnd end = finish.end(maximum, sum, row < work.queries.used);
 #pragma unroll
         for (int n = 0; n < kOutBlocks; ++n) {
-          float left = alive ? state.out[m][n][2 * half] * factor : 0.0f;
-          float right = alive ? state.out[m][n][2 * half + 1] * factor : 0.0f;
+          float left = end.alive ? state.out[m][n][2 * half] * end.factor : 0.0f;
+          float right = end.alive ? state.out[m][n][2 * half + 1] * end.factor : 0.0f;
           device::store_shared(
               staging + device::swizzled<kVBytes>(m * 16 + half * 8 + lane / 4, n) + lane % 4 * 4,
               device::pack2<kType>(left, right));
         }
         if (p.lse != nullptr && lane % 4 == 0 && row < work.queries.stored) {
           p.lse[work.batch * p.lse_strides.batch + work.head * p.lse_strides.head +
-                (work.queries.start + row) * p.lse_strides.seq] =
-              alive ? (maximum + device::log2_approx(sum)) * device::kLn2
-                    : device::negative_infinity();
+                (work.queries.start + row) * p.lse_strides.seq] = end.lse;
         }
       }
     }
@@ -428,9 +372,9 @@ struct ForwardSm80 {
       state.row_max[m][0] = state.row_max[m][1] = device::negative_infinity();
       state.row_sum[m][0] = state.row_sum[m][1] = 0.0f;
     }
-    attend(p, work, shared, state);
-    store(p, work, shared, state,
-          kScore == ScoreKind::scored ? device::kLog2e : p.scores.scale * device::kLog2e);
+    const Policy policy(p, work.batch, work.head, work.queries.used, work.keys.used);
+    attend(p, policy, work, shared, state);
+    store(p, work, shared, state, policy.to_log2);
   }
 };
 
@@ -465,8 +409,9 @@ template <DType kType, int kHeadDim, int kHeadDimV, MaskKind kMask, ScoreKind kS
 void launch_forward_sm80(const AttentionLaunch& launch, cudaStream_t stream) {
   const AttentionParams& p = launch.params;
   constexpr Tile kTile = sm80_tile({kHeadDim, kHeadDimV}, kScore);
-  launch_forward_sm80_tile<ForwardSm80<kType, kHeadDim, kHeadDimV, kMask, kScore, kTile>>(p, kTile,
-                                                                                          stream);
+  using Policy = device::OptionPolicy<kType, kMask, kScore>;
+  launch_forward_sm80_tile<ForwardSm80<kType, kHeadDim, kHeadDimV, Policy, kTile>>(p, kTile,
+                                                                                   stream);
 }
 
 }  // namespace cuattn

@@ -22,6 +22,7 @@ struct Sm90Schedule {
   int32_t packed;         // query heads that share a tile: row = token * packed + head in group
   int32_t section_heads;  // (batch, head) pairs of a section; heads of one sequence if ragged
   int32_t splits;         // parts of the keys, each a work item of its own
+  int32_t split_tiles;    // key tiles of a split that begins at a fixed place; 0: even shares
   int32_t total;          // work items, at most
   int32_t* counter;       // items drawn beyond the first of each CTA; nullptr: a fixed order
   bool stores_boxes;      // O through the TMA, 16 rows of a head at a time
@@ -132,11 +133,7 @@ __device__ __forceinline__ Sm90Work::Kind find_sm90_work(const AttentionParams& 
       kMask == MaskKind::window ? p.mask.left : static_cast<int32_t>(kUnlimited),
       kMask == MaskKind::none ? static_cast<int32_t>(kUnlimited) : p.mask.right, token0, token1,
       queries.used, keys.used);
-  if (s.splits > 1) {
-    int32_t all = range.end - range.begin, more = all % s.splits;
-    range.begin += all / s.splits * split + min(split, more);
-    range.end = range.begin + all / s.splits + (split < more);
-  }
+  if (s.splits > 1) range = device::split_of(range, split, s.splits, s.split_tiles);
   put(offsetof(Sm90Work, range), range);
   return put_kind(range.begin >= range.end ? Sm90Work::kEmpty : Sm90Work::kFull);
 }
@@ -207,6 +204,7 @@ inline Sm90Schedule make_sm90_schedule(const AttentionParams& p, const Attention
   int64_t rows = int64_t{p.seqlen_q} * s.packed;
   s.tiles = static_cast<int32_t>(device::ceil_div<int64_t>(rows, tile.m));
   s.splits = schedule.num_splits;
+  s.split_tiles = schedule.split_keys / tile.n;
   int64_t pairs = int64_t{p.batch} * s.heads;
   int64_t head_bytes = (p.seqlen_kv + int64_t{1}) * (p.head_dim + p.head_dim_v) * 2;
   int64_t section = schedule.draws_tiles ? device::ceil_div(kSectionBytes, head_bytes) : 1;

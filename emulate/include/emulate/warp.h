@@ -162,6 +162,9 @@ inline int __ffs(int x) { return x == 0 ? 0 : std::countr_zero(static_cast<uint3
 inline uint32_t __umulhi(uint32_t a, uint32_t b) {
   return static_cast<uint32_t>(uint64_t{a} * b >> 32);
 }
+inline uint64_t __umul64hi(uint64_t a, uint64_t b) {
+  return static_cast<uint64_t>(static_cast<unsigned __int128>(a) * b >> 64);
+}
 inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t selector) {
   uint64_t bytes = uint64_t{y} << 32 | x;
   uint32_t result = 0;

@@ -36,6 +36,22 @@ CUATTN_HOST_DEVICE TileRange tile_range(int32_t window_left, int32_t window_righ
   return range;
 }
 
+// Split `split` of the tiles of `range`: an even share of `splits`, or, with a length, those from a
+// fixed place on. Then the cuts do not depend on how many splits there are.
+CUATTN_HOST_DEVICE TileRange split_of(TileRange range, int32_t split, int32_t splits,
+                                      int32_t length) {
+  if (length > 0) {
+    int32_t first = split * length;
+    if (range.begin < first) range.begin = first;
+    if (range.end > first + length) range.end = first + length;
+    return range;
+  }
+  int32_t all = range.end - range.begin, more = all % splits;
+  range.begin += all / splits * split + (split < more ? split : more);
+  range.end = range.begin + all / splits + (split < more);
+  return range;
+}
+
 // The other way round: tiles of kTileM queries that see the keys [key_begin, key_end).
 template <int kTileM>
 CUATTN_HOST_DEVICE TileRange query_tile_range(int32_t window_left, int32_t window_right,

@@ -3,17 +3,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from .._gradients import FORWARD
 from .._options import OPS, PLACES, ROWS
 from .._other_names import told
+from .._rope import TURNED
 from .backward import explain_backward
 from .cascade import explain_cascade
 from .devices import place
 from .paged import PAGED_VERSIONS, explain_paged
 from .plan import Plan
 from .rows import DEFAULTS, explain_rows
+
+ROPE_LINE = "  rope: apply_rope rotates q before the kernel, into memory of q's library\n"
 
 
 def explain(
@@ -54,6 +58,13 @@ def explain(
     ValueError, NotImplementedError
         As the call itself would.
     """
+    is_turned = options.get("rope") is not None
+    for name in TURNED.get(op, ()):
+        options.pop(name, None)  # they do not enter the choice
+    if is_turned:
+        plan = explain(op, *arrays_or_shapes, device=device, dtype=dtype, **options)
+        words = "; before it apply_rope rotates q, into memory of q's library"
+        return dataclasses.replace(plan, reason=plan.reason + words, ladder=plan.ladder + ROPE_LINE)
     if op in PAGED_VERSIONS:
         return explain_paged(op, arrays_or_shapes, device, dtype, options)
     if op == "cascade_attention":

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from .. import attention, attention_varlen, paged_attention, reshape_and_cache
-from .._arrays import Operations
 from .._rope import rotated
 from .arguments import check_ints, check_range, check_tensors, cut, in_eights
 from .pages import Pages, can_be_cut
@@ -255,7 +254,7 @@ def write(
         if wanted != q.shape[1]:  # one place for all tokens of a sequence
             same = others["positions"][:, None].expand(q.shape[:2])
             others = {**others, "positions": same.flatten()}
-        q = rotated(Operations(torch, q), q, **others, interleaved=rotary.interleaved)
+        q = rotated(q, **others, interleaved=rotary.interleaved)
         turning["rope_interleaved"] = rotary.interleaved
     if slots.shape[0]:  # caches and tables have a row at least
         reshape_and_cache(*rows, pages.k, pages.v, slots, **turning)

@@ -1,0 +1,106 @@
+// SPDX-License-Identifier: Apache-2.0
+// What stands between the two products of attention: a policy says which keys a row sees and what
+// becomes of a dot product; `apply_policy` does that to a lane's share of a tile. Kernels take the
+// policy as a type and ask nothing else about masks and scores. A policy has
+//
+//   Policy(params, batch, head, queries, keys)   of one head; queries and keys are rows in use
+//   kPlain                 a score is its dot product times to_log2, and no more
+//   kBegins                a row may see no key in front of some key: the left edge is tested
+//   kHeavyLast             later rows see more keys: their tiles are taken first
+//   to_log2                a score times this is an exponent in base 2; positive
+//   range<n>(begin, end)   the tiles of n keys that rows [begin, end) visit
+//   visible(row)           the keys that a row sees, [begin, end)
+//   (dot, row, key)        the score, of a row and a key in use
+//   derivative(dot)        d score / d (scale * dot), for the backward pass
+//
+// and one that a user writes has the same. Next: mask.cuh (the formula and the tiles), finish.cuh.
+#pragma once
+
+#include "cuattn/device/mask.cuh"
+
+namespace cuattn::device {
+
+// The options of the API: mask and scores that are known when a kernel is compiled.
+template <DType kType, MaskKind kMask, ScoreKind kScore>
+struct OptionPolicy : ScoreMod<kType, kScore> {
+  static constexpr bool kPlain = kScore == ScoreKind::identity;
+  static constexpr bool kBegins = kMask == MaskKind::window;
+  static constexpr bool kHeavyLast = kMask != MaskKind::none;
+  const MaskParams& mask;
+  int32_t queries, keys;
+
+  __device__ __forceinline__ OptionPolicy(const AttentionParams& p, int32_t batch, int32_t head,
+                                          int32_t queries, int32_t keys)
+      : ScoreMod<kType, kScore>(p, batch, head, queries, keys),
+        mask(p.mask),
+        queries(queries),
+        keys(keys) {}
+
+  __device__ __forceinline__ int32_t left() const {
+    return kMask == MaskKind::window ? mask.left : static_cast<int32_t>(kUnlimited);
+  }
+  __device__ __forceinline__ int32_t right() const {
+    return kMask == MaskKind::none ? static_cast<int32_t>(kUnlimited) : mask.right;
+  }
+  template <int kTileN>
+  __device__ __forceinline__ TileRange range(int32_t row_begin, int32_t row_end) const {
+    return tile_range<kTileN>(left(), right(), row_begin, row_end, queries, keys);
+  }
+  __device__ __forceinline__ KeyRange visible(int32_t row) const {
+    if constexpr (kMask == MaskKind::none) return {0, keys};
+    return visible_keys(left(), right(), row, queries, keys);
+  }
+};
+
+// Dot products become scores in the policy's units, and -inf where a row does not see the key, in
+// tiles that are `masked`. `Where` maps a lane's share, kRows x kKeys scores, to rows and keys:
+//
+//   row(r)            the query row; may lie past the last
+//   first, column(j)  the key is first + column(j), of which column(j) is known to the compiler
+//   at(scores, r, j)  the score
+template <class Policy, class Where, class Scores>
+__device__ __forceinline__ void apply_policy(const Policy& policy, Scores& scores,
+                                             const Where& where, bool masked) {
+  if constexpr (!Policy::kPlain) {
+#pragma unroll
+    for (int r = 0; r < Where::kRows; ++r) {
+      int32_t row = min(where.row(r), policy.queries - 1);  // clamped: no load leaves a bias
+#pragma unroll
+      for (int j = 0; j < Where::kKeys; ++j) {
+        float& score = Where::at(scores, r, j);
+        score = policy(score, row, min(where.first + Where::column(j), policy.keys - 1));
+      }
+    }
+  }
+  if (!masked) return;
+#pragma unroll
+  for (int r = 0; r < Where::kRows; ++r) {
+    KeyRange visible = policy.visible(where.row(r));
+    int32_t begin = visible.begin - where.first, end = visible.end - where.first;
+#pragma unroll
+    for (int j = 0; j < Where::kKeys; ++j) {
+      bool seen = Where::column(j) < end && (!Policy::kBegins || Where::column(j) >= begin);
+      float& score = Where::at(scores, r, j);
+      score = seen ? score : negative_infinity();
+    }
+  }
+}
+
+// The tiles of a range from right to left, as every forward kernel takes them.
+struct TileWalk {
+  TileRange range;
+  int32_t tile;
+
+  __device__ __forceinline__ explicit TileWalk(const TileRange& range)
+      : range(range), tile(range.end - 1) {}
+  __device__ __forceinline__ bool more() const { return tile >= range.begin; }
+  __device__ __forceinline__ bool has_next() const { return tile > range.begin; }
+  __device__ __forceinline__ int32_t next_tile() const { return tile - 1; }
+  __device__ __forceinline__ void next() { --tile; }
+  // Whether some row does not see all keys of the tile.
+  __device__ __forceinline__ bool masked() const {
+    return tile >= range.full_end || tile < range.full_begin;
+  }
+};
+
+}  // namespace cuattn::device

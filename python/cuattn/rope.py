@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rotary embedding: its tables, and their use on any array; docs/fused.md."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from . import _core
+from ._arrays import Array, ArrayT, library_module
+from ._rope_scaling import attention_factor, frequencies
+from .attention import attention
+
+
+def rope_table(
+    max_position: int,
+    rotary_dim: int,
+    theta: float = 10000.0,
+    *,
+    scaling: Mapping[str, Any] | None = None,
+    like: Any = None,
+) -> tuple[Any, Any]:
+    """Compute cos and sin of each position and pair of elements.
+
+    ``angle = position * inv_freq`` in float32, as models compute it, with ``inv_freq = theta ** (-2
+    i / rotary_dim)``, changed as `scaling` says.
+
+    Parameters
+    ----------
+    max_position : int
+        Rows of the tables.
+    rotary_dim : int
+        How many elements of a head are turned, an even number.
+    theta : float
+        The base.
+    scaling : dict, optional
+        How a model was stretched to longer texts, in the words of Hugging Face's configurations:
+        "rope_type" is "default", "linear", "dynamic", "ntk", "yarn", "llama3" or "longrope", beside
+        "factor" and what else it needs. "dynamic" is computed for max_position tokens.
+    like : array, optional
+        The tables are of its library and on its device; None: numpy.
+
+    Returns
+    -------
+    cos, sin : float32 array, [max_position, rotary_dim / 2]
+
+    Raises
+    ------
+    ValueError, TypeError
+        Numbers that cannot be, a rope_type that is not known, what it needs and does not get.
+
+    References
+    ----------
+    arXiv:2104.09864; YaRN: arXiv:2309.00071.
+
+    Examples
+    --------
+    >>> import cuattn
+    >>> cos, sin = cuattn.rope_table(4096, 128, 500000.0, scaling={"rope_type": "llama3",
+    ...     "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    ...     "original_max_position_embeddings": 8192})
+    >>> cos.shape
+    (4096, 64)
+    """
+    import numpy as np
+
+    for name, number in (("max_position", max_position), ("rotary_dim", rotary_dim)):
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise ValueError(
+                f"rope_table: {name} must be an integer from 1 on, got {number!r}; pass an int"
+            )
+    if rotary_dim % 2 != 0:
+        raise ValueError(
+            f"rope_table: rotary_dim must be even, got {rotary_dim}; elements are turned in pairs"
+        )
+    if not (theta > 0.0 and theta < float("inf")):
+        raise ValueError(
+            f"rope_table: theta must be positive and finite, got {theta}; models have 10000.0 or "
+            "more"
+        )
+    rule = dict(scaling or {})
+    inverse = frequencies(rule, rotary_dim, float(theta), max_position)
+    positions = np.arange(max_position, dtype=np.float32)
+    angles = (positions[:, None] * inverse[None, :]).astype(np.float64)
+    factor = attention_factor(rule)
+    tables = [(f(angles) * factor).astype(np.float32) for f in (np.cos, np.sin)]
+    return in_library_of(like, tables[0]), in_library_of(like, tables[1])
+
+
+def in_library_of(like: Any, table: Any) -> Any:
+    """Copy a numpy array to the library and the device of another array."""
+    if like is None:
+        return table
+    if type(like).__module__.partition(".")[0] in ("jax", "jaxlib"):
+        jax = sys.modules["jax"]
+        return jax.device_put(table, next(iter(like.devices())))
+    library = library_module(like)
+    name = getattr(library, "__name__", None)
+    if name == "torch":
+        return library.from_numpy(table).to(like.device)
+    if name == "cupy":
+        with like.device:
+            return library.asarray(table)
+    if name == "numpy":
+        return table
+    raise NotImplementedError(
+        f"rope_table: like must be an array of numpy, torch, CuPy or JAX, got "
+        f"{type(like).__name__}; leave it out and convert the numpy tables"
+    )
+
+
+def apply_rope(
+    x: ArrayT,
+    cos: Array,
+    sin: Array,
+    positions: Array | None = None,
+    *,
+    interleaved: bool = False,
+    inverse: bool = False,
+    offset: int = 0,
+    out: ArrayT | None = None,
+    stream: Any = None,
+) -> ArrayT:
+    """Turn pairs of elements of each head by the angles of its token's position.
+
+    The pair (a, b) becomes ``(a * cos - b * sin, b * cos + a * sin)``, each product and sum rounded
+    to float32, the result to x's dtype: the bits of `reshape_and_cache`, on every device.
+
+    Parameters
+    ----------
+    x : array, [batch, seqlen, num_heads, head_dim] or [n, num_heads, head_dim]
+        float32, float16 or bfloat16. Any strides, if the last axis is contiguous (and rows start on
+        16 bytes, on CUDA).
+    cos, sin : float32 array, [max_position, rotary_dim / 2]
+        As `rope_table` gives them; rotary_dim elements of a head are turned.
+    positions : int64 array, [batch, seqlen] or [n], optional
+        The row of the tables of each token, or None: its index on the axis before the heads. Rows
+        that are not there raise on the CPU, and on CUDA under CUATTN_CHECK=1; without it they are
+        clamped.
+    interleaved : bool
+        Pairs are (2 i, 2 i + 1) instead of (i, i + rotary_dim / 2).
+    inverse : bool
+        Turns back.
+    offset : int
+        The first element that is turned; the others are copied.
+    out : array like x, optional
+        Written and returned; may be x itself.
+    stream : optional
+        As in `attention`; x's library decides.
+
+    Returns
+    -------
+    out : array like x
+
+    Raises
+    ------
+    ValueError, TypeError, CudaError
+        As in `attention`; nothing was written.
+    NotImplementedError
+        JAX arrays; a torch tensor that requires grad, in grad mode.
+
+    References
+    ----------
+    arXiv:2104.09864.
+
+    Examples
+    --------
+    >>> import numpy as np, cuattn
+    >>> cos, sin = cuattn.rope_table(16, 8)
+    >>> x = np.ones((2, 5, 3, 8), np.float32)
+    >>> y = cuattn.apply_rope(x, cos, sin)
+    >>> bool(np.allclose(cuattn.apply_rope(y, cos, sin, inverse=True), x))
+    True
+    """
+    return _core.apply_rope(
+        "apply_rope", "x", x, cos, sin, positions, interleaved, inverse, offset, {}, out, stream
+    )
+
+
+def rope_attention(
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    cos: Array,
+    sin: Array,
+    *,
+    interleaved: bool = False,
+    positions_q: Array | None = None,
+    positions_k: Array | None = None,
+    **options: Any,
+) -> Any:
+    """Rotate q and k, then attend.
+
+    The bits are those of `apply_rope` for q and for k, and `attention`: both are rotated in a pass
+    before it, into memory of their library.
+
+    Parameters
+    ----------
+    q, k, v : array
+        As in `attention`.
+    cos, sin : float32 array, [max_position, rotary_dim / 2]
+        As in `apply_rope`.
+    interleaved : bool
+        As in `apply_rope`.
+    positions_q, positions_k : int64 array, [batch, seqlen], optional
+        The rows of the tables, or None: keys stand at their index, query i at ``i + seqlen_kv -
+        seqlen_q``, where lengths in use count if they are given.
+    **options
+        As in `attention`, rope and what belongs to it apart.
+
+    Returns
+    -------
+    out, lse
+        As in `attention`.
+
+    Raises
+    ------
+    ValueError, TypeError, NotImplementedError, CudaError, MemoryError
+        As in `apply_rope` and `attention`.
+
+    References
+    ----------
+    arXiv:2104.09864.
+    """
+    layout = {"layout": options["layout"]} if "layout" in options else {}
+    k = _core.apply_rope(
+        "rope_attention", "k", k, cos, sin, positions_k, interleaved, False, 0, layout, None,
+        options.get("stream"),
+    )  # fmt: skip
+    options |= {"rope_positions": positions_q, "rope_interleaved": interleaved}
+    return attention(q, k, v, rope=(cos, sin), **options)

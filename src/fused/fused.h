@@ -1,0 +1,26 @@
+// SPDX-License-Identifier: Apache-2.0
+// Rotary embedding, norms, activations and sampling: what is checked before a backend runs them.
+#pragma once
+
+#include "cuattn/backend.h"
+#include "cuattn/c_api_fused.h"
+#include "cuattn/tensor.h"
+
+namespace cuattn {
+
+// rope.cpp
+void apply_rope(const TensorView& x, const TensorView& cos, const TensorView& sin,
+                const cuattn_rope_options& options, const TensorView& out, Stream stream);
+// norm.cpp. `centred`: layer_norm, else rms_norm; `gated`: act_mul, else bias_act.
+void norm(const TensorView& x, const TensorView& weight, const cuattn_norm_options& options,
+          bool centred, const TensorView& out, Stream stream);
+void activate(const TensorView& x, const TensorView* bias, int32_t activation, bool gated,
+              const TensorView& out, Stream stream);
+// sample.cpp
+void sample(const TensorView& logits, const cuattn_sample_options& options, const TensorView& out,
+            Stream stream);
+void verify(const TensorView& draft, const TensorView& target, const TensorView& draft_tokens,
+            const cuattn_sample_options& options, const TensorView& tokens,
+            const TensorView& accepted, Stream stream);
+
+}  // namespace cuattn

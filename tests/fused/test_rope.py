@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""rope_table and apply_rope: the formula, the bits of cache writes, the tables of models."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+import cuattn
+import frameworks
+from cases import DTYPES
+from harness import Arena, bits, numpy_call
+
+# Half a unit in the last place, and three roundings of float32.
+ROUNDING = {"float32": 4 * 2.0**-24, "float16": 2.0**-11 + 2.0**-22, "bfloat16": 2.0**-8 + 2.0**-22}
+SHAPES = [  # head_dim, rotary_dim, offset
+    (64, 64, 0),
+    (128, 64, 64),
+    (72, 32, 8),
+    (40, 24, 16),  # half of rotary_dim is no piece of 16 bytes
+    (24, 10, 3),
+    (8, 2, 0),
+]
+
+
+def turned(x, cos, sin, offset, interleaved, inverse=False):
+    """The rotation in float64, and the size of what was summed; cos and sin of each token."""
+    x, half = x.astype(np.float64), cos.shape[-1]
+    cos, sin = (t.astype(np.float64)[..., None, :] for t in (cos, -sin if inverse else sin))
+    i = np.arange(half)
+    first = offset + (2 * i if interleaved else i)
+    second = first + (1 if interleaved else half)
+    y, size = x.copy(), np.abs(x)
+    a, b = x[..., first], x[..., second]
+    y[..., first], y[..., second] = a * cos - b * sin, b * cos + a * sin
+    size[..., first] = size[..., second] = np.abs(a) + np.abs(b)
+    return y, size
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_pairs_are_turned_and_the_rest_is_copied(device, dtype, interleaved, rng):
+    storages = ("contiguous", "transposed", "padded", "in place")
+    for number, (head_dim, rotary_dim, offset) in enumerate(SHAPES):
+        heads, batch, seqlen = (1, 5, 4)[number % 3], (2, 3, 1)[number % 3], (7, 1, 300)[number % 3]
+        inverse, storage = number % 2 == 1, storages[number % 4]
+        shape = (batch, seqlen, heads, head_dim)
+        x = rng.standard_normal(shape).astype(DTYPES[dtype])
+        cos, sin = rng.uniform(-1, 1, (2, 500, rotary_dim // 2)).astype(np.float32)
+        positions = None if number == 2 else rng.integers(0, 500, (batch, seqlen))
+        arena = Arena(device)
+        if storage == "in place":
+            out = arena.output(shape, x.dtype)
+            device.write(out, x)
+            given = out
+        else:
+            given = arena.put(x, storage)
+            out = arena.output(shape, x.dtype, storage) if number % 2 else None
+        tables = [arena.put(t, "padded", align=4 * (1 + 3 * (number % 2))) for t in (cos, sin)]
+        places = None if positions is None else arena.put(positions, "reversed", align=8)
+        options = dict(interleaved=interleaved, inverse=inverse, offset=offset)
+        found = cuattn.apply_rope(given, *tables, places, out=out, **options)
+        device.synchronize()
+        arena.verify()
+        assert out is None or found is out
+        found = device.numpy(found)
+        rows = np.broadcast_to(np.arange(seqlen), (batch, seqlen))
+        rows = rows if positions is None else positions
+        expected, size = turned(x, cos[rows], sin[rows], offset, interleaved, inverse)
+        error = np.abs(found.astype(np.float64) - expected)
+        assert (error <= ROUNDING[dtype] * size + 2.0**-25).all(), (head_dim, rotary_dim, storage)
+        rest = np.r_[0:offset, offset + rotary_dim : head_dim]
+        assert np.array_equal(bits(found[..., rest]), bits(x[..., rest]))
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bits_are_those_of_a_cache_write(device, dtype, interleaved, rng):
+    for head_dim, rotary_dim in ((64, 64), (128, 32), (24, 12)):
+        k = rng.standard_normal((33, 3, head_dim)).astype(DTYPES[dtype])
+        cos, sin = cuattn.rope_table(1000, rotary_dim)
+        positions = rng.integers(0, 1000, 33)
+        caches = np.zeros((2, 33, 1, 3, head_dim), DTYPES[dtype])
+        written, _ = numpy_call(
+            device, cuattn.reshape_and_cache, k, k, *caches, np.arange(33), cos=cos, sin=sin,
+            positions=positions, rope_interleaved=interleaved,
+        )  # fmt: skip
+        found = numpy_call(
+            device, cuattn.apply_rope, k, cos, sin, positions, interleaved=interleaved
+        )
+        assert np.array_equal(bits(found), bits(written[:, 0]))
+        back = numpy_call(
+            device, cuattn.apply_rope, found, cos, sin, positions,
+            interleaved=interleaved, inverse=True,
+        )  # fmt: skip
+        error = np.abs(back.astype(np.float64) - k.astype(np.float64))
+        assert error.max() <= 8 * ROUNDING[dtype] * np.abs(k.astype(np.float64)).max()
+
+
+def test_zero_sizes_and_positions_far_out(device, rng):
+    cos, sin = cuattn.rope_table(2**20, 8)
+    for shape in ((0, 2, 8), (2, 0, 2, 8), (3, 0, 8)):
+        found = numpy_call(device, cuattn.apply_rope, np.zeros(shape, np.float32), cos, sin)
+        assert found.shape == shape
+    x = rng.standard_normal((2, 1, 8)).astype(np.float32)
+    rows = np.array([2**20 - 1, 2**19])
+    found = numpy_call(device, cuattn.apply_rope, x, cos, sin, rows)
+    angles = rows[:, None].astype(np.float32) * (10000.0 ** (-np.arange(4) / 4)).astype(np.float32)
+    expected, size = turned(x, np.cos(angles.astype(float)), np.sin(angles.astype(float)), 0, False)
+    # The frequencies of the table are rounded by power(), here by 2^20 positions enlarged.
+    assert (np.abs(found - expected) <= 0.2 * size).all()
+    assert (np.abs(found - expected)[..., ::4] <= 1e-6 * size[..., ::4]).all()  # frequency 1
+
+
+X = np.zeros((2, 4, 2, 16), np.float32)
+COS, SIN = np.zeros((2, 5, 4), np.float32)
+REFUSED = [
+    (dict(x=X[0, 0]), "x must have from 3 to 6 axes"),
+    (dict(x=X[None]), r"x must have axes \[n, num_heads, head_dim\]"),
+    (dict(x=X.astype(np.int32)), "x must be float32, float16 or bfloat16, got int32"),
+    (dict(cos=COS[0]), "cos must have 2 axes"),
+    (dict(sin=SIN[:4]), "sin must have max_position 5 like cos, got 4"),
+    (dict(cos=COS.astype(np.float64)), "cos must be float32, got float64"),
+    (
+        dict(cos=np.zeros((5, 9), np.float32), sin=np.zeros((5, 9), np.float32)),
+        "cos must have rotary_dim / 2 from 1 to head_dim",
+    ),
+    (dict(cos=COS[:3], sin=SIN[:3]), "cos must have a row for each of the 4 tokens"),
+    (dict(offset=9), "offset must be from 0 to head_dim - rotary_dim = 8, got 9"),
+    (dict(offset=-1), "offset must be from 0"),
+    (dict(positions=np.zeros((2, 4), np.int32)), "positions must be int64, got int32"),
+    (dict(positions=np.zeros(4, np.int64)), r"positions must have shape \(2, 4\)"),
+    (dict(positions=np.full((2, 4), 5)), r"positions must lie within \[0, 5\), got 5 at token 0"),
+    (dict(positions=np.full((2, 4), -1)), r"positions must lie within \[0, 5\), got -1"),
+    (dict(out=X[:1]), "out must have shape"),
+    (dict(interleaved=1), "interleaved must be True or False"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), REFUSED)
+def test_what_apply_rope_refuses(change, message):
+    arguments = dict(x=X, cos=COS, sin=SIN, positions=None, **{}) | change
+    places = [arguments.pop(name) for name in ("x", "cos", "sin", "positions")]
+    with pytest.raises((ValueError, TypeError), match=f"apply_rope: {message}"):
+        cuattn.apply_rope(*places, **arguments)
+
+
+def test_out_that_overlaps_x_otherwise_is_refused():
+    memory = np.zeros(100, np.float32)
+    x, out = memory[:96].reshape(3, 2, 16), memory[4:100].reshape(3, 2, 16)
+    with pytest.raises(ValueError, match="apply_rope: out must not share memory with x"):
+        cuattn.apply_rope(x, COS, SIN, out=out)
+
+
+# ---- tables
+
+RULES = {
+    "linear": {"factor": 4.0},
+    "dynamic": {"factor": 2.0},
+    "yarn": {"factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0},
+    "yarn with mscale": {"factor": 40.0, "mscale": 0.7, "mscale_all_dim": 1.0},
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "longrope": {"short_factor": [1.0 + i / 50 for i in range(32)], "long_factor": [
+        1.0 + i / 3 for i in range(32)], "factor": 4.0},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_tables_are_those_of_transformers(name):
+    torch = frameworks.require("torch")
+    frameworks.require_transformers()
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    rule = {"rope_type": name.split()[0], "original_max_position_embeddings": 1024, **RULES[name]}
+    length = 4096 if name in ("dynamic", "longrope") else 1024
+    config = LlamaConfig(
+        hidden_size=512, num_attention_heads=8, num_key_value_heads=8,
+        max_position_embeddings=1024,
+        rope_parameters={**rule, "rope_theta": 50000.0},
+    )  # fmt: skip
+    inverse, factor = ROPE_INIT_FUNCTIONS[rule["rope_type"]](config, "cpu", seq_len=length)
+    angles = torch.arange(length)[:, None].float() * inverse[None].float()
+    cos, sin = cuattn.rope_table(length, 64, 50000.0, scaling=rule)
+    # Frequencies differ by a few roundings, which the position multiplies.
+    noise = 4e-7 * np.abs(angles.numpy()) + 1e-6
+    assert (np.abs(cos - (angles.double().cos() * factor).numpy()) <= noise).all()
+    assert (np.abs(sin - (angles.double().sin() * factor).numpy()) <= noise).all()
+
+
+def test_ntk_slows_the_last_pair_by_its_factor():
+    plain, slow = (cuattn.rope_table(50, 64, scaling=s)[1] for s in (
+        None, {"rope_type": "ntk", "factor": 8.0}))  # fmt: skip
+    assert np.allclose(slow[40, -1] * 8, plain[40, -1], rtol=1e-4)
+    assert np.array_equal(slow[:, 0], plain[:, 0])
+
+
+def test_tables_in_other_libraries():
+    torch = frameworks.require("torch")
+    cos, sin = cuattn.rope_table(9, 4, like=torch.zeros(1))
+    assert isinstance(cos, torch.Tensor)
+    assert math.isclose(float(sin[1, 0]), math.sin(1.0), rel_tol=1e-6)
+    x = torch.ones(2, 9, 1, 4)
+    assert cuattn.apply_rope(x, cos, sin).shape == x.shape
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((0, 8), "max_position must be an integer from 1 on, got 0"),
+        ((4, 7), "rotary_dim must be even, got 7"),
+        ((4, 8, -1.0), "theta must be positive"),
+        ((4, 8, 1e4, {"rope_type": "new"}), "scaling must name a rope_type of 'default'"),
+        ((4, 8, 1e4, {"rope_type": "yarn", "factor": 2.0}), "must have 'original_max_position"),
+        ((4, 8, 1e4, {"rope_type": "linear", "factor": 0.5}), "a factor from 1 on, got 0.5"),
+        (
+            (4, 8, 1e4, {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0],
+                         "original_max_position_embeddings": 9}),
+            "short_factor of 4 numbers",
+        ),
+    ],
+)  # fmt: skip
+def test_what_rope_table_refuses(arguments, message):
+    *numbers, scaling = (*arguments, None) if len(arguments) < 4 else arguments
+    with pytest.raises(ValueError, match=f"rope_table: .*{message}"):
+        cuattn.rope_table(*numbers, scaling=scaling)

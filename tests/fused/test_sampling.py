@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""sample and speculative_verify: every token by integer arithmetic, and their distributions."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+import cuattn
+from cases import DTYPES
+from harness import is_emulated, numpy_call
+
+MASK = 0xFFFFFFFF
+
+
+def philox(counter, key):
+    c, k = list(counter), [key & MASK, key >> 32]
+    for _ in range(10):
+        a, b = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
+        c = [b >> 32 ^ c[1] ^ k[0], b & MASK, a >> 32 ^ c[3] ^ k[1], a & MASK]
+        k = [(k[0] + 0x9E3779B9) & MASK, (k[1] + 0xBB67AE85) & MASK]
+    return c
+
+
+def random_words(seed, offset, index, purpose):
+    return philox((index, purpose, offset & MASK, offset >> 32), seed)
+
+
+def weights_of(x):
+    """2^x in units of 2^-40, with the roundings of the library; Python integers."""
+    whole = np.rint(np.where(x > -41, x, 0)).astype(np.float32)
+    f = (np.where(x > -41, x, 0).astype(np.float32) - whole).astype(np.float32)
+    p = np.full(f.shape, 1.5345812e-4, np.float32)
+    for c in (1.3399931e-3, 9.6184891e-3, 5.5503286e-2, 2.4022646e-1, 6.9314718e-1, 1.0):
+        p = p * f + np.float32(c)
+    found = [int(m * 2**24) * 2 ** (16 + int(w)) if w >= -16 else int(m * 2**24) >> -16 - int(w)
+             for m, w in zip(p.astype(np.float64), whole, strict=True)]  # fmt: skip
+    return [w if y > -41 else 0 for w, y in zip(found, x, strict=True)]
+
+
+def draw(weights, words):
+    total = sum(weights)
+    if total == 0:
+        return -1
+    wanted = (words[0] | words[1] << 32) * total >> 64
+    sums = np.cumsum(np.array(weights, object))
+    return int(np.argmax(sums > wanted))
+
+
+def plain_sample(logits, seed, offset, temperature, top_k, top_p, min_p, joint):
+    """One row, by sorting and by sums of Python integers."""
+    x = logits.astype(np.float32)
+    if np.isnan(x).any() or not np.isfinite(x.max()):
+        return -1
+    if temperature <= 0:
+        return int(np.argmax(x))
+    scale = np.float32(1.44269504) / np.float32(temperature)
+    with np.errstate(over="ignore"):
+        weights = weights_of((x - x.max()) * min(scale, np.float32(3.4028235e38)))
+    order, n = np.argsort(-x, kind="stable"), len(x)
+    least = -math.inf
+    if 1 <= top_k < n:
+        least = x[order[top_k - 1]]
+    if top_p < 1:
+        pool = [i for i in order if joint or x[i] >= least]
+        total = sum(weights[i] for i in pool)
+        target = max(1, min(math.ceil(float(total) * float(np.float32(top_p))), total))
+        mass = 0
+        for i in pool:
+            mass += weights[i]
+            if mass >= target:
+                least = max(least, x[i])
+                break
+    fewest = int(float(np.float32(min_p)) * 2**40)
+    kept = [w if x[i] >= least and w >= fewest else 0 for i, w in enumerate(weights)]
+    return draw(kept, random_words(seed, offset, 0, 0))
+
+
+@pytest.mark.parametrize("joint", [False, True], ids=["top_k_first", "joint"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_token_is_the_one_of_the_definition(device, dtype, joint, rng):
+    for vocabulary in (1, 5, 5001) if is_emulated() else (1, 5, 1000, 5001):
+        rows = 6 if vocabulary < 5001 else 4
+        logits = (rng.standard_normal((rows, vocabulary)) * 3).astype(DTYPES[dtype])
+        logits[1] = np.round(logits[1])  # ties
+        logits[2, rng.integers(vocabulary)] = -np.inf
+        arrays = {
+            "seed": rng.integers(0, 2**62, rows),
+            "offset": rng.integers(0, 2**40, rows),
+            "temperature": rng.choice([0.0, 0.3, 1.0, 2.0], rows).astype(np.float32),
+            "top_k": rng.choice([0, 1, 3, 50], rows).astype(np.int32),
+            "top_p": rng.choice([0.1, 0.9, 0.99, 1.0], rows).astype(np.float32),
+            "min_p": rng.choice([0.0, 0.1, 1.0], rows).astype(np.float32),
+        }
+        order = "joint" if joint else "top_k_first"
+        found = numpy_call(device, cuattn.sample, logits, order=order, **arrays)
+        for row in range(rows):
+            options = {name: values[row].item() for name, values in arrays.items()}
+            assert found[row] == plain_sample(logits[row], joint=joint, **options), options
+        alone = numpy_call(device, cuattn.sample, logits[3:4], order=order, **{
+            name: values[3].item() for name, values in arrays.items()})  # fmt: skip
+        assert alone[0] == found[3]  # numbers for arrays, another batch
+
+
+def test_rows_that_cannot_be_drawn_from_give_minus_one(device):
+    logits = np.zeros((5, 40), np.float32)
+    logits[0], logits[1, 3], logits[2, 39] = -np.inf, np.nan, np.inf
+    logits[3, :] = -np.inf
+    logits[3, 7] = -3e38
+    for temperature in (0.0, 1.0, 1e-30):
+        found = numpy_call(device, cuattn.sample, logits, seed=3, temperature=temperature)
+        assert list(found[:4]) == [-1, -1, -1, 7]
+        assert 0 <= found[4] < 40
+    assert numpy_call(device, cuattn.sample, logits[:0], seed=3).shape == (0,)
+
+
+def assert_likely(counts, probabilities):
+    """The chi-square test, 4 standard deviations by Wilson and Hilferty."""
+    expected = probabilities / probabilities.sum() * counts.sum()
+    assert (counts[expected == 0] == 0).all()
+    counts, expected = counts[expected > 0], expected[expected > 0]
+    k = len(counts) - 1
+    if k == 0:
+        return
+    statistic = ((counts - expected) ** 2 / expected).sum()
+    z = ((statistic / k) ** (1 / 3) - (1 - 2 / (9 * k))) / math.sqrt(2 / (9 * k))
+    assert z < 4, (statistic, k)
+
+
+def filtered(p, top_k=0, top_p=1.0, min_p=0.0, joint=False):
+    """The float64 set, renormalised."""
+    kept = np.ones(len(p), bool)
+    if top_k:
+        kept &= p >= np.sort(p)[-top_k]
+    if top_p < 1:
+        q = p if joint else np.where(kept, p, 0) / p[kept].sum()
+        order = np.argsort(-q)
+        last = order[np.argmax(np.cumsum(q[order]) >= top_p)]
+        kept &= p >= p[last]
+    kept &= p >= min_p * p.max()
+    return np.where(kept, p, 0)
+
+
+FILTERS = [
+    {},
+    {"temperature": 0.5},
+    {"top_k": 7},
+    {"top_p": 0.8},
+    {"min_p": 0.1},
+    {"top_k": 20, "top_p": 0.7},
+    {"top_k": 20, "top_p": 0.7, "joint": True},
+    {"top_p": 0.95, "min_p": 0.02, "temperature": 1.5},
+]
+
+
+@pytest.mark.skipif(is_emulated(), reason="a block for each draw")
+@pytest.mark.parametrize("options", FILTERS, ids=str)
+def test_distribution(device, options):
+    """Seeds and logits are fixed: this passes always or never."""
+    draws, vocabulary = 100_000, 40
+    logits = np.random.default_rng(20).standard_normal(vocabulary).astype(np.float32) * 1.5
+    given = dict(options)
+    given["order"] = "joint" if given.pop("joint", False) else "top_k_first"
+    rows = np.repeat(logits[None], draws, 0)
+    by_seed = numpy_call(device, cuattn.sample, rows, seed=np.arange(draws), **given)
+    by_offset = numpy_call(device, cuattn.sample, rows, seed=9, offset=np.arange(draws), **given)
+    p = np.exp(logits.astype(np.float64) / options.get("temperature", 1.0))
+    rules = {name: value for name, value in options.items() if name != "temperature"}
+    for found in (by_seed, by_offset):
+        assert_likely(np.bincount(found, minlength=vocabulary), filtered(p / p.sum(), **rules))
+
+
+def plain_verify(draft, target, tokens, seed, offset):
+    n = len(tokens)
+    for i, token in enumerate(tokens):
+        u = np.float32((random_words(seed, offset, i, 1)[0] >> 8) * 2.0**-24)
+        if not u * draft[i, token] < target[i, token]:
+            weights = [max(0, int(float(t) * 2**40) - int(float(d) * 2**40))
+                       for t, d in zip(target[i], draft[i], strict=True)]  # fmt: skip
+            return [*tokens[:i], draw(weights, random_words(seed, offset, i, 2))], i
+    weights = [int(float(t) * 2**40) for t in target[n]]
+    return [*tokens, draw(weights, random_words(seed, offset, n, 0))], n
+
+
+def softmax(x):
+    e = np.exp(x - x.max(-1, keepdims=True))
+    return (e / e.sum(-1, keepdims=True)).astype(np.float32)
+
+
+def test_chains_are_verified_as_defined(device, rng):
+    for rows, n, vocabulary in ((4, 3, 50), (2, 1, 5000), (3, 0, 7), (6, 5, 4)):
+        draft = softmax(rng.standard_normal((rows, n, vocabulary)))
+        target = softmax(rng.standard_normal((rows, n + 1, vocabulary)))
+        if n > 2:
+            target[0, :n] = draft[0]  # accepted whole
+        tokens = rng.integers(0, vocabulary, (rows, n)).astype(np.int32)
+        seeds = rng.integers(0, 2**62, rows)
+        found, accepted = numpy_call(
+            device, cuattn.speculative_verify, draft, target, tokens, seed=seeds, offset=11
+        )
+        for row in range(rows):
+            chain, count = plain_verify(
+                draft[row], target[row], tokens[row].tolist(), int(seeds[row]), 11
+            )
+            assert accepted[row] == count
+            assert list(found[row]) == chain + [-1] * (n - count)
+        if n > 2:
+            assert accepted[0] == n
+
+
+@pytest.mark.skipif(is_emulated(), reason="a block for each draw")
+def test_verified_tokens_have_the_distribution_of_the_target(device):
+    """Seeds and probabilities are fixed: this passes always or never."""
+    rows, vocabulary, rng = 100_000, 12, np.random.default_rng(4)
+    draft, target = softmax(rng.standard_normal((2, 2, vocabulary)))
+    steps = np.broadcast_to(np.log(draft[:1]), (rows, vocabulary))
+    first = cuattn.sample(np.ascontiguousarray(steps), seed=np.arange(rows) + 10**6)
+    found, accepted = numpy_call(
+        device, cuattn.speculative_verify, np.broadcast_to(draft[:1], (rows, 1, vocabulary)).copy(),
+        np.broadcast_to(target, (rows, 2, vocabulary)).copy(), first[:, None], seed=np.arange(rows),
+    )  # fmt: skip
+    assert_likely(np.bincount(found[:, 0], minlength=vocabulary), target[0].astype(np.float64))
+    more = found[accepted == 1, 1]
+    assert_likely(np.bincount(more, minlength=vocabulary), target[1].astype(np.float64))
+
+
+L, P = np.zeros((2, 8), np.float32), np.full((2, 3, 8), 0.125, np.float32)
+T = np.zeros((2, 2), np.int32)
+REFUSED = [
+    (lambda: cuattn.sample(L, seed=None), "sample: seed must be given, an integer from 0 on"),
+    (lambda: cuattn.sample(L, seed=-1), "sample: seed must be given"),
+    (lambda: cuattn.sample(L, seed=np.arange(3)), r"sample: seed must have shape \(2,\)"),
+    (lambda: cuattn.sample(L, seed=np.zeros(2, np.int32)), "sample: seed must be int64"),
+    (lambda: cuattn.sample(L, seed=1, offset=-1), "sample: offset must be an integer from 0"),
+    (lambda: cuattn.sample(L, seed=1, temperature=-1.0), "sample: temperature must be finite and"),
+    (lambda: cuattn.sample(L, seed=1, temperature=math.inf), "sample: temperature must be finite"),
+    (lambda: cuattn.sample(L, seed=1, top_p=0.0), "sample: top_p must be above 0 and at most 1"),
+    (lambda: cuattn.sample(L, seed=1, top_p=1.5), "sample: top_p must be above 0 and at most 1"),
+    (lambda: cuattn.sample(L, seed=1, top_k=-2), "sample: top_k must be from 1 on"),
+    (lambda: cuattn.sample(L, seed=1, min_p=1.1), "sample: min_p must be from 0 to 1"),
+    (lambda: cuattn.sample(L, seed=1, order="both"), "sample: order must be 'top_k_first' or"),
+    (lambda: cuattn.sample(L[:, :0], seed=1), "sample: logits must have a vocabulary of 1 to"),
+    (lambda: cuattn.sample(L[0], seed=1), "sample: logits must have 2 axes"),
+    (lambda: cuattn.sample(L, seed=1, out=np.zeros(3, np.int32)), "sample: out must have shape"),
+    (
+        lambda: cuattn.speculative_verify(P, P, T, seed=1),
+        "speculative_verify: target_probs must have one token more than draft_probs, 4, got 3",
+    ),
+    (
+        lambda: cuattn.speculative_verify(P[:, :2], P, T + 8, seed=1),
+        r"speculative_verify: draft_tokens must lie within \[0, 8\), got 8",
+    ),
+    (
+        lambda: cuattn.speculative_verify(P[:, :2].astype(np.float16), P, T, seed=1),
+        "speculative_verify: draft_probs must be float32",
+    ),
+    (lambda: cuattn.speculative_verify(P[:, :2], P, T[:, :1], seed=1), "draft_tokens must have"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), REFUSED)
+def test_what_is_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
