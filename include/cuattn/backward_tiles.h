@@ -20,8 +20,27 @@ CUATTN_HOST_DEVICE int64_t sm90_row_place(int64_t first, int32_t b) {
   return (first / kRowPad + b) * kRowPad;
 }
 // Rows of a plane and head; a tile that begins among them ends among them.
-constexpr int64_t sm90_row_pitch(int64_t total_q, int32_t batch) {
+CUATTN_HOST_DEVICE int64_t sm90_row_pitch(int64_t total_q, int32_t batch) {
   return (total_q / kRowPad + batch + 3) * kRowPad;
+}
+// Of a head: the states and, fused, the sums of dq, `columns` of each row. Behind those of all heads
+// stands a float for each head and sequence where dsinks is made.
+CUATTN_HOST_DEVICE int64_t sm90_floats_of_head(const AttentionParams& f, int32_t columns) {
+  return (2 + columns) * sm90_row_pitch(f.total_q, f.batch);
+}
+
+// ---- Scores. plain: a scale alone. smooth: besides a softcap or ALiBi, made of whole fragments in
+// the tiles of plain. general: anything, a score at a time.
+enum class ScoreForm : int32_t { plain, smooth, general };
+
+CUATTN_HOST_DEVICE ScoreForm sm90_score_form(const ScoreParams& s, DType dtype) {
+  if (!s.scored()) return ScoreForm::plain;
+  bool caps = s.softcap > 0.0f, leans = s.has_slopes;
+  // Within these the scale divides a slope, a large number hides a score, and a float16 tanh needs
+  // no series (device/math.cuh).
+  bool is_usual = s.scale > 0x1p-40f && s.scale < 0x1p40f && (!caps || s.softcap > 0x1p-30f) &&
+                  s.softcap <= (dtype == DType::f16 ? 256.0f : 0x1p40f);
+  return !s.has_bias && is_usual && caps != leans ? ScoreForm::smooth : ScoreForm::general;
 }
 
 // ---- Tiles. m query rows, n keys, stages of what streams. 12 warps: a group of producers, two
@@ -33,11 +52,11 @@ constexpr int32_t sm90_row_bytes(int32_t head_dim) { return (head_dim + 63) / 64
 
 // Queries pass: m rows of Q and dO stay, tiles of n keys come: `stages` of K, and of V as many or,
 // where there is no room, one.
-constexpr Tile sm90_queries_tile(HeadDims d, ScoreKind score) {
-  bool scored = score == ScoreKind::scored;
+constexpr Tile sm90_queries_tile(HeadDims d, ScoreForm form) {
+  bool general = form == ScoreForm::general;
   if (d.qk <= 64) return {128, 128, 3, 12};
-  if (d.qk <= 96) return {128, scored ? 64 : 96, 3, 12};
-  if (d.v <= 128) return {128, scored ? 64 : 80, 2, 12};
+  if (d.qk <= 96) return {128, general ? 64 : 96, 3, 12};
+  if (d.v <= 128) return {128, general ? 64 : 80, 2, 12};
   return {128, 64, 2, 12};
 }
 constexpr int32_t sm90_queries_v_stages(HeadDims d, Tile tile) {
@@ -54,10 +73,11 @@ constexpr int32_t sm90_queries_smem_bytes(HeadDims d, Tile tile) {
 // dK, and P goes from the first to the second through shared memory, twice 16 bits.
 constexpr bool sm90_keys_are_paired(HeadDims d) { return d.qk > 128; }
 
-constexpr Tile sm90_keys_tile(HeadDims d, ScoreKind score) {
-  if (d.qk <= 64) return {score == ScoreKind::scored ? 64 : 128, 128, 3, 12};
+constexpr Tile sm90_keys_tile(HeadDims d, ScoreForm form) {
+  bool general = form == ScoreForm::general;
+  if (d.qk <= 64) return {general ? 64 : 128, 128, 3, 12};
   if (d.qk <= 96) return {64, 128, 4, 12};
-  if (d.qk <= 128) return {score == ScoreKind::scored ? 48 : 64, 128, 4, 12};
+  if (d.qk <= 128) return {general ? 48 : 64, 128, 4, 12};
   if (d.qk <= 192) return {64, 64, 3, 12};
   return {48, 64, 3, 12};
 }
@@ -68,12 +88,11 @@ constexpr int32_t sm90_keys_smem_bytes(HeadDims d, Tile tile) {
          1024;
 }
 
-// Fused pass, of 64 and 128 columns without a window and score options: as the keys pass with a
+// Fused pass, of up to 128 columns without a window and general scores: as the keys pass with a
 // group of 64 keys each, and dx crosses between the groups, in two buffers of m * n * 16 bits. dQ is
 // summed in float32 in the workspace, behind the states: [num_heads_q, pitch, columns].
-constexpr bool sm90_has_fused(HeadDims d, MaskKind mask, ScoreKind score) {
-  return mask != MaskKind::window && score == ScoreKind::identity && d.qk == d.v &&
-         (d.qk == 64 || d.qk == 128);
+constexpr bool sm90_has_fused(HeadDims d, MaskKind mask, ScoreForm form) {
+  return mask != MaskKind::window && form != ScoreForm::general && d.qk == d.v && d.qk <= 128;
 }
 constexpr Tile sm90_fused_tile(HeadDims d) { return {d.qk <= 64 ? 128 : 64, 128, 3, 12}; }
 constexpr int32_t sm90_fused_smem_bytes(HeadDims d, Tile tile) {

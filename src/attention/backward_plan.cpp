@@ -43,8 +43,8 @@ const char* two_pass_refusal(Kernel kernel, const BackwardParams& p) {
   const AttentionParams& f = p.forward;
   if (f.dtype == DType::f32) return "it takes float16 and bfloat16, not float32";
   if (f.dropout.is_on()) return "it has no dropout yet, which naive has";
-  if (p.needs(kNeedDbias | kNeedDsinks | kNeedDslopes))
-    return "it makes dq, dk and dv; naive makes dbias, dsinks and dslopes, too";
+  if (p.needs(kNeedDbias | kNeedDslopes)) return "naive makes dbias and dslopes, it does not";
+  if (kernel == Kernel::sm80 && p.needs(kNeedDsinks)) return "naive makes dsinks, it does not";
   if (instance_of(kernel, f) == kNoInstance)
     return "it is not compiled for this dtype, head_dim, mask and scores";
   return nullptr;
@@ -88,8 +88,8 @@ constexpr const char* kFusedMerit =
 bool takes_fused(const BackwardParams& p, HeadDims d, bool ordered) {
   const AttentionParams& f = p.forward;
   constexpr uint32_t kAll = kNeedDq | kNeedDk | kNeedDv;
-  return sm90_has_fused(d, f.mask.kind(), f.scores.kind) && !ordered && (p.need & kAll) == kAll &&
-         f.seqlen_q >= kLeastFused && f.seqlen_kv >= kLeastFused;
+  return sm90_has_fused(d, f.mask.kind(), sm90_score_form(f.scores, f.dtype)) && !ordered &&
+         (p.need & kAll) == kAll && f.seqlen_q >= kLeastFused && f.seqlen_kv >= kLeastFused;
 }
 
 // The keys of a call are cut for so many units of work, whatever number of threads there is: bits
@@ -127,9 +127,9 @@ size_t workspace_bytes(const char* function, const Plan& plan, const BackwardPar
   if (plan.kernel == Kernel::sm80)  // lse and Delta of each row
     return checked_bytes(function, {2 * sizeof(float), f.total_q, f.num_heads_q});
   if (plan.kernel == Kernel::sm90) {  // the same, each sequence from a multiple of rows on; sums
-    int32_t floats = 2 + (plan.num_chunks > 0 ? plan.head_dim : 0);
-    return checked_bytes(
-        function, {sizeof(float), floats, sm90_row_pitch(f.total_q, f.batch), f.num_heads_q});
+    int64_t floats = sm90_floats_of_head(f, plan.num_chunks > 0 ? plan.head_dim : 0);
+    if (p.needs(kNeedDsinks)) floats += f.batch;
+    return checked_bytes(function, {sizeof(float), floats, f.num_heads_q});
   }
   checked_bytes(function, {sizeof(float), plan.num_chunks, f.total_q, f.num_heads_q, f.head_dim});
   const int64_t* extents = p.dbias.extents;
@@ -185,8 +185,9 @@ Plan select_backward(const char* function, const BackwardParams& p, bool ordered
     HeadDims d = instance_at(plan.instance).dims;
     plan.head_dim = d.qk;
     plan.head_dim_v = d.v;
-    plan.tile = plan.kernel == Kernel::sm90 ? sm90_queries_tile(d, f.scores.kind)
-                                            : sm80_queries_tile(d, f.scores.kind);
+    plan.tile = plan.kernel == Kernel::sm90
+                    ? sm90_queries_tile(d, sm90_score_form(f.scores, f.dtype))
+                    : sm80_queries_tile(d, f.scores.kind);
     if (plan.kernel == Kernel::sm90 && takes_fused(p, d, ordered)) {
       plan.reason = kFusedMerit;
       plan.tile = sm90_fused_tile(d);

@@ -55,13 +55,14 @@ ScoreParams read_scores(const char* function, const Options& o, bool has_bias, c
   s.alibi_slopes = slopes.data;
   s.alibi_stride_batch = slopes.stride_batch;
   s.alibi_stride_head = slopes.stride_head;
+  s.has_bias = has_bias;
+  s.has_slopes = o.alibi_slopes != nullptr;
   HeadVector sinks = heads("sinks", o.sinks, nullptr);
   s.sinks = sinks.data;
   s.sinks_stride = sinks.stride_head;
   // A scale that is not positive turns the running maximum around: the scored kernels apply it
   // before the maximum. explain() gives arrays without data.
-  bool scored =
-      s.softcap > 0.0f || o.alibi_slopes != nullptr || has_bias || !is_plain_scale(s.scale);
+  bool scored = s.softcap > 0.0f || s.has_slopes || s.has_bias || !is_plain_scale(s.scale);
   s.kind = scored ? ScoreKind::scored : ScoreKind::identity;
   return s;
 }

@@ -164,6 +164,7 @@ void apply_rope(const TensorView& x, const TensorView& cos, const TensorView& si
   DLDevice device = x.device;
   require_known_device(kFunction, "x", device);
   p.dtype = attention_dtype(kFunction, "x", x);
+  require_nothing_reserved(kFunction, options.reserved);
   RopeAxes axes = axes_of(x, options.layout);
   read_shape(x, axes, p);
   require_rows(kFunction, "x", x, false, true);

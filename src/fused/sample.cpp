@@ -85,6 +85,7 @@ void sample(const TensorView& logits, const cuattn_sample_options& o, const Tens
             Stream stream) {
   const char* fn = "sample";
   SampleParams p{};
+  require_nothing_reserved(fn, o.reserved);
   DLDevice device = logits.device;
   require_known_device(fn, "logits", device);
   p.dtype = attention_dtype(fn, "logits", logits);
@@ -122,6 +123,7 @@ void verify(const TensorView& draft, const TensorView& target, const TensorView&
             Stream stream) {
   const char* fn = "speculative_verify";
   VerifyParams p{};
+  require_nothing_reserved(fn, o.reserved);
   DLDevice device = target.device;
   require_known_device(fn, "target_probs", device);
   p.target = read_probabilities(fn, "target_probs", target, device);

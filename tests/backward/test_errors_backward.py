@@ -217,9 +217,9 @@ def explain_on(device, op, **options):
 SERVED_BY_NAIVE = {  # what sm80 and sm90 refuse, and why
     "it takes float16 and bfloat16, not float32": {"dtype": "float32"},
     "it has no dropout yet, which naive has": {"dropout_p": 0.1, "dropout_seed": 3},
-    "it makes dq, dk and dv; naive makes dbias, dsinks and dslopes, too": {
-        "sinks": (4,),
-        "need": ("dq", "dsinks"),
+    "naive makes dbias and dslopes, it does not": {
+        "alibi_slopes": (4,),
+        "need": ("dq", "dslopes"),
     },
 }
 
@@ -270,6 +270,8 @@ def test_the_workspace_of_tensor_cores():
     assert (plan.kernel, plan.workspace_bytes) == ("sm80", 8 * b * rows * heads)
     plan = explain_on("h100", DENSE, dtype="float16")
     assert (plan.kernel, plan.workspace_bytes) == ("sm90", 8 * 128 * (b + 3) * heads)
+    plan = explain_on("h100", DENSE, dtype="float16", sinks=(heads,), need=("dq", "dsinks"))
+    assert (plan.kernel, plan.workspace_bytes) == ("sm90", (8 * 128 * (b + 3) + 4 * b) * heads)
 
 
 def test_the_workspace_of_naive_on_cuda():

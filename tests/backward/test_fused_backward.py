@@ -53,6 +53,10 @@ TAKEN = {
     "any order": {"deterministic": False, "dim": 120},
     "scale": {"scale": 0.3, "dtype": "float16"},
     "all, in another order": {"need": ("dv", "dq", "dk")},
+    "96": {"dim": 96},
+    "softcap": {"softcap": 30.0},
+    "ALiBi": {"alibi_slopes": (2,), "causal": True},
+    "dsinks": {"sinks": (2,), "need": (*NEED, "dsinks")},
 }
 LEFT = {
     "few rows": {"rows": LENGTH - 1},
@@ -62,8 +66,10 @@ LEFT = {
     "no dq": {"need": ("dk", "dv")},
     "dq alone": {"need": ("dq",)},
     "window": {"window": (100, 0)},
-    "softcap": {"softcap": 30.0},
-    "96": {"dim": 96},
+    "softcap and ALiBi": {"softcap": 30.0, "alibi_slopes": (2,)},
+    "large softcap in float16": {"softcap": 300.0, "dtype": "float16"},
+    "negative scale": {"scale": -0.3},
+    "bias": {"bias": (1, 2, LENGTH, LENGTH)},
     "192": {"dim": 192},
     "256": {"dim": 256},
 }
@@ -105,18 +111,26 @@ CASES = {
     "allocates": {"give_out": False},
     "large": {"magnitude": 8.0},
     "own forward": {"own_forward": True},
+    "softcap": {"softcap": 5.0},
+    "softcap full": {"softcap": 2.0, "causal": False, "seqused": "both", "batch": 2},
+    "softcap odd": {"softcap": 1.0, "seqlen_q": 517, "seqlen_kv": 1031, "num_heads_q": 4},
+    "softcap, own forward": {"softcap": 10.0, "own_forward": True, "layout": "ragged", "batch": 3},
+    "ALiBi": {"alibi": "head", "num_heads_q": 4},
+    "ALiBi full": {"alibi": "batch", "causal": False, "seqused": "both", "batch": 3},
+    "ALiBi dead rows": {"alibi": "head", "seqlen_q": 900, "seqlen_kv": 600, "sinks": True},
+    "ALiBi, own forward": {"alibi": "head", "own_forward": True, "layout": "ragged", "batch": 3},
 }
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize(("device", "backend", "dim"), on_hopper(64, 128, 40, 104))
+@pytest.mark.parametrize(("device", "backend", "dim"), on_hopper(64, 96, 128, 40, 72, 104))
 @pytest.mark.parametrize("name", CASES)
 def test_gradients(device, backend, dim, name, dtype, rng):
     case = dataclasses.replace(BASE, head_dim=dim, dtype=dtype, **CASES[name])
     assert_case(device, backend, case, rng, need=NEED)
 
 
-@pytest.mark.parametrize(("device", "backend", "dim"), on_hopper(64, 128))
+@pytest.mark.parametrize(("device", "backend", "dim"), on_hopper(64, 96, 128))
 def test_float32_sums_of_16_bit_keys(device, backend, dim, rng):
     problem = make_problem(dataclasses.replace(BASE, head_dim=dim), rng)
     rounded = run(device, backend, problem, NEED)
@@ -126,7 +140,29 @@ def test_float32_sums_of_16_bit_keys(device, backend, dim, rng):
         assert np.array_equal(unrounded[name].astype(rounded[name].dtype), rounded[name])
 
 
-@pytest.mark.parametrize(("device", "backend", "dim"), on_hopper(64, 128))
+DSINKS = {
+    "fused": {},
+    "two passes": {"seqlen_q": 135, "seqlen_kv": 150},
+    "ragged": {"layout": "ragged", "batch": 4, "num_heads_q": 4},
+    "used": {"seqused": "both", "batch": 3, "softcap": 4.0},
+    "dead rows": {"seqlen_q": 900, "seqlen_kv": 600},
+}
+
+
+@pytest.mark.parametrize(("device", "backend", "dim"), on_hopper(64, 128, 256))
+@pytest.mark.parametrize("name", DSINKS)
+def test_dsinks(device, backend, dim, name, rng):
+    """Beside the others, alone, and with the same bits each time."""
+    case = dataclasses.replace(BASE, head_dim=dim, sinks=True, **DSINKS[name])
+    need = (*NEED, "dsinks")
+    assert_case(device, backend, case, rng, need=need)
+    problem = make_problem(case, rng)
+    first = run(device, backend, problem, need)["dsinks"]
+    for again in (need, need, ("dsinks",)):
+        assert np.array_equal(bits(run(device, backend, problem, again)["dsinks"]), bits(first))
+
+
+@pytest.mark.parametrize(("device", "backend", "dim"), on_hopper(64, 96, 128))
 def test_repeats(device, backend, dim, rng):
     """dk and dv have the same bits each time, dq too where that is asked."""
     problem = make_problem(dataclasses.replace(BASE, head_dim=dim, batch=2), rng)
@@ -143,7 +179,7 @@ def test_repeats(device, backend, dim, rng):
 
 
 @pytest.mark.parametrize("junk", [0, 255])
-@pytest.mark.parametrize(("device", "backend", "dim"), on_hopper(64, 128))
+@pytest.mark.parametrize(("device", "backend", "dim"), on_hopper(64, 96, 128))
 def test_what_the_workspace_held(device, backend, dim, junk, rng):
     """Zeros, or NaN, also where rows take no part."""
     case = dataclasses.replace(BASE, batch=3, seqused="both", head_dim=dim)
@@ -156,7 +192,7 @@ def test_what_the_workspace_held(device, backend, dim, junk, rng):
     judge(problem, run(device, backend, problem, NEED, workspace=workspace))
 
 
-@pytest.mark.parametrize(("device", "backend", "dim"), on_hopper(64, 128))
+@pytest.mark.parametrize(("device", "backend", "dim"), on_hopper(64, 96, 128))
 @pytest.mark.parametrize("name", ["k", "v"])
 def test_rows_that_see_no_nan_have_none(device, backend, dim, name, rng):
     """A key that nobody may see yet: docs/numerics.md keeps a tile of rows apart from it."""

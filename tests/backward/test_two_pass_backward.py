@@ -51,6 +51,9 @@ MASKS = {
     "window": {"window": (50, 20)},
     "left": {"window": (30, -1)},
     "softcap": {"softcap": 5.0},
+    "softcap, window": {"softcap": 2.0, "window": (50, 20)},
+    "alibi": {"alibi": "head", "causal": True},
+    "alibi, left": {"alibi": "head", "window": (30, -1)},
     "bias": {"bias": "full", "causal": True, "alibi": "head"},
 }
 

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "cuattn/c_api_fused.h"
 #include "problem.h"
 #include "test.h"
 
@@ -200,6 +201,62 @@ TEST(cache_options_of_other_sizes) {
          o.cos = o.sin = &da;
          o.positions = &dp;
        }});
+}
+
+TEST(rope_options_of_other_sizes) {
+  Result x = random_values(3 * 2 * 8), angles = random_values(9 * 2);
+  TensorView view(x.data(), DType::f32, {3, 2, 8}), tables(angles.data(), DType::f32, {9, 2});
+  DLTensor dx = view.dl(), dt = tables.dl();
+  check_sizes<cuattn_rope_options>(
+      {"cuattn_rope_options_init", cuattn_rope_options_init,
+       [&](const cuattn_rope_options* options, Result& result) {
+         result.assign(x.size(), -1.0f);
+         TensorView out(result.data(), DType::f32, {3, 2, 8});
+         DLTensor d_out = out.dl();
+         return cuattn_apply_rope(&dx, &dt, &dt, options, &d_out, nullptr);
+       },
+       offsetof(cuattn_rope_options, seqlen_k), [](cuattn_rope_options& o) { o.interleaved = 1; },
+       [](cuattn_rope_options& o) { o.seqlen_k = 8; }});
+}
+
+TEST(norm_options_of_other_sizes) {
+  Result x = random_values(3 * 8), weight = random_values(8);
+  TensorView view(x.data(), DType::f32, {3, 8}), weights(weight.data(), DType::f32, {8});
+  DLTensor dx = view.dl(), dw = weights.dl();
+  check_sizes<cuattn_norm_options>({"cuattn_norm_options_init", cuattn_norm_options_init,
+                                    [&](const cuattn_norm_options* options, Result& result) {
+                                      result.assign(x.size(), -1.0f);
+                                      TensorView out(result.data(), DType::f32, {3, 8});
+                                      DLTensor d_out = out.dl();
+                                      return cuattn_layer_norm(&dx, &dw, options, &d_out, nullptr);
+                                    },
+                                    offsetof(cuattn_norm_options, bias),
+                                    [](cuattn_norm_options& o) { o.weight_offset = 1.0; },
+                                    [&](cuattn_norm_options& o) { o.bias = &dw; }});
+}
+
+TEST(sample_options_of_other_sizes) {
+  Result logits = random_values(40 * 8);
+  std::vector<int64_t> offset = {77};
+  TensorView view(logits.data(), DType::f32, {40, 8}), offsets(offset.data(), DType::i64, {1});
+  DLTensor dl = view.dl(), d_offsets = offsets.dl();
+  check_sizes<cuattn_sample_options>(
+      {"cuattn_sample_options_init", cuattn_sample_options_init,
+       [&](const cuattn_sample_options* given, Result& result) {
+         // Without a seed, which every call must give, nothing is drawn.
+         result.assign(40, -1.0f);
+         std::vector<int32_t> tokens(40);
+         TensorView out(tokens.data(), DType::i32, {40});
+         DLTensor d_out = out.dl();
+         cuattn_status status = cuattn_sample(&dl, given, &d_out, nullptr);
+         if (status == CUATTN_INVALID_ARGUMENT &&
+             std::string(cuattn_last_error()).find("seed must be given") != std::string::npos)
+           return CUATTN_OK;
+         if (status == CUATTN_OK) result.assign(tokens.begin(), tokens.end());
+         return status;
+       },
+       offsetof(cuattn_sample_options, offsets), [](cuattn_sample_options& o) { o.seed = 5; },
+       [&](cuattn_sample_options& o) { o.offsets = &d_offsets; }});
 }
 
 TEST(prefix_options_of_other_sizes) {

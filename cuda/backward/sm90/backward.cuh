@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The launcher of the sm90 backward kernels: the fused pass, or the queries pass (Delta, dQ) and the
-// keys pass (dK, dV), which starts under the tail of the first; then zeros for the rows of ragged
-// arrays that belong to no sequence. Two passes make seven products of tiles for the five of the
+// keys pass (dK, dV), which starts under the tail of the first; then dsinks, and zeros for the rows
+// of ragged arrays that belong to no sequence. Two passes make seven products of tiles for the five of the
 // formula, and in return no atomics and no sums in memory: the same bits each time. Next: fused.cuh,
 // queries.cuh, keys.cuh.
 #pragma once
@@ -11,21 +11,42 @@
 #include "cuda/backward/sm90/fused.cuh"
 #include "cuda/backward/sm90/keys.cuh"
 #include "cuda/backward/sm90/queries.cuh"
+#include "cuda/backward/sm90/sinks.cuh"
 
 namespace cuattn {
+
+template <DType kType, int kHeadDim, int kHeadDimV, MaskKind kMask, ScoreForm kForm>
+void launch_passes_sm90(const BackwardLaunch& launch, const backward::RowStates& states,
+                        cudaStream_t stream) {
+  // Compiled for a window, the smooth form serves every mask; fused there is none with a window.
+  constexpr MaskKind kFusedMask = kForm == ScoreForm::smooth ? MaskKind::causal : kMask;
+  constexpr bool kHasFused = sm90_has_fused({kHeadDim, kHeadDimV}, kFusedMask, kForm);
+  if (kHasFused && launch.schedule.num_chunks > 0) {  // keys are cut in parts, whose dq are summed
+    if constexpr (kHasFused)
+      launch_fused_sm90<kType, kHeadDim, kFusedMask, kForm>(launch, states, stream);
+  } else {
+    launch_queries_sm90<kType, kHeadDim, kHeadDimV, kMask, kForm>(launch, states, stream);
+    launch_keys_sm90<kType, kHeadDim, kHeadDimV, kMask, kForm>(launch, states, stream);
+  }
+}
 
 template <DType kType, int kHeadDim, int kHeadDimV, MaskKind kMask, ScoreKind kScore>
 void launch_backward_sm90(const BackwardLaunch& launch, cudaStream_t stream) {
   const BackwardParams& p = launch.params;
   const AttentionParams& f = p.forward;
   const backward::RowStates states = backward::row_states(f, launch.schedule.workspace);
-  constexpr bool kHasFused = sm90_has_fused({kHeadDim, kHeadDimV}, kMask, kScore);
-  if (kHasFused && launch.schedule.num_chunks > 0) {  // keys are cut in parts, whose dq are summed
-    if constexpr (kHasFused) launch_fused_sm90<kType, kHeadDim, kMask>(launch, states, stream);
+  auto passes = [&](auto form) {
+    launch_passes_sm90<kType, kHeadDim, kHeadDimV, kMask, form.value>(launch, states, stream);
+  };
+  if constexpr (kScore == ScoreKind::identity) {
+    passes(std::integral_constant<ScoreForm, ScoreForm::plain>{});
+  } else if (sm90_score_form(f.scores, kType) == ScoreForm::smooth) {
+    passes(std::integral_constant<ScoreForm, ScoreForm::smooth>{});
   } else {
-    launch_queries_sm90<kType, kHeadDim, kHeadDimV, kMask, kScore>(launch, states, stream);
-    launch_keys_sm90<kType, kHeadDim, kHeadDimV, kMask, kScore>(launch, states, stream);
+    passes(std::integral_constant<ScoreForm, ScoreForm::general>{});
   }
+  const int64_t floats = sm90_floats_of_head(f, launch.schedule.num_chunks > 0 ? kHeadDim : 0);
+  backward::launch_sinks_sm90(p, states, states.lse + floats * f.num_heads_q, stream);
   launch_clear(f.cu_seqlens_q, f.batch, f.total_q, f.num_heads_q,
                {p.dq, p.dq_strides, f.dtype, f.head_dim}, stream);
   launch_clear_keys(f, {p.dk, p.dk_strides, p.dk_dtype, f.head_dim}, stream);

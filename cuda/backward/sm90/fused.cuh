@@ -18,15 +18,19 @@
 
 namespace cuattn::backward {
 
-template <DType kType, int kHeadDim, MaskKind kMask>
-struct FusedPass : KeyTiles<kType, kHeadDim, kHeadDim, kMask, ScoreKind::identity, true> {
-  using Base = KeyTiles<kType, kHeadDim, kHeadDim, kMask, ScoreKind::identity, true>;
+template <DType kType, int kHeadDim, MaskKind kMask, ScoreForm kForm>
+struct FusedPass : KeyTiles<kType, kHeadDim, kHeadDim, kMask, kForm, true> {
+  using Base = KeyTiles<kType, kHeadDim, kHeadDim, kMask, kForm, true>;
   using typename Base::Shared;
   using typename Base::Work;
   static constexpr Tile kTile = Base::kTile;
-  static_assert(kTile.n == 64 * kConsumers && kTile.m * kHeadDim == 2 * 64 * 64);
-  // Of a tile of dQ a group makes 64 x 64: of 128 rows the half, of 128 columns the half.
+  static_assert(kTile.n == 64 * kConsumers);
+  // Of a tile of dQ a group makes 64 x 64: of 128 rows the half, of 128 columns the half. Of 96
+  // columns the second group has 32: it runs code of its own.
   static constexpr bool kSharesRows = kTile.m == 128;
+  static constexpr bool kIsUneven = kHeadDim % 64 != 0 && !kSharesRows;
+  static constexpr int kColumnsOfSecond = kSharesRows ? 64 : kHeadDim - 64;
+  static_assert(kTile.m == (kSharesRows ? 128 : 64) && kColumnsOfSecond % 16 == 0);
   static constexpr uint32_t kMeetBarrier = 1;
 
   // dx^T as the accumulators hold it, keys x queries, to panels of 64 queries.
@@ -42,23 +46,25 @@ struct FusedPass : KeyTiles<kType, kHeadDim, kHeadDim, kMask, ScoreKind::identit
     }
   }
 
-  // dq (64 x 64) = dx K, both transposed in shared memory.
-  static __device__ __forceinline__ void multiply_dq(float (&dq)[32], uint32_t grads, uint32_t k,
-                                                     int group) {
+  // dq (64 x kColumns) = dx K, both transposed in shared memory.
+  template <int kColumns>
+  static __device__ __forceinline__ void multiply_dq(float (&dq)[kColumns / 2], uint32_t grads,
+                                                     uint32_t k, int group) {
     constexpr int kPanel = kTile.n * 128;
     const uint64_t a = device::wgmma_descriptor(grads + (kSharesRows ? group * kPanel : 0), kPanel);
     const uint64_t b = device::wgmma_descriptor(k + (kSharesRows ? 0 : group * kPanel), kPanel);
 #pragma unroll
     for (int step = 0; step < kTile.n / 16; ++step) {
-      device::Wgmma<kType, 64>::template ss<1, 1>(dq, device::advance(a, step * 2048),
-                                                  device::advance(b, step * 2048), step != 0);
+      device::Wgmma<kType, kColumns>::template ss<1, 1>(dq, device::advance(a, step * 2048),
+                                                        device::advance(b, step * 2048), step != 0);
     }
   }
 
   // `to`: the sums of the tile, for this group and thread.
-  static __device__ __forceinline__ void add_dq(float* to, const float (&dq)[32]) {
+  template <int kCount>
+  static __device__ __forceinline__ void add_dq(float* to, const float (&dq)[kCount]) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
+    for (int i = 0; i < kCount / 4; ++i) {
       asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to + i * 512),
                    "f"(dq[4 * i]), "f"(dq[4 * i + 1]), "f"(dq[4 * i + 2]), "f"(dq[4 * i + 3])
                    : "memory");
@@ -74,6 +80,8 @@ struct FusedPass : KeyTiles<kType, kHeadDim, kHeadDim, kMask, ScoreKind::identit
   }
 
   // All sums of a group of consumers; a branch around a product would serialise all of them.
+  // kColumns: of dQ.
+  template <int kColumns>
   static __device__ __forceinline__ void gather(const BackwardParams& p, const Work& work,
                                                 const RowStates& states, float* sums,
                                                 const Shared& shared, int group,
@@ -85,7 +93,7 @@ struct FusedPass : KeyTiles<kType, kHeadDim, kHeadDim, kMask, ScoreKind::identit
     const uint32_t k = shared.k + group * 64 * 128, v = shared.v + group * 64 * 128;
     const auto sight = Base::lane_sight(f, work, group * 64);
     const bool has_tail = work.key0 + kTile.n > work.keys.used;
-    const ScoreMod<kType, ScoreKind::identity> mod(f, 0, 0, 0, 0);
+    typename Base::Mod mod(f, 0, 0, 0, 0);
     Ring<kTile.stages> ring(0);
     float scores[kTile.m / 2], dout_v[kTile.m / 2];
     uint32_t probs[kTile.m / 4], grads[kTile.m / 4];
@@ -100,6 +108,7 @@ struct FusedPass : KeyTiles<kType, kHeadDim, kHeadDim, kMask, ScoreKind::identit
                   (states.place(f, work.queries, work.batch, head) + work.range.begin * kTile.m) *
                       kHeadDim +
                   group * 64 * 64 + threadIdx.x % 128 * 4;
+      if constexpr (kForm != ScoreForm::plain) mod = typename Base::Mod(f, work.batch, head, 0, 0);
 #pragma unroll 1
       for (int tile = work.range.begin; tile < work.range.end; ++tile) {
         const int stage = ring.stage();
@@ -142,12 +151,12 @@ struct FusedPass : KeyTiles<kType, kHeadDim, kHeadDim, kMask, ScoreKind::identit
         add_weighted<kType, kHeadDim, kTile.m>(dv, probs, dout);
         wgmma_commit();
         named_barrier_sync(kMeetBarrier, 128 * kConsumers);
-        float dq[32];
+        float dq[kColumns / 2];
         claim(dq);
         pin(dk);
         pin(grads);
         wgmma_fence();
-        multiply_dq(dq, shared_grads, shared.k, group);
+        multiply_dq<kColumns>(dq, shared_grads, shared.k, group);
         wgmma_commit();
         add_weighted<kType, kHeadDim, kTile.m>(dk, grads, q);
         wgmma_commit();
@@ -177,7 +186,13 @@ struct FusedPass : KeyTiles<kType, kHeadDim, kHeadDim, kMask, ScoreKind::identit
     for (float& x : dk) x = 0.0f;
 #pragma unroll
     for (float& x : dv) x = 0.0f;
-    if (work.range.begin < work.range.end) gather(p, work, states, sums, shared, group, dk, dv);
+    if (work.range.begin < work.range.end) {
+      if (kIsUneven && group == 1) {
+        gather<kColumnsOfSecond>(p, work, states, sums, shared, group, dk, dv);
+      } else {
+        gather<64>(p, work, states, sums, shared, group, dk, dv);
+      }
+    }
     device::wait_for_previous_kernel();  // every CTA does: who waits for this kernel needs both
     const AttentionParams& f = p.forward;
     Base::template store<kHeadDim>(dk, f.scores.scale, p.dk, p.dk_strides, p.dk_dtype, work,
@@ -249,7 +264,7 @@ __global__ void __launch_bounds__(kRowThreads)
     finish_sm90_kernel(const __grid_constant__ BackwardParams params,
                        const __grid_constant__ RowStates states, const float* sums,
                        int32_t blocks) {
-  using Pass = FusedPass<kType, kHeadDim, MaskKind::none>;
+  using Pass = FusedPass<kType, kHeadDim, MaskKind::none, ScoreForm::plain>;
   device::wait_for_previous_kernel();
   const AttentionParams& f = params.forward;
   const RowBlock block(f, blocks);
@@ -267,7 +282,8 @@ __global__ void __launch_bounds__(kRowThreads)
     float dq[32];
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const float4 x = *reinterpret_cast<const float4*>(from + i * 512);
+      const bool exists = group == 0 || i < Pass::kColumnsOfSecond / 8;
+      const float4 x = exists ? *reinterpret_cast<const float4*>(from + i * 512) : float4{};
       dq[4 * i] = x.x;
       dq[4 * i + 1] = x.y;
       dq[4 * i + 2] = x.z;
@@ -288,10 +304,10 @@ __global__ void __launch_bounds__(kRowThreads)
 
 namespace cuattn {
 
-template <DType kType, int kHeadDim, MaskKind kMask>
+template <DType kType, int kHeadDim, MaskKind kMask, ScoreForm kForm>
 void launch_fused_sm90(const BackwardLaunch& launch, const backward::RowStates& states,
                        cudaStream_t stream) {
-  using Pass = backward::FusedPass<kType, kHeadDim, kMask>;
+  using Pass = backward::FusedPass<kType, kHeadDim, kMask, kForm>;
   const BackwardParams& p = launch.params;
   const AttentionParams& f = p.forward;
   float* sums = states.delta + states.pitch * f.num_heads_q;

@@ -4,7 +4,7 @@
 // Next: keys.cuh, keys_paired.cuh.
 #pragma once
 
-#include "cuda/backward/sm90/tiles.cuh"
+#include "cuda/backward/sm90/scores.cuh"
 
 namespace cuattn::backward {
 
@@ -30,13 +30,13 @@ struct KeySchedule {
 };
 
 // kFused: of the fused pass (fused.cuh), whose tiles are others.
-template <DType kType, int kHeadDim, int kHeadDimV, MaskKind kMask, ScoreKind kScore,
+template <DType kType, int kHeadDim, int kHeadDimV, MaskKind kMask, ScoreForm kForm,
           bool kFused = false>
 struct KeyTiles {
   // 1. Types and sizes
   static constexpr HeadDims kDims = {kHeadDim, kHeadDimV};
   static constexpr Tile kTile =  // n keys stay, m queries come
-      kFused ? sm90_fused_tile(kDims) : sm90_keys_tile(kDims, kScore);
+      kFused ? sm90_fused_tile(kDims) : sm90_keys_tile(kDims, kForm);
   static constexpr int kSmemBytes =
       kFused ? sm90_fused_smem_bytes(kDims, kTile) : sm90_keys_smem_bytes(kDims, kTile);
   static constexpr bool kCrosses = kFused || sm90_keys_are_paired(kDims);
@@ -46,7 +46,7 @@ struct KeyTiles {
   static constexpr int kPlaneBytes = kTile.m * 4;  // of lse, or Delta
   static_assert(kSmemBytes <= 227 * 1024, "sm_90 gives a CTA at most 227 KiB");
   static_assert(kTile.m % 16 == 0 && kTile.m <= kRowPad);
-  using Mod = device::ScoreMod<kType, kScore>;
+  using Mod = typename ScoresOf<kType, kForm>::Type;
 
   // 2. Shared storage, in address order: K, V (panel, n, 64); Q, dO (stage, panel, m, 64); what
   // crosses between the groups; lse, Delta (stage, m); barriers. K comes with the first Q, V with
@@ -198,7 +198,7 @@ struct KeyTiles {
   // a score and an lse so large that they are rounded apart; not in whole tiles of the fused pass,
   // where that costs 2 to 5 %. With score options `scores` keeps P^T times the derivative of the
   // score.
-  template <bool kMasked>
+  template <bool kMasked, bool kCapped = false>
   static __device__ __forceinline__ void make_probs_of(float (&scores)[kTile.m / 2],
                                                        uint32_t (&probs)[kTile.m / 4],
                                                        const Work& work, const Mod& mod,
@@ -223,7 +223,7 @@ struct KeyTiles {
         for (int i = 0; i < 2; ++i) {
           const int column = 8 * block + i;
           float score = s[i];
-          if constexpr (kScore == ScoreKind::scored) {  // clamped: no load leaves the bias
+          if constexpr (kForm == ScoreForm::general) {  // clamped: no load leaves the bias
             score = mod(score, min(first + column, work.queries.used - 1),
                         min(sight.key + 8 * half, work.keys.used - 1));
           }
@@ -239,7 +239,9 @@ struct KeyTiles {
         probs[2 * block + half] = pack2<kType>(prob[0], prob[1]);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          if constexpr (kScore == ScoreKind::scored)
+          if constexpr (kCapped)
+            s[i] = kMasked && prob[i] == 0.0f ? 0.0f : prob[i] * mod.derivative(s[i]);
+          else if constexpr (kForm == ScoreForm::general)
             s[i] = prob[i] != 0.0f ? prob[i] * mod.derivative(s[i]) : 0.0f;
           else
             s[i] = prob[i];
@@ -252,10 +254,39 @@ struct KeyTiles {
                                                     const AttentionParams& f, const Work& work,
                                                     const Mod& mod, uint32_t lse,
                                                     const Sight& sight, int tile, bool masked) {
+    if constexpr (kForm == ScoreForm::smooth) {
+      const int32_t first = tile * kTile.m + 2 * static_cast<int32_t>(threadIdx.x % 4);
+      const int32_t distance = first + work.keys.used - work.queries.used - sight.key;
+      mod.template modify<true>(scores, distance);
+      auto make = [&](auto hidden) {
+        const float to_log2 = exponent_of(mod);
+        if (mod.caps()) {
+          make_probs_of<hidden.value, true>(scores, probs, work, mod, to_log2, lse, sight,
+                                            tile * kTile.m);
+        } else {
+          make_probs_of<hidden.value>(scores, probs, work, mod, to_log2, lse, sight,
+                                      tile * kTile.m);
+        }
+      };
+      if constexpr (kRowPad % kTile.m == 0) {  // each row of a tile has a state
+        if (masked) {
+          if constexpr (kFused)  // rows behind the last one have scores of 0 and an lse of +inf
+            mod.hide_left(scores, distance, right(f));
+          else
+            mod.template hide<kMask>(scores, sight.rows, first);
+        }
+        make(std::false_type{});
+      } else if (masked) {
+        make(std::true_type{});
+      } else {
+        make(std::false_type{});
+      }
+      return;
+    }
     if (masked) {
-      make_probs_of<true>(scores, probs, work, mod, mod.to_log2, lse, sight, tile * kTile.m);
+      make_probs_of<true>(scores, probs, work, mod, exponent_of(mod), lse, sight, tile * kTile.m);
     } else {
-      make_probs_of<false>(scores, probs, work, mod, mod.to_log2, lse, sight, tile * kTile.m);
+      make_probs_of<false>(scores, probs, work, mod, exponent_of(mod), lse, sight, tile * kTile.m);
     }
   }
 

@@ -15,9 +15,9 @@
 
 namespace cuattn::backward {
 
-template <DType kType, int kHeadDim, int kHeadDimV, MaskKind kMask, ScoreKind kScore>
-struct KeysPass : KeyTiles<kType, kHeadDim, kHeadDimV, kMask, kScore> {
-  using Base = KeyTiles<kType, kHeadDim, kHeadDimV, kMask, kScore>;
+template <DType kType, int kHeadDim, int kHeadDimV, MaskKind kMask, ScoreForm kForm>
+struct KeysPass : KeyTiles<kType, kHeadDim, kHeadDimV, kMask, kForm> {
+  using Base = KeyTiles<kType, kHeadDim, kHeadDimV, kMask, kForm>;
   using typename Base::Shared;
   using typename Base::Work;
   static constexpr Tile kTile = Base::kTile;
@@ -42,7 +42,7 @@ struct KeysPass : KeyTiles<kType, kHeadDim, kHeadDimV, kMask, kScore> {
     };
 #pragma unroll 1
     for (int32_t head = first_head; head < first_head + work.group; ++head) {
-      ScoreMod<kType, kScore> mod(f, work.batch, head, work.queries.used, work.keys.used);
+      typename Base::Mod mod(f, work.batch, head, work.queries.used, work.keys.used);
 #pragma unroll 1
       for (int tile = work.range.begin; tile < work.range.begin + per_head; ++tile) {
         const int stage = ring.stage();
@@ -142,13 +142,13 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 namespace cuattn {
 
-template <DType kType, int kHeadDim, int kHeadDimV, MaskKind kMask, ScoreKind kScore>
+template <DType kType, int kHeadDim, int kHeadDimV, MaskKind kMask, ScoreForm kForm>
 void launch_keys_sm90(const BackwardLaunch& launch, const backward::RowStates& states,
                       cudaStream_t stream) {
   using namespace backward;
   using Pass = std::conditional_t<sm90_keys_are_paired({kHeadDim, kHeadDimV}),
-                                  PairedKeysPass<kType, kHeadDim, kHeadDimV, kMask, kScore>,
-                                  KeysPass<kType, kHeadDim, kHeadDimV, kMask, kScore>>;
+                                  PairedKeysPass<kType, kHeadDim, kHeadDimV, kMask, kForm>,
+                                  KeysPass<kType, kHeadDim, kHeadDimV, kMask, kForm>>;
   const BackwardParams& p = launch.params;
   const AttentionParams& f = p.forward;
   if (p.dk == nullptr && p.dv == nullptr) return;

@@ -12,9 +12,9 @@
 
 namespace cuattn::backward {
 
-template <DType kType, int kHeadDim, int kHeadDimV, MaskKind kMask, ScoreKind kScore>
-struct PairedKeysPass : KeyTiles<kType, kHeadDim, kHeadDimV, kMask, kScore> {
-  using Base = KeyTiles<kType, kHeadDim, kHeadDimV, kMask, kScore>;
+template <DType kType, int kHeadDim, int kHeadDimV, MaskKind kMask, ScoreForm kForm>
+struct PairedKeysPass : KeyTiles<kType, kHeadDim, kHeadDimV, kMask, kForm> {
+  using Base = KeyTiles<kType, kHeadDim, kHeadDimV, kMask, kForm>;
   using typename Base::Shared;
   using typename Base::Work;
   static constexpr Tile kTile = Base::kTile;
@@ -59,7 +59,7 @@ struct PairedKeysPass : KeyTiles<kType, kHeadDim, kHeadDimV, kMask, kScore> {
   // P^T (with the derivative of the score) as float16, which suits what is at most 1.
   static __device__ __forceinline__ void send(uint32_t to, const float (&weights)[kTile.m / 2],
                                               const uint32_t (&probs)[kTile.m / 4]) {
-    constexpr bool kSame = kType == DType::f16 && kScore == ScoreKind::identity;
+    constexpr bool kSame = kType == DType::f16 && kForm == ScoreForm::plain;
 #pragma unroll
     for (int chunk = 0; chunk < kTile.m / 16; ++chunk) {
       uint32_t words[4];
@@ -117,7 +117,7 @@ struct PairedKeysPass : KeyTiles<kType, kHeadDim, kHeadDimV, kMask, kScore> {
       pin(probs);
       if (behind != 0) release(behind);
       behind = shared.dout_empty(stage);
-      ScoreMod<kType, kScore> mod(f, work.batch, at.head, work.queries.used, work.keys.used);
+      typename Base::Mod mod(f, work.batch, at.head, work.queries.used, work.keys.used);
       Base::make_probs(scores, probs, f, work, mod, shared.lse(stage), sight, at.tile,
                        at.is_masked(work));
       release(shared.q_empty(stage));

@@ -11,6 +11,7 @@
 #pragma once
 
 #include "cuda/backward/sm90/row_states.cuh"
+#include "cuda/backward/sm90/scores.cuh"
 
 namespace cuattn::backward {
 
@@ -35,11 +36,11 @@ struct QuerySchedule {
   }
 };
 
-template <DType kType, int kHeadDim, int kHeadDimV, MaskKind kMask, ScoreKind kScore>
+template <DType kType, int kHeadDim, int kHeadDimV, MaskKind kMask, ScoreForm kForm>
 struct QueriesPass {
   // 1. Types and sizes
   static constexpr HeadDims kDims = {kHeadDim, kHeadDimV};
-  static constexpr Tile kTile = sm90_queries_tile(kDims, kScore);  // m rows stay, n keys come
+  static constexpr Tile kTile = sm90_queries_tile(kDims, kForm);  // m rows stay, n keys come
   static constexpr int kVStages = sm90_queries_v_stages(kDims, kTile);
   static constexpr int kSmemBytes = sm90_queries_smem_bytes(kDims, kTile);
   static constexpr int kPanelsQk = (kHeadDim + 63) / 64, kPanelsV = (kHeadDimV + 63) / 64;
@@ -47,7 +48,7 @@ struct QueriesPass {
   static constexpr int kKBytes = kTile.n * kPanelsQk * 128, kVBytes = kTile.n * kPanelsV * 128;
   static_assert(kTile.m == 64 * kConsumers && kTile.m == kRowPad);
   static_assert(kTile.n % 16 == 0 && kSmemBytes <= 227 * 1024);
-  using Mod = device::ScoreMod<kType, kScore>;
+  using Mod = typename ScoresOf<kType, kForm>::Type;
 
   // 2. Shared storage, in address order: Q, dO (panel, m, 64); K (stage, panel, n, 64), V; barriers.
   struct Shared {
@@ -169,14 +170,14 @@ struct QueriesPass {
   // 6. A tile: S and dP become dx. What a row does not see is 0, whatever the operands hold. The
   // exponent is clamped for a score and an lse so large that they are rounded apart. make_probs
   // leaves P in `scores`, with score options times the derivative of the score.
-  template <bool kMasked>
-  static __device__ __forceinline__ void make_probs(float (&scores)[kTile.n / 2],
-                                                    const AttentionParams& f, const Work& work,
-                                                    const Mod& mod, const LaneRows& rows,
-                                                    int32_t key0) {
+  template <bool kMasked, bool kCapped = false>
+  static __device__ __forceinline__ void make_probs_of(float (&scores)[kTile.n / 2],
+                                                       const AttentionParams& f, const Work& work,
+                                                       const Mod& mod, const LaneRows& rows,
+                                                       int32_t key0) {
     using namespace device;
     const int32_t first = key0 + 2 * static_cast<int32_t>(threadIdx.x % 4);
-    const float to_log2 = mod.to_log2;
+    const float to_log2 = exponent_of(mod);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int32_t row = rows.row + 8 * half;
@@ -194,7 +195,7 @@ struct QueriesPass {
           float& s = scores[4 * block + 2 * half + i];
           const int column = 8 * block + i;
           float score = s;
-          if constexpr (kScore == ScoreKind::scored) {  // clamped: no load leaves the bias
+          if constexpr (kForm == ScoreForm::general) {  // clamped: no load leaves the bias
             score = mod(score, min(row, work.queries.used - 1),
                         min(first + column, work.keys.used - 1));
           }
@@ -205,12 +206,38 @@ struct QueriesPass {
             exponent = seen ? exponent : negative_infinity();
           }
           const float prob = exp2_approx(exponent);
-          if constexpr (kScore == ScoreKind::scored)
+          if constexpr (kCapped)
+            s = prob * mod.derivative(s);
+          else if constexpr (kForm == ScoreForm::general)
             s = prob != 0.0f ? prob * mod.derivative(s) : 0.0f;
           else
             s = prob;
         }
       }
+    }
+  }
+  static __device__ __forceinline__ void make_probs(float (&scores)[kTile.n / 2],
+                                                    const AttentionParams& f, const Work& work,
+                                                    const Mod& mod, const LaneRows& rows,
+                                                    int32_t key0, bool masked) {
+    if constexpr (kForm == ScoreForm::smooth) {
+      const int32_t first = key0 + 2 * static_cast<int32_t>(threadIdx.x % 4);
+      mod.template modify<false>(scores, rows.row + work.keys.used - work.queries.used - first);
+      if (masked) {
+        KeyRange keys[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+          keys[half] = visible_keys(left(f), right(f), rows.row + 8 * half, work.queries.used,
+                                    work.keys.used);
+        mod.template hide<kMask>(scores, keys, first);
+      }
+      if (mod.caps()) return make_probs_of<false, true>(scores, f, work, mod, rows, key0);
+      return make_probs_of<false>(scores, f, work, mod, rows, key0);
+    }
+    if (masked) {
+      make_probs_of<true>(scores, f, work, mod, rows, key0);
+    } else {
+      make_probs_of<false>(scores, f, work, mod, rows, key0);
     }
   }
 
@@ -270,11 +297,7 @@ struct QueriesPass {
       wgmma_wait<1>();
       pin(scores);
       const bool masked = tile < work.range.full_begin || tile >= work.range.full_end;
-      if (masked) {
-        make_probs<true>(scores, f, work, mod, rows, key0);
-      } else {
-        make_probs<false>(scores, f, work, mod, rows, key0);
-      }
+      make_probs(scores, f, work, mod, rows, key0, masked);
       wgmma_wait<0>();
       pin(dout_v);
       release(shared.v_empty(v_ring.stage()));
@@ -357,10 +380,10 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 namespace cuattn {
 
-template <DType kType, int kHeadDim, int kHeadDimV, MaskKind kMask, ScoreKind kScore>
+template <DType kType, int kHeadDim, int kHeadDimV, MaskKind kMask, ScoreForm kForm>
 void launch_queries_sm90(const BackwardLaunch& launch, const backward::RowStates& states,
                          cudaStream_t stream) {
-  using Pass = backward::QueriesPass<kType, kHeadDim, kHeadDimV, kMask, kScore>;
+  using Pass = backward::QueriesPass<kType, kHeadDim, kHeadDimV, kMask, kForm>;
   const BackwardParams& p = launch.params;
   const backward::QuerySchedule schedule(p.forward, Pass::kTile, kMask);
   unsigned blocks = grid_blocks(int64_t{schedule.pairs} * schedule.tiles, "sm90");

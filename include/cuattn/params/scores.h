@@ -13,8 +13,9 @@ struct ScoreParams {
   float softcap;              // 0 = off
   const float* alibi_slopes;  // [num_heads_q] or [batch, num_heads_q], or nullptr
   int64_t alibi_stride_batch, alibi_stride_head;
-  const void* bias;  // broadcast to [batch, num_heads_q, seqlen_q, seqlen_kv], or nullptr
-  DType bias_dtype;  // f32, the dtype of q, or boolean (true = keep)
+  const void* bias;           // broadcast to [batch, num_heads_q, seqlen_q, seqlen_kv], or nullptr
+  DType bias_dtype;           // f32, the dtype of q, or boolean (true = keep)
+  bool has_bias, has_slopes;  // given; in explain() without data
   int64_t bias_stride_batch, bias_stride_head, bias_stride_q, bias_stride_kv;
 
   const float* sinks;  // [num_heads_q] logits in natural units, or nullptr; enters a row once

@@ -1,0 +1,105 @@
+// SPDX-License-Identifier: Apache-2.0
+// Scores of the sm90 backward passes, a whole accumulator at a time: what the smooth form does to
+// dot products before P is made of them. The general form is ScoreMod of device/mask.cuh, a score at
+// a time. Used by queries.cuh and key_tiles.cuh.
+#pragma once
+
+#include "cuda/backward/sm90/tiles.cuh"
+
+namespace cuattn::backward {
+
+// A softcap, or ALiBi. `modify` leaves what is an exponent in base 2 when multiplied by to_log2: with
+// a softcap the tanh, from which the derivative of a score comes, too; else a dot product with the
+// slope in its units.
+template <DType kType>
+struct SmoothScores {
+  const ScoreParams* s;
+  int32_t b, head;
+
+  __device__ SmoothScores(const AttentionParams& f, int32_t b, int32_t head, int32_t, int32_t)
+      : s(&f.scores), b(b), head(head) {}
+  __device__ __forceinline__ bool caps() const { return s->softcap > 0.0f; }
+  __device__ __forceinline__ float to_log2() const {
+    return (caps() ? s->softcap : s->scale) * device::kLog2e;
+  }
+
+  // Score i of a fragment lies i / 4 * 8 + i % 2 columns and i / 2 % 2 * 8 rows past score 0, whose
+  // query is `distance` past the place of its key. kKeysInRows: rows are keys, columns queries.
+  template <bool kKeysInRows, int kCount>
+  __device__ __forceinline__ void modify(float (&scores)[kCount], int32_t distance) const {
+    if (caps()) {
+      const float ratio = s->scale * s->inv_softcap;
+#pragma unroll
+      for (float& score : scores) {  // tanh as the forward kernel makes it
+        const float x = score * ratio;
+        score = kType == DType::bf16 ? device::tanh_approx(x) : device::tanh_exp2(x);
+      }
+    } else {
+      const float base = static_cast<float>(distance);
+      const float slope = s->slope(b, head) * device::rcp_approx(s->scale);  // of dot products
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        const int column = i / 4 * 8 + i % 2, down = i / 2 % 2 * 8;
+        const float past = static_cast<float>(kKeysInRows ? column - down : down - column);
+        scores[i] = fmaf(-slope, fabsf(base + past), scores[i]);
+      }
+    }
+  }
+
+  // Where a row does not see its column, what has the probability 0 and a finite derivative.
+  // `first`: the column of score 0.
+  template <MaskKind kMask, int kCount>
+  __device__ __forceinline__ void hide(float (&scores)[kCount], const KeyRange (&seen)[2],
+                                       int32_t first) const {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const KeyRange& columns = seen[i / 2 % 2];
+      const int column = i / 4 * 8 + i % 2;
+      bool sees = column < columns.end - first;
+      if constexpr (kMask != MaskKind::none) sees = sees && column >= columns.begin - first;
+      scores[i] = sees ? scores[i] : hidden();
+    }
+  }
+  // The same of rows that are keys, where nothing but `right` limits the queries that see them.
+  template <int kCount>
+  __device__ __forceinline__ void hide_left(float (&scores)[kCount], int32_t distance,
+                                            int32_t right) const {
+    const int32_t least =
+        right < 0 ? INT32_MIN
+                  : static_cast<int32_t>(max(-int64_t{distance} - right, int64_t{INT32_MIN}));
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const int past = i / 4 * 8 + i % 2 - i / 2 % 2 * 8;
+      scores[i] = past >= least ? scores[i] : hidden();
+    }
+  }
+  __device__ __forceinline__ float hidden() const {
+    return caps() ? -0x1p60f : device::negative_infinity();
+  }
+
+  // d(score) / d(scaled dot product), from the tanh.
+  static __device__ __forceinline__ float derivative(float tanh) { return fmaf(-tanh, tanh, 1.0f); }
+};
+
+// What makes a modified score an exponent in base 2.
+template <class Mod>
+__device__ __forceinline__ float exponent_of(const Mod& mod) {
+  return mod.to_log2;
+}
+template <DType kType>
+__device__ __forceinline__ float exponent_of(const SmoothScores<kType>& mod) {
+  return mod.to_log2();
+}
+
+// What a pass asks of its scores: ScoreMod, or a fragment's worth.
+template <DType kType, ScoreForm kForm>
+struct ScoresOf {
+  using Type = device::ScoreMod<kType, kForm == ScoreForm::general ? ScoreKind::scored
+                                                                   : ScoreKind::identity>;
+};
+template <DType kType>
+struct ScoresOf<kType, ScoreForm::smooth> {
+  using Type = SmoothScores<kType>;
+};
+
+}  // namespace cuattn::backward
