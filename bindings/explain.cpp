@@ -165,6 +165,40 @@ nb::dict explain_paged(int32_t version, const nb::dict& arguments, nb::handle dt
   return plan_dict(plan);
 }
 
+nb::dict explain_mla(const nb::dict& arguments, nb::handle dtype, int shapes_on,
+                     nb::handle device) {
+  const char* op = "mla_decode";
+  PagedArgs args = read_arguments<PagedAttention>(arguments);
+  cuattn_paged_options options = parse_paged(op, 0, args);
+  Shapes shapes(op, dtype, shapes_on);
+  cuattn_mla_arrays given{};
+  const struct {
+    const char* name;
+    const DLTensor*& tensor;
+    Holds holds;
+  } fields[] = {{"q_nope", given.q_nope, Holds::like_q},
+                {"q_pe", given.q_pe, Holds::like_q},
+                {"ckv_cache", given.ckv_cache, Holds::like_q},
+                {"kpe_cache", given.kpe_cache, Holds::like_q},
+                {"v_cache", given.v_cache, Holds::like_q},
+                {"block_tables", given.block_tables, Holds::int32},
+                {"context_lens", given.context_lens, Holds::int32}};
+  Array arrays[std::size(fields)], optional[std::size(kPagedArrays)];
+  for (size_t i = 0; i < std::size(fields); ++i) {
+    if (!arguments.contains(fields[i].name)) continue;
+    nb::object source(arguments[fields[i].name]);
+    if (!is_given(source)) continue;
+    import_shape(op, fields[i].name, source, shapes.of(fields[i].holds), shapes.place, arrays[i]);
+    fields[i].tensor = &arrays[i].tensor;
+  }
+  import_shapes(op, kPagedArrays, args, shapes, optional, options);
+  cuattn_device made_up;
+  if (!device.is_none()) made_up = parse_device(device);
+  cuattn_plan plan;
+  check(cuattn_mla_decode_explain(&given, &options, device.is_none() ? nullptr : &made_up, &plan));
+  return plan_dict(plan);
+}
+
 nb::list kernels() {
   nb::list list;
   int32_t count = cuattn_kernel_count();
@@ -206,6 +240,11 @@ void add_explain(nb::module_& m) {
         nb::sig("def explain_paged(version: int, arguments: dict[str, object], dtype: str, "
                 "shapes_on: int, device: dict[str, object] | None) -> dict[str, object]"),
         "The plan of a call of paged attention, as `explain` gives that of attention.");
+  m.def("explain_mla", &explain_mla, nb::arg("arguments"), nb::arg("dtype").none(),
+        nb::arg("shapes_on"), nb::arg("device").none(),
+        nb::sig("def explain_mla(arguments: dict[str, object], dtype: str, shapes_on: int, "
+                "device: dict[str, object] | None) -> dict[str, object]"),
+        "The plan of a call of mla_decode, as `explain` gives that of attention.");
   m.def("kernels", &kernels, nb::sig("def kernels() -> list[dict[str, object]]"),
         "Every compiled kernel instance.");
   m.def(

@@ -13,8 +13,10 @@
 #include "bindings/cache.h"
 #include "bindings/call/errors.h"
 #include "bindings/explain.h"
+#include "bindings/flex.h"
 #include "bindings/fused.h"
 #include "bindings/merge.h"
+#include "bindings/mla.h"
 #include "bindings/paged.h"
 #include "bindings/unlinked_file.h"
 #include "bindings/xla/ffi.h"
@@ -52,8 +54,10 @@ NB_MODULE(_core, m) {
   add_block_pool(m);
   add_cache(m);
   add_explain(m);
+  add_flex(m);
   add_fused(m);
   add_merge(m);
+  add_mla(m);
   add_paged(m);
   add_unlinked_file(m);
   m.def("version", [] { return std::string(cuattn_version()); }, "The version of libcuattn.");

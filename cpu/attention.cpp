@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "cpu/convert.h"
+#include "cpu/flex.h"
 #include "cpu/kernels.h"
 #include "cpu/naive.h"
 #include "cpu/parallel.h"
@@ -31,8 +32,9 @@ void attend_row(const AttentionParams& p, const DropoutParams& dropout, const He
   } else if (p.scores.sinks != nullptr) {
     max = sink = finite_sink(p.scores.sinks[head.h * p.scores.sinks_stride]);
   }
+  visible = p.rows.limit(visible, head.b, head.h, head.queries.start + row);
   for (int32_t key = visible.begin; key < visible.end; ++key) {
-    scores[key] = score(p, head, row, key).value;
+    scores[key] = flex_sees(p, head, row, key) ? score(p, head, row, key).value : -kInfinity;
     if (scores[key] > max) max = scores[key];
   }
 

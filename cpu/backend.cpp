@@ -56,6 +56,8 @@ void paged_deal(const PagedWork& work, int32_t* deal, int32_t, Stream) {
   cpu::paged_deal(work, deal);
 }
 
+void project(const ProjectParams& params, int32_t, Stream) { cpu::project(params); }
+
 void merge(const MergeParams& params, int32_t, Stream) { cpu::merge_states(params); }
 
 void cache_write(const CacheWriteParams& params, int32_t, Stream) { cpu::cache_write(params); }
@@ -97,6 +99,8 @@ void list_kernels(std::vector<KernelInfo>& list) {
     list.push_back({"attention_backward", "cpu", cpu::isa_name(), dtype, 256, 256, "any", "any"});
     list.push_back({"attention_backward", "cpu_naive", "any", dtype, 256, 256, "any", "any"});
     list.push_back({"paged_attention", "cpu", cpu::isa_name(), dtype, 256, 256, "any", "any"});
+    list.push_back({"mla_decode", "cpu", cpu::isa_name(), dtype, 1024, 1024, "any", "any"});
+    list.push_back({"mla_project", "cpu", cpu::isa_name(), dtype, 1024, 1024, "any", "any"});
     list.push_back({"merge_states", "cpu", "any", dtype, 1024, 1024, "any", "any"});
   }
 }
@@ -113,6 +117,7 @@ const Backend& cpu_backend() {
                                .backward = backward,
                                .paged = paged,
                                .paged_deal = paged_deal,
+                               .project = project,
                                .merge = merge,
                                .cache_write = cache_write,
                                .cache_gather = cache_gather,

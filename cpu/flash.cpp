@@ -14,6 +14,7 @@
 // an older CPU would stop at it.
 #include "cpu/flash.h"
 
+#include "cpu/flex_vectors.h"
 #include "cpu/tiles.h"
 
 namespace cuattn::cpu::CUATTN_ISA {
@@ -46,10 +47,14 @@ inline float scale_size(const FlashUnit& u) {
 }
 constexpr float kLeastFactor = 1e-36f, kMostFactor = 3e38f;  // -127 / 1e-36 is a float still
 
+inline bool has_score_program(const FlashUnit& u) {
+  return u.flex != nullptr && u.flex->params->score.count > 0;
+}
+
 inline bool is_modified(const FlashUnit& u) {
   float factor = kLog2e * scale_size(u);
-  return u.softcap != 0.0f || u.has_alibi || u.rows[0].bias != nullptr || factor < kLeastFactor ||
-         factor > kMostFactor;
+  return u.softcap != 0.0f || u.has_alibi || u.rows[0].bias != nullptr || has_score_program(u) ||
+         factor < kLeastFactor || factor > kMostFactor;
 }
 
 template <int kN, bool kNarrow>
@@ -172,7 +177,22 @@ void add_values_narrow(const Vec* p, int num_rows, const float* v, int64_t strid
   }
 }
 
-// 2. Scores: scale, softcap, ALiBi, bias, mask
+// 2. Scores: scale, softcap, what a user wrote, ALiBi, bias, mask
+
+template <int kN>
+void run_flex(const FlashUnit& u, const FlexProgram& program, bool is_mask, const Block<kN>& block,
+              int first, int count, Vec* s) {
+  const FlexUnit& flex = *u.flex;
+  for (int c = 0; c < kN; ++c) {
+    FlexPlace at{block.diagonal[c] - (flex.kv_len - flex.q_len),
+                 reinterpret_cast<const IntVec&>(block.dropout_head[c]) - flex.b * flex.num_heads_q,
+                 first,
+                 flex.b,
+                 flex.q_len,
+                 flex.kv_len};
+    run_program(*flex.params, program, is_mask, at, count, kN, s + c);
+  }
+}
 
 template <int kN>
 void modify_scores(const FlashUnit& u, const Block<kN>& block, int first, int count, Vec* s,
@@ -185,6 +205,7 @@ void modify_scores(const FlashUnit& u, const Block<kN>& block, int first, int co
   } else {
     for (int x = 0; x < count * kN; ++x) s[x] *= scale;
   }
+  if (has_score_program(u)) run_flex(u, u.flex->params->score, false, block, first, count, s);
   if (u.has_alibi) {
     for (int j = 0; j < count; ++j) {
       for (int c = 0; c < kN; ++c) {
@@ -287,12 +308,18 @@ void finish_block(const FlashUnit& u, const Block<kN>& block, float* buffer) {
   }
 }
 
+// Four rows of the largest head, or of a tile's bias.
+size_t buffer_floats(int head_dim, int head_dim_v) {
+  int rows = 4 * max(head_dim, head_dim_v);
+  return static_cast<size_t>(rows > kBuffer ? rows : kBuffer);
+}
+
 // 5. The unit: tiles of keys outside, blocks of rows inside, so that a tile is converted once for
 // all its rows
 
 template <int kN, bool kNarrow>
 void attend_tile(const FlashUnit& u, Block<kN>& block, KeyTile k, KeyTile v, int first, int count,
-                 int& v_finite, Vec* s, float* buffer) {
+                 bool asks_mask, int& v_finite, Vec* s, float* buffer) {
   int from = max(first, block.first_key), until = min(first + count, block.last_key);
   int n = until - from;
   if (n <= 0) return;
@@ -303,7 +330,7 @@ void attend_tile(const FlashUnit& u, Block<kN>& block, KeyTile k, KeyTile v, int
   } else {
     dot_keys<kN>(block.q, keys, k.stride, n, u.head_dim, s);
   }
-  bool has_bias = block.rows[0].bias != nullptr;
+  bool may_hide = block.rows[0].bias != nullptr || has_score_program(u) || asks_mask;
   float factor = kLog2e;
   if (is_modified(u)) {
     modify_scores(u, block, from, n, s, buffer);
@@ -314,7 +341,8 @@ void attend_tile(const FlashUnit& u, Block<kN>& block, KeyTile k, KeyTile v, int
   Vec alpha[kN];
   bool all_seen = from >= block.common_key && until <= block.until_key;
   if (!all_seen) mask_scores(block, from, n, s);
-  if (all_seen && !has_bias) {
+  if (asks_mask) run_flex(u, u.flex->params->mask, true, block, from, n, s);
+  if (all_seen && !may_hide) {
     weigh<kN, false>(block, factor, n, s, alpha);
   } else {
     weigh<kN, true>(block, factor, n, s, alpha);
@@ -324,7 +352,7 @@ void attend_tile(const FlashUnit& u, Block<kN>& block, KeyTile k, KeyTile v, int
     add_values_narrow(s, block.num_rows, values, v.stride, n, u.head_dim_v, alpha, block.o);
     return;
   }
-  if (!all_seen || has_bias) {  // 0 * inf would reach rows that do not see the key
+  if (!all_seen || may_hide) {  // 0 * inf would reach rows that do not see the key
     if (v_finite < 0) v_finite = all_finite(v, count, u.head_dim_v);
     if (!v_finite) {
       add_values<kN, true>(s, values, v.stride, n, u.head_dim_v, alpha, block.o);
@@ -332,6 +360,14 @@ void attend_tile(const FlashUnit& u, Block<kN>& block, KeyTile k, KeyTile v, int
     }
   }
   add_values<kN, false>(s, values, v.stride, n, u.head_dim_v, alpha, block.o);
+}
+
+// Of the keys from `first` on; steps of keys lie within a tile of these.
+inline KeyTileState tile_state(const FlashUnit& u, int first) {
+  static_assert(kFlexTile == kTileKeys);
+  if (u.flex == nullptr) return kTileSeen;
+  if (u.flex->tiles != nullptr) return static_cast<KeyTileState>(u.flex->tiles[first / kFlexTile]);
+  return u.flex->params->mask.count > 0 ? kTileMasked : kTileSeen;
 }
 
 constexpr int kMaxBlocks = (kMaxUnitRows + kWidth * kVecs - 1) / (kWidth * kVecs);
@@ -351,7 +387,7 @@ void run_blocks(const FlashUnit& u) {
     return taken;
   };
   Vec* s = reinterpret_cast<Vec*>(take(kTileKeys * kRows));
-  float* buffer = take(kBuffer);
+  float* buffer = take(static_cast<int>(buffer_floats(u.head_dim, u.head_dim_v)));
   Block<kN> blocks[kMaxBlocks];
   int begin = __INT32_MAX__, end = 0;
   for (int i = 0; i < num_blocks; ++i) {
@@ -375,12 +411,15 @@ void run_blocks(const FlashUnit& u) {
   // and with it its bits, is then the same in whatever unit the row comes.
   // Note: no length is within 1024 of 2^31 (src/check/arrays.h), or `tile` would run over.
   for (int tile = begin - begin % kStep; tile < end; tile += kStep) {
+    KeyTileState state = tile_state(u, tile);
+    if (state == kTileHidden) continue;
     int first = max(tile, begin), count = min(tile + kStep, end) - first;
     KeyTile k = load_tile(u.k, u.k_stride, first, count, u.head_dim, u.dtype, kNear, k_buffer);
     KeyTile v = load_tile(u.v, u.v_stride, first, count, u.head_dim_v, u.dtype, kNear, v_buffer);
     int v_finite = -1;  // not looked at
     for (int i = 0; i < num_blocks; ++i) {
-      attend_tile<kN, kNarrow>(u, blocks[i], k, v, first, count, v_finite, s, buffer);
+      attend_tile<kN, kNarrow>(u, blocks[i], k, v, first, count, state == kTileMasked, v_finite, s,
+                               buffer);
     }
   }
   for (int i = 0; i < num_blocks; ++i) finish_block<kN, kNarrow>(u, blocks[i], buffer);
@@ -391,7 +430,8 @@ size_t scratch_floats(int32_t num_rows, int32_t head_dim, int32_t head_dim_v) {
   size_t rows = static_cast<size_t>((num_rows + kRows - 1) / kRows) * kRows;
   size_t dims = static_cast<size_t>(head_dim) + static_cast<size_t>(head_dim_v);
   size_t padding = 16 * (2 * kMaxBlocks + 4);
-  return kTileKeys * kRows + kBuffer + (rows + kTileKeys) * dims + padding;
+  return kTileKeys * kRows + buffer_floats(head_dim, head_dim_v) + (rows + kTileKeys) * dims +
+         padding;
 }
 
 void run(const FlashUnit& unit) {
@@ -406,7 +446,10 @@ void run(const FlashUnit& unit) {
 
 }  // namespace
 
+size_t matrix_floats(int32_t inner, int32_t outer);  // matrix.cpp
+void multiply(const MatrixUnit& unit);
 extern const FlashKernel kFlashKernel;
-const FlashKernel kFlashKernel = {CUATTN_NAME(CUATTN_ISA), kVecs * kWidth, scratch_floats, run};
+const FlashKernel kFlashKernel = {CUATTN_NAME(CUATTN_ISA), kVecs * kWidth, scratch_floats, run,
+                                  matrix_floats,           multiply};
 
 }  // namespace cuattn::cpu::CUATTN_ISA

@@ -8,7 +8,7 @@
 #include <cstdint>
 
 #include "cuattn/params/dropout.h"
-#include "cuattn/params/rows.h"
+#include "cuattn/params/flex.h"
 
 namespace cuattn::cpu {
 
@@ -26,6 +26,16 @@ struct FlashRow {
   uint32_t dropout_row, dropout_head;  // Philox's counter words
 };
 
+// What a user wrote, for the rows of one unit.
+struct FlexUnit {
+  const FlexParams* params;
+  int32_t b, num_heads_q, q_len, kv_len;
+  const uint8_t* tiles;  // a KeyTileState for each kFlexTile keys, or nullptr: the mask decides
+};
+
+constexpr int32_t kFlexTile = 128;  // keys of a tile in the lists' answer to a unit
+enum KeyTileState : uint8_t { kTileHidden, kTileMasked, kTileSeen };
+
 // Rows that read the same keys: some queries of the query heads that share one KV head.
 struct FlashUnit {
   const FlashRow* rows;
@@ -39,7 +49,20 @@ struct FlashUnit {
   float scale, softcap;
   bool has_alibi;
   DropoutParams dropout;  // resolved
+  const FlexUnit* flex;   // or nullptr
   float* scratch;         // 64-byte aligned, scratch_floats long
+};
+
+// Rows of one head times its matrix, for cpu/project.cpp: out = x W, W [inner, outer] or the transpose
+// of such a w. Strides in elements from row to row.
+struct MatrixUnit {
+  const void *x, *w;
+  void* out;
+  int64_t x_stride, w_stride, out_stride;
+  int32_t rows, inner, outer;
+  bool transpose;  // w is [outer, inner]
+  DType dtype;
+  float* scratch;  // 64-byte aligned, matrix_floats long
 };
 
 struct FlashKernel {
@@ -47,6 +70,8 @@ struct FlashKernel {
   int32_t row_block;  // rows computed at once; a unit is best filled with a multiple of it
   size_t (*scratch_floats)(int32_t num_rows, int32_t head_dim, int32_t head_dim_v);
   void (*run)(const FlashUnit& unit);
+  size_t (*matrix_floats)(int32_t inner, int32_t outer);
+  void (*multiply)(const MatrixUnit& unit);
 };
 
 // The kernel of the best instruction set here, or of CUATTN_CPU_ISA; throws as isa_name() does.

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "cpu/flash.h"
+#include "cpu/flex_tiles.h"
 #include "cpu/kernels.h"
 #include "cpu/parallel.h"
 #include "cuattn/error.h"
@@ -164,6 +165,7 @@ void run_unit(const Cut& cut, const FlashKernel& kernel, int64_t index) {
                    : finite_sink(p.scores.sinks[h * p.scores.sinks_stride]);
     row.diagonal = static_cast<int32_t>(int64_t{i} + keys.used - queries.used);
     row.visible = used ? p.mask.visible(i, queries.used, keys.used) : KeyRange{0, 0};
+    row.visible = p.rows.limit(row.visible, place.b, h, queries.start + i);
     row.dropout_row = static_cast<uint32_t>(i);
     row.dropout_head = static_cast<uint32_t>(int64_t{place.b} * p.num_heads_q + h);
   }
@@ -188,6 +190,12 @@ void run_unit(const Cut& cut, const FlashKernel& kernel, int64_t index) {
   unit.softcap = p.scores.softcap;
   unit.has_alibi = p.scores.alibi_slopes != nullptr;
   unit.dropout = cut.dropout;
+  FlexUnit flex{p.flex, place.b, p.num_heads_q, queries.used, keys.used, nullptr};
+  if (p.flex != nullptr) {
+    KeyRows read{begin, end, place.h_kv * cut.group, cut.group, keys.used};
+    flex.tiles = find_tiles(p.flex->lists, place.b, read);
+    unit.flex = &flex;
+  }
   unit.scratch = thread_scratch(kernel.scratch_floats(unit.num_rows, p.head_dim, p.head_dim_v));
   kernel.run(unit);
 }

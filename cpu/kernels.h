@@ -7,6 +7,7 @@
 #include "cuattn/params/fused.h"
 #include "cuattn/params/merge.h"
 #include "cuattn/params/paged.h"
+#include "cuattn/params/project.h"
 #include "cuattn/params/sampling.h"
 
 namespace cuattn::cpu {
@@ -17,6 +18,7 @@ void check_attention(const char* function, const AttentionParams& p);
 void naive_attention(const AttentionParams& p, float* scores);
 void flash_attention(const AttentionParams& p);  // flash_units.cpp: kernel cpu
 void merge_states(const MergeParams& p);         // merge.cpp
+void project(const ProjectParams& p);            // project.cpp
 
 // backward.cpp: kernel cpu_naive; three floats of memory for each of [batch, num_heads_q, seqlen_q,
 // seqlen_kv]. backward_units.cpp: kernel cpu.

@@ -47,6 +47,9 @@ inline float bias_at(const AttentionParams& p, const Head& head, int32_t row, in
   return load_element(p.scores.bias, index, p.scores.bias_dtype);
 }
 
+// After the score program that a user wrote (flex.h): s where there is none.
+float flex_score(const AttentionParams& p, const Head& head, int32_t row, int32_t key, float s);
+
 struct Score {
   float value;
   float slope;  // of the softcap: d(capped) / d(scaled)
@@ -66,6 +69,7 @@ inline Score score(const AttentionParams& p, const Head& head, int32_t row, int3
     s = p.scores.softcap * tanh;
     slope = 1.0f - tanh * tanh;
   }
+  s = flex_score(p, head, row, key, s);
   if (p.scores.alibi_slopes != nullptr) {
     s -= p.scores.slope(head.b, head.h) * distance(head, row, key);
   }

@@ -23,6 +23,7 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kLog2e = 1.44269504088896341f, kLn2 = 0.693147180559945309f;
 
 constexpr int32_t kChunk = 512;  // keys; with head_dim 128 and float32 K and V fill 512 KB of L2
+constexpr int32_t kLatentChunk = 128;  // of 512 + 64 columns: 288 KB
 
 int32_t bytes_of(DType dtype) { return dtype == DType::f32 ? 4 : dtype == DType::e4m3 ? 1 : 2; }
 
@@ -114,6 +115,24 @@ void gather(const PagedParams& p, int32_t b, int32_t h_kv, int32_t first, int32_
   }
 }
 
+// Keys of mla_decode: the latent, then the rope columns; and values, where they are not latents.
+void gather_latents(const PagedParams& p, int32_t b, int32_t first, int32_t count, char* k,
+                    char* v) {
+  const LatentParams& latent = p.latent;
+  int64_t itemsize = bytes_of(p.dtype), head_bytes = p.head_dim * itemsize;
+  int64_t rope_bytes = latent.rope_dim * itemsize;
+  for (int32_t i = 0; i < count; ++i, k += head_bytes + rope_bytes) {
+    int64_t block = latent_block(p, b, first + i), token = (first + i) % p.pages.block_size;
+    auto copy = [&](const void* cache, const CacheStrides& strides, int64_t bytes, char* to) {
+      int64_t at = block * strides.block + token * strides.token;
+      std::memcpy(to, static_cast<const char*>(cache) + at * itemsize, static_cast<size_t>(bytes));
+    };
+    copy(p.k_cache, p.k_strides, head_bytes, k);
+    if (rope_bytes > 0) copy(latent.rope_cache, latent.strides, rope_bytes, k + head_bytes);
+    if (latent.own_values) copy(p.v_cache, p.v_strides, head_bytes, v + i * head_bytes);
+  }
+}
+
 // 2. The state of some rows over the keys so far
 
 struct States {
@@ -188,7 +207,28 @@ void fill_row(const PagedParams& p, const Task& task, int32_t context, int32_t r
   r.visible = p.work.mask.visible(query, p.work.q_len, context);
 }
 
-// Chunks lie at multiples of kChunk, wherever the task begins.
+// Queries of mla_decode, the parts of a row side by side.
+std::vector<char> join_queries(const PagedParams& p, const Task& task, std::vector<FlashRow>& rows,
+                               int32_t first) {
+  int64_t itemsize = bytes_of(p.dtype), head_bytes = p.head_dim * itemsize;
+  int64_t rope_bytes = p.latent.rope_dim * itemsize, row_bytes = head_bytes + rope_bytes;
+  std::vector<char> joined(rows.size() * static_cast<size_t>(row_bytes));
+  for (size_t r = 0; r < rows.size(); ++r) {
+    char* to = joined.data() + r * row_bytes;
+    std::memcpy(to, rows[r].q, static_cast<size_t>(head_bytes));
+    rows[r].q = to;
+    if (rope_bytes == 0) continue;
+    int32_t row = first + static_cast<int32_t>(r);
+    const Strides& strides = p.latent.q_strides;
+    int64_t at = task.b * strides.batch + row / p.work.group * strides.seq +
+                 row % p.work.group * strides.head;
+    std::memcpy(to + head_bytes, static_cast<const char*>(p.latent.q_rope) + at * itemsize,
+                static_cast<size_t>(rope_bytes));
+  }
+  return joined;
+}
+
+// Chunks lie at multiples of their length, wherever the task begins.
 States attend(const PagedParams& p, const Task& task) {
   const FlashKernel& kernel = flash_kernel();
   Rows rows = rows_of(p.work, task.head_group);
@@ -201,14 +241,23 @@ States attend(const PagedParams& p, const Task& task) {
     whole[r].lse = &chunk.lse[r];
     whole[r].max = &chunk.max[r];
   }
+  std::vector<char> queries;
+  if (p.latent.is_used) queries = join_queries(p, task, whole, rows.first);
 
-  size_t flash_floats = (kernel.scratch_floats(rows.count, p.head_dim, p.head_dim) + 15) / 16 * 16;
-  size_t tile_floats = static_cast<size_t>(kChunk) * p.head_dim;
+  int32_t key_dim = p.head_dim + p.latent.rope_dim;
+  int32_t chunk_keys = p.latent.is_used ? kLatentChunk : kChunk;
+  size_t flash_floats = (kernel.scratch_floats(rows.count, key_dim, p.head_dim) + 15) / 16 * 16;
+  size_t tile_floats = static_cast<size_t>(chunk_keys) * key_dim;
   FlashUnit unit{};
   unit.scratch = thread_scratch(flash_floats + 2 * tile_floats);
   unit.k = unit.scratch + flash_floats;
   unit.v = unit.scratch + flash_floats + tile_floats;
-  unit.k_stride = unit.v_stride = unit.head_dim = unit.head_dim_v = p.head_dim;
+  unit.k_stride = unit.head_dim = key_dim;
+  unit.v_stride = unit.head_dim_v = p.head_dim;
+  if (p.latent.is_used && !p.latent.own_values) {
+    unit.v = unit.k;
+    unit.v_stride = key_dim;
+  }
   unit.rows = part.data();
   unit.num_rows = rows.count;
   unit.sequence_rows = static_cast<int64_t>(p.work.q_len) * p.work.group;
@@ -220,10 +269,14 @@ States attend(const PagedParams& p, const Task& task) {
   unit.has_alibi = p.scores.alibi_slopes != nullptr;
 
   for (int32_t first = task.begin; first < task.end;) {
-    int32_t until = std::min(task.end - first, kChunk - first % kChunk) + first;
-    gather(p, task.b, rows.h_kv, first, until - first,
-           const_cast<char*>(static_cast<const char*>(unit.k)),
-           const_cast<char*>(static_cast<const char*>(unit.v)));
+    int32_t until = std::min(task.end - first, chunk_keys - first % chunk_keys) + first;
+    char* keys = const_cast<char*>(static_cast<const char*>(unit.k));
+    char* values = const_cast<char*>(static_cast<const char*>(unit.v));
+    if (p.latent.is_used) {
+      gather_latents(p, task.b, first, until - first, keys, values);
+    } else {
+      gather(p, task.b, rows.h_kv, first, until - first, keys, values);
+    }
     for (int32_t r = 0; r < rows.count; ++r) {
       part[r] = whole[r];
       part[r].diagonal -= first;
@@ -380,6 +433,8 @@ void paged_deal(const PagedWork& work, int32_t* deal) {
 
 void paged_attention(const PagedParams& p) {
   const PagedWork& w = p.work;
+  if (p.latent.own_lens != nullptr)
+    std::fill_n(p.latent.own_lens, w.num_seqs, std::numeric_limits<int32_t>::max());
   if (p.own_deal != nullptr) paged_deal(w, p.own_deal);
   std::vector<Task> tasks = list_tasks(w);
   double flops = 0.0;

@@ -13,7 +13,7 @@ set(CUATTN_ARCHS_sm90 "")
 set(CUATTN_ARCHS_TEXT_sm90 "")
 set(CUATTN_ARCHS_TEXT 80)
 # The head dims whose instances are compiled; a smaller head runs padded, as ever.
-set(CUATTN_EMULATE_HEAD_DIMS "64;128;256" CACHE STRING "Head dims of the emulated kernels")
+set(CUATTN_EMULATE_HEAD_DIMS "64;128;256;512;1024" CACHE STRING "Head dims of the emulated kernels")
 list(JOIN CUATTN_EMULATE_HEAD_DIMS "|" CUATTN_EMULATE_HEAD_DIMS_REGEX)
 
 # Translated as CMake configures, which it does again when a source has changed.

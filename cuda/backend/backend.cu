@@ -36,8 +36,17 @@ void backward(const BackwardParams& params, const BackwardSchedule& schedule, co
 void paged(const PagedParams& params, const Plan& plan, int32_t device_id, Stream stream) {
   DeviceGuard guard(device_id);
   cudaStream_t cuda_stream = static_cast<cudaStream_t>(stream);
+  const LatentParams& latent = params.latent;
+  if (latent.own_lens != nullptr) {  // longer than any capacity
+    size_t bytes = params.work.num_seqs * sizeof(int32_t);
+    CUATTN_CUDA_TRY(cudaMemsetAsync(latent.own_lens, 0x7f, bytes, cuda_stream));
+  }
   if (params.own_deal != nullptr) launch_paged_deal(params.work, params.own_deal, cuda_stream);
-  launch_instance<Op::paged_attention>(params, plan, cuda_stream);
+  if (latent.is_used) {
+    launch_instance<Op::mla_decode>(params, plan, cuda_stream);
+  } else {
+    launch_instance<Op::paged_attention>(params, plan, cuda_stream);
+  }
   if (num_paged_slots(params.work) > 0) {  // units may have several parts
     launch_paged_combine(params, device_info(device_id, false).major, cuda_stream);
   }
@@ -46,6 +55,11 @@ void paged(const PagedParams& params, const Plan& plan, int32_t device_id, Strea
 void paged_deal(const PagedWork& work, int32_t* deal, int32_t device_id, Stream stream) {
   DeviceGuard guard(device_id);
   launch_paged_deal(work, deal, static_cast<cudaStream_t>(stream));
+}
+
+void project(const ProjectParams& params, int32_t device_id, Stream stream) {
+  DeviceGuard guard(device_id);
+  launch_project(params, static_cast<cudaStream_t>(stream));
 }
 
 void merge(const MergeParams& params, int32_t device_id, Stream stream) {
@@ -141,6 +155,8 @@ void list_kernels(std::vector<KernelInfo>& list) {
     }
     list.push_back(
         {"attention_backward", "naive", kArchs, dtype_name(dtype), 256, 256, "any", "any"});
+    list.push_back({"mla_project", dtype == DType::f32 ? "simt" : "sm80", kArchs, dtype_name(dtype),
+                    1024, 1024, "any", "any"});
     list.push_back({"merge_states", "merge", kArchs, dtype_name(dtype), 1024, 1024, "any", "any"});
   }
 }
@@ -153,6 +169,7 @@ const Backend* cuda_backend() {
                                .backward = backward,
                                .paged = paged,
                                .paged_deal = paged_deal,
+                               .project = project,
                                .merge = merge,
                                .cache_write = cache_write,
                                .cache_gather = cache_gather,

@@ -26,6 +26,11 @@ struct OpParams<Op::paged_attention> {
   using Type = PagedParams;
 };
 
+template <>
+struct OpParams<Op::mla_decode> {
+  using Type = PagedParams;
+};
+
 template <Op kOp>
 const typename OpParams<kOp>::Type& params_of(const void* params) {
   return *static_cast<const typename OpParams<kOp>::Type*>(params);

@@ -10,6 +10,7 @@
 #include "cuattn/params/fused.h"
 #include "cuattn/params/merge.h"
 #include "cuattn/params/paged.h"
+#include "cuattn/params/project.h"
 #include "cuattn/params/sampling.h"
 #include "cuattn/plan.h"
 
@@ -36,6 +37,7 @@ void launch_norm(const NormParams& params, cudaStream_t stream);              //
 void launch_activation(const ActivationParams& params, cudaStream_t stream);  // fused/activation.cu
 void launch_sample(const SampleParams& params, cudaStream_t stream);          // fused/sample.cu
 void launch_verify(const VerifyParams& params, cudaStream_t stream);
+void launch_project(const ProjectParams& params, cudaStream_t stream);  // mla/project.cu
 // attention/sm90/clear_counter.cu
 void launch_clear_counter(int32_t* counter, cudaStream_t stream);
 // backend/check.cu: these synchronise. read_device_data is false under stream capture, where nobody

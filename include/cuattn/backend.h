@@ -11,6 +11,7 @@
 #include "cuattn/params/fused.h"
 #include "cuattn/params/merge.h"
 #include "cuattn/params/paged.h"
+#include "cuattn/params/project.h"
 #include "cuattn/params/sampling.h"
 #include "cuattn/plan.h"
 #include "cuattn/schedule.h"
@@ -36,6 +37,7 @@ struct Backend {
   void (*paged)(const PagedParams& params, const Plan& plan, int32_t device_id, Stream stream);
   // Fills a deal of PagedDeal::size(work) entries; work.deal is not read.
   void (*paged_deal)(const PagedWork& work, int32_t* deal, int32_t device_id, Stream stream);
+  void (*project)(const ProjectParams& params, int32_t device_id, Stream stream);
   void (*merge)(const MergeParams& params, int32_t device_id, Stream stream);
   void (*cache_write)(const CacheWriteParams& params, int32_t device_id, Stream stream);
   void (*cache_gather)(const CacheGatherParams& params, int32_t device_id, Stream stream);

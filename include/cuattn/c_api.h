@@ -123,6 +123,33 @@ CUATTN_API cuattn_status cuattn_attention_run(cuattn_attention_call* call, const
                                               const DLTensor* lse, void* workspace,
                                               size_t workspace_bytes, void* stream);
 
+/* What a user wrote, beside the options of attention. Initialise with cuattn_flex_options_init.
+ * Served on the CPU; CUDA arrays take none of it yet. */
+typedef struct {
+  size_t struct_size;
+  /* Row i sees at most the keys [row_begin[i], row_end[i]): int32 of the shape of lse, where any
+   * extent may be 1. Both or none. */
+  const DLTensor *row_begin, *row_end;
+  /* Operations, int32 [n, 6] in host memory: the score from the scaled and capped score, and
+   * whether a key is seen. params/flex.h has the codes, docs/flex.md the meaning. */
+  const DLTensor *score_program, *mask_program;
+  const DLTensor* const* arrays; /* that programs read: bool, int32 or float32, 0 to 2 axes */
+  int64_t num_arrays;
+  /* Which blocks of queries and keys hold a visible pair: int32 [batch or 1, num_heads_q or 1,
+   * query blocks + 1], and of each query block the key blocks from the last to the first, as
+   * 2 * block + 1 where mask_program is yet to be asked, else 2 * block. */
+  const DLTensor *block_starts, *block_entries;
+  int32_t query_block, key_block; /* queries and keys of a block */
+} cuattn_flex_options;
+
+CUATTN_API void cuattn_flex_options_init(cuattn_flex_options* options, size_t struct_size);
+/* Runs as attention does, by cuattn_attention_run; also borrows what flex_options point to. */
+CUATTN_API cuattn_status cuattn_flex_prepare(const DLTensor* q, const DLTensor* k,
+                                             const DLTensor* v,
+                                             const cuattn_attention_options* options,
+                                             const cuattn_flex_options* flex_options,
+                                             cuattn_attention_call* call);
+
 /* The gradients of a loss by the arguments of attention. */
 enum {
   CUATTN_NEED_DQ = 1,
@@ -254,6 +281,30 @@ CUATTN_API cuattn_status cuattn_paged_plan_prepare(const DLTensor* block_tables,
 CUATTN_API cuattn_status cuattn_paged_plan_run(cuattn_attention_call* call, const DLTensor* plan,
                                                void* stream);
 
+/* Latent attention (MLA), absorbed and paged. q_nope [num_seqs, num_heads, latent] or [num_seqs,
+ * q_len, num_heads, latent], already times the key projection; ckv_cache [num_blocks, block_size,
+ * latent] is key and value. q_pe [..., rope] and kpe_cache [num_blocks, block_size, rope], the
+ * rotated columns, may be NULL. v_cache, like ckv_cache, holds other values; NULL: there are none.
+ * block_tables and context_lens NULL: ckv_cache is [num_seqs, seqlen, latent], without pages. */
+typedef struct {
+  const DLTensor *q_nope, *q_pe, *ckv_cache, *kpe_cache, *v_cache, *block_tables, *context_lens;
+} cuattn_mla_arrays;
+
+/* out is like q_nope, lse as paged attention's; run it by cuattn_paged_run. Of the options, scale
+ * has no default, and alibi_slopes, plan, kv_layout, kv_dtype and the scales are refused. */
+CUATTN_API cuattn_status cuattn_mla_decode_prepare(const cuattn_mla_arrays* arrays,
+                                                   const cuattn_paged_options* options,
+                                                   cuattn_attention_call* call);
+
+/* out[b, i, h] = x[b, i, h] proj[h], by transpose times proj[h]^T; all axes [batch, rows, heads,
+ * columns], proj [heads, latent, head_dim]. x may have a stride of 0 over heads. With proj NULL x is
+ * copied. tail, or NULL: columns that follow those of the product in out. */
+typedef struct {
+  const DLTensor *x, *proj, *tail, *out;
+  int32_t transpose;
+} cuattn_mla_projection;
+CUATTN_API cuattn_status cuattn_mla_project(const cuattn_mla_projection* projection, void* stream);
+
 /* Options of reshape_and_cache. Initialise with cuattn_cache_options_init. */
 typedef struct {
   size_t struct_size;
@@ -286,6 +337,13 @@ CUATTN_API cuattn_status cuattn_reshape_and_cache_check(const DLTensor* k, const
                                                         const DLTensor* v_cache,
                                                         const DLTensor* slot_mapping,
                                                         const cuattn_cache_options* options);
+/* Writes row i of ckv [num_tokens, latent] and kpe [num_tokens, rope] into slot slot_mapping[i] of
+ * ckv_cache [num_blocks, block_size, latent] and kpe_cache [num_blocks, block_size, rope]. Of the
+ * options cos, sin, positions and rope_interleaved count, which rotate kpe. */
+CUATTN_API cuattn_status cuattn_mla_write(const DLTensor* ckv, const DLTensor* kpe,
+                                          const DLTensor* ckv_cache, const DLTensor* kpe_cache,
+                                          const DLTensor* slot_mapping,
+                                          const cuattn_cache_options* options, void* stream);
 /* The reverse: the first tokens of each sequence, end to end, into k_out and v_out [num_tokens,
  * num_heads_kv, head_dim] of the caches' dtype. block_tables int32 [num_seqs, max_blocks_per_seq],
  * cu_seqlens int32 [num_seqs + 1]. */
@@ -364,6 +422,9 @@ CUATTN_API cuattn_status cuattn_paged_explain(const DLTensor* q, const DLTensor*
                                               const DLTensor* context_lens,
                                               const cuattn_paged_options* options,
                                               const cuattn_device* device, cuattn_plan* plan);
+CUATTN_API cuattn_status cuattn_mla_decode_explain(const cuattn_mla_arrays* arrays,
+                                                   const cuattn_paged_options* options,
+                                                   const cuattn_device* device, cuattn_plan* plan);
 
 typedef struct {
   char op[32], kernel[16], arch[32], dtype[16], mask[16], score[16];

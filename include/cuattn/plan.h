@@ -44,6 +44,8 @@ struct AttentionRequest {
   KvLayout kv_layout;
   int32_t block_size;
   bool has_dropout;
+  bool is_flex;                 // asked by flex_attention
+  bool has_rows, has_programs;  // row ranges; programs or lists of a user
 };
 
 // What the choice of a paged kernel depends on.
@@ -57,6 +59,9 @@ struct PagedRequest {
   int32_t partition_size;  // V2's; 0 = none
   bool one_pass;           // V1
   bool batch_invariant;
+  bool latent;       // mla_decode: head_dim is the latent's
+  bool own_values;   // of it: values are not the latents that are the keys
+  int32_t rope_dim;  // of it
 };
 
 // Each names a rung of every op that has one.

@@ -168,6 +168,16 @@ constexpr PagedTile paged_sm80_tile(int32_t head_dim, int32_t itemsize, KvLayout
 
 constexpr PagedTile kPagedSimtTile = {{4, 64, 1, 4}, 2};
 
+// mla_decode. sm80: the columns of the latent are spread over the warps, and the scores of a tile
+// are summed by way of shared memory. `rows`: q_len * num_heads of the call.
+constexpr int32_t kMlaSm80Rope = 64;  // columns beside 512 of the latent
+constexpr PagedTile mla_sm80_tile(int32_t rows) {
+  if (rows <= 16) return {{16, 32, 2, 4}, 2};  // 2 * 36 KB of keys, 2 * 8 of scores: 88 KB
+  return {{32, 16, 2, 8}, 1};                  // 2 * 18 KB, 2 * 16: 68 KB
+}
+// simt: a warp for each row, keys in shared memory as float32: 40 KB.
+constexpr PagedTile mla_simt_tile(int32_t latent) { return {{8, latent <= 512 ? 16 : 8, 1, 8}, 2}; }
+
 // `head_dim`: a compiled one. m is the columns of a wgmma. A stage is 64 keys of K and V: 96 KB on
 // their way keep a multiprocessor's share of the memory busy.
 constexpr PagedTile paged_sm90_tile(int32_t head_dim, int32_t rows) {

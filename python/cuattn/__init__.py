@@ -9,6 +9,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from . import flex
 from ._core import CudaError, OutOfBlocksError
 from ._core import version as _version
 from ._explain import explain
@@ -21,10 +22,12 @@ from .attention import attention, attention_varlen
 from .backward import attention_backward, attention_varlen_backward
 from .block_pool import BlockPool
 from .cascade import cascade_attention
+from .flex import BlockMask, create_block_mask, flex_attention
 from .fused import act_mul, bias_act, layer_norm, rms_norm
 from .kv_bytes import kv_cache_bytes
 from .kv_cache import copy_blocks, gather_cache, pinned_empty, reshape_and_cache, swap_blocks
 from .merge import merge_states
+from .mla import mla_attention, mla_decode, mla_project, mla_write
 from .paged import paged_attention, paged_attention_v1, paged_attention_v2, paged_plan
 from .paged_kv_cache import PagedKVCache
 from .rope import apply_rope, rope_attention, rope_table
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
 __version__: str = _version()
 
 __all__ = [
+    "BlockMask",
     "BlockPool",
     "CudaError",
     "OutOfBlocksError",
@@ -54,13 +58,20 @@ __all__ = [
     "cascade_attention",
     "cmake_dir",
     "copy_blocks",
+    "create_block_mask",
     "explain",
+    "flex",
+    "flex_attention",
     "gather_cache",
     "info",
     "kernels",
     "kv_cache_bytes",
     "layer_norm",
     "merge_states",
+    "mla_attention",
+    "mla_decode",
+    "mla_project",
+    "mla_write",
     "paged_attention",
     "paged_attention_v1",
     "paged_attention_v2",

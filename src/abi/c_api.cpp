@@ -11,6 +11,7 @@
 #include "cuattn/instances.h"
 #include "src/abi/plan_log.h"
 #include "src/attention/call.h"
+#include "src/attention/flex.h"
 #include "src/check/arrays.h"
 #include "src/guarded.h"
 #include "src/info.h"
@@ -102,6 +103,32 @@ cuattn_status cuattn_attention_prepare(const DLTensor* q, const DLTensor* k, con
     TensorView view = view_of("attention", "q", q);
     AttentionCall& state = *new (call->state) AttentionCall(validate_attention(
         view, view_of("attention", "k", k), view_of("attention", "v", v), o, /*check_data=*/true));
+    new (&state.plan)
+        Plan(plan_of(state, device_info_of(state, names_cublas(o.backend)), o.backend));
+    if (logs_plans()) log_plan(state);
+    fill_shapes(view, *call);
+  });
+}
+
+void cuattn_flex_options_init(cuattn_flex_options* options, size_t struct_size) {
+  init_options("flex_attention", options, struct_size);
+}
+
+cuattn_status cuattn_flex_prepare(const DLTensor* q, const DLTensor* k, const DLTensor* v,
+                                  const cuattn_attention_options* options,
+                                  const cuattn_flex_options* flex_options,
+                                  cuattn_attention_call* call) {
+  return guarded([&] {
+    const char* fn = "flex_attention";
+    cuattn_attention_options room;
+    cuattn_flex_options flex_room;
+    const cuattn_attention_options& o = known_options(fn, options, room);
+    const cuattn_flex_options& flex = known_options(fn, flex_options, flex_room);
+    require_given(fn, "call", call);
+    TensorView view = view_of(fn, "q", q);
+    AttentionCall& state = *new (call->state) AttentionCall(validate_attention(
+        view, view_of(fn, "k", k), view_of(fn, "v", v), o, /*check_data=*/true, CallKind::flex));
+    read_flex(state, flex, /*check_data=*/true);
     new (&state.plan)
         Plan(plan_of(state, device_info_of(state, names_cublas(o.backend)), o.backend));
     if (logs_plans()) log_plan(state);

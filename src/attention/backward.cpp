@@ -124,8 +124,8 @@ BackwardCall validate_backward(const BackwardArrays& arrays, const cuattn_attent
         "gradients; copy them into rows with gather_cache");
   }
   BackwardCall call{};
-  call.forward = validate_attention(arrays.q, arrays.k, arrays.v, o, check_data,
-                                    /*is_backward=*/true);
+  call.forward =
+      validate_attention(arrays.q, arrays.k, arrays.v, o, check_data, CallKind::backward);
   CUATTN_REQUIRE(b.deterministic >= -1 && b.deterministic <= 1, call.function(),
                  ": deterministic must be None, True or False, got ", b.deterministic,
                  "; in C -1, 1 or 0");

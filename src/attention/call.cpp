@@ -4,6 +4,7 @@
 #include "src/attention/call.h"
 
 #include "src/attention/axes.h"
+#include "src/attention/flex.h"
 #include "src/attention/pages.h"
 #include "src/cache/cache.h"
 #include "src/check/arrays.h"
@@ -35,6 +36,9 @@ AttentionRequest request_of(const AttentionCall& call) {
   r.kv_layout = call.gather.kv_layout;
   r.block_size = call.gather.pages.block_size;
   r.has_dropout = p.dropout.is_on();
+  r.is_flex = call.kind == CallKind::flex;
+  r.has_rows = p.rows.begin != nullptr;
+  r.has_programs = call.has_programs;
   return r;
 }
 
@@ -122,6 +126,7 @@ void check_inputs(const AttentionCall& call, const CallMemory& memory) {
                  {call.max_seqlen_q, p.scores.bias_stride_q},
                  {call.max_seqlen_kv, p.scores.bias_stride_kv}}});
   memory.reads({"dropout_state", p.dropout.state, 8, {{2, 1}}});
+  if (call.kind == CallKind::flex) check_flex_inputs(call, memory);
 }
 
 void run_attention(AttentionCall& call, const TensorView& out, const TensorView* lse,
@@ -178,6 +183,7 @@ void run_attention(AttentionCall& call, const TensorView& out, const TensorView*
   } else if (call.plan.keys == KeyAccess::in_blocks) {
     point_at_pages(call);
   }
+  if (call.has_programs) p.flex = &call.flex;
   backend.attention(p, schedule_of(call.plan, workspace), call.plan, call.device.device_id, stream);
 }
 

@@ -12,21 +12,28 @@
 
 namespace cuattn {
 
+// Which function a call belongs to.
+enum class CallKind : int32_t { attention, backward, flex };
+
 struct AttentionCall {
   AttentionParams params;
+  FlexParams flex;           // what a user wrote; has_programs: there is something in it
   CacheGatherParams gather;  // paged keys: gathered into the workspace before the kernel runs
   Plan plan;
   DLDevice device;
   int32_t layout;
   bool ragged, paged, uses_seqused, has_sinks, has_bias, batch_invariant;
-  bool is_backward;    // part of a BackwardCall: of what follows, function() alone differs
+  bool has_programs;
+  CallKind kind;
   bool may_step;       // lengths and options are such that paged_attention's kernels could serve
   int32_t num_splits;  // forced; 0 = chosen
   int64_t max_seqlen_q,
       max_seqlen_kv;  // as the caller gave them: the extents a bias is held against
 
   const char* function() const {
-    if (is_backward) return ragged ? "attention_varlen_backward" : "attention_backward";
+    if (kind == CallKind::flex) return "flex_attention";
+    if (kind == CallKind::backward)
+      return ragged ? "attention_varlen_backward" : "attention_backward";
     return ragged ? "attention_varlen" : "attention";
   }
 };
@@ -49,7 +56,7 @@ std::string ladder_of(const AttentionCall& call, const DeviceInfo& device, const
 // `check_data` false: no data pointer is looked at, for explain().
 AttentionCall validate_attention(const TensorView& q, const TensorView& k, const TensorView& v,
                                  const cuattn_attention_options& options, bool check_data,
-                                 bool is_backward = false);
+                                 CallKind kind = CallKind::attention);
 
 // The arrays that a call reads, out and lse apart; for the forward and the backward pass.
 void check_inputs(const AttentionCall& call, const CallMemory& memory);

@@ -38,7 +38,7 @@ constexpr Rung kLadder[] = {
 
 // Who asks, as the caller knows it.
 const char* function_of(const AttentionRequest& r) {
-  return r.ragged ? "attention_varlen" : "attention";
+  return r.is_flex ? "flex_attention" : r.ragged ? "attention_varlen" : "attention";
 }
 
 // The number of the compiled kernel that would run the request.
@@ -147,6 +147,9 @@ const char* refusal(Kernel kernel, const AttentionRequest& r, const DeviceInfo& 
   };
   bool drops = kernel == Kernel::cpu || kernel == Kernel::cpu_naive || kernel == Kernel::naive;
   if (r.has_dropout && !drops) return "it has no dropout yet, which naive has";
+  bool is_cpu = kernel == Kernel::cpu || kernel == Kernel::cpu_naive;
+  if (r.has_programs && !is_cpu) return "it has no masks and scores written by the user yet";
+  if (r.has_rows && !is_cpu) return "it has no row ranges yet";
   switch (kernel) {
     case Kernel::cpu:
     case Kernel::cpu_naive:
@@ -238,7 +241,13 @@ const Rung& best_rung(const AttentionRequest& r, const DeviceInfo& device) {
         refusal(rung.kernel, r, device) == nullptr)
       return rung;
   }
-  return named_rung(function_of(r), "naive", device.is_cuda);
+  const Rung& naive = named_rung(function_of(r), "naive", device.is_cuda);
+  if (const char* why = refusal(naive.kernel, r, device)) {
+    fail<NotImplemented>(function_of(r), ": no kernel of this device serves the call: ", why,
+                         "; a mask that is causal, a window or a bias runs everywhere, and on the "
+                         "CPU all do");
+  }
+  return naive;
 }
 
 }  // namespace

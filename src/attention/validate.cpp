@@ -238,9 +238,9 @@ std::string other_layout(const TensorView& q, const TensorView& k, const TensorV
 }
 
 AttentionCall validated(const TensorView& q, const TensorView& k, const TensorView& v,
-                        const cuattn_attention_options& o, bool check_data, bool is_backward) {
+                        const cuattn_attention_options& o, bool check_data, CallKind kind) {
   AttentionCall call{};
-  call.is_backward = is_backward;
+  call.kind = kind;
   call.paged = o.block_tables != nullptr;
   call.ragged = o.cu_seqlens_q != nullptr || o.cu_seqlens_k != nullptr || call.paged;
   call.layout = o.layout;
@@ -288,9 +288,9 @@ AttentionCall validated(const TensorView& q, const TensorView& k, const TensorVi
 
 AttentionCall validate_attention(const TensorView& q, const TensorView& k, const TensorView& v,
                                  const cuattn_attention_options& o, bool check_data,
-                                 bool is_backward) {
+                                 CallKind kind) {
   try {
-    return validated(q, k, v, o, check_data, is_backward);
+    return validated(q, k, v, o, check_data, kind);
   } catch (const InvalidArgument& refusal) {
     bool is_dense = o.cu_seqlens_q == nullptr && o.cu_seqlens_k == nullptr && !o.block_tables;
     throw InvalidArgument(refusal.what() + (is_dense ? other_layout(q, k, v, o) : ""));

@@ -4,6 +4,7 @@
 
 #include <vector>
 
+#include "cuattn/c_api.h"
 #include "cuattn/params/cache.h"
 #include "cuattn/plan.h"
 #include "src/cache/checks.h"
@@ -23,6 +24,14 @@ CacheGatherParams read_pages(const char* function, CacheNames names, const Tenso
 // is longer than padded_len. Other faults of the lengths are left to check().
 void check_pages(const char* function, const CacheGatherParams& params, DLDevice device,
                  Stream stream);
+
+// What reshape_and_cache and mla_write share: the rotation of k, from cos, sin and positions on the
+// device of the argument `like`, into params whose k and num_tokens are filled; and the check of
+// slots and positions, where the host has them.
+void read_rope(const char* function, const cuattn_cache_options& options, DLDevice device,
+               const char* like, bool check_data, CacheWriteParams& params);
+void check_slots(const char* function, const CacheWriteParams& params, const int64_t* slots,
+                 const int64_t* positions);
 
 // The memory of one cache of a call.
 inline Footprint cache_footprint(const char* name, const CacheSide& side, int64_t num_blocks,

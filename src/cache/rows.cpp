@@ -100,19 +100,24 @@ DType cache_dtype_of(const char* fn, const TensorView& view) {
 
 constexpr const char* kWrite = "reshape_and_cache";
 
-void check_slots(const CacheWriteParams& p, const int64_t* slots, const int64_t* positions) {
+}  // namespace
+
+void check_slots(const char* fn, const CacheWriteParams& p, const int64_t* slots,
+                 const int64_t* positions) {
   if (slots == nullptr) return;
   for (int64_t i = 0; i < p.num_tokens; ++i) {
-    CUATTN_REQUIRE(slots[i] == -1 || is_slot(p, slots[i]), kWrite,
+    CUATTN_REQUIRE(slots[i] == -1 || is_slot(p, slots[i]), fn,
                    ": slot_mapping must lie within [-1, ", p.num_blocks * p.block_size, "), got ",
                    slots[i], " at index ", i, "; a slot is block * block_size + token, -1 skips");
     CUATTN_REQUIRE(positions == nullptr || slots[i] == -1 ||
                        (positions[i] >= 0 && positions[i] < p.rope.max_position),
-                   kWrite, ": positions must lie within [0, ", p.rope.max_position, "), got ",
+                   fn, ": positions must lie within [0, ", p.rope.max_position, "), got ",
                    positions == nullptr ? 0 : positions[i], " at index ", i,
                    "; cos and sin have that many rows");
   }
 }
+
+namespace {
 
 void read_scale(const char* name, bool has_number, double number, const DLTensor* array,
                 const CacheWriteParams& p, DLDevice device, bool check_data, CacheSide& side) {
@@ -140,30 +145,32 @@ void read_scale(const char* name, bool has_number, double number, const DLTensor
   side.scales_stride = one ? 0 : view.strides[0];
 }
 
-void read_rope(const cuattn_cache_options& o, DLDevice device, bool check_data,
-               CacheWriteParams& p) {
+}  // namespace
+
+void read_rope(const char* fn, const cuattn_cache_options& o, DLDevice device, const char* like,
+               bool check_data, CacheWriteParams& p) {
   int given = (o.cos != nullptr) + (o.sin != nullptr) + (o.positions != nullptr);
-  CUATTN_REQUIRE(given == 0 || given == 3, kWrite,
+  CUATTN_REQUIRE(given == 0 || given == 3, fn,
                  ": cos, sin and positions must be given together, got ", given,
                  " of them; pass all three to rotate k, or none");
-  CUATTN_REQUIRE(given != 0 || !o.rope_interleaved, kWrite,
+  CUATTN_REQUIRE(given != 0 || !o.rope_interleaved, fn,
                  ": rope_interleaved must be False without cos and sin, got True; pass them too");
   if (given == 0) return;
-  const std::pair<const char*, TensorView> tables[] = {{"cos", view_of(kWrite, "cos", o.cos)},
-                                                       {"sin", view_of(kWrite, "sin", o.sin)}};
+  const std::pair<const char*, TensorView> tables[] = {{"cos", view_of(fn, "cos", o.cos)},
+                                                       {"sin", view_of(fn, "sin", o.sin)}};
   for (const auto& [name, view] : tables) {
-    require_rank(kWrite, name, view, 2, "[max_position, rotary_dim / 2]");
-    require_dtype(kWrite, name, view, DType::f32);
-    require_device(kWrite, name, view, device, "k");
-    require_strided(kWrite, name, view, false, check_data);
-    require_last_axis(kWrite, name, view);
+    require_rank(fn, name, view, 2, "[max_position, rotary_dim / 2]");
+    require_dtype(fn, name, view, DType::f32);
+    require_device(fn, name, view, device, like);
+    require_strided(fn, name, view, false, check_data);
+    require_last_axis(fn, name, view);
   }
   const TensorView &cos = tables[0].second, &sin = tables[1].second;
-  require_extent(kWrite, "sin", "max_position", sin.shape[0], cos.shape[0], "cos");
-  require_extent(kWrite, "sin", "rotary_dim / 2", sin.shape[1], cos.shape[1], "cos");
-  CUATTN_REQUIRE(cos.shape[0] >= 1, kWrite,
+  require_extent(fn, "sin", "max_position", sin.shape[0], cos.shape[0], "cos");
+  require_extent(fn, "sin", "rotary_dim / 2", sin.shape[1], cos.shape[1], "cos");
+  CUATTN_REQUIRE(cos.shape[0] >= 1, fn,
                  ": cos must have at least one row, got 0; give one for each position");
-  CUATTN_REQUIRE(cos.shape[1] >= 1 && 2 * cos.shape[1] <= p.k.head_dim, kWrite,
+  CUATTN_REQUIRE(cos.shape[1] >= 1 && 2 * cos.shape[1] <= p.k.head_dim, fn,
                  ": cos must have rotary_dim / 2 from 1 to head_dim / 2 = ", p.k.head_dim / 2,
                  ", got ", cos.shape[1], "; only the first rotary_dim elements are rotated");
   p.rope.cos = static_cast<const float*>(cos.data);
@@ -174,9 +181,11 @@ void read_rope(const cuattn_cache_options& o, DLDevice device, bool check_data,
   p.rope.rotary_dim = static_cast<int32_t>(2 * cos.shape[1]);
   p.rope.interleaved = o.rope_interleaved != 0;
   p.rope.positions = static_cast<const int64_t*>(
-      read_vector(kWrite, "positions", view_of(kWrite, "positions", o.positions), DType::i64,
-                  p.num_tokens, "num_tokens", device, "k", check_data));
+      read_vector(fn, "positions", view_of(fn, "positions", o.positions), DType::i64, p.num_tokens,
+                  "num_tokens", device, like, check_data));
 }
+
+namespace {
 
 // The arrays of a call, as they are borrowed.
 struct WriteArrays {
@@ -225,7 +234,7 @@ CacheWriteParams read_write(const WriteArrays& arrays, const cuattn_cache_option
                                               p.num_tokens, "num_tokens", device, "k", check_data));
   read_scale("k_scale", o.has_k_scale, o.k_scale, o.k_scales, p, device, check_data, p.k);
   read_scale("v_scale", o.has_v_scale, o.v_scale, o.v_scales, p, device, check_data, p.v);
-  read_rope(o, device, check_data, p);
+  read_rope(kWrite, o, device, "k", check_data, p);
   return p;
 }
 
@@ -265,7 +274,7 @@ void reshape_and_cache(const WriteArrays& arrays, const cuattn_cache_options* op
   const Backend& backend = backend_of(kWrite, device);
   HostCopy<int64_t> slots(backend, device, p.slot_mapping, p.num_tokens, stream);
   HostCopy<int64_t> positions(backend, device, p.rope.positions, p.num_tokens, stream);
-  check_slots(p, slots.data(), positions.data());
+  check_slots(kWrite, p, slots.data(), positions.data());
   if (p.num_tokens == 0 || p.num_heads == 0 || p.num_blocks == 0) return;
   backend.cache_write(p, device.device_id, stream);
 }

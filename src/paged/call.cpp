@@ -39,7 +39,7 @@ void check_memory(const PagedCall& call, const TensorView& out, const TensorView
   memory.writes({"max_logits", p.max_logits, 4, {{partials, 1}}});
   memory.writes({"tmp_out", p.tmp_out, itemsize(p.dtype), {{partials * p.head_dim, 1}}});
   memory.reads({"context_lens", w.context_lens, 4, {{w.num_seqs, 1}}});
-  memory.reads({"q",
+  memory.reads({call.params.latent.is_used ? "q_nope" : "q",
                 p.q,
                 itemsize(p.dtype),
                 {{w.num_seqs, p.q_strides.batch},
@@ -48,6 +48,20 @@ void check_memory(const PagedCall& call, const TensorView& out, const TensorView
                  {p.head_dim, 1}}});
   memory.reads(cache_footprint(call.k_name, p, p.k_cache, p.k_strides));
   memory.reads(cache_footprint(call.v_name, p, p.v_cache, p.v_strides));
+  const LatentParams& latent = p.latent;
+  memory.reads({"q_pe",
+                latent.q_rope,
+                itemsize(p.dtype),
+                {{w.num_seqs, latent.q_strides.batch},
+                 {w.q_len, latent.q_strides.seq},
+                 {p.num_heads_q, latent.q_strides.head},
+                 {latent.rope_dim, 1}}});
+  memory.reads({"kpe_cache",
+                latent.rope_cache,
+                itemsize(p.dtype),
+                {{p.pages.num_blocks, latent.strides.block},
+                 {p.pages.block_size, latent.strides.token},
+                 {latent.rope_dim, 1}}});
   int64_t columns = (int64_t{w.capacity} + p.pages.block_size - 1) / p.pages.block_size;
   memory.reads({"block_tables",
                 p.pages.block_tables,
@@ -107,7 +121,9 @@ void run_paged(PagedCall call, const TensorView& out, const TensorView* lse, voi
   check_memory(call, out, lse, workspace);
   const Backend& backend = backend_of(fn, call.device);
   int32_t device = call.device.device_id;
-  if (!is_cuda(call.device) || checks_device_data()) backend.check_paged(fn, p, device, stream);
+  bool has_tables = p.pages.block_tables != nullptr || w.num_seqs == 0;
+  if (has_tables && (!is_cuda(call.device) || checks_device_data()))
+    backend.check_paged(fn, p, device, stream);
   if (out.size() == 0) return;
   require_workspace(fn, call.plan, call.device, workspace, workspace_bytes);
   place_workspace(call, workspace);

@@ -39,6 +39,16 @@ PagedCall validate_paged(const PagedArrays& arrays, const cuattn_paged_options& 
 PagedCall validate_paged_plan(const TensorView& block_tables, const TensorView& context_lens,
                               const cuattn_paged_shape& shape, const cuattn_paged_options& options);
 
+// The arrays of mla_decode: q_nope and ckv_cache with the columns of the latent. q_pe and kpe_cache,
+// the rope columns, may be nullptr; so may v_cache, for values that are the latents, and both tables
+// and lens, for rows: ckv_cache [num_seqs, seqlen, latent].
+struct LatentArrays {
+  TensorView q_nope, ckv_cache;
+  const TensorView *q_pe, *kpe_cache, *v_cache, *block_tables, *context_lens;
+};
+PagedCall validate_latent(const LatentArrays& arrays, const cuattn_paged_options& options,
+                          bool check_data);
+
 // Chooses a kernel and cuts the work for it. Must come before run.
 void plan_paged(PagedCall& call, const cuattn_paged_options& options, const DeviceInfo& device);
 

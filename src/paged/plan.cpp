@@ -36,16 +36,26 @@ constexpr Rung kLadder[] = {
 
 // The number of the compiled kernel that would run the request: masks and scores are no axes here.
 int32_t instance_of(Kernel kernel, const PagedRequest& r) {
-  return find_instance(Op::paged_attention, kernel, r.kv_dtype, {r.head_dim, r.head_dim},
-                       MaskKind::none, ScoreKind::identity);
+  Op op = r.latent ? Op::mla_decode : Op::paged_attention;
+  return find_instance(op, kernel, r.kv_dtype, {r.head_dim, r.head_dim}, MaskKind::none,
+                       ScoreKind::identity);
 }
 
 // nullptr when the rung can run the request, else why not.
 const char* refusal(Kernel kernel, const PagedRequest& r, const DeviceInfo& device) {
   auto uncompiled = [&] {
     bool none = instance_of(kernel, r) == kNoInstance;
-    return none ? "it is not compiled for this cache dtype and head_dim" : nullptr;
+    return none ? "it is not compiled for this dtype and head_dim" : nullptr;
   };
+  if (r.latent) {
+    if (kernel == Kernel::sm90) return "it has no kernel for latents yet";
+    if (kernel == Kernel::cpu) return nullptr;
+    if (kernel == Kernel::sm80 && r.dtype != DType::f32) {
+      if (r.rope_dim > kMlaSm80Rope) return "it takes at most 64 rope columns";
+      if (r.own_values) return "it takes values that are the latents of the keys";
+    }
+    return uncompiled();
+  }
   switch (kernel) {
     case Kernel::cpu: return nullptr;
     case Kernel::sm90:
@@ -78,6 +88,8 @@ int32_t rows_of(const PagedRequest& r) {
 
 // `head_dim`: of the instance.
 PagedTile tile_of(Kernel kernel, int32_t head_dim, const PagedRequest& r) {
+  if (r.latent && kernel == Kernel::sm80) return mla_sm80_tile(rows_of(r));
+  if (r.latent && kernel == Kernel::simt) return mla_simt_tile(head_dim);
   switch (kernel) {
     case Kernel::sm90: return paged_sm90_tile(head_dim, rows_of(r));
     case Kernel::sm80:

@@ -33,13 +33,16 @@ void read_queries(PagedCall& call, const TensorView& q, int32_t version, bool ch
   p.q_strides = {stride_of(q, 0), call.is_decode ? 0 : stride_of(q, 1), stride_of(q, head)};
 }
 
-// Rows are counted in 32 bits. Fills the group.
+}  // namespace
+
 void check_rows(PagedCall& call) {
   const PagedParams& p = call.params;
   PagedWork& w = call.params.work;
   w.group = w.num_heads_kv == 0 ? 0 : p.num_heads_q / w.num_heads_kv;
   checked_extent(call.function, "q", "q_len * num_heads_q", int64_t{w.q_len} * p.num_heads_q);
 }
+
+namespace {
 
 // The dtype of the caches: q's, or e4m3, which may come as bytes.
 void read_kv_dtype(PagedCall& call, TensorView& k, TensorView& v, int32_t kv_dtype) {
@@ -80,8 +83,8 @@ void place_caches(PagedCall& call, TensorView k, TensorView v, const cuattn_page
   p.v_strides = caches.v.strides;
 }
 
-// block_tables [num_seqs, max_blocks_per_seq] and context_lens [num_seqs]; `like` is the argument
-// that has said where, and how many sequences there are.
+}  // namespace
+
 void read_tables(PagedCall& call, const TensorView& tables, const TensorView& lens,
                  int64_t max_context_len, const char* like, bool check_data) {
   const char* fn = call.function;
@@ -106,6 +109,8 @@ void fill_mask(PagedCall& call, const cuattn_paged_options& o) {
   PagedWork& w = call.params.work;
   w.mask = read_mask(call.function, o.causal, o.window_left, o.window_right, w.q_len, w.capacity);
 }
+
+namespace {
 
 float read_kv_scale(const PagedCall& call, const char* name, double number,
                     const DLTensor* tensor) {
@@ -139,7 +144,9 @@ void fill_scores(PagedCall& call, const cuattn_paged_options& o, bool check_data
   p.v_scales_stride_head = v.stride_head;
 }
 
-void read_splits(PagedCall& call, const cuattn_paged_options& o) {
+}  // namespace
+
+void read_splits(const PagedCall& call, const cuattn_paged_options& o) {
   const char* fn = call.function;
   CUATTN_REQUIRE(o.num_splits >= 0, fn, ": num_splits must be >= 0, got ", o.num_splits,
                  "; pass 0 to let cuattn choose");
@@ -155,6 +162,8 @@ void read_splits(PagedCall& call, const cuattn_paged_options& o) {
                  ": partition_size must be 256, 512 or 1024, got ", o.partition_size,
                  "; vLLM's is 512");
 }
+
+namespace {
 
 const char* function_of(int32_t version) {
   return version == 1   ? "paged_attention_v1"

@@ -28,6 +28,9 @@ PagedRequest request_of(const PagedCall& call, const cuattn_paged_options& o) {
   r.partition_size = o.version == 2 ? static_cast<int32_t>(o.partition_size) : 0;
   r.one_pass = o.version == 1;
   r.batch_invariant = o.batch_invariant != 0;
+  r.latent = call.params.latent.is_used;
+  r.own_values = p.latent.own_values;
+  r.rope_dim = p.latent.rope_dim;
   return r;
 }
 
@@ -94,6 +97,10 @@ size_t place_workspace(PagedCall& call, void* base) {
   PagedParams& p = call.params;
   PagedWork& w = p.work;
   Pieces pieces(base);
+  if (call.params.latent.is_used && p.pages.block_tables == nullptr) {
+    p.latent.own_lens = static_cast<int32_t*>(pieces.take(w.num_seqs, sizeof(int32_t)));
+    w.context_lens = p.latent.own_lens;
+  }
   if (w.num_splits == 0 && !call.request.has_deal) {
     p.own_deal = static_cast<int32_t*>(pieces.take(PagedDeal::size(w), sizeof(int32_t)));
     w.deal = p.own_deal;

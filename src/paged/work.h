@@ -8,6 +8,16 @@
 
 namespace cuattn {
 
+// Parts of the validation that paged_attention and mla_decode share (validate.cpp). Rows are counted
+// in 32 bits; fills the group.
+void check_rows(PagedCall& call);
+// block_tables [num_seqs, max_blocks_per_seq] and context_lens [num_seqs]; `like` is the argument
+// that has said where, and how many sequences there are.
+void read_tables(PagedCall& call, const TensorView& tables, const TensorView& lens,
+                 int64_t max_context_len, const char* like, bool check_data);
+void fill_mask(PagedCall& call, const cuattn_paged_options& options);
+void read_splits(const PagedCall& call, const cuattn_paged_options& options);
+
 // What the choice of a kernel depends on.
 PagedRequest request_of(const PagedCall& call, const cuattn_paged_options& options);
 

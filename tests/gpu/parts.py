@@ -44,6 +44,7 @@ BACKWARD = ("instances/backward_*", "cuda/backward/*.cu", "src/attention/backwar
 BACKWARD += ("src/abi/backward.cpp", "cpu/backward*.cpp")
 PAGED = ("instances/paged_*", "cuda/paged/*.cu", "src/paged/*.cpp", "src/abi/paged.cpp")
 PAGED += ("cpu/paged.cpp", "src/cache/checks.cpp")
+PAGED += ("instances/mla_*", "cuda/mla/*.cu", "src/mla/*.cpp", "src/abi/mla.cpp", "cpu/project.cpp")
 GATHER = ("cuda/cache/gather.cu", "src/cache/rows.cpp", "src/cache/checks.cpp", "cpu/cache.cpp")
 CORE_TESTS = ("test_device_math.cu", "test_device_tiles.cu", "test_cuda.cpp", "test_core.cpp")
 CORE_TESTS += ("test_errors.cpp", "test_cache_rows.cpp", "test_cache_blocks.cpp")
@@ -102,6 +103,9 @@ PARTS = {
             "test_paged_versions.py",
             "test_paged_explain.py",
             "test_paged_errors.py",
+            "test_mla_decode.py",
+            "test_mla_attention.py",
+            "test_mla_errors.py",
         ),
         cases="cuda_paged_s,cuda_paged_versions_,decode_maps",
     ),

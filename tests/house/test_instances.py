@@ -158,6 +158,28 @@ def test_paged_attention_is_planned_for_the_smallest_instance_that_serves_it(gpu
     assert chosen == {i for i in INSTANCES if i.op == "paged_attention" and i.kernel in kernels}
 
 
+@pytest.mark.parametrize("gpu", GPUS)
+def test_mla_decode_is_planned_for_the_smallest_instance_that_serves_it(gpu):
+    chosen = set()
+    latents = (16, 496, 512, 528, 1008, 1024)
+    for dtype, latent, backend in itertools.product(
+        ("float32", "float16", "bfloat16"), latents, ("auto", "simt", "sm80", "sm90")
+    ):
+        arrays = (3, 8, latent), (3, 8, 64), (9, 16, latent), (9, 16, 64), (3, 4), (3,)
+        try:
+            plan = cuattn.explain(
+                "mla_decode", *arrays, device=GPUS[gpu], dtype=dtype, scale=1.0, backend=backend
+            )
+        except NotImplementedError:
+            assert backend != "auto"
+            continue
+        key = ("mla_decode", plan.kernel, dtype)
+        found = Instance(*key, plan.head_dim, plan.head_dim_v, "any", "any")
+        assert found == smallest(*key, latent, latent, "any", "any")
+        chosen.add(found)
+    assert chosen == {i for i in INSTANCES if i.op == "mla_decode"}
+
+
 def test_kernels_lists_what_the_build_has_of_the_table():
     if cuattn.info()["cuda"] is None:
         pytest.skip("this build has no CUDA kernels to list")

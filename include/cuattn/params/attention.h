@@ -5,6 +5,7 @@
 #pragma once
 
 #include "cuattn/params/dropout.h"
+#include "cuattn/params/flex.h"
 #include "cuattn/params/pages.h"
 #include "cuattn/params/rows.h"
 #include "cuattn/params/scores.h"
@@ -43,6 +44,8 @@ struct AttentionParams {
   MaskParams mask;
   ScoreParams scores;
   DropoutParams dropout;
+  RowRanges rows;          // or none
+  const FlexParams* flex;  // what a user wrote, in host memory, or nullptr
 };
 
 CUATTN_HOST_DEVICE Span query_span(const AttentionParams& p, int32_t b) {

@@ -9,6 +9,19 @@
 
 namespace cuattn {
 
+// What mla_decode has beside: keys are [latent | rope], the rotated columns that all heads share
+// with their own queries. head_dim is that of the latent, which is the value as well.
+struct LatentParams {
+  const void* q_rope;      // [num_seqs, q_len, num_heads_q, rope_dim]
+  const void* rope_cache;  // [num_blocks, block_size, rope_dim]
+  Strides q_strides;
+  CacheStrides strides;
+  int32_t rope_dim;   // 0: no such columns
+  bool is_used;       // the call is one of mla_decode
+  bool own_values;    // v_cache is not k_cache
+  int32_t* own_lens;  // work.context_lens, where keys are rows: as long as the capacity
+};
+
 // One decode step: O = softmax(mask(alibi + softcap(scale * Q K^T))) V over paged keys.
 struct PagedParams {
   PagedWork work;
@@ -54,6 +67,7 @@ struct PagedParams {
   void* tmp_out;      // [num_seqs, num_heads_q, num_splits, head_dim] of dtype, like partial_out
 
   ScoreParams scores;  // without a bias
+  LatentParams latent;
 };
 
 // Where query `query` of sequence b lies along the seq axis of q, out and lse. -1: nowhere, a
@@ -63,6 +77,12 @@ CUATTN_HOST_DEVICE int64_t query_row(const PagedParams& p, int32_t b, int32_t qu
   Span span = make_span(p.cu_seqlens_q, nullptr, b, p.work.q_len, p.total_q);
   int32_t missing = p.work.q_len - span.stored;
   return query < missing ? -1 : span.start + query - missing;
+}
+
+// The block of a latent key; without block_tables sequence b is block b.
+CUATTN_HOST_DEVICE int64_t latent_block(const PagedParams& p, int32_t b, int32_t key) {
+  if (p.pages.block_tables == nullptr) return b;
+  return p.pages.block(b, key / p.pages.block_size);
 }
 
 }  // namespace cuattn

@@ -39,6 +39,9 @@ class ndarray:
     def view(self, dtype):
         return ndarray(self.values.view(dtype))
 
+    def swapaxes(self, a, b):
+        return ndarray(self.values.swapaxes(a, b))
+
     def reshape(self, *shape):
         return ndarray(self.values.reshape(*shape))
 

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""flex_attention: attention with masks and scores that are written as Python functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from .. import _core
+from .._arrays import Array, ArrayT
+from .._options import DENSE, options_of
+from .block_mask import BlockMask
+from .evaluate import on_host
+from .masks import and_masks
+from .plan import Found, Problem, narrowed, plan
+from .trace import Traced, trace
+
+NAME = "flex_attention"
+RAGGED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+OPTIONS = frozenset(option.name for option in options_of(*DENSE)) | frozenset(RAGGED)
+
+
+def flex_attention(
+    q: ArrayT,
+    k: Array,
+    v: Array,
+    *,
+    score_mod: Callable[..., Any] | None = None,
+    mask_mod: Callable[..., Any] | None = None,
+    block_mask: BlockMask | Any = None,
+    **options: Any,
+) -> Any:
+    """Attend with a mask and a score that are written as Python functions.
+
+    ``out = softmax(mask(bias + alibi + score_mod(softcap(scale * q @ k.T)))) @ v``. The functions
+    run once, on symbols: what they compute becomes an expression, and no array of seqlen_q x
+    seqlen_kv is made. A mask that is causal or a window runs by these options; one that leaves each
+    row one interval of keys by row ranges; the others by a program and lists of blocks.
+
+    Parameters
+    ----------
+    q, k, v : array
+        As `attention` takes them: on the CPU; [batch, seqlen, heads, dim], or packed [total, heads,
+        dim] with cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k among the options.
+    score_mod : function, optional
+        ``score_mod(score, b, h, q_idx, kv_idx)`` returns the score in natural units: operators,
+        `cuattn.flex` functions (where, minimum, maximum, abs, exp, log, tanh, sqrt), numpy's and
+        torch's of the same names, and arrays of 0 to 2 axes indexed by these. -inf hides a key.
+    mask_mod : function, optional
+        ``mask_mod(b, h, q_idx, kv_idx)`` returns whether query q_idx of sequence b and query head h
+        sees key kv_idx, both counted from the start of their own: ``kv_idx <= q_idx`` is causal
+        from the top left, while `causal=True` counts from the bottom right. Both functions may name
+        ``q_len`` and ``kv_len``, the lengths in use.
+    block_mask : BlockMask, optional
+        Of `create_block_mask`; its mask is applied too. One of torch is taken as well.
+    **options
+        Those of `attention`. Masks add up: a key is seen if all of them leave it.
+
+    Returns
+    -------
+    array, or (array, lse)
+        As `attention` returns.
+
+    Raises
+    ------
+    TypeError
+        If a function does what cannot be written down as an expression, or an option is unknown.
+    ValueError
+        If a shape, dtype, device or option breaks its rule, or block_mask is for other lengths.
+    NotImplementedError
+        On CUDA, if the mask is neither causal nor a window, or score_mod is given.
+    """
+    arguments = {"q": q, "k": k, "v": v, **options}
+    refuse_unknown(options)
+    problem = problem_of(q, k, options)
+    if problem is None:  # the compiled module says what is wrong with it
+        return _core.flex_attention(arguments, {})
+    found = find(problem, score_mod, mask_mod, block_mask)
+    if found.window is not None:
+        arguments["window"] = narrowed(options.get("window", (-1, -1)), found.window)
+    return run(arguments, found)
+
+
+def refuse_unknown(options: dict[str, Any]) -> None:
+    """Refuse names that are no arguments."""
+    for name in options:
+        if name not in OPTIONS:
+            raise TypeError(
+                f"{NAME}: '{name}' is no argument; it takes score_mod, mask_mod, block_mask and "
+                f"{', '.join(sorted(OPTIONS))}"
+            )
+
+
+def find(problem: Problem, score_mod: Any, mask_mod: Any, block_mask: Any) -> Found:
+    """Return what the functions and the block mask of a call become."""
+    score = None if score_mod is None else trace(score_mod, is_score=True)
+    if block_mask is not None and hasattr(block_mask, "kv_indices"):
+        block_mask = BlockMask.from_torch(block_mask)
+    if block_mask is not None:
+        require_fit(block_mask, problem)
+    return plan(problem, score, mask_of(mask_mod, block_mask), block_mask)
+
+
+def mask_of(mask_mod: Any, block_mask: BlockMask | None) -> Traced | None:
+    """Return the mask of a function, a block mask, or both."""
+    if block_mask is None:
+        return None if mask_mod is None else trace(mask_mod)
+    if mask_mod is None:
+        return trace(block_mask.mask_mod)
+    trace(mask_mod)  # whose messages name it
+    return trace(and_masks(block_mask.mask_mod, mask_mod))
+
+
+def require_fit(block_mask: Any, problem: Problem) -> None:
+    """Refuse a block mask that was made for another call."""
+    if not isinstance(block_mask, BlockMask):
+        raise TypeError(
+            f"{NAME}: block_mask must be a BlockMask, got {type(block_mask).__name__}; "
+            "create_block_mask makes one"
+        )
+    free = trace(block_mask.mask_mod).expr.free
+    for name, got, want, index in zip(
+        block_mask.shape._fields, block_mask.shape, problem.shape, ("b", "h", "", ""), strict=True
+    ):
+        if got != want and not (index and got == 1 and index not in free):
+            raise ValueError(
+                f"{NAME}: block_mask must be made for {name} {want}, got one for {got}; make it "
+                "anew, or pass mask_mod, which has no lengths"
+            )
+    if problem.starts_q is not None:
+        raise ValueError(
+            f"{NAME}: block_mask must not be given with cu_seqlens_q, as its blocks count from the "
+            "start of a sequence; pass mask_mod"
+        )
+
+
+def run(arguments: dict[str, Any], found: Found) -> Any:
+    """Call the compiled module; JAX arrays go by cuattn.jax."""
+    try:
+        result = _core.flex_attention(arguments, found.arrays)
+    except _core.GradientWanted:
+        raise NotImplementedError(
+            f"{NAME}: has no gradients yet, got a tensor that requires one; call it under "
+            "torch.no_grad(), or write the mask as causal, window or bias for attention"
+        ) from None
+    if result is NotImplemented:
+        from ..jax.flex import run_on_host
+
+        return run_on_host(arguments, found.arrays)
+    return result
+
+
+def problem_of(q: Any, k: Any, options: dict[str, Any]) -> Problem | None:
+    """Return the shapes of a call; None where they do not fit together."""
+    shapes = [tuple(getattr(x, "shape", ())) for x in (q, k)]
+    if options.get("cu_seqlens_q") is not None:
+        return ragged_problem(shapes, options)
+    if any(len(shape) != 4 for shape in shapes):
+        return None
+    sequence, heads = (2, 1) if options.get("layout", "bshd") == "bhsd" else (1, 2)
+    batch, seqlen_q, seqlen_kv = shapes[0][0], shapes[0][sequence], shapes[1][sequence]
+    used = [
+        lengths_of(options.get(name), batch, most)
+        for name, most in (("seqused_q", seqlen_q), ("seqused_k", seqlen_kv))
+    ]
+    if any(x is None for x in used):
+        return None
+    lengths = list(zip(*used, strict=True))
+    return Problem(batch, shapes[0][heads], seqlen_q, seqlen_kv, None, lengths, batch * seqlen_q)
+
+
+def lengths_of(used: Any, batch: int, most: int) -> list[int] | None:
+    """Return the lengths in use; None where they break their rule, which is said elsewhere."""
+    if used is None:
+        return [most] * batch
+    used = on_host(used)
+    is_right = used.shape == (batch,) and np.all((used >= 0) & (used <= most))
+    return [int(n) for n in used] if is_right else None
+
+
+def ragged_problem(shapes: list[tuple[int, ...]], options: dict[str, Any]) -> Problem | None:
+    """Return the shapes of packed sequences; None where they do not fit together."""
+    names = ("cu_seqlens_q", "cu_seqlens_k")
+    if any(options.get(name) is None for name in names) or any(len(s) != 3 for s in shapes):
+        return None
+    begins = [on_host(options[name]) for name in names]
+    for x, shape in zip(begins, shapes, strict=True):
+        is_right = x.ndim == 1 and len(x) >= 1 and x[0] == 0 and x[-1] <= shape[0]
+        if not is_right or np.any(x[1:] < x[:-1]) or len(x) != len(begins[0]):
+            return None
+    batch = len(begins[0]) - 1
+    used = []
+    for x, name in zip(begins, ("seqused_q", "seqused_k"), strict=True):
+        stored = np.diff(x)
+        given = options.get(name)
+        given = stored if given is None else on_host(given)
+        if given.shape != stored.shape or np.any((given < 0) | (given > stored)):
+            return None
+        used.append([int(n) for n in given])
+    most_q, most_kv = (int(np.diff(x).max(initial=0)) for x in begins)
+    lengths = list(zip(*used, strict=True))
+    return Problem(batch, shapes[0][1], most_q, most_kv, begins[0], lengths, shapes[0][0])

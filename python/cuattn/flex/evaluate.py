@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Values of an expression, by numpy: on grids of indices, and as bounds over boxes of them.
+
+An index beyond the end of a captured array reads its nearest element: kernels compute scores of
+padding, too. Bounds are sound: what they call impossible is so, in float32 as well as exactly, and
+whole numbers that leave int32 on the way are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from .expression import BOOL, COMPARISONS, FLOAT, INT, INT32_MAX, Expr, describe, ordered
+from .trace import Traced, dtype_name
+
+Values = dict[str, Any]  # of the indices, by name
+Bounds = tuple[Any, Any]  # least and greatest; of a condition: surely, possibly
+
+NUMPY: dict[str, Callable[..., Any]] = {
+    **{"add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.true_divide},
+    **{"floordiv": np.floor_divide, "mod": np.remainder, "min": np.minimum, "max": np.maximum},
+    **{"lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal},
+    **{"eq": np.equal, "ne": np.not_equal, "and": np.logical_and, "or": np.logical_or},
+    **{"xor": np.logical_xor, "not": np.logical_not, "neg": np.negative, "abs": np.abs},
+    **{"exp": np.exp, "log": np.log, "tanh": np.tanh, "sqrt": np.sqrt, "where": np.where},
+}
+
+
+def on_host(array: Any) -> np.ndarray[Any, Any]:
+    """Return a captured array of the CPU as numpy's, of int32, float32 or bool.
+
+    Raises
+    ------
+    ValueError
+        If it holds whole numbers beyond int32, or lies on a device.
+    """
+    name = dtype_name(array)
+    if not isinstance(array, np.ndarray):
+        device = getattr(array, "__dlpack_device__", lambda: (1, 0))()
+        if device[0] not in (1, 3):
+            raise ValueError(
+                f"flex: a captured array of shape {tuple(array.shape)} lies on device type "
+                f"{int(device[0])}, where the arrays of the call lie on the CPU; move it"
+            )
+        array = array.detach() if hasattr(array, "detach") else array
+        if name == "bfloat16" and hasattr(array, "float"):
+            array = array.float()
+        array = np.asarray(array)
+    if name == "bool" or array.dtype == np.bool_:
+        return array
+    if array.dtype.kind not in "iu":
+        return array.astype(np.float32, copy=False)
+    if array.dtype.itemsize > 4 and array.size:
+        low, high = int(array.min()), int(array.max())
+        if low < -INT32_MAX or high > INT32_MAX:
+            raise ValueError(
+                f"flex: a captured array of {name} must hold numbers within int32, got {low} to "
+                f"{high}; number them anew, as np.unique(x, return_inverse=True) does"
+            )
+    return array.astype(np.int32, copy=False)
+
+
+class Host:
+    """The captured arrays and numbers of a traced function, read once for a call."""
+
+    def __init__(self, traced: Traced):
+        self.scalars = traced.scalars
+        self.arrays = [on_host(array) for array in traced.arrays]
+
+
+def evaluate(host: Host, expr: Expr, values: Values, dtype: Any = np.float32) -> Any:
+    """Return an expression for indices (and a score) that broadcast; floats are of `dtype`."""
+    found: dict[Expr, Any] = {}
+    for node in ordered(expr):
+        args = [found[a] if isinstance(a, Expr) else a for a in node.args]
+        if node.op == "index":
+            found[node] = values[args[0]]
+        elif node.op in ("const", "scalar"):
+            x = args[0] if node.op == "const" else host.scalars[args[0]]
+            found[node] = dtype(x) if node.type == FLOAT else x
+        elif node.op == "load":
+            array = host.arrays[args[0]]
+            at = tuple(np.clip(i, 0, n - 1) for i, n in zip(args[2:], array.shape, strict=True))
+            x = array[at]
+            found[node] = x.astype(dtype) if node.type == FLOAT else widened(x, node.type)
+        elif node.op == "float":
+            found[node] = np.asarray(args[0]).astype(dtype)
+        else:
+            with np.errstate(all="ignore"):
+                found[node] = NUMPY[node.op](*args)
+    return found[expr]
+
+
+def widened(x: Any, kind: str) -> Any:
+    """Return whole numbers as int64, in which bounds and grids do not overflow."""
+    return x.astype(np.int64) if kind == INT else x
+
+
+# Bounds
+
+
+class Tables:
+    """Least and greatest element of any range of a one-dimensional array, by doubling."""
+
+    def __init__(self, array: np.ndarray[Any, Any]):
+        array = widened(array, INT) if array.dtype.kind in "iu" else array
+        self.levels = [(array, array)]
+
+    def level(self, n: int) -> Bounds:
+        """Return the bounds of every 2^n neighbours."""
+        while len(self.levels) <= n:
+            step = 1 << (len(self.levels) - 1)
+            low, high = self.levels[-1]
+            joined = np.minimum(low[:-step], low[step:]), np.maximum(high[:-step], high[step:])
+            self.levels.append(joined)
+        return self.levels[n]
+
+    def bounds(self, low: Any, high: Any) -> Bounds:
+        """Return those of the elements low to high, both included."""
+        last = len(self.levels[0][0]) - 1
+        low, high = np.broadcast_arrays(np.clip(low, 0, last), np.clip(high, 0, last))
+        level = np.frexp((high - low + 1).astype(np.float64))[1] - 1
+        kind = self.levels[0][0].dtype
+        least, most = np.empty(low.shape, kind), np.empty(low.shape, kind)
+        for n in np.unique(level):
+            lows, highs = self.level(int(n))
+            at = level == n
+            first, second = low[at], high[at] + 1 - (1 << int(n))
+            least[at] = np.minimum(lows[first], lows[second])
+            most[at] = np.maximum(highs[first], highs[second])
+        return least, most
+
+
+def load_bounds(array: np.ndarray[Any, Any], indices: list[Bounds]) -> Bounds:
+    """Return the bounds of a captured array's elements over boxes of indices."""
+    array = array.astype(np.int8) if array.dtype == np.bool_ else array
+    if array.ndim == 0:
+        return array[()], array[()]
+    if array.ndim == 2:  # one row where that is known, else all of them together
+        low, high = (np.unique(np.clip(i, 0, len(array) - 1)) for i in indices[0])
+        if len(low) == len(high) == 1 and low[0] == high[0]:
+            return Tables(array[low[0]]).bounds(*indices[1])
+        least, most = array.min(axis=0), array.max(axis=0)
+        return Tables(least).bounds(*indices[1])[0], Tables(most).bounds(*indices[1])[1]
+    return Tables(array).bounds(*indices[0])
+
+
+def float_error(bounds: Bounds) -> Bounds:
+    """Widen by more than the rounding of a float32 operation, or of another exp."""
+    low, high = (np.asarray(x, np.float64) for x in bounds)
+    with np.errstate(all="ignore"):
+        low, high = low - np.abs(low) * 1e-6 - 1e-37, high + np.abs(high) * 1e-6 + 1e-37
+    return np.where(np.isnan(low), -np.inf, low), np.where(np.isnan(high), np.inf, high)
+
+
+def product(a: Bounds, b: Bounds, op: Callable[[Any, Any], Any]) -> Bounds:
+    """Return the bounds of a product or quotient, from its corners."""
+    with np.errstate(all="ignore"):
+        corners = [op(x, y) for x in a for y in b]
+    low, high = corners[0], corners[0]
+    for x in corners[1:]:
+        low, high = np.minimum(low, x), np.maximum(high, x)  # NaN stays, float_error widens it
+    return low, high
+
+
+def divided(a: Bounds, b: Bounds) -> Bounds:
+    """Return the bounds of a quotient."""
+    low, high = product(a, b, np.true_divide)
+    has_zero = (np.asarray(b[0]) <= 0) & (np.asarray(b[1]) >= 0)
+    return np.where(has_zero, -np.inf, low), np.where(has_zero, np.inf, high)
+
+
+def remainder(a: Bounds, divisor: Any) -> Bounds:
+    """Return the bounds of a remainder by a positive number."""
+    is_one_period = np.floor_divide(a[0], divisor) == np.floor_divide(a[1], divisor)
+    low = np.where(is_one_period, np.remainder(a[0], divisor), 0)
+    return low, np.where(is_one_period, np.remainder(a[1], divisor), divisor - 1)
+
+
+def magnitude(a: Bounds) -> Bounds:
+    """Return the bounds of the size of a number."""
+    low, high = np.abs(a[0]), np.abs(a[1])
+    has_zero = (np.asarray(a[0]) <= 0) & (np.asarray(a[1]) >= 0)
+    return np.where(has_zero, 0, np.minimum(low, high)), np.maximum(low, high)
+
+
+def monotone(op: str, a: Bounds) -> Bounds:
+    """Return the bounds of a function that never falls."""
+    with np.errstate(all="ignore"):
+        return NUMPY[op](np.float64(a[0])), NUMPY[op](np.float64(a[1]))
+
+
+def compared(op: str, a: Bounds, b: Bounds) -> Bounds:
+    """Return whether a comparison surely, and whether it possibly holds."""
+    (low, high), (least, most) = a, b
+    if op in ("gt", "ge"):
+        return compared("lt" if op == "gt" else "le", b, a)
+    if op in ("lt", "le"):
+        compare = NUMPY[op]
+        return compare(high, least), compare(low, most)
+    one = (low == high) & (least == most) & (low == least)
+    meet = (low <= most) & (least <= high)
+    return (one, meet) if op == "eq" else (np.logical_not(meet), np.logical_not(one))
+
+
+def joined(op: str, a: Bounds, b: Bounds) -> Bounds:
+    """Return the bounds of two conditions joined."""
+    if op != "xor":
+        return NUMPY[op](a[0], b[0]), NUMPY[op](a[1], b[1])
+    false_a, false_b = np.logical_not(a[1]), np.logical_not(b[1])
+    surely = np.logical_or(np.logical_and(a[0], false_b), np.logical_and(b[0], false_a))
+    equal = np.logical_or(np.logical_and(a[0], b[0]), np.logical_and(false_a, false_b))
+    return surely, np.logical_not(equal)
+
+
+def chosen(kind: str, c: Bounds, x: Bounds, y: Bounds) -> Bounds:
+    """Return the bounds of one of two values."""
+    surely, never = c[0], np.logical_not(c[1])
+    if kind == BOOL:
+        both = joined("and", x, y)[0], joined("or", x, y)[1]
+    else:
+        both = np.minimum(x[0], y[0]), np.maximum(x[1], y[1])
+    low = np.where(surely, x[0], np.where(never, y[0], both[0]))
+    return low, np.where(surely, x[1], np.where(never, y[1], both[1]))
+
+
+def bounds_of(node: Expr, args: list[Any]) -> Bounds:
+    """Return the bounds of an operation from those of its arguments."""
+    op = node.op
+    if op in COMPARISONS:
+        return compared(op, *args)
+    if op in ("and", "or", "xor"):
+        return joined(op, *args)
+    if op == "not":
+        return np.logical_not(args[0][1]), np.logical_not(args[0][0])
+    if op == "where":
+        return chosen(node.type, *args)
+    if op in ("mul", "div"):
+        return product(args[0], args[1], np.multiply) if op == "mul" else divided(*args)
+    if op == "mod":
+        return remainder(args[0], args[1][0])
+    if op == "floordiv":
+        return args[0][0] // args[1][0], args[0][1] // args[1][0]
+    if op == "sub":
+        return args[0][0] - args[1][1], args[0][1] - args[1][0]
+    if op in ("add", "min", "max"):
+        return NUMPY[op](args[0][0], args[1][0]), NUMPY[op](args[0][1], args[1][1])
+    if op == "neg":
+        return -args[0][1], -args[0][0]
+    if op == "abs":
+        return magnitude(args[0])
+    return args[0] if op == "float" else monotone(op, args[0])
+
+
+def bounds(host: Host, expr: Expr, boxes: dict[str, Bounds], reads_floats: bool = True) -> Bounds:
+    """Return the bounds of an expression over boxes of indices, which broadcast.
+
+    Without `reads_floats` captured floats may be any.
+
+    Raises
+    ------
+    ValueError
+        If a whole number on the way may lie beyond int32.
+    """
+    found: dict[Expr, Bounds] = {}
+    for node in ordered(expr):
+        args: list[Any] = [found[a] if isinstance(a, Expr) else a for a in node.args]
+        if node.op == "index":
+            r = boxes[args[0]]
+        elif node.op in ("const", "scalar"):
+            x = args[0] if node.op == "const" else host.scalars[args[0]]
+            r = (np.int64(x), np.int64(x)) if node.type == INT else (x, x)
+        elif node.op == "load" and node.type == FLOAT and not reads_floats:
+            r = (-np.inf, np.inf)
+        elif node.op == "load":
+            r = load_bounds(host.arrays[args[0]], args[2:])
+            r = (r[0] != 0, r[1] != 0) if node.type == BOOL else r
+        else:
+            with np.errstate(all="ignore"):
+                r = bounds_of(node, args)
+        if node.type == FLOAT and node.op not in ("load", "index", "neg", "abs", "min", "max"):
+            r = float_error(r)
+        elif node.type == INT and (np.min(r[0]) < -INT32_MAX or np.max(r[1]) > INT32_MAX):
+            raise ValueError(
+                f"flex: {describe(node)} may reach {int(np.min(r[0]))} to {int(np.max(r[1]))}, "
+                "beyond int32, which indices are computed in; write it in floats"
+            )
+        found[node] = r
+    return found[expr]

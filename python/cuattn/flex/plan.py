@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a mask and a score function become for one call: options, row ranges, programs, lists."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .block_mask import BlockMask, Shape, classify, lists_of
+from .evaluate import Host, bounds, evaluate
+from .expression import Expr
+from .program import program
+from .rows import Split, document_parts, limits, runs, split
+from .trace import Traced
+
+BLOCK = (128, 128)
+
+
+class Problem(NamedTuple):
+    """The shapes of a call."""
+
+    batch: int
+    num_heads: int
+    seqlen_q: int
+    seqlen_kv: int
+    starts_q: np.ndarray[Any, Any] | None  # of a ragged call: where each sequence's rows begin
+    lengths: list[tuple[int, int]]  # queries and keys in use of each sequence
+    total_q: int
+
+    @property
+    def common(self) -> tuple[int, int] | None:
+        """Return the lengths where all sequences have the same, else None."""
+        return self.lengths[0] if len(set(self.lengths)) == 1 else None
+
+    @property
+    def shape(self) -> Shape:
+        """Return what block masks are made for."""
+        return Shape(self.batch, self.num_heads, self.seqlen_q, self.seqlen_kv)
+
+
+class Found(NamedTuple):
+    """A mask and score function, as the compiled module takes them, and in words."""
+
+    window: tuple[int, int] | None  # an option: kernels that know nothing of flex serve it
+    arrays: dict[str, Any]
+    words: str
+
+
+class Rows:
+    """Begin and end of each row's keys, for as many sequences and heads as they differ."""
+
+    def __init__(self, problem: Problem, free: frozenset[str]):
+        self.problem = problem
+        is_same = problem.common is not None and problem.starts_q is None
+        self.batch = 1 if is_same and "b" not in free else problem.batch
+        self.heads = problem.num_heads if "h" in free else 1
+        ragged = problem.starts_q is not None
+        rows = problem.total_q if ragged else problem.seqlen_q
+        shape = (self.heads, rows) if ragged else (self.batch, self.heads, rows)
+        self.begin, self.end = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+
+    def fill(self, keys_of: Callable[[dict[str, Any]], Any]) -> bool:
+        """Ask `keys_of(indices)` for each sequence and head; False as soon as it has no answer."""
+        for b in range(self.batch):
+            q_len, kv_len = self.problem.lengths[b] if self.problem.lengths else (0, 0)
+            for h in range(self.heads):
+                q = np.arange(q_len)
+                values = {"q": q, "b": b, "h": h, "q_len": q_len, "kv_len": kv_len}
+                keys = keys_of(values)
+                if keys is None:
+                    return False
+                for side, x in zip((self.begin, self.end), keys, strict=True):
+                    self.place(side, b, h, q_len)[...] = np.clip(x, 0, kv_len)
+        return True
+
+    def place(self, side: Any, b: int, h: int, q_len: int) -> Any:
+        """Return the rows in use of a sequence and head."""
+        if self.problem.starts_q is None:
+            return side[b, h, :q_len]
+        first = self.problem.starts_q[b]
+        return side[h, first : first + q_len]
+
+
+def keys_function(host: Host, keys: Split, documents: list[tuple[Expr, Expr]]) -> Any:
+    """Return what gives the (begin, end) of rows; None where an array is not sorted into runs."""
+    known: dict[Any, Any] = {}  # the runs of an array, for the indices that they depend on
+
+    def runs_of(load: Expr, values: dict[str, Any]) -> Any:
+        kv_len = values["kv_len"]
+        key = (load, kv_len, *(values[name] for name in ("b", "h") if name in load.free))
+        if key not in known:
+            k = np.arange(kv_len)
+            found = evaluate(host, load, {**values, "k": k})
+            known[key] = runs(np.broadcast_to(found, k.shape))
+        return known[key]
+
+    def keys_of(values: dict[str, Any]) -> Any:
+        begin = 0 if keys.begin is None else evaluate(host, keys.begin, values)
+        end = values["kv_len"] if keys.end is None else evaluate(host, keys.end, values)
+        for x, load in documents:
+            found = runs_of(load, values)
+            if found is None:
+                return None
+            ids, first, last = found
+            wanted = np.broadcast_to(evaluate(host, x, values), values["q"].shape)
+            at = np.minimum(np.searchsorted(ids, wanted), max(len(ids) - 1, 0))
+            is_there = ids[at] == wanted if len(ids) else np.zeros(wanted.shape, bool)
+            begin = np.maximum(begin, np.where(is_there, first[at] if len(ids) else 0, 0))
+            end = np.minimum(end, np.where(is_there, last[at] if len(ids) else 0, 0))
+        return begin, end
+
+    return keys_of
+
+
+def find_rows(host: Host, problem: Problem, keys: Split) -> tuple[Rows | None, Expr | None]:
+    """Return the row ranges of a mask, if it has any, and what they leave to be asked."""
+    documents, left = document_parts(keys.rest)
+    for parts, rest in ((documents, left), ([], keys.rest)) if documents else (([], keys.rest),):
+        sides = [
+            *(e for e in (keys.begin, keys.end) if e is not None),
+            *(e for p in parts for e in p),
+        ]
+        if not sides:
+            continue
+        rows = Rows(problem, frozenset().union(*(e.free for e in sides)))
+        if rows.fill(keys_function(host, keys, parts)):
+            return rows, rest
+    return None, keys.rest
+
+
+def plan(
+    problem: Problem,
+    score: Traced | None,
+    mask: Traced | None,
+    block_mask: BlockMask | None,
+) -> Found:
+    """Return what one call hands to the compiled module."""
+    found: dict[str, Any] = {}
+    window, words = None, []
+    captured: list[Any] = []
+    if score is not None and score.expr.op != "index":
+        host = Host(score)
+        require_int32(host, score.expr, problem)
+        found["score_program"] = program(score.expr, score.scalars)
+        captured += host.arrays
+        words.append(f"a program of the score: {score}")
+    if mask is not None:
+        host = Host(mask)
+        keys = split(mask.expr)
+        window = limits(host, keys, problem.common)
+    if mask is not None and window is None:
+        rows, rest = find_rows(host, problem, keys)
+        if rows is not None:
+            found["row_begin"], found["row_end"] = rows.begin, rows.end
+            words.append("row ranges: each row's keys are an interval")
+        if rest is not None:
+            require_int32(host, rest, problem)
+            found["mask_program"] = program(rest, mask.scalars, len(captured))
+            captured += host.arrays
+            words.append(f"a program of the mask: {rest}")
+            words.append(add_lists(found, problem, mask, block_mask))
+    elif window is not None and window != (-1, -1):
+        words.append(f"options: window={window}")
+    if captured:
+        found["arrays"] = captured
+    return Found(window, found, "; ".join(words) or "nothing beside attention")
+
+
+def require_int32(host: Host, expr: Expr, problem: Problem) -> None:
+    """Refuse whole numbers that leave int32, which kernels compute them in."""
+    most = {"b": problem.batch, "h": problem.num_heads}
+    most |= {"q": problem.seqlen_q, "k": problem.seqlen_kv}
+    boxes: dict[str, Any] = {
+        name: (np.int64(0), np.int64(max(n - 1, 0))) for name, n in most.items()
+    }
+    for name, n in (("q_len", problem.seqlen_q), ("kv_len", problem.seqlen_kv)):
+        boxes[name] = np.int64(0 if problem.common is None else n), np.int64(n)
+    boxes["score"] = -np.inf, np.inf
+    bounds(host, expr, boxes, reads_floats=False)
+
+
+def add_lists(
+    found: dict[str, Any], problem: Problem, mask: Traced, block_mask: BlockMask | None
+) -> str:
+    """Add which blocks are to be computed, and in which the mask is to be asked."""
+    is_dense = problem.starts_q is None and problem.common == problem.shape[2:]
+    if block_mask is not None:
+        states, block = block_mask.states, block_mask.block_size
+        lists = block_mask.by_query
+    elif is_dense and problem.seqlen_q and problem.seqlen_kv:
+        states, block = classify(mask, problem.shape, BLOCK), BLOCK
+        lists = lists_of(states)
+    else:
+        return "no lists of blocks, as sequences differ in length"
+    found["block_starts"], found["block_entries"] = lists
+    found["query_block"], found["key_block"] = block
+    hidden, asked = (int(np.count_nonzero(states == s)) for s in (0, 1))
+    return f"lists of {states.size} blocks: {hidden} are skipped, in {asked} the mask is asked"
+
+
+def narrowed(given: Any, found: tuple[int, int]) -> tuple[int, int]:
+    """Return a window within two windows, -1 being unlimited."""
+    pairs = zip(given, found, strict=True)
+    return tuple(max(pair) if -1 in pair else min(pair) for pair in pairs)

@@ -1,0 +1,369 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a mask or score function once, on symbols, and keeps the expression that it returns.
+
+The function is rebuilt first: arrays in its closure, defaults and globals are replaced by
+`Captured` ones, because `array[q_idx]` calls the array's own `__getitem__`, which knows nothing of
+symbols. Numbers of the closure and the defaults become scalars that are read at each call, so that
+another window is no other expression; where a function branches on one, it is traced again with all
+of them as constants. Functions inside are rebuilt too, so `and_masks(*masks)` works.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from .expression import (
+    BOOL,
+    FLOAT,
+    INT,
+    KV_LEN,
+    Q_LEN,
+    SCORE,
+    B,
+    Expr,
+    H,
+    K,
+    Operand,
+    Q,
+    TraceError,
+    describe,
+    in_int32,
+    read,
+    to_float,
+)
+from .text import listing
+
+MAX_AXES = 2
+FOREIGN = ("numpy", "torch", "jax", "cupy", "math", "cuattn")  # whose functions run as they are
+KINDS = {
+    **dict.fromkeys(("int8", "int16", "int32", "int64", "uint8", "uint16"), INT),
+    **dict.fromkeys(("float16", "bfloat16", "float32", "float64"), FLOAT),
+    "bool": BOOL,
+}
+
+
+def dtype_name(array: Any) -> str:
+    """Return the name of an array's dtype in any library."""
+    return str(array.dtype).rsplit(".", maxsplit=1)[-1]
+
+
+class Captured(Operand):
+    """Stands for an array while a function is traced; indexed all at once or axis by axis."""
+
+    __slots__ = ("indices", "kind", "ndim", "shape", "slot")
+
+    def __init__(self, shape: tuple[int, ...], kind: str, slot: int, indices: tuple[Expr, ...]):
+        self.shape, self.kind, self.slot, self.indices = shape, kind, slot, indices
+        self.ndim = len(shape)
+
+    def __getitem__(self, where: Any) -> Any:
+        indices = (*self.indices, *(where if isinstance(where, tuple) else (where,)))
+        if len(indices) > self.ndim:
+            raise TraceError(
+                f"a captured array of shape {self.shape} takes {self.ndim} indices, got "
+                f"{len(indices)}"
+            )
+        read_indices = tuple(self.index(i) for i in indices)
+        if len(indices) < self.ndim:
+            return Captured(self.shape, self.kind, self.slot, read_indices)
+        return Expr("load", (self.slot, KINDS[self.kind], *read_indices), KINDS[self.kind])
+
+    def index(self, i: Any) -> Expr:
+        """Return an index of the array as a node."""
+        try:
+            node = read(i)
+        except TraceError:
+            node = None
+        if node is None or node.type != INT:
+            got = type(i).__name__ if node is None else f"the {node.type} {describe(node)}"
+            raise TraceError(
+                f"a captured array of shape {self.shape} is indexed by whole numbers made of b, h, "
+                f"q_idx and kv_idx, got {got}"
+            )
+        return node
+
+    def value(self) -> Expr:
+        """Return the element, where there are no axes left to index."""
+        if self.ndim > len(self.indices):
+            raise TraceError(
+                f"{self} is indexed by b, h, q_idx or kv_idx before it is computed with; "
+                f"{self.ndim - len(self.indices)} of {self.ndim} indices are missing"
+            )
+        return self[()]
+
+    def __len__(self) -> int:
+        return self.shape[len(self.indices)]
+
+    def __str__(self) -> str:
+        return f"a captured array of shape {self.shape}"
+
+
+class Traced:
+    """A function as an expression, with the arrays and numbers that it reads."""
+
+    def __init__(self, name: str, is_score: bool):
+        self.name, self.is_score = name, is_score
+        self.arrays: list[Any] = []
+        self.scalars: list[Any] = []
+        self.expr: Expr = read(True)
+
+    def __str__(self) -> str:
+        return str(self.expr)
+
+    def key(self) -> str:
+        """Return a hash of the expression: no number, length, shape, address or name is in it."""
+        return hashlib.sha256(listing(self.expr).encode()).hexdigest()[:32]
+
+
+def is_array(x: Any) -> bool:
+    """Whether something is an array to capture."""
+    return hasattr(x, "__dlpack__") and hasattr(x, "shape") and not isinstance(x, np.generic)
+
+
+def is_number(x: Any) -> bool:
+    """Whether something is a number that may change between calls."""
+    return isinstance(x, (int, float, np.integer, np.floating)) and not isinstance(x, bool)
+
+
+def is_own(function: Any) -> bool:
+    """Whether a function is the user's, and to be rebuilt."""
+    module = (getattr(function, "__module__", None) or "").split(".")
+    return module[0] not in FOREIGN or (module[:2] == ["cuattn", "flex"] and module[-1] in MODS)
+
+
+MODS = ("masks", "scores", "block_mask")  # modules of ours that hold such functions
+
+
+def names_of(code: types.CodeType) -> Iterator[str]:
+    """List the globals that a function and the functions inside it may read."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from names_of(constant)
+
+
+class Rebuilder:
+    """Replaces what a function reaches: arrays by captured ones, numbers by scalars."""
+
+    def __init__(self, traced: Traced, keeps_scalars: bool):
+        self.traced, self.keeps_scalars = traced, keeps_scalars
+        self.seen: dict[int, tuple[Any, Any]] = {}  # by id: what, and by what it is replaced
+
+    def capture(self, array: Any) -> Captured:
+        """Return what stands for an array."""
+        kind, shape = dtype_name(array), tuple(array.shape)
+        if kind not in KINDS:
+            raise TraceError(
+                f"a captured array must hold {', '.join(KINDS)}, got {kind} of shape {shape}; "
+                "cast it"
+            )
+        if len(shape) > MAX_AXES or 0 in shape or any(n > 2**31 - 1 for n in shape):
+            raise TraceError(
+                f"a captured array has 0 to {MAX_AXES} axes of 1 to 2^31 - 1 elements, got shape "
+                f"{shape}; reshape it, and compute an index of two as one"
+            )
+        self.traced.arrays.append(array)
+        return Captured(shape, kind, len(self.traced.arrays) - 1, ())
+
+    def scalar(self, x: Any) -> Expr:
+        """Return the node of a number that is read at each call."""
+        kind = FLOAT if isinstance(x, (float, np.floating)) else INT
+        x = float(x) if kind == FLOAT else in_int32(int(x), "a number of the closure")
+        self.traced.scalars.append(x)
+        return Expr("scalar", (len(self.traced.scalars) - 1,), kind)
+
+    def replace(self, x: Any, is_inside: bool) -> Any:
+        """Return what stands for something that a function reaches."""
+        if is_inside and self.keeps_scalars and is_number(x):
+            return self.scalar(x)  # each its own: two names of one number may part later
+        if id(x) not in self.seen:
+            self.seen[id(x)] = (x, x)  # of a function that reaches itself
+            self.seen[id(x)] = (x, self.replaced(x, is_inside))
+        return self.seen[id(x)][1]
+
+    def replaced(self, x: Any, is_inside: bool) -> Any:
+        """Return the same, of what was not met yet."""
+        if is_array(x):
+            return self.capture(x)
+        if type(x) in (tuple, list):
+            parts = [self.replace(y, is_inside) for y in x]
+            return x if all(y is z for y, z in zip(x, parts, strict=True)) else type(x)(parts)
+        if type(x) is dict:
+            return {name: self.replace(y, is_inside) for name, y in x.items()}
+        if isinstance(x, functools.partial):
+            given = {name: self.replace(y, True) for name, y in x.keywords.items()}
+            args = (self.replace(y, True) for y in x.args)
+            return functools.partial(self.replace(x.func, is_inside), *args, **given)
+        if isinstance(x, types.MethodType):
+            return types.MethodType(self.replace(x.__func__, is_inside), x.__self__)
+        return self.rebuilt(x) if isinstance(x, types.FunctionType) and is_own(x) else x
+
+    def rebuilt(self, f: types.FunctionType) -> types.FunctionType:
+        """Return a function with all that it reaches replaced."""
+        cells = tuple(self.cell(cell) for cell in f.__closure__ or ())
+        known = f.__globals__
+        names = {name: known[name] for name in names_of(f.__code__) if name in known}
+        changed = {name: self.replace(x, False) for name, x in names.items()}
+        is_same = all(changed[name] is x for name, x in names.items())
+        scope = known if is_same else {**known, **changed}
+        defaults = tuple(self.replace(x, True) for x in f.__defaults__ or ())
+        g = types.FunctionType(f.__code__, scope, f.__name__, defaults, cells)
+        given = f.__kwdefaults__ or {}
+        g.__kwdefaults__ = {name: self.replace(x, True) for name, x in given.items()}
+        return g
+
+    def cell(self, cell: Any) -> Any:
+        """Return a cell of a closure with what it holds replaced."""
+        try:
+            return types.CellType(self.replace(cell.cell_contents, True))
+        except ValueError:  # nothing in it yet
+            return cell
+
+
+def parameters(function: Any) -> tuple[str, ...]:
+    """Return the names of the lengths that a function asks for beside its indices."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    code = getattr(function, "__code__", None) or getattr(function.__call__, "__code__", None)
+    if code is None:
+        return ()
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    return tuple(name for name in ("q_len", "kv_len") if name in names)
+
+
+def run(function: Any, traced: Traced, keeps_scalars: bool) -> Expr:
+    """Return what the rebuilt function gives for symbols."""
+    if not isinstance(function, (types.FunctionType, types.MethodType, functools.partial)):
+        function = function.__call__
+    rebuilt = Rebuilder(traced, keeps_scalars).replace(function, True)
+    lengths = {"q_len": Q_LEN, "kv_len": KV_LEN}
+    asked = {name: lengths[name] for name in parameters(function)}
+    symbols = (SCORE, B, H, Q, K) if traced.is_score else (B, H, Q, K)
+    return read(rebuilt(*symbols, **asked))
+
+
+def trace(function: Callable[..., Any], is_score: bool = False) -> Traced:
+    """Trace a mask function, or a score function; the result is kept with the function.
+
+    Raises
+    ------
+    TraceError
+        If the function does what cannot be written down: a TypeError that says the way out.
+    """
+    what = "score_mod" if is_score else "mask_mod"
+    if not callable(function):
+        takes = "(score, b, h, q_idx, kv_idx)" if is_score else "(b, h, q_idx, kv_idx)"
+        raise TraceError(f"{what} must be a function {takes}, got {type(function).__name__}")
+    reached = list(reach(function))
+    known = remembered(function, is_score)
+    if known is not None and same(known[0], reached):
+        return known[1]
+    name = getattr(function, "__qualname__", type(function).__name__)
+    traced = trace_anew(function, is_score, what, name)
+    remember(function, is_score, reached, traced)
+    return traced
+
+
+def trace_anew(function: Any, is_score: bool, what: str, name: str) -> Traced:
+    """Trace a function: with its numbers as scalars, else as constants."""
+    refusal: Exception | None = None
+    for keeps_scalars in (True, False):
+        traced = Traced(name, is_score)
+        try:
+            traced.expr = run(function, traced, keeps_scalars)
+            break
+        except TraceError as error:
+            refusal = TraceError(f"{what} {name}: {error}")
+            refusal.__cause__ = error
+        except (TypeError, IndexError, ValueError, AttributeError) as error:
+            refusal = TraceError(
+                f"{what} {name}: raised {type(error).__name__} while it ran on symbols: {error}; "
+                "it takes b, h, q_idx, kv_idx (a score function: score before them, and both q_len "
+                "and kv_len if it names them); an array that is reached through an attribute "
+                "(self.ids) or made inside is not seen, so assign it to a local before the "
+                "function is defined"
+            )
+            refusal.__cause__ = error
+        if not traced.scalars:
+            raise refusal
+    else:
+        assert refusal is not None
+        raise refusal
+    if is_score:
+        if traced.expr.type == BOOL:
+            raise TraceError(f"{what} {name}: returns a score, got the condition {traced.expr}")
+        traced.expr = to_float(traced.expr)
+    elif traced.expr.type != BOOL:
+        raise TraceError(
+            f"{what} {name}: returns a condition, got the {traced.expr.type} "
+            f"{describe(traced.expr)}; compare it"
+        )
+    return traced
+
+
+# What was traced is kept with the function, and found again if all it reaches is the same object.
+
+memory: weakref.WeakKeyDictionary[Any, dict[bool, Any]] = weakref.WeakKeyDictionary()
+
+
+def reach(x: Any, seen: set[int] | None = None) -> Iterator[Any]:
+    """List what a function reaches through its closure, defaults and globals."""
+    seen = set() if seen is None else seen
+    if id(x) in seen and not is_number(x):
+        return
+    seen.add(id(x))
+    if isinstance(x, types.FunctionType) and is_own(x):
+        yield x.__code__
+        for cell in x.__closure__ or ():
+            try:
+                yield from reach(cell.cell_contents, seen)
+            except ValueError:
+                continue
+        for default in (*(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()):
+            yield from reach(default, seen)
+        for name in names_of(x.__code__):
+            if name in x.__globals__:
+                yield from reach(x.__globals__[name], seen)
+    elif type(x) in (tuple, list):
+        for y in x:
+            yield from reach(y, seen)
+    elif type(x) is dict:
+        for y in x.values():
+            yield from reach(y, seen)
+    elif isinstance(x, functools.partial):
+        yield from reach((x.func, x.args, x.keywords), seen)
+    elif isinstance(x, types.MethodType):
+        yield from reach((x.__func__, x.__self__), seen)
+    else:
+        yield x
+
+
+def same(a: list[Any], b: list[Any]) -> bool:
+    """Whether two reaches are of the same objects, and of equal numbers."""
+    return len(a) == len(b) and all(
+        x is y or (is_number(x) and type(x) is type(y) and x == y)
+        for x, y in zip(a, b, strict=True)
+    )
+
+
+def remembered(function: Any, is_score: bool) -> Any:
+    """Return what was kept with a function; None where nothing was."""
+    try:
+        return memory.get(function, {}).get(is_score)
+    except TypeError:  # it has no hash or no weak references
+        return None
+
+
+def remember(function: Any, is_score: bool, reached: list[Any], traced: Traced) -> None:
+    """Keep what was traced with the function, as long as that lives."""
+    try:
+        memory.setdefault(function, {})[is_score] = (reached, traced)
+    except TypeError:
+        return

@@ -1,0 +1,352 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Multi-head latent attention (MLA): keys and values of all heads from one latent per token."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from . import _core
+from ._arrays import Array, ArrayT, ShapedArray, ShapedT
+from ._mla_costs import choose, read_extents
+from .attention import attention
+
+if TYPE_CHECKING:
+    from ._types import Backend
+
+
+def mla_decode(
+    q_nope: ArrayT,
+    q_pe: ArrayT | None,
+    ckv_cache: Array,
+    kpe_cache: Array | None,
+    block_tables: Array,
+    context_lens: Array,
+    *,
+    scale: float,
+    causal: bool = True,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: Array | None = None,
+    num_splits: int = 0,
+    batch_invariant: bool = False,
+    return_lse: bool = False,
+    out: ArrayT | None = None,
+    lse_out: Array | None = None,
+    workspace: Array | None = None,
+    backend: Backend = "auto",
+    stream: Any = None,
+) -> Any:
+    """Attend to a paged cache of latents in the absorbed form, as DeepSeek's models decode.
+
+    ``score = scale * (q_nope . ckv + q_pe . kpe)``, ``out = sum of softmax(score) * ckv``: the
+    latent is key and value of every head, read once for all of them. q_nope is the query times the
+    transposed key projection, and out goes times the value projection: `mla_project` does both.
+
+    Parameters
+    ----------
+    q_nope : array, [num_seqs, num_heads, latent] or [num_seqs, q_len, num_heads, latent]
+        float32, float16 or bfloat16. latent is a multiple of 16 up to 1024 (DeepSeek: 512).
+    q_pe : array, like q_nope with rope columns, or None
+        The rotated columns, a multiple of 8 up to 128 (DeepSeek: 64).
+    ckv_cache : array, [num_blocks, block_size, latent]
+        Latents of q_nope's dtype, normalised; block_size is 1 to 256. Blocks and tokens may lie
+        apart: ``cache[..., :512]`` of a joined cache [num_blocks, block_size, 576] is taken.
+    kpe_cache : array, [num_blocks, block_size, rope columns], or None
+        Rotated columns that all heads share; may be ``cache[..., 512:]`` of the joined cache.
+    block_tables : int32 array, [num_seqs, max_blocks_per_seq]
+        Physical block of each logical block; entries past the context may be anything.
+    context_lens : int32 array, [num_seqs]
+        Tokens in the cache, the newest included; 0 gives out 0 and lse -inf.
+    scale : float
+        Factor of the scores. It has no default: the head_dim before the projection decides it,
+        1 / sqrt(128 + 64) in DeepSeek's models (times YaRN's factor), not 1 / sqrt(576).
+    causal : bool
+        Query i sees keys ``j <= i + context_len - q_len``.
+    window : (int, int)
+        (left, right) around that diagonal; -1 is unlimited.
+    softcap : float
+        Scores become ``softcap * tanh(scores / softcap)``; 0 is off.
+    sinks : float32 array, [num_heads], optional
+        One more logit per head in the softmax denominator.
+    num_splits : int
+        Parts of the keys, a wish; 0 is chosen.
+    batch_invariant : bool
+        The bits of a sequence do not depend on the others of the batch.
+    return_lse : bool
+        Also return the log-sum-exp of the scores, natural logarithm.
+    out, lse_out : array, optional
+        Written in place and returned; lse_out implies return_lse.
+    workspace : array, optional
+        Contiguous memory of ``explain("mla_decode", ...).workspace_bytes``.
+    backend : {"auto", "simt", "sm80", "cpu"}
+        "auto" or one named kernel.
+    stream : optional
+        As in `attention`.
+
+    Returns
+    -------
+    out : array, like q_nope
+    lse : float32 array, [num_seqs, num_heads] or [num_seqs, num_heads, q_len]
+        If asked for.
+
+    Raises
+    ------
+    ValueError, TypeError, NotImplementedError, CudaError, MemoryError
+        As in `paged_attention`. NotImplementedError for JAX arrays, and for torch tensors that
+        require grad, in grad mode.
+
+    References
+    ----------
+    DeepSeek-V2, arXiv:2405.04434.
+
+    Examples
+    --------
+    >>> import numpy as np, cuattn
+    >>> cache = np.ones((4, 16, 576), np.float32)  # 4 blocks of 16 tokens, joined
+    >>> q_nope, q_pe = np.ones((2, 8, 512), np.float32), np.ones((2, 8, 64), np.float32)
+    >>> tables, lens = np.array([[0, 1], [3, 2]], np.int32), np.array([20, 7], np.int32)
+    >>> ckv, kpe = cache[..., :512], cache[..., 512:]
+    >>> cuattn.mla_decode(q_nope, q_pe, ckv, kpe, tables, lens, scale=192**-0.5).shape
+    (2, 8, 512)
+    """
+    for name, array in (("block_tables", block_tables), ("context_lens", context_lens)):
+        if array is None:
+            raise TypeError(f"mla_decode: {name} must be an int32 array, got None")
+    if scale is None:
+        raise ValueError(
+            "mla_decode: scale must be a number, got None; it is 1 / sqrt(head_dim + rope columns) "
+            "of the head before the projection, 192**-0.5 for DeepSeek"
+        )
+    return _core.mla_decode(locals())
+
+
+def mla_write(
+    ckv: ArrayT,
+    kpe: ArrayT,
+    ckv_cache: ArrayT,
+    kpe_cache: ArrayT,
+    slot_mapping: Array,
+    *,
+    cos: Array | None = None,
+    sin: Array | None = None,
+    positions: Array | None = None,
+    rope_interleaved: bool = True,
+    stream: Any = None,
+) -> tuple[ArrayT, ArrayT]:
+    """Write new latents and their rope columns into their slots of a paged cache, in one launch.
+
+    Parameters
+    ----------
+    ckv : array, [num_tokens, latent]
+        Latents, normalised: float32, float16 or bfloat16; latent is a multiple of 8 up to 1024.
+    kpe : array, [num_tokens, rope columns]
+        Of ckv's dtype; rotated on the way where cos, sin and positions are given.
+    ckv_cache, kpe_cache : array, [num_blocks, block_size, latent] and [..., rope columns], written
+        Of ckv's dtype; two caches, or two views of one joined cache.
+    slot_mapping : int64 array, [num_tokens]
+        Slot = block * block_size + token in the block; -1 skips the row.
+    cos, sin : float32 array, [max_position, rotary_dim / 2], optional
+        Rotate the first rotary_dim columns of kpe.
+    positions : int64 array, [num_tokens], optional
+        The row of cos and sin of each token; with them or not at all.
+    rope_interleaved : bool
+        Pairs are (2 i, 2 i + 1), DeepSeek's order; False: (i, i + rotary_dim / 2). Without cos and
+        sin it says nothing.
+    stream : optional
+        As in `attention`; ckv's library decides.
+
+    Returns
+    -------
+    ckv_cache, kpe_cache : array
+        The arrays given.
+
+    Raises
+    ------
+    ValueError, TypeError, NotImplementedError, CudaError
+        As in `reshape_and_cache`; nothing was written then.
+    """
+    turns = cos is not None or sin is not None or positions is not None
+    result: tuple[ArrayT, ArrayT] = _core.mla_write(
+        ckv, kpe, ckv_cache, kpe_cache, slot_mapping, cos, sin, positions,
+        bool(rope_interleaved) and turns, stream,
+    )  # fmt: skip
+    return result
+
+
+def mla_project(
+    x: ArrayT,
+    proj: Array,
+    *,
+    transpose: bool = False,
+    out: ArrayT | None = None,
+    stream: Any = None,
+) -> ArrayT:
+    """Multiply the rows of each head by the matrix of that head, in float32, rounded once.
+
+    Parameters
+    ----------
+    x : array, [..., num_heads, columns]
+        Up to two axes before the heads; float32, float16 or bfloat16. With `transpose` queries of
+        head_dim columns, without latents (such as the out of `mla_decode`).
+    proj : array, [num_heads, latent, head_dim]
+        Of x's dtype; latent and head_dim are multiples of 8 up to 1024.
+    transpose : bool
+        True: ``x @ proj^T``, from head_dim to latent columns. False: ``x @ proj``.
+    out : array, optional
+        Written in place and returned.
+    stream : optional
+        As in `attention`.
+
+    Returns
+    -------
+    out : array, [..., num_heads, latent or head_dim]
+
+    Raises
+    ------
+    ValueError, TypeError, NotImplementedError, CudaError
+        As in `attention`.
+
+    Examples
+    --------
+    >>> import numpy as np, cuattn
+    >>> q, k_proj = np.ones((2, 4, 8), np.float32), np.ones((4, 16, 8), np.float32)
+    >>> cuattn.mla_project(q, k_proj, transpose=True).shape
+    (2, 4, 16)
+    """
+    result: ArrayT = _core.mla_project(
+        "mla_project", x, proj, None, transpose, "heads", "heads", "heads", out, stream
+    )
+    return result
+
+
+def mla_attention(
+    q: ShapedT,
+    k_latent: ShapedArray,
+    v_latent: ShapedArray,
+    k_proj: ShapedArray,
+    v_proj: ShapedArray,
+    *,
+    q_rope: ShapedArray | None = None,
+    k_rope: ShapedArray | None = None,
+    causal: bool = True,
+    scale: float | None = None,
+    form: str | None = None,
+    return_lse: bool = False,
+    out: ShapedT | None = None,
+    lse_out: Array | None = None,
+    backend: Backend = "auto",
+    stream: Any = None,
+) -> Any:
+    """Attend to keys and values that are projections of latents: a whole prompt, or new tokens.
+
+    ``k = k_latent @ k_proj[h]``, ``v = v_latent @ v_proj[h]``, then attention, in one of two forms
+    that are equal but for rounding. "explicit" projects each token once. "absorbed" projects
+    queries and outputs instead and reads the latents; with few queries on many keys it has far
+    fewer products. ``explain("mla_attention", ...)`` shows what both cost.
+
+    Parameters
+    ----------
+    q : array, [batch, num_heads, seqlen_q, head_dim]
+        float32, float16 or bfloat16; head_dim is a multiple of 8.
+    k_latent : array, [batch, seqlen_kv, latent_k]
+        Of q's dtype; a multiple of 8 up to 1024 columns.
+    v_latent : array, [batch, seqlen_kv, latent_v]
+        Latents of the values; the same array where one latent is both.
+    k_proj : array, [num_heads, latent_k, head_dim]
+        Key projection of each head.
+    v_proj : array, [num_heads, latent_v, head_dim_v]
+        Value projection of each head.
+    q_rope, k_rope : array, [batch, num_heads, seqlen_q, rope_dim] and [batch, seqlen_kv, rope_dim]
+        Rotated columns that scores have beside, the keys' shared by all heads; both or neither.
+    causal : bool
+        Query i sees keys ``j <= i + seqlen_kv - seqlen_q``.
+    scale : float, optional
+        Factor of the scores; None is ``1 / sqrt(head_dim + rope_dim)``.
+    form : {"explicit", "absorbed"}, optional
+        None: the one whose estimate is the smaller.
+    return_lse : bool
+        Also return the log-sum-exp of the scores, natural logarithm.
+    out, lse_out : array, optional
+        Written in place and returned; lse_out implies return_lse.
+    backend : str
+        As in `attention`: of the kernel of that form.
+    stream : optional
+        As in `attention`.
+
+    Returns
+    -------
+    out : array, [batch, num_heads, seqlen_q, head_dim_v]
+    lse : float32 array, [batch, num_heads, seqlen_q]
+        If asked for.
+
+    Raises
+    ------
+    ValueError, TypeError, NotImplementedError, CudaError, MemoryError
+        As in `attention`. NotImplementedError also for a form that cannot run the call, for JAX
+        arrays, and for torch tensors that require grad, in grad mode.
+
+    Notes
+    -----
+    What lies between the steps is allocated by q's library: keys and values of all heads, or the
+    projected queries and outputs.
+
+    >>> import numpy as np, cuattn
+    >>> q, latent = np.ones((1, 4, 3, 8), np.float32), np.ones((1, 5, 16), np.float32)
+    >>> proj = np.ones((4, 16, 8), np.float32)
+    >>> cuattn.mla_attention(q, latent, latent, proj, proj).shape
+    (1, 4, 3, 8)
+    """
+    op = "mla_attention"
+    arrays: dict[str, Any] = {"q": q, "k_latent": k_latent, "v_latent": v_latent, "k_proj": k_proj,
+              "v_proj": v_proj, "q_rope": q_rope, "k_rope": k_rope}  # fmt: skip
+    for name, array in arrays.items():
+        if array is None and "rope" in name:
+            continue
+        if not hasattr(array, "shape") or not hasattr(array, "dtype"):
+            raise TypeError(
+                f"{op}: {name} must be an array, got {type(array).__name__}; pass numpy, torch or "
+                "CuPy arrays"
+            )
+        dtype = arrays["q"].dtype
+        if str(array.dtype) != str(dtype):
+            raise ValueError(f"{op}: {name} must be {dtype} like q, got {array.dtype}; cast it")
+    shapes = {name: None if a is None else a.shape for name, a in arrays.items()}
+    extents = read_extents(op, shapes, causal, v_latent is k_latent)
+    chosen = choose(op, form, extents, dtype.itemsize)
+    if scale is None:
+        scale = 1 / math.sqrt(extents.head_dim + extents.rope_dim)
+    project = _core.mla_project
+    if chosen == "explicit":
+        layouts = ("shared", "shared", "heads")  # of x, of the tail, and of out
+        keys = project(op, k_latent, k_proj, k_rope, False, *layouts, None, stream)
+        values = project(op, v_latent, v_proj, None, False, *layouts, None, stream)
+        # [batch, heads, rows, columns] of arrays whose rows come before the heads
+        keys, values = (x.swapaxes(1, 2) for x in (keys, values))
+        queries: Any = q
+        if q_rope is not None:
+            queries = project(op, q, None, q_rope, False, "bhsd", "bhsd", "bhsd", None, stream)
+        return attention(
+            queries, keys, values, layout="bhsd", causal=causal, scale=scale,
+            return_lse=return_lse, out=out, lse_out=lse_out, backend=backend, stream=stream,
+        )  # fmt: skip
+    queries = project(op, q, k_proj, None, True, "bhsd", "", "heads", None, stream)
+    results = _core.mla_decode(
+        {
+            "q_nope": queries,
+            "q_pe": None if q_rope is None else arrays["q_rope"].swapaxes(1, 2),
+            "ckv_cache": k_latent,
+            "kpe_cache": k_rope,
+            "v_cache": None if v_latent is k_latent else v_latent,
+            "scale": scale,
+            "causal": causal,
+            "return_lse": return_lse,
+            "lse_out": lse_out,
+            "backend": backend,
+            "stream": stream,
+        }
+    )
+    has_lse = return_lse or lse_out is not None
+    latent_out = (results[0] if has_lse else results).swapaxes(1, 2)
+    result = project(op, latent_out, v_proj, None, False, "bhsd", "", "bhsd", out, stream)
+    return (result, results[1]) if has_lse else result

@@ -1,0 +1,171 @@
+// SPDX-License-Identifier: Apache-2.0
+// mla_decode: arrays and options to PagedParams. Its run is that of paged attention, with one kv
+// head whose values are the latents that its keys begin with. Next: paged/call.cpp, paged/work.cpp.
+#include "src/cache/checks.h"
+#include "src/check/arrays.h"
+#include "src/check/options.h"
+#include "src/mla/mla.h"
+#include "src/paged/call.h"
+#include "src/paged/work.h"
+
+namespace cuattn {
+namespace {
+
+constexpr const char* kName = "mla_decode";
+constexpr int32_t kMaxRope = 128;
+
+void check_columns(const char* name, const char* axis, int64_t got, int64_t step, int64_t most) {
+  CUATTN_REQUIRE(got >= step && got <= most && got % step == 0, kName, ": ", name, " must have ",
+                 axis, " a multiple of ", step, " up to ", most, ", got ", got,
+                 "; pad it with zeros, or cut it and merge nothing: project to keys and values and "
+                 "call attention");
+}
+
+// [num_seqs, num_heads, columns] or [num_seqs, q_len, num_heads, columns].
+Strides read_queries(PagedCall& call, const char* name, const TensorView& q, bool check_data) {
+  CUATTN_REQUIRE(q.ndim == 3 || q.ndim == 4, kName, ": ", name,
+                 " must have axes [num_seqs, num_heads, columns] or [num_seqs, q_len, num_heads, "
+                 "columns], got ",
+                 q.ndim, " with shape ", shape_text(q), "; reshape it");
+  require_rows(kName, name, q, false, check_data);
+  int32_t head = q.ndim - 2;
+  return {stride_of(q, 0), q.ndim == 3 ? 0 : stride_of(q, 1), stride_of(q, head)};
+}
+
+void read_nope(PagedCall& call, const TensorView& q, bool check_data) {
+  PagedParams& p = call.params;
+  p.dtype = p.kv_dtype = attention_dtype(kName, "q_nope", q);
+  p.q_strides = read_queries(call, "q_nope", q, check_data);
+  call.is_decode = q.ndim == 3;
+  int32_t head = q.ndim - 2;
+  p.work.num_seqs = checked_extent(kName, "q_nope", "num_seqs", q.shape[0]);
+  p.work.q_len = call.is_decode ? 1 : checked_length(kName, "q_nope", "q_len", q.shape[1]);
+  p.num_heads_q = checked_extent(kName, "q_nope", "num_heads", q.shape[head]);
+  check_columns("q_nope", "a latent (last axis)", q.shape[head + 1], 16, kMaxLatent);
+  p.head_dim = static_cast<int32_t>(q.shape[head + 1]);
+  p.q = q.data;
+}
+
+// The rope columns of q: as many axes, sequences, queries and heads.
+void read_rope_queries(PagedCall& call, const TensorView& nope, const TensorView& q,
+                       bool check_data) {
+  LatentParams& latent = call.params.latent;
+  require_dtype(kName, "q_pe", q, call.params.dtype, "q_nope");
+  require_device(kName, "q_pe", q, call.device, "q_nope");
+  CUATTN_REQUIRE(q.ndim == nope.ndim, kName, ": q_pe must have as many axes as q_nope, ", nope.ndim,
+                 ", got ", q.ndim, " with shape ", shape_text(q), "; reshape it");
+  latent.q_strides = read_queries(call, "q_pe", q, check_data);
+  constexpr const char* kAxes[] = {"num_seqs", "q_len", "num_heads"};
+  for (int32_t axis = 0; axis < q.ndim - 1; ++axis) {
+    const char* word = q.ndim == 3 && axis == 1 ? "num_heads" : kAxes[axis];
+    require_extent(kName, "q_pe", word, q.shape[axis], nope.shape[axis], "q_nope");
+  }
+  check_columns("q_pe", "rope columns (last axis)", q.shape[q.ndim - 1], 8, kMaxRope);
+  latent.rope_dim = static_cast<int32_t>(q.shape[q.ndim - 1]);
+  latent.q_rope = q.data;
+}
+
+// [num_blocks, block_size, columns], or rows [num_seqs, seqlen, columns].
+CacheStrides read_latents(PagedCall& call, const char* name, const TensorView& view,
+                          int64_t columns, const char* like, bool check_data) {
+  CUATTN_REQUIRE(view.ndim == 3, kName, ": ", name,
+                 " must have axes [num_blocks, block_size, columns], got ", view.ndim,
+                 " with shape ", shape_text(view),
+                 "; all heads share it, so it has no axis of heads: drop that of one head");
+  require_dtype(kName, name, view, call.params.dtype, "q_nope");
+  require_device(kName, name, view, call.device, "q_nope");
+  require_extent(kName, name, "columns", view.shape[2], columns, like);
+  require_rows(kName, name, view, false, check_data);
+  return {stride_of(view, 0), 0, stride_of(view, 1)};
+}
+
+void read_caches(PagedCall& call, const LatentArrays& a, bool check_data) {
+  PagedParams& p = call.params;
+  LatentParams& latent = p.latent;
+  p.k_strides = read_latents(call, "ckv_cache", a.ckv_cache, p.head_dim, "q_nope", check_data);
+  p.v_strides = p.k_strides;
+  p.k_cache = p.v_cache = a.ckv_cache.data;
+  p.pages.num_blocks = checked_extent(kName, "ckv_cache", "num_blocks", a.ckv_cache.shape[0]);
+  auto same_places = [&](const char* name, const TensorView& view) {
+    for (int32_t axis = 0; axis < 2; ++axis) {
+      require_extent(kName, name, axis == 0 ? "num_blocks" : "block_size", view.shape[axis],
+                     a.ckv_cache.shape[axis], "ckv_cache");
+    }
+  };
+  if (a.kpe_cache != nullptr) {
+    latent.strides =
+        read_latents(call, "kpe_cache", *a.kpe_cache, latent.rope_dim, "q_pe", check_data);
+    latent.rope_cache = a.kpe_cache->data;
+    same_places("kpe_cache", *a.kpe_cache);
+  }
+  if (a.v_cache == nullptr) return;
+  p.v_strides = read_latents(call, "v_cache", *a.v_cache, p.head_dim, "q_nope", check_data);
+  p.v_cache = a.v_cache->data;
+  same_places("v_cache", *a.v_cache);
+  latent.own_values = p.v_cache != p.k_cache || p.v_strides.block != p.k_strides.block ||
+                      p.v_strides.token != p.k_strides.token;
+}
+
+void read_keys(PagedCall& call, const LatentArrays& a, bool check_data) {
+  PagedParams& p = call.params;
+  int64_t block_size = a.ckv_cache.shape[1];
+  CUATTN_REQUIRE((a.block_tables == nullptr) == (a.context_lens == nullptr), kName,
+                 ": block_tables and context_lens must be given together, got one; rows without "
+                 "pages have neither");
+  if (a.block_tables != nullptr) {
+    require_block_size(kName, "ckv_cache", block_size, KvLayout::nhd);
+    p.pages.block_size = static_cast<int32_t>(block_size);
+    read_tables(call, *a.block_tables, *a.context_lens, -1, "q_nope", check_data);
+    CUATTN_REQUIRE(p.pages.num_blocks > 0 || p.work.capacity == 0, kName,
+                   ": ckv_cache must hold at least one block, got 0; allocate one");
+    return;
+  }
+  require_extent(kName, "ckv_cache", "num_seqs", p.pages.num_blocks, p.work.num_seqs, "q_nope");
+  p.work.capacity = checked_length(kName, "ckv_cache", "seqlen", block_size);
+  p.pages.block_size = p.work.capacity > 0 ? p.work.capacity : 1;
+}
+
+void refuse_options(const cuattn_paged_options& o) {
+  CUATTN_REQUIRE(o.has_scale, kName,
+                 ": scale must be given, got None; it is 1 / sqrt(nope + rope columns of a head "
+                 "before the projection), 1 / sqrt(192) for DeepSeek, and not that of the latent");
+  CUATTN_REQUIRE(o.alibi_slopes == nullptr && o.plan == nullptr && o.version == 0 &&
+                     o.kv_layout == CUATTN_KV_NHD && o.kv_dtype == CUATTN_KV_DTYPE_AUTO &&
+                     o.k_scale == 1.0 && o.v_scale == 1.0 && o.k_scales == nullptr &&
+                     o.v_scales == nullptr,
+                 kName,
+                 ": options must leave alibi_slopes, plan, version, kv_layout, kv_dtype, k_scale "
+                 "and v_scale at their defaults, got one of them; no kernel has them");
+}
+
+}  // namespace
+
+PagedCall validate_latent(const LatentArrays& a, const cuattn_paged_options& o, bool check_data) {
+  PagedCall call{};
+  call.function = kName;
+  call.k_name = "ckv_cache";
+  call.v_name = a.v_cache != nullptr ? "v_cache" : "ckv_cache";
+  call.device = a.q_nope.device;
+  PagedParams& p = call.params;
+  refuse_options(o);
+  p.latent.is_used = true;
+  require_known_device(kName, "q_nope", call.device);
+  read_nope(call, a.q_nope, check_data);
+  CUATTN_REQUIRE((a.q_pe == nullptr) == (a.kpe_cache == nullptr), kName,
+                 ": q_pe and kpe_cache must be given together, got one; leave out both where there "
+                 "are no rope columns");
+  if (a.q_pe != nullptr) read_rope_queries(call, a.q_nope, *a.q_pe, check_data);
+  read_caches(call, a, check_data);
+  p.work.num_heads_kv = 1;
+  check_rows(call);
+  read_keys(call, a, check_data);
+  fill_mask(call, o);
+  p.scores = read_scores(kName, o, false, {p.work.num_seqs, p.num_heads_q, p.head_dim, "num_seqs"},
+                         call.device, check_data);
+  p.k_scale = p.v_scale = 1.0f;
+  read_splits(call, o);
+  call.request = request_of(call, o);
+  return call;
+}
+
+}  // namespace cuattn

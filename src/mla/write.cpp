@@ -1,0 +1,113 @@
+// SPDX-License-Identifier: Apache-2.0
+// mla_write: from borrowed arrays to CacheWriteParams. Its keys are the rope columns, which it may
+// rotate, its values the latents; the kernels are those of reshape_and_cache. Next: cache/rows.cpp.
+#include "src/cache/cache.h"
+#include "src/guarded.h"
+#include "src/mla/mla.h"
+#include "src/options.h"
+
+namespace cuattn {
+namespace {
+
+constexpr const char* kName = "mla_write";
+
+// Rows [num_tokens, columns] and their cache [num_blocks, block_size, columns].
+void read_side(const char* name, const char* cache_name, const TensorView& rows,
+               const TensorView& cache, const CacheWriteParams& p, DLDevice device,
+               CacheSide& side) {
+  require_rank(kName, name, rows, 2, "[num_tokens, columns]");
+  require_dtype(kName, name, rows, p.dtype, "ckv");
+  require_device(kName, name, rows, device, "ckv");
+  require_rows(kName, name, rows, false, true);
+  require_rank(kName, cache_name, cache, 3, "[num_blocks, block_size, columns]");
+  require_dtype(kName, cache_name, cache, p.dtype, "ckv");
+  require_device(kName, cache_name, cache, device, "ckv");
+  require_extent(kName, cache_name, "columns", cache.shape[2], rows.shape[1], name);
+  require_rows(kName, cache_name, cache, true, true);
+  int64_t columns = rows.shape[1];
+  CUATTN_REQUIRE(columns >= 8 && columns <= kMaxLatent && columns % 8 == 0, kName, ": ", name,
+                 " must have columns a multiple of 8 up to ", kMaxLatent, ", got ", columns,
+                 "; pad it with zeros");
+  side.rows = rows.data;
+  side.row_token = stride_of(rows, 0);
+  side.cache = cache.data;
+  side.strides = {stride_of(cache, 0), 0, stride_of(cache, 1)};
+  side.head_dim = side.run = static_cast<int32_t>(columns);
+  side.scale = 1.0f;
+}
+
+void check_memory(const CacheWriteParams& p) {
+  CallMemory memory(kName);
+  auto cache = [&](const char* name, const CacheSide& side) {
+    return cache_footprint(name, side, p.num_blocks, 1, p.block_size, p.dtype);
+  };
+  auto rows = [&](const char* name, const CacheSide& side) {
+    return Footprint(name, side.rows, itemsize(p.dtype),
+                     {{p.num_tokens, side.row_token}, {side.head_dim, 1}});
+  };
+  memory.writes(cache("ckv_cache", p.v));
+  memory.writes(cache("kpe_cache", p.k));
+  memory.reads(rows("ckv", p.v));
+  memory.reads(rows("kpe", p.k));
+  memory.reads({"slot_mapping", p.slot_mapping, 8, {{p.num_tokens, 1}}});
+  const RopeParams& rope = p.rope;
+  int64_t half = rope.rotary_dim / 2;
+  memory.reads({"cos", rope.cos, 4, {{rope.max_position, rope.cos_stride}, {half, 1}}});
+  memory.reads({"sin", rope.sin, 4, {{rope.max_position, rope.sin_stride}, {half, 1}}});
+  memory.reads({"positions", rope.positions, 8, {{p.num_tokens, 1}}});
+}
+
+void mla_write(const TensorView& ckv, const TensorView& kpe, const TensorView& ckv_cache,
+               const TensorView& kpe_cache, const TensorView& slot_mapping,
+               const cuattn_cache_options* options, Stream stream) {
+  cuattn_cache_options room;
+  const cuattn_cache_options& o = known_options(kName, options, room);
+  CUATTN_REQUIRE(o.kv_layout == CUATTN_KV_NHD && !o.has_k_scale && !o.has_v_scale &&
+                     o.k_scales == nullptr && o.v_scales == nullptr,
+                 kName,
+                 ": options must leave kv_layout, k_scale and v_scale at their defaults, "
+                 "got one of them; the caches have the dtype of the rows");
+  CacheWriteParams p{};
+  DLDevice device = ckv.device;
+  require_known_device(kName, "ckv", device);
+  p.kv_layout = KvLayout::nhd;
+  p.dtype = p.cache_dtype = attention_dtype(kName, "ckv", ckv);
+  read_side("ckv", "ckv_cache", ckv, ckv_cache, p, device, p.v);
+  read_side("kpe", "kpe_cache", kpe, kpe_cache, p, device, p.k);
+  require_extent(kName, "kpe", "num_tokens", kpe.shape[0], ckv.shape[0], "ckv");
+  require_extent(kName, "kpe_cache", "num_blocks", kpe_cache.shape[0], ckv_cache.shape[0],
+                 "ckv_cache");
+  require_extent(kName, "kpe_cache", "block_size", kpe_cache.shape[1], ckv_cache.shape[1],
+                 "ckv_cache");
+  require_block_size(kName, "ckv_cache", ckv_cache.shape[1], KvLayout::nhd);
+  p.num_heads = 1;
+  p.num_blocks = ckv_cache.shape[0];
+  p.block_size = static_cast<int32_t>(ckv_cache.shape[1]);
+  p.num_tokens = ckv.shape[0];
+  p.slot_mapping =
+      static_cast<const int64_t*>(read_vector(kName, "slot_mapping", slot_mapping, DType::i64,
+                                              p.num_tokens, "num_tokens", device, "ckv", true));
+  read_rope(kName, o, device, "ckv", true, p);
+  check_memory(p);
+  const Backend& backend = backend_of(kName, device);
+  HostCopy<int64_t> slots(backend, device, p.slot_mapping, p.num_tokens, stream);
+  HostCopy<int64_t> positions(backend, device, p.rope.positions, p.num_tokens, stream);
+  check_slots(kName, p, slots.data(), positions.data());
+  if (p.num_tokens == 0 || p.num_blocks == 0) return;
+  backend.cache_write(p, device.device_id, stream);
+}
+
+}  // namespace
+}  // namespace cuattn
+
+using namespace cuattn;
+
+cuattn_status cuattn_mla_write(const DLTensor* ckv, const DLTensor* kpe, const DLTensor* ckv_cache,
+                               const DLTensor* kpe_cache, const DLTensor* slot_mapping,
+                               const cuattn_cache_options* options, void* stream) {
+  return guarded([&] {
+    mla_write(view_of(kName, "ckv", ckv), view_of(kName, "kpe", kpe),
+              view_of(kName, "ckv_cache", ckv_cache), view_of(kName, "kpe_cache", kpe_cache),
+              view_of(kName, "slot_mapping", slot_mapping), options, stream);
+  });
+}

@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""flex_attention on the CPU against dense float64 of the same Python functions."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import cuattn
+import flex_cases
+from cuattn import flex
+
+# Scores are a few units large: float32 leaves 1e-6 of them, a wrong key shows as 0.1.
+TOLERANCE = {"float32": 5e-5, "float16": 6e-3, "bfloat16": 5e-2}
+HEAD_DIMS = ((16, 16), (64, 64), (40, 24), (128, 128), (192, 128))
+
+
+def heads_first(x):
+    return x.transpose(0, 2, 1, 3)
+
+
+def arrays(rng, batch, heads, heads_kv, q_len, kv_len, dims, dtype=np.float32):
+    shapes = ((q_len, heads, dims[0]), (kv_len, heads_kv, dims[0]), (kv_len, heads_kv, dims[1]))
+    return [rng.standard_normal((batch, *shape)).astype(dtype) for shape in shapes]
+
+
+def check(got, want, dtype="float32", what=""):
+    """Compare out and lse; infinities and zeros of empty rows exactly."""
+    out, lse = (np.asarray(x, np.float64) for x in got)
+    np.testing.assert_array_equal(np.isinf(lse), np.isinf(want[1]), err_msg=what)
+    empty = np.isneginf(want[1])
+    assert np.all(heads_first(out)[empty] == 0), what
+    some = ~empty
+    tolerance = TOLERANCE[dtype]
+    np.testing.assert_allclose(
+        heads_first(out), want[0], atol=tolerance, rtol=tolerance, err_msg=what
+    )
+    np.testing.assert_allclose(lse[some], want[1][some], atol=1e-4, rtol=1e-5, err_msg=what)
+
+
+def poisoned(q, v):
+    out = np.full((*q.shape[:3], v.shape[3]), np.nan, q.dtype)
+    return {
+        "out": out,
+        "lse_out": np.full((q.shape[0], q.shape[2], q.shape[1]), np.nan, np.float32),
+    }
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_random_functions_equal_the_dense_formula(rng, part):
+    for case in range(40):
+        batch, group = int(rng.integers(1, 3)), int(rng.choice((1, 2, 4)))
+        heads_kv = int(rng.integers(1, 3))
+        heads = heads_kv * group
+        q_len, kv_len = (int(n) for n in rng.integers(1, 300, 2))
+        if case % 4 == 0:
+            kv_len = q_len
+        make = flex_cases.Generator(rng, batch, heads, q_len, kv_len)
+        mask = None if case % 5 == 4 else make.mask(case % 4)
+        mod = make.score() if case % 3 else None
+        q, k, v = arrays(rng, batch, heads, heads_kv, q_len, kv_len, HEAD_DIMS[case % 5])
+        options = {}
+        if case % 7 == 1:
+            options["sinks"] = rng.standard_normal(heads).astype(np.float32)
+        if case % 7 == 2:
+            options["bias"] = rng.standard_normal((heads, 1, kv_len)).astype(np.float32)
+        if case % 7 == 3:
+            options["softcap"] = 3.0
+        backend = "naive" if case % 10 == 9 else "auto"
+        got = cuattn.flex_attention(
+            q, k, v, mask_mod=mask, score_mod=mod, backend=backend, **poisoned(q, v), **options
+        )
+        want = flex_cases.attention(*map(heads_first, (q, k, v)), mask=mask, mod=mod, **options)
+        text = (
+            f"case {case}: mask {mask and flex.trace(mask)}, score {mod and flex.trace(mod, True)}"
+        )
+        check(got, want, what=text)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_16_bit_types(rng, dtype):
+    import ml_dtypes
+
+    kind = np.dtype(getattr(ml_dtypes, dtype) if dtype == "bfloat16" else dtype)
+    q, k, v = arrays(rng, 2, 4, 2, 147, 191, (64, 64), kind)
+    mod = flex.scores.softcap(20.0)
+    mask = flex.masks.streaming(40)
+    got = cuattn.flex_attention(q, k, v, mask_mod=mask, score_mod=mod, return_lse=True)
+    want = flex_cases.attention(
+        *map(heads_first, (q, k, v)),
+        mask=mask,
+        mod=lambda s, b, h, i, j: 20.0 * np.tanh(s / 20.0),
+    )
+    assert got[0].dtype == kind
+    check(got, want, dtype)
+
+
+READY = {
+    "causal": flex.masks.causal(),
+    "sliding_window": flex.masks.sliding_window(30, 4),
+    "document": flex.masks.document(np.repeat(np.arange(4), (50, 1, 49, 100))),
+    "document by lengths": flex.masks.document(cu_seqlens=[0, 50, 50, 120, 200]),
+    "document not sorted": flex.masks.document(np.arange(200) % 3),
+    "prefix_lm": flex.masks.prefix_lm(np.array([7, 90])),
+    "chunked": flex.masks.chunked(33),
+    "block_diagonal": flex.masks.block_diagonal(48),
+    "dilated": flex.masks.dilated(3, 60),
+    "streaming": flex.masks.streaming(20, 3),
+}
+SERVED_BY = {
+    **{"causal": "options", "sliding_window": "options", "document": "row ranges"},
+    **{"document by lengths": "row ranges", "prefix_lm": "row ranges", "chunked": "row ranges"},
+    "block_diagonal": "row ranges",
+}
+
+
+@pytest.mark.parametrize("name", READY)
+def test_ready_masks(rng, name):
+    mask = READY[name]
+    q, k, v = arrays(rng, 2, 2, 1, 200, 200, (32, 32))
+    want = flex_cases.attention(*map(heads_first, (q, k, v)), mask=mask)
+    check(cuattn.flex_attention(q, k, v, mask_mod=mask, return_lse=True), want)
+    made = cuattn.create_block_mask(mask, 2, None, 200, 200, block_size=64)
+    check(cuattn.flex_attention(q, k, v, block_mask=made, return_lse=True), want)
+    problem = flex.attention.problem_of(q, k, {})
+    words = flex.attention.find(problem, None, mask, None).words
+    assert words.startswith(SERVED_BY.get(name, "row ranges" if "row" in words else "a program"))
+
+
+def test_tree_sees_the_context_and_its_ancestors(rng):
+    mask = flex.masks.tree([-1, 0, 0, 1, 2])
+    q, k, v = arrays(rng, 1, 2, 1, 5, 45, (32, 32))
+    node, key = np.arange(5)[:, None], np.arange(45)[None, :] - 40
+    ancestors = np.eye(5, dtype=bool)
+    for child, parents in enumerate(([], [0], [0], [0, 1], [0, 2])):
+        ancestors[child, parents] = True
+    seen = (key < 0) | ancestors[node, np.maximum(key, 0)]
+    bias = np.where(seen, 0.0, -np.inf)
+    want = flex_cases.attention(*map(heads_first, (q, k, v)), bias=bias)
+    check(cuattn.flex_attention(q, k, v, mask_mod=mask, return_lse=True), want)
+
+
+def test_ready_scores(rng):
+    q, k, v = arrays(rng, 2, 4, 2, 70, 90, (32, 32))
+    slopes = rng.random(4).astype(np.float32)
+    table = rng.standard_normal((4, 2 * 25 + 1)).astype(np.float32)
+    buckets = rng.standard_normal((32, 4)).astype(np.float32)
+    row, key = np.arange(70)[:, None] + 20, np.arange(90)[None, :]
+    near = np.clip(row - key, -25, 25) + 25
+    bucket = np.vectorize(lambda d: flex.scores.t5_bucket(int(d), 32, True, 128))(key - row)
+    cases = {
+        "alibi": (flex.scores.alibi(slopes), -slopes[:, None, None] * abs(row - key)),
+        "relative_bias": (flex.scores.relative_bias(table), table[:, near]),
+        "t5_buckets": (flex.scores.t5_buckets(buckets), buckets[bucket].transpose(2, 0, 1)),
+    }
+    for name, (mod, bias) in cases.items():
+        want = flex_cases.attention(*map(heads_first, (q, k, v)), bias=bias)
+        got = cuattn.flex_attention(q, k, v, score_mod=mod, return_lse=True)
+        check(got, want, what=name)
+    capped = cuattn.flex_attention(q, k, v, score_mod=flex.scores.softcap(2.0), return_lse=True)
+    check(capped, flex_cases.attention(*map(heads_first, (q, k, v)), softcap=2.0))
+
+
+def test_padded_and_ragged_batches_count_from_the_start_of_each_sequence(rng):
+    lengths_q, lengths_k = np.array([33, 0, 70, 5]), np.array([50, 9, 70, 0])
+    q, k, v = arrays(rng, 4, 4, 2, 80, 75, (32, 24))
+    ids = np.sort(rng.integers(0, 4, 80))
+    masks = {
+        "rows": lambda b, h, i, j: (ids[i] == ids[j]) & (j <= i),
+        "bottom right": flex.masks.causal(),
+        "both": lambda b, h, i, j, q_len, kv_len: (j % 3 != h) & (j <= i + kv_len - q_len),
+    }
+    used = {"seqused_q": lengths_q.astype(np.int32), "seqused_k": lengths_k.astype(np.int32)}
+    begins = [np.concatenate([[0], np.cumsum(n)]).astype(np.int32) for n in used.values()]
+    packed = [
+        np.concatenate([x[b, :n] for b, n in enumerate(lengths)])
+        for x, lengths in ((q, lengths_q), (k, lengths_k), (v, lengths_k))
+    ]
+    ragged = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), begins, strict=True))
+    for name, mask in masks.items():
+        mod = lambda s, b, h, i, j: s - 0.1 * (b + 1) * abs(i - j)  # noqa: E731
+        padded = cuattn.flex_attention(
+            q, k, v, mask_mod=mask, score_mod=mod, **used, **poisoned(q, v)
+        )
+        out, lse = cuattn.flex_attention(
+            *packed,
+            mask_mod=mask,
+            score_mod=mod,
+            max_seqlen_q=70,
+            max_seqlen_k=70,
+            return_lse=True,
+            **ragged,
+        )
+        for b, (m, n) in enumerate(zip(lengths_q, lengths_k, strict=True)):
+            one = [heads_first(x[b : b + 1, :c]) for x, c in ((q, m), (k, n), (v, n))]
+            want = flex_cases.attention(
+                *one,
+                mask=lambda _, h, i, j, q_len, kv_len, b=b, f=mask: f(
+                    b, h, i, j, **flex_cases.lengths_asked(f, q_len, kv_len)
+                ),
+                mod=lambda s, _, h, i, j, b=b, f=mod: f(s, b, h, i, j),
+            )
+            check((padded[0][b : b + 1, :m], padded[1][b : b + 1, :, :m]), want, what=name)
+            assert np.all(padded[0][b, m:] == 0)
+            assert np.all(np.isneginf(padded[1][b, :, m:]))
+            rows = slice(begins[0][b], begins[0][b] + m)
+            check((out[None, rows], lse[None, :, rows]), want, what=f"{name}, ragged")
+
+
+def test_masks_add_up_with_those_of_options(rng):
+    q, k, v = arrays(rng, 1, 2, 2, 130, 140, (32, 32))
+    for name, mask in {
+        "option": lambda b, h, i, j: j >= i - 40,
+        "rows": lambda b, h, i, j: i // 50 == j // 50,
+        "program": lambda b, h, i, j: (i + j) % 2 == 0,
+    }.items():
+        got = cuattn.flex_attention(
+            q, k, v, mask_mod=mask, causal=True, window=(60, 3), return_lse=True
+        )
+        both = lambda b, h, i, j: mask(b, h, i, j) & (j <= i + 10) & (j >= i - 50)  # noqa: E731, B023
+        check(got, flex_cases.attention(*map(heads_first, (q, k, v)), mask=both), what=name)
+
+
+def test_values_that_are_not_seen_are_not_read(rng):
+    q, k, v = arrays(rng, 1, 1, 1, 40, 300, (16, 16))
+    v[:, 1::2] = np.inf
+    mask = lambda b, h, i, j: (j % 2 == 0) & (i > 2)  # noqa: E731
+    got = cuattn.flex_attention(q, k, v, mask_mod=mask, return_lse=True)
+    check(got, flex_cases.attention(*map(heads_first, (q, k, v)), mask=mask))
+
+
+def test_a_captured_array_is_read_at_each_call_and_beyond_its_end_at_its_last_element(rng):
+    q, k, v = arrays(rng, 1, 1, 1, 20, 50, (16, 16))
+    limit = np.array([5], np.int64)
+    mask = lambda b, h, i, j: j < limit[b + 7]  # noqa: E731
+    for n in (5, 40):
+        limit[0] = n
+        got = cuattn.flex_attention(q, k, v, mask_mod=mask, return_lse=True)
+        want = flex_cases.attention(
+            *map(heads_first, (q, k, v)), mask=lambda b, h, i, j, n=n: j + 0 * i < n
+        )
+        check(got, want)
+
+
+def test_layouts_strides_and_views(rng):
+    q, k, v = arrays(rng, 2, 4, 4, 60, 60, (32, 32))
+    mask = flex.masks.chunked(16)
+    want = cuattn.flex_attention(q, k, v, mask_mod=mask)
+    first = [np.ascontiguousarray(heads_first(x)) for x in (q, k, v)]
+    got = cuattn.flex_attention(*first, mask_mod=mask, layout="bhsd")
+    np.testing.assert_array_equal(heads_first(got), want)
+    wide = np.zeros((2, 60, 4, 96), np.float32)
+    wide[..., 32:64] = k
+    np.testing.assert_array_equal(
+        cuattn.flex_attention(q, wide[..., 32:64], v, mask_mod=mask), want
+    )
+
+
+def test_nothing_to_compute(rng):
+    mask = flex.masks.streaming(3)
+    for batch, q_len, kv_len in ((0, 5, 5), (2, 0, 5), (2, 5, 0)):
+        q, k, v = arrays(rng, batch, 2, 1, q_len, kv_len, (16, 16))
+        out, lse = cuattn.flex_attention(q, k, v, mask_mod=mask, **poisoned(q, v))
+        assert out.shape == q.shape
+        assert np.all(out == 0)
+        assert np.all(np.isneginf(lse))
+
+
+def test_torch_and_jax_arrays_of_the_cpu(rng):
+    torch, jax = pytest.importorskip("torch"), pytest.importorskip("jax")
+    q, k, v = arrays(rng, 1, 2, 1, 30, 30, (16, 16))
+    ids = rng.integers(0, 3, 30)
+    for convert in (torch.from_numpy, jax.numpy.asarray):
+        mine = convert(ids)
+        mask = lambda b, h, i, j: mine[i] == mine[j]  # noqa: E731, B023
+        got = cuattn.flex_attention(*map(convert, (q, k, v)), mask_mod=mask)
+        assert type(got) is type(convert(q))
+        want = cuattn.flex_attention(q, k, v, mask_mod=lambda b, h, i, j: ids[i] == ids[j])
+        np.testing.assert_array_equal(np.asarray(got), want)
+    mod = lambda s, b, h, i, j: torch.where(i > j, torch.tanh(s), s - 1.0)  # noqa: E731
+    want = flex_cases.attention(
+        *map(heads_first, (q, k, v)), mod=lambda s, b, h, i, j: np.where(i > j, np.tanh(s), s - 1)
+    )
+    check(cuattn.flex_attention(q, k, v, score_mod=mod, return_lse=True), want)
+
+
+def test_a_block_mask_of_torch(rng):
+    flex_torch = pytest.importorskip("torch.nn.attention.flex_attention")
+    import torch
+
+    ids = torch.tensor([0] * 70 + [1] * 130)
+
+    def document(b, h, q_idx, kv_idx):
+        return (ids[q_idx] == ids[kv_idx]) & (q_idx >= kv_idx)
+
+    made = flex_torch.create_block_mask(document, None, None, 200, 200, device="cpu", BLOCK_SIZE=64)
+    q, k, v = (torch.from_numpy(x) for x in arrays(rng, 1, 2, 2, 200, 200, (16, 16)))
+    want = cuattn.flex_attention(q, k, v, mask_mod=document)
+    got = cuattn.flex_attention(q, k, v, block_mask=made)
+    torch.testing.assert_close(got, want, atol=2e-6, rtol=2e-6)

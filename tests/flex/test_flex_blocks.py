@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Block masks and the recogniser: sound, exact where promised, and what they refuse."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import cuattn
+import flex_cases
+from cuattn import flex
+from cuattn.flex.block_mask import ASKED, HIDDEN, SEEN, lists_of
+from cuattn.flex.evaluate import Host, evaluate
+from cuattn.flex.plan import Problem, plan
+from cuattn.flex.rows import limits, split
+
+
+def true_states(dense, block):
+    rows, columns = (-(-n // block) for n in dense.shape[2:])
+    out = np.empty((*dense.shape[:2], rows, columns), np.uint8)
+    for i in range(rows):
+        for j in range(columns):
+            part = dense[..., i * block : (i + 1) * block, j * block : (j + 1) * block]
+            seen = np.where(part.all(axis=(2, 3)), SEEN, ASKED)
+            out[..., i, j] = np.where(part.any(axis=(2, 3)), seen, HIDDEN)
+    return out
+
+
+def test_random_masks_are_classified_soundly_and_split_exactly(rng):
+    for case in range(400):
+        q_len, kv_len = (int(n) for n in rng.integers(1, 200, 2))
+        make = flex_cases.Generator(rng, 2, 2, q_len, kv_len)
+        mask = make.mask(case % 4)
+        dense = flex_cases.dense_mask(mask, 2, 2, q_len, kv_len)
+        want = true_states(dense, 64)
+        made = cuattn.create_block_mask(mask, 2, 2, q_len, kv_len, block_size=64)
+        wrong = (made.states != want) & (made.states != ASKED)
+        assert not wrong.any(), flex.trace(mask)
+        if case % 8 == 0:
+            exact = cuattn.create_block_mask(mask, 2, 2, q_len, kv_len, block_size=64, exact=True)
+            assert np.array_equal(np.broadcast_to(exact.states, want.shape), want)
+        host, keys = Host(flex.trace(mask)), split(flex.trace(mask).expr)
+        q, k = np.arange(q_len)[:, None], np.arange(kv_len)[None, :]
+        values = {"b": 1, "h": 1, "q": q, "k": k, "q_len": q_len, "kv_len": kv_len}
+        again = np.ones((q_len, kv_len), bool)
+        if keys.begin is not None:
+            again &= k >= evaluate(host, keys.begin, values)
+        if keys.end is not None:
+            again &= k < evaluate(host, keys.end, values)
+        if keys.rest is not None:
+            again &= evaluate(host, keys.rest, values)
+        assert np.array_equal(again, dense[1, 1]), flex.trace(mask)
+
+
+@pytest.mark.parametrize(
+    ("mask", "lengths", "want"),
+    [
+        (lambda b, h, q, k: k <= q, (70, 70), (-1, 0)),
+        (lambda b, h, q, k: ~(k > q), (70, 70), (-1, 0)),
+        (lambda b, h, q, k: k <= q, (70, 90), None),  # top left: not the option, from bottom right
+        (lambda b, h, q, k: k <= q + 20, (70, 90), (-1, 0)),
+        (flex.masks.causal(), (70, 90), (-1, 0)),
+        (flex.masks.causal(), None, (-1, 0)),
+        (lambda b, h, q, k: k <= q, None, None),
+        (lambda b, h, q, k: abs(q - k) <= 9, (70, 70), (9, 9)),
+        (lambda b, h, q, k: (q - k < 5) & (k - q < 5), (70, 70), (4, 4)),
+        (flex.masks.sliding_window(30, 2), (70, 90), (30, 2)),
+        (lambda b, h, q, k: k < q, (70, 70), None),  # never at the diagonal
+        (lambda b, h, q, k: (k <= q) | (q < 0), (70, 70), None),
+    ],
+)
+def test_causal_masks_and_windows_are_options_where_they_count_alike(mask, lengths, want):
+    traced = flex.trace(mask)
+    assert limits(Host(traced), split(traced.expr), lengths) == want
+
+
+def words_of(mask, n=300, batch=2):
+    problem = Problem(batch, 4, n, n, None, [(n, n)] * batch, batch * n)
+    return plan(problem, None, flex.trace(mask), None)
+
+
+def test_intervals_of_rows_need_no_program():
+    ids = np.repeat(np.arange(3), 100)
+    per_batch = np.stack([ids, np.arange(300) // 7])
+    for mask in (
+        lambda b, h, q, k: q // 30 == k // 30,
+        lambda b, h, q, k: (ids[q] == ids[k]) & (k <= q),
+        lambda b, h, q, k: per_batch[b, k] == per_batch[b, q],
+        lambda b, h, q, k: (k <= q) | (k < 5 * (h + 1)),
+        lambda b, h, q, k: (q % 7 != 0) & (k <= q),
+    ):
+        found = words_of(mask)
+        assert found.window is None, found.words
+        assert "mask_program" not in found.arrays, found.words
+        assert found.arrays["row_begin"].dtype == np.int32
+    shuffled = np.arange(300) % 2
+    found = words_of(lambda b, h, q, k: (shuffled[q] == shuffled[k]) & (k <= q))
+    assert "mask_program" in found.arrays
+    assert "row_end" in found.arrays
+
+
+def test_the_usual_masks_leave_no_block_needlessly_asked():
+    n, ids = 700, np.sort(np.random.default_rng(1).integers(0, 6, 700))
+    for mask in (
+        lambda b, h, q, k: k <= q,
+        lambda b, h, q, k: abs(q - k) <= 50,
+        lambda b, h, q, k: (ids[q] == ids[k]) & (k <= q),
+        lambda b, h, q, k: q // 128 == k // 128,
+        flex.masks.streaming(256),
+        lambda b, h, q, k: (q // 64 + k // 64) % 2 == 0,
+    ):
+        made = cuattn.create_block_mask(mask, None, None, n, n)
+        assert np.array_equal(
+            made.states, true_states(flex_cases.dense_mask(mask, 1, 1, n, n), 128)
+        )
+
+
+def test_bounds_are_sound_in_float32_too(rng):
+    third = float(np.float32(1 / 3))
+    mask = lambda b, h, q, k: (q * third + k * third) * 3.0 <= 100.0  # noqa: E731
+    made = cuattn.create_block_mask(mask, None, None, 130, 130, block_size=64)
+    q, k = np.arange(130)[:, None], np.arange(130)[None, :]
+    traced = flex.trace(mask)
+    dense = evaluate(Host(traced), traced.expr, {"q": q, "k": k, "b": 0, "h": 0}, np.float32)
+    want = true_states(dense[None, None], 64)
+    assert not ((made.states != want) & (made.states != ASKED)).any()
+
+
+def test_lists_hold_the_blocks_of_both_directions(rng):
+    states = rng.integers(0, 3, (2, 3, 5, 7)).astype(np.uint8)
+    mask = flex.BlockMask(flex.masks.causal(), (2, 3, 640, 896), (128, 128), states)
+    for lists, want in ((mask.by_query, states), (mask.by_key, states.swapaxes(2, 3))):
+        again = np.zeros(want.shape, np.uint8)
+        for b, h, row in np.ndindex(want.shape[:3]):
+            part = lists.entries[lists.starts[b, h, row] : lists.starts[b, h, row + 1]]
+            assert np.all(np.diff(part // 2) < 0)
+            again[b, h, row, part // 2] = np.where(part % 2, ASKED, SEEN)
+        assert np.array_equal(again, want)
+    assert lists_of(np.zeros((1, 1, 0, 4), np.uint8)).starts.shape == (1, 1, 1)
+
+
+def test_masks_join_and_print():
+    causal = cuattn.create_block_mask(lambda b, h, q, k: k <= q, None, None, 256, 256)
+    even = cuattn.create_block_mask(lambda b, h, q, k: k % 2 == 0, None, None, 256, 256)
+    for made, want in (
+        (causal & even, lambda b, h, q, k: (k <= q) & (k % 2 == 0)),
+        (causal | even, lambda b, h, q, k: (k <= q) | (k % 2 == 0)),
+        (~causal, lambda b, h, q, k: k > q),
+    ):
+        dense = flex_cases.dense_mask(want, 1, 1, 256, 256)
+        assert np.array_equal(flex_cases.dense_mask(made.mask_mod, 1, 1, 256, 256), dense)
+        wrong = (made.states != true_states(dense, 128)) & (made.states != ASKED)
+        assert not wrong.any()
+    assert causal.sparsity() == 0.25
+    assert str(causal).splitlines() == [
+        "BlockMask of (1, 1, 256, 256) (batch, num_heads, seqlen_q, seqlen_kv), blocks of (128, "
+        "128), 25.0 % skipped",
+        "+.",
+        "#+",
+    ]
+
+
+@pytest.mark.parametrize("extents", [(1, 1), (2, 1), (1, 4), (2, 4)])
+def test_block_sparse_attention_equals_its_dense_form(rng, extents):
+    blocks = rng.random((*extents, 4, 5)) < 0.4
+    blocks[..., 0, :] = False  # rows that see nothing
+    q, k, v = (
+        rng.standard_normal((2, n, m, 32)).astype(np.float32)
+        for n, m in ((250, 4), (310, 2), (310, 2))
+    )
+    dense = blocks.repeat(64, axis=2).repeat(64, axis=3)[:, :, :250, :310]
+    hidden = np.where(dense, 0.0, -np.inf)
+    want, lse = flex_cases.attention(*(x.transpose(0, 2, 1, 3) for x in (q, k, v)), bias=hidden)
+    made = flex.BlockMask.from_dense(blocks, 250, 310, block_size=64, batch=2, num_heads=4)
+    for backend in ("auto", "naive"):
+        out, got = cuattn.flex_attention(q, k, v, block_mask=made, return_lse=True, backend=backend)
+        np.testing.assert_allclose(out.transpose(0, 2, 1, 3), want, atol=5e-5)
+        np.testing.assert_array_equal(np.isinf(got), np.isinf(lse))
+    if extents == (1, 1):
+        starts = np.concatenate([[0], np.cumsum(blocks[0, 0].sum(axis=1))])
+        lists = flex.BlockMask.from_csr(
+            starts, np.nonzero(blocks[0, 0])[1], 250, 310, block_size=64
+        )
+        assert np.array_equal(lists.states, made.states)
+
+
+def test_a_long_document_mask_takes_memory_by_the_block():
+    ids = np.sort(np.random.default_rng(0).integers(0, 40, 131072))
+    made = cuattn.create_block_mask(lambda b, h, q, k: ids[q] == ids[k], 1, 1, 131072, 131072)
+    assert made.by_query.entries.nbytes < 200_000
+    assert made.sparsity() > 0.95
+
+
+REFUSED = {
+    "size": (lambda: make(block_size=100), r"block_size must be a multiple of 64.*got 100"),
+    "batch": (lambda: cuattn.create_block_mask(flex.masks.causal(), -1, 1, 8, 8), "batch must be"),
+    "length": (
+        lambda: cuattn.create_block_mask(flex.masks.causal(), 1, 1, 8, 2.5),
+        "seqlen_kv must",
+    ),
+    "overflow": (
+        lambda: cuattn.create_block_mask(lambda b, h, q, k: q * q > k, 1, 1, 70000, 8),
+        r"`\(q_idx \* q_idx\)` may reach .* beyond int32",
+    ),
+    "dense": (
+        lambda: flex.BlockMask.from_dense(np.ones((2, 2), bool), 300, 200),
+        r"must be bool of shape \(batch or 1, num_heads or 1, 3, 2\)",
+    ),
+    "dtype": (lambda: flex.BlockMask.from_dense(np.ones((2, 2)), 200, 200), "must be bool"),
+    "heads": (
+        lambda: flex.BlockMask.from_dense(np.ones((1, 3, 1, 1), bool), 8, 8, num_heads=4),
+        "num_heads must be 3",
+    ),
+    "range": (lambda: csr([0, 1, 2], [0, 2]), r"columns must lie within \[0, 2\), got 2"),
+    "order": (lambda: csr([0, 2, 2], [1, 0]), "must rise within a query block"),
+    "twice": (lambda: csr([0, 2, 2], [1, 1]), "each once, got 1 and then 1 in block 0"),
+    "count": (lambda: csr([0, 1, 3], [0, 1]), "starts must rise from 0 to the 2 columns"),
+    "rows": (lambda: csr([0, 1], [0]), r"shape \(3,\)"),
+    "other": (lambda: make() & make(block_size=64), "of the same .* and block_size"),
+}
+
+
+def make(**options):
+    return cuattn.create_block_mask(flex.masks.causal(), 1, 1, 256, 256, **options)
+
+
+def csr(starts, columns):
+    return flex.BlockMask.from_csr(starts, columns, 256, 256)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_wrong_block_masks_are_refused(name):
+    call, words = REFUSED[name]
+    with pytest.raises(ValueError, match=words):
+        call()

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a function becomes: expressions, their keys and derivatives, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import flex_cases
+from cuattn import flex
+from cuattn.flex.derivative import derivative, loads
+from cuattn.flex.evaluate import Host, evaluate
+from cuattn.flex.expression import SCORE
+from cuattn.flex.program import CODES, MAX_REGISTERS, program
+
+ROOT = Path(__file__).parents[2]
+IDS = np.zeros(9, np.int64)
+
+
+class Model:
+    ids = IDS
+
+    def mask(self, b, h, q, k):
+        return self.ids[q] == k
+
+
+def within(w):
+    return lambda b, h, q, k: (q - k <= w) & (k <= q)
+
+
+def test_expressions_read_as_they_were_written():
+    texts = {
+        "((kv_idx <= q_idx) & ~(array0[b, kv_idx] == 3))": lambda b, h, q, k: (
+            (k <= q) & ~(np.zeros((2, 2), int)[0] == 3) if False else (k <= q) & ~(PAIRS[b][k] == 3)
+        ),
+        "(((q_idx - kv_idx) <= number0) & (kv_idx <= q_idx))": within(4),
+        "((q_idx // 2) != -kv_idx)": lambda b, h, q, k: q // 2 != -k,
+    }
+    for text, mask in texts.items():
+        assert str(flex.trace(mask)) == text
+    mod = lambda s, b, h, q, k: np.where(q > k, 2 * s, s) ** 2 + flex.sigmoid(h)  # noqa: E731
+    assert str(flex.trace(mod, True)) == (
+        "((where((q_idx > kv_idx), (2.0 * score), score) * where((q_idx > kv_idx), (2.0 * score), "
+        "score)) + (1.0 / (exp(float(-h)) + 1.0)))"
+    ).replace("(exp(float(-h)) + 1.0)", "(1.0 + exp(float(-h)))")
+
+
+PAIRS = np.ones((2, 5), np.int16)
+
+
+def test_another_number_array_or_name_is_no_other_key_but_another_branch_is():
+    assert flex.trace(within(4)).key() == flex.trace(within(5)).key()
+    assert flex.trace(within(5)).scalars == [5]
+
+    def of(array):
+        return lambda batch, head, row, key: array[row] == array[key]
+
+    keys = {flex.trace(of(np.zeros(n, np.int32))).key() for n in (3, 300)}
+    assert keys == {flex.trace(lambda b, h, q, k: IDS[q] == IDS[k]).key()}
+
+    def branching(n):
+        return lambda b, h, q, k: (k <= q) if n > 3 else (k < q)
+
+    assert flex.trace(branching(5)).key() == flex.trace(branching(4)).key()
+    assert flex.trace(branching(5)).key() != flex.trace(branching(2)).key()
+    unrolled = lambda n: lambda b, h, q, k: sum((k == q - i) * 1 for i in range(n)) > 0  # noqa: E731
+    assert flex.trace(unrolled(2)).key() != flex.trace(unrolled(3)).key()
+
+
+def test_a_key_is_the_same_in_another_process():
+    text = (
+        "from cuattn import flex\nimport numpy as np\nids = np.zeros(9, np.int64)\n"
+        "print(flex.trace(lambda b, h, q, k: ids[q] == ids[k]).key())"
+    )
+    out = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == flex.trace(lambda b, h, q, k: IDS[q] == IDS[k]).key()
+
+
+def test_a_function_is_traced_again_only_when_what_it_reaches_changes():
+    calls, window = itertools.count(), 3
+
+    def mask(b, h, q, k):
+        next(calls)
+        return k <= q + window
+
+    first = flex.trace(mask)
+    assert flex.trace(mask) is first
+    assert next(calls) == 1
+    window = 4
+    assert flex.trace(mask).scalars == [4]
+    assert next(calls) == 3
+
+
+def test_derivatives_equal_differences(rng):
+    make = flex_cases.Generator(rng, 2, 3, 40, 50)
+    q, k = np.arange(40)[:, None], np.arange(50)[None, :]
+    for _ in range(60):
+        inner, outer = make.score(), make.score()
+        for mod in (
+            inner,
+            lambda s, b, h, i, j, q_len, kv_len, f=inner, g=outer: g(
+                f(s, b, h, i, j, **flex_cases.lengths_asked_by(f, q_len, kv_len)),
+                *(b, h, i, j),
+                **flex_cases.lengths_asked_by(g, q_len, kv_len),
+            ),
+        ):
+            traced = flex.trace(mod, True)
+            host = Host(traced)
+            values = {"b": 1, "h": 2, "q": q, "k": k, "q_len": 40, "kv_len": 50}
+            scores, step = rng.standard_normal((40, 50)), 1e-6
+
+            def at(s, e=traced.expr, host=host, values=values):
+                return evaluate(host, e, {**values, "score": s}, np.float64)
+
+            got = at(scores, derivative(traced.expr, SCORE))
+            with np.errstate(invalid="ignore"):
+                want = (at(scores + step) - at(scores - step)) / (2 * step)
+            near = (np.abs(got - want) <= 1e-5 * (1 + np.abs(want))) | np.isnan(want)
+            assert near.mean() > 0.995, str(traced)  # all but what lies at a corner
+    table = np.ones((2, 3), np.float32)
+    traced = flex.trace(lambda s, b, h, q, k: s * 2.0 + 3.0 * table[h, k], True)
+    assert str(derivative(traced.expr, loads(traced.expr)[0])) == "3.0"
+
+
+OUTSIDE = np.ones((2, 3))
+REFUSED = {
+    "if": (lambda b, h, q, k: k if q > 3 else q, r"`if`.*`\(q_idx > 3\)`; write where"),
+    "and": (lambda b, h, q, k: (k <= q) and (q < 5), r"&, \|, ~"),
+    "not": (lambda b, h, q, k: not (k <= q), r"&, \|, ~"),
+    "chain": (lambda b, h, q, k: 0 <= k < q, r"\(a < b\) & \(b < c\)"),
+    "max": (lambda b, h, q, k: max(q, k) > 2, "minimum, maximum"),
+    "range": (lambda b, h, q, k: any(q == i for i in range(k)), "cannot end a range"),
+    "loop": (lambda b, h, q, k: [x for x in q] == k, "cannot be iterated"),
+    "in": (lambda b, h, q, k: 3 in q, "`in` cannot look"),
+    "brackets": (lambda b, h, q, k: q > k & k > 3, "put each comparison in brackets"),
+    "number": (lambda b, h, q, k: q + k, "returns a condition.*compare it"),
+    "float index": (lambda b, h, q, k: IDS[q * 0.5] == 1, "whole numbers.*got the float"),
+    "slice": (lambda b, h, q, k: IDS[q:] == 1, "whole numbers.*got slice"),
+    "none": (lambda b, h, q, k: IDS[None] == 0, "whole numbers.*got NoneType"),
+    "too many": (lambda b, h, q, k: IDS[q, k] == 0, r"shape \(9,\) takes 1 indices, got 2"),
+    "too few": (lambda b, h, q, k: IDS == 3, "1 of 1 indices are missing"),
+    "axes": (lambda b, h, q, k: np.ones((1, 1, 1))[0] == CUBE[b][h][q], "0 to 2 axes"),
+    "dtype": (lambda b, h, q, k: COMPLEX[q] == 0, "must hold int8.*got complex64"),
+    "attribute": (Model().mask, "assign it to a local"),
+    "made inside": (lambda b, h, q, k: np.arange(3)[q] > k, "made inside is not seen"),
+    "function": (lambda b, h, q, k: np.sin(q) > 0, "'sin' of 1 is not among"),
+    "divisor": (lambda b, h, q, k: q % k == 0, "takes a number on its right"),
+    "negative": (lambda b, h, q, k: q // -2 == 0, "takes a positive number.*-2"),
+    "zero": (lambda b, h, q, k: q % 0 == 0, "takes a positive number.*0"),
+    "floats": (lambda b, h, q, k: (q * 0.5) % 2 == 0, "% takes whole numbers"),
+    "power": (lambda b, h, q, k: q**k > 3, r"\*\* takes a positive number"),
+    "huge": (lambda b, h, q, k: q > 2**40, "within int32, got 1099511627776"),
+    "arguments": (lambda b, h, q: q > 3, "takes 3 positional arguments"),
+    "tilde": (lambda b, h, q, k: ~q, "~ takes a condition"),
+    "text": (lambda b, h, q, k: q == "a", "computes with numbers.*got str"),
+    "no function": (5, r"must be a function \(b, h, q_idx, kv_idx\), got int"),
+}
+CUBE, COMPLEX = np.ones((2, 2, 2)), np.ones(4, np.complex64)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_written_down_is_refused_with_the_way_out(name):
+    function, words = REFUSED[name]
+    with pytest.raises(flex.TraceError, match=words):
+        flex.trace(function)
+
+
+def test_a_score_function_returns_a_score():
+    with pytest.raises(TypeError, match=r"score_mod .*returns a score, got the condition"):
+        flex.trace(lambda s, b, h, q, k: s > 0, True)
+
+
+def test_codes_are_those_of_the_header():
+    text = (ROOT / "include/cuattn/params/flex.h").read_text()
+    names = re.findall(r"^  (\w+),$", text.split("enum class FlexCode")[1], re.MULTILINE)
+    assert [name.rstrip("_") for name in names] == list(CODES)
+    assert f"kMaxFlexRegisters = {MAX_REGISTERS}" in text
+
+
+def test_a_program_keeps_what_rows_alone_decide_in_front():
+    slopes = np.ones(4, np.float32)
+    traced = flex.trace(lambda s, b, h, q, k: s - slopes[h] * abs(q - k) * (q + 1), True)
+    ops = program(traced.expr, traced.scalars)
+    names = [CODES[code] for code in ops[:, 0]]
+    front = names.index("score") if names.index("score") < names.index("k") else names.index("k")
+    assert {"load", "number"} <= set(names[:front])
+    assert not {"k", "score"} & set(names[:front])
+    assert not set(ops[:front, 1]) & set(ops[front:, 1])
+
+
+def test_a_function_of_too_many_values_is_refused():
+    def mod(s, b, h, q, k):
+        parts = [np.exp(s * (i + q)) for i in range(40)]
+        out = s
+        for part in parts:
+            out = out * part
+        for part in reversed(parts):
+            out = out + part
+        return out
+
+    traced = flex.trace(mod, True)
+    with pytest.raises(NotImplementedError, match=r"may keep 24 values at once, got \d+"):
+        program(traced.expr, traced.scalars)

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bad input of the functions of latent attention: the error names function, argument, rule and
+value, and nothing is written.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import cuattn
+
+F32 = np.float32
+
+
+def decode_arrays():
+    return {
+        "q_nope": np.ones((2, 4, 512), F32),
+        "q_pe": np.ones((2, 4, 64), F32),
+        "ckv_cache": np.ones((3, 8, 512), F32),
+        "kpe_cache": np.ones((3, 8, 64), F32),
+        "block_tables": np.zeros((2, 2), np.int32),
+        "context_lens": np.array([5, 16], np.int32),
+    }
+
+
+DECODE = [  # what is changed, and what the message says
+    ({"scale": None}, "mla_decode: scale must be a number, got None"),
+    ({"scale": float("nan")}, "mla_decode: scale must be a finite number, got nan"),
+    ({"q_nope": np.ones((2, 4, 500), F32), "ckv_cache": np.ones((3, 8, 500), F32)},
+     r"q_nope must have a latent \(last axis\) a multiple of 16 up to 1024, got 500"),
+    ({"q_nope": np.ones((2, 4, 2048), F32)}, "multiple of 16 up to 1024, got 2048"),
+    ({"q_nope": np.ones((2, 512), F32)}, "q_nope must have axes"),
+    ({"q_nope": np.ones((2, 4, 512), np.float64)}, "q_nope must be float32, float16 or bfloat16"),
+    ({"q_pe": np.ones((2, 4, 60), F32), "kpe_cache": np.ones((3, 8, 60), F32)},
+     r"q_pe must have rope columns \(last axis\) a multiple of 8 up to 128, got 60"),
+    ({"q_pe": np.ones((2, 5, 64), F32)}, "q_pe must have num_heads 4 like q_nope, got 5"),
+    ({"q_pe": np.ones((2, 1, 4, 64), F32)}, "q_pe must have as many axes as q_nope, 3, got 4"),
+    ({"q_pe": np.ones((2, 4, 64), np.float16)}, "q_pe must be float32 like q_nope, got float16"),
+    ({"q_pe": None}, "q_pe and kpe_cache must be given together, got one"),
+    ({"kpe_cache": None}, "q_pe and kpe_cache must be given together, got one"),
+    ({"ckv_cache": np.ones((3, 8, 1, 512), F32)},
+     "ckv_cache must have axes .*drop that of one head"),
+    ({"ckv_cache": np.ones((3, 8, 256), F32)},
+     "ckv_cache must have columns 512 like q_nope, got 256"),
+    ({"ckv_cache": np.ones((3, 300, 512), F32)}, "kpe_cache must have block_size 300"),
+    ({"kpe_cache": np.ones((3, 4, 64), F32)},
+     "kpe_cache must have block_size 8 like ckv_cache, got 4"),
+    ({"kpe_cache": np.ones((4, 8, 64), F32)},
+     "kpe_cache must have num_blocks 3 like ckv_cache, got 4"),
+    ({"ckv_cache": np.ones((3, 8, 512), np.float16)}, "ckv_cache must be float32 like q_nope"),
+    ({"block_tables": np.zeros((2, 2), np.int64)}, "block_tables must be int32, got int64"),
+    ({"block_tables": np.zeros((3, 2), np.int32)}, "block_tables must have num_seqs 2"),
+    ({"block_tables": np.full((2, 2), 9, np.int32)}, r"block ids within \[0, 2\], got 9"),
+    ({"context_lens": np.array([5, 17], np.int32)},
+     r"context_lens must lie within \[0, 16\], got 17"),
+    ({"context_lens": np.array([5], np.int32)}, "context_lens must have num_seqs 2"),
+    ({"softcap": -1.0}, "softcap must be >= 0"),
+    ({"window": (-2, 0)}, "window must hold two integers >= -1"),
+    ({"num_splits": -1}, "num_splits must be >= 0, got -1"),
+    ({"num_splits": 2, "batch_invariant": True}, "num_splits must be 0, got 2"),
+    ({"sinks": np.ones(5, F32)}, r"sinks must have shape \(num_heads_q,\) = \(4,\), got"),
+    ({"backend": "fast"}, "backend must be"),
+    ({"out": np.zeros((2, 4, 256), F32)}, "out must have shape"),
+    ({"lse_out": np.zeros((2, 4), np.float64)}, "lse_out must be float32"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "message"), DECODE, ids=range(len(DECODE)))
+def test_decode_refuses(change, message):
+    arrays = decode_arrays()
+    options = {"scale": 0.1, "out": np.full((2, 4, 512), 7, F32)}
+    for name, value in change.items():
+        (arrays if name in arrays else options)[name] = value
+    with pytest.raises(ValueError, match=message):
+        cuattn.mla_decode(*arrays.values(), **options)
+    assert (options["out"] == options["out"].flat[0]).all()
+
+
+def test_decode_refuses_other_things():
+    arrays = decode_arrays()
+    with pytest.raises(
+        TypeError, match="mla_decode: block_tables must be an int32 array, got None"
+    ):
+        cuattn.mla_decode(*{**arrays, "block_tables": None}.values(), scale=1.0)
+    with pytest.raises(ValueError, match="out must not share memory with q_nope"):
+        cuattn.mla_decode(*arrays.values(), scale=1.0, out=arrays["q_nope"])
+    with pytest.raises(NotImplementedError, match="backend 'sm80' cannot run this"):
+        cuattn.mla_decode(*arrays.values(), scale=1.0, backend="sm80")
+    with pytest.raises(TypeError, match="alibi_slopes"):
+        cuattn.mla_decode(*arrays.values(), scale=1.0, alibi_slopes=np.ones(4, F32))
+
+
+def attention_arrays():
+    return {
+        "q": np.ones((1, 2, 3, 16), F32),
+        "k_latent": np.ones((1, 5, 32), F32),
+        "v_latent": np.ones((1, 5, 32), F32),
+        "k_proj": np.ones((2, 32, 16), F32),
+        "v_proj": np.ones((2, 32, 24), F32),
+    }
+
+
+ATTENTION = [
+    ({"q": np.ones((1, 2, 16), F32)}, ValueError, "mla_attention: q must have axes"),
+    ({"q": np.ones((2, 2, 3, 16), F32)}, ValueError, "k_latent must have batch 2 like q, got 1"),
+    ({"v_latent": np.ones((1, 6, 32), F32)}, ValueError,
+     "v_latent must have seqlen_kv 5 like k_latent, got 6"),
+    ({"k_proj": np.ones((3, 32, 16), F32)}, ValueError,
+     "k_proj must have num_heads 2 like q, got 3"),
+    ({"k_proj": np.ones((2, 24, 16), F32)}, ValueError,
+     "k_proj must have latent_k 32 like k_latent, got 24"),
+    ({"v_proj": np.ones((2, 32, 20), F32)}, ValueError,
+     "v_proj must have head_dim_v a multiple of 8 up to 256"),
+    ({"v_proj": np.ones((2, 32, 24), np.float16)}, ValueError,
+     "v_proj must be float32 like q, got float16"),
+    ({"v_proj": [1.0]}, TypeError, "v_proj must be an array, got list"),
+    ({"q_rope": np.ones((1, 2, 3, 8), F32)}, ValueError,
+     "q_rope and k_rope must be given together, got no k_rope"),
+    ({"form": "both"}, ValueError, "form must be 'explicit', 'absorbed' or None, got 'both'"),
+    ({"v_latent": np.ones((1, 5, 48), F32), "v_proj": np.ones((2, 48, 24), F32),
+      "form": "absorbed"},
+     NotImplementedError, "form 'absorbed' cannot run this call: .*one width"),
+    ({"q": np.ones((1, 2, 3, 256), F32), "k_proj": np.ones((2, 32, 256), F32), "form": "explicit",
+      "q_rope": np.ones((1, 2, 3, 8), F32), "k_rope": np.ones((1, 5, 8), F32)},
+     NotImplementedError, "form 'explicit' cannot run this call: .*up to 256"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "error", "message"), ATTENTION, ids=range(len(ATTENTION)))
+def test_attention_refuses(change, error, message):
+    arrays = {**attention_arrays(), **change}
+    positional = [arrays.pop(n) for n in attention_arrays()]
+    with pytest.raises(error, match=message):
+        cuattn.mla_attention(*positional, **arrays)
+
+
+def test_write_and_project_refuse():
+    ckv, kpe = np.ones((2, 32), F32), np.ones((2, 8), F32)
+    cache, ropes = np.zeros((3, 4, 32), F32), np.zeros((3, 4, 8), F32)
+    slots = np.array([0, 11])
+    for change, message in [
+        ({"ckv": np.ones((2, 1, 32), F32)}, "mla_write: ckv must have 2 axes|ckv must have axes"),
+        ({"kpe": np.ones((3, 8), F32)}, "kpe must have num_tokens 2 like ckv, got 3"),
+        ({"kpe": np.ones((2, 8), np.float16)}, "kpe must be float32 like ckv"),
+        ({"ckv_cache": np.zeros((3, 4, 16), F32)},
+         "ckv_cache must have columns 32 like ckv, got 16"),
+        ({"kpe_cache": np.zeros((3, 5, 8), F32)},
+         "kpe_cache must have block_size 4 like ckv_cache"),
+        ({"slot_mapping": np.array([0, 12])},
+         r"mla_write: slot_mapping must lie within \[-1, 12\)"),
+        ({"slot_mapping": np.array([0, 1], np.int32)}, "slot_mapping must be int64"),
+        ({"cos": np.ones((4, 4), F32)}, "mla_write: cos, sin and positions must be given together"),
+        ({"ckv_cache": ropes.reshape(-1)[:0].reshape(0, 4, 32)},
+         "kpe_cache must have num_blocks 0"),
+    ]:  # fmt: skip
+        given = {"ckv": ckv, "kpe": kpe, "ckv_cache": cache, "kpe_cache": ropes,
+                 "slot_mapping": slots, **change}  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            cuattn.mla_write(**given)
+    assert not cache.any()
+    assert not ropes.any()
+    for x, proj, transpose, message in [
+        (np.ones((2, 3, 16), F32), np.ones((2, 16, 8), F32), False,
+         "proj must have heads 3 like x, got 2"),
+        (np.ones((2, 2, 8), F32), np.ones((2, 16, 8), F32), False,
+         "proj must have latent 8 like the columns of x, got 16"),
+        (np.ones((2, 2, 16), F32), np.ones((2, 16, 8), F32), True,
+         "proj must have head_dim 16 like the columns of x, got 8"),
+        (np.ones((2, 2, 12), F32), np.ones((2, 12, 8), F32), False,
+         "x must have columns a multiple of 8"),
+        (np.ones(16, F32), np.ones((2, 16, 8), F32), False, "x must have 2 to 4 axes, got 1"),
+        (np.ones((2, 16), F32), np.ones((16, 8), F32), False,
+         r"proj must have axes \[heads, latent, head_dim\]"),
+        (np.ones((2, 16), F32), np.ones((2, 16, 8), np.float16), False,
+         "proj must be float32 like x"),
+    ]:  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            cuattn.mla_project(x, proj, transpose=transpose)
+    x = np.ones((2, 2, 16), F32)
+    with pytest.raises(ValueError, match="mla_project: out"):
+        cuattn.mla_project(x, np.ones((2, 16, 16), F32), out=x)
