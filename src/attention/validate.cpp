@@ -269,6 +269,11 @@ AttentionCall validated(const TensorView& q, const TensorView& k, const TensorVi
   CUATTN_REQUIRE(o.kv_start == nullptr || !call.ragged, fn,
                  ": kv_start must not be given where sequences are packed; leave the padding out "
                  "of cu_seqlens_k");
+  if (o.kv_start != nullptr && kind == CallKind::flex) {
+    fail<NotImplemented>(fn,
+                         ": kv_start must be None: masks and scores written by the user count "
+                         "keys from the first of k; say it in mask_mod");
+  }
   p.kv_start = read_lengths(call, "kv_start", o.kv_start, p.batch, "batch", check_data);
   if (call.paged) size_pages(call);
   p.mask = read_mask(fn, o.causal, o.window_left, o.window_right, p.seqlen_q, p.seqlen_kv);
