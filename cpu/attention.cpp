@@ -123,6 +123,12 @@ void check_attention(const char* op, const AttentionParams& p) {
     check_seqused(op, "seqused_q", p.seqused_q, p.cu_seqlens_q, p.batch, p.seqlen_q);
   if (p.seqused_kv != nullptr)
     check_seqused(op, "seqused_k", p.seqused_kv, p.cu_seqlens_kv, p.batch, p.seqlen_kv);
+  for (int32_t b = 0; p.kv_start != nullptr && b < p.batch; ++b) {
+    CUATTN_REQUIRE(p.kv_start[b] >= 0 && p.kv_start[b] <= p.seqlen_kv, op,
+                   ": kv_start must lie within [0, ", p.seqlen_kv, "], got ", p.kv_start[b],
+                   " at index ", b,
+                   "; it is the first key in use, and seqlen_kv where there is none");
+  }
   if (p.dropout.state != nullptr) {
     int64_t offset = p.dropout.state[1];
     CUATTN_REQUIRE(offset >= 0 && offset <= kMaxDropoutOffset, op,

@@ -149,8 +149,9 @@ struct Backward {
         Head head = find_head(f, static_cast<int32_t>(at_b), static_cast<int32_t>(at_h));
         for (int64_t at_i = i_begin; at_i < i_end && at_i < head.queries.used; ++at_i) {
           const Pair* pair = row_pairs(head, static_cast<int32_t>(at_i));
+          int64_t column = first_key(f, head.b);
           for (int32_t key = 0; key < head.keys.used; ++key)
-            sums[bias.extents[3] == 1 ? 0 : static_cast<size_t>(key)] += pair[key].ds;
+            sums[bias.extents[3] == 1 ? 0 : static_cast<size_t>(column + key)] += pair[key].ds;
         }
       }
     }

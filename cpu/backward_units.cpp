@@ -131,17 +131,19 @@ BackwardUnit unit_of(const Pass& pass, int32_t b, int32_t h_kv) {
   return unit;
 }
 
-// The row of dbias of query i, or of its sums; nullptr: not needed.
+// Of dbias of query i, or of its sums, the element of the first key; nullptr: not needed.
 void* dbias_row(const Pass& pass, int32_t b, int32_t h, int32_t i, int32_t chunk) {
   const BiasGradient& bias = pass.p.dbias;
   if (!pass.p.needs(kNeedDbias)) return nullptr;
   auto index = [&](int32_t axis, int64_t at) { return bias.extents[axis] > 1 ? at : 0; };
   int64_t at_b = index(0, b), at_h = index(1, h), at_i = index(2, i);
+  int64_t at_j = index(3, first_key(pass.f, b));
   if (pass.sums_dbias) {
     int64_t row = (at_b * bias.extents[1] + at_h) * bias.extents[2] + at_i;
-    return pass.dbias_sums(chunk) + row * bias.extents[3];
+    return pass.dbias_sums(chunk) + row * bias.extents[3] + at_j;
   }
-  int64_t offset = at_b * bias.strides[0] + at_h * bias.strides[1] + at_i * bias.strides[2];
+  int64_t offset = at_b * bias.strides[0] + at_h * bias.strides[1] + at_i * bias.strides[2] +
+                   at_j * bias.strides[3];
   return element(bias.data, offset, pass.f.scores.bias_dtype);
 }
 
@@ -154,8 +156,8 @@ BackwardRow row_of(const Pass& pass, const Span& queries, const Span& keys, int3
   row.dout = element(p.dout, Pass::at(p.dout_strides, queries, b, h, i), f.dtype);
   if (p.dq != nullptr) row.dq = pass.dq_row(queries, b, h, i, chunk);
   if (f.scores.bias != nullptr) {
-    int64_t first =
-        b * f.scores.bias_stride_batch + h * f.scores.bias_stride_head + i * f.scores.bias_stride_q;
+    int64_t first = b * f.scores.bias_stride_batch + h * f.scores.bias_stride_head +
+                    i * f.scores.bias_stride_q + first_key(f, b) * f.scores.bias_stride_kv;
     DType dtype = f.scores.bias_dtype;
     row.bias = dtype == DType::boolean ? static_cast<const char*>(f.scores.bias) + first
                                        : element(f.scores.bias, first, dtype);

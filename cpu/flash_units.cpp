@@ -155,7 +155,7 @@ void run_unit(const Cut& cut, const FlashKernel& kernel, int64_t index) {
     row.bias = nullptr;
     if (p.scores.bias != nullptr) {
       int64_t first = place.b * p.scores.bias_stride_batch + h * p.scores.bias_stride_head +
-                      i * p.scores.bias_stride_q;
+                      i * p.scores.bias_stride_q + first_key(p, place.b) * p.scores.bias_stride_kv;
       row.bias = element(p.scores.bias, first, p.scores.bias_dtype);
     }
     bool used = i < queries.used;

@@ -27,6 +27,7 @@ void each_unused_row(const int32_t* cu_seqlens, int32_t batch, int64_t total, Sp
                      Body&& body) {
   for (int32_t b = 0; b < batch; ++b) {
     Span span = span_of(b);
+    for (int32_t row = 0; cu_seqlens == nullptr && row < span.start; ++row) body(b, row);
     for (int32_t row = span.used; row < span.stored; ++row) body(b, span.start + row);
   }
   if (cu_seqlens == nullptr) return;

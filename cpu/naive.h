@@ -40,7 +40,8 @@ inline float distance(const Head& head, int32_t row, int32_t key) {
 
 inline float bias_at(const AttentionParams& p, const Head& head, int32_t row, int32_t key) {
   int64_t index = head.b * p.scores.bias_stride_batch + head.h * p.scores.bias_stride_head +
-                  row * p.scores.bias_stride_q + key * p.scores.bias_stride_kv;
+                  row * p.scores.bias_stride_q +
+                  (first_key(p, head.b) + key) * p.scores.bias_stride_kv;
   if (p.scores.bias_dtype == DType::boolean)
     return static_cast<const uint8_t*>(p.scores.bias)[index] != 0 ? 0.0f : -INFINITY;
   return load_element(p.scores.bias, index, p.scores.bias_dtype);

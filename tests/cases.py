@@ -83,6 +83,7 @@ class Case:
     sinks: bool = False
     bias: str = "none"  # a name of BIASES
     seqused: str = "none"  # "q", "k", "both"
+    kv_start: bool = False  # padding on the left; not of ragged
     storage: str = "contiguous"  # a name of strides.STORAGES, for each of q, k, v and out
     give_out: bool = True  # out= and lse_out= are ours and poisoned, else the library allocates
     magnitude: float = 1.0  # of q and k
@@ -126,7 +127,8 @@ class Problem:
     """Inputs of a case as numpy arrays, ready for the reference and for the library."""
 
     case: Case
-    # Q, k, v (and cu_seqlens_q, cu_seqlens_k), alibi_slopes, sinks, bias, seqused_q, seqused_k.
+    # Q, k, v (and cu_seqlens_q, cu_seqlens_k), alibi_slopes, sinks, bias, seqused_q, seqused_k,
+    # kv_start.
     arrays: dict
     options: dict  # keyword arguments that are not arrays
     lengths: tuple = ()  # ragged: max_seqlen_q, max_seqlen_k
@@ -144,8 +146,8 @@ class Problem:
 
 
 def make_problem(case, rng):
-    """Random inputs of `case`. Rows that take no part (beyond seqused, behind the last sequence)
-    hold NaN.
+    """Random inputs of `case`. Rows that take no part (beyond seqused, before kv_start, behind the
+    last sequence) hold NaN.
     """
     dtype = DTYPES[case.dtype]
     arrays, lengths = {}, ()
@@ -191,6 +193,8 @@ def make_problem(case, rng):
             if case.layout == "ragged":
                 stored = np.diff(arrays[f"cu_seqlens_{name}"])
             arrays[f"seqused_{name}"] = rng.integers(0, stored + 1).astype(np.int32)
+    if case.kv_start:
+        arrays["kv_start"] = rng.integers(0, max_k + 1, case.batch).astype(np.int32)
     if case.alibi != "none":
         shape = (case.num_heads_q,) if case.alibi == "head" else (case.batch, case.num_heads_q)
         arrays["alibi_slopes"] = rng.uniform(0.0, 0.5, size=shape).astype(np.float32)
@@ -244,6 +248,10 @@ def _poison_unused_rows(case, arrays, max_q, max_k):
             for b in range(case.batch):
                 if case.storage != "expanded" or name == "q":
                     rows[b, used[b] : limit] = np.nan
+        if case.kv_start and name != "q" and case.storage != "expanded":
+            rows = arrays[name] if case.layout == "bshd" else arrays[name].swapaxes(1, 2)
+            for b in range(case.batch):
+                rows[b, : arrays["kv_start"][b]] = np.nan
 
 
 # The tolerance rule.
@@ -398,6 +406,7 @@ FACTORS = {
     "sinks": (False, True),
     "bias": ("none", *BIASES),
     "seqused": ("none", "q", "k", "both"),
+    "kv_start": (False, True),
     "storage": ("contiguous", "transposed", "padded", "packed", "expanded", "odd"),
     "give_out": (True, False),
 }
@@ -406,6 +415,7 @@ FACTORS = {
 def case_of(factors):
     """The Case of one row of pairwise(FACTORS)."""
     values = dict(factors)
+    values["kv_start"] &= values["layout"] != "ragged"
     heads, lengths, dims, mask = (values.pop(name) for name in ("heads", "lengths", "dims", "mask"))
     return Case(
         **values,
@@ -432,6 +442,7 @@ def random_case(rng):
         ("alibi", "none"),
         ("bias", "none"),
         ("seqused", "none"),
+        ("kv_start", False),
         ("sinks", False),
     ):
         if rng.random() < 0.5:  # most calls use few options

@@ -409,7 +409,7 @@ def serves(backend, device, case):
     if device.name == "cpu":
         return True
     if backend == "cublas":
-        return case.layout != "ragged" and case.seqused == "none"
+        return case.layout != "ragged" and case.seqused == "none" and not case.kv_start
     if backend == "tiled":
         return max(case.head_dim, case.dim_v) <= 128 and not case.scored and not case.sinks
     if backend == "simt":

@@ -34,6 +34,7 @@ def attention(
     bias=None,
     seqused_q=None,
     seqused_k=None,
+    kv_start=None,
     dropout_p=0.0,
     dropout_seed=0,
     dropout_offset=0,
@@ -43,12 +44,14 @@ def attention(
     axes = LAYOUTS[layout]
     q, k, v = (np.asarray(x).transpose(axes) for x in (q, k, v))
     batch, stored_q, stored_k = q.shape[0], q.shape[2], k.shape[2]
+    first_k = first_keys(kv_start, stored_k, batch)
     out, lse = _attend(
         q,
         k,
         v,
         _used(seqused_q, stored_q, batch),
         _used(seqused_k, stored_k, batch),
+        first_k,
         causal,
         window,
         scale,
@@ -56,7 +59,14 @@ def attention(
         alibi_slopes,
         sinks,
         bias,
-        dropout(dropout_p, dropout_seed, dropout_offset, (batch, q.shape[1]), (stored_q, stored_k)),
+        dropout(
+            dropout_p,
+            dropout_seed,
+            dropout_offset,
+            (batch, q.shape[1]),
+            (stored_q, stored_k),
+            first_k,
+        ),
         rounded_to,
     )
     return out.transpose(axes), lse
@@ -221,6 +231,7 @@ def _attend(
     v,
     used_q,
     used_k,
+    first_k,
     causal,
     window,
     scale,
@@ -232,11 +243,12 @@ def _attend(
     rounded_to,
 ):
     """The formula. q, k, v have heads first; used_q, used_k int64 [batch] are the lengths that
-    take part; kept is what dropout() gives.
+    take part, first_k the first key that does; kept is what dropout() gives.
     """
     with np.errstate(all="ignore"):  # NaN and infinities are cases under test
         s = score(
-            q, k, used_q, used_k, causal, window, scale, softcap, alibi_slopes, bias, rounded_to
+            *(q, k, used_q, used_k, first_k),
+            *(causal, window, scale, softcap, alibi_slopes, bias, rounded_to),
         )
         compute, v = s.scores.dtype.type, np.ascontiguousarray(v, s.scores.dtype)
         sink = -np.inf
@@ -265,7 +277,9 @@ class Scores:
     distance: np.ndarray  # |i + used_k - used_q - j|, [batch, 1, seqlen_q, seqlen_kv]
 
 
-def score(q, k, used_q, used_k, causal, window, scale, softcap, alibi_slopes, bias, rounded_to):
+def score(
+    q, k, used_q, used_k, first_k, causal, window, scale, softcap, alibi_slopes, bias, rounded_to
+):
     """What stands in the softmax; q and k have heads first."""
     compute = np.float64 if rounded_to is None else np.float32
     batch, heads, seqlen_q, head_dim = q.shape
@@ -278,6 +292,7 @@ def score(q, k, used_q, used_k, causal, window, scale, softcap, alibi_slopes, bi
     )  # [batch, seqlen_q, 1]: the key that stands at the query
 
     visible = (row < used_q[:, None, None]) & (key < used_k[:, None, None])
+    visible = visible & (key >= first_k[:, None, None])
     left, right = window
     if left >= 0:
         visible = visible & (key >= diagonal - left)
@@ -323,12 +338,12 @@ def philox(counter, key):
     return [x.astype(np.uint32) for x in np.broadcast_arrays(c0, c1, c2, c3)]
 
 
-def dropout(p, seed, offset, heads, lengths):
+def dropout(p, seed, offset, heads, lengths, first_k=()):
     """The factor of each probability, 0 or 1 / keep_prob, float64 [batch, num_heads_q, seqlen_q,
     seqlen_kv]; None without dropout.
 
     Byte j % 16 of the Philox words of counter (j // 16, i, b * num_heads_q + h, offset) keeps key
-    j when it is below T = round(256 (1 - p)); keep_prob is T / 256.
+    j when it is below T = round(256 (1 - p)); keep_prob is T / 256. Keys count from first_k.
     """
     if p == 0:
         return None
@@ -341,7 +356,10 @@ def dropout(p, seed, offset, heads, lengths):
     )
     drawn = np.stack([(w >> (8 * x)) & 0xFF for w in words for x in range(4)], axis=-1)
     drawn = drawn.reshape(batch, num_heads, rows, len(chunks) * 16)[..., :keys]
-    return (drawn < threshold) * (256 / threshold)
+    factors = (drawn < threshold) * (256 / threshold)
+    for b, first in enumerate(first_k):
+        factors[b] = np.roll(factors[b], first, axis=-1)
+    return factors
 
 
 def _weighted_sum(weights, v, visible, rounded_to):
@@ -383,6 +401,11 @@ def _round(x, rounded_to):
 def _used(seqused, stored, batch):
     used = np.full(batch, stored) if seqused is None else np.asarray(seqused)
     return np.clip(used, 0, stored).astype(np.int64)
+
+
+def first_keys(kv_start, stored, batch):
+    """The first key in use of each sequence, int64 [batch]."""
+    return np.zeros(batch, np.int64) if kv_start is None else np.clip(kv_start, 0, stored)
 
 
 def _pad(packed, cu_seqlens, max_seqlen):

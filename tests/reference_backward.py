@@ -35,6 +35,7 @@ def attention_backward(
     bias=None,
     seqused_q=None,
     seqused_k=None,
+    kv_start=None,
     dlse=None,
     dropout_p=0.0,
     dropout_seed=0,
@@ -55,20 +56,25 @@ def attention_backward(
     (batch, heads, rows, dim), (kv_heads, keys) = q.shape, k.shape[1:3]
     used_q = reference._used(seqused_q, rows, batch)
     used_k = reference._used(seqused_k, keys, batch)
+    first_k = reference.first_keys(kv_start, keys, batch)
     # Rows that take no part may hold anything, and 0 * NaN is NaN.
     in_use_q = (np.arange(rows) < used_q[:, None])[:, None]
     in_use_k = (np.arange(keys) < used_k[:, None])[:, None]
+    in_use_k = in_use_k & (np.arange(keys) >= first_k[:, None])[:, None]
     q, dout, out = (np.where(in_use_q[..., None], x, 0).astype(compute) for x in (q, dout, out))
     k, v = (np.where(in_use_k[..., None], x, 0).astype(compute) for x in (k, v))
     s = reference.score(
-        q, k, used_q, used_k, causal, window, scale, softcap, alibi_slopes, bias, rounded_to
+        *(q, k, used_q, used_k, first_k),
+        *(causal, window, scale, softcap, alibi_slopes, bias, rounded_to),
     )
     lse = np.asarray(lse).astype(compute)
     alive = in_use_q & (lse != -np.inf)  # [batch, heads, rows]
     gradient = np.zeros_like(lse) if dlse is None else np.asarray(dlse).astype(compute)
     delta = np.where(alive, (dout * out).sum(axis=-1, dtype=compute) - gradient, 0).astype(compute)
     delta_size = np.where(alive, np.abs(dout * out).sum(axis=-1) + np.abs(gradient), 0)
-    kept = reference.dropout(dropout_p, dropout_seed, dropout_offset, (batch, heads), (rows, keys))
+    kept = reference.dropout(
+        dropout_p, dropout_seed, dropout_offset, (batch, heads), (rows, keys), first_k
+    )
     kept = compute(1) if kept is None else kept.astype(compute)
 
     def grouped(x):  # the query heads of a group one behind the other

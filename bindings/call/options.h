@@ -31,6 +31,7 @@ struct AttentionArgs {
   nb::handle bias;
   nb::handle seqused_q;
   nb::handle seqused_k;
+  nb::handle kv_start;
   nb::handle block_tables;
   nb::handle kv_layout;
   nb::handle dropout_p;
@@ -67,6 +68,7 @@ struct AttentionFunctions {
       {"bias", &Args::bias},
       {"seqused_q", &Args::seqused_q},
       {"seqused_k", &Args::seqused_k},
+      {"kv_start", &Args::kv_start},
       {"block_tables", &Args::block_tables},
       {"kv_layout", &Args::kv_layout},
       {"dropout_p", &Args::dropout_p},
@@ -102,6 +104,7 @@ struct Attention : AttentionFunctions {
       {"bias", &Args::bias},
       {"seqused_q", &Args::seqused_q},
       {"seqused_k", &Args::seqused_k},
+      {"kv_start", &Args::kv_start},
       {"dropout_p", &Args::dropout_p},
       {"dropout_seed", &Args::dropout_seed},
       {"dropout_offset", &Args::dropout_offset},
@@ -162,6 +165,7 @@ inline constexpr ArrayOption<AttentionArgs, cuattn_attention_options>
     {"bias", &AttentionArgs::bias, &cuattn_attention_options::bias, Holds::like_q},
     {"seqused_q", &AttentionArgs::seqused_q, &cuattn_attention_options::seqused_q, Holds::int32},
     {"seqused_k", &AttentionArgs::seqused_k, &cuattn_attention_options::seqused_k, Holds::int32},
+    {"kv_start", &AttentionArgs::kv_start, &cuattn_attention_options::kv_start, Holds::int32},
     {"cu_seqlens_q", &AttentionArgs::cu_seqlens_q, &cuattn_attention_options::cu_seqlens_q, Holds::int32},
     {"cu_seqlens_k", &AttentionArgs::cu_seqlens_k, &cuattn_attention_options::cu_seqlens_k, Holds::int32},
     {"block_tables", &AttentionArgs::block_tables, &cuattn_attention_options::block_tables, Holds::int32},

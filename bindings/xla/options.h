@@ -36,6 +36,7 @@ inline constexpr const DLTensor* cuattn_attention_options::*
     &cuattn_attention_options::bias,
     &cuattn_attention_options::seqused_q,
     &cuattn_attention_options::seqused_k,
+    &cuattn_attention_options::kv_start,
     &cuattn_attention_options::cu_seqlens_q,
     &cuattn_attention_options::cu_seqlens_k,
     &cuattn_attention_options::block_tables,

@@ -266,7 +266,7 @@ bool cublas_available() { return find_cublas() != nullptr; }
 
 void launch_cublas(const AttentionParams& p, void* workspace, int device_id, cudaStream_t stream) {
   CUATTN_ASSERT(p.cu_seqlens_q == nullptr && p.cu_seqlens_kv == nullptr && p.seqused_q == nullptr &&
-                    p.seqused_kv == nullptr,
+                    p.seqused_kv == nullptr && p.kv_start == nullptr,
                 "cublas: dense batches only");
   if (int64_t{p.batch} * p.num_heads_q * p.seqlen_q == 0) return;
   if (p.seqlen_kv == 0) return launch_naive(p, workspace, stream);  // it writes the empty rows

@@ -49,11 +49,12 @@ void check_attention(const char* function, const AttentionParams& params, cudaSt
   AttentionParams host = params;
   std::vector<int64_t> dropout_state;
   copy_to_host(host.dropout.state, dropout_state, 2, stream);
-  std::vector<int32_t> cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv;
+  std::vector<int32_t> cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv, kv_start;
   copy_to_host(host.cu_seqlens_q, cu_seqlens_q, int64_t{params.batch} + 1, stream);
   copy_to_host(host.cu_seqlens_kv, cu_seqlens_kv, int64_t{params.batch} + 1, stream);
   copy_to_host(host.seqused_q, seqused_q, params.batch, stream);
   copy_to_host(host.seqused_kv, seqused_kv, params.batch, stream);
+  copy_to_host(host.kv_start, kv_start, params.batch, stream);
   CUATTN_CUDA_TRY(cudaStreamSynchronize(stream));
   cpu_backend().check(function, host, 0, nullptr);
 }

@@ -95,8 +95,8 @@ void launch_all(const BackwardParams& p, float* memory, cudaStream_t stream) {
   GradientRows dv{p.dv, p.dv_strides, p.dv_dtype, f.head_dim_v};
   if (p.dk != nullptr) launch_sums_over_rows<kType>(f, arrays.dx, q, f.scores.scale, dk, stream);
   if (p.dv != nullptr) launch_sums_over_rows<kType>(f, arrays.weights, dout, 1.0f, dv, stream);
-  launch_clear(f.cu_seqlens_kv, f.batch, f.total_kv, f.num_heads_kv, dk, stream);
-  launch_clear(f.cu_seqlens_kv, f.batch, f.total_kv, f.num_heads_kv, dv, stream);
+  launch_clear_keys(f, dk, stream);
+  launch_clear_keys(f, dv, stream);
   launch_option_gradients<kType>(p, arrays, stream);
 }
 

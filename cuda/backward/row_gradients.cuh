@@ -143,12 +143,14 @@ __global__ void __launch_bounds__(kSumThreads)
   double sum = 0.0;
   for (int32_t from_b = batches.begin; from_b < batches.end; ++from_b) {
     int32_t rows_end = min(rows.end, query_span(f, from_b).used);
-    int32_t keys_end = min(keys.end, key_span(f, from_b).used);
+    const int32_t column = first_key(f, from_b);  // of ds's first key
+    const int32_t keys_begin = max(keys.begin - column, 0);
+    const int32_t keys_end = min(keys.end - column, key_span(f, from_b).used);
     for (int32_t from_head = heads.begin; from_head < heads.end; ++from_head) {
       int64_t first_row = (int64_t{from_b} * f.num_heads_q + from_head) * f.seqlen_q;
       for (int32_t from = rows.begin; from < rows_end; ++from) {
         const float* ds_row = ds + (first_row + from) * f.seqlen_kv;
-        for (int32_t j = keys.begin + lane; j < keys_end; j += lanes) sum += ds_row[j];
+        for (int32_t j = keys_begin + lane; j < keys_end; j += lanes) sum += ds_row[j];
       }
     }
   }

@@ -59,6 +59,7 @@ struct AttentionOptions {
       nullptr;  // q's dtype, float32 or bool; broadcastable to [batch, num_heads_q, sq, skv]
   const TensorView* seqused_q = nullptr;  // int32 [batch]
   const TensorView* seqused_k = nullptr;  // int32 [batch]
+  const TensorView* kv_start = nullptr;   // int32 [batch]: the first key in use; attention alone
   const TensorView* lse =
       nullptr;  // float32 output [batch, num_heads_q, seqlen_q]; ragged [num_heads_q, total_q]
   // attention_varlen: k and v are caches in blocks, block_tables int32 [batch, max_blocks_per_seq].
@@ -98,7 +99,7 @@ inline void check(cuattn_status status) {
 
 // DLTensors of an option struct; lives beside the C options that point into it.
 struct COptions {
-  DLTensor alibi_slopes, sinks, bias, seqused_q, seqused_k, cu_seqlens_q, cu_seqlens_k,
+  DLTensor alibi_slopes, sinks, bias, seqused_q, seqused_k, kv_start, cu_seqlens_q, cu_seqlens_k,
       block_tables, dropout_state;
   cuattn_attention_options c;
 
@@ -120,6 +121,7 @@ struct COptions {
     c.bias = borrow(o.bias, bias);
     c.seqused_q = borrow(o.seqused_q, seqused_q);
     c.seqused_k = borrow(o.seqused_k, seqused_k);
+    c.kv_start = borrow(o.kv_start, kv_start);
     c.block_tables = borrow(o.block_tables, block_tables);
     c.kv_layout = static_cast<int32_t>(o.kv_layout);
     c.dropout_p = o.dropout_p;

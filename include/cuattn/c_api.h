@@ -93,6 +93,7 @@ typedef struct {
   double dropout_p;
   int64_t dropout_seed, dropout_offset;
   const DLTensor* dropout_state;
+  const DLTensor* kv_start; /* int32 [batch]: the first key in use; not of ragged calls */
 } cuattn_attention_options;
 
 CUATTN_API void cuattn_attention_options_init(cuattn_attention_options* options,

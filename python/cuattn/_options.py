@@ -112,6 +112,7 @@ TABLE = tuple(Option(*row) for row in (
     ("bias", "array", None, ROWS, "added to the scores; bool: True keeps the key"),
     ("seqused_q", "array int32", None, ROWS, "`[batch]`: rows of q in use"),
     ("seqused_k", "array int32", None, ROWS, "`[batch]`: rows of k and v in use"),
+    ("kv_start", "array int32", None, DENSE, "`[batch]`: the first key in use, after left padding"),
     ("cu_seqlens_q", "array int32", None, VARLEN, "`[batch + 1]`: where queries begin"),
     ("cu_seqlens_k", "array int32", None, VARLEN, "`[batch + 1]`: where keys begin"),
     ("max_seqlen_q", "length", None, VARLEN, "upper bound of the queries of a sequence"),

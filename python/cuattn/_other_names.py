@@ -24,6 +24,8 @@ OTHER_NAMES: dict[str, tuple[tuple[str, ...], str]] = {
     "attn_bias": (("bias",), ADDED),
     "score_bias": (("bias",), ADDED),
     "key_padding_mask": (("seqused_k", "context_lens"), "the number of keys in use, not a mask"),
+    "leftpad_k": (("kv_start",), ""),
+    "cache_leftpad": (("kv_start",), ""),
     "enable_gqa": ((), REPEATED),
     "softmax_scale": (("scale",), ""),
     "sm_scale": (("scale",), ""),

@@ -62,6 +62,7 @@ class DenseOptions(RowOptions, total=False):
     """Of attention."""
 
     layout: Layout
+    kv_start: Array | None
 
 
 class VarlenOptions(RowOptions, total=False):

@@ -76,6 +76,7 @@ def attention(
     v_scale: Any = None,
     seqused_q: Array | None = None,
     seqused_k: Array | None = None,
+    kv_start: Array | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | None = None,
     dropout_offset: int = 0,
@@ -132,6 +133,11 @@ def attention(
     seqused_q, seqused_k : int32 array, [batch], optional
         Lengths in use of a padded batch; query rows beyond give out 0 and lse -inf, keys beyond are
         not seen, and causal and window count from the lengths in use.
+    kv_start : int32 array, [batch], optional
+        The first key in use of each sequence of a batch that is padded on the left: keys before it
+        are not seen or read, and a query that is left without a key gives out 0 and lse -inf.
+        Causal and window count from the end and stay as they are; a bias keeps its column for each
+        key of k; dropout counts keys from kv_start.
     dropout_p : float
         Share of the probabilities that are dropped, in steps of 1 / 256; the others are divided by
         what remains. On the CPU so far.

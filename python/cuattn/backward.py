@@ -39,6 +39,7 @@ def attention_backward(
     bias: Array | None = None,
     seqused_q: Array | None = None,
     seqused_k: Array | None = None,
+    kv_start: Array | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | None = None,
     dropout_offset: int = 0,
@@ -71,7 +72,9 @@ def attention_backward(
         What the forward call gave.
     lse : float32 array, [batch, num_heads_q, seqlen_q]
         What it gave with return_lse=True.
-    layout, causal, window, scale, softcap, alibi_slopes, sinks, bias, seqused_q, seqused_k
+    layout, causal, window, scale, softcap, alibi_slopes, sinks, bias
+        As in the forward call.
+    seqused_q, seqused_k, kv_start
         As in the forward call.
     dropout_p, dropout_seed, dropout_offset, dropout_state
         As in the forward call.
@@ -101,7 +104,8 @@ def attention_backward(
     -------
     named tuple
         What `need` names, each of the shape and dtype of what it is the gradient of, in the library
-        of q. Rows that take no part (beyond seqused, or without a visible key) get 0.
+        of q. Rows that take no part (beyond seqused, before kv_start, or without a visible key)
+        get 0.
 
     Raises
     ------

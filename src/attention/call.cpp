@@ -111,6 +111,7 @@ void check_inputs(const AttentionCall& call, const CallMemory& memory) {
   memory.reads({"cu_seqlens_k", p.cu_seqlens_kv, 4, {{p.batch + int64_t{1}, 1}}});
   memory.reads({"seqused_q", p.seqused_q, 4, {{p.batch, 1}}});
   memory.reads({"seqused_k", p.seqused_kv, 4, {{p.batch, 1}}});
+  memory.reads({"kv_start", p.kv_start, 4, {{p.batch, 1}}});
   memory.reads(
       {"alibi_slopes",
        p.scores.alibi_slopes,

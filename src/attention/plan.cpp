@@ -174,7 +174,7 @@ const char* refusal(Kernel kernel, const AttentionRequest& r, const DeviceInfo& 
       return uncompiled("it takes head_dim and head_dim_v up to 128");
     case Kernel::cublas:
       if (r.ragged || r.uses_seqused)
-        return "it takes dense batches only, without cu_seqlens and seqused";
+        return "it takes dense batches only, without cu_seqlens, seqused and kv_start";
       if (r.batch_invariant) return "its order of summation may change with the batch";
       if (!device.has_cublas)
         return "the cuBLAS library was not found; install nvidia-cublas or set CUATTN_CUBLAS_PATH";

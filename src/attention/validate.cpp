@@ -244,7 +244,7 @@ AttentionCall validated(const TensorView& q, const TensorView& k, const TensorVi
   call.paged = o.block_tables != nullptr;
   call.ragged = o.cu_seqlens_q != nullptr || o.cu_seqlens_k != nullptr || call.paged;
   call.layout = o.layout;
-  call.uses_seqused = o.seqused_q != nullptr || o.seqused_k != nullptr;
+  call.uses_seqused = o.seqused_q != nullptr || o.seqused_k != nullptr || o.kv_start != nullptr;
   call.may_step = call.paged && o.seqused_k != nullptr && o.cu_seqlens_k == nullptr &&
                   o.seqused_q == nullptr && o.bias == nullptr && !o.batch_invariant &&
                   o.dropout_p == 0.0;
@@ -266,6 +266,15 @@ AttentionCall validated(const TensorView& q, const TensorView& k, const TensorVi
   AttentionParams& p = call.params;
   p.seqused_q = read_lengths(call, "seqused_q", o.seqused_q, p.batch, "batch", check_data);
   p.seqused_kv = read_lengths(call, "seqused_k", o.seqused_k, p.batch, "batch", check_data);
+  CUATTN_REQUIRE(o.kv_start == nullptr || !call.ragged, fn,
+                 ": kv_start must not be given where sequences are packed; leave the padding out "
+                 "of cu_seqlens_k");
+  if (o.kv_start != nullptr && kind == CallKind::flex) {
+    fail<NotImplemented>(fn,
+                         ": kv_start must be None: masks and scores written by the user count "
+                         "keys from the first of k; say it in mask_mod");
+  }
+  p.kv_start = read_lengths(call, "kv_start", o.kv_start, p.batch, "batch", check_data);
   if (call.paged) size_pages(call);
   p.mask = read_mask(fn, o.causal, o.window_left, o.window_right, p.seqlen_q, p.seqlen_kv);
   p.scores = read_scores(fn, o, call.has_bias, {p.batch, p.num_heads_q, p.head_dim, "batch"},

@@ -116,8 +116,13 @@ REFUSED = {
     ),
     "cublas-seqused": (
         dict(backend="cublas", seqused_k=(2,)),
-        "backend 'cublas' cannot run this call: it takes dense batches only, without cu_seqlens "
-        "and seqused; use backend='sm90' or 'auto'",
+        "backend 'cublas' cannot run this call: it takes dense batches only, without cu_seqlens, "
+        "seqused and kv_start; use backend='sm90' or 'auto'",
+    ),
+    "cublas-kv-start": (
+        dict(backend="cublas", kv_start=(2,)),
+        "backend 'cublas' cannot run this call: it takes dense batches only, without cu_seqlens, "
+        "seqused and kv_start; use backend='sm90' or 'auto'",
     ),
     "cublas-invariant": (
         dict(backend="cublas", batch_invariant=True),
@@ -154,6 +159,7 @@ def test_auto_takes_every_option_on_every_gpu():
         sinks=(8,),
         bias=(1, 1, 512, 512),
         seqused_k=(2,),
+        kv_start=(2,),
         return_lse=True,
     )
     for gpu in GPUS:

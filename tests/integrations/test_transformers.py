@@ -249,8 +249,64 @@ def test_options_reach_the_kernel_and_not_a_copy_of_it(monkeypatch):
         run(build("llama"), inputs("llama"))
     assert [c["softcap"] for c in calls] == [0.5, 0.5, 0, 0, 0, 0]
     assert [c["sinks"] is not None for c in calls] == [False, False, True, True, False, False]
-    assert [c["bias"] is None for c in calls] == [False, True, False, True, True, True]
-    assert [c["causal"] for c in calls] == [False, True, False, True, True, True]
+    assert all(c["bias"] is None and c["causal"] for c in calls)
+    wide, narrow = (-1, -1), (6, -1)
+    windows = [narrow, wide, narrow, wide, wide, wide]
+    assert [c.get("window", wide) for c in calls] == windows
+
+
+PADDINGS = {  # tokens at the left and at the right of the two sequences, and what they become
+    "left": ((5, 0), (0, 0), {"kv_start": [5, 0]}),
+    "right": ((0, 3), (0, 0), {"seqused_k": [16, 19]}),
+    "both": ((2, 0), (0, 4), {"kv_start": [2, 0], "seqused_k": [19, 15]}),
+    "all": ((19, 0), (1, 0), {"kv_start": [19, 1]}),
+    "hole": None,
+}
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "t5", "bert"])
+@pytest.mark.parametrize("padding", PADDINGS)
+def test_padding_goes_in_as_lengths_and_not_as_a_bias(name, padding, monkeypatch):
+    given = inputs(name)
+    mask, lengths = given["attention_mask"], {}
+    if padding == "hole":
+        mask[0, 7] = 0
+    else:
+        *ends, lengths = PADDINGS[padding]
+        for row, (left, right) in zip(mask, ends, strict=True):
+            row[:left] = 0
+            row[19 - right :] = 0
+    calls = count_calls(monkeypatch)
+    with torch.no_grad():
+        ours, theirs = run(build(name), given), run(build(name, "eager"), given)
+    rows = mask.any(1) if name == "t5" else mask.bool()  # eager gives a row without keys all keys
+    torch.testing.assert_close(ours[rows], theirs[rows], rtol=1e-4, atol=1e-4)
+    for call in calls[:2]:
+        assert (call["bias"] is None) == (padding != "hole" and name != "t5")
+        found = {n: call[n].tolist() for n in ("kv_start", "seqused_k") if n in call}
+        assert found == lengths
+        assert ("seqused_q" in call) == ("seqused_k" in call and name != "bert" and name != "t5")
+
+
+def test_a_mask_that_the_model_has_changed_counts_as_it_is(monkeypatch):
+    """The note is on the tensor that the mask function made, and on no other."""
+    calls = count_calls(monkeypatch)
+    q, k = torch.randn(1, 4, 6, 16), torch.randn(1, 4, 6, 16)
+    words = {"batch_size": 1, "q_length": 6, "kv_length": 6}
+    padding = torch.tensor([[False, False, True, True, True, True]])
+    from transformers.masking_utils import causal_mask_function
+
+    mask = door.masks.mask(**words, mask_function=causal_mask_function, attention_mask=padding)
+    changed = mask.clone()
+    changed[..., 3] = False
+    layer = torch.nn.Module()
+    for given in (mask, changed, mask[:, :, :, :4]):
+        keys = given.shape[-1]
+        out, _ = door.attention_forward(layer, q, k[:, :, :keys], k[:, :, :keys], given)
+        scores = (q @ k[:, :, :keys].mT / 4).masked_fill(~given, -torch.inf)
+        wanted = scores.softmax(-1).nan_to_num() @ k[:, :, :keys]
+        torch.testing.assert_close(out, wanted.transpose(1, 2), rtol=1e-5, atol=1e-5)
+    assert [c["bias"] is None for c in calls] == [True, False, False]
 
 
 @pytest.mark.parametrize("without", ["mask", "window", "softcap", "s_aux"])
@@ -263,7 +319,7 @@ def test_what_is_left_out_is_seen(without, monkeypatch):
 
     def lacking(q, k, v, **options):
         if without in ("mask", "window"):
-            options |= {"bias": None, "causal": True}
+            options |= {"kv_start": None, "window": (-1, -1)}
         else:
             options |= {"softcap": 0.0} if without == "softcap" else {"sinks": None}
         return real(q, k, v, **options)

@@ -106,7 +106,9 @@ struct ScoreMod<kType, ScoreKind::scored> {
     if (p.scores.bias != nullptr) {
       int64_t size = bias_dtype == DType::f32 ? 4 : bias_dtype == DType::boolean ? 1 : 2;
       bias = static_cast<const char*>(p.scores.bias) +
-             (b * p.scores.bias_stride_batch + head * p.scores.bias_stride_head) * size;
+             (b * p.scores.bias_stride_batch + head * p.scores.bias_stride_head +
+              first_key(p, b) * bias_stride_kv) *
+                 size;
     }
   }
 

@@ -36,6 +36,7 @@ struct AttentionParams {
   const int32_t* cu_seqlens_kv;  // [batch + 1] or nullptr
   const int32_t* seqused_q;      // [batch] or nullptr: rows in use
   const int32_t* seqused_kv;     // [batch] or nullptr
+  const int32_t* kv_start;       // [batch] or nullptr: keys before it take no part; dense alone
   // Read by sm90 alone, which follows the block tables; the strides of k and v then step over
   // blocks (batch), places (seq) and heads. For the other kernels the keys are gathered into rows.
   Pages pages;
@@ -52,15 +53,22 @@ CUATTN_HOST_DEVICE Span query_span(const AttentionParams& p, int32_t b) {
 }
 
 CUATTN_HOST_DEVICE Span key_span(const AttentionParams& p, int32_t b) {
-  return make_span(p.cu_seqlens_kv, p.seqused_kv, b, p.seqlen_kv, p.total_kv);
+  Span span = make_span(p.cu_seqlens_kv, p.seqused_kv, b, p.seqlen_kv, p.total_kv);
+  return p.kv_start == nullptr ? span : without_first(span, p.kv_start[b]);
+}
+
+// The key of the arrays that key 0 of key_span is. Masks, ALiBi and dropout count keys from there;
+// a bias and its gradient have a column for each key of the arrays.
+CUATTN_HOST_DEVICE int32_t first_key(const AttentionParams& p, int32_t b) {
+  return p.kv_start == nullptr ? 0 : static_cast<int32_t>(key_span(p, b).start);
 }
 
 // Whether the TMA of sm_90 can bring the bias: a legal tensor map, and a warp that is free for it.
 CUATTN_HOST_DEVICE bool has_bias_map(const AttentionParams& p) {
   const ScoreParams& s = p.scores;
-  return p.pages.block_size == 0 && s.bias_dtype == p.dtype && s.bias_stride_kv == 1 &&
-         s.bias_stride_q > 0 && s.bias_stride_batch >= 0 && s.bias_stride_head >= 0 &&
-         reinterpret_cast<uint64_t>(s.bias) % 16 == 0 &&
+  return p.pages.block_size == 0 && p.kv_start == nullptr && s.bias_dtype == p.dtype &&
+         s.bias_stride_kv == 1 && s.bias_stride_q > 0 && s.bias_stride_batch >= 0 &&
+         s.bias_stride_head >= 0 && reinterpret_cast<uint64_t>(s.bias) % 16 == 0 &&
          (s.bias_stride_batch | s.bias_stride_head | s.bias_stride_q) % 8 == 0;
 }
 

@@ -33,6 +33,12 @@ CUATTN_HOST_DEVICE Span make_span(const int32_t* cu_seqlens, const int32_t* sequ
   return span;
 }
 
+// The span without the first `rows` of those in use.
+CUATTN_HOST_DEVICE Span without_first(const Span& span, int32_t rows) {
+  int32_t gone = rows < 0 ? 0 : rows < span.used ? rows : span.used;
+  return {span.start + gone, span.stored - gone, span.used - gone};
+}
+
 // The keys that query `row` sees, as a half-open range [begin, end) within [0, keys). The diagonal
 // is bottom-right aligned: query `row` stands at key row + keys - queries, with queries and keys
 // the lengths in use.

@@ -283,6 +283,10 @@ def attend(
 ) -> Any:
     """Attend to the first `total` tokens of each sequence, in pages or in rows."""
     batch, length, heads, _ = q.shape
+    if cache.leftpad is not None and cache.batch_idx is None:
+        first = cache.leftpad.contiguous()
+        keys = {"kv_start": first, "seqused_k": total + first}
+        return attention(q, cache.k[:batch], cache.v[:batch], **keys, **options)
     coarse = pages is not None and pages.size >= COARSE and len(pages.k) and is_few(q, cache)
     if pages is None or not (coarse or is_indirect(cache)):
         return attention(q, cache.k[:batch], cache.v[:batch], seqused_k=total, **options)

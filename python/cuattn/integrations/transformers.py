@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..torch import attention
+from . import transformers_masks as masks
 
 NAME = "cuattn"
 OLDEST, TOO_NEW = (5, 23), (6, 0)  # 5.23 is the version that the tests run with
@@ -52,10 +53,10 @@ def register() -> None:
             f"register: transformers must be >={OLDEST[0]}.{OLDEST[1]} and <{TOO_NEW[0]}, got "
             f"{transformers.__version__}, which is {too}; pip install '{wanted}'"
         )
-    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+    from transformers.masking_utils import AttentionMaskInterface
 
     transformers.AttentionInterface.register(NAME, attention_forward)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
+    AttentionMaskInterface.register(NAME, masks.mask)
 
 
 def version_of(text: str) -> tuple[int, int]:
@@ -88,8 +89,9 @@ def attention_forward(
         key and value may have fewer heads than query, value another head_dim.
     attention_mask : tensor, optional
         bool (True keeps the key) from the registered mask function, or the user's own, added. It
-        holds the sliding window too. None is causal for more than one query of a causal layer,
-        else full.
+        holds the sliding window too. One that says no more than padding and a window becomes
+        `kv_start`, `seqused_k` and `window`. None is causal for more than one query of a causal
+        layer, else full.
     dropout : float
         Share of the probabilities that are dropped.
     scaling : float, optional
@@ -121,18 +123,21 @@ def attention_forward(
             raise NotImplementedError(f"attn_implementation='cuattn': {name}: {way_out}")
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
-    causal = attention_mask is None and bool(is_causal) and query.shape[2] > 1
-    if causal and key.shape[2] > query.shape[2]:
-        # An empty static cache: the queries are the first ones, and nothing lies behind them yet.
-        seen = query.shape[2]
-        key, value = key[:, :, :seen], value[:, :, :seen]
-        position_bias = None if position_bias is None else position_bias[..., :seen]
+    queries, keys = query.shape[2], key.shape[2]
+    causal = attention_mask is None and bool(is_causal) and queries > 1
+    sight = masks.noted(attention_mask, queries, keys)
+    # An empty static cache: the queries are the first ones, and nothing lies behind them yet.
+    used = sight.used if sight else queries if causal and keys > queries else keys
+    if used < keys:
+        key, value = key[:, :, :used], value[:, :, :used]
+        position_bias = None if position_bias is None else position_bias[..., :used]
     options: dict[str, Any] = {
         "causal": causal,
         "scale": scaling,
         "softcap": softcap or 0.0,
         "sinks": None if s_aux is None else s_aux.float(),
-        "bias": joined(attention_mask, position_bias),
+        "bias": position_bias if sight else joined(attention_mask, position_bias),
+        **(sight.options if sight else {}),
     }
     try:
         out = attention(

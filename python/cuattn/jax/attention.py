@@ -44,6 +44,7 @@ def attention(
     bias: jax.Array | None = None,
     seqused_q: jax.Array | None = None,
     seqused_k: jax.Array | None = None,
+    kv_start: jax.Array | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | None = None,
     dropout_offset: int = 0,
@@ -63,8 +64,10 @@ def attention(
 
     Parameters
     ----------
-    q, k, v, layout, causal, window, scale, softcap, alibi_slopes, sinks, bias, seqused_q, seqused_k
+    q, k, v, layout, causal, window, scale, softcap, alibi_slopes, sinks, bias
         As in `cuattn.attention`; the numbers are static under jax.jit.
+    seqused_q, seqused_k, kv_start
+        As in `cuattn.attention`.
     num_splits, batch_invariant, return_lse, backend
         As in `cuattn.attention`.
     dropout_p, dropout_seed, dropout_offset

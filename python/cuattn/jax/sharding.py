@@ -42,7 +42,7 @@ def letters_of(name: str, shape: tuple[int, ...], options: dict[str, Any]) -> st
     batch = "n" if ragged else "b"
     if name in FIXED:
         return FIXED[name]
-    if name in ("seqused_q", "seqused_k"):
+    if name in ("seqused_q", "seqused_k", "kv_start"):
         return batch
     if name == "alibi_slopes":
         return f"{batch}q"[-len(shape) :]
