@@ -61,8 +61,15 @@ const char* sm90_refusal(const BackwardParams& p, const DeviceInfo& device) {
   return device.native == 1 ? nullptr : "this build has no machine code for 9.0";
 }
 
+// The pass for dbias cuts the keys in use into tiles, dbias has a column for each key of the arrays.
+const char* bias_refusal(const BackwardParams& p) {
+  bool differ = p.needs(kNeedDbias) && p.forward.kv_start != nullptr;
+  return differ ? "it makes no dbias of keys after kv_start, naive does" : nullptr;
+}
+
 const char* sm80_refusal(const BackwardParams& p, const DeviceInfo& device) {
   if (const char* why = two_pass_refusal(Kernel::sm80, p)) return why;
+  if (const char* why = bias_refusal(p)) return why;
   ScoreKind score = score_of(Kernel::sm80, p.forward);
   HeadDims d = instance_at(instance_of(Kernel::sm80, p.forward)).dims;
   int32_t bytes = std::max({sm80_queries_smem_bytes(d, sm80_queries_tile(d, score)),
@@ -81,7 +88,8 @@ const char* refusal(Kernel kernel, const BackwardParams& p, const DeviceInfo& de
     case Kernel::naive: return nullptr;
     case Kernel::sm90: return sm90_refusal(p, device);
     case Kernel::sm80: return sm80_refusal(p, device);
-    case Kernel::simt: return p.forward.dtype == DType::f32 ? nullptr : "it takes float32 only";
+    case Kernel::simt:
+      return p.forward.dtype == DType::f32 ? bias_refusal(p) : "it takes float32 only";
     default: return "it has no backward pass";
   }
 }

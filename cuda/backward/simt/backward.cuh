@@ -101,10 +101,8 @@ void launch_backward_simt(const BackwardLaunch& launch, cudaStream_t stream) {
   launch_option_sums(p, launch.schedule.workspace, stream);
   launch_clear(f.cu_seqlens_q, f.batch, f.total_q, f.num_heads_q,
                {p.dq, p.dq_strides, f.dtype, f.head_dim}, stream);
-  launch_clear(f.cu_seqlens_kv, f.batch, f.total_kv, f.num_heads_kv,
-               {p.dk, p.dk_strides, p.dk_dtype, f.head_dim}, stream);
-  launch_clear(f.cu_seqlens_kv, f.batch, f.total_kv, f.num_heads_kv,
-               {p.dv, p.dv_strides, p.dv_dtype, f.head_dim_v}, stream);
+  launch_clear_keys(f, {p.dk, p.dk_strides, p.dk_dtype, f.head_dim}, stream);
+  launch_clear_keys(f, {p.dv, p.dv_strides, p.dv_dtype, f.head_dim_v}, stream);
 }
 
 }  // namespace cuattn
