@@ -16,6 +16,7 @@
 #include "bindings/call/options.h"
 #include "bindings/paged.h"
 #include "cuattn/c_api.h"
+#include "cuattn/c_api_mla.h"
 
 namespace cuattn::bindings {
 namespace {

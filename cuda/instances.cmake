@@ -22,7 +22,8 @@ cuattn_kernel(attention forward_simt attention/simt.cuh portable
 cuattn_kernel(attention forward_tiled attention/tiled.cuh portable
               "f32;f16;bf16" "64;128" "none;causal;window" "identity")
 
-# Two kernels each, one a pass. Of the scored ones the window serves every mask.
+# Two kernels each, one a pass; a third where scored, for dbias. Of the scored ones the window serves
+# every mask, and dropout; of simt it serves all calls.
 cuattn_kernel(attention_backward backward_sm90 backward/sm90/backward.cuh sm90
               "f16;bf16" "64;96;128;192;256;192x128" "none;causal;window" "identity")
 cuattn_kernel(attention_backward backward_sm90 backward/sm90/backward.cuh sm90
@@ -31,6 +32,8 @@ cuattn_kernel(attention_backward backward_sm80 backward/sm80/backward.cuh portab
               "f16;bf16" "32;64;96;128;192;256;192x128" "none;causal;window" "identity")
 cuattn_kernel(attention_backward backward_sm80 backward/sm80/backward.cuh portable
               "f16;bf16" "32;64;96;128;192;256;192x128" "window" "scored")
+cuattn_kernel(attention_backward backward_simt backward/simt/backward.cuh portable
+              "f32" "64;128;256" "window" "scored")
 
 cuattn_kernel(paged_attention paged_sm80 paged/sm80/decode.cuh portable
               "f16;bf16;e4m3" "64;128;256" - -)

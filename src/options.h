@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "cuattn/c_api_fused.h"
+#include "cuattn/c_api_mla.h"
 #include "cuattn/params/attention.h"
 #include "src/guarded.h"
 

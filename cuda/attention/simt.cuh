@@ -6,6 +6,7 @@
 // cores.
 #pragma once
 
+#include "cuattn/device/dropout.cuh"
 #include "cuattn/device/finish.cuh"
 #include "cuattn/device/mma_sm80.cuh"
 #include "cuattn/device/scores.cuh"
@@ -200,6 +201,42 @@ struct ForwardSimt {
     static __device__ float& at(Scores& scores, int r, int j) { return scores[r][j]; }
   };
 
+  // Dropout: which of this lane's probabilities are kept, bit i * kKeys + j. A warp draws for its
+  // own rows, and passes the bytes round in its own rows of P.
+  static __device__ uint32_t find_kept(const device::HeadDropout& dropout, const Work& w, Shared& s,
+                                       int32_t tile) {
+    constexpr int kDraws = kTileN / 16;  // of a row
+    static_assert(kRows * kKeys <= 32, "a bit each");
+    for (int draw = threadIdx.x % 32; draw < 2 * kRows * kDraws; draw += 32) {
+      int row = threadIdx.x / 32 * (2 * kRows) + draw / kDraws;
+      PhiloxWords bytes = dropout.draw(w.row_begin + row, tile * kDraws + draw % kDraws);
+      reinterpret_cast<PhiloxWords*>(s.p[row])[draw % kDraws] = bytes;
+    }
+    __syncwarp();
+    uint32_t kept = 0;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const uint8_t* bytes = reinterpret_cast<const uint8_t*>(s.p[row_of(i)]) + lane_x();
+#pragma unroll
+      for (int j = 0; j < kKeys; ++j)
+        kept |= uint32_t{bytes[16 * j] < dropout.params.threshold()} << (i * kKeys + j);
+    }
+    __syncwarp();  // before probabilities take the place of the bytes
+    return kept;
+  }
+
+  // Times Z. The sums of the rows have all probabilities.
+  static __device__ void drop(Shared& s, uint32_t kept, float factor) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+      for (int j = 0; j < kKeys; ++j) {
+        float& prob = s.p[row_of(i)][lane_x() + 16 * j];
+        prob = kept >> (i * kKeys + j) & 1u ? prob * factor : 0.0f;
+      }
+    }
+  }
+
   // Scores become probabilities relative to the running maximum, in shared memory; `rescale` takes
   // what was added up before to the new maximum. The rounding error of an exponent is that of a
   // difference, which is small where the probability is large, however large the scores.
@@ -268,10 +305,12 @@ struct ForwardSimt {
     }
   }
 
-  static __device__ void attend(const Policy& policy, const Work& w, Shared& s, State& state) {
+  static __device__ void attend(const AttentionParams& p, const Policy& policy, const Work& w,
+                                Shared& s, State& state) {
     int32_t row_end = min(w.row_begin + kTileM, w.queries.used);
     device::TileWalk walk(policy.template range<kTileN>(w.row_begin, row_end));
     if (!walk.more()) return;
+    device::HeadDropout dropout(p, w.b, w.head);
     Ring ring{walk, device::ceil_div(w.head_dim, kChunk)};
     load<kTileM, kHeadDim>(s.q[0], kHeadDim + kPad, w.q, w.q_stride, w.row_begin, w.queries.used, 0,
                            w.head_dim);
@@ -285,7 +324,10 @@ struct ForwardSimt {
         add_dots(scores, s, ring.take(w, s), chunk, min(kChunk, w.head_dim - chunk * kChunk));
       }
       device::apply_policy(policy, scores, Where(w, walk.tile), walk.masked());
+      const bool drops = !Policy::kPlain && p.dropout.is_on();
+      uint32_t kept = drops ? find_kept(dropout, w, s, walk.tile) : 0;
       softmax(scores, rescale, state, s, policy.to_log2);
+      if (drops) drop(s, kept, dropout.params.factor());
       // Note: a tile is summed apart and then added, in the multiplication that rescales. One sum
       // over all keys would have several times the rounding error at 4096 keys.
       Output out;
@@ -359,7 +401,7 @@ __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocksPerSm)
     state.sum[i] = 0.0f;
   }
   const Policy policy(p, work.b, work.head, work.queries.used, work.keys.used);
-  Kernel::attend(policy, work, shared, state);
+  Kernel::attend(p, policy, work, shared, state);
   Kernel::store(p, work, state, policy.to_log2);
 }
 

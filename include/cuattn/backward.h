@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The gradients of attention from C++: attention_backward and attention_varlen_backward, thin
-// wrappers over the C ABI as those of attention.h are. On CUDA served by
-// the naive kernel so far. Source:
-// FlashAttention-2, arXiv:2307.08691, section 3.1.2.
+// wrappers over the C ABI as those of attention.h are. Source: FlashAttention-2, arXiv:2307.08691,
+// section 3.1.2.
 //
 //   cuattn::attention(q, k, v, out, options);  // with options.lse
 //   cuattn::attention_backward({dout, q, k, v, out, lse}, {&dq, &dk, &dv}, options);

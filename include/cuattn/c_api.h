@@ -281,30 +281,6 @@ CUATTN_API cuattn_status cuattn_paged_plan_prepare(const DLTensor* block_tables,
 CUATTN_API cuattn_status cuattn_paged_plan_run(cuattn_attention_call* call, const DLTensor* plan,
                                                void* stream);
 
-/* Latent attention (MLA), absorbed and paged. q_nope [num_seqs, num_heads, latent] or [num_seqs,
- * q_len, num_heads, latent], already times the key projection; ckv_cache [num_blocks, block_size,
- * latent] is key and value. q_pe [..., rope] and kpe_cache [num_blocks, block_size, rope], the
- * rotated columns, may be NULL. v_cache, like ckv_cache, holds other values; NULL: there are none.
- * block_tables and context_lens NULL: ckv_cache is [num_seqs, seqlen, latent], without pages. */
-typedef struct {
-  const DLTensor *q_nope, *q_pe, *ckv_cache, *kpe_cache, *v_cache, *block_tables, *context_lens;
-} cuattn_mla_arrays;
-
-/* out is like q_nope, lse as paged attention's; run it by cuattn_paged_run. Of the options, scale
- * has no default, and alibi_slopes, plan, kv_layout, kv_dtype and the scales are refused. */
-CUATTN_API cuattn_status cuattn_mla_decode_prepare(const cuattn_mla_arrays* arrays,
-                                                   const cuattn_paged_options* options,
-                                                   cuattn_attention_call* call);
-
-/* out[b, i, h] = x[b, i, h] proj[h], by transpose times proj[h]^T; all axes [batch, rows, heads,
- * columns], proj [heads, latent, head_dim]. x may have a stride of 0 over heads. With proj NULL x is
- * copied. tail, or NULL: columns that follow those of the product in out. */
-typedef struct {
-  const DLTensor *x, *proj, *tail, *out;
-  int32_t transpose;
-} cuattn_mla_projection;
-CUATTN_API cuattn_status cuattn_mla_project(const cuattn_mla_projection* projection, void* stream);
-
 /* Options of reshape_and_cache. Initialise with cuattn_cache_options_init. */
 typedef struct {
   size_t struct_size;
@@ -337,13 +313,6 @@ CUATTN_API cuattn_status cuattn_reshape_and_cache_check(const DLTensor* k, const
                                                         const DLTensor* v_cache,
                                                         const DLTensor* slot_mapping,
                                                         const cuattn_cache_options* options);
-/* Writes row i of ckv [num_tokens, latent] and kpe [num_tokens, rope] into slot slot_mapping[i] of
- * ckv_cache [num_blocks, block_size, latent] and kpe_cache [num_blocks, block_size, rope]. Of the
- * options cos, sin, positions and rope_interleaved count, which rotate kpe. */
-CUATTN_API cuattn_status cuattn_mla_write(const DLTensor* ckv, const DLTensor* kpe,
-                                          const DLTensor* ckv_cache, const DLTensor* kpe_cache,
-                                          const DLTensor* slot_mapping,
-                                          const cuattn_cache_options* options, void* stream);
 /* The reverse: the first tokens of each sequence, end to end, into k_out and v_out [num_tokens,
  * num_heads_kv, head_dim] of the caches' dtype. block_tables int32 [num_seqs, max_blocks_per_seq],
  * cu_seqlens int32 [num_seqs + 1]. */
@@ -422,10 +391,6 @@ CUATTN_API cuattn_status cuattn_paged_explain(const DLTensor* q, const DLTensor*
                                               const DLTensor* context_lens,
                                               const cuattn_paged_options* options,
                                               const cuattn_device* device, cuattn_plan* plan);
-CUATTN_API cuattn_status cuattn_mla_decode_explain(const cuattn_mla_arrays* arrays,
-                                                   const cuattn_paged_options* options,
-                                                   const cuattn_device* device, cuattn_plan* plan);
-
 typedef struct {
   char op[32], kernel[16], arch[32], dtype[16], mask[16], score[16];
   int32_t head_dim, head_dim_v;

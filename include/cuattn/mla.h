@@ -6,6 +6,7 @@
 #pragma once
 
 #include "cuattn/attention.h"
+#include "cuattn/c_api_mla.h"
 
 namespace cuattn {
 

@@ -65,6 +65,11 @@ constexpr Tile sm80_keys_tile(HeadDims d, ScoreKind score) {
   return {32, 64, 1, 4};                   // 64 + 32 = 96 KB
 }
 
+// The pass for dbias: m rows of Q and dO, n of K and V; the sums of the tile stay.
+constexpr Tile sm80_bias_tile(HeadDims d) {
+  return {64, d.qk <= 128 ? 64 : 32, 1, 4};  // 128: 32 + 32 = 64 KB; 256: 64 + 32 = 96 KB
+}
+
 // Whether a bias of 16-bit elements has room there, and its code among the registers.
 constexpr bool sm90_stages_bias(HeadDims d, ScoreKind score) {
   return score == ScoreKind::scored && d.qk <= 128;
@@ -136,6 +141,13 @@ constexpr int32_t sm90_page_rows(int32_t block_size, Tile tile) {
 constexpr Tile simt_tile(int32_t head_dim) {
   return head_dim <= 128 ? Tile{64, 64, 2, 4} : Tile{32, 128, 2, 4};
 }
+
+// Its backward passes: m rows of a block, queries or keys, and n of the others. A block that owns
+// keys has twice the sums, or, where these do not fit the registers, makes dK or dV.
+constexpr Tile simt_backward_tile(int32_t head_dim, bool owns_keys) {
+  return owns_keys && head_dim > 64 ? Tile{32, 128, 2, 4} : simt_tile(head_dim);
+}
+constexpr bool simt_keys_makes_one(int32_t head_dim) { return head_dim > 128; }
 
 constexpr Tile kTiledTile = {64, 32, 1, 8};
 

@@ -96,7 +96,7 @@ def attention_backward(
         Contiguous memory on the device of q: ``explain(...).workspace_bytes``, of any dtype. By
         default it comes from q's library.
     backend : str
-        "auto", or one named rung: "cpu", "naive", "sm80", "sm90".
+        "auto", or one named rung: "cpu", "naive", "simt", "sm80", "sm90".
     stream : optional
         As in `attention`.
 

@@ -30,38 +30,51 @@ constexpr Rung kLadder[] = {
     {Kernel::naive, true, true, "plain kernels, probabilities in memory; every type and option"},
 };
 
+// Which of the compiled kernels: the scored ones have dropout, too, and simt has no others.
+ScoreKind score_of(Kernel kernel, const AttentionParams& f) {
+  return kernel == Kernel::simt || f.dropout.is_on() ? ScoreKind::scored : f.scores.kind;
+}
+
 // The number of the compiled kernels that would run the call.
 int32_t instance_of(Kernel kernel, const AttentionParams& f) {
   // Of the scored kernels the window serves every mask.
-  MaskKind mask = f.scores.scored() ? MaskKind::window : f.mask.kind();
+  ScoreKind score = score_of(kernel, f);
+  MaskKind mask = score == ScoreKind::scored ? MaskKind::window : f.mask.kind();
   return find_instance(Op::attention_backward, kernel, f.dtype, {f.head_dim, f.head_dim_v}, mask,
-                       f.scores.kind);
+                       score);
 }
 
 // What neither of the kernels on tensor cores does; else their instance is compiled.
 const char* two_pass_refusal(Kernel kernel, const BackwardParams& p) {
   const AttentionParams& f = p.forward;
   if (f.dtype == DType::f32) return "it takes float16 and bfloat16, not float32";
-  if (f.dropout.is_on()) return "it has no dropout yet, which naive has";
-  if (p.needs(kNeedDbias | kNeedDslopes)) return "naive makes dbias and dslopes, it does not";
-  if (kernel == Kernel::sm80 && p.needs(kNeedDsinks)) return "naive makes dsinks, it does not";
   if (instance_of(kernel, f) == kNoInstance)
     return "it is not compiled for this dtype, head_dim, mask and scores";
   return nullptr;
 }
 
 const char* sm90_refusal(const BackwardParams& p, const DeviceInfo& device) {
+  if (p.forward.dropout.is_on()) return "it has no dropout yet, which sm80 has";
+  if (p.needs(kNeedDbias | kNeedDslopes)) return "it has no dbias and dslopes, which sm80 has";
   if (const char* why = two_pass_refusal(Kernel::sm90, p)) return why;
   if (device.major != 9 || device.minor != 0) return "it is for compute capability 9.0 alone";
   return device.native == 1 ? nullptr : "this build has no machine code for 9.0";
 }
 
+// The pass for dbias cuts the keys in use into tiles, dbias has a column for each key of the arrays.
+const char* bias_refusal(const BackwardParams& p) {
+  bool differ = p.needs(kNeedDbias) && p.forward.kv_start != nullptr;
+  return differ ? "it makes no dbias of keys after kv_start, naive does" : nullptr;
+}
+
 const char* sm80_refusal(const BackwardParams& p, const DeviceInfo& device) {
   if (const char* why = two_pass_refusal(Kernel::sm80, p)) return why;
-  ScoreKind score = p.forward.scores.kind;
+  if (const char* why = bias_refusal(p)) return why;
+  ScoreKind score = score_of(Kernel::sm80, p.forward);
   HeadDims d = instance_at(instance_of(Kernel::sm80, p.forward)).dims;
-  int32_t bytes = std::max(sm80_queries_smem_bytes(d, sm80_queries_tile(d, score)),
-                           sm80_keys_smem_bytes(d, sm80_keys_tile(d, score)));
+  int32_t bytes = std::max({sm80_queries_smem_bytes(d, sm80_queries_tile(d, score)),
+                            sm80_queries_smem_bytes(d, sm80_bias_tile(d)),
+                            sm80_keys_smem_bytes(d, sm80_keys_tile(d, score))});
   return bytes <= device.smem_per_block_optin
              ? nullptr
              : "its tile needs more shared memory than a block gets here";
@@ -75,7 +88,9 @@ const char* refusal(Kernel kernel, const BackwardParams& p, const DeviceInfo& de
     case Kernel::naive: return nullptr;
     case Kernel::sm90: return sm90_refusal(p, device);
     case Kernel::sm80: return sm80_refusal(p, device);
-    default: return "its backward pass is not written yet";
+    case Kernel::simt:
+      return p.forward.dtype == DType::f32 ? bias_refusal(p) : "it takes float32 only";
+    default: return "it has no backward pass";
   }
 }
 
@@ -124,8 +139,10 @@ size_t workspace_bytes(const char* function, const Plan& plan, const BackwardPar
                              std::max(f.seqlen_kv, 1)});
     return checked_bytes(function, {sizeof(float), planes_of(p).total});
   }
-  if (plan.kernel == Kernel::sm80)  // lse and Delta of each row
-    return checked_bytes(function, {2 * sizeof(float), f.total_q, f.num_heads_q});
+  if (plan.kernel == Kernel::sm80 || plan.kernel == Kernel::simt) {
+    checked_bytes(function, {3 * sizeof(float), f.total_q, f.num_heads_q});
+    return checked_bytes(function, {sizeof(float), two_pass_layout_of(p).total});
+  }
   if (plan.kernel == Kernel::sm90) {  // the same, each sequence from a multiple of rows on; sums
     int64_t floats = sm90_floats_of_head(f, plan.num_chunks > 0 ? plan.head_dim : 0);
     if (p.needs(kNeedDsinks)) floats += f.batch;
@@ -180,14 +197,16 @@ Plan select_backward(const char* function, const BackwardParams& p, bool ordered
   plan.num_splits = plan.packed_heads = 1;
   plan.head_dim = f.head_dim;
   plan.head_dim_v = f.head_dim_v;
-  if (plan.kernel == Kernel::sm90 || plan.kernel == Kernel::sm80) {
+  if (rung.on_cuda && plan.kernel != Kernel::naive) {
     plan.instance = instance_of(plan.kernel, f);
     HeadDims d = instance_at(plan.instance).dims;
     plan.head_dim = d.qk;
     plan.head_dim_v = d.v;
+    ScoreKind score = score_of(plan.kernel, f);
     plan.tile = plan.kernel == Kernel::sm90
                     ? sm90_queries_tile(d, sm90_score_form(f.scores, f.dtype))
-                    : sm80_queries_tile(d, f.scores.kind);
+                : plan.kernel == Kernel::sm80 ? sm80_queries_tile(d, score)
+                                              : simt_backward_tile(d.qk, false);
     if (plan.kernel == Kernel::sm90 && takes_fused(p, d, ordered)) {
       plan.reason = kFusedMerit;
       plan.tile = sm90_fused_tile(d);

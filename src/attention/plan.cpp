@@ -41,9 +41,15 @@ const char* function_of(const AttentionRequest& r) {
   return r.is_flex ? "flex_attention" : r.ragged ? "attention_varlen" : "attention";
 }
 
+// Which of the compiled kernels: the scored ones have dropout, too.
+ScoreKind score_of(const AttentionRequest& r) {
+  return r.has_dropout ? ScoreKind::scored : r.score;
+}
+
 // The number of the compiled kernel that would run the request.
 int32_t instance_of(Kernel kernel, const AttentionRequest& r) {
-  return find_instance(Op::attention, kernel, r.dtype, {r.head_dim, r.head_dim_v}, r.mask, r.score);
+  return find_instance(Op::attention, kernel, r.dtype, {r.head_dim, r.head_dim_v}, r.mask,
+                       score_of(r));
 }
 
 constexpr const char* kNotCompiled = "it is not compiled for this dtype, head_dim, mask and scores";
@@ -53,7 +59,7 @@ const char* sm80_refusal(const AttentionRequest& r, const DeviceInfo& device) {
   int32_t instance = instance_of(Kernel::sm80, r);
   if (instance == kNoInstance) return kNotCompiled;
   HeadDims d = instance_at(instance).dims;
-  bool fits = sm80_smem_bytes(d, sm80_tile(d, r.score)) <= device.smem_per_block_optin;
+  bool fits = sm80_smem_bytes(d, sm80_tile(d, score_of(r))) <= device.smem_per_block_optin;
   return fits ? nullptr : "its tile needs more shared memory than a block gets here";
 }
 
@@ -145,8 +151,8 @@ const char* refusal(Kernel kernel, const AttentionRequest& r, const DeviceInfo& 
   auto uncompiled = [&](const char* why) {
     return instance_of(kernel, r) == kNoInstance ? why : nullptr;
   };
-  bool drops = kernel == Kernel::cpu || kernel == Kernel::cpu_naive || kernel == Kernel::naive;
-  if (r.has_dropout && !drops) return "it has no dropout yet, which naive has";
+  bool drops = kernel != Kernel::sm90 && kernel != Kernel::tiled && kernel != Kernel::cublas;
+  if (r.has_dropout && !drops) return "it has no dropout, which sm80, simt and naive have";
   bool is_cpu = kernel == Kernel::cpu || kernel == Kernel::cpu_naive;
   if (r.has_programs && !is_cpu) return "it has no masks and scores written by the user yet";
   if (r.has_rows && !is_cpu) return "it has no row ranges yet";
@@ -212,7 +218,7 @@ Plan make_plan(const Rung& rung, const AttentionRequest& r, const DeviceInfo& de
   plan.workspace_bytes = workspace_bytes(rung.kernel, r);
   switch (rung.kernel) {
     case Kernel::sm90: plan_sm90(plan, d, r, device); break;
-    case Kernel::sm80: plan.tile = sm80_tile(d, r.score); break;
+    case Kernel::sm80: plan.tile = sm80_tile(d, score_of(r)); break;
     case Kernel::simt: plan.tile = simt_tile(d.qk); break;
     case Kernel::tiled: plan.tile = kTiledTile; break;
     default: break;

@@ -2,6 +2,7 @@
 // mla_project: from borrowed arrays to ProjectParams. Next: cpu/project.cpp, cuda/mla/project.cu.
 #include <optional>
 
+#include "cuattn/c_api_mla.h"
 #include "src/check/arrays.h"
 #include "src/check/overlap.h"
 #include "src/guarded.h"

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dropout of the forward pass: against float64 with the bits of the rule, its mean, and that
-nothing but seed, offset and place decides; on CUDA naive has it, the others refuse it by name.
+nothing but seed, offset and place decides; on CUDA sm80, simt and naive have it, the others refuse
+it by name.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import reference
 from cases import Case
 
 DROPOUT = {"dropout_p": 0.3, "dropout_seed": 2**40 + 11, "dropout_offset": 2**32 - 2}
-TARGETS = harness.target_params(cuda=("naive",))
+TARGETS = harness.target_params(cuda=("naive", "simt"))
 CASES = {
     "plain": Case(),
     "causal": Case(causal=True, seqlen_q=70, seqlen_kv=300, head_dim=128),
@@ -32,7 +33,8 @@ CASES = {
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize(
-    ("device", "backend", "name"), harness.target_params(tuple(CASES), cuda=("naive",))
+    ("device", "backend", "name"),
+    harness.target_params(tuple(CASES), cuda=("naive", "simt", "sm80")),
 )
 def test_dropout_against_float64(device, backend, name, dtype, rng):
     case = dataclasses.replace(CASES[name], dtype=dtype)
@@ -93,24 +95,27 @@ def test_lse_does_not_know_of_dropout(device, backend, rng):
     assert out.shape == q.shape
 
 
-@pytest.mark.parametrize("backend", ["auto", "naive"])
 @pytest.mark.parametrize("dtype", cases.DTYPES)
-def test_cuda_drops_by_naive(dtype, backend):
-    shape, options = (2, 64, 4, 64), {**DROPOUT, "dtype": dtype, "backend": backend}
-    plan = cuattn.explain("attention", shape, shape, shape, device="a100", **options)
-    assert plan.kernel == "naive"
-    assert "sm80: cannot: it has no dropout yet, which naive has" in plan.ladder
-    assert plan.workspace_bytes == 4 * 2 * 4 * 64 * 64
+@pytest.mark.parametrize("device", ["a100", "h100"])
+def test_cuda_drops_by_tiles(dtype, device):
+    shape, options = (2, 64, 4, 64), {**DROPOUT, "dtype": dtype}
+    plan = cuattn.explain("attention", shape, shape, shape, device=device, **options)
+    assert plan.kernel == ("simt" if dtype == "float32" else "sm80")
+    assert plan.workspace_bytes == 0
+    by_name = cuattn.explain(
+        "attention", shape, shape, shape, device=device, backend="naive", **options
+    )
+    assert by_name.workspace_bytes == 4 * 2 * 4 * 64 * 64
 
 
-@pytest.mark.parametrize("backend", ["sm90", "sm80", "simt", "tiled", "cublas"])
+@pytest.mark.parametrize("backend", ["sm90", "tiled", "cublas"])
 def test_other_cuda_kernels_refuse_dropout(backend):
     shape, options = (2, 64, 4, 64), {**DROPOUT, "backend": backend}
     with pytest.raises(NotImplementedError) as raised:
         cuattn.explain("attention", shape, shape, shape, device="h100", **options)
     assert str(raised.value) == (
-        f"attention: backend '{backend}' cannot run this call: it has no dropout yet, which naive "
-        "has; use backend='naive' or 'auto'"
+        f"attention: backend '{backend}' cannot run this call: it has no dropout, which sm80, simt "
+        "and naive have; use backend='sm80' or 'auto'"
     )
 
 

@@ -214,16 +214,6 @@ def explain_on(device, op, **options):
     return cuattn.explain(op, *shapes, device=device, **options)
 
 
-SERVED_BY_NAIVE = {  # what sm80 and sm90 refuse, and why
-    "it takes float16 and bfloat16, not float32": {"dtype": "float32"},
-    "it has no dropout yet, which naive has": {"dropout_p": 0.1, "dropout_seed": 3},
-    "naive makes dbias and dslopes, it does not": {
-        "alibi_slopes": (4,),
-        "need": ("dq", "dslopes"),
-    },
-}
-
-
 @pytest.mark.parametrize("op", [DENSE, RAGGED])
 @pytest.mark.parametrize(("device", "best"), [("a100", "sm80"), ("h100", "sm90")])
 @pytest.mark.parametrize("backend", ["auto", "sm80", "naive"])
@@ -233,30 +223,54 @@ def test_cuda_goes_by_tensor_cores(op, device, best, backend):
     lines = plan.ladder.splitlines()
     assert [line[2:].split(":")[0] for line in lines] == ["sm90", "sm80", "simt", "naive"]
     assert sum(line.startswith("* ") for line in lines) == 1
-    assert "simt: cannot: its backward pass is not written yet" in lines[2]
+    assert "simt: cannot: it takes float32 only" in lines[2]
     if device == "a100":
         assert "sm90: cannot: it is for compute capability 9.0 alone" in lines[0]
 
 
-@pytest.mark.parametrize("why", SERVED_BY_NAIVE)
+REFUSED_BY_SM90 = {  # and what serves it
+    "it takes float16 and bfloat16, not float32": ("simt", {"dtype": "float32"}),
+    "it has no dropout yet, which sm80 has": ("sm80", {"dropout_p": 0.1, "dropout_seed": 3}),
+    "it has no dbias and dslopes, which sm80 has": (
+        "sm80",
+        {"alibi_slopes": (4,), "need": ("dq", "dslopes")},
+    ),
+}
+
+
+@pytest.mark.parametrize("why", REFUSED_BY_SM90)
 @pytest.mark.parametrize("backend", ["sm80", "sm90"])
-def test_naive_takes_what_tensor_cores_refuse(why, backend):
-    options = {"dtype": "bfloat16", **SERVED_BY_NAIVE[why]}
+def test_what_sm90_refuses_goes_by_tiles(why, backend):
+    kernel, given = REFUSED_BY_SM90[why]
+    options = {"dtype": "bfloat16", **given}
     plan = explain_on("h100", DENSE, **options)
-    assert plan.kernel == "naive"
-    assert f"{backend}: cannot: {why}" in plan.ladder
+    assert plan.kernel == kernel
+    assert f"sm90: cannot: {why}" in plan.ladder
+    if backend == kernel:
+        assert explain_on("h100", DENSE, **options, backend=backend).kernel == kernel
+        return
     with pytest.raises(NotImplementedError) as raised:
         explain_on("h100", DENSE, **options, backend=backend)
     assert str(raised.value) == (
-        f"{DENSE}: backend '{backend}' cannot run this call: {why}; use backend='naive' or 'auto'"
+        f"{DENSE}: backend '{backend}' cannot run this call: {why}; use backend='{kernel}' or "
+        "'auto'"
     )
 
 
-def test_what_has_no_backward_pass_refuses_by_name():
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("device", ["a100", "h100"])
+def test_nothing_goes_by_naive_unless_it_is_named(device, dtype):
+    given = {"bias": (5, 7), "sinks": (4,), "alibi_slopes": (4,), "softcap": 3.0}
+    for options in ({}, {"dropout_p": 0.5, "dropout_seed": 1}, {"need": ("dbias", "dslopes")}):
+        plan = explain_on(device, DENSE, dtype=dtype, **given, **options)
+        assert plan.kernel in ("simt", "sm80", "sm90")
+
+
+def test_what_cannot_run_refuses_by_name():
     with pytest.raises(NotImplementedError) as raised:
         explain_on("h100", DENSE, backend="simt", dtype="bfloat16")
     assert str(raised.value) == (
-        f"{DENSE}: backend 'simt' cannot run this call: its backward pass is not written yet; "
+        f"{DENSE}: backend 'simt' cannot run this call: it takes float32 only; "
         "use backend='sm90' or 'auto'"
     )
     with pytest.raises(NotImplementedError, match="it runs on CPU arrays, these are on a CUDA"):
@@ -272,6 +286,19 @@ def test_the_workspace_of_tensor_cores():
     assert (plan.kernel, plan.workspace_bytes) == ("sm90", 8 * 128 * (b + 3) * heads)
     plan = explain_on("h100", DENSE, dtype="float16", sinks=(heads,), need=("dq", "dsinks"))
     assert (plan.kernel, plan.workspace_bytes) == ("sm90", (8 * 128 * (b + 3) + 4 * b) * heads)
+
+
+@pytest.mark.parametrize(("dtype", "kernel"), [("float16", "sm80"), ("float32", "simt")])
+def test_the_workspace_of_option_gradients(dtype, kernel):
+    """A third number a row for dslopes; of dbias the parts, where few blocks would make it."""
+    rows = 2 * 1000 * 4
+    for bias, parts in (((2, 4, 1000, 1500), 0), ((4, 1000, 1500), 0), ((1500,), 22)):
+        for need in (("dq", "dbias"), ("dslopes", "dbias")):
+            floats = (3 if "dslopes" in need else 2) * rows + parts * int(np.prod(bias))
+            q, k, lse = (2, 1000, 4, 64), (2, 1500, 4, 64), (2, 4, 1000)
+            options = {"bias": bias, "alibi_slopes": (4,), "need": need, "dtype": dtype}
+            plan = cuattn.explain(DENSE, q, q, k, k, q, lse, device="a100", **options)
+            assert (plan.kernel, plan.workspace_bytes) == (kernel, 4 * floats)
 
 
 def test_the_workspace_of_naive_on_cuda():

@@ -185,6 +185,39 @@ MUTANTS = {
             "dv": problem.plain["dv"],
         },
     ),
+    "dropout_not_in_dv": (
+        DROPOUT,
+        lambda problem, dtype: {
+            **problem.plain,
+            "dv": gradients(without_dropout(problem), problem.arrays, dtype)["dv"],
+        },
+    ),
+    "dropout_of_the_next_16_keys": (
+        DROPOUT,
+        with_reference("philox", heads_of(lambda c, i, h, o: (np.asarray(c) + 1, i, h, o))),
+    ),
+    "dropout_of_the_row_8_below": (
+        DROPOUT,
+        with_reference("philox", heads_of(lambda c, i, h, o: (c, np.asarray(i) ^ 8, h, o))),
+    ),
+    "dsinks_without_rows_that_see_nothing": (
+        dataclasses.replace(SINKS, causal=True, dlse=True),
+        changed(given=lambda g: {"dlse": np.where(np.arange(40) < 28, 0, g["dlse"])}),
+    ),
+    "dbias_of_the_next_row": (
+        dataclasses.replace(BASE, bias="full"),
+        with_result(lambda p: {"dbias": np.roll(p.plain["dbias"], 1, axis=-2)}),
+    ),
+    "dbias_without_its_last_keys": (
+        BIAS,
+        with_result(
+            lambda p: {"dbias": p.plain["dbias"] * (np.arange(p.plain["dbias"].shape[-1]) < 64)}
+        ),
+    ),
+    "dslopes_of_one_tile_of_keys": (
+        ALIBI,
+        with_result(lambda p: {"dslopes": slopes_of(p, slice(0, 64))}),
+    ),
     "dslopes_distance_off_by_one": (
         dataclasses.replace(ALIBI, dlse=True),
         with_reference("score", distance_off_by_one),
@@ -199,6 +232,15 @@ MUTANTS = {
         with_result(lambda p: {"dk": p.plain["dq"], "dq": p.plain["dk"]}),
     ),
 }
+
+
+def slopes_of(problem, keys):
+    """dslopes of some keys alone: no other is near, by a bias of -inf."""
+    arrays = {**problem.forward.arrays}
+    arrays["bias"] = np.full((40, 70), -np.inf, np.float32)
+    arrays["bias"][:, keys] = 0
+    forward = dataclasses.replace(problem.forward, arrays=arrays)
+    return gradients(forward, problem.arrays, cases.DTYPES[problem.case.dtype])["dslopes"]
 
 
 def without_dropout(problem):

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""backend="sm80" and "sm90" of the backward pass: two passes on tensor cores, against float64."""
+"""backend="sm80", "sm90" and "simt" of the backward pass: two passes, against float64. sm80 and
+simt have every option, sm90 no dropout, dbias and dslopes.
+"""
 
 from __future__ import annotations
 
@@ -29,20 +31,68 @@ def targets(*values, **names):
     return target_params(values or ((),), cpu=(), cuda=("sm80", "sm90"), **names)
 
 
-def rows():
-    """Every two options together, of what the two serve."""
-    for number, row in enumerate(cases.pairwise(FACTORS)):
-        case = case_of(row)
-        dtype = DTYPES[number % 2] if case.dtype == "float32" else case.dtype
-        yield dataclasses.replace(case, dtype=dtype, dropout=0.0)
+def every_option(*values, **names):
+    return target_params(values or ((),), cpu=(), cuda=("sm80", "simt"), **names)
 
 
-CASES = tuple(rows())
+def all_targets(*values, **names):
+    return target_params(values or ((),), cpu=(), cuda=("sm80", "sm90", "simt"), **names)
 
 
-@pytest.mark.parametrize(("device", "backend", "number"), targets(*range(len(CASES))))
+def served(backend, case):
+    """The case in a dtype that the kernel takes."""
+    if backend == "simt":
+        return dataclasses.replace(case, dtype="float32")
+    dtype = DTYPES[case.seqlen_q % 2] if case.dtype == "float32" else case.dtype
+    return dataclasses.replace(case, dtype=dtype)
+
+
+CASES = tuple(case_of(row) for row in cases.pairwise(FACTORS))
+
+
+@pytest.mark.parametrize(("device", "backend", "number"), all_targets(*range(len(CASES))))
 def test_every_two_options_together(device, backend, number, rng):
-    assert_case(device, backend, CASES[number], rng, need=NEED)
+    case = served(backend, CASES[number])
+    if backend == "sm90":
+        return assert_case(device, backend, dataclasses.replace(case, dropout=0.0), rng, need=NEED)
+    assert_case(device, backend, case, rng)
+
+
+OPTIONS = {
+    "dropout": {"dropout": 0.1, "causal": True},
+    "dropout_window": {"dropout": 0.5, "window": (50, 20), "sinks": True, "dlse": True},
+    "bias": {"bias": "full", "causal": True, "softcap": 5.0},
+    "bias_keys": {"bias": "rows", "alibi": "batch", "dropout": 0.2},
+    "ragged": {"layout": "ragged", "batch": 3, "alibi": "head", "sinks": True, "causal": True},
+    "used": {"seqused": "both", "batch": 3, "alibi": "batch", "bias": "heads", "dropout": 0.3},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    ("device", "backend", "dim", "dim_v"),
+    every_option((32, 32), (64, 64), (104, 104), (128, 128), (192, 128), (256, 256)),
+)
+def test_options_by_head_dim(device, backend, dim, dim_v, name, rng):
+    """Several tiles of queries and keys, ends that fill none, and a group of heads."""
+    case = BackwardCase(
+        **{"batch": 1, "num_heads_q": 4, "num_heads_kv": 2, "head_dim": dim, "head_dim_v": dim_v},
+        **{"dtype": DTYPES[dim // 32 % 2], "seqlen_q": 135, "seqlen_kv": 150},
+    )
+    assert_case(device, backend, served(backend, dataclasses.replace(case, **OPTIONS[name])), rng)
+
+
+@pytest.mark.parametrize(("device", "backend"), every_option())
+def test_option_gradients_alone_and_again(device, backend, rng):
+    """The same bits with and without the other gradients, and in every call."""
+    case = BackwardCase(
+        seqlen_q=150, seqlen_kv=200, sinks=True, alibi="head", bias="rows", dropout=0.1
+    )
+    problem = make_problem(served(backend, case), rng)
+    full = run(device, backend, problem)
+    for need in (("dbias",), ("dsinks",), ("dslopes",), ("dk", "dslopes"), problem.need):
+        for name, x in run(device, backend, problem, need).items():
+            assert np.array_equal(bits(x), bits(full[name])), name
 
 
 MASKS = {
@@ -95,7 +145,7 @@ def test_float32_sums_of_16_bit_keys(device, backend, dim, rng):
         assert np.array_equal(unrounded[name].astype(rounded[name].dtype), rounded[name])
 
 
-@pytest.mark.parametrize(("device", "backend"), targets())
+@pytest.mark.parametrize(("device", "backend"), all_targets())
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("layout", ["bshd", "ragged"])
 def test_dead_rows(device, backend, layout, sinks, rng):
@@ -103,7 +153,7 @@ def test_dead_rows(device, backend, layout, sinks, rng):
     case = dataclasses.replace(
         BASE, batch=3, layout=layout, seqlen_q=150, seqlen_kv=40, sinks=sinks
     )
-    problem = make_problem(case, rng)
+    problem = make_problem(served(backend, case), rng)
     found = run(device, backend, problem, NEED)
     judge(problem, found)
     dead = problem.arrays["lse"] == -np.inf
@@ -112,10 +162,12 @@ def test_dead_rows(device, backend, layout, sinks, rng):
         assert (found["dq"].swapaxes(1, 2)[dead] == 0).all()
 
 
-@pytest.mark.parametrize(("device", "backend"), targets())
+@pytest.mark.parametrize(("device", "backend"), all_targets())
 def test_what_the_workspace_held(device, backend, rng):
     """NaN in the places of rows that take no part."""
-    problem = make_problem(dataclasses.replace(BASE, batch=3, seqused="both", head_dim=64), rng)
+    problem = make_problem(
+        served(backend, dataclasses.replace(BASE, batch=3, seqused="both", head_dim=64)), rng
+    )
     heads, rows = problem.case.num_heads_q, problem.arrays["lse"].size
     size = 8 * (rows + heads * 128 * (problem.case.batch + 3))  # enough for either
     buffer = device.buffer(size + 256)
@@ -125,16 +177,16 @@ def test_what_the_workspace_held(device, backend, rng):
     judge(problem, run(device, backend, problem, NEED, workspace=workspace))
 
 
-@pytest.mark.parametrize(("device", "backend"), targets())
+@pytest.mark.parametrize(("device", "backend"), all_targets())
 def test_our_own_forward_pass(device, backend, rng):
     case = dataclasses.replace(BASE, own_forward=True, softcap=5.0, sinks=True)
-    assert_case(device, backend, case, rng, need=NEED)
+    assert_case(device, backend, served(backend, case), rng, need=NEED)
 
 
-@pytest.mark.parametrize(("device", "backend"), targets())
+@pytest.mark.parametrize(("device", "backend"), all_targets())
 def test_a_sequence_alone_and_in_a_batch(device, backend, rng):
     """The same bits in every call."""
-    problem = make_problem(dataclasses.replace(BASE, batch=3), rng)
+    problem = make_problem(served(backend, dataclasses.replace(BASE, batch=3)), rng)
     together = run(device, backend, problem, NEED)
     for b in range(3):
         alone = dataclasses.replace(

@@ -38,9 +38,10 @@ struct Problem {
                   : Twin(DType::f32, {kBatch, kHeads, kRows});
   }
 
-  bool is_naive() const { return backend == "naive"; }  // which alone has dropout, dbias, ...
-  int64_t head_dim() const { return is_naive() ? 40 : 64; }
-  int64_t head_dim_v() const { return is_naive() ? 24 : 64; }
+  bool has_all() const { return backend != "sm90"; }  // dropout, dbias, dsinks and dslopes, too
+  bool is_naive() const { return backend == "naive"; }
+  int64_t head_dim() const { return dtype == DType::f32 || is_naive() ? 40 : 64; }
+  int64_t head_dim_v() const { return dtype == DType::f32 || is_naive() ? 24 : 64; }
 
   Problem(DType dtype, bool ragged, std::string backend, Random& random)
       : dtype(dtype),
@@ -68,7 +69,7 @@ struct Problem {
         dsinks(DType::f32, {kHeads}),
         dslopes(DType::f32, {kBatch, kHeads}),
         results{&dq, &dk, &dv} {
-    if (is_naive()) results.insert(results.end(), {&dbias, &dsinks, &dslopes});
+    if (has_all()) results.insert(results.end(), {&dbias, &dsinks, &dslopes});
     for (Twin* x : {&q, &k, &v, &dout}) fill_normal(random, dtype, *x);
     for (Twin* x : {&dlse, &bias, &sinks, &slopes}) fill_normal(random, DType::f32, *x);
     auto set = [](Twin& twin, const std::vector<int32_t>& values) {
@@ -97,7 +98,7 @@ struct Problem {
     o.bias = &bias.on(gpu);
     o.sinks = &sinks.on(gpu);
     o.alibi_slopes = &slopes.on(gpu);
-    if (is_naive()) {
+    if (has_all()) {
       o.dropout_p = 0.25;
       o.dropout_state = &state.on(gpu);
     }
@@ -122,7 +123,7 @@ struct Problem {
   }
   BackwardResults wanted(bool gpu) const {
     BackwardResults wanted{&dq.on(gpu), &dk.on(gpu), &dv.on(gpu)};
-    if (!is_naive()) return wanted;
+    if (!has_all()) return wanted;
     wanted.dbias = &dbias.on(gpu);
     wanted.dsinks = &dsinks.on(gpu);
     wanted.dslopes = &dslopes.on(gpu);
@@ -199,9 +200,9 @@ bool add_cases(const std::string& backend, std::initializer_list<DType> dtypes) 
   return true;
 }
 
-const bool kAdded = add_cases("naive", {DType::f32, DType::f16, DType::bf16}) &&
-                    add_cases("sm80", {DType::f16, DType::bf16}) &&
-                    add_cases("sm90", {DType::f16, DType::bf16});
+const bool kAdded =
+    add_cases("naive", {DType::f32, DType::f16, DType::bf16}) && add_cases("simt", {DType::f32}) &&
+    add_cases("sm80", {DType::f16, DType::bf16}) && add_cases("sm90", {DType::f16, DType::bf16});
 
 CUDA_TEST(cuda_backward_is_captured_and_reads_the_dropout_state_of_each_replay) {
   Random random(case_seed("cuda_backward_graph"));

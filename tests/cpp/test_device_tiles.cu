@@ -6,6 +6,7 @@
 #include <set>
 #include <vector>
 
+#include "cuattn/device/dropout.cuh"
 #include "cuattn/device/mask.cuh"
 #include "cuattn/device/mma_sm90.cuh"
 #include "gpu.h"
@@ -227,6 +228,35 @@ void check_swizzle() {
       CHECK(banks == 0xff, "ldmatrix of rows from ", first, ", chunk ", chunk, " of ", kRowBytes,
             " conflicts");
     }
+}
+
+// What a warp keeps of 16 rows and 32 keys from (row0, key0) on, then of 32 rows and 16 keys.
+__global__ void draw_dropout(const __grid_constant__ AttentionParams p, int32_t b, int32_t head,
+                             int32_t row0, int32_t key0, uint32_t* kept) {
+  HeadDropout dropout(p, b, head);
+  kept[threadIdx.x] = dropout.kept_of_rows(row0 + threadIdx.x / 4, key0);
+  kept[32 + threadIdx.x] = dropout.kept_of_keys(row0, key0);
+}
+
+CUDA_TEST(device_dropout_keeps_what_the_rule_says_in_both_layouts) {
+  AttentionParams p{};
+  p.num_heads_q = 5;
+  for (int32_t dropped : {1, 26, 128, 255}) {
+    int32_t b = 3, head = 2, row0 = 1000 * dropped, key0 = 16 * dropped;
+    p.dropout = {dropped, 0x123456789abcdefu + dropped, 0xfffffff0u, nullptr};
+    OnGpu<uint32_t> kept(size_t{64});
+    draw_dropout<<<1, 32>>>(p, b, head, row0, key0, kept.data());
+    std::vector<uint32_t> seen = kept.host();
+    for (int32_t lane = 0; lane < 32; ++lane)
+      for (int32_t bit = 0; bit < 16; ++bit) {
+        int32_t g = lane / 4, q = lane % 4, column = bit / 4 * 8 + 2 * q + bit % 2;
+        int32_t across = g + bit / 2 % 2 * 8;
+        bool of_rows = is_kept(p.dropout, b * 5 + head, row0 + across, key0 + column);
+        bool of_keys = is_kept(p.dropout, b * 5 + head, row0 + column, key0 + across);
+        CHECK((seen[lane] >> bit & 1) == of_rows, "lane ", lane, " bit ", bit);
+        CHECK((seen[32 + lane] >> bit & 1) == of_keys, "transposed: lane ", lane, " bit ", bit);
+      }
+  }
 }
 
 TEST(swizzle_is_one_to_one_and_free_of_bank_conflicts) {

@@ -39,6 +39,11 @@ INCLUDES = [
         [STD, CUDA, F0, F1, HOST, GRADIENTS, r'"cuda/backward/sm80/\w+\.cuh"'],
     ),
     (
+        r"cuda/backward/simt/",
+        "F2",
+        [STD, CUDA, F0, F1, HOST, GRADIENTS, r'"cuda/backward/simt/\w+\.cuh"'],
+    ),
+    (
         r"cuda/backward/sm90/",
         "F2",
         [STD, CUDA, F0, F1, HOST, GRADIENTS, r'"cuda/backward/sm90/\w+\.cuh"'],
@@ -208,7 +213,7 @@ def test_public_header_compiles_alone(path):
 
 
 def test_c_api_is_c():
-    for name in ("c_api", "c_api_fused"):
+    for name in ("c_api", "c_api_fused", "c_api_mla"):
         assert compile_alone("cc", "c11", f"cuattn/{name}.h") == ""
 
 

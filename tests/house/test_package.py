@@ -60,6 +60,7 @@ def core_module() -> Path:
         "include/cuattn/kv_cache.h",
         "include/cuattn/c_api.h",
         "include/cuattn/c_api_fused.h",
+        "include/cuattn/c_api_mla.h",
         "include/cuattn/dlpack.h",
         "include/cuattn/device/math.cuh",
     ],

@@ -13,6 +13,7 @@
 //       math  | QK1             | softmax PV1     | QK0             | softmax PV0     |
 #pragma once
 
+#include "cuattn/device/dropout.cuh"
 #include "cuattn/device/finish.cuh"
 #include "cuattn/device/scores.cuh"
 #include "cuattn/device/tile_sm80.cuh"
@@ -246,6 +247,20 @@ struct ForwardSm80 {
     }
   }
 
+  // Dropout: probabilities times Z. The sums of the rows have them all.
+  static __device__ __forceinline__ void drop(Scores& scores, const device::HeadDropout& dropout,
+                                              const Work& work, int32_t key0) {
+    static_assert(kScoreBlocks % 4 == 0, "four blocks of keys are drawn at a time");
+#pragma unroll
+    for (int m = 0; m < kRowBlocks; ++m) {
+#pragma unroll
+      for (int n = 0; n < kScoreBlocks; n += 4) {
+        uint32_t kept = dropout.kept_of_rows(lane_row(work, m, 0), key0 + n * 8);
+        device::apply_kept(scores[m], n, kept, dropout.params.factor());
+      }
+    }
+  }
+
   // 4. Main loop
   static __device__ __forceinline__ void attend(const AttentionParams& p, const Policy& policy,
                                                 const Work& work, const Shared& shared,
@@ -273,6 +288,7 @@ struct ForwardSm80 {
                                                       2 * p.v_strides.seq, tile * kTile.n,
                                                       work.keys.used, p.head_dim_v);
     };
+    device::HeadDropout dropout(p, work.batch, work.head);
     device::load_tile<kThreads, kTile.m, kHeadDim>(shared.q, gQ, 2 * p.q_strides.seq, work.row0,
                                                    work.queries.used, p.head_dim);
     load_k(walk.tile, 0);
@@ -303,6 +319,9 @@ struct ForwardSm80 {
       }
       device::apply_policy(policy, scores, Where(work, walk.tile * kTile.n), walk.masked());
       softmax_step(state, scores, policy.to_log2);
+      if constexpr (!Policy::kPlain) {
+        if (p.dropout.is_on()) drop(scores, dropout, work, walk.tile * kTile.n);
+      }
       multiply_pv(state, scores, shared.v_stage(stage));
       if constexpr (kTile.stages == 2) stage ^= 1;
     }

@@ -6,8 +6,8 @@
 // makes one of them. Before: queries.cuh, which wrote lse and Delta of the rows.
 //
 //   K, V stay |  Q0 dO0  ->  Q1 dO1  ->  ..  of head 0  ->  Q0 dO0  ->  ..  of head G - 1
-//             |  S^T = K Q^T   P^T = exp(S^T - lse)             dV += P^T dO
-//             |  dP^T = V dO^T   dx^T = P^T (dP^T - Delta)      dK += dx^T Q
+//             |  S^T = K Q^T   P^T = exp(S^T - lse)             dV += P^T Z dO
+//             |  dP^T = V dO^T   dx^T = P^T (Z dP^T - Delta)    dK += dx^T Q
 //   The copies run as in queries.cuh; lse and Delta of a tile come with its Q.
 #pragma once
 
@@ -128,12 +128,33 @@ struct KeysPass {
         for (int half = 0; half < 2; ++half) {
           bool seen = !kMasked || (row >= seeing[half].begin && row < seeing[half].end);
           // Clamped: no load leaves the bias.
-          weigh<kType, kScore>(scores[n][2 * half + i], dout_v[n][2 * half + i], state, mod,
-                               f.scores.scale, min(row, work.queries.used - 1),
-                               min(lane_key(work, half), work.keys.used - 1), seen);
+          float &dot = scores[n][2 * half + i], &dp = dout_v[n][2 * half + i];
+          Weighed weighed = weigh<kType, kScore>(
+              dot, dp, state, mod, f.scores.scale, min(row, work.queries.used - 1),
+              min(lane_key(work, half), work.keys.used - 1), seen);
+          dot = weighed.prob;
+          dp = weighed.dx;
         }
       }
     }
+  }
+
+  // Which elements dropout keeps, a bit each for four blocks of rows, and both fragments times Z:
+  // dP before P and dx are made of it, P after.
+  using Kept = uint32_t[kRowBlocks / 4];
+  static __device__ __forceinline__ void find_kept(Kept& kept, const AttentionParams& f,
+                                                   const Work& work, int32_t head, int32_t row0) {
+    device::HeadDropout dropout(f, work.batch, head);
+#pragma unroll
+    for (int n = 0; n < kRowBlocks; n += 4) {
+      int32_t key0 = work.key0 + threadIdx.x / 32 * 16;
+      kept[n / 4] = dropout.kept_of_keys(row0 + n * 8, key0);
+    }
+  }
+  static __device__ __forceinline__ void drop(Fragment<kRowBlocks>& x, const Kept& kept,
+                                              float factor) {
+#pragma unroll
+    for (int n = 0; n < kRowBlocks; n += 4) device::apply_kept(x, n, kept[n / 4], factor);
   }
 
   // 5. Main loop
@@ -180,11 +201,18 @@ struct KeysPass {
       }
       device::ScoreMod<kType, kScore> mod(f, work.batch, head, work.queries.used, work.keys.used);
       const RowState* states = shared.row_states + stage * kTile.m;
+      [[maybe_unused]] Kept kept;
+      const bool drops = kScore == ScoreKind::scored && f.dropout.is_on();
+      if (drops) {
+        find_kept(kept, f, work, head, tile * kTile.m);
+        drop(dout_v, kept, f.dropout.factor());
+      }
       if (tile < work.range.full_begin || tile >= work.range.full_end) {
         weigh_tile<true>(scores, dout_v, states, f, work, mod, tile * kTile.m);
       } else {
         weigh_tile<false>(scores, dout_v, states, f, work, mod, tile * kTile.m);
       }
+      if (drops) drop(scores, kept, f.dropout.factor());
       if constexpr (kMakesDv)
         add_weighted<kType, kHeadDimV, kRowBlocks>(dv, scores, shared.dout_stage(stage));
       if constexpr (kMakesDk)

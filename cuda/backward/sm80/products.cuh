@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// What both passes of the sm80 backward kernels do with a tile: the products of fragments, and the
-// step from a score and dout v to P and dx. A warp owns 16 rows of the left operand; the letters
-// are those of cpu/backward.cpp. Used by queries.cuh and keys.cuh.
+// What the passes of the sm80 backward kernels do with a tile: the products of fragments, and the
+// stores. A warp owns 16 rows of the left operand; the letters are those of cpu/backward.cpp. Used
+// by queries.cuh, keys.cuh and bias.cuh.
 #pragma once
 
-#include "cuattn/device/mask.cuh"
 #include "cuattn/device/tile_sm80.cuh"
-#include "cuattn/params/backward.h"
 #include "cuattn/tiles.h"
+#include "cuda/backward/weigh.cuh"
 
 namespace cuattn::backward {
 
@@ -94,39 +93,16 @@ __device__ __forceinline__ void add_weighted(Fragment<kDim / 8>& sum,
   }
 }
 
-// What a row of queries brings: its lse, +inf where it takes no part, so that P is 0; and Delta =
-// dout . out - dlse.
-struct RowState {
-  float lse, delta;
-};
-
-// Where the workspace holds that of row `stored` (Span) of a head.
-CUATTN_HOST_DEVICE int64_t row_index(const AttentionParams& f, int32_t batch, int32_t head,
-                                     int64_t stored) {
-  int64_t row = f.cu_seqlens_q != nullptr ? stored : int64_t{batch} * f.seqlen_q + stored;
-  return head * f.total_q + row;
-}
-
-__device__ __forceinline__ float positive_infinity() { return __int_as_float(0x7f800000); }
-
-// In place: the dot product q k becomes P, dout v becomes dx. What nobody sees is 0, whatever the
-// operands hold. The exponent is clamped for a score and an lse so large that they are rounded
-// apart; NaN stays NaN.
-template <DType kType, ScoreKind kScore>
-__device__ __forceinline__ void weigh(float& dot, float& dout_v, const RowState& of_row,
-                                      const device::ScoreMod<kType, kScore>& mod, float scale,
-                                      int32_t row, int32_t key, bool seen) {
-  float exponent, slope = 1.0f;
-  if constexpr (kScore == ScoreKind::scored) {
-    exponent = mod(dot, row, key) - of_row.lse;
-    slope = mod.derivative(dot);
-  } else {
-    exponent = fmaf(dot, scale, -of_row.lse);
+// A fragment times Z of dropout; its rows are queries, `row` and row + 8 of this lane.
+template <int kBlocks>
+__device__ __forceinline__ void drop_rows(Fragment<kBlocks>& x, const device::HeadDropout& dropout,
+                                          int32_t row, int32_t key0) {
+  static_assert(kBlocks % 4 == 0, "four blocks are drawn at a time");
+#pragma unroll
+  for (int n = 0; n < kBlocks; n += 4) {
+    uint32_t kept = dropout.kept_of_rows(row, key0 + n * 8);
+    device::apply_kept(x, n, kept, dropout.params.factor());
   }
-  exponent = exponent > 0.0f ? 0.0f : exponent;
-  float prob = seen ? device::exp2_approx(exponent * device::kLog2e) : 0.0f;
-  dot = prob;
-  dout_v = prob != 0.0f ? prob * (dout_v - of_row.delta) * slope : 0.0f;
 }
 
 // Stores the warp's 16 rows of `sum` times `factor`, 16-bit, as whole rows by way of `staging`:

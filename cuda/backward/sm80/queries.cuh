@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // The queries pass of the backward kernels on mma.sync (sm_80 and later): Delta and dQ. A CTA owns
 // 64 query rows of one head, a warp 16 of them, and walks the key tiles right to left. It writes
-// Delta and lse of its rows to the workspace, where the keys pass reads them. No atomics: the same
-// bits in every run. Next: keys.cuh.
+// Delta and lse of its rows to the workspace, where the other passes read them, and the terms of
+// dslopes. No atomics: the same bits in every run. Next: keys.cuh.
 //
 //   Q, dO, Delta, lse stay |  K2 V2  ->  K1 V1  ->  K0 V0
-//                          |  S = Q K^T   dP = dO V^T   P = exp(S - lse)   dx = P (dP - Delta)
+//                          |  S = Q K^T   dP = dO V^T   P = exp(S - lse)   dx = P (Z dP - Delta)
 //                          |  dQ += dx K
 //   stages = 2, one barrier a tile:    copy | K1 V1    | K0 V0    |          |
 //                                      math | tile 2   | tile 1   | tile 0   |
@@ -84,7 +84,8 @@ struct QueriesPass {
     return sum;
   }
 
-  // lse and Delta of a row, which the quad leaves in the workspace.
+  // lse and Delta of a row, which the quad leaves in the workspace, of stored rows past the used
+  // ones too.
   static __device__ __forceinline__ RowState find_row(const BackwardParams& p, const Work& work,
                                                       RowState* rows, int32_t row) {
     const AttentionParams& f = p.forward;
@@ -93,9 +94,11 @@ struct QueriesPass {
     int64_t stored = work.queries.start + row;
     float dot = used ? dot_of_row(p, work, row) : 0.0f;
     dot = device::quad_sum(dot);
-    if (!used) return state;
-    float lse = f.lse[work.batch * f.lse_strides.batch + work.head * f.lse_strides.head +
-                      stored * f.lse_strides.seq];
+    float lse = device::negative_infinity();
+    if (used) {
+      lse = f.lse[work.batch * f.lse_strides.batch + work.head * f.lse_strides.head +
+                  stored * f.lse_strides.seq];
+    }
     if (lse != device::negative_infinity()) {
       float dlse = p.dlse == nullptr
                        ? 0.0f
@@ -103,11 +106,12 @@ struct QueriesPass {
                                 work.head * p.dlse_strides.head + stored * p.dlse_strides.seq];
       state = {lse, dot - dlse};
     }
-    if (threadIdx.x % 4 == 0) rows[row_index(f, work.batch, work.head, stored)] = state;
+    if (threadIdx.x % 4 == 0 && row < work.queries.stored)
+      rows[row_index(f, work.batch, work.head, stored)] = state;
     return state;
   }
 
-  // 4. A tile: S and dP become P and dx.
+  // 4. A tile: S and dP become ds and dx.
   template <bool kMasked>
   static __device__ __forceinline__ void weigh_tile(Fragment<kKeyBlocks>& scores,
                                                     Fragment<kKeyBlocks>& dout_v,
@@ -131,8 +135,33 @@ struct QueriesPass {
         for (int i = 0; i < 2; ++i) {
           int32_t key = first + n * 8 + i;
           bool seen = !kMasked || (key >= visible.begin && key < visible.end);
-          weigh<kType, kScore>(scores[n][2 * half + i], dout_v[n][2 * half + i], states[half], mod,
-                               f.scores.scale, row, min(key, work.keys.used - 1), seen);
+          float &dot = scores[n][2 * half + i], &dp = dout_v[n][2 * half + i];
+          Weighed weighed = weigh<kType, kScore>(dot, dp, states[half], mod, f.scores.scale, row,
+                                                 min(key, work.keys.used - 1), seen);
+          dot = weighed.ds;
+          dp = weighed.dx;
+        }
+      }
+    }
+  }
+
+  // What a tile adds to the terms of dslopes.
+  static __device__ __forceinline__ void add_slope_terms(float (&terms)[2],
+                                                         const Fragment<kKeyBlocks>& ds,
+                                                         const Work& work,
+                                                         const device::ScoreMod<kType, kScore>& mod,
+                                                         int32_t key0) {
+    if constexpr (kScore == ScoreKind::scored) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int n = 0; n < kKeyBlocks; ++n) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            int32_t key = key0 + n * 8 + 2 * (threadIdx.x % 4) + i;
+            float distance = mod.distance(lane_row(work, half), key);
+            terms[half] = fmaf(-ds[n][2 * half + i], distance, terms[half]);
+          }
         }
       }
     }
@@ -141,7 +170,8 @@ struct QueriesPass {
   // 5. Main loop
   static __device__ __forceinline__ void gather(const BackwardParams& p, const Work& work,
                                                 const Shared& shared, const RowState (&states)[2],
-                                                Fragment<kHeadDim / 8>& dq) {
+                                                Fragment<kHeadDim / 8>& dq,
+                                                float (&slope_terms)[2]) {
     const AttentionParams& f = p.forward;
     device::TileRange range = device::tile_range<kTile.n>(
         kMask == MaskKind::window ? f.mask.left : static_cast<int32_t>(kUnlimited),
@@ -170,6 +200,7 @@ struct QueriesPass {
         2 * p.dout_strides.seq, work.row0, work.queries.used, f.head_dim_v);
     device::ScoreMod<kType, kScore> mod(f, work.batch, work.head, work.queries.used,
                                         work.keys.used);
+    device::HeadDropout dropout(f, work.batch, work.head);
     int stage = 0;
     load(range.end - 1, stage);
     for (int32_t tile = range.end - 1; tile >= range.begin; --tile) {
@@ -179,11 +210,15 @@ struct QueriesPass {
       Fragment<kKeyBlocks> scores, dout_v;
       multiply_rows<kType, kHeadDim, kKeyBlocks>(scores, shared.q, shared.k_stage(stage));
       multiply_rows<kType, kHeadDimV, kKeyBlocks>(dout_v, shared.dout, shared.v_stage(stage));
+      if constexpr (kScore == ScoreKind::scored) {
+        if (f.dropout.is_on()) drop_rows(dout_v, dropout, lane_row(work, 0), tile * kTile.n);
+      }
       if (tile < range.full_begin || tile >= range.full_end) {
         weigh_tile<true>(scores, dout_v, states, f, work, mod, tile * kTile.n);
       } else {
         weigh_tile<false>(scores, dout_v, states, f, work, mod, tile * kTile.n);
       }
+      if (p.needs(kNeedDslopes)) add_slope_terms(slope_terms, scores, work, mod, tile * kTile.n);
       add_weighted<kType, kHeadDim, kKeyBlocks>(dq, dout_v, shared.k_stage(stage));
       if constexpr (kTile.stages == 2) {
         stage ^= 1;
@@ -194,35 +229,55 @@ struct QueriesPass {
     }
   }
 
-  // 6. Kernel
-  static __device__ __forceinline__ void run(const BackwardParams& p, RowState* rows, int32_t tiles,
-                                             const void* smem) {
-    const AttentionParams& f = p.forward;
-    Work work = find_work(f, tiles);
-    if (work.row0 >= work.queries.stored) return;
-    Shared shared(smem);
-    RowState states[2] = {find_row(p, work, rows, lane_row(work, 0)),
-                          find_row(p, work, rows, lane_row(work, 1))};
-    if (p.dq == nullptr) return;
-    Fragment<kHeadDim / 8> dq;
-    clear<kHeadDim / 8>(dq);
-    gather(p, work, shared, states, dq);
+  // 6. Epilogue
+  static __device__ __forceinline__ void store(const BackwardParams& p, const Work& work,
+                                               const Shared& shared,
+                                               const Fragment<kHeadDim / 8>& dq) {
     char* to = static_cast<char*>(p.dq) +
                2 * (work.batch * p.dq_strides.batch + work.head * p.dq_strides.head +
                     work.queries.start * p.dq_strides.seq);
     int32_t warp = threadIdx.x / 32;
-    store_rows<kType, kHeadDim>(dq, f.scores.scale, shared.q + warp * 16 * kQkBytes, to,
+    store_rows<kType, kHeadDim>(dq, p.forward.scores.scale, shared.q + warp * 16 * kQkBytes, to,
                                 2 * p.dq_strides.seq, work.row0 + warp * 16, work.queries,
-                                f.head_dim);
+                                p.forward.head_dim);
+  }
+
+  static __device__ __forceinline__ void store_slope_terms(const AttentionParams& f,
+                                                           const Work& work, float* to,
+                                                           const float (&terms)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float sum = device::quad_sum(terms[half]);
+      int32_t row = lane_row(work, half);
+      if (threadIdx.x % 4 == 0 && row < work.queries.stored)
+        to[row_index(f, work.batch, work.head, work.queries.start + row)] = sum;
+    }
+  }
+
+  // 7. Kernel
+  static __device__ __forceinline__ void run(const BackwardParams& p, const Memory& memory,
+                                             int32_t tiles, const void* smem) {
+    Work work = find_work(p.forward, tiles);
+    if (work.row0 >= work.queries.stored) return;
+    Shared shared(smem);
+    RowState states[2] = {find_row(p, work, memory.rows, lane_row(work, 0)),
+                          find_row(p, work, memory.rows, lane_row(work, 1))};
+    if (!p.needs(kNeedDq | kNeedDslopes)) return;
+    Fragment<kHeadDim / 8> dq;
+    clear<kHeadDim / 8>(dq);
+    float slope_terms[2] = {};
+    gather(p, work, shared, states, dq, slope_terms);
+    if (p.dq != nullptr) store(p, work, shared, dq);
+    if (p.needs(kNeedDslopes)) store_slope_terms(p.forward, work, memory.slope_terms, slope_terms);
   }
 };
 
 template <class Pass>
 __global__ void __launch_bounds__(kThreads, Pass::kCtasPerSm)
-    queries_sm80_kernel(const __grid_constant__ BackwardParams params, RowState* rows,
-                        int32_t tiles) {
+    queries_sm80_kernel(const __grid_constant__ BackwardParams params,
+                        const __grid_constant__ Memory memory, int32_t tiles) {
   extern __shared__ __align__(1024) char smem[];
-  Pass::run(params, rows, tiles, smem);
+  Pass::run(params, memory, tiles, smem);
 }
 
 }  // namespace cuattn::backward

@@ -83,20 +83,22 @@ __device__ __forceinline__ float quad_sum(float x) {
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
-// The 4 x 4 words of a quad: x[i] of lane q becomes x[q] of lane i.
-__device__ __forceinline__ void quad_transpose(uint32_t (&x)[4]) {
-  const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
+// The 4 x 4 words of four lanes that lie kStride apart: x[i] of the q-th becomes x[q] of the i-th.
+template <int kStride>
+__device__ __forceinline__ void lanes_transpose(uint32_t (&x)[4]) {
+  const bool odd = threadIdx.x & kStride, high = threadIdx.x & 2 * kStride;
 #pragma unroll
   for (int i = 0; i < 4; i += 2) {
-    uint32_t theirs = __shfl_xor_sync(0xffffffffu, odd ? x[i] : x[i + 1], 1);
+    uint32_t theirs = __shfl_xor_sync(0xffffffffu, odd ? x[i] : x[i + 1], kStride);
     (odd ? x[i] : x[i + 1]) = theirs;
   }
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    uint32_t theirs = __shfl_xor_sync(0xffffffffu, high ? x[i] : x[i + 2], 2);
+    uint32_t theirs = __shfl_xor_sync(0xffffffffu, high ? x[i] : x[i + 2], 2 * kStride);
     (high ? x[i] : x[i + 2]) = theirs;
   }
 }
+__device__ __forceinline__ void quad_transpose(uint32_t (&x)[4]) { lanes_transpose<1>(x); }
 
 __device__ __forceinline__ float warp_max(float x) {
 #pragma unroll

@@ -90,6 +90,48 @@ CUATTN_HOST_DEVICE BackwardLayout layout_of(const BackwardParams& p, int32_t num
   return layout;
 }
 
+// The pass of sm80 and simt that makes dbias: a block owns a tile of it and walks what is summed
+// there, in so many parts, which a last kernel adds up in order: enough blocks to fill a GPU for each
+// sequence. By shapes alone.
+CUATTN_HOST_DEVICE int32_t bias_parts(const BackwardParams& p) {
+  constexpr int64_t kTile = 64, kBlocks = 512;
+  const int64_t* extents = p.dbias.extents;
+  const AttentionParams& f = p.forward;
+  int64_t all[4] = {f.batch, f.num_heads_q, (f.seqlen_q + kTile - 1) / kTile,
+                    (f.seqlen_kv + kTile - 1) / kTile};
+  int64_t blocks = 1, steps = 1;
+  for (int axis = 0; axis < 4; ++axis) {
+    if (extents[axis] == 1) {
+      steps *= all[axis];
+    } else if (axis > 0) {
+      blocks *= all[axis];
+    }
+  }
+  int64_t parts = blocks < kBlocks ? (kBlocks + blocks - 1) / (blocks > 0 ? blocks : 1) : 1;
+  parts = parts < steps ? parts : steps;
+  return static_cast<int32_t>(parts > 1 ? parts : 1);
+}
+
+// The workspace of sm80 and simt: where each array begins, in floats. A row is a query of a head,
+// [num_heads_q, total_q]; first comes its state, two floats.
+struct TwoPassLayout {
+  int64_t slope_terms;  // [rows], for dslopes
+  int64_t bias_parts;   // [parts, extents...], for dbias where there are several parts
+  int64_t total;
+};
+
+CUATTN_HOST_DEVICE TwoPassLayout two_pass_layout_of(const BackwardParams& p) {
+  const int64_t* extents = p.dbias.extents;
+  int64_t rows = p.forward.total_q * p.forward.num_heads_q, parts = bias_parts(p);
+  bool has_parts = p.needs(kNeedDbias) && parts > 1;
+  TwoPassLayout layout{};
+  layout.slope_terms = 2 * rows;
+  layout.bias_parts = layout.slope_terms + (p.needs(kNeedDslopes) ? rows : 0);
+  layout.total = layout.bias_parts +
+                 (has_parts ? parts * extents[0] * extents[1] * extents[2] * extents[3] : 0);
+  return layout;
+}
+
 // The workspace of CUDA's naive kernel: where each array begins, in floats. A plane is [batch,
 // num_heads_q, seqlen_q, seqlen_kv], a number for each pair of a query and a key.
 struct PlanesLayout {

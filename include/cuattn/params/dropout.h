@@ -30,7 +30,7 @@ struct DropoutParams {
 };
 
 // The four words of a counter.
-struct PhiloxWords {
+struct alignas(16) PhiloxWords {
   uint32_t x, y, z, w;
 };
 

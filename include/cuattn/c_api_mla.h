@@ -1,0 +1,51 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * The C ABI of latent attention (MLA). Rules of arrays, streams, options and errors: c_api.h. Shapes
+ * and meaning: docs/mla.md. C++ users include mla.h instead. */
+#pragma once
+
+#include "cuattn/c_api.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Latent attention (MLA), absorbed and paged. q_nope [num_seqs, num_heads, latent] or [num_seqs,
+ * q_len, num_heads, latent], already times the key projection; ckv_cache [num_blocks, block_size,
+ * latent] is key and value. q_pe [..., rope] and kpe_cache [num_blocks, block_size, rope], the
+ * rotated columns, may be NULL. v_cache, like ckv_cache, holds other values; NULL: there are none.
+ * block_tables and context_lens NULL: ckv_cache is [num_seqs, seqlen, latent], without pages. */
+typedef struct {
+  const DLTensor *q_nope, *q_pe, *ckv_cache, *kpe_cache, *v_cache, *block_tables, *context_lens;
+} cuattn_mla_arrays;
+
+/* out is like q_nope, lse as paged attention's; run it by cuattn_paged_run. Of the options, scale
+ * has no default, and alibi_slopes, plan, kv_layout, kv_dtype and the scales are refused. */
+CUATTN_API cuattn_status cuattn_mla_decode_prepare(const cuattn_mla_arrays* arrays,
+                                                   const cuattn_paged_options* options,
+                                                   cuattn_attention_call* call);
+
+/* out[b, i, h] = x[b, i, h] proj[h], by transpose times proj[h]^T; all axes [batch, rows, heads,
+ * columns], proj [heads, latent, head_dim]. x may have a stride of 0 over heads. With proj NULL x is
+ * copied. tail, or NULL: columns that follow those of the product in out. */
+typedef struct {
+  const DLTensor *x, *proj, *tail, *out;
+  int32_t transpose;
+} cuattn_mla_projection;
+CUATTN_API cuattn_status cuattn_mla_project(const cuattn_mla_projection* projection, void* stream);
+
+/* Writes row i of ckv [num_tokens, latent] and kpe [num_tokens, rope] into slot slot_mapping[i] of
+ * ckv_cache [num_blocks, block_size, latent] and kpe_cache [num_blocks, block_size, rope]. Of the
+ * options cos, sin, positions and rope_interleaved count, which rotate kpe. */
+CUATTN_API cuattn_status cuattn_mla_write(const DLTensor* ckv, const DLTensor* kpe,
+                                          const DLTensor* ckv_cache, const DLTensor* kpe_cache,
+                                          const DLTensor* slot_mapping,
+                                          const cuattn_cache_options* options, void* stream);
+
+/* As cuattn_paged_explain. */
+CUATTN_API cuattn_status cuattn_mla_decode_explain(const cuattn_mla_arrays* arrays,
+                                                   const cuattn_paged_options* options,
+                                                   const cuattn_device* device, cuattn_plan* plan);
+
+#ifdef __cplusplus
+} /* extern "C" */
+#endif
