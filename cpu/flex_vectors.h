@@ -78,6 +78,7 @@ inline void load_lanes(const FlexArray& array, const FlexRegister& x, const Flex
 inline void run_ops(const FlexParams& flex, const FlexProgram& program, int first, int last,
                     const FlexPlace& at, const Vec* score, int stride, FlexRegister* r,
                     bool* same) {
+// NOLINTBEGIN(modernize-loop-convert): v counts in several registers
 #define CUATTN_EACH(...)             \
   for (int v = 0; v < kStrip; ++v) { \
     __VA_ARGS__;                     \
@@ -144,6 +145,7 @@ inline void run_ops(const FlexParams& flex, const FlexProgram& program, int firs
   }
 #undef CUATTN_EACH
 }
+// NOLINTEND(modernize-loop-convert)
 
 // Replaces s[j * stride], j = 0 .. count - 1, the scores of keys at.key + j, by what a score program
 // gives, or by -inf where a mask program hides the key.
@@ -152,7 +154,7 @@ inline void run_program(const FlexParams& flex, const FlexProgram& program, bool
   FlexRegister r[kMaxFlexRegisters];
   bool same[kMaxFlexRegisters];
   for (bool& alike : same) alike = true;  // unused operands do not count
-  for (int v = 0; v < kStrip; ++v) r[0].i[v] = IntVec{};
+  for (IntVec& lanes : r[0].i) lanes = IntVec{};
   Vec tail[kStrip] = {};
   const FlexRegister& result = r[program.ops[program.count - 1].to];
   run_ops(flex, program, 0, program.row_count, at, tail, 1, r, same);

@@ -22,7 +22,7 @@ void check_columns(const char* name, const char* axis, int64_t got, int64_t step
 }
 
 // [num_seqs, num_heads, columns] or [num_seqs, q_len, num_heads, columns].
-Strides read_queries(PagedCall& call, const char* name, const TensorView& q, bool check_data) {
+Strides read_queries(const char* name, const TensorView& q, bool check_data) {
   CUATTN_REQUIRE(q.ndim == 3 || q.ndim == 4, kName, ": ", name,
                  " must have axes [num_seqs, num_heads, columns] or [num_seqs, q_len, num_heads, "
                  "columns], got ",
@@ -35,7 +35,7 @@ Strides read_queries(PagedCall& call, const char* name, const TensorView& q, boo
 void read_nope(PagedCall& call, const TensorView& q, bool check_data) {
   PagedParams& p = call.params;
   p.dtype = p.kv_dtype = attention_dtype(kName, "q_nope", q);
-  p.q_strides = read_queries(call, "q_nope", q, check_data);
+  p.q_strides = read_queries("q_nope", q, check_data);
   call.is_decode = q.ndim == 3;
   int32_t head = q.ndim - 2;
   p.work.num_seqs = checked_extent(kName, "q_nope", "num_seqs", q.shape[0]);
@@ -54,7 +54,7 @@ void read_rope_queries(PagedCall& call, const TensorView& nope, const TensorView
   require_device(kName, "q_pe", q, call.device, "q_nope");
   CUATTN_REQUIRE(q.ndim == nope.ndim, kName, ": q_pe must have as many axes as q_nope, ", nope.ndim,
                  ", got ", q.ndim, " with shape ", shape_text(q), "; reshape it");
-  latent.q_strides = read_queries(call, "q_pe", q, check_data);
+  latent.q_strides = read_queries("q_pe", q, check_data);
   constexpr const char* kAxes[] = {"num_seqs", "q_len", "num_heads"};
   for (int32_t axis = 0; axis < q.ndim - 1; ++axis) {
     const char* word = q.ndim == 3 && axis == 1 ? "num_heads" : kAxes[axis];

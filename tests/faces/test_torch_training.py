@@ -174,25 +174,27 @@ def test_compiled_dropout_repeats_with_its_seed():
         assert torch.equal(a, b)
 
 
-def all_tensors(dims):
+def all_tensors(dims, has_start=True):
     """Every optional tensor of an op, in the order of its schema, for 2 sequences or 3."""
     batch, heads, rows, keys = dims
     slopes, sinks = torch.rand(heads) / 4, torch.randn(heads)
     bias = torch.randn(heads, rows, keys)
     small = [x.requires_grad_() for x in (slopes, sinks, bias)]
     used = [torch.tensor([n] * (batch - 1) + [n - 2], dtype=torch.int32) for n in (rows, keys)]
-    return (*small, *used, torch.tensor([3, 5]))
+    start = [torch.arange(batch, dtype=torch.int32)] if has_start else []  # of dense calls alone
+    return (*small, *used, *start, torch.tensor([3, 5]))
 
 
 def test_opcheck_with_every_optional_tensor():
     options = {"dropout_p": 0.25, "softcap": 3.0, "causal": True, "return_lse": True}
     qkv = tuple(arrays(rows=5, keys=7).values())
     tensors = all_tensors((2, 4, 5, 7))
-    names = [x.name for x in OPS.attention.default._schema.arguments[3:9]]
-    assert names == ["alibi_slopes", "sinks", "bias", "seqused_q", "seqused_k", "dropout_state"]
+    names = [x.name for x in OPS.attention.default._schema.arguments[3:10]]
+    assert names[:5] == ["alibi_slopes", "sinks", "bias", "seqused_q", "seqused_k"]
+    assert names[5:] == ["kv_start", "dropout_state"]
     torch.library.opcheck(OPS.attention.default, (*qkv, *tensors), options)
     packed, lengths = ragged(((7, 9), (7, 9), (7, 9)), others=0)
-    arguments = (*packed, *lengths, *all_tensors((3, 4, 7, 9)))
+    arguments = (*packed, *lengths, *all_tensors((3, 4, 7, 9), has_start=False))
     torch.library.opcheck(OPS.attention_varlen.default, arguments, options)
 
 

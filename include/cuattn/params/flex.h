@@ -55,12 +55,14 @@ enum class FlexCode : int32_t {
   log,
   tanh,
   sqrt,
+  // NOLINTBEGIN(readability-identifier-naming): without the line they are keywords
   float_,
   // conditions; a ? b : c
   and_,
   or_,
   xor_,
   not_,
+  // NOLINTEND(readability-identifier-naming)
   where,
 };
 

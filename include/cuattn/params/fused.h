@@ -79,10 +79,10 @@ enum class Activation : int32_t { silu, gelu, gelu_tanh };
 // to 5e-8 of itself: least squares, weighted anew until the largest error was least.
 constexpr int kErfcxTerms = 9;
 CUATTN_HOST_DEVICE constexpr float erfcx_term(int i) {
-  constexpr float k[kErfcxTerms] = {0.28208641f,  0.28237537f,   0.24310328f,
-                                    0.20268892f,  -0.026630796f, 0.27807499f,
-                                    -0.48720704f, 0.28457854f,   -0.059069716f};
-  return k[i];
+  constexpr float kTerms[kErfcxTerms] = {0.28208641f,  0.28237537f,   0.24310328f,
+                                         0.20268892f,  -0.026630796f, 0.27807499f,
+                                         -0.48720704f, 0.28457854f,   -0.059069716f};
+  return kTerms[i];
 }
 // gelu_tanh(x) = x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) = x logistic(kGeluTanh (...)).
 constexpr float kGeluTanh = 1.5957691f, kGeluCube = 0.044715f;

@@ -39,9 +39,9 @@ CUATTN_HOST_DEVICE PhiloxWords random_words(const RandomParams& p, int64_t row, 
                  static_cast<uint32_t>(offset), static_cast<uint32_t>(offset >> 32)},
                 static_cast<uint64_t>(p.seed(row)));
 }
-CUATTN_HOST_DEVICE uint64_t random_bits(const RandomParams& p, int64_t row, int64_t index,
+CUATTN_HOST_DEVICE uint64_t random_bits(const RandomParams& p, int64_t row, int64_t place,
                                         DrawFor purpose) {
-  PhiloxWords words = random_words(p, row, index, purpose);
+  PhiloxWords words = random_words(p, row, place, purpose);
   return words.x | static_cast<uint64_t>(words.y) << 32;
 }
 
@@ -172,9 +172,9 @@ CUATTN_HOST_DEVICE uint64_t below(uint64_t bits, uint64_t mass) {
 }
 
 // Whether a draft token is accepted.
-CUATTN_HOST_DEVICE bool is_accepted(const RandomParams& p, int64_t row, int32_t index, float draft,
+CUATTN_HOST_DEVICE bool is_accepted(const RandomParams& p, int64_t row, int32_t place, float draft,
                                     float target) {
-  uint32_t word = random_words(p, row, index, DrawFor::accept).x;
+  uint32_t word = random_words(p, row, place, DrawFor::accept).x;
   return static_cast<float>(word >> 8) * 0x1p-24f * draft < target;
 }
 
