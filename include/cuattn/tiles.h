@@ -33,7 +33,7 @@ constexpr Tile sm80_tile(HeadDims d, ScoreKind score) {
     if (d.qk <= 64) return {64, 128, 1, 4};  // 64: 8 + 32 = 40 KB
     if (d.qk <= 128) return {64, 64, 2, 4};  // 96: 12 + 2 * 24 = 60 KB; 128: 16 + 2 * 32 = 80 KB
   }
-  if (d.qk <= 32) return {128, 128, 1, 4};  // 8 + 16 = 24 KB
+  if (d.qk <= 32) return {128, 96, 1, 4};   // 8 + 12 = 20 KB; 128 keys spill on sm_80
   if (d.qk <= 64) return {128, 112, 1, 4};  // 16 + 28 = 44 KB; 128 keys spill on sm_80
   if (d.qk <= 128) return {128, 64, 2, 4};  // 96: 24 + 2 * 24 = 72 KB; 128: 32 + 2 * 32 = 96 KB
   return {64, 64, 1, 4};                    // 192: 24 + 48 = 72 KB; 256: 32 + 64 = 96 KB
