@@ -112,7 +112,7 @@ def call_header(options: dict[str, Any]) -> str:
         names += [
             option.name
             for option in options["options_of"](*ops)
-            if option.kind not in ("refused", "turned")
+            if option.kind != "turned"
         ]
         names = list(dict.fromkeys(names))
         held = dict.fromkeys(RENAMED.get(name, name) for name in names)
@@ -133,7 +133,7 @@ def call_header(options: dict[str, Any]) -> str:
             keywords = [
                 option.name
                 for option in options["options_of"](name)
-                if option.name not in op.positional and option.kind not in ("refused", "turned")
+                if option.name not in op.positional and option.kind != "turned"
             ]
             lines += [
                 f"struct {camel(name)} : {camel(struct)}Functions {{",

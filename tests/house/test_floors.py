@@ -213,7 +213,7 @@ def test_public_header_compiles_alone(path):
 
 
 def test_c_api_is_c():
-    for name in ("c_api", "c_api_fused", "c_api_mla"):
+    for name in ("c_api", "c_api_float8", "c_api_fused", "c_api_mla"):
         assert compile_alone("cc", "c11", f"cuattn/{name}.h") == ""
 
 

@@ -10,18 +10,30 @@ import jax
 from .._arrays import find_cublas
 from .._checks import check_ragged
 from .._options import PLACES
-from .call import check_arrays, plain_window, possible_devices, refuse, register, static_of
-from .ops import ARRAYS, NUMBERS, differentiable_attention
+from .call import (
+    check_arrays,
+    is_array,
+    plain_window,
+    possible_devices,
+    refuse,
+    register,
+    static_of,
+)
+from .ops import ARRAYS, NUMBERS, SCALES, differentiable_attention
 
 
 def call(op: str, arguments: dict[str, Any]) -> Any:
     """Check what is Python's to check, then run."""
     refuse(op, **{name: arguments[name] for name in PLACES})
     qkv = {name: arguments[name] for name in ("q", "k", "v")}
-    given = check_arrays(op, qkv, **{name: arguments.get(name) for name in ARRAYS})
+    optional = {name: arguments.get(name) for name in ARRAYS}
+    numbers = {name for name in SCALES if not is_array(optional[name])}
+    arrays = {name: value for name, value in optional.items() if name not in numbers}
+    given = check_arrays(op, qkv, **arrays)
     if arguments["backend"] == "cublas":
         find_cublas()
     options = {option.name: arguments.get(option.name, option.default) for option in NUMBERS}
+    options |= {name: None for name in SCALES if name in given}
     options["window"] = plain_window(options["window"])
     static = static_of(op, **options, devices=possible_devices(op, given))
     register()
@@ -42,6 +54,10 @@ def attention(
     alibi_slopes: jax.Array | None = None,
     sinks: jax.Array | None = None,
     bias: jax.Array | None = None,
+    dtype: str | None = None,
+    q_scale: float | jax.Array | None = None,
+    k_scale: float | jax.Array | None = None,
+    v_scale: float | jax.Array | None = None,
     seqused_q: jax.Array | None = None,
     seqused_k: jax.Array | None = None,
     kv_start: jax.Array | None = None,
@@ -66,6 +82,8 @@ def attention(
     ----------
     q, k, v, layout, causal, window, scale, softcap, alibi_slopes, sinks, bias
         As in `cuattn.attention`; the numbers are static under jax.jit.
+    dtype, q_scale, k_scale, v_scale
+        As in `cuattn.attention`; a scale that changes under jax.jit is better an array.
     seqused_q, seqused_k, kv_start
         As in `cuattn.attention`.
     num_splits, batch_invariant, return_lse, backend
@@ -110,6 +128,10 @@ def attention_varlen(
     alibi_slopes: jax.Array | None = None,
     sinks: jax.Array | None = None,
     bias: jax.Array | None = None,
+    dtype: str | None = None,
+    q_scale: float | jax.Array | None = None,
+    k_scale: float | jax.Array | None = None,
+    v_scale: float | jax.Array | None = None,
     seqused_q: jax.Array | None = None,
     seqused_k: jax.Array | None = None,
     dropout_p: float = 0.0,
@@ -133,6 +155,8 @@ def attention_varlen(
         As in `cuattn.attention_varlen`; the lengths max_seqlen_* are static under jax.jit.
     causal, window, scale, softcap, alibi_slopes, sinks, bias, seqused_q, seqused_k
         As in `cuattn.attention_varlen`; the numbers are static under jax.jit.
+    dtype, q_scale, k_scale, v_scale
+        As in `attention`.
     num_splits, batch_invariant, return_lse, backend
         As in `cuattn.attention_varlen`.
     dropout_p, dropout_seed, dropout_offset

@@ -57,11 +57,17 @@ def observed(q: Any, others: Iterable[Any] = ()) -> bool:
     )
 
 
+def out_dtype(q: Tensor) -> torch.dtype:
+    """Tell the dtype of a result; float8 queries, and bytes that hold them, give bfloat16."""
+    is_float8 = q.dtype in (torch.float8_e4m3fn, torch.uint8)
+    return torch.bfloat16 if is_float8 else q.dtype
+
+
 def empty_out(q: Tensor, v: Tensor, physical_layout: Sequence[int] | None) -> Tensor:
     """Allocate what attention returns, its axes in memory as torch.empty_permuted takes them."""
     shape = (*q.shape[:-1], v.shape[-1])
     return torch.empty_permuted(
-        shape, physical_layout or tuple(range(len(shape))), dtype=q.dtype, device=q.device
+        shape, physical_layout or tuple(range(len(shape))), dtype=out_dtype(q), device=q.device
     )
 
 

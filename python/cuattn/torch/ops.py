@@ -18,6 +18,7 @@ from .. import attention_varlen as run_attention_varlen
 from .._options import OPS, OUTSIDE, ROWS, Option, options_of
 from .eager import DIFFERENTIABLE, attend, observed
 from .eager import empty_out as empty_out
+from .eager import out_dtype
 from .lookup import op_of
 
 RUN: dict[str, Any] = {"attention": run_attention, "attention_varlen": run_attention_varlen}
@@ -35,7 +36,8 @@ SCHEMAS = {
 TRACED = {
     op: [o for o in options_of(op, face="torch") if o.name not in OPS[op].positional] for op in ROWS
 }
-TENSORS = {op: tuple(o.name for o in TRACED[op] if o.kind == "array") for op in ROWS}
+IN_TENSORS = ("array", "scale")  # kinds of options that ops take as tensors
+TENSORS = {op: tuple(o.name for o in TRACED[op] if o.kind in IN_TENSORS) for op in ROWS}
 UNTRACED = {
     op: {o.name: o.default for o in options_of(op) if o not in TRACED[op]}
     | {o.name: None for o in options_of(op, kinds=OUTSIDE)}
@@ -47,9 +49,9 @@ SMALL = DIFFERENTIABLE[3:]  # beside q, k and v
 def schema(options: Iterable[Option]) -> str:
     """Spell options of an op: tensors first, as one with autograd takes them by place only."""
     options = tuple(options)
-    words = [f"Tensor? {o.name}=None" for o in options if o.kind == "array"] + ["*"]
+    words = [f"Tensor? {o.name}=None" for o in options if o.kind in IN_TENSORS] + ["*"]
     for option in options:
-        if option.kind == "array":
+        if option.kind in IN_TENSORS:
             continue
         default = list(option.default) if option.kind == "pair" else option.default
         word = SCHEMAS[option.kind].format(name=option.name, default=default)
@@ -135,7 +137,7 @@ def attention_varlen_shapes(
     """Tell what the op returns, from shapes alone."""
     lse = (q.shape[1], q.shape[0]) if return_lse else (0,)
     return (
-        q.new_empty((*q.shape[:-1], v.shape[-1])),
+        q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=out_dtype(q)),
         q.new_empty(lse, dtype=torch.float32),
     )
 
@@ -207,18 +209,31 @@ def without_untraced(op: str, options: dict[str, Any]) -> dict[str, Any]:
     return rest
 
 
+def as_tensor(value: Any, q: Tensor) -> Tensor | None:
+    """Make a scale that is a number a tensor, which an op takes."""
+    if value is None or isinstance(value, Tensor):
+        return value
+    return torch.full((1,), float(value), dtype=torch.float32, device=q.device)
+
+
 def run_op(op: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """Call a registered op, or for a gradient that nobody looks on at what costs less.
 
     lse is made where a gradient is wanted, which starts from it.
     """
-    wants_gradient = differentiated(arguments[0], arguments[1], arguments[2], options)
+    q = arguments[0]
+    wants_gradient = differentiated(q, arguments[1], arguments[2], options)
+    if wants_gradient and q.dtype == torch.float8_e4m3fn:
+        raise NotImplementedError(
+            f"{op}: no gradient goes through float8_e4m3fn; compute with bfloat16 where one is "
+            "wanted, or call it under torch.no_grad()"
+        )
     if wants_gradient and not observed(arguments[0], (*arguments[1:3], *options.values())):
         if not UNTRACED[op].keys().isdisjoint(options):
             options = without_untraced(op, options)
         return attend(op, arguments, options)
     rest = without_untraced(op, options)
-    tensors = [rest.pop(name, None) for name in TENSORS[op]]
+    tensors = [as_tensor(rest.pop(name, None), q) for name in TENSORS[op]]
     wants_lse = rest.pop("return_lse", False)
     watched = wants_gradient or torch._C._are_functorch_transforms_active()
     out, lse = op_of(op)(*arguments, *tensors, return_lse=wants_lse or watched, **rest)
