@@ -131,8 +131,9 @@ def table(result: dict[str, Any]) -> str:
     for mode, row in result["rows"].items():
         model = " ".join(f"{x:.3f}" for x in MODEL.get(mode, ()))
         lines.append(f"| {mode} | {' | '.join(cell(row[n]) for n in DISTRIBUTIONS)} | {model} |")
-    machine = result["machine"]
-    lines += ["", f"CPU figures: {machine['cpu']}, commit {result['commit']}, `{result['command']}`."]
+    cpu = result["machine"]["cpu"]
+    machine = f"{cpu['isa']}, {cpu['threads']} threads"
+    lines += ["", f"CPU figures: {machine}, commit {result['commit']}, `{result['command']}`."]
     return "\n".join(lines) + "\n"
 
 

