@@ -5,9 +5,10 @@ distributions, against float64 of the numbers before they were quantised.
     python benchmarks/fp8_accuracy.py            # benchmarks/results/fp8_accuracy.json, docs/fp8.md
     python benchmarks/fp8_accuracy.py --check    # whether both are what this program writes now
 
-4 heads of 128, 4096 keys, every 16th query; seed 0. out is float32, so that it is not rounded; that
-of the bfloat16 row is bfloat16. The kernel keeps P in float32: one that rounds P to float8, as those
-of Hopper do, has the errors of the column "model" (a numpy model of such a kernel, given here).
+4 heads of 128, 4096 keys, every 16th query; seed 0. out is float32, so that it is not rounded;
+that of the bfloat16 row is bfloat16. The kernel keeps P in float32: one that rounds P to float8, as
+those of Hopper do, has the errors of the column "model" (a numpy model of such a kernel, given
+here).
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ MODES: dict[str, dict[str, Any]] = {
     "block, both": {"mode": "block"},
     "block, both, v by channel": {"mode": "block", "v_mode": "channel"},
 }
-# Relative errors of a kernel that rounds P to e4m3, by a numpy model: plain, outliers, channels, sink.
+# Relative errors of a kernel that rounds P to e4m3, by a numpy model, by DISTRIBUTIONS.
 MODEL = {
     "tensor": (0.053, 0.087, 0.114, 0.021),
     "head": (0.053, 0.087, 0.108, 0.023),
@@ -57,8 +58,9 @@ MODEL = {
 def draw(name: str, rng: np.random.Generator, heads: int = HEADS, length: int = LENGTH) -> Any:
     """Draw q, k and v, [1, length, heads, 128] in float32.
 
-    plain: N(0, 1). outliers: one in a thousand has N(0, 100) added. channels: 6 channels of the keys
-    have biases of 15 N(0, 1), those of the values uneven sizes. sink: 4 keys have half of the weight.
+    plain: N(0, 1). outliers: one in a thousand has N(0, 100) added. channels: 6 channels of the
+    keys have biases of 15 N(0, 1), those of the values uneven sizes. sink: 4 keys have half of the
+    weight.
     """
     normal = lambda *shape: rng.standard_normal(shape, np.float32)  # noqa: E731
     q, k, v = (normal(1, length, heads, DIM) for _ in range(3))

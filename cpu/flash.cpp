@@ -417,9 +417,9 @@ void run_blocks(const FlashUnit& u) {
     if (state == kTileHidden) continue;
     int first = max(tile, begin), count = min(tile + kStep, end) - first;
     bool is_float8 = u.dtype == DType::e4m3;
-    KeyTile k = is_float8 ? load_float8_keys(u, first, count, k_buffer)
-                          : load_tile(u.k, u.k_stride, first, count, u.head_dim, u.dtype, kNear,
-                                      k_buffer);
+    KeyTile k =
+        is_float8 ? load_float8_keys(u, first, count, k_buffer)
+                  : load_tile(u.k, u.k_stride, first, count, u.head_dim, u.dtype, kNear, k_buffer);
     KeyTile v = is_float8 ? load_float8_values(u, first, count, v_buffer, buffer)
                           : load_tile(u.v, u.v_stride, first, count, u.head_dim_v, u.dtype, kNear,
                                       v_buffer);

@@ -131,9 +131,9 @@ void write_scales(const QuantizeParams& p) {
   };
   for (int64_t index = 0; index < static_cast<int64_t>(sizes.size()); ++index) {
     int64_t head = index / width / blocks;
-    float& scale = scales[place(static_cast<int32_t>(head / p.heads),
-                                static_cast<int32_t>(head % p.heads), index / width % blocks,
-                                static_cast<int32_t>(index % width))];
+    float& scale =
+        scales[place(static_cast<int32_t>(head / p.heads), static_cast<int32_t>(head % p.heads),
+                     index / width % blocks, static_cast<int32_t>(index % width))];
     scale = std::max(scale, sizes[index]);
   }
   for (int64_t b = 0; b < s.extents[0]; ++b) {
@@ -168,8 +168,8 @@ void write_codes(const QuantizeParams& p) {
 void write_shifts(const QuantizeParams& p) {
   for_blocks(p, p.rows, [&](const Task& task, int64_t) {
     float x[kMostDim];
-    const float* mean = p.shift_mean + task.b * p.shift_mean_batch +
-                        task.h / p.shift_group * p.shift_mean_head;
+    const float* mean =
+        p.shift_mean + task.b * p.shift_mean_batch + task.h / p.shift_group * p.shift_mean_head;
     for (int64_t row = task.first; row < task.last; ++row) {
       load(p.x, task, row, p.dim, x);
       double dot = 0.0;

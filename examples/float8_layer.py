@@ -47,8 +47,8 @@ def main() -> None:
         found[name] = report(name, out, time.perf_counter() - begin)
     assert found["float8, rotated and smoothed"] < found["float8, plain scales"]
 
-    keys = cuattn.dequantize(qkv.k, qkv.k_scale, dtype="float32")
-    print(f"codes of k are {qkv.k.nbytes} bytes, k in bfloat16 {2 * k.size}; scale {keys.std():.2f}")
+    keys = cuattn.dequantize(qkv.k, qkv.k_scale, dtype="float32")  # rotated, less their mean
+    print(f"codes of k: {qkv.k.nbytes} bytes, {2 * k.size} in bfloat16; deviation {keys.std():.2f}")
 
 
 if __name__ == "__main__":

@@ -89,8 +89,7 @@ def make(case: Case, kind: str, rng) -> tuple[Problem, Problem]:
     codes = {name: problem.arrays[name].astype(F8) for name in "qkv"}
     scales = draw_scales(case, problem, kind, rng)
     numbers = {
-        name: meant(case, problem, name, codes[name], scales.get(f"{name}_scale"))
-        for name in "qkv"
+        name: meant(case, problem, name, codes[name], scales.get(f"{name}_scale")) for name in "qkv"
     }
     arrays = {name: x for name, x in scales.items() if isinstance(x, np.ndarray)}
     options = {name: x for name, x in scales.items() if name not in arrays}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import _core
 from ._arrays import Array, ArrayT
-from .attention import attention as _attention
+from .attention import attention
 
 if TYPE_CHECKING:
     from ._types import Layout
@@ -70,9 +70,9 @@ class QuantizedQKV:
                         "takes a constant from all scores of a query; pass smooth_k=False to "
                         "quantize"
                     )
-        result = _attention(
-            *self.arrays, layout=self.layout, scale=self.scale, **self.scales, **options
-        )
+        settled: dict[str, Any] = {"layout": self.layout, "scale": self.scale, **self.scales}
+        attend: Any = attention  # whose overloads do not follow names in dicts
+        result = attend(*self.arrays, **settled, **options)
         if self.lse_shift is None or not isinstance(result, tuple):
             return result
         out, lse = result
@@ -156,10 +156,10 @@ def quantize(
     check_modes(mode, v_mode, q)
     v_mode = v_mode or ("tensor" if mode == "tensor" else "head")
     sizes = {name: sizes_of(name, x, layout) for name, x in (("q", q), ("k", k), ("v", v))}
-    heads_kv, dim = sizes["k"][2], sizes["k"][3]
-    mean: Any = None
+    heads_kv, dim, ndim = sizes["k"][2], sizes["k"][3], len(getattr(q, "shape", ()))
+    mean: Any = key_mean
     if key_mean is not None:
-        mean = key_mean[None] if len(key_mean.shape) == 2 else key_mean
+        mean = mean[None] if len(mean.shape) == 2 else mean
     elif smooth_k:
         mean = (sizes["k"][0], heads_kv, dim)
     options = {"layout": layout, "hadamard": hadamard, "columns": False, "stream": stream}
@@ -179,11 +179,9 @@ def quantize(
     )
     if shift is not None:
         shift = shift * (dim**-0.5 if scale is None else scale)
-        shift = shift[0] if len(q.shape) == 3 else shift
+        shift = shift[0] if ndim == 3 else shift
     v_codes = rows_of(v_codes, v, layout)
-    return QuantizedQKV(
-        q_codes, k_codes, v_codes, q_scale, k_scale, v_scale, shift, layout, scale
-    )
+    return QuantizedQKV(q_codes, k_codes, v_codes, q_scale, k_scale, v_scale, shift, layout, scale)
 
 
 def quantize_like(
@@ -328,9 +326,7 @@ def sizes_of(name: str, x: Any, layout: str) -> tuple[int, int, int, int]:
     return (batch, second, third, dim) if layout == "bshd" else (batch, third, second, dim)
 
 
-def shape_of(
-    mode: str, sizes: tuple[int, int, int, int], heads_kv: int, x: Any
-) -> tuple[int, ...]:
+def shape_of(mode: str, sizes: tuple[int, int, int, int], heads_kv: int, x: Any) -> tuple[int, ...]:
     """Return the shape of the scale of an array."""
     batch, rows, heads, dim = sizes
     return {

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The C ABI of quantisation. Next: float8/quantize.h, guarded.h.
-#include "src/float8/quantize.h"
-
 #include "src/check/arrays.h"
+#include "src/float8/quantize.h"
 #include "src/guarded.h"
 #include "src/options.h"
 

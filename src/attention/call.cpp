@@ -92,10 +92,11 @@ void check_inputs(const AttentionCall& call, const CallMemory& memory) {
   auto read_rows = [&](const char* name, const void* data, const Strides& strides, int64_t rows,
                        int64_t heads, int64_t dim, int64_t step = 1) {
     int64_t batch = call.ragged ? 1 : p.batch;
-    memory.reads({name,
-                  data,
-                  item,
-                  {{batch, strides.batch}, {rows, strides.seq}, {heads, strides.head}, {dim, step}}});
+    memory.reads(
+        {name,
+         data,
+         item,
+         {{batch, strides.batch}, {rows, strides.seq}, {heads, strides.head}, {dim, step}}});
   };
   read_rows("q", p.q, p.q_strides, call.ragged ? p.total_q : p.seqlen_q, p.num_heads_q, p.head_dim);
   if (call.paged) {
@@ -189,8 +190,7 @@ void run_attention(AttentionCall& call, const TensorView& out, const TensorView*
   const Backend& backend = backend_of(fn, call.device);
   if (call.paged) check_pages(fn, call.gather, call.device, stream);
   bool has_scales = p.float8.q.data || p.float8.k.data || p.float8.v.data;
-  bool has_data =
-      call.ragged || call.uses_seqused || p.dropout.state != nullptr || has_scales;
+  bool has_data = call.ragged || call.uses_seqused || p.dropout.state != nullptr || has_scales;
   if (has_data && (!cuda || checks_device_data()))
     backend.check(fn, p, call.device.device_id, stream);
   if (out.size() == 0 || p.batch == 0 || p.seqlen_q == 0) return;

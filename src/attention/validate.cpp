@@ -316,8 +316,8 @@ TensorView as_told(const char* fn, const char* name, const TensorView& view,
   return told;
 }
 
-AttentionCall validated(TensorView q, TensorView k, TensorView v,
-                        const cuattn_attention_options& o, bool check_data, CallKind kind) {
+AttentionCall validated(TensorView q, TensorView k, TensorView v, const cuattn_attention_options& o,
+                        bool check_data, CallKind kind) {
   AttentionCall call{};
   call.kind = kind;
   call.paged = o.block_tables != nullptr;

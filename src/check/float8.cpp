@@ -32,10 +32,10 @@ Float8Scale read_float8_scale(const char* function, const ScaleShape& shape, dou
   };
   bool is_full = is(3, shape.batch, shape.full_heads, shape.parts);
   bool is_one = is(0, 0, 0, 0) || is(1, 1, 0, 0);
-  CUATTN_REQUIRE(is_one || is_full || is(1, shape.heads, 0, 0) || is(2, shape.batch, shape.heads, 0),
-                 function, ": ", shape.name, " must be a number or have shape ",
-                 shapes_text(shape), ", got ", shape_text(view),
-                 "; make such a scale with cuattn.quantize");
+  CUATTN_REQUIRE(
+      is_one || is_full || is(1, shape.heads, 0, 0) || is(2, shape.batch, shape.heads, 0), function,
+      ": ", shape.name, " must be a number or have shape ", shapes_text(shape), ", got ",
+      shape_text(view), "; make such a scale with cuattn.quantize");
   scale.data = static_cast<const float*>(view.data);
   int32_t first = view.ndim == 1 ? 1 : 0;  // a vector has no batch axis
   for (int32_t axis = 0; axis < view.ndim && !is_one; ++axis) {

@@ -160,8 +160,7 @@ void check_memory(const char* fn, const TensorView& x, const TensorView& out,
   memory.writes({"out", out});
   if (o.shift != nullptr) memory.writes({"shift", view_of(fn, "shift", o.shift)});
   if (o.is_given == 0) memory.writes({"scale", scale});
-  if (o.mean != nullptr && o.mean_given == 0)
-    memory.writes({"mean", view_of(fn, "mean", o.mean)});
+  if (o.mean != nullptr && o.mean_given == 0) memory.writes({"mean", view_of(fn, "mean", o.mean)});
   memory.reads({"x", x});
   if (o.is_given != 0) memory.reads({"scale", scale});
   if (o.mean != nullptr && o.mean_given != 0) memory.reads({"mean", view_of(fn, "mean", o.mean)});
@@ -184,9 +183,10 @@ void check_scale(const char* fn, const Float8Scale& s) {
 const Backend& backend_with(const char* fn, const TensorView& x) {
   const Backend& backend = backend_of(fn, x.device);
   if (backend.quantize != nullptr) return backend;
-  fail<NotImplemented>(fn, ": x is on ", text(x.device),
-                       ", where no kernel quantises yet; quantise on the CPU and copy the codes, or "
-                       "by your library's own arithmetic, as docs/fp8.md shows");
+  fail<NotImplemented>(
+      fn, ": x is on ", text(x.device),
+      ", where no kernel quantises yet; quantise on the CPU and copy the codes, or "
+      "by your library's own arithmetic, as docs/fp8.md shows");
 }
 
 }  // namespace

@@ -94,7 +94,8 @@ def test_every_code_is_read_as_what_it_means(backend):
 def test_bytes_with_their_dtype_are_the_same_call(rng):
     q, k, v = (rng.standard_normal((2, 20, 4, 32)).astype(F8) for _ in range(3))
     options = {"k_scale": 0.5, "causal": True}
-    told = cuattn.attention(*(x.view(np.uint8) for x in (q, k, v)), dtype="float8_e4m3fn", **options)
+    as_bytes = [x.view(np.uint8) for x in (q, k, v)]
+    told = cuattn.attention(*as_bytes, dtype="float8_e4m3fn", **options)
     assert told.dtype == ml_dtypes.bfloat16
     np.testing.assert_array_equal(told, cuattn.attention(q, k, v, **options))
     plan = cuattn.explain("attention", q, k, v, **options)

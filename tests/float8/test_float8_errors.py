@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What attention refuses of float8 arrays and their scales, and what quantisation refuses, by name."""
+"""What attention refuses of float8 arrays and their scales, and what quantisation refuses."""
 
 from __future__ import annotations
 
@@ -88,10 +88,11 @@ def test_attention_says_what_is_wrong(name):
 X = ones(1, 20, 2, 32)
 QUANTIZE = {
     "mode": (lambda: cuattn.quantize(X, X, X, mode="token"), ValueError,
-        "quantize: mode must be one of 'tensor', 'head', 'block', got 'token'; choose one of these"),
+        "quantize: mode must be one of 'tensor', 'head', 'block', got 'token'; choose one of "
+        "these"),
     "axes": (lambda: cuattn.quantize(X[0, 0], X, X), ValueError,
-        "quantize: q must have 3 or 4 axes, got shape (2, 32); pass [total, heads, dim] or the axes "
-        "of layout"),
+        "quantize: q must have 3 or 4 axes, got shape (2, 32); pass [total, heads, dim] or the "
+        "axes of layout"),
     "dtype": (lambda: cuattn.quantize_like(X.astype(np.float64), 1.0), ValueError,
         "quantize: x must be float32, float16 or bfloat16, got float64; cast it"),
     "dim": (lambda: cuattn.quantize_like(X[..., :24], 1.0), ValueError,
@@ -132,7 +133,7 @@ def test_what_smoothing_does_not_go_with():
 def test_no_gradient_goes_back_through_float8():
     out = np.zeros(Q.shape, ml_dtypes.bfloat16)
     lse = np.zeros((2, 4, 5), np.float32)
-    with pytest.raises(NotImplementedError, match="q is float8_e4m3fn.*cast to bfloat16"):
+    with pytest.raises(NotImplementedError, match=r"q is float8_e4m3fn.*cast to bfloat16"):
         cuattn.attention_backward(out, Q, K, K, out, lse)
 
 

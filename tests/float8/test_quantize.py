@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""quantize, quantize_like and dequantize against their formulas in float64, on numpy, torch and JAX;
-and what quantised attention costs in accuracy beside the model of the design.
-"""
+"""quantize, quantize_like, dequantize against their formulas in float64, by numpy, torch, JAX."""
 
 from __future__ import annotations
 
@@ -90,9 +88,9 @@ def same_codes(codes, value, slack=0.0):
 def test_every_number_is_rounded_to_the_nearest_code_and_ties_to_even(rng):
     sizes = np.arange(127, dtype=np.uint8).view(F8).astype(np.float64)
     middles = (sizes[1:] + sizes[:-1]) / 2
-    edges = np.concatenate([sizes, middles, np.nextafter(middles.astype(np.float32), 0),
-                            np.nextafter(middles.astype(np.float32), 1e9), [449, 465, 1e30, np.inf],
-                            rng.standard_normal(400) * 2.0 ** rng.integers(-14, 12, 400)])  # fmt: skip
+    near = [np.nextafter(middles.astype(np.float32), end) for end in (0, 1e9)]
+    drawn = rng.standard_normal(400) * 2.0 ** rng.integers(-14, 12, 400)
+    edges = np.concatenate([sizes, middles, *near, [449, 465, 1e30, np.inf], drawn])
     values = np.concatenate([edges, -edges, [np.nan]]).astype(np.float32)
     values = np.resize(values, (1, -(-len(values) // 16), 1, 16))
     for dtype in DTYPES.values():
@@ -152,7 +150,9 @@ def test_rotation_is_orthogonal_and_leaves_scores(rng):
         same_codes(codes, np.clip(x.astype(np.float64) @ matrix / 2.0**-4, -1e9, 1e9), 1e-4)
 
 
-@pytest.mark.parametrize("options", [{}, {"hadamard": False}, {"smooth_k": False}, {"mode": "block"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"hadamard": False}, {"smooth_k": False}, {"mode": "block"}]
+)
 def test_attention_of_what_quantize_gives_is_near_attention(options, rng):
     q, k = rng.standard_normal((2, 2, 150, 4, 64), np.float32)
     k = k[:, :, :2] + 3 * rng.standard_normal((1, 1, 2, 64)).astype(np.float32)
@@ -268,13 +268,14 @@ def test_jax_gives_nearly_the_same(rng):
         ours = cuattn.quantize(q, k, v, **options)
         fields = [field.name for field in dataclasses.fields(ours)][:7]
         made = jax.jit(
-            lambda *x, options=options: [
+            lambda *x, options=options, fields=fields: [
                 getattr(cuattn.quantize(*x, **options), name) for name in fields
             ]
         )(*map(jax.numpy.asarray, (q, k, v)))
         theirs = dataclasses.replace(ours, **dict(zip(fields, made, strict=True)))
         for name in ("q_scale", "k_scale", "v_scale", "lse_shift"):
-            np.testing.assert_allclose(getattr(theirs, name), getattr(ours, name), rtol=1e-4, atol=1e-4)
+            got, expected = getattr(theirs, name), getattr(ours, name)
+            np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
         for name in ("q", "k", "v"):
             got = np.asarray(getattr(theirs, name)).view(np.uint8)
             same = got == np.ascontiguousarray(getattr(ours, name)).view(np.uint8)

@@ -13,7 +13,7 @@ constexpr int32_t kScaleRows = 128;  // rows of a sequence that share a scale of
 struct Float8Scale {
   const float* data;  // or nullptr: `number` holds everywhere
   float number;
-  int32_t group;    // heads of the array that share a scale
+  int32_t group;       // heads of the array that share a scale
   int64_t extents[3];  // of data: batch, heads, blocks or channels; those it lacks are 1
   int64_t strides[3];  // 0 along the axes that it lacks
 

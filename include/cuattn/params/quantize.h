@@ -30,7 +30,7 @@ struct QuantizeParams {
   ScalePart part;
   bool gives_scale;  // it is written first: the largest size of its elements / 448
 
-  float* mean;  // float32 [batch, heads, dim], subtracted from rows; or nullptr
+  float* mean;                    // float32 [batch, heads, dim], subtracted from rows; or nullptr
   int64_t mean_batch, mean_head;  // strides; those of dim are 1
   bool gives_mean;                // it is written first
   bool rotates;                   // rows are multiplied by R

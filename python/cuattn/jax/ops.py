@@ -30,7 +30,8 @@ from .sharding import spread
 OPS = XLA_OPS["attention"]
 ARRAYS = tuple(option.name for option in options_of(*OPS, kinds=("array", "scale"), face="jax"))
 NUMBERS = tuple(o for o in options_of(*OPS, face="jax") if o.kind != "array")
-SCALES = tuple(option.name for option in options_of(*OPS, kinds=("scale",), face="jax"))  # or numbers
+# Those of ARRAYS that may be numbers instead.
+SCALES = tuple(option.name for option in options_of(*OPS, kinds=("scale",), face="jax"))
 FLOAT8 = ("float8_e4m3fn", "uint8")
 
 

@@ -16,9 +16,8 @@ from torch import Tensor
 from .. import attention as run_attention
 from .. import attention_varlen as run_attention_varlen
 from .._options import OPS, OUTSIDE, ROWS, Option, options_of
-from .eager import DIFFERENTIABLE, attend, observed
+from .eager import DIFFERENTIABLE, attend, observed, out_dtype
 from .eager import empty_out as empty_out
-from .eager import out_dtype
 from .lookup import op_of
 
 RUN: dict[str, Any] = {"attention": run_attention, "attention_varlen": run_attention_varlen}
