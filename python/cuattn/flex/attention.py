@@ -19,7 +19,7 @@ from .trace import Traced, trace
 
 NAME = "flex_attention"
 RAGGED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-OPTIONS = frozenset(option.name for option in options_of(*DENSE)) | frozenset(RAGGED)
+OPTIONS: frozenset[str] = frozenset(option.name for option in options_of(*DENSE)) | {*RAGGED}
 
 
 def flex_attention(

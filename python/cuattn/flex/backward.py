@@ -94,9 +94,8 @@ def flex_attention_backward(
     arguments |= options
     score = None if score_mod is None else trace(score_mod, is_score=True)
     slots = [slot_of(score, array) for array in arrays]
-    wanted: dict[int, Any] = {}
-    for slot, array in zip(slots, arrays, strict=True):
-        wanted[slot] = np.zeros(tuple(array.shape), np.float32)
+    captured = [] if score is None else score.arrays
+    wanted = {slot: np.zeros(tuple(captured[slot].shape), np.float32) for slot in slots}
     problem, found = problem_of(q, k, options), {}
     if problem is not None:
         found = find_for(arguments, problem, score_mod, mask_mod, block_mask)
