@@ -278,8 +278,9 @@ class BlockMask:
         ValueError
             If its lists name a block that there is none of, or count beyond a row.
         """
-        name, block = "BlockMask.from_torch", tuple(int(n) for n in block_mask.BLOCK_SIZE)
-        block = block_pair(name, block)
+        name = "BlockMask.from_torch"
+        given: Any = tuple(int(n) for n in block_mask.BLOCK_SIZE)
+        block = block_pair(name, given)
         lengths = tuple(int(n) for n in block_mask.seq_lengths)
         count = tuple(-(-n // m) for n, m in zip(lengths, block, strict=True))
 
