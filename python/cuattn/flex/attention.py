@@ -13,9 +13,8 @@ from .._arrays import Array, ArrayT
 from .._options import DENSE, options_of
 from .block_mask import BlockMask
 from .evaluate import on_host
-from .masks import and_masks
 from .plan import Found, Problem, narrowed, plan
-from .trace import Traced, trace
+from .trace import trace
 
 NAME = "flex_attention"
 RAGGED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
@@ -98,19 +97,12 @@ def find(problem: Problem, score_mod: Any, mask_mod: Any, block_mask: Any) -> Fo
     score = None if score_mod is None else trace(score_mod, is_score=True)
     if block_mask is not None and hasattr(block_mask, "kv_indices"):
         block_mask = BlockMask.from_torch(block_mask)
+    mask = None if mask_mod is None else trace(mask_mod)  # its messages name it
     if block_mask is not None:
         require_fit(block_mask, problem)
-    return plan(problem, score, mask_of(mask_mod, block_mask), block_mask)
-
-
-def mask_of(mask_mod: Any, block_mask: BlockMask | None) -> Traced | None:
-    """Return the mask of a function, a block mask, or both."""
-    if block_mask is None:
-        return None if mask_mod is None else trace(mask_mod)
-    if mask_mod is None:
-        return trace(block_mask.mask_mod)
-    trace(mask_mod)  # whose messages name it
-    return trace(and_masks(block_mask.mask_mod, mask_mod))
+        block_mask = block_mask if mask_mod is None else block_mask.within(mask_mod)
+        mask = trace(block_mask.mask_mod)
+    return plan(problem, score, mask, block_mask)
 
 
 def require_fit(block_mask: Any, problem: Problem) -> None:
