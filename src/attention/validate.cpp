@@ -351,7 +351,7 @@ AttentionCall validated(TensorView q, TensorView k, TensorView v, const cuattn_a
   CUATTN_REQUIRE(o.kv_start == nullptr || !call.ragged, fn,
                  ": kv_start must not be given where sequences are packed; leave the padding out "
                  "of cu_seqlens_k");
-  if (o.kv_start != nullptr && kind == CallKind::flex) {
+  if (o.kv_start != nullptr && call.is_flex()) {
     fail<NotImplemented>(fn,
                          ": kv_start must be None: masks and scores written by the user count "
                          "keys from the first of k; say it in mask_mod");

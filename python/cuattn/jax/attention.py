@@ -11,6 +11,7 @@ from .._arrays import find_cublas
 from .._checks import check_ragged
 from .._options import PLACES
 from .call import (
+    as_varying,
     check_arrays,
     is_array,
     plain_window,
@@ -37,7 +38,7 @@ def call(op: str, arguments: dict[str, Any]) -> Any:
     options["window"] = plain_window(options["window"])
     static = static_of(op, **options, devices=possible_devices(op, given))
     register()
-    results = differentiable_attention(given, static)
+    results = differentiable_attention(as_varying(given, given), static)
     return tuple(results) if options["return_lse"] else results[0]
 
 
