@@ -137,9 +137,10 @@ def attend(
     options: dict[str, Any] = {"layout": "bhsd", "window": window, "scale": scale, "bias": bias}
     if dropout_p:
         options = with_dropout_state(query, {**options, "dropout_p": dropout_p})
-    if traced(query) or differentiated(query, key, value, options):
+    wants_gradient = differentiated(query, key, value, options)
+    if wants_gradient or traced(query):
         options["physical_layout"] = order
-        return run_op("attention", (query, key, value), options)
+        return run_op("attention", (query, key, value), options, wants_gradient)
     given = None if order is None else empty_out(query, value, order)
     return run_attention(query, key, value, out=given, **options)
 
