@@ -17,6 +17,7 @@ namespace {
 nb::object attention_backward(const nb::dict& arguments) {
   BackwardArguments args(arguments);
   const AttentionArgs& forward = args.forward;
+  const BackwardArgs& own = args.own;
   const char* op = args.op;
   if (array_type(op, "q", forward.q).library == Library::jax) return nb::borrow(Py_NotImplemented);
   CallStream stream;
@@ -24,15 +25,15 @@ nb::object attention_backward(const nb::dict& arguments) {
   Array q, k, v, dout, out, lse, dlse;
   q.import(op, "q", forward.q, stream, nullptr);
   complete_stream(op, q, stream);
-  dout.import(op, "dout", argument(arguments, "dout"), stream, &q);
+  dout.import(op, "dout", own.dout, stream, &q);
   k.import(op, "k", forward.k, stream, &q);
   v.import(op, "v", forward.v, stream, &q);
-  out.import(op, "out", argument(arguments, "out"), stream, &q);
-  lse.import(op, "lse", argument(arguments, "lse"), stream, &q);
+  out.import(op, "out", own.out, stream, &q);
+  lse.import(op, "lse", own.lse, stream, &q);
   OptionalArrays<std::size(kAttentionArrays)> optional;
   optional.import(op, kAttentionArrays, forward, stream, q, args.options);
-  if (is_given(argument(arguments, "dlse"))) {
-    dlse.import(op, "dlse", argument(arguments, "dlse"), stream, &q);
+  if (is_given(own.dlse)) {
+    dlse.import(op, "dlse", own.dlse, stream, &q);
     args.backward_options.dlse = &dlse.tensor;
   }
 
@@ -49,7 +50,7 @@ nb::object attention_backward(const nb::dict& arguments) {
   for (int i = 0; i < kNumGradients; ++i) {
     const Gradient& gradient = kGradients[i];
     if ((args.backward_options.need & gradient.bit) == 0) continue;
-    results[i].provide(op, gradient.name, argument(arguments, gradient.name), q, stream,
+    results[i].provide(op, gradient.name, own.*gradient.given, q, stream,
                        view_of(like[i]->dtype, like[i]->ndim, like[i]->shape));
     gradients.*gradient.field = &results[i].tensor;
   }
@@ -63,8 +64,7 @@ nb::object attention_backward(const nb::dict& arguments) {
   }
   check(status);
   nb::list found;
-  for (nb::handle name : nb::borrow<nb::tuple>(argument(arguments, "need")))
-    found.append(results[gradient_of(op, name)].object);
+  for (nb::handle name : args.need) found.append(results[gradient_of(op, name)].object);
   return found;
 }
 
