@@ -42,6 +42,8 @@ UNTRACED = {
     for op in ROWS
 }
 SMALL = DIFFERENTIABLE[3:]  # beside q, k and v
+# What the builtins of the library do not take themselves, or mean otherwise.
+APART = {"deterministic", *(o.name for o in options_of(*ROWS, kinds=("refused", "rope")))}
 
 
 def schema(options: Iterable[Option]) -> str:
@@ -162,8 +164,11 @@ def differentiated(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> 
         return False
     if q.requires_grad or k.requires_grad or v.requires_grad:
         return True
-    given = [options.get(name) for name in SMALL]
-    return any(isinstance(x, Tensor) and x.requires_grad for x in given)
+    for name in SMALL:
+        x = options.get(name)
+        if isinstance(x, Tensor) and x.requires_grad:
+            return True
+    return False
 
 
 def autocasts(q: Tensor) -> bool:
@@ -235,7 +240,7 @@ def is_plain(q: Tensor, options: dict[str, Any]) -> bool:
     """Whether the library itself may be called, which hands back what wants a gradient."""
     if traced(q) or autocasts(q):
         return False
-    return not options or ("deterministic" not in options and not options.get("dropout_p"))
+    return not options or (APART.isdisjoint(options) and not options.get("dropout_p"))
 
 
 def call(op: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -252,6 +257,8 @@ def call(op: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
 
 def differentiate(op: str, q: Tensor, k: Tensor, v: Tensor, *sizes: Any, **options: Any) -> Any:
     """Run an op whose gradient autograd wants: what `cuattn.attention` cannot do itself."""
+    if not options and not autocasts(q) and not observed(q, (k, v)):
+        return attend(op, (q, k, v, *sizes), options)
     arguments = (*autocast(q, k, v), *sizes)
     return run_op(op, arguments, with_dropout_state(q, options), True)
 
