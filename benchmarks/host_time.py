@@ -7,8 +7,8 @@ All on the CPU and one thread: one query, one key, one head of 64 elements, so t
 about a tenth of a microsecond and what is left is what a call costs before its kernel: arguments,
 import of the arrays, checks, choice of the kernel, allocation of the results, autograd. A round
 times every row, in a new order; a row of a round is the median of its calls, each between two clock
-readings, less what a reading costs. Shown are the medians over the rounds, and that of the ratios to
-torch's row of the same kind in the same round: other programs slow a round as a whole.
+readings, less what a reading costs. Shown are the medians over the rounds, and that of the ratios
+to torch's row of the same kind in the same round: other programs slow a round as a whole.
 
 `step` rows are forward and backward, by torch.autograd.grad.
 """

@@ -20,12 +20,10 @@ struct BackwardArgs {
 struct BackwardNames {
   using Args = BackwardArgs;
   static constexpr Argument<Args> kAll[] = {
-      {"dout", &Args::dout},   {"out", &Args::out},
-      {"lse", &Args::lse},     {"dlse", &Args::dlse},
-      {"need", &Args::need},   {"deterministic", &Args::deterministic},
-      {"dq", &Args::dq},       {"dk", &Args::dk},
-      {"dv", &Args::dv},       {"dbias", &Args::dbias},
-      {"dsinks", &Args::dsinks}, {"dslopes", &Args::dslopes}};
+      {"dout", &Args::dout},   {"out", &Args::out},       {"lse", &Args::lse},
+      {"dlse", &Args::dlse},   {"need", &Args::need},     {"deterministic", &Args::deterministic},
+      {"dq", &Args::dq},       {"dk", &Args::dk},         {"dv", &Args::dv},
+      {"dbias", &Args::dbias}, {"dsinks", &Args::dsinks}, {"dslopes", &Args::dslopes}};
 };
 
 struct Gradient {
@@ -71,8 +69,7 @@ struct BackwardArguments {
     if (is_given(own.deterministic))
       backward_options.deterministic = parse_bool(op, "deterministic", own.deterministic);
     backward_options.need = 0;
-    for (nb::handle name : need)
-      backward_options.need |= kGradients[gradient_of(op, name)].bit;
+    for (nb::handle name : need) backward_options.need |= kGradients[gradient_of(op, name)].bit;
   }
 };
 

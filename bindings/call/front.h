@@ -94,8 +94,8 @@ struct Front {
 
   [[gnu::noinline]] PyObject* call_python(const Given& given) const {
     PyObject* result = given.call(python_function_);
-    bool may_be_named_wrong = result == nullptr && given.keywords.is_valid() &&
-                              PyErr_ExceptionMatches(PyExc_TypeError);
+    bool may_be_named_wrong =
+        result == nullptr && given.keywords.is_valid() && PyErr_ExceptionMatches(PyExc_TypeError);
     if (!may_be_named_wrong) return result;
     nb::python_error refusal;
     nb::object refuse_names = nb::borrow(refuse_names_);
@@ -157,7 +157,8 @@ void add_function(nb::module_& m) {
       },
       nb::arg("arguments"), nb::sig(run_signature.c_str()), run_doc.c_str());
   m.def(front.c_str(), &Front<Function, kGiven>::make, nb::arg("python_function"), nb::arg("doc"),
-        nb::arg("refuse_names"), nb::arg("find_gradient"), nb::sig(front_signature.c_str()), front_doc.c_str());
+        nb::arg("refuse_names"), nb::arg("find_gradient"), nb::sig(front_signature.c_str()),
+        front_doc.c_str());
 }
 
 }  // namespace cuattn::bindings

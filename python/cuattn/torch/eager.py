@@ -89,18 +89,17 @@ def run_forward(ctx: Any, q: Any, k: Any, v: Any, call: tuple[Any, ...]) -> Any:
     """Run an op, and keep all that the way back needs."""
     op, sizes, options, wants_lse, deterministic = call
     out, lse = RUN[op](q, k, v, *sizes, return_lse=True, **options)
-    names, tensors, numbers = SAVED, [q, k, v, out, lse], {}
+    names, tensors, numbers = list(SAVED), [q, k, v, out, lse], {}
     if deterministic is not None:
         numbers["deterministic"] = deterministic
-    if options or sizes:
-        names, taken = list(SAVED), TAKEN[op]
-        for name, x in (*options.items(), *zip(SIZES[op], sizes, strict=True)):
-            if name in taken:
-                if isinstance(x, Tensor):
-                    names.append(name)
-                    tensors.append(x)
-                else:
-                    numbers[name] = x
+    taken = TAKEN[op]
+    for name, x in (*options.items(), *zip(SIZES[op], sizes, strict=True)):
+        if name in taken:
+            if isinstance(x, Tensor):
+                names.append(name)
+                tensors.append(x)
+            else:
+                numbers[name] = x
     ctx.call = BACKWARD[op], names, numbers
     ctx.save_for_backward(*tensors)
     ctx.set_materialize_grads(False)
