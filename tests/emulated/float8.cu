@@ -40,7 +40,8 @@ std::vector<float> made_scales(int count, uint32_t seed) {
 int main() {
   auto q = made(kBatch * kRows * kHeads * kDim, 1), k = made(kBatch * kKeys * kHeadsKv * kDim, 2);
   auto v = made(kBatch * kKeys * kHeadsKv * kDimV, 3);
-  auto q_scale = made_scales(kBatch * kHeads * 2, 4), k_scale = made_scales(kBatch * kHeadsKv * 3, 5);
+  auto q_scale = made_scales(kBatch * kHeads * 2, 4),
+       k_scale = made_scales(kBatch * kHeadsKv * 3, 5);
   auto v_scale = made_scales(kBatch * kHeadsKv * kDimV, 6);
   const int32_t used[kBatch] = {kKeys, 201};
   for (int key = used[1]; key < kKeys; ++key) {
