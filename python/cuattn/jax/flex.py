@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """flex_attention of JAX arrays of the CPU.
 
-Outside of jit numpy sees their memory; under jit and grad a callback runs the call on the host, with
-captured arrays among its operands.
+Outside of jit numpy sees their memory; under jit and grad a callback runs the call on the host,
+with captured arrays among its operands.
 """
 
 from __future__ import annotations
