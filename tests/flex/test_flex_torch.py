@@ -96,3 +96,40 @@ def test_what_is_refused(rng):
         dq.sum().backward()
     with torch.no_grad():
         assert not cuattn.flex_attention(q, k, v).requires_grad
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_whole_step_is_one_graph_of_torch_compile(rng):
+    q, k, v = leaves(rng, (1, 50, 4, 16), (1, 60, 2, 16), (1, 60, 2, 24))
+    (bias,) = leaves(rng, (4, 50, 60))
+    begins = torch.tensor([0, 20, 50], dtype=torch.int32)
+    keys = torch.tensor([0, 31, 60], dtype=torch.int32)
+
+    def document(n):
+        ids = torch.arange(60) % n
+        return lambda b, h, i, j: ids[i] == ids[j]
+
+    def step(q, k, v, bias, mask, mod):
+        out, lse = cuattn.flex_attention(
+            q, k, v, mask_mod=mask, score_mod=mod, bias=bias, return_lse=True
+        )
+        packed = cuattn.flex_attention(
+            *(x[0] for x in (q, k, v)),
+            **{"cu_seqlens_q": begins, "cu_seqlens_k": keys},
+            **{"max_seqlen_q": 30, "max_seqlen_k": 31, "mask_mod": mask},
+        )
+        return out.square().sum() + lse.sum() + packed.sum()
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    mod = flex.scores.softcap(5.0)
+    for n in (2, 3):  # functions of the same code that capture other arrays
+        mask = document(n)
+        results = []
+        for run in (compiled, step):
+            loss = run(q, k, v, bias, mask, mod)
+            results.append([loss.detach(), *torch.autograd.grad(loss, (q, k, v, bias))])
+        for x, y in zip(*results, strict=True):
+            assert torch.equal(x, y)
+    (table,) = leaves(rng, (4, 9))
+    with pytest.raises(Exception, match="must not capture a tensor that requires a gradient"):
+        compiled(q, k, v, bias, mask, flex.scores.relative_bias(table))
