@@ -13,13 +13,10 @@ import pytest
 import cuattn
 import flex_cases
 from cuattn import flex
+from flex_cases import heads_first
 
 DIMS = ((16, 16), (40, 24), (64, 64))
 STEP = 1e-6
-
-
-def heads_first(x):
-    return np.asarray(x).transpose(0, 2, 1, 3)
 
 
 def arrays(rng, batch, heads, heads_kv, q_len, kv_len, dims, dtype=np.float32):

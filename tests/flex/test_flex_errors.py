@@ -152,17 +152,8 @@ def test_the_compiled_module_takes_no_program_or_list_that_could_leave_its_array
         _core.flex_attention({"q": Q, "k": K, "v": K}, found)
 
 
-def test_a_gradient_is_refused():
-    torch = pytest.importorskip("torch")
-    q = torch.zeros(1, 4, 2, 16, requires_grad=True)
-    with pytest.raises(NotImplementedError, match="no gradients yet"):
-        cuattn.flex_attention(q, q, q, mask_mod=lambda b, h, i, j: i % 2 == j % 2)
-
-
 def test_jax_refuses_what_it_cannot_do():
     jax = pytest.importorskip("jax")
     x = jax.numpy.zeros((1, 4, 2, 16))
-    with pytest.raises(NotImplementedError, match="traced by JAX"):
-        jax.jit(lambda y: cuattn.flex_attention(y, y, y, mask_mod=CAUSAL))(x)
     with pytest.raises(ValueError, match="out must not be given"):
         cuattn.flex_attention(x, x, x, mask_mod=CAUSAL, out=x)
