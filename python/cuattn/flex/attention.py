@@ -11,6 +11,7 @@ import numpy as np
 from .. import _core
 from .._arrays import Array, ArrayT
 from .._options import DENSE, options_of
+from .._other_names import way_out
 from .block_mask import BlockMask
 from .evaluate import on_host
 from .plan import Found, Problem, narrowed, plan
@@ -86,10 +87,10 @@ def refuse_unknown(options: dict[str, Any]) -> None:
     """Refuse names that are no arguments."""
     for name in options:
         if name not in OPTIONS:
-            raise TypeError(
-                f"{NAME}: '{name}' is no argument; it takes score_mod, mask_mod, block_mask and "
-                f"{', '.join(sorted(OPTIONS))}"
-            )
+            ways = (way_out(op, name) for op in ("attention", "attention_varlen"))
+            known = (way for way in ways if not way.startswith("help("))
+            way = next(known, f"help(cuattn.{NAME}) lists what there is")
+            raise TypeError(f"{NAME}: there is no argument {name}; {way}")
 
 
 def find(problem: Problem, score_mod: Any, mask_mod: Any, block_mask: Any) -> Found:
