@@ -12,6 +12,7 @@ import re
 import sys
 
 os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={sys.argv[1]}"
+os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"  # compiles sooner
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
@@ -49,7 +50,7 @@ RNG = np.random.default_rng(5)
 
 
 def draw(*shape):
-    return jnp.asarray(RNG.standard_normal(shape, np.float32))
+    return RNG.standard_normal(shape, np.float32)
 
 
 def mesh_of(spec):
@@ -122,7 +123,7 @@ def in_programs():
         return jax.lax.scan(step, q, None, length=3)[0]
 
     compare("scan", jax.grad(lambda *x: scan(*x).sum()), arrays, placed)
-    many = [jnp.stack([x, x / 2]) for x in arrays]
+    many = [np.stack([x, x / 2]) for x in arrays]
     spread = [put(mesh, x, P(None, *spec)) for x in many]
     compare("vmap", jax.vmap(both_ways), many, spread)
     along = [put(mesh, x, P("x", None, None, "y")) for x in many]

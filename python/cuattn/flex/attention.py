@@ -19,7 +19,7 @@ from .trace import trace
 
 NAME = "flex_attention"
 RAGGED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-OPTIONS = frozenset(option.name for option in options_of(*DENSE)) | frozenset(RAGGED)
+OPTIONS: frozenset[str] = frozenset(option.name for option in options_of(*DENSE)) | {*RAGGED}
 
 
 def flex_attention(
@@ -73,24 +73,35 @@ def flex_attention(
         On CUDA, if the mask is neither causal nor a window, or score_mod is given.
     """
     arguments = {"q": q, "k": k, "v": v, **options}
-    refuse_unknown(options)
+    refuse_unknown(NAME, options, OPTIONS)
     problem = problem_of(q, k, options)
     if problem is None:  # the compiled module says what is wrong with it
         return _core.flex_attention(arguments, {})
+    return run(arguments, find_for(arguments, problem, score_mod, mask_mod, block_mask))
+
+
+def refuse_unknown(name: str, options: dict[str, Any], known: frozenset[str]) -> None:
+    """Refuse names that are no arguments."""
+    for option in options:
+        if option not in known:
+            raise TypeError(f"{name}: there is no argument {option}; {meant(name, option)}")
+
+
+def meant(name: str, option: str) -> str:
+    """Say what there is instead of an argument that there is none of."""
+    ways = (way_out(op, option) for op in ("attention", "attention_varlen"))
+    known = (way for way in ways if not way.startswith(("help(", f"did you mean {option}?")))
+    return next(known, f"help(cuattn.{name}) lists what there is")
+
+
+def find_for(
+    arguments: dict[str, Any], problem: Problem, score_mod: Any, mask_mod: Any, block_mask: Any
+) -> dict[str, Any]:
+    """Return the arrays that stand for functions; a mask that is a window joins the arguments."""
     found = find(problem, score_mod, mask_mod, block_mask)
     if found.window is not None:
-        arguments["window"] = narrowed(options.get("window", (-1, -1)), found.window)
-    return run(arguments, found)
-
-
-def refuse_unknown(options: dict[str, Any]) -> None:
-    """Refuse names that are no arguments."""
-    for name in options:
-        if name not in OPTIONS:
-            ways = (way_out(op, name) for op in ("attention", "attention_varlen"))
-            known = (way for way in ways if not way.startswith("help("))
-            way = next(known, f"help(cuattn.{NAME}) lists what there is")
-            raise TypeError(f"{NAME}: there is no argument {name}; {way}")
+        arguments["window"] = narrowed(arguments.get("window", (-1, -1)), found.window)
+    return found.arrays
 
 
 def find(problem: Problem, score_mod: Any, mask_mod: Any, block_mask: Any) -> Found:
@@ -129,10 +140,10 @@ def require_fit(block_mask: Any, problem: Problem) -> None:
         )
 
 
-def run(arguments: dict[str, Any], found: Found) -> Any:
+def run(arguments: dict[str, Any], found: dict[str, Any]) -> Any:
     """Call the compiled module; JAX arrays go by cuattn.jax."""
     try:
-        result = _core.flex_attention(arguments, found.arrays)
+        result = _core.flex_attention(arguments, found)
     except _core.GradientWanted:
         raise NotImplementedError(
             f"{NAME}: has no gradients yet, got a tensor that requires one; call it under "
@@ -141,7 +152,7 @@ def run(arguments: dict[str, Any], found: Found) -> Any:
     if result is NotImplemented:
         from ..jax.flex import run_on_host
 
-        return run_on_host(arguments, found.arrays)
+        return run_on_host(NAME, _core.flex_attention, arguments, found)
     return result
 
 

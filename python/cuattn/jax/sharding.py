@@ -24,7 +24,7 @@ from jax.experimental.custom_partitioning import (
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .._gradients import SOURCES
-from .call import Static
+from .call import Static, as_varying
 
 Arrays = dict[str, jax.Array]
 Run = Callable[[Arrays, Static], list[jax.Array]]
@@ -193,16 +193,23 @@ def explicit_mesh(q: jax.Array) -> Any:
     return mesh if explicit and not mesh.empty else None
 
 
+def nothing_to_spread() -> bool:
+    """Tell whether the call is inside a shard_map over the whole mesh."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return not mesh.empty and set(mesh.manual_axes) == set(mesh.axis_names)
+
+
 def spread(run: Run, arrays: Arrays, static: Static, results: list[str]) -> list[jax.Array]:
     """Run a call whose results are named, each device its batch entries and heads."""
     options = dict(static)
     whole = options["dropout_p"] or "block_tables" in arrays  # bits by place; pages of anyone
     empty = 0 in arrays["k"].shape or 0 in arrays["q"].shape
-    if empty or not several_devices() or (whole and not explicit_mesh(arrays["q"])):
-        return run(arrays, static)
+    alone = empty or not several_devices() or nothing_to_spread()
+    if alone or (whole and not explicit_mesh(arrays["q"])):
+        return as_varying(run(arrays, static), arrays)
     letters = {name: letters_of(name, x.shape, options) for name, x in arrays.items()}
     ends = {n: letters.get(SOURCES.get(n, "")) or letters_of(n, (), options) for n in results}
-    return spread_by(run, arrays, static, letters, ends, bool(whole))
+    return as_varying(spread_by(run, arrays, static, letters, ends, bool(whole)), arrays)
 
 
 def spread_by(
