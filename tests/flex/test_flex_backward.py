@@ -313,7 +313,7 @@ def test_bad_input(rng):
     for given, error, words in (
         ({"arrays": [np.ones(3, np.float32)]}, ValueError, "must be captured by score_mod"),
         ({"arrays": [ids]}, ValueError, "must hold floats"),
-        ({"return_lse": True}, TypeError, "'return_lse' is no argument"),
+        ({"return_lse": True}, TypeError, "there is no argument return_lse; "),
         ({"need": ("dbias",)}, ValueError, "need must not name dbias"),
         ({"kv_start": np.zeros(1, np.int32)}, NotImplementedError, "kv_start must be None"),
         ({"dq": q}, ValueError, "dq must not share memory with q"),

@@ -29,7 +29,10 @@ def block_mask(*shape):
 
 
 REFUSED = {
-    "unknown": (TypeError, lambda: call(cuasal=True), "'cuasal' is no argument"),
+    "unknown": (TypeError, lambda: call(cuasal=True), "no argument cuasal; did you mean causal"),
+    "torch": (TypeError, lambda: call(enable_gqa=True), "no argument enable_gqa; leave it out"),
+    "varlen": (TypeError, lambda: call(cum_seq_q=0), "cum_seq_q; here it is called cu_seqlens_q"),
+    "nothing": (TypeError, lambda: call(kernel_options={}), r"help\(cuattn.flex_attention\)"),
     "no function": (TypeError, lambda: call(mask_mod=3), "mask_mod must be a function"),
     "no score": (TypeError, lambda: call(score_mod="a"), "score_mod must be a function"),
     "rank": (

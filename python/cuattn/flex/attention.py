@@ -12,6 +12,7 @@ import numpy as np
 from .. import _core
 from .._arrays import Array, ArrayT
 from .._options import DENSE, options_of
+from .._other_names import way_out
 from .block_mask import BlockMask
 from .evaluate import on_host
 from .plan import Found, Problem, narrowed, plan
@@ -107,10 +108,14 @@ def refuse_unknown(name: str, options: dict[str, Any], known: frozenset[str]) ->
     """Refuse names that are no arguments."""
     for option in options:
         if option not in known:
-            raise TypeError(
-                f"{name}: '{option}' is no argument; it takes score_mod, mask_mod, block_mask and "
-                f"{', '.join(sorted(known))}"
-            )
+            raise TypeError(f"{name}: there is no argument {option}; {meant(name, option)}")
+
+
+def meant(name: str, option: str) -> str:
+    """Say what there is instead of an argument that there is none of."""
+    ways = (way_out(op, option) for op in ("attention", "attention_varlen"))
+    known = (way for way in ways if not way.startswith(("help(", f"did you mean {option}?")))
+    return next(known, f"help(cuattn.{name}) lists what there is")
 
 
 def find_for(
