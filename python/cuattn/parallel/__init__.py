@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention whose sequence lies on several ranks of torch.distributed: docs/parallel.md.
+
+>>> import cuattn.parallel
+>>> cuattn.parallel.Layout("zigzag", 1000, 2).rows(1)
+512
+"""
+
+from .attention import attention, attention_varlen, explain
+from .cost import Choice, calibrate
+from .layout import Layout
+
+__all__ = ["Choice", "Layout", "attention", "attention_varlen", "calibrate", "explain"]
