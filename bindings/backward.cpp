@@ -3,25 +3,15 @@
 // library of q, run. Next: python/cuattn/backward.py.
 #include "bindings/backward.h"
 
-#include <iterator>
-
-#include "bindings/arrays/import.h"
-#include "bindings/arrays/optional.h"
 #include "bindings/arrays/results.h"
 #include "bindings/call/errors.h"
 #include "bindings/call/unlocked.h"
 
 namespace cuattn::bindings {
-namespace {
 
-nb::object attention_backward(const nb::dict& arguments) {
-  BackwardArguments args(arguments);
+BackwardInputs::BackwardInputs(const char* op, const nb::dict& arguments, BackwardArguments& args,
+                               CallStream& stream) {
   const AttentionArgs& forward = args.forward;
-  const char* op = args.op;
-  if (array_type(op, "q", forward.q).library == Library::jax) return nb::borrow(Py_NotImplemented);
-  CallStream stream;
-  if (is_given(forward.stream)) stream = parse_stream(op, forward.stream);
-  Array q, k, v, dout, out, lse, dlse;
   q.import(op, "q", forward.q, stream, nullptr);
   complete_stream(op, q, stream);
   dout.import(op, "dout", argument(arguments, "dout"), stream, &q);
@@ -29,32 +19,29 @@ nb::object attention_backward(const nb::dict& arguments) {
   v.import(op, "v", forward.v, stream, &q);
   out.import(op, "out", argument(arguments, "out"), stream, &q);
   lse.import(op, "lse", argument(arguments, "lse"), stream, &q);
-  OptionalArrays<std::size(kAttentionArrays)> optional;
   optional.import(op, kAttentionArrays, forward, stream, q, args.options);
-  if (is_given(argument(arguments, "dlse"))) {
-    dlse.import(op, "dlse", argument(arguments, "dlse"), stream, &q);
-    args.backward_options.dlse = &dlse.tensor;
-  }
+  if (!is_given(argument(arguments, "dlse"))) return;
+  dlse.import(op, "dlse", argument(arguments, "dlse"), stream, &q);
+  args.backward_options.dlse = &dlse.tensor;
+}
 
-  cuattn_backward_arrays arrays{&dout.tensor, &q.tensor,   &k.tensor,
-                                &v.tensor,    &out.tensor, &lse.tensor};
-  cuattn_backward_call call;
-  check(cuattn_attention_backward_prepare(&arrays, &args.options, &args.backward_options, &call));
-
-  const DLTensor* like[kNumGradients] = {&q.tensor,          &k.tensor,
-                                         &v.tensor,          args.options.bias,
+nb::object run_backward(const char* op, const nb::dict& arguments, const BackwardArguments& args,
+                        const BackwardInputs& inputs, const CallStream& stream,
+                        cuattn_backward_call& call) {
+  const DLTensor* like[kNumGradients] = {&inputs.q.tensor,   &inputs.k.tensor,
+                                         &inputs.v.tensor,   args.options.bias,
                                          args.options.sinks, args.options.alibi_slopes};
   Result results[kNumGradients];
   cuattn_gradients gradients{};
   for (int i = 0; i < kNumGradients; ++i) {
     const Gradient& gradient = kGradients[i];
     if ((args.backward_options.need & gradient.bit) == 0) continue;
-    results[i].provide(op, gradient.name, argument(arguments, gradient.name), q, stream,
+    results[i].provide(op, gradient.name, argument(arguments, gradient.name), inputs.q, stream,
                        view_of(like[i]->dtype, like[i]->ndim, like[i]->shape));
     gradients.*gradient.field = &results[i].tensor;
   }
   CallWorkspace memory;
-  memory.place(op, forward.workspace, q, call.workspace_bytes, stream);
+  memory.place(op, args.forward.workspace, inputs.q, call.workspace_bytes, stream);
   cuattn_status status;
   {
     Unlocked unlocked;
@@ -66,6 +53,22 @@ nb::object attention_backward(const nb::dict& arguments) {
   for (nb::handle name : nb::borrow<nb::tuple>(argument(arguments, "need")))
     found.append(results[gradient_of(op, name)].object);
   return found;
+}
+
+namespace {
+
+nb::object attention_backward(const nb::dict& arguments) {
+  BackwardArguments args(arguments);
+  const AttentionArgs& forward = args.forward;
+  const char* op = args.op;
+  if (array_type(op, "q", forward.q).library == Library::jax) return nb::borrow(Py_NotImplemented);
+  CallStream stream;
+  if (is_given(forward.stream)) stream = parse_stream(op, forward.stream);
+  BackwardInputs inputs(op, arguments, args, stream);
+  cuattn_backward_arrays arrays = inputs.arrays();
+  cuattn_backward_call call;
+  check(cuattn_attention_backward_prepare(&arrays, &args.options, &args.backward_options, &call));
+  return run_backward(op, arguments, args, inputs, stream, call);
 }
 
 }  // namespace

@@ -3,7 +3,10 @@
 #pragma once
 
 #include <cstring>
+#include <iterator>
 
+#include "bindings/arrays/import.h"
+#include "bindings/arrays/optional.h"
 #include "bindings/call/options.h"
 #include "bindings/call/parse.h"
 #include "cuattn/c_api.h"
@@ -59,6 +62,24 @@ struct BackwardArguments {
       backward_options.need |= kGradients[gradient_of(op, name)].bit;
   }
 };
+
+// The arrays of a backward pass; its options learn of those that they point to.
+struct BackwardInputs {
+  Array q, k, v, dout, out, lse, dlse;
+  OptionalArrays<std::size(kAttentionArrays)> optional;
+
+  // Completes `stream`, which is that of q.
+  BackwardInputs(const char* op, const nb::dict& arguments, BackwardArguments& args,
+                 CallStream& stream);
+  cuattn_backward_arrays arrays() const {
+    return {&dout.tensor, &q.tensor, &k.tensor, &v.tensor, &out.tensor, &lse.tensor};
+  }
+};
+
+// Provides the gradients that `need` names and runs a prepared call: a list of them.
+nb::object run_backward(const char* op, const nb::dict& arguments, const BackwardArguments& args,
+                        const BackwardInputs& inputs, const CallStream& stream,
+                        cuattn_backward_call& call);
 
 // Adds attention_backward.
 void add_backward(nb::module_& m);

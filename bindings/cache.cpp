@@ -11,6 +11,7 @@
 #include "bindings/arrays/import.h"
 #include "bindings/arrays/results.h"
 #include "bindings/arrays/shapes.h"
+#include "bindings/arrays/turning.h"
 #include "bindings/call/errors.h"
 #include "bindings/call/parse.h"
 #include "bindings/call/unlocked.h"
@@ -60,19 +61,8 @@ nb::object reshape_and_cache(nb::handle k, nb::handle v, nb::handle k_cache, nb:
                  options.k_scales);
   scale_v.import(op, "v_scale", v_scale, stream, rows_k, options.has_v_scale, options.v_scale,
                  options.v_scales);
-  std::optional<Array> tables[3];
-  const struct {
-    const char* name;
-    nb::handle source;
-    const DLTensor*& option;
-  } rope[] = {{"cos", cos, options.cos},
-              {"sin", sin, options.sin},
-              {"positions", positions, options.positions}};
-  for (int i = 0; i < 3; ++i) {
-    if (!is_given(rope[i].source)) continue;
-    tables[i].emplace().import(op, rope[i].name, rope[i].source, stream, &rows_k);
-    rope[i].option = &tables[i]->tensor;
-  }
+  Turning turning;
+  turning.import(op, cos, sin, positions, stream, rows_k, options);
   cuattn_status status;
   {
     Unlocked unlocked;

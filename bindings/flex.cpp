@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// flex_attention: the arrays and options of attention, and what a mask or score function became.
-// Next: python/cuattn/flex/attention.py.
+// flex_attention and its gradients: the arrays and options of attention, and what a mask or score
+// function became. Next: python/cuattn/flex/attention.py, backward.py.
 #include "bindings/flex.h"
 
 #include <deque>
@@ -11,6 +11,7 @@
 #include "bindings/arrays/import.h"
 #include "bindings/arrays/optional.h"
 #include "bindings/arrays/results.h"
+#include "bindings/backward.h"
 #include "bindings/call/errors.h"
 #include "bindings/call/options.h"
 #include "bindings/call/unlocked.h"
@@ -20,21 +21,19 @@ namespace cuattn::bindings {
 namespace {
 
 constexpr const char* kOp = "flex_attention";
-
-nb::handle argument(const nb::dict& arguments, const char* name) {
-  return PyDict_GetItemString(arguments.ptr(), name);  // borrowed; nullptr: not there
-}
+constexpr const char* kBackwardOp = "flex_attention_backward";
 
 // What Python found in the functions, by name; what is None or missing stays NULL.
 struct FlexArrays {
+  const char* op;
   cuattn_flex_options options;
   std::deque<Array> storage;  // never moves what it holds
-  std::vector<const DLTensor*> captured;
+  std::vector<const DLTensor*> captured, gradients;
 
   const DLTensor* import(const char* name, nb::handle source, const CallStream& stream,
-                         const Array& home) {
+                         const Array& home, bool is_written = false) {
     Array& array = storage.emplace_back();
-    array.import(kOp, name, source, stream, &home);
+    array.import(op, name, source, stream, &home, is_written);
     return &array.tensor;
   }
 
@@ -47,6 +46,7 @@ struct FlexArrays {
                    {"row_end", &cuattn_flex_options::row_end},
                    {"score_program", &cuattn_flex_options::score_program},
                    {"mask_program", &cuattn_flex_options::mask_program},
+                   {"score_gradient", &cuattn_flex_options::score_gradient},
                    {"block_starts", &cuattn_flex_options::block_starts},
                    {"block_entries", &cuattn_flex_options::block_entries}};
     for (const auto& [name, field] : kArrays) {
@@ -60,10 +60,18 @@ struct FlexArrays {
     }
     options.arrays = captured.data();
     options.num_arrays = static_cast<int64_t>(captured.size());
+    nb::handle wanted = argument(found, "array_gradients");
+    if (is_given(wanted)) {
+      for (nb::handle to : wanted) {
+        gradients.push_back(
+            is_given(to) ? import("a captured array's gradient", to, stream, home, true) : nullptr);
+      }
+      options.array_gradients = gradients.data();
+    }
     nb::handle query_block = argument(found, "query_block");
     nb::handle key_block = argument(found, "key_block");
-    if (is_given(query_block)) options.query_block = parse_int32(kOp, "query_block", query_block);
-    if (is_given(key_block)) options.key_block = parse_int32(kOp, "key_block", key_block);
+    if (is_given(query_block)) options.query_block = parse_int32(op, "query_block", query_block);
+    if (is_given(key_block)) options.key_block = parse_int32(op, "key_block", key_block);
   }
 };
 
@@ -83,7 +91,7 @@ nb::object flex_attention(const nb::dict& arguments, const nb::dict& found) {
   v.import(kOp, "v", args.v, stream, &q);
   OptionalArrays<std::size(kAttentionArrays)> optional;
   optional.import(kOp, kAttentionArrays, args, stream, q, options);
-  FlexArrays flex;
+  FlexArrays flex{kOp, {}, {}, {}, {}};
   flex.import(found, stream, q);
 
   cuattn_attention_call call;
@@ -110,6 +118,24 @@ nb::object flex_attention(const nb::dict& arguments, const nb::dict& found) {
   return nb::make_tuple(output.object, lse->object);
 }
 
+nb::object flex_attention_backward(const nb::dict& arguments, const nb::dict& found) {
+  BackwardArguments args(arguments);
+  const AttentionArgs& forward = args.forward;
+  const char* op = kBackwardOp;
+  if (array_type(op, "q", forward.q).library == Library::jax) return nb::borrow(Py_NotImplemented);
+  CallStream stream;
+  if (is_given(forward.stream)) stream = parse_stream(op, forward.stream);
+  BackwardInputs inputs(op, arguments, args, stream);
+  const Array& q = inputs.q;
+  FlexArrays flex{op, {}, {}, {}, {}};
+  flex.import(found, stream, q);
+  cuattn_backward_arrays arrays = inputs.arrays();
+  cuattn_backward_call call;
+  check(cuattn_flex_backward_prepare(&arrays, &args.options, &args.backward_options, &flex.options,
+                                     &call));
+  return run_backward(op, arguments, args, inputs, stream, call);
+}
+
 }  // namespace
 
 void add_flex(nb::module_& m) {
@@ -118,6 +144,11 @@ void add_flex(nb::module_& m) {
                 "object"),
         "cuattn.flex_attention of its arguments by name, and of what its functions became. "
         "NotImplemented for JAX arrays.");
+  m.def("flex_attention_backward", &flex_attention_backward, nb::arg("arguments"), nb::arg("found"),
+        nb::sig("def flex_attention_backward(arguments: dict[str, object], found: dict[str, "
+                "object]) -> object"),
+        "Gradients of cuattn.flex_attention: a list of what `need` names. Those of captured arrays "
+        "are written into `array_gradients` of found. NotImplemented for JAX arrays.");
 }
 
 }  // namespace cuattn::bindings

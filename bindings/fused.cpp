@@ -185,7 +185,6 @@ struct NumberOrArray {
 
   // True where it is a number.
   bool read(Call& call, const char* name, nb::handle source) {
-    if (!is_given(source)) return false;
     if (!nb::hasattr(source, "__dlpack__")) return true;
     tensor = call.import(name, source, array);
     return false;
@@ -194,7 +193,8 @@ struct NumberOrArray {
 
 void read_random(Call& call, nb::handle seed, nb::handle offset, NumberOrArray (&arrays)[2],
                  cuattn_sample_options& options) {
-  if (arrays[0].read(call, "seed", seed)) options.seed = parse_int(call.op, "seed", seed);
+  if (is_given(seed) && arrays[0].read(call, "seed", seed))
+    options.seed = parse_int(call.op, "seed", seed);
   if (arrays[1].read(call, "offset", offset)) options.offset = parse_int(call.op, "offset", offset);
   options.seeds = arrays[0].tensor;
   options.offsets = arrays[1].tensor;
@@ -210,9 +210,12 @@ nb::object sample(nb::handle logits, nb::handle temperature, nb::handle top_k, n
   NumberOrArray temperatures, top_ks, top_ps, min_ps, random[2];
   if (temperatures.read(call, "temperature", temperature))
     options.temperature = parse_double(call.op, "temperature", temperature);
-  if (top_ks.read(call, "top_k", top_k)) options.top_k = parse_int(call.op, "top_k", top_k);
-  if (top_ps.read(call, "top_p", top_p)) options.top_p = parse_double(call.op, "top_p", top_p);
-  if (min_ps.read(call, "min_p", min_p)) options.min_p = parse_double(call.op, "min_p", min_p);
+  if (is_given(top_k) && top_ks.read(call, "top_k", top_k))
+    options.top_k = parse_int(call.op, "top_k", top_k);
+  if (is_given(top_p) && top_ps.read(call, "top_p", top_p))
+    options.top_p = parse_double(call.op, "top_p", top_p);
+  if (is_given(min_p) && min_ps.read(call, "min_p", min_p))
+    options.min_p = parse_double(call.op, "min_p", min_p);
   options.temperatures = temperatures.tensor;
   options.top_ks = top_ks.tensor;
   options.top_ps = top_ps.tensor;
@@ -256,24 +259,27 @@ nb::object speculative_verify(nb::handle draft_probs, nb::handle target_probs,
 
 void add_fused(nb::module_& m) {
   // All arguments may be None; the Python functions have the defaults.
-  m.def("apply_rope", &apply_rope, nb::arg("op"), nb::arg("name"), nb::arg("x"), nb::arg("cos"),
-        nb::arg("sin"), nb::arg("positions").none(), nb::arg("interleaved"), nb::arg("inverse"),
-        nb::arg("offset"), nb::arg("lengths"), nb::arg("out").none(), nb::arg("stream").none(),
+  m.def("apply_rope", &apply_rope, nb::arg("op"), nb::arg("name"), nb::arg("x").none(),
+        nb::arg("cos").none(), nb::arg("sin").none(), nb::arg("positions").none(),
+        nb::arg("interleaved").none(), nb::arg("inverse").none(), nb::arg("offset").none(),
+        nb::arg("lengths"), nb::arg("out").none(), nb::arg("stream").none(),
         "cuattn.apply_rope, and the rotation of q of op; lengths: the fields of "
         "cuattn_rope_options of these names, and one_token.");
-  m.def("norm", &norm, nb::arg("centred"), nb::arg("x"), nb::arg("weight"), nb::arg("bias").none(),
-        nb::arg("eps"), nb::arg("weight_offset"), nb::arg("residual").none(), nb::arg("out").none(),
-        nb::arg("residual_out").none(), nb::arg("stream").none(),
-        "cuattn.layer_norm, where centred, else cuattn.rms_norm");
-  m.def("activate", &activate, nb::arg("gated"), nb::arg("x"), nb::arg("bias").none(),
-        nb::arg("act"), nb::arg("out").none(), nb::arg("stream").none(),
+  m.def("norm", &norm, nb::arg("centred"), nb::arg("x").none(), nb::arg("weight").none(),
+        nb::arg("bias").none(), nb::arg("eps").none(), nb::arg("weight_offset").none(),
+        nb::arg("residual").none(), nb::arg("out").none(), nb::arg("residual_out").none(),
+        nb::arg("stream").none(), "cuattn.layer_norm, where centred, else cuattn.rms_norm");
+  m.def("activate", &activate, nb::arg("gated"), nb::arg("x").none(), nb::arg("bias").none(),
+        nb::arg("act").none(), nb::arg("out").none(), nb::arg("stream").none(),
         "cuattn.act_mul, where gated, else cuattn.bias_act");
-  m.def("sample", &sample, nb::arg("logits"), nb::arg("temperature"), nb::arg("top_k").none(),
-        nb::arg("top_p").none(), nb::arg("min_p").none(), nb::arg("joint"), nb::arg("seed").none(),
-        nb::arg("offset"), nb::arg("out").none(), nb::arg("stream").none(), "cuattn.sample");
-  m.def("speculative_verify", &speculative_verify, nb::arg("draft_probs"), nb::arg("target_probs"),
-        nb::arg("draft_tokens"), nb::arg("seed").none(), nb::arg("offset"), nb::arg("out").none(),
-        nb::arg("accepted_out").none(), nb::arg("stream").none(), "cuattn.speculative_verify");
+  m.def("sample", &sample, nb::arg("logits").none(), nb::arg("temperature").none(),
+        nb::arg("top_k").none(), nb::arg("top_p").none(), nb::arg("min_p").none(),
+        nb::arg("joint").none(), nb::arg("seed").none(), nb::arg("offset").none(),
+        nb::arg("out").none(), nb::arg("stream").none(), "cuattn.sample");
+  m.def("speculative_verify", &speculative_verify, nb::arg("draft_probs").none(),
+        nb::arg("target_probs").none(), nb::arg("draft_tokens").none(), nb::arg("seed").none(),
+        nb::arg("offset").none(), nb::arg("out").none(), nb::arg("accepted_out").none(),
+        nb::arg("stream").none(), "cuattn.speculative_verify");
 }
 
 }  // namespace cuattn::bindings

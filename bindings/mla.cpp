@@ -10,6 +10,7 @@
 #include "bindings/arrays/import.h"
 #include "bindings/arrays/optional.h"
 #include "bindings/arrays/results.h"
+#include "bindings/arrays/turning.h"
 #include "bindings/call/errors.h"
 #include "bindings/call/options.h"
 #include "bindings/call/unlocked.h"
@@ -114,19 +115,8 @@ nb::object mla_write(nb::handle ckv, nb::handle kpe, nb::handle ckv_cache, nb::h
   latent_cache.import(op, "ckv_cache", ckv_cache, stream, &latents, true);
   rope_cache.import(op, "kpe_cache", kpe_cache, stream, &latents, true);
   slots.import(op, "slot_mapping", slot_mapping, stream, &latents);
-  std::optional<Array> tables[3];
-  const struct {
-    const char* name;
-    nb::handle source;
-    const DLTensor*& option;
-  } rope[] = {{"cos", cos, options.cos},
-              {"sin", sin, options.sin},
-              {"positions", positions, options.positions}};
-  for (size_t i = 0; i < std::size(rope); ++i) {
-    if (!is_given(rope[i].source)) continue;
-    tables[i].emplace().import(op, rope[i].name, rope[i].source, stream, &latents);
-    rope[i].option = &tables[i]->tensor;
-  }
+  Turning turning;
+  turning.import(op, cos, sin, positions, stream, latents, options);
   cuattn_status status;
   {
     Unlocked unlocked;
@@ -174,15 +164,18 @@ TensorView as_rows(const char* op, const char* name, const TensorView& view,
   return rows;
 }
 
+// `apart_arg`: lse_out of mla_attention, if given. `check_only`: out is checked, or allocated, and
+// nothing is written.
 nb::object mla_project(const char* op, nb::handle x, nb::handle proj, nb::handle tail,
                        nb::handle transpose_arg, const std::string& x_layout,
                        const std::string& tail_layout, const std::string& out_layout,
-                       nb::handle out, nb::handle stream_arg) {
+                       nb::handle out, nb::handle stream_arg, nb::handle apart_arg,
+                       bool check_only) {
   refuse_jax(op, "x", x);
   CallStream stream = parse_stream(op, stream_arg);
   bool transpose = parse_bool(op, "transpose", transpose_arg);
   Array rows;
-  std::optional<Array> matrices, behind;
+  std::optional<Array> matrices, behind, apart;
   rows.import(op, "x", x, stream, nullptr);
   complete_stream(op, rows, stream);
   int64_t heads = x_layout == "bhsd" && rows.view.ndim == 4 ? rows.view.shape[1] : 1;
@@ -207,9 +200,15 @@ nb::object mla_project(const char* op, nb::handle x, nb::handle proj, nb::handle
   Result result;
   result.provide(op, "out", out, rows, stream, view_of(rows.view.dtype, ndim, shape + 4 - ndim));
   out_view = as_rows(op, "out", TensorView(result.tensor), out_layout, heads);
+  if (is_given(apart_arg)) apart.emplace().import(op, "lse_out", apart_arg, stream, &rows, true);
   DLTensor x_tensor = x_view.dl(), tail_tensor = tail_view.dl(), out_tensor = out_view.dl();
-  cuattn_mla_projection call{&x_tensor, matrices ? &matrices->tensor : nullptr,
-                             behind ? &tail_tensor : nullptr, &out_tensor, transpose};
+  cuattn_mla_projection call{&x_tensor,
+                             matrices ? &matrices->tensor : nullptr,
+                             behind ? &tail_tensor : nullptr,
+                             &out_tensor,
+                             transpose,
+                             check_only,
+                             apart ? &apart->tensor : nullptr};
   cuattn_status status;
   {
     Unlocked unlocked;
@@ -229,27 +228,29 @@ void add_mla(nb::module_& m) {
   m.def("mla_write", &mla_write,
         nb::sig("def mla_write(ckv: object, kpe: object, ckv_cache: object, kpe_cache: object, "
                 "slot_mapping: object, cos: object, sin: object, positions: object, "
-                "rope_interleaved: bool, stream: object) -> object"),
-        nb::arg("ckv"), nb::arg("kpe"), nb::arg("ckv_cache"), nb::arg("kpe_cache"),
-        nb::arg("slot_mapping"), nb::arg("cos").none(), nb::arg("sin").none(),
-        nb::arg("positions").none(), nb::arg("rope_interleaved"), nb::arg("stream").none(),
-        "cuattn.mla_write.");
+                "rope_interleaved: object, stream: object) -> object"),
+        nb::arg("ckv").none(), nb::arg("kpe").none(), nb::arg("ckv_cache").none(),
+        nb::arg("kpe_cache").none(), nb::arg("slot_mapping").none(), nb::arg("cos").none(),
+        nb::arg("sin").none(), nb::arg("positions").none(), nb::arg("rope_interleaved").none(),
+        nb::arg("stream").none(), "cuattn.mla_write.");
   m.def(
       "mla_project",
       [](const std::string& op, nb::handle x, nb::handle proj, nb::handle tail,
          nb::handle transpose, const std::string& x_layout, const std::string& tail_layout,
-         const std::string& out_layout, nb::handle out, nb::handle stream) {
+         const std::string& out_layout, nb::handle out, nb::handle stream, nb::handle apart,
+         bool check_only) {
         return mla_project(op.c_str(), x, proj, tail, transpose, x_layout, tail_layout, out_layout,
-                           out, stream);
+                           out, stream, apart, check_only);
       },
       nb::sig("def mla_project(op: str, x: object, proj: object, tail: object, transpose: bool, "
-              "x_layout: str, tail_layout: str, out_layout: str, out: object, stream: object) -> "
-              "object"),
-      nb::arg("op"), nb::arg("x"), nb::arg("proj").none(), nb::arg("tail").none(),
-      nb::arg("transpose"), nb::arg("x_layout"), nb::arg("tail_layout"), nb::arg("out_layout"),
-      nb::arg("out").none(), nb::arg("stream").none(),
+              "x_layout: str, tail_layout: str, out_layout: str, out: object, stream: object, "
+              "apart: object = None, check_only: bool = False) -> object"),
+      nb::arg("op"), nb::arg("x").none(), nb::arg("proj").none(), nb::arg("tail").none(),
+      nb::arg("transpose").none(), nb::arg("x_layout"), nb::arg("tail_layout"),
+      nb::arg("out_layout"), nb::arg("out").none(), nb::arg("stream").none(),
+      nb::arg("apart") = nb::none(), nb::arg("check_only") = false,
       "cuattn.mla_project for arrays of these layouts: heads, bhsd, shared; proj None copies x, "
-      "tail goes behind the product.");
+      "tail goes behind the product. apart, check_only: as in cuattn_mla_projection.");
 }
 
 }  // namespace cuattn::bindings

@@ -6,12 +6,13 @@
 //   dq = scale sum_j dx k               dk = scale sum_i dx q               dv = sum_i P Z dout
 //   dbias = sum ds                      dslope = - sum ds |distance|
 //   dsink = - sum exp(sink - lse) delta
-// Next: backward_flash.cpp (the same in tiles).
+// Where a user wrote the score f, s = f(t) + alibi + bias and dx = ds df/dt dt/dx. Next: backward_flash.cpp (the same in tiles).
 #include <algorithm>
 #include <cmath>
 #include <limits>
 #include <vector>
 
+#include "cpu/flex.h"
 #include "cpu/gradients.h"
 #include "cpu/kernels.h"
 #include "cpu/naive.h"
@@ -69,7 +70,9 @@ struct Backward {
       sums.sink = -std::exp(static_cast<double>(sink) - lse) * delta;
     }
     KeyRange visible = f.mask.visible(row, head.queries.used, head.keys.used);
+    visible = f.rows.limit(visible, head.b, head.h, head.queries.start + row);
     for (int32_t key = visible.begin; key < visible.end; ++key) {
+      if (!flex_sees(f, head, row, key)) continue;
       Score s = score(f, head, row, key);
       if (s.value == -kInfinity) continue;
       float exponent = s.value - lse;
@@ -80,6 +83,8 @@ struct Backward {
           dot(p.dout, dout, f.v, head.v + key * f.v_strides.seq, f.head_dim_v, f.dtype);
       float ds = static_cast<float>(weight * (factor * dweight - delta));
       pair[key] = {weight * factor, ds, ds * s.slope};
+      if (p.flex != nullptr && ds != 0.0f)
+        pair[key].dx *= flex_slope(f, *p.flex, head, row, key, s.capped, ds, nullptr);
       sums.slope -= static_cast<double>(ds) * distance(head, row, key);
     }
     return sums;
@@ -134,6 +139,25 @@ struct Backward {
     }
   }
 
+  // What all pairs give the arrays that a score program reads, in order.
+  void store_arrays() const {
+    std::vector<double> sums(static_cast<size_t>(p.flex->num_sums), 0.0);
+    for (int32_t b = 0; b < f.batch; ++b) {
+      for (int32_t h = 0; h < f.num_heads_q; ++h) {
+        Head head = find_head(f, b, h);
+        for (int32_t row = 0; row < head.queries.used; ++row) {
+          for (int32_t key = 0; key < head.keys.used; ++key) {
+            float ds = row_pairs(head, row)[key].ds;
+            if (ds == 0.0f) continue;
+            float capped = score(f, head, row, key).capped;
+            flex_slope(f, *p.flex, head, row, key, capped, ds, sums.data());
+          }
+        }
+      }
+    }
+    store_array_gradients(*f.flex, *p.flex, sums.data(), 1);
+  }
+
   // The sum of ds over what the bias is broadcast over, for the row (b, h, i) of dbias.
   void store_dbias_row(int64_t b, int64_t h, int64_t i) const {
     const BiasGradient& bias = p.dbias;
@@ -178,6 +202,7 @@ void naive_backward(const BackwardParams& p, float* memory) {
   clear_unused(p);
   if (heads == 0) {
     clear_dbias(p);
+    if (p.flex != nullptr) store_array_gradients(*f.flex, *p.flex, nullptr, 0);
     return store_head_sums(p, {});
   }
   std::vector<HeadSums> sums(static_cast<size_t>(heads));
@@ -203,6 +228,7 @@ void naive_backward(const BackwardParams& p, float* memory) {
       backward.store_dbias_row(head / extents[1], head % extents[1], index % extents[2]);
     });
   }
+  if (p.flex != nullptr) backward.store_arrays();
   store_head_sums(p, sums);
 }
 

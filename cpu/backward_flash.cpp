@@ -6,6 +6,7 @@
 // FlashAttention-2, arXiv:2307.08691, section 3.1.2. Next: backward_units.cpp.
 #include "cpu/backward_flash.h"
 
+#include "cpu/flex_vectors.h"
 #include "cpu/tiles.h"
 
 namespace cuattn::cpu::CUATTN_ISA {
@@ -26,6 +27,7 @@ struct Scratch {
   float *q, *dout, *dq;     // [dim][kMaxRows]
   Vec *s, *dp;              // [kTileKeys][vectors]: scores, then P Z; dP, then dS
   Vec *slope, *z;           // the same of the softcap's slope and dropout's factors
+  Vec* capped;              // the same of the scores that a user's score program takes
   float* buffer;            // kBuffer
   float* k_is_finite;
   size_t floats;
@@ -52,6 +54,7 @@ Scratch scratch_of(float* base, int dim, int dim_v) {
   scratch.dp = take_vectors();
   scratch.slope = take_vectors();
   scratch.z = take_vectors();
+  scratch.capped = take_vectors();
   scratch.buffer = take(kBuffer);
   scratch.k_is_finite = take(1);
   return scratch;
@@ -172,6 +175,25 @@ void add_to_keys(const Vec* weights, const float* rows, int stride, int count, f
 
 // 4. From scores to P Z and dS
 
+// Calls body(place of the vector c of rows, c) for each.
+template <int kN, class Body>
+void each_place(const FlexUnit& flex, const Block<kN>& block, int first, Body&& body) {
+  for (int c = 0; c < kN; ++c) {
+    FlexPlace at{block.diagonal[c] - (flex.kv_len - flex.q_len),
+                 reinterpret_cast<const IntVec&>(block.dropout_head[c]) - flex.b * flex.num_heads_q,
+                 first,
+                 flex.b,
+                 flex.q_len,
+                 flex.kv_len,
+                 {}};
+    body(at, c);
+  }
+}
+
+inline bool has_score_program(const BackwardUnit& u) {
+  return u.flex != nullptr && u.flex->params->score.count > 0;
+}
+
 template <int kN>
 void modify_scores(const BackwardUnit& u, const Block<kN>& block, int first, int count,
                    const Scratch& scratch) {
@@ -187,6 +209,13 @@ void modify_scores(const BackwardUnit& u, const Block<kN>& block, int first, int
     }
   } else {
     for (int x = 0; x < count * kN; ++x) s[x] *= u.scale;
+  }
+  if (has_score_program(u)) {
+    const FlexParams& flex = *u.flex->params;
+    for (int x = 0; x < count * kN; ++x) scratch.capped[x] = s[x];
+    each_place(*u.flex, block, first, [&](const FlexPlace& at, int c) {
+      run_program(flex, flex.score, false, at, count, kN, s + c);
+    });
   }
   if (u.has_alibi) {
     for (int j = 0; j < count; ++j) {
@@ -272,6 +301,14 @@ void give_slope_sums(const Block<kN>& block, int first, int count, const Vec* ds
 
 // 5. The block against the tile
 
+// Of the keys from `first` on; steps lie within a tile of these.
+inline KeyTileState tile_state(const BackwardUnit& u, int first) {
+  static_assert(kFlexTile == kTileKeys);
+  if (u.flex == nullptr) return kTileSeen;
+  if (u.flex->tiles != nullptr) return static_cast<KeyTileState>(u.flex->tiles[first / kFlexTile]);
+  return u.flex->params->mask.count > 0 ? kTileMasked : kTileSeen;
+}
+
 // Keys [first, first + count) of the tile.
 template <int kN>
 void add_step(const BackwardUnit& u, const Block<kN>& block, const Scratch& scratch, KeyTile k,
@@ -283,8 +320,17 @@ void add_step(const BackwardUnit& u, const Block<kN>& block, const Scratch& scra
   dot_keys<kN>(scratch.q, k.data, k.stride, count, u.head_dim, s);
   dot_keys<kN>(scratch.dout, v.data, v.stride, count, u.head_dim_v, dp);
   const BackwardRow& row = block.rows[0];
-  bool is_modified = u.softcap != 0.0f || u.has_alibi || row.bias != nullptr;
+  bool has_score = has_score_program(u);
+  bool asks_mask = tile_state(u, first) == kTileMasked && u.flex->params->mask.count > 0;
+  bool is_modified =
+      u.softcap != 0.0f || u.has_alibi || row.bias != nullptr || has_score || asks_mask;
   if (is_modified) modify_scores(u, block, first, count, scratch);
+  if (asks_mask) {
+    const FlexParams& flex = *u.flex->params;
+    each_place(*u.flex, block, first, [&](const FlexPlace& at, int c) {
+      run_program(flex, flex.mask, true, at, count, kN, s + c);
+    });
+  }
   float factor = is_modified ? 1.0f : u.scale;
   bool all_seen = first >= block.common_key && first + count <= block.until_key &&
                   block.num_rows == kN * kWidth;
@@ -299,7 +345,7 @@ void add_step(const BackwardUnit& u, const Block<kN>& block, const Scratch& scra
   }
 
   // 0 * inf would reach what has no part in the row or key.
-  bool selects = !all_seen || row.bias != nullptr || drops;
+  bool selects = !all_seen || row.bias != nullptr || drops || has_score || asks_mask;
   int stride = padded(u.head_dim_v);
   if (u.dv != nullptr && selects && !rows_are_finite) {
     add_to_keys<kN, true>(s, scratch.do_rows, stride, count, scratch.dv + at * stride);
@@ -308,6 +354,12 @@ void add_step(const BackwardUnit& u, const Block<kN>& block, const Scratch& scra
   }
   if (row.dbias != nullptr) give_dbias(u, block, first, count, dp, scratch.buffer);
   if (row.slope_sum != nullptr) give_slope_sums(block, first, count, dp);
+  if (u.gradient != nullptr) {
+    each_place(*u.flex, block, first, [&](FlexPlace at, int c) {
+      run_gradient(*u.flex->params, *u.gradient, u.array_sums, at, count, kN, scratch.capped + c,
+                   dp + c);
+    });
+  }
   if (u.softcap != 0.0f) {
     for (int x = 0; x < count * kN; ++x)
       dp[x] = dp[x] == 0.0f ? splat(-0.0f) : dp[x] * scratch.slope[x];
@@ -345,8 +397,11 @@ void add_block(const BackwardUnit& u, const BackwardRow* rows, int num_rows) {
   // As begin_keys left them.
   KeyTile k = load_tile(u.k, u.k_stride, u.first_key, 0, u.head_dim, u.dtype, kNear, scratch.k);
   KeyTile v = load_tile(u.v, u.v_stride, u.first_key, 0, u.head_dim_v, u.dtype, kNear, scratch.v);
-  for (int first = from; first < until; first += kTileKeys) {
-    add_step(u, block, scratch, k, v, first, min(kTileKeys, until - first), finite);
+  int count = 0;
+  for (int first = from; first < until; first += count) {
+    count = min(u.flex == nullptr ? kTileKeys : kTileKeys - first % kTileKeys, until - first);
+    if (tile_state(u, first) == kTileHidden) continue;
+    add_step(u, block, scratch, k, v, first, count, finite);
   }
   if (rows[0].dq == nullptr) return;
   for (int r = 0; r < num_rows; ++r) {

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "cpu/flash.h"
 #include "cuattn/params/dropout.h"
 #include "cuattn/params/rows.h"
 
@@ -38,9 +39,12 @@ struct BackwardUnit {
   bool adds_dbias;  // to float32; else ds is stored in the bias's dtype
   bool has_alibi;
   float scale, softcap;
-  DropoutParams dropout;        // resolved
-  int32_t first_key, num_keys;  // the tile
-  float* scratch;               // 64-byte aligned, scratch_floats long
+  DropoutParams dropout;         // resolved
+  const FlexUnit* flex;          // or nullptr; its tiles are those of the rows of a call
+  const FlexGradient* gradient;  // or nullptr: the score program's derivative is 1
+  double* array_sums;            // of captured arrays' gradients, added to
+  int32_t first_key, num_keys;   // the tile
+  float* scratch;                // 64-byte aligned, scratch_floats long
 };
 
 struct BackwardKernel {

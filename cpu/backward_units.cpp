@@ -11,6 +11,8 @@
 
 #include "cpu/backward_flash.h"
 #include "cpu/flash.h"
+#include "cpu/flex.h"
+#include "cpu/flex_tiles.h"
 #include "cpu/gradients.h"
 #include "cpu/kernels.h"
 #include "cpu/parallel.h"
@@ -62,6 +64,9 @@ struct Pass {
   }
   float* dbias_sums(int32_t chunk) const {
     return memory + layout.dbias + chunk * layout.dbias_size;
+  }
+  double* array_sums(int64_t part) const {
+    return reinterpret_cast<double*>(memory + layout.array_sums) + part * p.flex->num_sums;
   }
   // Of query `row` of a head, in arrays of the workspace with an entry for each.
   int64_t row_index(const Span& queries, int32_t b, int32_t h, int32_t row) const {
@@ -172,13 +177,23 @@ BackwardRow row_of(const Pass& pass, const Span& queries, const Span& keys, int3
   row.slope = f.scores.slope(b, h);
   row.diagonal = static_cast<int32_t>(int64_t{i} + keys.used - queries.used);
   row.visible = dead ? KeyRange{0, 0} : f.mask.visible(i, queries.used, keys.used);
+  row.visible = f.rows.limit(row.visible, b, h, queries.start + i);
   row.dropout_row = static_cast<uint32_t>(i);
   row.dropout_head = static_cast<uint32_t>(int64_t{b} * f.num_heads_q + h);
   return row;
 }
 
-// The keys of one chunk of a KV head against all its queries.
-void run_unit(const Pass& pass, int32_t chunk, int32_t b, int32_t h_kv) {
+// Whether lists hide the keys [first, last) from some rows; `first` begins a tile.
+bool all_hidden(const uint8_t* tiles, int64_t first, int64_t last) {
+  if (tiles == nullptr) return false;
+  for (int64_t key = first; key < last; key += kFlexTile) {
+    if (tiles[key / kFlexTile] != kTileHidden) return false;
+  }
+  return true;
+}
+
+// The keys of one chunk of a KV head against all its queries. `array_sums` of the part of the work.
+void run_unit(const Pass& pass, int32_t chunk, int32_t b, int32_t h_kv, double* array_sums) {
   const AttentionParams& f = pass.f;
   Span queries = query_span(f, b), keys = key_span(f, b);
   int64_t begin = int64_t{chunk} * pass.schedule.chunk_keys;
@@ -199,6 +214,10 @@ void run_unit(const Pass& pass, int32_t chunk, int32_t b, int32_t h_kv) {
     }
   }
   BackwardUnit unit = unit_of(pass, b, h_kv);
+  FlexUnit flex{f.flex, b, f.num_heads_q, queries.used, keys.used, nullptr};
+  unit.flex = f.flex == nullptr ? nullptr : &flex;
+  unit.gradient = pass.p.flex;
+  unit.array_sums = array_sums;
   std::vector<BackwardRow> rows(static_cast<size_t>(pass.kernel.row_block));
   for (int64_t key = begin; key < end; key += kBackwardKeys) {
     unit.first_key = static_cast<int32_t>(key);
@@ -210,6 +229,10 @@ void run_unit(const Pass& pass, int32_t chunk, int32_t b, int32_t h_kv) {
         return f.mask.visible(static_cast<int32_t>(row / pass.group), queries.used, keys.used);
       };
       if (visible(x).begin >= key + unit.num_keys || visible(x + count - 1).end <= key) continue;
+      if (f.flex != nullptr)
+        flex.tiles =
+            find_tiles(f.flex->lists, b, {x, x + count, h_kv * pass.group, pass.group, keys.used});
+      if (all_hidden(flex.tiles, key, key + unit.num_keys)) continue;
       for (int64_t i = 0; i < count; ++i) rows[static_cast<size_t>(i)] = row_at(x + i);
       pass.kernel.add_rows(unit, rows.data(), static_cast<int32_t>(count));
     }
@@ -274,6 +297,7 @@ void flash_backward(const BackwardParams& p, const BackwardSchedule& schedule) {
   clear_unused(p);
   if (f.num_heads_q == 0 || f.batch == 0) {
     clear_dbias(p);
+    if (p.flex != nullptr) store_array_gradients(*f.flex, *p.flex, nullptr, 0);
     return store_head_sums(p, {});
   }
   Pass pass{p,
@@ -305,7 +329,7 @@ void flash_backward(const BackwardParams& p, const BackwardSchedule& schedule) {
                  std::max(f.head_dim, f.head_dim_v);
   // The first chunk first: under a causal mask it has the most rows.
   int64_t items = schedule.num_chunks * outer_batch * outer_heads;
-  parallel_for(items, flops, [&](int64_t index) {
+  auto run_item = [&](int64_t index, double* array_sums) {
     int64_t chunk = index / (outer_batch * outer_heads),
             place = index % (outer_batch * outer_heads);
     int64_t b = place / outer_heads, h_kv = place % outer_heads;
@@ -314,10 +338,22 @@ void flash_backward(const BackwardParams& p, const BackwardSchedule& schedule) {
     for (int64_t at_b = b; at_b < b_end; ++at_b) {
       for (int64_t at_h = h_kv; at_h < h_end; ++at_h) {
         run_unit(pass, static_cast<int32_t>(chunk), static_cast<int32_t>(at_b),
-                 static_cast<int32_t>(at_h));
+                 static_cast<int32_t>(at_h), array_sums);
       }
     }
-  });
+  };
+  int64_t parts = pass.layout.array_parts;  // those of a part follow each other on one thread
+  if (parts == 0) {
+    parallel_for(items, flops, [&](int64_t index) { run_item(index, nullptr); });
+  } else {
+    parallel_for(parts, flops, [&](int64_t part) {
+      double* sums = pass.array_sums(part);
+      std::fill_n(sums, p.flex->num_sums, 0.0);
+      for (int64_t index = part * items / parts; index < (part + 1) * items / parts; ++index)
+        run_item(index, sums);
+    });
+    store_array_gradients(*f.flex, *p.flex, pass.array_sums(0), parts);
+  }
   if (pass.sums_dbias) store_dbias(pass);
   std::vector<HeadSums> sums(static_cast<size_t>(heads));
   parallel_for(heads, row_flops, [&](int64_t index) {

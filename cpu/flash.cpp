@@ -189,7 +189,8 @@ void run_flex(const FlashUnit& u, const FlexProgram& program, bool is_mask, cons
                  first,
                  flex.b,
                  flex.q_len,
-                 flex.kv_len};
+                 flex.kv_len,
+                 {}};
     run_program(*flex.params, program, is_mask, at, count, kN, s + c);
   }
 }

@@ -19,13 +19,21 @@ union Value {
 struct Indices {
   int32_t q, k, b, h, q_len, kv_len;
   float score;
+  const FlexGradient* gradient;  // with ds and sums, of a gradient's program
+  float ds;
+  double* sums;
 };
 
-Value load(const FlexArray& array, Value x, Value y) {
+int64_t offset_of(const FlexArray& array, const int64_t* strides, Value x, Value y) {
   int32_t at[2] = {x.i, y.i};
   int64_t offset = 0;
   for (int32_t axis = 0; axis < array.rank; ++axis)
-    offset += std::clamp(at[axis], 0, array.extents[axis] - 1) * array.strides[axis];
+    offset += std::clamp(at[axis], 0, array.extents[axis] - 1) * strides[axis];
+  return offset;
+}
+
+Value load(const FlexArray& array, Value x, Value y) {
+  int64_t offset = offset_of(array, array.strides, x, y);
   Value value;
   if (array.dtype == DType::boolean) {
     value.i = static_cast<const uint8_t*>(array.data)[offset] != 0 ? -1 : 0;
@@ -33,6 +41,14 @@ Value load(const FlexArray& array, Value x, Value y) {
     std::memcpy(&value, static_cast<const char*>(array.data) + offset * 4, 4);
   }
   return value;
+}
+
+void give(const FlexParams& flex, const Indices& at, const FlexOp& op, float x, Value y, Value z) {
+  if (op.number < 0 || at.sums == nullptr || at.ds == 0.0f) return;
+  const FlexArray& array = flex.arrays[op.number];
+  const int64_t strides[2] = {array.rank > 1 ? array.extents[1] : 1, 1};
+  int64_t place = at.gradient->arrays[op.number].first + offset_of(array, strides, y, z);
+  at.sums[place] += static_cast<double>(at.ds) * x;
 }
 
 // Whole numbers wrap around, as in the vectors.
@@ -106,6 +122,7 @@ Value step(const FlexParams& flex, const Indices& at, const FlexOp& op, const Va
     case FlexCode::load: return load(flex.arrays[op.number], x, y);
     case FlexCode::where: return x.i != 0 ? y : r[op.c];
     case FlexCode::float_: return of_float(static_cast<float>(x.i));
+    case FlexCode::give: give(flex, at, op, x.f, y, r[op.c]); return x;
     default: break;
   }
   return compute_float(code, x.f, y.f, value) ? value : compute_int(code, x.i, y.i);
@@ -119,7 +136,7 @@ Value run(const FlexParams& flex, const FlexProgram& program, const Indices& at)
 }
 
 Indices indices(const Head& head, int32_t row, int32_t key, float score) {
-  return {row, key, head.b, head.h, head.queries.used, head.keys.used, score};
+  return {row, key, head.b, head.h, head.queries.used, head.keys.used, score, nullptr, 0, nullptr};
 }
 
 // 0: the block of a query and a key is not listed; 1: it is, and its keys are all seen; 2: it is,
@@ -146,6 +163,34 @@ bool flex_sees(const AttentionParams& p, const Head& head, int32_t row, int32_t 
   int32_t state = p.flex->lists.starts == nullptr ? 2 : listed(p.flex->lists, head, row, key);
   if (state != 2 || p.flex->mask.count == 0) return state != 0;
   return run(*p.flex, p.flex->mask, indices(head, row, key, 0.0f)).i != 0;
+}
+
+float flex_slope(const AttentionParams& p, const FlexGradient& gradient, const Head& head,
+                 int32_t row, int32_t key, float score, float ds, double* sums) {
+  Indices at = indices(head, row, key, score);
+  at.gradient = &gradient;
+  at.ds = ds;
+  at.sums = sums;
+  return run(*p.flex, gradient.program, at).f;
+}
+
+void store_array_gradients(const FlexParams& flex, const FlexGradient& gradient, const double* sums,
+                           int64_t parts) {
+  for (int32_t i = 0; i < kMaxFlexArrays; ++i) {
+    const FlexArrayGradient& to = gradient.arrays[i];
+    if (to.data == nullptr) continue;
+    const FlexArray& array = flex.arrays[i];
+    int64_t rows = array.rank > 1 ? array.extents[0] : 1;
+    int64_t columns = array.rank > 0 ? array.extents[array.rank - 1] : 1;
+    int64_t row_stride = array.rank > 1 ? to.strides[0] : 0;
+    int64_t column_stride = array.rank > 0 ? to.strides[array.rank - 1] : 0;
+    for (int64_t x = 0; x < rows * columns; ++x) {
+      double sum = 0.0;
+      for (int64_t part = 0; part < parts; ++part)
+        sum += sums[part * gradient.num_sums + to.first + x];
+      to.data[x / columns * row_stride + x % columns * column_stride] = static_cast<float>(sum);
+    }
+  }
 }
 
 }  // namespace cuattn::cpu

@@ -17,10 +17,19 @@ union FlexRegister {
   IntVec i[kStrip];
 };
 
+// What the `give` operations of a gradient's program add to, for the first `count` vectors of a strip.
+struct FlexGives {
+  const FlexGradient* gradient;
+  double* sums;
+  const Vec* ds;
+  int stride, count;
+};
+
 // Where a tile lies: lanes of one vector of rows, the first key of a strip.
 struct FlexPlace {
   IntVec row, head;
   int32_t key, b, q_len, kv_len;
+  FlexGives gives;
 };
 
 // e^x, to 3e-7 relative; 0 and infinity beyond the range of float, NaN for NaN.
@@ -72,6 +81,41 @@ inline void load_lanes(const FlexArray& array, const FlexRegister& x, const Flex
     }
     if (same) to.i[v] = IntVec{} + to.i[v][0];
   }
+}
+
+// Adds ds times `x` to the sums at indices `y` and `z`, which `same` lanes share. In a fixed order:
+// lane by lane where keys share an index, so that neighbours are added up before they are stored.
+inline void give_lanes(const FlexArray& array, int64_t first, const FlexGives& gives,
+                       const FlexRegister& x, const FlexRegister& y, const FlexRegister& z,
+                       bool same) {
+  int32_t last[2] = {array.extents[0] - 1, array.extents[1] - 1};
+  int64_t row = array.rank > 1 ? array.extents[1] : 1;
+  double* sums = gives.sums + first;
+  int64_t place = 0;
+  double sum = 0.0;
+  auto add = [&](int v, int l) {
+    float ds = gives.ds[v * gives.stride][l];
+    if (ds == 0.0f) return;  // what is not seen may be infinite
+    int64_t to = 0;
+    if (array.rank > 0) to = min(max(y.i[v][l], 0), last[0]) * row;
+    if (array.rank > 1) to += min(max(z.i[v][l], 0), last[1]);
+    if (to != place) {
+      sums[place] += sum;
+      place = to;
+      sum = 0.0;
+    }
+    sum += static_cast<double>(ds) * x.f[v][l];
+  };
+  if (same) {
+    for (int v = 0; v < gives.count; ++v) {
+      for (int l = 0; l < kWidth; ++l) add(v, l);
+    }
+  } else {
+    for (int l = 0; l < kWidth; ++l) {
+      for (int v = 0; v < gives.count; ++v) add(v, l);
+    }
+  }
+  sums[place] += sum;
 }
 
 // Runs operations [first, last) of a program. `same[r]`: all lanes of register r hold one value.
@@ -140,6 +184,13 @@ inline void run_ops(const FlexParams& flex, const FlexProgram& program, int firs
       case FlexCode::xor_: CUATTN_EACH(to.i[v] = x.i[v] ^ y.i[v]);
       case FlexCode::not_: CUATTN_EACH(to.i[v] = ~x.i[v]);
       case FlexCode::where: CUATTN_EACH(to.i[v] = x.i[v] != 0 ? y.i[v] : z.i[v]);
+      case FlexCode::give:
+        if (op.number >= 0) {
+          const FlexArray& array = flex.arrays[op.number];
+          bool shared = (array.rank < 1 || same[op.b]) && (array.rank < 2 || same[op.c]);
+          give_lanes(array, at.gives.gradient->arrays[op.number].first, at.gives, x, y, z, shared);
+        }
+        CUATTN_EACH(to.i[v] = x.i[v]);
     }
     same[op.to] = alike;
   }
@@ -147,10 +198,11 @@ inline void run_ops(const FlexParams& flex, const FlexProgram& program, int firs
 }
 // NOLINTEND(modernize-loop-convert)
 
-// Replaces s[j * stride], j = 0 .. count - 1, the scores of keys at.key + j, by what a score program
-// gives, or by -inf where a mask program hides the key.
-inline void run_program(const FlexParams& flex, const FlexProgram& program, bool is_mask,
-                        FlexPlace at, int count, int stride, Vec* s) {
+// Runs a program over count vectors s[j * stride] of scores, of keys at.key + j: calls
+// before(place, j, n) ahead of each strip of n, after(j, result, v) for each of its vectors v.
+template <class Before, class After>
+inline void each_strip(const FlexParams& flex, const FlexProgram& program, FlexPlace at, int count,
+                       int stride, const Vec* s, Before&& before, After&& after) {
   FlexRegister r[kMaxFlexRegisters];
   bool same[kMaxFlexRegisters];
   for (bool& alike : same) alike = true;  // unused operands do not count
@@ -160,16 +212,41 @@ inline void run_program(const FlexParams& flex, const FlexProgram& program, bool
   run_ops(flex, program, 0, program.row_count, at, tail, 1, r, same);
   for (int j = 0; j < count; j += kStrip, at.key += kStrip) {
     int n = min(kStrip, count - j);
-    Vec* to = s + j * stride;
+    const Vec* from = s + j * stride;
     bool is_whole = n == kStrip;
-    for (int v = 0; v < n && !is_whole; ++v) tail[v] = to[v * stride];
-    run_ops(flex, program, program.row_count, program.count, at, is_whole ? to : tail,
+    for (int v = 0; v < n && !is_whole; ++v) tail[v] = from[v * stride];
+    before(at, j, n);
+    run_ops(flex, program, program.row_count, program.count, at, is_whole ? from : tail,
             is_whole ? stride : 1, r, same);
-    for (int v = 0; v < n; ++v) {
-      Vec& score = to[v * stride];
-      score = !is_mask ? result.f[v] : result.i[v] != 0 ? score : splat(-kInfinity);
-    }
+    for (int v = 0; v < n; ++v) after(j + v, result, v);
   }
+}
+
+// Replaces s[j * stride], j = 0 .. count - 1, the scores of keys at.key + j, by what a score program
+// gives, or by -inf where a mask program hides the key.
+inline void run_program(const FlexParams& flex, const FlexProgram& program, bool is_mask,
+                        const FlexPlace& at, int count, int stride, Vec* s) {
+  each_strip(
+      flex, program, at, count, stride, s, [](FlexPlace&, int, int) {},
+      [&](int j, const FlexRegister& result, int v) {
+        Vec& score = s[j * stride];
+        score = !is_mask ? result.f[v] : result.i[v] != 0 ? score : splat(-kInfinity);
+      });
+}
+
+// Multiplies ds[j * stride] by the derivative of the score program at the scores that it took, -0
+// where ds is 0, and adds what they give captured arrays to `sums`.
+inline void run_gradient(const FlexParams& flex, const FlexGradient& gradient, double* sums,
+                         const FlexPlace& at, int count, int stride, const Vec* capped, Vec* ds) {
+  each_strip(
+      flex, gradient.program, at, count, stride, capped,
+      [&](FlexPlace& place, int j, int n) {
+        place.gives = {&gradient, sums, ds + j * stride, stride, n};
+      },
+      [&](int j, const FlexRegister& result, int v) {
+        Vec& x = ds[j * stride];
+        x = x == 0.0f ? splat(-0.0f) : x * result.f[v];
+      });
 }
 
 }  // namespace

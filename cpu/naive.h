@@ -52,7 +52,8 @@ float flex_score(const AttentionParams& p, const Head& head, int32_t row, int32_
 
 struct Score {
   float value;
-  float slope;  // of the softcap: d(capped) / d(scaled)
+  float slope;   // of the softcap: d(capped) / d(scaled)
+  float capped;  // scaled and capped, as a score program takes it
 };
 
 // The score of a query and a key that it sees.
@@ -69,12 +70,13 @@ inline Score score(const AttentionParams& p, const Head& head, int32_t row, int3
     s = p.scores.softcap * tanh;
     slope = 1.0f - tanh * tanh;
   }
+  float capped = s;
   s = flex_score(p, head, row, key, s);
   if (p.scores.alibi_slopes != nullptr) {
     s -= p.scores.slope(head.b, head.h) * distance(head, row, key);
   }
   if (p.scores.bias != nullptr) s += bias_at(p, head, row, key);
-  return {s, slope};
+  return {s, slope, capped};
 }
 
 // Of the probability of a query and a key: 0 where it is dropped. `dropout` is p's, resolved.

@@ -213,10 +213,10 @@ def judge(problem, found, *others):
 ENOUGH, DRAWS = 8, 16  # errors of the plain formula, of which the largest is a measure
 
 
-def assert_case(device, backend, case, rng, **options):
-    """The library against the reference for one case. Gradients of few elements, as dsinks of one
-    head, and of few rows are judged over several draws together: the plain formula's one error may
-    be small by chance.
+def assert_case(device, backend, case, rng, need=None, without=(), **options):
+    """The library against the reference for one case: the gradients `need`, or all that the case
+    has but those in `without`. Gradients of few elements, as dsinks of one head, and of few rows
+    are judged over several draws together: the plain formula's one error may be small by chance.
     """
     last = []
 
@@ -225,7 +225,8 @@ def assert_case(device, backend, case, rng, **options):
         counts = {}  # elements that err by themselves
         while not last or (len(last) < DRAWS and min(counts.values()) < ENOUGH):
             problem = make_problem(case, rng)
-            last.append((problem, run(device, backend, problem, **options)))
+            asked = need or tuple(name for name in problem.need if name not in without)
+            last.append((problem, run(device, backend, problem, asked, **options)))
             # Where a row sees one key, all elements of its gradients err alike.
             rows = np.isfinite(problem.arrays["lse"]).sum()
             for name, x in problem.expected.items():

@@ -9,9 +9,11 @@ JAX are installed, what was skipped without them.
 from __future__ import annotations
 
 import gc
+import getpass
 import os
 import secrets
 import sys
+import tempfile
 import zlib
 from pathlib import Path
 
@@ -30,6 +32,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # there is one for each core
     os.environ.setdefault("CUATTN_NUM_THREADS", "2")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("MKL_NUM_THREADS", "1")
+    # Of two workers that compile one graph into one folder, one loads what the other still writes.
+    graphs = Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
+    graphs = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", graphs))
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(graphs / os.environ["PYTEST_XDIST_WORKER"])
 
 import hypothesis
 import numpy as np

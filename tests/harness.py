@@ -423,16 +423,16 @@ def assert_by_draws(dtype, attempt, small=None):
     """Run `attempt`, which draws its inputs anew each time, and judge it by the tolerance rule.
 
     A small excess (less than `small` times the limit) counts when three of five draws show it, any
-    other in the first. Infinities and NaN must be right in every draw. `small` is 2 in float32,
-    where the plain formula errs as little as ours, so that chance alone puts one draw in a hundred
-    beyond twice its error, and 0 in 16 bits.
+    other in the first. Infinities and NaN must be right in every draw. `small` is CHANCE of
+    cases.py where it is not given.
     """
     if small is None:
-        small = 2 if dtype == "float32" else 0
+        small = cases.CHANCE[dtype]
     misses = 0
     for draw in range(5):
         try:
-            attempt()
+            with cases.drawn_again():
+                attempt()
         except cases.ToleranceExceeded as miss:
             misses += 1
             if miss.excess > small or misses == 3:

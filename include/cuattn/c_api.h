@@ -141,6 +141,11 @@ typedef struct {
    * 2 * block + 1 where mask_program is yet to be asked, else 2 * block. */
   const DLTensor *block_starts, *block_entries;
   int32_t query_block, key_block; /* queries and keys of a block */
+  /* Of cuattn_flex_backward_prepare alone, and needed there with score_program: operations that
+   * give the derivative by the score, and to the gradients of arrays, which are float32 of the
+   * shapes of `arrays`, num_arrays long, NULL where one is not wanted. They are written by the run. */
+  const DLTensor* score_gradient;
+  const DLTensor* const* array_gradients;
 } cuattn_flex_options;
 
 CUATTN_API void cuattn_flex_options_init(cuattn_flex_options* options, size_t struct_size);
@@ -196,6 +201,12 @@ CUATTN_API void cuattn_backward_options_init(cuattn_backward_options* options, s
 CUATTN_API cuattn_status cuattn_attention_backward_prepare(
     const cuattn_backward_arrays* arrays, const cuattn_attention_options* options,
     const cuattn_backward_options* backward_options, cuattn_backward_call* call);
+/* The same of flex_attention, run by cuattn_attention_backward_run; also borrows what flex_options
+ * point to. On the CPU alone. */
+CUATTN_API cuattn_status cuattn_flex_backward_prepare(
+    const cuattn_backward_arrays* arrays, const cuattn_attention_options* options,
+    const cuattn_backward_options* backward_options, const cuattn_flex_options* flex_options,
+    cuattn_backward_call* call);
 /* Gradients and workspace share no memory with each other or with the inputs. */
 CUATTN_API cuattn_status cuattn_attention_backward_run(cuattn_backward_call* call,
                                                        const cuattn_gradients* gradients,

@@ -26,10 +26,13 @@ CUATTN_API cuattn_status cuattn_mla_decode_prepare(const cuattn_mla_arrays* arra
 
 /* out[b, i, h] = x[b, i, h] proj[h], by transpose times proj[h]^T; all axes [batch, rows, heads,
  * columns], proj [heads, latent, head_dim]. x may have a stride of 0 over heads. With proj NULL x is
- * copied. tail, or NULL: columns that follow those of the product in out. */
+ * copied. tail, or NULL: columns that follow those of the product in out. apart, or NULL: an array
+ * that the caller writes meanwhile, which may share no memory with out and proj. check_only: nothing
+ * is written, all is checked. */
 typedef struct {
   const DLTensor *x, *proj, *tail, *out;
-  int32_t transpose;
+  int32_t transpose, check_only;
+  const DLTensor* apart;
 } cuattn_mla_projection;
 CUATTN_API cuattn_status cuattn_mla_project(const cuattn_mla_projection* projection, void* stream);
 

@@ -24,10 +24,10 @@ namespace detail {
 inline cuattn_attention_call prepare_mla(const MlaArrays& a, const CPagedOptions& options) {
   DLTensor q_nope = a.q_nope.dl(), q_pe = a.q_pe.dl(), ckv = a.ckv_cache.dl();
   DLTensor kpe = a.kpe_cache.dl(), tables = a.block_tables.dl(), lens = a.context_lens.dl();
-  bool has_rope = a.q_pe.ndim > 0 || a.kpe_cache.ndim > 0;
-  cuattn_mla_arrays c{
-      &q_nope, has_rope ? &q_pe : nullptr, &ckv, has_rope ? &kpe : nullptr, nullptr, &tables,
-      &lens};
+  cuattn_mla_arrays c{&q_nope, a.q_pe.ndim > 0 ? &q_pe : nullptr,
+                      &ckv,    a.kpe_cache.ndim > 0 ? &kpe : nullptr,
+                      nullptr, &tables,
+                      &lens};
   cuattn_attention_call call;
   check(cuattn_mla_decode_prepare(&c, &options.c, &call));
   return call;
@@ -70,7 +70,7 @@ inline void mla_write(const TensorView& ckv, const TensorView& kpe, const Tensor
 inline void mla_project(const TensorView& x, const TensorView& proj, bool transpose,
                         const TensorView& out, void* stream = nullptr) {
   DLTensor d_x = x.dl(), d_proj = proj.dl(), d_out = out.dl();
-  cuattn_mla_projection c{&d_x, &d_proj, nullptr, &d_out, transpose};
+  cuattn_mla_projection c{&d_x, &d_proj, nullptr, &d_out, transpose, 0, nullptr};
   detail::check(cuattn_mla_project(&c, stream));
 }
 

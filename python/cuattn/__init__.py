@@ -22,7 +22,7 @@ from .attention import attention, attention_varlen
 from .backward import attention_backward, attention_varlen_backward
 from .block_pool import BlockPool
 from .cascade import cascade_attention
-from .flex import BlockMask, create_block_mask, flex_attention
+from .flex import BlockMask, create_block_mask, flex_attention, flex_attention_backward
 from .fused import act_mul, bias_act, layer_norm, rms_norm
 from .kv_bytes import kv_cache_bytes
 from .kv_cache import copy_blocks, gather_cache, pinned_empty, reshape_and_cache, swap_blocks
@@ -63,6 +63,7 @@ __all__ = [
     "explain",
     "flex",
     "flex_attention",
+    "flex_attention_backward",
     "gather_cache",
     "info",
     "kernels",

@@ -77,12 +77,17 @@ def crossover(e: Extents) -> float:
     return projected / saved if saved > 0 else float("inf")
 
 
-def refusal(form: str, e: Extents) -> str | None:
+ATTENTION_BACKENDS = ("naive", "cublas", "tiled", "sm90")  # of attention alone
+
+
+def refusal(form: str, e: Extents, backend: str = "auto") -> str | None:
     """Say why a form cannot run, if it cannot."""
     if form == "explicit":
         if max(e.head_dim + e.rope_dim, e.head_dim_v) > MOST_HEAD_DIM:
             return f"attention takes head dims up to {MOST_HEAD_DIM}"
         return None
+    if backend in ATTENTION_BACKENDS:
+        return f"mla_decode has no backend {backend!r}"
     if e.latent_k != e.latent_v:
         return "its kernels take latents of keys and values of one width"
     if e.latent_k % 16:
@@ -90,13 +95,13 @@ def refusal(form: str, e: Extents) -> str | None:
     return None
 
 
-def choose(op: str, form: str | None, e: Extents, itemsize: int) -> str:
+def choose(op: str, form: str | None, e: Extents, itemsize: int, backend: str = "auto") -> str:
     """Return the form that was asked for, or else the one whose estimate is the smaller."""
     if form is not None and form not in FORMS:
         raise ValueError(
             f"{op}: form must be 'explicit', 'absorbed' or None, got {form!r}; None chooses by cost"
         )
-    refusals = {name: refusal(name, e) for name in FORMS}
+    refusals = {name: refusal(name, e, backend) for name in FORMS}
     if form is not None and refusals[form] is not None:
         raise NotImplementedError(
             f"{op}: form {form!r} cannot run this call: {refusals[form]}; use form=None"

@@ -8,6 +8,7 @@ Face's configurations. Next: rope.py.
 from __future__ import annotations
 
 import math
+import numbers
 from typing import Any
 
 import numpy as np
@@ -38,13 +39,23 @@ def name_of(rule: dict[str, Any]) -> str:
                 f"rope_table: scaling of rope_type {name!r} must have {word!r}, got "
                 f"{sorted(rule)}; add it"
             )
-    factor = rule.get("factor")
-    if factor is not None and not factor >= 1.0:
+    factor, length = rule.get("factor"), rule.get(LENGTH)
+    if factor is not None and not (is_number(factor) and factor >= 1.0):
         raise ValueError(
-            f"rope_table: scaling must have a factor from 1 on, got {factor}; it is how much "
+            f"rope_table: scaling must have a factor from 1 on, got {factor!r}; it is how much "
             "longer texts become"
         )
+    if length is not None and not (is_number(length) and length >= 1):
+        raise ValueError(
+            f"rope_table: scaling must have {LENGTH} from 1 on, got {length!r}; it is how long "
+            "texts were in training"
+        )
     return str(name)
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value of a configuration is a finite number."""
+    return isinstance(value, numbers.Real) and math.isfinite(value)
 
 
 def plain(dim: int, theta: float) -> np.ndarray:

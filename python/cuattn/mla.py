@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import re
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from . import _core
-from ._arrays import Array, ArrayT, ShapedArray, ShapedT
+from ._arrays import Array, ArrayT, ShapedArray, ShapedT, library_module
 from ._mla_costs import choose, read_extents
 from .attention import attention
 
@@ -166,11 +169,11 @@ def mla_write(
     ValueError, TypeError, NotImplementedError, CudaError
         As in `reshape_and_cache`; nothing was written then.
     """
-    turns = cos is not None or sin is not None or positions is not None
+    if rope_interleaved is True and cos is None and sin is None and positions is None:
+        rope_interleaved = False
     result: tuple[ArrayT, ArrayT] = _core.mla_write(
-        ckv, kpe, ckv_cache, kpe_cache, slot_mapping, cos, sin, positions,
-        bool(rope_interleaved) and turns, stream,
-    )  # fmt: skip
+        ckv, kpe, ckv_cache, kpe_cache, slot_mapping, cos, sin, positions, rope_interleaved, stream
+    )
     return result
 
 
@@ -214,6 +217,8 @@ def mla_project(
     >>> cuattn.mla_project(q, k_proj, transpose=True).shape
     (2, 4, 16)
     """
+    if proj is None:
+        raise TypeError("mla_project: proj must be an array, got None; pass one")
     result: ArrayT = _core.mla_project(
         "mla_project", x, proj, None, transpose, "heads", "heads", "heads", out, stream
     )
@@ -308,45 +313,100 @@ def mla_attention(
                 f"{op}: {name} must be an array, got {type(array).__name__}; pass numpy, torch or "
                 "CuPy arrays"
             )
+        if getattr(array, "requires_grad", False) and library_module(array).is_grad_enabled():
+            raise NotImplementedError(
+                f"{op}: {name} requires grad, but no gradient goes through {op}; call it under "
+                f"torch.no_grad() or pass {name}.detach()"
+            )
         dtype = arrays["q"].dtype
         if str(array.dtype) != str(dtype):
             raise ValueError(f"{op}: {name} must be {dtype} like q, got {array.dtype}; cast it")
     shapes = {name: None if a is None else a.shape for name, a in arrays.items()}
     extents = read_extents(op, shapes, causal, v_latent is k_latent)
-    chosen = choose(op, form, extents, dtype.itemsize)
+    chosen = choose(op, form, extents, dtype.itemsize, backend)
     if scale is None:
         scale = 1 / math.sqrt(extents.head_dim + extents.rope_dim)
-    project = _core.mla_project
-    if chosen == "explicit":
-        layouts = ("shared", "shared", "heads")  # of x, of the tail, and of out
-        keys = project(op, k_latent, k_proj, k_rope, False, *layouts, None, stream)
-        values = project(op, v_latent, v_proj, None, False, *layouts, None, stream)
-        # [batch, heads, rows, columns] of arrays whose rows come before the heads
-        keys, values = (x.swapaxes(1, 2) for x in (keys, values))
-        queries: Any = q
-        if q_rope is not None:
-            queries = project(op, q, None, q_rope, False, "bhsd", "bhsd", "bhsd", None, stream)
+    attend = explicit if chosen == "explicit" else absorbed
+    return attend(
+        arrays, out, lse_out, stream, causal=causal, scale=scale, return_lse=return_lse,
+        backend=backend,
+    )  # fmt: skip
+
+
+def explicit(arrays: dict[str, Any], out: Any, lse_out: Any, stream: Any, **options: Any) -> Any:
+    """Project keys and values of all heads, then attend."""
+    layouts = ("shared", "shared", "heads")  # of x, of the tail, and of out
+    keys = project(arrays, "k_latent", "k_proj", "k_rope", False, layouts, stream)
+    values = project(arrays, "v_latent", "v_proj", None, False, layouts, stream)
+    # [batch, heads, rows, columns] of arrays whose rows come before the heads
+    keys, values = (x.swapaxes(1, 2) for x in (keys, values))
+    queries = arrays["q"]
+    if arrays["q_rope"] is not None:
+        queries = project(arrays, "q", None, "q_rope", False, ("bhsd",) * 3, stream)
+    with words_of("attention"):
         return attention(
-            queries, keys, values, layout="bhsd", causal=causal, scale=scale,
-            return_lse=return_lse, out=out, lse_out=lse_out, backend=backend, stream=stream,
+            queries, keys, values, layout="bhsd", out=out, lse_out=lse_out, stream=stream,
+            **options,
         )  # fmt: skip
-    queries = project(op, q, k_proj, None, True, "bhsd", "", "heads", None, stream)
-    results = _core.mla_decode(
-        {
-            "q_nope": queries,
-            "q_pe": None if q_rope is None else arrays["q_rope"].swapaxes(1, 2),
-            "ckv_cache": k_latent,
-            "kpe_cache": k_rope,
-            "v_cache": None if v_latent is k_latent else v_latent,
-            "scale": scale,
-            "causal": causal,
-            "return_lse": return_lse,
-            "lse_out": lse_out,
-            "backend": backend,
-            "stream": stream,
-        }
-    )
-    has_lse = return_lse or lse_out is not None
-    latent_out = (results[0] if has_lse else results).swapaxes(1, 2)
-    result = project(op, latent_out, v_proj, None, False, "bhsd", "", "bhsd", out, stream)
-    return (result, results[1]) if has_lse else result
+
+
+def absorbed(arrays: dict[str, Any], out: Any, lse_out: Any, stream: Any, **options: Any) -> Any:
+    """Project queries, attend to the latents, project what comes out."""
+    k_latent, v_latent = arrays["k_latent"], arrays["v_latent"]
+    queries = project(arrays, "q", "k_proj", None, True, ("bhsd", "", "heads"), stream)
+    # out is refused before lse_out is written: queries have the shape of what is projected to it.
+    last = {**arrays, "queries": queries.swapaxes(1, 2)}
+    layouts = ("bhsd", "", "bhsd")
+    out = project(last, "queries", "v_proj", None, False, layouts, stream, out, lse_out, True)
+    names = {"q_nope": "q", "q_pe": "q_rope", "ckv_cache": "k_latent", "kpe_cache": "k_rope",
+             "v_cache": "v_latent", "mla_decode": "mla_attention"}  # fmt: skip
+    with words_of("mla_decode", names):
+        results = _core.mla_decode(
+            {
+                "q_nope": queries,
+                "q_pe": None if arrays["q_rope"] is None else arrays["q_rope"].swapaxes(1, 2),
+                "ckv_cache": k_latent,
+                "kpe_cache": arrays["k_rope"],
+                "v_cache": None if v_latent is k_latent else v_latent,
+                "lse_out": lse_out,
+                "stream": stream,
+                **options,
+            }
+        )
+    has_lse = options["return_lse"] or lse_out is not None
+    last["queries"] = (results[0] if has_lse else results).swapaxes(1, 2)
+    project(last, "queries", "v_proj", None, False, layouts, stream, out)
+    return (out, results[1]) if has_lse else out
+
+
+def project(
+    arrays: dict[str, Any],
+    x: str,
+    proj: str | None,
+    tail: str | None,
+    transpose: bool,
+    layouts: tuple[str, ...],
+    stream: Any,
+    out: Any = None,
+    lse_out: Any = None,
+    check_only: bool = False,
+) -> Any:
+    """Run a step of mla_attention over its arrays of these names; out, x and tail by layouts."""
+    given = [None if name is None else arrays[name] for name in (x, proj, tail)]
+    names = {"x": x, "proj": proj or "proj", "tail": tail or "tail"}
+    with words_of("mla_project", names):
+        return _core.mla_project(
+            "mla_attention", *given, transpose, *layouts, out, stream, lse_out, check_only
+        )
+
+
+@contextlib.contextmanager
+def words_of(step: str, names: dict[str, str] | None = None) -> Iterator[None]:
+    """Raise what a step refuses in the words of mla_attention."""
+    op, words = "mla_attention", names or {}
+    try:
+        yield
+    except (ValueError, TypeError, NotImplementedError, MemoryError) as error:
+        said = re.compile("|".join([f"^{step}", *(rf"\b{word}\b" for word in words)]))
+        error.args = (said.sub(lambda found: words.get(found[0], op), str(error)),)
+        raise

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import numbers
+import operator
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -65,19 +67,21 @@ def rope_table(
     """
     import numpy as np
 
-    for name, number in (("max_position", max_position), ("rotary_dim", rotary_dim)):
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise ValueError(
-                f"rope_table: {name} must be an integer from 1 on, got {number!r}; pass an int"
-            )
+    max_position = whole("max_position", max_position)
+    rotary_dim = whole("rotary_dim", rotary_dim)
     if rotary_dim % 2 != 0:
         raise ValueError(
             f"rope_table: rotary_dim must be even, got {rotary_dim}; elements are turned in pairs"
         )
-    if not (theta > 0.0 and theta < float("inf")):
+    if not isinstance(theta, numbers.Real) or not 0.0 < theta < float("inf"):
         raise ValueError(
-            f"rope_table: theta must be positive and finite, got {theta}; models have 10000.0 or "
+            f"rope_table: theta must be positive and finite, got {theta!r}; models have 10000.0 or "
             "more"
+        )
+    if not isinstance(scaling, (Mapping, type(None))):
+        raise TypeError(
+            f"rope_table: scaling must be a dict, got {type(scaling).__name__}; pass that of a "
+            "model's configuration"
         )
     rule = dict(scaling or {})
     inverse = frequencies(rule, rotary_dim, float(theta), max_position)
@@ -86,6 +90,19 @@ def rope_table(
     factor = attention_factor(rule)
     tables = [(f(angles) * factor).astype(np.float32) for f in (np.cos, np.sin)]
     return in_library_of(like, tables[0]), in_library_of(like, tables[1])
+
+
+def whole(name: str, number: Any) -> int:
+    """Read an extent of the tables; numpy's integers are taken too."""
+    try:
+        value = 0 if isinstance(number, bool) else operator.index(number)
+    except TypeError:
+        value = 0
+    if value < 1:
+        raise ValueError(
+            f"rope_table: {name} must be an integer from 1 on, got {number!r}; pass an int"
+        )
+    return value
 
 
 def in_library_of(like: Any, table: Any) -> Any:

@@ -7,6 +7,7 @@
 
 #include "cuattn/c_api.h"
 #include "src/abi/plan_log.h"
+#include "src/attention/flex.h"
 #include "src/check/arrays.h"
 #include "src/guarded.h"
 #include "src/options.h"
@@ -33,7 +34,7 @@ struct Options {
 };
 
 BackwardCall validated(const cuattn_backward_arrays* arrays, const Options& options,
-                       bool check_data) {
+                       bool check_data, CallKind kind = CallKind::backward) {
   require_given(kFunction, "arrays", arrays);
   auto view = [](const char* name, const DLTensor* tensor) {
     return view_of(kFunction, name, tensor);
@@ -42,7 +43,7 @@ BackwardCall validated(const cuattn_backward_arrays* arrays, const Options& opti
              v = view("v", arrays->v), out = view("out", arrays->out),
              lse = view("lse", arrays->lse);
   return validate_backward({dout, q, k, v, out, lse}, options.attention, options.backward,
-                           check_data);
+                           check_data, kind);
 }
 
 BackwardCall& state_of(cuattn_backward_call& call) {
@@ -73,6 +74,28 @@ cuattn_status cuattn_attention_backward_prepare(const cuattn_backward_arrays* ar
     Options known(options, backward_options);
     require_given(kFunction, "call", call);
     BackwardCall& state = *new (call->state) BackwardCall(validated(arrays, known, true));
+    new (&state.forward.plan) Plan(plan_of(state, device_info_of(state), known.attention.backend));
+    if (logs_plans()) log_plan(state);
+    call->device = state.forward.device;
+    call->workspace_bytes = state.forward.plan.workspace_bytes;
+  });
+}
+
+cuattn_status cuattn_flex_backward_prepare(const cuattn_backward_arrays* arrays,
+                                           const cuattn_attention_options* options,
+                                           const cuattn_backward_options* backward_options,
+                                           const cuattn_flex_options* flex_options,
+                                           cuattn_backward_call* call) {
+  return guarded([&] {
+    const char* fn = "flex_attention_backward";
+    Options known(options, backward_options);
+    cuattn_flex_options room;
+    const cuattn_flex_options& flex = known_options(fn, flex_options, room);
+    require_given(fn, "call", call);
+    BackwardCall& state = *new (call->state) BackwardCall(
+        validated(arrays, known, /*check_data=*/true, CallKind::flex_backward));
+    read_flex(state.forward, flex, /*check_data=*/true);
+    read_flex_gradient(state, flex, /*check_data=*/true);
     new (&state.forward.plan) Plan(plan_of(state, device_info_of(state), known.attention.backend));
     if (logs_plans()) log_plan(state);
     call->device = state.forward.device;

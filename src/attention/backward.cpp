@@ -5,6 +5,7 @@
 #include "src/attention/backward.h"
 
 #include "src/attention/axes.h"
+#include "src/attention/flex.h"
 #include "src/check/arrays.h"
 #include "src/check/overlap.h"
 
@@ -117,15 +118,14 @@ void read_need(BackwardCall& call, const cuattn_attention_options& o,
 }  // namespace
 
 BackwardCall validate_backward(const BackwardArrays& arrays, const cuattn_attention_options& o,
-                               const cuattn_backward_options& b, bool check_data) {
+                               const cuattn_backward_options& b, bool check_data, CallKind kind) {
   if (o.block_tables != nullptr) {
     fail<NotImplemented>(
         "attention_varlen_backward: block_tables must not be given, keys in pages have no "
         "gradients; copy them into rows with gather_cache");
   }
   BackwardCall call{};
-  call.forward =
-      validate_attention(arrays.q, arrays.k, arrays.v, o, check_data, CallKind::backward);
+  call.forward = validate_attention(arrays.q, arrays.k, arrays.v, o, check_data, kind);
   CUATTN_REQUIRE(b.deterministic >= -1 && b.deterministic <= 1, call.function(),
                  ": deterministic must be None, True or False, got ", b.deterministic,
                  "; in C -1, 1 or 0");
@@ -139,6 +139,8 @@ BackwardCall validate_backward(const BackwardArrays& arrays, const cuattn_attent
 BackwardParams problem_of(const BackwardCall& call) {
   BackwardParams params = call.params;
   params.forward = call.forward.params;
+  if (call.forward.has_programs) params.forward.flex = &call.forward.flex;
+  if (call.gradient.program.count > 0) params.flex = &call.gradient;
   return params;
 }
 
@@ -240,6 +242,7 @@ void run_backward(BackwardCall& call, const Gradients& gradients, void* workspac
   CallMemory memory(fn);  // what is written lies apart from all else
   read_gradients(call, gradients, memory);
   memory.writes({"workspace", workspace, 1, {{static_cast<int64_t>(plan.workspace_bytes), 1}}});
+  check_array_gradients(call, memory);
   check_inputs(forward, memory);
   int64_t batch = forward.ragged ? 1 : f.batch, rows = forward.ragged ? f.total_q : f.seqlen_q;
   auto reads = [&](const char* name, const void* data, int64_t item, const Strides& strides,
@@ -261,9 +264,8 @@ void run_backward(BackwardCall& call, const Gradients& gradients, void* workspac
   if (has_data && (!cuda || checks_device_data()))
     backend.check(fn, f, forward.device.device_id, stream);
   require_workspace(fn, plan, forward.device, workspace, workspace_bytes);
-  p.forward = f;
-  backend.backward(p, {plan.chunk_keys, plan.num_chunks, workspace}, plan, forward.device.device_id,
-                   stream);
+  backend.backward(problem_of(call), {plan.chunk_keys, plan.num_chunks, workspace}, plan,
+                   forward.device.device_id, stream);
 }
 
 }  // namespace cuattn

@@ -23,6 +23,7 @@ struct BackwardCall {
   int32_t bias_ndim, slopes_ndim;
   int64_t out_shape[4], lse_shape[3];
   bool deterministic;
+  FlexGradient gradient;  // of what a user wrote; of a call with programs
 
   const char* function() const { return forward.function(); }
 };
@@ -32,8 +33,10 @@ static_assert(sizeof(BackwardCall) <= sizeof(cuattn_backward_call::state),
 // Validates as validate_attention does, and fills everything but the plan.
 BackwardCall validate_backward(const BackwardArrays& arrays,
                                const cuattn_attention_options& options,
-                               const cuattn_backward_options& backward_options, bool check_data);
+                               const cuattn_backward_options& backward_options, bool check_data,
+                               CallKind kind = CallKind::backward);
 
+// Borrows what lies in the call.
 BackwardParams problem_of(const BackwardCall& call);
 Plan plan_of(const BackwardCall& call, const DeviceInfo& device, const char* backend);
 

@@ -188,6 +188,11 @@ const Rung& named_rung(const char* function, const char* backend, const Backward
 Plan select_backward(const char* function, const BackwardParams& p, bool ordered,
                      const DeviceInfo& device, const char* backend) {
   require_supported(function, device);
+  if (device.is_cuda && (p.forward.flex != nullptr || p.forward.rows.begin != nullptr)) {
+    fail<NotImplemented>(function,
+                         ": no kernel of CUDA has masks and scores written by the user yet; write "
+                         "the mask as causal, window or bias, or move the arrays to the CPU");
+  }
   const Rung& rung =
       is_auto(backend) ? best_rung(p, device) : named_rung(function, backend, p, device);
   const AttentionParams& f = p.forward;

@@ -36,7 +36,7 @@ AttentionRequest request_of(const AttentionCall& call) {
   r.kv_layout = call.gather.kv_layout;
   r.block_size = call.gather.pages.block_size;
   r.has_dropout = p.dropout.is_on();
-  r.is_flex = call.kind == CallKind::flex;
+  r.is_flex = call.is_flex();
   r.has_rows = p.rows.begin != nullptr;
   r.has_programs = call.has_programs;
   return r;
@@ -126,7 +126,7 @@ void check_inputs(const AttentionCall& call, const CallMemory& memory) {
                  {call.max_seqlen_q, p.scores.bias_stride_q},
                  {call.max_seqlen_kv, p.scores.bias_stride_kv}}});
   memory.reads({"dropout_state", p.dropout.state, 8, {{2, 1}}});
-  if (call.kind == CallKind::flex) check_flex_inputs(call, memory);
+  if (call.is_flex()) check_flex_inputs(call, memory);
 }
 
 void run_attention(AttentionCall& call, const TensorView& out, const TensorView* lse,

@@ -13,7 +13,7 @@
 namespace cuattn {
 
 // Which function a call belongs to.
-enum class CallKind : int32_t { attention, backward, flex };
+enum class CallKind : int32_t { attention, backward, flex, flex_backward };
 
 struct AttentionCall {
   AttentionParams params;
@@ -30,8 +30,10 @@ struct AttentionCall {
   int64_t max_seqlen_q,
       max_seqlen_kv;  // as the caller gave them: the extents a bias is held against
 
+  bool is_flex() const { return kind == CallKind::flex || kind == CallKind::flex_backward; }
   const char* function() const {
     if (kind == CallKind::flex) return "flex_attention";
+    if (kind == CallKind::flex_backward) return "flex_attention_backward";
     if (kind == CallKind::backward)
       return ragged ? "attention_varlen_backward" : "attention_backward";
     return ragged ? "attention_varlen" : "attention";

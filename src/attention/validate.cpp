@@ -269,7 +269,7 @@ AttentionCall validated(const TensorView& q, const TensorView& k, const TensorVi
   CUATTN_REQUIRE(o.kv_start == nullptr || !call.ragged, fn,
                  ": kv_start must not be given where sequences are packed; leave the padding out "
                  "of cu_seqlens_k");
-  if (o.kv_start != nullptr && kind == CallKind::flex) {
+  if (o.kv_start != nullptr && call.is_flex()) {
     fail<NotImplemented>(fn,
                          ": kv_start must be None: masks and scores written by the user count "
                          "keys from the first of k; say it in mask_mod");

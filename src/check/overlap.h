@@ -92,7 +92,7 @@ class CallMemory {
  private:
   const char* function_;
   int32_t num_written_ = 0;
-  Footprint written_[8];  // V2 writes six: out, workspace and three buffers
+  Footprint written_[24];  // six gradients, a workspace, and those of captured arrays
 };
 
 }  // namespace cuattn

@@ -136,8 +136,10 @@ void check_positions(const RotateParams& p, const TensorView* positions, const B
                    ": cos must have a row for each of the ", places.keys,
                    " tokens of a sequence, got ", p.max_position,
                    "; make it longer, or give positions");
-    for (int64_t i = 0; !is_known && is_cpu(device) && i < count; ++i)
-      check(std::max<int64_t>(places(i / p.seqlen, i % p.seqlen), 0), i);
+    for (int64_t i = 0; !is_known && is_cpu(device) && i < count; ++i) {
+      int64_t b = i / p.seqlen, row = i % p.seqlen;
+      if (places.is_read(b, row)) check(std::max<int64_t>(places(b, row), 0), i);
+    }
   } else if (is_cpu(device)) {
     for (int64_t i = 0; i < count; ++i) check(places(i / p.seqlen, i % p.seqlen), i);
   } else if (is_dense_from(*positions, 0)) {
@@ -147,13 +149,19 @@ void check_positions(const RotateParams& p, const TensorView* positions, const B
 }
 
 void check_memory(const TensorView& x, const TensorView& cos, const TensorView& sin,
-                  const TensorView* positions, const TensorView& out) {
+                  const TensorView* positions, const cuattn_rope_options& o,
+                  const TensorView& out) {
   CallMemory memory(kFunction);
   memory.writes({"out", out});
   if (!is_same_view(out, x)) memory.reads({"x", x});
   memory.reads({"cos", cos});
   memory.reads({"sin", sin});
   if (positions != nullptr) memory.reads({"positions", *positions});
+  for (const auto& [name, tensor] :
+       {std::pair{"cu_seqlens_q", o.cu_seqlens_q}, std::pair{"cu_seqlens_k", o.cu_seqlens_k},
+        std::pair{"seqused_q", o.seqused_q}, std::pair{"seqused_k", o.seqused_k}}) {
+    if (tensor != nullptr) memory.reads({name, view_of(kFunction, name, tensor)});
+  }
 }
 
 }  // namespace
@@ -180,7 +188,7 @@ void apply_rope(const TensorView& x, const TensorView& cos, const TensorView& si
   p.inverse = options.inverse != 0;
   require_output(kFunction, "out", out, p.dtype, shape_view(x.shape.data(), x.ndim), device);
   require_rows(kFunction, "out", out, true, true);
-  check_memory(x, cos, sin, positions, out);
+  check_memory(x, cos, sin, positions, options, out);
   p.x = x.data;
   p.out = out.data;
   p.x_strides = strides_of(x, axes);

@@ -107,7 +107,8 @@ void sample(const TensorView& logits, const cuattn_sample_options& o, const Tens
                        o.temperature >= 0.0 && std::isfinite(static_cast<float>(o.temperature)),
                        "finite and not negative");
   p.top_k = read.read<int32_t>("top_k", static_cast<double>(o.top_k), o.top_ks, DType::i32,
-                               o.top_k >= 0 && o.top_k <= INT32_MAX, "from 1 on, or 0 for none");
+                               o.top_k >= 0 && o.top_k <= INT32_MAX,
+                               "from 1 to 2147483647, or 0 for none");
   p.top_p = read.read<float>("top_p", o.top_p, o.top_ps, DType::f32,
                              o.top_p > 0.0 && o.top_p <= 1.0, "above 0 and at most 1");
   p.min_p = read.read<float>("min_p", o.min_p, o.min_ps, DType::f32,

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // mla_decode: arrays and options to PagedParams. Its run is that of paged attention, with one kv
 // head whose values are the latents that its keys begin with. Next: paged/call.cpp, paged/work.cpp.
+#include <cmath>
+
 #include "src/cache/checks.h"
 #include "src/check/arrays.h"
 #include "src/check/options.h"
@@ -129,6 +131,9 @@ void refuse_options(const cuattn_paged_options& o) {
   CUATTN_REQUIRE(o.has_scale, kName,
                  ": scale must be given, got None; it is 1 / sqrt(nope + rope columns of a head "
                  "before the projection), 1 / sqrt(192) for DeepSeek, and not that of the latent");
+  CUATTN_REQUIRE(std::isfinite(static_cast<float>(o.scale)), kName,
+                 ": scale must be finite in float32, got ", o.scale,
+                 "; pass 1 / sqrt(nope + rope columns of a head before the projection)");
   CUATTN_REQUIRE(o.alibi_slopes == nullptr && o.plan == nullptr && o.version == 0 &&
                      o.kv_layout == CUATTN_KV_NHD && o.kv_dtype == CUATTN_KV_DTYPE_AUTO &&
                      o.k_scale == 1.0 && o.v_scale == 1.0 && o.k_scales == nullptr &&

@@ -66,8 +66,10 @@ void merge_batch(ProjectParams& p) {
   p.batch = 1;
 }
 
+// `apart`: cuattn_mla_projection has the words.
 void project(const TensorView& x, const TensorView* proj, const TensorView* tail,
-             const TensorView& out, bool transpose, Stream stream) {
+             const TensorView& out, const TensorView* apart, bool transpose, bool check_only,
+             Stream stream) {
   ProjectParams p{};
   require_known_device(kName, "x", x.device);
   p.dtype = attention_dtype(kName, "x", x);
@@ -95,13 +97,14 @@ void project(const TensorView& x, const TensorView* proj, const TensorView* tail
   p.out_strides = strides_of(out);
   CallMemory memory(kName);
   memory.writes({"out", out});
+  if (apart != nullptr) memory.writes({"lse_out", *apart});
   memory.reads({"x", x});
   if (proj != nullptr) memory.reads({"proj", *proj});
   if (tail != nullptr) memory.reads({"tail", *tail});
   const Backend& backend = backend_of(kName, x.device);
   require_supported(kName, backend.device_info(x.device.device_id, false));
   merge_batch(p);
-  if (out.size() > 0) backend.project(p, x.device.device_id, stream);
+  if (out.size() > 0 && !check_only) backend.project(p, x.device.device_id, stream);
 }
 
 }  // namespace
@@ -112,10 +115,12 @@ using namespace cuattn;
 cuattn_status cuattn_mla_project(const cuattn_mla_projection* projection, void* stream) {
   return guarded([&] {
     require_given(kName, "projection", projection);
-    std::optional<TensorView> proj, tail;
+    std::optional<TensorView> proj, tail, apart;
     const TensorView* proj_view = optional_view(kName, "proj", projection->proj, proj);
     const TensorView* tail_view = optional_view(kName, "tail", projection->tail, tail);
+    const TensorView* apart_view = optional_view(kName, "apart", projection->apart, apart);
     project(view_of(kName, "x", projection->x), proj_view, tail_view,
-            view_of(kName, "out", projection->out), projection->transpose != 0, stream);
+            view_of(kName, "out", projection->out), apart_view, projection->transpose != 0,
+            projection->check_only != 0, stream);
   });
 }

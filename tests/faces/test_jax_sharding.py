@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Over a mesh batch and heads stay where they lie, in both directions; on four CPU devices."""
+"""Over a mesh batch and heads stay where they lie, in both directions; on 4 and 8 CPU devices."""
 
 from __future__ import annotations
 
@@ -17,17 +17,20 @@ from cuattn.jax import sharding  # noqa: E402  after what it needs
 
 pytestmark = pytest.mark.skipif(not sharding.SPREADS, reason="JAX before 0.7 gathers")
 
-SCRIPT = Path(__file__).resolve().parents[1] / "sharded_calls.py"
+TESTS = Path(__file__).resolve().parents[1]
 OWN = ("sinks", "slopes", "bias")  # cases with a gradient of an array that lies on every device
+
+
+def run(script, *words):
+    command = [sys.executable, str(TESTS / script), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 @pytest.fixture(scope="module")
 def lines():
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT)], capture_output=True, text=True, timeout=600, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return run("sharded_calls.py")
 
 
 def test_values_and_gradients_are_those_of_one_device(lines):
@@ -55,3 +58,45 @@ def test_dropout_is_gathered_because_its_bits_count_places(lines):
     found = [line for line in lines if line[1] == "dropout"]
     assert found
     assert all("all-gather" in line[6] for line in found)
+
+
+NONE, SUM, GATHER = [], ["all-reduce"], ["all-gather"]
+TABLE = {  # what forward and backward together may send; sums are gradients of shared heads
+    "4": {
+        "two axes": NONE,
+        "sequence": GATHER,
+        "sequence of keys": GATHER,
+        "8/2 over 2x2": SUM,
+        "8/2 over 4": SUM,
+        "8/1 over 4": SUM,
+        "12/4 over 4": NONE,
+        "12/6 over 2x2": GATHER,
+        "12/6 over 4": GATHER,
+        "6/3 over 2": GATHER,
+        "scan": NONE,
+        "vmap": NONE,
+        "vmap of shared keys": [*SUM, "collective-permute"],
+        "tensor-parallel layer": SUM,
+        "ragged": SUM,
+        "ragged, cut rows": [*GATHER, "collective-permute"],
+        "pages, heads": GATHER,
+        "pages, batch": GATHER,
+    },
+    "8": {
+        "8/4 over 2x4": SUM,
+        "8/4 over 4x2": SUM,
+        "8/4 over 8": SUM,
+        "8/2, batch": SUM,
+        "24/6 over 8": GATHER,
+    },
+}
+
+
+@pytest.mark.parametrize("devices", TABLE)
+def test_heads_and_sequences_however_they_are_spread(devices):
+    found = {name: rest for name, *rest in run("sharded_table.py", devices)}
+    assert list(found) == list(TABLE[devices])
+    for name, (apart, kept, collectives) in found.items():
+        assert apart <= 1e-4, (name, apart)  # of units; a wrong head or row is off by 1 and more
+        assert set(collectives) <= set(TABLE[devices][name]), (name, collectives)
+        assert all(kept) or "all-gather" in collectives, (name, kept)

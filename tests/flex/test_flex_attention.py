@@ -221,6 +221,22 @@ def test_masks_add_up_with_those_of_options(rng):
         check(got, flex_cases.attention(*map(heads_first, (q, k, v)), mask=both), what=name)
 
 
+def test_a_block_mask_goes_with_a_mask_function_and_with_lengths_in_use(rng):
+    q, k, v = arrays(rng, 2, 2, 1, 700, 900, (16, 16))
+    blocks = lambda b, h, i, j: (i // 128 + j // 128) % 2 == 0  # noqa: E731
+    thirds = lambda b, h, i, j: j % 3 == 0  # noqa: E731
+    made = cuattn.create_block_mask(blocks, None, None, 700, 900)
+    got = cuattn.flex_attention(q, k, v, block_mask=made, mask_mod=thirds, return_lse=True)
+    both = flex.masks.and_masks(blocks, thirds)
+    check(got, flex_cases.attention(*map(heads_first, (q, k, v)), mask=both))
+    used = np.array([430, 77], np.int32)  # blocks that count from the last key were made for 900
+    for mask in (flex.masks.streaming(20), blocks):
+        made = cuattn.create_block_mask(mask, None, None, 700, 900, block_size=64)
+        got = cuattn.flex_attention(q, k, v, block_mask=made, seqused_k=used)
+        want = cuattn.flex_attention(q, k, v, mask_mod=mask, seqused_k=used)
+        np.testing.assert_allclose(got, want, atol=2e-6)
+
+
 def test_values_that_are_not_seen_are_not_read(rng):
     q, k, v = arrays(rng, 1, 1, 1, 40, 300, (16, 16))
     v[:, 1::2] = np.inf
@@ -298,3 +314,18 @@ def test_a_block_mask_of_torch(rng):
     want = cuattn.flex_attention(q, k, v, mask_mod=document)
     got = cuattn.flex_attention(q, k, v, block_mask=made)
     torch.testing.assert_close(got, want, atol=2e-6, rtol=2e-6)
+    joined = flex_torch.and_masks(document, flex_torch.or_masks(document, flex_torch.noop_mask))
+    got = cuattn.flex_attention(q, k, v, mask_mod=joined)
+    torch.testing.assert_close(got, want, atol=2e-6, rtol=2e-6)
+
+    def lists(count, *columns):
+        counts = torch.tensor([[[count, 2]]], dtype=torch.int32)
+        ids = torch.tensor([[[columns, (1, 0)]]], dtype=torch.int32)
+        made = flex_torch.BlockMask.from_kv_blocks(counts, ids, seq_lengths=(200, 200))
+        return flex.BlockMask.from_torch(made)
+
+    assert lists(1, 1, 0).states.tolist() == [[[[0, 2], [2, 2]]]]
+    with pytest.raises(ValueError, match=r"_torch: kv_indices must lie within \[0, 2\), got -1"):
+        lists(1, -1, 0)
+    with pytest.raises(ValueError, match=r"_torch: kv_num_blocks must lie within \[0, 3\), got 7"):
+        lists(7, 1, 0)

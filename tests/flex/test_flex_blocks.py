@@ -126,6 +126,39 @@ def test_bounds_are_sound_in_float32_too(rng):
     assert not ((made.states != want) & (made.states != ASKED)).any()
 
 
+def test_bounds_are_sound_where_a_float_is_nan(rng):
+    table = rng.random(260).astype(np.float32)
+    table[[70, 200]] = np.nan, np.inf
+    high = 20.0
+    for mask in (
+        lambda b, h, q, k: table[k] > 0.5,
+        lambda b, h, q, k: ~(table[k] <= 2.0),
+        lambda b, h, q, k: table[k] != 0.25,
+        lambda b, h, q, k: flex.sqrt(1.0 * (q - k)) <= high,
+        lambda b, h, q, k: ~(flex.log(1.0 * (q - k)) <= high),
+        lambda b, h, q, k: flex.abs(table[k] - table[q]) >= 0.0,
+        lambda b, h, q, k: flex.tanh(table[k] * (q - k)) <= 1.0,
+        lambda b, h, q, k: flex.minimum(table[k] / (q - k), 3.0) <= 4.0,
+    ):
+        made = cuattn.create_block_mask(mask, None, None, 200, 260, block_size=64)
+        traced = flex.trace(mask)
+        values = {"b": 0, "h": 0, "q": np.arange(200)[:, None], "k": np.arange(260)[None]}
+        dense = np.broadcast_to(evaluate(Host(traced), traced.expr, values), (200, 260))
+        wrong = (made.states != true_states(dense[None, None], 64)) & (made.states != ASKED)
+        assert not wrong.any(), traced
+    root = cuattn.create_block_mask(
+        lambda b, h, q, k: flex.sqrt(1.0 * q) <= 7.9, None, None, 256, 64, block_size=64
+    )
+    assert root.states.ravel().tolist() == [ASKED, HIDDEN, HIDDEN, HIDDEN]  # never NaN
+
+
+def test_a_limit_at_the_end_of_int32_is_a_program():
+    keys = split(flex.trace(lambda b, h, q, k: (k <= 2**31 - 1) & (k <= q)).expr)
+    assert keys.begin is None
+    assert keys.end is None
+    assert str(keys.rest) == "((kv_idx <= 2147483647) & (kv_idx <= q_idx))"
+
+
 def test_lists_hold_the_blocks_of_both_directions(rng):
     states = rng.integers(0, 3, (2, 3, 5, 7)).astype(np.uint8)
     mask = flex.BlockMask(flex.masks.causal(), (2, 3, 640, 896), (128, 128), states)

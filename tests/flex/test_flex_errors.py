@@ -62,6 +62,7 @@ REFUSED = {
         lambda: call(block_mask=block_mask(None, None, 20, 30)),
         "block_mask must be made for num_heads 4, got one for 1",
     ),
+    "no mask": (TypeError, lambda: flex.masks.or_masks(CAUSAL, None), "or_masks: a mask must be"),
     "no block mask": (TypeError, lambda: call(block_mask=CAUSAL), "must be a BlockMask, got func"),
     "int64": (ValueError, of_array(np.array([0, 2**40])), r"within int32, got 0 to 1099511627776"),
     "dtype": (TypeError, of_array(np.zeros(4, np.uint64)), "must hold int8.*got uint64"),

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
-import itertools
+import functools
+import importlib.util
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import numpy as np
@@ -83,18 +85,65 @@ def test_a_key_is_the_same_in_another_process():
 
 
 def test_a_function_is_traced_again_only_when_what_it_reaches_changes():
-    calls, window = itertools.count(), 3
-
-    def mask(b, h, q, k):
-        next(calls)
-        return k <= q + window
-
+    window, left, right, third = 3, IDS, PAIRS[0], IDS
+    mask = lambda b, h, q, k: (k <= q + window) | (left[q] == right[k]) | (third[q] == 1)  # noqa: E731
     first = flex.trace(mask)
     assert flex.trace(mask) is first
-    assert next(calls) == 1
     window = 4
-    assert flex.trace(mask).scalars == [4]
-    assert next(calls) == 3
+    second = flex.trace(mask)
+    assert second.scalars == [4]
+    third = right  # what was met before, in another place
+    assert [id(x) for x in flex.trace(mask).arrays] == [id(left), id(right)]
+    assert flex.trace(mask) is not second
+    left = np.zeros((3, 3), np.int32)
+    with pytest.raises(flex.TraceError, match="1 of 2 indices are missing"):
+        flex.trace(mask)
+
+
+class Near:
+    window = 5
+
+    def __call__(self, b, h, q, k):
+        return q - k <= self.window
+
+
+def test_what_changes_inside_an_object_a_class_or_a_tensor_is_no_stale_trace():
+    near, space = Near(), types.SimpleNamespace(window=5)
+    bound = functools.partial(lambda b, h, q, k, w: q - k <= w(), w=lambda: space.window)
+    for mask in (
+        near,
+        lambda b, h, q, k: q - k <= space.window,
+        lambda b, h, q, k: q - k <= Near.window,
+        flex.masks.and_masks(bound, functools.partial(bound)),
+    ):
+        Near.window = space.window = 5
+        assert "<= 5)" in str(flex.trace(mask))
+        Near.window = space.window = 6
+        assert "<= 6)" in str(flex.trace(mask))
+    array = np.zeros(12, np.int32)
+    mask = lambda b, h, q, k: array[q] == 1  # noqa: E731
+    flex.trace(mask)
+    array.shape = (3, 4)
+    with pytest.raises(flex.TraceError, match="1 of 2 indices are missing"):
+        flex.trace(mask)
+
+
+def test_a_number_means_what_it_means_in_python():
+    last, wide = -1, 10**12
+    for mask, text in (
+        (lambda b, h, q, k: IDS[k] == IDS[last], "(array0[kv_idx] == array0[8])"),
+        (lambda b, h, q, k: k < wide // 10**10, "(kv_idx < 100)"),
+        (functools.partial(lambda b, h, q, k, q_len: k < q_len, q_len=7), "(kv_idx < number0)"),
+    ):
+        assert str(flex.trace(mask)) == text
+    functions = [np.fmod]
+    if importlib.util.find_spec("torch"):
+        functions.append(pytest.importorskip("torch").fmod)
+    for function in functions:
+        traced = flex.trace(lambda b, h, q, k, f=function: f(q - k, 3) == 1)
+        values = {"q": np.arange(9)[:, None], "k": np.arange(9)}
+        want = np.fmod(values["q"] - values["k"], 3) == 1
+        assert np.array_equal(evaluate(Host(traced), traced.expr, values), want)
 
 
 def test_derivatives_equal_differences(rng):
@@ -159,6 +208,8 @@ REFUSED = {
     "arguments": (lambda b, h, q: q > 3, "takes 3 positional arguments"),
     "tilde": (lambda b, h, q, k: ~q, "~ takes a condition"),
     "text": (lambda b, h, q, k: q == "a", "computes with numbers.*got str"),
+    "scalar zero": (lambda b, h, q, k, n=0: q // n == k // n, "takes a positive number.*got 0"),
+    "scalar below": (lambda b, h, q, k, n=-4: (q - k) % n > 0, "takes a positive number.*got -4"),
     "no function": (5, r"must be a function \(b, h, q_idx, kv_idx\), got int"),
 }
 CUBE, COMPLEX = np.ones((2, 2, 2)), np.ones(4, np.complex64)

@@ -212,6 +212,12 @@ def test_tables_in_other_libraries():
         ((0, 8), "max_position must be an integer from 1 on, got 0"),
         ((4, 7), "rotary_dim must be even, got 7"),
         ((4, 8, -1.0), "theta must be positive"),
+        ((4, 8, "ten"), "theta must be positive and finite, got 'ten'"),
+        ((True, 8), "max_position must be an integer from 1 on, got True"),
+        ((4, 8, 1e4, {"rope_type": "linear", "factor": math.inf}), "a factor from 1 on, got inf"),
+        ((4, 8, 1e4, {"rope_type": "linear", "factor": "2"}), "a factor from 1 on, got '2'"),
+        ((4, 8, 1e4, {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 0}),
+         "original_max_position_embeddings from 1 on, got 0"),
         ((4, 8, 1e4, {"rope_type": "new"}), "scaling must name a rope_type of 'default'"),
         ((4, 8, 1e4, {"rope_type": "yarn", "factor": 2.0}), "must have 'original_max_position"),
         ((4, 8, 1e4, {"rope_type": "linear", "factor": 0.5}), "a factor from 1 on, got 0.5"),
@@ -226,3 +232,10 @@ def test_what_rope_table_refuses(arguments, message):
     *numbers, scaling = (*arguments, None) if len(arguments) < 4 else arguments
     with pytest.raises(ValueError, match=f"rope_table: .*{message}"):
         cuattn.rope_table(*numbers, scaling=scaling)
+
+
+def test_extents_of_tables_may_be_numpys():
+    cos, _ = cuattn.rope_table(np.int64(9), np.int32(8))
+    assert cos.shape == (9, 4)
+    with pytest.raises(TypeError, match="rope_table: scaling must be a dict, got str"):
+        cuattn.rope_table(9, 8, scaling="linear")

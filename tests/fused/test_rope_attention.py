@@ -67,6 +67,35 @@ def test_attention(device, dtype, layout, rng):
             layout=layout)])  # fmt: skip
 
 
+def test_tables_end_where_the_keys_in_use_do(device, rng):
+    """Rows that no query in use has may stand anywhere; those of queries may not."""
+    q, k = rng.standard_normal((2, 2, 10, 2, 24)).astype(np.float32)
+    tables = COS[:10], SIN[:10]
+    lengths = {"seqused_q": np.array([2, 10], np.int32), "seqused_k": np.array([10, 10], np.int32)}
+    places = np.minimum(np.arange(10) + np.array([[8], [0]]), 9)
+    rotated = numpy_call(device, cuattn.apply_rope, q, *tables, places)
+    found = turning(device, cuattn.attention, q, k, k, rope=tables, causal=True, **lengths)
+    same([found], [numpy_call(device, cuattn.attention, rotated, k, k, causal=True, **lengths)])
+    rows, ends = q.reshape(20, 2, 24), np.array([0, 4, 10], np.int32)  # the last ten are nobody's
+    keys, options = k[0], dict(max_seqlen_q=6, max_seqlen_k=6, causal=True)
+    places = np.r_[0:4, 0:6, [0] * 10]
+    tables = COS[:6], SIN[:6]
+    rotated = numpy_call(device, cuattn.apply_rope, rows, *tables, places)
+    found = turning(
+        device, cuattn.attention_varlen, rows, keys, keys, ends, ends, rope=tables, **options
+    )
+    plain = numpy_call(device, cuattn.attention_varlen, rotated, keys, keys, ends, ends, **options)
+    same([found[:10]], [plain[:10]])
+    for call in (
+        lambda: cuattn.attention(q, k, k, rope=(COS[:9], SIN[:9]), **lengths),
+        lambda: cuattn.attention_varlen(
+            rows, keys, keys, ends, ends, rope=(COS[:5], SIN[:5]), **options
+        ),
+    ):
+        with pytest.raises(ValueError, match=r"positions must lie within \[0, \d\), got"):
+            call()
+
+
 def test_attention_varlen(device, rng):
     q_ends, k_ends = np.array([0, 3, 3, 10], np.int32), np.array([0, 8, 9, 16], np.int32)
     q = rng.standard_normal((12, 4, 32)).astype(np.float32)  # two rows belong to nobody

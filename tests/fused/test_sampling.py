@@ -226,6 +226,50 @@ def test_verified_tokens_have_the_distribution_of_the_target(device):
     assert_likely(np.bincount(more, minlength=vocabulary), target[1].astype(np.float64))
 
 
+def test_probabilities_that_are_none(device):
+    """NaN and negative ones are 0; a row without any gives -1; a draft of 0 is always accepted."""
+    target, draft = np.zeros((5, 2, 6), np.float32), np.zeros((5, 1, 6), np.float32)
+    tokens = np.full((5, 1), 3, np.int32)
+    target[0] = draft[0] = np.nan
+    target[1, 0, 3] = 0.5  # draft is 0 there
+    target[2, 0] = draft[2] = [0, 0.5, 0, 0, 0.5, 0]  # equal: drawn from the target
+    target[3, 0], draft[3] = [np.nan, -1, 0, 0, 0.25, -np.inf], np.nan
+    target[4], draft[4, 0, 3] = 0.0, 1.0
+    for seed in range(20):
+        found, accepted = numpy_call(
+            device, cuattn.speculative_verify, draft, target, tokens, seed=seed
+        )
+        assert list(accepted) == [0, 1, 0, 0, 0]
+        assert found[[0, 4]].tolist() == [[-1, -1]] * 2
+        assert found[1].tolist() == [3, -1]
+        assert found[2, 0] in (1, 4)
+        assert found[3].tolist() == [4, -1]
+
+
+def test_ends_of_the_filters(device):
+    """What arrays of options may hold: nothing in them is judged."""
+    logits = np.tile(np.float32([1, 3, 0, 3, 2]), (8, 1))  # tokens 1 and 3 are equal
+    likeliest, every = {1, 3}, set(range(5))
+    top_p = np.float32([-1, 0, 1e-30, np.nan, 2, 1, 1, 1])
+    top_k = np.int32([0, 0, 0, 0, 0, 1, 5, -7])
+    temperature = np.float32([1, 1, 1, 50, 50, 50, 50, np.inf])
+    allowed = [likeliest] * 3 + [every] * 2 + [likeliest] + [every] * 2
+    seen = [set() for _ in allowed]
+    for step in range(60 if is_emulated() else 300):
+        found = numpy_call(
+            device, cuattn.sample, logits, seed=np.arange(8) + 77, offset=step, top_p=top_p,
+            top_k=top_k, temperature=temperature,
+        )  # fmt: skip
+        for tokens, token in zip(seen, found.tolist(), strict=True):
+            tokens.add(token)
+    assert seen == allowed
+    greedy = np.float32([np.nan, -1, 0, -0.0, -np.inf, 0, 0, 0])
+    assert set(numpy_call(device, cuattn.sample, logits, seed=1, temperature=greedy)) == {1}
+    for options in ({"top_k": 1}, {"top_k": 2}, {"top_p": 1e-9}, {"min_p": 1.0}):
+        found = numpy_call(device, cuattn.sample, logits, seed=np.arange(8), **options)
+        assert set(found) <= likeliest
+
+
 L, P = np.zeros((2, 8), np.float32), np.full((2, 3, 8), 0.125, np.float32)
 T = np.zeros((2, 2), np.int32)
 REFUSED = [
@@ -238,7 +282,10 @@ REFUSED = [
     (lambda: cuattn.sample(L, seed=1, temperature=math.inf), "sample: temperature must be finite"),
     (lambda: cuattn.sample(L, seed=1, top_p=0.0), "sample: top_p must be above 0 and at most 1"),
     (lambda: cuattn.sample(L, seed=1, top_p=1.5), "sample: top_p must be above 0 and at most 1"),
-    (lambda: cuattn.sample(L, seed=1, top_k=-2), "sample: top_k must be from 1 on"),
+    (lambda: cuattn.sample(L, seed=1, top_k=-2), "sample: top_k must be from 1 to"),
+    (lambda: cuattn.sample(L, seed=1, top_k=2**31), "top_k must be from 1 to 2147483647, or 0"),
+    (lambda: cuattn.sample(L, seed=1, top_p=math.nan), "sample: top_p must be above 0"),
+    (lambda: cuattn.sample(L, seed=1, min_p=math.nan), "sample: min_p must be from 0 to 1"),
     (lambda: cuattn.sample(L, seed=1, min_p=1.1), "sample: min_p must be from 0 to 1"),
     (lambda: cuattn.sample(L, seed=1, order="both"), "sample: order must be 'top_k_first' or"),
     (lambda: cuattn.sample(L[:, :0], seed=1), "sample: logits must have a vocabulary of 1 to"),
@@ -263,4 +310,23 @@ REFUSED = [
 @pytest.mark.parametrize(("call", "message"), REFUSED)
 def test_what_is_refused(call, message):
     with pytest.raises(ValueError, match=message):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: cuattn.sample(L, seed=1, temperature=None), "temperature must be a number, got N"),
+        (lambda: cuattn.sample(L, seed=1, offset=None), "sample: offset must be an integer, got N"),
+        (lambda: cuattn.sample(None, seed=1), "sample: logits must be an array"),
+        (lambda: cuattn.act_mul(L, act=None), "act_mul: act must be a string, got None"),
+        (lambda: cuattn.rms_norm(L, None), "rms_norm: weight must be an array"),
+        (lambda: cuattn.rms_norm(L, L[0], eps=None), "rms_norm: eps must be a number, got None"),
+        (lambda: cuattn.apply_rope(P, P[0], None), "apply_rope: sin must be an array"),
+        (lambda: cuattn.apply_rope(P, L, L, offset=None), "offset must be an integer, got None"),
+        (lambda: cuattn.speculative_verify(P, P, None, seed=1), "draft_tokens must be an array"),
+    ],
+)
+def test_none_is_refused_by_name(call, message):
+    with pytest.raises(TypeError, match=message):
         call()

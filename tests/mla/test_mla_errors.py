@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import cuattn
+import frameworks
 
 F32 = np.float32
 
@@ -26,7 +27,8 @@ def decode_arrays():
 
 DECODE = [  # what is changed, and what the message says
     ({"scale": None}, "mla_decode: scale must be a number, got None"),
-    ({"scale": float("nan")}, "mla_decode: scale must be a finite number, got nan"),
+    ({"scale": float("nan")}, r"scale must be finite in float32, got nan; pass 1 / sqrt\(nope"),
+    ({"scale": 1e39}, "scale must be finite in float32"),
     ({"q_nope": np.ones((2, 4, 500), F32), "ckv_cache": np.ones((3, 8, 500), F32)},
      r"q_nope must have a latent \(last axis\) a multiple of 16 up to 1024, got 500"),
     ({"q_nope": np.ones((2, 4, 2048), F32)}, "multiple of 16 up to 1024, got 2048"),
@@ -135,6 +137,58 @@ def test_attention_refuses(change, error, message):
         cuattn.mla_attention(*positional, **arrays)
 
 
+@pytest.mark.parametrize("form", ["explicit", "absorbed"])
+def test_attention_refuses_before_it_writes(form):
+    """In its own words, whichever step finds it; lse_out is written by a step before the last."""
+    torch = frameworks.require("torch")
+    given = attention_arrays()
+    v_proj = given["v_proj"]
+    inside = v_proj.reshape(-1)[:6].reshape(1, 2, 3)
+    out, lse = np.zeros((1, 2, 3, 24), F32), np.full((1, 2, 3), 7, F32)
+    for change, message in [
+        ({"out": np.zeros((1, 2, 3, 16), F32)}, "out must have (shape .*|columns )24"),
+        ({"out": np.zeros((1, 2, 3, 24), np.float16)}, "out must be float32"),
+        ({"out": np.broadcast_to(out[..., :1, :], out.shape)}, "out is read-only"),
+        ({"out": out, "lse_out": out.reshape(-1)[:6].reshape(1, 2, 3)},
+         "out must not share memory with lse_out|lse_out must not share memory with out"),
+        ({"lse_out": lse[0]}, "lse_out must have shape"),
+        ({"k_latent": given["k_latent"][:, ::-1]}, "k_latent must not have negative strides"),
+        ({"v_latent": given["v_latent"][:, ::-1]}, "v_latent must not have negative strides"),
+        ({"q": np.ones((1, 2, 3, 32), F32)[..., ::2]}, "q must be contiguous in its last axis"),
+        ({"v_proj": np.ones((2, 32, 48), F32)[..., ::2]}, "v_proj must be contiguous"),
+        ({"scale": float("nan")}, "scale must be (a )?finite"),
+        ({"backend": "sm80"}, "backend 'sm80' cannot run this call"),
+        ({"causal": 1}, "causal must be True or False"),
+    ]:  # fmt: skip
+        arguments = {**given, "lse_out": lse, "form": form, **change}
+        with pytest.raises(
+            (ValueError, NotImplementedError, TypeError), match=f"^mla_attention: .*({message})"
+        ):
+            cuattn.mla_attention(**arguments)
+        assert (lse == 7).all()
+    if form == "absorbed":  # explicit has read it by then
+        with pytest.raises(ValueError, match="lse_out must not share memory with v_proj"):
+            cuattn.mla_attention(**given, form=form, lse_out=inside)
+        assert (v_proj == 1).all()
+    for name in given:
+        tensors = {n: torch.ones(a.shape, requires_grad=n == name) for n, a in given.items()}
+        message = f"^mla_attention: {name} requires grad.*through mla_attention.*{name}.detach"
+        with pytest.raises(NotImplementedError, match=message):
+            cuattn.mla_attention(**tensors, form=form)
+
+
+def test_attention_takes_the_form_that_the_backend_has():
+    arrays = {**attention_arrays(), "q": np.ones((1, 2, 1, 16), F32)}
+    arrays |= {n: np.ones((1, 3000, 32), F32) for n in ("k_latent", "v_latent")}
+    assert "absorbed: the smaller" in cuattn.explain("mla_attention", *arrays.values()).reason
+    plan = cuattn.explain("mla_attention", *arrays.values(), backend="naive")
+    assert plan.kernel == "project + naive"
+    assert "cannot: mla_decode has no backend 'naive'" in plan.ladder
+    cuattn.mla_attention(**arrays, backend="naive")
+    with pytest.raises(NotImplementedError, match="mla_decode has no backend 'naive'"):
+        cuattn.mla_attention(**arrays, backend="naive", form="absorbed")
+
+
 def test_write_and_project_refuse():
     ckv, kpe = np.ones((2, 32), F32), np.ones((2, 8), F32)
     cache, ropes = np.zeros((3, 4, 32), F32), np.zeros((3, 4, 8), F32)
@@ -178,5 +232,13 @@ def test_write_and_project_refuse():
         with pytest.raises(ValueError, match=message):
             cuattn.mla_project(x, proj, transpose=transpose)
     x = np.ones((2, 2, 16), F32)
+    with pytest.raises(TypeError, match="mla_project: proj must be an array, got None"):
+        cuattn.mla_project(x, None)
+    with pytest.raises(TypeError, match="mla_project: transpose must be True or False, got None"):
+        cuattn.mla_project(x, np.ones((2, 16, 16), F32), transpose=None)
+    with pytest.raises(TypeError, match=r"mla_write: kpe must be an array .*got NoneType"):
+        cuattn.mla_write(ckv, None, cache, ropes, slots)
+    with pytest.raises(TypeError, match="rope_interleaved must be True or False, got 'x'"):
+        cuattn.mla_write(ckv, kpe, cache, ropes, slots, rope_interleaved="x")
     with pytest.raises(ValueError, match="mla_project: out"):
         cuattn.mla_project(x, np.ones((2, 16, 16), F32), out=x)

@@ -39,6 +39,7 @@ struct BackwardParams {
   float* dslopes;  // [num_heads_q], or [batch, num_heads_q]
   bool dslopes_per_batch;
   int64_t dsinks_stride, dslopes_stride_batch, dslopes_stride_head;
+  const FlexGradient* flex;  // of a user's score, in host memory, or nullptr
 
   CUATTN_HOST_DEVICE bool needs(uint32_t gradients) const { return (need & gradients) != 0; }
 };
@@ -65,7 +66,8 @@ struct BackwardLayout {
   int64_t dq;          // [num_chunks, rows, head_dim]; in dq itself where that is float32 and whole
   int64_t slope_sums;  // [num_chunks, rows], for dslopes
   int64_t dbias;       // [num_chunks, extents...], where ds are summed
-  int64_t rows, dbias_size, total;
+  int64_t array_sums;  // double [array_parts, flex->num_sums]
+  int64_t rows, dbias_size, array_parts, total;
   bool dq_in_place;
 };
 
@@ -87,6 +89,9 @@ CUATTN_HOST_DEVICE BackwardLayout layout_of(const BackwardParams& p, int32_t num
   layout.dbias_size = extents[0] * extents[1] * extents[2] * extents[3];
   bool sums = p.needs(kNeedDbias) && sums_bias(p);
   layout.dbias = take(sums, num_chunks * layout.dbias_size);
+  if (p.flex == nullptr) return layout;
+  layout.array_parts = p.flex->parts(int64_t{num_chunks} * f.batch * f.num_heads_kv);
+  layout.array_sums = take(true, 2 * layout.array_parts * p.flex->num_sums);
   return layout;
 }
 

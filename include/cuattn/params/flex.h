@@ -64,6 +64,9 @@ enum class FlexCode : int32_t {
   not_,
   // NOLINTEND(readability-identifier-naming)
   where,
+  // of a gradient's program: adds ds times a to the gradient of array `number` at [], [b] or [b, c],
+  // unless `number` is -1; gives a
+  give,
 };
 
 struct FlexOp {
@@ -100,6 +103,30 @@ struct FlexParams {
   FlexProgram score, mask;
   FlexLists lists;
   FlexArray arrays[kMaxFlexArrays];
+};
+
+// The gradient of a captured array of float32, of its extents.
+struct FlexArrayGradient {
+  float* data;         // or nullptr: not asked for
+  int64_t strides[2];  // in elements
+  int64_t first;       // where its sums begin
+};
+
+// What the backward pass asks of a score program.
+struct FlexGradient {
+  FlexProgram
+      program;  // of the score that the score program took; the result is the derivative by it
+  FlexArrayGradient arrays[kMaxFlexArrays];
+  int64_t num_sums;  // elements of the arrays that are asked for
+
+  // Memory for sums of one part of the work: so many parts at most, by shapes alone.
+  CUATTN_HOST_DEVICE int64_t parts(int64_t units) const {
+    constexpr int64_t kMostSums = int64_t{1} << 24, kMostParts = 32;
+    if (num_sums == 0) return 0;
+    int64_t most = kMostSums / num_sums;
+    most = most < 1 ? 1 : most > kMostParts ? kMostParts : most;
+    return units < most ? units : most;
+  }
 };
 
 // Keys [begin, end) that each row sees at most, beside what the other masks hide.

@@ -28,13 +28,21 @@ struct TokenPlaces {
     }
     return low;
   }
+  CUATTN_HOST_DEVICE Span queries_of(int64_t b) const {
+    return make_span(cu_seqlens_q, seqused_q, static_cast<int32_t>(b), queries, total_q);
+  }
   CUATTN_HOST_DEVICE int64_t operator()(int64_t b, int64_t row) const {
     if (positions != nullptr) return positions[b * stride_batch + row * stride_seq];
     if (cu_seqlens_q != nullptr) b = sequence_of(row);
-    int32_t seq = static_cast<int32_t>(b);
-    Span q = make_span(cu_seqlens_q, seqused_q, seq, queries, total_q);
-    Span k = make_span(cu_seqlens_k, seqused_k, seq, keys, total_k);
+    Span q = queries_of(b);
+    Span k = make_span(cu_seqlens_k, seqused_k, static_cast<int32_t>(b), keys, total_k);
     return row - q.start + k.used - q.used;
+  }
+  // Whether attention reads a row: none behind the queries in use, nor before the first sequence.
+  CUATTN_HOST_DEVICE bool is_read(int64_t b, int64_t row) const {
+    if (cu_seqlens_q != nullptr) b = sequence_of(row);
+    Span q = queries_of(b);
+    return row >= q.start && row - q.start < q.used;
   }
 };
 

@@ -59,13 +59,13 @@ def explain_mla(
     e = read_extents(op, shapes, causal, same)
     word = dtype if isinstance(given["q"], tuple) else str(given["q"].dtype).split(".")[-1]
     itemsize = 4 if word == "float32" else 2
-    form = choose(op, given.get("form"), e, itemsize)
     backend = given.get("backend", "auto")
+    form = choose(op, given.get("form"), e, itemsize, backend)
 
     costs = [f"{'form':10} {'GFLOP':>12} {'MB moved':>10} {'MB between':>11} {'H200, us':>9}"]
     for name in FORMS:
         cost = cost_of(name, e, itemsize)
-        why = refusal(name, e)
+        why = refusal(name, e, backend)
         mark = "-> " if name == form else "   "
         costs.append(
             f"{mark}{name:9} {cost.flops / 1e9:10.3f} {cost.bytes / 1e6:10.2f} "

@@ -11,6 +11,7 @@ Both are arguments of `cuattn.flex_attention`. `flex.masks` and `flex.scores` ha
 
 from . import masks, scores
 from .attention import flex_attention
+from .backward import flex_attention_backward
 from .block_mask import BlockMask, create_block_mask
 from .expression import TraceError, abs, exp, log, maximum, minimum, sigmoid, sqrt, tanh, where
 from .trace import trace
@@ -22,6 +23,7 @@ __all__ = [
     "create_block_mask",
     "exp",
     "flex_attention",
+    "flex_attention_backward",
     "log",
     "masks",
     "maximum",

@@ -13,13 +13,12 @@ from .._arrays import Array, ArrayT
 from .._options import DENSE, options_of
 from .block_mask import BlockMask
 from .evaluate import on_host
-from .masks import and_masks
 from .plan import Found, Problem, narrowed, plan
-from .trace import Traced, trace
+from .trace import trace
 
 NAME = "flex_attention"
 RAGGED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-OPTIONS = frozenset(option.name for option in options_of(*DENSE)) | frozenset(RAGGED)
+OPTIONS: frozenset[str] = frozenset(option.name for option in options_of(*DENSE)) | {*RAGGED}
 
 
 def flex_attention(
@@ -73,24 +72,31 @@ def flex_attention(
         On CUDA, if the mask is neither causal nor a window, or score_mod is given.
     """
     arguments = {"q": q, "k": k, "v": v, **options}
-    refuse_unknown(options)
+    refuse_unknown(NAME, options, OPTIONS)
     problem = problem_of(q, k, options)
     if problem is None:  # the compiled module says what is wrong with it
         return _core.flex_attention(arguments, {})
+    return run(arguments, find_for(arguments, problem, score_mod, mask_mod, block_mask))
+
+
+def refuse_unknown(name: str, options: dict[str, Any], known: frozenset[str]) -> None:
+    """Refuse names that are no arguments."""
+    for option in options:
+        if option not in known:
+            raise TypeError(
+                f"{name}: '{option}' is no argument; it takes score_mod, mask_mod, block_mask and "
+                f"{', '.join(sorted(known))}"
+            )
+
+
+def find_for(
+    arguments: dict[str, Any], problem: Problem, score_mod: Any, mask_mod: Any, block_mask: Any
+) -> dict[str, Any]:
+    """Return the arrays that stand for functions; a mask that is a window joins the arguments."""
     found = find(problem, score_mod, mask_mod, block_mask)
     if found.window is not None:
-        arguments["window"] = narrowed(options.get("window", (-1, -1)), found.window)
-    return run(arguments, found)
-
-
-def refuse_unknown(options: dict[str, Any]) -> None:
-    """Refuse names that are no arguments."""
-    for name in options:
-        if name not in OPTIONS:
-            raise TypeError(
-                f"{NAME}: '{name}' is no argument; it takes score_mod, mask_mod, block_mask and "
-                f"{', '.join(sorted(OPTIONS))}"
-            )
+        arguments["window"] = narrowed(arguments.get("window", (-1, -1)), found.window)
+    return found.arrays
 
 
 def find(problem: Problem, score_mod: Any, mask_mod: Any, block_mask: Any) -> Found:
@@ -98,19 +104,12 @@ def find(problem: Problem, score_mod: Any, mask_mod: Any, block_mask: Any) -> Fo
     score = None if score_mod is None else trace(score_mod, is_score=True)
     if block_mask is not None and hasattr(block_mask, "kv_indices"):
         block_mask = BlockMask.from_torch(block_mask)
+    mask = None if mask_mod is None else trace(mask_mod)  # its messages name it
     if block_mask is not None:
         require_fit(block_mask, problem)
-    return plan(problem, score, mask_of(mask_mod, block_mask), block_mask)
-
-
-def mask_of(mask_mod: Any, block_mask: BlockMask | None) -> Traced | None:
-    """Return the mask of a function, a block mask, or both."""
-    if block_mask is None:
-        return None if mask_mod is None else trace(mask_mod)
-    if mask_mod is None:
-        return trace(block_mask.mask_mod)
-    trace(mask_mod)  # whose messages name it
-    return trace(and_masks(block_mask.mask_mod, mask_mod))
+        block_mask = block_mask if mask_mod is None else block_mask.within(mask_mod)
+        mask = trace(block_mask.mask_mod)
+    return plan(problem, score, mask, block_mask)
 
 
 def require_fit(block_mask: Any, problem: Problem) -> None:
@@ -136,10 +135,10 @@ def require_fit(block_mask: Any, problem: Problem) -> None:
         )
 
 
-def run(arguments: dict[str, Any], found: Found) -> Any:
+def run(arguments: dict[str, Any], found: dict[str, Any]) -> Any:
     """Call the compiled module; JAX arrays go by cuattn.jax."""
     try:
-        result = _core.flex_attention(arguments, found.arrays)
+        result = _core.flex_attention(arguments, found)
     except _core.GradientWanted:
         raise NotImplementedError(
             f"{NAME}: has no gradients yet, got a tensor that requires one; call it under "
@@ -148,7 +147,7 @@ def run(arguments: dict[str, Any], found: Found) -> Any:
     if result is NotImplemented:
         from ..jax.flex import run_on_host
 
-        return run_on_host(arguments, found.arrays)
+        return run_on_host(NAME, _core.flex_attention, arguments, found)
     return result
 
 

@@ -208,7 +208,9 @@ class BlockMask:
         if mask_mod is None:
             states = np.where(dense, SEEN, HIDDEN).astype(np.uint8)
             return cls(mod, shape, block, states)
-        return create_block_mask(masks.and_masks(mod, mask_mod), *shape, block_size=block)
+        states = create_block_mask(mask_mod, *shape, block_size=block).states
+        states = np.where(dense, states, np.uint8(HIDDEN))
+        return cls(masks.and_masks(mod, mask_mod), shape, block, states)
 
     @classmethod
     def from_csr(
@@ -269,8 +271,16 @@ class BlockMask:
 
     @classmethod
     def from_torch(cls, block_mask: Any) -> BlockMask:
-        """Return the mask of a BlockMask of torch.nn.attention.flex_attention, on the CPU."""
-        block: Any = tuple(int(n) for n in block_mask.BLOCK_SIZE)
+        """Return the mask of a BlockMask of torch.nn.attention.flex_attention, on the CPU.
+
+        Raises
+        ------
+        ValueError
+            If its lists name a block that there is none of, or count beyond a row.
+        """
+        name = "BlockMask.from_torch"
+        given: Any = tuple(int(n) for n in block_mask.BLOCK_SIZE)
+        block = block_pair(name, given)
         lengths = tuple(int(n) for n in block_mask.seq_lengths)
         count = tuple(-(-n // m) for n, m in zip(lengths, block, strict=True))
 
@@ -278,17 +288,26 @@ class BlockMask:
             if counts is None:
                 return None
             counts, columns = np.asarray(counts), np.asarray(columns)
+            most = columns.shape[-1]
+            is_used = np.arange(most) < counts[..., None]
+            for what, x, n in (
+                ("kv_num_blocks", counts, most + 1),
+                ("kv_indices", columns[is_used], count[1]),
+            ):
+                if np.any((x < 0) | (x >= n)):
+                    raise ValueError(
+                        f"{name}: {what} must lie within [0, {n}), got {x[(x < 0) | (x >= n)][0]}; "
+                        f"{lengths[1]} keys have {count[1]} blocks of {block[1]}"
+                    )
             out = np.zeros((*counts.shape, count[1]), bool)
-            is_used = np.arange(columns.shape[-1]) < counts[..., None]
             place = np.nonzero(is_used)
             out[(*place[:-1], columns[place])] = True
             return out[..., : count[0], :]
 
         asked = dense(block_mask.kv_num_blocks, block_mask.kv_indices)
         seen = dense(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
-        mod = masks.and_masks(dense_mask(asked, block), block_mask.mask_mod)
-        mod = mod if seen is None else masks.or_masks(dense_mask(seen, block), mod)
-        return create_block_mask(mod, *asked.shape[:2], *lengths, block_size=block)
+        made = cls.from_dense(asked, *lengths, block_size=block, mask_mod=block_mask.mask_mod)
+        return made if seen is None else made | cls.from_dense(seen, *lengths, block_size=block)
 
     def __and__(self, other: Any) -> BlockMask:
         return self.joined(other, "&", masks.and_masks, np.minimum)
@@ -312,6 +331,11 @@ class BlockMask:
             )
         mod = mods(self.mask_mod, other.mask_mod)
         return BlockMask(mod, self.shape, self.block_size, states(self.states, other.states))
+
+    def within(self, mask_mod: Callable[..., Any]) -> BlockMask:
+        """Return the mask that hides also what a function hides: no block of it is surely seen."""
+        mod = masks.and_masks(self.mask_mod, mask_mod)
+        return BlockMask(mod, self.shape, self.block_size, np.minimum(self.states, ASKED))
 
     def rows(self, b: int = 0, h: int = 0, width: int = 64) -> Iterator[str]:
         """List the rows of a picture: '#' seen, '+' asked, '.' hidden."""

@@ -3,7 +3,7 @@
 
 An index beyond the end of a captured array reads its nearest element: kernels compute scores of
 padding, too. Bounds are sound: what they call impossible is so, in float32 as well as exactly, and
-whole numbers that leave int32 on the way are refused.
+whole numbers that leave int32 on the way are refused. Where a float may be NaN, both bounds are.
 """
 
 from __future__ import annotations
@@ -152,8 +152,30 @@ def float_error(bounds: Bounds) -> Bounds:
     """Widen by more than the rounding of a float32 operation, or of another exp."""
     low, high = (np.asarray(x, np.float64) for x in bounds)
     with np.errstate(all="ignore"):
-        low, high = low - np.abs(low) * 1e-6 - 1e-37, high + np.abs(high) * 1e-6 + 1e-37
-    return np.where(np.isnan(low), -np.inf, low), np.where(np.isnan(high), np.inf, high)
+        least, most = low - np.abs(low) * 1e-6 - 1e-37, high + np.abs(high) * 1e-6 + 1e-37
+    least, most = (
+        np.where(low >= 0, np.maximum(least, 0), least),
+        np.where(  # signs stay
+            high <= 0, np.minimum(most, 0), most
+        ),
+    )
+    is_nan = np.isnan(low) | np.isnan(high)
+    return np.where(is_nan, np.nan, least), np.where(is_nan, np.nan, most)
+
+
+def is_infinite(a: Bounds) -> Any:
+    """Whether a number may be infinite."""
+    return np.isinf(a[0]) | np.isinf(a[1])
+
+
+def has_zero(a: Bounds) -> Any:
+    """Whether a number may be 0."""
+    return (np.asarray(a[0]) <= 0) & (np.asarray(a[1]) >= 0)
+
+
+def nan_where(condition: Any, a: Bounds) -> Bounds:
+    """Return bounds, NaN where a condition says that a number may be that."""
+    return np.where(condition, np.nan, a[0]), np.where(condition, np.nan, a[1])
 
 
 def product(a: Bounds, b: Bounds, op: Callable[[Any, Any], Any]) -> Bounds:
@@ -162,15 +184,23 @@ def product(a: Bounds, b: Bounds, op: Callable[[Any, Any], Any]) -> Bounds:
         corners = [op(x, y) for x in a for y in b]
     low, high = corners[0], corners[0]
     for x in corners[1:]:
-        low, high = np.minimum(low, x), np.maximum(high, x)  # NaN stays, float_error widens it
+        low, high = np.minimum(low, x), np.maximum(high, x)  # NaN stays
     return low, high
+
+
+def multiplied(a: Bounds, b: Bounds) -> Bounds:
+    """Return the bounds of a product of floats."""
+    is_nan = (is_infinite(a) & has_zero(b)) | (is_infinite(b) & has_zero(a))
+    return nan_where(is_nan, product(a, b, np.multiply))
 
 
 def divided(a: Bounds, b: Bounds) -> Bounds:
     """Return the bounds of a quotient."""
     low, high = product(a, b, np.true_divide)
-    has_zero = (np.asarray(b[0]) <= 0) & (np.asarray(b[1]) >= 0)
-    return np.where(has_zero, -np.inf, low), np.where(has_zero, np.inf, high)
+    any_size = has_zero(b)
+    is_nan = (any_size & has_zero(a)) | (is_infinite(a) & is_infinite(b)) | np.isnan(a[0])
+    low, high = np.where(any_size, -np.inf, low), np.where(any_size, np.inf, high)
+    return nan_where(is_nan, (low, high))
 
 
 def remainder(a: Bounds, divisor: Any) -> Bounds:
@@ -183,24 +213,30 @@ def remainder(a: Bounds, divisor: Any) -> Bounds:
 def magnitude(a: Bounds) -> Bounds:
     """Return the bounds of the size of a number."""
     low, high = np.abs(a[0]), np.abs(a[1])
-    has_zero = (np.asarray(a[0]) <= 0) & (np.asarray(a[1]) >= 0)
-    return np.where(has_zero, 0, np.minimum(low, high)), np.maximum(low, high)
+    return np.where(has_zero(a), 0, np.minimum(low, high)), np.maximum(low, high)
 
 
 def monotone(op: str, a: Bounds) -> Bounds:
     """Return the bounds of a function that never falls."""
     with np.errstate(all="ignore"):
-        return NUMPY[op](np.float64(a[0])), NUMPY[op](np.float64(a[1]))
+        low, high = NUMPY[op](np.float64(a[0])), NUMPY[op](np.float64(a[1]))
+    return nan_where(np.isnan(low), (low, high))  # also the greatest of log(-1 to 1)
 
 
 def compared(op: str, a: Bounds, b: Bounds) -> Bounds:
     """Return whether a comparison surely, and whether it possibly holds."""
+    surely, possibly = compared_numbers(op, a, b)
+    is_nan = np.isnan(a[0]) | np.isnan(b[0])
+    return surely & np.logical_not(is_nan), possibly | is_nan
+
+
+def compared_numbers(op: str, a: Bounds, b: Bounds) -> Bounds:
+    """Return the same, of what is not NaN."""
     (low, high), (least, most) = a, b
     if op in ("gt", "ge"):
-        return compared("lt" if op == "gt" else "le", b, a)
+        return compared_numbers("lt" if op == "gt" else "le", b, a)
     if op in ("lt", "le"):
-        compare = NUMPY[op]
-        return compare(high, least), compare(low, most)
+        return NUMPY[op](high, least), NUMPY[op](low, most)
     one = (low == high) & (least == most) & (low == least)
     meet = (low <= most) & (least <= high)
     return (one, meet) if op == "eq" else (np.logical_not(meet), np.logical_not(one))
@@ -227,6 +263,12 @@ def chosen(kind: str, c: Bounds, x: Bounds, y: Bounds) -> Bounds:
     return low, np.where(surely, x[1], np.where(never, y[1], both[1]))
 
 
+def bounds_of_sum(node: Expr, a: Bounds, b: Bounds) -> Bounds:
+    """Return the bounds of a sum; two infinities may be NaN together."""
+    total = a[0] + b[0], a[1] + b[1]
+    return total if node.type == INT else nan_where(is_infinite(a) & is_infinite(b), total)
+
+
 def bounds_of(node: Expr, args: list[Any]) -> Bounds:
     """Return the bounds of an operation from those of its arguments."""
     op = node.op
@@ -239,14 +281,18 @@ def bounds_of(node: Expr, args: list[Any]) -> Bounds:
     if op == "where":
         return chosen(node.type, *args)
     if op in ("mul", "div"):
-        return product(args[0], args[1], np.multiply) if op == "mul" else divided(*args)
+        if op == "mul" and node.type == INT:
+            return product(args[0], args[1], np.multiply)
+        return multiplied(*args) if op == "mul" else divided(*args)
     if op == "mod":
         return remainder(args[0], args[1][0])
     if op == "floordiv":
         return args[0][0] // args[1][0], args[0][1] // args[1][0]
     if op == "sub":
-        return args[0][0] - args[1][1], args[0][1] - args[1][0]
-    if op in ("add", "min", "max"):
+        return bounds_of_sum(node, args[0], (-args[1][1], -args[1][0]))
+    if op == "add":
+        return bounds_of_sum(node, *args)
+    if op in ("min", "max"):
         return NUMPY[op](args[0][0], args[1][0]), NUMPY[op](args[0][1], args[1][1])
     if op == "neg":
         return -args[0][1], -args[0][0]

@@ -26,7 +26,7 @@ INT32_MAX = 2**31 - 1
 # What numpy and torch call our operations, where it is another name.
 OTHER_NAMES = {
     **{"subtract": "sub", "multiply": "mul", "true_divide": "div", "divide": "div"},
-    **{"truediv": "div", "floor_divide": "floordiv", "remainder": "mod", "fmod": "mod"},
+    **{"truediv": "div", "floor_divide": "floordiv", "remainder": "mod"},
     **{"less": "lt", "less_equal": "le", "greater": "gt", "greater_equal": "ge"},
     **{"equal": "eq", "not_equal": "ne", "bitwise_and": "and", "logical_and": "and"},
     **{"bitwise_or": "or", "logical_or": "or", "bitwise_xor": "xor", "logical_xor": "xor"},
@@ -135,6 +135,16 @@ class Operand:
     def float(self) -> Any:
         """Return it as a float."""
         return to_float(read(self))
+
+    device = None  # of an index, as torch's masks hand it on
+
+    def new_ones(self, *_: Any, dtype: Any = None, **__: Any) -> Any:
+        """Return the condition that holds, or 1: torch's masks begin with it."""
+        return read(True) if str(dtype).endswith("bool") else read(1)
+
+    def new_zeros(self, *_: Any, dtype: Any = None, **__: Any) -> Any:
+        """Return the condition that never holds, or 0."""
+        return read(False) if str(dtype).endswith("bool") else read(0)
 
     def int(self) -> Any:
         """Return it as a whole number."""
@@ -429,6 +439,12 @@ def power(x: Any, y: Any) -> Expr:
     )
 
 
+def fmod(x: Any, y: Any) -> Expr:
+    """Return the remainder that has the sign of x, as numpy's and torch's fmod."""
+    x = read(x)
+    return where(x < 0, -(-x % y), x % y)
+
+
 def sigmoid(x: Any) -> Expr:
     """Return 1 / (1 + exp(-x))."""
     return 1.0 / (1.0 + exp(-read(x)))
@@ -436,6 +452,7 @@ def sigmoid(x: Any) -> Expr:
 
 COMPOSED: dict[str, Callable[..., Expr]] = {
     **{"where": where, "clamp": clamp, "pow": power, "sigmoid": sigmoid},
+    "fmod": fmod,
     "exp2": lambda x: exp(read(x) * math.log(2.0)),
     "log2": lambda x: log(x) * (1.0 / math.log(2.0)),
     "rsqrt": lambda x: 1.0 / sqrt(x),

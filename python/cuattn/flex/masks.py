@@ -167,6 +167,7 @@ def or_masks(*masks: MaskMod) -> MaskMod:
 
 def not_mask(mask: MaskMod) -> MaskMod:
     """Return what a mask does not see."""
+    require_functions("not_mask", mask)
     asks = with_lengths(mask)
     return lambda b, h, q_idx, kv_idx, *, q_len, kv_len: ~asks(b, h, q_idx, kv_idx, q_len, kv_len)
 
@@ -174,6 +175,7 @@ def not_mask(mask: MaskMod) -> MaskMod:
 def joined(masks: tuple[MaskMod, ...], join: Callable[[Any, Any], Any]) -> MaskMod:
     if not masks:
         raise ValueError("and_masks, or_masks: masks must be given, got none; pass functions")
+    require_functions("and_masks, or_masks", *masks)
     asks = [with_lengths(mask) for mask in masks]
 
     def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any, *, q_len: Any, kv_len: Any) -> Any:
@@ -183,6 +185,16 @@ def joined(masks: tuple[MaskMod, ...], join: Callable[[Any, Any], Any]) -> MaskM
         return seen
 
     return mask
+
+
+def require_functions(name: str, *masks: Any) -> None:
+    """Refuse what is no mask function."""
+    for mask in masks:
+        if not callable(mask):
+            raise TypeError(
+                f"{name}: a mask must be a function (b, h, q_idx, kv_idx), got "
+                f"{type(mask).__name__}; block masks join by & and |"
+            )
 
 
 def with_lengths(mask: MaskMod) -> Callable[..., Any]:

@@ -186,14 +186,15 @@ def add_lists(
 ) -> str:
     """Add which blocks are to be computed, and in which the mask is to be asked."""
     is_dense = problem.starts_q is None and problem.common == problem.shape[2:]
-    if block_mask is not None:
+    counts_lengths = not mask.expr.free.isdisjoint(("q_len", "kv_len"))
+    if block_mask is not None and (is_dense or not counts_lengths):
         states, block = block_mask.states, block_mask.block_size
         lists = block_mask.by_query
     elif is_dense and problem.seqlen_q and problem.seqlen_kv:
         states, block = classify(mask, problem.shape, BLOCK), BLOCK
         lists = lists_of(states)
     else:
-        return "no lists of blocks, as sequences differ in length"
+        return "no lists of blocks, as sequences have lengths of their own"
     found["block_starts"], found["block_entries"] = lists
     found["query_block"], found["key_block"] = block
     hidden, asked = (int(np.count_nonzero(states == s)) for s in (0, 1))

@@ -12,13 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from .expression import BOOL, FLOAT, Expr, ordered
+from .derivative import derivative, loads
+from .expression import BOOL, FLOAT, SCORE, Expr, ordered
+from .trace import Traced
 
 CODES = (
     *("q", "k", "b", "h", "q_len", "kv_len", "score", "number", "load"),
     *("add", "sub", "mul", "min", "max", "neg", "abs", "floordiv", "mod", "lt", "le", "eq", "ne"),
     *("addf", "subf", "mulf", "divf", "minf", "maxf", "negf", "absf", "ltf", "lef", "eqf", "nef"),
-    *("exp", "log", "tanh", "sqrt", "float", "and", "or", "xor", "not", "where"),
+    *("exp", "log", "tanh", "sqrt", "float", "and", "or", "xor", "not", "where", "give"),
 )
 CODE = {name: code for code, name in enumerate(CODES)}
 MAX_REGISTERS = 24
@@ -43,6 +45,8 @@ def operation(node: Expr, scalars: list[Any], first_slot: int) -> tuple[str, lis
         return "number", [], number_bits(x, node.type)
     if node.op == "load":
         return "load", args, node.args[0] + first_slot
+    if node.op == "give":
+        return "give", args, node.args[0]
     if node.op in MIRRORED:
         args.reverse()
     name = MIRRORED.get(node.op, node.op)
@@ -81,6 +85,8 @@ def written(order: list[Expr], num_rows: int, scalars: list[Any], slot: int) -> 
             if last[a] == i and not is_kept:
                 registers.free.append(at[a])
         at[node] = registers.take()
+        if node not in last:  # what it gives is read by nobody, or is the result
+            registers.free.append(at[node])
         rows.append([CODE[name], at[node], *sources, number])
     return rows, registers.count
 
@@ -93,9 +99,29 @@ def program(expr: Expr, scalars: list[Any], first_slot: int = 0) -> np.ndarray[A
     NotImplementedError
         If it keeps more values at once than there are registers.
     """
-    order = ordered(expr)
-    of_rows = [node for node in order if node.free.isdisjoint(("k", "score"))]
-    of_keys = [node for node in order if not node.free.isdisjoint(("k", "score"))]
+    return program_of(ordered(expr), scalars, first_slot)
+
+
+def gradient_program(score: Traced, slots: set[int]) -> np.ndarray[Any, Any]:
+    """Return the derivative of a score function, which also gives the arrays of some slots theirs.
+
+    Each read of such an array gives it the gradient of the score times the score's derivative by
+    what was read; the last operation is the derivative by the score that the function takes.
+    """
+    gives = []
+    for load in loads(score.expr):
+        if load.args[0] in slots:
+            by_load = derivative(score.expr, load)
+            gives.append(Expr("give", (load.args[0], by_load, *load.args[2:]), FLOAT))
+    by_score = Expr("give", (-1, derivative(score.expr, SCORE)), FLOAT)
+    return program_of(ordered(*gives, by_score), score.scalars, 0)
+
+
+def program_of(order: list[Expr], scalars: list[Any], first_slot: int) -> np.ndarray[Any, Any]:
+    """Return nodes, arguments first, as a program whose result is the last one's."""
+    is_of_rows = {n: n.op != "give" and n.free.isdisjoint(("k", "score")) for n in order}
+    of_rows = [node for node in order if is_of_rows[node]]
+    of_keys = [node for node in order if not is_of_rows[node]]
     for front in (of_rows, []):
         rest = of_keys if front else order
         rows, count = written([*front, *rest], len(front), scalars, first_slot)

@@ -26,6 +26,7 @@ from .expression import (
     Expr,
     K,
     Q,
+    TraceError,
     apply,
     is_const,
     maximum,
@@ -167,6 +168,14 @@ def conjuncts(e: Expr) -> list[Expr]:
 
 def split(e: Expr) -> Split:
     """Return the begin and end of each row's keys, and the condition that is left."""
+    try:
+        return split_parts(e)
+    except TraceError:  # a limit beyond int32
+        return Split(None, None, e)
+
+
+def split_parts(e: Expr) -> Split:
+    """Do what `split` does, where every limit is an int32."""
     found, rest = Interval(None, None), None
     for part in conjuncts(e):
         keys = None if is_const(part, True) else interval(part)

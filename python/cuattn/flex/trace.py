@@ -35,6 +35,8 @@ from .expression import (
     TraceError,
     describe,
     in_int32,
+    is_const,
+    ordered,
     read,
     to_float,
 )
@@ -70,13 +72,13 @@ class Captured(Operand):
                 f"a captured array of shape {self.shape} takes {self.ndim} indices, got "
                 f"{len(indices)}"
             )
-        read_indices = tuple(self.index(i) for i in indices)
+        read_indices = tuple(map(self.index, indices, self.shape))
         if len(indices) < self.ndim:
             return Captured(self.shape, self.kind, self.slot, read_indices)
         return Expr("load", (self.slot, KINDS[self.kind], *read_indices), KINDS[self.kind])
 
-    def index(self, i: Any) -> Expr:
-        """Return an index of the array as a node."""
+    def index(self, i: Any, extent: int) -> Expr:
+        """Return an index of an axis as a node; -1 is the last, where it is written as a number."""
         try:
             node = read(i)
         except TraceError:
@@ -87,6 +89,8 @@ class Captured(Operand):
                 f"a captured array of shape {self.shape} is indexed by whole numbers made of b, h, "
                 f"q_idx and kv_idx, got {got}"
             )
+        if is_const(node) and -extent <= node.args[0] < 0:
+            return read(node.args[0] + extent)
         return node
 
     def value(self) -> Expr:
@@ -135,10 +139,14 @@ def is_number(x: Any) -> bool:
 def is_own(function: Any) -> bool:
     """Whether a function is the user's, and to be rebuilt."""
     module = (getattr(function, "__module__", None) or "").split(".")
-    return module[0] not in FOREIGN or (module[:2] == ["cuattn", "flex"] and module[-1] in MODS)
+    return module[0] not in FOREIGN or ".".join(module) in MODS
 
 
-MODS = ("masks", "scores", "block_mask")  # modules of ours that hold such functions
+# Modules that hold functions of functions: those are rebuilt, too.
+MODS = (
+    *(f"cuattn.flex.{name}" for name in ("masks", "scores", "block_mask")),
+    "torch.nn.attention.flex_attention",
+)
 
 
 def names_of(code: types.CodeType) -> Iterator[str]:
@@ -175,8 +183,9 @@ class Rebuilder:
     def scalar(self, x: Any) -> Expr:
         """Return the node of a number that is read at each call."""
         kind = FLOAT if isinstance(x, (float, np.floating)) else INT
-        x = float(x) if kind == FLOAT else in_int32(int(x), "a number of the closure")
-        self.traced.scalars.append(x)
+        self.traced.scalars.append(float(x) if kind == FLOAT else int(x))
+        if kind == INT:
+            in_int32(int(x), "a number of the closure")
         return Expr("scalar", (len(self.traced.scalars) - 1,), kind)
 
     def replace(self, x: Any, is_inside: bool) -> Any:
@@ -229,13 +238,16 @@ class Rebuilder:
 
 def parameters(function: Any) -> tuple[str, ...]:
     """Return the names of the lengths that a function asks for beside its indices."""
+    given: set[str] = set()
     while isinstance(function, functools.partial):
+        given |= set(function.keywords)
         function = function.func
-    code = getattr(function, "__code__", None) or getattr(function.__call__, "__code__", None)
+    call = getattr(function, "__call__", None)  # noqa: B004
+    code = getattr(function, "__code__", None) or getattr(call, "__code__", None)
     if code is None:
         return ()
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    return tuple(name for name in ("q_len", "kv_len") if name in names)
+    return tuple(name for name in ("q_len", "kv_len") if name in names and name not in given)
 
 
 def run(function: Any, traced: Traced, keeps_scalars: bool) -> Expr:
@@ -246,7 +258,19 @@ def run(function: Any, traced: Traced, keeps_scalars: bool) -> Expr:
     lengths = {"q_len": Q_LEN, "kv_len": KV_LEN}
     asked = {name: lengths[name] for name in parameters(function)}
     symbols = (SCORE, B, H, Q, K) if traced.is_score else (B, H, Q, K)
-    return read(rebuilt(*symbols, **asked))
+    return checked(read(rebuilt(*symbols, **asked)), traced.scalars)
+
+
+def checked(expr: Expr, scalars: list[Any]) -> Expr:
+    """Refuse scalars that mean something else as constants, which they become then."""
+    for node in ordered(expr):
+        for x in node.nodes():
+            is_divisor = node.op in ("floordiv", "mod") and x is node.args[1]
+            if x.op == "scalar" and (is_divisor or node.op == "load"):
+                number = scalars[x.args[0]]
+                if number < is_divisor:  # 0 is an index, and no divisor
+                    raise TraceError(f"{describe(node)} takes no {number} for {describe(x)}")
+    return expr
 
 
 def trace(function: Callable[..., Any], is_score: bool = False) -> Traced:
@@ -262,12 +286,14 @@ def trace(function: Callable[..., Any], is_score: bool = False) -> Traced:
         takes = "(score, b, h, q_idx, kv_idx)" if is_score else "(b, h, q_idx, kv_idx)"
         raise TraceError(f"{what} must be a function {takes}, got {type(function).__name__}")
     reached = list(reach(function))
-    known = remembered(function, is_score)
+    is_kept = all(map(is_settled, reached))
+    known = remembered(function, is_score) if is_kept else None
     if known is not None and same(known[0], reached):
         return known[1]
     name = getattr(function, "__qualname__", type(function).__name__)
     traced = trace_anew(function, is_score, what, name)
-    remember(function, is_score, reached, traced)
+    if is_kept:
+        remember(function, is_score, reached, traced)
     return traced
 
 
@@ -308,17 +334,21 @@ def trace_anew(function: Any, is_score: bool, what: str, name: str) -> Traced:
     return traced
 
 
-# What was traced is kept with the function, and found again if all it reaches is the same object.
+# What was traced is kept with the function, and found again if all it reaches is the same. Nothing
+# is kept where it reaches what may change inside: objects with attributes, classes, modules.
 
+VALUES = (str, bytes, bool, type(None), type(...), np.generic, np.dtype, np.ufunc)
+SETTLED = (*VALUES, types.CodeType, types.BuiltinFunctionType)
 memory: weakref.WeakKeyDictionary[Any, dict[bool, Any]] = weakref.WeakKeyDictionary()
 
 
-def reach(x: Any, seen: set[int] | None = None) -> Iterator[Any]:
+def reach(x: Any, seen: dict[int, int] | None = None) -> Iterator[Any]:
     """List what a function reaches through its closure, defaults and globals."""
-    seen = set() if seen is None else seen
+    seen = {} if seen is None else seen
     if id(x) in seen and not is_number(x):
+        yield seen[id(x)]  # met before, as what
         return
-    seen.add(id(x))
+    seen[id(x)] = len(seen)
     if isinstance(x, types.FunctionType) and is_own(x):
         yield x.__code__
         for cell in x.__closure__ or ():
@@ -331,24 +361,39 @@ def reach(x: Any, seen: set[int] | None = None) -> Iterator[Any]:
         for name in names_of(x.__code__):
             if name in x.__globals__:
                 yield from reach(x.__globals__[name], seen)
-    elif type(x) in (tuple, list):
-        for y in x:
-            yield from reach(y, seen)
-    elif type(x) is dict:
-        for y in x.values():
-            yield from reach(y, seen)
-    elif isinstance(x, functools.partial):
-        yield from reach((x.func, x.args, x.keywords), seen)
-    elif isinstance(x, types.MethodType):
-        yield from reach((x.__func__, x.__self__), seen)
+    elif is_array(x):
+        yield from (x, *x.shape, dtype_name(x))  # a tensor may get other ones
     else:
-        yield x
+        parts = parts_of(x)  # of objects that live on: an id is met once
+        for y in parts or ():
+            yield from reach(y, seen)
+        yield x if parts is None else len(parts)
+
+
+def parts_of(x: Any) -> tuple[Any, ...] | None:
+    """Return what a container or a bound function holds; None for all else."""
+    if type(x) in (tuple, list):
+        return tuple(x)
+    if type(x) is dict:
+        return (*x.keys(), *x.values())
+    if isinstance(x, functools.partial):
+        return x.func, *x.args, *x.keywords.keys(), *x.keywords.values()
+    return (x.__func__, x.__self__) if isinstance(x, types.MethodType) else None
+
+
+def is_settled(x: Any) -> bool:
+    """Whether something that a function reaches stays as it is, or is looked at in each call."""
+    if is_array(x) or is_number(x) or isinstance(x, SETTLED):
+        return True
+    name = x.__name__ if isinstance(x, types.ModuleType) else getattr(x, "__module__", None)
+    is_named = isinstance(x, (types.ModuleType, types.FunctionType, type))
+    return is_named and str(name).split(".")[0] in FOREIGN
 
 
 def same(a: list[Any], b: list[Any]) -> bool:
-    """Whether two reaches are of the same objects, and of equal numbers."""
+    """Whether two reaches are of the same objects, and of equal numbers and names."""
     return len(a) == len(b) and all(
-        x is y or (is_number(x) and type(x) is type(y) and x == y)
+        x is y or ((is_number(x) or isinstance(x, str)) and type(x) is type(y) and x == y)
         for x, y in zip(a, b, strict=True)
     )
 

@@ -11,6 +11,7 @@ from .cache import gather_cache, reshape_and_cache
 from .dot_product import dot_product_attention
 from .merge import merge_states
 from .paged import paged_attention
+from .parallel import parallel_attention, token_order
 
 __all__ = [
     "attention",
@@ -21,5 +22,7 @@ __all__ = [
     "gather_cache",
     "merge_states",
     "paged_attention",
+    "parallel_attention",
     "reshape_and_cache",
+    "token_order",
 ]

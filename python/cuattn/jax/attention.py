@@ -10,7 +10,15 @@ import jax
 from .._arrays import find_cublas
 from .._checks import check_ragged
 from .._options import PLACES
-from .call import check_arrays, plain_window, possible_devices, refuse, register, static_of
+from .call import (
+    as_varying,
+    check_arrays,
+    plain_window,
+    possible_devices,
+    refuse,
+    register,
+    static_of,
+)
 from .ops import ARRAYS, NUMBERS, differentiable_attention
 
 
@@ -25,7 +33,7 @@ def call(op: str, arguments: dict[str, Any]) -> Any:
     options["window"] = plain_window(options["window"])
     static = static_of(op, **options, devices=possible_devices(op, given))
     register()
-    results = differentiable_attention(given, static)
+    results = differentiable_attention(as_varying(given, given), static)
     return tuple(results) if options["return_lse"] else results[0]
 
 

@@ -197,11 +197,37 @@ def plain_window(window: Any) -> Any:
     return tuple(window) if isinstance(window, list) else window
 
 
+def as_varying(results: Any, arrays: Any) -> Any:
+    """Say that results differ between devices where arrays do, in a shard_map that checks it.
+
+    XLA is not told so by a foreign function.
+    """
+    every = frozenset().union(*(_varying(x) for x in jax.tree.leaves(arrays)))
+    if not every:
+        return results
+
+    def cast(x: jax.Array) -> jax.Array:
+        more = tuple(sorted(every - _varying(x)))
+        return jax.lax.pcast(x, more, to="varying") if more else x
+
+    return jax.tree.map(cast, results)
+
+
+def _varying(x: Any) -> frozenset[str]:
+    """Return the axes of a shard_map along which an array differs; none before JAX 0.10."""
+    return getattr(getattr(jax.typeof(x), "manual_axis_type", None), "varying", frozenset())
+
+
 def compiled(
     function: Callable[[Any, Static], Any], what: str = "gradient"
 ) -> Callable[[Any, Static], Any]:
     """Compile ``function(arrays, static)`` for each `static`; a gradient of it is refused."""
-    primal = jax.custom_jvp(function, nondiff_argnums=(1,))
+
+    @functools.wraps(function)
+    def run(arrays: Any, static: Static) -> Any:
+        return as_varying(function(arrays, static), arrays)
+
+    primal = jax.custom_jvp(run, nondiff_argnums=(1,))
 
     def refuse_gradient(static: Static, primals: Any, tangents: Any) -> Any:
         op = dict(static)["op"]

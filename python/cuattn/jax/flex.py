@@ -3,17 +3,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 
-from .. import _core
 
-NAME = "flex_attention"
-
-
-def run_on_host(arguments: dict[str, Any], found: dict[str, Any]) -> Any:
+def run_on_host(
+    function: str, call: Callable[..., Any], arguments: dict[str, Any], found: dict[str, Any]
+) -> Any:
     """Run on the memory of JAX arrays, and return JAX arrays.
 
     Raises
@@ -23,26 +22,27 @@ def run_on_host(arguments: dict[str, Any], found: dict[str, Any]) -> Any:
     ValueError
         If out, lse_out, workspace or stream is given: XLA owns these.
     """
-    for name in ("out", "lse_out", "workspace", "stream"):
+    written = ("out",) if function == "flex_attention" else ("dq", "dk", "dv")
+    for name in (*written, "lse_out", "workspace", "stream"):
         if arguments.get(name) is not None:
-            raise ValueError(f"{NAME}: {name} must not be given with JAX arrays; XLA owns it")
-    host = {name: on_host(name, x) for name, x in arguments.items()}
-    result = _core.flex_attention(host, found)
+            raise ValueError(f"{function}: {name} must not be given with JAX arrays; XLA owns it")
+    host = {name: on_host(function, name, x) for name, x in arguments.items()}
+    result = call(host, found)
     return jax.tree.map(jax.numpy.asarray, result)
 
 
-def on_host(name: str, x: Any) -> Any:
+def on_host(function: str, name: str, x: Any) -> Any:
     """Return an array as numpy's, over the same memory."""
     if isinstance(x, jax.core.Tracer):
         raise NotImplementedError(
-            f"{NAME}: {name} is traced by JAX, where the functions cannot be run yet; call it "
+            f"{function}: {name} is traced by JAX, where the functions cannot be run yet; call it "
             "outside of jit, vmap and grad, or by jax.pure_callback"
         )
     if not isinstance(x, jax.Array):
         return x
     if any(device.platform != "cpu" for device in x.devices()):
         raise NotImplementedError(
-            f"{NAME}: {name} lies on {x.devices()}, and JAX arrays are taken on the CPU alone; "
+            f"{function}: {name} lies on {x.devices()}, and JAX arrays are taken on the CPU alone; "
             "use a mask of cuattn.attention there"
         )
     return np.asarray(x)

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""flex_attention_backward: the gradients of flex_attention, and of the arrays its score reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from .. import _core
+from .._arrays import Array, ArrayT
+from .._gradients import GRADIENTS, check_need
+from .attention import OPTIONS, find_for, problem_of, refuse_unknown
+from .block_mask import BlockMask
+from .expression import FLOAT
+from .program import gradient_program
+from .trace import KINDS, Traced, dtype_name, trace
+
+NAME = "flex_attention_backward"
+FORWARD_ALONE = frozenset(("num_splits", "return_lse", "out", "lse_out"))
+TAKES = (OPTIONS - FORWARD_ALONE) | {"dlse", "deterministic", *GRADIENTS}
+
+
+def flex_attention_backward(
+    dout: ArrayT,
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    out: ArrayT,
+    lse: ArrayT,
+    *,
+    score_mod: Callable[..., Any] | None = None,
+    mask_mod: Callable[..., Any] | None = None,
+    block_mask: BlockMask | Any = None,
+    need: Sequence[str] = ("dq", "dk", "dv"),
+    arrays: Sequence[Array] = (),
+    **options: Any,
+) -> Any:
+    """Differentiate a loss through `flex_attention`, given its gradient with respect to the output.
+
+    The derivative of score_mod is worked out on its expression. Bits are the same each time,
+    whatever the number of threads, those of captured arrays included: their sums are float64, and
+    added up in an order that the shapes alone decide.
+
+    Parameters
+    ----------
+    dout : array, [batch, seqlen_q, num_heads_q, head_dim_v], packed [total_q, num_heads_q, dim]
+        Gradient of the loss with respect to out, of its shape and dtype.
+    q, k, v, score_mod, mask_mod, block_mask
+        As in the forward call.
+    out, lse : array
+        What it gave with return_lse=True.
+    need : sequence of {"dq", "dk", "dv", "dbias", "dsinks", "dslopes"}
+        The gradients to compute, in the order in which they are returned.
+    arrays : sequence of arrays
+        Arrays of floats that score_mod captures, whose gradients are wanted, too.
+    **options
+        Those of the forward call, `dlse` (float32, the gradient of lse), and results to be written
+        in place (dq, dk, dv, dbias, dsinks, dslopes), as `attention_backward` takes them.
+
+    Returns
+    -------
+    named tuple
+        What `need` names; with `arrays` also `darrays`, a tuple of a gradient for each, of its
+        shape, dtype and library.
+
+    Raises
+    ------
+    TypeError
+        If a function does what cannot be written down as an expression, or an option is unknown.
+    ValueError
+        If a shape, dtype, device or option breaks its rule, or one of `arrays` is not captured by
+        score_mod or holds no floats.
+    NotImplementedError
+        On CUDA, if the mask is neither causal nor a window, or score_mod is given.
+
+    Examples
+    --------
+    >>> import numpy as np, cuattn
+    >>> q = k = v = np.ones((1, 4, 2, 8), np.float32)
+    >>> bias = np.zeros(4, np.float32)
+    >>> mod = lambda score, b, h, q_idx, kv_idx: score + bias[kv_idx]
+    >>> out, lse = cuattn.flex_attention(q, k, v, score_mod=mod, return_lse=True)
+    >>> g = cuattn.flex_attention_backward(out, q, k, v, out, lse, score_mod=mod, arrays=[bias])
+    >>> g.darrays[0].round(2).tolist()
+    [0.0, 0.0, 0.0, 0.0]
+    """
+    from ..backward import result_type
+
+    refuse_unknown(NAME, options, TAKES)
+    need = check_need(NAME, need)
+    arguments = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "need": need}
+    arguments |= options
+    score = None if score_mod is None else trace(score_mod, is_score=True)
+    slots = [slot_of(score, array) for array in arrays]
+    captured = [] if score is None else score.arrays
+    wanted = {slot: np.zeros(tuple(captured[slot].shape), np.float32) for slot in slots}
+    problem, found = problem_of(q, k, options), {}
+    if problem is not None:
+        found = find_for(arguments, problem, score_mod, mask_mod, block_mask)
+    if score is not None and "score_program" in found:
+        found["score_gradient"] = gradient_program(score, set(slots))
+        count = len(found.get("arrays", ()))
+        found["array_gradients"] = [wanted.get(slot) for slot in range(count)]
+    results = run(arguments, found)
+    if not arrays:
+        return result_type(need)(*results)
+    darrays = tuple(like(array, wanted[slot]) for array, slot in zip(arrays, slots, strict=True))
+    return result_type((*need, "darrays"))(*results, darrays)
+
+
+def run(arguments: dict[str, Any], found: dict[str, Any]) -> Any:
+    """Call the compiled module; JAX arrays go by cuattn.jax."""
+    results = _core.flex_attention_backward(arguments, found)
+    if results is NotImplemented:
+        from ..jax.flex import run_on_host
+
+        return run_on_host(NAME, _core.flex_attention_backward, arguments, found)
+    return results
+
+
+def slot_of(score: Traced | None, array: Any) -> int:
+    """Return the place of an array among those that a score function captures."""
+    captured = [] if score is None else score.arrays
+    for slot, other in enumerate(captured):
+        if other is array:
+            if KINDS[dtype_name(array)] != FLOAT:
+                raise ValueError(
+                    f"{NAME}: arrays must hold floats, got {dtype_name(array)} of shape "
+                    f"{tuple(array.shape)}, which has no gradient; leave it out"
+                )
+            return slot
+    raise ValueError(
+        f"{NAME}: arrays must be captured by score_mod, got one of shape "
+        f"{tuple(getattr(array, 'shape', ()))} among {len(captured)} that it captures; pass the "
+        "same object that the function reads"
+    )
+
+
+def like(array: Any, x: np.ndarray[Any, Any]) -> Any:
+    """Return numbers in the dtype and the library of a captured array."""
+    if isinstance(array, np.ndarray):
+        return x.astype(array.dtype, copy=False)
+    if hasattr(array, "new_tensor"):
+        return array.new_tensor(x)
+    return array.__array_namespace__().asarray(x, dtype=array.dtype)

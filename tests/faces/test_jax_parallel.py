@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""parallel_attention in a shard_map over four CPU devices gives what one device gives."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import frameworks
+
+jax = frameworks.require("jax")
+from cuattn.jax import parallel_attention, token_order  # noqa: E402  after what it needs
+
+SCRIPT = Path(__file__).resolve().parents[1] / "parallel_jax_calls.py"
+SENT = {"gather": "all-gather", "heads": "all-to-all", "ring": "collective-permute"}
+WORDS = {  # of each refusal
+    "axis": "axis must be an axis of a jax.shard_map",
+    "axes": "axis must be the name of one axis",
+    "scheme": "scheme must be 'auto', 'gather', 'heads' or 'ring', got 'rings'",
+    "layout": "layout must be 'contiguous' or 'zigzag', got 'bshd'",
+    "heads": "for each of 4 devices, got 6 and 3; choose another scheme",
+    "gather": "'gather' needs causal windows or none, got window (2, 2)",
+    "ring": "'ring' needs alibi_slopes None",
+    "zigzag": "'ring' needs layout 'contiguous' for windows, got 'zigzag'",
+    "none": "'heads' needs heads of q",
+    "groups": "head_groups must divide k's 4 heads, got 3",
+    "odd": "q must have an even number of rows for zigzag, got 7",
+    "unequal": "q and k must have the same number of rows",
+}
+
+
+@pytest.fixture(scope="module")
+def lines():
+    if jax.__version_info__ < (0, 10):
+        pytest.skip("shard_map of an older JAX checks otherwise what varies")
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT)], capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_values_and_gradients_of_one_device(lines):
+    found = [line for line in lines if line[0] != "refused"]
+    assert len(found) == 16
+    for name, apart, _ in found:
+        assert apart <= (0.03 if name == "bfloat16" else 1e-5), (name, apart)
+
+
+def test_each_scheme_sends_what_it_is_named_for(lines):
+    for name, _, collectives in lines[:-1]:
+        scheme = name.split()[0]
+        if scheme in SENT and name != "ring narrow":
+            assert SENT[scheme] in collectives, (name, collectives)
+            others = {sent for one, sent in SENT.items() if one != scheme}
+            assert not others & set(collectives), (name, collectives)
+    narrow = next(line for line in lines if line[0] == "ring narrow")
+    assert narrow[2] == []  # what nobody sees is not sent
+
+
+def test_refusals(lines):
+    refused = {name: text for kind, name, text in lines if kind == "refused"}
+    assert refused.keys() == WORDS.keys()
+    for name, text in refused.items():
+        assert "Error: parallel_attention: " in text, (name, text)
+        assert WORDS[name] in text, (name, text)
+
+
+def test_every_token_lies_on_one_device(rng):
+    for size in (1, 2, 3, 8):
+        for layout in ("contiguous", "zigzag"):
+            seqlen = 2 * size * int(rng.integers(0, 9))
+            order = token_order(seqlen, size, layout)
+            np.testing.assert_array_equal(np.sort(order), np.arange(seqlen))
+            assert (np.diff(order.reshape(size, -1)) > 0).all()  # in order within a device
+    np.testing.assert_array_equal(token_order(8, 2), [0, 1, 6, 7, 2, 3, 4, 5])
+    with pytest.raises(ValueError, match="seqlen must be a multiple of 4 for zigzag over 2 dev"):
+        token_order(6, 2)
+    with pytest.raises(ValueError, match="token_order: layout must be"):
+        token_order(8, 2, "striped")
+
+
+def test_outside_of_shard_map_the_axis_is_named():
+    x = np.zeros((1, 4, 2, 16), np.float32)
+    with pytest.raises(ValueError, match=r"axis must be an axis of a jax\.shard_map around"):
+        parallel_attention(x, x, x, axis="x")
