@@ -321,3 +321,129 @@ def gradients(ranks, seed):
             if number == 0:
                 again = backward_of(ranks, whole, layout, scheme, seed, bits)
                 assert all(map(torch.equal, first, again)), scheme
+
+
+def decode(ranks, seed):
+    """Contexts dealt to ranks by blocks, written by local_slots, against one cache of all."""
+    rng = np.random.default_rng(seed)
+    g = torch.Generator().manual_seed(seed)
+    size, block, heads, kv = ranks.size, 8, 4, 2
+    lens = [0, 1, block, block * size + 3, 5 * block * size + block - 1, 61]
+    columns = -(-max(lens) // block)
+    for turn, dtype, reduce in (
+        (None, "float32", "heads"),
+        (16, "float32", "all"),
+        (None, "bfloat16", "all"),
+    ):
+        q = torch.randn(len(lens), heads, 32, generator=g).to(DTYPES[dtype])
+        shape = (len(lens), columns * block, kv, 32)
+        k, v = (torch.randn(shape, generator=g).to(DTYPES[dtype]) for _ in range(2))
+        sinks = torch.randn(heads, generator=g) if reduce == "all" else None
+        tables = torch.arange(len(lens) * columns, dtype=torch.int32).view(len(lens), columns)
+        context = torch.tensor(lens, dtype=torch.int32)
+        caches = [x.reshape(-1, block, kv, 32) for x in (k, v)]
+        options = {"sinks": sinks, "softcap": 5.0}
+        want = cuattn.paged_attention(q, *caches, tables, context, **options)
+        order = torch.from_numpy(rng.permutation(tables.numel()).astype(np.int32))
+        own_tables = order.view(tables.shape)
+        own = [torch.full_like(x, torch.nan) for x in caches]
+        for place in range(max(lens)):
+            slots = parallel.local_slots(
+                torch.full((len(lens),), place), own_tables,
+                rank=ranks.rank, size=size, block_size=block, interleave=turn,
+            )  # fmt: skip
+            slots = torch.where(context > place, slots, -1)
+            cuattn.reshape_and_cache(k[:, place], v[:, place], *own, slots)
+        found = parallel.paged_attention(
+            q,
+            *own,
+            own_tables,
+            context,
+            group=ranks.group,
+            interleave=turn,
+            reduce=reduce,
+            **options,
+        )
+        if reduce == "heads":
+            share = heads // size
+            want = want[:, ranks.rank * share : (ranks.rank + 1) * share]
+        assert found.shape == want.shape
+        assert found.dtype == want.dtype
+        near = 1e-5 if dtype == "float32" else 2.0**-6
+        assert largest(found, want) <= near * (1 + float(want.abs().max())), (turn, dtype, reduce)
+    return found.float().numpy().tobytes()
+
+
+def calibration(ranks):
+    """All ranks measure the same speeds, and count with them."""
+    found = parallel.calibrate(ranks.group, num_heads=2, head_dim=32, seqlen=64, num_bytes=1 << 12)
+    q, k, v = draw(1, 64, (4, 4))
+    choice = parallel.explain(q, k, v, group=ranks.group)
+    return found, choice.seconds, choice.scheme
+
+
+MERGE = cuattn.merge_states
+
+
+def mutants():
+    """(module or class, name, what replaces it) of each mistake."""
+    from cuattn.parallel import exchange, schemes
+
+    def in_order(layout, box, begins):
+        del begins
+        return box[: layout.seqlen]
+
+    def swap(a, a_lse, b, b_lse, layout, out, lse_out):
+        found = MERGE(a.clone(), b_lse, b, a_lse.clone(), layout=layout)
+        out.copy_(found[0])
+        lse_out.copy_(found[1])
+
+    calls, pieces, last, attend = (
+        schemes.Scheme.calls, schemes.find_pieces, schemes.last_step, schemes.attend
+    )  # fmt: skip
+
+    def every_sink(self, *arguments):
+        return ((call, rows, keys, True) for call, rows, keys, _ in calls(self, *arguments))
+
+    def one_off(*arguments):
+        found = pieces(*arguments)
+        sides = [tuple(s if s < 0 else s + 1 for s in piece.window) for piece in found]
+        return [piece._replace(window=w) for piece, w in zip(found, sides, strict=True)]
+
+    def base_2(call, sinks, out, lse):
+        attend(call, sinks, out, lse)
+        lse *= 1.4426950408889634
+
+    short = lambda *arguments: max(last(*arguments) - 1, 0)  # noqa: E731
+    return {
+        "order of zigzag": (exchange, "in_order", in_order),
+        "weights of the merge": (cuattn, "merge_states", swap),
+        "sink twice": (schemes.Scheme, "calls", every_sink),
+        "shift by one": (schemes, "find_pieces", one_off),
+        "ring one step short": (schemes, "last_step", short),
+        "lse in base 2": (schemes, "attend", base_2),
+    }
+
+
+def mutant(ranks, name, seed):
+    """Whether a mistake is seen on this rank, by the scheme that makes it."""
+    where, attribute, wrong = mutants()[name]
+    right = getattr(where, attribute)
+    scheme = "gather" if name == "order of zigzag" else "ring"
+    options = {"causal": True, "sinks": torch.linspace(-1, 1, 4)}
+    whole = Whole(*draw(seed, 512, (4, 2)), options)
+    want = whole.one_process(return_lse=True)
+    layout = Layout("zigzag", 512, ranks.size)
+    seen = []
+    for attributes in (right, wrong):
+        setattr(where, attribute, attributes)
+        try:
+            found = whole.on_ranks(ranks, layout, scheme)
+        finally:
+            setattr(where, attribute, right)
+        try:
+            judge(found, rows(want, layout, ranks.rank), scheme, name, bits=False)
+            seen.append(False)
+        except AssertionError:
+            seen.append(True)
+    return seen

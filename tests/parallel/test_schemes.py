@@ -50,3 +50,24 @@ def test_gradients_are_those_of_one_process(size, pool, seed):
 
 def test_two_levels(pool, seed):
     pool.run(4, jobs.two_levels, seed, [])
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_decode_over_a_context_that_is_dealt_to_ranks(size, pool, seed):
+    assert len(set(pool.run(size, jobs.decode, seed))) == 1  # reduce="all": the same bits
+
+
+def test_calibrate_gives_all_ranks_the_same_speeds(pool):
+    found = pool.run(2, jobs.calibration)
+    assert found[0] == found[1]
+    assert all(x > 0 for x in found[0][0].values())
+
+
+MUTANTS = tuple(jobs.mutants())
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_mistake_is_seen(name, pool, seed):
+    found = pool.run(2, jobs.mutant, name, seed)
+    assert not any(right for right, _ in found)
+    assert any(wrong for _, wrong in found)

@@ -8,6 +8,17 @@
 
 from .attention import attention, attention_varlen, explain
 from .cost import Choice, calibrate
+from .decode import local_lens, local_slots, paged_attention
 from .layout import Layout
 
-__all__ = ["Choice", "Layout", "attention", "attention_varlen", "calibrate", "explain"]
+__all__ = [
+    "Choice",
+    "Layout",
+    "attention",
+    "attention_varlen",
+    "calibrate",
+    "explain",
+    "local_lens",
+    "local_slots",
+    "paged_attention",
+]
