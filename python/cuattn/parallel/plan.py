@@ -53,9 +53,9 @@ def limit_memory(given: dict[str, Any], inner: Team | None, outer: Team) -> None
     """Fill in the memory limit, which all ranks of a team find together at its first call."""
     q = given["q"]
     device = q.device if isinstance(q, Tensor) else torch.device("cpu")
-    free = [team.free_bytes(device) for team in (outer, inner) if team is not None]
+    free = outer.free_bytes(device, inner)
     if given["memory_limit"] is None:
-        given["memory_limit"] = min(free) // 4
+        given["memory_limit"] = free // 4
 
 
 def plan_of(

@@ -29,7 +29,7 @@ class Team:
         self.last_seconds = 0.0  # the modelled time that all ranks agreed on last
         self.speeds: tuple[float, float] | None = None  # measured by calibrate: FLOP/s, bytes/s
         self._host: Any = None
-        self._free: int | None = None
+        self._free: dict[Team | None, int] = {}
 
     def host_group(self) -> Any:
         """Return a group of the same ranks that moves host memory; all ranks make it together."""
@@ -42,13 +42,18 @@ class Team:
             )
         return self._host
 
-    def free_bytes(self, device: torch.device) -> int:
-        """Return the least memory that is free on any rank, asked once; all ranks ask together."""
-        if self._free is None:
+    def free_bytes(self, device: torch.device, inner: Team | None = None) -> int:
+        """Return the least memory that is free on any rank, of both groups of two levels.
+
+        Asked once; all ranks ask together.
+        """
+        if inner not in self._free:
             free = torch.tensor([free_memory(device)], dtype=torch.int64)
-            dist.all_reduce(free, dist.ReduceOp.MIN, group=self.host_group())
-            self._free = int(free)
-        return self._free
+            for team in (self, inner):
+                if team is not None:
+                    dist.all_reduce(free, dist.ReduceOp.MIN, group=team.host_group())
+            self._free[inner] = int(free)
+        return self._free[inner]
 
     def peer(self, step: int) -> int:
         """Return the global rank that stands `step` places after this one in the ring."""
