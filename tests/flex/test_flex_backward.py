@@ -13,13 +13,10 @@ import pytest
 import cuattn
 import flex_cases
 from cuattn import flex
+from flex_cases import heads_first
 
 DIMS = ((16, 16), (40, 24), (64, 64))
 STEP = 1e-6
-
-
-def heads_first(x):
-    return np.asarray(x).transpose(0, 2, 1, 3)
 
 
 def arrays(rng, batch, heads, heads_kv, q_len, kv_len, dims, dtype=np.float32):
@@ -315,7 +312,7 @@ def test_bad_input(rng):
     for given, error, words in (
         ({"arrays": [np.ones(3, np.float32)]}, ValueError, "must be captured by score_mod"),
         ({"arrays": [ids]}, ValueError, "must hold floats"),
-        ({"return_lse": True}, TypeError, "'return_lse' is no argument"),
+        ({"return_lse": True}, TypeError, "there is no argument return_lse; "),
         ({"need": ("dbias",)}, ValueError, "need must not name dbias"),
         ({"kv_start": np.zeros(1, np.int32)}, NotImplementedError, "kv_start must be None"),
         ({"dq": q}, ValueError, "dq must not share memory with q"),
