@@ -95,14 +95,16 @@ bool names_cublas(const char* op, nb::handle backend) {
   return backend.is_valid() && std::strcmp(parse_text(op, "backend", backend), "cublas") == 0;
 }
 
-// Leaves a call that autograd is to see to Python, which goes through cuattn.torch.
+// Leaves a call that autograd is to see to what differentiates it, as it stands. Note: q is asked
+// first, because an exception on the way costs as much as a call.
 nb::object run_without_gradient(const char* op, const AttentionArgs& args) {
+  if (wants_gradient(op, "q", args.q)) return nb::borrow(gradient_wanted);
   try {
     return run_attention(op, args);
   } catch (const nb::python_error& error) {
     if (!error.matches(gradient_wanted)) throw;
   }
-  return nb::borrow(Py_NotImplemented);
+  return nb::borrow(gradient_wanted);
 }
 
 // The builtin cuattn.attention.

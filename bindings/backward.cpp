@@ -9,25 +9,23 @@
 
 namespace cuattn::bindings {
 
-BackwardInputs::BackwardInputs(const char* op, const nb::dict& arguments, BackwardArguments& args,
-                               CallStream& stream) {
+BackwardInputs::BackwardInputs(const char* op, BackwardArguments& args, CallStream& stream) {
   const AttentionArgs& forward = args.forward;
   q.import(op, "q", forward.q, stream, nullptr);
   complete_stream(op, q, stream);
-  dout.import(op, "dout", argument(arguments, "dout"), stream, &q);
+  dout.import(op, "dout", args.own.dout, stream, &q);
   k.import(op, "k", forward.k, stream, &q);
   v.import(op, "v", forward.v, stream, &q);
-  out.import(op, "out", argument(arguments, "out"), stream, &q);
-  lse.import(op, "lse", argument(arguments, "lse"), stream, &q);
+  out.import(op, "out", args.own.out, stream, &q);
+  lse.import(op, "lse", args.own.lse, stream, &q);
   optional.import(op, kAttentionArrays, forward, stream, q, args.options);
-  if (!is_given(argument(arguments, "dlse"))) return;
-  dlse.import(op, "dlse", argument(arguments, "dlse"), stream, &q);
+  if (!is_given(args.own.dlse)) return;
+  dlse.import(op, "dlse", args.own.dlse, stream, &q);
   args.backward_options.dlse = &dlse.tensor;
 }
 
-nb::object run_backward(const char* op, const nb::dict& arguments, const BackwardArguments& args,
-                        const BackwardInputs& inputs, const CallStream& stream,
-                        cuattn_backward_call& call) {
+nb::object run_backward(const char* op, const BackwardArguments& args, const BackwardInputs& inputs,
+                        const CallStream& stream, cuattn_backward_call& call) {
   const DLTensor* like[kNumGradients] = {&inputs.q.tensor,   &inputs.k.tensor,
                                          &inputs.v.tensor,   args.options.bias,
                                          args.options.sinks, args.options.alibi_slopes};
@@ -36,7 +34,7 @@ nb::object run_backward(const char* op, const nb::dict& arguments, const Backwar
   for (int i = 0; i < kNumGradients; ++i) {
     const Gradient& gradient = kGradients[i];
     if ((args.backward_options.need & gradient.bit) == 0) continue;
-    results[i].provide(op, gradient.name, argument(arguments, gradient.name), inputs.q, stream,
+    results[i].provide(op, gradient.name, args.own.*gradient.given, inputs.q, stream,
                        view_of(like[i]->dtype, like[i]->ndim, like[i]->shape));
     gradients.*gradient.field = &results[i].tensor;
   }
@@ -50,8 +48,7 @@ nb::object run_backward(const char* op, const nb::dict& arguments, const Backwar
   }
   check(status);
   nb::list found;
-  for (nb::handle name : nb::borrow<nb::tuple>(argument(arguments, "need")))
-    found.append(results[gradient_of(op, name)].object);
+  for (nb::handle name : args.need) found.append(results[gradient_of(op, name)].object);
   return found;
 }
 
@@ -64,11 +61,11 @@ nb::object attention_backward(const nb::dict& arguments) {
   if (array_type(op, "q", forward.q).library == Library::jax) return nb::borrow(Py_NotImplemented);
   CallStream stream;
   if (is_given(forward.stream)) stream = parse_stream(op, forward.stream);
-  BackwardInputs inputs(op, arguments, args, stream);
+  BackwardInputs inputs(op, args, stream);
   cuattn_backward_arrays arrays = inputs.arrays();
   cuattn_backward_call call;
   check(cuattn_attention_backward_prepare(&arrays, &args.options, &args.backward_options, &call));
-  return run_backward(op, arguments, args, inputs, stream, call);
+  return run_backward(op, args, inputs, stream, call);
 }
 
 }  // namespace

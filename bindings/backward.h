@@ -13,18 +13,35 @@
 
 namespace cuattn::bindings {
 
+// What a backward pass takes beside the arguments of its forward call.
+struct BackwardArgs {
+  nb::handle dout, out, lse, dlse;
+  nb::handle deterministic, need;
+  nb::handle dq, dk, dv, dbias, dsinks, dslopes;
+};
+
+struct BackwardNames {
+  using Args = BackwardArgs;
+  static constexpr Argument<Args> kAll[] = {
+      {"dout", &Args::dout},   {"out", &Args::out},       {"lse", &Args::lse},
+      {"dlse", &Args::dlse},   {"need", &Args::need},     {"deterministic", &Args::deterministic},
+      {"dq", &Args::dq},       {"dk", &Args::dk},         {"dv", &Args::dv},
+      {"dbias", &Args::dbias}, {"dsinks", &Args::dsinks}, {"dslopes", &Args::dslopes}};
+};
+
 struct Gradient {
   const char* name;
   int32_t bit;
   const DLTensor* cuattn_gradients::* field;
+  nb::handle BackwardArgs::* given;  // memory for it
 };
 inline constexpr Gradient kGradients[] = {
-    {"dq", CUATTN_NEED_DQ, &cuattn_gradients::dq},
-    {"dk", CUATTN_NEED_DK, &cuattn_gradients::dk},
-    {"dv", CUATTN_NEED_DV, &cuattn_gradients::dv},
-    {"dbias", CUATTN_NEED_DBIAS, &cuattn_gradients::dbias},
-    {"dsinks", CUATTN_NEED_DSINKS, &cuattn_gradients::dsinks},
-    {"dslopes", CUATTN_NEED_DSLOPES, &cuattn_gradients::dslopes}};
+    {"dq", CUATTN_NEED_DQ, &cuattn_gradients::dq, &BackwardArgs::dq},
+    {"dk", CUATTN_NEED_DK, &cuattn_gradients::dk, &BackwardArgs::dk},
+    {"dv", CUATTN_NEED_DV, &cuattn_gradients::dv, &BackwardArgs::dv},
+    {"dbias", CUATTN_NEED_DBIAS, &cuattn_gradients::dbias, &BackwardArgs::dbias},
+    {"dsinks", CUATTN_NEED_DSINKS, &cuattn_gradients::dsinks, &BackwardArgs::dsinks},
+    {"dslopes", CUATTN_NEED_DSLOPES, &cuattn_gradients::dslopes, &BackwardArgs::dslopes}};
 constexpr int kNumGradients = 6;
 
 // The place of a name in kGradients; Python has checked it.
@@ -35,31 +52,27 @@ inline int gradient_of(const char* op, nb::handle name) {
   return i;
 }
 
-// One argument by name; None where there is none.
-inline nb::handle argument(const nb::dict& arguments, const char* name) {
-  PyObject* value = PyDict_GetItemString(arguments.ptr(), name);
-  return value != nullptr ? nb::handle(value) : nb::handle(Py_None);
-}
-
 // The arguments of a backward pass: those of the forward call, and what it alone has.
 struct BackwardArguments {
   const char* op;
   AttentionArgs forward;
+  BackwardArgs own;
+  nb::tuple need;  // of names, which Python has checked
   cuattn_attention_options options;
   cuattn_backward_options backward_options;
 
   explicit BackwardArguments(const nb::dict& arguments)
-      : forward(read_arguments<Attention>(arguments)) {
+      : forward(read_arguments<Attention>(arguments)),
+        own(read_arguments<BackwardNames>(arguments)),
+        need(nb::borrow<nb::tuple>(own.need)) {
     op = forward.cu_seqlens_q.is_valid() ? "attention_varlen_backward" : "attention_backward";
     cuattn_attention_options_init(&options, sizeof options);
     parse_options(op, forward, options);
     cuattn_backward_options_init(&backward_options, sizeof backward_options);
-    nb::handle deterministic = argument(arguments, "deterministic");
-    if (is_given(deterministic))
-      backward_options.deterministic = parse_bool(op, "deterministic", deterministic);
+    if (is_given(own.deterministic))
+      backward_options.deterministic = parse_bool(op, "deterministic", own.deterministic);
     backward_options.need = 0;
-    for (nb::handle name : nb::borrow<nb::tuple>(argument(arguments, "need")))
-      backward_options.need |= kGradients[gradient_of(op, name)].bit;
+    for (nb::handle name : need) backward_options.need |= kGradients[gradient_of(op, name)].bit;
   }
 };
 
@@ -69,17 +82,15 @@ struct BackwardInputs {
   OptionalArrays<std::size(kAttentionArrays)> optional;
 
   // Completes `stream`, which is that of q.
-  BackwardInputs(const char* op, const nb::dict& arguments, BackwardArguments& args,
-                 CallStream& stream);
+  BackwardInputs(const char* op, BackwardArguments& args, CallStream& stream);
   cuattn_backward_arrays arrays() const {
     return {&dout.tensor, &q.tensor, &k.tensor, &v.tensor, &out.tensor, &lse.tensor};
   }
 };
 
 // Provides the gradients that `need` names and runs a prepared call: a list of them.
-nb::object run_backward(const char* op, const nb::dict& arguments, const BackwardArguments& args,
-                        const BackwardInputs& inputs, const CallStream& stream,
-                        cuattn_backward_call& call);
+nb::object run_backward(const char* op, const BackwardArguments& args, const BackwardInputs& inputs,
+                        const CallStream& stream, cuattn_backward_call& call);
 
 // Adds attention_backward.
 void add_backward(nb::module_& m);

@@ -121,14 +121,14 @@ nb::dict explain_backward(const nb::dict& arguments, nb::handle dtype, int shape
   DLDataType f32 = dl_dtype(DType::f32);
   Array dout, q, k, v, out, lse, dlse, options[std::size(kAttentionArrays)];
   import_shape(op, "q", args.forward.q, shapes.scalars, shapes.place, q);
-  import_shape(op, "dout", argument(arguments, "dout"), shapes.scalars, shapes.place, dout);
+  import_shape(op, "dout", args.own.dout, shapes.scalars, shapes.place, dout);
   import_shape(op, "k", args.forward.k, shapes.scalars, shapes.place, k);
   import_shape(op, "v", args.forward.v, shapes.scalars, shapes.place, v);
-  import_shape(op, "out", argument(arguments, "out"), shapes.scalars, shapes.place, out);
-  import_shape(op, "lse", argument(arguments, "lse"), f32, shapes.place, lse);
+  import_shape(op, "out", args.own.out, shapes.scalars, shapes.place, out);
+  import_shape(op, "lse", args.own.lse, f32, shapes.place, lse);
   import_shapes(op, kAttentionArrays, args.forward, shapes, options, args.options);
-  if (is_given(argument(arguments, "dlse"))) {
-    import_shape(op, "dlse", argument(arguments, "dlse"), f32, shapes.place, dlse);
+  if (is_given(args.own.dlse)) {
+    import_shape(op, "dlse", args.own.dlse, f32, shapes.place, dlse);
     args.backward_options.dlse = &dlse.tensor;
   }
   cuattn_backward_arrays arrays{&dout.tensor, &q.tensor,   &k.tensor,

@@ -23,6 +23,12 @@ namespace {
 constexpr const char* kOp = "flex_attention";
 constexpr const char* kBackwardOp = "flex_attention_backward";
 
+// One argument by name; None where there is none.
+nb::handle argument(const nb::dict& arguments, const char* name) {
+  PyObject* value = PyDict_GetItemString(arguments.ptr(), name);
+  return value != nullptr ? nb::handle(value) : nb::handle(Py_None);
+}
+
 // What Python found in the functions, by name; what is None or missing stays NULL.
 struct FlexArrays {
   const char* op;
@@ -125,7 +131,7 @@ nb::object flex_attention_backward(const nb::dict& arguments, const nb::dict& fo
   if (array_type(op, "q", forward.q).library == Library::jax) return nb::borrow(Py_NotImplemented);
   CallStream stream;
   if (is_given(forward.stream)) stream = parse_stream(op, forward.stream);
-  BackwardInputs inputs(op, arguments, args, stream);
+  BackwardInputs inputs(op, args, stream);
   const Array& q = inputs.q;
   FlexArrays flex{op, {}, {}, {}, {}};
   flex.import(found, stream, q);
@@ -133,7 +139,7 @@ nb::object flex_attention_backward(const nb::dict& arguments, const nb::dict& fo
   cuattn_backward_call call;
   check(cuattn_flex_backward_prepare(&arrays, &args.options, &args.backward_options, &flex.options,
                                      &call));
-  return run_backward(op, arguments, args, inputs, stream, call);
+  return run_backward(op, args, inputs, stream, call);
 }
 
 }  // namespace

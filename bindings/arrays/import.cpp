@@ -66,13 +66,15 @@ ArrayType classify(const char* op, const char* name, nb::handle object) {
         class_name(object), "; convert it first");
 }
 
-void refuse_grad(const char* op, const char* name, nb::handle object) {
-  Python& py = the<Python>();
-  PyObject* flag = PyObject_GetAttr(object.ptr(), py.requires_grad);
+bool requires_grad(nb::handle object) {
+  PyObject* flag = PyObject_GetAttr(object.ptr(), the<Python>().requires_grad);
   if (flag == nullptr) throw nb::python_error();
-  bool wanted = flag == Py_True;
-  Py_DECREF(flag);
-  if (!wanted) return;
+  Py_DECREF(flag);  // True or False, which stay
+  return flag == Py_True;
+}
+
+void refuse_grad(const char* op, const char* name, nb::handle object) {
+  if (!requires_grad(object)) return;
   raise(gradient_wanted, op, ": ", name, " requires grad, but no gradient goes through ", op,
         "; call it under torch.no_grad() or pass ", name, ".detach()");
 }

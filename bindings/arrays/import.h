@@ -40,6 +40,8 @@ namespace detail {
 
 // Looks at a type seen for the first time.
 ArrayType classify(const char* op, const char* name, nb::handle object);
+// Whether a torch tensor requires grad.
+bool requires_grad(nb::handle object);
 // Refuses what would be lost without a word, in torch's grad mode: a gradient.
 void refuse_grad(const char* op, const char* name, nb::handle object);
 // Refuses a torch tensor whose memory holds its values negated, as those of `x.conj().imag` are.
@@ -68,6 +70,12 @@ inline ArrayType array_type(const char* op, const char* name, nb::handle object)
   oldest = (oldest + 1) % kEntries;
   Py_XDECREF(replaced);  // last: the end of a type may run Python code, which may come here
   return info;
+}
+
+// Whether autograd is to see what is computed of `object`.
+inline bool wants_gradient(const char* op, const char* name, nb::handle object) {
+  return array_type(op, name, object).is_torch && detail::requires_grad(object) &&
+         the<Python>().grad_enabled().ptr() == Py_True;
 }
 
 // The stream of a call: given by the caller, or the current one of q's library once q is imported.

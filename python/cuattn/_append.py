@@ -9,6 +9,7 @@ from ._arrays import Operations
 from ._kv_shapes import KV_LAYOUTS
 
 BLOCK_SIZE_AXIS = {"nhd": 1, "hnd": 2, "vllm": 3}  # of k_cache
+array_types: set[type] = set()  # those that were found to be arrays
 
 
 def check_append(
@@ -25,16 +26,9 @@ def check_append(
     given = {"q": q, "k": k, "v": v, "k_cache": k_cache}
     given |= {"block_tables": block_tables, "context_lens": context_lens}
     for name, array in given.items():
-        if not hasattr(array, "shape") or not hasattr(array, "reshape"):
-            raise TypeError(
-                f"{op}: {name} must be an array that can be reshaped, got {type(array).__name__}; "
-                "pass numpy, torch or CuPy arrays"
-            )
-        if type(array).__module__.partition(".")[0] in ("jax", "jaxlib"):
-            raise NotImplementedError(
-                f"{op}: {name} must not be a JAX array, which cannot be written in place; call "
-                "reshape_and_cache, which returns new caches, and paged_attention"
-            )
+        if type(array) not in array_types:
+            check_array(op, name, array)
+            array_types.add(type(array))
     if kv_layout not in KV_LAYOUTS:
         raise ValueError(
             f"{op}: kv_layout must be 'nhd', 'hnd' or 'vllm', got {kv_layout!r}; choose one of "
@@ -46,7 +40,7 @@ def check_append(
             f"num_heads_q, head_dim], got {tuple(q.shape)}; reshape it"
         )
     for name, array in (("k", k), ("v", v)):
-        if tuple(array.shape[:-2]) != tuple(q.shape[:-2]):
+        if array.shape[:-2] != q.shape[:-2]:
             raise ValueError(
                 f"{op}: {name} must have the tokens of q, {list(q.shape[:-2])} before heads and "
                 f"head_dim, got {tuple(array.shape)}; give each query its key and value"
@@ -56,15 +50,30 @@ def check_append(
             f"{op}: k_cache must be a cache of kv_layout {kv_layout!r}, got shape "
             f"{tuple(k_cache.shape)}; say its layout, or reshape it"
         )
-    wanted = {"block_tables": (q.shape[0], None), "context_lens": (q.shape[0],)}
-    for name, shape in wanted.items():
-        found = tuple(given[name].shape)
-        if len(found) != len(shape) or found[0] != shape[0]:
+    for name, array, axes in (
+        ("block_tables", block_tables, 2),
+        ("context_lens", context_lens, 1),
+    ):
+        if len(array.shape) != axes or array.shape[0] != q.shape[0]:
             raise ValueError(
                 f"{op}: {name} must have a row for each of the {q.shape[0]} sequences of q, got "
-                f"shape {found}; reshape it"
+                f"shape {tuple(array.shape)}; reshape it"
             )
     return int(k_cache.shape[BLOCK_SIZE_AXIS[kv_layout]])
+
+
+def check_array(op: str, name: str, array: Any) -> None:
+    """Refuse what is no array, or cannot be written in place."""
+    if not hasattr(array, "shape") or not hasattr(array, "reshape"):
+        raise TypeError(
+            f"{op}: {name} must be an array that can be reshaped, got {type(array).__name__}; "
+            "pass numpy, torch or CuPy arrays"
+        )
+    if type(array).__module__.partition(".")[0] in ("jax", "jaxlib"):
+        raise NotImplementedError(
+            f"{op}: {name} must not be a JAX array, which cannot be written in place; call "
+            "reshape_and_cache, which returns new caches, and paged_attention"
+        )
 
 
 def refuse_gradient(op: str, library: Operations, q: Any) -> None:
@@ -80,8 +89,9 @@ def refuse_gradient(op: str, library: Operations, q: Any) -> None:
 
 def check_lengths(op: str, lens: Any, capacity: int) -> None:
     """On the CPU, refuse lengths that the tables cannot hold, before anything is written."""
-    on_cpu = int(lens.__dlpack_device__()[0]) == 1
-    if on_cpu and bool(((lens < 0) | (lens > capacity)).any()):
+    if int(lens.__dlpack_device__()[0]) != 1 or lens.shape[0] == 0:
+        return
+    if not 0 <= float(lens.min()) <= float(lens.max()) <= capacity:
         raise ValueError(
             f"{op}: context_lens must be from 0 to {capacity}, the tokens of block_tables, got "
             f"{lens.tolist()}; give the sequences more blocks"
@@ -115,18 +125,18 @@ def check_rope(
 def new_places(library: Operations, lens: Any, q_len: int) -> Any:
     """Return the place of each new token in its sequence, int64 [num_seqs, q_len]."""
     ends = library.cast(lens, "int64").reshape(-1, 1)
-    return ends + library.arange(-q_len, 0, dtype="int64")
+    return ends - 1 if q_len == 1 else ends + library.arange(-q_len, 0, dtype="int64")
 
 
 def new_slots(library: Operations, tables: Any, places: Any, block_size: int) -> Any:
-    """Return the slot of each new token, int64 [num_seqs * q_len]; -1 for places that are none."""
-    inside = (places >= 0) & (places < tables.shape[1] * block_size)
+    """Return the slot of each new token, int64 [num_seqs * q_len]; -1 for places that are none.
+
+    On a GPU each line is a kernel, and costs the host more than the attention that follows.
+    """
     if tables.shape[1] == 0:
         return (places * 0 - 1).reshape(-1)
-    rows = library.arange(0, tables.shape[0], dtype="int64").reshape(-1, 1)
-    blocks = library.cast(
-        tables[rows, (places // block_size).clip(0, tables.shape[1] - 1)], "int64"
-    )
-    return library.namespace.where(inside, blocks * block_size + places % block_size, -1).reshape(
-        -1
-    )
+    columns = places // block_size
+    inside = columns.clip(0, tables.shape[1] - 1)
+    blocks = library.take_along_rows(tables, inside)
+    slots = library.cast(places + (blocks - inside) * block_size, "int64")
+    return library.namespace.where(inside == columns, slots, -1).reshape(-1)

@@ -102,7 +102,7 @@ class Operations:
 
     def own(self, array: Any) -> Any:
         """Take an array of any library on that device as one of this library."""
-        if library_module(array) is self.namespace:
+        if type(array) is type(self.like) or library_module(array) is self.namespace:
             return array
         return self.namespace.from_dlpack(array)
 
@@ -110,6 +110,12 @@ class Operations:
         kind = getattr(self.namespace, dtype)
         where = {"device": self.like.device} if self.namespace.__name__ == "torch" else {}
         return self.namespace.arange(start, stop, step, dtype=kind, **where)
+
+    def take_along_rows(self, array: Any, columns: Any) -> Any:
+        """Take those columns of each row, [rows, n] of int64 for an array [rows, m]."""
+        if self.namespace.__name__ == "torch":
+            return array.gather(1, columns)
+        return self.namespace.take_along_axis(array, columns, 1)
 
     def cast(self, array: Any, dtype: str) -> Any:
         kind = getattr(self.namespace, dtype)
@@ -126,14 +132,13 @@ def library_module(array: Any) -> Any:
     return None if namespace is None else namespace()
 
 
-@contextlib.contextmanager
 def operations(
     op: str,
     like: Any,
     stream: Any,
     why: str = "window and alibi_slopes need arithmetic",
     way_out: str = "call paged_attention over block_tables that name the prefix's blocks",
-) -> Iterator[Operations]:
+) -> contextlib.AbstractContextManager[Operations]:
     """Compute in the library of `like`, on its device and on `stream` where given."""
     namespace = library_module(like)
     if namespace is None:
@@ -141,6 +146,16 @@ def operations(
             f"{op}: {why} that cuattn does not know of a {type(like).__name__}; pass numpy, torch, "
             f"CuPy or JAX arrays, or {way_out}"
         )
+    computing = Operations(namespace, like)
+    if stream is None and namespace.__name__ != "cupy":
+        return contextlib.nullcontext(computing)
+    return placed(computing, stream)
+
+
+@contextlib.contextmanager
+def placed(computing: Operations, stream: Any) -> Iterator[Operations]:
+    """Compute on the device of an array, for CuPy, and on a stream, if one is given."""
+    namespace, like = computing.namespace, computing.like
     with contextlib.ExitStack() as stack:
         if namespace.__name__ == "cupy":
             stack.enter_context(namespace.cuda.Device(like.device.id))
@@ -151,7 +166,7 @@ def operations(
             else:
                 external = torch_stream(namespace, handle, like.device)
                 stack.enter_context(namespace.cuda.stream(external))
-        yield Operations(namespace, like)
+        yield computing
 
 
 def stream_handle(stream: Any) -> int:

@@ -4,13 +4,15 @@
 `front` puts a builtin of the same signature in front of a Python function. It touches what the
 caller gave, while a Python function would first fill in its 20 defaults and pass them all on. What
 is out of the ordinary it hands to the Python function: a wrong or missing name, which
-`refuse_names` or Python refuses, a named cuBLAS, which has to be found first, JAX arrays, and torch
-tensors that want a gradient. The function ends in `call`, which passes its arguments by name to the
-compiled module, JAX arrays to cuattn.jax, and what autograd is to see to cuattn.torch.
+`refuse_names` or Python refuses, a named cuBLAS, which has to be found first, and JAX arrays. Torch
+tensors that want a gradient it hands, as they were given, to what `find_gradient` finds. The Python
+function ends in `call`, which passes its arguments by name to the compiled module, JAX arrays to
+cuattn.jax, and what autograd is to see to cuattn.torch.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -38,7 +40,7 @@ def front(function: FunctionT) -> FunctionT:
     if TYPE_CHECKING:
         return function
     make = getattr(_core, f"{function.__name__}_front")
-    return make(function, signature_and_doc(function), refuse_names)
+    return make(function, signature_and_doc(function), refuse_names, find_gradient)
 
 
 def refuse_names(op: str, given: dict[str, Any]) -> None:
@@ -46,6 +48,11 @@ def refuse_names(op: str, given: dict[str, Any]) -> None:
     from ._other_names import refuse
 
     refuse(op, given)
+
+
+def find_gradient(op: str) -> Callable[..., Any]:
+    """Return what runs an op whose gradient torch's autograd wants."""
+    return functools.partial(torch_face().ops.differentiate, op)
 
 
 def call(op: str, arguments: dict[str, Any]) -> Any:

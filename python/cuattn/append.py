@@ -132,7 +132,8 @@ def append_attention(
             turning = {"cos": cos, "sin": sin, "positions": where.reshape(-1)}
             q = rotated(q, **turning, interleaved=rope_interleaved, stream=stream)
             turning["rope_interleaved"] = rope_interleaved
-        k, v = (x.reshape(-1, *x.shape[-2:]) for x in (k, v))
+        if len(k.shape) == 4:
+            k, v = (x.reshape(-1, *x.shape[-2:]) for x in (k, v))
     scales = {"k_scale": k_scale, "v_scale": v_scale}
     options = {"kv_layout": kv_layout, "stream": stream, **scales}
     reshape_and_cache(k, v, k_cache, v_cache, slots, **turning, **options)

@@ -67,7 +67,7 @@ PEERS = {"torch", "jax", "cupy", "flash_attn", "flash_attn_interface", "flashinf
 IMPORTS = [
     (r"python/cuattn/torch/", {"torch"}),
     (r"python/cuattn/jax/", {"jax"}),
-    (r"python/cuattn/integrations/", {"torch", "transformers", "diffusers"}),
+    (r"python/cuattn/integrations/", {"torch", "transformers", "diffusers", "jax"}),
     (r"python/cuattn/compat/", {"torch"}),
     (r"python/cuattn/(_bench/|_cli/place)", PEERS),
     (r"python/cuattn/_types\.py", {"typing_extensions"}),  # for type checkers, which bring it

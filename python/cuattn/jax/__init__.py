@@ -9,6 +9,7 @@ from .attention import attention, attention_varlen
 from .backward import attention_backward, attention_varlen_backward
 from .cache import gather_cache, reshape_and_cache
 from .dot_product import dot_product_attention
+from .export import export_targets
 from .merge import merge_states
 from .paged import paged_attention
 from .parallel import parallel_attention, token_order
@@ -19,6 +20,7 @@ __all__ = [
     "attention_varlen",
     "attention_varlen_backward",
     "dot_product_attention",
+    "export_targets",
     "gather_cache",
     "merge_states",
     "paged_attention",

@@ -28,14 +28,10 @@ DIFFERENTIABLE = tuple(SOURCES.values())
 SIZES = {op: OPS[op].positional[3:] for op in RUN}
 TAKEN = {op: {o.name for o in forward_options(BACKWARD[op])} | {*SIZES[op]} for op in RUN}
 DEFAULTS = {op: {o.name: o.default_of(op) for o in options_of(op)} for op in RUN}
-NEEDS = {  # by ctx.needs_input_grad
-    wanted: tuple(itertools.compress(GRADIENTS, wanted))
-    for wanted in itertools.product((False, True), repeat=len(GRADIENTS))
-}
 ROWS = GRADIENTS[:3]
+ALL_ROWS = (True, True, True, False)  # ctx.needs_input_grad: q, k, v, call
+SAVED = ("q", "k", "v", "out", "lse")
 PLAIN = (Tensor, torch.nn.Parameter)
-NOTHING = (None,) * 5  # the gradients of arguments that are no tensors
-NO_SMALL = (None,) * 3  # those of bias, sinks and alibi_slopes
 # By place in the schema of a backward op: the arrays among the options, dlse behind them.
 OPTIONAL = {
     op: (*(o.name for o in forward_options(op) if o.kind == "array"), "dlse") for op in FORWARD
@@ -89,48 +85,74 @@ def run_backward_op(
     return [x for name, x in zip(GRADIENTS, found, strict=True) if name in need]
 
 
+def run_forward(ctx: Any, q: Any, k: Any, v: Any, call: tuple[Any, ...]) -> Any:
+    """Run an op, and keep all that the way back needs."""
+    op, sizes, options, wants_lse, deterministic = call
+    out, lse = RUN[op](q, k, v, *sizes, return_lse=True, **options)
+    names, tensors, numbers = list(SAVED), [q, k, v, out, lse], {}
+    if deterministic is not None:
+        numbers["deterministic"] = deterministic
+    taken = TAKEN[op]
+    for name, x in (*options.items(), *zip(SIZES[op], sizes, strict=True)):
+        if name in taken:
+            if isinstance(x, Tensor):
+                names.append(name)
+                tensors.append(x)
+            else:
+                numbers[name] = x
+    ctx.call = BACKWARD[op], names, numbers
+    ctx.save_for_backward(*tensors)
+    ctx.set_materialize_grads(False)
+    return (out, lse) if wants_lse else out
+
+
+def run_backward(ctx: Any, dout: Any, dlse: Any, need: Sequence[str]) -> Sequence[Tensor]:
+    """Give the gradients that are named."""
+    op, names, numbers = ctx.call
+    arguments = dict(zip(names, ctx.saved_tensors, strict=True))
+    arguments["dout"] = torch.zeros_like(arguments["out"]) if dout is None else dout
+    arguments["dlse"] = dlse
+    arguments["need"] = need
+    return differentiate(op, arguments, numbers)
+
+
 class CuattnAttention(torch.autograd.Function):  # type: ignore[misc]
-    """attention or attention_varlen of plain tensors, with its gradients."""
+    """attention or attention_varlen of plain tensors, with the gradients of q, k and v."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Any:
-        """Run an op on the first of `inputs`, the options at the end, and keep all for backward."""
-        q, k, v, _, _, _, op, sizes, options, wants_lse, deterministic = inputs
-        out, lse = RUN[op](q, k, v, *sizes, return_lse=True, **options)
-        names, tensors, numbers = ["q", "k", "v", "out", "lse"], [q, k, v, out, lse], {}
-        if deterministic is not None:
-            numbers["deterministic"] = deterministic
-        taken = TAKEN[op]
-        if sizes:
-            options = options | dict(zip(SIZES[op], sizes, strict=True))
-        for name, x in options.items():
-            if name in taken:
-                if isinstance(x, Tensor):
-                    names.append(name)
-                    tensors.append(x)
-                else:
-                    numbers[name] = x
-        ctx.call = BACKWARD[op], names, numbers
-        ctx.save_for_backward(*tensors)
-        ctx.set_materialize_grads(False)
-        return (out, lse) if wants_lse else out
+    def forward(ctx: Any, q: Any, k: Any, v: Any, call: tuple[Any, ...]) -> Any:
+        """Run the call."""
+        return run_forward(ctx, q, k, v, call)
 
     @staticmethod
     def backward(ctx: Any, dout: Any, dlse: Any = None) -> Any:
         """Give the gradients that are wanted."""
-        op, names, numbers = ctx.call
-        wanted = ctx.needs_input_grad[: len(GRADIENTS)]
         if dout is None and dlse is None:
-            return (*NO_SMALL, *NO_SMALL, *NOTHING)
-        arguments = dict(zip(names, ctx.saved_tensors, strict=True))
-        arguments["dout"] = torch.zeros_like(arguments["out"]) if dout is None else dout
-        arguments["dlse"] = dlse
-        arguments["need"] = need = NEEDS[wanted]
-        found = differentiate(op, arguments, numbers)
-        if need == ROWS:
-            return (*found, *NO_SMALL, *NOTHING)
-        each = iter(found)
-        return (*[next(each) if want else None for want in wanted], *NOTHING)
+            return None, None, None, None
+        wanted = ctx.needs_input_grad
+        if wanted == ALL_ROWS:
+            dq, dk, dv = run_backward(ctx, dout, dlse, ROWS)
+            return dq, dk, dv, None
+        found = iter(run_backward(ctx, dout, dlse, tuple(itertools.compress(ROWS, wanted))))
+        return tuple(next(found) if want else None for want in wanted)
+
+
+class CuattnScored(torch.autograd.Function):  # type: ignore[misc]
+    """The same with bias, sinks and alibi_slopes, each a tensor or None, and their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Any, k: Any, v: Any, b: Any, s: Any, a: Any, call: Any) -> Any:
+        """Run the call, whose options have the three by name."""
+        return run_forward(ctx, q, k, v, call)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Any, dlse: Any = None) -> Any:
+        """Give the gradients that are wanted."""
+        wanted = ctx.needs_input_grad
+        if dout is None and dlse is None:
+            return (None,) * len(wanted)
+        found = iter(run_backward(ctx, dout, dlse, tuple(itertools.compress(GRADIENTS, wanted))))
+        return tuple(next(found) if want else None for want in wanted)
 
 
 def differentiate(op: str, arguments: dict[str, Any], numbers: dict[str, Any]) -> Sequence[Tensor]:
@@ -152,11 +174,14 @@ def differentiate(op: str, arguments: dict[str, Any], numbers: dict[str, Any]) -
 
 # As torch.autograd.Function.apply, but for functorch, which `observed` looks for.
 apply = super(torch.autograd.Function, CuattnAttention).apply
+apply_scored = super(torch.autograd.Function, CuattnScored).apply
 
 
 def attend(op: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """Run an op whose gradient autograd wants, and nobody else looks on."""
     q, k, v, *sizes = arguments
+    if not options:
+        return apply(q, k, v, (op, sizes, options, False, None))
     defaults = DEFAULTS[op]  # cuattn.attention hands on every option it has
     given = {n: x for n, x in options.items() if x is not None and x is not defaults.get(n)}
     find, wants_lse = given.get, given.pop("return_lse", False)
@@ -164,5 +189,8 @@ def attend(op: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
     layout = given.pop("physical_layout", None)
     if layout is not None:
         given["out"] = empty_out(q, v, layout)
-    small = find("bias"), find("sinks"), find("alibi_slopes")
-    return apply(q, k, v, *small, op, sizes, given, wants_lse, deterministic)
+    call = op, sizes, given, wants_lse, deterministic
+    bias, sinks, slopes = find("bias"), find("sinks"), find("alibi_slopes")
+    if bias is None and sinks is None and slopes is None:
+        return apply(q, k, v, call)
+    return apply_scored(q, k, v, bias, sinks, slopes, call)

@@ -42,6 +42,8 @@ UNTRACED = {
     for op in ROWS
 }
 SMALL = DIFFERENTIABLE[3:]  # beside q, k and v
+# What the builtins of the library do not take themselves, or mean otherwise.
+APART = {"deterministic", *(o.name for o in options_of(*ROWS, kinds=("refused", "rope")))}
 
 
 def schema(options: Iterable[Option]) -> str:
@@ -162,13 +164,21 @@ def differentiated(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> 
         return False
     if q.requires_grad or k.requires_grad or v.requires_grad:
         return True
-    given = [options.get(name) for name in SMALL]
-    return any(isinstance(x, Tensor) and x.requires_grad for x in given)
+    for name in SMALL:
+        x = options.get(name)
+        if isinstance(x, Tensor) and x.requires_grad:
+            return True
+    return False
+
+
+def autocasts(q: Tensor) -> bool:
+    """Whether a region of autocast is around a call on q's device."""
+    return bool(torch.is_autocast_enabled("cuda" if q.is_cuda else "cpu"))
 
 
 def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Convert q, k and v as torch's own attention does: in autocast's regions to its dtype."""
-    if q.is_meta or not torch.is_autocast_enabled(q.device.type):
+    if q.is_meta or not autocasts(q):
         return q, k, v
     dtype = torch.get_autocast_dtype(q.device.type)
     return q.to(dtype), k.to(dtype), v.to(dtype)
@@ -207,12 +217,13 @@ def without_untraced(op: str, options: dict[str, Any]) -> dict[str, Any]:
     return rest
 
 
-def run_op(op: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+def run_op(
+    op: str, arguments: tuple[Any, ...], options: dict[str, Any], wants_gradient: bool
+) -> Any:
     """Call a registered op, or for a gradient that nobody looks on at what costs less.
 
     lse is made where a gradient is wanted, which starts from it.
     """
-    wants_gradient = differentiated(arguments[0], arguments[1], arguments[2], options)
     if wants_gradient and not observed(arguments[0], (*arguments[1:3], *options.values())):
         if not UNTRACED[op].keys().isdisjoint(options):
             options = without_untraced(op, options)
@@ -225,15 +236,31 @@ def run_op(op: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
     return (out, lse) if wants_lse else out
 
 
+def is_plain(q: Tensor, options: dict[str, Any]) -> bool:
+    """Whether the library itself may be called, which hands back what wants a gradient."""
+    if traced(q) or autocasts(q):
+        return False
+    return not options or (APART.isdisjoint(options) and not options.get("dropout_p"))
+
+
 def call(op: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """Do what the functions below do; of the options, `deterministic` is for the way back alone."""
     q, k, v = autocast(*arguments[:3])
     arguments = (q, k, v, *arguments[3:])
     options = with_dropout_state(q, options)
-    if traced(q) or differentiated(q, k, v, options):
-        return run_op(op, arguments, options)
+    wants_gradient = differentiated(q, k, v, options)
+    if wants_gradient or traced(q):
+        return run_op(op, arguments, options, wants_gradient)
     options.pop("deterministic", None)
     return RUN[op](*arguments, **options)
+
+
+def differentiate(op: str, q: Tensor, k: Tensor, v: Tensor, *sizes: Any, **options: Any) -> Any:
+    """Run an op whose gradient autograd wants: what `cuattn.attention` cannot do itself."""
+    if not options and not autocasts(q) and not observed(q, (k, v)):
+        return attend(op, (q, k, v, *sizes), options)
+    arguments = (*autocast(q, k, v), *sizes)
+    return run_op(op, arguments, with_dropout_state(q, options), True)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
@@ -260,6 +287,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
     ValueError, TypeError, NotImplementedError
         As in `cuattn.attention`.
     """
+    if is_plain(q, options):
+        return run_attention(q, k, v, **options)
     return call("attention", (q, k, v), options)
 
 
@@ -292,4 +321,6 @@ def attention_varlen(
         As in `cuattn.attention_varlen`.
     """
     arguments = (q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    if is_plain(q, options):
+        return run_attention_varlen(*arguments, **options)
     return call("attention_varlen", arguments, options)

@@ -75,7 +75,7 @@ def scaled_dot_product_attention(
         query, key, value, attn_mask = autocast(query, key, value, attn_mask)
         order = None if query.is_contiguous() else stride_order(query)
         try:
-            return attend(query, key, value, attn_mask, dropout_p, is_causal, scale, order)
+            return attend(query, key, value, attn_mask, dropout_p, is_causal, scale, order, False)
         except (TypeError, ValueError):  # strides, or what has to be said in torch's words
             pass
     return run_unusual(*given)
@@ -106,7 +106,7 @@ def run_unusual(
         scale = head_dim**-0.5 if scale is None else scale
     query, key, value = readable(query), readable(key), readable(pad(value))
     bias = None if bias is None else bias.resolve_neg()
-    out = attend(query, key, value, bias, dropout_p, is_causal, scale, order)
+    out = attend(query, key, value, bias, dropout_p, is_causal, scale, order, traced(query))
     if head_dim_v % STEP:
         out = dense(out[..., :head_dim_v], order)
     return out if len(rows) == 3 else out.reshape(*rows, head_dim_v)
@@ -121,9 +121,14 @@ def attend(
     is_causal: bool,
     scale: float | None,
     order: tuple[int, ...] | None,
+    is_traced: bool,
 ) -> Tensor:
     """Call the library, or the op where torch wants to see one, for a result in an axis order."""
-    window = (-1, -1)
+    options: dict[str, Any] = {"layout": "bhsd"}
+    if scale is not None:
+        options["scale"] = scale
+    if bias is not None:
+        options["bias"] = bias
     if is_causal:
         # Top-left alignment in bottom-right terms: no key from seqlen_q on is seen by anyone, and
         # the diagonal moves right by the queries in excess.
@@ -133,15 +138,17 @@ def attend(
         if seqlen_kv > seqlen_q:
             seqlen_kv = seqlen_q
             key, value = key[:, :, :seqlen_kv], value[:, :, :seqlen_kv]
-        window = (-1, seqlen_q - seqlen_kv)
-    options: dict[str, Any] = {"layout": "bhsd", "window": window, "scale": scale, "bias": bias}
+        options["window"] = (-1, seqlen_q - seqlen_kv)
     if dropout_p:
         options = with_dropout_state(query, {**options, "dropout_p": dropout_p})
-    if traced(query) or differentiated(query, key, value, options):
-        options["physical_layout"] = order
-        return run_op("attention", (query, key, value), options)
-    given = None if order is None else empty_out(query, value, order)
-    return run_attention(query, key, value, out=given, **options)
+    wants_gradient = differentiated(query, key, value, options)
+    if wants_gradient or is_traced:
+        if order is not None:
+            options["physical_layout"] = order
+        return run_op("attention", (query, key, value), options, wants_gradient)
+    if order is not None:
+        options["out"] = empty_out(query, value, order)
+    return run_attention(query, key, value, **options)
 
 
 def dense(out: Tensor, order: tuple[int, ...] | None) -> Tensor:
