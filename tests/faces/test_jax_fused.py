@@ -32,7 +32,8 @@ def calls(rng, dtype):
     tokens = rng.integers(0, 9, (4, 2)).astype(np.int32)
     logits, seeds = drawn(rng, 4, 50, dtype=dtype), np.array([3, 2**31 - 1, 7, 0])
     filters = {"temperature": np.float32([0, 0.5, 1, 2]), "top_k": np.int32([3, 0, 9, 1]),
-               "top_p": np.float32([0.5, 0.9, 1, 1]), "min_p": np.float32([0, 0.1, 0, 0])}  # fmt: skip
+               "top_p": np.float32([0.5, 0.9, 1, 1]),
+               "min_p": np.float32([0, 0.1, 0, 0])}  # fmt: skip
     turn = {"cos": COS, "sin": SIN}
     return [
         (cuattn.apply_rope, {"x": x, **turn}, {}),
