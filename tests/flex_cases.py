@@ -38,6 +38,10 @@ def dense_scores(mod, scores):
     return out
 
 
+def heads_first(x):
+    return np.asarray(x).transpose(0, 2, 1, 3)
+
+
 def attention(q, k, v, *, mask=None, mod=None, scale=None, softcap=0.0, bias=None, sinks=None):
     """The formula in float64, heads first: out [batch, heads, q_len, head_dim_v] and lse."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))

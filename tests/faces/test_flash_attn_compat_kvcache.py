@@ -399,6 +399,21 @@ REFUSED = [
         "k_cache is written, so the heads of a token must lie side by side",
     ),
     ((Q, K, V), {"window_size": (1, 2, 3)}, ValueError, "window_size must hold two integers"),
+    ((Q, K, V), {"num_splits": "2"}, TypeError, "num_splits must be a whole number, got '2'"),
+    *(  # what attention would refuse after the new tokens were written
+        ((Q, K, V, NEW, NEW), {"cache_seqlens": 1, **wrong}, error, message)
+        for wrong, error, message in (
+            (
+                {"alibi_slopes": COS[:3, 0]},
+                ValueError,
+                r"tensor \[2\] or \[2, 2\] on cpu.*got .*\[3\]",
+            ),
+            ({"alibi_slopes": COS[:2, 0].half()}, ValueError, "must be a float32 tensor.*float16"),
+            ({"alibi_slopes": [1.0, 2.0]}, TypeError, "must be a float32 tensor.*got list"),
+            ({"alibi_slopes": COS[:2, 0].clone().requires_grad_()}, NotImplementedError, "no_grad"),
+            ({"softcap": 1e39}, ValueError, r"softcap must be finite in float32, got 1e\+39"),
+        )
+    ),
     ((Q.clone().requires_grad_(), K, V), {}, NotImplementedError, r"call it under torch.no_grad"),
 ]
 

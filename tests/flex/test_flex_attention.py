@@ -122,8 +122,7 @@ def test_ready_masks(rng, name):
     check(cuattn.flex_attention(q, k, v, mask_mod=mask, return_lse=True), want)
     made = cuattn.create_block_mask(mask, 2, None, 200, 200, block_size=64)
     check(cuattn.flex_attention(q, k, v, block_mask=made, return_lse=True), want)
-    problem = flex.attention.problem_of(q, k, {})
-    words = flex.attention.find(problem, None, mask, None).words
+    words = cuattn.explain("flex_attention", q, k, v, mask_mod=mask).ladder.split("functions: ")[1]
     assert words.startswith(SERVED_BY.get(name, "row ranges" if "row" in words else "a program"))
 
 
@@ -329,3 +328,23 @@ def test_a_block_mask_of_torch(rng):
         lists(1, -1, 0)
     with pytest.raises(ValueError, match=r"_torch: kv_num_blocks must lie within \[0, 3\), got 7"):
         lists(7, 1, 0)
+
+
+def test_explain_says_what_functions_become():
+    shapes = ((2, 300, 4, 64),) * 3
+
+    def explain(**call):
+        plan = cuattn.explain("flex_attention", *shapes, device="cpu", **call)
+        assert plan.kernel == "cpu"
+        return plan.reason
+
+    assert "nothing beside attention" in explain()
+    assert "options, as the mask is the window (-1, 0)" in explain(mask_mod=flex.masks.causal())
+    assert "row ranges, as each row's keys" in explain(mask_mod=flex.masks.chunked(50))
+    listed = explain(mask_mod=flex.masks.streaming(10), score_mod=flex.scores.softcap(5.0))
+    assert "a program for each score" in listed
+    assert "lists of 9 blocks: 3 are skipped, in" in listed
+    with pytest.raises(NotImplementedError, match="no kernel of CUDA has masks"):
+        cuattn.explain("flex_attention", *shapes, device="h100", mask_mod=flex.masks.streaming(10))
+    with pytest.raises(TypeError, match="'mod' is no argument"):
+        explain(mod=1)

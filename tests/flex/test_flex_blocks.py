@@ -27,7 +27,7 @@ def true_states(dense, block):
 
 
 def test_random_masks_are_classified_soundly_and_split_exactly(rng):
-    for case in range(400):
+    for case in range(1000):
         q_len, kv_len = (int(n) for n in rng.integers(1, 200, 2))
         make = flex_cases.Generator(rng, 2, 2, q_len, kv_len)
         mask = make.mask(case % 4)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import math
+import operator
 import os
 from typing import Any
 
@@ -14,6 +14,7 @@ from ..torch.eager import rows_in_order
 from ..torch.ops import traced
 
 LONGEST_HEAD = 256
+LARGEST_FLOAT = torch.finfo(torch.float32).max
 
 
 def check_tensors(op: str, axes: int, **tensors: Any) -> None:
@@ -107,9 +108,36 @@ def number_of(op: str, name: str, value: Any, way_out: str) -> float:
         number = float(value)
     except (TypeError, ValueError):
         raise TypeError(f"{op}: {name} must be a number, got {value!r}; {way_out}") from None
-    if not math.isfinite(number):
-        raise ValueError(f"{op}: {name} must be finite, got {value!r}; {way_out}")
+    if not abs(number) <= LARGEST_FLOAT:
+        raise ValueError(f"{op}: {name} must be finite in float32, got {value!r}; {way_out}")
     return number
+
+
+def whole_number(op: str, name: str, value: Any) -> int:
+    """Read a whole number."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(
+            f"{op}: {name} must be a whole number, got {value!r}; pass 0 to let the library choose"
+        ) from None
+
+
+def check_slopes(op: str, slopes: Any, q: Tensor) -> None:
+    """Refuse slopes that attention would refuse after new tokens were written."""
+    if slopes is None:
+        return
+    batch, heads = q.shape[0], q.shape[2]
+    shapes = ((heads,), (batch, heads))
+    fits = isinstance(slopes, Tensor) and tuple(slopes.shape) in shapes
+    if not fits or slopes.dtype != torch.float32 or slopes.device != q.device:
+        got = type(slopes).__name__
+        if isinstance(slopes, Tensor):
+            got = f"{slopes.dtype} {list(slopes.shape)} on {slopes.device}"
+        raise (ValueError if isinstance(slopes, Tensor) else TypeError)(
+            f"{op}: alibi_slopes must be a float32 tensor [{heads}] or [{batch}, {heads}] on "
+            f"{q.device} like q, got {got}; give one number per head"
+        )
 
 
 def scores_of(
@@ -134,6 +162,14 @@ def scores_of(
         "softcap": cap if cap > 0 else 0.0,
         "alibi_slopes": alibi_slopes,
     }
+
+
+def refuse_gradients(op: str, what: str, way_out: str, *tensors: Tensor | None) -> None:
+    """Raise where autograd wants a gradient that there is none of."""
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        raise NotImplementedError(
+            f"{op}: {what}: no gradient goes through a cache, and a tensor requires grad; {way_out}"
+        )
 
 
 def in_eights(x: Tensor) -> Tensor:

@@ -10,11 +10,20 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..torch.ops import call
-from .arguments import check_ints, check_packed, check_tensors, cut, in_eights, scores_of
+from .arguments import (
+    check_ints,
+    check_packed,
+    check_slopes,
+    check_tensors,
+    cut,
+    in_eights,
+    refuse_gradients,
+    scores_of,
+    whole_number,
+)
 from .kv_cache import Cache, Rotary, append_and_attend
 from .pages import Pages
 
@@ -456,10 +465,12 @@ def flash_attn_with_kvcache(
     """
     op = "flash_attn_with_kvcache"
     check_tensors(op, 4, q=q, k_cache=k_cache, v_cache=v_cache)
-    way_out = "call it under torch.no_grad()"
-    refuse_gradients(op, "q, k, v and the caches", way_out, q, k_cache, v_cache, k, v)
+    check_slopes(op, alibi_slopes, q)
+    given = (q, k_cache, v_cache, k, v, alibi_slopes)
+    refuse_gradients(op, "the cache", "call it under torch.no_grad()", *given)
     options = scores_of(op, q.shape[-1], softmax_scale, causal, window_size, softcap, alibi_slopes)
-    options |= {"num_splits": max(0, int(num_splits)), "return_lse": bool(return_softmax_lse)}
+    splits = max(0, whole_number(op, "num_splits", num_splits))
+    options |= {"num_splits": splits, "return_lse": bool(return_softmax_lse)}
     cache = Cache(k_cache, v_cache, cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
     turn = Rotary(rotary_cos, rotary_sin, bool(rotary_interleaved))
     return append_and_attend(op, q, k, v, cache, turn, options)
@@ -485,12 +496,4 @@ def refuse_probabilities(op: str, return_attn_probs: bool, dropout_p: float) -> 
             f"{op}: return_attn_probs must be False with dropout_p={dropout_p}, because no kernel "
             "writes the probabilities (S_dmask); leave it out, or ask for softmax_lse without "
             "dropout"
-        )
-
-
-def refuse_gradients(op: str, what: str, way_out: str, *tensors: Tensor | None) -> None:
-    """Raise where autograd wants a gradient that there is none of."""
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
-        raise NotImplementedError(
-            f"{op}: {what}: no gradient goes through a cache, and a tensor requires grad; {way_out}"
         )

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -11,10 +12,11 @@ import numpy as np
 from .. import _core
 from .._arrays import Array, ArrayT
 from .._options import DENSE, options_of
+from .._other_names import way_out
 from .block_mask import BlockMask
 from .evaluate import on_host
 from .plan import Found, Problem, narrowed, plan
-from .trace import trace
+from .trace import is_jax_tracer, trace
 
 NAME = "flex_attention"
 RAGGED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
@@ -73,20 +75,47 @@ def flex_attention(
     """
     arguments = {"q": q, "k": k, "v": v, **options}
     refuse_unknown(NAME, options, OPTIONS)
+    captured = [] if score_mod is None else trace(score_mod, is_score=True).arrays
+    if wants_gradient(q, (k, v, *options.values(), *captured)):
+        from ..torch.flex import attend
+
+        functions = {"score_mod": score_mod, "mask_mod": mask_mod, "block_mask": block_mask}
+        return attend(arguments, functions, captured)
+    if any(map(is_jax_tracer, (q, k, v, *options.values(), *captured_by(mask_mod), *captured))):
+        from ..jax.flex import attend_traced
+
+        return attend_traced(arguments, score_mod, mask_mod, block_mask)
     problem = problem_of(q, k, options)
     if problem is None:  # the compiled module says what is wrong with it
         return _core.flex_attention(arguments, {})
     return run(arguments, find_for(arguments, problem, score_mod, mask_mod, block_mask))
 
 
+def captured_by(mask_mod: Any) -> list[Any]:
+    """Return the arrays that a mask function reads."""
+    return [] if mask_mod is None else trace(mask_mod).arrays
+
+
+def wants_gradient(q: Any, others: tuple[Any, ...]) -> bool:
+    """Whether q is a tensor of torch, and autograd is to differentiate by one of all."""
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(q, torch.Tensor) or not torch.is_grad_enabled():
+        return False
+    return any(getattr(x, "requires_grad", False) for x in (q, *others))
+
+
 def refuse_unknown(name: str, options: dict[str, Any], known: frozenset[str]) -> None:
     """Refuse names that are no arguments."""
     for option in options:
         if option not in known:
-            raise TypeError(
-                f"{name}: '{option}' is no argument; it takes score_mod, mask_mod, block_mask and "
-                f"{', '.join(sorted(known))}"
-            )
+            raise TypeError(f"{name}: there is no argument {option}; {meant(name, option)}")
+
+
+def meant(name: str, option: str) -> str:
+    """Say what there is instead of an argument that there is none of."""
+    ways = (way_out(op, option) for op in ("attention", "attention_varlen"))
+    known = (way for way in ways if not way.startswith(("help(", f"did you mean {option}?")))
+    return next(known, f"help(cuattn.{name}) lists what there is")
 
 
 def find_for(
@@ -137,13 +166,7 @@ def require_fit(block_mask: Any, problem: Problem) -> None:
 
 def run(arguments: dict[str, Any], found: dict[str, Any]) -> Any:
     """Call the compiled module; JAX arrays go by cuattn.jax."""
-    try:
-        result = _core.flex_attention(arguments, found)
-    except _core.GradientWanted:
-        raise NotImplementedError(
-            f"{NAME}: has no gradients yet, got a tensor that requires one; call it under "
-            "torch.no_grad(), or write the mask as causal, window or bias for attention"
-        ) from None
+    result = _core.flex_attention(arguments, found)
     if result is NotImplemented:
         from ..jax.flex import run_on_host
 

@@ -145,7 +145,7 @@ def plan(
         require_int32(host, score.expr, problem)
         found["score_program"] = program(score.expr, score.scalars)
         captured += host.arrays
-        words.append(f"a program of the score: {score}")
+        words.append(f"a program for each score, {score}")
     if mask is not None:
         host = Host(mask)
         keys = split(mask.expr)
@@ -154,15 +154,15 @@ def plan(
         rows, rest = find_rows(host, problem, keys)
         if rows is not None:
             found["row_begin"], found["row_end"] = rows.begin, rows.end
-            words.append("row ranges: each row's keys are an interval")
+            words.append("row ranges, as each row's keys are an interval")
         if rest is not None:
             require_int32(host, rest, problem)
             found["mask_program"] = program(rest, mask.scalars, len(captured))
             captured += host.arrays
-            words.append(f"a program of the mask: {rest}")
+            words.append(f"a program for what is neither window nor interval of keys, {rest}")
             words.append(add_lists(found, problem, mask, block_mask))
     elif window is not None and window != (-1, -1):
-        words.append(f"options: window={window}")
+        words.append(f"options, as the mask is the window {window}")
     if captured:
         found["arrays"] = captured
     return Found(window, found, "; ".join(words) or "nothing beside attention")
@@ -198,7 +198,7 @@ def add_lists(
     found["block_starts"], found["block_entries"] = lists
     found["query_block"], found["key_block"] = block
     hidden, asked = (int(np.count_nonzero(states == s)) for s in (0, 1))
-    return f"lists of {states.size} blocks: {hidden} are skipped, in {asked} the mask is asked"
+    return f"lists of {states.size} blocks: {hidden} are skipped, in {asked} the program is run"
 
 
 def narrowed(given: Any, found: tuple[int, int]) -> tuple[int, int]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -121,6 +122,12 @@ class Traced:
     def __str__(self) -> str:
         return str(self.expr)
 
+    def reading(self, arrays: list[Any]) -> Traced:
+        """Return the same expression of other arrays, in the order of its own."""
+        other = Traced(self.name, self.is_score)
+        other.arrays, other.scalars, other.expr = arrays, self.scalars, self.expr
+        return other
+
     def key(self) -> str:
         """Return a hash of the expression: no number, length, shape, address or name is in it."""
         return hashlib.sha256(listing(self.expr).encode()).hexdigest()[:32]
@@ -128,7 +135,15 @@ class Traced:
 
 def is_array(x: Any) -> bool:
     """Whether something is an array to capture."""
-    return hasattr(x, "__dlpack__") and hasattr(x, "shape") and not isinstance(x, np.generic)
+    if isinstance(x, np.generic) or not hasattr(x, "shape"):
+        return False
+    return hasattr(x, "__dlpack__") or is_jax_tracer(x)
+
+
+def is_jax_tracer(x: Any) -> bool:
+    """Whether something stands for an array while JAX traces."""
+    jax = sys.modules.get("jax")
+    return jax is not None and isinstance(x, jax.core.Tracer)
 
 
 def is_number(x: Any) -> bool:
@@ -281,6 +296,8 @@ def trace(function: Callable[..., Any], is_score: bool = False) -> Traced:
     TraceError
         If the function does what cannot be written down: a TypeError that says the way out.
     """
+    if isinstance(function, Traced):
+        return function
     what = "score_mod" if is_score else "mask_mod"
     if not callable(function):
         takes = "(score, b, h, q_idx, kv_idx)" if is_score else "(b, h, q_idx, kv_idx)"

@@ -14,7 +14,8 @@ import torch
 # Not of cuattn itself, where ranges may be around them.
 from ..attention import attention as attention_builtin
 from ..attention import attention_varlen as attention_varlen_builtin
-from . import ops
+from ..flex.attention import flex_attention as flex_builtin
+from . import flex_ops, ops
 
 
 def fits(op: str, q: Any, options: dict[str, Any]) -> bool:
@@ -58,5 +59,6 @@ def substitute() -> None:
     for builtin, function in (
         (attention_builtin, attention),
         (attention_varlen_builtin, attention_varlen),
+        (flex_builtin, flex_ops.attend),
     ):
         torch.compiler.substitute_in_graph(builtin, skip_signature_check=True)(function)

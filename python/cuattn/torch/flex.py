@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients of flex_attention of torch tensors: an autograd.Function around both of its passes.
+
+Next: ../flex/attention.py, which comes here where a gradient is wanted; ../flex/backward.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._gradients import SOURCES
+
+NAME = "flex_attention"
+NOT_WITH_GRADIENT = ("out", "lse_out", "workspace", "stream")
+GRADIENT_OF = {source: gradient for gradient, source in SOURCES.items()}
+
+
+class Call(NamedTuple):
+    """A call apart from the tensors that it is differentiated by."""
+
+    functions: dict[str, Any]  # score_mod, mask_mod, block_mask
+    options: dict[str, Any]
+    names: tuple[str, ...]  # of the tensors, which captured arrays follow
+    arrays: tuple[Tensor, ...]  # captured, as the functions hold them
+
+
+class FlexAttention(torch.autograd.Function):  # type: ignore[misc]
+    """flex_attention of plain tensors, with its gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, *tensors: Tensor) -> Any:
+        """Run the call, and keep its tensors."""
+        from ..flex.attention import flex_attention
+
+        given = dict(zip(call.names, tensors, strict=False))
+        options = {**call.options, "return_lse": True}
+        out, lse = flex_attention(**given, **call.functions, **options)
+        ctx.call = call
+        ctx.save_for_backward(out, lse, *tensors)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, dout: Any, dlse: Any) -> Any:
+        """Give the gradients that are wanted."""
+        from ..flex.backward import flex_attention_backward
+
+        call, (out, lse, *tensors) = ctx.call, ctx.saved_tensors
+        if dout is None and dlse is None:
+            return (None,) * (1 + len(tensors))
+        given: dict[str, Any] = dict(zip(call.names, tensors, strict=False))
+        wanted = ctx.needs_input_grad[1 : 1 + len(call.names)]
+        need = tuple(GRADIENT_OF[n] for n, want in zip(call.names, wanted, strict=True) if want)
+        options = {n: x for n, x in call.options.items() if n not in ("return_lse", "num_splits")}
+        found = flex_attention_backward(
+            torch.zeros_like(out) if dout is None else dout.contiguous(),
+            out=out,
+            lse=lse,
+            need=need or ("dv",),
+            arrays=call.arrays,
+            dlse=dlse,
+            **given,
+            **call.functions,
+            **options,
+        )
+        each = iter(found)
+        gradients = [next(each) if want else None for want in wanted]
+        return (None, *gradients, *(found.darrays if call.arrays else ()))
+
+
+def attend(arguments: dict[str, Any], functions: dict[str, Any], captured: list[Any]) -> Any:
+    """Run a call of which a gradient is wanted.
+
+    Raises
+    ------
+    NotImplementedError
+        If out, lse_out, workspace or stream is given, or torch traces or transforms the call.
+    """
+    from .eager import observed
+
+    for name in NOT_WITH_GRADIENT:
+        if arguments.get(name) is not None:
+            raise NotImplementedError(
+                f"{NAME}: {name} must not be given where a gradient is wanted, as autograd keeps "
+                "what it points to; leave it out, or call it under torch.no_grad()"
+            )
+    if observed(arguments["q"], arguments.values()):
+        raise NotImplementedError(
+            f"{NAME}: gradients are of plain tensors in eager code, got a call that torch.compile, "
+            "torch.func or a tensor subclass looks on; call it outside, or under torch.no_grad()"
+        )
+    names = tuple(n for n in GRADIENT_OF if isinstance(arguments.get(n), Tensor))
+    arrays = tuple(x for x in captured if isinstance(x, Tensor) and x.requires_grad)
+    options = {n: x for n, x in arguments.items() if n not in names}
+    tensors = [arguments[name] for name in names]
+    call = Call(functions, options, names, arrays)
+    out, lse = FlexAttention.apply(call, *tensors, *arrays)
+    return (out, lse) if arguments.get("return_lse") else out

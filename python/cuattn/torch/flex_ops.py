@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""flex_attention in graphs of torch.compile: a registered op that finds its functions by a number.
+
+The functions of a call are constants of the graph: they are kept here, and the graph holds their
+number and a guard on which they are. Next: tracing.py, which has torch.compile trace `attend`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._gradients import SOURCES
+
+NAME = "flex_attention"
+TENSORS = (
+    *("q", "k", "v", "bias", "sinks", "alibi_slopes", "seqused_q", "seqused_k"),
+    *("cu_seqlens_q", "cu_seqlens_k", "dropout_state"),
+)
+FUNCTIONS = ("score_mod", "mask_mod", "block_mask")
+GRADIENTS = tuple(SOURCES.values())
+kept: list[dict[str, Any]] = []  # by number; compiled graphs hold numbers as long as they live
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+def keep(functions: tuple[Any, ...], options: tuple[tuple[str, Any], ...]) -> int:
+    """Keep what of a call is no tensor, while a graph is made, and return its number.
+
+    Raises
+    ------
+    NotImplementedError
+        If the score function captures a tensor that requires a gradient: the graph does not see it.
+    """
+    from ..flex.trace import trace
+
+    call = {**dict(zip(FUNCTIONS, functions, strict=True)), **dict(options)}
+    score = call["score_mod"]
+    arrays = [] if score is None else trace(score, is_score=True).arrays
+    if any(getattr(x, "requires_grad", False) for x in arrays):
+        raise NotImplementedError(
+            f"{NAME}: under torch.compile score_mod must not capture a tensor that requires a "
+            "gradient; put torch.compiler.disable around the call, or detach the tensor"
+        )
+    kept.append(call)
+    return len(kept) - 1
+
+
+library = torch.library.Library("cuattn", "FRAGMENT")
+ARGUMENTS = ", ".join(f"Tensor{'' if n in 'qkv' else '?'} {n}" for n in TENSORS)
+library.define(f"flex_attention({ARGUMENTS}, int number) -> (Tensor, Tensor)")
+library.define(
+    f"flex_attention_backward(Tensor dout, Tensor out, Tensor lse, Tensor dlse, {ARGUMENTS}, "
+    "int number, bool[] need) -> Tensor[]"
+)
+
+
+def given(tensors: tuple[Any, ...], number: int) -> dict[str, Any]:
+    """Return the arguments of a call by name."""
+    return {n: x for n, x in zip(TENSORS, tensors, strict=True) if x is not None} | kept[number]
+
+
+def run(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """Run the op on tensors with memory."""
+    from ..flex.attention import flex_attention
+
+    with torch.no_grad():
+        return flex_attention(**given(arguments[:-1], arguments[-1]), return_lse=True)
+
+
+def shapes(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """Return empty results."""
+    q, v, layout = arguments[0], arguments[2], kept[arguments[-1]].get("layout", "bshd")
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    if q.dim() == 3:
+        return out, q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+    batch, rows, heads = (q.shape[i] for i in ((0, 1, 2) if layout == "bshd" else (0, 2, 1)))
+    lse = q.new_empty((batch, heads, rows), dtype=torch.float32)
+    return out, lse
+
+
+def needed(tensors: tuple[Any, ...], need: list[bool]) -> list[Any]:
+    """List the tensors whose gradients are wanted."""
+    return [x for x, wanted in zip(tensors[: len(GRADIENTS)], need, strict=True) if wanted]
+
+
+def run_backward(*arguments: Any) -> list[Tensor]:
+    """Run the backward op on tensors with memory."""
+    from ..flex.backward import flex_attention_backward
+
+    (dout, out, lse, dlse), tensors = arguments[:4], arguments[4:-2]
+    number, need = arguments[-2:]
+    names = tuple(n for n, wanted in zip(SOURCES, need, strict=True) if wanted)
+    call = {n: x for n, x in given(tensors, number).items() if n != "num_splits"}
+    call |= {"dout": dout.contiguous(), "out": out, "lse": lse, "dlse": dlse.contiguous()}
+    with torch.no_grad():
+        return list(flex_attention_backward(**call, need=names))
+
+
+def backward_shapes(*arguments: Any) -> list[Tensor]:
+    """Return empty gradients."""
+    return [x.new_empty(x.shape) for x in needed(arguments[4:-2], arguments[-1])]
+
+
+def save(ctx: Any, inputs: Any, output: Any) -> None:
+    """Keep what the way back reads."""
+    *tensors, ctx.number = inputs
+    ctx.save_for_backward(*output, *tensors)
+
+
+def differentiate(ctx: Any, dout: Any, dlse: Any) -> Any:
+    """Give the gradients that are wanted."""
+    out, lse, *tensors = ctx.saved_tensors
+    need = list(ctx.needs_input_grad[: len(GRADIENTS)])
+    dout = torch.zeros_like(out) if dout is None else dout
+    dlse = torch.zeros_like(lse) if dlse is None else dlse
+    op = torch.ops.cuattn.flex_attention_backward
+    each = iter(op(dout, out, lse, dlse, *tensors, ctx.number, need))
+    found = [next(each) if wanted else None for wanted in need]
+    return (*found, *(None,) * (len(TENSORS) - len(GRADIENTS)), None)
+
+
+for op, kernel, fake in (
+    ("flex_attention", run, shapes),
+    ("flex_attention_backward", run_backward, backward_shapes),
+):
+    library.impl(op, kernel, "CPU")
+    library.impl(op, kernel, "CUDA")
+    torch.library.register_fake(f"cuattn::{op}", fake, lib=library)
+torch.library.register_autograd(
+    "cuattn::flex_attention", differentiate, setup_context=save, lib=library
+)
+
+
+def attend(
+    q: Any, k: Any, v: Any, *, score_mod: Any = None, mask_mod: Any = None, block_mask: Any = None,
+    return_lse: bool = False, **options: Any,
+) -> Any:  # fmt: skip
+    """Stand for `cuattn.flex_attention` in a graph."""
+    for f in (score_mod, mask_mod, block_mask):
+        id(f)  # a guard: another function of the same code may capture other arrays
+    others = tuple((n, x) for n, x in options.items() if n not in TENSORS)
+    for name, x in others:
+        if isinstance(x, Tensor):
+            raise NotImplementedError(f"{NAME}: {name} must not be given under torch.compile")
+    number = keep((score_mod, mask_mod, block_mask), others)
+    tensors = (q, k, v, *(options.get(n) for n in TENSORS[3:]))
+    out, lse = torch.ops.cuattn.flex_attention(*tensors, number)
+    return (out, lse) if return_lse else out

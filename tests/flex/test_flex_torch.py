@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""flex_attention differentiated by torch's autograd, beside that of the dense composition."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import cuattn
+import frameworks
+from cuattn import flex
+
+torch = frameworks.require("torch")
+
+
+def leaves(rng, *shapes, dtype=None):
+    made = (torch.from_numpy(rng.standard_normal(s).astype(np.float32)) for s in shapes)
+    return [x.to(dtype or torch.float32).requires_grad_() for x in made]
+
+
+def dense(q, k, v, mask, score):
+    """The composition in float64, every step one that autograd knows."""
+    q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    s = score(q @ k.transpose(2, 3) * q.shape[3] ** -0.5).masked_fill(~mask, -torch.inf)
+    lse = torch.logsumexp(s, 3)
+    return (torch.exp(s - lse[..., None]) @ v).transpose(1, 2), lse
+
+
+def test_gradients_are_those_of_the_dense_composition(rng):
+    shapes = (2, 50, 4, 32), (2, 70, 2, 32), (2, 70, 2, 24), (4, 21), (4,)
+    q, k, v, table, sinks = leaves(rng, *shapes)
+    ids = torch.from_numpy(np.sort(rng.integers(0, 3, 70)))
+    i, j = torch.arange(50)[:, None], torch.arange(70)[None, :]
+    mask = lambda b, h, i, j: (ids[i] == ids[j]) | (j < 4)  # noqa: E731
+    mod = lambda s, b, h, i, j: 5 * torch.tanh(s / 5) + table[h, (i - j) % 21]  # noqa: E731
+    weights = torch.from_numpy(rng.standard_normal((2, 50, 4, 24)).astype(np.float32))
+
+    def gradients(out, lse):
+        loss = (out * weights).sum() + (lse * lse).mean()
+        return [out.detach(), *torch.autograd.grad(loss, (q, k, v, table))]
+
+    got = cuattn.flex_attention(q, k, v, mask_mod=mask, score_mod=mod, return_lse=True)
+    bias = table.double()[:, (i - j) % 21]
+    want = dense(q, k, v, mask(0, 0, i, j), lambda s: 5 * torch.tanh(s / 5) + bias)
+    for x, y in zip(gradients(*got), gradients(*want), strict=True):
+        assert x.shape == y.shape
+        assert float((x - y).abs().max()) < 3e-5 * max(1.0, float(y.abs().max()))
+    out = cuattn.flex_attention(q, k, v, mask_mod=mask, sinks=sinks)
+    (of_sinks,) = torch.autograd.grad(out.sum(), (sinks,))
+    assert of_sinks.shape == sinks.shape
+    assert bool(of_sinks.abs().sum() > 0)
+
+
+def test_a_learned_array_alone_and_checkpointing(rng):
+    q, k, v = (x.detach() for x in leaves(rng, *[(1, 40, 2, 16)] * 3))
+    (slopes,) = leaves(rng, (2,), dtype=torch.bfloat16)
+    mod = flex.scores.alibi(slopes)
+
+    def loss():
+        return cuattn.flex_attention(q, k, v, score_mod=mod, causal=True).square().sum()
+
+    (plain,) = torch.autograd.grad(loss(), (slopes,))
+    again = torch.utils.checkpoint.checkpoint(loss, use_reentrant=False)
+    (checkpointed,) = torch.autograd.grad(again, (slopes,))
+    assert plain.dtype == torch.bfloat16
+    assert torch.equal(plain, checkpointed)
+    assert bool(plain.abs().sum() > 0)
+
+
+def test_a_step_of_an_optimizer_changes_the_next_call(rng):
+    q, k, v = (x.detach() for x in leaves(rng, *[(1, 30, 2, 16)] * 3))
+    table = torch.nn.Parameter(torch.zeros(2, 9))
+    mod = flex.scores.relative_bias(table)
+    optimizer = torch.optim.SGD([table], lr=1.0)
+    losses = []
+    for _ in range(5):
+        loss = (cuattn.flex_attention(q, k, v, score_mod=mod) - v).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < losses[0]
+
+
+def test_what_is_refused(rng):
+    q, k, v = leaves(rng, *[(1, 8, 1, 16)] * 3)
+    with pytest.raises(NotImplementedError, match="out must not be given where a gradient"):
+        cuattn.flex_attention(q, k, v, out=torch.empty_like(q))
+    with pytest.raises(NotImplementedError, match=r"torch\.func"):
+        torch.func.grad(lambda x: cuattn.flex_attention(x, k, v).sum())(q.detach())
+    out = cuattn.flex_attention(q, k, v, mask_mod=flex.masks.streaming(3))
+    (dq,) = torch.autograd.grad(out.sum(), (q,), create_graph=True)
+    with pytest.raises(RuntimeError, match=r"once_differentiable|does not require grad"):
+        dq.sum().backward()
+    with torch.no_grad():
+        assert not cuattn.flex_attention(q, k, v).requires_grad
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_whole_step_is_one_graph_of_torch_compile(rng):
+    q, k, v = leaves(rng, (1, 50, 4, 16), (1, 60, 2, 16), (1, 60, 2, 24))
+    (bias,) = leaves(rng, (4, 50, 60))
+    begins = torch.tensor([0, 20, 50], dtype=torch.int32)
+    keys = torch.tensor([0, 31, 60], dtype=torch.int32)
+
+    def document(n):
+        ids = torch.arange(60) % n
+        return lambda b, h, i, j: ids[i] == ids[j]
+
+    def step(q, k, v, bias, mask, mod):
+        out, lse = cuattn.flex_attention(
+            q, k, v, mask_mod=mask, score_mod=mod, bias=bias, return_lse=True
+        )
+        packed = cuattn.flex_attention(
+            *(x[0] for x in (q, k, v)),
+            **{"cu_seqlens_q": begins, "cu_seqlens_k": keys},
+            **{"max_seqlen_q": 30, "max_seqlen_k": 31, "mask_mod": mask},
+        )
+        return out.square().sum() + lse.sum() + packed.sum()
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    mod = flex.scores.softcap(5.0)
+    for n in (2, 3):  # functions of the same code that capture other arrays
+        mask = document(n)
+        results = []
+        for run in (compiled, step):
+            loss = run(q, k, v, bias, mask, mod)
+            results.append([loss.detach(), *torch.autograd.grad(loss, (q, k, v, bias))])
+        for x, y in zip(*results, strict=True):
+            assert torch.equal(x, y)
+    (table,) = leaves(rng, (4, 9))
+    with pytest.raises(Exception, match="must not capture a tensor that requires a gradient"):
+        compiled(q, k, v, bias, mask, flex.scores.relative_bias(table))
