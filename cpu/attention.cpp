@@ -54,7 +54,7 @@ void attend_row(const AttentionParams& p, const DropoutParams& dropout, const He
   bool empty = sum == 0.0;
   int64_t out = head.out + row * p.out_strides.seq;
   for (int32_t d = 0; d < p.head_dim_v; ++d) {
-    store_element(p.out, out + d, p.dtype, empty ? 0.0f : static_cast<float>(acc[d] / sum));
+    store_element(p.out, out + d, p.out_dtype, empty ? 0.0f : static_cast<float>(acc[d] / sum));
   }
   if (p.lse != nullptr) {
     float lse = empty ? -kInfinity : static_cast<float>(max + std::log(sum));

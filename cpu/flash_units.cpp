@@ -149,7 +149,7 @@ void run_unit(const Cut& cut, const FlashKernel& kernel, int64_t index) {
       return place.b * strides.batch + (queries.start + i) * strides.seq + h * strides.head;
     };
     row.q = element(p.q, offset(p.q_strides), p.dtype);
-    row.out = const_cast<char*>(element(p.out, offset(p.out_strides), p.dtype));
+    row.out = const_cast<char*>(element(p.out, offset(p.out_strides), p.out_dtype));
     row.lse = p.lse == nullptr ? nullptr : p.lse + offset(p.lse_strides);
     row.max = nullptr;
     row.bias = nullptr;
@@ -183,7 +183,8 @@ void run_unit(const Cut& cut, const FlashKernel& kernel, int64_t index) {
   unit.v = element(p.v, first_key(p.v_strides), p.dtype);
   unit.k_stride = p.k_strides.seq;
   unit.v_stride = p.v_strides.seq;
-  unit.dtype = unit.out_dtype = p.dtype;
+  unit.dtype = p.dtype;
+  unit.out_dtype = p.out_dtype;
   unit.bias_dtype = p.scores.bias_dtype;
   unit.bias_stride = p.scores.bias_stride_kv;
   unit.scale = p.scores.scale;

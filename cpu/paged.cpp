@@ -180,7 +180,7 @@ void write_row(const PagedParams& p, int32_t b, int32_t h_kv, int32_t row, const
   }
   int64_t to = b * p.out_strides.batch + query * p.out_strides.seq + h * p.out_strides.head;
   for (int32_t d = 0; d < p.head_dim; ++d) {
-    store_element(p.out, to + d, p.dtype, factor == 0.0f ? 0.0f : out[d] * factor);
+    store_element(p.out, to + d, p.out_dtype, factor == 0.0f ? 0.0f : out[d] * factor);
   }
   if (p.lse != nullptr) {
     p.lse[b * p.lse_strides.batch + query * p.lse_strides.seq + h * p.lse_strides.head] = lse;

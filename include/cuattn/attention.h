@@ -172,7 +172,8 @@ inline size_t attention_workspace_bytes(const TensorView& q, const TensorView& k
 
 // out = softmax(mask(bias + alibi + softcap(scale * q k^T))) v.
 // q [batch, seqlen_q, num_heads_q, head_dim], k [batch, seqlen_kv, num_heads_kv, head_dim], v and
-// out alike with head_dim_v; float32, float16 or bfloat16; stream is a cudaStream_t (ignored on the
+// out alike with head_dim_v; float32, float16 or bfloat16; on the CPU out may be float32 where the
+// others are not, and is not rounded then; stream is a cudaStream_t (ignored on the
 // CPU). Throws std::invalid_argument, NotImplemented, CudaError or std::runtime_error; nothing is
 // launched then.
 inline void attention(const TensorView& q, const TensorView& k, const TensorView& v,
@@ -320,8 +321,8 @@ inline size_t paged_attention_workspace_bytes(const TensorView& q, const TensorV
 
 // Attention of the newest tokens of each sequence over its keys in a paged cache: q [num_seqs,
 // num_heads_q, head_dim] or [num_seqs, q_len, num_heads_q, head_dim]; caches as kv_layout says;
-// block_tables int32 [num_seqs, max_blocks_per_seq], context_lens int32 [num_seqs]. Throws as
-// attention() does. Source: PagedAttention, arXiv:2309.06180.
+// block_tables int32 [num_seqs, max_blocks_per_seq], context_lens int32 [num_seqs]; out as in
+// attention(). Throws as attention() does. Source: PagedAttention, arXiv:2309.06180.
 inline void paged_attention(const TensorView& q, const TensorView& k_cache,
                             const TensorView& v_cache, const TensorView& block_tables,
                             const TensorView& context_lens, const TensorView& out,

@@ -35,6 +35,7 @@ from .sampling import sample, speculative_verify
 
 if TYPE_CHECKING:
     from . import jax as jax
+    from . import parallel as parallel
     from . import torch as torch
 
 __version__: str = _version()
@@ -93,15 +94,16 @@ __all__ = [
 if not TYPE_CHECKING:  # to whom any name would be an attribute
 
     def __getattr__(name: str) -> Any:
-        """Import cuattn.torch and cuattn.jax when they are first asked for."""
+        """Import cuattn.torch, cuattn.jax and cuattn.parallel when they are first asked for."""
         import importlib.util
 
-        if name not in ("jax", "torch"):
+        needs = {"jax": "jax", "torch": "torch", "parallel": "torch"}
+        if name not in needs:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        if importlib.util.find_spec(name) is None:
+        if importlib.util.find_spec(needs[name]) is None:
             raise AttributeError(
-                f"module {__name__!r} has no attribute {name!r}: {name} is not installed; "
-                f"pip install {name}"
+                f"module {__name__!r} has no attribute {name!r}: {needs[name]} is not installed; "
+                f"pip install {needs[name]}"
             )
         return importlib.import_module(f"{__name__}.{name}")
 

@@ -146,7 +146,8 @@ void run_attention(AttentionCall& call, const TensorView& out, const TensorView*
     lse_shape[1] = p.num_heads_q;
     lse_shape[2] = p.seqlen_q;
   }
-  require_output(fn, "out", out, p.dtype, shape_view(out_shape, axes.ndim), call.device);
+  p.out_dtype = result_dtype(fn, out, p.dtype, call.device);
+  require_output(fn, "out", out, p.out_dtype, shape_view(out_shape, axes.ndim), call.device);
   require_rows(fn, "out", out, true, true);
   p.out = out.data;
   p.out_strides = strides_of(out, axes);

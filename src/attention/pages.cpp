@@ -82,6 +82,7 @@ PagedCall step_of(const AttentionCall& call) {
   w.mask = p.mask;
   to.q = p.q;
   to.out = p.out;
+  to.out_dtype = p.out_dtype;
   to.lse = p.lse;
   to.k_cache = g.k.cache;
   to.v_cache = g.v.cache;

@@ -139,6 +139,20 @@ TensorView shape_view(const int64_t* shape, int32_t ndim) {
   return view;
 }
 
+DType result_dtype(const char* function, const TensorView& out, DType dtype, DLDevice device) {
+  bool is_wide = out.is(DType::f32);
+  if (dtype == DType::f32 || (is_cuda(device) && !is_wide)) return dtype;
+  CUATTN_REQUIRE(is_wide || out.is(dtype), function, ": out must be ", dtype_name(dtype),
+                 " like q, or float32, got ", text(out.dtype), "; cast it");
+  if (!is_wide) return dtype;
+  if (is_cuda(device)) {
+    fail<NotImplemented>(function, ": out must be ", dtype_name(dtype),
+                         " like q, got float32, which no kernel on CUDA writes from 16-bit inputs "
+                         "yet; pass an out of q's dtype, or q, k and v in float32");
+  }
+  return DType::f32;
+}
+
 void require_output(const char* function, const char* argument, const TensorView& view, DType dtype,
                     const TensorView& shape, DLDevice device) {
   require_dtype(function, argument, view, dtype);

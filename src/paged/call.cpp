@@ -103,7 +103,9 @@ void run_paged(PagedCall call, const TensorView& out, const TensorView* lse, voi
   if (!call.is_decode) want.shape[1] = w.q_len;
   want.shape[head] = p.num_heads_q;
   want.shape[head + 1] = p.head_dim;
-  require_output(fn, "out", out, p.dtype, want, call.device);
+  bool may_widen = call.request.partition_size == 0 && !call.request.one_pass && !p.latent.is_used;
+  p.out_dtype = may_widen ? result_dtype(fn, out, p.dtype, call.device) : p.dtype;
+  require_output(fn, "out", out, p.out_dtype, want, call.device);
   require_rows(fn, "out", out, true, true);
   p.out = out.data;
   p.out_strides = {stride_of(out, 0), call.is_decode ? 0 : stride_of(out, 1), stride_of(out, head)};

@@ -76,6 +76,19 @@ def test_the_op_and_the_eager_way_give_the_same_bits(name):
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("name", ["q", "k", "v", *SMALL])
+def test_whichever_array_alone_requires_grad_the_builtin_gives_its_gradient(name):
+    given = {n: x.detach() for n, x in arrays(SMALL).items()}
+    given[name].requires_grad_()
+    rows = [given.pop(n) for n in "qkv"]
+    out = [f(*rows, **given) for f in (cuattn.attention, cuattn.torch.attention)]
+    leaf = next(x for x in (*rows, *given.values()) if x.requires_grad)
+    (found,), (wanted,) = (torch.autograd.grad(x.square().sum(), leaf) for x in out)
+    assert torch.equal(out[0], out[1])
+    assert torch.equal(found, wanted)
+    assert found.abs().sum() > 0
+
+
 def test_ops_are_called_only_where_torch_looks_on():
     leaves = arrays()
     eager = cuattn.torch.attention(**leaves)

@@ -12,7 +12,8 @@ import pytest
 
 import cuattn
 import flex_cases
-from cuattn import flex
+from cuattn import _core, flex
+from cuattn.flex.program import CODE
 from flex_cases import heads_first
 
 DIMS = ((16, 16), (40, 24), (64, 64))
@@ -321,3 +322,53 @@ def test_bad_input(rng):
             call(**given)
     with pytest.raises(ValueError, match="captured by score_mod"):
         cuattn.flex_attention_backward(out, q, k, v, out, lse, arrays=[table])
+
+
+def test_keys_in_parts_give_what_the_plain_loops_give(rng):
+    q, k, v = arrays(rng, 1, 4, 2, 70, 1300, (16, 16))
+    dout = rng.standard_normal(q.shape).astype(np.float32)
+    table, wide = (rng.standard_normal(s).astype(np.float32) for s in ((4, 61), (70, 1300)))
+    mod = lambda s, b, h, i, j: s + table[h, (i + j) % 61] + 0.1 * wide[i, j]  # noqa: E731
+    ids = np.sort(rng.integers(0, 4, 1300))
+    for mask in (None, flex.masks.streaming(200, 3), flex.masks.document(ids)):
+        results = [
+            differentiate(
+                q, k, v, dout, mask_mod=mask, score_mod=mod, arrays=[table, wide], backend=backend
+            )
+            for backend in ("auto", "naive")
+        ]
+        for x, y in zip(*([*r[:3], *r.darrays] for r in results), strict=True):
+            np.testing.assert_allclose(x, y, atol=1e-4, rtol=0)
+
+
+def test_the_compiled_module_takes_no_program_that_could_leave_its_arrays():
+    q, table = np.ones((1, 3, 1, 8), np.float32), np.ones(4, np.float32)
+    lse = np.zeros((1, 1, 3), np.float32)
+    given = {"q": q, "k": q, "v": q, "dout": q, "out": q, "lse": lse, "need": ("dq",)}
+    score = np.array([[CODE["score"], 0, 0, 0, 0, 0]], np.int32)
+    slope = np.array([[CODE["number"], 0, 0, 0, 0, 0], [CODE["give"], 1, 0, 0, 0, -1]], np.int32)
+    index = [CODE["k"], 2, 0, 0, 0, 0]
+    into = np.zeros(4, np.float32)
+    good = {"score_program": score, "score_gradient": slope, "arrays": [table]}
+    _core.flex_attention_backward(given, good)
+
+    def giving(*row):
+        return np.array([*slope.tolist(), index, [CODE["give"], *row]], np.int32)
+
+    _core.flex_attention_backward(
+        given, {**good, "score_gradient": giving(3, 1, 2, 0, 0), "array_gradients": [into]}
+    )
+    for wrong, words in (
+        ({"score_gradient": None}, "score_gradient must be given where"),
+        ({"score_gradient": giving(3, 1, 2, 0, 0)}, "score_gradient holds no operation at row 3"),
+        ({"score_gradient": giving(3, 1, 2, 0, 1), "array_gradients": [into]}, "at row 3"),
+        ({"score_gradient": giving(3, 1, 9, 0, 0), "array_gradients": [into]}, "at row 3"),
+        ({"score_gradient": giving(24, 1, 2, 0, 0), "array_gradients": [into]}, "at row 3"),
+        ({"score_gradient": giving(3, 1, 2, 0, -2), "array_gradients": [into]}, "at row 3"),
+        ({"score_program": slope}, "score_program holds no operation at row 1"),
+        ({"mask_program": slope}, "mask_program holds no operation at row 1"),
+        ({"array_gradients": [into[:3]]}, "gradient of a captured array must have shape"),
+        ({"array_gradients": [table]}, "must not share memory"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            _core.flex_attention_backward(given, {**good, **wrong})

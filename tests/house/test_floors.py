@@ -67,6 +67,7 @@ PEERS = {"torch", "jax", "cupy", "flash_attn", "flash_attn_interface", "flashinf
 IMPORTS = [
     (r"python/cuattn/torch/", {"torch"}),
     (r"python/cuattn/jax/", {"jax"}),
+    (r"python/cuattn/parallel/", {"torch"}),
     (r"python/cuattn/integrations/", {"torch", "transformers", "diffusers", "jax"}),
     (r"python/cuattn/compat/", {"torch"}),
     (r"python/cuattn/(_bench/|_cli/place)", PEERS),

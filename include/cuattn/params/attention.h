@@ -27,7 +27,7 @@ struct AttentionParams {
   Strides q_strides, k_strides, v_strides, out_strides;
   Strides lse_strides;  // of lse: batch, seq (query row), head
 
-  DType dtype;  // of q, k, v and out
+  DType dtype;  // of q, k, v and, on CUDA, out
   int32_t batch, num_heads_q, num_heads_kv, head_dim, head_dim_v;
   int32_t seqlen_q, seqlen_kv;  // dense: the lengths; ragged: max_seqlen_q, max_seqlen_k
   int64_t total_q, total_kv;    // rows stored: dense batch * seqlen, ragged the first extent
@@ -46,6 +46,7 @@ struct AttentionParams {
   DropoutParams dropout;
   RowRanges rows;          // or none
   const FlexParams* flex;  // what a user wrote, in host memory, or nullptr
+  DType out_dtype;         // dtype, or on the CPU float32
 };
 
 CUATTN_HOST_DEVICE Span query_span(const AttentionParams& p, int32_t b) {

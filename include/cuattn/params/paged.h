@@ -42,7 +42,7 @@ struct PagedParams {
 
   int32_t stages;  // the plan's: tiles of K and V on their way in a thread block
 
-  DType dtype;     // of q and out
+  DType dtype;     // of q and, on CUDA, out
   DType kv_dtype;  // of the caches: dtype, or e4m3 under 16-bit queries
   KvLayout kv_layout;
   int32_t num_heads_q, head_dim;
@@ -68,6 +68,7 @@ struct PagedParams {
 
   ScoreParams scores;  // without a bias
   LatentParams latent;
+  DType out_dtype;  // dtype, or on the CPU float32
 };
 
 // Where query `query` of sequence b lies along the seq axis of q, out and lse. -1: nowhere, a

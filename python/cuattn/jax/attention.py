@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from .._arrays import find_cublas
 from .._checks import check_ragged
 from .._options import PLACES
 from .call import (
+    Static,
     as_varying,
     check_arrays,
     plain_window,
@@ -21,20 +23,32 @@ from .call import (
 )
 from .ops import ARRAYS, NUMBERS, differentiable_attention
 
+NUMBER_NAMES = tuple(option.name for option in NUMBERS)
+
 
 def call(op: str, arguments: dict[str, Any]) -> Any:
     """Check what is Python's to check, then run."""
     refuse(op, **{name: arguments[name] for name in PLACES})
     qkv = {name: arguments[name] for name in ("q", "k", "v")}
-    given = check_arrays(op, qkv, **{name: arguments.get(name) for name in ARRAYS})
+    given = check_arrays(op, qkv, **{n: arguments[n] for n in ARRAYS if n in arguments})
     if arguments["backend"] == "cublas":
         find_cublas()
-    options = {option.name: arguments.get(option.name, option.default) for option in NUMBERS}
-    options["window"] = plain_window(options["window"])
-    static = static_of(op, **options, devices=possible_devices(op, given))
+    arguments["window"] = plain_window(arguments["window"])
+    values = tuple([arguments.get(option.name, option.default) for option in NUMBERS])
+    devices = possible_devices(op, given)
+    try:
+        static = same_static(op, devices, values)
+    except TypeError:  # it cannot be hashed, which static_of says by name
+        static = static_of(op, **dict(zip(NUMBER_NAMES, values, strict=True)), devices=devices)
     register()
     results = differentiable_attention(as_varying(given, given), static)
-    return tuple(results) if options["return_lse"] else results[0]
+    return tuple(results) if arguments["return_lse"] else results[0]
+
+
+@functools.cache
+def same_static(op: str, devices: tuple[int, ...], values: tuple[Any, ...]) -> Static:
+    """Return one object for equal options, by which jax.jit finds its program sooner."""
+    return static_of(op, **dict(zip(NUMBER_NAMES, values, strict=True)), devices=devices)
 
 
 def attention(

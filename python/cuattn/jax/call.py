@@ -105,17 +105,20 @@ def possible_devices(op: str, arrays: Mapping[str, Any]) -> tuple[int, ...]:
     Arrays that were put on different devices are refused; others follow these, or go to JAX's
     default device.
     """
-    held = {name: array for name, array in arrays.items() if isinstance(array, jax.Array)}
-    traced = {name for name, array in held.items() if isinstance(array, jax.core.Tracer)}
-    settled = [(n, a.devices()) for n, a in held.items() if n not in traced and a.committed]
-    for name, devices in settled[1:]:
-        first, home = settled[0]
-        if devices != home:
-            raise ValueError(
-                f"{op}: {name} must be on {device_text(home)} like {first}, got "
-                f"{device_text(devices)}; move it with jax.device_put"
-            )
-    device = min(settled[0][1], key=lambda d: d.id) if settled else default_device()
+    traced, first, place, home = False, "", None, None
+    for name, array in arrays.items():
+        if isinstance(array, jax.core.Tracer):
+            traced = True
+        elif isinstance(array, jax.Array) and array.committed and array.sharding is not place:
+            place, devices = array.sharding, array.devices()
+            if home is None:
+                first, home = name, devices
+            elif devices != home:
+                raise ValueError(
+                    f"{op}: {name} must be on {device_text(home)} like {first}, got "
+                    f"{device_text(devices)}; move it with jax.device_put"
+                )
+    device = min(home, key=lambda d: d.id) if home else default_device()
     here = -1 if device.platform == "cpu" else device.local_hardware_id or 0
     if not traced or jax.default_backend() == "cpu":
         return (here,)
@@ -202,7 +205,9 @@ def as_varying(results: Any, arrays: Any) -> Any:
 
     XLA is not told so by a foreign function.
     """
-    every = frozenset().union(*(_varying(x) for x in jax.tree.leaves(arrays)))
+    given = arrays.values() if isinstance(arrays, dict) else arrays
+    traced = [x for x in given if isinstance(x, jax.core.Tracer)]
+    every = frozenset().union(*map(_varying, traced)) if traced else frozenset()
     if not every:
         return results
 

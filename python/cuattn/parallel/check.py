@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every rank must say alike, compared before anything is posted.
+
+Each rank sends 32 bytes over the host: a digest of its call. Where all are equal nothing else
+happens. Else the ranks exchange their words, and all raise the same error: what differs, on which
+ranks. A rank that refuses its own call takes part and says so; the others raise, too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .team import Team, gather_into
+
+ALWAYS = os.environ.get("CUATTN_CHECK", "") not in ("", "0")
+FIRST_CALLS = 100  # of a group: all are checked
+EVERY = 16  # of those after
+LONG_SECONDS = 2e-3  # beside a call as long as this the check does not count
+
+
+def is_due(team: Team, check: bool | None) -> bool:
+    """Decide whether this call is checked, from what all ranks know to be equal."""
+    if check is not None:
+        return check or ALWAYS
+    is_long = team.last_seconds >= LONG_SECONDS
+    return ALWAYS or team.calls < FIRST_CALLS or team.calls % EVERY == 0 or is_long
+
+
+def agree(
+    function: str, team: Team, check: bool | None, contract: Callable[[], Mapping[str, Any]]
+) -> None:
+    """Check a call and hold it against those of the other ranks.
+
+    `contract` checks the call of this rank and returns what must be equal everywhere, by name;
+    "seconds" among it is the modelled time. Raises what it raises here, ValueError on the others,
+    and RuntimeError where a rank does not answer.
+    """
+    due = is_due(team, check)
+    team.calls += 1
+    refusal: Exception | None = None
+    fields: dict[str, str] = {"function": function}
+    seconds = 0.0
+    try:
+        found = dict(contract())
+        seconds = found.pop("seconds", 0.0)
+        fields |= {name: str(value) for name, value in found.items()}
+    except Exception as error:
+        refusal = error
+    if due and team.size > 1:
+        fields["calls before this"] = str(team.calls - 1)
+        compare(function, team, fields, refusal)
+        team.last_seconds = seconds
+    if refusal is not None:
+        raise refusal
+
+
+def compare(function: str, team: Team, fields: dict[str, str], refusal: Exception | None) -> None:
+    """Raise on every rank where the fields of any differ, or where any refused."""
+    said = repr(sorted(fields.items())) if refusal is None else f"refused by {team.rank}"
+    digest = hashlib.sha256(said.encode()).digest()
+    mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+    try:
+        all_said = torch.empty(team.size * len(digest), dtype=torch.uint8)
+        gather_into(all_said, mine, group=team.host_group())
+        if bool((all_said.view(team.size, -1) == mine).all()):
+            return
+        words: list[Any] = [None] * team.size
+        own = fields if refusal is None else f"{type(refusal).__name__}: {refusal}"
+        dist.all_gather_object(words, own, group=team.host_group())
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{function}: a rank of the group did not answer when the calls were compared; see its "
+            f"own log, and start the job again ({str(error).splitlines()[0]})"
+        ) from error
+    if refusal is not None:
+        return
+    refused = {rank: x for rank, x in enumerate(words) if isinstance(x, str)}
+    if refused:
+        text = "; ".join(f"rank {rank}: {x}" for rank, x in refused.items())
+        raise ValueError(f"{function}: refused by other ranks of the group, so by all ({text})")
+    raise ValueError(
+        f"{words[0]['function']}: every rank must make the same call, but they differ: "
+        f"{differences(words)}; nothing was sent"
+    )
+
+
+def differences(words: list[dict[str, str]]) -> str:
+    """Say which fields differ: each value with the ranks that gave it."""
+    found = []
+    for name in dict.fromkeys(name for said in words for name in said):
+        ranks: dict[str, list[int]] = {}
+        for rank, said in enumerate(words):
+            ranks.setdefault(said.get(name, "nothing"), []).append(rank)
+        if len(ranks) > 1:
+            sides = (
+                f"{value} on rank{'s' if len(on) > 1 else ''} {', '.join(map(str, on))}"
+                for value, on in ranks.items()
+            )
+            found.append(f"{name} is " + " and ".join(sides))
+    return "; ".join(found)

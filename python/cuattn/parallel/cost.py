@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each scheme would take, and which one is chosen: formulas in docs/parallel.md.
+
+Speeds are those of an H200 and its NVLink until `calibrate` has measured them. Next: attention.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import cuattn
+
+from .layout import Layout
+from .team import gather_into, team_of
+
+FLOPS, BYTES = 750e12, 360e9  # of a kernel, and what a rank sends and receives, each second
+HOP, COLLECTIVE = 10e-6, 25e-6  # seconds before an exchange, and a collective, moves anything
+MERGE_BYTES = 4e12  # each second
+SCHEMES = ("local", "gather", "heads", "ring", "two levels")
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """What the model sees of a call."""
+
+    batch: int
+    heads_q: int
+    heads_kv: int
+    dims: int  # head_dim + head_dim_v
+    itemsize: int
+    causal: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """The scheme of a call and why.
+
+    Attributes
+    ----------
+    scheme : str
+        "local", "gather", "heads", "ring" or "two levels"; of the last `outer` is that of the outer
+        group.
+    seconds : dict of str to float
+        The modelled time of each scheme that is possible.
+    refused : dict of str to str
+        Why the others are not.
+    reason : str
+        Why this one.
+    buffer_bytes : int
+        Memory that gather needs for keys and values on their way.
+    """
+
+    scheme: str
+    seconds: dict[str, float]
+    refused: dict[str, str]
+    reason: str
+    buffer_bytes: int
+    outer: str = ""
+
+    def __str__(self) -> str:
+        lines = [f"{self.scheme}: {self.reason}"]
+        lines += [f"  {name}: {t * 1e3:.3f} ms by the model" for name, t in self.seconds.items()]
+        lines += [f"  {name}: no, {why}" for name, why in self.refused.items()]
+        return "\n".join([*lines, f"  gather's buffers: {self.buffer_bytes} bytes"])
+
+
+def gather_bytes(shape: Shape, seqlen: int) -> int:
+    """Count the bytes of gather's buffers: two groups on their way, one in order of tokens."""
+    group = -(-shape.heads_kv // min(shape.heads_kv, 8)) if shape.heads_kv else 0
+    return 3 * seqlen * shape.batch * group * shape.dims * shape.itemsize
+
+
+def model(shape: Shape, seqlen: int, size: int, speeds: tuple[float, float]) -> dict[str, float]:
+    """Return the seconds of each scheme, by counting FLOPs and bytes."""
+    flops, rate = speeds
+    rows = seqlen / size
+    pairs = seqlen * seqlen * (0.5 if shape.causal else 1.0)
+    work = 2 * shape.batch * shape.heads_q * shape.dims * pairs / size / flops
+    kv_bytes = rows * shape.batch * shape.heads_kv * shape.dims * shape.itemsize
+    step, hop = work / size, kv_bytes / rate + HOP
+    merge = 0.75 * rows * shape.batch * shape.heads_q * shape.dims / 2 * 12 / MERGE_BYTES
+    groups = max(min(shape.heads_kv, 8), 1)
+    part = (size - 1) * kv_bytes / rate / groups + COLLECTIVE
+    heads = shape.heads_q + max(shape.heads_kv, size)
+    moved = 2 * rows * shape.batch * heads * shape.dims / 2 * shape.itemsize * (size - 1) / size
+    return {
+        "gather": part + max(work, part * (groups - 1) + work / groups),
+        "heads": work + moved / rate + 2 * COLLECTIVE,
+        "ring": step + (size - 1) * (max(step, hop) + merge),
+    }
+
+
+def heads_refusal(shape: Shape, size: int) -> str | None:
+    """Say why heads cannot be dealt to ranks."""
+    if shape.heads_q % size != 0:
+        return f"num_heads_q {shape.heads_q} is no multiple of {size} ranks"
+    if shape.heads_kv % size != 0 and size % shape.heads_kv != 0:
+        return f"num_heads_kv {shape.heads_kv} and {size} ranks do not divide one another"
+    return None
+
+
+def choose(
+    function: str,
+    wanted: str,
+    shape: Shape,
+    seqlen: int,
+    size: int,
+    limits: tuple[dict[str, str], int, tuple[float, float] | None],
+) -> Choice:
+    """Choose a scheme; limits: what cannot be by name, bytes of memory, speeds."""
+    refused, memory, speeds = limits
+    refused = dict(refused)
+    needed = gather_bytes(shape, seqlen)
+    seconds = model(shape, seqlen, size, speeds or (FLOPS, BYTES))
+    why = heads_refusal(shape, size)
+    if why is not None:
+        refused.setdefault("heads", why)
+    if needed > memory:
+        refused.setdefault("gather", f"its buffers of {needed} bytes exceed memory_limit {memory}")
+    if size == 1:
+        return Choice("local", {}, {}, "the group has one rank", needed)
+    possible = {name: t for name, t in seconds.items() if name not in refused}
+    if wanted != "auto":
+        if wanted in refused:
+            raise (ValueError if "memory_limit" in refused[wanted] else NotImplementedError)(
+                f"{function}: scheme must not be {wanted!r} here: {refused[wanted]}; "
+                + (f"take one of {sorted(possible)}" if possible else "change that")
+            )
+        return Choice(wanted, possible, refused, "it was asked for", needed)
+    if not possible:
+        words = "; ".join(f"{name}: {why}" for name, why in refused.items())
+        raise NotImplementedError(f"{function}: no scheme can run this call: {words}")
+    best = min(possible, key=lambda name: (possible[name], name))
+    return Choice(best, possible, refused, "the least time by the model", needed)
+
+
+def calibrate(
+    group: Any = None,
+    *,
+    num_heads: int = 8,
+    head_dim: int = 128,
+    seqlen: int = 1024,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str | None = None,
+    num_bytes: int = 1 << 22,
+) -> dict[str, float]:
+    """Measure what scheme="auto" counts with: the speed of attention and of the group.
+
+    All ranks call it; the slowest counts. The result is kept for the group.
+
+    Parameters
+    ----------
+    group : torch.distributed.ProcessGroup, optional
+        None is the default group.
+    num_heads, head_dim, seqlen : int
+        The attention that is timed: one sequence, causal.
+    dtype : torch.dtype
+        Of it.
+    device : torch.device, optional
+        None: the current CUDA device where the group moves CUDA memory, else the CPU.
+    num_bytes : int
+        What each rank sends to the next.
+
+    Returns
+    -------
+    dict
+        "flops" and "bytes", each a second.
+    """
+    team = team_of("parallel.calibrate", group)
+    is_cuda = dist.get_backend(team.group) == "nccl"
+    where = torch.device(device or (torch.cuda.current_device() if is_cuda else "cpu"))
+    x = torch.randn(1, seqlen, num_heads, head_dim, device=where).to(dtype)
+    work = seconds_of(where, lambda: cuattn.attention(x, x, x, causal=True))
+    message = torch.zeros(num_bytes, dtype=torch.uint8, device=where)
+    box = message.new_empty(team.size * num_bytes)
+
+    def move() -> None:
+        gather_into(box, message, team.group)
+
+    moved = seconds_of(where, move) / max(team.size - 1, 1)
+    slowest = torch.tensor([work, moved], dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=team.host_group())
+    flops = 2 * num_heads * 2 * head_dim * seqlen * seqlen / 2 / float(slowest[0])
+    team.speeds = flops, num_bytes / float(slowest[1])
+    return dict(zip(("flops", "bytes"), team.speeds, strict=True))
+
+
+def seconds_of(device: torch.device, run: Any) -> float:
+    """Return the median of five runs after one that warms up."""
+    times = []
+    for _ in range(6):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        begin = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - begin)
+    return sorted(times[1:])[2]
+
+
+def layout_of(function: str, layout: Any, rows: int, sizes: tuple[int, int]) -> Layout:
+    """Return the layout of a call; a word is for ranks of equal length."""
+    inner, outer = sizes
+    if isinstance(layout, Layout):
+        if (layout.inner, layout.outer) != sizes:
+            raise ValueError(
+                f"{function}: layout must be of the group's ranks "
+                f"{outer if inner == 1 else sizes}, got {layout}; make it for this group"
+            )
+        return layout
+    if layout not in ("contiguous", "zigzag"):
+        raise ValueError(
+            f"{function}: layout must be 'contiguous', 'zigzag' or a Layout, got {layout!r}"
+        )
+    parts = 2 if layout == "zigzag" else 1
+    if rows * inner % parts != 0:
+        raise ValueError(
+            f"{function}: layout 'zigzag' by name needs an even number of tokens on each rank, got "
+            f"{rows}; pass Layout('zigzag', seqlen, size), which takes any"
+        )
+    size = outer if inner == 1 else sizes
+    return Layout(layout, rows * inner * outer, size, chunk=rows * inner // parts)

@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A call as a rank sees it: read, checked, its scheme chosen, and what the others must say alike.
+
+Next: check.py, cost.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import cuattn
+
+from .attend import Problem
+from .cost import Choice, Shape, choose, heads_refusal, layout_of
+from .layout import Layout, check_offsets
+from .pairs import Window, window_of
+from .team import Team, team_of
+
+WANTED = ("auto", "gather", "heads", "ring")
+
+
+@dataclasses.dataclass
+class Plan:
+    """A checked call: who takes part, how, and what every rank must say alike."""
+
+    inner: Team | None  # the ranks that heads are dealt to
+    outer: Team | None  # the ranks that the sequence is cut over, as the scheme sees it
+    layout: Layout  # of the outer team; of the inner where there is no outer
+    inner_layout: Layout | None
+    problem: Problem
+    choice: Choice
+    scheme: str
+    contract: dict[str, Any]
+
+
+def teams_of(function: str, group: Any) -> tuple[Team | None, Team]:
+    """Return the teams of a group, or of (inner, outer)."""
+    if isinstance(group, (tuple, list)):
+        if len(group) != 2:
+            raise ValueError(
+                f"{function}: group must be one group or (inner, outer), got {len(group)} groups"
+            )
+        inner, outer = (team_of(function, one) for one in group)
+        return inner, outer
+    return None, team_of(function, group)
+
+
+def limit_memory(given: dict[str, Any], inner: Team | None, outer: Team) -> None:
+    """Fill in the memory limit, which all ranks of a team find together at its first call."""
+    q = given["q"]
+    device = q.device if isinstance(q, Tensor) else torch.device("cpu")
+    free = outer.free_bytes(device, inner)
+    if given["memory_limit"] is None:
+        given["memory_limit"] = free // 4
+
+
+def plan_of(
+    function: str, given: dict[str, Any], cu_seqlens: Any, inner: Team | None, outer: Team
+) -> Plan:
+    """Check a call as this rank sees it."""
+    axis = 1 if cu_seqlens is None else 0
+    q, k, v = read_arrays(function, given, axis)
+    sizes = (1 if inner is None else inner.size, outer.size)
+    layout = layout_of(function, given["layout"], q.shape[axis], sizes)
+    rank = outer.rank * sizes[0] + (0 if inner is None else inner.rank)
+    if layout.rows(rank) != q.shape[axis]:
+        raise ValueError(
+            f"{function}: q must hold the {layout.rows(rank)} tokens that rank {rank} has in "
+            f"{layout}, got {q.shape[axis]}; take them with layout.shard"
+        )
+    begins = None if cu_seqlens is None else check_offsets(function, cu_seqlens, layout.seqlen)
+    window = window_of(given["causal"], given["window"])
+    bias = read_bias(function, given["bias"], q, layout)
+    shape = Shape(
+        1 if axis == 0 else q.shape[0],
+        *(q.shape[-2], k.shape[-2], q.shape[-1] + v.shape[-1], q.element_size()),
+        window[1] == 0,
+    )
+    refused = refusals(given, q, window, bias)
+    limits = refused, given["memory_limit"], outer.speeds
+    if inner is None:
+        choice = choose(function, given["scheme"], shape, layout.seqlen, outer.size, limits)
+    else:
+        choice = choose_two_levels(function, given["scheme"], shape, layout, limits)
+    by_heads = inner is not None or choice.scheme == "heads"
+    if by_heads and "heads" in refused:
+        raise NotImplementedError(
+            f"{function}: group must be one group here: {refused['heads']}; pass it with scheme="
+            "'gather' or 'ring'"
+        )
+    problem = Problem(
+        window, begins, given["scale"], given["softcap"], given["alibi_slopes"], bias,
+        given["batch_invariant"], given["deterministic"], given["partial_dtype"] == "float32",
+    )  # fmt: skip
+    plan = Plan(inner, outer, layout, None, problem, choice, choice.outer or choice.scheme, {})
+    if choice.scheme == "heads":
+        whole = Layout("contiguous", layout.seqlen, 1)
+        plan = dataclasses.replace(
+            plan, inner=outer, outer=None, layout=whole, inner_layout=layout, scheme="local"
+        )
+    elif inner is not None:
+        plan.layout = layout.outer_layout()
+        rows = plan.layout.rows(outer.rank)
+        part = -(-rows // inner.size)
+        plan.inner_layout = Layout("contiguous", rows, inner.size, chunk=part)
+    plan.contract = contract_of(given, plan, layout, shape, begins)
+    return plan
+
+
+def contract_of(
+    given: dict[str, Any], plan: Plan, layout: Layout, shape: Shape, begins: Any
+) -> dict[str, Any]:
+    """List what every rank must say alike."""
+    q, k, v = (given[name] for name in ("q", "k", "v"))
+    words = (
+        "causal", "window", "scale", "softcap", "batch_invariant", "return_lse",
+        "deterministic", "partial_dtype", "memory_limit",
+    )  # fmt: skip
+    small = ("alibi_slopes", "sinks", "bias")
+    return {
+        "batch": shape.batch,
+        "num_heads_q": q.shape[-2],
+        "num_heads_kv": k.shape[-2],
+        "head_dim": q.shape[-1],
+        "head_dim_v": v.shape[-1],
+        "dtype": q.dtype,
+        "device": q.device.type,
+        "layout": (layout, hash(layout.owners)),
+        "scheme": (given["scheme"], plan.choice.scheme, plan.choice.outer),
+        **{name: given[name] for name in words},
+        **{name: shape_words(given[name], name) for name in small},
+        "requires_grad": [
+            x is not None and x.requires_grad and torch.is_grad_enabled()
+            for x in (q, k, v, given["sinks"])
+        ],
+        "cu_seqlens": None if begins is None else begins.tolist(),
+        "cuattn": cuattn.__version__,
+        "seconds": plan.choice.seconds.get(plan.choice.scheme, 0.0),
+    }
+
+
+def shape_words(x: Tensor | None, name: str) -> str:
+    """Say what of a small array is the same on all ranks."""
+    if x is None:
+        return "none"
+    shape = list(x.shape)
+    if name == "bias" and shape[2] > 1:
+        shape[2] = -1  # the rows of a rank
+    words = f"{x.dtype} {shape}"
+    if name != "bias" and not x.is_cuda:  # where values are read without a wait
+        words += f" {x.detach().tolist()}"
+    return words
+
+
+def choose_two_levels(
+    function: str, wanted: str, shape: Shape, layout: Layout, limits: Any
+) -> Choice:
+    """Choose the scheme of the outer group; heads are dealt to the inner one."""
+    size = layout.inner
+    why = heads_refusal(shape, size)
+    if why is not None:
+        raise NotImplementedError(
+            f"{function}: group must be one group here: {why} of the inner one; pass the ranks as "
+            "one group"
+        )
+    part = dataclasses.replace(
+        shape, heads_q=shape.heads_q // size, heads_kv=max(shape.heads_kv // size, 1)
+    )
+    refused = {name: why for name, why in limits[0].items() if name != "heads"}
+    refused["heads"] = "the inner group has the heads"
+    outer = choose(function, wanted, part, layout.seqlen, layout.outer, (refused, *limits[1:]))
+    seconds = {"two levels": outer.seconds.get(outer.scheme, 0.0)}
+    reason = f"two groups were given; {outer.scheme} over the outer one: {outer.reason}"
+    return Choice("two levels", seconds, outer.refused, reason, outer.buffer_bytes, outer.scheme)
+
+
+def refusals(
+    given: dict[str, Any], q: Tensor, window: Window, bias: Tensor | None
+) -> dict[str, str]:
+    """List the schemes that cannot run a call, and why."""
+    found = {}
+    slopes = given["alibi_slopes"]
+    if slopes is not None and window[1] != 0:
+        found["gather"] = found["ring"] = "alibi_slopes without a causal mask go by heads alone"
+    elif slopes is not None and bias is not None:
+        found["ring"] = "it has alibi_slopes or bias, not both"
+    if bias is not None and bias.shape[2] > 1:
+        found["heads"] = "a bias of rows is not exchanged"
+    if q.is_cuda and q.dtype != torch.float32 and given["partial_dtype"] == "float32":
+        found.setdefault(
+            "ring",
+            "no kernel on CUDA gives float32 parts of 16-bit inputs yet; partial_dtype='input' "
+            "merges rounded ones",
+        )
+    return found
+
+
+def read_arrays(function: str, given: dict[str, Any], axis: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Check q, k, v and the options that one process checks, too."""
+    q, k, v = (given[name] for name in ("q", "k", "v"))
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise TypeError(
+                f"{function}: {name} must be a torch tensor, got {type(x).__name__}; "
+                "cuattn.parallel moves tensors by torch.distributed"
+            )
+    if given["scheme"] not in WANTED:
+        raise ValueError(
+            f"{function}: scheme must be one of {', '.join(map(repr, WANTED))}, got "
+            f"{given['scheme']!r}"
+        )
+    if given["partial_dtype"] not in ("float32", "input"):
+        raise ValueError(
+            f"{function}: partial_dtype must be 'float32' or 'input', got "
+            f"{given['partial_dtype']!r}"
+        )
+    for name in ("alibi_slopes", "bias"):
+        if given[name] is not None and given[name].requires_grad:
+            raise NotImplementedError(
+                f"{function}: {name} must not require a gradient, which ranks do not compute; "
+                f"pass {name}.detach()"
+            )
+    if q.is_cuda and q.device.index != torch.cuda.current_device():
+        raise ValueError(
+            f"{function}: q must lie on the current device, cuda:{torch.cuda.current_device()}, "
+            f"got {q.device}; call torch.cuda.set_device first, or its exchanges wait forever"
+        )
+    check_one(function, given, q, k, v, axis)
+    return q, k, v
+
+
+def check_one(
+    function: str, given: dict[str, Any], q: Tensor, k: Tensor, v: Tensor, axis: int
+) -> None:
+    """Let the library check these rows as a call of their own."""
+    if axis == 0:
+        if any(x.ndim != 3 for x in (q, k, v)):
+            shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
+            raise ValueError(
+                f"{function}: q, k and v must have axes [tokens, heads, dim], got {shapes}"
+            )
+        q, k, v = (x.unsqueeze(0) for x in (q, k, v))
+    names = ("causal", "window", "scale", "softcap", "alibi_slopes", "sinks", "batch_invariant")
+    options = {n: x.detach() if isinstance(x := given[n], Tensor) else x for n in names}
+    if axis == 1 or options["alibi_slopes"] is None or options["alibi_slopes"].ndim == 1:
+        cuattn.explain("attention", *(x.detach() for x in (q, k, v)), **options)
+    else:
+        raise ValueError(
+            f"{function}: alibi_slopes must have shape (num_heads_q,), got "
+            f"{tuple(options['alibi_slopes'].shape)}; documents share them"
+        )
+    if k.shape[1] != q.shape[1]:
+        raise ValueError(
+            f"{function}: k must hold the tokens of q, {q.shape[1]}, got {k.shape[1]}; each rank "
+            "has queries, keys and values of the same tokens"
+        )
+
+
+def read_bias(function: str, bias: Tensor | None, q: Tensor, layout: Layout) -> Tensor | None:
+    """Check a bias: the rows of this rank, all keys."""
+    if bias is None:
+        return None
+    full = (q.shape[0], q.shape[2], q.shape[1], layout.seqlen)
+    view = bias.reshape((1,) * (4 - bias.ndim) + tuple(bias.shape)) if bias.ndim < 4 else bias
+    fits = view.ndim == 4 and all(n in (1, m) for n, m in zip(view.shape, full, strict=True))
+    if not fits or view.dtype not in (torch.float32, torch.bool, q.dtype):
+        raise ValueError(
+            f"{function}: bias must be float32, bool or of q's dtype and broadcast to [batch, "
+            f"num_heads_q, tokens of this rank, tokens of the sequence] = {full}, got {bias.dtype} "
+            f"{tuple(bias.shape)}; give the rows of this rank"
+        )
+    return view

@@ -1,0 +1,289 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ways to attend over a sequence whose rows lie on several ranks, forward and backward.
+
+local: the whole sequence is here. gather: keys and values of all ranks come, by groups of heads,
+and each row attends to them in one call: no merge, the bits of one process. ring: keys and values
+travel from rank to rank and what each step finds is merged in float32. Every scheme gives (out,
+lse) of the rows of this rank, and (dq, dk, dv, dsinks) for the way back. Ring: arXiv:2310.01889;
+zigzag and gather in groups of heads: arXiv:2407.21783. Next: heads.py, autograd.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+import cuattn
+
+from .attend import Call, Problem, attend, gradients, heads_of, make_call, tokens_of
+from .exchange import Gathered, Shift, exchange
+from .layout import Layout, Span
+from .pairs import Window, find_pieces
+from .team import Team
+
+Gradients = tuple[Tensor, Tensor, Tensor, "Tensor | None"]
+MOST_GROUPS = 8  # of heads: what is shown of the first exchange is 1 / groups of all
+
+
+def empty_result(problem: Problem, q: Tensor, v: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """Make (out, lse) of rows that see nothing yet."""
+    out = q.new_zeros(*q.shape[:-1], v.shape[-1], dtype=dtype)
+    rows = q.shape[problem.axis]
+    shape = (*q.shape[: problem.axis], q.shape[-2], rows)
+    return [out, torch.full(shape, -torch.inf, dtype=torch.float32, device=q.device)]
+
+
+class Scheme:
+    """What a scheme needs beside its arrays: the ranks, who holds what, the problem."""
+
+    def __init__(self, team: Team | None, layout: Layout, problem: Problem) -> None:
+        self.team, self.layout, self.problem = team, layout, problem
+        self.rank = 0 if team is None else team.rank
+
+    def calls(
+        self, q: Tensor, k: Tensor, v: Tensor, owner: int | None
+    ) -> Iterator[tuple[Call, slice, slice, bool]]:
+        """List the calls of the rows of this rank against those of an owner; None: of all.
+
+        With each the rows of q and of k that it pairs, and whether it is a query's own run of keys,
+        which takes the sink.
+        """
+        whole = [(0, 0, self.layout.seqlen)]
+        places = whole if owner is None else self.layout.places(owner)
+        for token, row, count in self.layout.places(self.rank):
+            for k_token, k_row, k_count in places:
+                runs: tuple[Span, Span, int] = ((token, count), (k_token, k_count), row)
+                q_run = tokens_of(self.problem, q, slice(row, row + count))
+                k_run, v_run = (
+                    tokens_of(self.problem, x, slice(k_row, k_row + k_count)) for x in (k, v)
+                )
+                for piece in find_pieces(*runs[:2], self.problem.window, self.problem.begins):
+                    call = make_call(self.problem, piece, q_run, k_run, v_run, runs)
+                    rows = slice(row + piece.q.start, row + piece.q.stop)
+                    keys = slice(k_row + piece.k.start, k_row + piece.k.stop)
+                    yield call, rows, keys, owner is None or k_token == token
+
+    def differentiate(
+        self,
+        problem: Problem,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        result: tuple[Tensor, Tensor, Tensor, Tensor | None],
+        owner: int | None,
+        into: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    ) -> None:
+        """Add the gradients of these rows against those of an owner to float32 sums."""
+        for call, rows, keys, is_own in self.calls(q, k, v, owner):
+            dout, out, lse, dlse = result
+            mine = (
+                *(tokens_of(problem, x, rows) for x in (dout, out)),
+                lse[..., rows],
+                None if dlse is None else dlse[..., rows].contiguous(),
+            )
+            own_sinks = sinks if is_own else None
+            found = gradients(problem, call, mine, own_sinks, q.dtype != torch.float32)
+            for whole, part, place in zip(into, found, (rows, keys, keys), strict=False):
+                tokens_of(problem, whole, place).add_(part)
+            if own_sinks is not None and into[3] is not None:
+                into[3].add_(found[3])
+
+
+class Local(Scheme):
+    """The whole sequence is here."""
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Attend in one call."""
+        out, lse = empty_result(self.problem, q, v, q.dtype)
+        for call, rows, _, _ in self.calls(q, k, v, None):
+            attend(call, sinks, tokens_of(self.problem, out, rows), lse[..., rows])
+        return out, lse
+
+    def backward(
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, result: Any
+    ) -> Gradients:
+        """Differentiate in one call."""
+        dsinks = None
+        for call, _, _, _ in self.calls(q, k, v, None):
+            dq, dk, dv, *rest = gradients(self.problem, call, result, sinks, False)
+            return dq, dk, dv, rest[0] if rest else None
+        if sinks is not None:
+            dsinks = torch.zeros_like(sinks)
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), dsinks
+
+
+class Gather(Scheme):
+    """Keys and values of all ranks come, by groups of heads: the next while one is used."""
+
+    def groups(self, q: Tensor, k: Tensor) -> list[tuple[slice, slice]]:
+        """Cut the heads into groups: (query heads, key heads) of each."""
+        heads_kv = k.shape[-2]
+        share = q.shape[-2] // heads_kv
+        step = -(-heads_kv // MOST_GROUPS)
+        cuts = [slice(h, min(h + step, heads_kv)) for h in range(0, heads_kv, step)]
+        return [(slice(c.start * share, c.stop * share), c) for c in cuts]
+
+    def arrivals(self, q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[slice, slice, Any]]:
+        """Gather group after group: its heads, and keys and values of the whole sequence."""
+        axis, dim = self.problem.axis, k.shape[-1]
+        groups = self.groups(q, k)
+
+        def post(heads: slice) -> Gathered:
+            packed = torch.cat([heads_of(k, heads), heads_of(v, heads)], -1)
+            assert self.team is not None
+            return Gathered(self.team, self.layout, packed.movedim(axis, 0))
+
+        coming = post(groups[0][1])
+        for index, (q_heads, kv_heads) in enumerate(groups):
+            with record_function(f"cuattn.parallel.gather.{index}"):
+                whole = coming.wait().movedim(0, axis)
+            if index + 1 < len(groups):
+                coming = post(groups[index + 1][1])
+            yield q_heads, kv_heads, (whole[..., :dim], whole[..., dim:])
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Attend with the heads of each group when they are here."""
+        out, lse = empty_result(self.problem, q, v, q.dtype)
+        for heads, _, (keys, values) in self.arrivals(q, k, v):
+            own = None if sinks is None else sinks[heads].contiguous()
+            one = Gather(self.team, self.layout, self.problem.of_heads(heads))
+            for call, rows, _, _ in one.calls(heads_of(q, heads), keys, values, None):
+                to = tokens_of(self.problem, heads_of(out, heads), rows)
+                attend(call, own, to, lse[..., heads, rows])
+        return out, lse
+
+    def backward(
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, result: Any
+    ) -> Gradients:
+        """Gather again; gradients of all keys are sent home and added in order of ranks."""
+        dout, out, lse, dlse = result
+        dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+        dk, dv = torch.empty_like(k), torch.empty_like(v)
+        dsinks = None if sinks is None else torch.zeros_like(sinks)
+        for heads, kv_heads, (keys, values) in self.arrivals(q, k, v):
+            one = Gather(self.team, self.layout, self.problem.of_heads(heads))
+            own = None if sinks is None else sinks[heads].contiguous()
+            sums = [torch.zeros(x.shape, device=x.device) for x in (keys, values)]
+            mine = (
+                heads_of(dout, heads),
+                heads_of(out, heads),
+                lse[..., heads, :],
+                None if dlse is None else dlse[..., heads, :],
+            )
+            into = (
+                heads_of(dq, heads),
+                *sums,
+                None if dsinks is None else dsinks[heads],
+            )
+            q_heads = heads_of(q, heads)
+            one.differentiate(one.problem, q_heads, keys, values, own, mine, None, into)
+            both = self.send_home(torch.cat(sums, -1))
+            heads_of(dk, kv_heads).copy_(both[..., : k.shape[-1]])
+            heads_of(dv, kv_heads).copy_(both[..., k.shape[-1] :])
+        return dq.to(q.dtype), dk, dv, dsinks
+
+    def send_home(self, sums: Tensor) -> Tensor:
+        """Give each rank its rows of the sums of all, and add them up in order of ranks."""
+        assert self.team is not None
+        rows = sums.movedim(self.problem.axis, 0)
+        spans = [self.layout.spans(rank) for rank in range(self.team.size)]
+        sent = [torch.cat([rows[b : b + n] for b, n in s] or [rows[:0]]) for s in spans]
+        mine = sent[self.rank]
+        found = exchange(self.team, sent, [mine.numel()] * self.team.size)
+        total = functools.reduce(torch.add, found).view(mine.shape)
+        return total.movedim(0, self.problem.axis)
+
+
+@functools.lru_cache(maxsize=256)
+def last_step(layout: Layout, window: Window) -> int:
+    """Return the last step of a ring in which any rank sees anything."""
+    size = layout.size
+    for step in range(size - 1, 0, -1):
+        for rank in range(size):
+            for queries in layout.spans(rank):
+                for keys in layout.spans((rank - step) % size):
+                    if find_pieces(queries, keys, window):
+                        return step
+    return 0
+
+
+class Ring(Scheme):
+    """Keys and values travel: in step i this rank holds those of the rank i places before it."""
+
+    def arrivals(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, int, Tensor, Tensor]]:
+        """Pass keys and values on: (step, whose they are, keys, values)."""
+        assert self.team is not None
+        axis, dim, size = self.problem.axis, k.shape[-1], self.team.size
+        rows = torch.cat([k, v], -1).movedim(axis, 0).contiguous()
+        last = last_step(self.layout, self.problem.window)
+        for step in range(last + 1):
+            shift = None
+            if step < last:
+                count = self.layout.rows((self.rank - step - 1) % size)
+                shift = Shift(self.team, rows, rows.new_empty(count, *rows.shape[1:]))
+            here = rows.movedim(0, axis)
+            with record_function(f"cuattn.parallel.ring.{step}"):
+                yield step, (self.rank - step) % size, here[..., :dim], here[..., dim:]
+            if shift is not None:
+                rows = shift.wait()
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Attend in steps, and merge what they find: the own rows first, then back in the ring."""
+        wide = torch.float32 if self.problem.widens else q.dtype
+        out, lse = empty_result(self.problem, q, v, torch.float32)
+        for _, owner, keys, values in self.arrivals(k, v):
+            for call, rows, _, is_own in self.calls(q, keys, values, owner):
+                part, part_lse = empty_result(self.problem, call.q, call.v, wide)
+                attend(call, sinks if is_own else None, part, part_lse)
+                run, run_lse = tokens_of(self.problem, out, rows), lse[..., rows]
+                layout: Any = "bshd" if self.problem.axis else "thd"
+                cuattn.merge_states(
+                    run, run_lse, part.float(), part_lse, layout=layout, out=run, lse_out=run_lse
+                )
+        return out.to(q.dtype), lse
+
+    def backward(
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, result: Any
+    ) -> Gradients:
+        """Pass keys on again; their gradients follow one step behind, and end at home."""
+        assert self.team is not None
+        axis, dim, size = self.problem.axis, k.shape[-1], self.team.size
+        dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+        dsinks = None if sinks is None else torch.zeros_like(sinks)
+        last = last_step(self.layout, self.problem.window)
+        coming: Shift | None = None
+        sums = dq  # of the keys that are here, [rows, ...]
+        for step, owner, keys, values in self.arrivals(k, v):
+            shape = (keys.shape[axis], *k.movedim(axis, 0).shape[1:-1], dim + v.shape[-1])
+            found = torch.zeros(shape, dtype=torch.float32, device=q.device)
+            home = found.movedim(0, axis)
+            into = (dq, home[..., :dim], home[..., dim:], dsinks)
+            self.differentiate(self.problem, q, keys, values, sinks, result, owner, into)
+            sums = found if coming is None else coming.wait().add_(found)
+            if step < last:
+                count = self.layout.rows((self.rank - step - 1) % size)
+                coming = Shift(self.team, sums, sums.new_empty(count, *shape[1:]))
+        if last > 0:
+            count = self.layout.rows(self.rank)
+            sums = Shift(self.team, sums, sums.new_empty(count, *sums.shape[1:]), -last).wait()
+        both = sums.movedim(0, axis).to(k.dtype)
+        return dq.to(q.dtype), both[..., :dim], both[..., dim:], dsinks
+
+
+SCHEMES: dict[str, type[Local] | type[Gather] | type[Ring]] = {
+    "local": Local,
+    "gather": Gather,
+    "ring": Ring,
+}

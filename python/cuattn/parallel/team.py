@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ranks that share a call, and what is kept for their group: a host group, a counter of calls.
+
+Next: check.py (what all ranks must agree on), exchange.py (what moves between them).
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# torch 2.13 has given it another name.
+gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Team:
+    """A group of ranks as the functions of this package see it."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+        self.rank: int = dist.get_rank(group)
+        self.size: int = dist.get_world_size(group)
+        self.ranks: list[int] = dist.get_process_group_ranks(group)
+        self.calls = 0  # of this package, on this group; the same number on every rank
+        self.last_seconds = 0.0  # the modelled time that all ranks agreed on last
+        self.speeds: tuple[float, float] | None = None  # measured by calibrate: FLOP/s, bytes/s
+        self._host: Any = None
+        self._free: dict[Team | None, int] = {}
+
+    def host_group(self) -> Any:
+        """Return a group of the same ranks that moves host memory; all ranks make it together."""
+        if self._host is None:
+            is_gloo = dist.get_backend(self.group) == "gloo"
+            self._host = (
+                self.group
+                if is_gloo
+                else dist.new_group(self.ranks, backend="gloo", use_local_synchronization=True)
+            )
+        return self._host
+
+    def free_bytes(self, device: torch.device, inner: Team | None = None) -> int:
+        """Return the least memory that is free on any rank, of both groups of two levels.
+
+        Asked once; all ranks ask together.
+        """
+        if inner not in self._free:
+            free = torch.tensor([free_memory(device)], dtype=torch.int64)
+            for team in (self, inner):
+                if team is not None:
+                    dist.all_reduce(free, dist.ReduceOp.MIN, group=team.host_group())
+            self._free[inner] = int(free)
+        return self._free[inner]
+
+    def peer(self, step: int) -> int:
+        """Return the global rank that stands `step` places after this one in the ring."""
+        return self.ranks[(self.rank + step) % self.size]
+
+
+def free_memory(device: torch.device) -> int:
+    """Return the bytes that are free on a device, or in the host's memory."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+_teams: weakref.WeakKeyDictionary[Any, Team] = weakref.WeakKeyDictionary()
+
+
+def team_of(function: str, group: Any) -> Team:
+    """Return what is kept for a group; None is the default group."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise ValueError(
+            f"{function}: group must be a group of torch.distributed, which is not initialised "
+            "here; call torch.distributed.init_process_group first"
+        )
+    given = dist.group.WORLD if group is None else group
+    if not isinstance(given, dist.ProcessGroup):
+        raise ValueError(
+            f"{function}: group must be a ProcessGroup that holds this rank, or (inner, outer), "
+            f"got {type(given).__name__}; pass what new_group gave a member, or None for all ranks"
+        )
+    if given not in _teams:
+        _teams[given] = Team(given)
+    return _teams[given]

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes that stand for ranks: started once, joined by gloo, given one job after another.
+
+A job is a function of a module that the processes can import, run on every rank of a group with
+(team, *arguments); `Pool.run` returns what each rank returned, or raises what any raised.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import importlib
+import multiprocessing
+import multiprocessing.connection
+import os
+import pathlib
+import socket
+import sys
+import traceback
+from typing import Any, NamedTuple
+
+HERE = pathlib.Path(__file__).parent
+SECONDS = 60  # after which a rank counts as hanging
+
+
+class Ranks(NamedTuple):
+    """What a job is told of its group."""
+
+    rank: int
+    size: int
+    group: Any
+
+
+class Pool:
+    """`size` processes; jobs run on the first n of them."""
+
+    def __init__(self, size: int, timeout: float = SECONDS) -> None:
+        context = multiprocessing.get_context("forkserver")
+        sys.path[:0] = [path for path in (str(HERE), str(HERE.parent)) if path not in sys.path]
+        context.set_forkserver_preload(["warm"])
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.pipes, self.processes = [], []
+        for rank in range(size):
+            here, there = context.Pipe()
+            process = context.Process(
+                target=serve, args=(rank, size, port, timeout, there), daemon=True
+            )
+            process.start()
+            self.pipes.append(here)
+            self.processes.append(process)
+        for rank in range(size):
+            self.receive(rank)
+
+    def receive(self, rank: int) -> Any:
+        """Return what a rank answers within the time."""
+        assert self.pipes[rank].poll(SECONDS), f"rank {rank} hangs"
+        return self.pipes[rank].recv()
+
+    def send(self, size: int, job: Any, *arguments: Any, each: Any = ()) -> None:
+        """Start a job on the first `size` ranks; each: more arguments, by rank."""
+        for rank in range(size):
+            own = each[rank] if each else ()
+            self.pipes[rank].send((size, job.__module__, job.__name__, (*arguments, *own)))
+
+    def outcomes(self, size: int, job: Any, *arguments: Any, each: Any = ()) -> list[Any]:
+        """Run a job; (kind of error or "", result or message) of each rank."""
+        self.send(size, job, *arguments, each=each)
+        return [self.receive(rank) for rank in range(size)]
+
+    def run(self, size: int, job: Any, *arguments: Any) -> list[Any]:
+        """Run a job that no rank fails."""
+        self.send(size, job, *arguments)
+        ranks = {self.pipes[rank]: rank for rank in range(size)}
+        results = [None] * size
+        while ranks:  # the first that answers: a rank that failed leaves the others waiting
+            ready = multiprocessing.connection.wait(list(ranks), SECONDS)
+            assert ready, f"ranks {sorted(ranks.values())} hang"
+            for pipe in ready:
+                error, results[ranks[pipe]] = pipe.recv()
+                assert not error, f"rank {ranks[pipe]}: {error}: {results[ranks[pipe]]}"
+                del ranks[pipe]
+        return results
+
+    def close(self) -> None:
+        """End the processes."""
+        for pipe in self.pipes:
+            with contextlib.suppress(OSError):
+                pipe.send(None)
+        for process in self.processes:
+            process.join(5)
+            process.kill()
+
+
+def serve(rank: int, size: int, port: int, timeout: float, pipe: Any) -> None:
+    """Join the group and run jobs until there are no more."""
+    os.environ["CUATTN_NUM_THREADS"] = "1"
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    wait = datetime.timedelta(seconds=timeout)
+    where = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=size, timeout=wait)
+    groups = {n: dist.new_group(range(n), timeout=wait) for n in range(1, size)}
+    groups[size] = dist.group.WORLD
+    pipe.send("ready")
+    while True:
+        task = pipe.recv()
+        if task is None:
+            break
+        count, module, name, arguments = task
+        try:
+            job = getattr(importlib.import_module(module), name)
+            pipe.send(("", job(Ranks(rank, count, groups[count]), *arguments)))
+        except Exception as error:
+            text = f"{error}\n{traceback.format_exc()}" if type(error) is AssertionError else error
+            pipe.send((type(error).__name__, str(text)))
+    dist.destroy_process_group()
