@@ -21,10 +21,6 @@ class Call {
  public:
   Call(const char* op, const char* name, nb::handle source, nb::handle stream_arg)
       : op(op), stream(parse_stream(op, stream_arg)) {
-    if (array_type(op, name, source).library == Library::jax) {
-      raise(PyExc_NotImplementedError, op, ": ", name,
-            " is a JAX array, for which it has no XLA call yet; compute it in jax.numpy");
-    }
     first.import(op, name, source, stream, nullptr);
     complete_stream(op, first, stream);
   }
@@ -51,6 +47,11 @@ class Call {
   CallStream stream;
   Array first;
 };
+
+// JAX arrays go to cuattn.jax.
+bool is_jax(const char* op, const char* name, nb::handle array) {
+  return array_type(op, name, array).library == Library::jax;
+}
 
 TensorView like(const Array& array) {
   return view_of(array.view.dtype, array.view.ndim, array.view.shape.data());
@@ -81,6 +82,7 @@ nb::object apply_rope(const char* op, const char* name, nb::handle x, nb::handle
                       nb::handle sin, nb::handle positions, nb::handle interleaved,
                       nb::handle inverse, nb::handle offset, const nb::dict& lengths,
                       nb::handle out, nb::handle stream) {
+  if (is_jax(op, name, x)) return nb::borrow(Py_NotImplemented);
   Call call(op, name, x, stream);
   require_axes(call.op, name, call.first, 3);
   cuattn_rope_options options;
@@ -126,6 +128,7 @@ nb::object apply_rope(const char* op, const char* name, nb::handle x, nb::handle
 nb::object norm(bool centred, nb::handle x, nb::handle weight, nb::handle bias, nb::handle eps,
                 nb::handle weight_offset, nb::handle residual, nb::handle out,
                 nb::handle residual_out, nb::handle stream) {
+  if (is_jax(centred ? "layer_norm" : "rms_norm", "x", x)) return nb::borrow(Py_NotImplemented);
   Call call(centred ? "layer_norm" : "rms_norm", "x", x, stream);
   require_axes(call.op, "x", call.first, 1);
   cuattn_norm_options options;
@@ -162,6 +165,7 @@ int32_t parse_act(const char* op, nb::handle value) {
 
 nb::object activate(bool gated, nb::handle x, nb::handle bias, nb::handle act, nb::handle out,
                     nb::handle stream) {
+  if (is_jax(gated ? "act_mul" : "bias_act", "x", x)) return nb::borrow(Py_NotImplemented);
   Call call(gated ? "act_mul" : "bias_act", "x", x, stream);
   require_axes(call.op, "x", call.first, 1);
   int32_t activation = parse_act(call.op, act);
@@ -203,6 +207,7 @@ void read_random(Call& call, nb::handle seed, nb::handle offset, NumberOrArray (
 nb::object sample(nb::handle logits, nb::handle temperature, nb::handle top_k, nb::handle top_p,
                   nb::handle min_p, nb::handle joint, nb::handle seed, nb::handle offset,
                   nb::handle out, nb::handle stream) {
+  if (is_jax("sample", "logits", logits)) return nb::borrow(Py_NotImplemented);
   Call call("sample", "logits", logits, stream);
   require_axes(call.op, "logits", call.first, 1);
   cuattn_sample_options options;
@@ -234,6 +239,8 @@ nb::object sample(nb::handle logits, nb::handle temperature, nb::handle top_k, n
 nb::object speculative_verify(nb::handle draft_probs, nb::handle target_probs,
                               nb::handle draft_tokens, nb::handle seed, nb::handle offset,
                               nb::handle out, nb::handle accepted_out, nb::handle stream) {
+  if (is_jax("speculative_verify", "target_probs", target_probs))
+    return nb::borrow(Py_NotImplemented);
   Call call("speculative_verify", "target_probs", target_probs, stream);
   require_axes(call.op, "target_probs", call.first, 2);
   cuattn_sample_options options;

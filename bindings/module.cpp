@@ -29,7 +29,8 @@ nb::dict xla_handlers() {
   nb::dict cpu, cuda;
   for (const xla::Handler* handler :
        {&xla::kAttention, &xla::kAttentionBackward, &xla::kMergeStates, &xla::kPagedAttention,
-        &xla::kReshapeAndCache, &xla::kGatherCache}) {
+        &xla::kReshapeAndCache, &xla::kGatherCache, &xla::kApplyRope, &xla::kNorm,
+        &xla::kActivation, &xla::kSample, &xla::kVerify}) {
     cpu[handler->name] = nb::capsule(reinterpret_cast<void*>(handler->cpu));
     cuda[handler->name] = nb::capsule(reinterpret_cast<void*>(handler->cuda));
   }

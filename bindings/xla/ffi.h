@@ -158,6 +158,6 @@ struct Handler {
   Error* (*cuda)(CallFrame*);
 };
 extern const Handler kAttention, kAttentionBackward, kMergeStates, kPagedAttention,
-    kReshapeAndCache, kGatherCache;
+    kReshapeAndCache, kGatherCache, kApplyRope, kNorm, kActivation, kSample, kVerify;
 
 }  // namespace cuattn::bindings::xla

@@ -88,3 +88,13 @@ def jax_face() -> Any:
     from . import jax
 
     return jax
+
+
+def either(function: str, *arguments: Any) -> Any:
+    """Run a function of the module, or of cuattn.jax.fused, which has the same arguments."""
+    found = getattr(_core, function)(*arguments)
+    if found is not NotImplemented:
+        return found
+    from .jax import fused
+
+    return getattr(fused, function)(*arguments)

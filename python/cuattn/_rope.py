@@ -31,10 +31,21 @@ def turned(op: str, arguments: dict[str, Any]) -> dict[str, Any]:
         )
     lengths = dense_lengths(arguments) if op in ROWS else paged_lengths(arguments)
     interleaved, stream = arguments["rope_interleaved"], arguments["stream"]
-    q = _core.apply_rope(
+    q = rotation(
         op, "q", arguments["q"], *rope, positions, interleaved, False, 0, lengths, None, stream
     )
     return {**rest, "q": q}
+
+
+def rotation(op: str, name: str, *arguments: Any) -> Any:
+    """Rotate an array of a call that takes none of JAX on this way."""
+    found = _core.apply_rope(op, name, *arguments)
+    if found is NotImplemented:
+        raise NotImplementedError(
+            f"{op}: {name} is a JAX array, which this call does not rotate; pass what "
+            "cuattn.apply_rope makes of it"
+        )
+    return found
 
 
 def dense_lengths(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -74,7 +85,7 @@ def rotated(
     rows = x.reshape(-1, *x.shape[-2:])
     if rows.shape[0] == 0:  # the tables may be empty too
         return x
-    found = _core.apply_rope(
+    found = rotation(
         "apply_rope", "q", rows, cos, sin, positions, interleaved, False, 0, {}, None, stream
     )
     return found.reshape(*x.shape)

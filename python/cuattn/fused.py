@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from . import _core
 from ._arrays import Array, ArrayT
+from ._call import either
 
 if TYPE_CHECKING:
     from ._types import Act
@@ -39,7 +39,8 @@ def rms_norm(
     weight_offset : float
         1 for models that store the weight less 1.
     residual : array like x, optional
-        Is added to x first. **Written**, with the sum, unless residual_out is given.
+        Is added to x first. **Written**, with the sum, unless residual_out is given; of JAX the sum
+        is a new array.
     out : array like x, optional
         Written and returned; may be x itself.
     residual_out : array like x, optional
@@ -58,7 +59,7 @@ def rms_norm(
     ValueError, TypeError, CudaError
         As in `attention`; nothing was written.
     NotImplementedError
-        JAX arrays; a torch tensor that requires grad, in grad mode.
+        out= and residual_out= of JAX arrays; a torch tensor that requires grad, in grad mode.
 
     References
     ----------
@@ -70,9 +71,8 @@ def rms_norm(
     >>> cuattn.rms_norm(np.float32([[3, 4]]), np.ones(2, np.float32), eps=0)
     array([[0.84852815, 1.1313709 ]], dtype=float32)
     """
-    return _core.norm(
-        False, x, weight, None, eps, weight_offset, residual, out, residual_out, stream
-    )
+    return either("norm", False, x, weight, None, eps, weight_offset, residual, out, residual_out,
+                  stream)  # fmt: skip
 
 
 def layer_norm(
@@ -119,9 +119,8 @@ def layer_norm(
     ----------
     arXiv:1607.06450.
     """
-    return _core.norm(
-        True, x, weight, bias, eps, weight_offset, residual, out, residual_out, stream
-    )
+    return either("norm", True, x, weight, bias, eps, weight_offset, residual, out, residual_out,
+                  stream)  # fmt: skip
 
 
 def act_mul(
@@ -170,7 +169,7 @@ def act_mul(
     >>> cuattn.act_mul(np.float32([[0, 100, 5, 7]]))
     array([[  0., 700.]], dtype=float32)
     """
-    return _core.activate(True, x, bias, act, out, stream)
+    return either("activate", True, x, bias, act, out, stream)
 
 
 def bias_act(
@@ -209,4 +208,4 @@ def bias_act(
     ----------
     arXiv:1606.08415.
     """
-    return _core.activate(False, x, bias, act, out, stream)
+    return either("activate", False, x, bias, act, out, stream)

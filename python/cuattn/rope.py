@@ -11,6 +11,7 @@ from typing import Any
 
 from . import _core
 from ._arrays import Array, ArrayT, library_module
+from ._rope import rotation
 from ._rope_scaling import attention_factor, frequencies
 from .attention import attention
 
@@ -175,7 +176,7 @@ def apply_rope(
     ValueError, TypeError, CudaError
         As in `attention`; nothing was written.
     NotImplementedError
-        JAX arrays; a torch tensor that requires grad, in grad mode.
+        out= of JAX arrays; a torch tensor that requires grad, in grad mode.
 
     References
     ----------
@@ -190,9 +191,17 @@ def apply_rope(
     >>> bool(np.allclose(cuattn.apply_rope(y, cos, sin, inverse=True), x))
     True
     """
-    return _core.apply_rope(
+    found = _core.apply_rope(
         "apply_rope", "x", x, cos, sin, positions, interleaved, inverse, offset, {}, out, stream
     )
+    if found is not NotImplemented:
+        return found
+    from .jax import fused
+
+    return fused.apply_rope(
+        x, cos, sin, positions, interleaved=interleaved, inverse=inverse, offset=offset, out=out,
+        stream=stream,
+    )  # fmt: skip
 
 
 def rope_attention(
@@ -241,7 +250,7 @@ def rope_attention(
     arXiv:2104.09864.
     """
     layout = {"layout": options["layout"]} if "layout" in options else {}
-    k = _core.apply_rope(
+    k = rotation(
         "rope_attention", "k", k, cos, sin, positions_k, interleaved, False, 0, layout, None,
         options.get("stream"),
     )  # fmt: skip

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from . import _core
 from ._arrays import Array, ArrayT
+from ._call import either
 
 if TYPE_CHECKING:
     from ._types import FilterOrder
@@ -67,7 +67,7 @@ def sample(
         As in `attention`; nothing was written. Arrays of options are not judged: a temperature
         that is not above 0 is 0, a top_k below 1 and a top_p above 1 keep all.
     NotImplementedError
-        JAX arrays; a torch tensor that requires grad, in grad mode.
+        out= of JAX arrays; a torch tensor that requires grad, in grad mode.
 
     References
     ----------
@@ -86,8 +86,18 @@ def sample(
         raise ValueError(
             f"sample: order must be 'top_k_first' or 'joint', got {order!r}; choose one of these"
         )
-    return _core.sample(
-        logits, temperature, top_k, top_p, min_p, order == "joint", seed, offset, out, stream
+    return either(
+        "sample",
+        logits,
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        order == "joint",
+        seed,
+        offset,
+        out,
+        stream,
     )
 
 
@@ -143,6 +153,14 @@ def speculative_verify(
     ----------
     arXiv:2211.17192.
     """
-    return _core.speculative_verify(
-        draft_probs, target_probs, draft_tokens, seed, offset, out, accepted_out, stream
+    return either(
+        "speculative_verify",
+        draft_probs,
+        target_probs,
+        draft_tokens,
+        seed,
+        offset,
+        out,
+        accepted_out,
+        stream,
     )

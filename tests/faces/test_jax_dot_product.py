@@ -177,6 +177,14 @@ def test_biases_of_other_shapes_and_dtypes(shape, dtype, rng):
     assert_near(found, theirs(*arguments, bias, implementation="xla"))
 
 
+@pytest.mark.parametrize("shape", [(2, 1, 9, 12), (1, 12), (4, 9, 1)], ids=str)
+def test_gradients_of_biases_that_are_broadcast(shape, rng):
+    arguments = qkv(rng, 9, 12)
+    given = {"bias": draw(rng, *shape), "local_window_size": (20, 3)}
+    weights = draw(rng, *arguments[0].shape)
+    compare(arguments, given, np.ones((BATCH, 9, 1, 1), bool), weights)
+
+
 def test_three_axes(rng):
     q, k, v = (x[0] for x in qkv(rng, 9, 9))
     lengths = jnp.asarray([5], jnp.int32)

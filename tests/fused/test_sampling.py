@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 import cuattn
+import fused_cases
 from cases import DTYPES
+from fused_cases import assert_likely
 from harness import is_emulated, numpy_call
 
 MASK = 0xFFFFFFFF
@@ -116,33 +118,6 @@ def test_rows_that_cannot_be_drawn_from_give_minus_one(device):
     assert numpy_call(device, cuattn.sample, logits[:0], seed=3).shape == (0,)
 
 
-def assert_likely(counts, probabilities):
-    """The chi-square test, 4 standard deviations by Wilson and Hilferty."""
-    expected = probabilities / probabilities.sum() * counts.sum()
-    assert (counts[expected == 0] == 0).all()
-    counts, expected = counts[expected > 0], expected[expected > 0]
-    k = len(counts) - 1
-    if k == 0:
-        return
-    statistic = ((counts - expected) ** 2 / expected).sum()
-    z = ((statistic / k) ** (1 / 3) - (1 - 2 / (9 * k))) / math.sqrt(2 / (9 * k))
-    assert z < 4, (statistic, k)
-
-
-def filtered(p, top_k=0, top_p=1.0, min_p=0.0, joint=False):
-    """The float64 set, renormalised."""
-    kept = np.ones(len(p), bool)
-    if top_k:
-        kept &= p >= np.sort(p)[-top_k]
-    if top_p < 1:
-        q = p if joint else np.where(kept, p, 0) / p[kept].sum()
-        order = np.argsort(-q)
-        last = order[np.argmax(np.cumsum(q[order]) >= top_p)]
-        kept &= p >= p[last]
-    kept &= p >= min_p * p.max()
-    return np.where(kept, p, 0)
-
-
 FILTERS = [
     {},
     {"temperature": 0.5},
@@ -159,17 +134,7 @@ FILTERS = [
 @pytest.mark.parametrize("options", FILTERS, ids=str)
 def test_distribution(device, options):
     """Seeds and logits are fixed: this passes always or never."""
-    draws, vocabulary = 100_000, 40
-    logits = np.random.default_rng(20).standard_normal(vocabulary).astype(np.float32) * 1.5
-    given = dict(options)
-    given["order"] = "joint" if given.pop("joint", False) else "top_k_first"
-    rows = np.repeat(logits[None], draws, 0)
-    by_seed = numpy_call(device, cuattn.sample, rows, seed=np.arange(draws), **given)
-    by_offset = numpy_call(device, cuattn.sample, rows, seed=9, offset=np.arange(draws), **given)
-    p = np.exp(logits.astype(np.float64) / options.get("temperature", 1.0))
-    rules = {name: value for name, value in options.items() if name != "temperature"}
-    for found in (by_seed, by_offset):
-        assert_likely(np.bincount(found, minlength=vocabulary), filtered(p / p.sum(), **rules))
+    fused_cases.assert_distribution(device, options)
 
 
 def plain_verify(draft, target, tokens, seed, offset):

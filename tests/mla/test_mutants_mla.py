@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 import cases
+import fused_cases
 import mla_cases
 import reference
-from fused import test_rope, test_sampling
 from mla_cases import MlaCase
 
 BASE = MlaCase(lens=(45, 20), heads=5)
@@ -57,7 +57,7 @@ def turned_again(case, arrays):
     q = arrays["q"].copy()
     part = q[..., case.latent :].astype(np.float64)
     cos, sin = (np.broadcast_to(f(angles), (*part.shape[:-2], half)) for f in (np.cos, np.sin))
-    q[..., case.latent :], _ = test_rope.turned(part, cos, sin, 0, True)
+    q[..., case.latent :], _ = fused_cases.turned(part, cos, sin, 0, True)
     return {"q": q}
 
 
@@ -153,9 +153,9 @@ def turned_wrongly(name):
         )
         angles = cos[rows], sin[rows]
         interleaved = options["interleaved"] != (name == "pairs")
-        y, _ = test_rope.turned(x, *angles, offset, interleaved, inverse != (name == "sin sign"))
+        y, _ = fused_cases.turned(x, *angles, offset, interleaved, inverse != (name == "sin sign"))
         if name == "twice":
-            y, _ = test_rope.turned(y, *angles, offset, interleaved, inverse)
+            y, _ = fused_cases.turned(y, *angles, offset, interleaved, inverse)
         y = y.astype(x.dtype)
         if name == "rest not copied":
             y[..., :offset] = 0
@@ -170,10 +170,8 @@ def turned_wrongly(name):
 @pytest.mark.parametrize("name", ["right", "sin sign", "twice", "pairs", "rest not copied"])
 def test_a_wrong_rotation_is_noticed(name, rng):
     def test():
-        with mock.patch.object(test_rope.cuattn, "apply_rope", turned_wrongly(name)):
-            test_rope.test_pairs_are_turned_and_the_rest_is_copied(
-                mla_cases.harness.Cpu(), "float32", False, rng
-            )
+        with mock.patch.object(fused_cases.cuattn, "apply_rope", turned_wrongly(name)):
+            fused_cases.assert_turned(mla_cases.harness.Cpu(), "float32", False, rng)
 
     if name == "right":
         return test()
@@ -186,11 +184,11 @@ def test_a_wrong_rotation_is_noticed(name, rng):
 )
 def test_wrong_draws_are_noticed(options):
     """An offset that does not advance, one seed for all, another temperature, a token less."""
-    sample = test_sampling.cuattn.sample
+    sample = fused_cases.cuattn.sample
     wrong = lambda *arrays, **given: sample(*arrays, **{**given, **options})  # noqa: E731
     case = {"top_k": 7} if "top_k" in options else {}
     with (
-        mock.patch.object(test_sampling.cuattn, "sample", wrong),
+        mock.patch.object(fused_cases.cuattn, "sample", wrong),
         pytest.raises(AssertionError),
     ):
-        test_sampling.test_distribution(mla_cases.harness.Cpu(), case)
+        fused_cases.assert_distribution(mla_cases.harness.Cpu(), case)
