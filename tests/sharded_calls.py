@@ -12,6 +12,7 @@ import re
 import sys
 
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"  # compiles sooner
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax

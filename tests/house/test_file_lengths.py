@@ -9,7 +9,6 @@ ROOMS = ("benchmarks", "bindings", "cmake", "cpu", "cuda", "docs", "examples", "
 ROOMS += ("python", "src", "tests")
 KINDS = {".py", ".cpp", ".h", ".cuh", ".cu", ".sh", ".cmake"}
 MOST = 500
-TOO_LONG = {"tests/faces/test_frameworks.py", "tests/faces/test_jax_paged.py"}  # to be split
 
 
 def sources():
@@ -41,5 +40,5 @@ def test_generated_files_are_those_that_their_generators_write():
 def test_no_source_written_by_hand_is_longer_than_500_lines():
     lengths = {path: len(lines) for path, lines in sources() if not generator_of(lines)}
     assert len(lengths) > 300
-    long = {path: n for path, n in lengths.items() if n > MOST and path not in TOO_LONG}
+    long = {path: n for path, n in lengths.items() if n > MOST}
     assert not long, "split by subject, into files whose names say what is in them"

@@ -20,7 +20,7 @@ import traceback
 from typing import Any, NamedTuple
 
 HERE = pathlib.Path(__file__).parent
-SECONDS = 60  # after which a rank counts as hanging
+SECONDS = 180  # after which a rank counts as hanging
 
 
 class Ranks(NamedTuple):
