@@ -62,7 +62,7 @@ struct Shapes {
   DLDevice place;
 
   Shapes(const char* op, nb::handle dtype, int device)
-      : scalars(parse_dtype(op, dtype)),
+      : scalars(dtype_named(op, dtype)),
         place(device < 0 ? DLDevice{kDLCPU, 0} : DLDevice{kDLCUDA, device}) {}
 
   DLDataType of(Holds holds) const {
@@ -100,6 +100,7 @@ nb::dict explain(const nb::dict& arguments, nb::handle dtype, int shapes_on, nb:
   cuattn_attention_options_init(&options, sizeof options);
   parse_options(op, args, options);
   Shapes shapes(op, dtype, shapes_on);
+  if (shapes.scalars.code == kDLFloat8_e4m3fn) options.dtype = CUATTN_KV_DTYPE_E4M3;
   Array q, k, v, arrays[std::size(kAttentionArrays)];
   import_shape(op, "q", args.q, shapes.scalars, shapes.place, q);
   import_shape(op, "k", args.k, shapes.scalars, shapes.place, k);

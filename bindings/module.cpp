@@ -14,6 +14,7 @@
 #include "bindings/call/errors.h"
 #include "bindings/explain.h"
 #include "bindings/flex.h"
+#include "bindings/float8.h"
 #include "bindings/fused.h"
 #include "bindings/merge.h"
 #include "bindings/mla.h"
@@ -56,6 +57,7 @@ NB_MODULE(_core, m) {
   add_cache(m);
   add_explain(m);
   add_flex(m);
+  add_float8(m);
   add_fused(m);
   add_merge(m);
   add_mla(m);

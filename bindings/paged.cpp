@@ -122,7 +122,7 @@ nb::object paged_plan(PagedArgs& args) {
       parse_int(op, "num_heads_kv", args.num_heads_kv),
       parse_int(op, "head_dim", args.head_dim),
       parse_int(op, "block_size", args.block_size),
-      args.dtype.is_valid() ? parse_dtype(op, args.dtype) : dl_dtype(DType::bf16)};
+      args.dtype.is_valid() ? dtype_named(op, args.dtype) : dl_dtype(DType::bf16)};
   Array lens, tables;
   lens.import(op, "context_lens", args.context_lens, stream, nullptr);
   complete_stream(op, lens, stream);

@@ -109,11 +109,7 @@ def call_header(options: dict[str, Any]) -> str:
         ops = {name: op for name, op in options["OPS"].items() if op.struct == struct}
         fields = list(options["fields_of"](struct))
         names = [n for op in ops.values() for n in (*op.positional, *op.extents)]
-        names += [
-            option.name
-            for option in options["options_of"](*ops)
-            if option.kind not in ("refused", "turned")
-        ]
+        names += [option.name for option in options["options_of"](*ops) if option.kind != "turned"]
         names = list(dict.fromkeys(names))
         held = dict.fromkeys(RENAMED.get(name, name) for name in names)
         lines += [
@@ -133,7 +129,7 @@ def call_header(options: dict[str, Any]) -> str:
             keywords = [
                 option.name
                 for option in options["options_of"](name)
-                if option.name not in op.positional and option.kind not in ("refused", "turned")
+                if option.name not in op.positional and option.kind != "turned"
             ]
             lines += [
                 f"struct {camel(name)} : {camel(struct)}Functions {{",

@@ -48,13 +48,15 @@ void attend_row(const AttentionParams& p, const DropoutParams& dropout, const He
     sum += weight;
     weight *= dropout_factor(p, dropout, head, row, key);
     int64_t v = head.v + key * p.v_strides.seq;
-    for (int32_t d = 0; d < p.head_dim_v; ++d) acc[d] += weight * load_element(p.v, v + d, p.dtype);
+    for (int32_t d = 0; d < p.head_dim_v; ++d)
+      acc[d] += weight * load_element(p.v, v + d * p.v_channel_stride, p.dtype);
   }
 
   bool empty = sum == 0.0;
   int64_t out = head.out + row * p.out_strides.seq;
   for (int32_t d = 0; d < p.head_dim_v; ++d) {
-    store_element(p.out, out + d, p.out_dtype, empty ? 0.0f : static_cast<float>(acc[d] / sum));
+    double value = acc[d] * p.float8.of_value(head.b, head.h_kv, d);
+    store_element(p.out, out + d, p.out_dtype, empty ? 0.0f : static_cast<float>(value / sum));
   }
   if (p.lse != nullptr) {
     float lse = empty ? -kInfinity : static_cast<float>(max + std::log(sum));
@@ -89,6 +91,20 @@ void check_seqused(const char* op, const char* name, const int32_t* seqused,
     CUATTN_REQUIRE(seqused[b] >= 0 && seqused[b] <= length, op, ": ", name, " must lie within [0, ",
                    length, "], got ", seqused[b], " at index ", b,
                    "; it counts the rows in use of each sequence");
+  }
+}
+
+void check_scale(const char* op, const char* name, const Float8Scale& scale) {
+  if (scale.data == nullptr) return;
+  for (int64_t b = 0; b < scale.extents[0]; ++b) {
+    for (int64_t h = 0; h < scale.extents[1]; ++h) {
+      for (int64_t i = 0; i < scale.extents[2]; ++i) {
+        float x = scale.data[b * scale.strides[0] + h * scale.strides[1] + i * scale.strides[2]];
+        CUATTN_REQUIRE(std::isfinite(x) && x >= 0.0f, op, ": ", name,
+                       " must hold finite numbers that are not negative, got ", x, " at (", b, ", ",
+                       h, ", ", i, "), axes that it lacks counted as 0; value = stored * scale");
+      }
+    }
   }
 }
 
@@ -129,6 +145,9 @@ void check_attention(const char* op, const AttentionParams& p) {
                    " at index ", b,
                    "; it is the first key in use, and seqlen_kv where there is none");
   }
+  check_scale(op, "q_scale", p.float8.q);
+  check_scale(op, "k_scale", p.float8.k);
+  check_scale(op, "v_scale", p.float8.v);
   if (p.dropout.state != nullptr) {
     int64_t offset = p.dropout.state[1];
     CUATTN_REQUIRE(offset >= 0 && offset <= kMaxDropoutOffset, op,

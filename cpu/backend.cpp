@@ -71,6 +71,9 @@ void activate(const ActivationParams& params, int32_t, Stream) { cpu::activate(p
 void sample(const SampleParams& params, int32_t, Stream) { cpu::sample(params); }
 void verify(const VerifyParams& params, int32_t, Stream) { cpu::verify(params); }
 
+void quantize(const QuantizeParams& params, int32_t, Stream) { cpu::quantize(params); }
+void dequantize(const QuantizeParams& params, int32_t, Stream) { cpu::dequantize(params); }
+
 bool read_back(void* host, const void* data, size_t bytes, int32_t, Stream) {
   std::memcpy(host, data, bytes);
   return true;
@@ -103,6 +106,8 @@ void list_kernels(std::vector<KernelInfo>& list) {
     list.push_back({"mla_project", "cpu", cpu::isa_name(), dtype, 1024, 1024, "any", "any"});
     list.push_back({"merge_states", "cpu", "any", dtype, 1024, 1024, "any", "any"});
   }
+  list.push_back({"attention", "cpu", cpu::isa_name(), "float8_e4m3fn", 256, 256, "any", "any"});
+  list.push_back({"attention", "cpu_naive", "any", "float8_e4m3fn", 256, 256, "any", "any"});
 }
 
 std::string describe() {
@@ -128,6 +133,8 @@ const Backend& cpu_backend() {
                                .activate = activate,
                                .sample = sample,
                                .verify = verify,
+                               .quantize = quantize,
+                               .dequantize = dequantize,
                                .read_back = read_back,
                                .host_alloc = host_alloc,
                                .host_free = host_free,

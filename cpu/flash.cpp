@@ -15,6 +15,7 @@
 #include "cpu/flash.h"
 
 #include "cpu/flex_vectors.h"
+#include "cpu/float8_tiles.h"
 #include "cpu/tiles.h"
 
 namespace cuattn::cpu::CUATTN_ISA {
@@ -67,6 +68,7 @@ void load_queries(const FlashUnit& u, Block<kN>& block, float* buffer) {
       float* to = loaded + i * dim;
       if (r + i < block.num_rows) {
         load_row(block.rows[r + i].q, dim, u.dtype, to);
+        if (u.dtype == DType::e4m3) scale_row(block.rows[r + i].q_scale, dim, to);
         if (u.scale <= 0.0f) {
           for (int d = 0; d < dim; ++d) to[d] *= u.scale < 0.0f ? -1.0f : 0.0f;
         }
@@ -415,8 +417,13 @@ void run_blocks(const FlashUnit& u) {
     KeyTileState state = tile_state(u, tile);
     if (state == kTileHidden) continue;
     int first = max(tile, begin), count = min(tile + kStep, end) - first;
-    KeyTile k = load_tile(u.k, u.k_stride, first, count, u.head_dim, u.dtype, kNear, k_buffer);
-    KeyTile v = load_tile(u.v, u.v_stride, first, count, u.head_dim_v, u.dtype, kNear, v_buffer);
+    bool is_float8 = u.dtype == DType::e4m3;
+    KeyTile k =
+        is_float8 ? load_float8_keys(u, first, count, k_buffer)
+                  : load_tile(u.k, u.k_stride, first, count, u.head_dim, u.dtype, kNear, k_buffer);
+    KeyTile v = is_float8 ? load_float8_values(u, first, count, v_buffer, buffer)
+                          : load_tile(u.v, u.v_stride, first, count, u.head_dim_v, u.dtype, kNear,
+                                      v_buffer);
     int v_finite = -1;  // not looked at
     for (int i = 0; i < num_blocks; ++i) {
       attend_tile<kN, kNarrow>(u, blocks[i], k, v, first, count, state == kTileMasked, v_finite, s,

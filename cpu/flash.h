@@ -9,6 +9,7 @@
 
 #include "cuattn/params/dropout.h"
 #include "cuattn/params/flex.h"
+#include "cuattn/params/float8.h"
 
 namespace cuattn::cpu {
 
@@ -19,6 +20,7 @@ struct FlashRow {
   float* lse;        // or nullptr
   float* max;        // the largest score, before the sink, -inf where no key is seen; or nullptr
   const void* bias;  // of key 0, or nullptr
+  float q_scale;     // read where q is float8
   float slope;       // ALiBi, natural units; 0 = off
   float sink;        // natural units; -inf = none
   int32_t diagonal;  // the key at distance 0: row + used keys - used queries
@@ -36,6 +38,14 @@ struct FlexUnit {
 constexpr int32_t kFlexTile = 128;  // keys of a tile in the lists' answer to a unit
 enum KeyTileState : uint8_t { kTileHidden, kTileMasked, kTileSeen };
 
+// Of float8 keys and values, for the rows of one unit: value = stored * scale.
+struct Float8Unit {
+  const float *k_scale, *v_scale;  // one for each kScaleRows keys; one for each channel
+  int64_t k_scale_stride, v_scale_stride;
+  int32_t first_key;         // of key 0 in its sequence, from which blocks are counted
+  int64_t v_channel_stride;  // 1, or keys are what lies side by side: v_stride is 1 then
+};
+
 // Rows that read the same keys: some queries of the query heads that share one KV head.
 struct FlashUnit {
   const FlashRow* rows;
@@ -50,6 +60,7 @@ struct FlashUnit {
   bool has_alibi;
   DropoutParams dropout;  // resolved
   const FlexUnit* flex;   // or nullptr
+  Float8Unit float8;      // read where dtype is e4m3
   float* scratch;         // 64-byte aligned, scratch_floats long
 };
 

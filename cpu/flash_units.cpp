@@ -128,8 +128,18 @@ UnitPlace find_unit(const Cut& cut, int64_t index) {
 }
 
 const char* element(const void* base, int64_t index, DType dtype) {
-  int64_t bytes = dtype == DType::f32 ? 4 : dtype == DType::boolean ? 1 : 2;
+  bool is_byte = dtype == DType::boolean || dtype == DType::e4m3;
+  int64_t bytes = dtype == DType::f32 ? 4 : is_byte ? 1 : 2;
   return static_cast<const char*>(base) + index * bytes;
+}
+
+Float8Unit float8_unit(const AttentionParams& p, int32_t b, int32_t h_kv) {
+  auto first = [&](const Float8Scale& scale) {
+    if (scale.data == nullptr) return &scale.number;
+    return scale.data + b * scale.strides[0] + h_kv * scale.strides[1];
+  };
+  const Float8Scale &k = p.float8.k, &v = p.float8.v;
+  return {first(k), first(v), k.strides[2], v.strides[2], first_key(p, b), p.v_channel_stride};
 }
 
 void run_unit(const Cut& cut, const FlashKernel& kernel, int64_t index) {
@@ -149,6 +159,7 @@ void run_unit(const Cut& cut, const FlashKernel& kernel, int64_t index) {
       return place.b * strides.batch + (queries.start + i) * strides.seq + h * strides.head;
     };
     row.q = element(p.q, offset(p.q_strides), p.dtype);
+    row.q_scale = p.float8.of_query(place.b, h, i);
     row.out = const_cast<char*>(element(p.out, offset(p.out_strides), p.out_dtype));
     row.lse = p.lse == nullptr ? nullptr : p.lse + offset(p.lse_strides);
     row.max = nullptr;
@@ -185,6 +196,7 @@ void run_unit(const Cut& cut, const FlashKernel& kernel, int64_t index) {
   unit.v_stride = p.v_strides.seq;
   unit.dtype = p.dtype;
   unit.out_dtype = p.out_dtype;
+  unit.float8 = float8_unit(p, place.b, place.h_kv);
   unit.bias_dtype = p.scores.bias_dtype;
   unit.bias_stride = p.scores.bias_stride_kv;
   unit.scale = p.scores.scale;

@@ -8,6 +8,7 @@
 #include "cuattn/params/merge.h"
 #include "cuattn/params/paged.h"
 #include "cuattn/params/project.h"
+#include "cuattn/params/quantize.h"
 #include "cuattn/params/sampling.h"
 
 namespace cuattn::cpu {
@@ -42,6 +43,10 @@ void norm(const NormParams& p);
 void activate(const ActivationParams& p);
 void sample(const SampleParams& p);
 void verify(const VerifyParams& p);
+
+// quantize.cpp
+void quantize(const QuantizeParams& p);
+void dequantize(const QuantizeParams& p);
 
 // The instruction set that flash_attention runs on; throws InvalidArgument when CUATTN_CPU_ISA asks
 // for one that is unknown or that this machine lacks.

@@ -13,14 +13,14 @@ namespace cuattn::cpu {
 
 // One query head of one sequence: its rows, its keys, and where the first element of each lies.
 struct Head {
-  int32_t b, h;
+  int32_t b, h, h_kv;
   Span queries, keys;
   int64_t q, k, v, out, lse;  // offsets in elements of row 0
 };
 
 inline Head find_head(const AttentionParams& p, int32_t b, int32_t h) {
-  Head head{b, h, query_span(p, b), key_span(p, b), 0, 0, 0, 0, 0};
   int32_t h_kv = h / (p.num_heads_q / p.num_heads_kv);
+  Head head{b, h, h_kv, query_span(p, b), key_span(p, b), 0, 0, 0, 0, 0};
   auto first = [&](const Strides& strides, const Span& span, int32_t which) {
     return b * strides.batch + span.start * strides.seq + which * strides.head;
   };
@@ -64,7 +64,9 @@ inline Score score(const AttentionParams& p, const Head& head, int32_t row, int3
     dot +=
         static_cast<double>(load_element(p.q, q + d, p.dtype)) * load_element(p.k, k + d, p.dtype);
   }
-  float s = static_cast<float>(p.scores.scale * dot), slope = 1.0f;
+  double scale = static_cast<double>(p.scores.scale) * p.float8.of_query(head.b, head.h, row) *
+                 p.float8.of_key(head.b, head.h_kv, first_key(p, head.b) + key);
+  float s = static_cast<float>(scale * dot), slope = 1.0f;
   if (p.scores.softcap != 0.0f) {
     float tanh = std::tanh(s / p.scores.softcap);
     s = p.scores.softcap * tanh;

@@ -121,20 +121,32 @@ inline void philox(uint32_t x, UintVec y, UintVec z, uint32_t w, uint64_t key, U
 using Float8 = float __attribute__((vector_size(32), may_alias, aligned(4)));
 using Uint8x32 = uint32_t __attribute__((vector_size(32), may_alias, aligned(4)));
 using Uint8x16 = uint16_t __attribute__((vector_size(16), may_alias, aligned(2)));
+using Uint8x8 = uint8_t __attribute__((vector_size(8), may_alias, aligned(1)));
 
-inline Float8 widen(const uint16_t* in, DType dtype) {
-  Uint8x16 raw = *reinterpret_cast<const Uint8x16*>(in);
-  Uint8x32 bits = __builtin_convertvector(raw, Uint8x32);
-  if (dtype == DType::bf16) return reinterpret_cast<Float8>(bits << 16);
+inline Float8 widen_f16(Uint8x16 raw) {
 #if defined(__F16C__)
   return reinterpret_cast<Float8>(_mm256_cvtph_ps(reinterpret_cast<__m128i>(raw)));
 #else
+  Uint8x32 bits = __builtin_convertvector(raw, Uint8x32);
   Uint8x32 sign = (bits & 0x8000u) << 16, rest = (bits & 0x7fffu) << 13;
   // Moving the exponent by a multiplication also makes the subnormal numbers right.
   Float8 value = reinterpret_cast<Float8>(rest) * 0x1p112f;
   Uint8x32 finite = reinterpret_cast<Uint8x32>(value);
   return reinterpret_cast<Float8>(sign | (rest >= 0x0f800000u ? rest | 0x7f800000u : finite));
 #endif
+}
+
+inline Float8 widen(const uint16_t* in, DType dtype) {
+  Uint8x16 raw = *reinterpret_cast<const Uint8x16*>(in);
+  if (dtype != DType::bf16) return widen_f16(raw);
+  return reinterpret_cast<Float8>(__builtin_convertvector(raw, Uint8x32) << 16);
+}
+
+// As e4m3_to_float: the bits mean the value / 256 in float16, but for NaN.
+inline Float8 widen_e4m3(const uint8_t* in) {
+  Uint8x16 bits = __builtin_convertvector(*reinterpret_cast<const Uint8x8*>(in), Uint8x16);
+  Uint8x16 magnitude = bits & 0x7f, scaled = (bits & 0x80) << 8 | magnitude << 7;
+  return widen_f16(magnitude == 0x7f ? scaled | 0x7e00 : scaled) * 256.0f;
 }
 
 inline void narrow(Float8 value, uint16_t* out, DType dtype) {
@@ -160,8 +172,14 @@ inline void load_row(const void* in, int count, DType dtype, float* out) {
     __builtin_memcpy(out, in, static_cast<size_t>(count) * sizeof(float));
     return;
   }
-  const uint16_t* raw = static_cast<const uint16_t*>(in);
   int i = 0;
+  if (dtype == DType::e4m3) {
+    const uint8_t* codes = static_cast<const uint8_t*>(in);
+    for (; i + 8 <= count; i += 8) *reinterpret_cast<Float8*>(out + i) = widen_e4m3(codes + i);
+    for (; i < count; ++i) out[i] = e4m3_to_float(codes[i]);
+    return;
+  }
+  const uint16_t* raw = static_cast<const uint16_t*>(in);
   for (; i + 8 <= count; i += 8) *reinterpret_cast<Float8*>(out + i) = widen(raw + i, dtype);
   for (; i < count; ++i) out[i] = load_element(raw, i, dtype);
 }

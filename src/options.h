@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstring>
 
+#include "cuattn/c_api_float8.h"
 #include "cuattn/c_api_fused.h"
 #include "cuattn/c_api_mla.h"
 #include "cuattn/params/attention.h"
@@ -20,10 +21,11 @@ struct OptionsRules;
 template <>
 struct OptionsRules<cuattn_attention_options> {
   static constexpr const char* kInit = "cuattn_attention_options_init";
-  static constexpr size_t kEnd = offsetof(cuattn_attention_options, kv_start) + sizeof(void*);
+  static constexpr size_t kEnd = offsetof(cuattn_attention_options, v_scales) + sizeof(void*);
   static void set_defaults(cuattn_attention_options& o) {
     o.window_left = o.window_right = kUnlimited;
     o.dropout_seed = -1;
+    o.q_scale = o.k_scale = o.v_scale = 1.0;
   }
 };
 
@@ -62,6 +64,13 @@ struct OptionsRules<cuattn_cache_options> {
   static constexpr const char* kInit = "cuattn_cache_options_init";
   static constexpr size_t kEnd = offsetof(cuattn_cache_options, positions) + sizeof(void*);
   static void set_defaults(cuattn_cache_options&) {}
+};
+
+template <>
+struct OptionsRules<cuattn_quantize_options> {
+  static constexpr const char* kInit = "cuattn_quantize_options_init";
+  static constexpr size_t kEnd = offsetof(cuattn_quantize_options, shift_mean) + sizeof(void*);
+  static void set_defaults(cuattn_quantize_options&) {}
 };
 
 template <>

@@ -171,10 +171,9 @@ REFUSALS = {
     "backend_none": (
         "attention", {"backend": None}, TypeError,
         "backend must be a string, got None; pass a str"),
-    "scales_of_fp8": ("attention", {"k_scale": 1.0}, NotImplementedError,
-        "q_scale, k_scale and v_scale belong to float8_e4m3fn arrays, for which no kernel is "
-        "built yet; "
-        "cast to bfloat16"),
+    "scales_of_fp8": ("attention", {"k_scale": 2.0}, ValueError,
+        "k_scale belongs to float8_e4m3fn arrays, these are float32; leave it out, or make float8 "
+        "arrays with cuattn.quantize"),
     "stream_text": ("attention", {"stream": "x"}, TypeError,
         "stream must be None, an integer or an object with cuda_stream, ptr or __cuda_stream__, "
         "got str; pass the stream of your library"),

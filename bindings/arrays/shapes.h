@@ -16,7 +16,7 @@ struct DtypeWord {
   DLDataType dtype;
 };
 
-inline DLDataType parse_dtype(const char* op, nb::handle value, const char* name = "dtype") {
+inline DLDataType dtype_named(const char* op, nb::handle value, const char* name = "dtype") {
   static const DtypeWord kWords[] = {
       {"float32", {kDLFloat, 32, 1}},   {"float16", {kDLFloat, 16, 1}},
       {"bfloat16", {kDLBfloat, 16, 1}}, {"float64", {kDLFloat, 64, 1}},
@@ -40,7 +40,7 @@ inline DLDataType parse_array_dtype(const char* op, const char* name, nb::handle
   for (const DtypeWord& word : kWords) {
     if (text == word.text) return word.dtype;
   }
-  return parse_dtype(op, value, name);
+  return dtype_named(op, value, name);
 }
 
 // explain takes shapes as well as arrays: a tuple of extents, led by a dtype or not, is a

@@ -92,11 +92,19 @@ inline int32_t parse_kv_layout(const char* op, nb::handle value) {
         "'; choose one of these");
 }
 
-inline int32_t parse_kv_dtype(const char* op, nb::handle value) {
-  const char* text = parse_text(op, "kv_dtype", value);
+inline int32_t parse_float8(const char* op, const char* name, const char* what, nb::handle value) {
+  const char* text = parse_text(op, name, value);
   if (std::strcmp(text, "float8_e4m3fn") == 0) return CUATTN_KV_DTYPE_E4M3;
-  raise(PyExc_ValueError, op, ": kv_dtype must be None or 'float8_e4m3fn', got '", text,
-        "'; it says what uint8 caches hold, other caches say so themselves");
+  raise(PyExc_ValueError, op, ": ", name, " must be None or 'float8_e4m3fn', got '", text,
+        "'; it says what uint8 ", what, " hold, other ", what, " say so themselves");
+}
+
+inline int32_t parse_kv_dtype(const char* op, nb::handle value) {
+  return parse_float8(op, "kv_dtype", "caches", value);
+}
+
+inline int32_t parse_dtype(const char* op, nb::handle value) {
+  return parse_float8(op, "dtype", "arrays", value);
 }
 
 inline int32_t parse_int32(const char* op, const char* name, nb::handle value) {

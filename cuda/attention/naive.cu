@@ -2,7 +2,9 @@
 // Rung one, backend="naive": attention as the formula reads. Three kernels, the scores [batch,
 // num_heads_q, seqlen_q, seqlen_kv] in memory between them as float32: dot products, softmax of
 // each row, weighted sum of the values. Serves every option and dtype of the library; memory and
-// speed are what the other rungs improve. Next: products.cuh, tiled.cuh.
+// speed are what the other rungs improve. Float8 is converted as it is read, its scales multiplied
+// in. Next: products.cuh, float8.cuh, tiled.cuh.
+#include "cuda/attention/float8.cuh"
 #include "cuda/attention/products.cuh"
 #include "cuda/attention/softmax_rows.cuh"
 #include "cuda/host/launchers.h"
@@ -28,6 +30,7 @@ void launch_naive(const AttentionParams& p, void* workspace, cudaStream_t stream
     case DType::f32: return launch_three<DType::f32>(p, workspace, stream);
     case DType::f16: return launch_three<DType::f16>(p, workspace, stream);
     case DType::bf16: return launch_three<DType::bf16>(p, workspace, stream);
+    case DType::e4m3: return launch_float8(p, workspace, stream);
     default: CUATTN_ASSERT(false, "naive: dtype ", static_cast<int>(p.dtype));
   }
 }

@@ -159,6 +159,7 @@ void list_kernels(std::vector<KernelInfo>& list) {
                     1024, 1024, "any", "any"});
     list.push_back({"merge_states", "merge", kArchs, dtype_name(dtype), 1024, 1024, "any", "any"});
   }
+  list.push_back({"attention", "naive", kArchs, "float8_e4m3fn", 256, 256, "any", "any"});
 }
 
 }  // namespace
@@ -180,6 +181,8 @@ const Backend* cuda_backend() {
                                .activate = activate,
                                .sample = sample,
                                .verify = verify,
+                               .quantize = nullptr,
+                               .dequantize = nullptr,
                                .read_back = read_back,
                                .host_alloc = host_alloc,
                                .host_free = host_free,

@@ -23,6 +23,12 @@ void copy_to_host(const T*& array, std::vector<T>& host, int64_t count, cudaStre
   array = host.data();
 }
 
+void copy_scale(Float8Scale& scale, std::vector<float>& host, cudaStream_t stream) {
+  int64_t count = 1;
+  for (int axis = 0; axis < 3; ++axis) count += (scale.extents[axis] - 1) * scale.strides[axis];
+  copy_to_host(scale.data, host, count, stream);
+}
+
 // A captured call cannot wait for the device: it goes unchecked, with one warning.
 bool is_captured(cudaStream_t stream) {
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
@@ -55,6 +61,10 @@ void check_attention(const char* function, const AttentionParams& params, cudaSt
   copy_to_host(host.seqused_q, seqused_q, params.batch, stream);
   copy_to_host(host.seqused_kv, seqused_kv, params.batch, stream);
   copy_to_host(host.kv_start, kv_start, params.batch, stream);
+  std::vector<float> scales[3];
+  copy_scale(host.float8.q, scales[0], stream);
+  copy_scale(host.float8.k, scales[1], stream);
+  copy_scale(host.float8.v, scales[2], stream);
   CUATTN_CUDA_TRY(cudaStreamSynchronize(stream));
   cpu_backend().check(function, host, 0, nullptr);
 }

@@ -43,6 +43,12 @@ enum class Layout : int32_t {
   thd = CUATTN_LAYOUT_THD
 };
 
+// What arrays and caches of bytes (uint8) hold.
+enum class KvDtype : int32_t {
+  automatic = CUATTN_KV_DTYPE_AUTO,  // nothing: they have a dtype
+  e4m3 = CUATTN_KV_DTYPE_E4M3        // float8_e4m3fn
+};
+
 // The options of attention and attention_varlen; names, defaults and meaning are those of the
 // Python functions. Tensor pointers are borrowed for the duration of the call.
 struct AttentionOptions {
@@ -72,6 +78,11 @@ struct AttentionOptions {
   double dropout_p = 0.0;
   int64_t dropout_seed = -1, dropout_offset = 0;
   const TensorView* dropout_state = nullptr;
+  // Of float8_e4m3fn arrays, for which bytes may stand: value = stored * scale, a number, or instead
+  // float32 arrays of the shapes that c_api.h lists. out is bfloat16, float16 or float32.
+  KvDtype dtype = KvDtype::automatic;
+  double q_scale = 1.0, k_scale = 1.0, v_scale = 1.0;
+  const TensorView *q_scales = nullptr, *k_scales = nullptr, *v_scales = nullptr;
   const char* backend = "auto";
 };
 
@@ -100,7 +111,7 @@ inline void check(cuattn_status status) {
 // DLTensors of an option struct; lives beside the C options that point into it.
 struct COptions {
   DLTensor alibi_slopes, sinks, bias, seqused_q, seqused_k, kv_start, cu_seqlens_q, cu_seqlens_k,
-      block_tables, dropout_state;
+      block_tables, dropout_state, q_scales, k_scales, v_scales;
   cuattn_attention_options c;
 
   explicit COptions(const AttentionOptions& o) {
@@ -128,6 +139,13 @@ struct COptions {
     c.dropout_seed = o.dropout_seed;
     c.dropout_offset = o.dropout_offset;
     c.dropout_state = borrow(o.dropout_state, dropout_state);
+    c.dtype = static_cast<int32_t>(o.dtype);
+    c.q_scale = o.q_scale;
+    c.k_scale = o.k_scale;
+    c.v_scale = o.v_scale;
+    c.q_scales = borrow(o.q_scales, q_scales);
+    c.k_scales = borrow(o.k_scales, k_scales);
+    c.v_scales = borrow(o.v_scales, v_scales);
   }
   COptions(const COptions&) = delete;
 
@@ -172,9 +190,10 @@ inline size_t attention_workspace_bytes(const TensorView& q, const TensorView& k
 
 // out = softmax(mask(bias + alibi + softcap(scale * q k^T))) v.
 // q [batch, seqlen_q, num_heads_q, head_dim], k [batch, seqlen_kv, num_heads_kv, head_dim], v and
-// out alike with head_dim_v; float32, float16 or bfloat16; on the CPU out may be float32 where the
-// others are not, and is not rounded then; stream is a cudaStream_t (ignored on the
-// CPU). Throws std::invalid_argument, NotImplemented, CudaError or std::runtime_error; nothing is
+// out alike with head_dim_v; float32, float16, bfloat16, or float8_e4m3fn with an out of another; on
+// the CPU out may be float32 where the others are not, and is not rounded then; stream is a
+// cudaStream_t (ignored on the CPU). Throws std::invalid_argument, NotImplemented, CudaError or
+// std::runtime_error; nothing is
 // launched then.
 inline void attention(const TensorView& q, const TensorView& k, const TensorView& v,
                       const TensorView& out, const AttentionOptions& options = {},
@@ -209,12 +228,6 @@ inline void attention_varlen(const TensorView& q, const TensorView& k, const Ten
   cuattn_attention_call call = detail::prepare(q, k, v, c);
   detail::run(call, out, options.lse, workspace, stream);
 }
-
-// What caches of bytes (uint8) hold.
-enum class KvDtype : int32_t {
-  automatic = CUATTN_KV_DTYPE_AUTO,  // nothing: caches have a dtype
-  e4m3 = CUATTN_KV_DTYPE_E4M3        // float8_e4m3fn
-};
 
 // The options of paged_attention; names, defaults and meaning are those of the Python function.
 struct PagedOptions {

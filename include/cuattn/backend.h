@@ -12,6 +12,7 @@
 #include "cuattn/params/merge.h"
 #include "cuattn/params/paged.h"
 #include "cuattn/params/project.h"
+#include "cuattn/params/quantize.h"
 #include "cuattn/params/sampling.h"
 #include "cuattn/plan.h"
 #include "cuattn/schedule.h"
@@ -48,6 +49,9 @@ struct Backend {
   void (*activate)(const ActivationParams& params, int32_t device_id, Stream stream);
   void (*sample)(const SampleParams& params, int32_t device_id, Stream stream);
   void (*verify)(const VerifyParams& params, int32_t device_id, Stream stream);
+  // nullptr: there is no such kernel.
+  void (*quantize)(const QuantizeParams& params, int32_t device_id, Stream stream);
+  void (*dequantize)(const QuantizeParams& params, int32_t device_id, Stream stream);
   // Copies to the host and waits for the stream; false under stream capture, where nobody can wait
   // (with one warning).
   bool (*read_back)(void* host, const void* data, size_t bytes, int32_t device_id, Stream stream);

@@ -23,6 +23,7 @@ from .backward import attention_backward, attention_varlen_backward
 from .block_pool import BlockPool
 from .cascade import cascade_attention
 from .flex import BlockMask, create_block_mask, flex_attention, flex_attention_backward
+from .float8 import QuantizedQKV, dequantize, quantize, quantize_like
 from .fused import act_mul, bias_act, layer_norm, rms_norm
 from .kv_bytes import kv_cache_bytes
 from .kv_cache import copy_blocks, gather_cache, pinned_empty, reshape_and_cache, swap_blocks
@@ -47,6 +48,7 @@ __all__ = [
     "OutOfBlocksError",
     "PagedKVCache",
     "Plan",
+    "QuantizedQKV",
     "__version__",
     "act_mul",
     "append_attention",
@@ -60,6 +62,7 @@ __all__ = [
     "cmake_dir",
     "copy_blocks",
     "create_block_mask",
+    "dequantize",
     "explain",
     "flex",
     "flex_attention",
@@ -79,6 +82,8 @@ __all__ = [
     "paged_attention_v2",
     "paged_plan",
     "pinned_empty",
+    "quantize",
+    "quantize_like",
     "reshape_and_cache",
     "rms_norm",
     "rope_attention",

@@ -18,12 +18,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from . import _core
 from ._arrays import find_cublas
-from ._checks import refuse_scales
-from ._options import OPS, ROWS, options_of
+from ._options import ROWS
 from ._rope import turned
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
-REFUSED = {op: tuple(o.name for o in options_of(op, kinds=("refused",))) for op in OPS}
 
 
 def signature_and_doc(function: Any) -> str:
@@ -61,9 +59,6 @@ def call(op: str, arguments: dict[str, Any]) -> Any:
     if isinstance(backend, str) and backend == "cublas":
         find_cublas()
     arguments = turned(op, arguments)
-    refused = REFUSED[op]
-    if any(arguments[name] is not None for name in refused):
-        refuse_scales(op)
     face = jax_face
     try:
         result = getattr(_core, op)(arguments)
@@ -73,7 +68,7 @@ def call(op: str, arguments: dict[str, Any]) -> Any:
         face = torch_face
         if op not in ROWS:
             raise
-    return getattr(face(), op)(**{n: v for n, v in arguments.items() if n not in refused})
+    return getattr(face(), op)(**arguments)
 
 
 def torch_face() -> Any:

@@ -16,11 +16,3 @@ def check_ragged(cu_seqlens_q: Any, cu_seqlens_k: Any, block_tables: Any, kv_lay
     if cu_seqlens_q is None or (cu_seqlens_k is None and block_tables is None):
         name = "cu_seqlens_q" if cu_seqlens_q is None else "cu_seqlens_k"
         raise TypeError(f"attention_varlen: {name} must be an int32 array [batch + 1], got None")
-
-
-def refuse_scales(op: str) -> None:
-    """Raise for scales, which only float8 kernels take."""
-    raise NotImplementedError(
-        f"{op}: q_scale, k_scale and v_scale belong to float8_e4m3fn arrays, for which no kernel "
-        "is built yet; cast to bfloat16"
-    )

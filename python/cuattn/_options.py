@@ -22,7 +22,6 @@ cuattn_paged_options:
     buffer   array that is written    const DLTensor* NAME
     scale    float or float32 array   double NAME, const DLTensor* NAMEs
     place    where a call writes and runs; nothing: it is given to `run`
-    refused  None, as no kernel takes it yet; nothing
     turned   how q is rotated before the call; nothing: apply_rope has it
 """
 
@@ -68,12 +67,13 @@ WORDS: dict[str, tuple[str | None, ...]] = {  # in the order of the enums of c_a
     "layout": ("bshd", "bhsd", "nhd", "thd"),
     "kv_layout": ("nhd", "hnd", "vllm"),
     "kv_dtype": (None, "float8_e4m3fn"),
+    "dtype": (None, "float8_e4m3fn"),
 }
 OTHER_DEFAULTS: dict[str, dict[str, Any]] = {  # of some ops
     "causal": dict.fromkeys(PAGED + PLAN, True),
     "kv_layout": dict.fromkeys(VLLM, "vllm"),
 }
-OUTSIDE = ("place", "refused", "turned")  # kinds that no C struct has
+OUTSIDE = ("place", "turned")  # kinds that no C struct has
 XLA_OPS = {"attention": ROWS, "paged": PAGED[:1]}  # of one XLA handler, which fills this struct
 NOT_TRACED = {  # by these faces
     "jax": ("plan",),
@@ -121,11 +121,10 @@ TABLE = tuple(Option(*row) for row in (
     ("kv_layout", "word", "nhd", VARLEN + PAGED + VLLM + PLAN, "order of the axes of the caches"),
     ("kv_dtype", "word", None, PAGED + PLAN, "what uint8 caches hold"),
     ("plan", "array int32", None, PAGED, "of `paged_plan`"),
-    ("q_scale", "refused", None, ROWS, "scale of float8 queries"),
-    ("k_scale", "refused", None, ROWS, "scale of float8 keys"),
-    ("v_scale", "refused", None, ROWS, "scale of float8 values"),
-    ("k_scale", "scale", None, PAGED + VLLM, "of float8 caches: key = stored * scale; None is 1"),
-    ("v_scale", "scale", None, PAGED + VLLM, "of float8 caches: value = stored * scale; None is 1"),
+    ("dtype", "word", None, ROWS, "what uint8 q, k and v hold"),
+    ("q_scale", "scale", None, ROWS, "of float8 queries: query = stored * scale; None is 1"),
+    ("k_scale", "scale", None, ALL + VLLM, "of float8 keys: key = stored * scale; None is 1"),
+    ("v_scale", "scale", None, ALL + VLLM, "of float8 values: value = stored * scale; None is 1"),
     ("dropout_p", "number", 0.0, ROWS, "share of the probabilities that are dropped"),
     ("dropout_seed", "length", None, ROWS, "of the random bits, from 0 to 2^63 - 1"),
     ("dropout_offset", "length", 0, ROWS, "the same, from 0 to 2^32 - 1"),

@@ -46,6 +46,7 @@ class RowOptions(CommonOptions, total=False):
     """Of attention and attention_varlen."""
 
     bias: Array | None
+    dtype: KvDtype | None
     q_scale: Any
     seqused_q: Array | None
     seqused_k: Array | None

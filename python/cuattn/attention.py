@@ -14,7 +14,15 @@ from ._call import call, front
 from ._checks import check_ragged
 
 if TYPE_CHECKING:
-    from ._types import Backend, DenseOptions, KvLayout, Layout, Unpack, VarlenOptions
+    from ._types import (
+        Backend,
+        DenseOptions,
+        KvDtype,
+        KvLayout,
+        Layout,
+        Unpack,
+        VarlenOptions,
+    )
 
 
 @overload
@@ -71,6 +79,7 @@ def attention(
     alibi_slopes: Array | None = None,
     sinks: Array | None = None,
     bias: Array | None = None,
+    dtype: KvDtype | None = None,
     q_scale: Any = None,
     k_scale: Any = None,
     v_scale: Any = None,
@@ -101,14 +110,14 @@ def attention(
     Parameters
     ----------
     q : array, [batch, seqlen_q, num_heads_q, head_dim]
-        Queries: float32, float16 or bfloat16; on the CPU or a CUDA device, in any library with
-        DLPack. head_dim is a multiple of 8 up to 256. Any strides, if the last axis is contiguous
-        (and rows start on 16 bytes, on CUDA).
+        Queries: float32, float16, bfloat16 or float8_e4m3fn; on the CPU or a CUDA device, in any
+        library with DLPack. head_dim is a multiple of 8 (float8: of 16) up to 256. Any strides, if
+        the last axis is contiguous (and rows start on 16 bytes, on CUDA).
     k : array, [batch, seqlen_kv, num_heads_kv, head_dim]
         Keys, of q's dtype. num_heads_q is a multiple of num_heads_kv: query head h reads key head
         ``h // (num_heads_q // num_heads_kv)``.
     v : array, [batch, seqlen_kv, num_heads_kv, head_dim_v]
-        Values, of q's dtype.
+        Values, of q's dtype. In float8 the sequence may be the contiguous axis instead of the last.
     layout : {"bshd", "bhsd"}
         Order of the axes; "bhsd" has the heads before the sequence, in q, k, v and out alike.
     causal : bool
@@ -127,9 +136,14 @@ def attention(
         One more logit per head in the softmax denominator, without a value; lse includes it.
     bias : array, optional
         Added to the scores: float32 or q's dtype, or bool (True keeps the key); broadcastable to
-        [batch, num_heads_q, seqlen_q, seqlen_kv].
-    q_scale, k_scale, v_scale : optional
-        Scales of float8_e4m3fn inputs; no kernel takes these yet.
+        [batch, num_heads_q, seqlen_q, seqlen_kv]. Float8 queries take float32 and bool.
+    dtype : {"float8_e4m3fn"}, optional
+        What q, k and v hold where they are uint8 arrays, for libraries without the type.
+    q_scale, k_scale, v_scale : float or float32 array, optional
+        Of float8_e4m3fn arrays: value = stored * scale, by default 1. An array lies on the device
+        of q and is [1], [num_heads_kv] or [batch, num_heads_kv]; q_scale may be [batch,
+        num_heads_q, ceil(seqlen_q / 128)] and k_scale [batch, num_heads_kv, ceil(seqlen_kv / 128)],
+        one for each 128 rows; v_scale may be [batch, num_heads_kv, head_dim_v] (docs/fp8.md).
     seqused_q, seqused_k : int32 array, [batch], optional
         Lengths in use of a padded batch; query rows beyond give out 0 and lse -inf, keys beyond are
         not seen, and causal and window count from the lengths in use.
@@ -181,7 +195,8 @@ def attention(
     Returns
     -------
     out : array like q, [batch, seqlen_q, num_heads_q, head_dim_v]
-        In the library of q. A query without visible key gives 0.
+        In the library of q, of its dtype; of float8 queries bfloat16, or float16 or float32 as
+        `out` has it. A query without visible key gives 0.
     lse : float32 array, [batch, num_heads_q, seqlen_q]
         With return_lse only: natural logarithm; -inf for a query without visible key.
 
@@ -289,6 +304,7 @@ def attention_varlen(
     alibi_slopes: Array | None = None,
     sinks: Array | None = None,
     bias: Array | None = None,
+    dtype: KvDtype | None = None,
     q_scale: Any = None,
     k_scale: Any = None,
     v_scale: Any = None,
@@ -339,8 +355,9 @@ def attention_varlen(
         exist raise on the CPU, and on CUDA under CUATTN_CHECK=1; without it they are clamped.
     kv_layout : {"nhd", "hnd", "vllm"}
         Order of the axes of these caches.
-    causal, window, scale, softcap, alibi_slopes, sinks, bias, q_scale, k_scale, v_scale
-        As in `attention`; bias broadcasts to [batch, num_heads_q, max_seqlen_q, max_seqlen_k].
+    causal, window, scale, softcap, alibi_slopes, sinks, bias, dtype, q_scale, k_scale, v_scale
+        As in `attention`; bias broadcasts to [batch, num_heads_q, max_seqlen_q, max_seqlen_k], and
+        scales of 128 rows are those of each sequence, counted to max_seqlen_q and max_seqlen_k.
     seqused_q, seqused_k : int32 array, [batch], optional
         Rows in use of each sequence.
     dropout_p, dropout_seed, dropout_offset, dropout_state

@@ -47,7 +47,7 @@ void fill_shapes(const TensorView& q, cuattn_attention_call& c) {
   const AttentionCall& call = state_of(c);
   const AttentionParams& p = call.params;
   c.device = call.device;
-  c.out_dtype = dl_dtype(p.dtype);
+  c.out_dtype = dl_dtype(p.out_dtype);
   c.out_ndim = q.ndim;
   for (int32_t axis = 0; axis + 1 < q.ndim; ++axis) c.out_shape[axis] = q.shape[axis];
   c.out_shape[q.ndim - 1] = p.head_dim_v;

@@ -8,6 +8,7 @@
 #include "src/attention/pages.h"
 #include "src/cache/cache.h"
 #include "src/check/arrays.h"
+#include "src/check/float8.h"
 #include "src/check/overlap.h"
 
 namespace cuattn {
@@ -89,12 +90,13 @@ void check_inputs(const AttentionCall& call, const CallMemory& memory) {
   const AttentionParams& p = call.params;
   int64_t item = itemsize(p.dtype);
   auto read_rows = [&](const char* name, const void* data, const Strides& strides, int64_t rows,
-                       int64_t heads, int64_t dim) {
+                       int64_t heads, int64_t dim, int64_t step = 1) {
     int64_t batch = call.ragged ? 1 : p.batch;
-    memory.reads({name,
-                  data,
-                  item,
-                  {{batch, strides.batch}, {rows, strides.seq}, {heads, strides.head}, {dim, 1}}});
+    memory.reads(
+        {name,
+         data,
+         item,
+         {{batch, strides.batch}, {rows, strides.seq}, {heads, strides.head}, {dim, step}}});
   };
   read_rows("q", p.q, p.q_strides, call.ragged ? p.total_q : p.seqlen_q, p.num_heads_q, p.head_dim);
   if (call.paged) {
@@ -105,8 +107,11 @@ void check_inputs(const AttentionCall& call, const CallMemory& memory) {
   } else {
     int64_t rows = call.ragged ? p.total_kv : p.seqlen_kv;
     read_rows("k", p.k, p.k_strides, rows, p.num_heads_kv, p.head_dim);
-    read_rows("v", p.v, p.v_strides, rows, p.num_heads_kv, p.head_dim_v);
+    read_rows("v", p.v, p.v_strides, rows, p.num_heads_kv, p.head_dim_v, p.v_channel_stride);
   }
+  memory.reads(scale_footprint("q_scale", p.float8.q));
+  memory.reads(scale_footprint("k_scale", p.float8.k));
+  memory.reads(scale_footprint("v_scale", p.float8.v));
   memory.reads({"cu_seqlens_q", p.cu_seqlens_q, 4, {{p.batch + int64_t{1}, 1}}});
   memory.reads({"cu_seqlens_k", p.cu_seqlens_kv, 4, {{p.batch + int64_t{1}, 1}}});
   memory.reads({"seqused_q", p.seqused_q, 4, {{p.batch, 1}}});
@@ -129,6 +134,19 @@ void check_inputs(const AttentionCall& call, const CallMemory& memory) {
   if (call.is_flex()) check_flex_inputs(call, memory);
 }
 
+namespace {
+
+// Of an out over float8 arrays.
+DType float8_out_dtype(const char* fn, const TensorView& out) {
+  for (DType dtype : {DType::bf16, DType::f16, DType::f32}) {
+    if (out.is(dtype)) return dtype;
+  }
+  fail<InvalidArgument>(fn, ": out must be bfloat16, float16 or float32 for float8_e4m3fn q, got ",
+                        text(out.dtype), "; allocate it so, or leave it out");
+}
+
+}  // namespace
+
 void run_attention(AttentionCall& call, const TensorView& out, const TensorView* lse,
                    void* workspace, size_t workspace_bytes, Stream stream) {
   const char* fn = call.function();
@@ -146,7 +164,8 @@ void run_attention(AttentionCall& call, const TensorView& out, const TensorView*
     lse_shape[1] = p.num_heads_q;
     lse_shape[2] = p.seqlen_q;
   }
-  p.out_dtype = result_dtype(fn, out, p.dtype, call.device);
+  p.out_dtype = p.dtype == DType::e4m3 ? float8_out_dtype(fn, out)
+                                       : result_dtype(fn, out, p.dtype, call.device);
   require_output(fn, "out", out, p.out_dtype, shape_view(out_shape, axes.ndim), call.device);
   require_rows(fn, "out", out, true, true);
   p.out = out.data;
@@ -171,7 +190,8 @@ void run_attention(AttentionCall& call, const TensorView& out, const TensorView*
   bool cuda = is_cuda(call.device);
   const Backend& backend = backend_of(fn, call.device);
   if (call.paged) check_pages(fn, call.gather, call.device, stream);
-  bool has_data = call.ragged || call.uses_seqused || p.dropout.state != nullptr;
+  bool has_scales = p.float8.q.data || p.float8.k.data || p.float8.v.data;
+  bool has_data = call.ragged || call.uses_seqused || p.dropout.state != nullptr || has_scales;
   if (has_data && (!cuda || checks_device_data()))
     backend.check(fn, p, call.device.device_id, stream);
   if (out.size() == 0 || p.batch == 0 || p.seqlen_q == 0) return;

@@ -151,9 +151,11 @@ const char* refusal(Kernel kernel, const AttentionRequest& r, const DeviceInfo& 
   auto uncompiled = [&](const char* why) {
     return instance_of(kernel, r) == kNoInstance ? why : nullptr;
   };
-  bool drops = kernel != Kernel::sm90 && kernel != Kernel::tiled && kernel != Kernel::cublas;
-  if (r.has_dropout && !drops) return "it has no dropout, which sm80, simt and naive have";
   bool is_cpu = kernel == Kernel::cpu || kernel == Kernel::cpu_naive;
+  bool drops = kernel != Kernel::sm90 && kernel != Kernel::tiled && kernel != Kernel::cublas;
+  if (r.dtype == DType::e4m3 && !is_cpu && kernel != Kernel::naive)
+    return "it does not take float8_e4m3fn, which naive converts";
+  if (r.has_dropout && !drops) return "it has no dropout, which sm80, simt and naive have";
   if (r.has_programs && !is_cpu) return "it has no masks and scores written by the user yet";
   if (r.has_rows && !is_cpu) return "it has no row ranges yet";
   switch (kernel) {

@@ -8,6 +8,7 @@
 #include "src/attention/pages.h"
 #include "src/cache/cache.h"
 #include "src/check/bias.h"
+#include "src/check/float8.h"
 #include "src/check/options.h"
 
 namespace cuattn {
@@ -22,7 +23,8 @@ void read_paged_arrays(AttentionCall& call, const TensorView& q, const TensorVie
       o.cu_seqlens_q != nullptr, fn,
       ": cu_seqlens_q must be given with block_tables, got none; pass int32 [batch + 1]");
   Axes axes = axes_of(true, call.layout);
-  p.dtype = attention_dtype(fn, "q", q);
+  p.dtype = p.out_dtype = attention_dtype(fn, "q", q);
+  p.v_channel_stride = 1;
   require_rank(fn, "q", q, axes.ndim, axes.names);
   require_head_dim(fn, "q", "head_dim", q.shape[2], p.dtype);
   require_rows(fn, "q", q, false, check_data);
@@ -50,6 +52,24 @@ void read_paged_arrays(AttentionCall& call, const TensorView& q, const TensorVie
   p.q_strides = strides_of(q, axes);
 }
 
+// Sets the dtypes of a call over rows: of q, k and v, and of out.
+void read_dtypes(AttentionCall& call, const TensorView& q, const TensorView& k,
+                 const TensorView& v) {
+  const char* fn = call.function();
+  AttentionParams& p = call.params;
+  int count = q.is(DType::e4m3) + k.is(DType::e4m3) + v.is(DType::e4m3);
+  if (call.kind != CallKind::attention || count == 0) {
+    p.dtype = p.out_dtype = attention_dtype(fn, "q", q);
+    return;
+  }
+  CUATTN_REQUIRE(count == 3, fn, ": q, k and v must all be float8_e4m3fn or none of them, got ",
+                 text(q.dtype), ", ", text(k.dtype), " and ", text(v.dtype),
+                 "; make all three with cuattn.quantize, or take paged_attention, which has 16-bit "
+                 "q over float8 caches");
+  p.dtype = DType::e4m3;
+  p.out_dtype = DType::bf16;
+}
+
 // q, k and v: ranks, dtypes, devices, extents, strides.
 void read_arrays(AttentionCall& call, const TensorView& q, const TensorView& k, const TensorView& v,
                  bool check_data) {
@@ -60,7 +80,7 @@ void read_arrays(AttentionCall& call, const TensorView& q, const TensorView& k, 
     const char* name;
     const TensorView& view;
   } arrays[] = {{"q", q}, {"k", k}, {"v", v}};
-  p.dtype = attention_dtype(fn, "q", q);
+  read_dtypes(call, q, k, v);
   for (const auto& [name, view] : arrays) {
     require_rank(fn, name, view, axes.ndim, axes.names);
     require_dtype(fn, name, view, p.dtype, "q");
@@ -89,7 +109,14 @@ void read_arrays(AttentionCall& call, const TensorView& q, const TensorView& k, 
   p.head_dim_v = static_cast<int32_t>(v.shape[dim]);
   p.total_q = call.ragged ? q.shape[0] : int64_t{p.batch} * p.seqlen_q;
   p.total_kv = call.ragged ? k.shape[0] : int64_t{p.batch} * p.seqlen_kv;
-  for (const auto& [name, view] : arrays) require_rows(fn, name, view, false, check_data);
+  require_rows(fn, "q", q, false, check_data);
+  require_rows(fn, "k", k, false, check_data);
+  p.v_channel_stride = 1;
+  if (p.dtype == DType::e4m3) {
+    p.v_channel_stride = require_values(fn, "v", v, axes.seq, false, check_data);
+  } else {
+    require_rows(fn, "v", v, false, check_data);
+  }
   p.q = q.data;
   p.k = k.data;
   p.v = v.data;
@@ -137,6 +164,42 @@ void read_ragged(AttentionCall& call, const cuattn_attention_options& o, bool ch
   p.seqlen_kv = checked_length(fn, "k", "max_seqlen_k", longest_kv);
 }
 
+// The scales of float8 arrays; those of others must be left out.
+void read_scales(AttentionCall& call, const cuattn_attention_options& o, bool check_data) {
+  const char* fn = call.function();
+  AttentionParams& p = call.params;
+  auto blocks = [](int64_t rows) { return (rows + kScaleRows - 1) / kScaleRows; };
+  int32_t group = p.num_heads_kv > 0 ? p.num_heads_q / p.num_heads_kv : 1;
+  const struct {
+    ScaleShape shape;
+    double number;
+    const DLTensor* tensor;
+    Float8Scale& scale;
+  } scales[] = {
+      {{"q_scale", p.batch, p.num_heads_kv, p.num_heads_q, blocks(call.max_seqlen_q),
+        "(batch, num_heads_q, ceil(seqlen_q / 128))", group > 0 ? group : 1},
+       o.q_scale,
+       o.q_scales,
+       p.float8.q},
+      {{"k_scale", p.batch, p.num_heads_kv, p.num_heads_kv, blocks(call.max_seqlen_kv),
+        "(batch, num_heads_kv, ceil(seqlen_kv / 128))", 1},
+       o.k_scale,
+       o.k_scales,
+       p.float8.k},
+      {{"v_scale", p.batch, p.num_heads_kv, p.num_heads_kv, p.head_dim_v,
+        "(batch, num_heads_kv, head_dim_v)", 1},
+       o.v_scale,
+       o.v_scales,
+       p.float8.v},
+  };
+  for (const auto& [shape, number, tensor, scale] : scales) {
+    CUATTN_REQUIRE(p.dtype == DType::e4m3 || (tensor == nullptr && number == 1.0), fn, ": ",
+                   shape.name, " belongs to float8_e4m3fn arrays, these are ", dtype_name(p.dtype),
+                   "; leave it out, or make float8 arrays with cuattn.quantize");
+    scale = read_float8_scale(fn, shape, number, tensor, call.device, check_data);
+  }
+}
+
 // Broadcast from the right, as numpy does, to [batch, num_heads_q, seqlen_q, seqlen_kv].
 void read_bias(AttentionCall& call, const DLTensor* tensor, bool check_data) {
   if (tensor == nullptr) return;
@@ -149,6 +212,9 @@ void read_bias(AttentionCall& call, const DLTensor* tensor, bool check_data) {
     s.bias_dtype = DType::boolean;
   } else {
     s.bias_dtype = view.is(DType::f32) ? DType::f32 : p.dtype;
+    CUATTN_REQUIRE(view.is(DType::f32) || p.dtype != DType::e4m3, fn,
+                   ": bias must be float32 or bool for float8_e4m3fn q, got ", text(view.dtype),
+                   "; cast it");
     CUATTN_REQUIRE(view.is(s.bias_dtype), fn, ": bias must be float32, bool or the dtype of q (",
                    dtype_name(p.dtype), "), got ", text(view.dtype), "; cast it");
   }
@@ -237,8 +303,21 @@ std::string other_layout(const TensorView& q, const TensorView& k, const TensorV
   return concat("; read as ", axes.names, " the shapes agree: pass layout=", layout_text(other));
 }
 
-AttentionCall validated(const TensorView& q, const TensorView& k, const TensorView& v,
-                        const cuattn_attention_options& o, bool check_data, CallKind kind) {
+// What `dtype` says of bytes.
+TensorView as_told(const char* fn, const char* name, const TensorView& view,
+                   const cuattn_attention_options& o) {
+  if (o.dtype == CUATTN_KV_DTYPE_AUTO) return view;
+  CUATTN_REQUIRE(o.block_tables == nullptr, fn,
+                 ": dtype must be None with block_tables; paged_attention has kv_dtype");
+  TensorView told = as_e4m3(view);
+  CUATTN_REQUIRE(told.is(DType::e4m3), fn,
+                 ": dtype float8_e4m3fn asks for arrays of that dtype or of uint8, got ", name,
+                 " of ", text(view.dtype), "; leave it out");
+  return told;
+}
+
+AttentionCall validated(TensorView q, TensorView k, TensorView v, const cuattn_attention_options& o,
+                        bool check_data, CallKind kind) {
   AttentionCall call{};
   call.kind = kind;
   call.paged = o.block_tables != nullptr;
@@ -254,6 +333,9 @@ AttentionCall validated(const TensorView& q, const TensorView& k, const TensorVi
   call.device = q.device;
   const char* fn = call.function();
   require_known_device(fn, "q", call.device);
+  q = as_told(fn, "q", q, o);
+  k = as_told(fn, "k", k, o);
+  v = as_told(fn, "v", v, o);
   CUATTN_REQUIRE(o.layout == CUATTN_LAYOUT_BSHD || o.layout == CUATTN_LAYOUT_BHSD, fn,
                  ": layout must be 'bshd' or 'bhsd', got ", layout_text(o.layout),
                  "; choose one of these");
@@ -279,6 +361,7 @@ AttentionCall validated(const TensorView& q, const TensorView& k, const TensorVi
   p.mask = read_mask(fn, o.causal, o.window_left, o.window_right, p.seqlen_q, p.seqlen_kv);
   p.scores = read_scores(fn, o, call.has_bias, {p.batch, p.num_heads_q, p.head_dim, "batch"},
                          call.device, check_data);
+  read_scales(call, o, check_data);
   read_bias(call, o.bias, check_data);
   read_dropout(call, o, check_data);
   if (o.num_splits < 0) {

@@ -25,8 +25,8 @@ void require_head_dim(const char* function, const char* argument, const char* ax
   int32_t step = kv_dtype == DType::e4m3 ? 16 : 8;
   CUATTN_REQUIRE(head_dim >= step && head_dim <= kMaxHeadDim && head_dim % step == 0, function,
                  ": ", argument, " must have ", axis, " a multiple of ", step, " up to ",
-                 kMaxHeadDim, kv_dtype == DType::e4m3 ? " for float8 caches" : "", ", got ",
-                 head_dim, way_out(argument, head_dim));
+                 kMaxHeadDim, kv_dtype == DType::e4m3 ? " for float8" : "", ", got ", head_dim,
+                 way_out(argument, head_dim));
 }
 
 void require_heads(const char* function, int64_t num_heads_q, int64_t num_heads_kv) {

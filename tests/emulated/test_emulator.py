@@ -133,6 +133,27 @@ def test_a_mistake_in_the_sm80_kernel_shows(tmp_path, emulator, name):
     assert (error < 2e-3) if name == "none" else (math.isnan(error) or error > 1e-2), said
 
 
+FLOAT8_MISTAKES = {  # in which file, what is replaced, by what
+    "none": ("float8", "", ""),
+    "block_of_the_query": ("products", "first_key(p, b) + key)", "row)"),
+    "channels_side_by_side": ("float8", "channel * p.v_channel_stride", "channel"),
+}
+
+
+@pytest.mark.parametrize("name", FLOAT8_MISTAKES)
+def test_naive_over_float8_and_mistakes_in_it(tmp_path, emulator, name):
+    file, old, new = FLOAT8_MISTAKES[name]
+
+    def plant(into):
+        path = into / f"cuda/attention/{file}.cuh"
+        text = path.read_text()
+        assert old in text
+        path.write_text(text.replace(old, new, 1) if old else text)
+
+    error = float(run(build(tmp_path, emulator, "float8", plant)).split()[1])
+    assert (error < 1e-5) if name == "none" else (math.isnan(error) or error > 1e-2)
+
+
 @pytest.fixture(scope="module")
 def library():
     """build/emulated, where `import cuattn` has the emulated device; kept for the next run."""

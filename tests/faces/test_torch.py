@@ -193,9 +193,7 @@ def test_negated_views_are_refused():
         cuattn.attention(torch.randn(2, 9, 4, 32, dtype=torch.complex64).conj().imag, k, v)
 
 
-@pytest.mark.parametrize(
-    "name", ["out", "lse_out", "workspace", "stream", "q_scale", "k_scale", "v_scale"]
-)
+@pytest.mark.parametrize("name", ["out", "lse_out", "workspace", "stream"])
 def test_ops_refuse_what_they_do_not_own(name):
     from torch._subclasses.fake_tensor import FakeTensorMode
 

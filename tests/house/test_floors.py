@@ -20,7 +20,7 @@ F0 = r'"cuattn/(params/)?\w+\.h"'
 F1 = r'"cuattn/device/(paged/)?\w+\.cuh"'
 PYTHON = r"<Python\.h>|<nanobind/[\w/]+\.h>"
 HOST = r'"cuda/host/\w+\.h"'
-ROWS = r'"cuda/attention/(products|softmax_rows)\.cuh"'  # of all naive kernels
+ROWS = r'"cuda/attention/(products|softmax_rows|float8)\.cuh"'  # of all naive kernels
 GRADIENTS = r'"cuda/backward/\w+\.cuh"'
 INSTANCES = r'"instances\.inc"'  # which cmake/instances.cmake writes into the build folder
 
@@ -214,7 +214,7 @@ def test_public_header_compiles_alone(path):
 
 
 def test_c_api_is_c():
-    for name in ("c_api", "c_api_fused", "c_api_mla"):
+    for name in ("c_api", "c_api_float8", "c_api_fused", "c_api_mla"):
         assert compile_alone("cc", "c11", f"cuattn/{name}.h") == ""
 
 

@@ -55,6 +55,7 @@ LITERALS = {  # of python/cuattn/_types.py; cuattn.jax says str
     "layout": "Layout",
     "kv_layout": "KvLayout",
     "kv_dtype": "KvDtype",
+    "dtype": "KvDtype",
     "backend": "Backend",
 }
 TYPES = "python/cuattn/_types.py"
@@ -103,7 +104,7 @@ def signatures(options):
                 option.name: option
                 for option in options["options_of"](op)
                 if option.name not in options["OPS"][op].positional
-                and not ("jax" in path and option.kind in ("refused", "turned"))
+                and not ("jax" in path and option.kind == "turned")
             }
             extents = set(options["OPS"][op].extents)
             if positional != options["OPS"][op].positional:
@@ -243,7 +244,8 @@ def cpp_fields(option, default):
         case "length" if default is None:
             return [(name, "-1")]
         case "word":
-            kind = {"layout": "Layout", "kv_layout": "KvLayout", "kv_dtype": "KvDtype"}[name]
+            kinds = {"layout": "Layout", "kv_layout": "KvLayout"}
+            kind = kinds.get(name, "KvDtype")
             return [(name, f"{kind}::{default or 'automatic'}")]
         case "text":
             return [(name, f'"{default}"')]
@@ -362,7 +364,7 @@ def test_builtins_show_the_signatures_of_their_python_functions():
 
 def test_words_are_numbered_as_the_enums_of_c_are():
     text = (ROOT / "include/cuattn/c_api.h").read_text()
-    words = {"layout": "LAYOUT", "kv_layout": "KV", "kv_dtype": "KV_DTYPE"}
+    words = {"layout": "LAYOUT", "kv_layout": "KV", "kv_dtype": "KV_DTYPE", "dtype": "KV_DTYPE"}
     spelled = {None: "AUTO", "float8_e4m3fn": "E4M3"}
     for name, prefix in words.items():
         for code, word in enumerate(OPTIONS["WORDS"][name]):

@@ -59,6 +59,7 @@ def core_module() -> Path:
         "include/cuattn/block_pool.h",
         "include/cuattn/kv_cache.h",
         "include/cuattn/c_api.h",
+        "include/cuattn/c_api_float8.h",
         "include/cuattn/c_api_fused.h",
         "include/cuattn/c_api_mla.h",
         "include/cuattn/dlpack.h",

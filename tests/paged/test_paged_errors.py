@@ -68,7 +68,7 @@ REFUSALS = {
     "head_dim_24_fp8": (
         "", {"q": ones(3, 4, 24, dtype=F16), "k_cache": ones(5, 8, 2, 24, dtype=np.uint8),
              "v_cache": ones(5, 8, 2, 24, dtype=np.uint8), "kv_dtype": "float8_e4m3fn"}, ValueError,
-        f"q must have head_dim a multiple of 16 up to 256 for float8 caches, got 24; {GROW}"),
+        f"q must have head_dim a multiple of 16 up to 256 for float8, got 24; {GROW}"),
     "k_of_3_axes": ("", {"k_cache": ones(5, 8, 16)}, ValueError,
         "k_cache must have 4 axes [num_blocks, block_size, num_heads_kv, head_dim], got 3 with "
         "shape (5, 8, 16); reshape it"),

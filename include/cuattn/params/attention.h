@@ -6,6 +6,7 @@
 
 #include "cuattn/params/dropout.h"
 #include "cuattn/params/flex.h"
+#include "cuattn/params/float8.h"
 #include "cuattn/params/pages.h"
 #include "cuattn/params/rows.h"
 #include "cuattn/params/scores.h"
@@ -27,7 +28,9 @@ struct AttentionParams {
   Strides q_strides, k_strides, v_strides, out_strides;
   Strides lse_strides;  // of lse: batch, seq (query row), head
 
-  DType dtype;  // of q, k, v and, on CUDA, out
+  int64_t v_channel_stride;  // 1, but of float8 values whose sequence axis is the contiguous one
+
+  DType dtype;  // of q, k and v, and on CUDA, but for float8, of out
   int32_t batch, num_heads_q, num_heads_kv, head_dim, head_dim_v;
   int32_t seqlen_q, seqlen_kv;  // dense: the lengths; ragged: max_seqlen_q, max_seqlen_k
   int64_t total_q, total_kv;    // rows stored: dense batch * seqlen, ragged the first extent
@@ -43,10 +46,11 @@ struct AttentionParams {
 
   MaskParams mask;
   ScoreParams scores;
+  Float8Scales float8;
   DropoutParams dropout;
   RowRanges rows;          // or none
   const FlexParams* flex;  // what a user wrote, in host memory, or nullptr
-  DType out_dtype;         // dtype, or on the CPU float32
+  DType out_dtype;         // dtype, or on the CPU float32; float8: bf16, f16 or f32
 };
 
 CUATTN_HOST_DEVICE Span query_span(const AttentionParams& p, int32_t b) {

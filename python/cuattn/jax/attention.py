@@ -15,13 +15,14 @@ from .call import (
     Static,
     as_varying,
     check_arrays,
+    is_array,
     plain_window,
     possible_devices,
     refuse,
     register,
     static_of,
 )
-from .ops import ARRAYS, NUMBERS, differentiable_attention
+from .ops import ARRAYS, NUMBERS, SCALES, differentiable_attention
 
 NUMBER_NAMES = tuple(option.name for option in NUMBERS)
 
@@ -30,10 +31,13 @@ def call(op: str, arguments: dict[str, Any]) -> Any:
     """Check what is Python's to check, then run."""
     refuse(op, **{name: arguments[name] for name in PLACES})
     qkv = {name: arguments[name] for name in ("q", "k", "v")}
-    given = check_arrays(op, qkv, **{n: arguments[n] for n in ARRAYS if n in arguments})
+    optional = {name: arguments[name] for name in ARRAYS if name in arguments}
+    numbers = {name for name in SCALES if not is_array(optional[name])}
+    given = check_arrays(op, qkv, **{n: x for n, x in optional.items() if n not in numbers})
     if arguments["backend"] == "cublas":
         find_cublas()
     arguments["window"] = plain_window(arguments["window"])
+    arguments |= {name: None for name in SCALES if name in given}
     values = tuple([arguments.get(option.name, option.default) for option in NUMBERS])
     devices = possible_devices(op, given)
     try:
@@ -64,6 +68,10 @@ def attention(
     alibi_slopes: jax.Array | None = None,
     sinks: jax.Array | None = None,
     bias: jax.Array | None = None,
+    dtype: str | None = None,
+    q_scale: float | jax.Array | None = None,
+    k_scale: float | jax.Array | None = None,
+    v_scale: float | jax.Array | None = None,
     seqused_q: jax.Array | None = None,
     seqused_k: jax.Array | None = None,
     kv_start: jax.Array | None = None,
@@ -88,6 +96,8 @@ def attention(
     ----------
     q, k, v, layout, causal, window, scale, softcap, alibi_slopes, sinks, bias
         As in `cuattn.attention`; the numbers are static under jax.jit.
+    dtype, q_scale, k_scale, v_scale
+        As in `cuattn.attention`; a scale that changes under jax.jit is better an array.
     seqused_q, seqused_k, kv_start
         As in `cuattn.attention`.
     num_splits, batch_invariant, return_lse, backend
@@ -132,6 +142,10 @@ def attention_varlen(
     alibi_slopes: jax.Array | None = None,
     sinks: jax.Array | None = None,
     bias: jax.Array | None = None,
+    dtype: str | None = None,
+    q_scale: float | jax.Array | None = None,
+    k_scale: float | jax.Array | None = None,
+    v_scale: float | jax.Array | None = None,
     seqused_q: jax.Array | None = None,
     seqused_k: jax.Array | None = None,
     dropout_p: float = 0.0,
@@ -155,6 +169,8 @@ def attention_varlen(
         As in `cuattn.attention_varlen`; the lengths max_seqlen_* are static under jax.jit.
     causal, window, scale, softcap, alibi_slopes, sinks, bias, seqused_q, seqused_k
         As in `cuattn.attention_varlen`; the numbers are static under jax.jit.
+    dtype, q_scale, k_scale, v_scale
+        As in `attention`.
     num_splits, batch_invariant, return_lse, backend
         As in `cuattn.attention_varlen`.
     dropout_p, dropout_seed, dropout_offset

@@ -31,7 +31,8 @@ Run = Callable[[Arrays, Static], list[jax.Array]]
 Axes = dict[str, tuple[str, ...]]  # by letter: the axes of the mesh that cut it
 
 # One letter for each axis: b batch, s queries, t keys, q query heads, h key heads, d and e sizes of
-# keys and values; n, m, p are batch and lengths of a ragged call, c its ends; digits jax.vmap's.
+# keys and values, x and y blocks of rows; n, m, p are batch and lengths of a ragged call, c its
+# ends; digits jax.vmap's.
 FIXED = {"sinks": "q", "cu_seqlens_q": "c", "cu_seqlens_k": "c"}
 # Not so in JAX before 0.7, where calls are gathered.
 SPREADS = "need_replication_factors" in inspect.signature(SdyShardingRule.__init__).parameters
@@ -51,6 +52,8 @@ def letters_of(name: str, shape: tuple[int, ...], options: dict[str, Any]) -> st
         full = "nqmp" if ragged else "bqst"
         aligned = zip(full[len(full) - len(shape) :], shape, strict=True)
         return "".join("." if extent == 1 else letter for letter, extent in aligned)
+    if name.endswith("_scale"):
+        return letters_of_scale(name, shape, batch)
     if name in ("lse", "dlse"):
         return "qs" if ragged else "bqs"
     length, heads = ("t", "h") if name in ("k", "v") else ("s", "q")
@@ -59,6 +62,17 @@ def letters_of(name: str, shape: tuple[int, ...], options: dict[str, Any]) -> st
         return length + heads + size
     middle = length + heads if options["layout"] == "bshd" else heads + length
     return f"b{middle}{size}"
+
+
+def letters_of_scale(name: str, shape: tuple[int, ...], batch: str) -> str:
+    """Say it of the scale of a float8 array: [1], [heads], [batch, heads] or with one axis more."""
+    heads = "q" if name == "q_scale" and len(shape) == 3 else "h"
+    last = {"q_scale": "x", "k_scale": "y", "v_scale": "e"}[name]
+    if len(shape) < 2:
+        heads = "." if 1 in shape else heads
+        return heads[: len(shape)]
+    heads = "." if shape[1] == 1 else heads
+    return f"{batch}{heads}{last}"[: len(shape)]
 
 
 def spec_of(letters: str, axes: Axes) -> PartitionSpec:
@@ -124,7 +138,7 @@ def shard_of(
         heads, head = own_head(arrays, letters, axes)
         if head is not None:
             arrays = dict(arrays)
-            for name in "kv":
+            for name in [name for name in arrays if "h" in letters[name]]:
                 place = letters[name].index("h")
                 arrays[name] = jax.lax.dynamic_slice_in_dim(arrays[name], head, 1, place)
         found = []

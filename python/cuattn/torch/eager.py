@@ -32,6 +32,7 @@ ROWS = GRADIENTS[:3]
 ALL_ROWS = (True, True, True, False)  # ctx.needs_input_grad: q, k, v, call
 SAVED = ("q", "k", "v", "out", "lse")
 PLAIN = (Tensor, torch.nn.Parameter)
+FLOAT8 = torch.float8_e4m3fn
 # By place in the schema of a backward op: the arrays among the options, dlse behind them.
 OPTIONAL = {
     op: (*(o.name for o in forward_options(op) if o.kind == "array"), "dlse") for op in FORWARD
@@ -53,11 +54,25 @@ def observed(q: Any, others: Iterable[Any] = ()) -> bool:
     )
 
 
+def refuse_float8(op: str) -> None:
+    """Raise for a gradient that is wanted of float8 arrays."""
+    raise NotImplementedError(
+        f"{op}: no gradient goes through float8_e4m3fn; compute with bfloat16 where one is wanted, "
+        "or call it under torch.no_grad()"
+    )
+
+
+def out_dtype(q: Tensor) -> torch.dtype:
+    """Tell the dtype of a result; float8 queries, and bytes that hold them, give bfloat16."""
+    is_float8 = q.dtype in (FLOAT8, torch.uint8)
+    return torch.bfloat16 if is_float8 else q.dtype
+
+
 def empty_out(q: Tensor, v: Tensor, physical_layout: Sequence[int] | None) -> Tensor:
     """Allocate what attention returns, its axes in memory as torch.empty_permuted takes them."""
     shape = (*q.shape[:-1], v.shape[-1])
     return torch.empty_permuted(
-        shape, physical_layout or tuple(range(len(shape))), dtype=q.dtype, device=q.device
+        shape, physical_layout or tuple(range(len(shape))), dtype=out_dtype(q), device=q.device
     )
 
 
@@ -180,6 +195,8 @@ apply_scored = super(torch.autograd.Function, CuattnScored).apply
 def attend(op: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """Run an op whose gradient autograd wants, and nobody else looks on."""
     q, k, v, *sizes = arguments
+    if q.dtype is FLOAT8:
+        refuse_float8(op)
     if not options:
         return apply(q, k, v, (op, sizes, options, False, None))
     defaults = DEFAULTS[op]  # cuattn.attention hands on every option it has

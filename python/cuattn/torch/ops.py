@@ -16,7 +16,7 @@ from torch import Tensor
 from .. import attention as run_attention
 from .. import attention_varlen as run_attention_varlen
 from .._options import OPS, OUTSIDE, ROWS, Option, options_of
-from .eager import DIFFERENTIABLE, attend, observed
+from .eager import DIFFERENTIABLE, FLOAT8, attend, observed, out_dtype, refuse_float8
 from .eager import empty_out as empty_out
 from .lookup import op_of
 
@@ -35,7 +35,8 @@ SCHEMAS = {
 TRACED = {
     op: [o for o in options_of(op, face="torch") if o.name not in OPS[op].positional] for op in ROWS
 }
-TENSORS = {op: tuple(o.name for o in TRACED[op] if o.kind == "array") for op in ROWS}
+IN_TENSORS = ("array", "scale")  # kinds of options that ops take as tensors
+TENSORS = {op: tuple(o.name for o in TRACED[op] if o.kind in IN_TENSORS) for op in ROWS}
 UNTRACED = {
     op: {o.name: o.default for o in options_of(op) if o not in TRACED[op]}
     | {o.name: None for o in options_of(op, kinds=OUTSIDE)}
@@ -49,9 +50,9 @@ APART = {"deterministic", *(o.name for o in options_of(*ROWS, kinds=("refused", 
 def schema(options: Iterable[Option]) -> str:
     """Spell options of an op: tensors first, as one with autograd takes them by place only."""
     options = tuple(options)
-    words = [f"Tensor? {o.name}=None" for o in options if o.kind == "array"] + ["*"]
+    words = [f"Tensor? {o.name}=None" for o in options if o.kind in IN_TENSORS] + ["*"]
     for option in options:
-        if option.kind == "array":
+        if option.kind in IN_TENSORS:
             continue
         default = list(option.default) if option.kind == "pair" else option.default
         word = SCHEMAS[option.kind].format(name=option.name, default=default)
@@ -137,7 +138,7 @@ def attention_varlen_shapes(
     """Tell what the op returns, from shapes alone."""
     lse = (q.shape[1], q.shape[0]) if return_lse else (0,)
     return (
-        q.new_empty((*q.shape[:-1], v.shape[-1])),
+        q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=out_dtype(q)),
         q.new_empty(lse, dtype=torch.float32),
     )
 
@@ -217,6 +218,13 @@ def without_untraced(op: str, options: dict[str, Any]) -> dict[str, Any]:
     return rest
 
 
+def as_tensor(value: Any, q: Tensor) -> Tensor | None:
+    """Make a scale that is a number a tensor, which an op takes."""
+    if value is None or isinstance(value, Tensor):
+        return value
+    return torch.full((1,), float(value), dtype=torch.float32, device=q.device)
+
+
 def run_op(
     op: str, arguments: tuple[Any, ...], options: dict[str, Any], wants_gradient: bool
 ) -> Any:
@@ -224,12 +232,15 @@ def run_op(
 
     lse is made where a gradient is wanted, which starts from it.
     """
+    q = arguments[0]
+    if wants_gradient and q.dtype is FLOAT8:
+        refuse_float8(op)
     if wants_gradient and not observed(arguments[0], (*arguments[1:3], *options.values())):
         if not UNTRACED[op].keys().isdisjoint(options):
             options = without_untraced(op, options)
         return attend(op, arguments, options)
     rest = without_untraced(op, options)
-    tensors = [rest.pop(name, None) for name in TENSORS[op]]
+    tensors = [as_tensor(rest.pop(name, None), q) for name in TENSORS[op]]
     wants_lse = rest.pop("return_lse", False)
     watched = wants_gradient or torch._C._are_functorch_transforms_active()
     out, lse = op_of(op)(*arguments, *tensors, return_lse=wants_lse or watched, **rest)

@@ -1,0 +1,347 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantisation of q, k and v to float8_e4m3fn; docs/fp8.md has the formulas and when it pays."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from . import _core
+from ._arrays import Array, ArrayT
+from .attention import attention
+
+if TYPE_CHECKING:
+    from ._types import Layout
+
+MODES = ("tensor", "head", "block")
+V_MODES = ("tensor", "head", "channel")
+BLOCK = 128  # rows that share a scale in mode "block"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class QuantizedQKV:
+    """What `quantize` gives: codes, their scales, and what the smoothing of keys owes to lse.
+
+    ``value = stored * scale``. lse_shift, float32 of the shape of lse, is None without smoothing;
+    scale is the factor of the scores that it was made for, None for ``1 / sqrt(head_dim)``.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    q_scale: Any
+    k_scale: Any
+    v_scale: Any
+    lse_shift: Any
+    layout: str
+    scale: float | None
+
+    @property
+    def arrays(self) -> tuple[Any, Any, Any]:
+        """Codes of q, k and v, as `attention` takes them."""
+        return self.q, self.k, self.v
+
+    @property
+    def scales(self) -> dict[str, Any]:
+        """The options of `attention` that belong to them."""
+        return {"q_scale": self.q_scale, "k_scale": self.k_scale, "v_scale": self.v_scale}
+
+    def attention(self, **options: Any) -> Any:
+        """`cuattn.attention` of these arrays; with return_lse that of the keys as they were.
+
+        Raises
+        ------
+        ValueError
+            `scale`, `layout` or a scale of float8, which are settled; after smoothing also softcap
+            and sinks, for which scores less a constant are not the same.
+        """
+        for name in ("scale", "layout", *self.scales):
+            if options.get(name) is not None:
+                raise ValueError(
+                    f"QuantizedQKV.attention: {name} was settled by quantize, got "
+                    f"{options[name]!r}; pass it there"
+                )
+        if self.lse_shift is not None:
+            for name in ("softcap", "sinks"):
+                given = options.get(name)
+                if given is not None and not (name == "softcap" and given == 0):
+                    raise ValueError(
+                        f"QuantizedQKV.attention: {name} must be left out after smoothing, which "
+                        "takes a constant from all scores of a query; pass smooth_k=False to "
+                        "quantize"
+                    )
+        settled: dict[str, Any] = {"layout": self.layout, "scale": self.scale, **self.scales}
+        attend: Any = attention  # whose overloads do not follow names in dicts
+        result = attend(*self.arrays, **settled, **options)
+        if self.lse_shift is None or not isinstance(result, tuple):
+            return result
+        out, lse = result
+        if options.get("lse_out") is not None:
+            lse += self.lse_shift
+            return out, lse
+        return out, lse + self.lse_shift
+
+
+def quantize(
+    q: ArrayT,
+    k: ArrayT,
+    v: ArrayT,
+    *,
+    layout: Layout = "bshd",
+    mode: str = "head",
+    v_mode: str | None = None,
+    hadamard: bool = True,
+    smooth_k: bool = True,
+    key_mean: Array | None = None,
+    scale: float | None = None,
+    stream: Any = None,
+) -> QuantizedQKV:
+    """Make float8_e4m3fn codes and scales of q, k and v, for `attention` and `attention_varlen`.
+
+    ``stored = round((x - mean) R / scale)`` to nearest even, with sizes above 448 set to 448 and
+    NaN kept; ``scale`` is the largest finite size of its part / 448, and 1 where all of it is 0.
+
+    Parameters
+    ----------
+    q, k, v : array, [batch, seqlen, heads, dim]
+        float32, float16 or bfloat16, in `layout`, of any strides; or [total, heads, dim] for
+        `attention_varlen`, packed. Dims are multiples of 16 up to 256. On the CPU; JAX arrays
+        anywhere, by jax.numpy.
+    layout : {"bshd", "bhsd"}
+        Order of the axes.
+    mode : {"tensor", "head", "block"}
+        What shares a scale: all of an array, [1]; a key head (for q the heads that read it),
+        [batch, num_heads_kv], packed [num_heads_kv]; or 128 rows of a head, [batch, heads,
+        ceil(seqlen / 128)], v then by head. No blocks of packed arrays.
+    v_mode : {"tensor", "head", "channel"}, optional
+        The same of v; channel is [batch, num_heads_kv, head_dim_v]. None: as mode, blocks by head.
+    hadamard : bool
+        Rotate q and k by the same orthogonal matrix, signs times Hadamard: scores stay, outliers
+        are spread. Keys that are kept for later queries need it for these too.
+    smooth_k : bool
+        Take the mean over the sequence from the keys of each head: softmax does not see it, and
+        channels with a bias cost no precision. For whole sequences; not with softcap or sinks.
+    key_mean : float32 array, [num_heads_kv, head_dim], optional
+        The mean to take instead, measured before, for caches.
+    scale : float, optional
+        That of `attention`, for lse_shift; None is ``1 / sqrt(head_dim)``.
+    stream : optional
+        As in `attention`.
+
+    Returns
+    -------
+    QuantizedQKV
+        Codes in the library of q, numpy's by ml_dtypes. v lies with the sequence as its contiguous
+        axis, padded to 16 rows, as kernels of float8 want it; JAX's, which has no strides, by rows.
+
+    Raises
+    ------
+    ValueError, TypeError
+        As in `attention`.
+    NotImplementedError
+        CUDA arrays other than JAX's; a torch tensor that requires grad, in grad mode.
+
+    References
+    ----------
+    FlashAttention-3, arXiv:2407.08608; QuaRot, arXiv:2404.00456; SageAttention, arXiv:2410.02367.
+
+    Examples
+    --------
+    >>> import numpy as np, cuattn
+    >>> x = np.random.default_rng(0).standard_normal((1, 64, 2, 64), np.float32)
+    >>> qkv = cuattn.quantize(x, x, x)
+    >>> qkv.attention(causal=True).dtype
+    dtype(bfloat16)
+    """
+    check_modes(mode, v_mode, q)
+    v_mode = v_mode or ("tensor" if mode == "tensor" else "head")
+    sizes = {name: sizes_of(name, x, layout) for name, x in (("q", q), ("k", k), ("v", v))}
+    heads_kv, dim, ndim = sizes["k"][2], sizes["k"][3], len(getattr(q, "shape", ()))
+    mean: Any = key_mean
+    if key_mean is not None:
+        mean = mean[None] if len(mean.shape) == 2 else mean
+    elif smooth_k:
+        mean = (sizes["k"][0], heads_kv, dim)
+    options = {"layout": layout, "hadamard": hadamard, "columns": False, "stream": stream}
+    k_codes, k_scale, made_mean, _ = run(
+        k, scale=shape_of(mode, sizes["k"], heads_kv, k), mean=mean, **options
+    )
+    shift_mean = mean if key_mean is not None else made_mean
+    q_codes, q_scale, _, shift = run(
+        q, scale=shape_of(mode, sizes["q"], heads_kv, q), shift_mean=shift_mean, **options
+    )
+    options |= {"hadamard": False, "columns": True}
+    v_codes, v_scale, _, _ = run(
+        v,
+        scale=shape_of(v_mode, sizes["v"], heads_kv, v),
+        channels=v_mode == "channel",
+        **options,
+    )
+    if shift is not None:
+        shift = shift * (dim**-0.5 if scale is None else scale)
+        shift = shift[0] if ndim == 3 else shift
+    v_codes = rows_of(v_codes, v, layout)
+    return QuantizedQKV(q_codes, k_codes, v_codes, q_scale, k_scale, v_scale, shift, layout, scale)
+
+
+def quantize_like(
+    x: ArrayT, scale: Any, *, layout: Layout = "bshd", hadamard: bool = False, stream: Any = None
+) -> Any:
+    """Make float8_e4m3fn codes by a scale that is known: ``round(x / scale)``, saturating.
+
+    Parameters
+    ----------
+    x : array, [batch, seqlen, heads, dim] or [total, heads, dim]
+        float32, float16 or bfloat16, as in `quantize`.
+    scale : float or float32 array
+        Above 0: one number, [heads / n], [batch, heads / n] or [batch, heads, ceil(seqlen / 128)].
+    layout : {"bshd", "bhsd"}
+        Order of the axes.
+    hadamard : bool
+        Rotate the rows first, as `quantize` does.
+    stream : optional
+        As in `attention`.
+
+    Returns
+    -------
+    array like x
+        float8_e4m3fn; sizes above ``448 * scale`` become 448, NaN stays NaN.
+
+    Raises
+    ------
+    ValueError, TypeError, NotImplementedError
+        As in `quantize`.
+
+    Examples
+    --------
+    >>> import numpy as np, cuattn
+    >>> cuattn.quantize_like(np.full((1, 1, 16), 3.0, np.float32), 0.5)[0, 0, :2].tolist()
+    [6.0, 6.0]
+    """
+    return run(x, scale=scale, layout=layout, hadamard=hadamard, stream=stream)[0]
+
+
+def dequantize(
+    x: ArrayT,
+    scale: Any,
+    *,
+    layout: Layout = "bshd",
+    channels: bool = False,
+    dtype: str = "bfloat16",
+    out: Array | None = None,
+    stream: Any = None,
+) -> Any:
+    """Make numbers of float8_e4m3fn codes: ``stored * scale``, rounded once to `dtype`.
+
+    Parameters
+    ----------
+    x : array, [batch, seqlen, heads, dim] or [total, heads, dim]
+        float8_e4m3fn, or uint8 that holds it; any strides.
+    scale : float or float32 array
+        As in `quantize_like`, or [batch, heads, dim] with channels.
+    layout : {"bshd", "bhsd"}
+        Order of the axes.
+    channels : bool
+        A scale of three axes is one of channels, as that of v.
+    dtype : {"float32", "float16", "bfloat16"}
+        Of the result.
+    out : array like x, of `dtype`, optional
+        Written and returned.
+    stream : optional
+        As in `attention`.
+
+    Returns
+    -------
+    array like x, of `dtype`
+        A rotation and a mean of `quantize` are not undone.
+
+    Raises
+    ------
+    ValueError, TypeError, NotImplementedError
+        As in `quantize`.
+
+    Examples
+    --------
+    >>> import numpy as np, cuattn
+    >>> codes = cuattn.quantize_like(np.full((1, 1, 16), 3.0, np.float32), 0.5)
+    >>> cuattn.dequantize(codes, 0.5, dtype="float32")[0, 0, :2].tolist()
+    [3.0, 3.0]
+    """
+    result = _core.dequantize(x, scale, layout, channels, dtype, out, stream)
+    if result is not NotImplemented:
+        return result
+    from .jax import float8
+
+    return float8.dequantize(x, scale, layout, channels, dtype)
+
+
+def run(
+    x: Any,
+    *,
+    scale: Any,
+    layout: str,
+    hadamard: bool,
+    channels: bool = False,
+    mean: Any = None,
+    shift_mean: Any = None,
+    columns: bool = False,
+    stream: Any = None,
+) -> Any:
+    """Quantise one array: codes, scale, mean and shift; a tuple for scale or mean is a shape."""
+    given = (x, layout, hadamard, scale, channels, mean, shift_mean)
+    result = _core.quantize(*given, columns, stream)
+    if result is not NotImplemented:
+        return result
+    from .jax import float8
+
+    return float8.quantize(*given)
+
+
+def check_modes(mode: str, v_mode: str | None, q: Any) -> None:
+    """Refuse words that are none, and what packed arrays have no scales for."""
+    for name, word, known in (("mode", mode, MODES), ("v_mode", v_mode, V_MODES)):
+        if word is not None and word not in known:
+            raise ValueError(
+                f"quantize: {name} must be one of {', '.join(map(repr, known))}, got {word!r}; "
+                "choose one of these"
+            )
+        if word in ("block", "channel") and len(getattr(q, "shape", ())) == 3:
+            raise NotImplementedError(
+                f"quantize: {name} must be 'head' or 'tensor' for packed arrays, got {word!r}, "
+                "whose scales belong to sequences; quantise them one by one"
+            )
+
+
+def sizes_of(name: str, x: Any, layout: str) -> tuple[int, int, int, int]:
+    """Batch, rows, heads and dim of an array."""
+    shape = tuple(getattr(x, "shape", ()))
+    if len(shape) == 3:
+        return (1, *shape)
+    if len(shape) != 4:
+        raise ValueError(
+            f"quantize: {name} must have 3 or 4 axes, got shape {shape}; pass [total, heads, dim] "
+            "or the axes of layout"
+        )
+    batch, second, third, dim = shape
+    return (batch, second, third, dim) if layout == "bshd" else (batch, third, second, dim)
+
+
+def shape_of(mode: str, sizes: tuple[int, int, int, int], heads_kv: int, x: Any) -> tuple[int, ...]:
+    """Return the shape of the scale of an array."""
+    batch, rows, heads, dim = sizes
+    return {
+        "tensor": (1,),
+        "head": (batch, heads_kv) if len(x.shape) == 4 else (heads_kv,),
+        "block": (batch, heads, -(-rows // BLOCK)),
+        "channel": (batch, heads, dim),
+    }[mode]
+
+
+def rows_of(codes: Any, v: Any, layout: str) -> Any:
+    """View codes [batch, heads, dim, padded rows] in the order of v's axes."""
+    if not hasattr(codes, "strides") and not hasattr(codes, "stride"):
+        return codes  # JAX, whose arrays have no strides
+    rows = sizes_of("v", v, layout)[1]
+    order = (2, 0, 1) if len(v.shape) == 3 else (0, 3, 1, 2) if layout == "bshd" else (0, 1, 3, 2)
+    codes = codes[..., :rows]
+    return codes.permute(order) if hasattr(codes, "permute") else codes.transpose(order)

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What attention refuses of float8 arrays and their scales, and what quantisation refuses."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import cuattn
+from float8_cases import F8
+
+
+def codes(*shape):
+    return np.zeros(shape, F8)
+
+
+def ones(*shape):
+    return np.ones(shape, np.float32)
+
+
+Q, K = codes(2, 5, 4, 32), codes(2, 150, 2, 32)
+BF16 = np.zeros(Q.shape, ml_dtypes.bfloat16)
+ATTENTION = {
+    "q_of_16_bits": ((BF16, K, K), {}, ValueError,
+        "q, k and v must all be float8_e4m3fn or none of them, got bfloat16, float8_e4m3fn and "
+        "float8_e4m3fn; make all three with cuattn.quantize, or take paged_attention, which has "
+        "16-bit q over float8 caches"),
+    "k_scale_of_3_heads": ((Q, K, K), {"k_scale": ones(3)}, ValueError,
+        "k_scale must be a number or have shape (1,), (num_heads_kv,) = (2,), (batch, "
+        "num_heads_kv) = (2, 2) or (batch, num_heads_kv, ceil(seqlen_kv / 128)) = (2, 2, 2), got "
+        "(3,); make such a scale with cuattn.quantize"),
+    "q_scale_of_key_heads": ((Q, K, K), {"q_scale": ones(2, 2, 1)}, ValueError,
+        "q_scale must be a number or have shape (1,), (num_heads_kv,) = (2,), (batch, "
+        "num_heads_kv) = (2, 2) or (batch, num_heads_q, ceil(seqlen_q / 128)) = (2, 4, 1), got "
+        "(2, 2, 1); make such a scale with cuattn.quantize"),
+    "v_scale_of_blocks": ((Q, K, K), {"v_scale": ones(2, 2, 2)}, ValueError,
+        "v_scale must be a number or have shape (1,), (num_heads_kv,) = (2,), (batch, "
+        "num_heads_kv) = (2, 2) or (batch, num_heads_kv, head_dim_v) = (2, 2, 32), got (2, 2, 2); "
+        "make such a scale with cuattn.quantize"),
+    "k_scale_float64": ((Q, K, K), {"k_scale": np.ones(2)}, ValueError,
+        "k_scale must be float32, got float64; cast it"),
+    "k_scale_negative": ((Q, K, K), {"k_scale": -1.0}, ValueError,
+        "k_scale must be finite in float32 and not negative, got -1; value = stored * scale"),
+    "v_scale_nan": ((Q, K, K), {"v_scale": float("nan")}, ValueError,
+        "v_scale must be finite in float32 and not negative, got nan; value = stored * scale"),
+    "k_scale_that_holds_nan": ((Q, K, K), {"k_scale": np.float32([1, np.nan])}, ValueError,
+        "k_scale must hold finite numbers that are not negative, got nan at (0, 1, 0), axes that "
+        "it lacks counted as 0; value = stored * scale"),
+    "q_scale_that_holds_less_than_0": ((Q, K, K), {"q_scale": np.float32([[1, 1], [-2, 1]])},
+        ValueError,
+        "q_scale must hold finite numbers that are not negative, got -2 at (1, 0, 0), axes that "
+        "it lacks counted as 0; value = stored * scale"),
+    "scale_of_bfloat16": ((BF16, BF16, BF16), {"k_scale": 2.0}, ValueError,
+        "k_scale belongs to float8_e4m3fn arrays, these are bfloat16; leave it out, or make float8 "
+        "arrays with cuattn.quantize"),
+    "head_dim_24": ((codes(1, 2, 1, 24),) * 3, {}, ValueError,
+        "q must have head_dim a multiple of 16 up to 256 for float8, got 24; pad it with zeros and "
+        "pass scale= of the true head_dim"),
+    "v_neither_rows_nor_columns": ((Q, K, codes(2, 150, 2, 64)[..., ::2]), {}, ValueError,
+        "v must be contiguous in its last axis or in its sequence axis, got strides (19200, 128, "
+        "64, 2) in elements; make a contiguous copy"),
+    "columns_not_padded": ((Q, K, codes(2, 2, 32, 150).transpose(0, 3, 1, 2)), {}, ValueError,
+        "v must have channels that start on 16 bytes, got strides (9600, 1, 4800, 150) in elements "
+        "of 1 bytes; make a contiguous copy"),
+    "bias_of_float8": ((Q, K, K), {"bias": codes(5, 150)}, ValueError,
+        "bias must be float32 or bool for float8_e4m3fn q, got float8_e4m3fn; cast it"),
+    "out_of_float8": ((Q, K, K), {"out": codes(*Q.shape)}, ValueError,
+        "out must be bfloat16, float16 or float32 for float8_e4m3fn q, got float8_e4m3fn; allocate "
+        "it so, or leave it out"),
+    "dtype_of_floats": ((BF16, BF16, BF16), {"dtype": "float8_e4m3fn"}, ValueError,
+        "dtype float8_e4m3fn asks for arrays of that dtype or of uint8, got q of bfloat16; leave "
+        "it out"),
+    "dtype_unknown": ((Q, K, K), {"dtype": "float8_e5m2"}, ValueError,
+        "dtype must be None or 'float8_e4m3fn', got 'float8_e5m2'; it says what uint8 arrays hold, "
+        "other arrays say so themselves"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention_says_what_is_wrong(name):
+    arrays, options, error, message = ATTENTION[name]
+    with pytest.raises(error) as refused:
+        cuattn.attention(*arrays, **options)
+    assert str(refused.value) == f"attention: {message}"
+
+
+X = ones(1, 20, 2, 32)
+QUANTIZE = {
+    "mode": (lambda: cuattn.quantize(X, X, X, mode="token"), ValueError,
+        "quantize: mode must be one of 'tensor', 'head', 'block', got 'token'; choose one of "
+        "these"),
+    "axes": (lambda: cuattn.quantize(X[0, 0], X, X), ValueError,
+        "quantize: q must have 3 or 4 axes, got shape (2, 32); pass [total, heads, dim] or the "
+        "axes of layout"),
+    "dtype": (lambda: cuattn.quantize_like(X.astype(np.float64), 1.0), ValueError,
+        "quantize: x must be float32, float16 or bfloat16, got float64; cast it"),
+    "dim": (lambda: cuattn.quantize_like(X[..., :24], 1.0), ValueError,
+        "quantize: x must have dim a multiple of 16 up to 256, got 24; pad it with zeros"),
+    "scale_of_0": (lambda: cuattn.quantize_like(X, 0.0), ValueError,
+        "quantize: scale must hold finite numbers above 0, got 0; value = stored * scale"),
+    "scale_shape": (lambda: cuattn.quantize_like(X, ones(3)), ValueError,
+        "quantize: scale must have shape (1,), (heads,), (batch, heads), each with 2 heads or a "
+        "divisor of it, or (batch, heads, ceil(rows / 128)) = (1, 2, 1), got (3,); allocate it so"),
+    "back_from_floats": (lambda: cuattn.dequantize(X, 1.0), ValueError,
+        "dequantize: x must be float8_e4m3fn, got float32; cast it"),
+    "back_to_itself": (lambda: cuattn.dequantize(K, 1.0, out=K), ValueError,
+        "dequantize: out must be float32, float16 or bfloat16, got float8_e4m3fn; cast it"),
+    "list": (lambda: cuattn.quantize_like([1.0], 1.0), TypeError,
+        "quantize: x must be an array (numpy, torch, CuPy, JAX or any object with __dlpack__), got "
+        "list; convert it first"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", QUANTIZE)
+def test_quantisation_says_what_is_wrong(name):
+    call, error, message = QUANTIZE[name]
+    with pytest.raises(error) as refused:
+        call()
+    assert str(refused.value) == message
+
+
+def test_what_smoothing_does_not_go_with():
+    found = cuattn.quantize(X, X, X)
+    for name, value in (("softcap", 30.0), ("sinks", ones(2)), ("scale", 1.0), ("layout", "bhsd")):
+        with pytest.raises(ValueError, match=rf"QuantizedQKV.attention: {name} "):
+            found.attention(**{name: value})
+    plain = cuattn.quantize(X, X, X, smooth_k=False)
+    assert plain.lse_shift is None
+    assert plain.attention(softcap=30.0, sinks=ones(2)).shape == X.shape
+
+
+def test_no_gradient_goes_back_through_float8():
+    out = np.zeros(Q.shape, ml_dtypes.bfloat16)
+    lse = np.zeros((2, 4, 5), np.float32)
+    with pytest.raises(NotImplementedError, match=r"q is float8_e4m3fn.*cast to bfloat16"):
+        cuattn.attention_backward(out, Q, K, K, out, lse)
+
+
+def test_other_functions_still_refuse_float8_by_name():
+    with pytest.raises(NotImplementedError, match="q is float8_e4m3fn"):
+        cuattn.flex_attention(Q, K, K)
+    tables = np.zeros((2, 1), np.int32)
+    cache = codes(1, 16, 2, 32)
+    q, ends = codes(10, 4, 32), np.array([0, 5, 10], np.int32)
+    with pytest.raises(NotImplementedError, match="q is float8_e4m3fn"):
+        cuattn.attention_varlen(
+            q, cache, cache, ends, None, 5, 16, block_tables=tables,
+            seqused_k=np.array([5, 5], np.int32),
+        )  # fmt: skip

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cases of attention over float8 arrays: codes and scales for the library, numbers for the oracle.
+
+The oracle is float64 of what codes and scales mean, the rule that of cases.py. Next: tests/float8/.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import ml_dtypes
+import numpy as np
+
+import cases
+import harness
+from cases import Case, Problem, make_problem
+
+F8 = np.dtype(ml_dtypes.float8_e4m3fn)
+BLOCK = 128
+SCALES = ("none", "one", "head", "batch", "parts")
+FACTORS = {
+    **cases.FACTORS,
+    "dtype": ("float32",),  # of out, which float8 queries may have
+    "dims": tuple(d for d in cases.FACTORS["dims"] if d[0] % 16 == 0 and d[1] % 16 == 0),
+    "bias": tuple(name for name in cases.FACTORS["bias"]),
+    "scales": SCALES,
+}
+
+
+def draw_scales(case: Case, problem: Problem, kind: str, rng) -> dict:
+    """q_scale, k_scale and v_scale of one kind; "parts": blocks of rows, and channels of v."""
+    if kind == "none":
+        return {}
+    heads, batch = case.num_heads_kv, case.batch
+    longest = problem.lengths or (case.seqlen_q, case.seqlen_kv)
+    blocks = [-(-n // BLOCK) for n in longest]
+    parts = {
+        "q_scale": (batch, case.num_heads_q, blocks[0]),
+        "k_scale": (batch, heads, blocks[1]),
+        "v_scale": (batch, heads, case.dim_v),
+    }
+    shapes = {"one": (1,), "head": (heads,), "batch": (batch, heads)}
+    drawn = {
+        name: rng.uniform(0.5, 1.5, shapes.get(kind, parts[name])).astype(np.float32)
+        for name in parts
+    }
+    if kind == "one" and rng.random() < 0.5:
+        return {name: float(scale[0]) for name, scale in drawn.items()}
+    return drawn
+
+
+def places(case: Case, problem: Problem, name: str):
+    """Sequence and place in it of each stored row of q, k or v, -1 where there is none."""
+    side = "q" if name == "q" else "k"
+    if case.layout != "ragged":
+        rows = case.seqlen_q if name == "q" else case.seqlen_kv
+        return np.arange(case.batch)[:, None], np.arange(rows)[None]
+    starts = problem.arrays[f"cu_seqlens_{side}"]
+    rows = np.arange(len(problem.arrays[name]))
+    owner = np.clip(np.searchsorted(starts, rows, "right") - 1, 0, case.batch - 1)
+    return owner, rows - starts[owner]
+
+
+def meant(case: Case, problem: Problem, name: str, codes, scale):
+    """The numbers that codes and a scale mean, in float32."""
+    values = codes.astype(np.float32)
+    if scale is None:
+        return values
+    scale = np.asarray(scale, np.float32)
+    if scale.size == 1:
+        return values * scale.reshape(())
+    owner, place = places(case, problem, name)
+    heads = values.shape[1 if case.layout in ("ragged", "bhsd") else 2]
+    full = np.broadcast_to(scale, (case.batch, *scale.shape[-1:])) if scale.ndim == 1 else scale
+    full = np.repeat(full, heads // full.shape[1], axis=1)  # heads of q that read a key head
+    if full.ndim == 2:
+        factors = full[owner][..., None] + np.zeros((*place.shape, 1, 1), np.float32)
+    elif name == "v":
+        factors = full[owner] + np.zeros((*place.shape, 1, 1), np.float32)
+    else:
+        part = np.clip(place // BLOCK, 0, full.shape[2] - 1)
+        factors = full[owner, :, part][..., None]
+    return values * (factors.swapaxes(1, 2) if case.layout == "bhsd" else factors)
+
+
+def make(case: Case, kind: str, rng) -> tuple[Problem, Problem]:
+    """Draw a case: the problem of the library, and the same in numbers."""
+    problem = make_problem(case, rng)
+    codes = {name: problem.arrays[name].astype(F8) for name in "qkv"}
+    scales = draw_scales(case, problem, kind, rng)
+    numbers = {
+        name: meant(case, problem, name, codes[name], scales.get(f"{name}_scale")) for name in "qkv"
+    }
+    arrays = {name: x for name, x in scales.items() if isinstance(x, np.ndarray)}
+    options = {name: x for name, x in scales.items() if name not in arrays}
+    given = Problem(
+        case,
+        {**problem.arrays, **codes, **arrays},
+        {**problem.options, **options},
+        problem.lengths,
+    )
+    return given, dataclasses.replace(problem, arrays={**problem.arrays, **numbers})
+
+
+def assert_case(device, backend, case: Case, kind: str, rng) -> None:
+    """The library against the oracle; without an out of ours the result is bfloat16."""
+    case = dataclasses.replace(case, dtype="float32" if case.give_out else "bfloat16")
+
+    def attempt():
+        given, numbers = make(dataclasses.replace(case, dtype="float32"), kind, rng)
+        if not harness.serves(backend, device, case):
+            return
+        out, lse = harness.run(device, backend, given)
+        assert out.dtype == cases.DTYPES[case.dtype]
+        harness.judge(dataclasses.replace(numbers, case=case), out, lse)
+
+    harness.assert_by_draws(case.dtype, attempt)
