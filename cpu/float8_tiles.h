@@ -42,21 +42,21 @@ void load_columns(const FlashUnit& u, int first, int count, float* buffer, float
   }
 }
 
-KeyTile load_float8_values(const FlashUnit& u, int first, int count, float* buffer,
-                           float* columns) {
+KeyTile load_float8_values(const FlashUnit& u, int first, int count, float* values,
+                           float* scratch) {
   int dim = u.head_dim_v;
   if (u.float8.v_channel_stride != 1) {
-    load_columns(u, first, count, buffer, columns);
+    load_columns(u, first, count, values, scratch);
   } else {
     const uint8_t* row = static_cast<const uint8_t*>(u.v) + first * u.v_stride;
     for (int j = 0; j < count; ++j, row += u.v_stride)
-      load_row(row, dim, DType::e4m3, buffer + j * dim);
+      load_row(row, dim, DType::e4m3, values + j * dim);
   }
-  for (int c = 0; c < dim; ++c) columns[c] = u.float8.v_scale[c * u.float8.v_scale_stride];
+  for (int c = 0; c < dim; ++c) scratch[c] = u.float8.v_scale[c * u.float8.v_scale_stride];
   for (int j = 0; j < count; ++j) {
-    for (int c = 0; c < dim; ++c) buffer[j * dim + c] *= columns[c];
+    for (int c = 0; c < dim; ++c) values[j * dim + c] *= scratch[c];
   }
-  return {buffer, dim};
+  return {values, dim};
 }
 
 }  // namespace

@@ -170,6 +170,12 @@ def test_a_mask_of_more_axes_than_the_query():
     assert torch.allclose(out.double().reshape(want.shape), want, atol=2e-5, rtol=0)
 
 
+def test_a_mask_of_no_queries_is_folded():
+    q, k, v = torch.ones(2, 1, 1, 0, 8), torch.ones(2, 1, 1, 40, 8), torch.ones(2, 3, 1, 40, 24)
+    out = our_sdpa(q, k, v, attn_mask=torch.ones(3, 1, 0, 40))
+    assert out.shape == (2, 3, 1, 0, 24)
+
+
 def test_a_mask_that_hides_a_row_gives_zero():
     q, k, v = (x.detach() for x in qkv())
     mask = torch.ones(9, 7, dtype=torch.bool)

@@ -7,6 +7,7 @@ cuattn refuses. Next: sdpa.py.
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import Any, NamedTuple
 
@@ -230,7 +231,7 @@ def fold_mask(attn_mask: Tensor, scores: tuple[int, ...]) -> Tensor:
         return attn_mask
     if all(n == 1 for n in shape[:-3]):
         return attn_mask.reshape(1, *last)
-    return attn_mask.expand(*batch, *last).reshape(-1, *last)
+    return attn_mask.expand(*batch, *last).reshape(math.prod(batch), *last)
 
 
 def pad(x: Tensor) -> Tensor:
