@@ -276,8 +276,10 @@ CPU_REFUSALS = {
         "attention", {"q": ones(2, 5, 4, 16, dtype=ml_dtypes.float8_e5m2)}, ValueError,
         "q must be float32, float16 or bfloat16, got float8_e5m2; cast it first"),
     "float8_e4m3fn": (
-        "attention", {"q": ones(2, 5, 4, 16, dtype=ml_dtypes.float8_e4m3fn)}, NotImplementedError,
-        "q is float8_e4m3fn, for which no kernel is built yet; cast to bfloat16"),
+        "attention", {"q": ones(2, 5, 4, 16, dtype=ml_dtypes.float8_e4m3fn)}, ValueError,
+        "q, k and v must all be float8_e4m3fn or none of them, got float8_e4m3fn, float32 and "
+        "float32; make all three with cuattn.quantize, or take paged_attention, which has 16-bit q "
+        "over float8 caches"),
     "int4": ("attention", {"q": ones(2, 5, 4, 16, dtype=ml_dtypes.int4)}, ValueError,
         "q must be float32, float16 or bfloat16 (ml_dtypes), got dtype int4; cast it"),
     "big_endian": ("attention", {"q": ones(2, 5, 4, 16, dtype=">f4")}, ValueError,

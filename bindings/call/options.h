@@ -34,14 +34,14 @@ struct AttentionArgs {
   nb::handle kv_start;
   nb::handle block_tables;
   nb::handle kv_layout;
-  nb::handle dtype;
-  nb::handle q_scale;
-  nb::handle k_scale;
-  nb::handle v_scale;
   nb::handle dropout_p;
   nb::handle dropout_seed;
   nb::handle dropout_offset;
   nb::handle dropout_state;
+  nb::handle dtype;
+  nb::handle q_scale;
+  nb::handle k_scale;
+  nb::handle v_scale;
   nb::handle num_splits;
   nb::handle batch_invariant;
   nb::handle return_lse;
@@ -75,14 +75,14 @@ struct AttentionFunctions {
       {"kv_start", &Args::kv_start},
       {"block_tables", &Args::block_tables},
       {"kv_layout", &Args::kv_layout},
-      {"dtype", &Args::dtype},
-      {"q_scale", &Args::q_scale},
-      {"k_scale", &Args::k_scale},
-      {"v_scale", &Args::v_scale},
       {"dropout_p", &Args::dropout_p},
       {"dropout_seed", &Args::dropout_seed},
       {"dropout_offset", &Args::dropout_offset},
       {"dropout_state", &Args::dropout_state},
+      {"dtype", &Args::dtype},
+      {"q_scale", &Args::q_scale},
+      {"k_scale", &Args::k_scale},
+      {"v_scale", &Args::v_scale},
       {"num_splits", &Args::num_splits},
       {"batch_invariant", &Args::batch_invariant},
       {"return_lse", &Args::return_lse},
@@ -113,14 +113,14 @@ struct Attention : AttentionFunctions {
       {"seqused_q", &Args::seqused_q},
       {"seqused_k", &Args::seqused_k},
       {"kv_start", &Args::kv_start},
-      {"dtype", &Args::dtype},
-      {"q_scale", &Args::q_scale},
-      {"k_scale", &Args::k_scale},
-      {"v_scale", &Args::v_scale},
       {"dropout_p", &Args::dropout_p},
       {"dropout_seed", &Args::dropout_seed},
       {"dropout_offset", &Args::dropout_offset},
       {"dropout_state", &Args::dropout_state},
+      {"dtype", &Args::dtype},
+      {"q_scale", &Args::q_scale},
+      {"k_scale", &Args::k_scale},
+      {"v_scale", &Args::v_scale},
       {"num_splits", &Args::num_splits},
       {"batch_invariant", &Args::batch_invariant},
       {"return_lse", &Args::return_lse},
@@ -155,14 +155,14 @@ struct AttentionVarlen : AttentionFunctions {
       {"seqused_k", &Args::seqused_k},
       {"block_tables", &Args::block_tables},
       {"kv_layout", &Args::kv_layout},
-      {"dtype", &Args::dtype},
-      {"q_scale", &Args::q_scale},
-      {"k_scale", &Args::k_scale},
-      {"v_scale", &Args::v_scale},
       {"dropout_p", &Args::dropout_p},
       {"dropout_seed", &Args::dropout_seed},
       {"dropout_offset", &Args::dropout_offset},
       {"dropout_state", &Args::dropout_state},
+      {"dtype", &Args::dtype},
+      {"q_scale", &Args::q_scale},
+      {"k_scale", &Args::k_scale},
+      {"v_scale", &Args::v_scale},
       {"num_splits", &Args::num_splits},
       {"batch_invariant", &Args::batch_invariant},
       {"return_lse", &Args::return_lse},
@@ -185,10 +185,10 @@ inline constexpr ArrayOption<AttentionArgs, cuattn_attention_options>
     {"cu_seqlens_q", &AttentionArgs::cu_seqlens_q, &cuattn_attention_options::cu_seqlens_q, Holds::int32},
     {"cu_seqlens_k", &AttentionArgs::cu_seqlens_k, &cuattn_attention_options::cu_seqlens_k, Holds::int32},
     {"block_tables", &AttentionArgs::block_tables, &cuattn_attention_options::block_tables, Holds::int32},
+    {"dropout_state", &AttentionArgs::dropout_state, &cuattn_attention_options::dropout_state, Holds::int64},
     {"q_scale", &AttentionArgs::q_scale, &cuattn_attention_options::q_scales, Holds::float32, false, &cuattn_attention_options::q_scale},
     {"k_scale", &AttentionArgs::k_scale, &cuattn_attention_options::k_scales, Holds::float32, false, &cuattn_attention_options::k_scale},
     {"v_scale", &AttentionArgs::v_scale, &cuattn_attention_options::v_scales, Holds::float32, false, &cuattn_attention_options::v_scale},
-    {"dropout_state", &AttentionArgs::dropout_state, &cuattn_attention_options::dropout_state, Holds::int64},
 };
 
 // Options that were not given keep the defaults of the C ABI.
@@ -203,10 +203,10 @@ inline void parse_options(const char* op, const AttentionArgs& args,
   if (is_given(args.max_seqlen_q)) o.max_seqlen_q = parse_int(op, "max_seqlen_q", args.max_seqlen_q);
   if (is_given(args.max_seqlen_k)) o.max_seqlen_k = parse_int(op, "max_seqlen_k", args.max_seqlen_k);
   if (args.kv_layout.is_valid()) o.kv_layout = parse_kv_layout(op, args.kv_layout);
-  if (is_given(args.dtype)) o.dtype = parse_dtype(op, args.dtype);
   if (args.dropout_p.is_valid()) o.dropout_p = parse_double(op, "dropout_p", args.dropout_p);
   if (is_given(args.dropout_seed)) o.dropout_seed = parse_int(op, "dropout_seed", args.dropout_seed);
   if (args.dropout_offset.is_valid()) o.dropout_offset = parse_int(op, "dropout_offset", args.dropout_offset);
+  if (is_given(args.dtype)) o.dtype = parse_dtype(op, args.dtype);
   if (args.num_splits.is_valid()) o.num_splits = parse_int32(op, "num_splits", args.num_splits);
   if (args.batch_invariant.is_valid()) o.batch_invariant = parse_bool(op, "batch_invariant", args.batch_invariant);
   if (args.return_lse.is_valid()) o.return_lse = parse_bool(op, "return_lse", args.return_lse);

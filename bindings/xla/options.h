@@ -21,13 +21,13 @@ inline void read_options(const CallFrame& frame, cuattn_attention_options& o) {
   o.max_seqlen_q = integer(frame, "max_seqlen_q");
   o.max_seqlen_k = integer(frame, "max_seqlen_k");
   o.kv_layout = integer32(frame, "kv_layout");
+  o.dropout_p = number(frame, "dropout_p");
+  o.dropout_seed = integer(frame, "dropout_seed");
+  o.dropout_offset = integer(frame, "dropout_offset");
   o.dtype = integer32(frame, "dtype");
   o.q_scale = number(frame, "q_scale");
   o.k_scale = number(frame, "k_scale");
   o.v_scale = number(frame, "v_scale");
-  o.dropout_p = number(frame, "dropout_p");
-  o.dropout_seed = integer(frame, "dropout_seed");
-  o.dropout_offset = integer(frame, "dropout_offset");
   o.num_splits = integer32(frame, "num_splits");
   o.batch_invariant = integer32(frame, "batch_invariant");
   o.return_lse = integer32(frame, "return_lse");
@@ -44,10 +44,10 @@ inline constexpr const DLTensor* cuattn_attention_options::*
     &cuattn_attention_options::cu_seqlens_q,
     &cuattn_attention_options::cu_seqlens_k,
     &cuattn_attention_options::block_tables,
+    &cuattn_attention_options::dropout_state,
     &cuattn_attention_options::q_scales,
     &cuattn_attention_options::k_scales,
     &cuattn_attention_options::v_scales,
-    &cuattn_attention_options::dropout_state,
 };
 
 inline void read_options(const CallFrame& frame, cuattn_paged_options& o) {
