@@ -251,7 +251,8 @@ TEST(cpu_samples_and_verifies) {
 TEST(c_abi_around_attention_names_what_is_null) {
   Random random(case_seed("null"));
   Array rows = drawn(random, DType::f32, {2, 1, 8});
-  DLTensor x = view_of(rows).dl();
+  TensorView view = view_of(rows);  // has the extents that x points to
+  DLTensor x = view.dl();
   auto refuses = [](const char* what, cuattn_status status) {
     CHECK(status == CUATTN_INVALID_ARGUMENT, what, " gave ", status);
     CHECK(std::string(cuattn_last_error()).find(what) != std::string::npos, "wanted ", what,
