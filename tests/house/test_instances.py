@@ -7,6 +7,7 @@ cuattn.kernels() lists of the table.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 import shlex
@@ -79,6 +80,7 @@ INSTANCES = [instance for row in ROWS for instance in row.instances()]
 COMPILED = {(i.op, i.kernel) for i in INSTANCES}
 
 
+@functools.cache
 def smallest(op: str, kernel: str, dtype: str, qk: int, v: int, mask: str, score: str) -> Instance:
     """What the table has for a call: the instance with the fewest columns of q, k and v."""
     return min(
