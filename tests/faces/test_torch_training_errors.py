@@ -95,12 +95,12 @@ def leaves_of(change=lambda x: x):
 DIFFERENTIATED = {
     "fp8": (lambda: cuattn.torch.attention(*leaves_of(lambda x: x.to(E4M3))),
         NotImplementedError,
-        "attention: q is float8_e4m3fn, for which no kernel is built yet; cast to bfloat16"),
+        "attention: no gradient goes through float8_e4m3fn; compute with bfloat16"),
     "fp8_keys": (lambda: cuattn.torch.attention(leaves_of()[0], *leaves_of(
         lambda x: x.to(E4M3))[1:]), ValueError,
-        "attention: k must be float32 like q, got float8_e4m3fn; cast it"),
-    "fp8_scale": (lambda: cuattn.torch.attention(*leaves_of(), k_scale=2.0), NotImplementedError,
-        "attention: k_scale must be None while torch traces or differentiates"),
+        "attention: q, k and v must all be float8_e4m3fn or none of them, got float32, float8"),
+    "fp8_scale": (lambda: cuattn.torch.attention(*leaves_of(), k_scale=2.0), ValueError,
+        "attention: k_scale belongs to float8_e4m3fn arrays, these are float32; leave it out"),
     "head_dim": (lambda: cuattn.torch.attention(*[torch.zeros(1, 3, 2, 264, requires_grad=True)
         for _ in range(3)]), ValueError,
         "attention: q must have head_dim a multiple of 8 up to 256"),
