@@ -21,7 +21,7 @@ class Team:
     """A group of ranks as the functions of this package see it."""
 
     def __init__(self, group: Any) -> None:
-        self.group = group
+        self._group = weakref.ref(group)  # it would never end if what is kept for it held it
         self.rank: int = dist.get_rank(group)
         self.size: int = dist.get_world_size(group)
         self.ranks: list[int] = dist.get_process_group_ranks(group)
@@ -31,15 +31,17 @@ class Team:
         self._host: Any = None
         self._free: dict[Team | None, int] = {}
 
+    @property
+    def group(self) -> Any:
+        """The group, which the caller holds while a call runs."""
+        return self._group()
+
     def host_group(self) -> Any:
         """Return a group of the same ranks that moves host memory; all ranks make it together."""
+        if dist.get_backend(self.group) == "gloo":
+            return self.group
         if self._host is None:
-            is_gloo = dist.get_backend(self.group) == "gloo"
-            self._host = (
-                self.group
-                if is_gloo
-                else dist.new_group(self.ranks, backend="gloo", use_local_synchronization=True)
-            )
+            self._host = dist.new_group(self.ranks, backend="gloo", use_local_synchronization=True)
         return self._host
 
     def free_bytes(self, device: torch.device, inner: Team | None = None) -> int:
