@@ -75,7 +75,8 @@ CUATTN_HOST_DEVICE TileRange query_tile_range(int32_t window_left, int32_t windo
 template <DType kType>
 __device__ __forceinline__ float capped(float score, float softcap, float inv_softcap) {
   float ratio = score * inv_softcap;
-  constexpr bool is_exact = kType == DType::f32 || kType == DType::e4m3;  // whose out may be float32
+  constexpr bool is_exact =
+      kType == DType::f32 || kType == DType::e4m3;  // whose out may be float32
   return is_exact                  ? tanhf(ratio)
          : softcap > kLargeSoftcap ? tanh_of_small(ratio)
                                    : tanh_exp2(ratio);
