@@ -112,6 +112,16 @@ void verify(const VerifyParams& params, int32_t device_id, Stream stream) {
   launch_verify(params, static_cast<cudaStream_t>(stream));
 }
 
+void quantize(const QuantizeParams& params, int32_t device_id, Stream stream) {
+  DeviceGuard guard(device_id);
+  launch_quantize(params, static_cast<cudaStream_t>(stream));
+}
+
+void dequantize(const QuantizeParams& params, int32_t device_id, Stream stream) {
+  DeviceGuard guard(device_id);
+  launch_dequantize(params, static_cast<cudaStream_t>(stream));
+}
+
 bool read_back(void* host, const void* data, size_t bytes, int32_t device_id, Stream stream) {
   DeviceGuard guard(device_id);
   return read_device_data(host, data, bytes, static_cast<cudaStream_t>(stream));
@@ -181,8 +191,8 @@ const Backend* cuda_backend() {
                                .activate = activate,
                                .sample = sample,
                                .verify = verify,
-                               .quantize = nullptr,
-                               .dequantize = nullptr,
+                               .quantize = quantize,
+                               .dequantize = dequantize,
                                .read_back = read_back,
                                .host_alloc = host_alloc,
                                .host_free = host_free,

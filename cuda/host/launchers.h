@@ -11,6 +11,7 @@
 #include "cuattn/params/merge.h"
 #include "cuattn/params/paged.h"
 #include "cuattn/params/project.h"
+#include "cuattn/params/quantize.h"
 #include "cuattn/params/sampling.h"
 #include "cuattn/plan.h"
 
@@ -37,7 +38,9 @@ void launch_merge(const MergeParams& params, cudaStream_t stream);            //
 void launch_rotate(const RotateParams& params, cudaStream_t stream);          // fused/rope.cu
 void launch_norm(const NormParams& params, cudaStream_t stream);              // fused/norm.cu
 void launch_activation(const ActivationParams& params, cudaStream_t stream);  // fused/activation.cu
-void launch_sample(const SampleParams& params, cudaStream_t stream);          // fused/sample.cu
+void launch_quantize(const QuantizeParams& params, cudaStream_t stream);      // fused/quantize.cu
+void launch_dequantize(const QuantizeParams& params, cudaStream_t stream);
+void launch_sample(const SampleParams& params, cudaStream_t stream);  // fused/sample.cu
 void launch_verify(const VerifyParams& params, cudaStream_t stream);
 void launch_project(const ProjectParams& params, cudaStream_t stream);  // mla/project.cu
 // attention/sm90/clear_counter.cu
