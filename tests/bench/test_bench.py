@@ -15,7 +15,7 @@ import pytest
 
 import cuattn
 import frameworks
-from cuattn._bench import devices, measure, options, peers, published, reference, report
+from cuattn._bench import devices, measure, options, peers, prepared, published, reference, report
 from cuattn._bench.families import FAMILIES
 from cuattn._bench.workloads import Workload, dense, visible_pairs
 
@@ -224,7 +224,7 @@ def right(w, x):
 
 
 def wrong(w, x):
-    return peers.Prepared(lambda: np.zeros_like(np.asarray(x.q)))
+    return prepared.Prepared(lambda: np.zeros_like(np.asarray(x.q)))
 
 
 def broken(w, x):
@@ -236,7 +236,7 @@ def too_large(w, x):
 
 
 def not_for_this(w, x):
-    raise peers.Unsupported("other shapes only")
+    raise prepared.Unsupported("other shapes only")
 
 
 def slow_at_first(w, x):
@@ -248,7 +248,7 @@ def slow_at_first(w, x):
             time.sleep(0.3)
         return prepared.call()
 
-    return peers.Prepared(call)
+    return prepared.Prepared(call)
 
 
 def fails_later(w, x):
@@ -260,7 +260,7 @@ def fails_later(w, x):
             raise RuntimeError("device lost")
         return prepared.call()
 
-    return peers.Prepared(call)
+    return prepared.Prepared(call)
 
 
 def measured(*calls, **settings) -> dict:
@@ -340,7 +340,7 @@ def test_the_ratio_is_the_median_of_the_rounds_both_ran():
 def test_the_batch_invariant_backend_is_compared_with_auto():
     entries = [measure.Entry(peers.our_contestant(name)) for name in ("auto", "invariant")]
     for entry, ms in zip(entries, (1.0, 1.25), strict=True):
-        entry.prepared, entry.rounds_ms = peers.Prepared(lambda: None, kernel="cpu"), {0: ms}
+        entry.prepared, entry.rounds_ms = prepared.Prepared(lambda: None, kernel="cpu"), {0: ms}
     row = report.row_json(SMALL, entries)
     assert row["results"][1]["ratio_to_auto"] == 0.8
     assert "ratio_to_auto" not in row["results"][0]
@@ -370,7 +370,7 @@ def test_every_contestant_runs_once_a_round_in_changing_order():
             return None
 
         call.__name__ = name
-        entry = measure.Entry(contestants(right)[0], prepared=peers.Prepared(call))
+        entry = measure.Entry(contestants(right)[0], prepared=prepared.Prepared(call))
         entry.rounds, entry.calls_per_round = 5, 1
         return entry
 
