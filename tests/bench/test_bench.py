@@ -15,7 +15,8 @@ import pytest
 
 import cuattn
 import frameworks
-from cuattn._bench import devices, measure, options, peers, prepared, published, reference, report
+from cuattn._bench import prepared as prepared_calls
+from cuattn._bench import devices, measure, options, peers, published, reference, report
 from cuattn._bench.families import FAMILIES
 from cuattn._bench.workloads import Workload, dense, visible_pairs
 
@@ -224,7 +225,7 @@ def right(w, x):
 
 
 def wrong(w, x):
-    return prepared.Prepared(lambda: np.zeros_like(np.asarray(x.q)))
+    return prepared_calls.Prepared(lambda: np.zeros_like(np.asarray(x.q)))
 
 
 def broken(w, x):
@@ -236,31 +237,31 @@ def too_large(w, x):
 
 
 def not_for_this(w, x):
-    raise prepared.Unsupported("other shapes only")
+    raise prepared_calls.Unsupported("other shapes only")
 
 
 def slow_at_first(w, x):
-    prepared, calls = peers.plain_numpy(w, x), []
+    plain, calls = peers.plain_numpy(w, x), []
 
     def call():
         calls.append(None)
         if len(calls) == 1:
             time.sleep(0.3)
-        return prepared.call()
+        return plain.call()
 
-    return prepared.Prepared(call)
+    return prepared_calls.Prepared(call)
 
 
 def fails_later(w, x):
-    prepared, calls = peers.plain_numpy(w, x), []
+    plain, calls = peers.plain_numpy(w, x), []
 
     def call():
         calls.append(None)
         if len(calls) > 6:
             raise RuntimeError("device lost")
-        return prepared.call()
+        return plain.call()
 
-    return prepared.Prepared(call)
+    return prepared_calls.Prepared(call)
 
 
 def measured(*calls, **settings) -> dict:
@@ -340,7 +341,10 @@ def test_the_ratio_is_the_median_of_the_rounds_both_ran():
 def test_the_batch_invariant_backend_is_compared_with_auto():
     entries = [measure.Entry(peers.our_contestant(name)) for name in ("auto", "invariant")]
     for entry, ms in zip(entries, (1.0, 1.25), strict=True):
-        entry.prepared, entry.rounds_ms = prepared.Prepared(lambda: None, kernel="cpu"), {0: ms}
+        entry.prepared, entry.rounds_ms = (
+            prepared_calls.Prepared(lambda: None, kernel="cpu"),
+            {0: ms},
+        )
     row = report.row_json(SMALL, entries)
     assert row["results"][1]["ratio_to_auto"] == 0.8
     assert "ratio_to_auto" not in row["results"][0]
@@ -370,7 +374,7 @@ def test_every_contestant_runs_once_a_round_in_changing_order():
             return None
 
         call.__name__ = name
-        entry = measure.Entry(contestants(right)[0], prepared=prepared.Prepared(call))
+        entry = measure.Entry(contestants(right)[0], prepared=prepared_calls.Prepared(call))
         entry.rounds, entry.calls_per_round = 5, 1
         return entry
 

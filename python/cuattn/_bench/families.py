@@ -123,9 +123,7 @@ FAMILIES: dict[str, Family] = {
         backends=("auto", "unfused", "plain"),
         peers=("eager", "compiled", "memcpy"),
     ),
-    "fused": _decode(
-        fused, backends=("auto", "unfused"), peers=("eager", "compiled", "memcpy")
-    ),
+    "fused": _decode(fused, backends=("auto", "unfused"), peers=("eager", "compiled", "memcpy")),
     "variants": _family(
         variants,
         backends=("auto", "v2", "v1", "sm80", "simt", "tiled", "cublas", "naive", "unfused"),

@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .bars import Bar
 from .paged import PagedWorkload
 from .workloads import ITEMSIZE, SHORT_DTYPE, Workload
 
+if TYPE_CHECKING:
+    from .._types import Act
+
+ACTS: tuple[Act, ...] = ("silu", "gelu", "gelu_tanh")
 OURS, UNFUSED, PLAIN = "cuattn:auto", "cuattn:unfused", "cuattn:plain"
 COPY = Bar(OURS, "memcpy", 0.95)
 # Arrays of rows x columns that an op reads and writes; a residual is read, and its sum written.
-TOUCHED = {"rms_norm": 2, "layer_norm": 2, "act_mul": 3, "bias_act": 2, "sample": 1, "apply_rope": 2}
+TOUCHED = dict.fromkeys(("rms_norm", "layer_norm", "bias_act", "apply_rope"), 2)
+TOUCHED |= {"act_mul": 3, "sample": 1}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +38,7 @@ class FusedWorkload:
     columns: int
     dtype: str = "bfloat16"
     residual: bool = False
-    act: str = "silu"
+    act: Act = "silu"
     interleaved: bool = False
     temperature: float = 1.0
     top_k: int | None = None
@@ -105,7 +110,7 @@ def norm_rows() -> Iterable[FusedWorkload]:
     for columns, tokens in ((1024, 65536), (4096, 16384), (8192, 8192), (16384, 4096)):
         for op in ("rms_norm", "layer_norm"):
             jit = op == "rms_norm" and columns in (4096, 8192)
-            shape: tuple[Any, ...] = (op, tokens, columns)
+            shape = (op, tokens, columns)
             yield FusedWorkload(f"{op} {columns}", *shape, jit=jit, bars=(COPY,))
             if op == "rms_norm" or columns == 4096:
                 name = f"{op} {columns}, residual"
@@ -117,7 +122,7 @@ def norm_rows() -> Iterable[FusedWorkload]:
 def fused() -> Iterable[FusedWorkload]:
     """Norms, activations and sampling beside torch's own, compiled, and a copy of as many bytes."""
     yield from norm_rows()
-    for act in ("silu", "gelu", "gelu_tanh"):
+    for act in ACTS:
         name = f"act_mul {act} 14336"
         yield FusedWorkload(name, "act_mul", 8192, 14336, act=act, jit=act == "silu", bars=(COPY,))
     yield FusedWorkload("bias_act gelu 16384", "bias_act", 8192, 16384, act="gelu", bars=(COPY,))
@@ -138,14 +143,14 @@ def rope() -> Iterable[Any]:
     for heads in (8, 32):
         for interleaved in (False, True):
             words = "pairs" if interleaved else "halves"
-            shape: tuple[Any, ...] = ("apply_rope", 32768, heads * 128)
+            shape = ("apply_rope", 32768, heads * 128)
             name = f"apply_rope {words}, {heads} heads"
             jit = heads == 32 and not interleaved
             yield FusedWorkload(name, *shape, interleaved=interleaved, jit=jit, bars=(COPY,))
     for seqlen, least in ((512, 0.95), (2048, 0.98), (8192, 0.98)):
-        bars = (Bar(OURS, PLAIN, least), Bar(OURS, UNFUSED, 1.0))
-        shape = (16384 // seqlen, seqlen, seqlen, 16, 16, 128)
-        yield RopeWorkload(f"attention s{seqlen} causal", *shape, causal=True, bars=bars)
+        both = (Bar(OURS, PLAIN, least), Bar(OURS, UNFUSED, 1.0))
+        extents = (16384 // seqlen, seqlen, seqlen, 16, 16, 128)
+        yield RopeWorkload(f"attention s{seqlen} causal", *extents, causal=True, bars=both)
     for batch, context in ((1, 8192), (16, 4096), (128, 1024)):
         name = f"append_attention {batch} x {context}"
         bars = (Bar(OURS, UNFUSED, 1.0),)
@@ -158,7 +163,7 @@ def fused_smoke() -> Iterable[Any]:
     for op in ("rms_norm", "layer_norm"):
         yield FusedWorkload(op, op, 33, 96, **small)
         yield FusedWorkload(f"{op}, residual", op, 33, 96, residual=True, **small)
-    for act in ("silu", "gelu", "gelu_tanh"):
+    for act in ACTS:
         yield FusedWorkload(f"act_mul {act}", "act_mul", 17, 80, act=act, **small)
     yield FusedWorkload("bias_act", "bias_act", 17, 80, act="gelu", **small)
     yield FusedWorkload("apply_rope halves", "apply_rope", 29, 256, **small)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arrays of norms, activations, sampling and rotation, the calls, and the check of their results."""
+"""Arrays of norms, activations, sampling and rotation, the calls, and their check."""
 
 from __future__ import annotations
 
@@ -39,9 +39,7 @@ class FusedInputs:
             shape = (1, w.rows, w.columns // w.head_dim, w.head_dim)
             table = cuattn.rope_table(w.rows, w.head_dim)
             self.cos, self.sin = (torch.from_numpy(part).to(device) for part in table)
-        self.sets = [
-            tuple(self.draw(shape) for _ in range(1 + w.residual)) for _ in range(count)
-        ]
+        self.sets = [tuple(self.draw(shape) for _ in range(1 + w.residual)) for _ in range(count)]
         self.weight, self.bias = (self.draw((width,)) for _ in range(2))
 
     def draw(self, shape: tuple[int, ...]) -> torch.Tensor:
@@ -163,7 +161,7 @@ def formula(w: FusedWorkload) -> Callable[..., tuple[torch.Tensor, ...]]:
 
 
 def drawn_by_torch(w: FusedWorkload) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Sampling in torch's operations; an exponential race draws, for multinomial waits."""
+    """Sample in torch's operations; an exponential race draws, for multinomial waits."""
 
     def draw(logits: torch.Tensor) -> torch.Tensor:
         if w.temperature == 0:
@@ -186,11 +184,11 @@ def drawn_by_torch(w: FusedWorkload) -> Callable[[torch.Tensor], torch.Tensor]:
 def torch_calls(w: FusedWorkload, x: FusedInputs, wrap: Wrap) -> Prepared:
     """Torch's operations, as they are or compiled."""
     if w.op == "sample":
-        function, more = wrap(drawn_by_torch(w)), ()
-    else:
-        function, more = wrap(formula(w)), (x.weight, x.bias)
-        if w.op == "apply_rope":
-            more = (*more, x.cos, x.sin)
+        return Prepared(in_turn(x.sets, wrap(drawn_by_torch(w))), repeats=x.repeats)
+    function = wrap(formula(w))
+    more = [x.weight, x.bias]
+    if w.op == "apply_rope":
+        more += [x.cos, x.sin]
     return Prepared(in_turn(x.sets, lambda *a: function(*a, *more)), repeats=x.repeats)
 
 
@@ -255,7 +253,7 @@ def memcpy(w: FusedWorkload, x: FusedInputs) -> Prepared:
     right = sample.expected
 
     def as_expected(arrays: Any) -> Any:
-        """The formula's rows where the copy is whole, else NaN."""
+        """Give the formula's rows where the copy is whole, else NaN."""
         is_whole = torch.equal(*arrays)
         found = []
         for part in right:

@@ -17,8 +17,8 @@ OURS, BEST = "cuattn:auto", "best peer"
 class MlaWorkload:
     """One decode step over paged latents, or where `prompt` is set a prompt, or a projection.
 
-    DeepSeek's layer: latents of 512 and 64 rotated columns, heads of 128 + 64 and 128. The mission's
-    has no rotated columns.
+    DeepSeek's layer: latents of 512 and 64 rotated columns, heads of 128 + 64 and 128. The
+    mission's has no rotated columns.
     """
 
     name: str
@@ -118,11 +118,11 @@ def mla() -> Iterable[MlaWorkload]:
         (16, 1, 8192),
         (128, 1, 32768),
     ):
-        bars = [best]
+        wanted = [best]
         against = figures.get((heads, batch, context))
         if against:
-            bars.append(Bar(OURS, against, 605.0 if against == "TFLOP/s" else 0.9))
-        yield decode(heads, batch, context, bars=tuple(bars))
+            wanted.append(Bar(OURS, against, 605.0 if against == "TFLOP/s" else 0.9))
+        yield decode(heads, batch, context, bars=tuple(wanted))
     for q_len in (2, 4):
         name = f"16 heads, 128 x 4096, {q_len} queries"
         yield decode(16, 128, 4096, name=name, q_len=q_len, bars=(best,))

@@ -21,6 +21,7 @@ from .prepared import Prepared, Unsupported, first, module, require
 from .reference import EPS, Error
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+RUNGS = ("auto", "invariant", "cpu", "simt", "sm80", "sm90")
 SUMS = 2  # sums of 576 products, in another order than those of numpy
 ROUNDINGS = 2  # a prompt's keys and values, or its queries and sums, are rounded between the steps
 
@@ -137,7 +138,8 @@ class Product:
 
     def error(self, out: Any) -> Error:
         difference = (out[:, : self.expected.shape[1]].double() - self.expected).abs().max()
-        return Error(difference.item(), self.eps * self.expected.abs().max().item())
+        allowed = (self.eps + 8 * EPS["float32"]) * self.expected.abs().max().item()  # sums of 512
+        return Error(difference.item(), allowed)
 
 
 # ---- ours ----
@@ -149,12 +151,14 @@ def ours(backend: str) -> Callable[[MlaWorkload, Any], Prepared]:
     def prepare(w: MlaWorkload, x: Any) -> Prepared:
         forms = backend in ("explicit", "absorbed")
         if w.op == "mla_decode":
-            require(not forms, "forms are of mla_attention")
+            require(backend in RUNGS, "a rung, auto or invariant")
             return our_decode(w, x, backend)
         require(forms or backend == "auto", "auto only")
         if w.op == "mla_project":
             require(backend == "auto", "auto only")
-            return Prepared(in_turn(x.sets, lambda a: cuattn.mla_project(a, x.proj)), repeats=x.repeats)
+            return Prepared(
+                in_turn(x.sets, lambda a: cuattn.mla_project(a, x.proj)), repeats=x.repeats
+            )
         form = backend if forms else None
         arrays = (x.q, x.latent, x.latent, x.k_proj, x.v_proj)
         try:
@@ -220,7 +224,7 @@ def torch_calls(w: MlaWorkload, x: Any, wrap: Wrap) -> Prepared:
 
 
 def torch_prompt(w: MlaWorkload, x: PromptInputs, wrap: Wrap) -> Prepared:
-    """einsum for keys and values, then torch's scaled_dot_product_attention."""
+    """Einsum for keys and values, then torch's scaled_dot_product_attention."""
     keys = w.context_lens[0]
     masked: dict[str, Any] = {"is_causal": True}
     if w.q_len != keys:

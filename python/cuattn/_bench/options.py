@@ -10,8 +10,8 @@ import pathlib
 # `invariant` is auto with batch_invariant=True. Over pages: `replan` makes the plan in every call,
 # `wide` keeps float8 numbers in q's dtype, `v1` and `v2` are PagedAttention, `dense` has its keys
 # packed beforehand, `cascade` is cascade_attention. Of gradients: `deterministic` is auto with
-# deterministic=True. Around attention: `unfused` is the same work in separate calls of ours, `plain`
-# what is left without the rotation. Of latents: the two forms.
+# deterministic=True. Around attention: `unfused` is the same work in separate calls of ours,
+# `plain` what is left without the rotation. Of latents: the two forms.
 BACKENDS = (
     "auto",
     "invariant",

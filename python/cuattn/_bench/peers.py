@@ -26,7 +26,6 @@ from .devices import Inputs
 from .prepared import Prepared, Unsupported, first, module, require
 from .workloads import AnyWorkload, Workload
 
-
 # Modules with the calls of operations other than dense and ragged attention. They need torch.
 ATTENTION = ("attention", "attention_varlen")
 BACKWARD = ("attention_backward", "attention_varlen_backward", "training_step")
@@ -371,12 +370,12 @@ def memcpy(w: AnyWorkload, x: Any) -> Prepared:
 
 
 def eager(w: AnyWorkload, x: Any) -> Prepared:
-    """The formula in torch's own operations, one after another."""
+    """Run the formula in torch's own operations, one after another."""
     return other_calls(w.op).torch_calls(w, x, lambda function: function)
 
 
 def compiled(w: AnyWorkload, x: Any) -> Prepared:
-    """The same through torch.compile, which fuses what it can."""
+    """Run the same through torch.compile, which fuses what it can."""
     import torch
 
     torch._dynamo.reset()

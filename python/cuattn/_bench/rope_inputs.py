@@ -17,6 +17,11 @@ from .paged_inputs import PagedInputs, in_turn
 from .prepared import Prepared, require
 
 
+def on_device(table: Any, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    cos, sin = (torch.from_numpy(part).to(device) for part in table)
+    return cos, sin
+
+
 class RopeInputs:
     """Arrays of attention, the tables, and the queries as they are once they were rotated."""
 
@@ -25,7 +30,7 @@ class RopeInputs:
         drawn = torch_inputs(w, device)
         self.q, self.k, self.v = drawn.q, drawn.k, drawn.v
         table = cuattn.rope_table(w.seqlen_kv, w.head_dim)
-        self.rope = tuple(torch.from_numpy(part).to(device) for part in table)
+        self.rope = on_device(table, device)
         self.rotated = cuattn.apply_rope(self.q, *self.rope)
 
     def sample(self) -> reference.Sample:
@@ -46,7 +51,7 @@ class AppendInputs(PagedInputs):
         super().__init__(w, device)
         batch = len(w.context_lens)
         table = cuattn.rope_table(max(w.context_lens), w.head_dim)
-        self.rope = tuple(torch.from_numpy(part).to(device) for part in table)
+        self.rope = on_device(table, device)
         shape = (batch, 1, w.num_heads_kv, w.head_dim)
         generator = torch.Generator(device).manual_seed(1)
         self.new = [
@@ -104,10 +109,11 @@ def append(w: AppendWorkload, x: AppendInputs, backend: str) -> Prepared:
     require(backend != "plain", "the writing is part of it")
     x.forget()
     tail = (x.block_tables, x.context_lens)
-    q = x.raw[:, None]
+    q, (k, v) = x.raw[:, None], x.new
 
     def together(k_cache: torch.Tensor, v_cache: torch.Tensor) -> Any:
-        return cuattn.append_attention(q, *x.new, k_cache, v_cache, *tail, rope=x.rope)[:, 0]
+        out = cuattn.append_attention(q, k, v, k_cache, v_cache, *tail, rope=x.rope)
+        return out[:, 0]
 
     def apart(k_cache: torch.Tensor, v_cache: torch.Tensor) -> Any:
         x.write(k_cache, v_cache)

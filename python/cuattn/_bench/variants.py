@@ -56,11 +56,11 @@ def decode(
 
 
 def variants() -> Iterable[Any]:
-    """The kinds of attention side by side: memory, time, and what each is for."""
+    """Set the kinds of attention side by side: memory, time, and what each is for."""
     rungs = "naive: to read and to test; cublas: fast libraries, scores in memory; tiled, simt: "
     rungs += "float32 and odd shapes; sm80, auto: everything else"
-    for seqlen, least in ((512, 2.0), (2048, 2.0), (8192, 2.0)):
-        bars = (Bar(OURS, NAIVE, least), Bar(OURS, "cuattn:cublas", 1.0))
+    bars: tuple[Bar, ...] = (Bar(OURS, NAIVE, 2.0), Bar(OURS, "cuattn:cublas", 1.0))
+    for seqlen in (512, 2048, 8192):
         yield prefill(f"full s{seqlen}", seqlen, 32, LADDER, rungs, bars=bars)
     causal: dict[str, Any] = {"causal": True}
     yield prefill("MHA causal s8192", 8192, 32, ONE, "training, prompts", **causal)
@@ -97,7 +97,7 @@ def variants() -> Iterable[Any]:
 
 
 def variants_smoke() -> Iterable[Any]:
-    """The rows of `variants`, small and in float32."""
+    """Make the rows of `variants` small and float32."""
     for w in variants():
         changes: dict[str, Any] = {"dtype": "float32"}
         if isinstance(w, Prefill):
