@@ -15,8 +15,8 @@ import pytest
 
 import cuattn
 import frameworks
-from cuattn._bench import prepared as prepared_calls
 from cuattn._bench import devices, measure, options, peers, published, reference, report
+from cuattn._bench import prepared as prepared_calls
 from cuattn._bench.families import FAMILIES
 from cuattn._bench.workloads import Workload, dense, visible_pairs
 

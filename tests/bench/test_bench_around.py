@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmark of latents, rotation, fused operations and variants: right results, right counts."""
+"""The benchmark of latents, rotation, fused operations and variants: results and counts."""
 
 import pytest
 
