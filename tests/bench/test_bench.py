@@ -401,15 +401,32 @@ def ncu_table() -> dict:
 
 def test_ncu_table_takes_the_median_of_the_kernel_that_took_the_most_time():
     module = ncu_table()
-    found = module["read"](NCU.splitlines())
-    assert found["gpu__time_duration.sum"] == 1.4e6
-    text = module["table"]({"d128": found, "d64": {}})
+    found = module["read"](NCU.splitlines(), "d128")
+    assert found["d128"]["gpu__time_duration.sum"] == 1.4e6
+    text = module["table"](found | {"d64": {}})
     assert "| time, ms | 1.400 |  |" in text
     assert "| L2 hit rate, % | 91.0 |  |" in text
     assert "| DRAM read, MB | 101 |  |" in text
     assert "| warps a scheduler in gmma, per issue | 1.50 |  |" in text
     assert "barrier" not in text  # not measured
     assert "tensor" not in text
+
+
+def test_ncu_table_has_a_column_for_each_row_that_was_profiled():
+    """And FLOPs a byte, of the FLOPs that the range's name says."""
+    module, lines = ncu_table(), NCU.splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith('"'))
+    named = ["auto: s512|1.01e9", "auto: s512|1.01e9", "v1: 1 x 8|0"]
+    lines[first] += ',"thread Domain:Push/Pop_Range"'
+    lines[first + 1] += ',""'
+    launches = [f'{line},"<default domain>:[cuattn:{name}]:none"'
+                for line, name in zip(lines[first + 2 :], named, strict=False)]  # fmt: skip
+    found = module["read"]([*lines[: first + 2], *launches], "file")
+    assert list(found) == ["auto: s512", "v1: 1 x 8"]
+    text = module["table"](found)
+    assert text.startswith("| | auto: s512 | v1: 1 x 8 |")
+    moved = found["auto: s512"]["dram__bytes_read.sum"]
+    assert f"| FLOPs a byte of DRAM | {1.01e9 / moved:.0f} |  |" in text
 
 
 @pytest.mark.parametrize("text", ["", "==ERROR== no permission\n", NCU.replace("Kernel Name", "K")])

@@ -127,7 +127,7 @@ FAMILIES: dict[str, Family] = {
     "variants": _family(
         variants,
         backends=("auto", "v2", "v1", "sm80", "simt", "tiled", "cublas", "naive", "unfused"),
-        peers=("flash", "cudnn", "eager"),
+        peers=("flash", "cudnn", "efficient", "eager"),
         heat_s=0.1,
         budget_s=100.0,
     ),

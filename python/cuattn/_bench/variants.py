@@ -75,6 +75,9 @@ def variants() -> Iterable[Any]:
         bars = (Bar(OURS, "time of row MHA causal s8192", 1.0),) if seqlen == 8192 else ()
         words = {**causal, "window": (1023, 0), "bars": bars}
         yield prefill(f"window 1024 s{seqlen}", seqlen, 32, ONE, long, **words)
+    wide = "the middle of image decoders (VAE): one head of 512 columns, 64 x 64 places"
+    shape = (4, 4096, 4096, 1, 1, 512, "float16")
+    yield Prefill("head of 512 s4096", *shape, backends=ONE, use=wide)
     v2 = "V1: short contexts or many sequences; V2: long contexts and few sequences"
     for batch, context in ((1, 1024), (1, 8192), (8, 2048), (32, 2048)):
         bars = (Bar("cuattn:v2", "cuattn:v1", 1.5),) if context > 1024 else ()
