@@ -111,17 +111,19 @@ nb::object mla_write(nb::handle ckv, nb::handle kpe, nb::handle ckv_cache, nb::h
   Array latents, ropes, latent_cache, rope_cache, slots;
   latents.import(op, "ckv", ckv, stream, nullptr);
   complete_stream(op, latents, stream);
-  ropes.import(op, "kpe", kpe, stream, &latents);
+  bool has_ropes = !kpe.is_none() || !kpe_cache.is_none();
+  if (has_ropes) ropes.import(op, "kpe", kpe, stream, &latents);
   latent_cache.import(op, "ckv_cache", ckv_cache, stream, &latents, true);
-  rope_cache.import(op, "kpe_cache", kpe_cache, stream, &latents, true);
+  if (has_ropes) rope_cache.import(op, "kpe_cache", kpe_cache, stream, &latents, true);
   slots.import(op, "slot_mapping", slot_mapping, stream, &latents);
   Turning turning;
   turning.import(op, cos, sin, positions, stream, latents, options);
   cuattn_status status;
   {
     Unlocked unlocked;
-    status = cuattn_mla_write(&latents.tensor, &ropes.tensor, &latent_cache.tensor,
-                              &rope_cache.tensor, &slots.tensor, &options, stream.handle);
+    status = cuattn_mla_write(&latents.tensor, has_ropes ? &ropes.tensor : nullptr,
+                              &latent_cache.tensor, has_ropes ? &rope_cache.tensor : nullptr,
+                              &slots.tensor, &options, stream.handle);
   }
   check(status);
   return nb::make_tuple(ckv_cache, kpe_cache);

@@ -102,8 +102,9 @@ struct NormRow {
 // floats take, so that a multiprocessor has rows enough on their way while others are summed.
 template <DType kType, int kSize, int kPieces, bool kWarp>
 __global__ void __launch_bounds__(kWarp ? 32 * kWarpsPerBlock : kRowThreads,
-                                  sizeof(Element<kType>) == 4 ? 1 : kWarp ? 8 : 2)
-    norm(const __grid_constant__ NormParams p) {
+                                  sizeof(Element<kType>) == 4 ? 1
+                                  : kWarp ? 8
+                                          : 2) norm(const __grid_constant__ NormParams p) {
   using T = Element<kType>;
   using Rows = Team<kWarp>;
   int64_t index = Rows::row();

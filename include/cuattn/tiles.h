@@ -29,8 +29,8 @@ constexpr int32_t sm80_smem_bytes(HeadDims d, Tile tile) {
 // that 8.6, 8.9 and 12.0 grant a block. Measured on an H200 against twice the size and more stages:
 // docs/notes/20261121-prefill-sm80.md.
 constexpr Tile sm80_tile(HeadDims d, ScoreKind score) {
-  if (d.qk > 256) return {32, 32, 1, 4};          // 512: 32 + 64 = 96 KB; two warps share 16 rows
-  if (score == ScoreKind::scored) {  // the functor's registers leave room for 16 rows a warp
+  if (d.qk > 256) return {32, 32, 1, 4};  // 512: 32 + 64 = 96 KB; two warps share 16 rows
+  if (score == ScoreKind::scored) {       // the functor's registers leave room for 16 rows a warp
     if (d.qk <= 64) return {64, 128, 1, 4};  // 64: 8 + 32 = 40 KB
     if (d.qk <= 128) return {64, 64, 2, 4};  // 96: 12 + 2 * 24 = 60 KB; 128: 16 + 2 * 32 = 80 KB
   }

@@ -126,9 +126,9 @@ def mla_decode(
 
 def mla_write(
     ckv: ArrayT,
-    kpe: ArrayT,
+    kpe: ArrayT | None,
     ckv_cache: ArrayT,
-    kpe_cache: ArrayT,
+    kpe_cache: ArrayT | None,
     slot_mapping: Array,
     *,
     cos: Array | None = None,
@@ -136,15 +136,16 @@ def mla_write(
     positions: Array | None = None,
     rope_interleaved: bool = True,
     stream: Any = None,
-) -> tuple[ArrayT, ArrayT]:
+) -> tuple[ArrayT, ArrayT | None]:
     """Write new latents and their rope columns into their slots of a paged cache, in one launch.
 
     Parameters
     ----------
     ckv : array, [num_tokens, latent]
         Latents, normalised: float32, float16 or bfloat16; latent is a multiple of 8 up to 1024.
-    kpe : array, [num_tokens, rope columns]
-        Of ckv's dtype; rotated on the way where cos, sin and positions are given.
+    kpe : array, [num_tokens, rope columns], or None
+        Of ckv's dtype; rotated on the way where cos, sin and positions are given. None, with
+        kpe_cache: latents without rope columns.
     ckv_cache, kpe_cache : array, [num_blocks, block_size, latent] and [..., rope columns], written
         Of ckv's dtype; two caches, or two views of one joined cache.
     slot_mapping : int64 array, [num_tokens]
@@ -171,7 +172,7 @@ def mla_write(
     """
     if rope_interleaved is True and cos is None and sin is None and positions is None:
         rope_interleaved = False
-    result: tuple[ArrayT, ArrayT] = _core.mla_write(
+    result: tuple[ArrayT, ArrayT | None] = _core.mla_write(
         ckv, kpe, ckv_cache, kpe_cache, slot_mapping, cos, sin, positions, rope_interleaved, stream
     )
     return result

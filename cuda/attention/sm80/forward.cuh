@@ -37,17 +37,16 @@ struct ForwardSm80 {
   static constexpr int kColumnGroups = sm80_column_groups({kHeadDim, kHeadDimV});
   static constexpr int kRowWarps = kTile.warps / kColumnGroups;
   static constexpr int kWarpRows = kTile.m / kRowWarps;
-  static constexpr int kRowBlocks = kWarpRows / 16;  // m16 blocks of a warp
-  static constexpr int kScoreBlocks = kTile.n / 8;   // n8 blocks of S
+  static constexpr int kRowBlocks = kWarpRows / 16;               // m16 blocks of a warp
+  static constexpr int kScoreBlocks = kTile.n / 8;                // n8 blocks of S
   static constexpr int kWarpColumns = kHeadDimV / kColumnGroups;  // of O
   static constexpr int kOutBlocks = kWarpColumns / 8;             // n8 blocks of O
-  static constexpr int kQkBytes = kHeadDim * 2;      // of one row of Q or K
-  static constexpr int kVBytes = kHeadDimV * 2;      // of one row of V or O
+  static constexpr int kQkBytes = kHeadDim * 2;                   // of one row of Q or K
+  static constexpr int kVBytes = kHeadDimV * 2;                   // of one row of V or O
   static constexpr int kSmemBytes = sm80_smem_bytes({kHeadDim, kHeadDimV}, kTile);
   static constexpr int kCtasPerSm =
       kTile.warps <= 4 ? 2 : 1;  // 128 threads leave 255 registers each to two CTAs
-  static_assert(kTile.m % (16 * kRowWarps) == 0 && kTile.n % 16 == 0,
-                "tiles are made of m16n8k16");
+  static_assert(kTile.m % (16 * kRowWarps) == 0 && kTile.n % 16 == 0, "tiles are made of m16n8k16");
   static_assert(kColumnGroups == 1 || kWarpColumns % 64 == 0, "the swizzle turns 64 columns");
   static_assert(kHeadDimV <= kHeadDim, "O is staged in the rows of Q");
   static_assert(kTile.stages == 1 || kTile.stages == 2,
@@ -364,8 +363,7 @@ struct ForwardSm80 {
           float left = end.alive ? state.out[m][n][2 * half] * end.factor : 0.0f;
           float right = end.alive ? state.out[m][n][2 * half + 1] * end.factor : 0.0f;
           device::store_shared(
-              staging +
-                  device::swizzled<kVBytes>(m * 16 + half * 8 + lane / 4, first_chunk + n) +
+              staging + device::swizzled<kVBytes>(m * 16 + half * 8 + lane / 4, first_chunk + n) +
                   lane % 4 * 4,
               device::pack2<kType>(left, right));
         }
