@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from typing import Any
 
 from cuattn._bench import options
@@ -69,6 +70,9 @@ def main() -> int:
         help="a backend of ours or a peer (default auto)",
     )
     parser.add_argument("--calls", type=int, default=3)
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="begin no row after so many"
+    )
     arguments = parser.parse_args()
     rows = [tuple(row.split(":", 2)) for row in arguments.row]
     if arguments.workload is not None:
@@ -82,7 +86,10 @@ def main() -> int:
     if not torch.cuda.is_available():
         raise SystemExit("profile_kernel: needs PyTorch with a CUDA device")
     with torch.no_grad():
+        end = time.monotonic() + arguments.seconds
         for workload, contestant in found:
+            if time.monotonic() > end:
+                break
             profile(torch, workload, contestant, arguments.calls)
             torch.cuda.empty_cache()
     return 0
