@@ -192,7 +192,7 @@ struct AttentionResults {
 
 // A result that XLA lays onto the argument that it continues.
 inline void set_in_place(const CallFrame& frame, int64_t argument, int64_t result, DLDevice device,
-                  Tensor& tensor) {
+                         Tensor& tensor) {
   const Buffer& buffer = *frame.results.items[result];
   tensor.set(buffer, device);
   if (buffer.data != frame.arguments.items[argument]->data && tensor.view.size() > 0)
