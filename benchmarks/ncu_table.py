@@ -92,7 +92,7 @@ STALLS = (
     "wait",
 )
 STALL = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
-LEAST_STALL = 0.05  # a reason below this in every column is left out
+LEAST_STALL = 0.05  # a reason below this in every column is left out, unless told otherwise
 
 
 def metrics() -> list[str]:
@@ -156,7 +156,7 @@ def intensity(found: dict[str, float]) -> float | None:
     return found[FLOPS] / moved if found.get(FLOPS) and moved else None
 
 
-def table(columns: dict[str, dict[str, float]]) -> str:
+def table(columns: dict[str, dict[str, float]], least_stall: float = LEAST_STALL) -> str:
     """Format a Markdown table: a row for each metric, a column for each file."""
     lines = [f"| | {' | '.join(columns)} |", "| --- |" + " ---: |" * len(columns)]
 
@@ -176,7 +176,7 @@ def table(columns: dict[str, dict[str, float]]) -> str:
         for reason in STALLS
     }
     for reason in sorted(STALLS, key=lambda reason: -stalls[reason]):
-        if stalls[reason] >= LEAST_STALL:
+        if stalls[reason] >= least_stall:
             label = f"warps a scheduler in {reason.replace('_', ' ')}, per issue"
             add(label, STALL.format(reason), lambda x: f"{x:.2f}")
     return "\n".join(lines)
@@ -187,6 +187,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("files", nargs="*", type=pathlib.Path)
+    parser.add_argument("--least-stall", type=float, default=LEAST_STALL, metavar="WARPS")
     parser.add_argument("--metrics", action="store_true", help="print the list for ncu and stop")
     arguments = parser.parse_args()
     if arguments.metrics:
@@ -199,7 +200,7 @@ def main() -> int:
         except (OSError, ValueError) as error:
             print(f"ncu_table: {path}: {error}", file=sys.stderr)
             return 1
-    print(table(columns))
+    print(table(columns, arguments.least_stall))
     return 0
 
 

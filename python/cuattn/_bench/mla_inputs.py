@@ -203,6 +203,13 @@ def our_decode(w: MlaWorkload, x: DecodeInputs, backend: str) -> Prepared:
 # ---- peers ----
 
 
+def in_rows(w: MlaWorkload, x: DecodeInputs) -> list[tuple[torch.Tensor]]:
+    """Gather the latents of each set, [batch, context, latent + rope]."""
+    require(len(set(w.context_lens)) == 1, "equal lengths")
+    ids = x.block_tables.long()
+    return [(c[ids].flatten(1, 2)[:, : w.context_lens[0]].contiguous(),) for (c,) in x.caches]
+
+
 def torch_calls(w: MlaWorkload, x: Any, wrap: Wrap) -> Prepared:
     """Torch's products and softmax; for decode over latents that are gathered beforehand."""
     if w.op == "mla_project":
@@ -210,10 +217,9 @@ def torch_calls(w: MlaWorkload, x: Any, wrap: Wrap) -> Prepared:
         return Prepared(in_turn(x.sets, product), repeats=x.repeats)
     if w.op == "mla_attention":
         return torch_prompt(w, x, wrap)
-    require(w.q_len == 1 and len(set(w.context_lens)) == 1, "equal lengths, one query")
+    require(w.q_len == 1, "one query")
     scale = w.head_dim**-0.5
-    ids = x.block_tables.long()
-    dense = [(c[ids].flatten(1, 2)[:, : w.context_lens[0]].contiguous(),) for (c,) in x.caches]
+    dense = in_rows(w, x)
     q = x.q[:, 0]
 
     def attend(latents: torch.Tensor) -> torch.Tensor:
@@ -275,12 +281,21 @@ def fa3(w: MlaWorkload, x: DecodeInputs) -> Prepared:
     library = module("fa3_fwd_interface", "flash_attn_interface")
     q_nope, q_pe = x.q[..., : w.latent].contiguous(), x.q[..., w.latent :].contiguous()
 
-    def call(cache: torch.Tensor) -> Any:
+    def call(cache: torch.Tensor, tables: torch.Tensor | None = x.block_tables) -> Any:
         shared = cache[:, :, None]
         return library.flash_attn_with_kvcache(
             q=q_pe, k_cache=shared[..., w.latent :], v_cache=shared[..., : w.latent], qv=q_nope,
-            page_table=x.block_tables, cache_seqlens=x.context_lens,
+            page_table=tables, cache_seqlens=x.context_lens,
             softmax_scale=w.head_dim**-0.5, causal=True, num_splits=0,
         )  # fmt: skip
 
+    try:
+        call(*x.caches[0])
+    except RuntimeError as error:  # fa3-fwd has no pages for few rows: latents in rows then
+        require("paged KV" in str(error), str(error))
+        return Prepared(
+            in_turn(in_rows(w, x), lambda cache: call(cache, None)),
+            canonical=first,
+            repeats=x.repeats,
+        )
     return Prepared(in_turn(x.caches, call), canonical=first, repeats=x.repeats)
