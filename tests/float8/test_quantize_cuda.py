@@ -37,7 +37,7 @@ def same_bits(ours, theirs):
 @pytest.mark.parametrize(("mode", "v_mode"), MODES)
 def test_codes_and_scales_are_those_of_the_cpu(mode, v_mode, rng):
     """Without a mean, whose sum a GPU takes in another order."""
-    for dtype, dim, rotates in (("float32", 48, True), ("float16", 128, True), ("bfloat16", 256, 0)):
+    for dtype, dim, rotates in (("float32", 48, 1), ("float16", 128, 1), ("bfloat16", 256, 0)):
         rows, keys = (int(n) for n in rng.integers(1, 400, 2))
         shapes = (2, rows, 4, dim), (2, keys, 2, dim), (2, keys, 2, 80)
         on_cpu = [drawn(rng, shape, dtype, "cpu") for shape in shapes]
