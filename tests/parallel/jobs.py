@@ -43,7 +43,7 @@ class Whole:
         begins = self.options["cu_seqlens"]
         options = {n: x for n, x in self.options.items() if n != "cu_seqlens"}
         most = int(np.diff(begins).max(initial=0))
-        where = torch.from_numpy(begins)
+        where = torch.from_numpy(begins).to(self.q.device)
         return cuattn.attention_varlen(*self.arrays(), where, where, most, most, **options, **more)
 
     def on_ranks(self, ranks, layout, scheme, arrays=None, **more):
@@ -57,9 +57,14 @@ class Whole:
         return run(*arrays, **options, **{**named, **more})
 
 
+def generator(seed):
+    """Random numbers of the device that arrays are made on."""
+    return torch.Generator(torch.get_default_device()).manual_seed(seed)
+
+
 def draw(seed, seqlen, heads=(4, 2), dims=(32, 32), dtype="float32", batch=2, packed=False):
     """Arrays of normals, [batch, seqlen, heads, dim] or packed."""
-    g = torch.Generator().manual_seed(seed)
+    g = generator(seed)
     lead = () if packed else (batch,)
     shapes = [(heads[0], dims[0]), (heads[1], dims[0]), (heads[1], dims[1])]
     return [torch.randn(*lead, seqlen, *x, generator=g).to(DTYPES[dtype]) for x in shapes]
@@ -111,7 +116,7 @@ def masks_and_layouts(ranks, seed, dtype, heads, seqlen):
 
 def options_of(seed, heads, seqlen, names):
     """Options of the whole by name."""
-    g = torch.Generator().manual_seed(seed)
+    g = generator(seed)
     made = {
         "alibi": {"alibi_slopes": torch.rand(heads, generator=g), "causal": True},
         "alibi window": {"alibi_slopes": torch.rand(2, heads, generator=g), "window": (90, 0)},
@@ -181,7 +186,7 @@ def documents(ranks, seed):
         masks = [MASKS["causal window"], {"causal": True}, {"window": (40, 20)}, {}]
         for options in masks[number:] if name != "many" else masks[1:2]:
             arrays = draw(seed + number, seqlen, (4, 2), packed=True)
-            extra = {"sinks": torch.randn(4, generator=torch.Generator().manual_seed(seed))}
+            extra = {"sinks": torch.randn(4, generator=generator(seed))}
             if options.get("causal"):
                 extra["alibi_slopes"] = torch.tensor([0.5, 0.1, 0.02, 0.0])
             whole = Whole(*arrays, options | extra | {"cu_seqlens": begins}, axis=0)
@@ -267,15 +272,17 @@ def backward_of(ranks, whole, layout, scheme, seed, bits=False):
     options = whole.options | ({} if sinks is None else {"sinks": own_sinks})
     one = dataclasses.replace(whole, q=leaves[0], k=leaves[1], v=leaves[2], options=options)
     out, lse = one.one_process(return_lse=True)
-    g = torch.Generator().manual_seed(seed)
+    g = generator(seed)
     dout = torch.randn(out.shape, generator=g).to(out.dtype)
     dlse = torch.randn(lse.shape, generator=g)
+    torch.use_deterministic_algorithms(True, warn_only=True)
     torch.autograd.backward([out, lse], [dout, dlse])
+    torch.use_deterministic_algorithms(False)
     mine = [layout.shard(x, ranks.rank, whole.axis).requires_grad_() for x in whole.arrays()]
     rank_sinks = None if sinks is None else sinks.clone().requires_grad_()
     shared = options | ({} if sinks is None else {"sinks": rank_sinks})
     part = dataclasses.replace(whole, options=shared)
-    found = part.on_ranks(ranks, layout, scheme, mine)
+    found = part.on_ranks(ranks, layout, scheme, mine, deterministic=True)
     torch.autograd.backward(found, list(rows((dout, dlse), layout, ranks.rank)))
     for name, got, leaf in zip("qkv", mine, leaves, strict=True):
         want = layout.shard(leaf.grad, ranks.rank, whole.axis)
@@ -326,7 +333,7 @@ def gradients(ranks, seed):
 def decode(ranks, seed):
     """Contexts dealt to ranks by blocks, written by local_slots, against one cache of all."""
     rng = np.random.default_rng(seed)
-    g = torch.Generator().manual_seed(seed)
+    g = generator(seed)
     size, block, heads, kv = ranks.size, 8, 4, 2
     lens = [0, 1, block, block * size + 3, 5 * block * size + block - 1, 61]
     columns = -(-max(lens) // block)
@@ -344,7 +351,7 @@ def decode(ranks, seed):
         caches = [x.reshape(-1, block, kv, 32) for x in (k, v)]
         options = {"sinks": sinks, "softcap": 5.0}
         want = cuattn.paged_attention(q, *caches, tables, context, **options)
-        order = torch.from_numpy(rng.permutation(tables.numel()).astype(np.int32))
+        order = torch.from_numpy(rng.permutation(tables.numel()).astype(np.int32)).to(q.device)
         own_tables = order.view(tables.shape)
         own = [torch.full_like(x, torch.nan) for x in caches]
         for place in range(max(lens)):
@@ -371,7 +378,7 @@ def decode(ranks, seed):
         assert found.dtype == want.dtype
         near = 1e-5 if dtype == "float32" else 2.0**-6
         assert largest(found, want) <= near * (1 + float(want.abs().max())), (turn, dtype, reduce)
-    return found.float().numpy().tobytes()
+    return found.float().cpu().numpy().tobytes()
 
 
 def calibration(ranks):

@@ -33,6 +33,7 @@ class Problem:
     batch_invariant: bool = False
     deterministic: bool | None = None
     widens: bool = True  # parts of a result are float32
+    groups: tuple[int, ...] = ()  # the key heads that gather brings at a time
 
     @property
     def axis(self) -> int:

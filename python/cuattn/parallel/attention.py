@@ -85,8 +85,7 @@ def attention(
     deterministic : bool, optional
         As in `cuattn.attention_backward`. Sums over ranks are always in order of ranks.
     partial_dtype : {"float32", "input"}
-        What a ring merges. "input": parts were rounded to q's dtype, 1.4 times the error; it is the
-        only one for 16-bit inputs on CUDA so far.
+        What a ring merges. "input": parts were rounded to q's dtype, 1.4 times the error.
     memory_limit : int, optional
         Bytes that gather may take for keys on their way; None is a quarter of the least memory that
         was free on any rank at the first call. The same on all ranks.

@@ -134,8 +134,7 @@ def paged_attention(
     sinks : float32 tensor, [num_heads_q], optional
         The same on all ranks.
     partial_dtype : {"float32", "input"}
-        What is merged; "input" is rounded to q's dtype first, the only one for 16-bit inputs on
-        CUDA so far.
+        What is merged; "input" is rounded to q's dtype first.
     check : bool, optional
         As in `attention`.
 
@@ -218,11 +217,6 @@ def read(given: dict[str, Any]) -> tuple[int, torch.dtype]:
             f"{q.shape[1]}; pass reduce='all'"
         )
     wide = torch.float32 if given["partial_dtype"] == "float32" else q.dtype
-    if q.is_cuda and wide != q.dtype:
-        raise NotImplementedError(
-            f"{function}: partial_dtype must be 'input' for {q.dtype} on CUDA, where no kernel "
-            "gives float32 parts yet"
-        )
     names = ("k_cache", "v_cache", "block_tables", "context_lens")
     options = ("kv_layout", "scale", "softcap", "sinks", "k_scale", "v_scale")
     arrays = [given[name] for name in names]

@@ -20,6 +20,7 @@ from .layout import Layout, check_offsets
 from .pairs import Window, window_of
 from .team import Team, team_of
 
+NARROW = ("naive", "cublas", "tiled")  # kernels whose results are of q's dtype alone
 WANTED = ("auto", "gather", "heads", "ring")
 
 
@@ -63,7 +64,7 @@ def plan_of(
 ) -> Plan:
     """Check a call as this rank sees it."""
     axis = 1 if cu_seqlens is None else 0
-    q, k, v = read_arrays(function, given, axis)
+    q, k, v, kernel = read_arrays(function, given, axis)
     sizes = (1 if inner is None else inner.size, outer.size)
     layout = layout_of(function, given["layout"], q.shape[axis], sizes)
     rank = outer.rank * sizes[0] + (0 if inner is None else inner.rank)
@@ -80,7 +81,7 @@ def plan_of(
         *(q.shape[-2], k.shape[-2], q.shape[-1] + v.shape[-1], q.element_size()),
         window[1] == 0,
     )
-    refused = refusals(given, q, window, bias)
+    refused = refusals(given, kernel, q, window, bias)
     limits = refused, given["memory_limit"], outer.speeds
     if inner is None:
         choice = choose(function, given["scheme"], shape, layout.seqlen, outer.size, limits)
@@ -95,6 +96,7 @@ def plan_of(
     problem = Problem(
         window, begins, given["scale"], given["softcap"], given["alibi_slopes"], bias,
         given["batch_invariant"], given["deterministic"], given["partial_dtype"] == "float32",
+        choice.groups,
     )  # fmt: skip
     plan = Plan(inner, outer, layout, None, problem, choice, choice.outer or choice.scheme, {})
     if choice.scheme == "heads":
@@ -175,11 +177,13 @@ def choose_two_levels(
     outer = choose(function, wanted, part, layout.seqlen, layout.outer, (refused, *limits[1:]))
     seconds = {"two levels": outer.seconds.get(outer.scheme, 0.0)}
     reason = f"two groups were given; {outer.scheme} over the outer one: {outer.reason}"
-    return Choice("two levels", seconds, outer.refused, reason, outer.buffer_bytes, outer.scheme)
+    return dataclasses.replace(
+        outer, scheme="two levels", seconds=seconds, reason=reason, outer=outer.scheme
+    )
 
 
 def refusals(
-    given: dict[str, Any], q: Tensor, window: Window, bias: Tensor | None
+    given: dict[str, Any], kernel: str, q: Tensor, window: Window, bias: Tensor | None
 ) -> dict[str, str]:
     """List the schemes that cannot run a call, and why."""
     found = {}
@@ -190,17 +194,20 @@ def refusals(
         found["ring"] = "it has alibi_slopes or bias, not both"
     if bias is not None and bias.shape[2] > 1:
         found["heads"] = "a bias of rows is not exchanged"
-    if q.is_cuda and q.dtype != torch.float32 and given["partial_dtype"] == "float32":
+    is_narrow = q.is_cuda and q.dtype != torch.float32
+    if is_narrow and given["partial_dtype"] == "float32" and kernel in NARROW:
         found.setdefault(
             "ring",
-            "no kernel on CUDA gives float32 parts of 16-bit inputs yet; partial_dtype='input' "
-            "merges rounded ones",
+            f"kernel {kernel!r}, which it takes, gives no float32 parts of 16-bit inputs; "
+            "partial_dtype='input' merges rounded ones",
         )
     return found
 
 
-def read_arrays(function: str, given: dict[str, Any], axis: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Check q, k, v and the options that one process checks, too."""
+def read_arrays(
+    function: str, given: dict[str, Any], axis: int
+) -> tuple[Tensor, Tensor, Tensor, str]:
+    """Check q, k, v and the options that one process checks, too; with them the kernel."""
     q, k, v = (given[name] for name in ("q", "k", "v"))
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
@@ -229,14 +236,13 @@ def read_arrays(function: str, given: dict[str, Any], axis: int) -> tuple[Tensor
             f"{function}: q must lie on the current device, cuda:{torch.cuda.current_device()}, "
             f"got {q.device}; call torch.cuda.set_device first, or its exchanges wait forever"
         )
-    check_one(function, given, q, k, v, axis)
-    return q, k, v
+    return q, k, v, check_one(function, given, q, k, v, axis)
 
 
 def check_one(
     function: str, given: dict[str, Any], q: Tensor, k: Tensor, v: Tensor, axis: int
-) -> None:
-    """Let the library check these rows as a call of their own."""
+) -> str:
+    """Let the library check these rows as a call of their own, and say which kernel it takes."""
     if axis == 0:
         if any(x.ndim != 3 for x in (q, k, v)):
             shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
@@ -247,7 +253,7 @@ def check_one(
     names = ("causal", "window", "scale", "softcap", "alibi_slopes", "sinks", "batch_invariant")
     options = {n: x.detach() if isinstance(x := given[n], Tensor) else x for n in names}
     if axis == 1 or options["alibi_slopes"] is None or options["alibi_slopes"].ndim == 1:
-        cuattn.explain("attention", *(x.detach() for x in (q, k, v)), **options)
+        plan = cuattn.explain("attention", *(x.detach() for x in (q, k, v)), **options)
     else:
         raise ValueError(
             f"{function}: alibi_slopes must have shape (num_heads_q,), got "
@@ -258,6 +264,7 @@ def check_one(
             f"{function}: k must hold the tokens of q, {q.shape[1]}, got {k.shape[1]}; each rank "
             "has queries, keys and values of the same tokens"
         )
+    return plan.kernel
 
 
 def read_bias(function: str, bias: Tensor | None, q: Tensor, layout: Layout) -> Tensor | None:

@@ -11,6 +11,7 @@ zigzag and gather in groups of heads: arXiv:2407.21783. Next: heads.py, autograd
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,7 +28,7 @@ from .pairs import Window, find_pieces
 from .team import Team
 
 Gradients = tuple[Tensor, Tensor, Tensor, "Tensor | None"]
-MOST_GROUPS = 8  # of heads: what is shown of the first exchange is 1 / groups of all
+MOST_GROUPS = 8  # of heads, where float32 sums of all keys go home
 
 
 def empty_result(problem: Problem, q: Tensor, v: Tensor, dtype: torch.dtype) -> list[Tensor]:
@@ -123,30 +124,35 @@ class Local(Scheme):
 class Gather(Scheme):
     """Keys and values of all ranks come, by groups of heads: the next while one is used."""
 
-    def groups(self, q: Tensor, k: Tensor) -> list[tuple[slice, slice]]:
-        """Cut the heads into groups: (query heads, key heads) of each."""
-        heads_kv = k.shape[-2]
-        share = q.shape[-2] // heads_kv
-        step = -(-heads_kv // MOST_GROUPS)
-        cuts = [slice(h, min(h + step, heads_kv)) for h in range(0, heads_kv, step)]
+    def groups(self, q: Tensor, sizes: tuple[int, ...]) -> list[tuple[slice, slice]]:
+        """Cut the heads into groups of so many: (query heads, key heads) of each."""
+        share = q.shape[-2] // sum(sizes)
+        ends = itertools.accumulate(sizes)
+        cuts = [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
         return [(slice(c.start * share, c.stop * share), c) for c in cuts]
 
-    def arrivals(self, q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[slice, slice, Any]]:
-        """Gather group after group: its heads, and keys and values of the whole sequence."""
+    def arrivals(
+        self, q: Tensor, k: Tensor, v: Tensor, sizes: tuple[int, ...]
+    ) -> Iterator[tuple[slice, slice, Any]]:
+        """Gather groups of so many key heads: their heads, keys and values of the whole sequence.
+
+        The second is posted behind the first, so that it has begun when the attention of the first
+        takes the device.
+        """
         axis, dim = self.problem.axis, k.shape[-1]
-        groups = self.groups(q, k)
+        groups = self.groups(q, sizes)
 
         def post(heads: slice) -> Gathered:
             packed = torch.cat([heads_of(k, heads), heads_of(v, heads)], -1)
             assert self.team is not None
             return Gathered(self.team, self.layout, packed.movedim(axis, 0))
 
-        coming = post(groups[0][1])
+        coming = [post(kv_heads) for _, kv_heads in groups[:2]]
         for index, (q_heads, kv_heads) in enumerate(groups):
             with record_function(f"cuattn.parallel.gather.{index}"):
-                whole = coming.wait().movedim(0, axis)
-            if index + 1 < len(groups):
-                coming = post(groups[index + 1][1])
+                whole = coming.pop(0).wait().movedim(0, axis)
+            if index + 2 < len(groups):
+                coming.append(post(groups[index + 2][1]))
             yield q_heads, kv_heads, (whole[..., :dim], whole[..., dim:])
 
     def forward(
@@ -154,7 +160,7 @@ class Gather(Scheme):
     ) -> tuple[Tensor, Tensor]:
         """Attend with the heads of each group when they are here."""
         out, lse = empty_result(self.problem, q, v, q.dtype)
-        for heads, _, (keys, values) in self.arrivals(q, k, v):
+        for heads, _, (keys, values) in self.arrivals(q, k, v, self.problem.groups):
             own = None if sinks is None else sinks[heads].contiguous()
             one = Gather(self.team, self.layout, self.problem.of_heads(heads))
             for call, rows, _, _ in one.calls(heads_of(q, heads), keys, values, None):
@@ -170,7 +176,9 @@ class Gather(Scheme):
         dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
         dk, dv = torch.empty_like(k), torch.empty_like(v)
         dsinks = None if sinks is None else torch.zeros_like(sinks)
-        for heads, kv_heads, (keys, values) in self.arrivals(q, k, v):
+        step, heads_kv = -(-k.shape[-2] // MOST_GROUPS), k.shape[-2]
+        sizes = tuple(min(step, heads_kv - h) for h in range(0, heads_kv, step))
+        for heads, kv_heads, (keys, values) in self.arrivals(q, k, v, sizes):
             one = Gather(self.team, self.layout, self.problem.of_heads(heads))
             own = None if sinks is None else sinks[heads].contiguous()
             sums = [torch.zeros(x.shape, device=x.device) for x in (keys, values)]
