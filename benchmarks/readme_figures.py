@@ -128,6 +128,7 @@ SHOWN = {
         "Decode behind a shared prefix, milliseconds", milliseconds, "flashinfer", SPEED
     ),
     "chunked": Shown("Prefill over pages, TFLOP/s", speed, "cuattn:dense"),
+    "parallel": Shown("Two GPUs beside one, milliseconds", milliseconds, "cuattn:one"),
     "cache": Shown("Cache operations, bytes / time in TB/s", bandwidth, "memcpy", SPEED),
     "cpu": Shown("CPU backend, milliseconds", milliseconds, "torch", MEMORY),
     "cpu_ladder": Shown("CPU: naive against flash, milliseconds", milliseconds),

@@ -10,7 +10,8 @@ import pathlib
 # `invariant` is auto with batch_invariant=True. Over pages: `replan` makes the plan in every call,
 # `wide` keeps float8 numbers in q's dtype, `v1` and `v2` are PagedAttention, `dense` has its keys
 # packed beforehand, `cascade` is cascade_attention. Of gradients: `deterministic` is auto with
-# deterministic=True.
+# deterministic=True. Over ranks: `gather`, `heads` and `ring` are schemes, `unchecked` is auto with
+# check=False, `one` is one rank alone.
 BACKENDS = (
     "auto",
     "invariant",
@@ -28,6 +29,11 @@ BACKENDS = (
     "dense",
     "cascade",
     "deterministic",
+    "one",
+    "unchecked",
+    "gather",
+    "heads",
+    "ring",
 )
 PEERS = (
     "torch",
@@ -43,6 +49,10 @@ PEERS = (
     "fa4",
     "flashinfer",
     "memcpy",
+    "context_parallel",
+    "context_cudnn",
+    "context_ring",
+    "yunchang",
     "numpy",
 )
 

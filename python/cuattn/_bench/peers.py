@@ -23,6 +23,7 @@ import cuattn
 
 from . import reference
 from .devices import Inputs
+from .ops import ATTENTION, CACHE, DIFFERENTIATED, OTHER_OPS, other_calls
 from .workloads import AnyWorkload, Workload
 
 
@@ -62,22 +63,6 @@ def module(*names: str) -> Any:
         except ImportError as error:
             reasons.append(str(error))
     raise Unsupported("; ".join(reasons))
-
-
-# Modules with the calls of operations other than dense and ragged attention. They need torch.
-ATTENTION = ("attention", "attention_varlen")
-BACKWARD = ("attention_backward", "attention_varlen_backward", "training_step")
-CACHE = ("reshape_and_cache", "gather_cache", "copy_blocks", "swap_blocks")
-OTHER_OPS = {
-    **dict.fromkeys(("paged_attention", "paged_prefill"), "paged_inputs"),
-    **dict.fromkeys(CACHE, "cache_inputs"),
-    **dict.fromkeys(BACKWARD, "backward_inputs"),
-}
-DIFFERENTIATED = (*ATTENTION, *BACKWARD)
-
-
-def other_calls(op: str) -> Any:
-    return importlib.import_module(f".{OTHER_OPS[op]}", __package__)
 
 
 # ---- ours ----
@@ -443,6 +428,16 @@ class Contestant:
     packages: tuple[str, ...] = ()
 
 
+def over_ranks(name: str) -> Callable[[Any, Any], Prepared]:
+    """Name a peer of parallel_inputs.py."""
+
+    def prepare(w: Any, x: Any) -> Prepared:
+        prepared: Prepared = getattr(other_calls("parallel"), name)(w, x)
+        return prepared
+
+    return prepare
+
+
 PEERS: dict[str, Contestant] = {
     peer.name: peer
     for peer in (
@@ -470,6 +465,10 @@ PEERS: dict[str, Contestant] = {
             ops=(*ATTENTION, "paged_attention"),
         ),
         Contestant("memcpy", memcpy, ops=CACHE),
+        *(
+            Contestant(name, over_ranks(name), ops=("parallel",), packages=("torch", "yunchang"))
+            for name in ("context_parallel", "context_cudnn", "context_ring", "yunchang")
+        ),
         Contestant("numpy", plain_numpy, packages=("numpy",)),
     )
 }

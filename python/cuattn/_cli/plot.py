@@ -78,6 +78,14 @@ LABELS = {
     "cuattn:v2": "cuattn, V2",
     "cuattn:wide": "cuattn, 16-bit cache",
     "cuattn:cascade": "cuattn, cascade",
+    "cuattn:one": "cuattn, one GPU",
+    "cuattn:unchecked": "cuattn, calls not compared",
+    "cuattn:gather": "gather",
+    "cuattn:heads": "heads",
+    "cuattn:ring": "ring",
+    "context_parallel": "torch context_parallel, flash",
+    "context_cudnn": "torch context_parallel, cuDNN",
+    "context_ring": "torch context_parallel, ring",
     "numpy": "numpy, plain formula",
 }
 STYLE = {
