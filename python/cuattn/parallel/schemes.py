@@ -248,15 +248,26 @@ class Ring(Scheme):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Attend in steps, and merge what they find: the own rows first, then back in the ring."""
+        """Attend in steps, and merge what they find: the own rows first, then back in the ring.
+
+        What is found first of a row is written where it stays.
+        """
         wide = torch.float32 if self.problem.widens else q.dtype
         out, lse = empty_result(self.problem, q, v, torch.float32)
+        written: list[slice] = []
+        layout: Any = "bshd" if self.problem.axis else "thd"
         for _, owner, keys, values in self.arrivals(k, v):
             for call, rows, _, is_own in self.calls(q, keys, values, owner):
-                part, part_lse = empty_result(self.problem, call.q, call.v, wide)
-                attend(call, sinks if is_own else None, part, part_lse)
+                own = sinks if is_own else None
                 run, run_lse = tokens_of(self.problem, out, rows), lse[..., rows]
-                layout: Any = "bshd" if self.problem.axis else "thd"
+                is_new = all(rows.stop <= x.start or x.stop <= rows.start for x in written)
+                written.append(rows)
+                if is_new and wide == torch.float32:
+                    attend(call, own, run, run_lse)
+                    continue
+                part = run.new_empty(run.shape, dtype=wide)
+                part_lse = run_lse.new_empty(run_lse.shape)
+                attend(call, own, part, part_lse)
                 cuattn.merge_states(
                     run, run_lse, part.float(), part_lse, layout=layout, out=run, lse_out=run_lse
                 )
