@@ -56,7 +56,7 @@ def varlen(rng, dtype):
 
 def caches(rng, dtype):
     tables = rng.permutation(12).astype(np.int32).reshape(3, 4)
-    return *(draw(rng, dtype, 12, 4, 2, 16) for _ in range(2)), tables
+    return *(draw(rng, dtype, 12, 8, 2, 16) for _ in range(2)), tables
 
 
 def varlen_over_pages(rng, dtype):

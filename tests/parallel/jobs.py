@@ -462,6 +462,8 @@ def mutants():
 
 def mutant(ranks, name, seed):
     """Whether a mistake is seen on this rank, by the scheme that makes it."""
+    from cuattn.parallel import schemes
+
     where, attribute, wrong = mutants()[name]
     right = getattr(where, attribute)
     scheme = "gather" if name == "order of zigzag" else "ring"
@@ -471,11 +473,13 @@ def mutant(ranks, name, seed):
     layout = Layout("zigzag", 512, ranks.size)
     seen = []
     for attributes in (right, wrong):
+        schemes.pairs_of.cache_clear()
         setattr(where, attribute, attributes)
         try:
             found = whole.on_ranks(ranks, layout, scheme)
         finally:
             setattr(where, attribute, right)
+            schemes.pairs_of.cache_clear()
         try:
             judge(found, rows(want, layout, ranks.rank), scheme, name, bits=False)
             seen.append(False)

@@ -7,6 +7,8 @@ Imported by the processes of ranks.py, in which torch.distributed is initialised
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -30,6 +32,7 @@ class ParallelInputs(Inputs):
     def __init__(self, w: ParallelWorkload, device: str):
         whole = torch_inputs(w, device)
         super().__init__(w, q=whole.q, k=whole.k, v=whole.v, cu_seqlens=whole.cu_seqlens)
+        self.w = w
         rank, size = dist.get_rank(), dist.get_world_size()
         self.axis = 0 if w.lengths else 1
         layout = cuattn.parallel.Layout
@@ -44,9 +47,35 @@ class ParallelInputs(Inputs):
     def shard(self, x: torch.Tensor, rank: int) -> torch.Tensor:
         return self.layout.shard(x, rank, self.axis).contiguous()
 
+    def sample(self) -> ParallelSample:
+        """Make what results of this workload are checked with."""
+        return ParallelSample(self)
+
     def whole(self, out: torch.Tensor) -> torch.Tensor:
         """Bring the rows of all ranks together, in the order of the sequence."""
         return self.layout.unshard(out.detach(), dim=self.axis)
+
+
+class ParallelSample(reference.Sample):
+    """Some rows in float64, and all rows as one rank finds them, which those rows check."""
+
+    def __init__(self, x: ParallelInputs):
+        super().__init__(x.workload, x)
+        w = self.w = x.w
+        masks = {"causal": w.causal, "window": w.window}
+        with torch.no_grad():
+            self.one = one_rank(dataclasses.replace(w, kind="forward"), x, masks).call()
+        self.one_is_right = super().error(self.one).ok
+
+    def error(self, out: torch.Tensor) -> reference.Error:
+        """Compare the rows, and all with those of one rank by their root mean square."""
+        found = super().error(out)
+        total = difference = 0.0
+        for mine, one in zip(out.split(8192, -3), self.one.split(8192, -3), strict=True):
+            difference += float((mine.float() - one.float()).pow(2).sum())
+            total += float(one.float().pow(2).sum())
+        near = difference <= (4 * reference.EPS[self.w.dtype]) ** 2 * total
+        return found if near and self.one_is_right else reference.Error(math.inf, found.allowed)
 
 
 class DecodeInputs:
@@ -179,7 +208,6 @@ def torch_context(
         experimental = module("torch.distributed.tensor.experimental._attention")
         from torch.distributed.device_mesh import init_device_mesh
         from torch.nn.attention import SDPBackend, sdpa_kernel
-        from torch.nn.functional import scaled_dot_product_attention
 
         mesh = init_device_mesh("cuda", (dist.get_world_size(),))
         arrays: list[torch.Tensor] = []
@@ -197,7 +225,8 @@ def torch_context(
                 yield
 
         def forward(*arrays: Any) -> Any:
-            return scaled_dot_product_attention(*arrays, **options)
+            attend = torch.nn.functional.scaled_dot_product_attention  # as it is patched here
+            return attend(*arrays, **options)
 
         dout = x.shard(x.dout, dist.get_rank()).transpose(1, 2)
         return Prepared(

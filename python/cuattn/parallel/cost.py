@@ -19,7 +19,7 @@ from .layout import Layout
 from .team import gather_into, team_of
 
 FLOPS, BYTES = 750e12, 360e9  # of a kernel, and what a rank sends and receives, each second
-HOP, COLLECTIVE = 10e-6, 25e-6  # seconds before an exchange, and a collective, moves anything
+HOP, COLLECTIVE = 100e-6, 100e-6  # seconds of the host for an exchange, and for a collective
 MERGE_BYTES = 4e12  # each second
 MOST_GROUPS = 8  # of heads, of gather
 SCHEMES = ("local", "gather", "heads", "ring", "two levels")

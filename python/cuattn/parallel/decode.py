@@ -14,7 +14,7 @@ from torch import Tensor
 
 import cuattn
 
-from .check import agree
+from .check import Said, agree
 from .exchange import exchange
 from .plan import shape_words
 from .team import Team, gather_into, team_of
@@ -156,16 +156,17 @@ def paged_attention(
     given = dict(locals())
     plans: list[tuple[int, torch.dtype]] = []
 
-    def contract() -> dict[str, Any]:
+    def contract() -> Said:
         plans.append(read(given))
         names = ("reduce", "kv_layout", "scale", "softcap", "partial_dtype")
-        return {
+        values = {
             "q": (tuple(q.shape), q.dtype, q.device.type),
             "interleave": plans[0][0],
             "context_lens": shape_words(context_lens, "context_lens"),
             "sinks": shape_words(sinks, "sinks"),
             **{name: given[name] for name in names},
         }
+        return Said("parallel.paged_attention", values)
 
     agree("parallel.paged_attention", team, check, contract)
     turn, wide = plans[0]

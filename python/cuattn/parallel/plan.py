@@ -9,12 +9,14 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 import cuattn
 
 from .attend import Problem
+from .check import Said
 from .cost import Choice, Shape, choose, heads_refusal, layout_of
 from .layout import Layout, check_offsets
 from .pairs import Window, window_of
@@ -26,7 +28,7 @@ WANTED = ("auto", "gather", "heads", "ring")
 
 @dataclasses.dataclass
 class Plan:
-    """A checked call: who takes part, how, and what every rank must say alike."""
+    """A checked call: who takes part and how."""
 
     inner: Team | None  # the ranks that heads are dealt to
     outer: Team | None  # the ranks that the sequence is cut over, as the scheme sees it
@@ -35,7 +37,7 @@ class Plan:
     problem: Problem
     choice: Choice
     scheme: str
-    contract: dict[str, Any]
+    said: Said | None  # what every rank must say alike
 
 
 def teams_of(function: str, group: Any) -> tuple[Team | None, Team]:
@@ -57,6 +59,47 @@ def limit_memory(given: dict[str, Any], inner: Team | None, outer: Team) -> None
     free = outer.free_bytes(device, inner)
     if given["memory_limit"] is None:
         given["memory_limit"] = free // 4
+
+
+KEPT = 128  # plans of a team
+ARRAYS = ("alibi_slopes", "sinks", "bias")
+
+
+def key_of(function: str, given: dict[str, Any], cu_seqlens: Any) -> Any:
+    """Say what a plan depends on; None where it is not kept: arrays may hold other values."""
+    arrays = [given[name] for name in ("q", "k", "v")]
+    if any(given[name] is not None for name in ARRAYS) or not all(
+        isinstance(x, Tensor) for x in arrays
+    ):
+        return None
+    apart = ("q", "k", "v", "group", "check", "cu_seqlens")
+    words = tuple(x for name, x in given.items() if name not in apart)
+    ends: Any = None if cu_seqlens is None else np.asarray(cu_seqlens)
+    ends = None if ends is None else (ends.dtype.str, ends.tobytes())
+    seen = tuple((x.shape, x.stride(), x.dtype, x.device, x.requires_grad) for x in arrays)
+    current = torch.cuda.current_device() if arrays[0].is_cuda else None
+    key = (function, words, ends, seen, current, torch.is_grad_enabled())
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def kept_plan(
+    function: str, given: dict[str, Any], cu_seqlens: Any, inner: Team | None, outer: Team
+) -> Plan:
+    """Return the plan of a call, that of an earlier one alike where there was one."""
+    key = key_of(function, given, cu_seqlens)
+    if key is None:
+        return plan_of(function, given, cu_seqlens, inner, outer)
+    key = (key, inner, outer.speeds)
+    if key not in outer.plans:
+        if len(outer.plans) >= KEPT:
+            outer.plans.clear()
+        outer.plans[key] = plan_of(function, given, cu_seqlens, inner, outer)
+    plan: Plan = outer.plans[key]
+    return plan
 
 
 def plan_of(
@@ -98,7 +141,7 @@ def plan_of(
         given["batch_invariant"], given["deterministic"], given["partial_dtype"] == "float32",
         choice.groups,
     )  # fmt: skip
-    plan = Plan(inner, outer, layout, None, problem, choice, choice.outer or choice.scheme, {})
+    plan = Plan(inner, outer, layout, None, problem, choice, choice.outer or choice.scheme, None)
     if choice.scheme == "heads":
         whole = Layout("contiguous", layout.seqlen, 1)
         plan = dataclasses.replace(
@@ -109,13 +152,18 @@ def plan_of(
         rows = plan.layout.rows(outer.rank)
         part = -(-rows // inner.size)
         plan.inner_layout = Layout("contiguous", rows, inner.size, chunk=part)
-    plan.contract = contract_of(given, plan, layout, shape, begins)
+    plan.said = said_of(function, given, plan, layout, shape, begins)
     return plan
 
 
-def contract_of(
-    given: dict[str, Any], plan: Plan, layout: Layout, shape: Shape, begins: Any
-) -> dict[str, Any]:
+def said_of(
+    function: str,
+    given: dict[str, Any],
+    plan: Plan,
+    layout: Layout,
+    shape: Shape,
+    begins: Any,
+) -> Said:
     """List what every rank must say alike."""
     q, k, v = (given[name] for name in ("q", "k", "v"))
     words = (
@@ -123,7 +171,7 @@ def contract_of(
         "deterministic", "partial_dtype", "memory_limit",
     )  # fmt: skip
     small = ("alibi_slopes", "sinks", "bias")
-    return {
+    values = {
         "batch": shape.batch,
         "num_heads_q": q.shape[-2],
         "num_heads_kv": k.shape[-2],
@@ -141,8 +189,8 @@ def contract_of(
         ],
         "cu_seqlens": None if begins is None else begins.tolist(),
         "cuattn": cuattn.__version__,
-        "seconds": plan.choice.seconds.get(plan.choice.scheme, 0.0),
     }
+    return Said(function, values, plan.choice.seconds.get(plan.choice.scheme, 0.0))
 
 
 def shape_words(x: Tensor | None, name: str) -> str:

@@ -29,6 +29,7 @@ class Team:
         self.calls = 0  # of this package, on this group; the same number on every rank
         self.last_seconds = 0.0  # the modelled time that all ranks agreed on last
         self.speeds: tuple[float, float] | None = None  # measured by calibrate: FLOP/s, bytes/s
+        self.plans: dict[Any, Any] = {}  # of calls that were checked here: plan.py
         self._host: Any = None
         self._free: dict[Team | None, int] = {}
 
