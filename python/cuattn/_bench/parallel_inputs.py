@@ -21,7 +21,7 @@ import cuattn.parallel
 from . import reference
 from .devices import Inputs, cu_seqlens, torch_inputs
 from .parallel import ParallelWorkload
-from .peers import Prepared, module, require
+from .prepared import Prepared, module, require
 
 SCHEMES = ("gather", "heads", "ring")
 

@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 from . import report
 from .devices import Device, open_device
 from .measure import PEER_SLACK, Entry, Settings, explain_failure
-from .peers import PEERS, Contestant, Prepared, Unsupported, our_contestant
+from .peers import PEERS, Contestant, our_contestant
+from .prepared import Prepared, Unsupported
 from .workloads import AnyWorkload
 
 SIZE = 2
