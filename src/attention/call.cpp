@@ -40,6 +40,10 @@ AttentionRequest request_of(const AttentionCall& call) {
   r.is_flex = call.is_flex();
   r.has_rows = p.rows.begin != nullptr;
   r.has_programs = call.has_programs;
+  if (r.has_rows) {  // kernels that have row ranges have them with every option
+    r.mask = MaskKind::rows;
+    r.score = ScoreKind::scored;
+  }
   return r;
 }
 

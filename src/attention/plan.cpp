@@ -157,7 +157,8 @@ const char* refusal(Kernel kernel, const AttentionRequest& r, const DeviceInfo& 
     return "it does not take float8_e4m3fn, which naive converts";
   if (r.has_dropout && !drops) return "it has no dropout, which sm80, simt and naive have";
   if (r.has_programs && !is_cpu) return "it has no masks and scores written by the user yet";
-  if (r.has_rows && !is_cpu) return "it has no row ranges yet";
+  if (r.has_rows && (kernel == Kernel::tiled || kernel == Kernel::sm90))
+    return "it has no row ranges yet";
   switch (kernel) {
     case Kernel::cpu:
     case Kernel::cpu_naive:

@@ -52,6 +52,55 @@ struct OptionPolicy : ScoreMod<kType, kScore> {
   }
 };
 
+// Row ranges, from two arrays, with every other option.
+template <DType kType>
+struct OptionPolicy<kType, MaskKind::rows, ScoreKind::scored>
+    : ScoreMod<kType, ScoreKind::scored> {
+  static constexpr bool kPlain = false;
+  static constexpr bool kBegins = true;
+  static constexpr bool kHeavyLast = false;
+  const AttentionParams& p;
+  int32_t queries, keys;
+  int64_t first;  // of row 0 in the arrays
+
+  __device__ __forceinline__ OptionPolicy(const AttentionParams& p, int32_t batch, int32_t head,
+                                          int32_t queries, int32_t keys)
+      : ScoreMod<kType, ScoreKind::scored>(p, batch, head, queries, keys),
+        p(p),
+        queries(queries),
+        keys(keys),
+        first(p.rows.first(batch, head, query_span(p, batch).start)) {}
+
+  // A row past the last is as the last: no load leaves the arrays.
+  __device__ __forceinline__ KeyRange visible(int32_t row) const {
+    row = min(row, queries - 1);
+    return p.rows.at(p.mask.visible(row, queries, keys), first + row * p.rows.strides.seq);
+  }
+
+  // The lanes of a warp share the rows out; all of them ask.
+  template <int kTileN>
+  __device__ __forceinline__ TileRange range(int32_t row_begin, int32_t row_end) const {
+    if (row_end <= row_begin || keys <= 0) return {0, 0, 0, 0};
+    int32_t begin = keys, end = 0, last_begin = 0, first_end = keys;
+    for (int32_t row = row_begin + threadIdx.x % 32; row < row_end; row += 32) {
+      KeyRange seen = visible(row);
+      if (seen.begin < seen.end) begin = min(begin, seen.begin), end = max(end, seen.end);
+      last_begin = max(last_begin, seen.begin);
+      first_end = min(first_end, seen.end);
+    }
+#pragma unroll
+    for (int lane = 16; lane > 0; lane /= 2) {
+      begin = min(begin, __shfl_xor_sync(0xffffffffu, begin, lane));
+      end = max(end, __shfl_xor_sync(0xffffffffu, end, lane));
+      last_begin = max(last_begin, __shfl_xor_sync(0xffffffffu, last_begin, lane));
+      first_end = min(first_end, __shfl_xor_sync(0xffffffffu, first_end, lane));
+    }
+    if (end <= begin) return {0, 0, 0, 0};
+    return {begin / kTileN, (end - 1) / kTileN + 1, (last_begin + kTileN - 1) / kTileN,
+            first_end / kTileN};
+  }
+};
+
 // Dot products become scores in the policy's units, and -inf where a row does not see the key, in
 // tiles that are `masked`. `Where` maps a lane's share, kRows x kKeys scores, to rows and keys:
 //

@@ -136,8 +136,12 @@ struct RowRanges {
 
   // `row` counts from the first stored row (Span::start), of a dense batch from its sequence's.
   CUATTN_HOST_DEVICE KeyRange limit(KeyRange keys, int32_t b, int32_t h, int64_t row) const {
-    if (begin == nullptr) return keys;
-    int64_t at = b * strides.batch + h * strides.head + row * strides.seq;
+    return begin == nullptr ? keys : at(keys, first(b, h, row));
+  }
+  CUATTN_HOST_DEVICE int64_t first(int32_t b, int32_t h, int64_t row) const {
+    return b * strides.batch + h * strides.head + row * strides.seq;
+  }
+  CUATTN_HOST_DEVICE KeyRange at(KeyRange keys, int64_t at) const {
     if (begin[at] > keys.begin) keys.begin = begin[at];
     if (end[at] < keys.end) keys.end = end[at];
     if (keys.end < keys.begin) keys.end = keys.begin;

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from .. import _core
-from .._arrays import Array, ArrayT
+from .._arrays import Array, ArrayT, operations
 from .._options import DENSE, options_of
 from .._other_names import way_out
 from .block_mask import BlockMask
@@ -71,7 +71,8 @@ def flex_attention(
     ValueError
         If a shape, dtype, device or option breaks its rule, or block_mask is for other lengths.
     NotImplementedError
-        On CUDA, if the mask is neither causal nor a window, or score_mod is given.
+        On CUDA, if the mask is neither causal, a window nor one interval of keys a row, or
+        score_mod is given.
     """
     arguments = {"q": q, "k": k, "v": v, **options}
     refuse_unknown(NAME, options, OPTIONS)
@@ -125,6 +126,8 @@ def find_for(
     found = find(problem, score_mod, mask_mod, block_mask)
     if found.window is not None:
         arguments["window"] = narrowed(arguments.get("window", (-1, -1)), found.window)
+    if is_cuda(arguments["q"]):
+        return on_cuda(arguments["q"], arguments.get("stream"), found)
     return found.arrays
 
 
@@ -164,6 +167,26 @@ def require_fit(block_mask: Any, problem: Problem) -> None:
         )
 
 
+def on_cuda(q: Any, stream: Any, found: Found) -> dict[str, Any]:
+    """Return what was found as arrays of q's library and device: row ranges, no programs."""
+    programs = [name for name in ("score_program", "mask_program") if name in found.arrays]
+    if programs:
+        raise NotImplementedError(
+            f"{NAME}: CUDA has masks that are causal, windows or one interval of keys a row, and no "
+            f"score functions yet; got {found.words}; move the arrays to the CPU, write softcap and "
+            "ALiBi as these options, or pass bias="
+        )
+    if not found.arrays:
+        return {}
+    why, way_out = "row ranges must be copied to the device", "numpy arrays"
+    with operations(NAME, q, stream, why, way_out) as at:
+        if at.namespace.__name__ == "torch":
+            copy = lambda x: at.namespace.from_numpy(x).to(q.device)  # noqa: E731
+        else:
+            copy = at.namespace.asarray
+        return {name: copy(x) for name, x in found.arrays.items()}
+
+
 def run(arguments: dict[str, Any], found: dict[str, Any]) -> Any:
     """Call the compiled module; JAX arrays go by cuattn.jax."""
     result = _core.flex_attention(arguments, found)
@@ -174,9 +197,20 @@ def run(arguments: dict[str, Any], found: dict[str, Any]) -> Any:
     return result
 
 
+def is_cuda(q: Any) -> bool:
+    """Whether an array lies on a CUDA device, of a library other than JAX."""
+    if type(q).__module__.startswith(("jax", "numpy")):
+        return False
+    return int(getattr(q, "__dlpack_device__", lambda: (1, 0))()[0]) == 2
+
+
 def problem_of(q: Any, k: Any, options: dict[str, Any]) -> Problem | None:
     """Return the shapes of a call; None where they do not fit together."""
     shapes = [tuple(getattr(x, "shape", ())) for x in (q, k)]
+    given = [options.get(name) for name in (*RAGGED[:2], "seqused_q", "seqused_k")]
+    if any(is_cuda(x) for x in given if x is not None):  # lengths that the host does not know
+        batch = next(len(x) - (i < 2) for i, x in enumerate(given) if x is not None)
+        return Problem(batch, 0, 0, 0, None, [], 0)
     if options.get("cu_seqlens_q") is not None:
         return ragged_problem(shapes, options)
     if any(len(shape) != 4 for shape in shapes):

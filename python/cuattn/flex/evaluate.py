@@ -42,8 +42,8 @@ def on_host(array: Any) -> np.ndarray[Any, Any]:
         device = getattr(array, "__dlpack_device__", lambda: (1, 0))()
         if device[0] not in (1, 3):
             raise ValueError(
-                f"flex: a captured array of shape {tuple(array.shape)} lies on device type "
-                f"{int(device[0])}, where the arrays of the call lie on the CPU; move it"
+                f"flex: a captured array of shape {tuple(array.shape)} must lie on the CPU, where "
+                f"masks are worked out, got device type {int(device[0])}; move it"
             )
         array = array.detach() if hasattr(array, "detach") else array
         if name == "bfloat16" and hasattr(array, "float"):

@@ -151,6 +151,12 @@ def plan(
         keys = split(mask.expr)
         window = limits(host, keys, problem.common)
     if mask is not None and window is None:
+        if problem.batch and not problem.lengths:
+            raise NotImplementedError(
+                "flex_attention: lengths on the device serve masks that are causal or windows "
+                f"from the bottom right, got {mask}; pass a padded batch without seqused, or "
+                "masks of q_len and kv_len"
+            )
         rows, rest = find_rows(host, problem, keys)
         if rows is not None:
             found["row_begin"], found["row_end"] = rows.begin, rows.end
