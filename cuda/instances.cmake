@@ -21,7 +21,7 @@ cuattn_kernel(attention forward_sm80 attention/sm80/forward.cuh portable
               "f16;bf16" "32;64;96;128;192;256;192x128" "rows" "scored")
 cuattn_kernel(attention forward_simt attention/simt.cuh portable
               "f32" "64;128;256" "none;causal;window" "identity;scored")
-# Rows at head_dim 128 would spill.
+# Rows at head_dim 128 would spill: 256 serves it.
 cuattn_kernel(attention forward_simt attention/simt.cuh portable
               "f32" "64;256" "rows" "scored")
 cuattn_kernel(attention forward_tiled attention/tiled.cuh portable

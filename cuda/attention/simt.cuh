@@ -39,7 +39,8 @@ struct ForwardSimt {
   static constexpr int kPart = kStageFloats / kHeadDim;  // keys of V a stage holds, for all dims
   static constexpr int kPartsV = kTileN / kPart;
   static constexpr int kPad = 4;  // floats: 8 rows at one column then fall into 8 groups of banks
-  static constexpr int kBlocksPerSm = kHeadDim == 64 ? 3 : 2;  // what 227 KiB of shared memory hold
+  // What 227 KiB of shared memory hold, and without spilling.
+  static constexpr int kBlocksPerSm = kHeadDim == 64 && !Policy::kLoads ? 3 : 2;
 
   // 2. Shared storage: Q is loaded once, with zeros beyond head_dim and the last row; a warp writes
   // and reads its own rows of P only.

@@ -7,6 +7,7 @@
 //   kPlain                 a score is its dot product times to_log2, and no more
 //   kBegins                a row may see no key in front of some key: the left edge is tested
 //   kHeavyLast             later rows see more keys: their tiles are taken first
+//   kLoads                 it reads arrays of its own, whose addresses want registers
 //   to_log2                a score times this is an exponent in base 2; positive
 //   range<n>(begin, end)   the tiles of n keys that rows [begin, end) visit
 //   visible(row)           the keys that a row sees, [begin, end)
@@ -26,6 +27,7 @@ struct OptionPolicy : ScoreMod<kType, kScore> {
   static constexpr bool kPlain = kScore == ScoreKind::identity;
   static constexpr bool kBegins = kMask == MaskKind::window;
   static constexpr bool kHeavyLast = kMask != MaskKind::none;
+  static constexpr bool kLoads = false;
   const MaskParams& mask;
   int32_t queries, keys;
 
@@ -59,6 +61,7 @@ struct OptionPolicy<kType, MaskKind::rows, ScoreKind::scored>
   static constexpr bool kPlain = false;
   static constexpr bool kBegins = true;
   static constexpr bool kHeavyLast = false;
+  static constexpr bool kLoads = true;
   const AttentionParams& p;
   int32_t queries, keys;
   int64_t first;  // of row 0 in the arrays
