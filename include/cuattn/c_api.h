@@ -133,7 +133,7 @@ CUATTN_API cuattn_status cuattn_attention_run(cuattn_attention_call* call, const
                                               size_t workspace_bytes, void* stream);
 
 /* What a user wrote, beside the options of attention. Initialise with cuattn_flex_options_init.
- * Served on the CPU; CUDA arrays take none of it yet. */
+ * Served on the CPU; on CUDA row ranges are, by naive, cublas, simt and sm80. */
 typedef struct {
   size_t struct_size;
   /* Row i sees at most the keys [row_begin[i], row_end[i]): int32 of the shape of lse, where any

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""flex_attention on CUDA, or the emulator: masks that are options or row ranges; the rest is refused."""
+"""flex_attention on CUDA, or the emulator: options and row ranges; the rest is refused."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ def test_row_ranges_equal_the_dense_formula(rng, device, backend):
     dtype = "float16" if backend == "sm80" else "float32"
     for case, (name, mask) in enumerate(masks(rng, 200).items()):
         dims = ((64, 64), (64, 64) if harness.is_emulated() else (128, 128))[case % 2]
-        shapes = ((2, 150 + 50 * (case % 2), 4, dims[0]), (2, 200, 2, dims[0]), (2, 200, 2, dims[1]))
+        queries = (2, 150 + 50 * (case % 2), 4, dims[0])
+        shapes = (queries, (2, 200, 2, dims[0]), (2, 200, 2, dims[1]))
         q, k, v = (rng.standard_normal(shape).astype(dtype) for shape in shapes)
         options = {}
         if case % 2:

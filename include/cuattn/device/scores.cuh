@@ -56,8 +56,7 @@ struct OptionPolicy : ScoreMod<kType, kScore> {
 
 // Row ranges, from two arrays, with every other option.
 template <DType kType>
-struct OptionPolicy<kType, MaskKind::rows, ScoreKind::scored>
-    : ScoreMod<kType, ScoreKind::scored> {
+struct OptionPolicy<kType, MaskKind::rows, ScoreKind::scored> : ScoreMod<kType, ScoreKind::scored> {
   static constexpr bool kPlain = false;
   static constexpr bool kBegins = true;
   static constexpr bool kHeavyLast = false;

@@ -172,19 +172,16 @@ def on_cuda(q: Any, stream: Any, found: Found) -> dict[str, Any]:
     programs = [name for name in ("score_program", "mask_program") if name in found.arrays]
     if programs:
         raise NotImplementedError(
-            f"{NAME}: CUDA has masks that are causal, windows or one interval of keys a row, and no "
-            f"score functions yet; got {found.words}; move the arrays to the CPU, write softcap and "
-            "ALiBi as these options, or pass bias="
+            f"{NAME}: CUDA has masks that are causal, windows or one interval of keys a row, and "
+            f"no score functions yet; got {found.words}; move the arrays to the CPU, write softcap "
+            "and ALiBi as these options, or pass bias="
         )
     if not found.arrays:
         return {}
     why, way_out = "row ranges must be copied to the device", "numpy arrays"
     with operations(NAME, q, stream, why, way_out) as at:
-        if at.namespace.__name__ == "torch":
-            copy = lambda x: at.namespace.from_numpy(x).to(q.device)  # noqa: E731
-        else:
-            copy = at.namespace.asarray
-        return {name: copy(x) for name, x in found.arrays.items()}
+        placed = {"device": q.device} if at.namespace.__name__ == "torch" else {}
+        return {name: at.namespace.asarray(x, **placed) for name, x in found.arrays.items()}
 
 
 def run(arguments: dict[str, Any], found: dict[str, Any]) -> Any:
