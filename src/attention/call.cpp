@@ -40,8 +40,9 @@ AttentionRequest request_of(const AttentionCall& call) {
   r.is_flex = call.is_flex();
   r.has_rows = p.rows.begin != nullptr;
   r.has_programs = call.has_programs;
-  if (r.has_rows) {  // kernels that have row ranges have them with every option
-    r.mask = MaskKind::rows;
+  r.has_functor = call.flex.functor != 0;
+  if (r.has_rows || r.has_functor) {  // kernels that have them have them with every option
+    r.mask = r.has_functor ? MaskKind::window : MaskKind::rows;
     r.score = ScoreKind::scored;
   }
   return r;

@@ -10,8 +10,11 @@
 //   kLoads                 it reads arrays of its own, whose addresses want registers
 //   to_log2                a score times this is an exponent in base 2; positive
 //   range<n>(begin, end)   the tiles of n keys that rows [begin, end) visit
+//   walk<n>(begin, end)    the same as a TileWalk, or what walks likewise
 //   visible(row)           the keys that a row sees, [begin, end)
 //   (dot, row, key)        the score, of a row and a key in use
+//   kAsks, sees(row, key)  whether the masks of a tile that is `masked` are more than visible(row);
+//                          of a row and a key in use
 //   derivative(dot)        d score / d (scale * dot), for the backward pass
 //
 // and one that a user writes has the same. Next: mask.cuh (the formula and the tiles), finish.cuh.
@@ -21,13 +24,30 @@
 
 namespace cuattn::device {
 
+// The tiles of a range from right to left, as every forward kernel takes them.
+struct TileWalk {
+  TileRange range;
+  int32_t tile;
+
+  __device__ __forceinline__ explicit TileWalk(const TileRange& range)
+      : range(range), tile(range.end - 1) {}
+  __device__ __forceinline__ bool more() const { return tile >= range.begin; }
+  __device__ __forceinline__ bool has_next() const { return tile > range.begin; }
+  __device__ __forceinline__ int32_t next_tile() const { return tile - 1; }
+  __device__ __forceinline__ void next() { --tile; }
+  // Whether some row does not see all keys of the tile.
+  __device__ __forceinline__ bool masked() const {
+    return tile >= range.full_end || tile < range.full_begin;
+  }
+};
+
 // The options of the API: mask and scores that are known when a kernel is compiled.
 template <DType kType, MaskKind kMask, ScoreKind kScore>
 struct OptionPolicy : ScoreMod<kType, kScore> {
   static constexpr bool kPlain = kScore == ScoreKind::identity;
   static constexpr bool kBegins = kMask == MaskKind::window;
   static constexpr bool kHeavyLast = kMask != MaskKind::none;
-  static constexpr bool kLoads = false;
+  static constexpr bool kLoads = false, kAsks = false;
   const MaskParams& mask;
   int32_t queries, keys;
 
@@ -48,6 +68,10 @@ struct OptionPolicy : ScoreMod<kType, kScore> {
   __device__ __forceinline__ TileRange range(int32_t row_begin, int32_t row_end) const {
     return tile_range<kTileN>(left(), right(), row_begin, row_end, queries, keys);
   }
+  template <int kTileN>
+  __device__ __forceinline__ TileWalk walk(int32_t row_begin, int32_t row_end) const {
+    return TileWalk(range<kTileN>(row_begin, row_end));
+  }
   __device__ __forceinline__ KeyRange visible(int32_t row) const {
     if constexpr (kMask == MaskKind::none) return {0, keys};
     return visible_keys(left(), right(), row, queries, keys);
@@ -60,7 +84,7 @@ struct OptionPolicy<kType, MaskKind::rows, ScoreKind::scored> : ScoreMod<kType, 
   static constexpr bool kPlain = false;
   static constexpr bool kBegins = true;
   static constexpr bool kHeavyLast = false;
-  static constexpr bool kLoads = true;
+  static constexpr bool kLoads = true, kAsks = false;
   const AttentionParams& p;
   int32_t queries, keys;
   int64_t first;  // of row 0 in the arrays
@@ -101,6 +125,10 @@ struct OptionPolicy<kType, MaskKind::rows, ScoreKind::scored> : ScoreMod<kType, 
     return {begin / kTileN, (end - 1) / kTileN + 1, (last_begin + kTileN - 1) / kTileN,
             first_end / kTileN};
   }
+  template <int kTileN>
+  __device__ __forceinline__ TileWalk walk(int32_t row_begin, int32_t row_end) const {
+    return TileWalk(range<kTileN>(row_begin, row_end));
+  }
 };
 
 // Dot products become scores in the policy's units, and -inf where a row does not see the key, in
@@ -131,27 +159,14 @@ __device__ __forceinline__ void apply_policy(const Policy& policy, Scores& score
 #pragma unroll
     for (int j = 0; j < Where::kKeys; ++j) {
       bool seen = Where::column(j) < end && (!Policy::kBegins || Where::column(j) >= begin);
+      if constexpr (Policy::kAsks) {
+        int32_t row = min(where.row(r), policy.queries - 1);
+        seen = seen && policy.sees(row, min(where.first + Where::column(j), policy.keys - 1));
+      }
       float& score = Where::at(scores, r, j);
       score = seen ? score : negative_infinity();
     }
   }
 }
-
-// The tiles of a range from right to left, as every forward kernel takes them.
-struct TileWalk {
-  TileRange range;
-  int32_t tile;
-
-  __device__ __forceinline__ explicit TileWalk(const TileRange& range)
-      : range(range), tile(range.end - 1) {}
-  __device__ __forceinline__ bool more() const { return tile >= range.begin; }
-  __device__ __forceinline__ bool has_next() const { return tile > range.begin; }
-  __device__ __forceinline__ int32_t next_tile() const { return tile - 1; }
-  __device__ __forceinline__ void next() { --tile; }
-  // Whether some row does not see all keys of the tile.
-  __device__ __forceinline__ bool masked() const {
-    return tile >= range.full_end || tile < range.full_begin;
-  }
-};
 
 }  // namespace cuattn::device

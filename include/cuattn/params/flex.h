@@ -73,7 +73,8 @@ struct FlexOp {
   int32_t code, to, a, b, c, number;
 };
 
-constexpr int32_t kMaxFlexRegisters = 24, kMaxFlexArrays = 16, kMaxFlexOps = 4096;
+constexpr int32_t kMaxFlexRegisters = 24, kMaxFlexArrays = 16, kMaxFlexOps = 4096,
+                  kMaxFlexNumbers = 32;
 
 struct FlexProgram {
   const FlexOp* ops;  // the last one's register is the result
@@ -100,9 +101,11 @@ struct FlexLists {
 };
 
 struct FlexParams {
-  FlexProgram score, mask;
+  FlexProgram score, mask;  // run by the CPU
   FlexLists lists;
   FlexArray arrays[kMaxFlexArrays];
+  int64_t functor;  // the programs compiled for CUDA; 0: they are not
+  int32_t numbers[kMaxFlexNumbers];  // that it reads, as bits
 };
 
 // The gradient of a captured array of float32, of its extents.

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -14,11 +16,14 @@ from .._arrays import Array, ArrayT, operations
 from .._options import DENSE, options_of
 from .._other_names import way_out
 from .block_mask import BlockMask
+from .emit import Kernel, numbers, source
 from .evaluate import on_host
+from .functors import functor
 from .plan import Found, Problem, narrowed, plan
-from .trace import is_jax_tracer, trace
+from .trace import dtype_name, is_jax_tracer, trace
 
 NAME = "flex_attention"
+PROGRAMS = ("score_program", "mask_program")  # which the CPU runs
 RAGGED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 OPTIONS: frozenset[str] = frozenset(option.name for option in options_of(*DENSE)) | {*RAGGED}
 
@@ -71,8 +76,9 @@ def flex_attention(
     ValueError
         If a shape, dtype, device or option breaks its rule, or block_mask is for other lengths.
     NotImplementedError
-        On CUDA, if the mask is neither causal, a window nor one interval of keys a row, or
-        score_mod is given.
+        If no kernel of the device serves the call.
+    CompileError
+        On CUDA, if a function is to be compiled and NVRTC is not there (`cuattn.flex.nvrtc`).
     """
     arguments = {"q": q, "k": k, "v": v, **options}
     refuse_unknown(NAME, options, OPTIONS)
@@ -127,7 +133,7 @@ def find_for(
     if found.window is not None:
         arguments["window"] = narrowed(arguments.get("window", (-1, -1)), found.window)
     if is_cuda(arguments["q"]):
-        return on_cuda(arguments["q"], arguments.get("stream"), found)
+        return on_cuda(arguments, found)
     return found.arrays
 
 
@@ -167,21 +173,48 @@ def require_fit(block_mask: Any, problem: Problem) -> None:
         )
 
 
-def on_cuda(q: Any, stream: Any, found: Found) -> dict[str, Any]:
-    """Return what was found as arrays of q's library and device: row ranges, no programs."""
-    programs = [name for name in ("score_program", "mask_program") if name in found.arrays]
-    if programs:
-        raise NotImplementedError(
-            f"{NAME}: CUDA has masks that are causal, windows or one interval of keys a row, and "
-            f"no score functions yet; got {found.words}; move the arrays to the CPU, write softcap "
-            "and ALiBi as these options, or pass bias="
-        )
+def on_cuda(arguments: dict[str, Any], found: Found) -> dict[str, Any]:
+    """Return what was found as arrays of q's library and device, and functions as a functor."""
+    host = {n: x for n, x in found.arrays.items() if n not in PROGRAMS}
     if not found.arrays:
         return {}
-    why, way_out = "row ranges must be copied to the device", "numpy arrays"
-    with operations(NAME, q, stream, why, way_out) as at:
+    q = arguments["q"]
+    why, way_out = "row ranges, lists and captured arrays must be on the device", "numpy arrays"
+    with operations(NAME, q, arguments.get("stream"), why, way_out) as at:
         placed = {"device": q.device} if at.namespace.__name__ == "torch" else {}
-        return {name: at.namespace.asarray(x, **placed) for name, x in found.arrays.items()}
+
+        def copy(x: Any) -> Any:
+            if isinstance(x, list):
+                return [copy(one) for one in x]
+            return at.namespace.asarray(x, **placed) if isinstance(x, np.ndarray) else x
+
+        ours = {name: copy(x) for name, x in host.items()}
+    if found.functions or "block_starts" in ours:
+        ours["functor"] = functor_of(arguments, found)
+        ours["numbers"] = numbers(found.functions)
+    return ours
+
+
+def functor_of(arguments: dict[str, Any], found: Found) -> int:
+    """Return the number of the machine code that computes scores and masks in a kernel."""
+    q, v = arguments["q"], arguments["v"]
+    head_dims = (int(q.shape[-1]), int(v.shape[-1]))
+    arch, kernel = kernel_for(int(q.__dlpack_device__()[1]), dtype_name(q), *head_dims)
+    has_rows, has_lists = ("row_begin" in found.arrays, "block_starts" in found.arrays)
+    return functor(source(kernel, found.functions, has_rows, has_lists), arch)
+
+
+@functools.lru_cache(maxsize=256)
+def kernel_for(device: int, dtype: str, head_dim: int, head_dim_v: int) -> tuple[str, Kernel]:
+    """Return the architecture of a device, and the kernel that takes functors of a dtype."""
+    from .._explain import explain
+
+    gpus = json.loads(_core.info_json())["cuda"]["devices"]
+    arch = "sm_" + gpus[device]["compute_capability"].replace(".", "")
+    name = "simt" if dtype == "float32" else "sm80"
+    shapes = [(1, 8, 1, d) for d in (head_dim, head_dim, head_dim_v)]
+    plan = explain("attention", *shapes, device=device, dtype=dtype, softcap=1.0, backend=name)
+    return arch, Kernel(name, dtype, plan.head_dim, plan.head_dim_v)
 
 
 def run(arguments: dict[str, Any], found: dict[str, Any]) -> Any:
