@@ -99,12 +99,11 @@ void launch_functor(const AttentionParams& p, const Plan& plan, int device_id,
   for (int i = 0; i < kMaxFlexArrays; ++i) params.arrays[i] = flex.arrays[i];
   for (int i = 0; i < kMaxFlexNumbers; ++i) params.numbers[i] = flex.numbers[i];
   if (flex.lists.starts != nullptr) {
-    CUATTN_REQUIRE(flex.lists.query_block % plan.tile.m == 0 &&
-                       flex.lists.key_block % plan.tile.n == 0,
-                   "flex_attention: the blocks of block_mask must be multiples of ", plan.tile.m,
-                   " x ", plan.tile.n, " (queries x keys) for this head_dim, got ",
-                   flex.lists.query_block, " x ", flex.lists.key_block,
-                   "; make it with block_size=128");
+    CUATTN_REQUIRE(
+        flex.lists.query_block % plan.tile.m == 0 && flex.lists.key_block % plan.tile.n == 0,
+        "flex_attention: the blocks of block_mask must be multiples of ", plan.tile.m, " x ",
+        plan.tile.n, " (queries x keys) for this head_dim, got ", flex.lists.query_block, " x ",
+        flex.lists.key_block, "; make it with block_size=128");
   }
   Sm80Schedule schedule{};
   if (plan.kernel == Kernel::sm80) schedule = make_sm80_schedule(p, plan.tile);
@@ -117,8 +116,7 @@ void launch_functor(const AttentionParams& p, const Plan& plan, int device_id,
   config.dynamicSmemBytes = static_cast<size_t>(shape.smem_bytes);
   config.stream = stream;
   void* arguments[] = {&params, &schedule};
-  CUATTN_CUDA_TRY(
-      cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel), arguments));
+  CUATTN_CUDA_TRY(cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel), arguments));
 }
 
 }  // namespace cuattn

@@ -276,9 +276,9 @@ void read_functor(AttentionCall& call, const cuattn_flex_options& o) {
   TensorView view = view_of(fn, name, o.numbers);
   require_host(fn, name, view);
   require_dtype(fn, name, view, DType::i32);
-  CUATTN_REQUIRE(view.ndim == 1 && view.shape[0] <= kMaxFlexNumbers, fn,
-                 ": functions may read ", kMaxFlexNumbers, " numbers together, got shape ",
-                 shape_text(view), "; put them into an array that they capture");
+  CUATTN_REQUIRE(view.ndim == 1 && view.shape[0] <= kMaxFlexNumbers, fn, ": functions may read ",
+                 kMaxFlexNumbers, " numbers together, got shape ", shape_text(view),
+                 "; put them into an array that they capture");
   require_contiguous(fn, name, view, true);
   const int32_t* numbers = static_cast<const int32_t*>(view.data);
   for (int64_t i = 0; i < view.shape[0]; ++i) call.flex.numbers[i] = numbers[i];

@@ -80,8 +80,8 @@ struct ListWalk {
   int32_t tile;
   bool asks;
 
-  __device__ __forceinline__ ListWalk(const TileRange& range, const int32_t* entries,
-                                      int32_t count, int32_t parts)
+  __device__ __forceinline__ ListWalk(const TileRange& range, const int32_t* entries, int32_t count,
+                                      int32_t parts)
       : range(range), entries(entries), count(count), parts(parts) {
     following = find(0, parts - 1);
     next();

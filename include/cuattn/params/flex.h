@@ -104,7 +104,7 @@ struct FlexParams {
   FlexProgram score, mask;  // run by the CPU
   FlexLists lists;
   FlexArray arrays[kMaxFlexArrays];
-  int64_t functor;  // the programs compiled for CUDA; 0: they are not
+  int64_t functor;                   // the programs compiled for CUDA; 0: they are not
   int32_t numbers[kMaxFlexNumbers];  // that it reads, as bits
 };
 

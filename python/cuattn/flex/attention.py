@@ -175,7 +175,6 @@ def require_fit(block_mask: Any, problem: Problem) -> None:
 
 def on_cuda(arguments: dict[str, Any], found: Found) -> dict[str, Any]:
     """Return what was found as arrays of q's library and device, and functions as a functor."""
-    host = {n: x for n, x in found.arrays.items() if n not in PROGRAMS}
     if not found.arrays:
         return {}
     q = arguments["q"]
@@ -184,15 +183,27 @@ def on_cuda(arguments: dict[str, Any], found: Found) -> dict[str, Any]:
         placed = {"device": q.device} if at.namespace.__name__ == "torch" else {}
 
         def copy(x: Any) -> Any:
-            if isinstance(x, list):
-                return [copy(one) for one in x]
             return at.namespace.asarray(x, **placed) if isinstance(x, np.ndarray) else x
 
-        ours = {name: copy(x) for name, x in host.items()}
+        ours = {n: copy(x) for n, x in found.arrays.items() if n not in (*PROGRAMS, "arrays")}
+        originals = [x for f in found.functions.values() for x in f.arrays]
+        pairs = zip(originals, found.arrays.get("arrays", ()), strict=True)
+        ours["arrays"] = [detached(x) if lies_with(q, x) else copy(host) for x, host in pairs]
     if found.functions or "block_starts" in ours:
         ours["functor"] = functor_of(arguments, found)
         ours["numbers"] = numbers(found.functions)
     return ours
+
+
+def lies_with(q: Any, array: Any) -> bool:
+    """Whether a kernel can read a captured array where it is."""
+    is_same = type(array) is type(q) and array.__dlpack_device__() == q.__dlpack_device__()
+    return is_same and dtype_name(array) in ("bool", "int32", "float32")
+
+
+def detached(x: Any) -> Any:
+    """Return an array that autograd does not look on."""
+    return x.detach() if hasattr(x, "detach") else x
 
 
 def functor_of(arguments: dict[str, Any], found: Found) -> int:

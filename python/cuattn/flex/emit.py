@@ -34,6 +34,7 @@ class Function(NamedTuple):
     expr: Expr
     scalars: list[Any]
     first_array: int
+    arrays: list[Any]  # as the function holds them
 
 
 class Kernel(NamedTuple):
@@ -134,7 +135,7 @@ extern "C" __global__ void __launch_bounds__(cuattn::Kernel::kThreads, cuattn::K
 
 
 def source(kernel: Kernel, functions: dict[str, Function], rows: bool, lists: bool) -> str:
-    """Return the source of a kernel that calls the functions "score" and "mask", as far as given."""
+    """Return the source of a kernel that calls the functions "score" and "mask", if given."""
     flags = {"kScore": "score" in functions, "kMask": "mask" in functions}
     flags |= {"kRows": rows, "kLists": lists}
     given = ", ".join(f"{name} = {'true' if x else 'false'}" for name, x in flags.items())

@@ -65,7 +65,8 @@ def machine_code(source: str, arch: str) -> bytes:
     if os.environ.get("CUATTN_DISABLE_JIT", "0") not in ("", "0"):
         raise CompileError(
             "flex_attention: CUATTN_DISABLE_JIT is set, and this mask or score function would be "
-            "compiled; unset it, or write the mask as causal, a window or one interval of keys a row"
+            "compiled; unset it, or write the mask as causal, a window or one interval of keys a "
+            "row"
         )
     key = hashlib.sha256(headers_key() + f"{MAJOR} {arch}\0{source}".encode()).hexdigest()
     folder = cache_folder()

@@ -147,7 +147,7 @@ def plan(
         host = Host(score)
         require_int32(host, score.expr, problem)
         found["score_program"] = program(score.expr, score.scalars)
-        functions["score"] = Function(score.expr, score.scalars, 0)
+        functions["score"] = Function(score.expr, score.scalars, 0, score.arrays)
         captured += host.arrays
         words.append(f"a program for each score, {score}")
     if mask is not None:
@@ -168,7 +168,7 @@ def plan(
         if rest is not None:
             require_int32(host, rest, problem)
             found["mask_program"] = program(rest, mask.scalars, len(captured))
-            functions["mask"] = Function(rest, mask.scalars, len(captured))
+            functions["mask"] = Function(rest, mask.scalars, len(captured), mask.arrays)
             captured += host.arrays
             words.append(f"a program for what is neither window nor interval of keys, {rest}")
             words.append(add_lists(found, problem, mask, block_mask))

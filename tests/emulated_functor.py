@@ -8,11 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-SIZES = {"sm80": "{params, schedule}", "simt": "{params}"}
+ROOT = Path(__file__).parents[1]
 LAUNCH = """
 namespace emulate {{
-void set_error(cudaError_t, const std::string& text) {{ std::fprintf(stderr, "%s\\n", text.c_str()); std::abort(); }}
+void set_error(cudaError_t, const std::string& text) {{
+  std::fprintf(stderr, "%s\\n", text.c_str());
+  std::abort();
+}}
 size_t allowed_shared_memory(const void*) {{ return 163 << 10; }}
 }}
 extern "C" void cuattn_functor_emulated(const cudaLaunchConfig_t* c, void** arguments) {{
@@ -26,7 +28,9 @@ ARGUMENTS = (
 )
 FLAGS = (
     *("-shared", "-fPIC", "-std=c++20", "-O1", "-w", "-march=native", "-ffp-contract=off"),
-    *("-fno-strict-aliasing", "-D__CUDA_ARCH__=800", "-D__CUDA_ARCH_LIST__=800", "-include", "cuda_runtime.h"),
+    *("-fno-strict-aliasing", "-include", "cuda_runtime.h"),
+    "-D__CUDA_ARCH__=800",
+    "-D__CUDA_ARCH_LIST__=800",
 )
 
 
