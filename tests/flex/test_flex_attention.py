@@ -346,7 +346,7 @@ def test_explain_says_what_functions_become():
     assert "lists of 9 blocks: 3 are skipped, in" in listed
     for mask, words in ((flex.masks.streaming(10), "by NVRTC"), (flex.masks.chunked(50), "row r")):
         plan = cuattn.explain("flex_attention", *shapes, device="h100", mask_mod=mask)
-        assert plan.kernel == "simt"
+        assert plan.kernel == "sm80"
         assert words in plan.reason
     with pytest.raises(TypeError, match="there is no argument mod"):
         explain(mod=1)

@@ -85,10 +85,8 @@ def compile_now(source: str, arch: str) -> bytes:
     library = nvrtc()
     if sys.stderr is not None and sys.stderr.isatty():
         print(f"cuattn: compiling a mask or score for {arch} (about 1 s, once)", file=sys.stderr)
-    code, log = library.compile(source, arch, folders())
+    code, _ = library.compile(source, arch, folders())
     compiled += 1
-    if os.environ.get("CUATTN_JIT_LOG"):
-        print(log, file=sys.stderr)
     return code
 
 
