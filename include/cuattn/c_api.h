@@ -163,8 +163,7 @@ typedef struct {
 CUATTN_API void cuattn_flex_options_init(cuattn_flex_options* options, size_t struct_size);
 /* Keeps machine code of one kernel for the life of the process; python/cuattn/flex/emit.py writes
  * its source. *functor is for cuattn_flex_options. It is loaded by the first call. */
-CUATTN_API cuattn_status cuattn_flex_add_functor(const void* image, size_t bytes,
-                                                 int64_t* functor);
+CUATTN_API cuattn_status cuattn_flex_add_functor(const void* image, size_t bytes, int64_t* functor);
 /* Runs as attention does, by cuattn_attention_run; also borrows what flex_options point to. */
 CUATTN_API cuattn_status cuattn_flex_prepare(const DLTensor* q, const DLTensor* k,
                                              const DLTensor* v,

@@ -41,12 +41,13 @@ def on_host(array: Any) -> np.ndarray[Any, Any]:
     if not isinstance(array, np.ndarray):
         device = getattr(array, "__dlpack_device__", lambda: (1, 0))()
         copy = next((getattr(array, n) for n in ("cpu", "get") if hasattr(array, n)), None)
-        if device[0] not in (1, 3) and copy is None:
-            raise ValueError(
-                f"flex: a captured array of shape {tuple(array.shape)} must lie on the CPU, where "
-                f"masks are worked out, got device type {int(device[0])}; move it"
-            )
-        array = array if device[0] in (1, 3) else copy()
+        if device[0] not in (1, 3):
+            if copy is None:
+                raise ValueError(
+                    f"flex: a captured array of shape {tuple(array.shape)} must lie on the CPU, "
+                    f"where masks are worked out, got device type {int(device[0])}; move it"
+                )
+            array = copy()
         array = array.detach() if hasattr(array, "detach") else array
         if name == "bfloat16" and hasattr(array, "float"):
             array = array.float()
