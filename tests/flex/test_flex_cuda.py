@@ -29,7 +29,7 @@ def to_device(device, x):
 
 
 def to_host(x):
-    return np.asarray(x.values if hasattr(x, "values") else x.cpu().numpy(), np.float64)
+    return np.asarray(x.cpu().numpy() if hasattr(x, "cpu") else x.values, np.float64)
 
 
 def masks(rng, n):

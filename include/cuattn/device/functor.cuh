@@ -4,6 +4,7 @@
 //
 //   kScore, score(score, place, params)  the score, in natural units, from the capped one
 //   kMask, sees(place, params)           whether a key is seen
+//   kPlain                               there is no score function, softcap, ALiBi nor bias
 //   kRows, kLists                        whether row ranges and lists of blocks are given
 //
 // and is asked at places that are in use. Next: scores.cuh, cuda/attention/sm80/forward.cuh.
@@ -115,10 +116,13 @@ struct ListWalk {
 // 3. The policy
 
 template <DType kType, class Functor>
-struct FunctorPolicy
-    : OptionPolicy<kType, Functor::kRows ? MaskKind::rows : MaskKind::window, ScoreKind::scored> {
-  using Options =
-      OptionPolicy<kType, Functor::kRows ? MaskKind::rows : MaskKind::window, ScoreKind::scored>;
+using FunctorOptions =
+    OptionPolicy<kType, Functor::kRows ? MaskKind::rows : MaskKind::window,
+                 Functor::kPlain ? ScoreKind::identity : ScoreKind::scored>;
+
+template <DType kType, class Functor>
+struct FunctorPolicy : FunctorOptions<kType, Functor> {
+  using Options = FunctorOptions<kType, Functor>;
   static constexpr bool kLoads = true, kAsks = Functor::kMask;
   const FunctorParams& given;
   int32_t b, h;

@@ -78,29 +78,30 @@ struct OptionPolicy : ScoreMod<kType, kScore> {
   }
 };
 
-// Row ranges, from two arrays, with every other option.
-template <DType kType>
-struct OptionPolicy<kType, MaskKind::rows, ScoreKind::scored> : ScoreMod<kType, ScoreKind::scored> {
-  static constexpr bool kPlain = false;
+// Row ranges, from two arrays, with every other mask.
+template <DType kType, ScoreKind kScore>
+struct OptionPolicy<kType, MaskKind::rows, kScore> : ScoreMod<kType, kScore> {
+  static constexpr bool kPlain = kScore == ScoreKind::identity;
   static constexpr bool kBegins = true;
   static constexpr bool kHeavyLast = false;
   static constexpr bool kLoads = true, kAsks = false;
   const AttentionParams& p;
-  int32_t queries, keys;
-  int64_t first;  // of row 0 in the arrays
+  int32_t queries, keys, batch, head;
 
   __device__ __forceinline__ OptionPolicy(const AttentionParams& p, int32_t batch, int32_t head,
                                           int32_t queries, int32_t keys)
-      : ScoreMod<kType, ScoreKind::scored>(p, batch, head, queries, keys),
+      : ScoreMod<kType, kScore>(p, batch, head, queries, keys),
         p(p),
         queries(queries),
         keys(keys),
-        first(p.rows.first(batch, head, query_span(p, batch).start)) {}
+        batch(batch),
+        head(head) {}
 
   // A row past the last is as the last: no load leaves the arrays.
   __device__ __forceinline__ KeyRange visible(int32_t row) const {
     row = min(row, queries - 1);
-    return p.rows.at(p.mask.visible(row, queries, keys), first + row * p.rows.strides.seq);
+    return p.rows.limit(p.mask.visible(row, queries, keys), batch, head,
+                        query_span(p, batch).start + row);
   }
 
   // The lanes of a warp share the rows out; all of them ask.

@@ -110,7 +110,7 @@ namespace cuattn {
 %(functor)s
 using Kernel = ForwardSm80<DType::%(dtype)s, %(qk)d, %(v)d,
                            device::FunctorPolicy<DType::%(dtype)s, Functor>,
-                           sm80_tile({%(qk)d, %(v)d}, ScoreKind::scored)>;
+                           sm80_tile({%(qk)d, %(v)d}, ScoreKind::%(kind)s)>;
 }
 extern "C" __global__ void __launch_bounds__(cuattn::Kernel::kThreads, cuattn::Kernel::kCtasPerSm)
     cuattn_functor(const __grid_constant__ cuattn::FunctorParams params,
@@ -134,10 +134,12 @@ extern "C" __global__ void __launch_bounds__(cuattn::Kernel::kThreads, cuattn::K
 }
 
 
-def source(kernel: Kernel, functions: dict[str, Function], rows: bool, lists: bool) -> str:
+def source(
+    kernel: Kernel, functions: dict[str, Function], rows: bool, lists: bool, plain: bool = False
+) -> str:
     """Return the source of a kernel that calls the functions "score" and "mask", if given."""
     flags = {"kScore": "score" in functions, "kMask": "mask" in functions}
-    flags |= {"kRows": rows, "kLists": lists}
+    flags |= {"kRows": rows, "kLists": lists, "kPlain": plain}
     given = ", ".join(f"{name} = {'true' if x else 'false'}" for name, x in flags.items())
     parts, first = [], 0
     for name, frame in (("score", SCORE), ("mask", SEES)):
@@ -145,7 +147,8 @@ def source(kernel: Kernel, functions: dict[str, Function], rows: bool, lists: bo
             parts.append(frame % body(functions[name], first))
             first += len(functions[name].scalars)
     functor = f"struct Functor {{\n  static constexpr bool {given};\n{''.join(parts)}}};"
-    shape = {"dtype": DTYPES[kernel.dtype], "qk": kernel.head_dim, "v": kernel.head_dim_v}
+    kind = "identity" if plain else "scored"
+    shape = {"kind": kind, "dtype": DTYPES[kernel.dtype], "qk": kernel.head_dim, "v": kernel.head_dim_v}
     text = KERNELS[kernel.name] % {"functor": functor, **shape}
     return f'#include "cuattn/device/functor.cuh"\n{text}'
 
