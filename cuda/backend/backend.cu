@@ -16,6 +16,7 @@ void attention(const AttentionParams& params, const AttentionSchedule& schedule,
                int32_t device_id, Stream stream) {
   DeviceGuard guard(device_id);
   cudaStream_t cuda_stream = static_cast<cudaStream_t>(stream);
+  if (params.flex != nullptr) return launch_functor(params, plan, device_id, cuda_stream);
   switch (plan.kernel) {
     case Kernel::naive: return launch_naive(params, schedule.workspace, cuda_stream);
     case Kernel::cublas: return launch_cublas(params, schedule.workspace, device_id, cuda_stream);
@@ -177,6 +178,7 @@ void list_kernels(std::vector<KernelInfo>& list) {
 const Backend* cuda_backend() {
   static const Backend backend{.device_info = device_info,
                                .attention = attention,
+                               .add_functor = add_functor,
                                .backward = backward,
                                .paged = paged,
                                .paged_deal = paged_deal,

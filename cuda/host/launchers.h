@@ -22,6 +22,10 @@ void launch_naive(const AttentionParams& params, void* workspace, cudaStream_t s
 void launch_cublas(const AttentionParams& params, void* workspace, int device_id,
                    cudaStream_t stream);
 bool cublas_available();
+// attention/functor.cu: machine code of NVRTC, from 1 on; and a call whose `flex` names one.
+int64_t add_functor(const void* image, size_t bytes);
+void launch_functor(const AttentionParams& params, const Plan& plan, int device_id,
+                    cudaStream_t stream);
 void launch_naive_backward(const BackwardParams& params, void* workspace,
                            cudaStream_t stream);  // backward/naive.cu
 // backward/sums.cu: dbias of its parts, dsinks and dslopes, as far as they are needed.

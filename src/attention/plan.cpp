@@ -158,8 +158,13 @@ const char* refusal(Kernel kernel, const AttentionRequest& r, const DeviceInfo& 
   if (r.dtype == DType::e4m3 && !is_cpu && kernel != Kernel::naive)
     return "it does not take float8_e4m3fn, which naive converts";
   if (r.has_dropout && !drops) return "it has no dropout, which sm80, simt and naive have";
-  if (r.has_programs && !is_cpu) return "it has no masks and scores written by the user yet";
-  if (r.has_rows && !is_cpu) return "it has no row ranges yet";
+  if (r.has_programs && !is_cpu) {
+    if (!r.has_functor) return "masks and scores of the user must be compiled for it first";
+    if (kernel != Kernel::sm80 && kernel != Kernel::simt)
+      return "it has no masks and scores written by the user yet";
+  }
+  if (r.has_rows && (kernel == Kernel::tiled || kernel == Kernel::sm90))
+    return "it has no row ranges yet";
   switch (kernel) {
     case Kernel::cpu:
     case Kernel::cpu_naive:

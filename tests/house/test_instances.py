@@ -134,7 +134,8 @@ def test_attention_is_planned_for_the_smallest_instance_that_serves_it(gpu):
                 assert found == smallest(*key, qk, v, *kind)
                 chosen.add(found)
     kernels = {"simt", "tiled", "sm80", *(["sm90"] if gpu == "9.0" else [])}
-    assert chosen == {i for i in INSTANCES if i.op == "attention" and i.kernel in kernels}
+    planned = {i for i in INSTANCES if i.op == "attention" and i.kernel in kernels}
+    assert chosen == {i for i in planned if i.mask != "rows"}  # explain has no row ranges
 
 
 @pytest.mark.parametrize("gpu", GPUS)

@@ -19,7 +19,9 @@
 #include "cuattn/device/tile_sm80.cuh"
 #include "cuattn/schedule.h"
 #include "cuattn/tiles.h"
+#ifndef __CUDACC_RTC__
 #include "cuda/host/launch.h"
+#endif
 
 namespace cuattn {
 
@@ -276,7 +278,7 @@ struct ForwardSm80 {
                                                 const Work& work, const Shared& shared,
                                                 State& state) {
     int32_t last_row = min(work.row0 + kTile.m, work.queries.used);
-    device::TileWalk walk(policy.template range<kTile.n>(work.row0, last_row));
+    auto walk = policy.template walk<kTile.n>(work.row0, last_row);
     if (!walk.more()) return;
 
     int32_t kv_head = work.head / (p.num_heads_q / p.num_heads_kv);
@@ -433,8 +435,9 @@ __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kCtasPerSm)
 }
 
 // 7. Launcher
-template <class Kernel>
-void launch_forward_sm80_tile(const AttentionParams& p, Tile tile, cudaStream_t stream) {
+#ifndef __CUDACC_RTC__
+// The CTAs are the (batch, head) pairs times `tiles`.
+inline Sm80Schedule make_sm80_schedule(const AttentionParams& p, Tile tile) {
   constexpr int64_t kSectionBytes = 24 << 20;  // of K and V: half the L2 of the large parts
   Sm80Schedule schedule;
   schedule.tiles = device::ceil_div(p.seqlen_q, tile.m);
@@ -443,7 +446,13 @@ void launch_forward_sm80_tile(const AttentionParams& p, Tile tile, cudaStream_t 
   int64_t head_bytes = (p.seqlen_kv + int64_t{1}) * (p.head_dim + p.head_dim_v) * 2;
   int64_t section = device::ceil_div(kSectionBytes, head_bytes) * group;
   schedule.section_heads = static_cast<int32_t>(section < pairs ? section : pairs);
-  unsigned blocks = grid_blocks(pairs * schedule.tiles, "sm80");
+  return schedule;
+}
+
+template <class Kernel>
+void launch_forward_sm80_tile(const AttentionParams& p, Tile tile, cudaStream_t stream) {
+  Sm80Schedule schedule = make_sm80_schedule(p, tile);
+  unsigned blocks = grid_blocks(int64_t{p.batch} * p.num_heads_q * schedule.tiles, "sm80");
   static std::atomic<uint64_t> allowed{0};
   allow_shared_memory(forward_sm80_kernel<Kernel>, Kernel::kSmemBytes, allowed);
   forward_sm80_kernel<Kernel>
@@ -459,5 +468,6 @@ void launch_forward_sm80(const AttentionLaunch& launch, cudaStream_t stream) {
   launch_forward_sm80_tile<ForwardSm80<kType, kHeadDim, kHeadDimV, Policy, kTile>>(p, kTile,
                                                                                    stream);
 }
+#endif
 
 }  // namespace cuattn
