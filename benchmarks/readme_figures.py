@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import aims
 import front_picture
+import variants_page
 from cuattn._bench import bars, report
 from cuattn._cli import plot
 
@@ -124,6 +125,10 @@ SHOWN = {
     ),
     "chunked": Shown("Prefill over pages, TFLOP/s", speed, "cuattn:dense"),
     "cache": Shown("Cache operations, bytes / time in TB/s", bandwidth, "memcpy", SPEED),
+    "variants": Shown("Variants of attention side by side", milliseconds, None, MEMORY),
+    "mla": Shown("Latent attention, bytes of latents / time in TB/s", bandwidth, BEST, SPEED),
+    "rope": Shown("Rotation, milliseconds", milliseconds, BEST),
+    "fused": Shown("Norms, activations, sampling: bytes / time in TB/s", bandwidth, BEST, SPEED),
     "cpu": Shown("CPU backend, milliseconds", milliseconds, "torch", MEMORY),
     "cpu_ladder": Shown("CPU: naive against flash, milliseconds", milliseconds),
 }
@@ -334,7 +339,8 @@ def paragraph(family: str, document: dict) -> str:
             for kind in shown.pictures
         )
         parts.append("\n".join(pictures))
-    parts.append(table(document, shown))
+    is_variants = family == "variants"
+    parts.append(variants_page.tables(document) if is_variants else table(document, shown))
     if summary := report.summary(document):
         parts.append("\n".join(f"- {line}" for line in summary.splitlines()))
     parts.append(f"{plot.caption(document)}  \n`{document['command']}`")

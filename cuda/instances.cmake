@@ -18,14 +18,17 @@ cuattn_kernel(attention forward_sm90 attention/sm90/forward.cuh sm90
 cuattn_kernel(attention forward_sm80 attention/sm80/forward.cuh portable
               "f16;bf16" "32;64;96;128;192;256;192x128" "none;causal;window" "identity;scored")
 cuattn_kernel(attention forward_sm80 attention/sm80/forward.cuh portable
-              "f16;bf16" "32;64;96;128;192;256;192x128" "rows" "scored")
+              "f16;bf16" "512" "window" "scored")
+cuattn_kernel(attention forward_sm80 attention/sm80/forward.cuh portable
+              "f16;bf16" "32;64;96;128;192;256;192x128" "rows" "identity;scored")
 cuattn_kernel(attention forward_simt attention/simt.cuh portable
-              "f32" "64;128;256" "none;causal;window" "identity;scored")
-# Rows at head_dim 128 would spill: 256 serves it.
+              "f32" "64;128;256" "none;causal;window;rows" "identity;scored")
 cuattn_kernel(attention forward_simt attention/simt.cuh portable
-              "f32" "64;256" "rows" "scored")
+              "f32" "512" "window" "scored")
 cuattn_kernel(attention forward_tiled attention/tiled.cuh portable
               "f32;f16;bf16" "64;128" "none;causal;window" "identity")
+
+# Of 512 the scored window serves every call.
 
 # Two kernels each, one a pass; a third where scored, for dbias. Of the scored ones the window serves
 # every mask, and dropout; of simt it serves all calls.

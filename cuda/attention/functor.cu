@@ -48,7 +48,8 @@ Shape shape_of(const AttentionParams& p, const Plan& plan, const Sm80Schedule& s
   } else {
     shape.smem_bytes = plan.head_dim == 64    ? simt_smem_bytes<64>()
                        : plan.head_dim == 128 ? simt_smem_bytes<128>()
-                                              : simt_smem_bytes<256>();
+                       : plan.head_dim == 256 ? simt_smem_bytes<256>()
+                                              : simt_smem_bytes<512>();
   }
   return shape;
 }

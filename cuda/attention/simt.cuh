@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rung four, backend="simt": float32 flash attention on CUDA cores, every option, head dims to 256.
+// Rung four, backend="simt": float32 flash attention on CUDA cores, every option, head dims to 512.
 // Four warps own the rows of a query tile; K and V pass through a ring of two stages in shared
 // memory; both products are register tiles, as in a classic SGEMM. Source: FlashAttention-2,
 // arXiv:2307.08691, algorithm 1. Next: attention/sm80/forward.cuh, the same algorithm on tensor

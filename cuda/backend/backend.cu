@@ -152,7 +152,7 @@ void list_kernels(std::vector<KernelInfo>& list) {
   for (DType dtype : {DType::f32, DType::f16, DType::bf16}) {
     for (Kernel kernel : {Kernel::naive, Kernel::cublas}) {
       list.push_back(
-          {"attention", kernel_name(kernel), kArchs, dtype_name(dtype), 256, 256, "any", "any"});
+          {"attention", kernel_name(kernel), kArchs, dtype_name(dtype), 512, 512, "any", "any"});
     }
     list.push_back(
         {"attention_backward", "naive", kArchs, dtype_name(dtype), 256, 256, "any", "any"});

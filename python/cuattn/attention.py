@@ -111,8 +111,9 @@ def attention(
     ----------
     q : array, [batch, seqlen_q, num_heads_q, head_dim]
         Queries: float32, float16, bfloat16 or float8_e4m3fn; on the CPU or a CUDA device, in any
-        library with DLPack. head_dim is a multiple of 8 (float8: of 16) up to 256. Any strides, if
-        the last axis is contiguous (and rows start on 16 bytes, on CUDA).
+        library with DLPack. head_dim is a multiple of 8 up to 512 (float8: of 16 up to 256; above
+        256 without a gradient). Any strides, if the last axis is contiguous (and rows start on 16
+        bytes, on CUDA).
     k : array, [batch, seqlen_kv, num_heads_kv, head_dim]
         Keys, of q's dtype. num_heads_q is a multiple of num_heads_kv: query head h reads key head
         ``h // (num_heads_q // num_heads_kv)``.

@@ -41,8 +41,9 @@ AttentionRequest request_of(const AttentionCall& call) {
   r.has_rows = p.rows.begin != nullptr;
   r.has_programs = call.has_programs;
   r.has_functor = call.flex.functor != 0;
-  if (r.has_rows || r.has_functor) {  // kernels that have them have them with every option
-    r.mask = r.has_functor ? MaskKind::window : MaskKind::rows;
+  if (r.has_rows) r.mask = MaskKind::rows;
+  if (r.has_functor) {  // as the kernel that has every option
+    r.mask = MaskKind::window;
     r.score = ScoreKind::scored;
   }
   return r;

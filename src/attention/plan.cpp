@@ -48,8 +48,10 @@ ScoreKind score_of(const AttentionRequest& r) {
 
 // The number of the compiled kernel that would run the request.
 int32_t instance_of(Kernel kernel, const AttentionRequest& r) {
-  return find_instance(Op::attention, kernel, r.dtype, {r.head_dim, r.head_dim_v}, r.mask,
-                       score_of(r));
+  HeadDims d = {r.head_dim, r.head_dim_v};
+  bool wide = std::max(d.qk, d.v) > kMostHeadDim;  // one kernel of a dtype serves every call
+  return find_instance(Op::attention, kernel, r.dtype, d, wide ? MaskKind::window : r.mask,
+                       wide ? ScoreKind::scored : score_of(r));
 }
 
 constexpr const char* kNotCompiled = "it is not compiled for this dtype, head_dim, mask and scores";

@@ -141,7 +141,8 @@ struct FunctorPolicy : FunctorOptions<kType, Functor> {
   // As ScoreMod, with the functor between softcap and ALiBi.
   __device__ __forceinline__ float operator()(float dot, int32_t row, int32_t key) const {
     float score = dot * this->scale;
-    if (this->softcap > 0.0f) score = this->softcap * this->capped(score);
+    if (this->softcap > 0.0f)
+      score = this->softcap * capped<kType>(score, this->softcap, this->inv_softcap);
     if constexpr (Functor::kScore) score = Functor::score(score, place(row, key), given);
     if (this->slope != 0.0f) score -= this->slope * this->distance(row, key);
     return this->bias == nullptr ? score : this->add_bias(score, row, key);

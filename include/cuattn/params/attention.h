@@ -13,6 +13,9 @@
 
 namespace cuattn {
 
+// head_dim and head_dim_v at most: of a forward pass over rows; over pages, of float8 and backward.
+constexpr int32_t kMostForwardDim = 512, kMostHeadDim = 256;
+
 // Forward attention: O = softmax(mask(bias + alibi + softcap(scale * Q K^T))) V, one row per query
 // and head.
 struct AttentionParams {

@@ -9,6 +9,8 @@ from typing import Any
 
 from .backward import backward, backward_smoke
 from .cache import cache, cache_smoke
+from .fused import fused, fused_smoke, rope
+from .mla import mla, mla_smoke
 from .paged import (
     cascade,
     chunked,
@@ -20,6 +22,7 @@ from .paged import (
     paged_smoke,
     paged_vllm,
 )
+from .variants import variants, variants_smoke
 from .workloads import (
     AnyWorkload,
     cpu,
@@ -112,4 +115,31 @@ FAMILIES: dict[str, Family] = {
     "chunked": _family(chunked, backends=("auto", "dense"), peers=()),
     "cache": _decode(cache, peers=("memcpy",)),
     "cache_smoke": _decode(cache_smoke, peers=("memcpy",)),
+    "mla": _decode(
+        mla, backends=("auto", "explicit", "absorbed"), peers=("eager", "fa3", "flashinfer")
+    ),
+    "rope": _decode(
+        rope,
+        backends=("auto", "unfused", "plain"),
+        peers=("eager", "compiled", "memcpy"),
+    ),
+    "fused": _decode(fused, backends=("auto", "unfused"), peers=("eager", "compiled", "memcpy")),
+    "variants": _family(
+        variants,
+        backends=("auto", "v2", "v1", "sm80", "simt", "tiled", "cublas", "naive", "unfused"),
+        peers=("flash", "cudnn", "efficient", "eager"),
+        heat_s=0.1,
+        budget_s=100.0,
+    ),
+    "mla_smoke": _decode(
+        mla_smoke, backends=("auto", "invariant", "explicit", "absorbed"), peers=("eager",)
+    ),
+    "fused_smoke": _decode(
+        fused_smoke, backends=("auto", "unfused", "plain"), peers=("eager", "memcpy")
+    ),
+    "variants_smoke": _family(
+        variants_smoke,
+        backends=("auto", "v2", "v1", "naive", "unfused"),
+        peers=("torch", "eager"),
+    ),
 }

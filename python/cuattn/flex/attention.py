@@ -212,7 +212,21 @@ def functor_of(arguments: dict[str, Any], found: Found) -> int:
     head_dims = (int(q.shape[-1]), int(v.shape[-1]))
     arch, kernel = kernel_for(int(q.__dlpack_device__()[1]), dtype_name(q), *head_dims)
     has_rows, has_lists = ("row_begin" in found.arrays, "block_starts" in found.arrays)
-    return functor(source(kernel, found.functions, has_rows, has_lists), arch)
+    plain = "score" not in found.functions and is_plain(arguments)
+    return functor(source(kernel, found.functions, has_rows, has_lists, plain), arch)
+
+
+def is_plain(arguments: dict[str, Any]) -> bool:
+    """Whether the options leave a score its scaled dot product."""
+    names = ("softcap", "alibi_slopes", "bias", "dropout_p", "dropout_state")
+    scale = arguments.get("scale")
+    is_positive = scale is None or (isinstance(scale, (int, float)) and 0 < scale < 1e38)
+    return is_positive and not any(is_asked(arguments.get(name)) for name in names)
+
+
+def is_asked(option: Any) -> bool:
+    """Whether an option is given, and no number that switches it off."""
+    return option is not None and not (isinstance(option, (int, float)) and option == 0)
 
 
 @functools.lru_cache(maxsize=256)

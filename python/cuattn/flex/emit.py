@@ -110,7 +110,7 @@ namespace cuattn {
 %(functor)s
 using Kernel = ForwardSm80<DType::%(dtype)s, %(qk)d, %(v)d,
                            device::FunctorPolicy<DType::%(dtype)s, Functor>,
-                           sm80_tile({%(qk)d, %(v)d}, ScoreKind::%(kind)s)>;
+                           sm80_tile({%(qk)d, %(v)d}, ScoreKind::scored)>;
 }
 extern "C" __global__ void __launch_bounds__(cuattn::Kernel::kThreads, cuattn::Kernel::kCtasPerSm)
     cuattn_functor(const __grid_constant__ cuattn::FunctorParams params,
@@ -147,8 +147,7 @@ def source(
             parts.append(frame % body(functions[name], first))
             first += len(functions[name].scalars)
     functor = f"struct Functor {{\n  static constexpr bool {given};\n{''.join(parts)}}};"
-    kind = "identity" if plain else "scored"
-    shape = {"kind": kind, "dtype": DTYPES[kernel.dtype], "qk": kernel.head_dim, "v": kernel.head_dim_v}
+    shape = {"dtype": DTYPES[kernel.dtype], "qk": kernel.head_dim, "v": kernel.head_dim_v}
     text = KERNELS[kernel.name] % {"functor": functor, **shape}
     return f'#include "cuattn/device/functor.cuh"\n{text}'
 
