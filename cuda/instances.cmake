@@ -19,10 +19,17 @@ cuattn_kernel(attention forward_sm80 attention/sm80/forward.cuh portable
               "f16;bf16" "32;64;96;128;192;256;192x128" "none;causal;window" "identity;scored")
 cuattn_kernel(attention forward_sm80 attention/sm80/forward.cuh portable
               "f16;bf16" "512" "window" "scored")
+# A source is called by its scores: rows stand apart by having one kind each.
 cuattn_kernel(attention forward_sm80 attention/sm80/forward.cuh portable
-              "f16;bf16" "32;64;96;128;192;256;192x128" "rows" "identity;scored")
+              "f16;bf16" "32;64;96;128;192;256;192x128" "rows" "identity")
+cuattn_kernel(attention forward_sm80 attention/sm80/forward.cuh portable
+              "f16;bf16" "32;64;96;128;192;256;192x128" "rows" "scored")
 cuattn_kernel(attention forward_simt attention/simt.cuh portable
-              "f32" "64;128;256" "none;causal;window;rows" "identity;scored")
+              "f32" "64;128;256" "none;causal;window" "identity;scored")
+cuattn_kernel(attention forward_simt attention/simt.cuh portable
+              "f32" "64;128;256" "rows" "identity")
+cuattn_kernel(attention forward_simt attention/simt.cuh portable
+              "f32" "64;128;256" "rows" "scored")
 cuattn_kernel(attention forward_simt attention/simt.cuh portable
               "f32" "512" "window" "scored")
 cuattn_kernel(attention forward_tiled attention/tiled.cuh portable
