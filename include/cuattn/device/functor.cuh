@@ -116,9 +116,8 @@ struct ListWalk {
 // 3. The policy
 
 template <DType kType, class Functor>
-using FunctorOptions =
-    OptionPolicy<kType, Functor::kRows ? MaskKind::rows : MaskKind::window,
-                 Functor::kPlain ? ScoreKind::identity : ScoreKind::scored>;
+using FunctorOptions = OptionPolicy<kType, Functor::kRows ? MaskKind::rows : MaskKind::window,
+                                    Functor::kPlain ? ScoreKind::identity : ScoreKind::scored>;
 
 template <DType kType, class Functor>
 struct FunctorPolicy : FunctorOptions<kType, Functor> {
