@@ -89,7 +89,9 @@ pytest() {
   local workers=()
   # The stages side by side share the cores: a worker holds half a gigabyte of its GPU before it has run a test. Its
   # libraries must not start a thread for every core each.
-  $python -c 'import xdist' 2>/dev/null && workers=(-n $((cores / width > 4 ? cores / width : 4)) --dist worksteal) &&
+  local count=$((cores / width > 4 ? cores / width : 4))
+  [ "$part" != core ] || count=$((4 * count < cores ? 4 * count : cores))  # most of the tests are its
+  $python -c 'import xdist' 2>/dev/null && workers=(-n $count --dist worksteal) &&
     export OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1 CUATTN_NUM_THREADS=2
   # Each worker takes its GPUs from the list (tests/conftest.py).
   CUDA_VISIBLE_DEVICES=$gpus CUATTN_REQUIRE_CUDA=1 XLA_PYTHON_CLIENT_PREALLOCATE=false \
