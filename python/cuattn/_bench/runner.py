@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import gc
 import json
 import os
 import pathlib
@@ -165,6 +166,8 @@ class Bench:
     def device(self, kind: str) -> tuple[Device, dict[str, float]]:
         if kind not in self.opened:
             device = open_device(kind)
+            gc.collect()
+            gc.freeze()  # torch collects garbage before each capture of a graph
             say(f"device: {device.name}; measuring its ceilings")
             ceilings = device.ceilings()
             say("ceilings:", ", ".join(f"{key} {value:.4g}" for key, value in ceilings.items()))
