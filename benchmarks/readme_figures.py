@@ -124,6 +124,7 @@ SHOWN = {
         "Decode behind a shared prefix, milliseconds", milliseconds, "flashinfer", SPEED
     ),
     "chunked": Shown("Prefill over pages, TFLOP/s", speed, "cuattn:dense"),
+    "parallel": Shown("Two GPUs beside one, milliseconds", milliseconds, "cuattn:one"),
     "cache": Shown("Cache operations, bytes / time in TB/s", bandwidth, "memcpy", SPEED),
     "variants": Shown("Variants of attention side by side", milliseconds, None, MEMORY),
     "mla": Shown("Latent attention, bytes of latents / time in TB/s", bandwidth, BEST, SPEED),

@@ -125,8 +125,8 @@ CUATTN_API cuattn_status cuattn_attention_prepare(const DLTensor* q, const DLTen
                                                   const DLTensor* v,
                                                   const cuattn_attention_options* options,
                                                   cuattn_attention_call* call);
-/* lse may be NULL. stream is a cudaStream_t, ignored on the CPU. There out may be float32 where q is
- * not, unrounded for a merge: here and in cuattn_paged_run but V1, V2. out, lse and workspace share no
+/* lse may be NULL. stream is a cudaStream_t, ignored on the CPU. out may be float32 where q is not,
+ * unrounded for a merge (not by naive, cublas, tiled): here and in cuattn_paged_run but V1, V2. out, lse and workspace share no
  * memory with each other or with the inputs. */
 CUATTN_API cuattn_status cuattn_attention_run(cuattn_attention_call* call, const DLTensor* out,
                                               const DLTensor* lse, void* workspace,

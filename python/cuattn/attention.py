@@ -180,8 +180,9 @@ def attention(
         Also return the log-sum-exp of the scores.
     out, lse_out : array, optional
         Written in place and returned; giving lse_out implies return_lse. They share no memory with
-        each other or another argument, q included; slices of one packed array do not. On the CPU
-        out may be float32 where q is not: the result before it is rounded, for `merge_states`.
+        each other or another argument, q included; slices of one packed array do not. out may be
+        float32 where q is not, but for "naive", "cublas" and "tiled" on CUDA: the result before it
+        is rounded, for `merge_states`.
     workspace : array, optional
         Contiguous device memory for kernels that need some: ``explain(...).workspace_bytes``, of
         any dtype. By default it comes from q's library.

@@ -165,7 +165,7 @@ void run_attention(AttentionCall& call, const TensorView& out, const TensorView*
     lse_shape[2] = p.seqlen_q;
   }
   p.out_dtype = p.dtype == DType::e4m3 ? float8_out_dtype(fn, out)
-                                       : result_dtype(fn, out, p.dtype, call.device);
+                                       : result_dtype(fn, out, p.dtype, call.plan.kernel);
   require_output(fn, "out", out, p.out_dtype, shape_view(out_shape, axes.ndim), call.device);
   require_rows(fn, "out", out, true, true);
   p.out = out.data;

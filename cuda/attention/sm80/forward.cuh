@@ -337,6 +337,13 @@ struct ForwardSm80 {
     }
   }
 
+  // A row of an out in float32; of another it is none.
+  static __device__ __forceinline__ float* wide_row(const AttentionParams& p, const Work& work,
+                                                    int32_t row) {
+    if (p.out_dtype != DType::f32 || row >= work.queries.stored) return nullptr;
+    return static_cast<float*>(p.out) + work.batch * p.out_strides.batch +
+           work.head * p.out_strides.head + (work.queries.start + row) * p.out_strides.seq;
+  }
   // 5. Epilogue: normalise, write lse, and turn fragments into whole rows by way of the warp's own
   // rows of Q.
   static __device__ __forceinline__ void store(const AttentionParams& p, const Work& work,
@@ -358,10 +365,13 @@ struct ForwardSm80 {
         float sum = device::quad_sum(state.row_sum[m][half]);
         float maximum = device::finite_product(state.row_max[m][half], to_log2);
         device::RowEnd end = finish.end(maximum, sum, row < work.queries.used);
+        float* wide = wide_row(p, work, row);
 #pragma unroll
         for (int n = 0; n < kOutBlocks; ++n) {
           float left = end.alive ? state.out[m][n][2 * half] * end.factor : 0.0f;
           float right = end.alive ? state.out[m][n][2 * half + 1] * end.factor : 0.0f;
+          if (wide != nullptr && n * 8 < p.head_dim_v)
+            *reinterpret_cast<float2*>(wide + n * 8 + lane % 4 * 2) = {left, right};
           device::store_shared(
               staging + device::swizzled<kVBytes>(m * 16 + half * 8 + lane / 4, first_chunk + n) +
                   lane % 4 * 4,
@@ -373,6 +383,7 @@ struct ForwardSm80 {
         }
       }
     }
+    if (p.out_dtype == DType::f32) return;
     __syncwarp();
     char* gO = static_cast<char*>(p.out) +
                2 * (work.batch * p.out_strides.batch + work.head * p.out_strides.head +

@@ -53,7 +53,7 @@ struct AttentionParams {
   DropoutParams dropout;
   RowRanges rows;          // or none
   const FlexParams* flex;  // what a user wrote, in host memory, or nullptr
-  DType out_dtype;         // dtype, or on the CPU float32; float8: bf16, f16 or f32
+  DType out_dtype;         // dtype or float32; float8: bf16, f16 or f32
 };
 
 CUATTN_HOST_DEVICE Span query_span(const AttentionParams& p, int32_t b) {

@@ -22,6 +22,7 @@ from .paged import (
     paged_smoke,
     paged_vllm,
 )
+from .parallel import parallel, parallel_smoke
 from .variants import variants, variants_smoke
 from .workloads import (
     AnyWorkload,
@@ -52,6 +53,7 @@ class Family:
     quantity: str = "tflops"  # what speed is: or gbps
     heat_s: float = 0.4  # how long the chip is heated before each row
     budget_s: float = 150.0  # unless the command line says another
+    over_ranks: bool = False  # measured by processes of their own, ranks.py
 
 
 Make = Callable[[], Iterable[AnyWorkload]]
@@ -113,6 +115,18 @@ FAMILIES: dict[str, Family] = {
     "cascade": _decode(cascade, backends=("auto", "cascade"), peers=("flashinfer",)),
     "paged_smoke": _decode(paged_smoke, backends=("auto", "v1", "v2", "dense", "cascade")),
     "chunked": _family(chunked, backends=("auto", "dense"), peers=()),
+    "parallel": _family(
+        parallel,
+        backends=("auto", "one", "unchecked", "gather", "heads", "ring"),
+        peers=("context_parallel", "context_cudnn", "context_ring", "yunchang"),
+        over_ranks=True,
+    ),
+    "parallel_smoke": _family(
+        parallel_smoke,
+        backends=("auto", "one", "unchecked", "gather", "heads", "ring"),
+        peers=("context_parallel", "context_cudnn", "context_ring", "yunchang"),
+        over_ranks=True,
+    ),
     "cache": _decode(cache, peers=("memcpy",)),
     "cache_smoke": _decode(cache_smoke, peers=("memcpy",)),
     "mla": _decode(

@@ -12,6 +12,8 @@ import pathlib
 # packed beforehand, `cascade` is cascade_attention. Of gradients: `deterministic` is auto with
 # deterministic=True. Around attention: `unfused` is the same work in separate calls of ours,
 # `plain` what is left without the rotation. Of latents: the two forms.
+# Over ranks: `gather`, `heads` and `ring` are schemes,
+# `unchecked` is auto with check=False, `one` is one rank alone.
 BACKENDS = (
     "auto",
     "invariant",
@@ -29,6 +31,11 @@ BACKENDS = (
     "dense",
     "cascade",
     "deterministic",
+    "one",
+    "unchecked",
+    "gather",
+    "heads",
+    "ring",
     "unfused",
     "plain",
     "explicit",
@@ -50,6 +57,10 @@ PEERS = (
     "eager",
     "compiled",
     "memcpy",
+    "context_parallel",
+    "context_cudnn",
+    "context_ring",
+    "yunchang",
     "numpy",
 )
 

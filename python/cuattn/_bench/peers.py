@@ -23,30 +23,9 @@ import cuattn
 
 from . import reference
 from .devices import Inputs
+from .ops import AROUND, ATTENTION, CACHE, DIFFERENTIATED, LATENT, OTHER_OPS, other_calls
 from .prepared import Prepared, Unsupported, first, module, require
 from .workloads import AnyWorkload, Workload
-
-# Modules with the calls of operations other than dense and ragged attention. They need torch.
-ATTENTION = ("attention", "attention_varlen")
-BACKWARD = ("attention_backward", "attention_varlen_backward", "training_step")
-CACHE = ("reshape_and_cache", "gather_cache", "copy_blocks", "swap_blocks")
-AROUND = ("rms_norm", "layer_norm", "act_mul", "bias_act", "sample", "apply_rope")
-ROTATED = ("attention_rope", "append_attention")
-LATENT = ("mla_decode", "mla_attention", "mla_project")
-OTHER_OPS = {
-    **dict.fromkeys(("paged_attention", "paged_prefill"), "paged_inputs"),
-    **dict.fromkeys(CACHE, "cache_inputs"),
-    **dict.fromkeys(BACKWARD, "backward_inputs"),
-    **dict.fromkeys(AROUND, "fused_inputs"),
-    **dict.fromkeys(ROTATED, "rope_inputs"),
-    **dict.fromkeys(LATENT, "mla_inputs"),
-}
-DIFFERENTIATED = (*ATTENTION, *BACKWARD)
-
-
-def other_calls(op: str) -> Any:
-    return importlib.import_module(f".{OTHER_OPS[op]}", __package__)
-
 
 # ---- ours ----
 
@@ -427,6 +406,16 @@ class Contestant:
     packages: tuple[str, ...] = ()
 
 
+def over_ranks(name: str) -> Callable[[Any, Any], Prepared]:
+    """Name a peer of parallel_inputs.py."""
+
+    def prepare(w: Any, x: Any) -> Prepared:
+        prepared: Prepared = getattr(other_calls("parallel"), name)(w, x)
+        return prepared
+
+    return prepare
+
+
 PEERS: dict[str, Contestant] = {
     peer.name: peer
     for peer in (
@@ -460,6 +449,10 @@ PEERS: dict[str, Contestant] = {
             "compiled", compiled, is_jit=True, ops=(*AROUND, *LATENT), packages=("torch", "triton")
         ),
         Contestant("memcpy", memcpy, ops=(*CACHE, *AROUND)),
+        *(
+            Contestant(name, over_ranks(name), ops=("parallel",), packages=("torch", "yunchang"))
+            for name in ("context_parallel", "context_cudnn", "context_ring", "yunchang")
+        ),
         Contestant("numpy", plain_numpy, packages=("numpy",)),
     )
 }

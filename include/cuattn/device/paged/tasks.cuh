@@ -221,7 +221,7 @@ __device__ __forceinline__ RowOutput final_output(const PagedParams& p, int32_t 
   }
   int64_t at =
       b * p.out_strides.batch + row.place * p.out_strides.seq + row.head * p.out_strides.head;
-  return {static_cast<char*>(p.out) + at * (p.dtype == DType::f32 ? 4 : 2), p.dtype,
+  return {static_cast<char*>(p.out) + at * (p.out_dtype == DType::f32 ? 4 : 2), p.out_dtype,
           end.alive ? end.factor : 0.0f};
 }
 
