@@ -2,7 +2,7 @@
 """The ranks that the tests of this folder share: processes over gloo, GPUs over NCCL."""
 
 import pytest
-from pool import Pool, count_gpus
+from pool import Pool, count_gpus, why_no_nccl
 
 
 @pytest.fixture(scope="session")
@@ -14,10 +14,10 @@ def gloo():
 
 @pytest.fixture(scope="session")
 def nccl():
-    gpus = count_gpus()
-    if gpus < 2:
-        pytest.skip(f"NCCL takes 2 GPUs, {gpus} here")
-    pool = Pool(min(gpus, 4), backend="nccl")
+    reason = why_no_nccl()
+    if reason is not None:
+        pytest.skip(reason)
+    pool = Pool(min(count_gpus(), 4), backend="nccl")
     yield pool
     pool.close()
 

@@ -35,6 +35,14 @@ class Ranks(NamedTuple):
     group: Any
 
 
+def why_no_nccl() -> str | None:
+    """Say why no ranks over NCCL can be had; None where they can."""
+    if os.environ.get("CUATTN_TEST_NCCL") != "1":
+        return "NCCL: the cases have not passed yet; CUATTN_TEST_NCCL=1 runs them"
+    gpus = count_gpus()
+    return None if gpus > 1 else f"NCCL takes 2 GPUs, {gpus} here"
+
+
 def count_gpus() -> int:
     """Count the GPUs that ranks may have."""
     if harness.why_no_cuda() is not None or harness.is_emulated():
