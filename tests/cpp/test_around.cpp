@@ -289,7 +289,7 @@ TEST(c_abi_around_attention_names_what_is_null) {
   refuses("mla_project: x must be", cuattn_mla_project(&empty, nullptr));
   cuattn_cache_options cache;
   cuattn_cache_options_init(&cache, sizeof cache);
-  refuses("mla_write: kpe must be", cuattn_mla_write(&x, nullptr, &x, &x, &x, &cache, nullptr));
+  refuses("mla_write: ckv must be", cuattn_mla_write(nullptr, &x, &x, &x, &x, &cache, nullptr));
   refuses("mla_write: options must be", cuattn_mla_write(&x, &x, &x, &x, &x, nullptr, nullptr));
 }
 
