@@ -20,7 +20,6 @@ from .call import (
     check_arrays,
     compiled,
     int64_of,
-    most_workspace,
     plain_window,
     possible_devices,
     present,
@@ -29,7 +28,7 @@ from .call import (
     shape_of,
     static_of,
 )
-from .paged import NUMBERS
+from .paged import NUMBERS, decode_results
 
 DECODE_OPTIONAL = ("q_pe", "kpe_cache", "v_cache", "block_tables", "context_lens", "sinks")
 DECODE_NUMBERS = (
@@ -48,14 +47,7 @@ def run_decode(arrays: dict[str, jax.Array], static: Static) -> list[jax.Array]:
     def workspace_bytes(device: int) -> int:
         return _core.explain_mla(given, "float32", device, None)["workspace_bytes"]
 
-    memory = most_workspace(options["devices"], workspace_bytes)
-    q = arrays["q_nope"]
-    results = [jax.ShapeDtypeStruct(q.shape, q.dtype)]
-    if options["return_lse"]:
-        shape = (q.shape[0], q.shape[-2], *q.shape[1:-2])
-        results.append(jax.ShapeDtypeStruct(shape, jnp.float32))
-    if memory:
-        results.append(jax.ShapeDtypeStruct((memory,), jnp.uint8))
+    results = decode_results(arrays["q_nope"], options, workspace_bytes)
     function = jax.ffi.ffi_call("cuattn_mla_decode", results, vmap_method="sequential")
     outputs = function(
         *(arrays[n] for n in ("q_nope", "ckv_cache", *DECODE_OPTIONAL) if n in arrays),

@@ -91,7 +91,7 @@ def attention(
         was free on any rank at the first call. The same on all ranks.
     check : bool, optional
         Compare the calls of all ranks before anything is sent: always, never, or (None) the first
-        20 calls of a group, then every 16th and those of 20 ms and more. The same on all ranks.
+        100 calls of a group, then every 16th and those of 20 ms and more. The same on all ranks.
 
     Returns
     -------

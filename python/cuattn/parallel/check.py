@@ -20,7 +20,7 @@ import torch.distributed as dist
 from .team import Team, gather_into
 
 ALWAYS = os.environ.get("CUATTN_CHECK", "") not in ("", "0")
-FIRST_CALLS = 20  # of a group: all are checked
+FIRST_CALLS = 100  # of a group: all are checked
 EVERY = 16  # of those after
 LONG_SECONDS = 20e-3  # beside a call as long as this the check does not count
 
