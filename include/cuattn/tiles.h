@@ -105,7 +105,9 @@ constexpr Tile sm90_tile(HeadDims d, MaskKind mask, ScoreKind score) {
     if (d.v <= 192) return {128, window ? 64 : 96, 2, 12};
     return {128, window ? 32 : 64, 2, 12};
   }
-  if (d.qk <= 64) return {192, 128, 4, 16};   // 3 * 24 + 4 * 32 = 200 KB
+  // 3 * 24 + 4 * 32 = 200 KB. Row ranges would spill.
+  if (d.qk <= 64 && mask != MaskKind::rows) return {192, 128, 4, 16};
+  if (d.qk <= 64) return {128, 128, 4, 12};   // 3 * 16 + 4 * 32 = 176 KB
   if (d.qk <= 128) return {128, 128, 2, 12};  // 3 * 32 + 2 * 64 = 224 KB
   if (d.qk == 192) return d.v <= 128 ? Tile{128, 128, 2, 12} : Tile{128, 96, 2, 12};
   return {128, 80, 2, 12};  // 64 + 2 * 80 = 224 KB

@@ -279,6 +279,11 @@ struct ForwardSm90 {
               kMask == MaskKind::causal ? static_cast<int32_t>(kUnlimited) : p.mask.left,
               p.mask.right, token, w.queries.used, w.keys.used);
         }
+        if constexpr (kMask == MaskKind::rows) {  // a row past the last is as the last
+          int32_t stored = min(token, w.queries.used - 1);
+          rows.visible[half] =
+              p.rows.limit(rows.visible[half], w.batch, w.head, w.queries.start + stored);
+        }
       }
       int tile = w.range.end - 1;
       auto release_scores = [&](uint32_t k_empty) {  // S is done: so are K, and a single Q at last
@@ -344,7 +349,7 @@ struct ForwardSm90 {
       while (tile > right) step(true);
 #pragma unroll 1
       while (tile > full) step(false);
-      if constexpr (kMask == MaskKind::window) {
+      if constexpr (kBegins<kMask>) {
 #pragma unroll 1
         while (tile > first) step(true);
       }
