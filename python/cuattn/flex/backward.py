@@ -11,8 +11,9 @@ import numpy as np
 from .. import _core
 from .._arrays import Array, ArrayT
 from .._gradients import GRADIENTS, check_need
-from .attention import OPTIONS, find, find_for, is_cuda, problem_of, refuse_unknown
+from .attention import OPTIONS, find, find_for, problem_of, refuse_unknown
 from .block_mask import BlockMask
+from .device import is_cuda
 from .expression import FLOAT
 from .program import gradient_program
 from .trace import KINDS, Traced, dtype_name, trace
