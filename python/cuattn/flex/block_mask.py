@@ -251,6 +251,11 @@ class BlockMask:
                 f"{name}: starts must rise from 0 to the {len(columns)} columns, got {starts}; it "
                 "is the running sum of the counts"
             )
+        if columns.dtype.kind not in "iu" and columns.size:
+            raise ValueError(
+                f"{name}: columns must be whole numbers, got {columns.dtype}; they number key "
+                "blocks"
+            )
         if np.any((columns < 0) | (columns >= blocks)):
             wrong = columns[(columns < 0) | (columns >= blocks)][0]
             raise ValueError(
