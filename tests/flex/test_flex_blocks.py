@@ -256,6 +256,20 @@ def test_blocks_that_do_not_fit_are_refused(arrays, blocks, options, error, word
         cuattn.sparse_attention(*arrays, blocks, block_size=64, **options)
 
 
+def test_coarser_blocks_are_the_same_mask(rng):
+    blocks = rng.random((2, 1, 9, 11)) < 0.6
+    made = flex.BlockMask.from_dense(blocks, 9 * 64 - 3, 11 * 64 - 5, block_size=64)
+    dense = flex_cases.dense_mask(made.mask_mod, 2, 1, *made.shape[2:])
+    for tile in ((64, 64), (128, 128), (64, 128), (192, 64)):
+        got = made.of_tiles(tile)
+        assert got.block_size == tile
+        again = flex.create_block_mask(
+            made.mask_mod, *made.shape, block_size=got.block_size, exact=True
+        )
+        assert np.array_equal(got.states, np.broadcast_to(again.states, got.states.shape))
+    assert np.array_equal(flex_cases.dense_mask(got.mask_mod, 2, 1, *made.shape[2:]), dense)
+
+
 def test_a_long_document_mask_takes_memory_by_the_block():
     ids = np.sort(np.random.default_rng(0).integers(0, 40, 131072))
     made = cuattn.create_block_mask(lambda b, h, q, k: ids[q] == ids[k], 1, 1, 131072, 131072)
