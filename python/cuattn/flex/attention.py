@@ -14,7 +14,7 @@ from .._arrays import Array, ArrayT
 from .._options import DENSE, options_of
 from .._other_names import way_out
 from .block_mask import BlockMask
-from .device import Placed, is_cuda, place_of
+from .device import Placed, is_cuda, of_tiles, place_of
 from .evaluate import on_host
 from .memo import remember, shapes_of
 from .plan import Found, Problem, narrowed, plan
@@ -142,8 +142,11 @@ def find_for(
     where = place_of(arguments)
 
     def make() -> tuple[Any, Any]:
-        found = plan(problem, *functions)
-        return found.window, found.arrays if where is None else Placed(arguments, found)
+        if where is None:
+            found = plan(problem, *functions)
+            return found.window, found.arrays
+        found = plan(problem, *functions[:2], of_tiles(functions.block_mask, arguments))
+        return found.window, Placed(arguments, found)
 
     key = (*shapes_of(problem), where)
     window, arrays = remember(given, (functions.block_mask,), key, make) if given else (None, {})

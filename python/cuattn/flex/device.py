@@ -15,6 +15,7 @@ import numpy as np
 
 from .. import _core
 from .._arrays import operations, stream_handle
+from .block_mask import BlockMask
 from .emit import Kernel, numbers, source
 from .functors import functor
 from .plan import Found
@@ -120,9 +121,7 @@ def detached(x: Any) -> Any:
 
 def functor_of(arguments: dict[str, Any], found: Found) -> int:
     """Return the number of the machine code that computes scores and masks in a kernel."""
-    q, v = arguments["q"], arguments["v"]
-    head_dims = (int(q.shape[-1]), int(v.shape[-1]))
-    arch, kernel = kernel_for(int(q.__dlpack_device__()[1]), dtype_name(q), *head_dims)
+    arch, kernel, _ = kernel_of(arguments)
     has_rows, has_lists = ("row_begin" in found.arrays, "block_starts" in found.arrays)
     plain = "score" not in found.functions and is_plain(arguments)
     return functor(source(kernel, found.functions, has_rows, has_lists, plain), arch)
@@ -141,9 +140,25 @@ def is_asked(option: Any) -> bool:
     return option is not None and not (isinstance(option, (int, float)) and option == 0)
 
 
+def of_tiles(block_mask: BlockMask | None, arguments: dict[str, Any]) -> BlockMask | None:
+    """Return a block mask in blocks that the kernel of the call can skip."""
+    if block_mask is None or not block_mask.states.size:
+        return block_mask
+    return block_mask.of_tiles(kernel_of(arguments)[2])
+
+
+def kernel_of(arguments: dict[str, Any]) -> tuple[str, Kernel, tuple[int, int]]:
+    """Return what takes the functors of a call."""
+    q, v = arguments["q"], arguments["v"]
+    head_dims = (int(q.shape[-1]), int(v.shape[-1]))
+    return kernel_for(int(q.__dlpack_device__()[1]), dtype_name(q), *head_dims)
+
+
 @functools.lru_cache(maxsize=256)
-def kernel_for(device: int, dtype: str, head_dim: int, head_dim_v: int) -> tuple[str, Kernel]:
-    """Return the architecture of a device, and the kernel that takes functors of a dtype."""
+def kernel_for(
+    device: int, dtype: str, head_dim: int, head_dim_v: int
+) -> tuple[str, Kernel, tuple[int, int]]:
+    """Return the architecture of a device, the kernel that takes functors of a dtype, its tile."""
     from .._explain import explain
 
     gpus = json.loads(_core.info_json())["cuda"]["devices"]
@@ -151,4 +166,5 @@ def kernel_for(device: int, dtype: str, head_dim: int, head_dim_v: int) -> tuple
     name = "simt" if dtype == "float32" else "sm80"
     shapes = [(1, 8, 1, d) for d in (head_dim, head_dim, head_dim_v)]
     plan = explain("attention", *shapes, device=device, dtype=dtype, softcap=1.0, backend=name)
-    return arch, Kernel(name, dtype, plan.head_dim, plan.head_dim_v)
+    tile = (plan.tile_m, plan.tile_n)
+    return arch, Kernel(name, dtype, plan.head_dim, plan.head_dim_v), tile
