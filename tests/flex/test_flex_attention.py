@@ -347,9 +347,18 @@ def test_explain_says_what_functions_become():
     listed = explain(mask_mod=flex.masks.streaming(10), score_mod=flex.scores.softcap(5.0))
     assert "a program for each score" in listed
     assert "lists of 9 blocks: 3 are skipped, in" in listed
-    for mask, words in ((flex.masks.streaming(10), "by NVRTC"), (flex.masks.chunked(50), "row r")):
-        plan = cuattn.explain("flex_attention", *shapes, device="h100", mask_mod=mask)
-        assert plan.kernel == "sm80"
+    streaming, chunked = flex.masks.streaming(10), flex.masks.chunked(50)
+    for mask, d, words, kernel in (
+        (streaming, 64, "by NVRTC", "sm80"),
+        (chunked, 64, "row r", "sm90"),
+        (chunked, 96, "row r", "sm90"),
+        (chunked, 192, "row r", "sm80"),
+    ):
+        wide = ((2, 300, 4, d),) * 3
+        plan = cuattn.explain("flex_attention", *wide, device="h100", mask_mod=mask)
+        assert plan.kernel == kernel
         assert words in plan.reason
+    scored = {"device": "h100", "mask_mod": chunked, "softcap": 2.0}
+    assert cuattn.explain("flex_attention", *shapes, **scored).kernel == "sm80"
     with pytest.raises(TypeError, match="there is no argument mod"):
         explain(mod=1)
