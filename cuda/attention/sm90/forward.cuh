@@ -279,8 +279,8 @@ struct ForwardSm90 {
               kMask == MaskKind::causal ? static_cast<int32_t>(kUnlimited) : p.mask.left,
               p.mask.right, token, w.queries.used, w.keys.used);
         }
-        if constexpr (kMask == MaskKind::rows) {  // a row past the last is as the last
-          int32_t stored = min(token, w.queries.used - 1);
+        if (kMask == MaskKind::rows && more) {  // the end has no rows to read of
+          int32_t stored = min(token, w.queries.used - 1);  // one past the last is as the last
           rows.visible[half] =
               p.rows.limit(rows.visible[half], w.batch, w.head, w.queries.start + stored);
         }
