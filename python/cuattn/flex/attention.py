@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from .memo import remember, shapes_of
 from .plan import Found, Problem, narrowed, plan
 from .trace import Traced, is_jax_tracer, trace
 
+T = TypeVar("T")
 NAME = "flex_attention"
 RAGGED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 OPTIONS: frozenset[str] = frozenset(option.name for option in options_of(*DENSE)) | {*RAGGED}
@@ -137,27 +138,34 @@ def find_for(
 
     What a call of the same functions, shapes and numbers found out is taken again.
     """
-    functions = traced(problem, score_mod, mask_mod, block_mask)
-    given = [f for f in functions[:2] if f is not None]
     where = place_of(arguments)
+    if where is None:
+        found = find(problem, score_mod, mask_mod, block_mask)
+        window, arrays = found.window, dict(found.arrays)
+    else:
+        functions = traced(problem, score_mod, mask_mod, block_mask)
 
-    def make() -> tuple[Any, Any]:
-        if where is None:
-            found = plan(problem, *functions)
-            return found.window, found.arrays
-        found = plan(problem, *functions[:2], of_tiles(functions.block_mask, arguments))
-        return found.window, Placed(arguments, found)
+        def place() -> Placed:
+            tiles = of_tiles(functions.block_mask, arguments)
+            return Placed(arguments, plan(problem, functions.score, functions.mask, tiles))
 
-    key = (*shapes_of(problem), where)
-    window, arrays = remember(given, (functions.block_mask,), key, make) if given else (None, {})
+        placed = kept_with(functions, (*shapes_of(problem), where), place)
+        window, arrays = placed.window, placed.given(arguments["q"])
     if window is not None:
         arguments["window"] = narrowed(arguments.get("window", (-1, -1)), window)
-    return dict(arrays) if isinstance(arrays, dict) else arrays.given(arguments["q"])
+    return arrays
 
 
 def find(problem: Problem, score_mod: Any, mask_mod: Any, block_mask: Any) -> Found:
     """Return what the functions and the block mask of a call become."""
-    return plan(problem, *traced(problem, score_mod, mask_mod, block_mask))
+    functions = traced(problem, score_mod, mask_mod, block_mask)
+    return kept_with(functions, shapes_of(problem), lambda: plan(problem, *functions))
+
+
+def kept_with(functions: Functions, key: tuple[Any, ...], make: Callable[[], T]) -> T:
+    """Return what `make` returns, or returned in a call of the same functions, key and numbers."""
+    given = [f for f in functions[:2] if f is not None]
+    return remember(given, (functions.block_mask,), key, make) if given else make()
 
 
 def traced(problem: Problem, score_mod: Any, mask_mod: Any, block_mask: Any) -> Functions:

@@ -52,6 +52,7 @@ class Placed:
     """What was found for a call, on the device of its arrays."""
 
     def __init__(self, arguments: dict[str, Any], found: Found):
+        self.window = found.window
         self.arrays: dict[str, Any] = {}
         self.captured: list[tuple[Any, bool]] = []  # arrays, and whether they are the caller's
         self.torch: Any = None

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -19,8 +19,9 @@ from .evaluate import on_host
 from .plan import Problem
 from .trace import Traced
 
-MOST = 8  # calls that are kept with a function; the oldest goes first
+MOST = 16  # calls that are kept with a function; the oldest goes first
 MOST_BYTES = 32 << 20  # of captured arrays that are compared
+T = TypeVar("T")
 _lock = threading.Lock()
 
 
@@ -59,8 +60,8 @@ def mark_of(x: Any) -> Any:
 
 
 def remember(
-    traced: list[Traced], others: tuple[Any, ...], key: tuple[Any, ...], make: Callable[[], Any]
-) -> Any:
+    traced: list[Traced], others: tuple[Any, ...], key: tuple[Any, ...], make: Callable[[], T]
+) -> T:
     """Return what `make` returns, or returned in an earlier call of the same.
 
     Parameters
