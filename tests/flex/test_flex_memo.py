@@ -142,6 +142,20 @@ def test_block_masks_are_told_apart_and_die(rng, planned):
     assert [x() for x in dead] == [None, None]
 
 
+def test_a_block_mask_of_torch_is_taken_once(rng, planned):
+    flex_torch = pytest.importorskip("torch.nn.attention.flex_attention")
+    mask = lambda b, h, i, j: (i - j) % 3 != 0  # noqa: E731
+    made = flex_torch.create_block_mask(mask, None, None, 200, 200, device="cpu", BLOCK_SIZE=64)
+    q = rng.standard_normal((1, 200, 2, 16)).astype(np.float32)
+    outs = [cuattn.flex_attention(q, q, q, block_mask=made) for _ in range(3)]
+    assert len(planned) == 1
+    np.testing.assert_array_equal(outs[0], outs[2])
+    made.kv_num_blocks[..., 1] -= 1  # the last of the second row of blocks is hidden
+    out = cuattn.flex_attention(q, q, q, block_mask=made)
+    changed = np.flatnonzero(np.any(out != outs[0], axis=(0, 2, 3)))
+    assert set(changed // 64) == {1}
+
+
 # On a GPU
 
 
@@ -235,3 +249,19 @@ def test_what_is_kept_serves_other_streams(rng, cuda):
         torch.cuda.synchronize()
         assert torch.equal(out, want)
         del junk
+
+
+@pytest.mark.gpu
+def test_a_block_mask_of_torch_on_the_device(rng, cuda, planned):
+    flex_torch = pytest.importorskip("torch.nn.attention.flex_attention")
+    torch = cuda
+    ids = torch.from_numpy(rng.integers(0, 3, 300)).cuda()
+    mask = lambda b, h, i, j: (ids[i] == ids[j]) & (j <= i)  # noqa: E731
+    made = flex_torch.create_block_mask(mask, None, None, 300, 300, device="cuda")
+    q = torch.from_numpy(rng.standard_normal((1, 300, 2, 64))).to("cuda", torch.float16)
+    host = ids.cpu().numpy()
+    want = dense_out(torch, q, lambda b, h, i, j: (host[i] == host[j]) & (j <= i), None)
+    for _ in range(2):
+        out = cuattn.flex_attention(q, q, q, block_mask=made)
+        assert float((out.double().cpu() - want).abs().max()) < 6e-3
+    assert len(planned) == 1

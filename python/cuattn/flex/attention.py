@@ -16,7 +16,7 @@ from .._other_names import way_out
 from .block_mask import BlockMask
 from .device import Placed, is_cuda, of_tiles, place_of
 from .evaluate import on_host
-from .memo import remember, shapes_of
+from .memo import of_torch, remember, shapes_of
 from .plan import Found, Problem, narrowed, plan
 from .trace import Traced, is_jax_tracer, trace
 
@@ -172,7 +172,7 @@ def traced(problem: Problem, score_mod: Any, mask_mod: Any, block_mask: Any) -> 
     """Trace the functions of a call, and hold its block mask against its shapes."""
     score = None if score_mod is None else trace(score_mod, is_score=True)
     if block_mask is not None and hasattr(block_mask, "kv_indices"):
-        block_mask = BlockMask.from_torch(block_mask)
+        block_mask = of_torch(block_mask)
     mask = None if mask_mod is None else trace(mask_mod)  # its messages name it
     if block_mask is not None:
         require_fit(block_mask, problem)

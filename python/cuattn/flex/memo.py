@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from .block_mask import BlockMask
 from .evaluate import on_host
 from .plan import Problem
 from .trace import Traced
@@ -23,6 +24,8 @@ MOST = 16  # calls that are kept with a function; the oldest goes first
 MOST_BYTES = 32 << 20  # of captured arrays that are compared
 T = TypeVar("T")
 _lock = threading.Lock()
+_converted: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # masks of torch
+TENSORS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 
 
 class Kept(NamedTuple):
@@ -97,3 +100,13 @@ def remember(
 def is_of(reference: weakref.ref[Any], x: Any) -> bool:
     """Whether a reference is of an object."""
     return reference() is x
+
+
+def of_torch(block_mask: Any) -> BlockMask:
+    """Return a BlockMask of torch as ours, the same one each time."""
+    tensors = [getattr(block_mask, name) for name in TENSORS]
+    marks = [None if x is None else mark_of(x) for x in tensors]
+    known = _converted.get(block_mask)
+    if known is None or known[0] != marks:
+        known = _converted[block_mask] = (marks, BlockMask.from_torch(block_mask))
+    return known[1]
