@@ -171,8 +171,8 @@ struct QueriesPass {
                                                 float (&slope_terms)[2]) {
     const AttentionParams& f = p.forward;
     const Policy policy(f, work.batch, work.head, work.queries.used, work.keys.used);
-    device::TileRange range = policy.template range<kTile.n>(
-        work.row0, min(work.row0 + kTile.m, work.queries.used));
+    device::TileRange range =
+        policy.template range<kTile.n>(work.row0, min(work.row0 + kTile.m, work.queries.used));
     if (range.begin >= range.end) return;
     int32_t kv_head = work.head / (f.num_heads_q / f.num_heads_kv);
     auto base = [&](const void* data, const Strides& s, int32_t head, int64_t start) {
