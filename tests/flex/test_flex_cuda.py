@@ -181,6 +181,33 @@ def test_torch_differentiates_row_ranges(rng):
         assert float(error) < 1e-2
 
 
+@pytest.mark.parametrize(("device", "backend"), harness.target_params(cpu=(), cuda=("auto",)))
+def test_softcap_and_alibi_compile_nothing(rng, device, backend, monkeypatch):
+    monkeypatch.setenv("CUATTN_DISABLE_JIT", "1")
+    slopes, ids = rng.random(4).astype(np.float32), np.sort(rng.integers(0, 3, 200))
+    scores = (
+        flex.scores.softcap(3.0),
+        flex.scores.alibi(slopes),
+        lambda s, b, h, i, j: 5.0 * np.tanh(s / 5.0) - 0.1 * abs(j - i),
+    )
+    every = (None, flex.masks.causal(), lambda b, h, i, j: ids[i] == ids[j])
+    for case, score in enumerate(scores):
+        for mask in every:
+            dtype = ("float16", "float32")[case % 2]
+            shapes = ((2, 200, 4, 64), (2, 200, 2, 64), (2, 200, 2, 64))
+            q, k, v = (rng.standard_normal(shape).astype(dtype) for shape in shapes)
+            dense = score if case != 1 else lambda s, b, h, i, j: s - slopes[h] * abs(i - j)
+            x = (x.transpose(0, 2, 1, 3) for x in (q, k, v))
+            dense_mask = mask if mask is not every[1] else lambda b, h, i, j: j <= i
+            dense = dense if case else lambda s, b, h, i, j: 3.0 * np.tanh(s / 3.0)
+            want, _ = flex_cases.attention(*x, mask=dense_mask, mod=dense)
+            arrays = [to_device(device, x) for x in (q, k, v)]
+            for _ in range(2):
+                out = cuattn.flex_attention(*arrays, score_mod=score, mask_mod=mask)
+                out = to_host(out).transpose(0, 2, 1, 3)
+                np.testing.assert_allclose(out, want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
 # Functors
 
 

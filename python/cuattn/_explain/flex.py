@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..flex.attention import OPTIONS, find, problem_of, refuse_unknown
+from ..flex.device import free_options
 from ..flex.plan import narrowed
 from ..flex.trace import dtype_name
 from .devices import place
@@ -24,7 +25,7 @@ def explain_flex(arrays: tuple[Any, ...], device: Any, dtype: str, options: dict
     """Say what a mask and a score function become, and why, and which kernel runs."""
     if len(arrays) != 3:
         raise TypeError(f"explain: {NAME} takes q, k, v, got {len(arrays)} arguments")
-    functions = [options.pop(name, None) for name in FUNCTIONS]
+    score_mod, mask_mod, block_mask = (options.pop(name, None) for name in FUNCTIONS)
     refuse_unknown(NAME, options, OPTIONS)
     options = {name: x for name, x in options.items() if name not in NOT_ASKED}
     q, k = (x if hasattr(x, "shape") else stand_in(x) for x in arrays[:2])
@@ -33,12 +34,15 @@ def explain_flex(arrays: tuple[Any, ...], device: Any, dtype: str, options: dict
     where = place(device, arrays[0])
     if problem is None:
         return explain_rows(given, dtype, where)  # says what is wrong
-    found = find(problem, *functions)
+    number, made_up = where
+    on_cuda = number >= 0 if made_up is None else made_up["is_cuda"]
+    takes = free_options(options) if on_cuda else frozenset()
+    found = find(problem, score_mod, mask_mod, block_mask, takes)
     if found.window is not None:
         given["window"] = narrowed(options.get("window", (-1, -1)), found.window)
-    number, made_up = where
+    given |= found.options
     words = found.words
-    if found.arrays and (number >= 0 if made_up is None else made_up["is_cuda"]):
+    if found.arrays and on_cuda:
         is_compiled = found.functions or "block_starts" in found.arrays
         words += "; a functor, compiled by NVRTC at the first call" if is_compiled else ""
         plan = None if is_compiled else plan_on_hopper(given, dtype, where)

@@ -14,7 +14,7 @@ from .._arrays import Array, ArrayT
 from .._options import DENSE, options_of
 from .._other_names import way_out
 from .block_mask import BlockMask
-from .device import Placed, is_cuda, of_tiles, place_of
+from .device import Placed, free_options, is_cuda, of_tiles, place_of
 from .evaluate import on_host
 from .memo import of_torch, remember, shapes_of
 from .plan import Found, Problem, narrowed, plan
@@ -147,19 +147,24 @@ def find_for(
 
         def place() -> Placed:
             tiles = of_tiles(functions.block_mask, arguments)
-            return Placed(arguments, plan(problem, functions.score, functions.mask, tiles))
+            takes = free_options(arguments)
+            return Placed(arguments, plan(problem, *functions[:2], tiles, takes))
 
         placed = kept_with(functions, (*shapes_of(problem), where), place)
         window, arrays = placed.window, placed.given(arguments["q"])
+        arguments.update(placed.options)
     if window is not None:
         arguments["window"] = narrowed(arguments.get("window", (-1, -1)), window)
     return arrays
 
 
-def find(problem: Problem, score_mod: Any, mask_mod: Any, block_mask: Any) -> Found:
+def find(
+    problem: Problem, score_mod: Any, mask_mod: Any, block_mask: Any, takes: Any = frozenset()
+) -> Found:
     """Return what the functions and the block mask of a call become."""
     functions = traced(problem, score_mod, mask_mod, block_mask)
-    return kept_with(functions, shapes_of(problem), lambda: plan(problem, *functions))
+    key = (*shapes_of(problem), takes)
+    return kept_with(functions, key, lambda: plan(problem, *functions, takes))
 
 
 def kept_with(functions: Functions, key: tuple[Any, ...], make: Callable[[], T]) -> T:

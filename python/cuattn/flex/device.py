@@ -18,6 +18,7 @@ from .._arrays import operations, stream_handle
 from .block_mask import BlockMask
 from .emit import Kernel, numbers, source
 from .functors import functor
+from .options import ALIBI, SOFTCAP
 from .plan import Found
 from .trace import dtype_name
 
@@ -45,18 +46,24 @@ def place_of(arguments: dict[str, Any]) -> tuple[Any, ...] | None:
 
         stream = cupy.cuda.get_current_stream().ptr
     shape = (dtype_name(q), int(q.shape[-1]), int(v.shape[-1]))
-    return (type(q), *q.__dlpack_device__(), *shape, stream, is_plain(arguments))
+    options = (is_plain(arguments), free_options(arguments))
+    return (type(q), *q.__dlpack_device__(), *shape, stream, *options)
+
+
+def free_options(arguments: dict[str, Any]) -> frozenset[str]:
+    """Name the options that a score function may become, as they are not given."""
+    return frozenset(name for name in (SOFTCAP, ALIBI) if not is_asked(arguments.get(name)))
 
 
 class Placed:
     """What was found for a call, on the device of its arrays."""
 
     def __init__(self, arguments: dict[str, Any], found: Found):
-        self.window = found.window
+        self.window, self.options = found.window, found.options
         self.arrays: dict[str, Any] = {}
         self.captured: list[tuple[Any, bool]] = []  # arrays, and whether they are the caller's
         self.torch: Any = None
-        if not found.arrays:
+        if not found.arrays and ALIBI not in found.options:
             return
         q = arguments["q"]
         why, way_out = "row ranges, lists and captured arrays must be on the device", "numpy arrays"
@@ -66,7 +73,7 @@ class Placed:
                 self.stream = self.torch.cuda.current_stream(q.device)
             self.place(q, at.namespace, found)
         if found.functions or "block_starts" in self.arrays:
-            self.arrays["functor"] = functor_of(arguments, found)
+            self.arrays["functor"] = functor_of({**arguments, **found.options}, found)
             self.arrays["numbers"] = numbers(found.functions)
 
     def place(self, q: Any, namespace: Any, found: Found) -> None:
@@ -86,6 +93,7 @@ class Placed:
 
         skipped = (*PROGRAMS, "arrays")
         self.arrays = {n: copy(x) for n, x in found.arrays.items() if n not in skipped}
+        self.options = {n: copy(x) for n, x in found.options.items()}
         originals = [x for f in found.functions.values() for x in f.arrays]
         for x, host in zip(originals, found.arrays.get("arrays", ()), strict=True):
             is_there = lies_with(q, x)
@@ -103,7 +111,8 @@ class Placed:
         if self.torch.cuda.is_current_stream_capturing():
             in_graphs[id(self)] = self
         elif stream != self.stream:
-            made = (*self.arrays.values(), *(x for x, is_there in self.captured if not is_there))
+            copies = [x for x, is_there in self.captured if not is_there]
+            made = (*self.arrays.values(), *self.options.values(), *copies)
             for x in made:
                 if isinstance(x, self.torch.Tensor):
                     x.record_stream(stream)
