@@ -23,7 +23,7 @@ cuattn_kernel(attention forward_tiled attention/tiled.cuh portable
               "f32;f16;bf16" "64;128" "none;causal;window" "identity")
 
 # Two kernels each, one a pass; a third where scored, for dbias. Of the scored ones the window serves
-# every mask, and dropout; of simt it serves all calls.
+# every mask, and dropout (sm90: three more kernels of it); of simt it serves all calls.
 cuattn_kernel(attention_backward backward_sm90 backward/sm90/backward.cuh sm90
               "f16;bf16" "64;96;128;192;256;192x128" "none;causal;window" "identity")
 cuattn_kernel(attention_backward backward_sm90 backward/sm90/backward.cuh sm90

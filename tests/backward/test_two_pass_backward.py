@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """backend="sm80", "sm90" and "simt" of the backward pass: two passes, against float64. sm80 and
-simt have every option, sm90 no dropout, dbias and dslopes.
+simt have every option, sm90 no dbias and dslopes, and dropout of plain scores alone.
 """
 
 from __future__ import annotations
@@ -106,6 +106,8 @@ MASKS = {
     "alibi": {"alibi": "head", "causal": True},
     "alibi, left": {"alibi": "head", "window": (30, -1)},
     "bias": {"bias": "full", "causal": True, "alibi": "head"},
+    "dropout": {"dropout": 0.1, "causal": True},
+    "dropout, window": {"dropout": 0.6, "window": (50, 20), "dlse": True},
 }
 
 
