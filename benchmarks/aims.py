@@ -298,6 +298,32 @@ AIMS = (
         f"{BENCH} cache",
     ),
     Aim(
+        "norms, activations and rotation against a copy of as many bytes",
+        "0.95",
+        together(bars_of("fused", ("memcpy",)), bars_of("rope", ("memcpy",))),
+        f"{BENCH} fused,rope",
+    ),
+    Aim(
+        "`attention(rope=)` of 2048 and 8192 tokens against rotated queries; of 512",
+        "0.98; 0.95",
+        together(
+            bars_of("rope", ("cuattn:plain",), 0.98), bars_of("rope", ("cuattn:plain",), 0.95)
+        ),
+        f"{BENCH} rope",
+    ),
+    Aim(
+        "latents: decode, prompts, projections against the best peer",
+        "1.0 in every row",
+        bars_of("mla", ("best peer",)),
+        f"{BENCH} mla",
+    ),
+    Aim(
+        "what is claimed of the variants, each against another",
+        "the claim",
+        bars_of("variants"),
+        f"{BENCH} variants",
+    ),
+    Aim(
         "build, two cores; a wheel",
         "10 minutes; 60 MB at most",
         lambda _: Reached("in the log of each run", None),

@@ -4,8 +4,8 @@
     ncu --metrics "$(python benchmarks/ncu_table.py --metrics)" ... --log-file d128.csv python ...
     python benchmarks/ncu_table.py d64.csv d128.csv
 
-A column is a file, named after it; of its kernels the one that took the most time, the median over
-its launches.
+A column is a file, named after it, or where ncu ran with --nvtx a row of profile_kernel.py; of its
+kernels the one that took the most time, the median over its launches.
 """
 
 from __future__ import annotations
@@ -47,6 +47,17 @@ ROWS: list[tuple[str, str, Callable[[float], str]]] = [
         "smsp__issue_active.avg.pct_of_peak_sustained_active",
         lambda x: f"{x:.1f}",
     ),
+    (
+        "compute, % of its roof",
+        "sm__throughput.avg.pct_of_peak_sustained_elapsed",
+        lambda x: f"{x:.1f}",
+    ),
+    (
+        "memory, % of its roof",
+        "gpu__compute_memory_throughput.avg.pct_of_peak_sustained_elapsed",
+        lambda x: f"{x:.1f}",
+    ),
+    ("L1 hit rate, %", "l1tex__t_sector_hit_rate.pct", lambda x: f"{x:.1f}"),
     ("DRAM read, MB", "dram__bytes_read.sum", lambda x: f"{x / 1e6:.0f}"),
     ("DRAM written, MB", "dram__bytes_write.sum", lambda x: f"{x / 1e6:.0f}"),
     ("DRAM, % of peak", "dram__throughput.avg.pct_of_peak_sustained_elapsed", lambda x: f"{x:.1f}"),
@@ -81,7 +92,7 @@ STALLS = (
     "wait",
 )
 STALL = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
-LEAST_STALL = 0.05  # a reason below this in every column is left out
+LEAST_STALL = 0.05  # a reason below this in every column is left out, unless told otherwise
 
 
 def metrics() -> list[str]:
@@ -95,8 +106,12 @@ def number(text: str) -> float | None:
     return float(text) if re.fullmatch(r"-?[\d.]+(e[+-]?\d+)?", text) else None
 
 
-def read(lines: Iterable[str]) -> dict[str, float]:
-    """Medians of the metrics over the launches of the kernel that took the most time."""
+RANGE = re.compile(r"\[([^]|]*)\|([^]]*)\]")  # of profile_kernel.py: who and row, FLOPs
+FLOPS = "flops"  # of a call, beside the metrics
+
+
+def read(lines: Iterable[str], stem: str) -> dict[str, dict[str, float]]:
+    """Read the columns of a file: one for each range that its launches lie in, else `stem`."""
     rows = list(csv.reader(line for line in lines if line.startswith('"')))
     if len(rows) < 3:
         raise ValueError("no kernel in it: was something profiled, with --csv --page raw?")
@@ -105,12 +120,28 @@ def read(lines: Iterable[str]) -> dict[str, float]:
     for needed in ("Kernel Name", ROWS[0][1]):
         if needed not in at:
             raise ValueError(f"it has no column {needed!r}; take the metrics of --metrics")
+    columns: dict[str, list[list[str]]] = {}
+    flops: dict[str, float] = {}
+    for launch in launches:
+        within = next(filter(None, map(RANGE.search, launch)), None)
+        name = within[1].removeprefix("cuattn:") if within else stem
+        columns.setdefault(name, []).append(launch)
+        if within:
+            flops[name] = float(within[2])
+    found = {name: longest(at, chosen) for name, chosen in columns.items()}
+    for name, value in flops.items():
+        found[name][FLOPS] = value
+    return found
+
+
+def longest(at: dict[str, int], launches: list[list[str]]) -> dict[str, float]:
+    """Medians of the metrics over the launches of the kernel that took the most time."""
     seconds: dict[str, float] = {}
     for launch in launches:
         name = launch[at["Kernel Name"]]
         seconds[name] = seconds.get(name, 0.0) + (number(launch[at[ROWS[0][1]]]) or 0.0)
-    longest = max(seconds, key=lambda name: seconds[name])
-    chosen = [launch for launch in launches if launch[at["Kernel Name"]] == longest]
+    chosen_name = max(seconds, key=lambda name: seconds[name])
+    chosen = [launch for launch in launches if launch[at["Kernel Name"]] == chosen_name]
     found = {}
     for metric in metrics():
         values = [number(launch[at[metric]]) for launch in chosen] if metric in at else []
@@ -119,7 +150,13 @@ def read(lines: Iterable[str]) -> dict[str, float]:
     return found
 
 
-def table(columns: dict[str, dict[str, float]]) -> str:
+def intensity(found: dict[str, float]) -> float | None:
+    """FLOPs of the call for each byte that its longest kernel moves from and to DRAM."""
+    moved = found.get("dram__bytes_read.sum", 0.0) + found.get("dram__bytes_write.sum", 0.0)
+    return found[FLOPS] / moved if found.get(FLOPS) and moved else None
+
+
+def table(columns: dict[str, dict[str, float]], least_stall: float = LEAST_STALL) -> str:
     """Format a Markdown table: a row for each metric, a column for each file."""
     lines = [f"| | {' | '.join(columns)} |", "| --- |" + " ---: |" * len(columns)]
 
@@ -130,12 +167,16 @@ def table(columns: dict[str, dict[str, float]]) -> str:
     for label, metric, text in ROWS:
         if any(metric in found for found in columns.values()):
             add(label, metric, text)
+    ratios = [intensity(found) for found in columns.values()]
+    if any(ratios):
+        cells = ("" if ratio is None else f"{ratio:.0f}" for ratio in ratios)
+        lines.append(f"| FLOPs a byte of DRAM | {' | '.join(cells)} |")
     stalls = {
         reason: max(found.get(STALL.format(reason), 0.0) for found in columns.values())
         for reason in STALLS
     }
     for reason in sorted(STALLS, key=lambda reason: -stalls[reason]):
-        if stalls[reason] >= LEAST_STALL:
+        if stalls[reason] >= least_stall:
             label = f"warps a scheduler in {reason.replace('_', ' ')}, per issue"
             add(label, STALL.format(reason), lambda x: f"{x:.2f}")
     return "\n".join(lines)
@@ -146,6 +187,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("files", nargs="*", type=pathlib.Path)
+    parser.add_argument("--least-stall", type=float, default=LEAST_STALL, metavar="WARPS")
     parser.add_argument("--metrics", action="store_true", help="print the list for ncu and stop")
     arguments = parser.parse_args()
     if arguments.metrics:
@@ -154,11 +196,11 @@ def main() -> int:
     columns = {}
     for path in arguments.files:
         try:
-            columns[path.stem] = read(path.read_text(encoding="utf-8").splitlines())
+            columns |= read(path.read_text(encoding="utf-8").splitlines(), path.stem)
         except (OSError, ValueError) as error:
             print(f"ncu_table: {path}: {error}", file=sys.stderr)
             return 1
-    print(table(columns))
+    print(table(columns, arguments.least_stall))
     return 0
 
 

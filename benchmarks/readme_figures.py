@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import aims
 import front_picture
+import variants_page
 from cuattn._bench import bars, report
 from cuattn._cli import plot
 
@@ -67,6 +68,7 @@ class Shown(NamedTuple):
     rows: tuple[str, ...] = ()  # of README; docs/figures.md has all
 
 
+GRID_ROWS = ("d64 s16384 causal", "d128 s2048 full", "d128 s16384 causal", "d256 s16384 causal")
 SHOWN = {
     "mission": Shown("Naive against flash: time and memory", time_and_memory, None, MEMORY),
     "forward": Shown(
@@ -74,18 +76,14 @@ SHOWN = {
         speed,
         BEST,
         MEMORY,
-        tuple(
-            f"d{dim} {rows}" for dim in (64, 128, 256) for rows in ("s2048 full", "s16384 causal")
-        ),
+        GRID_ROWS,
     ),
     "backward": Shown(
         "Backward, TFLOP/s",
         speed,
         BEST,
         SPEED,
-        tuple(
-            f"d{dim} {rows}" for dim in (64, 128, 256) for rows in ("s2048 full", "s16384 causal")
-        ),
+        GRID_ROWS,
     ),
     "fp16": Shown("Forward in float16, TFLOP/s", speed, BEST, SPEED),
     "gqa": Shown("Grouped heads, TFLOP/s", speed, BEST, MEMORY),
@@ -111,9 +109,7 @@ SHOWN = {
                 "32/8 1 x 8192",
                 "32/8 16 x 1024",
                 "32/8 64 x 8192",
-                "64/8 16 x 8192",
                 "32/32 16 x 1024",
-                "32/32 64 x 2048",
             )
         ),
     ),
@@ -128,7 +124,12 @@ SHOWN = {
         "Decode behind a shared prefix, milliseconds", milliseconds, "flashinfer", SPEED
     ),
     "chunked": Shown("Prefill over pages, TFLOP/s", speed, "cuattn:dense"),
+    "parallel": Shown("Two GPUs beside one, milliseconds", milliseconds, "cuattn:one"),
     "cache": Shown("Cache operations, bytes / time in TB/s", bandwidth, "memcpy", SPEED),
+    "variants": Shown("Variants of attention side by side", milliseconds, None, MEMORY),
+    "mla": Shown("Latent attention, bytes of latents / time in TB/s", bandwidth, BEST, SPEED),
+    "rope": Shown("Rotation, milliseconds", milliseconds, BEST),
+    "fused": Shown("Norms, activations, sampling: bytes / time in TB/s", bandwidth, BEST, SPEED),
     "cpu": Shown("CPU backend, milliseconds", milliseconds, "torch", MEMORY),
     "cpu_ladder": Shown("CPU: naive against flash, milliseconds", milliseconds),
 }
@@ -285,7 +286,7 @@ def front() -> str:
 
 
 def short() -> str:
-    """The tables of README: six rows of each, and what all rows of the family say."""
+    """The tables of README: four rows of each, and what all rows of the family say."""
     found = documents()
     parts = []
     for family in IN_README:
@@ -339,7 +340,8 @@ def paragraph(family: str, document: dict) -> str:
             for kind in shown.pictures
         )
         parts.append("\n".join(pictures))
-    parts.append(table(document, shown))
+    is_variants = family == "variants"
+    parts.append(variants_page.tables(document) if is_variants else table(document, shown))
     if summary := report.summary(document):
         parts.append("\n".join(f"- {line}" for line in summary.splitlines()))
     parts.append(f"{plot.caption(document)}  \n`{document['command']}`")

@@ -54,7 +54,8 @@ struct FlexArrays {
                    {"mask_program", &cuattn_flex_options::mask_program},
                    {"score_gradient", &cuattn_flex_options::score_gradient},
                    {"block_starts", &cuattn_flex_options::block_starts},
-                   {"block_entries", &cuattn_flex_options::block_entries}};
+                   {"block_entries", &cuattn_flex_options::block_entries},
+                   {"numbers", &cuattn_flex_options::numbers}};
     for (const auto& [name, field] : kArrays) {
       nb::handle source = argument(found, name);
       if (is_given(source)) options.*field = import(name, source, stream, home);
@@ -78,6 +79,8 @@ struct FlexArrays {
     nb::handle key_block = argument(found, "key_block");
     if (is_given(query_block)) options.query_block = parse_int32(op, "query_block", query_block);
     if (is_given(key_block)) options.key_block = parse_int32(op, "key_block", key_block);
+    nb::handle functor = argument(found, "functor");
+    if (is_given(functor)) options.functor = nb::cast<int64_t>(functor);
   }
 };
 
@@ -144,7 +147,15 @@ nb::object flex_attention_backward(const nb::dict& arguments, const nb::dict& fo
 
 }  // namespace
 
+int64_t add_functor(const nb::bytes& image) {
+  int64_t functor = 0;
+  check(cuattn_flex_add_functor(image.data(), image.size(), &functor));
+  return functor;
+}
+
 void add_flex(nb::module_& m) {
+  m.def("add_functor", &add_functor, nb::arg("image"),
+        "Keep machine code of a mask and a score function; return its number.");
   m.def("flex_attention", &flex_attention, nb::arg("arguments"), nb::arg("found"),
         nb::sig("def flex_attention(arguments: dict[str, object], found: dict[str, object]) -> "
                 "object"),

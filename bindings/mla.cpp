@@ -25,10 +25,8 @@ nb::handle argument(const nb::dict& arguments, const char* name) {
                                   : nb::handle();
 }
 
-void refuse_jax(const char* op, const char* name, nb::handle array) {
-  if (array_type(op, name, array).library != Library::jax) return;
-  raise(PyExc_NotImplementedError, op, ": ", name,
-        " is a JAX array, which this function does not take yet; use numpy, torch or CuPy arrays");
+bool is_jax(const char* op, const char* name, nb::handle array) {
+  return array_type(op, name, array).library == Library::jax;
 }
 
 // ---- mla_decode
@@ -63,7 +61,7 @@ struct DecodeArrays {
 
 nb::object mla_decode(const nb::dict& arguments) {
   const char* op = "mla_decode";
-  refuse_jax(op, "q_nope", argument(arguments, "q_nope"));
+  if (is_jax(op, "q_nope", argument(arguments, "q_nope"))) return nb::borrow(Py_NotImplemented);
   PagedArgs args = read_arguments<PagedAttention>(arguments);
   CallStream stream;
   if (is_given(args.stream)) stream = parse_stream(op, args.stream);
@@ -103,7 +101,7 @@ nb::object mla_write(nb::handle ckv, nb::handle kpe, nb::handle ckv_cache, nb::h
                      nb::handle slot_mapping, nb::handle cos, nb::handle sin, nb::handle positions,
                      nb::handle rope_interleaved, nb::handle stream_arg) {
   const char* op = "mla_write";
-  refuse_jax(op, "ckv", ckv);
+  if (is_jax(op, "ckv", ckv)) return nb::borrow(Py_NotImplemented);
   CallStream stream = parse_stream(op, stream_arg);
   cuattn_cache_options options;
   cuattn_cache_options_init(&options, sizeof options);
@@ -111,17 +109,19 @@ nb::object mla_write(nb::handle ckv, nb::handle kpe, nb::handle ckv_cache, nb::h
   Array latents, ropes, latent_cache, rope_cache, slots;
   latents.import(op, "ckv", ckv, stream, nullptr);
   complete_stream(op, latents, stream);
-  ropes.import(op, "kpe", kpe, stream, &latents);
+  bool has_ropes = !kpe.is_none() || !kpe_cache.is_none();
+  if (has_ropes) ropes.import(op, "kpe", kpe, stream, &latents);
   latent_cache.import(op, "ckv_cache", ckv_cache, stream, &latents, true);
-  rope_cache.import(op, "kpe_cache", kpe_cache, stream, &latents, true);
+  if (has_ropes) rope_cache.import(op, "kpe_cache", kpe_cache, stream, &latents, true);
   slots.import(op, "slot_mapping", slot_mapping, stream, &latents);
   Turning turning;
   turning.import(op, cos, sin, positions, stream, latents, options);
   cuattn_status status;
   {
     Unlocked unlocked;
-    status = cuattn_mla_write(&latents.tensor, &ropes.tensor, &latent_cache.tensor,
-                              &rope_cache.tensor, &slots.tensor, &options, stream.handle);
+    status = cuattn_mla_write(&latents.tensor, has_ropes ? &ropes.tensor : nullptr,
+                              &latent_cache.tensor, has_ropes ? &rope_cache.tensor : nullptr,
+                              &slots.tensor, &options, stream.handle);
   }
   check(status);
   return nb::make_tuple(ckv_cache, kpe_cache);
@@ -171,7 +171,7 @@ nb::object mla_project(const char* op, nb::handle x, nb::handle proj, nb::handle
                        const std::string& tail_layout, const std::string& out_layout,
                        nb::handle out, nb::handle stream_arg, nb::handle apart_arg,
                        bool check_only) {
-  refuse_jax(op, "x", x);
+  if (is_jax(op, "x", x)) return nb::borrow(Py_NotImplemented);
   CallStream stream = parse_stream(op, stream_arg);
   bool transpose = parse_bool(op, "transpose", transpose_arg);
   Array rows;

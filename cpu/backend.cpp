@@ -97,8 +97,8 @@ void check_context_lens(const char* function, const PagedWork& work, int32_t, St
 
 void list_kernels(std::vector<KernelInfo>& list) {
   for (const char* dtype : {"float32", "float16", "bfloat16"}) {
-    list.push_back({"attention", "cpu", cpu::isa_name(), dtype, 256, 256, "any", "any"});
-    list.push_back({"attention", "cpu_naive", "any", dtype, 256, 256, "any", "any"});
+    list.push_back({"attention", "cpu", cpu::isa_name(), dtype, 512, 512, "any", "any"});
+    list.push_back({"attention", "cpu_naive", "any", dtype, 512, 512, "any", "any"});
     list.push_back({"attention_backward", "cpu", cpu::isa_name(), dtype, 256, 256, "any", "any"});
     list.push_back({"attention_backward", "cpu_naive", "any", dtype, 256, 256, "any", "any"});
     list.push_back({"paged_attention", "cpu", cpu::isa_name(), dtype, 256, 256, "any", "any"});

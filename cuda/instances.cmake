@@ -17,10 +17,26 @@ cuattn_kernel(attention forward_sm90 attention/sm90/forward.cuh sm90
               "f16;bf16" "64;96;128;192;256;192x128" "none;causal;window" "scored")
 cuattn_kernel(attention forward_sm80 attention/sm80/forward.cuh portable
               "f16;bf16" "32;64;96;128;192;256;192x128" "none;causal;window" "identity;scored")
+cuattn_kernel(attention forward_sm80 attention/sm80/forward.cuh portable
+              "f16;bf16" "512" "window" "scored")
+# A source is called by its scores: rows stand apart by having one kind each. Without scores 128
+# would spill on sm_80: 192x128 serves it.
+cuattn_kernel(attention forward_sm80 attention/sm80/forward.cuh portable
+              "f16;bf16" "32;64;96;192;256;192x128" "rows" "identity")
+cuattn_kernel(attention forward_sm80 attention/sm80/forward.cuh portable
+              "f16;bf16" "32;64;96;128;192;256;192x128" "rows" "scored")
 cuattn_kernel(attention forward_simt attention/simt.cuh portable
               "f32" "64;128;256" "none;causal;window" "identity;scored")
+cuattn_kernel(attention forward_simt attention/simt.cuh portable
+              "f32" "64;128;256" "rows" "identity")
+cuattn_kernel(attention forward_simt attention/simt.cuh portable
+              "f32" "64;128;256" "rows" "scored")
+cuattn_kernel(attention forward_simt attention/simt.cuh portable
+              "f32" "512" "window" "scored")
 cuattn_kernel(attention forward_tiled attention/tiled.cuh portable
               "f32;f16;bf16" "64;128" "none;causal;window" "identity")
+
+# Of 512 the scored window serves every call.
 
 # Two kernels each, one a pass; a third where scored, for dbias. Of the scored ones the window serves
 # every mask, and dropout (sm90: three more kernels of it); of simt it serves all calls.

@@ -2,6 +2,8 @@
 // The runtime functions of the emulated device, and in cuBLAS's place its absence.
 #include "emulate/runtime.h"
 
+#include <dlfcn.h>
+
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -141,6 +143,26 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const voi
                                                           size_t smem_bytes) {
   size_t by_memory = emulate::kSharedBytes / std::max<size_t>(smem_bytes, 1);
   *blocks = static_cast<int>(std::min<size_t>(by_memory, 2048 / std::max(threads, 1)));
+  return cudaSuccess;
+}
+
+// The image is the path of a library (tests/flex/emulated_functor.py builds one).
+cudaError_t cudaLibraryLoadData(cudaLibrary_t* library, const void* image, void*, void*, unsigned,
+                                void*, void*, unsigned) {
+  *library = dlopen(static_cast<const char*>(image), RTLD_NOW | RTLD_LOCAL);
+  return *library == nullptr ? failed(cudaErrorInvalidValue, dlerror()) : cudaSuccess;
+}
+cudaError_t cudaLibraryGetKernel(cudaKernel_t* kernel, cudaLibrary_t library, const char* name) {
+  *kernel = dlsym(library, (std::string(name) + "_emulated").c_str());
+  return *kernel == nullptr ? failed(cudaErrorInvalidValue, dlerror()) : cudaSuccess;
+}
+cudaError_t cudaKernelSetAttributeForDevice(cudaKernel_t kernel, int, int value, int) {
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, value);
+}
+cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* kernel,
+                                void** arguments) {
+  using Launch = void (*)(const cudaLaunchConfig_t*, void**);
+  reinterpret_cast<Launch>(const_cast<void*>(kernel))(config, arguments);
   return cudaSuccess;
 }
 

@@ -33,7 +33,13 @@ const char* dtype_name(DType dtype) {
 }
 
 const char* mask_name(MaskKind mask) {
-  return mask == MaskKind::none ? "none" : mask == MaskKind::causal ? "causal" : "window";
+  switch (mask) {
+    case MaskKind::none: return "none";
+    case MaskKind::causal: return "causal";
+    case MaskKind::window: return "window";
+    case MaskKind::rows: return "rows";
+  }
+  return "unknown";
 }
 
 const char* score_name(ScoreKind score) {

@@ -32,7 +32,7 @@ struct OptionsRules<cuattn_attention_options> {
 template <>
 struct OptionsRules<cuattn_flex_options> {
   static constexpr const char* kInit = "cuattn_flex_options_init";
-  static constexpr size_t kEnd = offsetof(cuattn_flex_options, array_gradients) + sizeof(void*);
+  static constexpr size_t kEnd = offsetof(cuattn_flex_options, numbers) + sizeof(void*);
   static void set_defaults(cuattn_flex_options&) {}
 };
 

@@ -414,6 +414,8 @@ def serves(backend, device, case):
         return max(case.head_dim, case.dim_v) <= 128 and not case.scored and not case.sinks
     if backend == "simt":
         return case.dtype == "float32"
+    if backend == "sm90" and max(case.head_dim, case.dim_v) > 256:
+        return False
     if backend in cases.TENSOR_CORE_BACKENDS:
         return case.dtype != "float32"
     return True

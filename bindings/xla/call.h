@@ -190,6 +190,15 @@ struct AttentionResults {
   size_t memory_bytes() const { return memory() == nullptr ? 0 : workspace.view.size(); }
 };
 
+// A result that XLA lays onto the argument that it continues.
+inline void set_in_place(const CallFrame& frame, int64_t argument, int64_t result, DLDevice device,
+                         Tensor& tensor) {
+  const Buffer& buffer = *frame.results.items[result];
+  tensor.set(buffer, device);
+  if (buffer.data != frame.arguments.items[argument]->data && tensor.view.size() > 0)
+    throw Failure{ErrorCode::internal, "cuattn: XLA did not alias a result to its argument"};
+}
+
 inline Error* report(const CallFrame& frame, const Failure& failure) {
   CreateErrorArgs args{{sizeof args, nullptr}, failure.message.c_str(), failure.code};
   return frame.api->create_error(&args);

@@ -158,6 +158,7 @@ struct Handler {
   Error* (*cuda)(CallFrame*);
 };
 extern const Handler kAttention, kAttentionBackward, kMergeStates, kPagedAttention,
-    kReshapeAndCache, kGatherCache, kApplyRope, kNorm, kActivation, kSample, kVerify;
+    kReshapeAndCache, kGatherCache, kApplyRope, kNorm, kActivation, kSample, kVerify, kMlaDecode,
+    kMlaWrite;
 
 }  // namespace cuattn::bindings::xla

@@ -30,15 +30,6 @@ void run_paged(const CallFrame& frame, Platform platform) {
                          results.memory_bytes(), place.stream));
 }
 
-// A result that XLA lays onto the argument that it continues.
-void set_in_place(const CallFrame& frame, int64_t argument, int64_t result, DLDevice device,
-                  Tensor& tensor) {
-  const Buffer& buffer = *frame.results.items[result];
-  tensor.set(buffer, device);
-  if (buffer.data != frame.arguments.items[argument]->data && tensor.view.size() > 0)
-    throw Failure{ErrorCode::internal, "cuattn: XLA did not alias a result to its argument"};
-}
-
 constexpr const DLTensor* cuattn_cache_options::* kWriteArrays[] = {
     &cuattn_cache_options::k_scales, &cuattn_cache_options::v_scales, &cuattn_cache_options::cos,
     &cuattn_cache_options::sin};

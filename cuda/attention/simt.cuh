@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rung four, backend="simt": float32 flash attention on CUDA cores, every option, head dims to 256.
+// Rung four, backend="simt": float32 flash attention on CUDA cores, every option, head dims to 512.
 // Four warps own the rows of a query tile; K and V pass through a ring of two stages in shared
 // memory; both products are register tiles, as in a classic SGEMM. Source: FlashAttention-2,
 // arXiv:2307.08691, algorithm 1. Next: attention/sm80/forward.cuh, the same algorithm on tensor
@@ -39,7 +39,8 @@ struct ForwardSimt {
   static constexpr int kPart = kStageFloats / kHeadDim;  // keys of V a stage holds, for all dims
   static constexpr int kPartsV = kTileN / kPart;
   static constexpr int kPad = 4;  // floats: 8 rows at one column then fall into 8 groups of banks
-  static constexpr int kBlocksPerSm = kHeadDim == 64 ? 3 : 2;  // what 227 KiB of shared memory hold
+  // What 227 KiB of shared memory hold, and without spilling.
+  static constexpr int kBlocksPerSm = kHeadDim == 64 && !Policy::kLoads ? 3 : 2;
 
   // 2. Shared storage: Q is loaded once, with zeros beyond head_dim and the last row; a warp writes
   // and reads its own rows of P only.
@@ -116,8 +117,9 @@ struct ForwardSimt {
   //
   //   stage 0   K chunk 0 | compute | V part 0 | compute | K chunk 0 of the next tile ...
   //   stage 1             | K chunk 1 | compute | V part 1 | compute ...
+  template <class Walk>
   struct Ring {
-    device::TileWalk walk;  // of the next load
+    Walk walk;  // of the next load
     int chunks;
     int step = 0;   // 0..chunks-1: K, then V
     int stage = 0;  // of the next load
@@ -308,10 +310,10 @@ struct ForwardSimt {
   static __device__ void attend(const AttentionParams& p, const Policy& policy, const Work& w,
                                 Shared& s, State& state) {
     int32_t row_end = min(w.row_begin + kTileM, w.queries.used);
-    device::TileWalk walk(policy.template range<kTileN>(w.row_begin, row_end));
+    auto walk = policy.template walk<kTileN>(w.row_begin, row_end);
     if (!walk.more()) return;
     device::HeadDropout dropout(p, w.b, w.head);
-    Ring ring{walk, device::ceil_div(w.head_dim, kChunk)};
+    Ring<decltype(walk)> ring{walk, device::ceil_div(w.head_dim, kChunk)};
     load<kTileM, kHeadDim>(s.q[0], kHeadDim + kPad, w.q, w.q_stride, w.row_begin, w.queries.used, 0,
                            w.head_dim);
     ring.load_next(w, s);  // one group with Q
@@ -383,26 +385,30 @@ struct ForwardSimt {
       }
     }
   }
+
+  // 6. Kernel
+  static __device__ __forceinline__ void run(const AttentionParams& p, void* memory) {
+    Shared& shared = *static_cast<Shared*>(memory);
+    Work work = find_work(p);
+    if (work.row_begin >= work.queries.stored) return;
+    State state;
+    clear(state.out);
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      state.max[i] = device::negative_infinity();
+      state.sum[i] = 0.0f;
+    }
+    const Policy policy(p, work.b, work.head, work.queries.used, work.keys.used);
+    attend(p, policy, work, shared, state);
+    store(p, work, state, policy.to_log2);
+  }
 };
 
-// 6. Kernel
 template <class Kernel, class Policy>
 __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocksPerSm)
     forward_simt(const __grid_constant__ AttentionParams p) {
   extern __shared__ __align__(16) unsigned char dynamic_shared[];
-  auto& shared = *reinterpret_cast<typename Kernel::Shared*>(dynamic_shared);
-  typename Kernel::Work work = Kernel::find_work(p);
-  if (work.row_begin >= work.queries.stored) return;
-  typename Kernel::State state;
-  Kernel::clear(state.out);
-#pragma unroll
-  for (int i = 0; i < Kernel::kRows; ++i) {
-    state.max[i] = device::negative_infinity();
-    state.sum[i] = 0.0f;
-  }
-  const Policy policy(p, work.b, work.head, work.queries.used, work.keys.used);
-  Kernel::attend(p, policy, work, shared, state);
-  Kernel::store(p, work, state, policy.to_log2);
+  Kernel::run(p, dynamic_shared);
 }
 
 // 7. Launcher

@@ -48,7 +48,10 @@ __global__ void __launch_bounds__(kSoftmaxRowsPerBlock * 32)
   if (row >= queries.stored) return;  // a ragged batch: this sequence is shorter than the longest
   bool used = row < queries.used;
   KeyRange seen{0, 0};
-  if (used) seen = p.mask.visible(row, queries.used, keys.used);
+  if (used) {
+    seen = p.mask.visible(row, queries.used, keys.used);
+    seen = p.rows.limit(seen, b, head, queries.start + row);
+  }
   ScoreMod<kType, kScore> score(p, b, head, queries.used, keys.used);
 
   float max = negative_infinity(), sum = 0.0f;  // of scores, and of exponentials relative to it

@@ -16,6 +16,7 @@ void attention(const AttentionParams& params, const AttentionSchedule& schedule,
                int32_t device_id, Stream stream) {
   DeviceGuard guard(device_id);
   cudaStream_t cuda_stream = static_cast<cudaStream_t>(stream);
+  if (params.flex != nullptr) return launch_functor(params, plan, device_id, cuda_stream);
   switch (plan.kernel) {
     case Kernel::naive: return launch_naive(params, schedule.workspace, cuda_stream);
     case Kernel::cublas: return launch_cublas(params, schedule.workspace, device_id, cuda_stream);
@@ -112,6 +113,16 @@ void verify(const VerifyParams& params, int32_t device_id, Stream stream) {
   launch_verify(params, static_cast<cudaStream_t>(stream));
 }
 
+void quantize(const QuantizeParams& params, int32_t device_id, Stream stream) {
+  DeviceGuard guard(device_id);
+  launch_quantize(params, static_cast<cudaStream_t>(stream));
+}
+
+void dequantize(const QuantizeParams& params, int32_t device_id, Stream stream) {
+  DeviceGuard guard(device_id);
+  launch_dequantize(params, static_cast<cudaStream_t>(stream));
+}
+
 bool read_back(void* host, const void* data, size_t bytes, int32_t device_id, Stream stream) {
   DeviceGuard guard(device_id);
   return read_device_data(host, data, bytes, static_cast<cudaStream_t>(stream));
@@ -151,7 +162,7 @@ void list_kernels(std::vector<KernelInfo>& list) {
   for (DType dtype : {DType::f32, DType::f16, DType::bf16}) {
     for (Kernel kernel : {Kernel::naive, Kernel::cublas}) {
       list.push_back(
-          {"attention", kernel_name(kernel), kArchs, dtype_name(dtype), 256, 256, "any", "any"});
+          {"attention", kernel_name(kernel), kArchs, dtype_name(dtype), 512, 512, "any", "any"});
     }
     list.push_back(
         {"attention_backward", "naive", kArchs, dtype_name(dtype), 256, 256, "any", "any"});
@@ -167,6 +178,7 @@ void list_kernels(std::vector<KernelInfo>& list) {
 const Backend* cuda_backend() {
   static const Backend backend{.device_info = device_info,
                                .attention = attention,
+                               .add_functor = add_functor,
                                .backward = backward,
                                .paged = paged,
                                .paged_deal = paged_deal,
@@ -181,8 +193,8 @@ const Backend* cuda_backend() {
                                .activate = activate,
                                .sample = sample,
                                .verify = verify,
-                               .quantize = nullptr,
-                               .dequantize = nullptr,
+                               .quantize = quantize,
+                               .dequantize = dequantize,
                                .read_back = read_back,
                                .host_alloc = host_alloc,
                                .host_free = host_free,

@@ -9,10 +9,10 @@
 namespace cuattn {
 namespace {
 
-constexpr int kWarpPieces = 4;   // 64 bytes of each array a lane: rows of up to 2 KB
-constexpr int kBlockBytes = 32;  // the same of a block, whose threads are 16 times as many
+constexpr int kWarpPieces = 4;  // 64 bytes of each array a lane: rows of up to 2 KB
 constexpr int kWarpsPerBlock = 4;
-constexpr int kMostThreads = 1024;
+constexpr int kMostThreads = 1024, kRowThreads = 512;  // of a block, where it keeps a row
+constexpr int kRowColumns = 32;                        // of a thread there: rows of up to 16384
 
 // Who shares a row: the lanes of a warp, or the threads of a block.
 template <bool kWarp>
@@ -98,10 +98,13 @@ struct NormRow {
   }
 };
 
-// Rows of up to kPieces pieces a thread.
+// Rows of up to kPieces pieces a thread, which keep h as it is stored: half of the registers that
+// floats take, so that a multiprocessor has rows enough on their way while others are summed.
 template <DType kType, int kSize, int kPieces, bool kWarp>
-__global__ void __launch_bounds__(kWarp ? 32 * kWarpsPerBlock : kMostThreads)
-    norm(const __grid_constant__ NormParams p) {
+__global__ void __launch_bounds__(kWarp ? 32 * kWarpsPerBlock : kRowThreads,
+                                  sizeof(Element<kType>) == 4 ? 1
+                                  : kWarp ? 8
+                                          : 2) norm(const __grid_constant__ NormParams p) {
   using T = Element<kType>;
   using Rows = Team<kWarp>;
   int64_t index = Rows::row();
@@ -110,34 +113,53 @@ __global__ void __launch_bounds__(kWarp ? 32 * kWarpsPerBlock : kMostThreads)
   auto column_of = [](int i) { return (i * Rows::size() + Rows::rank()) * kSize; };
   int columns = static_cast<int>(p.columns);
 
-  Piece<T, kSize> a[kPieces] = {}, b[kPieces] = {};
+  Piece<T, kSize> h[kPieces] = {};
+#pragma unroll
+  for (int i = 0; i < kPieces; ++i) {
+    if (column_of(i) < columns) h[i] = load_piece<kSize>(row.x + column_of(i));
+  }
+  if (row.residual != nullptr) {
+    Piece<T, kSize> b[kPieces];
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      if (column_of(i) < columns) b[i] = load_piece<kSize>(row.residual + column_of(i));
+    }
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      if (column_of(i) >= columns) continue;
+#pragma unroll
+      for (int j = 0; j < kSize; ++j)
+        h[i].x[j] = from_float<T>(to_float(h[i].x[j]) + to_float(b[i].x[j]));
+      *reinterpret_cast<Piece<T, kSize>*>(row.residual_out + column_of(i)) = h[i];
+    }
+  }
+  float mean = 0.0f, squares = 0.0f;
+  if (p.centred) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+#pragma unroll
+      for (int j = 0; j < kSize; ++j) sum += to_float(h[i].x[j]);
+    }
+    mean = Rows::sum(sum) / static_cast<float>(columns);
+  }
 #pragma unroll
   for (int i = 0; i < kPieces; ++i) {
     if (column_of(i) >= columns) continue;
-    a[i] = load_piece<kSize>(row.x + column_of(i));
-    if (row.residual != nullptr) b[i] = load_piece<kSize>(row.residual + column_of(i));
-  }
-  float h[kPieces][kSize], sum = 0.0f;
 #pragma unroll
-  for (int i = 0; i < kPieces; ++i) {
-    row.add(a[i], b[i], h[i]);
-    if (row.residual != nullptr && column_of(i) < columns)
-      store_piece(row.residual_out + column_of(i), h[i]);
-#pragma unroll
-    for (int j = 0; j < kSize; ++j) sum += h[i][j];
-  }
-  float mean = p.centred ? Rows::sum(sum) / static_cast<float>(columns) : 0.0f;
-  float squares = 0.0f;
-#pragma unroll
-  for (int i = 0; i < kPieces; ++i) {
-    if (column_of(i) >= columns) continue;
-#pragma unroll
-    for (int j = 0; j < kSize; ++j) squares = fmaf(h[i][j] - mean, h[i][j] - mean, squares);
+    for (int j = 0; j < kSize; ++j) {
+      float difference = to_float(h[i].x[j]) - mean;
+      squares = fmaf(difference, difference, squares);
+    }
   }
   float inverse = row.inverse_of(Rows::sum(squares));
 #pragma unroll
   for (int i = 0; i < kPieces; ++i) {
-    if (column_of(i) < columns) row.finish(column_of(i), h[i], mean, inverse);
+    if (column_of(i) >= columns) continue;
+    float y[kSize];
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) y[j] = to_float(h[i].x[j]);
+    row.finish(column_of(i), y, mean, inverse);
   }
 }
 
@@ -181,7 +203,7 @@ __global__ void __launch_bounds__(kMostThreads) norm_long(const __grid_constant_
 template <DType kType>
 void launch(const NormParams& p, cudaStream_t stream) {
   constexpr int kItem = sizeof(Element<kType>), kSize = 16 / kItem;
-  constexpr int kBlockPieces = kItem * kBlockBytes / 32;  // 16384 columns with 1024 threads
+  constexpr int kBlockPieces = kRowColumns / kSize;
   bool wide =
       has_16_byte_pieces(kItem, {p.x, p.residual, p.out, p.residual_out}, p.columns, p.x_stride,
                          p.residual_stride, p.out_stride, p.residual_out_stride);
@@ -191,7 +213,7 @@ void launch(const NormParams& p, cudaStream_t stream) {
   } else if (p.columns <= 32 * kSize * kWarpPieces) {
     blocks = ceil_div(blocks, unsigned{kWarpsPerBlock});
     norm<kType, kSize, kWarpPieces, true><<<blocks, 32 * kWarpsPerBlock, 0, stream>>>(p);
-  } else if (p.columns <= int64_t{kMostThreads} * kSize * kBlockPieces) {
+  } else if (p.columns <= int64_t{kRowThreads} * kSize * kBlockPieces) {
     int lanes = static_cast<int>(ceil_div<int64_t>(p.columns, kSize * kBlockPieces));
     norm<kType, kSize, kBlockPieces, false><<<blocks, ceil_div(lanes, 32) * 32, 0, stream>>>(p);
   } else {

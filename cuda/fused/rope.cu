@@ -39,10 +39,12 @@ struct RotateRow {
       if (h < heads) *reinterpret_cast<P*>(out + h * p.out_strides.head + d) = pieces[h];
   }
 
-  // The pairs of `kSize` columns of cos and sin.
+  // The two pieces of `kSize` columns of cos and sin. Neighbours have these from two places of the
+  // tables, so that the pieces of a warp lie side by side, as halves do.
   __device__ void turn(int column, const float* cos_row, const float* sin_row, bool aligned) const {
-    int d = p.offset + (p.interleaved ? 2 * column : column);
-    int other = d + (p.interleaved ? kSize : p.rotary_dim / 2);
+    bool is_apart = kSize >= 4 || !p.interleaved;
+    int d = p.offset + (is_apart ? column : 2 * column);
+    int other = d + (is_apart ? p.rotary_dim / 2 : kSize);
     P a[kHeads], b[kHeads];
 #pragma unroll
     for (int h = 0; h < kHeads; ++h) {
@@ -50,8 +52,14 @@ struct RotateRow {
       a[h] = load_piece<kSize>(x + h * p.x_strides.head + d);
       b[h] = load_piece<kSize>(x + h * p.x_strides.head + other);
     }
-    auto cos = load_floats<kSize>(cos_row + column, aligned);
-    auto sin = load_floats<kSize>(sin_row + column, aligned);
+    Piece<float, kSize> cos, sin;
+    if (kSize >= 4 && p.interleaved) {
+      cos = load_two(cos_row, column, aligned);
+      sin = load_two(sin_row, column, aligned);
+    } else {
+      cos = load_floats<kSize>(cos_row + column, aligned);
+      sin = load_floats<kSize>(sin_row + column, aligned);
+    }
 #pragma unroll
     for (int i = 0; i < kSize; ++i) sin.x[i] = p.inverse ? -sin.x[i] : sin.x[i];
 #pragma unroll
@@ -69,6 +77,17 @@ struct RotateRow {
   }
 
   using Floats = Piece<float, kSize>;
+  // Of the pairs in a piece at `column`, then of those in the one rotary_dim / 2 behind it.
+  __device__ Floats load_two(const float* row, int column, bool aligned) const {
+    constexpr int kHalf = kSize / 2 > 0 ? kSize / 2 : 1;
+    bool far_aligned = aligned && p.rotary_dim % 16 == 0;
+    auto near = load_floats<kHalf>(row + column / 2, aligned);
+    auto far = load_floats<kHalf>(row + column / 2 + p.rotary_dim / 4, far_aligned);
+    Floats both;
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) both.x[i] = i < kHalf ? near.x[i] : far.x[i - kHalf];
+    return both;
+  }
   static __device__ void turn_halves(const P& a, const P& b, const Floats& cos, const Floats& sin,
                                      float (&low)[kSize], float (&high)[kSize]) {
 #pragma unroll

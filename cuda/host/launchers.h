@@ -11,6 +11,7 @@
 #include "cuattn/params/merge.h"
 #include "cuattn/params/paged.h"
 #include "cuattn/params/project.h"
+#include "cuattn/params/quantize.h"
 #include "cuattn/params/sampling.h"
 #include "cuattn/plan.h"
 
@@ -21,6 +22,10 @@ void launch_naive(const AttentionParams& params, void* workspace, cudaStream_t s
 void launch_cublas(const AttentionParams& params, void* workspace, int device_id,
                    cudaStream_t stream);
 bool cublas_available();
+// attention/functor.cu: machine code of NVRTC, from 1 on; and a call whose `flex` names one.
+int64_t add_functor(const void* image, size_t bytes);
+void launch_functor(const AttentionParams& params, const Plan& plan, int device_id,
+                    cudaStream_t stream);
 void launch_naive_backward(const BackwardParams& params, void* workspace,
                            cudaStream_t stream);  // backward/naive.cu
 // backward/sums.cu: dbias of its parts, dsinks and dslopes, as far as they are needed.
@@ -37,7 +42,9 @@ void launch_merge(const MergeParams& params, cudaStream_t stream);            //
 void launch_rotate(const RotateParams& params, cudaStream_t stream);          // fused/rope.cu
 void launch_norm(const NormParams& params, cudaStream_t stream);              // fused/norm.cu
 void launch_activation(const ActivationParams& params, cudaStream_t stream);  // fused/activation.cu
-void launch_sample(const SampleParams& params, cudaStream_t stream);          // fused/sample.cu
+void launch_quantize(const QuantizeParams& params, cudaStream_t stream);      // fused/quantize.cu
+void launch_dequantize(const QuantizeParams& params, cudaStream_t stream);
+void launch_sample(const SampleParams& params, cudaStream_t stream);  // fused/sample.cu
 void launch_verify(const VerifyParams& params, cudaStream_t stream);
 void launch_project(const ProjectParams& params, cudaStream_t stream);  // mla/project.cu
 // attention/sm90/clear_counter.cu

@@ -190,8 +190,8 @@ inline size_t attention_workspace_bytes(const TensorView& q, const TensorView& k
 
 // out = softmax(mask(bias + alibi + softcap(scale * q k^T))) v.
 // q [batch, seqlen_q, num_heads_q, head_dim], k [batch, seqlen_kv, num_heads_kv, head_dim], v and
-// out alike with head_dim_v; float32, float16, bfloat16, or float8_e4m3fn with an out of another; on
-// the CPU out may be float32 where the others are not, and is not rounded then; stream is a
+// out alike with head_dim_v; float32, float16, bfloat16, or float8_e4m3fn with an out of another;
+// out may be float32 where the others are not, and is not rounded then; stream is a
 // cudaStream_t (ignored on the CPU). Throws std::invalid_argument, NotImplemented, CudaError or
 // std::runtime_error; nothing is
 // launched then.

@@ -33,6 +33,8 @@ struct Backend {
   DeviceInfo (*device_info)(int32_t device_id, bool find_libraries);
   void (*attention)(const AttentionParams& params, const AttentionSchedule& schedule,
                     const Plan& plan, int32_t device_id, Stream stream);
+  // Keeps machine code of a user's functions for FlexParams::functor; nullptr: there is no use.
+  int64_t (*add_functor)(const void* image, size_t bytes);
   void (*backward)(const BackwardParams& params, const BackwardSchedule& schedule, const Plan& plan,
                    int32_t device_id, Stream stream);
   void (*paged)(const PagedParams& params, const Plan& plan, int32_t device_id, Stream stream);

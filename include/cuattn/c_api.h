@@ -125,15 +125,15 @@ CUATTN_API cuattn_status cuattn_attention_prepare(const DLTensor* q, const DLTen
                                                   const DLTensor* v,
                                                   const cuattn_attention_options* options,
                                                   cuattn_attention_call* call);
-/* lse may be NULL. stream is a cudaStream_t, ignored on the CPU. There out may be float32 where q is
- * not, unrounded for a merge: here and in cuattn_paged_run but V1, V2. out, lse and workspace share no
+/* lse may be NULL. stream is a cudaStream_t, ignored on the CPU. out may be float32 where q is not,
+ * unrounded for a merge (not by naive, cublas, tiled): here and in cuattn_paged_run but V1, V2. out, lse and workspace share no
  * memory with each other or with the inputs. */
 CUATTN_API cuattn_status cuattn_attention_run(cuattn_attention_call* call, const DLTensor* out,
                                               const DLTensor* lse, void* workspace,
                                               size_t workspace_bytes, void* stream);
 
 /* What a user wrote, beside the options of attention. Initialise with cuattn_flex_options_init.
- * Served on the CPU; CUDA arrays take none of it yet. */
+ * Served on the CPU; on CUDA row ranges are, by naive, cublas, simt and sm80. */
 typedef struct {
   size_t struct_size;
   /* Row i sees at most the keys [row_begin[i], row_end[i]): int32 of the shape of lse, where any
@@ -154,9 +154,16 @@ typedef struct {
    * shapes of `arrays`, num_arrays long, NULL where one is not wanted. They are written by the run. */
   const DLTensor* score_gradient;
   const DLTensor* const* array_gradients;
+  /* On CUDA, in place of the two programs: machine code that reads `arrays`, and the int32 [n] of
+   * host memory that are its numbers, a float as its bits. 0: there is none. */
+  int64_t functor;
+  const DLTensor* numbers;
 } cuattn_flex_options;
 
 CUATTN_API void cuattn_flex_options_init(cuattn_flex_options* options, size_t struct_size);
+/* Keeps machine code of one kernel for the life of the process; python/cuattn/flex/emit.py writes
+ * its source. *functor is for cuattn_flex_options. It is loaded by the first call. */
+CUATTN_API cuattn_status cuattn_flex_add_functor(const void* image, size_t bytes, int64_t* functor);
 /* Runs as attention does, by cuattn_attention_run; also borrows what flex_options point to. */
 CUATTN_API cuattn_status cuattn_flex_prepare(const DLTensor* q, const DLTensor* k,
                                              const DLTensor* v,

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  * The C ABI of quantisation to float8_e4m3fn. Rules of arrays, streams, options and errors: c_api.h.
- * Formulas: docs/fp8.md. C++ users include float8.h instead. On the CPU; CUDA arrays are refused. */
+ * Formulas: docs/fp8.md. C++ users include float8.h instead. On the CPU and CUDA. */
 #pragma once
 
 #include "cuattn/c_api.h"
@@ -30,7 +30,8 @@ CUATTN_API void cuattn_quantize_options_init(cuattn_quantize_options* options, s
  * float32, float16 or bfloat16 of any strides; out float8_e4m3fn or uint8 of its shape, with up to
  * 15 rows more, which become 0. scale float32: one element, [heads / n], [batch, heads / n] or
  * [batch, heads, ceil(rows / 128) or dim]; by default written: the largest finite size / 448. Means
- * and sizes leave out what is not finite. */
+ * and sizes leave out what is not finite. A scale that is read may be a number of no axes in the
+ * host's memory. */
 CUATTN_API cuattn_status cuattn_quantize(const DLTensor* x, const DLTensor* out,
                                          const DLTensor* scale,
                                          const cuattn_quantize_options* options, void* stream);

@@ -38,7 +38,8 @@ CUATTN_API cuattn_status cuattn_mla_project(const cuattn_mla_projection* project
 
 /* Writes row i of ckv [num_tokens, latent] and kpe [num_tokens, rope] into slot slot_mapping[i] of
  * ckv_cache [num_blocks, block_size, latent] and kpe_cache [num_blocks, block_size, rope]. Of the
- * options cos, sin, positions and rope_interleaved count, which rotate kpe. */
+ * options cos, sin, positions and rope_interleaved count, which rotate kpe. Where kpe and kpe_cache
+ * are NULL both, the latents alone are written. */
 CUATTN_API cuattn_status cuattn_mla_write(const DLTensor* ckv, const DLTensor* kpe,
                                           const DLTensor* ckv_cache, const DLTensor* kpe_cache,
                                           const DLTensor* slot_mapping,

@@ -65,6 +65,15 @@ inline void mla_write(const TensorView& ckv, const TensorView& kpe, const Tensor
   detail::check(cuattn_mla_write(&c, &k, &cc, &kc, &slots, &options, stream));
 }
 
+// The same of latents that have no rope columns.
+inline void mla_write(const TensorView& ckv, const TensorView& ckv_cache,
+                      const TensorView& slot_mapping, void* stream = nullptr) {
+  cuattn_cache_options options;
+  cuattn_cache_options_init(&options, sizeof options);
+  DLTensor c = ckv.dl(), cc = ckv_cache.dl(), slots = slot_mapping.dl();
+  detail::check(cuattn_mla_write(&c, nullptr, &cc, nullptr, &slots, &options, stream));
+}
+
 // out[b, i, h] = x[b, i, h] proj[h], with `transpose` x[b, i, h] proj[h]^T: x and out [batch, rows,
 // num_heads, columns], proj [num_heads, latent, head_dim].
 inline void mla_project(const TensorView& x, const TensorView& proj, bool transpose,

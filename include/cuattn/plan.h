@@ -46,6 +46,7 @@ struct AttentionRequest {
   bool has_dropout;
   bool is_flex;                 // asked by flex_attention
   bool has_rows, has_programs;  // row ranges; programs or lists of a user
+  bool has_functor;             // these compiled for CUDA
 };
 
 // What the choice of a paged kernel depends on.

@@ -29,7 +29,8 @@ constexpr int32_t sm80_smem_bytes(HeadDims d, Tile tile) {
 // that 8.6, 8.9 and 12.0 grant a block. Measured on an H200 against twice the size and more stages:
 // docs/notes/20261121-prefill-sm80.md.
 constexpr Tile sm80_tile(HeadDims d, ScoreKind score) {
-  if (score == ScoreKind::scored) {  // the functor's registers leave room for 16 rows a warp
+  if (d.qk > 256) return {32, 32, 1, 4};  // 512: 32 + 64 = 96 KB; two warps share 16 rows
+  if (score == ScoreKind::scored) {       // the functor's registers leave room for 16 rows a warp
     if (d.qk <= 64) return {64, 128, 1, 4};  // 64: 8 + 32 = 40 KB
     if (d.qk <= 128) return {64, 64, 2, 4};  // 96: 12 + 2 * 24 = 60 KB; 128: 16 + 2 * 32 = 80 KB
   }
@@ -137,8 +138,13 @@ constexpr int32_t sm90_page_rows(int32_t block_size, Tile tile) {
   return rows;
 }
 
+// Warps that share rows, each with its own columns of O, which 256 columns and more need: O of 16
+// rows x 256 columns is 128 registers. Each computes the whole of S, a third of their products.
+constexpr int32_t sm80_column_groups(HeadDims d) { return d.v > 256 ? 2 : 1; }
+
 // simt keeps float32 tiles: 64 output registers a thread at most.
 constexpr Tile simt_tile(int32_t head_dim) {
+  if (head_dim > 256) return {16, 128, 2, 4};
   return head_dim <= 128 ? Tile{64, 64, 2, 4} : Tile{32, 128, 2, 4};
 }
 

@@ -122,6 +122,12 @@ class Operations:
         return array.to(kind) if self.namespace.__name__ == "torch" else array.astype(kind)
 
 
+def is_jax(array: Any) -> bool:
+    """Tell an array of JAX, or a tracer that stands for one."""
+    jax = sys.modules.get("jax")
+    return jax is not None and isinstance(array, jax.Array)
+
+
 def library_module(array: Any) -> Any:
     """Return the module whose functions compute with an array; None where it is not known."""
     for name, kind in (("torch", "Tensor"), ("numpy", "ndarray"), ("cupy", "ndarray")):

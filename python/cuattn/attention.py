@@ -111,8 +111,9 @@ def attention(
     ----------
     q : array, [batch, seqlen_q, num_heads_q, head_dim]
         Queries: float32, float16, bfloat16 or float8_e4m3fn; on the CPU or a CUDA device, in any
-        library with DLPack. head_dim is a multiple of 8 (float8: of 16) up to 256. Any strides, if
-        the last axis is contiguous (and rows start on 16 bytes, on CUDA).
+        library with DLPack. head_dim is a multiple of 8 up to 512 (float8: of 16 up to 256; above
+        256 without a gradient). Any strides, if the last axis is contiguous (and rows start on 16
+        bytes, on CUDA).
     k : array, [batch, seqlen_kv, num_heads_kv, head_dim]
         Keys, of q's dtype. num_heads_q is a multiple of num_heads_kv: query head h reads key head
         ``h // (num_heads_q // num_heads_kv)``.
@@ -179,8 +180,9 @@ def attention(
         Also return the log-sum-exp of the scores.
     out, lse_out : array, optional
         Written in place and returned; giving lse_out implies return_lse. They share no memory with
-        each other or another argument, q included; slices of one packed array do not. On the CPU
-        out may be float32 where q is not: the result before it is rounded, for `merge_states`.
+        each other or another argument, q included; slices of one packed array do not. out may be
+        float32 where q is not, but for "naive", "cublas" and "tiled" on CUDA: the result before it
+        is rounded, for `merge_states`.
     workspace : array, optional
         Contiguous device memory for kernels that need some: ``explain(...).workspace_bytes``, of
         any dtype. By default it comes from q's library.

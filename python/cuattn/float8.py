@@ -139,7 +139,7 @@ def quantize(
     ValueError, TypeError
         As in `attention`.
     NotImplementedError
-        CUDA arrays other than JAX's; a torch tensor that requires grad, in grad mode.
+        A torch tensor that requires grad, in grad mode.
 
     References
     ----------

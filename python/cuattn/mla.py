@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from . import _core
-from ._arrays import Array, ArrayT, ShapedArray, ShapedT, library_module
+from ._arrays import Array, ArrayT, ShapedArray, ShapedT, is_jax, library_module
 from ._mla_costs import choose, read_extents
 from .attention import attention
 
@@ -96,8 +96,13 @@ def mla_decode(
     Raises
     ------
     ValueError, TypeError, NotImplementedError, CudaError, MemoryError
-        As in `paged_attention`. NotImplementedError for JAX arrays, and for torch tensors that
-        require grad, in grad mode.
+        As in `paged_attention`. NotImplementedError for torch tensors that require grad, in grad
+        mode.
+
+    Notes
+    -----
+    JAX arrays are taken eagerly, under jax.jit and jax.vmap, without out, lse_out, workspace and
+    stream.
 
     References
     ----------
@@ -121,14 +126,23 @@ def mla_decode(
             "mla_decode: scale must be a number, got None; it is 1 / sqrt(head_dim + rope columns) "
             "of the head before the projection, 192**-0.5 for DeepSeek"
         )
-    return _core.mla_decode(locals())
+    arguments = locals()
+    result = _core.mla_decode(arguments)
+    return jax_face().mla_decode(**arguments) if result is NotImplemented else result
+
+
+def jax_face() -> Any:
+    """Import what runs on JAX arrays."""
+    from .jax import mla
+
+    return mla
 
 
 def mla_write(
     ckv: ArrayT,
-    kpe: ArrayT,
+    kpe: ArrayT | None,
     ckv_cache: ArrayT,
-    kpe_cache: ArrayT,
+    kpe_cache: ArrayT | None,
     slot_mapping: Array,
     *,
     cos: Array | None = None,
@@ -136,15 +150,16 @@ def mla_write(
     positions: Array | None = None,
     rope_interleaved: bool = True,
     stream: Any = None,
-) -> tuple[ArrayT, ArrayT]:
+) -> tuple[ArrayT, ArrayT | None]:
     """Write new latents and their rope columns into their slots of a paged cache, in one launch.
 
     Parameters
     ----------
     ckv : array, [num_tokens, latent]
         Latents, normalised: float32, float16 or bfloat16; latent is a multiple of 8 up to 1024.
-    kpe : array, [num_tokens, rope columns]
-        Of ckv's dtype; rotated on the way where cos, sin and positions are given.
+    kpe : array, [num_tokens, rope columns], or None
+        Of ckv's dtype; rotated on the way where cos, sin and positions are given. None, with
+        kpe_cache: latents without rope columns.
     ckv_cache, kpe_cache : array, [num_blocks, block_size, latent] and [..., rope columns], written
         Of ckv's dtype; two caches, or two views of one joined cache.
     slot_mapping : int64 array, [num_tokens]
@@ -171,10 +186,10 @@ def mla_write(
     """
     if rope_interleaved is True and cos is None and sin is None and positions is None:
         rope_interleaved = False
-    result: tuple[ArrayT, ArrayT] = _core.mla_write(
-        ckv, kpe, ckv_cache, kpe_cache, slot_mapping, cos, sin, positions, rope_interleaved, stream
-    )
-    return result
+    arguments = (ckv, kpe, ckv_cache, kpe_cache, slot_mapping, cos, sin, positions,
+                 rope_interleaved, stream)  # fmt: skip
+    result: tuple[ArrayT, ArrayT | None] = _core.mla_write(*arguments)
+    return jax_face().mla_write(*arguments) if result is NotImplemented else result
 
 
 def mla_project(
@@ -222,6 +237,8 @@ def mla_project(
     result: ArrayT = _core.mla_project(
         "mla_project", x, proj, None, transpose, "heads", "heads", "heads", out, stream
     )
+    if result is NotImplemented:
+        return jax_face().mla_project(x, proj, transpose, out, stream)
     return result
 
 
@@ -288,8 +305,8 @@ def mla_attention(
     Raises
     ------
     ValueError, TypeError, NotImplementedError, CudaError, MemoryError
-        As in `attention`. NotImplementedError also for a form that cannot run the call, for JAX
-        arrays, and for torch tensors that require grad, in grad mode.
+        As in `attention`. NotImplementedError also for a form that cannot run the call, and for
+        torch tensors that require grad, in grad mode.
 
     Notes
     -----
@@ -310,8 +327,8 @@ def mla_attention(
             continue
         if not hasattr(array, "shape") or not hasattr(array, "dtype"):
             raise TypeError(
-                f"{op}: {name} must be an array, got {type(array).__name__}; pass numpy, torch or "
-                "CuPy arrays"
+                f"{op}: {name} must be an array, got {type(array).__name__}; pass numpy, torch, "
+                "CuPy or JAX arrays"
             )
         if getattr(array, "requires_grad", False) and library_module(array).is_grad_enabled():
             raise NotImplementedError(
@@ -326,6 +343,11 @@ def mla_attention(
     chosen = choose(op, form, extents, dtype.itemsize, backend)
     if scale is None:
         scale = 1 / math.sqrt(extents.head_dim + extents.rope_dim)
+    if is_jax(q):
+        return jax_face().mla_attention(
+            chosen, arrays, out=out, lse_out=lse_out, stream=stream, causal=causal, scale=scale,
+            return_lse=return_lse, backend=backend,
+        )  # fmt: skip
     attend = explicit if chosen == "explicit" else absorbed
     return attend(
         arrays, out, lse_out, stream, causal=causal, scale=scale, return_lse=return_lse,

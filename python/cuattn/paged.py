@@ -149,8 +149,8 @@ def paged_attention(
         Also return the log-sum-exp of the scores.
     out, lse_out : array, optional
         Written in place and returned; giving lse_out implies return_lse. They share no memory with
-        each other or another argument. On the CPU out may be float32 where q is not: the result
-        before it is rounded.
+        each other or another argument. out may be float32 where q is not: the result before
+        it is rounded.
     workspace : array, optional
         Contiguous memory of ``explain("paged_attention", ...).workspace_bytes``.
     backend : str

@@ -114,6 +114,17 @@ void cuattn_flex_options_init(cuattn_flex_options* options, size_t struct_size) 
   init_options("flex_attention", options, struct_size);
 }
 
+cuattn_status cuattn_flex_add_functor(const void* image, size_t bytes, int64_t* functor) {
+  return guarded([&] {
+    const char* fn = "flex_attention";
+    CUATTN_REQUIRE(image != nullptr && bytes > 0 && functor != nullptr, fn,
+                   ": a functor must have machine code, got none");
+    const Backend* cuda = cuda_backend();
+    if (cuda == nullptr) fail<NotImplemented>(fn, ": this build has no CUDA; move the arrays");
+    *functor = cuda->add_functor(image, bytes);
+  });
+}
+
 cuattn_status cuattn_flex_prepare(const DLTensor* q, const DLTensor* k, const DLTensor* v,
                                   const cuattn_attention_options* options,
                                   const cuattn_flex_options* flex_options,

@@ -4,6 +4,8 @@
 // backward_plan.cpp.
 #include "src/attention/backward.h"
 
+#include <algorithm>
+
 #include "src/attention/axes.h"
 #include "src/attention/flex.h"
 #include "src/check/arrays.h"
@@ -126,6 +128,12 @@ BackwardCall validate_backward(const BackwardArrays& arrays, const cuattn_attent
   }
   BackwardCall call{};
   call.forward = validate_attention(arrays.q, arrays.k, arrays.v, o, check_data, kind);
+  const AttentionParams& f = call.forward.params;
+  if (std::max(f.head_dim, f.head_dim_v) > kMostHeadDim) {
+    fail<NotImplemented>(call.function(), ": q and v must have head_dim and head_dim_v up to ",
+                         kMostHeadDim, ", got ", f.head_dim, " and ", f.head_dim_v,
+                         "; wider heads have no backward pass, call the forward alone");
+  }
   CUATTN_REQUIRE(b.deterministic >= -1 && b.deterministic <= 1, call.function(),
                  ": deterministic must be None, True or False, got ", b.deterministic,
                  "; in C -1, 1 or 0");

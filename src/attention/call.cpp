@@ -40,6 +40,12 @@ AttentionRequest request_of(const AttentionCall& call) {
   r.is_flex = call.is_flex();
   r.has_rows = p.rows.begin != nullptr;
   r.has_programs = call.has_programs;
+  r.has_functor = call.flex.functor != 0;
+  if (r.has_rows) r.mask = MaskKind::rows;
+  if (r.has_functor) {  // as the kernel that has every option
+    r.mask = MaskKind::window;
+    r.score = ScoreKind::scored;
+  }
   return r;
 }
 
@@ -165,7 +171,7 @@ void run_attention(AttentionCall& call, const TensorView& out, const TensorView*
     lse_shape[2] = p.seqlen_q;
   }
   p.out_dtype = p.dtype == DType::e4m3 ? float8_out_dtype(fn, out)
-                                       : result_dtype(fn, out, p.dtype, call.device);
+                                       : result_dtype(fn, out, p.dtype, call.plan.kernel);
   require_output(fn, "out", out, p.out_dtype, shape_view(out_shape, axes.ndim), call.device);
   require_rows(fn, "out", out, true, true);
   p.out = out.data;

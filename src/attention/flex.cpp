@@ -264,6 +264,26 @@ void read_lists(AttentionCall& call, const cuattn_flex_options& o, bool check_da
     check_entries(fn, lists, starts, entries.shape[0], key_blocks);
 }
 
+// 5. What was compiled for CUDA
+
+void read_functor(AttentionCall& call, const cuattn_flex_options& o) {
+  if (o.functor == 0) return;
+  const char *fn = call.function(), *name = "numbers";
+  CUATTN_REQUIRE(is_cuda(call.device), fn, ": functor must not be given on the CPU, which runs ",
+                 "score_program and mask_program; leave it out");
+  call.flex.functor = o.functor;
+  if (o.numbers == nullptr) return;
+  TensorView view = view_of(fn, name, o.numbers);
+  require_host(fn, name, view);
+  require_dtype(fn, name, view, DType::i32);
+  CUATTN_REQUIRE(view.ndim == 1 && view.shape[0] <= kMaxFlexNumbers, fn, ": functions may read ",
+                 kMaxFlexNumbers, " numbers together, got shape ", shape_text(view),
+                 "; put them into an array that they capture");
+  require_contiguous(fn, name, view, true);
+  const int32_t* numbers = static_cast<const int32_t*>(view.data);
+  for (int64_t i = 0; i < view.shape[0]; ++i) call.flex.numbers[i] = numbers[i];
+}
+
 }  // namespace
 
 void read_flex(AttentionCall& call, const cuattn_flex_options& o, bool check_data) {
@@ -283,8 +303,9 @@ void read_flex(AttentionCall& call, const cuattn_flex_options& o, bool check_dat
   call.flex.score = read_program(o.score_program, call.flex, score);
   call.flex.mask = read_program(o.mask_program, call.flex, mask);
   read_lists(call, o, check_data);
-  call.has_programs =
-      call.flex.score.count > 0 || call.flex.mask.count > 0 || call.flex.lists.starts != nullptr;
+  read_functor(call, o);
+  call.has_programs = call.flex.score.count > 0 || call.flex.mask.count > 0 ||
+                      call.flex.lists.starts != nullptr || call.flex.functor != 0;
   if (call.flex.score.count > 0) call.params.scores.kind = ScoreKind::scored;
 }
 

@@ -48,8 +48,10 @@ ScoreKind score_of(const AttentionRequest& r) {
 
 // The number of the compiled kernel that would run the request.
 int32_t instance_of(Kernel kernel, const AttentionRequest& r) {
-  return find_instance(Op::attention, kernel, r.dtype, {r.head_dim, r.head_dim_v}, r.mask,
-                       score_of(r));
+  HeadDims d = {r.head_dim, r.head_dim_v};
+  bool wide = std::max(d.qk, d.v) > kMostHeadDim;  // one kernel of a dtype serves every call
+  return find_instance(Op::attention, kernel, r.dtype, d, wide ? MaskKind::window : r.mask,
+                       wide ? ScoreKind::scored : score_of(r));
 }
 
 constexpr const char* kNotCompiled = "it is not compiled for this dtype, head_dim, mask and scores";
@@ -156,8 +158,13 @@ const char* refusal(Kernel kernel, const AttentionRequest& r, const DeviceInfo& 
   if (r.dtype == DType::e4m3 && !is_cpu && kernel != Kernel::naive)
     return "it does not take float8_e4m3fn, which naive converts";
   if (r.has_dropout && !drops) return "it has no dropout, which sm80, simt and naive have";
-  if (r.has_programs && !is_cpu) return "it has no masks and scores written by the user yet";
-  if (r.has_rows && !is_cpu) return "it has no row ranges yet";
+  if (r.has_programs && !is_cpu) {
+    if (!r.has_functor) return "masks and scores of the user must be compiled for it first";
+    if (kernel != Kernel::sm80 && kernel != Kernel::simt)
+      return "it has no masks and scores written by the user yet";
+  }
+  if (r.has_rows && (kernel == Kernel::tiled || kernel == Kernel::sm90))
+    return "it has no row ranges yet";
   switch (kernel) {
     case Kernel::cpu:
     case Kernel::cpu_naive:

@@ -87,9 +87,9 @@ void read_arrays(AttentionCall& call, const TensorView& q, const TensorView& k, 
     require_device(fn, name, view, call.device);
   }
   int32_t dim = axes.ndim - 1;
-  require_head_dim(fn, "q", "head_dim", q.shape[dim], p.dtype);
+  require_head_dim(fn, "q", "head_dim", q.shape[dim], p.dtype, kMostForwardDim);
   require_extent(fn, "k", "head_dim", k.shape[dim], q.shape[dim], "q");
-  require_head_dim(fn, "v", "head_dim_v", v.shape[dim], p.dtype);
+  require_head_dim(fn, "v", "head_dim_v", v.shape[dim], p.dtype, kMostForwardDim);
   require_extent(fn, "v", "num_heads_kv", v.shape[axes.head], k.shape[axes.head], "k");
   require_extent(fn, "v", call.ragged ? "total" : "seqlen_kv", v.shape[axes.seq], k.shape[axes.seq],
                  "k");

@@ -3,6 +3,7 @@
 
 #include <cstdlib>
 
+#include "cuattn/names.h"
 #include "src/check/environment.h"
 #include "src/check/overlap.h"
 
@@ -139,16 +140,15 @@ TensorView shape_view(const int64_t* shape, int32_t ndim) {
   return view;
 }
 
-DType result_dtype(const char* function, const TensorView& out, DType dtype, DLDevice device) {
-  bool is_wide = out.is(DType::f32);
-  if (dtype == DType::f32 || (is_cuda(device) && !is_wide)) return dtype;
-  CUATTN_REQUIRE(is_wide || out.is(dtype), function, ": out must be ", dtype_name(dtype),
+DType result_dtype(const char* function, const TensorView& out, DType dtype, Kernel kernel) {
+  if (dtype == DType::f32 || out.is(dtype)) return dtype;
+  CUATTN_REQUIRE(out.is(DType::f32), function, ": out must be ", dtype_name(dtype),
                  " like q, or float32, got ", text(out.dtype), "; cast it");
-  if (!is_wide) return dtype;
-  if (is_cuda(device)) {
+  if (kernel == Kernel::naive || kernel == Kernel::cublas || kernel == Kernel::tiled) {
     fail<NotImplemented>(function, ": out must be ", dtype_name(dtype),
-                         " like q, got float32, which no kernel on CUDA writes from 16-bit inputs "
-                         "yet; pass an out of q's dtype, or q, k and v in float32");
+                         " like q, got float32, which backend '", kernel_name(kernel),
+                         "' does not write from 16-bit inputs; pass an out of q's dtype, or q, k "
+                         "and v in float32");
   }
   return DType::f32;
 }

@@ -68,8 +68,8 @@ void require_strided(const char* function, const char* argument, const TensorVie
 // A view that has nothing but a shape.
 TensorView shape_view(const int64_t* shape, int32_t ndim);
 
-// What an attention writes: values of `dtype`, that of q, or on the CPU float32 where out is so.
-DType result_dtype(const char* function, const TensorView& out, DType dtype, DLDevice device);
+// What an attention writes: values of `dtype`, that of q, or float32 where out is so.
+DType result_dtype(const char* function, const TensorView& out, DType dtype, Kernel kernel);
 
 // An output: dtype, device and the extents of `shape`.
 void require_output(const char* function, const char* argument, const TensorView& view, DType dtype,

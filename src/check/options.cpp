@@ -5,14 +5,12 @@
 
 namespace cuattn {
 
-constexpr int32_t kMaxHeadDim = 256;
-
 namespace {
 
 // What helps against a head_dim that no kernel takes. Values may be cut: each part of their axis is
 // a call of its own. Scores are sums over the whole head_dim.
-const char* way_out(const char* argument, int64_t head_dim) {
-  if (head_dim <= kMaxHeadDim) return "; pad it with zeros and pass scale= of the true head_dim";
+const char* way_out(const char* argument, int64_t head_dim, int32_t most) {
+  if (head_dim <= most) return "; pad it with zeros and pass scale= of the true head_dim";
   if (argument[0] == 'v') return "; cut v along head_dim_v, call for each part and join the outs";
   return "; no kernel holds such rows: call the attention of your own library, such as torch's "
          "scaled_dot_product_attention or jax.nn.dot_product_attention";
@@ -21,12 +19,14 @@ const char* way_out(const char* argument, int64_t head_dim) {
 }  // namespace
 
 void require_head_dim(const char* function, const char* argument, const char* axis,
-                      int64_t head_dim, DType kv_dtype) {
-  int32_t step = kv_dtype == DType::e4m3 ? 16 : 8;
-  CUATTN_REQUIRE(head_dim >= step && head_dim <= kMaxHeadDim && head_dim % step == 0, function,
-                 ": ", argument, " must have ", axis, " a multiple of ", step, " up to ",
-                 kMaxHeadDim, kv_dtype == DType::e4m3 ? " for float8" : "", ", got ", head_dim,
-                 way_out(argument, head_dim));
+                      int64_t head_dim, DType kv_dtype, int32_t most) {
+  bool is_float8 = kv_dtype == DType::e4m3;
+  int32_t step = is_float8 ? 16 : 8;
+  if (is_float8) most = kMostHeadDim;
+  CUATTN_REQUIRE(head_dim >= step && head_dim <= most && head_dim % step == 0, function, ": ",
+                 argument, " must have ", axis, " a multiple of ", step, " up to ", most,
+                 is_float8 ? " for float8" : "", ", got ", head_dim,
+                 way_out(argument, head_dim, most));
 }
 
 void require_heads(const char* function, int64_t num_heads_q, int64_t num_heads_kv) {

@@ -3,15 +3,15 @@
 // attention/validate.cpp and paged/validate.cpp (the callers).
 #pragma once
 
-#include "cuattn/params/rows.h"
-#include "cuattn/params/scores.h"
+#include "cuattn/params/attention.h"
 #include "src/check/arrays.h"
 
 namespace cuattn {
 
-// head_dim of attention over keys of `kv_dtype`, up to 256; `axis`: "head_dim" or "head_dim_v".
+// head_dim of attention over keys of `kv_dtype`, up to `most`, float8 up to kMostHeadDim; `axis`:
+// "head_dim" or "head_dim_v".
 void require_head_dim(const char* function, const char* argument, const char* axis,
-                      int64_t head_dim, DType kv_dtype);
+                      int64_t head_dim, DType kv_dtype, int32_t most = kMostHeadDim);
 void require_heads(const char* function, int64_t num_heads_q, int64_t num_heads_kv);
 
 // float32 [heads], or [batch, heads] where `batch_axis` is not nullptr; no tensor: no data.

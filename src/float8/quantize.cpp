@@ -78,6 +78,25 @@ void read_scale(const char* fn, const TensorView& scale, const cuattn_quantize_o
   if (scale.ndim == 3) p.part = o.channels ? ScalePart::channels : ScalePart::rows;
 }
 
+// One number in the host's memory beside arrays on a device.
+bool is_host_number(const TensorView& x, const TensorView& scale,
+                    const cuattn_quantize_options& o) {
+  return o.is_given != 0 && scale.ndim == 0 && scale.device.device_type == kDLCPU &&
+         x.device.device_type != kDLCPU;
+}
+
+void check_number(const char* fn, float x) {
+  CUATTN_REQUIRE(std::isfinite(x) && x > 0.0f, fn, ": scale must hold finite numbers above 0, got ",
+                 x, "; value = stored * scale");
+}
+
+Float8Scale number_scale(const char* fn, const TensorView& scale) {
+  require_dtype(fn, "scale", scale, DType::f32);
+  float number = *static_cast<const float*>(scale.data);
+  check_number(fn, number);
+  return {nullptr, number, 1, {1, 1, 1}, {0, 0, 0}};
+}
+
 // x, out, scale and the extents.
 QuantizeParams read_arrays(const char* fn, const TensorView& x, const TensorView& out,
                            const TensorView& scale, const cuattn_quantize_options& o) {
@@ -104,6 +123,10 @@ QuantizeParams read_arrays(const char* fn, const TensorView& x, const TensorView
   CUATTN_REQUIRE(agrees, fn, ": out must have the shape of x, ", shape_text(x),
                  ", or up to 15 rows more, got ", shape_text(out), "; allocate it so");
   p.out_rows = out.shape[at.rows];
+  if (is_host_number(x, scale, o)) {
+    p.scale = number_scale(fn, scale);
+    return p;
+  }
   require_numbers(fn, "scale", scale, x.device, !o.is_given);
   read_scale(fn, scale, o, p);
   return p;
@@ -162,7 +185,7 @@ void check_memory(const char* fn, const TensorView& x, const TensorView& out,
   if (o.is_given == 0) memory.writes({"scale", scale});
   if (o.mean != nullptr && o.mean_given == 0) memory.writes({"mean", view_of(fn, "mean", o.mean)});
   memory.reads({"x", x});
-  if (o.is_given != 0) memory.reads({"scale", scale});
+  if (o.is_given != 0 && !is_host_number(x, scale, o)) memory.reads({"scale", scale});
   if (o.mean != nullptr && o.mean_given != 0) memory.reads({"mean", view_of(fn, "mean", o.mean)});
 }
 
@@ -171,10 +194,7 @@ void check_scale(const char* fn, const Float8Scale& s) {
   for (int64_t b = 0; b < s.extents[0]; ++b) {
     for (int64_t h = 0; h < s.extents[1]; ++h) {
       for (int64_t i = 0; i < s.extents[2]; ++i) {
-        float x = s.data[b * s.strides[0] + h * s.strides[1] + i * s.strides[2]];
-        CUATTN_REQUIRE(std::isfinite(x) && x > 0.0f, fn,
-                       ": scale must hold finite numbers above 0, got ", x,
-                       "; value = stored * scale");
+        check_number(fn, s.data[b * s.strides[0] + h * s.strides[1] + i * s.strides[2]]);
       }
     }
   }
@@ -203,7 +223,7 @@ void quantize(const TensorView& x, const TensorView& out, const TensorView& scal
   read_mean(fn, o, x.device, p);
   read_shift(fn, o, x.device, p);
   check_memory(fn, x, out, scale, o);
-  if (o.is_given != 0) check_scale(fn, p.scale);
+  if (o.is_given != 0 && x.device.device_type == kDLCPU) check_scale(fn, p.scale);
   backend.quantize(p, x.device.device_id, stream);
 }
 
@@ -218,7 +238,7 @@ void dequantize(const TensorView& x, const TensorView& out, const TensorView& sc
   require_dtype(fn, "x", as_e4m3(x), DType::e4m3);
   p.out.dtype = number_dtype(fn, "out", out);
   check_memory(fn, x, out, scale, given);
-  check_scale(fn, p.scale);
+  if (x.device.device_type == kDLCPU) check_scale(fn, p.scale);
   backend.dequantize(p, x.device.device_id, stream);
 }
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // mla_write: from borrowed arrays to CacheWriteParams. Its keys are the rope columns, which it may
-// rotate, its values the latents; the kernels are those of reshape_and_cache. Next: cache/rows.cpp.
+// rotate, its values the latents; of latents alone either is half of their columns. The kernels are
+// those of reshape_and_cache. Next: cache/rows.cpp.
 #include "src/cache/cache.h"
 #include "src/guarded.h"
 #include "src/mla/mla.h"
@@ -46,9 +47,11 @@ void check_memory(const CacheWriteParams& p) {
                      {{p.num_tokens, side.row_token}, {side.head_dim, 1}});
   };
   memory.writes(cache("ckv_cache", p.v));
-  memory.writes(cache("kpe_cache", p.k));
   memory.reads(rows("ckv", p.v));
-  memory.reads(rows("kpe", p.k));
+  if (p.k.cache != nullptr) {
+    memory.writes(cache("kpe_cache", p.k));
+    memory.reads(rows("kpe", p.k));
+  }
   memory.reads({"slot_mapping", p.slot_mapping, 8, {{p.num_tokens, 1}}});
   const RopeParams& rope = p.rope;
   int64_t half = rope.rotary_dim / 2;
@@ -57,8 +60,34 @@ void check_memory(const CacheWriteParams& p) {
   memory.reads({"positions", rope.positions, 8, {{p.num_tokens, 1}}});
 }
 
-void mla_write(const TensorView& ckv, const TensorView& kpe, const TensorView& ckv_cache,
-               const TensorView& kpe_cache, const TensorView& slot_mapping,
+// The rope columns, held against the latents, and their rotation.
+void read_ropes(const TensorView& kpe, const TensorView& kpe_cache, const TensorView& ckv,
+                const TensorView& ckv_cache, const cuattn_cache_options& o, DLDevice device,
+                CacheWriteParams& p) {
+  read_side("kpe", "kpe_cache", kpe, kpe_cache, p, device, p.k);
+  require_extent(kName, "kpe", "num_tokens", kpe.shape[0], ckv.shape[0], "ckv");
+  require_extent(kName, "kpe_cache", "num_blocks", kpe_cache.shape[0], ckv_cache.shape[0],
+                 "ckv_cache");
+  require_extent(kName, "kpe_cache", "block_size", kpe_cache.shape[1], ckv_cache.shape[1],
+                 "ckv_cache");
+  read_rope(kName, o, device, "ckv", true, p);
+}
+
+// Makes the first half of the latents the keys of the call, the rest its values, each a multiple of
+// 8 columns, as kernels take them. Of 8 columns both are all, and the same bits are written twice.
+void cut_latents(CacheWriteParams& p) {
+  int32_t half = p.v.head_dim / 16 * 8;
+  p.k = p.v;
+  if (half == 0) return;
+  p.k.head_dim = p.k.run = half;
+  p.v.head_dim = p.v.run = p.v.head_dim - half;
+  p.v.rows = static_cast<char*>(p.v.rows) + half * itemsize(p.dtype);
+  p.v.cache = static_cast<char*>(p.v.cache) + half * itemsize(p.dtype);
+}
+
+// Without kpe and kpe_cache, nullptr both, the latents alone are written.
+void mla_write(const TensorView& ckv, const DLTensor* kpe, const TensorView& ckv_cache,
+               const DLTensor* kpe_cache, const TensorView& slot_mapping,
                const cuattn_cache_options* options, Stream stream) {
   cuattn_cache_options room;
   const cuattn_cache_options& o = known_options(kName, options, room);
@@ -73,12 +102,6 @@ void mla_write(const TensorView& ckv, const TensorView& kpe, const TensorView& c
   p.kv_layout = KvLayout::nhd;
   p.dtype = p.cache_dtype = attention_dtype(kName, "ckv", ckv);
   read_side("ckv", "ckv_cache", ckv, ckv_cache, p, device, p.v);
-  read_side("kpe", "kpe_cache", kpe, kpe_cache, p, device, p.k);
-  require_extent(kName, "kpe", "num_tokens", kpe.shape[0], ckv.shape[0], "ckv");
-  require_extent(kName, "kpe_cache", "num_blocks", kpe_cache.shape[0], ckv_cache.shape[0],
-                 "ckv_cache");
-  require_extent(kName, "kpe_cache", "block_size", kpe_cache.shape[1], ckv_cache.shape[1],
-                 "ckv_cache");
   require_block_size(kName, "ckv_cache", ckv_cache.shape[1], KvLayout::nhd);
   p.num_heads = 1;
   p.num_blocks = ckv_cache.shape[0];
@@ -87,13 +110,22 @@ void mla_write(const TensorView& ckv, const TensorView& kpe, const TensorView& c
   p.slot_mapping =
       static_cast<const int64_t*>(read_vector(kName, "slot_mapping", slot_mapping, DType::i64,
                                               p.num_tokens, "num_tokens", device, "ckv", true));
-  read_rope(kName, o, device, "ckv", true, p);
+  bool has_ropes = kpe != nullptr || kpe_cache != nullptr;
+  if (has_ropes) {
+    read_ropes(view_of(kName, "kpe", kpe), view_of(kName, "kpe_cache", kpe_cache), ckv, ckv_cache,
+               o, device, p);
+  }
+  CUATTN_REQUIRE(has_ropes || (o.cos == nullptr && o.sin == nullptr && o.positions == nullptr),
+                 kName,
+                 ": cos, sin and positions must not be given without kpe, which they "
+                 "rotate; leave them out");
   check_memory(p);
   const Backend& backend = backend_of(kName, device);
   HostCopy<int64_t> slots(backend, device, p.slot_mapping, p.num_tokens, stream);
   HostCopy<int64_t> positions(backend, device, p.rope.positions, p.num_tokens, stream);
   check_slots(kName, p, slots.data(), positions.data());
   if (p.num_tokens == 0 || p.num_blocks == 0) return;
+  if (!has_ropes) cut_latents(p);
   backend.cache_write(p, device.device_id, stream);
 }
 
@@ -106,8 +138,7 @@ cuattn_status cuattn_mla_write(const DLTensor* ckv, const DLTensor* kpe, const D
                                const DLTensor* kpe_cache, const DLTensor* slot_mapping,
                                const cuattn_cache_options* options, void* stream) {
   return guarded([&] {
-    mla_write(view_of(kName, "ckv", ckv), view_of(kName, "kpe", kpe),
-              view_of(kName, "ckv_cache", ckv_cache), view_of(kName, "kpe_cache", kpe_cache),
+    mla_write(view_of(kName, "ckv", ckv), kpe, view_of(kName, "ckv_cache", ckv_cache), kpe_cache,
               view_of(kName, "slot_mapping", slot_mapping), options, stream);
   });
 }

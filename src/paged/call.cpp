@@ -104,7 +104,7 @@ void run_paged(PagedCall call, const TensorView& out, const TensorView* lse, voi
   want.shape[head] = p.num_heads_q;
   want.shape[head + 1] = p.head_dim;
   bool may_widen = call.request.partition_size == 0 && !call.request.one_pass && !p.latent.is_used;
-  p.out_dtype = may_widen ? result_dtype(fn, out, p.dtype, call.device) : p.dtype;
+  p.out_dtype = may_widen ? result_dtype(fn, out, p.dtype, call.plan.kernel) : p.dtype;
   require_output(fn, "out", out, p.out_dtype, want, call.device);
   require_rows(fn, "out", out, true, true);
   p.out = out.data;

@@ -26,9 +26,19 @@ def test_sixteen_bit_types_run_on_tensor_cores_at_every_head_dim(gpu, dtype):
 
 
 @on_every_gpu
+def test_wide_heads_have_one_kernel_of_each_dtype(gpu):
+    for head_dim, head_dim_v in ((264, 264), (512, 64), (64, 512), (512, 512)):
+        for dtype, kernel in (*((half, "sm80") for half in HALF), ("float32", "simt")):
+            for options in ({}, {"causal": True}, {"window": (5, 5)}, {"softcap": 3.0}):
+                extents = {"shape": (2, 512, 8, head_dim), "v": (2, 512, 8, head_dim_v)}
+                plan = explain(gpu, **extents, dtype=dtype, **options)
+                assert (plan.kernel, plan.head_dim, plan.head_dim_v) == (kernel, 512, 512)
+
+
+@on_every_gpu
 @pytest.mark.parametrize("score", [{}, {"softcap": 30.0}], ids=["identity", "scored"])
 def test_the_tile_fits_the_shared_memory_of_a_block(gpu, score):
-    for head_dim in range(8, 257, 8):
+    for head_dim in (*range(8, 257, 8), 264, 512):
         plan = explain(gpu, shape=(2, 512, 8, head_dim), **score)
         width = plan.head_dim + plan.head_dim_v
         used = 2 * (plan.tile_m * plan.head_dim + plan.stages * plan.tile_n * width)

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`out` of float32 for 16-bit inputs: the result before it is rounded, on the CPU."""
+"""`out` of float32 for 16-bit inputs: the result before it is rounded."""
 
 from __future__ import annotations
+
+import functools
 
 import ml_dtypes
 import numpy as np
 import pytest
 
 import cuattn
+import harness
 
 DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 LENGTHS = np.array([0, 3, 20, 21], np.int32)  # an odd start, a long and a short sequence
@@ -23,63 +26,94 @@ def poisoned(*shape):
     return whole[..., ::2, :]
 
 
-def dense(rng, dtype, backend):
+def dense(rng, dtype):
     q, k, v = (draw(rng, dtype, 2, 19, heads, 40) for heads in (4, 2, 2))
-    sinks = draw(rng, np.float32, 4)
-    return poisoned(2, 19, 4, 40), lambda **x: cuattn.attention(
-        q, k, v, causal=True, sinks=sinks, backend=backend, **x
-    )
+    options = {"causal": True, "sinks": draw(rng, np.float32, 4)}
+    return poisoned(2, 19, 4, 40), cuattn.attention, (q, k, v), options
 
 
-def no_keys(rng, dtype, backend):
+def whole_tiles(rng, dtype):
+    q, k, v = (draw(rng, dtype, 1, 300, heads, 128) for heads in (4, 2, 2))
+    return poisoned(1, 300, 4, 128), cuattn.attention, (q, k, v), {"window": (200, 30)}
+
+
+def split_keys(rng, dtype):
+    q, k, v = (draw(rng, dtype, 1, n, 2, 64) for n in (3, 900, 900))
+    return poisoned(1, 3, 2, 64), cuattn.attention, (q, k, v), {}
+
+
+def no_keys(rng, dtype):
     q = draw(rng, dtype, 1, 5, 2, 16)
     k = v = draw(rng, dtype, 1, 3, 1, 16)  # the first two rows see none
-    return poisoned(1, 5, 2, 16), lambda **x: cuattn.attention(
-        q, k, v, causal=True, backend=backend, **x
-    )
+    return poisoned(1, 5, 2, 16), cuattn.attention, (q, k, v), {"causal": True}
 
 
-def varlen(rng, dtype, backend):
+def varlen(rng, dtype):
     q, k, v = (draw(rng, dtype, 21, heads, 24) for heads in (4, 1, 1))
-    return poisoned(21, 4, 24), lambda **x: cuattn.attention_varlen(
-        q, k, v, LENGTHS, LENGTHS, 17, 17, window=(5, 2), backend=backend, **x
-    )
+    arrays = q, k, v, LENGTHS, LENGTHS, 17, 17
+    return poisoned(21, 4, 24), cuattn.attention_varlen, arrays, {"window": (5, 2)}
 
 
 def caches(rng, dtype):
     tables = rng.permutation(12).astype(np.int32).reshape(3, 4)
-    return *(draw(rng, dtype, 12, 4, 2, 16) for _ in range(2)), tables
+    return *(draw(rng, dtype, 12, 8, 2, 16) for _ in range(2)), tables
 
 
-def varlen_over_pages(rng, dtype, backend):
+def varlen_over_pages(rng, dtype):
     k, v, tables = caches(rng, dtype)
     q, used = draw(rng, dtype, 21, 4, 16), np.array([7, 16, 3], np.int32)
-    return poisoned(21, 4, 16), lambda **x: cuattn.attention_varlen(
-        q, k, v, LENGTHS, None, 17, 16, block_tables=tables, seqused_k=used, backend=backend, **x
-    )
+    arrays = q, k, v, LENGTHS, None, 17, 16
+    options = {"block_tables": tables, "seqused_k": used}
+    return poisoned(21, 4, 16), cuattn.attention_varlen, arrays, options
 
 
-def paged(rng, dtype, backend):
+def paged(rng, dtype):
     k, v, tables = caches(rng, dtype)
     q, sinks = draw(rng, dtype, 3, 2, 4, 16), draw(rng, np.float32, 4)
     lens = np.array([1, 16, 0], np.int32)
-    return poisoned(3, 2, 4, 16), lambda **x: cuattn.paged_attention(
-        q, k, v, tables, lens, sinks=sinks, **x
-    )
+    return poisoned(3, 2, 4, 16), cuattn.paged_attention, (q, k, v, tables, lens), {"sinks": sinks}
 
 
-CALLS = {x.__name__: x for x in (dense, no_keys, varlen, varlen_over_pages, paged)}
+def paged_in_parts(rng, dtype):
+    k, v = (draw(rng, dtype, 256, 16, 2, 128) for _ in range(2))
+    tables, lens = np.arange(256, dtype=np.int32).reshape(2, 128), np.array([2048, 1000], np.int32)
+    return poisoned(2, 8, 128), cuattn.paged_attention, (
+        draw(rng, dtype, 2, 8, 128), k, v, tables, lens,
+    ), {}  # fmt: skip
 
 
-@pytest.mark.parametrize("backend", ["cpu", "naive"])
+BUILDERS = (
+    dense, whole_tiles, split_keys, no_keys, varlen, varlen_over_pages, paged, paged_in_parts
+)  # fmt: skip
+CALLS = {x.__name__: x for x in BUILDERS}
+TARGETS = harness.target_params(cuda=("sm80", "sm90"))
+
+
+@pytest.mark.parametrize(("device", "backend"), TARGETS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", CALLS)
-def test_a_float32_out_rounds_to_the_bits_of_a_16_bit_one(name, dtype, backend, rng):
-    wide, call = CALLS[name](rng, DTYPES[dtype], backend)
-    narrow, lse = call(return_lse=True)
-    assert np.array_equal(lse, call(out=wide, return_lse=True)[1])
+def test_a_float32_out_rounds_to_the_bits_of_a_16_bit_one(name, dtype, device, backend, rng):
+    wide, function, arrays, options = CALLS[name](rng, DTYPES[dtype])
+    if function is not cuattn.paged_attention or backend != "naive":
+        options["backend"] = backend
+    call = functools.partial(
+        harness.numpy_call, device, function, *arrays, **options, return_lse=True
+    )
+    narrow, lse = call()
+    wide, wide_lse = call(out=wide)
+    assert wide.dtype == np.float32
+    assert np.array_equal(lse, wide_lse)
     assert np.array_equal(wide.astype(DTYPES[dtype]), narrow)
     assert name == "no_keys" or np.abs(wide - narrow.astype(np.float32)).max() > 0  # not rounded
+
+
+@pytest.mark.parametrize(
+    ("device", "backend"), harness.target_params(cpu=(), cuda=("naive", "cublas", "tiled"))
+)
+def test_kernels_that_write_the_dtype_of_q_alone_say_so(device, backend, rng):
+    wide, function, arrays, _ = whole_tiles(rng, np.float16)
+    with pytest.raises(NotImplementedError, match=f"float32, which backend '{backend}' does not"):
+        harness.numpy_call(device, function, *arrays, backend=backend, out=wide)
 
 
 def test_the_wide_result_is_nearer_to_float64(rng):
@@ -94,9 +128,9 @@ def test_the_wide_result_is_nearer_to_float64(rng):
 
 @pytest.mark.parametrize("name", ["dense", "varlen", "paged"])
 def test_another_dtype_is_refused_with_both_that_are_taken(name, rng):
-    wide, call = CALLS[name](rng, np.float16, "cpu")
+    wide, function, arrays, options = CALLS[name](rng, np.float16)
     with pytest.raises(ValueError, match=r"out must be float16 like q, or float32, got float64"):
-        call(out=wide.astype(np.float64))
+        function(*arrays, **options, out=wide.astype(np.float64))
 
 
 def test_versions_1_and_2_take_the_dtype_of_q_alone(rng):

@@ -124,10 +124,9 @@ REFUSALS = {
         "dropout_state must be int64, got int32; cast it"),
     "float8": (DENSE, {"q": ones(2, 5, 4, 16, dtype=E4M3)}, NotImplementedError,
         "q is float8_e4m3fn, for which no kernel is built yet; cast to bfloat16"),
-    "head_dim": (DENSE, {"q": ones(2, 5, 4, 264), "k": ones(2, 7, 2, 264)}, ValueError,
-        "q must have head_dim a multiple of 8 up to 256, got 264; no kernel holds such rows: "
-        "call the attention of your own library, such as torch's scaled_dot_product_attention or "
-        "jax.nn.dot_product_attention"),
+    "head_dim": (DENSE, {"q": ones(2, 5, 4, 264), "k": ones(2, 7, 2, 264)}, NotImplementedError,
+        "q and v must have head_dim and head_dim_v up to 256, got 264 and 8; wider heads have no "
+        "backward pass, call the forward alone"),
     "k_of_other_heads": (DENSE, {"k": ones(2, 7, 3, 16), "v": ones(2, 7, 3, 8)}, ValueError,
         "q must have num_heads_q a multiple of num_heads_kv, got 4 and 3; repeat or drop heads"),
     "bias_shape": (DENSE, {"bias": ones(5, 8)}, ValueError,

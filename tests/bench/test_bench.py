@@ -16,6 +16,7 @@ import pytest
 import cuattn
 import frameworks
 from cuattn._bench import devices, measure, options, peers, published, reference, report
+from cuattn._bench import prepared as prepared_calls
 from cuattn._bench.families import FAMILIES
 from cuattn._bench.workloads import Workload, dense, visible_pairs
 
@@ -224,7 +225,7 @@ def right(w, x):
 
 
 def wrong(w, x):
-    return peers.Prepared(lambda: np.zeros_like(np.asarray(x.q)))
+    return prepared_calls.Prepared(lambda: np.zeros_like(np.asarray(x.q)))
 
 
 def broken(w, x):
@@ -236,31 +237,31 @@ def too_large(w, x):
 
 
 def not_for_this(w, x):
-    raise peers.Unsupported("other shapes only")
+    raise prepared_calls.Unsupported("other shapes only")
 
 
 def slow_at_first(w, x):
-    prepared, calls = peers.plain_numpy(w, x), []
+    plain, calls = peers.plain_numpy(w, x), []
 
     def call():
         calls.append(None)
         if len(calls) == 1:
             time.sleep(0.3)
-        return prepared.call()
+        return plain.call()
 
-    return peers.Prepared(call)
+    return prepared_calls.Prepared(call)
 
 
 def fails_later(w, x):
-    prepared, calls = peers.plain_numpy(w, x), []
+    plain, calls = peers.plain_numpy(w, x), []
 
     def call():
         calls.append(None)
         if len(calls) > 6:
             raise RuntimeError("device lost")
-        return prepared.call()
+        return plain.call()
 
-    return peers.Prepared(call)
+    return prepared_calls.Prepared(call)
 
 
 def measured(*calls, **settings) -> dict:
@@ -340,7 +341,10 @@ def test_the_ratio_is_the_median_of_the_rounds_both_ran():
 def test_the_batch_invariant_backend_is_compared_with_auto():
     entries = [measure.Entry(peers.our_contestant(name)) for name in ("auto", "invariant")]
     for entry, ms in zip(entries, (1.0, 1.25), strict=True):
-        entry.prepared, entry.rounds_ms = peers.Prepared(lambda: None, kernel="cpu"), {0: ms}
+        entry.prepared, entry.rounds_ms = (
+            prepared_calls.Prepared(lambda: None, kernel="cpu"),
+            {0: ms},
+        )
     row = report.row_json(SMALL, entries)
     assert row["results"][1]["ratio_to_auto"] == 0.8
     assert "ratio_to_auto" not in row["results"][0]
@@ -370,7 +374,7 @@ def test_every_contestant_runs_once_a_round_in_changing_order():
             return None
 
         call.__name__ = name
-        entry = measure.Entry(contestants(right)[0], prepared=peers.Prepared(call))
+        entry = measure.Entry(contestants(right)[0], prepared=prepared_calls.Prepared(call))
         entry.rounds, entry.calls_per_round = 5, 1
         return entry
 
@@ -397,15 +401,32 @@ def ncu_table() -> dict:
 
 def test_ncu_table_takes_the_median_of_the_kernel_that_took_the_most_time():
     module = ncu_table()
-    found = module["read"](NCU.splitlines())
-    assert found["gpu__time_duration.sum"] == 1.4e6
-    text = module["table"]({"d128": found, "d64": {}})
+    found = module["read"](NCU.splitlines(), "d128")
+    assert found["d128"]["gpu__time_duration.sum"] == 1.4e6
+    text = module["table"](found | {"d64": {}})
     assert "| time, ms | 1.400 |  |" in text
     assert "| L2 hit rate, % | 91.0 |  |" in text
     assert "| DRAM read, MB | 101 |  |" in text
     assert "| warps a scheduler in gmma, per issue | 1.50 |  |" in text
     assert "barrier" not in text  # not measured
     assert "tensor" not in text
+
+
+def test_ncu_table_has_a_column_for_each_row_that_was_profiled():
+    """And FLOPs a byte, of the FLOPs that the range's name says."""
+    module, lines = ncu_table(), NCU.splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith('"'))
+    named = ["auto: s512|1.01e9", "auto: s512|1.01e9", "v1: 1 x 8|0"]
+    lines[first] += ',"thread Domain:Push/Pop_Range"'
+    lines[first + 1] += ',""'
+    launches = [f'{line},"<default domain>:[cuattn:{name}]:none"'
+                for line, name in zip(lines[first + 2 :], named, strict=False)]  # fmt: skip
+    found = module["read"]([*lines[: first + 2], *launches], "file")
+    assert list(found) == ["auto: s512", "v1: 1 x 8"]
+    text = module["table"](found)
+    assert text.startswith("| | auto: s512 | v1: 1 x 8 |")
+    moved = found["auto: s512"]["dram__bytes_read.sum"]
+    assert f"| FLOPs a byte of DRAM | {1.01e9 / moved:.0f} |  |" in text
 
 
 @pytest.mark.parametrize("text", ["", "==ERROR== no permission\n", NCU.replace("Kernel Name", "K")])

@@ -10,7 +10,7 @@ import pytest
 import cuattn
 import frameworks
 import reference as oracle
-from cuattn._bench import bars, devices, measure, peers, published
+from cuattn._bench import bars, devices, measure, ops, peers, published
 from cuattn._bench.backward import OURS, PLAIN
 from cuattn._bench.families import FAMILIES
 
@@ -117,7 +117,7 @@ def test_the_table_has_its_rows_and_the_risky_ones_are_last():
                 assert w.bars[0].least == (1.1 if seqlen == 512 else 1.0)
     assert [w.name for w in ROWS.values()][-8:] == [name for name in ROWS if "192/128" in name]
     assert {w.dtype for w in ROWS.values()} == {"bfloat16", "float16"}
-    assert {w.op for w in ROWS.values()} == set(peers.BACKWARD)
+    assert {w.op for w in ROWS.values()} == set(ops.BACKWARD)
     assert list(ROWS).index(PLAIN) < list(ROWS).index("causal softcap 30")
 
 

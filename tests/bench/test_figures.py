@@ -52,7 +52,7 @@ def test_the_tables_of_the_readme_show_rows_that_are_measured(figures):
     for family in figures.IN_README:
         names = [w.name for w in FAMILIES[family].workloads]
         shown = figures.SHOWN[family].rows
-        assert len(shown) == 6
+        assert len(shown) == 4
         assert set(shown) <= set(names)
 
 

@@ -157,8 +157,8 @@ def test_int64_lengths_are_told_how_to_be_cast(name):
     cuattn.attention(q, q, q, **{name: np.array([3]).astype("int32")})
 
 
-def test_head_dim_above_256_is_not_told_to_be_padded():
-    q, wide = ones(1, 3, 2, 16), ones(1, 3, 2, 512)
+def test_head_dim_above_512_is_not_told_to_be_padded():
+    q, wide = ones(1, 3, 2, 16), ones(1, 3, 2, 520)
     message = refused(cuattn.attention, wide, wide, q)
     assert "no kernel holds such rows" in message
     assert "pad" not in message
@@ -166,10 +166,10 @@ def test_head_dim_above_256_is_not_told_to_be_padded():
                             "jax.nn.dot_product_attention")  # fmt: skip
 
 
-def test_head_dim_v_above_256_can_be_cut_as_the_message_says():
+def test_head_dim_v_above_512_can_be_cut_as_the_message_says():
     rng = np.random.default_rng(0)
     q, k = rng.standard_normal((2, 1, 3, 2, 16), F32)
-    v = rng.standard_normal((1, 3, 2, 512), F32)
+    v = rng.standard_normal((1, 3, 2, 1024), F32)
     message = refused(cuattn.attention, q, k, v)
     assert message.endswith("cut v along head_dim_v, call for each part and join the outs")
     parts = [cuattn.attention(q, k, part) for part in np.split(v, 2, axis=-1)]

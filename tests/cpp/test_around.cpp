@@ -153,6 +153,12 @@ TEST(cpu_mla_write_and_project) {
     }
   }
   CHECK(rows == 2 * 64);
+  Array alone(DType::f32, {2, 4, 48});
+  mla_write(view_of(ckv), view_of(alone), {slots.data(), DType::i64, {3}});
+  for (int d = 0; d < 48; ++d) {
+    CHECK(alone.get(d) == ckv.get(2 * 48 + d) && alone.get(7 * 48 + d) == ckv.get(d), d);
+    CHECK(std::isnan(alone.get(48 + d)), d);
+  }
   Array x = drawn(random, DType::f32, {1, 3, 2, 24}), out(DType::f32, {1, 3, 2, 48});
   mla_project(view_of(x), view_of(proj), true, view_of(out));
   for (int i = 0; i < 3 * 2 * 48; ++i) {
@@ -283,7 +289,7 @@ TEST(c_abi_around_attention_names_what_is_null) {
   refuses("mla_project: x must be", cuattn_mla_project(&empty, nullptr));
   cuattn_cache_options cache;
   cuattn_cache_options_init(&cache, sizeof cache);
-  refuses("mla_write: kpe must be", cuattn_mla_write(&x, nullptr, &x, &x, &x, &cache, nullptr));
+  refuses("mla_write: ckv must be", cuattn_mla_write(nullptr, &x, &x, &x, &x, &cache, nullptr));
   refuses("mla_write: options must be", cuattn_mla_write(&x, &x, &x, &x, &x, nullptr, nullptr));
 }
 

@@ -32,7 +32,7 @@ int main() {
   AttentionSchedule schedule{};
   p.q = q.data(), p.k = k.data(), p.v = v.data(), p.out = out.data();
   p.q_strides = p.k_strides = p.v_strides = p.out_strides = {0, kDim, kDim};
-  p.dtype = DType::f16;
+  p.dtype = p.out_dtype = DType::f16;
   p.batch = p.num_heads_q = p.num_heads_kv = 1;
   p.seqlen_q = kRows, p.seqlen_kv = kKeys;
   p.head_dim = p.head_dim_v = kDim;

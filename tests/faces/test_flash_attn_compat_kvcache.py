@@ -273,7 +273,8 @@ def test_caches_that_cannot_be_cut_are_read_where_they_lie(device):
     got = flash_attn_with_kvcache(q, *expanded, cache_seqlens=123, causal=True)
     torch.testing.assert_close(got[0], want[0])
     index = torch.tensor([0, 0], dtype=torch.int32, device=device)
-    assert torch.equal(
+    # Two sequences split their keys otherwise than one does.
+    torch.testing.assert_close(
         flash_attn_with_kvcache(q, k, v, cache_seqlens=123, cache_batch_idx=index)[0],
         flash_attn_with_kvcache(q[:1], k, v, cache_seqlens=123, cache_batch_idx=index[:1])[0],
     )

@@ -273,7 +273,7 @@ def quiet():
 
 FALLBACKS = {
     "float64": lambda: [x.detach().double().requires_grad_() for x in qkv()],
-    "a head_dim outside 1 to 256": lambda: qkv(dim=264, dim_v=264),
+    "a head_dim outside 1 to 256 with a gradient": lambda: qkv(dim=264, dim_v=264),
 }
 
 
@@ -298,6 +298,17 @@ def test_a_compiled_fallback_has_no_break(quiet):
 
 def test_a_wide_value_alone_falls_back(quiet):
     judge(qkv(dim=64, dim_v=300))
+
+
+def test_wide_heads_without_a_gradient_do_not_fall_back():
+    for dim, dim_v in ((300, 64), (64, 508), (512, 512)):
+        arrays = [x.detach() for x in qkv(dim=dim, dim_v=dim_v)]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            out = our_sdpa(*arrays)
+        assert torch.allclose(out, sdpa(*arrays), atol=2e-5)
+    with pytest.warns(UserWarning, match="a head_dim outside 1 to 512;"):
+        our_sdpa(*(x.detach() for x in qkv(dim=520, dim_v=8)))
 
 
 @pytest.mark.parametrize("function", [our_sdpa, cuattn.torch.attention])

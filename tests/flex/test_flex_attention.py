@@ -344,7 +344,9 @@ def test_explain_says_what_functions_become():
     listed = explain(mask_mod=flex.masks.streaming(10), score_mod=flex.scores.softcap(5.0))
     assert "a program for each score" in listed
     assert "lists of 9 blocks: 3 are skipped, in" in listed
-    with pytest.raises(NotImplementedError, match="no kernel of CUDA has masks"):
-        cuattn.explain("flex_attention", *shapes, device="h100", mask_mod=flex.masks.streaming(10))
+    for mask, words in ((flex.masks.streaming(10), "by NVRTC"), (flex.masks.chunked(50), "row r")):
+        plan = cuattn.explain("flex_attention", *shapes, device="h100", mask_mod=mask)
+        assert plan.kernel == "sm80"
+        assert words in plan.reason
     with pytest.raises(TypeError, match="there is no argument mod"):
         explain(mod=1)

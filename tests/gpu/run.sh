@@ -87,8 +87,11 @@ build() {
 
 pytest() {
   local workers=()
-  # One worker a core: their libraries must not start a thread for every core each.
-  $python -c 'import xdist' 2>/dev/null && workers=(-n "$cores" --dist worksteal) &&
+  # The stages side by side share the cores: a worker holds half a gigabyte of its GPU before it has run a test. Its
+  # libraries must not start a thread for every core each.
+  local count=$((cores / width > 4 ? cores / width : 4))
+  [ "$part" != core ] || count=$((4 * count < cores ? 4 * count : cores))  # most of the tests are its
+  $python -c 'import xdist' 2>/dev/null && workers=(-n $count --dist worksteal) &&
     export OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1 CUATTN_NUM_THREADS=2
   # Each worker takes its GPUs from the list (tests/conftest.py).
   CUDA_VISIBLE_DEVICES=$gpus CUATTN_REQUIRE_CUDA=1 XLA_PYTHON_CLIENT_PREALLOCATE=false \
@@ -184,17 +187,18 @@ run_stage() {
   fi
 }
 
+several_gpus && IFS=, read -ra list <<<"$gpus" && width=$((4 * ${#list[@]})) || width=1
+width=${CUATTN_GPU_WIDTH:-$width}
+
 exec 3>&1
 export -f build pytest limits cpp sanitize memcheck racecheck initcheck synccheck watchdog go on_gpu several_gpus shards
-export dry jobs work tests python cores gpus part arguments
+export dry jobs work tests python cores gpus width part arguments
 rm -f "$work/failed"
 timed build "$limit" build
 if [ -z "$dry" ]; then
   $record build $(where) --deps "$work/lib" "$work/tests" || { tail -n 40 "$work/logs/build.log" && exit 1; }
   jobs=$(stale)  # by what this build says of who includes what
 fi
-several_gpus && IFS=, read -ra list <<<"$gpus" && width=$((4 * ${#list[@]})) || width=1
-width=${CUATTN_GPU_WIDTH:-$width}
 later=""
 while read -r part stage last arguments; do
   while [ "$(jobs -rp | wc -l)" -ge "$width" ]; do wait -n; done

@@ -21,6 +21,7 @@ F1 = r'"cuattn/device/(paged/)?\w+\.cuh"'
 PYTHON = r"<Python\.h>|<nanobind/[\w/]+\.h>"
 HOST = r'"cuda/host/\w+\.h"'
 ROWS = r'"cuda/attention/(products|softmax_rows|float8)\.cuh"'  # of all naive kernels
+FUNCTORS = r'"cuda/attention/(simt|sm80/forward)\.cuh"'  # kernels that functors are compiled into
 GRADIENTS = r'"cuda/backward/\w+\.cuh"'
 INSTANCES = r'"instances\.inc"'  # which cmake/instances.cmake writes into the build folder
 
@@ -32,6 +33,7 @@ INCLUDES = [
     (r"cuda/host/", "F2", [STD, CUDA, F0, F1, HOST]),
     (r"cuda/attention/sm80/", "F2", [STD, CUDA, F0, F1, HOST, r'"cuda/attention/sm80/\w+\.cuh"']),
     (r"cuda/attention/sm90/", "F2", [STD, CUDA, F0, F1, HOST, r'"cuda/attention/sm90/\w+\.cuh"']),
+    (r"cuda/attention/functor\.cu", "F2", [STD, CUDA, F0, HOST, FUNCTORS]),
     (r"cuda/attention/", "F2", [STD, CUDA, F0, F1, HOST, ROWS]),
     (
         r"cuda/backward/sm80/",

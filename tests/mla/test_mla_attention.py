@@ -130,6 +130,25 @@ def test_project_against_float64(device, dtype, rng):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_latents_alone_are_written(device, dtype, rng):
+    slots = np.array([5, 31, -1, 0, 17], np.int64)
+    for latent, joined in itertools.product((8, 24, 512), (True, False)):
+        arena = Arena(device)
+        ckv = draw(rng, (5, latent), dtype)
+        cache = arena.output((4, 8, latent + 16 * joined), DTYPES[dtype])[..., :latent]
+        placed, places = arena.put(ckv, align=16), arena.put(slots, align=8)
+        written, none = cuattn.mla_write(placed, None, cache, None, places)
+        device.synchronize()
+        arena.verify()
+        assert written is cache
+        assert none is None
+        got = device.numpy(cache).reshape(32, latent)
+        assert (bits(got[slots[slots >= 0]]) == bits(ckv[slots >= 0])).all()
+        rest = np.delete(got, slots[slots >= 0], axis=0)
+        assert np.isnan(rest.astype(np.float32)).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_write_is_that_of_reshape_and_cache(device, dtype, rng):
     slots = np.array([5, 31, -1, 0, 17], np.int64)
     ckv, kpe = draw(rng, (5, 48), dtype), draw(rng, (5, 16), dtype)

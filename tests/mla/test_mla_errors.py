@@ -238,6 +238,13 @@ def test_write_and_project_refuse():
         cuattn.mla_project(x, np.ones((2, 16, 16), F32), transpose=None)
     with pytest.raises(TypeError, match=r"mla_write: kpe must be an array .*got NoneType"):
         cuattn.mla_write(ckv, None, cache, ropes, slots)
+    with pytest.raises(TypeError, match=r"mla_write: kpe_cache must be an array .*got NoneType"):
+        cuattn.mla_write(ckv, kpe, cache, None, slots)
+    turns = {"cos": np.ones((4, 4), F32), "sin": np.ones((4, 4), F32), "positions": slots}
+    with pytest.raises(ValueError, match="cos, sin and positions must not be given without kpe"):
+        cuattn.mla_write(ckv, None, cache, None, slots, **turns)
+    with pytest.raises(ValueError, match="mla_write: ckv"):  # shares memory with the cache
+        cuattn.mla_write(cache[0, :2], None, cache, None, slots)
     with pytest.raises(TypeError, match="rope_interleaved must be True or False, got 'x'"):
         cuattn.mla_write(ckv, kpe, cache, ropes, slots, rope_interleaved="x")
     with pytest.raises(ValueError, match="mla_project: out"):

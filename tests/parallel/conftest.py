@@ -1,15 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ranks that the tests of this folder share."""
+"""The ranks that the tests of this folder share: processes over gloo, GPUs over NCCL."""
 
 import pytest
-from pool import Pool
+from pool import Pool, count_gpus, why_no_nccl
 
 
 @pytest.fixture(scope="session")
-def pool():
+def gloo():
     pool = Pool(4)
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def nccl():
+    reason = why_no_nccl()
+    if reason is not None:
+        pytest.skip(reason)
+    pool = Pool(min(count_gpus(), 4), backend="nccl")
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(params=["gloo", pytest.param("nccl", marks=pytest.mark.gpu)])
+def pool(request):
+    return request.getfixturevalue(request.param)
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from typing import Any
 
@@ -43,7 +44,7 @@ class Whole:
         begins = self.options["cu_seqlens"]
         options = {n: x for n, x in self.options.items() if n != "cu_seqlens"}
         most = int(np.diff(begins).max(initial=0))
-        where = torch.from_numpy(begins)
+        where = torch.from_numpy(begins).to(self.q.device)
         return cuattn.attention_varlen(*self.arrays(), where, where, most, most, **options, **more)
 
     def on_ranks(self, ranks, layout, scheme, arrays=None, **more):
@@ -57,9 +58,14 @@ class Whole:
         return run(*arrays, **options, **{**named, **more})
 
 
+def generator(seed):
+    """Random numbers of the device that arrays are made on."""
+    return torch.Generator(torch.get_default_device()).manual_seed(seed)
+
+
 def draw(seed, seqlen, heads=(4, 2), dims=(32, 32), dtype="float32", batch=2, packed=False):
     """Arrays of normals, [batch, seqlen, heads, dim] or packed."""
-    g = torch.Generator().manual_seed(seed)
+    g = generator(seed)
     lead = () if packed else (batch,)
     shapes = [(heads[0], dims[0]), (heads[1], dims[0]), (heads[1], dims[1])]
     return [torch.randn(*lead, seqlen, *x, generator=g).to(DTYPES[dtype]) for x in shapes]
@@ -111,7 +117,7 @@ def masks_and_layouts(ranks, seed, dtype, heads, seqlen):
 
 def options_of(seed, heads, seqlen, names):
     """Options of the whole by name."""
-    g = torch.Generator().manual_seed(seed)
+    g = generator(seed)
     made = {
         "alibi": {"alibi_slopes": torch.rand(heads, generator=g), "causal": True},
         "alibi window": {"alibi_slopes": torch.rand(2, heads, generator=g), "window": (90, 0)},
@@ -181,7 +187,7 @@ def documents(ranks, seed):
         masks = [MASKS["causal window"], {"causal": True}, {"window": (40, 20)}, {}]
         for options in masks[number:] if name != "many" else masks[1:2]:
             arrays = draw(seed + number, seqlen, (4, 2), packed=True)
-            extra = {"sinks": torch.randn(4, generator=torch.Generator().manual_seed(seed))}
+            extra = {"sinks": torch.randn(4, generator=generator(seed))}
             if options.get("causal"):
                 extra["alibi_slopes"] = torch.tensor([0.5, 0.1, 0.02, 0.0])
             whole = Whole(*arrays, options | extra | {"cu_seqlens": begins}, axis=0)
@@ -267,15 +273,17 @@ def backward_of(ranks, whole, layout, scheme, seed, bits=False):
     options = whole.options | ({} if sinks is None else {"sinks": own_sinks})
     one = dataclasses.replace(whole, q=leaves[0], k=leaves[1], v=leaves[2], options=options)
     out, lse = one.one_process(return_lse=True)
-    g = torch.Generator().manual_seed(seed)
+    g = generator(seed)
     dout = torch.randn(out.shape, generator=g).to(out.dtype)
     dlse = torch.randn(lse.shape, generator=g)
+    torch.use_deterministic_algorithms(True, warn_only=True)
     torch.autograd.backward([out, lse], [dout, dlse])
+    torch.use_deterministic_algorithms(False)
     mine = [layout.shard(x, ranks.rank, whole.axis).requires_grad_() for x in whole.arrays()]
     rank_sinks = None if sinks is None else sinks.clone().requires_grad_()
     shared = options | ({} if sinks is None else {"sinks": rank_sinks})
     part = dataclasses.replace(whole, options=shared)
-    found = part.on_ranks(ranks, layout, scheme, mine)
+    found = part.on_ranks(ranks, layout, scheme, mine, deterministic=True)
     torch.autograd.backward(found, list(rows((dout, dlse), layout, ranks.rank)))
     for name, got, leaf in zip("qkv", mine, leaves, strict=True):
         want = layout.shard(leaf.grad, ranks.rank, whole.axis)
@@ -326,7 +334,7 @@ def gradients(ranks, seed):
 def decode(ranks, seed):
     """Contexts dealt to ranks by blocks, written by local_slots, against one cache of all."""
     rng = np.random.default_rng(seed)
-    g = torch.Generator().manual_seed(seed)
+    g = generator(seed)
     size, block, heads, kv = ranks.size, 8, 4, 2
     lens = [0, 1, block, block * size + 3, 5 * block * size + block - 1, 61]
     columns = -(-max(lens) // block)
@@ -344,7 +352,7 @@ def decode(ranks, seed):
         caches = [x.reshape(-1, block, kv, 32) for x in (k, v)]
         options = {"sinks": sinks, "softcap": 5.0}
         want = cuattn.paged_attention(q, *caches, tables, context, **options)
-        order = torch.from_numpy(rng.permutation(tables.numel()).astype(np.int32))
+        order = torch.from_numpy(rng.permutation(tables.numel()).astype(np.int32)).to(q.device)
         own_tables = order.view(tables.shape)
         own = [torch.full_like(x, torch.nan) for x in caches]
         for place in range(max(lens)):
@@ -371,7 +379,34 @@ def decode(ranks, seed):
         assert found.dtype == want.dtype
         near = 1e-5 if dtype == "float32" else 2.0**-6
         assert largest(found, want) <= near * (1 + float(want.abs().max())), (turn, dtype, reduce)
-    return found.float().numpy().tobytes()
+    return found.float().cpu().numpy().tobytes()
+
+
+def graph(ranks, seed):
+    """A captured call computes anew from what its arrays hold, many times the same bits."""
+    layout = Layout("zigzag", 1024, ranks.size)
+    draws = [Whole(*draw(seed + i, 1024, (4, 2), (64, 64), "bfloat16"), {}) for i in range(2)]
+    mine = [[layout.shard(x, ranks.rank).contiguous() for x in w.arrays()] for w in draws]
+    for scheme in ("gather", "heads", "ring"):
+        call = functools.partial(
+            draws[0].on_ranks, ranks, layout, scheme, mine[0], causal=True, return_lse=False
+        )
+        before = [x.clone() for x in mine[0]]
+        torch.cuda.synchronize()
+        first = call()  # connections are made outside of a capture
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured):
+            found = call()
+        for x, y in zip(mine[0], mine[1], strict=True):
+            x.copy_(y)
+        want = call()
+        for _ in range(50):
+            found.fill_(torch.nan)
+            captured.replay()
+            assert torch.equal(found, want), scheme
+        assert not torch.equal(first, want)
+        for x, y in zip(mine[0], before, strict=True):
+            x.copy_(y)
 
 
 def calibration(ranks):
@@ -427,6 +462,8 @@ def mutants():
 
 def mutant(ranks, name, seed):
     """Whether a mistake is seen on this rank, by the scheme that makes it."""
+    from cuattn.parallel import schemes
+
     where, attribute, wrong = mutants()[name]
     right = getattr(where, attribute)
     scheme = "gather" if name == "order of zigzag" else "ring"
@@ -436,11 +473,13 @@ def mutant(ranks, name, seed):
     layout = Layout("zigzag", 512, ranks.size)
     seen = []
     for attributes in (right, wrong):
+        schemes.pairs_of.cache_clear()
         setattr(where, attribute, attributes)
         try:
             found = whole.on_ranks(ranks, layout, scheme)
         finally:
             setattr(where, attribute, right)
+            schemes.pairs_of.cache_clear()
         try:
             judge(found, rows(want, layout, ranks.rank), scheme, name, bits=False)
             seen.append(False)

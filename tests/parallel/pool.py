@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes that stand for ranks: started once, joined by gloo, given one job after another.
+"""Processes that stand for ranks: started once, joined by gloo or NCCL, given job after job.
 
 A job is a function of a module that the processes can import, run on every rank of a group with
 (team, *arguments); `Pool.run` returns what each rank returned, or raises what any raised.
@@ -19,6 +19,10 @@ import sys
 import traceback
 from typing import Any, NamedTuple
 
+import pytest
+
+import harness
+
 HERE = pathlib.Path(__file__).parent
 SECONDS = 180  # after which a rank counts as hanging
 
@@ -31,10 +35,28 @@ class Ranks(NamedTuple):
     group: Any
 
 
-class Pool:
-    """`size` processes; jobs run on the first n of them."""
+def why_no_nccl() -> str | None:
+    """Say why no ranks over NCCL can be had; None where they can."""
+    if os.environ.get("CUATTN_TEST_NCCL") != "1":
+        return "NCCL: the cases have not passed yet; CUATTN_TEST_NCCL=1 runs them"
+    gpus = count_gpus()
+    return None if gpus > 1 else f"NCCL takes 2 GPUs, {gpus} here"
 
-    def __init__(self, size: int, timeout: float = SECONDS) -> None:
+
+def count_gpus() -> int:
+    """Count the GPUs that ranks may have."""
+    if harness.why_no_cuda() is not None or harness.is_emulated():
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+class Pool:
+    """`size` processes; jobs run on the first n of them. Over NCCL each has a GPU, its default."""
+
+    def __init__(self, size: int, timeout: float = SECONDS, backend: str = "gloo") -> None:
+        self.size = size
         context = multiprocessing.get_context("forkserver")
         sys.path[:0] = [path for path in (str(HERE), str(HERE.parent)) if path not in sys.path]
         context.set_forkserver_preload(["warm"])
@@ -45,7 +67,7 @@ class Pool:
         for rank in range(size):
             here, there = context.Pipe()
             process = context.Process(
-                target=serve, args=(rank, size, port, timeout, there), daemon=True
+                target=serve, args=(rank, size, port, timeout, backend, there), daemon=True
             )
             process.start()
             self.pipes.append(here)
@@ -60,6 +82,8 @@ class Pool:
 
     def send(self, size: int, job: Any, *arguments: Any, each: Any = ()) -> None:
         """Start a job on the first `size` ranks; each: more arguments, by rank."""
+        if size > self.size:
+            pytest.skip(f"{size} ranks, {self.size} here")
         for rank in range(size):
             own = each[rank] if each else ()
             self.pipes[rank].send((size, job.__module__, job.__name__, (*arguments, *own)))
@@ -93,7 +117,7 @@ class Pool:
             process.kill()
 
 
-def serve(rank: int, size: int, port: int, timeout: float, pipe: Any) -> None:
+def serve(rank: int, size: int, port: int, timeout: float, backend: str, pipe: Any) -> None:
     """Join the group and run jobs until there are no more."""
     os.environ["CUATTN_NUM_THREADS"] = "1"
     import torch
@@ -102,7 +126,10 @@ def serve(rank: int, size: int, port: int, timeout: float, pipe: Any) -> None:
     torch.set_num_threads(1)
     wait = datetime.timedelta(seconds=timeout)
     where = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=size, timeout=wait)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+        torch.set_default_device(f"cuda:{rank}")
+    dist.init_process_group(backend, init_method=where, rank=rank, world_size=size, timeout=wait)
     groups = {n: dist.new_group(range(n), timeout=wait) for n in range(1, size)}
     groups[size] = dist.group.WORLD
     pipe.send("ready")

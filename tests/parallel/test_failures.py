@@ -13,7 +13,7 @@ import frameworks
 
 torch = frameworks.require("torch")
 from jobs import draw  # noqa: E402
-from pool import Pool  # noqa: E402
+from pool import Pool, why_no_nccl  # noqa: E402
 
 import cuattn.parallel as parallel  # noqa: E402
 from cuattn.parallel import Layout  # noqa: E402
@@ -194,11 +194,15 @@ def lose_a_rank(ranks, victim, how):
 
 
 @pytest.mark.parametrize("how", ["killed", pytest.param("absent", marks=pytest.mark.slow)])
-def test_without_a_rank_the_others_raise_in_time(how):
-    pool = Pool(3, timeout=20 if how == "killed" else 5)
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=pytest.mark.gpu)])
+def test_without_a_rank_the_others_raise_in_time(how, backend):
+    size = 3 if backend == "gloo" else 2
+    if backend == "nccl" and why_no_nccl() is not None:
+        pytest.skip(why_no_nccl())
+    pool = Pool(size, timeout=20 if how == "killed" else 5, backend=backend)
     try:
-        pool.send(3, lose_a_rank, 1, how)
-        for rank in (0, 2):
+        pool.send(size, lose_a_rank, 1, how)
+        for rank in (0, 2)[: size - 1]:
             error, (kind, seconds) = pool.receive(rank)
             assert not error
             assert kind == "RuntimeError"

@@ -63,6 +63,11 @@ def test_calibrate_gives_all_ranks_the_same_speeds(pool):
     assert all(x > 0 for x in found[0][0].values())
 
 
+@pytest.mark.gpu
+def test_a_call_is_captured_as_a_graph(nccl, seed):
+    nccl.run(2, jobs.graph, seed)
+
+
 MUTANTS = tuple(jobs.mutants())
 
 

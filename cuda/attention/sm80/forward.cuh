@@ -19,7 +19,9 @@
 #include "cuattn/device/tile_sm80.cuh"
 #include "cuattn/schedule.h"
 #include "cuattn/tiles.h"
+#ifndef __CUDACC_RTC__
 #include "cuda/host/launch.h"
+#endif
 
 namespace cuattn {
 
@@ -34,17 +36,20 @@ template <DType kType, int kHeadDim, int kHeadDimV, class Policy, Tile kTile>
 struct ForwardSm80 {
   // 1. Types and sizes
   static constexpr int kThreads = kTile.warps * 32;
-  static constexpr int kWarpRows = kTile.m / kTile.warps;
-  static constexpr int kRowBlocks = kWarpRows / 16;  // m16 blocks of a warp
-  static constexpr int kScoreBlocks = kTile.n / 8;   // n8 blocks of S
-  static constexpr int kOutBlocks = kHeadDimV / 8;   // n8 blocks of O
-  static constexpr int kQkBytes = kHeadDim * 2;      // of one row of Q or K
-  static constexpr int kVBytes = kHeadDimV * 2;      // of one row of V or O
+  static constexpr int kColumnGroups = sm80_column_groups({kHeadDim, kHeadDimV});
+  static constexpr int kRowWarps = kTile.warps / kColumnGroups;
+  static constexpr int kWarpRows = kTile.m / kRowWarps;
+  static constexpr int kRowBlocks = kWarpRows / 16;               // m16 blocks of a warp
+  static constexpr int kScoreBlocks = kTile.n / 8;                // n8 blocks of S
+  static constexpr int kWarpColumns = kHeadDimV / kColumnGroups;  // of O
+  static constexpr int kOutBlocks = kWarpColumns / 8;             // n8 blocks of O
+  static constexpr int kQkBytes = kHeadDim * 2;                   // of one row of Q or K
+  static constexpr int kVBytes = kHeadDimV * 2;                   // of one row of V or O
   static constexpr int kSmemBytes = sm80_smem_bytes({kHeadDim, kHeadDimV}, kTile);
   static constexpr int kCtasPerSm =
       kTile.warps <= 4 ? 2 : 1;  // 128 threads leave 255 registers each to two CTAs
-  static_assert(kTile.m % (16 * kTile.warps) == 0 && kTile.n % 16 == 0,
-                "tiles are made of m16n8k16");
+  static_assert(kTile.m % (16 * kRowWarps) == 0 && kTile.n % 16 == 0, "tiles are made of m16n8k16");
+  static_assert(kColumnGroups == 1 || kWarpColumns % 64 == 0, "the swizzle turns 64 columns");
   static_assert(kHeadDimV <= kHeadDim, "O is staged in the rows of Q");
   static_assert(kTile.stages == 1 || kTile.stages == 2,
                 "the loops are written for one or two stages");
@@ -61,7 +66,14 @@ struct ForwardSm80 {
     __device__ uint32_t v_stage(int stage) const { return v + stage * kTile.n * kVBytes; }
   };
 
-  // 3. Roles: every warp does the same. What a CTA works on:
+  // 3. Roles: every warp does the same for its rows, of which wide heads have two warps for the
+  // columns of O, warp w for those of group w / kRowWarps.
+  static __device__ __forceinline__ int32_t row_warp() { return threadIdx.x / 32 % kRowWarps; }
+  static __device__ __forceinline__ int32_t column_group() {
+    return kColumnGroups == 1 ? 0 : threadIdx.x / 32 / kRowWarps;
+  }
+
+  // What a CTA works on:
   struct Work {
     int32_t batch, head, row0;  // row0: first query row of the tile
     Span queries, keys;
@@ -97,8 +109,8 @@ struct ForwardSm80 {
   static __device__ __forceinline__ void multiply_qk(Scores& scores, uint32_t q_tile,
                                                      uint32_t k_tile) {
     constexpr int kSteps = kHeadDim / 16;
-    uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    uint32_t q_row = warp * kWarpRows + lane % 16;
+    uint32_t lane = threadIdx.x % 32;
+    uint32_t q_row = row_warp() * kWarpRows + lane % 16;
     uint32_t q_base = q_tile + q_row * kQkBytes,
              q_phase = device::swizzle_phase<kQkBytes>(q_row, lane / 16);
     uint32_t k_row = lane % 8 + lane / 16 * 8;
@@ -135,9 +147,9 @@ struct ForwardSm80 {
   static __device__ __forceinline__ void multiply_pv(State& state, const Scores& scores,
                                                      uint32_t v_tile) {
     uint32_t lane = threadIdx.x % 32;
-    uint32_t v_base = v_tile + lane % 16 * kVBytes,
+    uint32_t v_base = v_tile + lane % 16 * kVBytes + column_group() * kWarpColumns * 2,
              v_phase = device::swizzle_phase<kVBytes>(lane % 16, lane / 16);
-    constexpr int kPairs = kHeadDimV / 16, kSteps = kTile.n / 16;
+    constexpr int kPairs = kWarpColumns / 16, kSteps = kTile.n / 16;
     uint32_t b[2][4];
     auto fetch = [&](int index) {  // pair `index % kPairs` of step `index / kPairs`
       uint32_t address = device::chunk_address<kVBytes>(v_base, v_phase, 2 * (index % kPairs));
@@ -172,7 +184,7 @@ struct ForwardSm80 {
 
   // Query row (within the sequence) of this lane's register pair `half` in m16 block m.
   static __device__ __forceinline__ int32_t lane_row(const Work& work, int m, int half) {
-    return work.row0 + threadIdx.x / 32 * kWarpRows + m * 16 + half * 8 + threadIdx.x % 32 / 4;
+    return work.row0 + row_warp() * kWarpRows + m * 16 + half * 8 + threadIdx.x % 32 / 4;
   }
 
   // Where a lane's scores of the tile that begins at key0 stand.
@@ -266,7 +278,7 @@ struct ForwardSm80 {
                                                 const Work& work, const Shared& shared,
                                                 State& state) {
     int32_t last_row = min(work.row0 + kTile.m, work.queries.used);
-    device::TileWalk walk(policy.template range<kTile.n>(work.row0, last_row));
+    auto walk = policy.template walk<kTile.n>(work.row0, last_row);
     if (!walk.more()) return;
 
     int32_t kv_head = work.head / (p.num_heads_q / p.num_heads_kv);
@@ -327,14 +339,25 @@ struct ForwardSm80 {
     }
   }
 
+  // A row of an out in float32; of another it is none.
+  static __device__ __forceinline__ float* wide_row(const AttentionParams& p, const Work& work,
+                                                    int32_t row) {
+    if (p.out_dtype != DType::f32 || row >= work.queries.stored) return nullptr;
+    return static_cast<float*>(p.out) + work.batch * p.out_strides.batch +
+           work.head * p.out_strides.head + (work.queries.start + row) * p.out_strides.seq;
+  }
   // 5. Epilogue: normalise, write lse, and turn fragments into whole rows by way of the warp's own
   // rows of Q.
   static __device__ __forceinline__ void store(const AttentionParams& p, const Work& work,
                                                const Shared& shared, State& state, float to_log2) {
     uint32_t lane = threadIdx.x % 32;
-    uint32_t staging =
-        shared.q + threadIdx.x / 32 * kWarpRows * kQkBytes;  // no other warp reads these rows of Q
-    __syncwarp();                                            // every lane has read its last Q
+    uint32_t staging = shared.q + row_warp() * kWarpRows * kQkBytes;
+    if constexpr (kColumnGroups == 1) {
+      __syncwarp();  // every lane has read its last Q; no other warp reads these rows
+    } else {
+      __syncthreads();  // nor does the warp that shares them
+    }
+    const int32_t first_chunk = column_group() * kWarpColumns / 8;
     const device::Finish finish(p.scores, work.head);
 #pragma unroll
     for (int m = 0; m < kRowBlocks; ++m) {
@@ -344,29 +367,35 @@ struct ForwardSm80 {
         float sum = device::quad_sum(state.row_sum[m][half]);
         float maximum = device::finite_product(state.row_max[m][half], to_log2);
         device::RowEnd end = finish.end(maximum, sum, row < work.queries.used);
+        float* wide = wide_row(p, work, row);
 #pragma unroll
         for (int n = 0; n < kOutBlocks; ++n) {
           float left = end.alive ? state.out[m][n][2 * half] * end.factor : 0.0f;
           float right = end.alive ? state.out[m][n][2 * half + 1] * end.factor : 0.0f;
+          if (wide != nullptr && n * 8 < p.head_dim_v)
+            *reinterpret_cast<float2*>(wide + n * 8 + lane % 4 * 2) = {left, right};
           device::store_shared(
-              staging + device::swizzled<kVBytes>(m * 16 + half * 8 + lane / 4, n) + lane % 4 * 4,
+              staging + device::swizzled<kVBytes>(m * 16 + half * 8 + lane / 4, first_chunk + n) +
+                  lane % 4 * 4,
               device::pack2<kType>(left, right));
         }
-        if (p.lse != nullptr && lane % 4 == 0 && row < work.queries.stored) {
+        if (p.lse != nullptr && first_chunk == 0 && lane % 4 == 0 && row < work.queries.stored) {
           p.lse[work.batch * p.lse_strides.batch + work.head * p.lse_strides.head +
                 (work.queries.start + row) * p.lse_strides.seq] = end.lse;
         }
       }
     }
+    if (p.out_dtype == DType::f32) return;
     __syncwarp();
     char* gO = static_cast<char*>(p.out) +
                2 * (work.batch * p.out_strides.batch + work.head * p.out_strides.head +
                     work.queries.start * p.out_strides.seq);
-    constexpr int kChunks = kHeadDimV / 8;
+    constexpr int kChunks = kWarpColumns / 8;
 #pragma unroll
     for (int i = 0; i < kWarpRows * kChunks / 32; ++i) {
-      int32_t warp_row = (i * 32 + lane) / kChunks, chunk = (i * 32 + lane) % kChunks;
-      int32_t row = work.row0 + threadIdx.x / 32 * kWarpRows + warp_row;
+      int32_t warp_row = (i * 32 + lane) / kChunks;
+      int32_t chunk = first_chunk + (i * 32 + lane) % kChunks;
+      int32_t row = work.row0 + row_warp() * kWarpRows + warp_row;
       uint4 values = device::load_shared16(staging + device::swizzled<kVBytes>(warp_row, chunk));
       if (row < work.queries.stored && chunk * 8 < p.head_dim_v) {
         *reinterpret_cast<uint4*>(gO + row * (2 * p.out_strides.seq) + chunk * 16) = values;
@@ -406,8 +435,9 @@ __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kCtasPerSm)
 }
 
 // 7. Launcher
-template <class Kernel>
-void launch_forward_sm80_tile(const AttentionParams& p, Tile tile, cudaStream_t stream) {
+#ifndef __CUDACC_RTC__
+// The CTAs are the (batch, head) pairs times `tiles`.
+inline Sm80Schedule make_sm80_schedule(const AttentionParams& p, Tile tile) {
   constexpr int64_t kSectionBytes = 24 << 20;  // of K and V: half the L2 of the large parts
   Sm80Schedule schedule;
   schedule.tiles = device::ceil_div(p.seqlen_q, tile.m);
@@ -416,7 +446,13 @@ void launch_forward_sm80_tile(const AttentionParams& p, Tile tile, cudaStream_t 
   int64_t head_bytes = (p.seqlen_kv + int64_t{1}) * (p.head_dim + p.head_dim_v) * 2;
   int64_t section = device::ceil_div(kSectionBytes, head_bytes) * group;
   schedule.section_heads = static_cast<int32_t>(section < pairs ? section : pairs);
-  unsigned blocks = grid_blocks(pairs * schedule.tiles, "sm80");
+  return schedule;
+}
+
+template <class Kernel>
+void launch_forward_sm80_tile(const AttentionParams& p, Tile tile, cudaStream_t stream) {
+  Sm80Schedule schedule = make_sm80_schedule(p, tile);
+  unsigned blocks = grid_blocks(int64_t{p.batch} * p.num_heads_q * schedule.tiles, "sm80");
   static std::atomic<uint64_t> allowed{0};
   allow_shared_memory(forward_sm80_kernel<Kernel>, Kernel::kSmemBytes, allowed);
   forward_sm80_kernel<Kernel>
@@ -432,5 +468,6 @@ void launch_forward_sm80(const AttentionLaunch& launch, cudaStream_t stream) {
   launch_forward_sm80_tile<ForwardSm80<kType, kHeadDim, kHeadDimV, Policy, kTile>>(p, kTile,
                                                                                    stream);
 }
+#endif
 
 }  // namespace cuattn

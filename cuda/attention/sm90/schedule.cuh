@@ -25,6 +25,7 @@ struct Sm90Schedule {
   int32_t split_tiles;    // key tiles of a split that begins at a fixed place; 0: even shares
   int32_t total;          // work items, at most
   int32_t* counter;       // items drawn beyond the first of each CTA; nullptr: a fixed order
+  bool stores_wide;       // O in float32: a part of split keys, or an out of that dtype
   bool stores_boxes;      // O through the TMA, 16 rows of a head at a time
   bool clears;            // what lies behind the last key of a sequence is not zeros
   bool stages_bias;       // a bias comes through the TMA
@@ -151,10 +152,9 @@ struct Sm90Row {
     }
     stored = token < w.queries.stored;
   }
-  __device__ char* out(const AttentionParams& p, const Sm90Work& w) const {
-    return static_cast<char*>(p.out) +
-           2 * (w.batch * p.out_strides.batch + (w.queries.start + token) * p.out_strides.seq +
-                head * p.out_strides.head);
+  __device__ int64_t out(const AttentionParams& p, const Sm90Work& w) const {
+    return w.batch * p.out_strides.batch + (w.queries.start + token) * p.out_strides.seq +
+           head * p.out_strides.head;
   }
   __device__ float* lse(const AttentionParams& p, const Sm90Work& w) const {
     return p.lse + w.batch * p.lse_strides.batch + head * p.lse_strides.head +
@@ -164,6 +164,11 @@ struct Sm90Row {
   __device__ int64_t part(const AttentionParams& p, const Sm90Work& w) const {
     int64_t rows = int64_t{p.batch} * p.seqlen_q;
     return (int64_t{w.split} * p.num_heads_q + head) * rows + w.batch * int64_t{p.seqlen_q} + token;
+  }
+  // Where it goes in float32: to the workspace, or to an out of that dtype.
+  __device__ float* wide(const AttentionParams& p, const Sm90Schedule& s, const Sm90Work& w) const {
+    if (s.splits > 1) return s.part_out + part(p, w) * p.head_dim_v;
+    return static_cast<float*>(p.out) + out(p, w);
   }
 };
 
@@ -185,7 +190,7 @@ inline MergeParams sm90_parts(const AttentionParams& p, const AttentionSchedule&
   m.merged_lse = p.lse;
   m.merged_out_strides = p.out_strides;
   m.merged_lse_strides = p.lse_strides;
-  m.dtype = p.dtype;
+  m.dtype = p.out_dtype;
   m.part_dtype = DType::f32;
   m.batch = p.batch;
   m.seqlen = p.seqlen_q;
@@ -218,7 +223,8 @@ inline Sm90Schedule make_sm90_schedule(const AttentionParams& p, const Attention
     if (most < items) items = most;
   }
   s.total = static_cast<int32_t>(grid_blocks(items, "sm90"));
-  s.stores_boxes = s.packed == 1 && s.splits == 1;
+  s.stores_wide = s.splits > 1 || p.out_dtype == DType::f32;
+  s.stores_boxes = s.packed == 1 && !s.stores_wide;
   s.clears = p.cu_seqlens_kv != nullptr || p.seqused_kv != nullptr || p.pages.block_size > 0;
   s.bias_heads = p.scores.bias_stride_head != 0;
   s.bias_batches = p.scores.bias_stride_batch != 0;

@@ -97,15 +97,15 @@ struct StoreSm90 {
     device::tma_store_commit();
   }
 
-  // O of a row straight from the accumulators, or a part of it in float32. Four blocks of 8 columns
+  // O of a row straight from the accumulators, in float32 where it is a part or wanted so. Four blocks of 8 columns
   // at a time: a quad turns its 4 x 4 words, so that each lane holds all columns of one block.
   static __device__ __forceinline__ void store_row(const AttentionParams& p, const Sm90Schedule& s,
                                                    const Sm90Work& w, const Sm90Row& row, int half,
                                                    const float (&out)[kOutCount], float factor) {
     using namespace device;
     int lane = threadIdx.x % 32;
-    if (s.splits > 1) {
-      float* to = opaque(s.part_out + row.part(p, w) * p.head_dim_v + 2 * (lane % 4));
+    if (s.stores_wide) {
+      float* to = opaque(row.wide(p, s, w) + 2 * (lane % 4));
 #pragma unroll
       for (int block = 0; block < kBlocks; ++block) {
         const float* o = &out[4 * block + 2 * half];
@@ -114,7 +114,7 @@ struct StoreSm90 {
       }
       return;
     }
-    char* to = opaque(row.out(p, w) + 16 * (lane % 4));
+    char* to = opaque(static_cast<char*>(p.out) + 2 * row.out(p, w) + 16 * (lane % 4));
     int left = row.stored ? p.head_dim_v - 8 * (lane % 4) : 0;
 #pragma unroll
     for (int block = 0; block < kBlocks; block += 4) {
@@ -176,12 +176,12 @@ struct StoreSm90 {
     for (int i = threadIdx.x % 128; i < 64 * chunks; i += 128) {
       Sm90Row row(p, s, w, first + i / chunks);
       if (!row.stored) continue;
-      if (s.splits > 1) {
-        float4* to =
-            reinterpret_cast<float4*>(s.part_out + row.part(p, w) * p.head_dim_v + i % chunks * 8);
+      if (s.stores_wide) {
+        float4* to = reinterpret_cast<float4*>(row.wide(p, s, w) + i % chunks * 8);
         to[0] = to[1] = float4{0.0f, 0.0f, 0.0f, 0.0f};
       } else {
-        reinterpret_cast<uint4*>(row.out(p, w))[i % chunks] = uint4{0, 0, 0, 0};
+        uint16_t* to = static_cast<uint16_t*>(p.out) + row.out(p, w);
+        reinterpret_cast<uint4*>(to)[i % chunks] = uint4{0, 0, 0, 0};
       }
     }
   }

@@ -94,12 +94,9 @@ struct PagedSm90Softmax : PagedSm90Tiles<kType, kHeadDim, kRows, kUse> {
         int32_t key = first_key + me.key + half * 8;
         if constexpr (kScore == ScoreKind::scored) {
           score *= p.scores.scale;
-          if (p.scores.softcap > 0.0f) {
-            float ratio = score / p.scores.softcap;
-            score = p.scores.softcap * (p.scores.softcap > device::kLargeSoftcap
-                                            ? device::tanh_of_small(ratio)
-                                            : device::tanh_exp2(ratio));
-          }
+          if (p.scores.softcap > 0.0f)
+            score = p.scores.softcap *
+                    device::capped<kType>(score, p.scores.softcap, p.scores.inv_softcap);
           score = fmaf(-row.slope, fabsf(static_cast<float>(row.position - key)), score);
         }
         bool seen = key >= row.visible.begin && key < row.visible.end;

@@ -69,6 +69,19 @@ CUATTN_HOST_DEVICE TileRange query_tile_range(int32_t window_left, int32_t windo
   return range;
 }
 
+// tanh(score / softcap), which a softcap is multiplied by. Note: tanh_exp2 is right to 1e-7, not to
+// 1e-7 of a small result; times a softcap of 30 that is several times the error of the plain formula
+// in float32.
+template <DType kType>
+__device__ __forceinline__ float capped(float score, float softcap, float inv_softcap) {
+  float ratio = score * inv_softcap;
+  constexpr bool is_exact =
+      kType == DType::f32 || kType == DType::e4m3;  // whose out may be float32
+  return is_exact                  ? tanhf(ratio)
+         : softcap > kLargeSoftcap ? tanh_of_small(ratio)
+                                   : tanh_exp2(ratio);
+}
+
 // Scores from dot products. A result times `to_log2` is an exponent in base 2: identity leaves the
 // scale to that one multiplication, scored returns natural units.
 template <DType kType, ScoreKind kScore>
@@ -112,19 +125,10 @@ struct ScoreMod<kType, ScoreKind::scored> {
     }
   }
 
-  // What the softcap is multiplied by. Note: tanh_exp2 is right to 1e-7, not to 1e-7 of a small
-  // result; times a softcap of 30 that is several times the error of the plain formula in float32.
-  __device__ float capped(float score) const {
-    float ratio = score * inv_softcap;
-    return kType == DType::f32       ? tanhf(ratio)
-           : softcap > kLargeSoftcap ? tanh_of_small(ratio)
-                                     : tanh_exp2(ratio);
-  }
-
   // d(capped score) / d(scaled dot product), for the backward pass.
   __device__ float derivative(float dot) const {
     if (softcap <= 0.0f) return 1.0f;
-    float tanh = capped(dot * scale);
+    float tanh = capped<kType>(dot * scale, softcap, inv_softcap);
     return 1.0f - tanh * tanh;
   }
 
@@ -136,7 +140,7 @@ struct ScoreMod<kType, ScoreKind::scored> {
   // `row` < queries and `key` < keys: callers clamp the padding of a tile before they ask.
   __device__ float operator()(float dot, int32_t row, int32_t key) const {
     float score = dot * scale;
-    if (softcap > 0.0f) score = softcap * capped(score);
+    if (softcap > 0.0f) score = softcap * capped<kType>(score, softcap, inv_softcap);
     if (slope != 0.0f) score -= slope * distance(row, key);
     return bias == nullptr ? score : add_bias(score, row, key);
   }

@@ -13,6 +13,9 @@
 
 namespace cuattn {
 
+// head_dim and head_dim_v at most: of a forward pass over rows; over pages, of float8 and backward.
+constexpr int32_t kMostForwardDim = 512, kMostHeadDim = 256;
+
 // Forward attention: O = softmax(mask(bias + alibi + softcap(scale * Q K^T))) V, one row per query
 // and head.
 struct AttentionParams {
@@ -50,7 +53,7 @@ struct AttentionParams {
   DropoutParams dropout;
   RowRanges rows;          // or none
   const FlexParams* flex;  // what a user wrote, in host memory, or nullptr
-  DType out_dtype;         // dtype, or on the CPU float32; float8: bf16, f16 or f32
+  DType out_dtype;         // dtype or float32; float8: bf16, f16 or f32
 };
 
 CUATTN_HOST_DEVICE Span query_span(const AttentionParams& p, int32_t b) {

@@ -73,7 +73,8 @@ struct FlexOp {
   int32_t code, to, a, b, c, number;
 };
 
-constexpr int32_t kMaxFlexRegisters = 24, kMaxFlexArrays = 16, kMaxFlexOps = 4096;
+constexpr int32_t kMaxFlexRegisters = 24, kMaxFlexArrays = 16, kMaxFlexOps = 4096,
+                  kMaxFlexNumbers = 32;
 
 struct FlexProgram {
   const FlexOp* ops;  // the last one's register is the result
@@ -100,9 +101,11 @@ struct FlexLists {
 };
 
 struct FlexParams {
-  FlexProgram score, mask;
+  FlexProgram score, mask;  // run by the CPU
   FlexLists lists;
   FlexArray arrays[kMaxFlexArrays];
+  int64_t functor;                   // the programs compiled for CUDA; 0: they are not
+  int32_t numbers[kMaxFlexNumbers];  // that it reads, as bits
 };
 
 // The gradient of a captured array of float32, of its extents.
@@ -136,8 +139,12 @@ struct RowRanges {
 
   // `row` counts from the first stored row (Span::start), of a dense batch from its sequence's.
   CUATTN_HOST_DEVICE KeyRange limit(KeyRange keys, int32_t b, int32_t h, int64_t row) const {
-    if (begin == nullptr) return keys;
-    int64_t at = b * strides.batch + h * strides.head + row * strides.seq;
+    return begin == nullptr ? keys : at(keys, first(b, h, row));
+  }
+  CUATTN_HOST_DEVICE int64_t first(int32_t b, int32_t h, int64_t row) const {
+    return b * strides.batch + h * strides.head + row * strides.seq;
+  }
+  CUATTN_HOST_DEVICE KeyRange at(KeyRange keys, int64_t at) const {
     if (begin[at] > keys.begin) keys.begin = begin[at];
     if (end[at] < keys.end) keys.end = end[at];
     if (keys.end < keys.begin) keys.end = keys.begin;

@@ -68,7 +68,7 @@ struct PagedParams {
 
   ScoreParams scores;  // without a bias
   LatentParams latent;
-  DType out_dtype;  // dtype, or on the CPU float32
+  DType out_dtype;  // dtype or float32
 };
 
 // Where query `query` of sequence b lies along the seq axis of q, out and lse. -1: nowhere, a

@@ -24,8 +24,9 @@ using uint64_t = unsigned long long;
 namespace cuattn {
 
 enum class DType : int32_t { f32, f16, bf16, e4m3, boolean, i32, i64 };
-enum class MaskKind : int32_t { none, causal, window };  // causal: right limit 0, no left limit
-enum class ScoreKind : int32_t { identity, scored };     // see ScoreParams
+// causal: right limit 0, no left limit; rows: an interval of keys of each row (params/flex.h).
+enum class MaskKind : int32_t { none, causal, window, rows };
+enum class ScoreKind : int32_t { identity, scored };  // see ScoreParams
 
 constexpr int64_t kUnlimited = -1;  // a window side without limit
 

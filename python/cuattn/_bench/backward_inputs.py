@@ -18,7 +18,7 @@ import cuattn
 from .backward import ALWAYS_ALIKE, STEP, BackwardWorkload
 from .backward_reference import GradientSample
 from .devices import alibi_slopes, cu_seqlens
-from .peers import Prepared, require
+from .prepared import Prepared, require
 
 SEED = 20261123  # of dropout
 ATEN = torch.ops.aten

@@ -13,7 +13,7 @@ import cuattn
 
 from .cache import CacheWorkload
 from .paged_inputs import cache_shapes, calls_in_graph, in_turn, num_sets
-from .peers import Prepared, require
+from .prepared import Prepared, require
 from .reference import EPS, Error
 
 SEQUENCE = 1024  # tokens of a sequence that gather_cache reads

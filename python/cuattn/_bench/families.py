@@ -9,6 +9,8 @@ from typing import Any
 
 from .backward import backward, backward_smoke
 from .cache import cache, cache_smoke
+from .fused import fused, fused_smoke, rope
+from .mla import mla, mla_smoke
 from .paged import (
     cascade,
     chunked,
@@ -20,6 +22,8 @@ from .paged import (
     paged_smoke,
     paged_vllm,
 )
+from .parallel import parallel, parallel_smoke
+from .variants import variants, variants_smoke
 from .workloads import (
     AnyWorkload,
     cpu,
@@ -49,6 +53,7 @@ class Family:
     quantity: str = "tflops"  # what speed is: or gbps
     heat_s: float = 0.4  # how long the chip is heated before each row
     budget_s: float = 150.0  # unless the command line says another
+    over_ranks: bool = False  # measured by processes of their own, ranks.py
 
 
 Make = Callable[[], Iterable[AnyWorkload]]
@@ -110,6 +115,45 @@ FAMILIES: dict[str, Family] = {
     "cascade": _decode(cascade, backends=("auto", "cascade"), peers=("flashinfer",)),
     "paged_smoke": _decode(paged_smoke, backends=("auto", "v1", "v2", "dense", "cascade")),
     "chunked": _family(chunked, backends=("auto", "dense"), peers=()),
+    "parallel": _family(
+        parallel,
+        backends=("auto", "one", "unchecked", "gather", "heads", "ring"),
+        peers=("context_parallel", "context_cudnn", "context_ring", "yunchang"),
+        over_ranks=True,
+    ),
+    "parallel_smoke": _family(
+        parallel_smoke,
+        backends=("auto", "one", "unchecked", "gather", "heads", "ring"),
+        peers=("context_parallel", "context_cudnn", "context_ring", "yunchang"),
+        over_ranks=True,
+    ),
     "cache": _decode(cache, peers=("memcpy",)),
     "cache_smoke": _decode(cache_smoke, peers=("memcpy",)),
+    "mla": _decode(
+        mla, backends=("auto", "explicit", "absorbed"), peers=("eager", "fa3", "flashinfer")
+    ),
+    "rope": _decode(
+        rope,
+        backends=("auto", "unfused", "plain"),
+        peers=("eager", "compiled", "memcpy"),
+    ),
+    "fused": _decode(fused, backends=("auto", "unfused"), peers=("eager", "compiled", "memcpy")),
+    "variants": _family(
+        variants,
+        backends=("auto", "v2", "v1", "sm80", "simt", "tiled", "cublas", "naive", "unfused"),
+        peers=("flash", "cudnn", "efficient", "eager"),
+        heat_s=0.1,
+        budget_s=100.0,
+    ),
+    "mla_smoke": _decode(
+        mla_smoke, backends=("auto", "invariant", "explicit", "absorbed"), peers=("eager",)
+    ),
+    "fused_smoke": _decode(
+        fused_smoke, backends=("auto", "unfused", "plain"), peers=("eager", "memcpy")
+    ),
+    "variants_smoke": _family(
+        variants_smoke,
+        backends=("auto", "v2", "v1", "naive", "unfused"),
+        peers=("torch", "eager"),
+    ),
 }

@@ -18,7 +18,8 @@ from typing import Any
 
 from . import report
 from .devices import Device
-from .peers import Contestant, Prepared, Unsupported
+from .peers import Contestant
+from .prepared import Prepared, Unsupported
 from .workloads import AnyWorkload
 
 PEER_SLACK = 4  # the check of another's sums only asks whether it computes the same function
@@ -162,7 +163,9 @@ class Run:
     def wanted(self, contestant: Contestant, w: AnyWorkload) -> bool:
         jit = self.settings.jit
         chosen = not contestant.is_jit or jit == "all" or (jit == "marked" and w.jit)
-        return chosen and w.op in contestant.ops
+        backends = getattr(w, "backends", ())
+        named = not backends or not contestant.is_ours or contestant.backend in backends
+        return chosen and named and w.op in contestant.ops
 
     def reason_to_skip(
         self, contestant: Contestant, w: AnyWorkload, may_compile: bool

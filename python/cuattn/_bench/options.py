@@ -10,7 +10,10 @@ import pathlib
 # `invariant` is auto with batch_invariant=True. Over pages: `replan` makes the plan in every call,
 # `wide` keeps float8 numbers in q's dtype, `v1` and `v2` are PagedAttention, `dense` has its keys
 # packed beforehand, `cascade` is cascade_attention. Of gradients: `deterministic` is auto with
-# deterministic=True.
+# deterministic=True. Around attention: `unfused` is the same work in separate calls of ours,
+# `plain` what is left without the rotation. Of latents: the two forms.
+# Over ranks: `gather`, `heads` and `ring` are schemes,
+# `unchecked` is auto with check=False, `one` is one rank alone.
 BACKENDS = (
     "auto",
     "invariant",
@@ -28,6 +31,15 @@ BACKENDS = (
     "dense",
     "cascade",
     "deterministic",
+    "one",
+    "unchecked",
+    "gather",
+    "heads",
+    "ring",
+    "unfused",
+    "plain",
+    "explicit",
+    "absorbed",
 )
 PEERS = (
     "torch",
@@ -42,7 +54,13 @@ PEERS = (
     "fa3_bf16",
     "fa4",
     "flashinfer",
+    "eager",
+    "compiled",
     "memcpy",
+    "context_parallel",
+    "context_cudnn",
+    "context_ring",
+    "yunchang",
     "numpy",
 )
 
@@ -64,6 +82,7 @@ def positive_count(text: str) -> int:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("family", nargs="?", default=argparse.SUPPRESS, help="the same as --family")
     parser.add_argument("--family", help="comma list (default: smoke); --list shows all")
     parser.add_argument(
         "--list", action="store_true", help="list families and their workloads, and stop"

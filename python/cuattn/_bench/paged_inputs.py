@@ -17,7 +17,7 @@ from . import reference
 from .cache import CacheWorkload
 from .devices import to_host
 from .paged import PagedWorkload
-from .peers import Prepared, Unsupported, module, require
+from .prepared import Prepared, Unsupported, module, require
 
 COLD_BYTES = 256 << 20  # calls take sets of caches in turn, so that none finds its own in the L2
 GRAPH_S = 1e-3  # what one graph of calls takes at least

@@ -23,62 +23,9 @@ import cuattn
 
 from . import reference
 from .devices import Inputs
+from .ops import AROUND, ATTENTION, CACHE, DIFFERENTIATED, LATENT, OTHER_OPS, other_calls
+from .prepared import Prepared, Unsupported, first, module, require
 from .workloads import AnyWorkload, Workload
-
-
-class Unsupported(Exception):
-    """The contestant does not serve this workload."""
-
-
-@dataclasses.dataclass
-class Prepared:
-    """A call ready to be timed, inside `context()`."""
-
-    call: Callable[[], Any]
-    canonical: Callable[[Any], Any] = lambda out: out
-    context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
-    kernel: str | None = None
-    memory_bytes: int | None = None  # known without measuring: result and workspace
-    repeats: int = 0  # timed as a graph of so many calls; 0: alone
-    bytes: int | None = None  # that the call moves, where they are not the workload's
-    has_host_time: bool = False  # the host's time is measured too
-
-
-def first(result: Any) -> Any:
-    return result[0] if isinstance(result, tuple) else result
-
-
-def require(condition: bool, reason: str) -> None:
-    if not condition:
-        raise Unsupported(reason)
-
-
-def module(*names: str) -> Any:
-    """Import the first of these modules that can be imported."""
-    reasons = []
-    for name in names:
-        try:
-            return importlib.import_module(name)
-        except ImportError as error:
-            reasons.append(str(error))
-    raise Unsupported("; ".join(reasons))
-
-
-# Modules with the calls of operations other than dense and ragged attention. They need torch.
-ATTENTION = ("attention", "attention_varlen")
-BACKWARD = ("attention_backward", "attention_varlen_backward", "training_step")
-CACHE = ("reshape_and_cache", "gather_cache", "copy_blocks", "swap_blocks")
-OTHER_OPS = {
-    **dict.fromkeys(("paged_attention", "paged_prefill"), "paged_inputs"),
-    **dict.fromkeys(CACHE, "cache_inputs"),
-    **dict.fromkeys(BACKWARD, "backward_inputs"),
-}
-DIFFERENTIATED = (*ATTENTION, *BACKWARD)
-
-
-def other_calls(op: str) -> Any:
-    return importlib.import_module(f".{OTHER_OPS[op]}", __package__)
-
 
 # ---- ours ----
 
@@ -278,6 +225,8 @@ def from_flex(w: Workload, out: Any) -> Any:
 
 def fa3(w: Workload, x: Inputs) -> Prepared:
     """FlashAttention-3 (package fa3-fwd, or a build of flash-attention's hopper folder)."""
+    if w.op == "mla_decode":
+        return other_calls(w.op).fa3(w, x)
     require(hasattr(x.q, "is_cuda") and x.q.is_cuda, "needs CUDA tensors")
     require(
         w.dtype != "float32" and not (w.alibi or w.bias),
@@ -366,7 +315,7 @@ def _flash_attn(library: Any, w: Workload, x: Inputs, options: dict[str, Any]) -
 
 def flashinfer(w: Workload, x: Inputs) -> Prepared:
     """FlashInfer: decode over pages, else ragged prefill with a dense batch as packed sequences."""
-    if w.op == "paged_attention":
+    if w.op in OTHER_OPS:
         return other_calls(w.op).flashinfer(w, x)
     require(hasattr(x.q, "is_cuda") and x.q.is_cuda, "needs CUDA tensors")
     require(
@@ -397,6 +346,19 @@ def flashinfer(w: Workload, x: Inputs) -> Prepared:
 
 def memcpy(w: AnyWorkload, x: Any) -> Prepared:
     return other_calls(w.op).memcpy(w, x)
+
+
+def eager(w: AnyWorkload, x: Any) -> Prepared:
+    """Run the formula in torch's own operations, one after another."""
+    return other_calls(w.op).torch_calls(w, x, lambda function: function)
+
+
+def compiled(w: AnyWorkload, x: Any) -> Prepared:
+    """Run the same through torch.compile, which fuses what it can."""
+    import torch
+
+    torch._dynamo.reset()
+    return other_calls(w.op).torch_calls(w, x, lambda f: torch.compile(f, dynamic=False))
 
 
 # ---- the plain formula in numpy ----
@@ -436,11 +398,22 @@ class Contestant:
     name: str
     prepare: Callable[[Any, Any], Prepared]  # of a workload and its arrays
     is_ours: bool = False
+    backend: str = ""  # of ours
     has_our_sums: bool = False  # the cublas rung adds up as cuBLAS does
     is_jit: bool = False
     in_bfloat16: bool = False  # also on float16 rows
     ops: tuple[str, ...] = ATTENTION
     packages: tuple[str, ...] = ()
+
+
+def over_ranks(name: str) -> Callable[[Any, Any], Prepared]:
+    """Name a peer of parallel_inputs.py."""
+
+    def prepare(w: Any, x: Any) -> Prepared:
+        prepared: Prepared = getattr(other_calls("parallel"), name)(w, x)
+        return prepared
+
+    return prepare
 
 
 PEERS: dict[str, Contestant] = {
@@ -459,7 +432,9 @@ PEERS: dict[str, Contestant] = {
         Contestant("varlen", torch_varlen, ops=DIFFERENTIATED, packages=("torch",)),
         Contestant("flex", flex, is_jit=True, packages=("torch", "triton")),
         Contestant("fa2", fa2, packages=("flash-attn",)),
-        Contestant("fa3", fa3, packages=("fa3-fwd", "flash-attn-3")),
+        Contestant(
+            "fa3", fa3, ops=(*ATTENTION, "mla_decode"), packages=("fa3-fwd", "flash-attn-3")
+        ),
         Contestant("fa3_bf16", fa3_bf16, in_bfloat16=True, packages=("fa3-fwd", "flash-attn-3")),
         Contestant("fa4", fa4, is_jit=True, packages=("flash-attn-4", "nvidia-cutlass-dsl")),
         Contestant(
@@ -467,9 +442,17 @@ PEERS: dict[str, Contestant] = {
             flashinfer,
             is_jit=True,
             packages=("flashinfer-python",),
-            ops=(*ATTENTION, "paged_attention"),
+            ops=(*ATTENTION, "paged_attention", "mla_decode"),
         ),
-        Contestant("memcpy", memcpy, ops=CACHE),
+        Contestant("eager", eager, ops=(*AROUND, *LATENT), packages=("torch",)),
+        Contestant(
+            "compiled", compiled, is_jit=True, ops=(*AROUND, *LATENT), packages=("torch", "triton")
+        ),
+        Contestant("memcpy", memcpy, ops=(*CACHE, *AROUND)),
+        *(
+            Contestant(name, over_ranks(name), ops=("parallel",), packages=("torch", "yunchang"))
+            for name in ("context_parallel", "context_cudnn", "context_ring", "yunchang")
+        ),
         Contestant("numpy", plain_numpy, packages=("numpy",)),
     )
 }
@@ -480,6 +463,7 @@ def our_contestant(backend: str) -> Contestant:
         f"cuattn:{backend}",
         ours(backend),
         is_ours=True,
+        backend=backend,
         has_our_sums=backend != "cublas",
         ops=(*ATTENTION, *OTHER_OPS),
     )

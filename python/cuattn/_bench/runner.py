@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import gc
 import json
 import os
 import pathlib
@@ -24,6 +25,7 @@ from .families import FAMILIES, Family
 from .measure import Run, Settings, say
 from .options import BACKENDS
 from .peers import PEERS, Contestant, our_contestant, versions
+from .ranks import RanksRun
 from .workloads import AnyWorkload
 
 SCHEMA = 1
@@ -52,7 +54,9 @@ class Clock:
         return share
 
 
-def run_family(name: str, family: Family, run: Run, document: dict[str, Any], save: Save) -> None:
+def run_family(
+    name: str, family: Family, run: Run | RanksRun, document: dict[str, Any], save: Save
+) -> None:
     """Measure every row; document is saved after each, so that a run cut short keeps its rows."""
     clock = Clock(run.settings.budget_s, len(family.workloads))
     for index, w in enumerate(family.workloads, 1):
@@ -162,6 +166,8 @@ class Bench:
     def device(self, kind: str) -> tuple[Device, dict[str, float]]:
         if kind not in self.opened:
             device = open_device(kind)
+            gc.collect()
+            gc.freeze()  # torch collects garbage before each capture of a graph
             say(f"device: {device.name}; measuring its ceilings")
             ceilings = device.ceilings()
             say("ceilings:", ", ".join(f"{key} {value:.4g}" for key, value in ceilings.items()))
@@ -208,11 +214,16 @@ class Bench:
         budget_s = arguments.budget or min(self.settings.budget_s, family.budget_s)
         settings = dataclasses.replace(self.settings, heat_s=heat_s, budget_s=budget_s)
         document["settings"] = dataclasses.asdict(settings)
-        run = Run(device, settings, contestants)
+        family = dataclasses.replace(family, workloads=self.workloads(name))
+        if family.over_ranks:
+            run: Run | RanksRun = RanksRun(device, settings, contestants)
+        else:
+            run = Run(device, settings, contestants)
         device.heat(self.settings.heat_s)
         with no_grad():
-            family = dataclasses.replace(family, workloads=self.workloads(name))
             run_family(name, family, run, document, writer(path))
+        if isinstance(run, RanksRun):
+            run.close()
         print(report.summary(document))
         if path:
             say(f"wrote {path}")

@@ -34,6 +34,7 @@ OTHER_VARIABLES = (
     "CUATTN_GPU_OUT",
     "CUATTN_GPU_SECONDS",
     "CUATTN_GPU_WIDTH",
+    "CUATTN_TEST_NCCL",
 )
 OLDEST = {"torch": (2, 9), "jax": (0, 6, 1), "numpy": (1, 26)}  # what the tests run with
 MOST_THREADS = 1024
@@ -75,6 +76,8 @@ def odd_value(name: str, value: str) -> str:
         return "which must be baseline, avx2 or avx512: calls on the CPU raise"
     if name == "CUATTN_CUBLAS_PATH" and value and not Path(value).is_file():
         return "which is no file: backend='cublas' does not find cuBLAS there"
+    if name == "CUATTN_NVRTC_PATH" and value and not Path(value).exists():
+        return "which is not there: flex_attention does not find NVRTC there"
     if name in ("CUATTN_CHECK", "CUATTN_LOG", "CUATTN_RANGES") and value not in ("", "0", "1"):
         return "which counts as on; 1 is on, 0 is off"
     return ""

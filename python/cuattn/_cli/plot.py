@@ -47,6 +47,9 @@ PEER_COLOURS = {
     "flex": "#c98b5f",
     "flashinfer": "#4f8fba",
     "torch": "#4a4e69",
+    "eager": "#4a4e69",
+    "compiled": "#c98b5f",
+    "memcpy": "#b5a397",
     "numpy": "#9a8c98",
 }
 PEER_MARKERS = {
@@ -78,6 +81,19 @@ LABELS = {
     "cuattn:v2": "cuattn, V2",
     "cuattn:wide": "cuattn, 16-bit cache",
     "cuattn:cascade": "cuattn, cascade",
+    "cuattn:one": "cuattn, one GPU",
+    "cuattn:unchecked": "cuattn, calls not compared",
+    "cuattn:gather": "gather",
+    "cuattn:heads": "heads",
+    "cuattn:ring": "ring",
+    "context_parallel": "torch context_parallel, flash",
+    "context_cudnn": "torch context_parallel, cuDNN",
+    "context_ring": "torch context_parallel, ring",
+    "cuattn:unfused": "cuattn, separate calls",
+    "cuattn:plain": "cuattn, rotated beforehand",
+    "eager": "torch, eager",
+    "compiled": "torch.compile",
+    "memcpy": "a plain copy",
     "numpy": "numpy, plain formula",
 }
 STYLE = {

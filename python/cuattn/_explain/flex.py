@@ -10,6 +10,7 @@ import numpy as np
 
 from ..flex.attention import OPTIONS, find, problem_of, refuse_unknown
 from ..flex.plan import narrowed
+from ..flex.trace import dtype_name
 from .devices import place
 from .plan import Plan
 from .rows import explain_rows
@@ -35,18 +36,22 @@ def explain_flex(arrays: tuple[Any, ...], device: Any, dtype: str, options: dict
     found = find(problem, *functions)
     if found.window is not None:
         given["window"] = narrowed(options.get("window", (-1, -1)), found.window)
-    plan = explain_rows(given, dtype, where)
     number, made_up = where
+    words = found.words
     if found.arrays and (number >= 0 if made_up is None else made_up["is_cuda"]):
-        raise NotImplementedError(
-            f"{NAME}: no kernel of CUDA has masks and scores written by the user yet, got "
-            f"{found.words}; write the mask as causal, window or bias, or move the arrays to the "
-            "CPU"
-        )
-    line = f"  functions: {found.words}\n"
-    return dataclasses.replace(
-        plan, reason=f"{plan.reason}; {found.words}", ladder=plan.ladder + line
-    )
+        if given.get("backend", "auto") == "auto":  # what serves them
+            given["backend"] = "simt" if is_float32(arrays[0], dtype) else "sm80"
+        given["softcap"] = given.get("softcap") or 1.0  # they run in the kernels of scores
+        is_compiled = found.functions or "block_starts" in found.arrays
+        words += "; a functor, compiled by NVRTC at the first call" if is_compiled else ""
+    plan = explain_rows(given, dtype, where)
+    line = f"  functions: {words}\n"
+    return dataclasses.replace(plan, reason=f"{plan.reason}; {words}", ladder=plan.ladder + line)
+
+
+def is_float32(q: Any, dtype: str) -> bool:
+    """Whether a call is of float32: of an array's dtype, or as `dtype` says."""
+    return (dtype_name(q) if hasattr(q, "dtype") else dtype) == "float32"
 
 
 def stand_in(shape: Any) -> Any:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -10,15 +12,18 @@ from typing import Any
 import numpy as np
 
 from .. import _core
-from .._arrays import Array, ArrayT
+from .._arrays import Array, ArrayT, operations
 from .._options import DENSE, options_of
 from .._other_names import way_out
 from .block_mask import BlockMask
+from .emit import Kernel, numbers, source
 from .evaluate import on_host
+from .functors import functor
 from .plan import Found, Problem, narrowed, plan
-from .trace import is_jax_tracer, trace
+from .trace import dtype_name, is_jax_tracer, trace
 
 NAME = "flex_attention"
+PROGRAMS = ("score_program", "mask_program")  # which the CPU runs
 RAGGED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 OPTIONS: frozenset[str] = frozenset(option.name for option in options_of(*DENSE)) | {*RAGGED}
 
@@ -71,7 +76,9 @@ def flex_attention(
     ValueError
         If a shape, dtype, device or option breaks its rule, or block_mask is for other lengths.
     NotImplementedError
-        On CUDA, if the mask is neither causal nor a window, or score_mod is given.
+        If no kernel of the device serves the call.
+    CompileError
+        On CUDA, if a function is to be compiled and NVRTC is not there (`cuattn.flex.nvrtc`).
     """
     arguments = {"q": q, "k": k, "v": v, **options}
     refuse_unknown(NAME, options, OPTIONS)
@@ -125,6 +132,8 @@ def find_for(
     found = find(problem, score_mod, mask_mod, block_mask)
     if found.window is not None:
         arguments["window"] = narrowed(arguments.get("window", (-1, -1)), found.window)
+    if is_cuda(arguments["q"]):
+        return on_cuda(arguments, found)
     return found.arrays
 
 
@@ -164,6 +173,75 @@ def require_fit(block_mask: Any, problem: Problem) -> None:
         )
 
 
+def on_cuda(arguments: dict[str, Any], found: Found) -> dict[str, Any]:
+    """Return what was found as arrays of q's library and device, and functions as a functor."""
+    if not found.arrays:
+        return {}
+    q = arguments["q"]
+    why, way_out = "row ranges, lists and captured arrays must be on the device", "numpy arrays"
+    with operations(NAME, q, arguments.get("stream"), why, way_out) as at:
+        placed = {"device": q.device} if at.namespace.__name__ == "torch" else {}
+
+        def copy(x: Any) -> Any:
+            return at.namespace.asarray(x, **placed) if isinstance(x, np.ndarray) else x
+
+        ours = {n: copy(x) for n, x in found.arrays.items() if n not in (*PROGRAMS, "arrays")}
+        originals = [x for f in found.functions.values() for x in f.arrays]
+        pairs = zip(originals, found.arrays.get("arrays", ()), strict=True)
+        ours["arrays"] = [detached(x) if lies_with(q, x) else copy(host) for x, host in pairs]
+    if found.functions or "block_starts" in ours:
+        ours["functor"] = functor_of(arguments, found)
+        ours["numbers"] = numbers(found.functions)
+    return ours
+
+
+def lies_with(q: Any, array: Any) -> bool:
+    """Whether a kernel can read a captured array where it is."""
+    is_same = type(array) is type(q) and array.__dlpack_device__() == q.__dlpack_device__()
+    return is_same and dtype_name(array) in ("bool", "int32", "float32")
+
+
+def detached(x: Any) -> Any:
+    """Return an array that autograd does not look on."""
+    return x.detach() if hasattr(x, "detach") else x
+
+
+def functor_of(arguments: dict[str, Any], found: Found) -> int:
+    """Return the number of the machine code that computes scores and masks in a kernel."""
+    q, v = arguments["q"], arguments["v"]
+    head_dims = (int(q.shape[-1]), int(v.shape[-1]))
+    arch, kernel = kernel_for(int(q.__dlpack_device__()[1]), dtype_name(q), *head_dims)
+    has_rows, has_lists = ("row_begin" in found.arrays, "block_starts" in found.arrays)
+    plain = "score" not in found.functions and is_plain(arguments)
+    return functor(source(kernel, found.functions, has_rows, has_lists, plain), arch)
+
+
+def is_plain(arguments: dict[str, Any]) -> bool:
+    """Whether the options leave a score its scaled dot product."""
+    names = ("softcap", "alibi_slopes", "bias", "dropout_p", "dropout_state")
+    scale = arguments.get("scale")
+    is_positive = scale is None or (isinstance(scale, (int, float)) and 0 < scale < 1e38)
+    return is_positive and not any(is_asked(arguments.get(name)) for name in names)
+
+
+def is_asked(option: Any) -> bool:
+    """Whether an option is given, and no number that switches it off."""
+    return option is not None and not (isinstance(option, (int, float)) and option == 0)
+
+
+@functools.lru_cache(maxsize=256)
+def kernel_for(device: int, dtype: str, head_dim: int, head_dim_v: int) -> tuple[str, Kernel]:
+    """Return the architecture of a device, and the kernel that takes functors of a dtype."""
+    from .._explain import explain
+
+    gpus = json.loads(_core.info_json())["cuda"]["devices"]
+    arch = "sm_" + gpus[device]["compute_capability"].replace(".", "")
+    name = "simt" if dtype == "float32" else "sm80"
+    shapes = [(1, 8, 1, d) for d in (head_dim, head_dim, head_dim_v)]
+    plan = explain("attention", *shapes, device=device, dtype=dtype, softcap=1.0, backend=name)
+    return arch, Kernel(name, dtype, plan.head_dim, plan.head_dim_v)
+
+
 def run(arguments: dict[str, Any], found: dict[str, Any]) -> Any:
     """Call the compiled module; JAX arrays go by cuattn.jax."""
     result = _core.flex_attention(arguments, found)
@@ -174,9 +252,20 @@ def run(arguments: dict[str, Any], found: dict[str, Any]) -> Any:
     return result
 
 
+def is_cuda(q: Any) -> bool:
+    """Whether an array lies on a CUDA device, of a library other than JAX."""
+    if type(q).__module__.startswith(("jax", "numpy")):
+        return False
+    return int(getattr(q, "__dlpack_device__", lambda: (1, 0))()[0]) == 2
+
+
 def problem_of(q: Any, k: Any, options: dict[str, Any]) -> Problem | None:
     """Return the shapes of a call; None where they do not fit together."""
     shapes = [tuple(getattr(x, "shape", ())) for x in (q, k)]
+    given = [options.get(name) for name in (*RAGGED[:2], "seqused_q", "seqused_k")]
+    if any(is_cuda(x) for x in given if x is not None):  # lengths that the host does not know
+        batch = next(len(x) - (i < 2) for i, x in enumerate(given) if x is not None)
+        return Problem(batch, 0, 0, 0, None, [], 0)
     if options.get("cu_seqlens_q") is not None:
         return ragged_problem(shapes, options)
     if any(len(shape) != 4 for shape in shapes):

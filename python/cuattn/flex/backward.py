@@ -11,7 +11,7 @@ import numpy as np
 from .. import _core
 from .._arrays import Array, ArrayT
 from .._gradients import GRADIENTS, check_need
-from .attention import OPTIONS, find_for, problem_of, refuse_unknown
+from .attention import OPTIONS, find, find_for, is_cuda, problem_of, refuse_unknown
 from .block_mask import BlockMask
 from .expression import FLOAT
 from .program import gradient_program
@@ -98,6 +98,12 @@ def flex_attention_backward(
     wanted = {slot: np.zeros(tuple(captured[slot].shape), np.float32) for slot in slots}
     problem, found = problem_of(q, k, options), {}
     if problem is not None:
+        if is_cuda(q) and find(problem, score_mod, mask_mod, block_mask).arrays:
+            raise NotImplementedError(
+                f"{NAME}: CUDA has gradients of masks that are causal or windows, and none of "
+                "score functions and other masks yet; move the arrays to the CPU, or call "
+                "attention with bias="
+            )
         found = find_for(arguments, problem, score_mod, mask_mod, block_mask)
     if score is not None and "score_program" in found:
         found["score_gradient"] = gradient_program(score, set(slots))

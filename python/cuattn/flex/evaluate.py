@@ -30,21 +30,24 @@ NUMPY: dict[str, Callable[..., Any]] = {
 
 
 def on_host(array: Any) -> np.ndarray[Any, Any]:
-    """Return a captured array of the CPU as numpy's, of int32, float32 or bool.
+    """Return a captured array as numpy's, of int32, float32 or bool; one of a device is copied.
 
     Raises
     ------
     ValueError
-        If it holds whole numbers beyond int32, or lies on a device.
+        If it holds whole numbers beyond int32, or lies on a device and cannot be copied.
     """
     name = dtype_name(array)
     if not isinstance(array, np.ndarray):
         device = getattr(array, "__dlpack_device__", lambda: (1, 0))()
+        copy = next((getattr(array, n) for n in ("cpu", "get") if hasattr(array, n)), None)
         if device[0] not in (1, 3):
-            raise ValueError(
-                f"flex: a captured array of shape {tuple(array.shape)} lies on device type "
-                f"{int(device[0])}, where the arrays of the call lie on the CPU; move it"
-            )
+            if copy is None:
+                raise ValueError(
+                    f"flex: a captured array of shape {tuple(array.shape)} must lie on the CPU, "
+                    f"where masks are worked out, got device type {int(device[0])}; move it"
+                )
+            array = copy()
         array = array.detach() if hasattr(array, "detach") else array
         if name == "bfloat16" and hasattr(array, "float"):
             array = array.float()

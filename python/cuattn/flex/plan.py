@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .block_mask import BlockMask, Shape, classify, lists_of
+from .emit import Function
 from .evaluate import Host, bounds, evaluate
 from .expression import Expr
 from .program import program
@@ -46,6 +47,7 @@ class Found(NamedTuple):
     window: tuple[int, int] | None  # an option: kernels that know nothing of flex serve it
     arrays: dict[str, Any]
     words: str
+    functions: dict[str, Function]  # what the programs among the arrays were written of
 
 
 class Rows:
@@ -140,10 +142,12 @@ def plan(
     found: dict[str, Any] = {}
     window, words = None, []
     captured: list[Any] = []
+    functions: dict[str, Function] = {}
     if score is not None and score.expr.op != "index":
         host = Host(score)
         require_int32(host, score.expr, problem)
         found["score_program"] = program(score.expr, score.scalars)
+        functions["score"] = Function(score.expr, score.scalars, 0, score.arrays)
         captured += host.arrays
         words.append(f"a program for each score, {score}")
     if mask is not None:
@@ -151,6 +155,12 @@ def plan(
         keys = split(mask.expr)
         window = limits(host, keys, problem.common)
     if mask is not None and window is None:
+        if problem.batch and not problem.lengths:
+            raise NotImplementedError(
+                "flex_attention: lengths on the device serve masks that are causal or windows "
+                f"from the bottom right, got {mask}; pass a padded batch without seqused, or "
+                "masks of q_len and kv_len"
+            )
         rows, rest = find_rows(host, problem, keys)
         if rows is not None:
             found["row_begin"], found["row_end"] = rows.begin, rows.end
@@ -158,6 +168,7 @@ def plan(
         if rest is not None:
             require_int32(host, rest, problem)
             found["mask_program"] = program(rest, mask.scalars, len(captured))
+            functions["mask"] = Function(rest, mask.scalars, len(captured), mask.arrays)
             captured += host.arrays
             words.append(f"a program for what is neither window nor interval of keys, {rest}")
             words.append(add_lists(found, problem, mask, block_mask))
@@ -165,7 +176,7 @@ def plan(
         words.append(f"options, as the mask is the window {window}")
     if captured:
         found["arrays"] = captured
-    return Found(window, found, "; ".join(words) or "nothing beside attention")
+    return Found(window, found, "; ".join(words) or "nothing beside attention", functions)
 
 
 def require_int32(host: Host, expr: Expr, problem: Problem) -> None:

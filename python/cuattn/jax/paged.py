@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -32,6 +33,19 @@ NAMES = tuple(option.name for option in ARRAYS)  # scales may be numbers
 NUMBERS = tuple(o for o in options_of(*XLA_OPS["paged"], face="jax") if o.kind != "array")
 
 
+def decode_results(
+    q: jax.Array, options: Mapping[str, Any], workspace_bytes: Callable[[int], int]
+) -> list[jax.ShapeDtypeStruct]:
+    """Shapes of what a handler of decode writes: out, lse if asked for, workspace if it has one."""
+    results = [jax.ShapeDtypeStruct(q.shape, q.dtype)]
+    if options["return_lse"]:
+        shape = (q.shape[0], q.shape[-2], *q.shape[1:-2])
+        results.append(jax.ShapeDtypeStruct(shape, jnp.float32))
+    if memory := most_workspace(options["devices"], workspace_bytes):
+        results.append(jax.ShapeDtypeStruct((memory,), jnp.uint8))
+    return results
+
+
 @compiled
 def run_paged(arrays: dict[str, jax.Array], static: Static) -> list[jax.Array]:
     """One call of the handler; results out, and lse if asked for."""
@@ -43,14 +57,7 @@ def run_paged(arrays: dict[str, jax.Array], static: Static) -> list[jax.Array]:
     def workspace_bytes(device: int) -> int:
         return _core.explain_paged(0, given, "float32", device, None)["workspace_bytes"]
 
-    memory = most_workspace(options["devices"], workspace_bytes)
-    q = arrays["q"]
-    results = [jax.ShapeDtypeStruct(q.shape, q.dtype)]
-    if options["return_lse"]:
-        shape = (q.shape[0], q.shape[-2], *q.shape[1:-2])
-        results.append(jax.ShapeDtypeStruct(shape, jnp.float32))
-    if memory:
-        results.append(jax.ShapeDtypeStruct((memory,), jnp.uint8))
+    results = decode_results(arrays["q"], options, workspace_bytes)
     function = jax.ffi.ffi_call("cuattn_paged_attention", results, vmap_method="sequential")
     outputs = function(
         *(arrays[name] for name in (*POSITIONAL, *NAMES) if name in arrays),

@@ -33,6 +33,7 @@ class Problem:
     batch_invariant: bool = False
     deterministic: bool | None = None
     widens: bool = True  # parts of a result are float32
+    groups: tuple[int, ...] = ()  # the key heads that gather brings at a time
 
     @property
     def axis(self) -> int:
@@ -49,11 +50,9 @@ class Problem:
 
     def options(self) -> dict[str, Any]:
         """Return what every call is given."""
-        return {
-            "scale": self.scale,
-            "softcap": self.softcap,
-            "batch_invariant": self.batch_invariant,
-        }
+        words = {"scale": self.scale, "softcap": self.softcap}
+        words["batch_invariant"] = self.batch_invariant
+        return {name: x for name, x in words.items() if x}  # each costs the host a moment
 
 
 def heads_of(x: Tensor, heads: slice) -> Tensor:
@@ -140,7 +139,8 @@ def alibi_of_left(slopes: Tensor, piece: Piece, first: Span) -> tuple[Tensor, Te
 def attend(call: Call, sinks: Tensor | None, out: Tensor, lse: Tensor) -> None:
     """Write the result of a call."""
     run = getattr(cuattn, call.name)
-    run(call.q, call.k, call.v, *call.lengths, **call.options, sinks=sinks, out=out, lse_out=lse)
+    options = call.options if sinks is None else {**call.options, "sinks": sinks}
+    run(call.q, call.k, call.v, *call.lengths, **options, out=out, lse_out=lse)
     if call.offset is not None:
         lse -= call.offset if call.name == "attention" else call.offset[0]
 

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from .attend import Problem
 from .autograd import Attend, HeadsToRows, RowsToHeads
-from .check import agree
+from .check import Said, agree
 from .cost import Choice
 from .layout import Layout
-from .plan import Plan, limit_memory, plan_of, teams_of
+from .plan import Plan, kept_plan, limit_memory, plan_of, teams_of
 from .schemes import SCHEMES
 
 
@@ -85,14 +85,13 @@ def attention(
     deterministic : bool, optional
         As in `cuattn.attention_backward`. Sums over ranks are always in order of ranks.
     partial_dtype : {"float32", "input"}
-        What a ring merges. "input": parts were rounded to q's dtype, 1.4 times the error; it is the
-        only one for 16-bit inputs on CUDA so far.
+        What a ring merges. "input": parts were rounded to q's dtype, 1.4 times the error.
     memory_limit : int, optional
         Bytes that gather may take for keys on their way; None is a quarter of the least memory that
         was free on any rank at the first call. The same on all ranks.
     check : bool, optional
         Compare the calls of all ranks before anything is sent: always, never, or (None) the first
-        100 calls of a group, then every 16th and those of 2 ms and more. The same on all ranks.
+        100 calls of a group, then every 16th and those of 20 ms and more. The same on all ranks.
 
     Returns
     -------
@@ -228,11 +227,12 @@ def run(function: str, given: dict[str, Any], cu_seqlens: Any) -> Any:
     plans: list[Plan] = []
     refusal: Exception | None = None
 
-    def contract() -> dict[str, Any]:
+    def contract() -> Said:
         if refusal is not None:
             raise refusal
-        plans.append(plan_of(function, given, cu_seqlens, inner, outer))
-        return plans[-1].contract
+        plans.append(kept_plan(function, given, cu_seqlens, inner, outer))
+        assert plans[-1].said is not None
+        return plans[-1].said
 
     for team in (outer, inner):  # what one team finds out the other is told
         if team is not None:
@@ -244,14 +244,17 @@ def run(function: str, given: dict[str, Any], cu_seqlens: Any) -> Any:
         raise refusal
     plan = plans[0]
     q, k, v, sinks = (given[name] for name in ("q", "k", "v", "sinks"))
-    out, lse = spread(plan, q, k, v, sinks)
+    out, lse = spread(plan, q, k, v, sinks, given["return_lse"])
     return (out, lse) if given["return_lse"] else out
 
 
 def spread(
-    plan: Plan, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+    plan: Plan, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, wants_lse: bool
 ) -> tuple[Tensor, Tensor]:
-    """Run a scheme, behind the exchange of rows for heads where there is one."""
+    """Run a scheme, behind the exchange of rows for heads where there is one.
+
+    Unless it is wanted lse is that of some heads then.
+    """
     problem, inner = plan.problem, plan.inner
     if inner is None:
         return run_scheme(plan, problem, q, k, v, sinks)
@@ -265,9 +268,12 @@ def spread(
     q, k, v = (RowsToHeads.apply(x, *where) for x in (q, k, v))
     own = None if sinks is None else sinks[heads].contiguous()
     out, lse = run_scheme(plan, problem.of_heads(heads), q, k, v, own)
+    out = HeadsToRows.apply(out, *where)
+    if not wants_lse:
+        return out, lse
     as_rows = lse.transpose(-1, -2).unsqueeze(-1)  # [..., rows, heads, 1]
     lse = HeadsToRows.apply(as_rows, *where).squeeze(-1).transpose(-1, -2)
-    return HeadsToRows.apply(out, *where), lse.contiguous()
+    return out, lse.contiguous()
 
 
 def run_scheme(
@@ -275,5 +281,8 @@ def run_scheme(
 ) -> tuple[Tensor, Tensor]:
     """Run the scheme of a plan on the rows that it has."""
     scheme = SCHEMES[plan.scheme](plan.outer, plan.layout, problem)
-    result: tuple[Tensor, Tensor] = Attend.apply(scheme, q, k, v, sinks)
+    arrays = (q, k, v, sinks)
+    if not torch.is_grad_enabled() or not any(x is not None and x.requires_grad for x in arrays):
+        return scheme.forward(*arrays)
+    result: tuple[Tensor, Tensor] = Attend.apply(scheme, *arrays)
     return result

@@ -8,6 +8,7 @@ ranks. A rank that refuses its own call takes part and says so; the others raise
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 from collections.abc import Callable, Mapping
@@ -21,57 +22,75 @@ from .team import Team, gather_into
 ALWAYS = os.environ.get("CUATTN_CHECK", "") not in ("", "0")
 FIRST_CALLS = 100  # of a group: all are checked
 EVERY = 16  # of those after
-LONG_SECONDS = 2e-3  # beside a call as long as this the check does not count
+LONG_SECONDS = 20e-3  # beside a call as long as this the check does not count
 
 
 def is_due(team: Team, check: bool | None) -> bool:
-    """Decide whether this call is checked, from what all ranks know to be equal."""
+    """Decide whether this call is checked, from what all ranks know to be equal.
+
+    A call that a CUDA graph captures is not: a replay would not repeat it.
+    """
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        return False
     if check is not None:
         return check or ALWAYS
     is_long = team.last_seconds >= LONG_SECONDS
     return ALWAYS or team.calls < FIRST_CALLS or team.calls % EVERY == 0 or is_long
 
 
-def agree(
-    function: str, team: Team, check: bool | None, contract: Callable[[], Mapping[str, Any]]
-) -> None:
+class Said:
+    """What must be equal everywhere, by name, in words that are found when they are needed."""
+
+    def __init__(self, function: str, values: Mapping[str, Any], seconds: float = 0.0) -> None:
+        self.function, self.values, self.seconds = function, values, seconds
+
+    @functools.cached_property
+    def fields(self) -> dict[str, str]:
+        """The words."""
+        return {"function": self.function, **{n: str(x) for n, x in self.values.items()}}
+
+    @functools.cached_property
+    def text(self) -> str:
+        """All of them as one."""
+        return repr(sorted(self.fields.items()))
+
+
+def agree(function: str, team: Team, check: bool | None, contract: Callable[[], Said]) -> None:
     """Check a call and hold it against those of the other ranks.
 
-    `contract` checks the call of this rank and returns what must be equal everywhere, by name;
-    "seconds" among it is the modelled time. Raises what it raises here, ValueError on the others,
-    and RuntimeError where a rank does not answer.
+    `contract` checks the call of this rank and returns what must be equal everywhere. Raises what
+    it raises here, ValueError on the others, and RuntimeError where a rank does not answer.
     """
     due = is_due(team, check)
     team.calls += 1
     refusal: Exception | None = None
-    fields: dict[str, str] = {"function": function}
-    seconds = 0.0
+    said = Said(function, {})
     try:
-        found = dict(contract())
-        seconds = found.pop("seconds", 0.0)
-        fields |= {name: str(value) for name, value in found.items()}
+        said = contract()
     except Exception as error:
         refusal = error
     if due and team.size > 1:
-        fields["calls before this"] = str(team.calls - 1)
-        compare(function, team, fields, refusal)
-        team.last_seconds = seconds
+        compare(function, team, said, refusal)
+        team.last_seconds = said.seconds
     if refusal is not None:
         raise refusal
 
 
-def compare(function: str, team: Team, fields: dict[str, str], refusal: Exception | None) -> None:
+def compare(function: str, team: Team, said: Said, refusal: Exception | None) -> None:
     """Raise on every rank where the fields of any differ, or where any refused."""
-    said = repr(sorted(fields.items())) if refusal is None else f"refused by {team.rank}"
-    digest = hashlib.sha256(said.encode()).digest()
+    before = str(team.calls - 1)
+    text = f"{before} {said.text}" if refusal is None else f"refused by {team.rank}"
+    digest = hashlib.sha256(text.encode()).digest()
     mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
     try:
-        all_said = torch.empty(team.size * len(digest), dtype=torch.uint8)
+        all_said = mine.new_empty(team.size * len(digest))
         gather_into(all_said, mine, group=team.host_group())
         if bool((all_said.view(team.size, -1) == mine).all()):
             return
         words: list[Any] = [None] * team.size
-        own = fields if refusal is None else f"{type(refusal).__name__}: {refusal}"
+        own: Any = {**said.fields, "calls before this": before}
+        if refusal is not None:
+            own = f"{type(refusal).__name__}: {refusal}"
         dist.all_gather_object(words, own, group=team.host_group())
     except RuntimeError as error:
         raise RuntimeError(

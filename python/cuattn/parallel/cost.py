@@ -19,8 +19,9 @@ from .layout import Layout
 from .team import gather_into, team_of
 
 FLOPS, BYTES = 750e12, 360e9  # of a kernel, and what a rank sends and receives, each second
-HOP, COLLECTIVE = 10e-6, 25e-6  # seconds before an exchange, and a collective, moves anything
+HOP, COLLECTIVE = 100e-6, 100e-6  # seconds of the host for an exchange, and for a collective
 MERGE_BYTES = 4e12  # each second
+MOST_GROUPS = 8  # of heads, of gather
 SCHEMES = ("local", "gather", "heads", "ring", "two levels")
 
 
@@ -53,6 +54,8 @@ class Choice:
         Why this one.
     buffer_bytes : int
         Memory that gather needs for keys and values on their way.
+    groups : tuple of int
+        The key heads that gather brings at a time.
     """
 
     scheme: str
@@ -61,6 +64,7 @@ class Choice:
     reason: str
     buffer_bytes: int
     outer: str = ""
+    groups: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"{self.scheme}: {self.reason}"]
@@ -69,13 +73,37 @@ class Choice:
         return "\n".join([*lines, f"  gather's buffers: {self.buffer_bytes} bytes"])
 
 
-def gather_bytes(shape: Shape, seqlen: int) -> int:
-    """Count the bytes of gather's buffers: two groups on their way, one in order of tokens."""
-    group = -(-shape.heads_kv // min(shape.heads_kv, 8)) if shape.heads_kv else 0
-    return 3 * seqlen * shape.batch * group * shape.dims * shape.itemsize
+def gather_groups(shape: Shape, seqlen: int, memory: int) -> tuple[tuple[int, ...], int]:
+    """Cut the key heads into groups that gather brings at a time; with them its buffers' bytes.
+
+    What is shown is the first exchange, so the first group has an eighth. The rest comes beside its
+    attention, at once where memory allows, for one call over many heads fills the device better
+    than many over few; else by as many again.
+    """
+    heads = shape.heads_kv
+    first = -(-heads // MOST_GROUPS)
+    head_bytes = seqlen * shape.batch * shape.dims * shape.itemsize
+    rest = heads - first
+    needed = (heads + max(rest, first)) * head_bytes  # the larger one in order of tokens, too
+    if needed <= memory or rest <= first:
+        return tuple(x for x in (first, rest) if x > 0), needed
+    equal = [min(first, heads - h) for h in range(0, heads, first)]
+    return tuple(equal), 4 * first * head_bytes
 
 
-def model(shape: Shape, seqlen: int, size: int, speeds: tuple[float, float]) -> dict[str, float]:
+def gather_seconds(work: float, moved: float, groups: tuple[int, ...]) -> float:
+    """Return when the last group is done: each is brought while those before it are used."""
+    here = done = 0.0
+    for group in groups:
+        share = group / sum(groups)
+        here += moved * share + COLLECTIVE
+        done = max(done, here) + work * share
+    return done
+
+
+def model(
+    shape: Shape, seqlen: int, size: int, speeds: tuple[float, float], groups: tuple[int, ...]
+) -> dict[str, float]:
     """Return the seconds of each scheme, by counting FLOPs and bytes."""
     flops, rate = speeds
     rows = seqlen / size
@@ -84,12 +112,10 @@ def model(shape: Shape, seqlen: int, size: int, speeds: tuple[float, float]) -> 
     kv_bytes = rows * shape.batch * shape.heads_kv * shape.dims * shape.itemsize
     step, hop = work / size, kv_bytes / rate + HOP
     merge = 0.75 * rows * shape.batch * shape.heads_q * shape.dims / 2 * 12 / MERGE_BYTES
-    groups = max(min(shape.heads_kv, 8), 1)
-    part = (size - 1) * kv_bytes / rate / groups + COLLECTIVE
     heads = shape.heads_q + max(shape.heads_kv, size)
     moved = 2 * rows * shape.batch * heads * shape.dims / 2 * shape.itemsize * (size - 1) / size
     return {
-        "gather": part + max(work, part * (groups - 1) + work / groups),
+        "gather": gather_seconds(work, (size - 1) * kv_bytes / rate, groups),
         "heads": work + moved / rate + 2 * COLLECTIVE,
         "ring": step + (size - 1) * (max(step, hop) + merge),
     }
@@ -115,8 +141,8 @@ def choose(
     """Choose a scheme; limits: what cannot be by name, bytes of memory, speeds."""
     refused, memory, speeds = limits
     refused = dict(refused)
-    needed = gather_bytes(shape, seqlen)
-    seconds = model(shape, seqlen, size, speeds or (FLOPS, BYTES))
+    groups, needed = gather_groups(shape, seqlen, memory)
+    seconds = model(shape, seqlen, size, speeds or (FLOPS, BYTES), groups)
     why = heads_refusal(shape, size)
     if why is not None:
         refused.setdefault("heads", why)
@@ -131,12 +157,12 @@ def choose(
                 f"{function}: scheme must not be {wanted!r} here: {refused[wanted]}; "
                 + (f"take one of {sorted(possible)}" if possible else "change that")
             )
-        return Choice(wanted, possible, refused, "it was asked for", needed)
+        return Choice(wanted, possible, refused, "it was asked for", needed, "", groups)
     if not possible:
         words = "; ".join(f"{name}: {why}" for name, why in refused.items())
         raise NotImplementedError(f"{function}: no scheme can run this call: {words}")
     best = min(possible, key=lambda name: (possible[name], name))
-    return Choice(best, possible, refused, "the least time by the model", needed)
+    return Choice(best, possible, refused, "the least time by the model", needed, "", groups)
 
 
 def calibrate(
@@ -183,7 +209,7 @@ def calibrate(
         gather_into(box, message, team.group)
 
     moved = seconds_of(where, move) / max(team.size - 1, 1)
-    slowest = torch.tensor([work, moved], dtype=torch.float64)
+    slowest = torch.tensor([work, moved], dtype=torch.float64, device="cpu")
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group=team.host_group())
     flops = 2 * num_heads * 2 * head_dim * seqlen * seqlen / 2 / float(slowest[0])
     team.speeds = flops, num_bytes / float(slowest[1])

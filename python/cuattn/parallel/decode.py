@@ -14,7 +14,7 @@ from torch import Tensor
 
 import cuattn
 
-from .check import agree
+from .check import Said, agree
 from .exchange import exchange
 from .plan import shape_words
 from .team import Team, gather_into, team_of
@@ -134,8 +134,7 @@ def paged_attention(
     sinks : float32 tensor, [num_heads_q], optional
         The same on all ranks.
     partial_dtype : {"float32", "input"}
-        What is merged; "input" is rounded to q's dtype first, the only one for 16-bit inputs on
-        CUDA so far.
+        What is merged; "input" is rounded to q's dtype first.
     check : bool, optional
         As in `attention`.
 
@@ -157,16 +156,17 @@ def paged_attention(
     given = dict(locals())
     plans: list[tuple[int, torch.dtype]] = []
 
-    def contract() -> dict[str, Any]:
+    def contract() -> Said:
         plans.append(read(given))
         names = ("reduce", "kv_layout", "scale", "softcap", "partial_dtype")
-        return {
+        values = {
             "q": (tuple(q.shape), q.dtype, q.device.type),
             "interleave": plans[0][0],
             "context_lens": shape_words(context_lens, "context_lens"),
             "sinks": shape_words(sinks, "sinks"),
             **{name: given[name] for name in names},
         }
+        return Said("parallel.paged_attention", values)
 
     agree("parallel.paged_attention", team, check, contract)
     turn, wide = plans[0]
@@ -218,11 +218,6 @@ def read(given: dict[str, Any]) -> tuple[int, torch.dtype]:
             f"{q.shape[1]}; pass reduce='all'"
         )
     wide = torch.float32 if given["partial_dtype"] == "float32" else q.dtype
-    if q.is_cuda and wide != q.dtype:
-        raise NotImplementedError(
-            f"{function}: partial_dtype must be 'input' for {q.dtype} on CUDA, where no kernel "
-            "gives float32 parts yet"
-        )
     names = ("k_cache", "v_cache", "block_tables", "context_lens")
     options = ("kv_layout", "scale", "softcap", "sinks", "k_scale", "v_scale")
     arrays = [given[name] for name in names]

@@ -7,13 +7,14 @@ lengths follow from the layout, which every rank knows. Next: schemes.py.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .layout import Layout
+from .layout import Layout, Span
 from .team import Team, gather_into, team_of
 
 
@@ -38,14 +39,23 @@ class Gathered:
 
 def in_order(layout: Layout, box: Tensor, begins: list[int]) -> Tensor:
     """Return the rows of a box in the order of the sequence; `begins`: where each rank's lie."""
+    runs = runs_in_order(layout, tuple(begins))
+    if not runs:
+        return box[: layout.seqlen]
+    return torch.cat([box[begin:end] for begin, end in runs])
+
+
+@functools.lru_cache(maxsize=256)
+def runs_in_order(layout: Layout, begins: tuple[int, ...]) -> tuple[Span, ...]:
+    """List the rows of a box, from and to, in the order of the sequence; none if they are so."""
     runs = sorted(
         (token, begins[rank] + row, count)
         for rank in range(layout.size)
         for token, row, count in layout.places(rank)
     )
     if all(token == row for token, row, _ in runs):
-        return box[: layout.seqlen]
-    return torch.cat([box[row : row + count] for _, row, count in runs])
+        return ()
+    return tuple((row, row + count) for _, row, count in runs)
 
 
 def by_rank(layout: Layout, rows: Tensor) -> Tensor:

@@ -9,23 +9,26 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 import cuattn
 
 from .attend import Problem
+from .check import Said
 from .cost import Choice, Shape, choose, heads_refusal, layout_of
 from .layout import Layout, check_offsets
 from .pairs import Window, window_of
 from .team import Team, team_of
 
+NARROW = ("naive", "cublas", "tiled")  # kernels whose results are of q's dtype alone
 WANTED = ("auto", "gather", "heads", "ring")
 
 
 @dataclasses.dataclass
 class Plan:
-    """A checked call: who takes part, how, and what every rank must say alike."""
+    """A checked call: who takes part and how."""
 
     inner: Team | None  # the ranks that heads are dealt to
     outer: Team | None  # the ranks that the sequence is cut over, as the scheme sees it
@@ -34,7 +37,7 @@ class Plan:
     problem: Problem
     choice: Choice
     scheme: str
-    contract: dict[str, Any]
+    said: Said | None  # what every rank must say alike
 
 
 def teams_of(function: str, group: Any) -> tuple[Team | None, Team]:
@@ -58,12 +61,53 @@ def limit_memory(given: dict[str, Any], inner: Team | None, outer: Team) -> None
         given["memory_limit"] = free // 4
 
 
+KEPT = 128  # plans of a team
+ARRAYS = ("alibi_slopes", "sinks", "bias")
+
+
+def key_of(function: str, given: dict[str, Any], cu_seqlens: Any) -> Any:
+    """Say what a plan depends on; None where it is not kept: arrays may hold other values."""
+    arrays = [given[name] for name in ("q", "k", "v")]
+    if any(given[name] is not None for name in ARRAYS) or not all(
+        isinstance(x, Tensor) for x in arrays
+    ):
+        return None
+    apart = ("q", "k", "v", "group", "check", "cu_seqlens")
+    words = tuple(x for name, x in given.items() if name not in apart)
+    ends: Any = None if cu_seqlens is None else np.asarray(cu_seqlens)
+    ends = None if ends is None else (ends.dtype.str, ends.tobytes())
+    seen = tuple((x.shape, x.stride(), x.dtype, x.device, x.requires_grad) for x in arrays)
+    current = torch.cuda.current_device() if arrays[0].is_cuda else None
+    key = (function, words, ends, seen, current, torch.is_grad_enabled())
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def kept_plan(
+    function: str, given: dict[str, Any], cu_seqlens: Any, inner: Team | None, outer: Team
+) -> Plan:
+    """Return the plan of a call, that of an earlier one alike where there was one."""
+    key = key_of(function, given, cu_seqlens)
+    if key is None:
+        return plan_of(function, given, cu_seqlens, inner, outer)
+    key = (key, inner, outer.speeds)
+    if key not in outer.plans:
+        if len(outer.plans) >= KEPT:
+            outer.plans.clear()
+        outer.plans[key] = plan_of(function, given, cu_seqlens, inner, outer)
+    plan: Plan = outer.plans[key]
+    return plan
+
+
 def plan_of(
     function: str, given: dict[str, Any], cu_seqlens: Any, inner: Team | None, outer: Team
 ) -> Plan:
     """Check a call as this rank sees it."""
     axis = 1 if cu_seqlens is None else 0
-    q, k, v = read_arrays(function, given, axis)
+    q, k, v, kernel = read_arrays(function, given, axis)
     sizes = (1 if inner is None else inner.size, outer.size)
     layout = layout_of(function, given["layout"], q.shape[axis], sizes)
     rank = outer.rank * sizes[0] + (0 if inner is None else inner.rank)
@@ -80,7 +124,7 @@ def plan_of(
         *(q.shape[-2], k.shape[-2], q.shape[-1] + v.shape[-1], q.element_size()),
         window[1] == 0,
     )
-    refused = refusals(given, q, window, bias)
+    refused = refusals(given, kernel, q, window, bias)
     limits = refused, given["memory_limit"], outer.speeds
     if inner is None:
         choice = choose(function, given["scheme"], shape, layout.seqlen, outer.size, limits)
@@ -95,8 +139,9 @@ def plan_of(
     problem = Problem(
         window, begins, given["scale"], given["softcap"], given["alibi_slopes"], bias,
         given["batch_invariant"], given["deterministic"], given["partial_dtype"] == "float32",
+        choice.groups,
     )  # fmt: skip
-    plan = Plan(inner, outer, layout, None, problem, choice, choice.outer or choice.scheme, {})
+    plan = Plan(inner, outer, layout, None, problem, choice, choice.outer or choice.scheme, None)
     if choice.scheme == "heads":
         whole = Layout("contiguous", layout.seqlen, 1)
         plan = dataclasses.replace(
@@ -107,13 +152,18 @@ def plan_of(
         rows = plan.layout.rows(outer.rank)
         part = -(-rows // inner.size)
         plan.inner_layout = Layout("contiguous", rows, inner.size, chunk=part)
-    plan.contract = contract_of(given, plan, layout, shape, begins)
+    plan.said = said_of(function, given, plan, layout, shape, begins)
     return plan
 
 
-def contract_of(
-    given: dict[str, Any], plan: Plan, layout: Layout, shape: Shape, begins: Any
-) -> dict[str, Any]:
+def said_of(
+    function: str,
+    given: dict[str, Any],
+    plan: Plan,
+    layout: Layout,
+    shape: Shape,
+    begins: Any,
+) -> Said:
     """List what every rank must say alike."""
     q, k, v = (given[name] for name in ("q", "k", "v"))
     words = (
@@ -121,7 +171,7 @@ def contract_of(
         "deterministic", "partial_dtype", "memory_limit",
     )  # fmt: skip
     small = ("alibi_slopes", "sinks", "bias")
-    return {
+    values = {
         "batch": shape.batch,
         "num_heads_q": q.shape[-2],
         "num_heads_kv": k.shape[-2],
@@ -139,8 +189,8 @@ def contract_of(
         ],
         "cu_seqlens": None if begins is None else begins.tolist(),
         "cuattn": cuattn.__version__,
-        "seconds": plan.choice.seconds.get(plan.choice.scheme, 0.0),
     }
+    return Said(function, values, plan.choice.seconds.get(plan.choice.scheme, 0.0))
 
 
 def shape_words(x: Tensor | None, name: str) -> str:
@@ -175,11 +225,13 @@ def choose_two_levels(
     outer = choose(function, wanted, part, layout.seqlen, layout.outer, (refused, *limits[1:]))
     seconds = {"two levels": outer.seconds.get(outer.scheme, 0.0)}
     reason = f"two groups were given; {outer.scheme} over the outer one: {outer.reason}"
-    return Choice("two levels", seconds, outer.refused, reason, outer.buffer_bytes, outer.scheme)
+    return dataclasses.replace(
+        outer, scheme="two levels", seconds=seconds, reason=reason, outer=outer.scheme
+    )
 
 
 def refusals(
-    given: dict[str, Any], q: Tensor, window: Window, bias: Tensor | None
+    given: dict[str, Any], kernel: str, q: Tensor, window: Window, bias: Tensor | None
 ) -> dict[str, str]:
     """List the schemes that cannot run a call, and why."""
     found = {}
@@ -190,17 +242,20 @@ def refusals(
         found["ring"] = "it has alibi_slopes or bias, not both"
     if bias is not None and bias.shape[2] > 1:
         found["heads"] = "a bias of rows is not exchanged"
-    if q.is_cuda and q.dtype != torch.float32 and given["partial_dtype"] == "float32":
+    is_narrow = q.is_cuda and q.dtype != torch.float32
+    if is_narrow and given["partial_dtype"] == "float32" and kernel in NARROW:
         found.setdefault(
             "ring",
-            "no kernel on CUDA gives float32 parts of 16-bit inputs yet; partial_dtype='input' "
-            "merges rounded ones",
+            f"kernel {kernel!r}, which it takes, gives no float32 parts of 16-bit inputs; "
+            "partial_dtype='input' merges rounded ones",
         )
     return found
 
 
-def read_arrays(function: str, given: dict[str, Any], axis: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Check q, k, v and the options that one process checks, too."""
+def read_arrays(
+    function: str, given: dict[str, Any], axis: int
+) -> tuple[Tensor, Tensor, Tensor, str]:
+    """Check q, k, v and the options that one process checks, too; with them the kernel."""
     q, k, v = (given[name] for name in ("q", "k", "v"))
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
@@ -229,14 +284,13 @@ def read_arrays(function: str, given: dict[str, Any], axis: int) -> tuple[Tensor
             f"{function}: q must lie on the current device, cuda:{torch.cuda.current_device()}, "
             f"got {q.device}; call torch.cuda.set_device first, or its exchanges wait forever"
         )
-    check_one(function, given, q, k, v, axis)
-    return q, k, v
+    return q, k, v, check_one(function, given, q, k, v, axis)
 
 
 def check_one(
     function: str, given: dict[str, Any], q: Tensor, k: Tensor, v: Tensor, axis: int
-) -> None:
-    """Let the library check these rows as a call of their own."""
+) -> str:
+    """Let the library check these rows as a call of their own, and say which kernel it takes."""
     if axis == 0:
         if any(x.ndim != 3 for x in (q, k, v)):
             shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
@@ -247,7 +301,7 @@ def check_one(
     names = ("causal", "window", "scale", "softcap", "alibi_slopes", "sinks", "batch_invariant")
     options = {n: x.detach() if isinstance(x := given[n], Tensor) else x for n in names}
     if axis == 1 or options["alibi_slopes"] is None or options["alibi_slopes"].ndim == 1:
-        cuattn.explain("attention", *(x.detach() for x in (q, k, v)), **options)
+        plan = cuattn.explain("attention", *(x.detach() for x in (q, k, v)), **options)
     else:
         raise ValueError(
             f"{function}: alibi_slopes must have shape (num_heads_q,), got "
@@ -258,6 +312,7 @@ def check_one(
             f"{function}: k must hold the tokens of q, {q.shape[1]}, got {k.shape[1]}; each rank "
             "has queries, keys and values of the same tokens"
         )
+    return plan.kernel
 
 
 def read_bias(function: str, bias: Tensor | None, q: Tensor, layout: Layout) -> Tensor | None:

@@ -10,10 +10,13 @@ zigzag and gather in groups of heads: arXiv:2407.21783. Next: heads.py, autograd
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.profiler import record_function
@@ -23,11 +26,17 @@ import cuattn
 from .attend import Call, Problem, attend, gradients, heads_of, make_call, tokens_of
 from .exchange import Gathered, Shift, exchange
 from .layout import Layout, Span
-from .pairs import Window, find_pieces
+from .pairs import Piece, Window, find_pieces
 from .team import Team
 
 Gradients = tuple[Tensor, Tensor, Tensor, "Tensor | None"]
-MOST_GROUPS = 8  # of heads: what is shown of the first exchange is 1 / groups of all
+MOST_GROUPS = 8  # of heads, where float32 sums of all keys go home
+
+
+def labelled(name: str) -> contextlib.AbstractContextManager[Any]:
+    """Name what is done inside for the profiler, where one looks on."""
+    is_seen = torch.autograd._profiler_enabled()
+    return record_function(name) if is_seen else contextlib.nullcontext()
 
 
 def empty_result(problem: Problem, q: Tensor, v: Tensor, dtype: torch.dtype) -> list[Tensor]:
@@ -36,6 +45,36 @@ def empty_result(problem: Problem, q: Tensor, v: Tensor, dtype: torch.dtype) -> 
     rows = q.shape[problem.axis]
     shape = (*q.shape[: problem.axis], q.shape[-2], rows)
     return [out, torch.full(shape, -torch.inf, dtype=torch.float32, device=q.device)]
+
+
+class Pair(NamedTuple):
+    """A piece of the rows of this rank and those of an owner."""
+
+    piece: Piece
+    runs: tuple[Span, Span, int]  # of queries, of keys, and the first row of the queries
+    k_row: int  # the first row of the keys
+    rows: slice
+    keys: slice
+    is_own: bool
+
+
+@functools.lru_cache(maxsize=256)
+def pairs_of(
+    layout: Layout, rank: int, owner: int | None, window: Window, begins: bytes | None
+) -> tuple[Pair, ...]:
+    """List what `Scheme.calls` pairs; a training step asks for the same again and again."""
+    ends = None if begins is None else np.frombuffer(begins, np.int64)
+    places = [(0, 0, layout.seqlen)] if owner is None else layout.places(owner)
+    found = []
+    for token, row, count in layout.places(rank):
+        for k_token, k_row, k_count in places:
+            runs: tuple[Span, Span, int] = ((token, count), (k_token, k_count), row)
+            for piece in find_pieces(*runs[:2], window, ends):
+                rows = slice(row + piece.q.start, row + piece.q.stop)
+                keys = slice(k_row + piece.k.start, k_row + piece.k.stop)
+                is_own = owner is None or k_token == token
+                found.append(Pair(piece, runs, k_row, rows, keys, is_own))
+    return tuple(found)
 
 
 class Scheme:
@@ -53,20 +92,15 @@ class Scheme:
         With each the rows of q and of k that it pairs, and whether it is a query's own run of keys,
         which takes the sink.
         """
-        whole = [(0, 0, self.layout.seqlen)]
-        places = whole if owner is None else self.layout.places(owner)
-        for token, row, count in self.layout.places(self.rank):
-            for k_token, k_row, k_count in places:
-                runs: tuple[Span, Span, int] = ((token, count), (k_token, k_count), row)
-                q_run = tokens_of(self.problem, q, slice(row, row + count))
-                k_run, v_run = (
-                    tokens_of(self.problem, x, slice(k_row, k_row + k_count)) for x in (k, v)
-                )
-                for piece in find_pieces(*runs[:2], self.problem.window, self.problem.begins):
-                    call = make_call(self.problem, piece, q_run, k_run, v_run, runs)
-                    rows = slice(row + piece.q.start, row + piece.q.stop)
-                    keys = slice(k_row + piece.k.start, k_row + piece.k.stop)
-                    yield call, rows, keys, owner is None or k_token == token
+        problem = self.problem
+        begins = None if problem.begins is None else problem.begins.astype(np.int64).tobytes()
+        for pair in pairs_of(self.layout, self.rank, owner, problem.window, begins):
+            k_row, k_count = pair.k_row, pair.runs[1][1]
+            row, count = pair.runs[2], pair.runs[0][1]
+            q_run = tokens_of(problem, q, slice(row, row + count))
+            k_run, v_run = (tokens_of(problem, x, slice(k_row, k_row + k_count)) for x in (k, v))
+            call = make_call(problem, pair.piece, q_run, k_run, v_run, pair.runs)
+            yield call, pair.rows, pair.keys, pair.is_own
 
     def differentiate(
         self,
@@ -123,30 +157,35 @@ class Local(Scheme):
 class Gather(Scheme):
     """Keys and values of all ranks come, by groups of heads: the next while one is used."""
 
-    def groups(self, q: Tensor, k: Tensor) -> list[tuple[slice, slice]]:
-        """Cut the heads into groups: (query heads, key heads) of each."""
-        heads_kv = k.shape[-2]
-        share = q.shape[-2] // heads_kv
-        step = -(-heads_kv // MOST_GROUPS)
-        cuts = [slice(h, min(h + step, heads_kv)) for h in range(0, heads_kv, step)]
+    def groups(self, q: Tensor, sizes: tuple[int, ...]) -> list[tuple[slice, slice]]:
+        """Cut the heads into groups of so many: (query heads, key heads) of each."""
+        share = q.shape[-2] // sum(sizes)
+        ends = itertools.accumulate(sizes)
+        cuts = [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
         return [(slice(c.start * share, c.stop * share), c) for c in cuts]
 
-    def arrivals(self, q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[slice, slice, Any]]:
-        """Gather group after group: its heads, and keys and values of the whole sequence."""
+    def arrivals(
+        self, q: Tensor, k: Tensor, v: Tensor, sizes: tuple[int, ...]
+    ) -> Iterator[tuple[slice, slice, Any]]:
+        """Gather groups of so many key heads: their heads, keys and values of the whole sequence.
+
+        The second is posted behind the first, so that it has begun when the attention of the first
+        takes the device.
+        """
         axis, dim = self.problem.axis, k.shape[-1]
-        groups = self.groups(q, k)
+        groups = self.groups(q, sizes)
 
         def post(heads: slice) -> Gathered:
             packed = torch.cat([heads_of(k, heads), heads_of(v, heads)], -1)
             assert self.team is not None
             return Gathered(self.team, self.layout, packed.movedim(axis, 0))
 
-        coming = post(groups[0][1])
+        coming = [post(kv_heads) for _, kv_heads in groups[:2]]
         for index, (q_heads, kv_heads) in enumerate(groups):
-            with record_function(f"cuattn.parallel.gather.{index}"):
-                whole = coming.wait().movedim(0, axis)
-            if index + 1 < len(groups):
-                coming = post(groups[index + 1][1])
+            with labelled(f"cuattn.parallel.gather.{index}"):
+                whole = coming.pop(0).wait().movedim(0, axis)
+            if index + 2 < len(groups):
+                coming.append(post(groups[index + 2][1]))
             yield q_heads, kv_heads, (whole[..., :dim], whole[..., dim:])
 
     def forward(
@@ -154,10 +193,12 @@ class Gather(Scheme):
     ) -> tuple[Tensor, Tensor]:
         """Attend with the heads of each group when they are here."""
         out, lse = empty_result(self.problem, q, v, q.dtype)
-        for heads, _, (keys, values) in self.arrivals(q, k, v):
+        for heads, _, (keys, values) in self.arrivals(q, k, v, self.problem.groups):
             own = None if sinks is None else sinks[heads].contiguous()
             one = Gather(self.team, self.layout, self.problem.of_heads(heads))
             for call, rows, _, _ in one.calls(heads_of(q, heads), keys, values, None):
+                if self.problem.batch_invariant and call.name == "attention":
+                    call.options["num_splits"] = 1  # as of the whole, which has more rows
                 to = tokens_of(self.problem, heads_of(out, heads), rows)
                 attend(call, own, to, lse[..., heads, rows])
         return out, lse
@@ -170,7 +211,9 @@ class Gather(Scheme):
         dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
         dk, dv = torch.empty_like(k), torch.empty_like(v)
         dsinks = None if sinks is None else torch.zeros_like(sinks)
-        for heads, kv_heads, (keys, values) in self.arrivals(q, k, v):
+        step, heads_kv = -(-k.shape[-2] // MOST_GROUPS), k.shape[-2]
+        sizes = tuple(min(step, heads_kv - h) for h in range(0, heads_kv, step))
+        for heads, kv_heads, (keys, values) in self.arrivals(q, k, v, sizes):
             one = Gather(self.team, self.layout, self.problem.of_heads(heads))
             own = None if sinks is None else sinks[heads].contiguous()
             sums = [torch.zeros(x.shape, device=x.device) for x in (keys, values)]
@@ -232,7 +275,7 @@ class Ring(Scheme):
                 count = self.layout.rows((self.rank - step - 1) % size)
                 shift = Shift(self.team, rows, rows.new_empty(count, *rows.shape[1:]))
             here = rows.movedim(0, axis)
-            with record_function(f"cuattn.parallel.ring.{step}"):
+            with labelled(f"cuattn.parallel.ring.{step}"):
                 yield step, (self.rank - step) % size, here[..., :dim], here[..., dim:]
             if shift is not None:
                 rows = shift.wait()
@@ -240,15 +283,26 @@ class Ring(Scheme):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Attend in steps, and merge what they find: the own rows first, then back in the ring."""
+        """Attend in steps, and merge what they find: the own rows first, then back in the ring.
+
+        What is found first of a row is written where it stays.
+        """
         wide = torch.float32 if self.problem.widens else q.dtype
         out, lse = empty_result(self.problem, q, v, torch.float32)
+        written: list[slice] = []
+        layout: Any = "bshd" if self.problem.axis else "thd"
         for _, owner, keys, values in self.arrivals(k, v):
             for call, rows, _, is_own in self.calls(q, keys, values, owner):
-                part, part_lse = empty_result(self.problem, call.q, call.v, wide)
-                attend(call, sinks if is_own else None, part, part_lse)
+                own = sinks if is_own else None
                 run, run_lse = tokens_of(self.problem, out, rows), lse[..., rows]
-                layout: Any = "bshd" if self.problem.axis else "thd"
+                is_new = all(rows.stop <= x.start or x.stop <= rows.start for x in written)
+                written.append(rows)
+                if is_new and wide == torch.float32:
+                    attend(call, own, run, run_lse)
+                    continue
+                part = run.new_empty(run.shape, dtype=wide)
+                part_lse = run_lse.new_empty(run_lse.shape)
+                attend(call, own, part, part_lse)
                 cuattn.merge_states(
                     run, run_lse, part.float(), part_lse, layout=layout, out=run, lse_out=run_lse
                 )

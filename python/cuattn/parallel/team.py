@@ -6,6 +6,7 @@ Next: check.py (what all ranks must agree on), exchange.py (what moves between t
 
 from __future__ import annotations
 
+import datetime
 import os
 import weakref
 from typing import Any
@@ -28,6 +29,7 @@ class Team:
         self.calls = 0  # of this package, on this group; the same number on every rank
         self.last_seconds = 0.0  # the modelled time that all ranks agreed on last
         self.speeds: tuple[float, float] | None = None  # measured by calibrate: FLOP/s, bytes/s
+        self.plans: dict[Any, Any] = {}  # of calls that were checked here: plan.py
         self._host: Any = None
         self._free: dict[Team | None, int] = {}
 
@@ -41,7 +43,12 @@ class Team:
         if dist.get_backend(self.group) == "gloo":
             return self.group
         if self._host is None:
-            self._host = dist.new_group(self.ranks, backend="gloo", use_local_synchronization=True)
+            self._host = dist.new_group(
+                self.ranks,
+                timeout=timeout_of(self.group),
+                backend="gloo",
+                use_local_synchronization=True,
+            )
         return self._host
 
     def free_bytes(self, device: torch.device, inner: Team | None = None) -> int:
@@ -50,7 +57,7 @@ class Team:
         Asked once; all ranks ask together.
         """
         if inner not in self._free:
-            free = torch.tensor([free_memory(device)], dtype=torch.int64)
+            free = torch.tensor([free_memory(device)], dtype=torch.int64, device="cpu")
             for team in (self, inner):
                 if team is not None:
                     dist.all_reduce(free, dist.ReduceOp.MIN, group=team.host_group())
@@ -60,6 +67,18 @@ class Team:
     def peer(self, step: int) -> int:
         """Return the global rank that stands `step` places after this one in the ring."""
         return self.ranks[(self.rank + step) % self.size]
+
+
+def timeout_of(group: Any) -> datetime.timedelta | None:
+    """Return how long the ranks of a group wait for each other; None is torch's default."""
+    for device in ("cuda", "cpu"):
+        try:
+            options = group._get_backend(torch.device(device)).options  # torch says it nowhere else
+        except (RuntimeError, AttributeError):
+            continue
+        wait: datetime.timedelta = options._timeout
+        return wait
+    return None
 
 
 def free_memory(device: torch.device) -> int:

@@ -33,6 +33,7 @@ ALL_ROWS = (True, True, True, False)  # ctx.needs_input_grad: q, k, v, call
 SAVED = ("q", "k", "v", "out", "lse")
 PLAIN = (Tensor, torch.nn.Parameter)
 FLOAT8 = torch.float8_e4m3fn
+WIDEST = 256  # columns of a head that has a backward pass
 # By place in the schema of a backward op: the arrays among the options, dlse behind them.
 OPTIONAL = {
     op: (*(o.name for o in forward_options(op) if o.kind == "array"), "dlse") for op in FORWARD
@@ -59,6 +60,14 @@ def refuse_float8(op: str) -> None:
     raise NotImplementedError(
         f"{op}: no gradient goes through float8_e4m3fn; compute with bfloat16 where one is wanted, "
         "or call it under torch.no_grad()"
+    )
+
+
+def refuse_wide(op: str, q: Tensor, v: Tensor) -> None:
+    """Raise for a gradient that is wanted of wide heads."""
+    raise NotImplementedError(
+        f"{op}: no gradient goes through heads of more than {WIDEST} columns, got head_dim "
+        f"{q.size(-1)} and head_dim_v {v.size(-1)}; call it under torch.no_grad()"
     )
 
 
@@ -197,6 +206,8 @@ def attend(op: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
     q, k, v, *sizes = arguments
     if q.dtype is FLOAT8:
         refuse_float8(op)
+    if q.size(-1) > WIDEST or v.size(-1) > WIDEST:
+        refuse_wide(op, q, v)
     if not options:
         return apply(q, k, v, (op, sizes, options, False, None))
     defaults = DEFAULTS[op]  # cuattn.attention hands on every option it has

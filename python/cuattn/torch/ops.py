@@ -16,7 +16,16 @@ from torch import Tensor
 from .. import attention as run_attention
 from .. import attention_varlen as run_attention_varlen
 from .._options import OPS, OUTSIDE, ROWS, Option, options_of
-from .eager import DIFFERENTIABLE, FLOAT8, attend, observed, out_dtype, refuse_float8
+from .eager import (
+    DIFFERENTIABLE,
+    FLOAT8,
+    WIDEST,
+    attend,
+    observed,
+    out_dtype,
+    refuse_float8,
+    refuse_wide,
+)
 from .eager import empty_out as empty_out
 from .lookup import op_of
 
@@ -235,6 +244,8 @@ def run_op(
     q = arguments[0]
     if wants_gradient and q.dtype is FLOAT8:
         refuse_float8(op)
+    if wants_gradient and (q.size(-1) > WIDEST or arguments[2].size(-1) > WIDEST):
+        refuse_wide(op, q, arguments[2])
     if wants_gradient and not observed(arguments[0], (*arguments[1:3], *options.values())):
         if not UNTRACED[op].keys().isdisjoint(options):
             options = without_untraced(op, options)

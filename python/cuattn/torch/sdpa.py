@@ -67,7 +67,8 @@ def scaled_dot_product_attention(
     -----
     Gradients reach query, key, value and a float attn_mask; torch.func.vmap and grad go through. In
     autocast's regions all floats but float64 are converted to its dtype. For float64, and for a
-    head_dim above 256, torch's own function runs, and a warning says so once.
+    head_dim above 512, with a gradient above 256, torch's own function runs, and a warning says so
+    once.
     """
     given = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     masked_twice = is_causal and attn_mask is not None
@@ -93,7 +94,7 @@ def run_unusual(
 ) -> Tensor:
     """Run a call whose arrays have to be broadcast, padded, copied or refused."""
     check(query, key, value, attn_mask, is_causal)
-    reason = why_not(query, value)
+    reason = why_not(query, key, value, attn_mask)
     if reason is not None:
         own = {"dropout_p": dropout_p, "is_causal": is_causal, "enable_gqa": enable_gqa}
         return fall_back(reason, (query, key, value, attn_mask), {**own, "scale": scale})

@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .eager import WIDEST
 from .ops import traced
 
 OP = "scaled_dot_product_attention"
-LARGEST, STEP = 256, 8  # head_dim
+LARGEST, STEP = 512, 8  # head_dim; of one that has a gradient WIDEST
 
 warned: set[str] = set()
 
@@ -51,7 +52,7 @@ def is_usual(
     """Whether `cuattn.attention` means the same by a call that it takes, as quickly as can be."""
     if query.layout is not torch.strided or query.is_nested or traced(query):
         return False
-    if query.dim() != 4 or key.dim() != 4:
+    if query.dim() != 4 or key.dim() != 4 or query.shape[-1] > WIDEST or value.shape[-1] > WIDEST:
         return False
     if attn_mask is not None and type(attn_mask) not in (Tensor, torch.nn.Parameter):
         return False
@@ -116,13 +117,17 @@ def autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
     return tuple(x if x is None or x.dtype in kept else x.to(dtype) for x in tensors)
 
 
-def why_not(query: Tensor, value: Tensor) -> str | None:
+def why_not(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> str | None:
     """Say what no kernel of cuattn takes and torch's own function does."""
     if query.dtype == torch.float64:
         return "float64"
+    most, words = LARGEST, ""
+    given = (x for x in (query, key, value, attn_mask) if x is not None)
+    if traced(query) or (torch.is_grad_enabled() and any(x.requires_grad for x in given)):
+        most, words = WIDEST, " with a gradient"
     for x in (query, value):
-        if not 0 < x.shape[-1] <= LARGEST:
-            return f"a head_dim outside 1 to {LARGEST}"
+        if not 0 < x.shape[-1] <= most:
+            return f"a head_dim outside 1 to {most}{words}"
     return None
 
 

@@ -151,7 +151,12 @@ __device__ __forceinline__ void finish_row(const PagedParams& p, const CombineSh
   RowOutput out = final_output(p, b, row, shared.maximum, sum, leads);
   float f = out.factor;  // 0 without a key, and then nothing was merged
   float4 scaled = {merged.x * f, merged.y * f, merged.z * f, merged.w * f};
-  if (column < p.head_dim) store4<kType>(out.to, column, scaled);
+  if (column >= p.head_dim) return;
+  if (out.type == DType::f32) {
+    store4<DType::f32>(out.to, column, scaled);
+  } else {
+    store4<kType>(out.to, column, scaled);
+  }
 }
 
 }  // namespace cuattn::device

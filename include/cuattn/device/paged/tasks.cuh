@@ -4,7 +4,8 @@
 // slots stands in params/deal.h. Next: cuda/paged/sm80/decode.cuh.
 #pragma once
 
-#include "cuattn/device/convert.cuh"
+#include "cuattn/device/finish.cuh"
+#include "cuattn/device/mask.cuh"
 #include "cuattn/device/overlap.cuh"
 #include "cuattn/params/paged.h"
 
@@ -174,12 +175,8 @@ struct RowScore {
 
   __device__ __forceinline__ float scored(const PagedParams& p, float dot, int32_t key) const {
     float score = dot * scale;
-    if (p.scores.softcap > 0.0f) {
-      float ratio = score / p.scores.softcap;  // as ScoreMod in mask.cuh
-      score = p.scores.softcap * (kType == DType::f32                ? tanhf(ratio)
-                                  : p.scores.softcap > kLargeSoftcap ? tanh_of_small(ratio)
-                                                                     : tanh_exp2(ratio));
-    }
+    if (p.scores.softcap > 0.0f)
+      score = p.scores.softcap * capped<kType>(score, p.scores.softcap, p.scores.inv_softcap);
     return finite_product(score - slope * fabsf(static_cast<float>(position - key)), kLog2e);
   }
 
@@ -217,24 +214,15 @@ __device__ __forceinline__ void store8(const RowOutput& out, int32_t column, con
 __device__ __forceinline__ RowOutput final_output(const PagedParams& p, int32_t b,
                                                   const UnitRow& row, float maximum, float sum,
                                                   bool leader) {
-  float factor = 1.0f;
-  if (p.scores.sinks != nullptr) {
-    float sink = sink_in_base2(p.scores.sinks[row.head * p.scores.sinks_stride]);
-    float larger = fmaxf(maximum, sink);
-    float reference = larger == negative_infinity() ? 0.0f : larger;
-    factor = exp2_approx(maximum - reference);
-    sum = fmaf(sum, factor, exp2_approx(sink - reference));
-    maximum = larger;
-  }
-  bool alive = sum != 0.0f;  // a NaN is alive: it reaches out and lse
+  RowEnd end = Finish(p.scores, row.head).end(maximum, sum);
   if (leader && p.lse != nullptr) {
     p.lse[b * p.lse_strides.batch + row.head * p.lse_strides.head + row.place * p.lse_strides.seq] =
-        alive ? (maximum + log2_approx(sum)) * kLn2 : negative_infinity();
+        end.lse;
   }
   int64_t at =
       b * p.out_strides.batch + row.place * p.out_strides.seq + row.head * p.out_strides.head;
-  return {static_cast<char*>(p.out) + at * (p.dtype == DType::f32 ? 4 : 2), p.dtype,
-          alive ? factor / sum : 0.0f};
+  return {static_cast<char*>(p.out) + at * (p.out_dtype == DType::f32 ? 4 : 2), p.out_dtype,
+          end.alive ? end.factor : 0.0f};
 }
 
 // V2 keeps what it finds in a partition, if there is a key.

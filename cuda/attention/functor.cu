@@ -1,0 +1,123 @@
+// SPDX-License-Identifier: Apache-2.0
+// Masks and scores of a user, compiled for the call: images of machine code are kept for the life
+// of the process, loaded at their first launch and launched as the kernels they are made of. No
+// call of the driver's own library is needed. Next: device/functor.cuh (what is compiled),
+// python/cuattn/flex/emit.py (who writes it).
+#include <deque>
+#include <mutex>
+#include <vector>
+
+#include "cuattn/params/functor.h"
+#include "cuda/attention/simt.cuh"
+#include "cuda/attention/sm80/forward.cuh"
+#include "cuda/host/launchers.h"
+
+namespace cuattn {
+namespace {
+
+struct Functor {
+  std::vector<char> image;
+  cudaKernel_t kernel = nullptr;
+  uint64_t prepared = 0;  // a bit for each device that allows its shared memory
+};
+
+std::mutex mutex;
+std::deque<Functor>& functors() {  // never destroyed: graphs may hold kernels until the end
+  static auto* all = new std::deque<Functor>;
+  return *all;
+}
+
+// What the kernel of a plan is launched with.
+struct Shape {
+  int64_t blocks;
+  int threads, smem_bytes;
+};
+
+template <int kHeadDim>
+constexpr int simt_smem_bytes() {
+  using Policy = device::OptionPolicy<DType::f32, MaskKind::window, ScoreKind::scored>;
+  return sizeof(typename ForwardSimt<kHeadDim, Policy>::Shared);
+}
+
+Shape shape_of(const AttentionParams& p, const Plan& plan, const Sm80Schedule& schedule) {
+  int64_t pairs = int64_t{p.batch} * p.num_heads_q;
+  Shape shape{pairs * device::ceil_div(p.seqlen_q, plan.tile.m), plan.tile.warps * 32, 0};
+  if (plan.kernel == Kernel::sm80) {
+    shape.blocks = pairs * schedule.tiles;
+    shape.smem_bytes = sm80_smem_bytes({plan.head_dim, plan.head_dim_v}, plan.tile);
+  } else {
+    shape.smem_bytes = plan.head_dim == 64    ? simt_smem_bytes<64>()
+                       : plan.head_dim == 128 ? simt_smem_bytes<128>()
+                       : plan.head_dim == 256 ? simt_smem_bytes<256>()
+                                              : simt_smem_bytes<512>();
+  }
+  return shape;
+}
+
+// Loads what was not loaded, for the current device.
+cudaKernel_t prepare(int64_t number, int smem_bytes, int device_id, cudaStream_t stream) {
+  std::lock_guard<std::mutex> lock(mutex);
+  CUATTN_REQUIRE(number >= 1 && number <= static_cast<int64_t>(functors().size()),
+                 "flex_attention: functor must be a number that cuattn_flex_add_functor gave, got ",
+                 number, "; add the machine code first");
+  Functor& functor = functors()[static_cast<size_t>(number - 1)];
+  uint64_t bit = device_id < 64 ? uint64_t{1} << device_id : 0;
+  if (functor.prepared & bit) return functor.kernel;
+  cudaStreamCaptureStatus status;
+  CUATTN_CUDA_TRY(cudaStreamIsCapturing(stream, &status));
+  CUATTN_REQUIRE(status == cudaStreamCaptureStatusNone,
+                 "flex_attention: the first call with a mask or score function loads machine code, "
+                 "which cannot be captured; call it once with these dtypes and head sizes before "
+                 "the capture");
+  if (functor.kernel == nullptr) {
+    cudaLibrary_t library;
+    CUATTN_CUDA_TRY(cudaLibraryLoadData(&library, functor.image.data(), nullptr, nullptr, 0,
+                                        nullptr, nullptr, 0));
+    CUATTN_CUDA_TRY(cudaLibraryGetKernel(&functor.kernel, library, "cuattn_functor"));
+  }
+  CUATTN_CUDA_TRY(cudaKernelSetAttributeForDevice(
+      functor.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes, device_id));
+  functor.prepared |= bit;
+  return functor.kernel;
+}
+
+}  // namespace
+
+int64_t add_functor(const void* image, size_t bytes) {
+  std::lock_guard<std::mutex> lock(mutex);
+  const char* begin = static_cast<const char*>(image);
+  functors().push_back({std::vector<char>(begin, begin + bytes)});
+  return static_cast<int64_t>(functors().size());
+}
+
+void launch_functor(const AttentionParams& p, const Plan& plan, int device_id,
+                    cudaStream_t stream) {
+  const FlexParams& flex = *p.flex;
+  FunctorParams params;
+  static_cast<AttentionParams&>(params) = p;
+  params.flex = nullptr;
+  params.lists = flex.lists;
+  for (int i = 0; i < kMaxFlexArrays; ++i) params.arrays[i] = flex.arrays[i];
+  for (int i = 0; i < kMaxFlexNumbers; ++i) params.numbers[i] = flex.numbers[i];
+  if (flex.lists.starts != nullptr) {
+    CUATTN_REQUIRE(
+        flex.lists.query_block % plan.tile.m == 0 && flex.lists.key_block % plan.tile.n == 0,
+        "flex_attention: the blocks of block_mask must be multiples of ", plan.tile.m, " x ",
+        plan.tile.n, " (queries x keys) for this head_dim, got ", flex.lists.query_block, " x ",
+        flex.lists.key_block, "; make it with block_size=128");
+  }
+  Sm80Schedule schedule{};
+  if (plan.kernel == Kernel::sm80) schedule = make_sm80_schedule(p, plan.tile);
+  Shape shape = shape_of(p, plan, schedule);
+  if (shape.blocks == 0) return;
+  cudaKernel_t kernel = prepare(flex.functor, shape.smem_bytes, device_id, stream);
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(grid_blocks(shape.blocks, kernel_name(plan.kernel)));
+  config.blockDim = dim3(static_cast<unsigned>(shape.threads));
+  config.dynamicSmemBytes = static_cast<size_t>(shape.smem_bytes);
+  config.stream = stream;
+  void* arguments[] = {&params, &schedule};
+  CUATTN_CUDA_TRY(cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel), arguments));
+}
+
+}  // namespace cuattn

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""flex_attention on CUDA, or the emulator: options and row ranges; the rest is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import cuattn
+import flex_cases
+import harness
+from cuattn import flex
+from cuattn.flex import functors
+from emulated_functor import machine_code
+
+TOLERANCE = {"float32": 5e-5, "float16": 6e-3}
+
+
+def to_device(device, x):
+    if harness.is_emulated():
+        import cupy
+
+        return cupy.asarray(x)
+    import torch
+
+    return torch.from_numpy(x).to("cuda")
+
+
+def to_host(x):
+    return np.asarray(x.cpu().numpy() if hasattr(x, "cpu") else x.values, np.float64)
+
+
+def masks(rng, n):
+    ids = np.sort(rng.integers(0, 4, n))
+    limit = rng.integers(0, n, 2)
+    return {
+        "documents": lambda b, h, q, k: (ids[q] == ids[k]) & (k <= q),
+        "prefix": lambda b, h, q, k: (k <= q) | (k < limit[b]),
+        "chunks": lambda b, h, q, k: q // 50 == k // 50,
+        "heads, and rows that see nothing": lambda b, h, q, k: (k <= q - 20 * h) & (q % 3 != 0),
+        "causal": flex.masks.causal(),
+    }
+
+
+@pytest.mark.parametrize(
+    ("device", "backend"), harness.target_params(cpu=(), cuda=("naive", "cublas", "simt", "sm80"))
+)
+def test_row_ranges_equal_the_dense_formula(rng, device, backend):
+    dtype = "float16" if backend == "sm80" else "float32"
+    for case, (name, mask) in enumerate(masks(rng, 200).items()):
+        dims = ((64, 64), (64, 64) if harness.is_emulated() else (128, 128))[case % 2]
+        queries = (2, 150 + 50 * (case % 2), 4, dims[0])
+        shapes = (queries, (2, 200, 2, dims[0]), (2, 200, 2, dims[1]))
+        q, k, v = (rng.standard_normal(shape).astype(dtype) for shape in shapes)
+        options = {}
+        if case % 2:
+            options = {"softcap": 4.0, "sinks": rng.standard_normal(4).astype(np.float32)}
+        want, lse = flex_cases.attention(
+            *(x.transpose(0, 2, 1, 3) for x in (q, k, v)), mask=mask, **options
+        )
+        given = {
+            n: to_device(device, x) if isinstance(x, np.ndarray) else x for n, x in options.items()
+        }
+        arrays = [to_device(device, x) for x in (q, k, v)]
+        out, got = cuattn.flex_attention(
+            *arrays, mask_mod=mask, backend=backend, return_lse=True, **given
+        )
+        out, got = to_host(out).transpose(0, 2, 1, 3), to_host(got)
+        tolerance = TOLERANCE[dtype]
+        np.testing.assert_allclose(out, want, atol=tolerance, rtol=tolerance, err_msg=name)
+        np.testing.assert_array_equal(np.isinf(got), np.isinf(lse), err_msg=name)
+        some = np.isfinite(lse)
+        np.testing.assert_allclose(got[some], lse[some], atol=2e-3, err_msg=name)
+
+
+# Functors
+
+
+@pytest.fixture
+def compiler(monkeypatch, tmp_path):
+    """Compile functors with NVRTC, on the emulator with g++."""
+    if not harness.is_emulated():
+        monkeypatch.setenv("CUATTN_CACHE_DIR", str(tmp_path))
+        return
+    build = Path(cuattn.__file__).parents[1]
+    monkeypatch.setattr(
+        functors, "machine_code", lambda source, _: machine_code(source, build, tmp_path)
+    )
+
+
+def functions(rng, n):
+    """Masks and scores that are no rows, with arrays of 1 and 2 axes, and numbers."""
+    ids, table = rng.integers(0, 4, n), rng.standard_normal((4, 2 * n)).astype(np.float32)
+    drawn, width = rng.random((n, n)) < 0.3, int(rng.integers(5, n))
+    return (
+        (lambda b, h, q, k: ids[q] == ids[k], lambda s, b, h, q, k: s + table[h, q - k + n]),
+        (lambda b, h, q, k: (k <= q) & ((q - k < width) | (k < 4)), None),
+        (
+            lambda b, h, q, k: drawn[q, k] & (q % 7 != b),
+            lambda s, b, h, q, k: 3.0 * np.tanh(s / 3.0),
+        ),
+        (
+            lambda b, h, q, k: (k <= q + 10) & (k // 7 % 2 == h % 2),
+            lambda s, b, h, q, k: s - abs(q - k) / width,
+        ),
+        (None, lambda s, b, h, q, k: np.where(q % 3 == 0, s, -np.inf)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("device", "backend"), harness.target_params(cpu=(), cuda=("simt", "sm80"))
+)
+def test_functors_equal_the_dense_formula(rng, device, backend, compiler):
+    emulated = harness.is_emulated()
+    dtype = "float32" if backend == "simt" else "float16"
+    every = ((64, 64), (128, 128), (256, 256), (72, 40), (192, 128))
+    for case, (mask, score) in enumerate(functions(rng, 200)):
+        if emulated and case % 2:
+            continue
+        for dims in every[: 1 if emulated else 5 if case == 0 else 2]:
+            check_functor(rng, device, backend, dtype, dims, mask, score, case)
+
+
+def check_functor(rng, device, backend, dtype, dims, mask, score, case):
+    n, (d, dv) = 200, dims
+    shapes = ((2, n - 13 * (case % 2), 4, d), (2, n, 2, d), (2, n, 2, dv))
+    q, k, v = (rng.standard_normal(shape).astype(dtype) for shape in shapes)
+    options = (
+        {"softcap": 4.0, "sinks": rng.standard_normal(4).astype(np.float32)} if case == 1 else {}
+    )
+    heads_first = (x.transpose(0, 2, 1, 3) for x in (q, k, v))
+    want, lse = flex_cases.attention(*heads_first, mask=mask, mod=score, **options)
+    given = {
+        m: to_device(device, x) if isinstance(x, np.ndarray) else x for m, x in options.items()
+    }
+    arrays = [to_device(device, x) for x in (q, k, v)]
+    forms = [{"mask_mod": mask}]
+    if mask is not None and case % 2 == 0:  # the same by lists that were made before
+        forms.append({"block_mask": cuattn.create_block_mask(mask, 2, 4, q.shape[1], n)})
+    for form in forms:
+        out, got = cuattn.flex_attention(
+            *arrays, score_mod=score, backend=backend, return_lse=True, **form, **given
+        )
+        out, got = to_host(out).transpose(0, 2, 1, 3), to_host(got)
+        where = f"case {case}, {dtype}, {dims}, {list(form)}"
+        tolerance = TOLERANCE[dtype]
+        np.testing.assert_allclose(out, want, atol=tolerance, rtol=tolerance, err_msg=where)
+        np.testing.assert_array_equal(np.isinf(got), np.isinf(lse), err_msg=where)
+        some = np.isfinite(lse)
+        np.testing.assert_allclose(got[some], lse[some], atol=2e-3, err_msg=where)
+
+
+@pytest.mark.parametrize(("device", "backend"), harness.target_params(cpu=(), cuda=("auto",)))
+def test_lengths_and_numbers_compile_nothing(rng, device, backend, compiler, monkeypatch):
+    compiled = []
+    made = functors.machine_code
+    monkeypatch.setattr(functors, "machine_code", lambda *x: compiled.append(x) or made(*x))
+    for n in (30, 64, 100, 131):
+        for number in (2.0, 0.7):
+            ids = rng.integers(0, 3, n)
+            mask = lambda b, h, q, k, ids=ids: ids[q] != ids[k] + 1  # noqa: E731
+            score = lambda s, b, h, q, k, number=number: s * number - np.sqrt(1.0 * abs(q - k))  # noqa: E731
+            q = rng.standard_normal((1, n, 2, 64)).astype(np.float32)
+            x = to_device(device, q)
+            out = to_host(cuattn.flex_attention(x, x, x, mask_mod=mask, score_mod=score))
+            heads_first = q.transpose(0, 2, 1, 3)
+            want, _ = flex_cases.attention(*[heads_first] * 3, mask=mask, mod=score)
+            np.testing.assert_allclose(out.transpose(0, 2, 1, 3), want, atol=5e-5, rtol=5e-5)
+    assert len(compiled) == 1
+
+
+@pytest.mark.parametrize(("device", "backend"), harness.target_params(cpu=(), cuda=("auto",)))
+def test_what_no_kernel_takes_is_refused(rng, device, backend, compiler, monkeypatch):
+    q = to_device(device, np.zeros((1, 8, 1, 64), np.float32))
+    odd = {"mask_mod": lambda b, h, i, j: (i + j) % 3 == 0}
+    with pytest.raises(NotImplementedError, match="backend 'naive' cannot run this call"):
+        cuattn.flex_attention(q, q, q, backend="naive", **odd)
+    lse = to_device(device, np.zeros((1, 1, 8), np.float32))
+    with pytest.raises(NotImplementedError, match="move the arrays to the CPU"):
+        cuattn.flex_attention_backward(q, q, q, q, q, lse, **odd)
+    monkeypatch.undo()
+    monkeypatch.setenv("CUATTN_DISABLE_JIT", "1")
+    with pytest.raises(functors.CompileError, match="CUATTN_DISABLE_JIT is set"):
+        cuattn.flex_attention(q, q, q, mask_mod=lambda b, h, i, j: (i + j) % 5 == 0)

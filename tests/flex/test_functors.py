@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sources of functors: their text, what NVRTC says of them where it is installed, their cache."""
+
+from __future__ import annotations
+
+import re
+import stat
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from cuattn.flex import functors, nvrtc
+from cuattn.flex.emit import Function, Kernel, numbers, source
+from cuattn.flex.trace import trace
+
+SM80 = Kernel("sm80", "bfloat16", 128, 128)
+KERNELS = (SM80, Kernel("sm80", "float16", 64, 64), Kernel("simt", "float32", 64, 64))
+
+
+def functions(score=None, mask=None):
+    """What a plan makes of functions."""
+    given, first = {}, 0
+    for name, function in (("score", score), ("mask", mask)):
+        if function is not None:
+            traced = trace(function, is_score=name == "score")
+            given[name] = Function(traced.expr, traced.scalars, first, traced.arrays)
+            first += len(traced.arrays)
+    return given
+
+
+def of_everything():
+    """Functions that use every operation."""
+    ids, table, rows = np.arange(9), np.ones((3, 5), np.float32), np.ones(9, bool)
+    slope, window, flag = 0.5, 7, True
+
+    def score(s, b, h, q, k, q_len, kv_len):
+        far = abs(q - k) * slope + np.minimum(1.0 * q, k) - np.maximum(q, 3)
+        near = np.exp(-far) + np.log(far + 1.5) + np.sqrt(abs(s)) / 2.0 - np.tanh(s)
+        return np.where((q < k) ^ rows[q], near, -s + table[h, k % 5] * (kv_len - q_len))
+
+    def mask(b, h, q, k):
+        left = (q - k <= window) & (q // 3 >= k // 3) & (flag != 2)
+        return left | (ids[q] == ids[k]) & ~(k > q) | (-q > k + 1) | (q != k)
+
+    return functions(score, mask)
+
+
+def test_a_source_holds_neither_numbers_of_closures_nor_lengths():
+    def texts(window, n):
+        ids = np.zeros(n, np.int32)
+        found = functions(mask=lambda b, h, q, k: (q - k < window) | (ids[q] == ids[k]))
+        return source(SM80, found, False, True), numbers(found).tolist()
+
+    first, second = texts(5, 10), texts(90, 4000)
+    assert first[0] == second[0]
+    assert (first[1], second[1]) == ([5], [90])
+    assert "p.numbers[0]" in re.findall(r"= (.*);\n", first[0].split("sees(")[1])
+    floats = functions(score=lambda s, b, h, q, k, c=0.1: s * c)
+    assert numbers(floats).view(np.float32).tolist() == [np.float32(0.1)]
+
+
+def test_functions_that_differ_have_other_sources():
+    masks = [
+        lambda b, h, q, k: q // 3 == k // 3,
+        lambda b, h, q, k: k // 3 == q // 3,
+        lambda b, h, q, k: q % 3 == k % 3,
+        lambda b, h, q, k: q // 3 == k // 2,
+    ]
+    forms = [(False, False), (True, False), (False, True)]
+    texts = {
+        source(kernel, functions(mask=m), *f) for m in masks for f in forms for kernel in KERNELS
+    }
+    assert len(texts) == len(masks) * len(forms) * len(KERNELS)
+
+
+def test_more_numbers_than_a_kernel_takes_are_refused():
+    many = Function(trace(lambda b, h, q, k: q == k).expr, [0.5] * 33, 0, [])
+    with pytest.raises(NotImplementedError, match="may read 32 numbers together, got 33"):
+        numbers({"score": many})
+
+
+def library():
+    try:
+        return nvrtc.nvrtc()
+    except nvrtc.CompileError as why:
+        if "was not found" not in str(why):
+            raise
+        return pytest.skip(str(why))
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_nvrtc_takes_every_operation_without_spilling(arch):
+    compiler = library()
+    for kernel in KERNELS if arch == "sm_80" else KERNELS[:1]:
+        text = source(kernel, of_everything(), False, True)
+        code, log = compiler.compile(text, arch, functors.folders())
+        assert code[:4] == b"\x7fELF"
+        spilled = re.findall(r"(\d+) bytes spill stores", log)
+        assert spilled == ["0"], f"{kernel}: {log}"
+
+
+def test_nvrtc_says_what_it_refuses():
+    with pytest.raises(nvrtc.CompileError, match=r"NVRTC \(13, \d+\) says NVRTC_ERROR_COMPILATION"):
+        library().compile("nonsense", "sm_80", [])
+
+
+@pytest.fixture
+def folder(monkeypatch, tmp_path):
+    """A cache of its own, and a compiler that takes no time and counts."""
+    path = tmp_path / "cache"
+    monkeypatch.setenv("CUATTN_CACHE_DIR", str(path))
+    compiled.clear()
+
+    def compile_now(text, arch):
+        compiled.append((text, arch))
+        return b"code " + text.encode()
+
+    monkeypatch.setattr(functors, "compile_now", compile_now)
+    return path
+
+
+compiled: list[tuple[str, str]] = []
+
+
+def test_machine_code_is_kept_on_the_disk(folder):
+    for _ in range(2):
+        assert functors.machine_code("a", "sm_90") == b"code a"
+    functors.machine_code("a", "sm_80")
+    functors.machine_code("b", "sm_90")
+    assert len(compiled) == 3
+    assert len(list(folder.iterdir())) == 3
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+DAMAGE = (lambda x: x[:-1], lambda x: b"", lambda x: x[:-1] + b"?", lambda x: b"X" + x)
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_file_is_compiled_again(folder, damage):
+    functors.machine_code("a", "sm_90")
+    (path,) = folder.iterdir()
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.warns(RuntimeWarning, match="is damaged, so the mask is compiled again"):
+        assert functors.machine_code("a", "sm_90") == b"code a"
+    assert functors.machine_code("a", "sm_90") == b"code a"
+    assert len(compiled) == 2
+
+
+def test_a_folder_that_others_may_write_is_not_used(folder):
+    folder.mkdir()
+    folder.chmod(0o777)
+    with pytest.warns(RuntimeWarning, match="may be written by others"):
+        assert functors.machine_code("a", "sm_90") == b"code a"
+    assert list(folder.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_made_is_done_without(folder, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("CUATTN_CACHE_DIR", str(tmp_path / "file" / "below"))
+    with pytest.warns(RuntimeWarning, match="compiled masks are not kept"):
+        assert functors.machine_code("a", "sm_90") == b"code a"
+
+
+def test_the_folder_keeps_within_its_size(folder, monkeypatch):
+    monkeypatch.setattr(functors, "MOST_BYTES", 200)
+    for name in "abcdef":
+        functors.machine_code(name, "sm_90")
+    sizes = [path.stat().st_size for path in folder.iterdir()]
+    assert sizes
+    assert sum(sizes) <= 200
+
+
+def test_processes_share_a_cache(folder):
+    script = (
+        "from cuattn.flex import functors as f\n"
+        "f.compile_now = lambda s, a: b'x' * 1000 + s.encode()\n"
+        "for i in [*range(10)] * 4:\n"
+        "    assert f.machine_code(str(i), 'sm_90')[1000:] == str(i).encode()\n"
+    )
+    runs = [subprocess.Popen([sys.executable, "-W", "error", "-c", script]) for _ in range(4)]
+    assert [run.wait() for run in runs] == [0] * 4
+    assert len(list(folder.glob("*.functor"))) == 10
+    assert not list(folder.glob("*.part"))
+
+
+def test_without_nvrtc_the_way_out_is_named(monkeypatch, tmp_path):
+    monkeypatch.setenv("CUATTN_NVRTC_PATH", str(tmp_path))
+    nvrtc.nvrtc.cache_clear()
+    try:
+        with pytest.raises(nvrtc.CompileError, match=r"was not found: .*; pip install nvidia-cuda"):
+            nvrtc.nvrtc()
+    finally:
+        nvrtc.nvrtc.cache_clear()
+
+
+def test_jit_can_be_switched_off(folder, monkeypatch):
+    monkeypatch.setenv("CUATTN_DISABLE_JIT", "1")
+    with pytest.raises(functors.CompileError, match="CUATTN_DISABLE_JIT is set"):
+        functors.machine_code("a", "sm_90")
