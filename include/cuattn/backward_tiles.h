@@ -52,9 +52,9 @@ constexpr int32_t kSm90BackwardSmallBytes = 1024;  // barriers; and up to 1023 a
 
 constexpr int32_t sm90_row_bytes(int32_t head_dim) { return (head_dim + 63) / 64 * 128; }
 
-// What dropout keeps of a tile, a bit an element in words of 64 columns (device/dropout_sm90.cuh).
+// What dropout keeps of a tile.
 constexpr int32_t sm90_kept_bytes(int32_t rows, int32_t columns, ScoreForm form) {
-  return form == ScoreForm::dropped ? 8 * rows * ((columns + 63) / 64) : 0;
+  return form == ScoreForm::dropped ? sm90_kept_bytes(rows, columns) : 0;
 }
 
 // Queries pass: m rows of Q and dO stay, tiles of n keys come: `stages` of K, and of V as many or,

@@ -15,10 +15,7 @@ namespace cuattn::device {
 constexpr int kDrawers = 2;  // warps
 
 CUATTN_HOST_DEVICE constexpr int kept_words(int columns) { return (columns + 63) / 64; }
-// Of a tile; a row is held by four threads, 16 rows by a warp, and so two threads a row.
-CUATTN_HOST_DEVICE constexpr int kept_bytes(int rows, int columns) {
-  return 8 * rows * kept_words(columns);
-}
+// A row is held by four threads, 16 rows by a warp, and so by two threads a row: 8 bytes.
 
 __device__ __forceinline__ void store_shared2(uint32_t smem, uint32_t value) {
   asm volatile("st.shared.b16 [%0], %1;" ::"r"(smem), "h"(static_cast<uint16_t>(value)) : "memory");
