@@ -15,10 +15,10 @@ cuattn_kernel(attention forward_sm90 attention/sm90/forward.cuh sm90
               "f16;bf16" "64;96;128;192;256;192x128" "none;causal;window" "identity")
 cuattn_kernel(attention forward_sm90 attention/sm90/forward.cuh sm90
               "f16;bf16" "64;96;128;192;256;192x128" "none;causal;window" "scored")
-# With dropout the window serves every mask; beyond 128, and with a softcap, ALiBi or a bias, it is
-# the scored ones of forward_sm80 that have it.
+# With dropout the window serves every mask; beside a softcap, ALiBi or a bias, it is the scored ones
+# of forward_sm80 that have it.
 cuattn_kernel(attention forward_sm90 attention/sm90/forward.cuh sm90
-              "f16;bf16" "64;128" "window" "dropped")
+              "f16;bf16" "64;96;128;192;256;192x128" "window" "dropped")
 cuattn_kernel(attention forward_sm80 attention/sm80/forward.cuh portable
               "f16;bf16" "32;64;96;128;192;256;192x128" "none;causal;window" "identity;scored")
 cuattn_kernel(attention forward_sm80 attention/sm80/forward.cuh portable

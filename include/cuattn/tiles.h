@@ -113,8 +113,8 @@ constexpr Tile sm90_tile(HeadDims d, MaskKind mask, ScoreKind score) {
     if (d.v <= 192) return {128, window ? 64 : 96, 2, 12};
     return {128, window ? 32 : 64, 2, 12};
   }
-  if (score == ScoreKind::dropped)  // compiled up to 128; those who draw want registers
-    return {128, 128, d.qk <= 64 ? 4 : 2, 12};
+  if (score == ScoreKind::dropped)  // those who draw want registers, and keys by 64
+    return {128, d.v <= 128 ? 128 : 64, d.qk <= 64 ? 4 : 2, 12};
   if (d.qk <= 64) return {192, 128, 4, 16};   // 3 * 24 + 4 * 32 = 200 KB
   if (d.qk <= 128) return {128, 128, 2, 12};  // 3 * 32 + 2 * 64 = 224 KB
   if (d.qk == 192) return d.v <= 128 ? Tile{128, 128, 2, 12} : Tile{128, 96, 2, 12};

@@ -184,8 +184,7 @@ const char* refusal(Kernel kernel, const AttentionRequest& r, const DeviceInfo& 
       if (device.native != 1) return "this build has no machine code for 9.0";
       if (r.has_dropout && r.score == ScoreKind::scored)
         return "it has no dropout beside softcap, ALiBi, a bias or a scale up to 0, which sm80 has";
-      return uncompiled(r.has_dropout ? "with dropout it takes head_dim and head_dim_v up to 128"
-                                      : kNotCompiled);
+      return uncompiled(kNotCompiled);
     case Kernel::sm80: return sm80_refusal(r, device);
     case Kernel::simt:
       return r.dtype == DType::f32 ? uncompiled(kNotCompiled) : "it takes float32 only";
