@@ -206,6 +206,20 @@ def test_softcap_and_alibi_compile_nothing(rng, device, backend, monkeypatch):
                 out = cuattn.flex_attention(*arrays, score_mod=score, mask_mod=mask)
                 out = to_host(out).transpose(0, 2, 1, 3)
                 np.testing.assert_allclose(out, want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+            if mask is every[1]:
+                check_gradients(device, q, k, v, {"score_mod": score, "mask_mod": mask})
+
+
+def check_gradients(device, q, k, v, functions):
+    """Hold gradients of functions that are options to those of the CPU, by its programs."""
+    wide = [x.astype(np.float32) for x in (q, k, v)]
+    out, lse = cuattn.flex_attention(*wide, return_lse=True, **functions)
+    want = cuattn.flex_attention_backward(out, *wide, out, lse, **functions)
+    given = [to_device(device, x.astype(q.dtype)) for x in (out, q, k, v, out)]
+    got = cuattn.flex_attention_backward(*given, to_device(device, lse), **functions)
+    for x, y in zip(got, want, strict=True):
+        most = (8e-3 if q.dtype == np.float16 else 2e-5) * np.abs(y).max()
+        np.testing.assert_allclose(to_host(x), y, atol=most, rtol=0)
 
 
 # Functors
