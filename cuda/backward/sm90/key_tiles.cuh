@@ -41,6 +41,8 @@ struct KeyTiles {
                                            : sm90_keys_smem_bytes(kDims, kTile, kForm);
   static constexpr bool kDrops = kForm == ScoreForm::dropped;
   static constexpr int kKeptBytes = sm90_kept_bytes(kTile.n, kTile.m, kForm);  // a stage of dO
+  // P^T is packed when dx^T is made: registers are few.
+  static constexpr bool kPacksLate = kDrops && kFused && kTile.m == 128;
   static constexpr bool kCrosses = kFused || sm90_keys_are_paired(kDims);
   static constexpr int kPanelsQk = (kHeadDim + 63) / 64, kPanelsV = (kHeadDimV + 63) / 64;
   static constexpr int kKBytes = kTile.n * kPanelsQk * 128, kVBytes = kTile.n * kPanelsV * 128;
@@ -277,7 +279,7 @@ struct KeyTiles {
           }
           prob[i] = exp2_approx(exponent);
         }
-        probs[2 * block + half] = pack2<kType>(prob[0], prob[1]);
+        if constexpr (!kPacksLate) probs[2 * block + half] = pack2<kType>(prob[0], prob[1]);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           if constexpr (kCapped)
@@ -312,7 +314,7 @@ struct KeyTiles {
       if constexpr (kRowPad % kTile.m == 0) {  // each row of a tile has a state
         if (masked) {
           if constexpr (kFused)  // rows behind the last one have scores of 0 and an lse of +inf
-            mod.hide_left(scores, distance, right(f));
+            hide_left(scores, distance, right(f), [&] { return mod.hidden(); });
           else
             mod.template hide<kMask>(scores, sight.rows, first);
         }
@@ -324,7 +326,12 @@ struct KeyTiles {
       }
       return;
     }
-    if (masked) {
+    if constexpr (kPacksLate) {
+      const int32_t first = tile * kTile.m + 2 * static_cast<int32_t>(threadIdx.x % 4);
+      const int32_t distance = first + work.keys.used - work.queries.used - sight.key;
+      if (masked) hide_left(scores, distance, right(f), device::negative_infinity);
+      make_probs_of<false>(scores, probs, work, mod, exponent_of(mod), lse, sight, tile * kTile.m);
+    } else if (masked) {
       make_probs_of<true>(scores, probs, work, mod, exponent_of(mod), lse, sight, tile * kTile.m);
     } else {
       make_probs_of<false>(scores, probs, work, mod, exponent_of(mod), lse, sight, tile * kTile.m);
