@@ -82,7 +82,7 @@ struct KeyTiles {
       if (threadIdx.x != 0) return;
       for (int s = 0; s < kTile.stages; ++s) {
         device::barrier_init(q_full(s), 1);
-        device::barrier_init(dout_full(s), kDrops ? 1 + device::kDrawers : 1);
+        device::barrier_init(dout_full(s), kDrops ? 1 + kDrawers : 1);
         device::barrier_init(q_empty(s), kConsumers * 4);
         device::barrier_init(dout_empty(s), kConsumers * 4);
       }
@@ -171,9 +171,11 @@ struct KeyTiles {
   static __device__ __forceinline__ void draw(const AttentionParams& f, const Work& work,
                                               const Shared& shared, int drawer) {
     constexpr int kGroups = kTile.n / 64, kBlocks = kTile.m < 64 ? kTile.m / 8 : 8;
+    constexpr int kParts = kGroups * device::kept_words(kTile.m);
     static_assert(kTile.m < 64 || kTile.m % 64 == 0);
     device::Ring<kTile.stages> ring(1);
     const int32_t first_head = work.kv_head * work.group;
+    int part = drawer;
 #pragma unroll 1
     for (int32_t head = first_head; head < first_head + work.group; ++head) {
       const device::TileDropout dropout(f, work.batch, head);
@@ -181,13 +183,13 @@ struct KeyTiles {
       for (int32_t tile = work.range.begin; tile < work.range.end; ++tile) {
         device::barrier_wait(shared.dout_empty(ring.stage()), ring.parity());
 #pragma unroll 1
-        for (int part = drawer; part < kGroups * device::kept_words(kTile.m);
-             part += device::kDrawers) {
+        for (; part < kParts; part += kDrawers) {
           const int group = part % kGroups, word = part / kGroups;
           dropout.template draw_keys<kBlocks>(
               shared.kept(ring.stage()) + word * kTile.n * 8 + group * 512,
               tile * kTile.m + word * 64, work.key0 + group * 64);
         }
+        part -= kParts;
         hand_over(shared.dout_full(ring.stage()));
         ring.next();
       }
