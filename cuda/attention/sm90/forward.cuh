@@ -307,11 +307,7 @@ struct ForwardSm90 {
               kMask == MaskKind::causal ? static_cast<int32_t>(kUnlimited) : p.mask.left,
               p.mask.right, token, w.queries.used, w.keys.used);
         }
-        if (kMask == MaskKind::rows && more) {  // the end has no rows to read of
-          int32_t stored = min(token, w.queries.used - 1);  // one past the last is as the last
-          rows.visible[half] =
-              p.rows.limit(rows.visible[half], w.batch, w.head, w.queries.start + stored);
-        }
+        if (kMask == MaskKind::rows && more) limit_to_row(rows.visible[half], p, w, token);
       }
       int tile = w.range.end - 1;
       auto release_scores = [&](uint32_t k_empty) {  // S is done: so are K, and a single Q at last

@@ -168,6 +168,14 @@ __device__ __forceinline__ Sm90Work::Kind find_sm90_work(const AttentionParams& 
   return put_kind(range.begin >= range.end ? Sm90Work::kEmpty : Sm90Work::kFull);
 }
 
+// Leaves of the keys those in the range of a row; one past the last is as the last. Not for the end
+// of the work, which has no rows.
+__device__ __forceinline__ void limit_to_row(KeyRange& keys, const AttentionParams& p,
+                                             const Sm90Work& w, int32_t token) {
+  int32_t stored = min(token, w.queries.used - 1);
+  keys = p.rows.limit(keys, w.batch, w.head, w.queries.start + stored);
+}
+
 // Where row `row` of a tile is written, or nowhere.
 struct Sm90Row {
   int32_t token, head;

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import sys
 from typing import Any
 
 import numpy as np
@@ -42,9 +43,7 @@ def place_of(arguments: dict[str, Any]) -> tuple[Any, ...] | None:
     if stream is not None:
         stream = stream_handle(stream)
     elif type(q).__module__.startswith("cupy"):  # its memory is for the stream it is made on
-        import cupy
-
-        stream = cupy.cuda.get_current_stream().ptr
+        stream = sys.modules["cupy"].cuda.get_current_stream().ptr
     shape = (dtype_name(q), int(q.shape[-1]), int(v.shape[-1]))
     options = (is_plain(arguments), free_options(arguments))
     return (type(q), *q.__dlpack_device__(), *shape, stream, *options)
