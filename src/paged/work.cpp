@@ -31,7 +31,6 @@ PagedRequest request_of(const PagedCall& call, const cuattn_paged_options& o) {
   r.latent = call.params.latent.is_used;
   r.own_values = p.latent.own_values;
   r.rope_dim = p.latent.rope_dim;
-  r.has_softcap = p.scores.softcap > 0.0f;
   return r;
 }
 

@@ -43,7 +43,7 @@ struct MlaSm90Tiles {
   struct Shared {
     uint32_t keys, q, small, barriers;
     __device__ explicit Shared(const void* base)
-        : keys((device::smem_address(base) + 1023) & ~1023u),  // the swizzle repeats
+        : keys(device::smem_address(base)),
           q(keys + kStages * kStageBytes),
           small(q + kSharedPanels * kRowPanelBytes),
           barriers(small + (kStages + 2) * kRows * 4) {}
@@ -55,7 +55,7 @@ struct MlaSm90Tiles {
     __device__ uint32_t empty(int s) const { return barriers + 24 * s + 8; }
     __device__ uint32_t weighed(int s) const { return barriers + 24 * s + 16; }
   };
-  static constexpr int kSmemBytes = 1024 + kStages * kStageBytes + kSharedPanels * kRowPanelBytes +
+  static constexpr int kSmemBytes = kStages * kStageBytes + kSharedPanels * kRowPanelBytes +
                                     (kStages + 2) * kRows * 4 + kStages * 24;
   static_assert(kSmemBytes <= 227 * 1024);
 

@@ -153,6 +153,25 @@ struct MlaSm90 : MlaSm90Tiles {
   }
 
   // 4. Softmax of an own block
+  // Dot products become scores in base 2. `to_log2`: of a plain scale.
+  static __device__ __forceinline__ void score_keys(const PagedParams& p, float to_log2,
+                                                    State& state) {
+    const ScoreParams& s = p.scores;
+    if (s.scored()) {
+#pragma unroll
+      for (int i = 0; i < kKeyBlocks * 4; ++i) {
+        float score = state.scores[i] * s.scale;
+        if (s.softcap > 0.0f)
+          score = s.softcap * device::capped<kType>(score, s.softcap, s.inv_softcap);
+        state.scores[i] = device::finite_product(score, device::kLog2e);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kKeyBlocks * 4; ++i)
+        state.scores[i] = device::finite_product(state.scores[i], to_log2);
+    }
+  }
+
   // Whether a row of the tile may not see all keys of the block.
   static __device__ __forceinline__ bool has_edge(const PagedParams& p,
                                                   const device::KeyTask& task, int32_t key0) {
@@ -271,17 +290,14 @@ struct MlaSm90 : MlaSm90Tiles {
                                                  const Shared& shared, const Lane& me,
                                                  float to_log2, State& state) {
     using namespace device;
-#pragma unroll
-    for (int i = 0; i < kKeyBlocks * 4; ++i)
-      state.scores[i] = finite_product(state.scores[i], to_log2);
+    score_keys(p, to_log2, state);
     bool edge = has_edge(p, task, state.key0);
-    if (edge) {
-      mask_scores(p, task, me, state);
-      clear_keys(task, me, shared.stage(state.here.stage), state.key0);
-    }
+    if (edge) mask_scores(p, task, me, state);
     float factor[2];
     uint32_t weights[kKeySteps][4];
     weigh(state, factor, weights);
+    named_barrier_sync(2 + kGroup, 128);  // all four warps have their scores: keys may be written to
+    if (edge) clear_keys(task, me, shared.stage(state.here.stage), state.key0);
     publish(shared, me, state, weights);
     if (edge) barrier_wait(shared.weighed(state.here.stage), state.here.parity);  // all have cleared
     wgmma_wait<0>();
@@ -428,7 +444,7 @@ template <class Kernel>
 __global__ void __launch_bounds__(Kernel::kThreads, 1)
     mla_sm90_kernel(const __grid_constant__ PagedParams p,
                     const __grid_constant__ MlaSm90Maps maps) {
-  extern __shared__ uint8_t smem[];
+  extern __shared__ __align__(1024) uint8_t smem[];
   const typename Kernel::Shared shared(smem);
   int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
   if (threadIdx.x == 0) {
