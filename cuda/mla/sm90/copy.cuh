@@ -24,21 +24,21 @@ struct MlaSm90Maps {
 
 struct MlaSm90Tiles {
   // 1. Types and sizes
-  static constexpr int kKeys = kMlaSm90Tile.tile.n / 2, kRows = kMlaSm90Tile.tile.m;
+  static constexpr int kKeys = kMlaSm90Tile.tile.n, kRows = kMlaSm90Tile.tile.m;
   static constexpr int kStages = kMlaSm90Tile.tile.stages;
   static constexpr int kPanels = 8;                       // of 64 columns, and one of rope
-  static constexpr int kHeldPanels = 0;                   // of Q, in registers
+  static constexpr int kHeldPanels = 5;            // of Q, in registers
   static constexpr int kSharedPanels = kPanels + 1 - kHeldPanels;
   static constexpr int kOutPanels = kPanels / 2, kOutColumns = kOutPanels * 64;
-  static constexpr int kMathThreads = 256, kThreads = kMlaSm90Tile.tile.warps * 32;
-  static constexpr int kMathRegisters = 232, kCopyRegisters = 40;
+  static constexpr int kThreads = kMlaSm90Tile.tile.warps * 32;
+  static constexpr int kScoreRegisters = 144, kValueRegisters = 160, kCopyRegisters = 48;
   static constexpr int kPanelBytes = kKeys * 128, kRowPanelBytes = kRows * 128;
   static constexpr int kStageBytes = (kPanels + 1) * kPanelBytes;
   static constexpr int kChunkBytes = kRows * 16;  // 8 keys of P
   static_assert(kKeys / 8 * kChunkBytes <= kPanelBytes, "P lies where rope was");
 
   // 2. Shared storage, in address order: keys (stage, panel, key, 64), Q (panel, row, 64),
-  // references (stage, row), sums (warpgroup, row), barriers. P of a block (8 keys, row) lies on
+  // factors (stage, row), RowOutput (row), barriers. P of a block (8 keys, row) lies on
   // its rope columns, which nobody reads once its scores are there.
   struct Shared {
     uint32_t keys, q, small, barriers;
@@ -46,17 +46,17 @@ struct MlaSm90Tiles {
         : keys(device::smem_address(base)),
           q(keys + kStages * kStageBytes),
           small(q + kSharedPanels * kRowPanelBytes),
-          barriers(small + (kStages + 2) * kRows * 4) {}
+          barriers(small + kStages * kRows * 4 + kRows * 16) {}
     __device__ uint32_t stage(int s) const { return keys + s * kStageBytes; }
     __device__ uint32_t weights(int s) const { return stage(s) + kPanels * kPanelBytes; }
-    __device__ uint32_t references(int s) const { return small + s * kRows * 4; }
-    __device__ uint32_t sums(int group) const { return small + (kStages + group) * kRows * 4; }
+    __device__ uint32_t factors(int s, int row) const { return small + (s * kRows + row) * 4; }
+    __device__ uint32_t end(int row) const { return small + kStages * kRows * 4 + row * 16; }
     __device__ uint32_t full(int s) const { return barriers + 24 * s; }
     __device__ uint32_t empty(int s) const { return barriers + 24 * s + 8; }
     __device__ uint32_t weighed(int s) const { return barriers + 24 * s + 16; }
   };
   static constexpr int kSmemBytes = kStages * kStageBytes + kSharedPanels * kRowPanelBytes +
-                                    (kStages + 2) * kRows * 4 + kStages * 24;
+                                    kStages * kRows * 4 + kRows * 16 + kStages * 24;
   static_assert(kSmemBytes <= 227 * 1024);
 
   // A place in the ring of stages.
@@ -74,14 +74,9 @@ struct MlaSm90Tiles {
     }
   };
 
-  static __device__ __forceinline__ void sync_math() {
-    device::named_barrier_sync(1, kMathThreads);
-  }
-
-  // Blocks come in pairs, one for each warpgroup; of the last the second may be without keys.
-  static __device__ __forceinline__ int32_t num_pairs(const device::KeyTask& task) {
+  static __device__ __forceinline__ int32_t num_blocks(const device::KeyTask& task) {
     int32_t keys = task.end - task.begin;
-    return keys <= 0 ? 0 : (keys - 1) / (2 * kKeys) + 1;
+    return keys <= 0 ? 0 : (keys - 1) / kKeys + 1;
   }
 
   // A operand without a swizzle: blocks of 8 rows x 16 bytes lie together, those of the next 8 rows
@@ -90,54 +85,49 @@ struct MlaSm90Tiles {
     return uint64_t{128 >> 4} << 32 | uint64_t{kChunkBytes >> 4} << 16 | ((smem & 0x3ffff) >> 4);
   }
 
-  // 3. The copy warp: a lane has one panel of one piece of each block; the first lanes have rope
-  // beside. Lanes hold the entries of the next 32 pieces. Keys past the end are zeros: block -1 is
-  // outside of the tensor.
+  // 3. The copy warp: a lane has one panel of one piece of each block. Together they hold the
+  // entries of the next 32 pieces. Keys past the end are zeros: block -1 is outside of the tensor.
   static __device__ __forceinline__ void copy(const PagedParams& p, const MlaSm90Maps& maps,
                                               const Shared& shared) {
     using namespace device;
-    const int32_t piece_keys = maps.piece, pieces = kKeys / piece_keys;
-    const int32_t lane = threadIdx.x % 32, panel = lane % kPanels, my_piece = lane / kPanels;
-    const bool is_paged = p.pages.block_tables != nullptr;
-    if (lane == 0) {
-      tma_prefetch(&maps.latent);
-      tma_prefetch(&maps.rope);
-    }
+    const int32_t lane = threadIdx.x % 32, panel = lane % (kPanels + 1);
+    const int32_t piece = lane / (kPanels + 1), piece_keys = maps.piece;
+    const int32_t block_size = p.pages.block_size, row_step = kKeys % block_size;
+    const bool has_box = piece * piece_keys < kKeys;
+    const TensorMap* map = panel < kPanels ? &maps.latent : &maps.rope;
+    const uint32_t to = shared.keys + panel * kPanelBytes + piece * piece_keys * 128;
+    if (has_box) tma_prefetch(map);
     Cursor at;
     KeyTasks tasks(p.work);
     KeyTask task;
 #pragma unroll 1
     while (tasks.next(p.work, task)) {
       auto seen = [&](int32_t key) { return key < task.end && key + piece_keys > task.low; };
-      auto find_block = [&](int32_t key) {
-        if (!is_paged || !seen(key)) return task.b;
-        return *p.pages.entry(task.b, key / p.pages.block_size);
-      };
-      int32_t blocks = num_pairs(task) * 2, token = task.begin;
-      int32_t found = find_block(token + lane * piece_keys), next_piece = 0;
+      int32_t key = task.begin + piece * piece_keys, row = key % block_size;
+      int32_t found = 0, next = 32;
 #pragma unroll 1
-      for (; blocks > 0; --blocks, token += kKeys) {
+      for (int32_t blocks = num_blocks(task); blocks > 0; --blocks) {
+        if (next == 32) {
+          int32_t mine = key + (lane - piece) * piece_keys;
+          found = task.b;  // without pages
+          if (p.pages.block_tables != nullptr && seen(mine))
+            found = *p.pages.entry(task.b, mine / block_size);
+          next = 0;
+        }
+        int32_t block = __shfl_sync(0xffffffffu, found, next + piece);
+        block = seen(key) ? p.pages.existing(block) : -1;
         barrier_wait(shared.empty(at.stage), at.parity ^ 1);
         if (lane == 0) barrier_arrive_expect(shared.full(at.stage), kStageBytes);
-        int32_t mine = __shfl_sync(0xffffffffu, found, next_piece + my_piece);
-        int32_t rope = __shfl_sync(0xffffffffu, found, next_piece + lane % 8);
-        auto load = [&](const TensorMap& map, int32_t block, int32_t piece, int32_t to_panel,
-                        int32_t column) {
-          int32_t key = token + piece * piece_keys;
-          block = seen(key) ? p.pages.existing(block) : -1;
-          int32_t row = is_paged ? key % p.pages.block_size : key;
-          tma_load(shared.stage(at.stage) + to_panel * kPanelBytes + piece * piece_keys * 128, &map,
-                   shared.full(at.stage), column, row, 0, block, 0, kEvictNormal);
-        };
-        if (my_piece < pieces) load(maps.latent, mine, my_piece, panel, panel * 64);
-        if (lane < pieces) load(maps.rope, rope, lane, kPanels, 0);
         __syncwarp();
-        at.next();
-        next_piece += pieces;
-        if (next_piece == 32) {
-          next_piece = 0;
-          found = find_block(token + kKeys + lane * piece_keys);
+        if (has_box) {
+          tma_load(to + at.stage * kStageBytes, map, shared.full(at.stage),
+                   panel < kPanels ? panel * 64 : 0, row, 0, block, 0, kEvictNormal);
         }
+        at.next();
+        next += kKeys / piece_keys;
+        key += kKeys;
+        row += row_step;
+        if (row >= block_size) row -= block_size;
       }
     }
   }
