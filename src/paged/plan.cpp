@@ -28,7 +28,7 @@ constexpr const char* kClusterPartsMerit =
     "wgmma with keys as rows, pages through TMA, parts of 128 keys merged in order, by a cluster";
 
 constexpr const char* kLatentMerit =
-    "wgmma, 64 rows and half of the columns of a warpgroup, pages through TMA";
+    "wgmma, 64 rows, half of the columns of O a warpgroup, pages through TMA";
 
 constexpr Rung kLadder[] = {
     {Kernel::cpu, false, "online softmax in vector registers, keys gathered block by block"},
