@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Iterable
 from typing import Any
 
-from .workloads import AnyWorkload
+from .workloads import AnyWorkload, as_json
 
 COLUMNS = (
     "{name:34s} {who:16s} {ms:>10s} {tflops:>8s} {gbps:>8s} {roof:>6s} {memory:>10s} {ratio:>7s}"
@@ -52,7 +52,7 @@ def row_json(w: AnyWorkload, entries: Iterable[Any]) -> dict[str, Any]:
                 },
             }
         results.append(result)
-    row = {"workload": w.as_json(), "status": "ok", "results": results}
+    row = {"workload": as_json(w), "status": "ok", "results": results}
     best = min(
         (r for r in results if not r["ours"] and "ms" in r), key=lambda r: r["ms"], default=None
     )
@@ -69,7 +69,7 @@ def row_json(w: AnyWorkload, entries: Iterable[Any]) -> dict[str, Any]:
 
 def empty_row(w: AnyWorkload, status: str) -> dict[str, Any]:
     """Make a row on which nobody was measured."""
-    return {"workload": w.as_json(), "status": status, "results": []}
+    return {"workload": as_json(w), "status": status, "results": []}
 
 
 def ratio(ours: dict[str, Any], peer: dict[str, Any]) -> float:
@@ -208,6 +208,19 @@ def bytes_text(count: int | None) -> str:
         if count >= size:
             return f"{count / size:.1f} {unit}"
     return f"{count} B"
+
+
+def commits(document: dict[str, Any]) -> str:
+    """Name the commit of the rows, or where a run went on with another, each and its rows."""
+    whole = document["commit"] or "unknown"
+    counts: dict[str, int] = {}
+    for row in document["rows"]:
+        if row.get("status", "ok") == "ok":
+            commit = row.get("commit") or whole
+            counts[commit] = counts.get(commit, 0) + 1
+    if len(counts) <= 1:
+        return f"commit {next(iter(counts), whole)}"
+    return "commits " + ", ".join(f"{commit} ({n} rows)" for commit, n in counts.items())
 
 
 def our_results(document: dict[str, Any]) -> Iterable[tuple[dict[str, Any], dict[str, Any]]]:
