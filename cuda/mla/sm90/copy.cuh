@@ -26,8 +26,8 @@ struct MlaSm90Tiles {
   // 1. Types and sizes
   static constexpr int kKeys = kMlaSm90Tile.tile.n, kRows = kMlaSm90Tile.tile.m;
   static constexpr int kStages = kMlaSm90Tile.tile.stages;
-  static constexpr int kPanels = 8;                       // of 64 columns, and one of rope
-  static constexpr int kHeldPanels = 5;            // of Q, in registers
+  static constexpr int kPanels = 8;      // of 64 columns, and one of rope
+  static constexpr int kHeldPanels = 5;  // of Q, in registers
   static constexpr int kSharedPanels = kPanels + 1 - kHeldPanels;
   static constexpr int kOutPanels = kPanels / 2, kOutColumns = kOutPanels * 64;
   static constexpr int kThreads = kMlaSm90Tile.tile.warps * 32;

@@ -22,11 +22,12 @@ struct MlaSm90 : MlaSm90Tiles {
   // 1. Types and sizes
   using T = device::Element<kType>;
   using ScoreMma = device::Wgmma<kType, kKeys>;
-  using OutMma = device::Wgmma<kType, kOutColumns / 2>;  // 256 columns are too many registers at once
-  static constexpr int kKeyBlocks = kKeys / 8;  // n8 of S
-  static constexpr int kKeySteps = kKeys / 16;  // k16 of O
+  using OutMma =
+      device::Wgmma<kType, kOutColumns / 2>;           // 256 columns are too many registers at once
+  static constexpr int kKeyBlocks = kKeys / 8;         // n8 of S
+  static constexpr int kKeySteps = kKeys / 16;         // k16 of O
   static constexpr int kOutBlocks = kOutColumns / 16;  // n8 of a half of the columns
-  static constexpr float kSlackLog2 = 8.0f;  // exponentials up to 256
+  static constexpr float kSlackLog2 = 8.0f;            // exponentials up to 256
 
   // A thread has rows `row` and `row` + 8 of the tile.
   struct Lane {
@@ -56,7 +57,7 @@ struct MlaSm90 : MlaSm90Tiles {
   static __device__ __forceinline__ void load_rows(const PagedParams& p,
                                                    const device::KeyTask& task,
                                                    const Shared& shared) {
-    sync_scores();  // the rows of the task before are read
+    sync_scores();                              // the rows of the task before are read
     constexpr int kChunks = kSharedPanels * 8;  // of 16 bytes
 #pragma unroll 1
     for (int i = threadIdx.x; i < kRows * kChunks; i += 128) {
@@ -138,8 +139,8 @@ struct MlaSm90 : MlaSm90Tiles {
   }
 
   // Whether a row of the tile may not see all keys of the block.
-  static __device__ __forceinline__ bool has_edge(const PagedParams& p,
-                                                  const device::KeyTask& task, int32_t key0) {
+  static __device__ __forceinline__ bool has_edge(const PagedParams& p, const device::KeyTask& task,
+                                                  int32_t key0) {
     const PagedWork& w = p.work;
     return key0 < w.mask.visible(w.q_len - 1, w.q_len, task.context).begin ||
            key0 + kKeys > w.mask.visible(0, w.q_len, task.context).end;
@@ -206,15 +207,15 @@ struct MlaSm90 : MlaSm90Tiles {
   }
 
   // P as blocks of 8 rows x 16 bytes, and the factors, for those who have O.
-  static __device__ __forceinline__ void publish(const Shared& shared, const Lane& me, int32_t stage,
-                                                 const float (&factor)[2],
+  static __device__ __forceinline__ void publish(const Shared& shared, const Lane& me,
+                                                 int32_t stage, const float (&factor)[2],
                                                  const uint32_t (&weights)[kKeySteps][4]) {
     using namespace device;
-    uint32_t to = shared.weights(stage) + me.lane / 16 * kChunkBytes +
-                  (16 * me.warp + me.lane % 16) * 16;
+    uint32_t to =
+        shared.weights(stage) + me.lane / 16 * kChunkBytes + (16 * me.warp + me.lane % 16) * 16;
 #pragma unroll
     for (int step = 0; step < kKeySteps; ++step) {
-      const uint32_t(&w)[4] = weights[step];
+      const uint32_t (&w)[4] = weights[step];
       stmatrix_x4(to + step * 2 * kChunkBytes, w[0], w[1], w[2], w[3]);
     }
     if (me.lane % 4 < 2) {
@@ -325,8 +326,8 @@ struct MlaSm90 : MlaSm90Tiles {
     float low = __uint_as_float(load_shared4(shared.factors(at.stage, me.row)));
     float high = __uint_as_float(load_shared4(shared.factors(at.stage, me.row + 8)));
     scale_out(out, low, high);
-    uint64_t v = wgmma_descriptor(shared.stage(at.stage) + group * kOutPanels * kPanelBytes,
-                                  kPanelBytes);
+    uint64_t v =
+        wgmma_descriptor(shared.stage(at.stage) + group * kOutPanels * kPanelBytes, kPanelBytes);
     uint64_t weights = plain_descriptor(shared.weights(at.stage));
     pin(out[0]);
     pin(out[1]);
@@ -335,9 +336,9 @@ struct MlaSm90 : MlaSm90Tiles {
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
       for (int step = 0; step < kKeySteps; ++step) {
-        OutMma::template ss<1>(
-            out[half], advance(weights, step * 2 * kChunkBytes),
-            advance(v, half * kOutPanels / 2 * kPanelBytes + step * 16 * 128), 1);
+        OutMma::template ss<1>(out[half], advance(weights, step * 2 * kChunkBytes),
+                               advance(v, half * kOutPanels / 2 * kPanelBytes + step * 16 * 128),
+                               1);
       }
     }
     wgmma_commit();
