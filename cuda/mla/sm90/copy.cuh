@@ -91,9 +91,9 @@ struct MlaSm90Tiles {
                                               const Shared& shared) {
     using namespace device;
     const int32_t lane = threadIdx.x % 32, panel = lane % (kPanels + 1);
-    const int32_t piece = lane / (kPanels + 1), piece_keys = maps.piece;
+    const int32_t piece = lane / (kPanels + 1), piece_keys = maps.piece, pieces = kKeys / maps.piece;
     const int32_t block_size = p.pages.block_size, row_step = kKeys % block_size;
-    const bool has_box = piece * piece_keys < kKeys;
+    const bool has_box = piece < pieces;
     const TensorMap* map = panel < kPanels ? &maps.latent : &maps.rope;
     const uint32_t to = shared.keys + panel * kPanelBytes + piece * piece_keys * 128;
     if (has_box) tma_prefetch(map);
@@ -104,10 +104,10 @@ struct MlaSm90Tiles {
     while (tasks.next(p.work, task)) {
       auto seen = [&](int32_t key) { return key < task.end && key + piece_keys > task.low; };
       int32_t key = task.begin + piece * piece_keys, row = key % block_size;
-      int32_t found = 0, next = 32;
+      int32_t found = 0, next = 33;
 #pragma unroll 1
       for (int32_t blocks = num_blocks(task); blocks > 0; --blocks) {
-        if (next == 32) {
+        if (next + pieces > 32) {
           int32_t mine = key + (lane - piece) * piece_keys;
           found = task.b;  // without pages
           if (p.pages.block_tables != nullptr && seen(mine))
@@ -124,7 +124,7 @@ struct MlaSm90Tiles {
                    panel < kPanels ? panel * 64 : 0, row, 0, block, 0, kEvictNormal);
         }
         at.next();
-        next += kKeys / piece_keys;
+        next += pieces;
         key += kKeys;
         row += row_step;
         if (row >= block_size) row -= block_size;

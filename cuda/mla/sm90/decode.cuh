@@ -57,20 +57,27 @@ struct MlaSm90 : MlaSm90Tiles {
   static __device__ __forceinline__ void load_rows(const PagedParams& p,
                                                    const device::KeyTask& task,
                                                    const Shared& shared) {
-    sync_scores();                              // the rows of the task before are read
-    constexpr int kChunks = kSharedPanels * 8;  // of 16 bytes
-#pragma unroll 1
-    for (int i = threadIdx.x; i < kRows * kChunks; i += 128) {
-      int row = i / kChunks, chunk = i % kChunks, panel = kHeldPanels + chunk / 8;
-      device::UnitRow unit = device::unit_row(p, task.b, 0, task.row0, row);
-      uint4 value = {};
-      if (unit.valid) {
-        bool rope = panel == kPanels;
-        const uint16_t* from = query(p, task, unit, rope) + (rope ? 0 : panel * 64);
-        value = *reinterpret_cast<const uint4*>(from + chunk % 8 * 8);
+    const int row = threadIdx.x / 2, first = threadIdx.x % 2 * 4;  // half of a row of each panel
+    device::UnitRow unit = device::unit_row(p, task.b, 0, task.row0, row);
+    const uint16_t* latent = query(p, task, unit, false) + kHeldPanels * 64;
+    const uint16_t* rope = query(p, task, unit, true);
+    uint4 values[kSharedPanels][4];
+#pragma unroll
+    for (int panel = 0; panel < kSharedPanels; ++panel) {
+      const uint16_t* from = panel == kSharedPanels - 1 ? rope : latent + panel * 64;
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        values[panel][i] = unit.valid ? reinterpret_cast<const uint4*>(from)[first + i] : uint4{};
+    }
+    sync_scores();  // the rows of the task before are read
+#pragma unroll
+    for (int panel = 0; panel < kSharedPanels; ++panel) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        device::store_shared16(
+            shared.q + panel * kRowPanelBytes + device::swizzled<128>(row, first + i),
+            values[panel][i]);
       }
-      device::store_shared16(
-          shared.q + chunk / 8 * kRowPanelBytes + device::swizzled<128>(row, chunk % 8), value);
     }
     device::async_proxy_fence();
     sync_scores();
