@@ -162,11 +162,12 @@ void cut_evenly(Plan& plan, const PagedRequest& r, int32_t head_groups, int32_t 
 
 // The sums of a sequence do not depend on its batch. Parts of 128 keys are weighed one by one and
 // merged in order, up to 1024 keys at a time: by one thread block, or, where those would be too
-// few, by a cluster with the same arithmetic. Kernels without clusters take 512 keys at once.
+// few, by a cluster with the same arithmetic. Kernels without clusters take 512 keys at once, or as
+// many tiles as fit.
 void cut_invariantly(Plan& plan, const PagedRequest& r, int32_t head_groups) {
-  constexpr int32_t kKeys = 512;  // a multiple of every tile
+  const int32_t keys = 512 / plan.tile.n * plan.tile.n;
   plan.in_parts = plan.kernel == Kernel::sm90 && paged_sm90_clusters(plan.head_dim, plan.tile.m);
-  plan.split_keys = plan.in_parts ? kPagedMaxCluster * kPagedPartKeys : kKeys;
+  plan.split_keys = plan.in_parts ? kPagedMaxCluster * kPagedPartKeys : keys;
   plan.num_splits = std::max(ceil_div(r.capacity, plan.split_keys), 1);
   if (!plan.in_parts || r.num_seqs > kMaxGridAxis) return;
   int32_t cluster = 1;  // blocks, of 128 keys at most

@@ -91,7 +91,8 @@ struct MlaSm90Tiles {
                                               const Shared& shared) {
     using namespace device;
     const int32_t lane = threadIdx.x % 32, panel = lane % (kPanels + 1);
-    const int32_t piece = lane / (kPanels + 1), piece_keys = maps.piece, pieces = kKeys / maps.piece;
+    const int32_t piece = lane / (kPanels + 1), piece_keys = maps.piece,
+                  pieces = kKeys / maps.piece;
     const int32_t block_size = p.pages.block_size, row_step = kKeys % block_size;
     const bool has_box = piece < pieces;
     const TensorMap* map = panel < kPanels ? &maps.latent : &maps.rope;

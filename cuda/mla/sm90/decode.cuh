@@ -53,32 +53,28 @@ struct MlaSm90 : MlaSm90Tiles {
 
   static __device__ __forceinline__ void sync_scores() { device::named_barrier_sync(1, 128); }
 
-  // Panels of Q to shared memory; padding rows are zeros.
-  static __device__ __forceinline__ void load_rows(const PagedParams& p,
-                                                   const device::KeyTask& task,
-                                                   const Shared& shared) {
+  // The last panels of Q on their way to shared memory; padding rows are zeros.
+  static __device__ __forceinline__ void fetch_rows(const PagedParams& p,
+                                                    const device::KeyTask& task,
+                                                    const Shared& shared) {
+    sync_scores();  // those of the task before are read
     const int row = threadIdx.x / 2, first = threadIdx.x % 2 * 4;  // half of a row of each panel
     device::UnitRow unit = device::unit_row(p, task.b, 0, task.row0, row);
     const uint16_t* latent = query(p, task, unit, false) + kHeldPanels * 64;
     const uint16_t* rope = query(p, task, unit, true);
-    uint4 values[kSharedPanels][4];
 #pragma unroll
     for (int panel = 0; panel < kSharedPanels; ++panel) {
       const uint16_t* from = panel == kSharedPanels - 1 ? rope : latent + panel * 64;
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
-        values[panel][i] = unit.valid ? reinterpret_cast<const uint4*>(from)[first + i] : uint4{};
-    }
-    sync_scores();  // the rows of the task before are read
-#pragma unroll
-    for (int panel = 0; panel < kSharedPanels; ++panel) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        device::store_shared16(
-            shared.q + panel * kRowPanelBytes + device::swizzled<128>(row, first + i),
-            values[panel][i]);
+      for (int i = first; i < first + 4; ++i) {
+        device::cp_async16(shared.q + panel * kRowPanelBytes + device::swizzled<128>(row, i),
+                           from + i * 8, unit.valid);
       }
     }
+    device::cp_async_commit();
+  }
+  static __device__ __forceinline__ void await_rows() {
+    device::cp_async_wait<0>();
     device::async_proxy_fence();
     sync_scores();
   }
@@ -268,8 +264,9 @@ struct MlaSm90 : MlaSm90Tiles {
     bool is_first = true;
 #pragma unroll 1
     while (tasks.next(p.work, task)) {
-      load_rows(p, task, shared);
+      fetch_rows(p, task, shared);
       hold_rows(p, task, me, state);
+      await_rows();
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         state.reference[half] = negative_infinity();
