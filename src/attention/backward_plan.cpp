@@ -40,6 +40,7 @@ int32_t instance_of(Kernel kernel, const AttentionParams& f) {
   // Of the scored kernels the window serves every mask.
   ScoreKind score = score_of(kernel, f);
   MaskKind mask = score == ScoreKind::scored ? MaskKind::window : f.mask.kind();
+  if (f.rows.begin != nullptr && kernel != Kernel::simt) mask = MaskKind::rows;
   return find_instance(Op::attention_backward, kernel, f.dtype, {f.head_dim, f.head_dim_v}, mask,
                        score);
 }
@@ -188,10 +189,11 @@ const Rung& named_rung(const char* function, const char* backend, const Backward
 Plan select_backward(const char* function, const BackwardParams& p, bool ordered,
                      const DeviceInfo& device, const char* backend) {
   require_supported(function, device);
-  if (device.is_cuda && (p.forward.flex != nullptr || p.forward.rows.begin != nullptr)) {
+  if (device.is_cuda && p.forward.flex != nullptr) {
     fail<NotImplemented>(function,
-                         ": no kernel of CUDA has masks and scores written by the user yet; write "
-                         "the mask as causal, window or bias, or move the arrays to the CPU");
+                         ": no kernel of CUDA has gradients of scores and masks written by the "
+                         "user, but of row ranges; write the mask as causal, window, rows or bias, "
+                         "or move the arrays to the CPU");
   }
   const Rung& rung =
       is_auto(backend) ? best_rung(p, device) : named_rung(function, backend, p, device);
