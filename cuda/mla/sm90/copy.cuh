@@ -85,50 +85,50 @@ struct MlaSm90Tiles {
     return uint64_t{128 >> 4} << 32 | uint64_t{kChunkBytes >> 4} << 16 | ((smem & 0x3ffff) >> 4);
   }
 
-  // 3. The copy warp: a lane has one panel of one piece of each block. Together they hold the
-  // entries of the next 32 pieces. Keys past the end are zeros: block -1 is outside of the tensor.
+  // 3. The copy warp: a lane has one panel of one piece of each block, or of every third. Together
+  // they hold the entries of the next 32 pieces. Keys past the end are zeros: block -1 is outside of
+  // the tensor.
   static __device__ __forceinline__ void copy(const PagedParams& p, const MlaSm90Maps& maps,
                                               const Shared& shared) {
     using namespace device;
+    constexpr int kAtOnce = 32 / (kPanels + 1);  // pieces
     const int32_t lane = threadIdx.x % 32, panel = lane % (kPanels + 1);
-    const int32_t piece = lane / (kPanels + 1), piece_keys = maps.piece,
-                  pieces = kKeys / maps.piece;
-    const int32_t block_size = p.pages.block_size, row_step = kKeys % block_size;
-    const bool has_box = piece < pieces;
+    const int32_t my_piece = lane / (kPanels + 1), piece_keys = maps.piece;
+    const int32_t block_size = p.pages.block_size, pieces = kKeys / piece_keys;
     const TensorMap* map = panel < kPanels ? &maps.latent : &maps.rope;
-    const uint32_t to = shared.keys + panel * kPanelBytes + piece * piece_keys * 128;
-    if (has_box) tma_prefetch(map);
+    if (my_piece < kAtOnce) tma_prefetch(map);
     Cursor at;
     KeyTasks tasks(p.work);
     KeyTask task;
 #pragma unroll 1
     while (tasks.next(p.work, task)) {
       auto seen = [&](int32_t key) { return key < task.end && key + piece_keys > task.low; };
-      int32_t key = task.begin + piece * piece_keys, row = key % block_size;
-      int32_t found = 0, next = 33;
+      int32_t found = 0, next = 32, first = task.begin;
 #pragma unroll 1
-      for (int32_t blocks = num_blocks(task); blocks > 0; --blocks) {
+      for (int32_t blocks = num_blocks(task); blocks > 0; --blocks, first += kKeys) {
         if (next + pieces > 32) {
-          int32_t mine = key + (lane - piece) * piece_keys;
+          int32_t key = first + lane * piece_keys;
           found = task.b;  // without pages
-          if (p.pages.block_tables != nullptr && seen(mine))
-            found = *p.pages.entry(task.b, mine / block_size);
+          if (p.pages.block_tables != nullptr && seen(key))
+            found = *p.pages.entry(task.b, key / block_size);
           next = 0;
         }
-        int32_t block = __shfl_sync(0xffffffffu, found, next + piece);
-        block = seen(key) ? p.pages.existing(block) : -1;
         barrier_wait(shared.empty(at.stage), at.parity ^ 1);
         if (lane == 0) barrier_arrive_expect(shared.full(at.stage), kStageBytes);
         __syncwarp();
-        if (has_box) {
-          tma_load(to + at.stage * kStageBytes, map, shared.full(at.stage),
-                   panel < kPanels ? panel * 64 : 0, row, 0, block, 0, kEvictNormal);
+#pragma unroll 1
+        for (int32_t piece = my_piece; piece < pieces + my_piece; piece += kAtOnce) {
+          int32_t key = first + piece * piece_keys;
+          int32_t block = __shfl_sync(0xffffffffu, found, next + piece);
+          block = seen(key) ? p.pages.existing(block) : -1;
+          if (piece < pieces && my_piece < kAtOnce) {
+            uint32_t to = shared.stage(at.stage) + panel * kPanelBytes + piece * piece_keys * 128;
+            tma_load(to, map, shared.full(at.stage), panel < kPanels ? panel * 64 : 0,
+                     key % block_size, 0, block, 0, kEvictNormal);
+          }
         }
         at.next();
         next += pieces;
-        key += kKeys;
-        row += row_step;
-        if (row >= block_size) row -= block_size;
       }
     }
   }
