@@ -2,8 +2,8 @@
 // mla_decode on Hopper: the shared storage of a thread block, and the warp that copies latents
 // through the TMA. Next: decode.cuh (who multiplies).
 //
-//   a block of 32 keys    panel 0 | panel 1 | ... | panel 7 | rope      64 columns each: 36 KB
-//   the copy warp         | block 0 | 1 | 2 | 3 | wait until block 0 is done | 4 | ...
+//   a block of 64 keys    panel 0 | panel 1 | ... | panel 7 | rope      64 columns each: 72 KB
+//   the copy warp         | block 0 | 1 | wait until block 0 is done | 2 | ...
 #pragma once
 
 #include <numeric>
@@ -27,7 +27,7 @@ struct MlaSm90Tiles {
   static constexpr int kKeys = kMlaSm90Tile.tile.n, kRows = kMlaSm90Tile.tile.m;
   static constexpr int kStages = kMlaSm90Tile.tile.stages;
   static constexpr int kPanels = 8;      // of 64 columns, and one of rope
-  static constexpr int kHeldPanels = 5;  // of Q, in registers
+  static constexpr int kHeldPanels = 3;  // of Q, in registers
   static constexpr int kSharedPanels = kPanels + 1 - kHeldPanels;
   static constexpr int kOutPanels = kPanels / 2, kOutColumns = kOutPanels * 64;
   static constexpr int kThreads = kMlaSm90Tile.tile.warps * 32;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // mla_decode on Hopper (sm_90a): 64 rows (queries x heads) of one sequence, latents of 512 columns
-// and 64 of rope, 16 bits. Keys come in blocks of 32. One warpgroup makes the scores of all blocks
+// and 64 of rope, 16 bits. Keys come in blocks of 64. One warpgroup makes the scores of all blocks
 // and their weights P, two have half of the columns of O each: the tensor cores have products of
-// the one while the other is at its softmax, or waits. Most of Q lies in the registers of the first,
+// the one while the other is at its softmax, or waits. A third of Q lies in the registers of the first,
 // so that shared memory keeps up. Sources: FlashMLA (O in halves), FlashAttention-4 (references that
 // hardly move); PTX ISA, wgmma. Storage and copies: copy.cuh. Tasks, rows and results:
 // device/paged/tasks.cuh. Next: paged/combine.cu.
