@@ -22,12 +22,11 @@ struct MlaSm90 : MlaSm90Tiles {
   // 1. Types and sizes
   using T = device::Element<kType>;
   using ScoreMma = device::Wgmma<kType, kKeys>;
-  using OutMma =
-      device::Wgmma<kType, kOutColumns / 2>;           // 256 columns are too many registers at once
-  static constexpr int kKeyBlocks = kKeys / 8;         // n8 of S
-  static constexpr int kKeySteps = kKeys / 16;         // k16 of O
-  static constexpr int kOutBlocks = kOutColumns / 16;  // n8 of a half of the columns
-  static constexpr float kSlackLog2 = 8.0f;            // exponentials up to 256
+  using OutMma = device::Wgmma<kType, kOutColumns>;
+  static constexpr int kKeyBlocks = kKeys / 8;  // n8 of S
+  static constexpr int kKeySteps = kKeys / 16;  // k16 of O
+  static constexpr int kOutBlocks = kOutColumns / 8;
+  static constexpr float kSlackLog2 = 8.0f;  // exponentials up to 256
 
   // A thread has rows `row` and `row` + 8 of the tile.
   struct Lane {
@@ -102,13 +101,15 @@ struct MlaSm90 : MlaSm90Tiles {
   static __device__ __forceinline__ void start_scores(const Shared& shared, Scores& state) {
     using namespace device;
     int32_t stage = state.at.stage;
-    barrier_wait(shared.full(stage), state.at.parity);
     uint64_t k = wgmma_descriptor(opaque(shared.stage(stage)), 0);
     uint64_t q = wgmma_descriptor(opaque(shared.q), 0);
     pin(state.products);
-    wgmma_fence();
 #pragma unroll
     for (int step = 0; step < (kPanels + 1) * 4; ++step) {
+      if (step % (kPartPanels * 4) == 0 && step < kPanels * 4) {
+        barrier_wait(shared.full(stage, step / (kPartPanels * 4)), state.at.parity);
+        wgmma_fence();
+      }
       uint64_t key = advance(k, step / 4 * kPanelBytes + step % 4 * 32);
       if (step < kHeldPanels * 4) {
         ScoreMma::template rs<0>(state.products, state.held[step], key, step != 0);
@@ -312,8 +313,11 @@ struct MlaSm90 : MlaSm90Tiles {
     store_shared16(shared.end(row), __builtin_bit_cast(uint4, to));
   }
 
-  // 5. The warpgroups that have O
-  using Out = float[2][kOutBlocks * 4];
+  // 5. The warpgroups that have O, two panels of each part
+  static __device__ __forceinline__ int first_panel(int group, int part) {
+    return part * kPartPanels + group * kOutColumns / 64;
+  }
+  using Out = float[kParts][kOutBlocks * 4];
   static __device__ __forceinline__ void scale_out(Out& out, float low, float high) {
     if (!__any_sync(0xffffffffu, low != 1.0f || high != 1.0f)) return;
 #pragma unroll
@@ -330,38 +334,39 @@ struct MlaSm90 : MlaSm90Tiles {
     float low = __uint_as_float(load_shared4(shared.factors(at.stage, me.row)));
     float high = __uint_as_float(load_shared4(shared.factors(at.stage, me.row + 8)));
     scale_out(out, low, high);
-    uint64_t v =
-        wgmma_descriptor(shared.stage(at.stage) + group * kOutPanels * kPanelBytes, kPanelBytes);
+    uint64_t v = wgmma_descriptor(shared.stage(at.stage), kPanelBytes);
     uint64_t weights = plain_descriptor(shared.weights(at.stage));
     pin(out[0]);
     pin(out[1]);
     wgmma_fence();
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    for (int part = 0; part < kParts; ++part) {
 #pragma unroll
       for (int step = 0; step < kKeySteps; ++step) {
-        OutMma::template ss<1>(out[half], advance(weights, step * 2 * kChunkBytes),
-                               advance(v, half * kOutPanels / 2 * kPanelBytes + step * 16 * 128),
+        OutMma::template ss<1>(out[part], advance(weights, step * 2 * kChunkBytes),
+                               advance(v, first_panel(group, part) * kPanelBytes + step * 16 * 128),
                                1);
       }
+      wgmma_commit();
     }
-    wgmma_commit();
+    wgmma_wait<1>();
+    if (me.lane == 0) barrier_arrive(shared.empty(at.stage, 0));
     wgmma_wait<0>();
     pin(out[0]);
     pin(out[1]);
-    if (me.lane == 0) barrier_arrive(shared.empty(at.stage));
+    if (me.lane == 0) barrier_arrive(shared.empty(at.stage, 1));
   }
 
   // Straight from the fragments.
   static __device__ __forceinline__ void store_row(const device::RowOutput& to, const Out& out,
                                                    int half, int column) {
 #pragma unroll
-    for (int n = 0; n < 2 * kOutBlocks; ++n) {
-      const float* from = out[n / kOutBlocks] + n % kOutBlocks * 4 + 2 * half;
-      float low = from[0], high = from[1];
+    for (int n = 0; n < kParts * kOutBlocks; ++n) {
+      int part = n / kOutBlocks, in_part = n % kOutBlocks;
+      float low = out[part][4 * in_part + 2 * half], high = out[part][4 * in_part + 2 * half + 1];
       low = to.factor == 0.0f ? 0.0f : low * to.factor;  // whatever was accumulated
       high = to.factor == 0.0f ? 0.0f : high * to.factor;
-      int at = column + 8 * n;
+      int at = column + part * kPartPanels * 64 + 8 * in_part;
       if (to.type == DType::f32) {
         *reinterpret_cast<float2*>(static_cast<float*>(to.to) + at) = {low, high};
       } else {
@@ -392,7 +397,8 @@ struct MlaSm90 : MlaSm90Tiles {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         RowOutput to = __builtin_bit_cast(RowOutput, load_shared16(shared.end(me.row + 8 * half)));
-        if (to.to != nullptr) store_row(to, out, half, group * kOutColumns + 2 * (me.lane % 4));
+        if (to.to != nullptr)
+          store_row(to, out, half, first_panel(group, 0) * 64 + 2 * (me.lane % 4));
       }
       named_barrier_arrive(3, 384);
     }
@@ -409,8 +415,10 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
   int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < Kernel::kStages; ++stage) {
-      device::barrier_init(shared.full(stage), 1);
-      device::barrier_init(shared.empty(stage), 8);    // a lane of each warp that has O
+      for (int part = 0; part < Kernel::kParts; ++part) {
+        device::barrier_init(shared.full(stage, part), 1);
+        device::barrier_init(shared.empty(stage, part), 8);  // a lane of each warp that has O
+      }
       device::barrier_init(shared.weighed(stage), 4);  // of those that make scores
     }
     device::barrier_init_fence();
