@@ -157,7 +157,7 @@ struct ProducerSm90 {
       for (int tile = w.range.end - 1; tile >= w.range.begin; --tile) {
         device::barrier_wait(shared.kept_empty(ring.stage()), ring.parity());
 #pragma unroll 1
-        for (int part = drawer; part < kParts; part += device::kDrawers) {
+        for (int part = drawer; part < kParts; part += Kernel::kDrawers) {
           const int rows = part % kRowParts * 32, word = part / kRowParts;
           dropout.template draw_rows<4>(shared.kept(ring.stage()) + 8 * (word * kTile.m + rows),
                                         w.row0 + rows, tile * kTile.n + word * 64);

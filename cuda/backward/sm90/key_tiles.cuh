@@ -41,6 +41,8 @@ struct KeyTiles {
                                            : sm90_keys_smem_bytes(kDims, kTile, kForm);
   static constexpr bool kDrops = kForm == ScoreForm::dropped;
   static constexpr int kKeptBytes = sm90_kept_bytes(kTile.n, kTile.m, kForm);  // a stage of dO
+  // P^T is packed when dx^T is made: registers are few.
+  static constexpr bool kPacksLate = kDrops && kFused && kTile.m == 128;
   static constexpr bool kCrosses = kFused || sm90_keys_are_paired(kDims);
   static constexpr int kPanelsQk = (kHeadDim + 63) / 64, kPanelsV = (kHeadDimV + 63) / 64;
   static constexpr int kKBytes = kTile.n * kPanelsQk * 128, kVBytes = kTile.n * kPanelsV * 128;
@@ -80,7 +82,7 @@ struct KeyTiles {
       if (threadIdx.x != 0) return;
       for (int s = 0; s < kTile.stages; ++s) {
         device::barrier_init(q_full(s), 1);
-        device::barrier_init(dout_full(s), kDrops ? 1 + device::kDrawers : 1);
+        device::barrier_init(dout_full(s), kDrops ? 1 + kDrawers : 1);
         device::barrier_init(q_empty(s), kConsumers * 4);
         device::barrier_init(dout_empty(s), kConsumers * 4);
       }
@@ -169,9 +171,11 @@ struct KeyTiles {
   static __device__ __forceinline__ void draw(const AttentionParams& f, const Work& work,
                                               const Shared& shared, int drawer) {
     constexpr int kGroups = kTile.n / 64, kBlocks = kTile.m < 64 ? kTile.m / 8 : 8;
+    constexpr int kParts = kGroups * device::kept_words(kTile.m);
     static_assert(kTile.m < 64 || kTile.m % 64 == 0);
     device::Ring<kTile.stages> ring(1);
     const int32_t first_head = work.kv_head * work.group;
+    int part = drawer;
 #pragma unroll 1
     for (int32_t head = first_head; head < first_head + work.group; ++head) {
       const device::TileDropout dropout(f, work.batch, head);
@@ -179,13 +183,13 @@ struct KeyTiles {
       for (int32_t tile = work.range.begin; tile < work.range.end; ++tile) {
         device::barrier_wait(shared.dout_empty(ring.stage()), ring.parity());
 #pragma unroll 1
-        for (int part = drawer; part < kGroups * device::kept_words(kTile.m);
-             part += device::kDrawers) {
+        for (; part < kParts; part += kDrawers) {
           const int group = part % kGroups, word = part / kGroups;
           dropout.template draw_keys<kBlocks>(
               shared.kept(ring.stage()) + word * kTile.n * 8 + group * 512,
               tile * kTile.m + word * 64, work.key0 + group * 64);
         }
+        part -= kParts;
         hand_over(shared.dout_full(ring.stage()));
         ring.next();
       }
@@ -277,7 +281,7 @@ struct KeyTiles {
           }
           prob[i] = exp2_approx(exponent);
         }
-        probs[2 * block + half] = pack2<kType>(prob[0], prob[1]);
+        if constexpr (!kPacksLate) probs[2 * block + half] = pack2<kType>(prob[0], prob[1]);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           if constexpr (kCapped)
@@ -312,7 +316,7 @@ struct KeyTiles {
       if constexpr (kRowPad % kTile.m == 0) {  // each row of a tile has a state
         if (masked) {
           if constexpr (kFused)  // rows behind the last one have scores of 0 and an lse of +inf
-            mod.hide_left(scores, distance, right(f));
+            hide_left(scores, distance, right(f), [&] { return mod.hidden(); });
           else
             mod.template hide<kMask>(scores, sight.rows, first);
         }
@@ -324,7 +328,12 @@ struct KeyTiles {
       }
       return;
     }
-    if (masked) {
+    if constexpr (kPacksLate) {
+      const int32_t first = tile * kTile.m + 2 * static_cast<int32_t>(threadIdx.x % 4);
+      const int32_t distance = first + work.keys.used - work.queries.used - sight.key;
+      if (masked) hide_left(scores, distance, right(f), device::negative_infinity);
+      make_probs_of<false>(scores, probs, work, mod, exponent_of(mod), lse, sight, tile * kTile.m);
+    } else if (masked) {
       make_probs_of<true>(scores, probs, work, mod, exponent_of(mod), lse, sight, tile * kTile.m);
     } else {
       make_probs_of<false>(scores, probs, work, mod, exponent_of(mod), lse, sight, tile * kTile.m);

@@ -81,7 +81,7 @@ struct QueriesPass {
         device::barrier_init(k_empty(s), kConsumers * 4);
       }
       for (int s = 0; s < kVStages; ++s) {
-        device::barrier_init(v_full(s), kDrops ? 1 + device::kDrawers : 1);
+        device::barrier_init(v_full(s), kDrops ? 1 + kDrawers : 1);
         device::barrier_init(v_empty(s), kConsumers * 4);
       }
       device::barrier_init_fence();
@@ -156,11 +156,12 @@ struct QueriesPass {
     constexpr int kPairs = kTile.m / 32, kWords = device::kept_words(kTile.n);
     const device::TileDropout dropout(f, work.batch, work.head);
     device::Ring<kVStages> ring(1);
+    int pair = drawer;
 #pragma unroll 1
     for (int32_t tile = work.range.end - 1; tile >= work.range.begin; --tile) {
       device::barrier_wait(shared.v_empty(ring.stage()), ring.parity());
 #pragma unroll 1
-      for (int pair = drawer; pair < kPairs; pair += device::kDrawers) {
+      for (; pair < kPairs; pair += kDrawers) {
         auto draw_word = [&](auto word) {
           constexpr int kCalls = (kTile.n - 64 * word.value) / 16;
           dropout.template draw_rows<(kCalls < 4 ? kCalls : 4)>(
@@ -170,6 +171,7 @@ struct QueriesPass {
         draw_word(std::integral_constant<int, 0>{});
         if constexpr (kWords == 2) draw_word(std::integral_constant<int, 1>{});
       }
+      pair -= kPairs;
       hand_over(shared.v_full(ring.stage()));
       ring.next();
     }
