@@ -67,5 +67,7 @@ cuattn_kernel(paged_attention paged_sm90 paged/sm90/decode.cuh sm90
 # The latent is key and value; its rope columns are no axis.
 cuattn_kernel(mla_decode mla_sm80 mla/sm80/decode.cuh portable
               "f16;bf16" "512" - -)
+cuattn_kernel(mla_decode mla_sm90 mla/sm90/decode.cuh sm90
+              "f16;bf16" "512" - -)
 cuattn_kernel(mla_decode mla_simt mla/simt.cuh portable
               "f32;f16;bf16" "512;1024" - -)
