@@ -12,7 +12,9 @@
 # has a second tile at head_dim 128, and so two rows.
 
 cuattn_kernel(attention forward_sm90 attention/sm90/forward.cuh sm90
-              "f16;bf16" "64;96;128;192;256;192x128" "none;causal;window" "identity")
+              "f16;bf16" "64;128" "none;causal;window;rows" "identity")
+cuattn_kernel(attention forward_sm90 attention/sm90/forward.cuh sm90
+              "f16;bf16" "96;192;256;192x128" "none;causal;window" "identity")
 cuattn_kernel(attention forward_sm90 attention/sm90/forward.cuh sm90
               "f16;bf16" "64;96;128;192;256;192x128" "none;causal;window" "scored")
 # With dropout the window serves every mask; beside a softcap, ALiBi or a bias, it is the scored ones

@@ -115,7 +115,9 @@ constexpr Tile sm90_tile(HeadDims d, MaskKind mask, ScoreKind score) {
   }
   if (score == ScoreKind::dropped)  // those who draw want registers, and keys by 64
     return {128, d.v <= 128 ? 128 : 64, d.qk <= 64 ? 4 : 2, 12};
-  if (d.qk <= 64) return {192, 128, 4, 16};   // 3 * 24 + 4 * 32 = 200 KB
+  // 3 * 24 + 4 * 32 = 200 KB. Row ranges would spill.
+  if (d.qk <= 64 && mask != MaskKind::rows) return {192, 128, 4, 16};
+  if (d.qk <= 64) return {128, 128, 4, 12};   // 3 * 16 + 4 * 32 = 176 KB
   if (d.qk <= 128) return {128, 128, 2, 12};  // 3 * 32 + 2 * 64 = 224 KB
   if (d.qk == 192) return d.v <= 128 ? Tile{128, 128, 2, 12} : Tile{128, 96, 2, 12};
   return {128, 80, 2, 12};  // 64 + 2 * 80 = 224 KB

@@ -307,6 +307,7 @@ struct ForwardSm90 {
               kMask == MaskKind::causal ? static_cast<int32_t>(kUnlimited) : p.mask.left,
               p.mask.right, token, w.queries.used, w.keys.used);
         }
+        if (kMask == MaskKind::rows && more) limit_to_row(rows.visible[half], p, w, token);
       }
       int tile = w.range.end - 1;
       auto release_scores = [&](uint32_t k_empty) {  // S is done: so are K, and a single Q at last
@@ -374,7 +375,7 @@ struct ForwardSm90 {
       while (tile > right) step(true);
 #pragma unroll 1
       while (tile > full) step(false);
-      if constexpr (kMask == MaskKind::window) {
+      if constexpr (kBegins<kMask>) {
 #pragma unroll 1
         while (tile > first) step(true);
       }

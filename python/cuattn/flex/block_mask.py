@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import masks
-from .evaluate import Host, bounds, evaluate
+from .evaluate import Host, bounds, evaluate, on_host
 from .trace import Traced, trace
 
 HIDDEN, ASKED, SEEN = 0, 1, 2
@@ -277,7 +277,7 @@ class BlockMask:
 
     @classmethod
     def from_torch(cls, block_mask: Any) -> BlockMask:
-        """Return the mask of a BlockMask of torch.nn.attention.flex_attention, on the CPU.
+        """Return the mask of a BlockMask of torch.nn.attention.flex_attention.
 
         Raises
         ------
@@ -293,7 +293,7 @@ class BlockMask:
         def dense(counts: Any, columns: Any) -> Any:
             if counts is None:
                 return None
-            counts, columns = np.asarray(counts), np.asarray(columns)
+            counts, columns = on_host(counts), on_host(columns)
             most = columns.shape[-1]
             is_used = np.arange(most) < counts[..., None]
             for what, x, n in (

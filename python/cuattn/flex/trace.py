@@ -118,6 +118,7 @@ class Traced:
         self.arrays: list[Any] = []
         self.scalars: list[Any] = []
         self.expr: Expr = read(True)
+        self.kept: dict[Any, Any] = {}  # what calls found out with it (memo.py)
 
     def __str__(self) -> str:
         return str(self.expr)
