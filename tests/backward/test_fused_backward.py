@@ -57,6 +57,8 @@ TAKEN = {
     "softcap": {"softcap": 30.0},
     "ALiBi": {"alibi_slopes": (2,), "causal": True},
     "dsinks": {"sinks": (2,), "need": (*NEED, "dsinks")},
+    "dropout": {"dropout_p": 0.1, "dropout_seed": 3},
+    "dropout, wide": {"dim": 96, "dropout_p": 0.1, "dropout_seed": 3},
 }
 LEFT = {
     "few rows": {"rows": LENGTH - 1},
@@ -118,6 +120,9 @@ CASES = {
     "ALiBi": {"alibi": "head", "num_heads_q": 4},
     "ALiBi full": {"alibi": "batch", "causal": False, "seqused": "both", "batch": 3},
     "ALiBi dead rows": {"alibi": "head", "seqlen_q": 900, "seqlen_kv": 600, "sinks": True},
+    "dropout": {"dropout": 0.1, "num_heads_q": 6, "num_heads_kv": 2},
+    "dropout full": {"dropout": 0.7, "causal": False, "seqused": "both", "batch": 2},
+    "dropout ragged": {"dropout": 0.3, "layout": "ragged", "batch": 3, "sinks": True},
     "ALiBi, own forward": {"alibi": "head", "own_forward": True, "layout": "ragged", "batch": 3},
 }
 
@@ -146,6 +151,7 @@ DSINKS = {
     "ragged": {"layout": "ragged", "batch": 4, "num_heads_q": 4},
     "used": {"seqused": "both", "batch": 3, "softcap": 4.0},
     "dead rows": {"seqlen_q": 900, "seqlen_kv": 600},
+    "dropout": {"dropout": 0.3},
 }
 
 

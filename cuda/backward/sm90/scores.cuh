@@ -60,19 +60,6 @@ struct SmoothScores {
       scores[i] = sees ? scores[i] : hidden();
     }
   }
-  // The same of rows that are keys, where nothing but `right` limits the queries that see them.
-  template <int kCount>
-  __device__ __forceinline__ void hide_left(float (&scores)[kCount], int32_t distance,
-                                            int32_t right) const {
-    const int32_t least =
-        right < 0 ? INT32_MIN
-                  : static_cast<int32_t>(max(-int64_t{distance} - right, int64_t{INT32_MIN}));
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      const int past = i / 4 * 8 + i % 2 - i / 2 % 2 * 8;
-      scores[i] = past >= least ? scores[i] : hidden();
-    }
-  }
   __device__ __forceinline__ float hidden() const {
     return caps() ? -0x1p60f : device::negative_infinity();
   }
@@ -80,6 +67,21 @@ struct SmoothScores {
   // d(score) / d(scaled dot product), from the tanh.
   static __device__ __forceinline__ float derivative(float tanh) { return fmaf(-tanh, tanh, 1.0f); }
 };
+
+// `hidden()` for scores that a mask hides where rows are keys and nothing but `right` limits the queries
+// that see them. The query of score 0 is `distance` past the place of its key.
+template <int kCount, class Hidden>
+__device__ __forceinline__ void hide_left(float (&scores)[kCount], int32_t distance, int32_t right,
+                                          Hidden hidden) {
+  const int32_t least =
+      right < 0 ? INT32_MIN
+                : static_cast<int32_t>(max(-int64_t{distance} - right, int64_t{INT32_MIN}));
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const int past = i / 4 * 8 + i % 2 - i / 2 % 2 * 8;
+    scores[i] = past >= least ? scores[i] : hidden();
+  }
+}
 
 // What makes a modified score an exponent in base 2.
 template <class Mod>
