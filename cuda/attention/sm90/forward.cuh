@@ -40,8 +40,8 @@ struct ForwardSm90 {
   static constexpr int kVBytes = kTile.n * kPanelsV * 128;
   static constexpr int kQStages = sm90_q_stages({kHeadDim, kHeadDimV}, kTile, kScore);
   static constexpr int kSmemBytes = sm90_smem_bytes({kHeadDim, kHeadDimV}, kTile, kScore, kQStages);
-  // Of a thread. What a CTA is launched with is shared out, 168 * 3 or 128 * 4; a sum above that
-  // would wait for ever.
+  // Registers of a thread. The groups share what the CTA was launched with, 168 * 3 or 128 * 4: a
+  // group that asks for more than is left waits for ever.
   static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 232;
   static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 40;
   static_assert(kConsumers * kConsumerRegisters + kProducerRegisters <=
@@ -50,14 +50,14 @@ struct ForwardSm90 {
   static constexpr int kWantedBefore = 2;  // key tiles, before the last one of an item is loaded
   // Note: beyond 128 columns the wait for a turn costs more than the overlap brings.
   static constexpr bool kTakeTurns = kHeadDimV <= 128;
-  // A turn is passed on when it is known whether a reference moves, not before: at head_dim 64 1 to
-  // 6 % faster, but not for three groups and a mask; nothing at 128.
+  // A group passes its turn on only when it knows whether its softmax takes a new reference: 1 to
+  // 6 % faster at head_dim 64, slower for three groups under a mask, no difference at 128.
   static constexpr bool kPassesLate =
       kHeadDim <= 64 && kScore != ScoreKind::scored && (kConsumers == 2 || kMask == MaskKind::none);
-  // V is loaded behind K of the next tile: in the order of their use and release.
+  // The producer loads V after K of the next tile, for that is the order of their use.
   static constexpr int kLag = 1;
-  // O leaves before the next Q is waited for: a single Q tile comes late. Note: the functor's
-  // registers leave no room for it.
+  // With a single Q tile the next Q comes late, so a group stores O before it waits for Q. Note:
+  // score options leave no registers for that order.
   static constexpr bool kOutFirst = kQStages == 1 && kScore == ScoreKind::identity;
   // Two warps of the producers draw what dropout keeps, a stage for a stage of K and V.
   static constexpr bool kDrops = kScore == ScoreKind::dropped;
