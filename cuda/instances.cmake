@@ -44,10 +44,12 @@ cuattn_kernel(attention forward_tiled attention/tiled.cuh portable
 
 # Of 512 the scored window serves every call.
 
-# Two kernels each, one a pass; a third where scored, for dbias. Of the scored ones the window serves
+# Row ranges at 64 would spill on sm90: 128 serves it. Two kernels each, one a pass; a third where scored, for dbias. Of the scored ones the window serves
 # every mask, and dropout (sm90: three more kernels of it); of simt it serves all calls.
 cuattn_kernel(attention_backward backward_sm90 backward/sm90/backward.cuh sm90
-              "f16;bf16" "64;96;128;192;256;192x128" "none;causal;window" "identity")
+              "f16;bf16" "128" "none;causal;window;rows" "identity")
+cuattn_kernel(attention_backward backward_sm90 backward/sm90/backward.cuh sm90
+              "f16;bf16" "64;96;192;256;192x128" "none;causal;window" "identity")
 cuattn_kernel(attention_backward backward_sm90 backward/sm90/backward.cuh sm90
               "f16;bf16" "64;96;128;192;256;192x128" "window" "scored")
 cuattn_kernel(attention_backward backward_sm80 backward/sm80/backward.cuh portable
