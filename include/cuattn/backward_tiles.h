@@ -100,7 +100,8 @@ constexpr int32_t sm90_keys_smem_bytes(HeadDims d, Tile tile, ScoreForm form) {
 // group of 64 keys each, and dx crosses between the groups, in two buffers of m * n * 16 bits. dQ is
 // summed in float32 in the workspace, behind the states: [num_heads_q, pitch, columns].
 constexpr bool sm90_has_fused(HeadDims d, MaskKind mask, ScoreForm form) {
-  return mask != MaskKind::window && form != ScoreForm::general && d.qk == d.v && d.qk <= 128;
+  return (mask == MaskKind::none || mask == MaskKind::causal) && form != ScoreForm::general &&
+         d.qk == d.v && d.qk <= 128;
 }
 constexpr Tile sm90_fused_tile(HeadDims d) { return {d.qk <= 64 ? 128 : 64, 128, 3, 12}; }
 constexpr int32_t sm90_fused_smem_bytes(HeadDims d, Tile tile, ScoreForm form) {

@@ -128,16 +128,18 @@ def within(options, distance):
 
 
 @pytest.mark.parametrize(
-    ("device", "backend"), harness.target_params(cpu=(), cuda=("naive", "simt", "sm80"))
+    ("device", "backend"), harness.target_params(cpu=(), cuda=("naive", "simt", "sm80", "sm90"))
 )
 def test_gradients_of_row_ranges_equal_those_of_the_cpu(rng, device, backend):
-    dtype = "float16" if backend == "sm80" else "float32"
-    emulated = harness.is_emulated()
-    for case, (name, mask) in enumerate(masks(rng, 200).items()):
-        every = ((64, 64), (128, 128), (192, 128), (256, 256), (80, 40))
-        dims = every[0 if emulated or backend == "naive" else case]
-        queries = (2, 150 + 50 * (case % 2), 4)
-        shapes = ((*queries, dims[0]), *((2, 200, 2, d) for d in dims), (*queries, dims[1]))
+    dtype = "float16" if backend in ("sm80", "sm90") else "float32"
+    every = ((64, 64), (128, 128), (192, 128), (256, 256), (80, 40))
+    if backend == "sm90":
+        every = ((64, 64), (128, 128), (40, 24), (96, 128), (128, 128))
+    n = 200 if harness.is_emulated() else 701
+    for case, (name, mask) in enumerate(masks(rng, n).items()):
+        dims = every[0 if harness.is_emulated() or backend == "naive" else case]
+        queries = (2, n - 50 * (1 - case % 2), 4)
+        shapes = ((*queries, dims[0]), *((2, n, 2, d) for d in dims), (*queries, dims[1]))
         given = [rng.standard_normal(shape).astype(dtype) for shape in shapes]
         *arrays, dout = (x.astype(np.float32) for x in given)
         out, lse = cuattn.flex_attention(*arrays, mask_mod=mask, return_lse=True)

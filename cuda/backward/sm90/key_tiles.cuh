@@ -50,7 +50,7 @@ struct KeyTiles {
   static constexpr int kPlaneBytes = kTile.m * 4;  // of lse, or Delta
   static_assert(kSmemBytes <= 227 * 1024, "sm_90 gives a CTA at most 227 KiB");
   static_assert(kTile.m % 16 == 0 && kTile.m <= kRowPad);
-  using Mod = typename ScoresOf<kType, kForm>::Type;
+  using Mod = typename ScoresOf<kType, kMask, kForm>::Type;
 
   // 2. Shared storage, in address order: K, V (panel, n, 64); Q, dO (stage, panel, m, 64); what
   // crosses between the groups; lse, Delta (stage, m); what dropout keeps, which comes with dO;
@@ -89,7 +89,7 @@ struct KeyTiles {
       device::barrier_init_fence();
     }
   };
-  static_assert(32 * kTile.stages <= kSm90BackwardSmallBytes);
+  static_assert(32 * kTile.stages + kThreads / 32 * 8 <= kSm90BackwardSmallBytes);
 
   // 3. What a CTA works on
   struct Work {
@@ -113,6 +113,56 @@ struct KeyTiles {
           left(f), right(f), key0, min(key0 + kTile.n, keys.used), queries.used, keys.used);
     }
   };
+
+  // Row ranges: the first and the last row that sees a key of the CTA, of any head. All threads look,
+  // each warp leaves what it found; then the range is known.
+  static constexpr bool kLooksForRows = kMask == MaskKind::rows;
+  static constexpr int kWarps = kThreads / 32;
+  static __device__ __forceinline__ int2* found_rows(char* smem, const Shared& shared) {
+    uint32_t behind_barriers = shared.barriers + 32 * kTile.stages;
+    return reinterpret_cast<int2*>(smem + (behind_barriers - device::smem_address(smem)));
+  }
+  static __device__ __forceinline__ void look_for_rows(const AttentionParams& f, const Work& work,
+                                                       int2* found) {
+    const int32_t key_end = min(work.key0 + kTile.n, work.keys.used);
+    const int32_t heads = f.rows.strides.head == 0 ? 1 : work.group;
+    int32_t first = INT32_MAX, last = -1;
+    for (int32_t head = work.kv_head * work.group, i = 0; i < heads; ++i) {
+      const Mod mod(f, work.batch, head + i, work.queries.used, work.keys.used);
+#pragma unroll 4
+      for (int32_t row = threadIdx.x; row < work.queries.used; row += kThreads) {
+        KeyRange seen = mod.visible(row);
+        if (max(seen.begin, work.key0) >= min(seen.end, key_end)) continue;
+        first = min(first, row);
+        last = max(last, row);
+      }
+    }
+    first = __reduce_min_sync(0xffffffffu, first);
+    last = __reduce_max_sync(0xffffffffu, last);
+    if (threadIdx.x % 32 == 0) found[threadIdx.x / 32] = {first, last};
+  }
+  static __device__ __forceinline__ device::TileRange range_of_rows(const int2* found) {
+    int32_t first = INT32_MAX, last = -1;
+#pragma unroll
+    for (int warp = 0; warp < kWarps; ++warp) {
+      first = min(first, found[warp].x);
+      last = max(last, found[warp].y);
+    }
+    if (last < 0) return {0, 0, 0, 0};
+    return {first / kTile.m, last / kTile.m + 1, 0, 0};
+  }
+  // Whether a row of a tile does not see all of the 64 keys from key0 + `first` on.
+  static __device__ __forceinline__ bool hides(const Mod& mod, const Work& work, int first,
+                                               int tile) {
+    bool sees_all = true;
+#pragma unroll
+    for (int row = threadIdx.x % 32; row < kTile.m; row += 32) {
+      KeyRange seen = mod.visible(tile * kTile.m + row);
+      int32_t key = work.key0 + first;
+      sees_all = sees_all && seen.begin <= key && seen.end >= key + 64;
+    }
+    return !__all_sync(0xffffffffu, sees_all);
+  }
 
   static __device__ __forceinline__ int32_t left(const AttentionParams& f) {
     return kMask == MaskKind::window ? f.mask.left : static_cast<int32_t>(kUnlimited);
@@ -253,13 +303,18 @@ struct KeyTiles {
     const int32_t first = row0 + 2 * static_cast<int32_t>(threadIdx.x % 4);
     int32_t begin[2], end[2];
 #pragma unroll
-    for (int half = 0; kMasked && half < 2; ++half) {
+    for (int half = 0; kMasked && kMask != MaskKind::rows && half < 2; ++half) {
       begin[half] = sight.rows[half].begin - first;
       end[half] = sight.rows[half].end - first;
     }
 #pragma unroll
     for (int block = 0; block < kTile.m / 8; ++block) {
       const float2 states = load_pair(lse, block);
+      [[maybe_unused]] KeyRange keys[2];  // that the two rows see
+      if constexpr (kMasked && kMask == MaskKind::rows) {
+        keys[0] = mod.visible(first + 8 * block);
+        keys[1] = mod.visible(first + 8 * block + 1);
+      }
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float* s = &scores[4 * block + 2 * half];
@@ -274,7 +329,10 @@ struct KeyTiles {
           }
           float exponent = fmaf(score, to_log2, i == 0 ? -states.x : -states.y);
           if constexpr (kMasked || !kFused) exponent = at_most(exponent, 0.0f);
-          if constexpr (kMasked) {
+          if constexpr (kMasked && kMask == MaskKind::rows) {
+            const int32_t key = sight.key + 8 * half;
+            exponent = key >= keys[i].begin && key < keys[i].end ? exponent : negative_infinity();
+          } else if constexpr (kMasked) {
             bool seen = column < end[half];
             if constexpr (kMask != MaskKind::none) seen = seen && column >= begin[half];
             exponent = seen ? exponent : negative_infinity();

@@ -50,7 +50,7 @@ struct QueriesPass {
   static constexpr int kKBytes = kTile.n * kPanelsQk * 128, kVBytes = kTile.n * kPanelsV * 128;
   static_assert(kTile.m == 64 * kConsumers && kTile.m == kRowPad);
   static_assert(kTile.n % 16 == 0 && kSmemBytes <= 227 * 1024);
-  using Mod = typename ScoresOf<kType, kForm>::Type;
+  using Mod = typename ScoresOf<kType, kMask, kForm>::Type;
 
   // 2. Shared storage, in address order: Q, dO (panel, m, 64); K (stage, panel, n, 64), V; what
   // dropout keeps, which comes with V; barriers.
@@ -109,8 +109,12 @@ struct QueriesPass {
       clears = s.clears;
       queries = query_span(f, batch);
       keys = key_span(f, batch);
-      range = device::tile_range<kTile.n>(
-          left(f), right(f), row0, min(row0 + kTile.m, queries.used), queries.used, keys.used);
+      const int32_t end = min(row0 + kTile.m, queries.used);
+      if constexpr (kMask == MaskKind::rows) {
+        range = Mod(f, batch, head, queries.used, keys.used).template range<kTile.n>(row0, end);
+      } else {
+        range = device::tile_range<kTile.n>(left(f), right(f), row0, end, queries.used, keys.used);
+      }
     }
   };
 
@@ -217,7 +221,11 @@ struct QueriesPass {
       const float lse = rows.lse[half];
       int32_t begin = 0, end = 0;
       if constexpr (kMasked) {
-        KeyRange keys = visible_keys(left(f), right(f), row, work.queries.used, work.keys.used);
+        KeyRange keys;
+        if constexpr (kMask == MaskKind::rows)
+          keys = mod.visible(row);
+        else
+          keys = visible_keys(left(f), right(f), row, work.queries.used, work.keys.used);
         begin = keys.begin - first;
         end = keys.end - first;
       }

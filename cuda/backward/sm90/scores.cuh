@@ -4,6 +4,7 @@
 // a time. Used by queries.cuh and key_tiles.cuh.
 #pragma once
 
+#include "cuattn/device/scores.cuh"
 #include "cuda/backward/sm90/tiles.cuh"
 
 namespace cuattn::backward {
@@ -93,15 +94,19 @@ __device__ __forceinline__ float exponent_of(const SmoothScores<kType>& mod) {
   return mod.to_log2();
 }
 
-// What a pass asks of its scores: ScoreMod, or a fragment's worth.
-template <DType kType, ScoreForm kForm>
+// What a pass asks of its scores: ScoreMod, or a fragment's worth. Row ranges come with it.
+template <DType kType, MaskKind kMask, ScoreForm kForm>
 struct ScoresOf {
   using Type = device::ScoreMod<kType, kForm == ScoreForm::general ? ScoreKind::scored
                                                                    : ScoreKind::identity>;
 };
-template <DType kType>
-struct ScoresOf<kType, ScoreForm::smooth> {
+template <DType kType, MaskKind kMask>
+struct ScoresOf<kType, kMask, ScoreForm::smooth> {
   using Type = SmoothScores<kType>;
+};
+template <DType kType>
+struct ScoresOf<kType, MaskKind::rows, ScoreForm::plain> {
+  using Type = device::OptionPolicy<kType, MaskKind::rows, ScoreKind::identity>;
 };
 
 }  // namespace cuattn::backward
