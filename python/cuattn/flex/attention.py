@@ -80,25 +80,24 @@ def flex_attention(
     """
     arguments = {"q": q, "k": k, "v": v, **options}
     refuse_unknown(NAME, options, OPTIONS)
-    captured = [] if score_mod is None else trace(score_mod, is_score=True).arrays
+    score = None if score_mod is None else trace(score_mod, is_score=True)
+    mask = None if mask_mod is None else trace(mask_mod)
+    captured = [] if score is None else score.arrays
     if wants_gradient(q, (k, v, *options.values(), *captured)):
         from ..torch.flex import attend
 
         functions = {"score_mod": score_mod, "mask_mod": mask_mod, "block_mask": block_mask}
         return attend(arguments, functions, captured)
-    if any(map(is_jax_tracer, (q, k, v, *options.values(), *captured_by(mask_mod), *captured))):
+    of_mask = [] if mask is None else mask.arrays
+    if any(map(is_jax_tracer, (q, k, v, *options.values(), *of_mask, *captured))):
         from ..jax.flex import attend_traced
 
         return attend_traced(arguments, score_mod, mask_mod, block_mask)
     problem = problem_of(q, k, options)
     if problem is None:  # the compiled module says what is wrong with it
         return _core.flex_attention(arguments, {})
-    return run(arguments, find_for(arguments, problem, score_mod, mask_mod, block_mask))
-
-
-def captured_by(mask_mod: Any) -> list[Any]:
-    """Return the arrays that a mask function reads."""
-    return [] if mask_mod is None else trace(mask_mod).arrays
+    given = mask if block_mask is None else mask_mod  # which is joined with the block mask's
+    return run(arguments, find_for(arguments, problem, score, given, block_mask))
 
 
 def wants_gradient(q: Any, others: tuple[Any, ...]) -> bool:

@@ -32,6 +32,8 @@ def is_cuda(q: Any) -> bool:
     """Whether an array lies on a CUDA device, of a library other than JAX."""
     if type(q).__module__.startswith(("jax", "numpy")):
         return False
+    if hasattr(q, "is_cuda"):  # a tensor of torch, whose DLPack takes longer
+        return bool(q.is_cuda)
     return int(getattr(q, "__dlpack_device__", lambda: (1, 0))()[0]) == 2
 
 
@@ -44,9 +46,9 @@ def place_of(arguments: dict[str, Any]) -> tuple[Any, ...] | None:
         stream = stream_handle(stream)
     elif type(q).__module__.startswith("cupy"):  # its memory is for the stream it is made on
         stream = sys.modules["cupy"].cuda.get_current_stream().ptr
-    shape = (dtype_name(q), int(q.shape[-1]), int(v.shape[-1]))
-    options = (is_plain(arguments), free_options(arguments))
-    return (type(q), *q.__dlpack_device__(), *shape, stream, *options)
+    device = q.device if hasattr(q, "is_cuda") else q.__dlpack_device__()
+    shape = (q.dtype, int(q.shape[-1]), int(v.shape[-1]))
+    return type(q), device, *shape, stream, is_plain(arguments), free_options(arguments)
 
 
 def free_options(arguments: dict[str, Any]) -> frozenset[str]:
