@@ -197,9 +197,9 @@ Plan select_backward(const char* function, const BackwardParams& p, bool ordered
   require_supported(function, device);
   if (device.is_cuda && p.forward.flex != nullptr) {
     fail<NotImplemented>(function,
-                         ": no kernel of CUDA has gradients of scores and masks written by the "
-                         "user, but of row ranges; write the mask as causal, window, rows or bias, "
-                         "or move the arrays to the CPU");
+                         ": of what the user writes CUDA has gradients of row ranges alone; "
+                         "write the mask as causal, window, rows or bias, or move the arrays to "
+                         "the CPU");
   }
   const Rung& rung =
       is_auto(backend) ? best_rung(p, device) : named_rung(function, backend, p, device);

@@ -55,7 +55,8 @@ MaskKind mask_of(Kernel kernel, const AttentionRequest& r) {
 // The number of the compiled kernel that would run the request.
 int32_t instance_of(Kernel kernel, const AttentionRequest& r) {
   HeadDims d = {r.head_dim, r.head_dim_v};
-  bool wide = std::max(d.qk, d.v) > kMostHeadDim;  // one kernel of a dtype serves every call
+  // Of these one kernel of a dtype serves every call but row ranges, which a functor brings itself.
+  bool wide = std::max(d.qk, d.v) > kMostHeadDim && (!r.has_rows || r.has_functor);
   return find_instance(Op::attention, kernel, r.dtype, d,
                        wide ? MaskKind::window : mask_of(kernel, r),
                        wide ? ScoreKind::scored : score_of(kernel, r));

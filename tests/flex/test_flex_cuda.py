@@ -75,6 +75,29 @@ def test_row_ranges_equal_the_dense_formula(rng, device, backend):
         np.testing.assert_allclose(got[some], lse[some], atol=2e-3, err_msg=name)
 
 
+def test_row_ranges_of_wide_heads_go_where_they_are_read():
+    shapes = ((1, 64, 2, 264),) * 3
+    ids = np.repeat([0, 1], 32)
+    mask = lambda b, h, q, k: ids[q] == ids[k]  # noqa: E731
+    plan = cuattn.explain("flex_attention", *shapes, mask_mod=mask, dtype="float16", device="h100")
+    assert plan.kernel == "naive"
+
+
+@pytest.mark.parametrize(("device", "backend"), harness.target_params(cpu=(), cuda=("auto",)))
+def test_row_ranges_of_wide_heads_and_of_any_numbers(rng, device, backend):
+    """head_dim 264; and an empty row whose begin is far behind the last key."""
+    for dim in (264, 64):
+        n = 130
+        begin, end = np.zeros(n, np.int32), np.full(n, n, np.int32)
+        begin[::7], end[::7] = np.iinfo(np.int32).max, 0
+        mask = lambda b, h, q, k, begin=begin, end=end: (k >= begin[q]) & (k < end[q])  # noqa: E731
+        q, k, v = (rng.standard_normal((1, n, 2, dim)).astype(np.float16) for _ in range(3))
+        want, _ = flex_cases.attention(*(x.transpose(0, 2, 1, 3) for x in (q, k, v)), mask=mask)
+        out = cuattn.flex_attention(*(to_device(device, x) for x in (q, k, v)), mask_mod=mask)
+        out = to_host(out).transpose(0, 2, 1, 3)
+        np.testing.assert_allclose(out, want, atol=6e-3, rtol=6e-3)
+
+
 @pytest.mark.parametrize(("device", "backend"), harness.target_params(cpu=(), cuda=("sm90",)))
 def test_row_ranges_of_many_tiles(rng, device, backend):
     """Arbitrary begins and ends of each row, with every option that sm90 takes beside them."""

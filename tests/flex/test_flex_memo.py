@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import gc
+import threading
 import weakref
 
 import numpy as np
@@ -142,6 +144,49 @@ def test_block_masks_are_told_apart_and_die(rng, planned):
     assert [x() for x in dead] == [None, None]
 
 
+def test_a_block_mask_with_a_mask_is_planned_once(rng, planned):
+    q = rng.standard_normal((1, 200, 2, 16)).astype(np.float32)
+    dense, step = rng.random((4, 4)) < 0.6, 3
+    made = flex.BlockMask.from_dense(dense, 200, 200, block_size=64)
+    mask = lambda b, h, i, j: (i + j) % step != 0  # noqa: E731
+    call = {"block_mask": made, "mask_mod": mask}
+    outs = [cuattn.flex_attention(q, q, q, **call) for _ in range(3)]
+    assert len(planned) == 1
+    np.testing.assert_array_equal(outs[0], outs[2])
+    step = 2
+    hidden = np.where(dense.repeat(64, axis=0).repeat(64, axis=1)[:200, :200], 0.0, -np.inf)
+    want, _ = flex_cases.attention(*[heads_first(q)] * 3, mask=mask, bias=hidden)
+    out = cuattn.flex_attention(q, q, q, **call)
+    np.testing.assert_allclose(heads_first(out), want, atol=5e-5, rtol=5e-5)
+
+
+def test_a_zero_that_changes_its_sign_is_seen():
+    zero = 0.0
+    score = lambda s, b, h, i, j: s + 1.0 / zero  # noqa: E731
+    first = flex.trace(score, is_score=True)
+    assert flex.trace(score, is_score=True) is first
+    zero = -0.0
+    assert flex.trace(score, is_score=True) is not first
+
+
+def test_threads_that_make_the_first_calls_get_the_same(rng):
+    q = rng.standard_normal((1, 150, 2, 16)).astype(np.float32)
+    for _ in range(5):
+        ids = np.sort(rng.integers(0, 3, 150))
+        mask = lambda b, h, i, j: (ids[i] == ids[j]) & ((i * j) % 5 != 1)  # noqa: B023, E731
+        at_once = threading.Barrier(8)
+
+        def call(mask=mask, at_once=at_once):
+            at_once.wait(10)
+            return cuattn.flex_attention(q, q, q, mask_mod=mask)
+
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            outs = [x.result() for x in [pool.submit(call) for _ in range(8)]]
+        want, _ = flex_cases.attention(*[heads_first(q)] * 3, mask=mask)
+        for out in outs:
+            np.testing.assert_allclose(heads_first(out), want, atol=5e-5, rtol=5e-5)
+
+
 def test_a_block_mask_of_torch_is_taken_once(rng, planned):
     flex_torch = pytest.importorskip("torch.nn.attention.flex_attention")
     mask = lambda b, h, i, j: (i - j) % 3 != 0  # noqa: E731
@@ -154,6 +199,8 @@ def test_a_block_mask_of_torch_is_taken_once(rng, planned):
     out = cuattn.flex_attention(q, q, q, block_mask=made)
     changed = np.flatnonzero(np.any(out != outs[0], axis=(0, 2, 3)))
     assert set(changed // 64) == {1}
+    made.mask_mod = lambda b, h, i, j: (i - j) % 3 == 0
+    assert not np.array_equal(cuattn.flex_attention(q, q, q, block_mask=made), out)
 
 
 # On a GPU

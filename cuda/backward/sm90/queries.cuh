@@ -344,6 +344,7 @@ struct QueriesPass {
       if constexpr (kDrops) {
         Kept<false, kTile.n>(shared.kept(v_ring.stage()), threadIdx.x - 128, kTile.m * 2)
             .drop_all(dout_v);
+        __syncwarp();  // every lane has read its bits
       }
       release(shared.v_empty(v_ring.stage()));
       if (masked) {

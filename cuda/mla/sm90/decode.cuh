@@ -284,6 +284,7 @@ struct MlaSm90 : MlaSm90Tiles {
       if (!is_first) named_barrier_sync(3, 384);  // the end of the task before is read
       is_first = false;
       end_scores(p, task, shared, me, state);
+      __syncwarp();  // half of the lanes came back sooner
       named_barrier_arrive(2, 384);
     }
   }

@@ -46,7 +46,7 @@ def explain_flex(arrays: tuple[Any, ...], device: Any, dtype: str, options: dict
         is_compiled = found.functions or "block_starts" in found.arrays
         words += "; a functor, compiled by NVRTC at the first call" if is_compiled else ""
         plan = None if is_compiled else plan_on_hopper(given, dtype, where)
-        plan = plan or plan_elsewhere(given, dtype, where)
+        plan = plan or plan_elsewhere(given, dtype, where, bool(is_compiled))
     else:
         plan = explain_rows(given, dtype, where)
     line = f"  functions: {words}\n"
@@ -69,11 +69,14 @@ def plan_on_hopper(given: dict[str, Any], dtype: str, where: Where) -> Plan | No
     return dataclasses.replace(plan, tile_m=128, warps=12, packed_heads=1)
 
 
-def plan_elsewhere(given: dict[str, Any], dtype: str, where: Where) -> Plan:
+def plan_elsewhere(given: dict[str, Any], dtype: str, where: Where, is_compiled: bool) -> Plan:
     """Return the plan of row ranges or a functor in the kernels of scores."""
     given = {**given, "softcap": given.get("softcap") or 1.0}
+    is_wide = max(tuple(getattr(given[n], "shape", given[n]))[-1] for n in "qv") > 256
     if given.get("backend", "auto") == "auto":  # what serves them
         given["backend"] = "simt" if is_float32(given["q"], dtype) else "sm80"
+        if is_wide and not is_compiled:  # alone reads the row ranges of such heads
+            given["backend"] = "naive"
     return explain_rows(given, dtype, where)
 
 

@@ -13,7 +13,7 @@ from .. import _core
 from .._arrays import Array, ArrayT
 from .._options import DENSE, options_of
 from .._other_names import way_out
-from .block_mask import BlockMask
+from .block_mask import BlockMask, Shape
 from .device import Placed, free_options, is_cuda, of_tiles, place_of
 from .evaluate import on_host
 from .memo import of_torch, remember, shapes_of
@@ -150,7 +150,7 @@ def find_for(
             return Placed(arguments, plan(problem, *functions[:2], tiles, takes))
 
         placed = kept_with(functions, (*shapes_of(problem), where), place)
-        window, arrays = placed.window, placed.given(arguments["q"])
+        window, arrays = placed.window, placed.given(arguments)
         arguments.update(placed.options)
     if window is not None:
         arguments["window"] = narrowed(arguments.get("window", (-1, -1)), window)
@@ -229,8 +229,7 @@ def problem_of(q: Any, k: Any, options: dict[str, Any]) -> Problem | None:
         return ragged_problem(shapes, options)
     if any(len(shape) != 4 for shape in shapes):
         return None
-    sequence, heads = (2, 1) if options.get("layout", "bshd") == "bhsd" else (1, 2)
-    batch, seqlen_q, seqlen_kv = shapes[0][0], shapes[0][sequence], shapes[1][sequence]
+    batch, num_heads, seqlen_q, seqlen_kv = dense_shape(shapes, options)
     used = [
         lengths_of(options.get(name), batch, most)
         for name, most in (("seqused_q", seqlen_q), ("seqused_k", seqlen_kv))
@@ -238,7 +237,13 @@ def problem_of(q: Any, k: Any, options: dict[str, Any]) -> Problem | None:
     if any(x is None for x in used):
         return None
     lengths = list(zip(*used, strict=True))
-    return Problem(batch, shapes[0][heads], seqlen_q, seqlen_kv, None, lengths, batch * seqlen_q)
+    return Problem(batch, num_heads, seqlen_q, seqlen_kv, None, lengths, batch * seqlen_q)
+
+
+def dense_shape(shapes: list[tuple[int, ...]], options: dict[str, Any]) -> Shape:
+    """Return the shape of a call from those of q and k, which have 4 axes."""
+    sequence, heads = (2, 1) if options.get("layout", "bshd") == "bhsd" else (1, 2)
+    return Shape(shapes[0][0], shapes[0][heads], shapes[0][sequence], shapes[1][sequence])
 
 
 def lengths_of(used: Any, batch: int, most: int) -> list[int] | None:

@@ -137,6 +137,7 @@ class BlockMask:
     ):
         self.mask_mod, self.shape, self.block_size = mask_mod, shape, block_size
         self.states = states
+        self._within: tuple[Any, BlockMask] | None = None
 
     @cached_property
     def by_query(self) -> Lists:
@@ -339,9 +340,16 @@ class BlockMask:
         return BlockMask(mod, self.shape, self.block_size, states(self.states, other.states))
 
     def within(self, mask_mod: Callable[..., Any]) -> BlockMask:
-        """Return the mask that hides also what a function hides: no block of it is surely seen."""
-        mod = masks.and_masks(self.mask_mod, mask_mod)
-        return BlockMask(mod, self.shape, self.block_size, np.minimum(self.states, ASKED))
+        """Return the mask that hides also what a function hides: no block of it is surely seen.
+
+        The same one as last time, if the function is: plans of calls are kept with it.
+        """
+        kept = self._within
+        if kept is None or kept[0] is not mask_mod:
+            mod = masks.and_masks(self.mask_mod, mask_mod)
+            made = BlockMask(mod, self.shape, self.block_size, np.minimum(self.states, ASKED))
+            kept = self._within = (mask_mod, made)
+        return kept[1]
 
     def of_tiles(self, tile: tuple[int, int]) -> BlockMask:
         """Return the same mask in blocks that are whole tiles; those of both kinds are asked."""

@@ -7,6 +7,7 @@ Next: functors.py (compiled code), emit.py (its source).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import sys
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from .. import _core
-from .._arrays import operations, stream_handle
+from .._arrays import Operations, operations, stream_handle
 from .block_mask import BlockMask
 from .emit import Kernel, numbers, source
 from .functors import functor
@@ -67,8 +68,7 @@ class Placed:
         if not found.arrays and ALIBI not in found.options:
             return
         q = arguments["q"]
-        why, way_out = "row ranges, lists and captured arrays must be on the device", "numpy arrays"
-        with operations(NAME, q, arguments.get("stream"), why, way_out) as at:
+        with on_its_stream(arguments) as at:
             if at.namespace.__name__ == "torch":
                 self.torch = at.namespace
                 self.stream = self.torch.cuda.current_stream(q.device)
@@ -100,10 +100,11 @@ class Placed:
             is_there = lies_with(q, x)
             self.captured.append((x if is_there else copy(host), is_there))
 
-    def given(self, q: Any) -> dict[str, Any]:
-        """Return the arrays for a call on the current stream."""
+    def given(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Return the arrays for a call."""
         if self.torch is not None:
-            self.outlive(self.torch.cuda.current_stream(q.device))
+            with on_its_stream(arguments):
+                self.outlive(self.torch.cuda.current_stream(arguments["q"].device))
         captured = [detached(x) if is_there else x for x, is_there in self.captured]
         return {**self.arrays, "arrays": captured} if self.arrays or captured else {}
 
@@ -117,6 +118,12 @@ class Placed:
             for x in made:
                 if isinstance(x, self.torch.Tensor):
                     x.record_stream(stream)
+
+
+def on_its_stream(arguments: dict[str, Any]) -> contextlib.AbstractContextManager[Operations]:
+    """Compute in the library of q, on the stream of the call."""
+    why, way_out = "row ranges, lists and captured arrays must be on the device", "numpy arrays"
+    return operations(NAME, arguments["q"], arguments.get("stream"), why, way_out)
 
 
 def lies_with(q: Any, array: Any) -> bool:

@@ -52,10 +52,20 @@ def version_of(x: Any) -> Any:
         return None
 
 
+def never_changes(x: Any) -> bool:
+    """Whether it is an array of JAX."""
+    return type(x).__module__.startswith("jax")
+
+
+def is_compared(x: Any) -> bool:
+    """Whether its numbers are compared, as nothing else tells that they are others."""
+    return not never_changes(x) and version_of(x) is None
+
+
 def mark_of(x: Any) -> Any:
     """Return what tells whether an array still holds the same numbers."""
-    if type(x).__module__.startswith("jax"):
-        return None  # they never change
+    if never_changes(x):
+        return None
     version = version_of(x)
     if version is not None:
         return version
@@ -79,7 +89,7 @@ def remember(
         Is called where nothing is kept, or what is kept is of other numbers.
     """
     arrays = [x for f in traced for x in f.arrays]
-    if sum(getattr(x, "nbytes", 0) for x in arrays) > MOST_BYTES:
+    if sum(getattr(x, "nbytes", 0) for x in arrays if is_compared(x)) > MOST_BYTES:
         return make()
     others = tuple(x for x in (*traced[1:], *others) if x is not None)
     key = (*key, *map(id, others))
@@ -106,6 +116,7 @@ def of_torch(block_mask: Any) -> BlockMask:
     """Return a BlockMask of torch as ours, the same one each time."""
     tensors = [getattr(block_mask, name) for name in TENSORS]
     marks = [None if x is None else mark_of(x) for x in tensors]
+    marks += [block_mask.mask_mod, tuple(block_mask.BLOCK_SIZE), tuple(block_mask.seq_lengths)]
     known = _converted.get(block_mask)
     if known is None or known[0] != marks:
         known = _converted[block_mask] = (marks, BlockMask.from_torch(block_mask))
