@@ -11,6 +11,7 @@ import importlib.abc
 import importlib.util
 import sys
 import warnings
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from typing import Any
 
@@ -43,8 +44,13 @@ class Finder(importlib.abc.MetaPathFinder):
         return spec
 
 
+waiting: list[Callable[[], None]] = []  # until torch.compile is loaded
+
+
 def tell() -> None:
     """Have the builtins replaced in graphs; torch.compile itself must work in any case."""
+    while waiting:
+        waiting.pop()()
     try:
         from .torch import tracing
 
@@ -63,3 +69,20 @@ def tell_torch_compile() -> None:
         tell()
     else:
         sys.meta_path.insert(0, Finder())
+
+
+def keep_out_of_graphs(names: dict[str, Any], name: str) -> None:
+    """Have a function of a module, by its globals, run as it stands under torch.compile.
+
+    torch.compiler.disable does so, and loads torch.compile, which takes as long as torch itself.
+    """
+
+    def disable() -> None:
+        import torch
+
+        names[name] = torch.compiler.disable(names[name])
+
+    if COMPILER in sys.modules:
+        disable()
+    else:
+        waiting.append(disable)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._tracing import keep_out_of_graphs
 from .attend import Problem
 from .autograd import Attend, HeadsToRows, RowsToHeads
 from .check import Said, agree
@@ -21,7 +22,6 @@ from .plan import Plan, kept_plan, limit_memory, plan_of, teams_of
 from .schemes import SCHEMES
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def attention(
     q: Tensor,
     k: Tensor,
@@ -118,7 +118,6 @@ def attention(
     return run("parallel.attention", locals(), None)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def attention_varlen(
     q: Tensor,
     k: Tensor,
@@ -286,3 +285,6 @@ def run_scheme(
         return scheme.forward(*arrays)
     result: tuple[Tensor, Tensor] = Attend.apply(scheme, *arrays)
     return result
+
+
+keep_out_of_graphs(globals(), "run")
