@@ -98,10 +98,10 @@ def judge(found, want, scheme, what, bits=True, bound=3e-6):
         assert largest(got, mine) <= near, (what, name, largest(got, mine), near)
 
 
-def masks_and_layouts(ranks, seed, dtype, heads, seqlen):
+def masks_and_layouts(ranks, seed, dtype, heads, seqlen, batch):
     """Every mask by every layout and scheme; a ring repeats its bits."""
     for number, (mask, options) in enumerate(MASKS.items()):
-        whole = Whole(*draw(seed + number, seqlen, heads, (32, 24), dtype), options)
+        whole = Whole(*draw(seed + number, seqlen, heads, (32, 24), dtype, batch), options)
         want = whole.one_process(return_lse=True, batch_invariant=True)
         for kind, scheme in itertools.product(
             ("contiguous", "zigzag"), ("gather", "heads", "ring")
@@ -276,9 +276,9 @@ def backward_of(ranks, whole, layout, scheme, seed, bits=False):
     g = generator(seed)
     dout = torch.randn(out.shape, generator=g).to(out.dtype)
     dlse = torch.randn(lse.shape, generator=g)
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.set_deterministic_debug_mode("warn")  # loads no compiler
     torch.autograd.backward([out, lse], [dout, dlse])
-    torch.use_deterministic_algorithms(False)
+    torch.set_deterministic_debug_mode("default")
     mine = [layout.shard(x, ranks.rank, whole.axis).requires_grad_() for x in whole.arrays()]
     rank_sinks = None if sinks is None else sinks.clone().requires_grad_()
     shared = options | ({} if sinks is None else {"sinks": rank_sinks})
@@ -449,12 +449,19 @@ def mutants():
         attend(call, sinks, out, lse)
         lse *= 1.4426950408889634
 
+    fold = schemes.fold_of
+
+    def one_key_less(*arguments):
+        found = fold(*arguments)
+        return None if found is None else tuple(n - 1 for n in found)
+
     short = lambda *arguments: max(last(*arguments) - 1, 0)  # noqa: E731
     return {
         "order of zigzag": (exchange, "in_order", in_order),
         "weights of the merge": (cuattn, "merge_states", swap),
         "sink twice": (schemes.Scheme, "calls", every_sink),
         "shift by one": (schemes, "find_pieces", one_off),
+        "a run one key short": (schemes, "fold_of", one_key_less),
         "ring one step short": (schemes, "last_step", short),
         "lse in base 2": (schemes, "attend", base_2),
     }
@@ -468,7 +475,8 @@ def mutant(ranks, name, seed):
     right = getattr(where, attribute)
     scheme = "gather" if name == "order of zigzag" else "ring"
     options = {"causal": True, "sinks": torch.linspace(-1, 1, 4)}
-    whole = Whole(*draw(seed, 512, (4, 2)), options)
+    batch = 1 if name == "a run one key short" else 2  # one sequence alone is folded
+    whole = Whole(*draw(seed, 512, (4, 2), batch=batch), options)
     want = whole.one_process(return_lse=True)
     layout = Layout("zigzag", 512, ranks.size)
     seen = []

@@ -12,11 +12,17 @@ import jobs  # noqa: E402
 
 
 @pytest.mark.parametrize(
-    ("size", "dtype", "heads", "seqlen"),
-    [(2, "float32", (8, 2), 512), (4, "bfloat16", (4, 4), 1000), (2, "float16", (4, 1), 700)],
+    ("size", "dtype", "heads", "seqlen", "batch"),
+    [
+        (2, "float32", (8, 2), 512, 2),
+        (2, "float32", (4, 2), 512, 1),  # its runs go into one call
+        (4, "bfloat16", (4, 4), 1024, 1),
+        (4, "bfloat16", (4, 4), 1000, 2),
+        (2, "float16", (4, 1), 700, 1),
+    ],
 )
-def test_every_mask_layout_and_scheme(size, dtype, heads, seqlen, pool, seed):
-    pool.run(size, jobs.masks_and_layouts, seed, dtype, heads, seqlen)
+def test_every_mask_layout_and_scheme(size, dtype, heads, seqlen, batch, pool, seed):
+    pool.run(size, jobs.masks_and_layouts, seed, dtype, heads, seqlen, batch)
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -28,7 +28,7 @@ class Team:
         self.ranks: list[int] = dist.get_process_group_ranks(group)
         self.calls = 0  # of this package, on this group; the same number on every rank
         self.last_seconds = 0.0  # the modelled time that all ranks agreed on last
-        self.speeds: tuple[float, float] | None = None  # measured by calibrate: FLOP/s, bytes/s
+        self.speeds: Any = None  # measured by calibrate: cost.Speeds
         self.plans: dict[Any, Any] = {}  # of calls that were checked here: plan.py
         self._host: Any = None
         self._free: dict[Team | None, int] = {}
