@@ -2,8 +2,9 @@
 """Processes that stand for ranks: started once, joined by gloo or NCCL, given job after job.
 
 A job is a function of a module that the processes can import, run on every rank of a group with
-(team, *arguments); `Pool.run` returns what each rank returned, or raises what any raised. Ranks that
-do not answer in time say where they stand, are killed, and are started anew for the next job.
+(team, *arguments); `Pool.run` returns what each rank returned, or raises what any raised.
+Ranks that do not answer in time say where they stand, are killed, and are started anew for the
+next job.
 """
 
 from __future__ import annotations

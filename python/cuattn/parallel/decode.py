@@ -179,8 +179,9 @@ def run(given: dict[str, Any]) -> Tensor:
     lens = local_lens(context_lens, rank=team.rank, size=team.size, interleave=turn)
     part = torch.empty(q.shape, dtype=wide, device=q.device)
     options = {name: given[name] for name in ("kv_layout", "scale", "softcap", *SCALES)}
+    k_cache, v_cache, block_tables = (given[name] for name in CACHE)
     _, lse = cuattn.paged_attention(
-        q, *(given[name] for name in CACHE), lens, **options,
+        q, k_cache, v_cache, block_tables, lens, **options,
         sinks=sinks if team.rank == 0 else None, causal=False, return_lse=True, out=part,
     )  # fmt: skip
     message = torch.cat([part.float(), lse.unsqueeze(-1)], -1)  # [num_seqs, heads, head_dim + 1]

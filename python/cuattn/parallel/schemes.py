@@ -87,9 +87,7 @@ def pairs_of(
 
 
 @functools.lru_cache(maxsize=256)
-def fold_of(
-    layout: Layout, rank: int, owner: int | None, window: Window
-) -> tuple[int, ...] | None:
+def fold_of(layout: Layout, rank: int, owner: int | None, window: Window) -> tuple[int, ...] | None:
     """Say how many keys each run of queries sees, where all runs go into one call; None: not so.
 
     That is without a mask; and with a causal one where the runs are as long, and the keys are in
@@ -139,12 +137,12 @@ class Scheme:
         problem = self.problem
         is_plain = problem.axis == 1 and problem.slopes is None and problem.bias is None
         lengths = fold_of(self.layout, self.rank, owner, problem.window) if is_plain else None
-        if lengths is not None and max(lengths) > 0:
-            if q.shape[0] == 1 or len(lengths) == 1:
-                call = make_folded_call(problem, lengths, q, k, v)
-                yield call, slice(0, q.shape[1]), slice(0, max(lengths)), owner in (None, self.rank)
-                return
-        yield from self.calls(q, k, v, owner)
+        if lengths is None or max(lengths) == 0 or (q.shape[0] > 1 and len(lengths) > 1):
+            yield from self.calls(q, k, v, owner)
+            return
+        rows, keys = slice(0, q.shape[problem.axis]), slice(0, max(lengths))
+        call = make_folded_call(problem, lengths, q, k, v)
+        yield call, rows, keys, owner in (None, self.rank)
 
     def differentiate(
         self,
