@@ -71,18 +71,9 @@ def tell_torch_compile() -> None:
         sys.meta_path.insert(0, Finder())
 
 
-def keep_out_of_graphs(names: dict[str, Any], name: str) -> None:
-    """Have a function of a module, by its globals, run as it stands under torch.compile.
-
-    torch.compiler.disable does so, and loads torch.compile, which takes as long as torch itself.
-    """
-
-    def disable() -> None:
-        import torch
-
-        names[name] = torch.compiler.disable(names[name])
-
+def when_torch_compiles(function: Callable[[], None]) -> None:
+    """Call a function now where torch.compile is loaded, else when it is."""
     if COMPILER in sys.modules:
-        disable()
+        function()
     else:
-        waiting.append(disable)
+        waiting.append(function)

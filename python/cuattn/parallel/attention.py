@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._tracing import keep_out_of_graphs
 from .attend import Problem
 from .autograd import Attend, HeadsToRows, RowsToHeads
 from .check import Said, agree
@@ -20,6 +19,7 @@ from .cost import Choice
 from .layout import Layout
 from .plan import Plan, kept_plan, limit_memory, plan_of, teams_of
 from .schemes import SCHEMES
+from .team import keep_out_of_graphs
 
 
 def attention(
