@@ -21,15 +21,16 @@ import reference
 from backward_cases import FACTORS, BackwardCase, case_of, make_problem, run
 from harness import Cpu, bits
 
-# Holds some results against the reference.
+# Holds the results of the cases in a file against the reference.
 RIGHT = """
-import json
+import json, pickle, sys
 import cuattn, numpy
 from backward_cases import assert_case
 from harness import Cpu
-from test_bits_backward import chosen
 
-for number, case in chosen(every=4):
+with open(sys.argv[1], "rb") as file:
+    chosen = pickle.load(file)
+for number, case in chosen:
     assert_case(Cpu(), "cpu", case, numpy.random.default_rng(number))
 print(json.dumps(cuattn.info()["cpu"]))
 """
@@ -60,11 +61,11 @@ def chosen(every):
 
 
 def work(program, *arguments, **environment):
-    here = Path(__file__).resolve().parent
-    path = [str(here.parent), str(here), *filter(None, [os.environ.get("PYTHONPATH")])]
+    tests = str(Path(__file__).resolve().parents[1])
+    path = os.pathsep.join([tests, *filter(None, [os.environ.get("PYTHONPATH")])])
     return subprocess.run(
         [sys.executable, "-c", program, *arguments],
-        env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(path)},
+        env={**os.environ, **environment, "PYTHONPATH": path},
         capture_output=True,
         text=True,
         check=False,
@@ -72,8 +73,10 @@ def work(program, *arguments, **environment):
 
 
 @pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512"])
-def test_every_instruction_set_is_right(isa):
-    result = work(RIGHT, CUATTN_CPU_ISA=isa)
+def test_every_instruction_set_is_right(isa, tmp_path):
+    file = tmp_path / "cases"
+    file.write_bytes(pickle.dumps(chosen(every=4)))
+    result = work(RIGHT, str(file), CUATTN_CPU_ISA=isa)
     if "CUATTN_CPU_ISA must be one of" in result.stderr:
         pytest.skip(f"this processor has no {isa}")
     assert result.returncode == 0, result.stderr
