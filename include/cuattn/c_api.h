@@ -230,8 +230,7 @@ CUATTN_API cuattn_status cuattn_attention_backward_run(cuattn_backward_call* cal
 
 /* Merges two attention results over disjoint keys. layout: BSHD, BHSD (out 4-D, lse [batch, heads,
  * seqlen]), NHD (out [n, heads, dim], lse [n, heads]) or THD (out [total, heads, dim], lse [heads,
- * total]). lse_out may be NULL. A part with lse -inf or +inf has no keys. out may be one of
- * the parts, lse_out one of their lse. */
+ * total]). lse_out may be NULL. Of lse -inf or +inf: no keys. out may be a part, lse_out its lse. */
 CUATTN_API cuattn_status cuattn_merge_states(const DLTensor* out_a, const DLTensor* lse_a,
                                              const DLTensor* out_b, const DLTensor* lse_b,
                                              const DLTensor* out, const DLTensor* lse_out,
