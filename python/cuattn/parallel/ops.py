@@ -178,8 +178,8 @@ def differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[A
     *arrays, out, lse = ctx.saved_tensors
     if any(ctx.needs_input_grad[i] for i in (3, 5)):
         raise NotImplementedError(
-            f"{FUNCTION}: alibi_slopes and bias must not require a gradient, which ranks do not "
-            "compute; detach them"
+            f"{FUNCTION}: alibi_slopes and bias must not require a gradient, which its op does not "
+            "hold; detach them, or leave the call out of the graph"
         )
     dout = torch.zeros_like(out) if dout is None else dout.to(out.dtype)
     dq, dk, dv, dsinks = torch.ops.cuattn.parallel_attention_backward(
