@@ -124,11 +124,16 @@ def attention(
     Ring Attention, arXiv:2310.01889; striped and zigzag orders, arXiv:2311.09431; heads for tokens,
     arXiv:2309.14509; both levels, arXiv:2405.07719; gathering by groups of heads, arXiv:2407.21783.
     """
-    given = dict(locals())
     is_held = bias is None or not bias.requires_grad  # by the op
     if is_held and traced is not None and torch.compiler.is_compiling():
-        return traced(given)
-    return run("parallel.attention", given, None)
+        return traced(
+            group, (q, k, v, alibi_slopes, sinks, bias), layout,
+            scheme=scheme, causal=causal, window=window, scale=scale, softcap=softcap,
+            batch_invariant=batch_invariant, deterministic=deterministic,
+            partial_dtype=partial_dtype, memory_limit=memory_limit, check=check,
+            return_lse=return_lse,
+        )  # fmt: skip
+    return run("parallel.attention", locals(), None)
 
 
 def attention_varlen(
