@@ -290,6 +290,12 @@ CUATTN_API cuattn_status cuattn_paged_prepare(const DLTensor* q, const DLTensor*
 CUATTN_API cuattn_status cuattn_paged_run(cuattn_attention_call* call, const DLTensor* out,
                                           const DLTensor* lse, void* workspace,
                                           size_t workspace_bytes, void* stream);
+/* All that run would refuse, ids and lengths on the CPU included, and nothing is written: who is to
+ * write the newest tokens into the caches first asks prepare and this before, so that a call that
+ * is refused leaves them as they are. */
+CUATTN_API cuattn_status cuattn_paged_check(const cuattn_attention_call* call, const DLTensor* out,
+                                            const DLTensor* lse, const void* workspace,
+                                            size_t workspace_bytes, void* stream);
 
 /* What the calls of a step have in common, for its plan. */
 typedef struct {
