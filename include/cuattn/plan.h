@@ -86,7 +86,8 @@ struct Plan {
   int32_t head_dim, head_dim_v;    // of the instance; smaller heads run padded in shared memory
   Tile tile;
   int32_t num_splits;  // parts of the keys that memory holds; paged: 0 = by a deal of the device
-  int32_t split_keys;  // the fixed length of a split, or 0
+  int32_t split_keys;  // the fixed length of a split, or 0; of attention the least
+  int32_t most_splits;  // attention: parts of a sequence at most, where their length is fixed
   int32_t cluster;     // paged: thread blocks that share a split and merge what they find; 1 = none
   bool in_parts;       // paged: batch invariant in parts of a split (PagedWork)
   int32_t num_workers;   // paged: thread blocks that share a deal

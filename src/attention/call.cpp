@@ -86,8 +86,8 @@ std::string ladder_of(const AttentionCall& call, const DeviceInfo& device, const
 namespace {
 
 AttentionSchedule schedule_of(const Plan& plan, void* workspace) {
-  return {plan.tile,     plan.num_splits,  plan.split_keys, plan.packed_heads,
-          plan.num_ctas, plan.draws_tiles, workspace};
+  return {plan.tile,         plan.num_splits, plan.split_keys,  plan.most_splits,
+          plan.packed_heads, plan.num_ctas,   plan.draws_tiles, workspace};
 }
 
 }  // namespace
