@@ -107,8 +107,9 @@ struct FixedSplits {
 };
 
 FixedSplits fixed_splits(int64_t items, int32_t n) {
-  constexpr int32_t kWave = 128;     // Hoppers have 114 or 132 multiprocessors
-  constexpr int32_t kFewest = 1024;  // with fewer keys, a part takes longer to write than to compute
+  constexpr int32_t kWave = 128;  // Hoppers have 114 or 132 multiprocessors
+  constexpr int32_t kFewest =
+      1024;  // with fewer keys, a part takes longer to write than to compute
   if (items == 0 || items * 2 >= kWave) return {0, 1};
   return {ceil_div(kFewest, n), kWave / static_cast<int32_t>(items)};
 }
@@ -356,9 +357,10 @@ std::string access_clause(const Plan& plan) {
   bool over_pages = plan.num_workers > 0;
   std::string cut;
   if (plan.split_keys > 0 && !over_pages)
-    cut = concat("; keys are cut into parts of ", plan.split_keys, " or more, ", plan.most_splits,
-                 " at most, whatever the batch");
-  return concat(key_access_clause(plan.keys), bias_access_clause(plan.bias), cut);
+    cut = concat("; keys in parts of ", plan.split_keys, " or more, at most ", plan.most_splits);
+  const char* apart =
+      plan.decodes_apart ? "; single queries go by a kernel of paged_attention" : "";
+  return concat(key_access_clause(plan.keys), apart, cut, bias_access_clause(plan.bias));
 }
 
 }  // namespace cuattn

@@ -108,7 +108,7 @@ def test_as_many_splits_over_pages_as_can_be_counted():
 
 def places(plan, keys):
     """Where the keys of a sequence are cut, of a batch whose longest has as many or more."""
-    found = re.search("into parts of (\\d+) or more, (\\d+) at most, whatever the batch", plan.reason)
+    found = re.search("keys in parts of (\\d+) or more, at most (\\d+)", plan.reason)
     if not found:
         assert plan.num_splits == 1
         return range(0, keys, keys)
