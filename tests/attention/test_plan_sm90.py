@@ -113,7 +113,9 @@ def places(plan, keys):
         assert plan.num_splits == 1
         return range(0, keys, keys)
     least, most = int(found[1]), int(found[2])
-    assert least % plan.tile_n == 0 and least >= 1024 and most >= 2
+    assert least % plan.tile_n == 0
+    assert least >= 1024
+    assert most >= 2
     tiles = -(-keys // plan.tile_n)
     every = max(least, -(-tiles // most) * plan.tile_n)
     parts = range(0, keys, every)
