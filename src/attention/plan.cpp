@@ -98,15 +98,20 @@ int32_t choose_splits(int64_t items, int32_t key_tiles, int32_t num_sms) {
   return std::max(most, 1);
 }
 
-// Keys after which those of a sequence are cut whatever the batch, whole tiles of `n`; 0: nowhere.
-// `items`: its query tiles times its heads. Nothing else may count, not even the number of keys,
-// which is that of the longest in the batch. From half a wave on, items fill half of the chip uncut.
-// Longer parts for more items bound the workspace: at head_dim_v 128, 1032 bytes a key and sequence.
-int32_t fixed_split_keys(int64_t items, int32_t n) {
-  constexpr int32_t kHalfWave = 64;  // Hoppers have 114 or 132 multiprocessors
-  constexpr int32_t kFewest = 1024;  // with fewer, a part takes longer to write than to compute
-  if (items >= kHalfWave) return 0;
-  return ceil_div(std::max(kFewest, 64 * static_cast<int32_t>(items)), n) * n;
+// Where the keys of a sequence are cut whatever the batch: into parts of `tiles` or more, as many as
+// `most`, by the number of its own keys. most == 1: nowhere. `items`: its query tiles times its
+// heads. Nothing else may count. From half a wave on, items fill half of the chip uncut; no more
+// parts than fill it bound the workspace, too.
+struct FixedSplits {
+  int32_t tiles, most;
+};
+
+FixedSplits fixed_splits(int64_t items, int32_t n) {
+  constexpr int32_t kWave = 128;  // Hoppers have 114 or 132 multiprocessors
+  constexpr int32_t kFewest =
+      1024;  // with fewer keys, a part takes longer to write than to compute
+  if (items == 0 || items * 2 >= kWave) return {0, 1};
+  return {ceil_div(kFewest, n), kWave / static_cast<int32_t>(items)};
 }
 
 // How sm90 cuts its work: rows of a group packed where tiles would stay half empty, keys split
@@ -138,8 +143,12 @@ void plan_sm90(Plan& plan, HeadDims d, const AttentionRequest& r, const DeviceIn
   } else if (!r.batch_invariant) {
     plan.num_splits = choose_splits(items, key_tiles, device.num_sms);
   } else if (r.batch > 0) {
-    plan.split_keys = fixed_split_keys(items / r.batch, plan.tile.n);
-    if (plan.split_keys > 0) plan.num_splits = std::max(ceil_div(r.seqlen_kv, plan.split_keys), 1);
+    FixedSplits fixed = fixed_splits(items / r.batch, plan.tile.n);
+    plan.split_keys = fixed.tiles * plan.tile.n;
+    plan.most_splits = fixed.most;
+    if (fixed.most > 1) {
+      plan.num_splits = std::clamp(ceil_div(key_tiles, fixed.tiles), 1, fixed.most);
+    }
   }
   if (in_blocks(plan.tile)) plan.keys = KeyAccess::in_blocks;
   if (r.has_bias) {
@@ -348,8 +357,10 @@ std::string access_clause(const Plan& plan) {
   bool over_pages = plan.num_workers > 0;
   std::string cut;
   if (plan.split_keys > 0 && !over_pages)
-    cut = concat("; keys are cut every ", plan.split_keys, ", whatever the batch");
-  return concat(key_access_clause(plan.keys), bias_access_clause(plan.bias), cut);
+    cut = concat("; keys in parts of ", plan.split_keys, " or more, at most ", plan.most_splits);
+  const char* apart =
+      plan.decodes_apart ? "; single queries go by a kernel of paged_attention" : "";
+  return concat(key_access_clause(plan.keys), apart, cut, bias_access_clause(plan.bias));
 }
 
 }  // namespace cuattn

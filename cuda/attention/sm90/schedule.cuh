@@ -22,7 +22,8 @@ struct Sm90Schedule {
   int32_t packed;         // query heads that share a tile: row = token * packed + head in group
   int32_t section_heads;  // (batch, head) pairs of a section; heads of one sequence if ragged
   int32_t splits;         // parts of the keys, each a work item of its own
-  int32_t split_tiles;    // key tiles of a split that begins at a fixed place; 0: even shares
+  int32_t split_tiles;    // key tiles of a split that begins at a fixed place, or more, so that
+  int32_t most_splits;    // a sequence has so many at most; 0: even shares
   int32_t total;          // work items, at most
   int32_t* counter;       // items drawn beyond the first of each CTA; nullptr: a fixed order
   bool stores_wide;       // O in float32: a part of split keys, or an out of that dtype
@@ -35,6 +36,13 @@ struct Sm90Schedule {
   float* part_out;  // [splits, heads, rows, head_dim_v], splits > 1
   float* part_lse;  // [splits, heads, rows]
   float zero;       // 0, which the compiler does not know
+
+  // Key tiles of each part of `keys`, where they begin at fixed places; 0: even shares.
+  template <int kN>
+  __device__ __forceinline__ int32_t fixed_tiles(int32_t keys) const {
+    if (split_tiles == 0) return 0;
+    return max(split_tiles, device::ceil_div(device::ceil_div(keys, kN), most_splits));
+  }
 };
 
 // A work item: rows [row0, row0 + m) of one head (or of a group of heads, packed) against the key
@@ -163,7 +171,7 @@ __device__ __forceinline__ Sm90Work::Kind find_sm90_work(const AttentionParams& 
     int64_t first = p.rows.first(batch, head, queries.start + token0);
     range = within_rows<kN>(range, p.rows, first, token1 - token0);
   }
-  if (s.splits > 1) range = device::split_of(range, split, s.splits, s.split_tiles);
+  if (s.splits > 1) range = device::split_of(range, split, s.splits, s.fixed_tiles<kN>(keys.used));
   put(offsetof(Sm90Work, range), range);
   return put_kind(range.begin >= range.end ? Sm90Work::kEmpty : Sm90Work::kFull);
 }
@@ -247,6 +255,7 @@ inline Sm90Schedule make_sm90_schedule(const AttentionParams& p, const Attention
   s.tiles = static_cast<int32_t>(device::ceil_div<int64_t>(rows, tile.m));
   s.splits = schedule.num_splits;
   s.split_tiles = schedule.split_keys / tile.n;
+  s.most_splits = schedule.most_splits;
   int64_t pairs = int64_t{p.batch} * s.heads;
   int64_t head_bytes = (p.seqlen_kv + int64_t{1}) * (p.head_dim + p.head_dim_v) * 2;
   int64_t section = schedule.draws_tiles ? device::ceil_div(kSectionBytes, head_bytes) : 1;
