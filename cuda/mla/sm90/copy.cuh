@@ -141,9 +141,10 @@ inline MlaSm90Maps mla_sm90_maps(const PagedParams& p) {
   MlaSm90Maps maps;
   bool is_paged = p.pages.block_tables != nullptr;
   maps.piece = is_paged ? std::gcd(p.pages.block_size, MlaSm90Tiles::kKeys) : MlaSm90Tiles::kKeys;
-  maps.latent = paged_cache_map(p, p.k_cache, p.k_strides, maps.piece);
+  bool has_keys = p.work.capacity > 0;  // else nothing is read
+  maps.latent = paged_cache_map(p, has_keys ? p.k_cache : p.q, p.k_strides, maps.piece);
   const CacheStrides& s = p.latent.strides;
-  maps.rope = tensor_map(p.kv_dtype, p.pages.num_blocks > 0 ? p.latent.rope_cache : p.q,
+  maps.rope = tensor_map(p.kv_dtype, has_keys ? p.latent.rope_cache : p.q,
                          {p.latent.rope_dim, p.pages.block_size, 1, p.pages.num_blocks, 1},
                          {s.token, 0, s.block, 0}, {64, maps.piece, 1, 1, 1});
   return maps;
