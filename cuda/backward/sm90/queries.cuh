@@ -45,6 +45,8 @@ struct QueriesPass {
   static constexpr int kSmemBytes = sm90_queries_smem_bytes(kDims, kTile, kForm);
   static constexpr bool kDrops = kForm == ScoreForm::dropped;
   static constexpr int kKeptBytes = sm90_kept_bytes(kTile.m, kTile.n, kForm);  // a stage of V
+  static constexpr bool kIsBiased = kForm == ScoreForm::biased;
+  static constexpr int kBiasBytes = sm90_bias_bytes(kTile.m, kTile.n, kForm);  // a stage of K
   static constexpr int kPanelsQk = (kHeadDim + 63) / 64, kPanelsV = (kHeadDimV + 63) / 64;
   static constexpr int kQBytes = kTile.m * kPanelsQk * 128, kDoutBytes = kTile.m * kPanelsV * 128;
   static constexpr int kKBytes = kTile.n * kPanelsQk * 128, kVBytes = kTile.n * kPanelsV * 128;
@@ -52,20 +54,22 @@ struct QueriesPass {
   static_assert(kTile.n % 16 == 0 && kSmemBytes <= 227 * 1024);
   using Mod = typename ScoresOf<kType, kMask, kForm>::Type;
 
-  // 2. Shared storage, in address order: Q, dO (panel, m, 64); K (stage, panel, n, 64), V; what
-  // dropout keeps, which comes with V; barriers.
+  // 2. Shared storage, in address order: Q, dO (panel, m, 64); K (stage, panel, n, 64), V; a bias
+  // (stage, panel, m, 64), which comes with K; what dropout keeps, which comes with V; barriers.
   struct Shared {
-    uint32_t q, dout, k, v, kept_bits, barriers;
+    uint32_t q, dout, k, v, bias, kept_bits, barriers;
     __device__ explicit Shared(const void* base) {
       q = (device::smem_address(base) + 1023) & ~1023u;  // the swizzle repeats every 1024 bytes
       dout = q + kQBytes;
       k = dout + kDoutBytes;
       v = k + kTile.stages * kKBytes;
-      kept_bits = v + kVStages * kVBytes;
+      bias = v + kVStages * kVBytes;
+      kept_bits = bias + kTile.stages * kBiasBytes;
       barriers = kept_bits + kVStages * kKeptBytes;
     }
     __device__ uint32_t k_stage(int s) const { return k + s * kKBytes; }
     __device__ uint32_t v_stage(int s) const { return v + s * kVBytes; }
+    __device__ uint32_t bias_stage(int s) const { return bias + s * kBiasBytes; }
     __device__ uint32_t kept(int s) const { return kept_bits + s * kKeptBytes; }
     __device__ uint32_t rows_full() const { return barriers; }
     __device__ uint32_t k_full(int s) const { return barriers + 8 * (1 + s); }
@@ -142,9 +146,13 @@ struct QueriesPass {
     for (int32_t tile = work.range.end - 1; tile >= work.range.begin; --tile) {
       const BoxPlace keys(f.cu_seqlens_kv != nullptr, work.keys, work.batch, tile * kTile.n);
       barrier_wait(shared.k_empty(k_ring.stage()), k_ring.parity());
-      barrier_arrive_expect(shared.k_full(k_ring.stage()), kKBytes);
+      barrier_arrive_expect(shared.k_full(k_ring.stage()), kKBytes + kBiasBytes);
       load_tile<kTile.n, kPanelsQk>(shared.k_stage(k_ring.stage()), maps.k,
                                     shared.k_full(k_ring.stage()), keys, work.kv_head, kEvictLast);
+      if constexpr (kIsBiased)
+        load_bias<kTile.m, kTile.n>(shared.bias_stage(k_ring.stage()), maps,
+                                    shared.k_full(k_ring.stage()), f.scores, tile * kTile.n,
+                                    work.row0, work.head, work.batch);
       barrier_wait(shared.v_empty(v_ring.stage()), v_ring.parity());
       barrier_arrive_expect(shared.v_full(v_ring.stage()), kVBytes);
       load_tile<kTile.n, kPanelsV>(shared.v_stage(v_ring.stage()), maps.v,
@@ -260,19 +268,23 @@ struct QueriesPass {
   static __device__ __forceinline__ void make_probs(float (&scores)[kTile.n / 2],
                                                     const AttentionParams& f, const Work& work,
                                                     const Mod& mod, const LaneRows& rows,
-                                                    int32_t key0, bool masked) {
-    if constexpr (kForm == ScoreForm::smooth) {
+                                                    uint32_t bias, int32_t key0, bool masked) {
+    if constexpr (kForm == ScoreForm::smooth || kIsBiased) {
       const int32_t first = key0 + 2 * static_cast<int32_t>(threadIdx.x % 4);
-      mod.template modify<false>(scores, rows.row + work.keys.used - work.queries.used - first);
+      if constexpr (kIsBiased)
+        mod.template add<kTile.m>(scores, bias);
+      else
+        mod.template modify<false>(scores, rows.row + work.keys.used - work.queries.used - first);
       if (masked) {
         KeyRange keys[2];
 #pragma unroll
         for (int half = 0; half < 2; ++half)
           keys[half] = visible_keys(left(f), right(f), rows.row + 8 * half, work.queries.used,
                                     work.keys.used);
-        mod.template hide<kMask>(scores, keys, first);
+        hide_outside<kMask>(scores, keys, first, mod.hidden());
       }
-      if (mod.caps()) return make_probs_of<false, true>(scores, f, work, mod, rows, key0);
+      if constexpr (!kIsBiased)
+        if (mod.caps()) return make_probs_of<false, true>(scores, f, work, mod, rows, key0);
       return make_probs_of<false>(scores, f, work, mod, rows, key0);
     }
     if (masked) {
@@ -338,7 +350,7 @@ struct QueriesPass {
       wgmma_wait<1>();
       pin(scores);
       const bool masked = tile < work.range.full_begin || tile >= work.range.full_end;
-      make_probs(scores, f, work, mod, rows, key0, masked);
+      make_probs(scores, f, work, mod, rows, shared.bias_stage(k_ring.stage()), key0, masked);
       wgmma_wait<0>();
       pin(dout_v);
       if constexpr (kDrops) {
@@ -347,7 +359,7 @@ struct QueriesPass {
         __syncwarp();  // every lane has read its bits
       }
       release(shared.v_empty(v_ring.stage()));
-      if (masked) {
+      if (kIsBiased || masked) {  // a bias may be -inf
         make_grads<true>(dout_v, scores, rows);
       } else {
         make_grads<false>(dout_v, scores, rows);
@@ -443,7 +455,7 @@ void launch_queries_sm90(const BackwardLaunch& launch, const backward::RowStates
   static std::atomic<uint64_t> allowed{0};
   allow_shared_memory(kernel, Pass::kSmemBytes, allowed);
   launch_overlapping(kernel, blocks, backward::kThreads, Pass::kSmemBytes, 9, stream, p, states,
-                     schedule, backward::make_maps(p, Pass::kTile.m, Pass::kTile.n));
+                     schedule, backward::make_maps(p, Pass::kTile.m, Pass::kTile.n, kForm));
 }
 
 }  // namespace cuattn
