@@ -107,6 +107,13 @@ void launch_bias_sums(const BackwardParams& p, const float* sums, int32_t parts,
   CUATTN_CUDA_TRY(cudaGetLastError());
 }
 
+void launch_slope_sums(const BackwardParams& p, const float* terms, cudaStream_t stream) {
+  int64_t slopes = (p.dslopes_per_batch ? int64_t{p.forward.batch} : 1) * p.forward.num_heads_q;
+  if (slopes == 0) return;
+  sum_slopes<<<grid_blocks(slopes, "dslopes"), kSumThreads, 0, stream>>>(p, terms);
+  CUATTN_CUDA_TRY(cudaGetLastError());
+}
+
 void launch_option_sums(const BackwardParams& p, void* workspace, cudaStream_t stream) {
   const AttentionParams& f = p.forward;
   const Memory memory(p, workspace);
@@ -114,11 +121,7 @@ void launch_option_sums(const BackwardParams& p, void* workspace, cudaStream_t s
     sum_sinks<<<grid_blocks(f.num_heads_q, "dsinks"), kSumThreads, 0, stream>>>(p, memory.rows);
     CUATTN_CUDA_TRY(cudaGetLastError());
   }
-  int64_t slopes = (p.dslopes_per_batch ? int64_t{f.batch} : 1) * f.num_heads_q;
-  if (p.needs(kNeedDslopes) && slopes > 0) {
-    sum_slopes<<<grid_blocks(slopes, "dslopes"), kSumThreads, 0, stream>>>(p, memory.slope_terms);
-    CUATTN_CUDA_TRY(cudaGetLastError());
-  }
+  if (p.needs(kNeedDslopes)) launch_slope_sums(p, memory.slope_terms, stream);
   int32_t parts = bias_parts(p);
   if (p.needs(kNeedDbias) && parts > 1) launch_bias_sums(p, memory.bias_parts, parts, stream);
 }

@@ -312,7 +312,8 @@ struct QueriesPass {
 
   static __device__ __forceinline__ void gather(const BackwardParams& p, const Work& work,
                                                 const Shared& shared, const LaneRows& rows,
-                                                int group, float (&dq)[kHeadDim / 2]) {
+                                                int group, float (&dq)[kHeadDim / 2],
+                                                float (&slope_terms)[2]) {
     using namespace device;
     const AttentionParams& f = p.forward;
     const uint32_t q = shared.q + group * 64 * 128, dout = shared.dout + group * 64 * 128;
@@ -364,6 +365,13 @@ struct QueriesPass {
       } else {
         make_grads<false>(dout_v, scores, rows);
       }
+      if constexpr (kForm == ScoreForm::smooth) {
+        if (p.needs(kNeedDslopes)) {
+          const int32_t first = key0 + 2 * static_cast<int32_t>(threadIdx.x % 4);
+          Mod::add_slope_terms(slope_terms, dout_v,
+                               rows.row + work.keys.used - work.queries.used - first);
+        }
+      }
       pack<kType>(grads, dout_v);
       pin(dq);
       pin(grads);
@@ -381,15 +389,41 @@ struct QueriesPass {
 
   static __device__ __forceinline__ void consume(const BackwardParams& p, const RowStates& states,
                                                  const Work& work, const Shared& shared,
-                                                 int group) {
+                                                 float* terms, int group) {
     const AttentionParams& f = p.forward;
     const LaneRows rows = find_rows(p, states, work, group);
-    if (p.dq == nullptr) return;
+    if (!walks(p)) return;
     float dq[kHeadDim / 2];
 #pragma unroll
     for (float& x : dq) x = 0.0f;
-    if (work.range.begin < work.range.end) gather(p, work, shared, rows, group, dq);
+    float slope_terms[2] = {};
+    if (work.range.begin < work.range.end) gather(p, work, shared, rows, group, dq, slope_terms);
+    if constexpr (kForm == ScoreForm::smooth) {
+      if (p.needs(kNeedDslopes)) store_slope_terms(slope_terms, f, work, rows.row, terms);
+      if (p.dq == nullptr) return;
+    }
     store(dq, f.scores.scale * (kDrops ? f.dropout.factor() : 1.0f), p, work, rows.row);
+  }
+
+  // Whether there is more to do than to leave the states.
+  static __device__ __forceinline__ bool walks(const BackwardParams& p) {
+    return kForm == ScoreForm::smooth ? p.needs(kNeedDq | kNeedDslopes) : p.dq != nullptr;
+  }
+
+  // `to`: [num_heads_q, total_q]
+  static __device__ __forceinline__ void store_slope_terms(const float (&terms)[2],
+                                                           const AttentionParams& f,
+                                                           const Work& work, int32_t first,
+                                                           float* to) {
+    const int64_t row0 =
+        f.cu_seqlens_q != nullptr ? work.queries.start : int64_t{work.batch} * f.seqlen_q;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float sum = device::quad_sum(terms[half]);
+      const int32_t row = first + 8 * half;
+      if (threadIdx.x % 4 == 0 && row < work.queries.stored)
+        to[work.head * f.total_q + row0 + row] = sum;
+    }
   }
 
   // 8. Epilogue: dQ of the rows of a group. Rows in [used, stored) become zeros.
@@ -413,7 +447,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     queries_sm90_kernel(const __grid_constant__ BackwardParams params,
                         const __grid_constant__ RowStates states,
                         const __grid_constant__ QuerySchedule schedule,
-                        const __grid_constant__ Maps maps) {
+                        const __grid_constant__ Maps maps, float* slope_terms) {
   extern __shared__ __align__(1024) char smem[];
   using Shared = typename Pass::Shared;
   const int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
@@ -426,7 +460,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
   if (group == 0) {
     device::registers_shrink<Registers<Pass::kDrops>::kOfProducer>();
-    if (params.dq == nullptr) return;
+    if (!Pass::walks(params)) return;
     if (threadIdx.x < 32) {
       if (device::elect_one()) Pass::produce(params.forward, maps, work, shared);
     } else if constexpr (Pass::kDrops) {
@@ -435,7 +469,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
   } else {
     device::registers_grow<Registers<Pass::kDrops>::kOfConsumer>();
-    Pass::consume(params, states, work, shared, group - 1);
+    Pass::consume(params, states, work, shared, slope_terms, group - 1);
   }
 }
 
@@ -445,7 +479,7 @@ namespace cuattn {
 
 template <DType kType, int kHeadDim, int kHeadDimV, MaskKind kMask, ScoreForm kForm>
 void launch_queries_sm90(const BackwardLaunch& launch, const backward::RowStates& states,
-                         cudaStream_t stream) {
+                         float* slope_terms, cudaStream_t stream) {
   using Pass = backward::QueriesPass<kType, kHeadDim, kHeadDimV, kMask, kForm>;
   const BackwardParams& p = launch.params;
   const backward::QuerySchedule schedule(p.forward, Pass::kTile, kMask);
@@ -455,7 +489,8 @@ void launch_queries_sm90(const BackwardLaunch& launch, const backward::RowStates
   static std::atomic<uint64_t> allowed{0};
   allow_shared_memory(kernel, Pass::kSmemBytes, allowed);
   launch_overlapping(kernel, blocks, backward::kThreads, Pass::kSmemBytes, 9, stream, p, states,
-                     schedule, backward::make_maps(p, Pass::kTile.m, Pass::kTile.n, kForm));
+                     schedule, backward::make_maps(p, Pass::kTile.m, Pass::kTile.n, kForm),
+                     slope_terms);
 }
 
 }  // namespace cuattn

@@ -63,6 +63,20 @@ struct SmoothScores {
     }
   }
 
+  // The terms of dslopes, of rows that are queries: of a tile of ds.
+  template <int kCount>
+  static __device__ __forceinline__ void add_slope_terms(float (&terms)[2],
+                                                         const float (&ds)[kCount],
+                                                         int32_t distance) {
+    const float base = static_cast<float>(distance);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const int half = i / 2 % 2;
+      const float past = static_cast<float>(half * 8 - (i / 4 * 8 + i % 2));
+      terms[half] = fmaf(-ds[i], fabsf(base + past), terms[half]);
+    }
+  }
+
   // What has the probability 0 and a finite derivative, for what a row does not see.
   __device__ __forceinline__ float hidden() const {
     return caps() ? -0x1p60f : device::negative_infinity();
