@@ -109,7 +109,6 @@ BIASED = {
     "per head": {"bias": "per head", "seqlen_q": 260, "seqlen_kv": 131},
     "per batch": {"bias": "per batch", "batch": 3, "causal": False},
     "one": {"bias": "rows", "batch": 3, "window": (50, 20), "causal": False},
-    "a row": {"bias": "per head", "batch": 1, "seqlen_q": 128, "seqlen_kv": 1, "causal": False},
     "group": {"bias": "per head", "num_heads_q": 6, "num_heads_kv": 1, "seqlen_kv": 129},
     "ragged": {"layout": "ragged", "batch": 4, "bias": "rows"},
     "ragged full": {"layout": "ragged", "batch": 3, "causal": False, "seqused": "both"},
