@@ -30,6 +30,9 @@ void launch_naive_backward(const BackwardParams& params, void* workspace,
                            cudaStream_t stream);  // backward/naive.cu
 // backward/sums.cu: dbias of its parts, dsinks and dslopes, as far as they are needed.
 void launch_option_sums(const BackwardParams& params, void* workspace, cudaStream_t stream);
+void launch_slope_sums(const BackwardParams& params, const float* terms, cudaStream_t stream);
+void launch_bias_sums(const BackwardParams& params, const float* sums, int32_t parts,
+                      cudaStream_t stream);
 // Paged attention: the deal, where the call makes its own; a kernel; the combine, where units are
 // cut. `major`: compute capability, from 9 on the combine overlaps the kernel before it.
 void launch_paged_deal(const PagedWork& work, int32_t* deal, cudaStream_t stream);
