@@ -26,6 +26,9 @@ bool cublas_available();
 int64_t add_functor(const void* image, size_t bytes);
 void launch_functor(const AttentionParams& params, const Plan& plan, int device_id,
                     cudaStream_t stream);
+// backward/functor.cu: the same of gradients.
+void launch_functor_backward(const BackwardParams& params, void* workspace, const Plan& plan,
+                             int device_id, cudaStream_t stream);
 void launch_naive_backward(const BackwardParams& params, void* workspace,
                            cudaStream_t stream);  // backward/naive.cu
 // backward/sums.cu: dbias of its parts, dsinks and dslopes, as far as they are needed.

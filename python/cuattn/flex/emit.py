@@ -81,15 +81,23 @@ def value(node: Expr, args: list[str], first_number: int, first_array: int) -> s
     return f"{(CALLS | FLOAT_CALLS)[op]}({', '.join(args)})"
 
 
-def body(function: Function, first_number: int) -> str:
-    """Return the statements that compute an expression."""
+def statements(
+    exprs: list[Expr], function: Function, first_number: int
+) -> tuple[dict[Expr, str], list[str]]:
+    """Return the statements that compute expressions of a function, and the names of their nodes."""
     names: dict[Expr, str] = {}
     lines = []
-    for node in ordered(function.expr):
+    for node in ordered(*exprs):
         args = [names[a] for a in node.nodes()]
         names[node] = f"t{len(names)}"
         text = value(node, args, first_number, function.first_array)
         lines.append(f"    const {TYPES[node.type]} {names[node]} = {text};\n")
+    return names, lines
+
+
+def body(function: Function, first_number: int) -> str:
+    """Return the statements that compute an expression and return it."""
+    names, lines = statements([function.expr], function, first_number)
     return "".join([*lines, f"    return {names[function.expr]};\n"])
 
 
