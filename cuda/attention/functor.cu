@@ -2,7 +2,7 @@
 // Masks and scores of a user, compiled for the call: images of machine code are kept for the life
 // of the process, loaded at their first launch and launched as the kernels they are made of. No
 // call of the driver's own library is needed. Next: device/functor.cuh (what is compiled),
-// python/cuattn/flex/emit.py (who writes it).
+// python/cuattn/flex/emit.py (who writes it), sm90/functor.cu (the launch on Hopper).
 #include <deque>
 #include <mutex>
 #include <vector>
@@ -54,8 +54,10 @@ Shape shape_of(const AttentionParams& p, const Plan& plan, const Sm80Schedule& s
   return shape;
 }
 
-// Loads what was not loaded, for the current device.
-cudaKernel_t prepare(int64_t number, int smem_bytes, int device_id, cudaStream_t stream) {
+}  // namespace
+
+cudaKernel_t prepare_functor(int64_t number, const char* name, int smem_bytes, int device_id,
+                             cudaStream_t stream) {
   std::lock_guard<std::mutex> lock(mutex);
   CUATTN_REQUIRE(number >= 1 && number <= static_cast<int64_t>(functors().size()),
                  "flex_attention: functor must be a number that cuattn_flex_add_functor gave, got ",
@@ -73,15 +75,13 @@ cudaKernel_t prepare(int64_t number, int smem_bytes, int device_id, cudaStream_t
     cudaLibrary_t library;
     CUATTN_CUDA_TRY(cudaLibraryLoadData(&library, functor.image.data(), nullptr, nullptr, 0,
                                         nullptr, nullptr, 0));
-    CUATTN_CUDA_TRY(cudaLibraryGetKernel(&functor.kernel, library, "cuattn_functor"));
+    CUATTN_CUDA_TRY(cudaLibraryGetKernel(&functor.kernel, library, name));
   }
   CUATTN_CUDA_TRY(cudaKernelSetAttributeForDevice(
       functor.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes, device_id));
   functor.prepared |= bit;
   return functor.kernel;
 }
-
-}  // namespace
 
 int64_t add_functor(const void* image, size_t bytes) {
   std::lock_guard<std::mutex> lock(mutex);
@@ -90,8 +90,8 @@ int64_t add_functor(const void* image, size_t bytes) {
   return static_cast<int64_t>(functors().size());
 }
 
-void launch_functor(const AttentionParams& p, const Plan& plan, int device_id,
-                    cudaStream_t stream) {
+void launch_functor(const AttentionParams& p, const AttentionSchedule& cut, const Plan& plan,
+                    int device_id, cudaStream_t stream) {
   const FlexParams& flex = *p.flex;
   FunctorParams params;
   static_cast<AttentionParams&>(params) = p;
@@ -106,11 +106,14 @@ void launch_functor(const AttentionParams& p, const Plan& plan, int device_id,
         plan.tile.n, " (queries x keys) for this head_dim, got ", flex.lists.query_block, " x ",
         flex.lists.key_block, "; make it with block_size=128");
   }
+  if (plan.kernel == Kernel::sm90)
+    return launch_functor_sm90(params, flex.functor, cut, plan, device_id, stream);
   Sm80Schedule schedule{};
   if (plan.kernel == Kernel::sm80) schedule = make_sm80_schedule(p, plan.tile);
   Shape shape = shape_of(p, plan, schedule);
   if (shape.blocks == 0) return;
-  cudaKernel_t kernel = prepare(flex.functor, shape.smem_bytes, device_id, stream);
+  cudaKernel_t kernel =
+      prepare_functor(flex.functor, "cuattn_functor", shape.smem_bytes, device_id, stream);
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(grid_blocks(shape.blocks, kernel_name(plan.kernel)));
   config.blockDim = dim3(static_cast<unsigned>(shape.threads));

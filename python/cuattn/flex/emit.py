@@ -40,7 +40,7 @@ class Function(NamedTuple):
 class Kernel(NamedTuple):
     """A kernel that a functor is compiled into."""
 
-    name: str  # sm80 or simt
+    name: str  # sm90, sm80 or simt
     dtype: str
     head_dim: int
     head_dim_v: int
@@ -104,6 +104,23 @@ SEES = """\
 %s  }
 """
 KERNELS = {
+    "sm90": """\
+#include "cuda/attention/sm90/forward.cuh"
+namespace cuattn {
+%(functor)s
+using Kernel = ForwardSm90<DType::%(dtype)s, %(qk)d, %(v)d,
+                           Functor::kRows ? MaskKind::rows : MaskKind::window,
+                           Functor::kScore ? ScoreKind::scored : ScoreKind::identity,
+                           sm90_functor_tile({%(qk)d, %(v)d}), Functor>;
+}
+extern "C" __global__ void __launch_bounds__(cuattn::Kernel::kThreads, 1)
+    cuattn_functor_sm90(const __grid_constant__ cuattn::FunctorParams params,
+                        const __grid_constant__ cuattn::Sm90Schedule schedule,
+                        const __grid_constant__ cuattn::Sm90Maps maps) {
+  extern __shared__ __align__(1024) char memory[];
+  cuattn::Kernel::run(params, schedule, maps, memory);
+}
+""",
     "sm80": """\
 #include "cuda/attention/sm80/forward.cuh"
 namespace cuattn {
@@ -140,6 +157,7 @@ def source(
     """Return the source of a kernel that calls the functions "score" and "mask", if given."""
     flags = {"kScore": "score" in functions, "kMask": "mask" in functions}
     flags |= {"kRows": rows, "kLists": lists, "kPlain": plain}
+    flags |= {"kGiven": True}
     given = ", ".join(f"{name} = {'true' if x else 'false'}" for name, x in flags.items())
     parts, first = [], 0
     for name, frame in (("score", SCORE), ("mask", SEES)):
