@@ -324,6 +324,8 @@ struct ForwardSm90 {
       }
       const Walk walk(p, w.list);
       int tile = w.range.end - 1;  // a place, where there are lists
+      typename Walk::Stop last = {tile, Functor::kMask};
+      if (Functor::kLists && more) last = walk.at(tile);  // early: it may come from afar
       auto is_masked = [&](const typename Walk::Stop& at) {
         return at.asks || at.tile >= w.range.full_end || at.tile < w.range.full_begin;
       };
@@ -340,7 +342,6 @@ struct ForwardSm90 {
       }
       at_work = true;
       release_scores(shared.k_empty(ring.stage()));
-      const auto last = walk.at(tile);
       modify(scores, p, s, shared, mod, rows, group, last.tile, is_masked(last), ring.stage());
       softmax_step<kType>(
           state, scores, probs, out, mod.to_log2, s.zero, [] {}, [] { return false; });

@@ -81,7 +81,6 @@ struct ProducerSm90 {
       const Sm90Keys keys(p, s, w);
       const int first = w.range.begin, last = w.range.end - 1;
       const typename Kernel::Walk walk(p, w.list);
-      int32_t row = 0, row_before = 0;  // the first ones of K and V
       for (int tile = last; kPages && tile > last - Ids::kAhead; --tile) {
         ids.ask(p, keys, s, tile, first);
       }
@@ -92,8 +91,8 @@ struct ProducerSm90 {
             ids.ask(p, keys, s, tile - Ids::kAhead, first);
             ids.await();
           }
-          row = walk.at(tile).tile * kTile.n;
-          const KeyBox<kPages, kPanelsQk> k(p, keys, s, ids.slot(tile), row, loader);
+          const KeyBox<kPages, kPanelsQk> k(p, keys, s, ids.slot(tile), walk.at(tile).tile * kTile.n,
+                                            loader);
           load_keys(k, maps.k, shared.k, shared.k_empty(0), shared.k_full(0), k_ring);
           if (kQStages == 1 && tile == last) load_queries();
           if (leads && tile == min(last, first + Kernel::kWantedBefore)) {
@@ -101,10 +100,10 @@ struct ProducerSm90 {
           }
         }
         if (tile + kLag <= last) {
-          const KeyBox<kPages, kPanelsV> v(p, keys, s, ids.slot(tile + kLag), row_before, loader);
+          const KeyBox<kPages, kPanelsV> v(p, keys, s, ids.slot(tile + kLag),
+                                           walk.at(tile + kLag).tile * kTile.n, loader);
           load_keys(v, maps.v, shared.v, shared.v_empty(0), shared.v_full(0), v_ring);
         }
-        row_before = row;
       }
       take_work();
     }
