@@ -108,52 +108,41 @@ def test_lists_of_blocks_of_each_head(rng, device, backend):
 
 
 @pytest.mark.parametrize(("device", "backend"), TARGETS)
-def test_lengths_in_use_and_packed_sequences(rng, device, backend):
-    ids = rng.integers(0, 3, 700)
+def test_scores_of_lengths_on_the_device(rng, device, backend):
+    """Padded and packed batches; what lies behind the last key is not to be read."""
     table = rng.standard_normal((4, 1401)).astype(np.float32)
-    mask = lambda b, h, q, k: (ids[q] != ids[k]) & (k % 5 != b)  # noqa: E731
-    mod = lambda s, b, h, q, k: s + table[h, q - k + 700]  # noqa: E731
+    mod = lambda s, b, h, q, k: s + table[h, q - k + 700] * (b + 1)  # noqa: E731
     for case in range(6):
-        dim = (64, 128)[case % 2]
-        q_lens, kv_lens = rng.integers(1, 700, (2, 3))
-        call = {"mask_mod": mask} | ({"score_mod": mod} if case % 3 else {})
-        if case < 3:  # what lies behind the last key is not to be read
+        dim, causal = (64, 128)[case % 2], case % 3 == 0
+        lengths = [rng.integers(1, 700, 3) for _ in "qk"]
+        starts = [np.concatenate([[0], np.cumsum(n)]) for n in lengths]
+        call = {"score_mod": mod, "causal": causal, "return_lse": True}
+        if case < 3:
             arrays, wide = arrays_of(rng, "float16", (3, 700, 4, dim), *[(3, 700, 2, dim)] * 2)
-            for b, n in enumerate(kv_lens):
+            for b, n in enumerate(lengths[1]):
                 arrays[1][b, n:], arrays[2][b, n:] = float("nan"), float("nan")
-            used = {"seqused_q": q_lens, "seqused_k": kv_lens}
-            out, lse = cuattn.flex_attention(
-                *arrays, return_lse=True, **{n: to_device(x.astype(np.int32)) for n, x in used.items()}, **call
-            )
-            parts = [(out[b : b + 1, :n], lse[b : b + 1, :, :n]) for b, n in enumerate(q_lens)]
-            given = [
-                (wide[0][b : b + 1, :m], *(x[b : b + 1, :n] for x in wide[1:]))
-                for b, (m, n) in enumerate(zip(q_lens, kv_lens, strict=True))
-            ]
+            used = [to_device(n.astype(np.int32)) for n in lengths]
+            out, lse = cuattn.flex_attention(*arrays, seqused_q=used[0], seqused_k=used[1], **call)
+            parts = [(b, slice(0, n), slice(0, m)) for b, (n, m) in enumerate(zip(*lengths, strict=True))]
         else:
-            starts = [np.concatenate([[0], np.cumsum(n)]) for n in (q_lens, kv_lens)]
             shapes = ((starts[0][-1], 4, dim), *[(starts[1][-1], 2, dim)] * 2)
             arrays, wide = arrays_of(rng, "float16", *shapes)
-            cu = [to_device(x.astype(np.int32)) for x in starts]
-            out, lse = cuattn.flex_attention(
-                *arrays,
-                return_lse=True,
-                **{"cu_seqlens_q": cu[0], "cu_seqlens_k": cu[1]},
-                **{"max_seqlen_q": int(q_lens.max()), "max_seqlen_k": int(kv_lens.max())},
-                **call,
-            )
-            spans = [list(zip(x[:-1], x[1:], strict=True)) for x in starts]
-            parts = [(out[None, a:z], lse[None, :, a:z]) for a, z in spans[0]]
-            given = [
-                (wide[0][None, a:z], *(x[None, c:e] for x in wide[1:]))
-                for (a, z), (c, e) in zip(*spans, strict=True)
-            ]
-        for b, (got, x) in enumerate(zip(parts, given, strict=True)):
-            of = lambda b, h, q, k, at=b: mask(at, h, q, k)  # noqa: E731
+            call |= {f"cu_seqlens_{x}": to_device(n.astype(np.int32)) for x, n in zip("qk", starts, strict=True)}
+            call |= {f"max_seqlen_{x}": int(n.max()) for x, n in zip("qk", lengths, strict=True)}
+            out, lse = cuattn.flex_attention(*arrays, **call)
+            out, lse, wide = out[None], lse[None], [x[None] for x in wide]
+            spans = [[slice(*x) for x in zip(n[:-1], n[1:], strict=True)] for n in starts]
+            parts = [(0, *x) for x in zip(*spans, strict=True)]
+        for b, (at, rows, keys) in enumerate(parts):
+            q, k, v = wide[0][at : at + 1, rows], *(x[at : at + 1, keys] for x in wide[1:])
+            far = np.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1] - np.arange(k.shape[1])
             want = flex_cases.attention(
-                *map(flex_cases.heads_first, x), mask=of, mod=call.get("score_mod")
+                *map(flex_cases.heads_first, (q, k, v)),
+                mod=lambda s, _, h, i, j, b=b: mod(s, b, h, i, j),
+                bias=np.where(far >= 0, 0.0, -np.inf) if causal else None,
             )
-            hold(got, want, "float16", f"case {case}, sequence {b}: {q_lens}, {kv_lens}, {dim}")
+            got = (out[at : at + 1, rows], lse[at : at + 1, :, rows])
+            hold(got, want, "float16", f"case {case}, sequence {b}: {lengths}, {dim}")
 
 
 @pytest.mark.parametrize(("device", "backend"), TARGETS)

@@ -142,8 +142,9 @@ struct ForwardSm90 {
     if constexpr (Functor::kGiven) {
       Work w;
       device::load_shared(w, shared.copy(threadIdx.x / 32 - 4));
-      const device::ScorePlace at = {w.batch, w.head,         rows.row,
-                                     first,   w.queries.used, w.keys.used};
+      const device::ScorePlace at = {w.batch,        w.head,      rows.row,
+                                     first,          w.queries.used, w.keys.used,
+                                     static_cast<float>(rows.row - first)};
       const auto& given = static_cast<const FunctorParams&>(p);
       if constexpr (Functor::kScore) call_score<Functor>(scores, mod.scale, at, given);
       if constexpr (Functor::kMask) {

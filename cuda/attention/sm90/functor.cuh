@@ -98,8 +98,10 @@ struct Sm90FunctorMod {
 // + i % 2. Rows and keys past the last are asked about, too, for loads stay within their arrays.
 __device__ __forceinline__ device::ScorePlace place_of(const device::ScorePlace& first, int i) {
   device::ScorePlace place = first;
-  place.q += (i >> 1 & 1) * 8;
-  place.k += (i >> 2) * 8 + (i & 1);
+  const int row = (i >> 1 & 1) * 8, key = (i >> 2) * 8 + (i & 1);
+  place.q += row;
+  place.k += key;
+  place.ahead += static_cast<float>(row - key);  // no conversion for each score
   return place;
 }
 

@@ -75,10 +75,24 @@ def value(node: Expr, args: list[str], first_number: int, first_array: int) -> s
     if op in ("neg", "not"):
         return ("-" if op == "neg" else "!") + args[0]
     if op == "float":
+        if (ahead := distance(next(iter(node.nodes())))) is not None:
+            return ahead
         return f"static_cast<float>({args[0]})"
     if op in SIGNS:
         return f"{args[0]} {SIGNS[op]} {args[1]}"
     return f"{(CALLS | FLOAT_CALLS)[op]}({', '.join(args)})"
+
+
+def distance(node: Expr) -> str | None:
+    """Return q - k, k - q or the abs of either as a float that kernels keep; None for others."""
+    if node.op == "abs":
+        inner = distance(next(iter(node.nodes())))
+        return None if inner is None else "fabsf(at.ahead)"
+    if node.op != "sub" or any(x.op != "index" for x in node.nodes()):
+        return None
+    return {("q", "k"): "at.ahead", ("k", "q"): "-at.ahead"}.get(
+        tuple(x.args[0] for x in node.nodes())
+    )
 
 
 def body(function: Function, first_number: int) -> str:
