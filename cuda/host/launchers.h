@@ -24,16 +24,17 @@ void launch_naive(const AttentionParams& params, void* workspace, cudaStream_t s
 void launch_cublas(const AttentionParams& params, void* workspace, int device_id,
                    cudaStream_t stream);
 bool cublas_available();
-// attention/functor.cu: machine code of NVRTC, from 1 on; a call whose `flex` names one, cut for sm90;
-// its kernel of a name, loaded for the current device where it was not.
+// attention/functor.cu: machine code of NVRTC, from 1 on; a call whose `flex` names one, and how
+// sm90 cuts it.
 int64_t add_functor(const void* image, size_t bytes);
 void launch_functor(const AttentionParams& params, const AttentionSchedule& cut, const Plan& plan,
                     int device_id, cudaStream_t stream);
-cudaKernel_t prepare_functor(int64_t number, const char* name, int smem_bytes, int device_id,
-                             cudaStream_t stream);
 // attention/sm90/functor.cu
 void launch_functor_sm90(const FunctorParams& params, int64_t functor, const AttentionSchedule& cut,
                          const Plan& plan, int device_id, cudaStream_t stream);
+// backward/functor.cu: the same of gradients.
+void launch_functor_backward(const BackwardParams& params, void* workspace, const Plan& plan,
+                             int device_id, cudaStream_t stream);
 void launch_naive_backward(const BackwardParams& params, void* workspace,
                            cudaStream_t stream);  // backward/naive.cu
 // backward/sums.cu: dbias of its parts, dsinks and dslopes, as far as they are needed.

@@ -333,6 +333,7 @@ void read_flex_gradient(BackwardCall& call, const cuattn_flex_options& o, bool c
     int64_t shape[2] = {array.extents[0], array.extents[1]};
     require_output(fn, name, view, DType::f32, shape_view(shape, array.rank), call.forward.device);
     require_strided(fn, name, view, true, check_data);
+    if (is_cuda(call.forward.device)) require_contiguous(fn, name, view, check_data);
     FlexArrayGradient& to = gradient.arrays[i];
     to.data = static_cast<float*>(view.data);
     to.first = gradient.num_sums;

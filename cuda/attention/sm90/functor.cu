@@ -2,6 +2,7 @@
 // Launches forward.cuh as NVRTC compiled it with masks and scores of a user. Next: ../functor.cu, which
 // keeps the machine code, and functor.cuh, which the kernel asks.
 #include "cuda/attention/sm90/host.cuh"
+#include "cuda/host/functor.h"
 #include "cuda/host/launchers.h"
 
 namespace cuattn {
@@ -12,7 +13,7 @@ void launch_functor_sm90(const FunctorParams& p, int64_t functor, const Attentio
   const int32_t q_stages = sm90_q_stages(dims, plan.tile, ScoreKind::identity);
   const int32_t smem_bytes = sm90_smem_bytes(dims, plan.tile, ScoreKind::identity, q_stages);
   const char* name = "cuattn_functor_sm90";
-  cudaKernel_t kernel = prepare_functor(functor, name, smem_bytes, device_id, stream);
+  cudaKernel_t kernel = functor_kernel(functor, name, smem_bytes, device_id, stream);
   Sm90Schedule s = make_sm90_schedule(p, cut, plan.tile);
   if (s.total == 0) return;
   Sm90Maps maps = make_sm90_maps(p, s, plan.tile, q_stages);

@@ -127,7 +127,7 @@ using FunctorOptions = OptionPolicy<kType, Functor::kRows ? MaskKind::rows : Mas
 template <DType kType, class Functor>
 struct FunctorPolicy : FunctorOptions<kType, Functor> {
   using Options = FunctorOptions<kType, Functor>;
-  static constexpr bool kLoads = true, kAsks = Functor::kMask;
+  static constexpr bool kLoads = true, kAsks = Functor::kMask, kIsFunctor = true;
   const FunctorParams& given;
   int32_t b, h;
 
@@ -142,11 +142,17 @@ struct FunctorPolicy : FunctorOptions<kType, Functor> {
     return {b, h, row, key, this->queries, this->keys, static_cast<float>(row - key)};
   }
 
+  // What the score function takes.
+  __device__ __forceinline__ float capped_score(float dot) const {
+    float score = dot * this->scale;
+    return this->softcap > 0.0f
+               ? this->softcap * capped<kType>(score, this->softcap, this->inv_softcap)
+               : score;
+  }
+
   // As ScoreMod, with the functor between softcap and ALiBi.
   __device__ __forceinline__ float operator()(float dot, int32_t row, int32_t key) const {
-    float score = dot * this->scale;
-    if (this->softcap > 0.0f)
-      score = this->softcap * capped<kType>(score, this->softcap, this->inv_softcap);
+    float score = capped_score(dot);
     if constexpr (Functor::kScore) score = Functor::score(score, place(row, key), given);
     if (this->slope != 0.0f) score -= this->slope * this->distance(row, key);
     return this->bias == nullptr ? score : this->add_bias(score, row, key);

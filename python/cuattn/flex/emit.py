@@ -95,15 +95,23 @@ def distance(node: Expr) -> str | None:
     )
 
 
-def body(function: Function, first_number: int) -> str:
-    """Return the statements that compute an expression."""
+def statements(
+    exprs: list[Expr], function: Function, first_number: int
+) -> tuple[dict[Expr, str], list[str]]:
+    """Return the statements that compute expressions of a function, and the names of their nodes."""
     names: dict[Expr, str] = {}
     lines = []
-    for node in ordered(function.expr):
+    for node in ordered(*exprs):
         args = [names[a] for a in node.nodes()]
         names[node] = f"t{len(names)}"
         text = value(node, args, first_number, function.first_array)
         lines.append(f"    const {TYPES[node.type]} {names[node]} = {text};\n")
+    return names, lines
+
+
+def body(function: Function, first_number: int) -> str:
+    """Return the statements that compute an expression and return it."""
+    names, lines = statements([function.expr], function, first_number)
     return "".join([*lines, f"    return {names[function.expr]};\n"])
 
 
@@ -179,6 +187,8 @@ def source(
             parts.append(frame % body(functions[name], first))
             first += len(functions[name].scalars)
     functor = f"struct Functor {{\n  static constexpr bool {given};\n{''.join(parts)}}};"
+    if kernel.name == "sm90":
+        functor = functor.replace("tanhf(", "device::score_tanh(")
     shape = {"dtype": DTYPES[kernel.dtype], "qk": kernel.head_dim, "v": kernel.head_dim_v}
     text = KERNELS[kernel.name] % {"functor": functor, **shape}
     return f'#include "cuattn/device/functor.cuh"\n{text}'
