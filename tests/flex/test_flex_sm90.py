@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -23,6 +25,10 @@ def to_device(x):
 
 def on_device(options):
     return {n: to_device(x) if isinstance(x, np.ndarray) else x for n, x in options.items()}
+
+
+def on_device_int32(arrays):
+    return [to_device(x.astype(np.int32)) for x in arrays]
 
 
 def within(options, distance):
@@ -74,7 +80,9 @@ def test_generated_functions_of_many_tiles(rng, device, backend, part):
             return within(o, i + n[1] - n[0] - j) & (True if m is None else m(b, h, i, j, **given))
 
         others = {n: x for n, x in options.items() if n in ("scale", "sinks")}
-        want = flex_cases.attention(*map(flex_cases.heads_first, wide), mask=seen, mod=mod, **others)
+        want = flex_cases.attention(
+            *map(flex_cases.heads_first, wide), mask=seen, mod=mod, **others
+        )
         got = cuattn.flex_attention(
             *arrays, mask_mod=mask, score_mod=mod, return_lse=True, **on_device(options)
         )
@@ -97,7 +105,7 @@ def test_lists_of_blocks_of_each_head(rng, device, backend):
         mask = lambda b, h, q, k, x=blocks, n=size: x[b, h, q // n, k // n]  # noqa: E731
         shapes = ((2, q_len, 4, dim), *[(2, kv_len, 2, dim)] * 2)
         arrays, wide = arrays_of(rng, "float16", *shapes)
-        dense = np.broadcast_to(flex_cases.dense_mask(mask, 2, 4, q_len, kv_len), (2, 4, q_len, kv_len))
+        dense = flex_cases.dense_mask(mask, 2, 4, q_len, kv_len)
         far = np.arange(q_len)[:, None] + kv_len - q_len - np.arange(kv_len)
         bias = np.where(dense & within(options, far), 0.0, -np.inf)
         want = flex_cases.attention(*map(flex_cases.heads_first, wide), bias=bias)
@@ -121,17 +129,18 @@ def test_scores_of_lengths_on_the_device(rng, device, backend):
             arrays, wide = arrays_of(rng, "float16", (3, 700, 4, dim), *[(3, 700, 2, dim)] * 2)
             for b, n in enumerate(lengths[1]):
                 arrays[1][b, n:], arrays[2][b, n:] = float("nan"), float("nan")
-            used = [to_device(n.astype(np.int32)) for n in lengths]
-            out, lse = cuattn.flex_attention(*arrays, seqused_q=used[0], seqused_k=used[1], **call)
-            parts = [(b, slice(0, n), slice(0, m)) for b, (n, m) in enumerate(zip(*lengths, strict=True))]
+            call["seqused_q"], call["seqused_k"] = on_device_int32(lengths)
+            out, lse = cuattn.flex_attention(*arrays, **call)
+            both = zip(*lengths, strict=True)
+            parts = [(b, slice(0, n), slice(0, m)) for b, (n, m) in enumerate(both)]
         else:
             shapes = ((starts[0][-1], 4, dim), *[(starts[1][-1], 2, dim)] * 2)
             arrays, wide = arrays_of(rng, "float16", *shapes)
-            call |= {f"cu_seqlens_{x}": to_device(n.astype(np.int32)) for x, n in zip("qk", starts, strict=True)}
-            call |= {f"max_seqlen_{x}": int(n.max()) for x, n in zip("qk", lengths, strict=True)}
+            call["cu_seqlens_q"], call["cu_seqlens_k"] = on_device_int32(starts)
+            call["max_seqlen_q"], call["max_seqlen_k"] = (int(n.max()) for n in lengths)
             out, lse = cuattn.flex_attention(*arrays, **call)
             out, lse, wide = out[None], lse[None], [x[None] for x in wide]
-            spans = [[slice(*x) for x in zip(n[:-1], n[1:], strict=True)] for n in starts]
+            spans = [[slice(*x) for x in itertools.pairwise(n)] for n in starts]
             parts = [(0, *x) for x in zip(*spans, strict=True)]
         for b, (at, rows, keys) in enumerate(parts):
             q, k, v = wide[0][at : at + 1, rows], *(x[at : at + 1, keys] for x in wide[1:])
