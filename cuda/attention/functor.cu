@@ -2,7 +2,8 @@
 // Masks and scores of a user, compiled for the call: images of machine code are kept for the life
 // of the process, loaded at their first launch and launched as the kernels they are made of. No
 // call of the driver's own library is needed. Next: device/functor.cuh (what is compiled),
-// python/cuattn/flex/emit.py (who writes it), cuda/backward/functor.cu (the gradients).
+// python/cuattn/flex/emit.py (who writes it), sm90/functor.cu (the launch on Hopper),
+// cuda/backward/functor.cu (the gradients).
 #include <deque>
 #include <mutex>
 #include <string>
@@ -121,10 +122,12 @@ int64_t add_functor(const void* image, size_t bytes) {
   return static_cast<int64_t>(functors().size());
 }
 
-void launch_functor(const AttentionParams& p, const Plan& plan, int device_id,
-                    cudaStream_t stream) {
+void launch_functor(const AttentionParams& p, const AttentionSchedule& cut, const Plan& plan,
+                    int device_id, cudaStream_t stream) {
   FunctorParams params;
   fill_functor(params, p, plan.tile);
+  if (plan.kernel == Kernel::sm90)
+    return launch_functor_sm90(params, p.flex->functor, cut, plan, device_id, stream);
   Sm80Schedule schedule{};
   if (plan.kernel == Kernel::sm80) schedule = make_sm80_schedule(p, plan.tile);
   Shape shape = shape_of(p, plan, schedule);

@@ -47,6 +47,7 @@ struct AttentionRequest {
   bool is_flex;                 // asked by flex_attention
   bool has_rows, has_programs;  // row ranges; programs or lists of a user
   bool has_functor;             // these compiled for CUDA
+  bool has_score_options;       // beside a functor: softcap, ALiBi, a bias or a scale up to 0
 };
 
 // What the choice of a paged kernel depends on.

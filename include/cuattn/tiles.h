@@ -123,6 +123,9 @@ constexpr Tile sm90_tile(HeadDims d, MaskKind mask, ScoreKind score) {
   return {128, 80, 2, 12};  // 64 + 2 * 80 = 224 KB
 }
 
+// With masks and scores of a user, whose blocks of 128 queries and keys it divides.
+constexpr Tile sm90_functor_tile(HeadDims d) { return {128, 128, d.qk <= 64 ? 4 : 2, 12}; }
+
 // A second tile, where another length of rows is served better: m == 0 is none.
 //   128, causal: longer tiles pay where keys come in blocks, by many boxes.
 //   64, causal: of 192 x 128 scores at the diagonal 60 % are masked, which short rows feel.

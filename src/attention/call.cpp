@@ -43,6 +43,7 @@ AttentionRequest request_of(const AttentionCall& call) {
   r.has_functor = call.flex.functor != 0;
   if (r.has_rows) r.mask = MaskKind::rows;
   if (r.has_functor) {  // as the kernel that has every option
+    r.has_score_options = r.score == ScoreKind::scored;
     r.mask = MaskKind::window;
     r.score = ScoreKind::scored;
   }

@@ -4,6 +4,8 @@
 #include "src/attention/flex.h"
 
 #include <algorithm>
+#include <cstdint>
+#include <cstdlib>
 
 #include "src/check/arrays.h"
 
@@ -76,12 +78,17 @@ FlexArray read_array(const AttentionCall& call, const TensorView& view, bool che
                  "; reshape it");
   array.data = view.data;
   array.rank = view.ndim;
+  int64_t last = 0;  // element
   for (int32_t axis = 0; axis < view.ndim; ++axis) {
     CUATTN_REQUIRE(view.shape[axis] >= 1, fn, ": ", name, " must have elements, got shape ",
                    shape_text(view), "; none can be read");
     array.extents[axis] = checked_extent(fn, name, "an axis", view.shape[axis]);
     array.strides[axis] = stride_of(view, axis);
+    last += (view.shape[axis] - 1) * std::abs(array.strides[axis]);
   }
+  CUATTN_REQUIRE(is_cpu(call.device) || last <= INT32_MAX, fn, ": ", name,
+                 " must span at most 2147483647 elements on CUDA, got ", last,
+                 "; copy the part that is read");
   return array;
 }
 

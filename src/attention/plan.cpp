@@ -119,7 +119,7 @@ FixedSplits fixed_splits(int64_t items, int32_t n) {
 void plan_sm90(Plan& plan, HeadDims d, const AttentionRequest& r, const DeviceInfo& device) {
   const ScoreKind score = score_of(Kernel::sm90, r);
   const MaskKind mask = mask_of(Kernel::sm90, r);
-  plan.tile = sm90_tile(d, mask, score);
+  plan.tile = r.has_functor ? sm90_functor_tile(d) : sm90_tile(d, mask, score);
   Tile other = sm90_other_tile(d, mask, score);
   auto in_blocks = [&](Tile tile) {  // not with dropout, which the warps draw that would load them
     return r.paged && score != ScoreKind::dropped && r.kv_layout != KvLayout::vllm &&
@@ -180,7 +180,7 @@ const char* refusal(Kernel kernel, const AttentionRequest& r, const DeviceInfo& 
   if (r.has_dropout && !drops) return "it has no dropout, which sm90, sm80, simt and naive have";
   if (r.has_programs && !is_cpu) {
     if (!r.has_functor) return "masks and scores of the user must be compiled for it first";
-    if (kernel != Kernel::sm80 && kernel != Kernel::simt)
+    if (kernel != Kernel::sm90 && kernel != Kernel::sm80 && kernel != Kernel::simt)
       return "it has no masks and scores written by the user yet";
   }
   if (r.has_rows && kernel == Kernel::tiled) return "it has no row ranges yet";
@@ -194,6 +194,10 @@ const char* refusal(Kernel kernel, const AttentionRequest& r, const DeviceInfo& 
       if (device.native != 1) return "this build has no machine code for 9.0";
       if (r.has_dropout && r.score == ScoreKind::scored)
         return "it has no dropout beside softcap, ALiBi, a bias or a scale up to 0, which sm80 has";
+      if (r.has_functor && (r.has_dropout || r.has_score_options))
+        return "it has no dropout, softcap, ALiBi, bias or scale up to 0 beside functions of a user";
+      if (r.has_functor && std::max(r.head_dim, r.head_dim_v) > 128)
+        return "it takes functions of a user up to head_dim 128";
       return uncompiled(kNotCompiled);
     case Kernel::sm80: return sm80_refusal(r, device);
     case Kernel::simt:
@@ -273,6 +277,8 @@ const Rung& named_rung(const char* function, const char* backend, bool is_cuda) 
 // The fastest that serves the call; naive, which serves all, where no automatic rung does.
 const Rung& best_rung(const AttentionRequest& r, const DeviceInfo& device) {
   for (const Rung& rung : kLadder) {
+    // What NVRTC has compiled is for one kernel: sm80, unless who had it compiled names sm90.
+    if (r.has_functor && rung.kernel == Kernel::sm90) continue;
     if (rung.on_cuda == device.is_cuda && rung.automatic &&
         refusal(rung.kernel, r, device) == nullptr)
       return rung;

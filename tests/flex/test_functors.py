@@ -113,6 +113,24 @@ def test_nvrtc_takes_the_passes_of_gradients_without_spilling():
         assert spilled == ["0"] * (3 if slots else 2), f"{kernel}: {log}"
 
 
+def test_nvrtc_takes_the_kernel_for_hoppers():
+    ids, table = np.arange(9), np.ones((3, 5), np.float32)
+    found = functions(lambda s, b, h, q, k: s + table[h, q - k], lambda b, h, q, k: ids[q] == ids[k])
+    text = source(Kernel("sm90", "bfloat16", 128, 128), found, False, True)
+    code, log = library().compile(text, "sm_90a", functors.folders())
+    assert code[:4] == b"\x7fELF"
+    assert re.findall(r"(\d+) bytes spill stores", log) == ["0"], log
+    assert "C75" not in log  # no register taken away, no wgmma serialised
+
+
+def test_distances_become_floats_without_a_conversion_each():
+    found = functions(lambda s, b, h, q, k: s - 0.5 * abs(q - k) + (k - q) / 8.0)
+    text = source(SM80, found, False, False)
+    assert "= fabsf(at.ahead);" in text
+    assert "= -at.ahead;" in text
+    assert "static_cast<float>" not in text
+
+
 def test_nvrtc_says_what_it_refuses():
     with pytest.raises(nvrtc.CompileError, match=r"NVRTC \(13, \d+\) says NVRTC_ERROR_COMPILATION"):
         library().compile("nonsense", "sm_80", [])

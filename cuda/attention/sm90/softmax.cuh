@@ -87,7 +87,7 @@ __device__ __forceinline__ bool move_references(Sm90Softmax<kScore>& state, floa
     rescale[half] = exp2_approx(-rise);
     bool large = is_large_reference(reference);
     limit = fmaf(state.kSlack, rcp_approx(to_log2), max);
-    if constexpr (state.kScored) {
+    if constexpr (Sm90Softmax<kScore>::kScored) {
       state.reference[half] = reference;
       state.limit[half] = large ? nanf("") : limit;
     } else {

@@ -97,7 +97,10 @@ def flex_attention(
     if problem is None:  # the compiled module says what is wrong with it
         return _core.flex_attention(arguments, {})
     given = mask if block_mask is None else mask_mod  # which is joined with the block mask's
-    return run(arguments, find_for(arguments, problem, score, given, block_mask))
+    found = find_for(arguments, problem, score, given, block_mask)
+    if "kernel" in found:  # which its functor is compiled for
+        arguments["backend"] = found["kernel"]
+    return run(arguments, found)
 
 
 def wants_gradient(q: Any, others: tuple[Any, ...]) -> bool:
@@ -158,6 +161,8 @@ def find_for(
         placed = kept_with(functions, (*shapes_of(problem), where, gives), place)
         window, arrays = placed.window, placed.given(arguments)
         arguments.update(placed.options)
+        if placed.kernel == "sm90":  # others are chosen anyway
+            arrays["kernel"] = placed.kernel
     if window is not None:
         arguments["window"] = narrowed(arguments.get("window", (-1, -1)), window)
     return arrays

@@ -26,6 +26,7 @@ from .plan import Found
 from .trace import dtype_name
 
 NAME = "flex_attention"
+SM90_DIM, SM90_TILE = 128, (128, 128)  # of functors in sm90: sm90_functor_tile of tiles.h
 PROGRAMS = ("score_program", "mask_program")  # which the CPU runs
 MOST_BACKWARD = 256  # of the head sizes that have gradients
 BACKWARD = "flex_attention_backward"
@@ -52,7 +53,8 @@ def place_of(arguments: dict[str, Any]) -> tuple[Any, ...] | None:
         stream = sys.modules["cupy"].cuda.get_current_stream().ptr
     device = q.device if hasattr(q, "is_cuda") else q.__dlpack_device__()
     shape = (q.dtype, int(q.shape[-1]), int(v.shape[-1]))
-    return type(q), device, *shape, stream, is_plain(arguments), free_options(arguments)
+    options = (is_plain(arguments), free_options(arguments), arguments.get("backend", "auto"))
+    return type(q), device, *shape, stream, *options
 
 
 def free_options(arguments: dict[str, Any]) -> frozenset[str]:
@@ -73,6 +75,7 @@ class Placed:
     def __init__(self, arguments: dict[str, Any], found: Found, gives: Gives | None = None):
         self.window, self.options = found.window, found.options
         self.arrays: dict[str, Any] = {}
+        self.kernel = ""  # that a functor is compiled for
         self.captured: list[tuple[Any, bool]] = []  # arrays, and whether they are the caller's
         self.torch: Any = None
         if not found.arrays and ALIBI not in found.options:
@@ -84,7 +87,9 @@ class Placed:
                 self.stream = self.torch.cuda.current_stream(q.device)
             self.place(q, at.namespace, found)
         if found.functions or "block_starts" in self.arrays:
-            self.arrays["functor"] = functor_of({**arguments, **found.options}, found, gives)
+            call = {**arguments, **found.options}
+            self.arrays["functor"] = functor_of(call, found, gives)
+            self.kernel = kernel_of(call)[1].name if gives is None else ""
             self.arrays["numbers"] = numbers(found.functions)
 
     def place(self, q: Any, namespace: Any, found: Found) -> None:
@@ -183,21 +188,36 @@ def kernel_of(arguments: dict[str, Any]) -> tuple[str, Kernel, tuple[int, int]]:
     """Return what takes the functors of a call."""
     q, v = arguments["q"], arguments["v"]
     head_dims = (int(q.shape[-1]), int(v.shape[-1]))
-    return kernel_for(int(q.__dlpack_device__()[1]), dtype_name(q), *head_dims)
+    device = int(q.__dlpack_device__()[1])
+    return kernel_for(device, dtype_name(q), *head_dims, may_take_sm90(arguments, head_dims))
+
+
+def may_take_sm90(arguments: dict[str, Any], head_dims: tuple[int, ...]) -> bool:
+    """Whether a Hopper runs the functors of a call of 16-bit types in its own kernel."""
+    backend = arguments.get("backend", "auto")
+    return backend in ("auto", "sm90") and max(head_dims) <= SM90_DIM and is_plain(arguments)
 
 
 @functools.lru_cache(maxsize=256)
 def kernel_for(
-    device: int, dtype: str, head_dim: int, head_dim_v: int
+    device: int, dtype: str, head_dim: int, head_dim_v: int, takes_sm90: bool
 ) -> tuple[str, Kernel, tuple[int, int]]:
     """Return the architecture of a device, the kernel that takes functors of a dtype, its tile."""
     from .._explain import explain
 
+    def plan_of(name: str) -> Any:
+        shapes = [(1, 8, 1, d) for d in (head_dim, head_dim, head_dim_v)]
+        return explain("attention", *shapes, device=device, dtype=dtype, softcap=1.0, backend=name)
+
+    arch = arch_of(device)
+    if takes_sm90 and dtype != "float32" and arch == "sm_90":
+        with contextlib.suppress(NotImplementedError):  # a build without its machine code
+            plan = plan_of("sm90")
+            return f"{arch}a", Kernel("sm90", dtype, plan.head_dim, plan.head_dim_v), SM90_TILE
     name = "simt" if dtype == "float32" else "sm80"
-    shapes = [(1, 8, 1, d) for d in (head_dim, head_dim, head_dim_v)]
-    plan = explain("attention", *shapes, device=device, dtype=dtype, softcap=1.0, backend=name)
+    plan = plan_of(name)
     tile = (plan.tile_m, plan.tile_n)
-    return arch_of(device), Kernel(name, dtype, plan.head_dim, plan.head_dim_v), tile
+    return arch, Kernel(name, dtype, plan.head_dim, plan.head_dim_v), tile
 
 
 def backward_kernel_of(arguments: dict[str, Any]) -> tuple[str, Kernel]:
