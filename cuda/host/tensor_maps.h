@@ -40,7 +40,9 @@ inline device::TensorMap encode_tensor_map(const TensorMapKey& key) {
   device::TensorMap map;
   CUresult status = encode(
       reinterpret_cast<CUtensorMap*>(&map),
-      key.dtype == DType::f16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+      key.dtype == DType::e4m3  ? CU_TENSOR_MAP_DATA_TYPE_UINT8
+      : key.dtype == DType::f16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
       5, const_cast<void*>(key.base), key.extent, key.stride, key.box, kSteps,
       CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
@@ -73,8 +75,9 @@ inline const device::TensorMap& tensor_map(const TensorMapKey& key) {
 }
 
 // An axis of one element may carry any stride: a legal one takes its place.
-inline uint64_t map_stride(int64_t elements, int64_t extent) {
-  return extent > 1 ? static_cast<uint64_t>(elements) * 2 : 16;
+inline uint64_t map_stride(DType dtype, int64_t elements, int64_t extent) {
+  int64_t size = dtype == DType::e4m3 ? 1 : 2;
+  return extent > 1 ? static_cast<uint64_t>(elements * size) : 16;
 }
 
 inline const device::TensorMap& tensor_map(DType dtype, const void* base,
@@ -87,13 +90,16 @@ inline const device::TensorMap& tensor_map(DType dtype, const void* base,
   for (int axis = 0; axis < 5; ++axis) {
     key.extent[axis] = static_cast<uint64_t>(extent[axis] > 0 ? extent[axis] : 1);
     key.box[axis] = static_cast<uint32_t>(box[axis]);
-    if (axis > 0) key.stride[axis - 1] = map_stride(stride[axis - 1], extent[axis]);
+    if (axis > 0) key.stride[axis - 1] = map_stride(dtype, stride[axis - 1], extent[axis]);
   }
   return tensor_map(key);
 }
 
-// Q as (columns, heads of a group, tokens, groups, batch): a box is 64 columns of `tokens` tokens
-// of `packed` heads, which land as rows token * packed + head.
+// 128 bytes of a row.
+constexpr int32_t panel_columns(DType dtype) { return dtype == DType::e4m3 ? 128 : 64; }
+
+// Q as (columns, heads of a group, tokens, groups, batch): a box is a panel of `tokens` tokens of
+// `packed` heads, which land as rows token * packed + head.
 inline const device::TensorMap& query_map(const AttentionParams& p, int32_t packed,
                                           int32_t tokens) {
   bool ragged = p.cu_seqlens_q != nullptr;
@@ -101,7 +107,8 @@ inline const device::TensorMap& query_map(const AttentionParams& p, int32_t pack
   return tensor_map(p.dtype, p.q,
                     {p.head_dim, packed, ragged ? p.total_q : p.seqlen_q, p.num_heads_q / packed,
                      ragged ? 1 : p.batch},
-                    {s.head, s.seq, s.head * packed, s.batch}, {64, packed, tokens, 1, 1});
+                    {s.head, s.seq, s.head * packed, s.batch},
+                    {panel_columns(p.dtype), packed, tokens, 1, 1});
 }
 
 // O as (columns, tokens, heads, batch, 1): a box is the 16 rows of a warp.
@@ -125,7 +132,7 @@ inline const device::TensorMap& bias_map(const AttentionParams& p) {
       {64, 64, 1, 1, 1});
 }
 
-// K or V as (columns, tokens, heads, batch, 1). Note: the base must be mapped memory: the TMA reads
+// K or V as (columns, tokens, heads, batch, 1), in panels. Note: the base must be mapped memory: the TMA reads
 // there for a box that lies wholly outside of its map.
 inline const device::TensorMap& key_map(const AttentionParams& p, const void* base,
                                         const Strides& s, int32_t columns, int32_t rows) {
@@ -133,7 +140,7 @@ inline const device::TensorMap& key_map(const AttentionParams& p, const void* ba
   int64_t tokens = ragged ? p.total_kv : p.seqlen_kv;
   if (tokens == 0) base = p.q;  // never read, but legal
   return tensor_map(p.dtype, base, {columns, tokens, p.num_heads_kv, ragged ? 1 : p.batch, 1},
-                    {s.seq, s.head, s.batch, 0}, {64, rows, 1, 1, 1});
+                    {s.seq, s.head, s.batch, 0}, {panel_columns(p.dtype), rows, 1, 1, 1});
 }
 
 // A cache of K or V as (columns, tokens of a block, heads, blocks, 1): a box is 64 columns of

@@ -389,7 +389,7 @@ struct ForwardSm90 {
       device::registers_shrink<kProducerRegisters>();
       int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
       if (warp == 1) {
-        Producer::schedule_work(p, s, Shared(smem));
+        schedule_sm90_work<ForwardSm90>(p, s, Shared(smem));
       } else if (p.pages.block_tables != nullptr) {
         Producer::template load_tiles<true>(p, s, maps, Shared(smem), warp == 0 ? 0 : warp - 1);
       } else if (kStagesBias && warp == 2) {
