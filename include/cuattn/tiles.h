@@ -111,13 +111,13 @@ constexpr Tile sm90_tile(HeadDims d, MaskKind mask, ScoreKind score) {
   return {128, 80, 2, 12};  // 64 + 2 * 80 = 224 KB
 }
 
-// e4m3: Q and K in panels of 128 columns, V as rows of 128 keys. Beside S, O and P, registers hold
+// e4m3: Q and K in panels of 128 columns, V as rows of 128 keys; what each thread sees. Beside S, O and P, registers hold
 // the product of a tile of its own (head_dim_v / 2).
 constexpr int32_t kSm90Float8QStages = 2;
 constexpr int32_t sm90_float8_smem_bytes(HeadDims d, Tile tile) {
   int32_t qk = (d.qk + 127) / 128 * 128;
   return qk * (kSm90Float8QStages * tile.m + tile.stages * tile.n) + tile.stages * tile.n * d.v +
-         kSm90SmallBytes + 1024;
+         tile.m * 32 + kSm90SmallBytes + 1024;
 }
 constexpr Tile sm90_float8_tile(HeadDims) {
   return {128, 128, 4, 12};  // 128: 2 * 16 + 4 * 32 = 160 KB

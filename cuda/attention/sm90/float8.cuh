@@ -101,6 +101,7 @@ struct Float8Sm90 {
   static constexpr int kQStages = kSm90Float8QStages;
   static constexpr int kSmemBytes = sm90_float8_smem_bytes({kHeadDim, kHeadDimV}, kTile);
   static constexpr int kConsumerRegisters = 232, kProducerRegisters = 40;
+  static constexpr int kVisibleBytes = kConsumers * 128 * 16;
   static constexpr int kScoreCount = kTile.n / 2, kOutCount = kHeadDimV / 2;  // of a thread
   static constexpr int kWantedBefore = 2;  // key tiles, before the last one of an item is loaded
   static_assert(kConsumers == 2 && kTile.n == 128, "two take turns; a row of V^T is one panel");
@@ -113,14 +114,14 @@ struct Float8Sm90 {
   using Store = StoreSm90<kType, ScoreKind::identity, kHeadDimV, kTile.m, false>;
 
   // 2. Shared storage, in address order: Q (stage, panel, m, 128); K (stage, panel, n, 128); V
-  // (stage, channel, 128 keys); barriers; the work items that the producer draws.
+  // (stage, channel, 128 keys); the keys that each thread's rows see; barriers; the work items that the producer draws.
   struct Shared {
     uint32_t q, k, v, barriers;
     __device__ explicit Shared(const void* base) {
       q = (device::smem_address(base) + 1023) & ~1023u;  // the swizzle repeats every 1024 bytes
       k = q + kQStages * kQBytes;
       v = k + kTile.stages * kKBytes;
-      barriers = device::opaque(v + kTile.stages * kVBytes);
+      barriers = device::opaque(v + kTile.stages * kVBytes + kVisibleBytes);
     }
     __device__ uint32_t barrier(int index) const { return barriers + 8 * index; }
     __device__ uint32_t k_full(int s) const { return barrier(s); }
@@ -134,6 +135,7 @@ struct Float8Sm90 {
     __device__ uint32_t wanted() const { return other(8); }
     __device__ uint32_t other(int index) const { return barrier(4 * kTile.stages + index); }
     __device__ uint32_t work(int s) const { return other(9) + s * static_cast<int>(sizeof(Work)); }
+    __device__ uint32_t visible(int thread) const { return barriers - kVisibleBytes + 16 * thread; }
   };
   static_assert(8 * (4 * kTile.stages + 9) + 2 * sizeof(Work) <= kSm90SmallBytes);
 
@@ -260,9 +262,9 @@ struct Float8Sm90 {
         release(shared.work_empty(slot.stage()));
         continue;
       }
-      KeyRange visible[2];
-      find_visible(visible, p, s, w, w.row0 + group * 64 + warp * 16 + lane / 4);
-      const int first = w.range.begin, full = max(first, w.range.full_begin);
+      const uint32_t sees = shared.visible(threadIdx.x - 128);
+      find_visible(p, s, w, w.row0 + group * 64 + warp * 16 + lane / 4, sees);
+      const int first = w.range.begin;
       const int right = max(first, w.range.full_end);
       int tile = w.range.end - 1;
       auto release_scores = [&] {  // S is done: so are K, and Q at last
@@ -285,7 +287,7 @@ struct Float8Sm90 {
       pin(scores);
       release_scores();
       if (tile >= w.range.full_end || tile < w.range.full_begin)
-        mask_float8_scores<Natural, kMask>(scores, visible, tile);
+        mask<Natural>(scores, sees, tile);
       float8_softmax_step<Natural>(state, scores, probs, out, part, follow, to_log2, s.zero,
                                    [] { return false; });
       if (s.clears && (tile + 1) * kTile.n > w.keys.used) {
@@ -309,7 +311,7 @@ struct Float8Sm90 {
         wgmma_wait<1>();
         pin(scores);
         release_scores();
-        if (masked) mask_float8_scores<ByFours, kMask>(scores, visible, tile);
+        if (masked) mask<ByFours>(scores, sees, tile);
         float8_softmax_step<ByFours>(state, scores, probs, out, part, follow, to_log2, s.zero,
                                      [&] {
                                        wgmma_wait<0>();
@@ -321,6 +323,11 @@ struct Float8Sm90 {
       };
 #pragma unroll 1
       while (tile > right) step(true);
+      int full = first;
+      if constexpr (kMask == MaskKind::window) {
+        load_shared(w.range, shared.work(slot.stage()) + uint32_t{offsetof(Work, range)});
+        full = max(first, w.range.full_begin);
+      }
 #pragma unroll 1
       while (tile > full) step(false);
       if constexpr (kMask == MaskKind::window) {
@@ -347,10 +354,11 @@ struct Float8Sm90 {
     }
   }
 
-  static __device__ __forceinline__ void find_visible(KeyRange (&visible)[2],
-                                                      const AttentionParams& p,
+  // What a thread's two rows see stands in shared memory, for the registers are full.
+  static __device__ __forceinline__ void find_visible(const AttentionParams& p,
                                                       const Sm90Schedule& s, const Work& w,
-                                                      int32_t row0) {
+                                                      int32_t row0, uint32_t smem) {
+    KeyRange visible[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       int32_t row = row0 + half * 8, token = s.packed == 1 ? row : row / s.packed;
@@ -360,7 +368,16 @@ struct Float8Sm90 {
             kMask == MaskKind::causal ? static_cast<int32_t>(kUnlimited) : p.mask.left,
             p.mask.right, token, w.queries.used, w.keys.used);
       }
+      device::store_shared(smem + half * 8, visible[half]);
     }
+  }
+  template <class Order>
+  static __device__ __forceinline__ void mask(float (&scores)[kScoreCount], uint32_t smem,
+                                              int32_t tile) {
+    KeyRange visible[2];
+    device::load_shared(visible[0], smem);
+    device::load_shared(visible[1], smem + 8);
+    mask_float8_scores<Order, kMask>(scores, visible, tile);
   }
 
   // What makes a dot product of codes an exponent in base 2. A scale of 0 gives what zeros give.
