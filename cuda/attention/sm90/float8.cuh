@@ -264,13 +264,7 @@ struct Float8Sm90 {
       }
       const uint32_t sees = shared.visible(threadIdx.x - 128);
       find_visible(p, s, w, w.row0 + group * 64 + warp * 16 + lane / 4, sees);
-      const int first = w.range.begin;
-      const int right = max(first, w.range.full_end);
-      int tile = w.range.end - 1;
-      auto release_scores = [&] {  // S is done: so are K, and Q at last
-        release(shared.k_empty(ring.stage()));
-        if (tile == first) release(shared.q_empty(q_ring.stage()));
-      };
+      int tile = w.range.end - 1, until = max(w.range.begin, w.range.full_end);
 
       barrier_wait(shared.q_full(q_ring.stage()), q_ring.parity());
       barrier_wait(shared.k_full(ring.stage()), ring.parity());
@@ -285,7 +279,7 @@ struct Float8Sm90 {
       for (int i = 0; i < kOutCount; ++i) out[i] = 0.0f;
       wgmma_wait<0>();
       pin(scores);
-      release_scores();
+      release(shared.k_empty(ring.stage()));
       if (tile >= w.range.full_end || tile < w.range.full_begin)
         mask<Natural>(scores, sees, tile);
       float8_softmax_step<Natural>(state, scores, probs, out, part, follow, to_log2, s.zero,
@@ -310,7 +304,7 @@ struct Float8Sm90 {
         your_turn();
         wgmma_wait<1>();
         pin(scores);
-        release_scores();
+        release(shared.k_empty(ring.stage()));
         if (masked) mask<ByFours>(scores, sees, tile);
         float8_softmax_step<ByFours>(state, scores, probs, out, part, follow, to_log2, s.zero,
                                      [&] {
@@ -322,18 +316,18 @@ struct Float8Sm90 {
                                      });
       };
 #pragma unroll 1
-      while (tile > right) step(true);
-      int full = first;
+      while (tile > until) step(true);
+      load_shared(w.range, shared.work(slot.stage()) + uint32_t{offsetof(Work, range)});
+      until = w.range.begin;
+      if (kMask == MaskKind::window) until = max(until, w.range.full_begin);
+#pragma unroll 1
+      while (tile > until) step(false);
       if constexpr (kMask == MaskKind::window) {
         load_shared(w.range, shared.work(slot.stage()) + uint32_t{offsetof(Work, range)});
-        full = max(first, w.range.full_begin);
-      }
 #pragma unroll 1
-      while (tile > full) step(false);
-      if constexpr (kMask == MaskKind::window) {
-#pragma unroll 1
-        while (tile > first) step(true);
+        while (tile > w.range.begin) step(true);
       }
+      release(shared.q_empty(q_ring.stage()));
       barrier_wait(shared.v_full(ring.stage()), ring.parity());
       my_turn();
       claim(part);
