@@ -28,7 +28,7 @@ FACTORS = {
 
 
 def draw_scales(case: Case, problem: Problem, kind: str, rng) -> dict:
-    """q_scale, k_scale and v_scale of one kind; "parts": blocks of rows, and channels of v."""
+    """q_scale, k_scale and v_scale of one kind; "parts": blocks of rows, and channels of v; "channel": these alone."""
     if kind == "none":
         return {}
     heads, batch = case.num_heads_kv, case.batch
@@ -40,6 +40,8 @@ def draw_scales(case: Case, problem: Problem, kind: str, rng) -> dict:
         "v_scale": (batch, heads, case.dim_v),
     }
     shapes = {"one": (1,), "head": (heads,), "batch": (batch, heads)}
+    if kind == "channel":  # of v alone
+        parts.update(q_scale=(batch, heads), k_scale=(heads,))
     drawn = {
         name: rng.uniform(0.5, 1.5, shapes.get(kind, parts[name])).astype(np.float32)
         for name in parts

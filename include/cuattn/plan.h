@@ -47,6 +47,8 @@ struct AttentionRequest {
   bool is_flex;                 // asked by flex_attention
   bool has_rows, has_programs;  // row ranges; programs or lists of a user
   bool has_functor;             // these compiled for CUDA
+  bool has_columns;             // float8: values lie by columns
+  bool has_part_scales;         // float8: q or k has a scale for each block of rows, or query head
 };
 
 // What the choice of a paged kernel depends on.

@@ -28,7 +28,7 @@ struct Rung {
 constexpr Rung kLadder[] = {
     {Kernel::cpu, false, true, "tiled online softmax in vector registers"},
     {Kernel::cpu_naive, false, false, "the plain formula, scores in memory"},
-    {Kernel::sm90, true, true, "Hopper: TMA feeds warpgroups of wgmma, 16-bit types"},
+    {Kernel::sm90, true, true, "Hopper: TMA feeds warpgroups of wgmma, 16-bit types and float8"},
     {Kernel::sm80, true, true, "tensor cores: mma.sync, cp.async and ldmatrix, 16-bit types"},
     {Kernel::simt, true, true, "float32 flash attention on CUDA cores"},
     {Kernel::tiled, true, false, "shared-memory tiles, online softmax"},
@@ -103,8 +103,9 @@ int32_t fixed_split_keys(int64_t items, int32_t n) {
 // How sm90 cuts its work: rows of a group packed where tiles would stay half empty, keys split
 // where tiles are few, and persistent CTAs.
 void plan_sm90(Plan& plan, HeadDims d, const AttentionRequest& r, const DeviceInfo& device) {
-  plan.tile = sm90_tile(d, r.mask, r.score);
-  Tile other = sm90_other_tile(d, r.mask, r.score);
+  const bool float8 = r.dtype == DType::e4m3;
+  plan.tile = float8 ? sm90_float8_tile(d) : sm90_tile(d, r.mask, r.score);
+  Tile other = float8 ? Tile{} : sm90_other_tile(d, r.mask, r.score);
   auto in_blocks = [&](Tile tile) {
     return r.paged && r.kv_layout != KvLayout::vllm &&
            sm90_page_rows(r.block_size, tile) >= kMinPageRows;
@@ -148,6 +149,16 @@ void plan_sm90(Plan& plan, HeadDims d, const AttentionRequest& r, const DeviceIn
   }
 }
 
+// Why sm90 does not take float8 arrays, which naive does.
+const char* float8_refusal(const AttentionRequest& r) {
+  if (r.score == ScoreKind::scored)
+    return "over float8 it has no softcap, ALiBi, bias or negative scale yet";
+  if (r.has_part_scales)
+    return "over float8 it has no scales of 128 rows or of query heads yet, but of key heads";
+  if (!r.has_columns) return "it reads float8 values by columns, as cuattn.quantize makes them";
+  return nullptr;
+}
+
 // nullptr when the rung can run the request, else why not.
 const char* refusal(Kernel kernel, const AttentionRequest& r, const DeviceInfo& device) {
   auto uncompiled = [&](const char* why) {
@@ -155,7 +166,7 @@ const char* refusal(Kernel kernel, const AttentionRequest& r, const DeviceInfo& 
   };
   bool is_cpu = kernel == Kernel::cpu || kernel == Kernel::cpu_naive;
   bool drops = kernel != Kernel::sm90 && kernel != Kernel::tiled && kernel != Kernel::cublas;
-  if (r.dtype == DType::e4m3 && !is_cpu && kernel != Kernel::naive)
+  if (r.dtype == DType::e4m3 && !is_cpu && kernel != Kernel::naive && kernel != Kernel::sm90)
     return "it does not take float8_e4m3fn, which naive converts";
   if (r.has_dropout && !drops) return "it has no dropout, which sm80, simt and naive have";
   if (r.has_programs && !is_cpu) {
@@ -173,6 +184,7 @@ const char* refusal(Kernel kernel, const AttentionRequest& r, const DeviceInfo& 
       if (r.dtype == DType::f32) return "it takes float16 and bfloat16, not float32";
       if (device.major != 9 || device.minor != 0) return "it is for compute capability 9.0 alone";
       if (device.native != 1) return "this build has no machine code for 9.0";
+      if (const char* why = r.dtype == DType::e4m3 ? float8_refusal(r) : nullptr) return why;
       return uncompiled(kNotCompiled);
     case Kernel::sm80: return sm80_refusal(r, device);
     case Kernel::simt:
@@ -335,8 +347,12 @@ const char* bias_access_clause(BiasAccess bias) {
 std::string access_clause(const Plan& plan) {
   bool over_pages = plan.num_workers > 0;
   std::string cut;
+  bool float8 = plan.kernel == Kernel::sm90 && plan.instance != kNoInstance &&
+                instance_at(plan.instance).op == Op::attention &&
+                instance_at(plan.instance).dtype == DType::e4m3;
+  if (float8) cut = "; probabilities are rounded to float8, sums have two levels";
   if (plan.split_keys > 0 && !over_pages)
-    cut = concat("; keys are cut every ", plan.split_keys, ", whatever the batch");
+    cut += concat("; keys are cut every ", plan.split_keys, ", whatever the batch");
   return concat(key_access_clause(plan.keys), bias_access_clause(plan.bias), cut);
 }
 

@@ -140,11 +140,12 @@ def test_kernels_lists_what_takes_float8():
     assert {"cpu", "cpu_naive"} <= cpu
 
 
-def test_a_gpu_takes_it_by_naive_and_says_why_the_others_do_not():
+def test_a_gpu_takes_rows_by_naive_and_says_why_the_others_do_not():
     shape = (1, 256, 8, 128)
     plan = cuattn.explain("attention", shape, shape, shape, dtype="float8_e4m3fn", device="h100")
     assert plan.kernel == "naive"
-    assert plan.ladder.count("it does not take float8_e4m3fn") == 5
+    assert plan.ladder.count("it does not take float8_e4m3fn") == 4
+    assert "sm90: cannot: it reads float8 values by columns" in plan.ladder
 
 
 # Mutants: the oracle reads scales wrongly; the rule must notice each.

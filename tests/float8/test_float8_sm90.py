@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""sm90 over float8 arrays: whom the planner gives it, and what it computes on a Hopper.
+
+P becomes e4m3, off by 2^-4 of itself at most, which gives the tolerance: 2^-4 of what the absolute
+values would give. With equal scores P is exact, and the sums are all that is left to err.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import cases
+import cuattn
+import float8_cases
+import harness
+from cases import Case
+from float8_cases import F8
+from harness import target_params
+
+H100 = dict(major=9, minor=0, num_sms=132, smem_per_block_optin=232448, native=1)
+A100 = dict(H100, major=8, num_sms=108)
+SERVED = {
+    **float8_cases.FACTORS,
+    "dims": tuple(d for d in float8_cases.FACTORS["dims"] if max(d) <= 128),
+    "softcap": (0.0,),
+    "alibi": ("none",),
+    "bias": ("none",),
+    "scales": ("none", "one", "head", "batch", "channel"),
+    "magnitude": (0.0, 1.0, 4.0),
+}
+ROWS = cases.pairwise(SERVED)
+PARTS = 4
+
+
+def columns(x):
+    """[batch, rows, heads, dim] with the rows contiguous."""
+    made = np.zeros((*x.transpose(0, 2, 3, 1).shape[:3], -(-x.shape[1] // 16) * 16), x.dtype)
+    made[..., : x.shape[1]] = x.transpose(0, 2, 3, 1)
+    return made[..., : x.shape[1]].transpose(0, 3, 1, 2)
+
+
+def judge(case, numbers, out, lse):
+    """`numbers`: the problem in what codes and scales mean. Rows of no sequence do not count."""
+    expected, expected_lse = numbers.reference()
+    _, plain_lse = numbers.reference(np.dtype(np.float32))
+    sizes = {**numbers.arrays, "v": np.abs(numbers.arrays["v"])}
+    size, _ = dataclasses.replace(numbers, arrays=sizes).reference()
+    rows = len(out)
+    if case.layout == "ragged":
+        rows = int(numbers.arrays["cu_seqlens_q"][-1])
+        lse, expected_lse, plain_lse = (x[:, :rows] for x in (lse, expected_lse, plain_lse))
+    out, expected, size = (np.asarray(x[:rows], np.float64) for x in (out, expected, size))
+    cases.check_lse(lse, expected_lse, plain_lse)
+    eps = cases.EPS[case.dtype] + 2.0**-10  # of out, and of the sums
+    of_p = 0.0 if case.magnitude == 0 else 2.0**-4
+    error = np.abs(out - expected)
+    assert (error <= (eps + of_p) * size + 1e-6).all(), f"out: off by {error.max()}"
+    norms = [np.linalg.norm(x) for x in (error, expected, size)]
+    assert norms[0] <= 2 * of_p * norms[1] + 2 * eps * norms[2] + 1e-6
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "part"),
+    target_params(tuple(range(PARTS)), cpu=(), cuda=("sm90",)),
+)
+def test_every_option_with_every_other(device, backend, part, rng):
+    for row in ROWS[part::PARTS]:
+        row = dict(row)
+        kind = row.pop("scales")
+        case = dataclasses.replace(cases.case_of(row), dtype="float32")
+        given, numbers = float8_cases.make(case, kind, rng)
+        case = dataclasses.replace(case, dtype="float32" if case.give_out else "bfloat16")
+        place = "columns_bhsd" if case.layout == "bhsd" else "columns"
+        if given.arrays["v"].shape[2 if place == "columns_bhsd" else -3] <= 1:
+            continue  # rows and columns at once
+        out, lse = harness.run(device, backend, given, {"v": place})
+        assert out.dtype == cases.DTYPES[case.dtype]
+        judge(case, numbers, out, lse)
+
+
+LONG = [
+    Case(batch=1, seqlen_q=385, seqlen_kv=1027, head_dim=128, causal=True, num_heads_q=2,
+         num_heads_kv=2),
+    Case(batch=2, seqlen_q=300, seqlen_kv=300, head_dim=64, causal=True, num_heads_q=24,
+         num_heads_kv=8),
+    Case(batch=2, seqlen_q=3, seqlen_kv=4099, head_dim=128, num_heads_q=8, num_heads_kv=2),
+    Case(batch=3, seqlen_q=300, seqlen_kv=900, head_dim=128, layout="ragged", causal=True),
+    Case(batch=1, seqlen_q=300, seqlen_kv=1301, head_dim=112, window=(300, 7), kv_start=True,
+         num_heads_q=2, num_heads_kv=1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "magnitude"),
+    target_params((0.0, 2.0), cpu=(), cuda=("sm90",)),
+)
+def test_many_tiles(device, backend, magnitude, rng):
+    for case in LONG:
+        case = dataclasses.replace(case, dtype="float32", magnitude=magnitude)
+        given, numbers = float8_cases.make(case, "batch", rng)
+        out, lse = harness.run(device, backend, given, {"v": "columns"})
+        judge(case, numbers, out, lse)
+
+
+@pytest.mark.parametrize(
+    ("device", "backend"), target_params(cpu=(), cuda=("sm90",))
+)
+def test_scales_are_read_on_the_device_and_zero_gives_what_zeros_give(device, backend, rng):
+    q, k, v = (rng.standard_normal((1, 200, 2, 64)).astype(F8) for _ in range(3))
+    arena = harness.Arena(device)
+    given = [arena.put(q), arena.put(k), arena.put(v, "columns")]
+    for k_scale, v_scale in ((0.0, 1.0), (1.0, 0.0), (0.5, 2.0)):
+        scale = arena.put(np.float32([[k_scale, k_scale]]))
+        out = cuattn.attention(*given, k_scale=scale, v_scale=v_scale, backend=backend)
+        device.synchronize()
+        found = np.asarray(device.numpy(out), np.float64)
+        numbers = (q.astype(np.float64), k.astype(np.float64) * k_scale, v.astype(np.float64))
+        scores = np.einsum("bihd,bjhd->bhij", *numbers[:2]) / 8
+        probs = np.exp(scores - scores.max(-1, keepdims=True))
+        probs /= probs.sum(-1, keepdims=True)
+        expected = np.einsum("bhij,bjhd->bihd", probs, numbers[2]) * v_scale
+        assert np.linalg.norm(found - expected) <= 0.08 * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (70, 3)}], ids=str)
+def test_a_hopper_takes_values_by_columns(options):
+    for dim, compiled in ((64, 64), (32, 64), (80, 128), (128, 128)):
+        q, k = np.zeros((2, 300, 8, dim), F8), np.zeros((2, 300, 2, dim), F8)
+        given = {**options, "k_scale": np.ones((2, 2), np.float32), "v_scale": 0.5}
+        plan = cuattn.explain("attention", q, k, columns(k), device=H100, **given)
+        assert (plan.kernel, plan.head_dim) == ("sm90", compiled)
+        assert "probabilities are rounded to float8" in plan.ladder
+        assert cuattn.explain("attention", q, k, columns(k), device=A100, **given).kernel == "naive"
+
+
+REFUSED = {
+    "values by rows": ({}, "it reads float8 values by columns"),
+    "softcap": ({"softcap": 3.0}, "over float8 it has no softcap"),
+    "blocks": ({"k_scale": np.ones((1, 2, 3), np.float32)}, "over float8 it has no scales of 128 rows"),
+    "query heads": ({"q_scale": np.ones((1, 4, 1), np.float32)}, "over float8 it has no scales of 128 rows"),
+    "wide": ({}, "it is not compiled for this dtype"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_it_does_not_take_naive_does(name):
+    options, why = REFUSED[name]
+    dim = 256 if name == "wide" else 64
+    q, k = np.zeros((1, 100, 4, dim), F8), np.zeros((1, 300, 2, dim), F8)
+    v = k if name == "values by rows" else columns(k)
+    plan = cuattn.explain("attention", q, k, v, device=H100, **options)
+    assert plan.kernel == "naive"
+    assert f"sm90: cannot: {why}" in plan.ladder
+    with pytest.raises(NotImplementedError, match=why):
+        cuattn.explain("attention", q, k, v, device=H100, backend="sm90", **options)
+
+
+def test_quantize_makes_what_it_takes():
+    x = np.random.default_rng(0).standard_normal((1, 40, 2, 64), np.float32)
+    for options in ({}, {"mode": "tensor"}, {"v_mode": "channel"}):
+        made = cuattn.quantize(x, x, x, **options)
+        assert made.q.dtype == ml_dtypes.float8_e4m3fn
+        plan = cuattn.explain("attention", *made.arrays, device=H100, **made.scales)
+        assert plan.kernel == "sm90"
