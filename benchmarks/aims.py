@@ -180,13 +180,13 @@ AIMS = (
         "benchmarks/cpu.py --isa avx2",
     ),
     Aim(
-        "`sm80` on an H200 against FlashAttention-2, 2048 tokens and more; here head_dim 128, full",
+        "`sm80` against FlashAttention-2, 2048 tokens and more; here head_dim 128, full",
         "1.0 in every row",
         best_peer("ladder", lambda w: w["seqlen_q"] >= 2048, 1.0, ours="cuattn:sm80"),
         f"{BENCH} ladder",
     ),
     Aim(
-        "`sm90` on an H200 against the best peer, 2048 tokens and more",
+        "`sm90` against the best peer, 2048 tokens and more",
         "1.0 in every row, 1.03 on the mean",
         best_peer("forward", lambda w: w["seqlen_q"] >= 2048, 1.0, 1.03),
         f"{BENCH} forward",
@@ -198,8 +198,7 @@ AIMS = (
         "the same",
     ),
     Aim(
-        "backward on an H200 against cuDNN and FlashAttention-2, by head_dim and length, 2048 "
-        "tokens and more",
+        "backward against cuDNN and FlashAttention-2, by head_dim and length, 2048 tokens and more",
         "1.0 in every row, 1.1 on the mean",
         best_peer("backward", lambda w: by_width(w) and w["seqlen_q"] >= 2048, 1.0, 1.1),
         f"{BENCH} backward",
@@ -251,7 +250,7 @@ AIMS = (
         "the same",
     ),
     Aim(
-        "decode over pages on an H200 against FlashInfer, 256 MB of KV and more",
+        "decode over pages against FlashInfer, 256 MB of KV and more",
         "1.0 in every row, 1.05 on the mean",
         best_peer("paged", lambda w: kv_megabytes(w) >= 256, 1.0, 1.05),
         f"{BENCH} paged",

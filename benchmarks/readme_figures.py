@@ -230,9 +230,17 @@ def peers_text(values: Iterable[tuple[float, str, str]]) -> str:
     return f"{', '.join(head)} and {last}" if head else last
 
 
+def device_of(document: dict) -> str:
+    return document.get("machine", {}).get("device", "")
+
+
 def losses(found: dict[str, dict]) -> list[str]:
-    """Every family in which a peer leads some row by more than the noise, worst first."""
+    """Every family in which a peer leads some row by more than the noise, worst first.
+
+    The GPU is named where it is not that of the forward table.
+    """
     lines = []
+    usual = device_of(found.get("forward", {}))
     for family, document in found.items():
         if SHOWN[family].peer == "memcpy":  # no library, but the bound
             continue
@@ -242,7 +250,9 @@ def losses(found: dict[str, dict]) -> list[str]:
                 continue
             least, row, _ = all_rows.behind[0]
             heading = SHOWN[family].heading.split(",")[0].lower()
-            text = f"{heading}{words}: {len(all_rows.behind)} of {len(all_rows.values)} rows"
+            gpu = device_of(document)
+            where = f" on {gpu}" if usual and gpu != usual and SHOWN[family].peer == BEST else ""
+            text = f"{heading}{words}{where}: {len(all_rows.behind)} of {len(all_rows.values)} rows"
             lines.append(
                 (least, f"{text} to {peers_text(all_rows.behind)}, least {least:.3f} at {row}")
             )
@@ -266,7 +276,7 @@ def front() -> str:
     lines = [
         f"![{front_picture.ALT}](benchmarks/results/front.svg)",
         "",
-        "On one NVIDIA H200, geometric means over all rows of a table:",
+        f"On one {device_of(found['forward'])}, geometric means over all rows of a table:",
         "",
         f"- **forward {forward.mean:.2f} x** the faster of {peers_text(forward.values)}: "
         f"{len(forward.values)} rows, least {forward.values[0][0]:.2f}",
@@ -300,7 +310,7 @@ def short() -> str:
             table(document, shown, shown.rows),
             f"All {len(all_rows.values)} rows: {all_rows.mean:.3f} x the best peer on the "
             f"geometric mean, least {least:.3f} at {row}. {document['machine']['device']}, "
-            f"commit {document['commit']}, {document['time'][:10]}.",
+            f"{report.commits(document)}, {document['time'][:10]}.",
         ]
     return "\n\n".join(parts) if parts else NONE_YET
 
@@ -308,9 +318,10 @@ def short() -> str:
 def overview() -> str:
     """One line for each table: of which commit it is, and what it says beside the best peer."""
     lines = [
-        "| table | commit | day | rows | x best peer, geometric mean | least | bars that hold |"
+        "| table | machine | commit | day | rows | x best peer, geometric mean | least "
+        "| bars that hold |"
     ]
-    lines += ["| --- | --- | --- | ---: | ---: | ---: | ---: |"]
+    lines += ["| --- | --- | --- | --- | ---: | ---: | ---: | ---: |"]
     for family, document in documents().items():
         heading = SHOWN[family].heading
         anchor = "".join(c for c in heading.lower() if c.isalnum() or c in " -_").replace(" ", "-")
@@ -319,7 +330,8 @@ def overview() -> str:
             judged += [bar["holds"] for bar in row.get("bars", ()) if bar["holds"] is not None]
         cells = [
             f"[{heading}](#{anchor})",
-            (document["commit"] or "")[:7],
+            device_of(document),
+            report.commits(document).split(" ", maxsplit=1)[1],
             document["time"][:10],
             str(sum(row["status"] == "ok" for row in document["rows"])),
             f"{found.mean:.3f}" if found.values else "",

@@ -32,6 +32,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # there is one for each core
     os.environ.setdefault("CUATTN_NUM_THREADS", "2")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("MKL_NUM_THREADS", "1")
+    # Else torch.compile starts a process for each core, in each worker.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     # Of two workers that compile one graph into one folder, one loads what the other still writes.
     graphs = Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
     graphs = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", graphs))

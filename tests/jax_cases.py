@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 import cache_cases
 import cases
@@ -14,6 +15,13 @@ from harness import bits
 
 jax = frameworks.require("jax")
 import jax.numpy as jnp  # noqa: E402
+
+
+def device_of(device):
+    """JAX's device for that of a test; without one the test is skipped."""
+    if device.name == "cuda" and jax.default_backend() == "cpu":
+        pytest.skip("JAX sees no GPU")
+    return jax.devices()[0] if device.name == "cuda" else jax.devices("cpu")[0]
 
 
 def to_jax(values):

@@ -22,7 +22,13 @@ from .attention import attention, attention_varlen
 from .backward import attention_backward, attention_varlen_backward
 from .block_pool import BlockPool
 from .cascade import cascade_attention
-from .flex import BlockMask, create_block_mask, flex_attention, flex_attention_backward
+from .flex import (
+    BlockMask,
+    create_block_mask,
+    flex_attention,
+    flex_attention_backward,
+    sparse_attention,
+)
 from .float8 import QuantizedQKV, dequantize, quantize, quantize_like
 from .fused import act_mul, bias_act, layer_norm, rms_norm
 from .kv_bytes import kv_cache_bytes
@@ -89,6 +95,7 @@ __all__ = [
     "rope_attention",
     "rope_table",
     "sample",
+    "sparse_attention",
     "speculative_verify",
     "swap_blocks",
 ]

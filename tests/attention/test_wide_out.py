@@ -54,9 +54,9 @@ def varlen(rng, dtype):
     return poisoned(21, 4, 24), cuattn.attention_varlen, arrays, {"window": (5, 2)}
 
 
-def caches(rng, dtype):
+def caches(rng, dtype, head_dim=16):
     tables = rng.permutation(12).astype(np.int32).reshape(3, 4)
-    return *(draw(rng, dtype, 12, 8, 2, 16) for _ in range(2)), tables
+    return *(draw(rng, dtype, 12, 8, 2, head_dim) for _ in range(2)), tables
 
 
 def varlen_over_pages(rng, dtype):
@@ -68,10 +68,10 @@ def varlen_over_pages(rng, dtype):
 
 
 def paged(rng, dtype):
-    k, v, tables = caches(rng, dtype)
-    q, sinks = draw(rng, dtype, 3, 2, 4, 16), draw(rng, np.float32, 4)
+    k, v, tables = caches(rng, dtype, head_dim=64)  # the least that sm90 takes
+    q, sinks = draw(rng, dtype, 3, 2, 4, 64), draw(rng, np.float32, 4)
     lens = np.array([1, 16, 0], np.int32)
-    return poisoned(3, 2, 4, 16), cuattn.paged_attention, (q, k, v, tables, lens), {"sinks": sinks}
+    return poisoned(3, 2, 4, 64), cuattn.paged_attention, (q, k, v, tables, lens), {"sinks": sinks}
 
 
 def paged_in_parts(rng, dtype):

@@ -13,6 +13,8 @@ import pytest
 
 import cuattn
 from cuattn import __main__
+from cuattn._bench import devices, measure, report
+from cuattn._bench.families import FAMILIES
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -164,6 +166,7 @@ def test_bench_refuses_a_count_that_measures_nothing(words, message, capsys):
         (("--workload", "nope"), "no workload of smoke has 'nope' in its name; --list shows all"),
         (("--family", "cpu,smoke", "--workload", "nope"), "no workload of cpu, smoke has 'nope'"),
         (("--family", ""), "no workload of no family has '' in its name"),
+        (("--resume",), "--resume must be told by -o which folder holds the earlier run"),
         (("--backend", "none", "--peer", "none"), "smoke has nobody to measure; name a --backend"),
         (("--family", "smoke,cpu", "--peer", "abacus"), "no peer is called 'abacus'; known: "),
         (("--family", "smoke,cpu", "--backend", "abacus"), "no backend is called 'abacus'; known"),
@@ -212,6 +215,46 @@ def test_bench_writes_checked_rows_with_machine_and_command(results):
         assert result["ms"] > 0
         assert result["peak_bytes"] > 0
         assert len(result["rounds_ms"]) >= 3
+
+
+def test_a_run_cut_short_goes_on_and_each_row_keeps_its_commit(tmp_path, monkeypatch, capsys):
+    command = ["bench", *SMOKE, "--peer", "none", "--backend", "auto", "-o", str(tmp_path)]
+    rates = {"copy_gbps": 1.0, "matmul_float32_tflops": 1.0}
+    monkeypatch.setattr(devices.CpuDevice, "ceilings", lambda device: rates)
+
+    def bench(*words):
+        arguments = __main__.parser().parse_args([*command, *words])
+        assert arguments.run(arguments) == 0
+        return document()
+
+    def document():
+        return json.loads((tmp_path / "smoke.json").read_text(encoding="utf-8"))
+
+    def row(run, w, *times):
+        if len(asked) == 2:
+            asked.append("the end")
+            raise KeyboardInterrupt
+        asked.append(w.name)
+        return report.empty_row(w, "ok")
+
+    asked: list[str] = []
+    monkeypatch.setattr(measure.Run, "row", row)
+    with pytest.raises(KeyboardInterrupt):
+        bench("--commit", "one")
+    first = document()
+    assert not first["complete"]
+    assert [*(row["workload"]["name"] for row in first["rows"]), "the end"] == asked
+    whole = bench("--commit", "two", "--resume")
+    assert whole["complete"]
+    names = [w.name for w in FAMILIES["smoke"].workloads]
+    assert [row["workload"]["name"] for row in whole["rows"]] == names
+    assert whole["rows"][:2] == first["rows"]
+    assert [row["commit"] for row in whole["rows"]] == ["one"] * 2 + ["two"] * (len(names) - 2)
+    assert report.commits(whole) == f"commits one (2 rows), two ({len(names) - 2} rows)"
+    capsys.readouterr()
+    arguments = __main__.parser().parse_args([*command, "--resume", "--limit", "9"])
+    with pytest.raises(SystemExit, match="--resume must find the same settings in"):
+        arguments.run(arguments)
 
 
 def test_plot_draws_speed_and_memory(results, tmp_path):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotation, norms, activations and sampling on JAX arrays: the bits of the numpy call, eagerly,
-under jax.jit and jax.vmap.
+"""Rotation, norms, activations and sampling on JAX arrays: the bits of the call on numpy arrays or,
+on a GPU, on torch tensors; eagerly, under jax.jit and jax.vmap.
 """
 
 from __future__ import annotations
@@ -11,12 +11,20 @@ import pytest
 import cuattn
 import frameworks
 from cases import DTYPES
-from harness import bits
+from harness import bits, numpy_call
 
 jax = frameworks.require("jax")
 jnp = jax.numpy
 
+import jax_cases  # noqa: E402
+
 COS, SIN = cuattn.rope_table(40, 16)
+
+
+@pytest.fixture(autouse=True)
+def on_the_device(device):
+    with jax.default_device(jax_cases.device_of(device)):
+        yield
 
 
 def drawn(rng, *shape, dtype="float32"):
@@ -59,13 +67,14 @@ def leaves(found):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_bits_are_those_of_numpy(dtype, rng):
+def test_bits_are_those_of_other_arrays(device, dtype, rng):
     for function, arrays, options in calls(rng, dtype):
-        want = leaves(function(**{n: a.copy() for n, a in arrays.items()}, **options))
+        want = leaves(numpy_call(device, function, **arrays, **options))
         ours = {name: jnp.asarray(a) for name, a in arrays.items()}
         kept = {name: np.asarray(a) for name, a in ours.items()}
         eager = function(**ours, **options)
-        assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(eager))
+        for x in jax.tree.leaves(eager):
+            assert x.devices() == {jax_cases.device_of(device)}
         traced = jax.jit(lambda a, f=function, o=options: f(**a, **o))(ours)
         for found in (eager, traced):
             for mine, theirs in zip(leaves(found), want, strict=True):
@@ -74,15 +83,17 @@ def test_bits_are_those_of_numpy(dtype, rng):
             assert np.array_equal(np.asarray(array), kept[name], equal_nan=True)
 
 
-def test_vmap_runs_one_entry_after_the_other(rng):
+def test_vmap_runs_one_entry_after_the_other(device, rng):
     x, residual = drawn(rng, 2, 4, 3, 32)
     weight = jnp.ones(32)
     found = jax.vmap(lambda a, r: cuattn.rms_norm(a, weight, residual=r))(x, residual)
-    want = cuattn.rms_norm(x, np.ones(32, np.float32), residual=residual.copy())
+    ones = np.ones(32, np.float32)
+    want = numpy_call(device, cuattn.rms_norm, x, ones, residual=residual)
     assert all((a == b).all() for a, b in zip(leaves(found), leaves(want), strict=True))
     logits = drawn(rng, 3, 5, 20)
     found = jax.vmap(lambda a: cuattn.sample(a, seed=4, top_k=3))(jnp.asarray(logits))
-    assert found.tolist() == [cuattn.sample(a, seed=4, top_k=3).tolist() for a in logits]
+    want = [numpy_call(device, cuattn.sample, a, seed=4, top_k=3).tolist() for a in logits]
+    assert found.tolist() == want
 
 
 X, W = (1, 4, 2, 16), (16,)
@@ -113,4 +124,4 @@ REFUSED = [
 @pytest.mark.parametrize(("call", "error", "message"), REFUSED)
 def test_what_is_refused(call, error, message):
     with pytest.raises((error, jax.errors.JaxRuntimeError), match=message):
-        call(jnp.ones(X), jnp.ones(W))
+        jax.block_until_ready(call(jnp.ones(X), jnp.ones(W)))  # on a GPU it is said no sooner

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Latent attention on JAX arrays: the numpy call, eagerly, under jax.jit and jax.vmap."""
+"""Latent attention on JAX arrays: the call on numpy arrays or, on a GPU, on torch tensors; eagerly,
+under jax.jit and jax.vmap.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,13 @@ import cuattn
 import frameworks
 import mla_cases
 from cases import DTYPES, EPS
-from harness import bits
+from harness import bits, numpy_call, on
 from mla_cases import MlaCase
 
 jax = frameworks.require("jax")
 jnp = jax.numpy
+
+import jax_cases  # noqa: E402
 
 CASES = {
     "decode": MlaCase(dtype="bfloat16", heads=5, block_size=16),
@@ -22,6 +26,12 @@ CASES = {
     "sinks": MlaCase(dtype="float16", latent=128, heads=4, sinks=True, softcap=9.0),
     "no rope": MlaCase(dtype="float32", latent=64, rope=0, heads=3),
 }
+
+
+@pytest.fixture(autouse=True)
+def on_the_device(device):
+    with jax.default_device(jax_cases.device_of(device)):
+        yield
 
 
 def decode_arguments(case, rng):
@@ -42,13 +52,14 @@ def as_jax(arrays):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_decode_is_the_numpy_call(name, rng):
+def test_decode_is_the_call_on_other_arrays(device, name, rng):
     case = CASES[name]
     arrays = decode_arguments(case, rng)
     none = {} if case.rope else {"q_pe": None, "kpe_cache": None}
     options = {"scale": 0.1, "window": case.window, "softcap": case.softcap, "return_lse": True}
     run = lambda given: cuattn.mla_decode(**given, **none, **options)  # noqa: E731
-    expected, given = run(arrays), as_jax(arrays)
+    expected = numpy_call(device, cuattn.mla_decode, **arrays, **none, **options)
+    given = as_jax(arrays)
     for found in (run(given), jax.jit(run)(given)):
         for got, want in zip(found, expected, strict=True):
             assert (bits(np.asarray(got)) == bits(want)).all()
@@ -60,15 +71,18 @@ def test_decode_is_the_numpy_call(name, rng):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_write_is_the_numpy_call(dtype, rng):
+def test_write_is_the_call_on_other_arrays(device, dtype, rng):
     draw = lambda *shape: rng.standard_normal(shape, np.float32).astype(DTYPES[dtype])  # noqa: E731
     ckv, kpe, cache, ropes = draw(5, 48), draw(5, 16), draw(4, 8, 48), draw(4, 8, 16)
     slots = np.array([5, 31, -1, 0, 17])
     cos, sin = cuattn.rope_table(40, 16)
     turn = {"cos": cos, "sin": sin, "positions": np.array([3, 9, 1, 0, 39])}
     for words in ({}, turn, {**turn, "rope_interleaved": False}):
-        copies = cache.copy(), ropes.copy()
-        cuattn.mla_write(ckv, kpe, *copies, slots, **words)
+        theirs = on(device, ckv, kpe, cache, ropes, slots)
+        put = lambda x: on(device, x)[0] if isinstance(x, np.ndarray) else x  # noqa: E731
+        cuattn.mla_write(*theirs, **{name: put(x) for name, x in words.items()})
+        device.synchronize()
+        copies = [device.numpy(x) for x in theirs[2:4]]
         run = lambda *a, w=words: cuattn.mla_write(*a, **w)  # noqa: E731
         for call in (run, jax.jit(run), jax.jit(run, donate_argnums=(2, 3))):
             written = call(*map(jnp.asarray, (ckv, kpe, cache, ropes, slots)))

@@ -17,7 +17,7 @@ import harness
 
 torch = frameworks.require("torch")
 import cuattn.torch  # noqa: E402
-from cuattn.torch import sdpa_arguments  # noqa: E402
+from cuattn.torch import eager, sdpa_arguments  # noqa: E402
 
 sdpa = torch.nn.functional.scaled_dot_product_attention
 our_sdpa = cuattn.torch.scaled_dot_product_attention
@@ -218,11 +218,23 @@ def test_strides_that_no_kernel_reads(device, name):
     judge([leaf((2, 4, 16, 16), device) for _ in range(3)], compiled, view=view)
 
 
+def test_a_compiled_call_takes_memory_of_any_offset_later(device):
+    """No guard of torch.compile asks where memory begins."""
+    compiled = torch.compile(our_sdpa, fullgraph=True)
+    for begin in (0, 1, 6):
+        view = lambda x, begin=begin: x[begin : begin + 1152].view(2, 4, 9, 16)  # noqa: E731
+        judge([leaf(1160, device) for _ in range(3)], compiled, view=view)
+
+
 class SaidToBeOnCuda(torch.Tensor):
     is_cuda = True
 
+    def storage_offset(self):
+        assert not torch.compiler.is_compiling(), "dynamo does not trace it before 2.13"
+        return super().storage_offset()
 
-def test_rows_off_16_bytes_are_copied_on_cuda_alone():
+
+def test_rows_off_16_bytes_are_copied_on_cuda_alone(monkeypatch):
     """On tensors that only say where they are, so that it is known on a machine without a GPU."""
     for kind, copied in ((SaidToBeOnCuda, True), (torch.Tensor, False)):
         x = torch.empty(2, 4, 9, 20, dtype=torch.float16).as_subclass(kind)
@@ -231,6 +243,11 @@ def test_rows_off_16_bytes_are_copied_on_cuda_alone():
         assert [sdpa_arguments.readable(y) is not y for y in off] == [copied, copied]
         packed = x[..., :16].clone().transpose(1, 2)
         assert sdpa_arguments.readable(packed) is packed
+        assert [eager.on_16_bytes(y) is not y for y in off] == [False, copied]
+        assert eager.on_16_bytes(off[1]).data_ptr() % 16 == (0 if copied else 8)
+        with monkeypatch.context() as patched:  # the op copies
+            patched.setattr(torch.compiler, "is_compiling", lambda: True)
+            assert sdpa_arguments.readable(off[1]) is off[1]
 
 
 def test_negated_views_have_their_values(device):

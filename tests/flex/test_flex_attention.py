@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
 
@@ -285,7 +287,8 @@ def test_torch_and_jax_arrays_of_the_cpu(rng):
     torch, jax = pytest.importorskip("torch"), pytest.importorskip("jax")
     q, k, v = arrays(rng, 1, 2, 1, 30, 30, (16, 16))
     ids = rng.integers(0, 3, 30)
-    for convert in (torch.from_numpy, jax.numpy.asarray):
+    on_cpu = functools.partial(jax.device_put, device=jax.devices("cpu")[0])
+    for convert in (torch.from_numpy, on_cpu):
         mine = convert(ids)
         mask = lambda b, h, i, j: mine[i] == mine[j]  # noqa: E731, B023
         got = cuattn.flex_attention(*map(convert, (q, k, v)), mask_mod=mask)

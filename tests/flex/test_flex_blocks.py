@@ -215,6 +215,59 @@ def test_block_sparse_attention_equals_its_dense_form(rng, extents):
             starts, np.nonzero(blocks[0, 0])[1], 250, 310, block_size=64
         )
         assert np.array_equal(lists.states, made.states)
+        pair = starts, np.nonzero(blocks[0, 0])[1]
+        assert np.array_equal(sparse_attention(q, k, v, pair), out)
+        assert np.array_equal(sparse_attention(q, k, v, blocks[0, 0]), out)
+    heads_first = [np.ascontiguousarray(x.transpose(0, 2, 1, 3)) for x in (q, k, v)]
+    again = sparse_attention(*heads_first, blocks, layout="bhsd", backend="naive")
+    assert np.array_equal(again.transpose(0, 2, 1, 3), out)
+    causal = sparse_attention(q, k, v, made, mask_mod=flex.masks.causal())
+    hidden = np.where(np.tri(250, 310, 60, bool), hidden, -np.inf)
+    want, _ = flex_cases.attention(*(x.transpose(0, 2, 1, 3) for x in (q, k, v)), bias=hidden)
+    np.testing.assert_allclose(causal.transpose(0, 2, 1, 3), want, atol=5e-5)
+
+
+def sparse_attention(q, k, v, blocks, **options):
+    options = {"backend": "naive", **options} if "mask_mod" not in options else options
+    return cuattn.sparse_attention(q, k, v, blocks, block_size=64, **options)
+
+
+ROWS = np.zeros((1, 100, 2, 8), np.float32)
+BLOCKS = np.ones((2, 2), bool)
+PACKED = {"cu_seqlens_q": np.array([0, 100], np.int32)}
+
+
+@pytest.mark.parametrize(
+    ("arrays", "blocks", "options", "error", "words"),
+    [
+        ([ROWS] * 3, np.ones((1, 2), bool), {}, ValueError, r"bool of shape .*, 2, 2\)"),
+        ([ROWS] * 3, np.ones((3, 2, 2), bool), {}, ValueError, r"got bool of shape \(3, 2, 2\)"),
+        ([ROWS] * 3, np.ones((3, 1, 2, 2), bool), {}, ValueError, "batch must be 3"),
+        ([ROWS] * 3, ([0, 1, 2], [0, 2]), {}, ValueError, r"columns must lie within \[0, 2\)"),
+        ([ROWS] * 3, (np.arange(3), np.ones(2)), {}, ValueError, "columns must be whole numbers"),
+        ([ROWS] * 3, "blocks", {}, TypeError, "blocks must be a bool array, .* got str"),
+        ([ROWS] * 3, BLOCKS, {"sink": 1}, TypeError, "no argument sink"),
+        ([ROWS[0]] * 3, BLOCKS, PACKED, ValueError, "cu_seqlens_q must not be given"),
+        ([ROWS[0]] * 3, BLOCKS, {}, ValueError, "q and k must have 4 axes"),
+    ],
+)
+def test_blocks_that_do_not_fit_are_refused(arrays, blocks, options, error, words):
+    with pytest.raises(error, match=words):
+        cuattn.sparse_attention(*arrays, blocks, block_size=64, **options)
+
+
+def test_coarser_blocks_are_the_same_mask(rng):
+    blocks = rng.random((2, 1, 9, 11)) < 0.6
+    made = flex.BlockMask.from_dense(blocks, 9 * 64 - 3, 11 * 64 - 5, block_size=64)
+    dense = flex_cases.dense_mask(made.mask_mod, 2, 1, *made.shape[2:])
+    for tile in ((64, 64), (128, 128), (64, 128), (192, 64)):
+        got = made.of_tiles(tile)
+        assert got.block_size == tile
+        again = flex.create_block_mask(
+            made.mask_mod, *made.shape, block_size=got.block_size, exact=True
+        )
+        assert np.array_equal(got.states, np.broadcast_to(again.states, got.states.shape))
+    assert np.array_equal(flex_cases.dense_mask(got.mask_mod, 2, 1, *made.shape[2:]), dense)
 
 
 def test_a_long_document_mask_takes_memory_by_the_block():

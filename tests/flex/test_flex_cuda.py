@@ -152,6 +152,27 @@ def check_functor(rng, device, backend, dtype, dims, mask, score, case):
         np.testing.assert_allclose(got[some], lse[some], atol=2e-3, err_msg=where)
 
 
+@pytest.mark.parametrize(
+    ("device", "backend"), harness.target_params(cpu=(), cuda=("simt", "sm80"))
+)
+def test_sparse_attention_equals_the_dense_formula(rng, device, backend, compiler):
+    dtype = "float32" if backend == "simt" else "float16"
+    blocks = rng.random((2, 4, 3, 4)) < 0.5
+    blocks[:, :, 1] = False  # rows that see nothing
+    q, k, v = (
+        rng.standard_normal((2, n, m, 64)).astype(dtype) for n, m in ((150, 4), *[(200, 2)] * 2)
+    )
+    dense = blocks.repeat(64, axis=2).repeat(64, axis=3)[:, :, :150, :200]
+    heads_first = (x.transpose(0, 2, 1, 3) for x in (q, k, v))
+    want, _ = flex_cases.attention(*heads_first, bias=np.where(dense, 0.0, -np.inf))
+    arrays = [to_device(device, x) for x in (q, k, v)]
+    named = blocks if harness.is_emulated() else to_device(device, blocks)
+    out = cuattn.sparse_attention(*arrays, named, block_size=64, backend=backend)
+    tolerance = TOLERANCE[dtype]
+    got = to_host(out).transpose(0, 2, 1, 3)
+    np.testing.assert_allclose(got, want, atol=tolerance, rtol=tolerance)
+
+
 @pytest.mark.parametrize(("device", "backend"), harness.target_params(cpu=(), cuda=("auto",)))
 def test_lengths_and_numbers_compile_nothing(rng, device, backend, compiler, monkeypatch):
     compiled = []

@@ -154,6 +154,11 @@ def files(names: Iterable[str], root: Path = ROOT) -> list[Path]:
     return [f for f in found if f.is_file() and "__pycache__" not in f.parts]
 
 
+# Folders of tests that find the same without a GPU, and take minutes: the emulator runs kernels on
+# the CPU, and the house reads the tree; .ci/run has them. But the samples of pages run on the GPU.
+NO_GPU, ON_GPU = ("emulated", "house"), ("test_docs.py",)
+
+
 # What reaches a part ------------------------------------------------------------------------------
 
 
@@ -209,10 +214,9 @@ def python_tests(name: str, root: Path = ROOT) -> list[Path]:
     if PARTS[name].python:
         return [test for test in tests if matches(test.name, PARTS[name].python)]
     taken = [pattern for part in PARTS.values() for pattern in part.python]
-    # The stage cpp runs what test_cpp.py builds; test_record.py judges what the run is writing,
-    # and test_run_sh.py the run.
-    taken += ["test_cpp.py", "test_record.py", "test_run_sh.py"]
-    return [test for test in tests if not matches(test.name, taken)]
+    taken.append("test_cpp.py")  # the stage cpp runs what it builds
+    left = [test for test in tests if not matches(test.name, taken)]
+    return [test for test in left if test.parent.name not in NO_GPU or test.name in ON_GPU]
 
 
 def imported(file: Path) -> set[str]:

@@ -122,8 +122,10 @@ def test_every_python_test_belongs_to_one_part():
     of = {name: set(parts.python_tests(name)) for name in parts.PARTS}
     every = set().union(*of.values())
     tests = set((ROOT / "tests").rglob("test_*.py"))
-    left = {file.name for file in tests - every}
-    assert left == {"test_cpp.py", "test_record.py", "test_run_sh.py"}
+    left = {file for file in tests - every if file.parent.name not in ("emulated", "house")}
+    assert {file.name for file in left} == {"test_cpp.py"}
+    kept = {file.name for file in every if file.parent.name in ("emulated", "house")}
+    assert kept == {"test_docs.py"}  # of the pages, whose samples run on the GPU
     assert sum(map(len, of.values())) == len(every)
     assert all(of.values())
 

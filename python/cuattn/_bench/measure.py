@@ -24,9 +24,9 @@ from .workloads import AnyWorkload
 
 PEER_SLACK = 4  # the check of another's sums only asks whether it computes the same function
 BFLOAT16_SLACK = 8  # for who answers a float16 row in bfloat16: three bits less
-SLOW_CALL_S = 1.0  # a call longer than this is timed once, after the one that is checked
+SLOW_CALL_S = 1.0  # a call longer than this is timed twice, after the one that is checked
 LARGE_BYTES = 4 << 30  # the allocator may have to make room for so much, which is not to be timed
-MIN_SHARE_S = 0.2  # what a contestant gets on a row even when the budget is spent
+MIN_SHARE_S = 0.1  # what a contestant gets on a row even when the budget is spent
 MIN_GRAPH_SHARE_S = 0.03  # as much for graphs of calls
 MAX_GRAPHS = 5  # in a round: each is many calls
 JIT_NEEDS = 0.5  # of a row's fair share of the budget; with less left, nobody compiles any more
@@ -104,6 +104,8 @@ def admit(entry: Entry, w: AnyWorkload, x: Any, sample: Any, device: Device) -> 
         peaks.clear()  # the first call may have loaded a library, or compiled and tuned
         with device.peak_memory(peaks):
             entry.estimate_s = device.time(prepared.call, 1)
+        if entry.estimate_s >= SLOW_CALL_S:  # of two, for one may be a stall of the machine
+            entry.estimate_s = min(entry.estimate_s, device.time(prepared.call, 1))
         if entry.estimate_s < SLOW_CALL_S:
             entry.estimate_s = device.time(prepared.call, 3 if entry.estimate_s < 0.1 else 1)
             if prepared.repeats:

@@ -117,6 +117,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quick", action="store_true", help="3 rounds, 20 seconds a family: a look, not a result"
     )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="keep the rows that <family>.json has already, each with its commit; measure the rest",
+    )
     parser.add_argument("--commit", help="commit to record (default: asked of git)")
     parser.add_argument(
         "-o", "--output", type=pathlib.Path, help="folder for <family>.json (default: none written)"

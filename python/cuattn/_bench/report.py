@@ -210,6 +210,19 @@ def bytes_text(count: int | None) -> str:
     return f"{count} B"
 
 
+def commits(document: dict[str, Any]) -> str:
+    """Name the commit of the rows, or where a run went on with another, each and its rows."""
+    whole = document["commit"] or "unknown"
+    counts: dict[str, int] = {}
+    for row in document["rows"]:
+        if row.get("status", "ok") == "ok":
+            commit = row.get("commit") or whole
+            counts[commit] = counts.get(commit, 0) + 1
+    if len(counts) <= 1:
+        return f"commit {next(iter(counts), whole)}"
+    return "commits " + ", ".join(f"{commit} ({n} rows)" for commit, n in counts.items())
+
+
 def our_results(document: dict[str, Any]) -> Iterable[tuple[dict[str, Any], dict[str, Any]]]:
     for row in document["rows"]:
         for result in row["results"]:

@@ -57,29 +57,63 @@ class Clock:
 def run_family(
     name: str, family: Family, run: Run | RanksRun, document: dict[str, Any], save: Save
 ) -> None:
-    """Measure every row; document is saved after each, so that a run cut short keeps its rows."""
-    clock = Clock(run.settings.budget_s, len(family.workloads))
-    for index, w in enumerate(family.workloads, 1):
+    """Measure the rows that document lacks, and save it after each: a run cut short keeps them."""
+    measured = {row["workload"]["name"] for row in document["rows"]}
+    workloads = [w for w in family.workloads if w.name not in measured]
+    clock = Clock(run.settings.budget_s, len(workloads))
+    complete = True
+    for index, w in enumerate(workloads, 1):
         slice_s = clock.slice_s()
         if slice_s <= 0:
-            document["complete"] = False
+            complete = False
             document["rows"].append(report.empty_row(w, "not run: out of time budget"))
             continue
-        say(f"[{name} {index}/{len(family.workloads)}] {w.name}")
+        say(f"[{name} {index}/{len(workloads)}] {w.name}")
         try:
             row = run.row(w, slice_s, clock.fair_s)
         except Exception as error:  # the device context is lost; what was measured stays
             row = report.empty_row(w, f"aborted: {error}")
         published.add_bars(name, row, document["ceilings"], run.device.name)
         bars.judge(getattr(w, "bars", ()), row, document["rows"], document["ceilings"])
-        document["rows"].append(row)
+        document["rows"].append(row | {"commit": document["commit"]})
         print(report.row_lines(row, document["ceilings"]), flush=True)
         save(document)
         if row["status"].startswith("aborted"):
-            document["complete"] = False
+            complete = False
             break
+    document["complete"] = complete
+    order = {w.name: place for place, w in enumerate(FAMILIES[name].workloads)}
+    document["rows"].sort(key=lambda row: order.get(row["workload"]["name"], -1))
     document["state_after"] = run.device.state()
     save(document)
+
+
+def kept_rows(path: pathlib.Path, document: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows that an earlier run left in path, each with its commit; [] without a file.
+
+    Raises SystemExit where that run was of another machine, other libraries or other settings.
+    """
+    if not path.exists():
+        return []
+    try:
+        earlier = json.loads(path.read_text(encoding="utf-8"))
+        for key in ("schema", "family", "machine", "versions", "settings"):
+            one, other = (dict_without_budget(d[key]) for d in (earlier, document))
+            if one != other:
+                raise SystemExit(
+                    f"bench: --resume must find the same {key} in {path}; it has {one}, and this "
+                    f"run {other}: choose another folder, or measure all rows anew"
+                )
+        rows = [row for row in earlier["rows"] if row["status"] == "ok"]
+        return [{"commit": earlier["commit"], **row} for row in rows]
+    except (ValueError, KeyError, TypeError) as error:
+        raise SystemExit(f"bench: --resume cannot read {path}: {error!r}") from None
+
+
+def dict_without_budget(part: Any) -> Any:
+    """Return a part of a document without what may differ between runs that are joined."""
+    free = ("budget_s", "cores", "system")
+    return {k: v for k, v in part.items() if k not in free} if isinstance(part, dict) else part
 
 
 def describe(device: Device, contestants: list[Contestant], settings: Settings) -> dict[str, Any]:
@@ -206,7 +240,7 @@ class Bench:
         device, ceilings = self.device("cpu" if family.device == "cpu" else arguments.device)
         document = describe(device, contestants, self.settings)
         document |= {"family": name, "about": family.about, "ceilings": ceilings}
-        document |= {"quantity": family.quantity, "complete": True, "rows": []}
+        document |= {"quantity": family.quantity, "complete": False, "rows": []}
         document["commit"] = arguments.commit or document["commit"]
         path = arguments.output / f"{name}.json" if arguments.output else None
         print(f"\n{name}: {family.about}\n{report.header()}")
@@ -214,6 +248,8 @@ class Bench:
         budget_s = arguments.budget or min(self.settings.budget_s, family.budget_s)
         settings = dataclasses.replace(self.settings, heat_s=heat_s, budget_s=budget_s)
         document["settings"] = dataclasses.asdict(settings)
+        if arguments.resume and path:
+            document["rows"] = kept_rows(path, document)
         family = dataclasses.replace(family, workloads=self.workloads(name))
         if family.over_ranks:
             run: Run | RanksRun = RanksRun(device, settings, contestants)
@@ -235,6 +271,8 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.list:
         list_families()
         return 0
+    if arguments.resume and not arguments.output:
+        raise SystemExit("bench: --resume must be told by -o which folder holds the earlier run")
     settings = Settings(rounds=arguments.rounds, limit_s=arguments.limit, jit=arguments.jit)
     if arguments.quick:
         settings = dataclasses.replace(settings, rounds=3, calls=5, budget_s=20.0, heat_s=0.1)

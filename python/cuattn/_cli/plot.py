@@ -16,6 +16,7 @@ import textwrap
 from collections.abc import Iterable
 from typing import Any
 
+from .._bench import report
 from .._bench.runner import SCHEMA
 
 # One colour for each contestant, in every picture; ours are the strong ones.
@@ -210,9 +211,7 @@ def caption(document: dict[str, Any]) -> str:
         f"{name} {document['versions'][name]}" for name in names if name in document["versions"]
     ]
     version = (document["cuattn"] or {}).get("version")
-    parts.append(
-        f"cuattn {version}, commit {document['commit'] or 'unknown'}, {document['time'][:10]}"
-    )
+    parts.append(f"cuattn {version}, {report.commits(document)}, {document['time'][:10]}")
     return "  |  ".join(parts)
 
 

@@ -14,6 +14,7 @@ from .attention import flex_attention
 from .backward import flex_attention_backward
 from .block_mask import BlockMask, create_block_mask
 from .expression import TraceError, abs, exp, log, maximum, minimum, sigmoid, sqrt, tanh, where
+from .sparse import sparse_attention
 from .trace import trace
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "minimum",
     "scores",
     "sigmoid",
+    "sparse_attention",
     "sqrt",
     "tanh",
     "trace",

@@ -129,6 +129,8 @@ def find_for(
     arguments: dict[str, Any], problem: Problem, score_mod: Any, mask_mod: Any, block_mask: Any
 ) -> dict[str, Any]:
     """Return the arrays that stand for functions; a mask that is a window joins the arguments."""
+    if block_mask is not None and is_cuda(arguments["q"]):
+        block_mask = of_tiles(block_mask, arguments)
     found = find(problem, score_mod, mask_mod, block_mask)
     if found.window is not None:
         arguments["window"] = narrowed(arguments.get("window", (-1, -1)), found.window)
@@ -208,9 +210,7 @@ def detached(x: Any) -> Any:
 
 def functor_of(arguments: dict[str, Any], found: Found) -> int:
     """Return the number of the machine code that computes scores and masks in a kernel."""
-    q, v = arguments["q"], arguments["v"]
-    head_dims = (int(q.shape[-1]), int(v.shape[-1]))
-    arch, kernel = kernel_for(int(q.__dlpack_device__()[1]), dtype_name(q), *head_dims)
+    arch, kernel, _ = kernel_of(arguments)
     has_rows, has_lists = ("row_begin" in found.arrays, "block_starts" in found.arrays)
     plain = "score" not in found.functions and is_plain(arguments)
     return functor(source(kernel, found.functions, has_rows, has_lists, plain), arch)
@@ -229,9 +229,27 @@ def is_asked(option: Any) -> bool:
     return option is not None and not (isinstance(option, (int, float)) and option == 0)
 
 
+def of_tiles(block_mask: Any, arguments: dict[str, Any]) -> Any:
+    """Return a block mask in blocks that the kernel of the call can skip."""
+    if hasattr(block_mask, "kv_indices"):
+        block_mask = BlockMask.from_torch(block_mask)
+    if not isinstance(block_mask, BlockMask) or not block_mask.states.size:
+        return block_mask
+    return block_mask.of_tiles(kernel_of(arguments)[2])
+
+
+def kernel_of(arguments: dict[str, Any]) -> tuple[str, Kernel, tuple[int, int]]:
+    """Return what takes the functors of a call."""
+    q, v = arguments["q"], arguments["v"]
+    head_dims = (int(q.shape[-1]), int(v.shape[-1]))
+    return kernel_for(int(q.__dlpack_device__()[1]), dtype_name(q), *head_dims)
+
+
 @functools.lru_cache(maxsize=256)
-def kernel_for(device: int, dtype: str, head_dim: int, head_dim_v: int) -> tuple[str, Kernel]:
-    """Return the architecture of a device, and the kernel that takes functors of a dtype."""
+def kernel_for(
+    device: int, dtype: str, head_dim: int, head_dim_v: int
+) -> tuple[str, Kernel, tuple[int, int]]:
+    """Return the architecture of a device, the kernel that takes functors of a dtype, its tile."""
     from .._explain import explain
 
     gpus = json.loads(_core.info_json())["cuda"]["devices"]
@@ -239,7 +257,8 @@ def kernel_for(device: int, dtype: str, head_dim: int, head_dim_v: int) -> tuple
     name = "simt" if dtype == "float32" else "sm80"
     shapes = [(1, 8, 1, d) for d in (head_dim, head_dim, head_dim_v)]
     plan = explain("attention", *shapes, device=device, dtype=dtype, softcap=1.0, backend=name)
-    return arch, Kernel(name, dtype, plan.head_dim, plan.head_dim_v)
+    tile = (plan.tile_m, plan.tile_n)
+    return arch, Kernel(name, dtype, plan.head_dim, plan.head_dim_v), tile
 
 
 def run(arguments: dict[str, Any], found: dict[str, Any]) -> Any:

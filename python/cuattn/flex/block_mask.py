@@ -7,6 +7,7 @@ of the mask over each block: work and memory grow with the number of blocks, not
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -251,6 +252,11 @@ class BlockMask:
                 f"{name}: starts must rise from 0 to the {len(columns)} columns, got {starts}; it "
                 "is the running sum of the counts"
             )
+        if columns.dtype.kind not in "iu" and columns.size:
+            raise ValueError(
+                f"{name}: columns must be whole numbers, got {columns.dtype}; they number key "
+                "blocks"
+            )
         if np.any((columns < 0) | (columns >= blocks)):
             wrong = columns[(columns < 0) | (columns >= blocks)][0]
             raise ValueError(
@@ -336,6 +342,18 @@ class BlockMask:
         """Return the mask that hides also what a function hides: no block of it is surely seen."""
         mod = masks.and_masks(self.mask_mod, mask_mod)
         return BlockMask(mod, self.shape, self.block_size, np.minimum(self.states, ASKED))
+
+    def of_tiles(self, tile: tuple[int, int]) -> BlockMask:
+        """Return the same mask in blocks that are whole tiles; those of both kinds are asked."""
+        block = tuple(math.lcm(n, m) for n, m in zip(self.block_size, tile, strict=True))
+        if block == self.block_size:
+            return self
+        states = self.states
+        for axis, (n, m) in enumerate(zip(self.block_size, block, strict=True), 2):
+            first = np.arange(0, states.shape[axis], m // n)
+            least, most = (f.reduceat(states, first, axis) for f in (np.minimum, np.maximum))
+            states = np.where(least == most, least, np.uint8(ASKED))
+        return BlockMask(self.mask_mod, self.shape, (block[0], block[1]), states)
 
     def rows(self, b: int = 0, h: int = 0, width: int = 64) -> Iterator[str]:
         """List the rows of a picture: '#' seen, '+' asked, '.' hidden."""

@@ -7,6 +7,8 @@ number and a guard on which they are. Next: tracing.py, which has torch.compile 
 
 from __future__ import annotations
 
+import itertools
+import types
 from typing import Any
 
 import torch
@@ -22,6 +24,25 @@ TENSORS = (
 FUNCTIONS = ("score_mod", "mask_mod", "block_mask")
 GRADIENTS = tuple(SOURCES.values())
 kept: list[dict[str, Any]] = []  # by number; compiled graphs hold numbers as long as they live
+marks = itertools.count()
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+def mark(function: types.FunctionType) -> None:
+    """Give a function a text of its own, which a graph can be guarded by."""
+    given = getattr(function, "cuattn_mark", "")  # a wrapper may have that of what it wraps
+    if not given.endswith(f" {id(function)}"):
+        function.cuattn_mark = f"{next(marks)} {id(function)}"  # type: ignore[attr-defined]
+
+
+def guard(x: Any) -> None:
+    """Have another function or block mask trace anew, even one of the same code."""
+    if isinstance(x, types.FunctionType):
+        mark(x)
+        if x.cuattn_mark == "":  # type: ignore[attr-defined] # the comparison is the guard
+            raise AssertionError
+    elif x is not None:
+        id(x)
 
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
@@ -138,8 +159,8 @@ def attend(
     return_lse: bool = False, **options: Any,
 ) -> Any:  # fmt: skip
     """Stand for `cuattn.flex_attention` in a graph."""
-    for f in (score_mod, mask_mod, block_mask):
-        id(f)  # a guard: another function of the same code may capture other arrays
+    for x in (score_mod, mask_mod, block_mask):
+        guard(x)
     others = tuple((n, x) for n, x in options.items() if n not in TENSORS)
     for name, x in others:
         if isinstance(x, Tensor):

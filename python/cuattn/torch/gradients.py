@@ -17,7 +17,7 @@ from .. import attention_backward as run_attention_backward
 from .. import attention_varlen_backward as run_attention_varlen_backward
 from .._gradients import FORWARD, GRADIENTS, POSITIONAL, SOURCES, forward_options
 from .._options import OPS
-from .eager import OPTIONAL, rows_in_order, run_backward_op
+from .eager import OPTIONAL, on_16_bytes, rows_in_order, run_backward_op
 from .ops import TENSORS, library, schema
 
 RUN: dict[str, Any] = {
@@ -45,6 +45,7 @@ def make_kernel(op: str) -> Any:
     def kernel(*arguments: Any, need: Sequence[str] = (), **options: Any) -> tuple[Tensor, ...]:
         positional = list(arguments[:count])
         positional[0] = rows_in_order(positional[0])
+        positional[1:4] = map(on_16_bytes, positional[1:4])
         options.update(zip(OPTIONAL[op], arguments[count:], strict=False))
         if options.get("dlse") is not None:
             options["dlse"] = options["dlse"].contiguous()

@@ -22,6 +22,7 @@ from .eager import (
     WIDEST,
     attend,
     observed,
+    on_16_bytes,
     out_dtype,
     refuse_float8,
     refuse_wide,
@@ -95,10 +96,14 @@ def attention_kernel(
     deterministic: bool | None = None,
     **options: Any,
 ) -> Any:
-    """Run the op on tensors with memory; `deterministic` is for the way back."""
+    """Run the op on tensors with memory; `deterministic` is for the way back.
+
+    Who traces does not know where they begin: no guard of torch.compile asks for offsets.
+    """
     options.update(zip(TENSORS["attention"], tensors, strict=False))
     if physical_layout is not None:
         options["out"] = empty_out(q, v, physical_layout)
+    q, k, v = on_16_bytes(q), on_16_bytes(k), on_16_bytes(v)
     return with_lse(run_attention(q, k, v, **options), q)
 
 
@@ -116,6 +121,7 @@ def attention_varlen_kernel(
 ) -> Any:
     """Run the op on tensors with memory; `deterministic` is for the way back."""
     options.update(zip(TENSORS["attention_varlen"], tensors, strict=False))
+    q, k, v = on_16_bytes(q), on_16_bytes(k), on_16_bytes(v)
     result = run_attention_varlen(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options
     )

@@ -246,13 +246,18 @@ def pad(x: Tensor) -> Tensor:
 
 
 def readable(x: Tensor) -> Tensor:
-    """Copy what no kernel reads: negated views, strided last axes, on CUDA rows off 16 bytes."""
+    """Copy what no kernel reads: negated views, strided last axes, on CUDA rows off 16 bytes.
+
+    While torch compiles, it neither tells offsets (before 2.13) nor guards them; the op looks.
+    """
     x = x.resolve_neg()
     strides = x.stride()
     if strides[-1] == 1:
         if not x.is_cuda:
             return x
         step = max(1, 16 // x.element_size())
-        if all(stride % step == 0 for stride in strides[:-1]) and x.storage_offset() % step == 0:
+        if all(stride % step == 0 for stride in strides[:-1]) and (
+            torch.compiler.is_compiling() or x.storage_offset() % step == 0
+        ):
             return x
     return x.clone(memory_format=torch.contiguous_format)
