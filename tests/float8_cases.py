@@ -28,7 +28,7 @@ FACTORS = {
 
 
 def draw_scales(case: Case, problem: Problem, kind: str, rng) -> dict:
-    """q_scale, k_scale and v_scale of one kind; "parts": blocks of rows, and channels of v; "channel": these alone."""
+    """q_scale, k_scale and v_scale of a kind; "parts": blocks of rows, and "channel", of v."""
     if kind == "none":
         return {}
     heads, batch = case.num_heads_kv, case.batch

@@ -38,14 +38,13 @@ inline device::TensorMap encode_tensor_map(const TensorMapKey& key) {
   }();
   constexpr cuuint32_t kSteps[5] = {1, 1, 1, 1, 1};
   device::TensorMap map;
-  CUresult status = encode(
-      reinterpret_cast<CUtensorMap*>(&map),
-      key.dtype == DType::e4m3  ? CU_TENSOR_MAP_DATA_TYPE_UINT8
-      : key.dtype == DType::f16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
-                                : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-      5, const_cast<void*>(key.base), key.extent, key.stride, key.box, kSteps,
-      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  CUresult status = encode(reinterpret_cast<CUtensorMap*>(&map),
+                           key.dtype == DType::e4m3  ? CU_TENSOR_MAP_DATA_TYPE_UINT8
+                           : key.dtype == DType::f16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                                     : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+                           5, const_cast<void*>(key.base), key.extent, key.stride, key.box, kSteps,
+                           CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                           CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (status != CUDA_SUCCESS) {
     fail<CudaError>("cuTensorMapEncodeTiled failed: CUresult ", static_cast<int>(status),
                     "; extents ", key.extent[0], ", ", key.extent[1], ", ", key.extent[2], ", ",

@@ -106,9 +106,7 @@ def test_many_tiles(device, backend, magnitude, rng):
         judge(case, numbers, out, lse)
 
 
-@pytest.mark.parametrize(
-    ("device", "backend"), target_params(cpu=(), cuda=("sm90",))
-)
+@pytest.mark.parametrize(("device", "backend"), target_params(cpu=(), cuda=("sm90",)))
 def test_scales_are_read_on_the_device_and_zero_gives_what_zeros_give(device, backend, rng):
     q, k, v = (rng.standard_normal((1, 200, 2, 64)).astype(F8) for _ in range(3))
     arena = harness.Arena(device)
@@ -137,11 +135,12 @@ def test_a_hopper_takes_values_by_columns(options):
         assert cuattn.explain("attention", q, k, columns(k), device=A100, **given).kernel == "naive"
 
 
+NO_PARTS = "over float8 it has no scales of 128 rows"
 REFUSED = {
     "values by rows": ({}, "it reads float8 values by columns"),
     "softcap": ({"softcap": 3.0}, "over float8 it has no softcap"),
-    "blocks": ({"k_scale": np.ones((1, 2, 3), np.float32)}, "over float8 it has no scales of 128 rows"),
-    "query heads": ({"q_scale": np.ones((1, 4, 1), np.float32)}, "over float8 it has no scales of 128 rows"),
+    "blocks": ({"k_scale": np.ones((1, 2, 3), np.float32)}, NO_PARTS),
+    "query heads": ({"q_scale": np.ones((1, 4, 1), np.float32)}, NO_PARTS),
     "wide": ({}, "it is not compiled for this dtype"),
 }
 

@@ -51,8 +51,7 @@ __device__ __forceinline__ void float8_softmax_step(Float8Softmax& state,
   auto exponential = [&](int half, int at) {
     float* s = &scores[4 * block_at(at) + 2 * half];
     if (at > 0 && at % kLinked == 0)
-      reference[half] =
-          fmaf(scores[4 * block_at(at - kLinked) + 2 * half], zero, reference[half]);
+      reference[half] = fmaf(scores[4 * block_at(at - kLinked) + 2 * half], zero, reference[half]);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       s[i] = exp2_approx(fmaf(s[i], to_log2, -reference[half]));
@@ -243,7 +242,7 @@ struct Float8Sm90 {
       wgmma_fence();
 #pragma unroll
       for (int step = 0; step < kTile.n / 32; ++step) {
-        const uint32_t(&a)[4] = *reinterpret_cast<const uint32_t(*)[4]>(&probs[4 * step]);
+        const uint32_t (&a)[4] = *reinterpret_cast<const uint32_t (*)[4]>(&probs[4 * step]);
         Pv::rs(part, a, advance(b, step * 32), step != 0);
       }
       wgmma_commit();
@@ -280,8 +279,7 @@ struct Float8Sm90 {
       wgmma_wait<0>();
       pin(scores);
       release(shared.k_empty(ring.stage()));
-      if (tile >= w.range.full_end || tile < w.range.full_begin)
-        mask<Natural>(scores, sees, tile);
+      if (tile >= w.range.full_end || tile < w.range.full_begin) mask<Natural>(scores, sees, tile);
       float8_softmax_step<Natural>(state, scores, probs, out, part, follow, to_log2, s.zero,
                                    [] { return false; });
       if (s.clears && (tile + 1) * kTile.n > w.keys.used) {
@@ -306,14 +304,13 @@ struct Float8Sm90 {
         pin(scores);
         release(shared.k_empty(ring.stage()));
         if (masked) mask<ByFours>(scores, sees, tile);
-        float8_softmax_step<ByFours>(state, scores, probs, out, part, follow, to_log2, s.zero,
-                                     [&] {
-                                       wgmma_wait<0>();
-                                       pin(part);
-                                       pin(probs);
-                                       release(shared.v_empty(v_stage));
-                                       return true;
-                                     });
+        float8_softmax_step<ByFours>(state, scores, probs, out, part, follow, to_log2, s.zero, [&] {
+          wgmma_wait<0>();
+          pin(part);
+          pin(probs);
+          release(shared.v_empty(v_stage));
+          return true;
+        });
       };
 #pragma unroll 1
       while (tile > until) step(true);
@@ -358,9 +355,9 @@ struct Float8Sm90 {
       int32_t row = row0 + half * 8, token = s.packed == 1 ? row : row / s.packed;
       visible[half] = {0, w.keys.used};
       if constexpr (kMask != MaskKind::none) {
-        visible[half] = visible_keys(
-            kMask == MaskKind::causal ? static_cast<int32_t>(kUnlimited) : p.mask.left,
-            p.mask.right, token, w.queries.used, w.keys.used);
+        visible[half] =
+            visible_keys(kMask == MaskKind::causal ? static_cast<int32_t>(kUnlimited) : p.mask.left,
+                         p.mask.right, token, w.queries.used, w.keys.used);
       }
       device::store_shared(smem + half * 8, visible[half]);
     }

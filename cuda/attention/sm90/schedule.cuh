@@ -142,17 +142,16 @@ __device__ __forceinline__ Sm90Work::Kind find_sm90_work(const AttentionParams& 
 // One warp: finds the next work item. Note: it is drawn when the last one is nearly loaded, not
 // sooner: who is at work on a heavy tile must not hold another one back from an idle CTA.
 template <class Kernel>
-__device__ __forceinline__ void schedule_sm90_work(const AttentionParams& p,
-                                                     const Sm90Schedule& s,
-                                                     const typename Kernel::Shared& shared) {
+__device__ __forceinline__ void schedule_sm90_work(const AttentionParams& p, const Sm90Schedule& s,
+                                                   const typename Kernel::Shared& shared) {
   device::Ring<2> slot(1);
   Sm90Cursor cursor;
   int32_t item = blockIdx.x;
   uint32_t parity = 0;
   while (true) {
     device::barrier_wait(shared.work_empty(slot.stage()), slot.parity());
-    Sm90Work::Kind kind = find_sm90_work<Kernel::kTile.m, Kernel::kTile.n, Kernel::kMask>(p, s, cursor, item,
-                                                                      shared.work(slot.stage()));
+    Sm90Work::Kind kind = find_sm90_work<Kernel::kTile.m, Kernel::kTile.n, Kernel::kMask>(
+        p, s, cursor, item, shared.work(slot.stage()));
     if (threadIdx.x % 32 == 0) device::barrier_arrive(shared.work_full(slot.stage()));
     if (kind == Sm90Work::kNone) break;
     slot.next();

@@ -26,8 +26,8 @@ struct Sm90Softmax {
   static constexpr bool kScored = kScore == ScoreKind::scored;
   static constexpr float kSlack = kSlackBits;
   static constexpr float kLarge = kSlackBits < 8 ? 1 << 24 : 1 << 26;  // see is_large_reference
-  static constexpr float kUnseen = -3.4028234664e38f;                 // finite: -inf - -inf is NaN
-  float reference[2] = {kUnseen, kUnseen};                            // in base 2
+  static constexpr float kUnseen = -3.4028234664e38f;                  // finite: -inf - -inf is NaN
+  float reference[2] = {kUnseen, kUnseen};                             // in base 2
   float limit[2] = {kUnseen,
                     kUnseen};   // of the scores: from there on, an exponent is kSlack or more
   float sum[2] = {0.0f, 0.0f};  // this lane's share
@@ -105,8 +105,8 @@ __device__ __forceinline__ bool move_references(State& state, float (&rescale)[2
 
 // Scores of rows with a large reference become differences.
 template <class State, int kScoreCount>
-__device__ __forceinline__ void center_large(const State& state,
-                                             float (&scores)[kScoreCount], float to_log2) {
+__device__ __forceinline__ void center_large(const State& state, float (&scores)[kScoreCount],
+                                             float to_log2) {
   using namespace device;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
