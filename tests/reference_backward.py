@@ -54,13 +54,8 @@ def attention_backward(
     axes = reference.LAYOUTS[layout]
     dout, q, k, v, out = (np.asarray(x).transpose(axes) for x in (dout, q, k, v, out))
     (batch, heads, rows, dim), (kv_heads, keys) = q.shape, k.shape[1:3]
-    used_q = reference._used(seqused_q, rows, batch)
-    used_k = reference._used(seqused_k, keys, batch)
-    first_k = reference.first_keys(kv_start, keys, batch)
+    used_q, used_k, first_k, in_use_q, in_use_k = _in_use(q, k, seqused_q, seqused_k, kv_start)
     # Rows that take no part may hold anything, and 0 * NaN is NaN.
-    in_use_q = (np.arange(rows) < used_q[:, None])[:, None]
-    in_use_k = (np.arange(keys) < used_k[:, None])[:, None]
-    in_use_k = in_use_k & (np.arange(keys) >= first_k[:, None])[:, None]
     q, dout, out = (np.where(in_use_q[..., None], x, 0).astype(compute) for x in (q, dout, out))
     k, v = (np.where(in_use_k[..., None], x, 0).astype(compute) for x in (k, v))
     s = reference.score(
@@ -84,8 +79,8 @@ def attention_backward(
         return x.swapaxes(-1, -2)
 
     with np.errstate(all="ignore"):
-        weights = np.where(s.visible, np.exp(s.scores - lse[..., None]), 0).astype(compute)
-        weights = _round(weights, rounded_to)
+        weights = np.where(s.visible, np.exp(s.scores - lse[..., None]), 0)
+        weights = _round(weights.astype(compute), rounded_to)
         dweights = _round(_product(grouped(dout), transposed(v), rounded_to), rounded_to)
         dscores = weights * (kept * dweights.reshape(weights.shape) - delta[..., None])
         dscores = np.where(s.visible, dscores, 0).astype(compute)
@@ -114,17 +109,26 @@ def attention_backward(
         found["dbias"] = dbias if rounded_to is None else _round(dbias, np.asarray(bias).dtype)
     if sinks is not None:
         logits = np.asarray(sinks).astype(compute)[None, :, None]
-        terms = np.exp(logits - np.where(alive, lse, np.inf)) * delta
-        found["dsinks"] = -_sum_to(terms, (1, heads, 1)).reshape(heads)
-        terms = np.exp(logits - np.where(alive, lse, np.inf)) * delta_size
-        sizes["dsinks"] = _sum_to(terms, (1, heads, 1)).reshape(heads)
+        weights = np.exp(logits - np.where(alive, lse, np.inf))
+        found["dsinks"] = -_sum_to(weights * delta, (1, heads, 1)).reshape(heads)
+        sizes["dsinks"] = _sum_to(weights * delta_size, (1, heads, 1)).reshape(heads)
     if alibi_slopes is not None:
         shape = np.asarray(alibi_slopes).shape
-        terms = np.where(s.visible, dscores * s.distance, 0)
-        per_head = (*([1] * (2 - len(shape))), *shape, 1, 1)
-        found["dslopes"] = -_sum_to(terms, per_head).reshape(shape)
-        sizes["dslopes"] = _sum_to(parts * np.abs(s.distance), per_head).reshape(shape)
+        found["dslopes"] = -_sum_to_heads(np.where(s.visible, dscores * s.distance, 0), shape)
+        sizes["dslopes"] = _sum_to_heads(parts * np.abs(s.distance), shape)
     return found
+
+
+def _in_use(q, k, seqused_q, seqused_k, kv_start):
+    """Rows and keys in use of each sequence, its first key, masks of both [batch, 1, tokens]."""
+    (batch, _, rows, _), keys = q.shape, k.shape[2]
+    used_q = reference._used(seqused_q, rows, batch)
+    used_k = reference._used(seqused_k, keys, batch)
+    first_k = reference.first_keys(kv_start, keys, batch)
+    in_use_q = (np.arange(rows) < used_q[:, None])[:, None]
+    in_use_k = (np.arange(keys) < used_k[:, None])[:, None]
+    in_use_k = in_use_k & (np.arange(keys) >= first_k[:, None])[:, None]
+    return used_q, used_k, first_k, in_use_q, in_use_k
 
 
 def attention_varlen_backward(
@@ -173,6 +177,11 @@ def attention_varlen_backward(
             packed[start : start + length] = found[name][b, :length]
         found[name] = packed
     return found
+
+
+def _sum_to_heads(x, shape):
+    """Sum x [batch, heads, rows, keys] to [heads] or [batch, heads]."""
+    return _sum_to(x, (*([1] * (2 - len(shape))), *shape, 1, 1)).reshape(shape)
 
 
 def _sum_to(x, shape):

@@ -15,11 +15,9 @@ namespace {
 // Arguments q, k, v, then those of `present`.
 void run_attention(const CallFrame& frame, Platform platform) {
   Place place(frame, platform);
+  std::string backend;
   cuattn_attention_options options;
-  cuattn_attention_options_init(&options, sizeof options);
-  read_options(frame, options);
-  std::string backend = text(frame, "backend");
-  options.backend = backend.c_str();
+  read_options(frame, options, backend);
 
   int64_t rank = integer(frame, "ragged") != 0 ? 3 : 4;
   int64_t rank_k = integer(frame, "paged") != 0 ? kOwnRank : rank;
@@ -30,20 +28,16 @@ void run_attention(const CallFrame& frame, Platform platform) {
                      &cuattn_attention_options::dropout_state);
   cuattn_attention_call call;
   check(cuattn_attention_prepare(q, k, v, &options, &call));
-  AttentionResults results(frame, place.device, rank);
-  check(cuattn_attention_run(&call, &results.out.dl, results.lse_or_null(), results.memory(),
-                             results.memory_bytes(), place.stream));
+  AttentionResults(frame, place.device, rank).run(cuattn_attention_run, call, place.stream);
 }
 
 // Arguments dout, q, k, v, out, lse, those of `present`, dlse if there is one; results the gradients
 // that are needed and the workspace.
 void run_attention_backward(const CallFrame& frame, Platform platform) {
   Place place(frame, platform);
+  std::string backend;
   cuattn_attention_options options;
-  cuattn_attention_options_init(&options, sizeof options);
-  read_options(frame, options);
-  std::string backend = text(frame, "backend");
-  options.backend = backend.c_str();
+  read_options(frame, options, backend);
   cuattn_backward_options backward;
   cuattn_backward_options_init(&backward, sizeof backward);
   backward.need = integer32(frame, "need");

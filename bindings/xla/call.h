@@ -185,9 +185,13 @@ struct AttentionResults {
     if (has_lse) lse.set(*results[next++], device, rank - 1);
     if (next < frame.results.size) workspace.set(*results[next], device);
   }
-  const DLTensor* lse_or_null() const { return has_lse ? &lse.dl : nullptr; }
-  void* memory() const { return workspace.view.data; }
-  size_t memory_bytes() const { return memory() == nullptr ? 0 : workspace.view.size(); }
+
+  // Runs a prepared call into them, by cuattn_attention_run or cuattn_paged_run.
+  void run(decltype(cuattn_paged_run)* run, cuattn_attention_call& call, void* stream) const {
+    void* memory = workspace.view.data;
+    check(run(&call, &out.dl, has_lse ? &lse.dl : nullptr, memory,
+              memory == nullptr ? 0 : workspace.view.size(), stream));
+  }
 };
 
 // A result that XLA lays onto the argument that it continues.

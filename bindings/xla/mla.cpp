@@ -18,11 +18,9 @@ constexpr const DLTensor* cuattn_mla_arrays::* kDecodeArrays[] = {
 // Arguments q_nope, ckv_cache, then those of `present`, the sinks of bit 5 last.
 void run_mla_decode(const CallFrame& frame, Platform platform) {
   Place place(frame, platform);
+  std::string backend;
   cuattn_paged_options options;
-  cuattn_paged_options_init(&options, sizeof options);
-  read_options(frame, options);
-  std::string backend = text(frame, "backend");
-  options.backend = backend.c_str();
+  read_options(frame, options, backend);
   Arguments arguments(frame, place.device);
   cuattn_mla_arrays given{};
   given.q_nope = arguments.next();
@@ -32,9 +30,8 @@ void run_mla_decode(const CallFrame& frame, Platform platform) {
   if ((present & 32) != 0) options.sinks = arguments.next();
   cuattn_attention_call call;
   check(cuattn_mla_decode_prepare(&given, &options, &call));
-  AttentionResults results(frame, place.device, given.q_nope->ndim);
-  check(cuattn_paged_run(&call, &results.out.dl, results.lse_or_null(), results.memory(),
-                         results.memory_bytes(), place.stream));
+  AttentionResults(frame, place.device, given.q_nope->ndim)
+      .run(cuattn_paged_run, call, place.stream);
 }
 
 // Arguments ckv, ckv_cache, slot_mapping, then by the bits of `present` kpe and kpe_cache, cos, sin

@@ -13,11 +13,9 @@ namespace {
 // Arguments q, k_cache, v_cache, block_tables, context_lens, then those of `present`.
 void run_paged(const CallFrame& frame, Platform platform) {
   Place place(frame, platform);
+  std::string backend;
   cuattn_paged_options options;
-  cuattn_paged_options_init(&options, sizeof options);
-  read_options(frame, options);
-  std::string backend = text(frame, "backend");
-  options.backend = backend.c_str();
+  read_options(frame, options, backend);
 
   Arguments arguments(frame, place.device);
   const DLTensor *q = arguments.next(), *k_cache = arguments.next(), *v_cache = arguments.next(),
@@ -25,9 +23,7 @@ void run_paged(const CallFrame& frame, Platform platform) {
   arguments.optional(integer(frame, "present"), options, kPagedArrays);
   cuattn_attention_call call;
   check(cuattn_paged_prepare(q, k_cache, v_cache, block_tables, context_lens, &options, &call));
-  AttentionResults results(frame, place.device, q->ndim);
-  check(cuattn_paged_run(&call, &results.out.dl, results.lse_or_null(), results.memory(),
-                         results.memory_bytes(), place.stream));
+  AttentionResults(frame, place.device, q->ndim).run(cuattn_paged_run, call, place.stream);
 }
 
 constexpr const DLTensor* cuattn_cache_options::* kWriteArrays[] = {

@@ -137,10 +137,18 @@ def test_reference_equals_scalar_loops(case, rng):
     np.testing.assert_allclose(out.swapaxes(1, 2), expected, rtol=1e-12, atol=1e-12)
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-12, atol=1e-12)
 
-    # The same as packed sequences of the lengths in use: every option but seqused, which is then
-    # the length itself.
-    lengths_q = np.full(batch, sq) if used_q is None else used_q
-    lengths_k = np.full(batch, sk) if used_k is None else used_k
+    lengths = (
+        np.full(batch, n) if used is None else used for n, used in ((sq, used_q), (sk, used_k))
+    )
+    check_packed((q, k, v), lengths, options, expected, expected_lse)
+
+
+def check_packed(arrays, lengths, options, expected, expected_lse):
+    """The same as packed sequences of the lengths in use: every option but seqused, which is then
+    the length itself.
+    """
+    (q, k, v), (lengths_q, lengths_k) = arrays, lengths
+    sq, sk = q.shape[1], k.shape[1]
     cu_q, cu_k = (
         np.concatenate([[0], np.cumsum(x)]).astype(np.int32) for x in (lengths_q, lengths_k)
     )
@@ -148,7 +156,7 @@ def test_reference_equals_scalar_loops(case, rng):
     packed_k, packed_v = (
         np.concatenate([x[b, :n] for b, n in enumerate(lengths_k)]) for x in (k, v)
     )
-    options.update(seqused_q=None, seqused_k=None)
+    options = {**options, "seqused_q": None, "seqused_k": None}
     out, lse = reference.attention_varlen(
         packed_q, packed_k, packed_v, cu_q, cu_k, sq, sk, **options
     )

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from cuattn._bench.families import FAMILIES
+from cuattn._bench.workloads import as_json
 
 ROWS = {w.name: w for w in FAMILIES["variants"].workloads}
 
@@ -26,7 +27,7 @@ def document(times):
              "rounds_ms": {"0": ms}}
             for (row, who), ms in times.items() if row == name
         ]  # fmt: skip
-        rows.append({"workload": w.as_json(), "results": results})
+        rows.append({"workload": as_json(w), "results": results})
     return {"rows": rows}
 
 

@@ -66,14 +66,6 @@ class CacheWorkload:
         """Say how large a call is, for lists."""
         return f"{self.tokens} tokens, {self.bytes / 2**20:.0f} MiB"
 
-    def as_json(self) -> dict[str, Any]:
-        return {
-            **dataclasses.asdict(self),
-            "series": self.series,
-            "flops": self.flops,
-            "bytes": self.bytes,
-        }
-
 
 def cache() -> Iterable[CacheWorkload]:
     """Cache operations (write, gather, copy, swap blocks) beside a plain copy of as many bytes."""

@@ -246,7 +246,7 @@ class CudaDevice:
     def state(self) -> dict[str, str]:
         """Clock, power and temperature of the chip at work."""
         self.heat(0.2)
-        for _ in range(1000):  # enough for nvidia-smi to look while they run
+        for _ in range(400):  # half a second, enough for nvidia-smi to look while they run
             self.torch.mm(self.heater, self.heater, out=self.heated)
         found = nvidia_smi("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu")
         self.torch.cuda.synchronize()

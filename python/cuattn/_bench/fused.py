@@ -71,14 +71,6 @@ class FusedWorkload:
         """Say how large a call is, for lists."""
         return f"{self.rows} x {self.columns}, {self.bytes / 2**20:.0f} MiB"
 
-    def as_json(self) -> dict[str, Any]:
-        return {
-            **dataclasses.asdict(self),
-            "series": self.series,
-            "flops": self.flops,
-            "bytes": self.bytes,
-        }
-
 
 @dataclasses.dataclass(frozen=True)
 class RopeWorkload(Workload):

@@ -86,15 +86,6 @@ class MlaWorkload:
         longest = max(self.context_lens)
         return f"batch {len(self.context_lens)}, {self.q_len} queries, context {longest}"
 
-    def as_json(self) -> dict[str, Any]:
-        return {
-            **dataclasses.asdict(self),
-            "head_dim": self.head_dim,
-            "series": self.series,
-            "flops": self.flops,
-            "bytes": self.bytes,
-        }
-
 
 def decode(heads: int, batch: int, context: int, **options: Any) -> MlaWorkload:
     """Make a step of equally long sequences."""

@@ -85,15 +85,6 @@ class PagedWorkload:
         longest = max(self.context_lens, default=0)
         return f"batch {len(self.context_lens)}, context {longest}, {self.bytes / 2**20:.0f} MiB"
 
-    def as_json(self) -> dict[str, Any]:
-        return {
-            **dataclasses.asdict(self),
-            "op": self.op,
-            "series": self.series,
-            "flops": self.flops,
-            "bytes": self.bytes,
-        }
-
 
 AUTO, INVARIANT, BEST = "cuattn:auto", "cuattn:invariant", "best peer"
 

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Iterable
 from typing import Any
 
-from .workloads import AnyWorkload
+from .workloads import AnyWorkload, as_json
 
 COLUMNS = (
     "{name:34s} {who:16s} {ms:>10s} {tflops:>8s} {gbps:>8s} {roof:>6s} {memory:>10s} {ratio:>7s}"
@@ -52,7 +52,7 @@ def row_json(w: AnyWorkload, entries: Iterable[Any]) -> dict[str, Any]:
                 },
             }
         results.append(result)
-    row = {"workload": w.as_json(), "status": "ok", "results": results}
+    row = {"workload": as_json(w), "status": "ok", "results": results}
     best = min(
         (r for r in results if not r["ours"] and "ms" in r), key=lambda r: r["ms"], default=None
     )
@@ -69,7 +69,7 @@ def row_json(w: AnyWorkload, entries: Iterable[Any]) -> dict[str, Any]:
 
 def empty_row(w: AnyWorkload, status: str) -> dict[str, Any]:
     """Make a row on which nobody was measured."""
-    return {"workload": w.as_json(), "status": status, "results": []}
+    return {"workload": as_json(w), "status": status, "results": []}
 
 
 def ratio(ours: dict[str, Any], peer: dict[str, Any]) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 SHORT_DTYPE = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
@@ -36,7 +36,6 @@ class AnyWorkload(Protocol):
     @property
     def extent(self) -> str: ...
     def draw(self, device: str) -> Any: ...
-    def as_json(self) -> dict[str, Any]: ...
 
 
 class AttentionWorkload(AnyWorkload, Protocol):
@@ -143,14 +142,14 @@ class Workload:
         """Say how large a call is, for lists."""
         return f"batch {len(self.sequences)}, seqlen {self.seqlen_q} x {self.seqlen_kv}"
 
-    def as_json(self) -> dict[str, Any]:
-        return {
-            **dataclasses.asdict(self),
-            "op": self.op,
-            "series": self.series,
-            "flops": self.flops,
-            "bytes": self.bytes,
-        }
+
+def as_json(w: AnyWorkload) -> dict[str, Any]:
+    """Return the fields of a workload, and what follows from them."""
+    derived = ("op", "head_dim", "series", "flops", "bytes")
+    return {
+        **dataclasses.asdict(cast(Any, w)),
+        **{n: getattr(w, n) for n in derived if hasattr(w, n)},
+    }
 
 
 def visible_pairs(seqlen_q: int, seqlen_kv: int, causal: bool, window: tuple[int, int]) -> int:
