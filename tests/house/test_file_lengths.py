@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No source that is written by hand is longer than 500 lines."""
+"""No source that is written by hand is longer than 500 lines, no function longer than a screen."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -43,3 +44,58 @@ def test_no_source_written_by_hand_is_longer_than_500_lines():
     assert len(lengths) > 300
     long = {path: n for path, n in lengths.items() if n > MOST}
     assert not long, "split by subject, into files whose names say what is in them"
+
+
+SCREEN = 80  # lines; of Python without signature and docstring
+# Loops whose order is the schedule of a chip: who waits for whom is read from top to bottom.
+LOOPS = {
+    "cuda/attention/sm90/forward.cuh": 1,
+    "cuda/backward/sm90/fused.cuh": 1,
+    "cuda/paged/sm90/decode.cuh": 1,
+}
+
+
+def python_bodies(lines):
+    """The length of each function, its docstring aside."""
+    inside = list(ast.parse("\n".join(lines)).body)
+    while inside:
+        node = inside.pop()
+        inside += getattr(node, "body", [])
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            has_docs = ast.get_docstring(node, clean=False) is not None
+            first = node.body[min(has_docs, len(node.body) - 1)]
+            yield node.end_lineno - first.lineno + 1
+
+
+def bodies(lines):
+    """The length of each block that a line `}` ends, of no indent or that of a member.
+
+    clang-format writes functions so; types end with `};`, namespaces with their name.
+    """
+    for indent in ("", "  "):
+        begin = None
+        for number, line in enumerate(lines):
+            if line == f"{indent}}}" and begin is not None:
+                yield number - begin + 1
+            elif line.startswith(indent) and line[len(indent) :][:1] not in ("", " ", "/", "#"):
+                begin = number
+
+
+def test_no_function_is_longer_than_a_screen():
+    long = {}
+    counted = 0
+    for path, lines in sources():
+        if generator_of(lines) or path.endswith((".sh", ".cmake")):
+            continue
+        lengths = list((python_bodies if path.endswith(".py") else bodies)(lines))
+        counted += len(lengths)
+        if found := sum(length > SCREEN for length in lengths):
+            long[path] = found
+    assert counted > 5000
+    assert long == LOOPS
+
+
+def test_long_functions_are_found():
+    inner = ["  int f(int x,", "        int y) {", *["    x;"] * 81, "  }"]
+    assert list(bodies(["struct S {", *inner, "};", "int g() {", "}"])) == [2, 84]
+    assert list(python_bodies(["def f():", '    """Docs."""', *["    x"] * 81])) == [81]
