@@ -9,7 +9,6 @@
 //   group 1         | QK3 | softmax | QK2 T=PV3 | softmax, ..         (the tensor cores alternate)
 #pragma once
 
-#include "cuattn/device/overlap.cuh"
 #include "cuattn/device/wgmma_float8_sm90.cuh"
 #include "cuda/attention/sm90/float8_maps.cuh"
 #include "cuda/attention/sm90/softmax.cuh"

@@ -11,7 +11,6 @@
 #pragma once
 
 #include "cuattn/device/mask.cuh"
-#include "cuattn/device/overlap.cuh"
 #include "cuattn/device/wgmma_sm90.cuh"
 #include "cuattn/tiles.h"
 #include "cuda/attention/sm90/producer.cuh"

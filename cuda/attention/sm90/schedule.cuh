@@ -6,6 +6,7 @@
 
 #include "cuattn/device/mask.cuh"
 #include "cuattn/device/mma_sm90.cuh"
+#include "cuattn/device/overlap.cuh"
 #include "cuattn/params/merge.h"
 #include "cuattn/schedule.h"
 #include "cuattn/tiles.h"
