@@ -2,7 +2,8 @@
 """sm90 over float8 arrays: whom the planner gives it, and what it computes on a Hopper.
 
 P becomes e4m3, off by 2^-4 of itself at most, which gives the tolerance: 2^-4 of what the absolute
-values would give. With equal scores P is exact, and the sums are all that is left to err.
+values would give. With equal scores P is exact, and the sums are all that is left to err. Scores are
+sums of the tensor cores, which keep about 13 bits.
 """
 
 from __future__ import annotations
@@ -46,17 +47,21 @@ def columns(x):
 def judge(case, numbers, out, lse):
     """`numbers`: the problem in what codes and scales mean. Rows of no sequence do not count."""
     expected, expected_lse = numbers.reference()
-    _, plain_lse = numbers.reference(np.dtype(np.float32))
     sizes = {**numbers.arrays, "v": np.abs(numbers.arrays["v"])}
     size, _ = dataclasses.replace(numbers, arrays=sizes).reference()
     rows = len(out)
     if case.layout == "ragged":
         rows = int(numbers.arrays["cu_seqlens_q"][-1])
-        lse, expected_lse, plain_lse = (x[:, :rows] for x in (lse, expected_lse, plain_lse))
+        lse, expected_lse = lse[:, :rows], expected_lse[:, :rows]
     out, expected, size = (np.asarray(x[:rows], np.float64) for x in (out, expected, size))
-    cases.check_lse(lse, expected_lse, plain_lse)
+    largest = [np.nanmax(np.linalg.norm(numbers.arrays[x], axis=-1), initial=0) for x in "qk"]
+    of_score = 2.0**-12 * largest[0] * largest[1] * (case.scale or case.head_dim**-0.5)
+    dead = np.isneginf(expected_lse)
+    assert (np.isneginf(lse) == dead).all()
+    off = np.abs(np.where(dead, 0, lse) - np.where(dead, 0, expected_lse))
+    assert (off <= of_score + 1e-5 * (1 + np.abs(np.where(dead, 0, expected_lse)))).all()
     eps = cases.EPS[case.dtype] + 2.0**-10  # of out, and of the sums
-    of_p = 0.0 if case.magnitude == 0 else 2.0**-4
+    of_p = 0.0 if case.magnitude == 0 else 2.0**-4 + 2 * of_score
     error = np.abs(out - expected)
     assert (error <= (eps + of_p) * size + 1e-6).all(), f"out: off by {error.max()}"
     norms = [np.linalg.norm(x) for x in (error, expected, size)]
