@@ -101,6 +101,7 @@ struct Float8Sm90 {
   static constexpr int kConsumerRegisters = 232, kProducerRegisters = 40;
   static constexpr int kVisibleBytes = kConsumers * 128 * 16;
   static constexpr int kScoreCount = kTile.n / 2, kOutCount = kHeadDimV / 2;  // of a thread
+  static constexpr int kKeyAlign = kFloat8KeyAlign;
   static constexpr int kWantedBefore = 2;  // key tiles, before the last one of an item is loaded
   static_assert(kConsumers == 2 && kTile.n == 128, "two take turns; a row of V^T is one panel");
   using Work = Sm90Work;
@@ -159,31 +160,31 @@ struct Float8Sm90 {
       }
       q_ring.next();
     };
-    auto load_k = [&](const Sm90Keys& keys, int tile, bool natural) {
+    auto load_k = [&](const Sm90Keys& keys, int row, bool natural) {
       barrier_wait(shared.k_empty(k_ring.stage()), k_ring.parity());
       uint32_t full = shared.k_full(k_ring.stage()), to = shared.k + k_ring.stage() * kKBytes;
-      int32_t batch = p.cu_seqlens_kv ? 0 : keys.batch, first = keys.start % 4;
+      int32_t batch = p.cu_seqlens_kv ? 0 : keys.batch;
       barrier_arrive_expect(full, kKBytes);
 #pragma unroll
       for (int panel = 0; panel < kPanelsQk; ++panel, to += kTile.n * 128) {
         if (natural) {
-          tma_load(to, &maps.k, full, panel * 128, keys.start + tile * kTile.n, keys.head, batch, 0,
-                   kEvictLast);
+          tma_load(to, &maps.k, full, panel * 128, row, keys.head, batch, 0, kEvictLast);
           continue;
         }
-        int32_t four = (keys.start - first + tile * kTile.n) / 4;
-        tma_load(to, &maps.fours[first], full, panel * 128, 0, four, keys.head, batch, kEvictLast);
-        tma_load(to + kTile.n * 64, &maps.fours[first], full, panel * 128, 2, four, keys.head,
-                 batch, kEvictLast);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          tma_load(to + half * kTile.n * 64, &maps.fours, full, panel * 128, 2 * half, row / 4,
+                   keys.head, batch, kEvictLast);
+        }
       }
       k_ring.next();
     };
-    auto load_v = [&](const Sm90Keys& keys, int tile) {
+    auto load_v = [&](const Sm90Keys& keys, int row) {
       barrier_wait(shared.v_empty(v_ring.stage()), v_ring.parity());
       uint32_t full = shared.v_full(v_ring.stage());
       barrier_arrive_expect(full, kVBytes);
-      tma_load(shared.v + v_ring.stage() * kVBytes, &maps.v, full, keys.start + tile * kTile.n, 0,
-               keys.head, p.cu_seqlens_kv ? 0 : keys.batch, 0, kEvictLast);
+      tma_load(shared.v + v_ring.stage() * kVBytes, &maps.v, full, row, 0, keys.head,
+               p.cu_seqlens_kv ? 0 : keys.batch, 0, kEvictLast);
       v_ring.next();
     };
 #pragma unroll 1
@@ -200,11 +201,12 @@ struct Float8Sm90 {
       load_q(w);
       const Sm90Keys keys(p, s, w);
       const int first = w.range.begin, last = w.range.end - 1;
+      const int32_t row0 = keys.start - keys.start % kKeyAlign;
 #pragma unroll 1
       for (int tile = last; tile >= first - 1; --tile) {  // V behind K of the next tile
-        if (tile >= first) load_k(keys, tile, tile == last);
+        if (tile >= first) load_k(keys, row0 + tile * kTile.n, tile == last);
         if (tile == max(first, min(last, first + kWantedBefore))) barrier_arrive(shared.wanted());
-        if (tile < last) load_v(keys, tile + 1);
+        if (tile < last) load_v(keys, row0 + (tile + 1) * kTile.n);
       }
     }
   }
@@ -281,10 +283,10 @@ struct Float8Sm90 {
       if (tile >= w.range.full_end || tile < w.range.full_begin) mask<Natural>(scores, sees, tile);
       float8_softmax_step<Natural>(state, scores, probs, out, part, follow, to_log2, s.zero,
                                    [] { return false; });
-      if (s.clears && (tile + 1) * kTile.n > w.keys.used) {
+      const int end = w.keys.used + lead(w) - tile * kTile.n;
+      if (s.clears && end < kTile.n) {
         barrier_wait(shared.v_full(ring.stage()), ring.parity());
-        clear_columns<kHeadDimV>(shared.v + ring.stage() * kVBytes, w.keys.used - tile * kTile.n,
-                                 group);
+        keep_columns<kHeadDimV>(shared.v + ring.stage() * kVBytes, 0, end, group);
       }
       auto step = [&](bool masked) {
         --tile;
@@ -313,18 +315,19 @@ struct Float8Sm90 {
       };
 #pragma unroll 1
       while (tile > until) step(true);
-      load_shared(w.range, shared.work(slot.stage()) + uint32_t{offsetof(Work, range)});
-      until = w.range.begin;
-      if (kMask == MaskKind::window) until = max(until, w.range.full_begin);
+      const uint32_t range = shared.work(slot.stage()) + uint32_t{offsetof(Work, range)};
+      load_shared(w.range, range);
+      until = max(w.range.begin, w.range.full_begin);
 #pragma unroll 1
       while (tile > until) step(false);
-      if constexpr (kMask == MaskKind::window) {
-        load_shared(w.range, shared.work(slot.stage()) + uint32_t{offsetof(Work, range)});
+      load_shared(w.range, range);
 #pragma unroll 1
-        while (tile > w.range.begin) step(true);
-      }
+      while (tile > w.range.begin) step(true);
       release(shared.q_empty(q_ring.stage()));
       barrier_wait(shared.v_full(ring.stage()), ring.parity());
+      load_shared(w.keys, shared.work(slot.stage()) + uint32_t{offsetof(Work, keys)});
+      if (tile == 0 && lead(w) > 0)
+        keep_columns<kHeadDimV>(shared.v + ring.stage() * kVBytes, lead(w), kTile.n, group);
       my_turn();
       claim(part);
       pin(probs);
@@ -344,7 +347,12 @@ struct Float8Sm90 {
     }
   }
 
-  // What a thread's two rows see stands in shared memory, for the registers are full.
+  // Keys of tile 0 that are not of the sequence.
+  static __device__ __forceinline__ int32_t lead(const Work& w) {
+    return static_cast<int32_t>(w.keys.start) % kKeyAlign;
+  }
+
+  // What a thread's two rows see, as places in tiles, stands in shared memory, for the registers are full.
   static __device__ __forceinline__ void find_visible(const AttentionParams& p,
                                                       const Sm90Schedule& s, const Work& w,
                                                       int32_t row0, uint32_t smem) {
@@ -358,6 +366,8 @@ struct Float8Sm90 {
             visible_keys(kMask == MaskKind::causal ? static_cast<int32_t>(kUnlimited) : p.mask.left,
                          p.mask.right, token, w.queries.used, w.keys.used);
       }
+      visible[half].begin += lead(w);
+      visible[half].end += lead(w);
       device::store_shared(smem + half * 8, visible[half]);
     }
   }
@@ -367,7 +377,7 @@ struct Float8Sm90 {
     KeyRange visible[2];
     device::load_shared(visible[0], smem);
     device::load_shared(visible[1], smem + 8);
-    mask_float8_scores<Order, kMask>(scores, visible, tile);
+    mask_float8_scores<Order>(scores, visible, tile);
   }
 
   // What makes a dot product of codes an exponent in base 2. A scale of 0 gives what zeros give.

@@ -20,8 +20,12 @@ namespace cuattn {
 
 struct Float8Maps {
   device::TensorMap q, k, v;
-  device::TensorMap fours[4];  // of k, from row 0 to 3 on: sequences begin anywhere
+  device::TensorMap fours;  // k, four rows at a time
 };
+
+// Tiles begin at keys that are multiples of this in memory, up to 15 of which are not of the sequence:
+// along their contiguous axis the TMA takes boxes on 16 bytes alone (else: illegal instruction).
+constexpr int kFloat8KeyAlign = 16;
 
 // Values as (keys, channels, heads, batch, 1): a box is 128 keys of all channels.
 inline const device::TensorMap& column_map(const AttentionParams& p, int32_t channels) {
@@ -33,29 +37,22 @@ inline const device::TensorMap& column_map(const AttentionParams& p, int32_t cha
                     {p.v_channel_stride, s.head, s.batch, 0}, {128, channels, 1, 1, 1});
 }
 
-// Rows of K from `first` on as (columns, 4, fours, heads, batch): a box is two rows of as many fours
-// as make half a tile.
-inline const device::TensorMap& fours_map(const AttentionParams& p, int32_t first, int32_t rows) {
+// K as (columns, 4, fours, heads, batch): a box is two rows of as many fours as make half a tile.
+inline const device::TensorMap& fours_map(const AttentionParams& p, int32_t rows) {
   bool ragged = p.cu_seqlens_kv != nullptr;
   int64_t tokens = ragged ? p.total_kv : p.seqlen_kv;
   const Strides& s = p.k_strides;
-  return tensor_map(p.dtype, static_cast<const char*>(p.k) + first * s.seq,
-                    {p.head_dim, 4, (tokens - first) / 4, p.num_heads_kv, ragged ? 1 : p.batch},
+  return tensor_map(p.dtype, p.k,
+                    {p.head_dim, 4, tokens / 4, p.num_heads_kv, ragged ? 1 : p.batch},
                     {s.seq, 4 * s.seq, s.head, s.batch}, {128, 2, rows / 4, 1, 1});
 }
 
 inline Float8Maps make_float8_maps(const AttentionParams& p, const Sm90Schedule& s, Tile tile,
                                    int32_t channels) {
-  Float8Maps maps{query_map(p, s.packed, tile.m / s.packed),
-                  key_map(p, p.k, p.k_strides, p.head_dim, tile.n),
-                  column_map(p, channels),
-                  {}};
-  bool ragged = p.cu_seqlens_kv != nullptr, anywhere = ragged || p.kv_start != nullptr;
-  bool has_fours = (ragged ? p.total_kv : p.seqlen_kv) > tile.n;  // else no tile is a second one
-  for (int first = 0; first < 4; ++first) {
-    maps.fours[first] =
-        has_fours && (anywhere || first == 0) ? fours_map(p, first, tile.n) : maps.k;
-  }
+  const device::TensorMap& k = key_map(p, p.k, p.k_strides, p.head_dim, tile.n);
+  Float8Maps maps{query_map(p, s.packed, tile.m / s.packed), k, column_map(p, channels), k};
+  int64_t keys = p.cu_seqlens_kv != nullptr ? p.total_kv : p.seqlen_kv;
+  if (keys > tile.n) maps.fours = fours_map(p, tile.n);  // else no item has a second tile
   return maps;
 }
 
@@ -89,7 +86,7 @@ struct KeyOrder {
 };
 
 // -inf for keys that a thread's two rows do not see.
-template <class Order, MaskKind kMask, int kCount>
+template <class Order, int kCount>
 __device__ __forceinline__ void mask_float8_scores(float (&scores)[kCount],
                                                    const KeyRange (&visible)[2], int32_t tile) {
   const int32_t first = Order::first_key(tile);
@@ -97,28 +94,26 @@ __device__ __forceinline__ void mask_float8_scores(float (&scores)[kCount],
   for (int i = 0; i < kCount; ++i) {
     const KeyRange& keys = visible[i >> 1 & 1];
     const int column = Order::key_column(i);
-    bool seen =
-        column < keys.end - first && (kMask != MaskKind::window || column >= keys.begin - first);
+    bool seen = column < keys.end - first && column >= keys.begin - first;
     scores[i] = seen ? scores[i] : device::negative_infinity();
   }
 }
 
-// Values behind the last key may hold anything, and 0 x NaN is NaN: columns from `first` on of a tile
-// (channel, 128 keys) become zeros. Each group of consumers for itself; what another one cleared
-// before stays so.
+// Values before the first key and behind the last may hold anything, and 0 x NaN is NaN: all columns
+// but [begin, end) of a tile (channel, 128 keys) become zeros. Each group of consumers for itself;
+// what another one cleared before stays so.
 template <int kChannels>
-__device__ __forceinline__ void clear_columns(uint32_t v, int first, int group) {
-  const int chunk0 = first / 16, chunks = 8 - chunk0;
-  for (int i = threadIdx.x % 128; i < kChannels * chunks; i += 128) {
-    int channel = i / chunks, chunk = chunk0 + i % chunks;
-    uint32_t to = v + channel * 128 + ((chunk ^ (channel & 7)) << 4);
-    uint32_t words[4] = {};
+__device__ __forceinline__ void keep_columns(uint32_t v, int begin, int end, int group) {
+  for (int i = threadIdx.x % 128; i < kChannels * 8; i += 128) {
+    int channel = i / 8, column = i % 8 * 16;
+    if (column >= begin && column + 16 <= end) continue;
+    uint32_t to = v + channel * 128 + (((i % 8) ^ (channel & 7)) << 4);
+    uint4 x = device::load_shared16(to);
+    uint32_t words[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
-    for (int word = 0; word < 4; ++word) {
-      int kept = first - chunk * 16 - word * 4;  // bytes
-      if (kept <= 0) continue;
-      words[word] = device::load_shared4(to + 4 * word);
-      if (kept < 4) words[word] &= (1u << 8 * kept) - 1;
+    for (int byte = 0; byte < 16; ++byte) {
+      bool kept = column + byte >= begin && column + byte < end;
+      if (!kept) words[byte / 4] &= ~(0xffu << byte % 4 * 8);
     }
     device::store_shared16(to, uint4{words[0], words[1], words[2], words[3]});
   }

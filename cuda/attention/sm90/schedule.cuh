@@ -92,8 +92,9 @@ struct Sm90Cursor {
 };
 
 // Writes work item `item` to shared memory, part by part (a thread of the producer has few
-// registers). A warp together; `item` grows from call to call.
-template <int kM, int kN, MaskKind kMask>
+// registers). A warp together; `item` grows from call to call. Tiles of keys begin at rows of the
+// tensor that are multiples of kAlign.
+template <int kM, int kN, MaskKind kMask, int kAlign>
 __device__ __forceinline__ Sm90Work::Kind find_sm90_work(const AttentionParams& p,
                                                          const Sm90Schedule& s, Sm90Cursor& cursor,
                                                          int32_t item, uint32_t smem) {
@@ -134,7 +135,7 @@ __device__ __forceinline__ Sm90Work::Kind find_sm90_work(const AttentionParams& 
   device::TileRange range = device::tile_range<kN>(
       kMask == MaskKind::window ? p.mask.left : static_cast<int32_t>(kUnlimited),
       kMask == MaskKind::none ? static_cast<int32_t>(kUnlimited) : p.mask.right, token0, token1,
-      queries.used, keys.used);
+      queries.used, keys.used, static_cast<int32_t>(keys.start % kAlign));
   if (s.splits > 1) range = device::split_of(range, split, s.splits, s.split_tiles);
   put(offsetof(Sm90Work, range), range);
   return put_kind(range.begin >= range.end ? Sm90Work::kEmpty : Sm90Work::kFull);
@@ -151,7 +152,7 @@ __device__ __forceinline__ void schedule_sm90_work(const AttentionParams& p, con
   uint32_t parity = 0;
   while (true) {
     device::barrier_wait(shared.work_empty(slot.stage()), slot.parity());
-    Sm90Work::Kind kind = find_sm90_work<Kernel::kTile.m, Kernel::kTile.n, Kernel::kMask>(
+    Sm90Work::Kind kind = find_sm90_work<Kernel::kTile.m, Kernel::kTile.n, Kernel::kMask, Kernel::kKeyAlign>(
         p, s, cursor, item, shared.work(slot.stage()));
     if (threadIdx.x % 32 == 0) device::barrier_arrive(shared.work_full(slot.stage()));
     if (kind == Sm90Work::kNone) break;
