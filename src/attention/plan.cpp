@@ -65,6 +65,7 @@ const char* sm80_refusal(const AttentionRequest& r, const DeviceInfo& device) {
   return fits ? nullptr : "its tile needs more shared memory than a block gets here";
 }
 
+size_t align256(size_t bytes) { return (bytes + 255) / 256 * 256; }
 int32_t ceil_div(int64_t a, int64_t b) { return static_cast<int32_t>((a + b - 1) / b); }
 
 // Share of a tile's rows that are real when `rows` rows are cut into tiles of `tile`.
@@ -147,6 +148,12 @@ void plan_sm90(Plan& plan, HeadDims d, const AttentionRequest& r, const DeviceIn
         function_of(r),
         {sizeof(float), plan.num_splits, r.batch, r.num_heads_q, r.seqlen_q, r.head_dim_v + 1});
   }
+  if (float8 && !r.has_columns) {
+    int64_t sequences = r.ragged ? 1 : r.batch, keys = r.ragged ? r.total_kv : r.seqlen_kv;
+    plan.turned_bytes = checked_bytes(
+        function_of(r), {sequences, r.num_heads_kv, r.head_dim_v, column_pitch(keys)});
+    plan.workspace_bytes = align256(plan.workspace_bytes) + plan.turned_bytes;
+  }
 }
 
 // Why sm90 does not take float8 arrays, which naive does.
@@ -155,7 +162,6 @@ const char* float8_refusal(const AttentionRequest& r) {
     return "over float8 it has no softcap, ALiBi, bias or negative scale yet";
   if (r.has_part_scales)
     return "over float8 it has no scales of 128 rows or of query heads yet, but of key heads";
-  if (!r.has_columns) return "it reads float8 values by columns, as cuattn.quantize makes them";
   return nullptr;
 }
 
@@ -203,8 +209,6 @@ const char* refusal(Kernel kernel, const AttentionRequest& r, const DeviceInfo& 
   }
   return "unknown kernel";
 }
-
-size_t align256(size_t bytes) { return (bytes + 255) / 256 * 256; }
 
 // Float32 scores of every head; cublas adds the probabilities in the dtype of V and its own
 // scratch.
@@ -351,6 +355,7 @@ std::string access_clause(const Plan& plan) {
                 instance_at(plan.instance).op == Op::attention &&
                 instance_at(plan.instance).dtype == DType::e4m3;
   if (float8) cut = "; probabilities are rounded to float8, sums have two levels";
+  if (plan.turned_bytes > 0) cut += "; values are turned into columns first";
   if (plan.split_keys > 0 && !over_pages)
     cut += concat("; keys are cut every ", plan.split_keys, ", whatever the batch");
   return concat(key_access_clause(plan.keys), bias_access_clause(plan.bias), cut);

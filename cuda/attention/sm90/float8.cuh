@@ -13,6 +13,7 @@
 #include "cuda/attention/sm90/float8_maps.cuh"
 #include "cuda/attention/sm90/softmax.cuh"
 #include "cuda/attention/sm90/store.cuh"
+#include "cuda/attention/sm90/turn_values.cuh"
 #include "cuda/host/launchers.h"
 
 namespace cuattn {
@@ -469,7 +470,9 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
 template <DType kType, int kHeadDim, int kHeadDimV, MaskKind kMask, ScoreKind kScore>
   requires(kType == DType::e4m3 && kScore == ScoreKind::identity)
 void launch_forward_sm90(const AttentionLaunch& launch, cudaStream_t stream) {
-  const auto& [p, schedule] = launch;
+  AttentionParams p = launch.params;
+  const AttentionSchedule& schedule = launch.schedule;
+  if (schedule.turned != nullptr) launch_turn_values(p, schedule.turned, stream);
   using Kernel = Float8Sm90<kHeadDim, kHeadDimV, kMask>;
   Sm90Schedule s = make_sm90_schedule(p, schedule, Kernel::kTile);
   Float8Maps maps = make_float8_maps(p, s, Kernel::kTile, kHeadDimV);

@@ -32,7 +32,7 @@ inline const device::TensorMap& column_map(const AttentionParams& p, int32_t cha
   bool ragged = p.cu_seqlens_kv != nullptr;
   int64_t tokens = ragged ? p.total_kv : p.seqlen_kv;
   const Strides& s = p.v_strides;
-  return tensor_map(p.dtype, tokens == 0 ? p.q : p.v,
+  return tensor_map(p.dtype, p.v,
                     {tokens, p.head_dim_v, p.num_heads_kv, ragged ? 1 : p.batch, 1},
                     {p.v_channel_stride, s.head, s.batch, 0}, {128, channels, 1, 1, 1});
 }
@@ -50,8 +50,9 @@ inline const device::TensorMap& fours_map(const AttentionParams& p, int32_t rows
 inline Float8Maps make_float8_maps(const AttentionParams& p, const Sm90Schedule& s, Tile tile,
                                    int32_t channels) {
   const device::TensorMap& k = key_map(p, p.k, p.k_strides, p.head_dim, tile.n);
-  Float8Maps maps{query_map(p, s.packed, tile.m / s.packed), k, column_map(p, channels), k};
   int64_t keys = p.cu_seqlens_kv != nullptr ? p.total_kv : p.seqlen_kv;
+  Float8Maps maps{query_map(p, s.packed, tile.m / s.packed), k, k, k};
+  if (keys > 0) maps.v = column_map(p, channels);  // else nothing is read
   if (keys > tile.n) maps.fours = fours_map(p, tile.n);  // else no item has a second tile
   return maps;
 }
