@@ -102,7 +102,7 @@ struct Plan {
   int32_t num_chunks;
   size_t workspace_bytes;
   size_t turned_bytes;  // of these at the end, for float8 values that are turned into columns; or 0
-  const char* reason;  // one clause, static storage
+  const char* reason;   // one clause, static storage
 };
 
 // backend: "auto", "naive", "cublas", "tiled", "simt", "sm80", "sm90", "cpu".

@@ -32,8 +32,7 @@ inline const device::TensorMap& column_map(const AttentionParams& p, int32_t cha
   bool ragged = p.cu_seqlens_kv != nullptr;
   int64_t tokens = ragged ? p.total_kv : p.seqlen_kv;
   const Strides& s = p.v_strides;
-  return tensor_map(p.dtype, p.v,
-                    {tokens, p.head_dim_v, p.num_heads_kv, ragged ? 1 : p.batch, 1},
+  return tensor_map(p.dtype, p.v, {tokens, p.head_dim_v, p.num_heads_kv, ragged ? 1 : p.batch, 1},
                     {p.v_channel_stride, s.head, s.batch, 0}, {128, channels, 1, 1, 1});
 }
 
@@ -42,8 +41,7 @@ inline const device::TensorMap& fours_map(const AttentionParams& p, int32_t rows
   bool ragged = p.cu_seqlens_kv != nullptr;
   int64_t tokens = ragged ? p.total_kv : p.seqlen_kv;
   const Strides& s = p.k_strides;
-  return tensor_map(p.dtype, p.k,
-                    {p.head_dim, 4, tokens / 4, p.num_heads_kv, ragged ? 1 : p.batch},
+  return tensor_map(p.dtype, p.k, {p.head_dim, 4, tokens / 4, p.num_heads_kv, ragged ? 1 : p.batch},
                     {s.seq, 4 * s.seq, s.head, s.batch}, {128, 2, rows / 4, 1, 1});
 }
 
@@ -52,7 +50,7 @@ inline Float8Maps make_float8_maps(const AttentionParams& p, const Sm90Schedule&
   const device::TensorMap& k = key_map(p, p.k, p.k_strides, p.head_dim, tile.n);
   int64_t keys = p.cu_seqlens_kv != nullptr ? p.total_kv : p.seqlen_kv;
   Float8Maps maps{query_map(p, s.packed, tile.m / s.packed), k, k, k};
-  if (keys > 0) maps.v = column_map(p, channels);  // else nothing is read
+  if (keys > 0) maps.v = column_map(p, channels);        // else nothing is read
   if (keys > tile.n) maps.fours = fours_map(p, tile.n);  // else no item has a second tile
   return maps;
 }

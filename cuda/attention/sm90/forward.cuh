@@ -45,7 +45,7 @@ struct ForwardSm90 {
   static_assert(kConsumers * kConsumerRegisters + kProducerRegisters <=
                 (kConsumers + 1) * (65536 / kThreads / 8 * 8));
   static constexpr int kScoreCount = kTile.n / 2, kOutCount = kHeadDimV / 2;  // of a thread
-  static constexpr int kKeyAlign = 1;      // see find_sm90_work
+  static constexpr int kKeyAlign = 1;                                         // see find_sm90_work
   static constexpr int kWantedBefore = 2;  // key tiles, before the last one of an item is loaded
   // Note: beyond 128 columns the wait for a turn costs more than the overlap brings.
   static constexpr bool kTakeTurns = kHeadDimV <= 128;

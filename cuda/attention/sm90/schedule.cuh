@@ -152,8 +152,9 @@ __device__ __forceinline__ void schedule_sm90_work(const AttentionParams& p, con
   uint32_t parity = 0;
   while (true) {
     device::barrier_wait(shared.work_empty(slot.stage()), slot.parity());
-    Sm90Work::Kind kind = find_sm90_work<Kernel::kTile.m, Kernel::kTile.n, Kernel::kMask, Kernel::kKeyAlign>(
-        p, s, cursor, item, shared.work(slot.stage()));
+    Sm90Work::Kind kind =
+        find_sm90_work<Kernel::kTile.m, Kernel::kTile.n, Kernel::kMask, Kernel::kKeyAlign>(
+            p, s, cursor, item, shared.work(slot.stage()));
     if (threadIdx.x % 32 == 0) device::barrier_arrive(shared.work_full(slot.stage()));
     if (kind == Sm90Work::kNone) break;
     slot.next();
