@@ -119,8 +119,9 @@ constexpr int32_t sm90_float8_smem_bytes(HeadDims d, Tile tile) {
   return qk * (kSm90Float8QStages * tile.m + tile.stages * tile.n) + tile.stages * tile.n * d.v +
          tile.m * 32 + kSm90SmallBytes + 1024;
 }
-constexpr Tile sm90_float8_tile(HeadDims) {
-  return {128, 128, 4, 12};  // 128: 2 * 16 + 4 * 32 = 160 KB
+constexpr Tile sm90_float8_tile(HeadDims d) {
+  if (d.v <= 64) return {192, 128, 4, 16};  // 2 * 24 + 4 * 24 + 6 = 150 KB
+  return {128, 128, 4, 12};                 // 2 * 16 + 4 * 32 + 4 = 164 KB
 }
 
 // A second tile, where another length of rows is served better: m == 0 is none.

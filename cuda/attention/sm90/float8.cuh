@@ -5,7 +5,7 @@
 // arXiv:2412.19437, section 3.3.2. Next: float8_maps.cuh, the order of keys; docs/fp8.md.
 //
 //   producer   | Q K3  | K2 V3 | K1 V2 | K0 V1 | V0 | Q' K' | ...       (next query tile)
-//   group 0    | QK3 | softmax | QK2 T=PV3 | softmax, O=O*a+T | QK1 T=PV2 | ... | O out | QK'
+//   group 0    | QK3 | softmax | QK2 T=PV3 | softmax, O+=T | QK1 T=PV2 | ... | O out | QK'
 //   group 1         | QK3 | softmax | QK2 T=PV3 | softmax, ..         (the tensor cores alternate)
 #pragma once
 
@@ -23,16 +23,15 @@ namespace cuattn {
 constexpr int kFloat8Shift = 4;
 using Float8Softmax = Sm90Softmax<ScoreKind::identity, 4>;
 
-// One step: scores become P, and T, the product with the last P, joins O. `follow`: what O is to be
-// multiplied by before that, since references moved when that P was made; it becomes what they move
-// by now. See softmax_step of softmax.cuh.
+// One step: scores become P, and T, the product with the last P, joins O, which then follows a
+// reference that moves. See softmax_step of softmax.cuh.
 template <class Order, int kScoreCount, int kOutCount, class Wait>
 __device__ __forceinline__ void float8_softmax_step(Float8Softmax& state,
                                                     float (&scores)[kScoreCount],
                                                     uint32_t (&probs)[kScoreCount / 4],
                                                     float (&out)[kOutCount],
-                                                    float (&part)[kOutCount], float (&follow)[2],
-                                                    float to_log2, float zero, Wait pv_done) {
+                                                    float (&part)[kOutCount], float to_log2, float zero,
+                                                    Wait pv_done) {
   using namespace device;
   constexpr int kBlocks = kScoreCount / 4, kGroups = kBlocks / 2;  // of 8 and 16 keys
   constexpr int kLinked = 4;                                       // blocks
@@ -69,7 +68,11 @@ __device__ __forceinline__ void float8_softmax_step(Float8Softmax& state,
   order_after(scores[4 * block_at(kBlocks - 1)]);
   if (pv_done()) {
 #pragma unroll
-    for (int i = 0; i < kOutCount; ++i) out[i] = fmaf(out[i], follow[i >> 1 & 1], part[i]);
+    for (int i = 0; i < kOutCount; ++i) out[i] += part[i];
+    if (moves) {
+#pragma unroll
+      for (int i = 0; i < kOutCount; ++i) out[i] *= rescale[i >> 1 & 1];
+    }
   }
 #pragma unroll
   for (int group = 0; group < kGroups; ++group) {
@@ -80,10 +83,8 @@ __device__ __forceinline__ void float8_softmax_step(Float8Softmax& state,
   }
   pack(1, kGroups - 1);
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
+  for (int half = 0; half < 2; ++half)
     state.sum[half] = fmaf(state.sum[half], rescale[half], sum[half][0] + sum[half][1]);
-    follow[half] = rescale[half];
-  }
 }
 
 template <int kHeadDim, int kHeadDimV, MaskKind kMaskKind>
@@ -99,12 +100,13 @@ struct Float8Sm90 {
   static constexpr int kVBytes = kHeadDimV * 128;
   static constexpr int kQStages = kSm90Float8QStages;
   static constexpr int kSmemBytes = sm90_float8_smem_bytes({kHeadDim, kHeadDimV}, kTile);
-  static constexpr int kConsumerRegisters = 232, kProducerRegisters = 40;
+  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 232;
+  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 40;
   static constexpr int kVisibleBytes = kConsumers * 128 * 16;
   static constexpr int kScoreCount = kTile.n / 2, kOutCount = kHeadDimV / 2;  // of a thread
   static constexpr int kKeyAlign = kFloat8KeyAlign;
   static constexpr int kWantedBefore = 2;  // key tiles, before the last one of an item is loaded
-  static_assert(kConsumers == 2 && kTile.n == 128, "two take turns; a row of V^T is one panel");
+  static_assert(kTile.n == 128, "a row of V^T is one panel");
   using Work = Sm90Work;
   using Qk = device::Wgmma<DType::e4m3, kTile.n>;
   using Pv = device::Wgmma<DType::e4m3, kHeadDimV>;
@@ -139,16 +141,35 @@ struct Float8Sm90 {
   };
   static_assert(8 * (4 * kTile.stages + 9) + 2 * sizeof(Work) <= kSm90SmallBytes);
 
-  // 3. Roles. One thread of the producer keeps the rings full; another warp draws the work.
-  static __device__ __forceinline__ void load_tiles(const AttentionParams& p, const Sm90Schedule& s,
-                                                    const Float8Maps& maps, const Shared& shared) {
+  // 3. Roles. Two threads of the producer keep the rings full, one with Q and K, one with V; another
+  // warp draws the work. `load(w, keys, row0)`: of an item whose tile 0 begins at that row of memory.
+  template <class Load>
+  static __device__ __forceinline__ void each_item(const AttentionParams& p, const Sm90Schedule& s,
+                                                   const Shared& shared, bool asks, Load load) {
+    device::Ring<2> slot(0);
+#pragma unroll 1
+    for (;; slot.next()) {
+      Work w;
+      device::barrier_wait(shared.work_full(slot.stage()), slot.parity());
+      device::load_shared(w, shared.work(slot.stage()));
+      device::barrier_arrive(shared.work_empty(slot.stage()));
+      if (w.kind == Work::kNone) break;
+      if (w.kind == Work::kFull) {
+        const Sm90Keys keys(p, s, w);
+        load(w, keys, keys.start - keys.start % kKeyAlign, p.cu_seqlens_kv ? 0 : keys.batch);
+      } else if (asks) {
+        device::barrier_arrive(shared.wanted());
+      }
+    }
+  }
+
+  static __device__ __forceinline__ void load_keys(const AttentionParams& p, const Sm90Schedule& s,
+                                                   const Float8Maps& maps, const Shared& shared) {
     using namespace device;
     tma_prefetch(&maps.q);
     tma_prefetch(&maps.k);
-    tma_prefetch(&maps.v);
-    Ring<kTile.stages> k_ring(1), v_ring(1);
+    Ring<kTile.stages> ring(1);
     Ring<kQStages> q_ring(1);
-    Ring<2> slot(0);
     auto load_q = [&](const Work& w) {
       barrier_wait(shared.q_empty(q_ring.stage()), q_ring.parity());
       uint32_t full = shared.q_full(q_ring.stage());
@@ -161,55 +182,52 @@ struct Float8Sm90 {
       }
       q_ring.next();
     };
-    auto load_k = [&](const Sm90Keys& keys, int row, bool natural) {
-      barrier_wait(shared.k_empty(k_ring.stage()), k_ring.parity());
-      uint32_t full = shared.k_full(k_ring.stage()), to = shared.k + k_ring.stage() * kKBytes;
-      int32_t batch = p.cu_seqlens_kv ? 0 : keys.batch;
-      barrier_arrive_expect(full, kKBytes);
-#pragma unroll
-      for (int panel = 0; panel < kPanelsQk; ++panel, to += kTile.n * 128) {
-        if (natural) {
-          tma_load(to, &maps.k, full, panel * 128, row, keys.head, batch, 0, kEvictLast);
-          continue;
-        }
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          tma_load(to + half * kTile.n * 64, &maps.fours, full, panel * 128, 2 * half, row / 4,
-                   keys.head, batch, kEvictLast);
-        }
-      }
-      k_ring.next();
-    };
-    auto load_v = [&](const Sm90Keys& keys, int row) {
-      barrier_wait(shared.v_empty(v_ring.stage()), v_ring.parity());
-      uint32_t full = shared.v_full(v_ring.stage());
-      barrier_arrive_expect(full, kVBytes);
-      tma_load(shared.v + v_ring.stage() * kVBytes, &maps.v, full, row, 0, keys.head,
-               p.cu_seqlens_kv ? 0 : keys.batch, 0, kEvictLast);
-      v_ring.next();
-    };
-#pragma unroll 1
-    for (;; slot.next()) {
-      Work w;
-      barrier_wait(shared.work_full(slot.stage()), slot.parity());
-      load_shared(w, shared.work(slot.stage()));
-      barrier_arrive(shared.work_empty(slot.stage()));
-      if (w.kind == Work::kNone) break;
-      if (w.kind == Work::kEmpty) {
-        barrier_arrive(shared.wanted());
-        continue;
-      }
+    each_item(p, s, shared, true, [&](const Work& w, const Sm90Keys& keys, int32_t row0,
+                                      int32_t batch) {
       load_q(w);
-      const Sm90Keys keys(p, s, w);
       const int first = w.range.begin, last = w.range.end - 1;
-      const int32_t row0 = keys.start - keys.start % kKeyAlign;
 #pragma unroll 1
-      for (int tile = last; tile >= first - 1; --tile) {  // V behind K of the next tile
-        if (tile >= first) load_k(keys, row0 + tile * kTile.n, tile == last);
-        if (tile == max(first, min(last, first + kWantedBefore))) barrier_arrive(shared.wanted());
-        if (tile < last) load_v(keys, row0 + (tile + 1) * kTile.n);
+      for (int tile = last; tile >= first; --tile) {
+        barrier_wait(shared.k_empty(ring.stage()), ring.parity());
+        uint32_t full = shared.k_full(ring.stage()), to = shared.k + ring.stage() * kKBytes;
+        int32_t row = row0 + tile * kTile.n;
+        barrier_arrive_expect(full, kKBytes);
+#pragma unroll
+        for (int panel = 0; panel < kPanelsQk; ++panel, to += kTile.n * 128) {
+          if (tile == last) {  // in its natural order
+            tma_load(to, &maps.k, full, panel * 128, row, keys.head, batch, 0, kEvictLast);
+            continue;
+          }
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            tma_load(to + half * kTile.n * 64, &maps.fours, full, panel * 128, 2 * half, row / 4,
+                     keys.head, batch, kEvictLast);
+          }
+        }
+        ring.next();
+        if (tile == min(last, first + kWantedBefore)) barrier_arrive(shared.wanted());
       }
-    }
+    });
+  }
+
+  static __device__ __forceinline__ void load_values(const AttentionParams& p,
+                                                     const Sm90Schedule& s, const Float8Maps& maps,
+                                                     const Shared& shared) {
+    using namespace device;
+    tma_prefetch(&maps.v);
+    Ring<kTile.stages> ring(1);
+    each_item(p, s, shared, false, [&](const Work& w, const Sm90Keys& keys, int32_t row0,
+                                       int32_t batch) {
+#pragma unroll 1
+      for (int tile = w.range.end - 1; tile >= w.range.begin; --tile) {
+        barrier_wait(shared.v_empty(ring.stage()), ring.parity());
+        uint32_t full = shared.v_full(ring.stage());
+        barrier_arrive_expect(full, kVBytes);
+        tma_load(shared.v + ring.stage() * kVBytes, &maps.v, full, row0 + tile * kTile.n, 0,
+                 keys.head, batch, 0, kEvictLast);
+        ring.next();
+      }
+    });
   }
 
   // 4. Main loop. A consumer warpgroup owns 64 rows of every query tile.
@@ -250,7 +268,7 @@ struct Float8Sm90 {
       wgmma_commit();
     };
     auto my_turn = [&] { named_barrier_sync(1 + group, 256); };
-    auto your_turn = [&] { named_barrier_arrive(2 - group, 256); };
+    auto your_turn = [&] { named_barrier_arrive(1 + (group + 1) % kConsumers, 256); };
     if (group == 0) named_barrier_arrive(1, 256);
 #pragma unroll 1
     for (;; slot.next()) {
@@ -275,14 +293,13 @@ struct Float8Sm90 {
       your_turn();
       const float to_log2 = exponent_factor(p, s, w);
       Float8Softmax state;
-      float follow[2] = {1.0f, 1.0f};
 #pragma unroll
       for (int i = 0; i < kOutCount; ++i) out[i] = 0.0f;
       wgmma_wait<0>();
       pin(scores);
       release(shared.k_empty(ring.stage()));
       if (tile >= w.range.full_end || tile < w.range.full_begin) mask<Natural>(scores, sees, tile);
-      float8_softmax_step<Natural>(state, scores, probs, out, part, follow, to_log2, s.zero,
+      float8_softmax_step<Natural>(state, scores, probs, out, part, to_log2, s.zero,
                                    [] { return false; });
       const int end = w.keys.used + lead(w) - tile * kTile.n;
       if (s.clears && end < kTile.n) {
@@ -306,7 +323,7 @@ struct Float8Sm90 {
         pin(scores);
         release(shared.k_empty(ring.stage()));
         if (masked) mask<ByFours>(scores, sees, tile);
-        float8_softmax_step<ByFours>(state, scores, probs, out, part, follow, to_log2, s.zero, [&] {
+        float8_softmax_step<ByFours>(state, scores, probs, out, part, to_log2, s.zero, [&] {
           wgmma_wait<0>();
           pin(part);
           pin(probs);
@@ -341,7 +358,7 @@ struct Float8Sm90 {
       ring.next();
       q_ring.next();
 #pragma unroll
-      for (int i = 0; i < kOutCount; ++i) out[i] = fmaf(out[i], follow[i >> 1 & 1], part[i]);
+      for (int i = 0; i < kOutCount; ++i) out[i] += part[i];
       load_shared(w, shared.work(slot.stage()));
       release(shared.work_empty(slot.stage()));
       finish(p, s, maps, w, group * 64 + warp * 16, out, state);
@@ -430,7 +447,7 @@ struct Float8Sm90 {
         device::barrier_init(shared.q_full(i), 1);
         device::barrier_init(shared.q_empty(i), kWarps);
         device::barrier_init(shared.work_full(i), 1);
-        device::barrier_init(shared.work_empty(i), kWarps + 1);
+        device::barrier_init(shared.work_empty(i), kWarps + 2);
       }
       for (int i = 0; i < kTile.stages; ++i) {
         device::barrier_init(shared.k_full(i), 1);
@@ -448,7 +465,9 @@ struct Float8Sm90 {
       if (warp == 1) {
         schedule_sm90_work<Float8Sm90>(p, s, Shared(smem));
       } else if (warp == 0 && device::elect_one()) {
-        load_tiles(p, s, maps, Shared(smem));
+        load_keys(p, s, maps, Shared(smem));
+      } else if (warp == 2 && device::elect_one()) {
+        load_values(p, s, maps, Shared(smem));
       }
     } else {
       device::registers_grow<kConsumerRegisters>();
