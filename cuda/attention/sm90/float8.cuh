@@ -26,12 +26,9 @@ using Float8Softmax = Sm90Softmax<ScoreKind::identity, 4>;
 // One step: scores become P, and T, the product with the last P, joins O, which then follows a
 // reference that moves. See softmax_step of softmax.cuh.
 template <class Order, int kScoreCount, int kOutCount, class Wait>
-__device__ __forceinline__ void float8_softmax_step(Float8Softmax& state,
-                                                    float (&scores)[kScoreCount],
-                                                    uint32_t (&probs)[kScoreCount / 4],
-                                                    float (&out)[kOutCount],
-                                                    float (&part)[kOutCount], float to_log2, float zero,
-                                                    Wait pv_done) {
+__device__ __forceinline__ void float8_softmax_step(
+    Float8Softmax& state, float (&scores)[kScoreCount], uint32_t (&probs)[kScoreCount / 4],
+    float (&out)[kOutCount], float (&part)[kOutCount], float to_log2, float zero, Wait pv_done) {
   using namespace device;
   constexpr int kBlocks = kScoreCount / 4, kGroups = kBlocks / 2;  // of 8 and 16 keys
   constexpr int kLinked = 4;                                       // blocks
@@ -182,32 +179,32 @@ struct Float8Sm90 {
       }
       q_ring.next();
     };
-    each_item(p, s, shared, true, [&](const Work& w, const Sm90Keys& keys, int32_t row0,
-                                      int32_t batch) {
-      load_q(w);
-      const int first = w.range.begin, last = w.range.end - 1;
+    each_item(
+        p, s, shared, true, [&](const Work& w, const Sm90Keys& keys, int32_t row0, int32_t batch) {
+          load_q(w);
+          const int first = w.range.begin, last = w.range.end - 1;
 #pragma unroll 1
-      for (int tile = last; tile >= first; --tile) {
-        barrier_wait(shared.k_empty(ring.stage()), ring.parity());
-        uint32_t full = shared.k_full(ring.stage()), to = shared.k + ring.stage() * kKBytes;
-        int32_t row = row0 + tile * kTile.n;
-        barrier_arrive_expect(full, kKBytes);
+          for (int tile = last; tile >= first; --tile) {
+            barrier_wait(shared.k_empty(ring.stage()), ring.parity());
+            uint32_t full = shared.k_full(ring.stage()), to = shared.k + ring.stage() * kKBytes;
+            int32_t row = row0 + tile * kTile.n;
+            barrier_arrive_expect(full, kKBytes);
 #pragma unroll
-        for (int panel = 0; panel < kPanelsQk; ++panel, to += kTile.n * 128) {
-          if (tile == last) {  // in its natural order
-            tma_load(to, &maps.k, full, panel * 128, row, keys.head, batch, 0, kEvictLast);
-            continue;
-          }
+            for (int panel = 0; panel < kPanelsQk; ++panel, to += kTile.n * 128) {
+              if (tile == last) {  // in its natural order
+                tma_load(to, &maps.k, full, panel * 128, row, keys.head, batch, 0, kEvictLast);
+                continue;
+              }
 #pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            tma_load(to + half * kTile.n * 64, &maps.fours, full, panel * 128, 2 * half, row / 4,
-                     keys.head, batch, kEvictLast);
+              for (int half = 0; half < 2; ++half) {
+                tma_load(to + half * kTile.n * 64, &maps.fours, full, panel * 128, 2 * half,
+                         row / 4, keys.head, batch, kEvictLast);
+              }
+            }
+            ring.next();
+            if (tile == min(last, first + kWantedBefore)) barrier_arrive(shared.wanted());
           }
-        }
-        ring.next();
-        if (tile == min(last, first + kWantedBefore)) barrier_arrive(shared.wanted());
-      }
-    });
+        });
   }
 
   static __device__ __forceinline__ void load_values(const AttentionParams& p,
@@ -216,18 +213,18 @@ struct Float8Sm90 {
     using namespace device;
     tma_prefetch(&maps.v);
     Ring<kTile.stages> ring(1);
-    each_item(p, s, shared, false, [&](const Work& w, const Sm90Keys& keys, int32_t row0,
-                                       int32_t batch) {
+    each_item(p, s, shared, false,
+              [&](const Work& w, const Sm90Keys& keys, int32_t row0, int32_t batch) {
 #pragma unroll 1
-      for (int tile = w.range.end - 1; tile >= w.range.begin; --tile) {
-        barrier_wait(shared.v_empty(ring.stage()), ring.parity());
-        uint32_t full = shared.v_full(ring.stage());
-        barrier_arrive_expect(full, kVBytes);
-        tma_load(shared.v + ring.stage() * kVBytes, &maps.v, full, row0 + tile * kTile.n, 0,
-                 keys.head, batch, 0, kEvictLast);
-        ring.next();
-      }
-    });
+                for (int tile = w.range.end - 1; tile >= w.range.begin; --tile) {
+                  barrier_wait(shared.v_empty(ring.stage()), ring.parity());
+                  uint32_t full = shared.v_full(ring.stage());
+                  barrier_arrive_expect(full, kVBytes);
+                  tma_load(shared.v + ring.stage() * kVBytes, &maps.v, full, row0 + tile * kTile.n,
+                           0, keys.head, batch, 0, kEvictLast);
+                  ring.next();
+                }
+              });
   }
 
   // 4. Main loop. A consumer warpgroup owns 64 rows of every query tile.
