@@ -179,7 +179,7 @@ def measure(arguments: argparse.Namespace) -> dict:
         "schema": "cuattn decode_ladder 1",
         "command": " ".join(["python benchmarks/decode_ladder.py", *sys.argv[1:]]),
         "commit": runner.commit(),
-        "machine": devices.nvidia_smi("name", "driver_version"),
+        "machine": devices.nvidia_smi("0", "name", "driver_version"),
         "cuattn": cuattn.info(),
         "torch": torch.__version__,
         "unit": "us a step, wall clock",

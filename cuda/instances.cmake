@@ -15,6 +15,10 @@ cuattn_kernel(attention forward_sm90 attention/sm90/forward.cuh sm90
               "f16;bf16" "64;96;128;192;256;192x128" "none;causal;window" "identity")
 cuattn_kernel(attention forward_sm90 attention/sm90/forward.cuh sm90
               "f16;bf16" "64;96;128;192;256;192x128" "none;causal;window" "scored")
+# With dropout the window serves every mask; beside a softcap, ALiBi or a bias, it is the scored ones
+# of forward_sm80 that have it.
+cuattn_kernel(attention forward_sm90 attention/sm90/forward.cuh sm90
+              "f16;bf16" "64;96;128;192;256;192x128" "window" "dropped")
 cuattn_kernel(attention forward_sm90 attention/sm90/float8.cuh sm90
               "e4m3" "64;128" "none;causal;window" "identity")
 cuattn_kernel(attention forward_sm80 attention/sm80/forward.cuh portable
@@ -41,13 +45,15 @@ cuattn_kernel(attention forward_tiled attention/tiled.cuh portable
 # Of 512 the scored window serves every call.
 
 # Two kernels each, one a pass; a third where scored, for dbias. Of the scored ones the window serves
-# every mask, and dropout; of simt it serves all calls.
+# every mask, and dropout (sm90: three more kernels of it); of simt it serves all calls.
 cuattn_kernel(attention_backward backward_sm90 backward/sm90/backward.cuh sm90
               "f16;bf16" "64;96;128;192;256;192x128" "none;causal;window" "identity")
 cuattn_kernel(attention_backward backward_sm90 backward/sm90/backward.cuh sm90
               "f16;bf16" "64;96;128;192;256;192x128" "window" "scored")
 cuattn_kernel(attention_backward backward_sm80 backward/sm80/backward.cuh portable
-              "f16;bf16" "32;64;96;128;192;256;192x128" "none;causal;window" "identity")
+              "f16;bf16" "32;96;192" "none;causal;window" "identity")
+cuattn_kernel(attention_backward backward_sm80 backward/sm80/backward.cuh portable
+              "f16;bf16" "64;128;256;192x128" "none;causal;window;rows" "identity")
 cuattn_kernel(attention_backward backward_sm80 backward/sm80/backward.cuh portable
               "f16;bf16" "32;64;96;128;192;256;192x128" "window" "scored")
 cuattn_kernel(attention_backward backward_simt backward/simt/backward.cuh portable

@@ -43,7 +43,12 @@ const char* mask_name(MaskKind mask) {
 }
 
 const char* score_name(ScoreKind score) {
-  return score == ScoreKind::identity ? "identity" : "scored";
+  switch (score) {
+    case ScoreKind::identity: return "identity";
+    case ScoreKind::scored: return "scored";
+    case ScoreKind::dropped: return "dropped";
+  }
+  return "unknown";
 }
 
 int32_t itemsize(DType dtype) {

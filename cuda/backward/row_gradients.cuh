@@ -75,7 +75,10 @@ __global__ void __launch_bounds__(kSoftmaxRowsPerBlock * 32, kResident)
   }
   bool dead = lse == negative_infinity();
   KeyRange seen{0, 0};
-  if (!dead) seen = f.mask.visible(row, queries.used, keys.used);
+  if (!dead) {
+    seen = f.mask.visible(row, queries.used, keys.used);
+    seen = f.rows.limit(seen, b, head, queries.start + row);
+  }
   ScoreMod<kType, ScoreKind::scored> score(f, b, head, queries.used, keys.used);
   const DropoutParams dropout = f.dropout.resolved();
   uint32_t index = static_cast<uint32_t>(int64_t{b} * f.num_heads_q + head);

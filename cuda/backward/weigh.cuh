@@ -5,7 +5,7 @@
 #pragma once
 
 #include "cuattn/device/dropout.cuh"
-#include "cuattn/device/mask.cuh"
+#include "cuattn/device/scores.cuh"
 #include "cuattn/params/backward.h"
 #include "cuattn/tiles.h"
 

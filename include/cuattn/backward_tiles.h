@@ -30,16 +30,18 @@ CUATTN_HOST_DEVICE int64_t sm90_floats_of_head(const AttentionParams& f, int32_t
 }
 
 // ---- Scores. plain: a scale alone. smooth: besides a softcap or ALiBi, made of whole fragments in
-// the tiles of plain. general: anything, a score at a time.
-enum class ScoreForm : int32_t { plain, smooth, general };
+// the tiles of plain. general: anything, a score at a time. dropped: plain, with dropout.
+enum class ScoreForm : int32_t { plain, smooth, general, dropped };
 
-CUATTN_HOST_DEVICE ScoreForm sm90_score_form(const ScoreParams& s, DType dtype) {
+CUATTN_HOST_DEVICE ScoreForm sm90_score_form(const AttentionParams& f) {
+  const ScoreParams& s = f.scores;
+  if (f.dropout.is_on()) return ScoreForm::dropped;
   if (!s.scored()) return ScoreForm::plain;
   bool caps = s.softcap > 0.0f, leans = s.has_slopes;
   // Within these the scale divides a slope, a large number hides a score, and a float16 tanh needs
   // no series (device/math.cuh).
   bool is_usual = s.scale > 0x1p-40f && s.scale < 0x1p40f && (!caps || s.softcap > 0x1p-30f) &&
-                  s.softcap <= (dtype == DType::f16 ? 256.0f : 0x1p40f);
+                  s.softcap <= (f.dtype == DType::f16 ? 256.0f : 0x1p40f);
   return !s.has_bias && is_usual && caps != leans ? ScoreForm::smooth : ScoreForm::general;
 }
 
@@ -49,6 +51,11 @@ CUATTN_HOST_DEVICE ScoreForm sm90_score_form(const ScoreParams& s, DType dtype) 
 constexpr int32_t kSm90BackwardSmallBytes = 1024;  // barriers; and up to 1023 align the panels
 
 constexpr int32_t sm90_row_bytes(int32_t head_dim) { return (head_dim + 63) / 64 * 128; }
+
+// What dropout keeps of a tile.
+constexpr int32_t sm90_kept_bytes(int32_t rows, int32_t columns, ScoreForm form) {
+  return form == ScoreForm::dropped ? sm90_kept_bytes(rows, columns) : 0;
+}
 
 // Queries pass: m rows of Q and dO stay, tiles of n keys come: `stages` of K, and of V as many or,
 // where there is no room, one.
@@ -62,10 +69,11 @@ constexpr Tile sm90_queries_tile(HeadDims d, ScoreForm form) {
 constexpr int32_t sm90_queries_v_stages(HeadDims d, Tile tile) {
   return d.v > 192 ? 1 : tile.stages;
 }
-constexpr int32_t sm90_queries_smem_bytes(HeadDims d, Tile tile) {
+constexpr int32_t sm90_queries_smem_bytes(HeadDims d, Tile tile, ScoreForm form) {
   int32_t qk = sm90_row_bytes(d.qk), v = sm90_row_bytes(d.v);
-  return tile.m * (qk + v) + tile.n * (tile.stages * qk + sm90_queries_v_stages(d, tile) * v) +
-         kSm90BackwardSmallBytes + 1024;
+  int32_t v_stages = sm90_queries_v_stages(d, tile);
+  return tile.m * (qk + v) + tile.n * (tile.stages * qk + v_stages * v) +
+         v_stages * sm90_kept_bytes(tile.m, tile.n, form) + kSm90BackwardSmallBytes + 1024;
 }
 
 // Keys pass: n keys of K and V stay, m rows of Q and dO come with 8 bytes of state each. Up to 128
@@ -74,31 +82,33 @@ constexpr int32_t sm90_queries_smem_bytes(HeadDims d, Tile tile) {
 constexpr bool sm90_keys_are_paired(HeadDims d) { return d.qk > 128; }
 
 constexpr Tile sm90_keys_tile(HeadDims d, ScoreForm form) {
-  bool general = form == ScoreForm::general;
-  if (d.qk <= 64) return {general ? 64 : 128, 128, 3, 12};
+  bool general = form == ScoreForm::general, dropped = form == ScoreForm::dropped;
+  if (d.qk <= 64) return {general || dropped ? 64 : 128, 128, 3, 12};
   if (d.qk <= 96) return {64, 128, 4, 12};
   if (d.qk <= 128) return {general ? 48 : 64, 128, 4, 12};
   if (d.qk <= 192) return {64, 64, 3, 12};
   return {48, 64, 3, 12};
 }
-constexpr int32_t sm90_keys_smem_bytes(HeadDims d, Tile tile) {
+constexpr int32_t sm90_keys_smem_bytes(HeadDims d, Tile tile, ScoreForm form) {
   int32_t row = sm90_row_bytes(d.qk) + sm90_row_bytes(d.v);
   int32_t crossing = sm90_keys_are_paired(d) ? 2 * tile.m * tile.n * 2 : 0;
-  return tile.n * row + tile.stages * tile.m * (row + 8) + crossing + kSm90BackwardSmallBytes +
-         1024;
+  return tile.n * row + tile.stages * tile.m * (row + 8) + crossing +
+         tile.stages * sm90_kept_bytes(tile.n, tile.m, form) + kSm90BackwardSmallBytes + 1024;
 }
 
 // Fused pass, of up to 128 columns without a window and general scores: as the keys pass with a
 // group of 64 keys each, and dx crosses between the groups, in two buffers of m * n * 16 bits. dQ is
 // summed in float32 in the workspace, behind the states: [num_heads_q, pitch, columns].
 constexpr bool sm90_has_fused(HeadDims d, MaskKind mask, ScoreForm form) {
-  return mask != MaskKind::window && form != ScoreForm::general && d.qk == d.v && d.qk <= 128;
+  bool has_room = form != ScoreForm::dropped || d.qk > 64;  // 128 rows of 64 columns spill
+  return mask != MaskKind::window && form != ScoreForm::general && has_room && d.qk == d.v &&
+         d.qk <= 128;
 }
 constexpr Tile sm90_fused_tile(HeadDims d) { return {d.qk <= 64 ? 128 : 64, 128, 3, 12}; }
-constexpr int32_t sm90_fused_smem_bytes(HeadDims d, Tile tile) {
+constexpr int32_t sm90_fused_smem_bytes(HeadDims d, Tile tile, ScoreForm form) {
   int32_t row = sm90_row_bytes(d.qk) + sm90_row_bytes(d.v);
   return tile.n * row + tile.stages * tile.m * (row + 8) + 2 * tile.m * tile.n * 2 +
-         kSm90BackwardSmallBytes + 1024;
+         tile.stages * sm90_kept_bytes(tile.n, tile.m, form) + kSm90BackwardSmallBytes + 1024;
 }
 
 }  // namespace cuattn

@@ -76,14 +76,22 @@ constexpr bool sm90_stages_bias(HeadDims d, ScoreKind score) {
   return score == ScoreKind::scored && d.qk <= 128;
 }
 
+// What dropout keeps of a tile, a bit an element in words of 64 columns (device/dropout_sm90.cuh).
+constexpr int32_t sm90_kept_bytes(int32_t rows, int32_t columns) {
+  return 8 * rows * ((columns + 63) / 64);
+}
+
 constexpr int32_t kSm90SmallBytes = 1664;  // barriers, work items, block ids
 
 // Bytes of shared memory: Q, `stages` tiles of K and of V, a tile of a bias, all in panels of 64
-// columns (128 bytes); what is small, and up to 1023 bytes in front that align the panels.
+// columns (128 bytes); with dropout, what it keeps of each stage; what is small, and up to 1023 bytes
+// in front that align the panels.
 constexpr int32_t sm90_smem_bytes(HeadDims d, Tile tile, ScoreKind score, int32_t q_stages) {
   int32_t qk = (d.qk + 63) / 64 * 128, v = (d.v + 63) / 64 * 128;
   int32_t bias = sm90_stages_bias(d, score) ? (tile.n + 63) / 64 * 128 : 0;
-  return tile.m * (q_stages * qk + bias) + tile.stages * tile.n * (qk + v) + kSm90SmallBytes + 1024;
+  int32_t kept = score == ScoreKind::dropped ? sm90_kept_bytes(tile.m, tile.n) : 0;
+  return tile.m * (q_stages * qk + bias) + tile.stages * (tile.n * (qk + v) + kept) +
+         kSm90SmallBytes + 1024;
 }
 
 // Up to three Q tiles, where they fit: the next one arrives while this one is at work, and O of the
@@ -105,6 +113,8 @@ constexpr Tile sm90_tile(HeadDims d, MaskKind mask, ScoreKind score) {
     if (d.v <= 192) return {128, window ? 64 : 96, 2, 12};
     return {128, window ? 32 : 64, 2, 12};
   }
+  if (score == ScoreKind::dropped)  // those who draw want registers, and keys by 64
+    return {128, d.v <= 128 ? 128 : 64, d.qk <= 64 ? 4 : 2, 12};
   if (d.qk <= 64) return {192, 128, 4, 16};   // 3 * 24 + 4 * 32 = 200 KB
   if (d.qk <= 128) return {128, 128, 2, 12};  // 3 * 32 + 2 * 64 = 224 KB
   if (d.qk == 192) return d.v <= 128 ? Tile{128, 128, 2, 12} : Tile{128, 96, 2, 12};
@@ -128,7 +138,7 @@ constexpr Tile sm90_float8_tile(HeadDims d) {
 //   128, causal: longer tiles pay where keys come in blocks, by many boxes.
 //   64, causal: of 192 x 128 scores at the diagonal 60 % are masked, which short rows feel.
 constexpr Tile sm90_other_tile(HeadDims d, MaskKind mask, ScoreKind score) {
-  if (score == ScoreKind::scored) return {};
+  if (score != ScoreKind::identity) return {};
   if (d.qk == 128 && mask == MaskKind::causal)
     return {128, 160, 2, 12};                                            // 2 * 32 + 2 * 80 = 224 KB
   if (d.qk == 64 && mask == MaskKind::causal) return {128, 128, 4, 12};  // 3 * 16 + 4 * 32 = 176 KB

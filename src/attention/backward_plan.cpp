@@ -40,6 +40,7 @@ int32_t instance_of(Kernel kernel, const AttentionParams& f) {
   // Of the scored kernels the window serves every mask.
   ScoreKind score = score_of(kernel, f);
   MaskKind mask = score == ScoreKind::scored ? MaskKind::window : f.mask.kind();
+  if (f.rows.begin != nullptr && kernel != Kernel::simt) mask = MaskKind::rows;
   return find_instance(Op::attention_backward, kernel, f.dtype, {f.head_dim, f.head_dim_v}, mask,
                        score);
 }
@@ -54,7 +55,8 @@ const char* two_pass_refusal(Kernel kernel, const BackwardParams& p) {
 }
 
 const char* sm90_refusal(const BackwardParams& p, const DeviceInfo& device) {
-  if (p.forward.dropout.is_on()) return "it has no dropout yet, which sm80 has";
+  if (p.forward.dropout.is_on() && p.forward.scores.scored())
+    return "it has no dropout beside softcap, ALiBi, a bias or a scale up to 0, which sm80 has";
   if (p.needs(kNeedDbias | kNeedDslopes)) return "it has no dbias and dslopes, which sm80 has";
   if (const char* why = two_pass_refusal(Kernel::sm90, p)) return why;
   if (device.major != 9 || device.minor != 0) return "it is for compute capability 9.0 alone";
@@ -103,7 +105,7 @@ constexpr const char* kFusedMerit =
 bool takes_fused(const BackwardParams& p, HeadDims d, bool ordered) {
   const AttentionParams& f = p.forward;
   constexpr uint32_t kAll = kNeedDq | kNeedDk | kNeedDv;
-  return sm90_has_fused(d, f.mask.kind(), sm90_score_form(f.scores, f.dtype)) && !ordered &&
+  return sm90_has_fused(d, f.mask.kind(), sm90_score_form(f)) && !ordered &&
          (p.need & kAll) == kAll && f.seqlen_q >= kLeastFused && f.seqlen_kv >= kLeastFused;
 }
 
@@ -188,10 +190,11 @@ const Rung& named_rung(const char* function, const char* backend, const Backward
 Plan select_backward(const char* function, const BackwardParams& p, bool ordered,
                      const DeviceInfo& device, const char* backend) {
   require_supported(function, device);
-  if (device.is_cuda && (p.forward.flex != nullptr || p.forward.rows.begin != nullptr)) {
+  if (device.is_cuda && p.forward.flex != nullptr) {
     fail<NotImplemented>(function,
-                         ": no kernel of CUDA has masks and scores written by the user yet; write "
-                         "the mask as causal, window or bias, or move the arrays to the CPU");
+                         ": no kernel of CUDA has gradients of scores and masks written by the "
+                         "user, but of row ranges; write the mask as causal, window, rows or bias, "
+                         "or move the arrays to the CPU");
   }
   const Rung& rung =
       is_auto(backend) ? best_rung(p, device) : named_rung(function, backend, p, device);
@@ -208,8 +211,7 @@ Plan select_backward(const char* function, const BackwardParams& p, bool ordered
     plan.head_dim = d.qk;
     plan.head_dim_v = d.v;
     ScoreKind score = score_of(plan.kernel, f);
-    plan.tile = plan.kernel == Kernel::sm90
-                    ? sm90_queries_tile(d, sm90_score_form(f.scores, f.dtype))
+    plan.tile = plan.kernel == Kernel::sm90   ? sm90_queries_tile(d, sm90_score_form(f))
                 : plan.kernel == Kernel::sm80 ? sm80_queries_tile(d, score)
                                               : simt_backward_tile(d.qk, false);
     if (plan.kernel == Kernel::sm90 && takes_fused(p, d, ordered)) {

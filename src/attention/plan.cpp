@@ -41,17 +41,23 @@ const char* function_of(const AttentionRequest& r) {
   return r.is_flex ? "flex_attention" : r.ragged ? "attention_varlen" : "attention";
 }
 
-// Which of the compiled kernels: the scored ones have dropout, too.
-ScoreKind score_of(const AttentionRequest& r) {
-  return r.has_dropout ? ScoreKind::scored : r.score;
+// Which of the compiled kernels: the scored ones have dropout, too, but those of sm90, which has some
+// for it alone.
+ScoreKind score_of(Kernel kernel, const AttentionRequest& r) {
+  if (!r.has_dropout) return r.score;
+  return kernel == Kernel::sm90 ? ScoreKind::dropped : ScoreKind::scored;
+}
+MaskKind mask_of(Kernel kernel, const AttentionRequest& r) {
+  return score_of(kernel, r) == ScoreKind::dropped ? MaskKind::window : r.mask;
 }
 
 // The number of the compiled kernel that would run the request.
 int32_t instance_of(Kernel kernel, const AttentionRequest& r) {
   HeadDims d = {r.head_dim, r.head_dim_v};
   bool wide = std::max(d.qk, d.v) > kMostHeadDim;  // one kernel of a dtype serves every call
-  return find_instance(Op::attention, kernel, r.dtype, d, wide ? MaskKind::window : r.mask,
-                       wide ? ScoreKind::scored : score_of(r));
+  return find_instance(Op::attention, kernel, r.dtype, d,
+                       wide ? MaskKind::window : mask_of(kernel, r),
+                       wide ? ScoreKind::scored : score_of(kernel, r));
 }
 
 constexpr const char* kNotCompiled = "it is not compiled for this dtype, head_dim, mask and scores";
@@ -61,7 +67,8 @@ const char* sm80_refusal(const AttentionRequest& r, const DeviceInfo& device) {
   int32_t instance = instance_of(Kernel::sm80, r);
   if (instance == kNoInstance) return kNotCompiled;
   HeadDims d = instance_at(instance).dims;
-  bool fits = sm80_smem_bytes(d, sm80_tile(d, score_of(r))) <= device.smem_per_block_optin;
+  bool fits =
+      sm80_smem_bytes(d, sm80_tile(d, score_of(Kernel::sm80, r))) <= device.smem_per_block_optin;
   return fits ? nullptr : "its tile needs more shared memory than a block gets here";
 }
 
@@ -105,18 +112,20 @@ int32_t fixed_split_keys(int64_t items, int32_t n) {
 // where tiles are few, and persistent CTAs.
 void plan_sm90(Plan& plan, HeadDims d, const AttentionRequest& r, const DeviceInfo& device) {
   const bool float8 = r.dtype == DType::e4m3;
-  plan.tile = float8 ? sm90_float8_tile(d) : sm90_tile(d, r.mask, r.score);
-  Tile other = float8 ? Tile{} : sm90_other_tile(d, r.mask, r.score);
-  auto in_blocks = [&](Tile tile) {
-    return r.paged && r.kv_layout != KvLayout::vllm &&
+  const ScoreKind score = score_of(Kernel::sm90, r);
+  const MaskKind mask = mask_of(Kernel::sm90, r);
+  plan.tile = float8 ? sm90_float8_tile(d) : sm90_tile(d, mask, score);
+  Tile other = float8 ? Tile{} : sm90_other_tile(d, mask, score);
+  auto in_blocks = [&](Tile tile) {  // not with dropout, which the warps draw that would load them
+    return r.paged && score != ScoreKind::dropped && r.kv_layout != KvLayout::vllm &&
            sm90_page_rows(r.block_size, tile) >= kMinPageRows;
   };
   if (other.m > 0 && !r.batch_invariant && sm90_other_tile_pays(d, r.seqlen_kv, in_blocks(other))) {
     plan.tile = other;
   }
   int32_t group = r.num_heads_kv > 0 ? r.num_heads_q / r.num_heads_kv : 1, m = plan.tile.m;
-  // The score functor (softcap, ALiBi, bias) knows one head a tile.
-  bool packs = group > 1 && m % group == 0 && r.score == ScoreKind::identity &&
+  // The score functor (softcap, ALiBi, bias) and dropout know one head a tile.
+  bool packs = group > 1 && m % group == 0 && score == ScoreKind::identity &&
                filled(r.seqlen_q, m) < 0.9 * filled(int64_t{r.seqlen_q} * group, m);
   plan.packed_heads = packs ? group : 1;
   int64_t tiles = ceil_div(int64_t{r.seqlen_q} * plan.packed_heads, m);
@@ -134,7 +143,7 @@ void plan_sm90(Plan& plan, HeadDims d, const AttentionRequest& r, const DeviceIn
   }
   if (in_blocks(plan.tile)) plan.keys = KeyAccess::in_blocks;
   if (r.has_bias) {
-    bool serves = sm90_stages_bias(d, r.score) && plan.keys != KeyAccess::in_blocks;
+    bool serves = sm90_stages_bias(d, score) && plan.keys != KeyAccess::in_blocks;
     plan.bias = !serves          ? BiasAccess::direct
                 : r.has_bias_map ? BiasAccess::tma
                                  : BiasAccess::unmapped;
@@ -160,6 +169,7 @@ void plan_sm90(Plan& plan, HeadDims d, const AttentionRequest& r, const DeviceIn
 const char* float8_refusal(const AttentionRequest& r) {
   if (r.score == ScoreKind::scored)
     return "over float8 it has no softcap, ALiBi, bias or negative scale yet";
+  if (r.has_dropout) return "over float8 it has no dropout";
   if (r.has_part_scales)
     return "over float8 it has no scales of 128 rows or of query heads yet, but of key heads";
   return nullptr;
@@ -171,10 +181,10 @@ const char* refusal(Kernel kernel, const AttentionRequest& r, const DeviceInfo& 
     return instance_of(kernel, r) == kNoInstance ? why : nullptr;
   };
   bool is_cpu = kernel == Kernel::cpu || kernel == Kernel::cpu_naive;
-  bool drops = kernel != Kernel::sm90 && kernel != Kernel::tiled && kernel != Kernel::cublas;
+  bool drops = kernel != Kernel::tiled && kernel != Kernel::cublas;
   if (r.dtype == DType::e4m3 && !is_cpu && kernel != Kernel::naive && kernel != Kernel::sm90)
     return "it does not take float8_e4m3fn, which naive converts";
-  if (r.has_dropout && !drops) return "it has no dropout, which sm80, simt and naive have";
+  if (r.has_dropout && !drops) return "it has no dropout, which sm90, sm80, simt and naive have";
   if (r.has_programs && !is_cpu) {
     if (!r.has_functor) return "masks and scores of the user must be compiled for it first";
     if (kernel != Kernel::sm80 && kernel != Kernel::simt)
@@ -191,6 +201,8 @@ const char* refusal(Kernel kernel, const AttentionRequest& r, const DeviceInfo& 
       if (device.major != 9 || device.minor != 0) return "it is for compute capability 9.0 alone";
       if (device.native != 1) return "this build has no machine code for 9.0";
       if (const char* why = r.dtype == DType::e4m3 ? float8_refusal(r) : nullptr) return why;
+      if (r.has_dropout && r.score == ScoreKind::scored)
+        return "it has no dropout beside softcap, ALiBi, a bias or a scale up to 0, which sm80 has";
       return uncompiled(kNotCompiled);
     case Kernel::sm80: return sm80_refusal(r, device);
     case Kernel::simt:
@@ -243,7 +255,7 @@ Plan make_plan(const Rung& rung, const AttentionRequest& r, const DeviceInfo& de
   plan.workspace_bytes = workspace_bytes(rung.kernel, r);
   switch (rung.kernel) {
     case Kernel::sm90: plan_sm90(plan, d, r, device); break;
-    case Kernel::sm80: plan.tile = sm80_tile(d, score_of(r)); break;
+    case Kernel::sm80: plan.tile = sm80_tile(d, score_of(Kernel::sm80, r)); break;
     case Kernel::simt: plan.tile = simt_tile(d.qk); break;
     case Kernel::tiled: plan.tile = kTiledTile; break;
     default: break;

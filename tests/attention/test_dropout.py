@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dropout of the forward pass: against float64 with the bits of the rule, its mean, and that
-nothing but seed, offset and place decides; on CUDA sm80, simt and naive have it, the others refuse
-it by name.
+nothing but seed, offset and place decides; on CUDA sm90, sm80, simt and naive have it, the others
+refuse it by name.
 """
 
 from __future__ import annotations
@@ -39,6 +39,35 @@ CASES = {
 def test_dropout_against_float64(device, backend, name, dtype, rng):
     case = dataclasses.replace(CASES[name], dtype=dtype)
     change = lambda problem: problem.options.update(DROPOUT)  # noqa: E731
+    harness.assert_case(device, backend, case, rng, change)
+
+
+SM90 = {  # plain scores alone
+    "plain": Case(seqlen_q=200, seqlen_kv=300),
+    "causal_128": Case(causal=True, seqlen_q=300, seqlen_kv=700, head_dim=128, sinks=True),
+    "few_queries": Case(seqlen_q=5, seqlen_kv=900, num_heads_q=8),  # keys in parts, heads unpacked
+    "window": Case(window=(60, 20), layout="bhsd", seqlen_q=333, seqlen_kv=391, head_dim=72),
+    "ragged": Case(
+        layout="ragged", batch=9, num_heads_q=6, causal=True, seqlen_q=260, seqlen_kv=290
+    ),
+    "used": Case(seqused="both", seqlen_q=150, seqlen_kv=260, head_dim=96, head_dim_v=40),
+    "padded": Case(kv_start=True, seqlen_q=130, seqlen_kv=270, causal=True),
+    "dead_rows": Case(causal=True, seqlen_q=300, seqlen_kv=100, storage="packed"),
+    "192": Case(causal=True, seqlen_q=260, seqlen_kv=390, head_dim=192, scale=0.2),
+    "192_128": Case(seqlen_q=200, seqlen_kv=300, head_dim=192, head_dim_v=128),
+    "256": Case(causal=True, seqlen_q=260, seqlen_kv=300, head_dim=256, num_heads_q=2),
+    "many_items": Case(causal=True, seqlen_q=520, seqlen_kv=520, batch=12, num_heads_q=8),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    ("device", "backend", "name"),
+    harness.target_params(tuple(SM90), cpu=(), cuda=("sm90",)),
+)
+def test_dropout_of_sm90_against_float64(device, backend, name, dtype, rng):
+    case = dataclasses.replace(SM90[name], dtype=dtype)
+    change = lambda problem: problem.options.update(DROPOUT, dropout_p=rng.choice([0.1, 0.6]))  # noqa: E731
     harness.assert_case(device, backend, case, rng, change)
 
 
@@ -100,7 +129,8 @@ def test_lse_does_not_know_of_dropout(device, backend, rng):
 def test_cuda_drops_by_tiles(dtype, device):
     shape, options = (2, 64, 4, 64), {**DROPOUT, "dtype": dtype}
     plan = cuattn.explain("attention", shape, shape, shape, device=device, **options)
-    assert plan.kernel == ("simt" if dtype == "float32" else "sm80")
+    best = "sm90" if device == "h100" else "sm80"
+    assert plan.kernel == ("simt" if dtype == "float32" else best)
     assert plan.workspace_bytes == 0
     by_name = cuattn.explain(
         "attention", shape, shape, shape, device=device, backend="naive", **options
@@ -108,14 +138,41 @@ def test_cuda_drops_by_tiles(dtype, device):
     assert by_name.workspace_bytes == 4 * 2 * 4 * 64 * 64
 
 
-@pytest.mark.parametrize("backend", ["sm90", "tiled", "cublas"])
+@pytest.mark.parametrize(
+    "change",
+    [{"softcap": 5.0}, {"scale": -1.0}, {"alibi_slopes": (4,)}, {"bias": (64, 64)}],
+    ids=str,
+)
+def test_sm80_has_the_dropout_that_sm90_refuses(change):
+    options = {**DROPOUT, "dtype": "bfloat16", "device": "h100", **change}
+    shape = (2, 64, 4, 64)
+    assert cuattn.explain("attention", shape, shape, shape, **options).kernel == "sm80"
+    with pytest.raises(NotImplementedError) as raised:
+        cuattn.explain("attention", shape, shape, shape, backend="sm90", **options)
+    assert str(raised.value) == (
+        "attention: backend 'sm90' cannot run this call: it has no dropout beside softcap, ALiBi, "
+        "a bias or a scale up to 0, which sm80 has; use backend='sm80' or 'auto'"
+    )
+
+
+def test_keys_in_blocks_are_gathered_for_dropout():
+    """The warps that would load the blocks draw what is kept."""
+    cache, options = (9, 64, 2, 64), {"block_tables": (2, 3), "seqused_k": (2,), "device": "h100"}
+    shapes = ((120, 8, 64), cache, cache, (3,), None, 60, 192)
+    for more, clause in (({}, "are read in their blocks"), (DROPOUT, "are gathered from their")):
+        plan = cuattn.explain("attention_varlen", *shapes, dtype="bfloat16", **options, **more)
+        assert plan.kernel == "sm90"
+        assert clause in str(plan)
+
+
+@pytest.mark.parametrize("backend", ["tiled", "cublas"])
 def test_other_cuda_kernels_refuse_dropout(backend):
     shape, options = (2, 64, 4, 64), {**DROPOUT, "backend": backend}
     with pytest.raises(NotImplementedError) as raised:
         cuattn.explain("attention", shape, shape, shape, device="h100", **options)
     assert str(raised.value) == (
-        f"attention: backend '{backend}' cannot run this call: it has no dropout, which sm80, simt "
-        "and naive have; use backend='sm80' or 'auto'"
+        f"attention: backend '{backend}' cannot run this call: it has no dropout, which sm90, "
+        "sm80, simt and naive have; use backend='sm90' or 'auto'"
     )
 
 

@@ -57,6 +57,7 @@ TAKEN = {
     "softcap": {"softcap": 30.0},
     "ALiBi": {"alibi_slopes": (2,), "causal": True},
     "dsinks": {"sinks": (2,), "need": (*NEED, "dsinks")},
+    "dropout": {"dim": 96, "dropout_p": 0.1, "dropout_seed": 3},
 }
 LEFT = {
     "few rows": {"rows": LENGTH - 1},
@@ -70,6 +71,7 @@ LEFT = {
     "large softcap in float16": {"softcap": 300.0, "dtype": "float16"},
     "negative scale": {"scale": -0.3},
     "bias": {"bias": (1, 2, LENGTH, LENGTH)},
+    "dropout of 64 columns": {"dropout_p": 0.1, "dropout_seed": 3},
     "192": {"dim": 192},
     "256": {"dim": 256},
 }
@@ -118,6 +120,9 @@ CASES = {
     "ALiBi": {"alibi": "head", "num_heads_q": 4},
     "ALiBi full": {"alibi": "batch", "causal": False, "seqused": "both", "batch": 3},
     "ALiBi dead rows": {"alibi": "head", "seqlen_q": 900, "seqlen_kv": 600, "sinks": True},
+    "dropout": {"dropout": 0.1, "num_heads_q": 6, "num_heads_kv": 2},
+    "dropout full": {"dropout": 0.7, "causal": False, "seqused": "both", "batch": 2},
+    "dropout ragged": {"dropout": 0.3, "layout": "ragged", "batch": 3, "sinks": True},
     "ALiBi, own forward": {"alibi": "head", "own_forward": True, "layout": "ragged", "batch": 3},
 }
 
@@ -146,6 +151,7 @@ DSINKS = {
     "ragged": {"layout": "ragged", "batch": 4, "num_heads_q": 4},
     "used": {"seqused": "both", "batch": 3, "softcap": 4.0},
     "dead rows": {"seqlen_q": 900, "seqlen_kv": 600},
+    "dropout": {"dropout": 0.3},
 }
 
 

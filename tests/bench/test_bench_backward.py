@@ -2,8 +2,10 @@
 """The benchmark of gradients: work counted, wrong gradients seen, bars of the rows judged."""
 
 import dataclasses
+import importlib
 import json
 import types
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +21,7 @@ torch = frameworks.require("torch")
 backward_reference = pytest.importorskip("cuattn._bench.backward_reference")
 backward_inputs = pytest.importorskip("cuattn._bench.backward_inputs")
 
+ROOT = Path(__file__).resolve().parents[2]
 SMOKE = FAMILIES["backward_smoke"].workloads
 ROWS = {w.name: w for w in FAMILIES["backward"].workloads}
 
@@ -221,3 +224,33 @@ def test_figures_of_flash_attention_4_follow_cudnn():
     assert row["published"]["fa4"]["tflops"] == pytest.approx(619.7 / 2)
     assert row["published"]["fa4"]["scaled_by"] == "cudnn of this row"
     assert results[1]["ratio_to_published"]["fa4"] == pytest.approx(400 * 2 / 619.7)
+
+
+def test_rows_measured_apart_are_joined_and_judged_together(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    join = importlib.import_module("join")
+    workloads = FAMILIES["backward_smoke"].workloads
+    head = {"schema": 1, "family": "backward_smoke", "machine": {"device": "one"}, "versions": {}}
+    head |= {"settings": {"rounds": 3}, "ceilings": {"copy_gbps": 1.0}, "complete": True}
+    paths = [tmp_path / name for name in ("second.json", "first.json")]
+    for path, part in zip(paths, (workloads[5:], workloads[:5]), strict=True):
+        rows = []
+        for w in part:
+            ours = {"name": OURS, "ours": True, "status": "ok", "ms": 2.0, "tflops": 1.0}
+            row = {"workload": as_json(w), "status": "ok", "results": [{**ours, "gbps": 1.0}]}
+            bars.judge(w.bars, row, rows, head["ceilings"])
+            rows.append(row)
+        path.write_text(json.dumps({**head, "commit": path.stem, "rows": rows}))
+    whole = join.joined(paths)
+    assert [row["workload"]["name"] for row in whole["rows"]] == [w.name for w in workloads]
+    assert [row["commit"] for row in whole["rows"]] == ["first"] * 5 + ["second"] * 9
+    against = f"time of row {PLAIN}"
+    judged = [
+        bar["value"] for row in whole["rows"] for bar in row["bars"] if bar["against"] == against
+    ]
+    assert judged == [1.0] * 6  # the plain row is of the other file
+    assert whole["complete"]
+    other = json.loads(paths[1].read_text()) | {"machine": {"device": "two"}}
+    paths[1].write_text(json.dumps(other))
+    with pytest.raises(SystemExit, match="must find the same machine"):
+        join.joined(paths)

@@ -75,6 +75,60 @@ def test_row_ranges_equal_the_dense_formula(rng, device, backend):
         np.testing.assert_allclose(got[some], lse[some], atol=2e-3, err_msg=name)
 
 
+@pytest.mark.parametrize(
+    ("device", "backend"), harness.target_params(cpu=(), cuda=("naive", "simt", "sm80"))
+)
+def test_gradients_of_row_ranges_equal_those_of_the_cpu(rng, device, backend):
+    dtype = "float16" if backend == "sm80" else "float32"
+    emulated = harness.is_emulated()
+    for case, (name, mask) in enumerate(masks(rng, 200).items()):
+        every = ((64, 64), (128, 128), (192, 128), (256, 256), (80, 40))
+        dims = every[0 if emulated or backend == "naive" else case]
+        queries = (2, 150 + 50 * (case % 2), 4)
+        shapes = ((*queries, dims[0]), *((2, 200, 2, d) for d in dims), (*queries, dims[1]))
+        given = [rng.standard_normal(shape).astype(dtype) for shape in shapes]
+        *arrays, dout = (x.astype(np.float32) for x in given)
+        out, lse = cuattn.flex_attention(*arrays, mask_mod=mask, return_lse=True)
+        dlse = rng.standard_normal(lse.shape).astype(np.float32)
+        want = cuattn.flex_attention_backward(dout, *arrays, out, lse, mask_mod=mask, dlse=dlse)
+        host = [given[3], *given[:3], out.astype(dtype), lse]
+        got = cuattn.flex_attention_backward(
+            *(to_device(device, x) for x in host),
+            mask_mod=mask,
+            dlse=to_device(device, dlse),
+            backend=backend,
+        )
+        tolerance = {"float32": 2e-5, "float16": 8e-3}[dtype]
+        for what, x, y in zip(want._fields, got, want, strict=True):
+            most = tolerance * np.abs(y).max()
+            words = f"{name}, {what}, {dims}"
+            np.testing.assert_allclose(to_host(x), y, atol=most, rtol=0, err_msg=words)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(harness.why_no_cuda() is not None, reason=f"CUDA: {harness.why_no_cuda()}")
+@pytest.mark.skipif(harness.is_emulated(), reason="torch has no arrays of the emulator")
+def test_torch_differentiates_row_ranges(rng):
+    import torch
+
+    ids = np.sort(rng.integers(0, 4, 300))
+    mask = lambda b, h, q, k: (ids[q] == ids[k]) & (k <= q)  # noqa: E731
+    x = [torch.randn(2, 300, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    leaves = [t.clone().requires_grad_() for t in x]
+    dense = [t.float().clone().requires_grad_() for t in x]
+    out = cuattn.flex_attention(*leaves, mask_mod=mask)
+    seen = torch.from_numpy((ids[:, None] == ids[None]) & np.tri(300, dtype=bool)).cuda()
+    want = torch.nn.functional.scaled_dot_product_attention(
+        *(t.transpose(1, 2) for t in dense), attn_mask=seen
+    ).transpose(1, 2)
+    dout = torch.randn_like(out)
+    out.backward(dout)
+    want.backward(dout.float())
+    for a, b in zip(leaves, dense, strict=True):
+        error = (a.grad.float() - b.grad).norm() / b.grad.norm()
+        assert float(error) < 1e-2
+
+
 # Functors
 
 

@@ -27,7 +27,8 @@ MASKS = {
     "causal": {"causal": True},
     "window": {"causal": False, "window": (9, 0)},
 }
-SCORES = {"identity": {}, "scored": {"softcap": 30.0}}
+DROPPED = {"dropout_p": 0.1, "dropout_seed": 3}
+SCORES = {"identity": {}, "scored": {"softcap": 30.0}, "dropped": DROPPED}
 NATIVE = dict(num_sms=132, native=1)
 GPUS = {
     "9.0": dict(NATIVE, major=9, minor=0, smem_per_block_optin=232448),
@@ -83,6 +84,20 @@ INSTANCES = [instance for row in ROWS for instance in row.instances()]
 COMPILED = {(i.op, i.kernel) for i in INSTANCES}
 
 
+def asked_of(score: str) -> str:
+    """What a plan calls the scores of a call, whatever is dropped."""
+    return "identity" if score == "dropped" else score
+
+
+def compiled_for(kernel: str, mask: str, score: str, dim: int) -> tuple[str, str]:
+    """Mask and scores of the instance that serves a call: some serve more than their own."""
+    if dim > 256:
+        return ("window", "scored")
+    if score != "dropped":
+        return (mask, score)
+    return ("window", "dropped") if kernel == "sm90" else (mask, "scored")
+
+
 @functools.cache
 def smallest(op: str, kernel: str, dtype: str, qk: int, v: int, mask: str, score: str) -> Instance:
     """What the table has for a call: the instance with the fewest columns of q, k and v."""
@@ -130,9 +145,9 @@ def test_attention_is_planned_for_the_smallest_instance_that_serves_it(gpu):
                 continue
             if ("attention", plan.kernel) in COMPILED:
                 key = ("attention", plan.kernel, dtype)
-                found = Instance(*key, plan.head_dim, plan.head_dim_v, plan.mask, plan.score)
-                kind = ("window", "scored") if max(qk, v) > 256 else (mask, score)
-                found = found._replace(mask=kind[0], score=kind[1]) if max(qk, v) > 256 else found
+                assert (plan.mask, plan.score) == (mask, asked_of(score))
+                kind = compiled_for(plan.kernel, mask, score, max(qk, v))
+                found = Instance(*key, plan.head_dim, plan.head_dim_v, *kind)
                 assert found == smallest(*key, qk, v, *kind)
                 chosen.add(found)
     for qk, mask in itertools.product(range(16, 129, 16), MASKS):  # float8, its values by columns
@@ -160,7 +175,8 @@ def test_paged_attention_is_planned_for_the_smallest_instance_that_serves_it(gpu
             continue
         cache = (kv_dtype, 9, 16, 2, head_dim)
         arrays = ((3, 8, head_dim), cache, cache, (3, 4), (3,))
-        for mask, score, backend in itertools.product(MASKS, SCORES, ("auto", *RUNGS[4:])):
+        scores = ("identity", "scored")  # it has no dropout
+        for mask, score, backend in itertools.product(MASKS, scores, ("auto", *RUNGS[4:])):
             options = {**MASKS[mask], **SCORES[score], "backend": backend}
             try:
                 plan = cuattn.explain(

@@ -10,6 +10,7 @@
 //   group 1         | QK3 | softmax | QK2 PV3 | softmax | ...        (the tensor cores alternate)
 #pragma once
 
+#include "cuattn/device/dropout_sm90.cuh"
 #include "cuattn/device/mask.cuh"
 #include "cuattn/device/wgmma_sm90.cuh"
 #include "cuattn/tiles.h"
@@ -38,8 +39,8 @@ struct ForwardSm90 {
   static constexpr int kVBytes = kTile.n * kPanelsV * 128;
   static constexpr int kQStages = sm90_q_stages({kHeadDim, kHeadDimV}, kTile, kScore);
   static constexpr int kSmemBytes = sm90_smem_bytes({kHeadDim, kHeadDimV}, kTile, kScore, kQStages);
-  // Of a thread. What a CTA is launched with is shared out, 168 * 3 or 128 * 4; a sum above that
-  // would wait for ever.
+  // Registers of a thread. The groups share what the CTA was launched with, 168 * 3 or 128 * 4: a
+  // group that asks for more than is left waits for ever.
   static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 232;
   static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 40;
   static_assert(kConsumers * kConsumerRegisters + kProducerRegisters <=
@@ -49,16 +50,20 @@ struct ForwardSm90 {
   static constexpr int kWantedBefore = 2;  // key tiles, before the last one of an item is loaded
   // Note: beyond 128 columns the wait for a turn costs more than the overlap brings.
   static constexpr bool kTakeTurns = kHeadDimV <= 128;
-  // A turn is passed on when it is known whether a reference moves, not before: at head_dim 64 1 to
-  // 6 % faster, but not for three groups and a mask; nothing at 128.
-  static constexpr bool kPassesLate = kHeadDim <= 64 && kScore == ScoreKind::identity &&
-                                      (kConsumers == 2 || kMask == MaskKind::none);
-  // V is loaded behind K of the next tile: in the order of their use and release.
+  // A group passes its turn on only when it knows whether its softmax takes a new reference: 1 to
+  // 6 % faster at head_dim 64, slower for three groups under a mask, no difference at 128.
+  static constexpr bool kPassesLate =
+      kHeadDim <= 64 && kScore != ScoreKind::scored && (kConsumers == 2 || kMask == MaskKind::none);
+  // The producer loads V after K of the next tile, for that is the order of their use.
   static constexpr int kLag = 1;
-  // O leaves before the next Q is waited for: a single Q tile comes late. Note: the functor's
-  // registers leave no room for it.
+  // With a single Q tile the next Q comes late, so a group stores O before it waits for Q. Note:
+  // score options leave no registers for that order.
   static constexpr bool kOutFirst = kQStages == 1 && kScore == ScoreKind::identity;
-  static_assert(8 * (4 * kTile.stages + 15) + sizeof(Sm90Work) * (2 + 4 * kConsumers) +
+  // Two warps of the producers draw what dropout keeps, a stage for a stage of K and V.
+  static constexpr bool kDrops = kScore == ScoreKind::dropped;
+  static constexpr int kKeptBytes = kDrops ? sm90_kept_bytes(kTile.m, kTile.n) : 0;
+  static constexpr int kBarriers = 4 * kTile.stages + 15 + (kDrops ? 2 * kTile.stages : 0);
+  static_assert(8 * kBarriers + sizeof(Sm90Work) * (2 + 4 * kConsumers) +
                     kPageLoaders * BlockIds<kTile.n>::kBytes <=
                 kSm90SmallBytes);
   static_assert(kSmemBytes <= 227 * 1024, "sm_90 gives a CTA at most 227 KiB");
@@ -74,15 +79,15 @@ struct ForwardSm90 {
   using Store = StoreSm90<kType, kScore, kHeadDimV, kTile.m, (kQStages > 1)>;
 
   // 2. Shared storage, in address order: Q (stage, panel, m, 64); K (stage, panel, n, 64); V
-  // likewise; a bias (panel, m, 64); barriers, those of the main loop first; the work items
-  // that the producer draws; block ids.
+  // likewise; a bias (panel, m, 64); what dropout keeps (stage); barriers, those of the main loop
+  // first; the work items that the producer draws; block ids.
   struct Shared {
     uint32_t q, k, v, barriers;
     __device__ explicit Shared(const void* base) {
       q = (device::smem_address(base) + 1023) & ~1023u;  // the swizzle repeats every 1024 bytes
       k = q + kQStages * kQBytes;
       v = k + kTile.stages * kKBytes;
-      barriers = device::opaque(v + kTile.stages * kVBytes + kBiasBytes);
+      barriers = device::opaque(v + kTile.stages * (kVBytes + kKeptBytes) + kBiasBytes);
     }
     __device__ uint32_t barrier(int index) const { return barriers + 8 * index; }
     __device__ uint32_t k_full(int s) const { return barrier(s); }
@@ -98,7 +103,12 @@ struct ForwardSm90 {
     __device__ uint32_t bias_full(int g) const { return other(11 + g); }
     __device__ uint32_t bias_empty(int g) const { return other(13 + g); }
     __device__ uint32_t other(int index) const { return barrier(4 * kTile.stages + index); }
-    __device__ uint32_t work(int s) const { return other(15) + s * static_cast<int>(sizeof(Work)); }
+    __device__ uint32_t kept(int s) const { return barriers - (kTile.stages - s) * kKeptBytes; }
+    __device__ uint32_t kept_full(int s) const { return other(15 + s); }
+    __device__ uint32_t kept_empty(int s) const { return other(15 + kTile.stages + s); }
+    __device__ uint32_t work(int s) const {
+      return barrier(kBarriers) + s * static_cast<int>(sizeof(Work));
+    }
     __device__ uint32_t copy(int warp) const { return work(2 + warp); }
     __device__ uint32_t ids(int loader) const {
       return copy(4 * kConsumers) + loader * Ids::kBytes;
@@ -106,7 +116,7 @@ struct ForwardSm90 {
   };
 
   // 3. Roles. The producer's: producer.cuh.
-  using Mod = device::ScoreMod<kType, kScore>;
+  using Mod = device::ScoreMod<kType, kDrops ? ScoreKind::identity : kScore>;
 
   // The two rows of a thread in a query tile, and the keys that they see.
   struct Rows {
@@ -137,6 +147,19 @@ struct ForwardSm90 {
       }
     }
     if (masked) mask_scores<kMask>(scores, rows.visible, first);
+  }
+
+  // Dropout: what is not kept of P becomes 0. The sums of the rows have it all.
+  static __device__ __forceinline__ void drop(uint32_t (&probs)[kScoreCount / 2],
+                                              const Shared& shared,
+                                              const device::Ring<kTile.stages>& ring) {
+    if constexpr (kDrops) {
+      device::barrier_wait(shared.kept_full(ring.stage()), ring.parity());
+      device::Kept<false, kTile.n>(shared.kept(ring.stage()), threadIdx.x - 128, kConsumers * 128)
+          .drop_all(probs);
+      __syncwarp();  // every lane has read its bits
+      if (threadIdx.x % 32 == 0) device::barrier_arrive(shared.kept_empty(ring.stage()));
+    }
   }
 
   // 4. Main loop. A consumer warpgroup owns 64 rows of every query tile. S of the next key tile is
@@ -298,6 +321,7 @@ struct ForwardSm90 {
              tile >= w.range.full_end || tile < w.range.full_begin, ring.stage());
       softmax_step<kType>(
           state, scores, probs, out, mod.to_log2, s.zero, [] {}, [] { return false; });
+      drop(probs, shared, ring);
       fresh = true;
       if (kQStages > 1 && lane == 0 && !first_item) {  // O has left the Q tile before this one
         tma_store_wait_read<0>();
@@ -337,6 +361,7 @@ struct ForwardSm90 {
           release(shared.v_empty(v_stage));
           return true;
         });
+        drop(probs, shared, ring);
       };
       const int first = w.range.begin, full = max(first, w.range.full_begin);
       const int right = max(first, w.range.full_end);
@@ -368,13 +393,17 @@ struct ForwardSm90 {
         device::barrier_init(shared.work_full(i), 1);
         device::barrier_init(shared.work_empty(i),
                              kWarps + (p.pages.block_tables != nullptr ? kPageLoaders : 1) +
-                                 (kStagesBias && s.stages_bias));
+                                 (kStagesBias && s.stages_bias) + (kDrops ? device::kDrawers : 0));
       }
       for (int i = 0; i < kTile.stages; ++i) {
         device::barrier_init(shared.k_full(i), 1);
         device::barrier_init(shared.v_full(i), 1);
         device::barrier_init(shared.k_empty(i), kWarps);
         device::barrier_init(shared.v_empty(i), kWarps);
+        if constexpr (kDrops) {
+          device::barrier_init(shared.kept_full(i), device::kDrawers);
+          device::barrier_init(shared.kept_empty(i), kWarps);
+        }
       }
       device::barrier_init(shared.wanted(), 1);
       for (int group = 0; kStagesBias && group < kConsumers; ++group) {
@@ -390,6 +419,8 @@ struct ForwardSm90 {
       int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
       if (warp == 1) {
         schedule_sm90_work<ForwardSm90>(p, s, Shared(smem));
+      } else if (kDrops && warp >= 2) {  // keys in blocks are gathered first: no loaders there
+        Producer::draw(p, Shared(smem), warp - 2);
       } else if (p.pages.block_tables != nullptr) {
         Producer::template load_tiles<true>(p, s, maps, Shared(smem), warp == 0 ? 0 : warp - 1);
       } else if (kStagesBias && warp == 2) {

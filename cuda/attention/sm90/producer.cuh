@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // The producer warpgroup of forward.cuh: one warp draws work items, one (three where keys are in
-// blocks) brings Q, K and V by TMA, one a bias. Next: forward.cuh, whose consumers multiply.
+// blocks) brings Q, K and V by TMA, one a bias, two draw what dropout keeps. Next: forward.cuh, whose
+// consumers multiply.
 #pragma once
 
+#include "cuattn/device/dropout_sm90.cuh"
 #include "cuda/attention/sm90/boxes.cuh"
 #include "cuda/attention/sm90/schedule.cuh"
 #include "cuda/attention/sm90/store.cuh"
@@ -130,6 +132,39 @@ struct ProducerSm90 {
           }
         }
         parity ^= 1;
+      }
+    }
+  }
+
+  // Dropout: a warp draws every kDrawers-th part of a tile, 32 rows of 64 keys.
+  static __device__ __forceinline__ void draw(const AttentionParams& p, const Shared& shared,
+                                              int drawer) {
+    static_assert(!Kernel::kDrops || (kTile.m % 32 == 0 && kTile.n % 64 == 0));
+    constexpr int kRowParts = kTile.m / 32, kParts = kRowParts * device::kept_words(kTile.n);
+    device::Ring<2> slot(0);
+    device::Ring<kTile.stages> ring(1);
+    while (true) {
+      Work w;
+      device::barrier_wait(shared.work_full(slot.stage()), slot.parity());
+      device::load_shared(w, shared.work(slot.stage()));
+      __syncwarp();  // every lane has read it
+      if (threadIdx.x % 32 == 0) device::barrier_arrive(shared.work_empty(slot.stage()));
+      slot.next();
+      if (w.kind == Work::kNone) break;
+      if (w.kind == Work::kEmpty) continue;
+      const device::TileDropout dropout(p, w.batch, w.head);
+#pragma unroll 1
+      for (int tile = w.range.end - 1; tile >= w.range.begin; --tile) {
+        device::barrier_wait(shared.kept_empty(ring.stage()), ring.parity());
+#pragma unroll 1
+        for (int part = drawer; part < kParts; part += device::kDrawers) {
+          const int rows = part % kRowParts * 32, word = part / kRowParts;
+          dropout.template draw_rows<4>(shared.kept(ring.stage()) + 8 * (word * kTile.m + rows),
+                                        w.row0 + rows, tile * kTile.n + word * 64);
+        }
+        __syncwarp();  // every lane has written its bits
+        if (threadIdx.x % 32 == 0) device::barrier_arrive(shared.kept_full(ring.stage()));
+        ring.next();
       }
     }
   }

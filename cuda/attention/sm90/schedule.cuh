@@ -105,7 +105,7 @@ __device__ __forceinline__ Sm90Work::Kind find_sm90_work(const AttentionParams& 
     put(offsetof(Sm90Work, kind), int2{kind, 0});
     return kind;
   };
-  auto put_end = [&] {  // of a sequence and head that exist: consumers make its functor ready
+  auto put_end = [&] {  // names a sequence that exists: consumers read its score options first
     put(offsetof(Sm90Work, batch), int4{0, 0, 0, 0});
     return put_kind(Sm90Work::kNone);
   };

@@ -56,6 +56,7 @@ struct StoreSm90 {
       float lse = (max[half] + log2_approx(sum[half])) * kLn2;
       end[half].lse = end[half].alive ? lse : negative_infinity();
       end[half].factor = end[half].alive ? factor[half] * rcp_approx(sum[half]) : 0.0f;
+      if constexpr (kScore == ScoreKind::dropped) end[half].factor *= p.dropout.factor();
     }
   }
   // Their O holds anything, even NaN.

@@ -102,6 +102,11 @@ struct SimtScores : SimtTiles<kHeadDim, kOwnsKeys> {
       for (int j = 0; j < kColumns; ++j) {
         int32_t row = query_of(at, i, j), key = key_of(at, i, j), other = kOwnsKeys ? row : key;
         bool is_seen = other >= seen.begin && other < seen.end;
+        if (f.rows.begin != nullptr && is_seen) {
+          KeyRange of_row =
+              f.rows.limit({0, at.keys.used}, at.batch, at.head, at.queries.start + row);
+          is_seen = row < at.queries.used && key >= of_row.begin && key < of_row.end;
+        }
         float z = kept >> (i * kColumns + j) & 1u ? factor : 0.0f;
         row = min(row, at.queries.used - 1);  // no load leaves the arrays
         key = min(key, at.keys.used - 1);

@@ -18,6 +18,7 @@ namespace cuattn::backward {
 template <DType kType, int kHeadDim, int kHeadDimV, MaskKind kMask, ScoreKind kScore>
 struct KeysPass {
   // 1. Types and sizes
+  using Policy = device::OptionPolicy<kType, kMask, kScore>;
   static constexpr HeadDims kDims = {kHeadDim, kHeadDimV};
   static constexpr Tile kTile = sm80_keys_tile(kDims, kScore);  // n keys stay, m queries come
   static constexpr int kSmemBytes = sm80_keys_smem_bytes(kDims, kTile);
@@ -59,11 +60,52 @@ struct KeysPass {
               {}};
     work.queries = query_span(f, work.batch);
     work.keys = key_span(f, work.batch);
-    work.range = device::query_tile_range<kTile.m>(
-        kMask == MaskKind::window ? f.mask.left : static_cast<int32_t>(kUnlimited),
-        kMask == MaskKind::none ? static_cast<int32_t>(kUnlimited) : f.mask.right, work.key0,
-        min(work.key0 + kTile.n, work.keys.used), work.queries.used, work.keys.used);
+    int32_t key_end = min(work.key0 + kTile.n, work.keys.used);
+    if constexpr (kMask == MaskKind::rows) {  // all tiles, of which advance() passes some over
+      if (work.key0 < key_end) work.range.end = device::ceil_div(work.queries.used, kTile.m);
+    } else {
+      work.range = device::query_tile_range<kTile.m>(
+          kMask == MaskKind::window ? f.mask.left : static_cast<int32_t>(kUnlimited),
+          kMask == MaskKind::none ? static_cast<int32_t>(kUnlimited) : f.mask.right, work.key0,
+          key_end, work.queries.used, work.keys.used);
+    }
     return work;
+  }
+
+  // Where a CTA is on its way through the query tiles of its heads.
+  struct Place {
+    int32_t head, tile;
+    bool masked;
+  };
+
+  // Moves on to the next tile that sees a key of the CTA; false where there is none.
+  static __device__ __forceinline__ bool advance(const AttentionParams& f, const Work& work,
+                                                 int32_t last_head, Place& at) {
+    for (;;) {
+      if (++at.tile >= work.range.end) {
+        at.tile = work.range.begin;
+        if (++at.head > last_head) return false;
+      }
+      at.masked = at.tile < work.range.full_begin || at.tile >= work.range.full_end;
+      if constexpr (kMask != MaskKind::rows) return true;
+      if (sees_keys(f, work, at)) return true;
+    }
+  }
+
+  // Row ranges: whether a row of the tile sees a key of the CTA, and if not all see all the tile is
+  // masked. Each warp asks for itself, its lanes share the rows out.
+  static __device__ __forceinline__ bool sees_keys(const AttentionParams& f, const Work& work,
+                                                   Place& at) {
+    const Policy policy(f, work.batch, at.head, work.queries.used, work.keys.used);
+    bool some = false, all = true;
+#pragma unroll
+    for (int32_t row = threadIdx.x % 32; row < kTile.m; row += 32) {
+      KeyRange seen = policy.visible(at.tile * kTile.m + row);
+      some |= max(seen.begin, work.key0) < min(seen.end, work.key0 + kTile.n);
+      all &= seen.begin <= work.key0 && seen.end >= work.key0 + kTile.n;
+    }
+    at.masked = __any_sync(0xffffffffu, !all);
+    return __any_sync(0xffffffffu, some);
   }
 
   // Key (within the sequence) of this lane's register pair `half`.
@@ -106,10 +148,9 @@ struct KeysPass {
                                                     Fragment<kRowBlocks>& dout_v,
                                                     const RowState* states,
                                                     const AttentionParams& f, const Work& work,
-                                                    const device::ScoreMod<kType, kScore>& mod,
-                                                    int32_t row0) {
+                                                    const Policy& policy, int32_t row0) {
     KeyRange seeing[2];
-    if constexpr (kMasked) {
+    if constexpr (kMasked && kMask != MaskKind::rows) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         seeing[half] = visible_queries(
@@ -124,13 +165,17 @@ struct KeysPass {
       for (int i = 0; i < 2; ++i) {
         int32_t column = n * 8 + 2 * (threadIdx.x % 4) + i, row = row0 + column;
         RowState state = states[column];
+        [[maybe_unused]] KeyRange keys;
+        if constexpr (kMasked && kMask == MaskKind::rows) keys = policy.visible(row);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           bool seen = !kMasked || (row >= seeing[half].begin && row < seeing[half].end);
+          if constexpr (kMasked && kMask == MaskKind::rows)
+            seen = lane_key(work, half) >= keys.begin && lane_key(work, half) < keys.end;
           // Clamped: no load leaves the bias.
           float &dot = scores[n][2 * half + i], &dp = dout_v[n][2 * half + i];
           Weighed weighed = weigh<kType, kScore>(
-              dot, dp, state, mod, f.scores.scale, min(row, work.queries.used - 1),
+              dot, dp, state, policy, f.scores.scale, min(row, work.queries.used - 1),
               min(lane_key(work, half), work.keys.used - 1), seen);
           dot = weighed.prob;
           dp = weighed.dx;
@@ -164,8 +209,10 @@ struct KeysPass {
                                                 Fragment<kHeadDim / 8>& dk,
                                                 Fragment<kHeadDimV / 8>& dv) {
     const AttentionParams& f = p.forward;
-    int32_t per_head = work.range.end - work.range.begin, group = f.num_heads_q / f.num_heads_kv;
-    if (per_head <= 0) return;
+    if (work.range.end <= work.range.begin) return;
+    int32_t group = f.num_heads_q / f.num_heads_kv, last_head = (work.kv_head + 1) * group - 1;
+    Place at{work.kv_head * group, work.range.begin - 1, true};
+    if (!advance(f, work, last_head, at)) return;
     auto base = [&](const void* data, const Strides& s) {
       return static_cast<const char*>(data) +
              2 * (work.batch * s.batch + work.kv_head * s.head + work.keys.start * s.seq);
@@ -178,20 +225,15 @@ struct KeysPass {
                                                       2 * f.v_strides.seq, work.key0,
                                                       work.keys.used, f.head_dim_v);
     }
-    int32_t head = work.kv_head * group, last_head = head + group - 1, tile = work.range.begin;
     int stage = 0;
-    load(p, rows, work, shared, head, tile * kTile.m, stage);
+    load(p, rows, work, shared, at.head, at.tile * kTile.m, stage);
     for (bool more = true; more;) {
-      int32_t next_tile = tile + 1, next_head = head;
-      if (next_tile == work.range.end) {
-        next_tile = work.range.begin;
-        ++next_head;
-      }
-      more = next_head <= last_head;
+      Place next = at;
+      more = advance(f, work, last_head, next);
       device::cp_async_wait<0>();
       __syncthreads();
       if (kTile.stages == 2 && more)
-        load(p, rows, work, shared, next_head, next_tile * kTile.m, stage ^ 1);
+        load(p, rows, work, shared, next.head, next.tile * kTile.m, stage ^ 1);
       Fragment<kRowBlocks> scores, dout_v;
       multiply_rows<kType, kHeadDim, kRowBlocks>(scores, shared.k, shared.q_stage(stage));
       if constexpr (kMakesDk) {
@@ -199,18 +241,18 @@ struct KeysPass {
       } else {
         clear<kRowBlocks>(dout_v);
       }
-      device::ScoreMod<kType, kScore> mod(f, work.batch, head, work.queries.used, work.keys.used);
+      const Policy policy(f, work.batch, at.head, work.queries.used, work.keys.used);
       const RowState* states = shared.row_states + stage * kTile.m;
       [[maybe_unused]] Kept kept;
       const bool drops = kScore == ScoreKind::scored && f.dropout.is_on();
       if (drops) {
-        find_kept(kept, f, work, head, tile * kTile.m);
+        find_kept(kept, f, work, at.head, at.tile * kTile.m);
         drop(dout_v, kept, f.dropout.factor());
       }
-      if (tile < work.range.full_begin || tile >= work.range.full_end) {
-        weigh_tile<true>(scores, dout_v, states, f, work, mod, tile * kTile.m);
+      if (at.masked) {
+        weigh_tile<true>(scores, dout_v, states, f, work, policy, at.tile * kTile.m);
       } else {
-        weigh_tile<false>(scores, dout_v, states, f, work, mod, tile * kTile.m);
+        weigh_tile<false>(scores, dout_v, states, f, work, policy, at.tile * kTile.m);
       }
       if (drops) drop(scores, kept, f.dropout.factor());
       if constexpr (kMakesDv)
@@ -221,10 +263,9 @@ struct KeysPass {
         stage ^= 1;
       } else if (more) {
         __syncthreads();
-        load(p, rows, work, shared, next_head, next_tile * kTile.m, 0);
+        load(p, rows, work, shared, next.head, next.tile * kTile.m, 0);
       }
-      tile = next_tile;
-      head = next_head;
+      at = next;
     }
   }
 

@@ -19,6 +19,7 @@ namespace cuattn::backward {
 template <DType kType, int kHeadDim, int kHeadDimV, MaskKind kMask, ScoreKind kScore>
 struct QueriesPass {
   // 1. Types and sizes
+  using Policy = device::OptionPolicy<kType, kMask, kScore>;
   static constexpr HeadDims kDims = {kHeadDim, kHeadDimV};
   static constexpr Tile kTile = sm80_queries_tile(kDims, kScore);
   static constexpr int kSmemBytes = sm80_queries_smem_bytes(kDims, kTile);
@@ -117,16 +118,12 @@ struct QueriesPass {
                                                     Fragment<kKeyBlocks>& dout_v,
                                                     const RowState (&states)[2],
                                                     const AttentionParams& f, const Work& work,
-                                                    const device::ScoreMod<kType, kScore>& mod,
-                                                    int32_t key0) {
+                                                    const Policy& policy, int32_t key0) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       int32_t row = lane_row(work, half);
       KeyRange visible{0, work.keys.used};
-      if constexpr (kMasked && kMask != MaskKind::none) {
-        visible = visible_keys(kMask == MaskKind::causal ? kUnlimited : f.mask.left, f.mask.right,
-                               row, work.queries.used, work.keys.used);
-      }
+      if constexpr (kMasked) visible = policy.visible(row);
       int32_t first = key0 + 2 * (threadIdx.x % 4);
       row = min(row, work.queries.used - 1);  // no load leaves the bias
 #pragma unroll
@@ -136,7 +133,7 @@ struct QueriesPass {
           int32_t key = first + n * 8 + i;
           bool seen = !kMasked || (key >= visible.begin && key < visible.end);
           float &dot = scores[n][2 * half + i], &dp = dout_v[n][2 * half + i];
-          Weighed weighed = weigh<kType, kScore>(dot, dp, states[half], mod, f.scores.scale, row,
+          Weighed weighed = weigh<kType, kScore>(dot, dp, states[half], policy, f.scores.scale, row,
                                                  min(key, work.keys.used - 1), seen);
           dot = weighed.ds;
           dp = weighed.dx;
@@ -173,10 +170,9 @@ struct QueriesPass {
                                                 Fragment<kHeadDim / 8>& dq,
                                                 float (&slope_terms)[2]) {
     const AttentionParams& f = p.forward;
-    device::TileRange range = device::tile_range<kTile.n>(
-        kMask == MaskKind::window ? f.mask.left : static_cast<int32_t>(kUnlimited),
-        kMask == MaskKind::none ? static_cast<int32_t>(kUnlimited) : f.mask.right, work.row0,
-        min(work.row0 + kTile.m, work.queries.used), work.queries.used, work.keys.used);
+    const Policy policy(f, work.batch, work.head, work.queries.used, work.keys.used);
+    device::TileRange range =
+        policy.template range<kTile.n>(work.row0, min(work.row0 + kTile.m, work.queries.used));
     if (range.begin >= range.end) return;
     int32_t kv_head = work.head / (f.num_heads_q / f.num_heads_kv);
     auto base = [&](const void* data, const Strides& s, int32_t head, int64_t start) {
@@ -198,8 +194,6 @@ struct QueriesPass {
     device::load_tile<kThreads, kTile.m, kHeadDimV>(
         shared.dout, base(p.dout, p.dout_strides, work.head, work.queries.start),
         2 * p.dout_strides.seq, work.row0, work.queries.used, f.head_dim_v);
-    device::ScoreMod<kType, kScore> mod(f, work.batch, work.head, work.queries.used,
-                                        work.keys.used);
     device::HeadDropout dropout(f, work.batch, work.head);
     int stage = 0;
     load(range.end - 1, stage);
@@ -214,11 +208,11 @@ struct QueriesPass {
         if (f.dropout.is_on()) drop_rows(dout_v, dropout, lane_row(work, 0), tile * kTile.n);
       }
       if (tile < range.full_begin || tile >= range.full_end) {
-        weigh_tile<true>(scores, dout_v, states, f, work, mod, tile * kTile.n);
+        weigh_tile<true>(scores, dout_v, states, f, work, policy, tile * kTile.n);
       } else {
-        weigh_tile<false>(scores, dout_v, states, f, work, mod, tile * kTile.n);
+        weigh_tile<false>(scores, dout_v, states, f, work, policy, tile * kTile.n);
       }
-      if (p.needs(kNeedDslopes)) add_slope_terms(slope_terms, scores, work, mod, tile * kTile.n);
+      if (p.needs(kNeedDslopes)) add_slope_terms(slope_terms, scores, work, policy, tile * kTile.n);
       add_weighted<kType, kHeadDim, kKeyBlocks>(dq, dout_v, shared.k_stage(stage));
       if constexpr (kTile.stages == 2) {
         stage ^= 1;

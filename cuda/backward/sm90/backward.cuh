@@ -18,8 +18,9 @@ namespace cuattn {
 template <DType kType, int kHeadDim, int kHeadDimV, MaskKind kMask, ScoreForm kForm>
 void launch_passes_sm90(const BackwardLaunch& launch, const backward::RowStates& states,
                         cudaStream_t stream) {
-  // Compiled for a window, the smooth form serves every mask; fused there is none with a window.
-  constexpr MaskKind kFusedMask = kForm == ScoreForm::smooth ? MaskKind::causal : kMask;
+  // Compiled for a window, these forms serve every mask; fused there is none with a window.
+  constexpr bool kServesAll = kForm == ScoreForm::smooth || kForm == ScoreForm::dropped;
+  constexpr MaskKind kFusedMask = kServesAll ? MaskKind::causal : kMask;
   constexpr bool kHasFused = sm90_has_fused({kHeadDim, kHeadDimV}, kFusedMask, kForm);
   if (kHasFused && launch.schedule.num_chunks > 0) {  // keys are cut in parts, whose dq are summed
     if constexpr (kHasFused)
@@ -40,10 +41,14 @@ void launch_backward_sm90(const BackwardLaunch& launch, cudaStream_t stream) {
   };
   if constexpr (kScore == ScoreKind::identity) {
     passes(std::integral_constant<ScoreForm, ScoreForm::plain>{});
-  } else if (sm90_score_form(f.scores, kType) == ScoreForm::smooth) {
-    passes(std::integral_constant<ScoreForm, ScoreForm::smooth>{});
   } else {
-    passes(std::integral_constant<ScoreForm, ScoreForm::general>{});
+    switch (sm90_score_form(f)) {
+      case ScoreForm::dropped:
+        passes(std::integral_constant<ScoreForm, ScoreForm::dropped>{});
+        break;
+      case ScoreForm::smooth: passes(std::integral_constant<ScoreForm, ScoreForm::smooth>{}); break;
+      default: passes(std::integral_constant<ScoreForm, ScoreForm::general>{});
+    }
   }
   const int64_t floats = sm90_floats_of_head(f, launch.schedule.num_chunks > 0 ? kHeadDim : 0);
   backward::launch_sinks_sm90(p, states, states.lse + floats * f.num_heads_q, stream);

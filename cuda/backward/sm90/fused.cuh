@@ -108,7 +108,7 @@ struct FusedPass : KeyTiles<kType, kHeadDim, kHeadDim, kMask, kForm, true> {
                   (states.place(f, work.queries, work.batch, head) + work.range.begin * kTile.m) *
                       kHeadDim +
                   group * 64 * 64 + threadIdx.x % 128 * 4;
-      if constexpr (kForm != ScoreForm::plain) mod = typename Base::Mod(f, work.batch, head, 0, 0);
+      if constexpr (kForm == ScoreForm::smooth) mod = typename Base::Mod(f, work.batch, head, 0, 0);
 #pragma unroll 1
       for (int tile = work.range.begin; tile < work.range.end; ++tile) {
         const int stage = ring.stage();
@@ -136,6 +136,7 @@ struct FusedPass : KeyTiles<kType, kHeadDim, kHeadDim, kMask, kForm, true> {
         Base::make_probs(scores, probs, f, work, mod, shared.lse(stage), sight, tile, masked);
         wgmma_wait<0>();
         pin(dout_v);
+        if constexpr (Base::kDrops) Base::kept_of(shared, stage).drop_all(probs, dout_v);
         Base::make_grads(dout_v, scores, shared.delta(stage), masked);
         pack<kType>(grads, dout_v);
         if (has_tail) {
@@ -195,9 +196,10 @@ struct FusedPass : KeyTiles<kType, kHeadDim, kHeadDim, kMask, kForm, true> {
     }
     device::wait_for_previous_kernel();  // every CTA does: who waits for this kernel needs both
     const AttentionParams& f = p.forward;
-    Base::template store<kHeadDim>(dk, f.scores.scale, p.dk, p.dk_strides, p.dk_dtype, work,
-                                   group * 64, f.head_dim);
-    Base::template store<kHeadDim>(dv, 1.0f, p.dv, p.dv_strides, p.dv_dtype, work, group * 64,
+    const float factor = Base::factor_of(f);
+    Base::template store<kHeadDim>(dk, f.scores.scale * factor, p.dk, p.dk_strides, p.dk_dtype,
+                                   work, group * 64, f.head_dim);
+    Base::template store<kHeadDim>(dv, factor, p.dv, p.dv_strides, p.dv_dtype, work, group * 64,
                                    f.head_dim_v);
   }
 };
@@ -217,11 +219,15 @@ __global__ void __launch_bounds__(kThreads, 1)
   shared.init_barriers();
   __syncthreads();
   if (group == 0) {
-    device::registers_shrink<kProducerRegisters>();
-    if (threadIdx.x < 32 && device::elect_one())
-      Pass::produce(params.forward, states, maps, work, shared);
+    device::registers_shrink<Registers<Pass::kDrops>::kOfProducer>();
+    if (threadIdx.x < 32) {
+      if (device::elect_one()) Pass::produce(params.forward, states, maps, work, shared);
+    } else if constexpr (Pass::kDrops) {
+      if (int drawer = drawer_number(); drawer >= 0)
+        Pass::draw(params.forward, work, shared, drawer);
+    }
   } else {
-    device::registers_grow<kConsumerRegisters>();
+    device::registers_grow<Registers<Pass::kDrops>::kOfConsumer>();
     Pass::consume(params, work, states, sums, shared, group - 1);
   }
 }
@@ -293,9 +299,10 @@ __global__ void __launch_bounds__(kRowThreads)
     for (int half = 0; half < 2; ++half) {
       const int32_t row = block.row0 + tile * Pass::kTile.m + (Pass::kSharesRows ? group * 64 : 0) +
                           thread / 32 * 16 + thread % 32 / 4 + 8 * half;
-      store_row<kType, 64>(
-          dq, half, f.scores.scale, static_cast<char*>(params.dq) + 2 * (base + row * s.seq),
-          Pass::kSharesRows ? 0 : group * 64, f.head_dim, row < queries.used, row < queries.stored);
+      store_row<kType, 64>(dq, half, f.scores.scale * f.dropout.factor(),
+                           static_cast<char*>(params.dq) + 2 * (base + row * s.seq),
+                           Pass::kSharesRows ? 0 : group * 64, f.head_dim, row < queries.used,
+                           row < queries.stored);
     }
   }
 }

@@ -37,8 +37,10 @@ struct KeyTiles {
   static constexpr HeadDims kDims = {kHeadDim, kHeadDimV};
   static constexpr Tile kTile =  // n keys stay, m queries come
       kFused ? sm90_fused_tile(kDims) : sm90_keys_tile(kDims, kForm);
-  static constexpr int kSmemBytes =
-      kFused ? sm90_fused_smem_bytes(kDims, kTile) : sm90_keys_smem_bytes(kDims, kTile);
+  static constexpr int kSmemBytes = kFused ? sm90_fused_smem_bytes(kDims, kTile, kForm)
+                                           : sm90_keys_smem_bytes(kDims, kTile, kForm);
+  static constexpr bool kDrops = kForm == ScoreForm::dropped;
+  static constexpr int kKeptBytes = sm90_kept_bytes(kTile.n, kTile.m, kForm);  // a stage of dO
   static constexpr bool kCrosses = kFused || sm90_keys_are_paired(kDims);
   static constexpr int kPanelsQk = (kHeadDim + 63) / 64, kPanelsV = (kHeadDimV + 63) / 64;
   static constexpr int kKBytes = kTile.n * kPanelsQk * 128, kVBytes = kTile.n * kPanelsV * 128;
@@ -49,10 +51,10 @@ struct KeyTiles {
   using Mod = typename ScoresOf<kType, kForm>::Type;
 
   // 2. Shared storage, in address order: K, V (panel, n, 64); Q, dO (stage, panel, m, 64); what
-  // crosses between the groups; lse, Delta (stage, m); barriers. K comes with the first Q, V with
-  // the first dO.
+  // crosses between the groups; lse, Delta (stage, m); what dropout keeps, which comes with dO;
+  // barriers. K comes with the first Q, V with the first dO.
   struct Shared {
-    uint32_t k, v, q, dout, crossing, planes, barriers;
+    uint32_t k, v, q, dout, crossing, planes, kept_bits, barriers;
     __device__ explicit Shared(const void* base) {
       k = (device::smem_address(base) + 1023) & ~1023u;  // the swizzle repeats every 1024 bytes
       v = k + kKBytes;
@@ -60,13 +62,15 @@ struct KeyTiles {
       dout = q + kTile.stages * kQBytes;
       crossing = dout + kTile.stages * kDoutBytes;
       planes = crossing + (kCrosses ? 2 * kCrossingBytes : 0);
-      barriers = planes + kTile.stages * 2 * kPlaneBytes;
+      kept_bits = planes + kTile.stages * 2 * kPlaneBytes;
+      barriers = kept_bits + kTile.stages * kKeptBytes;
     }
     static constexpr int kCrossingBytes = kTile.m * kTile.n * 2;  // of one of two buffers
     __device__ uint32_t q_stage(int s) const { return q + s * kQBytes; }
     __device__ uint32_t dout_stage(int s) const { return dout + s * kDoutBytes; }
     __device__ uint32_t lse(int s) const { return planes + 2 * s * kPlaneBytes; }
     __device__ uint32_t delta(int s) const { return lse(s) + kPlaneBytes; }
+    __device__ uint32_t kept(int s) const { return kept_bits + s * kKeptBytes; }
     __device__ uint32_t q_full(int s) const { return barriers + 8 * s; }
     __device__ uint32_t q_empty(int s) const { return q_full(kTile.stages + s); }
     __device__ uint32_t dout_full(int s) const { return q_full(2 * kTile.stages + s); }
@@ -76,7 +80,7 @@ struct KeyTiles {
       if (threadIdx.x != 0) return;
       for (int s = 0; s < kTile.stages; ++s) {
         device::barrier_init(q_full(s), 1);
-        device::barrier_init(dout_full(s), 1);
+        device::barrier_init(dout_full(s), kDrops ? 1 + device::kDrawers : 1);
         device::barrier_init(q_empty(s), kConsumers * 4);
         device::barrier_init(dout_empty(s), kConsumers * 4);
       }
@@ -159,6 +163,43 @@ struct KeyTiles {
         ring.next();
       }
     }
+  }
+
+  // Warps that draw what is kept.
+  static __device__ __forceinline__ void draw(const AttentionParams& f, const Work& work,
+                                              const Shared& shared, int drawer) {
+    constexpr int kGroups = kTile.n / 64, kBlocks = kTile.m < 64 ? kTile.m / 8 : 8;
+    static_assert(kTile.m < 64 || kTile.m % 64 == 0);
+    device::Ring<kTile.stages> ring(1);
+    const int32_t first_head = work.kv_head * work.group;
+#pragma unroll 1
+    for (int32_t head = first_head; head < first_head + work.group; ++head) {
+      const device::TileDropout dropout(f, work.batch, head);
+#pragma unroll 1
+      for (int32_t tile = work.range.begin; tile < work.range.end; ++tile) {
+        device::barrier_wait(shared.dout_empty(ring.stage()), ring.parity());
+#pragma unroll 1
+        for (int part = drawer; part < kGroups * device::kept_words(kTile.m);
+             part += device::kDrawers) {
+          const int group = part % kGroups, word = part / kGroups;
+          dropout.template draw_keys<kBlocks>(
+              shared.kept(ring.stage()) + word * kTile.n * 8 + group * 512,
+              tile * kTile.m + word * 64, work.key0 + group * 64);
+        }
+        hand_over(shared.dout_full(ring.stage()));
+        ring.next();
+      }
+    }
+  }
+
+  // What dropout keeps of a stage, in a thread's transposed fragment.
+  static __device__ __forceinline__ device::Kept<true, kTile.m> kept_of(const Shared& shared,
+                                                                        int stage) {
+    return {shared.kept(stage), static_cast<int>(threadIdx.x) - 128, kTile.n * 2};
+  }
+  // What dQ, dK and dV are multiplied by.
+  static __device__ __forceinline__ float factor_of(const AttentionParams& f) {
+    return kDrops ? f.dropout.factor() : 1.0f;
   }
 
   // Rows of Q and dO behind the last one of the sequence.

@@ -70,6 +70,7 @@ struct KeysPass : KeyTiles<kType, kHeadDim, kHeadDimV, kMask, kForm> {
         Base::make_probs(scores, probs, f, work, mod, shared.lse(stage), sight, tile, masked);
         wgmma_wait<0>();
         pin(dout_v);
+        if constexpr (Base::kDrops) Base::kept_of(shared, stage).drop_all(probs, dout_v);
         pin(dv);
         pin(probs);
         wgmma_fence();
@@ -104,9 +105,10 @@ struct KeysPass : KeyTiles<kType, kHeadDim, kHeadDimV, kMask, kForm> {
     for (float& x : dv) x = 0.0f;
     gather(p, work, shared, group, dk, dv);
     const AttentionParams& f = p.forward;
-    Base::template store<kHeadDim>(dk, f.scores.scale, p.dk, p.dk_strides, p.dk_dtype, work,
-                                   group * 64, f.head_dim);
-    Base::template store<kHeadDimV>(dv, 1.0f, p.dv, p.dv_strides, p.dv_dtype, work, group * 64,
+    const float factor = Base::factor_of(f);
+    Base::template store<kHeadDim>(dk, f.scores.scale * factor, p.dk, p.dk_strides, p.dk_dtype,
+                                   work, group * 64, f.head_dim);
+    Base::template store<kHeadDimV>(dv, factor, p.dv, p.dv_strides, p.dv_dtype, work, group * 64,
                                     f.head_dim_v);
   }
 };
@@ -129,11 +131,15 @@ __global__ void __launch_bounds__(kThreads, 1)
   shared.init_barriers();
   __syncthreads();
   if (group == 0) {
-    device::registers_shrink<kProducerRegisters>();
-    if (threadIdx.x < 32 && device::elect_one())
-      Pass::produce(params.forward, states, maps, work, shared);
+    device::registers_shrink<Registers<Pass::kDrops>::kOfProducer>();
+    if (threadIdx.x < 32) {
+      if (device::elect_one()) Pass::produce(params.forward, states, maps, work, shared);
+    } else if constexpr (Pass::kDrops) {
+      if (int drawer = drawer_number(); drawer >= 0)
+        Pass::draw(params.forward, work, shared, drawer);
+    }
   } else {
-    device::registers_grow<kConsumerRegisters>();
+    device::registers_grow<Registers<Pass::kDrops>::kOfConsumer>();
     Pass::consume(params, work, shared, group - 1);
   }
 }

@@ -18,7 +18,8 @@ struct PairedKeysPass : KeyTiles<kType, kHeadDim, kHeadDimV, kMask, kForm> {
   using typename Base::Shared;
   using typename Base::Work;
   static constexpr Tile kTile = Base::kTile;
-  static_assert(kTile.n == 64);
+  using Kept = device::Kept<true, kTile.m>;
+  static_assert(kTile.n == 64 && kTile.m <= 64, "a thread has one word of what dropout keeps");
   // Named barriers, and the next ones for the second buffer: it is there, it has been read.
   static constexpr uint32_t kFilled = 6, kRead = 8, kBoth = 256;
 
@@ -58,7 +59,7 @@ struct PairedKeysPass : KeyTiles<kType, kHeadDim, kHeadDimV, kMask, kForm> {
 
   // P^T (with the derivative of the score) as float16, which suits what is at most 1.
   static __device__ __forceinline__ void send(uint32_t to, const float (&weights)[kTile.m / 2],
-                                              const uint32_t (&probs)[kTile.m / 4]) {
+                                              const uint32_t (&probs)[kTile.m / 4], uint32_t kept) {
     constexpr bool kSame = kType == DType::f16 && kForm == ScoreForm::plain;
 #pragma unroll
     for (int chunk = 0; chunk < kTile.m / 16; ++chunk) {
@@ -68,10 +69,12 @@ struct PairedKeysPass : KeyTiles<kType, kHeadDim, kHeadDimV, kMask, kForm> {
         const int at = 4 * chunk + i;
         words[i] =
             kSame ? probs[at] : device::pack2<DType::f16>(weights[2 * at], weights[2 * at + 1]);
+        if constexpr (Base::kDrops) words[i] |= ~Kept::mask(kept, at / 2, at % 2) & 0x80008000u;
       }
       device::store_shared16(to + chunk * 2048, {words[0], words[1], words[2], words[3]});
     }
   }
+  // With dropout the sign tells what is not kept.
   static __device__ __forceinline__ void receive(float (&weights)[kTile.m / 2], uint32_t from) {
 #pragma unroll
     for (int chunk = 0; chunk < kTile.m / 16; ++chunk) {
@@ -121,10 +124,17 @@ struct PairedKeysPass : KeyTiles<kType, kHeadDim, kHeadDimV, kMask, kForm> {
       Base::make_probs(scores, probs, f, work, mod, shared.lse(stage), sight, at.tile,
                        at.is_masked(work));
       release(shared.q_empty(stage));
+      if constexpr (Base::kDrops) barrier_wait(shared.dout_full(stage), parity);
       named_barrier_sync(kRead + at.buffer(), kBoth);
-      send(crossing(shared, at.buffer()), scores, probs);
+      if constexpr (Base::kDrops) {
+        const uint32_t kept = Base::kept_of(shared, stage).word(0);
+        send(crossing(shared, at.buffer()), scores, probs, kept);
+        Kept::drop(kept, 0, probs);
+      } else {
+        send(crossing(shared, at.buffer()), scores, probs, 0);
+      }
       named_barrier_arrive(kFilled + at.buffer(), kBoth);
-      barrier_wait(shared.dout_full(stage), parity);
+      if constexpr (!Base::kDrops) barrier_wait(shared.dout_full(stage), parity);
       if (at.clears(work)) {
         clear_tile<kTile.m, Base::kPanelsV>(dout, work.queries.used - at.tile * kTile.m);
         finish_clearing(0);
@@ -180,6 +190,13 @@ struct PairedKeysPass : KeyTiles<kType, kHeadDim, kHeadDimV, kMask, kForm> {
       float weights[kTile.m / 2];
       receive(weights, crossing(shared, at.buffer()));
       if (at.left > 2) named_barrier_arrive(kRead + at.buffer(), kBoth);
+      if constexpr (Base::kDrops) {
+#pragma unroll
+        for (int i = 0; i < kTile.m / 2; ++i) {
+          if (__float_as_int(weights[i]) < 0) dout_v[i] = 0.0f;
+          weights[i] = fabsf(weights[i]);
+        }
+      }
       Base::make_grads(dout_v, weights, shared.delta(stage), at.is_masked(work));
       pack<kType>(grads, dout_v);
       release(shared.dout_empty(stage));
@@ -210,15 +227,15 @@ struct PairedKeysPass : KeyTiles<kType, kHeadDim, kHeadDimV, kMask, kForm> {
 #pragma unroll
       for (float& x : dv) x = 0.0f;
       gather_dv(p, work, shared, dv);
-      Base::template store<kHeadDimV>(dv, 1.0f, p.dv, p.dv_strides, p.dv_dtype, work, 0,
-                                      f.head_dim_v);
+      Base::template store<kHeadDimV>(dv, Base::factor_of(f), p.dv, p.dv_strides, p.dv_dtype, work,
+                                      0, f.head_dim_v);
     } else {
       float dk[kHeadDim / 2];
 #pragma unroll
       for (float& x : dk) x = 0.0f;
       gather_dk(p, work, shared, dk);
-      Base::template store<kHeadDim>(dk, f.scores.scale, p.dk, p.dk_strides, p.dk_dtype, work, 0,
-                                     f.head_dim);
+      Base::template store<kHeadDim>(dk, f.scores.scale * Base::factor_of(f), p.dk, p.dk_strides,
+                                     p.dk_dtype, work, 0, f.head_dim);
     }
   }
 };

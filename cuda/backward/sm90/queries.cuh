@@ -42,7 +42,9 @@ struct QueriesPass {
   static constexpr HeadDims kDims = {kHeadDim, kHeadDimV};
   static constexpr Tile kTile = sm90_queries_tile(kDims, kForm);  // m rows stay, n keys come
   static constexpr int kVStages = sm90_queries_v_stages(kDims, kTile);
-  static constexpr int kSmemBytes = sm90_queries_smem_bytes(kDims, kTile);
+  static constexpr int kSmemBytes = sm90_queries_smem_bytes(kDims, kTile, kForm);
+  static constexpr bool kDrops = kForm == ScoreForm::dropped;
+  static constexpr int kKeptBytes = sm90_kept_bytes(kTile.m, kTile.n, kForm);  // a stage of V
   static constexpr int kPanelsQk = (kHeadDim + 63) / 64, kPanelsV = (kHeadDimV + 63) / 64;
   static constexpr int kQBytes = kTile.m * kPanelsQk * 128, kDoutBytes = kTile.m * kPanelsV * 128;
   static constexpr int kKBytes = kTile.n * kPanelsQk * 128, kVBytes = kTile.n * kPanelsV * 128;
@@ -50,18 +52,21 @@ struct QueriesPass {
   static_assert(kTile.n % 16 == 0 && kSmemBytes <= 227 * 1024);
   using Mod = typename ScoresOf<kType, kForm>::Type;
 
-  // 2. Shared storage, in address order: Q, dO (panel, m, 64); K (stage, panel, n, 64), V; barriers.
+  // 2. Shared storage, in address order: Q, dO (panel, m, 64); K (stage, panel, n, 64), V; what
+  // dropout keeps, which comes with V; barriers.
   struct Shared {
-    uint32_t q, dout, k, v, barriers;
+    uint32_t q, dout, k, v, kept_bits, barriers;
     __device__ explicit Shared(const void* base) {
       q = (device::smem_address(base) + 1023) & ~1023u;  // the swizzle repeats every 1024 bytes
       dout = q + kQBytes;
       k = dout + kDoutBytes;
       v = k + kTile.stages * kKBytes;
-      barriers = v + kVStages * kVBytes;
+      kept_bits = v + kVStages * kVBytes;
+      barriers = kept_bits + kVStages * kKeptBytes;
     }
     __device__ uint32_t k_stage(int s) const { return k + s * kKBytes; }
     __device__ uint32_t v_stage(int s) const { return v + s * kVBytes; }
+    __device__ uint32_t kept(int s) const { return kept_bits + s * kKeptBytes; }
     __device__ uint32_t rows_full() const { return barriers; }
     __device__ uint32_t k_full(int s) const { return barriers + 8 * (1 + s); }
     __device__ uint32_t k_empty(int s) const { return k_full(kTile.stages + s); }
@@ -76,7 +81,7 @@ struct QueriesPass {
         device::barrier_init(k_empty(s), kConsumers * 4);
       }
       for (int s = 0; s < kVStages; ++s) {
-        device::barrier_init(v_full(s), 1);
+        device::barrier_init(v_full(s), kDrops ? 1 + device::kDrawers : 1);
         device::barrier_init(v_empty(s), kConsumers * 4);
       }
       device::barrier_init_fence();
@@ -143,6 +148,32 @@ struct QueriesPass {
       k_ring.next();
       v_ring.next();
     }
+  }
+
+  // Warps that draw what is kept.
+  static __device__ __forceinline__ void draw(const AttentionParams& f, const Work& work,
+                                              const Shared& shared, int drawer) {
+    constexpr int kPairs = kTile.m / 32, kWords = device::kept_words(kTile.n);
+    const device::TileDropout dropout(f, work.batch, work.head);
+    device::Ring<kVStages> ring(1);
+#pragma unroll 1
+    for (int32_t tile = work.range.end - 1; tile >= work.range.begin; --tile) {
+      device::barrier_wait(shared.v_empty(ring.stage()), ring.parity());
+#pragma unroll 1
+      for (int pair = drawer; pair < kPairs; pair += device::kDrawers) {
+        auto draw_word = [&](auto word) {
+          constexpr int kCalls = (kTile.n - 64 * word.value) / 16;
+          dropout.template draw_rows<(kCalls < 4 ? kCalls : 4)>(
+              shared.kept(ring.stage()) + word.value * kTile.m * 8 + pair * 256,
+              work.row0 + pair * 32, tile * kTile.n + word.value * 64);
+        };
+        draw_word(std::integral_constant<int, 0>{});
+        if constexpr (kWords == 2) draw_word(std::integral_constant<int, 1>{});
+      }
+      hand_over(shared.v_full(ring.stage()));
+      ring.next();
+    }
+    static_assert(kWords <= 2);
   }
 
   // 5. The state of the two rows of a lane: `row` and row + 8.
@@ -300,6 +331,10 @@ struct QueriesPass {
       make_probs(scores, f, work, mod, rows, key0, masked);
       wgmma_wait<0>();
       pin(dout_v);
+      if constexpr (kDrops) {
+        Kept<false, kTile.n>(shared.kept(v_ring.stage()), threadIdx.x - 128, kTile.m * 2)
+            .drop_all(dout_v);
+      }
       release(shared.v_empty(v_ring.stage()));
       if (masked) {
         make_grads<true>(dout_v, scores, rows);
@@ -331,7 +366,7 @@ struct QueriesPass {
 #pragma unroll
     for (float& x : dq) x = 0.0f;
     if (work.range.begin < work.range.end) gather(p, work, shared, rows, group, dq);
-    store(dq, f.scores.scale, p, work, rows.row);
+    store(dq, f.scores.scale * (kDrops ? f.dropout.factor() : 1.0f), p, work, rows.row);
   }
 
   // 8. Epilogue: dQ of the rows of a group. Rows in [used, stored) become zeros.
@@ -367,11 +402,16 @@ __global__ void __launch_bounds__(kThreads, 1)
   shared.init_barriers();
   __syncthreads();
   if (group == 0) {
-    device::registers_shrink<kProducerRegisters>();
-    if (params.dq != nullptr && threadIdx.x < 32 && device::elect_one())
-      Pass::produce(params.forward, maps, work, shared);
+    device::registers_shrink<Registers<Pass::kDrops>::kOfProducer>();
+    if (params.dq == nullptr) return;
+    if (threadIdx.x < 32) {
+      if (device::elect_one()) Pass::produce(params.forward, maps, work, shared);
+    } else if constexpr (Pass::kDrops) {
+      if (int drawer = drawer_number(); drawer >= 0)
+        Pass::draw(params.forward, work, shared, drawer);
+    }
   } else {
-    device::registers_grow<kConsumerRegisters>();
+    device::registers_grow<Registers<Pass::kDrops>::kOfConsumer>();
     Pass::consume(params, states, work, shared, group - 1);
   }
 }

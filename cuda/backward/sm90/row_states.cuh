@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The state of a query row, from what the forward pass gave: lse in base 2 and Delta = dout . out -
-// dlse. Used by queries.cuh and fused.cuh, which work on the rows of a tile.
+// dlse, with dropout Delta / Z. Used by queries.cuh and fused.cuh, which work on the rows of a tile.
 #pragma once
 
 #include "cuda/backward/sm90/tiles.cuh"
@@ -56,7 +56,7 @@ __device__ __forceinline__ float2 make_row_state(const BackwardParams& p, const 
   }
   const bool dead = lse == device::negative_infinity();
   const float2 state = {dead ? positive_infinity() : lse * device::kLog2e,
-                        dead ? 0.0f : dot - dlse};
+                        dead ? 0.0f : (dot - dlse) * f.dropout.kept_share()};
   if (threadIdx.x % 4 == 0) {
     const int64_t place = states.place(f, rows.queries, rows.batch, rows.head) + row;
     states.lse[place] = state.x;

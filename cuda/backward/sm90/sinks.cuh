@@ -43,7 +43,7 @@ static __global__ void __launch_bounds__(kSinkThreads)
     sum = fmaf(prob, delta[row], sum);
   }
   sum = block_sum(sum);
-  if (threadIdx.x == 0) terms[int64_t{head} * f.batch + b] = sum;
+  if (threadIdx.x == 0) terms[int64_t{head} * f.batch + b] = sum * f.dropout.factor();
 }
 
 static __global__ void __launch_bounds__(kSinkThreads)

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "cuattn/backward_tiles.h"
+#include "cuattn/device/dropout_sm90.cuh"
 #include "cuattn/device/mask.cuh"
 #include "cuattn/device/overlap.cuh"
 #include "cuattn/device/wgmma48_sm90.cuh"
@@ -15,10 +16,12 @@
 namespace cuattn::backward {
 
 constexpr int kConsumers = 2, kThreads = 128 * (kConsumers + 1);
-// Of a thread: what a CTA is launched with (168 each) is shared out.
-constexpr int kConsumerRegisters = 240, kProducerRegisters = 24;
-static_assert(kConsumers * kConsumerRegisters + kProducerRegisters <=
-              3 * (65536 / kThreads / 8 * 8));
+// Of a thread: what a CTA is launched with (168 each) is shared out. Warps that draw want more.
+template <bool kDraws>
+struct Registers {
+  static constexpr int kOfConsumer = kDraws ? 232 : 240, kOfProducer = kDraws ? 40 : 24;
+  static_assert(kConsumers * kOfConsumer + kOfProducer <= 3 * (65536 / kThreads / 8 * 8));
+};
 
 __device__ __forceinline__ float positive_infinity() { return __int_as_float(0x7f800000); }
 
@@ -114,6 +117,20 @@ constexpr uint32_t kClearBarrier = 4;  // and the next one: named barriers of th
 __device__ __forceinline__ void finish_clearing(int group) {
   device::async_proxy_fence();
   device::named_barrier_sync(kClearBarrier + group, 128);
+}
+
+// ---- Dropout: the last warps of the group of producers draw, each every kDrawers-th part of a tile.
+// Z is a factor of all kept probabilities, so it stays out of the tiles: dx = Z P (dP - Delta / Z)
+// where kept, and dq, dk and dv are multiplied by it in the end.
+
+// Who draws; negative: not this warp.
+__device__ __forceinline__ int drawer_number() {
+  return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0) - (4 - device::kDrawers);
+}
+// By a whole warp: its bits are there for whoever waits for `full`.
+__device__ __forceinline__ void hand_over(uint32_t full) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) device::barrier_arrive(full);
 }
 
 // ---- Products of a group of consumers; the caller fences before and commits behind.

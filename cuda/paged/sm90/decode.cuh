@@ -73,7 +73,8 @@ struct PagedSm90 : PagedSm90Softmax<kType, kHeadDim, kRows, kScore, kUse> {
     }
   }
 
-  // The parts of a split that one block has had: the same sums in the same order as in a cluster.
+  // Merges the parts of a split that one block computes one after the other: the same sums in the
+  // same order as the blocks of a cluster make.
   struct MergedParts {
     device::MergedRow rows[kColumns];
     float out[kPanels][kCount] = {};
@@ -98,10 +99,11 @@ struct PagedSm90 : PagedSm90Softmax<kType, kHeadDim, kRows, kScore, kUse> {
       }
       state.clear();
     }
-    // As if it had been one softmax. One thread has the sum of a row: it is added up once more.
+    // Hands the merged row on as if one softmax had made it. Only one thread of a row keeps the
+    // sum, because the epilogue adds the sums of a row's threads.
     __device__ __forceinline__ void give(const Lane& me, Softmax& state,
                                          float (&to)[kPanels][kCount]) const {
-      sync_math();  // sums come where those of the last part were
+      sync_math();  // the next sums go where threads may still read those of the last part
       state.to_log2 = 1.0f;
 #pragma unroll
       for (int c = 0; c < kColumns; ++c) {
@@ -284,13 +286,13 @@ struct PagedSm90 : PagedSm90Softmax<kType, kHeadDim, kRows, kScore, kUse> {
           }
         }
       }
-      sync_math();                          // the next facts come where the targets were
-      if (!keeps || task.slot >= 0) break;  // V2: a partition that is all writes the output, too
+      sync_math();  // the next unit writes the facts of its rows where the targets were
+      if (!keeps || task.slot >= 0) break;  // V2 with a single partition writes out as well
     }
   }
 
-  // In a cluster a block leaves its part in shared memory, O where K was and the rest where the
-  // facts of the rows were, and all blocks merge them.
+  // In a cluster each block leaves its part in shared memory, O in the place of K, sum and maximum
+  // in that of the facts of the rows; then all blocks merge the parts.
   static __device__ __forceinline__ device::ClusterParts parts(const Shared& shared) {
     return {shared.k, shared.facts, (kHeadDim + 4) * 4};  // 4 more columns: other banks
   }

@@ -22,6 +22,7 @@ struct DropoutParams {
   CUATTN_HOST_DEVICE bool is_on() const { return dropped > 0; }
   CUATTN_HOST_DEVICE uint32_t threshold() const { return 256u - static_cast<uint32_t>(dropped); }
   CUATTN_HOST_DEVICE float factor() const { return 256.0f / static_cast<float>(threshold()); }
+  CUATTN_HOST_DEVICE float kept_share() const { return static_cast<float>(threshold()) / 256.0f; }
   // The same with seed and offset read from state, once, where it can be read.
   CUATTN_HOST_DEVICE DropoutParams resolved() const {
     if (state == nullptr) return *this;

@@ -26,7 +26,8 @@ namespace cuattn {
 enum class DType : int32_t { f32, f16, bf16, e4m3, boolean, i32, i64 };
 // causal: right limit 0, no left limit; rows: an interval of keys of each row (params/flex.h).
 enum class MaskKind : int32_t { none, causal, window, rows };
-enum class ScoreKind : int32_t { identity, scored };  // see ScoreParams
+// See ScoreParams. dropped: identity with dropout; of sm90 alone, for scored kernels have it elsewhere.
+enum class ScoreKind : int32_t { identity, scored, dropped };
 
 constexpr int64_t kUnlimited = -1;  // a window side without limit
 

@@ -152,6 +152,7 @@ class CudaDevice:
         self.torch = torch
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         self.name = properties.name
+        self.gpu = f"GPU-{properties.uuid}" if hasattr(properties, "uuid") else "0"
         l2_bytes = getattr(properties, "L2_cache_size", 0) or 64 << 20
         self.flush_buffer = torch.empty(max(4 * l2_bytes, 1 << 30), dtype=torch.int8, device="cuda")
         self.flush_seconds = 0.0
@@ -248,7 +249,7 @@ class CudaDevice:
         self.heat(0.2)
         for _ in range(400):  # half a second, enough for nvidia-smi to look while they run
             self.torch.mm(self.heater, self.heater, out=self.heated)
-        found = nvidia_smi("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu")
+        found = nvidia_smi(self.gpu, "clocks.sm", "clocks.mem", "power.draw", "temperature.gpu")
         self.torch.cuda.synchronize()
         return found
 
@@ -261,7 +262,7 @@ class CudaDevice:
             "compute_capability": f"{major}.{minor}",
             "multiprocessors": properties.multi_processor_count,
             "memory_gib": round(properties.total_memory / 2**30, 1),
-            "driver": nvidia_smi("driver_version").get("driver_version"),
+            "driver": nvidia_smi("0", "driver_version").get("driver_version"),
             **cpu_machine(),
         }
 
@@ -357,9 +358,10 @@ def cpu_machine() -> dict[str, Any]:
     }
 
 
-def nvidia_smi(*fields: str) -> dict[str, str]:
-    """Ask nvidia-smi for fields of the first GPU; empty where it is not there."""
-    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader", "--id=0"]
+def nvidia_smi(gpu: str, *fields: str) -> dict[str, str]:
+    """Ask nvidia-smi for fields of a GPU, named by its id; empty where it is not there."""
+    words = [f"--query-gpu={','.join(fields)}", "--format=csv,noheader", f"--id={gpu}"]
+    command = ["nvidia-smi", *words]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
     except (OSError, subprocess.SubprocessError):

@@ -73,7 +73,7 @@ def flex_attention_backward(
         If a shape, dtype, device or option breaks its rule, or one of `arrays` is not captured by
         score_mod or holds no floats.
     NotImplementedError
-        On CUDA, if the mask is neither causal nor a window, or score_mod is given.
+        On CUDA, if score_mod is given, or the mask leaves a row keys that are no interval.
 
     Examples
     --------
@@ -98,10 +98,10 @@ def flex_attention_backward(
     wanted = {slot: np.zeros(tuple(captured[slot].shape), np.float32) for slot in slots}
     problem, found = problem_of(q, k, options), {}
     if problem is not None:
-        if is_cuda(q) and find(problem, score_mod, mask_mod, block_mask).arrays:
+        if is_cuda(q) and find(problem, score_mod, mask_mod, block_mask).functions:
             raise NotImplementedError(
-                f"{NAME}: CUDA has gradients of masks that are causal or windows, and none of "
-                "score functions and other masks yet; move the arrays to the CPU, or call "
+                f"{NAME}: CUDA has gradients of masks that leave each row an interval of keys, and "
+                "none of score functions and other masks yet; move the arrays to the CPU, or call "
                 "attention with bias="
             )
         found = find_for(arguments, problem, score_mod, mask_mod, block_mask)

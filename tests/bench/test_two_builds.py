@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""benchmarks/two_builds.py calls the C ABI by structs of its own, and is right on the CPU."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import cuattn
+import frameworks
+
+torch = frameworks.require("torch")
+SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "two_builds.py"
+LIBRARY = Path(cuattn.__file__).parent / "lib" / "libcuattn.so"
+
+
+def test_a_build_beside_itself_gives_the_same_bits_and_a_file_of_all_rounds(tmp_path):
+    words = [LIBRARY, LIBRARY, "--seconds", "60", "-o", tmp_path / "two.json"]
+    environment = {"CUDA_VISIBLE_DEVICES": "", "CUATTN_NUM_THREADS": "2", "PATH": ""}
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), *map(str, words)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "two.json").read_text(encoding="utf-8"))["rows"]
+    assert len(rows) == 24
+    assert all(row["same_bits"] for row in rows)
+    assert all(len(times) == 9 for row in rows for times in row["ms"])
+    assert "all rows: before / after" in done.stdout
+    assert "the same bits in 24" in done.stdout
+
+
+def test_its_result_is_that_of_paged_attention(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    spec = importlib.util.spec_from_file_location("two_builds", SCRIPT)
+    two = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(two)
+    if two.IS_CUDA:
+        pytest.skip("reads arrays of the CPU")
+    for planned in (True, False):
+        row = two.Row(8, 2, 3, 64, 16, planned=planned, softcap=3.0)
+        x = two.Arrays(row)
+        run, outs = two.Build(LIBRARY).prepare(row, x)
+        run()
+        tables, lens = (a for a, _ in x.views[:2])
+        for (q, k, v), out in zip(x.sets, outs, strict=True):
+            expected = cuattn.paged_attention(q, k, v, tables, lens, softcap=3.0)
+            torch.testing.assert_close(out, expected, rtol=0, atol=0)
