@@ -225,7 +225,9 @@ def memory_ratios(document: dict) -> dict[str, float]:
 
 
 def peers_text(values: Iterable[tuple[float, str, str]]) -> str:
-    names = dict.fromkeys(plot.label(peer).removeprefix("torch SDPA ") for *_, peer in values)
+    names = dict.fromkeys(
+        plot.label(peer).replace("torch SDPA cuDNN", "cuDNN") for *_, peer in values
+    )
     *head, last = names
     return f"{', '.join(head)} and {last}" if head else last
 
@@ -251,7 +253,8 @@ def losses(found: dict[str, dict]) -> list[str]:
             least, row, _ = all_rows.behind[0]
             heading = SHOWN[family].heading.split(",")[0].lower()
             gpu = device_of(document)
-            where = f" on {gpu}" if usual and gpu != usual and SHOWN[family].peer == BEST else ""
+            is_other = usual and gpu != usual and document.get("device_kind") != "cpu"
+            where = f" on {gpu}" if is_other else ""
             text = f"{heading}{words}{where}: {len(all_rows.behind)} of {len(all_rows.values)} rows"
             lines.append(
                 (least, f"{text} to {peers_text(all_rows.behind)}, least {least:.3f} at {row}")

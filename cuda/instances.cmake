@@ -12,7 +12,9 @@
 # has a second tile at head_dim 128, and so two rows.
 
 cuattn_kernel(attention forward_sm90 attention/sm90/forward.cuh sm90
-              "f16;bf16" "64;96;128;192;256;192x128" "none;causal;window" "identity")
+              "f16;bf16" "64;128" "none;causal;window;rows" "identity")
+cuattn_kernel(attention forward_sm90 attention/sm90/forward.cuh sm90
+              "f16;bf16" "96;192;256;192x128" "none;causal;window" "identity")
 cuattn_kernel(attention forward_sm90 attention/sm90/forward.cuh sm90
               "f16;bf16" "64;96;128;192;256;192x128" "none;causal;window" "scored")
 # With dropout the window serves every mask; beside a softcap, ALiBi or a bias, it is the scored ones
@@ -42,12 +44,15 @@ cuattn_kernel(attention forward_simt attention/simt.cuh portable
 cuattn_kernel(attention forward_tiled attention/tiled.cuh portable
               "f32;f16;bf16" "64;128" "none;causal;window" "identity")
 
-# Of 512 the scored window serves every call.
+# Of 512 the scored window serves every call but those with row ranges.
 
 # Two kernels each, one a pass; a third where scored, for dbias. Of the scored ones the window serves
-# every mask, and dropout (sm90: three more kernels of it); of simt it serves all calls.
+# every mask, and dropout (sm90: three more kernels of it); of simt it serves all calls. Row ranges at
+# 64 would spill on sm90: 128 serves it.
 cuattn_kernel(attention_backward backward_sm90 backward/sm90/backward.cuh sm90
-              "f16;bf16" "64;96;128;192;256;192x128" "none;causal;window" "identity")
+              "f16;bf16" "128" "none;causal;window;rows" "identity")
+cuattn_kernel(attention_backward backward_sm90 backward/sm90/backward.cuh sm90
+              "f16;bf16" "64;96;192;256;192x128" "none;causal;window" "identity")
 cuattn_kernel(attention_backward backward_sm90 backward/sm90/backward.cuh sm90
               "f16;bf16" "64;96;128;192;256;192x128" "window" "scored")
 cuattn_kernel(attention_backward backward_sm80 backward/sm80/backward.cuh portable
@@ -68,6 +73,8 @@ cuattn_kernel(paged_attention paged_sm90 paged/sm90/decode.cuh sm90
 
 # The latent is key and value; its rope columns are no axis.
 cuattn_kernel(mla_decode mla_sm80 mla/sm80/decode.cuh portable
+              "f16;bf16" "512" - -)
+cuattn_kernel(mla_decode mla_sm90 mla/sm90/decode.cuh sm90
               "f16;bf16" "512" - -)
 cuattn_kernel(mla_decode mla_simt mla/simt.cuh portable
               "f32;f16;bf16" "512;1024" - -)

@@ -14,7 +14,7 @@ import cuattn
 import harness
 import reference
 
-CUDA_BACKENDS = ("auto", "sm80", "simt")
+CUDA_BACKENDS = ("auto", "sm90", "sm80", "simt")
 JUNK = (0, -1, 2147480000, 2**31 - 1, -(2**31), -123456)  # in tables past the context
 SCALE = 192**-0.5
 
@@ -121,6 +121,9 @@ def call(device, backend, case, arrays, give_out=False, **more):
 
 def serves(backend, case):
     """Whether a rung takes a case; "auto", "simt" and "cpu" take all."""
+    if backend == "sm90":
+        fits = (case.latent, case.rope) == (512, 64) and case.block_size % 16 == 0
+        return case.dtype != "float32" and fits
     return backend != "sm80" or (case.dtype != "float32" and case.latent <= 512 and case.rope <= 64)
 
 

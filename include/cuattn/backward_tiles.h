@@ -96,13 +96,12 @@ constexpr int32_t sm90_keys_smem_bytes(HeadDims d, Tile tile, ScoreForm form) {
          tile.stages * sm90_kept_bytes(tile.n, tile.m, form) + kSm90BackwardSmallBytes + 1024;
 }
 
-// Fused pass, of up to 128 columns without a window and general scores: as the keys pass with a
+// Fused pass, of up to 128 columns without a window, row ranges and general scores: as the keys pass with a
 // group of 64 keys each, and dx crosses between the groups, in two buffers of m * n * 16 bits. dQ is
 // summed in float32 in the workspace, behind the states: [num_heads_q, pitch, columns].
 constexpr bool sm90_has_fused(HeadDims d, MaskKind mask, ScoreForm form) {
-  bool has_room = form != ScoreForm::dropped || d.qk > 64;  // 128 rows of 64 columns spill
-  return mask != MaskKind::window && form != ScoreForm::general && has_room && d.qk == d.v &&
-         d.qk <= 128;
+  return (mask == MaskKind::none || mask == MaskKind::causal) && form != ScoreForm::general &&
+         d.qk == d.v && d.qk <= 128;
 }
 constexpr Tile sm90_fused_tile(HeadDims d) { return {d.qk <= 64 ? 128 : 64, 128, 3, 12}; }
 constexpr int32_t sm90_fused_smem_bytes(HeadDims d, Tile tile, ScoreForm form) {

@@ -66,6 +66,7 @@ struct PagedRequest {
   bool latent;       // mla_decode: head_dim is the latent's
   bool own_values;   // of it: values are not the latents that are the keys
   int32_t rope_dim;  // of it
+  bool has_pages;    // of it: keys are not rows
 };
 
 // Each names a rung of every op that has one.

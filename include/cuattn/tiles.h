@@ -115,7 +115,9 @@ constexpr Tile sm90_tile(HeadDims d, MaskKind mask, ScoreKind score) {
   }
   if (score == ScoreKind::dropped)  // those who draw want registers, and keys by 64
     return {128, d.v <= 128 ? 128 : 64, d.qk <= 64 ? 4 : 2, 12};
-  if (d.qk <= 64) return {192, 128, 4, 16};   // 3 * 24 + 4 * 32 = 200 KB
+  // 3 * 24 + 4 * 32 = 200 KB. Row ranges would spill.
+  if (d.qk <= 64 && mask != MaskKind::rows) return {192, 128, 4, 16};
+  if (d.qk <= 64) return {128, 128, 4, 12};   // 3 * 16 + 4 * 32 = 176 KB
   if (d.qk <= 128) return {128, 128, 2, 12};  // 3 * 32 + 2 * 64 = 224 KB
   if (d.qk == 192) return d.v <= 128 ? Tile{128, 128, 2, 12} : Tile{128, 96, 2, 12};
   return {128, 80, 2, 12};  // 64 + 2 * 80 = 224 KB
@@ -216,6 +218,9 @@ constexpr PagedTile mla_sm80_tile(int32_t rows) {
   if (rows <= 16) return {{16, 32, 2, 4}, 2};  // 2 * 36 KB of keys, 2 * 8 of scores: 88 KB
   return {{32, 16, 2, 8}, 1};                  // 2 * 18 KB, 2 * 16: 68 KB
 }
+// sm90: two blocks of keys, 2 * 72 KB, and the part of Q that registers do not hold.
+constexpr int32_t kMlaSm90Latent = 512, kMlaSm90Rope = 64;
+constexpr PagedTile kMlaSm90Tile = {{64, 64, 2, 16}, 1};
 // simt: a warp for each row, keys in shared memory as float32: 40 KB.
 constexpr PagedTile mla_simt_tile(int32_t latent) { return {{8, latent <= 512 ? 16 : 8, 1, 8}, 2}; }
 

@@ -35,12 +35,17 @@ ScoreKind score_of(Kernel kernel, const AttentionParams& f) {
   return kernel == Kernel::simt || f.dropout.is_on() ? ScoreKind::scored : f.scores.kind;
 }
 
+MaskKind mask_of(const AttentionParams& f) {
+  return f.rows.begin != nullptr ? MaskKind::rows : f.mask.kind();
+}
+
 // The number of the compiled kernels that would run the call.
 int32_t instance_of(Kernel kernel, const AttentionParams& f) {
-  // Of the scored kernels the window serves every mask.
+  // Of the scored kernels the window serves every mask; of simt row ranges, too.
   ScoreKind score = score_of(kernel, f);
-  MaskKind mask = score == ScoreKind::scored ? MaskKind::window : f.mask.kind();
-  if (f.rows.begin != nullptr && kernel != Kernel::simt) mask = MaskKind::rows;
+  MaskKind mask = mask_of(f);
+  if (score == ScoreKind::scored && (mask != MaskKind::rows || kernel == Kernel::simt))
+    mask = MaskKind::window;
   return find_instance(Op::attention_backward, kernel, f.dtype, {f.head_dim, f.head_dim_v}, mask,
                        score);
 }
@@ -105,8 +110,8 @@ constexpr const char* kFusedMerit =
 bool takes_fused(const BackwardParams& p, HeadDims d, bool ordered) {
   const AttentionParams& f = p.forward;
   constexpr uint32_t kAll = kNeedDq | kNeedDk | kNeedDv;
-  return sm90_has_fused(d, f.mask.kind(), sm90_score_form(f)) && !ordered &&
-         (p.need & kAll) == kAll && f.seqlen_q >= kLeastFused && f.seqlen_kv >= kLeastFused;
+  return sm90_has_fused(d, mask_of(f), sm90_score_form(f)) && !ordered && (p.need & kAll) == kAll &&
+         f.seqlen_q >= kLeastFused && f.seqlen_kv >= kLeastFused;
 }
 
 // The keys of a call are cut for so many units of work, whatever number of threads there is: bits
@@ -192,9 +197,9 @@ Plan select_backward(const char* function, const BackwardParams& p, bool ordered
   require_supported(function, device);
   if (device.is_cuda && p.forward.flex != nullptr) {
     fail<NotImplemented>(function,
-                         ": no kernel of CUDA has gradients of scores and masks written by the "
-                         "user, but of row ranges; write the mask as causal, window, rows or bias, "
-                         "or move the arrays to the CPU");
+                         ": of what the user writes CUDA has gradients of row ranges alone; "
+                         "write the mask as causal, window, rows or bias, or move the arrays to "
+                         "the CPU");
   }
   const Rung& rung =
       is_auto(backend) ? best_rung(p, device) : named_rung(function, backend, p, device);

@@ -48,13 +48,15 @@ ScoreKind score_of(Kernel kernel, const AttentionRequest& r) {
   return kernel == Kernel::sm90 ? ScoreKind::dropped : ScoreKind::scored;
 }
 MaskKind mask_of(Kernel kernel, const AttentionRequest& r) {
-  return score_of(kernel, r) == ScoreKind::dropped ? MaskKind::window : r.mask;
+  bool window = score_of(kernel, r) == ScoreKind::dropped && !r.has_rows;
+  return window ? MaskKind::window : r.mask;
 }
 
 // The number of the compiled kernel that would run the request.
 int32_t instance_of(Kernel kernel, const AttentionRequest& r) {
   HeadDims d = {r.head_dim, r.head_dim_v};
-  bool wide = std::max(d.qk, d.v) > kMostHeadDim;  // one kernel of a dtype serves every call
+  // Of these one kernel of a dtype serves every call but row ranges, which a functor brings itself.
+  bool wide = std::max(d.qk, d.v) > kMostHeadDim && (!r.has_rows || r.has_functor);
   return find_instance(Op::attention, kernel, r.dtype, d,
                        wide ? MaskKind::window : mask_of(kernel, r),
                        wide ? ScoreKind::scored : score_of(kernel, r));
@@ -124,8 +126,8 @@ void plan_sm90(Plan& plan, HeadDims d, const AttentionRequest& r, const DeviceIn
     plan.tile = other;
   }
   int32_t group = r.num_heads_kv > 0 ? r.num_heads_q / r.num_heads_kv : 1, m = plan.tile.m;
-  // The score functor (softcap, ALiBi, bias) and dropout know one head a tile.
-  bool packs = group > 1 && m % group == 0 && score == ScoreKind::identity &&
+  // The score functor (softcap, ALiBi, bias), row ranges and dropout know one head a tile.
+  bool packs = group > 1 && m % group == 0 && score == ScoreKind::identity && !r.has_rows &&
                filled(r.seqlen_q, m) < 0.9 * filled(int64_t{r.seqlen_q} * group, m);
   plan.packed_heads = packs ? group : 1;
   int64_t tiles = ceil_div(int64_t{r.seqlen_q} * plan.packed_heads, m);
@@ -190,8 +192,7 @@ const char* refusal(Kernel kernel, const AttentionRequest& r, const DeviceInfo& 
     if (kernel != Kernel::sm80 && kernel != Kernel::simt)
       return "it has no masks and scores written by the user yet";
   }
-  if (r.has_rows && (kernel == Kernel::tiled || kernel == Kernel::sm90))
-    return "it has no row ranges yet";
+  if (r.has_rows && kernel == Kernel::tiled) return "it has no row ranges yet";
   switch (kernel) {
     case Kernel::cpu:
     case Kernel::cpu_naive:

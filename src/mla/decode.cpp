@@ -170,6 +170,7 @@ PagedCall validate_latent(const LatentArrays& a, const cuattn_paged_options& o, 
   p.k_scale = p.v_scale = 1.0f;
   read_splits(call, o);
   call.request = request_of(call, o);
+  call.request.has_pages = a.block_tables != nullptr;
   return call;
 }
 

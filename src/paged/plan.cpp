@@ -27,12 +27,19 @@ constexpr const char* kPartsMerit =
 constexpr const char* kClusterPartsMerit =
     "wgmma with keys as rows, pages through TMA, parts of 128 keys merged in order, by a cluster";
 
+constexpr const char* kLatentMerit =
+    "wgmma, 64 rows, half of the columns of O a warpgroup, pages through TMA";
+
 constexpr Rung kLadder[] = {
     {Kernel::cpu, false, "online softmax in vector registers, keys gathered block by block"},
     {Kernel::sm90, true, "wgmma with keys as rows, pages through TMA"},
     {Kernel::sm80, true, "tensor cores: mma.sync and cp.async, the heads of a group together"},
     {Kernel::simt, true, "float32 on CUDA cores"},
 };
+
+const char* merit_of(const Rung& rung, const PagedRequest& r) {
+  return r.latent && rung.kernel == Kernel::sm90 ? kLatentMerit : rung.merit;
+}
 
 // The number of the compiled kernel that would run the request: masks and scores are no axes here.
 int32_t instance_of(Kernel kernel, const PagedRequest& r) {
@@ -41,15 +48,31 @@ int32_t instance_of(Kernel kernel, const PagedRequest& r) {
                        ScoreKind::identity);
 }
 
+// Of mla_decode on a device that has its machine code.
+const char* sm90_latent_refusal(const PagedRequest& r) {
+  if (r.dtype == DType::f32) return "it takes float16 and bfloat16, not float32";
+  if (r.head_dim != kMlaSm90Latent || r.rope_dim != kMlaSm90Rope)
+    return "it takes latents of 512 columns and 64 rope columns";
+  if (r.own_values) return "it takes values that are the latents of the keys";
+  if (!r.has_pages) return "keys in rows were not tried on it yet";
+  if (r.block_size % 16 != 0) return "block_size is no multiple of 16";
+  return instance_of(Kernel::sm90, r) == kNoInstance ? "it is not compiled for this dtype"
+                                                     : nullptr;
+}
+
 // nullptr when the rung can run the request, else why not.
 const char* refusal(Kernel kernel, const PagedRequest& r, const DeviceInfo& device) {
   auto uncompiled = [&] {
     bool none = instance_of(kernel, r) == kNoInstance;
     return none ? "it is not compiled for this dtype and head_dim" : nullptr;
   };
+  const char* no_hopper = device.major != 9 || device.minor != 0 || device.native != 1
+                              ? "it runs on compute capability 9.0 alone, with its machine code in "
+                                "the build"
+                              : nullptr;
   if (r.latent) {
-    if (kernel == Kernel::sm90) return "it has no kernel for latents yet";
     if (kernel == Kernel::cpu) return nullptr;
+    if (kernel == Kernel::sm90) return no_hopper != nullptr ? no_hopper : sm90_latent_refusal(r);
     if (kernel == Kernel::sm80 && r.dtype != DType::f32) {
       if (r.rope_dim > kMlaSm80Rope) return "it takes at most 64 rope columns";
       if (r.own_values) return "it takes values that are the latents of the keys";
@@ -59,9 +82,7 @@ const char* refusal(Kernel kernel, const PagedRequest& r, const DeviceInfo& devi
   switch (kernel) {
     case Kernel::cpu: return nullptr;
     case Kernel::sm90:
-      if (device.major != 9 || device.minor != 0 || device.native != 1) {
-        return "it runs on compute capability 9.0 alone, with its machine code in the build";
-      }
+      if (no_hopper != nullptr) return no_hopper;
       if (r.dtype == DType::f32) return "it takes float16 and bfloat16, not float32";
       if (r.kv_dtype != r.dtype) return "it takes caches of the dtype of q";
       if (r.kv_layout == KvLayout::vllm) return "it takes the layouts 'nhd' and 'hnd'";
@@ -74,20 +95,23 @@ const char* refusal(Kernel kernel, const PagedRequest& r, const DeviceInfo& devi
   }
 }
 
+int32_t rows_of(const PagedRequest& r) {
+  return r.num_heads_kv == 0 ? 0 : r.q_len * (r.num_heads_q / r.num_heads_kv);
+}
+
 // Copies of 8 tokens through the TMA reach 0.7 of the speed of memory, cp.async 0.9.
 bool pays(Kernel kernel, const PagedRequest& r) {
-  return kernel != Kernel::sm90 || r.block_size % 16 == 0;
+  if (kernel != Kernel::sm90) return true;
+  if (r.latent) return rows_of(r) > 16;
+  return r.block_size % 16 == 0;
 }
 
 constexpr int32_t kCpuSplit = 2048;  // keys: enough work for a thread to be woken for
 constexpr int32_t kCpuWorkers = 16;  // of a deal: whatever the machine, the same sums
 
-int32_t rows_of(const PagedRequest& r) {
-  return r.num_heads_kv == 0 ? 0 : r.q_len * (r.num_heads_q / r.num_heads_kv);
-}
-
 // `head_dim`: of the instance.
 PagedTile tile_of(Kernel kernel, int32_t head_dim, const PagedRequest& r) {
+  if (r.latent && kernel == Kernel::sm90) return kMlaSm90Tile;
   if (r.latent && kernel == Kernel::sm80) return mla_sm80_tile(rows_of(r));
   if (r.latent && kernel == Kernel::simt) return mla_simt_tile(head_dim);
   switch (kernel) {
@@ -139,11 +163,12 @@ void cut_evenly(Plan& plan, const PagedRequest& r, int32_t head_groups, int32_t 
 
 // The sums of a sequence do not depend on its batch. Parts of 128 keys are weighed one by one and
 // merged in order, up to 1024 keys at a time: by one thread block, or, where those would be too
-// few, by a cluster with the same arithmetic. Kernels without clusters take 512 keys at once.
+// few, by a cluster with the same arithmetic. Kernels without clusters take 512 keys at once, or as
+// many tiles as fit.
 void cut_invariantly(Plan& plan, const PagedRequest& r, int32_t head_groups) {
-  constexpr int32_t kKeys = 512;  // a multiple of every tile
+  const int32_t keys = 512 / plan.tile.n * plan.tile.n;
   plan.in_parts = plan.kernel == Kernel::sm90 && paged_sm90_clusters(plan.head_dim, plan.tile.m);
-  plan.split_keys = plan.in_parts ? kPagedMaxCluster * kPagedPartKeys : kKeys;
+  plan.split_keys = plan.in_parts ? kPagedMaxCluster * kPagedPartKeys : keys;
   plan.num_splits = std::max(ceil_div(r.capacity, plan.split_keys), 1);
   if (!plan.in_parts || r.num_seqs > kMaxGridAxis) return;
   int32_t cluster = 1;  // blocks, of 128 keys at most
@@ -200,14 +225,14 @@ int32_t sm90_stages(const Plan& plan, const PagedRequest& r) {
 Plan make_plan(const Rung& rung, const PagedRequest& r, const DeviceInfo& device) {
   Plan plan{};
   plan.kernel = rung.kernel;
-  plan.reason = rung.merit;
+  plan.reason = merit_of(rung, r);
   plan.instance = instance_of(rung.kernel, r);
   plan.head_dim = plan.head_dim_v =
       plan.instance == kNoInstance ? r.head_dim : instance_at(plan.instance).dims.qk;
   PagedTile tile = tile_of(rung.kernel, plan.head_dim, r);
   plan.tile = tile.tile;
   cut_keys(plan, r, device, tile.ctas_per_sm);
-  if (rung.kernel == Kernel::sm90) {
+  if (rung.kernel == Kernel::sm90 && !r.latent) {
     plan.tile.stages = sm90_stages(plan, r);
     if (plan.cluster > 1) plan.reason = kClusterMerit;
     if (plan.in_parts) plan.reason = plan.cluster > 1 ? kClusterPartsMerit : kPartsMerit;
@@ -253,7 +278,7 @@ std::string explain_paged(const PagedRequest& request, const DeviceInfo& device,
     if (rung.on_cuda != device.is_cuda) continue;
     const char* why = refusal(rung.kernel, request, device);
     bool runs = why == nullptr && rung.kernel == chosen;
-    text += rung_line(rung.kernel, runs, why, "can: ", rung.merit);
+    text += rung_line(rung.kernel, runs, why, "can: ", merit_of(rung, request));
   }
   return text;
 }

@@ -67,11 +67,16 @@ def varlen_over_pages(rng, dtype):
     return poisoned(21, 4, 16), cuattn.attention_varlen, arrays, options
 
 
-def paged(rng, dtype):
-    k, v, tables = caches(rng, dtype, head_dim=64)  # the least that sm90 takes
-    q, sinks = draw(rng, dtype, 3, 2, 4, 64), draw(rng, np.float32, 4)
+def paged(rng, dtype, head_dim=64):  # the least that sm90 takes
+    k, v, tables = caches(rng, dtype, head_dim)
+    q, sinks = draw(rng, dtype, 3, 2, 4, head_dim), draw(rng, np.float32, 4)
     lens = np.array([1, 16, 0], np.int32)
-    return poisoned(3, 2, 4, 64), cuattn.paged_attention, (q, k, v, tables, lens), {"sinks": sinks}
+    arrays = q, k, v, tables, lens
+    return poisoned(*q.shape), cuattn.paged_attention, arrays, {"sinks": sinks}
+
+
+def paged_in_small_heads(rng, dtype):
+    return paged(rng, dtype, head_dim=16)
 
 
 def paged_in_parts(rng, dtype):
@@ -83,7 +88,8 @@ def paged_in_parts(rng, dtype):
 
 
 BUILDERS = (
-    dense, whole_tiles, split_keys, no_keys, varlen, varlen_over_pages, paged, paged_in_parts
+    dense, whole_tiles, split_keys, no_keys, varlen, varlen_over_pages, paged,
+    paged_in_small_heads, paged_in_parts,
 )  # fmt: skip
 CALLS = {x.__name__: x for x in BUILDERS}
 TARGETS = harness.target_params(cuda=("sm80", "sm90"))
@@ -93,6 +99,8 @@ TARGETS = harness.target_params(cuda=("sm80", "sm90"))
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", CALLS)
 def test_a_float32_out_rounds_to_the_bits_of_a_16_bit_one(name, dtype, device, backend, rng):
+    if name == "paged_in_small_heads" and backend == "sm90":
+        pytest.skip("sm90 reads pages of head_dim 64 and more")
     wide, function, arrays, options = CALLS[name](rng, DTYPES[dtype])
     if function is not cuattn.paged_attention or backend != "naive":
         options["backend"] = backend

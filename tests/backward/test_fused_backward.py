@@ -57,7 +57,8 @@ TAKEN = {
     "softcap": {"softcap": 30.0},
     "ALiBi": {"alibi_slopes": (2,), "causal": True},
     "dsinks": {"sinks": (2,), "need": (*NEED, "dsinks")},
-    "dropout": {"dim": 96, "dropout_p": 0.1, "dropout_seed": 3},
+    "dropout": {"dropout_p": 0.1, "dropout_seed": 3},
+    "dropout, wide": {"dim": 96, "dropout_p": 0.1, "dropout_seed": 3},
 }
 LEFT = {
     "few rows": {"rows": LENGTH - 1},
@@ -71,7 +72,6 @@ LEFT = {
     "large softcap in float16": {"softcap": 300.0, "dtype": "float16"},
     "negative scale": {"scale": -0.3},
     "bias": {"bias": (1, 2, LENGTH, LENGTH)},
-    "dropout of 64 columns": {"dropout_p": 0.1, "dropout_seed": 3},
     "192": {"dim": 192},
     "256": {"dim": 256},
 }

@@ -11,6 +11,7 @@ import pytest
 import cuattn
 import flex_cases
 from cuattn import flex
+from cuattn.flex import attention as calls
 
 # Scores are a few units large: float32 leaves 1e-6 of them, a wrong key shows as 0.1.
 TOLERANCE = {"float32": 5e-5, "float16": 6e-3, "bfloat16": 5e-2}
@@ -333,6 +334,71 @@ def test_a_block_mask_of_torch(rng):
         lists(7, 1, 0)
 
 
+def score_forms(slopes, cap, n):
+    """Score functions that are options of CUDA where n is no number of keys beyond the queries."""
+    by_batch = np.stack([slopes, 2 * slopes])
+    return (
+        flex.scores.softcap(cap),
+        flex.scores.alibi(slopes),
+        lambda s, b, h, i, j: np.tanh(s * (1 / cap)) * cap,
+        lambda s, b, h, i, j: s - 0.25 * abs(j - i - n),
+        lambda s, b, h, i, j: slopes[h] * -abs(i - j + n) + s,
+        lambda s, b, h, i, j: cap * np.tanh(s / cap) - by_batch[b, h] * abs(i + n - j),
+        lambda s, b, h, i, j: s + (j - i - n) * np.exp(-0.5 * (h + 1.0)),
+        lambda s, b, h, i, j: s - slopes[h] * (i + n - j),
+    )
+
+
+def test_scores_that_are_options_are_the_same_as_options(rng):
+    slopes = rng.random(4).astype(np.float32)
+    cap = float(rng.uniform(1, 9))
+    for q_len, kv_len in ((40, 40), (30, 47)):
+        q, k, v = arrays(rng, 2, 4, 2, q_len, kv_len, (16, 16))
+        problem = calls.problem_of(q, k, {})
+        for causal in (True, False):
+            mask = flex.masks.causal() if causal else None
+            for i, score in enumerate(score_forms(slopes, cap, kv_len - q_len)):
+                found = calls.find(
+                    problem, score, mask, None, frozenset(("softcap", "alibi_slopes"))
+                )
+                if i >= 6 and not causal:  # a key behind the query gets a bonus
+                    assert "score" in found.functions
+                    continue
+                assert not found.functions
+                got = cuattn.attention(q, k, v, causal=causal, **found.options)
+                want = cuattn.flex_attention(q, k, v, score_mod=score, mask_mod=mask)
+                np.testing.assert_allclose(got, want, atol=2e-5)
+                assert (
+                    "score"
+                    in calls.find(problem, score, mask, None, frozenset(("bias",))).functions
+                )
+
+
+def test_scores_that_are_nearly_options_stay_functions(rng):
+    slopes = rng.random(4).astype(np.float32)
+    q, k, _ = arrays(rng, 2, 4, 2, 30, 47, (16, 16))
+    problem = calls.problem_of(q, k, {})
+    for score in (
+        lambda s, b, h, i, j: 3.0 * np.tanh(s / 4.0),
+        lambda s, b, h, i, j: -3.0 * np.tanh(s / -3.0),
+        lambda s, b, h, i, j: 3.0 * np.tanh((s + 1.0) / 3.0),
+        lambda s, b, h, i, j: s - slopes[h] * abs(i - j),  # from the top left
+        lambda s, b, h, i, j: s + slopes[h] * (i + 17 - j),
+        lambda s, b, h, i, j: s - slopes[h] * abs(2 * i + 17 - j),
+        lambda s, b, h, i, j: s - slopes[i % 4] * abs(i + 17 - j),
+        lambda s, b, h, i, j: s - s * abs(i + 17 - j),
+        lambda s, b, h, i, j: 2.0 * s - slopes[h] * abs(i + 17 - j),
+        lambda s, b, h, i, j: slopes[h] * abs(i + 17 - j) - s,
+    ):
+        takes = frozenset(("softcap", "alibi_slopes"))
+        found = calls.find(problem, score, flex.masks.causal(), None, takes)
+        assert "score" in found.functions or set(found.options) == {"alibi_slopes"}
+        if found.options:
+            want = cuattn.flex_attention(q, k, k, score_mod=score, mask_mod=flex.masks.causal())
+            got = cuattn.attention(q, k, k, causal=True, **found.options)
+            np.testing.assert_allclose(got, want, atol=2e-5)
+
+
 def test_explain_says_what_functions_become():
     shapes = ((2, 300, 4, 64),) * 3
 
@@ -347,9 +413,18 @@ def test_explain_says_what_functions_become():
     listed = explain(mask_mod=flex.masks.streaming(10), score_mod=flex.scores.softcap(5.0))
     assert "a program for each score" in listed
     assert "lists of 9 blocks: 3 are skipped, in" in listed
-    for mask, words in ((flex.masks.streaming(10), "by NVRTC"), (flex.masks.chunked(50), "row r")):
-        plan = cuattn.explain("flex_attention", *shapes, device="h100", mask_mod=mask)
-        assert plan.kernel == "sm80"
+    streaming, chunked = flex.masks.streaming(10), flex.masks.chunked(50)
+    for mask, d, words, kernel in (
+        (streaming, 64, "by NVRTC", "sm80"),
+        (chunked, 64, "row r", "sm90"),
+        (chunked, 96, "row r", "sm90"),
+        (chunked, 192, "row r", "sm80"),
+    ):
+        wide = ((2, 300, 4, d),) * 3
+        plan = cuattn.explain("flex_attention", *wide, device="h100", mask_mod=mask)
+        assert plan.kernel == kernel
         assert words in plan.reason
+    scored = {"device": "h100", "mask_mod": chunked, "softcap": 2.0}
+    assert cuattn.explain("flex_attention", *shapes, **scored).kernel == "sm80"
     with pytest.raises(TypeError, match="there is no argument mod"):
         explain(mod=1)

@@ -75,17 +75,94 @@ def test_row_ranges_equal_the_dense_formula(rng, device, backend):
         np.testing.assert_allclose(got[some], lse[some], atol=2e-3, err_msg=name)
 
 
+def test_row_ranges_of_wide_heads_go_where_they_are_read():
+    shapes = ((1, 64, 2, 264),) * 3
+    ids = np.repeat([0, 1], 32)
+    mask = lambda b, h, q, k: ids[q] == ids[k]  # noqa: E731
+    plan = cuattn.explain("flex_attention", *shapes, mask_mod=mask, dtype="float16", device="h100")
+    assert plan.kernel == "naive"
+
+
+@pytest.mark.parametrize(("device", "backend"), harness.target_params(cpu=(), cuda=("auto",)))
+def test_row_ranges_of_wide_heads_and_of_any_numbers(rng, device, backend):
+    """head_dim 264; and an empty row whose begin is far behind the last key."""
+    for dim in (264, 64):
+        n = 130
+        begin, end = np.zeros(n, np.int32), np.full(n, n, np.int32)
+        begin[::7], end[::7] = np.iinfo(np.int32).max, 0
+        mask = lambda b, h, q, k, begin=begin, end=end: (k >= begin[q]) & (k < end[q])  # noqa: E731
+        q, k, v = (rng.standard_normal((1, n, 2, dim)).astype(np.float16) for _ in range(3))
+        want, _ = flex_cases.attention(*(x.transpose(0, 2, 1, 3) for x in (q, k, v)), mask=mask)
+        out = cuattn.flex_attention(*(to_device(device, x) for x in (q, k, v)), mask_mod=mask)
+        out = to_host(out).transpose(0, 2, 1, 3)
+        np.testing.assert_allclose(out, want, atol=6e-3, rtol=6e-3)
+
+
+@pytest.mark.parametrize(("device", "backend"), harness.target_params(cpu=(), cuda=("sm90",)))
+def test_row_ranges_of_many_tiles(rng, device, backend):
+    """Arbitrary begins and ends of each row, with every option that sm90 takes beside them."""
+    for case in range(24):
+        dims = ((64, 64), (128, 128), (40, 24), (96, 128))[case % 4]
+        batch, heads_kv, group = 2, int(rng.integers(1, 3)), int(rng.choice((1, 4)))
+        q_len, kv_len = (int(n) for n in rng.integers(1, 900, 2))
+        heads = heads_kv * group
+        axes = (heads if case % 3 else batch, q_len)
+        limits = np.sort(rng.integers(-30, kv_len + 200, (2, *axes)), axis=0).astype(np.int32)
+        if case % 2:  # long runs of rows that see the same
+            limits = limits[:, :, np.arange(q_len) // 150 * 150]
+        begin, end = limits
+        by_head = case % 3 > 0
+
+        def mask(b, h, q, k, begin=begin, end=end, by_head=by_head):
+            first = h if by_head else b
+            return (k >= begin[first, q]) & (k < end[first, q])
+
+        options = ({}, {"causal": True}, {"window": (200, 150)}, {"num_splits": 3})[case // 4 % 4]
+        if case % 5 == 4:
+            options |= {"sinks": rng.standard_normal(heads).astype(np.float32)}
+        shapes = ((q_len, heads, dims[0]), (kv_len, heads_kv, dims[0]), (kv_len, heads_kv, dims[1]))
+        q, k, v = (rng.standard_normal((batch, *s)).astype("float16") for s in shapes)
+        want, lse = flex_cases.attention(
+            *(x.transpose(0, 2, 1, 3) for x in (q, k, v)),
+            mask=lambda b, h, i, j, o=options, n=kv_len - q_len, m=mask: (
+                m(b, h, i, j) & within(o, i + n - j)
+            ),
+            sinks=options.get("sinks"),
+        )
+        given = {
+            n: to_device(device, x) if isinstance(x, np.ndarray) else x for n, x in options.items()
+        }
+        out, got = cuattn.flex_attention(
+            *(to_device(device, x) for x in (q, k, v)),
+            **{"mask_mod": mask, "backend": backend, "return_lse": True, **given},
+        )
+        where = f"case {case}: {dims}, {q_len} x {kv_len}, group {group}, {list(options)}"
+        out, got = to_host(out).transpose(0, 2, 1, 3), to_host(got)
+        np.testing.assert_allclose(out, want, atol=6e-3, rtol=6e-3, err_msg=where)
+        np.testing.assert_array_equal(np.isinf(got), np.isinf(lse), err_msg=where)
+        some = np.isfinite(lse)
+        np.testing.assert_allclose(got[some], lse[some], atol=2e-3, err_msg=where)
+
+
+def within(options, distance):
+    """What causal and window leave, by how far a key stands before the query."""
+    left, right = options.get("window", (-1, 0 if options.get("causal") else -1))
+    return ((left < 0) | (distance <= left)) & ((right < 0) | (distance >= -right))
+
+
 @pytest.mark.parametrize(
-    ("device", "backend"), harness.target_params(cpu=(), cuda=("naive", "simt", "sm80"))
+    ("device", "backend"), harness.target_params(cpu=(), cuda=("naive", "simt", "sm80", "sm90"))
 )
 def test_gradients_of_row_ranges_equal_those_of_the_cpu(rng, device, backend):
-    dtype = "float16" if backend == "sm80" else "float32"
-    emulated = harness.is_emulated()
-    for case, (name, mask) in enumerate(masks(rng, 200).items()):
-        every = ((64, 64), (128, 128), (192, 128), (256, 256), (80, 40))
-        dims = every[0 if emulated or backend == "naive" else case]
-        queries = (2, 150 + 50 * (case % 2), 4)
-        shapes = ((*queries, dims[0]), *((2, 200, 2, d) for d in dims), (*queries, dims[1]))
+    dtype = "float16" if backend in ("sm80", "sm90") else "float32"
+    every = ((64, 64), (128, 128), (192, 128), (256, 256), (80, 40))
+    if backend == "sm90":
+        every = ((64, 64), (128, 128), (40, 24), (96, 128), (128, 128))
+    n = 200 if harness.is_emulated() else 701
+    for case, (name, mask) in enumerate(masks(rng, n).items()):
+        dims = every[0 if harness.is_emulated() or backend == "naive" else case]
+        queries = (2, n - 50 * (1 - case % 2), 4)
+        shapes = ((*queries, dims[0]), *((2, n, 2, d) for d in dims), (*queries, dims[1]))
         given = [rng.standard_normal(shape).astype(dtype) for shape in shapes]
         *arrays, dout = (x.astype(np.float32) for x in given)
         out, lse = cuattn.flex_attention(*arrays, mask_mod=mask, return_lse=True)
@@ -127,6 +204,47 @@ def test_torch_differentiates_row_ranges(rng):
     for a, b in zip(leaves, dense, strict=True):
         error = (a.grad.float() - b.grad).norm() / b.grad.norm()
         assert float(error) < 1e-2
+
+
+@pytest.mark.parametrize(("device", "backend"), harness.target_params(cpu=(), cuda=("auto",)))
+def test_softcap_and_alibi_compile_nothing(rng, device, backend, monkeypatch):
+    monkeypatch.setenv("CUATTN_DISABLE_JIT", "1")
+    slopes, ids = rng.random(4).astype(np.float32), np.sort(rng.integers(0, 3, 200))
+    scores = (
+        flex.scores.softcap(3.0),
+        flex.scores.alibi(slopes),
+        lambda s, b, h, i, j: 5.0 * np.tanh(s / 5.0) - 0.1 * abs(j - i),
+    )
+    every = (None, flex.masks.causal(), lambda b, h, i, j: ids[i] == ids[j])
+    for case, score in enumerate(scores):
+        for mask in every:
+            dtype = ("float16", "float32")[case % 2]
+            shapes = ((2, 200, 4, 64), (2, 200, 2, 64), (2, 200, 2, 64))
+            q, k, v = (rng.standard_normal(shape).astype(dtype) for shape in shapes)
+            dense = score if case != 1 else lambda s, b, h, i, j: s - slopes[h] * abs(i - j)
+            x = (x.transpose(0, 2, 1, 3) for x in (q, k, v))
+            dense_mask = mask if mask is not every[1] else lambda b, h, i, j: j <= i
+            dense = dense if case else lambda s, b, h, i, j: 3.0 * np.tanh(s / 3.0)
+            want, _ = flex_cases.attention(*x, mask=dense_mask, mod=dense)
+            arrays = [to_device(device, x) for x in (q, k, v)]
+            for _ in range(2):
+                out = cuattn.flex_attention(*arrays, score_mod=score, mask_mod=mask)
+                out = to_host(out).transpose(0, 2, 1, 3)
+                np.testing.assert_allclose(out, want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+            if mask is every[1]:
+                check_gradients(device, q, k, v, {"score_mod": score, "mask_mod": mask})
+
+
+def check_gradients(device, q, k, v, functions):
+    """Hold gradients of functions that are options to those of the CPU, by its programs."""
+    wide = [x.astype(np.float32) for x in (q, k, v)]
+    out, lse = cuattn.flex_attention(*wide, return_lse=True, **functions)
+    want = cuattn.flex_attention_backward(out, *wide, out, lse, **functions)
+    given = [to_device(device, x.astype(q.dtype)) for x in (out, q, k, v, out)]
+    got = cuattn.flex_attention_backward(*given, to_device(device, lse), **functions)
+    for x, y in zip(got, want, strict=True):
+        most = (8e-3 if q.dtype == np.float16 else 2e-5) * np.abs(y).max()
+        np.testing.assert_allclose(to_host(x), y, atol=most, rtol=0)
 
 
 # Functors

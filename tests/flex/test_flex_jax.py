@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 import cuattn
 import frameworks
@@ -12,7 +13,12 @@ from cuattn import flex
 jax = frameworks.require("jax")
 
 
-def test_jit_and_grad_with_captured_arrays(rng):
+def test_jit_and_grad_with_captured_arrays(rng, monkeypatch):
+    """Also where GPUs are what JAX takes by itself."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    x = np.zeros((1, 4, 1, 8), np.float32)
+    with pytest.raises(NotImplementedError, match=r'under jax.default_device\("cpu"\)'):
+        jax.jit(lambda q: cuattn.flex_attention(q, q, q, causal=True))(x)
     with jax.default_device(jax.devices("cpu")[0]):
         check_jit_and_grad(rng)
 

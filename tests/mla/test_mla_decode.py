@@ -29,6 +29,11 @@ CASES = [
     MlaCase(lens=(700, 1500), heads=4, options=(("num_splits", 7),)),
     MlaCase(lens=(700, 90), heads=24, options=(("num_splits", 3),), dtype="float16"),
     MlaCase(lens=(700, 90), heads=24, options=(("batch_invariant", True),)),
+    MlaCase(lens=(1000, 63, 1, 0, 32), heads=128),
+    MlaCase(lens=(513, 96), q_len=2, heads=64, block_size=16, options=(("num_splits", 3),),
+            dtype="float16"),
+    MlaCase(lens=(300, 129), q_len=2, heads=96, block_size=32, window=(70, -1), sinks=True,
+            joined=False),
     MlaCase(lens=(90, 40), window=(13, -1), q_len=3, heads=6),
     MlaCase(lens=(90, 40), window=(5, 2), causal=False, q_len=4, heads=6, dtype="float16"),
     MlaCase(lens=(90, 2, 0), causal=False, q_len=3, heads=6, dtype="float32"),
@@ -67,7 +72,7 @@ ORDERS = {
     ("device", "backend", "order"), target_params(list(ORDERS), **TARGETS, ids=list(ORDERS))
 )
 def test_maxima_that_move(device, backend, order, rng):
-    length, size = 150, 8
+    length, size = 150, 16 if backend == "sm90" else 8
     case = MlaCase(dtype="float16", lens=(length,), block_size=size, heads=16)
 
     def reorder(arrays):
@@ -144,5 +149,28 @@ def test_kernels_are_listed():
     )  # fmt: skip
     assert (plan.kernel, plan.tile_m, plan.head_dim) == ("sm80", 16, 512)
     assert plan.num_splits == 0
-    assert "it has no kernel for latents yet" in plan.ladder
     assert plan.workspace_bytes > 0
+
+
+@pytest.mark.parametrize(
+    ("kernel", "change", "said"),
+    [
+        ("sm90", {}, "* sm90: runs: wgmma, 64 rows, half of the columns of O a warpgroup"),
+        ("sm90", {"heads": 17, "dtype": "float16"}, "sm80: can: tensor cores"),
+        ("sm80", {"heads": 16}, "sm90: can: wgmma"),
+        ("sm80", {"block_size": 24}, "sm90: cannot: block_size is no multiple of 16"),
+        ("sm80", {"latent": 256}, "sm90: cannot: it takes latents of 512 columns and 64 rope"),
+        ("sm80", {"device": "a100"}, "sm90: cannot: it runs on compute capability 9.0 alone"),
+        ("simt", {"dtype": "float32"}, "sm90: cannot: it takes float16 and bfloat16, not float32"),
+    ],
+)
+def test_what_explain_says_of_sm90(kernel, change, said):
+    x = {"heads": 128, "block_size": 64, "latent": 512, "device": "h100", "dtype": "bfloat16"}
+    x |= change
+    plan = cuattn.explain(
+        "mla_decode", (8, x["heads"], x["latent"]), (8, x["heads"], 64),
+        (100, x["block_size"], x["latent"]), (100, x["block_size"], 64), (8, 9), (8,), scale=1.0,
+        device=x["device"], dtype=x["dtype"],
+    )  # fmt: skip
+    assert plan.kernel == kernel
+    assert said in plan.ladder

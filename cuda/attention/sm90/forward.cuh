@@ -32,7 +32,12 @@ struct ForwardSm90 {
   static constexpr Tile kTile = kTileSize;  // query rows, keys, stages
   static constexpr MaskKind kMask = kMaskKind;
   static constexpr int kConsumers = kTile.m / 64;
-  static constexpr int kThreads = (kConsumers + 1) * 128;
+  // Warps that draw what dropout keeps: a group of their own, one for each scheduler. A group more
+  // leaves too few registers for wgmma of more columns; then two warps of the producers draw.
+  static constexpr bool kDrops = kScore == ScoreKind::dropped;
+  static constexpr bool kHasDrawGroup = kDrops && kHeadDimV <= 128;
+  static constexpr int kDrawers = !kDrops ? 0 : kHasDrawGroup ? 4 : 2;
+  static constexpr int kThreads = (kConsumers + 1 + kHasDrawGroup) * 128;
   static constexpr int kPanelsQk = (kHeadDim + 63) / 64, kPanelsV = (kHeadDimV + 63) / 64;
   static constexpr int kQBytes = kTile.m * kPanelsQk * 128;  // of one stage
   static constexpr int kKBytes = kTile.n * kPanelsQk * 128;
@@ -41,10 +46,11 @@ struct ForwardSm90 {
   static constexpr int kSmemBytes = sm90_smem_bytes({kHeadDim, kHeadDimV}, kTile, kScore, kQStages);
   // Registers of a thread. The groups share what the CTA was launched with, 168 * 3 or 128 * 4: a
   // group that asks for more than is left waits for ever.
-  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 232;
+  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kHasDrawGroup ? 208 : 232;
   static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 40;
-  static_assert(kConsumers * kConsumerRegisters + kProducerRegisters <=
-                (kConsumers + 1) * (65536 / kThreads / 8 * 8));
+  static constexpr int kDrawerRegisters = kHasDrawGroup ? 56 : 0;
+  static_assert(kConsumers * kConsumerRegisters + kProducerRegisters + kDrawerRegisters <=
+                kThreads / 128 * (65536 / kThreads / 8 * 8));
   static constexpr int kScoreCount = kTile.n / 2, kOutCount = kHeadDimV / 2;  // of a thread
   static constexpr int kKeyAlign = 1;                                         // see find_sm90_work
   static constexpr int kWantedBefore = 2;  // key tiles, before the last one of an item is loaded
@@ -59,8 +65,7 @@ struct ForwardSm90 {
   // With a single Q tile the next Q comes late, so a group stores O before it waits for Q. Note:
   // score options leave no registers for that order.
   static constexpr bool kOutFirst = kQStages == 1 && kScore == ScoreKind::identity;
-  // Two warps of the producers draw what dropout keeps, a stage for a stage of K and V.
-  static constexpr bool kDrops = kScore == ScoreKind::dropped;
+  // What dropout keeps: a stage for a stage of K and V.
   static constexpr int kKeptBytes = kDrops ? sm90_kept_bytes(kTile.m, kTile.n) : 0;
   static constexpr int kBarriers = 4 * kTile.stages + 15 + (kDrops ? 2 * kTile.stages : 0);
   static_assert(8 * kBarriers + sizeof(Sm90Work) * (2 + 4 * kConsumers) +
@@ -302,6 +307,7 @@ struct ForwardSm90 {
               kMask == MaskKind::causal ? static_cast<int32_t>(kUnlimited) : p.mask.left,
               p.mask.right, token, w.queries.used, w.keys.used);
         }
+        if (kMask == MaskKind::rows && more) limit_to_row(rows.visible[half], p, w, token);
       }
       int tile = w.range.end - 1;
       auto release_scores = [&](uint32_t k_empty) {  // S is done: so are K, and a single Q at last
@@ -369,7 +375,7 @@ struct ForwardSm90 {
       while (tile > right) step(true);
 #pragma unroll 1
       while (tile > full) step(false);
-      if constexpr (kMask == MaskKind::window) {
+      if constexpr (kBegins<kMask>) {
 #pragma unroll 1
         while (tile > first) step(true);
       }
@@ -393,7 +399,7 @@ struct ForwardSm90 {
         device::barrier_init(shared.work_full(i), 1);
         device::barrier_init(shared.work_empty(i),
                              kWarps + (p.pages.block_tables != nullptr ? kPageLoaders : 1) +
-                                 (kStagesBias && s.stages_bias) + (kDrops ? device::kDrawers : 0));
+                                 (kStagesBias && s.stages_bias) + kDrawers);
       }
       for (int i = 0; i < kTile.stages; ++i) {
         device::barrier_init(shared.k_full(i), 1);
@@ -401,7 +407,7 @@ struct ForwardSm90 {
         device::barrier_init(shared.k_empty(i), kWarps);
         device::barrier_init(shared.v_empty(i), kWarps);
         if constexpr (kDrops) {
-          device::barrier_init(shared.kept_full(i), device::kDrawers);
+          device::barrier_init(shared.kept_full(i), kDrawers);
           device::barrier_init(shared.kept_empty(i), kWarps);
         }
       }
@@ -419,7 +425,8 @@ struct ForwardSm90 {
       int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
       if (warp == 1) {
         schedule_sm90_work<ForwardSm90>(p, s, Shared(smem));
-      } else if (kDrops && warp >= 2) {  // keys in blocks are gathered first: no loaders there
+      } else if (kDrops && !kHasDrawGroup &&
+                 warp >= 2) {  // keys in blocks are gathered first: no loaders there
         Producer::draw(p, Shared(smem), warp - 2);
       } else if (p.pages.block_tables != nullptr) {
         Producer::template load_tiles<true>(p, s, maps, Shared(smem), warp == 0 ? 0 : warp - 1);
@@ -428,6 +435,9 @@ struct ForwardSm90 {
       } else if (warp == 0 && device::elect_one()) {
         Producer::template load_tiles<false>(p, s, maps, Shared(smem));
       }
+    } else if (kHasDrawGroup && group > kConsumers) {
+      device::registers_shrink<kDrawerRegisters>();
+      ProducerSm90<ForwardSm90>::draw(p, Shared(smem), threadIdx.x / 32 % 4);
     } else {
       device::registers_grow<kConsumerRegisters>();
       consume(p, s, maps, shared, group - 1);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The producer warpgroup of forward.cuh: one warp draws work items, one (three where keys are in
-// blocks) brings Q, K and V by TMA, one a bias, two draw what dropout keeps. Next: forward.cuh, whose
+// blocks) brings Q, K and V by TMA, one a bias, two or four draw what dropout keeps. Next: forward.cuh, whose
 // consumers multiply.
 #pragma once
 
@@ -157,7 +157,7 @@ struct ProducerSm90 {
       for (int tile = w.range.end - 1; tile >= w.range.begin; --tile) {
         device::barrier_wait(shared.kept_empty(ring.stage()), ring.parity());
 #pragma unroll 1
-        for (int part = drawer; part < kParts; part += device::kDrawers) {
+        for (int part = drawer; part < kParts; part += Kernel::kDrawers) {
           const int rows = part % kRowParts * 32, word = part / kRowParts;
           dropout.template draw_rows<4>(shared.kept(ring.stage()) + 8 * (word * kTile.m + rows),
                                         w.row0 + rows, tile * kTile.n + word * 64);

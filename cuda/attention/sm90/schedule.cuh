@@ -91,6 +91,30 @@ struct Sm90Cursor {
   }
 };
 
+// The part of a range that `count` rows see by their row ranges, the first one's at `first`. A warp
+// together: its lanes share the rows out.
+template <int kN>
+__device__ __forceinline__ device::TileRange within_rows(device::TileRange range,
+                                                         const RowRanges& rows, int64_t first,
+                                                         int32_t count) {
+  int32_t begin = INT32_MAX, end = 0, last_begin = 0, first_end = INT32_MAX;
+  for (int32_t row = threadIdx.x % 32; row < count; row += 32) {
+    int64_t at = first + row * rows.strides.seq;
+    int32_t row_begin = rows.begin[at], row_end = rows.end[at];
+    if (row_begin < row_end) begin = min(begin, row_begin), end = max(end, row_end);
+    last_begin = max(last_begin, row_begin);
+    first_end = min(first_end, row_end);
+  }
+  begin = __reduce_min_sync(0xffffffffu, begin);
+  end = __reduce_max_sync(0xffffffffu, end);
+  last_begin = __reduce_max_sync(0xffffffffu, last_begin);
+  first_end = __reduce_min_sync(0xffffffffu, first_end);
+  if (end <= begin) return {0, 0, 0, 0};
+  int32_t full_begin = last_begin / kN + (last_begin % kN > 0);  // any number may stand there
+  return {max(range.begin, begin / kN), min(range.end, (end - 1) / kN + 1),
+          max(range.full_begin, full_begin), min(range.full_end, first_end / kN)};
+}
+
 // Writes work item `item` to shared memory, part by part (a thread of the producer has few
 // registers). A warp together; `item` grows from call to call. Tiles of keys begin at rows of the
 // tensor that are multiples of kAlign.
@@ -132,10 +156,15 @@ __device__ __forceinline__ Sm90Work::Kind find_sm90_work(const AttentionParams& 
   put(offsetof(Sm90Work, queries), queries);
   put(offsetof(Sm90Work, keys), keys);
   int32_t token0 = row0 / s.packed, token1 = min((row0 + kM - 1) / s.packed + 1, queries.used);
+  constexpr bool kLeft = kMask == MaskKind::window || kMask == MaskKind::rows;
   device::TileRange range = device::tile_range<kN>(
-      kMask == MaskKind::window ? p.mask.left : static_cast<int32_t>(kUnlimited),
+      kLeft ? p.mask.left : static_cast<int32_t>(kUnlimited),
       kMask == MaskKind::none ? static_cast<int32_t>(kUnlimited) : p.mask.right, token0, token1,
       queries.used, keys.used, static_cast<int32_t>(keys.start % kAlign));
+  if constexpr (kMask == MaskKind::rows) {
+    int64_t first = p.rows.first(batch, head, queries.start + token0);
+    range = within_rows<kN>(range, p.rows, first, token1 - token0);
+  }
   if (s.splits > 1) range = device::split_of(range, split, s.splits, s.split_tiles);
   put(offsetof(Sm90Work, range), range);
   return put_kind(range.begin >= range.end ? Sm90Work::kEmpty : Sm90Work::kFull);
@@ -167,6 +196,14 @@ __device__ __forceinline__ void schedule_sm90_work(const AttentionParams& p, con
       item = __shfl_sync(0xffffffffu, item, 0);
     }
   }
+}
+
+// Leaves of the keys those in the range of a row; one past the last is as the last. Not for the end
+// of the work, which has no rows.
+__device__ __forceinline__ void limit_to_row(KeyRange& keys, const AttentionParams& p,
+                                             const Sm90Work& w, int32_t token) {
+  int32_t stored = min(token, w.queries.used - 1);
+  keys = p.rows.limit(keys, w.batch, w.head, w.queries.start + stored);
 }
 
 // Where row `row` of a tile is written, or nowhere.

@@ -148,6 +148,10 @@ __device__ __forceinline__ void add_bias(float (&scores)[kCount],
   }
 }
 
+// Whether a row may see no key in front of some key.
+template <MaskKind kMask>
+constexpr bool kBegins = kMask == MaskKind::window || kMask == MaskKind::rows;
+
 // -inf for keys that a thread's two rows do not see. `first`: the key of its first score.
 template <MaskKind kMask, int kCount>
 __device__ __forceinline__ void mask_scores(float (&scores)[kCount], const KeyRange (&visible)[2],
@@ -156,8 +160,7 @@ __device__ __forceinline__ void mask_scores(float (&scores)[kCount], const KeyRa
   for (int i = 0; i < kCount; ++i) {
     const KeyRange& keys = visible[i >> 1 & 1];
     int column = (i >> 2) * 8 + (i & 1);
-    bool seen =
-        column < keys.end - first && (kMask != MaskKind::window || column >= keys.begin - first);
+    bool seen = column < keys.end - first && (!kBegins<kMask> || column >= keys.begin - first);
     scores[i] = seen ? scores[i] : device::negative_infinity();
   }
 }

@@ -105,7 +105,7 @@ struct SimtScores : SimtTiles<kHeadDim, kOwnsKeys> {
         if (f.rows.begin != nullptr && is_seen) {
           KeyRange of_row =
               f.rows.limit({0, at.keys.used}, at.batch, at.head, at.queries.start + row);
-          is_seen = row < at.queries.used && key >= of_row.begin && key < of_row.end;
+          is_seen = key >= of_row.begin && key < of_row.end;
         }
         float z = kept >> (i * kColumns + j) & 1u ? factor : 0.0f;
         row = min(row, at.queries.used - 1);  // no load leaves the arrays

@@ -136,9 +136,16 @@ struct FusedPass : KeyTiles<kType, kHeadDim, kHeadDim, kMask, kForm, true> {
         Base::make_probs(scores, probs, f, work, mod, shared.lse(stage), sight, tile, masked);
         wgmma_wait<0>();
         pin(dout_v);
-        if constexpr (Base::kDrops) Base::kept_of(shared, stage).drop_all(probs, dout_v);
+        if constexpr (Base::kPacksLate)
+          Base::kept_of(shared, stage).drop_all(dout_v);
+        else if constexpr (Base::kDrops)
+          Base::kept_of(shared, stage).drop_all(probs, dout_v);
         Base::make_grads(dout_v, scores, shared.delta(stage), masked);
         pack<kType>(grads, dout_v);
+        if constexpr (Base::kPacksLate) {
+          pack<kType>(probs, scores);
+          Base::kept_of(shared, stage).drop_all(probs);
+        }
         if (has_tail) {
 #pragma unroll
           for (int i = 0; i < kTile.m / 4; ++i)

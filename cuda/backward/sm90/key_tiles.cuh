@@ -41,6 +41,8 @@ struct KeyTiles {
                                            : sm90_keys_smem_bytes(kDims, kTile, kForm);
   static constexpr bool kDrops = kForm == ScoreForm::dropped;
   static constexpr int kKeptBytes = sm90_kept_bytes(kTile.n, kTile.m, kForm);  // a stage of dO
+  // P^T is packed when dx^T is made: registers are few.
+  static constexpr bool kPacksLate = kDrops && kFused && kTile.m == 128;
   static constexpr bool kCrosses = kFused || sm90_keys_are_paired(kDims);
   static constexpr int kPanelsQk = (kHeadDim + 63) / 64, kPanelsV = (kHeadDimV + 63) / 64;
   static constexpr int kKBytes = kTile.n * kPanelsQk * 128, kVBytes = kTile.n * kPanelsV * 128;
@@ -48,7 +50,7 @@ struct KeyTiles {
   static constexpr int kPlaneBytes = kTile.m * 4;  // of lse, or Delta
   static_assert(kSmemBytes <= 227 * 1024, "sm_90 gives a CTA at most 227 KiB");
   static_assert(kTile.m % 16 == 0 && kTile.m <= kRowPad);
-  using Mod = typename ScoresOf<kType, kForm>::Type;
+  using Mod = typename ScoresOf<kType, kMask, kForm>::Type;
 
   // 2. Shared storage, in address order: K, V (panel, n, 64); Q, dO (stage, panel, m, 64); what
   // crosses between the groups; lse, Delta (stage, m); what dropout keeps, which comes with dO;
@@ -80,14 +82,14 @@ struct KeyTiles {
       if (threadIdx.x != 0) return;
       for (int s = 0; s < kTile.stages; ++s) {
         device::barrier_init(q_full(s), 1);
-        device::barrier_init(dout_full(s), kDrops ? 1 + device::kDrawers : 1);
+        device::barrier_init(dout_full(s), kDrops ? 1 + kDrawers : 1);
         device::barrier_init(q_empty(s), kConsumers * 4);
         device::barrier_init(dout_empty(s), kConsumers * 4);
       }
       device::barrier_init_fence();
     }
   };
-  static_assert(32 * kTile.stages <= kSm90BackwardSmallBytes);
+  static_assert(32 * kTile.stages + kThreads / 32 * 8 <= kSm90BackwardSmallBytes);
 
   // 3. What a CTA works on
   struct Work {
@@ -111,6 +113,56 @@ struct KeyTiles {
           left(f), right(f), key0, min(key0 + kTile.n, keys.used), queries.used, keys.used);
     }
   };
+
+  // Row ranges: the first and the last row that sees a key of the CTA, of any head. All threads look,
+  // each warp leaves what it found; then the range is known.
+  static constexpr bool kLooksForRows = kMask == MaskKind::rows;
+  static constexpr int kWarps = kThreads / 32;
+  static __device__ __forceinline__ int2* found_rows(char* smem, const Shared& shared) {
+    uint32_t behind_barriers = shared.barriers + 32 * kTile.stages;
+    return reinterpret_cast<int2*>(smem + (behind_barriers - device::smem_address(smem)));
+  }
+  static __device__ __forceinline__ void look_for_rows(const AttentionParams& f, const Work& work,
+                                                       int2* found) {
+    const int32_t key_end = min(work.key0 + kTile.n, work.keys.used);
+    const int32_t heads = f.rows.strides.head == 0 ? 1 : work.group;
+    int32_t first = INT32_MAX, last = -1;
+    for (int32_t head = work.kv_head * work.group, i = 0; i < heads; ++i) {
+      const Mod mod(f, work.batch, head + i, work.queries.used, work.keys.used);
+#pragma unroll 4
+      for (int32_t row = threadIdx.x; row < work.queries.used; row += kThreads) {
+        KeyRange seen = mod.visible(row);
+        if (max(seen.begin, work.key0) >= min(seen.end, key_end)) continue;
+        first = min(first, row);
+        last = max(last, row);
+      }
+    }
+    first = __reduce_min_sync(0xffffffffu, first);
+    last = __reduce_max_sync(0xffffffffu, last);
+    if (threadIdx.x % 32 == 0) found[threadIdx.x / 32] = {first, last};
+  }
+  static __device__ __forceinline__ device::TileRange range_of_rows(const int2* found) {
+    int32_t first = INT32_MAX, last = -1;
+#pragma unroll
+    for (int warp = 0; warp < kWarps; ++warp) {
+      first = min(first, found[warp].x);
+      last = max(last, found[warp].y);
+    }
+    if (last < 0) return {0, 0, 0, 0};
+    return {first / kTile.m, last / kTile.m + 1, 0, 0};
+  }
+  // Whether a row of a tile does not see all of the 64 keys from key0 + `first` on.
+  static __device__ __forceinline__ bool hides(const Mod& mod, const Work& work, int first,
+                                               int tile) {
+    bool sees_all = true;
+#pragma unroll
+    for (int row = threadIdx.x % 32; row < kTile.m; row += 32) {
+      KeyRange seen = mod.visible(tile * kTile.m + row);
+      int32_t key = work.key0 + first;
+      sees_all = sees_all && seen.begin <= key && seen.end >= key + 64;
+    }
+    return !__all_sync(0xffffffffu, sees_all);
+  }
 
   static __device__ __forceinline__ int32_t left(const AttentionParams& f) {
     return kMask == MaskKind::window ? f.mask.left : static_cast<int32_t>(kUnlimited);
@@ -169,9 +221,11 @@ struct KeyTiles {
   static __device__ __forceinline__ void draw(const AttentionParams& f, const Work& work,
                                               const Shared& shared, int drawer) {
     constexpr int kGroups = kTile.n / 64, kBlocks = kTile.m < 64 ? kTile.m / 8 : 8;
+    constexpr int kParts = kGroups * device::kept_words(kTile.m);
     static_assert(kTile.m < 64 || kTile.m % 64 == 0);
     device::Ring<kTile.stages> ring(1);
     const int32_t first_head = work.kv_head * work.group;
+    int part = drawer;
 #pragma unroll 1
     for (int32_t head = first_head; head < first_head + work.group; ++head) {
       const device::TileDropout dropout(f, work.batch, head);
@@ -179,13 +233,13 @@ struct KeyTiles {
       for (int32_t tile = work.range.begin; tile < work.range.end; ++tile) {
         device::barrier_wait(shared.dout_empty(ring.stage()), ring.parity());
 #pragma unroll 1
-        for (int part = drawer; part < kGroups * device::kept_words(kTile.m);
-             part += device::kDrawers) {
+        for (; part < kParts; part += kDrawers) {
           const int group = part % kGroups, word = part / kGroups;
           dropout.template draw_keys<kBlocks>(
               shared.kept(ring.stage()) + word * kTile.n * 8 + group * 512,
               tile * kTile.m + word * 64, work.key0 + group * 64);
         }
+        part -= kParts;
         hand_over(shared.dout_full(ring.stage()));
         ring.next();
       }
@@ -249,13 +303,18 @@ struct KeyTiles {
     const int32_t first = row0 + 2 * static_cast<int32_t>(threadIdx.x % 4);
     int32_t begin[2], end[2];
 #pragma unroll
-    for (int half = 0; kMasked && half < 2; ++half) {
+    for (int half = 0; kMasked && kMask != MaskKind::rows && half < 2; ++half) {
       begin[half] = sight.rows[half].begin - first;
       end[half] = sight.rows[half].end - first;
     }
 #pragma unroll
     for (int block = 0; block < kTile.m / 8; ++block) {
       const float2 states = load_pair(lse, block);
+      [[maybe_unused]] KeyRange keys[2];  // that the two rows see
+      if constexpr (kMasked && kMask == MaskKind::rows) {
+        keys[0] = mod.visible(first + 8 * block);
+        keys[1] = mod.visible(first + 8 * block + 1);
+      }
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float* s = &scores[4 * block + 2 * half];
@@ -270,14 +329,17 @@ struct KeyTiles {
           }
           float exponent = fmaf(score, to_log2, i == 0 ? -states.x : -states.y);
           if constexpr (kMasked || !kFused) exponent = at_most(exponent, 0.0f);
-          if constexpr (kMasked) {
+          if constexpr (kMasked && kMask == MaskKind::rows) {
+            const int32_t key = sight.key + 8 * half;
+            exponent = key >= keys[i].begin && key < keys[i].end ? exponent : negative_infinity();
+          } else if constexpr (kMasked) {
             bool seen = column < end[half];
             if constexpr (kMask != MaskKind::none) seen = seen && column >= begin[half];
             exponent = seen ? exponent : negative_infinity();
           }
           prob[i] = exp2_approx(exponent);
         }
-        probs[2 * block + half] = pack2<kType>(prob[0], prob[1]);
+        if constexpr (!kPacksLate) probs[2 * block + half] = pack2<kType>(prob[0], prob[1]);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           if constexpr (kCapped)
@@ -312,7 +374,7 @@ struct KeyTiles {
       if constexpr (kRowPad % kTile.m == 0) {  // each row of a tile has a state
         if (masked) {
           if constexpr (kFused)  // rows behind the last one have scores of 0 and an lse of +inf
-            mod.hide_left(scores, distance, right(f));
+            hide_left(scores, distance, right(f), [&] { return mod.hidden(); });
           else
             mod.template hide<kMask>(scores, sight.rows, first);
         }
@@ -324,7 +386,12 @@ struct KeyTiles {
       }
       return;
     }
-    if (masked) {
+    if constexpr (kPacksLate) {
+      const int32_t first = tile * kTile.m + 2 * static_cast<int32_t>(threadIdx.x % 4);
+      const int32_t distance = first + work.keys.used - work.queries.used - sight.key;
+      if (masked) hide_left(scores, distance, right(f), device::negative_infinity);
+      make_probs_of<false>(scores, probs, work, mod, exponent_of(mod), lse, sight, tile * kTile.m);
+    } else if (masked) {
       make_probs_of<true>(scores, probs, work, mod, exponent_of(mod), lse, sight, tile * kTile.m);
     } else {
       make_probs_of<false>(scores, probs, work, mod, exponent_of(mod), lse, sight, tile * kTile.m);

@@ -47,6 +47,8 @@ struct KeysPass : KeyTiles<kType, kHeadDim, kHeadDimV, kMask, kForm> {
       for (int tile = work.range.begin; tile < work.range.begin + per_head; ++tile) {
         const int stage = ring.stage();
         const uint32_t q = shared.q_stage(stage), dout = shared.dout_stage(stage);
+        bool masked = tile < work.range.full_begin || tile >= work.range.full_end;
+        if constexpr (kMask == MaskKind::rows) masked = Base::hides(mod, work, group * 64, tile);
         barrier_wait(shared.q_full(stage), ring.parity());
         if (work.clears && (tile + 1) * kTile.m > work.queries.used) {
           barrier_wait(shared.dout_full(stage), ring.parity());
@@ -66,7 +68,6 @@ struct KeysPass : KeyTiles<kType, kHeadDim, kHeadDimV, kMask, kForm> {
         wgmma_commit();
         wgmma_wait<1>();
         pin(scores);
-        const bool masked = tile < work.range.full_begin || tile >= work.range.full_end;
         Base::make_probs(scores, probs, f, work, mod, shared.lse(stage), sight, tile, masked);
         wgmma_wait<0>();
         pin(dout_v);
@@ -123,13 +124,20 @@ __global__ void __launch_bounds__(kThreads, 1)
   using Shared = typename Pass::Shared;
   const int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
   const Shared shared(smem);  // here: behind the branch its values would leave uniform registers
-  const typename Pass::Work work(params.forward, schedule, static_cast<int32_t>(blockIdx.x));
+  typename Pass::Work work(params.forward, schedule, static_cast<int32_t>(blockIdx.x));
   if (work.key0 >= work.keys.stored) {
     device::wait_for_previous_kernel();  // all do: else this kernel could end before that one
     return;
   }
   shared.init_barriers();
-  __syncthreads();
+  if constexpr (Pass::kLooksForRows) {
+    int2* found = Pass::found_rows(smem, shared);
+    Pass::look_for_rows(params.forward, work, found);
+    __syncthreads();
+    work.range = Pass::range_of_rows(found);
+  } else {
+    __syncthreads();
+  }
   if (group == 0) {
     device::registers_shrink<Registers<Pass::kDrops>::kOfProducer>();
     if (threadIdx.x < 32) {

@@ -50,7 +50,7 @@ struct QueriesPass {
   static constexpr int kKBytes = kTile.n * kPanelsQk * 128, kVBytes = kTile.n * kPanelsV * 128;
   static_assert(kTile.m == 64 * kConsumers && kTile.m == kRowPad);
   static_assert(kTile.n % 16 == 0 && kSmemBytes <= 227 * 1024);
-  using Mod = typename ScoresOf<kType, kForm>::Type;
+  using Mod = typename ScoresOf<kType, kMask, kForm>::Type;
 
   // 2. Shared storage, in address order: Q, dO (panel, m, 64); K (stage, panel, n, 64), V; what
   // dropout keeps, which comes with V; barriers.
@@ -81,7 +81,7 @@ struct QueriesPass {
         device::barrier_init(k_empty(s), kConsumers * 4);
       }
       for (int s = 0; s < kVStages; ++s) {
-        device::barrier_init(v_full(s), kDrops ? 1 + device::kDrawers : 1);
+        device::barrier_init(v_full(s), kDrops ? 1 + kDrawers : 1);
         device::barrier_init(v_empty(s), kConsumers * 4);
       }
       device::barrier_init_fence();
@@ -109,8 +109,12 @@ struct QueriesPass {
       clears = s.clears;
       queries = query_span(f, batch);
       keys = key_span(f, batch);
-      range = device::tile_range<kTile.n>(
-          left(f), right(f), row0, min(row0 + kTile.m, queries.used), queries.used, keys.used);
+      const int32_t end = min(row0 + kTile.m, queries.used);
+      if constexpr (kMask == MaskKind::rows) {
+        range = Mod(f, batch, head, queries.used, keys.used).template range<kTile.n>(row0, end);
+      } else {
+        range = device::tile_range<kTile.n>(left(f), right(f), row0, end, queries.used, keys.used);
+      }
     }
   };
 
@@ -156,11 +160,12 @@ struct QueriesPass {
     constexpr int kPairs = kTile.m / 32, kWords = device::kept_words(kTile.n);
     const device::TileDropout dropout(f, work.batch, work.head);
     device::Ring<kVStages> ring(1);
+    int pair = drawer;
 #pragma unroll 1
     for (int32_t tile = work.range.end - 1; tile >= work.range.begin; --tile) {
       device::barrier_wait(shared.v_empty(ring.stage()), ring.parity());
 #pragma unroll 1
-      for (int pair = drawer; pair < kPairs; pair += device::kDrawers) {
+      for (; pair < kPairs; pair += kDrawers) {
         auto draw_word = [&](auto word) {
           constexpr int kCalls = (kTile.n - 64 * word.value) / 16;
           dropout.template draw_rows<(kCalls < 4 ? kCalls : 4)>(
@@ -170,6 +175,7 @@ struct QueriesPass {
         draw_word(std::integral_constant<int, 0>{});
         if constexpr (kWords == 2) draw_word(std::integral_constant<int, 1>{});
       }
+      pair -= kPairs;
       hand_over(shared.v_full(ring.stage()));
       ring.next();
     }
@@ -215,7 +221,11 @@ struct QueriesPass {
       const float lse = rows.lse[half];
       int32_t begin = 0, end = 0;
       if constexpr (kMasked) {
-        KeyRange keys = visible_keys(left(f), right(f), row, work.queries.used, work.keys.used);
+        KeyRange keys;
+        if constexpr (kMask == MaskKind::rows)
+          keys = mod.visible(row);
+        else
+          keys = visible_keys(left(f), right(f), row, work.queries.used, work.keys.used);
         begin = keys.begin - first;
         end = keys.end - first;
       }
@@ -334,6 +344,7 @@ struct QueriesPass {
       if constexpr (kDrops) {
         Kept<false, kTile.n>(shared.kept(v_ring.stage()), threadIdx.x - 128, kTile.m * 2)
             .drop_all(dout_v);
+        __syncwarp();  // every lane has read its bits
       }
       release(shared.v_empty(v_ring.stage()));
       if (masked) {

@@ -4,6 +4,7 @@
 // a time. Used by queries.cuh and key_tiles.cuh.
 #pragma once
 
+#include "cuattn/device/scores.cuh"
 #include "cuda/backward/sm90/tiles.cuh"
 
 namespace cuattn::backward {
@@ -60,19 +61,6 @@ struct SmoothScores {
       scores[i] = sees ? scores[i] : hidden();
     }
   }
-  // The same of rows that are keys, where nothing but `right` limits the queries that see them.
-  template <int kCount>
-  __device__ __forceinline__ void hide_left(float (&scores)[kCount], int32_t distance,
-                                            int32_t right) const {
-    const int32_t least =
-        right < 0 ? INT32_MIN
-                  : static_cast<int32_t>(max(-int64_t{distance} - right, int64_t{INT32_MIN}));
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      const int past = i / 4 * 8 + i % 2 - i / 2 % 2 * 8;
-      scores[i] = past >= least ? scores[i] : hidden();
-    }
-  }
   __device__ __forceinline__ float hidden() const {
     return caps() ? -0x1p60f : device::negative_infinity();
   }
@@ -80,6 +68,21 @@ struct SmoothScores {
   // d(score) / d(scaled dot product), from the tanh.
   static __device__ __forceinline__ float derivative(float tanh) { return fmaf(-tanh, tanh, 1.0f); }
 };
+
+// `hidden()` for scores that a mask hides where rows are keys and nothing but `right` limits the queries
+// that see them. The query of score 0 is `distance` past the place of its key.
+template <int kCount, class Hidden>
+__device__ __forceinline__ void hide_left(float (&scores)[kCount], int32_t distance, int32_t right,
+                                          Hidden hidden) {
+  const int32_t least =
+      right < 0 ? INT32_MIN
+                : static_cast<int32_t>(max(-int64_t{distance} - right, int64_t{INT32_MIN}));
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const int past = i / 4 * 8 + i % 2 - i / 2 % 2 * 8;
+    scores[i] = past >= least ? scores[i] : hidden();
+  }
+}
 
 // What makes a modified score an exponent in base 2.
 template <class Mod>
@@ -91,15 +94,19 @@ __device__ __forceinline__ float exponent_of(const SmoothScores<kType>& mod) {
   return mod.to_log2();
 }
 
-// What a pass asks of its scores: ScoreMod, or a fragment's worth.
-template <DType kType, ScoreForm kForm>
+// What a pass asks of its scores: ScoreMod, or a fragment's worth. Row ranges come with it.
+template <DType kType, MaskKind kMask, ScoreForm kForm>
 struct ScoresOf {
   using Type = device::ScoreMod<kType, kForm == ScoreForm::general ? ScoreKind::scored
                                                                    : ScoreKind::identity>;
 };
-template <DType kType>
-struct ScoresOf<kType, ScoreForm::smooth> {
+template <DType kType, MaskKind kMask>
+struct ScoresOf<kType, kMask, ScoreForm::smooth> {
   using Type = SmoothScores<kType>;
+};
+template <DType kType>
+struct ScoresOf<kType, MaskKind::rows, ScoreForm::plain> {
+  using Type = device::OptionPolicy<kType, MaskKind::rows, ScoreKind::identity>;
 };
 
 }  // namespace cuattn::backward

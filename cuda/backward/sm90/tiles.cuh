@@ -119,13 +119,16 @@ __device__ __forceinline__ void finish_clearing(int group) {
   device::named_barrier_sync(kClearBarrier + group, 128);
 }
 
-// ---- Dropout: the last warps of the group of producers draw, each every kDrawers-th part of a tile.
+// ---- Dropout: the last warps of the group of producers draw, each every kDrawers-th part of the
+// tiles, counted on from tile to tile.
 // Z is a factor of all kept probabilities, so it stays out of the tiles: dx = Z P (dP - Delta / Z)
 // where kept, and dq, dk and dv are multiplied by it in the end.
 
+constexpr int kDrawers = 3;  // all warps but the one that loads
+
 // Who draws; negative: not this warp.
 __device__ __forceinline__ int drawer_number() {
-  return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0) - (4 - device::kDrawers);
+  return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0) - (4 - kDrawers);
 }
 // By a whole warp: its bits are there for whoever waits for `full`.
 __device__ __forceinline__ void hand_over(uint32_t full) {

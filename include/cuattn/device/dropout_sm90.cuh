@@ -12,8 +12,6 @@
 
 namespace cuattn::device {
 
-constexpr int kDrawers = 2;  // warps
-
 CUATTN_HOST_DEVICE constexpr int kept_words(int columns) { return (columns + 63) / 64; }
 // A row is held by four threads, 16 rows by a warp, and so by two threads a row: 8 bytes.
 

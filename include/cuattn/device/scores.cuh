@@ -123,8 +123,9 @@ struct OptionPolicy<kType, MaskKind::rows, kScore> : ScoreMod<kType, kScore> {
       first_end = min(first_end, __shfl_xor_sync(0xffffffffu, first_end, lane));
     }
     if (end <= begin) return {0, 0, 0, 0};
-    return {begin / kTileN, (end - 1) / kTileN + 1, (last_begin + kTileN - 1) / kTileN,
-            first_end / kTileN};
+    int32_t full_begin =
+        last_begin / kTileN + (last_begin % kTileN > 0);  // any number may stand there
+    return {begin / kTileN, (end - 1) / kTileN + 1, full_begin, first_end / kTileN};
   }
   template <int kTileN>
   __device__ __forceinline__ TileWalk walk(int32_t row_begin, int32_t row_end) const {

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..flex.attention import OPTIONS, find, problem_of, refuse_unknown
+from ..flex.device import free_options
 from ..flex.plan import narrowed
 from ..flex.trace import dtype_name
 from .devices import place
@@ -24,7 +25,7 @@ def explain_flex(arrays: tuple[Any, ...], device: Any, dtype: str, options: dict
     """Say what a mask and a score function become, and why, and which kernel runs."""
     if len(arrays) != 3:
         raise TypeError(f"explain: {NAME} takes q, k, v, got {len(arrays)} arguments")
-    functions = [options.pop(name, None) for name in FUNCTIONS]
+    score_mod, mask_mod, block_mask = (options.pop(name, None) for name in FUNCTIONS)
     refuse_unknown(NAME, options, OPTIONS)
     options = {name: x for name, x in options.items() if name not in NOT_ASKED}
     q, k = (x if hasattr(x, "shape") else stand_in(x) for x in arrays[:2])
@@ -33,20 +34,50 @@ def explain_flex(arrays: tuple[Any, ...], device: Any, dtype: str, options: dict
     where = place(device, arrays[0])
     if problem is None:
         return explain_rows(given, dtype, where)  # says what is wrong
-    found = find(problem, *functions)
+    number, made_up = where
+    on_cuda = number >= 0 if made_up is None else made_up["is_cuda"]
+    takes = free_options(options) if on_cuda else frozenset()
+    found = find(problem, score_mod, mask_mod, block_mask, takes)
     if found.window is not None:
         given["window"] = narrowed(options.get("window", (-1, -1)), found.window)
-    number, made_up = where
+    given |= found.options
     words = found.words
-    if found.arrays and (number >= 0 if made_up is None else made_up["is_cuda"]):
-        if given.get("backend", "auto") == "auto":  # what serves them
-            given["backend"] = "simt" if is_float32(arrays[0], dtype) else "sm80"
-        given["softcap"] = given.get("softcap") or 1.0  # they run in the kernels of scores
+    if found.arrays and on_cuda:
         is_compiled = found.functions or "block_starts" in found.arrays
         words += "; a functor, compiled by NVRTC at the first call" if is_compiled else ""
-    plan = explain_rows(given, dtype, where)
+        plan = None if is_compiled else plan_on_hopper(given, dtype, where)
+        plan = plan or plan_elsewhere(given, dtype, where, bool(is_compiled))
+    else:
+        plan = explain_rows(given, dtype, where)
     line = f"  functions: {words}\n"
     return dataclasses.replace(plan, reason=f"{plan.reason}; {words}", ladder=plan.ladder + line)
+
+
+Where = tuple[int, dict[str, Any] | None]
+
+
+def plan_on_hopper(given: dict[str, Any], dtype: str, where: Where) -> Plan | None:
+    """Return the plan of row ranges in sm90, which takes them as a window; None if others do."""
+    everything = 2**30
+    window = narrowed(given.get("window", (-1, -1)), (everything, everything))
+    plan = explain_rows({**given, "window": window}, dtype, where)
+    most = max(plan.head_dim, plan.head_dim_v)
+    if plan.kernel != "sm90" or plan.score != "identity" or most > 128:
+        return None
+    dim = 64 if most <= 64 else 128  # of the instances, which differ from a window's (tiles.h)
+    plan = dataclasses.replace(plan, mask="rows", head_dim=dim, head_dim_v=dim)
+    return dataclasses.replace(plan, tile_m=128, warps=12, packed_heads=1)
+
+
+def plan_elsewhere(given: dict[str, Any], dtype: str, where: Where, is_compiled: bool) -> Plan:
+    """Return the plan of row ranges or a functor in the kernels of scores."""
+    given = {**given, "softcap": given.get("softcap") or 1.0}
+    is_wide = max(tuple(getattr(given[n], "shape", given[n]))[-1] for n in "qv") > 256
+    if given.get("backend", "auto") == "auto":  # what serves them
+        given["backend"] = "simt" if is_float32(given["q"], dtype) else "sm80"
+        if is_wide and not is_compiled:  # alone reads the row ranges of such heads
+            given["backend"] = "naive"
+    return explain_rows(given, dtype, where)
 
 
 def is_float32(q: Any, dtype: str) -> bool:

@@ -3,27 +3,25 @@
 
 from __future__ import annotations
 
-import functools
-import json
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from .. import _core
-from .._arrays import Array, ArrayT, operations
+from .._arrays import Array, ArrayT
 from .._options import DENSE, options_of
 from .._other_names import way_out
-from .block_mask import BlockMask
-from .emit import Kernel, numbers, source
+from .block_mask import BlockMask, Shape
+from .device import Placed, free_options, is_cuda, of_tiles, place_of
 from .evaluate import on_host
-from .functors import functor
+from .memo import of_torch, remember, shapes_of
 from .plan import Found, Problem, narrowed, plan
-from .trace import dtype_name, is_jax_tracer, trace
+from .trace import Traced, is_jax_tracer, trace
 
+T = TypeVar("T")
 NAME = "flex_attention"
-PROGRAMS = ("score_program", "mask_program")  # which the CPU runs
 RAGGED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 OPTIONS: frozenset[str] = frozenset(option.name for option in options_of(*DENSE)) | {*RAGGED}
 
@@ -82,25 +80,24 @@ def flex_attention(
     """
     arguments = {"q": q, "k": k, "v": v, **options}
     refuse_unknown(NAME, options, OPTIONS)
-    captured = [] if score_mod is None else trace(score_mod, is_score=True).arrays
+    score = None if score_mod is None else trace(score_mod, is_score=True)
+    mask = None if mask_mod is None else trace(mask_mod)
+    captured = [] if score is None else score.arrays
     if wants_gradient(q, (k, v, *options.values(), *captured)):
         from ..torch.flex import attend
 
         functions = {"score_mod": score_mod, "mask_mod": mask_mod, "block_mask": block_mask}
         return attend(arguments, functions, captured)
-    if any(map(is_jax_tracer, (q, k, v, *options.values(), *captured_by(mask_mod), *captured))):
+    of_mask = [] if mask is None else mask.arrays
+    if any(map(is_jax_tracer, (q, k, v, *options.values(), *of_mask, *captured))):
         from ..jax.flex import attend_traced
 
         return attend_traced(arguments, score_mod, mask_mod, block_mask)
     problem = problem_of(q, k, options)
     if problem is None:  # the compiled module says what is wrong with it
         return _core.flex_attention(arguments, {})
-    return run(arguments, find_for(arguments, problem, score_mod, mask_mod, block_mask))
-
-
-def captured_by(mask_mod: Any) -> list[Any]:
-    """Return the arrays that a mask function reads."""
-    return [] if mask_mod is None else trace(mask_mod).arrays
+    given = mask if block_mask is None else mask_mod  # which is joined with the block mask's
+    return run(arguments, find_for(arguments, problem, score, given, block_mask))
 
 
 def wants_gradient(q: Any, others: tuple[Any, ...]) -> bool:
@@ -125,31 +122,67 @@ def meant(name: str, option: str) -> str:
     return next(known, f"help(cuattn.{name}) lists what there is")
 
 
+class Functions(NamedTuple):
+    """The traced functions of a call, and its block mask."""
+
+    score: Traced | None
+    mask: Traced | None
+    block_mask: BlockMask | None
+
+
 def find_for(
     arguments: dict[str, Any], problem: Problem, score_mod: Any, mask_mod: Any, block_mask: Any
 ) -> dict[str, Any]:
-    """Return the arrays that stand for functions; a mask that is a window joins the arguments."""
-    if block_mask is not None and is_cuda(arguments["q"]):
-        block_mask = of_tiles(block_mask, arguments)
-    found = find(problem, score_mod, mask_mod, block_mask)
-    if found.window is not None:
-        arguments["window"] = narrowed(arguments.get("window", (-1, -1)), found.window)
-    if is_cuda(arguments["q"]):
-        return on_cuda(arguments, found)
-    return found.arrays
+    """Return the arrays that stand for functions; a mask that is a window joins the arguments.
+
+    What a call of the same functions, shapes and numbers found out is taken again.
+    """
+    where = place_of(arguments)
+    if where is None:
+        found = find(problem, score_mod, mask_mod, block_mask)
+        window, arrays = found.window, dict(found.arrays)
+    else:
+        functions = traced(problem, score_mod, mask_mod, block_mask)
+
+        def place() -> Placed:
+            tiles = of_tiles(functions.block_mask, arguments)
+            takes = free_options(arguments)
+            return Placed(arguments, plan(problem, *functions[:2], tiles, takes))
+
+        placed = kept_with(functions, (*shapes_of(problem), where), place)
+        window, arrays = placed.window, placed.given(arguments)
+        arguments.update(placed.options)
+    if window is not None:
+        arguments["window"] = narrowed(arguments.get("window", (-1, -1)), window)
+    return arrays
 
 
-def find(problem: Problem, score_mod: Any, mask_mod: Any, block_mask: Any) -> Found:
+def find(
+    problem: Problem, score_mod: Any, mask_mod: Any, block_mask: Any, takes: Any = frozenset()
+) -> Found:
     """Return what the functions and the block mask of a call become."""
+    functions = traced(problem, score_mod, mask_mod, block_mask)
+    key = (*shapes_of(problem), takes)
+    return kept_with(functions, key, lambda: plan(problem, *functions, takes))
+
+
+def kept_with(functions: Functions, key: tuple[Any, ...], make: Callable[[], T]) -> T:
+    """Return what `make` returns, or returned in a call of the same functions, key and numbers."""
+    given = [f for f in functions[:2] if f is not None]
+    return remember(given, (functions.block_mask,), key, make) if given else make()
+
+
+def traced(problem: Problem, score_mod: Any, mask_mod: Any, block_mask: Any) -> Functions:
+    """Trace the functions of a call, and hold its block mask against its shapes."""
     score = None if score_mod is None else trace(score_mod, is_score=True)
     if block_mask is not None and hasattr(block_mask, "kv_indices"):
-        block_mask = BlockMask.from_torch(block_mask)
+        block_mask = of_torch(block_mask)
     mask = None if mask_mod is None else trace(mask_mod)  # its messages name it
     if block_mask is not None:
         require_fit(block_mask, problem)
         block_mask = block_mask if mask_mod is None else block_mask.within(mask_mod)
         mask = trace(block_mask.mask_mod)
-    return plan(problem, score, mask, block_mask)
+    return Functions(score, mask, block_mask)
 
 
 def require_fit(block_mask: Any, problem: Problem) -> None:
@@ -175,92 +208,6 @@ def require_fit(block_mask: Any, problem: Problem) -> None:
         )
 
 
-def on_cuda(arguments: dict[str, Any], found: Found) -> dict[str, Any]:
-    """Return what was found as arrays of q's library and device, and functions as a functor."""
-    if not found.arrays:
-        return {}
-    q = arguments["q"]
-    why, way_out = "row ranges, lists and captured arrays must be on the device", "numpy arrays"
-    with operations(NAME, q, arguments.get("stream"), why, way_out) as at:
-        placed = {"device": q.device} if at.namespace.__name__ == "torch" else {}
-
-        def copy(x: Any) -> Any:
-            return at.namespace.asarray(x, **placed) if isinstance(x, np.ndarray) else x
-
-        ours = {n: copy(x) for n, x in found.arrays.items() if n not in (*PROGRAMS, "arrays")}
-        originals = [x for f in found.functions.values() for x in f.arrays]
-        pairs = zip(originals, found.arrays.get("arrays", ()), strict=True)
-        ours["arrays"] = [detached(x) if lies_with(q, x) else copy(host) for x, host in pairs]
-    if found.functions or "block_starts" in ours:
-        ours["functor"] = functor_of(arguments, found)
-        ours["numbers"] = numbers(found.functions)
-    return ours
-
-
-def lies_with(q: Any, array: Any) -> bool:
-    """Whether a kernel can read a captured array where it is."""
-    is_same = type(array) is type(q) and array.__dlpack_device__() == q.__dlpack_device__()
-    return is_same and dtype_name(array) in ("bool", "int32", "float32")
-
-
-def detached(x: Any) -> Any:
-    """Return an array that autograd does not look on."""
-    return x.detach() if hasattr(x, "detach") else x
-
-
-def functor_of(arguments: dict[str, Any], found: Found) -> int:
-    """Return the number of the machine code that computes scores and masks in a kernel."""
-    arch, kernel, _ = kernel_of(arguments)
-    has_rows, has_lists = ("row_begin" in found.arrays, "block_starts" in found.arrays)
-    plain = "score" not in found.functions and is_plain(arguments)
-    return functor(source(kernel, found.functions, has_rows, has_lists, plain), arch)
-
-
-def is_plain(arguments: dict[str, Any]) -> bool:
-    """Whether the options leave a score its scaled dot product."""
-    names = ("softcap", "alibi_slopes", "bias", "dropout_p", "dropout_state")
-    scale = arguments.get("scale")
-    is_positive = scale is None or (isinstance(scale, (int, float)) and 0 < scale < 1e38)
-    return is_positive and not any(is_asked(arguments.get(name)) for name in names)
-
-
-def is_asked(option: Any) -> bool:
-    """Whether an option is given, and no number that switches it off."""
-    return option is not None and not (isinstance(option, (int, float)) and option == 0)
-
-
-def of_tiles(block_mask: Any, arguments: dict[str, Any]) -> Any:
-    """Return a block mask in blocks that the kernel of the call can skip."""
-    if hasattr(block_mask, "kv_indices"):
-        block_mask = BlockMask.from_torch(block_mask)
-    if not isinstance(block_mask, BlockMask) or not block_mask.states.size:
-        return block_mask
-    return block_mask.of_tiles(kernel_of(arguments)[2])
-
-
-def kernel_of(arguments: dict[str, Any]) -> tuple[str, Kernel, tuple[int, int]]:
-    """Return what takes the functors of a call."""
-    q, v = arguments["q"], arguments["v"]
-    head_dims = (int(q.shape[-1]), int(v.shape[-1]))
-    return kernel_for(int(q.__dlpack_device__()[1]), dtype_name(q), *head_dims)
-
-
-@functools.lru_cache(maxsize=256)
-def kernel_for(
-    device: int, dtype: str, head_dim: int, head_dim_v: int
-) -> tuple[str, Kernel, tuple[int, int]]:
-    """Return the architecture of a device, the kernel that takes functors of a dtype, its tile."""
-    from .._explain import explain
-
-    gpus = json.loads(_core.info_json())["cuda"]["devices"]
-    arch = "sm_" + gpus[device]["compute_capability"].replace(".", "")
-    name = "simt" if dtype == "float32" else "sm80"
-    shapes = [(1, 8, 1, d) for d in (head_dim, head_dim, head_dim_v)]
-    plan = explain("attention", *shapes, device=device, dtype=dtype, softcap=1.0, backend=name)
-    tile = (plan.tile_m, plan.tile_n)
-    return arch, Kernel(name, dtype, plan.head_dim, plan.head_dim_v), tile
-
-
 def run(arguments: dict[str, Any], found: dict[str, Any]) -> Any:
     """Call the compiled module; JAX arrays go by cuattn.jax."""
     result = _core.flex_attention(arguments, found)
@@ -269,13 +216,6 @@ def run(arguments: dict[str, Any], found: dict[str, Any]) -> Any:
 
         return run_on_host(NAME, _core.flex_attention, arguments, found)
     return result
-
-
-def is_cuda(q: Any) -> bool:
-    """Whether an array lies on a CUDA device, of a library other than JAX."""
-    if type(q).__module__.startswith(("jax", "numpy")):
-        return False
-    return int(getattr(q, "__dlpack_device__", lambda: (1, 0))()[0]) == 2
 
 
 def problem_of(q: Any, k: Any, options: dict[str, Any]) -> Problem | None:
@@ -289,8 +229,7 @@ def problem_of(q: Any, k: Any, options: dict[str, Any]) -> Problem | None:
         return ragged_problem(shapes, options)
     if any(len(shape) != 4 for shape in shapes):
         return None
-    sequence, heads = (2, 1) if options.get("layout", "bshd") == "bhsd" else (1, 2)
-    batch, seqlen_q, seqlen_kv = shapes[0][0], shapes[0][sequence], shapes[1][sequence]
+    batch, num_heads, seqlen_q, seqlen_kv = dense_shape(shapes, options)
     used = [
         lengths_of(options.get(name), batch, most)
         for name, most in (("seqused_q", seqlen_q), ("seqused_k", seqlen_kv))
@@ -298,7 +237,13 @@ def problem_of(q: Any, k: Any, options: dict[str, Any]) -> Problem | None:
     if any(x is None for x in used):
         return None
     lengths = list(zip(*used, strict=True))
-    return Problem(batch, shapes[0][heads], seqlen_q, seqlen_kv, None, lengths, batch * seqlen_q)
+    return Problem(batch, num_heads, seqlen_q, seqlen_kv, None, lengths, batch * seqlen_q)
+
+
+def dense_shape(shapes: list[tuple[int, ...]], options: dict[str, Any]) -> Shape:
+    """Return the shape of a call from those of q and k, which have 4 axes."""
+    sequence, heads = (2, 1) if options.get("layout", "bshd") == "bhsd" else (1, 2)
+    return Shape(shapes[0][0], shapes[0][heads], shapes[0][sequence], shapes[1][sequence])
 
 
 def lengths_of(used: Any, batch: int, most: int) -> list[int] | None:

@@ -11,8 +11,9 @@ import numpy as np
 from .. import _core
 from .._arrays import Array, ArrayT
 from .._gradients import GRADIENTS, check_need
-from .attention import OPTIONS, find, find_for, is_cuda, problem_of, refuse_unknown
+from .attention import OPTIONS, find, find_for, problem_of, refuse_unknown
 from .block_mask import BlockMask
+from .device import free_options, is_cuda
 from .expression import FLOAT
 from .program import gradient_program
 from .trace import KINDS, Traced, dtype_name, trace
@@ -73,7 +74,8 @@ def flex_attention_backward(
         If a shape, dtype, device or option breaks its rule, or one of `arrays` is not captured by
         score_mod or holds no floats.
     NotImplementedError
-        On CUDA, if score_mod is given, or the mask leaves a row keys that are no interval.
+        On CUDA, if score_mod is neither softcap nor ALiBi, one of `arrays` is given, or the mask
+        leaves a row keys that are no interval.
 
     Examples
     --------
@@ -98,11 +100,12 @@ def flex_attention_backward(
     wanted = {slot: np.zeros(tuple(captured[slot].shape), np.float32) for slot in slots}
     problem, found = problem_of(q, k, options), {}
     if problem is not None:
-        if is_cuda(q) and find(problem, score_mod, mask_mod, block_mask).functions:
+        takes = frozenset() if arrays else free_options(options)
+        if is_cuda(q) and find(problem, score_mod, mask_mod, block_mask, takes).functions:
             raise NotImplementedError(
-                f"{NAME}: CUDA has gradients of masks that leave each row an interval of keys, and "
-                "none of score functions and other masks yet; move the arrays to the CPU, or call "
-                "attention with bias="
+                f"{NAME}: CUDA has gradients of masks that leave each row an interval of keys, of "
+                "softcap and of ALiBi, and none of other functions yet; move the arrays to the "
+                "CPU, or call attention with bias="
             )
         found = find_for(arguments, problem, score_mod, mask_mod, block_mask)
     if score is not None and "score_program" in found:

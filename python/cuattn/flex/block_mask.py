@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import masks
-from .evaluate import Host, bounds, evaluate
+from .evaluate import Host, bounds, evaluate, on_host
 from .trace import Traced, trace
 
 HIDDEN, ASKED, SEEN = 0, 1, 2
@@ -137,6 +137,7 @@ class BlockMask:
     ):
         self.mask_mod, self.shape, self.block_size = mask_mod, shape, block_size
         self.states = states
+        self._within: tuple[Any, BlockMask] | None = None
 
     @cached_property
     def by_query(self) -> Lists:
@@ -277,7 +278,7 @@ class BlockMask:
 
     @classmethod
     def from_torch(cls, block_mask: Any) -> BlockMask:
-        """Return the mask of a BlockMask of torch.nn.attention.flex_attention, on the CPU.
+        """Return the mask of a BlockMask of torch.nn.attention.flex_attention.
 
         Raises
         ------
@@ -293,7 +294,7 @@ class BlockMask:
         def dense(counts: Any, columns: Any) -> Any:
             if counts is None:
                 return None
-            counts, columns = np.asarray(counts), np.asarray(columns)
+            counts, columns = on_host(counts), on_host(columns)
             most = columns.shape[-1]
             is_used = np.arange(most) < counts[..., None]
             for what, x, n in (
@@ -339,9 +340,16 @@ class BlockMask:
         return BlockMask(mod, self.shape, self.block_size, states(self.states, other.states))
 
     def within(self, mask_mod: Callable[..., Any]) -> BlockMask:
-        """Return the mask that hides also what a function hides: no block of it is surely seen."""
-        mod = masks.and_masks(self.mask_mod, mask_mod)
-        return BlockMask(mod, self.shape, self.block_size, np.minimum(self.states, ASKED))
+        """Return the mask that hides also what a function hides: no block of it is surely seen.
+
+        The same one as last time, if the function is: plans of calls are kept with it.
+        """
+        kept = self._within
+        if kept is None or kept[0] is not mask_mod:
+            mod = masks.and_masks(self.mask_mod, mask_mod)
+            made = BlockMask(mod, self.shape, self.block_size, np.minimum(self.states, ASKED))
+            kept = self._within = (mask_mod, made)
+        return kept[1]
 
     def of_tiles(self, tile: tuple[int, int]) -> BlockMask:
         """Return the same mask in blocks that are whole tiles; those of both kinds are asked."""

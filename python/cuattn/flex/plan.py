@@ -12,6 +12,7 @@ from .block_mask import BlockMask, Shape, classify, lists_of
 from .emit import Function
 from .evaluate import Host, bounds, evaluate
 from .expression import Expr
+from .options import score_options
 from .program import program
 from .rows import Split, document_parts, limits, runs, split
 from .trace import Traced
@@ -48,6 +49,7 @@ class Found(NamedTuple):
     arrays: dict[str, Any]
     words: str
     functions: dict[str, Function]  # what the programs among the arrays were written of
+    options: dict[str, Any]  # that stand for a score function
 
 
 class Rows:
@@ -137,24 +139,32 @@ def plan(
     score: Traced | None,
     mask: Traced | None,
     block_mask: BlockMask | None,
+    takes: frozenset[str] = frozenset(),
 ) -> Found:
-    """Return what one call hands to the compiled module."""
+    """Return what one call hands to the compiled module.
+
+    A score function may become the options that `takes` names.
+    """
     found: dict[str, Any] = {}
     window, words = None, []
     captured: list[Any] = []
     functions: dict[str, Function] = {}
-    if score is not None and score.expr.op != "index":
+    if mask is not None:
+        of_mask = Host(mask)
+        keys = split(mask.expr)
+        window = limits(of_mask, keys, problem.common)
+    options = options_for(score, problem, window is not None and window[1] == 0, takes)
+    if options:
+        words.append(f"options, as the scores are {' and '.join(options)}")
+    elif score is not None and score.expr.op != "index":
         host = Host(score)
         require_int32(host, score.expr, problem)
         found["score_program"] = program(score.expr, score.scalars)
         functions["score"] = Function(score.expr, score.scalars, 0, score.arrays)
         captured += host.arrays
         words.append(f"a program for each score, {score}")
-    if mask is not None:
-        host = Host(mask)
-        keys = split(mask.expr)
-        window = limits(host, keys, problem.common)
     if mask is not None and window is None:
+        host = of_mask
         if problem.batch and not problem.lengths:
             raise NotImplementedError(
                 "flex_attention: lengths on the device serve masks that are causal or windows "
@@ -176,7 +186,19 @@ def plan(
         words.append(f"options, as the mask is the window {window}")
     if captured:
         found["arrays"] = captured
-    return Found(window, found, "; ".join(words) or "nothing beside attention", functions)
+    text = "; ".join(words) or "nothing beside attention"
+    return Found(window, found, text, functions, options)
+
+
+def options_for(
+    score: Traced | None, problem: Problem, causal: bool, takes: frozenset[str]
+) -> dict[str, Any]:
+    """Return the options that stand for a score function, if all of them may be taken."""
+    if score is None or problem.common is None or not takes:
+        return {}
+    shape = problem.batch, problem.num_heads
+    found = score_options(Host(score), score.expr, problem.common, causal, shape)
+    return found if found and takes.issuperset(found) else {}
 
 
 def require_int32(host: Host, expr: Expr, problem: Problem) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from .._arrays import Array, ArrayT
-from .attention import flex_attention
+from .attention import dense_shape, flex_attention
 from .block_mask import BlockMask
 from .evaluate import on_host
 
@@ -91,8 +91,7 @@ def made(q: Any, k: Any, blocks: Any, block_size: Any, options: dict[str, Any]) 
             f"{NAME}: q and k must have 4 axes, got shapes {shapes[0]} and {shapes[1]}; pass "
             "[batch, seqlen, heads, dim], or say layout='bhsd'"
         )
-    sequence, heads = (2, 1) if options.get("layout", "bshd") == "bhsd" else (1, 2)
-    lengths = shapes[0][sequence], shapes[1][sequence]
+    batch, num_heads, *lengths = dense_shape(shapes, options)
     if isinstance(blocks, tuple) and len(blocks) == 2:
         starts, columns = (on_host(x if hasattr(x, "dtype") else np.asarray(x)) for x in blocks)
         return BlockMask.from_csr(starts, columns, *lengths, block_size=block_size)
@@ -101,5 +100,6 @@ def made(q: Any, k: Any, blocks: Any, block_size: Any, options: dict[str, Any]) 
             f"{NAME}: blocks must be a bool array, (starts, columns) or a BlockMask, got "
             f"{type(blocks).__name__}; BlockMask.from_dense says what an array holds"
         )
-    count = {"batch": shapes[0][0], "num_heads": shapes[0][heads]}
-    return BlockMask.from_dense(on_host(blocks), *lengths, block_size=block_size, **count)
+    return BlockMask.from_dense(
+        on_host(blocks), *lengths, block_size=block_size, batch=batch, num_heads=num_heads
+    )

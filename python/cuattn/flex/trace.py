@@ -118,6 +118,7 @@ class Traced:
         self.arrays: list[Any] = []
         self.scalars: list[Any] = []
         self.expr: Expr = read(True)
+        self.kept: dict[Any, Any] = {}  # what calls found out with it (memo.py)
 
     def __str__(self) -> str:
         return str(self.expr)
@@ -408,9 +409,10 @@ def is_settled(x: Any) -> bool:
 
 
 def same(a: list[Any], b: list[Any]) -> bool:
-    """Whether two reaches are of the same objects, and of equal numbers and names."""
+    """Whether two reaches are of the same objects, numbers (-0.0 is not 0.0) and names."""
     return len(a) == len(b) and all(
-        x is y or ((is_number(x) or isinstance(x, str)) and type(x) is type(y) and x == y)
+        x is y
+        or ((is_number(x) or isinstance(x, str)) and type(x) is type(y) and repr(x) == repr(y))
         for x, y in zip(a, b, strict=True)
     )
 

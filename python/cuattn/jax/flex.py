@@ -20,7 +20,7 @@ from .._gradients import SOURCES
 def run_on_host(
     function: str, call: Callable[..., Any], arguments: dict[str, Any], found: dict[str, Any]
 ) -> Any:
-    """Run on the memory of JAX arrays, and return JAX arrays.
+    """Run on the memory of JAX arrays, and return JAX arrays that lie where q does.
 
     Raises
     ------
@@ -35,7 +35,8 @@ def run_on_host(
             raise ValueError(f"{function}: {name} must not be given with JAX arrays; XLA owns it")
     host = {name: on_host(function, name, x) for name, x in arguments.items()}
     result = call(host, found)
-    return jax.tree.map(jax.numpy.asarray, result)
+    q = next(x for x in (arguments["q"], *arguments.values()) if isinstance(x, jax.Array))
+    return jax.tree.map(lambda x: jax.device_put(x, q.sharding), result)
 
 
 def on_host(function: str, name: str, x: Any) -> Any:
@@ -122,6 +123,12 @@ class TracedCall:
         return (*found[: len(need)], *(found.darrays if slots else ()))
 
 
+def default_platform() -> str:
+    """Return where JAX computes what lies nowhere yet."""
+    device = jax.config.jax_default_device
+    return jax.default_backend() if device is None else str(getattr(device, "platform", device))
+
+
 def result_shapes(call: TracedCall) -> tuple[Any, Any]:
     """Return the shapes of out and lse."""
     shapes = dict(zip(call.names, call.operands, strict=False))
@@ -149,10 +156,11 @@ def attend_traced(arguments: dict[str, Any], score_mod: Any, mask_mod: Any, bloc
     for name in ("out", "lse_out", "workspace", "stream"):
         if arguments.get(name) is not None:
             raise ValueError(f"flex_attention: {name} must not be given with JAX arrays")
-    if jax.default_backend() != "cpu":
+    platform = default_platform()
+    if platform != "cpu":
         raise NotImplementedError(
-            f"flex_attention: JAX arrays are taken on the CPU alone, got {jax.default_backend()}; "
-            "use a mask of cuattn.attention there"
+            f"flex_attention: JAX arrays are taken on the CPU alone, got {platform}; trace under "
+            'jax.default_device("cpu"), or use a mask of cuattn.attention'
         )
     score = None if score_mod is None else trace(score_mod, is_score=True)
     call = TracedCall(arguments, score, None if mask_mod is None else trace(mask_mod), block_mask)

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a call on CUDA is given: rows and lists on its device, and functions as a functor.
+
+Arrays that were made for a call serve later ones (memo.py), on other streams and in graphs, too.
+Next: functors.py (compiled code), emit.py (its source).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import sys
+from typing import Any
+
+import numpy as np
+
+from .. import _core
+from .._arrays import Operations, operations, stream_handle
+from .block_mask import BlockMask
+from .emit import Kernel, numbers, source
+from .functors import functor
+from .options import ALIBI, SOFTCAP
+from .plan import Found
+from .trace import dtype_name
+
+NAME = "flex_attention"
+PROGRAMS = ("score_program", "mask_program")  # which the CPU runs
+in_graphs: dict[int, Placed] = {}  # graphs read their arrays as long as the process lives
+
+
+def is_cuda(q: Any) -> bool:
+    """Whether an array lies on a CUDA device, of a library other than JAX."""
+    if type(q).__module__.startswith(("jax", "numpy")):
+        return False
+    if hasattr(q, "is_cuda"):  # a tensor of torch, whose DLPack takes longer
+        return bool(q.is_cuda)
+    return int(getattr(q, "__dlpack_device__", lambda: (1, 0))()[0]) == 2
+
+
+def place_of(arguments: dict[str, Any]) -> tuple[Any, ...] | None:
+    """Return what `Placed` hangs on beside what was found; None on the CPU."""
+    q, v, stream = arguments["q"], arguments["v"], arguments.get("stream")
+    if not is_cuda(q):
+        return None
+    if stream is not None:
+        stream = stream_handle(stream)
+    elif type(q).__module__.startswith("cupy"):  # its memory is for the stream it is made on
+        stream = sys.modules["cupy"].cuda.get_current_stream().ptr
+    device = q.device if hasattr(q, "is_cuda") else q.__dlpack_device__()
+    shape = (q.dtype, int(q.shape[-1]), int(v.shape[-1]))
+    return type(q), device, *shape, stream, is_plain(arguments), free_options(arguments)
+
+
+def free_options(arguments: dict[str, Any]) -> frozenset[str]:
+    """Name the options that a score function may become, as they are not given."""
+    return frozenset(name for name in (SOFTCAP, ALIBI) if not is_asked(arguments.get(name)))
+
+
+class Placed:
+    """What was found for a call, on the device of its arrays."""
+
+    def __init__(self, arguments: dict[str, Any], found: Found):
+        self.window, self.options = found.window, found.options
+        self.arrays: dict[str, Any] = {}
+        self.captured: list[tuple[Any, bool]] = []  # arrays, and whether they are the caller's
+        self.torch: Any = None
+        if not found.arrays and ALIBI not in found.options:
+            return
+        q = arguments["q"]
+        with on_its_stream(arguments) as at:
+            if at.namespace.__name__ == "torch":
+                self.torch = at.namespace
+                self.stream = self.torch.cuda.current_stream(q.device)
+            self.place(q, at.namespace, found)
+        if found.functions or "block_starts" in self.arrays:
+            self.arrays["functor"] = functor_of({**arguments, **found.options}, found)
+            self.arrays["numbers"] = numbers(found.functions)
+
+    def place(self, q: Any, namespace: Any, found: Found) -> None:
+        """Copy to the device what is not there."""
+        where = {"device": q.device} if self.torch is not None else {}
+
+        def copy(x: Any) -> Any:
+            if not isinstance(x, np.ndarray):
+                return x
+            if self.torch is not None and self.torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    f"{NAME}: the first call with these functions, shapes and captured arrays "
+                    "copies to the device, which cannot be captured; call it once before the "
+                    "capture"
+                )
+            return namespace.asarray(x, **where)
+
+        skipped = (*PROGRAMS, "arrays")
+        self.arrays = {n: copy(x) for n, x in found.arrays.items() if n not in skipped}
+        self.options = {n: copy(x) for n, x in found.options.items()}
+        originals = [x for f in found.functions.values() for x in f.arrays]
+        for x, host in zip(originals, found.arrays.get("arrays", ()), strict=True):
+            is_there = lies_with(q, x)
+            self.captured.append((x if is_there else copy(host), is_there))
+
+    def given(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Return the arrays for a call."""
+        if self.torch is not None:
+            with on_its_stream(arguments):
+                self.outlive(self.torch.cuda.current_stream(arguments["q"].device))
+        captured = [detached(x) if is_there else x for x, is_there in self.captured]
+        return {**self.arrays, "arrays": captured} if self.arrays or captured else {}
+
+    def outlive(self, stream: Any) -> None:
+        """Keep the arrays until a stream, or a graph that is captured on it, has read them."""
+        if self.torch.cuda.is_current_stream_capturing():
+            in_graphs[id(self)] = self
+        elif stream != self.stream:
+            copies = [x for x, is_there in self.captured if not is_there]
+            made = (*self.arrays.values(), *self.options.values(), *copies)
+            for x in made:
+                if isinstance(x, self.torch.Tensor):
+                    x.record_stream(stream)
+
+
+def on_its_stream(arguments: dict[str, Any]) -> contextlib.AbstractContextManager[Operations]:
+    """Compute in the library of q, on the stream of the call."""
+    why, way_out = "row ranges, lists and captured arrays must be on the device", "numpy arrays"
+    return operations(NAME, arguments["q"], arguments.get("stream"), why, way_out)
+
+
+def lies_with(q: Any, array: Any) -> bool:
+    """Whether a kernel can read a captured array where it is."""
+    is_same = type(array) is type(q) and array.__dlpack_device__() == q.__dlpack_device__()
+    return is_same and dtype_name(array) in ("bool", "int32", "float32")
+
+
+def detached(x: Any) -> Any:
+    """Return an array that autograd does not look on."""
+    return x.detach() if hasattr(x, "detach") else x
+
+
+def functor_of(arguments: dict[str, Any], found: Found) -> int:
+    """Return the number of the machine code that computes scores and masks in a kernel."""
+    arch, kernel, _ = kernel_of(arguments)
+    has_rows, has_lists = ("row_begin" in found.arrays, "block_starts" in found.arrays)
+    plain = "score" not in found.functions and is_plain(arguments)
+    return functor(source(kernel, found.functions, has_rows, has_lists, plain), arch)
+
+
+def is_plain(arguments: dict[str, Any]) -> bool:
+    """Whether the options leave a score its scaled dot product."""
+    names = ("softcap", "alibi_slopes", "bias", "dropout_p", "dropout_state")
+    scale = arguments.get("scale")
+    is_positive = scale is None or (isinstance(scale, (int, float)) and 0 < scale < 1e38)
+    return is_positive and not any(is_asked(arguments.get(name)) for name in names)
+
+
+def is_asked(option: Any) -> bool:
+    """Whether an option is given, and no number that switches it off."""
+    return option is not None and not (isinstance(option, (int, float)) and option == 0)
+
+
+def of_tiles(block_mask: BlockMask | None, arguments: dict[str, Any]) -> BlockMask | None:
+    """Return a block mask in blocks that the kernel of the call can skip."""
+    if block_mask is None or not block_mask.states.size:
+        return block_mask
+    return block_mask.of_tiles(kernel_of(arguments)[2])
+
+
+def kernel_of(arguments: dict[str, Any]) -> tuple[str, Kernel, tuple[int, int]]:
+    """Return what takes the functors of a call."""
+    q, v = arguments["q"], arguments["v"]
+    head_dims = (int(q.shape[-1]), int(v.shape[-1]))
+    return kernel_for(int(q.__dlpack_device__()[1]), dtype_name(q), *head_dims)
+
+
+@functools.lru_cache(maxsize=256)
+def kernel_for(
+    device: int, dtype: str, head_dim: int, head_dim_v: int
+) -> tuple[str, Kernel, tuple[int, int]]:
+    """Return the architecture of a device, the kernel that takes functors of a dtype, its tile."""
+    from .._explain import explain
+
+    gpus = json.loads(_core.info_json())["cuda"]["devices"]
+    arch = "sm_" + gpus[device]["compute_capability"].replace(".", "")
+    name = "simt" if dtype == "float32" else "sm80"
+    shapes = [(1, 8, 1, d) for d in (head_dim, head_dim, head_dim_v)]
+    plan = explain("attention", *shapes, device=device, dtype=dtype, softcap=1.0, backend=name)
+    tile = (plan.tile_m, plan.tile_n)
+    return arch, Kernel(name, dtype, plan.head_dim, plan.head_dim_v), tile
