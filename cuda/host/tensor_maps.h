@@ -55,8 +55,8 @@ inline device::TensorMap encode_tensor_map(const TensorMapKey& key) {
 }
 
 // The same map again costs a comparison: calls of a training or serving loop repeat their tensors,
-// the caches of all layers among them.
-inline const device::TensorMap& tensor_map(const TensorMapKey& key) {
+// the caches of all layers among them. A copy, for the next map may take the place of this one.
+inline device::TensorMap tensor_map(const TensorMapKey& key) {
   constexpr int kEntries = 512;
   struct Entry {
     TensorMapKey key;
@@ -79,9 +79,8 @@ inline uint64_t map_stride(DType dtype, int64_t elements, int64_t extent) {
   return extent > 1 ? static_cast<uint64_t>(elements * size) : 16;
 }
 
-inline const device::TensorMap& tensor_map(DType dtype, const void* base,
-                                           const int64_t (&extent)[5], const int64_t (&stride)[4],
-                                           const int32_t (&box)[5]) {
+inline device::TensorMap tensor_map(DType dtype, const void* base, const int64_t (&extent)[5],
+                                    const int64_t (&stride)[4], const int32_t (&box)[5]) {
   TensorMapKey key;
   std::memset(&key, 0, sizeof(key));
   key.base = base;
@@ -99,8 +98,7 @@ constexpr int32_t panel_columns(DType dtype) { return dtype == DType::e4m3 ? 128
 
 // Q as (columns, heads of a group, tokens, groups, batch): a box is a panel of `tokens` tokens of
 // `packed` heads, which land as rows token * packed + head.
-inline const device::TensorMap& query_map(const AttentionParams& p, int32_t packed,
-                                          int32_t tokens) {
+inline device::TensorMap query_map(const AttentionParams& p, int32_t packed, int32_t tokens) {
   bool ragged = p.cu_seqlens_q != nullptr;
   const Strides& s = p.q_strides;
   return tensor_map(p.dtype, p.q,
@@ -111,7 +109,7 @@ inline const device::TensorMap& query_map(const AttentionParams& p, int32_t pack
 }
 
 // O as (columns, tokens, heads, batch, 1): a box is the 16 rows of a warp.
-inline const device::TensorMap& output_map(const AttentionParams& p) {
+inline device::TensorMap output_map(const AttentionParams& p) {
   bool ragged = p.cu_seqlens_q != nullptr;
   const Strides& s = p.out_strides;
   return tensor_map(
@@ -122,7 +120,7 @@ inline const device::TensorMap& output_map(const AttentionParams& p) {
 
 // A bias that has_bias_map (params/attention.h), as (keys, tokens, heads, batch, 1): a box is 64
 // keys of 64 tokens.
-inline const device::TensorMap& bias_map(const AttentionParams& p) {
+inline device::TensorMap bias_map(const AttentionParams& p) {
   return tensor_map(
       p.dtype, p.scores.bias,
       {p.seqlen_kv, p.seqlen_q, p.scores.bias_stride_head != 0 ? p.num_heads_q : 1,
@@ -133,8 +131,8 @@ inline const device::TensorMap& bias_map(const AttentionParams& p) {
 
 // K or V as (columns, tokens, heads, batch, 1), in panels. Note: the base must be mapped memory: the TMA reads
 // there for a box that lies wholly outside of its map.
-inline const device::TensorMap& key_map(const AttentionParams& p, const void* base,
-                                        const Strides& s, int32_t columns, int32_t rows) {
+inline device::TensorMap key_map(const AttentionParams& p, const void* base, const Strides& s,
+                                 int32_t columns, int32_t rows) {
   bool ragged = p.cu_seqlens_kv != nullptr;
   int64_t tokens = ragged ? p.total_kv : p.seqlen_kv;
   if (tokens == 0) base = p.q;  // never read, but legal
@@ -144,8 +142,8 @@ inline const device::TensorMap& key_map(const AttentionParams& p, const void* ba
 
 // A cache of K or V as (columns, tokens of a block, heads, blocks, 1): a box is 64 columns of
 // `piece` tokens of a block.
-inline const device::TensorMap& paged_cache_map(const PagedParams& p, const void* cache,
-                                                const CacheStrides& s, int32_t piece) {
+inline device::TensorMap paged_cache_map(const PagedParams& p, const void* cache,
+                                         const CacheStrides& s, int32_t piece) {
   return tensor_map(p.kv_dtype,
                     p.pages.num_blocks > 0 ? cache : p.q,  // without blocks nothing is read
                     {p.head_dim, p.pages.block_size, p.work.num_heads_kv, p.pages.num_blocks, 1},

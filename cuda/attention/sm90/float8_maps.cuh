@@ -28,7 +28,7 @@ struct Float8Maps {
 constexpr int kFloat8KeyAlign = 16;
 
 // Values as (keys, channels, heads, batch, 1): a box is 128 keys of all channels.
-inline const device::TensorMap& column_map(const AttentionParams& p, int32_t channels) {
+inline device::TensorMap column_map(const AttentionParams& p, int32_t channels) {
   bool ragged = p.cu_seqlens_kv != nullptr;
   int64_t tokens = ragged ? p.total_kv : p.seqlen_kv;
   const Strides& s = p.v_strides;
@@ -37,7 +37,7 @@ inline const device::TensorMap& column_map(const AttentionParams& p, int32_t cha
 }
 
 // K as (columns, 4, fours, heads, batch): a box is two rows of as many fours as make half a tile.
-inline const device::TensorMap& fours_map(const AttentionParams& p, int32_t rows) {
+inline device::TensorMap fours_map(const AttentionParams& p, int32_t rows) {
   bool ragged = p.cu_seqlens_kv != nullptr;
   int64_t tokens = ragged ? p.total_kv : p.seqlen_kv;
   const Strides& s = p.k_strides;
@@ -47,7 +47,7 @@ inline const device::TensorMap& fours_map(const AttentionParams& p, int32_t rows
 
 inline Float8Maps make_float8_maps(const AttentionParams& p, const Sm90Schedule& s, Tile tile,
                                    int32_t channels) {
-  const device::TensorMap& k = key_map(p, p.k, p.k_strides, p.head_dim, tile.n);
+  const device::TensorMap k = key_map(p, p.k, p.k_strides, p.head_dim, tile.n);
   int64_t keys = p.cu_seqlens_kv != nullptr ? p.total_kv : p.seqlen_kv;
   Float8Maps maps{query_map(p, s.packed, tile.m / s.packed), k, k, k};
   if (keys > 0) maps.v = column_map(p, channels);        // else nothing is read
@@ -99,8 +99,9 @@ __device__ __forceinline__ void mask_float8_scores(float (&scores)[kCount],
 }
 
 // Values before the first key and behind the last may hold anything, and 0 x NaN is NaN: all columns
-// but [begin, end) of a tile (channel, 128 keys) become zeros. Each group of consumers for itself;
-// what another one cleared before stays so.
+// but [begin, end) of a tile (channel, 128 keys) become zeros. Each group of consumers for itself,
+// and once a tile: all write the same, while two ranges one after the other would let a slow group
+// write back what a fast one has cleared.
 template <int kChannels>
 __device__ __forceinline__ void keep_columns(uint32_t v, int begin, int end, int group) {
   for (int i = threadIdx.x % 128; i < kChannels * 8; i += 128) {
