@@ -80,8 +80,8 @@ inline Sm90Schedule make_sm90_schedule(const AttentionParams& p, const Attention
 }
 
 // A cache of K or V as (columns, places, heads, blocks, 1).
-inline const device::TensorMap& page_map(const AttentionParams& p, const void* base,
-                                         const Strides& s, int32_t columns, int32_t rows) {
+inline device::TensorMap page_map(const AttentionParams& p, const void* base, const Strides& s,
+                                  int32_t columns, int32_t rows) {
   return tensor_map(p.dtype, base,
                     {columns, p.pages.block_size, p.num_heads_kv, p.pages.num_blocks, 1},
                     {s.seq, s.head, s.batch, 0}, {64, rows, 1, 1, 1});

@@ -6,6 +6,7 @@
 
 #include "cuattn/device/mask.cuh"
 #include "cuattn/device/mma_sm90.cuh"
+#include "cuattn/device/overlap.cuh"
 #include "cuattn/tiles.h"
 #include "cuda/attention/sm90/functor.cuh"
 
@@ -123,8 +124,9 @@ __device__ __forceinline__ device::TileRange within_rows(device::TileRange range
 }
 
 // Writes work item `item` to shared memory, part by part (a thread of the producer has few
-// registers). A warp together; `item` grows from call to call.
-template <int kM, int kN, MaskKind kMask, class Functor>
+// registers). A warp together; `item` grows from call to call. Tiles of keys begin at rows of the
+// tensor that are multiples of kAlign.
+template <int kM, int kN, MaskKind kMask, int kAlign, class Functor>
 __device__ __forceinline__ Sm90Work::Kind find_sm90_work(const AttentionParams& p,
                                                          const Sm90Schedule& s, Sm90Cursor& cursor,
                                                          int32_t item, uint32_t smem) {
@@ -167,7 +169,7 @@ __device__ __forceinline__ Sm90Work::Kind find_sm90_work(const AttentionParams& 
   device::TileRange range = device::tile_range<kN>(
       kLeft ? p.mask.left : static_cast<int32_t>(kUnlimited),
       kMask == MaskKind::none ? static_cast<int32_t>(kUnlimited) : p.mask.right, token0, token1,
-      queries.used, keys.used);
+      queries.used, keys.used, static_cast<int32_t>(keys.start % kAlign));
   if constexpr (kMask == MaskKind::rows) {
     int64_t first = p.rows.first(batch, head, queries.start + token0);
     range = within_rows<kN>(range, p.rows, first, token1 - token0);
@@ -176,6 +178,34 @@ __device__ __forceinline__ Sm90Work::Kind find_sm90_work(const AttentionParams& 
   if (s.splits > 1) range = device::split_of(range, split, s.splits, s.fixed_tiles<kN>(keys.used));
   put(offsetof(Sm90Work, range), range);
   return put_kind(range.begin >= range.end ? Sm90Work::kEmpty : Sm90Work::kFull);
+}
+
+// One warp: finds the next work item. Note: it is drawn when the last one is nearly loaded, not
+// sooner: who is at work on a heavy tile must not hold another one back from an idle CTA.
+template <class Kernel>
+__device__ __forceinline__ void schedule_sm90_work(const AttentionParams& p, const Sm90Schedule& s,
+                                                   const typename Kernel::Shared& shared) {
+  device::Ring<2> slot(1);
+  Sm90Cursor cursor;
+  int32_t item = blockIdx.x;
+  uint32_t parity = 0;
+  while (true) {
+    device::barrier_wait(shared.work_empty(slot.stage()), slot.parity());
+    Sm90Work::Kind kind =
+        find_sm90_work<Kernel::kTile.m, Kernel::kTile.n, Kernel::kMask, Kernel::kKeyAlign,
+                       typename Kernel::Asked>(p, s, cursor, item, shared.work(slot.stage()));
+    if (threadIdx.x % 32 == 0) device::barrier_arrive(shared.work_full(slot.stage()));
+    if (kind == Sm90Work::kNone) break;
+    slot.next();
+    device::barrier_wait(shared.wanted(), parity);
+    parity ^= 1;
+    item += gridDim.x;
+    if (s.counter != nullptr) {
+      device::wait_for_previous_kernel();  // until the counter is zero
+      if (threadIdx.x % 32 == 0) item = atomicAdd(s.counter, 1) + gridDim.x;
+      item = __shfl_sync(0xffffffffu, item, 0);
+    }
+  }
 }
 
 // Leaves of the keys those in the range of a row; one past the last is as the last. Not for the end
