@@ -9,6 +9,7 @@ import frameworks
 
 frameworks.require("torch")
 import jobs  # noqa: E402
+import mistakes  # noqa: E402
 
 
 @pytest.mark.parametrize(
@@ -74,11 +75,11 @@ def test_a_call_is_captured_as_a_graph(nccl, seed):
     nccl.run(2, jobs.graph, seed)
 
 
-MUTANTS = tuple(jobs.mutants())
+MUTANTS = tuple(mistakes.mutants())
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mistake_is_seen(name, pool, seed):
-    found = pool.run(2, jobs.mutant, name, seed)
+    found = pool.run(2, mistakes.mutant, name, seed)
     assert not any(right for right, _ in found)
     assert any(wrong for _, wrong in found)

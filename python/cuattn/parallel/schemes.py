@@ -331,14 +331,15 @@ class Ring(Scheme):
         """
         wide = torch.float32 if self.problem.widens else q.dtype
         out, lse = empty_result(self.problem, q, v, torch.float32)
-        out.zero_()
-        lse.fill_(-torch.inf)  # rows that see nothing yet
         written: list[slice] = []
         layout: Any = "bshd" if self.problem.axis else "thd"
         for _, owner, keys, values in self.arrivals(k, v):
             for call, rows, _, is_own in self.forward_calls(q, keys, values, owner):
                 own = sinks if is_own else None
                 run, run_lse = tokens_of(self.problem, out, rows), lse[..., rows]
+                if not written and rows != slice(0, q.shape[self.problem.axis]):
+                    out.zero_()
+                    lse.fill_(-torch.inf)  # rows that see nothing yet
                 is_new = all(rows.stop <= x.start or x.stop <= rows.start for x in written)
                 written.append(rows)
                 if is_new and wide == torch.float32:
@@ -347,6 +348,10 @@ class Ring(Scheme):
                 part = run.new_empty(run.shape, dtype=wide)
                 part_lse = run_lse.new_empty(run_lse.shape)
                 attend(call, own, part, part_lse)
+                if is_new:
+                    run.copy_(part)
+                    run_lse.copy_(part_lse)
+                    continue
                 cuattn.merge_states(
                     run, run_lse, part.float(), part_lse, layout=layout, out=run, lse_out=run_lse
                 )
