@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -13,23 +11,9 @@ import flex_cases
 import harness
 from cuattn import flex
 from cuattn.flex import functors
-from emulated_functor import machine_code
+from functor_calls import compiler, to_device, to_host  # noqa: F401 - a fixture
 
 TOLERANCE = {"float32": 5e-5, "float16": 6e-3}
-
-
-def to_device(device, x):
-    if harness.is_emulated():
-        import cupy
-
-        return cupy.asarray(x)
-    import torch
-
-    return torch.from_numpy(x).to("cuda")
-
-
-def to_host(x):
-    return np.asarray(x.cpu().numpy() if hasattr(x, "cpu") else x.values, np.float64)
 
 
 def masks(rng, n):
@@ -250,18 +234,6 @@ def check_gradients(device, q, k, v, functions):
 # Functors
 
 
-@pytest.fixture
-def compiler(monkeypatch, tmp_path):
-    """Compile functors with NVRTC, on the emulator with g++."""
-    if not harness.is_emulated():
-        monkeypatch.setenv("CUATTN_CACHE_DIR", str(tmp_path))
-        return
-    build = Path(cuattn.__file__).parents[1]
-    monkeypatch.setattr(
-        functors, "machine_code", lambda source, _: machine_code(source, build, tmp_path)
-    )
-
-
 def functions(rng, n):
     """Masks and scores that are no rows, with arrays of 1 and 2 axes, and numbers."""
     ids, table = rng.integers(0, 4, n), rng.standard_normal((4, 2 * n)).astype(np.float32)
@@ -284,7 +256,7 @@ def functions(rng, n):
 @pytest.mark.parametrize(
     ("device", "backend"), harness.target_params(cpu=(), cuda=("simt", "sm80"))
 )
-def test_functors_equal_the_dense_formula(rng, device, backend, compiler):
+def test_functors_equal_the_dense_formula(rng, device, backend, compiler):  # noqa: F811
     emulated = harness.is_emulated()
     dtype = "float32" if backend == "simt" else "float16"
     every = ((64, 64), (128, 128), (256, 256), (72, 40), (192, 128))
@@ -327,7 +299,7 @@ def check_functor(rng, device, backend, dtype, dims, mask, score, case):
 @pytest.mark.parametrize(
     ("device", "backend"), harness.target_params(cpu=(), cuda=("simt", "sm80"))
 )
-def test_sparse_attention_equals_the_dense_formula(rng, device, backend, compiler):
+def test_sparse_attention_equals_the_dense_formula(rng, device, backend, compiler):  # noqa: F811
     dtype = "float32" if backend == "simt" else "float16"
     blocks = rng.random((2, 4, 3, 4)) < 0.5
     blocks[:, :, 1] = False  # rows that see nothing
@@ -346,7 +318,7 @@ def test_sparse_attention_equals_the_dense_formula(rng, device, backend, compile
 
 
 @pytest.mark.parametrize(("device", "backend"), harness.target_params(cpu=(), cuda=("auto",)))
-def test_lengths_and_numbers_compile_nothing(rng, device, backend, compiler, monkeypatch):
+def test_lengths_and_numbers_compile_nothing(rng, device, backend, compiler, monkeypatch):  # noqa: F811
     compiled = []
     made = functors.machine_code
     monkeypatch.setattr(functors, "machine_code", lambda *x: compiled.append(x) or made(*x))
@@ -365,7 +337,7 @@ def test_lengths_and_numbers_compile_nothing(rng, device, backend, compiler, mon
 
 
 @pytest.mark.parametrize(("device", "backend"), harness.target_params(cpu=(), cuda=("auto",)))
-def test_what_no_kernel_takes_is_refused(rng, device, backend, compiler, monkeypatch):
+def test_what_no_kernel_takes_is_refused(rng, device, backend, compiler, monkeypatch):  # noqa: F811
     q = to_device(device, np.zeros((1, 8, 1, 64), np.float32))
     odd = {"mask_mod": lambda b, h, i, j: (i + j) % 3 == 0}
     with pytest.raises(NotImplementedError, match="backend 'naive' cannot run this call"):
