@@ -11,7 +11,7 @@ import flex_cases
 import harness
 from cuattn import flex
 from cuattn.flex import functors
-from functor_calls import compiler, to_device, to_host  # noqa: F401 - a fixture
+from device_arrays import to_device, to_host
 
 TOLERANCE = {"float32": 5e-5, "float16": 6e-3}
 
@@ -256,7 +256,7 @@ def functions(rng, n):
 @pytest.mark.parametrize(
     ("device", "backend"), harness.target_params(cpu=(), cuda=("simt", "sm80"))
 )
-def test_functors_equal_the_dense_formula(rng, device, backend, compiler):  # noqa: F811
+def test_functors_equal_the_dense_formula(rng, device, backend, compiler):
     emulated = harness.is_emulated()
     dtype = "float32" if backend == "simt" else "float16"
     every = ((64, 64), (128, 128), (256, 256), (72, 40), (192, 128))
@@ -299,7 +299,7 @@ def check_functor(rng, device, backend, dtype, dims, mask, score, case):
 @pytest.mark.parametrize(
     ("device", "backend"), harness.target_params(cpu=(), cuda=("simt", "sm80"))
 )
-def test_sparse_attention_equals_the_dense_formula(rng, device, backend, compiler):  # noqa: F811
+def test_sparse_attention_equals_the_dense_formula(rng, device, backend, compiler):
     dtype = "float32" if backend == "simt" else "float16"
     blocks = rng.random((2, 4, 3, 4)) < 0.5
     blocks[:, :, 1] = False  # rows that see nothing
@@ -318,7 +318,7 @@ def test_sparse_attention_equals_the_dense_formula(rng, device, backend, compile
 
 
 @pytest.mark.parametrize(("device", "backend"), harness.target_params(cpu=(), cuda=("auto",)))
-def test_lengths_and_numbers_compile_nothing(rng, device, backend, compiler, monkeypatch):  # noqa: F811
+def test_lengths_and_numbers_compile_nothing(rng, device, backend, compiler, monkeypatch):
     compiled = []
     made = functors.machine_code
     monkeypatch.setattr(functors, "machine_code", lambda *x: compiled.append(x) or made(*x))
@@ -337,7 +337,7 @@ def test_lengths_and_numbers_compile_nothing(rng, device, backend, compiler, mon
 
 
 @pytest.mark.parametrize(("device", "backend"), harness.target_params(cpu=(), cuda=("auto",)))
-def test_what_no_kernel_takes_is_refused(rng, device, backend, compiler, monkeypatch):  # noqa: F811
+def test_what_no_kernel_takes_is_refused(rng, device, backend, compiler, monkeypatch):
     q = to_device(device, np.zeros((1, 8, 1, 64), np.float32))
     odd = {"mask_mod": lambda b, h, i, j: (i + j) % 3 == 0}
     with pytest.raises(NotImplementedError, match="backend 'naive' cannot run this call"):
