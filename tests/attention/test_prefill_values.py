@@ -191,7 +191,9 @@ def test_a_row_of_nothing_but_a_low_bias_is_the_mean(device, backend, dtype, val
         problem = dataclasses.replace(problem, options={**problem.options, "num_splits": 1})
     out, lse = run(device, backend, problem)
     mean = problem.arrays["v"].astype(np.float64).mean(1)
-    np.testing.assert_allclose(np.asarray(out, np.float64)[:, 3], mean, atol=EPS[dtype])
+    # 400 additions of float32 in any order lose about the square root of as many roundings.
+    atol = max(EPS[dtype], 20 * EPS["float32"])
+    np.testing.assert_allclose(np.asarray(out, np.float64)[:, 3], mean, atol=atol)
     # Note: CUDA kernels take a score that is no float in base 2 for the lowest that is.
     nearest = max(value, float(np.finfo(np.float32).min) * np.log(2))
     for number in lse[:, :, 3].flat:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import time
 
 import numpy as np
@@ -51,7 +52,7 @@ def test_the_call_runs_on_the_current_stream_and_the_host_goes_on(torch, qkv, ba
     late = torch.zeros_like(qkv[0])
     torch.cuda.synchronize()
     seconds = []
-    for _ in range(3):  # the best of three: other test processes may hold the host
+    for _ in range(3):  # one of three must not wait: other test processes may hold the host
         late.zero_()
         torch.cuda.synchronize()
         with torch.cuda.stream(stream):
@@ -60,10 +61,11 @@ def test_the_call_runs_on_the_current_stream_and_the_host_goes_on(torch, qkv, ba
             begin = time.perf_counter()
             got = cuattn.attention(late, *qkv[1:], backend=backend)
             seconds.append(time.perf_counter() - begin)
-            assert not stream.query()  # the call is back, the stream still asleep
+            if stream.query():  # no longer asleep
+                seconds[-1] = math.inf
         stream.synchronize()
         assert torch.equal(got, want)
-    assert min(seconds) < 0.05
+    assert min(seconds) < 0.05, f"the calls waited for the device: {seconds} s"
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -75,7 +77,7 @@ def test_a_given_stream_is_used_and_its_results_belong_to_it(torch, qkv, backend
     late = torch.zeros_like(qkv[0])
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(SLEEP_CYCLES)
+        torch.cuda._sleep(5 * SLEEP_CYCLES)
         late.copy_(qkv[0])
     given = stream if form == "object" else stream.cuda_stream
     got = cuattn.attention(late, *qkv[1:], backend=backend, stream=given)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import gc
+import math
 import re
 import time
 
@@ -133,7 +134,7 @@ def test_the_host_does_not_wait_and_the_stream_is_kept(torch, name):
     expected = cuattn.attention(*arrays, **options)
     stream = torch.cuda.Stream()
     elapsed = []
-    for _ in range(3):  # the best of three: other test processes may hold the host
+    for _ in range(3):  # one of three must not wait: other test processes may hold the host
         later = [torch.full_like(x, float("nan")) for x in arrays]
         torch.cuda.synchronize()
         with torch.cuda.stream(stream):
@@ -143,10 +144,11 @@ def test_the_host_does_not_wait_and_the_stream_is_kept(torch, name):
             start = time.perf_counter()
             out = cuattn.attention(*later, **options)
             elapsed.append(time.perf_counter() - start)
-            assert not stream.query(), "the call waited for the device"
+            if stream.query():
+                elapsed[-1] = math.inf
         stream.synchronize()
         assert torch.equal(out, expected)
-    assert min(elapsed) < 0.05
+    assert min(elapsed) < 0.05, f"the calls waited for the device: {elapsed} s"
 
 
 @every_case

@@ -8,6 +8,7 @@ from __future__ import annotations
 import concurrent.futures
 import functools
 import gc
+import math
 import time
 
 import numpy as np
@@ -242,7 +243,7 @@ def test_a_call_follows_its_stream_and_does_not_wait(torch, name, form):
     stream = torch.cuda.Stream()
     given = {"object": stream, "pointer": stream.cuda_stream}
     seconds = []
-    for _ in range(3):  # the best of three: other test processes may hold the host
+    for _ in range(3):  # one of three must not wait: other test processes may hold the host
         late = early.clone()
         torch.cuda.synchronize()
         with torch.cuda.stream(stream):
@@ -253,10 +254,11 @@ def test_a_call_follows_its_stream_and_does_not_wait(torch, name, form):
             begin = time.perf_counter()
             results = function(late, **options)
             seconds.append(time.perf_counter() - begin)
-        assert not stream.query(), "the call waited for the device"
+        if stream.query():
+            seconds[-1] = math.inf
         stream.synchronize()
         assert_same(torch, results, want)
-    assert min(seconds) < 0.05
+    assert min(seconds) < 0.05, f"the calls waited for the device: {seconds} s"
 
 
 @every_job
