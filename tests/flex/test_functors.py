@@ -103,7 +103,8 @@ def test_nvrtc_takes_every_operation_without_spilling(arch):
 
 def test_nvrtc_takes_the_kernel_for_hoppers():
     ids, table = np.arange(9), np.ones((3, 5), np.float32)
-    found = functions(lambda s, b, h, q, k: s + table[h, q - k], lambda b, h, q, k: ids[q] == ids[k])
+    mask, score = lambda b, h, q, k: ids[q] == ids[k], lambda s, b, h, q, k: s + table[h, q - k]
+    found = functions(score, mask)
     text = source(Kernel("sm90", "bfloat16", 128, 128), found, False, True)
     code, log = library().compile(text, "sm_90a", functors.folders())
     assert code[:4] == b"\x7fELF"
