@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -17,35 +18,53 @@ import pytest
 import cases
 import cuattn
 import reference
-from backward_cases import BackwardCase, make_problem, run
+from backward_cases import FACTORS, BackwardCase, case_of, make_problem, run
 from harness import Cpu, bits
 
-# Prints the bits of some results, after holding each against the reference.
-WORK = """
-import hashlib, json, sys
-import numpy as np
-import cases, cuattn
-from backward_cases import FACTORS, BackwardCase, assert_case, case_of, make_problem, run
+# Holds the results of the cases in a file against the reference.
+RIGHT = """
+import json, pickle, sys
+import cuattn, numpy
+from backward_cases import assert_case
+from harness import Cpu
+
+with open(sys.argv[1], "rb") as file:
+    chosen = pickle.load(file)
+for number, case in chosen:
+    assert_case(Cpu(), "cpu", case, numpy.random.default_rng(number))
+print(json.dumps(cuattn.info()["cpu"]))
+"""
+
+# Prints the bits of the results of problems in a file: the references of a problem take seconds.
+BITS = """
+import hashlib, json, pickle, sys
+import cuattn
+from backward_cases import run
 from harness import Cpu, bits
 
 digest = hashlib.blake2b()
-chosen = [case_of(row) for row in cases.pairwise(FACTORS)[:: int(sys.argv[1])]]
-one = dict(batch=1, num_heads_q=2, num_heads_kv=1, head_dim=24, causal=True, bias="rows")
-chosen.append(BackwardCase(**one, alibi="head", sinks=True, seqlen_q=300, seqlen_kv=1300))
-for number, case in enumerate(chosen):
-    assert_case(Cpu(), "cpu", case, np.random.default_rng(number))
-    problem = make_problem(case, np.random.default_rng(number))
+with open(sys.argv[1], "rb") as file:
+    problems = pickle.load(file)
+for problem in problems:
     for result in run(Cpu(), "cpu", problem).values():
         digest.update(bits(result) if result.size else b"")
 print(json.dumps({"digest": digest.hexdigest(), **cuattn.info()["cpu"]}))
 """
 
 
-def work(every, **environment):
+def chosen(every):
+    """Number and case of every Nth of the cases, and a long one."""
+    rows = list(enumerate(cases.pairwise(FACTORS)))
+    one = dict(batch=1, num_heads_q=2, num_heads_kv=1, head_dim=24, causal=True, bias="rows")
+    long = BackwardCase(**one, alibi="head", sinks=True, seqlen_q=300, seqlen_kv=1300)
+    return [*((number, case_of(row)) for number, row in rows[::every]), (len(rows), long)]
+
+
+def work(program, *arguments, **environment):
     tests = str(Path(__file__).resolve().parents[1])
     path = os.pathsep.join([tests, *filter(None, [os.environ.get("PYTHONPATH")])])
     return subprocess.run(
-        [sys.executable, "-c", WORK, str(every)],
+        [sys.executable, "-c", program, *arguments],
         env={**os.environ, **environment, "PYTHONPATH": path},
         capture_output=True,
         text=True,
@@ -54,16 +73,23 @@ def work(every, **environment):
 
 
 @pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512"])
-def test_every_instruction_set_is_right(isa):
-    result = work(4, CUATTN_CPU_ISA=isa)
+def test_every_instruction_set_is_right(isa, tmp_path):
+    file = tmp_path / "cases"
+    file.write_bytes(pickle.dumps(chosen(every=4)))
+    result = work(RIGHT, str(file), CUATTN_CPU_ISA=isa)
     if "CUATTN_CPU_ISA must be one of" in result.stderr:
         pytest.skip(f"this processor has no {isa}")
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout)["isa"] == isa
 
 
-def test_the_number_of_threads_does_not_change_a_bit():
-    results = [json.loads(work(16, CUATTN_NUM_THREADS=str(n)).stdout) for n in (1, 2, 5)]
+def test_the_number_of_threads_does_not_change_a_bit(tmp_path):
+    file = tmp_path / "problems"
+    problems = [make_problem(case, np.random.default_rng(i)) for i, case in chosen(every=16)]
+    file.write_bytes(pickle.dumps(problems))
+    results = [
+        json.loads(work(BITS, str(file), CUATTN_NUM_THREADS=str(n)).stdout) for n in (1, 2, 5)
+    ]
     assert [r["threads"] for r in results] == [1, 2, 5]
     assert len({r["digest"] for r in results}) == 1
 

@@ -250,7 +250,8 @@ def test_what_a_producer_lies_about_is_refused(name, version):
         array = lying()
         with pytest.raises(ValueError, match=re.escape(f": {argument} {message}")):
             call(array)
-        gc.collect()
+        if array.open_exports:
+            gc.collect()  # half a second where torch and JAX have been at work
         assert array.open_exports == 0
     np.testing.assert_array_equal(cuattn.attention(*GOOD), WANT)
 

@@ -120,17 +120,19 @@ def compare(arguments, given, seen, weights, transform=jax.jit):
 
         return run
 
-    def both(arguments, traced):
+    def of_each(arguments, traced):
         bias = {n: x for n, x in traced.items() if n == "bias"}
         rest = {n: x for n, x in traced.items() if n != "bias"}
         results = []
         for function, options in ((ours, {}), (theirs, {"implementation": "xla"})):
             run = loss(function, **options)
-            grad = jax.grad(lambda a, b, run=run: run(a, {**b, **rest})[0], (0, 1))
-            results.append((run(arguments, traced)[1], grad(arguments, bias)))
+            both = lambda a, b, run=run: run(a, {**b, **rest})  # noqa: E731
+            (_, found), gradients = jax.value_and_grad(both, (0, 1), has_aux=True)(arguments, bias)
+            results.append((found, gradients))
         return results
 
-    ((out, residual), found), ((want, want_residual), wanted) = transform(both)(arguments, traced)
+    mine, other = transform(of_each)(arguments, traced)
+    ((out, residual), found), ((want, want_residual), wanted) = mine, other
     assert_near(out, want)
     rows = np.broadcast_to(seen[..., 0], residual.shape)
     assert_near(np.asarray(residual)[rows], np.asarray(want_residual)[rows])

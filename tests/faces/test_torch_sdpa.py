@@ -193,7 +193,9 @@ def test_head_dims_that_are_no_multiple_of_8(device, dim, dim_v, scale):
 def test_a_padded_result_is_dense_in_the_order_of_the_query(order):
     back = [order.index(axis) for axis in range(4)]
     q = torch.randn([(2, 4, 9, 20)[axis] for axis in order]).permute(back)
-    for function in (our_sdpa, torch.compile(our_sdpa, fullgraph=True)):
+    # The code generator orders memory by its own rules, but takes seconds: one case runs it.
+    backend = "inductor" if order == (2, 0, 1, 3) else "aot_eager"
+    for function in (our_sdpa, torch.compile(our_sdpa, fullgraph=True, backend=backend)):
         out = function(q, q, q[..., :12])
         assert out.permute(order).is_contiguous()
         assert torch.allclose(out, sdpa(q, q, q[..., :12]), atol=1e-5)
@@ -214,7 +216,8 @@ VIEWS = {
 def test_strides_that_no_kernel_reads(device, name):
     view = VIEWS[name]
     judge([leaf((2, 4, 16, 16), device) for _ in range(3)], view=view)
-    compiled = torch.compile(our_sdpa, fullgraph=True)
+    backend = "inductor" if name == "columns outermost" else "aot_eager"
+    compiled = torch.compile(our_sdpa, fullgraph=True, backend=backend)
     judge([leaf((2, 4, 16, 16), device) for _ in range(3)], compiled, view=view)
 
 

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """attn_implementation="cuattn": transformers' own models, tiny and random, against its own ways."""
 
+import importlib
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -412,3 +415,19 @@ def test_missing_transformers_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ImportError, match=r"pip install 'transformers>=5.17,<6'"):
         door.register()
+
+
+def test_the_benchmark_of_layers_runs_on_a_tiny_model(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    layers = importlib.import_module("transformers_layers")
+    monkeypatch.setattr(layers, "IS_CUDA", False)
+    monkeypatch.setattr(layers, "DEVICE", "cpu")
+    written = tmp_path / "transformers.json"
+    monkeypatch.setattr(sys, "argv", ["layers", "--rounds", "1", "-o", str(written)])
+    layers.main()
+    entries = json.loads(written.read_text())["rows"]
+    assert [entry["row"] for entry in entries] == [row.name for row in layers.rows()]
+    for entry in entries:
+        assert entry["ms"].keys() == {"cuattn", "sdpa"}
+        if "error" in entry:  # of float32, whose math is the judge
+            assert entry["error"]["cuattn"] < 1e-5 < entry["ms"]["cuattn"]

@@ -73,7 +73,9 @@ def backward_source(
     `slots` are the places of the arrays among those of the score function that get gradients.
     """
     flags = {"kScore": "score" in functions, "kMask": "mask" in functions}
-    flags |= {"kRows": rows, "kLists": lists, "kPlain": plain, "kGives": bool(slots)}
+    # ptxas spills a mask in the passes of plain scores, and none in those of any scores.
+    flags |= {"kRows": rows, "kLists": lists, "kPlain": plain and "mask" not in functions}
+    flags["kGives"] = bool(slots)
     given = ", ".join(f"{name} = {'true' if x else 'false'}" for name, x in flags.items())
     parts, first = [], 0
     if "score" in functions:
