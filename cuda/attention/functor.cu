@@ -111,8 +111,8 @@ void fill_functor(FunctorParams& params, const AttentionParams& p, Tile tile) {
   if (flex.lists.starts == nullptr) return;
   CUATTN_REQUIRE(flex.lists.query_block % tile.m == 0 && flex.lists.key_block % tile.n == 0,
                  "flex_attention: the blocks of block_mask must be multiples of ", tile.m, " x ",
-                 tile.n, " (queries x keys) for this head_dim, got ", flex.lists.query_block,
-                 " x ", flex.lists.key_block, "; make it with block_size=128");
+                 tile.n, " (queries x keys) for this head_dim, got ", flex.lists.query_block, " x ",
+                 flex.lists.key_block, "; make it with block_size=128");
 }
 
 int64_t add_functor(const void* image, size_t bytes) {

@@ -69,8 +69,7 @@ void launch_functor_backward(const BackwardParams& p, void* workspace, const Pla
                 sm80_queries_smem_bytes(d, queries), memory, query_tiles);
   if (p.dk != nullptr || p.dv != nullptr) {
     const int32_t key_tiles = device::ceil_div(f.seqlen_kv, keys.n);
-    const int32_t results =
-        sm80_keys_makes_one(d) && p.dk != nullptr && p.dv != nullptr ? 2 : 1;
+    const int32_t results = sm80_keys_makes_one(d) && p.dk != nullptr && p.dv != nullptr ? 2 : 1;
     passes.launch("cuattn_keys", int64_t{f.batch} * f.num_heads_kv * key_tiles * results,
                   sm80_keys_smem_bytes(d, keys), memory.rows, key_tiles, results);
   }

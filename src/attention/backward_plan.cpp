@@ -182,7 +182,8 @@ void require_functor(const char* function, const BackwardParams& p, const Device
                         ? "masks and scores of the user must be compiled for it first"
                         : sm80_refusal(p, device);
   if (why == nullptr) return;
-  fail<NotImplemented>(function, ": no kernel on CUDA has gradients of this mask or score function: ",
+  fail<NotImplemented>(function,
+                       ": no kernel on CUDA has gradients of this mask or score function: ",
                        kernel_name(Kernel::sm80), ": ", why, "; got ", dtype_name(p.forward.dtype),
                        ", head_dim ", p.forward.head_dim, ", head_dim_v ", p.forward.head_dim_v,
                        "; move the arrays to the CPU, or write the mask as causal, window or one "

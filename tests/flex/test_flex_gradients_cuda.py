@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from test_flex_cuda import compiler, to_device, to_host  # noqa: F401 - a fixture
 
 import cuattn
 import harness
 from cuattn import flex
-from test_flex_cuda import compiler, to_device, to_host  # noqa: F401 - a fixture
 
-SM80 = pytest.mark.parametrize(
-    ("device", "backend"), harness.target_params(cpu=(), cuda=("sm80",))
-)
+SM80 = pytest.mark.parametrize(("device", "backend"), harness.target_params(cpu=(), cuda=("sm80",)))
 ON_GPU = [
     pytest.mark.gpu,
     pytest.mark.skipif(harness.why_no_cuda() is not None, reason=f"CUDA: {harness.why_no_cuda()}"),

@@ -188,8 +188,7 @@ struct KeysPass {
           const int32_t key = min(lane_key(work, half), work.keys.used - 1);
           if constexpr (kMasked && Policy::kAsks) seen = seen && policy.sees(query, key);
           float &dot = scores[n][2 * half + i], &dp = dout_v[n][2 * half + i];
-          Weighed weighed =
-              weigh<kScore>(dot, dp, state, policy, f.scores.scale, query, key, seen);
+          Weighed weighed = weigh<kScore>(dot, dp, state, policy, f.scores.scale, query, key, seen);
           dot = weighed.prob;
           dp = weighed.dx;
         }

@@ -149,8 +149,7 @@ struct QueriesPass {
   // What a tile adds to the terms of dslopes.
   static __device__ __forceinline__ void add_slope_terms(float (&terms)[2],
                                                          const Fragment<kKeyBlocks>& ds,
-                                                         const Work& work,
-                                                         const Policy& policy,
+                                                         const Work& work, const Policy& policy,
                                                          int32_t key0) {
     if constexpr (kScore == ScoreKind::scored) {
 #pragma unroll

@@ -66,8 +66,8 @@ struct GradientPolicy : FunctorPolicy<kType, Functor> {
   __device__ __forceinline__ bool lists(int32_t row, int32_t key, bool& masked) const {
     if constexpr (Functor::kLists) {
       const FlexLists& lists = given.lists;
-      const int32_t* starts = lists.starts + b * lists.stride_batch + h * lists.stride_head +
-                              row / lists.query_block;
+      const int32_t* starts =
+          lists.starts + b * lists.stride_batch + h * lists.stride_head + row / lists.query_block;
       int32_t block = key / lists.key_block;
       bool is_listed = false, is_asked = false;
       for (int32_t at = starts[0] + threadIdx.x % 32; at < starts[1]; at += 32) {

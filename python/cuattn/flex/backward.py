@@ -108,7 +108,7 @@ def flex_attention_backward(
         if arrays and is_cuda(q) and options.get("deterministic"):
             raise NotImplementedError(
                 f"{NAME}: deterministic must not be True on CUDA where arrays are given, whose "
-                f"gradients are summed in any order, got one of shape {tuple(arrays[0].shape)}; "
+                f"gradients are summed in any order, got one of shape {wanted[slots[0]].shape}; "
                 "leave deterministic out, or move the arrays to the CPU"
             )
         gives = Gives(frozenset(slots), "dbias" in need)

@@ -98,7 +98,7 @@ def distance(node: Expr) -> str | None:
 def statements(
     exprs: list[Expr], function: Function, first_number: int
 ) -> tuple[dict[Expr, str], list[str]]:
-    """Return the statements that compute expressions of a function, and the names of their nodes."""
+    """Return the statements that compute expressions of a function, and their nodes' names."""
     names: dict[Expr, str] = {}
     lines = []
     for node in ordered(*exprs):
