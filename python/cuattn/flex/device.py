@@ -233,8 +233,8 @@ def backward_kernel_of(arguments: dict[str, Any]) -> tuple[str, Kernel]:
     if dtype not in ("float16", "bfloat16") or max(head_dims) > MOST_BACKWARD:
         raise NotImplementedError(
             f"{BACKWARD}: CUDA has gradients of masks and scores that are compiled for float16 and "
-            f"bfloat16 and head_dim up to {MOST_BACKWARD}, got {dtype}, head_dim {head_dims[0]} "
-            f"and head_dim_v {head_dims[1]}; move the arrays to the CPU, or call attention with bias="
+            f"bfloat16 and head_dim up to {MOST_BACKWARD}, got {dtype}, head_dim {head_dims[0]}, "
+            f"head_dim_v {head_dims[1]}; move the arrays to the CPU, or call attention with bias="
         )
     return backward_kernel_for(int(q.__dlpack_device__()[1]), dtype, *head_dims)
 
