@@ -48,7 +48,7 @@ def place_of(arguments: dict[str, Any]) -> tuple[Any, ...] | None:
     if not is_cuda(q):
         return None
     if stream is not None:
-        stream = stream_handle(stream)
+        stream = stream_handle(NAME, stream)
     elif type(q).__module__.startswith("cupy"):  # its memory is for the stream it is made on
         stream = sys.modules["cupy"].cuda.get_current_stream().ptr
     device = q.device if hasattr(q, "is_cuda") else q.__dlpack_device__()
