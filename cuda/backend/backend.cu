@@ -60,6 +60,11 @@ void paged_deal(const PagedWork& work, int32_t* deal, int32_t device_id, Stream 
   launch_paged_deal(work, deal, static_cast<cudaStream_t>(stream));
 }
 
+void set_decodes_apart(const DecodesApart& params, int32_t device_id, Stream stream) {
+  DeviceGuard guard(device_id);
+  launch_decodes_apart(params, static_cast<cudaStream_t>(stream));
+}
+
 void project(const ProjectParams& params, int32_t device_id, Stream stream) {
   DeviceGuard guard(device_id);
   launch_project(params, static_cast<cudaStream_t>(stream));
@@ -184,6 +189,7 @@ const Backend* cuda_backend() {
                                .backward = backward,
                                .paged = paged,
                                .paged_deal = paged_deal,
+                               .set_decodes_apart = set_decodes_apart,
                                .project = project,
                                .merge = merge,
                                .cache_write = cache_write,

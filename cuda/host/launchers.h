@@ -39,10 +39,14 @@ void launch_naive_backward(const BackwardParams& params, void* workspace,
                            cudaStream_t stream);  // backward/naive.cu
 // backward/sums.cu: dbias of its parts, dsinks and dslopes, as far as they are needed.
 void launch_option_sums(const BackwardParams& params, void* workspace, cudaStream_t stream);
+void launch_slope_sums(const BackwardParams& params, const float* terms, cudaStream_t stream);
+void launch_bias_sums(const BackwardParams& params, const float* sums, int32_t parts,
+                      cudaStream_t stream);
 // Paged attention: the deal, where the call makes its own; a kernel; the combine, where units are
 // cut. `major`: compute capability, from 9 on the combine overlaps the kernel before it.
 void launch_paged_deal(const PagedWork& work, int32_t* deal, cudaStream_t stream);
 void launch_paged_combine(const PagedParams& params, int32_t major, cudaStream_t stream);
+void launch_decodes_apart(const DecodesApart& params, cudaStream_t stream);      // paged/apart.cu
 void launch_cache_write(const CacheWriteParams& params, cudaStream_t stream);    // cache/write.cu
 void launch_cache_gather(const CacheGatherParams& params, cudaStream_t stream);  // cache/gather.cu
 void launch_copy_blocks(const BlockCopyParams& params, cudaStream_t stream);     // cache/blocks.cu

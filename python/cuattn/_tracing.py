@@ -11,6 +11,7 @@ import importlib.abc
 import importlib.util
 import sys
 import warnings
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from typing import Any
 
@@ -43,8 +44,13 @@ class Finder(importlib.abc.MetaPathFinder):
         return spec
 
 
+waiting: list[Callable[[], None]] = []  # until torch.compile is loaded
+
+
 def tell() -> None:
     """Have the builtins replaced in graphs; torch.compile itself must work in any case."""
+    while waiting:
+        waiting.pop()()
     try:
         from .torch import tracing
 
@@ -63,3 +69,11 @@ def tell_torch_compile() -> None:
         tell()
     else:
         sys.meta_path.insert(0, Finder())
+
+
+def when_torch_compiles(function: Callable[[], None]) -> None:
+    """Call a function now where torch.compile is loaded, else when it is."""
+    if COMPILER in sys.modules:
+        function()
+    else:
+        waiting.append(function)

@@ -67,7 +67,12 @@ const char* two_pass_refusal(Kernel kernel, const BackwardParams& p) {
 const char* sm90_refusal(const BackwardParams& p, const DeviceInfo& device) {
   if (p.forward.dropout.is_on() && p.forward.scores.scored())
     return "it has no dropout beside softcap, ALiBi, a bias or a scale up to 0, which sm80 has";
-  if (p.needs(kNeedDbias | kNeedDslopes)) return "it has no dbias and dslopes, which sm80 has";
+  if (p.needs(kNeedDslopes) &&
+      (sm90_score_form(p.forward) != ScoreForm::smooth || p.forward.scores.softcap > 0.0f))
+    return "it has no dslopes beside a softcap, a bias or such a scale, which sm80 has";
+  if (p.needs(kNeedDbias) && sm90_score_form(p.forward) != ScoreForm::biased) {
+    return "it has no dbias of such a bias, head_dim or beside such options, which sm80 has";
+  }
   if (const char* why = two_pass_refusal(Kernel::sm90, p)) return why;
   if (device.major != 9 || device.minor != 0) return "it is for compute capability 9.0 alone";
   return device.native == 1 ? nullptr : "this build has no machine code for 9.0";
@@ -121,8 +126,8 @@ constexpr const char* kFunctorMerit =
 bool takes_fused(const BackwardParams& p, HeadDims d, bool ordered) {
   const AttentionParams& f = p.forward;
   constexpr uint32_t kAll = kNeedDq | kNeedDk | kNeedDv;
-  return sm90_has_fused(d, mask_of(f), sm90_score_form(f)) && !ordered && (p.need & kAll) == kAll &&
-         f.seqlen_q >= kLeastFused && f.seqlen_kv >= kLeastFused;
+  return sm90_has_fused(d, mask_of(f), sm90_score_form(f)) && !ordered && !p.needs(kNeedDslopes) &&
+         (p.need & kAll) == kAll && f.seqlen_q >= kLeastFused && f.seqlen_kv >= kLeastFused;
 }
 
 // The keys of a call are cut for so many units of work, whatever number of threads there is: bits
@@ -164,7 +169,13 @@ size_t workspace_bytes(const char* function, const Plan& plan, const BackwardPar
   if (plan.kernel == Kernel::sm90) {  // the same, each sequence from a multiple of rows on; sums
     int64_t floats = sm90_floats_of_head(f, plan.num_chunks > 0 ? plan.head_dim : 0);
     if (p.needs(kNeedDsinks)) floats += f.batch;
-    return checked_bytes(function, {sizeof(float), floats, f.num_heads_q});
+    if (p.needs(kNeedDslopes)) floats += f.total_q;
+    size_t bytes = checked_bytes(function, {sizeof(float), floats, f.num_heads_q});
+    const int64_t* extents = p.dbias.extents;
+    int32_t parts = p.needs(kNeedDbias) ? sm90_bias_parts(p) : 1;
+    if (parts == 1) return bytes;
+    return bytes + checked_bytes(function, {sizeof(float), parts, extents[0], extents[1],
+                                            extents[2], extents[3]});
   }
   checked_bytes(function, {sizeof(float), plan.num_chunks, f.total_q, f.num_heads_q, f.head_dim});
   const int64_t* extents = p.dbias.extents;
@@ -243,7 +254,7 @@ Plan select_backward(const char* function, const BackwardParams& p, bool ordered
                                               : simt_backward_tile(d.qk, false);
     if (plan.kernel == Kernel::sm90 && takes_fused(p, d, ordered)) {
       plan.reason = kFusedMerit;
-      plan.tile = sm90_fused_tile(d);
+      plan.tile = sm90_fused_tile(d, sm90_score_form(f));
       plan.chunk_keys = plan.tile.n;
       plan.num_chunks = (f.seqlen_kv + plan.chunk_keys - 1) / plan.chunk_keys;
     }

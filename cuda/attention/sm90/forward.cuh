@@ -12,7 +12,6 @@
 
 #include "cuattn/device/dropout_sm90.cuh"
 #include "cuattn/device/mask.cuh"
-#include "cuattn/device/overlap.cuh"
 #include "cuattn/device/wgmma_sm90.cuh"
 #include "cuattn/tiles.h"
 #include "cuda/attention/sm90/producer.cuh"
@@ -54,6 +53,7 @@ struct ForwardSm90 {
   static_assert(kConsumers * kConsumerRegisters + kProducerRegisters + kDrawerRegisters <=
                 kThreads / 128 * (65536 / kThreads / 8 * 8));
   static constexpr int kScoreCount = kTile.n / 2, kOutCount = kHeadDimV / 2;  // of a thread
+  static constexpr int kKeyAlign = 1;                                         // see find_sm90_work
   static constexpr int kWantedBefore = 2;  // key tiles, before the last one of an item is loaded
   // Note: beyond 128 columns the wait for a turn costs more than the overlap brings.
   static constexpr bool kTakeTurns = kHeadDimV <= 128;
@@ -451,7 +451,7 @@ struct ForwardSm90 {
       device::registers_shrink<kProducerRegisters>();
       int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
       if (warp == 1) {
-        Producer::schedule_work(p, s, Shared(smem));
+        schedule_sm90_work<ForwardSm90>(p, s, Shared(smem));
       } else if (kDrops && !kHasDrawGroup &&
                  warp >= 2) {  // keys in blocks are gathered first: no loaders there
         Producer::draw(p, Shared(smem), warp - 2);

@@ -50,6 +50,7 @@ inline Sm90Schedule make_sm90_schedule(const AttentionParams& p, const Attention
   s.tiles = static_cast<int32_t>(device::ceil_div<int64_t>(rows, tile.m));
   s.splits = schedule.num_splits;
   s.split_tiles = schedule.split_keys / tile.n;
+  s.most_splits = schedule.most_splits;
   int64_t pairs = int64_t{p.batch} * s.heads;
   int64_t head_bytes = (p.seqlen_kv + int64_t{1}) * (p.head_dim + p.head_dim_v) * 2;
   int64_t section = schedule.draws_tiles ? device::ceil_div(kSectionBytes, head_bytes) : 1;
@@ -79,8 +80,8 @@ inline Sm90Schedule make_sm90_schedule(const AttentionParams& p, const Attention
 }
 
 // A cache of K or V as (columns, places, heads, blocks, 1).
-inline const device::TensorMap& page_map(const AttentionParams& p, const void* base,
-                                         const Strides& s, int32_t columns, int32_t rows) {
+inline device::TensorMap page_map(const AttentionParams& p, const void* base, const Strides& s,
+                                  int32_t columns, int32_t rows) {
   return tensor_map(p.dtype, base,
                     {columns, p.pages.block_size, p.num_heads_kv, p.pages.num_blocks, 1},
                     {s.seq, s.head, s.batch, 0}, {64, rows, 1, 1, 1});

@@ -171,33 +171,6 @@ struct ProducerSm90 {
       }
     }
   }
-
-  // One warp: finds the next work item. Note: it is drawn when the last one is nearly loaded, not
-  // sooner: who is at work on a heavy tile must not hold another one back from an idle CTA.
-  static __device__ __forceinline__ void schedule_work(const AttentionParams& p,
-                                                       const Sm90Schedule& s,
-                                                       const Shared& shared) {
-    device::Ring<2> slot(1);
-    Sm90Cursor cursor;
-    int32_t item = blockIdx.x;
-    uint32_t parity = 0;
-    while (true) {
-      device::barrier_wait(shared.work_empty(slot.stage()), slot.parity());
-      Work::Kind kind = find_sm90_work<kTile.m, kTile.n, Kernel::kMask, typename Kernel::Asked>(
-          p, s, cursor, item, shared.work(slot.stage()));
-      if (threadIdx.x % 32 == 0) device::barrier_arrive(shared.work_full(slot.stage()));
-      if (kind == Work::kNone) break;
-      slot.next();
-      device::barrier_wait(shared.wanted(), parity);
-      parity ^= 1;
-      item += gridDim.x;
-      if (s.counter != nullptr) {
-        device::wait_for_previous_kernel();  // until the counter is zero
-        if (threadIdx.x % 32 == 0) item = atomicAdd(s.counter, 1) + gridDim.x;
-        item = __shfl_sync(0xffffffffu, item, 0);
-      }
-    }
-  }
 };
 
 }  // namespace cuattn

@@ -6,6 +6,7 @@
 
 #include "cuattn/device/mask.cuh"
 #include "cuattn/device/mma_sm90.cuh"
+#include "cuattn/device/overlap.cuh"
 #include "cuattn/tiles.h"
 #include "cuda/attention/sm90/functor.cuh"
 
@@ -20,7 +21,8 @@ struct Sm90Schedule {
   int32_t packed;         // query heads that share a tile: row = token * packed + head in group
   int32_t section_heads;  // (batch, head) pairs of a section; heads of one sequence if ragged
   int32_t splits;         // parts of the keys, each a work item of its own
-  int32_t split_tiles;    // key tiles of a split that begins at a fixed place; 0: even shares
+  int32_t split_tiles;    // key tiles of a split that begins at a fixed place, or more, so that
+  int32_t most_splits;    // a sequence has so many at most; 0: even shares
   int32_t total;          // work items, at most
   int32_t* counter;       // items drawn beyond the first of each CTA; nullptr: a fixed order
   bool stores_wide;       // O in float32: a part of split keys, or an out of that dtype
@@ -33,6 +35,13 @@ struct Sm90Schedule {
   float* part_out;  // [splits, heads, rows, head_dim_v], splits > 1
   float* part_lse;  // [splits, heads, rows]
   float zero;       // 0, which the compiler does not know
+
+  // Key tiles of each part of `keys`, where they begin at fixed places; 0: even shares.
+  template <int kN>
+  __device__ __forceinline__ int32_t fixed_tiles(int32_t keys) const {
+    if (split_tiles == 0) return 0;
+    return max(split_tiles, device::ceil_div(device::ceil_div(keys, kN), most_splits));
+  }
 };
 
 // A work item: rows [row0, row0 + m) of one head (or of a group of heads, packed) against the key
@@ -115,8 +124,9 @@ __device__ __forceinline__ device::TileRange within_rows(device::TileRange range
 }
 
 // Writes work item `item` to shared memory, part by part (a thread of the producer has few
-// registers). A warp together; `item` grows from call to call.
-template <int kM, int kN, MaskKind kMask, class Functor>
+// registers). A warp together; `item` grows from call to call. Tiles of keys begin at rows of the
+// tensor that are multiples of kAlign.
+template <int kM, int kN, MaskKind kMask, int kAlign, class Functor>
 __device__ __forceinline__ Sm90Work::Kind find_sm90_work(const AttentionParams& p,
                                                          const Sm90Schedule& s, Sm90Cursor& cursor,
                                                          int32_t item, uint32_t smem) {
@@ -159,15 +169,43 @@ __device__ __forceinline__ Sm90Work::Kind find_sm90_work(const AttentionParams& 
   device::TileRange range = device::tile_range<kN>(
       kLeft ? p.mask.left : static_cast<int32_t>(kUnlimited),
       kMask == MaskKind::none ? static_cast<int32_t>(kUnlimited) : p.mask.right, token0, token1,
-      queries.used, keys.used);
+      queries.used, keys.used, static_cast<int32_t>(keys.start % kAlign));
   if constexpr (kMask == MaskKind::rows) {
     int64_t first = p.rows.first(batch, head, queries.start + token0);
     range = within_rows<kN>(range, p.rows, first, token1 - token0);
   }
   if constexpr (Functor::kLists) list = list_places<Functor, kN>(range, p, batch, head, row0);
-  if (s.splits > 1) range = device::split_of(range, split, s.splits, s.split_tiles);
+  if (s.splits > 1) range = device::split_of(range, split, s.splits, s.fixed_tiles<kN>(keys.used));
   put(offsetof(Sm90Work, range), range);
   return put_kind(range.begin >= range.end ? Sm90Work::kEmpty : Sm90Work::kFull);
+}
+
+// One warp: finds the next work item. Note: it is drawn when the last one is nearly loaded, not
+// sooner: who is at work on a heavy tile must not hold another one back from an idle CTA.
+template <class Kernel>
+__device__ __forceinline__ void schedule_sm90_work(const AttentionParams& p, const Sm90Schedule& s,
+                                                   const typename Kernel::Shared& shared) {
+  device::Ring<2> slot(1);
+  Sm90Cursor cursor;
+  int32_t item = blockIdx.x;
+  uint32_t parity = 0;
+  while (true) {
+    device::barrier_wait(shared.work_empty(slot.stage()), slot.parity());
+    Sm90Work::Kind kind =
+        find_sm90_work<Kernel::kTile.m, Kernel::kTile.n, Kernel::kMask, Kernel::kKeyAlign,
+                       typename Kernel::Asked>(p, s, cursor, item, shared.work(slot.stage()));
+    if (threadIdx.x % 32 == 0) device::barrier_arrive(shared.work_full(slot.stage()));
+    if (kind == Sm90Work::kNone) break;
+    slot.next();
+    device::barrier_wait(shared.wanted(), parity);
+    parity ^= 1;
+    item += gridDim.x;
+    if (s.counter != nullptr) {
+      device::wait_for_previous_kernel();  // until the counter is zero
+      if (threadIdx.x % 32 == 0) item = atomicAdd(s.counter, 1) + gridDim.x;
+      item = __shfl_sync(0xffffffffu, item, 0);
+    }
+  }
 }
 
 // Leaves of the keys those in the range of a row; one past the last is as the last. Not for the end

@@ -19,9 +19,9 @@ from .cost import Choice
 from .layout import Layout
 from .plan import Plan, kept_plan, limit_memory, plan_of, teams_of
 from .schemes import SCHEMES
+from .team import keep_out_of_graphs
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def attention(
     q: Tensor,
     k: Tensor,
@@ -118,7 +118,6 @@ def attention(
     return run("parallel.attention", locals(), None)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def attention_varlen(
     q: Tensor,
     k: Tensor,
@@ -286,3 +285,6 @@ def run_scheme(
         return scheme.forward(*arrays)
     result: tuple[Tensor, Tensor] = Attend.apply(scheme, *arrays)
     return result
+
+
+keep_out_of_graphs(globals(), "run")
