@@ -74,8 +74,8 @@ void launch_functor_backward(const BackwardParams& p, void* workspace, const Pla
                   sm80_keys_smem_bytes(d, keys), memory.rows, key_tiles, results);
   }
   if (p.needs(kNeedDbias)) {
-    passes.launch("cuattn_bias", backward::bias_blocks(p, bias), sm80_queries_smem_bytes(d, bias),
-                  memory, bias_parts(p));
+    passes.launch("cuattn_bias", backward::bias_blocks(p, bias, bias_parts(p)),
+                  sm80_queries_smem_bytes(d, bias), memory, bias_parts(p));
   }
   launch_option_sums(p, workspace, stream);
   launch_clear(f.cu_seqlens_q, f.batch, f.total_q, f.num_heads_q,

@@ -218,7 +218,8 @@ const char* refusal(Kernel kernel, const AttentionRequest& r, const DeviceInfo& 
       if (r.has_dropout && r.score == ScoreKind::scored)
         return "it has no dropout beside softcap, ALiBi, a bias or a scale up to 0, which sm80 has";
       if (r.has_functor && (r.has_dropout || r.has_score_options))
-        return "it has no dropout, softcap, ALiBi, bias or scale up to 0 beside functions of a user";
+        return "it has no dropout, softcap, ALiBi, bias or scale up to 0 beside functions of a "
+               "user";
       if (r.has_functor && std::max(r.head_dim, r.head_dim_v) > 128)
         return "it takes functions of a user up to head_dim 128";
       return uncompiled(kNotCompiled);

@@ -8,7 +8,8 @@
 #include <string>
 #include <vector>
 
-#include "cuda/attention/sm90/launch.cuh"
+#include "cuda/attention/sm90/boxes.cuh"
+#include "cuda/attention/sm90/host.cuh"
 #include "cuda/paged/sm90/decode.cuh"
 #include "problem.h"
 #include "suite.h"

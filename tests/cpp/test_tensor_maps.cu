@@ -8,7 +8,8 @@
 #include <vector>
 
 #include "cuattn/device/mma_sm90.cuh"
-#include "cuda/attention/sm90/launch.cuh"
+#include "cuda/attention/sm90/boxes.cuh"
+#include "cuda/attention/sm90/host.cuh"
 #include "cuda/attention/sm90/store.cuh"
 #include "cuda/host/tensor_maps.h"
 #include "suite.h"

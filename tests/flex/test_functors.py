@@ -102,20 +102,10 @@ def test_nvrtc_takes_every_operation_without_spilling(arch):
         assert spilled == ["0"], f"{kernel}: {log}"
 
 
-def test_nvrtc_takes_the_passes_of_gradients_without_spilling():
-    compiler = library()
-    mask = functions(mask=lambda b, h, q, k: q != k)
-    for kernel, found, slots in ((SM80, of_everything(), {0, 1}), (KERNELS[1], mask, set())):
-        given = found, False, True, True, frozenset(slots), bool(slots)
-        code, log = compiler.compile(backward_source(kernel, *given), "sm_90", functors.folders())
-        assert code[:4] == b"\x7fELF"
-        spilled = re.findall(r"(\d+) bytes spill stores", log)
-        assert spilled == ["0"] * (3 if slots else 2), f"{kernel}: {log}"
-
-
 def test_nvrtc_takes_the_kernel_for_hoppers():
     ids, table = np.arange(9), np.ones((3, 5), np.float32)
-    found = functions(lambda s, b, h, q, k: s + table[h, q - k], lambda b, h, q, k: ids[q] == ids[k])
+    mask, score = lambda b, h, q, k: ids[q] == ids[k], lambda s, b, h, q, k: s + table[h, q - k]
+    found = functions(score, mask)
     text = source(Kernel("sm90", "bfloat16", 128, 128), found, False, True)
     code, log = library().compile(text, "sm_90a", functors.folders())
     assert code[:4] == b"\x7fELF"
@@ -129,6 +119,17 @@ def test_distances_become_floats_without_a_conversion_each():
     assert "= fabsf(at.ahead);" in text
     assert "= -at.ahead;" in text
     assert "static_cast<float>" not in text
+
+
+def test_nvrtc_takes_the_passes_of_gradients_without_spilling():
+    compiler = library()
+    mask = functions(mask=lambda b, h, q, k: q != k)
+    for kernel, found, slots in ((SM80, of_everything(), {0, 1}), (KERNELS[1], mask, set())):
+        given = found, False, True, True, frozenset(slots), bool(slots)
+        code, log = compiler.compile(backward_source(kernel, *given), "sm_90", functors.folders())
+        assert code[:4] == b"\x7fELF"
+        spilled = re.findall(r"(\d+) bytes spill stores", log)
+        assert spilled == ["0"] * (3 if slots else 2), f"{kernel}: {log}"
 
 
 def test_nvrtc_says_what_it_refuses():

@@ -122,9 +122,9 @@ struct ForwardSm90 {
   };
 
   // 3. Roles. The producer's: producer.cuh.
-  using Mod = typename device::Either<
-      Functor::kScore, Sm90FunctorMod,
-      device::ScoreMod<kType, kDrops ? ScoreKind::identity : kScore>>::Type;
+  using Mod =
+      typename device::Either<Functor::kScore, Sm90FunctorMod,
+                              device::ScoreMod<kType, kDrops ? ScoreKind::identity : kScore>>::Type;
 
   // The two rows of a thread in a query tile, and the keys that they see.
   struct Rows {
@@ -142,8 +142,12 @@ struct ForwardSm90 {
     if constexpr (Functor::kGiven) {
       Work w;
       device::load_shared(w, shared.copy(threadIdx.x / 32 - 4));
-      const device::ScorePlace at = {w.batch,        w.head,      rows.row,
-                                     first,          w.queries.used, w.keys.used,
+      const device::ScorePlace at = {w.batch,
+                                     w.head,
+                                     rows.row,
+                                     first,
+                                     w.queries.used,
+                                     w.keys.used,
                                      static_cast<float>(rows.row - first)};
       const auto& given = static_cast<const FunctorParams&>(p);
       if constexpr (Functor::kScore) call_score<Functor>(scores, mod.scale, at, given);

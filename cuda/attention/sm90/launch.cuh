@@ -18,8 +18,8 @@ void launch_forward_sm90_tile(const AttentionParams& p, const AttentionSchedule&
   static std::atomic<uint64_t> allowed{0};
   allow_shared_memory(forward_sm90_kernel<Kernel>, Kernel::kSmemBytes, allowed);
   if (s.counter != nullptr) launch_clear_counter(s.counter, stream);
-  launch_overlapping(forward_sm90_kernel<Kernel>, sm90_grid(s, schedule), Kernel::kThreads, Kernel::kSmemBytes,
-                     s.counter != nullptr ? 9 : 0, stream, p, s, maps);
+  launch_overlapping(forward_sm90_kernel<Kernel>, sm90_grid(s, schedule), Kernel::kThreads,
+                     Kernel::kSmemBytes, s.counter != nullptr ? 9 : 0, stream, p, s, maps);
   if (s.splits > 1) launch_merge(sm90_parts(p, schedule), stream);
 }
 

@@ -91,8 +91,8 @@ struct ProducerSm90 {
             ids.ask(p, keys, s, tile - Ids::kAhead, first);
             ids.await();
           }
-          const KeyBox<kPages, kPanelsQk> k(p, keys, s, ids.slot(tile), walk.at(tile).tile * kTile.n,
-                                            loader);
+          const KeyBox<kPages, kPanelsQk> k(p, keys, s, ids.slot(tile),
+                                            walk.at(tile).tile * kTile.n, loader);
           load_keys(k, maps.k, shared.k, shared.k_empty(0), shared.k_full(0), k_ring);
           if (kQStages == 1 && tile == last) load_queries();
           if (leads && tile == min(last, first + Kernel::kWantedBefore)) {

@@ -99,7 +99,7 @@ def flex_attention(
     given = mask if block_mask is None else mask_mod  # which is joined with the block mask's
     found = find_for(arguments, problem, score, given, block_mask)
     if "kernel" in found:  # which its functor is compiled for
-        arguments["backend"] = found["kernel"]
+        arguments["backend"] = found.pop("kernel")
     return run(arguments, found)
 
 
