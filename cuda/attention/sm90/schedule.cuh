@@ -36,13 +36,12 @@ struct Sm90Schedule {
   float* part_lse;  // [splits, heads, rows]
   float zero;       // 0, which the compiler does not know
 
-  // Key tiles of each part of `keys`, where they begin at fixed places; 0: even shares. Tiles may
-  // begin in front of the first key, but not by a whole one.
+  // Key tiles of each part of `keys`, where they begin at fixed places; 0: even shares. A sequence's
+  // own number of keys decides, not where it begins in a packed array.
   template <int kN>
-  __device__ __forceinline__ int32_t fixed_tiles(const Span& keys) const {
+  __device__ __forceinline__ int32_t fixed_tiles(int32_t keys) const {
     if (split_tiles == 0) return 0;
-    int32_t most_keys = keys.used + static_cast<int32_t>(keys.start % kN);
-    return max(split_tiles, device::ceil_div(device::ceil_div(most_keys, kN), most_splits));
+    return max(split_tiles, device::ceil_div(device::ceil_div(keys, kN), most_splits));
   }
 };
 
@@ -177,7 +176,7 @@ __device__ __forceinline__ Sm90Work::Kind find_sm90_work(const AttentionParams& 
     range = within_rows<kN>(range, p.rows, first, token1 - token0);
   }
   if constexpr (Functor::kLists) list = list_places<Functor, kN>(range, p, batch, head, row0);
-  if (s.splits > 1) range = device::split_of(range, split, s.splits, s.fixed_tiles<kN>(keys));
+  if (s.splits > 1) range = device::split_of(range, split, s.splits, s.fixed_tiles<kN>(keys.used));
   put(offsetof(Sm90Work, range), range);
   return put_kind(range.begin >= range.end ? Sm90Work::kEmpty : Sm90Work::kFull);
 }
