@@ -37,11 +37,13 @@ struct Sm90Schedule {
   float* part_lse;  // [splits, heads, rows]
   float zero;       // 0, which the compiler does not know
 
-  // Key tiles of each part of `keys`, where they begin at fixed places; 0: even shares.
+  // Key tiles of each part of `keys`, where they begin at fixed places; 0: even shares. Tiles may
+  // begin in front of the first key, but not by a whole one.
   template <int kN>
-  __device__ __forceinline__ int32_t fixed_tiles(int32_t keys) const {
+  __device__ __forceinline__ int32_t fixed_tiles(const Span& keys) const {
     if (split_tiles == 0) return 0;
-    return max(split_tiles, device::ceil_div(device::ceil_div(keys, kN), most_splits));
+    int32_t most_keys = keys.used + static_cast<int32_t>(keys.start % kN);
+    return max(split_tiles, device::ceil_div(device::ceil_div(most_keys, kN), most_splits));
   }
 };
 
@@ -171,7 +173,7 @@ __device__ __forceinline__ Sm90Work::Kind find_sm90_work(const AttentionParams& 
     int64_t first = p.rows.first(batch, head, queries.start + token0);
     range = within_rows<kN>(range, p.rows, first, token1 - token0);
   }
-  if (s.splits > 1) range = device::split_of(range, split, s.splits, s.fixed_tiles<kN>(keys.used));
+  if (s.splits > 1) range = device::split_of(range, split, s.splits, s.fixed_tiles<kN>(keys));
   put(offsetof(Sm90Work, range), range);
   return put_kind(range.begin >= range.end ? Sm90Work::kEmpty : Sm90Work::kFull);
 }
