@@ -16,7 +16,7 @@ void attention(const AttentionParams& params, const AttentionSchedule& schedule,
                int32_t device_id, Stream stream) {
   DeviceGuard guard(device_id);
   cudaStream_t cuda_stream = static_cast<cudaStream_t>(stream);
-  if (params.flex != nullptr) return launch_functor(params, plan, device_id, cuda_stream);
+  if (params.flex != nullptr) return launch_functor(params, schedule, plan, device_id, cuda_stream);
   switch (plan.kernel) {
     case Kernel::naive: return launch_naive(params, schedule.workspace, cuda_stream);
     case Kernel::cublas: return launch_cublas(params, schedule.workspace, device_id, cuda_stream);
@@ -28,6 +28,8 @@ void backward(const BackwardParams& params, const BackwardSchedule& schedule, co
               int32_t device_id, Stream stream) {
   DeviceGuard guard(device_id);
   cudaStream_t cuda_stream = static_cast<cudaStream_t>(stream);
+  if (params.forward.flex != nullptr)
+    return launch_functor_backward(params, schedule.workspace, plan, device_id, cuda_stream);
   switch (plan.kernel) {
     case Kernel::naive: return launch_naive_backward(params, schedule.workspace, cuda_stream);
     default: return launch_instance<Op::attention_backward>({params, schedule}, plan, cuda_stream);

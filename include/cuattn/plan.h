@@ -47,6 +47,10 @@ struct AttentionRequest {
   bool is_flex;                 // asked by flex_attention
   bool has_rows, has_programs;  // row ranges; programs or lists of a user
   bool has_functor;             // these compiled for CUDA
+  bool has_score_options;       // beside a functor: softcap, ALiBi, a bias or a scale up to 0
+  bool has_columns;             // float8: values lie by columns
+  int64_t total_kv;             // float8: rows of k and v
+  bool has_part_scales;         // float8: q or k has a scale for each block of rows, or query head
 };
 
 // What the choice of a paged kernel depends on.
@@ -101,7 +105,8 @@ struct Plan {
   int32_t chunk_keys;  // backward: keys of a part of the work, and such parts; else 0
   int32_t num_chunks;
   size_t workspace_bytes;
-  const char* reason;  // one clause, static storage
+  size_t turned_bytes;  // of these at the end, for float8 values that are turned into columns; or 0
+  const char* reason;   // one clause, static storage
 };
 
 // backend: "auto", "naive", "cublas", "tiled", "simt", "sm80", "sm90", "cpu".

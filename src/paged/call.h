@@ -52,6 +52,10 @@ PagedCall validate_latent(const LatentArrays& arrays, const cuattn_paged_options
 // Chooses a kernel and cuts the work for it. Must come before run.
 void plan_paged(PagedCall& call, const cuattn_paged_options& options, const DeviceInfo& device);
 
+// All that run_paged refuses, and nothing else: nothing is written.
+void check_paged(const PagedCall& call, const TensorView& out, const TensorView* lse,
+                 const void* workspace, size_t workspace_bytes, Stream stream);
+
 // Validates the outputs and launches, on a copy of the call, which may so be run again, with other
 // outputs and another workspace.
 void run_paged(PagedCall call, const TensorView& out, const TensorView* lse, void* workspace,
