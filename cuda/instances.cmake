@@ -11,16 +11,18 @@
 # At most 6 kernels of attention share a source, so that none takes minutes to compile; forward_sm90
 # has a second tile at head_dim 128, and so two rows.
 
-cuattn_kernel(attention forward_sm90 attention/sm90/forward.cuh sm90
+cuattn_kernel(attention forward_sm90 attention/sm90/launch.cuh sm90
               "f16;bf16" "64;128" "none;causal;window;rows" "identity")
-cuattn_kernel(attention forward_sm90 attention/sm90/forward.cuh sm90
+cuattn_kernel(attention forward_sm90 attention/sm90/launch.cuh sm90
               "f16;bf16" "96;192;256;192x128" "none;causal;window" "identity")
-cuattn_kernel(attention forward_sm90 attention/sm90/forward.cuh sm90
+cuattn_kernel(attention forward_sm90 attention/sm90/launch.cuh sm90
               "f16;bf16" "64;96;128;192;256;192x128" "none;causal;window" "scored")
 # With dropout the window serves every mask; beside a softcap, ALiBi or a bias, it is the scored ones
 # of forward_sm80 that have it.
-cuattn_kernel(attention forward_sm90 attention/sm90/forward.cuh sm90
+cuattn_kernel(attention forward_sm90 attention/sm90/launch.cuh sm90
               "f16;bf16" "64;96;128;192;256;192x128" "window" "dropped")
+cuattn_kernel(attention forward_sm90 attention/sm90/float8.cuh sm90
+              "e4m3" "64;128" "none;causal;window" "identity")
 cuattn_kernel(attention forward_sm80 attention/sm80/forward.cuh portable
               "f16;bf16" "32;64;96;128;192;256;192x128" "none;causal;window" "identity;scored")
 cuattn_kernel(attention forward_sm80 attention/sm80/forward.cuh portable

@@ -39,8 +39,13 @@ MaskKind mask_of(const AttentionParams& f) {
   return f.rows.begin != nullptr ? MaskKind::rows : f.mask.kind();
 }
 
-// The number of the compiled kernels that would run the call.
+// The number of the compiled kernels that would run the call; a functor is compiled for the head
+// dims of the scored ones.
 int32_t instance_of(Kernel kernel, const AttentionParams& f) {
+  if (f.flex != nullptr) {
+    return find_instance(Op::attention_backward, kernel, f.dtype, {f.head_dim, f.head_dim_v},
+                         MaskKind::window, ScoreKind::scored);
+  }
   // Of the scored kernels the window serves every mask; of simt row ranges, too.
   ScoreKind score = score_of(kernel, f);
   MaskKind mask = mask_of(f);
@@ -82,7 +87,8 @@ const char* bias_refusal(const BackwardParams& p) {
 const char* sm80_refusal(const BackwardParams& p, const DeviceInfo& device) {
   if (const char* why = two_pass_refusal(Kernel::sm80, p)) return why;
   if (const char* why = bias_refusal(p)) return why;
-  ScoreKind score = score_of(Kernel::sm80, p.forward);
+  bool is_functor = p.forward.flex != nullptr;
+  ScoreKind score = is_functor ? ScoreKind::scored : score_of(Kernel::sm80, p.forward);
   HeadDims d = instance_at(instance_of(Kernel::sm80, p.forward)).dims;
   int32_t bytes = std::max({sm80_queries_smem_bytes(d, sm80_queries_tile(d, score)),
                             sm80_queries_smem_bytes(d, sm80_bias_tile(d)),
@@ -94,6 +100,8 @@ const char* sm80_refusal(const BackwardParams& p, const DeviceInfo& device) {
 
 // nullptr where the rung can differentiate the call, else why not.
 const char* refusal(Kernel kernel, const BackwardParams& p, const DeviceInfo& device) {
+  if (device.is_cuda && p.forward.flex != nullptr && kernel != Kernel::sm80)
+    return "masks and scores of the user run in sm80 alone";
   switch (kernel) {
     case Kernel::cpu:
     case Kernel::cpu_naive:
@@ -111,6 +119,9 @@ const char* refusal(Kernel kernel, const BackwardParams& p, const DeviceInfo& de
 constexpr int32_t kLeastFused = 512;
 constexpr const char* kFusedMerit =
     "Hopper: five products fused, dq summed in any order; deterministic=True takes two passes";
+
+constexpr const char* kFunctorMerit =
+    "tensor cores: mma.sync, two passes compiled for the functions by NVRTC";
 
 bool takes_fused(const BackwardParams& p, HeadDims d, bool ordered) {
   const AttentionParams& f = p.forward;
@@ -175,6 +186,21 @@ size_t workspace_bytes(const char* function, const Plan& plan, const BackwardPar
   return checked_bytes(function, {sizeof(float), layout_of(p, plan.num_chunks).total});
 }
 
+// What of the user's has no kernel on CUDA.
+void require_functor(const char* function, const BackwardParams& p, const DeviceInfo& device) {
+  if (!device.is_cuda || p.forward.flex == nullptr) return;
+  const char* why = p.forward.flex->functor == 0
+                        ? "masks and scores of the user must be compiled for it first"
+                        : sm80_refusal(p, device);
+  if (why == nullptr) return;
+  fail<NotImplemented>(function,
+                       ": no kernel on CUDA has gradients of this mask or score function: ",
+                       kernel_name(Kernel::sm80), ": ", why, "; got ", dtype_name(p.forward.dtype),
+                       ", head_dim ", p.forward.head_dim, ", head_dim_v ", p.forward.head_dim_v,
+                       "; move the arrays to the CPU, or write the mask as causal, window or one "
+                       "interval of keys a row, and the score as bias=");
+}
+
 // The fastest rung that serves the call.
 const Rung& best_rung(const BackwardParams& p, const DeviceInfo& device) {
   auto serves = [&](const Rung& rung) {
@@ -206,12 +232,7 @@ const Rung& named_rung(const char* function, const char* backend, const Backward
 Plan select_backward(const char* function, const BackwardParams& p, bool ordered,
                      const DeviceInfo& device, const char* backend) {
   require_supported(function, device);
-  if (device.is_cuda && p.forward.flex != nullptr) {
-    fail<NotImplemented>(function,
-                         ": of what the user writes CUDA has gradients of row ranges alone; "
-                         "write the mask as causal, window, rows or bias, or move the arrays to "
-                         "the CPU");
-  }
+  require_functor(function, p, device);
   const Rung& rung =
       is_auto(backend) ? best_rung(p, device) : named_rung(function, backend, p, device);
   const AttentionParams& f = p.forward;
@@ -226,7 +247,8 @@ Plan select_backward(const char* function, const BackwardParams& p, bool ordered
     HeadDims d = instance_at(plan.instance).dims;
     plan.head_dim = d.qk;
     plan.head_dim_v = d.v;
-    ScoreKind score = score_of(plan.kernel, f);
+    ScoreKind score = f.flex != nullptr ? ScoreKind::scored : score_of(plan.kernel, f);
+    if (f.flex != nullptr) plan.reason = kFunctorMerit;
     plan.tile = plan.kernel == Kernel::sm90   ? sm90_queries_tile(d, sm90_score_form(f))
                 : plan.kernel == Kernel::sm80 ? sm80_queries_tile(d, score)
                                               : simt_backward_tile(d.qk, false);

@@ -61,9 +61,9 @@ struct BoxPlace {
       : row(static_cast<int32_t>(span.start) + first), batch(ragged ? 0 : b) {}
 };
 
-inline const device::TensorMap& rows_map(const AttentionParams& f, bool ragged, const void* base,
-                                         const Strides& s, int32_t columns, int64_t tokens,
-                                         int32_t heads, int32_t rows) {
+inline device::TensorMap rows_map(const AttentionParams& f, bool ragged, const void* base,
+                                  const Strides& s, int32_t columns, int64_t tokens, int32_t heads,
+                                  int32_t rows) {
   if (tokens == 0) base = f.total_q > 0 ? f.q : f.k;  // never read, but mapped
   return tensor_map(f.dtype, base, {columns, tokens, heads, ragged ? 1 : f.batch, 1},
                     {s.seq, s.head, s.batch, 0}, {64, rows, 1, 1, 1});
