@@ -146,6 +146,33 @@ def test_what_has_no_gradient_on_cuda_is_refused(rng, device, backend, compiler)
     assert [to_host(x).any() for x in found] == [False] * 3
 
 
+def test_explain_says_what_differentiates():
+    table = np.zeros((4, 9), np.float32)
+    causal, score = flex.masks.causal(), lambda s, b, h, q, k: s + table[h, q - k]
+
+    def explain(d=64, device="h100", **call):
+        rows, lse = (2, 300, 4, d), (2, 4, 300)
+        shapes = (*[rows] * 5, lse)
+        return cuattn.explain("flex_attention_backward", *shapes, device=device, **call)
+
+    for d, given, words, kernel in (
+        (64, {"mask_mod": causal}, "the window (-1, 0)", "sm90"),
+        (64, {"mask_mod": flex.masks.chunked(50)}, "row ranges", "sm90"),
+        (256, {"mask_mod": flex.masks.chunked(50)}, "row ranges", "sm80"),
+        (64, {"mask_mod": flex.masks.chunked(50), "softcap": 2.0}, "row ranges", "naive"),
+        (64, {"mask_mod": flex.masks.streaming(9)}, "compiled by NVRTC", "sm80"),
+        (128, {"score_mod": score, "arrays": [table]}, "arrays by atomics", "sm80"),
+    ):
+        plan = explain(d, **given)
+        assert (plan.kernel, words in plan.reason) == (kernel, True), plan.reason
+    plan = explain(device="cpu", score_mod=score, arrays=[table], dtype="float32")
+    assert plan.kernel == "cpu"
+    with pytest.raises(NotImplementedError, match="got float32, head_dim 64"):
+        explain(score_mod=score, dtype="float32")
+    with pytest.raises(TypeError, match="takes dout, q, k, v, out, lse, got 0 arguments"):
+        cuattn.explain("flex_attention_backward")
+
+
 class TestOnGpu:
     pytestmark = ON_GPU
 
