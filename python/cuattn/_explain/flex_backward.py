@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans of flex_attention_backward: what its functions become, and the kernel that runs the rest."""
+"""Plans of flex_attention_backward: what its functions become, and the kernel that runs it."""
 
 from __future__ import annotations
 
@@ -26,10 +26,9 @@ def explain_flex_backward(
 ) -> Plan:
     """Say what a mask and a score function become, and why, and which kernel differentiates."""
     if len(arrays) != len(NAMES):
-        raise TypeError(
-            f"explain: {BACKWARD} takes {', '.join(NAMES)}, got {len(arrays)} arguments"
-        )
-    functions = tuple(options.pop(name, None) for name in FUNCTIONS)
+        names = ", ".join(NAMES)
+        raise TypeError(f"explain: {BACKWARD} takes {names}, got {len(arrays)} arguments")
+    score_mod, mask_mod, block_mask = (options.pop(name, None) for name in FUNCTIONS)
     wanted = options.pop("arrays", ())
     need = options.pop("need", GRADIENTS[:3])
     refuse_unknown(BACKWARD, options, TAKES)
@@ -50,7 +49,7 @@ def explain_flex_backward(
     if problem is None:
         return plan_of()  # says what is wrong
     takes = free_options(options) if on_cuda and not wanted else frozenset()
-    found = find(problem, *functions, takes)
+    found = find(problem, score_mod, mask_mod, block_mask, takes)
     if found.window is not None:
         options["window"] = narrowed(options.get("window", (-1, -1)), found.window)
     options |= found.options
