@@ -73,6 +73,10 @@ inline int64_t bias_blocks(const BackwardParams& p, Tile tile, int32_t parts) {
   return int64_t{items[0]} * items[1] * items[2] * items[3] * parts;
 }
 
+inline int64_t bias_blocks(const BackwardParams& p, Tile tile) {
+  return bias_blocks(p, tile, bias_parts(p));
+}
+
 __device__ __forceinline__ void store_dbias(const BackwardParams& p, int64_t at, float value) {
   using namespace device;
   switch (p.forward.scores.bias_dtype) {

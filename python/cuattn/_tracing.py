@@ -49,8 +49,6 @@ waiting: list[Callable[[], None]] = []  # until torch.compile is loaded
 
 def tell() -> None:
     """Have the builtins replaced in graphs; torch.compile itself must work in any case."""
-    while waiting:
-        waiting.pop()()
     try:
         from .torch import tracing
 
@@ -61,6 +59,8 @@ def tell() -> None:
             f"told what to trace ({error}); call cuattn.torch.attention in compiled code",
             stacklevel=2,
         )
+    while waiting:
+        waiting.pop()()
 
 
 def tell_torch_compile() -> None:

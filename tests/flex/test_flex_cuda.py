@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -13,23 +11,9 @@ import flex_cases
 import harness
 from cuattn import flex
 from cuattn.flex import functors
-from emulated_functor import machine_code
+from device_arrays import to_device, to_host
 
 TOLERANCE = {"float32": 5e-5, "float16": 6e-3}
-
-
-def to_device(device, x):
-    if harness.is_emulated():
-        import cupy
-
-        return cupy.asarray(x)
-    import torch
-
-    return torch.from_numpy(x).to("cuda")
-
-
-def to_host(x):
-    return np.asarray(x.cpu().numpy() if hasattr(x, "cpu") else x.values, np.float64)
 
 
 def masks(rng, n):
@@ -248,18 +232,6 @@ def check_gradients(device, q, k, v, functions):
 
 
 # Functors
-
-
-@pytest.fixture
-def compiler(monkeypatch, tmp_path):
-    """Compile functors with NVRTC, on the emulator with g++."""
-    if not harness.is_emulated():
-        monkeypatch.setenv("CUATTN_CACHE_DIR", str(tmp_path))
-        return
-    build = Path(cuattn.__file__).parents[1]
-    monkeypatch.setattr(
-        functors, "machine_code", lambda source, _: machine_code(source, build, tmp_path)
-    )
 
 
 def functions(rng, n):

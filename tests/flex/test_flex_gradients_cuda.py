@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from test_flex_cuda import compiler, to_device, to_host  # noqa: F401 - a fixture
 
 import cuattn
 import harness
 from cuattn import flex
+from device_arrays import to_device, to_host
 
 SM80 = pytest.mark.parametrize(("device", "backend"), harness.target_params(cpu=(), cuda=("sm80",)))
 ON_GPU = [
@@ -103,7 +103,7 @@ def check(device, arrays, dout, functions, options, need, wanted, words):
 
 
 @SM80
-def test_gradients_of_functors_equal_those_of_the_cpu(rng, device, backend, compiler):  # noqa: F811
+def test_gradients_of_functors_equal_those_of_the_cpu(rng, device, backend, compiler):
     every = ((64, 64), (128, 128), (72, 40), (192, 128), (256, 256))
     for case in (0, 2, 3) if harness.is_emulated() else range(10):
         kind, dims = case % 5, every[0 if harness.is_emulated() else case % 5 ^ case // 5 % 2]
@@ -127,7 +127,7 @@ def test_gradients_of_functors_equal_those_of_the_cpu(rng, device, backend, comp
 
 
 @SM80
-def test_what_has_no_gradient_on_cuda_is_refused(rng, device, backend, compiler):  # noqa: F811
+def test_what_has_no_gradient_on_cuda_is_refused(rng, device, backend, compiler):
     gain = np.ones(2, np.float32)
     score = lambda s, b, h, q, k: s * gain[h]  # noqa: E731
 

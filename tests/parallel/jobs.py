@@ -433,3 +433,27 @@ def calibration(ranks):
     q, k, v = draw(1, 64, (4, 4))
     choice = parallel.explain(q, k, v, group=ranks.group)
     return found, choice.seconds, choice.scheme
+
+
+def compiled(ranks, seed):
+    """One op in a whole graph, with the bits and gradients of the eager call."""
+    layout = Layout("zigzag", 256, ranks.size)
+    for heads, scheme, options in (
+        ((4, 2), "gather", {"causal": True}),
+        ((4, 1), "heads", {"sinks": torch.linspace(-1, 1, 4)}),
+        ((4, 2), "ring", {"causal": True, "sinks": torch.linspace(-1, 1, 4)}),
+    ):
+        whole = Whole(*draw(seed, 256, heads), options)
+
+        def step(q, k, v, scheme=scheme, whole=whole):
+            out, lse = whole.on_ranks(ranks, layout, scheme, [q * 2, k, v])
+            return out * 3, lse
+
+        found = []
+        for run in (step, torch.compile(step, backend="aot_eager", fullgraph=True)):
+            mine = [layout.shard(x, ranks.rank).requires_grad_() for x in whole.arrays()]
+            out, lse = run(*mine)
+            (out.pow(2).sum() + lse.sum()).backward()
+            found.append([out, lse, *(x.grad for x in mine)])
+        for eager, graph in zip(*found, strict=True):
+            assert torch.equal(eager, graph), (scheme, largest(eager, graph))

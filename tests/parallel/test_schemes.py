@@ -70,6 +70,10 @@ def test_calibrate_gives_all_ranks_the_same_speeds(pool):
     assert all(x > 0 for x in found[0][0].values())
 
 
+def test_a_call_is_one_op_of_a_graph(pool, seed):
+    pool.run(2, jobs.compiled, seed)
+
+
 @pytest.mark.gpu
 def test_a_call_is_captured_as_a_graph(nccl, seed):
     nccl.run(2, jobs.graph, seed)

@@ -36,7 +36,8 @@ struct Sm90Schedule {
   float* part_lse;  // [splits, heads, rows]
   float zero;       // 0, which the compiler does not know
 
-  // Key tiles of each part of `keys`, where they begin at fixed places; 0: even shares.
+  // Key tiles of each part of `keys`, where they begin at fixed places; 0: even shares. A sequence's
+  // own number of keys decides, not where it begins in a packed array.
   template <int kN>
   __device__ __forceinline__ int32_t fixed_tiles(int32_t keys) const {
     if (split_tiles == 0) return 0;

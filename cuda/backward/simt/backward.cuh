@@ -96,8 +96,7 @@ void launch_backward_simt(const BackwardLaunch& launch, cudaStream_t stream) {
   }
   if (p.needs(kNeedDbias)) {
     using Pass = SimtBiasPass<kHeadDim>;
-    launch_pass_simt<Pass>(p, memory, bias_blocks(p, Pass::kTile, bias_parts(p)), bias_parts(p),
-                           stream);
+    launch_pass_simt<Pass>(p, memory, bias_blocks(p, Pass::kTile), bias_parts(p), stream);
   }
   launch_option_sums(p, launch.schedule.workspace, stream);
   launch_clear(f.cu_seqlens_q, f.batch, f.total_q, f.num_heads_q,

@@ -47,7 +47,7 @@ void launch_keys_sm80(const BackwardParams& p, const backward::RowState* rows,
 template <class Pass>
 void launch_bias_sm80(const BackwardParams& p, const backward::Memory& memory,
                       cudaStream_t stream) {
-  unsigned blocks = grid_blocks(backward::bias_blocks(p, Pass::kTile, bias_parts(p)), "sm80");
+  unsigned blocks = grid_blocks(backward::bias_blocks(p, Pass::kTile), "sm80");
   if (blocks == 0 || !p.needs(kNeedDbias)) return;
   auto* kernel = backward::bias_sm80_kernel<Pass>;
   static std::atomic<uint64_t> allowed{0};

@@ -6,7 +6,6 @@
 
 #include "cuattn/device/mma_sm80.cuh"
 #include "cuattn/device/scores.cuh"
-#include "cuda/attention/sm90/scores.cuh"
 #include "cuda/backward/sm90/tiles.cuh"
 
 namespace cuattn::backward {
@@ -101,7 +100,14 @@ struct BiasedScores {
   template <int kRows, int kCount>
   __device__ __forceinline__ void add(float (&scores)[kCount], uint32_t tile) const {
     static_assert(kRows == 128);
-    BiasTile<kType, kRows, 2 * kCount>::add(scores, scale, tile, threadIdx.x / 32 * 16 - 64);
+    const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 - 64 + lane % 16;
+#pragma unroll
+    for (int j = 0; j < kCount / 8; ++j) {
+      uint32_t words[4];
+      device::ldmatrix_x4(
+          words, tile + j / 4 * kRows * 128 + device::swizzled<128>(row, 2 * (j % 4) + lane / 16));
+      add_words(&scores[8 * j], words);
+    }
   }
   // The same where rows are keys, columns the kRows queries: a warp has 16 of 128 keys.
   template <int kRows, int kCount>
@@ -111,14 +117,18 @@ struct BiasedScores {
     const int row = lane / 16 * 8 + lane % 8, chunk = warp % 4 * 2 + lane / 8 % 2;
     const uint32_t from = tile + warp / 4 * kRows * 128 + device::swizzled<128>(row, chunk);
 #pragma unroll
-    for (int j = 0; j < kRows / 16; ++j) {
+    for (int j = 0; j < kCount / 8; ++j) {
       uint32_t words[4];
       device::ldmatrix_x4_trans(words, from + j * 16 * 128);
+      add_words(&scores[8 * j], words);
+    }
+  }
+  // Of two blocks of 8 columns.
+  __device__ __forceinline__ void add_words(float* scores, const uint32_t (&words)[4]) const {
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const auto& bias = reinterpret_cast<const device::Element<kType>(&)[2]>(words[i / 2]);
-        scores[8 * j + i] = fmaf(scores[8 * j + i], scale, device::to_float(bias[i % 2]));
-      }
+    for (int i = 0; i < 8; ++i) {
+      const auto& bias = reinterpret_cast<const device::Element<kType>(&)[2]>(words[i / 2]);
+      scores[i] = fmaf(scores[i], scale, device::to_float(bias[i % 2]));
     }
   }
 };

@@ -21,6 +21,14 @@ from .plan import Plan, kept_plan, limit_memory, plan_of, teams_of
 from .schemes import SCHEMES
 from .team import keep_out_of_graphs
 
+traced: Any = None  # puts a call into a graph of torch.compile, where that is loaded
+
+
+def trace_by(function: Any) -> None:
+    """Have calls that torch.compile sees put into its graphs by a function, that of ops.py."""
+    global traced
+    traced = function
+
 
 def attention(
     q: Tensor,
@@ -115,7 +123,10 @@ def attention(
     Ring Attention, arXiv:2310.01889; striped and zigzag orders, arXiv:2311.09431; heads for tokens,
     arXiv:2309.14509; both levels, arXiv:2405.07719; gathering by groups of heads, arXiv:2407.21783.
     """
-    return run("parallel.attention", locals(), None)
+    given = dict(locals())
+    if traced is not None and torch.compiler.is_compiling():
+        return traced(given)
+    return run("parallel.attention", given, None)
 
 
 def attention_varlen(
@@ -220,6 +231,11 @@ def explain(
 
 
 def run(function: str, given: dict[str, Any], cu_seqlens: Any) -> Any:
+    """Run a call; a graph of torch.compile breaks here."""
+    return run_planned(function, given, cu_seqlens)
+
+
+def run_planned(function: str, given: dict[str, Any], cu_seqlens: Any) -> Any:
     """Check a call on all ranks, and run it."""
     inner, outer = teams_of(function, given["group"])
     limit_memory(given, inner, outer)

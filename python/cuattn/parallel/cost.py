@@ -18,18 +18,19 @@ import cuattn
 from .layout import Layout
 from .team import gather_into, team_of
 
-TILE_ROWS, TILES = 128, 132  # of a tile of queries, and that a device works on at a time
+TILE_ROWS = 128  # of a tile of queries
 MERGE_BYTES = 4e12  # each second
 MOST_GROUPS = 8  # of heads, of gather
 SCHEMES = ("local", "gather", "heads", "ring", "two levels")
 
 
 class Speeds(NamedTuple):
-    """What the model counts with, each second; the last is what an exchange takes at least."""
+    """What the model counts with."""
 
-    flops: float = 750e12  # of a kernel
-    bytes: float = 360e9  # that a rank sends and receives
-    latency: float = 100e-6
+    flops: float = 750e12  # of a kernel, each second
+    bytes: float = 360e9  # that a rank sends and receives, each second
+    latency: float = 100e-6  # of the smallest exchange
+    tiles: int = 132  # that a device works on at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +121,7 @@ def gather_seconds(
     """
     work = work_of(shape, seqlen, size, speeds)
     kv_bytes = seqlen / size * shape.batch * shape.heads_kv * shape.dims * shape.itemsize
-    least = 2 * TILE_ROWS * shape.dims * seqlen / (speeds.flops / TILES)
+    least = 2 * TILE_ROWS * shape.dims * seqlen / (speeds.flops / speeds.tiles)
     here = done = 0.0
     for group in groups:
         share = group / sum(groups)
@@ -222,7 +223,8 @@ def calibrate(
     Returns
     -------
     dict
-        "flops" and "bytes", each a second, and "latency", seconds of a small exchange.
+        "flops" and "bytes", each a second; "latency", seconds of a small exchange; "tiles", the
+        multiprocessors of a device, 1 on the CPU.
     """
     team = team_of("parallel.calibrate", group)
     is_cuda = dist.get_backend(team.group) == "nccl"
@@ -243,7 +245,10 @@ def calibrate(
     work, moved, latency = slowest.tolist()
     flops = 2 * num_heads * 2 * head_dim * seqlen * seqlen / 2 / work
     rate = max(team.size - 1, 1) * num_bytes / max(moved - latency, moved / 2)
-    team.speeds = Speeds(flops, rate, latency)
+    tiles = 1
+    if where.type == "cuda":
+        tiles = torch.cuda.get_device_properties(where).multi_processor_count
+    team.speeds = Speeds(flops, rate, latency, tiles)
     return team.speeds._asdict()
 
 
