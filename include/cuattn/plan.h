@@ -48,6 +48,7 @@ struct AttentionRequest {
   bool has_rows, has_programs;  // row ranges; programs or lists of a user
   bool has_functor;             // these compiled for CUDA
   bool has_columns;             // float8: values lie by columns
+  bool has_kv_start;            // float8: sequences begin anywhere in their arrays
   int64_t total_kv;             // float8: rows of k and v
   bool has_part_scales;         // float8: q or k has a scale for each block of rows, or query head
 };
