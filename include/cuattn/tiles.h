@@ -123,6 +123,10 @@ constexpr Tile sm90_tile(HeadDims d, MaskKind mask, ScoreKind score) {
   return {128, 80, 2, 12};  // 64 + 2 * 80 = 224 KB
 }
 
+// With masks and scores of a user, whose blocks of 128 queries and keys it divides.
+constexpr Tile sm90_functor_tile(HeadDims d) { return {128, 128, d.qk <= 64 ? 4 : 2, 12}; }
+
+
 // e4m3: Q and K in panels of 128 columns, V as rows of 128 keys; what each thread sees. Beside S, O and P, registers hold
 // the product of a tile of its own (head_dim_v / 2).
 constexpr int32_t kSm90Float8QStages = 2;
@@ -218,9 +222,9 @@ constexpr PagedTile mla_sm80_tile(int32_t rows) {
   if (rows <= 16) return {{16, 32, 2, 4}, 2};  // 2 * 36 KB of keys, 2 * 8 of scores: 88 KB
   return {{32, 16, 2, 8}, 1};                  // 2 * 18 KB, 2 * 16: 68 KB
 }
-// sm90: two blocks of keys, 2 * 72 KB, and the part of Q that registers do not hold.
+// sm90: five blocks of keys, 5 * 36 KB, and the part of Q that registers do not hold, 32 KB.
 constexpr int32_t kMlaSm90Latent = 512, kMlaSm90Rope = 64;
-constexpr PagedTile kMlaSm90Tile = {{64, 64, 2, 16}, 1};
+constexpr PagedTile kMlaSm90Tile = {{64, 32, 5, 16}, 1};
 // simt: a warp for each row, keys in shared memory as float32: 40 KB.
 constexpr PagedTile mla_simt_tile(int32_t latent) { return {{8, latent <= 512 ? 16 : 8, 1, 8}, 2}; }
 

@@ -77,7 +77,7 @@ def crossover(e: Extents) -> float:
     return projected / saved if saved > 0 else float("inf")
 
 
-ATTENTION_BACKENDS = ("naive", "cublas", "tiled", "sm90")  # of attention alone
+ATTENTION_BACKENDS = ("naive", "cublas", "tiled")  # of attention alone
 
 
 def refusal(form: str, e: Extents, backend: str = "auto") -> str | None:
@@ -92,6 +92,8 @@ def refusal(form: str, e: Extents, backend: str = "auto") -> str | None:
         return "its kernels take latents of keys and values of one width"
     if e.latent_k % 16:
         return "its kernels take latents of a multiple of 16 columns"
+    if backend == "sm90" and not (e.same_latents and (e.latent_k, e.rope_dim) == (512, 64)):
+        return "its sm90 takes one latent of 512 columns for keys and values, and 64 rope columns"
     return None
 
 

@@ -14,6 +14,7 @@ import harness
 import reference
 from cases import DTYPES
 from harness import Arena, bits
+from mla_cases import CUDA_BACKENDS
 
 FORMS = ("explicit", "absorbed")
 # batch, heads, seqlen_q, seqlen_kv, latent, head_dim, head_dim_v, rope_dim
@@ -71,38 +72,67 @@ def formula(arrays, form, causal, rounded_to=None):
     return out, lse
 
 
+def assert_form(device, rng, shape, dtype, form, causal, same=True, joined=False, backend="auto"):
+    """One call against float64; `joined`: the rope columns lie beside the latents."""
+
+    def attempt():
+        arrays = make(rng, shape, dtype, same)
+        arena = Arena(device)
+        apart = {n: x for n, x in arrays.items() if x is not None}
+        if joined:
+            whole = np.concatenate([apart.pop("k_latent"), apart.pop("k_rope")], -1)
+            whole = arena.put(whole, name="k_latent")
+        placed = {n: arena.put(x, name=n) for n, x in apart.items()}
+        if joined:
+            placed["k_latent"], placed["k_rope"] = whole[..., : shape[4]], whole[..., shape[4] :]
+        if same:
+            placed["v_latent"] = placed["k_latent"]
+        positional = [placed.pop(n) for n in tuple(arrays)[:5]]
+        out = arena.output((*shape[:3], shape[6]), DTYPES[dtype], "transposed", "out")
+        result, lse = cuattn.mla_attention(
+            *positional, **placed, causal=causal, form=form, return_lse=True, out=out,
+            backend=backend,
+        )  # fmt: skip
+        device.synchronize()
+        assert result is out
+        arena.verify()
+        want, want_lse = formula(arrays, form, causal)
+        other, other_lse = formula(arrays, FORMS[form == "explicit"], causal)
+        np.testing.assert_allclose(want, other, rtol=1e-9, atol=1e-9)
+        np.testing.assert_allclose(want_lse, other_lse, rtol=1e-9, atol=1e-9)
+        plain, plain_lse = formula(arrays, form, causal, DTYPES[dtype])
+        cases.check_lse(device.numpy(lse), want_lse, plain_lse)
+        cases.check(device.numpy(result), want, plain, dtype)
+
+    # Few rows: of 16 bits too, chance alone puts a draw a little beyond twice the plain error.
+    harness.assert_by_draws(dtype, attempt, small=3)
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_forms_against_float64(device, shape, form, rng):
     dtypes = itertools.cycle(DTYPES)
     for same, causal in itertools.product((True, False), repeat=2):
-        dtype = next(dtypes)
+        assert_form(device, rng, shape, next(dtypes), form, causal, same)
 
-        def attempt(dtype=dtype, same=same, causal=causal):
-            arrays = make(rng, shape, dtype, same)
-            arena = Arena(device)
-            placed = {n: arena.put(x, name=n) for n, x in arrays.items() if x is not None}
-            if same:
-                placed["v_latent"] = placed["k_latent"]
-            positional = [placed.pop(n) for n in tuple(arrays)[:5]]
-            out_shape = (*shape[:3], shape[6])
-            out = arena.output(out_shape, DTYPES[dtype], "transposed", "out")
-            result, lse = cuattn.mla_attention(
-                *positional, **placed, causal=causal, form=form, return_lse=True, out=out
-            )
-            device.synchronize()
-            assert result is out
-            arena.verify()
-            want, want_lse = formula(arrays, form, causal)
-            other, other_lse = formula(arrays, FORMS[form == "explicit"], causal)
-            np.testing.assert_allclose(want, other, rtol=1e-9, atol=1e-9)
-            np.testing.assert_allclose(want_lse, other_lse, rtol=1e-9, atol=1e-9)
-            plain, plain_lse = formula(arrays, form, causal, DTYPES[dtype])
-            cases.check_lse(device.numpy(lse), want_lse, plain_lse)
-            cases.check(device.numpy(result), want, plain, dtype)
 
-        # Few rows: of 16 bits too, chance alone puts a draw a little beyond twice the plain error.
-        harness.assert_by_draws(dtype, attempt, small=3)
+# batch, heads, seqlen_q, seqlen_kv: tiles of 32 keys and 64 rows that are full, end early, or see
+# nothing; several row groups; one long sequence, in parts.
+ROWS = [
+    (3, 5, 7, 77), (2, 16, 5, 130), (1, 17, 1, 900), (2, 3, 40, 33), (3, 33, 1, 32), (1, 9, 2, 0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "shape"),
+    harness.target_params([(s,) for s in ROWS], cpu=("cpu",), cuda=CUDA_BACKENDS),
+)
+def test_latents_in_rows_on_each_kernel(device, backend, shape, rng):
+    for dtype, causal, joined in (("bfloat16", True, True), ("float16", False, False)):
+        widths = (512, 16, 8, 64)
+        assert_form(
+            device, rng, shape + widths, dtype, "absorbed", causal, joined=joined, backend=backend
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -195,7 +225,7 @@ def test_explain_counts_both_forms():
     assert few.reason.startswith("absorbed: the smaller estimate")
     assert many.reason.startswith("explicit: the smaller estimate")
     assert plan(64, form="explicit").reason.startswith("explicit: asked for")
-    assert few.kernel == "project + sm80"
+    assert few.kernel == "project + sm90"
     assert "from 170.7 queries on" in few.ladder
     rows, pairs = 8192 * 128 * 512 * 256, 64 * 8192 - 63 * 32
     explicit, absorbed = (

@@ -13,6 +13,7 @@
 #include "cuattn/device/wgmma_float8_sm90.cuh"
 #include "cuda/attention/sm90/float8_maps.cuh"
 #include "cuda/attention/sm90/float8_step.cuh"
+#include "cuda/attention/sm90/host.cuh"
 #include "cuda/attention/sm90/store.cuh"
 #include "cuda/attention/sm90/turn_values.cuh"
 #include "cuda/host/launchers.h"
@@ -40,6 +41,7 @@ struct Float8Sm90 {
   static constexpr int kWantedBefore = 2;  // key tiles, before the last one of an item is loaded
   static_assert(kTile.n == 128, "a row of V^T is one panel");
   using Work = Sm90Work;
+  using Asked = NoFunctor;
   using Qk = device::Wgmma<DType::e4m3, kTile.n>;
   using Pv = device::Wgmma<DType::e4m3, kHeadDimV>;
   using Natural = KeyOrder<true, kTile.n>;

@@ -13,7 +13,7 @@
 // be, comes in the natural order, and its P is shuffled.
 #pragma once
 
-#include "cuda/attention/sm90/schedule.cuh"
+#include "cuda/attention/sm90/host.cuh"
 #include "cuda/host/tensor_maps.h"
 
 namespace cuattn {

@@ -91,7 +91,7 @@ __device__ __forceinline__ bool move_references(State& state, float (&rescale)[2
     rescale[half] = exp2_approx(-rise);
     bool large = fabsf(reference) > State::kLarge;
     limit = fmaf(state.kSlack, rcp_approx(to_log2), max);
-    if constexpr (state.kScored) {
+    if constexpr (State::kScored) {
       state.reference[half] = reference;
       state.limit[half] = large ? nanf("") : limit;
     } else {

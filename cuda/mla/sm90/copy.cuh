@@ -2,7 +2,7 @@
 // mla_decode on Hopper: the shared storage of a thread block, and the warp that copies latents
 // through the TMA. Next: decode.cuh (who multiplies).
 //
-//   a block of 64 keys    panels 0 to 3 | panels 4 to 7, rope      64 columns each: 32 + 40 KB
+//   a block of 32 keys    panels 0 to 3 | panels 4 to 7, rope      64 columns each: 16 + 20 KB
 //   the copy warp         | part 0 of block 0 | part 1 | part 0 of block 1 | part 1 | wait until
 //                         part 0 of block 0 is done | part 0 of block 2 | ...
 #pragma once
@@ -28,7 +28,7 @@ struct MlaSm90Tiles {
   static constexpr int kKeys = kMlaSm90Tile.tile.n, kRows = kMlaSm90Tile.tile.m;
   static constexpr int kStages = kMlaSm90Tile.tile.stages;
   static constexpr int kPanels = 8;      // of 64 columns, and one of rope
-  static constexpr int kHeldPanels = 3;  // of Q, in registers
+  static constexpr int kHeldPanels = 5;  // of Q, in registers
   static constexpr int kSharedPanels = kPanels + 1 - kHeldPanels;
   static constexpr int kOutColumns = 128;  // of a warpgroup, in each part
   static constexpr int kThreads = kMlaSm90Tile.tile.warps * 32;
@@ -141,9 +141,10 @@ inline MlaSm90Maps mla_sm90_maps(const PagedParams& p) {
   MlaSm90Maps maps;
   bool is_paged = p.pages.block_tables != nullptr;
   maps.piece = is_paged ? std::gcd(p.pages.block_size, MlaSm90Tiles::kKeys) : MlaSm90Tiles::kKeys;
-  maps.latent = paged_cache_map(p, p.k_cache, p.k_strides, maps.piece);
+  bool has_keys = p.work.capacity > 0;  // else nothing is read
+  maps.latent = paged_cache_map(p, has_keys ? p.k_cache : p.q, p.k_strides, maps.piece);
   const CacheStrides& s = p.latent.strides;
-  maps.rope = tensor_map(p.kv_dtype, p.pages.num_blocks > 0 ? p.latent.rope_cache : p.q,
+  maps.rope = tensor_map(p.kv_dtype, has_keys ? p.latent.rope_cache : p.q,
                          {p.latent.rope_dim, p.pages.block_size, 1, p.pages.num_blocks, 1},
                          {s.token, 0, s.block, 0}, {64, maps.piece, 1, 1, 1});
   return maps;

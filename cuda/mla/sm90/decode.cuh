@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // mla_decode on Hopper (sm_90a): 64 rows (queries x heads) of one sequence, latents of 512 columns
-// and 64 of rope, 16 bits. Keys come in blocks of 64. One warpgroup makes the scores of all blocks
+// and 64 of rope, 16 bits. Keys come in blocks of 32. One warpgroup makes the scores of all blocks
 // and their weights P, two have half of the columns of O each: the tensor cores have products of
-// the one while the other is at its softmax, or waits. A third of Q lies in the registers of the first,
-// so that shared memory keeps up. Sources: FlashMLA (O in halves), FlashAttention-4 (references that
-// hardly move); PTX ISA, wgmma. Storage and copies: copy.cuh. Tasks, rows and results:
-// device/paged/tasks.cuh. Next: paged/combine.cu.
+// the one while the other is at its softmax, or waits. Half of Q lies in the registers of the first,
+// so that shared memory keeps up and has room for five blocks. Sources: FlashMLA (O in halves),
+// FlashAttention-4 (references that hardly move); PTX ISA, wgmma. Storage and copies: copy.cuh.
+// Tasks, rows and results: device/paged/tasks.cuh. Next: paged/combine.cu.
 //
 //   scores  | S0 | S1, softmax of S0, P0 | S2, softmax of S1, P1 | S3, ...
 //   left    |                            | O_L += P0 V0          | O_L += P1 V1 | ...

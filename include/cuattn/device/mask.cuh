@@ -133,6 +133,11 @@ struct ScoreMod<kType, ScoreKind::scored> {
     return 1.0f - tanh * tanh;
   }
 
+  // ds, by the score, as a gradient by the scaled dot product.
+  __device__ float through(float ds, float dot, int32_t, int32_t) const {
+    return ds * derivative(dot);
+  }
+
   // Of the key from the query's own place, as ALiBi counts it.
   __device__ float distance(int32_t row, int32_t key) const {
     return fabsf(static_cast<float>(row + diagonal - key));
