@@ -118,7 +118,75 @@ struct PagedSm90 : PagedSm90Softmax<kType, kHeadDim, kRows, kScore, kUse> {
     }
   };
 
-  // 3. Main loop
+  // 3. Main loop, in steps
+  // S^T = K Q^T, begun.
+  static __device__ __forceinline__ void multiply_qk(uint64_t q_desc, uint64_t k,
+                                                     float (&scores)[kCount]) {
+    using namespace device;
+    pin(scores);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kHeadDim / 16; ++step) {
+      Mma::template ss<0>(scores, advance(k, step / 4 * kPanelBytes + step % 4 * 32),
+                          advance(q_desc, step / 4 * kRowPanelBytes + step % 4 * 32), step != 0);
+    }
+    wgmma_commit();
+  }
+
+  // O^T += V^T P^T, begun.
+  static __device__ __forceinline__ void multiply_pv(uint64_t p_desc, uint64_t v_desc, int stage,
+                                                     float (&out)[kPanels][kCount]) {
+    using namespace device;
+    uint64_t v = advance(v_desc, stage * kStageBytes);
+#pragma unroll
+    for (int panel = 0; panel < kPanels; ++panel) pin(out[panel]);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kTile.n / 16; ++step) {
+#pragma unroll
+      for (int panel = 0; panel < kPanels; ++panel) {
+        Mma::template ss<0, 1>(out[panel], advance(v, panel * kPanelBytes + step * 16 * 128),
+                               advance(p_desc, step * 32), 1);
+      }
+    }
+    wgmma_commit();
+  }
+
+  // Of the values of a tile on the edge, from `first_key` on and `left` of the task's keys.
+  static __device__ __forceinline__ void clear_unseen(const Shared& shared,
+                                                      const device::Ring<>& ring,
+                                                      const device::KeyTask& task,
+                                                      int32_t first_key, int32_t left) {
+    uint32_t v = shared.v + ring.stage() * kStageBytes;
+    device::barrier_wait(shared.v_full(ring.stage()), ring.parity());  // others wait later
+    clear_rows(v, 0, min(task.low - first_key, kTile.n));
+    clear_rows(v, left, kTile.n);
+  }
+
+  // Writes P and adds its sums. `first`: the tile is the task's first.
+  static __device__ __forceinline__ void weigh(const Shared& shared, const Lane& me, bool first,
+                                               Softmax& state, float (&scores)[kCount],
+                                               float (&out)[kPanels][kCount]) {
+    using namespace device;
+    float sums[kColumns];
+    if constexpr (kExactMaxima) {
+      raise_references(shared, me, state, scores, out);
+      weigh_tile(shared, me, state, scores, sums);
+      async_proxy_fence();  // P, and the cleared rows
+      sync_math();
+    } else {
+      bool raises = first;
+      do {
+        if (raises) raise_references(shared, me, state, scores, out);
+        bool exceeds = weigh_tile(shared, me, state, scores, sums);
+        async_proxy_fence();
+        raises = named_barrier_any(1, kMathThreads, exceeds);
+      } while (raises);
+    }
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) state.sum[c] += sums[c];
+  }
+
   // Whether there was a task; `task` is the last, which a cluster merges.
   static __device__ __forceinline__ bool compute(const PagedParams& p, const Shared& shared,
                                                  device::KeyTask& task) {
@@ -146,15 +214,7 @@ struct PagedSm90 : PagedSm90Softmax<kType, kHeadDim, kRows, kScore, kUse> {
       auto start_scores = [&] {
         uint64_t k = advance(k_desc, ring.stage() * kStageBytes);
         barrier_wait(shared.k_full(ring.stage()), ring.parity());
-        pin(scores);
-        wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < kHeadDim / 16; ++step) {
-          Mma::template ss<0>(scores, advance(k, step / 4 * kPanelBytes + step % 4 * 32),
-                              advance(q_desc, step / 4 * kRowPanelBytes + step % 4 * 32),
-                              step != 0);
-        }
-        wgmma_commit();
+        multiply_qk(q_desc, k, scores);
       };
       // With `kMore` the scores of the next tile are on their way while O of this one is.
       auto add_tile = [&]<bool kMore>() {
@@ -164,46 +224,12 @@ struct PagedSm90 : PagedSm90Softmax<kType, kHeadDim, kRows, kScore, kUse> {
 
         bool edge = full_end - first_key < kTile.n || first_key < full_begin;
         score_tile(p, shared, me, first_key, edge, scores);
-        if (edge) {
-          uint32_t v = shared.v + ring.stage() * kStageBytes;
-          barrier_wait(shared.v_full(ring.stage()), ring.parity());  // others wait below
-          clear_rows(v, 0, min(task.low - first_key, kTile.n));
-          clear_rows(v, left, kTile.n);
-        }
+        if (edge) clear_unseen(shared, ring, task, first_key, left);
         bool first = first_key == task.begin;
         if (!first) barrier_wait(last_v_empty, last_parity);  // all warps have read the last P
-        float sums[kColumns];
-        if constexpr (kExactMaxima) {
-          raise_references(shared, me, state, scores, out);
-          weigh_tile(shared, me, state, scores, sums);
-          async_proxy_fence();  // P, and the cleared rows
-          sync_math();
-        } else {
-          bool raises = first;
-          do {
-            if (raises) raise_references(shared, me, state, scores, out);
-            bool exceeds = weigh_tile(shared, me, state, scores, sums);
-            async_proxy_fence();
-            raises = named_barrier_any(1, kMathThreads, exceeds);
-          } while (raises);
-        }
-#pragma unroll
-        for (int c = 0; c < kColumns; ++c) state.sum[c] += sums[c];
+        weigh(shared, me, first, state, scores, out);
         barrier_wait(shared.v_full(ring.stage()), ring.parity());
-
-        uint64_t v = advance(v_desc, ring.stage() * kStageBytes);
-#pragma unroll
-        for (int panel = 0; panel < kPanels; ++panel) pin(out[panel]);
-        wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < kTile.n / 16; ++step) {
-#pragma unroll
-          for (int panel = 0; panel < kPanels; ++panel) {
-            Mma::template ss<0, 1>(out[panel], advance(v, panel * kPanelBytes + step * 16 * 128),
-                                   advance(p_desc, step * 32), 1);
-          }
-        }
-        wgmma_commit();
+        multiply_pv(p_desc, v_desc, ring.stage(), out);
         last_v_empty = shared.v_empty(ring.stage());
         last_parity = ring.parity();
         ring.next();
