@@ -40,6 +40,8 @@ class Whole:
     def one_process(self, **more):
         """(out, lse) of the whole."""
         if self.axis == 1:
+            if more.get("batch_invariant"):
+                more["num_splits"] = 1  # so few rows would be split on CUDA: docs/parallel.md
             return cuattn.attention(*self.arrays(), **self.options, **more)
         begins = self.options["cu_seqlens"]
         options = {n: x for n, x in self.options.items() if n != "cu_seqlens"}

@@ -144,6 +144,11 @@ class Scheme:
         call = make_folded_call(problem, lengths, q, k, v)
         yield call, rows, keys, owner in (None, self.rank)
 
+    def keep_keys_whole(self, call: Call) -> None:
+        """Have a forward call not split its keys, as the whole, of more rows or heads, does not."""
+        if self.problem.batch_invariant and call.name == "attention":
+            call.options["num_splits"] = 1
+
     def differentiate(
         self,
         problem: Problem,
@@ -180,6 +185,7 @@ class Local(Scheme):
         """Attend in one call."""
         out, lse = empty_result(self.problem, q, v, q.dtype)
         for call, rows, _, _ in self.calls(q, k, v, None):
+            self.keep_keys_whole(call)
             attend(call, sinks, tokens_of(self.problem, out, rows), lse[..., rows])
         return out, lse
 
@@ -239,8 +245,7 @@ class Gather(Scheme):
             own = None if sinks is None else sinks[heads].contiguous()
             one = Gather(self.team, self.layout, self.problem.of_heads(heads))
             for call, rows, _, _ in one.forward_calls(heads_of(q, heads), keys, values, None):
-                if self.problem.batch_invariant and call.name == "attention":
-                    call.options["num_splits"] = 1  # as of the whole, which has more rows
+                self.keep_keys_whole(call)
                 to = tokens_of(self.problem, heads_of(out, heads), rows)
                 attend(call, own, to, lse[..., heads, rows])
         return out, lse
