@@ -126,6 +126,7 @@ SHOWN = {
     "chunked": Shown("Prefill over pages, TFLOP/s", speed, "cuattn:dense"),
     "parallel": Shown("Two GPUs beside one, milliseconds", milliseconds, "cuattn:one"),
     "cache": Shown("Cache operations, bytes / time in TB/s", bandwidth, "memcpy", SPEED),
+    "flex": Shown("Masks and scores as functions, TFLOP/s", speed, "flex", SPEED),
     "variants": Shown("Variants of attention side by side", milliseconds, None, MEMORY),
     "mla": Shown("Latent attention, bytes of latents / time in TB/s", bandwidth, BEST, SPEED),
     "rope": Shown("Rotation, milliseconds", milliseconds, BEST),

@@ -265,6 +265,8 @@ def test_functors_equal_the_dense_formula(rng, device, backend, compiler):
     for case, (mask, score) in enumerate(functions(rng, 200)):
         if emulated and case % 2:
             continue
+        if backend == "sm90" and case == 2:  # a softcap is an option, which goes with sm80
+            continue
         for dims in every[: 1 if emulated else 5 if case == 0 else 2]:
             check_functor(rng, device, backend, dtype, dims, mask, score, case)
 

@@ -111,6 +111,7 @@ def test_gradients_of_functors_equal_those_of_the_cpu(rng, device, backend, comp
         heads = heads_kv * int(rng.choice((1, 2, 3)))
         most = 100 if harness.is_emulated() else 420
         q_len, kv_len = (int(n) for n in rng.integers(30, most, 2))
+        kv_len += 130 * (case == 0)  # more than one block of keys
         n = max(q_len, kv_len)
         mask, score, wanted = functions(rng, batch, heads, n)[kind]
         shapes = ((q_len, heads, dims[0]), (kv_len, heads_kv, dims[0]), (kv_len, heads_kv, dims[1]))
@@ -144,6 +145,33 @@ def test_what_has_no_gradient_on_cuda_is_refused(rng, device, backend, compiler)
         call(np.float16, 64, backend="naive")
     found = call(np.float16, 64, deterministic=True)
     assert [to_host(x).any() for x in found] == [False] * 3
+
+
+def test_explain_says_what_differentiates():
+    table = np.zeros((4, 9), np.float32)
+    causal, score = flex.masks.causal(), lambda s, b, h, q, k: s + table[h, q - k]
+
+    def explain(d=64, device="h100", **call):
+        rows, lse = (2, 300, 4, d), (2, 4, 300)
+        shapes = (*[rows] * 5, lse)
+        return cuattn.explain("flex_attention_backward", *shapes, device=device, **call)
+
+    for d, given, words, kernel in (
+        (64, {"mask_mod": causal}, "the window (-1, 0)", "sm90"),
+        (64, {"mask_mod": flex.masks.chunked(50)}, "row ranges", "sm90"),
+        (256, {"mask_mod": flex.masks.chunked(50)}, "row ranges", "sm80"),
+        (64, {"mask_mod": flex.masks.chunked(50), "softcap": 2.0}, "row ranges", "naive"),
+        (64, {"mask_mod": flex.masks.streaming(9)}, "compiled by NVRTC", "sm80"),
+        (128, {"score_mod": score, "arrays": [table]}, "arrays by atomics", "sm80"),
+    ):
+        plan = explain(d, **given)
+        assert (plan.kernel, words in plan.reason) == (kernel, True), plan.reason
+    plan = explain(device="cpu", score_mod=score, arrays=[table], dtype="float32")
+    assert plan.kernel == "cpu"
+    with pytest.raises(NotImplementedError, match="got float32, head_dim 64"):
+        explain(score_mod=score, dtype="float32")
+    with pytest.raises(TypeError, match="takes dout, q, k, v, out, lse, got 0 arguments"):
+        cuattn.explain("flex_attention_backward")
 
 
 class TestOnGpu:

@@ -60,6 +60,12 @@ def test_the_launcher_of_the_user_runs_inside_ours(tmp_path):
     assert all(f"{LAUNCHER} {theirs} " in line for line in lines)
 
 
+def test_ci_compiles_without_line_numbers_and_tight_packing():
+    given = ["echo", "-O3", "-lineinfo", "--compress-mode=size", "a b.cu"]
+    done = subprocess.run([ROOT / ".ci/nvcc_quick", *given], check=True, capture_output=True)
+    assert done.stdout == b"-O3 a b.cu\n"
+
+
 def test_a_hit_of_ccache_leaves_the_same_log_and_a_changed_header_is_no_hit(tmp_path):
     compiler = nvcc()
     if shutil.which("ccache") is None:

@@ -34,11 +34,6 @@ class AttentionCGSupport(enum.Enum):
     NEVER = 0
 
 
-class MultipleOf:
-    def __init__(self, base):
-        self.base = base
-
-
 class AttentionMetadata:
     pass
 
@@ -146,8 +141,8 @@ def modules(version="0.33.0"):
 
     here = vars(sys.modules[__name__])
     interface = ("AttentionBackend", "AttentionCGSupport", "AttentionImpl", "AttentionMetadata",
-                 "AttentionMetadataBuilder", "AttentionType", "CommonAttentionMetadata",
-                 "MultipleOf")  # fmt: skip
+                 "AttentionMetadataBuilder", "AttentionType",
+                 "CommonAttentionMetadata")  # fmt: skip
     envs = module("vllm.envs", VLLM_BATCH_INVARIANT=False)
     root = module("vllm", __version__=version, envs=envs)
     registry = "vllm.v1.attention.backends.registry"

@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """cuattn.integrations.diffusers: a tiny random transformer and the dispatch by itself."""
 
+import contextlib
+import re
+import warnings
+
 import pytest
 
 import frameworks
@@ -90,6 +94,56 @@ def test_masks_mean_what_they_mean_there(kind, calls):
     native().handle.remove()
     theirs = dispatch.dispatch_attention_fn(q, k, v, **options)
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+EXTENTS = [(2, 7, 11), (0, 3, 4), (2, 0, 3), (3, 5, 0), (1, 1, 9)]
+MASKS = {
+    "row of each sequence": lambda b, q, k, h: (b, k),
+    "of all": lambda b, q, k, h: (q, k),
+    "keys": lambda b, q, k, h: (b, 1, 1, k),
+    "heads": lambda b, q, k, h: (1, h, q, k),
+    "queries": lambda b, q, k, h: (b, 1, q, 1),
+    "column": lambda b, q, k, h: (b, 1),
+}
+
+
+@pytest.mark.filterwarnings("ignore:cuattn")
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("extents", EXTENTS, ids=str)
+def test_a_call_that_ran_without_cuattn_runs_with_it(extents, is_causal, calls):
+    """Masks of every shape and type, in three types, some with causal, which we alone refuse."""
+    batch, rows, keys = extents
+    ours, own = native(), native().handle.own
+    for number, (name, shape_of) in enumerate(MASKS.items()):
+        dtype = (torch.float32, torch.float64, torch.bfloat16)[number % 3]
+        q = torch.randn(batch, rows, 4, 20, dtype=dtype)
+        k, v = torch.randn(2, batch, keys, 2, 20, dtype=dtype)
+        shape = shape_of(batch, rows, keys, 4)
+        for mask in (torch.rand(shape) > 0.3, torch.randn(shape, dtype=dtype)):
+            options = {"attn_mask": mask, "is_causal": is_causal, "enable_gqa": True}
+            try:
+                theirs = own(q, k, v, **options)
+            except RuntimeError as refusal:
+                with pytest.raises(RuntimeError, match=re.escape(str(refusal))):
+                    ours(q, k, v, **options)
+                continue
+            tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
+            found = ours(q, k, v, **options)
+            torch.testing.assert_close(found, theirs, rtol=tolerance, atol=tolerance, msg=name)
+    assert len(calls) == 2 * len(MASKS)
+
+
+def test_a_refusal_is_told_once_for_all_extents(calls):
+    def refused(n):
+        q = torch.randn(1, n, 2, 8)
+        with contextlib.suppress(RuntimeError):  # older torch refuses it too
+            dispatch.dispatch_attention_fn(q, q, q, torch.ones(n, n).bool(), is_causal=True)
+
+    with pytest.warns(UserWarning, match="attn_mask must be None with is_causal=True"):
+        refused(5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        refused(6)
 
 
 def test_what_is_refused_goes_to_their_function_and_says_so_once(monkeypatch, calls):

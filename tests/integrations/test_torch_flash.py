@@ -8,6 +8,7 @@ their autograd formulas, `varlen_attn`, FakeTensors) reach them as they do on CU
 from __future__ import annotations
 
 import inspect
+import random
 import subprocess
 import sys
 import warnings
@@ -97,6 +98,53 @@ def test_the_dense_flash_op_and_its_gradient(on_cpu, name, heads):
     wanted = torch.autograd.grad((want * dout).sum(), (q, k, v))
     for a, b in zip(found, wanted, strict=True):
         near(a, b)
+
+
+PLACED = {  # in memory, of [batch, seqlen, heads, head_dim]
+    "as it is": lambda b, s, h, d: torch.randn(b, s, h, d),
+    "heads first": lambda b, s, h, d: torch.randn(b, h, s, d).transpose(1, 2),
+    "one head": lambda b, s, h, d: torch.randn(b, s, 1, d).expand(b, s, h, d),
+    "one sequence": lambda b, s, h, d: torch.randn(1, s, h, d).expand(b, s, h, d),
+    "columns apart": lambda b, s, h, d: torch.randn(b, s, d, h).transpose(2, 3),
+    "odd offset": lambda b, s, h, d: torch.randn(b, s, h, d + 3)[..., 3:],
+    "backwards": lambda b, s, h, d: torch.randn(h, d, s, b).permute(3, 2, 0, 1),
+}
+
+
+def test_arrays_in_whatever_memory_and_without_rows_or_keys(on_cpu, rng):
+    draw = random.Random(seed := int(rng.integers(2**31)))
+    torch.manual_seed(seed)
+    for _ in range(40):
+        batch, rows_, keys = (draw.choice(of) for of in ((0, 1, 3), (0, 1, 7, 40), (0, 1, 9, 70)))
+        (heads, heads_kv), dim = draw.choice([(4, 4), (4, 2), (4, 1), (1, 1)]), draw.choice([8, 64])
+        names = [draw.choice(list(PLACED)) for _ in "qkv"]
+        extents = ((rows_, heads), (keys, heads_kv), (keys, heads_kv))
+        q, k, v = (
+            PLACED[name](batch, *extent, dim).requires_grad_()
+            for name, extent in zip(names, extents, strict=True)
+        )
+        left, right, causal = draw.choice([-1, 0, 3]), draw.choice([-1, 0, 2]), draw.random() < 0.4
+        window = {"window_size_left": left, "window_size_right": right}
+        out, lse, *_ = aten._flash_attention_forward(
+            q, k, v, None, None, rows_, keys, 0.0, causal, False, **window
+        )
+        mask = mask_of({"is_causal": causal, **window}, rows_, keys)
+        double = [x.detach().double().requires_grad_() for x in (q, k, v)]
+        many = [x.repeat_interleave(heads // heads_kv, 2) for x in double[1:]]
+        scores = torch.einsum("bqhd,bkhd->bhqk", double[0], many[0]) * dim**-0.5
+        scores = scores.masked_fill(~mask, -torch.inf)
+        seeing = mask.any(-1)[:, None]
+        weights = torch.where(seeing, scores.masked_fill(~seeing, 0).softmax(-1), 0.0)
+        want = torch.einsum("bhqk,bkhd->bqhd", weights, many[1])
+        about = (
+            f"seed {seed}: {names}, {batch, rows_, keys, heads, heads_kv, dim}, {window}, {causal}"
+        )
+        dout = torch.randn_like(out)
+        found = (out, lse, *torch.autograd.grad(out, (q, k, v), dout))
+        wanted = (want, scores.logsumexp(-1), *torch.autograd.grad(want, double, dout.double()))
+        for a, b in zip(found, wanted, strict=True):
+            assert a.shape == b.shape, about
+            assert torch.allclose(a.double(), b.double(), atol=1e-4, rtol=1e-4), about
 
 
 def packed(lengths, heads, dim=16):

@@ -108,6 +108,47 @@ def test_encoders_attend_without_a_cache(vllm, rng):
     assert torch.isnan(runner.cache).all()
 
 
+def test_requests_without_new_tokens_and_batches_without_requests(vllm, rng):
+    """As a batch that is padded to a size holds them: empty rows, of length 0 or with a past."""
+    backend = backend_of(vllm)
+    runner = fake_vllm.Runner(backend, rng, "LBHNC", (4, 2), 16, torch.float32, 16)
+    idle, busy = fake_vllm.Request(), fake_vllm.Request()
+    runner.step((idle,), (5,))
+    ((_, nothing), (queries, out)) = runner.step((idle, busy), (0, 3), 2)
+    assert nothing.shape == (0, 4, 16)
+    wanted = expected(queries, busy.keys[0], busy.values[0], {}, True)
+    assert np.abs(out.numpy() - wanted).max() < 1e-5
+    none = torch.zeros(1, dtype=torch.int32)
+    table, slots = torch.zeros(0, 2, dtype=torch.int32), torch.zeros(0, dtype=torch.int64)
+    batch = fake_vllm.CommonAttentionMetadata(none, none, none[:0], 0, 0, 0, 0, table, slots)
+    metadata = runner.builder.build(0, batch)
+    x = torch.full((3, 4, 16), torch.nan)
+    runner.impl.do_kv_cache_update(None, x[:, :2], x[:, :2], runner.cache, slots)
+    assert runner.impl.forward(None, x, x, x, runner.cache, metadata, output=x).isnan().all()
+
+
+def test_every_block_size_that_is_offered_is_served(vllm, rng):
+    backend = backend_of(vllm)
+    sizes = backend.get_supported_kernel_block_sizes()
+    assert (sizes[0], sizes[-1]) == (16, 256)
+    for size in (sizes[0], sizes[2], sizes[-1]):
+        runner = fake_vllm.Runner(backend, rng, "LBNHC", (2, 1), 8, torch.float32, size, blocks=3)
+        request = fake_vllm.Request()
+        ((queries, out),) = runner.step((request,), (size + 1,))
+        wanted = expected(queries, request.keys[0], request.values[0], {}, True)
+        assert np.abs(out.numpy() - wanted).max() < 1e-5
+
+
+@pytest.mark.parametrize("shape", [(2, 9, 16, 2, 16), (9, 2, 16, 16), (9, 2, 16, 64)])
+def test_a_cache_of_another_layout_is_refused_by_name(vllm, shape):
+    layer = backend_of(vllm).get_impl_cls()(4, 16, 1.0, 2)
+    x, slots = torch.ones(2, 2, 16), torch.zeros(2, dtype=torch.int64)
+    cache = torch.zeros(shape)
+    with pytest.raises(ValueError, match=r"kv_cache must be \[num_blocks, .*head_size 16, got"):
+        layer.do_kv_cache_update(None, x, x, cache, slots)
+    assert not cache.any()
+
+
 def test_the_class_answers_what_vllm_asks(vllm):
     backend = backend_of(vllm)
     assert fake_vllm.AttentionBackendEnum[backend.get_name()].name == "CUSTOM"

@@ -100,6 +100,29 @@ def test_batch_invariance_and_repeats(device, backend, rng):
         assert (bits(whole[order]) == bits(part)).all()
 
 
+@pytest.mark.parametrize(("device", "backend"), target_params(cpu=("cpu",), cuda=("auto", "sm80")))
+def test_listed_tokens(device, backend, rng):
+    """Blocks of one token: the table lists tokens, in any order, one of them twice."""
+    case = MlaCase(dtype="float16", heads=40, block_size=1, lens=(70, 0, 9, 33))
+    arrays = mla_cases.make(case, rng)
+    pages = rng.standard_normal((6, 32, 576), np.float32).astype(np.float16)
+    arrays["cache"] = pages.reshape(192, 1, 576)
+    tables = arrays["block_tables"]
+    for b, count in enumerate(case.lens):
+        tables[b, :count] = rng.permutation(192)[:count]
+    tables[0, 5] = tables[0, 60]
+    out, lse = mla_cases.call(device, backend, case, arrays)
+    tokens = pages.reshape(192, 576).astype(np.float64)
+    for b, count in enumerate(case.lens):
+        keys = tokens[tables[b, :count]]
+        weights = np.exp(arrays["q"][b].astype(np.float64) @ keys.T * case.scale)
+        sums = weights.sum(-1, keepdims=True)
+        want = np.divide(weights @ keys[:, :512], sums, out=np.zeros((40, 512)), where=sums > 0)
+        assert abs(out[b] - want).max() < 4e-3 * max(1, abs(want).max())
+        with np.errstate(divide="ignore"):
+            np.testing.assert_allclose(lse[b], np.log(sums[:, 0]), rtol=0, atol=2e-3)
+
+
 def test_bits_do_not_depend_on_threads(rng, tmp_path):
     """The sums of a row have one order, whoever computes them."""
     import os

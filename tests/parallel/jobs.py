@@ -285,10 +285,12 @@ def two_levels(ranks, seed, groups):
 
 def backward_of(ranks, whole, layout, scheme, seed, bits=False):
     """The gradients of this rank are those of its rows in one process."""
-    sinks = whole.options.get("sinks")
+    sinks, bias = (whole.options.get(name) for name in ("sinks", "bias"))
     leaves = [x.clone().requires_grad_() for x in whole.arrays()]
     own_sinks = None if sinks is None else sinks.clone().requires_grad_()
+    biases = [None if bias is None else bias.clone().requires_grad_() for _ in range(2)]
     options = whole.options | ({} if sinks is None else {"sinks": own_sinks})
+    options |= {} if bias is None else {"bias": biases[0]}
     one = dataclasses.replace(whole, q=leaves[0], k=leaves[1], v=leaves[2], options=options)
     out, lse = one.one_process(return_lse=True)
     g = generator(seed)
@@ -300,6 +302,7 @@ def backward_of(ranks, whole, layout, scheme, seed, bits=False):
     mine = [layout.shard(x, ranks.rank, whole.axis).requires_grad_() for x in whole.arrays()]
     rank_sinks = None if sinks is None else sinks.clone().requires_grad_()
     shared = options | ({} if sinks is None else {"sinks": rank_sinks})
+    shared |= {} if bias is None else {"bias": biases[1]}
     part = dataclasses.replace(whole, options=shared)
     found = part.on_ranks(ranks, layout, scheme, mine, deterministic=True)
     torch.autograd.backward(found, list(rows((dout, dlse), layout, ranks.rank)))
@@ -318,6 +321,15 @@ def backward_of(ranks, whole, layout, scheme, seed, bits=False):
         for group in ranks.group if isinstance(ranks.group, tuple) else (ranks.group,):
             dist.all_reduce(total, group=group)
         assert largest(total, own_sinks.grad) < 1e-4 * (1 + float(own_sinks.grad.abs().max()))
+    if bias is not None:
+        want, got = (x.grad for x in biases)
+        if bias.shape[2] > 1:
+            want, got = (layout.shard(x, ranks.rank, 2) for x in (want, got))
+        else:
+            import torch.distributed as dist
+
+            dist.all_reduce(got, group=ranks.group)
+        assert largest(got, want) <= 2e-5 * (1 + float(want.abs().max())), (scheme, layout)
     return [x.grad for x in mine]
 
 
@@ -329,6 +341,8 @@ def gradients(ranks, seed):
         ("bfloat16", (4, 4), {}),
         ("float32", (4, 4), {"causal": True, "alibi_slopes": torch.tensor([0.5, 0.1, 0.02, 0.0])}),
         ("float32", (4, 2), {"causal": True, "cu_seqlens": np.array([0, 5, 300, 301, 700, 999])}),
+        ("float32", (4, 2), options_of(seed, 4, 600, ("bias",)) | {"causal": True}),
+        ("float32", (4, 2), options_of(seed, 4, 600, ("key bias", "sinks"))),
     )
     for number, (dtype, heads, options) in enumerate(cases):
         packed = "cu_seqlens" in options
@@ -341,7 +355,7 @@ def gradients(ranks, seed):
         )  # fmt: skip
         kind = ("contiguous", "zigzag")[number % 2]
         layout = Layout(kind, seqlen, ranks.size)
-        for scheme in ("gather", "heads", "ring"):
+        for scheme in ("gather", "ring") if "bias" in options else ("gather", "heads", "ring"):
             bits = scheme == "heads" and heads[1] % ranks.size == 0
             first = backward_of(ranks, whole, layout, scheme, seed, bits)
             if number == 0:

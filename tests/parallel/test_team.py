@@ -2,6 +2,7 @@
 """What is kept for a group ends with it; ranks that hang are seen."""
 
 import gc
+import sys
 import weakref
 
 import pytest
@@ -34,8 +35,8 @@ def wait_for_nobody(ranks):
         dist.recv(torch.zeros(1), 0, group=ranks.group)
 
 
-def sizes(ranks):
-    return ranks.size
+def has_loaded_the_compiler(ranks):
+    return "torch._dynamo" in sys.modules
 
 
 def test_ranks_that_hang_say_where_and_are_started_anew():
@@ -48,6 +49,7 @@ def test_ranks_that_hang_say_where_and_are_started_anew():
         assert "in wait_for_nobody" in text
         assert "the group is here" in text
         pool.seconds = 60
-        assert pool.run(2, sizes) == [2, 2]
+        # Importing cuattn.parallel leaves alone what takes as long to load as torch itself.
+        assert pool.run(2, has_loaded_the_compiler) == [False, False]
     finally:
         pool.close()

@@ -422,7 +422,7 @@ struct QueriesPass {
       const float sum = device::quad_sum(terms[half]);
       const int32_t row = first + 8 * half;
       if (threadIdx.x % 4 == 0 && row < work.queries.stored)
-        to[work.head * f.total_q + row0 + row] = sum;
+        to[work.head * f.total_q + row0 + row] = row < work.queries.used ? sum : 0.0f;
     }
   }
 

@@ -20,7 +20,6 @@ from vllm.v1.attention.backend import (
     AttentionMetadataBuilder,
     AttentionType,
     CommonAttentionMetadata,
-    MultipleOf,
 )
 
 import cuattn
@@ -53,7 +52,7 @@ class CuattnBackend(AttentionBackend):
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
         """Return the blocks that kernels read in place."""
-        return [MultipleOf(16)]
+        return list(range(16, 257, 16))
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
@@ -252,6 +251,12 @@ class CuattnImpl(AttentionImpl[CuattnMetadata]):
 
     def halves(self, kv_cache: Tensor) -> tuple[Tensor, ...]:
         """Return keys and values, [num_blocks, block_size, num_kv_heads, head_size]."""
+        if kv_cache.dim() != 4 or kv_cache.shape[-1] != 2 * self.head_size:
+            raise ValueError(
+                "CuattnImpl: kv_cache must be [num_blocks, num_kv_heads, block_size, 2 * head_size]"
+                f" with head_size {self.head_size}, got {tuple(kv_cache.shape)}; "
+                "use the vLLM release that this package names"
+            )
         return kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
 
     def do_kv_cache_update(

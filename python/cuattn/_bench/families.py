@@ -9,6 +9,7 @@ from typing import Any
 
 from .backward import backward, backward_smoke
 from .cache import cache, cache_smoke
+from .flex import flex, flex_smoke
 from .fused import fused, fused_smoke, rope
 from .mla import mla, mla_smoke
 from .paged import (
@@ -145,6 +146,8 @@ FAMILIES: dict[str, Family] = {
         heat_s=0.1,
         budget_s=100.0,
     ),
+    "flex": _family(flex, backends=("auto", "sm80", "plain"), peers=("flex",), heat_s=0.2),
+    "flex_smoke": _family(flex_smoke, backends=("auto", "naive", "plain"), peers=("flex",)),
     "mla_smoke": _decode(
         mla_smoke, backends=("auto", "invariant", "explicit", "absorbed"), peers=("eager",)
     ),

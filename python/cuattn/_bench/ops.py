@@ -21,6 +21,7 @@ OTHER_OPS = {
     **dict.fromkeys(ROTATED, "rope_inputs"),
     **dict.fromkeys(LATENT, "mla_inputs"),
     "parallel": "parallel_inputs",
+    "flex_attention": "flex_inputs",
 }
 DIFFERENTIATED = (*ATTENTION, *BACKWARD)
 

@@ -155,6 +155,8 @@ def packed_ends(w: Workload) -> tuple[np.ndarray, np.ndarray]:
 
 def flex(w: Workload, x: Inputs) -> Prepared:
     """FlexAttention of torch, compiled for the shape."""
+    if w.op in OTHER_OPS:
+        return other_calls(w.op).flex(w, x)
     require(hasattr(x.q, "is_cuda") and x.q.is_cuda, "needs CUDA tensors")
     import torch
     from torch.nn.attention.flex_attention import flex_attention
@@ -430,7 +432,13 @@ PEERS: dict[str, Contestant] = {
             packages=("torch", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12"),
         ),
         Contestant("varlen", torch_varlen, ops=DIFFERENTIATED, packages=("torch",)),
-        Contestant("flex", flex, is_jit=True, packages=("torch", "triton")),
+        Contestant(
+            "flex",
+            flex,
+            is_jit=True,
+            ops=(*ATTENTION, "flex_attention"),
+            packages=("torch", "triton"),
+        ),
         Contestant("fa2", fa2, packages=("flash-attn",)),
         Contestant(
             "fa3", fa3, ops=(*ATTENTION, "mla_decode"), packages=("fa3-fwd", "flash-attn-3")

@@ -14,6 +14,7 @@ from .backward import explain_backward
 from .cascade import explain_cascade
 from .devices import place
 from .flex import explain_flex
+from .flex_backward import explain_flex_backward
 from .mla import MLA, explain_mla
 from .paged import PAGED_VERSIONS, explain_paged
 from .plan import Plan
@@ -35,7 +36,7 @@ def explain(
     ----------
     op : {"attention", "attention_varlen", "attention_backward", "attention_varlen_backward", \
 "paged_attention", "paged_attention_v1", "paged_attention_v2", "cascade_attention", "mla_decode", \
-"mla_attention", "flex_attention"}
+"mla_attention", "flex_attention", "flex_attention_backward"}
         The function that would be called.
     *arrays_or_shapes
         Its positional arguments; of V1 and V2 q, the caches, block_tables and context_lens. Any
@@ -76,10 +77,13 @@ def explain(
         return explain_mla(op, arrays_or_shapes, device, dtype, options)
     if op == "flex_attention":
         return explain_flex(arrays_or_shapes, device, dtype, options)
+    if op == "flex_attention_backward":
+        return explain_flex_backward(arrays_or_shapes, device, dtype, options)
     if op in FORWARD:
         return explain_backward(op, arrays_or_shapes, device, dtype, options)
     if op not in ROWS:
-        known = (*ROWS, *FORWARD, *PAGED_VERSIONS, "cascade_attention", *MLA, "flex_attention")
+        flex = ("flex_attention", "flex_attention_backward")
+        known = (*ROWS, *FORWARD, *PAGED_VERSIONS, "cascade_attention", *MLA, *flex)
         raise ValueError(f"explain: op must be one of {', '.join(map(repr, known))}, got {op!r}")
     names = OPS[op].positional
     if len(arrays_or_shapes) != len(names):

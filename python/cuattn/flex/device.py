@@ -230,13 +230,18 @@ def backward_kernel_of(arguments: dict[str, Any]) -> tuple[str, Kernel]:
     """
     q, v = arguments["q"], arguments["v"]
     dtype, head_dims = dtype_name(q), (int(q.shape[-1]), int(v.shape[-1]))
-    if dtype not in ("float16", "bfloat16") or max(head_dims) > MOST_BACKWARD:
+    require_backward(dtype, *head_dims)
+    return backward_kernel_for(int(q.__dlpack_device__()[1]), dtype, *head_dims)
+
+
+def require_backward(dtype: str, head_dim: int, head_dim_v: int) -> None:
+    """Refuse a dtype and head sizes for which functions on CUDA have no gradients."""
+    if dtype not in ("float16", "bfloat16") or max(head_dim, head_dim_v) > MOST_BACKWARD:
         raise NotImplementedError(
             f"{BACKWARD}: CUDA has gradients of masks and scores that are compiled for float16 and "
-            f"bfloat16 and head_dim up to {MOST_BACKWARD}, got {dtype}, head_dim {head_dims[0]}, "
-            f"head_dim_v {head_dims[1]}; move the arrays to the CPU, or call attention with bias="
+            f"bfloat16 and head_dim up to {MOST_BACKWARD}, got {dtype}, head_dim {head_dim}, "
+            f"head_dim_v {head_dim_v}; move the arrays to the CPU, or call attention with bias="
         )
-    return backward_kernel_for(int(q.__dlpack_device__()[1]), dtype, *head_dims)
 
 
 @functools.lru_cache(maxsize=256)

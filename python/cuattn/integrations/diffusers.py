@@ -3,11 +3,12 @@
 
 Importing this module changes nothing; `enable` puts cuattn's kernels in the place of torch's
 scaled_dot_product_attention behind diffusers' backend "native", which is its default. What they
-have no kernel for goes to diffusers' own function.
+have no kernel for, or refuse, goes to diffusers' own function.
 """
 
 from __future__ import annotations
 
+import re
 import warnings
 from typing import Any
 
@@ -109,7 +110,7 @@ def native(handle: Handle) -> Any:
         try:
             q, k, v = (x.transpose(1, 2) for x in (query, key, value))
             out = scaled_dot_product_attention(q, k, v, attn_mask=mask, **words)
-        except NotImplementedError as refusal:
+        except (NotImplementedError, ValueError) as refusal:  # torch takes more, or says why not
             tell_once(str(refusal))
             return own(query, key, value, attn_mask, **words)
         return out.transpose(1, 2)
@@ -120,6 +121,7 @@ def native(handle: Handle) -> Any:
 
 def tell_once(refusal: str) -> None:
     """Warn of a call that goes to diffusers' own function, once for each reason."""
-    if refusal not in told:
-        told.add(refusal)
+    rule = re.sub(r"\d+", "", refusal)  # of whatever extents
+    if rule not in told:
+        told.add(rule)
         warnings.warn(f"cuattn: diffusers' own attention runs: {refusal}", stacklevel=4)

@@ -35,6 +35,7 @@ class Problem:
     deterministic: bool | None = None
     widens: bool = True  # parts of a result are float32
     groups: tuple[int, ...] = ()  # the key heads that gather brings at a time
+    dbias: Tensor | None = None  # like bias, float32: where its gradient is added up
 
     @property
     def axis(self) -> int:
@@ -44,10 +45,9 @@ class Problem:
     def of_heads(self, heads: slice) -> Problem:
         """Return the problem of some query heads."""
         slopes = None if self.slopes is None else self.slopes[..., heads]
-        bias = self.bias
-        if bias is not None and bias.shape[1] > 1:
-            bias = bias[:, heads]
-        return dataclasses.replace(self, slopes=slopes, bias=bias)
+        biases = (self.bias, self.dbias)
+        bias, dbias = (x if x is None or x.shape[1] == 1 else x[:, heads] for x in biases)
+        return dataclasses.replace(self, slopes=slopes, bias=bias, dbias=dbias)
 
     def options(self) -> dict[str, Any]:
         """Return what every call is given."""
@@ -76,6 +76,7 @@ class Call:
     options: dict[str, Any]
     offset: Tensor | None  # [batch or 1, heads, rows]: lse of the sequence is that of the call - it
     lengths: tuple[Any, ...]
+    dbias: Tensor | None = None  # the part of the problem's that is the bias's
     runs: int = 1  # of queries, which are the sequences of a batch over the same keys
 
     @property
@@ -91,9 +92,11 @@ def make_call(
     q, k, v = (tokens_of(problem, x, s) for x, s in ((q, piece.q), (k, piece.k), (v, piece.k)))
     options = problem.options() | {"window": piece.window}
     queries, keys, row = runs
-    offset = None
+    offset = dbias = None
     if problem.bias is not None:
         options["bias"] = bias_of(problem.bias, piece, row, keys[0])
+    if problem.dbias is not None:
+        dbias = bias_of(problem.dbias, piece, row, keys[0])
     if problem.slopes is not None:
         if piece.shift == 0:
             options["alibi_slopes"] = problem.slopes.contiguous()
@@ -104,7 +107,7 @@ def make_call(
     if piece.q_lengths:
         both = (piece.q_lengths, piece.k_lengths)
         lengths = (*(offsets(x, q.device) for x in both), *(max(x) for x in both))
-    return Call(q, k, v, options, offset, lengths)
+    return Call(q, k, v, options, offset, lengths, dbias)
 
 
 def make_folded_call(
@@ -121,7 +124,7 @@ def make_folded_call(
     options["seqused_k"] = on_device(lengths, q.device)
     q = q[0].unflatten(0, (runs, -1))
     k, v = (x[:, : max(lengths)].expand(runs, -1, -1, -1) for x in (k, v))
-    return Call(q, k, v, options, None, (), runs)
+    return Call(q, k, v, options, None, (), runs=runs)
 
 
 @functools.lru_cache(maxsize=256)
@@ -183,19 +186,22 @@ def gradients(
     """Differentiate a call: (dq, dk, dv), and dsinks where sinks are given.
 
     `result` is dout, out, lse and dlse of its rows, of the whole sequence. dk and dv are float32
-    where `widens`.
+    where `widens`. The gradient of a bias is added to the call's.
     """
     dout, out, lse, dlse = result
     if call.offset is not None:
         lse = lse + (call.offset if call.name == "attention" else call.offset[0])
     wide = torch.float32 if widens else call.k.dtype
     dk, dv = (torch.empty(x.shape, dtype=wide, device=x.device) for x in (call.k, call.v))
-    need = ("dq", "dk", "dv") if sinks is None else ("dq", "dk", "dv", "dsinks")
+    wanted = {"dsinks": sinks is not None, "dbias": call.dbias is not None}
+    need = ("dq", "dk", "dv", *(name for name, is_wanted in wanted.items() if is_wanted))
     run = getattr(cuattn, f"{call.name}_backward")
-    return tuple(
-        run(
-            dout, call.q, call.k, call.v, out, lse, *call.lengths,
-            **call.options, sinks=sinks, dlse=dlse, need=need, dk=dk, dv=dv,
-            deterministic=problem.deterministic,
-        )
+    found = run(
+        dout, call.q, call.k, call.v, out, lse, *call.lengths,
+        **call.options, sinks=sinks, dlse=dlse, need=need, dk=dk, dv=dv,
+        deterministic=problem.deterministic,
     )  # fmt: skip
+    if call.dbias is not None:
+        *found, dbias = found
+        call.dbias.add_(dbias)
+    return tuple(found)

@@ -83,8 +83,9 @@ def attention(
         The same on all ranks. Its gradient is what the rows or heads of this rank contribute; the
         sum over the ranks is the whole.
     bias : tensor, [batch, num_heads_q, tokens of this rank, tokens of the sequence], optional
-        For the rows of this rank; each axis may be 1. In order of the sequence along the last. It
-        has no gradient. heads and two levels take it where the axis of rows is 1.
+        For the rows of this rank; each axis may be 1. In order of the sequence along the last.
+        heads and two levels take it where the axis of rows is 1 and it requires no gradient. Its
+        gradient is what the rows of this rank contribute.
     batch_invariant : bool
         With it "gather" and "heads" give the bits of one process, if chunks begin at multiples of
         128 (docs/parallel.md).
@@ -123,10 +124,16 @@ def attention(
     Ring Attention, arXiv:2310.01889; striped and zigzag orders, arXiv:2311.09431; heads for tokens,
     arXiv:2309.14509; both levels, arXiv:2405.07719; gathering by groups of heads, arXiv:2407.21783.
     """
-    given = dict(locals())
-    if traced is not None and torch.compiler.is_compiling():
-        return traced(given)
-    return run("parallel.attention", given, None)
+    is_held = bias is None or not bias.requires_grad  # by the op
+    if is_held and traced is not None and torch.compiler.is_compiling():
+        return traced(
+            group, (q, k, v, alibi_slopes, sinks, bias), layout,
+            scheme=scheme, causal=causal, window=window, scale=scale, softcap=softcap,
+            batch_invariant=batch_invariant, deterministic=deterministic,
+            partial_dtype=partial_dtype, memory_limit=memory_limit, check=check,
+            return_lse=return_lse,
+        )  # fmt: skip
+    return run("parallel.attention", locals(), None)
 
 
 def attention_varlen(
@@ -296,9 +303,9 @@ def run_scheme(
 ) -> tuple[Tensor, Tensor]:
     """Run the scheme of a plan on the rows that it has."""
     scheme = SCHEMES[plan.scheme](plan.outer, plan.layout, problem)
-    arrays = (q, k, v, sinks)
+    arrays = (q, k, v, sinks, problem.bias)
     if not torch.is_grad_enabled() or not any(x is not None and x.requires_grad for x in arrays):
-        return scheme.forward(*arrays)
+        return scheme.forward(q, k, v, sinks)
     result: tuple[Tensor, Tensor] = Attend.apply(scheme, *arrays)
     return result
 

@@ -6,6 +6,7 @@ Next: attention.py.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -79,9 +80,15 @@ class Attend(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def forward(
-        ctx: Any, scheme: Scheme, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+        ctx: Any,
+        scheme: Scheme,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        bias: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Attend, and keep what the way back needs."""
+        """Attend, and keep what the way back needs; the bias is that of the scheme's problem."""
         out, lse = scheme.forward(q, k, v, sinks)  # type: ignore[attr-defined]
         ctx.scheme = scheme
         ctx.save_for_backward(q, k, v, sinks, out, lse)
@@ -96,6 +103,12 @@ class Attend(torch.autograd.Function):  # type: ignore[misc]
             dout = torch.zeros_like(out)
         dlse = None if dlse is None else dlse.contiguous()
         result = dout.to(out.dtype).contiguous(), out, lse, dlse
+        problem, dbias = ctx.scheme.problem, None
         with torch.no_grad():
+            if ctx.needs_input_grad[5]:
+                dbias = torch.zeros_like(problem.bias, dtype=torch.float32)
+            ctx.scheme.problem = dataclasses.replace(problem, dbias=dbias)
             dq, dk, dv, dsinks = ctx.scheme.backward(q, k, v, sinks, result)
-        return None, dq, dk, dv, dsinks if ctx.needs_input_grad[4] else None
+            if dbias is not None:
+                dbias = dbias.to(problem.bias.dtype)
+        return None, dq, dk, dv, dsinks if ctx.needs_input_grad[4] else None, dbias

@@ -48,22 +48,16 @@ def numbers_of(layout: Any) -> tuple[str, list[int]]:
     return layout.kind, [layout.seqlen, layout.inner, layout.outer, layout.chunk, *layout.owners]
 
 
-def traced(given: dict[str, Any]) -> Any:
-    """Put a call into a graph."""
-    group = given["group"]
+def traced(group: Any, arrays: tuple[Tensor | None, ...], layout: Any, **words: Any) -> Any:
+    """Put a call into a graph: q, k, v, alibi_slopes, sinks and bias, and what WORDS names."""
     pair = group if isinstance(group, (tuple, list)) else (group,)
     names = [(dist.group.WORLD if one is None else one).group_name for one in pair]
-    inputs = [given[name] for name in ("q", "k", "v", "sinks")]
-    is_differentiated = any(x is not None and x.requires_grad for x in inputs)
-    words = {name: given[name] for name in WORDS}
-    words["return_lse"] |= torch.is_grad_enabled() and is_differentiated
-    out, lse = torch.ops.cuattn.parallel_attention(
-        *(given[name] for name in ("q", "k", "v", "alibi_slopes", "sinks", "bias")),
-        names,
-        *numbers_of(given["layout"]),
-        *words.values(),
-    )
-    return (out, lse) if given["return_lse"] else out
+    is_differentiated = any(x is not None and x.requires_grad for x in arrays)
+    keeps_lse = words["return_lse"] or (torch.is_grad_enabled() and is_differentiated)
+    kind, numbers = numbers_of(layout)
+    options = [keeps_lse if name == "return_lse" else words[name] for name in WORDS]
+    out, lse = torch.ops.cuattn.parallel_attention(*arrays, names, kind, numbers, *options)
+    return (out, lse) if words["return_lse"] else out
 
 
 def read(
@@ -178,8 +172,8 @@ def differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[A
     *arrays, out, lse = ctx.saved_tensors
     if any(ctx.needs_input_grad[i] for i in (3, 5)):
         raise NotImplementedError(
-            f"{FUNCTION}: alibi_slopes and bias must not require a gradient, which ranks do not "
-            "compute; detach them"
+            f"{FUNCTION}: alibi_slopes and bias must not require a gradient, which its op does not "
+            "hold; detach them, or leave the call out of the graph"
         )
     dout = torch.zeros_like(out) if dout is None else dout.to(out.dtype)
     dq, dk, dv, dsinks = torch.ops.cuattn.parallel_attention_backward(

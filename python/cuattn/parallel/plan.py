@@ -185,7 +185,7 @@ def said_of(
         **{name: shape_words(given[name], name) for name in small},
         "requires_grad": [
             x is not None and x.requires_grad and torch.is_grad_enabled()
-            for x in (q, k, v, given["sinks"])
+            for x in (q, k, v, given["sinks"], given["bias"])
         ],
         "cu_seqlens": None if begins is None else begins.tolist(),
         "cuattn": cuattn.__version__,
@@ -242,6 +242,8 @@ def refusals(
         found["ring"] = "it has alibi_slopes or bias, not both"
     if bias is not None and bias.shape[2] > 1:
         found["heads"] = "a bias of rows is not exchanged"
+    elif bias is not None and bias.requires_grad and torch.is_grad_enabled():
+        found["heads"] = "a bias has its gradient by gather and ring"
     is_narrow = q.is_cuda and q.dtype != torch.float32
     if is_narrow and given["partial_dtype"] == "float32" and kernel in NARROW:
         found.setdefault(
@@ -273,12 +275,11 @@ def read_arrays(
             f"{function}: partial_dtype must be 'float32' or 'input', got "
             f"{given['partial_dtype']!r}"
         )
-    for name in ("alibi_slopes", "bias"):
-        if given[name] is not None and given[name].requires_grad:
-            raise NotImplementedError(
-                f"{function}: {name} must not require a gradient, which ranks do not compute; "
-                f"pass {name}.detach()"
-            )
+    if given["alibi_slopes"] is not None and given["alibi_slopes"].requires_grad:
+        raise NotImplementedError(
+            f"{function}: alibi_slopes must not require a gradient, which ranks do not compute; "
+            "pass alibi_slopes.detach()"
+        )
     if q.is_cuda and q.device.index != torch.cuda.current_device():
         raise ValueError(
             f"{function}: q must lie on the current device, cuda:{torch.cuda.current_device()}, "

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Named workloads of flex_attention: masks and scores as functions, and lists of blocks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from .bars import Bar
+from .workloads import ITEMSIZE, SHORT_DTYPE
+
+OURS, FLEX = "cuattn:auto", "flex"
+CHUNK = 512  # rows of a mask that are counted at a time
+Functions = tuple[Callable[..., Any] | None, Callable[..., Any] | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class FlexWorkload:
+    """One call with the score and mask functions of a kind, which `functions` makes."""
+
+    name: str
+    kind: str
+    seqlen: int = 8192
+    batch: int = 2
+    num_heads_q: int = 16
+    num_heads_kv: int = 16
+    head_dim: int = 128
+    dtype: str = "bfloat16"
+    jit: bool = True
+    backends: tuple[str, ...] = ("auto", "sm80")
+    bars: tuple[Bar, ...] = ()
+
+    op = "flex_attention"
+
+    def draw(self, device: str) -> Any:
+        from .flex_inputs import FlexInputs
+
+        return FlexInputs(self, device)
+
+    def captured(self) -> dict[str, np.ndarray[Any, Any]]:
+        """Draw the arrays that functions capture."""
+        rng, n, heads = np.random.default_rng(7), self.seqlen, self.num_heads_q
+        pieces = -(-n // 64)
+        blocks = -(-n // 128)
+        share = {"blocks 10 %": 0.1}.get(self.kind, 0.5)
+        return {
+            "sorted": (np.arange(n) * 8 // n).astype(np.int32),
+            "mixed": rng.integers(0, 8, pieces).repeat(64)[:n].astype(np.int32),
+            "slopes": np.exp2(-8.0 * np.arange(1, heads + 1) / heads).astype(np.float32),
+            "table": rng.standard_normal((heads, 2 * n + 1)).astype(np.float32),
+            "blocks": rng.random((blocks, blocks)) < share,
+        }
+
+    @property
+    def pairs(self) -> int:
+        """Count the scores that the mask leaves, of one head."""
+        n = self.seqlen
+        mask = functions(self, self.captured())[1]
+        if mask is None:
+            return n * n
+        k, count = np.arange(n)[None, :], 0
+        for begin in range(0, n, CHUNK):
+            q = np.arange(begin, min(n, begin + CHUNK))[:, None]
+            count += int(np.count_nonzero(mask(0, 0, q, k)))
+        return count
+
+    @property
+    def flops(self) -> float:
+        return 4.0 * self.batch * self.num_heads_q * self.head_dim * self.pairs
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of q, k, v and out, each touched once."""
+        rows = 2 * (self.num_heads_q + self.num_heads_kv) * self.batch * self.seqlen
+        return rows * self.head_dim * ITEMSIZE[self.dtype]
+
+    @property
+    def series(self) -> str:
+        return f"{self.op}, {SHORT_DTYPE[self.dtype]}, head_dim {self.head_dim}"
+
+    @property
+    def extent(self) -> str:
+        """Say how large a call is, for lists."""
+        return f"batch {self.batch}, seqlen {self.seqlen}"
+
+
+def functions(w: FlexWorkload, x: dict[str, Any]) -> Functions:
+    """Return the score and the mask function of a kind, which capture arrays of `x`."""
+    near, first = w.seqlen // 8, 64
+    ids, mixed, slopes, table, blocks = (
+        x[n] for n in ("sorted", "mixed", "slopes", "table", "blocks")
+    )
+
+    def causal(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return k <= q
+
+    def in_blocks(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return blocks[q // 128, k // 128]
+
+    kinds: dict[str, Functions] = {
+        "causal": (None, causal),
+        "documents": (None, lambda b, h, q, k: (ids[q] == ids[k]) & (k <= q)),
+        "unsorted documents": (None, lambda b, h, q, k: mixed[q] == mixed[k]),
+        "streaming": (None, lambda b, h, q, k: (k <= q) & ((q - k < near) | (k < first))),
+        "blocks 50 %": (None, in_blocks),
+        "blocks 10 %": (None, in_blocks),
+        "scaled": (lambda s, b, h, q, k: s * 1.5, None),
+        "alibi": (lambda s, b, h, q, k: s - slopes[h] * abs(q - k), causal),
+        "alibi, a function": (lambda s, b, h, q, k: s * 1.25 - slopes[h] * abs(q - k), causal),
+        "relative bias": (lambda s, b, h, q, k: s + table[h, q - k + w.seqlen], causal),
+    }
+    for function in kinds[w.kind]:
+        if function is not None:
+            function.__module__ = "a_user"  # whose functions are traced; cuattn's run as they are
+    return kinds[w.kind]
+
+
+def flex() -> Iterable[FlexWorkload]:
+    """Masks and scores as functions, beside torch's FlexAttention."""
+    for kind, least in (
+        ("causal", 1.5),
+        ("documents", 1.8),
+        ("unsorted documents", 1.3),
+        ("streaming", 1.5),
+        ("blocks 50 %", 1.0),
+        ("blocks 10 %", 1.0),
+        ("alibi", 1.5),
+        ("alibi, a function", 1.5),
+        ("relative bias", 1.2),
+    ):
+        yield FlexWorkload(kind, kind, bars=(Bar(OURS, FLEX, least),))
+    bars = (Bar(OURS, FLEX, 1.0), Bar(OURS, "cuattn:plain", 0.98))
+    yield FlexWorkload("a score times 1.5", "scaled", backends=("auto", "sm80", "plain"), bars=bars)
+    yield FlexWorkload("streaming, head_dim 64", "streaming", head_dim=64)
+    yield FlexWorkload("relative bias, head_dim 64", "relative bias", head_dim=64)
+
+
+def flex_smoke() -> Iterable[FlexWorkload]:
+    """Make the rows of `flex` small and float32."""
+    for w in flex():
+        small: dict[str, Any] = {"seqlen": 300, "num_heads_q": 4, "num_heads_kv": 2}
+        yield dataclasses.replace(w, dtype="float32", head_dim=w.head_dim // 4, bars=(), **small)

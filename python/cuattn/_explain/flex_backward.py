@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans of flex_attention_backward: what its functions become, and the kernel that runs it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from .._gradients import GRADIENTS, POSITIONAL
+from ..flex.attention import find, problem_of, refuse_unknown
+from ..flex.backward import TAKES
+from ..flex.device import BACKWARD, free_options, require_backward
+from ..flex.plan import narrowed
+from ..flex.trace import dtype_name
+from .backward import explain_backward
+from .devices import place
+from .flex import FUNCTIONS, NOT_ASKED, stand_in
+from .plan import Plan
+
+NAMES = POSITIONAL["attention_backward"]
+EVERYTHING = 2**30  # a window that hides nothing, and runs as row ranges do
+
+
+def explain_flex_backward(
+    arrays: tuple[Any, ...], device: Any, dtype: str, options: dict[str, Any]
+) -> Plan:
+    """Say what a mask and a score function become, and why, and which kernel differentiates."""
+    if len(arrays) != len(NAMES):
+        names = ", ".join(NAMES)
+        raise TypeError(f"explain: {BACKWARD} takes {names}, got {len(arrays)} arguments")
+    score_mod, mask_mod, block_mask = (options.pop(name, None) for name in FUNCTIONS)
+    wanted = options.pop("arrays", ())
+    need = options.pop("need", GRADIENTS[:3])
+    refuse_unknown(BACKWARD, options, TAKES)
+    if "cu_seqlens_q" in options:
+        raise NotImplementedError(f"explain: {BACKWARD} must be of padded arrays, got cu_seqlens_q")
+    options = {name: x for name, x in options.items() if name not in (*NOT_ASKED, *GRADIENTS)}
+    q, k, v = (x if hasattr(x, "shape") else stand_in(x) for x in arrays[1:4])
+    if hasattr(arrays[1], "dtype"):
+        dtype = dtype_name(arrays[1])
+    problem = problem_of(q, k, options)
+    number, made_up = place(device, arrays[1])
+    on_cuda = number >= 0 if made_up is None else made_up["is_cuda"]
+
+    def plan_of(**changes: Any) -> Plan:
+        given = {"need": need, **options, **changes}
+        return explain_backward("attention_backward", arrays, device, dtype, given)
+
+    if problem is None:
+        return plan_of()  # says what is wrong
+    takes = free_options(options) if on_cuda and not wanted else frozenset()
+    found = find(problem, score_mod, mask_mod, block_mask, takes)
+    if found.window is not None:
+        options["window"] = narrowed(options.get("window", (-1, -1)), found.window)
+    options |= found.options
+    words = found.words
+    if not on_cuda or not found.arrays:
+        plan = plan_of()
+    elif found.functions or "block_starts" in found.arrays:
+        require_backward(dtype, int(q.shape[-1]), int(v.shape[-1]))
+        words += "; passes compiled by NVRTC at the first call"
+        words += ", sums of captured arrays by atomics" if wanted else ""
+        backend = options.get("backend", "auto")
+        plan = plan_of(
+            softcap=options.get("softcap") or 1.0,
+            backend="sm80" if backend == "auto" else backend,
+        )
+    else:
+        plan = plan_of_rows(plan_of, options)
+    line = f"  functions: {words}\n"
+    return dataclasses.replace(plan, reason=f"{plan.reason}; {words}", ladder=plan.ladder + line)
+
+
+def plan_of_rows(plan_of: Any, options: dict[str, Any]) -> Plan:
+    """Return the plan of row ranges on CUDA, which scores share with naive and simt alone."""
+    window = narrowed(options.get("window", (-1, -1)), (EVERYTHING, EVERYTHING))
+    plan = plan_of(window=window)
+    if options.get("backend", "auto") != "auto" or plan.kernel == "simt":
+        return dataclasses.replace(plan, mask="rows")
+    if plan.score != "identity":
+        plan = plan_of(window=window, backend="naive")
+    elif plan.kernel == "sm90" and max(plan.head_dim, plan.head_dim_v) > 128:
+        plan = plan_of(window=window, backend="sm80")
+    return dataclasses.replace(plan, mask="rows")
