@@ -107,24 +107,6 @@ def test_rows_that_see_few_keys_or_none(device, backend, name, rng):
             float8_cases.judge_products(case, numbers, out, lse)
 
 
-@pytest.mark.parametrize(("device", "backend"), target_params(cpu=(), cuda=("sm90",)))
-def test_keys_that_begin_behind_a_tile_lose_no_part(device, backend, rng):
-    """32 tiles of keys lie in 33, for tiles begin at multiples of 16 rows; at most four parts."""
-    q, k, v = (rng.standard_normal((1, n, 8, 128), np.float32) for n in (385, 4099, 4099))
-    v[:, -3:] = 448  # a third of each result
-    arena = harness.Arena(device)
-    given = [arena.put(x.astype(F8)) for x in (q / 8, k, v)]
-    options = {"kv_start": arena.put(np.int32([3])), "backend": backend}
-    outs = [cuattn.attention(*given, **options, batch_invariant=flag) for flag in (True, False)]
-    device.synchronize()
-    invariant, free = (np.asarray(device.numpy(x), np.float32) for x in outs)
-    assert free.mean() > 0.25
-    np.testing.assert_allclose(invariant, free, atol=0.1)
-    shapes = q.shape, k.shape, v.shape
-    words = {"device": "h200", "dtype": "float8_e4m3fn", "backend": backend, "kv_start": (1,)}
-    assert cuattn.explain("attention", *shapes, **words, batch_invariant=True).num_splits == 4
-
-
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "bfloat16"])
 @pytest.mark.parametrize(("device", "backend"), target_params(cpu=(), cuda=("sm90",)))
 def test_keys_may_lie_anywhere(device, backend, dtype, torch, rng):

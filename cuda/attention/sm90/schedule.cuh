@@ -37,7 +37,7 @@ struct Sm90Schedule {
   float zero;       // 0, which the compiler does not know
 
   // Key tiles of each part of `keys`, where they begin at fixed places; 0: even shares. A sequence's
-  // own number of keys decides.
+  // own number of keys decides, not where it begins in a packed array.
   template <int kN>
   __device__ __forceinline__ int32_t fixed_tiles(int32_t keys) const {
     if (split_tiles == 0) return 0;
@@ -176,10 +176,7 @@ __device__ __forceinline__ Sm90Work::Kind find_sm90_work(const AttentionParams& 
     range = within_rows<kN>(range, p.rows, first, token1 - token0);
   }
   if constexpr (Functor::kLists) list = list_places<Functor, kN>(range, p, batch, head, row0);
-  if (s.splits > 1) {  // of the rows that its tiles begin with; a packed sequence has one part
-    int32_t rows = keys.used + static_cast<int32_t>(keys.start % kAlign);
-    range = device::split_of(range, split, s.splits, s.fixed_tiles<kN>(rows));
-  }
+  if (s.splits > 1) range = device::split_of(range, split, s.splits, s.fixed_tiles<kN>(keys.used));
   put(offsetof(Sm90Work, range), range);
   return put_kind(range.begin >= range.end ? Sm90Work::kEmpty : Sm90Work::kFull);
 }
