@@ -8,7 +8,7 @@ import re
 import pytest
 
 import cuattn
-from made_up_gpus import cut, explain
+from made_up_gpus import GPUS, cut, explain
 
 
 def test_heads_of_a_group_share_tiles_that_would_stay_empty():
@@ -140,6 +140,17 @@ def test_batch_invariant_cuts_a_sequence_the_same_way_in_every_batch():
     assert plan(1, 17, 9000).num_splits == 9
     assert plan(1, 17, 10**6).num_splits == 32  # of four items: no more than fill a GPU
     assert plan(1, 17, 1024).num_splits == plan(1, 5000, 9000).num_splits == 1
+
+
+def test_batch_invariant_cuts_no_packed_sequence():
+    for queries, keys in ((1, 100000), (17, 9000), (5000, 9000)):
+        shapes = (3 * queries, 16, 128), *[(2 * keys + 37, 2, 128)] * 2, (4,), (4,)
+        plan = cuattn.explain(
+            *("attention_varlen", *shapes, queries, keys),
+            **{"device": GPUS["H100"], "dtype": "float16", "batch_invariant": True},
+        )
+        assert plan.num_splits == 1
+        assert "in parts" not in plan.reason
 
 
 def test_batch_invariant_fills_the_gpu_with_one_sequence():

@@ -358,10 +358,20 @@ def test_batch_invariant_cuts_keys_at_the_same_places_whoever_is_longer(
     alone = first(q[:1], k[:1], v[:1])
     assert same(alone, first(q, k, v))
     assert same(alone, first(q[:3], longer_k, longer_v, seqused_k=used))
+    behind_k, behind_v = (torch.cat([x[:, keys:], x[:, :keys]], 1) for x in (longer_k, longer_v))
+    start = torch.tensor([longest - keys, 0, longest - 1], dtype=torch.int32, device="cuda")
+    assert same(alone, first(q[:3], behind_k, behind_v, kv_start=start))
     # attention_varlen cuts nothing: the same bits where attention is told to cut nothing either.
     bounds = [torch.tensor([0, n], dtype=torch.int32, device="cuda") for n in (rows, keys)]
     packed = cuattn.attention_varlen(q[0], k[0], v[0], *bounds, rows, keys, **options)
     assert same(first(q[:1], k[:1], v[:1], num_splits=1), packed)
+    mates = [torch.cat([x[1][:n], x[0]]) for x, n in ((q, 3), (k, 37), (v, 37))]
+    bounds = [
+        torch.tensor([0, a, a + b], dtype=torch.int32, device="cuda")
+        for a, b in ((3, rows), (37, keys))
+    ]
+    out, lse = cuattn.attention_varlen(*mates, *bounds, rows, keys, **options)
+    assert same((out[3:], lse[:, 3:]), packed)
 
 
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
