@@ -105,8 +105,8 @@ def check(device, arrays, dout, functions, options, need, wanted, words):
 @SM80
 def test_gradients_of_functors_equal_those_of_the_cpu(rng, device, backend, compiler):
     every = ((64, 64), (128, 128), (72, 40), (192, 128), (256, 256))
-    for case in (0, 2, 3) if harness.is_emulated() else range(10):
-        kind, dims = case % 5, every[0 if harness.is_emulated() else case % 5 ^ case // 5 % 2]
+    for case in (0, 2, 3) if harness.is_emulated() else range(7):
+        kind, dims = case % 5, every[0 if harness.is_emulated() else case % 5 ^ case // 5]
         batch, heads_kv = 2, int(rng.integers(1, 3))
         heads = heads_kv * int(rng.choice((1, 2, 3)))
         most = 100 if harness.is_emulated() else 420
@@ -147,6 +147,7 @@ def test_what_has_no_gradient_on_cuda_is_refused(rng, device, backend, compiler)
     assert [to_host(x).any() for x in found] == [False] * 3
 
 
+@pytest.mark.skipif(harness.is_emulated(), reason="the emulator has no kernels of sm90")
 def test_explain_says_what_differentiates():
     table = np.zeros((4, 9), np.float32)
     causal, score = flex.masks.causal(), lambda s, b, h, q, k: s + table[h, q - k]
@@ -177,8 +178,7 @@ def test_explain_says_what_differentiates():
 class TestOnGpu:
     pytestmark = ON_GPU
 
-    @pytest.mark.parametrize("ragged", [False, True])
-    def test_torch_differentiates_functors(self, rng, ragged):
+    def test_torch_differentiates_functors(self, rng):
         """Against torch's autograd of the dense formula, learned arrays on the device included."""
         import torch
 
@@ -199,15 +199,9 @@ class TestOnGpu:
         s = s + dense[3][:, q - k + n]
         s = s.masked_fill(~((ids[q] == ids[k]) | (k == 0)), -torch.inf)
         want = (s.softmax(3) @ z).transpose(1, 2)
-        given, options = leaves, {}
-        if ragged:
-            starts = torch.tensor([0, n, 2 * n], dtype=torch.int32, device="cuda")
-            given = [t.flatten(0, 1) for t in leaves]
-            options = {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
-            options |= {"max_seqlen_q": n, "max_seqlen_k": n}
-        out = cuattn.flex_attention(*given, mask_mod=mask, score_mod=score, **options)
+        out = cuattn.flex_attention(*leaves, mask_mod=mask, score_mod=score)
         dout = torch.randn(2, n, heads, 64, device="cuda").bfloat16()
-        out.backward(dout.view_as(out))
+        out.backward(dout)
         want.backward(dout.double())
         for i, (a, b) in enumerate(zip((*leaves, table, gain), dense, strict=True)):
             assert a.grad.dtype == a.dtype
