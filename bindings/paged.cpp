@@ -64,7 +64,8 @@ void refuse_jax(const char* op, const char* name, nb::handle array, const char* 
         " is a JAX array, which this function does not take; ", way_out);
 }
 
-nb::object run_paged(int32_t version, const PagedArgs& args) {
+// `write`, where valid, is called once nothing is left that could be refused, and before the run.
+nb::object run_paged(int32_t version, const PagedArgs& args, nb::handle write = {}) {
   const char* op = paged_function(version);
   if (version == 0 && is_jax(op, "q", args.q)) return nb::borrow(Py_NotImplemented);
   refuse_jax(op, "q", args.q, "use paged_attention, which returns a new one");
@@ -90,11 +91,17 @@ nb::object run_paged(int32_t version, const PagedArgs& args) {
   }
   CallWorkspace memory;
   memory.place(op, args.workspace, arrays.q, call.workspace_bytes, stream);
+  const DLTensor* lse_tensor = wants_lse ? &lse->tensor : nullptr;
+  if (write.is_valid()) {
+    check(cuattn_paged_check(&call, &output.tensor, lse_tensor, memory.data, memory.bytes,
+                             stream.handle));
+    write();
+  }
   cuattn_status status;
   {
     Unlocked unlocked;
-    status = cuattn_paged_run(&call, &output.tensor, wants_lse ? &lse->tensor : nullptr,
-                              memory.data, memory.bytes, stream.handle);
+    status = cuattn_paged_run(&call, &output.tensor, lse_tensor, memory.data, memory.bytes,
+                              stream.handle);
   }
   check(status);
   if (!wants_lse) return output.object;
@@ -104,6 +111,10 @@ nb::object run_paged(int32_t version, const PagedArgs& args) {
 template <int32_t kVersion>
 nb::object run_version(PagedArgs& args) {
   return run_paged(kVersion, args);
+}
+
+nb::object write_and_attend(const nb::dict& arguments, nb::handle write) {
+  return run_paged(0, read_arguments<PagedAttention>(arguments), write);
 }
 
 nb::object paged_plan(PagedArgs& args) {
@@ -148,6 +159,10 @@ void add_paged(nb::module_& m) {
   add_function<PagedAttentionV1, run_version<1>>(m);
   add_function<PagedAttentionV2, run_version<2>>(m);
   add_function<PagedPlan, paged_plan>(m);
+  m.def("write_and_attend", &write_and_attend, nb::arg("arguments"), nb::arg("write"),
+        nb::sig("def write_and_attend(arguments: dict[str, object], write: object) -> object"),
+        "paged_attention of its arguments by name, with a call of `write` between the checks and "
+        "the attention: it\nwrites to the caches, and is not called where anything is refused.");
 }
 
 }  // namespace cuattn::bindings

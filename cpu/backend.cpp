@@ -122,6 +122,7 @@ const Backend& cpu_backend() {
                                .backward = backward,
                                .paged = paged,
                                .paged_deal = paged_deal,
+                               .set_decodes_apart = nullptr,
                                .project = project,
                                .merge = merge,
                                .cache_write = cache_write,

@@ -11,16 +11,18 @@
 # At most 6 kernels of attention share a source, so that none takes minutes to compile; forward_sm90
 # has a second tile at head_dim 128, and so two rows.
 
-cuattn_kernel(attention forward_sm90 attention/sm90/forward.cuh sm90
+cuattn_kernel(attention forward_sm90 attention/sm90/launch.cuh sm90
               "f16;bf16" "64;128" "none;causal;window;rows" "identity")
-cuattn_kernel(attention forward_sm90 attention/sm90/forward.cuh sm90
+cuattn_kernel(attention forward_sm90 attention/sm90/launch.cuh sm90
               "f16;bf16" "96;192;256;192x128" "none;causal;window" "identity")
-cuattn_kernel(attention forward_sm90 attention/sm90/forward.cuh sm90
+cuattn_kernel(attention forward_sm90 attention/sm90/launch.cuh sm90
               "f16;bf16" "64;96;128;192;256;192x128" "none;causal;window" "scored")
 # With dropout the window serves every mask; beside a softcap, ALiBi or a bias, it is the scored ones
 # of forward_sm80 that have it.
-cuattn_kernel(attention forward_sm90 attention/sm90/forward.cuh sm90
+cuattn_kernel(attention forward_sm90 attention/sm90/launch.cuh sm90
               "f16;bf16" "64;96;128;192;256;192x128" "window" "dropped")
+cuattn_kernel(attention forward_sm90 attention/sm90/float8.cuh sm90
+              "e4m3" "64;128" "none;causal;window" "identity")
 cuattn_kernel(attention forward_sm80 attention/sm80/forward.cuh portable
               "f16;bf16" "32;64;96;128;192;256;192x128" "none;causal;window" "identity;scored")
 cuattn_kernel(attention forward_sm80 attention/sm80/forward.cuh portable
@@ -45,7 +47,7 @@ cuattn_kernel(attention forward_tiled attention/tiled.cuh portable
 # Of 512 the scored window serves every call but those with row ranges.
 
 # Two kernels each, one a pass; a third where scored, for dbias. Of the scored ones the window serves
-# every mask, and dropout (sm90: three more kernels of it); of simt it serves all calls. Row ranges at
+# every mask, and dropout (sm90: three more kernels of it, and up to four of a bias at 64 and 128); of simt it serves all calls. Row ranges at
 # 64 would spill on sm90: 128 serves it.
 cuattn_kernel(attention_backward backward_sm90 backward/sm90/backward.cuh sm90
               "f16;bf16" "128" "none;causal;window;rows" "identity")

@@ -30,7 +30,7 @@ execute_process(
 function(cuattn_cuda_library kind)
   get_property(instances GLOBAL PROPERTY CUATTN_INSTANCES_${kind})
   set(sources ${ARGN})
-  list(REMOVE_ITEM sources cuda/attention/cublas.cu)
+  list(REMOVE_ITEM sources cuda/attention/cublas.cu cuda/attention/sm90/functor.cu)
   if(NOT sources)
     return()
   endif()

@@ -172,5 +172,9 @@ bool cublas_available() { return false; }
 void launch_cublas(const AttentionParams&, void*, int, cudaStream_t) {
   CUATTN_ASSERT(false, "the emulator has no cuBLAS");
 }
+void launch_functor_sm90(const FunctorParams&, int64_t, const AttentionSchedule&, const Plan&, int,
+                         cudaStream_t) {
+  CUATTN_ASSERT(false, "the emulator has no sm90");
+}
 
 }  // namespace cuattn

@@ -4,28 +4,27 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LAUNCH = """
-namespace emulate {{
-void set_error(cudaError_t, const std::string& text) {{
+namespace emulate {
+void set_error(cudaError_t, const std::string& text) {
   std::fprintf(stderr, "%s\\n", text.c_str());
   std::abort();
-}}
-size_t allowed_shared_memory(const void*) {{ return 163 << 10; }}
-}}
-extern "C" void cuattn_functor_emulated(const cudaLaunchConfig_t* c, void** arguments) {{
-  emulate::launch(emulate::Config(c->gridDim, c->blockDim, c->dynamicSmemBytes), cuattn_functor,
+}
+size_t allowed_shared_memory(const void*) { return 163 << 10; }
+}
+"""
+KERNEL = """
+extern "C" void {name}_emulated(const cudaLaunchConfig_t* c, void** arguments) {{
+  emulate::launch(emulate::Config(c->gridDim, c->blockDim, c->dynamicSmemBytes), {name},
                   {arguments});
 }}
 """
-ARGUMENTS = (
-    "*static_cast<cuattn::FunctorParams*>(arguments[0])",
-    "*static_cast<cuattn::Sm80Schedule*>(arguments[1])",
-)
 FLAGS = (
     *("-shared", "-fPIC", "-std=c++20", "-O1", "-w", "-march=native", "-ffp-contract=off"),
     *("-fno-strict-aliasing", "-include", "cuda_runtime.h"),
@@ -34,16 +33,27 @@ FLAGS = (
 )
 
 
+def launches(source: str) -> str:
+    """Return what launches each kernel of a source with an array of its arguments."""
+    text = LAUNCH
+    for name, takes in re.findall(r"\b(cuattn_\w+)\(([^{]*)\) \{", source):
+        kinds = [
+            one.replace("const __grid_constant__ ", "").rsplit(" ", 1)[0].strip()
+            for one in takes.split(",")
+        ]
+        arguments = [f"*static_cast<{kind}*>(arguments[{i}])" for i, kind in enumerate(kinds)]
+        text += KERNEL.format(name=name, arguments=", ".join(arguments))
+    return text
+
+
 def machine_code(source: str, build: Path, into: Path) -> bytes:
     """Return the path of a library, as the emulated cudaLibraryLoadData takes it."""
     sys.path.insert(0, str(ROOT / "emulate"))
     from translate import translate
 
-    is_sm80 = "ForwardSm80" in source
-    launch = LAUNCH.format(arguments=", ".join(ARGUMENTS[: 2 if is_sm80 else 1]))
     path = into / (hashlib.sha256(source.encode()).hexdigest()[:24] + ".cpp")
     head = "#include <cstdio>\n#include <cstdlib>\n#include <string>\n"
-    path.write_text(head + translate(source, "functor.cu") + launch)
+    path.write_text(head + translate(source, "functor.cu") + launches(source))
     folders = [ROOT / "emulate/include", build / "emulated", build / "emulated/include"]
     library = path.with_suffix(".so")
     parts = [path, ROOT / "emulate/block.cpp"]

@@ -26,9 +26,19 @@ FACTORS = {
     "scales": SCALES,
 }
 
+SM90_FACTORS = {  # what sm90 takes
+    **FACTORS,
+    "dims": tuple(d for d in FACTORS["dims"] if max(d) <= 128),
+    "softcap": (0.0,),
+    "alibi": ("none",),
+    "bias": ("none",),
+    "scales": ("none", "one", "head", "batch", "channel"),
+    "magnitude": (0.0, 1.0, 4.0),
+}
+
 
 def draw_scales(case: Case, problem: Problem, kind: str, rng) -> dict:
-    """q_scale, k_scale and v_scale of one kind; "parts": blocks of rows, and channels of v."""
+    """q_scale, k_scale and v_scale of a kind; "parts": blocks of rows, and "channel", of v."""
     if kind == "none":
         return {}
     heads, batch = case.num_heads_kv, case.batch
@@ -40,6 +50,8 @@ def draw_scales(case: Case, problem: Problem, kind: str, rng) -> dict:
         "v_scale": (batch, heads, case.dim_v),
     }
     shapes = {"one": (1,), "head": (heads,), "batch": (batch, heads)}
+    if kind == "channel":  # of v alone
+        parts.update(q_scale=(batch, heads), k_scale=(heads,))
     drawn = {
         name: rng.uniform(0.5, 1.5, shapes.get(kind, parts[name])).astype(np.float32)
         for name in parts
@@ -115,3 +127,48 @@ def assert_case(device, backend, case: Case, kind: str, rng) -> None:
         harness.judge(dataclasses.replace(numbers, case=case), out, lse)
 
     harness.assert_by_draws(case.dtype, attempt)
+
+
+def judge_products(case, numbers, out, lse):
+    """The rule for products in float8. `numbers`: the problem in what codes and scales mean.
+
+    Rows of no sequence do not count.
+
+    By what the arithmetic keeps (test_float8_bounds.py holds it against a model of that):
+    - Tensor cores cut 32 products and the sum so far to 13 bits below the largest of them, which
+      is |q||k| at most. Cuts of both signs nearly cancel: a score and lse are off by 2^-12 |q||k|,
+      a probability by twice that part of itself.
+    - P is e4m3, off by 2^-4 of itself at most; one below 2^-13 of the row's largest by 2^-14 of
+      that. With equal scores it is exact. So out is off by these parts of what |v| would give.
+    - Its sums keep 13 bits, too: 2^-10 of that.
+    """
+    expected, expected_lse = numbers.reference()
+    sizes = {**numbers.arrays, "v": np.abs(numbers.arrays["v"])}
+    size, _ = dataclasses.replace(numbers, arrays=sizes).reference()
+    flat = {**sizes, "q": np.zeros_like(sizes["q"])}
+    flat.pop("sinks", None)
+    mean, log_count = dataclasses.replace(numbers, arrays=flat).reference()  # of |v|, keys seen
+    by_rows = log_count if case.layout == "bhsd" else np.moveaxis(log_count, -2, -1)
+    count = np.exp(by_rows)
+    small = 2.0**-14 * count[..., None] * mean
+    rows = len(out)
+    if case.layout == "ragged":
+        rows = int(numbers.arrays["cu_seqlens_q"][-1])
+        lse, expected_lse = lse[:, :rows], expected_lse[:, :rows]
+    out, expected, size, small = (
+        np.asarray(x[:rows], np.float64) for x in (out, expected, size, small)
+    )
+    largest = [np.nanmax(np.linalg.norm(numbers.arrays[x], axis=-1), initial=0) for x in "qk"]
+    of_score = 2.0**-12 * largest[0] * largest[1] * (case.scale or case.head_dim**-0.5)
+    dead = np.isneginf(expected_lse)
+    assert (np.isneginf(lse) == dead).all(), f"{case}: lse -inf in other rows"
+    off = np.abs(np.where(dead, 0, lse) - np.where(dead, 0, expected_lse))
+    allowed = of_score + 1e-5 * (1 + np.abs(np.where(dead, 0, expected_lse)))
+    assert (off <= allowed).all(), f"{case}: lse off by {off.max()}, {of_score} are due"
+    eps = cases.EPS[case.dtype] + 2.0**-10  # of out, and of the sums
+    of_p = 0.0 if case.magnitude == 0 else 2.0**-4 + 2 * of_score
+    error = np.abs(out - expected)
+    within = error <= (eps + of_p) * size + small * (of_p > 0) + 1e-6
+    assert within.all(), f"{case}: out off by {error[~within]} at {np.argwhere(~within)[:9]}"
+    norms = [np.linalg.norm(x) for x in (error, expected, size)]
+    assert norms[0] <= 2 * of_p * norms[1] + 2 * eps * norms[2] + 1e-6, f"{case}: norms {norms}"

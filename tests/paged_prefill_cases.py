@@ -63,7 +63,7 @@ def run(
     """
     case, arena = problem.case, harness.Arena(device)
     arrays = {k: v for k, v in problem.arrays.items() if k != "context_lens"}
-    passed = ("causal", "window", "softcap", "num_splits")
+    passed = ("causal", "window", "softcap", "num_splits", "batch_invariant")
     options = {k: v for k, v in problem.options.items() if k in passed}
     lens = np.array(case.lens, np.int32)
     if lengths == "both":  # half of the last block is stored and not in use

@@ -27,12 +27,17 @@ def element_strides(shape, storage, unit):
         order[-3], order[-2] = order[-2], order[-3]
     elif storage == "reversed":
         order.reverse()
+    elif storage.startswith("columns"):  # the sequence is the contiguous axis
+        seq = ndim - 2 if storage == "columns_bhsd" else ndim - 3
+        order.append(order.pop(seq))
     strides, step = [0] * ndim, 1
     for axis in reversed(order):
         strides[axis] = step
         step *= max(shape[axis], 1)
         if axis == ndim - 1 and storage == "padded":
             step = -(-row // unit) * unit + unit  # unused elements behind every row
+        if axis == order[-1] and storage.startswith("columns"):
+            step = -(-step // unit) * unit
         if axis == ndim - 2 and storage == "packed":
             step += 2 * shape[axis] * row  # as if q, k and v were interleaved
     if storage == "gapped":  # as if another array lay between the slices of the first axis

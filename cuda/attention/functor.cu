@@ -2,23 +2,40 @@
 // Masks and scores of a user, compiled for the call: images of machine code are kept for the life
 // of the process, loaded at their first launch and launched as the kernels they are made of. No
 // call of the driver's own library is needed. Next: device/functor.cuh (what is compiled),
-// python/cuattn/flex/emit.py (who writes it).
+// python/cuattn/flex/emit.py (who writes it), sm90/functor.cu (the launch on Hopper),
+// cuda/backward/functor.cu (the gradients).
 #include <deque>
 #include <mutex>
+#include <string>
 #include <vector>
 
 #include "cuattn/params/functor.h"
 #include "cuda/attention/simt.cuh"
 #include "cuda/attention/sm80/forward.cuh"
+#include "cuda/host/functor.h"
 #include "cuda/host/launchers.h"
 
 namespace cuattn {
 namespace {
 
+struct LoadedKernel {
+  std::string name;
+  cudaKernel_t kernel;
+  uint64_t prepared;  // a bit for each device that allows its shared memory
+};
+
 struct Functor {
   std::vector<char> image;
-  cudaKernel_t kernel = nullptr;
-  uint64_t prepared = 0;  // a bit for each device that allows its shared memory
+  cudaLibrary_t library = nullptr;
+  std::vector<LoadedKernel> kernels;
+
+  LoadedKernel& find(const char* name) {
+    for (LoadedKernel& loaded : kernels) {
+      if (loaded.name == name) return loaded;
+    }
+    kernels.push_back({name, nullptr, 0});
+    return kernels.back();
+  }
 };
 
 std::mutex mutex;
@@ -54,34 +71,49 @@ Shape shape_of(const AttentionParams& p, const Plan& plan, const Sm80Schedule& s
   return shape;
 }
 
-// Loads what was not loaded, for the current device.
-cudaKernel_t prepare(int64_t number, int smem_bytes, int device_id, cudaStream_t stream) {
+}  // namespace
+
+cudaKernel_t functor_kernel(int64_t number, const char* name, int smem_bytes, int device_id,
+                            cudaStream_t stream) {
   std::lock_guard<std::mutex> lock(mutex);
   CUATTN_REQUIRE(number >= 1 && number <= static_cast<int64_t>(functors().size()),
                  "flex_attention: functor must be a number that cuattn_flex_add_functor gave, got ",
                  number, "; add the machine code first");
   Functor& functor = functors()[static_cast<size_t>(number - 1)];
+  LoadedKernel& loaded = functor.find(name);
   uint64_t bit = device_id < 64 ? uint64_t{1} << device_id : 0;
-  if (functor.prepared & bit) return functor.kernel;
+  if (loaded.prepared & bit) return loaded.kernel;
   cudaStreamCaptureStatus status;
   CUATTN_CUDA_TRY(cudaStreamIsCapturing(stream, &status));
   CUATTN_REQUIRE(status == cudaStreamCaptureStatusNone,
                  "flex_attention: the first call with a mask or score function loads machine code, "
                  "which cannot be captured; call it once with these dtypes and head sizes before "
                  "the capture");
-  if (functor.kernel == nullptr) {
-    cudaLibrary_t library;
-    CUATTN_CUDA_TRY(cudaLibraryLoadData(&library, functor.image.data(), nullptr, nullptr, 0,
+  if (functor.library == nullptr) {
+    CUATTN_CUDA_TRY(cudaLibraryLoadData(&functor.library, functor.image.data(), nullptr, nullptr, 0,
                                         nullptr, nullptr, 0));
-    CUATTN_CUDA_TRY(cudaLibraryGetKernel(&functor.kernel, library, "cuattn_functor"));
   }
+  if (loaded.kernel == nullptr)
+    CUATTN_CUDA_TRY(cudaLibraryGetKernel(&loaded.kernel, functor.library, name));
   CUATTN_CUDA_TRY(cudaKernelSetAttributeForDevice(
-      functor.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes, device_id));
-  functor.prepared |= bit;
-  return functor.kernel;
+      loaded.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes, device_id));
+  loaded.prepared |= bit;
+  return loaded.kernel;
 }
 
-}  // namespace
+void fill_functor(FunctorParams& params, const AttentionParams& p, Tile tile) {
+  const FlexParams& flex = *p.flex;
+  static_cast<AttentionParams&>(params) = p;
+  params.flex = nullptr;
+  params.lists = flex.lists;
+  for (int i = 0; i < kMaxFlexArrays; ++i) params.arrays[i] = flex.arrays[i];
+  for (int i = 0; i < kMaxFlexNumbers; ++i) params.numbers[i] = flex.numbers[i];
+  if (flex.lists.starts == nullptr) return;
+  CUATTN_REQUIRE(flex.lists.query_block % tile.m == 0 && flex.lists.key_block % tile.n == 0,
+                 "flex_attention: the blocks of block_mask must be multiples of ", tile.m, " x ",
+                 tile.n, " (queries x keys) for this head_dim, got ", flex.lists.query_block, " x ",
+                 flex.lists.key_block, "; make it with block_size=128");
+}
 
 int64_t add_functor(const void* image, size_t bytes) {
   std::lock_guard<std::mutex> lock(mutex);
@@ -90,27 +122,18 @@ int64_t add_functor(const void* image, size_t bytes) {
   return static_cast<int64_t>(functors().size());
 }
 
-void launch_functor(const AttentionParams& p, const Plan& plan, int device_id,
-                    cudaStream_t stream) {
-  const FlexParams& flex = *p.flex;
+void launch_functor(const AttentionParams& p, const AttentionSchedule& cut, const Plan& plan,
+                    int device_id, cudaStream_t stream) {
   FunctorParams params;
-  static_cast<AttentionParams&>(params) = p;
-  params.flex = nullptr;
-  params.lists = flex.lists;
-  for (int i = 0; i < kMaxFlexArrays; ++i) params.arrays[i] = flex.arrays[i];
-  for (int i = 0; i < kMaxFlexNumbers; ++i) params.numbers[i] = flex.numbers[i];
-  if (flex.lists.starts != nullptr) {
-    CUATTN_REQUIRE(
-        flex.lists.query_block % plan.tile.m == 0 && flex.lists.key_block % plan.tile.n == 0,
-        "flex_attention: the blocks of block_mask must be multiples of ", plan.tile.m, " x ",
-        plan.tile.n, " (queries x keys) for this head_dim, got ", flex.lists.query_block, " x ",
-        flex.lists.key_block, "; make it with block_size=128");
-  }
+  fill_functor(params, p, plan.tile);
+  if (plan.kernel == Kernel::sm90)
+    return launch_functor_sm90(params, p.flex->functor, cut, plan, device_id, stream);
   Sm80Schedule schedule{};
   if (plan.kernel == Kernel::sm80) schedule = make_sm80_schedule(p, plan.tile);
   Shape shape = shape_of(p, plan, schedule);
   if (shape.blocks == 0) return;
-  cudaKernel_t kernel = prepare(flex.functor, shape.smem_bytes, device_id, stream);
+  cudaKernel_t kernel =
+      functor_kernel(p.flex->functor, "cuattn_functor", shape.smem_bytes, device_id, stream);
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(grid_blocks(shape.blocks, kernel_name(plan.kernel)));
   config.blockDim = dim3(static_cast<unsigned>(shape.threads));

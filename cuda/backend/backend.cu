@@ -16,7 +16,7 @@ void attention(const AttentionParams& params, const AttentionSchedule& schedule,
                int32_t device_id, Stream stream) {
   DeviceGuard guard(device_id);
   cudaStream_t cuda_stream = static_cast<cudaStream_t>(stream);
-  if (params.flex != nullptr) return launch_functor(params, plan, device_id, cuda_stream);
+  if (params.flex != nullptr) return launch_functor(params, schedule, plan, device_id, cuda_stream);
   switch (plan.kernel) {
     case Kernel::naive: return launch_naive(params, schedule.workspace, cuda_stream);
     case Kernel::cublas: return launch_cublas(params, schedule.workspace, device_id, cuda_stream);
@@ -28,6 +28,8 @@ void backward(const BackwardParams& params, const BackwardSchedule& schedule, co
               int32_t device_id, Stream stream) {
   DeviceGuard guard(device_id);
   cudaStream_t cuda_stream = static_cast<cudaStream_t>(stream);
+  if (params.forward.flex != nullptr)
+    return launch_functor_backward(params, schedule.workspace, plan, device_id, cuda_stream);
   switch (plan.kernel) {
     case Kernel::naive: return launch_naive_backward(params, schedule.workspace, cuda_stream);
     default: return launch_instance<Op::attention_backward>({params, schedule}, plan, cuda_stream);
@@ -56,6 +58,11 @@ void paged(const PagedParams& params, const Plan& plan, int32_t device_id, Strea
 void paged_deal(const PagedWork& work, int32_t* deal, int32_t device_id, Stream stream) {
   DeviceGuard guard(device_id);
   launch_paged_deal(work, deal, static_cast<cudaStream_t>(stream));
+}
+
+void set_decodes_apart(const DecodesApart& params, int32_t device_id, Stream stream) {
+  DeviceGuard guard(device_id);
+  launch_decodes_apart(params, static_cast<cudaStream_t>(stream));
 }
 
 void project(const ProjectParams& params, int32_t device_id, Stream stream) {
@@ -182,6 +189,7 @@ const Backend* cuda_backend() {
                                .backward = backward,
                                .paged = paged,
                                .paged_deal = paged_deal,
+                               .set_decodes_apart = set_decodes_apart,
                                .project = project,
                                .merge = merge,
                                .cache_write = cache_write,

@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// The work of the pass that makes dbias, of sm80 and simt. A block owns a tile of dbias and walks,
+// The work of the pass that makes dbias, of sm90, sm80 and simt. A block owns a tile of dbias and walks,
 // in order, the tiles of ds that are summed into it: those of all batches, heads, rows or keys over
 // which the bias is broadcast. So every sum has one block, or one part a block. Used by
-// sm80/bias.cuh and simt/bias.cuh.
+// sm90/bias.cuh, sm80/bias.cuh and simt/passes.cuh.
 #pragma once
 
-#include "cuda/backward/weigh.cuh"
+#include "cuattn/device/convert.cuh"
+#include "cuattn/params/backward.h"
+#include "cuattn/tiles.h"
 
 namespace cuattn::backward {
 
@@ -65,10 +67,14 @@ struct BiasWork {
 };
 
 // Blocks of the pass.
-inline int64_t bias_blocks(const BackwardParams& p, Tile tile) {
+inline int64_t bias_blocks(const BackwardParams& p, Tile tile, int32_t parts) {
   int32_t items[4], steps[4];
   BiasWork::count(p, tile, items, steps);
-  return int64_t{items[0]} * items[1] * items[2] * items[3] * bias_parts(p);
+  return int64_t{items[0]} * items[1] * items[2] * items[3] * parts;
+}
+
+inline int64_t bias_blocks(const BackwardParams& p, Tile tile) {
+  return bias_blocks(p, tile, bias_parts(p));
 }
 
 __device__ __forceinline__ void store_dbias(const BackwardParams& p, int64_t at, float value) {

@@ -97,6 +97,23 @@ __global__ void __launch_bounds__(kSumThreads)
 
 }  // namespace
 
+void launch_bias_sums(const BackwardParams& p, const float* sums, int32_t parts,
+                      cudaStream_t stream) {
+  const int64_t* extents = p.dbias.extents;
+  int64_t elements = extents[0] * extents[1] * extents[2] * extents[3];
+  if (elements == 0) return;
+  int64_t blocks = (elements + kSumThreads - 1) / kSumThreads;
+  sum_bias_parts<<<grid_blocks(blocks, "dbias"), kSumThreads, 0, stream>>>(p, sums, parts);
+  CUATTN_CUDA_TRY(cudaGetLastError());
+}
+
+void launch_slope_sums(const BackwardParams& p, const float* terms, cudaStream_t stream) {
+  int64_t slopes = (p.dslopes_per_batch ? int64_t{p.forward.batch} : 1) * p.forward.num_heads_q;
+  if (slopes == 0) return;
+  sum_slopes<<<grid_blocks(slopes, "dslopes"), kSumThreads, 0, stream>>>(p, terms);
+  CUATTN_CUDA_TRY(cudaGetLastError());
+}
+
 void launch_option_sums(const BackwardParams& p, void* workspace, cudaStream_t stream) {
   const AttentionParams& f = p.forward;
   const Memory memory(p, workspace);
@@ -104,20 +121,9 @@ void launch_option_sums(const BackwardParams& p, void* workspace, cudaStream_t s
     sum_sinks<<<grid_blocks(f.num_heads_q, "dsinks"), kSumThreads, 0, stream>>>(p, memory.rows);
     CUATTN_CUDA_TRY(cudaGetLastError());
   }
-  int64_t slopes = (p.dslopes_per_batch ? int64_t{f.batch} : 1) * f.num_heads_q;
-  if (p.needs(kNeedDslopes) && slopes > 0) {
-    sum_slopes<<<grid_blocks(slopes, "dslopes"), kSumThreads, 0, stream>>>(p, memory.slope_terms);
-    CUATTN_CUDA_TRY(cudaGetLastError());
-  }
-  const int64_t* extents = p.dbias.extents;
-  int64_t elements = extents[0] * extents[1] * extents[2] * extents[3];
+  if (p.needs(kNeedDslopes)) launch_slope_sums(p, memory.slope_terms, stream);
   int32_t parts = bias_parts(p);
-  if (p.needs(kNeedDbias) && parts > 1 && elements > 0) {
-    int64_t blocks = (elements + kSumThreads - 1) / kSumThreads;
-    sum_bias_parts<<<grid_blocks(blocks, "dbias"), kSumThreads, 0, stream>>>(p, memory.bias_parts,
-                                                                             parts);
-    CUATTN_CUDA_TRY(cudaGetLastError());
-  }
+  if (p.needs(kNeedDbias) && parts > 1) launch_bias_sums(p, memory.bias_parts, parts, stream);
 }
 
 }  // namespace cuattn

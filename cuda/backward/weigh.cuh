@@ -6,7 +6,7 @@
 
 #include "cuattn/device/dropout.cuh"
 #include "cuattn/device/scores.cuh"
-#include "cuattn/params/backward.h"
+#include "cuattn/params/functor.h"
 #include "cuattn/tiles.h"
 
 namespace cuattn::backward {
@@ -41,6 +41,13 @@ CUATTN_HOST_DEVICE int64_t row_index(const AttentionParams& f, int32_t batch, in
 
 __device__ __forceinline__ float positive_infinity() { return __int_as_float(0x7f800000); }
 
+// What the policy of a pass is made of.
+template <class Policy>
+__device__ __forceinline__ const AttentionParams& policy_params(const BackwardParams& p) {
+  if constexpr (Policy::kIsFunctor) return static_cast<const FunctorBackwardParams&>(p).functor;
+  return p.forward;
+}
+
 // Of a pair of a query and a key.
 struct Weighed {
   float prob, ds, dx;
@@ -49,21 +56,22 @@ struct Weighed {
 // From the dot products q k and (with dropout, times Z) dout v. What nobody sees is 0, whatever the
 // operands hold. The exponent is clamped for a score and an lse so large that they are rounded
 // apart; NaN stays NaN.
-template <DType kType, ScoreKind kScore>
+template <ScoreKind kScore, class Mod>
 __device__ __forceinline__ Weighed weigh(float dot, float dout_v, const RowState& of_row,
-                                         const device::ScoreMod<kType, kScore>& mod, float scale,
-                                         int32_t row, int32_t key, bool seen) {
-  float exponent, slope = 1.0f;
+                                         const Mod& mod, float scale, int32_t row, int32_t key,
+                                         bool seen) {
+  float exponent;
   if constexpr (kScore == ScoreKind::scored) {
     exponent = mod(dot, row, key) - of_row.lse;
-    slope = mod.derivative(dot);
   } else {
     exponent = fmaf(dot, scale, -of_row.lse);
   }
   exponent = exponent > 0.0f ? 0.0f : exponent;
   float prob = seen ? device::exp2_approx(exponent * device::kLog2e) : 0.0f;
   float ds = prob != 0.0f ? prob * (dout_v - of_row.delta) : 0.0f;
-  return {prob, ds, ds * slope};
+  float dx = ds;
+  if constexpr (kScore == ScoreKind::scored) dx = mod.through(ds, dot, row, key);
+  return {prob, ds, dx};
 }
 
 }  // namespace cuattn::backward

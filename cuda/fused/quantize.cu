@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// quantize and dequantize on CUDA: a thread block takes 128 rows of a head, a thread 8 channels of a
-// row, and the lanes that share a row exchange what the rotation adds. The largest size goes to its
+// quantize and dequantize on CUDA: a thread block takes 128 rows of a head, a thread 8 channels of
+// four rows at a time, and the lanes that share a row exchange what the rotation adds. The largest size goes to its
 // scale by an atomic maximum of its bits, which no order changes, so that codes and scales are those
 // of the CPU. Source: QuaRot, arXiv:2404.00456; SageAttention, arXiv:2410.02367. The same on the
 // CPU: cpu/quantize.cpp.
@@ -15,7 +15,10 @@ constexpr int kThreads = 256;
 constexpr int kSpan = 8;  // channels of a thread
 constexpr int kMostDim = 256;
 constexpr float kSmallestNormal = 1.17549435e-38f;
-constexpr int kColumnStride = kScaleRows + 16;  // bytes of a channel in shared memory
+constexpr int kAhead = 4;      // rows of a thread, side by side: all are loaded before one is used
+constexpr int kMeanRows = 8;   // the same of write_means, which nothing else keeps busy
+constexpr int kMeanLanes = 4;  // of a row there: 64 bytes in 16 bits
+constexpr int kColumnWords = kScaleRows / 4 + 1;  // of a channel in shared memory: four rows a word
 
 __device__ __forceinline__ bool is_finite(float x) {
   return (__float_as_uint(x) & 0x7f800000u) != 0x7f800000u;
@@ -25,7 +28,7 @@ __device__ __forceinline__ bool is_finite(float x) {
 struct Part {
   int32_t b, h;
   int64_t block, first, last;
-  int lanes, channel, row, step;
+  int lanes, channel, row, step;  // first row, and rows of the block, of one round
   bool active;
 
   __device__ Part(const QuantizeParams& p, int64_t rows) {
@@ -38,8 +41,8 @@ struct Part {
     lanes = 2;
     while (lanes * kSpan < p.dim) lanes *= 2;
     channel = threadIdx.x % lanes * kSpan;
-    row = threadIdx.x / lanes;
-    step = kThreads / lanes;
+    row = threadIdx.x / lanes * kAhead;
+    step = kThreads / lanes * kAhead;
     active = channel < p.dim;
   }
   __device__ int64_t offset(const QuantizeArray& array, int64_t row) const {
@@ -96,58 +99,94 @@ __device__ __forceinline__ void rotate_row(const Part& part, int32_t dim, float 
   for (int i = 0; i < kSpan; ++i) x[i] *= norm;
 }
 
-// A row as it is rounded, not yet divided by its scale; zeros where this thread has none.
+// Rows as they are rounded, not yet divided by their scales; zeros where this thread has none.
 template <DType kType>
-__device__ __forceinline__ void prepare_row(const QuantizeParams& p, const Part& part,
-                                            bool in_pieces, int64_t row, float (&x)[kSpan]) {
-  bool has_row = part.active && row < min(part.last, p.rows);
+__device__ __forceinline__ void prepare_rows(const QuantizeParams& p, const Part& part,
+                                             bool in_pieces, int64_t row,
+                                             float (&x)[kAhead][kSpan]) {
+  int64_t last = part.active ? min(part.last, p.rows) : 0;
 #pragma unroll
-  for (int i = 0; i < kSpan; ++i) x[i] = 0.0f;
-  if (has_row) {
-    load_row<kType>(p.x, in_pieces, part.offset(p.x, row), x);
-    if (p.mean != nullptr) {
-      const float* mean = p.mean + part.b * p.mean_batch + part.h * p.mean_head + part.channel;
+  for (int a = 0; a < kAhead; ++a) {
 #pragma unroll
-      for (int i = 0; i < kSpan; ++i) x[i] -= mean[i];
+    for (int i = 0; i < kSpan; ++i) x[a][i] = 0.0f;
+    if (row + a < last) load_row<kType>(p.x, in_pieces, part.offset(p.x, row + a), x[a]);
+  }
+  if (p.mean != nullptr && part.active) {
+    const float* mean = p.mean + part.b * p.mean_batch + part.h * p.mean_head + part.channel;
+#pragma unroll
+    for (int i = 0; i < kSpan; ++i) {
+      float of_channel = mean[i];
+#pragma unroll
+      for (int a = 0; a < kAhead; ++a) {
+        if (row + a < last) x[a][i] -= of_channel;
+      }
     }
   }
-  if (p.rotates) rotate_row(part, p.dim, x);
+  if (!p.rotates) return;
+#pragma unroll
+  for (int a = 0; a < kAhead; ++a) rotate_row(part, p.dim, x[a]);
 }
 
-// Of the finite elements of each channel of a head; 0 where there are none. One block a head.
+// The scales of a thread's channels, in this block of rows.
+__device__ __forceinline__ void load_scales(const QuantizeParams& p, const Part& part,
+                                            float (&scale)[kSpan]) {
+#pragma unroll
+  for (int i = 0; i < kSpan; ++i) {
+    int64_t place = p.part == ScalePart::rows ? part.block : min(part.channel + i, p.dim - 1);
+    scale[i] = p.scale.at(part.b, part.h, place);
+  }
+}
+
+// Of the finite elements of each channel of a head; 0 where there are none. A block takes a few
+// channels of a head, of all rows.
 template <DType kType>
 __global__ void __launch_bounds__(kThreads)
     write_means(const __grid_constant__ QuantizeParams p, bool in_pieces) {
-  __shared__ double sums[kThreads * kSpan];
-  __shared__ int64_t counts[kThreads * kSpan];
-  Part part(p, 1);
+  constexpr int kWidth = kMeanLanes * kSpan, kStep = kThreads / kMeanLanes;
+  __shared__ double sums[kStep][kWidth];
+  __shared__ int counts[kStep][kWidth];
+  int slices = ceil_div(p.dim, kWidth), head = blockIdx.x / slices;
+  int b = head / p.heads, h = head % p.heads;
+  int lane = threadIdx.x % kMeanLanes * kSpan, first = threadIdx.x / kMeanLanes;
+  int channel = blockIdx.x % slices * kWidth + lane;
+  int64_t at = b * p.x.strides.batch + h * p.x.strides.head + channel * p.x.channel;
   double sum[kSpan] = {};
-  int64_t count[kSpan] = {};
-  for (int64_t row = part.row; part.active && row < p.rows; row += part.step) {
-    float x[kSpan];
-    load_row<kType>(p.x, in_pieces, part.offset(p.x, row), x);
+  int count[kSpan] = {};
+  for (int64_t row = first; channel < p.dim && row < p.rows; row += kStep * kMeanRows) {
+    float x[kMeanRows][kSpan];
 #pragma unroll
-    for (int i = 0; i < kSpan; ++i) {
-      if (!is_finite(x[i])) continue;
-      sum[i] += x[i];
-      ++count[i];
+    for (int a = 0; a < kMeanRows; ++a) {
+#pragma unroll
+      for (int i = 0; i < kSpan; ++i) x[a][i] = nanf("");
+      int64_t next = row + a * kStep;
+      if (next < p.rows) load_row<kType>(p.x, in_pieces, at + next * p.x.strides.seq, x[a]);
+    }
+#pragma unroll
+    for (int a = 0; a < kMeanRows; ++a) {
+#pragma unroll
+      for (int i = 0; i < kSpan; ++i) {
+        if (!is_finite(x[a][i])) continue;
+        sum[i] += x[a][i];
+        ++count[i];
+      }
     }
   }
-  int width = part.lanes * kSpan;
+#pragma unroll
   for (int i = 0; i < kSpan; ++i) {
-    sums[part.row * width + part.channel + i] = sum[i];
-    counts[part.row * width + part.channel + i] = count[i];
+    sums[first][lane + i] = sum[i];
+    counts[first][lane + i] = count[i];
   }
   __syncthreads();
-  int channel = threadIdx.x;
-  if (channel >= p.dim) return;
+  int of = threadIdx.x;
+  channel = blockIdx.x % slices * kWidth + of;
+  if (of >= kWidth || channel >= p.dim) return;
   double total = 0.0;
   int64_t number = 0;
-  for (int row = 0; row < part.step; ++row) {
-    total += sums[row * width + channel];
-    number += counts[row * width + channel];
+  for (int row = 0; row < kStep; ++row) {
+    total += sums[row][of];
+    number += counts[row][of];
   }
-  p.mean[part.b * p.mean_batch + part.h * p.mean_head + channel] =
+  p.mean[b * p.mean_batch + h * p.mean_head + channel] =
       static_cast<float>(number == 0 ? 0.0 : total / static_cast<double>(number));
 }
 
@@ -178,12 +217,15 @@ __global__ void __launch_bounds__(kThreads)
   for (int i = threadIdx.x; i < width; i += kThreads) sizes[i] = 0;
   float size[kSpan] = {};
   for (int64_t row = part.first + part.row; row - part.row < part.last; row += part.step) {
-    float x[kSpan];
-    prepare_row<kType>(p, part, in_pieces, row, x);
+    float x[kAhead][kSpan];
+    prepare_rows<kType>(p, part, in_pieces, row, x);
 #pragma unroll
-    for (int i = 0; i < kSpan; ++i) {
-      float abs = fabsf(x[i]);
-      if (is_finite(abs)) size[i] = fmaxf(size[i], abs);
+    for (int a = 0; a < kAhead; ++a) {
+#pragma unroll
+      for (int i = 0; i < kSpan; ++i) {
+        float abs = fabsf(x[a][i]);
+        if (is_finite(abs)) size[i] = fmaxf(size[i], abs);
+      }
     }
   }
   __syncthreads();
@@ -213,18 +255,25 @@ __global__ void __launch_bounds__(kThreads)
   const float* mean = p.shift_mean + part.b * p.shift_mean_batch +
                       part.h / p.shift_group * p.shift_mean_head + part.channel;
   for (int64_t row = part.first + part.row; row - part.row < part.last; row += part.step) {
-    double dot = 0.0;
-    if (part.active && row < part.last) {
-      float x[kSpan];
-      load_row<kType>(p.x, in_pieces, part.offset(p.x, row), x);
+    float x[kAhead][kSpan] = {};
 #pragma unroll
-      for (int i = 0; i < kSpan; ++i) dot += static_cast<double>(x[i]) * mean[i];
+    for (int a = 0; a < kAhead; ++a) {
+      if (part.active && row + a < part.last)
+        load_row<kType>(p.x, in_pieces, part.offset(p.x, row + a), x[a]);
     }
-    for (int lane = part.lanes / 2; lane > 0; lane /= 2)
-      dot += __shfl_xor_sync(0xffffffffu, dot, lane);
-    if (part.channel == 0 && row < part.last)
-      p.shift[part.b * p.shift_batch + part.h * p.shift_head + row * p.shift_row] =
-          static_cast<float>(dot);
+#pragma unroll
+    for (int a = 0; a < kAhead; ++a) {
+      double dot = 0.0;
+      if (part.active && row + a < part.last) {
+#pragma unroll
+        for (int i = 0; i < kSpan; ++i) dot += static_cast<double>(x[a][i]) * mean[i];
+      }
+      for (int lane = part.lanes / 2; lane > 0; lane /= 2)
+        dot += __shfl_xor_sync(0xffffffffu, dot, lane);
+      if (part.channel == 0 && row + a < part.last)
+        p.shift[part.b * p.shift_batch + part.h * p.shift_head + (row + a) * p.shift_row] =
+            static_cast<float>(dot);
+    }
   }
 }
 
@@ -240,35 +289,46 @@ __device__ __forceinline__ void store_codes(const QuantizeParams& p, bool out_pi
   }
 }
 
+// Where a channel begins in shared memory: lanes, 8 channels apart, fall on banks of their own.
+__device__ __forceinline__ int column_start(int channel) {
+  return channel * kColumnWords + channel / kSpan;
+}
+constexpr int column_words(int channels) {
+  return channels * kColumnWords + (channels + kSpan - 1) / kSpan;
+}
+
 // `by_columns`: the rows of a channel lie side by side in out, on 16 bytes, and go there through
 // shared memory.
 template <DType kType>
 __global__ void __launch_bounds__(kThreads)
     write_codes(const __grid_constant__ QuantizeParams p, bool in_pieces, bool out_pieces,
                 bool by_columns) {
-  extern __shared__ __align__(16) uint8_t columns[];  // [dim][kColumnStride]
+  extern __shared__ __align__(16) uint32_t columns[];
   Part part(p, p.out_rows);
+  float scale[kSpan];
+  load_scales(p, part, scale);
   for (int64_t row = part.first + part.row; row - part.row < part.last; row += part.step) {
-    float x[kSpan];
-    prepare_row<kType>(p, part, in_pieces, row, x);
+    float x[kAhead][kSpan];
+    prepare_rows<kType>(p, part, in_pieces, row, x);
     if (!part.active || row >= part.last) continue;
-    if (row < p.rows) {
 #pragma unroll
-      for (int i = 0; i < kSpan; ++i) {
-        int64_t place = p.part == ScalePart::rows ? part.block : part.channel + i;
-        x[i] /= p.scale.at(part.b, part.h, place);
-      }
-    } else {
+    for (int a = 0; a < kAhead; ++a) {
 #pragma unroll
-      for (int i = 0; i < kSpan; ++i) x[i] = 0.0f;
+      for (int i = 0; i < kSpan; ++i) x[a][i] = row + a < p.rows ? x[a][i] / scale[i] : 0.0f;
     }
     if (!by_columns) {
-      store_codes(p, out_pieces, part.offset(p.out, row), x);
-    } else {
 #pragma unroll
-      for (int i = 0; i < kSpan; ++i)
-        columns[(part.channel + i) * kColumnStride + row - part.first] =
-            from_float<E4m3>(x[i]).bits;
+      for (int a = 0; a < kAhead; ++a) {
+        if (row + a < part.last) store_codes(p, out_pieces, part.offset(p.out, row + a), x[a]);
+      }
+      continue;
+    }
+#pragma unroll
+    for (int i = 0; i < kSpan; ++i) {
+      uint32_t word = 0;
+#pragma unroll
+      for (int a = 0; a < kAhead; ++a) word |= uint32_t{from_float<E4m3>(x[a][i]).bits} << 8 * a;
+      columns[column_start(part.channel + i) + (row - part.first) / kAhead] = word;
     }
   }
   if (!by_columns) return;
@@ -278,12 +338,13 @@ __global__ void __launch_bounds__(kThreads)
                  part.h * p.out.strides.head + part.first;
   for (int i = threadIdx.x; i < p.dim * kPieces; i += kThreads) {
     int channel = i / kPieces, row = i % kPieces * 16;
-    const uint8_t* from = columns + channel * kColumnStride + row;
+    const uint32_t* from = columns + column_start(channel) + row / 4;
     uint8_t* to = out + channel * p.out.channel + row;
     if (part.first + row + 16 <= part.last) {
-      *reinterpret_cast<Piece<uint8_t, 16>*>(to) = load_piece<16>(from);
+      *reinterpret_cast<uint4*>(to) = uint4{from[0], from[1], from[2], from[3]};
     } else {
-      for (int j = 0; part.first + row + j < part.last; ++j) to[j] = from[j];
+      for (int j = 0; part.first + row + j < part.last; ++j)
+        to[j] = static_cast<uint8_t>(from[j / 4] >> j % 4 * 8);
     }
   }
 }
@@ -293,23 +354,30 @@ __global__ void __launch_bounds__(kThreads)
     read_codes(const __grid_constant__ QuantizeParams p, bool in_pieces, bool out_pieces) {
   Part part(p, p.rows);
   if (!part.active) return;
+  float scale[kSpan];
+  load_scales(p, part, scale);
   for (int64_t row = part.first + part.row; row < part.last; row += part.step) {
-    float x[kSpan];
-    load_row<DType::e4m3>(p.x, in_pieces, part.offset(p.x, row), x);
+    float x[kAhead][kSpan];
 #pragma unroll
-    for (int i = 0; i < kSpan; ++i) {
-      int64_t place = p.part == ScalePart::rows ? part.block : part.channel + i;
-      x[i] *= p.scale.at(part.b, part.h, place);
+    for (int a = 0; a < kAhead; ++a) {
+      if (row + a < part.last)
+        load_row<DType::e4m3>(p.x, in_pieces, part.offset(p.x, row + a), x[a]);
     }
-    auto* to = static_cast<Element<kType>*>(p.out.data) + part.offset(p.out, row);
-    if (out_pieces) {
-      constexpr int kSize = kType == DType::f32 ? 4 : kSpan;
 #pragma unroll
-      for (int i = 0; i < kSpan; i += kSize)
-        store_piece(to + i, reinterpret_cast<const float (&)[kSize]>(x[i]));
-    } else {
+    for (int a = 0; a < kAhead; ++a) {
+      if (row + a >= part.last) break;
 #pragma unroll
-      for (int i = 0; i < kSpan; ++i) to[i * p.out.channel] = from_float<Element<kType>>(x[i]);
+      for (int i = 0; i < kSpan; ++i) x[a][i] *= scale[i];
+      auto* to = static_cast<Element<kType>*>(p.out.data) + part.offset(p.out, row + a);
+      if (out_pieces) {
+        constexpr int kSize = kType == DType::f32 ? 4 : kSpan;
+#pragma unroll
+        for (int i = 0; i < kSpan; i += kSize)
+          store_piece(to + i, reinterpret_cast<const float (&)[kSize]>(x[a][i]));
+      } else {
+#pragma unroll
+        for (int i = 0; i < kSpan; ++i) to[i * p.out.channel] = from_float<Element<kType>>(x[a][i]);
+      }
     }
   }
 }
@@ -350,7 +418,8 @@ void launch_quantize(const QuantizeParams& p, cudaStream_t stream) {
   };
   with_dtype(fn, p.x.dtype, [&]<DType kType>() {
     if (p.gives_mean && heads > 0)
-      write_means<kType><<<blocks_of(fn, heads), kThreads, 0, stream>>>(p, in_pieces);
+      write_means<kType><<<blocks_of(fn, heads * device::ceil_div(p.dim, kMeanLanes * kSpan)),
+                           kThreads, 0, stream>>>(p, in_pieces);
     if (p.gives_scale) {
       set(false);
       if (heads * p.rows > 0)
@@ -360,7 +429,7 @@ void launch_quantize(const QuantizeParams& p, cudaStream_t stream) {
     if (p.shift != nullptr && heads * p.rows > 0)
       write_shifts<kType><<<blocks(p.rows), kThreads, 0, stream>>>(p, in_pieces);
     if (heads * p.out_rows > 0) {
-      int shared = by_columns ? p.dim * kColumnStride : 0;
+      int shared = by_columns ? column_words(p.dim) * 4 : 0;
       write_codes<kType>
           <<<blocks(p.out_rows), kThreads, shared, stream>>>(p, in_pieces, out_pieces, by_columns);
     }

@@ -7,6 +7,7 @@
 
 #include "cuattn/params/backward.h"
 #include "cuattn/params/cache.h"
+#include "cuattn/params/functor.h"
 #include "cuattn/params/fused.h"
 #include "cuattn/params/merge.h"
 #include "cuattn/params/paged.h"
@@ -14,6 +15,7 @@
 #include "cuattn/params/quantize.h"
 #include "cuattn/params/sampling.h"
 #include "cuattn/plan.h"
+#include "cuattn/schedule.h"
 
 namespace cuattn {
 
@@ -22,18 +24,29 @@ void launch_naive(const AttentionParams& params, void* workspace, cudaStream_t s
 void launch_cublas(const AttentionParams& params, void* workspace, int device_id,
                    cudaStream_t stream);
 bool cublas_available();
-// attention/functor.cu: machine code of NVRTC, from 1 on; and a call whose `flex` names one.
+// attention/functor.cu: machine code of NVRTC, from 1 on; a call whose `flex` names one, and how
+// sm90 cuts it.
 int64_t add_functor(const void* image, size_t bytes);
-void launch_functor(const AttentionParams& params, const Plan& plan, int device_id,
-                    cudaStream_t stream);
+void launch_functor(const AttentionParams& params, const AttentionSchedule& cut, const Plan& plan,
+                    int device_id, cudaStream_t stream);
+// attention/sm90/functor.cu
+void launch_functor_sm90(const FunctorParams& params, int64_t functor, const AttentionSchedule& cut,
+                         const Plan& plan, int device_id, cudaStream_t stream);
+// backward/functor.cu: the same of gradients.
+void launch_functor_backward(const BackwardParams& params, void* workspace, const Plan& plan,
+                             int device_id, cudaStream_t stream);
 void launch_naive_backward(const BackwardParams& params, void* workspace,
                            cudaStream_t stream);  // backward/naive.cu
 // backward/sums.cu: dbias of its parts, dsinks and dslopes, as far as they are needed.
 void launch_option_sums(const BackwardParams& params, void* workspace, cudaStream_t stream);
+void launch_slope_sums(const BackwardParams& params, const float* terms, cudaStream_t stream);
+void launch_bias_sums(const BackwardParams& params, const float* sums, int32_t parts,
+                      cudaStream_t stream);
 // Paged attention: the deal, where the call makes its own; a kernel; the combine, where units are
 // cut. `major`: compute capability, from 9 on the combine overlaps the kernel before it.
 void launch_paged_deal(const PagedWork& work, int32_t* deal, cudaStream_t stream);
 void launch_paged_combine(const PagedParams& params, int32_t major, cudaStream_t stream);
+void launch_decodes_apart(const DecodesApart& params, cudaStream_t stream);      // paged/apart.cu
 void launch_cache_write(const CacheWriteParams& params, cudaStream_t stream);    // cache/write.cu
 void launch_cache_gather(const CacheGatherParams& params, cudaStream_t stream);  // cache/gather.cu
 void launch_copy_blocks(const BlockCopyParams& params, cudaStream_t stream);     // cache/blocks.cu

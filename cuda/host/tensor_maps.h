@@ -38,12 +38,13 @@ inline device::TensorMap encode_tensor_map(const TensorMapKey& key) {
   }();
   constexpr cuuint32_t kSteps[5] = {1, 1, 1, 1, 1};
   device::TensorMap map;
-  CUresult status = encode(
-      reinterpret_cast<CUtensorMap*>(&map),
-      key.dtype == DType::f16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-      5, const_cast<void*>(key.base), key.extent, key.stride, key.box, kSteps,
-      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  CUresult status = encode(reinterpret_cast<CUtensorMap*>(&map),
+                           key.dtype == DType::e4m3  ? CU_TENSOR_MAP_DATA_TYPE_UINT8
+                           : key.dtype == DType::f16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                                     : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+                           5, const_cast<void*>(key.base), key.extent, key.stride, key.box, kSteps,
+                           CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                           CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (status != CUDA_SUCCESS) {
     fail<CudaError>("cuTensorMapEncodeTiled failed: CUresult ", static_cast<int>(status),
                     "; extents ", key.extent[0], ", ", key.extent[1], ", ", key.extent[2], ", ",
@@ -54,8 +55,8 @@ inline device::TensorMap encode_tensor_map(const TensorMapKey& key) {
 }
 
 // The same map again costs a comparison: calls of a training or serving loop repeat their tensors,
-// the caches of all layers among them.
-inline const device::TensorMap& tensor_map(const TensorMapKey& key) {
+// the caches of all layers among them. A copy, for the next map may take the place of this one.
+inline device::TensorMap tensor_map(const TensorMapKey& key) {
   constexpr int kEntries = 512;
   struct Entry {
     TensorMapKey key;
@@ -73,13 +74,13 @@ inline const device::TensorMap& tensor_map(const TensorMapKey& key) {
 }
 
 // An axis of one element may carry any stride: a legal one takes its place.
-inline uint64_t map_stride(int64_t elements, int64_t extent) {
-  return extent > 1 ? static_cast<uint64_t>(elements) * 2 : 16;
+inline uint64_t map_stride(DType dtype, int64_t elements, int64_t extent) {
+  int64_t size = dtype == DType::e4m3 ? 1 : 2;
+  return extent > 1 ? static_cast<uint64_t>(elements * size) : 16;
 }
 
-inline const device::TensorMap& tensor_map(DType dtype, const void* base,
-                                           const int64_t (&extent)[5], const int64_t (&stride)[4],
-                                           const int32_t (&box)[5]) {
+inline device::TensorMap tensor_map(DType dtype, const void* base, const int64_t (&extent)[5],
+                                    const int64_t (&stride)[4], const int32_t (&box)[5]) {
   TensorMapKey key;
   std::memset(&key, 0, sizeof(key));
   key.base = base;
@@ -87,25 +88,28 @@ inline const device::TensorMap& tensor_map(DType dtype, const void* base,
   for (int axis = 0; axis < 5; ++axis) {
     key.extent[axis] = static_cast<uint64_t>(extent[axis] > 0 ? extent[axis] : 1);
     key.box[axis] = static_cast<uint32_t>(box[axis]);
-    if (axis > 0) key.stride[axis - 1] = map_stride(stride[axis - 1], extent[axis]);
+    if (axis > 0) key.stride[axis - 1] = map_stride(dtype, stride[axis - 1], extent[axis]);
   }
   return tensor_map(key);
 }
 
-// Q as (columns, heads of a group, tokens, groups, batch): a box is 64 columns of `tokens` tokens
-// of `packed` heads, which land as rows token * packed + head.
-inline const device::TensorMap& query_map(const AttentionParams& p, int32_t packed,
-                                          int32_t tokens) {
+// 128 bytes of a row.
+constexpr int32_t panel_columns(DType dtype) { return dtype == DType::e4m3 ? 128 : 64; }
+
+// Q as (columns, heads of a group, tokens, groups, batch): a box is a panel of `tokens` tokens of
+// `packed` heads, which land as rows token * packed + head.
+inline device::TensorMap query_map(const AttentionParams& p, int32_t packed, int32_t tokens) {
   bool ragged = p.cu_seqlens_q != nullptr;
   const Strides& s = p.q_strides;
   return tensor_map(p.dtype, p.q,
                     {p.head_dim, packed, ragged ? p.total_q : p.seqlen_q, p.num_heads_q / packed,
                      ragged ? 1 : p.batch},
-                    {s.head, s.seq, s.head * packed, s.batch}, {64, packed, tokens, 1, 1});
+                    {s.head, s.seq, s.head * packed, s.batch},
+                    {panel_columns(p.dtype), packed, tokens, 1, 1});
 }
 
 // O as (columns, tokens, heads, batch, 1): a box is the 16 rows of a warp.
-inline const device::TensorMap& output_map(const AttentionParams& p) {
+inline device::TensorMap output_map(const AttentionParams& p) {
   bool ragged = p.cu_seqlens_q != nullptr;
   const Strides& s = p.out_strides;
   return tensor_map(
@@ -116,7 +120,7 @@ inline const device::TensorMap& output_map(const AttentionParams& p) {
 
 // A bias that has_bias_map (params/attention.h), as (keys, tokens, heads, batch, 1): a box is 64
 // keys of 64 tokens.
-inline const device::TensorMap& bias_map(const AttentionParams& p) {
+inline device::TensorMap bias_map(const AttentionParams& p) {
   return tensor_map(
       p.dtype, p.scores.bias,
       {p.seqlen_kv, p.seqlen_q, p.scores.bias_stride_head != 0 ? p.num_heads_q : 1,
@@ -125,21 +129,21 @@ inline const device::TensorMap& bias_map(const AttentionParams& p) {
       {64, 64, 1, 1, 1});
 }
 
-// K or V as (columns, tokens, heads, batch, 1). Note: the base must be mapped memory: the TMA reads
+// K or V as (columns, tokens, heads, batch, 1), in panels. Note: the base must be mapped memory: the TMA reads
 // there for a box that lies wholly outside of its map.
-inline const device::TensorMap& key_map(const AttentionParams& p, const void* base,
-                                        const Strides& s, int32_t columns, int32_t rows) {
+inline device::TensorMap key_map(const AttentionParams& p, const void* base, const Strides& s,
+                                 int32_t columns, int32_t rows) {
   bool ragged = p.cu_seqlens_kv != nullptr;
   int64_t tokens = ragged ? p.total_kv : p.seqlen_kv;
   if (tokens == 0) base = p.q;  // never read, but legal
   return tensor_map(p.dtype, base, {columns, tokens, p.num_heads_kv, ragged ? 1 : p.batch, 1},
-                    {s.seq, s.head, s.batch, 0}, {64, rows, 1, 1, 1});
+                    {s.seq, s.head, s.batch, 0}, {panel_columns(p.dtype), rows, 1, 1, 1});
 }
 
 // A cache of K or V as (columns, tokens of a block, heads, blocks, 1): a box is 64 columns of
 // `piece` tokens of a block.
-inline const device::TensorMap& paged_cache_map(const PagedParams& p, const void* cache,
-                                                const CacheStrides& s, int32_t piece) {
+inline device::TensorMap paged_cache_map(const PagedParams& p, const void* cache,
+                                         const CacheStrides& s, int32_t piece) {
   return tensor_map(p.kv_dtype,
                     p.pages.num_blocks > 0 ? cache : p.q,  // without blocks nothing is read
                     {p.head_dim, p.pages.block_size, p.work.num_heads_kv, p.pages.num_blocks, 1},

@@ -40,6 +40,8 @@ __device__ void merge_row(const MergeParams& p, int64_t b, int64_t row, int64_t 
   using Part = Element<kPart>;
   using T = Element<kType>;
   constexpr int kSize = 16 / sizeof(Part);
+  // Parts whose loads are on their way together: those that a kernel left are many.
+  constexpr int kAhead = sizeof(Part) > sizeof(T) ? 4 : 1;
   int lane = threadIdx.x % 32;
   // -inf: the part saw no key. +inf too, as FlashAttention-2 and vLLM write rows without keys.
   auto lse_of = [&](int32_t part) {
@@ -61,20 +63,36 @@ __device__ void merge_row(const MergeParams& p, int64_t b, int64_t row, int64_t 
   // Sums begin with -0.0, which leaves a lone part's zero its sign; times -0.0 it is 0.0.
   float inverse = empty ? -0.0f : 1.0f / sum;
 
-  for (int32_t column = lane * kSize; column < p.head_dim; column += 32 * kSize) {
+  for (int32_t first = 0; first < p.head_dim; first += 32 * kSize) {
+    const int32_t column = first + lane * kSize;
+    const bool is_mine = column < p.head_dim;
     float merged[kSize];
 #pragma unroll
     for (int i = 0; i < kSize; ++i) merged[i] = -0.0f;
-    for (int32_t part = 0; part < p.num_parts; ++part) {
-      float weight = weight_of(part);
-      if (weight == 0.0f) continue;  // a part without keys: its out may be anything, even NaN
-      Side at = side_of(p, part, p.out_part_stride);
-      const Part* out = static_cast<const Part*>(p.outs[at.side]) + at.first +
-                        offset(p.out_strides[at.side], b, row, head);
-      auto chunk = *reinterpret_cast<const Chunk<Part, kSize>*>(out + column);
+    float weights = 0.0f;  // of 32 parts, one a lane
+    for (int32_t part = 0; part < p.num_parts; part += kAhead) {
+      if (part % 32 == 0) weights = part + lane < p.num_parts ? weight_of(part + lane) : 0.0f;
+      float weight[kAhead];
+      Chunk<Part, kSize> chunks[kAhead];
 #pragma unroll
-      for (int i = 0; i < kSize; ++i) merged[i] = fmaf(weight, to_float(chunk.x[i]), merged[i]);
+      for (int i = 0; i < kAhead; ++i) {
+        weight[i] = __shfl_sync(0xffffffffu, weights, (part + i) % 32);
+        if (!is_mine || weight[i] == 0.0f) continue;
+        Side at = side_of(p, part + i, p.out_part_stride);
+        const Part* out = static_cast<const Part*>(p.outs[at.side]) + at.first +
+                          offset(p.out_strides[at.side], b, row, head);
+        chunks[i] = *reinterpret_cast<const Chunk<Part, kSize>*>(out + column);
+      }
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        // A part without keys: its out may be anything, even NaN.
+        if (!is_mine || weight[i] == 0.0f) continue;
+#pragma unroll
+        for (int j = 0; j < kSize; ++j)
+          merged[j] = fmaf(weight[i], to_float(chunks[i].x[j]), merged[j]);
+      }
     }
+    if (!is_mine) continue;
     Chunk<T, kSize> result;
 #pragma unroll
     for (int i = 0; i < kSize; ++i) result.x[i] = from_float<T>(merged[i] * inverse);

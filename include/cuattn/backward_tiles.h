@@ -30,8 +30,12 @@ CUATTN_HOST_DEVICE int64_t sm90_floats_of_head(const AttentionParams& f, int32_t
 }
 
 // ---- Scores. plain: a scale alone. smooth: besides a softcap or ALiBi, made of whole fragments in
-// the tiles of plain. general: anything, a score at a time. dropped: plain, with dropout.
-enum class ScoreForm : int32_t { plain, smooth, general, dropped };
+// the tiles of plain. general: anything, a score at a time. dropped: plain, with dropout. biased:
+// plain, with a bias that the TMA brings; the only form that makes dbias.
+enum class ScoreForm : int32_t { plain, smooth, general, dropped, biased };
+
+// The compiled head sizes that have the biased form.
+constexpr bool sm90_has_biased(HeadDims d) { return d.qk == d.v && (d.qk == 64 || d.qk == 128); }
 
 CUATTN_HOST_DEVICE ScoreForm sm90_score_form(const AttentionParams& f) {
   const ScoreParams& s = f.scores;
@@ -42,7 +46,12 @@ CUATTN_HOST_DEVICE ScoreForm sm90_score_form(const AttentionParams& f) {
   // no series (device/math.cuh).
   bool is_usual = s.scale > 0x1p-40f && s.scale < 0x1p40f && (!caps || s.softcap > 0x1p-30f) &&
                   s.softcap <= (f.dtype == DType::f16 ? 256.0f : 0x1p40f);
-  return !s.has_bias && is_usual && caps != leans ? ScoreForm::smooth : ScoreForm::general;
+  if (s.has_bias) {
+    int32_t dim = f.head_dim > f.head_dim_v ? f.head_dim : f.head_dim_v;
+    bool has_size = dim <= 64 || (dim > 96 && dim <= 128);  // of the next that is compiled
+    return has_size && !caps && !leans && has_bias_map(f) ? ScoreForm::biased : ScoreForm::general;
+  }
+  return is_usual && caps != leans ? ScoreForm::smooth : ScoreForm::general;
 }
 
 // ---- Tiles. m query rows, n keys, stages of what streams. 12 warps: a group of producers, two
@@ -57,10 +66,15 @@ constexpr int32_t sm90_kept_bytes(int32_t rows, int32_t columns, ScoreForm form)
   return form == ScoreForm::dropped ? sm90_kept_bytes(rows, columns) : 0;
 }
 
+// A bias comes a tile at a time.
+constexpr int32_t sm90_bias_bytes(int32_t rows, int32_t keys, ScoreForm form) {
+  return form == ScoreForm::biased ? rows * keys * 2 : 0;
+}
+
 // Queries pass: m rows of Q and dO stay, tiles of n keys come: `stages` of K, and of V as many or,
 // where there is no room, one.
 constexpr Tile sm90_queries_tile(HeadDims d, ScoreForm form) {
-  bool general = form == ScoreForm::general;
+  bool general = form == ScoreForm::general || form == ScoreForm::biased;
   if (d.qk <= 64) return {128, 128, 3, 12};
   if (d.qk <= 96) return {128, general ? 64 : 96, 3, 12};
   if (d.v <= 128) return {128, general ? 64 : 80, 2, 12};
@@ -73,7 +87,8 @@ constexpr int32_t sm90_queries_smem_bytes(HeadDims d, Tile tile, ScoreForm form)
   int32_t qk = sm90_row_bytes(d.qk), v = sm90_row_bytes(d.v);
   int32_t v_stages = sm90_queries_v_stages(d, tile);
   return tile.m * (qk + v) + tile.n * (tile.stages * qk + v_stages * v) +
-         v_stages * sm90_kept_bytes(tile.m, tile.n, form) + kSm90BackwardSmallBytes + 1024;
+         v_stages * sm90_kept_bytes(tile.m, tile.n, form) +
+         tile.stages * sm90_bias_bytes(tile.m, tile.n, form) + kSm90BackwardSmallBytes + 1024;
 }
 
 // Keys pass: n keys of K and V stay, m rows of Q and dO come with 8 bytes of state each. Up to 128
@@ -83,6 +98,7 @@ constexpr bool sm90_keys_are_paired(HeadDims d) { return d.qk > 128; }
 
 constexpr Tile sm90_keys_tile(HeadDims d, ScoreForm form) {
   bool general = form == ScoreForm::general, dropped = form == ScoreForm::dropped;
+  if (form == ScoreForm::biased) return {64, 128, 3, 12};
   if (d.qk <= 64) return {general || dropped ? 64 : 128, 128, 3, 12};
   if (d.qk <= 96) return {64, 128, 4, 12};
   if (d.qk <= 128) return {general ? 48 : 64, 128, 4, 12};
@@ -93,7 +109,8 @@ constexpr int32_t sm90_keys_smem_bytes(HeadDims d, Tile tile, ScoreForm form) {
   int32_t row = sm90_row_bytes(d.qk) + sm90_row_bytes(d.v);
   int32_t crossing = sm90_keys_are_paired(d) ? 2 * tile.m * tile.n * 2 : 0;
   return tile.n * row + tile.stages * tile.m * (row + 8) + crossing +
-         tile.stages * sm90_kept_bytes(tile.n, tile.m, form) + kSm90BackwardSmallBytes + 1024;
+         tile.stages * sm90_kept_bytes(tile.n, tile.m, form) +
+         tile.stages * sm90_bias_bytes(tile.m, tile.n, form) + kSm90BackwardSmallBytes + 1024;
 }
 
 // Fused pass, of up to 128 columns without a window, row ranges and general scores: as the keys pass with a
@@ -101,13 +118,28 @@ constexpr int32_t sm90_keys_smem_bytes(HeadDims d, Tile tile, ScoreForm form) {
 // summed in float32 in the workspace, behind the states: [num_heads_q, pitch, columns].
 constexpr bool sm90_has_fused(HeadDims d, MaskKind mask, ScoreForm form) {
   return (mask == MaskKind::none || mask == MaskKind::causal) && form != ScoreForm::general &&
-         d.qk == d.v && d.qk <= 128;
+         d.qk == d.v && d.qk <= 128 && (form != ScoreForm::biased || d.qk == 128);
 }
-constexpr Tile sm90_fused_tile(HeadDims d) { return {d.qk <= 64 ? 128 : 64, 128, 3, 12}; }
+constexpr Tile sm90_fused_tile(HeadDims d, ScoreForm form) {
+  return {d.qk <= 64 ? 128 : 64, 128, form == ScoreForm::biased ? 2 : 3, 12};
+}
 constexpr int32_t sm90_fused_smem_bytes(HeadDims d, Tile tile, ScoreForm form) {
   int32_t row = sm90_row_bytes(d.qk) + sm90_row_bytes(d.v);
   return tile.n * row + tile.stages * tile.m * (row + 8) + 2 * tile.m * tile.n * 2 +
-         tile.stages * sm90_kept_bytes(tile.n, tile.m, form) + kSm90BackwardSmallBytes + 1024;
+         tile.stages * sm90_kept_bytes(tile.n, tile.m, form) +
+         tile.stages * sm90_bias_bytes(tile.m, tile.n, form) + kSm90BackwardSmallBytes + 1024;
+}
+
+// Bias pass: a CTA owns m rows and n keys of dbias; Q and K of what is summed there come in a stage,
+// dO and V in the next one.
+constexpr Tile sm90_bias_tile(HeadDims d) { return {128, 128, d.qk <= 64 ? 5 : 3, 12}; }
+constexpr int32_t sm90_bias_smem_bytes(HeadDims d, Tile tile) {
+  return tile.stages * (tile.m + tile.n) * sm90_row_bytes(d.qk) + tile.m * tile.n * 2 +
+         kSm90BackwardSmallBytes + 1024;
+}
+// Parts of its sums, by shapes alone.
+CUATTN_HOST_DEVICE int32_t sm90_bias_parts(const BackwardParams& p) {
+  return bias_parts(p, 128, 256);
 }
 
 }  // namespace cuattn

@@ -230,8 +230,7 @@ CUATTN_API cuattn_status cuattn_attention_backward_run(cuattn_backward_call* cal
 
 /* Merges two attention results over disjoint keys. layout: BSHD, BHSD (out 4-D, lse [batch, heads,
  * seqlen]), NHD (out [n, heads, dim], lse [n, heads]) or THD (out [total, heads, dim], lse [heads,
- * total]). lse_out may be NULL. A part with lse -inf or +inf has no keys. out may be one of
- * the parts, lse_out one of their lse. */
+ * total]). lse_out may be NULL. Of lse -inf or +inf: no keys. out may be a part, lse_out its lse. */
 CUATTN_API cuattn_status cuattn_merge_states(const DLTensor* out_a, const DLTensor* lse_a,
                                              const DLTensor* out_b, const DLTensor* lse_b,
                                              const DLTensor* out, const DLTensor* lse_out,
@@ -290,6 +289,10 @@ CUATTN_API cuattn_status cuattn_paged_prepare(const DLTensor* q, const DLTensor*
 CUATTN_API cuattn_status cuattn_paged_run(cuattn_attention_call* call, const DLTensor* out,
                                           const DLTensor* lse, void* workspace,
                                           size_t workspace_bytes, void* stream);
+/* What run would refuse, with nothing written: for before the newest tokens go to the caches. */
+CUATTN_API cuattn_status cuattn_paged_check(const cuattn_attention_call* call, const DLTensor* out,
+                                            const DLTensor* lse, const void* workspace,
+                                            size_t workspace_bytes, void* stream);
 
 /* What the calls of a step have in common, for its plan. */
 typedef struct {
@@ -354,8 +357,7 @@ CUATTN_API cuattn_status cuattn_gather_cache_check(const DLTensor* k_cache, cons
                                                    const DLTensor* cu_seqlens,
                                                    const DLTensor* k_out, const DLTensor* v_out,
                                                    int32_t kv_layout);
-/* The last element of cu_seqlens, for the allocation of k_out and v_out. On CUDA it waits for the
- * stream. */
+/* The last element of cu_seqlens, for allocating k_out and v_out. On CUDA it waits for stream. */
 CUATTN_API cuattn_status cuattn_gather_cache_total(const DLTensor* cu_seqlens, void* stream,
                                                    int64_t* total);
 
@@ -372,8 +374,7 @@ CUATTN_API cuattn_status cuattn_copy_blocks(const DLTensor* const* k_caches, int
 CUATTN_API cuattn_status cuattn_swap_blocks(const DLTensor* const* src, int32_t num_src,
                                             const DLTensor* const* dst, int32_t num_dst,
                                             const DLTensor* block_mapping, void* stream);
-/* Host memory for swap_blocks: pinned where there is a CUDA device, else plain. It starts on 256
- * bytes. */
+/* Memory of the host for swap_blocks, on 256 bytes: pinned where there is a CUDA device. */
 CUATTN_API cuattn_status cuattn_host_alloc(size_t bytes, void** memory, int32_t* is_pinned);
 CUATTN_API void cuattn_host_free(void* memory, int32_t is_pinned);
 

@@ -47,6 +47,10 @@ struct AttentionRequest {
   bool is_flex;                 // asked by flex_attention
   bool has_rows, has_programs;  // row ranges; programs or lists of a user
   bool has_functor;             // these compiled for CUDA
+  bool has_score_options;       // beside a functor: softcap, ALiBi, a bias or a scale up to 0
+  bool has_columns;             // float8: values lie by columns
+  int64_t total_kv;             // float8: rows of k and v
+  bool has_part_scales;         // float8: q or k has a scale for each block of rows, or query head
 };
 
 // What the choice of a paged kernel depends on.
@@ -85,21 +89,24 @@ struct Plan {
   int32_t instance = kNoInstance;  // its number in the table (instances.h), where it stands there
   int32_t head_dim, head_dim_v;    // of the instance; smaller heads run padded in shared memory
   Tile tile;
-  int32_t num_splits;  // parts of the keys that memory holds; paged: 0 = by a deal of the device
-  int32_t split_keys;  // the fixed length of a split, or 0
-  int32_t cluster;     // paged: thread blocks that share a split and merge what they find; 1 = none
-  bool in_parts;       // paged: batch invariant in parts of a split (PagedWork)
+  int32_t num_splits;   // parts of the keys that memory holds; paged: 0 = by a deal of the device
+  int32_t split_keys;   // the fixed length of a split, or 0; of attention the least
+  int32_t most_splits;  // attention: parts of a sequence at most, where their length is fixed
+  int32_t cluster;  // paged: thread blocks that share a split and merge what they find; 1 = none
+  bool in_parts;    // paged: batch invariant in parts of a split (PagedWork)
   int32_t num_workers;   // paged: thread blocks that share a deal
   int32_t tracks;        // paged: rows of tiles in which they stand (PagedDeal)
   int32_t packed_heads;  // query heads of a group that share a tile; 1 = none
   int32_t num_ctas;      // grid of a persistent kernel; 0 = a CTA for each tile
   bool draws_tiles;      // persistent: each CTA draws its next tile; else a fixed order
   KeyAccess keys;
+  bool decodes_apart;  // sequences with one query go by a kernel of paged_attention, the others not
   BiasAccess bias;
   int32_t chunk_keys;  // backward: keys of a part of the work, and such parts; else 0
   int32_t num_chunks;
   size_t workspace_bytes;
-  const char* reason;  // one clause, static storage
+  size_t turned_bytes;  // of these at the end, for float8 values that are turned into columns; or 0
+  const char* reason;   // one clause, static storage
 };
 
 // backend: "auto", "naive", "cublas", "tiled", "simt", "sm80", "sm90", "cpu".

@@ -11,11 +11,13 @@ namespace cuattn {
 struct AttentionSchedule {
   Tile tile;             // where a kernel is compiled for several
   int32_t num_splits;    // parts of the keys; 1 = whole
-  int32_t split_keys;    // where they begin: at multiples of this; 0: even shares of what is seen
+  int32_t split_keys;    // 0: even shares of what is seen; else parts of whole tiles, this long or
+  int32_t most_splits;   // longer, so that a sequence has so many at most
   int32_t packed_heads;  // query heads of a group that share a tile; 1 = none
   int32_t num_ctas;      // grid of a persistent kernel; 0 = a CTA for each tile
   bool draws_tiles;      // persistent: each CTA draws its next tile; else a fixed order
   void* workspace;       // as large as the plan says, 256-byte aligned; contents undefined
+  void* turned;          // its part for float8 values by columns, or nullptr: they lie so
 };
 
 // What a launcher receives.

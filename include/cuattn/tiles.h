@@ -123,6 +123,23 @@ constexpr Tile sm90_tile(HeadDims d, MaskKind mask, ScoreKind score) {
   return {128, 80, 2, 12};  // 64 + 2 * 80 = 224 KB
 }
 
+// With masks and scores of a user, whose blocks of 128 queries and keys it divides.
+constexpr Tile sm90_functor_tile(HeadDims d) { return {128, 128, d.qk <= 64 ? 4 : 2, 12}; }
+
+
+// e4m3: Q and K in panels of 128 columns, V as rows of 128 keys; what each thread sees. Beside S, O and P, registers hold
+// the product of a tile of its own (head_dim_v / 2).
+constexpr int32_t kSm90Float8QStages = 2;
+constexpr int32_t sm90_float8_smem_bytes(HeadDims d, Tile tile) {
+  int32_t qk = (d.qk + 127) / 128 * 128;
+  return qk * (kSm90Float8QStages * tile.m + tile.stages * tile.n) + tile.stages * tile.n * d.v +
+         tile.m * 32 + kSm90SmallBytes + 1024;
+}
+constexpr Tile sm90_float8_tile(HeadDims d) {
+  if (d.v <= 64) return {192, 128, 4, 16};  // 2 * 24 + 4 * 24 + 6 = 150 KB
+  return {128, 128, 4, 12};                 // 2 * 16 + 4 * 32 + 4 = 164 KB
+}
+
 // A second tile, where another length of rows is served better: m == 0 is none.
 //   128, causal: longer tiles pay where keys come in blocks, by many boxes.
 //   64, causal: of 192 x 128 scores at the diagonal 60 % are masked, which short rows feel.

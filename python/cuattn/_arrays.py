@@ -155,18 +155,23 @@ def operations(
     computing = Operations(namespace, like)
     if stream is None and namespace.__name__ != "cupy":
         return contextlib.nullcontext(computing)
-    return placed(computing, stream)
+    return placed(op, computing, stream)
 
 
 @contextlib.contextmanager
-def placed(computing: Operations, stream: Any) -> Iterator[Operations]:
+def placed(op: str, computing: Operations, stream: Any) -> Iterator[Operations]:
     """Compute on the device of an array, for CuPy, and on a stream, if one is given."""
     namespace, like = computing.namespace, computing.like
     with contextlib.ExitStack() as stack:
         if namespace.__name__ == "cupy":
             stack.enter_context(namespace.cuda.Device(like.device.id))
         if stream is not None:
-            handle = stream_handle(stream)
+            handle = stream_handle(op, stream)
+            if int(like.__dlpack_device__()[0]) == 1:
+                raise ValueError(
+                    f"{op}: stream must be None for arrays on the CPU, which run at once; leave "
+                    "it out"
+                )
             if namespace.__name__ == "cupy":
                 stack.enter_context(namespace.cuda.ExternalStream(handle, like.device.id))
             else:
@@ -175,13 +180,18 @@ def placed(computing: Operations, stream: Any) -> Iterator[Operations]:
         yield computing
 
 
-def stream_handle(stream: Any) -> int:
+def stream_handle(op: str, stream: Any) -> int:
     """Raw pointer of a stream, read as the binding reads it."""
     if isinstance(stream, int):
         return stream
     for name in ("cuda_stream", "ptr"):
         if hasattr(stream, name):
             return getattr(stream, name)
+    if not hasattr(stream, "__cuda_stream__"):
+        raise TypeError(
+            f"{op}: stream must be None, an integer or an object with cuda_stream, ptr or "
+            f"__cuda_stream__, got {type(stream).__name__}; pass the stream of your library"
+        )
     return stream.__cuda_stream__()[1]
 
 

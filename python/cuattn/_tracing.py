@@ -11,6 +11,7 @@ import importlib.abc
 import importlib.util
 import sys
 import warnings
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from typing import Any
 
@@ -43,6 +44,9 @@ class Finder(importlib.abc.MetaPathFinder):
         return spec
 
 
+waiting: list[Callable[[], None]] = []  # until torch.compile is loaded
+
+
 def tell() -> None:
     """Have the builtins replaced in graphs; torch.compile itself must work in any case."""
     try:
@@ -55,6 +59,8 @@ def tell() -> None:
             f"told what to trace ({error}); call cuattn.torch.attention in compiled code",
             stacklevel=2,
         )
+    while waiting:
+        waiting.pop()()
 
 
 def tell_torch_compile() -> None:
@@ -63,3 +69,11 @@ def tell_torch_compile() -> None:
         tell()
     else:
         sys.meta_path.insert(0, Finder())
+
+
+def when_torch_compiles(function: Callable[[], None]) -> None:
+    """Call a function now where torch.compile is loaded, else when it is."""
+    if COMPILER in sys.modules:
+        function()
+    else:
+        waiting.append(function)

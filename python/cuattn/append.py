@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from . import _arrays
+from . import _arrays, _core
 from ._append import check_append, check_lengths, check_rope, new_places, new_slots, refuse_gradient
 from ._arrays import Array, ShapedArray, ShapedT
 from ._rope import rotated
 from .kv_cache import reshape_and_cache
-from .paged import paged_attention
 
 if TYPE_CHECKING:
     from ._types import Backend, KvDtype, KvLayout
@@ -92,8 +92,9 @@ def append_attention(
     Raises
     ------
     ValueError, TypeError, NotImplementedError, CudaError, MemoryError
-        As in `reshape_and_cache` and `paged_attention`. What the second refuses it refuses after
-        the first has written; the call may be repeated.
+        As in `reshape_and_cache` and `paged_attention`. What either refuses is refused before
+        anything is written. Impossible context_lens and block ids are refused on the CPU, and on
+        CUDA under CUATTN_CHECK=1.
 
     References
     ----------
@@ -136,30 +137,31 @@ def append_attention(
             k, v = (x.reshape(-1, *x.shape[-2:]) for x in (k, v))
     scales = {"k_scale": k_scale, "v_scale": v_scale}
     options = {"kv_layout": kv_layout, "stream": stream, **scales}
-    reshape_and_cache(k, v, k_cache, v_cache, slots, **turning, **options)
-    return paged_attention(
-        q,
-        k_cache,
-        v_cache,
-        block_tables,
-        context_lens,
-        scale=scale,
-        causal=causal,
-        window=window,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        kv_dtype=kv_dtype,
-        plan=plan,
-        num_splits=num_splits,
-        batch_invariant=batch_invariant,
-        return_lse=return_lse,
-        out=out,
-        lse_out=lse_out,
-        workspace=workspace,
-        backend=backend,
+    write = partial(reshape_and_cache, k, v, k_cache, v_cache, slots, **turning, **options)
+    attended = {
+        "q": q,
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+        "block_tables": block_tables,
+        "context_lens": context_lens,
+        "scale": scale,
+        "causal": causal,
+        "window": window,
+        "softcap": softcap,
+        "alibi_slopes": alibi_slopes,
+        "sinks": sinks,
+        "kv_dtype": kv_dtype,
+        "plan": plan,
+        "num_splits": num_splits,
+        "batch_invariant": batch_invariant,
+        "return_lse": return_lse,
+        "out": out,
+        "lse_out": lse_out,
+        "workspace": workspace,
+        "backend": backend,
         **options,
-    )
+    }
+    return _core.write_and_attend(attended, write)
 
 
 WAY_OUT = (

@@ -82,7 +82,7 @@ def mla_decode(
         Written in place and returned; lse_out implies return_lse.
     workspace : array, optional
         Contiguous memory of ``explain("mla_decode", ...).workspace_bytes``.
-    backend : {"auto", "simt", "sm80", "cpu"}
+    backend : {"auto", "sm90", "sm80", "simt", "cpu"}
         "auto" or one named kernel.
     stream : optional
         As in `attention`.

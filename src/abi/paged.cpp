@@ -94,6 +94,19 @@ cuattn_status cuattn_paged_run(cuattn_attention_call* call, const DLTensor* out,
   });
 }
 
+cuattn_status cuattn_paged_check(const cuattn_attention_call* call, const DLTensor* out,
+                                 const DLTensor* lse, const void* workspace, size_t workspace_bytes,
+                                 void* stream) {
+  return guarded([&] {
+    require_given("paged_attention", "call", call);
+    const PagedCall& state = *reinterpret_cast<const PagedCall*>(call->state);
+    std::optional<TensorView> lse_view;
+    check_paged(state, view_of(state.function, "out", out),
+                optional_view(state.function, "lse_out", lse, lse_view), workspace, workspace_bytes,
+                stream);
+  });
+}
+
 cuattn_status cuattn_paged_plan_prepare(const DLTensor* block_tables, const DLTensor* context_lens,
                                         const cuattn_paged_shape* shape,
                                         const cuattn_paged_options* options,

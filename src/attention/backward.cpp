@@ -148,7 +148,8 @@ BackwardParams problem_of(const BackwardCall& call) {
   BackwardParams params = call.params;
   params.forward = call.forward.params;
   if (call.forward.has_programs) params.forward.flex = &call.forward.flex;
-  if (call.gradient.program.count > 0) params.flex = &call.gradient;
+  if (call.gradient.program.count > 0 || call.forward.flex.functor != 0)
+    params.flex = &call.gradient;
   return params;
 }
 

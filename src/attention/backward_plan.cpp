@@ -39,8 +39,13 @@ MaskKind mask_of(const AttentionParams& f) {
   return f.rows.begin != nullptr ? MaskKind::rows : f.mask.kind();
 }
 
-// The number of the compiled kernels that would run the call.
+// The number of the compiled kernels that would run the call; a functor is compiled for the head
+// dims of the scored ones.
 int32_t instance_of(Kernel kernel, const AttentionParams& f) {
+  if (f.flex != nullptr) {
+    return find_instance(Op::attention_backward, kernel, f.dtype, {f.head_dim, f.head_dim_v},
+                         MaskKind::window, ScoreKind::scored);
+  }
   // Of the scored kernels the window serves every mask; of simt row ranges, too.
   ScoreKind score = score_of(kernel, f);
   MaskKind mask = mask_of(f);
@@ -62,7 +67,12 @@ const char* two_pass_refusal(Kernel kernel, const BackwardParams& p) {
 const char* sm90_refusal(const BackwardParams& p, const DeviceInfo& device) {
   if (p.forward.dropout.is_on() && p.forward.scores.scored())
     return "it has no dropout beside softcap, ALiBi, a bias or a scale up to 0, which sm80 has";
-  if (p.needs(kNeedDbias | kNeedDslopes)) return "it has no dbias and dslopes, which sm80 has";
+  if (p.needs(kNeedDslopes) &&
+      (sm90_score_form(p.forward) != ScoreForm::smooth || p.forward.scores.softcap > 0.0f))
+    return "it has no dslopes beside a softcap, a bias or such a scale, which sm80 has";
+  if (p.needs(kNeedDbias) && sm90_score_form(p.forward) != ScoreForm::biased) {
+    return "it has no dbias of such a bias, head_dim or beside such options, which sm80 has";
+  }
   if (const char* why = two_pass_refusal(Kernel::sm90, p)) return why;
   if (device.major != 9 || device.minor != 0) return "it is for compute capability 9.0 alone";
   return device.native == 1 ? nullptr : "this build has no machine code for 9.0";
@@ -77,7 +87,8 @@ const char* bias_refusal(const BackwardParams& p) {
 const char* sm80_refusal(const BackwardParams& p, const DeviceInfo& device) {
   if (const char* why = two_pass_refusal(Kernel::sm80, p)) return why;
   if (const char* why = bias_refusal(p)) return why;
-  ScoreKind score = score_of(Kernel::sm80, p.forward);
+  bool is_functor = p.forward.flex != nullptr;
+  ScoreKind score = is_functor ? ScoreKind::scored : score_of(Kernel::sm80, p.forward);
   HeadDims d = instance_at(instance_of(Kernel::sm80, p.forward)).dims;
   int32_t bytes = std::max({sm80_queries_smem_bytes(d, sm80_queries_tile(d, score)),
                             sm80_queries_smem_bytes(d, sm80_bias_tile(d)),
@@ -89,6 +100,8 @@ const char* sm80_refusal(const BackwardParams& p, const DeviceInfo& device) {
 
 // nullptr where the rung can differentiate the call, else why not.
 const char* refusal(Kernel kernel, const BackwardParams& p, const DeviceInfo& device) {
+  if (device.is_cuda && p.forward.flex != nullptr && kernel != Kernel::sm80)
+    return "masks and scores of the user run in sm80 alone";
   switch (kernel) {
     case Kernel::cpu:
     case Kernel::cpu_naive:
@@ -107,11 +120,14 @@ constexpr int32_t kLeastFused = 512;
 constexpr const char* kFusedMerit =
     "Hopper: five products fused, dq summed in any order; deterministic=True takes two passes";
 
+constexpr const char* kFunctorMerit =
+    "tensor cores: mma.sync, two passes compiled for the functions by NVRTC";
+
 bool takes_fused(const BackwardParams& p, HeadDims d, bool ordered) {
   const AttentionParams& f = p.forward;
   constexpr uint32_t kAll = kNeedDq | kNeedDk | kNeedDv;
-  return sm90_has_fused(d, mask_of(f), sm90_score_form(f)) && !ordered && (p.need & kAll) == kAll &&
-         f.seqlen_q >= kLeastFused && f.seqlen_kv >= kLeastFused;
+  return sm90_has_fused(d, mask_of(f), sm90_score_form(f)) && !ordered && !p.needs(kNeedDslopes) &&
+         (p.need & kAll) == kAll && f.seqlen_q >= kLeastFused && f.seqlen_kv >= kLeastFused;
 }
 
 // The keys of a call are cut for so many units of work, whatever number of threads there is: bits
@@ -153,7 +169,13 @@ size_t workspace_bytes(const char* function, const Plan& plan, const BackwardPar
   if (plan.kernel == Kernel::sm90) {  // the same, each sequence from a multiple of rows on; sums
     int64_t floats = sm90_floats_of_head(f, plan.num_chunks > 0 ? plan.head_dim : 0);
     if (p.needs(kNeedDsinks)) floats += f.batch;
-    return checked_bytes(function, {sizeof(float), floats, f.num_heads_q});
+    if (p.needs(kNeedDslopes)) floats += f.total_q;
+    size_t bytes = checked_bytes(function, {sizeof(float), floats, f.num_heads_q});
+    const int64_t* extents = p.dbias.extents;
+    int32_t parts = p.needs(kNeedDbias) ? sm90_bias_parts(p) : 1;
+    if (parts == 1) return bytes;
+    return bytes + checked_bytes(function, {sizeof(float), parts, extents[0], extents[1],
+                                            extents[2], extents[3]});
   }
   checked_bytes(function, {sizeof(float), plan.num_chunks, f.total_q, f.num_heads_q, f.head_dim});
   const int64_t* extents = p.dbias.extents;
@@ -162,6 +184,21 @@ size_t workspace_bytes(const char* function, const Plan& plan, const BackwardPar
                   {sizeof(float), plan.num_chunks, extents[0], extents[1], extents[2], extents[3]});
   }
   return checked_bytes(function, {sizeof(float), layout_of(p, plan.num_chunks).total});
+}
+
+// What of the user's has no kernel on CUDA.
+void require_functor(const char* function, const BackwardParams& p, const DeviceInfo& device) {
+  if (!device.is_cuda || p.forward.flex == nullptr) return;
+  const char* why = p.forward.flex->functor == 0
+                        ? "masks and scores of the user must be compiled for it first"
+                        : sm80_refusal(p, device);
+  if (why == nullptr) return;
+  fail<NotImplemented>(function,
+                       ": no kernel on CUDA has gradients of this mask or score function: ",
+                       kernel_name(Kernel::sm80), ": ", why, "; got ", dtype_name(p.forward.dtype),
+                       ", head_dim ", p.forward.head_dim, ", head_dim_v ", p.forward.head_dim_v,
+                       "; move the arrays to the CPU, or write the mask as causal, window or one "
+                       "interval of keys a row, and the score as bias=");
 }
 
 // The fastest rung that serves the call.
@@ -195,12 +232,7 @@ const Rung& named_rung(const char* function, const char* backend, const Backward
 Plan select_backward(const char* function, const BackwardParams& p, bool ordered,
                      const DeviceInfo& device, const char* backend) {
   require_supported(function, device);
-  if (device.is_cuda && p.forward.flex != nullptr) {
-    fail<NotImplemented>(function,
-                         ": of what the user writes CUDA has gradients of row ranges alone; "
-                         "write the mask as causal, window, rows or bias, or move the arrays to "
-                         "the CPU");
-  }
+  require_functor(function, p, device);
   const Rung& rung =
       is_auto(backend) ? best_rung(p, device) : named_rung(function, backend, p, device);
   const AttentionParams& f = p.forward;
@@ -215,13 +247,14 @@ Plan select_backward(const char* function, const BackwardParams& p, bool ordered
     HeadDims d = instance_at(plan.instance).dims;
     plan.head_dim = d.qk;
     plan.head_dim_v = d.v;
-    ScoreKind score = score_of(plan.kernel, f);
+    ScoreKind score = f.flex != nullptr ? ScoreKind::scored : score_of(plan.kernel, f);
+    if (f.flex != nullptr) plan.reason = kFunctorMerit;
     plan.tile = plan.kernel == Kernel::sm90   ? sm90_queries_tile(d, sm90_score_form(f))
                 : plan.kernel == Kernel::sm80 ? sm80_queries_tile(d, score)
                                               : simt_backward_tile(d.qk, false);
     if (plan.kernel == Kernel::sm90 && takes_fused(p, d, ordered)) {
       plan.reason = kFusedMerit;
-      plan.tile = sm90_fused_tile(d);
+      plan.tile = sm90_fused_tile(d, sm90_score_form(f));
       plan.chunk_keys = plan.tile.n;
       plan.num_chunks = (f.seqlen_kv + plan.chunk_keys - 1) / plan.chunk_keys;
     }

@@ -41,8 +41,13 @@ AttentionRequest request_of(const AttentionCall& call) {
   r.has_rows = p.rows.begin != nullptr;
   r.has_programs = call.has_programs;
   r.has_functor = call.flex.functor != 0;
+  r.has_columns = p.v_channel_stride != 1;
+  r.total_kv = p.total_kv;
+  const int64_t (&q_scales)[3] = p.float8.q.extents, (&k_scales)[3] = p.float8.k.extents;
+  r.has_part_scales = q_scales[2] > 1 || k_scales[2] > 1 || q_scales[1] > p.num_heads_kv;
   if (r.has_rows) r.mask = MaskKind::rows;
   if (r.has_functor) {  // as the kernel that has every option
+    r.has_score_options = r.score == ScoreKind::scored;
     r.mask = MaskKind::window;
     r.score = ScoreKind::scored;
   }
@@ -55,25 +60,41 @@ namespace {
 // as long as a few passes over them serve all the rows that share a kv head.
 constexpr int32_t kMaxStepRows = 64, kMaxStepPasses = 4;
 
-bool plans_step(const AttentionCall& call, const DeviceInfo& device, Plan& plan) {
+// Whether `step` may be one, of as many queries a sequence as it has; then how.
+bool plans_step(const AttentionCall& call, const PagedCall& step, const DeviceInfo& device,
+                Plan& plan) {
   const AttentionParams& p = call.params;
-  if (!call.may_step || p.head_dim != p.head_dim_v || p.total_q == 0 || p.num_heads_q == 0 ||
-      p.batch == 0)
+  if (p.head_dim != p.head_dim_v || p.total_q == 0 || p.num_heads_q == 0 || p.batch == 0)
     return false;
-  int64_t rows = int64_t{p.seqlen_q} * (p.num_heads_q / p.num_heads_kv);
+  int64_t rows = int64_t{step.params.work.q_len} * step.params.work.group;
   if (rows > kMaxStepRows) return false;
-  plan = plan_step(step_of(call), call.num_splits, device);
+  plan = plan_step(step, call.num_splits, call.batch_invariant, device);
   plan.keys = KeyAccess::by_step;
   return rows <= int64_t{kMaxStepPasses} * plan.tile.m;
+}
+
+// Batch invariant: a sequence with one query, and no other, is a step whoever is beside it. Where
+// nobody may have more, all are.
+bool plans_decodes(const AttentionCall& call, const DeviceInfo& device, Plan& plan) {
+  return device.is_cuda && call.num_splits == 0 &&
+         plans_step(call, decodes_of(call, nullptr).step, device, plan);
 }
 
 }  // namespace
 
 Plan plan_of(const AttentionCall& call, const DeviceInfo& device, const char* backend) {
-  Plan plan{};
-  if (is_auto(backend) && plans_step(call, device, plan)) return plan;
+  Plan plan{}, step{};
+  bool may_step = call.may_step && is_auto(backend);
+  if (may_step && !call.batch_invariant && plans_step(call, step_of(call), device, step))
+    return step;
+  bool has_decodes = may_step && call.batch_invariant && plans_decodes(call, device, step);
+  if (has_decodes && call.params.seqlen_q == 1) return step;
   plan = select_attention(request_of(call), device, backend);
   if (plan.keys == KeyAccess::gathered) plan.workspace_bytes += gathered_bytes(call);
+  if (has_decodes) {
+    plan.decodes_apart = true;
+    plan.workspace_bytes += decode_bytes(call, step);
+  }
   return plan;
 }
 
@@ -86,8 +107,10 @@ std::string ladder_of(const AttentionCall& call, const DeviceInfo& device, const
 namespace {
 
 AttentionSchedule schedule_of(const Plan& plan, void* workspace) {
-  return {plan.tile,     plan.num_splits,  plan.split_keys, plan.packed_heads,
-          plan.num_ctas, plan.draws_tiles, workspace};
+  char* turned = static_cast<char*>(workspace) + (plan.workspace_bytes - plan.turned_bytes);
+  return {plan.tile,         plan.num_splits, plan.split_keys,  plan.most_splits,
+          plan.packed_heads, plan.num_ctas,   plan.draws_tiles, workspace,
+          plan.turned_bytes > 0 ? turned : nullptr};
 }
 
 }  // namespace
@@ -153,6 +176,37 @@ DType float8_out_dtype(const char* fn, const TensorView& out) {
 
 }  // namespace
 
+namespace {
+
+void launch(AttentionCall& call, void* workspace, Stream stream) {
+  if (call.plan.keys == KeyAccess::gathered) {
+    workspace = gather_pages(call, workspace, stream);
+  } else if (call.plan.keys == KeyAccess::in_blocks) {
+    point_at_pages(call);
+  }
+  if (call.has_programs) call.params.flex = &call.flex;
+  backend_of(call.function(), call.device)
+      .attention(call.params, schedule_of(call.plan, workspace), call.plan, call.device.device_id,
+                 stream);
+}
+
+// First the others, whose kernel writes zeros in the rows of the decodes, then these.
+void run_apart(const AttentionCall& call, void* workspace, Stream stream) {
+  const Backend& backend = backend_of(call.function(), call.device);
+  auto [step, apart] = decodes_of(call, workspace);
+  Plan plan{};
+  plans_decodes(call, backend.device_info(call.device.device_id, false), plan);
+  auto* room = static_cast<char*>(workspace);
+  AttentionCall others = call;
+  others.params.seqused_q = apart.other_queries;
+  others.params.seqused_kv = others.gather.seqused = apart.other_lens;
+  backend.set_decodes_apart(apart, call.device.device_id, stream);
+  launch(others, room + decode_bytes(call, plan), stream);
+  run_step(step, plan, room + lengths_bytes(call), stream);
+}
+
+}  // namespace
+
 void run_attention(AttentionCall& call, const TensorView& out, const TensorView* lse,
                    void* workspace, size_t workspace_bytes, Stream stream) {
   const char* fn = call.function();
@@ -205,13 +259,8 @@ void run_attention(AttentionCall& call, const TensorView& out, const TensorView*
   require_workspace(fn, call.plan, call.device, workspace, workspace_bytes);
   if (call.plan.keys == KeyAccess::by_step)
     return run_step(step_of(call), call.plan, workspace, stream);
-  if (call.plan.keys == KeyAccess::gathered) {
-    workspace = gather_pages(call, workspace, stream);
-  } else if (call.plan.keys == KeyAccess::in_blocks) {
-    point_at_pages(call);
-  }
-  if (call.has_programs) p.flex = &call.flex;
-  backend.attention(p, schedule_of(call.plan, workspace), call.plan, call.device.device_id, stream);
+  if (call.plan.decodes_apart) return run_apart(call, workspace, stream);
+  launch(call, workspace, stream);
 }
 
 }  // namespace cuattn

@@ -4,6 +4,8 @@
 #include "src/attention/flex.h"
 
 #include <algorithm>
+#include <cstdint>
+#include <cstdlib>
 
 #include "src/check/arrays.h"
 
@@ -76,12 +78,17 @@ FlexArray read_array(const AttentionCall& call, const TensorView& view, bool che
                  "; reshape it");
   array.data = view.data;
   array.rank = view.ndim;
+  int64_t last = 0;  // element
   for (int32_t axis = 0; axis < view.ndim; ++axis) {
     CUATTN_REQUIRE(view.shape[axis] >= 1, fn, ": ", name, " must have elements, got shape ",
                    shape_text(view), "; none can be read");
     array.extents[axis] = checked_extent(fn, name, "an axis", view.shape[axis]);
     array.strides[axis] = stride_of(view, axis);
+    last += (view.shape[axis] - 1) * std::abs(array.strides[axis]);
   }
+  CUATTN_REQUIRE(is_cpu(call.device) || last <= INT32_MAX, fn, ": ", name,
+                 " must span at most 2147483647 elements on CUDA, got ", last,
+                 "; copy the part that is read");
   return array;
 }
 
@@ -326,6 +333,7 @@ void read_flex_gradient(BackwardCall& call, const cuattn_flex_options& o, bool c
     int64_t shape[2] = {array.extents[0], array.extents[1]};
     require_output(fn, name, view, DType::f32, shape_view(shape, array.rank), call.forward.device);
     require_strided(fn, name, view, true, check_data);
+    if (is_cuda(call.forward.device)) require_contiguous(fn, name, view, check_data);
     FlexArrayGradient& to = gradient.arrays[i];
     to.data = static_cast<float*>(view.data);
     to.first = gradient.num_sums;

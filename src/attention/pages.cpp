@@ -23,11 +23,12 @@ void size_pages(AttentionCall& call) {
 
 namespace {
 
-// Bytes of the gathered rows of one side, in whole pieces of 256.
+size_t whole_pieces(size_t bytes) { return (bytes + 255) / 256 * 256; }
+
+// Bytes of the gathered rows of one side, in whole pieces.
 size_t page_bytes(const AttentionCall& call, const CacheSide& side) {
-  size_t bytes = checked_bytes(call.function(),
-                               {call.params.total_kv, side.row_token, itemsize(call.params.dtype)});
-  return (bytes + 255) / 256 * 256;
+  return whole_pieces(checked_bytes(
+      call.function(), {call.params.total_kv, side.row_token, itemsize(call.params.dtype)}));
 }
 
 }  // namespace
@@ -101,6 +102,33 @@ PagedCall step_of(const AttentionCall& call) {
   to.scores = p.scores;
   to.k_scale = to.v_scale = 1.0f;
   return step;
+}
+
+size_t lengths_bytes(const AttentionCall& call) {
+  int64_t most = call.params.batch + int64_t{1};
+  return whole_pieces(checked_bytes(call.function(), {sizeof(int32_t), 4, most}));
+}
+
+Decodes decodes_of(const AttentionCall& call, void* workspace) {
+  const AttentionParams& p = call.params;
+  auto* lengths = static_cast<int32_t*>(workspace);
+  auto take = [&](int64_t count) {
+    int32_t* piece = lengths;
+    if (lengths != nullptr) lengths += count;
+    return piece;
+  };
+  Decodes decodes{step_of(call), {}};
+  DecodesApart& apart = decodes.apart;
+  apart = {p.cu_seqlens_q, p.seqused_kv,  p.batch,      take(p.batch + int64_t{1}),
+           take(p.batch),  take(p.batch), take(p.batch)};
+  decodes.step.params.work.q_len = 1;
+  decodes.step.params.work.context_lens = apart.decode_lens;
+  decodes.step.params.cu_seqlens_q = apart.decode_starts;
+  return decodes;
+}
+
+size_t decode_bytes(const AttentionCall& call, const Plan& step_plan) {
+  return lengths_bytes(call) + whole_pieces(step_plan.workspace_bytes);
 }
 
 }  // namespace cuattn

@@ -23,4 +23,15 @@ void point_at_pages(AttentionCall& call);
 // The call as a step of paged_attention.
 PagedCall step_of(const AttentionCall& call);
 
+// Of a call whose plan has decodes_apart: its sequences with one query as such a step, and the
+// lengths that part them from the others, which lie at the front of the workspace; behind them is
+// the workspace of the step, behind it that of the others.
+struct Decodes {
+  PagedCall step;
+  DecodesApart apart;
+};
+Decodes decodes_of(const AttentionCall& call, void* workspace);
+size_t lengths_bytes(const AttentionCall& call);
+size_t decode_bytes(const AttentionCall& call, const Plan& step_plan);
+
 }  // namespace cuattn

@@ -28,7 +28,7 @@ struct Rung {
 constexpr Rung kLadder[] = {
     {Kernel::cpu, false, true, "tiled online softmax in vector registers"},
     {Kernel::cpu_naive, false, false, "the plain formula, scores in memory"},
-    {Kernel::sm90, true, true, "Hopper: TMA feeds warpgroups of wgmma, 16-bit types"},
+    {Kernel::sm90, true, true, "Hopper: TMA feeds warpgroups of wgmma, 16-bit types and float8"},
     {Kernel::sm80, true, true, "tensor cores: mma.sync, cp.async and ldmatrix, 16-bit types"},
     {Kernel::simt, true, true, "float32 flash attention on CUDA cores"},
     {Kernel::tiled, true, false, "shared-memory tiles, online softmax"},
@@ -74,6 +74,7 @@ const char* sm80_refusal(const AttentionRequest& r, const DeviceInfo& device) {
   return fits ? nullptr : "its tile needs more shared memory than a block gets here";
 }
 
+size_t align256(size_t bytes) { return (bytes + 255) / 256 * 256; }
 int32_t ceil_div(int64_t a, int64_t b) { return static_cast<int32_t>((a + b - 1) / b); }
 
 // Share of a tile's rows that are real when `rows` rows are cut into tiles of `tile`.
@@ -98,24 +99,32 @@ int32_t choose_splits(int64_t items, int32_t key_tiles, int32_t num_sms) {
   return std::max(most, 1);
 }
 
-// Keys after which those of a sequence are cut whatever the batch, whole tiles of `n`; 0: nowhere.
-// `items`: its query tiles times its heads. Nothing else may count, not even the number of keys,
-// which is that of the longest in the batch. From half a wave on, items fill half of the chip uncut.
-// Longer parts for more items bound the workspace: at head_dim_v 128, 1032 bytes a key and sequence.
-int32_t fixed_split_keys(int64_t items, int32_t n) {
-  constexpr int32_t kHalfWave = 64;  // Hoppers have 114 or 132 multiprocessors
-  constexpr int32_t kFewest = 1024;  // with fewer, a part takes longer to write than to compute
-  if (items >= kHalfWave) return 0;
-  return ceil_div(std::max(kFewest, 64 * static_cast<int32_t>(items)), n) * n;
+// Where the keys of a sequence are cut whatever the batch: into parts of `tiles` or more, as many as
+// `most`, by the number of its own keys. most == 1: nowhere. `items`: its query tiles times its
+// heads. Nothing else may count. From half a wave on, items fill half of the chip uncut; no more
+// parts than fill it bound the workspace, too.
+struct FixedSplits {
+  int32_t tiles, most;
+};
+
+FixedSplits fixed_splits(int64_t items, int32_t n) {
+  constexpr int32_t kWave = 128;  // Hoppers have 114 or 132 multiprocessors
+  constexpr int32_t kFewest =
+      1024;  // with fewer keys, a part takes longer to write than to compute
+  if (items == 0 || items * 2 >= kWave) return {0, 1};
+  return {ceil_div(kFewest, n), kWave / static_cast<int32_t>(items)};
 }
 
 // How sm90 cuts its work: rows of a group packed where tiles would stay half empty, keys split
 // where tiles are few, and persistent CTAs.
 void plan_sm90(Plan& plan, HeadDims d, const AttentionRequest& r, const DeviceInfo& device) {
+  const bool float8 = r.dtype == DType::e4m3;
   const ScoreKind score = score_of(Kernel::sm90, r);
   const MaskKind mask = mask_of(Kernel::sm90, r);
-  plan.tile = sm90_tile(d, mask, score);
-  Tile other = sm90_other_tile(d, mask, score);
+  plan.tile = float8          ? sm90_float8_tile(d)
+              : r.has_functor ? sm90_functor_tile(d)
+                              : sm90_tile(d, mask, score);
+  Tile other = float8 ? Tile{} : sm90_other_tile(d, mask, score);
   auto in_blocks = [&](Tile tile) {  // not with dropout, which the warps draw that would load them
     return r.paged && score != ScoreKind::dropped && r.kv_layout != KvLayout::vllm &&
            sm90_page_rows(r.block_size, tile) >= kMinPageRows;
@@ -138,8 +147,12 @@ void plan_sm90(Plan& plan, HeadDims d, const AttentionRequest& r, const DeviceIn
   } else if (!r.batch_invariant) {
     plan.num_splits = choose_splits(items, key_tiles, device.num_sms);
   } else if (r.batch > 0) {
-    plan.split_keys = fixed_split_keys(items / r.batch, plan.tile.n);
-    if (plan.split_keys > 0) plan.num_splits = std::max(ceil_div(r.seqlen_kv, plan.split_keys), 1);
+    FixedSplits fixed = fixed_splits(items / r.batch, plan.tile.n);
+    plan.split_keys = fixed.tiles * plan.tile.n;
+    plan.most_splits = fixed.most;
+    if (fixed.most > 1) {
+      plan.num_splits = std::clamp(ceil_div(key_tiles, fixed.tiles), 1, fixed.most);
+    }
   }
   if (in_blocks(plan.tile)) plan.keys = KeyAccess::in_blocks;
   if (r.has_bias) {
@@ -157,6 +170,24 @@ void plan_sm90(Plan& plan, HeadDims d, const AttentionRequest& r, const DeviceIn
         function_of(r),
         {sizeof(float), plan.num_splits, r.batch, r.num_heads_q, r.seqlen_q, r.head_dim_v + 1});
   }
+  if (float8 && !r.has_columns) {
+    int64_t sequences = r.ragged ? 1 : r.batch, keys = r.ragged ? r.total_kv : r.seqlen_kv;
+    plan.turned_bytes = checked_bytes(
+        function_of(r), {sequences, r.num_heads_kv, r.head_dim_v, column_pitch(keys)});
+    plan.workspace_bytes = align256(plan.workspace_bytes) + plan.turned_bytes;
+  }
+}
+
+// Why sm90 does not take float8 arrays, which naive does.
+const char* float8_refusal(const AttentionRequest& r) {
+  if (r.score == ScoreKind::scored)
+    return "over float8 it has no softcap, ALiBi, bias or negative scale yet";
+  if (r.has_dropout) return "over float8 it has no dropout";
+  if (r.batch_invariant && r.ragged)
+    return "over float8 its tiles begin at rows of the packed array, which change with the batch";
+  if (r.has_part_scales)
+    return "over float8 it has no scales of 128 rows or of query heads yet, but of key heads";
+  return nullptr;
 }
 
 // nullptr when the rung can run the request, else why not.
@@ -166,12 +197,12 @@ const char* refusal(Kernel kernel, const AttentionRequest& r, const DeviceInfo& 
   };
   bool is_cpu = kernel == Kernel::cpu || kernel == Kernel::cpu_naive;
   bool drops = kernel != Kernel::tiled && kernel != Kernel::cublas;
-  if (r.dtype == DType::e4m3 && !is_cpu && kernel != Kernel::naive)
+  if (r.dtype == DType::e4m3 && !is_cpu && kernel != Kernel::naive && kernel != Kernel::sm90)
     return "it does not take float8_e4m3fn, which naive converts";
   if (r.has_dropout && !drops) return "it has no dropout, which sm90, sm80, simt and naive have";
   if (r.has_programs && !is_cpu) {
     if (!r.has_functor) return "masks and scores of the user must be compiled for it first";
-    if (kernel != Kernel::sm80 && kernel != Kernel::simt)
+    if (kernel != Kernel::sm90 && kernel != Kernel::sm80 && kernel != Kernel::simt)
       return "it has no masks and scores written by the user yet";
   }
   if (r.has_rows && kernel == Kernel::tiled) return "it has no row ranges yet";
@@ -183,8 +214,14 @@ const char* refusal(Kernel kernel, const AttentionRequest& r, const DeviceInfo& 
       if (r.dtype == DType::f32) return "it takes float16 and bfloat16, not float32";
       if (device.major != 9 || device.minor != 0) return "it is for compute capability 9.0 alone";
       if (device.native != 1) return "this build has no machine code for 9.0";
+      if (const char* why = r.dtype == DType::e4m3 ? float8_refusal(r) : nullptr) return why;
       if (r.has_dropout && r.score == ScoreKind::scored)
         return "it has no dropout beside softcap, ALiBi, a bias or a scale up to 0, which sm80 has";
+      if (r.has_functor && (r.has_dropout || r.has_score_options))
+        return "it has no dropout, softcap, ALiBi, bias or scale up to 0 beside functions of a "
+               "user";
+      if (r.has_functor && std::max(r.head_dim, r.head_dim_v) > 128)
+        return "it takes functions of a user up to head_dim 128";
       return uncompiled(kNotCompiled);
     case Kernel::sm80: return sm80_refusal(r, device);
     case Kernel::simt:
@@ -203,8 +240,6 @@ const char* refusal(Kernel kernel, const AttentionRequest& r, const DeviceInfo& 
   }
   return "unknown kernel";
 }
-
-size_t align256(size_t bytes) { return (bytes + 255) / 256 * 256; }
 
 // Float32 scores of every head; cublas adds the probabilities in the dtype of V and its own
 // scratch.
@@ -264,6 +299,8 @@ const Rung& named_rung(const char* function, const char* backend, bool is_cuda) 
 // The fastest that serves the call; naive, which serves all, where no automatic rung does.
 const Rung& best_rung(const AttentionRequest& r, const DeviceInfo& device) {
   for (const Rung& rung : kLadder) {
+    // What NVRTC has compiled is for one kernel: sm80, unless who had it compiled names sm90.
+    if (r.has_functor && rung.kernel == Kernel::sm90) continue;
     if (rung.on_cuda == device.is_cuda && rung.automatic &&
         refusal(rung.kernel, r, device) == nullptr)
       return rung;
@@ -347,9 +384,16 @@ const char* bias_access_clause(BiasAccess bias) {
 std::string access_clause(const Plan& plan) {
   bool over_pages = plan.num_workers > 0;
   std::string cut;
+  bool float8 = plan.kernel == Kernel::sm90 && plan.instance != kNoInstance &&
+                instance_at(plan.instance).op == Op::attention &&
+                instance_at(plan.instance).dtype == DType::e4m3;
+  if (float8) cut = "; probabilities are rounded to float8, sums have two levels";
+  if (plan.turned_bytes > 0) cut += "; values are turned into columns first";
   if (plan.split_keys > 0 && !over_pages)
-    cut = concat("; keys are cut every ", plan.split_keys, ", whatever the batch");
-  return concat(key_access_clause(plan.keys), bias_access_clause(plan.bias), cut);
+    cut += concat("; keys in parts of ", plan.split_keys, " or more, at most ", plan.most_splits);
+  const char* apart =
+      plan.decodes_apart ? "; single queries go by a kernel of paged_attention" : "";
+  return concat(key_access_clause(plan.keys), apart, bias_access_clause(plan.bias), cut);
 }
 
 }  // namespace cuattn

@@ -81,18 +81,9 @@ void check_memory(const PagedCall& call, const TensorView& out, const TensorView
   if (call.request.has_deal) memory.reads({"plan", w.deal, 4, {{PagedDeal::size(w), 1}}});
 }
 
-}  // namespace
-
-void run_step(PagedCall call, const Plan& plan, void* workspace, Stream stream) {
-  call.plan = plan;
-  cut_work(call);
-  place_workspace(call, workspace);
-  backend_of(call.function, call.device)
-      .paged(call.params, call.plan, call.device.device_id, stream);
-}
-
-void run_paged(PagedCall call, const TensorView& out, const TensorView* lse, void* workspace,
-               size_t workspace_bytes, Stream stream) {
+// The call with the outputs in its params, once all is found right.
+PagedCall with_outputs(PagedCall call, const TensorView& out, const TensorView* lse,
+                       const void* workspace, size_t workspace_bytes, Stream stream) {
   const char* fn = call.function;
   PagedParams& p = call.params;
   PagedWork& w = p.work;
@@ -121,15 +112,35 @@ void run_paged(PagedCall call, const TensorView& out, const TensorView* lse, voi
                      stride_of(*lse, 1)};
   }
   check_memory(call, out, lse, workspace);
-  const Backend& backend = backend_of(fn, call.device);
-  int32_t device = call.device.device_id;
   bool has_tables = p.pages.block_tables != nullptr || w.num_seqs == 0;
   if (has_tables && (!is_cuda(call.device) || checks_device_data()))
-    backend.check_paged(fn, p, device, stream);
-  if (out.size() == 0) return;
-  require_workspace(fn, call.plan, call.device, workspace, workspace_bytes);
+    backend_of(fn, call.device).check_paged(fn, p, call.device.device_id, stream);
+  if (out.size() != 0) require_workspace(fn, call.plan, call.device, workspace, workspace_bytes);
+  return call;
+}
+
+}  // namespace
+
+void run_step(PagedCall call, const Plan& plan, void* workspace, Stream stream) {
+  call.plan = plan;
+  cut_work(call);
   place_workspace(call, workspace);
-  backend.paged(p, call.plan, device, stream);
+  backend_of(call.function, call.device)
+      .paged(call.params, call.plan, call.device.device_id, stream);
+}
+
+void check_paged(const PagedCall& call, const TensorView& out, const TensorView* lse,
+                 const void* workspace, size_t workspace_bytes, Stream stream) {
+  with_outputs(call, out, lse, workspace, workspace_bytes, stream);
+}
+
+void run_paged(PagedCall call, const TensorView& out, const TensorView* lse, void* workspace,
+               size_t workspace_bytes, Stream stream) {
+  call = with_outputs(call, out, lse, workspace, workspace_bytes, stream);
+  if (out.size() == 0) return;
+  place_workspace(call, workspace);
+  backend_of(call.function, call.device)
+      .paged(call.params, call.plan, call.device.device_id, stream);
 }
 
 void run_paged_plan(PagedCall& call, const TensorView& plan, Stream stream) {

@@ -52,13 +52,17 @@ PagedCall validate_latent(const LatentArrays& arrays, const cuattn_paged_options
 // Chooses a kernel and cuts the work for it. Must come before run.
 void plan_paged(PagedCall& call, const cuattn_paged_options& options, const DeviceInfo& device);
 
+// All that run_paged refuses, and nothing else: nothing is written.
+void check_paged(const PagedCall& call, const TensorView& out, const TensorView* lse,
+                 const void* workspace, size_t workspace_bytes, Stream stream);
+
 // Validates the outputs and launches, on a copy of the call, which may so be run again, with other
 // outputs and another workspace.
 void run_paged(PagedCall call, const TensorView& out, const TensorView* lse, void* workspace,
                size_t workspace_bytes, Stream stream);
 
 // Of a call whose params somebody else has filled: attention_varlen with few queries a sequence.
-Plan plan_step(PagedCall call, int32_t num_splits, const DeviceInfo& device);
+Plan plan_step(PagedCall call, int32_t num_splits, bool batch_invariant, const DeviceInfo& device);
 std::string ladder_of_step(const PagedCall& call, const DeviceInfo& device, const Plan& plan);
 void run_step(PagedCall call, const Plan& plan, void* workspace, Stream stream);
 

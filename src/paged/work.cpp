@@ -167,9 +167,10 @@ void plan_paged(PagedCall& call, const cuattn_paged_options& o, const DeviceInfo
   call.plan.workspace_bytes = place_workspace(call, nullptr);
 }
 
-Plan plan_step(PagedCall call, int32_t num_splits, const DeviceInfo& device) {
+Plan plan_step(PagedCall call, int32_t num_splits, bool batch_invariant, const DeviceInfo& device) {
   auto options = default_options<cuattn_paged_options>();
   options.num_splits = num_splits;
+  options.batch_invariant = batch_invariant;
   call.request = request_of(call, options);
   plan_paged(call, options, device);
   return call.plan;

@@ -322,11 +322,15 @@ def test_batch_invariant_rows_are_the_same_alone_in_a_batch_and_packed_or_not(he
 @pytest.mark.parametrize("scores", [{}, {"softcap": 20.0}], ids=str)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("rows", [20, 400])
 def test_batch_invariant_cuts_keys_at_the_same_places_whoever_is_longer(
-    torch, head_dim, mask, scores, rng
+    torch, rows, head_dim, mask, scores, rng
 ):
-    """2500 keys are three parts or more: alone, in a batch, as the shorter of a padded batch."""
-    rows, keys, longest = 20, 2500, 6000
+    """2500 keys are three parts or more: alone, in a batch, as the shorter of a padded batch.
+
+    With 400 rows the longer ones have longer parts.
+    """
+    keys, longest = 2500, 12000
     case = Case("bfloat16", 7, 8, 2, rows, keys, head_dim, **MASKS[mask], **scores)
     assert plan_of(case, batch_invariant=True).num_splits >= 3
     problem = make_problem(case, rng)

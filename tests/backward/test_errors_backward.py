@@ -233,9 +233,13 @@ REFUSED_BY_SM90 = {  # and what serves it
         "sm80",
         {"dropout_p": 0.1, "dropout_seed": 3, "softcap": 5.0},
     ),
-    "it has no dbias and dslopes, which sm80 has": (
+    "it has no dslopes beside a softcap, a bias or such a scale, which sm80 has": (
         "sm80",
-        {"alibi_slopes": (4,), "need": ("dq", "dslopes")},
+        {"alibi_slopes": (4,), "softcap": 5.0, "need": ("dq", "dslopes")},
+    ),
+    "it has no dbias of such a bias, head_dim or beside such options, which sm80 has": (
+        "sm80",
+        {"bias": (5, 7), "need": ("dq", "dbias")},
     ),
 }
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """backend="sm80", "sm90" and "simt" of the backward pass: two passes, against float64. sm80 and
-simt have every option, sm90 no dbias and dslopes, and dropout of plain scores alone.
+simt have every option; of sm90 test_option_gradients_backward.py has dbias and dslopes.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def test_split_has_few_queries_over_many_keys():
         options = {"causal": w.causal, "dtype": w.dtype, "device": "h200"}
         assert cuattn.explain("attention", *shape, **options).num_splits > 1
         invariant = cuattn.explain("attention", *shape, **options, batch_invariant=True)
-        assert invariant.num_splits == w.seqlen_kv // 1024
+        assert invariant.num_splits == 128 // (w.seqlen_q // 16)  # a part for a multiprocessor
     assert "fa3" in FAMILIES["split"].peers
 
 

@@ -17,7 +17,7 @@ namespace {
 using namespace cuattn::device;  // NOLINT: the file tests exactly this namespace
 
 // Rows of `columns` elements that follow one another; a box is 64 x 64.
-const TensorMap& rows_map(const void* data, int rows, int columns) {
+TensorMap rows_map(const void* data, int rows, int columns) {
   return tensor_map(DType::bf16, data, {columns, rows, 1, 1, 1}, {columns, 0, 0, 0},
                     {64, 64, 1, 1, 1});
 }

@@ -322,6 +322,8 @@ TEST(null_is_refused_where_a_pointer_must_be_given) {
           "paged_attention: call must not be NULL");
   refused(cuattn_paged_run(nullptr, &out, nullptr, nullptr, 0, nullptr),
           "paged_attention: call must not be NULL");
+  refused(cuattn_paged_check(nullptr, &out, nullptr, nullptr, 0, nullptr),
+          "paged_attention: call must not be NULL");
   refused(cuattn_paged_explain(&q, &k, &v, &q, &q, &paged, nullptr, nullptr),
           "paged_attention: plan must not be NULL");
   cuattn_attention_call call;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The tensor maps of paged caches: tiles of chunked prefill (cuda/attention/sm90/boxes.cuh) and of
+// The tensor maps of paged caches: tiles of chunked prefill (cuda/attention/sm90/launch.cuh) and of
 // decode (cuda/paged/sm90/decode.cuh), whose boxes a block table names, as test_tensor_maps.cu does
 // it. Compiled for 90a alone, skipped on other devices.
 #include <algorithm>
@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "cuda/attention/sm90/boxes.cuh"
+#include "cuda/attention/sm90/host.cuh"
 #include "cuda/paged/sm90/decode.cuh"
 #include "problem.h"
 #include "suite.h"

@@ -202,6 +202,12 @@ TEST(a_prepared_call_of_v2_runs_again_with_another_workspace) {
     DLTensor d_out = out.dl();
     std::vector<float>& workspace = i == 0 ? first : second;
     std::fill(first.begin(), first.end(), unwritten);
+    CHECK(cuattn_paged_check(&call, &d_out, nullptr, workspace.data(), call.workspace_bytes - 1,
+                             nullptr) == CUATTN_OUT_OF_MEMORY);
+    CHECK(cuattn_paged_check(&call, &d_out, nullptr, workspace.data(), call.workspace_bytes,
+                             nullptr) == CUATTN_OK,
+          cuattn_last_error());
+    CHECK(workspace == std::vector<float>(count, unwritten), "the check has written");
     CHECK(cuattn_paged_run(&call, &d_out, nullptr, workspace.data(), call.workspace_bytes,
                            nullptr) == CUATTN_OK,
           cuattn_last_error());

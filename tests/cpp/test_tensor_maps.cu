@@ -9,6 +9,7 @@
 
 #include "cuattn/device/mma_sm90.cuh"
 #include "cuda/attention/sm90/boxes.cuh"
+#include "cuda/attention/sm90/host.cuh"
 #include "cuda/attention/sm90/store.cuh"
 #include "cuda/host/tensor_maps.h"
 #include "suite.h"

@@ -415,7 +415,8 @@ def test_explain_says_what_functions_become():
     assert "lists of 9 blocks: 3 are skipped, in" in listed
     streaming, chunked = flex.masks.streaming(10), flex.masks.chunked(50)
     for mask, d, words, kernel in (
-        (streaming, 64, "by NVRTC", "sm80"),
+        (streaming, 64, "by NVRTC", "sm90"),
+        (streaming, 192, "not in sm90, which takes them up to head_dim 128", "sm80"),
         (chunked, 64, "row r", "sm90"),
         (chunked, 96, "row r", "sm90"),
         (chunked, 192, "row r", "sm80"),

@@ -13,6 +13,7 @@ import pytest
 
 from cuattn.flex import functors, nvrtc
 from cuattn.flex.emit import Function, Kernel, numbers, source
+from cuattn.flex.emit_backward import backward_source
 from cuattn.flex.trace import trace
 
 SM80 = Kernel("sm80", "bfloat16", 128, 128)
@@ -99,6 +100,36 @@ def test_nvrtc_takes_every_operation_without_spilling(arch):
         assert code[:4] == b"\x7fELF"
         spilled = re.findall(r"(\d+) bytes spill stores", log)
         assert spilled == ["0"], f"{kernel}: {log}"
+
+
+def test_nvrtc_takes_the_kernel_for_hoppers():
+    ids, table = np.arange(9), np.ones((3, 5), np.float32)
+    mask, score = lambda b, h, q, k: ids[q] == ids[k], lambda s, b, h, q, k: s + table[h, q - k]
+    found = functions(score, mask)
+    text = source(Kernel("sm90", "bfloat16", 128, 128), found, False, True)
+    code, log = library().compile(text, "sm_90a", functors.folders())
+    assert code[:4] == b"\x7fELF"
+    assert re.findall(r"(\d+) bytes spill stores", log) == ["0"], log
+    assert "C75" not in log  # no register taken away, no wgmma serialised
+
+
+def test_distances_become_floats_without_a_conversion_each():
+    found = functions(lambda s, b, h, q, k: s - 0.5 * abs(q - k) + (k - q) / 8.0)
+    text = source(SM80, found, False, False)
+    assert "= fabsf(at.ahead);" in text
+    assert "= -at.ahead;" in text
+    assert "static_cast<float>" not in text
+
+
+def test_nvrtc_takes_the_passes_of_gradients_without_spilling():
+    compiler = library()
+    mask = functions(mask=lambda b, h, q, k: q != k)
+    for kernel, found, slots in ((SM80, of_everything(), {0, 1}), (KERNELS[1], mask, set())):
+        given = found, False, True, True, frozenset(slots), bool(slots)
+        code, log = compiler.compile(backward_source(kernel, *given), "sm_90", functors.folders())
+        assert code[:4] == b"\x7fELF"
+        spilled = re.findall(r"(\d+) bytes spill stores", log)
+        assert spilled == ["0"] * (3 if slots else 2), f"{kernel}: {log}"
 
 
 def test_nvrtc_says_what_it_refuses():

@@ -64,7 +64,7 @@ def test_the_mean_of_the_keys_and_the_shift_of_lse(rng):
     torch.testing.assert_close(ours.k_scale.cpu(), theirs.k_scale, rtol=1e-5, atol=0)
     near = (ours.k.cpu().float() - theirs.k.float()).abs() <= 0.126 * theirs.k.float().abs() + 0.01
     assert near.all()
-    out, lse = ours.attention(causal=True, return_lse=True)
+    out, lse = ours.attention(causal=True, return_lse=True, backend="naive")
     want, want_lse = theirs.attention(causal=True, return_lse=True)
     torch.testing.assert_close(out.cpu().float(), want.float(), rtol=0.05, atol=0.05)
     torch.testing.assert_close(lse.cpu(), want_lse, rtol=1e-3, atol=1e-2)

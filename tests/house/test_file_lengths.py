@@ -32,6 +32,7 @@ def test_generated_files_are_those_that_their_generators_write():
         "bindings/call/options.h": "cmake/generate_options.py",
         "bindings/xla/options.h": "cmake/generate_options.py",
         "include/cuattn/device/wgmma48_sm90.cuh": "cmake/generate_wgmma.py",
+        "include/cuattn/device/wgmma_float8_sm90.cuh": "cmake/generate_wgmma.py",
         "include/cuattn/device/wgmma_sm90.cuh": "cmake/generate_wgmma.py",
     }
     for program in set(written.values()):
@@ -48,6 +49,7 @@ def test_no_source_written_by_hand_is_longer_than_500_lines():
 SCREEN = 80  # lines; of Python without signature and docstring
 # Loops whose order is the schedule of a chip: who waits for whom is read from top to bottom.
 LOOPS = {
+    "cuda/attention/sm90/float8.cuh": 1,
     "cuda/attention/sm90/forward.cuh": 1,
     "cuda/backward/sm90/fused.cuh": 1,
     "cuda/paged/sm90/decode.cuh": 1,

@@ -14,6 +14,8 @@ import shlex
 from pathlib import Path
 from typing import NamedTuple
 
+import ml_dtypes
+import numpy as np
 import pytest
 
 import cuattn
@@ -148,6 +150,16 @@ def test_attention_is_planned_for_the_smallest_instance_that_serves_it(gpu):
                 found = Instance(*key, plan.head_dim, plan.head_dim_v, *kind)
                 assert found == smallest(*key, qk, v, *kind)
                 chosen.add(found)
+    for qk, mask in itertools.product(range(16, 129, 16), MASKS):  # float8, its values by columns
+        v = np.zeros((1, 2, qk, 16), ml_dtypes.float8_e4m3fn).transpose(0, 3, 1, 2)
+        x = np.zeros(v.shape, v.dtype)
+        plan = cuattn.explain("attention", x, x, v, device=GPUS[gpu], **MASKS[mask])
+        assert plan.kernel == ("sm90" if gpu == "9.0" else "naive")
+        if plan.kernel == "sm90":
+            key = ("attention", "sm90", "float8_e4m3fn")
+            found = Instance(*key, plan.head_dim, plan.head_dim_v, plan.mask, plan.score)
+            assert found == smallest(*key, qk, qk, mask, "identity")
+            chosen.add(found)
     kernels = {"simt", "tiled", "sm80", *(["sm90"] if gpu == "9.0" else [])}
     planned = {i for i in INSTANCES if i.op == "attention" and i.kernel in kernels}
     assert chosen == {i for i in planned if i.mask != "rows"}  # explain has no row ranges

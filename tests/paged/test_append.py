@@ -197,10 +197,15 @@ REFUSED = [
     ({"k_cache": np.zeros((4, 8, 32), np.float32)}, ValueError, "k_cache must be a cache of kv_l"),
     ({"kv_layout": "dhn"}, ValueError, "kv_layout must be 'nhd', 'hnd' or 'vllm', got 'dhn'"),
     ({"block_tables": np.zeros((3, 1), np.int32)}, ValueError, "block_tables must have a row for"),
-    ({"block_tables": np.full((2, 1), 9, np.int32)}, ValueError, "slot_mapping"),
+    (
+        {"block_tables": np.full((2, 1), 9, np.int32)},
+        ValueError,
+        "block_tables must hold block ids",
+    ),
     ({"context_lens": np.array([3], np.int32)}, ValueError, "context_lens must have a row for eac"),
     ({"context_lens": np.array([3, 9], np.int32)}, ValueError, r"from 0 to 8, .*got \[3, 9\]"),
     ({"context_lens": np.array([-1, 3], np.int32)}, ValueError, "context_lens must be from 0"),
+    ({"stream": 0}, ValueError, "stream must be None for arrays on the CPU"),
     ({"rope": COS}, TypeError, r"rope must be two arrays \(cos, sin\), got ndarray"),
     ({"rope": (COS, COS[:, :4])}, ValueError, "rope must be cos and sin of one shape"),
     ({"rope": (np.zeros((9, 9), np.float32),) * 2}, ValueError, "rotary_dim at most 16"),
@@ -232,6 +237,66 @@ def test_what_cannot_be_is_refused_and_nothing_written(changes, error, message):
     assert "\n" not in str(refused.value)
     for a, b in zip(before, positional[3:5], strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+# What the attention alone would refuse, of a call of 2 sequences, 4 heads over 2, head_dim 16: how
+# to make the option, given what puts an array on the device, and a part of the message.
+ATTENDED = {
+    "scale": (lambda put: float("nan"), "scale must be a finite"),
+    "causal": (lambda put: "yes", "causal must be"),
+    "window": (lambda put: (-2, 0), "window"),
+    "softcap": (lambda put: -1.0, "softcap must be"),
+    "alibi_slopes": (lambda put: put(np.zeros(3, np.float32)), "alibi_slopes must have shape"),
+    "sinks": (lambda put: put(np.zeros((2, 4), np.float32)), "sinks must have"),
+    "k_scale": (lambda put: put(np.zeros((3, 2), np.float32)), "k_scale belongs to float8"),
+    "v_scale": (lambda put: float("inf"), "v_scale"),
+    "kv_dtype": (lambda put: "int4", "kv_dtype must be"),
+    "plan": (lambda put: put(np.zeros(3, np.int32)), "plan must"),
+    "num_splits": (lambda put: -1, "num_splits must be"),
+    "batch_invariant": (lambda put: "no", "batch_invariant must be"),
+    "return_lse": (lambda put: 2.5, "return_lse must be"),
+    "out": (lambda put: put(np.zeros((2, 4, 8), np.float32)), "out must have shape"),
+    "lse_out": (lambda put: put(np.zeros((4, 2), np.float32)), "lse_out must have shape"),
+    "workspace": (lambda put: put(np.zeros((2, 8), np.float32))[:, ::2], "workspace must"),
+    "backend": (lambda put: "warp", "backend must be"),
+    "stream": (lambda put: "first", "append_attention: stream must be None, an integer or"),
+    "q": (lambda put: put(np.zeros((2, 3, 16), np.float32)), "multiple of num_heads_kv"),
+    "context_lens": (lambda put: put(np.array([3, 8], np.int64)), "context_lens must be int32"),
+    "v_cache": (lambda put: put(np.zeros((4, 8, 2, 8), np.float32)), "v_cache must"),
+}
+
+
+@pytest.mark.parametrize("name", ATTENDED)
+def test_what_the_attention_refuses_is_refused_before_the_write(library, name):
+    make_option, message = ATTENDED[name]
+    positional, options = call()
+    placed = {n: library.put(x) for n, x in zip(POSITIONAL, positional, strict=True)}
+    caches = placed["k_cache"], placed["v_cache"]
+    placed[name] = make_option(library.put)
+    positional = [placed.pop(n) for n in POSITIONAL]
+    with pytest.raises((ValueError, TypeError, NotImplementedError), match=message):
+        cuattn.append_attention(*positional, **placed, **options)
+    for cache in caches:
+        np.testing.assert_array_equal(library.get(cache), 0)
+    positional = [library.put(x) for x in call()[0]]
+    cuattn.append_attention(*positional)  # as it stands it is right, and writes
+    assert (library.get(positional[3])[1, 7] == 1).all()
+
+
+@pytest.mark.parametrize("name", ["out", "lse_out", "workspace"])
+def test_results_over_the_cache_are_refused_before_the_write(library, name):
+    positional = [library.put(x) for x in call()[0]]
+    over = positional[3].reshape(-1)
+    given = {"out": over[-128:].reshape(2, 4, 16), "lse_out": over[:8].reshape(2, 4)}
+    options = {name: given[name]} if name in given else {"workspace": over, "num_splits": 2}
+    arguments = positional[0], *positional[3:]
+    needs = cuattn.explain("paged_attention", *arguments, num_splits=2).workspace_bytes
+    if name == "workspace" and needs == 0:
+        pytest.skip("no workspace is needed, which then is not looked at")
+    with pytest.raises(ValueError, match=f"{name} .*k_cache|k_cache .*{name}|workspace must"):
+        cuattn.append_attention(*positional, **options)
+    for cache in positional[3:5]:
+        np.testing.assert_array_equal(library.get(cache), 0)
 
 
 def test_gradients_and_jax_arrays_are_refused_by_name():

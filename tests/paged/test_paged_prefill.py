@@ -6,12 +6,15 @@ test_paged_prefill_errors.py.
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 import cases
 import cuattn
 import harness
+import paged_cases
 import reference
 from paged_cases import PagedCase
 from paged_prefill_cases import BATCHES, make, oracle, run
@@ -40,6 +43,14 @@ def serves(backend, device, case):
     return backend != "cublas" and case.dtype != "float32"
 
 
+def assert_right(device, backend, problem, lengths="seqused_k", spare=0):
+    out, lse = run(device, backend, problem, lengths, spare)
+    expected, expected_lse = oracle(problem)
+    plain, plain_lse = oracle(problem, cases.DTYPES[problem.case.dtype])
+    cases.check_lse(lse, expected_lse, plain_lse)
+    cases.check(out, expected, plain, problem.case.dtype)
+
+
 def assert_case(device, backend, case, queries, rng, lengths="seqused_k", spare=0, change=None):
     def attempt():
         problem = make(case, queries, rng)
@@ -50,11 +61,7 @@ def assert_case(device, backend, case, queries, rng, lengths="seqused_k", spare=
             with pytest.raises(NotImplementedError, match=f"^{refusal}"):
                 run(device, backend, problem, lengths, spare)
             pytest.skip(f"refused: {refusal}")
-        out, lse = run(device, backend, problem, lengths, spare)
-        expected, expected_lse = oracle(problem)
-        plain, plain_lse = oracle(problem, cases.DTYPES[case.dtype])
-        cases.check_lse(lse, expected_lse, plain_lse)
-        cases.check(out, expected, plain, case.dtype)
+        assert_right(device, backend, problem, lengths, spare)
 
     harness.assert_by_draws(case.dtype, attempt)
 
@@ -192,7 +199,12 @@ def test_how_the_keys_are_reached(device):
     assert clause(1, softcap=3.0, alibi_slopes=(4, 8), sinks=(8,), window=(5, 0)) == step
     assert clause(40, dtype="float32") == gathered
     assert clause(40, block_size=12) == gathered
-    assert clause(1, batch_invariant=True) == prefill
+    one_query = "; single queries go by a kernel of paged_attention"
+    apart = "" if device == "cpu" else one_query
+    assert clause(1, batch_invariant=True) == (step if apart else prefill)
+    assert clause(16, batch_invariant=True) == clause(40, batch_invariant=True) == prefill + apart
+    assert clause(40, batch_invariant=True, num_splits=1) == prefill
+    assert clause(1, batch_invariant=True, group=65) == prefill
     direct = "; threads read the bias" if device == "h200" else ""
     assert clause(1, bias=(1, 128)) == prefill + direct
     assert clause(1, seqused_q=(4,)) == prefill
@@ -227,6 +239,58 @@ def test_long_causal_rows_take_longer_tiles_only_over_pages():
     assert tile_n(8192, paged=False) == tile_n(8192, causal=False) == 128
     assert tile_n(2048) == tile_n(8192, batch_invariant=True) == 128
     assert tile_n(8192, window=(256, 0)) == tile_n(8192, softcap=30.0) == 128
+
+
+INVARIANT = [
+    PagedCase(),
+    PagedCase(dtype="bfloat16", head_dim=128, num_heads_kv=8, softcap=5.0, alibi="head"),
+    PagedCase(window=(900, 0), sinks=True, dtype="bfloat16", num_heads_q=16, block_size=48),
+    PagedCase(dtype="bfloat16", kv_layout="hnd", block_size=8, num_heads_q=40, num_heads_kv=1),
+]
+
+
+@pytest.mark.parametrize("case", INVARIANT, ids=str)
+@pytest.mark.parametrize(("device", "backend"), harness.target_params(cpu=(), cuda=("auto",)))
+def test_batch_invariant_single_queries(device, backend, case, rng):
+    """Sequences with one query, with more and with none: alone, side by side, in any order."""
+    queries = np.array((1, 70, 2, 0, 1, 1, 5, 1, 1, 0))
+    lens = np.array((1300, 100, 1100, 9, 1, 700, 0, 1025, 0, 3))
+    options = (("batch_invariant", True),)
+    case = dataclasses.replace(case, lens=tuple(map(int, lens)), options=options)
+    problem = make(case, queries, rng)
+    assert_right(device, backend, problem)
+    ends = problem.arrays["cu_seqlens_q"]
+    rows = [np.arange(ends[b], ends[b + 1]) for b in range(len(lens))]
+    out, lse = run(device, backend, problem, "seqused_k")
+    single = np.flatnonzero(queries == 1)
+    part = dataclasses.replace(problem, arrays=dict(problem.arrays))
+    del part.arrays["cu_seqlens_q"]
+    part.arrays["q"] = problem.arrays["q"][ends[single]]
+    for name in ("block_tables", "context_lens"):
+        part.arrays[name] = problem.arrays[name][single]
+    step_out, step_lse = paged_cases.run(device, backend, part)
+    assert np.array_equal(harness.bits(step_out), harness.bits(out[ends[single]]))
+    assert np.array_equal(harness.bits(step_lse.T), harness.bits(lse[:, ends[single]]))
+    for batch in ([0], [7, 5, 4], [1, 0], [*range(9, -1, -1)], [0, 1, 6, 2], [5, 8, 1], [0] * 9):
+        part = dataclasses.replace(problem, arrays=dict(problem.arrays))
+        part.case = dataclasses.replace(case, lens=tuple(int(lens[b]) for b in batch))
+        taken = np.concatenate([rows[b] for b in batch])
+        part.arrays["q"] = problem.arrays["q"][taken]
+        part.arrays["block_tables"] = problem.arrays["block_tables"][batch]
+        part.arrays["cu_seqlens_q"] = np.cumsum((0, *queries[batch])).astype(np.int32)
+        part_out, part_lse = run(device, backend, part, "seqused_k", spare=len(batch) % 3)
+        assert np.array_equal(harness.bits(part_out), harness.bits(out[taken]))
+        assert np.array_equal(harness.bits(part_lse), harness.bits(lse[:, taken]))
+
+
+@pytest.mark.parametrize(("device", "backend"), harness.target_params(cpu=(), cuda=("auto",)))
+def test_more_sequences_with_one_query_than_a_block_has_threads(device, backend, rng):
+    queries = rng.choice([0, 1, 2], 2300, p=[0.3, 0.4, 0.3])
+    queries[900:1200] = 2  # none for a whole round of warps
+    options = (("batch_invariant", True),)
+    lens = tuple(int(n) for n in rng.integers(0, 6, len(queries)))
+    case = PagedCase(dtype="float16", num_heads_q=2, num_heads_kv=2, lens=lens, options=options)
+    assert_right(device, backend, make(case, queries, rng))
 
 
 @pytest.mark.parametrize("q_len", [1, 40])

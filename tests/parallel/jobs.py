@@ -98,10 +98,25 @@ def judge(found, want, scheme, what, bits=True, bound=3e-6):
         assert largest(got, mine) <= near, (what, name, largest(got, mine), near)
 
 
-def masks_and_layouts(ranks, seed, dtype, heads, seqlen):
+def poisoned(job):
+    """Run a job whose new memory torch fills with NaN."""
+
+    @functools.wraps(job)
+    def run(*arguments):
+        torch.set_deterministic_debug_mode("warn")
+        try:
+            return job(*arguments)
+        finally:
+            torch.set_deterministic_debug_mode("default")
+
+    return run
+
+
+@poisoned
+def masks_and_layouts(ranks, seed, dtype, heads, seqlen, batch):
     """Every mask by every layout and scheme; a ring repeats its bits."""
     for number, (mask, options) in enumerate(MASKS.items()):
-        whole = Whole(*draw(seed + number, seqlen, heads, (32, 24), dtype), options)
+        whole = Whole(*draw(seed + number, seqlen, heads, (32, 24), dtype, batch), options)
         want = whole.one_process(return_lse=True, batch_invariant=True)
         for kind, scheme in itertools.product(
             ("contiguous", "zigzag"), ("gather", "heads", "ring")
@@ -139,6 +154,7 @@ OPTIONS = (
 )
 
 
+@poisoned
 def every_option(ranks, seed):
     """Options together, by every scheme that has them; the others say what is missing."""
     for number, names in enumerate(OPTIONS):
@@ -155,6 +171,7 @@ def every_option(ranks, seed):
             judge(found, rows(want, layout, ranks.rank), scheme, (names, scheme), bound=1e-5)
 
 
+@poisoned
 def any_length(ranks, seed):
     """Fewer tokens than ranks, none, an odd number; ranks that have nothing take part."""
     for seqlen in (0, 1, ranks.size - 1, 129, 1000):
@@ -171,6 +188,7 @@ def any_length(ranks, seed):
             assert torch.equal(again[:, layout.positions(ranks.rank).tolist()], found[0])
 
 
+@poisoned
 def documents(ranks, seed):
     """Documents that begin and end around the ends of chunks, many and one."""
     size, chunk = ranks.size, 128
@@ -276,9 +294,9 @@ def backward_of(ranks, whole, layout, scheme, seed, bits=False):
     g = generator(seed)
     dout = torch.randn(out.shape, generator=g).to(out.dtype)
     dlse = torch.randn(lse.shape, generator=g)
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.set_deterministic_debug_mode("warn")  # loads no compiler
     torch.autograd.backward([out, lse], [dout, dlse])
-    torch.use_deterministic_algorithms(False)
+    torch.set_deterministic_debug_mode("default")
     mine = [layout.shard(x, ranks.rank, whole.axis).requires_grad_() for x in whole.arrays()]
     rank_sinks = None if sinks is None else sinks.clone().requires_grad_()
     shared = options | ({} if sinks is None else {"sinks": rank_sinks})
@@ -417,72 +435,25 @@ def calibration(ranks):
     return found, choice.seconds, choice.scheme
 
 
-MERGE = cuattn.merge_states
+def compiled(ranks, seed):
+    """One op in a whole graph, with the bits and gradients of the eager call."""
+    layout = Layout("zigzag", 256, ranks.size)
+    for heads, scheme, options in (
+        ((4, 2), "gather", {"causal": True}),
+        ((4, 1), "heads", {"sinks": torch.linspace(-1, 1, 4)}),
+        ((4, 2), "ring", {"causal": True, "sinks": torch.linspace(-1, 1, 4)}),
+    ):
+        whole = Whole(*draw(seed, 256, heads), options)
 
+        def step(q, k, v, scheme=scheme, whole=whole):
+            out, lse = whole.on_ranks(ranks, layout, scheme, [q * 2, k, v])
+            return out * 3, lse
 
-def mutants():
-    """(module or class, name, what replaces it) of each mistake."""
-    from cuattn.parallel import exchange, schemes
-
-    def in_order(layout, box, begins):
-        del begins
-        return box[: layout.seqlen]
-
-    def swap(a, a_lse, b, b_lse, layout, out, lse_out):
-        found = MERGE(a.clone(), b_lse, b, a_lse.clone(), layout=layout)
-        out.copy_(found[0])
-        lse_out.copy_(found[1])
-
-    calls, pieces, last, attend = (
-        schemes.Scheme.calls, schemes.find_pieces, schemes.last_step, schemes.attend
-    )  # fmt: skip
-
-    def every_sink(self, *arguments):
-        return ((call, rows, keys, True) for call, rows, keys, _ in calls(self, *arguments))
-
-    def one_off(*arguments):
-        found = pieces(*arguments)
-        sides = [tuple(s if s < 0 else s + 1 for s in piece.window) for piece in found]
-        return [piece._replace(window=w) for piece, w in zip(found, sides, strict=True)]
-
-    def base_2(call, sinks, out, lse):
-        attend(call, sinks, out, lse)
-        lse *= 1.4426950408889634
-
-    short = lambda *arguments: max(last(*arguments) - 1, 0)  # noqa: E731
-    return {
-        "order of zigzag": (exchange, "in_order", in_order),
-        "weights of the merge": (cuattn, "merge_states", swap),
-        "sink twice": (schemes.Scheme, "calls", every_sink),
-        "shift by one": (schemes, "find_pieces", one_off),
-        "ring one step short": (schemes, "last_step", short),
-        "lse in base 2": (schemes, "attend", base_2),
-    }
-
-
-def mutant(ranks, name, seed):
-    """Whether a mistake is seen on this rank, by the scheme that makes it."""
-    from cuattn.parallel import schemes
-
-    where, attribute, wrong = mutants()[name]
-    right = getattr(where, attribute)
-    scheme = "gather" if name == "order of zigzag" else "ring"
-    options = {"causal": True, "sinks": torch.linspace(-1, 1, 4)}
-    whole = Whole(*draw(seed, 512, (4, 2)), options)
-    want = whole.one_process(return_lse=True)
-    layout = Layout("zigzag", 512, ranks.size)
-    seen = []
-    for attributes in (right, wrong):
-        schemes.pairs_of.cache_clear()
-        setattr(where, attribute, attributes)
-        try:
-            found = whole.on_ranks(ranks, layout, scheme)
-        finally:
-            setattr(where, attribute, right)
-            schemes.pairs_of.cache_clear()
-        try:
-            judge(found, rows(want, layout, ranks.rank), scheme, name, bits=False)
-            seen.append(False)
-        except AssertionError:
-            seen.append(True)
-    return seen
+        found = []
+        for run in (step, torch.compile(step, backend="aot_eager", fullgraph=True)):
+            mine = [layout.shard(x, ranks.rank).requires_grad_() for x in whole.arrays()]
+            out, lse = run(*mine)
+            (out.pow(2).sum() + lse.sum()).backward()
+            found.append([out, lse, *(x.grad for x in mine)])
+        for eager, graph in zip(*found, strict=True):
+            assert torch.equal(eager, graph), (scheme, largest(eager, graph))

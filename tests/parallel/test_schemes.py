@@ -9,14 +9,21 @@ import frameworks
 
 frameworks.require("torch")
 import jobs  # noqa: E402
+import mistakes  # noqa: E402
 
 
 @pytest.mark.parametrize(
-    ("size", "dtype", "heads", "seqlen"),
-    [(2, "float32", (8, 2), 512), (4, "bfloat16", (4, 4), 1000), (2, "float16", (4, 1), 700)],
+    ("size", "dtype", "heads", "seqlen", "batch"),
+    [
+        (2, "float32", (8, 2), 512, 2),
+        (2, "float32", (4, 2), 512, 1),  # its runs go into one call
+        (4, "bfloat16", (4, 4), 1024, 1),
+        (4, "bfloat16", (4, 4), 1000, 2),
+        (2, "float16", (4, 1), 700, 1),
+    ],
 )
-def test_every_mask_layout_and_scheme(size, dtype, heads, seqlen, pool, seed):
-    pool.run(size, jobs.masks_and_layouts, seed, dtype, heads, seqlen)
+def test_every_mask_layout_and_scheme(size, dtype, heads, seqlen, batch, pool, seed):
+    pool.run(size, jobs.masks_and_layouts, seed, dtype, heads, seqlen, batch)
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -63,16 +70,20 @@ def test_calibrate_gives_all_ranks_the_same_speeds(pool):
     assert all(x > 0 for x in found[0][0].values())
 
 
+def test_a_call_is_one_op_of_a_graph(pool, seed):
+    pool.run(2, jobs.compiled, seed)
+
+
 @pytest.mark.gpu
 def test_a_call_is_captured_as_a_graph(nccl, seed):
     nccl.run(2, jobs.graph, seed)
 
 
-MUTANTS = tuple(jobs.mutants())
+MUTANTS = tuple(mistakes.mutants())
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mistake_is_seen(name, pool, seed):
-    found = pool.run(2, jobs.mutant, name, seed)
+    found = pool.run(2, mistakes.mutant, name, seed)
     assert not any(right for right, _ in found)
     assert any(wrong for _, wrong in found)

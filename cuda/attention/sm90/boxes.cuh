@@ -5,17 +5,8 @@
 #pragma once
 
 #include "cuda/attention/sm90/schedule.cuh"
-#include "cuda/host/tensor_maps.h"
 
 namespace cuattn {
-
-// A cache of K or V as (columns, places, heads, blocks, 1).
-inline const device::TensorMap& page_map(const AttentionParams& p, const void* base,
-                                         const Strides& s, int32_t columns, int32_t rows) {
-  return tensor_map(p.dtype, base,
-                    {columns, p.pages.block_size, p.num_heads_kv, p.pages.num_blocks, 1},
-                    {s.seq, s.head, s.batch, 0}, {64, rows, 1, 1, 1});
-}
 
 // Rows [first, first + kRows) of K or V, on their way to shared memory. Rows past the tensor become
 // zeros. Here keys are rows: one thread, a box of the TMA for each panel of 64 columns.

@@ -12,7 +12,6 @@
 
 #include "cuattn/device/dropout_sm90.cuh"
 #include "cuattn/device/mask.cuh"
-#include "cuattn/device/overlap.cuh"
 #include "cuattn/device/wgmma_sm90.cuh"
 #include "cuattn/tiles.h"
 #include "cuda/attention/sm90/producer.cuh"
@@ -20,18 +19,19 @@
 #include "cuda/attention/sm90/scores.cuh"
 #include "cuda/attention/sm90/softmax.cuh"
 #include "cuda/attention/sm90/store.cuh"
-#include "cuda/host/launch.h"
-#include "cuda/host/launchers.h"
-#include "cuda/host/tensor_maps.h"
 
 namespace cuattn {
 
 template <DType kType, int kHeadDim, int kHeadDimV, MaskKind kMaskKind, ScoreKind kScore,
-          Tile kTileSize>
+          Tile kTileSize, class Functor = NoFunctor>
 struct ForwardSm90 {
   // 1. Types and sizes
   static constexpr Tile kTile = kTileSize;  // query rows, keys, stages
   static constexpr MaskKind kMask = kMaskKind;
+  using Asked = Functor;
+  using Walk = Sm90Walk<Functor, kTile.n>;
+  static constexpr ScoreKind kRoom =  // a functor takes no bias
+      Functor::kGiven ? ScoreKind::identity : kScore;
   static constexpr int kConsumers = kTile.m / 64;
   // Warps that draw what dropout keeps: a group of their own, one for each scheduler. A group more
   // leaves too few registers for wgmma of more columns; then two warps of the producers draw.
@@ -43,8 +43,8 @@ struct ForwardSm90 {
   static constexpr int kQBytes = kTile.m * kPanelsQk * 128;  // of one stage
   static constexpr int kKBytes = kTile.n * kPanelsQk * 128;
   static constexpr int kVBytes = kTile.n * kPanelsV * 128;
-  static constexpr int kQStages = sm90_q_stages({kHeadDim, kHeadDimV}, kTile, kScore);
-  static constexpr int kSmemBytes = sm90_smem_bytes({kHeadDim, kHeadDimV}, kTile, kScore, kQStages);
+  static constexpr int kQStages = sm90_q_stages({kHeadDim, kHeadDimV}, kTile, kRoom);
+  static constexpr int kSmemBytes = sm90_smem_bytes({kHeadDim, kHeadDimV}, kTile, kRoom, kQStages);
   // Registers of a thread. The groups share what the CTA was launched with, 168 * 3 or 128 * 4: a
   // group that asks for more than is left waits for ever.
   static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kHasDrawGroup ? 208 : 232;
@@ -53,6 +53,7 @@ struct ForwardSm90 {
   static_assert(kConsumers * kConsumerRegisters + kProducerRegisters + kDrawerRegisters <=
                 kThreads / 128 * (65536 / kThreads / 8 * 8));
   static constexpr int kScoreCount = kTile.n / 2, kOutCount = kHeadDimV / 2;  // of a thread
+  static constexpr int kKeyAlign = 1;                                         // see find_sm90_work
   static constexpr int kWantedBefore = 2;  // key tiles, before the last one of an item is loaded
   // Note: beyond 128 columns the wait for a turn costs more than the overlap brings.
   static constexpr bool kTakeTurns = kHeadDimV <= 128;
@@ -79,7 +80,7 @@ struct ForwardSm90 {
   static_assert(Ids::kSlots > Ids::kAhead + kLag, "a slot is filled when its tile is behind");
   using Bias = BiasTile<kType, kTile.m, kTile.n>;
   static_assert(kTile.stages % 2 == 0, "a bias has one stage, and its parity is the lowest bit");
-  static constexpr bool kStagesBias = sm90_stages_bias({kHeadDim, kHeadDimV}, kScore);
+  static constexpr bool kStagesBias = sm90_stages_bias({kHeadDim, kHeadDimV}, kRoom);
   static constexpr int kBiasBytes = kStagesBias ? Bias::kBytes : 0;
   using Store = StoreSm90<kType, kScore, kHeadDimV, kTile.m, (kQStages > 1)>;
 
@@ -121,7 +122,9 @@ struct ForwardSm90 {
   };
 
   // 3. Roles. The producer's: producer.cuh.
-  using Mod = device::ScoreMod<kType, kDrops ? ScoreKind::identity : kScore>;
+  using Mod =
+      typename device::Either<Functor::kScore, Sm90FunctorMod,
+                              device::ScoreMod<kType, kDrops ? ScoreKind::identity : kScore>>::Type;
 
   // The two rows of a thread in a query tile, and the keys that they see.
   struct Rows {
@@ -136,7 +139,22 @@ struct ForwardSm90 {
                                                 const Rows& rows, int group, int tile, bool masked,
                                                 int stage) {
     int32_t first = tile * kTile.n + 2 * static_cast<int32_t>(threadIdx.x % 4);
-    if constexpr (kScore == ScoreKind::scored) {
+    if constexpr (Functor::kGiven) {
+      Work w;
+      device::load_shared(w, shared.copy(threadIdx.x / 32 - 4));
+      const device::ScorePlace at = {w.batch,
+                                     w.head,
+                                     rows.row,
+                                     first,
+                                     w.queries.used,
+                                     w.keys.used,
+                                     static_cast<float>(rows.row - first)};
+      const auto& given = static_cast<const FunctorParams&>(p);
+      if constexpr (Functor::kScore) call_score<Functor>(scores, mod.scale, at, given);
+      if constexpr (Functor::kMask) {
+        if (masked) call_mask<Functor>(scores, at, given);
+      }
+    } else if constexpr (kScore == ScoreKind::scored) {
       float factor = modify_scores(scores, mod, rows.row, first);
       if (kStagesBias && s.stages_bias) {
         device::barrier_wait(shared.bias_full(group), stage % 2);
@@ -309,7 +327,13 @@ struct ForwardSm90 {
         }
         if (kMask == MaskKind::rows && more) limit_to_row(rows.visible[half], p, w, token);
       }
-      int tile = w.range.end - 1;
+      const Walk walk(p, w.list);
+      int tile = w.range.end - 1;  // a place, where there are lists
+      typename Walk::Stop last = {tile, Functor::kMask};
+      if (Functor::kLists && more) last = walk.at(tile);  // early: it may come from afar
+      auto is_masked = [&](const typename Walk::Stop& at) {
+        return at.asks || at.tile >= w.range.full_end || at.tile < w.range.full_begin;
+      };
       auto release_scores = [&](uint32_t k_empty) {  // S is done: so are K, and a single Q at last
         release(k_empty);
         if (kQStages == 1 && tile == w.range.begin) release(shared.q_empty(0));
@@ -323,8 +347,7 @@ struct ForwardSm90 {
       }
       at_work = true;
       release_scores(shared.k_empty(ring.stage()));
-      modify(scores, p, s, shared, mod, rows, group, tile,
-             tile >= w.range.full_end || tile < w.range.full_begin, ring.stage());
+      modify(scores, p, s, shared, mod, rows, group, last.tile, is_masked(last), ring.stage());
       softmax_step<kType>(
           state, scores, probs, out, mod.to_log2, s.zero, [] {}, [] { return false; });
       drop(probs, shared, ring);
@@ -334,13 +357,15 @@ struct ForwardSm90 {
         barrier_arrive(shared.q_empty(previous_q()));
       }
       first_item = false;
-      if (s.clears && (tile + 1) * kTile.n > w.keys.used) {
+      if (s.clears && (last.tile + 1) * kTile.n > w.keys.used) {
         barrier_wait(shared.v_full(ring.stage()), ring.parity());
         clear_rows<kTile.n, kPanelsV>(shared.v + ring.stage() * kVBytes,
-                                      w.keys.used - tile * kTile.n, group);
+                                      w.keys.used - last.tile * kTile.n, group);
       }
       auto step = [&](bool masked) {
         --tile;
+        const auto at = walk.at(tile);
+        if (Functor::kGiven) masked = is_masked(at);
         int v_stage = ring.stage();
         uint32_t v_parity = ring.parity();
         ring.next();
@@ -358,7 +383,7 @@ struct ForwardSm90 {
         wgmma_wait<1>();
         pin(scores);
         release_scores(k_empty);
-        modify(scores, p, s, shared, mod, rows, group, tile, masked, ring.stage());
+        modify(scores, p, s, shared, mod, rows, group, at.tile, masked, ring.stage());
         auto begun = [&] { your_turn(true); };
         softmax_step<kType>(state, scores, probs, out, mod.to_log2, s.zero, begun, [&] {
           wgmma_wait<0>();
@@ -371,11 +396,13 @@ struct ForwardSm90 {
       };
       const int first = w.range.begin, full = max(first, w.range.full_begin);
       const int right = max(first, w.range.full_end);
+      if constexpr (!Functor::kGiven) {
 #pragma unroll 1
-      while (tile > right) step(true);
+        while (tile > right) step(true);
 #pragma unroll 1
-      while (tile > full) step(false);
-      if constexpr (kBegins<kMask>) {
+        while (tile > full) step(false);
+      }
+      if constexpr (kBegins<kMask> || Functor::kGiven) {
 #pragma unroll 1
         while (tile > first) step(true);
       }
@@ -424,11 +451,11 @@ struct ForwardSm90 {
       device::registers_shrink<kProducerRegisters>();
       int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
       if (warp == 1) {
-        Producer::schedule_work(p, s, Shared(smem));
+        schedule_sm90_work<ForwardSm90>(p, s, Shared(smem));
       } else if (kDrops && !kHasDrawGroup &&
                  warp >= 2) {  // keys in blocks are gathered first: no loaders there
         Producer::draw(p, Shared(smem), warp - 2);
-      } else if (p.pages.block_tables != nullptr) {
+      } else if (!Functor::kGiven && p.pages.block_tables != nullptr) {
         Producer::template load_tiles<true>(p, s, maps, Shared(smem), warp == 0 ? 0 : warp - 1);
       } else if (kStagesBias && warp == 2) {
         if (s.stages_bias && device::elect_one()) Producer::load_bias(s, maps, Shared(smem));
@@ -452,49 +479,6 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
                         const __grid_constant__ Sm90Maps maps) {
   extern __shared__ __align__(1024) char smem[];
   Kernel::run(params, schedule, maps, smem);
-}
-
-// 6. Launcher
-template <class Kernel>
-void launch_forward_sm90_tile(const AttentionParams& p, const AttentionSchedule& schedule,
-                              Tile tile, cudaStream_t stream) {
-  Sm90Schedule s = make_sm90_schedule(p, schedule, tile);
-  auto keys = [&](const void* base, const Strides& strides, int32_t columns) {
-    return p.pages.block_tables != nullptr ? page_map(p, base, strides, columns, s.page_rows)
-                                           : key_map(p, base, strides, columns, tile.n);
-  };
-  Sm90Maps maps{query_map(p, s.packed, tile.m / s.packed),
-                keys(p.k, p.k_strides, p.head_dim),
-                keys(p.v, p.v_strides, p.head_dim_v),
-                {},
-                {}};
-  if (Kernel::kQStages > 1 && s.stores_boxes) maps.o = output_map(p);
-  s.stages_bias = Kernel::kStagesBias && p.scores.bias != nullptr && has_bias_map(p);
-  if (s.stages_bias) maps.bias = bias_map(p);
-  static std::atomic<uint64_t> allowed{0};
-  allow_shared_memory(forward_sm90_kernel<Kernel>, Kernel::kSmemBytes, allowed);
-  int32_t grid = schedule.num_ctas > 0 && schedule.num_ctas < s.total ? schedule.num_ctas : s.total;
-  if (s.counter != nullptr) launch_clear_counter(s.counter, stream);
-  launch_overlapping(forward_sm90_kernel<Kernel>, grid, Kernel::kThreads, Kernel::kSmemBytes,
-                     s.counter != nullptr ? 9 : 0, stream, p, s, maps);
-  if (s.splits > 1) launch_merge(sm90_parts(p, schedule), stream);
-}
-
-template <DType kType, int kHeadDim, int kHeadDimV, MaskKind kMask, ScoreKind kScore>
-void launch_forward_sm90(const AttentionLaunch& launch, cudaStream_t stream) {
-  const auto& [p, schedule] = launch;
-  constexpr HeadDims kDims = {kHeadDim, kHeadDimV};
-  constexpr Tile kTile = sm90_tile(kDims, kMask, kScore);
-  constexpr Tile kOther = sm90_other_tile(kDims, kMask, kScore);
-  if constexpr (kOther.m > 0) {
-    if (schedule.tile.m == kOther.m && schedule.tile.n == kOther.n) {
-      return launch_forward_sm90_tile<
-          ForwardSm90<kType, kHeadDim, kHeadDimV, kMask, kScore, kOther>>(p, schedule, kOther,
-                                                                          stream);
-    }
-  }
-  launch_forward_sm90_tile<ForwardSm90<kType, kHeadDim, kHeadDimV, kMask, kScore, kTile>>(
-      p, schedule, kTile, stream);
 }
 
 }  // namespace cuattn

@@ -23,7 +23,8 @@ struct ProducerSm90 {
   static constexpr int kPanelsQk = Kernel::kPanelsQk, kPanelsV = Kernel::kPanelsV;
 
   template <bool kPages, int kPanels>
-  using KeyBox = std::conditional_t<kPages, PageBox<kTile.n, kPanels>, RowBox<kTile.n, kPanels>>;
+  using KeyBox =
+      typename device::Either<kPages, PageBox<kTile.n, kPanels>, RowBox<kTile.n, kPanels>>::Type;
 
   // One thread keeps the rings full. Where keys are in blocks, three warps: a box for each lane,
   // for a warp issues one after the other.
@@ -79,6 +80,7 @@ struct ProducerSm90 {
     while (w.kind != Work::kNone) {
       const Sm90Keys keys(p, s, w);
       const int first = w.range.begin, last = w.range.end - 1;
+      const typename Kernel::Walk walk(p, w.list);
       for (int tile = last; kPages && tile > last - Ids::kAhead; --tile) {
         ids.ask(p, keys, s, tile, first);
       }
@@ -89,7 +91,8 @@ struct ProducerSm90 {
             ids.ask(p, keys, s, tile - Ids::kAhead, first);
             ids.await();
           }
-          const KeyBox<kPages, kPanelsQk> k(p, keys, s, ids.slot(tile), tile * kTile.n, loader);
+          const KeyBox<kPages, kPanelsQk> k(p, keys, s, ids.slot(tile),
+                                            walk.at(tile).tile * kTile.n, loader);
           load_keys(k, maps.k, shared.k, shared.k_empty(0), shared.k_full(0), k_ring);
           if (kQStages == 1 && tile == last) load_queries();
           if (leads && tile == min(last, first + Kernel::kWantedBefore)) {
@@ -98,7 +101,7 @@ struct ProducerSm90 {
         }
         if (tile + kLag <= last) {
           const KeyBox<kPages, kPanelsV> v(p, keys, s, ids.slot(tile + kLag),
-                                           (tile + kLag) * kTile.n, loader);
+                                           walk.at(tile + kLag).tile * kTile.n, loader);
           load_keys(v, maps.v, shared.v, shared.v_empty(0), shared.v_full(0), v_ring);
         }
       }
@@ -165,33 +168,6 @@ struct ProducerSm90 {
         __syncwarp();  // every lane has written its bits
         if (threadIdx.x % 32 == 0) device::barrier_arrive(shared.kept_full(ring.stage()));
         ring.next();
-      }
-    }
-  }
-
-  // One warp: finds the next work item. Note: it is drawn when the last one is nearly loaded, not
-  // sooner: who is at work on a heavy tile must not hold another one back from an idle CTA.
-  static __device__ __forceinline__ void schedule_work(const AttentionParams& p,
-                                                       const Sm90Schedule& s,
-                                                       const Shared& shared) {
-    device::Ring<2> slot(1);
-    Sm90Cursor cursor;
-    int32_t item = blockIdx.x;
-    uint32_t parity = 0;
-    while (true) {
-      device::barrier_wait(shared.work_empty(slot.stage()), slot.parity());
-      Work::Kind kind = find_sm90_work<kTile.m, kTile.n, Kernel::kMask>(p, s, cursor, item,
-                                                                        shared.work(slot.stage()));
-      if (threadIdx.x % 32 == 0) device::barrier_arrive(shared.work_full(slot.stage()));
-      if (kind == Work::kNone) break;
-      slot.next();
-      device::barrier_wait(shared.wanted(), parity);
-      parity ^= 1;
-      item += gridDim.x;
-      if (s.counter != nullptr) {
-        device::wait_for_previous_kernel();  // until the counter is zero
-        if (threadIdx.x % 32 == 0) item = atomicAdd(s.counter, 1) + gridDim.x;
-        item = __shfl_sync(0xffffffffu, item, 0);
       }
     }
   }

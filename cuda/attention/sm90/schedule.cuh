@@ -6,10 +6,9 @@
 
 #include "cuattn/device/mask.cuh"
 #include "cuattn/device/mma_sm90.cuh"
-#include "cuattn/params/merge.h"
-#include "cuattn/schedule.h"
+#include "cuattn/device/overlap.cuh"
 #include "cuattn/tiles.h"
-#include "cuda/host/launch.h"
+#include "cuda/attention/sm90/functor.cuh"
 
 namespace cuattn {
 
@@ -22,7 +21,8 @@ struct Sm90Schedule {
   int32_t packed;         // query heads that share a tile: row = token * packed + head in group
   int32_t section_heads;  // (batch, head) pairs of a section; heads of one sequence if ragged
   int32_t splits;         // parts of the keys, each a work item of its own
-  int32_t split_tiles;    // key tiles of a split that begins at a fixed place; 0: even shares
+  int32_t split_tiles;    // key tiles of a split that begins at a fixed place, or more, so that
+  int32_t most_splits;    // a sequence has so many at most; 0: even shares
   int32_t total;          // work items, at most
   int32_t* counter;       // items drawn beyond the first of each CTA; nullptr: a fixed order
   bool stores_wide;       // O in float32: a part of split keys, or an out of that dtype
@@ -35,6 +35,14 @@ struct Sm90Schedule {
   float* part_out;  // [splits, heads, rows, head_dim_v], splits > 1
   float* part_lse;  // [splits, heads, rows]
   float zero;       // 0, which the compiler does not know
+
+  // Key tiles of each part of `keys`, where they begin at fixed places; 0: even shares. A sequence's
+  // own number of keys decides, not where it begins in a packed array.
+  template <int kN>
+  __device__ __forceinline__ int32_t fixed_tiles(int32_t keys) const {
+    if (split_tiles == 0) return 0;
+    return max(split_tiles, device::ceil_div(device::ceil_div(keys, kN), most_splits));
+  }
 };
 
 // A work item: rows [row0, row0 + m) of one head (or of a group of heads, packed) against the key
@@ -43,8 +51,9 @@ struct Sm90Work {
   enum Kind : int32_t { kFull, kEmpty, kNone };  // kEmpty: rows without keys; kNone: the end
   int32_t batch, head, row0, split;
   Span queries, keys;
-  device::TileRange range;
+  device::TileRange range;  // of lists: places (functor.cuh); what is full are tiles
   Kind kind;
+  int32_t list;  // its last entry
 };
 
 // The keys of a work item: `used` rows from row `start` of the tensor on.
@@ -96,7 +105,8 @@ template <int kN>
 __device__ __forceinline__ device::TileRange within_rows(device::TileRange range,
                                                          const RowRanges& rows, int64_t first,
                                                          int32_t count) {
-  int32_t begin = INT32_MAX, end = 0, last_begin = 0, first_end = INT32_MAX;
+  constexpr int32_t kMost = 0x7fffffff;
+  int32_t begin = kMost, end = 0, last_begin = 0, first_end = kMost;
   for (int32_t row = threadIdx.x % 32; row < count; row += 32) {
     int64_t at = first + row * rows.strides.seq;
     int32_t row_begin = rows.begin[at], row_end = rows.end[at];
@@ -115,16 +125,18 @@ __device__ __forceinline__ device::TileRange within_rows(device::TileRange range
 }
 
 // Writes work item `item` to shared memory, part by part (a thread of the producer has few
-// registers). A warp together; `item` grows from call to call.
-template <int kM, int kN, MaskKind kMask>
+// registers). A warp together; `item` grows from call to call. Tiles of keys begin at rows of the
+// tensor that are multiples of kAlign.
+template <int kM, int kN, MaskKind kMask, int kAlign, class Functor>
 __device__ __forceinline__ Sm90Work::Kind find_sm90_work(const AttentionParams& p,
                                                          const Sm90Schedule& s, Sm90Cursor& cursor,
                                                          int32_t item, uint32_t smem) {
   auto put = [&](size_t offset, const auto& part) {  // by the lane that tells the others
     if (threadIdx.x % 32 == 0) device::store_shared(smem + static_cast<uint32_t>(offset), part);
   };
+  int32_t list = 0;
   auto put_kind = [&](Sm90Work::Kind kind) {
-    put(offsetof(Sm90Work, kind), int2{kind, 0});
+    put(offsetof(Sm90Work, kind), int2{kind, list});
     return kind;
   };
   auto put_end = [&] {  // names a sequence that exists: consumers read its score options first
@@ -158,14 +170,43 @@ __device__ __forceinline__ Sm90Work::Kind find_sm90_work(const AttentionParams& 
   device::TileRange range = device::tile_range<kN>(
       kLeft ? p.mask.left : static_cast<int32_t>(kUnlimited),
       kMask == MaskKind::none ? static_cast<int32_t>(kUnlimited) : p.mask.right, token0, token1,
-      queries.used, keys.used);
+      queries.used, keys.used, static_cast<int32_t>(keys.start % kAlign));
   if constexpr (kMask == MaskKind::rows) {
     int64_t first = p.rows.first(batch, head, queries.start + token0);
     range = within_rows<kN>(range, p.rows, first, token1 - token0);
   }
-  if (s.splits > 1) range = device::split_of(range, split, s.splits, s.split_tiles);
+  if constexpr (Functor::kLists) list = list_places<Functor, kN>(range, p, batch, head, row0);
+  if (s.splits > 1) range = device::split_of(range, split, s.splits, s.fixed_tiles<kN>(keys.used));
   put(offsetof(Sm90Work, range), range);
   return put_kind(range.begin >= range.end ? Sm90Work::kEmpty : Sm90Work::kFull);
+}
+
+// One warp: finds the next work item. Note: it is drawn when the last one is nearly loaded, not
+// sooner: who is at work on a heavy tile must not hold another one back from an idle CTA.
+template <class Kernel>
+__device__ __forceinline__ void schedule_sm90_work(const AttentionParams& p, const Sm90Schedule& s,
+                                                   const typename Kernel::Shared& shared) {
+  device::Ring<2> slot(1);
+  Sm90Cursor cursor;
+  int32_t item = blockIdx.x;
+  uint32_t parity = 0;
+  while (true) {
+    device::barrier_wait(shared.work_empty(slot.stage()), slot.parity());
+    Sm90Work::Kind kind =
+        find_sm90_work<Kernel::kTile.m, Kernel::kTile.n, Kernel::kMask, Kernel::kKeyAlign,
+                       typename Kernel::Asked>(p, s, cursor, item, shared.work(slot.stage()));
+    if (threadIdx.x % 32 == 0) device::barrier_arrive(shared.work_full(slot.stage()));
+    if (kind == Sm90Work::kNone) break;
+    slot.next();
+    device::barrier_wait(shared.wanted(), parity);
+    parity ^= 1;
+    item += gridDim.x;
+    if (s.counter != nullptr) {
+      device::wait_for_previous_kernel();  // until the counter is zero
+      if (threadIdx.x % 32 == 0) item = atomicAdd(s.counter, 1) + gridDim.x;
+      item = __shfl_sync(0xffffffffu, item, 0);
+    }
+  }
 }
 
 // Leaves of the keys those in the range of a row; one past the last is as the last. Not for the end
@@ -208,71 +249,5 @@ struct Sm90Row {
     return static_cast<float*>(p.out) + out(p, w);
   }
 };
-
-// The parts of split keys, as merge_states reads them: out [splits, heads, batch,
-// seqlen_q, head_dim_v] and lse without the last axis, float32, one behind the other.
-inline MergeParams sm90_parts(const AttentionParams& p, const AttentionSchedule& schedule) {
-  int64_t rows = int64_t{p.batch} * p.seqlen_q;
-  MergeParams m{};
-  m.outs[0] = schedule.workspace;
-  m.lses[0] = static_cast<const float*>(schedule.workspace) +
-              schedule.num_splits * rows * p.num_heads_q * p.head_dim_v;
-  m.out_strides[0] = {int64_t{p.seqlen_q} * p.head_dim_v, p.head_dim_v, rows * p.head_dim_v};
-  m.lse_strides[0] = {p.seqlen_q, 1, rows};
-  m.out_part_stride = rows * p.num_heads_q * p.head_dim_v;
-  m.lse_part_stride = rows * p.num_heads_q;
-  m.num_parts = schedule.num_splits;
-  m.stacked = true;
-  m.merged_out = p.out;
-  m.merged_lse = p.lse;
-  m.merged_out_strides = p.out_strides;
-  m.merged_lse_strides = p.lse_strides;
-  m.dtype = p.out_dtype;
-  m.part_dtype = DType::f32;
-  m.batch = p.batch;
-  m.seqlen = p.seqlen_q;
-  m.num_heads = p.num_heads_q;
-  m.head_dim = p.head_dim_v;
-  return m;
-}
-
-inline Sm90Schedule make_sm90_schedule(const AttentionParams& p, const AttentionSchedule& schedule,
-                                       Tile tile) {
-  constexpr int64_t kSectionBytes = 16 << 20;  // of K and V: they share 50 MB of L2 with Q and O
-  int32_t group = p.num_heads_q / p.num_heads_kv;
-  Sm90Schedule s{};
-  s.packed = schedule.packed_heads;
-  s.heads = p.num_heads_q / s.packed;
-  int64_t rows = int64_t{p.seqlen_q} * s.packed;
-  s.tiles = static_cast<int32_t>(device::ceil_div<int64_t>(rows, tile.m));
-  s.splits = schedule.num_splits;
-  s.split_tiles = schedule.split_keys / tile.n;
-  int64_t pairs = int64_t{p.batch} * s.heads;
-  int64_t head_bytes = (p.seqlen_kv + int64_t{1}) * (p.head_dim + p.head_dim_v) * 2;
-  int64_t section = schedule.draws_tiles ? device::ceil_div(kSectionBytes, head_bytes) : 1;
-  section *= group / s.packed;  // they share keys
-  bool ragged = p.cu_seqlens_q != nullptr;
-  int64_t widest = ragged ? s.heads : pairs;
-  s.section_heads = static_cast<int32_t>(section < widest ? section : widest);
-  int64_t items = pairs * s.tiles * s.splits;
-  if (ragged) {  // a sequence leaves its last tile unfilled
-    int64_t most = (p.total_q * int64_t{s.packed} / tile.m + p.batch) * s.heads;
-    if (most < items) items = most;
-  }
-  s.total = static_cast<int32_t>(grid_blocks(items, "sm90"));
-  s.stores_wide = s.splits > 1 || p.out_dtype == DType::f32;
-  s.stores_boxes = s.packed == 1 && !s.stores_wide;
-  s.clears = p.cu_seqlens_kv != nullptr || p.seqused_kv != nullptr || p.pages.block_size > 0;
-  s.bias_heads = p.scores.bias_stride_head != 0;
-  s.bias_batches = p.scores.bias_stride_batch != 0;
-  s.page_rows = sm90_page_rows(p.pages.block_size, tile);
-  if (p.pages.block_size > 0) s.block_size = device::Divisor::of(p.pages.block_size);
-  if (s.splits > 1) {
-    s.part_out = static_cast<float*>(schedule.workspace);
-    s.part_lse = const_cast<float*>(sm90_parts(p, schedule).lses[0]);
-  }
-  if (schedule.draws_tiles) s.counter = static_cast<int32_t*>(schedule.workspace);
-  return s;
-}
 
 }  // namespace cuattn

@@ -19,11 +19,15 @@ namespace cuattn {
 // step, and its scores become differences first. How it is marked costs the loop least:
 //   identity   a negative limit of the size of the reference; the reference is 0, with its sign
 //   scored     a limit that is NaN; in the loop 0 takes the place of the reference
-template <ScoreKind kScore>
+//
+// kSlackBits: a P that becomes e4m3 has less room above 1 (float8.cuh).
+template <ScoreKind kScore, int kSlackBits = 8>
 struct Sm90Softmax {
   static constexpr bool kScored = kScore == ScoreKind::scored;
-  static constexpr float kSlack = 8.0f, kUnseen = -3.4028234664e38f;  // finite: -inf - -inf is NaN
-  float reference[2] = {kUnseen, kUnseen};                            // in base 2
+  static constexpr float kSlack = kSlackBits;
+  static constexpr float kLarge = kSlackBits < 8 ? 1 << 24 : 1 << 26;  // see is_large_reference
+  static constexpr float kUnseen = -3.4028234664e38f;                  // finite: -inf - -inf is NaN
+  float reference[2] = {kUnseen, kUnseen};                             // in base 2
   float limit[2] = {kUnseen,
                     kUnseen};   // of the scores: from there on, an exponent is kSlack or more
   float sum[2] = {0.0f, 0.0f};  // this lane's share
@@ -45,8 +49,8 @@ struct Sm90Softmax {
 // thread's scores. With kIntegers their bits are compared as integers, whose maximum takes three
 // operands where a float's takes two. It is right for floats that are not negative: whoever needs
 // the highest itself asks for a second look.
-template <bool kIntegers, ScoreKind kScore, int kScoreCount>
-__device__ __forceinline__ bool any_outgrown(const Sm90Softmax<kScore>& state, float (&highest)[2],
+template <bool kIntegers, class State, int kScoreCount>
+__device__ __forceinline__ bool any_outgrown(const State& state, float (&highest)[2],
                                              const float (&scores)[kScoreCount]) {
   auto larger = [](float x, float y) {
     return kIntegers ? __int_as_float(max(__float_as_int(x), __float_as_int(y))) : fmaxf(x, y);
@@ -74,8 +78,8 @@ __device__ __forceinline__ bool any_outgrown(const Sm90Softmax<kScore>& state, f
 // Moves the references that rows have outgrown; whether any row of the warp has. What was summed up
 // before is to be multiplied by `rescale`. Each row is decided for itself: its bits do not depend
 // on its neighbours.
-template <ScoreKind kScore>
-__device__ __forceinline__ bool move_references(Sm90Softmax<kScore>& state, float (&rescale)[2],
+template <class State>
+__device__ __forceinline__ bool move_references(State& state, float (&rescale)[2],
                                                 const float (&highest)[2], float to_log2) {
   using namespace device;
   bool moves = false;
@@ -85,9 +89,9 @@ __device__ __forceinline__ bool move_references(Sm90Softmax<kScore>& state, floa
     float reference = finite_product(max, to_log2), rise = reference - state.exponent(half);
     if (state.is_large(half) ? !(rise > state.kSlack) : !(max >= limit)) continue;
     rescale[half] = exp2_approx(-rise);
-    bool large = is_large_reference(reference);
+    bool large = fabsf(reference) > State::kLarge;
     limit = fmaf(state.kSlack, rcp_approx(to_log2), max);
-    if constexpr (state.kScored) {
+    if constexpr (State::kScored) {
       state.reference[half] = reference;
       state.limit[half] = large ? nanf("") : limit;
     } else {
@@ -100,9 +104,9 @@ __device__ __forceinline__ bool move_references(Sm90Softmax<kScore>& state, floa
 }
 
 // Scores of rows with a large reference become differences.
-template <ScoreKind kScore, int kScoreCount>
-__device__ __forceinline__ void center_large(const Sm90Softmax<kScore>& state,
-                                             float (&scores)[kScoreCount], float to_log2) {
+template <class State, int kScoreCount>
+__device__ __forceinline__ void center_large(const State& state, float (&scores)[kScoreCount],
+                                             float to_log2) {
   using namespace device;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {

@@ -25,9 +25,10 @@ struct StoreSm90 {
     bool alive;
   };
   // Of both rows, step by step, for it is latency that counts.
+  template <class State>
   static __device__ __forceinline__ void finish_rows(RowEnd (&end)[2], const AttentionParams& p,
                                                      const Sm90Work& w, const Sm90Row (&rows)[2],
-                                                     const Sm90Softmax<kScore>& state) {
+                                                     const State& state) {
     using namespace device;
     float sum[2], max[2], factor[2];
 #pragma unroll
@@ -129,19 +130,22 @@ struct StoreSm90 {
   }
 
   // A warp's 16 rows from `first_row` on. `smem`: its part of the Q tile.
+  template <class Maps, class State>
   static __device__ __forceinline__ void store(const AttentionParams& p, const Sm90Schedule& s,
-                                               const Sm90Maps& maps, const Sm90Work& w,
+                                               const Maps& maps, const Sm90Work& w,
                                                int32_t first_row, float (&out)[kOutCount],
-                                               const Sm90Softmax<kScore>& state, uint32_t smem) {
+                                               const State& state, uint32_t smem) {
     int lane = threadIdx.x % 32;
     const Sm90Row rows[2] = {Sm90Row(p, s, w, first_row + lane / 4),
                              Sm90Row(p, s, w, first_row + 8 + lane / 4)};
     RowEnd end[2];
     finish_rows(end, p, w, rows, state);
     clear_dead(out, end);
-    if (kThroughSmem && s.stores_boxes && first_row + 16 <= w.queries.stored) {
-      store_boxes(p, maps, w, first_row, out, end, smem);
-    } else {
+    bool in_boxes = kThroughSmem && s.stores_boxes && first_row + 16 <= w.queries.stored;
+    if constexpr (kThroughSmem) {
+      if (in_boxes) store_boxes(p, maps, w, first_row, out, end, smem);
+    }
+    if (!in_boxes) {
       store_row(p, s, w, rows[0], 0, out, end[0].factor);
       store_row(p, s, w, rows[1], 1, out, end[1].factor);
     }

@@ -111,8 +111,8 @@ struct SimtScores : SimtTiles<kHeadDim, kOwnsKeys> {
         row = min(row, at.queries.used - 1);  // no load leaves the arrays
         key = min(key, at.keys.used - 1);
         float dp = z == 0.0f ? 0.0f : dout_v[i][j] * z;
-        Weighed weighed = weigh<DType::f32, ScoreKind::scored>(dots[i][j], dp, states[row], mod,
-                                                               f.scores.scale, row, key, is_seen);
+        Weighed weighed = weigh<ScoreKind::scored>(dots[i][j], dp, states[row], mod, f.scores.scale,
+                                                   row, key, is_seen);
         dots[i][j] = kOwnsKeys ? weighed.prob * z : weighed.ds;
         dout_v[i][j] = weighed.dx;
       }

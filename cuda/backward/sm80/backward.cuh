@@ -61,12 +61,11 @@ void launch_backward_sm80(const BackwardLaunch& launch, cudaStream_t stream) {
   const BackwardParams& p = launch.params;
   const AttentionParams& f = p.forward;
   const backward::Memory memory(p, launch.schedule.workspace);
-  launch_queries_sm80<backward::QueriesPass<kType, kHeadDim, kHeadDimV, kMask, kScore>>(p, memory,
-                                                                                        stream);
-  launch_keys_sm80<backward::KeysPass<kType, kHeadDim, kHeadDimV, kMask, kScore>>(p, memory.rows,
-                                                                                  stream);
+  using Policy = device::OptionPolicy<kType, kMask, kScore>;
+  launch_queries_sm80<backward::QueriesPass<kType, kHeadDim, kHeadDimV, Policy>>(p, memory, stream);
+  launch_keys_sm80<backward::KeysPass<kType, kHeadDim, kHeadDimV, Policy>>(p, memory.rows, stream);
   if constexpr (kScore == ScoreKind::scored)
-    launch_bias_sm80<backward::BiasPass<kType, kHeadDim, kHeadDimV>>(p, memory, stream);
+    launch_bias_sm80<backward::BiasPass<kType, kHeadDim, kHeadDimV, Policy>>(p, memory, stream);
   launch_option_sums(p, launch.schedule.workspace, stream);
   launch_clear(f.cu_seqlens_q, f.batch, f.total_q, f.num_heads_q,
                {p.dq, p.dq_strides, f.dtype, f.head_dim}, stream);

@@ -13,7 +13,7 @@
 
 namespace cuattn::backward {
 
-template <DType kType, int kHeadDim, int kHeadDimV>
+template <DType kType, int kHeadDim, int kHeadDimV, class Policy>
 struct BiasPass {
   // 1. Types and sizes
   static constexpr HeadDims kDims = {kHeadDim, kHeadDimV};
@@ -87,20 +87,21 @@ struct BiasPass {
   static __device__ __forceinline__ void add_tile(Fragment<kKeyBlocks>& sums,
                                                   const Fragment<kKeyBlocks>& scores,
                                                   Fragment<kKeyBlocks>& dout_v,
-                                                  const RowState* rows, const AttentionParams& f,
+                                                  const RowState* rows, const BackwardParams& p,
                                                   const Work& work) {
+    const AttentionParams& f = p.forward;
     if (f.dropout.is_on()) {
       device::HeadDropout dropout(f, work.batch, work.head);
       drop_rows(dout_v, dropout, work.lane_row(0), work.key0);
     }
-    device::ScoreMod<kType, ScoreKind::scored> mod(f, work.batch, work.head, work.queries.used,
-                                                   work.keys.used);
+    const Policy policy(policy_params<Policy>(p), work.batch, work.head, work.queries.used,
+                        work.keys.used);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       int32_t row = min(work.lane_row(half), work.queries.used - 1);
       RowState state = rows[row_index(f, work.batch, work.head, work.queries.start + row)];
       KeyRange visible{0, work.keys.used};
-      if (!work.is_full()) visible = f.mask.visible(row, work.queries.used, work.keys.used);
+      if (Policy::kIsFunctor || !work.is_full()) visible = policy.visible(row);
       if (row != work.lane_row(half)) visible.end = 0;  // past the last row
       int32_t first = work.key0 + 2 * (threadIdx.x % 4);
 #pragma unroll
@@ -109,9 +110,11 @@ struct BiasPass {
         for (int i = 0; i < 2; ++i) {
           int32_t key = first + n * 8 + i;
           bool seen = key >= visible.begin && key < visible.end;
+          key = min(key, work.keys.used - 1);
+          if constexpr (Policy::kAsks) seen = seen && policy.sees(row, key);
           sums[n][2 * half + i] +=
-              weigh(scores[n][2 * half + i], dout_v[n][2 * half + i], state, mod, f.scores.scale,
-                    row, min(key, work.keys.used - 1), seen)
+              weigh<ScoreKind::scored>(scores[n][2 * half + i], dout_v[n][2 * half + i], state,
+                                       policy, f.scores.scale, row, key, seen)
                   .ds;
         }
       }
@@ -135,7 +138,7 @@ struct BiasPass {
       Fragment<kKeyBlocks> scores, dout_v;
       multiply_rows<kType, kHeadDim, kKeyBlocks>(scores, shared.q, shared.k);
       multiply_rows<kType, kHeadDimV, kKeyBlocks>(dout_v, shared.dout, shared.v);
-      add_tile(sums, scores, dout_v, memory.rows, p.forward, work);
+      add_tile(sums, scores, dout_v, memory.rows, p, work);
     }
     __syncthreads();
     float* tile = reinterpret_cast<float*>(smem);

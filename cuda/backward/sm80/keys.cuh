@@ -15,12 +15,14 @@
 
 namespace cuattn::backward {
 
-template <DType kType, int kHeadDim, int kHeadDimV, MaskKind kMask, ScoreKind kScore>
+template <DType kType, int kHeadDim, int kHeadDimV, class Policy>
 struct KeysPass {
   // 1. Types and sizes
-  using Policy = device::OptionPolicy<kType, kMask, kScore>;
+  static constexpr MaskKind kMask = Policy::kMaskKind;
+  static constexpr ScoreKind kScore = Policy::kScoreKind;
   static constexpr HeadDims kDims = {kHeadDim, kHeadDimV};
-  static constexpr Tile kTile = sm80_keys_tile(kDims, kScore);  // n keys stay, m queries come
+  static constexpr Tile kTile =  // n keys stay, m queries come
+      sm80_keys_tile(kDims, Policy::kIsFunctor ? ScoreKind::scored : kScore);
   static constexpr int kSmemBytes = sm80_keys_smem_bytes(kDims, kTile);
   static constexpr int kCtasPerSm = 2;  // 128 threads leave 255 registers each
   static constexpr bool kMakesOne = sm80_keys_makes_one(kDims);
@@ -79,7 +81,7 @@ struct KeysPass {
   };
 
   // Moves on to the next tile that sees a key of the CTA; false where there is none.
-  static __device__ __forceinline__ bool advance(const AttentionParams& f, const Work& work,
+  static __device__ __forceinline__ bool advance(const BackwardParams& p, const Work& work,
                                                  int32_t last_head, Place& at) {
     for (;;) {
       if (++at.tile >= work.range.end) {
@@ -87,16 +89,25 @@ struct KeysPass {
         if (++at.head > last_head) return false;
       }
       at.masked = at.tile < work.range.full_begin || at.tile >= work.range.full_end;
-      if constexpr (kMask != MaskKind::rows) return true;
-      if (sees_keys(f, work, at)) return true;
+      if constexpr (kMask != MaskKind::rows && !Policy::kIsFunctor) return true;
+      const Policy policy = policy_of(p, work, at.head);
+      bool sees = true;
+      if constexpr (kMask == MaskKind::rows) sees = sees_keys(policy, work, at);
+      if constexpr (Policy::kIsFunctor)
+        sees = sees && policy.lists(at.tile * kTile.m, work.key0, at.masked);
+      if (sees) return true;
     }
+  }
+
+  static __device__ __forceinline__ Policy policy_of(const BackwardParams& p, const Work& work,
+                                                     int32_t head) {
+    return Policy(policy_params<Policy>(p), work.batch, head, work.queries.used, work.keys.used);
   }
 
   // Row ranges: whether a row of the tile sees a key of the CTA, and if not all see all the tile is
   // masked. Each warp asks for itself, its lanes share the rows out.
-  static __device__ __forceinline__ bool sees_keys(const AttentionParams& f, const Work& work,
+  static __device__ __forceinline__ bool sees_keys(const Policy& policy, const Work& work,
                                                    Place& at) {
-    const Policy policy(f, work.batch, at.head, work.queries.used, work.keys.used);
     bool some = false, all = true;
 #pragma unroll
     for (int32_t row = threadIdx.x % 32; row < kTile.m; row += 32) {
@@ -173,10 +184,11 @@ struct KeysPass {
           if constexpr (kMasked && kMask == MaskKind::rows)
             seen = lane_key(work, half) >= keys.begin && lane_key(work, half) < keys.end;
           // Clamped: no load leaves the bias.
+          const int32_t query = min(row, work.queries.used - 1);
+          const int32_t key = min(lane_key(work, half), work.keys.used - 1);
+          if constexpr (kMasked && Policy::kAsks) seen = seen && policy.sees(query, key);
           float &dot = scores[n][2 * half + i], &dp = dout_v[n][2 * half + i];
-          Weighed weighed = weigh<kType, kScore>(
-              dot, dp, state, policy, f.scores.scale, min(row, work.queries.used - 1),
-              min(lane_key(work, half), work.keys.used - 1), seen);
+          Weighed weighed = weigh<kScore>(dot, dp, state, policy, f.scores.scale, query, key, seen);
           dot = weighed.prob;
           dp = weighed.dx;
         }
@@ -212,7 +224,7 @@ struct KeysPass {
     if (work.range.end <= work.range.begin) return;
     int32_t group = f.num_heads_q / f.num_heads_kv, last_head = (work.kv_head + 1) * group - 1;
     Place at{work.kv_head * group, work.range.begin - 1, true};
-    if (!advance(f, work, last_head, at)) return;
+    if (!advance(p, work, last_head, at)) return;
     auto base = [&](const void* data, const Strides& s) {
       return static_cast<const char*>(data) +
              2 * (work.batch * s.batch + work.kv_head * s.head + work.keys.start * s.seq);
@@ -229,7 +241,7 @@ struct KeysPass {
     load(p, rows, work, shared, at.head, at.tile * kTile.m, stage);
     for (bool more = true; more;) {
       Place next = at;
-      more = advance(f, work, last_head, next);
+      more = advance(p, work, last_head, next);
       device::cp_async_wait<0>();
       __syncthreads();
       if (kTile.stages == 2 && more)
@@ -241,7 +253,7 @@ struct KeysPass {
       } else {
         clear<kRowBlocks>(dout_v);
       }
-      const Policy policy(f, work.batch, at.head, work.queries.used, work.keys.used);
+      const Policy policy = policy_of(p, work, at.head);
       const RowState* states = shared.row_states + stage * kTile.m;
       [[maybe_unused]] Kept kept;
       const bool drops = kScore == ScoreKind::scored && f.dropout.is_on();

@@ -16,12 +16,13 @@
 
 namespace cuattn::backward {
 
-template <DType kType, int kHeadDim, int kHeadDimV, MaskKind kMask, ScoreKind kScore>
+template <DType kType, int kHeadDim, int kHeadDimV, class Policy>
 struct QueriesPass {
   // 1. Types and sizes
-  using Policy = device::OptionPolicy<kType, kMask, kScore>;
+  static constexpr ScoreKind kScore = Policy::kScoreKind;
   static constexpr HeadDims kDims = {kHeadDim, kHeadDimV};
-  static constexpr Tile kTile = sm80_queries_tile(kDims, kScore);
+  static constexpr Tile kTile =
+      sm80_queries_tile(kDims, Policy::kIsFunctor ? ScoreKind::scored : kScore);
   static constexpr int kSmemBytes = sm80_queries_smem_bytes(kDims, kTile);
   static constexpr int kCtasPerSm = 2;  // 128 threads leave 255 registers each
   static constexpr int kKeyBlocks = kTile.n / 8;
@@ -48,7 +49,7 @@ struct QueriesPass {
 
   static __device__ Work find_work(const AttentionParams& f, int32_t tiles) {
     int32_t tile = blockIdx.x % tiles, pair = blockIdx.x / tiles;
-    if (kMask != MaskKind::none) tile = tiles - 1 - tile;  // the heaviest first
+    if (Policy::kHeavyLast) tile = tiles - 1 - tile;  // the heaviest first
     Work work{pair / f.num_heads_q, pair % f.num_heads_q, tile * kTile.m, {}, {}};
     work.queries = query_span(f, work.batch);
     work.keys = key_span(f, work.batch);
@@ -132,9 +133,12 @@ struct QueriesPass {
         for (int i = 0; i < 2; ++i) {
           int32_t key = first + n * 8 + i;
           bool seen = !kMasked || (key >= visible.begin && key < visible.end);
+          key = min(key, work.keys.used - 1);
+          if constexpr (kMasked && Policy::kAsks) seen = seen && policy.sees(row, key);
           float &dot = scores[n][2 * half + i], &dp = dout_v[n][2 * half + i];
-          Weighed weighed = weigh<kType, kScore>(dot, dp, states[half], policy, f.scores.scale, row,
-                                                 min(key, work.keys.used - 1), seen);
+          Weighed weighed =
+              weigh<kScore>(dot, dp, states[half], policy, f.scores.scale, row, key, seen);
+          if constexpr (Policy::kGives) policy.give(weighed.ds, dot, row, key);
           dot = weighed.ds;
           dp = weighed.dx;
         }
@@ -145,8 +149,7 @@ struct QueriesPass {
   // What a tile adds to the terms of dslopes.
   static __device__ __forceinline__ void add_slope_terms(float (&terms)[2],
                                                          const Fragment<kKeyBlocks>& ds,
-                                                         const Work& work,
-                                                         const device::ScoreMod<kType, kScore>& mod,
+                                                         const Work& work, const Policy& policy,
                                                          int32_t key0) {
     if constexpr (kScore == ScoreKind::scored) {
 #pragma unroll
@@ -156,7 +159,7 @@ struct QueriesPass {
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             int32_t key = key0 + n * 8 + 2 * (threadIdx.x % 4) + i;
-            float distance = mod.distance(lane_row(work, half), key);
+            float distance = policy.distance(lane_row(work, half), key);
             terms[half] = fmaf(-ds[n][2 * half + i], distance, terms[half]);
           }
         }
@@ -170,10 +173,11 @@ struct QueriesPass {
                                                 Fragment<kHeadDim / 8>& dq,
                                                 float (&slope_terms)[2]) {
     const AttentionParams& f = p.forward;
-    const Policy policy(f, work.batch, work.head, work.queries.used, work.keys.used);
-    device::TileRange range =
-        policy.template range<kTile.n>(work.row0, min(work.row0 + kTile.m, work.queries.used));
-    if (range.begin >= range.end) return;
+    const Policy policy(policy_params<Policy>(p), work.batch, work.head, work.queries.used,
+                        work.keys.used);
+    auto walk =
+        policy.template walk<kTile.n>(work.row0, min(work.row0 + kTile.m, work.queries.used));
+    if (!walk.more()) return;
     int32_t kv_head = work.head / (f.num_heads_q / f.num_heads_kv);
     auto base = [&](const void* data, const Strides& s, int32_t head, int64_t start) {
       return static_cast<const char*>(data) +
@@ -196,29 +200,30 @@ struct QueriesPass {
         2 * p.dout_strides.seq, work.row0, work.queries.used, f.head_dim_v);
     device::HeadDropout dropout(f, work.batch, work.head);
     int stage = 0;
-    load(range.end - 1, stage);
-    for (int32_t tile = range.end - 1; tile >= range.begin; --tile) {
+    load(walk.tile, stage);
+    for (; walk.more(); walk.next()) {
       device::cp_async_wait<0>();
       __syncthreads();
-      if (kTile.stages == 2 && tile > range.begin) load(tile - 1, stage ^ 1);
+      if (kTile.stages == 2 && walk.has_next()) load(walk.next_tile(), stage ^ 1);
+      const int32_t key0 = walk.tile * kTile.n;
       Fragment<kKeyBlocks> scores, dout_v;
       multiply_rows<kType, kHeadDim, kKeyBlocks>(scores, shared.q, shared.k_stage(stage));
       multiply_rows<kType, kHeadDimV, kKeyBlocks>(dout_v, shared.dout, shared.v_stage(stage));
       if constexpr (kScore == ScoreKind::scored) {
-        if (f.dropout.is_on()) drop_rows(dout_v, dropout, lane_row(work, 0), tile * kTile.n);
+        if (f.dropout.is_on()) drop_rows(dout_v, dropout, lane_row(work, 0), key0);
       }
-      if (tile < range.full_begin || tile >= range.full_end) {
-        weigh_tile<true>(scores, dout_v, states, f, work, policy, tile * kTile.n);
+      if (walk.masked()) {
+        weigh_tile<true>(scores, dout_v, states, f, work, policy, key0);
       } else {
-        weigh_tile<false>(scores, dout_v, states, f, work, policy, tile * kTile.n);
+        weigh_tile<false>(scores, dout_v, states, f, work, policy, key0);
       }
-      if (p.needs(kNeedDslopes)) add_slope_terms(slope_terms, scores, work, policy, tile * kTile.n);
+      if (p.needs(kNeedDslopes)) add_slope_terms(slope_terms, scores, work, policy, key0);
       add_weighted<kType, kHeadDim, kKeyBlocks>(dq, dout_v, shared.k_stage(stage));
       if constexpr (kTile.stages == 2) {
         stage ^= 1;
-      } else if (tile > range.begin) {
+      } else if (walk.has_next()) {
         __syncthreads();
-        load(tile - 1, 0);
+        load(walk.next_tile(), 0);
       }
     }
   }
@@ -256,7 +261,7 @@ struct QueriesPass {
     Shared shared(smem);
     RowState states[2] = {find_row(p, work, memory.rows, lane_row(work, 0)),
                           find_row(p, work, memory.rows, lane_row(work, 1))};
-    if (!p.needs(kNeedDq | kNeedDslopes)) return;
+    if (!Policy::kGives && !p.needs(kNeedDq | kNeedDslopes)) return;
     Fragment<kHeadDim / 8> dq;
     clear<kHeadDim / 8>(dq);
     float slope_terms[2] = {};

@@ -8,6 +8,7 @@
 
 #include "cuattn/schedule.h"
 #include "cuda/backward/clear.cuh"
+#include "cuda/backward/sm90/bias.cuh"
 #include "cuda/backward/sm90/fused.cuh"
 #include "cuda/backward/sm90/keys.cuh"
 #include "cuda/backward/sm90/queries.cuh"
@@ -17,16 +18,17 @@ namespace cuattn {
 
 template <DType kType, int kHeadDim, int kHeadDimV, MaskKind kMask, ScoreForm kForm>
 void launch_passes_sm90(const BackwardLaunch& launch, const backward::RowStates& states,
-                        cudaStream_t stream) {
+                        float* slope_terms, cudaStream_t stream) {
   // Compiled for a window, these forms serve every mask; fused there is none with a window.
-  constexpr bool kServesAll = kForm == ScoreForm::smooth || kForm == ScoreForm::dropped;
+  constexpr bool kServesAll = kForm != ScoreForm::plain && kForm != ScoreForm::general;
   constexpr MaskKind kFusedMask = kServesAll ? MaskKind::causal : kMask;
   constexpr bool kHasFused = sm90_has_fused({kHeadDim, kHeadDimV}, kFusedMask, kForm);
   if (kHasFused && launch.schedule.num_chunks > 0) {  // keys are cut in parts, whose dq are summed
     if constexpr (kHasFused)
       launch_fused_sm90<kType, kHeadDim, kFusedMask, kForm>(launch, states, stream);
   } else {
-    launch_queries_sm90<kType, kHeadDim, kHeadDimV, kMask, kForm>(launch, states, stream);
+    launch_queries_sm90<kType, kHeadDim, kHeadDimV, kMask, kForm>(launch, states, slope_terms,
+                                                                  stream);
     launch_keys_sm90<kType, kHeadDim, kHeadDimV, kMask, kForm>(launch, states, stream);
   }
 }
@@ -36,8 +38,12 @@ void launch_backward_sm90(const BackwardLaunch& launch, cudaStream_t stream) {
   const BackwardParams& p = launch.params;
   const AttentionParams& f = p.forward;
   const backward::RowStates states = backward::row_states(f, launch.schedule.workspace);
+  const int64_t floats = sm90_floats_of_head(f, launch.schedule.num_chunks > 0 ? kHeadDim : 0);
+  float* sink_terms = states.lse + floats * f.num_heads_q;
+  float* sums =  // of dbias its parts, of dslopes the terms
+      sink_terms + (p.needs(kNeedDsinks) ? int64_t{f.batch} * f.num_heads_q : 0);
   auto passes = [&](auto form) {
-    launch_passes_sm90<kType, kHeadDim, kHeadDimV, kMask, form.value>(launch, states, stream);
+    launch_passes_sm90<kType, kHeadDim, kHeadDimV, kMask, form.value>(launch, states, sums, stream);
   };
   if constexpr (kScore == ScoreKind::identity) {
     passes(std::integral_constant<ScoreForm, ScoreForm::plain>{});
@@ -46,12 +52,18 @@ void launch_backward_sm90(const BackwardLaunch& launch, cudaStream_t stream) {
       case ScoreForm::dropped:
         passes(std::integral_constant<ScoreForm, ScoreForm::dropped>{});
         break;
+      case ScoreForm::biased:
+        if constexpr (sm90_has_biased({kHeadDim, kHeadDimV})) {
+          passes(std::integral_constant<ScoreForm, ScoreForm::biased>{});
+          launch_bias_sm90<kType, kHeadDim>(p, states, sums, stream);
+        }
+        break;
       case ScoreForm::smooth: passes(std::integral_constant<ScoreForm, ScoreForm::smooth>{}); break;
       default: passes(std::integral_constant<ScoreForm, ScoreForm::general>{});
     }
   }
-  const int64_t floats = sm90_floats_of_head(f, launch.schedule.num_chunks > 0 ? kHeadDim : 0);
-  backward::launch_sinks_sm90(p, states, states.lse + floats * f.num_heads_q, stream);
+  if (p.needs(kNeedDslopes)) launch_slope_sums(p, sums, stream);
+  backward::launch_sinks_sm90(p, states, sink_terms, stream);
   launch_clear(f.cu_seqlens_q, f.batch, f.total_q, f.num_heads_q,
                {p.dq, p.dq_strides, f.dtype, f.head_dim}, stream);
   launch_clear_keys(f, {p.dk, p.dk_strides, p.dk_dtype, f.head_dim}, stream);

@@ -133,7 +133,7 @@ struct FusedPass : KeyTiles<kType, kHeadDim, kHeadDim, kMask, kForm, true> {
         wgmma_wait<1>();
         pin(scores);
         const bool masked = tile < work.range.full_begin || tile >= work.range.full_end;
-        Base::make_probs(scores, probs, f, work, mod, shared.lse(stage), sight, tile, masked);
+        Base::make_probs(scores, probs, f, work, mod, shared, stage, sight, tile, masked);
         wgmma_wait<0>();
         pin(dout_v);
         if constexpr (Base::kPacksLate)
@@ -338,7 +338,7 @@ void launch_fused_sm90(const BackwardLaunch& launch, const backward::RowStates& 
     static std::atomic<uint64_t> allowed{0};
     allow_shared_memory(kernel, Pass::kSmemBytes, allowed);
     launch_overlapping(kernel, blocks, backward::kThreads, Pass::kSmemBytes, 9, stream, p, states,
-                       sums, schedule, backward::make_maps(p, Pass::kTile.m, Pass::kTile.n));
+                       sums, schedule, backward::make_maps(p, Pass::kTile.m, Pass::kTile.n, kForm));
   }
   if (rows > 0) {
     launch_overlapping(backward::finish_sm90_kernel<kType, kHeadDim>, rows, backward::kRowThreads,

@@ -36,11 +36,13 @@ struct KeyTiles {
   // 1. Types and sizes
   static constexpr HeadDims kDims = {kHeadDim, kHeadDimV};
   static constexpr Tile kTile =  // n keys stay, m queries come
-      kFused ? sm90_fused_tile(kDims) : sm90_keys_tile(kDims, kForm);
+      kFused ? sm90_fused_tile(kDims, kForm) : sm90_keys_tile(kDims, kForm);
   static constexpr int kSmemBytes = kFused ? sm90_fused_smem_bytes(kDims, kTile, kForm)
                                            : sm90_keys_smem_bytes(kDims, kTile, kForm);
   static constexpr bool kDrops = kForm == ScoreForm::dropped;
   static constexpr int kKeptBytes = sm90_kept_bytes(kTile.n, kTile.m, kForm);  // a stage of dO
+  static constexpr bool kIsBiased = kForm == ScoreForm::biased;
+  static constexpr int kBiasBytes = sm90_bias_bytes(kTile.m, kTile.n, kForm);  // a stage of Q
   // P^T is packed when dx^T is made: registers are few.
   static constexpr bool kPacksLate = kDrops && kFused && kTile.m == 128;
   static constexpr bool kCrosses = kFused || sm90_keys_are_paired(kDims);
@@ -52,17 +54,18 @@ struct KeyTiles {
   static_assert(kTile.m % 16 == 0 && kTile.m <= kRowPad);
   using Mod = typename ScoresOf<kType, kMask, kForm>::Type;
 
-  // 2. Shared storage, in address order: K, V (panel, n, 64); Q, dO (stage, panel, m, 64); what
-  // crosses between the groups; lse, Delta (stage, m); what dropout keeps, which comes with dO;
-  // barriers. K comes with the first Q, V with the first dO.
+  // 2. Shared storage, in address order: K, V (panel, n, 64); Q, dO (stage, panel, m, 64); a bias
+  // (stage, panel, m, 64), which comes with Q; what crosses between the groups; lse, Delta (stage, m);
+  // what dropout keeps, which comes with dO; barriers. K comes with the first Q, V with the first dO.
   struct Shared {
-    uint32_t k, v, q, dout, crossing, planes, kept_bits, barriers;
+    uint32_t k, v, q, dout, bias, crossing, planes, kept_bits, barriers;
     __device__ explicit Shared(const void* base) {
       k = (device::smem_address(base) + 1023) & ~1023u;  // the swizzle repeats every 1024 bytes
       v = k + kKBytes;
       q = v + kVBytes;
       dout = q + kTile.stages * kQBytes;
-      crossing = dout + kTile.stages * kDoutBytes;
+      bias = dout + kTile.stages * kDoutBytes;
+      crossing = bias + kTile.stages * kBiasBytes;
       planes = crossing + (kCrosses ? 2 * kCrossingBytes : 0);
       kept_bits = planes + kTile.stages * 2 * kPlaneBytes;
       barriers = kept_bits + kTile.stages * kKeptBytes;
@@ -70,6 +73,7 @@ struct KeyTiles {
     static constexpr int kCrossingBytes = kTile.m * kTile.n * 2;  // of one of two buffers
     __device__ uint32_t q_stage(int s) const { return q + s * kQBytes; }
     __device__ uint32_t dout_stage(int s) const { return dout + s * kDoutBytes; }
+    __device__ uint32_t bias_stage(int s) const { return bias + s * kBiasBytes; }
     __device__ uint32_t lse(int s) const { return planes + 2 * s * kPlaneBytes; }
     __device__ uint32_t delta(int s) const { return lse(s) + kPlaneBytes; }
     __device__ uint32_t kept(int s) const { return kept_bits + s * kKeptBytes; }
@@ -192,12 +196,16 @@ struct KeyTiles {
         box.row += tile * kTile.m;
         const int s = ring.stage();
         barrier_wait(shared.q_empty(s), ring.parity());
-        barrier_arrive_expect(shared.q_full(s), kQBytes + kPlaneBytes + (fresh ? kKBytes : 0));
+        barrier_arrive_expect(shared.q_full(s),
+                              kQBytes + kPlaneBytes + kBiasBytes + (fresh ? kKBytes : 0));
         if (fresh)
           load_tile<kTile.n, kPanelsQk>(shared.k, maps.k, shared.q_full(s), keys, work.kv_head,
                                         kEvictFirst);
         load_tile<kTile.m, kPanelsQk>(shared.q_stage(s), maps.q, shared.q_full(s), box, head,
                                       kEvictLast);
+        if constexpr (kIsBiased)
+          load_bias<kTile.m, kTile.n>(shared.bias_stage(s), maps, shared.q_full(s), f.scores,
+                                      work.key0, tile * kTile.m, head, work.batch);
         if (fresh) wait_for_previous_kernel();  // it wrote the states
         bulk_load(shared.lse(s), states.lse + place + tile * kTile.m, kPlaneBytes,
                   shared.q_full(s));
@@ -328,7 +336,7 @@ struct KeyTiles {
                         min(sight.key + 8 * half, work.keys.used - 1));
           }
           float exponent = fmaf(score, to_log2, i == 0 ? -states.x : -states.y);
-          if constexpr (kMasked || !kFused) exponent = at_most(exponent, 0.0f);
+          if constexpr (kMasked || !kFused || kIsBiased) exponent = at_most(exponent, 0.0f);
           if constexpr (kMasked && kMask == MaskKind::rows) {
             const int32_t key = sight.key + 8 * half;
             exponent = key >= keys[i].begin && key < keys[i].end ? exponent : negative_infinity();
@@ -355,8 +363,16 @@ struct KeyTiles {
   static __device__ __forceinline__ void make_probs(float (&scores)[kTile.m / 2],
                                                     uint32_t (&probs)[kTile.m / 4],
                                                     const AttentionParams& f, const Work& work,
-                                                    const Mod& mod, uint32_t lse,
+                                                    const Mod& mod, const Shared& shared, int stage,
                                                     const Sight& sight, int tile, bool masked) {
+    const uint32_t lse = shared.lse(stage);
+    if constexpr (kIsBiased) {
+      mod.template add_transposed<kTile.m>(scores, shared.bias_stage(stage));
+      const int32_t first = tile * kTile.m + 2 * static_cast<int32_t>(threadIdx.x % 4);
+      if (masked) hide_outside<kMask>(scores, sight.rows, first, mod.hidden());
+      make_probs_of<false>(scores, probs, work, mod, mod.to_log2, lse, sight, tile * kTile.m);
+      return;
+    }
     if constexpr (kForm == ScoreForm::smooth) {
       const int32_t first = tile * kTile.m + 2 * static_cast<int32_t>(threadIdx.x % 4);
       const int32_t distance = first + work.keys.used - work.queries.used - sight.key;
@@ -376,7 +392,7 @@ struct KeyTiles {
           if constexpr (kFused)  // rows behind the last one have scores of 0 and an lse of +inf
             hide_left(scores, distance, right(f), [&] { return mod.hidden(); });
           else
-            mod.template hide<kMask>(scores, sight.rows, first);
+            hide_outside<kMask>(scores, sight.rows, first, mod.hidden());
         }
         make(std::false_type{});
       } else if (masked) {
@@ -415,7 +431,7 @@ struct KeyTiles {
         }
       }
     };
-    if (masked) {
+    if (kIsBiased || masked) {  // a bias may be -inf
       each(std::true_type{});
     } else {
       each(std::false_type{});

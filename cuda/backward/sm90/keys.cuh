@@ -68,7 +68,7 @@ struct KeysPass : KeyTiles<kType, kHeadDim, kHeadDimV, kMask, kForm> {
         wgmma_commit();
         wgmma_wait<1>();
         pin(scores);
-        Base::make_probs(scores, probs, f, work, mod, shared.lse(stage), sight, tile, masked);
+        Base::make_probs(scores, probs, f, work, mod, shared, stage, sight, tile, masked);
         wgmma_wait<0>();
         pin(dout_v);
         if constexpr (Base::kDrops) Base::kept_of(shared, stage).drop_all(probs, dout_v);
@@ -173,7 +173,7 @@ void launch_keys_sm90(const BackwardLaunch& launch, const backward::RowStates& s
   static std::atomic<uint64_t> allowed{0};
   allow_shared_memory(kernel, Pass::kSmemBytes, allowed);
   launch_overlapping(kernel, blocks, kThreads, Pass::kSmemBytes, 9, stream, p, states, schedule,
-                     make_maps(p, Pass::kTile.m, Pass::kTile.n));
+                     make_maps(p, Pass::kTile.m, Pass::kTile.n, kForm));
 }
 
 }  // namespace cuattn

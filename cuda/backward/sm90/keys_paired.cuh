@@ -121,7 +121,7 @@ struct PairedKeysPass : KeyTiles<kType, kHeadDim, kHeadDimV, kMask, kForm> {
       if (behind != 0) release(behind);
       behind = shared.dout_empty(stage);
       typename Base::Mod mod(f, work.batch, at.head, work.queries.used, work.keys.used);
-      Base::make_probs(scores, probs, f, work, mod, shared.lse(stage), sight, at.tile,
+      Base::make_probs(scores, probs, f, work, mod, shared, stage, sight, at.tile,
                        at.is_masked(work));
       release(shared.q_empty(stage));
       if constexpr (Base::kDrops) barrier_wait(shared.dout_full(stage), parity);

@@ -45,6 +45,8 @@ struct QueriesPass {
   static constexpr int kSmemBytes = sm90_queries_smem_bytes(kDims, kTile, kForm);
   static constexpr bool kDrops = kForm == ScoreForm::dropped;
   static constexpr int kKeptBytes = sm90_kept_bytes(kTile.m, kTile.n, kForm);  // a stage of V
+  static constexpr bool kIsBiased = kForm == ScoreForm::biased;
+  static constexpr int kBiasBytes = sm90_bias_bytes(kTile.m, kTile.n, kForm);  // a stage of K
   static constexpr int kPanelsQk = (kHeadDim + 63) / 64, kPanelsV = (kHeadDimV + 63) / 64;
   static constexpr int kQBytes = kTile.m * kPanelsQk * 128, kDoutBytes = kTile.m * kPanelsV * 128;
   static constexpr int kKBytes = kTile.n * kPanelsQk * 128, kVBytes = kTile.n * kPanelsV * 128;
@@ -52,20 +54,22 @@ struct QueriesPass {
   static_assert(kTile.n % 16 == 0 && kSmemBytes <= 227 * 1024);
   using Mod = typename ScoresOf<kType, kMask, kForm>::Type;
 
-  // 2. Shared storage, in address order: Q, dO (panel, m, 64); K (stage, panel, n, 64), V; what
-  // dropout keeps, which comes with V; barriers.
+  // 2. Shared storage, in address order: Q, dO (panel, m, 64); K (stage, panel, n, 64), V; a bias
+  // (stage, panel, m, 64), which comes with K; what dropout keeps, which comes with V; barriers.
   struct Shared {
-    uint32_t q, dout, k, v, kept_bits, barriers;
+    uint32_t q, dout, k, v, bias, kept_bits, barriers;
     __device__ explicit Shared(const void* base) {
       q = (device::smem_address(base) + 1023) & ~1023u;  // the swizzle repeats every 1024 bytes
       dout = q + kQBytes;
       k = dout + kDoutBytes;
       v = k + kTile.stages * kKBytes;
-      kept_bits = v + kVStages * kVBytes;
+      bias = v + kVStages * kVBytes;
+      kept_bits = bias + kTile.stages * kBiasBytes;
       barriers = kept_bits + kVStages * kKeptBytes;
     }
     __device__ uint32_t k_stage(int s) const { return k + s * kKBytes; }
     __device__ uint32_t v_stage(int s) const { return v + s * kVBytes; }
+    __device__ uint32_t bias_stage(int s) const { return bias + s * kBiasBytes; }
     __device__ uint32_t kept(int s) const { return kept_bits + s * kKeptBytes; }
     __device__ uint32_t rows_full() const { return barriers; }
     __device__ uint32_t k_full(int s) const { return barriers + 8 * (1 + s); }
@@ -142,9 +146,13 @@ struct QueriesPass {
     for (int32_t tile = work.range.end - 1; tile >= work.range.begin; --tile) {
       const BoxPlace keys(f.cu_seqlens_kv != nullptr, work.keys, work.batch, tile * kTile.n);
       barrier_wait(shared.k_empty(k_ring.stage()), k_ring.parity());
-      barrier_arrive_expect(shared.k_full(k_ring.stage()), kKBytes);
+      barrier_arrive_expect(shared.k_full(k_ring.stage()), kKBytes + kBiasBytes);
       load_tile<kTile.n, kPanelsQk>(shared.k_stage(k_ring.stage()), maps.k,
                                     shared.k_full(k_ring.stage()), keys, work.kv_head, kEvictLast);
+      if constexpr (kIsBiased)
+        load_bias<kTile.m, kTile.n>(shared.bias_stage(k_ring.stage()), maps,
+                                    shared.k_full(k_ring.stage()), f.scores, tile * kTile.n,
+                                    work.row0, work.head, work.batch);
       barrier_wait(shared.v_empty(v_ring.stage()), v_ring.parity());
       barrier_arrive_expect(shared.v_full(v_ring.stage()), kVBytes);
       load_tile<kTile.n, kPanelsV>(shared.v_stage(v_ring.stage()), maps.v,
@@ -260,19 +268,23 @@ struct QueriesPass {
   static __device__ __forceinline__ void make_probs(float (&scores)[kTile.n / 2],
                                                     const AttentionParams& f, const Work& work,
                                                     const Mod& mod, const LaneRows& rows,
-                                                    int32_t key0, bool masked) {
-    if constexpr (kForm == ScoreForm::smooth) {
+                                                    uint32_t bias, int32_t key0, bool masked) {
+    if constexpr (kForm == ScoreForm::smooth || kIsBiased) {
       const int32_t first = key0 + 2 * static_cast<int32_t>(threadIdx.x % 4);
-      mod.template modify<false>(scores, rows.row + work.keys.used - work.queries.used - first);
+      if constexpr (kIsBiased)
+        mod.template add<kTile.m>(scores, bias);
+      else
+        mod.template modify<false>(scores, rows.row + work.keys.used - work.queries.used - first);
       if (masked) {
         KeyRange keys[2];
 #pragma unroll
         for (int half = 0; half < 2; ++half)
           keys[half] = visible_keys(left(f), right(f), rows.row + 8 * half, work.queries.used,
                                     work.keys.used);
-        mod.template hide<kMask>(scores, keys, first);
+        hide_outside<kMask>(scores, keys, first, mod.hidden());
       }
-      if (mod.caps()) return make_probs_of<false, true>(scores, f, work, mod, rows, key0);
+      if constexpr (!kIsBiased)
+        if (mod.caps()) return make_probs_of<false, true>(scores, f, work, mod, rows, key0);
       return make_probs_of<false>(scores, f, work, mod, rows, key0);
     }
     if (masked) {
@@ -300,7 +312,8 @@ struct QueriesPass {
 
   static __device__ __forceinline__ void gather(const BackwardParams& p, const Work& work,
                                                 const Shared& shared, const LaneRows& rows,
-                                                int group, float (&dq)[kHeadDim / 2]) {
+                                                int group, float (&dq)[kHeadDim / 2],
+                                                float (&slope_terms)[2]) {
     using namespace device;
     const AttentionParams& f = p.forward;
     const uint32_t q = shared.q + group * 64 * 128, dout = shared.dout + group * 64 * 128;
@@ -338,7 +351,7 @@ struct QueriesPass {
       wgmma_wait<1>();
       pin(scores);
       const bool masked = tile < work.range.full_begin || tile >= work.range.full_end;
-      make_probs(scores, f, work, mod, rows, key0, masked);
+      make_probs(scores, f, work, mod, rows, shared.bias_stage(k_ring.stage()), key0, masked);
       wgmma_wait<0>();
       pin(dout_v);
       if constexpr (kDrops) {
@@ -347,10 +360,17 @@ struct QueriesPass {
         __syncwarp();  // every lane has read its bits
       }
       release(shared.v_empty(v_ring.stage()));
-      if (masked) {
+      if (kIsBiased || masked) {  // a bias may be -inf
         make_grads<true>(dout_v, scores, rows);
       } else {
         make_grads<false>(dout_v, scores, rows);
+      }
+      if constexpr (kForm == ScoreForm::smooth) {
+        if (p.needs(kNeedDslopes)) {
+          const int32_t first = key0 + 2 * static_cast<int32_t>(threadIdx.x % 4);
+          Mod::add_slope_terms(slope_terms, dout_v,
+                               rows.row + work.keys.used - work.queries.used - first);
+        }
       }
       pack<kType>(grads, dout_v);
       pin(dq);
@@ -369,15 +389,41 @@ struct QueriesPass {
 
   static __device__ __forceinline__ void consume(const BackwardParams& p, const RowStates& states,
                                                  const Work& work, const Shared& shared,
-                                                 int group) {
+                                                 float* terms, int group) {
     const AttentionParams& f = p.forward;
     const LaneRows rows = find_rows(p, states, work, group);
-    if (p.dq == nullptr) return;
+    if (!walks(p)) return;
     float dq[kHeadDim / 2];
 #pragma unroll
     for (float& x : dq) x = 0.0f;
-    if (work.range.begin < work.range.end) gather(p, work, shared, rows, group, dq);
+    float slope_terms[2] = {};
+    if (work.range.begin < work.range.end) gather(p, work, shared, rows, group, dq, slope_terms);
+    if constexpr (kForm == ScoreForm::smooth) {
+      if (p.needs(kNeedDslopes)) store_slope_terms(slope_terms, f, work, rows.row, terms);
+      if (p.dq == nullptr) return;
+    }
     store(dq, f.scores.scale * (kDrops ? f.dropout.factor() : 1.0f), p, work, rows.row);
+  }
+
+  // Whether there is more to do than to leave the states.
+  static __device__ __forceinline__ bool walks(const BackwardParams& p) {
+    return kForm == ScoreForm::smooth ? p.needs(kNeedDq | kNeedDslopes) : p.dq != nullptr;
+  }
+
+  // `to`: [num_heads_q, total_q]
+  static __device__ __forceinline__ void store_slope_terms(const float (&terms)[2],
+                                                           const AttentionParams& f,
+                                                           const Work& work, int32_t first,
+                                                           float* to) {
+    const int64_t row0 =
+        f.cu_seqlens_q != nullptr ? work.queries.start : int64_t{work.batch} * f.seqlen_q;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float sum = device::quad_sum(terms[half]);
+      const int32_t row = first + 8 * half;
+      if (threadIdx.x % 4 == 0 && row < work.queries.stored)
+        to[work.head * f.total_q + row0 + row] = sum;
+    }
   }
 
   // 8. Epilogue: dQ of the rows of a group. Rows in [used, stored) become zeros.
@@ -401,7 +447,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     queries_sm90_kernel(const __grid_constant__ BackwardParams params,
                         const __grid_constant__ RowStates states,
                         const __grid_constant__ QuerySchedule schedule,
-                        const __grid_constant__ Maps maps) {
+                        const __grid_constant__ Maps maps, float* slope_terms) {
   extern __shared__ __align__(1024) char smem[];
   using Shared = typename Pass::Shared;
   const int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
@@ -414,7 +460,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
   if (group == 0) {
     device::registers_shrink<Registers<Pass::kDrops>::kOfProducer>();
-    if (params.dq == nullptr) return;
+    if (!Pass::walks(params)) return;
     if (threadIdx.x < 32) {
       if (device::elect_one()) Pass::produce(params.forward, maps, work, shared);
     } else if constexpr (Pass::kDrops) {
@@ -423,7 +469,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
   } else {
     device::registers_grow<Registers<Pass::kDrops>::kOfConsumer>();
-    Pass::consume(params, states, work, shared, group - 1);
+    Pass::consume(params, states, work, shared, slope_terms, group - 1);
   }
 }
 
@@ -433,7 +479,7 @@ namespace cuattn {
 
 template <DType kType, int kHeadDim, int kHeadDimV, MaskKind kMask, ScoreForm kForm>
 void launch_queries_sm90(const BackwardLaunch& launch, const backward::RowStates& states,
-                         cudaStream_t stream) {
+                         float* slope_terms, cudaStream_t stream) {
   using Pass = backward::QueriesPass<kType, kHeadDim, kHeadDimV, kMask, kForm>;
   const BackwardParams& p = launch.params;
   const backward::QuerySchedule schedule(p.forward, Pass::kTile, kMask);
@@ -443,7 +489,8 @@ void launch_queries_sm90(const BackwardLaunch& launch, const backward::RowStates
   static std::atomic<uint64_t> allowed{0};
   allow_shared_memory(kernel, Pass::kSmemBytes, allowed);
   launch_overlapping(kernel, blocks, backward::kThreads, Pass::kSmemBytes, 9, stream, p, states,
-                     schedule, backward::make_maps(p, Pass::kTile.m, Pass::kTile.n));
+                     schedule, backward::make_maps(p, Pass::kTile.m, Pass::kTile.n, kForm),
+                     slope_terms);
 }
 
 }  // namespace cuattn

@@ -4,10 +4,25 @@
 // a time. Used by queries.cuh and key_tiles.cuh.
 #pragma once
 
+#include "cuattn/device/mma_sm80.cuh"
 #include "cuattn/device/scores.cuh"
 #include "cuda/backward/sm90/tiles.cuh"
 
 namespace cuattn::backward {
+
+// `hidden` for scores that a row does not see. `first`: the column of score 0.
+template <MaskKind kMask, int kCount>
+__device__ __forceinline__ void hide_outside(float (&scores)[kCount], const KeyRange (&seen)[2],
+                                             int32_t first, float hidden) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const KeyRange& columns = seen[i / 2 % 2];
+    const int column = i / 4 * 8 + i % 2;
+    bool sees = column < columns.end - first;
+    if constexpr (kMask != MaskKind::none) sees = sees && column >= columns.begin - first;
+    scores[i] = sees ? scores[i] : hidden;
+  }
+}
 
 // A softcap, or ALiBi. `modify` leaves what is an exponent in base 2 when multiplied by to_log2: with
 // a softcap the tanh, from which the derivative of a score comes, too; else a dot product with the
@@ -47,26 +62,75 @@ struct SmoothScores {
     }
   }
 
-  // Where a row does not see its column, what has the probability 0 and a finite derivative.
-  // `first`: the column of score 0.
-  template <MaskKind kMask, int kCount>
-  __device__ __forceinline__ void hide(float (&scores)[kCount], const KeyRange (&seen)[2],
-                                       int32_t first) const {
+  // The terms of dslopes, of rows that are queries: of a tile of ds.
+  template <int kCount>
+  static __device__ __forceinline__ void add_slope_terms(float (&terms)[2],
+                                                         const float (&ds)[kCount],
+                                                         int32_t distance) {
+    const float base = static_cast<float>(distance);
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      const KeyRange& columns = seen[i / 2 % 2];
-      const int column = i / 4 * 8 + i % 2;
-      bool sees = column < columns.end - first;
-      if constexpr (kMask != MaskKind::none) sees = sees && column >= columns.begin - first;
-      scores[i] = sees ? scores[i] : hidden();
+      const int half = i / 2 % 2;
+      const float past = static_cast<float>(half * 8 - (i / 4 * 8 + i % 2));
+      terms[half] = fmaf(-ds[i], fabsf(base + past), terms[half]);
     }
   }
+
+  // What has the probability 0 and a finite derivative, for what a row does not see.
   __device__ __forceinline__ float hidden() const {
     return caps() ? -0x1p60f : device::negative_infinity();
   }
 
   // d(score) / d(scaled dot product), from the tanh.
   static __device__ __forceinline__ float derivative(float tanh) { return fmaf(-tanh, tanh, 1.0f); }
+};
+
+// A bias that comes with the tiles, panels of 64 keys (panel, query, 64). `add` leaves scores in
+// natural units.
+template <DType kType>
+struct BiasedScores {
+  static constexpr float to_log2 = device::kLog2e;
+  float scale;
+
+  __device__ BiasedScores(const AttentionParams& f, int32_t, int32_t, int32_t, int32_t)
+      : scale(f.scores.scale) {}
+  __device__ __forceinline__ float hidden() const { return device::negative_infinity(); }
+
+  // A warp's rows of a tile of queries; of its 8 warps each has 16.
+  template <int kRows, int kCount>
+  __device__ __forceinline__ void add(float (&scores)[kCount], uint32_t tile) const {
+    static_assert(kRows == 128);
+    const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 - 64 + lane % 16;
+#pragma unroll
+    for (int j = 0; j < kCount / 8; ++j) {
+      uint32_t words[4];
+      device::ldmatrix_x4(
+          words, tile + j / 4 * kRows * 128 + device::swizzled<128>(row, 2 * (j % 4) + lane / 16));
+      add_words(&scores[8 * j], words);
+    }
+  }
+  // The same where rows are keys, columns the kRows queries: a warp has 16 of 128 keys.
+  template <int kRows, int kCount>
+  __device__ __forceinline__ void add_transposed(float (&scores)[kCount], uint32_t tile) const {
+    static_assert(kRows == 2 * kCount);
+    const int warp = threadIdx.x / 32 - 4, lane = threadIdx.x % 32;
+    const int row = lane / 16 * 8 + lane % 8, chunk = warp % 4 * 2 + lane / 8 % 2;
+    const uint32_t from = tile + warp / 4 * kRows * 128 + device::swizzled<128>(row, chunk);
+#pragma unroll
+    for (int j = 0; j < kCount / 8; ++j) {
+      uint32_t words[4];
+      device::ldmatrix_x4_trans(words, from + j * 16 * 128);
+      add_words(&scores[8 * j], words);
+    }
+  }
+  // Of two blocks of 8 columns.
+  __device__ __forceinline__ void add_words(float* scores, const uint32_t (&words)[4]) const {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const auto& bias = reinterpret_cast<const device::Element<kType>(&)[2]>(words[i / 2]);
+      scores[i] = fmaf(scores[i], scale, device::to_float(bias[i % 2]));
+    }
+  }
 };
 
 // `hidden()` for scores that a mask hides where rows are keys and nothing but `right` limits the queries
@@ -103,6 +167,10 @@ struct ScoresOf {
 template <DType kType, MaskKind kMask>
 struct ScoresOf<kType, kMask, ScoreForm::smooth> {
   using Type = SmoothScores<kType>;
+};
+template <DType kType, MaskKind kMask>
+struct ScoresOf<kType, kMask, ScoreForm::biased> {
+  using Type = BiasedScores<kType>;
 };
 template <DType kType>
 struct ScoresOf<kType, MaskKind::rows, ScoreForm::plain> {

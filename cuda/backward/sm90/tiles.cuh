@@ -51,6 +51,7 @@ inline RowStates row_states(const AttentionParams& f, void* workspace) {
 // past the tensor comes as zeros.
 struct Maps {
   device::TensorMap q, k, v, dout;
+  device::TensorMap bias;  // of the biased form
 };
 
 // Row and batch of a box: those of row `first` of a sequence.
@@ -60,16 +61,16 @@ struct BoxPlace {
       : row(static_cast<int32_t>(span.start) + first), batch(ragged ? 0 : b) {}
 };
 
-inline const device::TensorMap& rows_map(const AttentionParams& f, bool ragged, const void* base,
-                                         const Strides& s, int32_t columns, int64_t tokens,
-                                         int32_t heads, int32_t rows) {
+inline device::TensorMap rows_map(const AttentionParams& f, bool ragged, const void* base,
+                                  const Strides& s, int32_t columns, int64_t tokens, int32_t heads,
+                                  int32_t rows) {
   if (tokens == 0) base = f.total_q > 0 ? f.q : f.k;  // never read, but mapped
   return tensor_map(f.dtype, base, {columns, tokens, heads, ragged ? 1 : f.batch, 1},
                     {s.seq, s.head, s.batch, 0}, {64, rows, 1, 1, 1});
 }
 
 // Boxes of `query_rows` rows of Q and dO, and of `keys` rows of K and V.
-inline Maps make_maps(const BackwardParams& p, int32_t query_rows, int32_t keys) {
+inline Maps make_maps(const BackwardParams& p, int32_t query_rows, int32_t keys, ScoreForm form) {
   const AttentionParams& f = p.forward;
   bool ragged_q = f.cu_seqlens_q != nullptr, ragged_kv = f.cu_seqlens_kv != nullptr;
   int64_t rows = ragged_q ? f.total_q : f.seqlen_q, rows_kv = ragged_kv ? f.total_kv : f.seqlen_kv;
@@ -77,7 +78,8 @@ inline Maps make_maps(const BackwardParams& p, int32_t query_rows, int32_t keys)
       rows_map(f, ragged_q, f.q, f.q_strides, f.head_dim, rows, f.num_heads_q, query_rows),
       rows_map(f, ragged_kv, f.k, f.k_strides, f.head_dim, rows_kv, f.num_heads_kv, keys),
       rows_map(f, ragged_kv, f.v, f.v_strides, f.head_dim_v, rows_kv, f.num_heads_kv, keys),
-      rows_map(f, ragged_q, p.dout, p.dout_strides, f.head_dim_v, rows, f.num_heads_q, query_rows)};
+      rows_map(f, ragged_q, p.dout, p.dout_strides, f.head_dim_v, rows, f.num_heads_q, query_rows),
+      form == ScoreForm::biased ? bias_map(f) : device::TensorMap{}};
 }
 
 // ---- Tiles in shared memory: panels of 64 columns (mma_sm90.cuh).
@@ -91,6 +93,22 @@ __device__ __forceinline__ void load_tile(uint32_t smem, const device::TensorMap
   for (int panel = 0; panel < kPanels; ++panel) {
     device::tma_load(smem + panel * kRows * 128, &map, full, panel * 64, from.row, head, from.batch,
                      0, l2_hint);
+  }
+}
+
+// By one thread: a tile of a bias, [panel of 64 keys][kRows queries][64]; kRows * kKeys * 2 bytes.
+template <int kRows, int kKeys>
+__device__ __forceinline__ void load_bias(uint32_t smem, const Maps& maps, uint32_t full,
+                                          const ScoreParams& s, int32_t key, int32_t row,
+                                          int32_t head, int32_t batch) {
+  static_assert(kRows % 64 == 0 && kKeys % 64 == 0);
+  if (s.bias_stride_head == 0) head = 0;
+  if (s.bias_stride_batch == 0) batch = 0;
+#pragma unroll
+  for (int box = 0; box < kRows / 64 * (kKeys / 64); ++box) {
+    const int panel = box / (kRows / 64), down = box % (kRows / 64) * 64;
+    device::tma_load(smem + (panel * kRows + down) * 128, &maps.bias, full, key + panel * 64,
+                     row + down, head, batch, 0, device::kEvictNormal);
   }
 }
 

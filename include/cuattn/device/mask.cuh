@@ -20,19 +20,20 @@ struct TileRange {
   int32_t begin, end, full_begin, full_end;
 };
 
+// Key 0 lies at place `lead` of tile 0: nobody sees what lies before it.
 template <int kTileN>
 CUATTN_HOST_DEVICE TileRange tile_range(int32_t window_left, int32_t window_right,
                                         int32_t row_begin, int32_t row_end, int32_t queries,
-                                        int32_t keys) {
+                                        int32_t keys, int32_t lead = 0) {
   if (row_end <= row_begin || keys <= 0) return {0, 0, 0, 0};
   KeyRange first = visible_keys(window_left, window_right, row_begin, queries, keys);
   KeyRange last = visible_keys(window_left, window_right, row_end - 1, queries, keys);
   if (last.end <= first.begin) return {0, 0, 0, 0};
   TileRange range;
-  range.begin = first.begin / kTileN;
-  range.end = (last.end - 1) / kTileN + 1;
-  range.full_begin = (last.begin + kTileN - 1) / kTileN;
-  range.full_end = first.end / kTileN;
+  range.begin = (first.begin + lead) / kTileN;
+  range.end = (last.end + lead - 1) / kTileN + 1;
+  range.full_begin = (last.begin + lead + kTileN - 1) / kTileN;
+  range.full_end = (first.end + lead) / kTileN;
   return range;
 }
 
@@ -130,6 +131,11 @@ struct ScoreMod<kType, ScoreKind::scored> {
     if (softcap <= 0.0f) return 1.0f;
     float tanh = capped<kType>(dot * scale, softcap, inv_softcap);
     return 1.0f - tanh * tanh;
+  }
+
+  // ds, by the score, as a gradient by the scaled dot product.
+  __device__ float through(float ds, float dot, int32_t, int32_t) const {
+    return ds * derivative(dot);
   }
 
   // Of the key from the query's own place, as ALiBi counts it.

@@ -10,6 +10,15 @@ namespace cuattn::device {
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 
+template <bool kFirst, class First, class Second>
+struct Either {
+  using Type = First;
+};
+template <class First, class Second>
+struct Either<false, First, Second> {
+  using Type = Second;
+};
+
 __device__ __forceinline__ float negative_infinity() { return __int_as_float(0xff800000); }
 
 // ex2.approx: at most 2 ulp; 0 for -inf. Subnormal results flush to 0.

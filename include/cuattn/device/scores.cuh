@@ -15,7 +15,14 @@
 //   (dot, row, key)        the score, of a row and a key in use
 //   kAsks, sees(row, key)  whether the masks of a tile that is `masked` are more than visible(row);
 //                          of a row and a key in use
-//   derivative(dot)        d score / d (scale * dot), for the backward pass
+//   kMaskKind, kScoreKind  of the options that it knows
+//
+// and for the backward pass
+//
+//   through(ds, dot, row, key)   ds, by the score, as a gradient by scale * dot
+//   kIsFunctor             it is made of FunctorBackwardParams (device/functor_gradient.cuh), and
+//     lists(row, key, masked)      tells the tiles of a pass
+//   kGives, give(ds, dot, row, key)  arrays that it reads have gradients
 //
 // and one that a user writes has the same. Next: mask.cuh (the formula and the tiles), finish.cuh.
 #pragma once
@@ -47,7 +54,9 @@ struct OptionPolicy : ScoreMod<kType, kScore> {
   static constexpr bool kPlain = kScore == ScoreKind::identity;
   static constexpr bool kBegins = kMask == MaskKind::window;
   static constexpr bool kHeavyLast = kMask != MaskKind::none;
-  static constexpr bool kLoads = false, kAsks = false;
+  static constexpr bool kLoads = false, kAsks = false, kIsFunctor = false, kGives = false;
+  static constexpr MaskKind kMaskKind = kMask;
+  static constexpr ScoreKind kScoreKind = kScore;
   const MaskParams& mask;
   int32_t queries, keys;
 
@@ -84,7 +93,9 @@ struct OptionPolicy<kType, MaskKind::rows, kScore> : ScoreMod<kType, kScore> {
   static constexpr bool kPlain = kScore == ScoreKind::identity;
   static constexpr bool kBegins = true;
   static constexpr bool kHeavyLast = false;
-  static constexpr bool kLoads = true, kAsks = false;
+  static constexpr bool kLoads = true, kAsks = false, kIsFunctor = false, kGives = false;
+  static constexpr MaskKind kMaskKind = MaskKind::rows;
+  static constexpr ScoreKind kScoreKind = kScore;
   const AttentionParams& p;
   int32_t queries, keys, batch, head;
 

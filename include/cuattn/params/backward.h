@@ -95,15 +95,15 @@ CUATTN_HOST_DEVICE BackwardLayout layout_of(const BackwardParams& p, int32_t num
   return layout;
 }
 
-// The pass of sm80 and simt that makes dbias: a block owns a tile of it and walks what is summed
-// there, in so many parts, which a last kernel adds up in order: enough blocks to fill a GPU for each
-// sequence. By shapes alone.
-CUATTN_HOST_DEVICE int32_t bias_parts(const BackwardParams& p) {
-  constexpr int64_t kTile = 64, kBlocks = 512;
+// The pass that makes dbias on CUDA: a block owns a tile of it and walks what is summed there, in so
+// many parts, which a last kernel adds up in order: enough blocks to fill a GPU for each sequence. By
+// shapes alone. The tile is that of sm80 and simt; sm90 has its own (backward_tiles.h).
+CUATTN_HOST_DEVICE int32_t bias_parts(const BackwardParams& p, int64_t tile = 64,
+                                      int64_t wanted = 512) {
   const int64_t* extents = p.dbias.extents;
   const AttentionParams& f = p.forward;
-  int64_t all[4] = {f.batch, f.num_heads_q, (f.seqlen_q + kTile - 1) / kTile,
-                    (f.seqlen_kv + kTile - 1) / kTile};
+  int64_t all[4] = {f.batch, f.num_heads_q, (f.seqlen_q + tile - 1) / tile,
+                    (f.seqlen_kv + tile - 1) / tile};
   int64_t blocks = 1, steps = 1;
   for (int axis = 0; axis < 4; ++axis) {
     if (extents[axis] == 1) {
@@ -112,7 +112,7 @@ CUATTN_HOST_DEVICE int32_t bias_parts(const BackwardParams& p) {
       blocks *= all[axis];
     }
   }
-  int64_t parts = blocks < kBlocks ? (kBlocks + blocks - 1) / (blocks > 0 ? blocks : 1) : 1;
+  int64_t parts = blocks < wanted ? (wanted + blocks - 1) / (blocks > 0 ? blocks : 1) : 1;
   parts = parts < steps ? parts : steps;
   return static_cast<int32_t>(parts > 1 ? parts : 1);
 }

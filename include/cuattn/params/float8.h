@@ -10,6 +10,9 @@ namespace cuattn {
 
 constexpr int32_t kScaleRows = 128;  // rows of a sequence that share a scale of a block
 
+// Values by columns, as kernels of ours make them: keys from one channel to the next.
+CUATTN_HOST_DEVICE constexpr int64_t column_pitch(int64_t keys) { return (keys + 15) / 16 * 16; }
+
 struct Float8Scale {
   const float* data;  // or nullptr: `number` holds everywhere
   float number;

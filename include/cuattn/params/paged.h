@@ -71,6 +71,16 @@ struct PagedParams {
   DType out_dtype;  // dtype or float32
 };
 
+// A packed batch in two: sequences with one query go by a decode kernel, the others by a kernel of
+// attention. Lengths as each is to see them: the sequences of the other are empty.
+struct DecodesApart {
+  const int32_t* cu_seqlens_q;  // [num_seqs + 1]
+  const int32_t* lens;          // [num_seqs], keys
+  int32_t num_seqs;
+  int32_t *decode_starts, *decode_lens;  // [num_seqs + 1] like cu_seqlens_q, [num_seqs]
+  int32_t *other_queries, *other_lens;   // [num_seqs]
+};
+
 // Where query `query` of sequence b lies along the seq axis of q, out and lse. -1: nowhere, a
 // ragged sequence may have fewer than q_len.
 CUATTN_HOST_DEVICE int64_t query_row(const PagedParams& p, int32_t b, int32_t query) {

@@ -11,6 +11,8 @@ using int32_t = int;
 using uint32_t = unsigned int;
 using int64_t = long long;
 using uint64_t = unsigned long long;
+using uintptr_t = unsigned long long;
+#define offsetof(type, member) reinterpret_cast<uint64_t>(&static_cast<type*>(nullptr)->member)
 #else
 #include <cstdint>
 #endif

@@ -189,9 +189,10 @@ def our_decode(backend: str, x: DecodeInputs) -> Prepared:
         k, v = x.caches
         return Prepared(lambda: cuattn.paged_attention(x.q, k, v, x.tables, x.lens))
     check = None if backend == "auto" else False
+    k, v = x.own
     return Prepared(
         lambda: cuattn.parallel.paged_attention(
-            x.q, *x.own, x.own_tables, x.lens, reduce="all", check=check
+            x.q, k, v, x.own_tables, x.lens, reduce="all", check=check
         )
     )
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..flex.attention import OPTIONS, find, problem_of, refuse_unknown
-from ..flex.device import free_options
+from ..flex.device import SM90_DIM, free_options, may_take_sm90
 from ..flex.plan import narrowed
 from ..flex.trace import dtype_name
 from .devices import place
@@ -45,8 +45,10 @@ def explain_flex(arrays: tuple[Any, ...], device: Any, dtype: str, options: dict
     if found.arrays and on_cuda:
         is_compiled = found.functions or "block_starts" in found.arrays
         words += "; a functor, compiled by NVRTC at the first call" if is_compiled else ""
-        plan = None if is_compiled else plan_on_hopper(given, dtype, where)
-        plan = plan or plan_elsewhere(given, dtype, where, bool(is_compiled))
+        plan = plan_on_hopper(given, dtype, where, bool(is_compiled))
+        if plan is None:
+            plan = plan_elsewhere(given, dtype, where, bool(is_compiled))
+            words += why_not_sm90(given, plan) if is_compiled else ""
     else:
         plan = explain_rows(given, dtype, where)
     line = f"  functions: {words}\n"
@@ -56,17 +58,36 @@ def explain_flex(arrays: tuple[Any, ...], device: Any, dtype: str, options: dict
 Where = tuple[int, dict[str, Any] | None]
 
 
-def plan_on_hopper(given: dict[str, Any], dtype: str, where: Where) -> Plan | None:
-    """Return the plan of row ranges in sm90, which takes them as a window; None if others do."""
+def plan_on_hopper(
+    given: dict[str, Any], dtype: str, where: Where, is_compiled: bool
+) -> Plan | None:
+    """Return the plan of row ranges or a functor in sm90, as of a window; None if others do."""
+    dims = [tuple(getattr(given[n], "shape", given[n]))[-1] for n in "qv"]
+    if is_compiled and not may_take_sm90(given, tuple(dims)):
+        return None
     everything = 2**30
     window = narrowed(given.get("window", (-1, -1)), (everything, everything))
     plan = explain_rows({**given, "window": window}, dtype, where)
     most = max(plan.head_dim, plan.head_dim_v)
     if plan.kernel != "sm90" or plan.score != "identity" or most > 128:
         return None
+    if is_compiled:
+        return dataclasses.replace(plan, tile_m=128, tile_n=128, warps=12, packed_heads=1)
     dim = 64 if most <= 64 else 128  # of the instances, which differ from a window's (tiles.h)
     plan = dataclasses.replace(plan, mask="rows", head_dim=dim, head_dim_v=dim)
     return dataclasses.replace(plan, tile_m=128, warps=12, packed_heads=1)
+
+
+def why_not_sm90(given: dict[str, Any], plan: Plan) -> str:
+    """Say what keeps a functor from the kernel of Hoppers, if it is a matter of the call."""
+    asked = given.get("backend", "auto") != "auto"
+    dims = [tuple(getattr(given[n], "shape", given[n]))[-1] for n in "qv"]
+    if asked or plan.kernel != "sm80" or may_take_sm90(given, tuple(dims)):
+        return ""
+    return (
+        f", not in sm90, which takes them up to head_dim {SM90_DIM} and without softcap, ALiBi, "
+        "bias, dropout and a scale up to 0"
+    )
 
 
 def plan_elsewhere(given: dict[str, Any], dtype: str, where: Where, is_compiled: bool) -> Plan:

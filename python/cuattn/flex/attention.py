@@ -14,7 +14,7 @@ from .._arrays import Array, ArrayT
 from .._options import DENSE, options_of
 from .._other_names import way_out
 from .block_mask import BlockMask, Shape
-from .device import Placed, free_options, is_cuda, of_tiles, place_of
+from .device import Gives, Placed, free_options, is_cuda, of_tiles, place_of
 from .evaluate import on_host
 from .memo import of_torch, remember, shapes_of
 from .plan import Found, Problem, narrowed, plan
@@ -97,7 +97,10 @@ def flex_attention(
     if problem is None:  # the compiled module says what is wrong with it
         return _core.flex_attention(arguments, {})
     given = mask if block_mask is None else mask_mod  # which is joined with the block mask's
-    return run(arguments, find_for(arguments, problem, score, given, block_mask))
+    found = find_for(arguments, problem, score, given, block_mask)
+    if "kernel" in found:  # which its functor is compiled for
+        arguments["backend"] = found.pop("kernel")
+    return run(arguments, found)
 
 
 def wants_gradient(q: Any, others: tuple[Any, ...]) -> bool:
@@ -131,11 +134,17 @@ class Functions(NamedTuple):
 
 
 def find_for(
-    arguments: dict[str, Any], problem: Problem, score_mod: Any, mask_mod: Any, block_mask: Any
+    arguments: dict[str, Any],
+    problem: Problem,
+    score_mod: Any,
+    mask_mod: Any,
+    block_mask: Any,
+    gives: Gives | None = None,
 ) -> dict[str, Any]:
     """Return the arrays that stand for functions; a mask that is a window joins the arguments.
 
-    What a call of the same functions, shapes and numbers found out is taken again.
+    What a call of the same functions, shapes and numbers found out is taken again. `gives` is what
+    a backward call asks for.
     """
     where = place_of(arguments)
     if where is None:
@@ -146,12 +155,14 @@ def find_for(
 
         def place() -> Placed:
             tiles = of_tiles(functions.block_mask, arguments)
-            takes = free_options(arguments)
-            return Placed(arguments, plan(problem, *functions[:2], tiles, takes))
+            takes = frozenset() if gives and gives.slots else free_options(arguments)
+            return Placed(arguments, plan(problem, *functions[:2], tiles, takes), gives)
 
-        placed = kept_with(functions, (*shapes_of(problem), where), place)
+        placed = kept_with(functions, (*shapes_of(problem), where, gives), place)
         window, arrays = placed.window, placed.given(arguments)
         arguments.update(placed.options)
+        if placed.kernel == "sm90":  # others are chosen anyway
+            arrays["kernel"] = placed.kernel
     if window is not None:
         arguments["window"] = narrowed(arguments.get("window", (-1, -1)), window)
     return arrays

@@ -11,9 +11,10 @@ import numpy as np
 from .. import _core
 from .._arrays import Array, ArrayT
 from .._gradients import GRADIENTS, check_need
-from .attention import OPTIONS, find, find_for, problem_of, refuse_unknown
+from .attention import OPTIONS, find_for, problem_of, refuse_unknown
 from .block_mask import BlockMask
-from .device import free_options, is_cuda
+from .device import Gives, is_cuda, on_its_stream
+from .evaluate import on_host
 from .expression import FLOAT
 from .program import gradient_program
 from .trace import KINDS, Traced, dtype_name, trace
@@ -42,7 +43,8 @@ def flex_attention_backward(
 
     The derivative of score_mod is worked out on its expression. Bits are the same each time,
     whatever the number of threads, those of captured arrays included: their sums are float64, and
-    added up in an order that the shapes alone decide.
+    added up in an order that the shapes alone decide. On CUDA gradients of captured arrays are
+    summed in float32 by atomics, in any order: theirs may differ in the last bits.
 
     Parameters
     ----------
@@ -74,8 +76,10 @@ def flex_attention_backward(
         If a shape, dtype, device or option breaks its rule, or one of `arrays` is not captured by
         score_mod or holds no floats.
     NotImplementedError
-        On CUDA, if score_mod is neither softcap nor ALiBi, one of `arrays` is given, or the mask
-        leaves a row keys that are no interval.
+        On CUDA, if functions that are to be compiled meet float32, or deterministic=True meets
+        `arrays`.
+    CompileError
+        On CUDA, if a function is to be compiled and NVRTC is not there (`cuattn.flex.nvrtc`).
 
     Examples
     --------
@@ -97,19 +101,23 @@ def flex_attention_backward(
     score = None if score_mod is None else trace(score_mod, is_score=True)
     slots = [slot_of(score, array) for array in arrays]
     captured = [] if score is None else score.arrays
+    wanted: dict[int, Any]
     wanted = {slot: np.zeros(tuple(captured[slot].shape), np.float32) for slot in slots}
     problem, found = problem_of(q, k, options), {}
     if problem is not None:
-        takes = frozenset() if arrays else free_options(options)
-        if is_cuda(q) and find(problem, score_mod, mask_mod, block_mask, takes).functions:
+        if arrays and is_cuda(q) and options.get("deterministic"):
             raise NotImplementedError(
-                f"{NAME}: CUDA has gradients of masks that leave each row an interval of keys, of "
-                "softcap and of ALiBi, and none of other functions yet; move the arrays to the "
-                "CPU, or call attention with bias="
+                f"{NAME}: deterministic must not be True on CUDA where arrays are given, whose "
+                f"gradients are summed in any order, got one of shape {wanted[slots[0]].shape}; "
+                "leave deterministic out, or move the arrays to the CPU"
             )
-        found = find_for(arguments, problem, score_mod, mask_mod, block_mask)
+        gives = Gives(frozenset(slots), "dbias" in need)
+        found = find_for(arguments, problem, score_mod, mask_mod, block_mask, gives)
     if score is not None and "score_program" in found:
         found["score_gradient"] = gradient_program(score, set(slots))
+    if "functor" in found:
+        wanted = {slot: room_for(arguments, x.shape) for slot, x in wanted.items()}
+    if score is not None and ("score_program" in found or "functor" in found):
         count = len(found.get("arrays", ()))
         found["array_gradients"] = [wanted.get(slot) for slot in range(count)]
     results = run(arguments, found)
@@ -147,10 +155,22 @@ def slot_of(score: Traced | None, array: Any) -> int:
     )
 
 
-def like(array: Any, x: np.ndarray[Any, Any]) -> Any:
-    """Return numbers in the dtype and the library of a captured array."""
-    if isinstance(array, np.ndarray):
-        return x.astype(array.dtype, copy=False)
+def room_for(arguments: dict[str, Any], shape: tuple[int, ...]) -> Any:
+    """Return memory on the device of q, which the call clears."""
+    with on_its_stream(arguments) as at:
+        if at.namespace.__name__ == "torch":
+            empty, dtype = at.namespace.empty, at.namespace.float32
+            return empty(shape, dtype=dtype, device=arguments["q"].device)
+        return at.namespace.empty(shape, dtype=np.float32)
+
+
+def like(array: Any, x: Any) -> Any:
+    """Return numbers, of the host or of q's library, as the captured array has them."""
     if hasattr(array, "new_tensor"):
-        return array.new_tensor(x)
+        is_tensor = hasattr(x, "new_tensor")
+        return x.to(array.device, array.dtype) if is_tensor else array.new_tensor(x)
+    if isinstance(array, np.ndarray):
+        return on_host(x).astype(array.dtype, copy=False)
+    if type(x) is type(array):
+        return x if x.dtype == array.dtype else x.astype(array.dtype)
     return array.__array_namespace__().asarray(x, dtype=array.dtype)

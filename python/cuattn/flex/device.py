@@ -11,7 +11,7 @@ import contextlib
 import functools
 import json
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,13 +19,17 @@ from .. import _core
 from .._arrays import Operations, operations, stream_handle
 from .block_mask import BlockMask
 from .emit import Kernel, numbers, source
+from .emit_backward import backward_source
 from .functors import functor
 from .options import ALIBI, SOFTCAP
 from .plan import Found
 from .trace import dtype_name
 
 NAME = "flex_attention"
+SM90_DIM, SM90_TILE = 128, (128, 128)  # of functors in sm90: sm90_functor_tile of tiles.h
 PROGRAMS = ("score_program", "mask_program")  # which the CPU runs
+MOST_BACKWARD = 256  # of the head sizes that have gradients
+BACKWARD = "flex_attention_backward"
 in_graphs: dict[int, Placed] = {}  # graphs read their arrays as long as the process lives
 
 
@@ -44,12 +48,13 @@ def place_of(arguments: dict[str, Any]) -> tuple[Any, ...] | None:
     if not is_cuda(q):
         return None
     if stream is not None:
-        stream = stream_handle(stream)
+        stream = stream_handle(NAME, stream)
     elif type(q).__module__.startswith("cupy"):  # its memory is for the stream it is made on
         stream = sys.modules["cupy"].cuda.get_current_stream().ptr
     device = q.device if hasattr(q, "is_cuda") else q.__dlpack_device__()
     shape = (q.dtype, int(q.shape[-1]), int(v.shape[-1]))
-    return type(q), device, *shape, stream, is_plain(arguments), free_options(arguments)
+    options = (is_plain(arguments), free_options(arguments), arguments.get("backend", "auto"))
+    return type(q), device, *shape, stream, *options
 
 
 def free_options(arguments: dict[str, Any]) -> frozenset[str]:
@@ -57,12 +62,20 @@ def free_options(arguments: dict[str, Any]) -> frozenset[str]:
     return frozenset(name for name in (SOFTCAP, ALIBI) if not is_asked(arguments.get(name)))
 
 
+class Gives(NamedTuple):
+    """What a backward call asks of its functions."""
+
+    slots: frozenset[int]  # places of the arrays of the score function that get gradients
+    has_dbias: bool
+
+
 class Placed:
     """What was found for a call, on the device of its arrays."""
 
-    def __init__(self, arguments: dict[str, Any], found: Found):
+    def __init__(self, arguments: dict[str, Any], found: Found, gives: Gives | None = None):
         self.window, self.options = found.window, found.options
         self.arrays: dict[str, Any] = {}
+        self.kernel = ""  # that a functor is compiled for
         self.captured: list[tuple[Any, bool]] = []  # arrays, and whether they are the caller's
         self.torch: Any = None
         if not found.arrays and ALIBI not in found.options:
@@ -74,7 +87,9 @@ class Placed:
                 self.stream = self.torch.cuda.current_stream(q.device)
             self.place(q, at.namespace, found)
         if found.functions or "block_starts" in self.arrays:
-            self.arrays["functor"] = functor_of({**arguments, **found.options}, found)
+            call = {**arguments, **found.options}
+            self.arrays["functor"] = functor_of(call, found, gives)
+            self.kernel = kernel_of(call)[1].name if gives is None else ""
             self.arrays["numbers"] = numbers(found.functions)
 
     def place(self, q: Any, namespace: Any, found: Found) -> None:
@@ -137,12 +152,16 @@ def detached(x: Any) -> Any:
     return x.detach() if hasattr(x, "detach") else x
 
 
-def functor_of(arguments: dict[str, Any], found: Found) -> int:
+def functor_of(arguments: dict[str, Any], found: Found, gives: Gives | None = None) -> int:
     """Return the number of the machine code that computes scores and masks in a kernel."""
-    arch, kernel, _ = kernel_of(arguments)
     has_rows, has_lists = ("row_begin" in found.arrays, "block_starts" in found.arrays)
     plain = "score" not in found.functions and is_plain(arguments)
-    return functor(source(kernel, found.functions, has_rows, has_lists, plain), arch)
+    form = found.functions, has_rows, has_lists, plain
+    if gives is None:
+        arch, kernel, _ = kernel_of(arguments)
+        return functor(source(kernel, *form), arch)
+    arch, kernel = backward_kernel_of(arguments)
+    return functor(backward_source(kernel, *form, *gives), arch)
 
 
 def is_plain(arguments: dict[str, Any]) -> bool:
@@ -169,20 +188,72 @@ def kernel_of(arguments: dict[str, Any]) -> tuple[str, Kernel, tuple[int, int]]:
     """Return what takes the functors of a call."""
     q, v = arguments["q"], arguments["v"]
     head_dims = (int(q.shape[-1]), int(v.shape[-1]))
-    return kernel_for(int(q.__dlpack_device__()[1]), dtype_name(q), *head_dims)
+    device = int(q.__dlpack_device__()[1])
+    return kernel_for(device, dtype_name(q), *head_dims, may_take_sm90(arguments, head_dims))
+
+
+def may_take_sm90(arguments: dict[str, Any], head_dims: tuple[int, ...]) -> bool:
+    """Whether a Hopper runs the functors of a call of 16-bit types in its own kernel."""
+    backend = arguments.get("backend", "auto")
+    return backend in ("auto", "sm90") and max(head_dims) <= SM90_DIM and is_plain(arguments)
 
 
 @functools.lru_cache(maxsize=256)
 def kernel_for(
-    device: int, dtype: str, head_dim: int, head_dim_v: int
+    device: int, dtype: str, head_dim: int, head_dim_v: int, takes_sm90: bool
 ) -> tuple[str, Kernel, tuple[int, int]]:
     """Return the architecture of a device, the kernel that takes functors of a dtype, its tile."""
     from .._explain import explain
 
-    gpus = json.loads(_core.info_json())["cuda"]["devices"]
-    arch = "sm_" + gpus[device]["compute_capability"].replace(".", "")
+    def plan_of(name: str) -> Any:
+        shapes = [(1, 8, 1, d) for d in (head_dim, head_dim, head_dim_v)]
+        return explain("attention", *shapes, device=device, dtype=dtype, softcap=1.0, backend=name)
+
+    arch = arch_of(device)
+    if takes_sm90 and dtype != "float32" and arch == "sm_90":
+        with contextlib.suppress(NotImplementedError):  # a build without its machine code
+            plan = plan_of("sm90")
+            return f"{arch}a", Kernel("sm90", dtype, plan.head_dim, plan.head_dim_v), SM90_TILE
     name = "simt" if dtype == "float32" else "sm80"
-    shapes = [(1, 8, 1, d) for d in (head_dim, head_dim, head_dim_v)]
-    plan = explain("attention", *shapes, device=device, dtype=dtype, softcap=1.0, backend=name)
+    plan = plan_of(name)
     tile = (plan.tile_m, plan.tile_n)
     return arch, Kernel(name, dtype, plan.head_dim, plan.head_dim_v), tile
+
+
+def backward_kernel_of(arguments: dict[str, Any]) -> tuple[str, Kernel]:
+    """Return what takes the functors of a backward call.
+
+    Raises
+    ------
+    NotImplementedError
+        If no kernel on CUDA has gradients of functions for its dtype and head sizes.
+    """
+    q, v = arguments["q"], arguments["v"]
+    dtype, head_dims = dtype_name(q), (int(q.shape[-1]), int(v.shape[-1]))
+    if dtype not in ("float16", "bfloat16") or max(head_dims) > MOST_BACKWARD:
+        raise NotImplementedError(
+            f"{BACKWARD}: CUDA has gradients of masks and scores that are compiled for float16 and "
+            f"bfloat16 and head_dim up to {MOST_BACKWARD}, got {dtype}, head_dim {head_dims[0]}, "
+            f"head_dim_v {head_dims[1]}; move the arrays to the CPU, or call attention with bias="
+        )
+    return backward_kernel_for(int(q.__dlpack_device__()[1]), dtype, *head_dims)
+
+
+@functools.lru_cache(maxsize=256)
+def backward_kernel_for(
+    device: int, dtype: str, head_dim: int, head_dim_v: int
+) -> tuple[str, Kernel]:
+    """Return the architecture of a device, and the passes of sm80 that take functors."""
+    from .._explain import explain
+
+    rows, values = (1, 8, 1, head_dim), (1, 8, 1, head_dim_v)
+    shapes = (values, rows, rows, values, values, (1, 1, 8))
+    options: dict[str, Any] = {"softcap": 1.0, "backend": "sm80"}
+    plan = explain("attention_backward", *shapes, device=device, dtype=dtype, **options)
+    return arch_of(device), Kernel("sm80", dtype, plan.head_dim, plan.head_dim_v)
+
+
+def arch_of(device: int) -> str:
+    """Return the architecture of a device, as NVRTC names it."""
+    gpus = json.loads(_core.info_json())["cuda"]["devices"]
+    return "sm_" + str(gpus[device]["compute_capability"]).replace(".", "")

@@ -40,7 +40,7 @@ class Function(NamedTuple):
 class Kernel(NamedTuple):
     """A kernel that a functor is compiled into."""
 
-    name: str  # sm80 or simt
+    name: str  # sm90, sm80 or simt
     dtype: str
     head_dim: int
     head_dim_v: int
@@ -75,21 +75,43 @@ def value(node: Expr, args: list[str], first_number: int, first_array: int) -> s
     if op in ("neg", "not"):
         return ("-" if op == "neg" else "!") + args[0]
     if op == "float":
+        if (ahead := distance(next(iter(node.nodes())))) is not None:
+            return ahead
         return f"static_cast<float>({args[0]})"
     if op in SIGNS:
         return f"{args[0]} {SIGNS[op]} {args[1]}"
     return f"{(CALLS | FLOAT_CALLS)[op]}({', '.join(args)})"
 
 
-def body(function: Function, first_number: int) -> str:
-    """Return the statements that compute an expression."""
+def distance(node: Expr) -> str | None:
+    """Return q - k, k - q or the abs of either as a float that kernels keep; None for others."""
+    if node.op == "abs":
+        inner = distance(next(iter(node.nodes())))
+        return None if inner is None else "fabsf(at.ahead)"
+    if node.op != "sub" or any(x.op != "index" for x in node.nodes()):
+        return None
+    return {("q", "k"): "at.ahead", ("k", "q"): "-at.ahead"}.get(
+        tuple(x.args[0] for x in node.nodes())
+    )
+
+
+def statements(
+    exprs: list[Expr], function: Function, first_number: int
+) -> tuple[dict[Expr, str], list[str]]:
+    """Return the statements that compute expressions of a function, and their nodes' names."""
     names: dict[Expr, str] = {}
     lines = []
-    for node in ordered(function.expr):
+    for node in ordered(*exprs):
         args = [names[a] for a in node.nodes()]
         names[node] = f"t{len(names)}"
         text = value(node, args, first_number, function.first_array)
         lines.append(f"    const {TYPES[node.type]} {names[node]} = {text};\n")
+    return names, lines
+
+
+def body(function: Function, first_number: int) -> str:
+    """Return the statements that compute an expression and return it."""
+    names, lines = statements([function.expr], function, first_number)
     return "".join([*lines, f"    return {names[function.expr]};\n"])
 
 
@@ -104,6 +126,23 @@ SEES = """\
 %s  }
 """
 KERNELS = {
+    "sm90": """\
+#include "cuda/attention/sm90/forward.cuh"
+namespace cuattn {
+%(functor)s
+using Kernel = ForwardSm90<DType::%(dtype)s, %(qk)d, %(v)d,
+                           Functor::kRows ? MaskKind::rows : MaskKind::window,
+                           Functor::kScore ? ScoreKind::scored : ScoreKind::identity,
+                           sm90_functor_tile({%(qk)d, %(v)d}), Functor>;
+}
+extern "C" __global__ void __launch_bounds__(cuattn::Kernel::kThreads, 1)
+    cuattn_functor_sm90(const __grid_constant__ cuattn::FunctorParams params,
+                        const __grid_constant__ cuattn::Sm90Schedule schedule,
+                        const __grid_constant__ cuattn::Sm90Maps maps) {
+  extern __shared__ __align__(1024) char memory[];
+  cuattn::Kernel::run(params, schedule, maps, memory);
+}
+""",
     "sm80": """\
 #include "cuda/attention/sm80/forward.cuh"
 namespace cuattn {
@@ -140,6 +179,7 @@ def source(
     """Return the source of a kernel that calls the functions "score" and "mask", if given."""
     flags = {"kScore": "score" in functions, "kMask": "mask" in functions}
     flags |= {"kRows": rows, "kLists": lists, "kPlain": plain}
+    flags |= {"kGiven": True}
     given = ", ".join(f"{name} = {'true' if x else 'false'}" for name, x in flags.items())
     parts, first = [], 0
     for name, frame in (("score", SCORE), ("mask", SEES)):
@@ -147,6 +187,8 @@ def source(
             parts.append(frame % body(functions[name], first))
             first += len(functions[name].scalars)
     functor = f"struct Functor {{\n  static constexpr bool {given};\n{''.join(parts)}}};"
+    if kernel.name == "sm90":
+        functor = functor.replace("tanhf(", "device::score_tanh(")
     shape = {"dtype": DTYPES[kernel.dtype], "qk": kernel.head_dim, "v": kernel.head_dim_v}
     text = KERNELS[kernel.name] % {"functor": functor, **shape}
     return f'#include "cuattn/device/functor.cuh"\n{text}'

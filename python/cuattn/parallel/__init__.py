@@ -6,6 +6,9 @@
 512
 """
 
+import warnings
+
+from .._tracing import when_torch_compiles
 from .attention import attention, attention_varlen, explain
 from .cost import Choice, calibrate
 from .decode import local_lens, local_slots, paged_attention
@@ -22,3 +25,17 @@ __all__ = [
     "local_slots",
     "paged_attention",
 ]
+
+
+def _load_ops() -> None:
+    try:
+        from . import ops as ops
+    except Exception as error:  # torch.compile itself must work in any case
+        warnings.warn(
+            f"cuattn: torch.compile breaks the graph at cuattn.parallel.attention, as this torch "
+            f"cannot hold its op ({error}); results are the same",
+            stacklevel=2,
+        )
+
+
+when_torch_compiles(_load_ops)

@@ -8,6 +8,7 @@ documents, the last axis of lse, [..., heads, tokens]. Next: schemes.py.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import numpy as np
@@ -75,6 +76,7 @@ class Call:
     options: dict[str, Any]
     offset: Tensor | None  # [batch or 1, heads, rows]: lse of the sequence is that of the call - it
     lengths: tuple[Any, ...]
+    runs: int = 1  # of queries, which are the sequences of a batch over the same keys
 
     @property
     def name(self) -> str:
@@ -103,6 +105,29 @@ def make_call(
         both = (piece.q_lengths, piece.k_lengths)
         lengths = (*(offsets(x, q.device) for x in both), *(max(x) for x in both))
     return Call(q, k, v, options, offset, lengths)
+
+
+def make_folded_call(
+    problem: Problem, lengths: tuple[int, ...], q: Tensor, k: Tensor, v: Tensor
+) -> Call:
+    """Make one call of runs of as many queries, each against so many of the keys: causal.
+
+    Short runs fill a device together, where one after the other would not.
+    """
+    options = problem.options() | {"window": problem.window}
+    runs = len(lengths)
+    if runs == 1:
+        return Call(q, k[:, : lengths[0]], v[:, : lengths[0]], options, None, ())
+    options["seqused_k"] = on_device(lengths, q.device)
+    q = q[0].unflatten(0, (runs, -1))
+    k, v = (x[:, : max(lengths)].expand(runs, -1, -1, -1) for x in (k, v))
+    return Call(q, k, v, options, None, (), runs)
+
+
+@functools.lru_cache(maxsize=256)
+def on_device(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return lengths in a device's memory."""
+    return torch.tensor(lengths, dtype=torch.int32, device=device)
 
 
 def offsets(lengths: tuple[int, ...], device: torch.device) -> Tensor:
@@ -140,6 +165,9 @@ def attend(call: Call, sinks: Tensor | None, out: Tensor, lse: Tensor) -> None:
     """Write the result of a call."""
     run = getattr(cuattn, call.name)
     options = call.options if sinks is None else {**call.options, "sinks": sinks}
+    if call.runs > 1:
+        out = out[0].unflatten(0, (call.runs, -1))
+        lse = lse[0].unflatten(-1, (call.runs, -1)).transpose(0, 1)
     run(call.q, call.k, call.v, *call.lengths, **options, out=out, lse_out=lse)
     if call.offset is not None:
         lse -= call.offset if call.name == "attention" else call.offset[0]

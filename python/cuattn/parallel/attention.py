@@ -19,9 +19,17 @@ from .cost import Choice
 from .layout import Layout
 from .plan import Plan, kept_plan, limit_memory, plan_of, teams_of
 from .schemes import SCHEMES
+from .team import keep_out_of_graphs
+
+traced: Any = None  # puts a call into a graph of torch.compile, where that is loaded
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+def trace_by(function: Any) -> None:
+    """Have calls that torch.compile sees put into its graphs by a function, that of ops.py."""
+    global traced
+    traced = function
+
+
 def attention(
     q: Tensor,
     k: Tensor,
@@ -115,10 +123,12 @@ def attention(
     Ring Attention, arXiv:2310.01889; striped and zigzag orders, arXiv:2311.09431; heads for tokens,
     arXiv:2309.14509; both levels, arXiv:2405.07719; gathering by groups of heads, arXiv:2407.21783.
     """
-    return run("parallel.attention", locals(), None)
+    given = dict(locals())
+    if traced is not None and torch.compiler.is_compiling():
+        return traced(given)
+    return run("parallel.attention", given, None)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def attention_varlen(
     q: Tensor,
     k: Tensor,
@@ -221,6 +231,11 @@ def explain(
 
 
 def run(function: str, given: dict[str, Any], cu_seqlens: Any) -> Any:
+    """Run a call; a graph of torch.compile breaks here."""
+    return run_planned(function, given, cu_seqlens)
+
+
+def run_planned(function: str, given: dict[str, Any], cu_seqlens: Any) -> Any:
     """Check a call on all ranks, and run it."""
     inner, outer = teams_of(function, given["group"])
     limit_memory(given, inner, outer)
@@ -286,3 +301,6 @@ def run_scheme(
         return scheme.forward(*arrays)
     result: tuple[Tensor, Tensor] = Attend.apply(scheme, *arrays)
     return result
+
+
+keep_out_of_graphs(globals(), "run")

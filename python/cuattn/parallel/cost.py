@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,11 +18,19 @@ import cuattn
 from .layout import Layout
 from .team import gather_into, team_of
 
-FLOPS, BYTES = 750e12, 360e9  # of a kernel, and what a rank sends and receives, each second
-HOP, COLLECTIVE = 100e-6, 100e-6  # seconds of the host for an exchange, and for a collective
+TILE_ROWS = 128  # of a tile of queries
 MERGE_BYTES = 4e12  # each second
 MOST_GROUPS = 8  # of heads, of gather
 SCHEMES = ("local", "gather", "heads", "ring", "two levels")
+
+
+class Speeds(NamedTuple):
+    """What the model counts with."""
+
+    flops: float = 750e12  # of a kernel, each second
+    bytes: float = 360e9  # that a rank sends and receives, each second
+    latency: float = 100e-6  # of the smallest exchange
+    tiles: int = 132  # that a device works on at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,50 +81,69 @@ class Choice:
         return "\n".join([*lines, f"  gather's buffers: {self.buffer_bytes} bytes"])
 
 
-def gather_groups(shape: Shape, seqlen: int, memory: int) -> tuple[tuple[int, ...], int]:
+def gather_groups(
+    shape: Shape, seqlen: int, size: int, memory: int, speeds: Speeds
+) -> tuple[tuple[int, ...], int]:
     """Cut the key heads into groups that gather brings at a time; with them its buffers' bytes.
 
-    What is shown is the first exchange, so the first group has an eighth. The rest comes beside its
-    attention, at once where memory allows, for one call over many heads fills the device better
-    than many over few; else by as many again.
+    What is shown is the first exchange, and each group costs a collective and fills the device
+    worse: one group where the sequence is short, else a small one and the rest, which comes beside
+    its attention. Where memory does not allow that, eight equal ones.
     """
     heads = shape.heads_kv
-    first = -(-heads // MOST_GROUPS)
     head_bytes = seqlen * shape.batch * shape.dims * shape.itemsize
-    rest = heads - first
-    needed = (heads + max(rest, first)) * head_bytes  # the larger one in order of tokens, too
-    if needed <= memory or rest <= first:
-        return tuple(x for x in (first, rest) if x > 0), needed
-    equal = [min(first, heads - h) for h in range(0, heads, first)]
-    return tuple(equal), 4 * first * head_bytes
+    found = []
+    for share in (1, 2, 4, MOST_GROUPS):
+        first = -(-heads // share)
+        rest = heads - first
+        needed = (heads + max(rest, first)) * head_bytes  # the larger one in order of tokens, too
+        groups = tuple(x for x in (first, rest) if x > 0)
+        if needed <= memory:
+            found.append((gather_seconds(shape, seqlen, size, speeds, groups), groups, needed))
+    if found:
+        return min(found)[1:]
+    step = -(-heads // MOST_GROUPS)
+    return tuple(min(step, heads - h) for h in range(0, heads, step)), 4 * step * head_bytes
 
 
-def gather_seconds(work: float, moved: float, groups: tuple[int, ...]) -> float:
-    """Return when the last group is done: each is brought while those before it are used."""
+def work_of(shape: Shape, seqlen: int, size: int, speeds: Speeds) -> float:
+    """Return the seconds of a rank's attention on a device that it fills."""
+    pairs = seqlen * seqlen * (0.5 if shape.causal else 1.0)
+    return 2 * shape.batch * shape.heads_q * shape.dims * pairs / size / speeds.flops
+
+
+def gather_seconds(
+    shape: Shape, seqlen: int, size: int, speeds: Speeds, groups: tuple[int, ...]
+) -> float:
+    """Return when the last group is done: each is brought while those before it are used.
+
+    However few its heads are, a group takes as long as a tile of rows against all keys.
+    """
+    work = work_of(shape, seqlen, size, speeds)
+    kv_bytes = seqlen / size * shape.batch * shape.heads_kv * shape.dims * shape.itemsize
+    least = 2 * TILE_ROWS * shape.dims * seqlen / (speeds.flops / speeds.tiles)
     here = done = 0.0
     for group in groups:
         share = group / sum(groups)
-        here += moved * share + COLLECTIVE
-        done = max(done, here) + work * share
+        here += (size - 1) * kv_bytes / speeds.bytes * share + speeds.latency
+        done = max(done, here) + max(work * share, least)
     return done
 
 
 def model(
-    shape: Shape, seqlen: int, size: int, speeds: tuple[float, float], groups: tuple[int, ...]
+    shape: Shape, seqlen: int, size: int, speeds: Speeds, groups: tuple[int, ...]
 ) -> dict[str, float]:
     """Return the seconds of each scheme, by counting FLOPs and bytes."""
-    flops, rate = speeds
-    rows = seqlen / size
-    pairs = seqlen * seqlen * (0.5 if shape.causal else 1.0)
-    work = 2 * shape.batch * shape.heads_q * shape.dims * pairs / size / flops
+    rows, rate, latency = seqlen / size, speeds.bytes, speeds.latency
+    work = work_of(shape, seqlen, size, speeds)
     kv_bytes = rows * shape.batch * shape.heads_kv * shape.dims * shape.itemsize
-    step, hop = work / size, kv_bytes / rate + HOP
+    step, hop = work / size, kv_bytes / rate + latency
     merge = 0.75 * rows * shape.batch * shape.heads_q * shape.dims / 2 * 12 / MERGE_BYTES
     heads = shape.heads_q + max(shape.heads_kv, size)
     moved = 2 * rows * shape.batch * heads * shape.dims / 2 * shape.itemsize * (size - 1) / size
     return {
-        "gather": gather_seconds(work, (size - 1) * kv_bytes / rate, groups),
-        "heads": work + moved / rate + 2 * COLLECTIVE,
+        "gather": gather_seconds(shape, seqlen, size, speeds, groups),
+        "heads": work + moved / rate + 4 * latency,
         "ring": step + (size - 1) * (max(step, hop) + merge),
     }
 
@@ -136,13 +163,14 @@ def choose(
     shape: Shape,
     seqlen: int,
     size: int,
-    limits: tuple[dict[str, str], int, tuple[float, float] | None],
+    limits: tuple[dict[str, str], int, Speeds | None],
 ) -> Choice:
     """Choose a scheme; limits: what cannot be by name, bytes of memory, speeds."""
     refused, memory, speeds = limits
     refused = dict(refused)
-    groups, needed = gather_groups(shape, seqlen, memory)
-    seconds = model(shape, seqlen, size, speeds or (FLOPS, BYTES), groups)
+    speeds = speeds or Speeds()
+    groups, needed = gather_groups(shape, seqlen, size, memory, speeds)
+    seconds = model(shape, seqlen, size, speeds, groups)
     why = heads_refusal(shape, size)
     if why is not None:
         refused.setdefault("heads", why)
@@ -195,7 +223,8 @@ def calibrate(
     Returns
     -------
     dict
-        "flops" and "bytes", each a second.
+        "flops" and "bytes", each a second; "latency", seconds of a small exchange; "tiles", the
+        multiprocessors of a device, 1 on the CPU.
     """
     team = team_of("parallel.calibrate", group)
     is_cuda = dist.get_backend(team.group) == "nccl"
@@ -208,12 +237,19 @@ def calibrate(
     def move() -> None:
         gather_into(box, message, team.group)
 
-    moved = seconds_of(where, move) / max(team.size - 1, 1)
-    slowest = torch.tensor([work, moved], dtype=torch.float64, device="cpu")
+    moved = seconds_of(where, move)
+    message, box = message[:128], box[: team.size * 128]
+    latency = seconds_of(where, move)
+    slowest = torch.tensor([work, moved, latency], dtype=torch.float64, device="cpu")
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group=team.host_group())
-    flops = 2 * num_heads * 2 * head_dim * seqlen * seqlen / 2 / float(slowest[0])
-    team.speeds = flops, num_bytes / float(slowest[1])
-    return dict(zip(("flops", "bytes"), team.speeds, strict=True))
+    work, moved, latency = slowest.tolist()
+    flops = 2 * num_heads * 2 * head_dim * seqlen * seqlen / 2 / work
+    rate = max(team.size - 1, 1) * num_bytes / max(moved - latency, moved / 2)
+    tiles = 1
+    if where.type == "cuda":
+        tiles = torch.cuda.get_device_properties(where).multi_processor_count
+    team.speeds = Speeds(flops, rate, latency, tiles)
+    return team.speeds._asdict()
 
 
 def seconds_of(device: torch.device, run: Any) -> float:

@@ -17,11 +17,12 @@ import cuattn
 from .check import Said, agree
 from .exchange import exchange
 from .plan import shape_words
-from .team import Team, gather_into, team_of
+from .team import Team, gather_into, keep_out_of_graphs, team_of
 
 if TYPE_CHECKING:
     from .._types import KvLayout
 
+CACHE, SCALES = ("k_cache", "v_cache", "block_tables"), ("k_scale", "v_scale")
 BLOCK_AXIS = {"nhd": 1, "hnd": 2, "vllm": 3}  # of k_cache: where tokens are
 
 
@@ -88,7 +89,6 @@ def local_slots(
     return (block * block_size + local % block_size).where(mine, -1)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def paged_attention(
     q: Tensor,
     k_cache: Tensor,
@@ -152,8 +152,13 @@ def paged_attention(
     ----------
     PagedAttention, arXiv:2309.06180.
     """
-    team = team_of("parallel.paged_attention", group)
-    given = dict(locals())
+    return run(locals())
+
+
+def run(given: dict[str, Any]) -> Tensor:
+    """Check a call on all ranks, and run it."""
+    team = given["team"] = team_of("parallel.paged_attention", given["group"])
+    q, context_lens, sinks = (given[name] for name in ("q", "context_lens", "sinks"))
     plans: list[tuple[int, torch.dtype]] = []
 
     def contract() -> Said:
@@ -168,17 +173,18 @@ def paged_attention(
         }
         return Said("parallel.paged_attention", values)
 
-    agree("parallel.paged_attention", team, check, contract)
+    agree("parallel.paged_attention", team, given["check"], contract)
     turn, wide = plans[0]
     lens = local_lens(context_lens, rank=team.rank, size=team.size, interleave=turn)
     part = torch.empty(q.shape, dtype=wide, device=q.device)
+    options = {name: given[name] for name in ("kv_layout", "scale", "softcap", *SCALES)}
+    k_cache, v_cache, block_tables = (given[name] for name in CACHE)
     _, lse = cuattn.paged_attention(
-        q, k_cache, v_cache, block_tables, lens, kv_layout=kv_layout, scale=scale, softcap=softcap,
-        sinks=sinks if team.rank == 0 else None, k_scale=k_scale, v_scale=v_scale,
-        causal=False, return_lse=True, out=part,
+        q, k_cache, v_cache, block_tables, lens, **options,
+        sinks=sinks if team.rank == 0 else None, causal=False, return_lse=True, out=part,
     )  # fmt: skip
     message = torch.cat([part.float(), lse.unsqueeze(-1)], -1)  # [num_seqs, heads, head_dim + 1]
-    parts = spread(team, message, reduce)
+    parts = spread(team, message, given["reduce"])
     outs, lses = parts[..., :-1].contiguous(), parts[..., -1].contiguous()
     out, _ = cuattn.merge_states(outs, lses, layout="nhd")
     return out.to(q.dtype)
@@ -218,9 +224,8 @@ def read(given: dict[str, Any]) -> tuple[int, torch.dtype]:
             f"{q.shape[1]}; pass reduce='all'"
         )
     wide = torch.float32 if given["partial_dtype"] == "float32" else q.dtype
-    names = ("k_cache", "v_cache", "block_tables", "context_lens")
-    options = ("kv_layout", "scale", "softcap", "sinks", "k_scale", "v_scale")
-    arrays = [given[name] for name in names]
+    options = ("kv_layout", "scale", "softcap", "sinks", *SCALES)
+    arrays = [given[name] for name in (*CACHE, "context_lens")]
     cuattn.explain("paged_attention", q, *arrays, **{name: given[name] for name in options})
     block_size = arrays[0].shape[BLOCK_AXIS[given["kv_layout"]]]
     turn = block_size if given["interleave"] is None else given["interleave"]
@@ -229,3 +234,6 @@ def read(given: dict[str, Any]) -> tuple[int, torch.dtype]:
             f"{function}: interleave must be a multiple of the block size {block_size}, got {turn}"
         )
     return turn, wide
+
+
+keep_out_of_graphs(globals(), "run")

@@ -23,7 +23,16 @@ from torch.profiler import record_function
 
 import cuattn
 
-from .attend import Call, Problem, attend, gradients, heads_of, make_call, tokens_of
+from .attend import (
+    Call,
+    Problem,
+    attend,
+    gradients,
+    heads_of,
+    make_call,
+    make_folded_call,
+    tokens_of,
+)
 from .exchange import Gathered, Shift, exchange
 from .layout import Layout, Span
 from .pairs import Piece, Window, find_pieces
@@ -40,11 +49,11 @@ def labelled(name: str) -> contextlib.AbstractContextManager[Any]:
 
 
 def empty_result(problem: Problem, q: Tensor, v: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """Make (out, lse) of rows that see nothing yet."""
-    out = q.new_zeros(*q.shape[:-1], v.shape[-1], dtype=dtype)
+    """Make (out, lse) whose rows are all to be written: a query sees its own key at least."""
     rows = q.shape[problem.axis]
     shape = (*q.shape[: problem.axis], q.shape[-2], rows)
-    return [out, torch.full(shape, -torch.inf, dtype=torch.float32, device=q.device)]
+    out = q.new_empty(*q.shape[:-1], v.shape[-1], dtype=dtype)
+    return [out, q.new_empty(shape, dtype=torch.float32)]
 
 
 class Pair(NamedTuple):
@@ -77,6 +86,25 @@ def pairs_of(
     return tuple(found)
 
 
+@functools.lru_cache(maxsize=256)
+def fold_of(layout: Layout, rank: int, owner: int | None, window: Window) -> tuple[int, ...] | None:
+    """Say how many keys each run of queries sees, where all runs go into one call; None: not so.
+
+    That is without a mask; and with a causal one where the runs are as long, and the keys are in
+    the order of the sequence: all of them, or for the own ones those up to the run's end.
+    """
+    places = layout.places(rank)
+    if not places:
+        return None
+    if window == (-1, -1):
+        return (layout.seqlen if owner is None else layout.rows(owner),)
+    counts = {count for _, _, count in places}
+    is_own = owner == rank and window == (-1, 0)
+    if window[1] != 0 or len(counts) > 1 or not (owner is None or is_own):
+        return None
+    return tuple(row + count if is_own else token + count for token, row, count in places)
+
+
 class Scheme:
     """What a scheme needs beside its arrays: the ranks, who holds what, the problem."""
 
@@ -101,6 +129,20 @@ class Scheme:
             k_run, v_run = (tokens_of(problem, x, slice(k_row, k_row + k_count)) for x in (k, v))
             call = make_call(problem, pair.piece, q_run, k_run, v_run, pair.runs)
             yield call, pair.rows, pair.keys, pair.is_own
+
+    def forward_calls(
+        self, q: Tensor, k: Tensor, v: Tensor, owner: int | None
+    ) -> Iterator[tuple[Call, slice, slice, bool]]:
+        """List the calls of the way forth: one for all runs of queries where that can be."""
+        problem = self.problem
+        is_plain = problem.axis == 1 and problem.slopes is None and problem.bias is None
+        lengths = fold_of(self.layout, self.rank, owner, problem.window) if is_plain else None
+        if lengths is None or max(lengths) == 0 or (q.shape[0] > 1 and len(lengths) > 1):
+            yield from self.calls(q, k, v, owner)
+            return
+        rows, keys = slice(0, q.shape[problem.axis]), slice(0, max(lengths))
+        call = make_folded_call(problem, lengths, q, k, v)
+        yield call, rows, keys, owner in (None, self.rank)
 
     def differentiate(
         self,
@@ -196,7 +238,7 @@ class Gather(Scheme):
         for heads, _, (keys, values) in self.arrivals(q, k, v, self.problem.groups):
             own = None if sinks is None else sinks[heads].contiguous()
             one = Gather(self.team, self.layout, self.problem.of_heads(heads))
-            for call, rows, _, _ in one.calls(heads_of(q, heads), keys, values, None):
+            for call, rows, _, _ in one.forward_calls(heads_of(q, heads), keys, values, None):
                 if self.problem.batch_invariant and call.name == "attention":
                     call.options["num_splits"] = 1  # as of the whole, which has more rows
                 to = tokens_of(self.problem, heads_of(out, heads), rows)
@@ -292,9 +334,12 @@ class Ring(Scheme):
         written: list[slice] = []
         layout: Any = "bshd" if self.problem.axis else "thd"
         for _, owner, keys, values in self.arrivals(k, v):
-            for call, rows, _, is_own in self.calls(q, keys, values, owner):
+            for call, rows, _, is_own in self.forward_calls(q, keys, values, owner):
                 own = sinks if is_own else None
                 run, run_lse = tokens_of(self.problem, out, rows), lse[..., rows]
+                if not written and rows != slice(0, q.shape[self.problem.axis]):
+                    out.zero_()
+                    lse.fill_(-torch.inf)  # rows that see nothing yet
                 is_new = all(rows.stop <= x.start or x.stop <= rows.start for x in written)
                 written.append(rows)
                 if is_new and wide == torch.float32:
@@ -303,6 +348,10 @@ class Ring(Scheme):
                 part = run.new_empty(run.shape, dtype=wide)
                 part_lse = run_lse.new_empty(run_lse.shape)
                 attend(call, own, part, part_lse)
+                if is_new:
+                    run.copy_(part)
+                    run_lse.copy_(part_lse)
+                    continue
                 cuattn.merge_states(
                     run, run_lse, part.float(), part_lse, layout=layout, out=run, lse_out=run_lse
                 )

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .._tracing import when_torch_compiles
+
 # torch 2.13 has given it another name.
 gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -28,7 +30,7 @@ class Team:
         self.ranks: list[int] = dist.get_process_group_ranks(group)
         self.calls = 0  # of this package, on this group; the same number on every rank
         self.last_seconds = 0.0  # the modelled time that all ranks agreed on last
-        self.speeds: tuple[float, float] | None = None  # measured by calibrate: FLOP/s, bytes/s
+        self.speeds: Any = None  # measured by calibrate: cost.Speeds
         self.plans: dict[Any, Any] = {}  # of calls that were checked here: plan.py
         self._host: Any = None
         self._free: dict[Team | None, int] = {}
@@ -67,6 +69,18 @@ class Team:
     def peer(self, step: int) -> int:
         """Return the global rank that stands `step` places after this one in the ring."""
         return self.ranks[(self.rank + step) % self.size]
+
+
+def keep_out_of_graphs(names: dict[str, Any], name: str) -> None:
+    """Have a function of a module, by its globals, run as it stands under torch.compile.
+
+    torch.compiler.disable does so, but loads torch.compile, which takes as long as torch itself.
+    """
+
+    def disable() -> None:
+        names[name] = torch.compiler.disable(names[name])
+
+    when_torch_compiles(disable)
 
 
 def timeout_of(group: Any) -> datetime.timedelta | None:

@@ -56,6 +56,8 @@ class FlexAttention(torch.autograd.Function):  # type: ignore[misc]
         wanted = ctx.needs_input_grad[1 : 1 + len(call.names)]
         need = tuple(GRADIENT_OF[n] for n, want in zip(call.names, wanted, strict=True) if want)
         options = {n: x for n, x in call.options.items() if n not in ("return_lse", "num_splits")}
+        if torch.are_deterministic_algorithms_enabled():
+            options["deterministic"] = not torch.is_deterministic_algorithms_warn_only_enabled()
         found = flex_attention_backward(
             torch.zeros_like(out) if dout is None else dout.contiguous(),
             out=out,

@@ -36,6 +36,9 @@ class ndarray:
     def __setitem__(self, key, value):
         self.values[key] = getattr(value, "values", value)
 
+    def get(self):
+        return self.values
+
     def view(self, dtype):
         return ndarray(self.values.view(dtype))
 

@@ -1,0 +1,76 @@
+// SPDX-License-Identifier: Apache-2.0
+// Online softmax of a wgmma accumulator whose P becomes e4m3: one step of float8.cuh. Next:
+// softmax.cuh, the same in 16 bits.
+#pragma once
+
+#include "cuda/attention/sm90/softmax.cuh"
+
+namespace cuattn {
+
+// P is up to 2^(kFloat8Shift + slack) = 2^8 of the 448 that e4m3 holds; what is 2^-13 of a row's
+// reference or less vanishes.
+constexpr int kFloat8Shift = 4;
+using Float8Softmax = Sm90Softmax<ScoreKind::identity, 4>;
+
+// One step: scores become P, and T, the product with the last P, joins O, which then follows a
+// reference that moves. See softmax_step of softmax.cuh.
+template <class Order, int kScoreCount, int kOutCount, class Wait>
+__device__ __forceinline__ void float8_softmax_step(
+    Float8Softmax& state, float (&scores)[kScoreCount], uint32_t (&probs)[kScoreCount / 4],
+    float (&out)[kOutCount], float (&part)[kOutCount], float to_log2, float zero, Wait pv_done) {
+  using namespace device;
+  constexpr int kBlocks = kScoreCount / 4, kGroups = kBlocks / 2;  // of 8 and 16 keys
+  constexpr int kLinked = 4;                                       // blocks
+  float rescale[2] = {1.0f, 1.0f}, sum[2][2], highest[2];
+  bool moves = any_outgrown<true>(state, highest, scores);
+  if (moves) moves = any_outgrown<false>(state, highest, scores);
+  if (moves) {
+    moves = move_references(state, rescale, highest, to_log2);
+    if (__any_sync(0xffffffffu, state.is_large(0) || state.is_large(1)))
+      center_large(state, scores, to_log2);
+  }
+  float reference[2] = {state.subtrahend(0) - kFloat8Shift, state.subtrahend(1) - kFloat8Shift};
+  auto block_at = [](int at) {  // both of a group, one after the other
+    return at % 2 == 0 ? Order::low_block(at / 2) : Order::high_block(at / 2);
+  };
+  auto exponential = [&](int half, int at) {
+    float* s = &scores[4 * block_at(at) + 2 * half];
+    if (at > 0 && at % kLinked == 0)
+      reference[half] = fmaf(scores[4 * block_at(at - kLinked) + 2 * half], zero, reference[half]);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      s[i] = exp2_approx(fmaf(s[i], to_log2, -reference[half]));
+      sum[half][i] = at == 0 ? s[i] : sum[half][i] + s[i];
+    }
+  };
+  auto pack = [&](int half, int group) {
+    const float* low = &scores[4 * Order::low_block(group) + 2 * half];
+    const float* high = &scores[4 * Order::high_block(group) + 2 * half];
+    uint32_t word = pack2_e4m3(low[0], low[1]) | uint32_t{pack2_e4m3(high[0], high[1])} << 16;
+    probs[group / 2 * 4 + group % 2 * 2 + half] = Order::arrange(word);
+  };
+#pragma unroll
+  for (int at = 0; at < kBlocks; ++at) exponential(0, at);
+  order_after(scores[4 * block_at(kBlocks - 1)]);
+  if (pv_done()) {
+#pragma unroll
+    for (int i = 0; i < kOutCount; ++i) out[i] += part[i];
+    if (moves) {
+#pragma unroll
+      for (int i = 0; i < kOutCount; ++i) out[i] *= rescale[i >> 1 & 1];
+    }
+  }
+#pragma unroll
+  for (int group = 0; group < kGroups; ++group) {
+    exponential(1, 2 * group);
+    exponential(1, 2 * group + 1);
+    pack(0, group);
+    if (group > 0) pack(1, group - 1);
+  }
+  pack(1, kGroups - 1);
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+    state.sum[half] = fmaf(state.sum[half], rescale[half], sum[half][0] + sum[half][1]);
+}
+
+}  // namespace cuattn

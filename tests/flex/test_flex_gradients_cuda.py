@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients of functors on CUDA, or the emulator, and of the arrays that they capture: held against
+those of the CPU, which test_flex_backward.py holds against float64.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import cuattn
+import harness
+from cuattn import flex
+from device_arrays import to_device, to_host
+
+SM80 = pytest.mark.parametrize(("device", "backend"), harness.target_params(cpu=(), cuda=("sm80",)))
+ON_GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(harness.why_no_cuda() is not None, reason=f"CUDA: {harness.why_no_cuda()}"),
+    pytest.mark.skipif(harness.is_emulated(), reason="torch has no arrays of the emulator"),
+]
+TOLERANCE = 1e-2  # of the largest number: float16 rounds P and ds
+SUMS = ("dslopes", "dsinks", "array")  # of ds in float32, whose terms may cancel: no less than of 1
+
+
+def functions(rng, batch, heads, n):
+    """Masks and scores that are compiled, and the arrays of the scores that get gradients."""
+    ids = rng.integers(0, 4, n)
+    drawn, width = rng.random((n, n)) < 0.3, int(rng.integers(5, n))
+    table = rng.standard_normal((heads, 2 * n + 1)).astype(np.float32)[:, ::2].copy()
+    gain, of_rows = rng.random(heads).astype(np.float32), rng.standard_normal(n).astype(np.float32)
+    one = np.array(rng.random(), np.float32)
+    return (
+        (
+            lambda b, h, q, k: ids[q] == ids[k],
+            lambda s, b, h, q, k: s + table[h, (q - k + n) // 2],
+            [table],
+        ),
+        (lambda b, h, q, k: (k <= q) & ((q - k < width) | (k < 4)), None, []),  # plain, lists
+        (
+            lambda b, h, q, k: drawn[q, k] & (q % 7 != b),  # rows that see nothing
+            lambda s, b, h, q, k: gain[h] * np.tanh(s + of_rows[q] * of_rows[k]) * one,
+            [one, gain, of_rows],
+        ),
+        (
+            lambda b, h, q, k: (k <= q) & ((q + k) % 3 != h % 2),  # row ranges, and more
+            lambda s, b, h, q, k: np.where(k % 5 == 0, -np.inf, s * abs(s) / 3),
+            [],
+        ),
+        (flex.masks.causal(), lambda s, b, h, q, k: s * gain[h] + of_rows[b], [of_rows, gain]),
+    )
+
+
+def options_of(rng, case, heads, q_len, kv_len):
+    """Options that stand beside functions, and the gradients to ask for."""
+    options, need = {}, ("dq", "dk", "dv")
+    if case == 2:
+        options = {"softcap": 4.0, "sinks": rng.standard_normal(heads).astype(np.float32)}
+        need = ("dk", "dsinks", "dq")
+    if case == 3:
+        bias = rng.standard_normal((heads, q_len, kv_len)).astype(np.float16)
+        options, need = {"bias": bias}, ("dv", "dbias", "dq")
+    if case == 4:
+        options, need = {"alibi_slopes": rng.random(heads).astype(np.float32)}, ("dslopes", "dv")
+    return options, need
+
+
+def check(device, arrays, dout, functions, options, need, wanted, words):
+    """Hold the gradients of a call against those of the CPU, in float32 of the same numbers."""
+    wide = {n: x.astype(np.float32) if n == "bias" else x for n, x in options.items()}
+    of_cpu = {**functions, **wide}
+    out, lse = cuattn.flex_attention(
+        *(x.astype(np.float32) for x in arrays), return_lse=True, **of_cpu
+    )
+    out = out.astype(np.float16).astype(np.float32)  # both read the same
+    dlse = np.random.default_rng(1).standard_normal(lse.shape).astype(np.float32)
+    given = [dout, *arrays, out.astype(np.float16), lse]
+    want = cuattn.flex_attention_backward(
+        *(x.astype(np.float32) for x in given[:4]),
+        *(out, lse),
+        **{"dlse": dlse, "need": need, "arrays": wanted, **of_cpu},
+    )
+    there = {
+        n: to_device(device, x) if isinstance(x, np.ndarray) else x for n, x in options.items()
+    }
+    got = cuattn.flex_attention_backward(
+        *(to_device(device, x) for x in given),
+        **{"dlse": to_device(device, dlse), "need": need, "arrays": wanted, "backend": "sm80"},
+        **functions,
+        **there,
+    )
+    pairs = list(zip(want._fields, got, want, strict=True))
+    if wanted:
+        assert pairs.pop()[0] == "darrays"
+        each = zip(got.darrays, want.darrays, strict=True)
+        pairs += [(f"array {i}", x, y) for i, (x, y) in enumerate(each)]
+    for what, x, y in pairs:
+        x = x if isinstance(x, np.ndarray) else to_host(x)
+        assert x.shape == y.shape, f"{words}, {what}"
+        least = 1.0 if what.startswith(SUMS) else 1e-3
+        most = TOLERANCE * max(float(np.abs(y).max(initial=0)), least)
+        np.testing.assert_allclose(x, y, atol=most, rtol=0, err_msg=f"{words}, {what}")
+
+
+@SM80
+def test_gradients_of_functors_equal_those_of_the_cpu(rng, device, backend, compiler):
+    every = ((64, 64), (128, 128), (72, 40), (192, 128), (256, 256))
+    for case in (0, 2, 3) if harness.is_emulated() else range(10):
+        kind, dims = case % 5, every[0 if harness.is_emulated() else case % 5 ^ case // 5 % 2]
+        batch, heads_kv = 2, int(rng.integers(1, 3))
+        heads = heads_kv * int(rng.choice((1, 2, 3)))
+        most = 100 if harness.is_emulated() else 420
+        q_len, kv_len = (int(n) for n in rng.integers(30, most, 2))
+        n = max(q_len, kv_len)
+        mask, score, wanted = functions(rng, batch, heads, n)[kind]
+        shapes = ((q_len, heads, dims[0]), (kv_len, heads_kv, dims[0]), (kv_len, heads_kv, dims[1]))
+        arrays = [rng.standard_normal((batch, *s)).astype(np.float16) for s in shapes]
+        dout = rng.standard_normal((batch, q_len, heads, dims[1])).astype(np.float16)
+        options, need = options_of(rng, kind, heads, q_len, kv_len)
+        words = f"case {case}: {dims}, {q_len} x {kv_len}, heads {heads} of {heads_kv}"
+        given = {"mask_mod": mask, "score_mod": score}
+        check(device, arrays, dout, given, options, need, wanted, words)
+        if kind < 2:  # the same by lists that were made before
+            made = cuattn.create_block_mask(mask, batch, heads, q_len, kv_len, block_size=64)
+            given = {"block_mask": made, "score_mod": score}
+            check(device, arrays, dout, given, options, need, wanted[:1], f"{words}, lists")
+
+
+@SM80
+def test_what_has_no_gradient_on_cuda_is_refused(rng, device, backend, compiler):
+    gain = np.ones(2, np.float32)
+    score = lambda s, b, h, q, k: s * gain[h]  # noqa: E731
+
+    def call(dtype, dim, **options):
+        x = to_device(device, np.zeros((1, 8, 2, dim), dtype))
+        lse = to_device(device, np.zeros((1, 2, 8), np.float32))
+        return cuattn.flex_attention_backward(*[x] * 5, lse, score_mod=score, **options)
+
+    with pytest.raises(NotImplementedError, match=r"float16 and bfloat16.*got float32.*to the CPU"):
+        call(np.float32, 64)
+    with pytest.raises(NotImplementedError, match=r"summed in any order, got one of shape \(2,\)"):
+        call(np.float16, 64, arrays=[gain], deterministic=True)
+    with pytest.raises(NotImplementedError, match="masks and scores of the user run in sm80 alone"):
+        call(np.float16, 64, backend="naive")
+    found = call(np.float16, 64, deterministic=True)
+    assert [to_host(x).any() for x in found] == [False] * 3
+
+
+class TestOnGpu:
+    pytestmark = ON_GPU
+
+    @pytest.mark.parametrize("ragged", [False, True])
+    def test_torch_differentiates_functors(self, rng, ragged):
+        """Against torch's autograd of the dense formula, learned arrays on the device included."""
+        import torch
+
+        n, heads = 301, 4
+        ids = torch.from_numpy(rng.integers(0, 3, n)).cuda()
+        table = torch.randn(heads, 2 * n, device="cuda", requires_grad=True)
+        gain = torch.rand(heads, device="cuda").bfloat16().requires_grad_()
+        mask = lambda b, h, q, k: (ids[q] == ids[k]) | (k == 0)  # noqa: E731
+        score = lambda s, b, h, q, k: torch.tanh(s * gain[h]) + table[h, q - k + n]  # noqa: E731
+        shapes = ((n, heads), (n, 2), (n, 2))
+        leaves = [torch.randn(2, *s, 64, device="cuda").bfloat16().requires_grad_() for s in shapes]
+        place = torch.arange(n, device="cuda")
+        q, k = place[:, None], place[None, :]
+        dense = [x.detach().double().requires_grad_() for x in (*leaves, table, gain)]
+        x, y, z = (t.transpose(1, 2) for t in dense[:3])
+        y, z = (t.repeat_interleave(2, dim=1) for t in (y, z))
+        s = torch.tanh(x @ y.transpose(2, 3) / 8 * dense[4][:, None, None])
+        s = s + dense[3][:, q - k + n]
+        s = s.masked_fill(~((ids[q] == ids[k]) | (k == 0)), -torch.inf)
+        want = (s.softmax(3) @ z).transpose(1, 2)
+        given, options = leaves, {}
+        if ragged:
+            starts = torch.tensor([0, n, 2 * n], dtype=torch.int32, device="cuda")
+            given = [t.flatten(0, 1) for t in leaves]
+            options = {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
+            options |= {"max_seqlen_q": n, "max_seqlen_k": n}
+        out = cuattn.flex_attention(*given, mask_mod=mask, score_mod=score, **options)
+        dout = torch.randn(2, n, heads, 64, device="cuda").bfloat16()
+        out.backward(dout.view_as(out))
+        want.backward(dout.double())
+        for i, (a, b) in enumerate(zip((*leaves, table, gain), dense, strict=True)):
+            assert a.grad.dtype == a.dtype
+            error = (a.grad.double() - b.grad).norm() / b.grad.norm()
+            assert float(error) < 2e-2, f"{i}: {float(error)}"
+
+    def test_a_call_is_captured_after_a_first_one(self, rng):
+        import torch
+
+        gain = torch.rand(2, device="cuda")
+        score = lambda s, b, h, q, k: s * gain[h] + gain[0]  # noqa: E731
+        q, k, v = (torch.randn(1, 200, 2, 64, device="cuda").half() for _ in range(3))
+        out, lse = cuattn.flex_attention(q, k, v, score_mod=score, return_lse=True)
+
+        def call():
+            return cuattn.flex_attention_backward(
+                out, q, k, v, out, lse, score_mod=score, arrays=[gain]
+            )
+
+        want = call()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = call()
+        for _ in range(2):  # what the first one has summed is cleared
+            graph.replay()
+            torch.cuda.synchronize()
+            for a, b in zip(got[:3], want[:3], strict=True):
+                assert torch.equal(a, b)
+            torch.testing.assert_close(got.darrays[0], want.darrays[0], rtol=1e-3, atol=1e-3)

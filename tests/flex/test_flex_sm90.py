@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Masks and scores of a user in the kernel for Hoppers: many tiles, every option beside them."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+import cuattn
+import flex_cases
+import harness
+
+TARGETS = harness.target_params(cpu=(), cuda=("sm90",))
+DIMS = ((64, 64), (128, 128), (40, 24), (96, 128))
+OPTIONS = ({}, {"causal": True}, {"window": (200, 150)}, {"num_splits": 3}, {"scale": 0.3})
+
+
+def to_device(x):
+    import torch
+
+    return torch.from_numpy(x).to("cuda")
+
+
+def on_device(options):
+    return {n: to_device(x) if isinstance(x, np.ndarray) else x for n, x in options.items()}
+
+
+def on_device_int32(arrays):
+    return [to_device(x.astype(np.int32)) for x in arrays]
+
+
+def within(options, distance):
+    """What causal and window leave, by how far a key stands before the query."""
+    left, right = options.get("window", (-1, 0 if options.get("causal") else -1))
+    return ((left < 0) | (distance <= left)) & ((right < 0) | (distance >= -right))
+
+
+def hold(got, want, dtype, where):
+    """Hold out and lse, heads first, to those of float64."""
+    (out, lse), (want_out, want_lse) = got, want
+    out = np.asarray(out.float().cpu(), np.float64).transpose(0, 2, 1, 3)
+    lse = np.asarray(lse.cpu(), np.float64)
+    most = {"float16": 6e-3, "bfloat16": 4e-2}[dtype]
+    np.testing.assert_allclose(out, want_out, atol=most, rtol=most, err_msg=where)
+    np.testing.assert_array_equal(np.isinf(lse), np.isinf(want_lse), err_msg=where)
+    some = np.isfinite(want_lse)
+    np.testing.assert_allclose(lse[some], want_lse[some], atol=2e-3, rtol=1e-5, err_msg=where)
+
+
+def arrays_of(rng, dtype, *shapes):
+    """Random arrays of a 16-bit dtype on the device, and the same as float64."""
+    import torch
+
+    made = [torch.from_numpy(rng.standard_normal(s).astype(np.float32)) for s in shapes]
+    made = [x.to(getattr(torch, dtype)) for x in made]
+    return [x.to("cuda") for x in made], [x.double().numpy() for x in made]
+
+
+@pytest.mark.parametrize("part", range(4))  # each function takes a second to compile
+@pytest.mark.parametrize(("device", "backend"), TARGETS)
+def test_generated_functions_of_many_tiles(rng, device, backend, part):
+    for case in range(part, 32, 4):
+        dims, dtype = DIMS[case // 4 % 4], ("float16", "bfloat16")[case % 2]
+        heads_kv, group = int(rng.integers(1, 3)), int(rng.choice((1, 4)))
+        q_len, kv_len = (int(n) for n in rng.integers(1, 900, 2))
+        heads = heads_kv * group
+        make = flex_cases.Generator(rng, 2, heads, q_len, kv_len)
+        mask = None if case % 5 == 4 else make.mask(1 + case % 3)
+        mod = make.score() if case % 3 else None
+        options = dict(OPTIONS[case // 3 % 5])
+        if case % 7 == 1:
+            options["sinks"] = rng.standard_normal(heads).astype(np.float32)
+        shapes = ((q_len, heads, dims[0]), (kv_len, heads_kv, dims[0]), (kv_len, heads_kv, dims[1]))
+        arrays, wide = arrays_of(rng, dtype, *((2, *s) for s in shapes))
+
+        def seen(b, h, i, j, o=options, m=mask, n=(q_len, kv_len)):
+            given = {} if m is None else flex_cases.lengths_asked(m, *n)
+            return within(o, i + n[1] - n[0] - j) & (True if m is None else m(b, h, i, j, **given))
+
+        others = {n: x for n, x in options.items() if n in ("scale", "sinks")}
+        want = flex_cases.attention(
+            *map(flex_cases.heads_first, wide), mask=seen, mod=mod, **others
+        )
+        got = cuattn.flex_attention(
+            *arrays, mask_mod=mask, score_mod=mod, return_lse=True, **on_device(options)
+        )
+        where = f"case {case}: {dims} {dtype}, {q_len} x {kv_len}, group {group}, {list(options)}"
+        words = [cuattn.flex.trace(f, f is mod) for f in (mask, mod) if f is not None]
+        hold(got, want, dtype, f"{where}: {words}")
+
+
+@pytest.mark.parametrize(("device", "backend"), TARGETS)
+def test_lists_of_blocks_of_each_head(rng, device, backend):
+    """Random blocks of several sizes, with whole rows and columns empty, in causal tiles too."""
+    for case in range(12):
+        size, dim = (128, 256, 64)[case % 3], (64, 128)[case % 2]
+        q_len, kv_len = (int(n) for n in rng.integers(300, 1500, 2))
+        counts = (-(-q_len // size), -(-kv_len // size))
+        blocks = rng.random((2, 4, *counts)) < (0.1, 0.5, 0.9)[case // 2 % 3]
+        blocks[:, :, rng.integers(counts[0])] = False
+        blocks[:, :, :, rng.integers(counts[1])] = False
+        options = {"causal": True} if case % 4 == 3 else {}
+        mask = lambda b, h, q, k, x=blocks, n=size: x[b, h, q // n, k // n]  # noqa: E731
+        shapes = ((2, q_len, 4, dim), *[(2, kv_len, 2, dim)] * 2)
+        arrays, wide = arrays_of(rng, "float16", *shapes)
+        dense = flex_cases.dense_mask(mask, 2, 4, q_len, kv_len)
+        far = np.arange(q_len)[:, None] + kv_len - q_len - np.arange(kv_len)
+        bias = np.where(dense & within(options, far), 0.0, -np.inf)
+        want = flex_cases.attention(*map(flex_cases.heads_first, wide), bias=bias)
+        got = cuattn.sparse_attention(
+            *arrays, to_device(blocks), block_size=size, return_lse=True, **options
+        )
+        hold(got, want, "float16", f"case {case}: blocks of {size}, {q_len} x {kv_len}, {dim}")
+
+
+@pytest.mark.parametrize(("device", "backend"), TARGETS)
+def test_scores_of_lengths_on_the_device(rng, device, backend):
+    """Padded and packed batches; what lies behind the last key is not to be read."""
+    table = rng.standard_normal((4, 1401)).astype(np.float32)
+    mod = lambda s, b, h, q, k: s + table[h, q - k + 700] * (b + 1)  # noqa: E731
+    for case in range(6):
+        dim, causal = (64, 128)[case % 2], case % 3 == 0
+        lengths = [rng.integers(1, 700, 3) for _ in "qk"]
+        starts = [np.concatenate([[0], np.cumsum(n)]) for n in lengths]
+        call = {"score_mod": mod, "causal": causal, "return_lse": True}
+        if case < 3:
+            arrays, wide = arrays_of(rng, "float16", (3, 700, 4, dim), *[(3, 700, 2, dim)] * 2)
+            for b, n in enumerate(lengths[1]):
+                arrays[1][b, n:], arrays[2][b, n:] = float("nan"), float("nan")
+            call["seqused_q"], call["seqused_k"] = on_device_int32(lengths)
+            out, lse = cuattn.flex_attention(*arrays, **call)
+            both = zip(*lengths, strict=True)
+            parts = [(b, slice(0, n), slice(0, m)) for b, (n, m) in enumerate(both)]
+        else:
+            shapes = ((starts[0][-1], 4, dim), *[(starts[1][-1], 2, dim)] * 2)
+            arrays, wide = arrays_of(rng, "float16", *shapes)
+            call["cu_seqlens_q"], call["cu_seqlens_k"] = on_device_int32(starts)
+            call["max_seqlen_q"], call["max_seqlen_k"] = (int(n.max()) for n in lengths)
+            out, lse = cuattn.flex_attention(*arrays, **call)
+            out, lse, wide = out[None], lse[None], [x[None] for x in wide]
+            spans = [[slice(*x) for x in itertools.pairwise(n)] for n in starts]
+            parts = [(0, *x) for x in zip(*spans, strict=True)]
+        for b, (at, rows, keys) in enumerate(parts):
+            q, k, v = wide[0][at : at + 1, rows], *(x[at : at + 1, keys] for x in wide[1:])
+            far = np.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1] - np.arange(k.shape[1])
+            want = flex_cases.attention(
+                *map(flex_cases.heads_first, (q, k, v)),
+                mod=lambda s, _, h, i, j, b=b: mod(s, b, h, i, j),
+                bias=np.where(far >= 0, 0.0, -np.inf) if causal else None,
+            )
+            got = (out[at : at + 1, rows], lse[at : at + 1, :, rows])
+            hold(got, want, "float16", f"case {case}, sequence {b}: {lengths}, {dim}")
+
+
+@pytest.mark.parametrize(("device", "backend"), TARGETS)
+def test_a_call_takes_the_kernel_that_serves_it(rng, device, backend):
+    import torch
+
+    odd = lambda b, h, q, k: (q + k) % 3 != 1  # noqa: E731
+    x = torch.randn(1, 300, 2, 128, device="cuda", dtype=torch.float16)
+    out = cuattn.flex_attention(x, x, x, mask_mod=odd)
+    named = cuattn.flex_attention(x, x, x, mask_mod=odd, backend="sm90")
+    assert torch.equal(out, named)
+    other = cuattn.flex_attention(x, x, x, mask_mod=odd, backend="sm80")
+    assert float((other - out).abs().max()) < 4e-3
+    capped = cuattn.flex_attention(x, x, x, mask_mod=odd, softcap=5.0)
+    assert cuattn.explain("flex_attention", x, x, x, mask_mod=odd).kernel == "sm90"
+    plan = cuattn.explain("flex_attention", x, x, x, mask_mod=odd, softcap=5.0)
+    assert plan.kernel == "sm80"
+    assert torch.equal(
+        capped, cuattn.flex_attention(x, x, x, mask_mod=odd, softcap=5.0, backend="sm80")
+    )
+    with pytest.raises(NotImplementedError, match="beside functions of a user"):
+        cuattn.flex_attention(x, x, x, mask_mod=odd, softcap=5.0, backend="sm90")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        again = cuattn.flex_attention(x, x, x, mask_mod=odd)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(again, out)
