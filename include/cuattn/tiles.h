@@ -221,9 +221,9 @@ constexpr PagedTile mla_sm80_tile(int32_t rows) {
   if (rows <= 16) return {{16, 32, 2, 4}, 2};  // 2 * 36 KB of keys, 2 * 8 of scores: 88 KB
   return {{32, 16, 2, 8}, 1};                  // 2 * 18 KB, 2 * 16: 68 KB
 }
-// sm90: five blocks of keys, 5 * 36 KB, and the part of Q that registers do not hold, 32 KB.
+// sm90: two blocks of keys, 2 * 72 KB, and Q, 72 KB.
 constexpr int32_t kMlaSm90Latent = 512, kMlaSm90Rope = 64;
-constexpr PagedTile kMlaSm90Tile = {{64, 32, 5, 16}, 1};
+constexpr PagedTile kMlaSm90Tile = {{64, 64, 2, 16}, 1};
 // simt: a warp for each row, keys in shared memory as float32: 40 KB.
 constexpr PagedTile mla_simt_tile(int32_t latent) { return {{8, latent <= 512 ? 16 : 8, 1, 8}, 2}; }
 

@@ -1,15 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 // mla_decode on Hopper (sm_90a): 64 rows (queries x heads) of one sequence, latents of 512 columns
-// and 64 of rope, 16 bits. Keys come in blocks of 32. One warpgroup makes the scores of all blocks
-// and their weights P, two have half of the columns of O each: the tensor cores have products of
-// the one while the other is at its softmax, or waits. Half of Q lies in the registers of the first,
-// so that shared memory keeps up and has room for five blocks. Sources: FlashMLA (O in halves),
+// and 64 of rope, 16 bits. Keys come in blocks of 64. Two warpgroups copy the blocks, make their
+// scores and weights P, in turns; two have half of the columns of O each. Who issues a row of
+// products waits for nearly all of them: the softmax of a block has products of another beside it
+// because another warpgroup has them. Sources: FlashMLA (O in halves), FlashAttention-3 (turns),
 // FlashAttention-4 (references that hardly move); PTX ISA, wgmma. Storage and copies: copy.cuh.
 // Tasks, rows and results: device/paged/tasks.cuh. Next: paged/combine.cu.
 //
-//   scores  | S0 | S1, softmax of S0, P0 | S2, softmax of S1, P1 | S3, ...
-//   left    |                            | O_L += P0 V0          | O_L += P1 V1 | ...
-//   right   |                            | O_R += P0 V0          | O_R += P1 V1 | ...
+//   even    | S0 | softmax, P0 |             S2          | softmax, P2 | ...
+//   odd     |    |     S1      | softmax, P1 |           | S3          | ...
+//   left    |                  | O_L += P0 V0            | O_L += P1 V1 | ...
+//   right   |                  | O_R += P0 V0            | O_R += P1 V1 | ...
 #pragma once
 
 #include "cuda/host/launch.h"
@@ -33,12 +34,12 @@ struct MlaSm90 : MlaSm90Tiles {
     int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
     int row = 16 * warp + lane / 4;
   };
-  // Of the warpgroup that makes scores.
+  // Of a warpgroup that makes scores.
   struct Scores {
-    float products[kKeyBlocks * 4];     // under way
-    uint32_t held[kHeldPanels * 4][4];  // panels of Q, k16 each
-    float reference[2], sum[2];         // base 2; sum: this thread's share
+    float products[kKeyBlocks * 4];
+    float reference[2], sum[2];  // base 2; sum: this thread's share, of its blocks
     Cursor at;
+    int32_t first, piece;  // of its next block: the first key, and where this lane's piece lies
   };
 
   // 2. Rows of Q
@@ -50,22 +51,22 @@ struct MlaSm90 : MlaSm90Tiles {
            row.place * s.seq + row.head * s.head;
   }
 
-  static __device__ __forceinline__ void sync_scores() { device::named_barrier_sync(1, 128); }
+  static __device__ __forceinline__ void sync_scores() { device::named_barrier_sync(1, 256); }
 
-  // The last panels of Q on their way to shared memory; padding rows are zeros.
+  // Panels of Q on their way to shared memory; padding rows are zeros.
   static __device__ __forceinline__ void fetch_rows(const PagedParams& p,
                                                     const device::KeyTask& task,
                                                     const Shared& shared) {
     sync_scores();  // those of the task before are read
-    const int row = threadIdx.x / 2, first = threadIdx.x % 2 * 4;  // half of a row of each panel
+    const int row = threadIdx.x / 4, first = threadIdx.x % 4 * 2;  // a quarter of a panel's row
     device::UnitRow unit = device::unit_row(p, task.b, 0, task.row0, row);
-    const uint16_t* latent = query(p, task, unit, false) + kHeldPanels * 64;
+    const uint16_t* latent = query(p, task, unit, false);
     const uint16_t* rope = query(p, task, unit, true);
 #pragma unroll
-    for (int panel = 0; panel < kSharedPanels; ++panel) {
-      const uint16_t* from = panel == kSharedPanels - 1 ? rope : latent + panel * 64;
+    for (int panel = 0; panel <= kPanels; ++panel) {
+      const uint16_t* from = panel == kPanels ? rope : latent + panel * 64;
 #pragma unroll
-      for (int i = first; i < first + 4; ++i) {
+      for (int i = first; i < first + 2; ++i) {
         device::cp_async16(shared.q + panel * kRowPanelBytes + device::swizzled<128>(row, i),
                            from + i * 8, unit.valid);
       }
@@ -78,27 +79,8 @@ struct MlaSm90 : MlaSm90Tiles {
     sync_scores();
   }
 
-  // The first panels straight to registers, as A operands.
-  static __device__ __forceinline__ void hold_rows(const PagedParams& p,
-                                                   const device::KeyTask& task, const Lane& me,
-                                                   Scores& state) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      device::UnitRow unit = device::unit_row(p, task.b, 0, task.row0, me.row + 8 * half);
-      const uint16_t* from = query(p, task, unit, false) + 2 * (me.lane % 4);
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-#pragma unroll
-        for (int step = 0; step < kHeldPanels * 4; ++step) {
-          state.held[step][half + 2 * i] =
-              unit.valid ? *reinterpret_cast<const uint32_t*>(from + 16 * step + 8 * i) : 0;
-        }
-      }
-    }
-  }
-
   // 3. Scores
-  static __device__ __forceinline__ void start_scores(const Shared& shared, Scores& state) {
+  static __device__ __forceinline__ void multiply_keys(const Shared& shared, Scores& state) {
     using namespace device;
     int32_t stage = state.at.stage;
     uint64_t k = wgmma_descriptor(opaque(shared.stage(stage)), 0);
@@ -110,27 +92,24 @@ struct MlaSm90 : MlaSm90Tiles {
         barrier_wait(shared.full(stage, step / (kPartPanels * 4)), state.at.parity);
         wgmma_fence();
       }
-      uint64_t key = advance(k, step / 4 * kPanelBytes + step % 4 * 32);
-      if (step < kHeldPanels * 4) {
-        ScoreMma::template rs<0>(state.products, state.held[step], key, step != 0);
-      } else {
-        int at = step - kHeldPanels * 4;
-        ScoreMma::template ss<0>(state.products, advance(q, at / 4 * kRowPanelBytes + at % 4 * 32),
-                                 key, step != 0);
-      }
+      ScoreMma::template ss<0>(state.products,
+                               advance(q, step / 4 * kRowPanelBytes + step % 4 * 32),
+                               advance(k, step / 4 * kPanelBytes + step % 4 * 32), step != 0);
     }
     wgmma_commit();
+    wgmma_wait<0>();
+    pin(state.products);
   }
 
   using Block = float[kKeyBlocks * 4];
   // Dot products become scores in base 2. `to_log2`: of a plain scale.
   static __device__ __forceinline__ void score_keys(const PagedParams& p, float to_log2,
-                                                    const Scores& state, Block& scores) {
+                                                    Block& scores) {
     const ScoreParams& s = p.scores;
     if (s.scored()) {
 #pragma unroll
       for (int i = 0; i < kKeyBlocks * 4; ++i) {
-        float score = state.products[i] * s.scale;
+        float score = scores[i] * s.scale;
         if (s.softcap > 0.0f)
           score = s.softcap * device::capped<kType>(score, s.softcap, s.inv_softcap);
         scores[i] = device::finite_product(score, device::kLog2e);
@@ -138,7 +117,7 @@ struct MlaSm90 : MlaSm90Tiles {
     } else {
 #pragma unroll
       for (int i = 0; i < kKeyBlocks * 4; ++i)
-        scores[i] = device::finite_product(state.products[i], to_log2);
+        scores[i] = device::finite_product(scores[i], to_log2);
     }
   }
 
@@ -181,29 +160,52 @@ struct MlaSm90 : MlaSm90Tiles {
     }
   }
 
-  // Weights of the scores, relative to references that move only where a score is far above them;
-  // by `factor` O and the sums shrink then.
-  static __device__ __forceinline__ void weigh(Scores& state, const Block& scores,
-                                               float (&factor)[2],
-                                               uint32_t (&weights)[kKeySteps][4]) {
+  // References move only where a score is far above them; by `factor` O shrinks then. The two
+  // warpgroups move them in turns, each on from where the other left them.
+  static __device__ __forceinline__ void refer(const Shared& shared, const Lane& me, int group,
+                                               bool is_first, Scores& state, float (&factor)[2]) {
+    using namespace device;
+    float largest[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      largest[half] = negative_infinity();
+#pragma unroll
+      for (int n = 0; n < kKeyBlocks; ++n) {
+        const float* scores = state.products + 4 * n + 2 * half;
+        largest[half] = fmaxf(largest[half], fmaxf(scores[0], scores[1]));
+      }
+      largest[half] = quad_max(largest[half]);
+    }
+    named_barrier_sync(4 + group, 256);
+    float before[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      before[half] = __uint_as_float(load_shared4(shared.reference(me.row + 8 * half)));
+    __syncwarp();  // four lanes have read what one of them writes
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float old = is_first ? negative_infinity() : before[half], now = old;
+      if (largest[half] > old + kSlackLog2) now = largest[half];
+      if (me.lane % 4 == 0) store_shared(shared.reference(me.row + 8 * half), __float_as_uint(now));
+      // A row that has seen nothing has -inf; 0 in its place keeps -inf - (-inf) out.
+      float base = now == negative_infinity() ? 0.0f : now;
+      factor[half] = exp2_approx(old - base);
+      state.sum[half] *= exp2_approx(state.reference[half] - base);
+      state.reference[half] = now;
+    }
+    named_barrier_arrive(5 - group, 256);
+  }
+
+  // Weights of the scores, relative to the references.
+  static __device__ __forceinline__ void weigh(Scores& state, uint32_t (&weights)[kKeySteps][4]) {
     using namespace device;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float largest = negative_infinity(), old = state.reference[half];
-#pragma unroll
-      for (int n = 0; n < kKeyBlocks; ++n)
-        largest = fmaxf(largest, fmaxf(scores[4 * n + 2 * half], scores[4 * n + 2 * half + 1]));
-      largest = quad_max(largest);
-      float& reference = state.reference[half];
-      if (largest > old + kSlackLog2) reference = largest;
-      // A row that has seen nothing has -inf; 0 in its place keeps -inf - (-inf) out.
-      float base = reference == negative_infinity() ? 0.0f : reference;
-      factor[half] = exp2_approx(old - base);
-      state.sum[half] *= factor[half];
+      float base = state.reference[half] == negative_infinity() ? 0.0f : state.reference[half];
 #pragma unroll
       for (int n = 0; n < kKeyBlocks; ++n) {
-        float low = exp2_approx(scores[4 * n + 2 * half] - base);
-        float high = exp2_approx(scores[4 * n + 2 * half + 1] - base);
+        float low = exp2_approx(state.products[4 * n + 2 * half] - base);
+        float high = exp2_approx(state.products[4 * n + 2 * half + 1] - base);
         state.sum[half] += low + high;
         weights[n / 2][n % 2 * 2 + half] = pack2<kType>(low, high);
       }
@@ -231,31 +233,42 @@ struct MlaSm90 : MlaSm90Tiles {
     if (me.lane == 0) barrier_arrive(shared.weighed(stage));
   }
 
-  // A block whose products are under way; with kMore those of the next begin.
-  template <bool kMore>
+  // One block, from its products to the call for the next.
   static __device__ __forceinline__ void add_scores(const PagedParams& p,
                                                     const device::KeyTask& task,
-                                                    const Shared& shared, const Lane& me,
-                                                    float to_log2, int32_t key0, Scores& state) {
-    device::wgmma_wait<0>();
-    device::pin(state.products);
-    Block scores;
-    score_keys(p, to_log2, state, scores);
-    int32_t stage = state.at.stage;
-    state.at.next();
-    if constexpr (kMore) start_scores(shared, state);
+                                                    const Shared& shared, const Lane& me, int group,
+                                                    const MlaSm90Maps& maps, float to_log2,
+                                                    int32_t key0, Scores& state) {
+    multiply_keys(shared, state);
+    score_keys(p, to_log2, state.products);
     bool edge = has_edge(p, task, key0);
-    if (edge) mask_scores(p, task, me, key0, scores);
+    if (edge) mask_scores(p, task, me, key0, state.products);
     float factor[2];
     uint32_t weights[kKeySteps][4];
-    weigh(state, scores, factor, weights);
-    sync_scores();  // all four warps have their products: the block may be written to
+    refer(shared, me, group, key0 == task.begin, state, factor);
+    weigh(state, weights);
+    // All four warps have their products: the block may be written to.
+    device::named_barrier_sync(6 + group, 128);
+    int32_t stage = state.at.stage;
     if (edge) clear_keys(task, me, shared.stage(stage), key0);
     publish(shared, me, stage, factor, weights);
+    state.at.advance(2);
+    ask_next(p, task, shared, maps, state);
   }
 
-  // 4. The warpgroup that makes scores
-  static __device__ __forceinline__ void make_scores(const PagedParams& p, const Shared& shared) {
+  // Brings the next block of this warpgroup, as soon as O has the one before, if the task has one.
+  static __device__ __forceinline__ void ask_next(const PagedParams& p, const device::KeyTask& task,
+                                                  const Shared& shared, const MlaSm90Maps& maps,
+                                                  Scores& state) {
+    if (state.first >= task.end) return;
+    copy(p, maps, shared, state.at, state.first, state.piece);
+    state.first += 2 * kKeys;
+    state.piece = find_piece(p, task, maps.piece, state.first);
+  }
+
+  // 4. The warpgroups that make scores, of every other block
+  static __device__ __forceinline__ void make_scores(const PagedParams& p, const MlaSm90Maps& maps,
+                                                     const Shared& shared, int group) {
     using namespace device;
     const Lane me;
     Scores state;
@@ -263,30 +276,50 @@ struct MlaSm90 : MlaSm90Tiles {
     KeyTask task;
     const float to_log2 = p.scores.scale * kLog2e;
     bool is_first = true;
+    int turn = 0;  // whose block is the next
+    state.at.stage = group;
+    if (group == 1) named_barrier_arrive(4, 256);
 #pragma unroll 1
     while (tasks.next(p.work, task)) {
+      state.first = task.begin + (turn == group ? 0 : kKeys);
+      state.piece = find_piece(p, task, maps.piece, state.first);
+      ask_next(p, task, shared, maps, state);
       fetch_rows(p, task, shared);
-      hold_rows(p, task, me, state);
       await_rows();
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         state.reference[half] = negative_infinity();
         state.sum[half] = 0.0f;
       }
-      int32_t blocks = num_blocks(task), key0 = task.begin;
-      if (blocks > 0) {
-        start_scores(shared, state);
+      int32_t key0 = task.begin;
 #pragma unroll 1
-        for (; blocks > 1; --blocks, key0 += kKeys)
-          add_scores<true>(p, task, shared, me, to_log2, key0, state);
-        add_scores<false>(p, task, shared, me, to_log2, key0, state);
+      for (int32_t blocks = num_blocks(task); blocks > 0; --blocks, key0 += kKeys) {
+        if (turn == group) add_scores(p, task, shared, me, group, maps, to_log2, key0, state);
+        turn ^= 1;
       }
-      if (!is_first) named_barrier_sync(3, 384);  // the end of the task before is read
+      // Whose turn it would be tells its sums to the other, who moved the references last.
+      if (turn == group) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          float sum = row_sum(state.sum[half]);
+          if (me.lane % 4 == 0)
+            store_shared(shared.sum(me.row + 8 * half), float2{state.reference[half], sum});
+        }
+        named_barrier_arrive(8, 256);
+      } else {
+        named_barrier_sync(8, 256);
+        if (!is_first) named_barrier_sync(3, 384);  // the end of the task before is read
+        end_scores(p, task, shared, me, state);
+        __syncwarp();  // half of the lanes came back sooner
+        named_barrier_arrive(2, 384);
+      }
       is_first = false;
-      end_scores(p, task, shared, me, state);
-      __syncwarp();  // half of the lanes came back sooner
-      named_barrier_arrive(2, 384);
     }
+  }
+
+  static __device__ __forceinline__ float row_sum(float sum) {
+    sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+    return sum + __shfl_xor_sync(0xffffffffu, sum, 2);
   }
 
   // Where the row of each thread goes, and by what it is multiplied; nullptr: a padding row.
@@ -297,9 +330,10 @@ struct MlaSm90 : MlaSm90Tiles {
     using namespace device;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float sum = state.sum[half];
-      sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-      sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+      float sum = row_sum(state.sum[half]);
+      float2 other;
+      load_shared(other, shared.sum(me.row + 8 * half));
+      if (other.y != 0.0f) sum += other.y * exp2_approx(other.x - state.reference[half]);
       if (me.lane % 4 == 0)
         store_shared(shared.end(me.row + 8 * half), float2{state.reference[half], sum});
     }
@@ -392,7 +426,7 @@ struct MlaSm90 : MlaSm90Tiles {
 #pragma unroll 1
       for (int32_t blocks = num_blocks(task); blocks > 0; --blocks) {
         add_values(shared, me, group, at, out);
-        at.next();
+        at.advance(1);
       }
       named_barrier_sync(2, 384);
 #pragma unroll
@@ -417,7 +451,7 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < Kernel::kStages; ++stage) {
       for (int part = 0; part < Kernel::kParts; ++part) {
-        device::barrier_init(shared.full(stage, part), 1);
+        device::barrier_init(shared.full(stage, part), 4);
         device::barrier_init(shared.empty(stage, part), 8);  // a lane of each warp that has O
       }
       device::barrier_init(shared.weighed(stage), 4);  // of those that make scores
@@ -427,15 +461,12 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
   __syncthreads();
   device::wait_for_previous_kernel();
   device::release_next_kernel();
-  if (group == 3) {
-    device::registers_shrink<Kernel::kCopyRegisters>();
-    if (threadIdx.x < 3 * 128 + 32) Kernel::copy(p, maps, shared);
-  } else if (group == 0) {
-    device::registers_grow<Kernel::kScoreRegisters>();
-    Kernel::make_scores(p, shared);
+  if (group < 2) {
+    device::registers_shrink<Kernel::kScoreRegisters>();
+    Kernel::make_scores(p, maps, shared, group);
   } else {
     device::registers_grow<Kernel::kValueRegisters>();
-    Kernel::make_values(p, shared, group - 1);
+    Kernel::make_values(p, shared, group - 2);
   }
 }
 
