@@ -42,7 +42,6 @@ AttentionRequest request_of(const AttentionCall& call) {
   r.has_programs = call.has_programs;
   r.has_functor = call.flex.functor != 0;
   r.has_columns = p.v_channel_stride != 1;
-  r.has_kv_start = p.kv_start != nullptr;
   r.total_kv = p.total_kv;
   const int64_t (&q_scales)[3] = p.float8.q.extents, (&k_scales)[3] = p.float8.k.extents;
   r.has_part_scales = q_scales[2] > 1 || k_scales[2] > 1 || q_scales[1] > p.num_heads_kv;

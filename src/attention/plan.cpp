@@ -183,8 +183,8 @@ const char* float8_refusal(const AttentionRequest& r) {
   if (r.score == ScoreKind::scored)
     return "over float8 it has no softcap, ALiBi, bias or negative scale yet";
   if (r.has_dropout) return "over float8 it has no dropout";
-  if (r.batch_invariant && (r.ragged || r.has_kv_start))
-    return "over float8 bits depend on where in its array a sequence begins, by 16 keys";
+  if (r.batch_invariant && r.ragged)
+    return "over float8 its tiles begin at rows of the packed array, which change with the batch";
   if (r.has_part_scales)
     return "over float8 it has no scales of 128 rows or of query heads yet, but of key heads";
   return nullptr;

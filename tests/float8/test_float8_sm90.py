@@ -167,10 +167,6 @@ REFUSED = {
     "blocks": ({"k_scale": np.ones((1, 2, 3), np.float32)}, NO_PARTS),
     "query heads": ({"q_scale": np.ones((1, 4, 1), np.float32)}, NO_PARTS),
     "wide": ({}, "it is not compiled for this dtype"),
-    "bits": (
-        {"batch_invariant": True, "kv_start": np.zeros(1, np.int32)},
-        "over float8 bits depend on where in its array a sequence begins",
-    ),
 }
 
 
@@ -187,12 +183,14 @@ def test_what_it_does_not_take_naive_does(name):
         cuattn.explain("attention", q, k, v, device=H100, backend="sm90", **options)
 
 
-def test_bits_of_packed_sequences_are_those_of_naive():
+def test_naive_does_packed_sequences_whose_bits_must_not_depend_on_the_batch():
     x, starts = np.zeros((300, 2, 64), F8), np.array([0, 7, 300], np.int32)
     given = (x, x, x, starts, starts, 293, 293)
     for invariant, kernel in ((False, "sm90"), (True, "naive")):
         options = {"batch_invariant": invariant, "device": H100}
         assert cuattn.explain("attention_varlen", *given, **options).kernel == kernel
+    with pytest.raises(NotImplementedError, match="its tiles begin at rows of the packed array"):
+        cuattn.explain("attention_varlen", *given, backend="sm90", **options)
 
 
 def test_quantize_makes_what_it_takes():
