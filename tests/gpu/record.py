@@ -178,8 +178,10 @@ class Record:
             return "not run"
         if failed:
             return f"failed: {', '.join(failed)}"
-        if any(not self.holds(name, stage) for stage in entries):
-            return "sources changed since"
+        stale = [stage for stage in entries if not self.holds(name, stage)]
+        if stale:
+            which = "" if len(stale) == len(entries) else f" its {', '.join(stale)}"
+            return f"sources changed since{which}"
         if missing:
             return f"not run yet: {', '.join(missing)}"
         if len({entry["machine"] for entry in entries.values()}) > 1:
