@@ -52,7 +52,6 @@ LOOPS = {
     "cuda/attention/sm90/float8.cuh": 1,
     "cuda/attention/sm90/forward.cuh": 1,
     "cuda/backward/sm90/fused.cuh": 1,
-    "cuda/paged/sm90/decode.cuh": 1,
 }
 
 

@@ -244,7 +244,7 @@ def test_a_part_is_current_when_all_its_stages_passed_on_these_sources(current):
         return current.state("cache"), current.stale("cache", MACHINE)
 
     assert state("memcheck", ok=False) == ("failed: memcheck", ["memcheck"])
-    assert state("pytest", sources="0" * 40) == ("sources changed since", ["pytest"])
+    assert state("pytest", sources="0" * 40) == ("sources changed since its pytest", ["pytest"])
     assert state("cpp", machine="another") == ("run on different machines", ["cpp"])
     del current.parts["cache"]["racecheck"]
     current.parts["cache"]["cpp"]["machine"] = MACHINE
@@ -261,7 +261,7 @@ def test_readme_shows_a_part_that_is_not_current(current):
     lines = [line for line in record.readme_section(current).splitlines() if "**" in line]
     assert len(lines) == 1
     assert lines[0].startswith("| cache |")
-    assert lines[0].endswith("| **not current**: sources changed since | 18 |")
+    assert lines[0].endswith("| **not current**: sources changed since its cpp | 18 |")
 
 
 def test_readme_names_each_machine_once(current):
