@@ -200,3 +200,24 @@ def test_dslopes(device, backend, dim, name, dtype, rng):
     for need in (("dslopes",), ("dk", "dslopes"), problem.need, problem.need):
         for key, x in run(device, backend, problem, need).items():
             assert np.array_equal(bits(x), bits(first[key])), key
+
+
+@pytest.mark.parametrize(("device", "backend"), target_params(cuda=("sm90", "sm80", "naive")))
+def test_dbias_is_whole_where_lengths_are_bounded_from_afar(device, backend, rng):
+    """A bound above all rows together: the bias has rows and keys that no sequence has."""
+    shape = {"batch": 3, "seqlen_q": 40, "seqlen_kv": 56}
+    case = dataclasses.replace(BASE, **shape, layout="ragged", head_dim=64, give_out=True)
+    problem = make_problem(case, rng)
+    while not all(problem.forward.arrays[name].size for name in "qk"):
+        problem = make_problem(case, rng)
+    tight = run(device, backend, problem)["dbias"].astype(np.float32)
+    given = problem.forward.arrays
+    more = [(0, 0), (0, 0), *((0, 304 - n) for n in given["bias"].shape[2:])]
+    far = dataclasses.replace(
+        problem.forward, arrays={**given, "bias": np.pad(given["bias"], more)}, lengths=(304, 304)
+    )
+    wide = run(device, backend, dataclasses.replace(problem, forward=far))["dbias"]
+    wide = wide.astype(np.float32)
+    assert not wide[:, :, tight.shape[2] :].any()
+    assert not wide[..., tight.shape[3] :].any()
+    np.testing.assert_allclose(wide[:, :, : tight.shape[2], : tight.shape[3]], tight, atol=1e-2)

@@ -171,6 +171,9 @@ def test_explain_says_what_differentiates():
     assert plan.kernel == "cpu"
     with pytest.raises(NotImplementedError, match="got float32, head_dim 64"):
         explain(score_mod=score, dtype="float32")
+    for backend in ("sm90", "naive"):
+        with pytest.raises(NotImplementedError, match=f"backend '{backend}' .* in sm80 alone"):
+            explain(score_mod=score, backend=backend)
     with pytest.raises(TypeError, match="takes dout, q, k, v, out, lse, got 0 arguments"):
         cuattn.explain("flex_attention_backward")
 

@@ -180,3 +180,19 @@ def test_a_call_takes_the_kernel_that_serves_it(rng, device, backend):
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(again, out)
+
+
+def test_explain_names_sm90_for_what_it_runs():
+    rows, odd = (1, 300, 2, 64), lambda b, h, q, k: (q + k) % 3 != 1
+    capped = cuattn.flex.scores.softcap(20.0)
+
+    def explain(**given):
+        given = {"device": "h100", "dtype": "bfloat16", "mask_mod": odd, **given}
+        return cuattn.explain("flex_attention", rows, rows, rows, **given)
+
+    assert explain(scale=np.float32(0.5), softcap=np.float32(0)).kernel == "sm90"
+    assert explain(score_mod=capped).kernel == "sm80"  # as an option, which costs less
+    plan = explain(score_mod=capped, backend="sm90")
+    assert (plan.kernel, "a functor" in plan.reason) == ("sm90", True)
+    with pytest.raises(NotImplementedError, match=r"backend 'sm90' .* it has no softcap, ALiBi"):
+        explain(softcap=2.0, backend="sm90")

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import numpy as np
 
-from ..flex.attention import OPTIONS, find, problem_of, refuse_unknown
+from ..flex.attention import OPTIONS, as_taken, find, problem_of, refuse_unknown
 from ..flex.device import SM90_DIM, free_options, may_take_sm90
 from ..flex.plan import narrowed
 from ..flex.trace import dtype_name
@@ -37,7 +38,8 @@ def explain_flex(arrays: tuple[Any, ...], device: Any, dtype: str, options: dict
     number, made_up = where
     on_cuda = number >= 0 if made_up is None else made_up["is_cuda"]
     takes = free_options(options) if on_cuda else frozenset()
-    found = find(problem, score_mod, mask_mod, block_mask, takes)
+    planned = functools.partial(find, problem, score_mod, mask_mod, block_mask)
+    found = as_taken(planned, takes, options.get("backend"))
     if found.window is not None:
         given["window"] = narrowed(options.get("window", (-1, -1)), found.window)
     given |= found.options
@@ -56,6 +58,7 @@ def explain_flex(arrays: tuple[Any, ...], device: Any, dtype: str, options: dict
 
 
 Where = tuple[int, dict[str, Any] | None]
+NOT_IN_SM90 = "softcap, ALiBi, bias, dropout or scale up to 0"
 
 
 def plan_on_hopper(
@@ -64,6 +67,11 @@ def plan_on_hopper(
     """Return the plan of row ranges or a functor in sm90, as of a window; None if others do."""
     dims = [tuple(getattr(given[n], "shape", given[n]))[-1] for n in "qv"]
     if is_compiled and not may_take_sm90(given, tuple(dims)):
+        if given.get("backend") == "sm90":
+            raise NotImplementedError(
+                "flex_attention: backend 'sm90' cannot run this call: beside functions of a user "
+                f"it has no {NOT_IN_SM90}, and head_dim up to {SM90_DIM}; use backend='sm80' or 'auto'"
+            )
         return None
     everything = 2**30
     window = narrowed(given.get("window", (-1, -1)), (everything, everything))
@@ -85,8 +93,8 @@ def why_not_sm90(given: dict[str, Any], plan: Plan) -> str:
     if asked or plan.kernel != "sm80" or may_take_sm90(given, tuple(dims)):
         return ""
     return (
-        f", not in sm90, which takes them up to head_dim {SM90_DIM} and without softcap, ALiBi, "
-        "bias, dropout and a scale up to 0"
+        f", not in sm90, which takes them up to head_dim {SM90_DIM} and has no {NOT_IN_SM90} "
+        "beside them"
     )
 
 

@@ -60,11 +60,12 @@ def explain_flex_backward(
         require_backward(dtype, int(q.shape[-1]), int(v.shape[-1]))
         words += "; passes compiled by NVRTC at the first call"
         words += ", sums of captured arrays by atomics" if wanted else ""
-        backend = options.get("backend", "auto")
-        plan = plan_of(
-            softcap=options.get("softcap") or 1.0,
-            backend="sm80" if backend == "auto" else backend,
-        )
+        if (backend := options.get("backend", "auto")) not in ("auto", "sm80"):
+            raise NotImplementedError(
+                f"flex_attention_backward: backend '{backend}' cannot run this call: gradients of "
+                "functions that are compiled run in sm80 alone; use backend='sm80' or 'auto'"
+            )
+        plan = plan_of(softcap=options.get("softcap") or 1.0, backend="sm80")
     else:
         plan = plan_of_rows(plan_of, options)
     line = f"  functions: {words}\n"

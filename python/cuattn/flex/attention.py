@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
@@ -156,7 +157,8 @@ def find_for(
         def place() -> Placed:
             tiles = of_tiles(functions.block_mask, arguments)
             takes = frozenset() if gives and gives.slots else free_options(arguments)
-            return Placed(arguments, plan(problem, *functions[:2], tiles, takes), gives)
+            planned = functools.partial(plan, problem, *functions[:2], tiles)
+            return Placed(arguments, as_taken(planned, takes, arguments.get("backend")), gives)
 
         placed = kept_with(functions, (*shapes_of(problem), where, gives), place)
         window, arrays = placed.window, placed.given(arguments)
@@ -166,6 +168,12 @@ def find_for(
     if window is not None:
         arguments["window"] = narrowed(arguments.get("window", (-1, -1)), window)
     return arrays
+
+
+def as_taken(make: Callable[[Any], Found], takes: Any, backend: Any) -> Found:
+    """Return what functions become where `takes` may be options: not beside a functor in sm90."""
+    found = make(takes)
+    return make(frozenset()) if backend == "sm90" and found.options and found.functions else found
 
 
 def find(

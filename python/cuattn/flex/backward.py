@@ -15,7 +15,7 @@ from .attention import OPTIONS, find_for, problem_of, refuse_unknown
 from .block_mask import BlockMask
 from .device import Gives, is_cuda, on_its_stream
 from .evaluate import on_host
-from .expression import FLOAT
+from .expression import FLOAT, SCORE
 from .program import gradient_program
 from .trace import KINDS, Traced, dtype_name, trace
 
@@ -103,6 +103,8 @@ def flex_attention_backward(
     captured = [] if score is None else score.arrays
     wanted: dict[int, Any]
     wanted = {slot: np.zeros(tuple(captured[slot].shape), np.float32) for slot in slots}
+    # A score that is left as it is loads its arrays in vain.
+    live = set() if score is None or score.expr is SCORE else set(slots)
     problem, found = problem_of(q, k, options), {}
     if problem is not None:
         if arrays and is_cuda(q) and options.get("deterministic"):
@@ -111,15 +113,16 @@ def flex_attention_backward(
                 f"gradients are summed in any order, got one of shape {wanted[slots[0]].shape}; "
                 "leave deterministic out, or move the arrays to the CPU"
             )
-        gives = Gives(frozenset(slots), "dbias" in need)
+        gives = Gives(frozenset(live), "dbias" in need)
         found = find_for(arguments, problem, score_mod, mask_mod, block_mask, gives)
     if score is not None and "score_program" in found:
         found["score_gradient"] = gradient_program(score, set(slots))
     if "functor" in found:
-        wanted = {slot: room_for(arguments, x.shape) for slot, x in wanted.items()}
+        wanted |= {slot: room_for(arguments, wanted[slot].shape) for slot in live}
     if score is not None and ("score_program" in found or "functor" in found):
         count = len(found.get("arrays", ()))
-        found["array_gradients"] = [wanted.get(slot) for slot in range(count)]
+        given = wanted if "score_program" in found else {slot: wanted[slot] for slot in live}
+        found["array_gradients"] = [given.get(slot) for slot in range(count)]
     results = run(arguments, found)
     if not arrays:
         return result_type(need)(*results)

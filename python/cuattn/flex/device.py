@@ -11,6 +11,7 @@ import contextlib
 import functools
 import json
 import sys
+from numbers import Real
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -168,13 +169,13 @@ def is_plain(arguments: dict[str, Any]) -> bool:
     """Whether the options leave a score its scaled dot product."""
     names = ("softcap", "alibi_slopes", "bias", "dropout_p", "dropout_state")
     scale = arguments.get("scale")
-    is_positive = scale is None or (isinstance(scale, (int, float)) and 0 < scale < 1e38)
+    is_positive = scale is None or (isinstance(scale, Real) and 0 < float(scale) < 1e38)
     return is_positive and not any(is_asked(arguments.get(name)) for name in names)
 
 
 def is_asked(option: Any) -> bool:
     """Whether an option is given, and no number that switches it off."""
-    return option is not None and not (isinstance(option, (int, float)) and option == 0)
+    return option is not None and not (isinstance(option, Real) and option == 0)
 
 
 def of_tiles(block_mask: BlockMask | None, arguments: dict[str, Any]) -> BlockMask | None:

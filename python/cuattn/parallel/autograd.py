@@ -91,24 +91,24 @@ class Attend(torch.autograd.Function):  # type: ignore[misc]
         """Attend, and keep what the way back needs; the bias is that of the scheme's problem."""
         out, lse = scheme.forward(q, k, v, sinks)  # type: ignore[attr-defined]
         ctx.scheme = scheme
-        ctx.save_for_backward(q, k, v, sinks, out, lse)
+        ctx.save_for_backward(q, k, v, sinks, bias, out, lse)
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
         """Differentiate by the same scheme."""
-        q, k, v, sinks, out, lse = ctx.saved_tensors
+        q, k, v, sinks, bias, out, lse = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(out)
         dlse = None if dlse is None else dlse.contiguous()
         result = dout.to(out.dtype).contiguous(), out, lse, dlse
-        problem, dbias = ctx.scheme.problem, None
+        dbias = None
         with torch.no_grad():
             if ctx.needs_input_grad[5]:
-                dbias = torch.zeros_like(problem.bias, dtype=torch.float32)
-            ctx.scheme.problem = dataclasses.replace(problem, dbias=dbias)
+                dbias = torch.zeros_like(bias, dtype=torch.float32)
+            ctx.scheme.problem = dataclasses.replace(ctx.scheme.problem, bias=bias, dbias=dbias)
             dq, dk, dv, dsinks = ctx.scheme.backward(q, k, v, sinks, result)
             if dbias is not None:
-                dbias = dbias.to(problem.bias.dtype)
+                dbias = dbias.to(bias.dtype)
         return None, dq, dk, dv, dsinks if ctx.needs_input_grad[4] else None, dbias
