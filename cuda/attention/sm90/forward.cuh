@@ -47,8 +47,13 @@ struct ForwardSm90 {
   static constexpr int kSmemBytes = sm90_smem_bytes({kHeadDim, kHeadDimV}, kTile, kRoom, kQStages);
   // Registers of a thread. The groups share what the CTA was launched with, 168 * 3 or 128 * 4: a
   // group that asks for more than is left waits for ever.
-  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kHasDrawGroup ? 208 : 232;
-  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 40;
+  // Row ranges of 64 columns: who draws the work needs more.
+  static constexpr bool kLongDraw = kMask == MaskKind::rows && kHeadDim <= 64;
+  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160
+                                            : kHasDrawGroup ? 208
+                                            : kLongDraw     ? 224
+                                                            : 232;
+  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kLongDraw ? 56 : 40;
   static constexpr int kDrawerRegisters = kHasDrawGroup ? 56 : 0;
   static_assert(kConsumers * kConsumerRegisters + kProducerRegisters + kDrawerRegisters <=
                 kThreads / 128 * (65536 / kThreads / 8 * 8));

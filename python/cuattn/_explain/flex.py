@@ -70,7 +70,8 @@ def plan_on_hopper(
         if given.get("backend") == "sm90":
             raise NotImplementedError(
                 "flex_attention: backend 'sm90' cannot run this call: beside functions of a user "
-                f"it has no {NOT_IN_SM90}, and head_dim up to {SM90_DIM}; use backend='sm80' or 'auto'"
+                f"it has no {NOT_IN_SM90}, and head_dim up to {SM90_DIM}; use backend='sm80' or "
+                "'auto'"
             )
         return None
     everything = 2**30
