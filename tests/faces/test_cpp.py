@@ -87,8 +87,8 @@ def test_cuattn_tests_have_one_case_per_kernel_instance(tests_build):
     if not cuda or "device_mma_maps_float16_fragments" not in listed:
         pytest.skip("no CUDA in this build, or no CUDA compiler here")
     for row in cuda:
-        # Cases of C++ reach none of these: tests/flex/test_flex_cuda.py, tests/attention/test_dropout.py
-        # and tests/float8/test_float8_sm90.py do.
+        # Cases of C++ reach none of these: tests/flex/test_flex_cuda.py, test_dropout.py and
+        # test_float8_sm90.py do.
         if row["mask"] == "rows" or row["score"] == "dropped" or "float8" in row["dtype"]:
             continue
         wide = f"{row['head_dim']}x{row['head_dim_v']}"
