@@ -47,8 +47,8 @@ struct ForwardSm90 {
   static constexpr int kSmemBytes = sm90_smem_bytes({kHeadDim, kHeadDimV}, kTile, kRoom, kQStages);
   // Registers of a thread. The groups share what the CTA was launched with, 168 * 3 or 128 * 4: a
   // group that asks for more than is left waits for ever.
-  // Row ranges of 64 columns: who draws the work needs more.
-  static constexpr bool kLongDraw = kMask == MaskKind::rows && kHeadDim <= 64;
+  // With row ranges, who draws the work needs more.
+  static constexpr bool kLongDraw = kMask == MaskKind::rows;
   static constexpr int kConsumerRegisters = kConsumers == 3 ? 160
                                             : kHasDrawGroup ? 208
                                             : kLongDraw     ? 224
