@@ -6,6 +6,7 @@
 #pragma once
 
 #include "cuattn/device/convert.cuh"
+#include "cuattn/device/mask.cuh"
 #include "cuattn/params/backward.h"
 #include "cuattn/tiles.h"
 
@@ -63,6 +64,29 @@ struct BiasWork {
       if (++step[axis] < counts[axis]) return;
       step[axis] = 0;
     }
+  }
+};
+
+// A tile of ds that is summed into it, and what its rows see.
+template <int kRows, int kKeys>
+struct BiasStep {
+  int32_t batch, head, row0, key0;
+  Span queries, keys;
+  device::TileRange range;  // of keys
+
+  __device__ __forceinline__ BiasStep(const AttentionParams& f, const BiasWork& bias)
+      : batch(bias.at(0)),
+        head(bias.at(1)),
+        row0(bias.at(2) * kRows),
+        key0(bias.at(3) * kKeys),
+        queries(query_span(f, batch)),
+        keys(key_span(f, batch)),
+        range(device::tile_range<kKeys>(f.mask.left, f.mask.right, row0,
+                                        min(row0 + kRows, queries.used), queries.used, keys.used)) {
+  }
+  __device__ __forceinline__ int32_t tile() const { return key0 / kKeys; }
+  __device__ __forceinline__ bool is_seen() const {
+    return tile() >= range.begin && tile() < range.end;
   }
 };
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The gradients of the two passes of sm80 and simt that are sums of what the passes left: dsinks of
-// the states of the rows, dslopes of their terms, dbias of its parts. Every sum has one block or
+// The gradients that are sums of what the passes of CUDA left: dsinks of the states of the rows (of
+// sm80 and simt), dslopes of their terms, dbias of its parts. Every sum has one block or
 // thread and a fixed order. Before: sm80/backward.cuh.
 #include "cuda/backward/bias_tiles.cuh"
 #include "cuda/backward/weigh.cuh"

@@ -24,7 +24,7 @@ CUATTN_HOST_DEVICE int64_t sm90_row_pitch(int64_t total_q, int32_t batch) {
   return (total_q / kRowPad + batch + 3) * kRowPad;
 }
 // Of a head: the states and, fused, the sums of dq, `columns` of each row. Behind those of all heads
-// stands a float for each head and sequence where dsinks is made.
+// stands a float for each head and sequence where dsinks is made, and then what dslopes or dbias sum.
 CUATTN_HOST_DEVICE int64_t sm90_floats_of_head(const AttentionParams& f, int32_t columns) {
   return (2 + columns) * sm90_row_pitch(f.total_q, f.batch);
 }

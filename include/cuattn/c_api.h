@@ -217,7 +217,7 @@ CUATTN_API cuattn_status cuattn_attention_backward_prepare(
     const cuattn_backward_arrays* arrays, const cuattn_attention_options* options,
     const cuattn_backward_options* backward_options, cuattn_backward_call* call);
 /* The same of flex_attention, run by cuattn_attention_backward_run; also borrows what flex_options
- * point to. On the CPU alone. */
+ * point to. On CUDA by a functor. */
 CUATTN_API cuattn_status cuattn_flex_backward_prepare(
     const cuattn_backward_arrays* arrays, const cuattn_attention_options* options,
     const cuattn_backward_options* backward_options, const cuattn_flex_options* flex_options,

@@ -187,8 +187,18 @@ size_t workspace_bytes(const char* function, const Plan& plan, const BackwardPar
 }
 
 // What of the user's has no kernel on CUDA.
-void require_functor(const char* function, const BackwardParams& p, const DeviceInfo& device) {
+void require_functor(const char* function, const BackwardParams& p, bool ordered,
+                     const DeviceInfo& device) {
   if (!device.is_cuda || p.forward.flex == nullptr) return;
+  bool sums_arrays =
+      p.flex != nullptr && std::any_of(std::begin(p.flex->arrays), std::end(p.flex->arrays),
+                                       [](auto& array) { return array.data; });
+  if (ordered && sums_arrays) {
+    fail<NotImplemented>(function,
+                         ": deterministic and batch_invariant must not be set on CUDA where "
+                         "gradients of captured arrays are asked for, which are summed in any "
+                         "order; leave both out, or move the arrays to the CPU");
+  }
   const char* why = p.forward.flex->functor == 0
                         ? "masks and scores of the user must be compiled for it first"
                         : sm80_refusal(p, device);
@@ -232,7 +242,7 @@ const Rung& named_rung(const char* function, const char* backend, const Backward
 Plan select_backward(const char* function, const BackwardParams& p, bool ordered,
                      const DeviceInfo& device, const char* backend) {
   require_supported(function, device);
-  require_functor(function, p, device);
+  require_functor(function, p, ordered, device);
   const Rung& rung =
       is_auto(backend) ? best_rung(p, device) : named_rung(function, backend, p, device);
   const AttentionParams& f = p.forward;

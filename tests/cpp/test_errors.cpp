@@ -215,6 +215,21 @@ TEST(null_pointers_and_uninitialised_options_are_refused) {
         CUATTN_INVALID_ARGUMENT);
 }
 
+TEST(pages_are_refused_beside_functions_of_a_user) {
+  Call c;
+  DLTensor q = c.q.dl(), k = c.k.dl(), v = c.v.dl();
+  cuattn_attention_options options;
+  cuattn_flex_options functions;
+  cuattn_attention_call call;
+  cuattn_attention_options_init(&options, sizeof options);
+  cuattn_flex_options_init(&functions, sizeof functions);
+  CHECK(cuattn_flex_prepare(&q, &k, &v, &options, &functions, &call) == CUATTN_OK,
+        cuattn_last_error());
+  options.block_tables = &q;
+  CHECK(cuattn_flex_prepare(&q, &k, &v, &options, &functions, &call) == CUATTN_NOT_IMPLEMENTED);
+  CHECK(std::string(cuattn_last_error()).find("block_tables must be NULL") != std::string::npos);
+}
+
 TEST(negative_extents_are_refused) {
   refuses<Invalid>("q must have extents >= 0, got -2 on axis 0", [](Call& c) {
     c.q.shape[0] = c.k.shape[0] = c.v.shape[0] = c.out.shape[0] = -2;

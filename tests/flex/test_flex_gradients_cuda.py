@@ -141,6 +141,8 @@ def test_what_has_no_gradient_on_cuda_is_refused(rng, device, backend, compiler)
         call(np.float32, 64)
     with pytest.raises(NotImplementedError, match=r"summed in any order, got one of shape \(2,\)"):
         call(np.float16, 64, arrays=[gain], deterministic=True)
+    with pytest.raises(NotImplementedError, match="batch_invariant must not be set on CUDA where"):
+        call(np.float16, 64, arrays=[gain], batch_invariant=True)
     with pytest.raises(NotImplementedError, match="masks and scores of the user run in sm80 alone"):
         call(np.float16, 64, backend="naive")
     found = call(np.float16, 64, deterministic=True)

@@ -25,23 +25,9 @@ struct BiasPass {
   static_assert(kTile.m == kTileRows && kTile.m * kTile.n * 4 <= kSmemBytes, "sums take its place");
 
   // 2. What comes: a tile of ds.
-  struct Work {
-    int32_t batch, head, row0, key0;
-    Span queries, keys;
-    device::TileRange range;  // of keys
-
-    __device__ Work(const AttentionParams& f, const BiasWork& bias)
-        : batch(bias.at(0)),
-          head(bias.at(1)),
-          row0(bias.at(2) * kTile.m),
-          key0(bias.at(3) * kTile.n),
-          queries(query_span(f, batch)),
-          keys(key_span(f, batch)),
-          range(device::tile_range<kTile.n>(f.mask.left, f.mask.right, row0,
-                                            min(row0 + kTile.m, queries.used), queries.used,
-                                            keys.used)) {}
-    __device__ int32_t tile() const { return key0 / kTile.n; }
-    __device__ bool is_seen() const { return tile() >= range.begin && tile() < range.end; }
+  using Step = BiasStep<kTile.m, kTile.n>;
+  struct Work : Step {
+    using Step::Step, Step::range, Step::row0, Step::tile;
     __device__ bool is_full() const {
       return tile() >= range.full_begin && tile() < range.full_end;
     }

@@ -31,25 +31,9 @@ struct BiasSums {
   using Scores = float[kKeys / 2];
 
   // 2. A tile of ds
-  struct Work {
-    int32_t batch, head, row0, key0;
-    Span queries, keys;
-    device::TileRange range;  // of keys
-
-    __device__ __forceinline__ Work(const AttentionParams& f, const BiasWork& bias)
-        : batch(bias.at(0)),
-          head(bias.at(1)),
-          row0(bias.at(2) * kTile.m),
-          key0(bias.at(3) * kTile.n),
-          queries(query_span(f, batch)),
-          keys(key_span(f, batch)),
-          range(device::tile_range<kTile.n>(f.mask.left, f.mask.right, row0,
-                                            min(row0 + kTile.m, queries.used), queries.used,
-                                            keys.used)) {}
-    __device__ __forceinline__ int32_t tile() const { return key0 / kTile.n; }
-    __device__ __forceinline__ bool is_seen() const {
-      return tile() >= range.begin && tile() < range.end;
-    }
+  using Step = BiasStep<kTile.m, kTile.n>;
+  struct Work : Step {
+    using Step::Step, Step::queries, Step::range, Step::row0, Step::tile;
     // Whether each of its rows is in use and sees all of its keys.
     __device__ __forceinline__ bool is_full() const {
       return row0 + kTile.m <= queries.used && tile() >= range.full_begin &&
