@@ -289,16 +289,22 @@ def stage(
     return good
 
 
-def print_jobs(words: list[str], every: bool, logs: Path, out: Path) -> None:
+def print_jobs(words: list[str], every: bool, longest_first: bool, logs: Path, out: Path) -> None:
     """Part, stage, the seconds it took last time, and what the stage is told."""
     record, here = merged(records(logs, out)), machine()
     parts = [word for word in words if word in PARTS] or list(PARTS)
     stages = [word for word in words if word in STAGES] or STAGES
+    jobs = []
     for name in parts:
         for stage in PARTS[name].stages if every else record.stale(name, here):
             if stage in stages:
                 last = record.parts.get(name, {}).get(stage, {}).get("seconds", 0)
-                print(name, stage, last, *stage_arguments(name, stage))
+                jobs.append((name, stage, last, *stage_arguments(name, stage)))
+    if longest_first:
+        first = (*PYTHON_STAGES, "watchdog")  # it builds
+        jobs.sort(key=lambda job: (job[1] not in PYTHON_STAGES, job[1] not in first, -job[2]))
+    for job in jobs:
+        print(*job)
 
 
 def print_list(logs: Path, out: Path) -> None:
@@ -339,6 +345,7 @@ def main() -> int:
     lists, jobs = commands.add_parser("list"), commands.add_parser("jobs")
     jobs.add_argument("words", nargs="*")
     jobs.add_argument("--every", action="store_true", help="also what is current")
+    jobs.add_argument("--longest-first", action="store_true", help="but Python stages before others")
     built, ran = commands.add_parser("build"), commands.add_parser("stage")
     built.add_argument("--deps", type=Path, nargs="+", required=True, help="build folders")
     ran.add_argument("part", choices=PARTS)

@@ -11,7 +11,7 @@
 # that took longer last time is not begun.
 # CUATTN_GPU_WIDTH: stages side by side; default 4 for each of several GPUs, else 1.
 # Where several GPUs are visible the stages run side by side, each beginning at a GPU of its own, and what a stage runs in
-# parallel goes round the GPUs.
+# parallel goes round the GPUs. The longest begin first, and the tools yield the cores to the tests.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 work=$PWD/build/gpu
@@ -30,14 +30,17 @@ for word in "$@"; do
   esac
 done
 # A line for each stage of a part: part, stage, the seconds it took last time, what it is told.
-stale() { $record jobs $every --logs "$work/logs" --out "$out" -- "${words[@]}"; }
+stale() { $record jobs $every $longest --logs "$work/logs" --out "$out" -- "${words[@]}"; }
+several_gpus() { [[ $gpus == *,* ]]; }
+
+cores=$(nproc)
+gpus=${CUDA_VISIBLE_DEVICES:-$(nvidia-smi --query-gpu=index --format=csv,noheader 2>/dev/null | paste -sd, -)}
+gpus=${gpus:-0}
+several_gpus && longest=--longest-first || longest=""
 jobs=$(stale) || exit 2
 [ -n "$jobs" ] || { echo "run.sh: all of it is current" && exit 0; }
 
 mkdir -p "$work/logs" "$out"
-cores=$(nproc)
-gpus=${CUDA_VISIBLE_DEVICES:-$(nvidia-smi --query-gpu=index --format=csv,noheader 2>/dev/null | paste -sd, -)}
-gpus=${gpus:-0}
 [ -n "$dry" ] || export CUATTN_SOURCE_HASH=${CUATTN_SOURCE_HASH:-$($record hash)}
 export PYTHONPATH=$work/site${PYTHONPATH:+:$PYTHONPATH}
 tests=$work/tests/cuattn_tests
@@ -51,7 +54,6 @@ on_gpu() {
   IFS=, read -ra list <<<"$gpus"
   CUDA_VISIBLE_DEVICES=${list[$1 % ${#list[@]}]} go "${@:2}"
 }
-several_gpus() { [[ $gpus == *,* ]]; }
 
 # shards LOG N COMMAND...: the command N times side by side, over all GPUs, with SHARD replaced by I/N; output to LOG.I.
 shards() {
@@ -74,23 +76,18 @@ build() {
     -C cmake.define.CUATTN_CUDA=ON . &&
     go cmake -G Ninja -S tests/cpp -B "$work/tests" -DCUATTN_TESTS_CUDA=ON \
       -Dcuattn_DIR="$([ -n "$dry" ] || $python -c 'import cuattn; print(cuattn.cmake_dir())')" &&
-    go cmake --build "$work/tests" -j "$cores" || return 1
-  # A second build, whose mbarrier waits trap after two seconds. Only 90a code waits so.
-  [[ $jobs != *" watchdog "* ]] || {
-    go cmake -G Ninja -S . -B "$work/watchdog" -DCUATTN_CUDA=ON -DCUATTN_CUDA_ARCHS=90-real -DCUATTN_WATCHDOG=ON \
-      -DCUATTN_TESTS=ON && go cmake --build "$work/watchdog" -j "$cores" --target cuattn_tests
-  } &&
-    go $python -c 'import cuattn; print(cuattn.info())'
+    go cmake --build "$work/tests" -j "$cores" && go $python -c 'import cuattn; print(cuattn.info())'
 }
 
 # The stages, of the part $part. $arguments: its Python files, or which cases of cuattn_tests are its own.
 
 pytest() {
   local workers=()
-  # The stages side by side share the cores: a worker holds half a gigabyte of its GPU before it has run a test. Its
-  # libraries must not start a thread for every core each.
-  local count=$((cores / width > 4 ? cores / width : 4))
-  [ "$part" != core ] || count=$((4 * count < cores ? 4 * count : cores))  # most of the tests are its
+  # The stages side by side share the cores, of which core takes half, for most of the tests are its. A worker holds half
+  # a gigabyte of its GPU before it has run a test. Its libraries must not start a thread for every core each.
+  local share=1 count
+  [ "$width" = 1 ] || { [ "$part" = core ] && share=2 || share=8; }
+  count=$((cores / share > 4 ? cores / share : 4))
   $python -c 'import xdist' 2>/dev/null && workers=(-n $count --dist worksteal) &&
     export OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1 CUATTN_NUM_THREADS=2
   # Each worker takes its GPUs from the list (tests/conftest.py).
@@ -160,17 +157,24 @@ racecheck() {
 initcheck() { sanitize initcheck /cublas/,sm90_stmatrix_and_tma_store; }
 synccheck() { sanitize synccheck /cublas/; }
 
-# The build whose waits end; first it must end a wait in vain.
+# A second build, whose mbarrier waits trap after two seconds. Only 90a code waits so.
+watched() {
+  go cmake -G Ninja -S . -B "$work/watchdog" -DCUATTN_CUDA=ON -DCUATTN_CUDA_ARCHS=90-real -DCUATTN_WATCHDOG=ON \
+    -DCUATTN_TESTS=ON && go cmake --build "$work/watchdog" -j "$cores" --target cuattn_tests
+}
+
+# The first stage that asks for that build makes it; before its cases it must end a wait in vain.
 watchdog() {
   local watched=$work/watchdog/tests/cpp/cuattn_tests
-  on_gpu 0 "$watched" plant watchdog &&
+  { flock 9 && watched 9>&-; } 9>"$work/watchdog.lock" && on_gpu 0 "$watched" plant watchdog &&
     shards "$log" 8 "$watched" test $arguments --filter sm90 --shard SHARD
 }
 
 # timed NAME SECONDS FUNCTION: its output goes to NAME.log; leaves its exit status in $status and its time in $took.
 timed() {
-  local begin=$SECONDS
-  log=$work/logs/$1 timeout --kill-after 10 "$2" bash -o pipefail -c "$3" >"$work/logs/$1.log" 2>&1
+  local begin=$SECONDS nice=0
+  ! several_gpus || case $1 in build | core.pytest) ;; *.pytest | *.limits) nice=4 ;; *) nice=10 ;; esac
+  log=$work/logs/$1 nice -n $nice timeout --kill-after 10 "$2" bash -o pipefail -c "$3" >"$work/logs/$1.log" 2>&1
   status=$? took=$((SECONDS - begin))
 }
 where() { echo --status "$status" --seconds "$took" --gpus "$gpus" --logs "$work/logs" --out "$out"; }
@@ -191,7 +195,7 @@ several_gpus && IFS=, read -ra list <<<"$gpus" && width=$((4 * ${#list[@]})) || 
 width=${CUATTN_GPU_WIDTH:-$width}
 
 exec 3>&1
-export -f build pytest limits cpp sanitize memcheck racecheck initcheck synccheck watchdog go on_gpu several_gpus shards
+export -f build pytest limits cpp sanitize memcheck racecheck initcheck synccheck watchdog watched go on_gpu several_gpus shards
 export dry jobs work tests python cores gpus width part arguments
 rm -f "$work/failed"
 timed build "$limit" build
