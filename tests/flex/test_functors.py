@@ -82,6 +82,13 @@ def test_more_numbers_than_a_kernel_takes_are_refused():
         numbers({"score": many})
 
 
+@pytest.fixture
+def compiler(monkeypatch):
+    """NVRTC, without its own cache: what it takes from there comes without a word of ptxas."""
+    monkeypatch.setenv("CUDA_CACHE_DISABLE", "1")
+    return library()
+
+
 def library():
     try:
         return nvrtc.nvrtc()
@@ -92,8 +99,7 @@ def library():
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
-def test_nvrtc_takes_every_operation_without_spilling(arch):
-    compiler = library()
+def test_nvrtc_takes_every_operation_without_spilling(arch, compiler):
     for kernel in KERNELS if arch == "sm_80" else KERNELS[:1]:
         text = source(kernel, of_everything(), False, True)
         code, log = compiler.compile(text, arch, functors.folders())
@@ -102,12 +108,12 @@ def test_nvrtc_takes_every_operation_without_spilling(arch):
         assert spilled == ["0"], f"{kernel}: {log}"
 
 
-def test_nvrtc_takes_the_kernel_for_hoppers():
+def test_nvrtc_takes_the_kernel_for_hoppers(compiler):
     ids, table = np.arange(9), np.ones((3, 5), np.float32)
     mask, score = lambda b, h, q, k: ids[q] == ids[k], lambda s, b, h, q, k: s + table[h, q - k]
     found = functions(score, mask)
     text = source(Kernel("sm90", "bfloat16", 128, 128), found, False, True)
-    code, log = library().compile(text, "sm_90a", functors.folders())
+    code, log = compiler.compile(text, "sm_90a", functors.folders())
     assert code[:4] == b"\x7fELF"
     assert re.findall(r"(\d+) bytes spill stores", log) == ["0"], log
     assert "C75" not in log  # no register taken away, no wgmma serialised
@@ -121,8 +127,7 @@ def test_distances_become_floats_without_a_conversion_each():
     assert "static_cast<float>" not in text
 
 
-def test_nvrtc_takes_the_passes_of_gradients_without_spilling():
-    compiler = library()
+def test_nvrtc_takes_the_passes_of_gradients_without_spilling(compiler):
     mask = functions(mask=lambda b, h, q, k: q != k)
     for kernel, found, slots in ((SM80, of_everything(), {0, 1}), (KERNELS[1], mask, set())):
         given = found, False, True, True, frozenset(slots), bool(slots)
