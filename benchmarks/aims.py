@@ -14,7 +14,7 @@ import statistics
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from cuattn._bench.backward import PLAIN
+from cuattn._bench.backward import PLAIN, PLAIN_OF_64
 from cuattn._bench.bars import NOISE
 from cuattn._bench.families import FAMILIES
 from cuattn._bench.workloads import as_json
@@ -165,7 +165,7 @@ def by_width(workload: dict) -> bool:
     return workload["name"].startswith("d") and not workload["step"]
 
 
-PLAIN_ROW = f"time of row {PLAIN}"
+PLAIN_ROWS = tuple(f"time of row {name}" for name in (PLAIN, PLAIN_OF_64))
 BENCH = "benchmarks/bench.py --family"
 AIMS = (
     Aim(
@@ -250,7 +250,7 @@ AIMS = (
     Aim(
         "backward with softcap, ALiBi, sinks or dropout; with bias and dbias: of the plain speed",
         "0.8; 0.5",
-        together(bars_of("backward", (PLAIN_ROW,), 0.8), bars_of("backward", (PLAIN_ROW,), 0.5)),
+        together(bars_of("backward", PLAIN_ROWS, 0.8), bars_of("backward", PLAIN_ROWS, 0.5)),
         "the same",
     ),
     Aim(

@@ -113,9 +113,10 @@ void read_need(BackwardCall& call, const cuattn_attention_options& o,
     for (int64_t& extent : p.dbias.extents) extent = 1;
     for (int32_t axis = 0; axis < bias.ndim; ++axis)
       p.dbias.extents[4 - bias.ndim + axis] = bias.shape[axis];
-    // A bound of lengths may exceed all rows together: dbias has zeros there, which are written too.
+    // A bound of lengths may exceed all rows together, of which there may be none: dbias has zeros
+    // there, which are written too.
     AttentionParams& f = call.forward.params;
-    if (call.forward.ragged && (need & kNeedDbias) != 0 && f.total_q > 0 && f.total_kv > 0) {
+    if (call.forward.ragged && (need & kNeedDbias) != 0) {
       f.seqlen_q = std::max(f.seqlen_q, static_cast<int32_t>(p.dbias.extents[2]));
       f.seqlen_kv = std::max(f.seqlen_kv, static_cast<int32_t>(p.dbias.extents[3]));
     }

@@ -13,7 +13,7 @@ import pytest
 import cases
 import cuattn
 import harness
-from backward_cases import NEED, BackwardCase, assert_case, make_problem, run
+from backward_cases import NEED, SOURCES, BackwardCase, assert_case, make_problem, run
 from harness import bits, target_params
 from made_up_gpus import GPUS
 
@@ -221,3 +221,30 @@ def test_dbias_is_whole_where_lengths_are_bounded_from_afar(device, backend, rng
     assert not wide[:, :, tight.shape[2] :].any()
     assert not wide[..., tight.shape[3] :].any()
     np.testing.assert_allclose(wide[:, :, : tight.shape[2], : tight.shape[3]], tight, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "empty"),
+    target_params(("qk", "q", "k"), cuda=("sm90", "sm80", "naive")),
+)
+def test_dbias_is_written_where_no_row_is(device, backend, empty, rng):
+    """No query, no key or neither in all sequences together, under a bound of lengths above."""
+    case = dataclasses.replace(BASE, layout="ragged", head_dim=64, causal=False, give_out=True)
+    problem = make_problem(case, rng)
+    forward, arrays = dict(problem.forward.arrays), dict(problem.arrays)
+    if "q" in empty:
+        forward |= {"q": forward["q"][:0], "cu_seqlens_q": np.zeros_like(forward["cu_seqlens_q"])}
+        arrays |= {name: x[:0] for name, x in arrays.items() if x.ndim == 3}
+        arrays |= {name: x[:, :0] for name, x in arrays.items() if x.ndim == 2}
+    if "k" in empty:
+        forward |= {name: forward[name][:0] for name in "kv"}
+        forward["cu_seqlens_k"] = np.zeros_like(forward["cu_seqlens_k"])
+        arrays["out"] = np.zeros_like(arrays["out"])
+        arrays["lse"] = np.full_like(arrays["lse"], -np.inf)
+    problem = dataclasses.replace(
+        problem, arrays=arrays, forward=dataclasses.replace(problem.forward, arrays=forward)
+    )
+    for name, x in run(device, backend, problem).items():
+        assert x.shape == forward[SOURCES[name]].shape
+        assert not x.astype(np.float32).any(), name
+    assert problem.forward.arrays["bias"].size > 0

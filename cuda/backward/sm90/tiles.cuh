@@ -64,7 +64,8 @@ struct BoxPlace {
 inline device::TensorMap rows_map(const AttentionParams& f, bool ragged, const void* base,
                                   const Strides& s, int32_t columns, int64_t tokens, int32_t heads,
                                   int32_t rows) {
-  if (tokens == 0) base = f.total_q > 0 ? f.q : f.k;  // never read, but mapped
+  if (tokens == 0 || f.batch == 0)  // never read, but mapped
+    base = f.total_q > 0 ? f.q : f.total_kv > 0 ? f.k : f.scores.bias;
   return tensor_map(f.dtype, base, {columns, tokens, heads, ragged ? 1 : f.batch, 1},
                     {s.seq, s.head, s.batch, 0}, {64, rows, 1, 1, 1});
 }

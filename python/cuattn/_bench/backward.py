@@ -20,6 +20,7 @@ HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (256, 256), (192, 192), (192, 128))
 TOKENS, WIDTH = 16384, 2048  # heads x head_dim; 96 gets the next number of heads below
 FA4_ROWS = (64, 128)  # of these FlashAttention-4's figures at TOKENS are held to be reached
 PLAIN, SEQLEN = "causal", 2048  # the row that score options are compared with
+PLAIN_OF_64 = "d64 s2048 causal"  # the same of heads of 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +116,17 @@ def lengths_and_widths() -> Iterable[BackwardWorkload]:
                 )
 
 
+DEAR_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("dropout 0.1", {"dropout_p": 0.1}),
+    ("bias, dbias", {"bias": True, "need": ("dq", "dk", "dv", "dbias")}),
+)
+
+
+def may_cost(plain: str, options: dict[str, Any]) -> Bar:
+    """Return what a row with options may cost beside the plain one."""
+    return Bar(OURS, f"time of row {plain}", 0.5 if "bias" in options else 0.8)
+
+
 def score_options(
     heads: tuple[int, int], head_dim: int, seqlen: int, dtype: str = "bfloat16", batch: int = 8
 ) -> Iterable[BackwardWorkload]:
@@ -128,13 +140,20 @@ def score_options(
         ("alibi", {"alibi": True}),
         ("sinks", {"sinks": True}),
         ("sinks, dsinks", {"sinks": True, "need": ("dq", "dk", "dv", "dsinks")}),
-        ("dropout 0.1", {"dropout_p": 0.1}),
-        ("bias, dbias", {"bias": True, "need": ("dq", "dk", "dv", "dbias")}),
+        *DEAR_OPTIONS,
     )
     for words, options in named:
-        least = 0.5 if "bias" in options else 0.8
-        bars = (Bar(OURS, f"time of row {PLAIN}", least),)
+        bars = (may_cost(PLAIN, options),)
         yield BackwardWorkload(f"{PLAIN} {words}", **plain, **options, bars=bars)
+
+
+def narrow_heads() -> Iterable[BackwardWorkload]:
+    """Take the options that cost most again with heads of 64, whose products hide less."""
+    for words, options in DEAR_OPTIONS:
+        heads = (WIDTH // 64,) * 2
+        bars = (may_cost(PLAIN_OF_64, options),)
+        name = f"{PLAIN} d64 {words}"
+        yield whole(name, SEQLEN, heads, 64, causal=True, **options, bars=bars)
 
 
 def packed() -> Iterable[BackwardWorkload]:
@@ -162,6 +181,7 @@ def backward() -> Iterable[BackwardWorkload]:
         name = f"causal window {left}"
         yield whole(name, 8192, heads, 128, causal=True, window=(left, 0), bars=wanted)
     yield from score_options(heads, 128, SEQLEN)
+    yield from narrow_heads()
     host = (Bar(OURS, "host time", 1.0),)
     for causal in (False, True):
         name = f"step s512 {'causal' if causal else 'full'}"
