@@ -33,7 +33,7 @@ bool is_jax(const char* op, const char* name, nb::handle array) {
 
 // The arrays of a call; those not given stay NULL.
 struct DecodeArrays {
-  std::optional<Array> arrays[7];
+  std::optional<Array> arrays[9];
   OptionalArrays<std::size(kPagedArrays)> optional;
   cuattn_mla_arrays given{};
 
@@ -47,7 +47,9 @@ struct DecodeArrays {
                   {"kpe_cache", given.kpe_cache},
                   {"v_cache", given.v_cache},
                   {"block_tables", given.block_tables},
-                  {"context_lens", given.context_lens}};
+                  {"context_lens", given.context_lens},
+                  {"indices", given.indices},
+                  {"topk_lens", given.topk_lens}};
     for (size_t i = 0; i < std::size(fields); ++i) {
       nb::handle source = argument(arguments, fields[i].name);
       if (!is_given(source)) continue;
@@ -223,8 +225,8 @@ nb::object mla_project(const char* op, nb::handle x, nb::handle proj, nb::handle
 void add_mla(nb::module_& m) {
   m.def("mla_decode", &mla_decode, nb::arg("arguments"),
         nb::sig("def mla_decode(arguments: dict[str, object]) -> object"),
-        "cuattn.mla_decode of its arguments by name; v_cache, and no block_tables and "
-        "context_lens, are for mla_attention.");
+        "cuattn.mla_decode of its arguments by name; v_cache, and rows without "
+        "block_tables, context_lens and indices, are for mla_attention.");
   m.def("mla_write", &mla_write,
         nb::sig("def mla_write(ckv: object, kpe: object, ckv_cache: object, kpe_cache: object, "
                 "slot_mapping: object, cos: object, sin: object, positions: object, "

@@ -13,9 +13,13 @@ extern "C" {
  * q_len, num_heads, latent], already times the key projection; ckv_cache [num_blocks, block_size,
  * latent] is key and value. q_pe [..., rope] and kpe_cache [num_blocks, block_size, rope], the
  * rotated columns, may be NULL. v_cache, like ckv_cache, holds other values; NULL: there are none.
- * block_tables and context_lens NULL: ckv_cache is [num_seqs, seqlen, latent], without pages. */
+ * block_tables and context_lens NULL: ckv_cache is [num_seqs, seqlen, latent], without pages, unless
+ * indices, int32 [num_seqs(, q_len), topk], lists the tokens that each query sees by their slots,
+ * block * block_size + place in the block, in a cache with blocks of any size. Other numbers, as -1,
+ * are no token. topk_lens, int32 [num_seqs(, q_len)]: entries of each list; NULL: topk. */
 typedef struct {
   const DLTensor *q_nope, *q_pe, *ckv_cache, *kpe_cache, *v_cache, *block_tables, *context_lens;
+  const DLTensor *indices, *topk_lens;
 } cuattn_mla_arrays;
 
 /* out is like q_nope, lse as paged attention's; run it by cuattn_paged_run. Of the options, scale

@@ -54,6 +54,7 @@ const char* sm90_latent_refusal(const PagedRequest& r) {
   if (r.head_dim != kMlaSm90Latent || r.rope_dim != kMlaSm90Rope)
     return "it takes latents of 512 columns and 64 rope columns";
   if (r.own_values) return "it takes values that are the latents of the keys";
+  if (r.has_lists) return "it takes blocks of tokens, not lists (indices)";
   if (r.has_pages && r.block_size % 16 != 0) return "block_size is no multiple of 16";
   return instance_of(Kernel::sm90, r) == kNoInstance ? "it is not compiled for this dtype"
                                                      : nullptr;

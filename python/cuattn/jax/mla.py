@@ -30,7 +30,9 @@ from .call import (
 )
 from .paged import NUMBERS, decode_results
 
-DECODE_OPTIONAL = ("q_pe", "kpe_cache", "v_cache", "block_tables", "context_lens", "sinks")
+DECODE_OPTIONAL = (
+    "q_pe", "kpe_cache", "v_cache", "block_tables", "context_lens", "indices", "topk_lens", "sinks",
+)  # fmt: skip
 DECODE_NUMBERS = (
     "scale", "causal", "window", "softcap", "num_splits", "batch_invariant", "return_lse",
     "backend",
