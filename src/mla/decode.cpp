@@ -147,6 +147,9 @@ void read_indices(PagedCall& call, const LatentArrays& a, bool check_data) {
                  ": block_tables and context_lens must be None where indices are given, got one; "
                  "indices name tokens by their slots, and topk_lens says how many of each list");
   p.pages.block_size = checked_length(kName, "ckv_cache", "block_size", a.ckv_cache.shape[1]);
+  CUATTN_REQUIRE(p.pages.num_blocks > 0 && p.pages.block_size > 0, kName,
+                 ": ckv_cache must hold at least one token, got shape ", shape_text(a.ckv_cache),
+                 "; allocate a block");
   p.pages.block_tables_stride = read_lists(call, nope, "indices", lists, true, check_data);
   p.pages.block_tables = static_cast<const int32_t*>(lists.data);
   w.capacity = checked_length(kName, "indices", "topk", lists.shape[lists.ndim - 1]);

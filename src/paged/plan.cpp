@@ -54,7 +54,6 @@ const char* sm90_latent_refusal(const PagedRequest& r) {
   if (r.head_dim != kMlaSm90Latent || r.rope_dim != kMlaSm90Rope)
     return "it takes latents of 512 columns and 64 rope columns";
   if (r.own_values) return "it takes values that are the latents of the keys";
-  if (r.has_lists) return "it takes blocks of tokens, not lists (indices)";
   if (r.has_pages && r.block_size % 16 != 0) return "block_size is no multiple of 16";
   return instance_of(Kernel::sm90, r) == kNoInstance ? "it is not compiled for this dtype"
                                                      : nullptr;
@@ -102,7 +101,7 @@ int32_t rows_of(const PagedRequest& r) {
 // Copies of 8 tokens through the TMA reach 0.7 of the speed of memory, cp.async 0.9.
 bool pays(Kernel kernel, const PagedRequest& r) {
   if (kernel != Kernel::sm90) return true;
-  if (r.latent) return rows_of(r) > 16;
+  if (r.latent) return rows_of(r) > 16 && !r.has_lists;
   return r.block_size % 16 == 0;
 }
 
