@@ -114,7 +114,9 @@ nb::object mla_write(nb::handle ckv, nb::handle kpe, nb::handle ckv_cache, nb::h
   bool has_ropes = !kpe.is_none() || !kpe_cache.is_none();
   if (has_ropes) ropes.import(op, "kpe", kpe, stream, &latents);
   latent_cache.import(op, "ckv_cache", ckv_cache, stream, &latents, true);
-  if (has_ropes) rope_cache.import(op, "kpe_cache", kpe_cache, stream, &latents, true);
+  bool is_packed = latent_cache.tensor.dtype.code == kDLUInt && kpe_cache.is_none();
+  bool has_rope_cache = has_ropes && !is_packed;
+  if (has_rope_cache) rope_cache.import(op, "kpe_cache", kpe_cache, stream, &latents, true);
   slots.import(op, "slot_mapping", slot_mapping, stream, &latents);
   Turning turning;
   turning.import(op, cos, sin, positions, stream, latents, options);
@@ -122,7 +124,7 @@ nb::object mla_write(nb::handle ckv, nb::handle kpe, nb::handle ckv_cache, nb::h
   {
     Unlocked unlocked;
     status = cuattn_mla_write(&latents.tensor, has_ropes ? &ropes.tensor : nullptr,
-                              &latent_cache.tensor, has_ropes ? &rope_cache.tensor : nullptr,
+                              &latent_cache.tensor, has_rope_cache ? &rope_cache.tensor : nullptr,
                               &slots.tensor, &options, stream.handle);
   }
   check(status);

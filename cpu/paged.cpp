@@ -13,6 +13,7 @@
 #include "cpu/convert.h"
 #include "cpu/flash.h"
 #include "cpu/kernels.h"
+#include "cpu/latents.h"
 #include "cpu/parallel.h"
 #include "cuattn/error.h"
 
@@ -24,8 +25,6 @@ constexpr float kLog2e = 1.44269504088896341f, kLn2 = 0.693147180559945309f;
 
 constexpr int32_t kChunk = 512;  // keys; with head_dim 128 and float32 K and V fill 512 KB of L2
 constexpr int32_t kLatentChunk = 128;  // of 512 + 64 columns: 288 KB
-
-int32_t bytes_of(DType dtype) { return dtype == DType::f32 ? 4 : dtype == DType::e4m3 ? 1 : 2; }
 
 // Keys [begin, end) for the rows of one (sequence, kv head, row group), and where the result goes.
 struct Task {
@@ -113,30 +112,6 @@ void gather(const PagedParams& p, int32_t b, int32_t h_kv, int32_t first, int32_
       copy(from_v, v);
     }
   }
-}
-
-// Keys of mla_decode: the latent, then the rope columns; and values, where they are not latents.
-// Keys of a list that are none are left out; returns how many there are.
-int32_t gather_latents(const PagedParams& p, int32_t b, int32_t first, int32_t count, char* k,
-                       char* v) {
-  const LatentParams& latent = p.latent;
-  int64_t itemsize = bytes_of(p.dtype), head_bytes = p.head_dim * itemsize;
-  int64_t rope_bytes = latent.rope_dim * itemsize;
-  int32_t found = 0;
-  for (int32_t i = 0; i < count; ++i) {
-    LatentPlace place = latent_place(p, b, first + i);
-    if (!place.exists) continue;
-    auto copy = [&](const void* cache, const CacheStrides& strides, int64_t bytes, char* to) {
-      std::memcpy(to, static_cast<const char*>(cache) + place.at(strides) * itemsize,
-                  static_cast<size_t>(bytes));
-    };
-    copy(p.k_cache, p.k_strides, head_bytes, k);
-    if (rope_bytes > 0) copy(latent.rope_cache, latent.strides, rope_bytes, k + head_bytes);
-    if (latent.own_values) copy(p.v_cache, p.v_strides, head_bytes, v + found * head_bytes);
-    k += head_bytes + rope_bytes;
-    ++found;
-  }
-  return found;
 }
 
 // 2. The state of some rows over the keys so far

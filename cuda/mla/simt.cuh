@@ -72,6 +72,24 @@ struct MlaSimt {
     for (int i = 0; i < 8; ++i) to[i] = device::to_float(x[i]);
   }
 
+  // Eight columns, from `column` on, of a packed latent.
+  static __device__ __forceinline__ void unpack8(const char* from, int32_t column, bool valid,
+                                                 float* to) {
+    uint2 raw{};
+    float scale = 0.0f;
+    if (valid) {
+      raw = *reinterpret_cast<const uint2*>(from + column);
+      scale = *reinterpret_cast<const float*>(from + PackedLatent::kScalesAt +
+                                              column / PackedLatent::kScaled * 4);
+    }
+    const device::E4m3* codes = reinterpret_cast<const device::E4m3*>(&raw);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      float value = __fmul_rn(device::to_float(codes[i]), scale);
+      to[i] = device::to_float(device::from_float<device::Element<DType::bf16>>(value));
+    }
+  }
+
   // Keys [key0, key0 + kKeys), or their own values.
   static __device__ __forceinline__ void load_keys(const PagedParams& p,
                                                    const device::KeyTask& task, int32_t key0,
@@ -87,6 +105,11 @@ struct MlaSimt {
       if (key >= task.low && key < task.end) place = latent_place(p, task.b, key);
       if (chunk == 0) shared.there[i] = place.exists;
       int32_t column = 8 * (is_rope ? chunk - latent_chunks : chunk);
+      if (p.kv_dtype == DType::e4m3 && !is_rope) {
+        unpack8(static_cast<const char*>(p.k_cache) + place.at(p.k_strides), column, place.exists,
+                &shared.keys[i][column]);
+        continue;
+      }
       const CacheStrides& s = is_rope ? p.latent.strides : strides;
       const T* from = is_rope ? static_cast<const T*>(p.latent.rope_cache) : cache;
       load8(from + place.at(s) + column, place.exists,

@@ -56,7 +56,9 @@ def mla_decode(
         The rotated columns, a multiple of 8 up to 128 (DeepSeek: 64).
     ckv_cache : array, [num_blocks, block_size, latent]
         Latents of q_nope's dtype, normalised; block_size is 1 to 256. Blocks and tokens may lie
-        apart: ``cache[..., :512]`` of a joined cache [num_blocks, block_size, 576] is taken.
+        apart: ``cache[..., :512]`` of a joined cache [num_blocks, block_size, 576] is taken. Of
+        uint8 and 656 bytes: FlashMLA's packed latents with their rope columns, which kpe_cache None
+        goes with; q_nope is bfloat16 then.
     kpe_cache : array, [num_blocks, block_size, rope columns], or None
         Rotated columns that all heads share; may be ``cache[..., 512:]`` of the joined cache.
     block_tables : int32 array, [num_seqs, max_blocks_per_seq], or None with `indices`
@@ -172,7 +174,9 @@ def mla_write(
         Of ckv's dtype; rotated on the way where cos, sin and positions are given. None, with
         kpe_cache: latents without rope columns.
     ckv_cache, kpe_cache : array, [num_blocks, block_size, latent] and [..., rope columns], written
-        Of ckv's dtype; two caches, or two views of one joined cache.
+        Of ckv's dtype; two caches, or two views of one joined cache. Or ckv_cache uint8
+        [num_blocks, block_size, 656] and kpe_cache None: ckv, bfloat16, is quantised to FlashMLA's
+        packed latents, kpe, not rotated, stored beside.
     slot_mapping : int64 array, [num_tokens]
         Slot = block * block_size + token in the block; -1 skips the row.
     cos, sin : float32 array, [max_position, rotary_dim / 2], optional

@@ -84,7 +84,30 @@ CacheStrides read_latents(PagedCall& call, const char* name, const TensorView& v
   return {stride_of(view, 0), 0, stride_of(view, 1)};
 }
 
+// FlashMLA's cache of 656 bytes a token, which has the rope columns, too.
+void read_packed(PagedCall& call, const LatentArrays& a, bool check_data) {
+  PagedParams& p = call.params;
+  const TensorView& cache = a.ckv_cache;
+  CUATTN_REQUIRE(a.q_pe != nullptr && a.kpe_cache == nullptr && a.v_cache == nullptr, kName,
+                 ": kpe_cache must be None and q_pe an array where ckv_cache is uint8, packed "
+                 "latents of 512 columns with their 64 rope columns, got another");
+  CUATTN_REQUIRE(p.dtype == DType::bf16, kName,
+                 ": q_nope must be bfloat16 over packed latents (ckv_cache of uint8), got ",
+                 dtype_name(p.dtype), "; cast it");
+  require_rank(kName, "ckv_cache", cache, 3, "[num_blocks, block_size, 656]");
+  require_device(kName, "ckv_cache", cache, call.device, "q_nope");
+  check_packed(kName, cache, p.head_dim, p.latent.rope_dim, "q_nope", "q_pe", false, check_data);
+  p.kv_dtype = DType::e4m3;
+  p.pages.num_blocks = checked_extent(kName, "ckv_cache", "num_blocks", cache.shape[0]);
+  p.k_cache = p.v_cache = cache.data;
+  p.k_strides = p.v_strides = {stride_of(cache, 0), 0, stride_of(cache, 1)};
+  p.latent.strides = {p.k_strides.block / 2, 0, p.k_strides.token / 2};
+  if (cache.data != nullptr)
+    p.latent.rope_cache = static_cast<const char*>(cache.data) + PackedLatent::kRopeAt;
+}
+
 void read_caches(PagedCall& call, const LatentArrays& a, bool check_data) {
+  if (is_packed(a.ckv_cache)) return read_packed(call, a, check_data);
   PagedParams& p = call.params;
   LatentParams& latent = p.latent;
   p.k_strides = read_latents(call, "ckv_cache", a.ckv_cache, p.head_dim, "q_nope", check_data);
@@ -219,7 +242,7 @@ PagedCall validate_latent(const LatentArrays& a, const cuattn_paged_options& o, 
   p.latent.is_used = true;
   require_known_device(kName, "q_nope", call.device);
   read_nope(call, a.q_nope, check_data);
-  CUATTN_REQUIRE((a.q_pe == nullptr) == (a.kpe_cache == nullptr), kName,
+  CUATTN_REQUIRE((a.q_pe == nullptr) == (a.kpe_cache == nullptr) || is_packed(a.ckv_cache), kName,
                  ": q_pe and kpe_cache must be given together, got one; leave out both where there "
                  "are no rope columns");
   if (a.q_pe != nullptr) read_rope_queries(call, a.q_nope, *a.q_pe, check_data);

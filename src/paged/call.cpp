@@ -14,6 +14,7 @@ Footprint cache_footprint(const char* name, const PagedParams& p, const void* ca
                           const CacheStrides& strides) {
   bool is_vllm = p.kv_layout == KvLayout::vllm;  // there a head's tokens and dims are one run
   int64_t run = int64_t{p.head_dim} * (is_vllm ? p.pages.block_size : 1);
+  if (p.latent.is_used && p.kv_dtype == DType::e4m3) run = PackedLatent::kBytes;
   return {name,
           cache,
           itemsize(p.kv_dtype),

@@ -105,6 +105,7 @@ PARTS = {
             "test_paged_errors.py",
             "test_mla_decode.py",
             "test_mla_indices.py",
+            "test_mla_packed.py",
             "test_mla_attention.py",
             "test_mla_errors.py",
         ),
