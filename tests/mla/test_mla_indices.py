@@ -6,6 +6,7 @@ that are no token anywhere in it, tokens twice, NaN in every token that no list 
 from __future__ import annotations
 
 import dataclasses
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -165,14 +166,8 @@ def serves(backend, case):
     return backend != "sm80" or (case.dtype != "float32" and case.latent <= 512 and case.rope <= 64)
 
 
-@pytest.mark.parametrize(
-    ("device", "backend", "case"), target_params(CASES, **TARGETS, ids=[str(c) for c in CASES])
-)
-def test_lists_against_float64(device, backend, case, rng):
-    if not serves(backend, case):
-        with pytest.raises(NotImplementedError, match=f"backend '{backend}' cannot run this"):
-            call(device, backend, case, make(case, rng))
-        return
+def assert_case(device, backend, case, rng):
+    """The library against the oracle for one case."""
 
     def attempt():
         arrays = make(case, rng)
@@ -183,6 +178,72 @@ def test_lists_against_float64(device, backend, case, rng):
         cases.check(out, want, plain, case.dtype)
 
     harness.assert_by_draws(case.dtype, attempt, small=2)
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "case"), target_params(CASES, **TARGETS, ids=[str(c) for c in CASES])
+)
+def test_lists_against_float64(device, backend, case, rng):
+    if serves(backend, case):
+        return assert_case(device, backend, case, rng)
+    with pytest.raises(NotImplementedError, match=f"backend '{backend}' cannot run this"):
+        call(device, backend, case, make(case, rng))
+
+
+def holes_as_slot(slot):
+    """What is no token is read as one."""
+
+    def change(case, arrays):
+        lists, slots = arrays["indices"], arrays["cache"].shape[0] * arrays["cache"].shape[1]
+        found = lists[(lists >= 0) & (lists < slots)].flat[slot]
+        return {"indices": np.where((lists < 0) | (lists >= slots), found, lists)}
+
+    return change
+
+
+def once(case, arrays):
+    """A token twice counts once."""
+    lists = arrays["indices"].reshape(-1, case.topk).copy()
+    for row in lists:
+        _, first = np.unique(row, return_index=True)
+        row[np.setdiff1d(np.arange(case.topk), first)] = -1
+    return {"indices": lists.reshape(arrays["indices"].shape)}
+
+
+MUTANTS = {
+    "right": lambda case, arrays: {},
+    "first_token_for_holes": holes_as_slot(0),
+    "last_token_for_holes": holes_as_slot(-1),
+    "tokens_counted_once": once,
+    "list_of_the_first_query": lambda case, arrays: {
+        "indices": np.repeat(arrays["indices"][:, :1], case.q_len, 1)
+    },
+    "lens_ignored": lambda case, arrays: {
+        "topk_lens": np.full_like(arrays["topk_lens"], case.topk),
+        "cache": np.nan_to_num(arrays["cache"].astype(np.float32)).astype(arrays["cache"].dtype),
+    },
+    "lens_of_the_sequence": lambda case, arrays: {
+        "topk_lens": np.repeat(arrays["topk_lens"].min(1, keepdims=True), case.q_len, 1)
+    },
+    "last_entry_left_out": lambda case, arrays: {"topk_lens": np.fmax(arrays["topk_lens"] - 1, 0)},
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_the_comparison_notices(name, rng):
+    """The plain formula on lists that are read wrongly, in the library's place."""
+
+    def mutant(device, backend, case, arrays, give_out):
+        return expected(case, {**arrays, **MUTANTS[name](case, arrays)}, cases.DTYPES[case.dtype])
+
+    case = ListCase(
+        dtype="float16", heads=4, q_len=3, topk=24, block_size=16, num_blocks=3, lens=True
+    )
+    with mock.patch(f"{__name__}.call", mutant):
+        if name == "right":
+            return assert_case(None, "cpu", case, rng)
+        with pytest.raises(AssertionError):
+            assert_case(None, "cpu", case, rng)
 
 
 @pytest.mark.parametrize(("device", "backend"), target_params(cpu=("cpu",), cuda=("sm80", "simt")))
