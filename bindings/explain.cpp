@@ -184,7 +184,9 @@ nb::dict explain_mla(const nb::dict& arguments, nb::handle dtype, int shapes_on,
                 {"kpe_cache", given.kpe_cache, Holds::like_q},
                 {"v_cache", given.v_cache, Holds::like_q},
                 {"block_tables", given.block_tables, Holds::int32},
-                {"context_lens", given.context_lens, Holds::int32}};
+                {"context_lens", given.context_lens, Holds::int32},
+                {"indices", given.indices, Holds::int32},
+                {"topk_lens", given.topk_lens, Holds::int32}};
   Array arrays[std::size(fields)], optional[std::size(kPagedArrays)];
   for (size_t i = 0; i < std::size(fields); ++i) {
     if (!arguments.contains(fields[i].name)) continue;

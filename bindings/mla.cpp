@@ -33,7 +33,7 @@ bool is_jax(const char* op, const char* name, nb::handle array) {
 
 // The arrays of a call; those not given stay NULL.
 struct DecodeArrays {
-  std::optional<Array> arrays[7];
+  std::optional<Array> arrays[9];
   OptionalArrays<std::size(kPagedArrays)> optional;
   cuattn_mla_arrays given{};
 
@@ -47,7 +47,9 @@ struct DecodeArrays {
                   {"kpe_cache", given.kpe_cache},
                   {"v_cache", given.v_cache},
                   {"block_tables", given.block_tables},
-                  {"context_lens", given.context_lens}};
+                  {"context_lens", given.context_lens},
+                  {"indices", given.indices},
+                  {"topk_lens", given.topk_lens}};
     for (size_t i = 0; i < std::size(fields); ++i) {
       nb::handle source = argument(arguments, fields[i].name);
       if (!is_given(source)) continue;
@@ -112,7 +114,9 @@ nb::object mla_write(nb::handle ckv, nb::handle kpe, nb::handle ckv_cache, nb::h
   bool has_ropes = !kpe.is_none() || !kpe_cache.is_none();
   if (has_ropes) ropes.import(op, "kpe", kpe, stream, &latents);
   latent_cache.import(op, "ckv_cache", ckv_cache, stream, &latents, true);
-  if (has_ropes) rope_cache.import(op, "kpe_cache", kpe_cache, stream, &latents, true);
+  bool is_packed = latent_cache.tensor.dtype.code == kDLUInt && kpe_cache.is_none();
+  bool has_rope_cache = has_ropes && !is_packed;
+  if (has_rope_cache) rope_cache.import(op, "kpe_cache", kpe_cache, stream, &latents, true);
   slots.import(op, "slot_mapping", slot_mapping, stream, &latents);
   Turning turning;
   turning.import(op, cos, sin, positions, stream, latents, options);
@@ -120,7 +124,7 @@ nb::object mla_write(nb::handle ckv, nb::handle kpe, nb::handle ckv_cache, nb::h
   {
     Unlocked unlocked;
     status = cuattn_mla_write(&latents.tensor, has_ropes ? &ropes.tensor : nullptr,
-                              &latent_cache.tensor, has_ropes ? &rope_cache.tensor : nullptr,
+                              &latent_cache.tensor, has_rope_cache ? &rope_cache.tensor : nullptr,
                               &slots.tensor, &options, stream.handle);
   }
   check(status);
@@ -223,8 +227,8 @@ nb::object mla_project(const char* op, nb::handle x, nb::handle proj, nb::handle
 void add_mla(nb::module_& m) {
   m.def("mla_decode", &mla_decode, nb::arg("arguments"),
         nb::sig("def mla_decode(arguments: dict[str, object]) -> object"),
-        "cuattn.mla_decode of its arguments by name; v_cache, and no block_tables and "
-        "context_lens, are for mla_attention.");
+        "cuattn.mla_decode of its arguments by name; v_cache, and rows without "
+        "block_tables, context_lens and indices, are for mla_attention.");
   m.def("mla_write", &mla_write,
         nb::sig("def mla_write(ckv: object, kpe: object, ckv_cache: object, kpe_cache: object, "
                 "slot_mapping: object, cos: object, sin: object, positions: object, "

@@ -2,6 +2,7 @@
 // The cache operations in plain loops: rows into slots (rotated and quantised on the way),
 // sequences out of their blocks, and whole blocks from place to place. Rotary embedding:
 // arXiv:2104.09864. Next: cuda/cache/write.cu.
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
 
@@ -60,6 +61,23 @@ void write_head(const CacheWriteParams& p, const CacheSide& side, const RopePara
     store_element(side.cache, place + side.run_of(d), p.cache_dtype, x[d]);
 }
 
+// One token of a cache of packed latents.
+void write_packed(const CacheWriteParams& p, int64_t token, char* to) {
+  using Packed = PackedLatent;
+  for (int32_t first = 0; first < Packed::kLatent; first += Packed::kScaled) {
+    float x[Packed::kScaled], largest = 0.0f;
+    for (int32_t i = 0; i < Packed::kScaled; ++i) {
+      x[i] = load_element(p.v.rows, p.v.row(token, 0) + first + i, p.dtype);
+      largest = std::fmax(largest, std::fabs(x[i]));
+    }
+    float scale = Packed::scale(largest);
+    for (int32_t i = 0; i < Packed::kScaled; ++i)
+      to[first + i] = static_cast<char>(float_to_e4m3(x[i] / scale));
+    std::memcpy(to + Packed::kScalesAt + first / Packed::kScaled * 4, &scale, 4);
+  }
+  std::memcpy(to + Packed::kRopeAt, at(p.k.rows, p.k.row(token, 0), 2), Packed::kRope * 2);
+}
+
 void copy_pairs(const CacheList& list, const BlockCopyParams& p) {
   double work = kFlopsPerByte * static_cast<double>(p.num_pairs) * list.block_bytes * list.count;
   parallel_for(p.num_pairs * list.count, work, [&](int64_t index) {
@@ -80,6 +98,7 @@ void cache_write(const CacheWriteParams& p) {
     int64_t slot = p.slot_mapping[token];
     if (!is_slot(p, slot)) return;
     int64_t block = slot / p.block_size, place = slot % p.block_size;
+    if (p.is_packed) return write_packed(p, token, at(p.v.cache, p.v.place(block, place, 0), 1));
     for (int64_t head = 0; head < p.num_heads; ++head) {
       const RopeParams* rope = p.rope.cos != nullptr ? &p.rope : nullptr;
       write_head(p, p.k, rope, token, head, p.k.place(block, place, head));

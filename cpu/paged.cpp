@@ -13,6 +13,7 @@
 #include "cpu/convert.h"
 #include "cpu/flash.h"
 #include "cpu/kernels.h"
+#include "cpu/latents.h"
 #include "cpu/parallel.h"
 #include "cuattn/error.h"
 
@@ -24,8 +25,6 @@ constexpr float kLog2e = 1.44269504088896341f, kLn2 = 0.693147180559945309f;
 
 constexpr int32_t kChunk = 512;  // keys; with head_dim 128 and float32 K and V fill 512 KB of L2
 constexpr int32_t kLatentChunk = 128;  // of 512 + 64 columns: 288 KB
-
-int32_t bytes_of(DType dtype) { return dtype == DType::f32 ? 4 : dtype == DType::e4m3 ? 1 : 2; }
 
 // Keys [begin, end) for the rows of one (sequence, kv head, row group), and where the result goes.
 struct Task {
@@ -115,24 +114,6 @@ void gather(const PagedParams& p, int32_t b, int32_t h_kv, int32_t first, int32_
   }
 }
 
-// Keys of mla_decode: the latent, then the rope columns; and values, where they are not latents.
-void gather_latents(const PagedParams& p, int32_t b, int32_t first, int32_t count, char* k,
-                    char* v) {
-  const LatentParams& latent = p.latent;
-  int64_t itemsize = bytes_of(p.dtype), head_bytes = p.head_dim * itemsize;
-  int64_t rope_bytes = latent.rope_dim * itemsize;
-  for (int32_t i = 0; i < count; ++i, k += head_bytes + rope_bytes) {
-    int64_t block = latent_block(p, b, first + i), token = (first + i) % p.pages.block_size;
-    auto copy = [&](const void* cache, const CacheStrides& strides, int64_t bytes, char* to) {
-      int64_t at = block * strides.block + token * strides.token;
-      std::memcpy(to, static_cast<const char*>(cache) + at * itemsize, static_cast<size_t>(bytes));
-    };
-    copy(p.k_cache, p.k_strides, head_bytes, k);
-    if (rope_bytes > 0) copy(latent.rope_cache, latent.strides, rope_bytes, k + head_bytes);
-    if (latent.own_values) copy(p.v_cache, p.v_strides, head_bytes, v + i * head_bytes);
-  }
-}
-
 // 2. The state of some rows over the keys so far
 
 struct States {
@@ -178,12 +159,12 @@ void write_row(const PagedParams& p, int32_t b, int32_t h_kv, int32_t row, const
       lse = top + std::log(sum);
     }
   }
-  int64_t to = b * p.out_strides.batch + query * p.out_strides.seq + h * p.out_strides.head;
+  int64_t to = row_offset(p, p.out_strides, b, query, h);
   for (int32_t d = 0; d < p.head_dim; ++d) {
     store_element(p.out, to + d, p.out_dtype, factor == 0.0f ? 0.0f : out[d] * factor);
   }
   if (p.lse != nullptr) {
-    p.lse[b * p.lse_strides.batch + query * p.lse_strides.seq + h * p.lse_strides.head] = lse;
+    p.lse[row_offset(p, p.lse_strides, b, query, h)] = lse;
   }
 }
 
@@ -198,7 +179,7 @@ void fill_row(const PagedParams& p, const Task& task, int32_t context, int32_t r
               FlashRow& r) {
   int32_t query = row / p.work.group, h = h_kv * p.work.group + row % p.work.group;
   int64_t place = std::max<int64_t>(query_row(p, task.b, query), 0);  // no query: its row is junk
-  int64_t q = task.b * p.q_strides.batch + place * p.q_strides.seq + h * p.q_strides.head;
+  int64_t q = row_offset(p, p.q_strides, task.b, place, h);
   r.q = static_cast<const char*>(p.q) + q * bytes_of(p.dtype);
   r.bias = nullptr;
   r.slope = p.scores.slope(task.b, h);
@@ -219,9 +200,7 @@ std::vector<char> join_queries(const PagedParams& p, const Task& task, std::vect
     rows[r].q = to;
     if (rope_bytes == 0) continue;
     int32_t row = first + static_cast<int32_t>(r);
-    const Strides& strides = p.latent.q_strides;
-    int64_t at = task.b * strides.batch + row / p.work.group * strides.seq +
-                 row % p.work.group * strides.head;
+    int64_t at = row_offset(p, p.latent.q_strides, task.b, row / p.work.group, row % p.work.group);
     std::memcpy(to + head_bytes, static_cast<const char*>(p.latent.q_rope) + at * itemsize,
                 static_cast<size_t>(rope_bytes));
   }
@@ -272,16 +251,17 @@ States attend(const PagedParams& p, const Task& task) {
     int32_t until = std::min(task.end - first, chunk_keys - first % chunk_keys) + first;
     char* keys = const_cast<char*>(static_cast<const char*>(unit.k));
     char* values = const_cast<char*>(static_cast<const char*>(unit.v));
+    int32_t last = until;
     if (p.latent.is_used) {
-      gather_latents(p, task.b, first, until - first, keys, values);
+      last = first + gather_latents(p, task.b, first, until - first, keys, values);
     } else {
       gather(p, task.b, rows.h_kv, first, until - first, keys, values);
     }
     for (int32_t r = 0; r < rows.count; ++r) {
       part[r] = whole[r];
       part[r].diagonal -= first;
-      int32_t begin = std::clamp(whole[r].visible.begin, first, until) - first;
-      int32_t end = std::clamp(whole[r].visible.end, first, until) - first;
+      int32_t begin = std::clamp(whole[r].visible.begin, first, last) - first;
+      int32_t end = std::clamp(whole[r].visible.end, first, last) - first;
       part[r].visible = {begin, std::max(begin, end)};
     }
     kernel.run(unit);
@@ -454,15 +434,23 @@ void paged_attention(const PagedParams& p) {
   });
 }
 
-void check_context_lens(const char* function, const PagedWork& w) {
+static void check_lens(const char* function, const char* name, const PagedWork& w,
+                       const char* rule) {
   for (int32_t b = 0; b < w.num_seqs; ++b) {
-    CUATTN_REQUIRE(w.context_lens[b] >= 0 && w.context_lens[b] <= w.capacity, function,
-                   ": context_lens must lie within [0, ", w.capacity, "], got ", w.context_lens[b],
-                   " at index ", b, "; the table names max_blocks_per_seq * block_size tokens");
+    CUATTN_REQUIRE(w.context_lens[b] >= 0 && w.context_lens[b] <= w.capacity, function, ": ", name,
+                   " must lie within [0, ", w.capacity, "], got ", w.context_lens[b], " at index ",
+                   b, "; ", rule);
   }
 }
 
+void check_context_lens(const char* function, const PagedWork& w) {
+  check_lens(function, "context_lens", w, "the table names max_blocks_per_seq * block_size tokens");
+}
+
 void check_paged(const char* function, const PagedParams& p) {
+  bool has_lists = p.latent.queries > 0;  // of tokens, which may hold anything
+  if (has_lists && p.work.context_lens == nullptr) return;
+  if (has_lists) return check_lens(function, "topk_lens", p.work, "a list has topk entries");
   check_context_lens(function, p.work);
   for (int32_t b = 0; b < p.work.num_seqs; ++b) {
     const int32_t* ids = p.pages.entry(b, 0);

@@ -12,10 +12,11 @@ namespace cuattn::bindings::xla {
 namespace {
 
 constexpr const DLTensor* cuattn_mla_arrays::* kDecodeArrays[] = {
-    &cuattn_mla_arrays::q_pe, &cuattn_mla_arrays::kpe_cache, &cuattn_mla_arrays::v_cache,
-    &cuattn_mla_arrays::block_tables, &cuattn_mla_arrays::context_lens};
+    &cuattn_mla_arrays::q_pe,         &cuattn_mla_arrays::kpe_cache,    &cuattn_mla_arrays::v_cache,
+    &cuattn_mla_arrays::block_tables, &cuattn_mla_arrays::context_lens, &cuattn_mla_arrays::indices,
+    &cuattn_mla_arrays::topk_lens};
 
-// Arguments q_nope, ckv_cache, then those of `present`, the sinks of bit 5 last.
+// Arguments q_nope, ckv_cache, then those of `present`, the sinks of bit 7 last.
 void run_mla_decode(const CallFrame& frame, Platform platform) {
   Place place(frame, platform);
   std::string backend;
@@ -27,7 +28,7 @@ void run_mla_decode(const CallFrame& frame, Platform platform) {
   given.ckv_cache = arguments.next();
   int64_t present = integer(frame, "present");
   arguments.optional(present, given, kDecodeArrays);
-  if ((present & 32) != 0) options.sinks = arguments.next();
+  if ((present & 128) != 0) options.sinks = arguments.next();
   cuattn_attention_call call;
   check(cuattn_mla_decode_prepare(&given, &options, &call));
   AttentionResults(frame, place.device, given.q_nope->ndim)

@@ -259,6 +259,7 @@ void launch(const CacheWriteParams& p, cudaStream_t stream) {
 }  // namespace
 
 void launch_cache_write(const CacheWriteParams& p, cudaStream_t stream) {
+  if (p.is_packed) return launch_packed_write(p, stream);
   switch (p.dtype) {
     case DType::f32: return launch<DType::f32>(p, stream);
     case DType::f16: return launch<DType::f16>(p, stream);

@@ -24,6 +24,7 @@ struct MlaSimt {
   // 2. Shared storage: keys as float32, the rope columns behind the latent.
   struct Shared {
     float keys[kKeys][kLatent + kRope];
+    bool there[kKeys];  // lists have entries that are no key
   };
 
   static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
@@ -39,11 +40,10 @@ struct MlaSimt {
   static __device__ __forceinline__ void begin_task(const PagedParams& p,
                                                     const device::KeyTask& task, State& state) {
     device::UnitRow row = device::unit_row(p, task.b, 0, task.row0, warp());
-    const Strides &nope = p.q_strides, &rope = p.latent.q_strides;
-    const T* gQ = static_cast<const T*>(p.q) + task.b * nope.batch + row.place * nope.seq +
-                  row.head * nope.head;
-    const T* gR = static_cast<const T*>(p.latent.q_rope) + task.b * rope.batch +
-                  row.place * rope.seq + row.head * rope.head;
+    const T* gQ =
+        static_cast<const T*>(p.q) + row_offset(p, p.q_strides, task.b, row.place, row.head);
+    const T* gR = static_cast<const T*>(p.latent.q_rope) +
+                  row_offset(p, p.latent.q_strides, task.b, row.place, row.head);
 #pragma unroll
     for (int i = 0; i < kGroups; ++i) {
       bool valid = row.valid && lane() + 32 * i < p.head_dim;
@@ -72,6 +72,24 @@ struct MlaSimt {
     for (int i = 0; i < 8; ++i) to[i] = device::to_float(x[i]);
   }
 
+  // Eight columns, from `column` on, of a packed latent.
+  static __device__ __forceinline__ void unpack8(const char* from, int32_t column, bool valid,
+                                                 float* to) {
+    uint2 raw{};
+    float scale = 0.0f;
+    if (valid) {
+      raw = *reinterpret_cast<const uint2*>(from + column);
+      scale = *reinterpret_cast<const float*>(from + PackedLatent::kScalesAt +
+                                              column / PackedLatent::kScaled * 4);
+    }
+    const device::E4m3* codes = reinterpret_cast<const device::E4m3*>(&raw);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      float value = __fmul_rn(device::to_float(codes[i]), scale);
+      to[i] = device::to_float(device::from_float<device::Element<DType::bf16>>(value));
+    }
+  }
+
   // Keys [key0, key0 + kKeys), or their own values.
   static __device__ __forceinline__ void load_keys(const PagedParams& p,
                                                    const device::KeyTask& task, int32_t key0,
@@ -82,13 +100,19 @@ struct MlaSimt {
     const T* cache = static_cast<const T*>(values ? p.v_cache : p.k_cache);
     for (int32_t item = threadIdx.x; item < kKeys * chunks; item += kThreads) {
       int32_t i = item / chunks, chunk = item % chunks, key = key0 + i;
-      bool valid = key >= task.low && key < task.end, is_rope = chunk >= latent_chunks;
-      int64_t block = valid ? latent_block(p, task.b, key) : 0;
-      int64_t place = valid ? key % p.pages.block_size : 0;
+      bool is_rope = chunk >= latent_chunks;
+      LatentPlace place{};
+      if (key >= task.low && key < task.end) place = latent_place(p, task.b, key);
+      if (chunk == 0) shared.there[i] = place.exists;
       int32_t column = 8 * (is_rope ? chunk - latent_chunks : chunk);
+      if (p.kv_dtype == DType::e4m3 && !is_rope) {
+        unpack8(static_cast<const char*>(p.k_cache) + place.at(p.k_strides), column, place.exists,
+                &shared.keys[i][column]);
+        continue;
+      }
       const CacheStrides& s = is_rope ? p.latent.strides : strides;
       const T* from = is_rope ? static_cast<const T*>(p.latent.rope_cache) : cache;
-      load8(from + block * s.block + place * s.token + column, valid,
+      load8(from + place.at(s) + column, place.exists,
             &shared.keys[i][is_rope ? kLatent + column : column]);
     }
   }
@@ -124,7 +148,7 @@ struct MlaSimt {
         float sum = dot(p, state, shared.keys[i]);
         float score = scored ? state.score.scored(p, sum, key0 + i)
                              : device::finite_product(sum, state.score.scale);
-        bool sees = state.score.sees(key0 + i) && key0 + i < task.end;
+        bool sees = state.score.sees(key0 + i) && shared.there[i];
         scores[i] = sees ? score : device::negative_infinity();
         maximum = fmaxf(maximum, scores[i]);
       }

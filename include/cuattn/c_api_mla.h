@@ -12,10 +12,16 @@ extern "C" {
 /* Latent attention (MLA), absorbed and paged. q_nope [num_seqs, num_heads, latent] or [num_seqs,
  * q_len, num_heads, latent], already times the key projection; ckv_cache [num_blocks, block_size,
  * latent] is key and value. q_pe [..., rope] and kpe_cache [num_blocks, block_size, rope], the
- * rotated columns, may be NULL. v_cache, like ckv_cache, holds other values; NULL: there are none.
- * block_tables and context_lens NULL: ckv_cache is [num_seqs, seqlen, latent], without pages. */
+ * rotated columns, may be NULL. A ckv_cache of uint8, [num_blocks, block_size, 656], holds packed
+ * latents of 512 e4m3 codes, 4 float32 scales of 128 of them each and 64 bfloat16 rope columns;
+ * kpe_cache is NULL then. v_cache, like ckv_cache, holds other values; NULL: there are none.
+ * block_tables and context_lens NULL: ckv_cache is [num_seqs, seqlen, latent], without pages, unless
+ * indices, int32 [num_seqs(, q_len), topk], lists the tokens that each query sees by their slots,
+ * block * block_size + place in the block, in a cache with blocks of any size. Other numbers, as -1,
+ * are no token. topk_lens, int32 [num_seqs(, q_len)]: entries of each list; NULL: topk. */
 typedef struct {
   const DLTensor *q_nope, *q_pe, *ckv_cache, *kpe_cache, *v_cache, *block_tables, *context_lens;
+  const DLTensor *indices, *topk_lens;
 } cuattn_mla_arrays;
 
 /* out is like q_nope, lse as paged attention's; run it by cuattn_paged_run. Of the options, scale
@@ -39,7 +45,8 @@ CUATTN_API cuattn_status cuattn_mla_project(const cuattn_mla_projection* project
 /* Writes row i of ckv [num_tokens, latent] and kpe [num_tokens, rope] into slot slot_mapping[i] of
  * ckv_cache [num_blocks, block_size, latent] and kpe_cache [num_blocks, block_size, rope]. Of the
  * options cos, sin, positions and rope_interleaved count, which rotate kpe. Where kpe and kpe_cache
- * are NULL both, the latents alone are written. */
+ * are NULL both, the latents alone are written. Into a ckv_cache of packed latents both are, without
+ * a rotation, and kpe_cache is NULL. */
 CUATTN_API cuattn_status cuattn_mla_write(const DLTensor* ckv, const DLTensor* kpe,
                                           const DLTensor* ckv_cache, const DLTensor* kpe_cache,
                                           const DLTensor* slot_mapping,

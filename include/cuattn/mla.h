@@ -17,6 +17,9 @@ struct MlaArrays {
   TensorView ckv_cache;  // [num_blocks, block_size, latent]: key and value
   TensorView kpe_cache;  // [num_blocks, block_size, rope]
   TensorView block_tables, context_lens;  // int32 [num_seqs, max_blocks_per_seq], [num_seqs]
+  // Instead of these: the slots that each query sees, int32 [num_seqs(, q_len), topk], those that
+  // the cache does not have left out; and, or TensorView{}, how many entries of each list count.
+  TensorView indices = {}, topk_lens = {};
 };
 
 namespace detail {
@@ -24,10 +27,17 @@ namespace detail {
 inline cuattn_attention_call prepare_mla(const MlaArrays& a, const CPagedOptions& options) {
   DLTensor q_nope = a.q_nope.dl(), q_pe = a.q_pe.dl(), ckv = a.ckv_cache.dl();
   DLTensor kpe = a.kpe_cache.dl(), tables = a.block_tables.dl(), lens = a.context_lens.dl();
-  cuattn_mla_arrays c{&q_nope, a.q_pe.ndim > 0 ? &q_pe : nullptr,
-                      &ckv,    a.kpe_cache.ndim > 0 ? &kpe : nullptr,
-                      nullptr, &tables,
-                      &lens};
+  DLTensor indices = a.indices.dl(), topk_lens = a.topk_lens.dl();
+  bool has_lists = a.indices.ndim > 0;
+  cuattn_mla_arrays c{&q_nope,
+                      a.q_pe.ndim > 0 ? &q_pe : nullptr,
+                      &ckv,
+                      a.kpe_cache.ndim > 0 ? &kpe : nullptr,
+                      nullptr,
+                      has_lists ? nullptr : &tables,
+                      has_lists ? nullptr : &lens,
+                      has_lists ? &indices : nullptr,
+                      a.topk_lens.ndim > 0 ? &topk_lens : nullptr};
   cuattn_attention_call call;
   check(cuattn_mla_decode_prepare(&c, &options.c, &call));
   return call;

@@ -69,6 +69,7 @@ struct PagedRequest {
   bool own_values;   // of it: values are not the latents that are the keys
   int32_t rope_dim;  // of it
   bool has_pages;    // of it: keys are not rows
+  bool has_lists;    // of it: each query has a list of tokens
 };
 
 // Each names a rung of every op that has one.

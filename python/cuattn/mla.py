@@ -23,14 +23,16 @@ def mla_decode(
     q_pe: ArrayT | None,
     ckv_cache: Array,
     kpe_cache: Array | None,
-    block_tables: Array,
-    context_lens: Array,
+    block_tables: Array | None,
+    context_lens: Array | None,
     *,
     scale: float,
     causal: bool = True,
     window: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
     sinks: Array | None = None,
+    indices: Array | None = None,
+    topk_lens: Array | None = None,
     num_splits: int = 0,
     batch_invariant: bool = False,
     return_lse: bool = False,
@@ -54,12 +56,14 @@ def mla_decode(
         The rotated columns, a multiple of 8 up to 128 (DeepSeek: 64).
     ckv_cache : array, [num_blocks, block_size, latent]
         Latents of q_nope's dtype, normalised; block_size is 1 to 256. Blocks and tokens may lie
-        apart: ``cache[..., :512]`` of a joined cache [num_blocks, block_size, 576] is taken.
+        apart: ``cache[..., :512]`` of a joined cache [num_blocks, block_size, 576] is taken. Of
+        uint8 and 656 bytes: FlashMLA's packed latents with their rope columns, which kpe_cache None
+        goes with; q_nope is bfloat16 then.
     kpe_cache : array, [num_blocks, block_size, rope columns], or None
         Rotated columns that all heads share; may be ``cache[..., 512:]`` of the joined cache.
-    block_tables : int32 array, [num_seqs, max_blocks_per_seq]
+    block_tables : int32 array, [num_seqs, max_blocks_per_seq], or None with `indices`
         Physical block of each logical block; entries past the context may be anything.
-    context_lens : int32 array, [num_seqs]
+    context_lens : int32 array, [num_seqs], or None with `indices`
         Tokens in the cache, the newest included; 0 gives out 0 and lse -inf.
     scale : float
         Factor of the scores. It has no default: the head_dim before the projection decides it,
@@ -72,6 +76,13 @@ def mla_decode(
         Scores become ``softcap * tanh(scores / softcap)``; 0 is off.
     sinks : float32 array, [num_heads], optional
         One more logit per head in the softmax denominator.
+    indices : int32 array, [num_seqs, topk] or [num_seqs, q_len, topk], optional
+        Slots, block * block_size + token in the block, of the tokens that each query sees: its
+        list alone, whatever `causal` says, in any order, one listed twice counting twice. -1, and
+        every slot that the cache does not have, is left out, anywhere in the list. Blocks may have
+        any size then, and `window` must be left out.
+    topk_lens : int32 array, [num_seqs] or [num_seqs, q_len], optional
+        Entries of each list that count; those behind may be anything. None: topk.
     num_splits : int
         Parts of the keys, a wish; 0 is chosen.
     batch_invariant : bool
@@ -119,8 +130,10 @@ def mla_decode(
     (2, 8, 512)
     """
     for name, array in (("block_tables", block_tables), ("context_lens", context_lens)):
-        if array is None:
-            raise TypeError(f"mla_decode: {name} must be an int32 array, got None")
+        if array is None and indices is None:
+            raise TypeError(
+                f"mla_decode: {name} must be an int32 array, got None; with indices it may be None"
+            )
     if scale is None:
         raise ValueError(
             "mla_decode: scale must be a number, got None; it is 1 / sqrt(head_dim + rope columns) "
@@ -161,7 +174,9 @@ def mla_write(
         Of ckv's dtype; rotated on the way where cos, sin and positions are given. None, with
         kpe_cache: latents without rope columns.
     ckv_cache, kpe_cache : array, [num_blocks, block_size, latent] and [..., rope columns], written
-        Of ckv's dtype; two caches, or two views of one joined cache.
+        Of ckv's dtype; two caches, or two views of one joined cache. Or ckv_cache uint8
+        [num_blocks, block_size, 656] and kpe_cache None: ckv, bfloat16, is quantised to FlashMLA's
+        packed latents, kpe, not rotated, stored beside.
     slot_mapping : int64 array, [num_tokens]
         Slot = block * block_size + token in the block; -1 skips the row.
     cos, sin : float32 array, [max_position, rotary_dim / 2], optional

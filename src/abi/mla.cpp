@@ -17,7 +17,8 @@ constexpr const char* kName = "mla_decode";
 
 // The arrays that were given; the optional ones live here.
 struct Views {
-  std::optional<TensorView> q_pe, kpe_cache, v_cache, block_tables, context_lens;
+  std::optional<TensorView> q_pe, kpe_cache, v_cache, block_tables, context_lens, indices,
+      topk_lens;
   LatentArrays arrays;
 
   explicit Views(const cuattn_mla_arrays& given)
@@ -27,7 +28,9 @@ struct Views {
                optional_view(kName, "kpe_cache", given.kpe_cache, kpe_cache),
                optional_view(kName, "v_cache", given.v_cache, v_cache),
                optional_view(kName, "block_tables", given.block_tables, block_tables),
-               optional_view(kName, "context_lens", given.context_lens, context_lens)} {}
+               optional_view(kName, "context_lens", given.context_lens, context_lens),
+               optional_view(kName, "indices", given.indices, indices),
+               optional_view(kName, "topk_lens", given.topk_lens, topk_lens)} {}
 };
 
 DeviceInfo device_info_of(const PagedCall& call) {
@@ -57,9 +60,9 @@ cuattn_status cuattn_mla_decode_prepare(const cuattn_mla_arrays* arrays,
     call->out_ndim = q.ndim;
     std::copy_n(q.shape.begin(), q.ndim, call->out_shape);
     call->lse_ndim = q.ndim - 1;
-    call->lse_shape[0] = state.params.work.num_seqs;
+    call->lse_shape[0] = q.shape[0];
     call->lse_shape[1] = state.params.num_heads_q;
-    call->lse_shape[2] = state.params.work.q_len;
+    call->lse_shape[2] = q.ndim == 3 ? 1 : q.shape[1];
     call->workspace_bytes = state.plan.workspace_bytes;
     call->nothing_to_do = q.size() == 0;
   });

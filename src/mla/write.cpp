@@ -46,12 +46,19 @@ void check_memory(const CacheWriteParams& p) {
     return Footprint(name, side.rows, itemsize(p.dtype),
                      {{p.num_tokens, side.row_token}, {side.head_dim, 1}});
   };
-  memory.writes(cache("ckv_cache", p.v));
-  memory.reads(rows("ckv", p.v));
-  if (p.k.cache != nullptr) {
-    memory.writes(cache("kpe_cache", p.k));
-    memory.reads(rows("kpe", p.k));
+  if (p.is_packed) {
+    memory.writes({"ckv_cache",
+                   p.v.cache,
+                   1,
+                   {{p.num_blocks, p.v.strides.block},
+                    {p.block_size, p.v.strides.token},
+                    {PackedLatent::kBytes, 1}}});
+  } else {
+    memory.writes(cache("ckv_cache", p.v));
   }
+  memory.reads(rows("ckv", p.v));
+  if (p.k.cache != nullptr) memory.writes(cache("kpe_cache", p.k));
+  if (p.k.rows != nullptr) memory.reads(rows("kpe", p.k));
   memory.reads({"slot_mapping", p.slot_mapping, 8, {{p.num_tokens, 1}}});
   const RopeParams& rope = p.rope;
   int64_t half = rope.rotary_dim / 2;
@@ -71,6 +78,37 @@ void read_ropes(const TensorView& kpe, const TensorView& kpe_cache, const Tensor
   require_extent(kName, "kpe_cache", "block_size", kpe_cache.shape[1], ckv_cache.shape[1],
                  "ckv_cache");
   read_rope(kName, o, device, "ckv", true, p);
+}
+
+// Rows of both sides into packed latents.
+void read_packed(const TensorView& ckv, const TensorView& kpe, const TensorView& cache,
+                 const cuattn_cache_options& o, DLDevice device, CacheWriteParams& p) {
+  CUATTN_REQUIRE(p.dtype == DType::bf16, kName,
+                 ": ckv must be bfloat16 for packed latents (ckv_cache of uint8), got ",
+                 dtype_name(p.dtype), "; cast it");
+  CUATTN_REQUIRE(
+      o.cos == nullptr && o.sin == nullptr && o.positions == nullptr, kName,
+      ": cos, sin and positions must be None where ckv_cache is uint8, got one; turn kpe "
+      "with apply_rope before");
+  auto side = [&](const char* name, const TensorView& rows, CacheSide& side) {
+    require_rank(kName, name, rows, 2, "[num_tokens, columns]");
+    require_dtype(kName, name, rows, p.dtype, "ckv");
+    require_device(kName, name, rows, device, "ckv");
+    require_rows(kName, name, rows, false, true);
+    side.rows = rows.data;
+    side.row_token = stride_of(rows, 0);
+    side.head_dim = static_cast<int32_t>(rows.shape[1]);
+  };
+  side("ckv", ckv, p.v);
+  side("kpe", kpe, p.k);
+  require_extent(kName, "kpe", "num_tokens", kpe.shape[0], ckv.shape[0], "ckv");
+  require_rank(kName, "ckv_cache", cache, 3, "[num_blocks, block_size, 656]");
+  require_device(kName, "ckv_cache", cache, device, "ckv");
+  check_packed(kName, cache, ckv.shape[1], kpe.shape[1], "ckv", "kpe", true, true);
+  p.is_packed = true;
+  p.cache_dtype = DType::e4m3;
+  p.v.cache = cache.data;
+  p.v.strides = {stride_of(cache, 0), 0, stride_of(cache, 1)};
 }
 
 // Makes the first half of the latents the keys of the call, the rest its values, each a multiple of
@@ -101,7 +139,15 @@ void mla_write(const TensorView& ckv, const DLTensor* kpe, const TensorView& ckv
   require_known_device(kName, "ckv", device);
   p.kv_layout = KvLayout::nhd;
   p.dtype = p.cache_dtype = attention_dtype(kName, "ckv", ckv);
-  read_side("ckv", "ckv_cache", ckv, ckv_cache, p, device, p.v);
+  bool packs = is_packed(ckv_cache);
+  if (packs) {
+    CUATTN_REQUIRE(kpe != nullptr && kpe_cache == nullptr, kName,
+                   ": kpe_cache must be None and kpe an array where ckv_cache is uint8, packed "
+                   "latents with their rope columns, got another");
+    read_packed(ckv, view_of(kName, "kpe", kpe), ckv_cache, o, device, p);
+  } else {
+    read_side("ckv", "ckv_cache", ckv, ckv_cache, p, device, p.v);
+  }
   require_block_size(kName, "ckv_cache", ckv_cache.shape[1], KvLayout::nhd);
   p.num_heads = 1;
   p.num_blocks = ckv_cache.shape[0];
@@ -111,7 +157,7 @@ void mla_write(const TensorView& ckv, const DLTensor* kpe, const TensorView& ckv
       static_cast<const int64_t*>(read_vector(kName, "slot_mapping", slot_mapping, DType::i64,
                                               p.num_tokens, "num_tokens", device, "ckv", true));
   bool has_ropes = kpe != nullptr || kpe_cache != nullptr;
-  if (has_ropes) {
+  if (has_ropes && !packs) {
     read_ropes(view_of(kName, "kpe", kpe), view_of(kName, "kpe_cache", kpe_cache), ckv, ckv_cache,
                o, device, p);
   }

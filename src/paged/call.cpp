@@ -14,6 +14,7 @@ Footprint cache_footprint(const char* name, const PagedParams& p, const void* ca
                           const CacheStrides& strides) {
   bool is_vllm = p.kv_layout == KvLayout::vllm;  // there a head's tokens and dims are one run
   int64_t run = int64_t{p.head_dim} * (is_vllm ? p.pages.block_size : 1);
+  if (p.latent.is_used && p.kv_dtype == DType::e4m3) run = PackedLatent::kBytes;
   return {name,
           cache,
           itemsize(p.kv_dtype),
@@ -38,12 +39,13 @@ void check_memory(const PagedCall& call, const TensorView& out, const TensorView
   memory.writes({"exp_sums", p.exp_sums, 4, {{partials, 1}}});
   memory.writes({"max_logits", p.max_logits, 4, {{partials, 1}}});
   memory.writes({"tmp_out", p.tmp_out, itemsize(p.dtype), {{partials * p.head_dim, 1}}});
-  memory.reads({"context_lens", w.context_lens, 4, {{w.num_seqs, 1}}});
+  memory.reads(
+      {p.latent.queries > 0 ? "topk_lens" : "context_lens", w.context_lens, 4, {{w.num_seqs, 1}}});
   memory.reads({call.params.latent.is_used ? "q_nope" : "q",
                 p.q,
                 itemsize(p.dtype),
-                {{w.num_seqs, p.q_strides.batch},
-                 {w.q_len, p.q_strides.seq},
+                {{call.q_shape[0], p.q_strides.batch},
+                 {call.q_shape[1], p.q_strides.seq},
                  {p.num_heads_q, p.q_strides.head},
                  {p.head_dim, 1}}});
   memory.reads(cache_footprint(call.k_name, p, p.k_cache, p.k_strides));
@@ -52,8 +54,8 @@ void check_memory(const PagedCall& call, const TensorView& out, const TensorView
   memory.reads({"q_pe",
                 latent.q_rope,
                 itemsize(p.dtype),
-                {{w.num_seqs, latent.q_strides.batch},
-                 {w.q_len, latent.q_strides.seq},
+                {{call.q_shape[0], latent.q_strides.batch},
+                 {call.q_shape[1], latent.q_strides.seq},
                  {p.num_heads_q, latent.q_strides.head},
                  {latent.rope_dim, 1}}});
   memory.reads({"kpe_cache",
@@ -62,8 +64,10 @@ void check_memory(const PagedCall& call, const TensorView& out, const TensorView
                 {{p.pages.num_blocks, latent.strides.block},
                  {p.pages.block_size, latent.strides.token},
                  {latent.rope_dim, 1}}});
+  bool has_lists = latent.queries > 0;
   int64_t columns = (int64_t{w.capacity} + p.pages.block_size - 1) / p.pages.block_size;
-  memory.reads({"block_tables",
+  if (has_lists) columns = w.capacity;
+  memory.reads({has_lists ? "indices" : "block_tables",
                 p.pages.block_tables,
                 4,
                 {{w.num_seqs, p.pages.block_tables_stride}, {columns, 1}}});
@@ -90,8 +94,8 @@ PagedCall with_outputs(PagedCall call, const TensorView& out, const TensorView* 
   TensorView want;
   want.ndim = call.is_decode ? 3 : 4;
   int32_t head = want.ndim - 2;
-  want.shape[0] = w.num_seqs;
-  if (!call.is_decode) want.shape[1] = w.q_len;
+  want.shape[0] = call.q_shape[0];
+  if (!call.is_decode) want.shape[1] = call.q_shape[1];
   want.shape[head] = p.num_heads_q;
   want.shape[head + 1] = p.head_dim;
   bool may_widen = call.request.partition_size == 0 && !call.request.one_pass && !p.latent.is_used;
@@ -104,7 +108,7 @@ PagedCall with_outputs(PagedCall call, const TensorView& out, const TensorView* 
   if (lse != nullptr) {
     want.ndim -= 1;
     want.shape[1] = p.num_heads_q;
-    want.shape[2] = w.q_len;
+    want.shape[2] = call.q_shape[1];
     require_output(fn, "lse_out", *lse, DType::f32, want, call.device);
     require_strided(fn, "lse_out", *lse, true, true);
     p.lse = static_cast<float*>(lse->data);

@@ -18,7 +18,9 @@ struct PagedCall {
   Plan plan;
   DLDevice device;
   const char *function, *k_name, *v_name;  // as the caller knows them
-  bool is_decode;  // q [num_seqs, num_heads_q, head_dim], without an axis of queries
+  int64_t q_shape[2];   // num_seqs and q_len of q; work has them, too, without lists of tokens
+  bool is_decode;       // q [num_seqs, num_heads_q, head_dim], without an axis of queries
+  bool has_equal_lens;  // of mla_decode: no lens were given, all are those of the keys there are
 };
 // Programs copy it as bytes, and nobody destroys it. It must never outgrow the state, whose size is
 // part of the ABI: keep what is large behind a pointer then.
@@ -41,10 +43,11 @@ PagedCall validate_paged_plan(const TensorView& block_tables, const TensorView& 
 
 // The arrays of mla_decode: q_nope and ckv_cache with the columns of the latent. q_pe and kpe_cache,
 // the rope columns, may be nullptr; so may v_cache, for values that are the latents, and both tables
-// and lens, for rows: ckv_cache [num_seqs, seqlen, latent].
+// and lens, for rows: ckv_cache [num_seqs, seqlen, latent]. Or indices, lists of tokens, with or
+// without topk_lens, are there instead of tables and lens.
 struct LatentArrays {
   TensorView q_nope, ckv_cache;
-  const TensorView *q_pe, *kpe_cache, *v_cache, *block_tables, *context_lens;
+  const TensorView *q_pe, *kpe_cache, *v_cache, *block_tables, *context_lens, *indices, *topk_lens;
 };
 PagedCall validate_latent(const LatentArrays& arrays, const cuattn_paged_options& options,
                           bool check_data);

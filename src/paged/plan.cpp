@@ -44,8 +44,8 @@ const char* merit_of(const Rung& rung, const PagedRequest& r) {
 // The number of the compiled kernel that would run the request: masks and scores are no axes here.
 int32_t instance_of(Kernel kernel, const PagedRequest& r) {
   Op op = r.latent ? Op::mla_decode : Op::paged_attention;
-  return find_instance(op, kernel, r.kv_dtype, {r.head_dim, r.head_dim}, MaskKind::none,
-                       ScoreKind::identity);
+  return find_instance(op, kernel, r.latent ? r.dtype : r.kv_dtype, {r.head_dim, r.head_dim},
+                       MaskKind::none, ScoreKind::identity);
 }
 
 // Of mla_decode on a device that has its machine code.
@@ -54,6 +54,7 @@ const char* sm90_latent_refusal(const PagedRequest& r) {
   if (r.head_dim != kMlaSm90Latent || r.rope_dim != kMlaSm90Rope)
     return "it takes latents of 512 columns and 64 rope columns";
   if (r.own_values) return "it takes values that are the latents of the keys";
+  if (r.kv_dtype != r.dtype) return "it takes caches of the dtype of q, not packed latents";
   if (r.has_pages && r.block_size % 16 != 0) return "block_size is no multiple of 16";
   return instance_of(Kernel::sm90, r) == kNoInstance ? "it is not compiled for this dtype"
                                                      : nullptr;
@@ -75,6 +76,7 @@ const char* refusal(Kernel kernel, const PagedRequest& r, const DeviceInfo& devi
     if (kernel == Kernel::sm80 && r.dtype != DType::f32) {
       if (r.rope_dim > kMlaSm80Rope) return "it takes at most 64 rope columns";
       if (r.own_values) return "it takes values that are the latents of the keys";
+      if (r.kv_dtype != r.dtype) return "it takes caches of the dtype of q, not packed latents";
     }
     return uncompiled();
   }
@@ -101,7 +103,7 @@ int32_t rows_of(const PagedRequest& r) {
 // Copies of 8 tokens through the TMA reach 0.7 of the speed of memory, cp.async 0.9.
 bool pays(Kernel kernel, const PagedRequest& r) {
   if (kernel != Kernel::sm90) return true;
-  if (r.latent) return rows_of(r) > 16;
+  if (r.latent) return rows_of(r) > 16 && !r.has_lists;
   return r.block_size % 16 == 0;
 }
 

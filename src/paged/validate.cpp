@@ -18,6 +18,8 @@ void read_queries(PagedCall& call, const TensorView& q, int32_t version, bool ch
   PagedParams& p = call.params;
   p.dtype = attention_dtype(fn, "q", q);
   call.is_decode = q.ndim == 3;
+  call.q_shape[0] = q.shape[0];
+  call.q_shape[1] = call.is_decode ? 1 : q.shape[1];
   if (version != 0) require_rank(fn, "q", q, 3, "[num_seqs, num_heads_q, head_dim]");
   CUATTN_REQUIRE(q.ndim == 3 || q.ndim == 4, fn,
                  ": q must have axes [num_seqs, num_heads_q, head_dim] or [num_seqs, q_len, "

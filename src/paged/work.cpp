@@ -31,6 +31,7 @@ PagedRequest request_of(const PagedCall& call, const cuattn_paged_options& o) {
   r.latent = call.params.latent.is_used;
   r.own_values = p.latent.own_values;
   r.rope_dim = p.latent.rope_dim;
+  r.has_lists = p.latent.queries > 0;
   return r;
 }
 
@@ -97,7 +98,7 @@ size_t place_workspace(PagedCall& call, void* base) {
   PagedParams& p = call.params;
   PagedWork& w = p.work;
   Pieces pieces(base);
-  if (call.params.latent.is_used && p.pages.block_tables == nullptr) {
+  if (call.has_equal_lens) {
     p.latent.own_lens = static_cast<int32_t*>(pieces.take(w.num_seqs, sizeof(int32_t)));
     w.context_lens = p.latent.own_lens;
   }

@@ -104,6 +104,33 @@ TEST(cpu_mla_decode_is_its_formula) {
   }
 }
 
+// The same keys by their slots, with entries between them that are none: the same bits, since one
+// chunk of keys holds them all.
+TEST(cpu_mla_decode_of_lists) {
+  Random random(case_seed("mla_decode_of_lists"));
+  Decode call(random, DType::f32);
+  call.run();
+  std::vector<uint8_t> out = call.out.bytes(), lse = call.lse.bytes();
+  constexpr int kTopk = 12, kSlots = Decode::kBlocks * Decode::kSize;
+  std::vector<int32_t> indices(2 * kTopk, -1), lens = {11, kTopk};
+  indices[kTopk - 1] = 3;  // behind the list
+  for (int b = 0; b < 2; ++b) {
+    for (int key = 0; key < call.lens[b]; ++key)
+      indices[b * kTopk + key + (key > 2 ? 3 : 0)] =
+          static_cast<int32_t>(call.row(b, key) / Decode::kColumns);
+    indices[b * kTopk + 4] = kSlots;
+  }
+  call.arrays.indices = {indices.data(), DType::i32, {2, kTopk}};
+  call.arrays.topk_lens = {lens.data(), DType::i32, {2}};
+  call.out.poison();
+  call.run();
+  CHECK(call.out.bytes() == out && call.lse.bytes() == lse, "other bits than by blocks");
+  call.arrays.indices.shape[0] = 1;
+  check_throws<Invalid>("indices must have num_seqs 2 like q_nope, got 1", [&] { call.run(); });
+  call.arrays.indices = {};
+  check_throws<Invalid>("topk_lens must be given with indices", [&] { call.run(); });
+}
+
 TEST(cpu_mla_decode_refuses_by_name) {
   Random random(case_seed("mla_decode"));
   Decode call(random, DType::f32);

@@ -70,6 +70,40 @@ def test_decode_is_the_call_on_other_arrays(device, name, rng):
         assert (bits(np.asarray(got[1])) == bits(want)).all()
 
 
+@pytest.mark.parametrize("has_lens", [False, True])
+def test_decode_of_lists_is_the_call_on_other_arrays(device, has_lens, rng):
+    draw = lambda *shape: rng.standard_normal(shape, np.float32).astype(np.float16)  # noqa: E731
+    arrays = {"q_nope": draw(2, 3, 5, 128), "q_pe": draw(2, 3, 5, 16), "ckv_cache": draw(6, 8, 128),
+              "kpe_cache": draw(6, 8, 16),
+              "indices": rng.integers(-1, 49, (2, 3, 40)).astype(np.int32)}  # fmt: skip
+    if has_lens:
+        arrays["topk_lens"] = rng.integers(0, 41, (2, 3)).astype(np.int32)
+        arrays["sinks"] = rng.standard_normal(5).astype(np.float32)
+    none = {"block_tables": None, "context_lens": None}
+    options = {"scale": 0.1, "return_lse": True}
+    run = lambda given: cuattn.mla_decode(**given, **none, **options)  # noqa: E731
+    expected = numpy_call(device, cuattn.mla_decode, **arrays, **none, **options)
+    given = as_jax(arrays)
+    for found in (run(given), jax.jit(run)(given)):
+        for got, want in zip(found, expected, strict=True):
+            assert (bits(np.asarray(got)) == bits(want)).all()
+
+
+def test_packed_latents_are_read_and_not_written(device, rng):
+    draw = lambda *shape: rng.standard_normal(shape, np.float32).astype(DTYPES["bfloat16"])  # noqa: E731
+    ckv, kpe, cache = draw(24, 512), draw(24, 64), np.zeros((3, 8, 656), np.uint8)
+    cuattn.mla_write(ckv, kpe, cache, None, np.arange(24))
+    arrays = {"q_nope": draw(2, 4, 512), "q_pe": draw(2, 4, 64), "ckv_cache": cache,
+              "block_tables": np.array([[2, 0], [1, 1]], np.int32),
+              "context_lens": np.array([13, 4], np.int32)}  # fmt: skip
+    run = lambda given: cuattn.mla_decode(**given, kpe_cache=None, scale=0.1)  # noqa: E731
+    expected = numpy_call(device, cuattn.mla_decode, **arrays, kpe_cache=None, scale=0.1)
+    for found in (run(as_jax(arrays)), jax.jit(run)(as_jax(arrays))):
+        assert (bits(np.asarray(found)) == bits(expected)).all()
+    with pytest.raises(NotImplementedError, match="packed latents, is not written as a JAX array"):
+        cuattn.mla_write(*map(jnp.asarray, (ckv, kpe, cache)), None, jnp.arange(24))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_write_is_the_call_on_other_arrays(device, dtype, rng):
     draw = lambda *shape: rng.standard_normal(shape, np.float32).astype(DTYPES[dtype])  # noqa: E731

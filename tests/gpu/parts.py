@@ -104,6 +104,8 @@ PARTS = {
             "test_paged_explain.py",
             "test_paged_errors.py",
             "test_mla_decode.py",
+            "test_mla_indices.py",
+            "test_mla_packed.py",
             "test_mla_attention.py",
             "test_mla_errors.py",
         ),

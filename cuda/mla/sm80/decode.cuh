@@ -71,12 +71,13 @@ struct MlaSm80 {
   __device__ __forceinline__ Places find_keys(const PagedParams& p, const device::KeyTask& task,
                                               int32_t key0) const {
     int32_t key = key0 + lane % kKeys;
-    bool valid = key >= task.low && key < task.end;
-    int64_t block = valid ? latent_block(p, task.b, key) : 0;
-    int64_t place = valid ? key % p.pages.block_size : 0;
-    const CacheStrides &latent = p.k_strides, &rope = p.latent.strides;
-    return {block * latent.block + place * latent.token, block * rope.block + place * rope.token,
-            valid};
+    LatentPlace place{};
+    if (key >= task.low && key < task.end) place = latent_place(p, task.b, key);
+    return {place.at(p.k_strides), place.at(p.latent.strides), place.exists};
+  }
+  // Bit i: key i of a tile.
+  static __device__ __forceinline__ uint32_t present(const Places& places) {
+    return __ballot_sync(0xffffffffu, places.valid);
   }
 
   // Copies the own columns of a tile; keys that are not there become zero.
@@ -132,14 +133,13 @@ struct MlaSm80 {
 
   __device__ __forceinline__ void begin_task(const PagedParams& p, const device::KeyTask& task,
                                              State& state) const {
-    const Strides &nope = p.q_strides, &rope = p.latent.q_strides;
 #pragma unroll
     for (int m = 0; m < kRowBlocks; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         device::UnitRow row = row_of(p, task, m, half);
-        int64_t at = task.b * nope.batch + row.place * nope.seq + row.head * nope.head;
-        int64_t rope_row = task.b * rope.batch + row.place * rope.seq + row.head * rope.head;
+        int64_t at = row_offset(p, p.q_strides, task.b, row.place, row.head);
+        int64_t rope_row = row_offset(p, p.latent.q_strides, task.b, row.place, row.head);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           int32_t d = 2 * (lane % 4) + 8 * i;
@@ -222,11 +222,12 @@ struct MlaSm80 {
     }
   }
 
-  // Dot products become scores in base 2, -inf where a query does not see the key.
+  // Dot products become scores in base 2, -inf where a query does not see the key. `there`: present.
   __device__ __forceinline__ void score_keys(const PagedParams& p, const State& state, int32_t key0,
-                                             Scores& scores) const {
+                                             uint32_t there, Scores& scores) const {
     bool scored = p.scores.scored();
-    bool masked = key0 < state.full_begin || key0 + kKeys > state.full_end;
+    bool masked = key0 < state.full_begin || key0 + kKeys > state.full_end || there != 0xffffffffu;
+    there >>= 2 * (lane % 4);
 #pragma unroll
     for (int m = 0; m < kRowBlocks; ++m) {
 #pragma unroll
@@ -237,7 +238,8 @@ struct MlaSm80 {
           int32_t key = key0 + 8 * n + 2 * (lane % 4) + i % 2;
           float score = scored ? row.scored(p, scores[m][n][i], key)
                                : device::finite_product(scores[m][n][i], row.scale);
-          scores[m][n][i] = !masked || row.sees(key) ? score : device::negative_infinity();
+          bool sees = !masked || (row.sees(key) && (there >> (8 * n + i % 2) & 1) != 0);
+          scores[m][n][i] = sees ? score : device::negative_infinity();
         }
       }
     }
@@ -314,10 +316,12 @@ struct MlaSm80 {
   __device__ __forceinline__ void attend(const PagedParams& p, const device::KeyTask& task,
                                          State& state) {
     Places places = find_keys(p, task, task.begin);
+    uint32_t there[kStages];
 #pragma unroll
     for (int stage = 0; stage < kStages; ++stage) {
       fill(p, places, stage);
       device::cp_async_commit();
+      there[stage] = present(places);
       places = find_keys(p, task, task.begin + (stage + 1) * kKeys);
     }
     begin_task(p, task, state);  // while the first copies are on their way
@@ -330,12 +334,14 @@ struct MlaSm80 {
       Scores scores = {};
       multiply_qk(state, tile, scores);
       share_scores(scores);
-      score_keys(p, state, key, scores);
+      score_keys(p, state, key, there[0], scores);
       softmax_step(state, scores);
       multiply_pv(state, scores, tile);
       __syncwarp();  // every lane is done with the stage
       if (key + kStages * kKeys < task.end) fill(p, places, stage);
       device::cp_async_commit();
+      there[0] = there[1];
+      there[1] = present(places);
       places = find_keys(p, task, key + (kStages + 1) * kKeys);
       stage = (stage + 1) % kStages;
     }

@@ -15,7 +15,8 @@
 namespace cuattn {
 
 // Latents and rope columns as (columns, tokens of a block, 1, blocks, 1): a box is 64 columns of
-// `piece` tokens, the most that both a block of the cache and one of the kernel are made of.
+// `piece` tokens, the most that both a block of the cache and one of the kernel are made of; of a
+// list of tokens, one.
 struct MlaSm90Maps {
   device::TensorMap latent, rope;
   int32_t piece;
@@ -98,15 +99,36 @@ struct MlaSm90Tiles {
     return p.pages.existing(*p.pages.entry(task.b, key / p.pages.block_size));
   }
 
+  // What a lane brings: of blocks its piece, of a list its two tokens.
+  struct Box {
+    int32_t row, token, block;  // row: in the block of keys
+  };
+  // Of the list: the slots of keys `lane` and `lane` + 32 of the block of keys that begins with
+  // `first`; -1: there is none.
+  static __device__ __forceinline__ void find_tokens(const PagedParams& p,
+                                                     const device::KeyTask& task, int32_t first,
+                                                     int32_t (&slots)[2]) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      int32_t key = first + threadIdx.x % 32 + 32 * i;
+      slots[i] = key < task.end ? *p.pages.entry(task.b, key) : -1;
+      if (slots[i] >= p.pages.num_blocks * p.pages.block_size) slots[i] = -1;
+    }
+  }
+  static __device__ __forceinline__ Box box_of_slot(const PagedParams& p, int32_t row,
+                                                    int32_t slot) {
+    if (slot < 0) return {row, 0, -1};
+    return {row, slot % p.pages.block_size, slot / p.pages.block_size};
+  }
+
   // By a warpgroup: a warp has one panel of each part, the first the rope columns, too.
-  static __device__ __forceinline__ void copy(const PagedParams& p, const MlaSm90Maps& maps,
-                                              const Shared& shared, const Cursor& at, int32_t first,
-                                              int32_t block) {
+  template <int kBoxes>
+  static __device__ __forceinline__ void copy(const MlaSm90Maps& maps, const Shared& shared,
+                                              const Cursor& at, const Box (&boxes)[kBoxes]) {
     using namespace device;
     static_assert(kPartPanels == 4);
     const int32_t lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
-    const int32_t row = lane * maps.piece, token = (first + row) % p.pages.block_size;
-    const uint32_t to = shared.stage(at.stage) + row * 128;
+    const uint32_t to = shared.stage(at.stage);
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       const uint32_t full = shared.full(at.stage, part);
@@ -115,12 +137,14 @@ struct MlaSm90Tiles {
       barrier_wait(shared.empty(at.stage, part), at.parity ^ 1);
       if (lane == 0) barrier_arrive_expect(full, (has_rope ? 2 : 1) * kPanelBytes);
       __syncwarp();
-      if (row < kKeys) {
-        tma_load(to + panel * kPanelBytes, &maps.latent, full, panel * 64, token, 0, block, 0,
-                 kEvictNormal);
+#pragma unroll
+      for (const Box& box : boxes) {
+        if (box.row >= kKeys) continue;
+        tma_load(to + panel * kPanelBytes + box.row * 128, &maps.latent, full, panel * 64,
+                 box.token, 0, box.block, 0, kEvictNormal);
         if (has_rope) {
-          tma_load(to + kPanels * kPanelBytes, &maps.rope, full, 0, token, 0, block, 0,
-                   kEvictNormal);
+          tma_load(to + kPanels * kPanelBytes + box.row * 128, &maps.rope, full, 0, box.token, 0,
+                   box.block, 0, kEvictNormal);
         }
       }
       __syncwarp();
@@ -133,6 +157,7 @@ inline MlaSm90Maps mla_sm90_maps(const PagedParams& p) {
   MlaSm90Maps maps;
   bool is_paged = p.pages.block_tables != nullptr;
   maps.piece = is_paged ? std::gcd(p.pages.block_size, MlaSm90Tiles::kKeys) : MlaSm90Tiles::kKeys;
+  if (p.latent.queries > 0) maps.piece = 1;
   bool has_keys = p.work.capacity > 0;  // else nothing is read
   maps.latent = paged_cache_map(p, has_keys ? p.k_cache : p.q, p.k_strides, maps.piece);
   const CacheStrides& s = p.latent.strides;

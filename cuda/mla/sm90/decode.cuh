@@ -4,7 +4,8 @@
 // scores and weights P, in turns; two have half of the columns of O each. Who issues a row of
 // products waits for nearly all of them: the softmax of a block has products of another beside it
 // because another warpgroup has them. Sources: FlashMLA (O in halves), FlashAttention-3 (turns),
-// FlashAttention-4 (references that hardly move); PTX ISA, wgmma. Storage and copies: copy.cuh.
+// FlashAttention-4 (references that hardly move); PTX ISA, wgmma. Storage and copies: copy.cuh; masks:
+// masks.cuh.
 // Tasks, rows and results: device/paged/tasks.cuh. Next: paged/combine.cu.
 //
 //   even    | S0 | softmax, P0 |             S2          | softmax, P2 | ...
@@ -14,32 +15,29 @@
 #pragma once
 
 #include "cuda/host/launch.h"
-#include "cuda/mla/sm90/copy.cuh"
+#include "cuda/mla/sm90/masks.cuh"
 
 namespace cuattn {
 
-template <DType kType>
-struct MlaSm90 : MlaSm90Tiles {
+// kLists: each query has a list of tokens, which come one by one.
+template <DType kType, bool kLists>
+struct MlaSm90 : MlaSm90Masks {
   // 1. Types and sizes
   using T = device::Element<kType>;
   using ScoreMma = device::Wgmma<kType, kKeys>;
   using OutMma = device::Wgmma<kType, kOutColumns>;
-  static constexpr int kKeyBlocks = kKeys / 8;  // n8 of S
   static constexpr int kKeySteps = kKeys / 16;  // k16 of O
   static constexpr int kOutBlocks = kOutColumns / 8;
   static constexpr float kSlackLog2 = 8.0f;  // exponentials up to 256
 
-  // A thread has rows `row` and `row` + 8 of the tile.
-  struct Lane {
-    int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
-    int row = 16 * warp + lane / 4;
-  };
   // Of a warpgroup that makes scores.
   struct Scores {
     float products[kKeyBlocks * 4];
     float reference[2], sum[2];  // base 2; sum: this thread's share, of its blocks
     Cursor at;
     int32_t first, piece;  // of its next block: the first key, and where this lane's piece lies
+    int32_t slots[2];      // of a list: of this lane's tokens
+    uint32_t there[2];     // and which tokens of the block on its way there are, a bit each
   };
 
   // 2. Rows of Q
@@ -47,8 +45,8 @@ struct MlaSm90 : MlaSm90Tiles {
                                                           const device::KeyTask& task,
                                                           const device::UnitRow& row, bool rope) {
     const Strides& s = rope ? p.latent.q_strides : p.q_strides;
-    return static_cast<const uint16_t*>(rope ? p.latent.q_rope : p.q) + task.b * s.batch +
-           row.place * s.seq + row.head * s.head;
+    return static_cast<const uint16_t*>(rope ? p.latent.q_rope : p.q) +
+           row_offset(p, s, task.b, row.place, row.head);
   }
 
   static __device__ __forceinline__ void sync_scores() { device::named_barrier_sync(1, 256); }
@@ -101,7 +99,6 @@ struct MlaSm90 : MlaSm90Tiles {
     pin(state.products);
   }
 
-  using Block = float[kKeyBlocks * 4];
   // Dot products become scores in base 2. `to_log2`: of a plain scale.
   static __device__ __forceinline__ void score_keys(const PagedParams& p, float to_log2,
                                                     Block& scores) {
@@ -118,45 +115,6 @@ struct MlaSm90 : MlaSm90Tiles {
 #pragma unroll
       for (int i = 0; i < kKeyBlocks * 4; ++i)
         scores[i] = device::finite_product(scores[i], to_log2);
-    }
-  }
-
-  // Whether a row of the tile may not see all keys of the block.
-  static __device__ __forceinline__ bool has_edge(const PagedParams& p, const device::KeyTask& task,
-                                                  int32_t key0) {
-    const PagedWork& w = p.work;
-    return key0 < w.mask.visible(w.q_len - 1, w.q_len, task.context).begin ||
-           key0 + kKeys > w.mask.visible(0, w.q_len, task.context).end;
-  }
-
-  static __device__ __forceinline__ void mask_scores(const PagedParams& p,
-                                                     const device::KeyTask& task, const Lane& me,
-                                                     int32_t key0, Block& scores) {
-    const PagedWork& w = p.work;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      int32_t query = (task.row0 + me.row + 8 * half) / w.group;
-      KeyRange visible = w.mask.visible(min(query, w.q_len - 1), w.q_len, task.context);
-#pragma unroll
-      for (int n = 0; n < kKeyBlocks; ++n) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          int32_t key = key0 + 8 * n + 2 * (me.lane % 4) + i;
-          float& score = scores[4 * n + 2 * half + i];
-          if (key < visible.begin || key >= visible.end) score = device::negative_infinity();
-        }
-      }
-    }
-  }
-
-  // 0 x NaN is NaN: latents that nobody sees become zeros, before they are read as values.
-  static __device__ __forceinline__ void clear_keys(const device::KeyTask& task, const Lane& me,
-                                                    uint32_t stage, int32_t key0) {
-#pragma unroll 1
-    for (int i = me.thread; i < kKeys * kPanels * 8; i += 128) {
-      int row = i / 8 % kKeys, panel = i / (8 * kKeys), key = key0 + row;
-      if (key < task.low || key >= task.end)
-        device::store_shared16(stage + panel * kPanelBytes + row * 128 + i % 8 * 16, {});
     }
   }
 
@@ -241,8 +199,10 @@ struct MlaSm90 : MlaSm90Tiles {
                                                     int32_t key0, Scores& state) {
     multiply_keys(shared, state);
     score_keys(p, to_log2, state.products);
-    bool edge = has_edge(p, task, key0);
+    bool edge = !kLists && has_edge(p, task, key0);
     if (edge) mask_scores(p, task, me, key0, state.products);
+    if (kLists && (state.there[0] & state.there[1]) != 0xffffffffu)
+      mask_holes(me, state.there, state.products);
     float factor[2];
     uint32_t weights[kKeySteps][4];
     refer(shared, me, group, key0 == task.begin, state, factor);
@@ -261,9 +221,30 @@ struct MlaSm90 : MlaSm90Tiles {
                                                   const Shared& shared, const MlaSm90Maps& maps,
                                                   Scores& state) {
     if (state.first >= task.end) return;
-    copy(p, maps, shared, state.at, state.first, state.piece);
-    state.first += 2 * kKeys;
-    state.piece = find_piece(p, task, maps.piece, state.first);
+    const int32_t lane = threadIdx.x % 32;
+    if constexpr (kLists) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) state.there[i] = __ballot_sync(0xffffffffu, state.slots[i] >= 0);
+      const Box boxes[] = {box_of_slot(p, lane, state.slots[0]),
+                           box_of_slot(p, lane + 32, state.slots[1])};
+      copy(maps, shared, state.at, boxes);
+    } else {
+      const int32_t row = lane * maps.piece;
+      const Box boxes[] = {{row, (state.first + row) % p.pages.block_size, state.piece}};
+      copy(maps, shared, state.at, boxes);
+    }
+    find_next(p, task, maps, state, state.first + 2 * kKeys);
+  }
+  static __device__ __forceinline__ void find_next(const PagedParams& p,
+                                                   const device::KeyTask& task,
+                                                   const MlaSm90Maps& maps, Scores& state,
+                                                   int32_t first) {
+    state.first = first;
+    if constexpr (kLists) {
+      find_tokens(p, task, first, state.slots);
+    } else {
+      state.piece = find_piece(p, task, maps.piece, first);
+    }
   }
 
   // 4. The warpgroups that make scores, of every other block
@@ -281,8 +262,7 @@ struct MlaSm90 : MlaSm90Tiles {
     if (group == 1) named_barrier_arrive(4, 256);
 #pragma unroll 1
     while (tasks.next(p.work, task)) {
-      state.first = task.begin + (turn == group ? 0 : kKeys);
-      state.piece = find_piece(p, task, maps.piece, state.first);
+      find_next(p, task, maps, state, task.begin + (turn == group ? 0 : kKeys));
       ask_next(p, task, shared, maps, state);
       fetch_rows(p, task, shared);
       await_rows();
@@ -471,15 +451,20 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
 }
 
 // 7. Launcher
-template <DType kType, int kHeadDim, int kHeadDimV>
-void launch_mla_sm90(const PagedParams& p, cudaStream_t stream) {
-  static_assert(kHeadDim == kHeadDimV && kHeadDim == MlaSm90Tiles::kPanels * 64);
-  using Kernel = MlaSm90<kType>;
+template <class Kernel>
+void launch_mla_sm90_kernel(const PagedParams& p, cudaStream_t stream) {
   static std::atomic<uint64_t> allowed{0};
   allow_shared_memory(mla_sm90_kernel<Kernel>, Kernel::kSmemBytes, allowed);
   MlaSm90Maps maps = mla_sm90_maps(p);
   launch_overlapping(mla_sm90_kernel<Kernel>, grid_blocks(num_key_tasks(p.work), "sm90"),
                      Kernel::kThreads, Kernel::kSmemBytes, 9, stream, p, maps);
+}
+
+template <DType kType, int kHeadDim, int kHeadDimV>
+void launch_mla_sm90(const PagedParams& p, cudaStream_t stream) {
+  static_assert(kHeadDim == kHeadDimV && kHeadDim == MlaSm90Tiles::kPanels * 64);
+  if (p.latent.queries > 0) return launch_mla_sm90_kernel<MlaSm90<kType, true>>(p, stream);
+  launch_mla_sm90_kernel<MlaSm90<kType, false>>(p, stream);
 }
 
 }  // namespace cuattn

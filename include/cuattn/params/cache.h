@@ -67,6 +67,7 @@ struct CacheWriteParams {
   int32_t num_heads, block_size;
   const int64_t* slot_mapping;  // [num_tokens]; -1: the row is skipped
   RopeParams rope;              // of k
+  bool is_packed;  // v.cache takes packed latents: v.rows and k.rows together, k has no cache
 };
 
 CUATTN_HOST_DEVICE bool is_slot(const CacheWriteParams& p, int64_t slot) {

@@ -16,7 +16,10 @@ struct LatentParams {
   const void* rope_cache;  // [num_blocks, block_size, rope_dim]
   Strides q_strides;
   CacheStrides strides;
-  int32_t rope_dim;   // 0: no such columns
+  int32_t rope_dim;  // 0: no such columns
+  // Lists of tokens: each of `queries` of a sequence is a sequence of work, which pages.block_tables
+  // gives slots (block * block_size + place in it), one a key. 0: it gives blocks.
+  int32_t queries;
   bool is_used;       // the call is one of mla_decode
   bool own_values;    // v_cache is not k_cache
   int32_t* own_lens;  // work.context_lens, where keys are rows: as long as the capacity
@@ -90,10 +93,37 @@ CUATTN_HOST_DEVICE int64_t query_row(const PagedParams& p, int32_t b, int32_t qu
   return query < missing ? -1 : span.start + query - missing;
 }
 
-// The block of a latent key; without block_tables sequence b is block b.
-CUATTN_HOST_DEVICE int64_t latent_block(const PagedParams& p, int32_t b, int32_t key) {
-  if (p.pages.block_tables == nullptr) return b;
-  return p.pages.block(b, key / p.pages.block_size);
+// Where row (b, place, head) of q, out or lse begins; `place` is of query_row. With lists of tokens
+// b counts queries, too.
+CUATTN_HOST_DEVICE int64_t row_offset(const PagedParams& p, const Strides& strides, int32_t b,
+                                      int64_t place, int32_t head) {
+  int64_t sequence = b;
+  if (p.latent.queries > 1) {
+    sequence = b / p.latent.queries;
+    place = b % p.latent.queries;
+  }
+  return sequence * strides.batch + place * strides.seq + head * strides.head;
+}
+
+// Where a latent key lies. In a list of tokens any slot that the cache does not have is no key.
+struct LatentPlace {
+  int64_t block, token;
+  bool exists;
+  CUATTN_HOST_DEVICE int64_t at(const CacheStrides& strides) const {
+    return block * strides.block + token * strides.token;
+  }
+};
+
+// Without block_tables sequence b is block b.
+CUATTN_HOST_DEVICE LatentPlace latent_place(const PagedParams& p, int32_t b, int32_t key) {
+  const Pages& pages = p.pages;
+  if (pages.block_tables == nullptr) return {b, key, true};
+  if (p.latent.queries == 0)
+    return {pages.block(b, key / pages.block_size), key % pages.block_size, true};
+  int32_t slot = *pages.entry(b, key);
+  bool exists = slot >= 0 && slot < pages.num_blocks * pages.block_size;
+  if (!exists) return {0, 0, false};
+  return {slot / pages.block_size, slot % pages.block_size, true};
 }
 
 }  // namespace cuattn

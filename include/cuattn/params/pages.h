@@ -23,6 +23,18 @@ struct CacheStrides {
   int64_t block, head, token;
 };
 
+// A packed latent of 656 bytes, FlashMLA's: 512 codes of e4m3, a float32 scale for each 128 of them
+// (value = code * scale, rounded to bfloat16), 64 rope columns of bfloat16.
+struct PackedLatent {
+  static constexpr int32_t kLatent = 512, kScaled = 128, kRope = 64;
+  static constexpr int32_t kScalesAt = 512, kRopeAt = 528, kBytes = 656;
+  // Of 128 numbers up to `largest`.
+  static CUATTN_HOST_DEVICE float scale(float largest) {
+    float scale = largest / 448.0f;
+    return scale >= 0x1p-126f ? scale : 1.0f;
+  }
+};
+
 // Token t of sequence b lies in block block_tables[b][t / block_size], at place t % block_size.
 struct Pages {
   int64_t num_blocks;  // as many as an int32 can name

@@ -15,7 +15,10 @@ from .plan import Plan
 from .rows import explain_rows
 
 DECODE = ("q_nope", "q_pe", "ckv_cache", "kpe_cache", "block_tables", "context_lens")
-DECODE_OPTIONS = {"scale", "causal", "window", "softcap", "sinks", "num_splits", "batch_invariant"}
+DECODE_OPTIONS = {
+    "scale", "causal", "window", "softcap", "sinks", "indices", "topk_lens", "num_splits",
+    "batch_invariant",
+}  # fmt: skip
 ATTENTION = ("q", "k_latent", "v_latent", "k_proj", "v_proj")
 ATTENTION_OPTIONS = {"q_rope", "k_rope", "causal", "scale", "form"}
 MLA = ("mla_decode", "mla_attention")

@@ -30,7 +30,9 @@ from .call import (
 )
 from .paged import NUMBERS, decode_results
 
-DECODE_OPTIONAL = ("q_pe", "kpe_cache", "v_cache", "block_tables", "context_lens", "sinks")
+DECODE_OPTIONAL = (
+    "q_pe", "kpe_cache", "v_cache", "block_tables", "context_lens", "indices", "topk_lens", "sinks",
+)  # fmt: skip
 DECODE_NUMBERS = (
     "scale", "causal", "window", "softcap", "num_splits", "batch_invariant", "return_lse",
     "backend",
@@ -140,6 +142,11 @@ def mla_write(
     """`cuattn.mla_write` on JAX arrays: new caches, in the memory of those that jit donates."""
     op = "mla_write"
     refuse(op, stream=stream)
+    if str(getattr(ckv_cache, "dtype", "")) == "uint8":
+        raise NotImplementedError(
+            f"{op}: ckv_cache of uint8, packed latents, is not written as a JAX array; write it as "
+            "a numpy, torch or CuPy array"
+        )
     required = {"ckv": ckv, "ckv_cache": ckv_cache, "slot_mapping": slot_mapping}
     ropes = {} if kpe is None and kpe_cache is None else {"kpe": kpe, "kpe_cache": kpe_cache}
     turns = {"cos": cos, "sin": sin, "positions": positions}

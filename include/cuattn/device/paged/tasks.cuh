@@ -216,11 +216,9 @@ __device__ __forceinline__ RowOutput final_output(const PagedParams& p, int32_t 
                                                   bool leader) {
   RowEnd end = Finish(p.scores, row.head).end(maximum, sum);
   if (leader && p.lse != nullptr) {
-    p.lse[b * p.lse_strides.batch + row.head * p.lse_strides.head + row.place * p.lse_strides.seq] =
-        end.lse;
+    p.lse[row_offset(p, p.lse_strides, b, row.place, row.head)] = end.lse;
   }
-  int64_t at =
-      b * p.out_strides.batch + row.place * p.out_strides.seq + row.head * p.out_strides.head;
+  int64_t at = row_offset(p, p.out_strides, b, row.place, row.head);
   return {static_cast<char*>(p.out) + at * (p.out_dtype == DType::f32 ? 4 : 2), p.out_dtype,
           end.alive ? end.factor : 0.0f};
 }

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packed latents, FlashMLA's cache of 656 bytes a token: mla_write quantises into it, mla_decode
+reads it with the bits of a bfloat16 cache that holds what it says.
+"""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import cuattn
+import harness
+import mla_cases
+from harness import bits, target_params
+
+BF16, E4M3 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn
+SLOTS = np.array([17, -1, 3, 40, 0, 31])
+
+
+def packed(ckv, kpe):
+    """Plain numpy: rows of [512 codes | 4 scales | 64 of bfloat16] as bytes."""
+    parts = ckv.astype(np.float32).reshape(-1, 4, 128)
+    scales = np.fmax.reduce(abs(parts), -1) / np.float32(448)
+    scales = np.where(scales >= np.float32(2.0**-126), scales, np.float32(1))
+    codes = (parts / scales[..., None]).astype(E4M3)
+    rows = np.zeros((len(ckv), 656), np.uint8)
+    rows[:, :512] = codes.reshape(-1, 512).view(np.uint8)
+    rows[:, 512:528] = scales.view(np.uint8).reshape(-1, 16)
+    rows[:, 528:] = kpe.view(np.uint8).reshape(-1, 128)
+    return rows
+
+
+def unpacked(cache):
+    """What a packed cache says, as a bfloat16 cache of 576 columns."""
+    flat = np.ascontiguousarray(cache).reshape(-1, 656)
+    codes = flat[:, :512].copy().view(E4M3).astype(np.float32).reshape(-1, 4, 128)
+    scales = flat[:, 512:528].copy().view(np.float32)
+    latents = (codes * scales[..., None]).reshape(-1, 512).astype(BF16)
+    whole = np.concatenate([latents, flat[:, 528:].copy().view(BF16)], -1)
+    return whole.reshape(*cache.shape[:-1], 576)
+
+
+def draw(rng, *shape):
+    return rng.standard_normal(shape, np.float32).astype(BF16)
+
+
+@pytest.mark.parametrize(("device", "backend"), target_params(cpu=("cpu",), cuda=("auto",)))
+def test_rows_are_quantised_as_flashmla_does(device, backend, rng):
+    ckv, kpe = draw(rng, len(SLOTS), 512), draw(rng, len(SLOTS), 64)
+    ckv *= np.float32(10.0) ** rng.integers(-6, 6, (len(SLOTS), 1))
+    ckv = ckv.astype(BF16)
+    ckv[2, 128:256] = 0  # a part without a scale
+    ckv[3, 5], ckv[3, 300] = 3e38, -1e-38
+    arena = harness.Arena(device)
+    rows = [arena.put(ckv, "padded", "ckv"), arena.put(kpe, "padded", "kpe")]
+    cache = arena.output((3, 16, 656), np.uint8, "contiguous", "cache")
+    before = device.numpy(cache).copy()
+    slots = arena.put(SLOTS, name="slots", align=8)
+    written = cuattn.mla_write(*rows, cache, None, slots)
+    device.synchronize()
+    assert written == (cache, None)
+    got = device.numpy(cache).reshape(48, 656)
+    want = before.reshape(48, 656).copy()
+    there = SLOTS >= 0
+    want[SLOTS[there]] = packed(ckv, kpe)[there]
+    np.testing.assert_array_equal(got, want)
+
+
+def test_the_error_is_that_of_e4m3(rng):
+    """A sixteenth of a number at most, or a part in 2^9 of the largest of its 128 times 1 / 448."""
+    ckv, kpe = draw(rng, 40, 512), draw(rng, 40, 64)
+    cache = np.zeros((5, 8, 656), np.uint8)
+    cuattn.mla_write(ckv, kpe, cache, None, np.arange(40))
+    got, want = unpacked(cache).reshape(40, 576).astype(np.float64), ckv.astype(np.float64)
+    largest = np.repeat(abs(want.reshape(40, 4, 128)).max(-1), 128, -1)
+    limit = np.fmax(abs(want) / 16, largest / 448 * 2.0**-10) + 2.0**-8 * abs(want)
+    assert (abs(got[:, :512] - want) <= limit).all()
+    assert (abs(got[:, :512] - want).max(-1) > 0).all()
+    assert (bits(unpacked(cache).reshape(40, 576)[:, 512:]) == bits(kpe)).all()
+
+
+LISTS = {"tables": False, "lists": True}
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "lists"),
+    target_params(list(LISTS.values()), cpu=("cpu",), cuda=("auto", "simt"), ids=list(LISTS)),
+)
+def test_decode_has_the_bits_of_the_cache_it_stands_for(device, backend, lists, rng):
+    """By the plain kernels of each side, which read both."""
+    seqs, heads, blocks, size = 3, 9, 7, 16
+    cache = rng.integers(0, 127, (blocks, size, 656)).astype(np.uint8)  # no NaN among the codes
+    cache[..., :512] |= rng.integers(0, 2, (blocks, size, 512)).astype(np.uint8) << 7
+    scales = rng.uniform(1e-4, 4e-3, (blocks, size, 4)).astype(np.float32)
+    cache[..., 512:528] = scales.view(np.uint8).reshape(blocks, size, 16)
+    cache[..., 528:] = draw(rng, blocks, size, 64).view(np.uint8)
+    q = draw(rng, seqs, heads, 576)
+    arena = harness.Arena(device)
+    q, whole = arena.put(q, name="q"), arena.put(unpacked(cache), name="whole")
+    codes = arena.put(cache, "padded", "codes")
+    put = lambda x, name: arena.put(x.astype(np.int32), name=name, align=4)  # noqa: E731
+    if lists:
+        options = {"indices": put(rng.integers(-20, blocks * size, (seqs, 200)), "indices")}
+        tables, lens = None, None
+    else:
+        options, tables = {}, put(rng.permutation(blocks)[: 2 * seqs].reshape(seqs, 2), "tables")
+        lens = put(np.array([32, 1, 19]), "lens")
+    options |= {"scale": mla_cases.SCALE, "return_lse": True}
+    parts = q[..., :512], q[..., 512:]
+    out, lse = cuattn.mla_decode(*parts, codes, None, tables, lens, backend=backend, **options)
+    plain = "cpu" if backend == "cpu" else "simt"
+    want, want_lse = cuattn.mla_decode(
+        *parts, whole[..., :512], whole[..., 512:], tables, lens, backend=plain, **options
+    )
+    device.synchronize()
+    arena.verify()
+    assert abs(device.numpy(want).astype(np.float32)).max() > 0.01
+    for got, expected in ((out, want), (lse, want_lse)):
+        assert (bits(device.numpy(got)) == bits(device.numpy(expected))).all()
+
+
+def decode_arrays():
+    return {
+        "q_nope": np.ones((2, 4, 512), BF16),
+        "q_pe": np.ones((2, 4, 64), BF16),
+        "ckv_cache": np.zeros((3, 8, 656), np.uint8),
+        "kpe_cache": None,
+        "block_tables": np.zeros((2, 2), np.int32),
+        "context_lens": np.array([5, 16], np.int32),
+    }
+
+
+F16 = np.float16
+DECODE = [
+    ({"kpe_cache": np.zeros((3, 8, 64), BF16)}, "kpe_cache must be None and q_pe an array where"),
+    ({"q_pe": None}, "kpe_cache must be None and q_pe an array where ckv_cache is uint8"),
+    ({"q_nope": np.ones((2, 4, 512), F16), "q_pe": np.ones((2, 4, 64), F16)},
+     "q_nope must be bfloat16 over packed latents"),
+    ({"ckv_cache": np.zeros((3, 8, 640), np.uint8)}, "ckv_cache must have bytes of a packed"),
+    ({"ckv_cache": np.zeros((3, 8, 1, 656), np.uint8)}, "ckv_cache must have 3 axes"),
+    ({"ckv_cache": np.zeros((3, 8, 660), np.uint8)[..., :656]}, "must have a packed latent"),
+    ({"q_nope": np.ones((2, 4, 256), BF16)}, "q_nope must have columns 512 like packed latents"),
+    ({"q_pe": np.ones((2, 4, 32), BF16)}, "q_pe must have columns 64 like packed latents"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "message"), DECODE, ids=range(len(DECODE)))
+def test_decode_refuses(change, message):
+    out = np.full((2, 4, 512), 7, BF16)
+    with pytest.raises(ValueError, match=message):
+        cuattn.mla_decode(*(decode_arrays() | change).values(), scale=0.1, out=out)
+    assert (out == 7).all()
+
+
+ROPE = {"cos": np.ones((9, 8), np.float32), "sin": np.ones((9, 8), np.float32),
+        "positions": np.zeros(2, np.int64)}  # fmt: skip
+WRITE = [
+    ({"kpe": None}, "kpe_cache must be None and kpe an array where ckv_cache is uint8"),
+    ({"ckv": np.ones((2, 512), F16), "kpe": np.ones((2, 64), F16)}, "ckv must be bfloat16 for"),
+    ({"ckv": np.ones((2, 256), BF16)}, "ckv must have columns 512 like packed latents"),
+    ({"kpe": np.ones((2, 128), BF16)}, "kpe must have columns 64 like packed latents"),
+    ({"kpe": np.ones((3, 64), BF16)}, "kpe must have num_tokens 2 like ckv"),
+    ({"ckv_cache": np.full((3, 8, 576), 7, np.uint8)}, "must have bytes of a packed latent"),
+    (ROPE, "cos, sin and positions must be None where ckv_cache is uint8"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "message"), WRITE, ids=range(len(WRITE)))
+def test_write_refuses(change, message):
+    arrays = {"ckv": np.ones((2, 512), BF16), "kpe": np.ones((2, 64), BF16),
+              "ckv_cache": np.full((3, 8, 656), 7, np.uint8), "kpe_cache": None,
+              "slot_mapping": np.array([0, 9])} | change  # fmt: skip
+    with pytest.raises(ValueError, match=message):
+        cuattn.mla_write(**arrays)
+    assert (arrays["ckv_cache"] == 7).all()
+
+
+@pytest.mark.parametrize("device", ["h100", "a100"])
+def test_what_explain_says_of_packed_latents(device):
+    plan = cuattn.explain(
+        "mla_decode", (4, 128, 512), (4, 128, 64), ("uint8", 100, 64, 656), None, (4, 9), (4,),
+        scale=1.0, device=device, dtype="bfloat16",
+    )  # fmt: skip
+    assert plan.kernel == "simt"
+    for kernel in ("sm80", "sm90") if device == "h100" else ("sm80",):
+        assert (
+            f"{kernel}: cannot: it takes caches of the dtype of q, not packed latents"
+            in plan.ladder
+        )
