@@ -123,6 +123,7 @@ def plan_of(
         1 if axis == 0 else q.shape[0],
         *(q.shape[-2], k.shape[-2], q.shape[-1] + v.shape[-1], q.element_size()),
         window[1] == 0,
+        layout.inner == 1 and layout.kind == "contiguous",
     )
     refused = refusals(given, kernel, q, window, bias)
     limits = refused, given["memory_limit"], outer.speeds
