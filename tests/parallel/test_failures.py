@@ -128,7 +128,14 @@ def refusals(ranks):
         "alibi and bias": lambda: call(
             ranks, scheme="ring", alibi_slopes=slopes, bias=bias, causal=True
         ),
-        "slopes": lambda: call(ranks, alibi_slopes=slopes.requires_grad_(), causal=True),
+        "used": lambda: call(ranks, seqused=torch.ones(2)),
+        "used list": lambda: call(ranks, seqused=[64, 3]),
+        "used window": lambda: call(
+            ranks, scheme="ring", window=(9, 0), seqused=torch.ones(2, dtype=torch.int32)
+        ),
+        "used right": lambda: call(
+            ranks, scheme="gather", window=(9, 9), seqused=torch.ones(2, dtype=torch.int32)
+        ),
         "offsets": lambda: parallel.attention_varlen(
             *packed, [0, 9, n + 1], group=ranks.group, check=True
         ),
@@ -160,7 +167,10 @@ WORDS = {
     "bias shape": ("ValueError", "bias must be float32, bool or of q's dtype and broadcast to"),
     "alibi": ("NotImplementedError", "alibi_slopes without a causal mask go by heads alone"),
     "alibi and bias": ("NotImplementedError", "alibi_slopes or bias, not both"),
-    "slopes": ("NotImplementedError", "alibi_slopes must not require a gradient"),
+    "used": ("ValueError", "seqused must be int32 (2,) on "),
+    "used list": ("TypeError", "seqused must be a torch tensor, got list"),
+    "used window": ("NotImplementedError", "seqused and a window go by gather and heads"),
+    "used right": ("NotImplementedError", "a window that looks right go by heads alone"),
     "offsets": ("ValueError", "cu_seqlens must end with the 128 tokens of the whole sequence"),
     "group": ("ValueError", "group must be a ProcessGroup that holds this rank"),
     "three groups": ("ValueError", "group must be one group or (inner, outer), got 3"),

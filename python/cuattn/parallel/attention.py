@@ -45,6 +45,7 @@ def attention(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     bias: Tensor | None = None,
+    seqused: Tensor | None = None,
     batch_invariant: bool = False,
     return_lse: bool = False,
     deterministic: bool | None = None,
@@ -77,8 +78,8 @@ def attention(
     causal, window, scale, softcap
         As in `cuattn.attention`.
     alibi_slopes : float32 tensor, [num_heads_q] or [batch, num_heads_q], optional
-        The same on all ranks. gather and ring take it with a causal mask, ring without bias. It
-        has no gradient.
+        The same on all ranks. gather and ring take it with a causal mask, ring without bias. Its
+        gradient is what the rows or heads of this rank contribute, like that of sinks.
     sinks : float32 tensor, [num_heads_q], optional
         The same on all ranks. Its gradient is what the rows or heads of this rank contribute; the
         sum over the ranks is the whole.
@@ -86,6 +87,10 @@ def attention(
         For the rows of this rank; each axis may be 1. In order of the sequence along the last.
         heads and two levels take it where the axis of rows is 1 and it requires no gradient. Its
         gradient is what the rows of this rank contribute.
+    seqused : int32 tensor, [batch], optional
+        Tokens of each sequence of a padded batch that are in use, the same on all ranks. Rows
+        beyond give out 0 and lse -inf, keys beyond are not seen. ring takes it without a window,
+        gather with one that looks left alone.
     batch_invariant : bool
         With it "gather" and "heads" give the bits of one process, if chunks begin at multiples of
         128 (docs/parallel.md).
@@ -124,7 +129,9 @@ def attention(
     Ring Attention, arXiv:2310.01889; striped and zigzag orders, arXiv:2311.09431; heads for tokens,
     arXiv:2309.14509; both levels, arXiv:2405.07719; gathering by groups of heads, arXiv:2407.21783.
     """
-    is_held = bias is None or not bias.requires_grad  # by the op
+    is_held = seqused is None and not any(  # by the op
+        isinstance(x, Tensor) and x.requires_grad for x in (bias, alibi_slopes)
+    )
     if is_held and traced is not None and torch.compiler.is_compiling():
         return traced(
             group, (q, k, v, alibi_slopes, sinks, bias), layout,
@@ -193,7 +200,7 @@ def attention_varlen(
     ----------
     As of `attention`.
     """
-    return run("parallel.attention_varlen", locals() | {"bias": None}, cu_seqlens)
+    return run("parallel.attention_varlen", locals() | {"bias": None, "seqused": None}, cu_seqlens)
 
 
 def explain(
@@ -208,6 +215,7 @@ def explain(
     window: tuple[int, int] = (-1, -1),
     alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,
+    seqused: Tensor | None = None,
     partial_dtype: str = "float32",
     memory_limit: int | None = None,
 ) -> Choice:
@@ -215,7 +223,9 @@ def explain(
 
     Parameters
     ----------
-    q, k, v, group, layout, scheme, causal, window, alibi_slopes, bias, partial_dtype, memory_limit
+    q, k, v, group, layout, scheme, causal, window, alibi_slopes, bias, seqused
+        As in `attention`.
+    partial_dtype, memory_limit
         As in `attention`. With memory_limit=None the first call on a group asks all ranks, so all
         have to make it.
 
@@ -303,7 +313,7 @@ def run_scheme(
 ) -> tuple[Tensor, Tensor]:
     """Run the scheme of a plan on the rows that it has."""
     scheme = SCHEMES[plan.scheme](plan.outer, plan.layout, problem)
-    arrays = (q, k, v, sinks, problem.bias)
+    arrays = (q, k, v, sinks, problem.bias, problem.slopes)
     if not torch.is_grad_enabled() or not any(x is not None and x.requires_grad for x in arrays):
         return scheme.forward(q, k, v, sinks)
     result: tuple[Tensor, Tensor] = Attend.apply(scheme, *arrays)

@@ -83,7 +83,7 @@ def read(
     given["window"] = tuple(given["window"])
     arrays = {"q": q, "k": k, "v": v, "alibi_slopes": alibi_slopes, "sinks": sinks, "bias": bias}
     options = {"group": pair if len(pair) > 1 else pair[0], "layout": where}
-    return arrays | given | options
+    return arrays | {"seqused": None} | given | options
 
 
 def kernel(*arguments: Any) -> tuple[Tensor, Tensor]:

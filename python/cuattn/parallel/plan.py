@@ -62,7 +62,7 @@ def limit_memory(given: dict[str, Any], inner: Team | None, outer: Team) -> None
 
 
 KEPT = 128  # plans of a team
-ARRAYS = ("alibi_slopes", "sinks", "bias")
+ARRAYS = ("alibi_slopes", "sinks", "bias", "seqused")
 
 
 def key_of(function: str, given: dict[str, Any], cu_seqlens: Any) -> Any:
@@ -140,7 +140,7 @@ def plan_of(
     problem = Problem(
         window, begins, given["scale"], given["softcap"], given["alibi_slopes"], bias,
         given["batch_invariant"], given["deterministic"], given["partial_dtype"] == "float32",
-        choice.groups,
+        choice.groups, used=read_used(function, given["seqused"], q),
     )  # fmt: skip
     plan = Plan(inner, outer, layout, None, problem, choice, choice.outer or choice.scheme, None)
     if choice.scheme == "heads":
@@ -171,7 +171,7 @@ def said_of(
         "causal", "window", "scale", "softcap", "batch_invariant", "return_lse",
         "deterministic", "partial_dtype", "memory_limit",
     )  # fmt: skip
-    small = ("alibi_slopes", "sinks", "bias")
+    small = ("alibi_slopes", "sinks", "bias", "seqused")
     values = {
         "batch": shape.batch,
         "num_heads_q": q.shape[-2],
@@ -245,6 +245,10 @@ def refusals(
         found["heads"] = "a bias of rows is not exchanged"
     elif bias is not None and bias.requires_grad and torch.is_grad_enabled():
         found["heads"] = "a bias has its gradient by gather and ring"
+    if given["seqused"] is not None and window not in ((-1, -1), (-1, 0)):
+        found.setdefault("ring", "seqused and a window go by gather and heads")
+        if window[1] != 0:
+            found["gather"] = "seqused and a window that looks right go by heads alone"
     is_narrow = q.is_cuda and q.dtype != torch.float32
     if is_narrow and given["partial_dtype"] == "float32" and kernel in NARROW:
         found.setdefault(
@@ -275,11 +279,6 @@ def read_arrays(
         raise ValueError(
             f"{function}: partial_dtype must be 'float32' or 'input', got "
             f"{given['partial_dtype']!r}"
-        )
-    if given["alibi_slopes"] is not None and given["alibi_slopes"].requires_grad:
-        raise NotImplementedError(
-            f"{function}: alibi_slopes must not require a gradient, which ranks do not compute; "
-            "pass alibi_slopes.detach()"
         )
     if q.is_cuda and q.device.index != torch.cuda.current_device():
         raise ValueError(
@@ -315,6 +314,23 @@ def check_one(
             "has queries, keys and values of the same tokens"
         )
     return plan.kernel
+
+
+def read_used(function: str, used: Tensor | None, q: Tensor) -> Tensor | None:
+    """Check the lengths in use of a padded batch."""
+    if used is None:
+        return None
+    if not isinstance(used, Tensor):
+        raise TypeError(
+            f"{function}: seqused must be a torch tensor, got {type(used).__name__}; pass "
+            "torch.tensor(lengths, dtype=torch.int32, device=q.device)"
+        )
+    if used.dtype != torch.int32 or used.shape != q.shape[:1] or used.device != q.device:
+        raise ValueError(
+            f"{function}: seqused must be int32 ({q.shape[0]},) on {q.device}, the tokens of each "
+            f"sequence in use, got {used.dtype} {tuple(used.shape)} on {used.device}"
+        )
+    return used
 
 
 def read_bias(function: str, bias: Tensor | None, q: Tensor, layout: Layout) -> Tensor | None:

@@ -135,7 +135,9 @@ class Scheme:
     ) -> Iterator[tuple[Call, slice, slice, bool]]:
         """List the calls of the way forth: one for all runs of queries where that can be."""
         problem = self.problem
-        is_plain = problem.axis == 1 and problem.slopes is None and problem.bias is None
+        is_plain = problem.axis == 1 and all(
+            x is None for x in (problem.slopes, problem.bias, problem.used)
+        )
         lengths = fold_of(self.layout, self.rank, owner, problem.window) if is_plain else None
         if lengths is None or max(lengths) == 0 or (q.shape[0] > 1 and len(lengths) > 1):
             yield from self.calls(q, k, v, owner)
