@@ -73,7 +73,7 @@ def both_ways(ranks, seed, arrays, options, layout, scheme, bound=2e-5):
         total = got.grad.clone()
         dist.all_reduce(total, group=ranks.group)
         near = 10 * bound * (1 + float(leaf.grad.abs().max()))
-        assert float(leaf.grad.abs().max()) > 0.1, what  # there is something to compare
+        assert float(leaf.grad.abs().max()) > 0.05, what  # there is something to compare
         assert largest(total, leaf.grad) <= near, (what, total, leaf.grad)
     return [*found, *(x.grad for x in (*mine, *learned))]
 
@@ -91,6 +91,26 @@ def compare(ranks, seed, cases, seqlen=600, heads=(4, 2), packed=False):
             assert all(map(torch.equal, first, again)), (scheme, sorted(options))
 
 
+def dropout(ranks, seed):
+    """Heads drop what one process drops, of sequences, padded ones and documents, both ways."""
+    g = generator(seed)
+    one, each = torch.rand(4, generator=g) / 8, torch.rand(2, 4, generator=g) / 8
+    drops = {"dropout_p": 0.25, "dropout_seed": seed, "dropout_offset": 3}
+    state = torch.tensor([seed, 5])
+    cases = (
+        {"causal": True, **drops},
+        {"dropout_p": 0.5, "dropout_state": state, "sinks": 3 + torch.randn(4, generator=g)},
+        {"causal": True, "alibi_slopes": each, **drops},
+        {"window": (90, 40), "alibi_slopes": one, "softcap": 2.0, **drops},
+        {"causal": True, "seqused": torch.tensor([257, 600], dtype=torch.int32), **drops},
+    )
+    compare(ranks, seed, [(options, ("heads",) * 2) for options in cases])
+    compare(ranks, seed, [(cases[0], ("heads", "auto"))], heads=(8, 1))  # keys go to several ranks
+    begins = np.array([0, 5, 300, 300, 301, 599, 600], np.int32)
+    documents = drops | {"causal": True, "alibi_slopes": one, "cu_seqlens": begins}
+    compare(ranks, seed, [(documents, ("heads",) * 2)], packed=True)
+
+
 ALL = ("gather", "heads", "ring")
 
 
@@ -98,7 +118,7 @@ def slopes(ranks, seed):
     """Learned slopes, of heads and of sequences, with sinks, of documents."""
     g = generator(seed)
     one, each = torch.rand(4, generator=g) / 8, torch.rand(2, 4, generator=g) / 8
-    sinks = torch.randn(4, generator=g)
+    sinks = 3 + torch.randn(4, generator=g)
     causal = {"causal": True}
     cases = (
         (causal | {"alibi_slopes": one}, ALL * 2),
@@ -119,7 +139,7 @@ def lengths_in_use(ranks, seed):
     cases = (
         ({"causal": True}, ALL * 2),
         ({}, ALL * 2),
-        ({"causal": True, "sinks": torch.randn(4, generator=g)}, ALL),
+        ({"causal": True, "sinks": 3 + torch.randn(4, generator=g)}, ALL),
         ({"window": (90, 0), "softcap": 2.0}, ("gather", "heads")),
         ({"window": (90, 40)}, ("heads",)),
         ({"causal": True, "alibi_slopes": torch.rand(4, generator=g) / 8}, ALL),

@@ -17,5 +17,10 @@ def test_slopes_are_learned_over_ranks(size, pool, seed):
 
 
 @pytest.mark.parametrize("size", [2, 4])
+def test_heads_drop_what_one_process_drops(size, pool, seed):
+    pool.run(size, option_jobs.dropout, seed)
+
+
+@pytest.mark.parametrize("size", [2, 4])
 def test_padded_batches_lie_on_ranks(size, pool, seed):
     pool.run(size, option_jobs.lengths_in_use, seed)

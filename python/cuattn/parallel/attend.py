@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,6 +19,9 @@ import cuattn
 
 from .layout import Span
 from .pairs import Piece, Window
+
+if TYPE_CHECKING:
+    from .dropped import Dropout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +41,7 @@ class Problem:
     dbias: Tensor | None = None  # like bias, float32: where its gradient is added up
     dslopes: Tensor | None = None  # like slopes, the same
     used: Tensor | None = None  # int32 [batch]: tokens of each sequence that are in use
+    dropout: Dropout | None = None
 
     @property
     def axis(self) -> int:

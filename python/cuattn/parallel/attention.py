@@ -46,6 +46,10 @@ def attention(
     sinks: Tensor | None = None,
     bias: Tensor | None = None,
     seqused: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
+    dropout_offset: int = 0,
+    dropout_state: Tensor | None = None,
     batch_invariant: bool = False,
     return_lse: bool = False,
     deterministic: bool | None = None,
@@ -91,6 +95,8 @@ def attention(
         Tokens of each sequence of a padded batch that are in use, the same on all ranks. Rows
         beyond give out 0 and lse -inf, keys beyond are not seen. ring takes it without a window,
         gather with one that looks left alone.
+    dropout_p, dropout_seed, dropout_offset, dropout_state
+        As in `cuattn.attention`, the same on all ranks, by heads alone: what one process drops.
     batch_invariant : bool
         With it "gather" and "heads" give the bits of one process, if chunks begin at multiples of
         128 (docs/parallel.md).
@@ -129,8 +135,12 @@ def attention(
     Ring Attention, arXiv:2310.01889; striped and zigzag orders, arXiv:2311.09431; heads for tokens,
     arXiv:2309.14509; both levels, arXiv:2405.07719; gathering by groups of heads, arXiv:2407.21783.
     """
-    is_held = seqused is None and not any(  # by the op
-        isinstance(x, Tensor) and x.requires_grad for x in (bias, alibi_slopes)
+    is_held = (
+        seqused is None
+        and dropout_p == 0
+        and not any(  # by the op
+            isinstance(x, Tensor) and x.requires_grad for x in (bias, alibi_slopes)
+        )
     )
     if is_held and traced is not None and torch.compiler.is_compiling():
         return traced(
@@ -158,6 +168,10 @@ def attention_varlen(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
+    dropout_offset: int = 0,
+    dropout_state: Tensor | None = None,
     batch_invariant: bool = False,
     return_lse: bool = False,
     deterministic: bool | None = None,
@@ -181,6 +195,8 @@ def attention_varlen(
         As in `attention`.
     group, layout, scheme, causal, window, scale, softcap, sinks, batch_invariant, return_lse
         As in `attention`; `Layout.balanced` deals short documents evenly.
+    dropout_p, dropout_seed, dropout_offset, dropout_state
+        As in `attention`.
     deterministic, partial_dtype, memory_limit, check
         As in `attention`.
 
@@ -216,6 +232,7 @@ def explain(
     alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,
     seqused: Tensor | None = None,
+    dropout_p: float = 0.0,
     partial_dtype: str = "float32",
     memory_limit: int | None = None,
 ) -> Choice:
@@ -223,7 +240,7 @@ def explain(
 
     Parameters
     ----------
-    q, k, v, group, layout, scheme, causal, window, alibi_slopes, bias, seqused
+    q, k, v, group, layout, scheme, causal, window, alibi_slopes, bias, seqused, dropout_p
         As in `attention`.
     partial_dtype, memory_limit
         As in `attention`. With memory_limit=None the first call on a group asks all ranks, so all
@@ -241,6 +258,7 @@ def explain(
     """
     rest = {"scale": None, "softcap": 0.0, "sinks": None, "batch_invariant": False}
     rest |= {"return_lse": False, "deterministic": None, "check": None}
+    rest |= {"dropout_seed": 0 if dropout_p else None, "dropout_offset": 0, "dropout_state": None}
     given = locals() | rest
     inner, outer = teams_of("parallel.explain", group)
     limit_memory(given, inner, outer)
