@@ -89,8 +89,8 @@ def attention(
         sum over the ranks is the whole.
     bias : tensor, [batch, num_heads_q, tokens of this rank, tokens of the sequence], optional
         For the rows of this rank; each axis may be 1. In order of the sequence along the last.
-        heads and two levels take it where the axis of rows is 1 and it requires no gradient. Its
-        gradient is what the rows of this rank contribute.
+        heads and two levels take it where the axis of rows is 1. Its gradient is what the rows or
+        heads of this rank contribute.
     seqused : int32 tensor, [batch], optional
         Tokens of each sequence of a padded batch that are in use, the same on all ranks. Rows
         beyond give out 0 and lse -inf, keys beyond are not seen. ring takes it without a window,

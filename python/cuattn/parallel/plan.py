@@ -251,8 +251,6 @@ def refusals(
         found["ring"] = "it has alibi_slopes or bias, not both"
     if bias is not None and bias.shape[2] > 1:
         found["heads"] = "a bias of rows is not exchanged"
-    elif bias is not None and bias.requires_grad and torch.is_grad_enabled():
-        found["heads"] = "a bias has its gradient by gather and ring"
     if given["dropout_p"]:
         found["gather"] = found["ring"] = "dropout goes by heads alone, whose rows are all there"
     if given["seqused"] is not None and window not in ((-1, -1), (-1, 0)):
