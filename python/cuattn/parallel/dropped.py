@@ -12,12 +12,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
 import cuattn
 
-from .attend import Problem
+from .attend import Problem, on_device
 
 
 class Dropout(NamedTuple):
@@ -35,8 +34,7 @@ def packed(problem: Problem, q: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]
     lengths = np.full(batch, q.shape[1]) if problem.begins is None else np.diff(problem.begins)
     each = np.zeros((len(lengths), dropout.size), np.int32)
     each[:, dropout.rank] = lengths
-    begins = torch.from_numpy(np.concatenate([[0], each.ravel()]).cumsum().astype(np.int32))
-    begins = begins.to(q.device)
+    begins = on_device((0, *each.ravel().cumsum().tolist()), q.device)
     options = problem.options() | {"window": problem.window} | dropout.options
     if problem.slopes is not None:
         slopes = problem.slopes
@@ -44,9 +42,9 @@ def packed(problem: Problem, q: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]
             slopes = slopes.repeat_interleave(dropout.size, 0)
         options["alibi_slopes"] = slopes.contiguous()
     if problem.used is not None:
-        options["seqused_q"] = problem.used.clamp(0, q.shape[1]).repeat_interleave(dropout.size)
-        options["seqused_q"][torch.arange(len(begins) - 1) % dropout.size != dropout.rank] = 0
-        options["seqused_k"] = options["seqused_q"]
+        used = problem.used.new_zeros(batch, dropout.size)
+        used[:, dropout.rank] = problem.used.clamp(0, q.shape[1])
+        options["seqused_q"] = options["seqused_k"] = used.flatten()
     most = int(lengths.max(initial=0))
     return (begins, begins, most, most), options
 
