@@ -18,7 +18,6 @@ import multiprocessing.connection
 import os
 import pathlib
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -31,6 +30,8 @@ import harness
 
 HERE = pathlib.Path(__file__).parent
 SECONDS = {"gloo": 180, "nccl": 60}  # after which a rank counts as hanging
+STARTS = 180  # seconds that ranks may take to start: each over NCCL imports torch
+OFFLINE = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # all ranks are on this host
 
 
 class Ranks(NamedTuple):
@@ -44,7 +45,7 @@ class Ranks(NamedTuple):
 def why_no_nccl() -> str | None:
     """Say why no ranks over NCCL can be had; None where they can."""
     if os.environ.get("CUATTN_TEST_NCCL") != "1":
-        return "NCCL: the cases have not passed yet; CUATTN_TEST_NCCL=1 runs them"
+        return "NCCL: CUATTN_TEST_NCCL=1 runs them, of two ranks where two GPUs are seen"
     gpus = count_gpus()
     return None if gpus > 1 else f"NCCL takes 2 GPUs, {gpus} here"
 
@@ -70,6 +71,7 @@ class Pool:
         self.seconds = SECONDS[backend]
         self.timeout = timeout or self.seconds
         self.logs = tempfile.TemporaryDirectory()
+        self.starts = 0
         self.pipes: list[Any] = []
         self.processes: list[Any] = []
         self.start()
@@ -80,12 +82,11 @@ class Pool:
         sys.path[:0] = [path for path in (str(HERE), str(HERE.parent)) if path not in sys.path]
         if self.backend == "gloo":
             context.set_forkserver_preload(["cuattn.parallel", "pytest"])  # not of sys.path here
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        self.starts += 1
+        store = f"{self.logs.name}/store{self.starts}"
         for rank in range(self.size):
             here, there = context.Pipe()
-            how = (self.size, port, self.timeout, self.backend)
+            how = (self.size, store, self.timeout, self.backend)
             process = context.Process(
                 target=serve, args=(rank, *how, self.log(rank), there), daemon=True
             )
@@ -93,7 +94,7 @@ class Pool:
             there.close()  # else a rank that dies would not end the pipe
             self.pipes.append(here)
             self.processes.append(process)
-        self.answers(self.size)
+        self.answers(self.size, STARTS)
 
     def log(self, rank: int) -> str:
         """Return the file in which a rank says where it stands."""
@@ -120,12 +121,12 @@ class Pool:
         self.send(size, job, *arguments)
         return self.answers(size)
 
-    def answers(self, size: int) -> list[Any]:
+    def answers(self, size: int, seconds: float | None = None) -> list[Any]:
         """Return what the first ranks answer; where one fails or hangs, end all of them."""
         ranks = {self.pipes[rank]: rank for rank in range(size)}
         results = [None] * size
         while ranks:  # the first that answers: a rank that failed leaves the others waiting
-            ready = multiprocessing.connection.wait(list(ranks), self.seconds)
+            ready = multiprocessing.connection.wait(list(ranks), seconds or self.seconds)
             if not ready:
                 pytest.fail(self.give_up(f"ranks {sorted(ranks.values())} hang"))
             for pipe in ready:
@@ -154,7 +155,7 @@ class Pool:
         for process in self.processes:
             process.kill()
         for process in self.processes:
-            process.join()
+            process.join(10)  # one that a driver holds does not hold the tests
         for pipe in self.pipes:
             pipe.close()
         self.pipes, self.processes = [], []
@@ -172,7 +173,7 @@ class Pool:
 
 
 def serve(
-    rank: int, size: int, port: int, timeout: float, backend: str, log: str, pipe: Any
+    rank: int, size: int, store: str, timeout: float, backend: str, log: str, pipe: Any
 ) -> None:
     """Join the group and run jobs until there are no more."""
     with open(log, "w", buffering=1) as said:
@@ -184,24 +185,26 @@ def serve(
             print(f"{time.monotonic() - begin:.1f} s: {words}", file=said)
 
         os.environ["CUATTN_NUM_THREADS"] = "1"
+        for name, value in OFFLINE.items():
+            os.environ.setdefault(name, value)
         import torch
         import torch.distributed as dist
 
         torch.set_num_threads(1)
         note("torch is here")
         wait = datetime.timedelta(seconds=timeout)
-        where = f"tcp://127.0.0.1:{port}"
         if backend == "nccl":
             torch.cuda.set_device(rank)
             torch.set_default_device(f"cuda:{rank}")
             torch.cuda.synchronize()
             note("the device is here")
         dist.init_process_group(
-            backend, init_method=where, rank=rank, world_size=size, timeout=wait
+            backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=wait
         )
         groups = {n: dist.new_group(range(n), timeout=wait) for n in range(1, size)}
         groups[size] = dist.group.WORLD
         if backend == "nccl":
+            note("the groups are named")
             dist.all_reduce(torch.ones(1))
             torch.cuda.synchronize()
         note("the group is here")

@@ -46,6 +46,9 @@ def other_call(ranks, name):
         "head_dim": lambda: parallel.attention(q, k[..., :8], v, group=ranks.group, check=True),
         "list": lambda: parallel.attention([1], k, v, group=ranks.group, check=True),
         "softcap": lambda: call(ranks, softcap=-1.0),
+        "seed": lambda: call(ranks, dropout_p=0.1),
+        "share": lambda: call(ranks, dropout_p=1.5, dropout_seed=1),
+        "dropout_p": lambda: call(ranks, dropout_p=0.1, dropout_seed=1),
     }
     return run[name]()
 
@@ -67,7 +70,7 @@ DIFFER = ("causal", "dtype", "batch", "num_heads_q", "layout", "seqlen", "scheme
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_calls_that_differ_raise_the_same_error_on_every_rank(size, pool):
-    names = (*DIFFER, "memory_limit", "function")
+    names = (*DIFFER, "memory_limit", "function", "dropout_p")
     for index, name in enumerate(names):
         victim = index % size
         found = pool.run(size, differ, name, victim)
@@ -87,6 +90,8 @@ REFUSED = {
     "head_dim": ("ValueError", "k must have head_dim 32 like q, got 8"),
     "list": ("TypeError", "q must be a torch tensor, got list"),
     "softcap": ("ValueError", "softcap must be"),
+    "seed": ("ValueError", "dropout_seed or dropout_state must be given"),
+    "share": ("ValueError", "dropout_p must lie in [0, 1)"),
 }
 
 
@@ -128,7 +133,16 @@ def refusals(ranks):
         "alibi and bias": lambda: call(
             ranks, scheme="ring", alibi_slopes=slopes, bias=bias, causal=True
         ),
-        "slopes": lambda: call(ranks, alibi_slopes=slopes.requires_grad_(), causal=True),
+        "dropout": lambda: call(ranks, scheme="gather", dropout_p=0.1, dropout_seed=1),
+        "dropout and bias": lambda: call(ranks, bias=bias, dropout_p=0.1, dropout_seed=1),
+        "used": lambda: call(ranks, seqused=torch.ones(2)),
+        "used list": lambda: call(ranks, seqused=[64, 3]),
+        "used window": lambda: call(
+            ranks, scheme="ring", window=(9, 0), seqused=torch.ones(2, dtype=torch.int32)
+        ),
+        "used right": lambda: call(
+            ranks, scheme="gather", window=(9, 9), seqused=torch.ones(2, dtype=torch.int32)
+        ),
         "offsets": lambda: parallel.attention_varlen(
             *packed, [0, 9, n + 1], group=ranks.group, check=True
         ),
@@ -160,7 +174,12 @@ WORDS = {
     "bias shape": ("ValueError", "bias must be float32, bool or of q's dtype and broadcast to"),
     "alibi": ("NotImplementedError", "alibi_slopes without a causal mask go by heads alone"),
     "alibi and bias": ("NotImplementedError", "alibi_slopes or bias, not both"),
-    "slopes": ("NotImplementedError", "alibi_slopes must not require a gradient"),
+    "dropout": ("NotImplementedError", "dropout goes by heads alone"),
+    "dropout and bias": ("NotImplementedError", "bias must not be given with dropout_p > 0"),
+    "used": ("ValueError", "seqused must be int32 (2,) on "),
+    "used list": ("TypeError", "seqused must be a torch tensor, got list"),
+    "used window": ("NotImplementedError", "seqused and a window go by gather and heads"),
+    "used right": ("NotImplementedError", "a window that looks right go by heads alone"),
     "offsets": ("ValueError", "cu_seqlens must end with the 128 tokens of the whole sequence"),
     "group": ("ValueError", "group must be a ProcessGroup that holds this rank"),
     "three groups": ("ValueError", "group must be one group or (inner, outer), got 3"),

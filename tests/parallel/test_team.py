@@ -4,6 +4,7 @@
 import gc
 import sys
 import weakref
+from unittest import mock
 
 import pytest
 
@@ -33,6 +34,24 @@ def wait_for_nobody(ranks):
     """Rank 1 waits for a message that rank 0 never sends."""
     if ranks.rank == 1:
         dist.recv(torch.zeros(1), 0, group=ranks.group)
+
+
+def gather_beside_nccl(ranks):
+    """Gather as beside NCCL, which moves no host memory."""
+    from cuattn.parallel.team import Team
+
+    with mock.patch.object(dist, "get_backend", return_value="nccl"):
+        team = Team(ranks.group)
+        found = team.gather_on_host(torch.tensor([ranks.rank]))
+        assert team.host() is not ranks.group
+    return found.flatten().tolist(), len(dist.distributed_c10d._world.pg_names)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_in_different_numbers_of_groups_meet_on_the_host(size, gloo):
+    found, groups = zip(*gloo.run(size, gather_beside_nccl), strict=True)
+    assert found == (list(range(size)),) * size
+    assert len(set(groups)) == size  # by which torch would name a group of a part of the ranks
 
 
 def has_loaded_the_compiler(ranks):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,6 +19,9 @@ import cuattn
 
 from .layout import Span
 from .pairs import Piece, Window
+
+if TYPE_CHECKING:
+    from .dropped import Dropout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +39,9 @@ class Problem:
     widens: bool = True  # parts of a result are float32
     groups: tuple[int, ...] = ()  # the key heads that gather brings at a time
     dbias: Tensor | None = None  # like bias, float32: where its gradient is added up
+    dslopes: Tensor | None = None  # like slopes, the same
+    used: Tensor | None = None  # int32 [batch]: tokens of each sequence that are in use
+    dropout: Dropout | None = None
 
     @property
     def axis(self) -> int:
@@ -44,10 +50,11 @@ class Problem:
 
     def of_heads(self, heads: slice) -> Problem:
         """Return the problem of some query heads."""
-        slopes = None if self.slopes is None else self.slopes[..., heads]
+        both = (self.slopes, self.dslopes)
+        slopes, dslopes = (x if x is None else x[..., heads] for x in both)
         biases = (self.bias, self.dbias)
         bias, dbias = (x if x is None or x.shape[1] == 1 else x[:, heads] for x in biases)
-        return dataclasses.replace(self, slopes=slopes, bias=bias, dbias=dbias)
+        return dataclasses.replace(self, slopes=slopes, dslopes=dslopes, bias=bias, dbias=dbias)
 
     def options(self) -> dict[str, Any]:
         """Return what every call is given."""
@@ -77,6 +84,7 @@ class Call:
     offset: Tensor | None  # [batch or 1, heads, rows]: lse of the sequence is that of the call - it
     lengths: tuple[Any, ...]
     dbias: Tensor | None = None  # the part of the problem's that is the bias's
+    places: tuple[Tensor, Tensor] | None = None  # of keys and rows from the last key, with offset
     runs: int = 1  # of queries, which are the sequences of a batch over the same keys
 
     @property
@@ -92,22 +100,27 @@ def make_call(
     q, k, v = (tokens_of(problem, x, s) for x, s in ((q, piece.q), (k, piece.k), (v, piece.k)))
     options = problem.options() | {"window": piece.window}
     queries, keys, row = runs
-    offset = dbias = None
+    offset = dbias = places = None
     if problem.bias is not None:
         options["bias"] = bias_of(problem.bias, piece, row, keys[0])
     if problem.dbias is not None:
         dbias = bias_of(problem.dbias, piece, row, keys[0])
+    first = queries[0] + piece.q.start, keys[0] + piece.k.start
+    if problem.used is not None:
+        counts = zip(first, (q.shape[1], k.shape[1]), strict=True)
+        in_use = [(problem.used - start).clamp(0, count) for start, count in counts]
+        options["seqused_q"], options["seqused_k"] = in_use
     if problem.slopes is not None:
         if piece.shift == 0:
             options["alibi_slopes"] = problem.slopes.contiguous()
         else:
-            first = queries[0] + piece.q.start, keys[0] + piece.k.start
-            options["bias"], offset = alibi_of_left(problem.slopes, piece, first)
+            places = places_of_left(piece, first, q.device)
+            options["bias"], offset = alibi_of_left(problem.slopes, *places)
     lengths: tuple[Any, ...] = ()
     if piece.q_lengths:
         both = (piece.q_lengths, piece.k_lengths)
         lengths = (*(offsets(x, q.device) for x in both), *(max(x) for x in both))
-    return Call(q, k, v, options, offset, lengths, dbias)
+    return Call(q, k, v, options, offset, lengths, dbias, places)
 
 
 def make_folded_call(
@@ -149,18 +162,23 @@ def bias_of(bias: Tensor, piece: Piece, row: int, key: int) -> Tensor:
     return bias
 
 
-def alibi_of_left(slopes: Tensor, piece: Piece, first: Span) -> tuple[Tensor, Tensor]:
+def places_of_left(piece: Piece, first: Span, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the places of the keys of a piece, and of its rows, from the last key on."""
+    q0, k0 = first
+    num_q, num_k = piece.q.stop - piece.q.start, piece.k.stop - piece.k.start
+    last = k0 + num_k - 1
+    spans = (1 - num_k, 1), (q0 - last, q0 - last + num_q)
+    keys, rows = (torch.arange(*x, dtype=torch.float32, device=device) for x in spans)
+    return keys, rows
+
+
+def alibi_of_left(slopes: Tensor, keys: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     """ALiBi of keys that all lie left of the queries, as a bias of keys and a constant of rows.
 
     With e the place of the last key, -slope (i - j) = slope (j - e) - slope (i - e). The first term
     is a bias [batch or 1, heads, 1, keys], the second the same for all keys of a query.
     """
-    q0, k0 = first
-    num_q, num_k = piece.q.stop - piece.q.start, piece.k.stop - piece.k.start
-    last = k0 + num_k - 1
     slopes = slopes.reshape(-1, slopes.shape[-1], 1)
-    keys = torch.arange(1 - num_k, 1, dtype=torch.float32, device=slopes.device)
-    rows = torch.arange(q0 - last, q0 - last + num_q, dtype=torch.float32, device=slopes.device)
     return (slopes * keys).unsqueeze(2), slopes * rows
 
 
@@ -186,14 +204,20 @@ def gradients(
     """Differentiate a call: (dq, dk, dv), and dsinks where sinks are given.
 
     `result` is dout, out, lse and dlse of its rows, of the whole sequence. dk and dv are float32
-    where `widens`. The gradient of a bias is added to the call's.
+    where `widens`. The gradients of a bias and of slopes are added where they are kept.
     """
     dout, out, lse, dlse = result
     if call.offset is not None:
         lse = lse + (call.offset if call.name == "attention" else call.offset[0])
     wide = torch.float32 if widens else call.k.dtype
     dk, dv = (torch.empty(x.shape, dtype=wide, device=x.device) for x in (call.k, call.v))
-    wanted = {"dsinks": sinks is not None, "dbias": call.dbias is not None}
+    has_slopes = problem.dslopes is not None
+    is_left = has_slopes and call.offset is not None
+    wanted = {
+        "dsinks": sinks is not None,
+        "dbias": call.dbias is not None or is_left,
+        "dslopes": has_slopes and not is_left,
+    }
     need = ("dq", "dk", "dv", *(name for name, is_wanted in wanted.items() if is_wanted))
     run = getattr(cuattn, f"{call.name}_backward")
     found = run(
@@ -201,7 +225,41 @@ def gradients(
         **call.options, sinks=sinks, dlse=dlse, need=need, dk=dk, dv=dv,
         deterministic=problem.deterministic,
     )  # fmt: skip
+    by_name = dict(zip(need, found, strict=True))
     if call.dbias is not None:
-        *found, dbias = found
-        call.dbias.add_(dbias)
-    return tuple(found)
+        call.dbias.add_(by_name["dbias"])
+    if problem.dslopes is not None:
+        dslopes = by_name.get("dslopes")
+        if dslopes is None:
+            dslopes = dslopes_of_left(problem, call, by_name["dbias"], result)
+        problem.dslopes.add_(dslopes)
+    return tuple(found[: 4 if sinks is not None else 3])
+
+
+def dslopes_of_left(
+    problem: Problem,
+    call: Call,
+    dbias: Tensor,
+    result: tuple[Tensor, Tensor, Tensor, Tensor | None],
+) -> Tensor:
+    """Differentiate alibi_of_left: the sum of -(i - j) dx_ij, of each batch and head or of heads.
+
+    That of j - e follows from the gradient of the bias, that of -(i - e) from the sums of the rows
+    of dx = P (dP - delta + dlse), which the attention of the piece gives: its share of P, and out.
+    """
+    dout, out, lse, dlse = (x if x is None else x.float() for x in result)
+    part = torch.empty_like(out, dtype=torch.float32 if problem.widens else call.q.dtype)
+    part_lse = torch.empty_like(lse)
+    attend(call, None, part, part_lse)
+    sums = (dout * (part.float() - out)).sum(-1).transpose(-1, -2)  # [.., heads, rows]
+    if dlse is not None:
+        sums = sums + dlse
+    sums = torch.where(part_lse.isneginf(), 0.0, (part_lse - lse).exp() * sums)
+    assert problem.slopes is not None
+    assert call.places is not None
+    keys, rows = call.places
+    of_keys = (dbias * keys).sum((-1, -2))
+    of_rows = (sums * rows).sum(-1).view(-1, of_keys.shape[-1])
+    if problem.slopes.ndim == 1:
+        of_keys, of_rows = of_keys.sum(0), of_rows.sum(0)
+    return of_keys - of_rows

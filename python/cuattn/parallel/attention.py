@@ -45,6 +45,11 @@ def attention(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     bias: Tensor | None = None,
+    seqused: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
+    dropout_offset: int = 0,
+    dropout_state: Tensor | None = None,
     batch_invariant: bool = False,
     return_lse: bool = False,
     deterministic: bool | None = None,
@@ -77,15 +82,21 @@ def attention(
     causal, window, scale, softcap
         As in `cuattn.attention`.
     alibi_slopes : float32 tensor, [num_heads_q] or [batch, num_heads_q], optional
-        The same on all ranks. gather and ring take it with a causal mask, ring without bias. It
-        has no gradient.
+        The same on all ranks. gather and ring take it with a causal mask, ring without bias. Its
+        gradient is what the rows or heads of this rank contribute, like that of sinks.
     sinks : float32 tensor, [num_heads_q], optional
         The same on all ranks. Its gradient is what the rows or heads of this rank contribute; the
         sum over the ranks is the whole.
     bias : tensor, [batch, num_heads_q, tokens of this rank, tokens of the sequence], optional
         For the rows of this rank; each axis may be 1. In order of the sequence along the last.
-        heads and two levels take it where the axis of rows is 1 and it requires no gradient. Its
-        gradient is what the rows of this rank contribute.
+        heads and two levels take it where the axis of rows is 1. Its gradient is what the rows or
+        heads of this rank contribute.
+    seqused : int32 tensor, [batch], optional
+        Tokens of each sequence of a padded batch that are in use, the same on all ranks. Rows
+        beyond give out 0 and lse -inf, keys beyond are not seen. ring takes it without a window,
+        gather with one that looks left alone.
+    dropout_p, dropout_seed, dropout_offset, dropout_state
+        As in `cuattn.attention`, the same on all ranks, by heads alone: what one process drops.
     batch_invariant : bool
         With it "gather" and "heads" give the bits of one process, if chunks begin at multiples of
         128 (docs/parallel.md).
@@ -124,7 +135,13 @@ def attention(
     Ring Attention, arXiv:2310.01889; striped and zigzag orders, arXiv:2311.09431; heads for tokens,
     arXiv:2309.14509; both levels, arXiv:2405.07719; gathering by groups of heads, arXiv:2407.21783.
     """
-    is_held = bias is None or not bias.requires_grad  # by the op
+    is_held = (
+        seqused is None
+        and dropout_p == 0
+        and not any(  # by the op
+            isinstance(x, Tensor) and x.requires_grad for x in (bias, alibi_slopes)
+        )
+    )
     if is_held and traced is not None and torch.compiler.is_compiling():
         return traced(
             group, (q, k, v, alibi_slopes, sinks, bias), layout,
@@ -151,6 +168,10 @@ def attention_varlen(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
+    dropout_offset: int = 0,
+    dropout_state: Tensor | None = None,
     batch_invariant: bool = False,
     return_lse: bool = False,
     deterministic: bool | None = None,
@@ -174,6 +195,8 @@ def attention_varlen(
         As in `attention`.
     group, layout, scheme, causal, window, scale, softcap, sinks, batch_invariant, return_lse
         As in `attention`; `Layout.balanced` deals short documents evenly.
+    dropout_p, dropout_seed, dropout_offset, dropout_state
+        As in `attention`.
     deterministic, partial_dtype, memory_limit, check
         As in `attention`.
 
@@ -193,7 +216,7 @@ def attention_varlen(
     ----------
     As of `attention`.
     """
-    return run("parallel.attention_varlen", locals() | {"bias": None}, cu_seqlens)
+    return run("parallel.attention_varlen", locals() | {"bias": None, "seqused": None}, cu_seqlens)
 
 
 def explain(
@@ -208,6 +231,8 @@ def explain(
     window: tuple[int, int] = (-1, -1),
     alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,
+    seqused: Tensor | None = None,
+    dropout_p: float = 0.0,
     partial_dtype: str = "float32",
     memory_limit: int | None = None,
 ) -> Choice:
@@ -215,7 +240,9 @@ def explain(
 
     Parameters
     ----------
-    q, k, v, group, layout, scheme, causal, window, alibi_slopes, bias, partial_dtype, memory_limit
+    q, k, v, group, layout, scheme, causal, window, alibi_slopes, bias, seqused, dropout_p
+        As in `attention`.
+    partial_dtype, memory_limit
         As in `attention`. With memory_limit=None the first call on a group asks all ranks, so all
         have to make it.
 
@@ -231,6 +258,7 @@ def explain(
     """
     rest = {"scale": None, "softcap": 0.0, "sinks": None, "batch_invariant": False}
     rest |= {"return_lse": False, "deterministic": None, "check": None}
+    rest |= {"dropout_seed": 0 if dropout_p else None, "dropout_offset": 0, "dropout_state": None}
     given = locals() | rest
     inner, outer = teams_of("parallel.explain", group)
     limit_memory(given, inner, outer)
@@ -303,7 +331,7 @@ def run_scheme(
 ) -> tuple[Tensor, Tensor]:
     """Run the scheme of a plan on the rows that it has."""
     scheme = SCHEMES[plan.scheme](plan.outer, plan.layout, problem)
-    arrays = (q, k, v, sinks, problem.bias)
+    arrays = (q, k, v, sinks, problem.bias, problem.slopes)
     if not torch.is_grad_enabled() or not any(x is not None and x.requires_grad for x in arrays):
         return scheme.forward(q, k, v, sinks)
     result: tuple[Tensor, Tensor] = Attend.apply(scheme, *arrays)

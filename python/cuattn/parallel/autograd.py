@@ -87,28 +87,33 @@ class Attend(torch.autograd.Function):  # type: ignore[misc]
         v: Tensor,
         sinks: Tensor | None,
         bias: Tensor | None,
+        slopes: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Attend, and keep what the way back needs; the bias is that of the scheme's problem."""
+        """Attend, and keep what the way back needs; bias and slopes are the scheme's problem's."""
         out, lse = scheme.forward(q, k, v, sinks)  # type: ignore[attr-defined]
         ctx.scheme = scheme
-        ctx.save_for_backward(q, k, v, sinks, bias, out, lse)
+        ctx.save_for_backward(q, k, v, sinks, bias, slopes, out, lse)
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
         """Differentiate by the same scheme."""
-        q, k, v, sinks, bias, out, lse = ctx.saved_tensors
+        q, k, v, sinks, bias, slopes, out, lse = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(out)
         dlse = None if dlse is None else dlse.contiguous()
         result = dout.to(out.dtype).contiguous(), out, lse, dlse
-        dbias = None
+        dbias = dslopes = None
         with torch.no_grad():
             if ctx.needs_input_grad[5]:
                 dbias = torch.zeros_like(bias, dtype=torch.float32)
-            ctx.scheme.problem = dataclasses.replace(ctx.scheme.problem, bias=bias, dbias=dbias)
+            if ctx.needs_input_grad[6]:
+                dslopes = torch.zeros_like(slopes)
+            ctx.scheme.problem = dataclasses.replace(
+                ctx.scheme.problem, bias=bias, dbias=dbias, slopes=slopes, dslopes=dslopes
+            )
             dq, dk, dv, dsinks = ctx.scheme.backward(q, k, v, sinks, result)
             if dbias is not None:
                 dbias = dbias.to(bias.dtype)
-        return None, dq, dk, dv, dsinks if ctx.needs_input_grad[4] else None, dbias
+        return None, dq, dk, dv, dsinks if ctx.needs_input_grad[4] else None, dbias, dslopes

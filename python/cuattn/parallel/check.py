@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from .team import Team, gather_into
+from .team import Team
 
 ALWAYS = os.environ.get("CUATTN_CHECK", "") not in ("", "0")
 FIRST_CALLS = 100  # of a group: all are checked
@@ -83,15 +83,12 @@ def compare(function: str, team: Team, said: Said, refusal: Exception | None) ->
     digest = hashlib.sha256(text.encode()).digest()
     mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
     try:
-        all_said = mine.new_empty(team.size * len(digest))
-        gather_into(all_said, mine, group=team.host_group())
-        if bool((all_said.view(team.size, -1) == mine).all()):
+        if bool((team.gather_on_host(mine) == mine).all()):
             return
-        words: list[Any] = [None] * team.size
         own: Any = {**said.fields, "calls before this": before}
         if refusal is not None:
             own = f"{type(refusal).__name__}: {refusal}"
-        dist.all_gather_object(words, own, group=team.host_group())
+        words = gather_words(team, own)
     except RuntimeError as error:
         raise RuntimeError(
             f"{function}: a rank of the group did not answer when the calls were compared; see its "
@@ -107,6 +104,17 @@ def compare(function: str, team: Team, said: Said, refusal: Exception | None) ->
         f"{words[0]['function']}: every rank must make the same call, but they differ: "
         f"{differences(words)}; nothing was sent"
     )
+
+
+def gather_words(team: Team, own: Any) -> list[Any]:
+    """Return what every rank says, of any length, in order of ranks."""
+    mine = torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8)
+    counts = team.gather_on_host(torch.tensor([len(mine)], device="cpu")).flatten().tolist()
+    box = mine.new_zeros(max(counts))
+    box[: len(mine)] = mine
+    found = team.gather_on_host(box)
+    said = zip(found, counts, strict=True)
+    return [json.loads(x[:count].numpy().tobytes()) for x, count in said]
 
 
 def differences(words: list[dict[str, str]]) -> str:

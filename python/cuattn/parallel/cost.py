@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each scheme would take, and which one is chosen: formulas in docs/parallel.md.
 
-Speeds are those of an H200 and its NVLink until `calibrate` has measured them. Next: attention.py.
+Speeds are those of two H100s and their NVLink until `calibrate` has measured them; what the host
+takes and copies was measured there, too (docs/notes). Next: attention.py.
 """
 
 from __future__ import annotations
@@ -20,6 +21,10 @@ from .team import gather_into, team_of
 
 TILE_ROWS = 128  # of a tile of queries
 MERGE_BYTES = 4e12  # each second
+COPY_BYTES = 2.5e12  # read and written each second
+CALL_SECONDS = 150e-6  # of the host before the first kernel
+POST_SECONDS = 130e-6  # of the host for each exchange after the first
+IN_PARTS = 1.05  # the time of attention in parts beside what moves, as one call
 MOST_GROUPS = 8  # of heads, of gather
 SCHEMES = ("local", "gather", "heads", "ring", "two levels")
 
@@ -27,9 +32,9 @@ SCHEMES = ("local", "gather", "heads", "ring", "two levels")
 class Speeds(NamedTuple):
     """What the model counts with."""
 
-    flops: float = 750e12  # of a kernel, each second
-    bytes: float = 360e9  # that a rank sends and receives, each second
-    latency: float = 100e-6  # of the smallest exchange
+    flops: float = 730e12  # of a kernel, each second
+    bytes: float = 229e9  # that a rank sends and receives, each second
+    latency: float = 18e-6  # of the smallest exchange
     tiles: int = 132  # that a device works on at a time
 
 
@@ -43,6 +48,11 @@ class Shape:
     dims: int  # head_dim + head_dim_v
     itemsize: int
     causal: bool
+    in_order: bool = False  # ranks hold the sequence one behind the other
+
+    def key_bytes(self, rows: float) -> float:
+        """Return the bytes of the keys and values of so many tokens."""
+        return rows * self.batch * self.heads_kv * self.dims * self.itemsize
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +74,8 @@ class Choice:
         Memory that gather needs for keys and values on their way.
     groups : tuple of int
         The key heads that gather brings at a time.
+    alone : float
+        The modelled time of one rank that held the whole sequence.
     """
 
     scheme: str
@@ -73,9 +85,11 @@ class Choice:
     buffer_bytes: int
     outer: str = ""
     groups: tuple[int, ...] = ()
+    alone: float = 0.0
 
     def __str__(self) -> str:
         lines = [f"{self.scheme}: {self.reason}"]
+        lines += [f"  one rank that held all: {self.alone * 1e3:.3f} ms"] if self.alone else []
         lines += [f"  {name}: {t * 1e3:.3f} ms by the model" for name, t in self.seconds.items()]
         lines += [f"  {name}: no, {why}" for name, why in self.refused.items()]
         return "\n".join([*lines, f"  gather's buffers: {self.buffer_bytes} bytes"])
@@ -117,34 +131,59 @@ def gather_seconds(
 ) -> float:
     """Return when the last group is done: each is brought while those before it are used.
 
-    However few its heads are, a group takes as long as a tile of rows against all keys.
+    Keys are packed, moved and put in order. However few its heads are, a group takes as long as a
+    tile of rows against all keys.
     """
-    work = work_of(shape, seqlen, size, speeds)
-    kv_bytes = seqlen / size * shape.batch * shape.heads_kv * shape.dims * shape.itemsize
+    work = work_of(shape, seqlen, size, speeds) * (IN_PARTS if len(groups) > 1 else 1.0)
+    own = shape.key_bytes(seqlen / size)
+    brought = 2 * own / COPY_BYTES + (size - 1) * own / speeds.bytes
+    ordered = 0.0 if shape.in_order else 2 * size * own / COPY_BYTES
     least = 2 * TILE_ROWS * shape.dims * seqlen / (speeds.flops / speeds.tiles)
-    here = done = 0.0
+    here = done = CALL_SECONDS + POST_SECONDS * (len(groups) - 1)
     for group in groups:
         share = group / sum(groups)
-        here += (size - 1) * kv_bytes / speeds.bytes * share + speeds.latency
-        done = max(done, here) + max(work * share, least)
+        here += brought * share + speeds.latency
+        done = max(done, here) + ordered * share + max(work * share, least)
     return done
+
+
+def heads_seconds(shape: Shape, seqlen: int, size: int, speeds: Speeds) -> float:
+    """Return the time of four exchanges, of q, k, v and out, and of the attention between them.
+
+    Rows are packed, joined and put in order, each a copy.
+    """
+    heads = shape.heads_q + max(shape.heads_kv, size)
+    held = seqlen / size * shape.batch * heads * shape.dims * shape.itemsize
+    moved = held * (size - 1) / size / speeds.bytes + 4 * speeds.latency
+    copied = 6 * held / COPY_BYTES
+    work = work_of(shape, seqlen, size, speeds)
+    return CALL_SECONDS + 3 * POST_SECONDS + moved + copied + work
+
+
+def ring_seconds(shape: Shape, seqlen: int, size: int, speeds: Speeds) -> float:
+    """Return the time of all steps: each attends beside the next exchange, and merges."""
+    rows = seqlen / size
+    step = IN_PARTS * work_of(shape, seqlen, size, speeds) / size
+    hop = shape.key_bytes(rows) / speeds.bytes + speeds.latency
+    results = rows * shape.batch * shape.heads_q * shape.dims / 2
+    merge = 0.75 * results * 12 / MERGE_BYTES
+    rounded = results * (4 + shape.itemsize) / COPY_BYTES if shape.itemsize < 4 else 0.0
+    packed = 2 * shape.key_bytes(rows) / COPY_BYTES
+    host = CALL_SECONDS + POST_SECONDS * (size - 1)
+    return host + packed + (size - 1) * (max(step, hop) + merge) + step + rounded
 
 
 def model(
     shape: Shape, seqlen: int, size: int, speeds: Speeds, groups: tuple[int, ...]
 ) -> dict[str, float]:
-    """Return the seconds of each scheme, by counting FLOPs and bytes."""
-    rows, rate, latency = seqlen / size, speeds.bytes, speeds.latency
-    work = work_of(shape, seqlen, size, speeds)
-    kv_bytes = rows * shape.batch * shape.heads_kv * shape.dims * shape.itemsize
-    step, hop = work / size, kv_bytes / rate + latency
-    merge = 0.75 * rows * shape.batch * shape.heads_q * shape.dims / 2 * 12 / MERGE_BYTES
-    heads = shape.heads_q + max(shape.heads_kv, size)
-    moved = 2 * rows * shape.batch * heads * shape.dims / 2 * shape.itemsize * (size - 1) / size
+    """Return the seconds of each scheme, by counting FLOPs, bytes, copies and what the host does.
+
+    The host's share counts in full, as in a call alone; of calls in a row most of it is hidden.
+    """
     return {
         "gather": gather_seconds(shape, seqlen, size, speeds, groups),
-        "heads": work + moved / rate + 4 * latency,
-        "ring": step + (size - 1) * (max(step, hop) + merge),
+        "heads": heads_seconds(shape, seqlen, size, speeds),
+        "ring": ring_seconds(shape, seqlen, size, speeds),
     }
 
 
@@ -171,6 +210,7 @@ def choose(
     speeds = speeds or Speeds()
     groups, needed = gather_groups(shape, seqlen, size, memory, speeds)
     seconds = model(shape, seqlen, size, speeds, groups)
+    alone = work_of(shape, seqlen, 1, speeds)
     why = heads_refusal(shape, size)
     if why is not None:
         refused.setdefault("heads", why)
@@ -185,12 +225,13 @@ def choose(
                 f"{function}: scheme must not be {wanted!r} here: {refused[wanted]}; "
                 + (f"take one of {sorted(possible)}" if possible else "change that")
             )
-        return Choice(wanted, possible, refused, "it was asked for", needed, "", groups)
+        return Choice(wanted, possible, refused, "it was asked for", needed, "", groups, alone)
     if not possible:
         words = "; ".join(f"{name}: {why}" for name, why in refused.items())
         raise NotImplementedError(f"{function}: no scheme can run this call: {words}")
     best = min(possible, key=lambda name: (possible[name], name))
-    return Choice(best, possible, refused, "the least time by the model", needed, "", groups)
+    reason = "the least time by the model"
+    return Choice(best, possible, refused, reason, needed, "", groups, alone)
 
 
 def calibrate(
@@ -198,10 +239,10 @@ def calibrate(
     *,
     num_heads: int = 8,
     head_dim: int = 128,
-    seqlen: int = 1024,
+    seqlen: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str | None = None,
-    num_bytes: int = 1 << 22,
+    num_bytes: int | None = None,
 ) -> dict[str, float]:
     """Measure what scheme="auto" counts with: the speed of attention and of the group.
 
@@ -211,24 +252,28 @@ def calibrate(
     ----------
     group : torch.distributed.ProcessGroup, optional
         None is the default group.
-    num_heads, head_dim, seqlen : int
+    num_heads, head_dim : int
         The attention that is timed: one sequence, causal.
+    seqlen : int, optional
+        Its tokens; None is 16384 on CUDA, which fill a device, else 1024.
     dtype : torch.dtype
         Of it.
     device : torch.device, optional
         None: the current CUDA device where the group moves CUDA memory, else the CPU.
-    num_bytes : int
-        What each rank sends to the next.
+    num_bytes : int, optional
+        What each rank sends to the next; None is 64 MiB on CUDA, else 4 MiB.
 
     Returns
     -------
     dict
-        "flops" and "bytes", each a second; "latency", seconds of a small exchange; "tiles", the
-        multiprocessors of a device, 1 on the CPU.
+        "flops" and "bytes", each a second; "latency", seconds of a small exchange among others
+        behind it; "tiles", the multiprocessors of a device, 1 on the CPU.
     """
     team = team_of("parallel.calibrate", group)
     is_cuda = dist.get_backend(team.group) == "nccl"
     where = torch.device(device or (torch.cuda.current_device() if is_cuda else "cpu"))
+    seqlen = seqlen or (16384 if where.type == "cuda" else 1024)
+    num_bytes = num_bytes or (1 << 26 if where.type == "cuda" else 1 << 22)
     x = torch.randn(1, seqlen, num_heads, head_dim, device=where).to(dtype)
     work = seconds_of(where, lambda: cuattn.attention(x, x, x, causal=True))
     message = torch.zeros(num_bytes, dtype=torch.uint8, device=where)
@@ -240,9 +285,8 @@ def calibrate(
     moved = seconds_of(where, move)
     message, box = message[:128], box[: team.size * 128]
     latency = seconds_of(where, move)
-    slowest = torch.tensor([work, moved, latency], dtype=torch.float64, device="cpu")
-    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=team.host_group())
-    work, moved, latency = slowest.tolist()
+    own = torch.tensor([work, moved, latency], dtype=torch.float64, device="cpu")
+    work, moved, latency = team.gather_on_host(own).amax(0).tolist()
     flops = 2 * num_heads * 2 * head_dim * seqlen * seqlen / 2 / work
     rate = max(team.size - 1, 1) * num_bytes / max(moved - latency, moved / 2)
     tiles = 1
@@ -253,16 +297,18 @@ def calibrate(
 
 
 def seconds_of(device: torch.device, run: Any) -> float:
-    """Return the median of five runs after one that warms up."""
+    """Return the median of five times after one that warms up: of eight runs in a row on CUDA."""
     times = []
+    runs = 8 if device.type == "cuda" else 1
     for _ in range(6):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         begin = time.perf_counter()
-        run()
+        for _ in range(runs):
+            run()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - begin)
+        times.append((time.perf_counter() - begin) / runs)
     return sorted(times[1:])[2]
 
 

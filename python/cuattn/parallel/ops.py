@@ -83,7 +83,9 @@ def read(
     given["window"] = tuple(given["window"])
     arrays = {"q": q, "k": k, "v": v, "alibi_slopes": alibi_slopes, "sinks": sinks, "bias": bias}
     options = {"group": pair if len(pair) > 1 else pair[0], "layout": where}
-    return arrays | given | options
+    absent = {"seqused": None, "dropout_p": 0.0, "dropout_offset": 0}
+    absent |= dict.fromkeys(("dropout_seed", "dropout_state"))
+    return arrays | absent | given | options
 
 
 def kernel(*arguments: Any) -> tuple[Tensor, Tensor]:

@@ -18,6 +18,7 @@ import cuattn
 from .attend import Problem
 from .check import Said
 from .cost import Choice, Shape, choose, heads_refusal, layout_of
+from .dropped import Dropout
 from .layout import Layout, check_offsets
 from .pairs import Window, window_of
 from .team import Team, team_of
@@ -62,7 +63,8 @@ def limit_memory(given: dict[str, Any], inner: Team | None, outer: Team) -> None
 
 
 KEPT = 128  # plans of a team
-ARRAYS = ("alibi_slopes", "sinks", "bias")
+ARRAYS = ("alibi_slopes", "sinks", "bias", "seqused", "dropout_state")
+DROPOUT = ("dropout_p", "dropout_seed", "dropout_offset", "dropout_state")
 
 
 def key_of(function: str, given: dict[str, Any], cu_seqlens: Any) -> Any:
@@ -123,7 +125,13 @@ def plan_of(
         1 if axis == 0 else q.shape[0],
         *(q.shape[-2], k.shape[-2], q.shape[-1] + v.shape[-1], q.element_size()),
         window[1] == 0,
+        layout.inner == 1 and layout.kind == "contiguous",
     )
+    if given["dropout_p"] and bias is not None:
+        raise NotImplementedError(
+            f"{function}: bias must not be given with dropout_p > 0, which ranks do not have "
+            "together; leave one out"
+        )
     refused = refusals(given, kernel, q, window, bias)
     limits = refused, given["memory_limit"], outer.speeds
     if inner is None:
@@ -139,7 +147,8 @@ def plan_of(
     problem = Problem(
         window, begins, given["scale"], given["softcap"], given["alibi_slopes"], bias,
         given["batch_invariant"], given["deterministic"], given["partial_dtype"] == "float32",
-        choice.groups,
+        choice.groups, used=read_used(function, given["seqused"], q),
+        dropout=dropout_of(given, outer if choice.scheme == "heads" else None),
     )  # fmt: skip
     plan = Plan(inner, outer, layout, None, problem, choice, choice.outer or choice.scheme, None)
     if choice.scheme == "heads":
@@ -168,9 +177,9 @@ def said_of(
     q, k, v = (given[name] for name in ("q", "k", "v"))
     words = (
         "causal", "window", "scale", "softcap", "batch_invariant", "return_lse",
-        "deterministic", "partial_dtype", "memory_limit",
+        "deterministic", "partial_dtype", "memory_limit", *DROPOUT[:3],
     )  # fmt: skip
-    small = ("alibi_slopes", "sinks", "bias")
+    small = ARRAYS
     values = {
         "batch": shape.batch,
         "num_heads_q": q.shape[-2],
@@ -242,8 +251,12 @@ def refusals(
         found["ring"] = "it has alibi_slopes or bias, not both"
     if bias is not None and bias.shape[2] > 1:
         found["heads"] = "a bias of rows is not exchanged"
-    elif bias is not None and bias.requires_grad and torch.is_grad_enabled():
-        found["heads"] = "a bias has its gradient by gather and ring"
+    if given["dropout_p"]:
+        found["gather"] = found["ring"] = "dropout goes by heads alone, whose rows are all there"
+    if given["seqused"] is not None and window not in ((-1, -1), (-1, 0)):
+        found.setdefault("ring", "seqused and a window go by gather and heads")
+        if window[1] != 0:
+            found["gather"] = "seqused and a window that looks right go by heads alone"
     is_narrow = q.is_cuda and q.dtype != torch.float32
     if is_narrow and given["partial_dtype"] == "float32" and kernel in NARROW:
         found.setdefault(
@@ -275,11 +288,6 @@ def read_arrays(
             f"{function}: partial_dtype must be 'float32' or 'input', got "
             f"{given['partial_dtype']!r}"
         )
-    if given["alibi_slopes"] is not None and given["alibi_slopes"].requires_grad:
-        raise NotImplementedError(
-            f"{function}: alibi_slopes must not require a gradient, which ranks do not compute; "
-            "pass alibi_slopes.detach()"
-        )
     if q.is_cuda and q.device.index != torch.cuda.current_device():
         raise ValueError(
             f"{function}: q must lie on the current device, cuda:{torch.cuda.current_device()}, "
@@ -299,7 +307,8 @@ def check_one(
                 f"{function}: q, k and v must have axes [tokens, heads, dim], got {shapes}"
             )
         q, k, v = (x.unsqueeze(0) for x in (q, k, v))
-    names = ("causal", "window", "scale", "softcap", "alibi_slopes", "sinks", "batch_invariant")
+    words = ("causal", "window", "scale", "softcap", "alibi_slopes", "sinks", "batch_invariant")
+    names = (*words, *DROPOUT)
     options = {n: x.detach() if isinstance(x := given[n], Tensor) else x for n in names}
     if axis == 1 or options["alibi_slopes"] is None or options["alibi_slopes"].ndim == 1:
         plan = cuattn.explain("attention", *(x.detach() for x in (q, k, v)), **options)
@@ -314,6 +323,31 @@ def check_one(
             "has queries, keys and values of the same tokens"
         )
     return plan.kernel
+
+
+def dropout_of(given: dict[str, Any], team: Team | None) -> Dropout | None:
+    """Return what is dropped of the heads of this rank; team: what they are dealt to, if any."""
+    if not given["dropout_p"]:
+        return None
+    options = {name: given[name] for name in DROPOUT if given[name] is not None}
+    return Dropout(options, *((0, 1) if team is None else (team.rank, team.size)))
+
+
+def read_used(function: str, used: Tensor | None, q: Tensor) -> Tensor | None:
+    """Check the lengths in use of a padded batch."""
+    if used is None:
+        return None
+    if not isinstance(used, Tensor):
+        raise TypeError(
+            f"{function}: seqused must be a torch tensor, got {type(used).__name__}; pass "
+            "torch.tensor(lengths, dtype=torch.int32, device=q.device)"
+        )
+    if used.dtype != torch.int32 or used.shape != q.shape[:1] or used.device != q.device:
+        raise ValueError(
+            f"{function}: seqused must be int32 ({q.shape[0]},) on {q.device}, the tokens of each "
+            f"sequence in use, got {used.dtype} {tuple(used.shape)} on {used.device}"
+        )
+    return used
 
 
 def read_bias(function: str, bias: Tensor | None, q: Tensor, layout: Layout) -> Tensor | None:

@@ -33,6 +33,7 @@ from .attend import (
     make_folded_call,
     tokens_of,
 )
+from .dropped import attend_dropped, differentiate_dropped
 from .exchange import Gathered, Shift, exchange
 from .layout import Layout, Span
 from .pairs import Piece, Window, find_pieces
@@ -135,7 +136,9 @@ class Scheme:
     ) -> Iterator[tuple[Call, slice, slice, bool]]:
         """List the calls of the way forth: one for all runs of queries where that can be."""
         problem = self.problem
-        is_plain = problem.axis == 1 and problem.slopes is None and problem.bias is None
+        is_plain = problem.axis == 1 and all(
+            x is None for x in (problem.slopes, problem.bias, problem.used)
+        )
         lengths = fold_of(self.layout, self.rank, owner, problem.window) if is_plain else None
         if lengths is None or max(lengths) == 0 or (q.shape[0] > 1 and len(lengths) > 1):
             yield from self.calls(q, k, v, owner)
@@ -183,6 +186,8 @@ class Local(Scheme):
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Attend in one call."""
+        if self.problem.dropout is not None:
+            return attend_dropped(self.problem, q, k, v, sinks)
         out, lse = empty_result(self.problem, q, v, q.dtype)
         for call, rows, _, _ in self.calls(q, k, v, None):
             self.keep_keys_whole(call)
@@ -193,6 +198,8 @@ class Local(Scheme):
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, result: Any
     ) -> Gradients:
         """Differentiate in one call."""
+        if self.problem.dropout is not None:
+            return differentiate_dropped(self.problem, q, k, v, sinks, result)
         dsinks = None
         for call, _, _, _ in self.calls(q, k, v, None):
             dq, dk, dv, *rest = gradients(self.problem, call, result, sinks, False)

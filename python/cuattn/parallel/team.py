@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from .._tracing import when_torch_compiles
 
@@ -40,29 +41,44 @@ class Team:
         """The group, which the caller holds while a call runs."""
         return self._group()
 
-    def host_group(self) -> Any:
-        """Return a group of the same ranks that moves host memory; all ranks make it together."""
-        if dist.get_backend(self.group) == "gloo":
-            return self.group
+    def gather_on_host(self, mine: Tensor) -> Tensor:
+        """Return what every rank gives, [size, ...] in host memory; all ranks call it together."""
+        box = [torch.empty_like(mine) for _ in range(self.size)]
+        self.host().allgather([box], [mine]).wait()
+        return torch.stack(box)
+
+    def host(self) -> Any:
+        """Return what moves host memory between the ranks of the group; they make it together.
+
+        `new_group` would name it by how many groups a rank is in, and wait forever for one that is
+        in another number of them. The name of the group is the same on all.
+        """
+        group = self.group
+        if dist.get_backend(group) == "gloo":
+            return group
         if self._host is None:
-            self._host = dist.new_group(
-                self.ranks,
-                timeout=timeout_of(self.group),
-                backend="gloo",
-                use_local_synchronization=True,
-            )
+            name = f"cuattn.parallel/{group.group_name}/"
+            store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+            wait = timeout_of(group)
+            timeout = {} if wait is None else {"timeout": wait}
+            self._host = dist.ProcessGroupGloo(store, self.rank, self.size, **timeout)
         return self._host
 
     def free_bytes(self, device: torch.device, inner: Team | None = None) -> int:
         """Return the least memory that is free on any rank, of both groups of two levels.
 
-        Asked once; all ranks ask together.
+        Asked once; all ranks ask together, and make the connections of NCCL: a ring in which some
+        have nothing to send could not.
         """
         if inner not in self._free:
+            if device.type == "cuda":
+                for team in (self, inner):
+                    if team is not None and dist.get_backend(team.group) == "nccl":
+                        dist.all_reduce(torch.zeros(1, device=device), group=team.group)
             free = torch.tensor([free_memory(device)], dtype=torch.int64, device="cpu")
             for team in (self, inner):
                 if team is not None:
-                    dist.all_reduce(free, dist.ReduceOp.MIN, group=team.host_group())
+                    free = team.gather_on_host(free).amin(0)
             self._free[inner] = int(free)
         return self._free[inner]
 

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Jobs of options that count places of the sequence: each against one process, both ways."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from jobs import draw, generator, judge, largest, rows
+
+import cuattn
+import cuattn.parallel as parallel
+from cuattn.parallel import Layout
+
+LEARNED = ("alibi_slopes", "sinks")  # whose gradient on a rank is its share
+
+
+def one_process(arrays, options):
+    """(out, lse) of the whole, with the gradient."""
+    options = dict(options)
+    begins, used = options.pop("cu_seqlens", None), options.pop("seqused", None)
+    if used is not None:
+        options |= {"seqused_q": used, "seqused_k": used}
+    run = cuattn.attention
+    if begins is not None:
+        where = torch.from_numpy(begins).to(arrays[0].device)
+        most = int(np.diff(begins).max(initial=0))
+        arrays = (*arrays, where, where, most, most)
+        run = cuattn.attention_varlen
+    return run(*arrays, **options, return_lse=True)
+
+
+def leaves_of(arrays, options):
+    """Copies that collect gradients: the arrays, and the options with what is learned."""
+    options = dict(options)
+    learned = [name for name in LEARNED if name in options]
+    for name in learned:
+        options[name] = options[name].clone().requires_grad_()
+    return [x.clone().requires_grad_() for x in arrays], options, [options[n] for n in learned]
+
+
+def differentiate(found, whole_gradients, select):
+    torch.autograd.backward(found, [select(x) for x in whole_gradients])
+
+
+def both_ways(ranks, seed, arrays, options, layout, scheme, bound=2e-5):
+    """Forward and backward over ranks are those of one process, of learned options, too."""
+    axis = arrays[0].ndim - 3
+    whole, whole_options, whole_learned = leaves_of(arrays, options)
+    want = one_process(whole, whole_options)
+    g = generator(seed)
+    upstream = [torch.randn(x.shape, generator=g).to(x.dtype) for x in want]
+    upstream[1] = torch.where(want[1].isfinite(), upstream[1], 0.0)
+    torch.autograd.backward(want, upstream)
+    shards = [layout.shard(x, ranks.rank, axis) for x in arrays]
+    mine, own_options, learned = leaves_of(shards, options)
+    run = parallel.attention if axis == 1 else parallel.attention_varlen
+    found = run(
+        *mine, **own_options,
+        group=ranks.group, layout=layout, scheme=scheme, return_lse=True, deterministic=True,
+    )  # fmt: skip
+    what = (scheme, layout.kind, sorted(options))
+    judge(found, rows(want, layout, ranks.rank), scheme, what, bits=False, bound=bound)
+    torch.autograd.backward(found, list(rows(upstream, layout, ranks.rank)))
+    for name, got, leaf in zip("qkv", mine, whole, strict=True):
+        near = bound if leaf.dtype == torch.float32 else 3 * 2.0**-8
+        near *= 1 + (float(leaf.grad.abs().max()) if leaf.numel() else 0)
+        own = layout.shard(leaf.grad, ranks.rank, axis)
+        assert largest(got.grad, own) <= near, (what, name, largest(got.grad, own), near)
+    for got, leaf in zip(learned, whole_learned, strict=True):
+        total = got.grad.clone()
+        dist.all_reduce(total, group=ranks.group)
+        near = 10 * bound * (1 + float(leaf.grad.abs().max()))
+        assert float(leaf.grad.abs().max()) > 0.05, what  # there is something to compare
+        assert largest(total, leaf.grad) <= near, (what, total, leaf.grad)
+    return [*found, *(x.grad for x in (*mine, *learned))]
+
+
+def compare(ranks, seed, cases, seqlen=600, heads=(4, 2), packed=False):
+    """Each case by its schemes, in both layouts by turns; a second run has the same bits."""
+    for number, (options, schemes) in enumerate(cases):
+        arrays = draw(seed + number, seqlen, heads, (32, 24), packed=packed)
+        for turn, scheme in enumerate(schemes):
+            kind = ("zigzag", "contiguous")[(number + turn) % 2]
+            layout = Layout(kind, seqlen, ranks.size)
+            first, again = (
+                both_ways(ranks, seed, arrays, options, layout, scheme) for _ in range(2)
+            )
+            assert all(map(torch.equal, first, again)), (scheme, sorted(options))
+
+
+def dropout(ranks, seed):
+    """Heads drop what one process drops, of sequences, padded ones and documents, both ways."""
+    g = generator(seed)
+    one, each = torch.rand(4, generator=g) / 8, torch.rand(2, 4, generator=g) / 8
+    drops = {"dropout_p": 0.25, "dropout_seed": seed, "dropout_offset": 3}
+    state = torch.tensor([seed, 5])
+    cases = (
+        {"causal": True, **drops},
+        {"dropout_p": 0.5, "dropout_state": state, "sinks": 3 + torch.randn(4, generator=g)},
+        {"causal": True, "alibi_slopes": each, **drops},
+        {"window": (90, 40), "alibi_slopes": one, "softcap": 2.0, **drops},
+        {"causal": True, "seqused": torch.tensor([257, 600], dtype=torch.int32), **drops},
+    )
+    compare(ranks, seed, [(options, ("heads",) * 2) for options in cases])
+    compare(ranks, seed, [(cases[0], ("heads", "auto"))], heads=(8, 1))  # keys go to several ranks
+    begins = np.array([0, 5, 300, 300, 301, 599, 600], np.int32)
+    documents = drops | {"causal": True, "alibi_slopes": one, "cu_seqlens": begins}
+    compare(ranks, seed, [(documents, ("heads",) * 2)], packed=True)
+
+
+ALL = ("gather", "heads", "ring")
+
+
+def slopes(ranks, seed):
+    """Learned slopes, of heads and of sequences, with sinks, of documents."""
+    g = generator(seed)
+    one, each = torch.rand(4, generator=g) / 8, torch.rand(2, 4, generator=g) / 8
+    sinks = 3 + torch.randn(4, generator=g)
+    causal = {"causal": True}
+    cases = (
+        (causal | {"alibi_slopes": one}, ALL * 2),
+        (causal | {"alibi_slopes": each, "sinks": sinks}, ALL),
+        (causal | {"alibi_slopes": one, "window": (150, -1), "softcap": 3.0}, ALL),
+        ({"alibi_slopes": each, "window": (40, 70)}, ("heads",)),
+    )
+    compare(ranks, seed, cases)
+    begins = np.array([0, 5, 300, 301, 599, 600], np.int32)
+    packed = causal | {"alibi_slopes": one, "cu_seqlens": begins}
+    compare(ranks, seed, ((packed, ALL),), packed=True)
+
+
+def lengths_in_use(ranks, seed):
+    """Padded batches, whose padding is NaN: no row of it is read."""
+    g = generator(seed)
+    seqlen = 600
+    cases = (
+        ({"causal": True}, ALL * 2),
+        ({}, ALL * 2),
+        ({"causal": True, "sinks": 3 + torch.randn(4, generator=g)}, ALL),
+        ({"window": (90, 0), "softcap": 2.0}, ("gather", "heads")),
+        ({"window": (90, 40)}, ("heads",)),
+        ({"causal": True, "alibi_slopes": torch.rand(4, generator=g) / 8}, ALL),
+    )
+    for lengths in ((600, 257), (128, 0)):
+        used = torch.tensor(lengths, dtype=torch.int32)
+        padded = [(options | {"seqused": used}, schemes) for options, schemes in cases]
+        compare(ranks, seed, padded, seqlen)
+    layout = Layout("zigzag", seqlen, ranks.size)
+    arrays = draw(seed, seqlen, (4, 2), (32, 24))
+    for scheme, causal in itertools.product(ALL, (True, False)):
+        options = {"causal": causal, "seqused": torch.tensor([130, 400], dtype=torch.int32)}
+        named = {"group": ranks.group, "layout": layout, "scheme": scheme}
+        found = []
+        for fill in (0.0, torch.nan):
+            padded = [x.clone() for x in arrays]
+            for x in padded:
+                x[0, 130:] = x[1, 400:] = fill
+            mine = [layout.shard(x, ranks.rank) for x in padded]
+            found.append(parallel.attention(*mine, **options, **named))
+        assert torch.equal(*found), (scheme, causal)

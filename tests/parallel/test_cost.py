@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model that scheme="auto" chooses by: near what two GPUs took, and monotone."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+
+import frameworks
+
+frameworks.require("torch")
+
+from cuattn.parallel.cost import SCHEMES, Shape, Speeds, choose, model  # noqa: E402
+
+PLENTY = 1 << 40
+# Two H100s, causal, head_dim 128, bfloat16, zigzag: milliseconds of one GPU and of a call alone by
+# gather, ring and heads (docs/notes/20261125-two-gpus.md).
+MEASURED = {
+    (16, 16, 8192): (0.42, 0.59, 0.62, 1.08),
+    (32, 8, 8192): (0.77, 0.87, 0.86, 1.33),
+    (16, 16, 32768): (5.9, 4.13, 3.78, 4.65),
+    (32, 8, 32768): (12.1, 6.91, 7.42, 8.18),
+    (16, 16, 131072): (96.5, 52.2, 51.1, 54.2),
+}
+# The faster of gather and ring where calls follow one another, of which the host shows less.
+BETTER_IN_A_ROW = {
+    (16, 16, 8192): "gather",
+    (32, 8, 8192): "gather",
+    (32, 8, 32768): "gather",
+    (16, 16, 131072): "ring",
+}
+
+
+def shape_of(heads_q=16, heads_kv=16, causal=True, **more):
+    return Shape(1, heads_q, heads_kv, 256, 2, causal, **more)
+
+
+def choice_of(shape, seqlen, size=2, refused=(), memory=PLENTY, speeds=None, wanted="auto"):
+    limits = dict.fromkeys(refused, "a reason"), memory, speeds
+    return choose("parallel.attention", wanted, shape, seqlen, size, limits)
+
+
+@pytest.mark.parametrize("row", MEASURED)
+def test_the_model_says_what_two_gpus_took(row):
+    *heads, seqlen = row
+    one, gather, ring, heads_took = MEASURED[row]
+    found = choice_of(shape_of(*heads), seqlen)
+    took = {"gather": gather, "ring": ring, "heads": heads_took}
+    assert found.alone * 1e3 == pytest.approx(one, rel=0.12)
+    for scheme, seconds in found.seconds.items():
+        assert seconds * 1e3 == pytest.approx(took[scheme], rel=0.25), scheme
+    assert took[found.scheme] <= 1.03 * min(took.values())
+    assert found.scheme == BETTER_IN_A_ROW.get(row, found.scheme)
+
+
+def test_a_short_sequence_is_gathered_at_once():
+    for heads in ((16, 16), (32, 8)):
+        found = choice_of(shape_of(*heads), 8192)
+        assert found.scheme == "gather"
+        assert len(found.groups) == 1
+
+
+def test_slower_transport_never_makes_a_scheme_faster():
+    for heads, seqlen, size in itertools.product(
+        ((16, 16), (32, 8), (64, 8)), (1024, 8192, 131072), (2, 4, 8)
+    ):
+        shape = shape_of(*heads)
+        slower = (
+            Speeds(bytes=45e9),
+            Speeds(latency=1e-3),
+            Speeds(flops=300e12),
+        )
+        fast = model(shape, seqlen, size, Speeds(), (heads[1],))
+        for speeds in slower:
+            slow = model(shape, seqlen, size, speeds, (heads[1],))
+            assert all(slow[name] >= seconds for name, seconds in fast.items())
+        assert all(seconds > 0 for seconds in fast.values())
+
+
+def test_keys_in_order_are_not_put_in_order():
+    dealt = choice_of(shape_of(), 32768).seconds["gather"]
+    in_order = choice_of(shape_of(in_order=True), 32768).seconds["gather"]
+    assert dealt - in_order == pytest.approx(2 * 32768 * 16 * 256 * 2 / 2.5e12, rel=0.6)
+
+
+def test_a_step_that_hides_its_exchange_costs_attention_alone():
+    """Without host, latency, merges and copies it is n >= e (F / W) / G: docs/parallel.md."""
+    speeds = Speeds(latency=0.0)
+    for share in (1, 4, 8):
+        shape = shape_of(16, 16 // share)
+        rows = 2 * speeds.flops / speeds.bytes / share
+        for times, is_hidden in ((0.8, False), (1.1, True)):
+            seqlen = int(4 * rows * times)
+            ring = model(shape, seqlen, 4, speeds, (1,))["ring"]
+            free = model(shape, seqlen, 4, speeds._replace(bytes=1e30), (1,))["ring"]
+            assert (ring == free) == is_hidden, (share, times)
+
+
+def test_the_choice_is_among_what_can_run():
+    shape = shape_of()
+    names = set(SCHEMES) & {"gather", "heads", "ring"}
+    for count in range(3):
+        for refused in itertools.combinations(sorted(names), count):
+            found = choice_of(shape, 32768, refused=refused)
+            assert found.scheme in names - set(refused)
+            assert found.seconds.keys() == names - set(refused)
+            assert found.seconds[found.scheme] == min(found.seconds.values())
+    with pytest.raises(NotImplementedError, match="no scheme can run this call"):
+        choice_of(shape, 32768, refused=names)
+    tight = choice_of(shape, 32768, memory=1 << 20)
+    assert "gather" in tight.refused
+    assert choice_of(shape, 32768, size=1).scheme == "local"
+
+
+def test_the_words_tell_what_one_rank_would_take():
+    found = choice_of(shape_of(), 8192)
+    assert f"one rank that held all: {found.alone * 1e3:.3f} ms" in str(found)
+    assert "gather: the least time by the model" in str(found)
+    asked = choice_of(shape_of(), 8192, wanted="ring")
+    assert asked.scheme == "ring"
+    assert dataclasses.replace(asked, scheme="gather").seconds == found.seconds

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ranks compute of options that count places, without transport: on one device, any."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+
+import frameworks
+
+torch = frameworks.require("torch")
+from jobs import draw, generator, largest  # noqa: E402
+
+import cuattn  # noqa: E402
+import harness  # noqa: E402
+from cuattn.parallel import Layout  # noqa: E402
+from cuattn.parallel.attend import Problem  # noqa: E402
+from cuattn.parallel.dropped import (  # noqa: E402
+    Dropout,
+    attend_dropped,
+    differentiate_dropped,
+)
+from cuattn.parallel.schemes import Scheme  # noqa: E402
+
+SEQLEN, HEADS, DIMS = 600, (4, 2), (64, 64)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    if request.param == "cuda" and (harness.why_no_cuda() or harness.is_emulated()):
+        pytest.skip(harness.why_no_cuda() or "torch sees no emulated device")
+    with torch.device(request.param):
+        yield request.param
+
+
+def near(got, want, dtype, what):
+    bound = (2e-5 if dtype == "float32" else 4 * 2.0**-8) * (1 + float(want.abs().max()))
+    assert largest(got, want) <= bound, (what, largest(got, want), bound)
+
+
+def whole_of(seed, dtype, options):
+    """Arrays, the result of one call, what comes back, and the gradients that one call gives."""
+    arrays = draw(seed, SEQLEN, HEADS, DIMS, dtype)
+    out, lse = cuattn.attention(*arrays, **options, return_lse=True)
+    g = generator(seed)
+    dout = torch.randn(out.shape, generator=g).to(out.dtype)
+    dlse = torch.where(lse.isfinite(), torch.randn(lse.shape, generator=g), 0.0)
+    need = ("dq", "dk", "dv", *(("dslopes",) if "alibi_slopes" in options else ()))
+    found = cuattn.attention_backward(
+        dout, *arrays, out, lse, **options, dlse=dlse, need=need, deterministic=True
+    )
+    return arrays, (dout, out, lse, dlse), found
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["slopes", "slopes of sequences", "used"])
+def test_gradients_of_all_pairs_of_ranks_are_those_of_the_whole(name, dtype, device, seed):
+    g = generator(seed)
+    used = slopes = None
+    if name == "used":
+        used = torch.tensor([SEQLEN, 257], dtype=torch.int32)
+        options = {"causal": True, "seqused_q": used, "seqused_k": used}
+    else:
+        shape = (HEADS[0],) if name == "slopes" else (2, HEADS[0])
+        slopes = torch.rand(shape, generator=g) / 8
+        options = {"causal": True, "alibi_slopes": slopes}
+    arrays, result, want = whole_of(seed, dtype, options)
+    dslopes = None if slopes is None else torch.zeros_like(slopes)
+    problem = Problem((-1, 0), slopes=slopes, dslopes=dslopes, used=used, deterministic=True)
+    layout, size = Layout("zigzag", SEQLEN, 3), 3
+    shards = [[layout.shard(x, rank) for x in arrays] for rank in range(size)]
+    sums = [[torch.zeros(x.shape) for x in own] for own in shards]
+    for rank in range(size):
+        scheme = Scheme(types.SimpleNamespace(rank=rank, size=size), layout, problem)
+        mine = [layout.shard(x, rank, 1 if x.ndim == 4 else 2).contiguous() for x in result]
+        for owner in range(size):
+            _, k, v = shards[owner]
+            into = (sums[rank][0], *sums[owner][1:], None)
+            scheme.differentiate(problem, shards[rank][0], k, v, None, mine, owner, into)
+    for rank in range(size):
+        for array, got, whole in zip("qkv", sums[rank], want, strict=False):
+            near(got, layout.shard(whole, rank).float(), dtype, array)
+    if dslopes is not None:
+        assert float(want[3].abs().max()) > 1.0
+        near(dslopes, want[3], dtype, "slopes")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["plain", "used"])
+def test_each_share_of_the_heads_drops_what_the_whole_drops(name, dtype, device, seed):
+    drops = {"dropout_p": 0.25, "dropout_seed": seed, "dropout_offset": 7}
+    used = torch.tensor([257, SEQLEN], dtype=torch.int32) if name == "used" else None
+    lengths = {} if used is None else {"seqused_q": used, "seqused_k": used}
+    arrays, result, want = whole_of(seed, dtype, {"causal": True, **drops, **lengths})
+    size = 2
+    for rank in range(size):
+        heads, kv = (slice(rank * n // size, (rank + 1) * n // size) for n in HEADS)
+        problem = Problem(
+            (-1, 0), used=used, deterministic=True, dropout=Dropout(drops, rank, size)
+        )
+        own = [x[:, :, h] for x, h in zip(arrays, (heads, kv, kv), strict=True)]
+        out, lse = attend_dropped(problem, *own, None)
+        near(out, result[1][:, :, heads], dtype, "out")
+        assert largest(lse, result[2][:, heads]) <= 1e-4
+        mine = [x[:, :, heads] if x.ndim == 4 else x[:, heads] for x in result]
+        found = differentiate_dropped(problem, *own, None, mine)
+        for array, got, whole, h in zip("qkv", found, want, (heads, kv, kv), strict=False):
+            near(got, whole[:, :, h], dtype, array)
