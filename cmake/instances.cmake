@@ -21,7 +21,7 @@ function(cuattn_kernel op kernel header kind dtypes head_dims masks scores)
   endif()
   # Half of what a small source costs is its headers: dtypes of one function each share one.
   set(groups ${dtypes})
-  if("${masks};${scores}" MATCHES "^[^;]+;[^;]+$" AND kind STREQUAL "portable")
+  if("${masks};${scores}" MATCHES "^[^;]+;[^;]+$")
     string(REPLACE ";" "_" groups "${dtypes}")
   endif()
   foreach(group IN LISTS groups)
