@@ -42,7 +42,7 @@ def explain_flex(arrays: tuple[Any, ...], device: Any, dtype: str, options: dict
     found = as_taken(planned, takes, options.get("backend"))
     if found.window is not None:
         given["window"] = narrowed(options.get("window", (-1, -1)), found.window)
-    given |= found.options
+    given |= shapes_of_arrays(found.options)
     words = found.words
     if found.arrays and on_cuda:
         is_compiled = found.functions or "block_starts" in found.arrays
@@ -85,6 +85,14 @@ def plan_on_hopper(
     dim = 64 if most <= 64 else 128  # of the instances, which differ from a window's (tiles.h)
     plan = dataclasses.replace(plan, mask="rows", head_dim=dim, head_dim_v=dim)
     return dataclasses.replace(plan, tile_m=128, warps=12, packed_heads=1)
+
+
+def shapes_of_arrays(options: dict[str, Any]) -> dict[str, Any]:
+    """Reduce the arrays among options, which lie on the host, to dtypes and shapes."""
+    return {
+        name: (str(x.dtype), *x.shape) if isinstance(x, np.ndarray) else x
+        for name, x in options.items()
+    }
 
 
 def why_not_sm90(given: dict[str, Any], plan: Plan) -> str:
