@@ -314,6 +314,8 @@ void read_flex(AttentionCall& call, const cuattn_flex_options& o, bool check_dat
   call.has_programs = call.flex.score.count > 0 || call.flex.mask.count > 0 ||
                       call.flex.lists.starts != nullptr || call.flex.functor != 0;
   if (call.flex.score.count > 0) call.params.scores.kind = ScoreKind::scored;
+  // The kernels of paged_attention know nothing of a user's masks and scores.
+  if (call.has_programs || call.params.rows.begin != nullptr) call.may_step = false;
 }
 
 void read_flex_gradient(BackwardCall& call, const cuattn_flex_options& o, bool check_data) {

@@ -332,11 +332,6 @@ AttentionCall validated(TensorView q, TensorView k, TensorView v, const cuattn_a
   call.device = q.device;
   const char* fn = call.function();
   require_known_device(fn, "q", call.device);
-  if (call.paged && call.is_flex()) {
-    fail<NotImplemented>(fn,
-                         ": block_tables must be NULL: masks and scores written by the user are "
-                         "for keys in rows; copy them there with gather_cache");
-  }
   q = as_told(fn, "q", q, o);
   k = as_told(fn, "k", k, o);
   v = as_told(fn, "v", v, o);

@@ -9,6 +9,7 @@ import frameworks
 from cuattn._bench import devices, measure, peers
 from cuattn._bench.families import FAMILIES
 from cuattn._bench.flex import FlexWorkload, functions
+from cuattn._bench.flex_inputs import PLAIN
 
 torch = frameworks.require("torch")
 SMOKE = FAMILIES["flex_smoke"].workloads
@@ -20,7 +21,7 @@ def test_everybody_who_serves_a_row_gets_it_right(workload):
     settings = measure.Settings(rounds=3, calls=1, heat_s=0.0)
     row = measure.Run(devices.CpuDevice(), settings, contestants).row(workload, 0.02)
     right = {result["name"] for result in row["results"] if result["status"] == "ok"}
-    assert right == {"cuattn:auto"} | ({"cuattn:plain"} if workload.kind == "scaled" else set())
+    assert right == {"cuattn:auto"} | ({"cuattn:plain"} if workload.kind in PLAIN else set())
 
 
 @pytest.mark.parametrize("workload", SMOKE[:9], ids=lambda w: w.name)
@@ -42,3 +43,20 @@ def test_pairs_are_those_that_the_mask_leaves(kind):
     seen = 700 * 700 if mask is None else np.sum(mask(0, 0, places[:, None], places[None, :]))
     assert w.pairs == seen
     assert w.flops == 4.0 * 2 * 16 * 128 * seen
+
+
+@pytest.mark.parametrize("workload", FAMILIES["flex"].workloads, ids=lambda w: w.name)
+def test_a_row_is_served_as_its_kind_says(workload):
+    """No row of the table measures another path than the one it is named after."""
+    import dataclasses
+
+    w = dataclasses.replace(workload, seqlen=640)
+    score, mask = functions(w, w.captured())
+    rows = (w.batch, w.seqlen, w.num_heads_q, w.head_dim)
+    given = {"device": "h100", "dtype": w.dtype, "score_mod": score, "mask_mod": mask}
+    plan = cuattn.explain("flex_attention", rows, rows, rows, **given)
+    is_option = w.kind in ("causal", "window", "alibi", "softcap")
+    is_rows = w.kind in ("documents", "causal rows")
+    assert plan.kernel == "sm90"
+    assert ("a functor" in plan.reason) == (not is_option and not is_rows)
+    assert ("row ranges" in plan.reason) == (is_rows or w.kind == "streaming")

@@ -215,7 +215,7 @@ TEST(null_pointers_and_uninitialised_options_are_refused) {
         CUATTN_INVALID_ARGUMENT);
 }
 
-TEST(pages_are_refused_beside_functions_of_a_user) {
+TEST(pages_beside_functions_of_a_user_need_packed_queries) {
   Call c;
   DLTensor q = c.q.dl(), k = c.k.dl(), v = c.v.dl();
   cuattn_attention_options options;
@@ -226,8 +226,9 @@ TEST(pages_are_refused_beside_functions_of_a_user) {
   CHECK(cuattn_flex_prepare(&q, &k, &v, &options, &functions, &call) == CUATTN_OK,
         cuattn_last_error());
   options.block_tables = &q;
-  CHECK(cuattn_flex_prepare(&q, &k, &v, &options, &functions, &call) == CUATTN_NOT_IMPLEMENTED);
-  CHECK(std::string(cuattn_last_error()).find("block_tables must be NULL") != std::string::npos);
+  CHECK(cuattn_flex_prepare(&q, &k, &v, &options, &functions, &call) == CUATTN_INVALID_ARGUMENT);
+  CHECK(std::string(cuattn_last_error()).find("cu_seqlens_q must be given with block_tables") !=
+        std::string::npos);
 }
 
 TEST(negative_extents_are_refused) {

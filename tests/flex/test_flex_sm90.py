@@ -196,3 +196,15 @@ def test_explain_names_sm90_for_what_it_runs():
     assert (plan.kernel, "a functor" in plan.reason) == ("sm90", True)
     with pytest.raises(NotImplementedError, match=r"backend 'sm90' .* it has no softcap, ALiBi"):
         explain(softcap=2.0, backend="sm90")
+
+
+def test_explain_takes_a_score_that_is_alibi():
+    """Its slopes are made on the host, and the call copies them."""
+    rows = (1, 300, 2, 64)
+    call = {"score_mod": cuattn.flex.scores.alibi(2), "mask_mod": cuattn.flex.masks.causal()}
+    where = {"device": "h100", "dtype": "bfloat16"}
+    plan = cuattn.explain("flex_attention", rows, rows, rows, **call, **where)
+    assert (plan.kernel, plan.score) == ("sm90", "scored")
+    arrays = (rows, rows, rows, rows, rows, (1, 2, 300))
+    plan = cuattn.explain("flex_attention_backward", *arrays, **call, **where)
+    assert "options, as the scores are alibi_slopes" in plan.reason

@@ -83,19 +83,21 @@ def test_more_numbers_than_a_kernel_takes_are_refused():
 
 
 @pytest.fixture
-def compiler(monkeypatch):
-    """NVRTC, without its own cache: what it takes from there comes without a word of ptxas."""
-    monkeypatch.setenv("CUDA_CACHE_DISABLE", "1")
-    return library()
-
-
-def library():
+def compiler():
     try:
         return nvrtc.nvrtc()
     except nvrtc.CompileError as why:
         if "was not found" not in str(why):
             raise
         return pytest.skip(str(why))
+
+
+def test_nvrtc_says_what_ptxas_says_each_time(compiler):
+    """What its own cache gives comes without a word, and would hide a spill."""
+    text = source(SM80, functions(mask=lambda b, h, q, k: q + k != 5), False, False)
+    for _ in range(2):
+        _, log = compiler.compile(text, "sm_90", functors.folders())
+        assert "bytes spill stores" in log
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
@@ -137,9 +139,9 @@ def test_nvrtc_takes_the_passes_of_gradients_without_spilling(compiler):
         assert spilled == ["0"] * (3 if slots else 2), f"{kernel}: {log}"
 
 
-def test_nvrtc_says_what_it_refuses():
+def test_nvrtc_says_what_it_refuses(compiler):
     with pytest.raises(nvrtc.CompileError, match=r"NVRTC \(13, \d+\) says NVRTC_ERROR_COMPILATION"):
-        library().compile("nonsense", "sm_80", [])
+        compiler.compile("nonsense", "sm_80", [])
 
 
 @pytest.fixture

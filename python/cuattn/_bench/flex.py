@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -49,12 +50,13 @@ class FlexWorkload:
         return {
             "sorted": (np.arange(n) * 8 // n).astype(np.int32),
             "mixed": rng.integers(0, 8, pieces).repeat(64)[:n].astype(np.int32),
+            "ends": np.arange(1, n + 1, dtype=np.int32),
             "slopes": np.exp2(-8.0 * np.arange(1, heads + 1) / heads).astype(np.float32),
             "table": rng.standard_normal((heads, 2 * n + 1)).astype(np.float32),
             "blocks": rng.random((blocks, blocks)) < share,
         }
 
-    @property
+    @functools.cached_property  # a pass over all scores
     def pairs(self) -> int:
         """Count the scores that the mask leaves, of one head."""
         n = self.seqlen
@@ -89,10 +91,15 @@ class FlexWorkload:
 
 def functions(w: FlexWorkload, x: dict[str, Any]) -> Functions:
     """Return the score and the mask function of a kind, which capture arrays of `x`."""
-    near, first = w.seqlen // 8, 64
-    ids, mixed, slopes, table, blocks = (
-        x[n] for n in ("sorted", "mixed", "slopes", "table", "blocks")
+    n, near, first = w.seqlen, w.seqlen // 8, 64
+    ids, mixed, ends, slopes, table, blocks = (
+        x[name] for name in ("sorted", "mixed", "ends", "slopes", "table", "blocks")
     )
+    tanh: Any = np.tanh
+    if not isinstance(ids, np.ndarray):
+        import torch
+
+        tanh = torch.tanh
 
     def causal(b: Any, h: Any, q: Any, k: Any) -> Any:
         return k <= q
@@ -104,13 +111,17 @@ def functions(w: FlexWorkload, x: dict[str, Any]) -> Functions:
         "causal": (None, causal),
         "documents": (None, lambda b, h, q, k: (ids[q] == ids[k]) & (k <= q)),
         "unsorted documents": (None, lambda b, h, q, k: mixed[q] == mixed[k]),
+        "window": (None, lambda b, h, q, k: (k <= q) & (q - k < near)),
+        "causal rows": (None, lambda b, h, q, k: k < ends[q]),
         "streaming": (None, lambda b, h, q, k: (k <= q) & ((q - k < near) | (k < first))),
         "blocks 50 %": (None, in_blocks),
         "blocks 10 %": (None, in_blocks),
         "scaled": (lambda s, b, h, q, k: s * 1.5, None),
         "alibi": (lambda s, b, h, q, k: s - slopes[h] * abs(q - k), causal),
         "alibi, a function": (lambda s, b, h, q, k: s * 1.25 - slopes[h] * abs(q - k), causal),
-        "relative bias": (lambda s, b, h, q, k: s + table[h, q - k + w.seqlen], causal),
+        "softcap": (lambda s, b, h, q, k: 20.0 * tanh(s / 20.0), causal),
+        "softcap, a function": (lambda s, b, h, q, k: 20.0 * tanh(s / 16.0), causal),
+        "relative bias": (lambda s, b, h, q, k: s + table[h, q - k + n], causal),
     }
     for function in kinds[w.kind]:
         if function is not None:
@@ -120,20 +131,26 @@ def functions(w: FlexWorkload, x: dict[str, Any]) -> Functions:
 
 def flex() -> Iterable[FlexWorkload]:
     """Masks and scores as functions, beside torch's FlexAttention."""
-    for kind, least in (
-        ("causal", 1.5),
-        ("documents", 1.8),
-        ("unsorted documents", 1.3),
-        ("streaming", 1.5),
-        ("blocks 50 %", 1.0),
-        ("blocks 10 %", 1.0),
-        ("alibi", 1.5),
-        ("alibi, a function", 1.5),
-        ("relative bias", 1.2),
+    with_plain = ("auto", "sm80", "plain")
+    for kind, least, backends in (
+        ("causal", 1.5, ("auto",)),
+        ("documents", 1.8, ("auto", "sm80")),
+        ("window", 1.7, ("auto",)),
+        ("streaming", 1.5, ("auto", "sm80")),
+        ("unsorted documents", 1.3, ("auto", "sm80")),
+        ("alibi", 1.5, ("auto",)),
+        ("softcap", 1.8, ("auto",)),
+        ("relative bias", 1.2, ("auto", "sm80")),
     ):
+        yield FlexWorkload(kind, kind, backends=backends, bars=(Bar(OURS, FLEX, least),))
+    for kind, least in (("scaled", 0.98), ("causal rows", 0.97)):
+        name = {"scaled": "a score times 1.5", "causal rows": "causal, as row ranges"}[kind]
+        bars = (Bar(OURS, FLEX, 1.0), Bar(OURS, "cuattn:plain", least))
+        yield FlexWorkload(name, kind, backends=with_plain, bars=bars)
+    for kind in ("blocks 50 %", "blocks 10 %"):
+        yield FlexWorkload(kind, kind, bars=(Bar(OURS, FLEX, 1.0),))
+    for kind, least in (("alibi, a function", 1.5), ("softcap, a function", 1.8)):
         yield FlexWorkload(kind, kind, bars=(Bar(OURS, FLEX, least),))
-    bars = (Bar(OURS, FLEX, 1.0), Bar(OURS, "cuattn:plain", 0.98))
-    yield FlexWorkload("a score times 1.5", "scaled", backends=("auto", "sm80", "plain"), bars=bars)
     yield FlexWorkload("streaming, head_dim 64", "streaming", head_dim=64)
     yield FlexWorkload("relative bias, head_dim 64", "relative bias", head_dim=64)
 

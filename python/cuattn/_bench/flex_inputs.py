@@ -17,7 +17,10 @@ from .flex import FlexWorkload, functions
 from .prepared import Prepared, Unsupported, require
 from .reference import EPS, Error
 
-SCALED = 1.5  # of the kind "scaled", whose scores a scale stands for
+PLAIN: dict[str, Callable[[FlexWorkload], dict[str, Any]]] = {  # options that are the functions
+    "scaled": lambda w: {"scale": 1.5 * w.head_dim**-0.5},
+    "causal rows": lambda w: {"causal": True},
+}
 RUNGS = ("auto", "cpu", "naive", "simt", "sm80", "sm90")
 
 
@@ -87,9 +90,9 @@ def ours(backend: str) -> Callable[[FlexWorkload, FlexInputs], Prepared]:
 
     def prepare(w: FlexWorkload, x: FlexInputs) -> Prepared:
         if backend == "plain":
-            require(w.kind == "scaled", "functions")
-            scale = SCALED * w.head_dim**-0.5
-            return Prepared(lambda: cuattn.attention(x.q, x.k, x.v, scale=scale))
+            require(w.kind in PLAIN, "functions")
+            options = PLAIN[w.kind](w)
+            return Prepared(lambda: cuattn.attention(x.q, x.k, x.v, **options))
         require(backend in RUNGS, "a rung or auto")
         call: dict[str, Any] = {"score_mod": x.score, "mask_mod": x.mask, "backend": backend}
         try:

@@ -31,7 +31,8 @@ def explain_flex(arrays: tuple[Any, ...], device: Any, dtype: str, options: dict
     options = {name: x for name, x in options.items() if name not in NOT_ASKED}
     q, k = (x if hasattr(x, "shape") else stand_in(x) for x in arrays[:2])
     problem = problem_of(q, k, options)
-    given = {**dict(zip("qkv", arrays, strict=True)), **options}
+    known = options if hasattr(arrays[0], "shape") else shapes_of_arrays(options)
+    given = {**dict(zip("qkv", arrays, strict=True)), **known}
     where = place(device, arrays[0])
     if problem is None:
         return explain_rows(given, dtype, where)  # says what is wrong
@@ -42,8 +43,11 @@ def explain_flex(arrays: tuple[Any, ...], device: Any, dtype: str, options: dict
     found = as_taken(planned, takes, options.get("backend"))
     if found.window is not None:
         given["window"] = narrowed(options.get("window", (-1, -1)), found.window)
-    given |= found.options
+    given |= shapes_of_arrays(found.options)
     words = found.words
+    if found.arrays and given.get("block_tables") is not None:
+        given = gathered(given, dtype, problem.seqlen_kv)
+        words += "; keys are gathered from their blocks first"
     if found.arrays and on_cuda:
         is_compiled = found.functions or "block_starts" in found.arrays
         words += "; a functor, compiled by NVRTC at the first call" if is_compiled else ""
@@ -85,6 +89,30 @@ def plan_on_hopper(
     dim = 64 if most <= 64 else 128  # of the instances, which differ from a window's (tiles.h)
     plan = dataclasses.replace(plan, mask="rows", head_dim=dim, head_dim_v=dim)
     return dataclasses.replace(plan, tile_m=128, warps=12, packed_heads=1)
+
+
+def gathered(given: dict[str, Any], dtype: str, capacity: int) -> dict[str, Any]:
+    """Return a call over caches as one over the rows that their keys are gathered into."""
+    given = dict(given)
+    tables, layout = given.pop("block_tables"), given.pop("kv_layout", "nhd")
+    batch = tuple(getattr(tables, "shape", tables))[-2]
+    name = dtype_name(given["q"]) if hasattr(given["q"], "dtype") else dtype
+    for side in "kv":
+        shape = tuple(getattr(given[side], "shape", given[side]))
+        head_dim = shape[2] * shape[4] if len(shape) == 5 else shape[2 if layout == "vllm" else 3]
+        heads = shape[2 if layout == "nhd" else 1]
+        given[side] = (name, batch * capacity, heads, head_dim)
+    given["q"] = (name, *tuple(getattr(given["q"], "shape", given["q"])))
+    given["cu_seqlens_k"] = ("int32", batch + 1)
+    return given
+
+
+def shapes_of_arrays(options: dict[str, Any]) -> dict[str, Any]:
+    """Reduce the arrays among options, which may lie elsewhere, to dtypes and shapes."""
+    return {
+        name: (str(x.dtype), *x.shape) if isinstance(x, np.ndarray) else x
+        for name, x in options.items()
+    }
 
 
 def why_not_sm90(given: dict[str, Any], plan: Plan) -> str:

@@ -14,7 +14,7 @@ from ..flex.plan import narrowed
 from ..flex.trace import dtype_name
 from .backward import explain_backward
 from .devices import place
-from .flex import FUNCTIONS, NOT_ASKED, stand_in
+from .flex import FUNCTIONS, NOT_ASKED, shapes_of_arrays, stand_in
 from .plan import Plan
 
 NAMES = POSITIONAL["attention_backward"]
@@ -52,7 +52,7 @@ def explain_flex_backward(
     found = find(problem, score_mod, mask_mod, block_mask, takes)
     if found.window is not None:
         options["window"] = narrowed(options.get("window", (-1, -1)), found.window)
-    options |= found.options
+    options |= shapes_of_arrays(found.options)
     words = found.words
     if not on_cuda or not found.arrays:
         plan = plan_of()

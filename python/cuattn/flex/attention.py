@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from .. import _core
+from .._append import BLOCK_SIZE_AXIS
 from .._arrays import Array, ArrayT
 from .._options import DENSE, options_of
 from .._other_names import way_out
@@ -24,7 +25,9 @@ from .trace import Traced, is_jax_tracer, trace
 T = TypeVar("T")
 NAME = "flex_attention"
 RAGGED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-OPTIONS: frozenset[str] = frozenset(option.name for option in options_of(*DENSE)) | {*RAGGED}
+PAGED: tuple[str, ...] = ("block_tables", "kv_layout")
+OPTIONS: frozenset[str]
+OPTIONS = frozenset(option.name for option in options_of(*DENSE)) | {*RAGGED, *PAGED}
 
 
 def flex_attention(
@@ -48,7 +51,9 @@ def flex_attention(
     ----------
     q, k, v : array
         As `attention` takes them: on the CPU; [batch, seqlen, heads, dim], or packed [total, heads,
-        dim] with cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k among the options.
+        dim] with cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k among the options; with
+        block_tables too, and seqused_k, k and v are caches in blocks, as `attention_varlen` takes
+        them: decoding and appending, whose keys are gathered into rows first.
     score_mod : function, optional
         ``score_mod(score, b, h, q_idx, kv_idx)`` returns the score in natural units: operators,
         `cuattn.flex` functions (where, minimum, maximum, abs, exp, log, tanh, sqrt), numpy's and
@@ -242,8 +247,7 @@ def problem_of(q: Any, k: Any, options: dict[str, Any]) -> Problem | None:
     shapes = [tuple(getattr(x, "shape", ())) for x in (q, k)]
     given = [options.get(name) for name in (*RAGGED[:2], "seqused_q", "seqused_k")]
     if any(is_cuda(x) for x in given if x is not None):  # lengths that the host does not know
-        batch = next(len(x) - (i < 2) for i, x in enumerate(given) if x is not None)
-        return Problem(batch, 0, 0, 0, None, [], 0)
+        return unknown_problem(shapes, given, options)
     if options.get("cu_seqlens_q") is not None:
         return ragged_problem(shapes, options)
     if any(len(shape) != 4 for shape in shapes):
@@ -257,6 +261,31 @@ def problem_of(q: Any, k: Any, options: dict[str, Any]) -> Problem | None:
         return None
     lengths = list(zip(*used, strict=True))
     return Problem(batch, num_heads, seqlen_q, seqlen_kv, None, lengths, batch * seqlen_q)
+
+
+def unknown_problem(
+    shapes: list[tuple[int, ...]], given: list[Any], options: dict[str, Any]
+) -> Problem | None:
+    """Return the shapes of a call whose lengths the host does not know: what they are at most."""
+    batch = next(len(x) - (i < 2) for i, x in enumerate(given) if x is not None)
+    if options.get("cu_seqlens_q") is None:
+        if any(len(shape) != 4 for shape in shapes):
+            return None
+        return Problem(batch, *dense_shape(shapes, options)[1:], None, [], 0)
+    if len(shapes[0]) != 3 or not shapes[1]:
+        return None
+    is_paged = options.get("block_tables") is not None
+    keys = capacity_of(shapes[1], options) if is_paged else shapes[1][0]
+    return None if keys is None else Problem(batch, shapes[0][1], shapes[0][0], keys, None, [], 0)
+
+
+def capacity_of(cache: tuple[int, ...], options: dict[str, Any]) -> int | None:
+    """Return how many tokens the blocks of a sequence hold; None where shapes are wrong."""
+    axis = BLOCK_SIZE_AXIS.get(options.get("kv_layout", "nhd"))
+    tables = tuple(getattr(options["block_tables"], "shape", ()))
+    if axis is None or len(tables) != 2 or len(cache) not in (4, 5):
+        return None
+    return int(tables[1] * cache[axis])
 
 
 def dense_shape(shapes: list[tuple[int, ...]], options: dict[str, Any]) -> Shape:
@@ -276,6 +305,8 @@ def lengths_of(used: Any, batch: int, most: int) -> list[int] | None:
 
 def ragged_problem(shapes: list[tuple[int, ...]], options: dict[str, Any]) -> Problem | None:
     """Return the shapes of packed sequences; None where they do not fit together."""
+    if options.get("block_tables") is not None:
+        return paged_problem(shapes, options)
     names = ("cu_seqlens_q", "cu_seqlens_k")
     if any(options.get(name) is None for name in names) or any(len(s) != 3 for s in shapes):
         return None
@@ -296,3 +327,29 @@ def ragged_problem(shapes: list[tuple[int, ...]], options: dict[str, Any]) -> Pr
     most_q, most_kv = (int(np.diff(x).max(initial=0)) for x in begins)
     lengths = list(zip(*used, strict=True))
     return Problem(batch, shapes[0][1], most_q, most_kv, begins[0], lengths, shapes[0][0])
+
+
+def paged_problem(shapes: list[tuple[int, ...]], options: dict[str, Any]) -> Problem | None:
+    """Return the shapes of packed queries over caches in blocks; None where they do not fit."""
+    capacity = capacity_of(shapes[1], options)
+    begins = on_host(options["cu_seqlens_q"])
+    is_right = begins.ndim == 1 and len(begins) >= 1 and begins[0] == 0
+    if capacity is None or len(shapes[0]) != 3 or not is_right:
+        return None
+    if np.any(begins[1:] < begins[:-1]) or begins[-1] > shapes[0][0]:
+        return None
+    used = options.get("seqused_k")
+    starts = options.get("cu_seqlens_k")
+    if used is None and starts is None:
+        return None
+    kv_lens = on_host(used) if used is not None else np.diff(on_host(starts))
+    q_lens = np.diff(begins)
+    given = options.get("seqused_q")
+    q_lens = q_lens if given is None else on_host(given)
+    if q_lens.shape != kv_lens.shape or np.any((q_lens < 0) | (q_lens > np.diff(begins))):
+        return None
+    if np.any((kv_lens < 0) | (kv_lens > capacity)):
+        return None
+    most = int(np.diff(begins).max(initial=0))
+    lengths = [(int(n), int(m)) for n, m in zip(q_lens, kv_lens, strict=True)]
+    return Problem(len(lengths), shapes[0][1], most, capacity, begins, lengths, shapes[0][0])

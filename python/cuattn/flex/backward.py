@@ -11,7 +11,7 @@ import numpy as np
 from .. import _core
 from .._arrays import Array, ArrayT
 from .._gradients import GRADIENTS, check_need
-from .attention import OPTIONS, find_for, problem_of, refuse_unknown
+from .attention import OPTIONS, PAGED, find_for, problem_of, refuse_unknown
 from .block_mask import BlockMask
 from .device import Gives, is_cuda, on_its_stream
 from .evaluate import on_host
@@ -20,7 +20,7 @@ from .program import gradient_program
 from .trace import KINDS, Traced, dtype_name, trace
 
 NAME = "flex_attention_backward"
-FORWARD_ALONE = frozenset(("num_splits", "return_lse", "out", "lse_out"))
+FORWARD_ALONE = frozenset(("num_splits", "return_lse", "out", "lse_out", *PAGED))
 TAKES = (OPTIONS - FORWARD_ALONE) | {"dlse", "deterministic", *GRADIENTS}
 
 

@@ -19,7 +19,13 @@ WAY_OUT = (
     "pip install nvidia-cuda-nvrtc, or set CUATTN_NVRTC_PATH to the library; masks that are "
     "options or one interval of keys a row need none"
 )
-OPTIONS = ("--std=c++20", "--device-as-default-execution-space", "--ptxas-options=-v")
+# Its own cache would keep a second copy of what functors.py keeps, without a word of ptxas.
+OPTIONS = (
+    "--std=c++20",
+    "--device-as-default-execution-space",
+    "--ptxas-options=-v",
+    "--no-cache",
+)
 
 
 class CompileError(RuntimeError):

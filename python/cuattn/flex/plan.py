@@ -165,13 +165,13 @@ def plan(
         words.append(f"a program for each score, {score}")
     if mask is not None and window is None:
         host = of_mask
-        if problem.batch and not problem.lengths:
+        is_known = bool(problem.lengths) or not problem.batch
+        if not is_known and block_mask is not None:
             raise NotImplementedError(
-                "flex_attention: lengths on the device serve masks that are causal or windows "
-                f"from the bottom right, got {mask}; pass a padded batch without seqused, or "
-                "masks of q_len and kv_len"
+                "flex_attention: block_mask must not be given beside lengths on the device, with "
+                f"which its blocks cannot be compared, got one of {mask}; pass mask_mod"
             )
-        rows, rest = find_rows(host, problem, keys)
+        rows, rest = find_rows(host, problem, keys) if is_known else (None, mask.expr)
         if rows is not None:
             found["row_begin"], found["row_end"] = rows.begin, rows.end
             words.append("row ranges, as each row's keys are an interval")
@@ -226,6 +226,8 @@ def add_lists(
     elif is_dense and problem.seqlen_q and problem.seqlen_kv:
         states, block = classify(mask, problem.shape, BLOCK), BLOCK
         lists = lists_of(states)
+    elif not problem.lengths:
+        return "neither row ranges nor lists of blocks, as lengths lie on the device"
     else:
         return "no lists of blocks, as sequences have lengths of their own"
     found["block_starts"], found["block_entries"] = lists

@@ -80,7 +80,8 @@ def attend(arguments: dict[str, Any], functions: dict[str, Any], captured: list[
     Raises
     ------
     NotImplementedError
-        If out, lse_out, workspace or stream is given, or torch traces or transforms the call.
+        If out, lse_out, workspace, stream or block_tables is given, or torch traces or transforms
+        the call.
     """
     from .eager import observed
 
@@ -90,6 +91,11 @@ def attend(arguments: dict[str, Any], functions: dict[str, Any], captured: list[
                 f"{NAME}: {name} must not be given where a gradient is wanted, as autograd keeps "
                 "what it points to; leave it out, or call it under torch.no_grad()"
             )
+    if arguments.get("block_tables") is not None:
+        raise NotImplementedError(
+            f"{NAME}: block_tables must not be given where a gradient is wanted, as keys in pages "
+            "have none; pass k and v in rows, or call it under torch.no_grad()"
+        )
     if observed(arguments["q"], arguments.values()):
         raise NotImplementedError(
             f"{NAME}: gradients are of plain tensors in eager code, got a call that torch.compile, "
