@@ -102,6 +102,7 @@ struct Plan {
   bool draws_tiles;      // persistent: each CTA draws its next tile; else a fixed order
   KeyAccess keys;
   bool decodes_apart;  // sequences with one query go by a kernel of paged_attention, the others not
+  int32_t num_decodes, saved_us;  // of such a kernel: with so many, so much sooner
   BiasAccess bias;
   int32_t chunk_keys;  // backward: keys of a part of the work, and such parts; else 0
   int32_t num_chunks;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The chooser: one ladder, read from top to bottom; the first rung that does not refuse the request
 // runs it. Every refusal is a sentence, so that explain() and NotImplementedError can say why.
-// Next: call.cpp (its caller).
+// Next: step.cpp (its caller).
 #include "cuattn/plan.h"
 
 #include <algorithm>
