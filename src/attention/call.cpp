@@ -155,6 +155,14 @@ void run_apart(const AttentionCall& call, void* workspace, Stream stream) {
   run_step(step, call.decodes, room + lengths_bytes(call), stream);
 }
 
+// Packed rows by a decode kernel, which is told their lengths first.
+void run_packed(const AttentionCall& call, void* workspace, Stream stream) {
+  backend_of(call.function(), call.device)
+      .key_lengths(packed_lengths(call, workspace), call.device.device_id, stream);
+  auto* room = static_cast<char*>(workspace) + packed_lengths_bytes(call);
+  run_step(step_of(call, workspace), call.plan, room, stream);
+}
+
 }  // namespace
 
 void run_attention(AttentionCall& call, const TensorView& out, const TensorView* lse,
@@ -208,7 +216,8 @@ void run_attention(AttentionCall& call, const TensorView& out, const TensorView*
 
   require_workspace(fn, call.plan, call.device, workspace, workspace_bytes);
   if (call.plan.keys == KeyAccess::by_step)
-    return run_step(step_of(call), call.plan, workspace, stream);
+    return run_step(step_of(call, nullptr), call.plan, workspace, stream);
+  if (call.plan.keys == KeyAccess::rows_by_step) return run_packed(call, workspace, stream);
   if (call.plan.decodes_apart) return run_apart(call, workspace, stream);
   launch(call, workspace, stream);
 }

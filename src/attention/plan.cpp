@@ -365,6 +365,8 @@ const char* key_access_clause(KeyAccess keys) {
     case KeyAccess::in_blocks: return "; keys are read in their blocks";
     case KeyAccess::gathered: return "; keys are gathered from their blocks first";
     case KeyAccess::by_step: return "; few queries a sequence: a kernel of paged_attention";
+    case KeyAccess::rows_by_step:
+      return "; few queries over many keys: a kernel of paged_attention";
     default: return "";
   }
 }

@@ -70,6 +70,26 @@ int32_t expected_decodes(const AttentionParams& p) {
   return static_cast<int32_t>(std::max(p.batch - others, int64_t{0}));
 }
 
+bool has_rates(const Plan& plan, const DeviceInfo& device) {
+  bool is_known =
+      plan.kernel == Kernel::sm90 || plan.kernel == Kernel::sm80 || plan.kernel == Kernel::simt;
+  return is_known && device.num_sms > 0;
+}
+
+// That a query of the longest sequence sees.
+double longest_keys(const AttentionParams& p) {
+  double keys = p.seqlen_kv;
+  return p.mask.left >= 0 ? std::min(keys, p.mask.left + double{1} * p.seqlen_q) : keys;
+}
+
+// Whether a step is worth its launches where it takes `nanoseconds` less without them; how much.
+bool saves(Plan& step, double nanoseconds) {
+  constexpr double kLaunches = 10000.0;  // lengths, deal, decode and merge
+  double saved = nanoseconds - kLaunches;
+  step.saved_us = static_cast<int32_t>(std::clamp(saved / 1000.0, 0.0, 1e9));
+  return saved >= kLaunches;
+}
+
 // Whether single queries gain by `step`, a kernel of their own beside that of the plan. It
 // reads their keys once for all heads of a group, in parts, where the plan gives a tile of query rows
 // to each head, or gathers the keys first. How many there are, and how long, the host can only
@@ -82,30 +102,64 @@ bool decodes_pay(const AttentionCall& call, const DeviceInfo& device, Plan& step
   if (!has_rates || device.num_sms <= 0) return false;
   const AttentionParams& p = call.params;
   int32_t decodes = expected_decodes(p);
-  double keys = p.seqlen_kv;
-  if (p.mask.left >= 0) keys = std::min(keys, p.mask.left + 1.0);
   KeyCosts costs = key_costs(p, plan);
-  double saved = (costs.by_tile() - costs.read) * keys * decodes / device.num_sms - kLaunches;
-  if (saved < kLaunches) return false;
+  double saved = (costs.by_tile() - costs.read) * longest_keys(p) * decodes / device.num_sms;
   step.num_decodes = decodes;
-  step.saved_us = static_cast<int32_t>(std::min(saved / 1000.0, 1e9));
+  return saves(step, saved);
+}
+
+// Whether packed rows under few queries gain by `step`. The kernel of the plan splits no keys: its
+// longest sequence has a multiprocessor for each tile of queries, however many others there are.
+bool packed_pays(const AttentionCall& call, const DeviceInfo& device, Plan& step) {
+  const Plan& plan = call.plan;
+  if (!has_rates(plan, device)) return false;
+  const AttentionParams& p = call.params;
+  auto parts = [](int32_t rows, int32_t m) { return (rows + m - 1) / m; };
+  int32_t packed = std::max(plan.packed_heads, 1), tiles = parts(p.seqlen_q * packed, plan.tile.m);
+  int32_t passes = parts(p.seqlen_q * (p.num_heads_q / p.num_heads_kv), step.tile.m);
+  KeyCosts costs = key_costs(p, plan);
+  double longest = longest_keys(p);
+  double keys = std::min(double{1} * p.total_kv, longest * p.batch) / device.num_sms;
+  double alone = longest * costs.multiply * packed / p.num_heads_q;
+  double whole = std::max(alone, keys * std::max(costs.read, costs.multiply * tiles));
+  return saves(step, whole - keys * costs.read * passes);
+}
+
+// Packed rows as a step.
+bool plans_packed(const AttentionCall& call, const DeviceInfo& device, Plan& plan) {
+  const AttentionParams& p = call.params;
+  bool serves = device.is_cuda && call.num_splits == 0 && !call.batch_invariant &&
+                p.dtype != DType::e4m3 && p.head_dim <= kMostHeadDim && p.total_kv > 0 &&
+                p.total_kv < kMostPackedRows && p.num_heads_kv > 0;
+  if (!serves || !plans_step(call, step_of(call, nullptr), device, plan)) return false;
+  plan.keys = KeyAccess::rows_by_step;
+  plan.workspace_bytes += packed_lengths_bytes(call);
   return true;
 }
+
+// What a step is said to be worth.
+std::string expectation(const Plan& step) { return concat("about ", step.saved_us, " us sooner"); }
 
 }  // namespace
 
 void plan_attention(AttentionCall& call, const DeviceInfo& device, const char* backend) {
-  bool may_step = call.may_step && is_auto(backend);
-  call.plan = Plan{};
-  if (may_step && !call.batch_invariant && plans_step(call, step_of(call), device, call.plan))
+  bool may_step = call.may_step && is_auto(backend), over_pages = may_step && call.paged;
+  call.plan = call.decodes = Plan{};
+  if (over_pages && !call.batch_invariant &&
+      plans_step(call, step_of(call, nullptr), device, call.plan))
     return;
-  bool has_decodes = may_step && plans_decodes(call, device, call.decodes);
+  bool has_decodes = over_pages && plans_decodes(call, device, call.decodes);
   if (has_decodes && call.batch_invariant && call.params.seqlen_q == 1) {
     call.plan = call.decodes;
     return;
   }
-  Plan& plan = call.plan;
+  Plan &plan = call.plan, packed{};
   plan = select_attention(request_of(call), device, backend);
+  if (may_step && !call.paged && plans_packed(call, device, packed) &&
+      packed_pays(call, device, packed)) {
+    plan = packed;
+    return;
+  }
   if (plan.keys == KeyAccess::gathered) plan.workspace_bytes += gathered_bytes(call);
   plan.decodes_apart =
       has_decodes && (call.batch_invariant || decodes_pay(call, device, call.decodes));
@@ -114,12 +168,17 @@ void plan_attention(AttentionCall& call, const DeviceInfo& device, const char* b
 
 std::string ladder_of(const AttentionCall& call, const DeviceInfo& device, const char* backend) {
   const Plan &plan = call.plan, &decodes = call.decodes;
-  if (plan.keys == KeyAccess::by_step) return ladder_of_step(step_of(call), device, plan);
+  bool is_packed = plan.keys == KeyAccess::rows_by_step;
+  if (plan.keys == KeyAccess::by_step || is_packed) {
+    std::string ladder = ladder_of_step(step_of(call, nullptr), device, plan);
+    if (!is_packed) return ladder;
+    return concat(ladder, expectation(plan), " than a kernel that splits no keys\n");
+  }
   std::string ladder = explain_attention(request_of(call), device, backend);
   if (!plan.decodes_apart) return ladder;
-  std::string why = decodes.num_decodes > 0 ? concat("about ", decodes.saved_us, " us sooner with ",
-                                                     decodes.num_decodes, " of them")
-                                            : "their bits do not depend on the batch";
+  std::string why = decodes.num_decodes > 0
+                        ? concat(expectation(decodes), " with ", decodes.num_decodes, " of them")
+                        : "their bits do not depend on the batch";
   return concat(ladder, "* ", kernel_name(decodes.kernel),
                 " of paged_attention: runs: single queries, ", why, "\n");
 }
