@@ -123,6 +123,7 @@ const Backend& cpu_backend() {
                                .paged = paged,
                                .paged_deal = paged_deal,
                                .set_decodes_apart = nullptr,
+                               .key_lengths = nullptr,
                                .project = project,
                                .merge = merge,
                                .cache_write = cache_write,

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 import cases
 import cuattn
@@ -98,3 +99,37 @@ def run(
     assert device.is_array(out)
     arena.verify()
     return device.numpy(out), device.numpy(lse)
+
+
+def serves(backend, device, case):
+    """Whether a rung takes a case; the others must refuse it."""
+    if device.name == "cpu" or backend in ("auto", "naive"):
+        return True
+    if backend == "tiled":
+        return case.head_dim <= 128 and not (case.softcap or case.sinks or case.alibi != "none")
+    if backend == "simt":
+        return case.dtype == "float32"
+    return backend != "cublas" and case.dtype != "float32"
+
+
+def assert_right(device, backend, problem, lengths="seqused_k", spare=0):
+    out, lse = run(device, backend, problem, lengths, spare)
+    expected, expected_lse = oracle(problem)
+    plain, plain_lse = oracle(problem, cases.DTYPES[problem.case.dtype])
+    cases.check_lse(lse, expected_lse, plain_lse)
+    cases.check(out, expected, plain, problem.case.dtype)
+
+
+def assert_case(device, backend, case, queries, rng, lengths="seqused_k", spare=0, change=None):
+    def attempt():
+        problem = make(case, queries, rng)
+        if change is not None:
+            change(problem)
+        if not serves(backend, device, case):
+            refusal = f"attention_varlen: backend '{backend}' cannot run this call"
+            with pytest.raises(NotImplementedError, match=f"^{refusal}"):
+                run(device, backend, problem, lengths, spare)
+            pytest.skip(f"refused: {refusal}")
+        assert_right(device, backend, problem, lengths, spare)
+
+    harness.assert_by_draws(case.dtype, attempt)

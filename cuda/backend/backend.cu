@@ -65,6 +65,11 @@ void set_decodes_apart(const DecodesApart& params, int32_t device_id, Stream str
   launch_decodes_apart(params, static_cast<cudaStream_t>(stream));
 }
 
+void key_lengths(const KeyLengths& params, int32_t device_id, Stream stream) {
+  DeviceGuard guard(device_id);
+  launch_key_lengths(params, static_cast<cudaStream_t>(stream));
+}
+
 void project(const ProjectParams& params, int32_t device_id, Stream stream) {
   DeviceGuard guard(device_id);
   launch_project(params, static_cast<cudaStream_t>(stream));
@@ -190,6 +195,7 @@ const Backend* cuda_backend() {
                                .paged = paged,
                                .paged_deal = paged_deal,
                                .set_decodes_apart = set_decodes_apart,
+                               .key_lengths = key_lengths,
                                .project = project,
                                .merge = merge,
                                .cache_write = cache_write,

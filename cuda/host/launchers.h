@@ -47,6 +47,7 @@ void launch_bias_sums(const BackwardParams& params, const float* sums, int32_t p
 void launch_paged_deal(const PagedWork& work, int32_t* deal, cudaStream_t stream);
 void launch_paged_combine(const PagedParams& params, int32_t major, cudaStream_t stream);
 void launch_decodes_apart(const DecodesApart& params, cudaStream_t stream);      // paged/apart.cu
+void launch_key_lengths(const KeyLengths& params, cudaStream_t stream);          // paged/apart.cu
 void launch_cache_write(const CacheWriteParams& params, cudaStream_t stream);    // cache/write.cu
 void launch_packed_write(const CacheWriteParams& params, cudaStream_t stream);   // cache/packed.cu
 void launch_cache_gather(const CacheGatherParams& params, cudaStream_t stream);  // cache/gather.cu

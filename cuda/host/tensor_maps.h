@@ -141,12 +141,15 @@ inline device::TensorMap key_map(const AttentionParams& p, const void* base, con
 }
 
 // A cache of K or V as (columns, tokens of a block, heads, blocks, 1): a box is 64 columns of
-// `piece` tokens of a block.
+// `piece` tokens of a block. Packed rows are one block, so that none behind the last is read.
 inline device::TensorMap paged_cache_map(const PagedParams& p, const void* cache,
                                          const CacheStrides& s, int32_t piece) {
+  const Pages& pages = p.pages;
+  bool packed = pages.packed_rows > 0;
   return tensor_map(p.kv_dtype,
-                    p.pages.num_blocks > 0 ? cache : p.q,  // without blocks nothing is read
-                    {p.head_dim, p.pages.block_size, p.work.num_heads_kv, p.pages.num_blocks, 1},
+                    pages.num_blocks > 0 ? cache : p.q,  // without blocks nothing is read
+                    {p.head_dim, packed ? pages.packed_rows : pages.block_size, p.work.num_heads_kv,
+                     packed ? 1 : pages.num_blocks, 1},
                     {s.token, s.head, s.block, 0}, {64, piece, 1, 1, 1});
 }
 

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Parts a packed batch: sequences with one query for a decode kernel, the others for a kernel of
-// attention (DecodesApart in params/paged.h). One block: the lengths are few. Next:
-// src/attention/call.cpp (who runs both kernels).
+// The lengths by which attention_varlen hands sequences to a decode kernel (params/paged.h).
+// DecodesApart parts a packed batch: sequences with one query for that kernel, the others for a
+// kernel of attention; one block, for the lengths are few. KeyLengths: the whole batch, over packed
+// rows. Next: src/attention/call.cpp (who runs the kernels).
 #include "cuattn/params/paged.h"
 #include "cuda/host/launch.h"
 #include "cuda/host/launchers.h"
@@ -48,7 +49,18 @@ __global__ void __launch_bounds__(kThreads) set_decodes_apart(const DecodesApart
   }
 }
 
+__global__ void __launch_bounds__(kThreads) set_key_lengths(const KeyLengths p) {
+  int32_t b = static_cast<int32_t>(blockIdx.x * kThreads + threadIdx.x);
+  if (b < p.num_seqs) p.lens[b] = make_span(p.cu_seqlens, p.seqused, b, p.max_seqlen, p.total).used;
+}
+
 }  // namespace
+
+void launch_key_lengths(const KeyLengths& params, cudaStream_t stream) {
+  if (params.num_seqs == 0) return;
+  set_key_lengths<<<(params.num_seqs - 1) / kThreads + 1, kThreads, 0, stream>>>(params);
+  CUATTN_CUDA_TRY(cudaGetLastError());
+}
 
 void launch_decodes_apart(const DecodesApart& params, cudaStream_t stream) {
   if (params.num_seqs == 0) return;

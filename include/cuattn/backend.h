@@ -42,6 +42,7 @@ struct Backend {
   void (*paged_deal)(const PagedWork& work, int32_t* deal, int32_t device_id, Stream stream);
   // nullptr: the backend needs it not.
   void (*set_decodes_apart)(const DecodesApart& params, int32_t device_id, Stream stream);
+  void (*key_lengths)(const KeyLengths& params, int32_t device_id, Stream stream);
   void (*project)(const ProjectParams& params, int32_t device_id, Stream stream);
   void (*merge)(const MergeParams& params, int32_t device_id, Stream stream);
   void (*cache_write)(const CacheWriteParams& params, int32_t device_id, Stream stream);

@@ -76,8 +76,9 @@ struct PagedRequest {
 enum class Kernel : int32_t { cpu_naive, cpu, naive, cublas, tiled, simt, sm80, sm90 };
 
 // How attention_varlen comes by keys in pages: its kernel follows the block tables, or they are
-// copied into the workspace first, or a kernel of paged_attention runs. rows: there are no pages.
-enum class KeyAccess : int32_t { rows, in_blocks, gathered, by_step };
+// copied into the workspace first, or a kernel of paged_attention runs. rows: there are no pages;
+// rows_by_step: a kernel of paged_attention all the same.
+enum class KeyAccess : int32_t { rows, in_blocks, gathered, by_step, rows_by_step };
 
 // How a bias comes to sm90: a warp of its own brings it by the TMA, or the threads that add it read
 // it: the kernel has no room for it, or its keys lie in blocks (direct), or its strides, dtype or
@@ -103,6 +104,7 @@ struct Plan {
   bool draws_tiles;      // persistent: each CTA draws its next tile; else a fixed order
   KeyAccess keys;
   bool decodes_apart;  // sequences with one query go by a kernel of paged_attention, the others not
+  int32_t num_decodes, saved_us;  // of such a kernel, and of rows_by_step: expected
   BiasAccess bias;
   int32_t chunk_keys;  // backward: keys of a part of the work, and such parts; else 0
   int32_t num_chunks;

@@ -103,8 +103,7 @@ cuattn_status cuattn_attention_prepare(const DLTensor* q, const DLTensor* k, con
     TensorView view = view_of("attention", "q", q);
     AttentionCall& state = *new (call->state) AttentionCall(validate_attention(
         view, view_of("attention", "k", k), view_of("attention", "v", v), o, /*check_data=*/true));
-    new (&state.plan)
-        Plan(plan_of(state, device_info_of(state, names_cublas(o.backend)), o.backend));
+    plan_attention(state, device_info_of(state, names_cublas(o.backend)), o.backend);
     if (logs_plans()) log_plan(state);
     fill_shapes(view, *call);
   });
@@ -140,8 +139,7 @@ cuattn_status cuattn_flex_prepare(const DLTensor* q, const DLTensor* k, const DL
     AttentionCall& state = *new (call->state) AttentionCall(validate_attention(
         view, view_of(fn, "k", k), view_of(fn, "v", v), o, /*check_data=*/true, CallKind::flex));
     read_flex(state, flex, /*check_data=*/true);
-    new (&state.plan)
-        Plan(plan_of(state, device_info_of(state, names_cublas(o.backend)), o.backend));
+    plan_attention(state, device_info_of(state, names_cublas(o.backend)), o.backend);
     if (logs_plans()) log_plan(state);
     fill_shapes(view, *call);
   });
@@ -195,8 +193,8 @@ cuattn_status cuattn_attention_explain(const DLTensor* q, const DLTensor* k, con
                            /*check_data=*/false);
     AttentionRequest request = request_of(call);
     DeviceInfo info = device != nullptr ? made_up_device(fn, device) : device_info_of(call, true);
-    Plan plan = plan_of(call, info, o.backend);
-    fill_plan(plan, request.mask, request.score, ladder_of(call, info, o.backend, plan), *result);
+    plan_attention(call, info, o.backend);
+    fill_plan(call.plan, request.mask, request.score, ladder_of(call, info, o.backend), *result);
   });
 }
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// attention and attention_varlen after validation: the choice of a kernel, and the run (outputs,
-// launch). Between the two stands the caller's allocation of outputs and workspace.
+// attention and attention_varlen after validation: what the choice of a kernel depends on, and the
+// run (outputs, launch). Between the two stand the choice and the caller's allocation of outputs and
+// workspace. Next: step.cpp (the choice).
 #include "src/attention/call.h"
 
 #include "src/attention/axes.h"
@@ -53,56 +54,6 @@ AttentionRequest request_of(const AttentionCall& call) {
     r.score = ScoreKind::scored;
   }
   return r;
-}
-
-namespace {
-
-// Few queries a sequence are a decode step: the keys are read once, in their blocks and in parts,
-// as long as a few passes over them serve all the rows that share a kv head.
-constexpr int32_t kMaxStepRows = 64, kMaxStepPasses = 4;
-
-// Whether `step` may be one, of as many queries a sequence as it has; then how.
-bool plans_step(const AttentionCall& call, const PagedCall& step, const DeviceInfo& device,
-                Plan& plan) {
-  const AttentionParams& p = call.params;
-  if (p.head_dim != p.head_dim_v || p.total_q == 0 || p.num_heads_q == 0 || p.batch == 0)
-    return false;
-  int64_t rows = int64_t{step.params.work.q_len} * step.params.work.group;
-  if (rows > kMaxStepRows) return false;
-  plan = plan_step(step, call.num_splits, call.batch_invariant, device);
-  plan.keys = KeyAccess::by_step;
-  return rows <= int64_t{kMaxStepPasses} * plan.tile.m;
-}
-
-// Batch invariant: a sequence with one query, and no other, is a step whoever is beside it. Where
-// nobody may have more, all are.
-bool plans_decodes(const AttentionCall& call, const DeviceInfo& device, Plan& plan) {
-  return device.is_cuda && call.num_splits == 0 &&
-         plans_step(call, decodes_of(call, nullptr).step, device, plan);
-}
-
-}  // namespace
-
-Plan plan_of(const AttentionCall& call, const DeviceInfo& device, const char* backend) {
-  Plan plan{}, step{};
-  bool may_step = call.may_step && is_auto(backend);
-  if (may_step && !call.batch_invariant && plans_step(call, step_of(call), device, step))
-    return step;
-  bool has_decodes = may_step && call.batch_invariant && plans_decodes(call, device, step);
-  if (has_decodes && call.params.seqlen_q == 1) return step;
-  plan = select_attention(request_of(call), device, backend);
-  if (plan.keys == KeyAccess::gathered) plan.workspace_bytes += gathered_bytes(call);
-  if (has_decodes) {
-    plan.decodes_apart = true;
-    plan.workspace_bytes += decode_bytes(call, step);
-  }
-  return plan;
-}
-
-std::string ladder_of(const AttentionCall& call, const DeviceInfo& device, const char* backend,
-                      const Plan& plan) {
-  if (plan.keys != KeyAccess::by_step) return explain_attention(request_of(call), device, backend);
-  return ladder_of_step(step_of(call), device, plan);
 }
 
 namespace {
@@ -195,15 +146,21 @@ void launch(AttentionCall& call, void* workspace, Stream stream) {
 void run_apart(const AttentionCall& call, void* workspace, Stream stream) {
   const Backend& backend = backend_of(call.function(), call.device);
   auto [step, apart] = decodes_of(call, workspace);
-  Plan plan{};
-  plans_decodes(call, backend.device_info(call.device.device_id, false), plan);
   auto* room = static_cast<char*>(workspace);
   AttentionCall others = call;
   others.params.seqused_q = apart.other_queries;
   others.params.seqused_kv = others.gather.seqused = apart.other_lens;
   backend.set_decodes_apart(apart, call.device.device_id, stream);
-  launch(others, room + decode_bytes(call, plan), stream);
-  run_step(step, plan, room + lengths_bytes(call), stream);
+  launch(others, room + decode_bytes(call, call.decodes), stream);
+  run_step(step, call.decodes, room + lengths_bytes(call), stream);
+}
+
+// Packed rows by a decode kernel, which is told their lengths first.
+void run_packed(const AttentionCall& call, void* workspace, Stream stream) {
+  backend_of(call.function(), call.device)
+      .key_lengths(packed_lengths(call, workspace), call.device.device_id, stream);
+  auto* room = static_cast<char*>(workspace) + packed_lengths_bytes(call);
+  run_step(step_of(call, workspace), call.plan, room, stream);
 }
 
 }  // namespace
@@ -259,7 +216,8 @@ void run_attention(AttentionCall& call, const TensorView& out, const TensorView*
 
   require_workspace(fn, call.plan, call.device, workspace, workspace_bytes);
   if (call.plan.keys == KeyAccess::by_step)
-    return run_step(step_of(call), call.plan, workspace, stream);
+    return run_step(step_of(call, nullptr), call.plan, workspace, stream);
+  if (call.plan.keys == KeyAccess::rows_by_step) return run_packed(call, workspace, stream);
   if (call.plan.decodes_apart) return run_apart(call, workspace, stream);
   launch(call, workspace, stream);
 }

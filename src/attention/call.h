@@ -20,6 +20,7 @@ struct AttentionCall {
   FlexParams flex;           // what a user wrote; has_programs: there is something in it
   CacheGatherParams gather;  // paged keys: gathered into the workspace before the kernel runs
   Plan plan;
+  Plan decodes;  // of the single queries, where plan.decodes_apart
   DLDevice device;
   int32_t layout;
   bool ragged, paged, uses_seqused, has_sinks, has_bias, batch_invariant;
@@ -47,12 +48,11 @@ static_assert(sizeof(AttentionCall) <= sizeof(cuattn_attention_call::state) &&
 
 AttentionRequest request_of(const AttentionCall& call);
 
-// The choice for a call, with the workspace of its gathered keys.
-Plan plan_of(const AttentionCall& call, const DeviceInfo& device, const char* backend);
+// Makes the plans of a call, with the workspace of its gathered keys and of its single queries.
+void plan_attention(AttentionCall& call, const DeviceInfo& device, const char* backend);
 
-// Every rung with its verdict, the plan's marked.
-std::string ladder_of(const AttentionCall& call, const DeviceInfo& device, const char* backend,
-                      const Plan& plan);
+// Every rung with its verdict, those of the plans marked.
+std::string ladder_of(const AttentionCall& call, const DeviceInfo& device, const char* backend);
 
 // Validates shapes, dtypes, devices, strides and options, and fills everything but plan.
 // `check_data` false: no data pointer is looked at, for explain().

@@ -66,15 +66,51 @@ void point_at_pages(AttentionCall& call) {
   p.v_strides = {g.v.strides.block, g.v.strides.token, g.v.strides.head};
 }
 
-PagedCall step_of(const AttentionCall& call) {
+namespace {
+
+// Where the keys of a step lie: in the blocks of a cache, or in packed rows.
+void place_keys(const AttentionCall& call, void* workspace, PagedParams& to) {
   const AttentionParams& p = call.params;
   const CacheGatherParams& g = call.gather;
+  if (call.paged) {
+    to.work.context_lens = p.seqused_kv;
+    to.k_cache = g.k.cache;
+    to.v_cache = g.v.cache;
+    to.k_strides = g.k.strides;
+    to.v_strides = g.v.strides;
+    to.kv_layout = g.kv_layout;
+    to.pages = g.pages;
+    return;
+  }
+  auto strides = [](const Strides& s) { return CacheStrides{s.seq, s.head, s.seq}; };
+  to.work.context_lens = static_cast<const int32_t*>(workspace);
+  to.k_cache = p.k;
+  to.v_cache = p.v;
+  to.k_strides = strides(p.k_strides);
+  to.v_strides = strides(p.v_strides);
+  to.kv_layout = KvLayout::nhd;
+  to.pages = {p.total_kv, kMostPackedRows, p.cu_seqlens_kv, 1, p.total_kv};
+}
+
+}  // namespace
+
+size_t packed_lengths_bytes(const AttentionCall& call) {
+  return whole_pieces(checked_bytes(call.function(), {sizeof(int32_t), call.params.batch}));
+}
+
+KeyLengths packed_lengths(const AttentionCall& call, void* workspace) {
+  const AttentionParams& p = call.params;
+  return {p.cu_seqlens_kv, p.seqused_kv, p.total_kv,
+          p.batch,         p.seqlen_kv,  static_cast<int32_t*>(workspace)};
+}
+
+PagedCall step_of(const AttentionCall& call, void* workspace) {
+  const AttentionParams& p = call.params;
   PagedCall step{};
   step.function = call.function();
   step.device = call.device;
   PagedParams& to = step.params;
   PagedWork& w = to.work;
-  w.context_lens = p.seqused_kv;
   w.num_seqs = p.batch;
   w.q_len = p.seqlen_q;
   w.num_heads_kv = p.num_heads_kv;
@@ -85,20 +121,15 @@ PagedCall step_of(const AttentionCall& call) {
   to.out = p.out;
   to.out_dtype = p.out_dtype;
   to.lse = p.lse;
-  to.k_cache = g.k.cache;
-  to.v_cache = g.v.cache;
+  place_keys(call, workspace, to);
   to.q_strides = p.q_strides;
   to.out_strides = p.out_strides;
   to.lse_strides = p.lse_strides;
   to.cu_seqlens_q = p.cu_seqlens_q;
   to.total_q = p.total_q;
-  to.k_strides = g.k.strides;
-  to.v_strides = g.v.strides;
   to.dtype = to.kv_dtype = p.dtype;
-  to.kv_layout = g.kv_layout;
   to.num_heads_q = p.num_heads_q;
   to.head_dim = p.head_dim;
-  to.pages = g.pages;
   to.scores = p.scores;
   to.k_scale = to.v_scale = 1.0f;
   return step;
@@ -117,7 +148,7 @@ Decodes decodes_of(const AttentionCall& call, void* workspace) {
     if (lengths != nullptr) lengths += count;
     return piece;
   };
-  Decodes decodes{step_of(call), {}};
+  Decodes decodes{step_of(call, nullptr), {}};
   DecodesApart& apart = decodes.apart;
   apart = {p.cu_seqlens_q, p.seqused_kv,  p.batch,      take(p.batch + int64_t{1}),
            take(p.batch),  take(p.batch), take(p.batch)};

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The chooser: one ladder, read from top to bottom; the first rung that does not refuse the request
 // runs it. Every refusal is a sentence, so that explain() and NotImplementedError can say why.
-// Next: call.cpp (its caller).
+// Next: step.cpp (its caller).
 #include "cuattn/plan.h"
 
 #include <algorithm>
@@ -366,6 +366,8 @@ const char* key_access_clause(KeyAccess keys) {
     case KeyAccess::in_blocks: return "; keys are read in their blocks";
     case KeyAccess::gathered: return "; keys are gathered from their blocks first";
     case KeyAccess::by_step: return "; few queries a sequence: a kernel of paged_attention";
+    case KeyAccess::rows_by_step:
+      return "; few queries over many keys: a kernel of paged_attention";
     default: return "";
   }
 }

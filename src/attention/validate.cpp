@@ -324,8 +324,9 @@ AttentionCall validated(TensorView q, TensorView k, TensorView v, const cuattn_a
   call.ragged = o.cu_seqlens_q != nullptr || o.cu_seqlens_k != nullptr || call.paged;
   call.layout = o.layout;
   call.uses_seqused = o.seqused_q != nullptr || o.seqused_k != nullptr || o.kv_start != nullptr;
-  call.may_step = call.paged && o.seqused_k != nullptr && o.cu_seqlens_k == nullptr &&
-                  o.seqused_q == nullptr && o.bias == nullptr && o.dropout_p == 0.0;
+  bool has_lens = call.paged ? o.seqused_k != nullptr && o.cu_seqlens_k == nullptr : call.ragged;
+  call.may_step = has_lens && kind == CallKind::attention && o.seqused_q == nullptr &&
+                  o.bias == nullptr && o.dropout_p == 0.0;
   call.has_sinks = o.sinks != nullptr;
   call.has_bias = o.bias != nullptr;
   call.batch_invariant = o.batch_invariant != 0;

@@ -17,7 +17,7 @@ import harness
 import paged_cases
 import reference
 from paged_cases import PagedCase
-from paged_prefill_cases import BATCHES, make, oracle, run
+from paged_prefill_cases import BATCHES, assert_case, assert_right, make, oracle, run
 
 OPTIONS = [
     {},
@@ -30,40 +30,6 @@ OPTIONS = [
 TARGETS = harness.target_params(cpu=("auto", *cases.CPU_BACKENDS))
 LAYOUT_SIZES = [("nhd", 1), ("nhd", 16), ("nhd", 33), ("hnd", 8), ("hnd", 256)]
 LAYOUT_SIZES += [("nhd", 48), ("hnd", 80), ("vllm", 8), ("vllm", 16), ("vllm", 32)]
-
-
-def serves(backend, device, case):
-    """Whether a rung takes a case; the others must refuse it."""
-    if device.name == "cpu" or backend in ("auto", "naive"):
-        return True
-    if backend == "tiled":
-        return case.head_dim <= 128 and not (case.softcap or case.sinks or case.alibi != "none")
-    if backend == "simt":
-        return case.dtype == "float32"
-    return backend != "cublas" and case.dtype != "float32"
-
-
-def assert_right(device, backend, problem, lengths="seqused_k", spare=0):
-    out, lse = run(device, backend, problem, lengths, spare)
-    expected, expected_lse = oracle(problem)
-    plain, plain_lse = oracle(problem, cases.DTYPES[problem.case.dtype])
-    cases.check_lse(lse, expected_lse, plain_lse)
-    cases.check(out, expected, plain, problem.case.dtype)
-
-
-def assert_case(device, backend, case, queries, rng, lengths="seqused_k", spare=0, change=None):
-    def attempt():
-        problem = make(case, queries, rng)
-        if change is not None:
-            change(problem)
-        if not serves(backend, device, case):
-            refusal = f"attention_varlen: backend '{backend}' cannot run this call"
-            with pytest.raises(NotImplementedError, match=f"^{refusal}"):
-                run(device, backend, problem, lengths, spare)
-            pytest.skip(f"refused: {refusal}")
-        assert_right(device, backend, problem, lengths, spare)
-
-    harness.assert_by_draws(case.dtype, attempt)
 
 
 @pytest.mark.parametrize("option", OPTIONS, ids=str)
@@ -204,6 +170,8 @@ def test_how_the_keys_are_reached(device):
     assert clause(1, batch_invariant=True) == (step if apart else prefill)
     assert clause(16, batch_invariant=True) == clause(40, batch_invariant=True) == prefill + apart
     assert clause(40, batch_invariant=True, num_splits=1) == prefill
+    ladder = explain(device, 40, batch_invariant=True).ladder
+    assert ("single queries, their bits do not depend on the batch" in ladder) == bool(apart)
     assert clause(1, batch_invariant=True, group=65) == prefill
     direct = "; threads read the bias" if device == "h200" else ""
     assert clause(1, bias=(1, 128)) == prefill + direct

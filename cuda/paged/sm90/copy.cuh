@@ -14,7 +14,8 @@
 namespace cuattn {
 
 // K and V caches as (head_dim, tokens of a block, kv heads, blocks, 1): a box is 64 columns of
-// `piece` tokens, the most that both a block and a tile are made of.
+// `piece` tokens, the most that both a block and a tile are made of. Of packed rows there is one
+// block, in which a sequence has a first row.
 struct PagedSm90Maps {
   device::TensorMap k, v;
   int32_t piece;
@@ -122,10 +123,12 @@ struct PagedSm90Tiles {
 #pragma unroll 1
     for (int32_t first = 0; first < p.stages * pieces && first + pieces <= 32; first += pieces) {
       int32_t piece = first + my_piece;
-      int32_t block = p.pages.existing(__shfl_sync(0xffffffffu, entry, piece));
+      int32_t first_entry = __shfl_sync(0xffffffffu, entry, piece);
+      int32_t block = p.pages.existing(first_entry);
       token = begin + piece * maps.piece;
       if (my_piece < pieces && token < end) {
         int32_t row = static_cast<int32_t>(token % p.pages.block_size);
+        if (p.pages.packed_rows > 0) row += first_entry;
         auto ask = [&](const device::TensorMap& map) {
           device::tma_prefetch_box(&map, panel * 64, row, guess.kv_head, block, 0);
         };
@@ -178,6 +181,7 @@ struct PagedSm90Tiles {
       int32_t entries = load_entries(), left = task.end - task.begin;
       uint32_t token = task.begin + my_piece * maps.piece;
       int32_t row = static_cast<int32_t>(token % block_size);
+      if (p.pages.packed_rows > 0) row += *p.pages.entry(task.b, 0);
       bool releases = copies.v && tasks.is_last(p.work);
 #pragma unroll 1
       while (left > 0) {

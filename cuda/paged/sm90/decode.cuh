@@ -404,8 +404,10 @@ void launch_paged_sm90_kernel(const PagedParams& p, cudaStream_t stream) {
   } else {
     grid.x = grid_blocks(num_key_tasks(w), "sm90");
   }
+  PagedParams params = p;
+  if (p.pages.packed_rows > 0) params.pages.num_blocks = 1;
   launch_clusters(paged_sm90_kernel<Kernel>, grid, cluster, Kernel::kThreads,
-                  Kernel::smem_bytes(p.stages), 9, stream, p, maps);
+                  Kernel::smem_bytes(p.stages), 9, stream, params, maps);
 }
 
 template <DType kType, int kHeadDim, int kHeadDimV>

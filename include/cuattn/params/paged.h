@@ -84,6 +84,14 @@ struct DecodesApart {
   int32_t *other_queries, *other_lens;   // [num_seqs]
 };
 
+// How many keys each sequence of packed rows has, by make_span.
+struct KeyLengths {
+  const int32_t *cu_seqlens, *seqused;  // [num_seqs + 1], [num_seqs] or nullptr
+  int64_t total;
+  int32_t num_seqs, max_seqlen;
+  int32_t* lens;  // [num_seqs]
+};
+
 // Where query `query` of sequence b lies along the seq axis of q, out and lse. -1: nowhere, a
 // ragged sequence may have fewer than q_len.
 CUATTN_HOST_DEVICE int64_t query_row(const PagedParams& p, int32_t b, int32_t query) {

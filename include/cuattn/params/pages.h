@@ -36,11 +36,15 @@ struct PackedLatent {
 };
 
 // Token t of sequence b lies in block block_tables[b][t / block_size], at place t % block_size.
+// Packed rows are blocks, too: each as long as a sequence may be, each a row behind the one before
+// it (strides.block == strides.token). Sequence b has one, that of its first row: block_tables is
+// cu_seqlens, with one column.
 struct Pages {
   int64_t num_blocks;  // as many as an int32 can name
   int32_t block_size;
   const int32_t* block_tables;  // [sequences, columns]; nullptr: keys are rows
   int64_t block_tables_stride;
+  int64_t packed_rows;  // of packed rows: how many there are; 0: blocks lie apart
 
   CUATTN_HOST_DEVICE const int32_t* entry(int32_t b, int32_t column) const {
     return &block_tables[b * block_tables_stride + column];
