@@ -57,8 +57,8 @@ def pytest_addoption(parser):
     parser.addoption("--skip-passed", action="store_true", help=text)
 
 
-# Files that build libraries. A worker of pytest-xdist begins with the first of its tests, and others
-# take from its last: what takes minutes is to come first, or one worker ends alone.
+# Files that build libraries. A worker of pytest-xdist begins with the first of its tests, and the
+# others take from its last: what takes minutes is to come first, or one worker ends alone.
 LONGEST = ("test_emulator.py", "test_cpp.py")
 
 
