@@ -345,7 +345,9 @@ def main() -> int:
     lists, jobs = commands.add_parser("list"), commands.add_parser("jobs")
     jobs.add_argument("words", nargs="*")
     jobs.add_argument("--every", action="store_true", help="also what is current")
-    jobs.add_argument("--longest-first", action="store_true", help="but Python stages before others")
+    jobs.add_argument(
+        "--longest-first", action="store_true", help="but Python stages before others"
+    )
     built, ran = commands.add_parser("build"), commands.add_parser("stage")
     built.add_argument("--deps", type=Path, nargs="+", required=True, help="build folders")
     ran.add_argument("part", choices=PARTS)
