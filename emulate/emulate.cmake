@@ -35,19 +35,29 @@ function(cuattn_cuda_library kind)
     return()
   endif()
   list(TRANSFORM sources REPLACE "(.+)" "${emulated_dir}/\\1.cpp")
+  # An instance holds nothing to translate: it includes a kernel and names its launchers. Most of its
+  # time goes into headers, so those of a kernel share a translation unit.
+  set_source_files_properties(${instances} PROPERTIES LANGUAGE CXX)
+  foreach(instance IN LISTS instances)
+    cmake_path(GET instance FILENAME name)
+    string(REGEX MATCH "^[a-z]+_[a-z0-9]+" kernel ${name})
+    set_source_files_properties(${instance} PROPERTIES UNITY_GROUP ${kernel})
+  endforeach()
+  add_library(cuattn_emulator OBJECT emulate/block.cpp emulate/runtime.cpp)
+  add_library(cuattn_emulated OBJECT ${sources} ${instances})
+  set_target_properties(cuattn_emulated PROPERTIES UNITY_BUILD ON UNITY_BUILD_MODE GROUP)
   # A vector load from an address that the device refuses traps; the CPU would take it.
-  set(alignment "-fsanitize=alignment;-fsanitize-undefined-trap-on-error")
-  # An instance holds nothing to translate: it includes a kernel and names its launchers.
-  set_source_files_properties(${instances} PROPERTIES LANGUAGE CXX COMPILE_OPTIONS "-xc++;-w;${alignment}")
-  set_source_files_properties(${sources} PROPERTIES COMPILE_OPTIONS "-w;${alignment}")
-  add_library(cuattn_emulated OBJECT ${sources} ${instances} emulate/block.cpp emulate/runtime.cpp)
-  target_include_directories(cuattn_emulated BEFORE PRIVATE
-    ${PROJECT_SOURCE_DIR}/emulate/include ${emulated_dir} ${emulated_dir}/include)
-  target_link_libraries(cuattn_emulated PRIVATE cuattn_private)
-  target_compile_definitions(cuattn_emulated PRIVATE __CUDA_ARCH__=800 __CUDA_ARCH_LIST__=800)
   target_compile_options(cuattn_emulated PRIVATE
-    -include cuda_runtime.h -march=native -O2 -ffp-contract=off -fno-strict-aliasing -Wno-unknown-pragmas -Wno-psabi)
-  target_sources(cuattn PRIVATE $<TARGET_OBJECTS:cuattn_emulated>)
+    -w -fsanitize=alignment -fsanitize-undefined-trap-on-error)
+  foreach(target IN ITEMS cuattn_emulator cuattn_emulated)
+    target_include_directories(${target} BEFORE PRIVATE
+      ${PROJECT_SOURCE_DIR}/emulate/include ${emulated_dir} ${emulated_dir}/include)
+    target_link_libraries(${target} PRIVATE cuattn_private)
+    target_compile_definitions(${target} PRIVATE __CUDA_ARCH__=800 __CUDA_ARCH_LIST__=800)
+    target_compile_options(${target} PRIVATE
+      -include cuda_runtime.h -march=native -O2 -ffp-contract=off -fno-strict-aliasing -Wno-unknown-pragmas -Wno-psabi)
+    target_sources(cuattn PRIVATE $<TARGET_OBJECTS:${target}>)
+  endforeach()
 endfunction()
 
 # The build folder is a place to import cuattn from: the Python files join cuattn/_core.

@@ -57,8 +57,15 @@ def pytest_addoption(parser):
     parser.addoption("--skip-passed", action="store_true", help=text)
 
 
+# Files that build libraries. A worker of pytest-xdist begins with the first of its tests, and the
+# others take from its last: what takes minutes is to come first, or one worker ends alone.
+LONGEST = ("test_emulator.py", "test_cpp.py")
+
+
 @pytest.hookimpl(trylast=True)  # of what -m, -k and --deselect leave
 def pytest_collection_modifyitems(config, items):
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: item.path.name not in LONGEST)
     if not config.getoption("--skip-passed"):
         return
     passed = set(config.cache.get(PASSED, []))

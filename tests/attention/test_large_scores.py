@@ -18,6 +18,7 @@ from paged_cases import PagedCase
 
 EXPONENTS = (5, 24, 27, 40, 115)  # of the step between scores
 DIMS = ((64, 64), (40, 40), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
+PLAIN_DIMS = ((40, 40), (192, 128))
 
 
 def spread(rng, shape):
@@ -75,6 +76,8 @@ def test_attention(device, backend, dims, dtype, options, rng):
     )
     if backend == "tiled" and options == "negative":
         pytest.skip("refused: a scale that is not positive needs score options")
+    if device.name == "cpu" and backend == "naive" and dims not in PLAIN_DIMS:
+        pytest.skip("the CPU's plain loop has one code for all head sizes")
     for exponent in EXPONENTS:
         assert_case(device, backend, case, rng, with_large_scores(rng, exponent))
 
