@@ -84,7 +84,12 @@ def test_generated_functions_of_many_tiles(rng, device, backend, part):
             *map(flex_cases.heads_first, wide), mask=seen, mod=mod, **others
         )
         got = cuattn.flex_attention(
-            *arrays, mask_mod=mask, score_mod=mod, return_lse=True, **on_device(options)
+            *arrays,
+            mask_mod=mask,
+            score_mod=mod,
+            backend=backend,
+            return_lse=True,
+            **on_device(options),
         )
         where = f"case {case}: {dims} {dtype}, {q_len} x {kv_len}, group {group}, {list(options)}"
         words = [cuattn.flex.trace(f, f is mod) for f in (mask, mod) if f is not None]
@@ -109,9 +114,8 @@ def test_lists_of_blocks_of_each_head(rng, device, backend):
         far = np.arange(q_len)[:, None] + kv_len - q_len - np.arange(kv_len)
         bias = np.where(dense & within(options, far), 0.0, -np.inf)
         want = flex_cases.attention(*map(flex_cases.heads_first, wide), bias=bias)
-        got = cuattn.sparse_attention(
-            *arrays, to_device(blocks), block_size=size, return_lse=True, **options
-        )
+        call = {"block_size": size, "return_lse": True, "backend": backend, **options}
+        got = cuattn.sparse_attention(*arrays, to_device(blocks), **call)
         hold(got, want, "float16", f"case {case}: blocks of {size}, {q_len} x {kv_len}, {dim}")
 
 
@@ -124,7 +128,7 @@ def test_scores_of_lengths_on_the_device(rng, device, backend):
         dim, causal = (64, 128)[case % 2], case % 3 == 0
         lengths = [rng.integers(1, 700, 3) for _ in "qk"]
         starts = [np.concatenate([[0], np.cumsum(n)]) for n in lengths]
-        call = {"score_mod": mod, "causal": causal, "return_lse": True}
+        call = {"score_mod": mod, "causal": causal, "backend": backend, "return_lse": True}
         if case < 3:
             arrays, wide = arrays_of(rng, "float16", (3, 700, 4, dim), *[(3, 700, 2, dim)] * 2)
             for b, n in enumerate(lengths[1]):
