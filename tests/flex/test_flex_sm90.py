@@ -195,9 +195,13 @@ def test_explain_names_sm90_for_what_it_runs():
         return cuattn.explain("flex_attention", rows, rows, rows, **given)
 
     assert explain(scale=np.float32(0.5), softcap=np.float32(0)).kernel == "sm90"
-    assert explain(score_mod=capped).kernel == "sm80"  # as an option, which costs less
-    plan = explain(score_mod=capped, backend="sm90")
-    assert (plan.kernel, "a functor" in plan.reason) == ("sm90", True)
+    for backend in ("auto", "sm90"):  # compiled with the mask, which sm90 has no option beside
+        plan = explain(score_mod=capped, backend=backend)
+        assert (plan.kernel, "tanh" in plan.reason) == ("sm90", True)
+    plan = explain(score_mod=capped, backend="sm80")
+    assert "options, as the scores are softcap" in plan.reason
+    plan = explain(score_mod=capped, device="a100")
+    assert (plan.kernel, "options, as the scores are softcap" in plan.reason) == ("sm80", True)
     with pytest.raises(NotImplementedError, match=r"backend 'sm90' .* it has no softcap, ALiBi"):
         explain(softcap=2.0, backend="sm90")
 
@@ -212,3 +216,14 @@ def test_explain_takes_a_score_that_is_alibi():
     arrays = (rows, rows, rows, rows, rows, (1, 2, 300))
     plan = cuattn.explain("flex_attention_backward", *arrays, **call, **where)
     assert "options, as the scores are alibi_slopes" in plan.reason
+
+
+def test_explain_counts_the_blocks_that_the_kernel_walks():
+    """Blocks of 64 are joined into tiles of 128, which are asked where their parts differ."""
+    rows, odd = (1, 512, 2, 64), lambda b, h, q, k: (q - k < 64) & ((q + k) % 3 != 1)
+    mask = cuattn.create_block_mask(odd, None, None, 512, 512, block_size=64)
+    given = {"block_mask": mask, "dtype": "float16"}
+    plan = cuattn.explain("flex_attention", rows, rows, rows, device="h100", **given)
+    assert "lists of 16 blocks" in plan.reason
+    plan = cuattn.explain("flex_attention", rows, rows, rows, device="cpu", **given)
+    assert "lists of 64 blocks" in plan.reason
