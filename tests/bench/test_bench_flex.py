@@ -8,8 +8,7 @@ import cuattn
 import frameworks
 from cuattn._bench import devices, measure, peers
 from cuattn._bench.families import FAMILIES
-from cuattn._bench.flex import FlexWorkload, functions
-from cuattn._bench.flex_inputs import PLAIN
+from cuattn._bench.flex import PLAIN, FlexWorkload, functions
 
 torch = frameworks.require("torch")
 SMOKE = FAMILIES["flex_smoke"].workloads

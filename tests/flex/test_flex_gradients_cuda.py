@@ -5,6 +5,8 @@ those of the CPU, which test_flex_backward.py holds against float64.
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 
@@ -236,3 +238,20 @@ class TestOnGpu:
             for a, b in zip(got[:3], want[:3], strict=True):
                 assert torch.equal(a, b)
             torch.testing.assert_close(got.darrays[0], want.darrays[0], rtol=1e-3, atol=1e-3)
+
+
+@SM80
+def test_gradients_take_the_plan_of_the_forward_call(rng, device, backend, compiler, monkeypatch):
+    """Row ranges, lists and programs are found once for both."""
+    module = sys.modules["cuattn.flex.attention"]
+    plans, plan = [], module.plan
+    monkeypatch.setattr(module, "plan", lambda *x: plans.append(1) or plan(*x))
+    ids = rng.integers(0, 4, 150)
+    call = {"mask_mod": lambda b, h, q, k: ids[q] == ids[k], "backend": backend}
+    q, k, v = (
+        to_device(device, rng.standard_normal((1, 150, 2, 64)).astype(np.float16)) for _ in "qkv"
+    )
+    for _ in range(2):
+        out, lse = cuattn.flex_attention(q, k, v, return_lse=True, **call)
+        cuattn.flex_attention_backward(out, q, k, v, out, lse, **call)
+    assert len(plans) == 1

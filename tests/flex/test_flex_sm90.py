@@ -84,7 +84,12 @@ def test_generated_functions_of_many_tiles(rng, device, backend, part):
             *map(flex_cases.heads_first, wide), mask=seen, mod=mod, **others
         )
         got = cuattn.flex_attention(
-            *arrays, mask_mod=mask, score_mod=mod, return_lse=True, **on_device(options)
+            *arrays,
+            mask_mod=mask,
+            score_mod=mod,
+            backend=backend,
+            return_lse=True,
+            **on_device(options),
         )
         where = f"case {case}: {dims} {dtype}, {q_len} x {kv_len}, group {group}, {list(options)}"
         words = [cuattn.flex.trace(f, f is mod) for f in (mask, mod) if f is not None]
@@ -109,9 +114,8 @@ def test_lists_of_blocks_of_each_head(rng, device, backend):
         far = np.arange(q_len)[:, None] + kv_len - q_len - np.arange(kv_len)
         bias = np.where(dense & within(options, far), 0.0, -np.inf)
         want = flex_cases.attention(*map(flex_cases.heads_first, wide), bias=bias)
-        got = cuattn.sparse_attention(
-            *arrays, to_device(blocks), block_size=size, return_lse=True, **options
-        )
+        call = {"block_size": size, "return_lse": True, "backend": backend, **options}
+        got = cuattn.sparse_attention(*arrays, to_device(blocks), **call)
         hold(got, want, "float16", f"case {case}: blocks of {size}, {q_len} x {kv_len}, {dim}")
 
 
@@ -124,7 +128,7 @@ def test_scores_of_lengths_on_the_device(rng, device, backend):
         dim, causal = (64, 128)[case % 2], case % 3 == 0
         lengths = [rng.integers(1, 700, 3) for _ in "qk"]
         starts = [np.concatenate([[0], np.cumsum(n)]) for n in lengths]
-        call = {"score_mod": mod, "causal": causal, "return_lse": True}
+        call = {"score_mod": mod, "causal": causal, "backend": backend, "return_lse": True}
         if case < 3:
             arrays, wide = arrays_of(rng, "float16", (3, 700, 4, dim), *[(3, 700, 2, dim)] * 2)
             for b, n in enumerate(lengths[1]):
@@ -191,9 +195,13 @@ def test_explain_names_sm90_for_what_it_runs():
         return cuattn.explain("flex_attention", rows, rows, rows, **given)
 
     assert explain(scale=np.float32(0.5), softcap=np.float32(0)).kernel == "sm90"
-    assert explain(score_mod=capped).kernel == "sm80"  # as an option, which costs less
-    plan = explain(score_mod=capped, backend="sm90")
-    assert (plan.kernel, "a functor" in plan.reason) == ("sm90", True)
+    for backend in ("auto", "sm90"):  # compiled with the mask, which sm90 has no option beside
+        plan = explain(score_mod=capped, backend=backend)
+        assert (plan.kernel, "tanh" in plan.reason) == ("sm90", True)
+    plan = explain(score_mod=capped, backend="sm80")
+    assert "options, as the scores are softcap" in plan.reason
+    plan = explain(score_mod=capped, device="a100")
+    assert (plan.kernel, "options, as the scores are softcap" in plan.reason) == ("sm80", True)
     with pytest.raises(NotImplementedError, match=r"backend 'sm90' .* it has no softcap, ALiBi"):
         explain(softcap=2.0, backend="sm90")
 
@@ -208,3 +216,14 @@ def test_explain_takes_a_score_that_is_alibi():
     arrays = (rows, rows, rows, rows, rows, (1, 2, 300))
     plan = cuattn.explain("flex_attention_backward", *arrays, **call, **where)
     assert "options, as the scores are alibi_slopes" in plan.reason
+
+
+def test_explain_counts_the_blocks_that_the_kernel_walks():
+    """Blocks of 64 are joined into tiles of 128, which are asked where their parts differ."""
+    rows, odd = (1, 512, 2, 64), lambda b, h, q, k: (q - k < 64) & ((q + k) % 3 != 1)
+    mask = cuattn.create_block_mask(odd, None, None, 512, 512, block_size=64)
+    given = {"block_mask": mask, "dtype": "float16"}
+    plan = cuattn.explain("flex_attention", rows, rows, rows, device="h100", **given)
+    assert "lists of 16 blocks" in plan.reason
+    plan = cuattn.explain("flex_attention", rows, rows, rows, device="cpu", **given)
+    assert "lists of 64 blocks" in plan.reason

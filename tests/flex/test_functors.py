@@ -139,6 +139,14 @@ def test_nvrtc_takes_the_passes_of_gradients_without_spilling(compiler):
         assert spilled == ["0"] * (3 if slots else 2), f"{kernel}: {log}"
 
 
+def test_gradients_refuse_lists_without_a_mask_function(compiler):
+    """dbias would hold what lies in blocks that no list names."""
+    found = functions(lambda s, b, h, q, k: s * 2.0)
+    text = backward_source(SM80, found, False, True, False, frozenset(), True)
+    with pytest.raises(nvrtc.CompileError, match="lists of blocks need a mask function"):
+        compiler.compile(text, "sm_80", functors.folders())
+
+
 def test_nvrtc_says_what_it_refuses(compiler):
     with pytest.raises(nvrtc.CompileError, match=r"NVRTC \(13, \d+\) says NVRTC_ERROR_COMPILATION"):
         compiler.compile("nonsense", "sm_80", [])

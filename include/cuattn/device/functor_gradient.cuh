@@ -45,6 +45,8 @@ __device__ __forceinline__ void add(const FlexArray& array, const FlexArrayGradi
 // 2. The policy
 template <DType kType, class Functor>
 struct GradientPolicy : FunctorPolicy<kType, Functor> {
+  // The pass of dbias walks no lists: it asks the mask function of every score.
+  static_assert(!Functor::kLists || Functor::kMask, "lists of blocks need a mask function");
   using Base = FunctorPolicy<kType, Functor>;
   static constexpr bool kGives = Functor::kGives;
   using Base::Base, Base::given, Base::b, Base::h;

@@ -89,6 +89,12 @@ class FlexWorkload:
         return f"batch {self.batch}, seqlen {self.seqlen}"
 
 
+PLAIN: dict[str, Callable[[FlexWorkload], dict[str, Any]]] = {  # options that are the functions
+    "scaled": lambda w: {"scale": 1.5 * w.head_dim**-0.5},
+    "causal rows": lambda w: {"causal": True},
+}
+
+
 def functions(w: FlexWorkload, x: dict[str, Any]) -> Functions:
     """Return the score and the mask function of a kind, which capture arrays of `x`."""
     n, near, first = w.seqlen, w.seqlen // 8, 64

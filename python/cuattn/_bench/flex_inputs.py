@@ -13,14 +13,10 @@ import cuattn
 
 from . import reference
 from .devices import to_host
-from .flex import FlexWorkload, functions
+from .flex import PLAIN, FlexWorkload, functions
 from .prepared import Prepared, Unsupported, require
 from .reference import EPS, Error
 
-PLAIN: dict[str, Callable[[FlexWorkload], dict[str, Any]]] = {  # options that are the functions
-    "scaled": lambda w: {"scale": 1.5 * w.head_dim**-0.5},
-    "causal rows": lambda w: {"causal": True},
-}
 RUNGS = ("auto", "cpu", "naive", "simt", "sm80", "sm90")
 
 

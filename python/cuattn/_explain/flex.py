@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from ..flex.attention import OPTIONS, as_taken, find, problem_of, refuse_unknown
+from ..flex.attention import OPTIONS, as_taken, find, problem_of, refuse_unknown, traced
 from ..flex.device import SM90_DIM, free_options, may_take_sm90
 from ..flex.plan import narrowed
+from ..flex.plan import plan as plan_functions
 from ..flex.trace import dtype_name
 from .devices import place
 from .plan import Plan
@@ -40,7 +41,9 @@ def explain_flex(arrays: tuple[Any, ...], device: Any, dtype: str, options: dict
     on_cuda = number >= 0 if made_up is None else made_up["is_cuda"]
     takes = free_options(options) if on_cuda else frozenset()
     planned = functools.partial(find, problem, score_mod, mask_mod, block_mask)
-    found = as_taken(planned, takes, options.get("backend"))
+    on_hopper = on_cuda and (lambda: plan_on_hopper(given, dtype, where, True) is not None)
+    found = as_taken(planned, takes, on_hopper)
+    functions = (problem, score_mod, mask_mod, block_mask, takes if found.options else frozenset())
     if found.window is not None:
         given["window"] = narrowed(options.get("window", (-1, -1)), found.window)
     given |= shapes_of_arrays(found.options)
@@ -55,10 +58,21 @@ def explain_flex(arrays: tuple[Any, ...], device: Any, dtype: str, options: dict
         if plan is None:
             plan = plan_elsewhere(given, dtype, where, bool(is_compiled))
             words += why_not_sm90(given, plan) if is_compiled else ""
+        if block_mask is not None and "block_starts" in found.arrays:
+            words = words.replace(found.words, words_of_tiles(plan, *functions))
     else:
         plan = explain_rows(given, dtype, where)
     line = f"  functions: {words}\n"
     return dataclasses.replace(plan, reason=f"{plan.reason}; {words}", ladder=plan.ladder + line)
+
+
+def words_of_tiles(
+    plan: Plan, problem: Any, score_mod: Any, mask_mod: Any, block_mask: Any, takes: Any
+) -> str:
+    """Say what functions become where the kernel joins blocks into tiles."""
+    score, mask, blocks = traced(problem, score_mod, mask_mod, block_mask)
+    tiles = blocks and blocks.of_tiles((plan.tile_m, plan.tile_n))
+    return plan_functions(problem, score, mask, tiles, takes).words
 
 
 Where = tuple[int, dict[str, Any] | None]

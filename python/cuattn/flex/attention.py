@@ -16,7 +16,7 @@ from .._arrays import Array, ArrayT
 from .._options import DENSE, options_of
 from .._other_names import way_out
 from .block_mask import BlockMask, Shape
-from .device import Gives, Placed, free_options, is_cuda, of_tiles, place_of
+from .device import Gives, Placed, free_options, is_cuda, of_tiles, place_of, runs_in_sm90
 from .evaluate import on_host
 from .memo import of_torch, remember, shapes_of
 from .plan import Found, Problem, narrowed, plan
@@ -162,8 +162,16 @@ def find_for(
         def place() -> Placed:
             tiles = of_tiles(functions.block_mask, arguments)
             takes = frozenset() if gives and gives.slots else free_options(arguments)
-            planned = functools.partial(plan, problem, *functions[:2], tiles)
-            return Placed(arguments, as_taken(planned, takes, arguments.get("backend")), gives)
+            size = None if tiles is None else tiles.block_size
+
+            def planned(takes: Any) -> Found:  # once for a forward call and its gradients
+                key = ("plan", *shapes_of(problem), size, takes)
+                return kept_with(
+                    functions, key, lambda: plan(problem, *functions[:2], tiles, takes)
+                )
+
+            on_hopper = gives is None and functools.partial(runs_in_sm90, arguments)
+            return Placed(arguments, as_taken(planned, takes, on_hopper), gives)
 
         placed = kept_with(functions, (*shapes_of(problem), where, gives), place)
         window, arrays = placed.window, placed.given(arguments)
@@ -175,10 +183,15 @@ def find_for(
     return arrays
 
 
-def as_taken(make: Callable[[Any], Found], takes: Any, backend: Any) -> Found:
-    """Return what functions become where `takes` may be options: not beside a functor in sm90."""
+def as_taken(make: Callable[[Any], Found], takes: Any, on_hopper: Any) -> Found:
+    """Return what functions become where `takes` may be options: not beside a functor in sm90.
+
+    `on_hopper` says whether a functor of the call would run there; it is asked only of one.
+    """
     found = make(takes)
-    return make(frozenset()) if backend == "sm90" and found.options and found.functions else found
+    if found.options and found.functions and on_hopper and on_hopper():
+        return make(frozenset())
+    return found
 
 
 def find(

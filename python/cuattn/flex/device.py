@@ -199,6 +199,12 @@ def may_take_sm90(arguments: dict[str, Any], head_dims: tuple[int, ...]) -> bool
     return backend in ("auto", "sm90") and max(head_dims) <= SM90_DIM and is_plain(arguments)
 
 
+def runs_in_sm90(arguments: dict[str, Any]) -> bool:
+    """Whether functors of a call run in the kernel for Hoppers."""
+    head_dims = (int(arguments["q"].shape[-1]), int(arguments["v"].shape[-1]))
+    return may_take_sm90(arguments, head_dims) and kernel_of(arguments)[1].name == "sm90"
+
+
 @functools.lru_cache(maxsize=256)
 def kernel_for(
     device: int, dtype: str, head_dim: int, head_dim_v: int, takes_sm90: bool

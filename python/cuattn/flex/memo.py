@@ -20,7 +20,7 @@ from .evaluate import on_host
 from .plan import Problem
 from .trace import Traced
 
-MOST = 16  # calls that are kept with a function; the oldest goes first
+MOST = 32  # entries with a function, two for a call on CUDA; the oldest goes first
 MOST_BYTES = 32 << 20  # of captured arrays that are compared
 T = TypeVar("T")
 _lock = threading.Lock()
