@@ -133,6 +133,32 @@ def test_a_mistake_in_the_sm80_kernel_shows(tmp_path, emulator, name):
     assert (error < 2e-3) if name == "none" else (math.isnan(error) or error > 1e-2), said
 
 
+PACKED_MISTAKES = {  # of the loader of paged/sm80, or of the lengths
+    "none": ("sm80/loader.cuh", "", ""),
+    "blocks_side_by_side": ("sm80/loader.cuh", "existing(id) * strides.block", "existing(id) * 0"),
+    "all_rows_as_keys": (
+        "apart.cu",
+        "p.max_seqlen, p.total).used",
+        "p.max_seqlen, p.total).used + 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PACKED_MISTAKES)
+def test_packed_rows_are_pages_of_the_sm80_kernel(tmp_path, emulator, name):
+    file, old, new = PACKED_MISTAKES[name]
+
+    def plant(into):
+        paths = list((into / "cuda/paged").rglob(f"*{Path(file).name}*"))
+        path = next(path for path in paths if file in path.as_posix())
+        text = path.read_text()
+        assert old in text
+        path.write_text(text.replace(old, new) if old else text)
+
+    error = float(run(build(tmp_path, emulator, "packed", plant)).split()[1])
+    assert (error < 2e-3) if name == "none" else (math.isnan(error) or error > 1e-2), error
+
+
 FLOAT8_MISTAKES = {  # in which file, what is replaced, by what
     "none": ("float8", "", ""),
     "block_of_the_query": ("products", "first_key(p, b) + key)", "row)"),
