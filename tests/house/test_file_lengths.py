@@ -49,8 +49,6 @@ def test_no_source_written_by_hand_is_longer_than_500_lines():
 SCREEN = 80  # lines; of Python without signature and docstring
 # Loops whose order is the schedule of a chip: who waits for whom is read from top to bottom.
 LOOPS = {
-    "cuda/attention/sm90/float8.cuh": 1,
-    "cuda/attention/sm90/forward.cuh": 1,
     "cuda/backward/sm90/fused.cuh": 1,
 }
 

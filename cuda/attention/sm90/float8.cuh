@@ -102,8 +102,8 @@ struct Float8Sm90 {
     using namespace device;
     tma_prefetch(&maps.q);
     tma_prefetch(&maps.k);
-    Ring<kTile.stages> ring(1);
-    Ring<kQStages> q_ring(1);
+    device::Ring<kTile.stages> ring(1);
+    device::Ring<kQStages> q_ring(1);
     auto load_q = [&](const Work& w) {
       barrier_wait(shared.q_empty(q_ring.stage()), q_ring.parity());
       uint32_t full = shared.q_full(q_ring.stage());
@@ -149,7 +149,7 @@ struct Float8Sm90 {
                                                      const Shared& shared) {
     using namespace device;
     tma_prefetch(&maps.v);
-    Ring<kTile.stages> ring(1);
+    device::Ring<kTile.stages> ring(1);
     each_item(p, s, shared, false,
               [&](const Work& w, const Sm90Keys& keys, int32_t row0, int32_t batch) {
 #pragma unroll 1
@@ -164,17 +164,132 @@ struct Float8Sm90 {
               });
   }
 
-  // 4. Main loop. A consumer warpgroup owns 64 rows of every query tile.
+  // 4. Steps of the main loop. The lambdas that they call are those of consume.
+  using Ring = device::Ring<kTile.stages>;
+  using QRing = device::Ring<kQStages>;
+
+  // What wgmma reads and writes of a thread: O, T, S, and P in the order of an A operand.
+  struct Tiles {
+    float out[kOutCount], part[kOutCount], scores[kScoreCount];
+    uint32_t probs[kScoreCount / 4];
+  };
+
+  // S = Q K^T, begun.
+  static __device__ __forceinline__ void multiply_qk(uint64_t a, uint64_t b,
+                                                     float (&scores)[kScoreCount]) {
+    using namespace device;
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kHeadDim / 32; ++step) {
+      Qk::ss(scores, advance(a, step / 4 * kTile.m * 128 + step % 4 * 32),
+             advance(b, step / 4 * kTile.n * 128 + step % 4 * 32), step != 0);
+    }
+    wgmma_commit();
+  }
+
+  // T = P V, begun.
+  static __device__ __forceinline__ void multiply_pv(const uint32_t (&probs)[kScoreCount / 4],
+                                                     uint64_t b, float (&part)[kOutCount]) {
+    using namespace device;
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kTile.n / 32; ++step) {
+      const uint32_t (&a)[4] = *reinterpret_cast<const uint32_t (*)[4]>(&probs[4 * step]);
+      Pv::rs(part, a, advance(b, step * 32), step != 0);
+    }
+    wgmma_commit();
+  }
+
+  // S of the first key tile, begun.
+  static __device__ __forceinline__ void begin_first(const Shared& shared, Tiles& tiles,
+                                                     const Ring& ring, const QRing& q_ring,
+                                                     auto& multiply_qk, auto& my_turn,
+                                                     auto& your_turn) {
+    device::barrier_wait(shared.q_full(q_ring.stage()), q_ring.parity());
+    device::barrier_wait(shared.k_full(ring.stage()), ring.parity());
+    my_turn();
+    device::claim(tiles.scores);
+    multiply_qk();
+    your_turn();
+  }
+
+  // T of this key tile; S and softmax of the next, to the left, and O += T.
+  static __device__ __forceinline__ void add_tile(const Sm90Schedule& s, const Shared& shared,
+                                                  Tiles& tiles, const uint32_t& sees, Ring& ring,
+                                                  int& tile, bool masked, Float8Softmax& state,
+                                                  const float& to_log2, auto& multiply_qk,
+                                                  auto& multiply_pv, auto& my_turn, auto& your_turn,
+                                                  auto& release) {
+    using namespace device;
+    auto& [out, part, scores, probs] = tiles;
+    --tile;
+    int v_stage = ring.stage();
+    barrier_wait(shared.v_full(v_stage), ring.parity());
+    ring.next();
+    barrier_wait(shared.k_full(ring.stage()), ring.parity());
+    my_turn();
+    pin(scores);
+    claim(part);
+    pin(probs);
+    multiply_qk();
+    multiply_pv(v_stage);
+    your_turn();
+    wgmma_wait<1>();
+    pin(scores);
+    release(shared.k_empty(ring.stage()));
+    if (masked) mask<ByFours>(scores, sees, tile);
+    float8_softmax_step<ByFours>(state, scores, probs, out, part, to_log2, s.zero, [&] {
+      wgmma_wait<0>();
+      pin(part);
+      pin(probs);
+      release(shared.v_empty(v_stage));
+      return true;
+    });
+  }
+
+  // The key tiles behind the first one: masked ones to the right, full ones, masked ones to the left.
+  static __device__ __forceinline__ void walk_tiles(const uint32_t& work, Work& w, const int& tile,
+                                                    int& until, auto& step) {
+#pragma unroll 1
+    while (tile > until) step(true);
+    const uint32_t range = work + uint32_t{offsetof(Work, range)};
+    device::load_shared(w.range, range);
+    until = max(w.range.begin, w.range.full_begin);
+#pragma unroll 1
+    while (tile > until) step(false);
+    device::load_shared(w.range, range);
+#pragma unroll 1
+    while (tile > w.range.begin) step(true);
+  }
+
+  // T of the last key tile.
+  static __device__ __forceinline__ void add_last(const Shared& shared, Tiles& tiles,
+                                                  const Ring& ring, auto& multiply_pv,
+                                                  auto& my_turn, auto& your_turn, auto& release) {
+    using namespace device;
+    auto& [out, part, scores, probs] = tiles;
+    my_turn();
+    claim(part);
+    pin(probs);
+    multiply_pv(ring.stage());
+    your_turn();
+    wgmma_wait<0>();
+    pin(part);
+    pin(probs);
+    release(shared.v_empty(ring.stage()));
+  }
+
+  // 5. Main loop. A consumer warpgroup owns 64 rows of every query tile.
   static __device__ __forceinline__ void consume(const AttentionParams& p, const Sm90Schedule& s,
                                                  const Float8Maps& maps, const Shared& shared,
                                                  int group) {
     using namespace device;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-    Ring<kTile.stages> ring(0);
-    Ring<kQStages> q_ring(0);
-    Ring<2> slot(0);
-    float out[kOutCount], part[kOutCount], scores[kScoreCount];
-    uint32_t probs[kScoreCount / 4];  // P in the order of a wgmma A operand
+    Ring ring(0);
+    QRing q_ring(0);
+    device::Ring<2> slot(0);
+    Tiles tiles;
+    auto& [out, part, scores, probs] = tiles;
     const uint64_t q_desc = wgmma_descriptor(shared.q + group * 64 * 128, 0);
     const uint64_t k_desc = wgmma_descriptor(shared.k, 0), v_desc = wgmma_descriptor(shared.v, 0);
     auto release = [&](uint32_t barrier) {
@@ -183,23 +298,10 @@ struct Float8Sm90 {
     auto multiply_qk = [&] {  // S = Q K^T
       uint64_t a = advance(q_desc, q_ring.stage() * kQBytes);
       uint64_t b = advance(k_desc, ring.stage() * kKBytes);
-      wgmma_fence();
-#pragma unroll
-      for (int step = 0; step < kHeadDim / 32; ++step) {
-        Qk::ss(scores, advance(a, step / 4 * kTile.m * 128 + step % 4 * 32),
-               advance(b, step / 4 * kTile.n * 128 + step % 4 * 32), step != 0);
-      }
-      wgmma_commit();
+      Float8Sm90::multiply_qk(a, b, scores);
     };
     auto multiply_pv = [&](int stage) {  // T = P V
-      uint64_t b = advance(v_desc, stage * kVBytes);
-      wgmma_fence();
-#pragma unroll
-      for (int step = 0; step < kTile.n / 32; ++step) {
-        const uint32_t (&a)[4] = *reinterpret_cast<const uint32_t (*)[4]>(&probs[4 * step]);
-        Pv::rs(part, a, advance(b, step * 32), step != 0);
-      }
-      wgmma_commit();
+      Float8Sm90::multiply_pv(probs, advance(v_desc, stage * kVBytes), part);
     };
     auto my_turn = [&] { named_barrier_sync(1 + group, 256); };
     auto your_turn = [&] { named_barrier_arrive(1 + (group + 1) % kConsumers, 256); };
@@ -218,13 +320,7 @@ struct Float8Sm90 {
       const uint32_t sees = shared.visible(threadIdx.x - 128);
       find_visible(p, s, w, w.row0 + group * 64 + warp * 16 + lane / 4, sees);
       int tile = w.range.end - 1, until = max(w.range.begin, w.range.full_end);
-
-      barrier_wait(shared.q_full(q_ring.stage()), q_ring.parity());
-      barrier_wait(shared.k_full(ring.stage()), ring.parity());
-      my_turn();
-      claim(scores);
-      multiply_qk();
-      your_turn();
+      begin_first(shared, tiles, ring, q_ring, multiply_qk, my_turn, your_turn);
       const float to_log2 = exponent_factor(p, s, w);
       Float8Softmax state;
 #pragma unroll
@@ -241,54 +337,16 @@ struct Float8Sm90 {
         keep_columns<kHeadDimV>(shared.v + ring.stage() * kVBytes, before, end, group);
       }
       auto step = [&](bool masked) {
-        --tile;
-        int v_stage = ring.stage();
-        barrier_wait(shared.v_full(v_stage), ring.parity());
-        ring.next();
-        barrier_wait(shared.k_full(ring.stage()), ring.parity());
-        my_turn();
-        pin(scores);
-        claim(part);
-        pin(probs);
-        multiply_qk();
-        multiply_pv(v_stage);
-        your_turn();
-        wgmma_wait<1>();
-        pin(scores);
-        release(shared.k_empty(ring.stage()));
-        if (masked) mask<ByFours>(scores, sees, tile);
-        float8_softmax_step<ByFours>(state, scores, probs, out, part, to_log2, s.zero, [&] {
-          wgmma_wait<0>();
-          pin(part);
-          pin(probs);
-          release(shared.v_empty(v_stage));
-          return true;
-        });
+        add_tile(s, shared, tiles, sees, ring, tile, masked, state, to_log2, multiply_qk,
+                 multiply_pv, my_turn, your_turn, release);
       };
-#pragma unroll 1
-      while (tile > until) step(true);
-      const uint32_t range = shared.work(slot.stage()) + uint32_t{offsetof(Work, range)};
-      load_shared(w.range, range);
-      until = max(w.range.begin, w.range.full_begin);
-#pragma unroll 1
-      while (tile > until) step(false);
-      load_shared(w.range, range);
-#pragma unroll 1
-      while (tile > w.range.begin) step(true);
+      walk_tiles(shared.work(slot.stage()), w, tile, until, step);
       release(shared.q_empty(q_ring.stage()));
       barrier_wait(shared.v_full(ring.stage()), ring.parity());
       load_shared(w, shared.work(slot.stage()));
       if (tile == 0 && w.range.end > 1 && lead(w) > 0)
         keep_columns<kHeadDimV>(shared.v + ring.stage() * kVBytes, lead(w), kTile.n, group);
-      my_turn();
-      claim(part);
-      pin(probs);
-      multiply_pv(ring.stage());
-      your_turn();
-      wgmma_wait<0>();
-      pin(part);
-      pin(probs);
-      release(shared.v_empty(ring.stage()));
+      add_last(shared, tiles, ring, multiply_pv, my_turn, your_turn, release);
       ring.next();
       q_ring.next();
 #pragma unroll
@@ -342,7 +400,7 @@ struct Float8Sm90 {
     return factor == 0.0f ? kLeast : factor;
   }
 
-  // 5. Epilogue: the scale of the values, and the shift of P back.
+  // 6. Epilogue: the scale of the values, and the shift of P back.
   static __device__ __forceinline__ void finish(const AttentionParams& p, const Sm90Schedule& s,
                                                 const Float8Maps& maps, const Work& w, int32_t row,
                                                 float (&out)[kOutCount], Float8Softmax& state) {
@@ -370,7 +428,7 @@ struct Float8Sm90 {
     Store<DType::bf16>::store(p, s, maps, w, first_row, out, state, 0);
   }
 
-  // 6. Kernel: nothing but the barriers and the split into roles.
+  // 7. Kernel: nothing but the barriers and the split into roles.
   static __device__ __forceinline__ void run(const AttentionParams& p, const Sm90Schedule& s,
                                              const Float8Maps& maps, void* smem) {
     constexpr uint32_t kWarps = kConsumers * 4;
@@ -419,7 +477,7 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
   Kernel::run(params, schedule, maps, smem);
 }
 
-// 7. Launcher
+// 8. Launcher
 template <DType kType, int kHeadDim, int kHeadDimV, MaskKind kMask, ScoreKind kScore>
   requires(kType == DType::e4m3 && kScore == ScoreKind::identity)
 void launch_forward_sm90(const AttentionLaunch& launch, cudaStream_t stream) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The producer warpgroup of forward.cuh: one warp draws work items, one (three where keys are in
-// blocks) brings Q, K and V by TMA, one a bias, two or four draw what dropout keeps. Next: forward.cuh, whose
-// consumers multiply.
+// blocks) brings Q, K and V by TMA, one a bias, two or four draw what dropout keeps. Next: consumer.cuh, who
+// multiplies.
 #pragma once
 
 #include "cuattn/device/dropout_sm90.cuh"
