@@ -2,6 +2,7 @@
 // The chooser of the backward pass: which kernel, how the keys are cut, how much workspace. Next:
 // plan.cpp (the chooser of the forward pass).
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
 #include <iterator>
 
@@ -118,19 +119,29 @@ const char* refusal(Kernel kernel, const BackwardParams& p, const DeviceInfo& de
 // many rows and keys on. It sums dq in any order.
 constexpr int32_t kLeastFused = 512;
 constexpr const char* kFusedMerit =
-    "Hopper: five products fused, dq summed in any order; deterministic=True orders it";
+    "Hopper: five products fused, dq summed in any order; deterministic=True takes two passes";
 constexpr const char* kOrderedMerit =
     "Hopper: five products fused, dq summed in the order of the keys, by tickets";
 
 constexpr const char* kFunctorMerit =
     "tensor cores: mma.sync, two passes compiled for the functions by NVRTC";
 
+// The library around the ordered kernel has run on no GPU yet: it is taken where it is asked for.
+bool asks_for_order() {
+  static const bool asks = [] {
+    const char* value = std::getenv("CUATTN_ORDERED_DQ");
+    return value != nullptr && std::strcmp(value, "1") == 0;
+  }();
+  return asks;
+}
+
 bool takes_fused(const BackwardParams& p, HeadDims d, SumOrder order) {
   const AttentionParams& f = p.forward;
   constexpr uint32_t kAll = kNeedDq | kNeedDk | kNeedDv;
   // The longest sequence of a batch decides here: bits of the others must not depend on it.
   if (order == SumOrder::of_sequence) return false;
-  if (order == SumOrder::of_problem && !sm90_has_ordered(d, mask_of(f), sm90_score_form(f)))
+  if (order == SumOrder::of_problem &&
+      !(asks_for_order() && sm90_has_ordered(d, mask_of(f), sm90_score_form(f))))
     return false;
   return sm90_has_fused(d, mask_of(f), sm90_score_form(f)) && !p.needs(kNeedDslopes) &&
          (p.need & kAll) == kAll && f.seqlen_q >= kLeastFused && f.seqlen_kv >= kLeastFused;

@@ -34,7 +34,6 @@ OTHER_VARIABLES = (
     "CUATTN_GPU_OUT",
     "CUATTN_GPU_SECONDS",
     "CUATTN_GPU_WIDTH",
-    "CUATTN_TEST_NCCL",
 )
 OLDEST = {"torch": (2, 9), "jax": (0, 6, 1), "numpy": (1, 26)}  # what the tests run with
 MOST_THREADS = 1024
