@@ -185,6 +185,7 @@ __device__ __forceinline__ void measure(const QuantizeParams& p, const Step& ste
   for (int i = threadIdx.x; i < width; i += kThreads) sizes[i] = 0;
   __syncthreads();
   float norm = norm_of(p), largest = 0.0f;
+#pragma unroll 1
   for (int64_t first = part.first; first < part.last; first += kRows<kType, kLanes> * at.kStep) {
     Round<kType, kLanes, kPieces> round;
     round.load(p, step, part, at, first);
@@ -298,6 +299,7 @@ __device__ __forceinline__ void write_codes(const QuantizeParams& p, const Step&
   Divisor by(p.gives_scale && has_scale ? scale_of(scale) : scale);
   float norm = norm_of(p);
   int pitch = staged_pitch(p.dim);
+#pragma unroll 1
   for (int64_t first = part.first; first < part.last; first += kRows<kType, kLanes> * at.kStep) {
     Round<kType, kLanes, kPieces> round;
     round.load(p, step, part, at, first);
@@ -355,8 +357,12 @@ __device__ __forceinline__ uint32_t unit_of(const Step& step, bool& is_measured)
   return is_measured ? step.lead + before : step.written - 1 - (index - before);
 }
 
+// Blocks of a multiprocessor: rows of 192 would spill with two.
+template <int kLanes, int kPieces>
+constexpr int kResident = kLanes == 8 && kPieces == 3 ? 1 : 2;
+
 template <DType kType, int kLanes, int kPieces>
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(kThreads, (kResident<kLanes, kPieces>))
     quantize_step(const __grid_constant__ QuantizeParams p, const __grid_constant__ Step step) {
   extern __shared__ __align__(16) uint32_t staged[];
   bool is_measured;
