@@ -215,6 +215,18 @@ __device__ __forceinline__ void divide_row(const Divisor& by, const float (&x)[k
   }
 }
 
+// Turns 4 rows of 4 bytes, `pitch` words apart, into words of 4 rows, one of each channel.
+__device__ __forceinline__ void turn_bytes(const uint32_t* from, int pitch, int four,
+                                           uint32_t (&turned)[4][4]) {
+  uint32_t a = from[0], b = from[pitch], c = from[2 * pitch], d = from[3 * pitch];
+  uint32_t low0 = __byte_perm(a, b, 0x5140), low1 = __byte_perm(c, d, 0x5140);
+  uint32_t high0 = __byte_perm(a, b, 0x7362), high1 = __byte_perm(c, d, 0x7362);
+  turned[0][four] = __byte_perm(low0, low1, 0x5410);
+  turned[1][four] = __byte_perm(low0, low1, 0x7632);
+  turned[2][four] = __byte_perm(high0, high1, 0x5410);
+  turned[3][four] = __byte_perm(high0, high1, 0x7632);
+}
+
 inline int item_of(DType dtype) { return dtype == DType::f32 ? 4 : dtype == DType::e4m3 ? 1 : 2; }
 
 // Whether 8 channels of a row lie side by side on `bytes`.

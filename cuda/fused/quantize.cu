@@ -9,6 +9,7 @@
 #include "cuattn/device/overlap.cuh"
 #include "cuda/fused/codes.cuh"
 #include "cuda/fused/means.cuh"
+#include "cuda/fused/steps.cuh"
 #include "cuda/host/launchers.h"
 
 namespace cuattn {
@@ -21,46 +22,6 @@ constexpr int kRows =
 constexpr int64_t kSliceBytes = 12ll << 20;      // of x: two slices and the codes fit 50 MB of L2
 constexpr uint32_t kLead = 256;                  // blocks that measure, before some write
 constexpr int kBlockWords = kScaleRows / 16;     // runs of 16 rows, which lie together in a channel
-
-// Heads that share scales, and the order of blocks of rows: those of a head, of the heads of a
-// group, of its batches.
-struct Groups {
-  int32_t batches, heads, across;  // of a group, twice; groups of a batch
-  int64_t count;
-};
-
-// What one kernel does: blocks of slice `measures`, and of the slice before it.
-struct Step {
-  Groups groups;
-  int64_t first_measured, first_written;  // groups
-  uint32_t measured, written;             // blocks
-  uint32_t lead;                          // of those that measure: they come before any that writes
-  uint64_t ratio;     // 2^32 times the share of the rest of them in the rest of all, rounded up
-  bool starts_early;  // what measures needs nothing of the kernel before
-  bool in_pieces, out_pieces, by_columns, mean_pieces;
-};
-
-// 128 rows of a head.
-struct Part {
-  int32_t b, h;
-  int64_t block, first, last;
-
-  __device__ Part(const Groups& groups, int64_t first_group, uint32_t unit, int64_t rows) {
-    auto blocks = static_cast<uint32_t>(ceil_div<int64_t>(rows, kScaleRows));
-    block = unit % blocks;
-    unit /= blocks;
-    int64_t group = first_group + unit / (groups.heads * groups.batches);
-    auto across = static_cast<int32_t>(group % groups.across);
-    b = static_cast<int32_t>(group / groups.across) * groups.batches +
-        static_cast<int32_t>(unit / groups.heads % groups.batches);
-    h = across * groups.heads + static_cast<int32_t>(unit % groups.heads);
-    first = block * kScaleRows;
-    last = min(first + kScaleRows, rows);
-  }
-  __device__ int64_t offset(const QuantizeArray& array, int64_t row) const {
-    return b * array.strides.batch + row * array.strides.seq + h * array.strides.head;
-  }
-};
 
 // The rows of one round that are this thread's: all are loaded before one is used.
 template <DType kType, int kLanes, int kPieces>
@@ -151,28 +112,54 @@ __device__ __forceinline__ float largest_of(const float (&x)[kPieces][kSpan], fl
   return largest * norm;
 }
 
-// The largest size of each channel, over the rows of a warp, to those of the block.
-template <int kLanes, int kPieces>
-__device__ __forceinline__ void note_channels(const QuantizeParams& p,
-                                              const RowLane<kLanes, kPieces>& at, float norm,
-                                              const float (&x)[kPieces][kSpan], int* sizes) {
+// The largest of a warp's sizes of 8 channels, which every kLanes-th thread has, to those of the block.
+template <int kLanes>
+__device__ __forceinline__ void note_channels(const float (&size)[kSpan], bool is_there,
+                                              int* of_block) {
 #pragma unroll
-  for (int piece = 0; piece < kPieces; ++piece) {
+  for (int i = 0; i < kSpan; ++i) {
+    float largest = size[i];
 #pragma unroll
-    for (int i = 0; i < kSpan; ++i) {
-      float size = is_finite(x[piece][i]) ? fabsf(x[piece][i]) * norm : 0.0f;
-#pragma unroll
-      for (int lane = kLanes; lane < 32; lane *= 2)
-        size = fmaxf(size, __shfl_xor_sync(kWarp, size, lane));
-      int channel = at.channel(piece) + i;
-      if (threadIdx.x % 32 < kLanes && channel < p.dim)
-        atomicMax(&sizes[channel], __float_as_int(size));
-    }
+    for (int lane = kLanes; lane < 32; lane *= 2)
+      largest = fmaxf(largest, __shfl_xor_sync(kWarp, largest, lane));
+    if (threadIdx.x % 32 < kLanes && is_there) atomicMax(&of_block[i], __float_as_int(largest));
   }
 }
 
 __device__ __forceinline__ float norm_of(const QuantizeParams& p) {
   return p.rotates ? 1.0f / sqrtf(static_cast<float>(hadamard_size(p.dim))) : 1.0f;
+}
+
+// The same where each channel stands alone: a thread keeps the maxima of 8 channels at a time, over
+// all of its rows.
+template <DType kType, int kLanes, int kPieces>
+__device__ __forceinline__ void measure_channels(const QuantizeParams& p, const Step& step,
+                                                 const Part& part,
+                                                 const RowLane<kLanes, kPieces>& at, int* sizes) {
+#pragma unroll 1
+  for (int piece = 0; piece < kPieces; ++piece) {
+    float largest[kSpan] = {};
+    int channel = at.channel(piece);
+    if (channel < p.dim) {
+      Piece<float, kSpan> mean{};
+      if (p.mean != nullptr)
+        mean = load_floats<kSpan>(p.mean + part.b * p.mean_batch + part.h * p.mean_head + channel,
+                                  step.mean_pieces);
+#pragma unroll 4
+      for (int64_t row = part.first + at.row; row < part.last; row += at.kStep) {
+        RawPiece<kType> raw;
+        raw.load(p.x, step.in_pieces, part.offset(p.x, row) + channel * p.x.channel);
+        float x[kSpan];
+        raw.unpack(x);
+#pragma unroll
+        for (int i = 0; i < kSpan; ++i) {
+          float size = fabsf(x[i] - mean.x[i]);
+          largest[i] = fmaxf(largest[i], is_finite(size) ? size : 0.0f);
+        }
+      }
+    }
+    note_channels<kLanes>(largest, channel < p.dim, sizes + channel);
+  }
 }
 
 // The largest finite size of a block of rows, or of each of its channels, into its scale.
@@ -185,8 +172,11 @@ __device__ __forceinline__ void measure(const QuantizeParams& p, const Step& ste
   for (int i = threadIdx.x; i < width; i += kThreads) sizes[i] = 0;
   __syncthreads();
   float norm = norm_of(p), largest = 0.0f;
+  bool alone = by_channel && !p.rotates && p.shift == nullptr;
+  if (alone) measure_channels<kType>(p, step, part, at, sizes);
 #pragma unroll 1
-  for (int64_t first = part.first; first < part.last; first += kRows<kType, kLanes> * at.kStep) {
+  for (int64_t first = alone ? part.last : part.first; first < part.last;
+       first += kRows<kType, kLanes> * at.kStep) {
     Round<kType, kLanes, kPieces> round;
     round.load(p, step, part, at, first);
 #pragma unroll
@@ -195,10 +185,16 @@ __device__ __forceinline__ void measure(const QuantizeParams& p, const Step& ste
       if (p.shift != nullptr) write_shift(p, part, at, round.raw[r], row);
       float x[kPieces][kSpan];
       prepare_row(p, step, part, at, round.raw[r], row < part.last, x);
-      if (by_channel) {
-        note_channels(p, at, norm, x, sizes);
-      } else {
+      if (!by_channel) {
         largest = fmaxf(largest, largest_of(x, norm));
+        continue;
+      }
+#pragma unroll
+      for (int piece = 0; piece < kPieces; ++piece) {
+#pragma unroll
+        for (float& size : x[piece]) size = is_finite(size) ? fabsf(size) * norm : 0.0f;
+        int channel = at.channel(piece);
+        note_channels<kLanes>(x[piece], channel < p.dim, sizes + channel);
       }
     }
   }
@@ -262,15 +258,7 @@ __device__ __forceinline__ void write_columns(const QuantizeParams& p, const Par
     const uint32_t* from = staged + staged_row(row, pitch) + word;
     uint32_t turned[4][4];  // [channel][four rows]
 #pragma unroll
-    for (int four = 0; four < 4; ++four, from += 4 * pitch) {
-      uint32_t a = from[0], b = from[pitch], c = from[2 * pitch], d = from[3 * pitch];
-      uint32_t low0 = __byte_perm(a, b, 0x5140), low1 = __byte_perm(c, d, 0x5140);
-      uint32_t high0 = __byte_perm(a, b, 0x7362), high1 = __byte_perm(c, d, 0x7362);
-      turned[0][four] = __byte_perm(low0, low1, 0x5410);
-      turned[1][four] = __byte_perm(low0, low1, 0x7632);
-      turned[2][four] = __byte_perm(high0, high1, 0x5410);
-      turned[3][four] = __byte_perm(high0, high1, 0x7632);
-    }
+    for (int four = 0; four < 4; ++four, from += 4 * pitch) turn_bytes(from, pitch, four, turned);
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
       uint8_t* to = out + (word * 4 + c) * p.out.channel + row;
