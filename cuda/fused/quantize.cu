@@ -1,241 +1,206 @@
 // SPDX-License-Identifier: Apache-2.0
-// quantize and dequantize on CUDA: a thread block takes 128 rows of a head, a thread 8 channels of
-// four rows at a time, and the lanes that share a row exchange what the rotation adds. The largest size goes to its
-// scale by an atomic maximum of its bits, which no order changes, so that codes and scales are those
-// of the CPU. Source: QuaRot, arXiv:2404.00456; SageAttention, arXiv:2410.02367. The same on the
-// CPU: cpu/quantize.cpp.
-#include "cuattn/params/quantize.h"
-#include "cuda/fused/rows.cuh"
+// quantize on CUDA: a thread block takes 128 rows of a head, once for the largest size and once for
+// the codes. Heads go in slices that L2 holds: a kernel measures one slice and writes the codes of
+// the slice before it, so that rows come from memory once. The largest size goes to its scale by an
+// atomic maximum of its bits, which no order changes, so that codes and scales are those of the CPU.
+// The same on the CPU: cpu/quantize.cpp. Next: codes.cuh, what happens to a row; dequantize.cu.
+#include <algorithm>
+
+#include "cuattn/device/overlap.cuh"
+#include "cuda/fused/codes.cuh"
+#include "cuda/fused/means.cuh"
+#include "cuda/fused/steps.cuh"
 #include "cuda/host/launchers.h"
 
 namespace cuattn {
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int kSpan = 8;  // channels of a thread
 constexpr int kMostDim = 256;
-constexpr float kSmallestNormal = 1.17549435e-38f;
-constexpr int kAhead = 4;      // rows of a thread, side by side: all are loaded before one is used
-constexpr int kMeanRows = 8;   // the same of write_means, which nothing else keeps busy
-constexpr int kMeanLanes = 4;  // of a row there: 64 bytes in 16 bits
-constexpr int kColumnWords = kScaleRows / 4 + 1;  // of a channel in shared memory: four rows a word
+template <DType kType, int kLanes>
+constexpr int kRows =
+    kType == DType::f32 || kLanes == 8 ? 1 : 2;  // of a thread, in flight together
+constexpr int64_t kSliceBytes = 12ll << 20;      // of x: two slices and the codes fit 50 MB of L2
+constexpr uint32_t kLead = 256;                  // blocks that measure, before some write
+constexpr int kBlockWords = kScaleRows / 16;     // runs of 16 rows, which lie together in a channel
 
-__device__ __forceinline__ bool is_finite(float x) {
-  return (__float_as_uint(x) & 0x7f800000u) != 0x7f800000u;
-}
+// The rows of one round that are this thread's: all are loaded before one is used.
+template <DType kType, int kLanes, int kPieces>
+struct Round {
+  RawPiece<kType> raw[kRows<kType, kLanes>][kPieces];
 
-// Rows [first, last) of one head, and the channels and rows of them that this thread has.
-struct Part {
-  int32_t b, h;
-  int64_t block, first, last;
-  int lanes, channel, row, step;  // first row, and rows of the block, of one round
-  bool active;
-
-  __device__ Part(const QuantizeParams& p, int64_t rows) {
-    int64_t blocks = ceil_div<int64_t>(rows, kScaleRows), head = blockIdx.x / blocks;
-    b = static_cast<int32_t>(head / p.heads);
-    h = static_cast<int32_t>(head % p.heads);
-    block = blockIdx.x % blocks;
-    first = block * kScaleRows;
-    last = min(first + kScaleRows, rows);
-    lanes = 2;
-    while (lanes * kSpan < p.dim) lanes *= 2;
-    channel = threadIdx.x % lanes * kSpan;
-    row = threadIdx.x / lanes * kAhead;
-    step = kThreads / lanes * kAhead;
-    active = channel < p.dim;
-  }
-  __device__ int64_t offset(const QuantizeArray& array, int64_t row) const {
-    return b * array.strides.batch + row * array.strides.seq + h * array.strides.head +
-           channel * array.channel;
+  __device__ __forceinline__ void load(const QuantizeParams& p, const Step& step, const Part& part,
+                                       const RowLane<kLanes, kPieces>& at, int64_t first) {
+#pragma unroll
+    for (int r = 0; r < kRows<kType, kLanes>; ++r) {
+      int64_t row = first + at.row + r * at.kStep;
+#pragma unroll
+      for (int piece = 0; piece < kPieces; ++piece) {
+        int channel = at.channel(piece);
+        if (row < min(part.last, p.rows) && channel < p.dim) {
+          raw[r][piece].load(p.x, step.in_pieces, part.offset(p.x, row) + channel * p.x.channel);
+        } else {
+          raw[r][piece].clear();
+        }
+      }
+    }
   }
 };
 
-// 8 channels of a row as float; `in_pieces`: they lie side by side on 16 bytes (on 8 of float8).
-template <DType kType>
-__device__ __forceinline__ void load_row(const QuantizeArray& array, bool in_pieces, int64_t at,
-                                         float (&x)[kSpan]) {
-  const auto* from = static_cast<const Element<kType>*>(array.data) + at;
-  constexpr int kSize = kType == DType::f32 ? 4 : kSpan;
+// A row as it is rounded, not yet divided by its scale nor by the size of R. All lanes of a warp
+// call it; `is_there`: the row is one of x.
+template <DType kType, int kLanes, int kPieces>
+__device__ __forceinline__ void prepare_row(const QuantizeParams& p, const Step& step,
+                                            const Part& part, const RowLane<kLanes, kPieces>& at,
+                                            const RawPiece<kType> (&raw)[kPieces], bool is_there,
+                                            float (&x)[kPieces][kSpan]) {
 #pragma unroll
-  for (int i = 0; i < kSpan; i += kSize) {
-    if (in_pieces) {
-      auto piece = load_piece<kSize>(from + i);
+  for (int piece = 0; piece < kPieces; ++piece) {
+    raw[piece].unpack(x[piece]);
+    int channel = at.channel(piece);
+    if (p.mean == nullptr || !is_there || channel >= p.dim) continue;
+    const float* from = p.mean + part.b * p.mean_batch + part.h * p.mean_head + channel;
+    auto mean = load_floats<kSpan>(from, step.mean_pieces);
 #pragma unroll
-      for (int j = 0; j < kSize; ++j) x[i + j] = to_float(piece.x[j]);
-    } else {
-#pragma unroll
-      for (int j = 0; j < kSize; ++j) x[i + j] = to_float(from[(i + j) * array.channel]);
-    }
+    for (int i = 0; i < kSpan; ++i) x[piece][i] -= mean.x[i];
   }
+  if (p.rotates) rotate_row(at, hadamard_size(p.dim), x);
 }
 
-// x R, in the order of the CPU: runs of 1, 2 and 4 channels inside a thread, longer ones between
-// lanes. All lanes of a warp call it.
-__device__ __forceinline__ void rotate_row(const Part& part, int32_t dim, float (&x)[kSpan]) {
-  int32_t size = hadamard_size(dim);
+// shift[row] = x[row] . shift_mean, from the row as it is given. All lanes of a warp call it.
+template <DType kType, int kLanes, int kPieces>
+__device__ __forceinline__ void write_shift(const QuantizeParams& p, const Part& part,
+                                            const RowLane<kLanes, kPieces>& at,
+                                            const RawPiece<kType> (&raw)[kPieces], int64_t row) {
+  const float* mean =
+      p.shift_mean + part.b * p.shift_mean_batch + part.h / p.shift_group * p.shift_mean_head;
+  double dot = 0.0;
 #pragma unroll
-  for (int i = 0; i < kSpan; ++i) x[i] = flips_channel(part.channel + i) ? -x[i] : x[i];
+  for (int piece = 0; piece < kPieces; ++piece) {
+    float x[kSpan];
+    raw[piece].unpack(x);
+    int channel = at.channel(piece);
+    if (channel >= p.dim) continue;
 #pragma unroll
-  for (int half = 1; half < kSpan; half *= 2) {
-#pragma unroll
-    for (int i = 0; i < kSpan; ++i) {
-      if ((i & half) != 0) continue;
-      float a = x[i], b = x[i + half];
-      x[i] = a + b;
-      x[i + half] = a - b;
-    }
+    for (int i = 0; i < kSpan; ++i) dot += static_cast<double>(x[i]) * mean[channel + i];
   }
-  for (int half = kSpan; half < size; half *= 2) {
-    bool upper = (part.channel & half) != 0;
 #pragma unroll
-    for (int i = 0; i < kSpan; ++i) {
-      float other = __shfl_xor_sync(0xffffffffu, x[i], half / kSpan);
-      x[i] = upper ? other - x[i] : x[i] + other;
-    }
-  }
-  float norm = 1.0f / sqrtf(static_cast<float>(size));
-#pragma unroll
-  for (int i = 0; i < kSpan; ++i) x[i] *= norm;
+  for (int lane = kLanes / 2; lane > 0; lane /= 2) dot += __shfl_xor_sync(kWarp, dot, lane);
+  if (at.lane == 0 && row < min(part.last, p.rows))
+    p.shift[part.b * p.shift_batch + part.h * p.shift_head + row * p.shift_row] =
+        static_cast<float>(dot);
 }
 
-// Rows as they are rounded, not yet divided by their scales; zeros where this thread has none.
-template <DType kType>
-__device__ __forceinline__ void prepare_rows(const QuantizeParams& p, const Part& part,
-                                             bool in_pieces, int64_t row,
-                                             float (&x)[kAhead][kSpan]) {
-  int64_t last = part.active ? min(part.last, p.rows) : 0;
+// The largest finite size of what x / R's size holds. Rounding keeps the order of numbers, so one
+// product is enough.
+template <int kPieces>
+__device__ __forceinline__ float largest_of(const float (&x)[kPieces][kSpan], float norm) {
+  float largest = 0.0f;
 #pragma unroll
-  for (int a = 0; a < kAhead; ++a) {
+  for (int piece = 0; piece < kPieces; ++piece) {
 #pragma unroll
-    for (int i = 0; i < kSpan; ++i) x[a][i] = 0.0f;
-    if (row + a < last) load_row<kType>(p.x, in_pieces, part.offset(p.x, row + a), x[a]);
+    for (int i = 0; i < kSpan; ++i) largest = fmaxf(largest, fabsf(x[piece][i]));  // no NaN
   }
-  if (p.mean != nullptr && part.active) {
-    const float* mean = p.mean + part.b * p.mean_batch + part.h * p.mean_head + part.channel;
+  if (is_finite(largest)) return largest * norm;
+  largest = 0.0f;
+#pragma unroll
+  for (int piece = 0; piece < kPieces; ++piece) {
 #pragma unroll
     for (int i = 0; i < kSpan; ++i) {
-      float of_channel = mean[i];
-#pragma unroll
-      for (int a = 0; a < kAhead; ++a) {
-        if (row + a < last) x[a][i] -= of_channel;
-      }
+      if (is_finite(x[piece][i])) largest = fmaxf(largest, fabsf(x[piece][i]));
     }
   }
-  if (!p.rotates) return;
-#pragma unroll
-  for (int a = 0; a < kAhead; ++a) rotate_row(part, p.dim, x[a]);
+  return largest * norm;
 }
 
-// The scales of a thread's channels, in this block of rows.
-__device__ __forceinline__ void load_scales(const QuantizeParams& p, const Part& part,
-                                            float (&scale)[kSpan]) {
+// The largest of a warp's sizes of 8 channels, which every kLanes-th thread has, to those of the block.
+template <int kLanes>
+__device__ __forceinline__ void note_channels(const float (&size)[kSpan], bool is_there,
+                                              int* of_block) {
 #pragma unroll
   for (int i = 0; i < kSpan; ++i) {
-    int64_t place = p.part == ScalePart::rows ? part.block : min(part.channel + i, p.dim - 1);
-    scale[i] = p.scale.at(part.b, part.h, place);
+    float largest = size[i];
+#pragma unroll
+    for (int lane = kLanes; lane < 32; lane *= 2)
+      largest = fmaxf(largest, __shfl_xor_sync(kWarp, largest, lane));
+    if (threadIdx.x % 32 < kLanes && is_there) atomicMax(&of_block[i], __float_as_int(largest));
   }
 }
 
-// Of the finite elements of each channel of a head; 0 where there are none. A block takes a few
-// channels of a head, of all rows.
-template <DType kType>
-__global__ void __launch_bounds__(kThreads)
-    write_means(const __grid_constant__ QuantizeParams p, bool in_pieces) {
-  constexpr int kWidth = kMeanLanes * kSpan, kStep = kThreads / kMeanLanes;
-  __shared__ double sums[kStep][kWidth];
-  __shared__ int counts[kStep][kWidth];
-  int slices = ceil_div(p.dim, kWidth), head = blockIdx.x / slices;
-  int b = head / p.heads, h = head % p.heads;
-  int lane = threadIdx.x % kMeanLanes * kSpan, first = threadIdx.x / kMeanLanes;
-  int channel = blockIdx.x % slices * kWidth + lane;
-  int64_t at = b * p.x.strides.batch + h * p.x.strides.head + channel * p.x.channel;
-  double sum[kSpan] = {};
-  int count[kSpan] = {};
-  for (int64_t row = first; channel < p.dim && row < p.rows; row += kStep * kMeanRows) {
-    float x[kMeanRows][kSpan];
+__device__ __forceinline__ float norm_of(const QuantizeParams& p) {
+  return p.rotates ? 1.0f / sqrtf(static_cast<float>(hadamard_size(p.dim))) : 1.0f;
+}
+
+// The same where each channel stands alone: a thread keeps the maxima of 8 channels at a time, over
+// all of its rows.
+template <DType kType, int kLanes, int kPieces>
+__device__ __forceinline__ void measure_channels(const QuantizeParams& p, const Step& step,
+                                                 const Part& part,
+                                                 const RowLane<kLanes, kPieces>& at, int* sizes) {
+#pragma unroll 1
+  for (int piece = 0; piece < kPieces; ++piece) {
+    float largest[kSpan] = {};
+    int channel = at.channel(piece);
+    if (channel < p.dim) {
+      Piece<float, kSpan> mean{};
+      if (p.mean != nullptr)
+        mean = load_floats<kSpan>(p.mean + part.b * p.mean_batch + part.h * p.mean_head + channel,
+                                  step.mean_pieces);
+#pragma unroll 4
+      for (int64_t row = part.first + at.row; row < part.last; row += at.kStep) {
+        RawPiece<kType> raw;
+        raw.load(p.x, step.in_pieces, part.offset(p.x, row) + channel * p.x.channel);
+        float x[kSpan];
+        raw.unpack(x);
 #pragma unroll
-    for (int a = 0; a < kMeanRows; ++a) {
-#pragma unroll
-      for (int i = 0; i < kSpan; ++i) x[a][i] = nanf("");
-      int64_t next = row + a * kStep;
-      if (next < p.rows) load_row<kType>(p.x, in_pieces, at + next * p.x.strides.seq, x[a]);
-    }
-#pragma unroll
-    for (int a = 0; a < kMeanRows; ++a) {
-#pragma unroll
-      for (int i = 0; i < kSpan; ++i) {
-        if (!is_finite(x[a][i])) continue;
-        sum[i] += x[a][i];
-        ++count[i];
+        for (int i = 0; i < kSpan; ++i) {
+          float size = fabsf(x[i] - mean.x[i]);
+          largest[i] = fmaxf(largest[i], is_finite(size) ? size : 0.0f);
+        }
       }
     }
-  }
-#pragma unroll
-  for (int i = 0; i < kSpan; ++i) {
-    sums[first][lane + i] = sum[i];
-    counts[first][lane + i] = count[i];
-  }
-  __syncthreads();
-  int of = threadIdx.x;
-  channel = blockIdx.x % slices * kWidth + of;
-  if (of >= kWidth || channel >= p.dim) return;
-  double total = 0.0;
-  int64_t number = 0;
-  for (int row = 0; row < kStep; ++row) {
-    total += sums[row][of];
-    number += counts[row][of];
-  }
-  p.mean[b * p.mean_batch + h * p.mean_head + channel] =
-      static_cast<float>(number == 0 ? 0.0 : total / static_cast<double>(number));
-}
-
-// One thread an element of the scale: 0 before the maxima, then what they give.
-__global__ void __launch_bounds__(kThreads)
-    set_scales(const __grid_constant__ Float8Scale s, bool is_last) {
-  int64_t index = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  if (index >= s.extents[0] * s.extents[1] * s.extents[2]) return;
-  int64_t line = index / s.extents[2];
-  float& scale = const_cast<float*>(
-      s.data)[line / s.extents[1] * s.strides[0] + line % s.extents[1] * s.strides[1] +
-              index % s.extents[2] * s.strides[2]];
-  if (!is_last || scale == 0.0f) {
-    scale = is_last ? 1.0f : 0.0f;
-  } else {
-    scale = fmaxf(scale / kLargestE4m3, kSmallestNormal);
+    note_channels<kLanes>(largest, channel < p.dim, sizes + channel);
   }
 }
 
 // The largest finite size of a block of rows, or of each of its channels, into its scale.
-template <DType kType>
-__global__ void __launch_bounds__(kThreads)
-    find_sizes(const __grid_constant__ QuantizeParams p, bool in_pieces) {
+template <DType kType, int kLanes, int kPieces>
+__device__ __forceinline__ void measure(const QuantizeParams& p, const Step& step, const Part& part,
+                                        RowLane<kLanes, kPieces>& at) {
   __shared__ int sizes[kMostDim];
-  Part part(p, p.rows);
   bool by_channel = p.part == ScalePart::channels;
   int width = by_channel ? p.dim : 1;
   for (int i = threadIdx.x; i < width; i += kThreads) sizes[i] = 0;
-  float size[kSpan] = {};
-  for (int64_t row = part.first + part.row; row - part.row < part.last; row += part.step) {
-    float x[kAhead][kSpan];
-    prepare_rows<kType>(p, part, in_pieces, row, x);
+  __syncthreads();
+  float norm = norm_of(p), largest = 0.0f;
+  bool alone = by_channel && !p.rotates && p.shift == nullptr;
+  if (alone) measure_channels<kType>(p, step, part, at, sizes);
+#pragma unroll 1
+  for (int64_t first = alone ? part.last : part.first; first < part.last;
+       first += kRows<kType, kLanes> * at.kStep) {
+    Round<kType, kLanes, kPieces> round;
+    round.load(p, step, part, at, first);
 #pragma unroll
-    for (int a = 0; a < kAhead; ++a) {
+    for (int r = 0; r < kRows<kType, kLanes>; ++r) {
+      int64_t row = first + at.row + r * at.kStep;
+      if (p.shift != nullptr) write_shift(p, part, at, round.raw[r], row);
+      float x[kPieces][kSpan];
+      prepare_row(p, step, part, at, round.raw[r], row < part.last, x);
+      if (!by_channel) {
+        largest = fmaxf(largest, largest_of(x, norm));
+        continue;
+      }
 #pragma unroll
-      for (int i = 0; i < kSpan; ++i) {
-        float abs = fabsf(x[a][i]);
-        if (is_finite(abs)) size[i] = fmaxf(size[i], abs);
+      for (int piece = 0; piece < kPieces; ++piece) {
+#pragma unroll
+        for (float& size : x[piece]) size = is_finite(size) ? fabsf(size) * norm : 0.0f;
+        int channel = at.channel(piece);
+        note_channels<kLanes>(x[piece], channel < p.dim, sizes + channel);
       }
     }
   }
-  __syncthreads();
-  if (part.active && by_channel) {
-#pragma unroll
-    for (int i = 0; i < kSpan; ++i) atomicMax(&sizes[part.channel + i], __float_as_int(size[i]));
-  } else if (part.active) {
-#pragma unroll
-    for (int i = 1; i < kSpan; ++i) size[0] = fmaxf(size[0], size[i]);
-    atomicMax(&sizes[0], __float_as_int(size[0]));
+  if (!by_channel) {
+    unsigned of_warp = __reduce_max_sync(kWarp, __float_as_uint(largest));
+    if (threadIdx.x % 32 == 0) atomicMax(&sizes[0], static_cast<int>(of_warp));
   }
   __syncthreads();
   const Float8Scale& s = p.scale;
@@ -247,147 +212,175 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// shift[row] = x[row] . shift_mean, from the row as it is given.
-template <DType kType>
-__global__ void __launch_bounds__(kThreads)
-    write_shifts(const __grid_constant__ QuantizeParams p, bool in_pieces) {
-  Part part(p, p.rows);
-  const float* mean = p.shift_mean + part.b * p.shift_mean_batch +
-                      part.h / p.shift_group * p.shift_mean_head + part.channel;
-  for (int64_t row = part.first + part.row; row - part.row < part.last; row += part.step) {
-    float x[kAhead][kSpan] = {};
+// Codes of a row by the scales of its channels.
+template <int kLanes, int kPieces>
+__device__ __forceinline__ void divide_channels(const QuantizeParams& p, const Part& part,
+                                                const RowLane<kLanes, kPieces>& at,
+                                                const float (&x)[kPieces][kSpan],
+                                                uint2 (&codes)[kPieces]) {
 #pragma unroll
-    for (int a = 0; a < kAhead; ++a) {
-      if (part.active && row + a < part.last)
-        load_row<kType>(p.x, in_pieces, part.offset(p.x, row + a), x[a]);
-    }
-#pragma unroll
-    for (int a = 0; a < kAhead; ++a) {
-      double dot = 0.0;
-      if (part.active && row + a < part.last) {
-#pragma unroll
-        for (int i = 0; i < kSpan; ++i) dot += static_cast<double>(x[a][i]) * mean[i];
-      }
-      for (int lane = part.lanes / 2; lane > 0; lane /= 2)
-        dot += __shfl_xor_sync(0xffffffffu, dot, lane);
-      if (part.channel == 0 && row + a < part.last)
-        p.shift[part.b * p.shift_batch + part.h * p.shift_head + (row + a) * p.shift_row] =
-            static_cast<float>(dot);
-    }
-  }
-}
-
-// Codes of 8 channels, side by side or apart.
-__device__ __forceinline__ void store_codes(const QuantizeParams& p, bool out_pieces, int64_t at,
-                                            const float (&x)[kSpan]) {
-  E4m3* to = static_cast<E4m3*>(p.out.data) + at;
-  if (out_pieces) {
-    store_piece(to, x);
-  } else {
-#pragma unroll
-    for (int i = 0; i < kSpan; ++i) to[i * p.out.channel] = from_float<E4m3>(x[i]);
-  }
-}
-
-// Where a channel begins in shared memory: lanes, 8 channels apart, fall on banks of their own.
-__device__ __forceinline__ int column_start(int channel) {
-  return channel * kColumnWords + channel / kSpan;
-}
-constexpr int column_words(int channels) {
-  return channels * kColumnWords + (channels + kSpan - 1) / kSpan;
-}
-
-// `by_columns`: the rows of a channel lie side by side in out, on 16 bytes, and go there through
-// shared memory.
-template <DType kType>
-__global__ void __launch_bounds__(kThreads)
-    write_codes(const __grid_constant__ QuantizeParams p, bool in_pieces, bool out_pieces,
-                bool by_columns) {
-  extern __shared__ __align__(16) uint32_t columns[];
-  Part part(p, p.out_rows);
-  float scale[kSpan];
-  load_scales(p, part, scale);
-  for (int64_t row = part.first + part.row; row - part.row < part.last; row += part.step) {
-    float x[kAhead][kSpan];
-    prepare_rows<kType>(p, part, in_pieces, row, x);
-    if (!part.active || row >= part.last) continue;
-#pragma unroll
-    for (int a = 0; a < kAhead; ++a) {
-#pragma unroll
-      for (int i = 0; i < kSpan; ++i) x[a][i] = row + a < p.rows ? x[a][i] / scale[i] : 0.0f;
-    }
-    if (!by_columns) {
-#pragma unroll
-      for (int a = 0; a < kAhead; ++a) {
-        if (row + a < part.last) store_codes(p, out_pieces, part.offset(p.out, row + a), x[a]);
-      }
-      continue;
-    }
+  for (int piece = 0; piece < kPieces; ++piece) {
+    float y[kSpan];
 #pragma unroll
     for (int i = 0; i < kSpan; ++i) {
-      uint32_t word = 0;
-#pragma unroll
-      for (int a = 0; a < kAhead; ++a) word |= uint32_t{from_float<E4m3>(x[a][i]).bits} << 8 * a;
-      columns[column_start(part.channel + i) + (row - part.first) / kAhead] = word;
+      float scale = p.scale.at(part.b, part.h, min(at.channel(piece) + i, p.dim - 1));
+      y[i] = x[piece][i] / (p.gives_scale ? scale_of(scale) : scale);
     }
-  }
-  if (!by_columns) return;
-  __syncthreads();
-  constexpr int kPieces = kScaleRows / 16;
-  uint8_t* out = static_cast<uint8_t*>(p.out.data) + part.b * p.out.strides.batch +
-                 part.h * p.out.strides.head + part.first;
-  for (int i = threadIdx.x; i < p.dim * kPieces; i += kThreads) {
-    int channel = i / kPieces, row = i % kPieces * 16;
-    const uint32_t* from = columns + column_start(channel) + row / 4;
-    uint8_t* to = out + channel * p.out.channel + row;
-    if (part.first + row + 16 <= part.last) {
-      *reinterpret_cast<uint4*>(to) = uint4{from[0], from[1], from[2], from[3]};
-    } else {
-      for (int j = 0; part.first + row + j < part.last; ++j)
-        to[j] = static_cast<uint8_t>(from[j / 4] >> j % 4 * 8);
-    }
+    codes[piece] = pack_codes(y);
   }
 }
 
-template <DType kType>
-__global__ void __launch_bounds__(kThreads)
-    read_codes(const __grid_constant__ QuantizeParams p, bool in_pieces, bool out_pieces) {
-  Part part(p, p.rows);
-  if (!part.active) return;
-  float scale[kSpan];
-  load_scales(p, part, scale);
-  for (int64_t row = part.first + part.row; row < part.last; row += part.step) {
-    float x[kAhead][kSpan];
+// Words of shared memory from one row to the next: 4 rows of 32 bytes fall on all banks. Each 16
+// rows begin 4 banks on, for write_columns.
+CUATTN_HOST_DEVICE int staged_pitch(int dim) { return (dim / 4 + 31) / 32 * 32 + 8; }
+__device__ __forceinline__ int staged_row(int row, int pitch) { return row * pitch + row / 16 * 4; }
+
+template <int kPieces>
+__device__ __forceinline__ void store_codes(const QuantizeParams& p, bool in_pieces, E4m3* to,
+                                            uint2 codes) {
+  if (in_pieces) {
+    *reinterpret_cast<uint2*>(to) = codes;
+    return;
+  }
 #pragma unroll
-    for (int a = 0; a < kAhead; ++a) {
-      if (row + a < part.last)
-        load_row<DType::e4m3>(p.x, in_pieces, part.offset(p.x, row + a), x[a]);
-    }
+  for (int i = 0; i < kSpan; ++i)
+    to[i * p.out.channel].bits = static_cast<uint8_t>((i < 4 ? codes.x : codes.y) >> i % 4 * 8);
+}
+
+// Codes of a block that lie by rows in shared memory, to where the rows of a channel lie side by
+// side: a thread turns 16 rows of 4 channels.
+__device__ __forceinline__ void write_columns(const QuantizeParams& p, const Part& part,
+                                              const uint32_t* staged) {
+  uint8_t* out = static_cast<uint8_t*>(p.out.data) + part.offset(p.out, part.first);
+  int pitch = staged_pitch(p.dim);
+  for (int i = threadIdx.x; i < p.dim / 4 * kBlockWords; i += kThreads) {
+    int row = i % kBlockWords * 16, word = i / kBlockWords;
+    const uint32_t* from = staged + staged_row(row, pitch) + word;
+    uint32_t turned[4][4];  // [channel][four rows]
 #pragma unroll
-    for (int a = 0; a < kAhead; ++a) {
-      if (row + a >= part.last) break;
+    for (int four = 0; four < 4; ++four, from += 4 * pitch) turn_bytes(from, pitch, four, turned);
 #pragma unroll
-      for (int i = 0; i < kSpan; ++i) x[a][i] *= scale[i];
-      auto* to = static_cast<Element<kType>*>(p.out.data) + part.offset(p.out, row + a);
-      if (out_pieces) {
-        constexpr int kSize = kType == DType::f32 ? 4 : kSpan;
+    for (int c = 0; c < 4; ++c) {
+      uint8_t* to = out + (word * 4 + c) * p.out.channel + row;
+      if (part.first + row + 16 <= part.last) {
+        *reinterpret_cast<uint4*>(to) =
+            uint4{turned[c][0], turned[c][1], turned[c][2], turned[c][3]};
+        continue;
+      }
 #pragma unroll
-        for (int i = 0; i < kSpan; i += kSize)
-          store_piece(to + i, reinterpret_cast<const float (&)[kSize]>(x[a][i]));
-      } else {
-#pragma unroll
-        for (int i = 0; i < kSpan; ++i) to[i * p.out.channel] = from_float<Element<kType>>(x[a][i]);
+      for (int j = 0; j < 16; ++j) {
+        if (part.first + row + j < part.last)
+          to[j] = static_cast<uint8_t>(turned[c][j / 4] >> j % 4 * 8);
       }
     }
   }
 }
 
-// Whether 8 channels of a row lie side by side on `bytes`.
-bool lies_in_pieces(const QuantizeArray& array, int item, uintptr_t bytes) {
-  uint64_t bits = reinterpret_cast<uintptr_t>(array.data);
-  for (int64_t stride : {array.strides.batch, array.strides.seq, array.strides.head})
-    bits |= static_cast<uint64_t>(stride * item);
-  return array.channel == 1 && bits % bytes == 0;
+// Codes of a block of rows; those beyond x are 0.
+template <DType kType, int kLanes, int kPieces>
+__device__ __forceinline__ void write_codes(const QuantizeParams& p, const Step& step,
+                                            const Part& part, RowLane<kLanes, kPieces>& at,
+                                            uint32_t* staged) {
+  bool by_channel = p.part == ScalePart::channels && p.scale.data != nullptr;
+  bool has_scale = !by_channel && part.first < p.rows;  // rows beyond x may have none
+  float scale = has_scale ? p.scale.at(part.b, part.h, part.block) : 1.0f;
+  Divisor by(p.gives_scale && has_scale ? scale_of(scale) : scale);
+  float norm = norm_of(p);
+  int pitch = staged_pitch(p.dim);
+#pragma unroll 1
+  for (int64_t first = part.first; first < part.last; first += kRows<kType, kLanes> * at.kStep) {
+    Round<kType, kLanes, kPieces> round;
+    round.load(p, step, part, at, first);
+#pragma unroll
+    for (int r = 0; r < kRows<kType, kLanes>; ++r) {
+      int64_t row = first + at.row + r * at.kStep;
+      if (p.shift != nullptr && !p.gives_scale) write_shift(p, part, at, round.raw[r], row);
+      float x[kPieces][kSpan];
+      prepare_row(p, step, part, at, round.raw[r], row < p.rows, x);
+      if (row >= part.last) continue;
+      uint2 codes[kPieces];
+      if (p.rotates) {
+#pragma unroll
+        for (int piece = 0; piece < kPieces; ++piece) {
+#pragma unroll
+          for (int i = 0; i < kSpan; ++i) x[piece][i] *= norm;
+        }
+      }
+      if (by_channel) {
+        divide_channels(p, part, at, x, codes);
+      } else {
+        divide_row(by, x, codes);
+      }
+#pragma unroll
+      for (int piece = 0; piece < kPieces; ++piece) {
+        int channel = at.channel(piece);
+        if (channel >= p.dim) continue;
+        if (row >= p.rows) codes[piece] = uint2{0, 0};
+        if (step.by_columns) {
+          uint32_t* to = staged + staged_row(static_cast<int>(row - part.first), pitch);
+          *reinterpret_cast<uint2*>(to + channel / 4) = codes[piece];
+        } else {
+          store_codes<kPieces>(
+              p, step.out_pieces,
+              static_cast<E4m3*>(p.out.data) + part.offset(p.out, row) + channel * p.out.channel,
+              codes[piece]);
+        }
+      }
+    }
+  }
+  if (!step.by_columns) return;
+  __syncthreads();
+  write_columns(p, part, staged);
+}
+
+// Which of the step's blocks this one is: some that measure lead, then both kinds in turn. Codes are
+// written from the end of a slice on, which L2 has read last.
+__device__ __forceinline__ uint32_t unit_of(const Step& step, bool& is_measured) {
+  uint32_t index = blockIdx.x;
+  is_measured = index < step.lead;
+  if (is_measured) return index;
+  index -= step.lead;
+  auto before = static_cast<uint32_t>(index * step.ratio >> 32);
+  is_measured = static_cast<uint32_t>((index + 1) * step.ratio >> 32) != before;
+  return is_measured ? step.lead + before : step.written - 1 - (index - before);
+}
+
+// Blocks of a multiprocessor: rows of 192 would spill with two.
+template <int kLanes, int kPieces>
+constexpr int kResident = kLanes == 8 && kPieces == 3 ? 1 : 2;
+
+template <DType kType, int kLanes, int kPieces>
+__global__ void __launch_bounds__(kThreads, (kResident<kLanes, kPieces>))
+    quantize_step(const __grid_constant__ QuantizeParams p, const __grid_constant__ Step step) {
+  extern __shared__ __align__(16) uint32_t staged[];
+  bool is_measured;
+  uint32_t unit = unit_of(step, is_measured);
+  RowLane<kLanes, kPieces> at;
+  if (p.rotates) at.find_flips();
+  bool is_early = is_measured && step.starts_early;
+  if (!is_early) wait_for_previous_kernel();
+  release_next_kernel();
+  if (is_measured) {
+    measure<kType>(p, step, Part(step.groups, step.first_measured, unit, p.rows), at);
+    if (is_early) wait_for_previous_kernel();  // all do: the next kernel counts on both
+  } else {
+    write_codes<kType>(p, step, Part(step.groups, step.first_written, unit, p.out_rows), at,
+                       staged);
+  }
+}
+
+// One thread an element of the scale: 0 before the maxima, then what they give.
+__global__ void __launch_bounds__(kThreads)
+    set_scales(const __grid_constant__ Float8Scale s, bool is_last) {
+  wait_for_previous_kernel();
+  release_next_kernel();
+  int64_t index = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (index >= s.extents[0] * s.extents[1] * s.extents[2]) return;
+  int64_t line = index / s.extents[2];
+  float& scale = const_cast<float*>(
+      s.data)[line / s.extents[1] * s.strides[0] + line % s.extents[1] * s.strides[1] +
+              index % s.extents[2] * s.strides[2]];
+  scale = is_last ? scale_of(scale) : 0.0f;
 }
 
 bool lies_by_columns(const QuantizeArray& array) {
@@ -397,54 +390,93 @@ bool lies_by_columns(const QuantizeArray& array) {
   return array.strides.seq == 1 && array.channel != 1 && bits % 16 == 0;
 }
 
-int item_of(DType dtype) { return dtype == DType::f32 ? 4 : dtype == DType::e4m3 ? 1 : 2; }
+// Those of the scales where they are made, else heads alone.
+Groups groups_of(const QuantizeParams& p) {
+  if (!p.gives_scale) return {1, 1, p.heads, int64_t{p.batch} * p.heads};
+  int32_t across = static_cast<int32_t>(p.scale.extents[1]);
+  bool has_batches = p.scale.extents[0] == p.batch;
+  return {has_batches ? 1 : p.batch, p.heads / across, across,
+          int64_t{has_batches ? p.batch : 1} * across};
+}
+
+// Kernels of one call, in order.
+struct Launcher {
+  const QuantizeParams& p;
+  int major;
+  cudaStream_t stream;
+  const char* fn = "quantize";
+
+  void set_scales(bool is_last) const {
+    const Float8Scale& s = p.scale;
+    int64_t scales = s.extents[0] * s.extents[1] * s.extents[2];
+    if (scales == 0) return;
+    unsigned blocks = blocks_of(fn, device::ceil_div<int64_t>(scales, kThreads));
+    launch_overlapping(cuattn::set_scales, blocks, kThreads, 0, major, stream, s, is_last);
+  }
+
+  template <DType kType>
+  void launch(const Step& step) const {
+    unsigned blocks = blocks_of(fn, int64_t{step.measured} + step.written);
+    if (blocks == 0) return;
+    int shared = step.by_columns ? (kScaleRows * staged_pitch(p.dim) + kBlockWords * 4) * 4 : 0;
+    auto with = [&](auto* kernel) {
+      launch_overlapping(kernel, blocks, kThreads, shared, major, stream, p, step);
+    };
+    switch (p.dim <= 128 ? (p.dim + 31) / 32 : (p.dim + 63) / 64 + 4) {
+      case 1: return with(quantize_step<kType, 4, 1>);
+      case 2: return with(quantize_step<kType, 4, 2>);
+      case 3: return with(quantize_step<kType, 4, 3>);
+      case 4: return with(quantize_step<kType, 4, 4>);
+      case 7: return with(quantize_step<kType, 8, 3>);
+      default: return with(quantize_step<kType, 8, 4>);
+    }
+  }
+
+  template <DType kType>
+  void run() const {
+    Step step{};
+    step.groups = groups_of(p);
+    step.in_pieces = lies_in_pieces(p.x, item_of(kType), 16);
+    step.out_pieces = lies_in_pieces(p.out, 1, 8);
+    step.by_columns = lies_by_columns(p.out);
+    uint64_t mean_bits = reinterpret_cast<uintptr_t>(p.mean) | p.mean_batch * 4 | p.mean_head * 4;
+    step.mean_pieces = mean_bits % 16 == 0;
+    const Groups& groups = step.groups;
+    int64_t heads = int64_t{groups.batches} * groups.heads;
+    int64_t to_measure = heads * device::ceil_div<int64_t>(p.rows, kScaleRows);
+    int64_t to_write = heads * device::ceil_div<int64_t>(p.out_rows, kScaleRows);
+    blocks_of(fn, groups.count * (to_measure + to_write));
+    int64_t bytes = std::max<int64_t>(heads * p.rows * p.dim * item_of(kType), 1);
+    int64_t slice = p.gives_scale ? std::max<int64_t>(kSliceBytes / bytes, 1) : groups.count;
+    auto of_slice = [&](int64_t first, int64_t blocks) {
+      int64_t in_slice = std::max<int64_t>(std::min(slice, groups.count - first), 0);
+      return static_cast<uint32_t>(in_slice * blocks);
+    };
+    int64_t lag = p.gives_scale ? slice : 0;
+    for (int64_t first = 0; first < groups.count + lag; first += std::max<int64_t>(slice, 1)) {
+      step.first_measured = first;
+      step.first_written = first - lag;
+      step.measured = p.gives_scale ? of_slice(first, to_measure) : 0;
+      step.written = step.first_written < 0 ? 0 : of_slice(step.first_written, to_write);
+      step.lead = std::min(step.measured, kLead);
+      uint64_t rest = step.measured - step.lead, all = std::max<uint64_t>(rest + step.written, 1);
+      step.ratio = ((rest << 32) + all - 1) / all;
+      launch<kType>(step);
+      step.starts_early = to_measure > 0;  // the first one has waited for x and the zeros
+    }
+  }
+};
 
 }  // namespace
 
 void launch_quantize(const QuantizeParams& p, cudaStream_t stream) {
-  const char* fn = "quantize";
-  int64_t heads = int64_t{p.batch} * p.heads;
-  const Float8Scale& s = p.scale;
-  int64_t scales = s.extents[0] * s.extents[1] * s.extents[2];
-  bool in_pieces = lies_in_pieces(p.x, item_of(p.x.dtype), 16);
-  bool out_pieces = lies_in_pieces(p.out, 1, 8), by_columns = lies_by_columns(p.out);
-  auto blocks = [&](int64_t rows) {
-    return blocks_of(fn, heads * device::ceil_div<int64_t>(rows, kScaleRows));
-  };
-  auto set = [&](bool is_last) {
-    if (scales == 0) return;
-    unsigned count = blocks_of(fn, device::ceil_div<int64_t>(scales, kThreads));
-    set_scales<<<count, kThreads, 0, stream>>>(s, is_last);
-  };
-  with_dtype(fn, p.x.dtype, [&]<DType kType>() {
-    if (p.gives_mean && heads > 0)
-      write_means<kType><<<blocks_of(fn, heads * device::ceil_div(p.dim, kMeanLanes * kSpan)),
-                           kThreads, 0, stream>>>(p, in_pieces);
-    if (p.gives_scale) {
-      set(false);
-      if (heads * p.rows > 0)
-        find_sizes<kType><<<blocks(p.rows), kThreads, 0, stream>>>(p, in_pieces);
-      set(true);
-    }
-    if (p.shift != nullptr && heads * p.rows > 0)
-      write_shifts<kType><<<blocks(p.rows), kThreads, 0, stream>>>(p, in_pieces);
-    if (heads * p.out_rows > 0) {
-      int shared = by_columns ? column_words(p.dim) * 4 : 0;
-      write_codes<kType>
-          <<<blocks(p.out_rows), kThreads, shared, stream>>>(p, in_pieces, out_pieces, by_columns);
-    }
-  });
-  CUATTN_CUDA_TRY(cudaGetLastError());
-}
-
-void launch_dequantize(const QuantizeParams& p, cudaStream_t stream) {
-  const char* fn = "dequantize";
-  int64_t blocks = int64_t{p.batch} * p.heads * device::ceil_div<int64_t>(p.rows, kScaleRows);
-  if (blocks == 0) return;
-  bool in_pieces = lies_in_pieces(p.x, 1, 8);
-  bool out_pieces = lies_in_pieces(p.out, item_of(p.out.dtype), 16);
-  with_dtype(fn, p.out.dtype, [&]<DType kType>() {
-    read_codes<kType><<<blocks_of(fn, blocks), kThreads, 0, stream>>>(p, in_pieces, out_pieces);
+  Launcher launcher{p, device_major(), stream};
+  bool is_empty = p.batch == 0 || p.heads == 0;
+  with_dtype(launcher.fn, p.x.dtype, [&]<DType kType>() {
+    if (p.gives_mean && !is_empty) write_means<kType>(p, launcher.major, stream);
+    if (p.gives_scale) launcher.set_scales(false);
+    if (!is_empty) launcher.run<kType>();
+    if (p.gives_scale) launcher.set_scales(true);
   });
   CUATTN_CUDA_TRY(cudaGetLastError());
 }

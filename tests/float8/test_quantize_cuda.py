@@ -54,6 +54,40 @@ def test_codes_and_scales_are_those_of_the_cpu(mode, v_mode, rng):
             assert (again.cpu() == want).all()
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_several_slices_of_heads_give_the_codes_of_the_cpu(dtype, rng):
+    """Arrays of 20 MB and more: kernels that overlap measure one slice and write another."""
+    from harness import is_emulated
+
+    if is_emulated():
+        pytest.skip("the emulator would take minutes")
+    shapes = (2, 1900, 24, 128), (2, 2100, 12, 128), (2, 2100, 12, 128)
+    on_cpu = [drawn(rng, shape, dtype, "cpu") for shape in shapes]
+    for mode in ("tensor", "head", "block"):
+        options = {"mode": mode, "smooth_k": False}
+        theirs = cuattn.quantize(*on_cpu, **options)
+        on_gpu = [x.cuda() for x in on_cpu]
+        for _ in range(3):
+            ours = cuattn.quantize(*on_gpu, **options)
+        for name in FIELDS:
+            same_bits(getattr(ours, name), getattr(theirs, name))
+
+
+def test_scales_of_unusual_sizes_divide_as_the_cpu_does(rng):
+    """Beyond 2^60 either way quotients take another path; zeros keep their signs."""
+    import torch
+
+    x = drawn(rng, (1, 131, 2, 64), "float32", "cpu")
+    x[0, :, 0, :8] = -0.0
+    for size in (1e-38, 1e-20, 1e-3, 1.0, 1e19, 1e30):
+        big = (x * size).contiguous()
+        for scale in (size, size / 7, float(torch.tensor(size * 3.1))):
+            if scale < 1.2e-38:
+                continue
+            theirs = cuattn.quantize_like(big, scale)
+            same_bits(cuattn.quantize_like(big.cuda(), scale), theirs)
+
+
 def test_the_mean_of_the_keys_and_the_shift_of_lse(rng):
     import torch
 
