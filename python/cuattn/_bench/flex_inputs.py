@@ -81,7 +81,7 @@ class Sample:
         return Error(worst, self.allowed)
 
 
-# Masks of which bounds say nothing: both sides get their lists of blocks, found pair by pair outside.
+# Masks of which bounds say nothing: both sides get lists of blocks, found pair by pair outside.
 IN_LISTS = ("unsorted documents", "blocks 50 %", "blocks 10 %")
 
 
@@ -95,7 +95,7 @@ def ours(backend: str) -> Callable[[FlexWorkload, FlexInputs], Prepared]:
             return Prepared(lambda: cuattn.attention(x.q, x.k, x.v, **options))
         require(backend in RUNGS, "a rung or auto")
         call: dict[str, Any] = {"score_mod": x.score, "mask_mod": x.mask, "backend": backend}
-        if w.kind in IN_LISTS:
+        if x.mask is not None and w.kind in IN_LISTS:
             n = w.seqlen
             call["block_mask"] = cuattn.create_block_mask(x.mask, None, None, n, n, exact=True)
         try:
