@@ -130,24 +130,6 @@ constexpr int32_t sm90_fused_smem_bytes(HeadDims d, Tile tile, ScoreForm form) {
          tile.stages * sm90_bias_bytes(tile.m, tile.n, form) + kSm90BackwardSmallBytes + 1024;
 }
 
-// The fused pass with an order: parts of dQ, tiles [m, columns] of float32, go through two buffers in
-// shared memory to the sums, in the order of the keys; dx crosses in one buffer. Behind the sums stand
-// counters: the ticket that comes next, kOrderPad apart the parts that each kOrderRows rows have got.
-constexpr int32_t kOrderRows = 64, kOrderPad = 32;
-constexpr bool sm90_has_ordered(HeadDims d, MaskKind mask, ScoreForm form) {
-  return sm90_has_fused(d, mask, form) &&
-         (form == ScoreForm::plain || (form == ScoreForm::smooth && d.qk > 64));
-}
-constexpr Tile sm90_ordered_tile(HeadDims d) { return {d.qk <= 64 ? 128 : 64, 128, 2, 12}; }
-constexpr int32_t sm90_ordered_smem_bytes(HeadDims d, Tile tile) {
-  int32_t row = sm90_row_bytes(d.qk) + sm90_row_bytes(d.v);
-  return tile.n * row + tile.stages * tile.m * (row + 8) + tile.m * tile.n * 2 +
-         2 * tile.m * d.qk * 4 + kSm90BackwardSmallBytes + 1024;
-}
-CUATTN_HOST_DEVICE int64_t sm90_order_words_of_head(const AttentionParams& f) {
-  return kOrderPad + sm90_row_pitch(f.total_q, f.batch) / kOrderRows;
-}
-
 // Bias pass: a CTA owns m rows and n keys of dbias; Q and K of what is summed there come in a stage,
 // dO and V in the next one.
 constexpr Tile sm90_bias_tile(HeadDims d) { return {128, 128, d.qk <= 64 ? 5 : 3, 12}; }

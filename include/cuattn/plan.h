@@ -108,7 +108,6 @@ struct Plan {
   BiasAccess bias;
   int32_t chunk_keys;  // backward: keys of a part of the work, and such parts; else 0
   int32_t num_chunks;
-  bool in_order;  // backward: these are added in the order of the keys
   size_t workspace_bytes;
   size_t turned_bytes;  // of these at the end, for float8 values that are turned into columns; or 0
   const char* reason;   // one clause, static storage
@@ -120,13 +119,9 @@ struct Plan {
 Plan select_attention(const AttentionRequest& request, const DeviceInfo& device,
                       const char* backend);
 
-// The order of sums in the backward pass: any; one for each problem; of a sequence, whatever else is
-// in its batch.
-enum class SumOrder : int32_t { any, of_problem, of_sequence };
-
 // The same for the backward pass, whose data pointers may be nullptr. `function` is named in
 // refusals. backend: "auto", "cpu", "naive", "simt", "sm80", "sm90".
-Plan select_backward(const char* function, const BackwardParams& params, SumOrder order,
+Plan select_backward(const char* function, const BackwardParams& params, bool batch_invariant,
                      const DeviceInfo& device, const char* backend);
 std::string explain_backward(const Plan& plan, const BackwardParams& params,
                              const DeviceInfo& device);

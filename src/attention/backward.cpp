@@ -162,10 +162,8 @@ BackwardParams problem_of(const BackwardCall& call) {
 
 Plan plan_of(const BackwardCall& call, const DeviceInfo& device, const char* backend) {
   // On the CPU the bits never depend on the run; a batch changes them where keys are cut.
-  SumOrder order = call.forward.batch_invariant ? SumOrder::of_sequence
-                   : call.deterministic         ? SumOrder::of_problem
-                                                : SumOrder::any;
-  return select_backward(call.function(), problem_of(call), order, device, backend);
+  bool ordered = call.forward.batch_invariant || (call.deterministic && device.is_cuda);
+  return select_backward(call.function(), problem_of(call), ordered, device, backend);
 }
 
 namespace {
@@ -282,8 +280,8 @@ void run_backward(BackwardCall& call, const Gradients& gradients, void* workspac
   if (has_data && (!cuda || checks_device_data()))
     backend.check(fn, f, forward.device.device_id, stream);
   require_workspace(fn, plan, forward.device, workspace, workspace_bytes);
-  backend.backward(problem_of(call), {plan.chunk_keys, plan.num_chunks, workspace, plan.in_order},
-                   plan, forward.device.device_id, stream);
+  backend.backward(problem_of(call), {plan.chunk_keys, plan.num_chunks, workspace}, plan,
+                   forward.device.device_id, stream);
 }
 
 }  // namespace cuattn

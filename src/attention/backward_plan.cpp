@@ -2,7 +2,6 @@
 // The chooser of the backward pass: which kernel, how the keys are cut, how much workspace. Next:
 // plan.cpp (the chooser of the forward pass).
 #include <algorithm>
-#include <cstdlib>
 #include <cstring>
 #include <iterator>
 
@@ -120,30 +119,14 @@ const char* refusal(Kernel kernel, const BackwardParams& p, const DeviceInfo& de
 constexpr int32_t kLeastFused = 512;
 constexpr const char* kFusedMerit =
     "Hopper: five products fused, dq summed in any order; deterministic=True takes two passes";
-constexpr const char* kOrderedMerit =
-    "Hopper: five products fused, dq summed in the order of the keys, by tickets";
 
 constexpr const char* kFunctorMerit =
     "tensor cores: mma.sync, two passes compiled for the functions by NVRTC";
 
-// The library around the ordered kernel has run on no GPU yet: it is taken where it is asked for.
-bool asks_for_order() {
-  static const bool asks = [] {
-    const char* value = std::getenv("CUATTN_ORDERED_DQ");
-    return value != nullptr && std::strcmp(value, "1") == 0;
-  }();
-  return asks;
-}
-
-bool takes_fused(const BackwardParams& p, HeadDims d, SumOrder order) {
+bool takes_fused(const BackwardParams& p, HeadDims d, bool ordered) {
   const AttentionParams& f = p.forward;
   constexpr uint32_t kAll = kNeedDq | kNeedDk | kNeedDv;
-  // The longest sequence of a batch decides here: bits of the others must not depend on it.
-  if (order == SumOrder::of_sequence) return false;
-  if (order == SumOrder::of_problem &&
-      !(asks_for_order() && sm90_has_ordered(d, mask_of(f), sm90_score_form(f))))
-    return false;
-  return sm90_has_fused(d, mask_of(f), sm90_score_form(f)) && !p.needs(kNeedDslopes) &&
+  return sm90_has_fused(d, mask_of(f), sm90_score_form(f)) && !ordered && !p.needs(kNeedDslopes) &&
          (p.need & kAll) == kAll && f.seqlen_q >= kLeastFused && f.seqlen_kv >= kLeastFused;
 }
 
@@ -186,7 +169,6 @@ size_t workspace_bytes(const char* function, const Plan& plan, const BackwardPar
   if (plan.kernel == Kernel::sm90) {  // the same, each sequence from a multiple of rows on; sums
     int64_t floats = sm90_floats_of_head(f, plan.num_chunks > 0 ? plan.head_dim : 0);
     if (p.needs(kNeedDsinks)) floats += f.batch;
-    if (plan.in_order) floats += sm90_order_words_of_head(f);
     if (p.needs(kNeedDslopes)) floats += f.total_q;
     size_t bytes = checked_bytes(function, {sizeof(float), floats, f.num_heads_q});
     const int64_t* extents = p.dbias.extents;
@@ -257,10 +239,9 @@ const Rung& named_rung(const char* function, const char* backend, const Backward
 
 }  // namespace
 
-Plan select_backward(const char* function, const BackwardParams& p, SumOrder order,
+Plan select_backward(const char* function, const BackwardParams& p, bool ordered,
                      const DeviceInfo& device, const char* backend) {
   require_supported(function, device);
-  const bool ordered = order != SumOrder::any;
   require_functor(function, p, ordered, device);
   const Rung& rung =
       is_auto(backend) ? best_rung(p, device) : named_rung(function, backend, p, device);
@@ -281,15 +262,14 @@ Plan select_backward(const char* function, const BackwardParams& p, SumOrder ord
     plan.tile = plan.kernel == Kernel::sm90   ? sm90_queries_tile(d, sm90_score_form(f))
                 : plan.kernel == Kernel::sm80 ? sm80_queries_tile(d, score)
                                               : simt_backward_tile(d.qk, false);
-    if (plan.kernel == Kernel::sm90 && takes_fused(p, d, order)) {
-      plan.in_order = ordered;
-      plan.reason = ordered ? kOrderedMerit : kFusedMerit;
-      plan.tile = ordered ? sm90_ordered_tile(d) : sm90_fused_tile(d, sm90_score_form(f));
+    if (plan.kernel == Kernel::sm90 && takes_fused(p, d, ordered)) {
+      plan.reason = kFusedMerit;
+      plan.tile = sm90_fused_tile(d, sm90_score_form(f));
       plan.chunk_keys = plan.tile.n;
       plan.num_chunks = (f.seqlen_kv + plan.chunk_keys - 1) / plan.chunk_keys;
     }
   }
-  if (!rung.on_cuda) cut_keys(plan, p, order == SumOrder::of_sequence);
+  if (!rung.on_cuda) cut_keys(plan, p, ordered);
   plan.workspace_bytes = workspace_bytes(function, plan, p);
   return plan;
 }
@@ -302,7 +282,7 @@ std::string explain_backward(const Plan& plan, const BackwardParams& p, const De
     bool fused = rung.kernel == Kernel::sm90 && plan.num_chunks > 0;
     text += rung_line(
         rung.kernel, chosen, refusal(rung.kernel, p, device),
-        rung.automatic ? "can: " : "by name only: ", chosen && fused ? plan.reason : rung.merit,
+        rung.automatic ? "can: " : "by name only: ", chosen && fused ? kFusedMerit : rung.merit,
         chosen && cut ? concat("; keys in ", plan.num_chunks, " parts") : std::string());
   }
   return text;

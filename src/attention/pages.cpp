@@ -114,7 +114,7 @@ PagedCall step_of(const AttentionCall& call, void* workspace) {
   w.num_seqs = p.batch;
   w.q_len = p.seqlen_q;
   w.num_heads_kv = p.num_heads_kv;
-  w.group = p.num_heads_q / p.num_heads_kv;
+  w.group = p.num_heads_kv > 0 ? p.num_heads_q / p.num_heads_kv : 1;
   w.capacity = p.seqlen_kv;
   w.mask = p.mask;
   to.q = p.q;

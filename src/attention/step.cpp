@@ -130,7 +130,12 @@ bool plans_packed(const AttentionCall& call, const DeviceInfo& device, Plan& pla
   bool serves = device.is_cuda && call.num_splits == 0 && !call.batch_invariant &&
                 p.dtype != DType::e4m3 && p.head_dim <= kMostHeadDim && p.total_kv > 0 &&
                 p.total_kv < kMostPackedRows && p.num_heads_kv > 0;
-  if (!serves || !plans_step(call, step_of(call, nullptr), device, plan)) return false;
+  if (!serves) return false;
+  try {
+    if (!plans_step(call, step_of(call, nullptr), device, plan)) return false;
+  } catch (const InvalidArgument&) {  // more splits or tiles than a step counts
+    return false;
+  }
   plan.keys = KeyAccess::rows_by_step;
   plan.workspace_bytes += packed_lengths_bytes(call);
   return true;

@@ -68,6 +68,14 @@ def test_enough_heads_leave_nothing_to_gain_on_hopper():
     assert STEP in explain(gpu, batch=2, heads=(8, 8, 128)).reason
 
 
+def test_more_tiles_than_a_step_counts_leave_the_call_to_the_ladder():
+    """max_seqlen_k is a bound, however generous: 2^31 tiles of 64 keys are none of the user's."""
+    gpu = made_up_gpus.GPUS["H100"]
+    total, batch = 16384 * 514, 16384
+    plan = explain(gpu, keys=1 << 23, batch=batch, heads=(32, 8, 128), total=total)
+    assert STEP not in plan.reason
+
+
 def test_not_on_the_cpu():
     assert STEP not in explain("cpu").reason
 

@@ -280,6 +280,15 @@ def test_nothing_to_read(device, q_len, rng):
         assert lse.shape == (8, 0)
 
 
+def test_no_heads():
+    caches = np.zeros((4, 16, 0, 64), np.float32)
+    table, lens = np.zeros((2, 1), np.int32), np.array([3, 5], np.int32)
+    ends, q = np.array([0, 1, 4], np.int32), np.zeros((4, 0, 64), np.float32)
+    given = {"block_tables": table, "seqused_k": lens}
+    out = cuattn.attention_varlen(q, caches, caches, ends, None, 3, 16, **given)
+    assert out.shape == (4, 0, 64)
+
+
 @pytest.mark.parametrize(
     ("device", "backend"), harness.target_params(cpu=(), cuda=("auto", "sm80"))
 )

@@ -24,10 +24,6 @@ void launch_passes_sm90(const BackwardLaunch& launch, const backward::RowStates&
   constexpr MaskKind kFusedMask = kServesAll ? MaskKind::causal : kMask;
   constexpr bool kHasFused = sm90_has_fused({kHeadDim, kHeadDimV}, kFusedMask, kForm);
   if (kHasFused && launch.schedule.num_chunks > 0) {  // keys are cut in parts, whose dq are summed
-    if constexpr (sm90_has_ordered({kHeadDim, kHeadDimV}, kFusedMask, kForm)) {
-      if (launch.schedule.in_order)
-        return launch_fused_sm90<kType, kHeadDim, kFusedMask, kForm, true>(launch, states, stream);
-    }
     if constexpr (kHasFused)
       launch_fused_sm90<kType, kHeadDim, kFusedMask, kForm>(launch, states, stream);
   } else {
@@ -42,8 +38,7 @@ void launch_backward_sm90(const BackwardLaunch& launch, cudaStream_t stream) {
   const BackwardParams& p = launch.params;
   const AttentionParams& f = p.forward;
   const backward::RowStates states = backward::row_states(f, launch.schedule.workspace);
-  const int64_t floats = sm90_floats_of_head(f, launch.schedule.num_chunks > 0 ? kHeadDim : 0) +
-                         (launch.schedule.in_order ? sm90_order_words_of_head(f) : 0);
+  const int64_t floats = sm90_floats_of_head(f, launch.schedule.num_chunks > 0 ? kHeadDim : 0);
   float* sink_terms = states.lse + floats * f.num_heads_q;
   float* sums =  // of dbias its parts, of dslopes the terms
       sink_terms + (p.needs(kNeedDsinks) ? int64_t{f.batch} * f.num_heads_q : 0);

@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // The fused pass of the backward kernels on Hopper (sm_90a): five products of tiles where the two
-// passes make seven, and in return dQ is summed in memory, in any order or in that of the keys
-// (ordered.cuh). A CTA owns 128 keys of a KV head as in keys.cuh; besides, dx^T of a tile goes to
-// shared memory, where both groups read it for dQ += dx K, and each adds its share to float32 sums
-// in the workspace. Three kernels:
+// passes make seven, and in return dQ is summed in memory, in any order. A CTA owns 128 keys of a KV
+// head as in keys.cuh; besides, dx^T of a tile goes to shared memory, where both groups read it for
+// dQ += dx K, and each adds its share to float32 sums in the workspace. Three kernels:
 //
-//   prepare  states of the rows; zeros for the sums; with an order, its counters
+//   prepare  states of the rows; zeros for the sums
 //   fused    | S^T  dP^T | P^T, dx^T -> shared | dV += P^T dO | meet | dQ = dx K   dK += dx^T Q | add dQ
 //   finish   sums * scale -> dq
 //
@@ -15,16 +14,13 @@
 #pragma once
 
 #include "cuda/backward/sm90/key_tiles.cuh"
-#include "cuda/backward/sm90/ordered.cuh"
 #include "cuda/backward/sm90/row_states.cuh"
 
 namespace cuattn::backward {
 
-// kIsOrdered: dQ is summed in the order of the keys (ordered.cuh).
-template <DType kType, int kHeadDim, MaskKind kMask, ScoreForm kForm, bool kIsOrdered = false>
-struct FusedPass : KeyTiles<kType, kHeadDim, kHeadDim, kMask, kForm, true, kIsOrdered> {
-  static constexpr bool kOrdered = kIsOrdered;
-  using Base = KeyTiles<kType, kHeadDim, kHeadDim, kMask, kForm, true, kOrdered>;
+template <DType kType, int kHeadDim, MaskKind kMask, ScoreForm kForm>
+struct FusedPass : KeyTiles<kType, kHeadDim, kHeadDim, kMask, kForm, true> {
+  using Base = KeyTiles<kType, kHeadDim, kHeadDim, kMask, kForm, true>;
   using typename Base::Shared;
   using typename Base::Work;
   static constexpr Tile kTile = Base::kTile;
@@ -40,9 +36,8 @@ struct FusedPass : KeyTiles<kType, kHeadDim, kHeadDim, kMask, kForm, true, kIsOr
   // dx^T as the accumulators hold it, keys x queries, to panels of 64 queries.
   static __device__ __forceinline__ void share_grads(uint32_t to, int group,
                                                      const uint32_t (&grads)[kTile.m / 4]) {
-    const uint32_t thread = kOrdered && kTile.m == 128 ? fresh_thread() : threadIdx.x;
-    const int lane = thread % 32;
-    const int row = group * 64 + thread / 32 % 4 * 16 + lane % 16;
+    const int lane = threadIdx.x % 32;
+    const int row = group * 64 + threadIdx.x / 32 % 4 * 16 + lane % 16;
 #pragma unroll
     for (int j = 0; j < kTile.m / 16; ++j) {
       const int chunk = (2 * (j % 4) + lane / 16) ^ (row % 8);
@@ -115,8 +110,7 @@ struct FusedPass : KeyTiles<kType, kHeadDim, kHeadDim, kMask, kForm, true, kIsOr
                   group * 64 * 64 + threadIdx.x % 128 * 4;
       if constexpr (kForm == ScoreForm::smooth) mod = typename Base::Mod(f, work.batch, head, 0, 0);
 #pragma unroll 1
-      for (int at = work.range.begin; at < work.range.end; ++at) {
-        const int tile = Base::tile_at(work, at);
+      for (int tile = work.range.begin; tile < work.range.end; ++tile) {
         const int stage = ring.stage();
         const uint32_t q = shared.q_stage(stage), dout = shared.dout_stage(stage);
         barrier_wait(shared.q_full(stage), ring.parity());
@@ -142,7 +136,7 @@ struct FusedPass : KeyTiles<kType, kHeadDim, kHeadDim, kMask, kForm, true, kIsOr
         Base::make_probs(scores, probs, f, work, mod, shared, stage, sight, tile, masked);
         wgmma_wait<0>();
         pin(dout_v);
-        if constexpr (Base::kDrops && Base::kPacksLate)
+        if constexpr (Base::kPacksLate)
           Base::kept_of(shared, stage).drop_all(dout_v);
         else if constexpr (Base::kDrops)
           Base::kept_of(shared, stage).drop_all(probs, dout_v);
@@ -150,14 +144,13 @@ struct FusedPass : KeyTiles<kType, kHeadDim, kHeadDim, kMask, kForm, true, kIsOr
         pack<kType>(grads, dout_v);
         if constexpr (Base::kPacksLate) {
           pack<kType>(probs, scores);
-          if constexpr (Base::kDrops) Base::kept_of(shared, stage).drop_all(probs);
+          Base::kept_of(shared, stage).drop_all(probs);
         }
         if (has_tail) {
 #pragma unroll
           for (int i = 0; i < kTile.m / 4; ++i)
             if (sight.key + 8 * (i % 2) >= work.keys.used) grads[i] = 0;
         }
-        if constexpr (kOrdered) barrier_wait(shared.crossing_empty(), stage ^ 1);
         share_grads(shared_grads, group, grads);
         async_proxy_fence();
         pin(dv);
@@ -181,22 +174,13 @@ struct FusedPass : KeyTiles<kType, kHeadDim, kHeadDim, kMask, kForm, true, kIsOr
         release(shared.dout_empty(stage));
         wgmma_wait<1>();
         pin(dq);
-        if constexpr (kOrdered) {
-          static_assert(kTile.stages == 2, "a buffer for parts goes with each stage");
-          release(shared.crossing_empty());
-          barrier_wait(shared.part_empty(stage), ring.parity() ^ 1);
-          hand_over_part(shared.parts + stage * Shared::kPartBytes, shared.part_full(stage), group,
-                         dq);
-        } else {
-          add_dq(to, dq);
-        }
+        add_dq(to, dq);
         wgmma_wait<0>();
         pin(dk);
         pin(grads);
         release(shared.q_empty(stage));
         to += kTile.m * kHeadDim;
-        if constexpr (!kOrdered)
-          shared_grads ^= shared.crossing ^ (shared.crossing + Shared::kCrossingBytes);
+        shared_grads ^= shared.crossing ^ (shared.crossing + Shared::kCrossingBytes);
         ring.next();
       }
     }
@@ -230,31 +214,27 @@ struct FusedPass : KeyTiles<kType, kHeadDim, kHeadDim, kMask, kForm, true, kIsOr
 template <class Pass>
 __global__ void __launch_bounds__(kThreads, 1)
     fused_sm90_kernel(const __grid_constant__ BackwardParams params,
-                      const __grid_constant__ RowStates states, float* sums, int32_t* counters,
+                      const __grid_constant__ RowStates states, float* sums,
                       const __grid_constant__ KeySchedule schedule,
                       const __grid_constant__ Maps maps) {
   extern __shared__ __align__(1024) char smem[];
   using Shared = typename Pass::Shared;
   const int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
   const Shared shared(smem);  // here: behind the branch its values would leave uniform registers
-  int32_t item = static_cast<int32_t>(blockIdx.x);
-  if constexpr (Pass::kOrdered) item = draw_ticket(counters, smem);
-  const typename Pass::Work work(params.forward, schedule, item);
+  const typename Pass::Work work(params.forward, schedule, static_cast<int32_t>(blockIdx.x));
   if (work.key0 >= work.keys.stored) return device::wait_for_previous_kernel();
   shared.init_barriers();
   __syncthreads();
   if (group == 0) {
-    device::registers_shrink<Registers<Pass::kDrops || Pass::kOrdered>::kOfProducer>();
+    device::registers_shrink<Registers<Pass::kDrops>::kOfProducer>();
     if (threadIdx.x < 32) {
       if (device::elect_one()) Pass::produce(params.forward, states, maps, work, shared);
-    } else if constexpr (Pass::kOrdered) {
-      if (threadIdx.x == 32) Adder<Pass>{shared, counters}.run(params.forward, work, states, sums);
     } else if constexpr (Pass::kDrops) {
       if (int drawer = drawer_number(); drawer >= 0)
         Pass::draw(params.forward, work, shared, drawer);
     }
   } else {
-    device::registers_grow<Registers<Pass::kDrops || Pass::kOrdered>::kOfConsumer>();
+    device::registers_grow<Registers<Pass::kDrops>::kOfConsumer>();
     Pass::consume(params, work, states, sums, shared, group - 1);
   }
 }
@@ -272,46 +252,24 @@ struct RowBlock {
 };
 constexpr int kRowThreads = 256;
 
-// Whether some row of a tile sees some key.
-template <int kRows>
-__device__ __forceinline__ bool has_parts(const AttentionParams& f, const RowsOfHead& rows,
-                                          int32_t row0) {
-  const Span keys = key_span(f, rows.batch);
-  const int32_t end = min(row0 + kRows, rows.queries.used);
-  const auto seen =
-      device::tile_range<128>(f.mask.left, f.mask.right, row0, end, rows.queries.used, keys.used);
-  return seen.begin < seen.end;
-}
-
 template <DType kType, int kHeadDim>
 __global__ void __launch_bounds__(kRowThreads)
     prepare_sm90_kernel(const __grid_constant__ BackwardParams params,
-                        const __grid_constant__ RowStates states, float* sums, int32_t* counters,
-                        int32_t blocks) {
+                        const __grid_constant__ RowStates states, float* sums, int32_t blocks) {
   device::wait_for_previous_kernel();
   device::release_next_kernel();
   const RowBlock block(params.forward, blocks);
-  if (counters != nullptr && blockIdx.x == 0 && threadIdx.x == 0) counters[0] = 0;
   if (block.row0 >= block.rows.queries.stored) return;
   const int64_t place =
       states.place(params.forward, block.rows.queries, block.rows.batch, block.rows.head) +
       block.row0;
-  if (counters != nullptr && threadIdx.x < kRowPad / kOrderRows)
-    counters[kOrderPad + place / kOrderRows + threadIdx.x] = 0;
 #pragma unroll 1
   for (int half = 0; half < 2; ++half) {
     const int32_t row = block.row0 + 64 * half + static_cast<int32_t>(threadIdx.x) / 4;
     make_row_state<kType>(params, states, block.rows, row);
   }
-  // With an order the first part of a tile is stored: only what has no part needs zeros.
-  const AttentionParams& f = params.forward;
-  constexpr int kRows = FusedPass<kType, kHeadDim, MaskKind::none, ScoreForm::plain>::kTile.m;
-#pragma unroll 1
-  for (int32_t row0 = block.row0; row0 < block.row0 + kRowPad; row0 += kRows) {
-    if (counters != nullptr && has_parts<kRows>(f, block.rows, row0)) continue;
-    float4* to = reinterpret_cast<float4*>(sums + (place + row0 - block.row0) * kHeadDim);
-    for (int i = threadIdx.x; i < kRows * kHeadDim / 4; i += kRowThreads) to[i] = float4{};
-  }
+  float4* to = reinterpret_cast<float4*>(sums + place * kHeadDim);
+  for (int i = threadIdx.x; i < kRowPad * kHeadDim / 4; i += kRowThreads) to[i] = float4{};
 }
 
 template <DType kType, int kHeadDim>
@@ -360,31 +318,27 @@ __global__ void __launch_bounds__(kRowThreads)
 
 namespace cuattn {
 
-template <DType kType, int kHeadDim, MaskKind kMask, ScoreForm kForm, bool kOrdered = false>
+template <DType kType, int kHeadDim, MaskKind kMask, ScoreForm kForm>
 void launch_fused_sm90(const BackwardLaunch& launch, const backward::RowStates& states,
                        cudaStream_t stream) {
-  using Pass = backward::FusedPass<kType, kHeadDim, kMask, kForm, kOrdered>;
+  using Pass = backward::FusedPass<kType, kHeadDim, kMask, kForm>;
   const BackwardParams& p = launch.params;
   const AttentionParams& f = p.forward;
   float* sums = states.delta + states.pitch * f.num_heads_q;
-  int32_t* counters =
-      kOrdered ? reinterpret_cast<int32_t*>(sums + states.pitch * f.num_heads_q * kHeadDim)
-               : nullptr;
   const int32_t row_blocks = device::ceil_div(f.seqlen_q, kRowPad);
   const unsigned rows = grid_blocks(int64_t{f.batch} * f.num_heads_q * row_blocks, "sm90");
   if (rows > 0) {
     launch_overlapping(backward::prepare_sm90_kernel<kType, kHeadDim>, rows, backward::kRowThreads,
-                       0, 9, stream, p, states, sums, counters, row_blocks);
+                       0, 9, stream, p, states, sums, row_blocks);
   }
-  const backward::KeySchedule schedule(f, Pass::kTile, kMask, kOrdered);
+  const backward::KeySchedule schedule(f, Pass::kTile, kMask);
   const unsigned blocks = grid_blocks(int64_t{schedule.pairs} * schedule.tiles, "sm90");
   if (blocks > 0) {
     auto* kernel = backward::fused_sm90_kernel<Pass>;
     static std::atomic<uint64_t> allowed{0};
     allow_shared_memory(kernel, Pass::kSmemBytes, allowed);
     launch_overlapping(kernel, blocks, backward::kThreads, Pass::kSmemBytes, 9, stream, p, states,
-                       sums, counters, schedule,
-                       backward::make_maps(p, Pass::kTile.m, Pass::kTile.n, kForm));
+                       sums, schedule, backward::make_maps(p, Pass::kTile.m, Pass::kTile.n, kForm));
   }
   if (rows > 0) {
     launch_overlapping(backward::finish_sm90_kernel<kType, kHeadDim>, rows, backward::kRowThreads,

@@ -15,44 +15,37 @@ struct KeySchedule {
   int32_t tiles, pairs, section;  // key tiles of the longest sequence; pairs in all, of a section
   bool clears;                    // what lies behind the last row of a sequence is not zeros
 
-  // ordered: those that wait for each other are few of many pairs, whose sums of dq fit in L2, too.
-  KeySchedule(const AttentionParams& f, Tile tile, MaskKind mask, bool ordered = false)
+  KeySchedule(const AttentionParams& f, Tile tile, MaskKind mask)
       : tiles(device::ceil_div(f.seqlen_kv, tile.n)),
         pairs(static_cast<int32_t>(grid_blocks(int64_t{f.batch} * f.num_heads_kv, "sm90"))),
         section(1),
         clears(f.cu_seqlens_q != nullptr || f.seqused_q != nullptr) {
-    const int64_t bytes = int64_t{16 << 20} << (ordered && f.seqlen_q > 1024);  // measured
-    int64_t pair_bytes = (ordered ? 4 : 2) * (int64_t{f.seqlen_q} + 1) *
-                         (f.head_dim + f.head_dim_v) * f.num_heads_q / f.num_heads_kv;
-    if (mask != MaskKind::none || ordered)
-      section = static_cast<int32_t>(device::ceil_div(bytes, pair_bytes));
+    if (pairs == 0) return;  // without heads nothing is launched
+    constexpr int64_t kSectionBytes = 16 << 20;
+    int64_t pair_bytes = 2 * (int64_t{f.seqlen_q} + 1) * (f.head_dim + f.head_dim_v) *
+                         f.num_heads_q / f.num_heads_kv;
+    if (mask != MaskKind::none)
+      section = static_cast<int32_t>(device::ceil_div(kSectionBytes, pair_bytes));
     if (section > pairs) section = pairs;
   }
 };
 
-// kFused: of the fused pass (fused.cuh), whose tiles are others; kOrdered: with an order (ordered.cuh).
+// kFused: of the fused pass (fused.cuh), whose tiles are others.
 template <DType kType, int kHeadDim, int kHeadDimV, MaskKind kMask, ScoreForm kForm,
-          bool kFused = false, bool kOrdered = false>
+          bool kFused = false>
 struct KeyTiles {
   // 1. Types and sizes
   static constexpr HeadDims kDims = {kHeadDim, kHeadDimV};
   static constexpr Tile kTile =  // n keys stay, m queries come
-      kOrdered ? sm90_ordered_tile(kDims)
-      : kFused ? sm90_fused_tile(kDims, kForm)
-               : sm90_keys_tile(kDims, kForm);
-  static constexpr int kSmemBytes = kOrdered ? sm90_ordered_smem_bytes(kDims, kTile)
-                                    : kFused ? sm90_fused_smem_bytes(kDims, kTile, kForm)
-                                             : sm90_keys_smem_bytes(kDims, kTile, kForm);
-  // Which way the work goes where it has an order; else first keys and first rows first.
-  static constexpr bool kLastKeysFirst = kOrdered && kTile.m == 128 && kMask == MaskKind::causal;
-  static constexpr bool kLastRowsFirst = kOrdered && !kLastKeysFirst;
+      kFused ? sm90_fused_tile(kDims, kForm) : sm90_keys_tile(kDims, kForm);
+  static constexpr int kSmemBytes = kFused ? sm90_fused_smem_bytes(kDims, kTile, kForm)
+                                           : sm90_keys_smem_bytes(kDims, kTile, kForm);
   static constexpr bool kDrops = kForm == ScoreForm::dropped;
   static constexpr int kKeptBytes = sm90_kept_bytes(kTile.n, kTile.m, kForm);  // a stage of dO
   static constexpr bool kIsBiased = kForm == ScoreForm::biased;
   static constexpr int kBiasBytes = sm90_bias_bytes(kTile.m, kTile.n, kForm);  // a stage of Q
   // P^T is packed when dx^T is made: registers are few.
-  static constexpr bool kPacksLate =
-      (kDrops || (kOrdered && kForm == ScoreForm::plain)) && kFused && kTile.m == 128;
+  static constexpr bool kPacksLate = kDrops && kFused && kTile.m == 128;
   static constexpr bool kCrosses = kFused || sm90_keys_are_paired(kDims);
   static constexpr int kPanelsQk = (kHeadDim + 63) / 64, kPanelsV = (kHeadDimV + 63) / 64;
   static constexpr int kKBytes = kTile.n * kPanelsQk * 128, kVBytes = kTile.n * kPanelsV * 128;
@@ -66,7 +59,7 @@ struct KeyTiles {
   // (stage, panel, m, 64), which comes with Q; what crosses between the groups; lse, Delta (stage, m);
   // what dropout keeps, which comes with dO; barriers. K comes with the first Q, V with the first dO.
   struct Shared {
-    uint32_t k, v, q, dout, bias, crossing, parts, planes, kept_bits, barriers;
+    uint32_t k, v, q, dout, bias, crossing, planes, kept_bits, barriers;
     __device__ explicit Shared(const void* base) {
       k = (device::smem_address(base) + 1023) & ~1023u;  // the swizzle repeats every 1024 bytes
       v = k + kKBytes;
@@ -74,14 +67,11 @@ struct KeyTiles {
       dout = q + kTile.stages * kQBytes;
       bias = dout + kTile.stages * kDoutBytes;
       crossing = bias + kTile.stages * kBiasBytes;
-      parts = crossing + (kCrosses ? kCrossings * kCrossingBytes : 0);
-      planes = parts + (kOrdered ? 2 * kPartBytes : 0);
+      planes = crossing + (kCrosses ? 2 * kCrossingBytes : 0);
       kept_bits = planes + kTile.stages * 2 * kPlaneBytes;
       barriers = kept_bits + kTile.stages * kKeptBytes;
     }
-    static constexpr int kCrossings = kOrdered ? 1 : 2;           // buffers
-    static constexpr int kCrossingBytes = kTile.m * kTile.n * 2;  // of one
-    static constexpr int kPartBytes = kTile.m * kHeadDim * 4;     // a part of dQ, ordered
+    static constexpr int kCrossingBytes = kTile.m * kTile.n * 2;  // of one of two buffers
     __device__ uint32_t q_stage(int s) const { return q + s * kQBytes; }
     __device__ uint32_t dout_stage(int s) const { return dout + s * kDoutBytes; }
     __device__ uint32_t bias_stage(int s) const { return bias + s * kBiasBytes; }
@@ -92,10 +82,6 @@ struct KeyTiles {
     __device__ uint32_t q_empty(int s) const { return q_full(kTile.stages + s); }
     __device__ uint32_t dout_full(int s) const { return q_full(2 * kTile.stages + s); }
     __device__ uint32_t dout_empty(int s) const { return q_full(3 * kTile.stages + s); }
-    // Ordered: parts of dQ, a buffer for each stage; both groups have read dx.
-    __device__ uint32_t part_full(int s) const { return q_full(4 * kTile.stages + s); }
-    __device__ uint32_t part_empty(int s) const { return q_full(5 * kTile.stages + s); }
-    __device__ uint32_t crossing_empty() const { return q_full(6 * kTile.stages); }
 
     __device__ void init_barriers() const {
       if (threadIdx.x != 0) return;
@@ -104,15 +90,11 @@ struct KeyTiles {
         device::barrier_init(dout_full(s), kDrops ? 1 + kDrawers : 1);
         device::barrier_init(q_empty(s), kConsumers * 4);
         device::barrier_init(dout_empty(s), kConsumers * 4);
-        if (!kOrdered) continue;
-        device::barrier_init(part_full(s), kConsumers * 4);
-        device::barrier_init(part_empty(s), 1);
       }
-      if (kOrdered) device::barrier_init(crossing_empty(), kConsumers * 4);
       device::barrier_init_fence();
     }
   };
-  static_assert(48 * kTile.stages + 8 + kThreads / 32 * 8 <= kSm90BackwardSmallBytes);
+  static_assert(32 * kTile.stages + kThreads / 32 * 8 <= kSm90BackwardSmallBytes);
 
   // 3. What a CTA works on
   struct Work {
@@ -127,8 +109,7 @@ struct KeyTiles {
       int32_t pair = first + within % width;
       batch = pair / f.num_heads_kv;
       kv_head = pair % f.num_heads_kv;
-      int32_t tile = within / width;
-      key0 = (kLastKeysFirst ? s.tiles - 1 - tile : tile) * kTile.n;
+      key0 = within / width * kTile.n;
       group = f.num_heads_q / f.num_heads_kv;
       clears = s.clears;
       queries = query_span(f, batch);
@@ -188,11 +169,6 @@ struct KeyTiles {
     return !__all_sync(0xffffffffu, sees_all);
   }
 
-  // The tile of rows in step `at` of a head, from range.begin on.
-  static __device__ __forceinline__ int tile_at(const Work& work, int at) {
-    return kLastRowsFirst ? work.range.begin + work.range.end - 1 - at : at;
-  }
-
   static __device__ __forceinline__ int32_t left(const AttentionParams& f) {
     return kMask == MaskKind::window ? f.mask.left : static_cast<int32_t>(kUnlimited);
   }
@@ -216,8 +192,7 @@ struct KeyTiles {
     for (int32_t head = first_head; head < first_head + work.group; ++head) {
       const int64_t place = states.place(f, work.queries, work.batch, head);
 #pragma unroll 1
-      for (int32_t at = work.range.begin; at < work.range.end; ++at) {
-        const int32_t tile = tile_at(work, at);
+      for (int32_t tile = work.range.begin; tile < work.range.end; ++tile) {
         BoxPlace box = rows;
         box.row += tile * kTile.m;
         const int s = ring.stage();

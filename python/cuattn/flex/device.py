@@ -45,7 +45,7 @@ def is_cuda(q: Any) -> bool:
 
 def place_of(arguments: dict[str, Any]) -> tuple[Any, ...] | None:
     """Return what `Placed` hangs on beside what was found; None on the CPU."""
-    q, v, stream = arguments["q"], arguments["v"], arguments.get("stream")
+    q, stream = arguments["q"], arguments.get("stream")
     if not is_cuda(q):
         return None
     if stream is not None:
@@ -53,9 +53,16 @@ def place_of(arguments: dict[str, Any]) -> tuple[Any, ...] | None:
     elif type(q).__module__.startswith("cupy"):  # its memory is for the stream it is made on
         stream = sys.modules["cupy"].cuda.get_current_stream().ptr
     device = q.device if hasattr(q, "is_cuda") else q.__dlpack_device__()
-    shape = (q.dtype, int(q.shape[-1]), int(v.shape[-1]))
+    shape = (q.dtype, *head_dims_of(arguments))
     options = (is_plain(arguments), free_options(arguments), arguments.get("backend", "auto"))
     return type(q), device, *shape, stream, *options
+
+
+def head_dims_of(arguments: dict[str, Any]) -> tuple[int, int]:
+    """Return head_dim of q and of v; the last axis of a vllm cache of v is the block's tokens."""
+    q, v = arguments["q"], arguments["v"]
+    is_vllm = arguments.get("block_tables") is not None and arguments.get("kv_layout") == "vllm"
+    return int(q.shape[-1]), int(v.shape[-2 if is_vllm else -1])
 
 
 def free_options(arguments: dict[str, Any]) -> frozenset[str]:
@@ -187,8 +194,7 @@ def of_tiles(block_mask: BlockMask | None, arguments: dict[str, Any]) -> BlockMa
 
 def kernel_of(arguments: dict[str, Any]) -> tuple[str, Kernel, tuple[int, int]]:
     """Return what takes the functors of a call."""
-    q, v = arguments["q"], arguments["v"]
-    head_dims = (int(q.shape[-1]), int(v.shape[-1]))
+    q, head_dims = arguments["q"], head_dims_of(arguments)
     device = int(q.__dlpack_device__()[1])
     return kernel_for(device, dtype_name(q), *head_dims, may_take_sm90(arguments, head_dims))
 
@@ -201,7 +207,7 @@ def may_take_sm90(arguments: dict[str, Any], head_dims: tuple[int, ...]) -> bool
 
 def runs_in_sm90(arguments: dict[str, Any]) -> bool:
     """Whether functors of a call run in the kernel for Hoppers."""
-    head_dims = (int(arguments["q"].shape[-1]), int(arguments["v"].shape[-1]))
+    head_dims = head_dims_of(arguments)
     return may_take_sm90(arguments, head_dims) and kernel_of(arguments)[1].name == "sm90"
 
 

@@ -133,7 +133,8 @@ def result_shapes(call: TracedCall) -> tuple[Any, Any]:
     """Return the shapes of out and lse."""
     shapes = dict(zip(call.names, call.operands, strict=False))
     q, v = shapes["q"], shapes["v"]
-    out = jax.ShapeDtypeStruct((*q.shape[:-1], v.shape[-1]), q.dtype)
+    is_vllm = "block_tables" in call.names and call.options.get("kv_layout") == "vllm"
+    out = jax.ShapeDtypeStruct((*q.shape[:-1], v.shape[-2 if is_vllm else -1]), q.dtype)
     if q.ndim == 3:
         return out, jax.ShapeDtypeStruct(q.shape[1::-1], jnp.float32)
     is_bshd = call.options.get("layout", "bshd") == "bshd"
@@ -170,6 +171,11 @@ def attend_traced(arguments: dict[str, Any], score_mod: Any, mask_mod: Any, bloc
         return jax.pure_callback(call.forward, out_shapes, *operands, vmap_method="sequential")
 
     def run_and_keep(operands: Any) -> Any:
+        if "block_tables" in call.names:
+            raise NotImplementedError(
+                "flex_attention: block_tables must not be given where a gradient is wanted, as "
+                "keys in pages have none; pass k and v in rows"
+            )
         out, lse = run(operands)
         return (out, lse), (operands, out, lse)
 

@@ -243,7 +243,7 @@ def explain(
     q, k, v, group, layout, scheme, causal, window, alibi_slopes, bias, seqused, dropout_p
         As in `attention`.
     partial_dtype, memory_limit
-        As in `attention`. With memory_limit=None the first call on a group asks all ranks, so all
+        As in `attention`. The first call on a group asks all ranks, so all
         have to make it.
 
     Returns

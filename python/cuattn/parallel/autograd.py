@@ -92,14 +92,17 @@ class Attend(torch.autograd.Function):  # type: ignore[misc]
         """Attend, and keep what the way back needs; bias and slopes are the scheme's problem's."""
         out, lse = scheme.forward(q, k, v, sinks)  # type: ignore[attr-defined]
         ctx.scheme = scheme
-        ctx.save_for_backward(q, k, v, sinks, bias, slopes, out, lse)
+        problem = scheme.problem  # type: ignore[attr-defined]
+        state = None if problem.dropout is None else problem.dropout.options.get("dropout_state")
+        # The last two so that torch refuses a way back after they were written.
+        ctx.save_for_backward(q, k, v, sinks, bias, slopes, out, lse, problem.used, state)
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
         """Differentiate by the same scheme."""
-        q, k, v, sinks, bias, slopes, out, lse = ctx.saved_tensors
+        q, k, v, sinks, bias, slopes, out, lse, *_ = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(out)
         dlse = None if dlse is None else dlse.contiguous()

@@ -270,7 +270,7 @@ def calibrate(
         behind it; "tiles", the multiprocessors of a device, 1 on the CPU.
     """
     team = team_of("parallel.calibrate", group)
-    is_cuda = dist.get_backend(team.group) == "nccl"
+    is_cuda = team.has_nccl()
     where = torch.device(device or (torch.cuda.current_device() if is_cuda else "cpu"))
     seqlen = seqlen or (16384 if where.type == "cuda" else 1024)
     num_bytes = num_bytes or (1 << 26 if where.type == "cuda" else 1 << 22)

@@ -194,7 +194,7 @@ def said_of(
         **{name: shape_words(given[name], name) for name in small},
         "requires_grad": [
             x is not None and x.requires_grad and torch.is_grad_enabled()
-            for x in (q, k, v, given["sinks"], given["bias"])
+            for x in (q, k, v, *(given[name] for name in ("sinks", "bias", "alibi_slopes")))
         ],
         "cu_seqlens": None if begins is None else begins.tolist(),
         "cuattn": cuattn.__version__,

@@ -41,6 +41,15 @@ class Team:
         """The group, which the caller holds while a call runs."""
         return self._group()
 
+    def has_nccl(self) -> bool:
+        """Whether the group moves CUDA memory by NCCL; it may move the host's by gloo, too."""
+        if not torch.cuda.is_available():
+            return False
+        try:
+            return bool(self.group._get_backend(torch.device("cuda")).name() == "nccl")
+        except RuntimeError:
+            return False
+
     def gather_on_host(self, mine: Tensor) -> Tensor:
         """Return what every rank gives, [size, ...] in host memory; all ranks call it together."""
         box = [torch.empty_like(mine) for _ in range(self.size)]
@@ -71,10 +80,10 @@ class Team:
         have nothing to send could not.
         """
         if inner not in self._free:
-            if device.type == "cuda":
-                for team in (self, inner):
-                    if team is not None and dist.get_backend(team.group) == "nccl":
-                        dist.all_reduce(torch.zeros(1, device=device), group=team.group)
+            for team in (self, inner):  # whatever q is: a rank that refuses its own takes part
+                if team is not None and team.has_nccl():
+                    here = torch.device("cuda", torch.cuda.current_device())
+                    dist.all_reduce(torch.zeros(1, device=here), group=team.group)
             free = torch.tensor([free_memory(device)], dtype=torch.int64, device="cpu")
             for team in (self, inner):
                 if team is not None:

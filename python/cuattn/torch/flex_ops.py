@@ -19,7 +19,7 @@ from .._gradients import SOURCES
 NAME = "flex_attention"
 TENSORS = (
     *("q", "k", "v", "bias", "sinks", "alibi_slopes", "seqused_q", "seqused_k"),
-    *("cu_seqlens_q", "cu_seqlens_k", "dropout_state"),
+    *("cu_seqlens_q", "cu_seqlens_k", "dropout_state", "block_tables"),
 )
 FUNCTIONS = ("score_mod", "mask_mod", "block_mask")
 GRADIENTS = tuple(SOURCES.values())
@@ -92,8 +92,10 @@ def run(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 def shapes(*arguments: Any) -> tuple[Tensor, Tensor]:
     """Return empty results."""
-    q, v, layout = arguments[0], arguments[2], kept[arguments[-1]].get("layout", "bshd")
-    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    q, v, options = arguments[0], arguments[2], kept[arguments[-1]]
+    layout, is_paged = options.get("layout", "bshd"), arguments[len(TENSORS) - 1] is not None
+    head_dim_v = v.shape[-2 if is_paged and options.get("kv_layout") == "vllm" else -1]
+    out = q.new_empty((*q.shape[:-1], head_dim_v))
     if q.dim() == 3:
         return out, q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
     batch, rows, heads = (q.shape[i] for i in ((0, 1, 2) if layout == "bshd" else (0, 2, 1)))
@@ -165,6 +167,9 @@ def attend(
     for name, x in others:
         if isinstance(x, Tensor):
             raise NotImplementedError(f"{NAME}: {name} must not be given under torch.compile")
+    if options.get("block_tables") is not None and torch.is_grad_enabled():
+        if any(isinstance(x, Tensor) and x.requires_grad for x in (q, k, v, *options.values())):
+            raise NotImplementedError(f"{NAME}: block_tables must not be given with gradients")
     number = keep((score_mod, mask_mod, block_mask), others)
     tensors = (q, k, v, *(options.get(n) for n in TENSORS[3:]))
     out, lse = torch.ops.cuattn.flex_attention(*tensors, number)
