@@ -179,3 +179,38 @@ def test_what_is_wrong_with_pages_is_said(wrong, what):
     cuattn.flex_attention(q, cache, cache, mask_mod=mask, **call)
     with pytest.raises(ValueError, match=what):
         cuattn.flex_attention(q, cache, cache, mask_mod=mask, **{**call, **wrong})
+
+
+def test_head_dims_of_caches():
+    """The last axis of a vllm cache of v is the block's tokens."""
+    device = pytest.importorskip("cuattn.flex.device")
+    q, k = np.zeros((2, 4, 64)), np.zeros((9, 2, 8, 16, 8))
+    paged = {"q": q, "k": k, "block_tables": np.zeros((1, 2), np.int32)}
+    assert device.head_dims_of({**paged, "v": np.zeros((9, 2, 128, 16)), "kv_layout": "vllm"}) == (
+        64,
+        128,
+    )
+    assert device.head_dims_of({**paged, "v": np.zeros((9, 16, 2, 128))}) == (64, 128)
+    assert device.head_dims_of({"q": q, "v": np.zeros((5, 2, 32))}) == (64, 32)
+
+
+def test_torch_compiles_over_pages_without_a_break():
+    torch = frameworks.require("torch")
+    q, k, v = (torch.randn(shape) for shape in ((4, 4, 16), (9, 16, 2, 16), (9, 16, 2, 16)))
+    given = {
+        "block_tables": torch.tensor([[0, 1], [2, 3]], dtype=torch.int32),
+        "cu_seqlens_q": torch.tensor([0, 2, 4], dtype=torch.int32),
+        "seqused_k": torch.tensor([20, 31], dtype=torch.int32),
+        "max_seqlen_q": 2,
+        "max_seqlen_k": 32,
+    }
+
+    def attend(q):
+        return cuattn.flex_attention(q, k, v, mask_mod=thirds, **given)
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(q), attend(q))
+
+
+def thirds(b, h, q_idx, kv_idx):
+    return (kv_idx % 3 != 0) | (q_idx < 1)

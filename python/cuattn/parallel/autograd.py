@@ -92,7 +92,7 @@ class Attend(torch.autograd.Function):  # type: ignore[misc]
         """Attend, and keep what the way back needs; bias and slopes are the scheme's problem's."""
         out, lse = scheme.forward(q, k, v, sinks)  # type: ignore[attr-defined]
         ctx.scheme = scheme
-        problem = scheme.problem  # type: ignore[attr-defined]
+        problem = scheme.problem
         state = None if problem.dropout is None else problem.dropout.options.get("dropout_state")
         # The last two so that torch refuses a way back after they were written.
         ctx.save_for_backward(q, k, v, sinks, bias, slopes, out, lse, problem.used, state)

@@ -12,7 +12,6 @@ import time
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 import cuattn
 

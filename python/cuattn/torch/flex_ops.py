@@ -167,9 +167,13 @@ def attend(
     for name, x in others:
         if isinstance(x, Tensor):
             raise NotImplementedError(f"{NAME}: {name} must not be given under torch.compile")
-    if options.get("block_tables") is not None and torch.is_grad_enabled():
-        if any(isinstance(x, Tensor) and x.requires_grad for x in (q, k, v, *options.values())):
-            raise NotImplementedError(f"{NAME}: block_tables must not be given with gradients")
+    given = (x for x in (q, k, v, *options.values()) if isinstance(x, Tensor))
+    wants = torch.is_grad_enabled() and any(x.requires_grad for x in given)
+    if wants and options.get("block_tables") is not None:
+        raise NotImplementedError(
+            f"{NAME}: block_tables must not be given where a gradient is wanted, as keys in pages "
+            "have none; pass k and v in rows, or call it under torch.no_grad()"
+        )
     number = keep((score_mod, mask_mod, block_mask), others)
     tensors = (q, k, v, *(options.get(n) for n in TENSORS[3:]))
     out, lse = torch.ops.cuattn.flex_attention(*tensors, number)
