@@ -183,7 +183,8 @@ def test_what_is_wrong_with_pages_is_said(wrong, what):
 
 def test_head_dims_of_caches():
     """The last axis of a vllm cache of v is the block's tokens."""
-    device = pytest.importorskip("cuattn.flex.device")
+    from cuattn.flex import device
+
     q, k = np.zeros((2, 4, 64)), np.zeros((9, 2, 8, 16, 8))
     paged = {"q": q, "k": k, "block_tables": np.zeros((1, 2), np.int32)}
     assert device.head_dims_of({**paged, "v": np.zeros((9, 2, 128, 16)), "kv_layout": "vllm"}) == (
