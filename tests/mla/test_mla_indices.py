@@ -48,13 +48,7 @@ class ListCase:
     sinks: bool = False
     options: tuple = ()
 
-    def __str__(self):
-        changed = (
-            f"{f.name}={getattr(self, f.name)}"
-            for f in dataclasses.fields(self)
-            if getattr(self, f.name) != f.default
-        )
-        return ",".join(changed) or "default"
+    __str__ = mla_cases.MlaCase.__str__
 
 
 def make(case, rng):

@@ -82,7 +82,7 @@ class Team:
         if inner not in self._free:
             for team in (self, inner):  # whatever q is: a rank that refuses its own takes part
                 if team is not None and team.has_nccl():
-                    here = torch.device("cuda", torch.cuda.current_device())
+                    here = device if device.type == "cuda" else torch.device("cuda")
                     dist.all_reduce(torch.zeros(1, device=here), group=team.group)
             free = torch.tensor([free_memory(device)], dtype=torch.int64, device="cpu")
             for team in (self, inner):
