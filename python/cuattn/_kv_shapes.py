@@ -75,3 +75,8 @@ def check_blocks(op: str, block_size: int, head_dim: int, dtype: str, kv_layout:
             f"{op}: block_size must be 8, 16 or 32 for kv_layout 'vllm', got {block_size}; "
             "or use 'nhd'"
         )
+
+
+def head_dim_of_values(shape: Any, kv_layout: str | None) -> Any:
+    """Return head_dim of v, rows (kv_layout None) or a cache; vllm's ends with a block's tokens."""
+    return shape[-2 if kv_layout == "vllm" else -1]

@@ -18,6 +18,7 @@ import numpy as np
 
 from .. import _core
 from .._arrays import Operations, operations, stream_handle
+from .._kv_shapes import head_dim_of_values
 from .block_mask import BlockMask
 from .emit import Kernel, numbers, source
 from .emit_backward import backward_source
@@ -59,10 +60,9 @@ def place_of(arguments: dict[str, Any]) -> tuple[Any, ...] | None:
 
 
 def head_dims_of(arguments: dict[str, Any]) -> tuple[int, int]:
-    """Return head_dim of q and of v; the last axis of a vllm cache of v is the block's tokens."""
-    q, v = arguments["q"], arguments["v"]
-    is_vllm = arguments.get("block_tables") is not None and arguments.get("kv_layout") == "vllm"
-    return int(q.shape[-1]), int(v.shape[-2 if is_vllm else -1])
+    """Return head_dim of q and of v."""
+    layout = None if arguments.get("block_tables") is None else arguments.get("kv_layout")
+    return int(arguments["q"].shape[-1]), int(head_dim_of_values(arguments["v"].shape, layout))
 
 
 def free_options(arguments: dict[str, Any]) -> frozenset[str]:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._gradients import SOURCES
+from .._kv_shapes import head_dim_of_values
 
 
 def run_on_host(
@@ -133,8 +134,8 @@ def result_shapes(call: TracedCall) -> tuple[Any, Any]:
     """Return the shapes of out and lse."""
     shapes = dict(zip(call.names, call.operands, strict=False))
     q, v = shapes["q"], shapes["v"]
-    is_vllm = "block_tables" in call.names and call.options.get("kv_layout") == "vllm"
-    out = jax.ShapeDtypeStruct((*q.shape[:-1], v.shape[-2 if is_vllm else -1]), q.dtype)
+    kv_layout = call.options.get("kv_layout") if "block_tables" in call.names else None
+    out = jax.ShapeDtypeStruct((*q.shape[:-1], head_dim_of_values(v.shape, kv_layout)), q.dtype)
     if q.ndim == 3:
         return out, jax.ShapeDtypeStruct(q.shape[1::-1], jnp.float32)
     is_bshd = call.options.get("layout", "bshd") == "bshd"

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .._gradients import SOURCES
+from .._kv_shapes import head_dim_of_values
 
 NAME = "flex_attention"
 TENSORS = (
@@ -94,8 +95,8 @@ def shapes(*arguments: Any) -> tuple[Tensor, Tensor]:
     """Return empty results."""
     q, v, options = arguments[0], arguments[2], kept[arguments[-1]]
     layout, is_paged = options.get("layout", "bshd"), arguments[len(TENSORS) - 1] is not None
-    head_dim_v = v.shape[-2 if is_paged and options.get("kv_layout") == "vllm" else -1]
-    out = q.new_empty((*q.shape[:-1], head_dim_v))
+    kv_layout = options.get("kv_layout") if is_paged else None
+    out = q.new_empty((*q.shape[:-1], head_dim_of_values(v.shape, kv_layout)))
     if q.dim() == 3:
         return out, q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
     batch, rows, heads = (q.shape[i] for i in ((0, 1, 2) if layout == "bshd" else (0, 2, 1)))
