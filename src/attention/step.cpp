@@ -57,7 +57,7 @@ KeyCosts key_costs(const AttentionParams& p, const Plan& plan) {
   Rates rates = rates_of(plan.kernel);
   double columns = p.head_dim + p.head_dim_v;
   double read = p.num_heads_kv * columns * itemsize(p.dtype) / rates.bytes;
-  double tiles = p.num_heads_q / std::max(plan.packed_heads, 1);
+  int32_t tiles = p.num_heads_q / std::max(plan.packed_heads, 1);
   double multiply = tiles * 2.0 * plan.tile.m * columns / rates.flops;
   return {read, multiply, plan.keys == KeyAccess::gathered ? 2.0 * read : 0.0};
 }
