@@ -152,6 +152,11 @@ def test_what_owns_gradients_refuses():
     for arrays, residual in (((q, k, k), k), ((k, k, k), q)):
         with pytest.raises(NotImplementedError, match="requires grad, but no gradient goes"):
             cuattn.attention(*arrays, residual=residual)
+    from cuattn import torch as face
+
+    traced = torch.compile(face.attention, backend="eager")
+    with pytest.raises(NotImplementedError, match=r"write attention\(\.\.\.\) \+ residual"):
+        traced(q, k, k, residual=k)
     with torch.no_grad():
         assert torch.equal(cuattn.attention(q, k, k, residual=k + 1), k + 1)
 

@@ -226,6 +226,9 @@ def without_untraced(op: str, options: dict[str, Any]) -> dict[str, Any]:
         if name in ("block_tables", "kv_layout"):
             why = "ops take rows, not pages, and no gradient goes through a cache"
             how = f"call cuattn.gather_cache first, or {how[14:]}"
+        if name == "residual":
+            why = "the pass that adds it is no op"
+            how = f"write {op}(...) + residual"
         raise NotImplementedError(
             f"{op}: {name} must be {default!r} while torch traces or differentiates, because {why};"
             f" {how}"
