@@ -23,7 +23,7 @@ namespace cuattn::cpu {
 namespace baseline {
 extern const BackwardKernel kBackwardKernel;
 }
-#if defined(__x86_64__)
+#if defined(CUATTN_CPU_AVX)
 namespace avx2 {
 extern const BackwardKernel kBackwardKernel;
 }
@@ -38,7 +38,7 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 const BackwardKernel& backward_kernel() {
   std::string_view isa = isa_name();
-#if defined(__x86_64__)
+#if defined(CUATTN_CPU_AVX)
   if (isa == avx512::kBackwardKernel.isa) return avx512::kBackwardKernel;
   if (isa == avx2::kBackwardKernel.isa) return avx2::kBackwardKernel;
 #endif

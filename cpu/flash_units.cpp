@@ -22,7 +22,7 @@ namespace cuattn::cpu {
 namespace baseline {
 extern const FlashKernel kFlashKernel;
 }
-#if defined(__x86_64__)
+#if defined(CUATTN_CPU_AVX)
 namespace avx2 {
 extern const FlashKernel kFlashKernel;
 }
@@ -41,7 +41,7 @@ struct Isa {
 // Fastest first.
 std::vector<Isa> instruction_sets() {
   std::vector<Isa> list;
-#if defined(__x86_64__)
+#if defined(CUATTN_CPU_AVX)
   __builtin_cpu_init();
   bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
               __builtin_cpu_supports("f16c");
