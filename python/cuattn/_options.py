@@ -23,6 +23,7 @@ cuattn_paged_options:
     scale    float or float32 array   double NAME, const DLTensor* NAMEs
     place    where a call writes and runs; nothing: it is given to `run`
     turned   how q is rotated before the call; nothing: apply_rope has it
+    added    array, added to the result after the call; nothing: add_residual has it
 """
 
 from __future__ import annotations
@@ -73,7 +74,8 @@ OTHER_DEFAULTS: dict[str, dict[str, Any]] = {  # of some ops
     "causal": dict.fromkeys(PAGED + PLAN, True),
     "kv_layout": dict.fromkeys(VLLM, "vllm"),
 }
-OUTSIDE = ("place", "turned")  # kinds that no C struct has
+PASSES = ("turned", "added")  # kinds that a pass of its own has, before the call or after it
+OUTSIDE = ("place", *PASSES)  # kinds that no C struct has
 XLA_OPS = {"attention": ROWS, "paged": PAGED[:1]}  # of one XLA handler, which fills this struct
 NOT_TRACED = {  # by these faces
     "jax": ("plan",),
@@ -132,6 +134,7 @@ TABLE = tuple(Option(*row) for row in (
     ("rope", "turned", None, ROWS + PAGED[:1], "`(cos, sin)`: q is rotated first"),
     ("rope_positions", "turned", None, ROWS + PAGED[:1], "int64, the row of the tables of each q"),
     ("rope_interleaved", "turned", False, ROWS + PAGED[:1], "pairs are `(2 i, 2 i + 1)`"),
+    ("residual", "added", None, DENSE, "like out: is added to it in float32, before the rounding"),
     ("num_splits", "count", 0, ALL, "parts of the keys, a wish; 0 is chosen"),
     ("batch_invariant", "flag", False, ALL, "a sequence's bits do not depend on the others"),
     ("return_lse", "flag", False, ALL, "also return the log-sum-exp of the scores"),

@@ -64,6 +64,7 @@ class DenseOptions(RowOptions, total=False):
 
     layout: Layout
     kv_start: Array | None
+    residual: Array | None
 
 
 class VarlenOptions(RowOptions, total=False):

@@ -93,6 +93,7 @@ def attention(
     rope: tuple[Array, Array] | None = None,
     rope_positions: Array | None = None,
     rope_interleaved: bool = False,
+    residual: ArrayT | None = None,
     num_splits: int = 0,
     batch_invariant: bool = False,
     return_lse: bool = False,
@@ -169,6 +170,9 @@ def attention(
         The row of the tables of each query, or None: its place, ``i + seqlen_kv - seqlen_q``.
     rope_interleaved : bool
         Pairs are (2 i, 2 i + 1) instead of (i, i + rotary_dim / 2).
+    residual : array like out, optional
+        Is added to the result in float32, which is then rounded once, in a pass after the kernel.
+        `out` may be this array itself; lse does not change. No JAX arrays, no gradient.
     num_splits : int
         Parts that the keys are cut into; 0 lets the library choose. A wish: a kernel takes at most
         one for each tile of keys, and all but "sm90" with a dense batch take 1. `explain` says how

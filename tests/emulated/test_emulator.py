@@ -159,6 +159,34 @@ def test_packed_rows_are_pages_of_the_sm80_kernel(tmp_path, emulator, name):
     assert (error < 2e-3) if name == "none" else (math.isnan(error) or error > 1e-2), error
 
 
+LATENT_MISTAKES = {  # of mla/sm80 over packed latents and lists: what is replaced, by what
+    "none": ("packed", "", ""),
+    "scale_of_the_first_part": ("packed", "column / PackedLatent::kScaled * 4", "0"),
+    "scale_of_the_first_key": ("packed", "(0xffffffffu, own, key)", "(0xffffffffu, own, 0)"),
+    "halves_exchanged": ("packed", "half == 0 ? c.x : c.z", "half != 0 ? c.x : c.z"),
+    "not_unpacked": ("decode", "if constexpr (kPacked) Packed::", "if (false) Packed::"),
+    "holes_seen": ("decode", "(there >> (8 * n + i % 2) & 1) != 0", "true"),
+    "holes_of_the_other_tile": ("decode", "there[0] = there[1];", ""),
+    "the_first_tile_twice": ("decode", "task.begin + (stage + 1) * kKeys", "task.begin"),
+    "not_waited_for": ("decode", "cp_async_wait<kStages - 1>", "cp_async_wait<kStages>"),
+}
+
+
+@pytest.mark.parametrize("name", LATENT_MISTAKES)
+def test_packed_latents_and_lists_of_tokens(tmp_path, emulator, name):
+    file, old, new = LATENT_MISTAKES[name]
+
+    def plant(into):
+        path = into / f"cuda/mla/sm80/{file}.cuh"
+        text = path.read_text()
+        assert old in text
+        path.write_text(text.replace(old, new, 1) if old else text)
+
+    said = run(build(tmp_path, emulator, "latents", plant)).split()[1]
+    error = float(said)
+    assert (error < 6e-3) if name == "none" else (math.isnan(error) or error > 2e-2), error
+
+
 FLOAT8_MISTAKES = {  # in which file, what is replaced, by what
     "none": ("float8", "", ""),
     "block_of_the_query": ("products", "first_key(p, b) + key)", "row)"),
@@ -209,6 +237,8 @@ SELECTIONS = {  # files, and what of them
     "test_what_is)",
     "merge/test_merge.py": "test",
     "fused": "test",
+    "mla/test_mla_indices.py mla/test_mla_packed.py": "test_lists_against or test_blocks_of_one or "
+    "test_a_list_does or test_rows_are or test_decode_has",
     "cache/test_cache_rows.py cache/test_cache_blocks.py paged/test_paged_prefill.py": "test_"
     "blocks_are_copied or (test_sequences_come and not bfloat16) or test_quantising_scales or "
     "(single_queries and default)",
