@@ -180,7 +180,7 @@ template <int kN, class Body>
 void each_place(const FlexUnit& flex, const Block<kN>& block, int first, Body&& body) {
   for (int c = 0; c < kN; ++c) {
     FlexPlace at{block.diagonal[c] - (flex.kv_len - flex.q_len),
-                 reinterpret_cast<const IntVec&>(block.dropout_head[c]) - flex.b * flex.num_heads_q,
+                 reinterpret_cast<const IntVec&>(block.dropout_head[c]) - flex.first_head,
                  first,
                  flex.b,
                  flex.q_len,

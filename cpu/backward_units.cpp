@@ -178,8 +178,8 @@ BackwardRow row_of(const Pass& pass, const Span& queries, const Span& keys, int3
   row.diagonal = static_cast<int32_t>(int64_t{i} + keys.used - queries.used);
   row.visible = dead ? KeyRange{0, 0} : f.mask.visible(i, queries.used, keys.used);
   row.visible = f.rows.limit(row.visible, b, h, queries.start + i);
-  row.dropout_row = static_cast<uint32_t>(i);
-  row.dropout_head = static_cast<uint32_t>(int64_t{b} * f.num_heads_q + h);
+  row.dropout_row = f.dropout.first_row + static_cast<uint32_t>(i);
+  row.dropout_head = f.dropout.head(b, h);
   return row;
 }
 
@@ -214,7 +214,8 @@ void run_unit(const Pass& pass, int32_t chunk, int32_t b, int32_t h_kv, double* 
     }
   }
   BackwardUnit unit = unit_of(pass, b, h_kv);
-  FlexUnit flex{f.flex, b, f.num_heads_q, queries.used, keys.used, nullptr};
+  const auto first_head = static_cast<int32_t>(f.dropout.head(b, 0));
+  FlexUnit flex{f.flex, b, first_head, queries.used, keys.used, nullptr};
   unit.flex = f.flex == nullptr ? nullptr : &flex;
   unit.gradient = pass.p.flex;
   unit.array_sums = array_sums;

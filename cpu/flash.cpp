@@ -187,7 +187,7 @@ void run_flex(const FlashUnit& u, const FlexProgram& program, bool is_mask, cons
   const FlexUnit& flex = *u.flex;
   for (int c = 0; c < kN; ++c) {
     FlexPlace at{block.diagonal[c] - (flex.kv_len - flex.q_len),
-                 reinterpret_cast<const IntVec&>(block.dropout_head[c]) - flex.b * flex.num_heads_q,
+                 reinterpret_cast<const IntVec&>(block.dropout_head[c]) - flex.first_head,
                  first,
                  flex.b,
                  flex.q_len,

@@ -177,8 +177,8 @@ void run_unit(const Cut& cut, const FlashKernel& kernel, int64_t index) {
     row.diagonal = static_cast<int32_t>(int64_t{i} + keys.used - queries.used);
     row.visible = used ? p.mask.visible(i, queries.used, keys.used) : KeyRange{0, 0};
     row.visible = p.rows.limit(row.visible, place.b, h, queries.start + i);
-    row.dropout_row = static_cast<uint32_t>(i);
-    row.dropout_head = static_cast<uint32_t>(int64_t{place.b} * p.num_heads_q + h);
+    row.dropout_row = p.dropout.first_row + static_cast<uint32_t>(i);
+    row.dropout_head = p.dropout.head(place.b, h);
   }
 
   FlashUnit unit{};
@@ -203,7 +203,8 @@ void run_unit(const Cut& cut, const FlashKernel& kernel, int64_t index) {
   unit.softcap = p.scores.softcap;
   unit.has_alibi = p.scores.alibi_slopes != nullptr;
   unit.dropout = cut.dropout;
-  FlexUnit flex{p.flex, place.b, p.num_heads_q, queries.used, keys.used, nullptr};
+  const auto first_head = static_cast<int32_t>(p.dropout.head(place.b, 0));
+  FlexUnit flex{p.flex, place.b, first_head, queries.used, keys.used, nullptr};
   if (p.flex != nullptr) {
     KeyRows read{begin, end, place.h_kv * cut.group, cut.group, keys.used};
     flex.tiles = find_tiles(p.flex->lists, place.b, read);

@@ -152,7 +152,7 @@ void draw_dropout(const DropoutParams& p, const UintVec* row, const UintVec* hea
   float factor = 256.0f / static_cast<float>(threshold);
   UintVec words[kN][4];
   for (int j = 0; j < count; ++j) {
-    uint32_t key = static_cast<uint32_t>(first + j);
+    uint32_t key = p.first_key + static_cast<uint32_t>(first + j);
     if (j == 0 || key % 16 == 0) {
       for (int c = 0; c < kN; ++c) philox(key / 16, row[c], head[c], p.offset, p.seed, words[c]);
     }

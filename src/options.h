@@ -21,7 +21,8 @@ struct OptionsRules;
 template <>
 struct OptionsRules<cuattn_attention_options> {
   static constexpr const char* kInit = "cuattn_attention_options_init";
-  static constexpr size_t kEnd = offsetof(cuattn_attention_options, v_scales) + sizeof(void*);
+  static constexpr size_t kEnd =
+      offsetof(cuattn_attention_options, dropout_heads) + sizeof(int64_t);
   static void set_defaults(cuattn_attention_options& o) {
     o.window_left = o.window_right = kUnlimited;
     o.dropout_seed = -1;

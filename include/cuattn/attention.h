@@ -78,6 +78,9 @@ struct AttentionOptions {
   double dropout_p = 0.0;
   int64_t dropout_seed = -1, dropout_offset = 0;
   const TensorView* dropout_state = nullptr;
+  // Of a part of a greater call: the places there of its first row, key (on CUDA a multiple of 16)
+  // and head, and how many heads a sequence has there; 0: num_heads_q.
+  int64_t dropout_row = 0, dropout_key = 0, dropout_head = 0, dropout_heads = 0;
   // Of float8_e4m3fn arrays, for which bytes may stand: value = stored * scale, a number, or instead
   // float32 arrays of the shapes that c_api.h lists. out is bfloat16, float16 or float32.
   KvDtype dtype = KvDtype::automatic;
@@ -138,6 +141,10 @@ struct COptions {
     c.dropout_p = o.dropout_p;
     c.dropout_seed = o.dropout_seed;
     c.dropout_offset = o.dropout_offset;
+    c.dropout_row = o.dropout_row;
+    c.dropout_key = o.dropout_key;
+    c.dropout_head = o.dropout_head;
+    c.dropout_heads = o.dropout_heads;
     c.dropout_state = borrow(o.dropout_state, dropout_state);
     c.dtype = static_cast<int32_t>(o.dtype);
     c.q_scale = o.q_scale;

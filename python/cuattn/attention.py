@@ -90,6 +90,10 @@ def attention(
     dropout_seed: int | None = None,
     dropout_offset: int = 0,
     dropout_state: Array | None = None,
+    dropout_row: int = 0,
+    dropout_key: int = 0,
+    dropout_head: int = 0,
+    dropout_heads: int = 0,
     rope: tuple[Array, Array] | None = None,
     rope_positions: Array | None = None,
     rope_interleaved: bool = False,
@@ -156,12 +160,16 @@ def attention(
         key of k; dropout counts keys from kv_start.
     dropout_p : float
         Share of the probabilities that are dropped, in steps of 1 / 256; the others are divided by
-        what remains. On the CPU so far.
+        what remains.
     dropout_seed, dropout_offset : int
         Which are dropped: a function of these and of the place alone (docs/numerics.md). A seed
         from 0 to 2^63 - 1, and the number of the call with this seed, from 0 to 2^32 - 1.
     dropout_state : int64 array, [2], optional
         Seed and offset, on the device of q, instead of both.
+    dropout_row, dropout_key, dropout_head, dropout_heads : int
+        Of a call that is a part of a greater one, to drop what that drops: the places there of its
+        first row, of its first key (on CUDA a multiple of 16) and of its first head, where `head`
+        of sequence `b` counts ``b * dropout_heads + head``, 0 being num_heads_q.
     rope : (array, array), optional
         cos and sin, float32 [max_position, rotary_dim / 2], of `rope_table`: q is rotated first, by
         `apply_rope` into memory of its library; the keys are rotated already, as those of a cache
@@ -320,6 +328,10 @@ def attention_varlen(
     dropout_seed: int | None = None,
     dropout_offset: int = 0,
     dropout_state: Array | None = None,
+    dropout_row: int = 0,
+    dropout_key: int = 0,
+    dropout_head: int = 0,
+    dropout_heads: int = 0,
     rope: tuple[Array, Array] | None = None,
     rope_positions: Array | None = None,
     rope_interleaved: bool = False,
@@ -367,6 +379,8 @@ def attention_varlen(
     seqused_q, seqused_k : int32 array, [batch], optional
         Rows in use of each sequence.
     dropout_p, dropout_seed, dropout_offset, dropout_state
+        As in `attention`.
+    dropout_row, dropout_key, dropout_head, dropout_heads
         As in `attention`.
     rope, rope_positions, rope_interleaved
         As in `attention`; positions are int64 [total_q].
