@@ -22,6 +22,14 @@ CXX = os.environ.get("CXX") or shutil.which("g++")
 pytestmark = pytest.mark.skipif(CXX is None, reason="the emulator needs g++")
 
 
+def planted(mistakes):
+    """Their names: the sound kernel and one mistake, and by the long half of the suite the others."""
+    return [
+        pytest.param(name, marks=[pytest.mark.slow] if place > 1 else [])
+        for place, name in enumerate(mistakes)
+    ]
+
+
 def run(*command, **environment):
     result = subprocess.run(
         [str(part) for part in command],
@@ -117,7 +125,7 @@ MISTAKES = {  # what is replaced, by what, and at which of its places
 }
 
 
-@pytest.mark.parametrize("name", MISTAKES)
+@pytest.mark.parametrize("name", planted(MISTAKES))
 def test_a_mistake_in_the_sm80_kernel_shows(tmp_path, emulator, name):
     old, new, which = MISTAKES[name]
 
@@ -144,7 +152,7 @@ PACKED_MISTAKES = {  # of the loader of paged/sm80, or of the lengths
 }
 
 
-@pytest.mark.parametrize("name", PACKED_MISTAKES)
+@pytest.mark.parametrize("name", planted(PACKED_MISTAKES))
 def test_packed_rows_are_pages_of_the_sm80_kernel(tmp_path, emulator, name):
     file, old, new = PACKED_MISTAKES[name]
 
@@ -172,7 +180,7 @@ LATENT_MISTAKES = {  # of mla/sm80 over packed latents and lists: what is replac
 }
 
 
-@pytest.mark.parametrize("name", LATENT_MISTAKES)
+@pytest.mark.parametrize("name", planted(LATENT_MISTAKES))
 def test_packed_latents_and_lists_of_tokens(tmp_path, emulator, name):
     file, old, new = LATENT_MISTAKES[name]
 
@@ -195,7 +203,7 @@ APART_MISTAKES = {  # of paged/apart.cu
 }
 
 
-@pytest.mark.parametrize("name", APART_MISTAKES)
+@pytest.mark.parametrize("name", planted(APART_MISTAKES))
 def test_single_queries_are_parted_from_the_others(tmp_path, emulator, name):
     old, new = APART_MISTAKES[name]
 
@@ -216,7 +224,7 @@ FLOAT8_MISTAKES = {  # in which file, what is replaced, by what
 }
 
 
-@pytest.mark.parametrize("name", FLOAT8_MISTAKES)
+@pytest.mark.parametrize("name", planted(FLOAT8_MISTAKES))
 def test_naive_over_float8_and_mistakes_in_it(tmp_path, emulator, name):
     file, old, new = FLOAT8_MISTAKES[name]
 
