@@ -159,6 +159,28 @@ def test_packed_rows_are_pages_of_the_sm80_kernel(tmp_path, emulator, name):
     assert (error < 2e-3) if name == "none" else (math.isnan(error) or error > 1e-2), error
 
 
+APART_MISTAKES = {  # of paged/apart.cu
+    "none": ("", ""),
+    "empty_as_single": ("0xffffffffu, queries == 1)", "0xffffffffu, queries <= 1)"),
+    "threads_in_front": (">> lane << lane", ""),
+    "keys_for_all": ("queries == 1 ? keys : 0;", "keys;"),
+}
+
+
+@pytest.mark.parametrize("name", APART_MISTAKES)
+def test_single_queries_are_parted_from_the_others(tmp_path, emulator, name):
+    old, new = APART_MISTAKES[name]
+
+    def plant(into):
+        path = into / "cuda/paged/apart.cu.cpp"
+        text = path.read_text()
+        assert old in text
+        path.write_text(text.replace(old, new) if old else text)
+
+    wrong = int(run(build(tmp_path, emulator, "apart", plant)).split()[1])
+    assert (wrong == 0) if name == "none" else wrong > 0
+
+
 FLOAT8_MISTAKES = {  # in which file, what is replaced, by what
     "none": ("float8", "", ""),
     "block_of_the_query": ("products", "first_key(p, b) + key)", "row)"),
