@@ -117,8 +117,9 @@ void read_need(BackwardCall& call, const cuattn_attention_options& o,
     // there, which are written too.
     AttentionParams& f = call.forward.params;
     if (call.forward.ragged && (need & kNeedDbias) != 0) {
-      f.seqlen_q = std::max(f.seqlen_q, static_cast<int32_t>(p.dbias.extents[2]));
-      f.seqlen_kv = std::max(f.seqlen_kv, static_cast<int32_t>(p.dbias.extents[3]));
+      const int64_t* extents = p.dbias.extents;
+      f.seqlen_q = std::max(f.seqlen_q, checked_length(fn, "bias", "seqlen_q", extents[2]));
+      f.seqlen_kv = std::max(f.seqlen_kv, checked_length(fn, "bias", "seqlen_kv", extents[3]));
     }
   }
   if (o.alibi_slopes != nullptr) call.slopes_ndim = o.alibi_slopes->ndim;
