@@ -6,20 +6,15 @@
 
 #include <algorithm>
 
-#include "src/attention/axes.h"
 #include "src/attention/flex.h"
 #include "src/check/arrays.h"
+#include "src/check/axes.h"
 #include "src/check/overlap.h"
 
 namespace cuattn {
 namespace {
 
 constexpr uint32_t kAllNeeds = 2 * kNeedDslopes - 1;
-
-Strides lse_strides_of(const TensorView& view, bool ragged) {
-  if (ragged) return {0, stride_of(view, 1), stride_of(view, 0)};
-  return {stride_of(view, 0), stride_of(view, 2), stride_of(view, 1)};
-}
 
 void require_shape(const char* function, const char* argument, const TensorView& view,
                    const TensorView& shape, const char* like) {

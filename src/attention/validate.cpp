@@ -3,10 +3,10 @@
 // run), check/ (the rules).
 #include <cmath>
 
-#include "src/attention/axes.h"
 #include "src/attention/call.h"
 #include "src/attention/pages.h"
 #include "src/cache/cache.h"
+#include "src/check/axes.h"
 #include "src/check/bias.h"
 #include "src/check/float8.h"
 #include "src/check/options.h"
