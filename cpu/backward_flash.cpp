@@ -301,14 +301,6 @@ void give_slope_sums(const Block<kN>& block, int first, int count, const Vec* ds
 
 // 5. The block against the tile
 
-// Of the keys from `first` on; steps lie within a tile of these.
-inline KeyTileState tile_state(const BackwardUnit& u, int first) {
-  static_assert(kFlexTile == kTileKeys);
-  if (u.flex == nullptr) return kTileSeen;
-  if (u.flex->tiles != nullptr) return static_cast<KeyTileState>(u.flex->tiles[first / kFlexTile]);
-  return u.flex->params->mask.count > 0 ? kTileMasked : kTileSeen;
-}
-
 // Keys [first, first + count) of the tile.
 template <int kN>
 void add_step(const BackwardUnit& u, const Block<kN>& block, const Scratch& scratch, KeyTile k,

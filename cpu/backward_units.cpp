@@ -68,7 +68,7 @@ struct Pass {
   double* array_sums(int64_t part) const {
     return reinterpret_cast<double*>(memory + layout.array_sums) + part * p.flex->num_sums;
   }
-  // Of query `row` of a head, in arrays of the workspace with an entry for each.
+  // Where query `row` of a head stands in arrays of the workspace with an entry for each.
   int64_t row_index(const Span& queries, int32_t b, int32_t h, int32_t row) const {
     if (f.cu_seqlens_q != nullptr) return h * f.total_q + queries.start + row;
     return (int64_t{b} * f.num_heads_q + h) * f.seqlen_q + row;
@@ -136,7 +136,7 @@ BackwardUnit unit_of(const Pass& pass, int32_t b, int32_t h_kv) {
   return unit;
 }
 
-// Of dbias of query i, or of its sums, the element of the first key; nullptr: not needed.
+// The element of the first key in dbias of query i, or in its sums; nullptr: not needed.
 void* dbias_row(const Pass& pass, int32_t b, int32_t h, int32_t i, int32_t chunk) {
   const BiasGradient& bias = pass.p.dbias;
   if (!pass.p.needs(kNeedDbias)) return nullptr;

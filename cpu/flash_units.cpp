@@ -3,7 +3,6 @@
 // rows that read the same keys, and spreads the units over the threads. Next: flash.cpp (one unit),
 // parallel.cpp.
 #include <algorithm>
-#include <cmath>
 #include <cstdlib>
 #include <limits>
 #include <memory>

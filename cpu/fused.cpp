@@ -3,7 +3,6 @@
 // and spreads the rows over the threads. Next: fused_rows.cpp (one row).
 #include "cpu/fused.h"
 
-#include <algorithm>
 #include <string_view>
 #include <vector>
 

@@ -4,6 +4,7 @@
 // set: flash.cpp says why everything here is in an anonymous namespace. Next: flash.cpp.
 #pragma once
 
+#include "cpu/flash.h"
 #include "cpu/vectors.h"
 #include "cuattn/params/dropout.h"
 
@@ -111,6 +112,15 @@ void add_values(const Vec* p, const float* v, int64_t stride, int count, int hea
       }
     }
   }
+}
+
+// What a user's mask says of the keys from `first` on; steps of keys lie within a tile of these.
+template <class Unit>
+KeyTileState tile_state(const Unit& u, int first) {
+  static_assert(kFlexTile == kTileKeys);
+  if (u.flex == nullptr) return kTileSeen;
+  if (u.flex->tiles != nullptr) return static_cast<KeyTileState>(u.flex->tiles[first / kFlexTile]);
+  return u.flex->params->mask.count > 0 ? kTileMasked : kTileSeen;
 }
 
 // Bias of `count` keys of one row.

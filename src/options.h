@@ -14,7 +14,7 @@
 
 namespace cuattn {
 
-// Of each struct: who initialises it, where its last field ends, and the defaults that are not 0.
+// Says of each struct who initialises it, where its last field ends, and which defaults are not 0.
 template <class Options>
 struct OptionsRules;
 

@@ -13,7 +13,6 @@
 
 #include <cmath>
 #include <cstddef>
-#include <new>
 #include <stdexcept>
 #include <string>
 
@@ -254,8 +253,9 @@ struct PagedOptions {
   bool batch_invariant = false;
   int32_t num_splits = 0;
   int32_t version = 0;  // 1, 2: PagedAttention V1, in one pass, and V2, in partitions; q of 3 axes
-  // Of V2: 256, 512 or 1024 tokens; -1: what block_tables can name; and float32 outputs [num_seqs,
-  // num_heads_q, partitions], tmp_out of q's dtype [..., head_dim], from the workspace if not given
+  // V2 alone reads these: 256, 512 or 1024 tokens; -1: what block_tables can name; and outputs from
+  // the workspace if not given, float32 [num_seqs, num_heads_q, partitions], tmp_out of q's dtype
+  // [..., head_dim]
   int64_t partition_size = 512, max_context_len = -1;
   const TensorView *exp_sums = nullptr, *max_logits = nullptr, *tmp_out = nullptr;
   const char* backend = "auto";

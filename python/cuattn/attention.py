@@ -160,9 +160,9 @@ def attention(
         key of k; dropout counts keys from kv_start.
     dropout_p : float
         Share of the probabilities that are dropped, in steps of 1 / 256; the others are divided by
-        what remains.
+        what remains. "tiled" and "cublas" have none.
     dropout_seed, dropout_offset : int
-        Which are dropped: a function of these and of the place alone (docs/numerics.md). A seed
+        Which are dropped: a function of these and of the place alone (docs/backward.md). A seed
         from 0 to 2^63 - 1, and the number of the call with this seed, from 0 to 2^32 - 1.
     dropout_state : int64 array, [2], optional
         Seed and offset, on the device of q, instead of both.
@@ -385,7 +385,7 @@ def attention_varlen(
     rope, rope_positions, rope_interleaved
         As in `attention`; positions are int64 [total_q].
     num_splits, batch_invariant, return_lse, out, lse_out, workspace, backend, stream
-        As in `attention`.
+        As in `attention`; num_splits counts for few queries over pages alone.
 
     Returns
     -------

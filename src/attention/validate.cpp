@@ -5,10 +5,10 @@
 #include <limits>
 #include <utility>
 
-#include "src/attention/axes.h"
 #include "src/attention/call.h"
 #include "src/attention/pages.h"
 #include "src/cache/cache.h"
+#include "src/check/axes.h"
 #include "src/check/bias.h"
 #include "src/check/float8.h"
 #include "src/check/options.h"

@@ -7,6 +7,7 @@ import dataclasses
 from typing import Any
 
 from .._gradients import GRADIENTS, POSITIONAL
+from .._options import PLACES
 from ..flex.attention import find, problem_of, refuse_unknown
 from ..flex.backward import TAKES
 from ..flex.device import BACKWARD, free_options, require_backward
@@ -14,7 +15,7 @@ from ..flex.plan import narrowed
 from ..flex.trace import dtype_name
 from .backward import explain_backward
 from .devices import place
-from .flex import FUNCTIONS, NOT_ASKED, shapes_of_arrays, stand_in
+from .flex import FUNCTIONS, shapes_of_arrays, stand_in
 from .plan import Plan
 
 NAMES = POSITIONAL["attention_backward"]
@@ -34,7 +35,7 @@ def explain_flex_backward(
     refuse_unknown(BACKWARD, options, TAKES)
     if "cu_seqlens_q" in options:
         raise NotImplementedError(f"explain: {BACKWARD} must be of padded arrays, got cu_seqlens_q")
-    options = {name: x for name, x in options.items() if name not in (*NOT_ASKED, *GRADIENTS)}
+    options = {name: x for name, x in options.items() if name not in (*PLACES, *GRADIENTS)}
     q, k, v = (x if hasattr(x, "shape") else stand_in(x) for x in arrays[1:4])
     if hasattr(arrays[1], "dtype"):
         dtype = dtype_name(arrays[1])

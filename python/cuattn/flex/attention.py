@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from .. import _core
-from .._append import BLOCK_SIZE_AXIS
 from .._arrays import Array, ArrayT
+from .._kv_shapes import BLOCK_SIZE_AXIS
 from .._options import DENSE, PASSES, options_of
 from .._other_names import way_out
 from .block_mask import BlockMask, Shape
