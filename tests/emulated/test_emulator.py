@@ -267,8 +267,8 @@ SELECTIONS = {  # files, and what of them
     "test_what_is)",
     "merge/test_merge.py": "test",
     "fused": "test",
-    "mla/test_mla_indices.py mla/test_mla_packed.py": "test_lists_against or test_blocks_of_one or "
-    "test_a_list_does or test_rows_are or test_decode_has",
+    "mla/test_mla_indices.py mla/test_mla_packed.py": "(test_lists_against and auto) or test_blocks"
+    "_of_one or test_a_list_does or test_rows_are or test_decode_has",
     "cache/test_cache_rows.py cache/test_cache_blocks.py paged/test_paged_prefill.py": "test_"
     "blocks_are_copied or (test_sequences_come and not bfloat16) or test_quantising_scales or "
     "(single_queries and default)",
