@@ -209,6 +209,8 @@ SELECTIONS = {  # files, and what of them
     "test_what_is)",
     "merge/test_merge.py": "test",
     "fused": "test",
+    "float8/test_quantize_shapes.py": "test",
+    "float8/test_float8_pages.py": "test",
     "cache/test_cache_rows.py cache/test_cache_blocks.py paged/test_paged_prefill.py": "test_"
     "blocks_are_copied or (test_sequences_come and not bfloat16) or test_quantising_scales or "
     "(single_queries and default)",

@@ -140,11 +140,13 @@ def test_no_gradient_goes_back_through_float8():
 def test_other_functions_still_refuse_float8_by_name():
     with pytest.raises(NotImplementedError, match="q is float8_e4m3fn"):
         cuattn.flex_attention(Q, K, K)
-    tables = np.zeros((2, 1), np.int32)
-    cache = codes(1, 16, 2, 32)
-    q, ends = codes(10, 4, 32), np.array([0, 5, 10], np.int32)
-    with pytest.raises(NotImplementedError, match="q is float8_e4m3fn"):
-        cuattn.attention_varlen(
-            q, cache, cache, ends, None, 5, 16, block_tables=tables,
-            seqused_k=np.array([5, 5], np.int32),
-        )  # fmt: skip
+    cache, ends = codes(1, 16, 2, 32), np.array([0, 5, 10], np.int32)
+    pages = {"block_tables": np.zeros((2, 1), np.int32), "seqused_k": np.array([5, 5], np.int32)}
+    pages |= {"cu_seqlens_q": ends, "max_seqlen_q": 5, "max_seqlen_k": 16}
+    wide = "k is float8_e4m3fn, over which masks and scores"
+    for q, message in (
+        (codes(10, 4, 32), "q is float8_e4m3fn"),
+        (BF16[0].repeat(2, 0), wide),
+    ):
+        with pytest.raises(NotImplementedError, match=message):
+            cuattn.flex_attention(q, cache, cache, **pages)
