@@ -71,7 +71,13 @@ def empty(
             return torch.empty(shape, **options)
     if library == "cupy":
         cupy = sys.modules["cupy"]
-        kind = like.dtype if dtype == "bfloat16" else dtype
+        kind: Any = dtype
+        if str(like.dtype) == dtype:
+            kind = like.dtype
+        elif dtype in ("bfloat16", "float8_e4m3fn"):  # words that numpy lacks
+            import ml_dtypes
+
+            kind = getattr(ml_dtypes, dtype)
         if stream is None and cupy.cuda.runtime.getDevice() == device:
             return cupy.empty(shape, kind)
         where = None if stream is None else cupy.cuda.ExternalStream(stream, device)
