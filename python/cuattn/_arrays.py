@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol, TypeVar
 
 from . import _core
+from ._memory import NumpyMemory
 
 
 class Array(Protocol):
@@ -71,13 +72,7 @@ def empty(
             return torch.empty(shape, **options)
     if library == "cupy":
         cupy = sys.modules["cupy"]
-        kind: Any = dtype
-        if str(like.dtype) == dtype:
-            kind = like.dtype
-        elif dtype in ("bfloat16", "float8_e4m3fn"):  # words that numpy lacks
-            import ml_dtypes
-
-            kind = getattr(ml_dtypes, dtype)
+        kind = like.dtype if str(like.dtype) == dtype else NumpyMemory.dtype(dtype)
         if stream is None and cupy.cuda.runtime.getDevice() == device:
             return cupy.empty(shape, kind)
         where = None if stream is None else cupy.cuda.ExternalStream(stream, device)
