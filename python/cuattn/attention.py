@@ -110,15 +110,16 @@ def attention(
     Parameters
     ----------
     q : array, [batch, seqlen_q, num_heads_q, head_dim]
-        Queries: float32, float16, bfloat16 or float8_e4m3fn; on the CPU or a CUDA device, in any
-        library with DLPack. head_dim is a multiple of 8 up to 512 (float8: of 16 up to 256; above
-        256 without a gradient). Any strides, if the last axis is contiguous (and rows start on 16
-        bytes, on CUDA).
+        Queries: float32, float16, bfloat16, or float8_e4m3fn or int8 with scales; on the CPU or a
+        CUDA device, in any library with DLPack. head_dim is a multiple of 8 up to 512 (float8,
+        int8: of 16 up to 256; above 256 without a gradient). Any strides, if the last axis is
+        contiguous (and rows start on 16 bytes, on CUDA).
     k : array, [batch, seqlen_kv, num_heads_kv, head_dim]
         Keys, of q's dtype. num_heads_q is a multiple of num_heads_kv: query head h reads key head
         ``h // (num_heads_q // num_heads_kv)``.
     v : array, [batch, seqlen_kv, num_heads_kv, head_dim_v]
-        Values, of q's dtype. In float8 the sequence may be the contiguous axis instead of the last.
+        Values, of q's dtype, or float8_e4m3fn under int8 q and k. In float8 the sequence may be
+        the contiguous axis instead of the last.
     layout : {"bshd", "bhsd"}
         Order of the axes; "bhsd" has the heads before the sequence, in q, k, v and out alike.
     causal : bool
@@ -141,8 +142,8 @@ def attention(
     dtype : {"float8_e4m3fn"}, optional
         What q, k and v hold where they are uint8 arrays, for libraries without the type.
     q_scale, k_scale, v_scale : float or float32 array, optional
-        Of float8_e4m3fn arrays: value = stored * scale, by default 1. An array lies on the device
-        of q and is [1], [num_heads_kv] or [batch, num_heads_kv]; q_scale may be [batch,
+        Of float8_e4m3fn and int8 arrays: value = stored * scale, by default 1. An array lies on
+        the device of q and is [1], [num_heads_kv] or [batch, num_heads_kv]; q_scale may be [batch,
         num_heads_q, ceil(seqlen_q / 128)] and k_scale [batch, num_heads_kv, ceil(seqlen_kv / 128)],
         one for each 128 rows; v_scale may be [batch, num_heads_kv, head_dim_v] (docs/fp8.md).
     seqused_q, seqused_k : int32 array, [batch], optional

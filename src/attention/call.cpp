@@ -119,13 +119,13 @@ void check_inputs(const AttentionCall& call, const CallMemory& memory) {
 
 namespace {
 
-// Of an out over float8 arrays.
-DType float8_out_dtype(const char* fn, const TensorView& out) {
+// Of an out over codes.
+DType float8_out_dtype(const char* fn, const TensorView& out, DType q) {
   for (DType dtype : {DType::bf16, DType::f16, DType::f32}) {
     if (out.is(dtype)) return dtype;
   }
-  fail<InvalidArgument>(fn, ": out must be bfloat16, float16 or float32 for float8_e4m3fn q, got ",
-                        text(out.dtype), "; allocate it so, or leave it out");
+  fail<InvalidArgument>(fn, ": out must be bfloat16, float16 or float32 for ", dtype_name(q),
+                        " q, got ", text(out.dtype), "; allocate it so, or leave it out");
 }
 
 }  // namespace
@@ -184,8 +184,8 @@ void run_attention(AttentionCall& call, const TensorView& out, const TensorView*
     lse_shape[1] = p.num_heads_q;
     lse_shape[2] = p.seqlen_q;
   }
-  p.out_dtype = p.dtype == DType::e4m3 ? float8_out_dtype(fn, out)
-                                       : result_dtype(fn, out, p.dtype, call.plan.kernel);
+  p.out_dtype = is_code(p.dtype) ? float8_out_dtype(fn, out, p.dtype)
+                                 : result_dtype(fn, out, p.dtype, call.plan.kernel);
   require_output(fn, "out", out, p.out_dtype, shape_view(out_shape, axes.ndim), call.device);
   require_rows(fn, "out", out, true, true);
   p.out = out.data;

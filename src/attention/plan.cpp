@@ -200,6 +200,8 @@ const char* refusal(Kernel kernel, const AttentionRequest& r, const DeviceInfo& 
   };
   bool is_cpu = kernel == Kernel::cpu || kernel == Kernel::cpu_naive;
   bool drops = kernel != Kernel::tiled && kernel != Kernel::cublas;
+  if (r.dtype == DType::i8 && !is_cpu && kernel != Kernel::naive)
+    return "it does not take int8 q and k yet, which naive converts";
   if (r.dtype == DType::e4m3 && !is_cpu && kernel != Kernel::naive && kernel != Kernel::sm90)
     return "it does not take float8_e4m3fn, which naive converts";
   if (r.has_dropout && !drops) return "it has no dropout, which sm90, sm80, simt and naive have";

@@ -130,7 +130,7 @@ bool packed_pays(const AttentionCall& call, const DeviceInfo& device, Plan& step
 bool plans_packed(const AttentionCall& call, const DeviceInfo& device, Plan& plan) {
   const AttentionParams& p = call.params;
   bool serves = device.is_cuda && call.num_splits == 0 && !call.batch_invariant &&
-                p.dtype != DType::e4m3 && p.head_dim <= kMostHeadDim && p.total_kv > 0 &&
+                !is_code(p.dtype) && p.head_dim <= kMostHeadDim && p.total_kv > 0 &&
                 p.total_kv < kMostPackedRows && p.num_heads_kv > 0;
   if (!serves) return false;
   try {

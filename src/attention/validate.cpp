@@ -79,8 +79,18 @@ void read_dtypes(AttentionCall& call, const TensorView& q, const TensorView& k,
   const char* fn = call.function();
   AttentionParams& p = call.params;
   int count = q.is(DType::e4m3) + k.is(DType::e4m3) + v.is(DType::e4m3);
-  if (call.kind != CallKind::attention || count == 0) {
+  bool has_int8 = q.is(DType::i8) || k.is(DType::i8);
+  if (call.kind != CallKind::attention || (count == 0 && !has_int8)) {
     p.dtype = p.out_dtype = attention_dtype(fn, "q", q);
+    return;
+  }
+  p.out_dtype = DType::bf16;
+  if (has_int8) {
+    CUATTN_REQUIRE(q.is(DType::i8) && k.is(DType::i8) && count == 1, fn,
+                   ": int8 q and k must come together, with v of float8_e4m3fn, got ",
+                   text(q.dtype), ", ", text(k.dtype), " and ", text(v.dtype),
+                   "; make all three with cuattn.quantize(mode='int8')");
+    p.dtype = DType::i8;
     return;
   }
   CUATTN_REQUIRE(count == 3, fn, ": q, k and v must all be float8_e4m3fn or none of them, got ",
@@ -88,7 +98,6 @@ void read_dtypes(AttentionCall& call, const TensorView& q, const TensorView& k,
                  "; make all three with cuattn.quantize, or take paged_attention, which has 16-bit "
                  "q over float8 caches");
   p.dtype = DType::e4m3;
-  p.out_dtype = DType::bf16;
 }
 
 // q, k and v: ranks, dtypes, devices, extents, strides.
@@ -104,7 +113,7 @@ void read_arrays(AttentionCall& call, const TensorView& q, const TensorView& k, 
   read_dtypes(call, q, k, v);
   for (const auto& [name, view] : arrays) {
     require_rank(fn, name, view, axes.ndim, axes.names);
-    require_dtype(fn, name, view, p.dtype, "q");
+    require_dtype(fn, name, view, *name == 'v' ? value_dtype(p.dtype) : p.dtype, "q");
     require_device(fn, name, view, call.device);
   }
   int32_t dim = axes.ndim - 1;
@@ -133,7 +142,7 @@ void read_arrays(AttentionCall& call, const TensorView& q, const TensorView& k, 
   require_rows(fn, "q", q, false, check_data);
   require_rows(fn, "k", k, false, check_data);
   p.v_channel_stride = 1;
-  if (p.dtype == DType::e4m3) {
+  if (is_code(p.dtype)) {
     p.v_channel_stride = require_values(fn, "v", v, axes.seq, false, check_data);
   } else {
     require_rows(fn, "v", v, false, check_data);
@@ -222,8 +231,8 @@ void read_scales(AttentionCall& call, const cuattn_attention_options& o, bool ch
        stored},
   };
   for (const auto& [shape, number, tensor, scale, dtype] : scales) {
-    CUATTN_REQUIRE(dtype == DType::e4m3 || (tensor == nullptr && number == 1.0), fn, ": ",
-                   shape.name, " belongs to float8_e4m3fn arrays, these are ", dtype_name(dtype),
+    CUATTN_REQUIRE(is_code(dtype) || (tensor == nullptr && number == 1.0), fn, ": ", shape.name,
+                   " belongs to float8_e4m3fn arrays, these are ", dtype_name(dtype),
                    "; leave it out, or make float8 arrays with cuattn.quantize");
     scale = read_float8_scale(fn, shape, number, tensor, call.device, check_data);
   }
@@ -241,9 +250,9 @@ void read_bias(AttentionCall& call, const DLTensor* tensor, bool check_data) {
     s.bias_dtype = DType::boolean;
   } else {
     s.bias_dtype = view.is(DType::f32) ? DType::f32 : p.dtype;
-    CUATTN_REQUIRE(view.is(DType::f32) || p.dtype != DType::e4m3, fn,
-                   ": bias must be float32 or bool for float8_e4m3fn q, got ", text(view.dtype),
-                   "; cast it");
+    CUATTN_REQUIRE(view.is(DType::f32) || !is_code(p.dtype), fn,
+                   ": bias must be float32 or bool for ", dtype_name(p.dtype), " q, got ",
+                   text(view.dtype), "; cast it");
     CUATTN_REQUIRE(view.is(s.bias_dtype), fn, ": bias must be float32, bool or the dtype of q (",
                    dtype_name(p.dtype), "), got ", text(view.dtype), "; cast it");
   }
@@ -337,7 +346,7 @@ TensorView as_told(const char* fn, const char* name, const TensorView& view,
                    const cuattn_attention_options& o, bool is_paged_q = false) {
   if (o.dtype == CUATTN_KV_DTYPE_AUTO) return view;
   TensorView told = as_e4m3(view);
-  if (is_paged_q) return told;
+  if (is_paged_q || view.is(DType::i8)) return told;
   CUATTN_REQUIRE(told.is(DType::e4m3), fn,
                  ": dtype float8_e4m3fn asks for arrays of that dtype or of uint8, got ", name,
                  " of ", text(view.dtype), "; leave it out");
@@ -390,7 +399,7 @@ AttentionCall validated(TensorView q, TensorView k, TensorView v, const cuattn_a
   p.scores = read_scores(fn, o, call.has_bias, {p.batch, p.num_heads_q, p.head_dim, "batch"},
                          call.device, check_data);
   read_scales(call, o, check_data);
-  call.may_step = call.may_step && p.dtype != DType::e4m3;
+  call.may_step = call.may_step && !is_code(p.dtype);
   read_bias(call, o.bias, check_data);
   read_dropout(call, o, check_data);
   if (o.num_splits < 0) {

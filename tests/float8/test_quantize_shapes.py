@@ -168,6 +168,16 @@ def test_the_mean_of_the_keys(device, backend, dim, rng):
             assert near.all(), note
 
 
+@on_devices
+def test_int8_is_refused_by_name(device, backend, rng):
+    x = placed(device, drawn(rng, 2, 32, "float32"))
+    with pytest.raises(NotImplementedError, match="quantize: out is int8, for which there is no"):
+        cuattn.quantize(x, x, x, mode="int8")
+    codes = placed(device, np.zeros((1, 2, 1, 32), np.int8))
+    with pytest.raises(NotImplementedError, match="dequantize: x is int8, for which there is no"):
+        cuattn.dequantize(codes, 1.0)
+
+
 def test_a_code_of_every_size(rng):
     """The views themselves: of the right shapes, and not all alike."""
     memory = drawn(rng, 5, 32, "float32")
