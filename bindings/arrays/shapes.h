@@ -21,8 +21,7 @@ inline DLDataType dtype_named(const char* op, nb::handle value, const char* name
       {"float32", {kDLFloat, 32, 1}},   {"float16", {kDLFloat, 16, 1}},
       {"bfloat16", {kDLBfloat, 16, 1}}, {"float64", {kDLFloat, 64, 1}},
       {"int32", {kDLInt, 32, 1}},       {"int64", {kDLInt, 64, 1}},
-      {"bool", {kDLBool, 8, 1}},        {"float8_e4m3fn", {kDLFloat8_e4m3fn, 8, 1}},
-      {"int8", {kDLInt, 8, 1}}};
+      {"bool", {kDLBool, 8, 1}},        {"float8_e4m3fn", {kDLFloat8_e4m3fn, 8, 1}}};
   std::string text = parse_text(op, name, value);
   for (const DtypeWord& word : kWords) {
     if (text == word.text) return word.dtype;
