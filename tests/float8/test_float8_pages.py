@@ -57,6 +57,18 @@ def test_layouts_lengths_and_head_dims(device, backend, head_dim, kv_layout, len
 
 
 @pytest.mark.parametrize("kv_layout", ["nhd", "vllm"])
+@pytest.mark.parametrize(
+    ("device", "backend"), harness.target_params(cpu=("auto",), cuda=("auto",))
+)
+def test_single_queries_go_apart(device, backend, kv_layout, rng):
+    """batch_invariant: on CUDA by a kernel of paged_attention, the others by one of prefill."""
+    lens, queries = BATCHES["mixed"]
+    case = PagedCase(fp8=True, lens=lens, kv_layout=kv_layout, scales="batch", block_size=8,
+                     options=(("batch_invariant", True),))  # fmt: skip
+    assert_case(device, backend, case, queries, rng)
+
+
+@pytest.mark.parametrize("kv_layout", ["nhd", "vllm"])
 @pytest.mark.parametrize(("device", "backend"), TARGETS)
 def test_values_of_another_head_dim(device, backend, kv_layout, rng):
     lens, queries = BATCHES["mixed"]
