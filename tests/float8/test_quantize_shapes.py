@@ -13,6 +13,7 @@ import pytest
 import cuattn
 import harness
 from cases import DTYPES
+from cuattn import float8
 from float8_cases import F8
 
 DIMS = range(16, 257, 16)
@@ -99,6 +100,30 @@ def test_codes_and_scales_are_those_of_the_cpu(device, backend, dim, rng):
         if mean == "given":  # a sum of doubles in another order
             shifts = device.numpy(ours.lse_shift), theirs.lse_shift
             np.testing.assert_allclose(*shifts, rtol=1e-6, atol=1e-6, err_msg=note)
+
+
+@pytest.mark.parametrize("dim", [16, 80, 128, 176, 256])
+@on_devices
+def test_all_that_one_array_may_ask_for(device, backend, dim, rng):
+    """Scales of every part beside a mean, a rotation and a shift, as the C ABI takes them."""
+    parts = ((1,), False), ((2, 3), False), ((2, 3, 2), False), ((2, 3, dim), True)
+    for (shape, channels), hadamard, has_mean, has_shift in itertools.product(
+        parts, (True, False), (True, False), (True, False)
+    ):
+        view, dtype = str(rng.choice(list(VIEWS))), str(rng.choice(list(DTYPES)))
+        x = VIEWS[view](drawn(rng, 143, dim, dtype), 143, dim)
+        means = rng.standard_normal((2, 3, dim), np.float32)
+        given = {"layout": "bshd", "hadamard": hadamard, "scale": shape, "channels": channels}
+        named = [n for n, has in (("mean", has_mean), ("shift_mean", has_shift)) if has]
+        theirs = float8.run(x, **given, **dict.fromkeys(named, means))
+        on_device = placed(device, means)
+        ours = float8.run(placed(device, x), **given, **dict.fromkeys(named, on_device))
+        note = f"{shape}, {hadamard}, {named}, {view}, {dtype}"
+        for index, name in enumerate(("codes", "scale")):
+            same(device, ours[index], theirs[index], f"{name}: {note}")
+        if has_shift:
+            shifts = device.numpy(ours[3]), theirs[3]
+            np.testing.assert_allclose(*shifts, rtol=1e-6, atol=1e-5, err_msg=note)
 
 
 @pytest.mark.parametrize("dim", DIMS)
