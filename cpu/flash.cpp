@@ -68,7 +68,7 @@ void load_queries(const FlashUnit& u, Block<kN>& block, float* buffer) {
       float* to = loaded + i * dim;
       if (r + i < block.num_rows) {
         load_row(block.rows[r + i].q, dim, u.dtype, to);
-        if (u.dtype == DType::e4m3) scale_row(block.rows[r + i].q_scale, dim, to);
+        if (is_code(u.dtype)) scale_row(block.rows[r + i].q_scale, dim, to);
         if (u.scale <= 0.0f) {
           for (int d = 0; d < dim; ++d) to[d] *= u.scale < 0.0f ? -1.0f : 0.0f;
         }
@@ -409,11 +409,11 @@ void run_blocks(const FlashUnit& u) {
     KeyTileState state = tile_state(u, tile);
     if (state == kTileHidden) continue;
     int first = max(tile, begin), count = min(tile + kStep, end) - first;
-    bool is_float8 = u.dtype == DType::e4m3;
+    bool has_codes = is_code(u.dtype);
     KeyTile k =
-        is_float8 ? load_float8_keys(u, first, count, k_buffer)
+        has_codes ? load_float8_keys(u, first, count, k_buffer)
                   : load_tile(u.k, u.k_stride, first, count, u.head_dim, u.dtype, kNear, k_buffer);
-    KeyTile v = is_float8 ? load_float8_values(u, first, count, v_buffer, buffer)
+    KeyTile v = has_codes ? load_float8_values(u, first, count, v_buffer, buffer)
                           : load_tile(u.v, u.v_stride, first, count, u.head_dim_v, u.dtype, kNear,
                                       v_buffer);
     int v_finite = -1;  // not looked at

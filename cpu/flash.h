@@ -60,7 +60,7 @@ struct FlashUnit {
   bool has_alibi;
   DropoutParams dropout;  // resolved
   const FlexUnit* flex;   // or nullptr
-  Float8Unit float8;      // read where dtype is e4m3
+  Float8Unit float8;      // read where dtype is e4m3, or i8, of q and k alone
   float* scratch;         // 64-byte aligned, scratch_floats long
 };
 

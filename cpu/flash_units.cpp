@@ -127,7 +127,7 @@ UnitPlace find_unit(const Cut& cut, int64_t index) {
 }
 
 const char* element(const void* base, int64_t index, DType dtype) {
-  bool is_byte = dtype == DType::boolean || dtype == DType::e4m3;
+  bool is_byte = dtype == DType::boolean || is_code(dtype);
   int64_t bytes = dtype == DType::f32 ? 4 : is_byte ? 1 : 2;
   return static_cast<const char*>(base) + index * bytes;
 }

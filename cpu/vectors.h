@@ -181,6 +181,11 @@ inline void load_row(const void* in, int count, DType dtype, float* out) {
     for (; i < count; ++i) out[i] = e4m3_to_float(codes[i]);
     return;
   }
+  if (dtype == DType::i8) {
+    const int8_t* codes = static_cast<const int8_t*>(in);
+    for (; i < count; ++i) out[i] = codes[i];
+    return;
+  }
   const uint16_t* raw = static_cast<const uint16_t*>(in);
   for (; i + 8 <= count; i += 8) *reinterpret_cast<Float8*>(out + i) = widen(raw + i, dtype);
   for (; i < count; ++i) out[i] = load_element(raw, i, dtype);

@@ -92,7 +92,7 @@ typedef struct {
   int64_t dropout_seed, dropout_offset;
   const DLTensor* dropout_state;
   const DLTensor* kv_start; /* int32 [batch]: the first key in use; not of ragged calls */
-  /* Of float8_e4m3fn arrays. dtype says what bytes (uint8) are: CUATTN_KV_DTYPE_E4M3; else AUTO.
+  /* Of codes, float8 or int8. dtype says what bytes (uint8) are: CUATTN_KV_DTYPE_E4M3; else AUTO.
    * value = stored * scale, a number (default 1), or instead float32 on the device of q: one
    * element, [num_heads_kv] or [batch, num_heads_kv]; of q also [batch, num_heads_q, blocks], of k
    * [batch, num_heads_kv, blocks], a block being 128 rows of a sequence; of v [batch, num_heads_kv,

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(CXX is None, reason="the emulator needs g++")
 
 
 def planted(mistakes):
-    """Their names: the sound kernel and one mistake, and by the long half of the suite the others."""
+    """Their names: the sound kernel and one mistake; the long half of the suite has the others."""
     return [
         pytest.param(name, marks=[pytest.mark.slow] if place > 1 else [])
         for place, name in enumerate(mistakes)
@@ -269,6 +269,9 @@ SELECTIONS = {  # files, and what of them
     "fused": "test",
     "mla/test_mla_indices.py mla/test_mla_packed.py": "(test_lists_against and auto) or test_blocks"
     "_of_one or test_a_list_does or test_rows_are or test_decode_has",
+    "float8/test_quantize_shapes.py float8/test_float8_attention.py": "test",
+    "float8/test_float8_pages.py": "test_the_same_bits or test_values_of or test_single_queries or "
+    "(test_layouts and seqused) or test_no_key or (test_float8_queries and parts and mixed)",
     "cache/test_cache_rows.py cache/test_cache_blocks.py paged/test_paged_prefill.py": "test_"
     "blocks_are_copied or (test_sequences_come and not bfloat16) or test_quantising_scales or "
     "(single_queries and default)",

@@ -248,7 +248,7 @@ def run_op(
     lse is made where a gradient is wanted, which starts from it.
     """
     q = arguments[0]
-    if wants_gradient and q.dtype is FLOAT8:
+    if wants_gradient and FLOAT8 in (q.dtype, arguments[2].dtype):
         refuse_float8(op)
     if wants_gradient and (q.size(-1) > WIDEST or arguments[2].size(-1) > WIDEST):
         refuse_wide(op, q, arguments[2])
