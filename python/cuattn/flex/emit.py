@@ -97,22 +97,22 @@ def distance(node: Expr) -> str | None:
 
 def statements(
     exprs: list[Expr], function: Function, first_number: int
-) -> tuple[dict[Expr, str], list[str]]:
-    """Return the statements that compute expressions of a function, and their nodes' names."""
-    names: dict[Expr, str] = {}
+) -> tuple[dict[int, str], list[str]]:
+    """Return the names of nodes, by their ids, and the statements that compute them."""
+    names: dict[int, str] = {}
     lines = []
     for node in ordered(*exprs):
-        args = [names[a] for a in node.nodes()]
-        names[node] = f"t{len(names)}"
+        args = [names[id(a)] for a in node.nodes()]
+        names[id(node)] = name = f"t{len(names)}"
         text = value(node, args, first_number, function.first_array)
-        lines.append(f"    const {TYPES[node.type]} {names[node]} = {text};\n")
+        lines.append(f"    const {TYPES[node.type]} {name} = {text};\n")
     return names, lines
 
 
 def body(function: Function, first_number: int) -> str:
     """Return the statements that compute an expression and return it."""
     names, lines = statements([function.expr], function, first_number)
-    return "".join([*lines, f"    return {names[function.expr]};\n"])
+    return "".join([*lines, f"    return {names[id(function.expr)]};\n"])
 
 
 SCORE = """\

@@ -53,9 +53,9 @@ def gives(score: Function, slots: frozenset[int]) -> str:
     names, lines = statements([*by_load, *(a for n in read for a in n.args[2:])], score, 0)
     for n, by in zip(read, by_load, strict=True):
         slot = score.first_array + n.args[0]
-        value = f"ds == 0.0f ? 0.0f : ds * {names[by]}"
+        value = f"ds == 0.0f ? 0.0f : ds * {names[id(by)]}"
         at = ", ".join([f"p.arrays[{slot}]", f"p.gradients[{slot}]", value])
-        lines.append(f"    device::add({', '.join([at, *(names[a] for a in n.args[2:])])});\n")
+        lines.append(f"    device::add({', '.join([at, *(names[id(a)] for a in n.args[2:])])});\n")
     return "".join(lines)
 
 
