@@ -12,8 +12,8 @@ import numpy as np
 from .._options import PLACES
 from ..flex.attention import OPTIONS, as_taken, find, problem_of, refuse_unknown, traced
 from ..flex.device import SM90_DIM, free_options, may_take_sm90
-from ..flex.plan import narrowed
 from ..flex.plan import plan as plan_functions
+from ..flex.rows import narrowed
 from ..flex.trace import dtype_name
 from .devices import place
 from .plan import Plan

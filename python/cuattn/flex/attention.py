@@ -19,7 +19,8 @@ from .block_mask import BlockMask, Shape
 from .device import Gives, Placed, free_options, is_cuda, of_tiles, place_of, runs_in_sm90
 from .evaluate import on_host
 from .memo import of_torch, remember, shapes_of
-from .plan import Found, Problem, narrowed, plan
+from .plan import Found, Problem, plan
+from .rows import narrowed
 from .trace import Traced, is_jax_tracer, trace
 
 T = TypeVar("T")
