@@ -107,8 +107,10 @@ void list_kernels(std::vector<KernelInfo>& list) {
     list.push_back({"mla_project", "cpu", cpu::isa_name(), dtype, 1024, 1024, "any", "any"});
     list.push_back({"merge_states", "cpu", "any", dtype, 1024, 1024, "any", "any"});
   }
-  list.push_back({"attention", "cpu", cpu::isa_name(), "float8_e4m3fn", 256, 256, "any", "any"});
-  list.push_back({"attention", "cpu_naive", "any", "float8_e4m3fn", 256, 256, "any", "any"});
+  for (const char* codes : {"float8_e4m3fn", "int8"}) {
+    list.push_back({"attention", "cpu", cpu::isa_name(), codes, 256, 256, "any", "any"});
+    list.push_back({"attention", "cpu_naive", "any", codes, 256, 256, "any", "any"});
+  }
 }
 
 std::string describe() {

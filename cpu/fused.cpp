@@ -3,7 +3,6 @@
 // and spreads the rows over the threads. Next: fused_rows.cpp (one row).
 #include "cpu/fused.h"
 
-#include <algorithm>
 #include <string_view>
 #include <vector>
 
@@ -17,7 +16,7 @@ namespace cuattn::cpu {
 namespace baseline {
 extern const RowsKernel kRowsKernel;
 }
-#if defined(__x86_64__)
+#if defined(CUATTN_CPU_AVX)
 namespace avx2 {
 extern const RowsKernel kRowsKernel;
 }
@@ -31,7 +30,7 @@ namespace {
 constexpr double kFlopsPerByte = 0.25;  // work of one byte moved, in the units of parallel_for
 
 const RowsKernel& rows_kernel() {
-#if defined(__x86_64__)
+#if defined(CUATTN_CPU_AVX)
   std::string_view isa = isa_name();
   if (isa == avx512::kRowsKernel.isa) return avx512::kRowsKernel;
   if (isa == avx2::kRowsKernel.isa) return avx2::kRowsKernel;

@@ -3,8 +3,6 @@
 // fused_rows.cpp, fused.cpp.
 #pragma once
 
-#include <cstddef>
-
 #include "cuattn/params/fused.h"
 
 namespace cuattn::cpu {

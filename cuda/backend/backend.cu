@@ -187,7 +187,8 @@ void list_kernels(std::vector<KernelInfo>& list) {
                     1024, 1024, "any", "any"});
     list.push_back({"merge_states", "merge", kArchs, dtype_name(dtype), 1024, 1024, "any", "any"});
   }
-  list.push_back({"attention", "naive", kArchs, "float8_e4m3fn", 256, 256, "any", "any"});
+  for (const char* codes : {"float8_e4m3fn", "int8"})
+    list.push_back({"attention", "naive", kArchs, codes, 256, 256, "any", "any"});
 }
 
 }  // namespace
