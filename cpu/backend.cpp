@@ -67,6 +67,7 @@ void swap_blocks(const BlockSwapParams& params, int32_t, Stream) { cpu::swap_blo
 
 void rotate(const RotateParams& params, int32_t, Stream) { cpu::rotate(params); }
 void norm(const NormParams& params, int32_t, Stream) { cpu::norm(params); }
+void add(const AddParams& params, int32_t, Stream) { cpu::add(params); }
 void activate(const ActivationParams& params, int32_t, Stream) { cpu::activate(params); }
 void sample(const SampleParams& params, int32_t, Stream) { cpu::sample(params); }
 void verify(const VerifyParams& params, int32_t, Stream) { cpu::verify(params); }
@@ -133,6 +134,7 @@ const Backend& cpu_backend() {
                                .copy_blocks = copy_blocks,
                                .swap_blocks = swap_blocks,
                                .rotate = rotate,
+                               .add = add,
                                .norm = norm,
                                .activate = activate,
                                .sample = sample,

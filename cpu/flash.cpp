@@ -187,7 +187,7 @@ void run_flex(const FlashUnit& u, const FlexProgram& program, bool is_mask, cons
   const FlexUnit& flex = *u.flex;
   for (int c = 0; c < kN; ++c) {
     FlexPlace at{block.diagonal[c] - (flex.kv_len - flex.q_len),
-                 reinterpret_cast<const IntVec&>(block.dropout_head[c]) - flex.b * flex.num_heads_q,
+                 reinterpret_cast<const IntVec&>(block.dropout_head[c]) - flex.first_head,
                  first,
                  flex.b,
                  flex.q_len,
@@ -363,14 +363,6 @@ void attend_tile(const FlashUnit& u, Block<kN>& block, KeyTile k, KeyTile v, int
     }
   }
   add_values<kN, false>(s, values, v.stride, n, u.head_dim_v, alpha, block.o);
-}
-
-// Of the keys from `first` on; steps of keys lie within a tile of these.
-inline KeyTileState tile_state(const FlashUnit& u, int first) {
-  static_assert(kFlexTile == kTileKeys);
-  if (u.flex == nullptr) return kTileSeen;
-  if (u.flex->tiles != nullptr) return static_cast<KeyTileState>(u.flex->tiles[first / kFlexTile]);
-  return u.flex->params->mask.count > 0 ? kTileMasked : kTileSeen;
 }
 
 constexpr int kMaxBlocks = (kMaxUnitRows + kWidth * kVecs - 1) / (kWidth * kVecs);

@@ -31,7 +31,7 @@ struct FlashRow {
 // What a user wrote, for the rows of one unit.
 struct FlexUnit {
   const FlexParams* params;
-  int32_t b, num_heads_q, q_len, kv_len;
+  int32_t b, first_head, q_len, kv_len;  // first_head: what dropout_head is for head 0
   const uint8_t* tiles;  // a KeyTileState for each kFlexTile keys, or nullptr: the mask decides
 };
 

@@ -4,6 +4,8 @@
 // CUATTN_ISA names the set. Next: flash.cpp.
 #pragma once
 
+#include <cstddef>
+
 #include "cpu/convert.h"
 
 #if defined(__F16C__)

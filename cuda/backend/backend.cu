@@ -105,6 +105,11 @@ void rotate(const RotateParams& params, int32_t device_id, Stream stream) {
   launch_rotate(params, static_cast<cudaStream_t>(stream));
 }
 
+void add(const AddParams& params, int32_t device_id, Stream stream) {
+  DeviceGuard guard(device_id);
+  launch_add(params, static_cast<cudaStream_t>(stream));
+}
+
 void norm(const NormParams& params, int32_t device_id, Stream stream) {
   DeviceGuard guard(device_id);
   launch_norm(params, static_cast<cudaStream_t>(stream));
@@ -204,6 +209,7 @@ const Backend* cuda_backend() {
                                .copy_blocks = copy_blocks,
                                .swap_blocks = swap_blocks,
                                .rotate = rotate,
+                               .add = add,
                                .norm = norm,
                                .activate = activate,
                                .sample = sample,

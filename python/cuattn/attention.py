@@ -90,9 +90,14 @@ def attention(
     dropout_seed: int | None = None,
     dropout_offset: int = 0,
     dropout_state: Array | None = None,
+    dropout_row: int = 0,
+    dropout_key: int = 0,
+    dropout_head: int = 0,
+    dropout_heads: int = 0,
     rope: tuple[Array, Array] | None = None,
     rope_positions: Array | None = None,
     rope_interleaved: bool = False,
+    residual: ArrayT | None = None,
     num_splits: int = 0,
     batch_invariant: bool = False,
     return_lse: bool = False,
@@ -156,12 +161,16 @@ def attention(
         key of k; dropout counts keys from kv_start.
     dropout_p : float
         Share of the probabilities that are dropped, in steps of 1 / 256; the others are divided by
-        what remains. On the CPU so far.
+        what remains. "tiled" and "cublas" have none.
     dropout_seed, dropout_offset : int
-        Which are dropped: a function of these and of the place alone (docs/numerics.md). A seed
+        Which are dropped: a function of these and of the place alone (docs/backward.md). A seed
         from 0 to 2^63 - 1, and the number of the call with this seed, from 0 to 2^32 - 1.
     dropout_state : int64 array, [2], optional
         Seed and offset, on the device of q, instead of both.
+    dropout_row, dropout_key, dropout_head, dropout_heads : int
+        Of a call that is a part of a greater one, to drop what that drops: the places there of its
+        first row, of its first key (on CUDA a multiple of 16) and of its first head, where `head`
+        of sequence `b` counts ``b * dropout_heads + head``, 0 being num_heads_q.
     rope : (array, array), optional
         cos and sin, float32 [max_position, rotary_dim / 2], of `rope_table`: q is rotated first, by
         `apply_rope` into memory of its library; the keys are rotated already, as those of a cache
@@ -170,6 +179,9 @@ def attention(
         The row of the tables of each query, or None: its place, ``i + seqlen_kv - seqlen_q``.
     rope_interleaved : bool
         Pairs are (2 i, 2 i + 1) instead of (i, i + rotary_dim / 2).
+    residual : array like out, optional
+        Is added to the result in float32, which is then rounded once, in a pass after the kernel.
+        `out` may be this array itself; lse does not change. No JAX arrays, no gradient.
     num_splits : int
         Parts that the keys are cut into; 0 lets the library choose. A wish: a kernel takes at most
         one for each tile of keys, and all but "sm90" with a dense batch take 1. `explain` says how
@@ -317,6 +329,10 @@ def attention_varlen(
     dropout_seed: int | None = None,
     dropout_offset: int = 0,
     dropout_state: Array | None = None,
+    dropout_row: int = 0,
+    dropout_key: int = 0,
+    dropout_head: int = 0,
+    dropout_heads: int = 0,
     rope: tuple[Array, Array] | None = None,
     rope_positions: Array | None = None,
     rope_interleaved: bool = False,
@@ -366,10 +382,12 @@ def attention_varlen(
         Rows in use of each sequence.
     dropout_p, dropout_seed, dropout_offset, dropout_state
         As in `attention`.
+    dropout_row, dropout_key, dropout_head, dropout_heads
+        As in `attention`.
     rope, rope_positions, rope_interleaved
         As in `attention`; positions are int64 [total_q].
     num_splits, batch_invariant, return_lse, out, lse_out, workspace, backend, stream
-        As in `attention`.
+        As in `attention`; num_splits counts for few queries over pages alone.
 
     Returns
     -------

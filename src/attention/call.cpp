@@ -4,11 +4,11 @@
 // workspace. Next: step.cpp (the choice).
 #include "src/attention/call.h"
 
-#include "src/attention/axes.h"
 #include "src/attention/flex.h"
 #include "src/attention/pages.h"
 #include "src/cache/cache.h"
 #include "src/check/arrays.h"
+#include "src/check/axes.h"
 #include "src/check/float8.h"
 #include "src/check/overlap.h"
 
@@ -128,10 +128,6 @@ DType float8_out_dtype(const char* fn, const TensorView& out, DType q) {
                         " q, got ", text(out.dtype), "; allocate it so, or leave it out");
 }
 
-}  // namespace
-
-namespace {
-
 void launch(AttentionCall& call, void* workspace, Stream stream) {
   if (call.plan.keys == KeyAccess::gathered) {
     workspace = gather_pages(call, workspace, stream);
@@ -196,9 +192,7 @@ void run_attention(AttentionCall& call, const TensorView& out, const TensorView*
                    call.device);
     require_strided(fn, "lse_out", *lse, true, true);
     p.lse = static_cast<float*>(lse->data);
-    p.lse_strides = call.ragged
-                        ? Strides{0, stride_of(*lse, 1), stride_of(*lse, 0)}
-                        : Strides{stride_of(*lse, 0), stride_of(*lse, 2), stride_of(*lse, 1)};
+    p.lse_strides = lse_strides_of(*lse, call.ragged);
   }
 
   CallMemory memory(fn);  // what is written lies apart from all else

@@ -23,8 +23,6 @@ void size_pages(AttentionCall& call) {
 
 namespace {
 
-size_t whole_pieces(size_t bytes) { return (bytes + 255) / 256 * 256; }
-
 // Bytes of the gathered rows of one side, in whole pieces.
 size_t page_bytes(const AttentionCall& call, const CacheSide& side) {
   return whole_pieces(checked_bytes(

@@ -10,6 +10,7 @@
 
 #include "cuattn/error.h"
 #include "cuattn/instances.h"
+#include "cuattn/schedule.h"
 #include "src/check/arrays.h"
 #include "src/check/ladder.h"
 #include "src/info.h"
@@ -74,7 +75,6 @@ const char* sm80_refusal(const AttentionRequest& r, const DeviceInfo& device) {
   return fits ? nullptr : "its tile needs more shared memory than a block gets here";
 }
 
-size_t align256(size_t bytes) { return (bytes + 255) / 256 * 256; }
 int32_t ceil_div(int64_t a, int64_t b) { return static_cast<int32_t>((a + b - 1) / b); }
 
 // Share of a tile's rows that are real when `rows` rows are cut into tiles of `tile`.
@@ -176,7 +176,7 @@ void plan_sm90(Plan& plan, HeadDims d, const AttentionRequest& r, const DeviceIn
     int64_t sequences = r.ragged ? 1 : r.batch, keys = r.ragged ? r.total_kv : r.seqlen_kv;
     plan.turned_bytes = checked_bytes(
         function_of(r), {sequences, r.num_heads_kv, r.head_dim_v, column_pitch(keys)});
-    plan.workspace_bytes = align256(plan.workspace_bytes) + plan.turned_bytes;
+    plan.workspace_bytes = whole_pieces(plan.workspace_bytes) + plan.turned_bytes;
   }
 }
 
@@ -257,9 +257,8 @@ size_t workspace_bytes(Kernel kernel, const AttentionRequest& r) {
     case Kernel::cpu_naive:
     case Kernel::naive: return scores(sizeof(float));
     case Kernel::cublas: {
-      constexpr size_t kCublasScratch = 32 << 20;
-      size_t probabilities = r.dtype == DType::f32 ? 0 : align256(scores(2));
-      return align256(scores(sizeof(float))) + probabilities + kCublasScratch;
+      size_t probabilities = r.dtype == DType::f32 ? 0 : whole_pieces(scores(2));
+      return whole_pieces(scores(sizeof(float))) + probabilities + kCublasBytes;
     }
     default: return 0;
   }

@@ -2,11 +2,13 @@
 // attention and attention_varlen: arrays and options to AttentionParams. Next: call.cpp (plan and
 // run), check/ (the rules).
 #include <cmath>
+#include <limits>
+#include <utility>
 
-#include "src/attention/axes.h"
 #include "src/attention/call.h"
 #include "src/attention/pages.h"
 #include "src/cache/cache.h"
+#include "src/check/axes.h"
 #include "src/check/bias.h"
 #include "src/check/float8.h"
 #include "src/check/options.h"
@@ -278,13 +280,41 @@ void read_bias(AttentionCall& call, const DLTensor* tensor, bool check_data) {
   s.bias_stride_kv = strides[3];
 }
 
+// Where the first row, key and head of a call stand in the greater one whose part it is.
+void read_dropout_places(AttentionCall& call, const cuattn_attention_options& o) {
+  const char* fn = call.function();
+  AttentionParams& p = call.params;
+  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+  const std::pair<const char*, int64_t> places[] = {{"dropout_row", o.dropout_row},
+                                                    {"dropout_key", o.dropout_key},
+                                                    {"dropout_head", o.dropout_head}};
+  for (auto [name, place] : places) {
+    CUATTN_REQUIRE(place >= 0 && place <= kMost, fn, ": ", name, " must lie in [0, 2^31), got ",
+                   place, "; it says where this part of a greater call begins");
+  }
+  CUATTN_REQUIRE(
+      o.dropout_heads == 0 || (o.dropout_heads >= p.num_heads_q && o.dropout_heads <= kMost), fn,
+      ": dropout_heads must lie in [num_heads_q, 2^31) = [", p.num_heads_q, ", 2^31) or be 0, got ",
+      o.dropout_heads, "; it counts the heads of the call whose part this is");
+  if (!is_cpu(call.device) && o.dropout_key % 16 != 0) {
+    fail<NotImplemented>(fn, ": dropout_key must be a multiple of 16 on CUDA, got ", o.dropout_key,
+                         "; begin the part of the keys at one");
+  }
+  p.dropout.first_row = static_cast<uint32_t>(o.dropout_row);
+  p.dropout.first_key = static_cast<uint32_t>(o.dropout_key);
+  p.dropout.first_head = static_cast<uint32_t>(o.dropout_head);
+  if (o.dropout_heads != 0) p.dropout.num_heads = static_cast<uint32_t>(o.dropout_heads);
+}
+
 void read_dropout(AttentionCall& call, const cuattn_attention_options& o, bool check_data) {
   const char* fn = call.function();
   AttentionParams& p = call.params;
   CUATTN_REQUIRE(o.dropout_p >= 0.0 && o.dropout_p < 1.0, fn,
                  ": dropout_p must lie in [0, 1), got ", o.dropout_p,
                  "; it is the share of probabilities that are dropped");
+  p.dropout.num_heads = static_cast<uint32_t>(p.num_heads_q);
   if (o.dropout_p == 0.0) return;
+  read_dropout_places(call, o);
   CUATTN_REQUIRE(o.dropout_seed >= -1, fn, ": dropout_seed must lie in [0, 2^63), got ",
                  o.dropout_seed, "; pass another");
   CUATTN_REQUIRE((o.dropout_seed >= 0) != (o.dropout_state != nullptr), fn,
@@ -294,9 +324,10 @@ void read_dropout(AttentionCall& call, const cuattn_attention_options& o, bool c
   CUATTN_REQUIRE(o.dropout_offset >= 0 && o.dropout_offset <= kMaxDropoutOffset, fn,
                  ": dropout_offset must lie in [0, 2^32), got ", o.dropout_offset,
                  "; count calls, and change the seed when they are used up");
-  CUATTN_REQUIRE(int64_t{p.batch} * p.num_heads_q <= kMaxDropoutOffset, fn,
-                 ": dropout_p must be 0 for 2^32 heads and more, got batch * num_heads_q ",
-                 int64_t{p.batch} * p.num_heads_q, "; split the call");
+  int64_t heads = o.dropout_head + int64_t{p.batch} * p.dropout.num_heads;
+  CUATTN_REQUIRE(heads <= kMaxDropoutOffset, fn,
+                 ": dropout_p must be 0 for 2^32 heads and more, got dropout_head + batch * heads ",
+                 heads, "; split the call");
   auto kept = static_cast<int32_t>(std::lround(256.0 * (1.0 - o.dropout_p)));
   p.dropout.dropped = 256 - (kept > 1 ? kept : 1);
   p.dropout.seed = static_cast<uint64_t>(o.dropout_seed);

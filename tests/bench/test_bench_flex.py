@@ -58,4 +58,4 @@ def test_a_row_is_served_as_its_kind_says(workload):
     is_rows = w.kind in ("documents", "causal rows")
     assert plan.kernel == "sm90"
     assert ("a functor" in plan.reason) == (not is_option and not is_rows)
-    assert ("row ranges" in plan.reason) == (is_rows or w.kind == "streaming")
+    assert ("row ranges" in plan.reason) == is_rows

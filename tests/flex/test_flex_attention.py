@@ -113,7 +113,11 @@ READY = {
 SERVED_BY = {
     **{"causal": "options", "sliding_window": "options", "document": "row ranges"},
     **{"document by lengths": "row ranges", "prefix_lm": "row ranges", "chunked": "row ranges"},
-    "block_diagonal": "row ranges",
+    **{
+        "block_diagonal": "row ranges",
+        "dilated": "options, as the mask lies in the window (60, 0)",
+    },
+    "streaming": "options, as the mask lies in the window (-1, 0)",
 }
 
 
@@ -207,6 +211,32 @@ def test_padded_and_ragged_batches_count_from_the_start_of_each_sequence(rng):
             assert np.all(np.isneginf(padded[1][b, :, m:]))
             rows = slice(begins[0][b], begins[0][b] + m)
             check((out[None, rows], lse[None, :, rows]), want, what=f"{name}, ragged")
+
+
+def test_documents_count_from_the_bottom_right(rng):
+    """Queries are the last tokens of the keys, as those of a cache."""
+    ids = np.stack([np.sort(rng.integers(0, 4, 90)), rng.integers(0, 4, 90)])
+    q, k, v = arrays(rng, 2, 2, 1, 20, 90, (16, 16))
+    for every in (ids, ids[0], ids[1]):
+        dense = (every[..., 70:, None] == every[..., None, :]).reshape(-1, 1, 20, 90)
+        bias = np.where(dense, 0.0, -np.inf)
+        want = flex_cases.attention(*map(heads_first, (q, k, v)), bias=bias)
+        mask = flex.masks.document(every)
+        check(cuattn.flex_attention(q, k, v, mask_mod=mask, return_lse=True), want)
+
+
+def test_runs_of_a_row_that_lengths_choose(rng):
+    """Of two sequences of as many keys and other queries, each has its own documents."""
+    table = np.sort(rng.integers(0, 4, (40, 50)), axis=1)
+    mask = lambda b, h, i, j, q_len, kv_len: table[q_len, i] == table[q_len, j]  # noqa: E731
+    q, k, v = arrays(rng, 2, 2, 1, 39, 50, (16, 16))
+    used = np.array([39, 25], np.int32)
+    got = cuattn.flex_attention(q, k, v, mask_mod=mask, seqused_q=used, return_lse=True)
+    for b, n in enumerate(used):
+        one = [heads_first(x[b : b + 1]) for x in (q[:, :n], k, v)]
+        check(
+            (got[0][b : b + 1, :n], got[1][b : b + 1, :, :n]), flex_cases.attention(*one, mask=mask)
+        )
 
 
 def test_masks_add_up_with_those_of_options(rng):

@@ -94,9 +94,36 @@ def test_intervals_of_rows_need_no_program():
         assert "mask_program" not in found.arrays, found.words
         assert found.arrays["row_begin"].dtype == np.int32
     shuffled = np.arange(300) % 2
-    found = words_of(lambda b, h, q, k: (shuffled[q] == shuffled[k]) & (k <= q))
+    found = words_of(lambda b, h, q, k: (shuffled[q] == shuffled[k]) & (k <= 3 * q))
     assert "mask_program" in found.arrays
     assert "row_end" in found.arrays
+
+
+def test_limits_that_are_a_window_need_no_rows():
+    """Beside what a program asks; also where the host does not know the lengths."""
+    shuffled = np.arange(300) % 2
+    known = Problem(2, 4, 300, 300, None, [(300, 300)] * 2, 600)
+    ragged = known._replace(lengths=[(20, 70), (9, 0)], starts_q=np.array([0, 20, 29]), total_q=29)
+    unknown = known._replace(lengths=[], total_q=0)
+    scattered = lambda b, h, q, k: shuffled[q] == shuffled[k]  # noqa: E731
+    for limit, window, is_counted_from_the_end in (
+        (flex.masks.causal(), (-1, 0), True),
+        (flex.masks.sliding_window(9, 2), (9, 2), True),
+        (lambda b, h, q, k: (k <= q) & (q - k < 8), (7, 0), False),
+    ):
+        mask = flex.trace(flex.masks.and_masks(scattered, limit))
+        for problem in (known, ragged, unknown) if is_counted_from_the_end else (known,):
+            found = plan(problem, None, mask, None)
+            assert found.window == window
+            assert "row_begin" not in found.arrays
+            assert str(found.functions["mask"].expr) == "(array0[q_idx] == array0[kv_idx])"
+    found = plan(unknown, None, mask, None)  # from the top left: of any lengths no window
+    assert "<= q_idx" in str(found.functions["mask"].expr)
+    odd = flex.masks.and_masks(scattered, flex.masks.causal(), lambda b, h, q, k: k < 2 * q)
+    assert plan(known, None, flex.trace(odd), None).window is None
+    found = plan(unknown, None, flex.trace(odd), None)
+    assert found.window == (-1, 0)
+    assert "(kv_idx < (2 * q_idx))" in str(found.functions["mask"].expr)
 
 
 def test_the_usual_masks_leave_no_block_needlessly_asked():

@@ -171,6 +171,12 @@ def test_explain_says_what_differentiates():
     ):
         plan = explain(d, **given)
         assert (plan.kernel, words in plan.reason) == (kernel, True), plan.reason
+    made = cuattn.create_block_mask(flex.masks.streaming(40), None, None, 300, 300, block_size=64)
+    for device, count in (("h100", 9), ("a100", 15)):  # as the forward kernel joins blocks
+        shapes = ((2, 300, 4, 64),) * 3
+        forward = cuattn.explain("flex_attention", *shapes, device=device, block_mask=made)
+        for plan in (forward, explain(device=device, block_mask=made)):
+            assert f"lists of {count} blocks" in plan.reason
     plan = explain(device="cpu", score_mod=score, arrays=[table], dtype="float32")
     assert plan.kernel == "cpu"
     with pytest.raises(NotImplementedError, match="got float32, head_dim 64"):

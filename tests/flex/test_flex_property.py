@@ -74,6 +74,8 @@ def test_blocks_of_ready_masks_are_called_what_they_are(rng, name):
     for _ in range(8):
         mask = READY[name](int(rng.integers(0, 200)))
         q_len, kv_len = (int(n) for n in rng.integers(1, 400, 2))
+        if name.startswith("document"):  # numpy's negative indices are others
+            q_len = min(q_len, kv_len)
         made = cuattn.create_block_mask(mask, None, None, q_len, kv_len, block_size=64)
         dense = flex_cases.dense_mask(mask, 1, 1, q_len, kv_len)[0, 0]
         for i, row in enumerate(made.states[0, 0]):

@@ -146,6 +146,44 @@ def test_a_number_means_what_it_means_in_python():
         assert np.array_equal(evaluate(Host(traced), traced.expr, values), want)
 
 
+def test_what_stands_for_a_number_is_taken_for_it():
+    """What looks at it decides as with the number; another number is another trace."""
+
+    def masks(n, w):
+        limit = lambda x: 2 * x if type(x) is int else x  # noqa: E731
+        return {
+            "(kv_idx < number0)": lambda b, h, q, k: k < n if isinstance(n, int) else k > n,
+            f"(kv_idx < {2 * n})": lambda b, h, q, k: k < limit(n),
+            f"(kv_idx < {len(str(n))})": lambda b, h, q, k: k < len(f"{n}"),
+            f"(kv_idx < {WINDOWS.get(n, 7)})": lambda b, h, q, k: k < WINDOWS.get(n, 7),
+            f"(kv_idx {'<' if n in WINDOWS else '>'} 2)": lambda b, h, q, k: (
+                k < 2 if n in WINDOWS else k > 2
+            ),
+            "(float(kv_idx) < number0)": lambda b, h, q, k: (
+                k < w if isinstance(w, float) else k > w
+            ),
+        }
+
+    for n in (0, 3, 4, 1000):
+        for text, mask in masks(n, n / 2).items():
+            assert str(flex.trace(mask)) == text
+    calls = cached.cache_info().currsize
+    assert str(flex.trace(lambda b, h, q, k, n=5: k < cached(n))) == "(kv_idx < 6)"
+    assert cached(5) == 6
+    assert cached.cache_info().currsize == calls + 1
+
+
+def test_an_index_that_is_made_of_numbers_counts_from_the_end_below_0():
+    one, zero = 1, 0
+    for mask, last in (
+        (lambda b, h, q, k: IDS[-one] == k, 8),
+        (lambda b, h, q, k: IDS[zero - one] == k, 8),
+        (lambda b, h, q, k: PAIRS[-one - one, k] == 1, 0),
+    ):
+        assert f"array0[{last}" in str(flex.trace(mask))
+    assert "array0[(number0 + number1)]" in str(flex.trace(lambda b, h, q, k: IDS[one + zero] == k))
+
+
 def test_derivatives_equal_differences(rng):
     make = flex_cases.Generator(rng, 2, 3, 40, 50)
     q, k = np.arange(40)[:, None], np.arange(50)[None, :]
@@ -210,9 +248,15 @@ REFUSED = {
     "text": (lambda b, h, q, k: q == "a", "computes with numbers.*got str"),
     "scalar zero": (lambda b, h, q, k, n=0: q // n == k // n, "takes a positive number.*got 0"),
     "scalar below": (lambda b, h, q, k, n=-4: (q - k) % n > 0, "takes a positive number.*got -4"),
+    "set": (lambda b, h, q, k: (k <= q) if h in {0, 3} else (k < 9), "`h` .*lies in no set"),
+    "dict": (lambda b, h, q, k: q - k < WINDOWS.get(h, 9), "`h` .*is no key of a dict"),
+    "cache": (lambda b, h, q, k: cached(q) > k, "`q_idx` .*is no key of a dict"),
+    "sum of conditions": (lambda b, h, q, k: (k < q) + (k < 3) == 1, r"\+ of conditions.*write &"),
     "no function": (5, r"must be a function \(b, h, q_idx, kv_idx\), got int"),
 }
 CUBE, COMPLEX = np.ones((2, 2, 2)), np.ones(4, np.complex64)
+WINDOWS = {0: 3, 3: 90}
+cached = functools.lru_cache(lambda x: x + 1)
 
 
 @pytest.mark.parametrize("name", REFUSED)

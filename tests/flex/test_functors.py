@@ -129,6 +129,26 @@ def test_distances_become_floats_without_a_conversion_each():
     assert "static_cast<float>" not in text
 
 
+def test_scores_of_16_bits_have_no_branches_but_what_comparisons_hang_on_is_exact():
+    score = lambda s, b, h, q, k, cap=3.0: (  # noqa: E731
+        cap * np.tanh(s / cap)
+        + np.sqrt(abs(s)) / (1.0 + abs(s))
+        + np.where(q / 49 == 1.0, s / 7, s)
+    )
+    found = functions(score, lambda b, h, q, k: np.sqrt(k / 49) < q)
+    for kernel in KERNELS:
+        scored, asked = source(kernel, found, False, False).split(" sees(")
+        is_quick = kernel.dtype != "float32"
+        assert ("tanhf(" not in scored, "sqrtf(" not in scored) == (is_quick, is_quick)
+        assert len(re.findall(r"= t\d+ \* \(1.0f / t\d+\);", scored)) == 2 * is_quick
+        assert len(re.findall(r"= device::score_quotient\(t\d+, t\d+\);", scored)) == is_quick
+        assert len(re.findall(r"= t\d+ / t\d+;", scored)) == (1 if is_quick else 4)
+        assert "sqrtf(" in asked
+        assert " / t" in asked
+    gradient = backward_source(SM80, found, False, True, True, frozenset(), False)
+    assert "tanhf(" not in gradient
+
+
 def test_nvrtc_takes_the_passes_of_gradients_without_spilling(compiler):
     mask = functions(mask=lambda b, h, q, k: q != k)
     for kernel, found, slots in ((SM80, of_everything(), {0, 1}), (KERNELS[1], mask, set())):

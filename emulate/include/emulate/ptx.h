@@ -56,6 +56,8 @@ inline void ex2_approx_f32(float& to, float x) { to = std::exp2(x); }
 inline void lg2_approx_f32(float& to, float x) { to = std::log2(x); }
 inline void lg2_approx_ftz_f32(float& to, float x) { to = std::log2(flushed(x)); }
 inline void rcp_approx_ftz_f32(float& to, float x) { to = flushed(1.0f / flushed(x)); }
+inline void sqrt_approx_f32(float& to, float x) { to = std::sqrt(x); }
+inline void div_full_f32(float& to, float x, float y) { to = x / y; }
 inline void rsqrt_approx_ftz_f32(float& to, float x) { to = 1.0f / std::sqrt(flushed(x)); }
 inline void tanh_approx_f32(float& to, float x) { to = std::tanh(x); }
 

@@ -32,7 +32,7 @@ struct CacheSide {
   CUATTN_HOST_DEVICE int64_t row(int64_t token, int64_t head) const {
     return token * row_token + head * row_head;
   }
-  // Of d = 0 of one head in one slot: token `at` of a block.
+  // Where d = 0 of one head lies, for token `at` of a block.
   CUATTN_HOST_DEVICE int64_t place(int64_t block, int64_t at, int64_t head) const {
     return block * strides.block + head * strides.head + at * strides.token;
   }

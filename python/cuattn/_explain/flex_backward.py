@@ -7,14 +7,22 @@ import dataclasses
 from typing import Any
 
 from .._gradients import GRADIENTS, POSITIONAL
-from ..flex.attention import find, problem_of, refuse_unknown
+from .._options import PLACES
+from ..flex.attention import OPTIONS, find, problem_of, refuse_unknown
 from ..flex.backward import TAKES
 from ..flex.device import BACKWARD, free_options, require_backward
-from ..flex.plan import narrowed
+from ..flex.rows import narrowed
 from ..flex.trace import dtype_name
 from .backward import explain_backward
 from .devices import place
-from .flex import FUNCTIONS, NOT_ASKED, shapes_of_arrays, stand_in
+from .flex import (
+    FUNCTIONS,
+    plan_elsewhere,
+    plan_on_hopper,
+    shapes_of_arrays,
+    stand_in,
+    words_of_tiles,
+)
 from .plan import Plan
 
 NAMES = POSITIONAL["attention_backward"]
@@ -34,7 +42,7 @@ def explain_flex_backward(
     refuse_unknown(BACKWARD, options, TAKES)
     if "cu_seqlens_q" in options:
         raise NotImplementedError(f"explain: {BACKWARD} must be of padded arrays, got cu_seqlens_q")
-    options = {name: x for name, x in options.items() if name not in (*NOT_ASKED, *GRADIENTS)}
+    options = {name: x for name, x in options.items() if name not in (*PLACES, *GRADIENTS)}
     q, k, v = (x if hasattr(x, "shape") else stand_in(x) for x in arrays[1:4])
     if hasattr(arrays[1], "dtype"):
         dtype = dtype_name(arrays[1])
@@ -50,6 +58,7 @@ def explain_flex_backward(
         return plan_of()  # says what is wrong
     takes = free_options(options) if on_cuda and not wanted else frozenset()
     found = find(problem, score_mod, mask_mod, block_mask, takes)
+    given = dict(options)
     if found.window is not None:
         options["window"] = narrowed(options.get("window", (-1, -1)), found.window)
     options |= shapes_of_arrays(found.options)
@@ -66,10 +75,25 @@ def explain_flex_backward(
                 "functions that are compiled run in sm80 alone; use backend='sm80' or 'auto'"
             )
         plan = plan_of(softcap=options.get("softcap") or 1.0, backend="sm80")
+        if block_mask is not None and "block_starts" in found.arrays:
+            tiles = forward_plan(arrays, device, dtype, given)  # which a forward call shares
+            functions = (problem, score_mod, mask_mod, block_mask)
+            joined = words_of_tiles(tiles, *functions, takes if found.options else frozenset())
+            words = words.replace(found.words, joined)
     else:
         plan = plan_of_rows(plan_of, options)
     line = f"  functions: {words}\n"
     return dataclasses.replace(plan, reason=f"{plan.reason}; {words}", ladder=plan.ladder + line)
+
+
+def forward_plan(arrays: tuple[Any, ...], device: Any, dtype: str, options: dict[str, Any]) -> Plan:
+    """Return the plan of the forward call, in whose tiles blocks are joined."""
+    given = dict(
+        zip("qkv", (x if hasattr(x, "shape") else tuple(x) for x in arrays[1:4]), strict=True)
+    )
+    given |= {name: x for name, x in options.items() if name in OPTIONS}
+    call = given, dtype, place(device, arrays[1]), True
+    return plan_on_hopper(*call) or plan_elsewhere(*call)
 
 
 def plan_of_rows(plan_of: Any, options: dict[str, Any]) -> Plan:

@@ -24,6 +24,10 @@ SIGNS = {
 }
 CALLS = {"floordiv": "device::floor_div", "mod": "device::floor_mod"}
 FLOAT_CALLS = {"exp": "expf", "log": "logf", "tanh": "tanhf", "sqrt": "sqrtf"}
+QUICK_CALLS = {
+    **{"tanh": "device::score_tanh", "sqrt": "device::score_sqrt"},
+    "div": "device::score_quotient",
+}
 MAX_NUMBERS = 32
 DTYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
 
@@ -95,24 +99,47 @@ def distance(node: Expr) -> str | None:
     )
 
 
+def decides(order: list[Expr]) -> set[int]:
+    """Return the ids of the nodes that comparisons hang on: their last bit decides."""
+    found: set[int] = set()
+    for node in reversed(order):
+        if node.op in COMPARISONS or id(node) in found:
+            found.update(map(id, node.nodes()))
+    return found
+
+
+def quick(node: Expr, args: list[str]) -> str | None:
+    """Return what computes a node of a score to 2e-6 of itself; None where nothing is quicker."""
+    if node.op == "div" and node.args[1].free.isdisjoint(("k", "score")):
+        return f"{args[0]} * (1.0f / {args[1]})"  # many are divided by the same number
+    call = QUICK_CALLS.get(node.op)
+    return None if call is None else f"{call}({', '.join(args)})"
+
+
 def statements(
-    exprs: list[Expr], function: Function, first_number: int
-) -> tuple[dict[Expr, str], list[str]]:
-    """Return the statements that compute expressions of a function, and their nodes' names."""
-    names: dict[Expr, str] = {}
-    lines = []
-    for node in ordered(*exprs):
-        args = [names[a] for a in node.nodes()]
-        names[node] = f"t{len(names)}"
+    exprs: list[Expr], function: Function, first_number: int, is_quick: bool
+) -> tuple[dict[int, str], list[str]]:
+    """Return the names of nodes, by their ids, and the statements that compute them.
+
+    Where it `is_quick`, what no comparison hangs on is right to 2e-6 of itself.
+    """
+    names: dict[int, str] = {}
+    lines, order = [], ordered(*exprs)
+    exact = decides(order)
+    for node in order:
+        args = [names[id(a)] for a in node.nodes()]
+        names[id(node)] = name = f"t{len(names)}"
         text = value(node, args, first_number, function.first_array)
-        lines.append(f"    const {TYPES[node.type]} {names[node]} = {text};\n")
+        if is_quick and id(node) not in exact:
+            text = quick(node, args) or text
+        lines.append(f"    const {TYPES[node.type]} {name} = {text};\n")
     return names, lines
 
 
-def body(function: Function, first_number: int) -> str:
+def body(function: Function, first_number: int, is_quick: bool) -> str:
     """Return the statements that compute an expression and return it."""
-    names, lines = statements([function.expr], function, first_number)
-    return "".join([*lines, f"    return {names[function.expr]};\n"])
+    names, lines = statements([function.expr], function, first_number, is_quick)
+    return "".join([*lines, f"    return {names[id(function.expr)]};\n"])
 
 
 SCORE = """\
@@ -184,11 +211,9 @@ def source(
     parts, first = [], 0
     for name, frame in (("score", SCORE), ("mask", SEES)):
         if name in functions:
-            parts.append(frame % body(functions[name], first))
+            parts.append(frame % body(functions[name], first, kernel.dtype != "float32"))
             first += len(functions[name].scalars)
     functor = f"struct Functor {{\n  static constexpr bool {given};\n{''.join(parts)}}};"
-    if kernel.name == "sm90":
-        functor = functor.replace("tanhf(", "device::score_tanh(")
     shape = {"dtype": DTYPES[kernel.dtype], "qk": kernel.head_dim, "v": kernel.head_dim_v}
     text = KERNELS[kernel.name] % {"functor": functor, **shape}
     return f'#include "cuattn/device/functor.cuh"\n{text}'

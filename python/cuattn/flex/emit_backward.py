@@ -50,12 +50,12 @@ def gives(score: Function, slots: frozenset[int]) -> str:
     """Return the statements that add to the gradients of arrays what each read of them gives."""
     read = [n for n in loads(score.expr) if n.args[0] in slots]
     by_load = [derivative(score.expr, n) for n in read]
-    names, lines = statements([*by_load, *(a for n in read for a in n.args[2:])], score, 0)
+    names, lines = statements([*by_load, *(a for n in read for a in n.args[2:])], score, 0, True)
     for n, by in zip(read, by_load, strict=True):
         slot = score.first_array + n.args[0]
-        value = f"ds == 0.0f ? 0.0f : ds * {names[by]}"
+        value = f"ds == 0.0f ? 0.0f : ds * {names[id(by)]}"
         at = ", ".join([f"p.arrays[{slot}]", f"p.gradients[{slot}]", value])
-        lines.append(f"    device::add({', '.join([at, *(names[a] for a in n.args[2:])])});\n")
+        lines.append(f"    device::add({', '.join([at, *(names[id(a)] for a in n.args[2:])])});\n")
     return "".join(lines)
 
 
@@ -80,12 +80,13 @@ def backward_source(
     parts, first = [], 0
     if "score" in functions:
         score = functions["score"]
-        parts.append(SCORE % body(score, 0))
-        parts.append(DERIVATIVE % body(score._replace(expr=derivative(score.expr, SCORE_NODE)), 0))
+        parts.append(SCORE % body(score, 0, True))
+        by_score = score._replace(expr=derivative(score.expr, SCORE_NODE))
+        parts.append(DERIVATIVE % body(by_score, 0, True))
         parts.append(GIVE % gives(score, slots) if slots else "")
         first = len(score.scalars)
     if "mask" in functions:
-        parts.append(SEES % body(functions["mask"], first))
+        parts.append(SEES % body(functions["mask"], first, True))
     functor = f"struct Functor {{\n  static constexpr bool {given};\n{''.join(parts)}}};"
     shape = {"dtype": DTYPES[kernel.dtype], "qk": kernel.head_dim, "v": kernel.head_dim_v}
     text = SOURCE % {"functor": functor, **shape}

@@ -76,25 +76,25 @@ class Host:
 
 def evaluate(host: Host, expr: Expr, values: Values, dtype: Any = np.float32) -> Any:
     """Return an expression for indices (and a score) that broadcast; floats are of `dtype`."""
-    found: dict[Expr, Any] = {}
+    found: dict[int, Any] = {}  # by id of the node
     for node in ordered(expr):
-        args = [found[a] if isinstance(a, Expr) else a for a in node.args]
+        args = [found[id(a)] if isinstance(a, Expr) else a for a in node.args]
         if node.op == "index":
-            found[node] = values[args[0]]
+            found[id(node)] = values[args[0]]
         elif node.op in ("const", "scalar"):
             x = args[0] if node.op == "const" else host.scalars[args[0]]
-            found[node] = dtype(x) if node.type == FLOAT else x
+            found[id(node)] = dtype(x) if node.type == FLOAT else x
         elif node.op == "load":
             array = host.arrays[args[0]]
             at = tuple(np.clip(i, 0, n - 1) for i, n in zip(args[2:], array.shape, strict=True))
             x = array[at]
-            found[node] = x.astype(dtype) if node.type == FLOAT else widened(x, node.type)
+            found[id(node)] = x.astype(dtype) if node.type == FLOAT else widened(x, node.type)
         elif node.op == "float":
-            found[node] = np.asarray(args[0]).astype(dtype)
+            found[id(node)] = np.asarray(args[0]).astype(dtype)
         else:
             with np.errstate(all="ignore"):
-                found[node] = NUMPY[node.op](*args)
-    return found[expr]
+                found[id(node)] = NUMPY[node.op](*args)
+    return found[id(expr)]
 
 
 def widened(x: Any, kind: str) -> Any:
@@ -314,9 +314,9 @@ def bounds(host: Host, expr: Expr, boxes: dict[str, Bounds], reads_floats: bool 
     ValueError
         If a whole number on the way may lie beyond int32.
     """
-    found: dict[Expr, Bounds] = {}
+    found: dict[int, Bounds] = {}  # by id of the node
     for node in ordered(expr):
-        args: list[Any] = [found[a] if isinstance(a, Expr) else a for a in node.args]
+        args: list[Any] = [found[id(a)] if isinstance(a, Expr) else a for a in node.args]
         if node.op == "index":
             r = boxes[args[0]]
         elif node.op in ("const", "scalar"):
@@ -337,5 +337,5 @@ def bounds(host: Host, expr: Expr, boxes: dict[str, Bounds], reads_floats: bool 
                 f"flex: {describe(node)} may reach {int(np.min(r[0]))} to {int(np.max(r[1]))}, "
                 "beyond int32, which indices are computed in; write it in floats"
             )
-        found[node] = r
-    return found[expr]
+        found[id(node)] = r
+    return found[id(expr)]

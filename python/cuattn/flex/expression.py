@@ -69,7 +69,6 @@ class Operand:
     __gt__, __ge__ = binary("gt"), binary("ge")
     __eq__: Any = binary("eq")
     __ne__: Any = binary("ne")
-    __hash__: Any = object.__hash__
 
     def value(self) -> Expr:
         """Return the node that is meant."""
@@ -86,6 +85,12 @@ class Operand:
 
     def __abs__(self) -> Any:
         return apply("abs", self)
+
+    def __hash__(self) -> int:
+        raise TraceError(
+            f"{describe(self)} is a symbol, not a number, so it lies in no set and is no key of a "
+            "dict; compare with == and join by |, or capture an array and index it"
+        )
 
     def __bool__(self) -> bool:
         raise TraceError(
@@ -159,7 +164,10 @@ def describe(x: Any) -> str:
 
 
 class Expr(Operand):
-    """A node: an operation, its arguments (nodes, numbers, names), its type and its indices."""
+    """A node: an operation, its arguments (nodes, numbers, names), its type and its indices.
+
+    As it has no hash, what is known of nodes is kept by their ids.
+    """
 
     __slots__ = ("__weakref__", "args", "free", "op", "type")
     op: str
@@ -333,6 +341,11 @@ def join(op: str, a: Expr, b: Expr) -> Expr:
 
 def compute(op: str, a: Expr, b: Expr) -> Expr:
     """Return the node of an operation on two numbers."""
+    if op in ARITHMETIC and a.type == b.type == BOOL:
+        raise TraceError(
+            f"{ARITHMETIC[op]} of conditions is a number in Python and none in numpy, got "
+            f"{describe(a)} {ARITHMETIC[op]} {describe(b)}; write &, |, ^ or where(condition, 1, 0)"
+        )
     a, b = (to_int(x) if x.type == BOOL else x for x in (a, b))
     if op == "div" or FLOAT in (a.type, b.type):
         a, b = to_float(a), to_float(b)
@@ -468,14 +481,14 @@ BINARY: dict[str, Callable[[str, Expr, Expr], Expr]] = {
 def ordered(*roots: Expr) -> list[Expr]:
     """List every node below some, arguments first."""
     order: list[Expr] = []
-    done: set[Expr] = set()
+    done: set[int] = set()  # their ids
     stack = [(root, False) for root in reversed(roots)]
     while stack:
         node, is_ready = stack.pop()
         if is_ready:
             order.append(node)
-        elif node not in done:
-            done.add(node)
+        elif id(node) not in done:
+            done.add(id(node))
             stack.append((node, True))
-            stack.extend((a, False) for a in reversed(list(node.nodes())) if a not in done)
+            stack.extend((a, False) for a in reversed(list(node.nodes())) if id(a) not in done)
     return order

@@ -40,9 +40,10 @@ def document(ids: Any = None, *, cu_seqlens: Any = None) -> MaskMod:
 
     Parameters
     ----------
-    ids : int array, [seqlen] or [batch, seqlen], optional
-        The document of each token. Where each is one run of tokens, every row's keys are an
-        interval, which costs no more than a window; others are taken too.
+    ids : int array, [seqlen_kv] or [batch, seqlen_kv], optional
+        The document of each key's token; the queries are the last tokens. Where each document is
+        one run of tokens, every row's keys are an interval, which costs no more than a window;
+        others are taken too.
     cu_seqlens : int array, [documents + 1], optional
         Where documents begin, instead.
 
@@ -65,9 +66,14 @@ def document(ids: Any = None, *, cu_seqlens: Any = None) -> MaskMod:
                 f"{begins.shape}; pass the running sum of the lengths"
             )
         ids = np.repeat(np.arange(len(begins) - 1, dtype=np.int32), np.diff(begins))
-    if len(ids.shape) == 2:
-        return lambda b, h, q_idx, kv_idx: ids[b, q_idx] == ids[b, kv_idx]
-    return lambda b, h, q_idx, kv_idx: ids[q_idx] == ids[kv_idx]
+
+    def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any, *, q_len: Any, kv_len: Any) -> Any:
+        return ids[q_idx + kv_len - q_len] == ids[kv_idx]
+
+    def mask_of_each(b: Any, h: Any, q_idx: Any, kv_idx: Any, *, q_len: Any, kv_len: Any) -> Any:
+        return ids[b, q_idx + kv_len - q_len] == ids[b, kv_idx]
+
+    return mask_of_each if len(ids.shape) == 2 else mask
 
 
 def prefix_lm(prefix: Any) -> MaskMod:

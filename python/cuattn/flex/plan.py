@@ -14,7 +14,7 @@ from .evaluate import Host, bounds, evaluate
 from .expression import Expr
 from .options import score_options
 from .program import program
-from .rows import Split, document_parts, limits, runs, split
+from .rows import Split, document_parts, limits, runs, split, window_within
 from .trace import Traced
 
 BLOCK = (128, 128)
@@ -93,7 +93,8 @@ def keys_function(host: Host, keys: Split, documents: list[tuple[Expr, Expr]]) -
 
     def runs_of(load: Expr, values: dict[str, Any]) -> Any:
         kv_len = values["kv_len"]
-        key = (load, kv_len, *(values[name] for name in ("b", "h") if name in load.free))
+        asked = ("b", "h", "q_len")
+        key = (id(load), kv_len, *(values[name] for name in asked if name in load.free))
         if key not in known:
             k = np.arange(kv_len)
             found = evaluate(host, load, {**values, "k": k})
@@ -134,6 +135,24 @@ def find_rows(host: Host, problem: Problem, keys: Split) -> tuple[Rows | None, E
     return None, keys.rest
 
 
+def find_limits(
+    host: Host, problem: Problem, e: Expr, keys: Split, is_known: bool
+) -> tuple[tuple[int, int] | None, Rows | None, Expr | None]:
+    """Return the window and the row ranges that a mask lies in, and what they leave to be asked.
+
+    One of them: ranges are made where a window does not hold all limits, and the host knows the
+    lengths.
+    """
+    window, rest = window_within(host, e, problem.common)
+    if not is_known:
+        return window, None, rest
+    if window is not None and rest is not None:
+        rows, left = find_rows(host, problem, split(rest))
+        if rows is None:
+            return window, None, left
+    return None, *find_rows(host, problem, keys)
+
+
 def plan(
     problem: Problem,
     score: Traced | None,
@@ -171,7 +190,8 @@ def plan(
                 "flex_attention: block_mask must not be given beside lengths on the device, with "
                 f"which its blocks cannot be compared, got one of {mask}; pass mask_mod"
             )
-        rows, rest = find_rows(host, problem, keys) if is_known else (None, mask.expr)
+        window, rows, rest = find_limits(host, problem, mask.expr, keys, is_known)
+        words += [] if window is None else [f"options, as the mask lies in the window {window}"]
         if rows is not None:
             found["row_begin"], found["row_end"] = rows.begin, rows.end
             words.append("row ranges, as each row's keys are an interval")
@@ -234,9 +254,3 @@ def add_lists(
     found["query_block"], found["key_block"] = block
     hidden, asked = (int(np.count_nonzero(states == s)) for s in (0, 1))
     return f"lists of {states.size} blocks: {hidden} are skipped, in {asked} the program is run"
-
-
-def narrowed(given: Any, found: tuple[int, int]) -> tuple[int, int]:
-    """Return a window within two windows, -1 being unlimited."""
-    pairs = zip(given, found, strict=True)
-    return tuple(max(pair) if -1 in pair else min(pair) for pair in pairs)

@@ -71,23 +71,24 @@ class Registers:
 
 def written(order: list[Expr], num_rows: int, scalars: list[Any], slot: int) -> Any:
     """Return the rows of a program and how many registers it takes."""
-    last = {a: i for i, node in enumerate(order) for a in node.nodes()}
-    place = {node: i for i, node in enumerate(order)}
+    last = {id(a): i for i, node in enumerate(order) for a in node.nodes()}
+    place = {id(node): i for i, node in enumerate(order)}
     registers, rows = Registers(), []
-    at: dict[Expr, int] = {}
+    at: dict[int, int] = {}  # registers by id of the node
     for i, node in enumerate(order):
         if i == num_rows:
             registers.free.clear()  # those of the first part are not written again
         name, args, number = operation(node, scalars, slot)
-        sources = [at[a] for a in args] + [0] * (3 - len(args))
-        for a in dict.fromkeys(args):
+        ids = [id(a) for a in args]
+        sources = [at[a] for a in ids] + [0] * (3 - len(args))
+        for a in dict.fromkeys(ids):
             is_kept = i >= num_rows and place[a] < num_rows
             if last[a] == i and not is_kept:
                 registers.free.append(at[a])
-        at[node] = registers.take()
-        if node not in last:  # what it gives is read by nobody, or is the result
-            registers.free.append(at[node])
-        rows.append([CODE[name], at[node], *sources, number])
+        at[id(node)] = registers.take()
+        if id(node) not in last:  # what it gives is read by nobody, or is the result
+            registers.free.append(at[id(node)])
+        rows.append([CODE[name], at[id(node)], *sources, number])
     return rows, registers.count
 
 
@@ -119,9 +120,8 @@ def gradient_program(score: Traced, slots: set[int]) -> np.ndarray[Any, Any]:
 
 def program_of(order: list[Expr], scalars: list[Any], first_slot: int) -> np.ndarray[Any, Any]:
     """Return nodes, arguments first, as a program whose result is the last one's."""
-    is_of_rows = {n: n.op != "give" and n.free.isdisjoint(("k", "score")) for n in order}
-    of_rows = [node for node in order if is_of_rows[node]]
-    of_keys = [node for node in order if not is_of_rows[node]]
+    of_rows = [n for n in order if n.op != "give" and n.free.isdisjoint(("k", "score"))]
+    of_keys = [n for n in order if n.op == "give" or not n.free.isdisjoint(("k", "score"))]
     for front in (of_rows, []):
         rest = of_keys if front else order
         rows, count = written([*front, *rest], len(front), scalars, first_slot)

@@ -194,7 +194,7 @@ def simplified(e: Expr | None) -> Any:
         return e
     if e.op in ("min", "max"):
         return apply(e.op, *(simplified(a) for a in e.args))
-    terms: dict[Expr, int] = {}
+    terms: dict[int, tuple[Expr, int]] = {}  # by id of the node
     number = 0
 
     def collect(x: Expr, sign: int) -> None:
@@ -207,11 +207,11 @@ def simplified(e: Expr | None) -> Any:
         elif x.op == "const":
             number += sign * x.args[0]
         else:
-            terms[x] = terms.get(x, 0) + sign
+            terms[id(x)] = x, terms.get(id(x), (x, 0))[1] + sign
 
     collect(e, 1)
     out = None
-    for x, c in sorted(terms.items(), key=lambda item: -item[1]):
+    for x, c in sorted(terms.values(), key=lambda term: -term[1]):
         if c != 0:
             y = x if abs(c) == 1 else read(abs(c)) * x
             out = (y if c > 0 else -y) if out is None else out + y if c > 0 else out - y
@@ -247,6 +247,31 @@ def limits(host: Host, keys: Split, lengths: tuple[int, int] | None) -> tuple[in
     if (found[0] is not None and left < 0) or (found[1] is not None and right < 0):
         return None  # options reach the diagonal
     return left, right
+
+
+def window_within(
+    host: Host, e: Expr, lengths: tuple[int, int] | None
+) -> tuple[tuple[int, int] | None, Expr | None]:
+    """Return a window that a mask lies in, if any, and the condition that is left; see `limits`."""
+    window, rest = None, None
+    for part in conjuncts(e):
+        try:
+            keys = interval(part)
+            sides = (None, None) if keys is None else map(simplified, keys)
+            found = None if keys is None else limits(host, Split(*sides, None), lengths)
+        except TraceError:  # a limit beyond int32
+            found = None
+        if found is None:
+            rest = part if rest is None else rest & part
+        else:
+            window = found if window is None else narrowed(window, found)
+    return window, rest
+
+
+def narrowed(given: Any, found: tuple[int, int]) -> tuple[int, int]:
+    """Return a window within two windows, -1 being unlimited."""
+    pairs = zip(given, found, strict=True)
+    return tuple(max(pair) if -1 in pair else min(pair) for pair in pairs)
 
 
 def offset_of(host: Host, e: Expr, lengths: tuple[int, int] | None) -> int | None:

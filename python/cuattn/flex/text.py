@@ -18,9 +18,9 @@ def number(x: object) -> str:
     return repr(x)
 
 
-def line(node: Expr, names: dict[Expr, str]) -> str:
-    """Return a node, its arguments under their names."""
-    args = [names[a] if isinstance(a, Expr) else a for a in node.args]
+def line(node: Expr, names: dict[int, str]) -> str:
+    """Return a node, its arguments under their names, which are kept by their ids."""
+    args = [names[id(a)] if isinstance(a, Expr) else a for a in node.args]
     match node.op:
         case "index":
             return NAMES.get(args[0], args[0])
@@ -41,19 +41,19 @@ def line(node: Expr, names: dict[Expr, str]) -> str:
 
 def show(node: Expr) -> str:
     """Return an expression as a person would write it; a long one is cut."""
-    names: dict[Expr, str] = {}
+    names: dict[int, str] = {}
     for part in ordered(node):
         text = line(part, names)
-        names[part] = text if len(text) <= LONGEST else text[:LONGEST] + "..."
-    return names[node]
+        names[id(part)] = text if len(text) <= LONGEST else text[:LONGEST] + "..."
+    return names[id(node)]
 
 
 def listing(*roots: Expr) -> str:
     """Return a line for each node below some, to be compared and hashed."""
-    names: dict[Expr, str] = {}
+    names: dict[int, str] = {}
     lines = []
     for part in ordered(*roots):
         kind = f" {part.args[1]}" if part.op == "load" else ""
         lines.append(f"{part.type} {line(part, names)}{kind}")
-        names[part] = f"t{len(names)}"
-    return "\n".join([*lines, *(names[root] for root in roots)])
+        names[id(part)] = f"t{len(names)}"
+    return "\n".join([*lines, *(names[id(root)] for root in roots)])

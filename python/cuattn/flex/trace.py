@@ -23,6 +23,7 @@ import numpy as np
 from .expression import (
     BOOL,
     FLOAT,
+    FOLD,
     INT,
     KV_LEN,
     Q_LEN,
@@ -110,6 +111,33 @@ class Captured(Operand):
         return f"a captured array of shape {self.shape}"
 
 
+class Number(Operand):
+    """Stands for a number of the closure while a function is traced: it is read at each call.
+
+    A function that looks at its class or writes it into a text finds the number itself: what was
+    traced is kept only as long as all numbers stay (`same`).
+    """
+
+    __slots__ = ("node", "number")
+
+    def __init__(self, node: Expr, number: Any):
+        self.node, self.number = node, number
+
+    @property
+    def __class__(self) -> Any:
+        return type(self.number)
+
+    def value(self) -> Expr:
+        """Return the node that reads it."""
+        return self.node
+
+    def __str__(self) -> str:
+        return str(self.number)
+
+    def __format__(self, form: str) -> str:
+        return format(self.number, form)
+
+
 class Traced:
     """A function as an expression, with the arrays and numbers that it reads."""
 
@@ -179,6 +207,7 @@ class Rebuilder:
     def __init__(self, traced: Traced, keeps_scalars: bool):
         self.traced, self.keeps_scalars = traced, keeps_scalars
         self.seen: dict[int, tuple[Any, Any]] = {}  # by id: what, and by what it is replaced
+        self.asks_types = False  # by type(), which sees through what stands for a number
 
     def capture(self, array: Any) -> Captured:
         """Return what stands for an array."""
@@ -196,13 +225,13 @@ class Rebuilder:
         self.traced.arrays.append(array)
         return Captured(shape, kind, len(self.traced.arrays) - 1, ())
 
-    def scalar(self, x: Any) -> Expr:
-        """Return the node of a number that is read at each call."""
+    def scalar(self, x: Any) -> Number:
+        """Return what stands for a number that is read at each call."""
         kind = FLOAT if isinstance(x, (float, np.floating)) else INT
         self.traced.scalars.append(float(x) if kind == FLOAT else int(x))
         if kind == INT:
             in_int32(int(x), "a number of the closure")
-        return Expr("scalar", (len(self.traced.scalars) - 1,), kind)
+        return Number(Expr("scalar", (len(self.traced.scalars) - 1,), kind), x)
 
     def replace(self, x: Any, is_inside: bool) -> Any:
         """Return what stands for something that a function reaches."""
@@ -232,6 +261,7 @@ class Rebuilder:
 
     def rebuilt(self, f: types.FunctionType) -> types.FunctionType:
         """Return a function with all that it reaches replaced."""
+        self.asks_types |= "type" in names_of(f.__code__)
         cells = tuple(self.cell(cell) for cell in f.__closure__ or ())
         known = f.__globals__
         names = {name: known[name] for name in names_of(f.__code__) if name in known}
@@ -270,7 +300,10 @@ def run(function: Any, traced: Traced, keeps_scalars: bool) -> Expr:
     """Return what the rebuilt function gives for symbols."""
     if not isinstance(function, (types.FunctionType, types.MethodType, functools.partial)):
         function = function.__call__
-    rebuilt = Rebuilder(traced, keeps_scalars).replace(function, True)
+    rebuilder = Rebuilder(traced, keeps_scalars)
+    rebuilt = rebuilder.replace(function, True)
+    if rebuilder.asks_types and traced.scalars:
+        raise TraceError("a function that calls type() is traced with its numbers as constants")
     lengths = {"q_len": Q_LEN, "kv_len": KV_LEN}
     asked = {name: lengths[name] for name in parameters(function)}
     symbols = (SCORE, B, H, Q, K) if traced.is_score else (B, H, Q, K)
@@ -278,14 +311,20 @@ def run(function: Any, traced: Traced, keeps_scalars: bool) -> Expr:
 
 
 def checked(expr: Expr, scalars: list[Any]) -> Expr:
-    """Refuse scalars that mean something else as constants, which they become then."""
+    """Refuse numbers that mean something else as constants, which they become then."""
+    numbers: dict[int, Any] = {}  # that are made of scalars and constants, by id of the node
     for node in ordered(expr):
-        for x in node.nodes():
+        args = [numbers.get(id(x)) for x in node.nodes()]
+        for x, number in zip(node.nodes(), args, strict=True):
+            if number is None or x.op == "const":
+                continue
             is_divisor = node.op in ("floordiv", "mod") and x is node.args[1]
-            if x.op == "scalar" and (is_divisor or node.op == "load"):
-                number = scalars[x.args[0]]
-                if number < is_divisor:  # 0 is an index, and no divisor
-                    raise TraceError(f"{describe(node)} takes no {number} for {describe(x)}")
+            if number < is_divisor and (is_divisor or node.op == "load"):
+                raise TraceError(f"{describe(node)} takes no {number} for {describe(x)}")
+        if node.op in ("const", "scalar"):
+            numbers[id(node)] = node.args[0] if node.op == "const" else scalars[node.args[0]]
+        elif node.op in FOLD and None not in args:
+            numbers[id(node)] = FOLD[node.op](*args)
     return expr
 
 
@@ -326,7 +365,7 @@ def trace_anew(function: Any, is_score: bool, what: str, name: str) -> Traced:
         except TraceError as error:
             refusal = TraceError(f"{what} {name}: {error}")
             refusal.__cause__ = error
-        except (TypeError, IndexError, ValueError, AttributeError) as error:
+        except (TypeError, LookupError, ValueError, AttributeError) as error:
             refusal = TraceError(
                 f"{what} {name}: raised {type(error).__name__} while it ran on symbols: {error}; "
                 "it takes b, h, q_idx, kv_idx (a score function: score before them, and both q_len "

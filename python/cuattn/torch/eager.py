@@ -18,13 +18,12 @@ from torch import Tensor
 from .. import _core
 from .. import attention as run_attention
 from .. import attention_varlen as run_attention_varlen
-from .._gradients import FORWARD, GRADIENTS, POSITIONAL, SOURCES, forward_options
+from .._gradients import FORWARD, GRADIENTS, POSITIONAL, forward_options
 from .._options import OPS, options_of
 from .lookup import op_of
 
 RUN: dict[str, Any] = {"attention": run_attention, "attention_varlen": run_attention_varlen}
 BACKWARD = {forward: op for op, forward in FORWARD.items()}
-DIFFERENTIABLE = tuple(SOURCES.values())
 SIZES = {op: OPS[op].positional[3:] for op in RUN}
 TAKEN = {op: {o.name for o in forward_options(BACKWARD[op])} | {*SIZES[op]} for op in RUN}
 DEFAULTS = {op: {o.name: o.default_of(op) for o in options_of(op)} for op in RUN}

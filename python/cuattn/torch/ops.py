@@ -15,10 +15,10 @@ from torch import Tensor
 
 from .. import attention as run_attention
 from .. import attention_varlen as run_attention_varlen
+from .._gradients import DIFFERENTIABLE
 from .._options import OPS, OUTSIDE, ROWS, Option, options_of
 from .eager import (
     CODES,
-    DIFFERENTIABLE,
     WIDEST,
     attend,
     observed,
