@@ -256,6 +256,9 @@ def test_int8_of_torch_has_the_same_bits(rng):
     codes = [theirs.q, theirs.k, theirs.v.contiguous()]
     direct = cuattn.attention(*codes, k_scale=theirs.k_scale, q_scale=0.5)
     assert torch.equal(step(*codes, theirs.k_scale), direct)
+    codes[2].requires_grad_()
+    with pytest.raises(NotImplementedError, match="no gradient goes through float8_e4m3fn"):
+        cuattn.attention(*codes)
 
 
 def test_a_mean_that_is_given_is_taken(rng):

@@ -31,7 +31,7 @@ ROWS = GRADIENTS[:3]
 ALL_ROWS = (True, True, True, False)  # ctx.needs_input_grad: q, k, v, call
 SAVED = ("q", "k", "v", "out", "lse")
 PLAIN = (Tensor, torch.nn.Parameter)
-FLOAT8 = torch.float8_e4m3fn
+CODES = (torch.float8_e4m3fn, torch.int8)  # of queries, with scales
 WIDEST = 256  # columns of a head that has a backward pass
 # By place in the schema of a backward op: the arrays among the options, dlse behind them.
 OPTIONAL = {
@@ -72,7 +72,7 @@ def refuse_wide(op: str, q: Tensor, v: Tensor) -> None:
 
 def out_dtype(q: Tensor) -> torch.dtype:
     """Tell the dtype of a result; codes as queries, and bytes that hold them, give bfloat16."""
-    is_code = q.dtype in (FLOAT8, torch.uint8, torch.int8)
+    is_code = q.dtype in (*CODES, torch.uint8)
     return torch.bfloat16 if is_code else q.dtype
 
 
@@ -210,7 +210,7 @@ apply_scored = super(torch.autograd.Function, CuattnScored).apply
 def attend(op: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """Run an op whose gradient autograd wants, and nobody else looks on."""
     q, k, v, *sizes = arguments
-    if FLOAT8 in (q.dtype, v.dtype):
+    if q.dtype in CODES:
         refuse_float8(op)
     if q.size(-1) > WIDEST or v.size(-1) > WIDEST:
         refuse_wide(op, q, v)
