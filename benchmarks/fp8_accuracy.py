@@ -42,6 +42,7 @@ MODES: dict[str, dict[str, Any]] = {
     "head, both (default)": {},
     "block, both": {"mode": "block"},
     "block, both, v by channel": {"mode": "block", "v_mode": "channel"},
+    "int8, both, v by channel": {"mode": "int8", "v_mode": "channel"},
 }
 # Relative errors of a kernel that rounds P to e4m3, by a numpy model, by DISTRIBUTIONS.
 MODEL = {

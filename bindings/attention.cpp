@@ -55,29 +55,16 @@ nb::object run_attention(const char* op, const AttentionArgs& args) {
   cuattn_attention_call call;
   check(cuattn_attention_prepare(&arrays.q.tensor, &arrays.k.tensor, &arrays.v.tensor, &options,
                                  &call));
-
-  Result output;
-  std::optional<Result> lse;
-  output.provide(op, "out", args.out, arrays.q, stream,
-                 view_of(call.out_dtype, call.out_ndim, call.out_shape));
-  if (options.return_lse) {
-    lse.emplace().provide(op, "lse_out", args.lse_out, arrays.q, stream,
-                          view_of({kDLFloat, 32, 1}, call.lse_ndim, call.lse_shape));
-  }
-  CallWorkspace memory;
-  memory.place(op, args.workspace, arrays.q, call.workspace_bytes, stream);
+  AttentionOutputs outputs(op, call, args, options.return_lse != 0, arrays.q, stream);
   cuattn_status status;
   {
     // The CPU computes here, and a CUDA launch may wait for a full queue.
     std::optional<Unlocked> unlocked;
     if (!is_short(arrays.q, arrays.k)) unlocked.emplace();
-    status =
-        cuattn_attention_run(&call, &output.tensor, options.return_lse ? &lse->tensor : nullptr,
-                             memory.data, memory.bytes, stream.handle);
+    status = outputs.run(cuattn_attention_run, call, stream.handle);
   }
   check(status);
-  if (!options.return_lse) return output.object;
-  return nb::make_tuple(output.object, lse->object);
+  return outputs.object();
 }
 
 nb::object attention(AttentionArgs& args) { return run_attention("attention", args); }

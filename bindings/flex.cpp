@@ -5,7 +5,6 @@
 
 #include <deque>
 #include <iterator>
-#include <optional>
 #include <vector>
 
 #include "bindings/arrays/import.h"
@@ -105,26 +104,14 @@ nb::object flex_attention(const nb::dict& arguments, const nb::dict& found) {
 
   cuattn_attention_call call;
   check(cuattn_flex_prepare(&q.tensor, &k.tensor, &v.tensor, &options, &flex.options, &call));
-  Result output;
-  std::optional<Result> lse;
-  output.provide(kOp, "out", args.out, q, stream,
-                 view_of(call.out_dtype, call.out_ndim, call.out_shape));
-  if (options.return_lse) {
-    lse.emplace().provide(kOp, "lse_out", args.lse_out, q, stream,
-                          view_of({kDLFloat, 32, 1}, call.lse_ndim, call.lse_shape));
-  }
-  CallWorkspace memory;
-  memory.place(kOp, args.workspace, q, call.workspace_bytes, stream);
+  AttentionOutputs outputs(kOp, call, args, options.return_lse != 0, q, stream);
   cuattn_status status;
   {
     Unlocked unlocked;
-    status =
-        cuattn_attention_run(&call, &output.tensor, options.return_lse ? &lse->tensor : nullptr,
-                             memory.data, memory.bytes, stream.handle);
+    status = outputs.run(cuattn_attention_run, call, stream.handle);
   }
   check(status);
-  if (!options.return_lse) return output.object;
-  return nb::make_tuple(output.object, lse->object);
+  return outputs.object();
 }
 
 nb::object flex_attention_backward(const nb::dict& arguments, const nb::dict& found) {

@@ -101,7 +101,7 @@ Allocation allocate_columns(Call& call, int32_t layout) {
 
 nb::object quantize(nb::handle x, nb::handle layout, nb::handle hadamard, nb::handle scale,
                     nb::handle channels, nb::handle mean, nb::handle shift_mean, nb::handle columns,
-                    nb::handle stream) {
+                    nb::handle int8, nb::handle stream) {
   if (array_type("quantize", "x", x).library == Library::jax) return nb::borrow(Py_NotImplemented);
   Call call("quantize", x, stream);
   cuattn_quantize_options options;
@@ -145,7 +145,8 @@ nb::object quantize(nb::handle x, nb::handle layout, nb::handle hadamard, nb::ha
   if (parse_bool(call.op, "columns", columns)) {
     codes = allocate_columns(call, options.layout);
   } else {
-    TensorView wanted = view_of(dl_dtype(DType::e4m3), v.ndim, v.shape.data());
+    DType dtype = parse_bool(call.op, "int8", int8) ? DType::i8 : DType::e4m3;
+    TensorView wanted = view_of(dl_dtype(dtype), v.ndim, v.shape.data());
     codes = allocate(call.op, "codes", call.x, wanted, call.stream);
   }
   DLTensor out = codes.view.dl();
@@ -184,9 +185,11 @@ void add_float8(nb::module_& m) {
   m.def(
       "quantize", &quantize, nb::arg("x"), nb::arg("layout"), nb::arg("hadamard"), nb::arg("scale"),
       nb::arg("channels"), nb::arg("mean").none(), nb::arg("shift_mean").none(), nb::arg("columns"),
-      nb::arg("stream").none(),
+      nb::arg("int8"), nb::arg("stream").none(),
       "Codes, scale, mean and shift of cuattn_quantize. A tuple for scale or mean is the shape of "
-      "one that is made; columns: codes are [batch, heads, dim, rows], rows padded to 16.");
+      "one that is made; columns: codes are [batch, heads, dim, rows], rows padded to 16; int8: "
+      "codes "
+      "of int8, by rows.");
   m.def("dequantize", &dequantize, nb::arg("x"), nb::arg("scale"), nb::arg("layout"),
         nb::arg("channels"), nb::arg("dtype"), nb::arg("out").none(), nb::arg("stream").none(),
         "cuattn.dequantize");

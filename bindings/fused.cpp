@@ -125,6 +125,52 @@ nb::object apply_rope(const char* op, const char* name, nb::handle x, nb::handle
   return result.object;
 }
 
+// Of attention(residual=): where its own result goes, in float32, and the sum, which has the dtype of
+// q (of float8 queries that of residual). All is checked as it will be added.
+nb::object residual_places(const char* op, nb::handle q, nb::handle v, nb::handle residual,
+                           nb::handle out, bool is_rounding, nb::handle stream) {
+  if (is_jax(op, "q", q)) return nb::borrow(Py_NotImplemented);
+  Call call(op, "q", q, stream);
+  Array values, added;
+  values.import(op, "v", v, call.stream, &call.first);
+  added.import(op, "residual", residual, call.stream, &call.first);
+  require_axes(op, "q", call.first, 3);
+  require_axes(op, "v", values, 3);
+  TensorView sum = like(call.first), wide;
+  if (sum.dtype.bits == 8) sum.dtype = added.view.dtype;
+  sum.shape[sum.ndim - 1] = values.view.shape[values.view.ndim - 1];
+  wide = sum;
+  wide.dtype = dl_dtype(DType::f32);
+  bool is_wide = sum.is(DType::f32);
+  if (is_rounding && !is_wide && call.first.is_cuda()) {
+    raise(
+        PyExc_NotImplementedError, op,
+        ": residual is added to a result in float32, which backends 'naive', 'cublas' and 'tiled' "
+        "do not write from 16-bit inputs; use 'auto', or q, k and v in float32");
+  }
+  Result result, attended;
+  result.provide(op, "out", out, call.first, call.stream, sum);
+  bool is_shared = is_wide && !is_given(out);  // it is added in place
+  if (!is_shared) attended.provide(op, "out", nb::none(), call.first, call.stream, wide);
+  const Result& from = is_shared ? result : attended;
+  call.run(
+      [&] { return cuattn_add_residual(&from.tensor, &added.tensor, &result.tensor, 1, nullptr); });
+  return nb::make_tuple(from.object, result.object);
+}
+
+nb::object add_residual(const char* op, nb::handle x, nb::handle residual, nb::handle out,
+                        nb::handle stream) {
+  Call call(op, "out", x, stream);
+  Array added, sum;
+  added.import(op, "residual", residual, call.stream, &call.first);
+  sum.import(op, "out", out, call.stream, &call.first, true);
+  call.run([&] {
+    return cuattn_add_residual(&call.first.tensor, &added.tensor, &sum.tensor, 0,
+                               call.stream.handle);
+  });
+  return nb::borrow(out);
+}
+
 nb::object norm(bool centred, nb::handle x, nb::handle weight, nb::handle bias, nb::handle eps,
                 nb::handle weight_offset, nb::handle residual, nb::handle out,
                 nb::handle residual_out, nb::handle stream) {
@@ -272,6 +318,12 @@ void add_fused(nb::module_& m) {
         nb::arg("lengths"), nb::arg("out").none(), nb::arg("stream").none(),
         "cuattn.apply_rope, and the rotation of q of op; lengths: the fields of "
         "cuattn_rope_options of these names, and one_token.");
+  m.def("residual_places", &residual_places, nb::arg("op"), nb::arg("q").none(),
+        nb::arg("v").none(), nb::arg("residual").none(), nb::arg("out").none(),
+        nb::arg("is_rounding"), nb::arg("stream").none(),
+        "Where attention(residual=) has its result and the sum; NotImplemented for JAX arrays.");
+  m.def("add_residual", &add_residual, nb::arg("op"), nb::arg("x"), nb::arg("residual"),
+        nb::arg("out"), nb::arg("stream").none(), "x + residual, rounded once, into out");
   m.def("norm", &norm, nb::arg("centred"), nb::arg("x").none(), nb::arg("weight").none(),
         nb::arg("bias").none(), nb::arg("eps").none(), nb::arg("weight_offset").none(),
         nb::arg("residual").none(), nb::arg("out").none(), nb::arg("residual_out").none(),

@@ -76,25 +76,14 @@ nb::object mla_decode(const nb::dict& arguments) {
                    (args.return_lse.is_valid() && parse_bool(op, "return_lse", args.return_lse));
   cuattn_attention_call call;
   check(cuattn_mla_decode_prepare(&arrays.given, &options, &call));
-  Result output;
-  std::optional<Result> lse;
-  output.provide(op, "out", args.out, q, stream,
-                 view_of(call.out_dtype, call.out_ndim, call.out_shape));
-  if (wants_lse) {
-    lse.emplace().provide(op, "lse_out", args.lse_out, q, stream,
-                          view_of({kDLFloat, 32, 1}, call.lse_ndim, call.lse_shape));
-  }
-  CallWorkspace memory;
-  memory.place(op, args.workspace, q, call.workspace_bytes, stream);
+  AttentionOutputs outputs(op, call, args, wants_lse, q, stream);
   cuattn_status status;
   {
     Unlocked unlocked;
-    status = cuattn_paged_run(&call, &output.tensor, wants_lse ? &lse->tensor : nullptr,
-                              memory.data, memory.bytes, stream.handle);
+    status = outputs.run(cuattn_paged_run, call, stream.handle);
   }
   check(status);
-  if (!wants_lse) return output.object;
-  return nb::make_tuple(output.object, lse->object);
+  return outputs.object();
 }
 
 // ---- mla_write

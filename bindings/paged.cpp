@@ -4,7 +4,6 @@
 #include "bindings/paged.h"
 
 #include <iterator>
-#include <optional>
 
 #include "bindings/arrays/import.h"
 #include "bindings/arrays/optional.h"
@@ -81,31 +80,18 @@ nb::object run_paged(int32_t version, const PagedArgs& args, nb::handle write = 
   check(cuattn_paged_prepare(&arrays.q.tensor, &arrays.k_cache.tensor, &arrays.v_cache.tensor,
                              &arrays.block_tables.tensor, &arrays.context_lens.tensor, &options,
                              &call));
-  Result output;
-  std::optional<Result> lse;
-  output.provide(op, "out", args.out, arrays.q, stream,
-                 view_of(call.out_dtype, call.out_ndim, call.out_shape));
-  if (wants_lse) {
-    lse.emplace().provide(op, "lse_out", args.lse_out, arrays.q, stream,
-                          view_of({kDLFloat, 32, 1}, call.lse_ndim, call.lse_shape));
-  }
-  CallWorkspace memory;
-  memory.place(op, args.workspace, arrays.q, call.workspace_bytes, stream);
-  const DLTensor* lse_tensor = wants_lse ? &lse->tensor : nullptr;
+  AttentionOutputs outputs(op, call, args, wants_lse, arrays.q, stream);
   if (write.is_valid()) {
-    check(cuattn_paged_check(&call, &output.tensor, lse_tensor, memory.data, memory.bytes,
-                             stream.handle));
+    check(outputs.run(cuattn_paged_check, call, stream.handle));
     write();
   }
   cuattn_status status;
   {
     Unlocked unlocked;
-    status = cuattn_paged_run(&call, &output.tensor, lse_tensor, memory.data, memory.bytes,
-                              stream.handle);
+    status = outputs.run(cuattn_paged_run, call, stream.handle);
   }
   check(status);
-  if (!wants_lse) return output.object;
-  return nb::make_tuple(output.object, lse->object);
+  return outputs.object();
 }
 
 template <int32_t kVersion>

@@ -46,10 +46,10 @@ void attend_row(const AttentionParams& p, const DropoutParams& dropout, const He
     if (scores[key] == -kInfinity) continue;
     float weight = std::exp(scores[key] - max);
     sum += weight;
-    weight *= dropout_factor(p, dropout, head, row, key);
+    weight *= dropout_factor(dropout, head, row, key);
     int64_t v = head.v + key * p.v_strides.seq;
     for (int32_t d = 0; d < p.head_dim_v; ++d)
-      acc[d] += weight * load_element(p.v, v + d * p.v_channel_stride, p.dtype);
+      acc[d] += weight * load_element(p.v, v + d * p.v_channel_stride, value_dtype(p.dtype));
   }
 
   bool empty = sum == 0.0;

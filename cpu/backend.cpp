@@ -67,6 +67,7 @@ void swap_blocks(const BlockSwapParams& params, int32_t, Stream) { cpu::swap_blo
 
 void rotate(const RotateParams& params, int32_t, Stream) { cpu::rotate(params); }
 void norm(const NormParams& params, int32_t, Stream) { cpu::norm(params); }
+void add(const AddParams& params, int32_t, Stream) { cpu::add(params); }
 void activate(const ActivationParams& params, int32_t, Stream) { cpu::activate(params); }
 void sample(const SampleParams& params, int32_t, Stream) { cpu::sample(params); }
 void verify(const VerifyParams& params, int32_t, Stream) { cpu::verify(params); }
@@ -106,8 +107,10 @@ void list_kernels(std::vector<KernelInfo>& list) {
     list.push_back({"mla_project", "cpu", cpu::isa_name(), dtype, 1024, 1024, "any", "any"});
     list.push_back({"merge_states", "cpu", "any", dtype, 1024, 1024, "any", "any"});
   }
-  list.push_back({"attention", "cpu", cpu::isa_name(), "float8_e4m3fn", 256, 256, "any", "any"});
-  list.push_back({"attention", "cpu_naive", "any", "float8_e4m3fn", 256, 256, "any", "any"});
+  for (const char* codes : {"float8_e4m3fn", "int8"}) {
+    list.push_back({"attention", "cpu", cpu::isa_name(), codes, 256, 256, "any", "any"});
+    list.push_back({"attention", "cpu_naive", "any", codes, 256, 256, "any", "any"});
+  }
 }
 
 std::string describe() {
@@ -131,6 +134,7 @@ const Backend& cpu_backend() {
                                .copy_blocks = copy_blocks,
                                .swap_blocks = swap_blocks,
                                .rotate = rotate,
+                               .add = add,
                                .norm = norm,
                                .activate = activate,
                                .sample = sample,

@@ -78,7 +78,7 @@ struct Backward {
       float exponent = s.value - lse;
       float weight = std::exp(exponent > 0.0f ? 0.0f : exponent);  // NaN stays NaN
       if (weight == 0.0f) continue;
-      float factor = dropout_factor(f, dropout, head, row, key);
+      float factor = dropout_factor(dropout, head, row, key);
       double dweight =
           dot(p.dout, dout, f.v, head.v + key * f.v_strides.seq, f.head_dim_v, f.dtype);
       float ds = static_cast<float>(weight * (factor * dweight - delta));

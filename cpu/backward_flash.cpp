@@ -180,7 +180,7 @@ template <int kN, class Body>
 void each_place(const FlexUnit& flex, const Block<kN>& block, int first, Body&& body) {
   for (int c = 0; c < kN; ++c) {
     FlexPlace at{block.diagonal[c] - (flex.kv_len - flex.q_len),
-                 reinterpret_cast<const IntVec&>(block.dropout_head[c]) - flex.b * flex.num_heads_q,
+                 reinterpret_cast<const IntVec&>(block.dropout_head[c]) - flex.first_head,
                  first,
                  flex.b,
                  flex.q_len,
@@ -300,14 +300,6 @@ void give_slope_sums(const Block<kN>& block, int first, int count, const Vec* ds
 }
 
 // 5. The block against the tile
-
-// Of the keys from `first` on; steps lie within a tile of these.
-inline KeyTileState tile_state(const BackwardUnit& u, int first) {
-  static_assert(kFlexTile == kTileKeys);
-  if (u.flex == nullptr) return kTileSeen;
-  if (u.flex->tiles != nullptr) return static_cast<KeyTileState>(u.flex->tiles[first / kFlexTile]);
-  return u.flex->params->mask.count > 0 ? kTileMasked : kTileSeen;
-}
 
 // Keys [first, first + count) of the tile.
 template <int kN>

@@ -23,7 +23,7 @@ namespace cuattn::cpu {
 namespace baseline {
 extern const BackwardKernel kBackwardKernel;
 }
-#if defined(__x86_64__)
+#if defined(CUATTN_CPU_AVX)
 namespace avx2 {
 extern const BackwardKernel kBackwardKernel;
 }
@@ -38,7 +38,7 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 const BackwardKernel& backward_kernel() {
   std::string_view isa = isa_name();
-#if defined(__x86_64__)
+#if defined(CUATTN_CPU_AVX)
   if (isa == avx512::kBackwardKernel.isa) return avx512::kBackwardKernel;
   if (isa == avx2::kBackwardKernel.isa) return avx2::kBackwardKernel;
 #endif
@@ -68,7 +68,7 @@ struct Pass {
   double* array_sums(int64_t part) const {
     return reinterpret_cast<double*>(memory + layout.array_sums) + part * p.flex->num_sums;
   }
-  // Of query `row` of a head, in arrays of the workspace with an entry for each.
+  // Where query `row` of a head stands in arrays of the workspace with an entry for each.
   int64_t row_index(const Span& queries, int32_t b, int32_t h, int32_t row) const {
     if (f.cu_seqlens_q != nullptr) return h * f.total_q + queries.start + row;
     return (int64_t{b} * f.num_heads_q + h) * f.seqlen_q + row;
@@ -136,7 +136,7 @@ BackwardUnit unit_of(const Pass& pass, int32_t b, int32_t h_kv) {
   return unit;
 }
 
-// Of dbias of query i, or of its sums, the element of the first key; nullptr: not needed.
+// The element of the first key in dbias of query i, or in its sums; nullptr: not needed.
 void* dbias_row(const Pass& pass, int32_t b, int32_t h, int32_t i, int32_t chunk) {
   const BiasGradient& bias = pass.p.dbias;
   if (!pass.p.needs(kNeedDbias)) return nullptr;
@@ -178,8 +178,8 @@ BackwardRow row_of(const Pass& pass, const Span& queries, const Span& keys, int3
   row.diagonal = static_cast<int32_t>(int64_t{i} + keys.used - queries.used);
   row.visible = dead ? KeyRange{0, 0} : f.mask.visible(i, queries.used, keys.used);
   row.visible = f.rows.limit(row.visible, b, h, queries.start + i);
-  row.dropout_row = static_cast<uint32_t>(i);
-  row.dropout_head = static_cast<uint32_t>(int64_t{b} * f.num_heads_q + h);
+  row.dropout_row = f.dropout.first_row + static_cast<uint32_t>(i);
+  row.dropout_head = f.dropout.head(b, h);
   return row;
 }
 
@@ -214,7 +214,8 @@ void run_unit(const Pass& pass, int32_t chunk, int32_t b, int32_t h_kv, double* 
     }
   }
   BackwardUnit unit = unit_of(pass, b, h_kv);
-  FlexUnit flex{f.flex, b, f.num_heads_q, queries.used, keys.used, nullptr};
+  const auto first_head = static_cast<int32_t>(f.dropout.head(b, 0));
+  FlexUnit flex{f.flex, b, first_head, queries.used, keys.used, nullptr};
   unit.flex = f.flex == nullptr ? nullptr : &flex;
   unit.gradient = pass.p.flex;
   unit.array_sums = array_sums;

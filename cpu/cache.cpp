@@ -107,6 +107,19 @@ void cache_write(const CacheWriteParams& p) {
   });
 }
 
+namespace {
+
+// One head of one token out of its place, as numbers.
+void read_head(const CacheGatherParams& p, const CacheSide& side, float scale, int64_t place,
+               int64_t row) {
+  for (int32_t d = 0; d < side.head_dim; ++d) {
+    float code = load_element(side.cache, place + side.run_of(d), p.dtype);
+    store_element(side.rows, row + d, p.number_dtype, code * scale);
+  }
+}
+
+}  // namespace
+
 void cache_gather(const CacheGatherParams& p) {
   int64_t size = itemsize(p.dtype);
   double work = kFlopsPerByte * static_cast<double>(p.num_tokens) * p.num_heads *
@@ -117,6 +130,11 @@ void cache_gather(const CacheGatherParams& p) {
     for (const CacheSide* side : {&p.k, &p.v}) {
       for (int64_t head = 0; head < p.num_heads; ++head) {
         int64_t row = side->row(token, head), place = side->place(from.block, from.at, head);
+        if (p.makes_numbers) {
+          const Float8Scale& scale = side == &p.k ? p.k_scale : p.v_scale;
+          read_head(p, *side, scale.at(from.seq, static_cast<int32_t>(head), 0), place, row);
+          continue;
+        }
         for (int32_t d = 0; d < side->head_dim; d += side->run) {
           std::memcpy(at(side->rows, row + d, size), at(side->cache, place + side->run_of(d), size),
                       static_cast<size_t>(side->run * size));

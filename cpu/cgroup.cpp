@@ -29,15 +29,15 @@ std::string first_line(const std::string& path) {
   return lines.empty() ? "" : lines.front();
 }
 
-// Of "quota period" in microseconds; the quota "max" or -1 is none.
+// The CPUs of "quota period" in microseconds; the quota "max" or -1 is none.
 int32_t cpus_of(const std::string& text) {
   long long quota = 0, period = 0;
   if (!(std::istringstream(text) >> quota >> period) || quota <= 0 || period <= 0) return INT32_MAX;
   return static_cast<int32_t>(std::min<long long>((quota - 1) / period + 1, INT32_MAX));
 }
 
-// Of the cgroup at mount + path and of all that hold it. In a container the path may be the host's
-// and its own cgroup the root of the mount: what does not exist sets no limit.
+// The fewest CPUs of the cgroup at mount + path and of all that hold it. In a container the path may
+// be the host's and its own cgroup the root of the mount: what does not exist sets no limit.
 template <class QuotaAndPeriod>
 int32_t smallest(const std::string& mount, std::string path, QuotaAndPeriod&& text_of) {
   int32_t cpus = INT32_MAX;

@@ -85,12 +85,20 @@ static inline uint8_t float_to_e4m3(float value) {
   return static_cast<uint8_t>(sign | (bits - 0x3c000000u) >> 20);
 }
 
-// Element `index` of an array of f32, f16, bf16 or e4m3.
+// To nearest even; what is larger than 127, infinity included, becomes 127, NaN becomes 0.
+static inline int8_t float_to_i8(float value) {
+  if (value != value) return 0;
+  float bounded = value > 127.0f ? 127.0f : value < -127.0f ? -127.0f : value;
+  return static_cast<int8_t>(__builtin_nearbyintf(bounded));
+}
+
+// Element `index` of an array of f32, f16, bf16, e4m3 or i8.
 static inline float load_element(const void* data, int64_t index, DType dtype) {
   switch (dtype) {
     case DType::f16: return f16_to_float(static_cast<const uint16_t*>(data)[index]);
     case DType::bf16: return bf16_to_float(static_cast<const uint16_t*>(data)[index]);
     case DType::e4m3: return e4m3_to_float(static_cast<const uint8_t*>(data)[index]);
+    case DType::i8: return static_cast<const int8_t*>(data)[index];
     default: return static_cast<const float*>(data)[index];
   }
 }
@@ -100,6 +108,7 @@ static inline void store_element(void* data, int64_t index, DType dtype, float v
     case DType::f16: static_cast<uint16_t*>(data)[index] = float_to_f16(value); break;
     case DType::bf16: static_cast<uint16_t*>(data)[index] = float_to_bf16(value); break;
     case DType::e4m3: static_cast<uint8_t*>(data)[index] = float_to_e4m3(value); break;
+    case DType::i8: static_cast<int8_t*>(data)[index] = float_to_i8(value); break;
     default: static_cast<float*>(data)[index] = value;
   }
 }

@@ -68,7 +68,7 @@ void load_queries(const FlashUnit& u, Block<kN>& block, float* buffer) {
       float* to = loaded + i * dim;
       if (r + i < block.num_rows) {
         load_row(block.rows[r + i].q, dim, u.dtype, to);
-        if (u.dtype == DType::e4m3) scale_row(block.rows[r + i].q_scale, dim, to);
+        if (is_code(u.dtype)) scale_row(block.rows[r + i].q_scale, dim, to);
         if (u.scale <= 0.0f) {
           for (int d = 0; d < dim; ++d) to[d] *= u.scale < 0.0f ? -1.0f : 0.0f;
         }
@@ -187,7 +187,7 @@ void run_flex(const FlashUnit& u, const FlexProgram& program, bool is_mask, cons
   const FlexUnit& flex = *u.flex;
   for (int c = 0; c < kN; ++c) {
     FlexPlace at{block.diagonal[c] - (flex.kv_len - flex.q_len),
-                 reinterpret_cast<const IntVec&>(block.dropout_head[c]) - flex.b * flex.num_heads_q,
+                 reinterpret_cast<const IntVec&>(block.dropout_head[c]) - flex.first_head,
                  first,
                  flex.b,
                  flex.q_len,
@@ -365,14 +365,6 @@ void attend_tile(const FlashUnit& u, Block<kN>& block, KeyTile k, KeyTile v, int
   add_values<kN, false>(s, values, v.stride, n, u.head_dim_v, alpha, block.o);
 }
 
-// Of the keys from `first` on; steps of keys lie within a tile of these.
-inline KeyTileState tile_state(const FlashUnit& u, int first) {
-  static_assert(kFlexTile == kTileKeys);
-  if (u.flex == nullptr) return kTileSeen;
-  if (u.flex->tiles != nullptr) return static_cast<KeyTileState>(u.flex->tiles[first / kFlexTile]);
-  return u.flex->params->mask.count > 0 ? kTileMasked : kTileSeen;
-}
-
 constexpr int kMaxBlocks = (kMaxUnitRows + kWidth * kVecs - 1) / (kWidth * kVecs);
 
 template <int kN, bool kNarrow>
@@ -417,11 +409,11 @@ void run_blocks(const FlashUnit& u) {
     KeyTileState state = tile_state(u, tile);
     if (state == kTileHidden) continue;
     int first = max(tile, begin), count = min(tile + kStep, end) - first;
-    bool is_float8 = u.dtype == DType::e4m3;
+    bool has_codes = is_code(u.dtype);
     KeyTile k =
-        is_float8 ? load_float8_keys(u, first, count, k_buffer)
+        has_codes ? load_float8_keys(u, first, count, k_buffer)
                   : load_tile(u.k, u.k_stride, first, count, u.head_dim, u.dtype, kNear, k_buffer);
-    KeyTile v = is_float8 ? load_float8_values(u, first, count, v_buffer, buffer)
+    KeyTile v = has_codes ? load_float8_values(u, first, count, v_buffer, buffer)
                           : load_tile(u.v, u.v_stride, first, count, u.head_dim_v, u.dtype, kNear,
                                       v_buffer);
     int v_finite = -1;  // not looked at

@@ -31,7 +31,7 @@ struct FlashRow {
 // What a user wrote, for the rows of one unit.
 struct FlexUnit {
   const FlexParams* params;
-  int32_t b, num_heads_q, q_len, kv_len;
+  int32_t b, first_head, q_len, kv_len;  // first_head: what dropout_head is for head 0
   const uint8_t* tiles;  // a KeyTileState for each kFlexTile keys, or nullptr: the mask decides
 };
 
@@ -60,7 +60,7 @@ struct FlashUnit {
   bool has_alibi;
   DropoutParams dropout;  // resolved
   const FlexUnit* flex;   // or nullptr
-  Float8Unit float8;      // read where dtype is e4m3
+  Float8Unit float8;      // read where dtype is e4m3, or i8, of q and k alone
   float* scratch;         // 64-byte aligned, scratch_floats long
 };
 

@@ -3,7 +3,6 @@
 // rows that read the same keys, and spreads the units over the threads. Next: flash.cpp (one unit),
 // parallel.cpp.
 #include <algorithm>
-#include <cmath>
 #include <cstdlib>
 #include <limits>
 #include <memory>
@@ -22,7 +21,7 @@ namespace cuattn::cpu {
 namespace baseline {
 extern const FlashKernel kFlashKernel;
 }
-#if defined(__x86_64__)
+#if defined(CUATTN_CPU_AVX)
 namespace avx2 {
 extern const FlashKernel kFlashKernel;
 }
@@ -41,7 +40,7 @@ struct Isa {
 // Fastest first.
 std::vector<Isa> instruction_sets() {
   std::vector<Isa> list;
-#if defined(__x86_64__)
+#if defined(CUATTN_CPU_AVX)
   __builtin_cpu_init();
   bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
               __builtin_cpu_supports("f16c");
@@ -128,7 +127,7 @@ UnitPlace find_unit(const Cut& cut, int64_t index) {
 }
 
 const char* element(const void* base, int64_t index, DType dtype) {
-  bool is_byte = dtype == DType::boolean || dtype == DType::e4m3;
+  bool is_byte = dtype == DType::boolean || is_code(dtype);
   int64_t bytes = dtype == DType::f32 ? 4 : is_byte ? 1 : 2;
   return static_cast<const char*>(base) + index * bytes;
 }
@@ -177,8 +176,8 @@ void run_unit(const Cut& cut, const FlashKernel& kernel, int64_t index) {
     row.diagonal = static_cast<int32_t>(int64_t{i} + keys.used - queries.used);
     row.visible = used ? p.mask.visible(i, queries.used, keys.used) : KeyRange{0, 0};
     row.visible = p.rows.limit(row.visible, place.b, h, queries.start + i);
-    row.dropout_row = static_cast<uint32_t>(i);
-    row.dropout_head = static_cast<uint32_t>(int64_t{place.b} * p.num_heads_q + h);
+    row.dropout_row = p.dropout.first_row + static_cast<uint32_t>(i);
+    row.dropout_head = p.dropout.head(place.b, h);
   }
 
   FlashUnit unit{};
@@ -203,7 +202,8 @@ void run_unit(const Cut& cut, const FlashKernel& kernel, int64_t index) {
   unit.softcap = p.scores.softcap;
   unit.has_alibi = p.scores.alibi_slopes != nullptr;
   unit.dropout = cut.dropout;
-  FlexUnit flex{p.flex, place.b, p.num_heads_q, queries.used, keys.used, nullptr};
+  const auto first_head = static_cast<int32_t>(p.dropout.head(place.b, 0));
+  FlexUnit flex{p.flex, place.b, first_head, queries.used, keys.used, nullptr};
   if (p.flex != nullptr) {
     KeyRows read{begin, end, place.h_kv * cut.group, cut.group, keys.used};
     flex.tiles = find_tiles(p.flex->lists, place.b, read);

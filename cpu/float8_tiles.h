@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tiles of float8 keys and values as float rows, their scales multiplied in. For flash.cpp alone,
+// Tiles of float8 (or int8) keys and float8 values as float rows, their scales multiplied in. For flash.cpp alone,
 // which says why everything here is in an anonymous namespace. Next: flash.cpp.
 #pragma once
 
@@ -19,7 +19,7 @@ KeyTile load_float8_keys(const FlashUnit& u, int first, int count, float* buffer
   const uint8_t* row = static_cast<const uint8_t*>(u.k) + first * u.k_stride;
   for (int j = 0; j < count; ++j, row += u.k_stride) {
     int64_t part = (u.float8.first_key + first + j) / kScaleRows;
-    load_row(row, u.head_dim, DType::e4m3, buffer + j * u.head_dim);
+    load_row(row, u.head_dim, u.dtype, buffer + j * u.head_dim);
     scale_row(u.float8.k_scale[part * u.float8.k_scale_stride], u.head_dim,
               buffer + j * u.head_dim);
   }

@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// apply_rope, rms_norm, layer_norm, act_mul and bias_act: picks the instruction set and spreads
-// the rows over the threads. Next: fused_rows.cpp (one row).
+// apply_rope, add_residual, rms_norm, layer_norm, act_mul and bias_act: picks the instruction set
+// and spreads the rows over the threads. Next: fused_rows.cpp (one row).
 #include "cpu/fused.h"
 
-#include <algorithm>
 #include <string_view>
 #include <vector>
 
@@ -17,7 +16,7 @@ namespace cuattn::cpu {
 namespace baseline {
 extern const RowsKernel kRowsKernel;
 }
-#if defined(__x86_64__)
+#if defined(CUATTN_CPU_AVX)
 namespace avx2 {
 extern const RowsKernel kRowsKernel;
 }
@@ -31,7 +30,7 @@ namespace {
 constexpr double kFlopsPerByte = 0.25;  // work of one byte moved, in the units of parallel_for
 
 const RowsKernel& rows_kernel() {
-#if defined(__x86_64__)
+#if defined(CUATTN_CPU_AVX)
   std::string_view isa = isa_name();
   if (isa == avx512::kRowsKernel.isa) return avx512::kRowsKernel;
   if (isa == avx2::kRowsKernel.isa) return avx2::kRowsKernel;
@@ -66,6 +65,20 @@ void rotate(const RotateParams& p) {
     const char* out = at(p.out, b * p.out_strides.batch + row * p.out_strides.seq, p.dtype);
     kernel.rotate(p, x, const_cast<char*>(out), p.cos + position * p.cos_stride,
                   p.sin + position * p.sin_stride);
+  });
+}
+
+void add(const AddParams& p) {
+  const RowsKernel& kernel = rows_kernel();
+  int64_t tokens = p.batch * p.seqlen, columns = int64_t{p.num_heads} * p.head_dim;
+  double bytes = static_cast<double>(bytes_of(p.x_dtype) + 2 * bytes_of(p.dtype));
+  double work = kFlopsPerByte * bytes * static_cast<double>(tokens * columns);
+  parallel_for(tokens, work, [&](int64_t index) {
+    int64_t b = index / p.seqlen, row = index % p.seqlen;
+    auto place = [&](const Strides& strides) { return b * strides.batch + row * strides.seq; };
+    const char* out = at(p.out, place(p.out_strides), p.dtype);
+    kernel.add(p, at(p.x, place(p.x_strides), p.x_dtype),
+               at(p.residual, place(p.residual_strides), p.dtype), const_cast<char*>(out));
   });
 }
 

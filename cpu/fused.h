@@ -3,8 +3,6 @@
 // fused_rows.cpp, fused.cpp.
 #pragma once
 
-#include <cstddef>
-
 #include "cuattn/params/fused.h"
 
 namespace cuattn::cpu {
@@ -19,6 +17,8 @@ struct RowsKernel {
   // All heads of a token: x, out and the tables at their rows.
   void (*rotate)(const RotateParams& p, const void* x, void* out, const float* cos,
                  const float* sin);
+  // All heads of a token.
+  void (*add)(const AddParams& p, const void* x, const void* residual, void* out);
   // One row; `h` has room for its columns.
   void (*norm)(const NormParams& p, const NormVectors& vectors, int64_t row, float* h);
   void (*activate)(const ActivationParams& p, int64_t row);

@@ -87,6 +87,21 @@ void rotate(const RotateParams& p, const void* x, void* out, const float* cos, c
   }
 }
 
+// ---- sums
+
+void add(const AddParams& p, const void* x, const void* residual, void* out) {
+  float a[kChunk], b[kChunk];
+  for (int64_t head = 0; head < p.num_heads; ++head) {
+    for (int first = 0; first < p.head_dim; first += kChunk) {
+      int count = min(kChunk, p.head_dim - first);
+      load_row(at(x, head * p.x_strides.head + first, p.x_dtype), count, p.x_dtype, a);
+      load_row(at(residual, head * p.residual_strides.head + first, p.dtype), count, p.dtype, b);
+      for (int i = 0; i < count; ++i) a[i] += b[i];
+      narrow_row(a, count, p.dtype, at(out, head * p.out_strides.head + first, p.dtype));
+    }
+  }
+}
+
 // ---- norms
 
 float sum_of(Vec x) {
@@ -189,6 +204,6 @@ void activate(const ActivationParams& p, int64_t row) {
 #define CUATTN_STRING(x) #x
 #define CUATTN_NAME(x) CUATTN_STRING(x)
 extern const RowsKernel kRowsKernel;
-const RowsKernel kRowsKernel = {CUATTN_NAME(CUATTN_ISA), rotate, norm, activate, widen};
+const RowsKernel kRowsKernel = {CUATTN_NAME(CUATTN_ISA), rotate, add, norm, activate, widen};
 
 }  // namespace cuattn::cpu::CUATTN_ISA

@@ -40,6 +40,7 @@ void swap_blocks(const BlockSwapParams& p);
 // fused.cpp, sampling.cpp
 void rotate(const RotateParams& p);
 void norm(const NormParams& p);
+void add(const AddParams& p);
 void activate(const ActivationParams& p);
 void sample(const SampleParams& p);
 void verify(const VerifyParams& p);

@@ -81,11 +81,10 @@ inline Score score(const AttentionParams& p, const Head& head, int32_t row, int3
   return {s, slope, capped};
 }
 
-// Of the probability of a query and a key: 0 where it is dropped. `dropout` is p's, resolved.
-inline float dropout_factor(const AttentionParams& p, const DropoutParams& dropout,
-                            const Head& head, int32_t row, int32_t key) {
-  uint32_t index = static_cast<uint32_t>(int64_t{head.b} * p.num_heads_q + head.h);
-  return kept_factor(dropout, index, row, key);
+// Of the probability of a query and a key: 0 where it is dropped. `dropout` is resolved.
+inline float dropout_factor(const DropoutParams& dropout, const Head& head, int32_t row,
+                            int32_t key) {
+  return kept_factor(dropout, dropout.head(head.b, head.h), row, key);
 }
 
 }  // namespace cuattn::cpu

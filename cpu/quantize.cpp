@@ -95,9 +95,9 @@ void write_means(const QuantizeParams& p) {
 }
 
 // 1 where all elements are 0: no code but 0 is written then, and no scale is 0.
-float scale_of(float largest) {
+float scale_of(float largest, DType codes) {
   if (largest == 0.0f) return 1.0f;
-  return std::max(largest / kLargestE4m3, std::numeric_limits<float>::min());
+  return std::max(largest / largest_code(codes), std::numeric_limits<float>::min());
 }
 
 // From the largest finite size of each block of rows, or of each channel of it, to those of the
@@ -140,7 +140,7 @@ void write_scales(const QuantizeParams& p) {
     for (int64_t h = 0; h < s.extents[1]; ++h) {
       for (int64_t i = 0; i < s.extents[2]; ++i) {
         float& scale = scales[b * s.strides[0] + h * s.strides[1] + i * s.strides[2]];
-        scale = scale_of(scale);
+        scale = scale_of(scale, p.out.dtype);
       }
     }
   }

@@ -4,7 +4,6 @@
 #include "cuattn/params/sampling.h"
 
 #include <array>
-#include <functional>
 #include <vector>
 
 #include "cpu/convert.h"

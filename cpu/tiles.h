@@ -4,6 +4,7 @@
 // set: flash.cpp says why everything here is in an anonymous namespace. Next: flash.cpp.
 #pragma once
 
+#include "cpu/flash.h"
 #include "cpu/vectors.h"
 #include "cuattn/params/dropout.h"
 
@@ -113,6 +114,15 @@ void add_values(const Vec* p, const float* v, int64_t stride, int count, int hea
   }
 }
 
+// What a user's mask says of the keys from `first` on; steps of keys lie within a tile of these.
+template <class Unit>
+KeyTileState tile_state(const Unit& u, int first) {
+  static_assert(kFlexTile == kTileKeys);
+  if (u.flex == nullptr) return kTileSeen;
+  if (u.flex->tiles != nullptr) return static_cast<KeyTileState>(u.flex->tiles[first / kFlexTile]);
+  return u.flex->params->mask.count > 0 ? kTileMasked : kTileSeen;
+}
+
 // Bias of `count` keys of one row.
 template <class Unit, class Row>
 void load_bias(const Unit& u, const Row& row, int first, int count, float* out) {
@@ -152,7 +162,7 @@ void draw_dropout(const DropoutParams& p, const UintVec* row, const UintVec* hea
   float factor = 256.0f / static_cast<float>(threshold);
   UintVec words[kN][4];
   for (int j = 0; j < count; ++j) {
-    uint32_t key = static_cast<uint32_t>(first + j);
+    uint32_t key = p.first_key + static_cast<uint32_t>(first + j);
     if (j == 0 || key % 16 == 0) {
       for (int c = 0; c < kN; ++c) philox(key / 16, row[c], head[c], p.offset, p.seed, words[c]);
     }

@@ -4,6 +4,8 @@
 // CUATTN_ISA names the set. Next: flash.cpp.
 #pragma once
 
+#include <cstddef>
+
 #include "cpu/convert.h"
 
 #if defined(__F16C__)
@@ -177,6 +179,11 @@ inline void load_row(const void* in, int count, DType dtype, float* out) {
     const uint8_t* codes = static_cast<const uint8_t*>(in);
     for (; i + 8 <= count; i += 8) *reinterpret_cast<Float8*>(out + i) = widen_e4m3(codes + i);
     for (; i < count; ++i) out[i] = e4m3_to_float(codes[i]);
+    return;
+  }
+  if (dtype == DType::i8) {
+    const int8_t* codes = static_cast<const int8_t*>(in);
+    for (; i < count; ++i) out[i] = codes[i];
     return;
   }
   const uint16_t* raw = static_cast<const uint16_t*>(in);

@@ -25,6 +25,7 @@ cuattn_kernel(attention forward_sm90 attention/sm90/float8.cuh sm90
               "e4m3" "64;128" "none;causal;window" "identity")
 cuattn_kernel(attention forward_sm80 attention/sm80/forward.cuh portable
               "f16;bf16" "32;64;96;128;192;256;192x128" "none;causal;window" "identity;scored")
+# Of 512 the scored window serves every call but those with row ranges.
 cuattn_kernel(attention forward_sm80 attention/sm80/forward.cuh portable
               "f16;bf16" "512" "window" "scored")
 # A source is called by its scores: rows stand apart by having one kind each. Without scores 128
@@ -43,8 +44,6 @@ cuattn_kernel(attention forward_simt attention/simt.cuh portable
               "f32" "512" "window" "scored")
 cuattn_kernel(attention forward_tiled attention/tiled.cuh portable
               "f32;f16;bf16" "64;128" "none;causal;window" "identity")
-
-# Of 512 the scored window serves every call but those with row ranges.
 
 # Two kernels each, one a pass; a third where scored, for dbias. Of the scored ones the window serves
 # every mask, and dropout (sm90: three more kernels of it, and up to four of a bias at 64 and 128); of simt it serves all calls. Row ranges at

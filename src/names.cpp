@@ -28,6 +28,7 @@ const char* dtype_name(DType dtype) {
     case DType::boolean: return "bool";
     case DType::i32: return "int32";
     case DType::i64: return "int64";
+    case DType::i8: return "int8";
   }
   return "unknown";
 }

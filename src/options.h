@@ -14,14 +14,15 @@
 
 namespace cuattn {
 
-// Of each struct: who initialises it, where its last field ends, and the defaults that are not 0.
+// Says of each struct who initialises it, where its last field ends, and which defaults are not 0.
 template <class Options>
 struct OptionsRules;
 
 template <>
 struct OptionsRules<cuattn_attention_options> {
   static constexpr const char* kInit = "cuattn_attention_options_init";
-  static constexpr size_t kEnd = offsetof(cuattn_attention_options, v_scales) + sizeof(void*);
+  static constexpr size_t kEnd =
+      offsetof(cuattn_attention_options, dropout_heads) + sizeof(int64_t);
   static void set_defaults(cuattn_attention_options& o) {
     o.window_left = o.window_right = kUnlimited;
     o.dropout_seed = -1;

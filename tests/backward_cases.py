@@ -79,6 +79,7 @@ def make_problem(case, rng):
             "dropout_p": case.dropout,
             "dropout_seed": int(rng.integers(2**62)),
             "dropout_offset": int(rng.integers(2**31)),
+            **cases.dropout_places(rng, case.num_heads_q),
         }
     dtype = cases.DTYPES[case.dtype]
     exact_out, exact_lse = forward.reference()

@@ -146,6 +146,17 @@ class Problem:
         return reference.attention(*qkv, **arrays, **self.options, rounded_to=rounded_to)
 
 
+def dropout_places(rng, num_heads):
+    """Where a call with dropout begins as a part of a greater one: nowhere, or anywhere."""
+    if rng.integers(3) == 0:
+        return {}
+    row, head = (int(x) for x in rng.integers(0, 2**20, 2))
+    key = 16 * int(rng.integers(0, 2**20))  # CUDA takes no other
+    heads = num_heads + int(rng.integers(5))
+    places = {"dropout_row": row, "dropout_key": key, "dropout_head": head}
+    return places | {"dropout_heads": heads if rng.integers(2) else 0}
+
+
 def make_problem(case, rng):
     """Random inputs of `case`. Rows that take no part (beyond seqused, before kv_start, behind the
     last sequence) hold NaN.

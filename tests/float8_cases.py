@@ -95,11 +95,16 @@ def meant(case: Case, problem: Problem, name: str, codes, scale):
     return values * (factors.swapaxes(1, 2) if case.layout == "bhsd" else factors)
 
 
-def make(case: Case, kind: str, rng) -> tuple[Problem, Problem]:
-    """Draw a case: the problem of the library, and the same in numbers."""
+def make(case: Case, kind: str, rng, int8: bool = False) -> tuple[Problem, Problem]:
+    """Draw a case: the problem of the library, and the same in numbers. int8: q and k are that."""
     problem = make_problem(case, rng)
     codes = {name: problem.arrays[name].astype(F8) for name in "qkv"}
     scales = draw_scales(case, problem, kind, rng)
+    if int8:  # codes of q and k are multiples of 1 / 32
+        for name in "qk":
+            wide = np.nan_to_num(np.asarray(problem.arrays[name], np.float32) * 32)
+            codes[name] = np.clip(np.rint(wide), -127, 127).astype(np.int8)
+            scales[f"{name}_scale"] = scales.get(f"{name}_scale", 1.0) * (1 / 32)
     numbers = {
         name: meant(case, problem, name, codes[name], scales.get(f"{name}_scale")) for name in "qkv"
     }
@@ -114,12 +119,12 @@ def make(case: Case, kind: str, rng) -> tuple[Problem, Problem]:
     return given, dataclasses.replace(problem, arrays={**problem.arrays, **numbers})
 
 
-def assert_case(device, backend, case: Case, kind: str, rng) -> None:
+def assert_case(device, backend, case: Case, kind: str, rng, int8: bool = False) -> None:
     """The library against the oracle; without an out of ours the result is bfloat16."""
     case = dataclasses.replace(case, dtype="float32" if case.give_out else "bfloat16")
 
     def attempt():
-        given, numbers = make(dataclasses.replace(case, dtype="float32"), kind, rng)
+        given, numbers = make(dataclasses.replace(case, dtype="float32"), kind, rng, int8)
         if not harness.serves(backend, device, case):
             return
         out, lse = harness.run(device, backend, given)

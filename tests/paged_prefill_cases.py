@@ -31,21 +31,21 @@ def make(case, queries, rng):
     return problem
 
 
+def tokens_of(problem, name, dtype):
+    """The tokens of a cache end to end; of codes the numbers, rounded to `dtype`."""
+    case, arrays = problem.case, problem.arrays
+    cache = dict(zip("kv", problem.caches(), strict=True))[name]
+    scale = arrays.get(f"{name}_scale", problem.options.get(f"{name}_scale"))
+    rows = reference.unpaged(cache, case.kv_layout, name == "k")
+    gathered = reference._gather(rows, arrays["block_tables"], case.lens, scale)
+    tokens = [rows[:n] for rows, n in zip(gathered, case.lens, strict=True)]
+    return np.concatenate(tokens).astype(dtype or np.float32)
+
+
 def oracle(problem, rounded_to=None):
     """The reference over keys gathered by the reference."""
     case, arrays = problem.case, problem.arrays
-    k, v = (
-        np.concatenate([rows[:n] for rows, n in zip(gathered, case.lens, strict=True)])
-        for gathered in (
-            reference._gather(
-                reference.unpaged(arrays[name], case.kv_layout, is_k),
-                arrays["block_tables"],
-                case.lens,
-                None,
-            )
-            for name, is_k in (("k_cache", True), ("v_cache", False))
-        )
-    )
+    k, v = (tokens_of(problem, name, rounded_to if case.fp8 else None) for name in "kv")
     options = {k: v for k, v in problem.options.items() if k in ("causal", "window", "softcap")}
     options |= {k: arrays[k] for k in ("alibi_slopes", "sinks") if k in arrays}
     cu_seqlens_q = arrays["cu_seqlens_q"]
@@ -64,8 +64,10 @@ def run(
     """
     case, arena = problem.case, harness.Arena(device)
     arrays = {k: v for k, v in problem.arrays.items() if k != "context_lens"}
-    passed = ("causal", "window", "softcap", "num_splits", "batch_invariant")
+    passed = ("causal", "window", "softcap", "num_splits", "batch_invariant", "k_scale", "v_scale")
     options = {k: v for k, v in problem.options.items() if k in passed}
+    if case.fp8:
+        options["dtype"] = "float8_e4m3fn"
     lens = np.array(case.lens, np.int32)
     if lengths == "both":  # half of the last block is stored and not in use
         arrays["cu_seqlens_k"] = np.cumsum((0, *(lens + 1))).astype(np.int32)

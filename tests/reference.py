@@ -38,6 +38,10 @@ def attention(
     dropout_p=0.0,
     dropout_seed=0,
     dropout_offset=0,
+    dropout_row=0,
+    dropout_key=0,
+    dropout_head=0,
+    dropout_heads=0,
     rounded_to=None,
 ):
     """Attention over a padded batch; returns out and lse, lse [batch, num_heads_q, seqlen_q]."""
@@ -66,6 +70,7 @@ def attention(
             (batch, q.shape[1]),
             (stored_q, stored_k),
             first_k,
+            (dropout_row, dropout_key, dropout_head, dropout_heads),
         ),
         rounded_to,
     )
@@ -338,24 +343,25 @@ def philox(counter, key):
     return [x.astype(np.uint32) for x in np.broadcast_arrays(c0, c1, c2, c3)]
 
 
-def dropout(p, seed, offset, heads, lengths, first_k=()):
+def dropout(p, seed, offset, heads, lengths, first_k=(), places=(0, 0, 0, 0)):
     """The factor of each probability, 0 or 1 / keep_prob, float64 [batch, num_heads_q, seqlen_q,
     seqlen_kv]; None without dropout.
 
     Byte j % 16 of the Philox words of counter (j // 16, i, b * num_heads_q + h, offset) keeps key
-    j when it is below T = round(256 (1 - p)); keep_prob is T / 256. Keys count from first_k.
+    j when it is below T = round(256 (1 - p)); keep_prob is T / 256. Keys count from first_k, and
+    row, key and head from those of `places`, where a sequence has as many heads as its last says.
     """
     if p == 0:
         return None
     (batch, num_heads), (rows, keys) = heads, lengths
     threshold = max(1, int(np.floor(256 * (1 - p) + 0.5)))
-    head = np.arange(batch * num_heads).reshape(batch, num_heads, 1, 1)
-    chunks = np.arange(-(-keys // 16))
-    words = philox(
-        (chunks, np.arange(rows)[:, None], head, offset), (seed & 0xFFFFFFFF, seed >> 32)
-    )
+    row, key, first, all_heads = places
+    head = first + np.arange(batch)[:, None] * (all_heads or num_heads) + np.arange(num_heads)
+    chunks = np.arange(key // 16, -(-(key + keys) // 16))
+    row = np.arange(row, row + rows)[:, None]
+    words = philox((chunks, row, head[..., None, None], offset), (seed & 0xFFFFFFFF, seed >> 32))
     drawn = np.stack([(w >> (8 * x)) & 0xFF for w in words for x in range(4)], axis=-1)
-    drawn = drawn.reshape(batch, num_heads, rows, len(chunks) * 16)[..., :keys]
+    drawn = drawn.reshape(batch, num_heads, rows, len(chunks) * 16)[..., key % 16 :][..., :keys]
     factors = (drawn < threshold) * (256 / threshold)
     for b, first in enumerate(first_k):
         factors[b] = np.roll(factors[b], first, axis=-1)

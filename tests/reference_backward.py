@@ -40,6 +40,10 @@ def attention_backward(
     dropout_p=0.0,
     dropout_seed=0,
     dropout_offset=0,
+    dropout_row=0,
+    dropout_key=0,
+    dropout_head=0,
+    dropout_heads=0,
     rounded_to=None,
     sizes=None,
 ):
@@ -67,8 +71,9 @@ def attention_backward(
     gradient = np.zeros_like(lse) if dlse is None else np.asarray(dlse).astype(compute)
     delta = np.where(alive, (dout * out).sum(axis=-1, dtype=compute) - gradient, 0).astype(compute)
     delta_size = np.where(alive, np.abs(dout * out).sum(axis=-1) + np.abs(gradient), 0)
+    places = (dropout_row, dropout_key, dropout_head, dropout_heads)
     kept = reference.dropout(
-        dropout_p, dropout_seed, dropout_offset, (batch, heads), (rows, keys), first_k
+        dropout_p, dropout_seed, dropout_offset, (batch, heads), (rows, keys), first_k, places
     )
     kept = compute(1) if kept is None else kept.astype(compute)
 

@@ -109,7 +109,7 @@ inline nb::object shape_tuple(const TensorView& wanted) {
 inline const char* dtype_word(DLDataType dtype) {
   if (dtype.code == kDLBfloat) return "bfloat16";
   if (dtype.code == kDLUInt) return "uint8";
-  if (dtype.code == kDLInt) return "int32";
+  if (dtype.code == kDLInt) return dtype.bits == 8 ? "int8" : "int32";
   if (dtype.code == kDLFloat8_e4m3fn) return "float8_e4m3fn";
   return dtype.bits == 16 ? "float16" : "float32";
 }
@@ -121,6 +121,8 @@ inline nb::object ml_dtype(const char* word) {
 inline nb::object numpy_dtype(DLDataType dtype) {
   Python& py = the<Python>();
   if (dtype.code == kDLUInt) return py.uint8;
+  if (dtype.code == kDLInt && dtype.bits == 8)
+    return nb::module_::import_("numpy").attr("dtype")("int8");
   if (dtype.code == kDLInt) return py.int32;
   if (dtype.code == kDLFloat) return dtype.bits == 16 ? py.float16 : py.float32;
   if (dtype.code == kDLFloat8_e4m3fn) return ml_dtype("float8_e4m3fn");
@@ -148,6 +150,7 @@ struct TorchModule {
   nb::object dtype(DLDataType wanted) const {
     if (wanted.code == kDLBfloat) return bfloat16;
     if (wanted.code == kDLUInt) return uint8;
+    if (wanted.code == kDLInt && wanted.bits == 8) return loaded_module("torch").attr("int8");
     if (wanted.code == kDLInt) return int32;
     if (wanted.code == kDLFloat8_e4m3fn) return loaded_module("torch").attr("float8_e4m3fn");
     return wanted.bits == 16 ? float16 : float32;

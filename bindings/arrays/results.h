@@ -9,6 +9,7 @@
 #include "bindings/arrays/allocate.h"
 #include "bindings/arrays/import.h"
 #include "bindings/call/raise.h"
+#include "cuattn/c_api.h"
 
 namespace cuattn::bindings {
 
@@ -53,6 +54,37 @@ struct CallWorkspace : WorkspaceMemory {
     } else {
       provide(op, like, needed, stream);
     }
+  }
+};
+
+// What a prepared attention call writes: out, lse where it is wanted, its workspace. `args` has
+// out, lse_out and workspace; `like` is the first array of the call.
+struct AttentionOutputs {
+  Result out;
+  std::optional<Result> lse;
+  CallWorkspace memory;
+
+  template <class Args>
+  AttentionOutputs(const char* op, const cuattn_attention_call& call, const Args& args,
+                   bool wants_lse, const Array& like, const CallStream& stream) {
+    out.provide(op, "out", args.out, like, stream,
+                view_of(call.out_dtype, call.out_ndim, call.out_shape));
+    if (wants_lse) {
+      lse.emplace().provide(op, "lse_out", args.lse_out, like, stream,
+                            view_of({kDLFloat, 32, 1}, call.lse_ndim, call.lse_shape));
+    }
+    memory.place(op, args.workspace, like, call.workspace_bytes, stream);
+  }
+
+  // Runs the call by cuattn_attention_run or one of its kind, or checks it.
+  template <class Run>
+  cuattn_status run(Run* run, cuattn_attention_call& call, void* stream) const {
+    return run(&call, &out.tensor, lse ? &lse->tensor : nullptr, memory.data, memory.bytes, stream);
+  }
+  // What the caller gets.
+  nb::object object() const {
+    if (!lse) return out.object;
+    return nb::make_tuple(out.object, lse->object);
   }
 };
 

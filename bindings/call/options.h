@@ -38,6 +38,10 @@ struct AttentionArgs {
   nb::handle dropout_seed;
   nb::handle dropout_offset;
   nb::handle dropout_state;
+  nb::handle dropout_row;
+  nb::handle dropout_key;
+  nb::handle dropout_head;
+  nb::handle dropout_heads;
   nb::handle dtype;
   nb::handle q_scale;
   nb::handle k_scale;
@@ -79,6 +83,10 @@ struct AttentionFunctions {
       {"dropout_seed", &Args::dropout_seed},
       {"dropout_offset", &Args::dropout_offset},
       {"dropout_state", &Args::dropout_state},
+      {"dropout_row", &Args::dropout_row},
+      {"dropout_key", &Args::dropout_key},
+      {"dropout_head", &Args::dropout_head},
+      {"dropout_heads", &Args::dropout_heads},
       {"dtype", &Args::dtype},
       {"q_scale", &Args::q_scale},
       {"k_scale", &Args::k_scale},
@@ -117,6 +125,10 @@ struct Attention : AttentionFunctions {
       {"dropout_seed", &Args::dropout_seed},
       {"dropout_offset", &Args::dropout_offset},
       {"dropout_state", &Args::dropout_state},
+      {"dropout_row", &Args::dropout_row},
+      {"dropout_key", &Args::dropout_key},
+      {"dropout_head", &Args::dropout_head},
+      {"dropout_heads", &Args::dropout_heads},
       {"dtype", &Args::dtype},
       {"q_scale", &Args::q_scale},
       {"k_scale", &Args::k_scale},
@@ -159,6 +171,10 @@ struct AttentionVarlen : AttentionFunctions {
       {"dropout_seed", &Args::dropout_seed},
       {"dropout_offset", &Args::dropout_offset},
       {"dropout_state", &Args::dropout_state},
+      {"dropout_row", &Args::dropout_row},
+      {"dropout_key", &Args::dropout_key},
+      {"dropout_head", &Args::dropout_head},
+      {"dropout_heads", &Args::dropout_heads},
       {"dtype", &Args::dtype},
       {"q_scale", &Args::q_scale},
       {"k_scale", &Args::k_scale},
@@ -206,6 +222,10 @@ inline void parse_options(const char* op, const AttentionArgs& args,
   if (args.dropout_p.is_valid()) o.dropout_p = parse_double(op, "dropout_p", args.dropout_p);
   if (is_given(args.dropout_seed)) o.dropout_seed = parse_int(op, "dropout_seed", args.dropout_seed);
   if (args.dropout_offset.is_valid()) o.dropout_offset = parse_int(op, "dropout_offset", args.dropout_offset);
+  if (args.dropout_row.is_valid()) o.dropout_row = parse_int(op, "dropout_row", args.dropout_row);
+  if (args.dropout_key.is_valid()) o.dropout_key = parse_int(op, "dropout_key", args.dropout_key);
+  if (args.dropout_head.is_valid()) o.dropout_head = parse_int(op, "dropout_head", args.dropout_head);
+  if (args.dropout_heads.is_valid()) o.dropout_heads = parse_int(op, "dropout_heads", args.dropout_heads);
   if (is_given(args.dtype)) o.dtype = parse_dtype(op, args.dtype);
   if (args.num_splits.is_valid()) o.num_splits = parse_int32(op, "num_splits", args.num_splits);
   if (args.batch_invariant.is_valid()) o.batch_invariant = parse_bool(op, "batch_invariant", args.batch_invariant);

@@ -37,6 +37,7 @@ inline DLDataType dl_dtype_of(DataType dtype) {
     case DataType::bf16: return dl_dtype(DType::bf16);
     case DataType::f8e4m3fn: return dl_dtype(DType::e4m3);
     case DataType::pred: return dl_dtype(DType::boolean);
+    case DataType::s8: return dl_dtype(DType::i8);
     case DataType::s32: return dl_dtype(DType::i32);
     case DataType::s64: return dl_dtype(DType::i64);
     case DataType::f64: return {kDLFloat, 64, 1};

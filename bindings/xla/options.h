@@ -28,6 +28,10 @@ inline void read_options(const CallFrame& frame, cuattn_attention_options& o,
   o.dropout_p = number(frame, "dropout_p");
   o.dropout_seed = integer(frame, "dropout_seed");
   o.dropout_offset = integer(frame, "dropout_offset");
+  o.dropout_row = integer(frame, "dropout_row");
+  o.dropout_key = integer(frame, "dropout_key");
+  o.dropout_head = integer(frame, "dropout_head");
+  o.dropout_heads = integer(frame, "dropout_heads");
   o.dtype = integer32(frame, "dtype");
   o.q_scale = number(frame, "q_scale");
   o.k_scale = number(frame, "k_scale");

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Rung three, backend="cublas": batched GEMM, softmax of each row, batched GEMM, for dense batches
-// with every option. cuBLAS is found at run time and never linked: an already loaded library first,
+// with every option but dropout. cuBLAS is found at run time and never linked: an already loaded library first,
 // then the file that CUATTN_CUBLAS_PATH names (the Python package points it at NVIDIA's wheels),
 // then the loader's search path. Next: simt.cuh.
 // Note: P V multiplies the zeros of hidden keys; a NaN or infinity in their V reaches the output.
@@ -216,10 +216,6 @@ int64_t leading(const char* name, int64_t stride, int64_t rows, int64_t row_leng
 }
 
 // 5. The three steps. Workspace: float32 scores, probabilities (16-bit dtypes), cuBLAS's own part.
-constexpr size_t kCublasWorkspaceBytes = size_t{32} << 20;  // what NVIDIA recommends for sm_90
-
-size_t round_up_256(size_t bytes) { return (bytes + 255) / 256 * 256; }
-
 template <DType kType>
 void run_steps(const AttentionParams& p, char* workspace, const Cublas& api, Handle handle,
                cudaStream_t stream) {
@@ -231,14 +227,14 @@ void run_steps(const AttentionParams& p, char* workspace, const Cublas& api, Han
   int64_t queries = p.seqlen_q, keys = p.seqlen_kv, scores_per_head = queries * keys;
   float* scores = reinterpret_cast<float*>(workspace);
   T* probs = reinterpret_cast<T*>(workspace);  // float32: where the scores are
-  workspace += round_up_256(sizeof(float) * p.batch * heads * scores_per_head);
+  workspace += whole_pieces(sizeof(float) * p.batch * heads * scores_per_head);
   if (kType != DType::f32) {
     probs = reinterpret_cast<T*>(workspace);
-    workspace += round_up_256(sizeof(T) * p.batch * heads * scores_per_head);
+    workspace += whole_pieces(sizeof(T) * p.batch * heads * scores_per_head);
   }
 
   check(api, api.set_stream(handle, stream), "cublasSetStream");
-  check(api, api.set_workspace(handle, workspace, kCublasWorkspaceBytes), "cublasSetWorkspace");
+  check(api, api.set_workspace(handle, workspace, kCublasBytes), "cublasSetWorkspace");
 
   Strides map{heads * scores_per_head, keys, scores_per_head};  // of scores and probs
   auto axes = [&](const Strides& kv, const Strides& b, const Strides& c) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The naive rung over float8: dot products times the scales of q and k, softmax, and sums over values
+// The naive rung over float8, or int8 q and k: dot products times the scales of q and k, softmax, and sums over values
 // of any strides times the scale of v. Codes are converted as they are read. Used by naive.cu.
 #pragma once
 
@@ -53,7 +53,11 @@ static __global__ void __launch_bounds__(products::kThreads)
 inline void launch_float8(const AttentionParams& p, void* workspace, cudaStream_t stream) {
   float* scores = static_cast<float*>(workspace);
   products::Rows q{p.q, p.q_strides, p.head_dim}, k{p.k, p.k_strides, p.head_dim};
-  products::launch_dot_products<DType::e4m3>(p, q, k, scores, stream);
+  if (p.dtype == DType::i8) {
+    products::launch_dot_products<DType::i8>(p, q, k, scores, stream);
+  } else {
+    products::launch_dot_products<DType::e4m3>(p, q, k, scores, stream);
+  }
   launch_softmax_rows<DType::e4m3>(p, scores, scores, stream);
   int64_t elements = int64_t{p.batch} * p.num_heads_q * p.seqlen_q * p.head_dim_v;
   unsigned blocks = grid_blocks(device::ceil_div<int64_t>(elements, products::kThreads), "naive");

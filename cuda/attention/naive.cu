@@ -30,7 +30,8 @@ void launch_naive(const AttentionParams& p, void* workspace, cudaStream_t stream
     case DType::f32: return launch_three<DType::f32>(p, workspace, stream);
     case DType::f16: return launch_three<DType::f16>(p, workspace, stream);
     case DType::bf16: return launch_three<DType::bf16>(p, workspace, stream);
-    case DType::e4m3: return launch_float8(p, workspace, stream);
+    case DType::e4m3:
+    case DType::i8: return launch_float8(p, workspace, stream);
     default: CUATTN_ASSERT(false, "naive: dtype ", static_cast<int>(p.dtype));
   }
 }

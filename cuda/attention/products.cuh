@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(kThreads)
     Chunk<T> a = q[c], d = k[c];
     for (int i = 0; i < Chunk<T>::kSize; ++i) dot = fmaf(to_float(a.x[i]), to_float(d.x[i]), dot);
   }
-  if constexpr (kType == DType::e4m3) {
+  if constexpr (is_code(kType)) {
     dot *= p.float8.of_query(b, head, row) * p.float8.of_key(b, head_kv, first_key(p, b) + key);
   }
   dots[((int64_t{b} * p.num_heads_q + head) * p.seqlen_q + row) * p.seqlen_kv + key] = dot;

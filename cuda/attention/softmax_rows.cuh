@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kSoftmaxRowsPerBlock * 32)
   float factor = empty ? 0.0f : keys_share / row_sum;
 
   const DropoutParams dropout = p.dropout.resolved();
-  uint32_t index = static_cast<uint32_t>(int64_t{b} * p.num_heads_q + head);
+  const uint32_t index = dropout.head(b, head);
   for (int32_t key = lane; key < p.seqlen_kv; key += 32) {
     float prob = 0.0f;
     if (key >= seen.begin && key < seen.end) {

@@ -105,6 +105,11 @@ void rotate(const RotateParams& params, int32_t device_id, Stream stream) {
   launch_rotate(params, static_cast<cudaStream_t>(stream));
 }
 
+void add(const AddParams& params, int32_t device_id, Stream stream) {
+  DeviceGuard guard(device_id);
+  launch_add(params, static_cast<cudaStream_t>(stream));
+}
+
 void norm(const NormParams& params, int32_t device_id, Stream stream) {
   DeviceGuard guard(device_id);
   launch_norm(params, static_cast<cudaStream_t>(stream));
@@ -182,7 +187,8 @@ void list_kernels(std::vector<KernelInfo>& list) {
                     1024, 1024, "any", "any"});
     list.push_back({"merge_states", "merge", kArchs, dtype_name(dtype), 1024, 1024, "any", "any"});
   }
-  list.push_back({"attention", "naive", kArchs, "float8_e4m3fn", 256, 256, "any", "any"});
+  for (const char* codes : {"float8_e4m3fn", "int8"})
+    list.push_back({"attention", "naive", kArchs, codes, 256, 256, "any", "any"});
 }
 
 }  // namespace
@@ -203,6 +209,7 @@ const Backend* cuda_backend() {
                                .copy_blocks = copy_blocks,
                                .swap_blocks = swap_blocks,
                                .rotate = rotate,
+                               .add = add,
                                .norm = norm,
                                .activate = activate,
                                .sample = sample,

@@ -65,7 +65,7 @@ inline void launch_clear(const int32_t* cu_seqlens, int32_t batch, int64_t total
   CUATTN_CUDA_TRY(cudaGetLastError());
 }
 
-// Of dk or dv.
+// Clears the rows of dk or dv that belong to no sequence or lie before kv_start.
 inline void launch_clear_keys(const AttentionParams& f, const GradientRows& result,
                               cudaStream_t stream) {
   launch_clear(f.cu_seqlens_kv, f.batch, f.total_kv, f.num_heads_kv, result, stream);

@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(kSoftmaxRowsPerBlock * 32, kResident)
   }
   ScoreMod<kType, ScoreKind::scored> score(f, b, head, queries.used, keys.used);
   const DropoutParams dropout = f.dropout.resolved();
-  uint32_t index = static_cast<uint32_t>(int64_t{b} * f.num_heads_q + head);
+  const uint32_t index = dropout.head(b, head);
 
   float *weights = to.weights + at * f.seqlen_kv, *ds_row = to.ds + at * f.seqlen_kv;
   float *dx_row = to.dx + at * f.seqlen_kv, slope_term = 0.0f;

@@ -48,7 +48,7 @@ __device__ __forceinline__ const AttentionParams& policy_params(const BackwardPa
   return p.forward;
 }
 
-// Of a pair of a query and a key.
+// What a query and a key make together.
 struct Weighed {
   float prob, ds, dx;
 };

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // gather_cache: the tokens of sequences out of their blocks into packed rows, as bytes. One launch
-// for K and V: by 16 bytes where all starts allow that, else by the widest unit that they do. The
-// same on the CPU: cpu/cache.cpp. Next: tile.cuh, write.cu.
+// for K and V: by 16 bytes where all starts allow that, else by the widest unit that they do. For a
+// prefill of 16 bits over float8 blocks codes become numbers on the way. The same on the CPU:
+// cpu/cache.cpp. Next: tile.cuh, write.cu.
+#include "cuattn/device/convert.cuh"
 #include "cuda/cache/tile.cuh"
 #include "cuda/host/launchers.h"
 
@@ -149,6 +151,68 @@ __global__ void __launch_bounds__(kCacheThreads)
   }
 }
 
+constexpr int kCodes = 16;        // of a row, that a thread makes numbers of
+constexpr int kNumberTokens = 8;  // of a thread block, at a time
+
+// Codes of float8 as they lie in a cache, to numbers of 16 bits that lie side by side.
+template <class T>
+__device__ void make_numbers(const CacheSide& side, float scale, int64_t place, int64_t row,
+                             int d) {
+  const auto* cache = static_cast<const E4m3*>(side.cache) + place;
+  CacheChunk<E4m3, kCodes> codes;
+  if (side.run >= kCodes) {
+    codes = *reinterpret_cast<const CacheChunk<E4m3, kCodes>*>(cache + side.run_of(d));
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCodes; ++i) codes.x[i] = cache[side.run_of(d + i)];
+  }
+  auto* to = reinterpret_cast<CacheChunk<T, 8>*>(static_cast<T*>(side.rows) + row + d);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    CacheChunk<T, 8> numbers;
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+      numbers.x[i] = from_float<T>(to_float(codes.x[half * 8 + i]) * scale);
+    to[half] = numbers;
+  }
+}
+
+// Rows as numbers. A thread takes 16 codes; all begin on 16 bytes where the codes of a row lie side
+// by side.
+template <class T>
+__global__ void __launch_bounds__(kCacheThreads)
+    cache_gather_numbers(const __grid_constant__ CacheGatherParams p) {
+  __shared__ CachedToken places[kNumberTokens];
+  int k_chunks = p.k.head_dim / kCodes, chunks = k_chunks + p.v.head_dim / kCodes;
+  for (int64_t first = int64_t{blockIdx.x} * kNumberTokens; first < p.num_tokens;
+       first += int64_t{gridDim.x} * kNumberTokens) {
+    int tokens = static_cast<int>(min(p.num_tokens - first, int64_t{kNumberTokens}));
+    if (threadIdx.x < tokens) places[threadIdx.x] = cached_token(p, first + threadIdx.x);
+    __syncthreads();
+    for (int index = threadIdx.x; index < tokens * p.num_heads * chunks; index += kCacheThreads) {
+      int chunk = index % chunks, head = index / chunks % p.num_heads;
+      int token = index / chunks / p.num_heads;
+      CachedToken from = places[token];
+      if (from.seq < 0) continue;
+      bool is_k = chunk < k_chunks;
+      const CacheSide& side = is_k ? p.k : p.v;
+      float scale = (is_k ? p.k_scale : p.v_scale).at(from.seq, head, 0);
+      make_numbers<T>(side, scale, side.place(from.block, from.at, head),
+                      side.row(first + token, head), (is_k ? chunk : chunk - k_chunks) * kCodes);
+    }
+    __syncthreads();
+  }
+}
+
+template <class T>
+void launch_numbers(const CacheGatherParams& p, cudaStream_t stream) {
+  constexpr int64_t kMostBlocks = 1 << 20;  // beyond that, a thread block takes several tiles
+  int64_t tiles = ceil_div<int64_t>(p.num_tokens, kNumberTokens);
+  auto blocks = static_cast<unsigned>(std::min(tiles, kMostBlocks));
+  cache_gather_numbers<T><<<blocks, kCacheThreads, 0, stream>>>(p);
+  CUATTN_CUDA_TRY(cudaGetLastError());
+}
+
 template <class T>
 void launch_elements(const CacheGatherParams& p, cudaStream_t stream) {
   constexpr int64_t kMostBlocks = 1 << 20;  // beyond that, a thread block takes several tokens
@@ -207,6 +271,10 @@ void launch(const CacheGatherParams& p, cudaStream_t stream) {
 }  // namespace
 
 void launch_cache_gather(const CacheGatherParams& p, cudaStream_t stream) {
+  if (p.makes_numbers) {
+    return p.number_dtype == DType::bf16 ? launch_numbers<Bfloat16>(p, stream)
+                                         : launch_numbers<Half>(p, stream);
+  }
   uint64_t starts = start_bits(p);
   if (copy_unit(starts) < 16) return launch_unaligned(p, starts, stream);
   switch (itemsize(p.dtype)) {

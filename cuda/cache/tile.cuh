@@ -104,8 +104,8 @@ struct CacheTile {
   // elements.
   struct Places {
     int64_t slot[kSlots], place[kSlots];
-    // Of each group of 8 tokens, the first from which 8 tokens fill an aligned piece of a block, or
-    // -1; also of one group in front of the tile, and one behind.
+    // In each group of 8 tokens, the first from which 8 tokens fill an aligned piece of a block, or
+    // -1; also in one group in front of the tile, and one behind.
     int start[kMaxGroups + 2];
     // The pieces of this tile, two by two: tokens, -1 for none. The first of two is aligned to
     // both. A second in the group behind the tile is with its first.
@@ -124,7 +124,7 @@ struct CacheTile {
     heads = min(num_heads - first_head, kTileHeads);
   }
 
-  // Of token `first` + i; i may lie in the margins.
+  // Slot and place of token `first` + i, which may lie in the margins.
   __device__ int64_t slot(int i) const { return places->slot[kMargin + i]; }
   __device__ int64_t place(int i) const { return places->place[kMargin + i]; }
 

@@ -22,7 +22,7 @@ struct Team {
   static __device__ int64_t row() {
     return kWarp ? int64_t{blockIdx.x} * kWarpsPerBlock + threadIdx.x / 32 : blockIdx.x;
   }
-  // Of all of the team, the same in each.
+  // The sum over the team, the same in each thread.
   static __device__ float sum(float x) {
     x = warp_sum(x);
     if constexpr (!kWarp) {

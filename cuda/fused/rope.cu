@@ -77,7 +77,7 @@ struct RotateRow {
   }
 
   using Floats = Piece<float, kSize>;
-  // Of the pairs in a piece at `column`, then of those in the one rotary_dim / 2 behind it.
+  // The floats of the pairs in a piece at `column`, then those of the piece rotary_dim / 2 behind it.
   __device__ Floats load_two(const float* row, int column, bool aligned) const {
     constexpr int kHalf = kSize / 2 > 0 ? kSize / 2 : 1;
     bool far_aligned = aligned && p.rotary_dim % 16 == 0;

@@ -38,7 +38,7 @@ void allow_shared_memory(KernelPointer kernel, int smem_bytes, std::atomic<uint6
   done.fetch_or(bit, std::memory_order_release);
 }
 
-// Of the current device.
+// An attribute of the current device.
 inline int device_attribute(cudaDeviceAttr attribute) {
   int device = 0, value = 0;
   CUATTN_CUDA_TRY(cudaGetDevice(&device));

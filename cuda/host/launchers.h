@@ -55,6 +55,7 @@ void launch_copy_blocks(const BlockCopyParams& params, cudaStream_t stream);    
 void launch_swap_blocks(const BlockSwapParams& params, cudaStream_t stream);
 void launch_merge(const MergeParams& params, cudaStream_t stream);            // merge/states.cu
 void launch_rotate(const RotateParams& params, cudaStream_t stream);          // fused/rope.cu
+void launch_add(const AddParams& params, cudaStream_t stream);                // fused/add.cu
 void launch_norm(const NormParams& params, cudaStream_t stream);              // fused/norm.cu
 void launch_activation(const ActivationParams& params, cudaStream_t stream);  // fused/activation.cu
 void launch_quantize(const QuantizeParams& params, cudaStream_t stream);      // fused/quantize.cu

@@ -13,7 +13,6 @@
 
 #include <cmath>
 #include <cstddef>
-#include <new>
 #include <stdexcept>
 #include <string>
 
@@ -78,6 +77,9 @@ struct AttentionOptions {
   double dropout_p = 0.0;
   int64_t dropout_seed = -1, dropout_offset = 0;
   const TensorView* dropout_state = nullptr;
+  // Of a part of a greater call: the places there of its first row, key (on CUDA a multiple of 16)
+  // and head, and how many heads a sequence has there; 0: num_heads_q.
+  int64_t dropout_row = 0, dropout_key = 0, dropout_head = 0, dropout_heads = 0;
   // Of float8_e4m3fn arrays, for which bytes may stand: value = stored * scale, a number, or instead
   // float32 arrays of the shapes that c_api.h lists. out is bfloat16, float16 or float32.
   KvDtype dtype = KvDtype::automatic;
@@ -138,6 +140,10 @@ struct COptions {
     c.dropout_p = o.dropout_p;
     c.dropout_seed = o.dropout_seed;
     c.dropout_offset = o.dropout_offset;
+    c.dropout_row = o.dropout_row;
+    c.dropout_key = o.dropout_key;
+    c.dropout_head = o.dropout_head;
+    c.dropout_heads = o.dropout_heads;
     c.dropout_state = borrow(o.dropout_state, dropout_state);
     c.dtype = static_cast<int32_t>(o.dtype);
     c.q_scale = o.q_scale;
@@ -247,8 +253,9 @@ struct PagedOptions {
   bool batch_invariant = false;
   int32_t num_splits = 0;
   int32_t version = 0;  // 1, 2: PagedAttention V1, in one pass, and V2, in partitions; q of 3 axes
-  // Of V2: 256, 512 or 1024 tokens; -1: what block_tables can name; and float32 outputs [num_seqs,
-  // num_heads_q, partitions], tmp_out of q's dtype [..., head_dim], from the workspace if not given
+  // V2 alone reads these: 256, 512 or 1024 tokens; -1: what block_tables can name; and outputs from
+  // the workspace if not given, float32 [num_seqs, num_heads_q, partitions], tmp_out of q's dtype
+  // [..., head_dim]
   int64_t partition_size = 512, max_context_len = -1;
   const TensorView *exp_sums = nullptr, *max_logits = nullptr, *tmp_out = nullptr;
   const char* backend = "auto";

@@ -50,6 +50,7 @@ struct Backend {
   void (*copy_blocks)(const BlockCopyParams& params, int32_t device_id, Stream stream);
   void (*swap_blocks)(const BlockSwapParams& params, int32_t device_id, Stream stream);
   void (*rotate)(const RotateParams& params, int32_t device_id, Stream stream);
+  void (*add)(const AddParams& params, int32_t device_id, Stream stream);
   void (*norm)(const NormParams& params, int32_t device_id, Stream stream);
   void (*activate)(const ActivationParams& params, int32_t device_id, Stream stream);
   void (*sample)(const SampleParams& params, int32_t device_id, Stream stream);

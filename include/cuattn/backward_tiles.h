@@ -14,8 +14,8 @@ namespace cuattn {
 // kRowPad, where a bulk copy may begin, and the queries pass fills whole tiles of that many.
 constexpr int32_t kRowPad = 128;
 
-// Of sequence b, whose first row is row `first` of all (dense: b * seqlen_q). Sequences do not meet,
-// whatever their lengths.
+// Where sequence b begins, whose first row is row `first` of all (dense: b * seqlen_q). Sequences do
+// not meet, whatever their lengths.
 CUATTN_HOST_DEVICE int64_t sm90_row_place(int64_t first, int32_t b) {
   return (first / kRowPad + b) * kRowPad;
 }
@@ -23,7 +23,7 @@ CUATTN_HOST_DEVICE int64_t sm90_row_place(int64_t first, int32_t b) {
 CUATTN_HOST_DEVICE int64_t sm90_row_pitch(int64_t total_q, int32_t batch) {
   return (total_q / kRowPad + batch + 3) * kRowPad;
 }
-// Of a head: the states and, fused, the sums of dq, `columns` of each row. Behind those of all heads
+// A head has the states and, fused, the sums of dq, `columns` of each row. Behind those of all heads
 // stands a float for each head and sequence where dsinks is made, and then what dslopes or dbias sum.
 CUATTN_HOST_DEVICE int64_t sm90_floats_of_head(const AttentionParams& f, int32_t columns) {
   return (2 + columns) * sm90_row_pitch(f.total_q, f.batch);

@@ -17,7 +17,6 @@
  *   else                         refused: nobody has initialised it
  * So a new field is appended, means at 0 what libraries without it do, and no struct ends in
  * padding. All other structs keep their size; cuattn_device and cuattn_plan have room to grow in.
- *
  * Shapes, layouts and the meaning of every option: docs/layouts.md and docs/numerics.md. */
 #pragma once
 
@@ -86,15 +85,14 @@ typedef struct {
   const DLTensor* block_tables; /* int32 [batch, max_blocks_per_seq] */
   int32_t kv_layout;            /* CUATTN_KV_NHD, _HND, _VLLM */
   const char* backend;          /* NULL = "auto" */
-  /* Dropout of the probabilities, in steps of 1 / 256; 0 = off. Which are kept depends on seed,
-   * offset and place alone (docs/numerics.md): the backward pass draws the same. With dropout_p > 0
-   * either dropout_seed is given (-1, the default, is none) and the offset within [0, 2^32), or
-   * dropout_state: int64 [2], both on the device of q, read when the call runs. */
+  /* Dropout of the probabilities, in steps of 1 / 256; 0 = off. Seed, offset and place alone say
+   * which are kept (docs/numerics.md). It takes dropout_seed (-1, the default, is none) and an
+   * offset within [0, 2^32), or dropout_state: int64 [2], both on the device of q, read by the run. */
   double dropout_p;
   int64_t dropout_seed, dropout_offset;
   const DLTensor* dropout_state;
   const DLTensor* kv_start; /* int32 [batch]: the first key in use; not of ragged calls */
-  /* Of float8_e4m3fn arrays. dtype says what bytes (uint8) are: CUATTN_KV_DTYPE_E4M3; else AUTO.
+  /* Of codes, float8 or int8. dtype says what bytes (uint8) are: CUATTN_KV_DTYPE_E4M3; else AUTO.
    * value = stored * scale, a number (default 1), or instead float32 on the device of q: one
    * element, [num_heads_kv] or [batch, num_heads_kv]; of q also [batch, num_heads_q, blocks], of k
    * [batch, num_heads_kv, blocks], a block being 128 rows of a sequence; of v [batch, num_heads_kv,
@@ -102,6 +100,9 @@ typedef struct {
   int32_t dtype;
   double q_scale, k_scale, v_scale;
   const DLTensor *q_scales, *k_scales, *v_scales;
+  /* Dropout of a part of a greater call: the places there of its first row, key (on CUDA a multiple
+   * of 16) and head, and how many heads a sequence has there, 0 = num_heads_q. */
+  int64_t dropout_row, dropout_key, dropout_head, dropout_heads;
 } cuattn_attention_options;
 
 CUATTN_API void cuattn_attention_options_init(cuattn_attention_options* options,
@@ -181,8 +182,7 @@ enum {
   CUATTN_NEED_DSLOPES = 32
 };
 
-/* Options of the backward pass beside those of the forward call. Initialise with
- * cuattn_backward_options_init. */
+/* Beside those of the forward call. Initialise with cuattn_backward_options_init. */
 typedef struct {
   size_t struct_size;
   int32_t need;          /* CUATTN_NEED_*, or-ed; default DQ, DK and DV */

@@ -36,6 +36,12 @@ CUATTN_API cuattn_status cuattn_apply_rope(const DLTensor* x, const DLTensor* co
                                            const DLTensor* sin, const cuattn_rope_options* options,
                                            const DLTensor* out, void* stream);
 
+/* out = x + residual, added in float32 and rounded once; axes [n, heads, head_dim] or [batch, seqlen,
+ * heads, head_dim], in any order before the last. residual and out are of one dtype, x of the same or
+ * float32. out may be x or residual. check_only: nothing is written, all is checked. */
+CUATTN_API cuattn_status cuattn_add_residual(const DLTensor* x, const DLTensor* residual,
+                                             const DLTensor* out, int32_t check_only, void* stream);
+
 /* Options of rms_norm and layer_norm. Initialise with cuattn_norm_options_init. */
 typedef struct {
   size_t struct_size;

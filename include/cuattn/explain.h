@@ -44,7 +44,7 @@ inline cuattn_plan attention_varlen_explain(const TensorView& q, const TensorVie
   return detail::explain(q, k, v, c, device);
 }
 
-// Of V1 and V2 by options.version.
+// options.version makes it V1 or V2.
 inline cuattn_plan paged_attention_explain(const TensorView& q, const TensorView& k_cache,
                                            const TensorView& v_cache,
                                            const TensorView& block_tables,

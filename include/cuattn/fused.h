@@ -135,6 +135,15 @@ inline void layer_norm(const TensorView& x, const TensorView& weight, const Tens
   detail::check(cuattn_layer_norm(&dx, &dw, &c.c, &dout, stream));
 }
 
+// out = x + residual, added in float32 and rounded once: what attention(residual=) of Python does
+// with x, its result in float32. Axes [n, heads, head_dim] or [batch, seqlen, heads, head_dim], in
+// any order before the last; x is float32 or of the dtype of the others. out may be x or residual.
+inline void add_residual(const TensorView& x, const TensorView& residual, const TensorView& out,
+                         void* stream = nullptr) {
+  DLTensor dx = x.dl(), dr = residual.dl(), dout = out.dl();
+  detail::check(cuattn_add_residual(&dx, &dr, &dout, 0, stream));
+}
+
 // out [.., n] = act(a) * b, with a and b the halves of the last axis of x [.., 2 n].
 inline void act_mul(const TensorView& x, const TensorView& out, Act act = Act::silu,
                     const TensorView* bias = nullptr, void* stream = nullptr) {

@@ -7,6 +7,7 @@
 
 #include "cuattn/attention.h"
 #include "cuattn/c_api_mla.h"
+#include "cuattn/params/pages.h"
 
 namespace cuattn {
 
@@ -21,6 +22,14 @@ struct MlaArrays {
   // the cache does not have left out; and, or TensorView{}, how many entries of each list count.
   TensorView indices = {}, topk_lens = {};
 };
+
+// A ckv_cache of packed latents, FlashMLA's of 656 bytes a token; kpe_cache is TensorView{} with it.
+inline TensorView packed_latents(void* data, int64_t num_blocks, int64_t block_size,
+                                 DLDevice device = {kDLCPU, 0}) {
+  TensorView view(data, DType::e4m3, {num_blocks, block_size, PackedLatent::kBytes}, device);
+  view.dtype = {kDLUInt, 8, 1};
+  return view;
+}
 
 namespace detail {
 
@@ -64,7 +73,7 @@ inline void mla_decode(const MlaArrays& arrays, const TensorView& out, const Pag
 }
 
 // Row i of ckv [num_tokens, latent] and kpe [num_tokens, rope] goes to slot slot_mapping[i] (int64)
-// of the caches; -1 skips it.
+// of the caches; -1 skips it. Packed latents take both, and kpe_cache is TensorView{}.
 inline void mla_write(const TensorView& ckv, const TensorView& kpe, const TensorView& ckv_cache,
                       const TensorView& kpe_cache, const TensorView& slot_mapping,
                       void* stream = nullptr) {
@@ -72,7 +81,8 @@ inline void mla_write(const TensorView& ckv, const TensorView& kpe, const Tensor
   cuattn_cache_options_init(&options, sizeof options);
   DLTensor c = ckv.dl(), k = kpe.dl(), cc = ckv_cache.dl(), kc = kpe_cache.dl();
   DLTensor slots = slot_mapping.dl();
-  detail::check(cuattn_mla_write(&c, &k, &cc, &kc, &slots, &options, stream));
+  const DLTensor* ropes = kpe_cache.ndim > 0 ? &kc : nullptr;
+  detail::check(cuattn_mla_write(&c, &k, &cc, ropes, &slots, &options, stream));
 }
 
 // The same of latents that have no rope columns.

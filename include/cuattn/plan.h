@@ -52,6 +52,7 @@ struct AttentionRequest {
   bool has_kv_start;            // float8: sequences begin anywhere in their arrays
   int64_t total_kv;             // float8: rows of k and v
   bool has_part_scales;         // float8: q or k has a scale for each block of rows, or query head
+  bool has_float8_pages;        // paged: the blocks hold codes of float8
 };
 
 // What the choice of a paged kernel depends on.
@@ -103,6 +104,7 @@ struct Plan {
   int32_t num_ctas;      // grid of a persistent kernel; 0 = a CTA for each tile
   bool draws_tiles;      // persistent: each CTA draws its next tile; else a fixed order
   KeyAccess keys;
+  bool makes_numbers;  // keys are gathered as numbers of q's dtype, their blocks hold codes
   bool decodes_apart;  // sequences with one query go by a kernel of paged_attention, the others not
   int32_t num_decodes, saved_us;  // of such a kernel, and of rows_by_step: expected
   BiasAccess bias;

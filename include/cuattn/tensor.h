@@ -25,6 +25,7 @@ inline DLDataType dl_dtype(DType dtype) {
     case DType::boolean: return {kDLBool, 8, 1};
     case DType::i32: return {kDLInt, 32, 1};
     case DType::i64: return {kDLInt, 64, 1};
+    case DType::i8: return {kDLInt, 8, 1};
   }
   return {kDLOpaqueHandle, 0, 0};
 }

@@ -6,9 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 from ._arrays import Operations
-from ._kv_shapes import KV_LAYOUTS
+from ._kv_shapes import BLOCK_SIZE_AXIS, KV_LAYOUTS
 
-BLOCK_SIZE_AXIS = {"nhd": 1, "hnd": 2, "vllm": 3}  # of k_cache
 array_types: set[type] = set()  # those that were found to be arrays
 
 

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol, TypeVar
 
 from . import _core
+from ._memory import NumpyMemory
 
 
 class Array(Protocol):
@@ -71,7 +72,7 @@ def empty(
             return torch.empty(shape, **options)
     if library == "cupy":
         cupy = sys.modules["cupy"]
-        kind = like.dtype if dtype == "bfloat16" else dtype
+        kind = like.dtype if str(like.dtype) == dtype else NumpyMemory.dtype(dtype)
         if stream is None and cupy.cuda.runtime.getDevice() == device:
             return cupy.empty(shape, kind)
         where = None if stream is None else cupy.cuda.ExternalStream(stream, device)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from . import _core
 from ._arrays import find_cublas
 from ._options import ROWS
+from ._residual import with_residual
 from ._rope import turned
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
@@ -58,7 +59,10 @@ def call(op: str, arguments: dict[str, Any]) -> Any:
     backend = arguments.get("backend")
     if isinstance(backend, str) and backend == "cublas":
         find_cublas()
+    if arguments.get("residual") is not None:
+        return with_residual(op, arguments, call)
     arguments = turned(op, arguments)
+    arguments.pop("residual", None)
     face = jax_face
     try:
         result = getattr(_core, op)(arguments)

@@ -9,6 +9,8 @@ from ._options import OPS, Option, options_of
 
 GRADIENTS = ("dq", "dk", "dv", "dbias", "dsinks", "dslopes")
 SOURCES = dict(zip(GRADIENTS, ("q", "k", "v", "bias", "sinks", "alibi_slopes"), strict=True))
+GRADIENT_OF = {source: gradient for gradient, source in SOURCES.items()}
+DIFFERENTIABLE = tuple(GRADIENT_OF)
 FORWARD = {
     "attention_backward": "attention",
     "attention_varlen_backward": "attention_varlen",

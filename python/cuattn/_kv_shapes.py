@@ -7,7 +7,8 @@ import operator
 from typing import Any
 
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
-KV_LAYOUTS = ("nhd", "hnd", "vllm")
+BLOCK_SIZE_AXIS = {"nhd": 1, "hnd": 2, "vllm": 3}  # of k_cache
+KV_LAYOUTS = tuple(BLOCK_SIZE_AXIS)
 
 
 def whole(op: str, name: str, value: Any) -> int:

@@ -23,6 +23,7 @@ cuattn_paged_options:
     scale    float or float32 array   double NAME, const DLTensor* NAMEs
     place    where a call writes and runs; nothing: it is given to `run`
     turned   how q is rotated before the call; nothing: apply_rope has it
+    added    array, added to the result after the call; nothing: add_residual has it
 """
 
 from __future__ import annotations
@@ -73,7 +74,8 @@ OTHER_DEFAULTS: dict[str, dict[str, Any]] = {  # of some ops
     "causal": dict.fromkeys(PAGED + PLAN, True),
     "kv_layout": dict.fromkeys(VLLM, "vllm"),
 }
-OUTSIDE = ("place", "turned")  # kinds that no C struct has
+PASSES = ("turned", "added")  # kinds that a pass of its own has, before the call or after it
+OUTSIDE = ("place", *PASSES)  # kinds that no C struct has
 XLA_OPS = {"attention": ROWS, "paged": PAGED[:1]}  # of one XLA handler, which fills this struct
 NOT_TRACED = {  # by these faces
     "jax": ("plan",),
@@ -125,6 +127,10 @@ TABLE = tuple(Option(*row) for row in (
     ("dropout_seed", "length", None, ROWS, "of the random bits, from 0 to 2^63 - 1"),
     ("dropout_offset", "length", 0, ROWS, "the same, from 0 to 2^32 - 1"),
     ("dropout_state", "array int64", None, ROWS, "`[2]`: seed and offset, instead of both"),
+    ("dropout_row", "length", 0, ROWS, "of a part of a greater call: its first row there"),
+    ("dropout_key", "length", 0, ROWS, "the same of keys"),
+    ("dropout_head", "length", 0, ROWS, "the same of heads, with those of sequences before"),
+    ("dropout_heads", "length", 0, ROWS, "heads of a sequence there; 0: num_heads_q"),
     ("dtype", "word", None, ROWS, "what uint8 q, k and v hold"),
     ("q_scale", "scale", None, ROWS, "of float8 queries: query = stored * scale; None is 1"),
     ("k_scale", "scale", None, ALL + VLLM, "of float8 keys: key = stored * scale; None is 1"),
@@ -132,6 +138,7 @@ TABLE = tuple(Option(*row) for row in (
     ("rope", "turned", None, ROWS + PAGED[:1], "`(cos, sin)`: q is rotated first"),
     ("rope_positions", "turned", None, ROWS + PAGED[:1], "int64, the row of the tables of each q"),
     ("rope_interleaved", "turned", False, ROWS + PAGED[:1], "pairs are `(2 i, 2 i + 1)`"),
+    ("residual", "added", None, DENSE, "like out: is added to it in float32, before the rounding"),
     ("num_splits", "count", 0, ALL, "parts of the keys, a wish; 0 is chosen"),
     ("batch_invariant", "flag", False, ALL, "a sequence's bits do not depend on the others"),
     ("return_lse", "flag", False, ALL, "also return the log-sum-exp of the scores"),

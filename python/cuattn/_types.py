@@ -54,6 +54,10 @@ class RowOptions(CommonOptions, total=False):
     dropout_seed: int | None
     dropout_offset: int
     dropout_state: Array | None
+    dropout_row: int
+    dropout_key: int
+    dropout_head: int
+    dropout_heads: int
     rope: tuple[Array, Array] | None
     rope_positions: Array | None
     rope_interleaved: bool
@@ -64,6 +68,7 @@ class DenseOptions(RowOptions, total=False):
 
     layout: Layout
     kv_start: Array | None
+    residual: Array | None
 
 
 class VarlenOptions(RowOptions, total=False):

@@ -90,9 +90,14 @@ def attention(
     dropout_seed: int | None = None,
     dropout_offset: int = 0,
     dropout_state: Array | None = None,
+    dropout_row: int = 0,
+    dropout_key: int = 0,
+    dropout_head: int = 0,
+    dropout_heads: int = 0,
     rope: tuple[Array, Array] | None = None,
     rope_positions: Array | None = None,
     rope_interleaved: bool = False,
+    residual: ArrayT | None = None,
     num_splits: int = 0,
     batch_invariant: bool = False,
     return_lse: bool = False,
@@ -110,15 +115,16 @@ def attention(
     Parameters
     ----------
     q : array, [batch, seqlen_q, num_heads_q, head_dim]
-        Queries: float32, float16, bfloat16 or float8_e4m3fn; on the CPU or a CUDA device, in any
-        library with DLPack. head_dim is a multiple of 8 up to 512 (float8: of 16 up to 256; above
-        256 without a gradient). Any strides, if the last axis is contiguous (and rows start on 16
-        bytes, on CUDA).
+        Queries: float32, float16, bfloat16, or float8_e4m3fn or int8 with scales; on the CPU or a
+        CUDA device, in any library with DLPack. head_dim is a multiple of 8 up to 512 (float8,
+        int8: of 16 up to 256; above 256 without a gradient). Any strides, if the last axis is
+        contiguous (and rows start on 16 bytes, on CUDA).
     k : array, [batch, seqlen_kv, num_heads_kv, head_dim]
         Keys, of q's dtype. num_heads_q is a multiple of num_heads_kv: query head h reads key head
         ``h // (num_heads_q // num_heads_kv)``.
     v : array, [batch, seqlen_kv, num_heads_kv, head_dim_v]
-        Values, of q's dtype. In float8 the sequence may be the contiguous axis instead of the last.
+        Values, of q's dtype, or float8_e4m3fn under int8 q and k. In float8 the sequence may be
+        the contiguous axis instead of the last.
     layout : {"bshd", "bhsd"}
         Order of the axes; "bhsd" has the heads before the sequence, in q, k, v and out alike.
     causal : bool
@@ -141,8 +147,8 @@ def attention(
     dtype : {"float8_e4m3fn"}, optional
         What q, k and v hold where they are uint8 arrays, for libraries without the type.
     q_scale, k_scale, v_scale : float or float32 array, optional
-        Of float8_e4m3fn arrays: value = stored * scale, by default 1. An array lies on the device
-        of q and is [1], [num_heads_kv] or [batch, num_heads_kv]; q_scale may be [batch,
+        Of float8_e4m3fn and int8 arrays: value = stored * scale, by default 1. An array lies on
+        the device of q and is [1], [num_heads_kv] or [batch, num_heads_kv]; q_scale may be [batch,
         num_heads_q, ceil(seqlen_q / 128)] and k_scale [batch, num_heads_kv, ceil(seqlen_kv / 128)],
         one for each 128 rows; v_scale may be [batch, num_heads_kv, head_dim_v] (docs/fp8.md).
     seqused_q, seqused_k : int32 array, [batch], optional
@@ -155,12 +161,16 @@ def attention(
         key of k; dropout counts keys from kv_start.
     dropout_p : float
         Share of the probabilities that are dropped, in steps of 1 / 256; the others are divided by
-        what remains. On the CPU so far.
+        what remains. "tiled" and "cublas" have none.
     dropout_seed, dropout_offset : int
-        Which are dropped: a function of these and of the place alone (docs/numerics.md). A seed
+        Which are dropped: a function of these and of the place alone (docs/backward.md). A seed
         from 0 to 2^63 - 1, and the number of the call with this seed, from 0 to 2^32 - 1.
     dropout_state : int64 array, [2], optional
         Seed and offset, on the device of q, instead of both.
+    dropout_row, dropout_key, dropout_head, dropout_heads : int
+        Of a call that is a part of a greater one, to drop what that drops: the places there of its
+        first row, of its first key (on CUDA a multiple of 16) and of its first head, where `head`
+        of sequence `b` counts ``b * dropout_heads + head``, 0 being num_heads_q.
     rope : (array, array), optional
         cos and sin, float32 [max_position, rotary_dim / 2], of `rope_table`: q is rotated first, by
         `apply_rope` into memory of its library; the keys are rotated already, as those of a cache
@@ -169,6 +179,9 @@ def attention(
         The row of the tables of each query, or None: its place, ``i + seqlen_kv - seqlen_q``.
     rope_interleaved : bool
         Pairs are (2 i, 2 i + 1) instead of (i, i + rotary_dim / 2).
+    residual : array like out, optional
+        Is added to the result in float32, which is then rounded once, in a pass after the kernel.
+        `out` may be this array itself; lse does not change. No JAX arrays, no gradient.
     num_splits : int
         Parts that the keys are cut into; 0 lets the library choose. A wish: a kernel takes at most
         one for each tile of keys, and all but "sm90" with a dense batch take 1. `explain` says how
@@ -316,6 +329,10 @@ def attention_varlen(
     dropout_seed: int | None = None,
     dropout_offset: int = 0,
     dropout_state: Array | None = None,
+    dropout_row: int = 0,
+    dropout_key: int = 0,
+    dropout_head: int = 0,
+    dropout_heads: int = 0,
     rope: tuple[Array, Array] | None = None,
     rope_positions: Array | None = None,
     rope_interleaved: bool = False,
@@ -348,8 +365,9 @@ def attention_varlen(
     max_seqlen_q, max_seqlen_k : int
         Upper bounds of the lengths, known on the host; query rows beyond are not written.
     block_tables : int32 array, [batch, max_blocks_per_seq], optional
-        k and v are then caches in blocks, of q's dtype, as `paged_attention` takes them: chunked
-        prefill, and mixed batches of prefill and decode. cu_seqlens_k may be None where seqused_k
+        k and v are then caches in blocks, of q's dtype or of float8_e4m3fn under 16-bit q, as
+        `paged_attention` takes them, with scales by head (docs/fp8.md): chunked prefill, and
+        mixed batches of prefill and decode. cu_seqlens_k may be None where seqused_k
         says the lengths. Few queries a sequence run paged_attention's kernels; sm90 reads blocks
         of a multiple of 16 tokens, "nhd" and "hnd", where they lie; else the keys are gathered
         into the workspace first, 2 * batch * max_seqlen_k rows of num_heads_kv heads
@@ -364,10 +382,12 @@ def attention_varlen(
         Rows in use of each sequence.
     dropout_p, dropout_seed, dropout_offset, dropout_state
         As in `attention`.
+    dropout_row, dropout_key, dropout_head, dropout_heads
+        As in `attention`.
     rope, rope_positions, rope_interleaved
         As in `attention`; positions are int64 [total_q].
     num_splits, batch_invariant, return_lse, out, lse_out, workspace, backend, stream
-        As in `attention`.
+        As in `attention`; num_splits counts for few queries over pages alone.
 
     Returns
     -------

@@ -44,6 +44,10 @@ def attention_backward(
     dropout_seed: int | None = None,
     dropout_offset: int = 0,
     dropout_state: Array | None = None,
+    dropout_row: int = 0,
+    dropout_key: int = 0,
+    dropout_head: int = 0,
+    dropout_heads: int = 0,
     batch_invariant: bool = False,
     dlse: Array | None = None,
     deterministic: bool | None = None,
@@ -77,6 +81,8 @@ def attention_backward(
     seqused_q, seqused_k, kv_start
         As in the forward call.
     dropout_p, dropout_seed, dropout_offset, dropout_state
+        As in the forward call.
+    dropout_row, dropout_key, dropout_head, dropout_heads
         As in the forward call.
     batch_invariant : bool
         The bits of a sequence's gradients do not depend on the rest of the batch, but for those
@@ -160,6 +166,10 @@ def attention_varlen_backward(
     dropout_seed: int | None = None,
     dropout_offset: int = 0,
     dropout_state: Array | None = None,
+    dropout_row: int = 0,
+    dropout_key: int = 0,
+    dropout_head: int = 0,
+    dropout_heads: int = 0,
     batch_invariant: bool = False,
     dlse: Array | None = None,
     deterministic: bool | None = None,
@@ -197,6 +207,8 @@ def attention_varlen_backward(
     dlse : float32 array, [num_heads_q, total_q], optional
         Gradient of the loss with respect to lse; None is 0.
     dropout_p, dropout_seed, dropout_offset, dropout_state
+        As in the forward call.
+    dropout_row, dropout_key, dropout_head, dropout_heads
         As in the forward call.
     batch_invariant, deterministic, need
         As in `attention_backward`.

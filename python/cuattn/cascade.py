@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import _arrays
 from ._arrays import Array, ShapedArray, ShapedT
+from ._kv_shapes import BLOCK_SIZE_AXIS
 from ._prefix import (
     check_shapes,
     keys_in_window,
@@ -21,8 +22,6 @@ from .paged import paged_attention
 
 if TYPE_CHECKING:
     from ._types import Backend, KvDtype, KvLayout
-
-BLOCK_SIZE_AXIS = {"nhd": 1, "hnd": 2, "vllm": 3}  # of k_cache
 
 
 def cascade_attention(

@@ -68,6 +68,15 @@ cuattn_status cuattn_layer_norm(const DLTensor* x, const DLTensor* weight,
   return run_norm("layer_norm", x, weight, options, true, out, stream);
 }
 
+cuattn_status cuattn_add_residual(const DLTensor* x, const DLTensor* residual, const DLTensor* out,
+                                  int32_t check_only, void* stream) {
+  const char* fn = "add_residual";
+  return guarded([&] {
+    add_residual(view_of(fn, "x", x), view_of(fn, "residual", residual), view_of(fn, "out", out),
+                 check_only != 0, stream);
+  });
+}
+
 cuattn_status cuattn_act_mul(const DLTensor* x, const DLTensor* bias, int32_t act,
                              const DLTensor* out, void* stream) {
   return run_activation("act_mul", x, bias, act, true, out, stream);

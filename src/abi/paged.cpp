@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // The C ABI of paged attention. Next: paged/call.h, guarded.h.
-#include <cstring>
 #include <new>
 #include <optional>
 

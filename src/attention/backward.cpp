@@ -6,20 +6,15 @@
 
 #include <algorithm>
 
-#include "src/attention/axes.h"
 #include "src/attention/flex.h"
 #include "src/check/arrays.h"
+#include "src/check/axes.h"
 #include "src/check/overlap.h"
 
 namespace cuattn {
 namespace {
 
 constexpr uint32_t kAllNeeds = 2 * kNeedDslopes - 1;
-
-Strides lse_strides_of(const TensorView& view, bool ragged) {
-  if (ragged) return {0, stride_of(view, 1), stride_of(view, 0)};
-  return {stride_of(view, 0), stride_of(view, 2), stride_of(view, 1)};
-}
 
 void require_shape(const char* function, const char* argument, const TensorView& view,
                    const TensorView& shape, const char* like) {
@@ -117,8 +112,9 @@ void read_need(BackwardCall& call, const cuattn_attention_options& o,
     // there, which are written too.
     AttentionParams& f = call.forward.params;
     if (call.forward.ragged && (need & kNeedDbias) != 0) {
-      f.seqlen_q = std::max(f.seqlen_q, static_cast<int32_t>(p.dbias.extents[2]));
-      f.seqlen_kv = std::max(f.seqlen_kv, static_cast<int32_t>(p.dbias.extents[3]));
+      const int64_t* extents = p.dbias.extents;
+      f.seqlen_q = std::max(f.seqlen_q, checked_length(fn, "bias", "seqlen_q", extents[2]));
+      f.seqlen_kv = std::max(f.seqlen_kv, checked_length(fn, "bias", "seqlen_kv", extents[3]));
     }
   }
   if (o.alibi_slopes != nullptr) call.slopes_ndim = o.alibi_slopes->ndim;

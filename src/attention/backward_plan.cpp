@@ -46,7 +46,7 @@ int32_t instance_of(Kernel kernel, const AttentionParams& f) {
     return find_instance(Op::attention_backward, kernel, f.dtype, {f.head_dim, f.head_dim_v},
                          MaskKind::window, ScoreKind::scored);
   }
-  // Of the scored kernels the window serves every mask; of simt row ranges, too.
+  // The scored kernel of windows serves every mask but row ranges, which that of simt serves, too.
   ScoreKind score = score_of(kernel, f);
   MaskKind mask = mask_of(f);
   if (score == ScoreKind::scored && (mask != MaskKind::rows || kernel == Kernel::simt))
@@ -186,7 +186,7 @@ size_t workspace_bytes(const char* function, const Plan& plan, const BackwardPar
   return checked_bytes(function, {sizeof(float), layout_of(p, plan.num_chunks).total});
 }
 
-// What of the user's has no kernel on CUDA.
+// Refuses masks and scores of a user that no kernel on CUDA has.
 void require_functor(const char* function, const BackwardParams& p, bool ordered,
                      const DeviceInfo& device) {
   if (!device.is_cuda || p.forward.flex == nullptr) return;

@@ -4,11 +4,11 @@
 // workspace. Next: step.cpp (the choice).
 #include "src/attention/call.h"
 
-#include "src/attention/axes.h"
 #include "src/attention/flex.h"
 #include "src/attention/pages.h"
 #include "src/cache/cache.h"
 #include "src/check/arrays.h"
+#include "src/check/axes.h"
 #include "src/check/float8.h"
 #include "src/check/overlap.h"
 
@@ -46,6 +46,7 @@ AttentionRequest request_of(const AttentionCall& call) {
   r.has_kv_start = p.kv_start != nullptr;
   r.total_kv = p.total_kv;
   const int64_t (&q_scales)[3] = p.float8.q.extents, (&k_scales)[3] = p.float8.k.extents;
+  r.has_float8_pages = call.paged && call.gather.dtype == DType::e4m3;
   r.has_part_scales = q_scales[2] > 1 || k_scales[2] > 1 || q_scales[1] > p.num_heads_kv;
   if (r.has_rows) r.mask = MaskKind::rows;
   if (r.has_functor) {  // as the kernel that has every option
@@ -90,9 +91,10 @@ void check_inputs(const AttentionCall& call, const CallMemory& memory) {
     read_rows("k", p.k, p.k_strides, rows, p.num_heads_kv, p.head_dim);
     read_rows("v", p.v, p.v_strides, rows, p.num_heads_kv, p.head_dim_v, p.v_channel_stride);
   }
-  memory.reads(scale_footprint("q_scale", p.float8.q));
-  memory.reads(scale_footprint("k_scale", p.float8.k));
-  memory.reads(scale_footprint("v_scale", p.float8.v));
+  Float8Scales scales = stored_scales(call);
+  memory.reads(scale_footprint("q_scale", scales.q));
+  memory.reads(scale_footprint("k_scale", scales.k));
+  memory.reads(scale_footprint("v_scale", scales.v));
   memory.reads({"cu_seqlens_q", p.cu_seqlens_q, 4, {{p.batch + int64_t{1}, 1}}});
   memory.reads({"cu_seqlens_k", p.cu_seqlens_kv, 4, {{p.batch + int64_t{1}, 1}}});
   memory.reads({"seqused_q", p.seqused_q, 4, {{p.batch, 1}}});
@@ -117,18 +119,14 @@ void check_inputs(const AttentionCall& call, const CallMemory& memory) {
 
 namespace {
 
-// Of an out over float8 arrays.
-DType float8_out_dtype(const char* fn, const TensorView& out) {
+// Of an out over codes.
+DType float8_out_dtype(const char* fn, const TensorView& out, DType q) {
   for (DType dtype : {DType::bf16, DType::f16, DType::f32}) {
     if (out.is(dtype)) return dtype;
   }
-  fail<InvalidArgument>(fn, ": out must be bfloat16, float16 or float32 for float8_e4m3fn q, got ",
-                        text(out.dtype), "; allocate it so, or leave it out");
+  fail<InvalidArgument>(fn, ": out must be bfloat16, float16 or float32 for ", dtype_name(q),
+                        " q, got ", text(out.dtype), "; allocate it so, or leave it out");
 }
-
-}  // namespace
-
-namespace {
 
 void launch(AttentionCall& call, void* workspace, Stream stream) {
   if (call.plan.keys == KeyAccess::gathered) {
@@ -182,8 +180,8 @@ void run_attention(AttentionCall& call, const TensorView& out, const TensorView*
     lse_shape[1] = p.num_heads_q;
     lse_shape[2] = p.seqlen_q;
   }
-  p.out_dtype = p.dtype == DType::e4m3 ? float8_out_dtype(fn, out)
-                                       : result_dtype(fn, out, p.dtype, call.plan.kernel);
+  p.out_dtype = is_code(p.dtype) ? float8_out_dtype(fn, out, p.dtype)
+                                 : result_dtype(fn, out, p.dtype, call.plan.kernel);
   require_output(fn, "out", out, p.out_dtype, shape_view(out_shape, axes.ndim), call.device);
   require_rows(fn, "out", out, true, true);
   p.out = out.data;
@@ -194,9 +192,7 @@ void run_attention(AttentionCall& call, const TensorView& out, const TensorView*
                    call.device);
     require_strided(fn, "lse_out", *lse, true, true);
     p.lse = static_cast<float*>(lse->data);
-    p.lse_strides = call.ragged
-                        ? Strides{0, stride_of(*lse, 1), stride_of(*lse, 0)}
-                        : Strides{stride_of(*lse, 0), stride_of(*lse, 2), stride_of(*lse, 1)};
+    p.lse_strides = lse_strides_of(*lse, call.ragged);
   }
 
   CallMemory memory(fn);  // what is written lies apart from all else
@@ -208,10 +204,14 @@ void run_attention(AttentionCall& call, const TensorView& out, const TensorView*
   bool cuda = is_cuda(call.device);
   const Backend& backend = backend_of(fn, call.device);
   if (call.paged) check_pages(fn, call.gather, call.device, stream);
-  bool has_scales = p.float8.q.data || p.float8.k.data || p.float8.v.data;
+  Float8Scales scales = stored_scales(call);
+  bool has_scales = scales.q.data || scales.k.data || scales.v.data;
   bool has_data = call.ragged || call.uses_seqused || p.dropout.state != nullptr || has_scales;
-  if (has_data && (!cuda || checks_device_data()))
-    backend.check(fn, p, call.device.device_id, stream);
+  if (has_data && (!cuda || checks_device_data())) {
+    AttentionParams stored = p;
+    stored.float8 = scales;
+    backend.check(fn, stored, call.device.device_id, stream);
+  }
   if (out.size() == 0 || p.batch == 0 || p.seqlen_q == 0) return;
 
   require_workspace(fn, call.plan, call.device, workspace, workspace_bytes);

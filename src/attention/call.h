@@ -48,6 +48,13 @@ static_assert(sizeof(AttentionCall) <= sizeof(cuattn_attention_call::state) &&
 
 AttentionRequest request_of(const AttentionCall& call);
 
+// The scales of what is stored. A kernel over rows that were made of float8 pages sees none.
+inline Float8Scales stored_scales(const AttentionCall& call) {
+  const AttentionParams& p = call.params;
+  if (!call.gather.makes_numbers) return p.float8;
+  return {p.float8.q, call.gather.k_scale, call.gather.v_scale};
+}
+
 // Makes the plans of a call, with the workspace of its gathered keys and of its single queries.
 void plan_attention(AttentionCall& call, const DeviceInfo& device, const char* backend);
 

@@ -3,7 +3,6 @@
 // leave its arrays by them. Next: python/cuattn/flex/program.py, which writes programs.
 #include "src/attention/flex.h"
 
-#include <algorithm>
 #include <cstdint>
 #include <cstdlib>
 

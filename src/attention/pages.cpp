@@ -23,8 +23,6 @@ void size_pages(AttentionCall& call) {
 
 namespace {
 
-size_t whole_pieces(size_t bytes) { return (bytes + 255) / 256 * 256; }
-
 // Bytes of the gathered rows of one side, in whole pieces.
 size_t page_bytes(const AttentionCall& call, const CacheSide& side) {
   return whole_pieces(checked_bytes(
@@ -128,10 +126,19 @@ PagedCall step_of(const AttentionCall& call, void* workspace) {
   to.cu_seqlens_q = p.cu_seqlens_q;
   to.total_q = p.total_q;
   to.dtype = to.kv_dtype = p.dtype;
+  if (call.paged) to.kv_dtype = call.gather.dtype;
   to.num_heads_q = p.num_heads_q;
   to.head_dim = p.head_dim;
   to.scores = p.scores;
-  to.k_scale = to.v_scale = 1.0f;
+  Float8Scales stored = stored_scales(call);
+  to.k_scale = stored.k.number;
+  to.k_scales = stored.k.data;
+  to.k_scales_stride_batch = stored.k.strides[0];
+  to.k_scales_stride_head = stored.k.strides[1];
+  to.v_scale = stored.v.number;
+  to.v_scales = stored.v.data;
+  to.v_scales_stride_batch = stored.v.strides[0];
+  to.v_scales_stride_head = stored.v.strides[1];
   return step;
 }
 

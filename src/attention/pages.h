@@ -27,9 +27,9 @@ constexpr int32_t kMostPackedRows = 1 << 30;  // of such pages
 size_t packed_lengths_bytes(const AttentionCall& call);
 KeyLengths packed_lengths(const AttentionCall& call, void* workspace);
 
-// Of a call whose plan has decodes_apart: its sequences with one query as such a step, and the
-// lengths that part them from the others, which lie at the front of the workspace; behind them is
-// the workspace of the step, behind it that of the others.
+// A call whose plan has decodes_apart: its sequences with one query as such a step, and the lengths
+// that part them from the others. The lengths lie at the front of the workspace; behind them is the
+// workspace of the step, behind it that of the others.
 struct Decodes {
   PagedCall step;
   DecodesApart apart;

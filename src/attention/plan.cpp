@@ -10,6 +10,7 @@
 
 #include "cuattn/error.h"
 #include "cuattn/instances.h"
+#include "cuattn/schedule.h"
 #include "src/check/arrays.h"
 #include "src/check/ladder.h"
 #include "src/info.h"
@@ -74,7 +75,6 @@ const char* sm80_refusal(const AttentionRequest& r, const DeviceInfo& device) {
   return fits ? nullptr : "its tile needs more shared memory than a block gets here";
 }
 
-size_t align256(size_t bytes) { return (bytes + 255) / 256 * 256; }
 int32_t ceil_div(int64_t a, int64_t b) { return static_cast<int32_t>((a + b - 1) / b); }
 
 // Share of a tile's rows that are real when `rows` rows are cut into tiles of `tile`.
@@ -127,8 +127,9 @@ void plan_sm90(Plan& plan, HeadDims d, const AttentionRequest& r, const DeviceIn
   Tile other = float8 ? Tile{} : sm90_other_tile(d, mask, score);
   // Not with dropout, which the warps draw that would load them, and not beside a user's functions.
   auto in_blocks = [&](Tile tile) {
-    return r.paged && !r.has_functor && !r.has_rows && score != ScoreKind::dropped &&
-           r.kv_layout != KvLayout::vllm && sm90_page_rows(r.block_size, tile) >= kMinPageRows;
+    return r.paged && !r.has_float8_pages && !r.has_functor && !r.has_rows &&
+           score != ScoreKind::dropped && r.kv_layout != KvLayout::vllm &&
+           sm90_page_rows(r.block_size, tile) >= kMinPageRows;
   };
   if (other.m > 0 && !r.batch_invariant && sm90_other_tile_pays(d, r.seqlen_kv, in_blocks(other))) {
     plan.tile = other;
@@ -175,7 +176,7 @@ void plan_sm90(Plan& plan, HeadDims d, const AttentionRequest& r, const DeviceIn
     int64_t sequences = r.ragged ? 1 : r.batch, keys = r.ragged ? r.total_kv : r.seqlen_kv;
     plan.turned_bytes = checked_bytes(
         function_of(r), {sequences, r.num_heads_kv, r.head_dim_v, column_pitch(keys)});
-    plan.workspace_bytes = align256(plan.workspace_bytes) + plan.turned_bytes;
+    plan.workspace_bytes = whole_pieces(plan.workspace_bytes) + plan.turned_bytes;
   }
 }
 
@@ -186,6 +187,7 @@ const char* float8_refusal(const AttentionRequest& r) {
   if (r.has_dropout) return "over float8 it has no dropout";
   if (r.batch_invariant && (r.ragged || r.has_kv_start))
     return "over float8 bits depend on where in its array a sequence begins, by 16 keys";
+  if (r.has_float8_pages) return "over pages of float8 it takes queries of 16 bits";
   if (r.has_part_scales)
     return "over float8 it has no scales of 128 rows or of query heads yet, but of key heads";
   return nullptr;
@@ -198,6 +200,8 @@ const char* refusal(Kernel kernel, const AttentionRequest& r, const DeviceInfo& 
   };
   bool is_cpu = kernel == Kernel::cpu || kernel == Kernel::cpu_naive;
   bool drops = kernel != Kernel::tiled && kernel != Kernel::cublas;
+  if (r.dtype == DType::i8 && !is_cpu && kernel != Kernel::naive)
+    return "it does not take int8 q and k yet, which naive converts";
   if (r.dtype == DType::e4m3 && !is_cpu && kernel != Kernel::naive && kernel != Kernel::sm90)
     return "it does not take float8_e4m3fn, which naive converts";
   if (r.has_dropout && !drops) return "it has no dropout, which sm90, sm80, simt and naive have";
@@ -253,9 +257,8 @@ size_t workspace_bytes(Kernel kernel, const AttentionRequest& r) {
     case Kernel::cpu_naive:
     case Kernel::naive: return scores(sizeof(float));
     case Kernel::cublas: {
-      constexpr size_t kCublasScratch = 32 << 20;
-      size_t probabilities = r.dtype == DType::f32 ? 0 : align256(scores(2));
-      return align256(scores(sizeof(float))) + probabilities + kCublasScratch;
+      size_t probabilities = r.dtype == DType::f32 ? 0 : whole_pieces(scores(2));
+      return whole_pieces(scores(sizeof(float))) + probabilities + kCublasBytes;
     }
     default: return 0;
   }
@@ -272,6 +275,7 @@ Plan make_plan(const Rung& rung, const AttentionRequest& r, const DeviceInfo& de
   plan.head_dim = d.qk;
   plan.head_dim_v = d.v;
   plan.keys = r.paged ? KeyAccess::gathered : KeyAccess::rows;
+  plan.makes_numbers = r.has_float8_pages && r.dtype != DType::e4m3;
   plan.workspace_bytes = workspace_bytes(rung.kernel, r);
   switch (rung.kernel) {
     case Kernel::sm90: plan_sm90(plan, d, r, device); break;
@@ -394,9 +398,11 @@ std::string access_clause(const Plan& plan) {
   if (plan.turned_bytes > 0) cut += "; values are turned into columns first";
   if (plan.split_keys > 0 && !over_pages)
     cut += concat("; keys in parts of ", plan.split_keys, " or more, at most ", plan.most_splits);
+  const char* as_numbers = plan.makes_numbers ? ", as numbers of q's dtype" : "";
   const char* apart =
       plan.decodes_apart ? "; single queries go by a kernel of paged_attention" : "";
-  return concat(key_access_clause(plan.keys), apart, bias_access_clause(plan.bias), cut);
+  return concat(key_access_clause(plan.keys), as_numbers, apart, bias_access_clause(plan.bias),
+                cut);
 }
 
 }  // namespace cuattn

@@ -48,18 +48,20 @@ Rates rates_of(Kernel kernel) {
 
 // Nanoseconds of a multiprocessor for one key of a sequence in all heads.
 struct KeyCosts {
-  double read;      // of K and V, once
+  double read;      // of K and V, once, as they are stored
+  double rows;      // the same as `plan` reads them
   double multiply;  // by `plan`, with a tile of query rows for each head, or each packed group
   double gather;    // out of the blocks and back into memory
-  double by_tile() const { return std::max(read, multiply) + gather; }
+  double by_tile() const { return std::max(rows, multiply) + gather; }
 };
 KeyCosts key_costs(const AttentionParams& p, const Plan& plan) {
   Rates rates = rates_of(plan.kernel);
   double columns = p.head_dim + p.head_dim_v;
-  double read = p.num_heads_kv * columns * itemsize(p.dtype) / rates.bytes;
+  double rows = p.num_heads_kv * columns * itemsize(p.dtype) / rates.bytes;
+  double read = plan.makes_numbers ? rows / itemsize(p.dtype) : rows;
   int32_t tiles = p.num_heads_q / std::max(plan.packed_heads, 1);
   double multiply = tiles * 2.0 * plan.tile.m * columns / rates.flops;
-  return {read, multiply, plan.keys == KeyAccess::gathered ? 2.0 * read : 0.0};
+  return {read, rows, multiply, plan.keys == KeyAccess::gathered ? read + rows : 0.0};
 }
 
 // Sequences with one query: as many as there can be if the others have as many as they may.
@@ -128,7 +130,7 @@ bool packed_pays(const AttentionCall& call, const DeviceInfo& device, Plan& step
 bool plans_packed(const AttentionCall& call, const DeviceInfo& device, Plan& plan) {
   const AttentionParams& p = call.params;
   bool serves = device.is_cuda && call.num_splits == 0 && !call.batch_invariant &&
-                p.dtype != DType::e4m3 && p.head_dim <= kMostHeadDim && p.total_kv > 0 &&
+                !is_code(p.dtype) && p.head_dim <= kMostHeadDim && p.total_kv > 0 &&
                 p.total_kv < kMostPackedRows && p.num_heads_kv > 0;
   if (!serves) return false;
   try {

@@ -2,17 +2,43 @@
 // attention and attention_varlen: arrays and options to AttentionParams. Next: call.cpp (plan and
 // run), check/ (the rules).
 #include <cmath>
+#include <limits>
+#include <utility>
 
-#include "src/attention/axes.h"
 #include "src/attention/call.h"
 #include "src/attention/pages.h"
 #include "src/cache/cache.h"
+#include "src/check/axes.h"
 #include "src/check/bias.h"
 #include "src/check/float8.h"
 #include "src/check/options.h"
 
 namespace cuattn {
 namespace {
+
+// Sets the dtypes of a call over pages, of q and of out; returns that of the caches.
+DType read_paged_dtypes(AttentionCall& call, const TensorView& q, const TensorView& k) {
+  const char* fn = call.function();
+  AttentionParams& p = call.params;
+  bool is_float8 = k.is(DType::e4m3);
+  if (call.kind == CallKind::attention && q.is(DType::e4m3)) {
+    CUATTN_REQUIRE(is_float8, fn, ": k must be float8_e4m3fn like q, got ", text(k.dtype),
+                   "; give q in the dtype of the caches");
+    p.dtype = DType::e4m3;
+    p.out_dtype = DType::bf16;
+    return DType::e4m3;
+  }
+  p.dtype = p.out_dtype = attention_dtype(fn, "q", q);
+  if (!is_float8) return p.dtype;
+  if (call.kind != CallKind::attention) {
+    fail<NotImplemented>(fn,
+                         ": k is float8_e4m3fn, over which masks and scores written by the user "
+                         "have no kernel yet; use a cache of q's dtype");
+  }
+  CUATTN_REQUIRE(p.dtype != DType::f32, fn,
+                 ": q must be float16 or bfloat16 over float8_e4m3fn caches, got float32; cast it");
+  return DType::e4m3;
+}
 
 // A ragged q over caches in blocks.
 void read_paged_arrays(AttentionCall& call, const TensorView& q, const TensorView& k,
@@ -23,22 +49,19 @@ void read_paged_arrays(AttentionCall& call, const TensorView& q, const TensorVie
       o.cu_seqlens_q != nullptr, fn,
       ": cu_seqlens_q must be given with block_tables, got none; pass int32 [batch + 1]");
   Axes axes = axes_of(true, call.layout);
-  p.dtype = p.out_dtype = attention_dtype(fn, "q", q);
+  DType stored = read_paged_dtypes(call, q, k);
   p.v_channel_stride = 1;
   require_rank(fn, "q", q, axes.ndim, axes.names);
-  require_head_dim(fn, "q", "head_dim", q.shape[2], p.dtype);
+  require_head_dim(fn, "q", "head_dim", q.shape[2], stored);
   require_rows(fn, "q", q, false, check_data);
-  if (k.is(DType::e4m3)) {
-    fail<NotImplemented>(fn,
-                         ": k is float8_e4m3fn, which chunked prefill has no kernel for yet; use "
-                         "paged_attention, or a cache of q's dtype");
-  }
-  require_dtype(fn, "k", k, p.dtype, "q");
+  require_dtype(fn, "k", k, stored, "q");
   call.gather = read_pages(fn, {"k", "v"}, k, v, view_of(fn, "block_tables", o.block_tables),
-                           kv_layout_of(fn, o.kv_layout), p.dtype, call.device, "q", check_data);
-  const CacheGatherParams& g = call.gather;
+                           kv_layout_of(fn, o.kv_layout), stored, call.device, "q", check_data);
+  CacheGatherParams& g = call.gather;
+  g.makes_numbers = stored != p.dtype;
+  g.number_dtype = p.dtype;
   require_extent(fn, "k", "head_dim", g.k.head_dim, q.shape[2], "q");
-  require_head_dim(fn, "v", "head_dim_v", g.v.head_dim, p.dtype);
+  require_head_dim(fn, "v", "head_dim_v", g.v.head_dim, stored);
   CUATTN_REQUIRE(g.pages.num_blocks > 0 || g.num_seqs == 0, fn,
                  ": k must hold at least one block, got 0; allocate one");
   p.num_heads_q = checked_extent(fn, "q", "num_heads_q", q.shape[1]);
@@ -58,8 +81,18 @@ void read_dtypes(AttentionCall& call, const TensorView& q, const TensorView& k,
   const char* fn = call.function();
   AttentionParams& p = call.params;
   int count = q.is(DType::e4m3) + k.is(DType::e4m3) + v.is(DType::e4m3);
-  if (call.kind != CallKind::attention || count == 0) {
+  bool has_int8 = q.is(DType::i8) || k.is(DType::i8);
+  if (call.kind != CallKind::attention || (count == 0 && !has_int8)) {
     p.dtype = p.out_dtype = attention_dtype(fn, "q", q);
+    return;
+  }
+  p.out_dtype = DType::bf16;
+  if (has_int8) {
+    CUATTN_REQUIRE(q.is(DType::i8) && k.is(DType::i8) && count == 1, fn,
+                   ": int8 q and k must come together, with v of float8_e4m3fn, got ",
+                   text(q.dtype), ", ", text(k.dtype), " and ", text(v.dtype),
+                   "; make all three with cuattn.quantize(mode='int8')");
+    p.dtype = DType::i8;
     return;
   }
   CUATTN_REQUIRE(count == 3, fn, ": q, k and v must all be float8_e4m3fn or none of them, got ",
@@ -67,7 +100,6 @@ void read_dtypes(AttentionCall& call, const TensorView& q, const TensorView& k,
                  "; make all three with cuattn.quantize, or take paged_attention, which has 16-bit "
                  "q over float8 caches");
   p.dtype = DType::e4m3;
-  p.out_dtype = DType::bf16;
 }
 
 // q, k and v: ranks, dtypes, devices, extents, strides.
@@ -83,7 +115,7 @@ void read_arrays(AttentionCall& call, const TensorView& q, const TensorView& k, 
   read_dtypes(call, q, k, v);
   for (const auto& [name, view] : arrays) {
     require_rank(fn, name, view, axes.ndim, axes.names);
-    require_dtype(fn, name, view, p.dtype, "q");
+    require_dtype(fn, name, view, *name == 'v' ? value_dtype(p.dtype) : p.dtype, "q");
     require_device(fn, name, view, call.device);
   }
   int32_t dim = axes.ndim - 1;
@@ -112,7 +144,7 @@ void read_arrays(AttentionCall& call, const TensorView& q, const TensorView& k, 
   require_rows(fn, "q", q, false, check_data);
   require_rows(fn, "k", k, false, check_data);
   p.v_channel_stride = 1;
-  if (p.dtype == DType::e4m3) {
+  if (is_code(p.dtype)) {
     p.v_channel_stride = require_values(fn, "v", v, axes.seq, false, check_data);
   } else {
     require_rows(fn, "v", v, false, check_data);
@@ -168,6 +200,10 @@ void read_ragged(AttentionCall& call, const cuattn_attention_options& o, bool ch
 void read_scales(AttentionCall& call, const cuattn_attention_options& o, bool check_data) {
   const char* fn = call.function();
   AttentionParams& p = call.params;
+  CacheGatherParams& g = call.gather;
+  const bool pages = g.makes_numbers;  // k and v alone are float8, by heads
+  const DType stored = pages ? DType::e4m3 : p.dtype;
+  p.float8.k = p.float8.v = {nullptr, 1.0f, 1, {1, 1, 1}, {0, 0, 0}};
   auto blocks = [](int64_t rows) { return (rows + kScaleRows - 1) / kScaleRows; };
   int32_t group = p.num_heads_kv > 0 ? p.num_heads_q / p.num_heads_kv : 1;
   const struct {
@@ -175,26 +211,30 @@ void read_scales(AttentionCall& call, const cuattn_attention_options& o, bool ch
     double number;
     const DLTensor* tensor;
     Float8Scale& scale;
+    DType dtype;
   } scales[] = {
       {{"q_scale", p.batch, p.num_heads_kv, p.num_heads_q, blocks(call.max_seqlen_q),
         "(batch, num_heads_q, ceil(seqlen_q / 128))", group > 0 ? group : 1},
        o.q_scale,
        o.q_scales,
-       p.float8.q},
+       p.float8.q,
+       p.dtype},
       {{"k_scale", p.batch, p.num_heads_kv, p.num_heads_kv, blocks(call.max_seqlen_kv),
-        "(batch, num_heads_kv, ceil(seqlen_kv / 128))", 1},
+        pages ? nullptr : "(batch, num_heads_kv, ceil(seqlen_kv / 128))", 1},
        o.k_scale,
        o.k_scales,
-       p.float8.k},
+       pages ? g.k_scale : p.float8.k,
+       stored},
       {{"v_scale", p.batch, p.num_heads_kv, p.num_heads_kv, p.head_dim_v,
-        "(batch, num_heads_kv, head_dim_v)", 1},
+        pages ? nullptr : "(batch, num_heads_kv, head_dim_v)", 1},
        o.v_scale,
        o.v_scales,
-       p.float8.v},
+       pages ? g.v_scale : p.float8.v,
+       stored},
   };
-  for (const auto& [shape, number, tensor, scale] : scales) {
-    CUATTN_REQUIRE(p.dtype == DType::e4m3 || (tensor == nullptr && number == 1.0), fn, ": ",
-                   shape.name, " belongs to float8_e4m3fn arrays, these are ", dtype_name(p.dtype),
+  for (const auto& [shape, number, tensor, scale, dtype] : scales) {
+    CUATTN_REQUIRE(is_code(dtype) || (tensor == nullptr && number == 1.0), fn, ": ", shape.name,
+                   " belongs to float8_e4m3fn arrays, these are ", dtype_name(dtype),
                    "; leave it out, or make float8 arrays with cuattn.quantize");
     scale = read_float8_scale(fn, shape, number, tensor, call.device, check_data);
   }
@@ -212,9 +252,9 @@ void read_bias(AttentionCall& call, const DLTensor* tensor, bool check_data) {
     s.bias_dtype = DType::boolean;
   } else {
     s.bias_dtype = view.is(DType::f32) ? DType::f32 : p.dtype;
-    CUATTN_REQUIRE(view.is(DType::f32) || p.dtype != DType::e4m3, fn,
-                   ": bias must be float32 or bool for float8_e4m3fn q, got ", text(view.dtype),
-                   "; cast it");
+    CUATTN_REQUIRE(view.is(DType::f32) || !is_code(p.dtype), fn,
+                   ": bias must be float32 or bool for ", dtype_name(p.dtype), " q, got ",
+                   text(view.dtype), "; cast it");
     CUATTN_REQUIRE(view.is(s.bias_dtype), fn, ": bias must be float32, bool or the dtype of q (",
                    dtype_name(p.dtype), "), got ", text(view.dtype), "; cast it");
   }
@@ -240,13 +280,41 @@ void read_bias(AttentionCall& call, const DLTensor* tensor, bool check_data) {
   s.bias_stride_kv = strides[3];
 }
 
+// Where the first row, key and head of a call stand in the greater one whose part it is.
+void read_dropout_places(AttentionCall& call, const cuattn_attention_options& o) {
+  const char* fn = call.function();
+  AttentionParams& p = call.params;
+  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+  const std::pair<const char*, int64_t> places[] = {{"dropout_row", o.dropout_row},
+                                                    {"dropout_key", o.dropout_key},
+                                                    {"dropout_head", o.dropout_head}};
+  for (auto [name, place] : places) {
+    CUATTN_REQUIRE(place >= 0 && place <= kMost, fn, ": ", name, " must lie in [0, 2^31), got ",
+                   place, "; it says where this part of a greater call begins");
+  }
+  CUATTN_REQUIRE(
+      o.dropout_heads == 0 || (o.dropout_heads >= p.num_heads_q && o.dropout_heads <= kMost), fn,
+      ": dropout_heads must lie in [num_heads_q, 2^31) = [", p.num_heads_q, ", 2^31) or be 0, got ",
+      o.dropout_heads, "; it counts the heads of the call whose part this is");
+  if (!is_cpu(call.device) && o.dropout_key % 16 != 0) {
+    fail<NotImplemented>(fn, ": dropout_key must be a multiple of 16 on CUDA, got ", o.dropout_key,
+                         "; begin the part of the keys at one");
+  }
+  p.dropout.first_row = static_cast<uint32_t>(o.dropout_row);
+  p.dropout.first_key = static_cast<uint32_t>(o.dropout_key);
+  p.dropout.first_head = static_cast<uint32_t>(o.dropout_head);
+  if (o.dropout_heads != 0) p.dropout.num_heads = static_cast<uint32_t>(o.dropout_heads);
+}
+
 void read_dropout(AttentionCall& call, const cuattn_attention_options& o, bool check_data) {
   const char* fn = call.function();
   AttentionParams& p = call.params;
   CUATTN_REQUIRE(o.dropout_p >= 0.0 && o.dropout_p < 1.0, fn,
                  ": dropout_p must lie in [0, 1), got ", o.dropout_p,
                  "; it is the share of probabilities that are dropped");
+  p.dropout.num_heads = static_cast<uint32_t>(p.num_heads_q);
   if (o.dropout_p == 0.0) return;
+  read_dropout_places(call, o);
   CUATTN_REQUIRE(o.dropout_seed >= -1, fn, ": dropout_seed must lie in [0, 2^63), got ",
                  o.dropout_seed, "; pass another");
   CUATTN_REQUIRE((o.dropout_seed >= 0) != (o.dropout_state != nullptr), fn,
@@ -256,9 +324,10 @@ void read_dropout(AttentionCall& call, const cuattn_attention_options& o, bool c
   CUATTN_REQUIRE(o.dropout_offset >= 0 && o.dropout_offset <= kMaxDropoutOffset, fn,
                  ": dropout_offset must lie in [0, 2^32), got ", o.dropout_offset,
                  "; count calls, and change the seed when they are used up");
-  CUATTN_REQUIRE(int64_t{p.batch} * p.num_heads_q <= kMaxDropoutOffset, fn,
-                 ": dropout_p must be 0 for 2^32 heads and more, got batch * num_heads_q ",
-                 int64_t{p.batch} * p.num_heads_q, "; split the call");
+  int64_t heads = o.dropout_head + int64_t{p.batch} * p.dropout.num_heads;
+  CUATTN_REQUIRE(heads <= kMaxDropoutOffset, fn,
+                 ": dropout_p must be 0 for 2^32 heads and more, got dropout_head + batch * heads ",
+                 heads, "; split the call");
   auto kept = static_cast<int32_t>(std::lround(256.0 * (1.0 - o.dropout_p)));
   p.dropout.dropped = 256 - (kept > 1 ? kept : 1);
   p.dropout.seed = static_cast<uint64_t>(o.dropout_seed);
@@ -303,13 +372,12 @@ std::string other_layout(const TensorView& q, const TensorView& k, const TensorV
   return concat("; read as ", axes.names, " the shapes agree: pass layout=", layout_text(other));
 }
 
-// What `dtype` says of bytes.
+// What `dtype` says of bytes. Over pages q may have more bits than they.
 TensorView as_told(const char* fn, const char* name, const TensorView& view,
-                   const cuattn_attention_options& o) {
+                   const cuattn_attention_options& o, bool is_paged_q = false) {
   if (o.dtype == CUATTN_KV_DTYPE_AUTO) return view;
-  CUATTN_REQUIRE(o.block_tables == nullptr, fn,
-                 ": dtype must be None with block_tables; paged_attention has kv_dtype");
   TensorView told = as_e4m3(view);
+  if (is_paged_q || view.is(DType::i8)) return told;
   CUATTN_REQUIRE(told.is(DType::e4m3), fn,
                  ": dtype float8_e4m3fn asks for arrays of that dtype or of uint8, got ", name,
                  " of ", text(view.dtype), "; leave it out");
@@ -333,7 +401,7 @@ AttentionCall validated(TensorView q, TensorView k, TensorView v, const cuattn_a
   call.device = q.device;
   const char* fn = call.function();
   require_known_device(fn, "q", call.device);
-  q = as_told(fn, "q", q, o);
+  q = as_told(fn, "q", q, o, call.paged);
   k = as_told(fn, "k", k, o);
   v = as_told(fn, "v", v, o);
   CUATTN_REQUIRE(o.layout == CUATTN_LAYOUT_BSHD || o.layout == CUATTN_LAYOUT_BHSD, fn,
@@ -362,6 +430,7 @@ AttentionCall validated(TensorView q, TensorView k, TensorView v, const cuattn_a
   p.scores = read_scores(fn, o, call.has_bias, {p.batch, p.num_heads_q, p.head_dim, "batch"},
                          call.device, check_data);
   read_scales(call, o, check_data);
+  call.may_step = call.may_step && !is_code(p.dtype);
   read_bias(call, o.bias, check_data);
   read_dropout(call, o, check_data);
   if (o.num_splits < 0) {

@@ -6,7 +6,7 @@
 
 namespace cuattn {
 
-// Of one that is on or off: off where it is unset, empty or 0.
+// Whether a switch is on: it is off where it is unset, empty or 0.
 inline bool is_on(const char* value) {
   return value != nullptr && *value != '\0' && std::strcmp(value, "0") != 0;
 }

@@ -8,8 +8,10 @@ namespace {
 
 // How the shapes that `shape` allows are spelled.
 std::string shapes_text(const ScaleShape& shape) {
-  return concat("(1,), (num_heads_kv,) = (", shape.heads, ",), (batch, num_heads_kv) = (",
-                shape.batch, ", ", shape.heads, ") or ", shape.full_text, " = (", shape.batch, ", ",
+  std::string heads = concat("(batch, num_heads_kv) = (", shape.batch, ", ", shape.heads, ")");
+  std::string one = concat("(1,), (num_heads_kv,) = (", shape.heads, ",)");
+  if (shape.full_text == nullptr) return one + " or " + heads;
+  return concat(one, ", ", heads, " or ", shape.full_text, " = (", shape.batch, ", ",
                 shape.full_heads, ", ", shape.parts, ")");
 }
 
@@ -30,7 +32,7 @@ Float8Scale read_float8_scale(const char* function, const ScaleShape& shape, dou
     return view.ndim == ndim && (ndim < 1 || view.shape[0] == a) &&
            (ndim < 2 || view.shape[1] == b) && (ndim < 3 || view.shape[2] == c);
   };
-  bool is_full = is(3, shape.batch, shape.full_heads, shape.parts);
+  bool is_full = shape.full_text != nullptr && is(3, shape.batch, shape.full_heads, shape.parts);
   bool is_one = is(0, 0, 0, 0) || is(1, 1, 0, 0);
   CUATTN_REQUIRE(
       is_one || is_full || is(1, shape.heads, 0, 0) || is(2, shape.batch, shape.heads, 0), function,

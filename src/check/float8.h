@@ -14,7 +14,7 @@ struct ScaleShape {
   const char* name;
   int64_t batch, heads;       // [heads] and [batch, heads]: the key heads
   int64_t full_heads, parts;  // [batch, full_heads, parts]
-  const char* full_text;      // how that shape is spelled
+  const char* full_text;      // how that shape is spelled; nullptr: there is none
   int32_t group;              // heads of the array for each of `heads`
 };
 

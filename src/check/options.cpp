@@ -20,13 +20,15 @@ const char* way_out(const char* argument, int64_t head_dim, int32_t most) {
 
 void require_head_dim(const char* function, const char* argument, const char* axis,
                       int64_t head_dim, DType kv_dtype, int32_t most) {
-  bool is_float8 = kv_dtype == DType::e4m3;
-  int32_t step = is_float8 ? 16 : 8;
-  if (is_float8) most = kMostHeadDim;
+  bool has_codes = is_code(kv_dtype);
+  int32_t step = has_codes ? 16 : 8;
+  if (has_codes) most = kMostHeadDim;
   CUATTN_REQUIRE(head_dim >= step && head_dim <= most && head_dim % step == 0, function, ": ",
                  argument, " must have ", axis, " a multiple of ", step, " up to ", most,
-                 is_float8 ? " for float8" : "", ", got ", head_dim,
-                 way_out(argument, head_dim, most));
+                 kv_dtype == DType::i8 ? " for int8"
+                 : has_codes           ? " for float8"
+                                       : "",
+                 ", got ", head_dim, way_out(argument, head_dim, most));
 }
 
 void require_heads(const char* function, int64_t num_heads_q, int64_t num_heads_kv) {

@@ -27,8 +27,8 @@ HeadVector read_heads(const char* function, const char* argument, const DLTensor
 MaskParams read_mask(const char* function, bool causal, int64_t window_left, int64_t window_right,
                      int32_t longest_q, int32_t longest_kv);
 
-// Of q, as the options of scores are held against it; `batch_axis` is what the caller calls the
-// batch.
+// The extents of q that options of scores are held against; `batch_axis` is what the caller calls
+// the batch.
 struct ScoreShape {
   int32_t batch, num_heads_q, head_dim;
   const char* batch_axis;

@@ -45,6 +45,17 @@ DType number_dtype(const char* fn, const char* name, const TensorView& view) {
                         text(view.dtype), "; cast it");
 }
 
+// The dtype of codes: e4m3, which bytes may hold, or i8.
+void read_codes(const char* fn, const char* name, const TensorView& view, QuantizeArray& codes) {
+  if (!view.is(DType::i8)) return require_dtype(fn, name, as_e4m3(view), DType::e4m3);
+  if (is_cuda(view.device)) {
+    fail<NotImplemented>(fn, ": ", name,
+                         " is int8, for which there is no kernel on CUDA yet; do it on the CPU and "
+                         "copy, or take float8_e4m3fn");
+  }
+  codes.dtype = DType::i8;
+}
+
 // A float32 array of the call.
 void require_numbers(const char* fn, const char* name, const TensorView& view, DLDevice device,
                      bool output) {
@@ -217,7 +228,7 @@ void quantize(const TensorView& x, const TensorView& out, const TensorView& scal
   const Backend& backend = backend_with(fn, x);
   QuantizeParams p = read_arrays(fn, x, out, scale, o);
   p.x.dtype = number_dtype(fn, "x", x);
-  require_dtype(fn, "out", as_e4m3(out), DType::e4m3);
+  read_codes(fn, "out", out, p.out);
   p.gives_scale = o.is_given == 0;
   p.rotates = o.hadamard != 0;
   read_mean(fn, o, x.device, p);
@@ -235,7 +246,7 @@ void dequantize(const TensorView& x, const TensorView& out, const TensorView& sc
   given.is_given = 1;
   given.mean = given.shift = nullptr;
   QuantizeParams p = read_arrays(fn, x, out, scale, given);
-  require_dtype(fn, "x", as_e4m3(x), DType::e4m3);
+  read_codes(fn, "x", x, p.x);
   p.out.dtype = number_dtype(fn, "out", out);
   check_memory(fn, x, out, scale, given);
   if (x.device.device_type == kDLCPU) check_scale(fn, p.scale);

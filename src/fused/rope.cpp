@@ -5,6 +5,7 @@
 
 #include "src/cache/cache.h"
 #include "src/check/arrays.h"
+#include "src/check/axes.h"
 #include "src/check/overlap.h"
 #include "src/fused/fused.h"
 
@@ -13,12 +14,8 @@ namespace {
 
 constexpr const char* kFunction = "apply_rope";
 
-// The axes of x and out; -1: there is none.
-struct RopeAxes {
-  int32_t batch, seq, head;
-};
-
-RopeAxes axes_of(const TensorView& x, int32_t layout) {
+// The axes of x and out.
+Axes checked_axes(const TensorView& x, int32_t layout) {
   CUATTN_REQUIRE(x.ndim == 3 || x.ndim == 4, kFunction,
                  ": x must have axes [n, num_heads, head_dim] or [batch, seqlen, num_heads, "
                  "head_dim], got shape ",
@@ -26,16 +23,10 @@ RopeAxes axes_of(const TensorView& x, int32_t layout) {
   CUATTN_REQUIRE(layout == CUATTN_LAYOUT_BSHD || layout == CUATTN_LAYOUT_BHSD, kFunction,
                  ": layout must be 'bshd' or 'bhsd', got ", layout_text(layout),
                  "; choose one of these");
-  if (x.ndim == 3) return {-1, 0, 1};
-  return layout == CUATTN_LAYOUT_BSHD ? RopeAxes{0, 1, 2} : RopeAxes{0, 2, 1};
+  return axes_of(x.ndim == 3, layout);
 }
 
-Strides strides_of(const TensorView& view, const RopeAxes& axes) {
-  return {axes.batch < 0 ? 0 : stride_of(view, axes.batch), stride_of(view, axes.seq),
-          stride_of(view, axes.head)};
-}
-
-void read_shape(const TensorView& x, const RopeAxes& axes, RotateParams& p) {
+void read_shape(const TensorView& x, const Axes& axes, RotateParams& p) {
   p.batch = axes.batch < 0 ? 1 : x.shape[axes.batch];
   p.seqlen = checked_length(kFunction, "x", axes.batch < 0 ? "n" : "seqlen", x.shape[axes.seq]);
   p.num_heads = checked_extent(kFunction, "x", "num_heads", x.shape[axes.head]);
@@ -173,7 +164,7 @@ void apply_rope(const TensorView& x, const TensorView& cos, const TensorView& si
   require_known_device(kFunction, "x", device);
   p.dtype = attention_dtype(kFunction, "x", x);
   require_nothing_reserved(kFunction, options.reserved);
-  RopeAxes axes = axes_of(x, options.layout);
+  Axes axes = checked_axes(x, options.layout);
   read_shape(x, axes, p);
   require_rows(kFunction, "x", x, false, true);
   read_tables(cos, sin, options.offset, device, p);

@@ -64,7 +64,7 @@ void check_paged(const PagedCall& call, const TensorView& out, const TensorView*
 void run_paged(PagedCall call, const TensorView& out, const TensorView* lse, void* workspace,
                size_t workspace_bytes, Stream stream);
 
-// Of a call whose params somebody else has filled: attention_varlen with few queries a sequence.
+// For a call whose params somebody else has filled: attention_varlen with few queries a sequence.
 Plan plan_step(PagedCall call, int32_t num_splits, bool batch_invariant, const DeviceInfo& device);
 std::string ladder_of_step(const PagedCall& call, const DeviceInfo& device, const Plan& plan);
 void run_step(PagedCall call, const Plan& plan, void* workspace, Stream stream);

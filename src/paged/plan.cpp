@@ -76,7 +76,6 @@ const char* refusal(Kernel kernel, const PagedRequest& r, const DeviceInfo& devi
     if (kernel == Kernel::sm80 && r.dtype != DType::f32) {
       if (r.rope_dim > kMlaSm80Rope) return "it takes at most 64 rope columns";
       if (r.own_values) return "it takes values that are the latents of the keys";
-      if (r.kv_dtype != r.dtype) return "it takes caches of the dtype of q, not packed latents";
     }
     return uncompiled();
   }

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "cuattn/schedule.h"
 #include "src/check/arrays.h"
 #include "src/options.h"
 
@@ -82,7 +83,7 @@ class Pieces {
   explicit Pieces(void* base) : base_(static_cast<char*>(base)) {}
   void* take(int64_t count, int64_t itemsize) {
     void* piece = base_ == nullptr ? nullptr : base_ + used_;
-    used_ += (static_cast<size_t>(count) * static_cast<size_t>(itemsize) + 255) / 256 * 256;
+    used_ += whole_pieces(static_cast<size_t>(count) * static_cast<size_t>(itemsize));
     return piece;
   }
   size_t used() const { return used_; }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 
 import numpy as np
 import pytest
@@ -38,7 +39,8 @@ CASES = {
 )
 def test_dropout_against_float64(device, backend, name, dtype, rng):
     case = dataclasses.replace(CASES[name], dtype=dtype)
-    change = lambda problem: problem.options.update(DROPOUT)  # noqa: E731
+    places = cases.dropout_places(rng, case.num_heads_q)
+    change = lambda problem: problem.options.update(DROPOUT, **places)  # noqa: E731
     harness.assert_case(device, backend, case, rng, change)
 
 
@@ -67,7 +69,8 @@ SM90 = {  # plain scores alone
 )
 def test_dropout_of_sm90_against_float64(device, backend, name, dtype, rng):
     case = dataclasses.replace(SM90[name], dtype=dtype)
-    change = lambda problem: problem.options.update(DROPOUT, dropout_p=rng.choice([0.1, 0.6]))  # noqa: E731
+    given = {"dropout_p": rng.choice([0.1, 0.6])} | cases.dropout_places(rng, case.num_heads_q)
+    change = lambda problem: problem.options.update(DROPOUT, **given)  # noqa: E731
     harness.assert_case(device, backend, case, rng, change)
 
 
@@ -192,3 +195,45 @@ def test_the_gradients_draw_the_same_bits(rng):
     assert np.isclose(np.sum(dv.astype(np.float64) * direction), want, rtol=1e-4, atol=1e-4)
     exact, _ = reference.attention(q, k, v, **DROPOUT)
     assert np.allclose(out, exact, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "dtype"),
+    harness.target_params(("float32", "bfloat16"), cuda=("naive", "auto", "sm80")),
+)
+def test_a_part_drops_what_the_whole_drops(device, backend, dtype, rng):
+    """Some rows, heads and sequences of a call, against all keys and against the last of them."""
+    if backend == "sm80" and dtype == "float32":
+        pytest.skip("sm80 takes 16 bits")
+    attention = functools.partial(harness.numpy_call, device, cuattn.attention)
+    shapes = (3, 90, 6, 16), (3, 110, 3, 16), (3, 110, 3, 16)
+    q, k, v = (rng.standard_normal(x, np.float32).astype(cases.DTYPES[dtype]) for x in shapes)
+    whole = {**DROPOUT, "backend": backend}
+    first_key = 32 if "cuda" in str(device) else 37
+    hidden = np.zeros((1, 1, 1, 110), np.float32)
+    hidden[..., :first_key] = -np.inf
+    part = (slice(1, 3), slice(41, 90), slice(2, 4))
+    of_keys = part[0], slice(None), slice(1, 2)
+    places = {"dropout_row": 41, "dropout_head": 1 * 6 + 2, "dropout_heads": 6}
+    for bias, begin in ((None, 0), (hidden, first_key)):
+        want = attention(q, k, v, bias=bias, **whole)[part]
+        keys = (x[of_keys][:, begin:] for x in (k, v))
+        got = attention(q[part], *keys, dropout_key=begin, **places, **whole)
+        near = 1e-5 if dtype == "float32" else 2e-2
+        assert np.abs(got.astype(np.float32) - want.astype(np.float32)).max() < near
+
+
+def test_places_out_of_range_are_refused():
+    q = np.ones((1, 4, 2, 8), np.float32)
+    for given, words in (
+        ({"dropout_row": -1}, "dropout_row must lie in [0, 2^31), got -1"),
+        ({"dropout_key": 2**31}, "dropout_key must lie in [0, 2^31), got 2147483648"),
+        ({"dropout_head": -5}, "dropout_head must lie in [0, 2^31), got -5"),
+        ({"dropout_heads": 1}, "dropout_heads must lie in [num_heads_q, 2^31) = [2, 2^31) or be 0"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(f"attention: {words}")):
+            cuattn.attention(q, q, q, dropout_p=0.5, dropout_seed=1, **given)
+    shape = (1, 4, 2, 64)
+    options = {"dropout_p": 0.5, "dropout_seed": 1, "dropout_key": 24, "dtype": "float16"}
+    with pytest.raises(NotImplementedError, match="dropout_key must be a multiple of 16 on CUDA"):
+        cuattn.explain("attention", shape, shape, shape, device="h100", **options)

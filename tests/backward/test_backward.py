@@ -300,3 +300,46 @@ def test_every_kernel_is_listed():
         kernels = ("sm80", "sm90") if hopper else ("sm80",)
         expected |= {(kernel, dtype) for kernel in kernels for dtype in ("float16", "bfloat16")}
     assert listed == expected
+
+
+@pytest.mark.parametrize("heads_kv", [0, 2])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("device", "backend"), target_params(cuda=("auto", "naive")))
+def test_without_query_heads_keys_get_zeros(device, backend, dtype, packed, heads_kv):
+    need = ("dq", "dk", "dv", "dsinks", "dslopes", "dbias")
+    shapes = {"q": (0, 16), "k": (heads_kv, 16), "v": (heads_kv, 8), "out": (0, 8)}
+    rows = {name: 5 if name in ("q", "out") else 7 for name in shapes}
+    lead = {name: (2 * rows[name],) if packed else (2, rows[name]) for name in shapes}
+    q, k, v, out = (
+        np.ones((*lead[name], *shape), cases.DTYPES[dtype]) for name, shape in shapes.items()
+    )
+    none, bias = np.zeros(0, np.float32), np.ones((1, 1, 5, 7), np.float32)
+    ends = [np.array([0, n, 2 * n], np.int32) for n in (5, 7)]
+    lse = np.zeros((0, 10) if packed else (2, 0, 5), np.float32)
+    op = cuattn.attention_varlen_backward if packed else cuattn.attention_backward
+    found = numpy_call(
+        device, op, out, q, k, v, out, lse, *((*ends, 5, 7) if packed else ()),
+        sinks=none, alibi_slopes=none, bias=bias, need=need, backend=backend, causal=True,
+    )  # fmt: skip
+    for name, like in zip(need, (q, k, v, none, none, bias), strict=True):
+        got = getattr(found, name)
+        assert got.shape == like.shape, name
+        assert not got.any(), name
+
+
+WITHOUT_HEADS = [
+    *(("a100", x, y) for x in ("auto", "naive") for y in ("float32", "bfloat16")),
+    ("a100", "simt", "float32"),
+    ("a100", "sm80", "bfloat16"),
+    ("h100", "auto", "bfloat16"),
+    ("h100", "sm90", "float16"),
+]
+
+
+@pytest.mark.parametrize(("gpu", "backend", "dtype"), WITHOUT_HEADS)
+def test_a_plan_without_query_heads(gpu, backend, dtype):
+    row, keys, lse = (2, 600, 0, 64), (2, 700, 0, 64), (2, 0, 600)
+    options = {"device": gpu, "dtype": dtype, "backend": backend, "sinks": (0,)}
+    plan = cuattn.explain("attention_backward", row, row, keys, keys, row, lse, **options)
+    assert plan.workspace_bytes >= 0

@@ -38,6 +38,7 @@ def ones(*shape, dtype=F32):
 
 
 E4M3 = ml_dtypes.float8_e4m3fn
+FAR = 2**32 + 8  # as an int32 it would be 8
 NAMES = "dq, dk, dv, dbias, dsinks, dslopes"
 
 # Name: (function, changed arguments, exception, message behind "function: ").
@@ -70,6 +71,10 @@ REFUSALS = {
     "lse_is_none": (DENSE, {"lse": None}, TypeError,
         "lse must be an array (numpy, torch, CuPy, JAX or any object with __dlpack__), got "
         "NoneType; convert it first"),
+    "bias_beyond_int32": (RAGGED, {"max_seqlen_k": FAR, "need": ("dbias",),
+                                   "bias": np.broadcast_to(F32(0), (1, 1, 1, FAR))}, ValueError,
+        "bias must have seqlen_kv from 0 to 2147482624 (2^31 - 1024, so that the end of the last "
+        f"tile is an int32), got {FAR}; split the call, for keys with merge_states"),
     "need_unknown": (DENSE, {"need": ("dq", "dw")}, ValueError,
         f"need must name one or more of {NAMES}, each once, got ('dq', 'dw'); pass a tuple of "
         "names"),

@@ -131,6 +131,34 @@ TEST(cpu_mla_decode_of_lists) {
   check_throws<Invalid>("topk_lens must be given with indices", [&] { call.run(); });
 }
 
+// One token of ones among packed latents: 1 = 448 (1 / 448).
+TEST(cpu_mla_of_packed_latents) {
+  Random random(case_seed("mla_of_packed_latents"));
+  constexpr int kHeads = 3, kLatent = PackedLatent::kLatent, kRope = PackedLatent::kRope;
+  Array ckv(DType::bf16, {1, kLatent}), kpe = drawn(random, DType::bf16, {1, kRope});
+  for (int d = 0; d < kLatent; ++d) ckv.set(d, d < 128 ? 1.0f : -2.0f);
+  std::vector<uint8_t> bytes(3 * 4 * PackedLatent::kBytes, 0xff);
+  std::vector<int64_t> slots = {9};
+  std::vector<int32_t> indices = {-1, 9};
+  TensorView cache = packed_latents(bytes.data(), 3, 4);
+  mla_write(view_of(ckv), view_of(kpe), cache, {}, {slots.data(), DType::i64, {1}});
+  Array q = drawn(random, DType::bf16, {1, kHeads, kLatent}),
+        out(DType::bf16, {1, kHeads, kLatent});
+  Array q_pe = drawn(random, DType::bf16, {1, kHeads, kRope});
+  MlaArrays arrays{view_of(q), view_of(q_pe), cache, {}, {}, {}};
+  arrays.indices = {indices.data(), DType::i32, {1, 2}};
+  PagedOptions options;
+  options.scale = 0.1;
+  std::vector<char> room(mla_decode_workspace_bytes(arrays, options) + 64);
+  uintptr_t start = (reinterpret_cast<uintptr_t>(room.data()) + 63) / 64 * 64;
+  mla_decode(arrays, view_of(out), options, {reinterpret_cast<void*>(start), room.size() - 64});
+  for (int i = 0; i < kHeads * kLatent; ++i)
+    CHECK(out.get(i) == (i % kLatent < 128 ? 1.0f : -2.0f), "column ", i, ": ", out.get(i));
+  arrays.kpe_cache = view_of(kpe);
+  check_throws<Invalid>("kpe_cache must be None and q_pe an array",
+                        [&] { mla_decode_workspace_bytes(arrays, options); });
+}
+
 TEST(cpu_mla_decode_refuses_by_name) {
   Random random(case_seed("mla_decode"));
   Decode call(random, DType::f32);
@@ -237,6 +265,31 @@ TEST(cpu_rows_around_attention) {
                         [&] { bias_act(view_of(x), view_of(out), static_cast<Act>(9)); });
 }
 
+// In place and apart, of float32 and of 16 bits, heads before the sequence.
+TEST(cpu_residual_is_rounded_once) {
+  Random random(case_seed("residual"));
+  for (DType dtype : {DType::f32, DType::f16, DType::bf16}) {
+    Array x = drawn(random, DType::f32, {2, 3, 5, 24}),
+          residual = drawn(random, dtype, {2, 3, 5, 24});
+    Array sum(dtype, {2, 3, 5, 24}), want = sum, kept = residual;
+    for (int64_t i = 0; i < 2 * 3 * 5 * 24; ++i) want.set(i, x.get(i) + residual.get(i));
+    add_residual(view_of(x), view_of(residual), view_of(sum));
+    CHECK(sum.bytes() == want.bytes(), name_of(dtype));
+    add_residual(view_of(x), view_of(residual), view_of(residual));
+    CHECK(residual.bytes() == want.bytes(), name_of(dtype), ", in place");
+    TensorView turned = view_of(sum), from = view_of(kept);  // what lies how does not count
+    std::swap(turned.shape[1], turned.shape[2]), std::swap(turned.strides[1], turned.strides[2]);
+    std::swap(from.shape[1], from.shape[2]), std::swap(from.strides[1], from.strides[2]);
+    TensorView wide = view_of(x);
+    std::swap(wide.shape[1], wide.shape[2]), std::swap(wide.strides[1], wide.strides[2]);
+    sum.poison();
+    add_residual(wide, from, turned);
+    CHECK(sum.bytes() == want.bytes(), name_of(dtype), ", turned");
+    check_throws<Invalid>("add_residual: residual must have shape",
+                          [&] { add_residual(wide, view_of(kept), turned); });
+  }
+}
+
 TEST(cpu_rotation_stands_at_the_end_of_the_keys) {
   Random random(case_seed("rope"));
   Array x = drawn(random, DType::f32, {6, 1, 4}), out(DType::f32, {6, 1, 4});
@@ -293,6 +346,9 @@ TEST(c_abi_around_attention_names_what_is_null) {
   };
   cuattn_norm_options norm;
   cuattn_norm_options_init(&norm, sizeof norm);
+  refuses("add_residual: x must be", cuattn_add_residual(nullptr, &x, &x, 0, nullptr));
+  refuses("add_residual: residual must be", cuattn_add_residual(&x, nullptr, &x, 0, nullptr));
+  refuses("add_residual: out must be", cuattn_add_residual(&x, &x, nullptr, 0, nullptr));
   refuses("rms_norm: x must be", cuattn_rms_norm(nullptr, &x, &norm, &x, nullptr));
   refuses("rms_norm: weight must be", cuattn_rms_norm(&x, nullptr, &norm, &x, nullptr));
   refuses("layer_norm: options must be", cuattn_layer_norm(&x, &x, nullptr, &x, nullptr));

@@ -243,7 +243,13 @@ CUDA_TEST(device_dropout_keeps_what_the_rule_says_in_both_layouts) {
   p.num_heads_q = 5;
   for (int32_t dropped : {1, 26, 128, 255}) {
     int32_t b = 3, head = 2, row0 = 1000 * dropped, key0 = 16 * dropped;
-    p.dropout = {dropped, 0x123456789abcdefu + dropped, 0xfffffff0u, nullptr};
+    p.dropout = {.seed = 0x123456789abcdefu + dropped,
+                 .offset = 0xfffffff0u,
+                 .dropped = dropped,
+                 .first_row = 3u * dropped,
+                 .first_key = 48,
+                 .first_head = 7,
+                 .num_heads = 9};
     OnGpu<uint32_t> kept(size_t{64});
     draw_dropout<<<1, 32>>>(p, b, head, row0, key0, kept.data());
     std::vector<uint32_t> seen = kept.host();
@@ -251,8 +257,8 @@ CUDA_TEST(device_dropout_keeps_what_the_rule_says_in_both_layouts) {
       for (int32_t bit = 0; bit < 16; ++bit) {
         int32_t g = lane / 4, q = lane % 4, column = bit / 4 * 8 + 2 * q + bit % 2;
         int32_t across = g + bit / 2 % 2 * 8;
-        bool of_rows = is_kept(p.dropout, b * 5 + head, row0 + across, key0 + column);
-        bool of_keys = is_kept(p.dropout, b * 5 + head, row0 + column, key0 + across);
+        bool of_rows = is_kept(p.dropout, 7 + b * 9 + head, row0 + across, key0 + column);
+        bool of_keys = is_kept(p.dropout, 7 + b * 9 + head, row0 + column, key0 + across);
         CHECK((seen[lane] >> bit & 1) == of_rows, "lane ", lane, " bit ", bit);
         CHECK((seen[32 + lane] >> bit & 1) == of_keys, "transposed: lane ", lane, " bit ", bit);
       }

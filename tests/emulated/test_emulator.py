@@ -22,6 +22,14 @@ CXX = os.environ.get("CXX") or shutil.which("g++")
 pytestmark = pytest.mark.skipif(CXX is None, reason="the emulator needs g++")
 
 
+def planted(mistakes):
+    """Their names: the sound kernel and one mistake; the long half of the suite has the others."""
+    return [
+        pytest.param(name, marks=[pytest.mark.slow] if place > 1 else [])
+        for place, name in enumerate(mistakes)
+    ]
+
+
 def run(*command, **environment):
     result = subprocess.run(
         [str(part) for part in command],
@@ -117,7 +125,7 @@ MISTAKES = {  # what is replaced, by what, and at which of its places
 }
 
 
-@pytest.mark.parametrize("name", MISTAKES)
+@pytest.mark.parametrize("name", planted(MISTAKES))
 def test_a_mistake_in_the_sm80_kernel_shows(tmp_path, emulator, name):
     old, new, which = MISTAKES[name]
 
@@ -144,7 +152,7 @@ PACKED_MISTAKES = {  # of the loader of paged/sm80, or of the lengths
 }
 
 
-@pytest.mark.parametrize("name", PACKED_MISTAKES)
+@pytest.mark.parametrize("name", planted(PACKED_MISTAKES))
 def test_packed_rows_are_pages_of_the_sm80_kernel(tmp_path, emulator, name):
     file, old, new = PACKED_MISTAKES[name]
 
@@ -159,6 +167,56 @@ def test_packed_rows_are_pages_of_the_sm80_kernel(tmp_path, emulator, name):
     assert (error < 2e-3) if name == "none" else (math.isnan(error) or error > 1e-2), error
 
 
+LATENT_MISTAKES = {  # of mla/sm80 over packed latents and lists: what is replaced, by what
+    "none": ("packed", "", ""),
+    "scale_of_the_first_part": ("packed", "column / PackedLatent::kScaled * 4", "0"),
+    "scale_of_the_first_key": ("packed", "(0xffffffffu, own, key)", "(0xffffffffu, own, 0)"),
+    "halves_exchanged": ("packed", "half == 0 ? c.x : c.z", "half != 0 ? c.x : c.z"),
+    "not_unpacked": ("decode", "if constexpr (kPacked) Packed::", "if (false) Packed::"),
+    "holes_seen": ("decode", "(there >> (8 * n + i % 2) & 1) != 0", "true"),
+    "holes_of_the_other_tile": ("decode", "there[0] = there[1];", ""),
+    "the_first_tile_twice": ("decode", "task.begin + (stage + 1) * kKeys", "task.begin"),
+    "not_waited_for": ("decode", "cp_async_wait<kStages - 1>", "cp_async_wait<kStages>"),
+}
+
+
+@pytest.mark.parametrize("name", planted(LATENT_MISTAKES))
+def test_packed_latents_and_lists_of_tokens(tmp_path, emulator, name):
+    file, old, new = LATENT_MISTAKES[name]
+
+    def plant(into):
+        path = into / f"cuda/mla/sm80/{file}.cuh"
+        text = path.read_text()
+        assert old in text
+        path.write_text(text.replace(old, new, 1) if old else text)
+
+    said = run(build(tmp_path, emulator, "latents", plant)).split()[1]
+    error = float(said)
+    assert (error < 6e-3) if name == "none" else (math.isnan(error) or error > 2e-2), error
+
+
+APART_MISTAKES = {  # of paged/apart.cu
+    "none": ("", ""),
+    "empty_as_single": ("0xffffffffu, queries == 1)", "0xffffffffu, queries <= 1)"),
+    "threads_in_front": (">> lane << lane", ""),
+    "keys_for_all": ("queries == 1 ? keys : 0;", "keys;"),
+}
+
+
+@pytest.mark.parametrize("name", planted(APART_MISTAKES))
+def test_single_queries_are_parted_from_the_others(tmp_path, emulator, name):
+    old, new = APART_MISTAKES[name]
+
+    def plant(into):
+        path = into / "cuda/paged/apart.cu.cpp"
+        text = path.read_text()
+        assert old in text
+        path.write_text(text.replace(old, new) if old else text)
+
+    wrong = int(run(build(tmp_path, emulator, "apart", plant)).split()[1])
+    assert (wrong == 0) if name == "none" else wrong > 0
+
+
 FLOAT8_MISTAKES = {  # in which file, what is replaced, by what
     "none": ("float8", "", ""),
     "block_of_the_query": ("products", "first_key(p, b) + key)", "row)"),
@@ -166,7 +224,7 @@ FLOAT8_MISTAKES = {  # in which file, what is replaced, by what
 }
 
 
-@pytest.mark.parametrize("name", FLOAT8_MISTAKES)
+@pytest.mark.parametrize("name", planted(FLOAT8_MISTAKES))
 def test_naive_over_float8_and_mistakes_in_it(tmp_path, emulator, name):
     file, old, new = FLOAT8_MISTAKES[name]
 
@@ -209,6 +267,11 @@ SELECTIONS = {  # files, and what of them
     "test_what_is)",
     "merge/test_merge.py": "test",
     "fused": "test",
+    "mla/test_mla_indices.py mla/test_mla_packed.py": "(test_lists_against and auto) or test_blocks"
+    "_of_one or test_a_list_does or test_rows_are or test_decode_has",
+    "float8/test_quantize_shapes.py float8/test_float8_attention.py": "test",
+    "float8/test_float8_pages.py": "test_the_same_bits or test_values_of or test_single_queries or "
+    "(test_layouts and seqused) or test_no_key or (test_float8_queries and parts and mixed)",
     "cache/test_cache_rows.py cache/test_cache_blocks.py paged/test_paged_prefill.py": "test_"
     "blocks_are_copied or (test_sequences_come and not bfloat16) or test_quantising_scales or "
     "(single_queries and default)",

@@ -35,6 +35,17 @@ def test_every_option_with_every_other(device, backend, part, rng):
         float8_cases.assert_case(device, backend, cases.case_of(row), kind, rng)
 
 
+@pytest.mark.parametrize(
+    ("device", "backend", "part"), target_params(tuple(range(PARTS)), cuda=CUDA)
+)
+def test_int8_queries_and_keys(device, backend, part, rng):
+    """Every option with every other, over values of float8."""
+    for row in PAIRS[part::PARTS]:
+        row = dict(row)
+        kind = row.pop("scales")
+        float8_cases.assert_case(device, backend, cases.case_of(row), kind, rng, int8=True)
+
+
 def columns(v, layout):
     """The values with the sequence as their contiguous axis, padded to 16."""
     order = {"bshd": (0, 2, 3, 1), "bhsd": (0, 1, 3, 2), "ragged": (1, 2, 0)}[layout]
@@ -91,6 +102,18 @@ def test_every_code_is_read_as_what_it_means(backend):
             assert lse[0, 0, 0] == pytest.approx(float(x.astype(np.float64).sum()) / 4, rel=1e-6)
 
 
+@pytest.mark.parametrize("backend", cases.CPU_BACKENDS)
+def test_every_int8_code_is_read_as_what_it_means(backend):
+    """Scores are sums of products up to 127^2 x 256, which float32 has exactly."""
+    codes = np.resize(np.arange(-128, 128, dtype=np.int8), (1, 1, 1, 256))
+    q, v = np.full(codes.shape, 127, np.int8), np.ones((1, 1, 1, 16), F8)
+    given = {"scale": 1.0, "k_scale": 2.0**-10, "return_lse": True, "backend": backend}
+    for k in (codes, q, np.where(codes < 0, codes, 0).astype(np.int8)):
+        out, lse = cuattn.attention(q, k, v, **given)
+        assert lse[0, 0, 0] == np.float32(k.astype(np.float64).sum() * 127 / 1024)
+        assert (out == 1).all()
+
+
 def test_bytes_with_their_dtype_are_the_same_call(rng):
     q, k, v = (rng.standard_normal((2, 20, 4, 32)).astype(F8) for _ in range(3))
     options = {"k_scale": 0.5, "causal": True}
@@ -138,6 +161,9 @@ def test_kernels_lists_what_takes_float8():
     rows = [row for row in cuattn.kernels() if row["dtype"] == "float8_e4m3fn"]
     cpu = {row["kernel"] for row in rows if row["op"] == "attention" and row["arch"] != "cuda"}
     assert {"cpu", "cpu_naive"} <= cpu
+    assert {"cpu", "cpu_naive"} <= {
+        row["kernel"] for row in cuattn.kernels() if row["dtype"] == "int8"
+    }
 
 
 def test_a_gpu_says_why_other_kernels_do_not_take_it():
@@ -148,6 +174,10 @@ def test_a_gpu_says_why_other_kernels_do_not_take_it():
     plan = cuattn.explain("attention", shape, shape, shape, softcap=2.0, **given)
     assert plan.kernel == "naive"
     assert plan.ladder.count("it does not take float8_e4m3fn") == 4
+    codes = [(word, *shape) for word in ("int8", "int8", "float8_e4m3fn")]
+    plan = cuattn.explain("attention", *codes, device="h100")
+    assert plan.kernel == "naive"
+    assert plan.ladder.count("it does not take int8 q and k yet, which naive converts") == 5
 
 
 # Mutants: the oracle reads scales wrongly; the rule must notice each.

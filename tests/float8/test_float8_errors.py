@@ -54,6 +54,26 @@ ATTENTION = {
     "scale_of_bfloat16": ((BF16, BF16, BF16), {"k_scale": 2.0}, ValueError,
         "k_scale belongs to float8_e4m3fn arrays, these are bfloat16; leave it out, or make float8 "
         "arrays with cuattn.quantize"),
+    "int8_q_alone": ((Q.view(np.int8), K, K), {}, ValueError,
+        "int8 q and k must come together, with v of float8_e4m3fn, got int8, float8_e4m3fn and "
+        "float8_e4m3fn; make all three with cuattn.quantize(mode='int8')"),
+    "int8_k_alone": ((BF16, K.view(np.int8), K), {}, ValueError,
+        "int8 q and k must come together, with v of float8_e4m3fn, got bfloat16, int8 and "
+        "float8_e4m3fn; make all three with cuattn.quantize(mode='int8')"),
+    "int8_v": ((Q.view(np.int8), K.view(np.int8), K.view(np.int8)), {}, ValueError,
+        "int8 q and k must come together, with v of float8_e4m3fn, got int8, int8 and int8; make "
+        "all three with cuattn.quantize(mode='int8')"),
+    "int8_of_head_dim_24": ((np.zeros((1, 2, 1, 24), np.int8),) * 2 + (codes(1, 2, 1, 16),), {},
+        ValueError,
+        "q must have head_dim a multiple of 16 up to 256 for int8, got 24; pad it with zeros and "
+        "pass scale= of the true head_dim"),
+    "bias_of_16_bits_of_int8": ((Q.view(np.int8), K.view(np.int8), K),
+        {"bias": np.zeros((5, 150), np.float16)}, ValueError,
+        "bias must be float32 or bool for int8 q, got float16; cast it"),
+    "out_of_int8": ((Q.view(np.int8), K.view(np.int8), K), {"out": Q.view(np.int8).copy()},
+        ValueError,
+        "out must be bfloat16, float16 or float32 for int8 q, got int8; allocate it so, or leave "
+        "it out"),
     "head_dim_24": ((codes(1, 2, 1, 24),) * 3, {}, ValueError,
         "q must have head_dim a multiple of 16 up to 256 for float8, got 24; pad it with zeros and "
         "pass scale= of the true head_dim"),
@@ -88,8 +108,8 @@ def test_attention_says_what_is_wrong(name):
 X = ones(1, 20, 2, 32)
 QUANTIZE = {
     "mode": (lambda: cuattn.quantize(X, X, X, mode="token"), ValueError,
-        "quantize: mode must be one of 'tensor', 'head', 'block', got 'token'; choose one of "
-        "these"),
+        "quantize: mode must be one of 'tensor', 'head', 'block', 'int8', got 'token'; choose one "
+        "of these"),
     "axes": (lambda: cuattn.quantize(X[0, 0], X, X), ValueError,
         "quantize: q must have 3 or 4 axes, got shape (2, 32); pass [total, heads, dim] or the "
         "axes of layout"),
@@ -140,11 +160,13 @@ def test_no_gradient_goes_back_through_float8():
 def test_other_functions_still_refuse_float8_by_name():
     with pytest.raises(NotImplementedError, match="q is float8_e4m3fn"):
         cuattn.flex_attention(Q, K, K)
-    tables = np.zeros((2, 1), np.int32)
-    cache = codes(1, 16, 2, 32)
-    q, ends = codes(10, 4, 32), np.array([0, 5, 10], np.int32)
-    with pytest.raises(NotImplementedError, match="q is float8_e4m3fn"):
-        cuattn.attention_varlen(
-            q, cache, cache, ends, None, 5, 16, block_tables=tables,
-            seqused_k=np.array([5, 5], np.int32),
-        )  # fmt: skip
+    cache, ends = codes(1, 16, 2, 32), np.array([0, 5, 10], np.int32)
+    pages = {"block_tables": np.zeros((2, 1), np.int32), "seqused_k": np.array([5, 5], np.int32)}
+    pages |= {"cu_seqlens_q": ends, "max_seqlen_q": 5, "max_seqlen_k": 16}
+    wide = "k is float8_e4m3fn, over which masks and scores"
+    for q, message in (
+        (codes(10, 4, 32), "q is float8_e4m3fn"),
+        (BF16[0].repeat(2, 0), wide),
+    ):
+        with pytest.raises(NotImplementedError, match=message):
+            cuattn.flex_attention(q, cache, cache, **pages)

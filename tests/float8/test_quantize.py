@@ -151,7 +151,7 @@ def test_rotation_is_orthogonal_and_leaves_scores(rng):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"hadamard": False}, {"smooth_k": False}, {"mode": "block"}]
+    "options", [{}, {"hadamard": False}, {"smooth_k": False}, {"mode": "block"}, {"mode": "int8"}]
 )
 def test_attention_of_what_quantize_gives_is_near_attention(options, rng):
     q, k = rng.standard_normal((2, 2, 150, 4, 64), np.float32)
@@ -184,8 +184,78 @@ def test_packed_arrays_and_attention_varlen(rng):
     error = np.linalg.norm(out.astype(np.float64) - exact) / np.linalg.norm(exact)
     assert error < 0.1
     assert np.abs(lse + found.lse_shift - exact_lse).max() < 0.1
-    with pytest.raises(NotImplementedError, match="mode must be 'head' or 'tensor' for packed"):
-        cuattn.quantize(q, k, v, mode="block")
+    for mode in ("block", "int8"):
+        with pytest.raises(NotImplementedError, match="mode must be 'head' or 'tensor' for packed"):
+            cuattn.quantize(q, k, v, mode=mode)
+
+
+@pytest.mark.parametrize("dtype", list(DTYPES))
+def test_int8_codes_are_those_of_the_formula(dtype, rng):
+    """round(x / scale) to even, the largest size of 128 rows / 127; NaN 0, infinities 127."""
+    q, k = (rng.standard_normal((2, rows, 2, 48)) * 3 for rows in (130, 257))
+    q, k = q.astype(DTYPES[dtype]), k.astype(DTYPES[dtype])
+    plain = {"mode": "int8", "hadamard": False, "smooth_k": False}
+    found = cuattn.quantize(q, k, k, **plain)
+    assert found.v.dtype == F8
+    for x, codes, scale in ((q, found.q, found.q_scale), (k, found.k, found.k_scale)):
+        wanted = expected_scale(x, scale.shape) * LARGEST / 127
+        np.testing.assert_allclose(scale, wanted, rtol=1e-6)
+        quotient = x.astype(np.float32) / spread(scale, x)  # float32 divides
+        np.testing.assert_array_equal(codes, np.rint(quotient).astype(np.int8))
+        assert codes.dtype == np.int8
+        assert np.abs(codes.astype(int)).max() == 127
+        back = cuattn.dequantize(codes, scale, dtype="float32")
+        np.testing.assert_array_equal(back, codes.astype(np.float32) * spread(scale, x))
+        again = cuattn.dequantize(codes, scale, dtype="bfloat16")
+        np.testing.assert_array_equal(again, back.astype(again.dtype))
+    turned = cuattn.quantize(q, k, k, mode="int8")
+    mean = k.astype(np.float64).mean(axis=1, keepdims=True)
+    for x, codes, scale in (
+        (q.astype(np.float64), turned.q, turned.q_scale),
+        (k.astype(np.float64) - mean, turned.k, turned.k_scale),
+    ):
+        off = np.abs(codes - x @ rotation(48) / spread(scale.astype(np.float64), x))
+        assert off.max() < 0.51
+    ties = np.float32([[-2.5, -1.5, -0.5, 0.5, 1.5, 2.5, 127, np.nan, np.inf, -np.inf, *[0] * 6]])
+    codes = cuattn.quantize(*[ties[None, :, None]] * 3, **plain).k
+    assert codes[0, 0, 0, :10].tolist() == [-2, -2, 0, 0, 2, 2, 127, 0, 127, -127]
+
+
+def test_int8_has_a_fraction_of_the_error_of_float8(rng):
+    q, k, v = rng.standard_normal((3, 1, 512, 2, 64), np.float32)
+    v[...] = cuattn.dequantize(cuattn.quantize_like(v, 0.02), 0.02, dtype="float32")
+    exact, _ = reference.attention(*(x.astype(np.float64) for x in (q, k, v)))
+    errors = {}
+    for mode in ("block", "int8"):
+        found = cuattn.quantize(q, k, v, mode=mode)
+        out = np.empty(q.shape, np.float32)
+        given = {**found.scales, "v_scale": 0.02}
+        codes = cuattn.quantize_like(v, 0.02)
+        cuattn.attention(found.q, found.k, codes, **given, out=out)
+        errors[mode] = np.linalg.norm(out - exact)
+    assert errors["int8"] < errors["block"] / 2.5, errors
+
+
+def test_int8_of_torch_has_the_same_bits(rng):
+    torch = pytest.importorskip("torch")
+    q, k, v = rng.standard_normal((3, 2, 140, 2, 64), np.float32)
+    ours = cuattn.quantize(q, k, v, mode="int8")
+    theirs = cuattn.quantize(*map(torch.from_numpy, (q, k, v)), mode="int8")
+    for name in "qk":
+        assert getattr(theirs, name).dtype == torch.int8
+        np.testing.assert_array_equal(getattr(theirs, name).numpy(), getattr(ours, name))
+    out = theirs.attention(causal=True)
+    assert out.dtype == torch.bfloat16
+    np.testing.assert_array_equal(
+        out.float().numpy(), ours.attention(causal=True).astype(np.float32)
+    )
+    step = torch.compile(
+        lambda a, b, c, s: cuattn.torch.attention(a, b, c, k_scale=s, q_scale=0.5),
+        fullgraph=True, backend="eager",
+    )  # fmt: skip
+    codes = [theirs.q, theirs.k, theirs.v.contiguous()]
+    direct = cuattn.attention(*codes, k_scale=theirs.k_scale, q_scale=0.5)
+    assert torch.equal(step(*codes, theirs.k_scale), direct)
 
 
 def test_a_mean_that_is_given_is_taken(rng):
@@ -263,7 +333,7 @@ def test_torch_gives_the_same_bits(rng):
 def test_jax_gives_nearly_the_same(rng):
     jax = pytest.importorskip("jax")
     q, k, v = rng.standard_normal((3, 2, 140, 2, 64), np.float32)
-    for mode, v_mode in (("head", "tensor"), ("block", "channel")):
+    for mode, v_mode in (("head", "tensor"), ("block", "channel"), ("int8", "channel")):
         options = {"mode": mode, "v_mode": v_mode}
         ours = cuattn.quantize(q, k, v, **options)
         fields = [field.name for field in dataclasses.fields(ours)][:7]

@@ -168,3 +168,14 @@ def test_gradients_and_jax_are_refused():
     x = jax.numpy.zeros((1, 4, 2, 32))
     with pytest.raises(NotImplementedError, match="attention: q is a JAX array"):
         cuattn.attention(x, x, x, rope=(COS, SIN))
+
+
+@pytest.mark.parametrize("name", ["rope", "rope_positions", "residual"])
+def test_flex_attention_has_no_passes_beside_it(name):
+    """What it does not do it must not take."""
+    q = np.zeros((1, 4, 2, 32), np.float32)
+    option = {name: q if name == "residual" else (COS, SIN)}
+    with pytest.raises(TypeError, match=f"there is no argument {name}"):
+        cuattn.flex_attention(q, q, q, **option)
+    with pytest.raises(TypeError, match=f"there is no argument {name}"):
+        cuattn.explain("flex_attention", q.shape, q.shape, q.shape, device="cpu", **option)

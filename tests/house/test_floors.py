@@ -56,6 +56,7 @@ INCLUDES = [
     (r"cuda/cache/", "F2", [STD, CUDA, F0, F1, HOST, r'"cuda/cache/\w+\.cuh"']),
     (r"cuda/fused/", "F2", [STD, CUDA, F0, F1, HOST, r'"cuda/fused/\w+\.cuh"']),
     (r"cuda/mla/sm90/", "F2", [STD, CUDA, F0, F1, HOST, r'"cuda/mla/sm90/\w+\.cuh"']),
+    (r"cuda/mla/sm80/", "F2", [STD, CUDA, F0, F1, HOST, r'"cuda/mla/sm80/\w+\.cuh"']),
     (r"cuda/(merge|mla)/", "F2", [STD, CUDA, F0, F1, HOST]),
     (r"cuda/backend/", "F3", [STD, CUDA, F0, HOST, INSTANCES, r'"cuda/backend/\w+\.h"']),
     (r"cpu/", "F3", [STD, F0, r'"(cpu/)?\w+\.(h|inc)"']),

@@ -104,7 +104,7 @@ def signatures(options):
                 option.name: option
                 for option in options["options_of"](op)
                 if option.name not in options["OPS"][op].positional
-                and not ("jax" in path and option.kind == "turned")
+                and not ("jax" in path and option.kind in options["PASSES"])
             }
             extents = set(options["OPS"][op].extents)
             if positional != options["OPS"][op].positional:

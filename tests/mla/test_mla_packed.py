@@ -83,13 +83,17 @@ def test_the_error_is_that_of_e4m3(rng):
 LISTS = {"tables": False, "lists": True}
 
 
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("heads", [9, 40])
 @pytest.mark.parametrize(
     ("device", "backend", "lists"),
-    target_params(list(LISTS.values()), cpu=("cpu",), cuda=("auto", "simt"), ids=list(LISTS)),
+    target_params(
+        list(LISTS.values()), cpu=("cpu",), cuda=("auto", "sm80", "simt"), ids=list(LISTS)
+    ),
 )
-def test_decode_has_the_bits_of_the_cache_it_stands_for(device, backend, lists, rng):
-    """By the plain kernels of each side, which read both."""
-    seqs, heads, blocks, size = 3, 9, 7, 16
+def test_decode_has_the_bits_of_the_cache_it_stands_for(device, backend, lists, heads, splits, rng):
+    """By the kernel that reads both: each tile of sm80, which is chosen; queries without a key."""
+    seqs, blocks, size = 3, 7, 16
     cache = rng.integers(0, 127, (blocks, size, 656)).astype(np.uint8)  # no NaN among the codes
     cache[..., :512] |= rng.integers(0, 2, (blocks, size, 512)).astype(np.uint8) << 7
     scales = rng.uniform(1e-4, 4e-3, (blocks, size, 4)).astype(np.float32)
@@ -101,15 +105,16 @@ def test_decode_has_the_bits_of_the_cache_it_stands_for(device, backend, lists, 
     codes = arena.put(cache, "padded", "codes")
     put = lambda x, name: arena.put(x.astype(np.int32), name=name, align=4)  # noqa: E731
     if lists:
-        options = {"indices": put(rng.integers(-20, blocks * size, (seqs, 200)), "indices")}
+        options = {"indices": put(rng.integers(-20, blocks * size, (seqs, 200)), "indices"),
+                   "topk_lens": put(np.array([200, 0, 77]), "topk_lens")}  # fmt: skip
         tables, lens = None, None
     else:
         options, tables = {}, put(rng.permutation(blocks)[: 2 * seqs].reshape(seqs, 2), "tables")
-        lens = put(np.array([32, 1, 19]), "lens")
-    options |= {"scale": mla_cases.SCALE, "return_lse": True}
+        lens = put(np.array([32, 0, 19]), "lens")
+    options |= {"scale": mla_cases.SCALE, "return_lse": True, "num_splits": splits}
     parts = q[..., :512], q[..., 512:]
     out, lse = cuattn.mla_decode(*parts, codes, None, tables, lens, backend=backend, **options)
-    plain = "cpu" if backend == "cpu" else "simt"
+    plain = "sm80" if backend == "auto" else backend
     want, want_lse = cuattn.mla_decode(
         *parts, whole[..., :512], whole[..., 512:], tables, lens, backend=plain, **options
     )
@@ -182,9 +187,20 @@ def test_what_explain_says_of_packed_latents(device):
         "mla_decode", (4, 128, 512), (4, 128, 64), ("uint8", 100, 64, 656), None, (4, 9), (4,),
         scale=1.0, device=device, dtype="bfloat16",
     )  # fmt: skip
-    assert plan.kernel == "simt"
-    for kernel in ("sm80", "sm90") if device == "h100" else ("sm80",):
-        assert (
-            f"{kernel}: cannot: it takes caches of the dtype of q, not packed latents"
-            in plan.ladder
-        )
+    assert plan.kernel == "sm80"
+    if device == "h100":
+        assert "sm90: cannot: it takes caches of the dtype of q, not packed latents" in plan.ladder
+
+
+def test_explain_takes_the_plain_shape_of_packed_latents():
+    """Without kpe_cache it can be no other."""
+    shapes = (4, 128, 512), (4, 128, 64), (100, 64, 656), None, None, None
+    words = {"scale": 1.0, "indices": (4, 2048), "device": "a100"}
+    plan = cuattn.explain("mla_decode", *shapes, dtype="bfloat16", **words)
+    assert (plan.kernel, plan.tile_m, plan.tile_n) == ("sm80", 32, 16)
+    named = [*shapes[:2], ("uint8", *shapes[2]), *shapes[3:]]
+    assert plan == cuattn.explain("mla_decode", *named, dtype="bfloat16", **words)
+    with pytest.raises(ValueError, match="q_nope must be bfloat16 over packed latents"):
+        cuattn.explain("mla_decode", *shapes, dtype="float16", **words)
+    with pytest.raises(ValueError, match="q_pe and kpe_cache must be given together"):
+        cuattn.explain("mla_decode", *shapes[:2], (100, 64, 512), None, None, None, **words)

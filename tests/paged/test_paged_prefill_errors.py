@@ -17,9 +17,8 @@ import paged_cases
 REFUSALS = {
     "float8": (
         {"k": np.ones((5, 8, 2, 64), np.uint8).view(paged_cases.E4M3)},
-        NotImplementedError,
-        "k is float8_e4m3fn, which chunked prefill has no kernel for yet; use paged_attention, or "
-        "a cache of q's dtype",
+        ValueError,
+        "q must be float16 or bfloat16 over float8_e4m3fn caches, got float32; cast it",
     ),
     "dtype": (
         {"k": np.ones((5, 8, 2, 64), np.float16)},

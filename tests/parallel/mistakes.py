@@ -14,6 +14,7 @@ MERGE = cuattn.merge_states
 
 def mutants():
     """(module or class, name, what replaces it) of each mistake."""
+    from cuattn.parallel import attend as pieces_as_calls
     from cuattn.parallel import exchange, schemes
 
     def in_order(layout, box, begins):
@@ -47,6 +48,14 @@ def mutants():
         found = fold(*arguments)
         return None if found is None else tuple(n - 1 for n in found)
 
+    dropout = pieces_as_calls.dropout_of
+
+    def forget(name):
+        return lambda *arguments: dropout(*arguments) | {name: 0}
+
+    def of_place_0(name):
+        return pieces_as_calls, "dropout_of", forget(name)
+
     short = lambda *arguments: max(last(*arguments) - 1, 0)  # noqa: E731
     return {
         "order of zigzag": (exchange, "in_order", in_order),
@@ -56,6 +65,10 @@ def mutants():
         "a run one key short": (schemes, "fold_of", one_key_less),
         "ring one step short": (schemes, "last_step", short),
         "lse in base 2": (schemes, "attend", base_2),
+        "dropout of the first rows": of_place_0("dropout_row"),
+        "dropout of the first keys": of_place_0("dropout_key"),
+        "dropout of the first heads": of_place_0("dropout_head"),
+        "dropout of so many heads": of_place_0("dropout_heads"),
     }
 
 
@@ -65,8 +78,11 @@ def mutant(ranks, name, seed):
 
     where, attribute, wrong = mutants()[name]
     right = getattr(where, attribute)
-    scheme = "gather" if name == "order of zigzag" else "ring"
+    of_gather, of_heads = ("order of zigzag",), ("first heads", "so many heads")
+    scheme = "gather" if name in of_gather else "heads" if name.endswith(of_heads) else "ring"
     options = {"causal": True, "sinks": torch.linspace(-1, 1, 4)}
+    if name.startswith("dropout"):
+        options |= {"dropout_p": 0.25, "dropout_seed": seed}
     batch = 1 if name == "a run one key short" else 2  # one sequence alone is folded
     whole = Whole(*draw(seed, 512, (4, 2), batch=batch), options)
     want = whole.one_process(return_lse=True)

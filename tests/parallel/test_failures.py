@@ -133,9 +133,22 @@ def refusals(ranks):
         "alibi and bias": lambda: call(
             ranks, scheme="ring", alibi_slopes=slopes, bias=bias, causal=True
         ),
-        "dropout": lambda: call(ranks, scheme="gather", dropout_p=0.1, dropout_seed=1),
-        "dropout and bias": lambda: call(ranks, bias=bias, dropout_p=0.1, dropout_seed=1),
+        "sinks list": lambda: call(ranks, sinks=torch.ones(4).cpu().numpy()),
+        "bias list": lambda: call(ranks, bias=[0.0]),
+        "limit": lambda: call(ranks, memory_limit="1 GB"),
+        "float8": lambda: parallel.attention(
+            *(x.to(torch.float8_e4m3fn) for x in (q, k, v)), group=ranks.group, check=True
+        ),
+        "no heads": lambda: parallel.attention(
+            *(x[:, :, :0] for x in (q, k, v)), group=ranks.group, check=True
+        ),
+        "no documents": lambda: parallel.attention_varlen(
+            *packed, None, group=ranks.group, check=True
+        ),
         "used": lambda: call(ranks, seqused=torch.ones(2)),
+        "used beyond": lambda: call(
+            ranks, seqused=torch.tensor([n + 1, 3], dtype=torch.int32, device="cpu")
+        ),
         "used list": lambda: call(ranks, seqused=[64, 3]),
         "used window": lambda: call(
             ranks, scheme="ring", window=(9, 0), seqused=torch.ones(2, dtype=torch.int32)
@@ -174,9 +187,14 @@ WORDS = {
     "bias shape": ("ValueError", "bias must be float32, bool or of q's dtype and broadcast to"),
     "alibi": ("NotImplementedError", "alibi_slopes without a causal mask go by heads alone"),
     "alibi and bias": ("NotImplementedError", "alibi_slopes or bias, not both"),
-    "dropout": ("NotImplementedError", "dropout goes by heads alone"),
-    "dropout and bias": ("NotImplementedError", "bias must not be given with dropout_p > 0"),
+    "sinks list": ("TypeError", "sinks must be a torch tensor, got ndarray"),
+    "bias list": ("TypeError", "bias must be a torch tensor, got list"),
+    "limit": ("ValueError", "memory_limit must be None or a number of bytes >= 0, got '1 GB'"),
+    "float8": ("ValueError", "q must be float32, float16 or bfloat16, got torch.float8_e4m3fn"),
+    "no heads": ("ValueError", "q and k must have a head, got 0 and 0"),
+    "no documents": ("ValueError", "cu_seqlens must be integers [documents + 1]"),
     "used": ("ValueError", "seqused must be int32 (2,) on "),
+    "used beyond": ("ValueError", "seqused must "),  # lie within, or on the device of q
     "used list": ("TypeError", "seqused must be a torch tensor, got list"),
     "used window": ("NotImplementedError", "seqused and a window go by gather and heads"),
     "used right": ("NotImplementedError", "a window that looks right go by heads alone"),

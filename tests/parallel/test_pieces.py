@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import types
 
 import pytest
@@ -15,12 +16,7 @@ from jobs import draw, generator, largest  # noqa: E402
 import cuattn  # noqa: E402
 import harness  # noqa: E402
 from cuattn.parallel import Layout  # noqa: E402
-from cuattn.parallel.attend import Problem  # noqa: E402
-from cuattn.parallel.dropped import (  # noqa: E402
-    Dropout,
-    attend_dropped,
-    differentiate_dropped,
-)
+from cuattn.parallel.attend import Dropout, Problem, attend  # noqa: E402
 from cuattn.parallel.schemes import Scheme  # noqa: E402
 
 SEQLEN, HEADS, DIMS = 600, (4, 2), (64, 64)
@@ -54,11 +50,14 @@ def whole_of(seed, dtype, options):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["slopes", "slopes of sequences", "used"])
+@pytest.mark.parametrize("name", ["slopes", "slopes of sequences", "used", "dropout"])
 def test_gradients_of_all_pairs_of_ranks_are_those_of_the_whole(name, dtype, device, seed):
     g = generator(seed)
-    used = slopes = None
-    if name == "used":
+    used = slopes = dropout = None
+    if name == "dropout":
+        drops = {"dropout_p": 0.25, "dropout_seed": seed, "dropout_offset": 7}
+        options, dropout = {"causal": True, **drops}, Dropout(drops, HEADS[0])
+    elif name == "used":
         used = torch.tensor([SEQLEN, 257], dtype=torch.int32)
         options = {"causal": True, "seqused_q": used, "seqused_k": used}
     else:
@@ -67,7 +66,9 @@ def test_gradients_of_all_pairs_of_ranks_are_those_of_the_whole(name, dtype, dev
         options = {"causal": True, "alibi_slopes": slopes}
     arrays, result, want = whole_of(seed, dtype, options)
     dslopes = None if slopes is None else torch.zeros_like(slopes)
-    problem = Problem((-1, 0), slopes=slopes, dslopes=dslopes, used=used, deterministic=True)
+    problem = Problem(
+        (-1, 0), slopes=slopes, dslopes=dslopes, used=used, dropout=dropout, deterministic=True
+    )
     layout, size = Layout("zigzag", SEQLEN, 3), 3
     shards = [[layout.shard(x, rank) for x in arrays] for rank in range(size)]
     sums = [[torch.zeros(x.shape) for x in own] for own in shards]
@@ -88,22 +89,24 @@ def test_gradients_of_all_pairs_of_ranks_are_those_of_the_whole(name, dtype, dev
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["plain", "used"])
-def test_each_share_of_the_heads_drops_what_the_whole_drops(name, dtype, device, seed):
+def test_rows_and_heads_of_a_rank_drop_what_the_whole_drops(name, dtype, device, seed):
     drops = {"dropout_p": 0.25, "dropout_seed": seed, "dropout_offset": 7}
     used = torch.tensor([257, SEQLEN], dtype=torch.int32) if name == "used" else None
     lengths = {} if used is None else {"seqused_q": used, "seqused_k": used}
-    arrays, result, want = whole_of(seed, dtype, {"causal": True, **drops, **lengths})
-    size = 2
-    for rank in range(size):
-        heads, kv = (slice(rank * n // size, (rank + 1) * n // size) for n in HEADS)
-        problem = Problem(
-            (-1, 0), used=used, deterministic=True, dropout=Dropout(drops, rank, size)
+    arrays, result, _ = whole_of(seed, dtype, {"causal": True, **drops, **lengths})
+    size, layout = 2, Layout("zigzag", SEQLEN, 2)
+    for rank, share in itertools.product(range(size), range(size)):
+        heads, kv = (slice(share * n // size, (share + 1) * n // size) for n in HEADS)
+        problem = Problem((-1, 0), used=used, dropout=Dropout(drops, HEADS[0])).of_heads(heads)
+        scheme = Scheme(types.SimpleNamespace(rank=rank, size=size), layout, problem)
+        q, k, v = (x[:, :, h] for x, h in zip(arrays, (heads, kv, kv), strict=True))
+        q = layout.shard(q, rank)
+        want = (
+            layout.shard(result[1][:, :, heads], rank),
+            layout.shard(result[2][:, heads], rank, 2),
         )
-        own = [x[:, :, h] for x, h in zip(arrays, (heads, kv, kv), strict=True)]
-        out, lse = attend_dropped(problem, *own, None)
-        near(out, result[1][:, :, heads], dtype, "out")
-        assert largest(lse, result[2][:, heads]) <= 1e-4
-        mine = [x[:, :, heads] if x.ndim == 4 else x[:, heads] for x in result]
-        found = differentiate_dropped(problem, *own, None, mine)
-        for array, got, whole, h in zip("qkv", found, want, (heads, kv, kv), strict=False):
-            near(got, whole[:, :, h], dtype, array)
+        out, lse = (torch.full_like(x, torch.nan) for x in want)
+        for call, rows, _, _ in scheme.forward_calls(q, k, v, None):
+            attend(call, None, out[:, rows], lse[..., rows])
+        near(out, want[0], dtype, ("out", rank, share))
+        assert largest(lse, want[1]) <= 1e-4

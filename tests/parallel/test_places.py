@@ -17,7 +17,7 @@ def test_slopes_are_learned_over_ranks(size, pool, seed):
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_heads_drop_what_one_process_drops(size, pool, seed):
+def test_ranks_drop_what_one_process_drops(size, pool, seed):
     pool.run(size, option_jobs.dropout, seed)
 
 

@@ -87,7 +87,7 @@ inline device::TensorMap page_map(const AttentionParams& p, const void* base, co
                     {s.seq, s.head, s.batch, 0}, {64, rows, 1, 1, 1});
 }
 
-// Of O only where it leaves through the TMA; a bias adds its own.
+// O has a map only where it leaves through the TMA; the launcher adds that of a bias.
 inline Sm90Maps make_sm90_maps(const AttentionParams& p, const Sm90Schedule& s, Tile tile,
                                int32_t q_stages) {
   auto keys = [&](const void* base, const Strides& strides, int32_t columns) {

@@ -19,12 +19,12 @@ struct StoreSm90 {
   static constexpr int kOutCount = kHeadDimV / 2;  // of a thread
   static constexpr int kPanelsV = (kHeadDimV + 63) / 64;
 
-  // By what O of a row is to be multiplied, and its lse. A dead row saw no key.
+  // The factor of O of a row, and its lse. A dead row saw no key.
   struct RowEnd {
     float factor, lse;
     bool alive;
   };
-  // Of both rows, step by step, for it is latency that counts.
+  // Ends both rows side by side, step by step, because latency counts.
   template <class State>
   static __device__ __forceinline__ void finish_rows(RowEnd (&end)[2], const AttentionParams& p,
                                                      const Sm90Work& w, const Sm90Row (&rows)[2],

@@ -25,8 +25,8 @@ struct FusedPass : KeyTiles<kType, kHeadDim, kHeadDim, kMask, kForm, true> {
   using typename Base::Work;
   static constexpr Tile kTile = Base::kTile;
   static_assert(kTile.n == 64 * kConsumers);
-  // Of a tile of dQ a group makes 64 x 64: of 128 rows the half, of 128 columns the half. Of 96
-  // columns the second group has 32: it runs code of its own.
+  // A group makes 64 x 64 of a tile of dQ: half of 128 rows, or half of 128 columns. Of 96 columns
+  // the second group has 32: it runs code of its own.
   static constexpr bool kSharesRows = kTile.m == 128;
   static constexpr bool kIsUneven = kHeadDim % 64 != 0 && !kSharesRows;
   static constexpr int kColumnsOfSecond = kSharesRows ? 64 : kHeadDim - 64;
@@ -79,7 +79,103 @@ struct FusedPass : KeyTiles<kType, kHeadDim, kHeadDim, kMask, kForm, true> {
     finish_clearing(group);
   }
 
-  // All sums of a group of consumers; a branch around a product would serialise all of them.
+  // What a thread has of a tile.
+  struct Fragments {
+    float scores[kTile.m / 2], dout_v[kTile.m / 2];   // S^T, then P^T; dP^T, then dx^T
+    uint32_t probs[kTile.m / 4], grads[kTile.m / 4];  // P^T and dx^T, packed
+  };
+  using Ring = device::Ring<kTile.stages>;
+
+  // Waits for Q of a tile. Rows behind the last one of the sequence become zeros, of dO, too.
+  static __device__ __forceinline__ void await_rows(const Work& work, const Shared& shared,
+                                                    const Ring& ring, int tile, uint32_t q,
+                                                    uint32_t dout, int group) {
+    device::barrier_wait(shared.q_full(ring.stage()), ring.parity());
+    if (work.clears && (tile + 1) * kTile.m > work.queries.used) {
+      device::barrier_wait(shared.dout_full(ring.stage()), ring.parity());
+      Base::clear_behind(work, q, dout, tile);
+      finish_clearing(group);
+    }
+  }
+
+  // S^T = K Q^T and dP^T = V dO^T, begun.
+  static __device__ __forceinline__ void multiply_scores(const Shared& shared, const Ring& ring,
+                                                         uint32_t k, uint32_t q, uint32_t v,
+                                                         uint32_t dout, Fragments& x) {
+    using namespace device;
+    claim(x.scores);
+    claim(x.dout_v);
+    wgmma_fence();
+    multiply_rows<kType, kHeadDim, kTile.n, kTile.m>(x.scores, k, q);
+    wgmma_commit();
+    barrier_wait(shared.dout_full(ring.stage()), ring.parity());
+    wgmma_fence();
+    multiply_rows<kType, kHeadDim, kTile.n, kTile.m>(x.dout_v, v, dout);
+    wgmma_commit();
+  }
+
+  // P^T and dx^T, packed, as S^T and dP^T come.
+  static __device__ __forceinline__ void weigh(const AttentionParams& f, const Work& work,
+                                               const typename Base::Mod& mod, const Shared& shared,
+                                               int stage, const typename Base::Sight& sight,
+                                               int tile, bool masked, Fragments& x) {
+    using namespace device;
+    wgmma_wait<1>();
+    pin(x.scores);
+    Base::make_probs(x.scores, x.probs, f, work, mod, shared, stage, sight, tile, masked);
+    wgmma_wait<0>();
+    pin(x.dout_v);
+    if constexpr (Base::kPacksLate)
+      Base::kept_of(shared, stage).drop_all(x.dout_v);
+    else if constexpr (Base::kDrops)
+      Base::kept_of(shared, stage).drop_all(x.probs, x.dout_v);
+    Base::make_grads(x.dout_v, x.scores, shared.delta(stage), masked);
+    pack<kType>(x.grads, x.dout_v);
+    if constexpr (Base::kPacksLate) {
+      pack<kType>(x.probs, x.scores);
+      Base::kept_of(shared, stage).drop_all(x.probs);
+    }
+  }
+
+  // dx^T of keys behind the last one of the sequence, whose V may hold anything, becomes zeros.
+  static __device__ __forceinline__ void clear_tail(const Work& work,
+                                                    const typename Base::Sight& sight,
+                                                    uint32_t (&grads)[kTile.m / 4]) {
+#pragma unroll
+    for (int i = 0; i < kTile.m / 4; ++i)
+      if (sight.key + 8 * (i % 2) >= work.keys.used) grads[i] = 0;
+  }
+
+  // dV += P^T dO, begun.
+  static __device__ __forceinline__ void add_values(uint32_t (&probs)[kTile.m / 4], uint32_t dout,
+                                                    float (&dv)[kHeadDim / 2]) {
+    using namespace device;
+    pin(dv);
+    pin(probs);
+    wgmma_fence();
+    add_weighted<kType, kHeadDim, kTile.m>(dv, probs, dout);
+    wgmma_commit();
+  }
+
+  // dQ = dx K, of the keys of both groups, and dK += dx^T Q, begun.
+  template <int kColumns>
+  static __device__ __forceinline__ void multiply_grads(const Shared& shared, uint32_t shared_grads,
+                                                        uint32_t q, int group,
+                                                        uint32_t (&grads)[kTile.m / 4],
+                                                        float (&dq)[kColumns / 2],
+                                                        float (&dk)[kHeadDim / 2]) {
+    using namespace device;
+    claim(dq);
+    pin(dk);
+    pin(grads);
+    wgmma_fence();
+    multiply_dq<kColumns>(dq, shared_grads, shared.k, group);
+    wgmma_commit();
+    add_weighted<kType, kHeadDim, kTile.m>(dk, grads, q);
+    wgmma_commit();
+  }
+
+  // All sums of a group of consumers. Note: a branch around a product would serialise all of them.
   // kColumns: of dQ.
   template <int kColumns>
   static __device__ __forceinline__ void gather(const BackwardParams& p, const Work& work,
@@ -94,9 +190,8 @@ struct FusedPass : KeyTiles<kType, kHeadDim, kHeadDim, kMask, kForm, true> {
     const auto sight = Base::lane_sight(f, work, group * 64);
     const bool has_tail = work.key0 + kTile.n > work.keys.used;
     typename Base::Mod mod(f, 0, 0, 0, 0);
-    Ring<kTile.stages> ring(0);
-    float scores[kTile.m / 2], dout_v[kTile.m / 2];
-    uint32_t probs[kTile.m / 4], grads[kTile.m / 4];
+    Ring ring(0);
+    Fragments x;
     uint32_t shared_grads = shared.crossing;
     auto release = [](uint32_t barrier) {
       if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
@@ -113,71 +208,29 @@ struct FusedPass : KeyTiles<kType, kHeadDim, kHeadDim, kMask, kForm, true> {
       for (int tile = work.range.begin; tile < work.range.end; ++tile) {
         const int stage = ring.stage();
         const uint32_t q = shared.q_stage(stage), dout = shared.dout_stage(stage);
-        barrier_wait(shared.q_full(stage), ring.parity());
-        if (work.clears && (tile + 1) * kTile.m > work.queries.used) {
-          barrier_wait(shared.dout_full(stage), ring.parity());
-          Base::clear_behind(work, q, dout, tile);
-          finish_clearing(group);
-        }
+        await_rows(work, shared, ring, tile, q, dout, group);
         pin(dk);
         pin(dv);
-        claim(scores);
-        claim(dout_v);
-        wgmma_fence();
-        multiply_rows<kType, kHeadDim, kTile.n, kTile.m>(scores, k, q);
-        wgmma_commit();
-        barrier_wait(shared.dout_full(stage), ring.parity());
-        wgmma_fence();
-        multiply_rows<kType, kHeadDim, kTile.n, kTile.m>(dout_v, v, dout);
-        wgmma_commit();
-        wgmma_wait<1>();
-        pin(scores);
+        multiply_scores(shared, ring, k, q, v, dout, x);
         const bool masked = tile < work.range.full_begin || tile >= work.range.full_end;
-        Base::make_probs(scores, probs, f, work, mod, shared, stage, sight, tile, masked);
-        wgmma_wait<0>();
-        pin(dout_v);
-        if constexpr (Base::kPacksLate)
-          Base::kept_of(shared, stage).drop_all(dout_v);
-        else if constexpr (Base::kDrops)
-          Base::kept_of(shared, stage).drop_all(probs, dout_v);
-        Base::make_grads(dout_v, scores, shared.delta(stage), masked);
-        pack<kType>(grads, dout_v);
-        if constexpr (Base::kPacksLate) {
-          pack<kType>(probs, scores);
-          Base::kept_of(shared, stage).drop_all(probs);
-        }
-        if (has_tail) {
-#pragma unroll
-          for (int i = 0; i < kTile.m / 4; ++i)
-            if (sight.key + 8 * (i % 2) >= work.keys.used) grads[i] = 0;
-        }
-        share_grads(shared_grads, group, grads);
+        weigh(f, work, mod, shared, stage, sight, tile, masked, x);
+        if (has_tail) clear_tail(work, sight, x.grads);
+        share_grads(shared_grads, group, x.grads);
         async_proxy_fence();
-        pin(dv);
-        pin(probs);
-        wgmma_fence();
-        add_weighted<kType, kHeadDim, kTile.m>(dv, probs, dout);
-        wgmma_commit();
-        named_barrier_sync(kMeetBarrier, 128 * kConsumers);
+        add_values(x.probs, dout, dv);
+        named_barrier_sync(kMeetBarrier, 128 * kConsumers);  // dx^T of both groups is there
         float dq[kColumns / 2];
-        claim(dq);
-        pin(dk);
-        pin(grads);
-        wgmma_fence();
-        multiply_dq<kColumns>(dq, shared_grads, shared.k, group);
-        wgmma_commit();
-        add_weighted<kType, kHeadDim, kTile.m>(dk, grads, q);
-        wgmma_commit();
+        multiply_grads<kColumns>(shared, shared_grads, q, group, x.grads, dq, dk);
         wgmma_wait<2>();
         pin(dv);
-        pin(probs);
+        pin(x.probs);
         release(shared.dout_empty(stage));
         wgmma_wait<1>();
         pin(dq);
         add_dq(to, dq);
         wgmma_wait<0>();
         pin(dk);
-        pin(grads);
+        pin(x.grads);
         release(shared.q_empty(stage));
         to += kTile.m * kHeadDim;
         shared_grads ^= shared.crossing ^ (shared.crossing + Shared::kCrossingBytes);

@@ -123,7 +123,7 @@ struct BiasedScores {
       add_words(&scores[8 * j], words);
     }
   }
-  // Of two blocks of 8 columns.
+  // Adds the bias of two blocks of 8 columns.
   __device__ __forceinline__ void add_words(float* scores, const uint32_t (&words)[4]) const {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {

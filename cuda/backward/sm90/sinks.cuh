@@ -10,7 +10,7 @@ namespace cuattn::backward {
 
 constexpr int kSinkThreads = 256;
 
-// Of all threads of a block, to the first; in a fixed order.
+// The sum over all threads of a block, in a fixed order; the first thread has it.
 __device__ __forceinline__ float block_sum(float x) {
   __shared__ float of_warps[kSinkThreads / 32];
 #pragma unroll

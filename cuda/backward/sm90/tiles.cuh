@@ -16,7 +16,7 @@
 namespace cuattn::backward {
 
 constexpr int kConsumers = 2, kThreads = 128 * (kConsumers + 1);
-// Of a thread: what a CTA is launched with (168 each) is shared out. Warps that draw want more.
+// Threads share out the registers that a CTA is launched with (168 each). Warps that draw want more.
 template <bool kDraws>
 struct Registers {
   static constexpr int kOfConsumer = kDraws ? 232 : 240, kOfProducer = kDraws ? 40 : 24;
@@ -32,7 +32,7 @@ struct RowStates {
   float *lse, *delta;  // lse in base 2
   int64_t pitch;       // of a head
 
-  // Of row 0 of a sequence and head.
+  // Where row 0 of a sequence and head lies.
   __device__ __forceinline__ int64_t place(const AttentionParams& f, const Span& queries,
                                            int32_t batch, int32_t head) const {
     int64_t first = f.cu_seqlens_q != nullptr ? queries.start : int64_t{batch} * f.seqlen_q;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // mla_decode on mma.sync tensor cores (sm_80 and later), 16-bit latents of up to 512 columns and 64
-// of rope. The columns are spread over the warps, for S = Q K^T as for O = P V:
+// of rope, or packed ones (packed.cuh). The columns are spread over the warps, for S = Q K^T as for
+// O = P V:
 //
 //   warp w   S_w [rows x keys] = Q[:, own] K[:, own]^T      own: 512 / warps columns of the latent,
 //            S = sum of all S_w, by way of shared memory         and 16 of rope for warps 0 to 3
@@ -16,10 +17,12 @@
 #include "cuattn/device/paged/tasks.cuh"
 #include "cuattn/tiles.h"
 #include "cuda/host/launch.h"
+#include "cuda/mla/sm80/packed.cuh"
 
 namespace cuattn {
 
-template <DType kType, int kLatent, int kTileRows>
+// kPacked: the cache has packed latents.
+template <DType kType, int kLatent, int kTileRows, bool kPacked>
 struct MlaSm80 {
   // 1. Types and sizes
   static constexpr Tile kTile = mla_sm80_tile(kTileRows).tile;
@@ -35,6 +38,8 @@ struct MlaSm80 {
   static constexpr int kRowBytes = kColumns * 2;
   static constexpr int kLatentBytes = kKeys * kRowBytes, kRopeBytes = kKeys * 32;
   static constexpr int kStageBytes = kLatentBytes + kRopeBytes;
+  using Packed = PackedTile<kKeys, kColumns>;
+  static_assert(!kPacked || (kType == DType::bf16 && kLatent == PackedLatent::kLatent));
   static_assert(kTileRows == kRows && kRowBlocks <= 2 && kWarps >= kRopeWarps && kKeys <= 32 &&
                 kStages == 2);
 
@@ -63,7 +68,8 @@ struct MlaSm80 {
 
   // 3. Roles: every warp copies and computes its own columns.
 
-  // Where the key of this lane lies, in elements: lane i has key i of a tile.
+  // Where the key of this lane lies, in elements (packed: its latent in bytes): lane i has key i of a
+  // tile.
   struct Places {
     int64_t latent, rope;
     bool valid;
@@ -73,7 +79,8 @@ struct MlaSm80 {
     int32_t key = key0 + lane % kKeys;
     LatentPlace place{};
     if (key >= task.low && key < task.end) place = latent_place(p, task.b, key);
-    return {place.at(p.k_strides), place.at(p.latent.strides), place.exists};
+    int64_t latent = place.at(p.k_strides);
+    return {latent, kPacked ? latent / 2 : place.at(p.latent.strides), place.exists};
   }
   // Bit i: key i of a tile.
   static __device__ __forceinline__ uint32_t present(const Places& places) {
@@ -83,8 +90,18 @@ struct MlaSm80 {
   // Copies the own columns of a tile; keys that are not there become zero.
   __device__ __forceinline__ void fill(const PagedParams& p, const Places& places,
                                        int stage) const {
-    constexpr int kChunks = kColumns / 8, kPassRows = 32 / kChunks;
     uint32_t to = stages + stage * kStageBytes;
+    if constexpr (kPacked) {
+      Packed::copy(p.k_cache, places.latent, places.valid, warp * kColumns, lane, to);
+    } else {
+      fill_latents(p, places, to);
+    }
+    fill_rope(p, places, to);
+  }
+
+  __device__ __forceinline__ void fill_latents(const PagedParams& p, const Places& places,
+                                               uint32_t to) const {
+    constexpr int kChunks = kColumns / 8, kPassRows = 32 / kChunks;
     int32_t chunk = lane % kChunks, column = warp * kColumns + chunk * 8;
     const uint16_t* from = static_cast<const uint16_t*>(p.k_cache) + column;
 #pragma unroll
@@ -95,16 +112,19 @@ struct MlaSm80 {
       device::cp_async16(to + device::swizzled<kRowBytes>(row, chunk),
                          valid ? from + at : p.k_cache, valid);
     }
-    if (warp < kRopeWarps) {
-      column = warp * 16 + lane % 2 * 8;
-      from = static_cast<const uint16_t*>(p.latent.rope_cache) + column;
+  }
+
+  __device__ __forceinline__ void fill_rope(const PagedParams& p, const Places& places,
+                                            uint32_t to) const {
+    if (warp >= kRopeWarps) return;
+    int32_t column = warp * 16 + lane % 2 * 8;
+    const uint16_t* from = static_cast<const uint16_t*>(p.latent.rope_cache) + column;
 #pragma unroll
-      for (int pass = 0; pass < kKeys / 16; ++pass) {
-        int row = pass * 16 + lane / 2;
-        int64_t at = __shfl_sync(0xffffffffu, places.rope, row);
-        bool valid = __shfl_sync(0xffffffffu, places.valid, row) && column < p.latent.rope_dim;
-        device::cp_async16(to + rope_at(row, lane % 2), valid ? from + at : p.k_cache, valid);
-      }
+    for (int pass = 0; pass < kKeys / 16; ++pass) {
+      int row = pass * 16 + lane / 2;
+      int64_t at = __shfl_sync(0xffffffffu, places.rope, row);
+      bool valid = __shfl_sync(0xffffffffu, places.valid, row) && column < p.latent.rope_dim;
+      device::cp_async16(to + rope_at(row, lane % 2), valid ? from + at : p.k_cache, valid);
     }
   }
 
@@ -331,6 +351,7 @@ struct MlaSm80 {
       device::cp_async_wait<kStages - 1>();
       __syncwarp();  // the copies of all lanes have landed
       uint32_t tile = stages + stage * kStageBytes;
+      if constexpr (kPacked) Packed::unpack(warp * kColumns, lane, tile);
       Scores scores = {};
       multiply_qk(state, tile, scores);
       share_scores(scores);
@@ -426,12 +447,20 @@ void launch_mla_sm80_kernel(const PagedParams& p, cudaStream_t stream) {
                      device_major(), stream, p);
 }
 
+template <DType kType, int kLatent, bool kPacked>
+void launch_mla_sm80_tile(const PagedParams& p, cudaStream_t stream) {
+  if (p.work.q_len * p.work.group <= 16)
+    return launch_mla_sm80_kernel<MlaSm80<kType, kLatent, 16, kPacked>>(p, stream);
+  launch_mla_sm80_kernel<MlaSm80<kType, kLatent, 32, kPacked>>(p, stream);
+}
+
 template <DType kType, int kHeadDim, int kHeadDimV>
 void launch_mla_sm80(const PagedParams& p, cudaStream_t stream) {
   static_assert(kHeadDim == kHeadDimV, "the latent is key and value");
-  if (p.work.q_len * p.work.group <= 16)
-    return launch_mla_sm80_kernel<MlaSm80<kType, kHeadDim, 16>>(p, stream);
-  launch_mla_sm80_kernel<MlaSm80<kType, kHeadDim, 32>>(p, stream);
+  if constexpr (kType == DType::bf16) {
+    if (p.kv_dtype == DType::e4m3) return launch_mla_sm80_tile<kType, kHeadDim, true>(p, stream);
+  }
+  launch_mla_sm80_tile<kType, kHeadDim, false>(p, stream);
 }
 
 }  // namespace cuattn

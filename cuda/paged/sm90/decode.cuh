@@ -152,7 +152,8 @@ struct PagedSm90 : PagedSm90Softmax<kType, kHeadDim, kRows, kScore, kUse> {
     wgmma_commit();
   }
 
-  // Of the values of a tile on the edge, from `first_key` on and `left` of the task's keys.
+  // Zeros for the values of an edge tile that nobody sees; it begins with `first_key`, and `left` of
+  // its keys are the task's.
   static __device__ __forceinline__ void clear_unseen(const Shared& shared,
                                                       const device::Ring<>& ring,
                                                       const device::KeyTask& task,

@@ -18,6 +18,10 @@ struct E4m3 {  // float8_e4m3fn: sign, 4 bits of exponent (bias 7), 3 of mantiss
   uint8_t bits;
 };
 
+struct Int8 {
+  int8_t value;
+};
+
 template <DType kType>
 struct ElementOf;
 template <>
@@ -35,6 +39,10 @@ struct ElementOf<DType::bf16> {
 template <>
 struct ElementOf<DType::e4m3> {
   using type = E4m3;
+};
+template <>
+struct ElementOf<DType::i8> {
+  using type = Int8;
 };
 template <DType kType>
 using Element = typename ElementOf<kType>::type;
@@ -57,6 +65,8 @@ __device__ __forceinline__ float to_float(E4m3 x) {
   Half scaled{static_cast<uint16_t>((x.bits & 0x80u) << 8 | magnitude << 7)};
   return magnitude == 0x7fu ? __int_as_float(0x7fffffff) : to_float(scaled) * 256.0f;
 }
+
+__device__ __forceinline__ float to_float(Int8 x) { return static_cast<float>(x.value); }
 
 template <class T>
 __device__ __forceinline__ T from_float(float x);

@@ -13,16 +13,16 @@ namespace cuattn::device {
 // Dropout of one query head of one sequence.
 struct HeadDropout {
   DropoutParams params;
-  uint32_t head;  // b * num_heads_q + h
+  uint32_t head;  // a word of Philox's counter
 
   __device__ HeadDropout(const AttentionParams& p, int32_t b, int32_t h)
-      : params(p.dropout.resolved()),
-        head(static_cast<uint32_t>(b) * static_cast<uint32_t>(p.num_heads_q) +
-             static_cast<uint32_t>(h)) {}
+      : params(p.dropout.resolved()), head(p.dropout.head(b, h)) {}
 
   // The 16 bytes of keys [16 * group, 16 * group + 16) of a row, in order.
   __device__ __forceinline__ PhiloxWords draw(int32_t row, int32_t group) const {
-    return philox({static_cast<uint32_t>(group), static_cast<uint32_t>(row), head, params.offset},
+    const uint32_t first_group = params.first_key >> 4;
+    return philox({first_group + static_cast<uint32_t>(group),
+                   params.first_row + static_cast<uint32_t>(row), head, params.offset},
                   params.seed);
   }
 

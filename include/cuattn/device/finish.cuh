@@ -15,7 +15,7 @@ struct RowEnd {
   bool alive;
 };
 
-// Of rows of one head, whose sink is read once: one more logit in the denominator, without a value.
+// Ends the rows of one head, whose sink is read once: one more logit in the denominator, without a value.
 struct Finish {
   bool has_sink;
   float sink;  // base 2

@@ -138,7 +138,7 @@ struct ScoreMod<kType, ScoreKind::scored> {
     return ds * derivative(dot);
   }
 
-  // Of the key from the query's own place, as ALiBi counts it.
+  // How far the key lies from the query's own place, as ALiBi counts it.
   __device__ float distance(int32_t row, int32_t key) const {
     return fabsf(static_cast<float>(row + diagonal - key));
   }

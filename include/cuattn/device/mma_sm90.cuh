@@ -121,7 +121,7 @@ __device__ __forceinline__ bool named_barrier_any(uint32_t id, uint32_t threads,
 
 // ---- clusters
 
-// Of all threads of the cluster that have not ended; what they wrote before is there behind it.
+// All threads of the cluster that have not ended meet; what they wrote before is there behind it.
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }

@@ -3,6 +3,7 @@
 // under NVRTC. Next: cpu/cache.cpp (all of it in plain loops).
 #pragma once
 
+#include "cuattn/params/float8.h"
 #include "cuattn/params/pages.h"
 
 namespace cuattn {
@@ -31,7 +32,7 @@ struct CacheSide {
   CUATTN_HOST_DEVICE int64_t row(int64_t token, int64_t head) const {
     return token * row_token + head * row_head;
   }
-  // Of d = 0 of one head in one slot: token `at` of a block.
+  // Where d = 0 of one head lies, for token `at` of a block.
   CUATTN_HOST_DEVICE int64_t place(int64_t block, int64_t at, int64_t head) const {
     return block * strides.block + head * strides.head + at * strides.token;
   }
@@ -77,7 +78,7 @@ CUATTN_HOST_DEVICE bool is_slot(const CacheWriteParams& p, int64_t slot) {
 // gather_cache: the first tokens of each sequence, end to end, into rows.
 struct CacheGatherParams {
   CacheSide k, v;
-  DType dtype;  // of the caches and of the rows
+  DType dtype;  // of the caches, and of the rows but where codes become numbers
   KvLayout kv_layout;
   int64_t num_tokens;  // rows there are
   int32_t num_heads;
@@ -87,6 +88,11 @@ struct CacheGatherParams {
                               // sequence b has the padded_len rows from b * padded_len on
   int32_t padded_len;
   const int32_t* seqused;  // [num_seqs], tokens of a sequence that are read; nullptr: all its rows
+  // Codes become numbers: rows are of number_dtype, of 16 bits, stored * scale rounded once. The
+  // scales are of heads, and of sequences. Else the rows are bytes of the cache.
+  bool makes_numbers;
+  DType number_dtype;
+  Float8Scale k_scale, v_scale;
 };
 
 // Where a gathered row comes from. seq = -1: nowhere, the row is not written.

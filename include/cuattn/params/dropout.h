@@ -12,21 +12,32 @@ constexpr int64_t kMaxDropoutOffset = 0xffffffff;  // a word of Philox's counter
 
 // Probability (b, h, i, j) is kept when its byte is below 256 - dropped, and is then multiplied by
 // 256 / (256 - dropped). Its byte is byte j % 16 of the 16 that Philox gives for the key `seed` and
-// the counter (j / 16, i, b * num_heads_q + h, offset); i is the row within its sequence.
+// the counter (j / 16, i, head(b, h), offset); i is the row within its sequence. A part of a greater
+// call says where its first row, key and head stand there, and counts on from these.
 struct DropoutParams {
-  int32_t dropped;  // of 256; 0 = off
   uint64_t seed;
   uint32_t offset;
-  const int64_t* state;  // [seed, offset] where the arrays are, instead of both; or nullptr
+  int32_t dropped;                            // of 256; 0 = off
+  const int64_t* state;                       // [seed, offset] in the memory of q, or nullptr
+  uint32_t first_row, first_key, first_head;  // on CUDA first_key is a multiple of 16
+  uint32_t num_heads;                         // of a sequence of the greater call
 
   CUATTN_HOST_DEVICE bool is_on() const { return dropped > 0; }
   CUATTN_HOST_DEVICE uint32_t threshold() const { return 256u - static_cast<uint32_t>(dropped); }
   CUATTN_HOST_DEVICE float factor() const { return 256.0f / static_cast<float>(threshold()); }
   CUATTN_HOST_DEVICE float kept_share() const { return static_cast<float>(threshold()) / 256.0f; }
+  CUATTN_HOST_DEVICE uint32_t head(int32_t b, int32_t h) const {
+    return first_head + static_cast<uint32_t>(b) * num_heads + static_cast<uint32_t>(h);
+  }
   // The same with seed and offset read from state, once, where it can be read.
   CUATTN_HOST_DEVICE DropoutParams resolved() const {
-    if (state == nullptr) return *this;
-    return {dropped, static_cast<uint64_t>(state[0]), static_cast<uint32_t>(state[1]), nullptr};
+    DropoutParams read = *this;
+    if (state != nullptr) {
+      read.seed = static_cast<uint64_t>(state[0]);
+      read.offset = static_cast<uint32_t>(state[1]);
+      read.state = nullptr;
+    }
+    return read;
   }
 };
 
@@ -60,13 +71,14 @@ CUATTN_HOST_DEVICE PhiloxWords philox(PhiloxWords counter, uint64_t key) {
   return c;
 }
 
-// Whether probability (head, row, key) is kept; `head` is b * num_heads_q + h.
+// Whether probability (head, row, key) is kept; `head` is that of DropoutParams::head.
 CUATTN_HOST_DEVICE bool is_kept(const DropoutParams& p, uint32_t head, int32_t row, int32_t key) {
-  PhiloxWords words =
-      philox({static_cast<uint32_t>(key) >> 4, static_cast<uint32_t>(row), head, p.offset}, p.seed);
-  uint32_t which = static_cast<uint32_t>(key) >> 2 & 3u;
+  uint32_t i = p.first_row + static_cast<uint32_t>(row);
+  uint32_t j = p.first_key + static_cast<uint32_t>(key);
+  PhiloxWords words = philox({j >> 4, i, head, p.offset}, p.seed);
+  uint32_t which = j >> 2 & 3u;
   uint32_t word = which == 0 ? words.x : which == 1 ? words.y : which == 2 ? words.z : words.w;
-  return (word >> 8 * (static_cast<uint32_t>(key) & 3u) & 255u) < p.threshold();
+  return (word >> 8 * (j & 3u) & 255u) < p.threshold();
 }
 
 // What it is multiplied by.

@@ -10,6 +10,15 @@ namespace cuattn {
 
 constexpr int32_t kScaleRows = 128;  // rows of a sequence that share a scale of a block
 
+// Whether arrays of a dtype are codes, whose scales a call takes.
+CUATTN_HOST_DEVICE constexpr bool is_code(DType dtype) {
+  return dtype == DType::e4m3 || dtype == DType::i8;
+}
+// That of the values of a call, by that of its queries and keys: only these may be int8.
+CUATTN_HOST_DEVICE constexpr DType value_dtype(DType dtype) {
+  return dtype == DType::i8 ? DType::e4m3 : dtype;
+}
+
 // Values by columns, as kernels of ours make them: keys from one channel to the next.
 CUATTN_HOST_DEVICE constexpr int64_t column_pitch(int64_t keys) { return (keys + 15) / 16 * 16; }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The plain structs of what stands around attention: rotary embedding, norms and activations. Clean
-// under NVRTC. Next: cpu/fused.cpp, cuda/fused/rope.cu, cuda/fused/norm.cu.
+// The plain structs of what stands around attention: rotary embedding, sums, norms and activations.
+// Clean under NVRTC. Next: cpu/fused.cpp, cuda/fused/rope.cu, cuda/fused/norm.cu.
 #pragma once
 
 #include "cuattn/params/rows.h"
@@ -65,6 +65,16 @@ struct RotateParams {
     int64_t place = places(b, row);
     return place < 0 ? 0 : place < max_position ? place : max_position - 1;
   }
+};
+
+// add_residual: out = x + residual in float32, rounded once. out is x, or residual, or lies apart.
+struct AddParams {
+  const void *x, *residual;  // rows [batch, seqlen, num_heads] of head_dim elements
+  void* out;
+  Strides x_strides, residual_strides, out_strides;
+  DType x_dtype, dtype;  // x_dtype: dtype, or f32
+  int64_t batch, seqlen;
+  int32_t num_heads, head_dim;
 };
 
 // rms_norm and layer_norm, row by row: h = x + residual, rounded to the dtype and stored as

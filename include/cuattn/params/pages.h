@@ -14,7 +14,7 @@ namespace cuattn {
 //         V [num_blocks, num_heads_kv, head_dim, block_size]
 enum class KvLayout : int32_t { nhd, hnd, vllm };
 
-// Of one cache, in elements. Element (block, head, token, d) lies at block * strides.block + head *
+// How one cache lies, in elements. Element (block, head, token, d) lies at block * strides.block + head *
 // strides.head plus
 //   nhd, hnd   token * strides.token + d
 //   vllm, K    d / x * block_size * x + token * x + d % x

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // quantize and dequantize as the kernels receive them: rows of numbers to float8_e4m3fn codes and
-// back. stored = round((row - mean) R / scale), to nearest even, at most 448; R is signs
+// back. stored = round((row - mean) R / scale), to nearest even, at most 448 (int8: 127); R is signs
 // times Hadamard matrices, or nothing. Next: cpu/quantize.cpp.
 #pragma once
 
@@ -9,6 +9,9 @@
 namespace cuattn {
 
 constexpr float kLargestE4m3 = 448.0f;
+CUATTN_HOST_DEVICE constexpr float largest_code(DType dtype) {
+  return dtype == DType::i8 ? 127.0f : kLargestE4m3;
+}
 
 // What a scale with three axes is of.
 enum class ScalePart : int32_t { none, rows, channels };
@@ -22,7 +25,7 @@ struct QuantizeArray {
 };
 
 struct QuantizeParams {
-  QuantizeArray x, out;  // of dequantize x is e4m3, of quantize out
+  QuantizeArray x, out;  // of dequantize x is e4m3, of quantize out; on the CPU i8, too
   int32_t batch, heads, dim;
   int64_t rows, out_rows;  // of a sequence; rows of out beyond those of x become 0
 

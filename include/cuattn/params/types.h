@@ -25,7 +25,7 @@ using uintptr_t = unsigned long long;
 
 namespace cuattn {
 
-enum class DType : int32_t { f32, f16, bf16, e4m3, boolean, i32, i64 };
+enum class DType : int32_t { f32, f16, bf16, e4m3, boolean, i32, i64, i8 };
 // causal: right limit 0, no left limit; rows: an interval of keys of each row (params/flex.h).
 enum class MaskKind : int32_t { none, causal, window, rows };
 // See ScoreParams. dropped: identity with dropout; of sm90 alone, for scored kernels have it elsewhere.

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from .._options import PLACES
 from ..flex.attention import OPTIONS, as_taken, find, problem_of, refuse_unknown, traced
 from ..flex.device import SM90_DIM, free_options, may_take_sm90
 from ..flex.plan import plan as plan_functions
@@ -20,7 +21,6 @@ from .rows import explain_rows
 
 NAME = "flex_attention"
 FUNCTIONS = ("score_mod", "mask_mod", "block_mask")
-NOT_ASKED = ("out", "lse_out", "workspace", "stream")  # they do not enter the choice
 
 
 def explain_flex(arrays: tuple[Any, ...], device: Any, dtype: str, options: dict[str, Any]) -> Plan:
@@ -29,7 +29,7 @@ def explain_flex(arrays: tuple[Any, ...], device: Any, dtype: str, options: dict
         raise TypeError(f"explain: {NAME} takes q, k, v, got {len(arrays)} arguments")
     score_mod, mask_mod, block_mask = (options.pop(name, None) for name in FUNCTIONS)
     refuse_unknown(NAME, options, OPTIONS)
-    options = {name: x for name, x in options.items() if name not in NOT_ASKED}
+    options = {name: x for name, x in options.items() if name not in PLACES}
     q, k = (x if hasattr(x, "shape") else stand_in(x) for x in arrays[:2])
     problem = problem_of(q, k, options)
     known = options if hasattr(arrays[0], "shape") else shapes_of_arrays(options)

@@ -7,6 +7,7 @@ import dataclasses
 from typing import Any
 
 from .._gradients import GRADIENTS, POSITIONAL
+from .._options import PLACES
 from ..flex.attention import OPTIONS, find, problem_of, refuse_unknown
 from ..flex.backward import TAKES
 from ..flex.device import BACKWARD, free_options, require_backward
@@ -16,7 +17,6 @@ from .backward import explain_backward
 from .devices import place
 from .flex import (
     FUNCTIONS,
-    NOT_ASKED,
     plan_elsewhere,
     plan_on_hopper,
     shapes_of_arrays,
@@ -42,7 +42,7 @@ def explain_flex_backward(
     refuse_unknown(BACKWARD, options, TAKES)
     if "cu_seqlens_q" in options:
         raise NotImplementedError(f"explain: {BACKWARD} must be of padded arrays, got cu_seqlens_q")
-    options = {name: x for name, x in options.items() if name not in (*NOT_ASKED, *GRADIENTS)}
+    options = {name: x for name, x in options.items() if name not in (*PLACES, *GRADIENTS)}
     q, k, v = (x if hasattr(x, "shape") else stand_in(x) for x in arrays[1:4])
     if hasattr(arrays[1], "dtype"):
         dtype = dtype_name(arrays[1])

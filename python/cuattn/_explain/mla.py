@@ -22,6 +22,17 @@ DECODE_OPTIONS = {
 ATTENTION = ("q", "k_latent", "v_latent", "k_proj", "v_proj")
 ATTENTION_OPTIONS = {"q_rope", "k_rope", "causal", "scale", "form"}
 MLA = ("mla_decode", "mla_attention")
+PACKED_BYTES = 656  # of a token
+
+
+def with_packed(given: dict[str, Any]) -> dict[str, Any]:
+    """Say of a shape that it is one of packed latents, which alone come without kpe_cache."""
+    cache = given["ckv_cache"]
+    is_shape = isinstance(cache, tuple) and not isinstance(next(iter(cache), None), str)
+    has_rope = given["q_pe"] is not None and given["kpe_cache"] is None
+    if is_shape and has_rope and cache[-1:] == (PACKED_BYTES,):
+        return {**given, "ckv_cache": ("uint8", *cache)}
+    return given
 
 
 def read(
@@ -53,7 +64,7 @@ def explain_mla(
     where = place(device, arrays_or_shapes[0] if arrays_or_shapes else ())
     if op == "mla_decode":
         given = read(op, arrays_or_shapes, DECODE, options, DECODE_OPTIONS)
-        return Plan(**_core.explain_mla(given, dtype, *where))
+        return Plan(**_core.explain_mla(with_packed(given), dtype, *where))
     given = read(op, arrays_or_shapes, ATTENTION, options, ATTENTION_OPTIONS)
     names = (*ATTENTION, "q_rope", "k_rope")
     shapes = {n: None if given.get(n) is None else tuple(shape_of(given[n])) for n in names}

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from .. import _core
-from .._append import BLOCK_SIZE_AXIS
 from .._arrays import Array, ArrayT
-from .._options import DENSE, options_of
+from .._kv_shapes import BLOCK_SIZE_AXIS
+from .._options import DENSE, PASSES, options_of
 from .._other_names import way_out
 from .block_mask import BlockMask, Shape
 from .device import Gives, Placed, free_options, is_cuda, of_tiles, place_of, runs_in_sm90
@@ -28,7 +28,7 @@ NAME = "flex_attention"
 RAGGED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 PAGED: tuple[str, ...] = ("block_tables", "kv_layout")
 OPTIONS: frozenset[str]
-OPTIONS = frozenset(option.name for option in options_of(*DENSE)) | {*RAGGED, *PAGED}
+OPTIONS = frozenset(o.name for o in options_of(*DENSE) if o.kind not in PASSES) | {*RAGGED, *PAGED}
 
 
 def flex_attention(

@@ -79,6 +79,10 @@ def attention(
     dropout_seed: int | None = None,
     dropout_offset: int = 0,
     dropout_state: jax.Array | None = None,
+    dropout_row: int = 0,
+    dropout_key: int = 0,
+    dropout_head: int = 0,
+    dropout_heads: int = 0,
     num_splits: int = 0,
     batch_invariant: bool = False,
     return_lse: bool = False,
@@ -102,7 +106,7 @@ def attention(
         As in `cuattn.attention`.
     num_splits, batch_invariant, return_lse, backend
         As in `cuattn.attention`.
-    dropout_p, dropout_seed, dropout_offset
+    dropout_p, dropout_seed, dropout_offset, dropout_row, dropout_key, dropout_head, dropout_heads
         As in `cuattn.attention`; static under jax.jit.
     dropout_state : array, [2], optional
         Seed and offset, traced: int64, int32 or uint32, as the data of a key of jax.random.
@@ -152,6 +156,10 @@ def attention_varlen(
     dropout_seed: int | None = None,
     dropout_offset: int = 0,
     dropout_state: jax.Array | None = None,
+    dropout_row: int = 0,
+    dropout_key: int = 0,
+    dropout_head: int = 0,
+    dropout_heads: int = 0,
     num_splits: int = 0,
     batch_invariant: bool = False,
     return_lse: bool = False,
@@ -173,7 +181,7 @@ def attention_varlen(
         As in `attention`.
     num_splits, batch_invariant, return_lse, backend
         As in `cuattn.attention_varlen`.
-    dropout_p, dropout_seed, dropout_offset
+    dropout_p, dropout_seed, dropout_offset, dropout_row, dropout_key, dropout_head, dropout_heads
         As in `cuattn.attention_varlen`; static under jax.jit.
     dropout_state : array, [2], optional
         Seed and offset, traced: int64, int32 or uint32, as the data of a key of jax.random.

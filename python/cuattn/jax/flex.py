@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._gradients import SOURCES
+from .._gradients import GRADIENT_OF
 from .._kv_shapes import head_dim_of_values
+from .._options import PLACES
 
 
 def run_on_host(
@@ -58,8 +59,6 @@ def on_host(function: str, name: str, x: Any) -> Any:
 
 
 # Under jit and grad
-
-GRADIENT_OF = {source: gradient for gradient, source in SOURCES.items()}
 
 
 class TracedCall:
@@ -155,7 +154,7 @@ def attend_traced(arguments: dict[str, Any], score_mod: Any, mask_mod: Any, bloc
     """
     from ..flex.trace import trace
 
-    for name in ("out", "lse_out", "workspace", "stream"):
+    for name in PLACES:
         if arguments.get(name) is not None:
             raise ValueError(f"flex_attention: {name} must not be given with JAX arrays")
     platform = default_platform()

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-LARGEST = 448.0
+LARGEST, MOST_INT8 = 448.0, 127.0
 BLOCK = 128
 LEAST = float(np.finfo(np.float32).tiny)
 
@@ -93,10 +93,12 @@ def quantize(
     channels: bool,
     mean: Any,
     shift_mean: Any,
+    int8: bool,
 ) -> tuple[Any, Any, Any, Any]:
     """Quantise one array: codes, scale, mean and shift; a tuple for scale or mean is a shape."""
     wide = heads_first(x, layout).astype(jnp.float32)
     shift = made_mean = made_scale = None
+    most = MOST_INT8 if int8 else LARGEST
     if shift_mean is not None:
         group = wide.shape[1] // shift_mean.shape[1]
         shift = jnp.sum(wide * jnp.repeat(shift_mean, group, axis=1)[:, :, None], axis=-1)
@@ -110,9 +112,11 @@ def quantize(
         wide = rotated(wide)
     if isinstance(scale, tuple):
         sizes = largest(wide, scale, channels)
-        scale = made_scale = jnp.where(sizes == 0, 1.0, jnp.maximum(sizes / LARGEST, LEAST))
-    codes = jnp.clip(wide / spread(scale, wide.shape, channels), -LARGEST, LARGEST)
-    codes = as_given(codes.astype(jnp.float8_e4m3fn), x.ndim, layout)
+        scale = made_scale = jnp.where(sizes == 0, 1.0, jnp.maximum(sizes / most, LEAST))
+    codes = jnp.clip(wide / spread(scale, wide.shape, channels), -most, most)
+    if int8:
+        codes = jnp.round(jnp.where(jnp.isnan(codes), 0.0, codes))
+    codes = as_given(codes.astype(jnp.int8 if int8 else jnp.float8_e4m3fn), x.ndim, layout)
     return codes, made_scale, made_mean, shift
 
 

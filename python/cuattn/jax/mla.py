@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _core
+from .._options import PLACES
 from .call import (
     Static,
     attributes,
@@ -62,7 +63,7 @@ def run_decode(arrays: dict[str, jax.Array], static: Static) -> list[jax.Array]:
 def mla_decode(**arguments: Any) -> Any:
     """`cuattn.mla_decode` on JAX arrays, without pages where there are no block_tables."""
     op = "mla_decode"
-    refuse(op, **{name: arguments.get(name) for name in ("out", "lse_out", "workspace", "stream")})
+    refuse(op, **{name: arguments.get(name) for name in PLACES})
     required = {name: arguments[name] for name in ("q_nope", "ckv_cache")}
     optional = {name: arguments.get(name) for name in DECODE_OPTIONAL}
     arrays = check_arrays(op, required, **optional)

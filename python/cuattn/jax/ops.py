@@ -15,6 +15,7 @@ import numpy as np
 
 from .. import _core
 from .._gradients import GRADIENTS, POSITIONAL, SOURCES, forward_options
+from .._kv_shapes import head_dim_of_values
 from .._options import XLA_OPS, options_of
 from .call import (
     Static,
@@ -32,7 +33,7 @@ ARRAYS = tuple(option.name for option in options_of(*OPS, kinds=("array", "scale
 NUMBERS = tuple(o for o in options_of(*OPS, face="jax") if o.kind != "array")
 # Those of ARRAYS that may be numbers instead.
 SCALES = tuple(option.name for option in options_of(*OPS, kinds=("scale",), face="jax"))
-FLOAT8 = ("float8_e4m3fn", "uint8")
+CODES = ("float8_e4m3fn", "uint8", "int8")
 
 
 def workspace_of(arrays: dict[str, jax.Array], options: dict[str, Any]) -> int:
@@ -75,8 +76,8 @@ def attend(arrays: dict[str, jax.Array], static: Static) -> list[jax.Array]:
     workspace_bytes = workspace_of(arrays, options)
     q, v = arrays["q"], arrays["v"]
     ragged, paged = options["op"] == "attention_varlen", "block_tables" in arrays
-    head_dim_v = v.shape[-2] if paged and options["kv_layout"] == "vllm" else v.shape[-1]
-    dtype = jnp.bfloat16 if str(q.dtype) in FLOAT8 else q.dtype
+    head_dim_v = head_dim_of_values(v.shape, options["kv_layout"] if paged else None)
+    dtype = jnp.bfloat16 if str(q.dtype) in CODES else q.dtype
     results = [jax.ShapeDtypeStruct((*q.shape[:-1], head_dim_v), dtype)]
     if options["return_lse"]:
         total, heads = q.shape[:2]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,8 +20,13 @@ import cuattn
 from .layout import Span
 from .pairs import Piece, Window
 
-if TYPE_CHECKING:
-    from .dropped import Dropout
+
+class Dropout(NamedTuple):
+    """What is dropped, by the places of the whole."""
+
+    options: dict[str, Any]  # dropout_p, and seed and offset or dropout_state
+    heads: int  # of the whole
+    first_head: int = 0  # which of them is the first here
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +59,12 @@ class Problem:
         slopes, dslopes = (x if x is None else x[..., heads] for x in both)
         biases = (self.bias, self.dbias)
         bias, dbias = (x if x is None or x.shape[1] == 1 else x[:, heads] for x in biases)
-        return dataclasses.replace(self, slopes=slopes, dslopes=dslopes, bias=bias, dbias=dbias)
+        dropout = self.dropout
+        if dropout is not None:
+            dropout = dropout._replace(first_head=dropout.first_head + heads.start)
+        return dataclasses.replace(
+            self, slopes=slopes, dslopes=dslopes, bias=bias, dbias=dbias, dropout=dropout
+        )
 
     def options(self) -> dict[str, Any]:
         """Return what every call is given."""
@@ -106,6 +116,8 @@ def make_call(
     if problem.dbias is not None:
         dbias = bias_of(problem.dbias, piece, row, keys[0])
     first = queries[0] + piece.q.start, keys[0] + piece.k.start
+    if problem.dropout is not None:
+        options |= dropout_of(problem.dropout, piece, first)
     if problem.used is not None:
         counts = zip(first, (q.shape[1], k.shape[1]), strict=True)
         in_use = [(problem.used - start).clamp(0, count) for start, count in counts]
@@ -121,6 +133,14 @@ def make_call(
         both = (piece.q_lengths, piece.k_lengths)
         lengths = (*(offsets(x, q.device) for x in both), *(max(x) for x in both))
     return Call(q, k, v, options, offset, lengths, dbias, places)
+
+
+def dropout_of(dropout: Dropout, piece: Piece, first: Span) -> dict[str, Any]:
+    """Return the options of a piece whose first row and first key are these of the sequence."""
+    row, key = (place - piece.begin for place in first)
+    head = piece.document * dropout.heads + dropout.first_head
+    places = {"dropout_row": row, "dropout_key": key, "dropout_head": head}
+    return dropout.options | places | {"dropout_heads": dropout.heads}
 
 
 def make_folded_call(

@@ -17,9 +17,9 @@ from .autograd import Attend, HeadsToRows, RowsToHeads
 from .check import Said, agree
 from .cost import Choice
 from .layout import Layout
-from .plan import Plan, kept_plan, limit_memory, plan_of, teams_of
+from .plan import Plan, kept_plan, limit_memory, plan_of
 from .schemes import SCHEMES
-from .team import keep_out_of_graphs
+from .team import keep_out_of_graphs, teams_of
 
 traced: Any = None  # puts a call into a graph of torch.compile, where that is loaded
 
@@ -96,7 +96,8 @@ def attention(
         beyond give out 0 and lse -inf, keys beyond are not seen. ring takes it without a window,
         gather with one that looks left alone.
     dropout_p, dropout_seed, dropout_offset, dropout_state
-        As in `cuattn.attention`, the same on all ranks, by heads alone: what one process drops.
+        As in `cuattn.attention`, the same on all ranks: what one process drops is dropped. On CUDA
+        a ring takes it where the keys of each rank begin at multiples of 16 of their sequence.
     batch_invariant : bool
         With it "gather" and "heads" give the bits of one process, if chunks begin at multiples of
         128 (docs/parallel.md).
@@ -216,7 +217,8 @@ def attention_varlen(
     ----------
     As of `attention`.
     """
-    return run("parallel.attention_varlen", locals() | {"bias": None, "seqused": None}, cu_seqlens)
+    given = locals() | {"bias": None, "seqused": None}
+    return run("parallel.attention_varlen", given, () if cu_seqlens is None else cu_seqlens)
 
 
 def explain(
@@ -261,7 +263,7 @@ def explain(
     rest |= {"dropout_seed": 0 if dropout_p else None, "dropout_offset": 0, "dropout_state": None}
     given = locals() | rest
     inner, outer = teams_of("parallel.explain", group)
-    limit_memory(given, inner, outer)
+    limit_memory("parallel.explain", given, inner, outer)
     return plan_of("parallel.explain", given, None, inner, outer).choice
 
 
@@ -273,7 +275,7 @@ def run(function: str, given: dict[str, Any], cu_seqlens: Any) -> Any:
 def run_planned(function: str, given: dict[str, Any], cu_seqlens: Any) -> Any:
     """Check a call on all ranks, and run it."""
     inner, outer = teams_of(function, given["group"])
-    limit_memory(given, inner, outer)
+    limit_memory(function, given, inner, outer)
     plans: list[Plan] = []
     refusal: Exception | None = None
 

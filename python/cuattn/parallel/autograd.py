@@ -102,21 +102,25 @@ class Attend(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
         """Differentiate by the same scheme."""
+        if torch.is_grad_enabled():  # create_graph=True
+            raise NotImplementedError(
+                "cuattn.parallel: a gradient of a gradient does not go through ranks; "
+                "differentiate once, without create_graph=True"
+            )
         q, k, v, sinks, bias, slopes, out, lse, *_ = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(out)
         dlse = None if dlse is None else dlse.contiguous()
         result = dout.to(out.dtype).contiguous(), out, lse, dlse
         dbias = dslopes = None
-        with torch.no_grad():
-            if ctx.needs_input_grad[5]:
-                dbias = torch.zeros_like(bias, dtype=torch.float32)
-            if ctx.needs_input_grad[6]:
-                dslopes = torch.zeros_like(slopes)
-            ctx.scheme.problem = dataclasses.replace(
-                ctx.scheme.problem, bias=bias, dbias=dbias, slopes=slopes, dslopes=dslopes
-            )
-            dq, dk, dv, dsinks = ctx.scheme.backward(q, k, v, sinks, result)
-            if dbias is not None:
-                dbias = dbias.to(bias.dtype)
+        if ctx.needs_input_grad[5]:
+            dbias = torch.zeros_like(bias, dtype=torch.float32)
+        if ctx.needs_input_grad[6]:
+            dslopes = torch.zeros_like(slopes)
+        ctx.scheme.problem = dataclasses.replace(
+            ctx.scheme.problem, bias=bias, dbias=dbias, slopes=slopes, dslopes=dslopes
+        )
+        dq, dk, dv, dsinks = ctx.scheme.backward(q, k, v, sinks, result)
+        if dbias is not None:
+            dbias = dbias.to(bias.dtype)
         return None, dq, dk, dv, dsinks if ctx.needs_input_grad[4] else None, dbias, dslopes

@@ -90,10 +90,7 @@ def compare(function: str, team: Team, said: Said, refusal: Exception | None) ->
             own = f"{type(refusal).__name__}: {refusal}"
         words = gather_words(team, own)
     except RuntimeError as error:
-        raise RuntimeError(
-            f"{function}: a rank of the group did not answer when the calls were compared; see its "
-            f"own log, and start the job again ({str(error).splitlines()[0]})"
-        ) from error
+        raise no_answer(function, error) from error
     if refusal is not None:
         return
     refused = {rank: x for rank, x in enumerate(words) if isinstance(x, str)}
@@ -103,6 +100,14 @@ def compare(function: str, team: Team, said: Said, refusal: Exception | None) ->
     raise ValueError(
         f"{words[0]['function']}: every rank must make the same call, but they differ: "
         f"{differences(words)}; nothing was sent"
+    )
+
+
+def no_answer(function: str, error: RuntimeError) -> RuntimeError:
+    """Make the error of a rank that others left alone."""
+    return RuntimeError(
+        f"{function}: a rank of the group did not answer when the calls were compared; see its "
+        f"own log, and start the job again ({str(error).splitlines()[0]})"
     )
 
 

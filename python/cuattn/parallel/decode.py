@@ -14,6 +14,7 @@ from torch import Tensor
 
 import cuattn
 
+from .._kv_shapes import BLOCK_SIZE_AXIS
 from .check import Said, agree
 from .exchange import exchange
 from .plan import shape_words
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from .._types import KvLayout
 
 CACHE, SCALES = ("k_cache", "v_cache", "block_tables"), ("k_scale", "v_scale")
-BLOCK_AXIS = {"nhd": 1, "hnd": 2, "vllm": 3}  # of k_cache: where tokens are
 
 
 def local_lens(context_lens: Tensor, *, rank: int, size: int, interleave: int) -> Tensor:
@@ -227,7 +227,7 @@ def read(given: dict[str, Any]) -> tuple[int, torch.dtype]:
     options = ("kv_layout", "scale", "softcap", "sinks", *SCALES)
     arrays = [given[name] for name in (*CACHE, "context_lens")]
     cuattn.explain("paged_attention", q, *arrays, **{name: given[name] for name in options})
-    block_size = arrays[0].shape[BLOCK_AXIS[given["kv_layout"]]]
+    block_size = arrays[0].shape[BLOCK_SIZE_AXIS[given["kv_layout"]]]
     turn = block_size if given["interleave"] is None else given["interleave"]
     if turn < 1 or turn % block_size != 0:
         raise ValueError(

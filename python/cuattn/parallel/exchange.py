@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .layout import Layout, Span
-from .team import Team, gather_into, team_of
+from .team import Team, gather_into, teams_of
 
 
 class Gathered:
@@ -71,12 +71,14 @@ def by_rank(layout: Layout, rows: Tensor) -> Tensor:
 
 def gather_parts(x: Tensor, layout: Layout, group: Any, axis: int) -> list[Tensor]:
     """Give every rank the rows of all, as a list in order of ranks; for Layout.unshard."""
-    if layout.inner > 1:
-        inner, outer = (team_of("Layout.unshard", g) for g in group)
-        mine = layout.rows(outer.rank * layout.inner + inner.rank)
-    else:
-        inner, outer = None, team_of("Layout.unshard", group)
-        mine = layout.rows(outer.rank)
+    inner, outer = teams_of("Layout.unshard", group)
+    sizes = (1 if inner is None else inner.size, outer.size)
+    if sizes != (layout.inner, layout.outer):
+        raise ValueError(
+            f"Layout.unshard: group must have the ranks of {layout}, got {sizes} as inner and "
+            "outer; pass the group that the layout was made for"
+        )
+    mine = layout.rows(outer.rank * sizes[0] + (0 if inner is None else inner.rank))
     if x.shape[axis] != mine:
         raise ValueError(
             f"Layout.unshard: x must hold the {mine} tokens of this rank on axis {axis}, got shape "

@@ -18,8 +18,9 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from .attention import run_planned, trace_by
 from .autograd import heads_to_rows, rows_to_heads
 from .layout import Layout
-from .plan import Plan, kept_plan, limit_memory, teams_of
+from .plan import Plan, kept_plan, limit_memory
 from .schemes import SCHEMES
+from .team import teams_of
 
 FUNCTION = "parallel.attention"
 WORDS = (
@@ -146,7 +147,7 @@ def backward_kernel(
     """Differentiate by the scheme of the way forth; all ranks."""
     given = read(*arguments)
     inner, outer = teams_of(FUNCTION, given["group"])
-    limit_memory(given, inner, outer)
+    limit_memory(FUNCTION, given, inner, outer)
     with torch.no_grad():
         plan = kept_plan(FUNCTION, given, None, inner, outer)
         dq, dk, dv, dsinks = way_back(plan, given, (dout.contiguous(), out, lse, dlse))

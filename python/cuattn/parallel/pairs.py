@@ -28,6 +28,8 @@ class Piece(NamedTuple):
     shift: int  # how far the last query stands behind the last key, as tokens of the sequence
     q_lengths: tuple[int, ...] = ()  # of packed documents
     k_lengths: tuple[int, ...] = ()
+    document: int = 0  # the first of these
+    begin: int = 0  # the token of the sequence at which it begins
 
 
 def window_of(causal: bool, window: Window) -> Window:
@@ -59,21 +61,29 @@ def find_piece(queries: Span, keys: Span, window: Window) -> Piece | None:
 
 
 def find_pieces(
-    queries: Span, keys: Span, window: Window, begins: np.ndarray | None = None
+    queries: Span,
+    keys: Span,
+    window: Window,
+    begins: np.ndarray | None = None,
+    counts: bool = False,
 ) -> list[Piece]:
-    """List the calls that pair two runs; `begins`: where the documents of the sequence begin."""
+    """List the calls that pair two runs; `begins`: where the documents of the sequence begin.
+
+    Where places count, the documents of a call have all rows and keys from their begin on.
+    """
     if begins is None:
         piece = find_piece(queries, keys, window)
         return [] if piece is None else [piece]
     found: list[Piece] = []
     for piece in document_pieces(queries, keys, window, begins):
-        if found and joins(found[-1], piece):
+        if found and joins(found[-1], piece) and not (counts and is_cut(found[-1], queries, keys)):
             last = found[-1]
+            between = (0,) * (piece.document - last.document - len(last.q_lengths))
             found[-1] = last._replace(
                 q=slice(last.q.start, piece.q.stop),
                 k=slice(last.k.start, piece.k.stop),
-                q_lengths=last.q_lengths + piece.q_lengths,
-                k_lengths=last.k_lengths + piece.k_lengths,
+                q_lengths=last.q_lengths + between + piece.q_lengths,
+                k_lengths=last.k_lengths + between + piece.k_lengths,
             )
         else:
             found.append(piece)
@@ -87,7 +97,8 @@ def document_pieces(
     low = max(queries[0], keys[0])  # the first document that both may touch holds no more than this
     first = max(int(np.searchsorted(begins, min(queries[0], keys[0]), side="right")) - 1, 0)
     first = max(first, int(np.searchsorted(begins, low, side="right")) - 1)
-    for begin, end in zip(begins[first:-1].tolist(), begins[first + 1 :].tolist(), strict=True):
+    spans = zip(begins[first:-1].tolist(), begins[first + 1 :].tolist(), strict=True)
+    for document, (begin, end) in enumerate(spans, first):
         if begin >= sum(queries) or begin >= sum(keys):
             return
         own_q, own_k = (common((begin, end - begin), run) for run in (queries, keys))
@@ -104,7 +115,7 @@ def document_pieces(
             -1 if right < 0 else right + piece.shift,
         )
         lengths = (q.stop - q.start,), (k.stop - k.start,)
-        yield Piece(q, k, own_window, piece.shift, *lengths)
+        yield Piece(q, k, own_window, piece.shift, *lengths, document, begin)
 
 
 def common(a: Span, b: Span) -> Span:
@@ -116,3 +127,8 @@ def common(a: Span, b: Span) -> Span:
 def joins(a: Piece, b: Piece) -> bool:
     """Whether two documents go into one call: whole ones, and one behind the other."""
     return a.shift == b.shift == 0 and a.q.stop == b.q.start and a.k.stop == b.k.start
+
+
+def is_cut(piece: Piece, queries: Span, keys: Span) -> bool:
+    """Whether the first document of a piece begins before its rows or its keys."""
+    return not (queries[0] + piece.q.start == keys[0] + piece.k.start == piece.begin)

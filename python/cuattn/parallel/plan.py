@@ -7,6 +7,7 @@ Next: check.py, cost.py.
 from __future__ import annotations
 
 import dataclasses
+import numbers
 from typing import Any
 
 import numpy as np
@@ -15,16 +16,16 @@ from torch import Tensor
 
 import cuattn
 
-from .attend import Problem
-from .check import Said
+from .attend import Dropout, Problem
+from .check import Said, no_answer
 from .cost import Choice, Shape, choose, heads_refusal, layout_of
-from .dropped import Dropout
-from .layout import Layout, check_offsets
+from .layout import Layout, check_offsets, places_of
 from .pairs import Window, window_of
-from .team import Team, team_of
+from .team import Team
 
 NARROW = ("naive", "cublas", "tiled")  # kernels whose results are of q's dtype alone
 WANTED = ("auto", "gather", "heads", "ring")
+TAKEN = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclasses.dataclass
@@ -41,23 +42,14 @@ class Plan:
     said: Said | None  # what every rank must say alike
 
 
-def teams_of(function: str, group: Any) -> tuple[Team | None, Team]:
-    """Return the teams of a group, or of (inner, outer)."""
-    if isinstance(group, (tuple, list)):
-        if len(group) != 2:
-            raise ValueError(
-                f"{function}: group must be one group or (inner, outer), got {len(group)} groups"
-            )
-        inner, outer = (team_of(function, one) for one in group)
-        return inner, outer
-    return None, team_of(function, group)
-
-
-def limit_memory(given: dict[str, Any], inner: Team | None, outer: Team) -> None:
+def limit_memory(function: str, given: dict[str, Any], inner: Team | None, outer: Team) -> None:
     """Fill in the memory limit, which all ranks of a team find together at its first call."""
     q = given["q"]
     device = q.device if isinstance(q, Tensor) else torch.device("cpu")
-    free = outer.free_bytes(device, inner)
+    try:
+        free = outer.free_bytes(device, inner)
+    except RuntimeError as error:
+        raise no_answer(function, error) from error
     if given["memory_limit"] is None:
         given["memory_limit"] = free // 4
 
@@ -78,7 +70,10 @@ def key_of(function: str, given: dict[str, Any], cu_seqlens: Any) -> Any:
     words = tuple(x for name, x in given.items() if name not in apart)
     ends: Any = None if cu_seqlens is None else np.asarray(cu_seqlens)
     ends = None if ends is None else (ends.dtype.str, ends.tobytes())
-    seen = tuple((x.shape, x.stride(), x.dtype, x.device, x.requires_grad) for x in arrays)
+    seen = tuple(
+        (x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.is_cuda and x.data_ptr() % 16)
+        for x in arrays
+    )
     current = torch.cuda.current_device() if arrays[0].is_cuda else None
     key = (function, words, ends, seen, current, torch.is_grad_enabled())
     try:
@@ -127,12 +122,13 @@ def plan_of(
         window[1] == 0,
         layout.inner == 1 and layout.kind == "contiguous",
     )
-    if given["dropout_p"] and bias is not None:
-        raise NotImplementedError(
-            f"{function}: bias must not be given with dropout_p > 0, which ranks do not have "
-            "together; leave one out"
-        )
     refused = refusals(given, kernel, q, window, bias)
+    if given["dropout_p"] and q.is_cuda and not begins_at_16(layout.outer_layout(), begins):
+        refused.setdefault(
+            "ring",
+            "dropout on CUDA draws for 16 keys at a time, and the keys of a rank begin elsewhere "
+            "in their sequence or document",
+        )
     limits = refused, given["memory_limit"], outer.speeds
     if inner is None:
         choice = choose(function, given["scheme"], shape, layout.seqlen, outer.size, limits)
@@ -147,8 +143,8 @@ def plan_of(
     problem = Problem(
         window, begins, given["scale"], given["softcap"], given["alibi_slopes"], bias,
         given["batch_invariant"], given["deterministic"], given["partial_dtype"] == "float32",
-        choice.groups, used=read_used(function, given["seqused"], q),
-        dropout=dropout_of(given, outer if choice.scheme == "heads" else None),
+        choice.groups, used=read_used(function, given["seqused"], q, layout.seqlen),
+        dropout=dropout_of(given, q.shape[-2]),
     )  # fmt: skip
     plan = Plan(inner, outer, layout, None, problem, choice, choice.outer or choice.scheme, None)
     if choice.scheme == "heads":
@@ -251,8 +247,6 @@ def refusals(
         found["ring"] = "it has alibi_slopes or bias, not both"
     if bias is not None and bias.shape[2] > 1:
         found["heads"] = "a bias of rows is not exchanged"
-    if given["dropout_p"]:
-        found["gather"] = found["ring"] = "dropout goes by heads alone, whose rows are all there"
     if given["seqused"] is not None and window not in ((-1, -1), (-1, 0)):
         found.setdefault("ring", "seqused and a window go by gather and heads")
         if window[1] != 0:
@@ -278,6 +272,22 @@ def read_arrays(
                 f"{function}: {name} must be a torch tensor, got {type(x).__name__}; "
                 "cuattn.parallel moves tensors by torch.distributed"
             )
+    if q.dtype not in TAKEN:
+        raise ValueError(
+            f"{function}: q must be float32, float16 or bfloat16, got {q.dtype}; cast it"
+        )
+    for name in ARRAYS:
+        x = given[name]
+        if x is not None and not isinstance(x, Tensor):
+            raise TypeError(
+                f"{function}: {name} must be a torch tensor, got {type(x).__name__}; pass one on "
+                f"{q.device}"
+            )
+        if x is not None and x.device != q.device:
+            raise ValueError(
+                f"{function}: {name} must lie on the device of q, {q.device}, got {x.device}; "
+                "move it there"
+            )
     if given["scheme"] not in WANTED:
         raise ValueError(
             f"{function}: scheme must be one of {', '.join(map(repr, WANTED))}, got "
@@ -287,6 +297,12 @@ def read_arrays(
         raise ValueError(
             f"{function}: partial_dtype must be 'float32' or 'input', got "
             f"{given['partial_dtype']!r}"
+        )
+    limit = given["memory_limit"]
+    if not isinstance(limit, numbers.Integral) or limit < 0:
+        raise ValueError(
+            f"{function}: memory_limit must be None or a number of bytes >= 0, got {limit!r}; "
+            "leave it out for a quarter of what is free"
         )
     if q.is_cuda and q.device.index != torch.cuda.current_device():
         raise ValueError(
@@ -322,30 +338,42 @@ def check_one(
             f"{function}: k must hold the tokens of q, {q.shape[1]}, got {k.shape[1]}; each rank "
             "has queries, keys and values of the same tokens"
         )
+    if q.shape[2] == 0 or k.shape[2] == 0:
+        raise ValueError(
+            f"{function}: q and k must have a head, got {q.shape[2]} and {k.shape[2]}; a rank of "
+            "none leaves the call out on all"
+        )
     return plan.kernel
 
 
-def dropout_of(given: dict[str, Any], team: Team | None) -> Dropout | None:
-    """Return what is dropped of the heads of this rank; team: what they are dealt to, if any."""
+def dropout_of(given: dict[str, Any], heads: int) -> Dropout | None:
+    """Return what is dropped."""
     if not given["dropout_p"]:
         return None
-    options = {name: given[name] for name in DROPOUT if given[name] is not None}
-    return Dropout(options, *((0, 1) if team is None else (team.rank, team.size)))
+    return Dropout({name: given[name] for name in DROPOUT if given[name] is not None}, heads)
 
 
-def read_used(function: str, used: Tensor | None, q: Tensor) -> Tensor | None:
-    """Check the lengths in use of a padded batch."""
+def begins_at_16(layout: Layout, begins: np.ndarray | None) -> bool:
+    """Whether all runs of keys begin at multiples of 16 of their sequence or document."""
+    spans = (span for rank in range(layout.size) for span in layout.spans(rank))
+    firsts = np.array([first for first, _ in spans], np.int64)
+    places = firsts if begins is None else places_of(begins)[firsts]
+    return not (places % 16).any()
+
+
+def read_used(function: str, used: Tensor | None, q: Tensor, seqlen: int) -> Tensor | None:
+    """Check the lengths in use of a padded batch; their values where that needs no wait."""
     if used is None:
         return None
-    if not isinstance(used, Tensor):
-        raise TypeError(
-            f"{function}: seqused must be a torch tensor, got {type(used).__name__}; pass "
-            "torch.tensor(lengths, dtype=torch.int32, device=q.device)"
-        )
     if used.dtype != torch.int32 or used.shape != q.shape[:1] or used.device != q.device:
         raise ValueError(
             f"{function}: seqused must be int32 ({q.shape[0]},) on {q.device}, the tokens of each "
             f"sequence in use, got {used.dtype} {tuple(used.shape)} on {used.device}"
+        )
+    if not used.is_cuda and not bool(((used >= 0) & (used <= seqlen)).all()):
+        raise ValueError(
+            f"{function}: seqused must lie within [0, {seqlen}], the whole sequence, got "
+            f"{used.tolist()}; it counts the tokens of each sequence in use"
         )
     return used
 

@@ -33,7 +33,6 @@ from .attend import (
     make_folded_call,
     tokens_of,
 )
-from .dropped import attend_dropped, differentiate_dropped
 from .exchange import Gathered, Shift, exchange
 from .layout import Layout, Span
 from .pairs import Piece, Window, find_pieces
@@ -70,7 +69,12 @@ class Pair(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def pairs_of(
-    layout: Layout, rank: int, owner: int | None, window: Window, begins: bytes | None
+    layout: Layout,
+    rank: int,
+    owner: int | None,
+    window: Window,
+    begins: bytes | None,
+    counts: bool = False,
 ) -> tuple[Pair, ...]:
     """List what `Scheme.calls` pairs; a training step asks for the same again and again."""
     ends = None if begins is None else np.frombuffer(begins, np.int64)
@@ -79,7 +83,7 @@ def pairs_of(
     for token, row, count in layout.places(rank):
         for k_token, k_row, k_count in places:
             runs: tuple[Span, Span, int] = ((token, count), (k_token, k_count), row)
-            for piece in find_pieces(*runs[:2], window, ends):
+            for piece in find_pieces(*runs[:2], window, ends, counts):
                 rows = slice(row + piece.q.start, row + piece.q.stop)
                 keys = slice(k_row + piece.k.start, k_row + piece.k.stop)
                 is_own = owner is None or k_token == token
@@ -123,7 +127,8 @@ class Scheme:
         """
         problem = self.problem
         begins = None if problem.begins is None else problem.begins.astype(np.int64).tobytes()
-        for pair in pairs_of(self.layout, self.rank, owner, problem.window, begins):
+        counts = problem.dropout is not None
+        for pair in pairs_of(self.layout, self.rank, owner, problem.window, begins, counts):
             k_row, k_count = pair.k_row, pair.runs[1][1]
             row, count = pair.runs[2], pair.runs[0][1]
             q_run = tokens_of(problem, q, slice(row, row + count))
@@ -137,7 +142,7 @@ class Scheme:
         """List the calls of the way forth: one for all runs of queries where that can be."""
         problem = self.problem
         is_plain = problem.axis == 1 and all(
-            x is None for x in (problem.slopes, problem.bias, problem.used)
+            x is None for x in (problem.slopes, problem.bias, problem.used, problem.dropout)
         )
         lengths = fold_of(self.layout, self.rank, owner, problem.window) if is_plain else None
         if lengths is None or max(lengths) == 0 or (q.shape[0] > 1 and len(lengths) > 1):
@@ -186,8 +191,6 @@ class Local(Scheme):
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Attend in one call."""
-        if self.problem.dropout is not None:
-            return attend_dropped(self.problem, q, k, v, sinks)
         out, lse = empty_result(self.problem, q, v, q.dtype)
         for call, rows, _, _ in self.calls(q, k, v, None):
             self.keep_keys_whole(call)
@@ -198,8 +201,6 @@ class Local(Scheme):
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, result: Any
     ) -> Gradients:
         """Differentiate in one call."""
-        if self.problem.dropout is not None:
-            return differentiate_dropped(self.problem, q, k, v, sinks, result)
         dsinks = None
         for call, _, _, _ in self.calls(q, k, v, None):
             dq, dk, dv, *rest = gradients(self.problem, call, result, sinks, False)

@@ -146,3 +146,15 @@ def team_of(function: str, group: Any) -> Team:
     if given not in _teams:
         _teams[given] = Team(given)
     return _teams[given]
+
+
+def teams_of(function: str, group: Any) -> tuple[Team | None, Team]:
+    """Return the teams of a group, or of (inner, outer)."""
+    if isinstance(group, (tuple, list)):
+        if len(group) != 2:
+            raise ValueError(
+                f"{function}: group must be one group or (inner, outer), got {len(group)} groups"
+            )
+        inner, outer = (team_of(function, one) for one in group)
+        return inner, outer
+    return None, team_of(function, group)

@@ -18,13 +18,12 @@ from torch import Tensor
 from .. import _core
 from .. import attention as run_attention
 from .. import attention_varlen as run_attention_varlen
-from .._gradients import FORWARD, GRADIENTS, POSITIONAL, SOURCES, forward_options
+from .._gradients import FORWARD, GRADIENTS, POSITIONAL, forward_options
 from .._options import OPS, options_of
 from .lookup import op_of
 
 RUN: dict[str, Any] = {"attention": run_attention, "attention_varlen": run_attention_varlen}
 BACKWARD = {forward: op for op, forward in FORWARD.items()}
-DIFFERENTIABLE = tuple(SOURCES.values())
 SIZES = {op: OPS[op].positional[3:] for op in RUN}
 TAKEN = {op: {o.name for o in forward_options(BACKWARD[op])} | {*SIZES[op]} for op in RUN}
 DEFAULTS = {op: {o.name: o.default_of(op) for o in options_of(op)} for op in RUN}
@@ -72,9 +71,9 @@ def refuse_wide(op: str, q: Tensor, v: Tensor) -> None:
 
 
 def out_dtype(q: Tensor) -> torch.dtype:
-    """Tell the dtype of a result; float8 queries, and bytes that hold them, give bfloat16."""
-    is_float8 = q.dtype in (FLOAT8, torch.uint8)
-    return torch.bfloat16 if is_float8 else q.dtype
+    """Tell the dtype of a result; codes as queries, and bytes that hold them, give bfloat16."""
+    is_code = q.dtype in (FLOAT8, torch.uint8, torch.int8)
+    return torch.bfloat16 if is_code else q.dtype
 
 
 def empty_out(q: Tensor, v: Tensor, physical_layout: Sequence[int] | None) -> Tensor:
@@ -211,7 +210,7 @@ apply_scored = super(torch.autograd.Function, CuattnScored).apply
 def attend(op: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """Run an op whose gradient autograd wants, and nobody else looks on."""
     q, k, v, *sizes = arguments
-    if q.dtype is FLOAT8:
+    if FLOAT8 in (q.dtype, v.dtype):
         refuse_float8(op)
     if q.size(-1) > WIDEST or v.size(-1) > WIDEST:
         refuse_wide(op, q, v)

@@ -11,11 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._gradients import SOURCES
+from .._gradients import GRADIENT_OF
+from .._options import PLACES
 
 NAME = "flex_attention"
-NOT_WITH_GRADIENT = ("out", "lse_out", "workspace", "stream")
-GRADIENT_OF = {source: gradient for gradient, source in SOURCES.items()}
 
 
 class Call(NamedTuple):
@@ -85,7 +84,7 @@ def attend(arguments: dict[str, Any], functions: dict[str, Any], captured: list[
     """
     from .eager import observed
 
-    for name in NOT_WITH_GRADIENT:
+    for name in PLACES:
         if arguments.get(name) is not None:
             raise NotImplementedError(
                 f"{NAME}: {name} must not be given where a gradient is wanted, as autograd keeps "

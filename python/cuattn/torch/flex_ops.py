@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._gradients import SOURCES
+from .._gradients import DIFFERENTIABLE, SOURCES
 from .._kv_shapes import head_dim_of_values
 
 NAME = "flex_attention"
@@ -23,7 +23,6 @@ TENSORS = (
     *("cu_seqlens_q", "cu_seqlens_k", "dropout_state", "block_tables"),
 )
 FUNCTIONS = ("score_mod", "mask_mod", "block_mask")
-GRADIENTS = tuple(SOURCES.values())
 kept: list[dict[str, Any]] = []  # by number; compiled graphs hold numbers as long as they live
 marks = itertools.count()
 
@@ -106,7 +105,7 @@ def shapes(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 def needed(tensors: tuple[Any, ...], need: list[bool]) -> list[Any]:
     """List the tensors whose gradients are wanted."""
-    return [x for x, wanted in zip(tensors[: len(GRADIENTS)], need, strict=True) if wanted]
+    return [x for x, wanted in zip(tensors[: len(DIFFERENTIABLE)], need, strict=True) if wanted]
 
 
 def run_backward(*arguments: Any) -> list[Tensor]:
@@ -136,13 +135,13 @@ def save(ctx: Any, inputs: Any, output: Any) -> None:
 def differentiate(ctx: Any, dout: Any, dlse: Any) -> Any:
     """Give the gradients that are wanted."""
     out, lse, *tensors = ctx.saved_tensors
-    need = list(ctx.needs_input_grad[: len(GRADIENTS)])
+    need = list(ctx.needs_input_grad[: len(DIFFERENTIABLE)])
     dout = torch.zeros_like(out) if dout is None else dout
     dlse = torch.zeros_like(lse) if dlse is None else dlse
     op = torch.ops.cuattn.flex_attention_backward
     each = iter(op(dout, out, lse, dlse, *tensors, ctx.number, need))
     found = [next(each) if wanted else None for wanted in need]
-    return (*found, *(None,) * (len(TENSORS) - len(GRADIENTS)), None)
+    return (*found, *(None,) * (len(TENSORS) - len(DIFFERENTIABLE)), None)
 
 
 for op, kernel, fake in (

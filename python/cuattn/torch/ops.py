@@ -15,9 +15,9 @@ from torch import Tensor
 
 from .. import attention as run_attention
 from .. import attention_varlen as run_attention_varlen
+from .._gradients import DIFFERENTIABLE
 from .._options import OPS, OUTSIDE, ROWS, Option, options_of
 from .eager import (
-    DIFFERENTIABLE,
     FLOAT8,
     WIDEST,
     attend,
@@ -248,7 +248,7 @@ def run_op(
     lse is made where a gradient is wanted, which starts from it.
     """
     q = arguments[0]
-    if wants_gradient and q.dtype is FLOAT8:
+    if wants_gradient and FLOAT8 in (q.dtype, arguments[2].dtype):
         refuse_float8(op)
     if wants_gradient and (q.size(-1) > WIDEST or arguments[2].size(-1) > WIDEST):
         refuse_wide(op, q, arguments[2])

@@ -36,6 +36,12 @@ class ndarray:
     def __setitem__(self, key, value):
         self.values[key] = getattr(value, "values", value)
 
+    def __mul__(self, number):
+        return ndarray(self.values * np.float32(number))
+
+    def transpose(self, axes):
+        return ndarray(self.values.transpose(axes))
+
     def get(self):
         return self.values
 

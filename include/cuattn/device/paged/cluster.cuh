@@ -49,7 +49,7 @@ struct MergedRow {
   }
 };
 
-// Of the elements of the unit each thread of each block merges one at a time.
+// Each thread of each block merges elements of the unit, one at a time.
 template <DType kType, int kHeadDim, int kMostParts>
 __device__ __forceinline__ void merge_cluster(const PagedParams& p, const KeyTask& task,
                                               const ClusterParts& parts, int rank, int threads) {

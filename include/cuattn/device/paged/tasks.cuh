@@ -43,7 +43,7 @@ class KeyTasks {
     }
     return false;
   }
-  // Of a walk or a lone split: the task that `next` gave is the last.
+  // Whether the task that `next` gave is the last, of a walk or a lone split.
   __device__ __forceinline__ bool is_last(const PagedWork& w) const {
     return w.num_splits != 0 || walk_.left <= 0;
   }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The axes of q, k, v and out in the layouts of attention.
+// The axes of q, k, v, out and lse in the layouts of attention.
 #pragma once
 
 #include "cuattn/c_api.h"
@@ -22,6 +22,12 @@ inline Axes axes_of(bool ragged, int32_t layout) {
 inline Strides strides_of(const TensorView& view, const Axes& axes) {
   return {axes.batch < 0 ? 0 : stride_of(view, axes.batch), stride_of(view, axes.seq),
           stride_of(view, axes.head)};
+}
+
+// The strides of lse [batch, num_heads_q, seqlen_q] or, ragged, [num_heads_q, total_q].
+inline Strides lse_strides_of(const TensorView& view, bool ragged) {
+  if (ragged) return {0, stride_of(view, 1), stride_of(view, 0)};
+  return {stride_of(view, 0), stride_of(view, 2), stride_of(view, 1)};
 }
 
 }  // namespace cuattn

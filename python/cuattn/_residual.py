@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is added to the result of attention, in a pass after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from . import _core
+
+# On CUDA these write no float32 of 16-bit inputs.
+ROUNDING = ("naive", "cublas", "tiled")
+
+
+def with_residual(
+    op: str, arguments: dict[str, Any], call: Callable[[str, dict[str, Any]], Any]
+) -> Any:
+    """Attend into float32, then add and round once; all that is refused is refused before."""
+    word = f"{op}(residual=)"
+    q, v, residual, stream = (arguments[name] for name in ("q", "v", "residual", "stream"))
+    is_rounding = arguments["backend"] in ROUNDING
+    places = _core.residual_places(word, q, v, residual, arguments["out"], is_rounding, stream)
+    if places is NotImplemented:
+        raise NotImplementedError(
+            f"{word}: q is a JAX array, whose sum XLA makes; write {op}(...) + residual"
+        )
+    attended, out = places
+    result = call(op, {**arguments, "residual": None, "out": attended})
+    _core.add_residual(word, attended, residual, out, stream)
+    return (out, result[1]) if isinstance(result, tuple) else out
