@@ -4,7 +4,8 @@
 //
 //   kScore, score(score, place, params)  the score, in natural units, from the capped one
 //   kMask, sees(place, params)           whether a key is seen
-//   kPlain                               there is no score function, softcap, ALiBi nor bias
+//   kAlone                               there is no softcap, ALiBi, bias nor dropout
+//   kPlain                               nor a score function
 //   kRows, kLists                        whether row ranges and lists of blocks are given
 //
 // and is asked at places that are in use. Next: scores.cuh, cuda/attention/sm80/forward.cuh.
@@ -156,6 +157,7 @@ struct FunctorPolicy : FunctorOptions<kType, Functor> {
   // What the score function takes.
   __device__ __forceinline__ float capped_score(float dot) const {
     float score = dot * this->scale;
+    if constexpr (Functor::kAlone) return score;
     return this->softcap > 0.0f
                ? this->softcap * capped<kType>(score, this->softcap, this->inv_softcap)
                : score;
@@ -165,6 +167,7 @@ struct FunctorPolicy : FunctorOptions<kType, Functor> {
   __device__ __forceinline__ float operator()(float dot, int32_t row, int32_t key) const {
     float score = capped_score(dot);
     if constexpr (Functor::kScore) score = Functor::score(score, place(row, key), given);
+    if constexpr (Functor::kAlone) return score;
     if (this->slope != 0.0f) score -= this->slope * this->distance(row, key);
     return this->bias == nullptr ? score : this->add_bias(score, row, key);
   }

@@ -163,8 +163,7 @@ def detached(x: Any) -> Any:
 def functor_of(arguments: dict[str, Any], found: Found, gives: Gives | None = None) -> int:
     """Return the number of the machine code that computes scores and masks in a kernel."""
     has_rows, has_lists = ("row_begin" in found.arrays, "block_starts" in found.arrays)
-    plain = "score" not in found.functions and is_plain(arguments)
-    form = found.functions, has_rows, has_lists, plain
+    form = found.functions, has_rows, has_lists, is_plain(arguments)
     if gives is None:
         arch, kernel, _ = kernel_of(arguments)
         return functor(source(kernel, *form), arch)

@@ -201,11 +201,12 @@ extern "C" __global__ void __launch_bounds__(cuattn::Kernel::kThreads, cuattn::K
 
 
 def source(
-    kernel: Kernel, functions: dict[str, Function], rows: bool, lists: bool, plain: bool = False
+    kernel: Kernel, functions: dict[str, Function], rows: bool, lists: bool, alone: bool = False
 ) -> str:
     """Return the source of a kernel that calls the functions "score" and "mask", if given."""
     flags = {"kScore": "score" in functions, "kMask": "mask" in functions}
-    flags |= {"kRows": rows, "kLists": lists, "kPlain": plain}
+    flags |= {"kRows": rows, "kLists": lists, "kAlone": alone}
+    flags["kPlain"] = alone and not flags["kScore"]
     flags |= {"kGiven": True}
     given = ", ".join(f"{name} = {'true' if x else 'false'}" for name, x in flags.items())
     parts, first = [], 0

@@ -64,7 +64,7 @@ def backward_source(
     functions: dict[str, Function],
     rows: bool,
     lists: bool,
-    plain: bool,
+    alone: bool,
     slots: frozenset[int],
     has_dbias: bool,
 ) -> str:
@@ -73,8 +73,9 @@ def backward_source(
     `slots` are the places of the arrays among those of the score function that get gradients.
     """
     flags = {"kScore": "score" in functions, "kMask": "mask" in functions}
+    flags |= {"kRows": rows, "kLists": lists, "kAlone": alone}
     # ptxas spills a mask in the passes of plain scores, and none in those of any scores.
-    flags |= {"kRows": rows, "kLists": lists, "kPlain": plain and "mask" not in functions}
+    flags["kPlain"] = alone and not functions
     flags["kGives"] = bool(slots)
     given = ", ".join(f"{name} = {'true' if x else 'false'}" for name, x in flags.items())
     parts, first = [], 0

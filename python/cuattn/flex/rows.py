@@ -257,8 +257,10 @@ def window_within(
     for part in conjuncts(e):
         try:
             keys = interval(part)
-            sides = (None, None) if keys is None else map(simplified, keys)
-            found = None if keys is None else limits(host, Split(*sides, None), lengths)
+            found = None
+            if keys is not None:
+                begin, end = map(simplified, keys)
+                found = limits(host, Split(begin, end, None), lengths)
         except TraceError:  # a limit beyond int32
             found = None
         if found is None:

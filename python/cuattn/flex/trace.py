@@ -123,7 +123,7 @@ class Number(Operand):
     def __init__(self, node: Expr, number: Any):
         self.node, self.number = node, number
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> Any:
         return type(self.number)
 
@@ -312,7 +312,7 @@ def run(function: Any, traced: Traced, keeps_scalars: bool) -> Expr:
 
 def checked(expr: Expr, scalars: list[Any]) -> Expr:
     """Refuse numbers that mean something else as constants, which they become then."""
-    numbers: dict[int, Any] = {}  # that are made of scalars and constants, by id of the node
+    numbers: dict[int, int] = {}  # whole ones, of scalars and constants alone, by id of the node
     for node in ordered(expr):
         args = [numbers.get(id(x)) for x in node.nodes()]
         for x, number in zip(node.nodes(), args, strict=True):
@@ -321,6 +321,8 @@ def checked(expr: Expr, scalars: list[Any]) -> Expr:
             is_divisor = node.op in ("floordiv", "mod") and x is node.args[1]
             if number < is_divisor and (is_divisor or node.op == "load"):
                 raise TraceError(f"{describe(node)} takes no {number} for {describe(x)}")
+        if node.type != INT:
+            continue
         if node.op in ("const", "scalar"):
             numbers[id(node)] = node.args[0] if node.op == "const" else scalars[node.args[0]]
         elif node.op in FOLD and None not in args:
