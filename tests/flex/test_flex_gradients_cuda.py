@@ -177,6 +177,9 @@ def test_explain_says_what_differentiates():
         forward = cuattn.explain("flex_attention", *shapes, device=device, block_mask=made)
         for plan in (forward, explain(device=device, block_mask=made)):
             assert f"lists of {count} blocks" in plan.reason
+    used, slopes = np.array([300, 9], np.int32), np.ones(4, np.float32)
+    plan = explain(mask_mod=causal, seqused_k=used, alibi_slopes=slopes)  # of the host, with shapes
+    assert plan.kernel == "sm90"
     plan = explain(device="cpu", score_mod=score, arrays=[table], dtype="float32")
     assert plan.kernel == "cpu"
     with pytest.raises(NotImplementedError, match="got float32, head_dim 64"):

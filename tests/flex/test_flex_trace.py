@@ -173,6 +173,14 @@ def test_what_stands_for_a_number_is_taken_for_it():
     assert cached.cache_info().currsize == calls + 1
 
 
+def test_a_product_of_conditions_is_both():
+    """1 in Python where numpy and torch have True."""
+    both = flex.trace(lambda b, h, q, k: (k < q) * (k < 3))
+    assert str(both) == "((kv_idx < q_idx) & (kv_idx < 3))"
+    score = flex.trace(lambda s, b, h, q, k: s * ((k < q) * (k < 3)), is_score=True)
+    assert str(score) == f"(score * float(where({both}, 1, 0)))"
+
+
 def test_an_index_that_is_made_of_numbers_counts_from_the_end_below_0():
     one, zero = 1, 0
     for mask, last in (

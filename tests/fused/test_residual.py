@@ -175,6 +175,9 @@ def test_explain_says_what_comes_after():
     assert plan.kernel == plain.kernel
     assert "residual is added to its result in float32" in plan.reason
     assert "residual: is added to a float32 result" in str(plan)
+    none = np.zeros((0, 8, 2, 32), np.float32)
+    plan = cuattn.explain("attention", none, none, none, residual=none)
+    assert "residual is added" in plan.reason
     with pytest.raises(NotImplementedError, match="backend 'tiled' does not write from 16-bit"):
         cuattn.explain(
             "attention", shape, shape, shape, device="h100", residual=shape, backend="tiled"

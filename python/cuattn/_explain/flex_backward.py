@@ -44,9 +44,11 @@ def explain_flex_backward(
         raise NotImplementedError(f"explain: {BACKWARD} must be of padded arrays, got cu_seqlens_q")
     options = {name: x for name, x in options.items() if name not in (*PLACES, *GRADIENTS)}
     q, k, v = (x if hasattr(x, "shape") else stand_in(x) for x in arrays[1:4])
+    problem = problem_of(q, k, options)
     if hasattr(arrays[1], "dtype"):
         dtype = dtype_name(arrays[1])
-    problem = problem_of(q, k, options)
+    else:
+        options = shapes_of_arrays(options)
     number, made_up = place(device, arrays[1])
     on_cuda = number >= 0 if made_up is None else made_up["is_cuda"]
 

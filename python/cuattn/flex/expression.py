@@ -342,6 +342,8 @@ def join(op: str, a: Expr, b: Expr) -> Expr:
 def compute(op: str, a: Expr, b: Expr) -> Expr:
     """Return the node of an operation on two numbers."""
     if op in ARITHMETIC and a.type == b.type == BOOL:
+        if op == "mul":
+            return join("and", a, b)
         raise TraceError(
             f"{ARITHMETIC[op]} of conditions is a number in Python and none in numpy, got "
             f"{describe(a)} {ARITHMETIC[op]} {describe(b)}; write &, |, ^ or where(condition, 1, 0)"
