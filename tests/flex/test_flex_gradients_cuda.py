@@ -143,7 +143,7 @@ def test_what_has_no_gradient_on_cuda_is_refused(rng, device, backend, compiler)
         call(np.float32, 64)
     with pytest.raises(NotImplementedError, match=r"summed in any order, got one of shape \(2,\)"):
         call(np.float16, 64, arrays=[gain], deterministic=True)
-    with pytest.raises(NotImplementedError, match="batch_invariant must not be set on CUDA where"):
+    with pytest.raises(NotImplementedError, match="batch_invariant must not be True on CUDA where"):
         call(np.float16, 64, arrays=[gain], batch_invariant=True)
     with pytest.raises(NotImplementedError, match="masks and scores of the user run in sm80 alone"):
         call(np.float16, 64, backend="naive")
@@ -184,6 +184,12 @@ def test_explain_says_what_differentiates():
     assert plan.kernel == "cpu"
     with pytest.raises(NotImplementedError, match="got float32, head_dim 64"):
         explain(score_mod=score, dtype="float32")
+    for name in ("deterministic", "batch_invariant"):
+        with pytest.raises(NotImplementedError, match=f"{name} must not be True on CUDA where"):
+            explain(score_mod=score, arrays=[table], **{name: True})
+        assert explain(device="cpu", score_mod=score, arrays=[table], **{name: True})
+    with pytest.raises(ValueError, match="arrays must be captured by score_mod, got one of shape"):
+        explain(score_mod=score, arrays=[table.copy()])
     for backend in ("sm90", "naive"):
         with pytest.raises(NotImplementedError, match=f"backend '{backend}' .* in sm80 alone"):
             explain(score_mod=score, backend=backend)

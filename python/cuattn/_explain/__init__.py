@@ -115,10 +115,7 @@ def refuse_rounding(
     """Refuse residual= where the kernel writes no float32, as the call does."""
     number, made_up = place(device, q)
     is_cuda = number >= 0 if made_up is None else made_up["is_cuda"]
-    if hasattr(q, "dtype"):
-        word = str(q.dtype)
-    else:
-        word = q[0] if isinstance(q[0], str) else dtype
+    word = str(q.dtype) if hasattr(q, "dtype") else q[0] if isinstance(q[0], str) else dtype
     if is_cuda and plan.kernel in ROUNDING and not word.endswith("float32"):
         raise NotImplementedError(
             f"{op}(residual=): residual is added to a result in float32, which backend "

@@ -9,10 +9,10 @@ from typing import Any
 from .._gradients import GRADIENTS, POSITIONAL
 from .._options import PLACES
 from ..flex.attention import OPTIONS, find, problem_of, refuse_unknown
-from ..flex.backward import TAKES
+from ..flex.backward import TAKES, slots_of
 from ..flex.device import BACKWARD, free_options, require_backward
 from ..flex.rows import narrowed
-from ..flex.trace import dtype_name
+from ..flex.trace import dtype_name, trace
 from .backward import explain_backward
 from .devices import place
 from .flex import (
@@ -51,6 +51,8 @@ def explain_flex_backward(
         options = shapes_of_arrays(options)
     number, made_up = place(device, arrays[1])
     on_cuda = number >= 0 if made_up is None else made_up["is_cuda"]
+    score = None if score_mod is None else trace(score_mod, is_score=True)
+    slots_of(score, wanted, options, on_cuda)
 
     def plan_of(**changes: Any) -> Plan:
         given = {"need": need, **options, **changes}

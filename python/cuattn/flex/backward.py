@@ -76,8 +76,8 @@ def flex_attention_backward(
         If a shape, dtype, device or option breaks its rule, or one of `arrays` is not captured by
         score_mod or holds no floats.
     NotImplementedError
-        On CUDA, if functions that are to be compiled meet float32, or deterministic=True meets
-        `arrays`.
+        On CUDA, if functions that are to be compiled meet float32, or deterministic=True or
+        batch_invariant=True meets `arrays`.
     CompileError
         On CUDA, if a function is to be compiled and NVRTC is not there (`cuattn.flex.nvrtc`).
 
@@ -99,7 +99,7 @@ def flex_attention_backward(
     arguments = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "need": need}
     arguments |= options
     score = None if score_mod is None else trace(score_mod, is_score=True)
-    slots = [slot_of(score, array) for array in arrays]
+    slots = slots_of(score, arrays, options, is_cuda(q))
     captured = [] if score is None else score.arrays
     wanted: dict[int, Any]
     wanted = {slot: np.zeros(tuple(captured[slot].shape), np.float32) for slot in slots}
@@ -107,12 +107,6 @@ def flex_attention_backward(
     live = set() if score is None or score.expr is SCORE else set(slots)
     problem, found = problem_of(q, k, options), {}
     if problem is not None:
-        if arrays and is_cuda(q) and options.get("deterministic"):
-            raise NotImplementedError(
-                f"{NAME}: deterministic must not be True on CUDA where arrays are given, whose "
-                f"gradients are summed in any order, got one of shape {wanted[slots[0]].shape}; "
-                "leave deterministic out, or move the arrays to the CPU"
-            )
         gives = Gives(frozenset(live), "dbias" in need)
         found = find_for(arguments, problem, score_mod, mask_mod, block_mask, gives)
     if score is not None and "score_program" in found:
@@ -138,6 +132,21 @@ def run(arguments: dict[str, Any], found: dict[str, Any]) -> Any:
 
         return run_on_host(NAME, _core.flex_attention_backward, arguments, found)
     return results
+
+
+def slots_of(
+    score: Traced | None, arrays: Sequence[Any], options: dict[str, Any], on_cuda: bool
+) -> list[int]:
+    """Return the places of arrays among those that a score function captures; refuse an order."""
+    slots = [slot_of(score, array) for array in arrays]
+    for name in ("deterministic", "batch_invariant"):
+        if arrays and on_cuda and options.get(name):
+            raise NotImplementedError(
+                f"{NAME}: {name} must not be True on CUDA where arrays are given, whose gradients "
+                f"are summed in any order, got one of shape {tuple(arrays[0].shape)}; leave {name} "
+                "out, or move the arrays to the CPU"
+            )
+    return slots
 
 
 def slot_of(score: Traced | None, array: Any) -> int:
