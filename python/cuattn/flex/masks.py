@@ -41,9 +41,9 @@ def document(ids: Any = None, *, cu_seqlens: Any = None) -> MaskMod:
     Parameters
     ----------
     ids : int array, [seqlen_kv] or [batch, seqlen_kv], optional
-        The document of each key's token; the queries are the last tokens. Where each document is
-        one run of tokens, every row's keys are an interval, which costs no more than a window;
-        others are taken too.
+        The document of each key's token; the queries are the last tokens, and those before the
+        first key count to its document. Where each document is one run of tokens, every row's keys
+        are an interval, which costs no more than a window; others are taken too.
     cu_seqlens : int array, [documents + 1], optional
         Where documents begin, instead.
 
