@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ def with_residual(
 ) -> Any:
     """Attend into float32, then add and round once; all that is refused is refused before."""
     word = f"{op}(residual=)"
+    refuse_gradients(word, op, arguments)
     q, v, residual, stream = (arguments[name] for name in ("q", "v", "residual", "stream"))
     is_rounding = arguments["backend"] in ROUNDING
     places = _core.residual_places(word, q, v, residual, arguments["out"], is_rounding, stream)
@@ -28,3 +30,16 @@ def with_residual(
     result = call(op, {**arguments, "residual": None, "out": attended})
     _core.add_residual(word, attended, residual, out, stream)
     return (out, result[1]) if isinstance(result, tuple) else out
+
+
+def refuse_gradients(word: str, op: str, arguments: dict[str, Any]) -> None:
+    """Refuse tensors of which autograd wants a gradient."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.is_grad_enabled():
+        return
+    for name, x in arguments.items():
+        if getattr(x, "requires_grad", False):
+            raise NotImplementedError(
+                f"{word}: {name} requires grad, but no gradient goes through the pass that adds; "
+                f"write {op}(...) + residual"
+            )

@@ -148,10 +148,16 @@ def test_memory_that_overlaps_otherwise(rng):
 def test_what_owns_gradients_refuses():
     torch = pytest.importorskip("torch")
     q = torch.zeros(1, 4, 2, 32, requires_grad=True)
-    k = torch.zeros(1, 4, 2, 32)
-    for arrays, residual in (((q, k, k), k), ((k, k, k), q)):
-        with pytest.raises(NotImplementedError, match="requires grad, but no gradient goes"):
-            cuattn.attention(*arrays, residual=residual)
+    k, learned = torch.zeros(1, 4, 2, 32), torch.zeros(4, requires_grad=True)
+    for name in ("q", "k", "v", "residual", "bias"):
+        given = {
+            **dict.fromkeys(("q", "k", "v", "residual"), k),
+            name: q if name != "bias" else learned,
+        }
+        with pytest.raises(
+            NotImplementedError, match=rf"{name} requires grad, .*write attention\(\.\.\.\) \+"
+        ):
+            cuattn.attention(**given)
     from cuattn import torch as face
 
     traced = torch.compile(face.attention, backend="eager")
