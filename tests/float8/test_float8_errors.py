@@ -160,6 +160,9 @@ def test_no_gradient_goes_back_through_float8():
 def test_other_functions_still_refuse_float8_by_name():
     with pytest.raises(NotImplementedError, match="q is float8_e4m3fn"):
         cuattn.flex_attention(Q, K, K)
+    for arrays, word in (((Q, K, K), "q is float8_e4m3fn"), ((Q.view(np.int8),) * 3, "q is int8")):
+        with pytest.raises(NotImplementedError, match=word):
+            cuattn.explain("flex_attention", *arrays)
     cache, ends = codes(1, 16, 2, 32), np.array([0, 5, 10], np.int32)
     pages = {"block_tables": np.zeros((2, 1), np.int32), "seqused_k": np.array([5, 5], np.int32)}
     pages |= {"cu_seqlens_q": ends, "max_seqlen_q": 5, "max_seqlen_k": 16}
@@ -170,3 +173,5 @@ def test_other_functions_still_refuse_float8_by_name():
     ):
         with pytest.raises(NotImplementedError, match=message):
             cuattn.flex_attention(q, cache, cache, **pages)
+        with pytest.raises(NotImplementedError, match=message):
+            cuattn.explain("flex_attention", q, cache, cache, **pages)

@@ -20,6 +20,7 @@ from .plan import Plan
 from .rows import explain_rows
 
 NAME = "flex_attention"
+CODES = ("float8_e4m3fn", "int8", "uint8")
 FUNCTIONS = ("score_mod", "mask_mod", "block_mask")
 
 
@@ -29,6 +30,7 @@ def explain_flex(arrays: tuple[Any, ...], device: Any, dtype: str, options: dict
         raise TypeError(f"explain: {NAME} takes q, k, v, got {len(arrays)} arguments")
     score_mod, mask_mod, block_mask = (options.pop(name, None) for name in FUNCTIONS)
     refuse_unknown(NAME, options, OPTIONS)
+    refuse_codes(arrays[:2], dtype)
     options = {name: x for name, x in options.items() if name not in PLACES}
     q, k = (x if hasattr(x, "shape") else stand_in(x) for x in arrays[:2])
     problem = problem_of(q, k, options)
@@ -64,6 +66,17 @@ def explain_flex(arrays: tuple[Any, ...], device: Any, dtype: str, options: dict
         plan = explain_rows(given, dtype, where)
     line = f"  functions: {words}\n"
     return dataclasses.replace(plan, reason=f"{plan.reason}; {words}", ladder=plan.ladder + line)
+
+
+def refuse_codes(q_and_k: tuple[Any, ...], dtype: str) -> None:
+    """Refuse float8 and int8, also in caches, as the call does."""
+    for name, x in zip("qk", q_and_k, strict=True):
+        word = dtype_name(x) if hasattr(x, "dtype") else dtype
+        if word in CODES:
+            raise NotImplementedError(
+                f"{NAME}: {name} is {word}, over which masks and scores written by the user have "
+                "no kernel yet; cast it to float16 or bfloat16"
+            )
 
 
 def words_of_tiles(

@@ -225,7 +225,7 @@ def without_untraced(op: str, options: dict[str, Any]) -> dict[str, Any]:
         how = "leave it out, or call cuattn outside the compiled region and under torch.no_grad()"
         if name in ("block_tables", "kv_layout"):
             why = "ops take rows, not pages, and no gradient goes through a cache"
-            how = f"call cuattn.gather_cache first, or {how[14:]}"
+            how = f"call cuattn.gather_cache first, {how[14:]}"
         if name == "residual":
             why = "the pass that adds it is no op"
             how = f"write {op}(...) + residual"
