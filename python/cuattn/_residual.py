@@ -17,10 +17,10 @@ def with_residual(
 ) -> Any:
     """Attend into float32, then add and round once; all that is refused is refused before."""
     word = f"{op}(residual=)"
-    residual, stream = arguments["residual"], arguments["stream"]
-    given = (arguments[name] for name in ("q", "v", "residual", "out", "lse_out", "workspace"))
+    q, v, residual, stream = (arguments[name] for name in ("q", "v", "residual", "stream"))
+    written = arguments["out"], arguments["lse_out"], arguments["workspace"]
     is_rounding = arguments["backend"] in ROUNDING
-    places = _core.residual_places(word, *given, is_rounding, stream)
+    places = _core.residual_places(word, q, v, residual, *written, is_rounding, stream)
     if places is NotImplemented:
         raise NotImplementedError(
             f"{word}: q is a JAX array, whose sum XLA makes; write {op}(...) + residual"
