@@ -21,6 +21,7 @@ MASKS = {
     "causal": {"causal": True},
     "causal window": {"causal": True, "window": (100, -1)},
     "window": {"window": (300, 50)},
+    "causal dropout": {"causal": True, "dropout_p": 0.25, "dropout_seed": 7},
 }
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 

@@ -72,3 +72,14 @@ def test_ranks_that_hang_say_where_and_are_started_anew():
         assert pool.run(2, has_loaded_the_compiler) == [False, False]
     finally:
         pool.close()
+
+
+def test_a_rank_that_is_gone_at_the_first_call_is_told_of():
+    from cuattn.parallel.plan import limit_memory
+
+    def free_bytes(device, inner):
+        raise RuntimeError("Connection closed by peer\nand where")
+
+    team = mock.Mock(free_bytes=free_bytes)
+    with pytest.raises(RuntimeError, match=r"^parallel\.attention: a rank .* not answer .*closed"):
+        limit_memory("parallel.attention", {"q": None, "memory_limit": None}, None, team)

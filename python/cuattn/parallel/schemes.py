@@ -5,7 +5,7 @@ local: the whole sequence is here. gather: keys and values of all ranks come, by
 and each row attends to them in one call: no merge, the bits of one process. ring: keys and values
 travel from rank to rank and what each step finds is merged in float32. Every scheme gives (out,
 lse) of the rows of this rank, and (dq, dk, dv, dsinks) for the way back. Ring: arXiv:2310.01889;
-zigzag and gather in groups of heads: arXiv:2407.21783. Next: heads.py, autograd.py.
+zigzag and gather in groups of heads: arXiv:2407.21783. Next: autograd.py.
 """
 
 from __future__ import annotations
