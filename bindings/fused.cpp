@@ -5,6 +5,7 @@
 
 #include <cstring>
 #include <optional>
+#include <utility>
 
 #include "bindings/arrays/import.h"
 #include "bindings/arrays/results.h"
@@ -125,10 +126,31 @@ nb::object apply_rope(const char* op, const char* name, nb::handle x, nb::handle
   return result.object;
 }
 
+// Refuses an array whose elements lie between those of one that attention writes before the sum.
+void require_apart(const char* op, const char* name, const TensorView& array, const char* other,
+                   const TensorView& written) {
+  struct Range {
+    const char *begin, *end;
+    explicit Range(const TensorView& view)
+        : begin(static_cast<const char*>(view.data)), end(begin + view.dtype.bits / 8) {
+      for (int32_t axis = 0; axis < view.ndim; ++axis) {
+        int64_t bytes = (view.shape[axis] - 1) * view.strides[axis] * (view.dtype.bits / 8);
+        (bytes < 0 ? begin : end) += bytes;
+      }
+    }
+  };
+  if (array.size() == 0 || written.size() == 0) return;
+  Range a(array), b(written);
+  if (a.end <= b.begin || b.end <= a.begin) return;
+  raise(PyExc_ValueError, op, ": ", name, " must not share memory with ", other,
+        ", got overlapping arrays; give it memory of its own");
+}
+
 // Of attention(residual=): where its own result goes, in float32, and the sum, which has the dtype of
-// q (of float8 queries that of residual). All is checked as it will be added.
+// q (of codes as queries that of residual). All is checked as it will be added.
 nb::object residual_places(const char* op, nb::handle q, nb::handle v, nb::handle residual,
-                           nb::handle out, bool is_rounding, nb::handle stream) {
+                           nb::handle out, nb::handle lse_out, nb::handle workspace,
+                           bool is_rounding, nb::handle stream) {
   if (is_jax(op, "q", q)) return nb::borrow(Py_NotImplemented);
   Call call(op, "q", q, stream);
   Array values, added;
@@ -137,20 +159,26 @@ nb::object residual_places(const char* op, nb::handle q, nb::handle v, nb::handl
   require_axes(op, "q", call.first, 3);
   require_axes(op, "v", values, 3);
   TensorView sum = like(call.first), wide;
-  if (sum.dtype.bits == 8) sum.dtype = added.view.dtype;
-  sum.shape[sum.ndim - 1] = values.view.shape[values.view.ndim - 1];
-  wide = sum;
-  wide.dtype = dl_dtype(DType::f32);
-  bool is_wide = sum.is(DType::f32);
-  if (is_rounding && !is_wide && call.first.is_cuda()) {
+  if (is_rounding && sum.dtype.bits == 16 && call.first.is_cuda()) {
     raise(
         PyExc_NotImplementedError, op,
         ": residual is added to a result in float32, which backends 'naive', 'cublas' and 'tiled' "
         "do not write from 16-bit inputs; use 'auto', or q, k and v in float32");
   }
+  if (sum.dtype.bits == 8) sum.dtype = added.view.dtype;
+  sum.shape[sum.ndim - 1] = values.view.shape[values.view.ndim - 1];
+  wide = sum;
+  wide.dtype = dl_dtype(DType::f32);
   Result result, attended;
   result.provide(op, "out", out, call.first, call.stream, sum);
-  bool is_shared = is_wide && !is_given(out);  // it is added in place
+  for (auto [name, given] : {std::pair{"lse_out", lse_out}, std::pair{"workspace", workspace}}) {
+    if (!is_given(given)) continue;
+    Array written;
+    written.import(op, name, given, call.stream, &call.first, true);
+    require_apart(op, "residual", added.view, name, written.view);
+    require_apart(op, "out", TensorView(result.tensor), name, written.view);
+  }
+  bool is_shared = sum.is(DType::f32) && !is_given(out);  // it is added in place
   if (!is_shared) attended.provide(op, "out", nb::none(), call.first, call.stream, wide);
   const Result& from = is_shared ? result : attended;
   call.run(
@@ -320,7 +348,8 @@ void add_fused(nb::module_& m) {
         "cuattn_rope_options of these names, and one_token.");
   m.def("residual_places", &residual_places, nb::arg("op"), nb::arg("q").none(),
         nb::arg("v").none(), nb::arg("residual").none(), nb::arg("out").none(),
-        nb::arg("is_rounding"), nb::arg("stream").none(),
+        nb::arg("lse_out").none(), nb::arg("workspace").none(), nb::arg("is_rounding"),
+        nb::arg("stream").none(),
         "Where attention(residual=) has its result and the sum; NotImplemented for JAX arrays.");
   m.def("add_residual", &add_residual, nb::arg("op"), nb::arg("x"), nb::arg("residual"),
         nb::arg("out"), nb::arg("stream").none(), "x + residual, rounded once, into out");

@@ -20,8 +20,9 @@ def with_residual(
     word = f"{op}(residual=)"
     refuse_gradients(word, op, arguments)
     q, v, residual, stream = (arguments[name] for name in ("q", "v", "residual", "stream"))
+    written = arguments["out"], arguments["lse_out"], arguments["workspace"]
     is_rounding = arguments["backend"] in ROUNDING
-    places = _core.residual_places(word, q, v, residual, arguments["out"], is_rounding, stream)
+    places = _core.residual_places(word, q, v, residual, *written, is_rounding, stream)
     if places is NotImplemented:
         raise NotImplementedError(
             f"{word}: q is a JAX array, whose sum XLA makes; write {op}(...) + residual"

@@ -145,6 +145,38 @@ def test_memory_that_overlaps_otherwise(rng):
         cuattn.attention(q, k, v, residual=shifted[0], out=shifted[1])
 
 
+OVERLAPS = {  # the array that attention writes before the sum, and what lies in it
+    "residual in lse_out": ("lse_out", "residual"),
+    "out in lse_out": ("lse_out", "out"),
+    "residual in workspace": ("workspace", "residual"),
+}
+
+
+@pytest.mark.parametrize("name", OVERLAPS)
+def test_what_is_written_before_the_sum_lies_apart(name, rng):
+    written, other = OVERLAPS[name]
+    q, k, v, residual = draw(rng, "float16", 4, 2, 32, 24)
+    memory = np.zeros(1 << 20, np.uint8)
+    lse = memory[: 2 * 4 * 7 * 4].view(np.float32).reshape(2, 4, 7)
+    within = memory[: residual.nbytes].view(np.float16).reshape(residual.shape)
+    within[:] = residual
+    words = {"residual": residual, "return_lse": True, "backend": "naive"}
+    words |= {written: lse if written == "lse_out" else memory, other: within}
+    with pytest.raises(ValueError, match=f"{other} must not share memory with {written}"):
+        cuattn.attention(q, k, v, **words)
+    assert (bits(within) == bits(residual)).all()
+
+
+def test_what_touches_lies_apart(rng):
+    q, k, v, residual = draw(rng, "float16", 4, 2, 32, 24)
+    memory = np.zeros(residual.nbytes + 2 * 4 * 7 * 4, np.uint8)
+    within = memory[: residual.nbytes].view(np.float16).reshape(residual.shape)
+    within[:] = residual
+    lse = memory[residual.nbytes :].view(np.float32).reshape(2, 4, 7)
+    found, _ = cuattn.attention(q, k, v, residual=within, out=within, lse_out=lse)
+    assert (bits(found) == bits(cuattn.attention(q, k, v, residual=residual))).all()
+
+
 def test_what_owns_gradients_refuses():
     torch = pytest.importorskip("torch")
     q = torch.zeros(1, 4, 2, 32, requires_grad=True)
@@ -191,3 +223,11 @@ def test_explain_says_what_comes_after():
     assert cuattn.explain(
         "attention", shape, shape, shape, device="cpu", residual=shape, backend="naive"
     ).kernel == "naive"  # fmt: skip
+
+
+@pytest.mark.parametrize("codes", ["float8_e4m3fn", "int8"])
+def test_explain_knows_that_naive_gives_float32_of_codes(codes):
+    q, v = (codes, 1, 8, 2, 32), ("float8_e4m3fn", 1, 8, 2, 32)
+    plan = cuattn.explain("attention", q, q, v, device="a100", residual=q[1:])
+    assert plan.kernel == "naive"
+    assert "residual is added" in plan.reason

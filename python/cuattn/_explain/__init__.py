@@ -116,7 +116,7 @@ def refuse_rounding(
     number, made_up = place(device, q)
     is_cuda = number >= 0 if made_up is None else made_up["is_cuda"]
     word = str(q.dtype) if hasattr(q, "dtype") else q[0] if isinstance(q[0], str) else dtype
-    if is_cuda and plan.kernel in ROUNDING and not word.endswith("float32"):
+    if is_cuda and plan.kernel in ROUNDING and word.endswith("float16"):  # or bfloat16
         raise NotImplementedError(
             f"{op}(residual=): residual is added to a result in float32, which backend "
             f"{plan.kernel!r} does not write from 16-bit inputs; use 'auto', or float32"
