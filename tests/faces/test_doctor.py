@@ -92,7 +92,7 @@ def test_every_documented_variable_is_known():
     page = (ROOT / "docs/design.md").read_text()
     section = page.split("## Environment variables")[1].split("\n## ")[0]
     of_cmake = ("PYTHON", "TESTS", "SANITIZE", "WATCHDOG", "TESTS_CUDA")  # never in a process
-    of_cmake += ("EMULATE", "EMULATE_HEAD_DIMS")
+    of_cmake += ("EMULATE", "EMULATE_HEAD_DIMS", "CPU_AVX")
     documented = set(re.findall(r"^\| `(CUATTN_\w+)", section, re.MULTILINE))
     known = {*doctor.ENVIRONMENT, *doctor.OTHER_VARIABLES}
     assert documented - {f"CUATTN_{name}" for name in of_cmake} == known
