@@ -128,11 +128,7 @@ def test_headers_of_the_table_have_its_launchers():
         assert re.search(rf"\bvoid launch_{row.name}\(", text), f"{row.header}: launch_{row.name}"
 
 
-# The others, which plan alike, take half a minute each.
-SHORT = [pytest.param(x, marks=[] if x in ("8.0", "9.0") else [pytest.mark.slow]) for x in GPUS]
-
-
-@pytest.mark.parametrize("gpu", SHORT)
+@pytest.mark.parametrize("gpu", GPUS)
 def test_attention_is_planned_for_the_smallest_instance_that_serves_it(gpu):
     chosen = set()
     pairs = (*itertools.product(DIMS, DIMS), *WIDE)
