@@ -22,12 +22,16 @@ CXX = os.environ.get("CXX") or shutil.which("g++")
 pytestmark = pytest.mark.skipif(CXX is None, reason="the emulator needs g++")
 
 
-def planted(mistakes):
-    """Their names: the sound kernel and one mistake; the long half of the suite has the others."""
-    return [
-        pytest.param(name, marks=[pytest.mark.slow] if place > 1 else [])
-        for place, name in enumerate(mistakes)
-    ]
+def planting(find, old, new, count=-1):
+    """Return a change of translated sources: in the file that `find` returns, `old` to `new`."""
+
+    def change(into):
+        path = find(into)
+        text = path.read_text()
+        assert old in text, f"{path} has no {old!r} any more"
+        path.write_text(text.replace(old, new, count) if old else text)
+
+    return change
 
 
 def run(*command, **environment):
@@ -125,7 +129,7 @@ MISTAKES = {  # what is replaced, by what, and at which of its places
 }
 
 
-@pytest.mark.parametrize("name", planted(MISTAKES))
+@pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_in_the_sm80_kernel_shows(tmp_path, emulator, name):
     old, new, which = MISTAKES[name]
 
@@ -152,17 +156,15 @@ PACKED_MISTAKES = {  # of the loader of paged/sm80, or of the lengths
 }
 
 
-@pytest.mark.parametrize("name", planted(PACKED_MISTAKES))
+@pytest.mark.parametrize("name", PACKED_MISTAKES)
 def test_packed_rows_are_pages_of_the_sm80_kernel(tmp_path, emulator, name):
     file, old, new = PACKED_MISTAKES[name]
 
-    def plant(into):
-        paths = list((into / "cuda/paged").rglob(f"*{Path(file).name}*"))
-        path = next(path for path in paths if file in path.as_posix())
-        text = path.read_text()
-        assert old in text
-        path.write_text(text.replace(old, new) if old else text)
+    def find(into):
+        paths = (into / "cuda/paged").rglob(f"*{Path(file).name}*")
+        return next(path for path in paths if file in path.as_posix())
 
+    plant = planting(find, old, new)
     error = float(run(build(tmp_path, emulator, "packed", plant)).split()[1])
     assert (error < 2e-3) if name == "none" else (math.isnan(error) or error > 1e-2), error
 
@@ -180,16 +182,10 @@ LATENT_MISTAKES = {  # of mla/sm80 over packed latents and lists: what is replac
 }
 
 
-@pytest.mark.parametrize("name", planted(LATENT_MISTAKES))
+@pytest.mark.parametrize("name", LATENT_MISTAKES)
 def test_packed_latents_and_lists_of_tokens(tmp_path, emulator, name):
     file, old, new = LATENT_MISTAKES[name]
-
-    def plant(into):
-        path = into / f"cuda/mla/sm80/{file}.cuh"
-        text = path.read_text()
-        assert old in text
-        path.write_text(text.replace(old, new, 1) if old else text)
-
+    plant = planting(lambda into: into / f"cuda/mla/sm80/{file}.cuh", old, new, 1)
     said = run(build(tmp_path, emulator, "latents", plant)).split()[1]
     error = float(said)
     assert (error < 6e-3) if name == "none" else (math.isnan(error) or error > 2e-2), error
@@ -203,16 +199,10 @@ APART_MISTAKES = {  # of paged/apart.cu
 }
 
 
-@pytest.mark.parametrize("name", planted(APART_MISTAKES))
+@pytest.mark.parametrize("name", APART_MISTAKES)
 def test_single_queries_are_parted_from_the_others(tmp_path, emulator, name):
     old, new = APART_MISTAKES[name]
-
-    def plant(into):
-        path = into / "cuda/paged/apart.cu.cpp"
-        text = path.read_text()
-        assert old in text
-        path.write_text(text.replace(old, new) if old else text)
-
+    plant = planting(lambda into: into / "cuda/paged/apart.cu.cpp", old, new)
     wrong = int(run(build(tmp_path, emulator, "apart", plant)).split()[1])
     assert (wrong == 0) if name == "none" else wrong > 0
 
@@ -224,16 +214,10 @@ FLOAT8_MISTAKES = {  # in which file, what is replaced, by what
 }
 
 
-@pytest.mark.parametrize("name", planted(FLOAT8_MISTAKES))
+@pytest.mark.parametrize("name", FLOAT8_MISTAKES)
 def test_naive_over_float8_and_mistakes_in_it(tmp_path, emulator, name):
     file, old, new = FLOAT8_MISTAKES[name]
-
-    def plant(into):
-        path = into / f"cuda/attention/{file}.cuh"
-        text = path.read_text()
-        assert old in text
-        path.write_text(text.replace(old, new, 1) if old else text)
-
+    plant = planting(lambda into: into / f"cuda/attention/{file}.cuh", old, new, 1)
     error = float(run(build(tmp_path, emulator, "float8", plant)).split()[1])
     assert (error < 1e-5) if name == "none" else (math.isnan(error) or error > 1e-2)
 
@@ -270,7 +254,7 @@ SELECTIONS = {  # files, and what of them
     "mla/test_mla_indices.py mla/test_mla_packed.py": "(test_lists_against and auto) or test_blocks"
     "_of_one or test_a_list_does or test_rows_are or test_decode_has",
     "float8/test_quantize_shapes.py float8/test_float8_attention.py": "test_every_option or "
-    "test_int8_q or auto-16 or auto-112 or auto-128 or auto-192",
+    "auto-16 or auto-112 or auto-128 or auto-192",
     "float8/test_float8_pages.py": "test_the_same_bits or test_values_of or test_single_queries or "
     "(test_layouts and seqused) or test_no_key or (test_float8_queries and parts and mixed)",
     "cache/test_cache_rows.py cache/test_cache_blocks.py paged/test_paged_prefill.py": "test_"

@@ -25,25 +25,15 @@ PARTS = 3
 CUDA = ("naive",)  # auto: test_float8_sm90.py
 
 
+@pytest.mark.parametrize("int8", [False, True], ids=["float8", "int8"])  # q and k
 @pytest.mark.parametrize(
     ("device", "backend", "part"), target_params(tuple(range(PARTS)), cuda=CUDA)
 )
-def test_every_option_with_every_other(device, backend, part, rng):
+def test_every_option_with_every_other(device, backend, part, int8, rng):
     for row in PAIRS[part::PARTS]:
         row = dict(row)
         kind = row.pop("scales")
-        float8_cases.assert_case(device, backend, cases.case_of(row), kind, rng)
-
-
-@pytest.mark.parametrize(
-    ("device", "backend", "part"), target_params(tuple(range(PARTS)), cuda=CUDA)
-)
-def test_int8_queries_and_keys(device, backend, part, rng):
-    """Every option with every other, over values of float8."""
-    for row in PAIRS[part::PARTS]:
-        row = dict(row)
-        kind = row.pop("scales")
-        float8_cases.assert_case(device, backend, cases.case_of(row), kind, rng, int8=True)
+        float8_cases.assert_case(device, backend, cases.case_of(row), kind, rng, int8=int8)
 
 
 def columns(v, layout):
