@@ -55,6 +55,8 @@ PASSED = "cuattn/passed"  # in pytest's cache: the tests that passed in the last
 def pytest_addoption(parser):
     text = "leave out what passed in the last run"
     parser.addoption("--skip-passed", action="store_true", help=text)
+    text = "leave out the cases of the CPU backend, which find the same without a GPU"
+    parser.addoption("--no-cpu-cases", action="store_true", help=text)
 
 
 # Files that build libraries. A worker of pytest-xdist begins with the first of its tests, and the
@@ -66,11 +68,20 @@ LONGEST = ("test_emulator.py", "test_cpp.py")
 def pytest_collection_modifyitems(config, items):
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: item.path.name not in LONGEST)
-    if not config.getoption("--skip-passed"):
-        return
-    passed = set(config.cache.get(PASSED, []))
-    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in passed])
-    items[:] = [item for item in items if item.nodeid not in passed]
+    if config.getoption("--no-cpu-cases"):
+        leave_out(config, items, _runs_on_the_cpu)
+    if config.getoption("--skip-passed"):
+        passed = set(config.cache.get(PASSED, []))
+        leave_out(config, items, lambda item: item.nodeid in passed)
+
+
+def leave_out(config, items, is_out):
+    config.hook.pytest_deselected(items=[item for item in items if is_out(item)])
+    items[:] = [item for item in items if not is_out(item)]
+
+
+def _runs_on_the_cpu(item):
+    return hasattr(item, "callspec") and "cpu" in item.callspec.id.split("-")
 
 
 def pytest_collection_finish():

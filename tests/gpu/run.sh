@@ -93,7 +93,7 @@ pytest() {
   # Each worker takes its GPUs from the list (tests/conftest.py).
   CUDA_VISIBLE_DEVICES=$gpus CUATTN_REQUIRE_CUDA=1 XLA_PYTHON_CLIENT_PREALLOCATE=false \
     go $python -m pytest "${workers[@]}" -q -rf -p no:cacheprovider \
-    --durations 10 --junitxml "$log.xml" $arguments
+    --no-cpu-cases --durations 10 --junitxml "$log.xml" $arguments
 }
 
 # Arrays of gigabytes, 45 GiB at most in use: one process, so that no two tests share the memory.
