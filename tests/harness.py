@@ -190,6 +190,7 @@ class Cuda(Cpu):
             np.dtype(np.bool_): torch.bool,
             np.dtype(ml_dtypes.float8_e4m3fn): torch.float8_e4m3fn,
             np.dtype(np.uint8): torch.uint8,
+            np.dtype(np.int8): torch.int8,
             np.dtype(np.int64): torch.int64,
             np.dtype(np.float64): torch.float64,
         }

@@ -88,6 +88,10 @@ enum class BiasAccess : int32_t { elsewhere, tma, direct, unmapped };
 
 constexpr int32_t kNoInstance = -1;
 
+// Workspace is cut into pieces of 256 bytes.
+constexpr size_t whole_pieces(size_t bytes) { return (bytes + 255) / 256 * 256; }
+constexpr size_t kCublasBytes = size_t{32} << 20;  // of it for cuBLAS: what NVIDIA says for sm_90
+
 struct Plan {
   Kernel kernel;
   int32_t instance = kNoInstance;  // its number in the table (instances.h), where it stands there

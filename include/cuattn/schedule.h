@@ -3,16 +3,10 @@
 // kernel receives it. Next: src/attention/plan.cpp, which fills it.
 #pragma once
 
-#include <cstddef>
-
 #include "cuattn/params/backward.h"
 #include "cuattn/tiles.h"
 
 namespace cuattn {
-
-// Workspace is cut into pieces of 256 bytes.
-constexpr size_t whole_pieces(size_t bytes) { return (bytes + 255) / 256 * 256; }
-constexpr size_t kCublasBytes = size_t{32} << 20;  // of it for cuBLAS: what NVIDIA says for sm_90
 
 struct AttentionSchedule {
   Tile tile;             // where a kernel is compiled for several

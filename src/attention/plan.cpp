@@ -10,7 +10,6 @@
 
 #include "cuattn/error.h"
 #include "cuattn/instances.h"
-#include "cuattn/schedule.h"
 #include "src/check/arrays.h"
 #include "src/check/ladder.h"
 #include "src/info.h"

@@ -5,7 +5,7 @@
 
 #include <algorithm>
 
-#include "cuattn/schedule.h"
+#include "cuattn/plan.h"
 #include "src/check/arrays.h"
 #include "src/options.h"
 

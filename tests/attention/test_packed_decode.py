@@ -117,7 +117,7 @@ TARGETS = harness.target_params(cpu=("auto",), cuda=("auto",))
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize(("device", "backend"), TARGETS)
 def test_right(device, backend, dtype, heads, options, rng):
-    queries = 3 if "window" in options or not options else 1
+    queries = 2 if "window" in options or not options else 1
     counts = [queries, 1, queries, 0, queries, min(queries, 2), queries]
     longest = (queries, max(LENS))
     options = dict(options)
@@ -188,11 +188,12 @@ def test_wrong_lengths_on_the_device_are_clamped(ends, rng):
         placed = harness.Arena(device).put(np.array(ends_k, np.int32))
         return device.numpy(cuattn.attention_varlen(q, k, v, begins, placed, 1, 9000))
 
-    expected = call([0, 9000, 17000, 26000])
     out = call([0, 9000, *ends])
     device.synchronize()
     arena.verify()
-    assert np.array_equal(harness.bits(out[:1]), harness.bits(expected[:1]))
+    first = [arrays[0][:1], *(x[:9000] for x in arrays[1:3]), *np.int32([[0, 1], [0, 9000]])]
+    exact, plain = (oracle(first, (1, 9000), x)[0] for x in (None, cases.DTYPES["float16"]))
+    cases.check(out[:1], exact, plain, "float16")  # the parts of its keys hang on all lengths
 
 
 @pytest.mark.skipif(harness.why_no_cuda() is not None, reason="needs a CUDA device")

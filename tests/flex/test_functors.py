@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import stat
 import subprocess
 import sys
@@ -16,6 +18,7 @@ from cuattn.flex.emit import Function, Kernel, numbers, source
 from cuattn.flex.emit_backward import backward_source
 from cuattn.flex.trace import trace
 
+CXX = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
 SM80 = Kernel("sm80", "bfloat16", 128, 128)
 KERNELS = (SM80, Kernel("sm80", "float16", 64, 64), Kernel("simt", "float32", 64, 64))
 
@@ -90,6 +93,22 @@ def compiler():
         if "was not found" not in str(why):
             raise
         return pytest.skip(str(why))
+
+
+@pytest.mark.skipif(CXX is None, reason="needs g++ or c++")
+@pytest.mark.parametrize("name", ["sm90", "sm80", "simt", "backward"])
+def test_a_source_needs_no_header_of_the_host(name, tmp_path):
+    """NVRTC 13.0 has no standard library; later ones would hide what it lacks."""
+    if name == "backward":
+        text = backward_source(SM80, of_everything(), False, True, True, frozenset(), True)
+    else:
+        text = source(SM80._replace(name=name), of_everything(), False, True)
+    (tmp_path / "functor.cpp").write_text(text)
+    flags = ["-nostdinc", *(f"-D{x}" for x in ("__CUDACC_RTC__", "__CUDACC__"))]
+    flags += [f"-I{folder}" for folder in functors.folders()]
+    command = [CXX, "-E", "-std=c++20", *flags, str(tmp_path / "functor.cpp")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_nvrtc_says_what_ptxas_says_each_time(compiler):

@@ -91,7 +91,7 @@ def test_heads_that_share_a_tile_leave_nothing_to_gain():
 
 MIXED_OPTIONS = [
     {},
-    {"window": (700, 0), "sinks": True},
+    {"window": (5000, 0), "sinks": True},
     {"softcap": 5.0, "alibi": "batch", "sinks": True},
     {"causal": False, "block_size": 8, "kv_layout": "hnd"},
     {"kv_layout": "vllm"},
@@ -104,8 +104,8 @@ MIXED_OPTIONS = [
 def test_single_queries_beside_others(device, backend, dtype, option, rng):
     """As many as pay, sequences with more queries and with none among them."""
     queries = (1, 70, 2, 0, 1, 1, 5, 1, 1, 0, 1, 1)
-    lens = (3000, 100, 1100, 9, 1, 700, 0, 1025, 0, 3, 2047, 64)
-    heads = {"num_heads_q": 32, "num_heads_kv": 2, "head_dim": 64}
+    lens = (6000, 100, 2200, 9, 1, 700, 0, 1025, 0, 3, 4095, 64)
+    heads = {"num_heads_q": 40, "num_heads_kv": 8, "head_dim": 64}  # groups that fill no tile
     case = PagedCase(dtype=dtype, lens=lens, **heads, **option)
     problem = make(case, queries, rng)
     assert APART in explain_problem(device, problem).reason
@@ -141,7 +141,7 @@ def test_a_captured_call_parts_other_batches(rng):
 
     device = harness.Cuda()
     lens = (4000, 300, 2500, 3900, 1300, 64, 77, 900)
-    heads = {"num_heads_q": 32, "num_heads_kv": 4, "head_dim": 128}
+    heads = {"num_heads_q": 40, "num_heads_kv": 8, "head_dim": 128}
     case = PagedCase(lens=lens, dtype="bfloat16", **heads)
     problem = make(case, (40, 1, 1, 1, 1, 1, 1, 1), rng)
     assert APART in explain_problem(device, problem).reason

@@ -64,9 +64,12 @@ def test_explain_says_what_attention_does(pool):
 
 
 def test_decode_that_is_awkward(pool):
-    for found in zip(*pool.run(2, awkward_jobs.decode_awkward), strict=True):
-        kinds, texts = zip(*found, strict=True)
-        assert all(kinds), found
+    found = list(zip(*pool.run(2, awkward_jobs.decode_awkward), strict=True))
+    if pool.backend == "nccl":  # lengths on a device are not compared: nobody waits for them
+        assert found.pop(2) == (("", ""), ("", ""))
+    for of_ranks in found:
+        kinds, texts = zip(*of_ranks, strict=True)
+        assert all(kinds), of_ranks
         assert all("parallel.paged_attention: " in text for text in texts) or "grad" in texts[1]
 
 

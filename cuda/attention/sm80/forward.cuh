@@ -17,9 +17,9 @@
 #include "cuattn/device/finish.cuh"
 #include "cuattn/device/scores.cuh"
 #include "cuattn/device/tile_sm80.cuh"
-#include "cuattn/schedule.h"
 #include "cuattn/tiles.h"
 #ifndef __CUDACC_RTC__
+#include "cuattn/schedule.h"
 #include "cuda/host/launch.h"
 #endif
 
