@@ -121,6 +121,8 @@ def instruction(template: str, sections: list[str]) -> str:
         if match := OPERAND.fullmatch(operand):
             values.append(f"({match[2]})")
     lines = [line.strip() for line in template.split(";") if line.strip()]
+    if not lines:  # what only the optimiser reads
+        return "static_cast<void>(0)"
     match = re.fullmatch(r"([a-z][\w.:]*)\s*(.*)", lines[0], re.DOTALL) if lines else None
     if len(lines) != 1 or match is None:
         return f'::emulate::fail("this PTX is not emulated: {" ".join(template.split())}")'

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What quantize does with a row: loads of 16 bytes, the rotation, and quotients to the last bit.
-// kLanes neighbours of a warp share a row; a thread has kPieces runs of 8 channels of it, so that
-// most steps of a rotation stay inside a thread. Source: QuaRot, arXiv:2404.00456; Markstein,
-// "Computation of elementary functions on the IBM RISC System/6000 processor". Next: quantize.cu.
+// What quantize and dequantize share: pieces of 8 channels, scales, quotients, codes. Next:
+// row_tile.cuh, quantize.cu.
 #pragma once
 
 #include "cuattn/params/quantize.h"
@@ -34,6 +32,16 @@ struct RawPiece {
   __device__ __forceinline__ void clear() {
 #pragma unroll
     for (int i = 0; i < kWords; ++i) words[i] = uint4{0, 0, 0, 0};
+  }
+
+  // From and to shared memory.
+  __device__ __forceinline__ void take(const char* from) {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) words[i] = reinterpret_cast<const uint4*>(from)[i];
+  }
+  __device__ __forceinline__ void store(char* to) const {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) reinterpret_cast<uint4*>(to)[i] = words[i];
   }
 
   // `in_pieces`: they lie side by side on 16 bytes.
@@ -80,139 +88,38 @@ struct RawPiece {
   }
 };
 
-// The place of a thread in a round of kStep rows.
-template <int kLanes, int kPieces>
-struct RowLane {
-  static constexpr int kStep = kThreads / kLanes;
-  static constexpr int kStride = kLanes * kSpan;  // channels from one piece to the next
-  int lane = threadIdx.x % kLanes, row = threadIdx.x / kLanes;
-  uint32_t flips[kPieces] = {};  // signs of R: bit i of a piece's channel i
-
-  __device__ __forceinline__ int channel(int piece) const { return lane * kSpan + piece * kStride; }
-
-  // All lanes of a warp call it: each hashes some channels.
-  __device__ __forceinline__ void find_flips() {
-#pragma unroll
-    for (int piece = 0; piece < kPieces; ++piece) {
-#pragma unroll
-      for (int part = 0; part < kStride; part += 32) {
-        int i = piece * kStride + part + static_cast<int>(threadIdx.x % 32);
-        uint32_t signs = __ballot_sync(kWarp, flips_channel(i));
-        if (lane * kSpan / 32 * 32 == part) flips[piece] = signs >> lane * kSpan % 32;
-      }
-    }
-  }
-};
-
-template <int kStep, int kPieces>
-__device__ __forceinline__ void mix_pieces(float (&x)[kPieces][kSpan]) {
-#pragma unroll
-  for (int piece = 0; piece < kPieces; ++piece) {
-    if ((piece & kStep) != 0) continue;
-#pragma unroll
-    for (int i = 0; i < kSpan; ++i) {
-      float a = x[piece][i], b = x[piece + kStep][i];
-      x[piece][i] = a + b;
-      x[piece + kStep][i] = a - b;
-    }
-  }
-}
-
-// x R without the last factor 1 / sqrt(size), in the order of the CPU: runs of 1, 2 and 4 channels
-// inside a piece, then between lanes, then between pieces. All lanes of a warp call it.
-template <int kLanes, int kPieces>
-__device__ __forceinline__ void rotate_row(const RowLane<kLanes, kPieces>& at, int32_t size,
-                                           float (&x)[kPieces][kSpan]) {
-#pragma unroll
-  for (int piece = 0; piece < kPieces; ++piece) {
-#pragma unroll
-    for (int i = 0; i < kSpan; ++i) {
-      uint32_t sign = at.flips[piece] << (31 - i) & 0x80000000u;
-      x[piece][i] = __uint_as_float(__float_as_uint(x[piece][i]) ^ sign);
-    }
-#pragma unroll
-    for (int half = 1; half < kSpan; half *= 2) {
-#pragma unroll
-      for (int i = 0; i < kSpan; ++i) {
-        if ((i & half) != 0) continue;
-        float a = x[piece][i], b = x[piece][i + half];
-        x[piece][i] = a + b;
-        x[piece][i + half] = a - b;
-      }
-    }
-  }
-#pragma unroll
-  for (int half = 1; half < kLanes; half *= 2) {
-    if (half * kSpan >= size) return;
-    float sign = (at.lane & half) != 0 ? -1.0f : 1.0f;
-#pragma unroll
-    for (int piece = 0; piece < kPieces; ++piece) {
-#pragma unroll
-      for (int i = 0; i < kSpan; ++i) {
-        float other = __shfl_xor_sync(kWarp, x[piece][i], half);
-        x[piece][i] = __fmaf_rn(x[piece][i], sign, other);  // exact but for the sum, as + and -
-      }
-    }
-  }
-  if constexpr (kPieces % 2 == 0) {
-    if (kLanes * kSpan < size) mix_pieces<1>(x);
-  }
-  if constexpr (kPieces == 4) {
-    if (kLanes * kSpan * 2 < size) mix_pieces<2>(x);
-  }
-}
-
-// x / scale to the last bit, by its reciprocal: each step halves no error but squares it, and the
-// second one rounds as the quotient would (Markstein). Signs of zeros stay.
+// x / scale: x (high + low), where high + low is 1 / scale to 2^-47 of itself, in one rounding behind
+// an exact product. Off the quotient's own rounding for one in 10^13, which then moves a code only at
+// a tie. Signs of zeros stay, for low has the sign of high; what is not finite goes where a quotient
+// would. `factor`: a power of two and the sign of scale, by which x is multiplied first, so that
+// nothing leaves the range of float.
 struct Divisor {
-  float scale, reciprocal;
-  bool is_usual;  // no step can leave the range of float where the code is not 0
+  float factor, high, low;
 
-  __device__ explicit Divisor(float scale)
-      : scale(scale), reciprocal(1.0f / scale), is_usual(scale >= 0x1p-60f && scale <= 0x1p60f) {}
-
-  __device__ __forceinline__ float quotient(float x) const {
-    float q = x * reciprocal;
-    q = __fmaf_rn(__fmaf_rn(q, scale, -x), -reciprocal, q);
-    return __fmaf_rn(__fmaf_rn(q, scale, -x), -reciprocal, q);
+  Divisor() = default;
+  __device__ explicit Divisor(float scale) {
+    float size = fabsf(scale);
+    factor = size < 0x1p-60f ? 0x1p66f : size > 0x1p60f ? 0x1p-66f : 1.0f;
+    size *= factor;
+    factor = copysignf(factor, scale);
+    high = 1.0f / size;
+    low = high;
+    if (!(size > 0.0f && is_finite(size))) return;  // of 0, infinity and NaN
+    float left = __fmaf_rn(-size, high, 1.0f);
+    if (left < 0.0f) {
+      high = __uint_as_float(__float_as_uint(high) - 1);
+      left = __fmaf_rn(-size, high, 1.0f);
+    }
+    low = fmaxf(left / size, kSmallestNormal);  // times infinity it is to be infinity
   }
+
+  // Of factor * x.
+  __device__ __forceinline__ float quotient(float x) const { return __fmaf_rn(x, high, x * low); }
 };
 
-// 8 codes in two words.
-__device__ __forceinline__ uint2 pack_codes(const float (&x)[kSpan]) {
-  uint32_t pairs[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) pairs[i] = pack2_e4m3(x[2 * i], x[2 * i + 1]);
-  return uint2{pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16};
-}
-
-// Bit 7 of each byte that is a NaN; other bits mean nothing.
-__device__ __forceinline__ uint32_t find_nans(uint2 codes) {
-  return ((codes.x & 0x7f7f7f7fu) + 0x01010101u) | ((codes.y & 0x7f7f7f7fu) + 0x01010101u);
-}
-
-// Codes of a row's pieces. The quick quotients of what is not finite are NaN: then, and for odd
-// scales, all are divided as ever.
-template <int kPieces>
-__device__ __forceinline__ void divide_row(const Divisor& by, const float (&x)[kPieces][kSpan],
-                                           uint2 (&codes)[kPieces]) {
-  uint32_t nans = 0;
-#pragma unroll
-  for (int piece = 0; piece < kPieces; ++piece) {
-    float y[kSpan];
-#pragma unroll
-    for (int i = 0; i < kSpan; ++i) y[i] = by.quotient(x[piece][i]);
-    codes[piece] = pack_codes(y);
-    nans |= find_nans(codes[piece]);
-  }
-  if ((nans & 0x80808080u) == 0 && by.is_usual) return;
-#pragma unroll
-  for (int piece = 0; piece < kPieces; ++piece) {
-    float y[kSpan];
-#pragma unroll
-    for (int i = 0; i < kSpan; ++i) y[i] = x[piece][i] / by.scale;
-    codes[piece] = pack_codes(y);
-  }
+// 4 codes in a word.
+__device__ __forceinline__ uint32_t pack_codes(float a, float b, float c, float d) {
+  return pack2_e4m3(a, b) | static_cast<uint32_t>(pack2_e4m3(c, d)) << 16;
 }
 
 // Turns 4 rows of 4 bytes, `pitch` words apart, into words of 4 rows, one of each channel.

@@ -44,7 +44,31 @@ __device__ __forceinline__ T read_block(const T& x, int rank) {
 #endif
 }
 
-// Finite elements of the rows of one block; NaN where there is no row.
+// Elements of kMeanRows rows, of 16 bits each, summed as float: 8 of them have bits to spare, so that
+// little or nothing is rounded. False, and nothing added, where one is not finite.
+template <DType kType>
+__device__ __forceinline__ bool add_finite(const RawPiece<kType> (&raw)[kMeanRows<kType>],
+                                           double (&sum)[kSpan], int (&count)[kSpan]) {
+  float together[kSpan] = {}, check = 0.0f;
+#pragma unroll
+  for (const RawPiece<kType>& row : raw) {
+    float x[kSpan];
+    row.unpack(x);
+#pragma unroll
+    for (int i = 0; i < kSpan; ++i) together[i] += x[i];
+  }
+#pragma unroll
+  for (float x : together) check += x * 0.0f;  // NaN of what is not finite
+  if (check != 0.0f) return false;
+#pragma unroll
+  for (int i = 0; i < kSpan; ++i) {
+    sum[i] += together[i];
+    count[i] += kMeanRows<kType>;
+  }
+  return true;
+}
+
+// Finite elements of the rows of one block.
 template <DType kType>
 __device__ __forceinline__ void add_rows(const QuantizeParams& p, bool in_pieces, int64_t at,
                                          int64_t first, int64_t step, double (&sum)[kSpan],
@@ -56,6 +80,8 @@ __device__ __forceinline__ void add_rows(const QuantizeParams& p, bool in_pieces
       int64_t next = row + a * kMeanStep;
       if (next < p.rows) raw[a].load(p.x, in_pieces, at + next * p.x.strides.seq);
     }
+    bool is_whole = row + (kMeanRows<kType> - 1) * kMeanStep < p.rows;
+    if (kType != DType::f32 && is_whole && add_finite(raw, sum, count)) continue;
 #pragma unroll
     for (int a = 0; a < kMeanRows<kType>; ++a) {
       if (row + a * kMeanStep >= p.rows) break;
@@ -102,18 +128,23 @@ __global__ void __launch_bounds__(kThreads)
     sums.sum[threadIdx.x / 32][lane + i] = sum[i];
     sums.count[threadIdx.x / 32][lane + i] = count[i];
   }
-  meet_cluster();
+  __syncthreads();
   int of = threadIdx.x;
+  if (of < kMeanWidth) {
+#pragma unroll
+    for (int warp = 1; warp < kMeanWarps; ++warp) {
+      sums.sum[0][of] += sums.sum[warp][of];
+      sums.count[0][of] += sums.count[warp][of];
+    }
+  }
+  meet_cluster();
   channel = slice % slices * kMeanWidth + of;
   if (rank == 0 && of < kMeanWidth && channel < p.dim) {
     double total = 0.0;
     int64_t number = 0;
     for (int block = 0; block < blocks; ++block) {
-#pragma unroll
-      for (int warp = 0; warp < kMeanWarps; ++warp) {
-        total += read_block(sums.sum[warp][of], block);
-        number += read_block(sums.count[warp][of], block);
-      }
+      total += read_block(sums.sum[0][of], block);
+      number += read_block(sums.count[0][of], block);
     }
     p.mean[b * p.mean_batch + h * p.mean_head + channel] =
         static_cast<float>(number == 0 ? 0.0 : total / static_cast<double>(number));

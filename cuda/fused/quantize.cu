@@ -1,337 +1,290 @@
 // SPDX-License-Identifier: Apache-2.0
-// quantize on CUDA: a thread block takes 128 rows of a head, once for the largest size and once for
-// the codes. Heads go in slices that L2 holds: a kernel measures one slice and writes the codes of
-// the slice before it, so that rows come from memory once. The largest size goes to its scale by an
-// atomic maximum of its bits, which no order changes, so that codes and scales are those of the CPU.
-// The same on the CPU: cpu/quantize.cpp. Next: codes.cuh, what happens to a row; dequantize.cu.
+// quantize on CUDA: a thread block takes 128 rows of a head. Where they have a scale of their own it
+// finds the largest size and writes the codes at once. Else it takes them twice: heads go in slices
+// that L2 holds, and a kernel measures one slice and writes the codes of the slice before it, so that
+// rows come from memory once. The largest size goes to its scale by an atomic maximum of its bits,
+// which no order changes, so that codes and scales are those of the CPU.
+// The same on the CPU: cpu/quantize.cpp. Next: row_tile.cuh, what happens to a row; dequantize.cu.
 #include <algorithm>
 
 #include "cuattn/device/overlap.cuh"
-#include "cuda/fused/codes.cuh"
 #include "cuda/fused/means.cuh"
-#include "cuda/fused/steps.cuh"
+#include "cuda/fused/row_tile.cuh"
 #include "cuda/host/launchers.h"
 
 namespace cuattn {
 namespace {
 
 constexpr int kMostDim = 256;
-template <DType kType, int kLanes>
-constexpr int kRows =
-    kType == DType::f32 || kLanes == 8 ? 1 : 2;  // of a thread, in flight together
-constexpr int64_t kSliceBytes = 12ll << 20;      // of x: two slices and the codes fit 50 MB of L2
-constexpr uint32_t kLead = 256;                  // blocks that measure, before some write
-constexpr int kBlockWords = kScaleRows / 16;     // runs of 16 rows, which lie together in a channel
+constexpr int64_t kSliceBytes = 12ll << 20;  // of x: two slices and the codes fit 50 MB of L2
+constexpr int32_t kMostAxis = 65535;         // of a grid, but its first
+constexpr uint32_t kLead = 384;              // blocks that measure, before some write
 
-// The rows of one round that are this thread's: all are loaded before one is used.
-template <DType kType, int kLanes, int kPieces>
-struct Round {
-  RawPiece<kType> raw[kRows<kType, kLanes>][kPieces];
+struct Shared {
+  int sizes[kMostDim];  // the largest, as bits: one of them, or one of each channel
+  // Of the channels: what an element is multiplied by, 1 / scale in two parts.
+  float factor[kMostDim], high[kMostDim], low[kMostDim];
+};
 
-  __device__ __forceinline__ void load(const QuantizeParams& p, const Step& step, const Part& part,
-                                       const RowLane<kLanes, kPieces>& at, int64_t first) {
+// What a thread block has of a part: the tile in shared memory, its row in registers.
+template <DType kType>
+struct Worker {
+  const QuantizeParams& p;
+  const Step& step;
+  Part part;
+  TileShape shape;
+  RowPlace at;
+  float norm;
+  Shared& shared;
+  char* memory;
+  float x[kChannels];
+
+  __device__ Worker(const QuantizeParams& p, const Step& step, const Part& part, Shared& shared,
+                    char* memory)
+      : p(p),
+        step(step),
+        part(part),
+        shape(p.dim, kType == DType::f32 ? 4 : 2),
+        at(shape, p.dim),
+        norm(p.rotates ? 1.0f / sqrtf(static_cast<float>(hadamard_size(p.dim))) : 1.0f),
+        shared(shared),
+        memory(memory) {
+    if (p.rotates) at.find_flips(p.dim);
+  }
+
+  __device__ __forceinline__ bool by_channel() const {
+    return p.part == ScalePart::channels && p.scale.data != nullptr;
+  }
+
+  // A row as it is rounded, not yet divided by its scale nor by the size of R.
+  __device__ __forceinline__ void prepare(int64_t from, bool wants_shift) {
+    __syncthreads();  // who reads the tile before has done so
+    load_tile<kType>(p, step, part, shape, from, memory);
+    await_tile();
+    read_row<kType>(shape, at, memory, x);
+    if (wants_shift) write_shift(from + at.row);
+    if (p.mean != nullptr) subtract_mean(p, step, part, at, x);
+    if (p.rotates) rotate_row(at, hadamard_size(p.dim), x);
+  }
+
+  // shift[row] = x[row] . shift_mean, from the row as it is given. All lanes of a warp call it.
+  __device__ __forceinline__ void write_shift(int64_t row) const {
+    const float* mean = p.shift_mean + part.b * p.shift_mean_batch +
+                        part.h / p.shift_group * p.shift_mean_head + at.first;
+    double dot[2] = {};
 #pragma unroll
-    for (int r = 0; r < kRows<kType, kLanes>; ++r) {
-      int64_t row = first + at.row + r * at.kStep;
+    for (int i = 0; i < kChannels; ++i) {
+      if (i / kRun * kRun < at.channels) dot[i % 2] += static_cast<double>(x[i]) * mean[i];
+    }
+    double sum = dot[0] + dot[1];
+    for (int lane = 1; lane < shape.lanes; lane *= 2) sum += __shfl_xor_sync(kWarp, sum, 8 * lane);
+    if (at.lane == 0 && row < min(part.first + kScaleRows, p.rows))
+      p.shift[part.b * p.shift_batch + part.h * p.shift_head + row * p.shift_row] =
+          static_cast<float>(sum);
+  }
+
+  // The largest finite size of the thread's channels. Rounding keeps the order of numbers, so one
+  // product is enough.
+  __device__ __forceinline__ float largest(bool is_there) const {
+    float of_two[2] = {};
 #pragma unroll
-      for (int piece = 0; piece < kPieces; ++piece) {
-        int channel = at.channel(piece);
-        if (row < min(part.last, p.rows) && channel < p.dim) {
-          raw[r][piece].load(p.x, step.in_pieces, part.offset(p.x, row) + channel * p.x.channel);
-        } else {
-          raw[r][piece].clear();
+    for (int i = 0; i < kChannels; ++i) of_two[i % 2] = fmaxf(of_two[i % 2], fabsf(x[i]));
+    float size = fmaxf(of_two[0], of_two[1]);  // no NaN
+    if (!is_finite(size)) {
+      size = 0.0f;
+#pragma unroll
+      for (int i = 0; i < kChannels; ++i) {
+        if (is_finite(x[i])) size = fmaxf(size, fabsf(x[i]));
+      }
+    }
+    return is_there ? size * norm : 0.0f;
+  }
+
+  // The largest finite size of each channel of a warp's rows, into shared.sizes: threads in two rows
+  // give each other half of their channels and keep the larger of what they have twice, and so on. x
+  // is gone after it.
+  __device__ __forceinline__ void note_channels(bool is_there) {
+#pragma unroll
+    for (float& size : x) size = is_there && is_finite(size) ? fabsf(size) * norm : 0.0f;
+    int first = at.first, kept = 8;
+    halve<32>(1, first);
+    halve<16>(2, first);
+    halve<8>(4, first);
+    if (shape.lanes <= 2) halve<4>(16, first), kept = 4;
+    if (shape.lanes == 1) halve<2>(8, first), kept = 2;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      if (i < kept && first + i < p.dim) atomicMax(&shared.sizes[first + i], __float_as_int(x[i]));
+    }
+  }
+  template <int kHalf>
+  __device__ __forceinline__ void halve(int apart, int& first) {
+    bool is_upper = (threadIdx.x & apart) != 0;
+    if (is_upper) first += kHalf;
+#pragma unroll
+    for (int i = 0; i < kHalf; ++i) {
+      float given = is_upper ? x[i] : x[i + kHalf];
+      x[i] = fmaxf(is_upper ? x[i + kHalf] : x[i], __shfl_xor_sync(kWarp, given, apart));
+    }
+  }
+
+  // The largest finite size of a tile, or of each of its channels, to shared.sizes.
+  __device__ __forceinline__ void measure(bool is_there) {
+    if (p.part == ScalePart::channels) return note_channels(is_there);
+    unsigned of_warp = __reduce_max_sync(kWarp, __float_as_uint(largest(is_there)));
+    if (threadIdx.x % 32 == 0) atomicMax(&shared.sizes[0], static_cast<int>(of_warp));
+  }
+
+  // Those that were measured into the scales.
+  __device__ __forceinline__ void raise_scales() const {
+    const Float8Scale& s = p.scale;
+    for (int i = threadIdx.x; i < (p.part == ScalePart::channels ? p.dim : 1); i += blockDim.x) {
+      int64_t place = p.part == ScalePart::rows ? part.block : i;
+      const float* scale =
+          s.data + part.b * s.strides[0] + part.h / s.group * s.strides[1] + place * s.strides[2];
+      atomicMax(reinterpret_cast<int*>(const_cast<float*>(scale)), shared.sizes[i]);
+    }
+  }
+
+  __device__ __forceinline__ float scale_at(int64_t place) const {
+    float scale = p.scale.at(part.b, part.h, place);
+    return p.gives_scale && !step.alone ? scale_of(scale) : scale;
+  }
+  __device__ __forceinline__ void find_channel_scales() {
+    for (int i = threadIdx.x; i < p.dim; i += blockDim.x) {
+      Divisor by(scale_at(i));
+      shared.factor[i] = by.factor;
+      shared.high[i] = by.high;
+      shared.low[i] = by.low;
+    }
+  }
+
+  // Codes of the row where it lay, beginning with its first channel.
+  template <bool kByChannel>
+  __device__ __forceinline__ void encode(const Divisor& by, bool is_there) {
+    uint4* to = reinterpret_cast<uint4*>(memory + shape.at(at.row) + at.first);
+    float factor = by.factor * norm;
+    __syncwarp();  // the other thread of the row has read it
+#pragma unroll
+    for (int run = 0; run < kChannels; run += kRun) {
+      if (kByChannel && run >= at.channels) continue;
+      float y[kRun];
+      if constexpr (kByChannel) {
+        auto factors = load_floats<kRun>(shared.factor + at.first + run, true);
+        auto high = load_floats<kRun>(shared.high + at.first + run, true);
+        auto low = load_floats<kRun>(shared.low + at.first + run, true);
+#pragma unroll
+        for (int i = 0; i < kRun; ++i) {
+          float scaled = x[run + i] * (factors.x[i] * norm);
+          y[i] = __fmaf_rn(scaled, high.x[i], scaled * low.x[i]);
         }
+      } else {
+#pragma unroll
+        for (int i = 0; i < kRun; ++i) y[i] = by.quotient(x[run + i] * factor);
+      }
+      uint32_t words[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        words[i] = pack_codes(y[4 * i], y[4 * i + 1], y[4 * i + 2], y[4 * i + 3]);
+      if (!is_there) words[0] = words[1] = words[2] = words[3] = 0;
+      if (run < at.channels) to[run / kRun] = uint4{words[0], words[1], words[2], words[3]};
+    }
+  }
+
+  // Codes of a tile to rows of out.
+  __device__ __forceinline__ void write_rows(int64_t from) const {
+    PiecePlace place(shape, p.dim);
+    if (!place.is_there) return;
+    int rows = static_cast<int>(min(int64_t{shape.rows}, part.last - from));
+    const char* codes = memory + place.piece * kSpan;
+    E4m3* to = static_cast<E4m3*>(p.out.data) + part.offset(p.out, from) +
+               place.row * p.out.strides.seq + place.piece * kSpan * p.out.channel;
+    int64_t on = place.rows_on * p.out.strides.seq;
+    if (step.out_pieces) {
+#pragma unroll 4
+      for (int row = place.row; row < rows; row += place.rows_on, to += on)
+        *reinterpret_cast<uint2*>(to) = *reinterpret_cast<const uint2*>(codes + shape.at(row));
+      return;
+    }
+    for (int row = place.row; row < rows; row += place.rows_on, to += on) {
+      for (int i = 0; i < kSpan; ++i)
+        to[i * p.out.channel].bits = static_cast<uint8_t>(codes[shape.at(row) + i]);
+    }
+  }
+
+  // The same where the rows of a channel lie side by side: a thread turns 16 rows of 4 channels.
+  __device__ __forceinline__ void write_columns(int64_t from) const {
+    uint8_t* out = static_cast<uint8_t*>(p.out.data) + part.offset(p.out, from);
+    int rows = static_cast<int>(min(int64_t{shape.rows}, part.last - from)), runs = shape.rows / 16;
+    for (int i = threadIdx.x; i < p.dim / 4 * runs; i += blockDim.x) {
+      int row = i % runs * 16, word = i / runs;
+      const uint32_t* codes = reinterpret_cast<const uint32_t*>(memory + shape.at(row)) + word;
+      uint32_t turned[4][4];  // [channel][four rows]
+#pragma unroll
+      for (int four = 0; four < 4; ++four, codes += shape.pitch)
+        turn_bytes(codes, shape.pitch / 4, four, turned);
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        uint8_t* to = out + (word * 4 + c) * p.out.channel + row;
+        if (row + 16 <= rows) {
+          *reinterpret_cast<uint4*>(to) =
+              uint4{turned[c][0], turned[c][1], turned[c][2], turned[c][3]};
+          continue;
+        }
+#pragma unroll
+        for (int j = 0; j < 16; ++j) {
+          if (row + j < rows) to[j] = static_cast<uint8_t>(turned[c][j / 4] >> j % 4 * 8);
+        }
+      }
+    }
+  }
+
+  // The scale of a part that is its own.
+  __device__ __forceinline__ float take_scale() const {
+    const Float8Scale& s = p.scale;
+    float scale = scale_of(__int_as_float(shared.sizes[0]));
+    if (threadIdx.x == 0 && part.first < p.rows)  // rows beyond x may have none
+      const_cast<float*>(
+          s.data)[part.b * s.strides[0] + part.h * s.strides[1] + part.block * s.strides[2]] =
+          scale;
+    return scale;
+  }
+
+  // Tiles of the part, once or, where all are measured before one is written, twice.
+  __device__ __forceinline__ void run(bool measures, bool writes) {
+    for (int i = threadIdx.x; i < (by_channel() ? p.dim : 1); i += blockDim.x) shared.sizes[i] = 0;
+    if (writes && by_channel()) find_channel_scales();
+    Divisor by{};  // of rows beyond x, which may have no scale, any
+    if (!measures && !by_channel() && part.first < p.rows) by = Divisor(scale_at(part.block));
+    int tiles = static_cast<int>(ceil_div<int64_t>(part.last - part.first, shape.rows));
+    bool is_twice = measures && writes && tiles > 1;
+#pragma unroll 1
+    for (int i = 0; i < (is_twice ? 2 * tiles : tiles); ++i) {
+      bool is_last = i >= tiles || !is_twice;  // time that it comes
+      int64_t from = part.first + int64_t{i >= tiles ? i - tiles : i} * shape.rows;
+      prepare(from, p.shift != nullptr && i < tiles && measures == p.gives_scale);
+      bool is_there = from + at.row < p.rows;
+      if (measures && i < tiles) measure(is_there);
+      if (measures && i == tiles - 1) {
+        __syncthreads();
+        if (!writes) return raise_scales();
+        by = Divisor(take_scale());
+      }
+      if (!writes || !is_last) continue;
+      if (by_channel()) {
+        encode<true>(by, is_there);
+      } else {
+        encode<false>(by, is_there);
+      }
+      __syncthreads();
+      if (step.by_columns) {
+        write_columns(from);
+      } else {
+        write_rows(from);
       }
     }
   }
 };
-
-// A row as it is rounded, not yet divided by its scale nor by the size of R. All lanes of a warp
-// call it; `is_there`: the row is one of x.
-template <DType kType, int kLanes, int kPieces>
-__device__ __forceinline__ void prepare_row(const QuantizeParams& p, const Step& step,
-                                            const Part& part, const RowLane<kLanes, kPieces>& at,
-                                            const RawPiece<kType> (&raw)[kPieces], bool is_there,
-                                            float (&x)[kPieces][kSpan]) {
-#pragma unroll
-  for (int piece = 0; piece < kPieces; ++piece) {
-    raw[piece].unpack(x[piece]);
-    int channel = at.channel(piece);
-    if (p.mean == nullptr || !is_there || channel >= p.dim) continue;
-    const float* from = p.mean + part.b * p.mean_batch + part.h * p.mean_head + channel;
-    auto mean = load_floats<kSpan>(from, step.mean_pieces);
-#pragma unroll
-    for (int i = 0; i < kSpan; ++i) x[piece][i] -= mean.x[i];
-  }
-  if (p.rotates) rotate_row(at, hadamard_size(p.dim), x);
-}
-
-// shift[row] = x[row] . shift_mean, from the row as it is given. All lanes of a warp call it.
-template <DType kType, int kLanes, int kPieces>
-__device__ __forceinline__ void write_shift(const QuantizeParams& p, const Part& part,
-                                            const RowLane<kLanes, kPieces>& at,
-                                            const RawPiece<kType> (&raw)[kPieces], int64_t row) {
-  const float* mean =
-      p.shift_mean + part.b * p.shift_mean_batch + part.h / p.shift_group * p.shift_mean_head;
-  double dot = 0.0;
-#pragma unroll
-  for (int piece = 0; piece < kPieces; ++piece) {
-    float x[kSpan];
-    raw[piece].unpack(x);
-    int channel = at.channel(piece);
-    if (channel >= p.dim) continue;
-#pragma unroll
-    for (int i = 0; i < kSpan; ++i) dot += static_cast<double>(x[i]) * mean[channel + i];
-  }
-#pragma unroll
-  for (int lane = kLanes / 2; lane > 0; lane /= 2) dot += __shfl_xor_sync(kWarp, dot, lane);
-  if (at.lane == 0 && row < min(part.last, p.rows))
-    p.shift[part.b * p.shift_batch + part.h * p.shift_head + row * p.shift_row] =
-        static_cast<float>(dot);
-}
-
-// The largest finite size of what x / R's size holds. Rounding keeps the order of numbers, so one
-// product is enough.
-template <int kPieces>
-__device__ __forceinline__ float largest_of(const float (&x)[kPieces][kSpan], float norm) {
-  float largest = 0.0f;
-#pragma unroll
-  for (int piece = 0; piece < kPieces; ++piece) {
-#pragma unroll
-    for (int i = 0; i < kSpan; ++i) largest = fmaxf(largest, fabsf(x[piece][i]));  // no NaN
-  }
-  if (is_finite(largest)) return largest * norm;
-  largest = 0.0f;
-#pragma unroll
-  for (int piece = 0; piece < kPieces; ++piece) {
-#pragma unroll
-    for (int i = 0; i < kSpan; ++i) {
-      if (is_finite(x[piece][i])) largest = fmaxf(largest, fabsf(x[piece][i]));
-    }
-  }
-  return largest * norm;
-}
-
-// The largest of a warp's sizes of 8 channels, which every kLanes-th thread has, to those of the block.
-template <int kLanes>
-__device__ __forceinline__ void note_channels(const float (&size)[kSpan], bool is_there,
-                                              int* of_block) {
-#pragma unroll
-  for (int i = 0; i < kSpan; ++i) {
-    float largest = size[i];
-#pragma unroll
-    for (int lane = kLanes; lane < 32; lane *= 2)
-      largest = fmaxf(largest, __shfl_xor_sync(kWarp, largest, lane));
-    if (threadIdx.x % 32 < kLanes && is_there) atomicMax(&of_block[i], __float_as_int(largest));
-  }
-}
-
-__device__ __forceinline__ float norm_of(const QuantizeParams& p) {
-  return p.rotates ? 1.0f / sqrtf(static_cast<float>(hadamard_size(p.dim))) : 1.0f;
-}
-
-// The same where each channel stands alone: a thread keeps the maxima of 8 channels at a time, over
-// all of its rows.
-template <DType kType, int kLanes, int kPieces>
-__device__ __forceinline__ void measure_channels(const QuantizeParams& p, const Step& step,
-                                                 const Part& part,
-                                                 const RowLane<kLanes, kPieces>& at, int* sizes) {
-#pragma unroll 1
-  for (int piece = 0; piece < kPieces; ++piece) {
-    float largest[kSpan] = {};
-    int channel = at.channel(piece);
-    if (channel < p.dim) {
-      Piece<float, kSpan> mean{};
-      if (p.mean != nullptr)
-        mean = load_floats<kSpan>(p.mean + part.b * p.mean_batch + part.h * p.mean_head + channel,
-                                  step.mean_pieces);
-#pragma unroll 4
-      for (int64_t row = part.first + at.row; row < part.last; row += at.kStep) {
-        RawPiece<kType> raw;
-        raw.load(p.x, step.in_pieces, part.offset(p.x, row) + channel * p.x.channel);
-        float x[kSpan];
-        raw.unpack(x);
-#pragma unroll
-        for (int i = 0; i < kSpan; ++i) {
-          float size = fabsf(x[i] - mean.x[i]);
-          largest[i] = fmaxf(largest[i], is_finite(size) ? size : 0.0f);
-        }
-      }
-    }
-    note_channels<kLanes>(largest, channel < p.dim, sizes + channel);
-  }
-}
-
-// The largest finite size of a block of rows, or of each of its channels, into its scale.
-template <DType kType, int kLanes, int kPieces>
-__device__ __forceinline__ void measure(const QuantizeParams& p, const Step& step, const Part& part,
-                                        RowLane<kLanes, kPieces>& at) {
-  __shared__ int sizes[kMostDim];
-  bool by_channel = p.part == ScalePart::channels;
-  int width = by_channel ? p.dim : 1;
-  for (int i = threadIdx.x; i < width; i += kThreads) sizes[i] = 0;
-  __syncthreads();
-  float norm = norm_of(p), largest = 0.0f;
-  bool alone = by_channel && !p.rotates && p.shift == nullptr;
-  if (alone) measure_channels<kType>(p, step, part, at, sizes);
-#pragma unroll 1
-  for (int64_t first = alone ? part.last : part.first; first < part.last;
-       first += kRows<kType, kLanes> * at.kStep) {
-    Round<kType, kLanes, kPieces> round;
-    round.load(p, step, part, at, first);
-#pragma unroll
-    for (int r = 0; r < kRows<kType, kLanes>; ++r) {
-      int64_t row = first + at.row + r * at.kStep;
-      if (p.shift != nullptr) write_shift(p, part, at, round.raw[r], row);
-      float x[kPieces][kSpan];
-      prepare_row(p, step, part, at, round.raw[r], row < part.last, x);
-      if (!by_channel) {
-        largest = fmaxf(largest, largest_of(x, norm));
-        continue;
-      }
-#pragma unroll
-      for (int piece = 0; piece < kPieces; ++piece) {
-#pragma unroll
-        for (float& size : x[piece]) size = is_finite(size) ? fabsf(size) * norm : 0.0f;
-        int channel = at.channel(piece);
-        note_channels<kLanes>(x[piece], channel < p.dim, sizes + channel);
-      }
-    }
-  }
-  if (!by_channel) {
-    unsigned of_warp = __reduce_max_sync(kWarp, __float_as_uint(largest));
-    if (threadIdx.x % 32 == 0) atomicMax(&sizes[0], static_cast<int>(of_warp));
-  }
-  __syncthreads();
-  const Float8Scale& s = p.scale;
-  for (int i = threadIdx.x; i < width; i += kThreads) {
-    int64_t place = p.part == ScalePart::rows ? part.block : i;
-    const float* scale =
-        s.data + part.b * s.strides[0] + part.h / s.group * s.strides[1] + place * s.strides[2];
-    atomicMax(reinterpret_cast<int*>(const_cast<float*>(scale)), sizes[i]);
-  }
-}
-
-// Codes of a row by the scales of its channels.
-template <int kLanes, int kPieces>
-__device__ __forceinline__ void divide_channels(const QuantizeParams& p, const Part& part,
-                                                const RowLane<kLanes, kPieces>& at,
-                                                const float (&x)[kPieces][kSpan],
-                                                uint2 (&codes)[kPieces]) {
-#pragma unroll
-  for (int piece = 0; piece < kPieces; ++piece) {
-    float y[kSpan];
-#pragma unroll
-    for (int i = 0; i < kSpan; ++i) {
-      float scale = p.scale.at(part.b, part.h, min(at.channel(piece) + i, p.dim - 1));
-      y[i] = x[piece][i] / (p.gives_scale ? scale_of(scale) : scale);
-    }
-    codes[piece] = pack_codes(y);
-  }
-}
-
-// Words of shared memory from one row to the next: 4 rows of 32 bytes fall on all banks. Each 16
-// rows begin 4 banks on, for write_columns.
-CUATTN_HOST_DEVICE int staged_pitch(int dim) { return (dim / 4 + 31) / 32 * 32 + 8; }
-__device__ __forceinline__ int staged_row(int row, int pitch) { return row * pitch + row / 16 * 4; }
-
-template <int kPieces>
-__device__ __forceinline__ void store_codes(const QuantizeParams& p, bool in_pieces, E4m3* to,
-                                            uint2 codes) {
-  if (in_pieces) {
-    *reinterpret_cast<uint2*>(to) = codes;
-    return;
-  }
-#pragma unroll
-  for (int i = 0; i < kSpan; ++i)
-    to[i * p.out.channel].bits = static_cast<uint8_t>((i < 4 ? codes.x : codes.y) >> i % 4 * 8);
-}
-
-// Codes of a block that lie by rows in shared memory, to where the rows of a channel lie side by
-// side: a thread turns 16 rows of 4 channels.
-__device__ __forceinline__ void write_columns(const QuantizeParams& p, const Part& part,
-                                              const uint32_t* staged) {
-  uint8_t* out = static_cast<uint8_t*>(p.out.data) + part.offset(p.out, part.first);
-  int pitch = staged_pitch(p.dim);
-  for (int i = threadIdx.x; i < p.dim / 4 * kBlockWords; i += kThreads) {
-    int row = i % kBlockWords * 16, word = i / kBlockWords;
-    const uint32_t* from = staged + staged_row(row, pitch) + word;
-    uint32_t turned[4][4];  // [channel][four rows]
-#pragma unroll
-    for (int four = 0; four < 4; ++four, from += 4 * pitch) turn_bytes(from, pitch, four, turned);
-#pragma unroll
-    for (int c = 0; c < 4; ++c) {
-      uint8_t* to = out + (word * 4 + c) * p.out.channel + row;
-      if (part.first + row + 16 <= part.last) {
-        *reinterpret_cast<uint4*>(to) =
-            uint4{turned[c][0], turned[c][1], turned[c][2], turned[c][3]};
-        continue;
-      }
-#pragma unroll
-      for (int j = 0; j < 16; ++j) {
-        if (part.first + row + j < part.last)
-          to[j] = static_cast<uint8_t>(turned[c][j / 4] >> j % 4 * 8);
-      }
-    }
-  }
-}
-
-// Codes of a block of rows; those beyond x are 0.
-template <DType kType, int kLanes, int kPieces>
-__device__ __forceinline__ void write_codes(const QuantizeParams& p, const Step& step,
-                                            const Part& part, RowLane<kLanes, kPieces>& at,
-                                            uint32_t* staged) {
-  bool by_channel = p.part == ScalePart::channels && p.scale.data != nullptr;
-  bool has_scale = !by_channel && part.first < p.rows;  // rows beyond x may have none
-  float scale = has_scale ? p.scale.at(part.b, part.h, part.block) : 1.0f;
-  Divisor by(p.gives_scale && has_scale ? scale_of(scale) : scale);
-  float norm = norm_of(p);
-  int pitch = staged_pitch(p.dim);
-#pragma unroll 1
-  for (int64_t first = part.first; first < part.last; first += kRows<kType, kLanes> * at.kStep) {
-    Round<kType, kLanes, kPieces> round;
-    round.load(p, step, part, at, first);
-#pragma unroll
-    for (int r = 0; r < kRows<kType, kLanes>; ++r) {
-      int64_t row = first + at.row + r * at.kStep;
-      if (p.shift != nullptr && !p.gives_scale) write_shift(p, part, at, round.raw[r], row);
-      float x[kPieces][kSpan];
-      prepare_row(p, step, part, at, round.raw[r], row < p.rows, x);
-      if (row >= part.last) continue;
-      uint2 codes[kPieces];
-      if (p.rotates) {
-#pragma unroll
-        for (int piece = 0; piece < kPieces; ++piece) {
-#pragma unroll
-          for (int i = 0; i < kSpan; ++i) x[piece][i] *= norm;
-        }
-      }
-      if (by_channel) {
-        divide_channels(p, part, at, x, codes);
-      } else {
-        divide_row(by, x, codes);
-      }
-#pragma unroll
-      for (int piece = 0; piece < kPieces; ++piece) {
-        int channel = at.channel(piece);
-        if (channel >= p.dim) continue;
-        if (row >= p.rows) codes[piece] = uint2{0, 0};
-        if (step.by_columns) {
-          uint32_t* to = staged + staged_row(static_cast<int>(row - part.first), pitch);
-          *reinterpret_cast<uint2*>(to + channel / 4) = codes[piece];
-        } else {
-          store_codes<kPieces>(
-              p, step.out_pieces,
-              static_cast<E4m3*>(p.out.data) + part.offset(p.out, row) + channel * p.out.channel,
-              codes[piece]);
-        }
-      }
-    }
-  }
-  if (!step.by_columns) return;
-  __syncthreads();
-  write_columns(p, part, staged);
-}
 
 // Which of the step's blocks this one is: some that measure lead, then both kinds in turn. Codes are
 // written from the end of a slice on, which L2 has read last.
@@ -345,28 +298,21 @@ __device__ __forceinline__ uint32_t unit_of(const Step& step, bool& is_measured)
   return is_measured ? step.lead + before : step.written - 1 - (index - before);
 }
 
-// Blocks of a multiprocessor: rows of 192 would spill with two.
-template <int kLanes, int kPieces>
-constexpr int kResident = kLanes == 8 && kPieces == 3 ? 1 : 2;
-
-template <DType kType, int kLanes, int kPieces>
-__global__ void __launch_bounds__(kThreads, (kResident<kLanes, kPieces>))
+template <DType kType>
+__global__ void __launch_bounds__((kType == DType::f32 ? 2 : 4) * kScaleRows)
     quantize_step(const __grid_constant__ QuantizeParams p, const __grid_constant__ Step step) {
-  extern __shared__ __align__(16) uint32_t staged[];
-  bool is_measured;
-  uint32_t unit = unit_of(step, is_measured);
-  RowLane<kLanes, kPieces> at;
-  if (p.rotates) at.find_flips();
+  extern __shared__ __align__(16) char memory[];
+  __shared__ Shared shared;
+  bool is_measured = false;
+  uint32_t unit = step.alone ? 0 : unit_of(step, is_measured);
   bool is_early = is_measured && step.starts_early;
   if (!is_early) wait_for_previous_kernel();
   release_next_kernel();
-  if (is_measured) {
-    measure<kType>(p, step, Part(step.groups, step.first_measured, unit, p.rows), at);
-    if (is_early) wait_for_previous_kernel();  // all do: the next kernel counts on both
-  } else {
-    write_codes<kType>(p, step, Part(step.groups, step.first_written, unit, p.out_rows), at,
-                       staged);
-  }
+  Part part = step.alone    ? Part(p.out_rows)
+              : is_measured ? Part(step.groups, step.first_measured, unit, p.rows)
+                            : Part(step.groups, step.first_written, unit, p.out_rows);
+  Worker<kType>(p, step, part, shared, memory).run(is_measured || step.alone, !is_measured);
+  if (is_early) wait_for_previous_kernel();  // all do: the next kernel counts on both
 }
 
 // One thread an element of the scale: 0 before the maxima, then what they give.
@@ -399,6 +345,15 @@ Groups groups_of(const QuantizeParams& p) {
           int64_t{has_batches ? p.batch : 1} * across};
 }
 
+// Whether each block of rows of each head has a scale of its own, which no other block takes part in.
+bool has_own_scales(const QuantizeParams& p) {
+  const Float8Scale& s = p.scale;
+  int64_t blocks = device::ceil_div<int64_t>(p.rows, kScaleRows);
+  return p.gives_scale && p.part == ScalePart::rows && s.group == 1 && s.extents[0] == p.batch &&
+         s.extents[1] == p.heads && s.extents[2] == blocks && p.out_rows >= p.rows &&
+         p.heads <= kMostAxis && p.batch <= kMostAxis;
+}
+
 // Kernels of one call, in order.
 struct Launcher {
   const QuantizeParams& p;
@@ -416,20 +371,20 @@ struct Launcher {
 
   template <DType kType>
   void launch(const Step& step) const {
-    unsigned blocks = blocks_of(fn, int64_t{step.measured} + step.written);
-    if (blocks == 0) return;
-    int shared = step.by_columns ? (kScaleRows * staged_pitch(p.dim) + kBlockWords * 4) * 4 : 0;
-    auto with = [&](auto* kernel) {
-      launch_overlapping(kernel, blocks, kThreads, shared, major, stream, p, step);
-    };
-    switch (p.dim <= 128 ? (p.dim + 31) / 32 : (p.dim + 63) / 64 + 4) {
-      case 1: return with(quantize_step<kType, 4, 1>);
-      case 2: return with(quantize_step<kType, 4, 2>);
-      case 3: return with(quantize_step<kType, 4, 3>);
-      case 4: return with(quantize_step<kType, 4, 4>);
-      case 7: return with(quantize_step<kType, 8, 3>);
-      default: return with(quantize_step<kType, 8, 4>);
+    static std::atomic<uint64_t> allowed{0};
+    dim3 blocks = blocks_of(fn, int64_t{step.measured} + step.written);
+    if (blocks.x == 0) return;
+    if (step.alone) {
+      blocks.x = static_cast<unsigned>(device::ceil_div<int64_t>(p.out_rows, kScaleRows));
+      blocks.y = static_cast<unsigned>(p.heads);
+      blocks.z = static_cast<unsigned>(p.batch);
     }
+    int item = item_of(kType);
+    TileShape shape(p.dim, item);
+    int most = std::max(TileShape(2 * kChannels, item).bytes(), TileShape(kMostDim, item).bytes());
+    allow_shared_memory(quantize_step<kType>, most, allowed);
+    launch_overlapping(quantize_step<kType>, blocks, shape.threads(), shape.bytes(), major, stream,
+                       p, step);
   }
 
   template <DType kType>
@@ -446,17 +401,19 @@ struct Launcher {
     int64_t to_measure = heads * device::ceil_div<int64_t>(p.rows, kScaleRows);
     int64_t to_write = heads * device::ceil_div<int64_t>(p.out_rows, kScaleRows);
     blocks_of(fn, groups.count * (to_measure + to_write));
+    step.alone = has_own_scales(p);
     int64_t bytes = std::max<int64_t>(heads * p.rows * p.dim * item_of(kType), 1);
-    int64_t slice = p.gives_scale ? std::max<int64_t>(kSliceBytes / bytes, 1) : groups.count;
+    int64_t slice =
+        p.gives_scale && !step.alone ? std::max<int64_t>(kSliceBytes / bytes, 1) : groups.count;
     auto of_slice = [&](int64_t first, int64_t blocks) {
       int64_t in_slice = std::max<int64_t>(std::min(slice, groups.count - first), 0);
       return static_cast<uint32_t>(in_slice * blocks);
     };
-    int64_t lag = p.gives_scale ? slice : 0;
+    int64_t lag = p.gives_scale && !step.alone ? slice : 0;
     for (int64_t first = 0; first < groups.count + lag; first += std::max<int64_t>(slice, 1)) {
       step.first_measured = first;
       step.first_written = first - lag;
-      step.measured = p.gives_scale ? of_slice(first, to_measure) : 0;
+      step.measured = lag > 0 ? of_slice(first, to_measure) : 0;
       step.written = step.first_written < 0 ? 0 : of_slice(step.first_written, to_write);
       step.lead = std::min(step.measured, kLead);
       uint64_t rest = step.measured - step.lead, all = std::max<uint64_t>(rest + step.written, 1);
@@ -474,9 +431,10 @@ void launch_quantize(const QuantizeParams& p, cudaStream_t stream) {
   bool is_empty = p.batch == 0 || p.heads == 0;
   with_dtype(launcher.fn, p.x.dtype, [&]<DType kType>() {
     if (p.gives_mean && !is_empty) write_means<kType>(p, launcher.major, stream);
-    if (p.gives_scale) launcher.set_scales(false);
+    bool shares_scales = p.gives_scale && !has_own_scales(p);
+    if (shares_scales) launcher.set_scales(false);
     if (!is_empty) launcher.run<kType>();
-    if (p.gives_scale) launcher.set_scales(true);
+    if (shares_scales) launcher.set_scales(true);
   });
   CUATTN_CUDA_TRY(cudaGetLastError());
 }

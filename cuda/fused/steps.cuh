@@ -24,6 +24,7 @@ struct Step {
   uint32_t lead;                          // of those that measure: they come before any that writes
   uint64_t ratio;     // 2^32 times the share of the rest of them in the rest of all, rounded up
   bool starts_early;  // what measures needs nothing of the kernel before
+  bool alone;         // each block of rows has its own scale: who writes it measures it first
   bool in_pieces, out_pieces, by_columns, mean_pieces;
 };
 
@@ -41,6 +42,11 @@ struct Part {
     b = static_cast<int32_t>(group / groups.across) * groups.batches +
         static_cast<int32_t>(unit / groups.heads % groups.batches);
     h = across * groups.heads + static_cast<int32_t>(unit % groups.heads);
+    first = block * kScaleRows;
+    last = min(first + kScaleRows, rows);
+  }
+  // Of a grid of blocks of rows, heads and batches.
+  __device__ explicit Part(int64_t rows) : b(blockIdx.z), h(blockIdx.y), block(blockIdx.x) {
     first = block * kScaleRows;
     last = min(first + kScaleRows, rows);
   }

@@ -1,0 +1,190 @@
+// SPDX-License-Identifier: Apache-2.0
+// Rows of x as quantize takes them: a thread block copies a tile of rows to shared memory, whole
+// lines at a time, and a thread has 64 channels of one row in registers, so that most of a rotation
+// stays inside it. Source: QuaRot, arXiv:2404.00456. Next: quantize.cu.
+//
+//   memory            shared memory          registers of 1, 2 or 4 threads
+//   row 0  |~~~~~~|   row 0  |~~~~~~|..|     x[0..63], x[0..63]    signs, butterflies
+//   row 1  |~~~~~~|   row 1  |~~~~~~|..|     x[0..63], x[0..63]    of 1, 2, 4 .. channels
+//                     (16 bytes between rows, so that 8 threads read 8 rows without conflict)
+#pragma once
+
+#include "cuattn/device/mma_sm80.cuh"
+#include "cuda/fused/codes.cuh"
+#include "cuda/fused/steps.cuh"
+
+namespace cuattn {
+namespace {
+
+constexpr int kChannels = 64;  // of a thread
+constexpr int kRun = 16;       // channels that are there or not together
+
+// How rows lie in shared memory.
+struct TileShape {
+  int lanes, rows, pitch;  // threads of a row; rows of a tile; bytes from one row to the next
+
+  // 128 wide rows of float32 are more than some devices have.
+  CUATTN_HOST_DEVICE TileShape(int dim, int item)
+      : lanes(dim <= kChannels       ? 1
+              : dim <= 2 * kChannels ? 2
+                                     : 4),
+        rows(lanes == 4 && item == 4 ? kScaleRows / 2 : kScaleRows),
+        pitch(dim * item + 16) {}
+  CUATTN_HOST_DEVICE int threads() const { return lanes * rows; }
+  // 16 rows begin 4 banks on, for who reads them by columns.
+  CUATTN_HOST_DEVICE int at(int row) const { return row * pitch + row / 16 * 16; }
+  CUATTN_HOST_DEVICE int bytes() const { return at(rows); }
+};
+
+// Which channels of which row of a tile a thread has. The threads of a row are 8 apart, so that 8
+// neighbours are in 8 rows.
+struct RowPlace {
+  int lane, row, first, channels;
+  uint32_t flips[kChannels / 32] = {};  // signs of R: bit i of channel first + i
+
+  __device__ RowPlace(const TileShape& shape, int dim) {
+    int thread = static_cast<int>(threadIdx.x);
+    lane = thread >> 3 & (shape.lanes - 1);
+    row = (thread & 7) | thread / (8 * shape.lanes) << 3;
+    first = lane * kChannels;
+    channels = max(min(dim - first, kChannels), 0);
+  }
+
+  // All lanes of a warp call it: each hashes some channels.
+  __device__ __forceinline__ void find_flips(int dim) {
+#pragma unroll
+    for (int word = 0; word < 8; ++word) {
+      if (word * 32 >= dim) break;
+      int channel = word * 32 + static_cast<int>(threadIdx.x % 32);
+      uint32_t signs = __ballot_sync(kWarp, flips_channel(channel));
+      if (word / 2 == lane) flips[word % 2] = signs;
+    }
+  }
+};
+
+// How threads share a tile by pieces of 8 channels: each has the same piece of every rows_on-th row.
+struct PiecePlace {
+  int row, piece, rows_on;
+  bool is_there;  // else the thread has nothing to copy
+
+  __device__ PiecePlace(const TileShape& shape, int dim) {
+    int thread = static_cast<int>(threadIdx.x), shift = __ffs(shape.lanes) + 2;  // 8 pieces a lane
+    while (dim <= kSpan << (shift - 1)) --shift;
+    row = thread >> shift;
+    piece = thread & ((1 << shift) - 1);
+    rows_on = shape.threads() >> shift;
+    is_there = piece * kSpan < dim;
+  }
+};
+
+// Asks for rows [from, from + shape.rows) of a part; those that x has not are zeros. `memory` is free
+// when it is called.
+template <DType kType>
+__device__ __forceinline__ void load_tile(const QuantizeParams& p, const Step& step,
+                                          const Part& part, const TileShape& shape, int64_t from,
+                                          char* memory) {
+  constexpr int kItem = kType == DType::f32 ? 4 : 2, kBytes = kSpan * kItem;
+  PiecePlace place(shape, p.dim);
+  if (!place.is_there) return;
+  int there = static_cast<int>(max(min(p.rows - from, int64_t{shape.rows}), int64_t{0}));
+  char* to = memory + place.piece * kBytes;
+  int64_t first = part.offset(p.x, from) + place.piece * kSpan * p.x.channel;
+  if (!step.in_pieces) {
+    for (int row = place.row; row < shape.rows; row += place.rows_on) {
+      RawPiece<kType> raw;
+      raw.clear();
+      if (row < there) raw.load(p.x, false, first + row * p.x.strides.seq);
+      raw.store(to + shape.at(row));
+    }
+    return;
+  }
+  const char* source = static_cast<const char*>(p.x.data) + first * kItem;
+  const char* at = source + place.row * p.x.strides.seq * kItem;
+  int64_t on = place.rows_on * p.x.strides.seq * kItem;
+  uint32_t tile = smem_address(to);
+#pragma unroll 4
+  for (int row = place.row; row < shape.rows; row += place.rows_on, at += on) {
+#pragma unroll
+    for (int i = 0; i < kBytes; i += 16)
+      cp_async16(tile + shape.at(row) + i, row < there ? at + i : source, row < there);
+  }
+  cp_async_commit();
+}
+
+__device__ __forceinline__ void await_tile() {
+  cp_async_wait<0>();
+  __syncthreads();
+}
+
+template <DType kType>
+__device__ __forceinline__ void read_row(const TileShape& shape, const RowPlace& at,
+                                         const char* memory, float (&x)[kChannels]) {
+  constexpr int kItem = kType == DType::f32 ? 4 : 2;
+  const char* row = memory + shape.at(at.row) + at.first * kItem;
+#pragma unroll
+  for (int run = 0; run < kChannels; run += kRun) {
+#pragma unroll
+    for (int i = run; i < run + kRun; i += kSpan) {
+      RawPiece<kType> raw;
+      raw.clear();
+      if (run < at.channels) raw.take(row + i * kItem);
+      raw.unpack(reinterpret_cast<float (&)[kSpan]>(x[i]));
+    }
+  }
+}
+
+__device__ __forceinline__ void subtract_mean(const QuantizeParams& p, const Step& step,
+                                              const Part& part, const RowPlace& at,
+                                              float (&x)[kChannels]) {
+  const float* mean = p.mean + part.b * p.mean_batch + part.h * p.mean_head + at.first;
+#pragma unroll
+  for (int run = 0; run < kChannels; run += kRun) {
+    if (run >= at.channels) continue;
+    auto of_run = load_floats<kRun>(mean + run, step.mean_pieces);
+#pragma unroll
+    for (int i = 0; i < kRun; ++i) x[run + i] -= of_run.x[i];
+  }
+}
+
+template <int kHalf>
+__device__ __forceinline__ void mix(float (&x)[kChannels]) {
+#pragma unroll
+  for (int i = 0; i < kChannels; ++i) {
+    if ((i & kHalf) != 0) continue;
+    float a = x[i], b = x[i + kHalf];
+    x[i] = a + b;
+    x[i + kHalf] = a - b;
+  }
+}
+
+// The same between threads of a row.
+template <int kHalf>
+__device__ __forceinline__ void mix_lanes(const RowPlace& at, float (&x)[kChannels]) {
+  float sign = (at.lane & kHalf) == 0 ? 1.0f : -1.0f;
+#pragma unroll
+  for (int i = 0; i < kChannels; ++i)
+    x[i] = __fmaf_rn(x[i], sign, __shfl_xor_sync(kWarp, x[i], 8 * kHalf));  // exact but for the sum
+}
+
+// x R without the last factor 1 / sqrt(size), in the order of the CPU. All lanes of a warp call it.
+__device__ __forceinline__ void rotate_row(const RowPlace& at, int32_t size,
+                                           float (&x)[kChannels]) {
+  uint32_t flips[] = {at.flips[0], at.flips[1]};
+  for (uint32_t& word : flips) asm("" : "+r"(word));  // or 64 signs would be kept from tile to tile
+#pragma unroll
+  for (int i = 0; i < kChannels; ++i) {
+    uint32_t sign = flips[i / 32] << (31 - i % 32) & 0x80000000u;
+    x[i] = __uint_as_float(__float_as_uint(x[i]) ^ sign);
+  }
+  mix<1>(x);
+  mix<2>(x);
+  mix<4>(x);
+  mix<8>(x);
+  if (size >= 32) mix<16>(x);
+  if (size >= 64) mix<32>(x);
+  if (size >= 128) mix_lanes<1>(at, x);
+  if (size >= 256) mix_lanes<2>(at, x);
+}
+
+}  // namespace
+}  // namespace cuattn
