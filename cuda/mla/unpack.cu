@@ -86,8 +86,8 @@ __global__ void __launch_bounds__(kThreads)
   if (first >= length && first > 0) return;
   const int32_t end = min(first + stretch, length);
   int32_t before = count_tokens(p, list, first);
-  char* gRows = static_cast<char*>(p.latent.own_rows) +
-                int64_t{list} * w.capacity * PackedLatent::kRowBytes;
+  char* gRows =
+      static_cast<char*>(p.latent.own_rows) + int64_t{list} * w.capacity * PackedLatent::kRowBytes;
   for (int32_t entry = first; entry < end; entry += 32) {
     LatentPlace place{};  // of the entry of this lane
     if (entry + lane < end) place = latent_place(p, list, entry + lane);

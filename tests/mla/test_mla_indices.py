@@ -159,7 +159,8 @@ CASES = [
     ListCase(dtype="bfloat16", heads=70, topk=128, holes=0.0, seqs=2),
     ListCase(heads=4, topk=0, seqs=2, sinks=True),
     ListCase(packed=True, heads=40, q_len=2, topk=133, lens=True),
-    ListCase(packed=True, heads=128, topk=1100, seqs=2, num_blocks=64, options=(("num_splits", 3),)),
+    ListCase(packed=True, heads=128, topk=1100, seqs=2, num_blocks=64,
+             options=(("num_splits", 3),)),
     ListCase(packed=True, heads=20, q_len=3, topk=90, block_size=3, num_blocks=70, holes=0.9,
              softcap=5.0, sinks=True),
     ListCase(packed=True, heads=64, topk=600, seqs=40, lens=True, holes=0.02),
@@ -384,8 +385,9 @@ def test_lengths_and_memory_that_do_not_fit():
 )
 def test_what_explain_says_of_lists(device, heads, kernel, said):
     plan = cuattn.explain(
-        "mla_decode", (4, 2, heads, 512), (4, 2, heads, 64), (100, 64, 512), (100, 64, 64), None, None,
-        scale=1.0, indices=(4, 2, 2048), topk_lens=(4, 2), device=device, dtype="bfloat16",
+        "mla_decode", (4, 2, heads, 512), (4, 2, heads, 64), (100, 64, 512), (100, 64, 64),
+        None, None, scale=1.0, indices=(4, 2, 2048), topk_lens=(4, 2), device=device,
+        dtype="bfloat16",
     )  # fmt: skip
     assert plan.kernel == kernel
     assert said in plan.ladder

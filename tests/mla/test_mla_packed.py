@@ -64,7 +64,8 @@ LISTS = {"tables": False, "lists": True}
 def without_holes(indices, lens, slots):
     """Lists whose tokens stand together in their order, and how many there are."""
     lists = np.full_like(indices, -1)
-    found = [row[:n][(row[:n] >= 0) & (row[:n] < slots)] for row, n in zip(indices, lens, strict=True)]
+    heads = (row[:n] for row, n in zip(indices, lens, strict=True))
+    found = [row[(row >= 0) & (row < slots)] for row in heads]
     for row, tokens in zip(lists, found, strict=True):
         row[: len(tokens)] = tokens
     return lists, np.array([len(tokens) for tokens in found], np.int32)

@@ -19,8 +19,8 @@ class MlaWorkload:
     """One decode step over paged latents, or where `prompt` is set a prompt, or a projection.
 
     DeepSeek's layer: latents of 512 and 64 rotated columns, heads of 128 + 64 and 128. The
-    mission's has no rotated columns. `packed`: lists of tokens over FlashMLA's float8 cache, each as
-    long as its context.
+    mission's has no rotated columns. `packed`: lists of tokens, each as long as its context, over
+    FlashMLA's float8 cache.
     """
 
     name: str
