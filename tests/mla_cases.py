@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import ml_dtypes
 import numpy as np
 
 import cases
@@ -17,6 +18,30 @@ import reference
 CUDA_BACKENDS = ("auto", "sm90", "sm80", "simt")
 JUNK = (0, -1, 2147480000, 2**31 - 1, -(2**31), -123456)  # in tables past the context
 SCALE = 192**-0.5
+BF16, E4M3 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn
+
+
+def packed(ckv, kpe):
+    """Plain numpy: rows of [512 codes | 4 scales | 64 of bfloat16] as bytes."""
+    parts = ckv.astype(np.float32).reshape(-1, 4, 128)
+    scales = np.fmax.reduce(abs(parts), -1) / np.float32(448)
+    scales = np.where(scales >= np.float32(2.0**-126), scales, np.float32(1))
+    codes = (parts / scales[..., None]).astype(E4M3)
+    rows = np.zeros((len(ckv), 656), np.uint8)
+    rows[:, :512] = codes.reshape(-1, 512).view(np.uint8)
+    rows[:, 512:528] = scales.view(np.uint8).reshape(-1, 16)
+    rows[:, 528:] = kpe.view(np.uint8).reshape(-1, 128)
+    return rows
+
+
+def unpacked(cache):
+    """What a packed cache says, as a bfloat16 cache of 576 columns."""
+    flat = np.ascontiguousarray(cache).reshape(-1, 656)
+    codes = flat[:, :512].copy().view(E4M3).astype(np.float32).reshape(-1, 4, 128)
+    scales = flat[:, 512:528].copy().view(np.float32)
+    latents = (codes * scales[..., None]).reshape(-1, 512).astype(BF16)
+    whole = np.concatenate([latents, flat[:, 528:].copy().view(BF16)], -1)
+    return whole.reshape(*cache.shape[:-1], 576)
 
 
 @dataclasses.dataclass(frozen=True)

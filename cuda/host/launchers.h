@@ -63,6 +63,8 @@ void launch_dequantize(const QuantizeParams& params, cudaStream_t stream);
 void launch_sample(const SampleParams& params, cudaStream_t stream);  // fused/sample.cu
 void launch_verify(const VerifyParams& params, cudaStream_t stream);
 void launch_project(const ProjectParams& params, cudaStream_t stream);  // mla/project.cu
+// mla/unpack.cu: packed latents of lists become rows (own_rows). Returns the call over these.
+PagedParams launch_unpack(const PagedParams& params, cudaStream_t stream);
 // attention/sm90/clear_counter.cu
 void launch_clear_counter(int32_t* counter, cudaStream_t stream);
 // backend/check.cu: these synchronise. read_device_data is false under stream capture, where nobody

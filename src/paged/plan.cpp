@@ -48,13 +48,17 @@ int32_t instance_of(Kernel kernel, const PagedRequest& r) {
                        MaskKind::none, ScoreKind::identity);
 }
 
+// Packed latents.
+bool has_packed(const PagedRequest& r) { return r.latent && r.kv_dtype != r.dtype; }
+
 // Of mla_decode on a device that has its machine code.
 const char* sm90_latent_refusal(const PagedRequest& r) {
   if (r.dtype == DType::f32) return "it takes float16 and bfloat16, not float32";
   if (r.head_dim != kMlaSm90Latent || r.rope_dim != kMlaSm90Rope)
     return "it takes latents of 512 columns and 64 rope columns";
   if (r.own_values) return "it takes values that are the latents of the keys";
-  if (r.kv_dtype != r.dtype) return "it takes caches of the dtype of q, not packed latents";
+  if (has_packed(r) && !r.has_lists)
+    return "it takes packed latents by lists of tokens (indices) alone";
   if (r.has_pages && r.block_size % 16 != 0) return "block_size is no multiple of 16";
   return instance_of(Kernel::sm90, r) == kNoInstance ? "it is not compiled for this dtype"
                                                      : nullptr;
@@ -99,10 +103,13 @@ int32_t rows_of(const PagedRequest& r) {
   return r.num_heads_kv == 0 ? 0 : r.q_len * (r.num_heads_q / r.num_heads_kv);
 }
 
-// Copies of 8 tokens through the TMA reach 0.7 of the speed of memory, cp.async 0.9.
+// Copies of 8 tokens through the TMA reach 0.7 of the speed of memory, cp.async 0.9. Packed latents
+// take memory for the rows that are made of them.
 bool pays(Kernel kernel, const PagedRequest& r) {
+  constexpr int64_t kMostRows = (int64_t{2} << 30) / PackedLatent::kRowBytes;
   if (kernel != Kernel::sm90) return true;
-  if (r.latent) return rows_of(r) > 16 && !r.has_lists;
+  if (has_packed(r) && int64_t{r.num_seqs} * r.capacity > kMostRows) return false;
+  if (r.latent) return rows_of(r) > 16;
   return r.block_size % 16 == 0;
 }
 
@@ -232,6 +239,7 @@ Plan make_plan(const Rung& rung, const PagedRequest& r, const DeviceInfo& device
   PagedTile tile = tile_of(rung.kernel, plan.head_dim, r);
   plan.tile = tile.tile;
   cut_keys(plan, r, device, tile.ctas_per_sm);
+  if (rung.kernel == Kernel::sm90 && has_packed(r)) plan.keys = KeyAccess::unpacked;
   if (rung.kernel == Kernel::sm90 && !r.latent) {
     plan.tile.stages = sm90_stages(plan, r);
     if (plan.cluster > 1) plan.reason = kClusterMerit;

@@ -44,6 +44,7 @@ class ListCase:
     holes: float = 0.3  # share of entries that are no token
     lens: bool = False  # topk_lens
     joined: bool = True
+    packed: bool = False  # FlashMLA's bytes
     softcap: float = 0.0
     sinks: bool = False
     options: tuple = ()
@@ -65,9 +66,12 @@ def make(case, rng):
     indices[holes] = rng.choice(np.array([*NONE, slots], np.int64), holes.sum()).astype(np.int32)
     columns = case.latent + case.rope
     cache = rng.standard_normal((slots, columns), np.float32)
-    cache[np.setdiff1d(np.arange(slots), named)] = np.nan
+    cache = cache.astype(dtype)
+    if case.packed:
+        cache = mla_cases.packed(cache[:, :512], np.ascontiguousarray(cache[:, 512:]))
+    cache[np.setdiff1d(np.arange(slots), named)] = 0xFF if case.packed else np.nan
     q = rng.standard_normal((*axes, case.heads, columns), np.float32).astype(dtype)
-    arrays = {"q": q, "cache": cache.reshape(case.num_blocks, case.block_size, -1).astype(dtype)}
+    arrays = {"q": q, "cache": cache.reshape(case.num_blocks, case.block_size, -1)}
     if case.lens:
         lens = rng.integers(0, case.topk + 1, lists).astype(np.int32)
         lens[-1:] = case.topk
@@ -83,6 +87,7 @@ def make(case, rng):
 def expected(case, arrays, rounded_to=None):
     """Each list as a sequence of one query over blocks of one token, without its holes."""
     q, cache = arrays["q"], arrays["cache"]
+    cache = mla_cases.unpacked(cache) if case.packed else cache
     axes, slots = q.shape[:-2], cache.shape[0] * cache.shape[1]
     lists = arrays["indices"].reshape(np.prod(axes, dtype=int), case.topk)
     lens = arrays.get("topk_lens", np.full(len(lists), case.topk)).reshape(-1)
@@ -108,7 +113,9 @@ def call(device, backend, case, arrays, give_out=False):
     arena, latent, placed = harness.Arena(device), case.latent, []
     for name in ("q", "cache"):
         whole = arrays[name]
-        if case.joined:
+        if case.packed and name == "cache":
+            placed += [arena.put(whole, "padded", name), None]
+        elif case.joined:
             view = arena.put(whole, name=name)
             placed += [view[..., :latent], view[..., latent:] if case.rope else None]
         else:
@@ -151,7 +158,17 @@ CASES = [
     ListCase(dtype="float16", heads=9, latent=1024, rope=128, topk=20, q_len=2),
     ListCase(dtype="bfloat16", heads=70, topk=128, holes=0.0, seqs=2),
     ListCase(heads=4, topk=0, seqs=2, sinks=True),
-]
+    ListCase(packed=True, heads=40, q_len=2, topk=133, lens=True),
+    ListCase(packed=True, heads=128, topk=1100, seqs=2, num_blocks=64,
+             options=(("num_splits", 3),)),
+    ListCase(packed=True, heads=20, q_len=3, topk=90, block_size=3, num_blocks=70, holes=0.9,
+             softcap=5.0, sinks=True),
+    ListCase(packed=True, heads=64, topk=600, seqs=40, lens=True, holes=0.02),
+    ListCase(packed=True, heads=24, q_len=2, topk=1100, options=(("batch_invariant", True),)),
+    ListCase(packed=True, heads=7, topk=1, block_size=1, seqs=9),
+    ListCase(packed=True, heads=33, topk=9000, seqs=1, block_size=400, num_blocks=30),
+    ListCase(packed=True, heads=18, topk=0, seqs=2, sinks=True),
+]  # fmt: skip
 
 
 def serves(backend, case):
@@ -256,11 +273,14 @@ def test_blocks_of_one_token_are_the_same_bits(device, backend, rng):
         assert (bits(mine) == bits(other)).all()
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
 @pytest.mark.parametrize(
-    ("device", "backend"), target_params(**{**TARGETS, "cuda": ("sm80", "simt")})
+    ("device", "backend"), target_params(**{**TARGETS, "cuda": ("sm90", "sm80", "simt")})
 )
-def test_a_list_does_not_depend_on_its_batch(device, backend, rng):
-    case = ListCase(heads=8, topk=1200, q_len=2, options=(("batch_invariant", True),))
+def test_a_list_does_not_depend_on_its_batch(device, backend, packed, rng):
+    case = ListCase(
+        heads=8, topk=1200, q_len=2, packed=packed, options=(("batch_invariant", True),)
+    )
     arrays = make(case, rng)
     whole = call(device, backend, case, arrays)
     few = {n: a if n == "cache" else a[[2, 1]] for n, a in arrays.items()}
@@ -355,16 +375,19 @@ def test_lengths_and_memory_that_do_not_fit():
 
 
 @pytest.mark.parametrize(
-    ("device", "kernel", "said"),
+    ("device", "heads", "kernel", "said"),
     [
-        ("h100", "sm80", "sm90: can: wgmma"),
-        ("a100", "sm80", "sm80: runs"),
+        ("h100", 128, "sm90", "sm90: runs: wgmma"),
+        ("h100", 16, "sm80", "sm90: can: wgmma"),  # queries have lists of their own: 16 rows
+        ("h200", 17, "sm90", "sm90: runs: wgmma"),
+        ("a100", 128, "sm80", "sm80: runs"),
     ],
 )
-def test_what_explain_says_of_lists(device, kernel, said):
+def test_what_explain_says_of_lists(device, heads, kernel, said):
     plan = cuattn.explain(
-        "mla_decode", (4, 2, 128, 512), (4, 2, 128, 64), (100, 64, 512), (100, 64, 64), None, None,
-        scale=1.0, indices=(4, 2, 2048), topk_lens=(4, 2), device=device, dtype="bfloat16",
+        "mla_decode", (4, 2, heads, 512), (4, 2, heads, 64), (100, 64, 512), (100, 64, 64),
+        None, None, scale=1.0, indices=(4, 2, 2048), topk_lens=(4, 2), device=device,
+        dtype="bfloat16",
     )  # fmt: skip
     assert plan.kernel == kernel
     assert said in plan.ladder

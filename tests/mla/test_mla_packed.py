@@ -13,32 +13,10 @@ import cuattn
 import harness
 import mla_cases
 from harness import bits, target_params
+from mla_cases import packed, unpacked
 
-BF16, E4M3 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn
+BF16 = ml_dtypes.bfloat16
 SLOTS = np.array([17, -1, 3, 40, 0, 31])
-
-
-def packed(ckv, kpe):
-    """Plain numpy: rows of [512 codes | 4 scales | 64 of bfloat16] as bytes."""
-    parts = ckv.astype(np.float32).reshape(-1, 4, 128)
-    scales = np.fmax.reduce(abs(parts), -1) / np.float32(448)
-    scales = np.where(scales >= np.float32(2.0**-126), scales, np.float32(1))
-    codes = (parts / scales[..., None]).astype(E4M3)
-    rows = np.zeros((len(ckv), 656), np.uint8)
-    rows[:, :512] = codes.reshape(-1, 512).view(np.uint8)
-    rows[:, 512:528] = scales.view(np.uint8).reshape(-1, 16)
-    rows[:, 528:] = kpe.view(np.uint8).reshape(-1, 128)
-    return rows
-
-
-def unpacked(cache):
-    """What a packed cache says, as a bfloat16 cache of 576 columns."""
-    flat = np.ascontiguousarray(cache).reshape(-1, 656)
-    codes = flat[:, :512].copy().view(E4M3).astype(np.float32).reshape(-1, 4, 128)
-    scales = flat[:, 512:528].copy().view(np.float32)
-    latents = (codes * scales[..., None]).reshape(-1, 512).astype(BF16)
-    whole = np.concatenate([latents, flat[:, 528:].copy().view(BF16)], -1)
-    return whole.reshape(*cache.shape[:-1], 576)
 
 
 def draw(rng, *shape):
@@ -83,41 +61,65 @@ def test_the_error_is_that_of_e4m3(rng):
 LISTS = {"tables": False, "lists": True}
 
 
-@pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize("heads", [9, 40])
-@pytest.mark.parametrize(
-    ("device", "backend", "lists"),
-    target_params(
-        list(LISTS.values()), cpu=("cpu",), cuda=("auto", "sm80", "simt"), ids=list(LISTS)
-    ),
-)
-def test_decode_has_the_bits_of_the_cache_it_stands_for(device, backend, lists, heads, splits, rng):
-    """By the kernel that reads both: each tile of sm80, which is chosen; queries without a key."""
-    seqs, blocks, size = 3, 7, 16
+def without_holes(indices, lens, slots):
+    """Lists whose tokens stand together in their order, and how many there are."""
+    lists = np.full_like(indices, -1)
+    heads = (row[:n] for row, n in zip(indices, lens, strict=True))
+    found = [row[(row >= 0) & (row < slots)] for row in heads]
+    for row, tokens in zip(lists, found, strict=True):
+        row[: len(tokens)] = tokens
+    return lists, np.array([len(tokens) for tokens in found], np.int32)
+
+
+def drawn_cache(rng, blocks, size):
     cache = rng.integers(0, 127, (blocks, size, 656)).astype(np.uint8)  # no NaN among the codes
     cache[..., :512] |= rng.integers(0, 2, (blocks, size, 512)).astype(np.uint8) << 7
     scales = rng.uniform(1e-4, 4e-3, (blocks, size, 4)).astype(np.float32)
     cache[..., 512:528] = scales.view(np.uint8).reshape(blocks, size, 16)
     cache[..., 528:] = draw(rng, blocks, size, 64).view(np.uint8)
+    return cache
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("heads", [9, 40])
+@pytest.mark.parametrize(
+    ("device", "backend", "lists"),
+    target_params(
+        list(LISTS.values()), cpu=("cpu",), cuda=("auto", "sm90", "sm80", "simt"), ids=list(LISTS)
+    ),
+)
+def test_decode_has_the_bits_of_the_cache_it_stands_for(device, backend, lists, heads, splits, rng):
+    """By the kernel that reads both: each tile of sm80, sm90 over lists; queries without a key."""
+    seqs, blocks, size = 3, 7, 16
+    cache = drawn_cache(rng, blocks, size)
     q = draw(rng, seqs, heads, 576)
     arena = harness.Arena(device)
     q, whole = arena.put(q, name="q"), arena.put(unpacked(cache), name="whole")
     codes = arena.put(cache, "padded", "codes")
     put = lambda x, name: arena.put(x.astype(np.int32), name=name, align=4)  # noqa: E731
+    options = {"scale": mla_cases.SCALE, "return_lse": True, "num_splits": splits}
+    entries, counts = rng.integers(-20, blocks * size, (seqs, 200)), np.array([200, 0, 77])
     if lists:
-        options = {"indices": put(rng.integers(-20, blocks * size, (seqs, 200)), "indices"),
-                   "topk_lens": put(np.array([200, 0, 77]), "topk_lens")}  # fmt: skip
         tables, lens = None, None
+        named = {"indices": put(entries, "indices"), "topk_lens": put(counts, "topk_lens")}
     else:
-        options, tables = {}, put(rng.permutation(blocks)[: 2 * seqs].reshape(seqs, 2), "tables")
+        named, tables = {}, put(rng.permutation(blocks)[: 2 * seqs].reshape(seqs, 2), "tables")
         lens = put(np.array([32, 0, 19]), "lens")
-    options |= {"scale": mla_cases.SCALE, "return_lse": True, "num_splits": splits}
     parts = q[..., :512], q[..., 512:]
-    out, lse = cuattn.mla_decode(*parts, codes, None, tables, lens, backend=backend, **options)
-    plain = "sm80" if backend == "auto" else backend
+    call = (*parts, codes, None, tables, lens)
+    if backend == "sm90" and not lists:
+        with pytest.raises(NotImplementedError, match="it takes packed latents by lists of tokens"):
+            cuattn.mla_decode(*call, backend=backend, **options)
+        return
+    plan = cuattn.explain("mla_decode", *call, backend=backend, **options, **named)
+    out, lse = cuattn.mla_decode(*call, backend=backend, **options, **named)
+    if plan.kernel == "sm90":  # its rows have no holes
+        lists, counts = without_holes(entries, counts, blocks * size)
+        named = {"indices": put(lists, "found"), "topk_lens": put(counts, "counts")}
     want, want_lse = cuattn.mla_decode(
-        *parts, whole[..., :512], whole[..., 512:], tables, lens, backend=plain, **options
-    )
+        *parts, whole[..., :512], whole[..., 512:], tables, lens, backend=plan.kernel,
+        **options, **named,
+    )  # fmt: skip
     device.synchronize()
     arena.verify()
     assert abs(device.numpy(want).astype(np.float32)).max() > 0.01
@@ -181,6 +183,14 @@ def test_write_refuses(change, message):
     assert (arrays["ckv_cache"] == 7).all()
 
 
+def plan_of(heads=128, seqs=4, topk=2048, device="h100", cache=("uint8", 100, 64, 656), **more):
+    return cuattn.explain(
+        "mla_decode", (seqs, heads, 512), (seqs, heads, 64), cache,
+        None if cache[0] == "uint8" else (*cache[:2], 64), None, None, scale=1.0,
+        indices=(seqs, topk), device=device, dtype="bfloat16", **more,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("device", ["h100", "a100"])
 def test_what_explain_says_of_packed_latents(device):
     plan = cuattn.explain(
@@ -189,7 +199,41 @@ def test_what_explain_says_of_packed_latents(device):
     )  # fmt: skip
     assert plan.kernel == "sm80"
     if device == "h100":
-        assert "sm90: cannot: it takes caches of the dtype of q, not packed latents" in plan.ladder
+        said = "sm90: cannot: it takes packed latents by lists of tokens (indices) alone"
+        assert said in plan.ladder
+
+
+UNPACKED = "; packed latents are unpacked into rows first"
+
+
+@pytest.mark.parametrize(
+    ("kernel", "words"),
+    [
+        ("sm90", {}),
+        ("sm90", {"device": "h200", "heads": 17}),
+        ("sm80", {"device": "h200", "heads": 16}),
+        ("sm90", {"heads": 16, "backend": "sm90"}),
+        ("sm80", {"device": "a100"}),
+        ("sm90", {"seqs": 910}),  # 2 GiB of rows
+        ("sm80", {"seqs": 911}),
+        ("sm90", {"seqs": 911, "backend": "sm90"}),
+        ("sm90", {"topk": 0}),
+    ],
+)
+def test_where_listed_latents_are_unpacked_first(kernel, words):
+    plan = plan_of(**words)
+    assert plan.kernel == kernel
+    assert plan.reason.endswith(UNPACKED) == (kernel == "sm90")
+
+
+@pytest.mark.parametrize(("seqs", "topk"), [(4, 2048), (3, 5), (1, 0), (910, 2048)])
+def test_the_workspace_counts_the_rows(seqs, topk):
+    """Beside what the same lists take over a bfloat16 cache."""
+    plain = plan_of(seqs=seqs, topk=topk, cache=(100, 64, 512))
+    assert plain.kernel == "sm90"
+    assert UNPACKED not in plain.reason
+    more = plan_of(seqs=seqs, topk=topk).workspace_bytes - plain.workspace_bytes
+    assert more == -(-seqs * topk * 1152 // 256) * 256
 
 
 def test_explain_takes_the_plain_shape_of_packed_latents():

@@ -36,20 +36,6 @@ struct PackedTile {
       device::cp_async16(to + kScales + lane * 16, exists ? scales + place : cache, exists);
   }
 
-  // Eight latents of a key.
-  static __device__ __forceinline__ uint4 latents(uint32_t low, uint32_t high, float scale) {
-    uint32_t halves[4], pairs[4];
-    device::unpack_e4m3(low, halves[0], halves[1]);
-    device::unpack_e4m3(high, halves[2], halves[3]);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      float x = device::to_float(device::Half{static_cast<uint16_t>(halves[i])});
-      float y = device::to_float(device::Half{static_cast<uint16_t>(halves[i] >> 16)});
-      pairs[i] = device::pack2<DType::bf16>(__fmul_rn(x, scale), __fmul_rn(y, scale));
-    }
-    return {pairs[0], pairs[1], pairs[2], pairs[3]};
-  }
-
   static __device__ __forceinline__ void unpack(int32_t column, int lane, uint32_t tile) {
     uint4 codes[kPasses];
 #pragma unroll
@@ -69,8 +55,9 @@ struct PackedTile {
       for (int i = 0; i < 2; ++i) {
         const int half = i ^ turn;
         const uint4& c = codes[pass];
-        device::store_shared16(tile + device::swizzled<kColumns * 2>(key, 2 * chunk + half),
-                               latents(half == 0 ? c.x : c.z, half == 0 ? c.y : c.w, scale));
+        device::store_shared16(
+            tile + device::swizzled<kColumns * 2>(key, 2 * chunk + half),
+            device::unpack_latents(half == 0 ? c.x : c.z, half == 0 ? c.y : c.w, scale));
       }
     }
     __syncwarp();  // before others read them

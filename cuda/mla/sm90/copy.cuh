@@ -157,7 +157,7 @@ inline MlaSm90Maps mla_sm90_maps(const PagedParams& p) {
   MlaSm90Maps maps;
   bool is_paged = p.pages.block_tables != nullptr;
   maps.piece = is_paged ? std::gcd(p.pages.block_size, MlaSm90Tiles::kKeys) : MlaSm90Tiles::kKeys;
-  if (p.latent.queries > 0) maps.piece = 1;
+  if (has_lists(p)) maps.piece = 1;
   bool has_keys = p.work.capacity > 0;  // else nothing is read
   maps.latent = paged_cache_map(p, has_keys ? p.k_cache : p.q, p.k_strides, maps.piece);
   const CacheStrides& s = p.latent.strides;

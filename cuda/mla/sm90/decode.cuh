@@ -463,7 +463,7 @@ void launch_mla_sm90_kernel(const PagedParams& p, cudaStream_t stream) {
 template <DType kType, int kHeadDim, int kHeadDimV>
 void launch_mla_sm90(const PagedParams& p, cudaStream_t stream) {
   static_assert(kHeadDim == kHeadDimV && kHeadDim == MlaSm90Tiles::kPanels * 64);
-  if (p.latent.queries > 0) return launch_mla_sm90_kernel<MlaSm90<kType, true>>(p, stream);
+  if (has_lists(p)) return launch_mla_sm90_kernel<MlaSm90<kType, true>>(p, stream);
   launch_mla_sm90_kernel<MlaSm90<kType, false>>(p, stream);
 }
 

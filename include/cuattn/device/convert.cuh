@@ -160,4 +160,18 @@ __device__ __forceinline__ void unpack_e4m3(uint32_t x, uint32_t& low, uint32_t&
 #endif
 }
 
+// Eight columns of a packed latent: e4m3 neighbours times their scale, rounded to bfloat16.
+__device__ __forceinline__ uint4 unpack_latents(uint32_t low, uint32_t high, float scale) {
+  uint32_t halves[4], pairs[4];
+  unpack_e4m3(low, halves[0], halves[1]);
+  unpack_e4m3(high, halves[2], halves[3]);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    float x = to_float(Half{static_cast<uint16_t>(halves[i])});
+    float y = to_float(Half{static_cast<uint16_t>(halves[i] >> 16)});
+    pairs[i] = pack2<DType::bf16>(__fmul_rn(x, scale), __fmul_rn(y, scale));
+  }
+  return {pairs[0], pairs[1], pairs[2], pairs[3]};
+}
+
 }  // namespace cuattn::device

@@ -18,11 +18,15 @@ struct LatentParams {
   CacheStrides strides;
   int32_t rope_dim;  // 0: no such columns
   // Lists of tokens: each of `queries` of a sequence is a sequence of work, which pages.block_tables
-  // gives slots (block * block_size + place in it), one a key. 0: it gives blocks.
+  // gives slots (block * block_size + place in it), one a key; without block_tables keys are rows.
+  // 0: it gives blocks.
   int32_t queries;
   bool is_used;       // the call is one of mla_decode
   bool own_values;    // v_cache is not k_cache
   int32_t* own_lens;  // work.context_lens, where keys are rows: as long as the capacity
+  // Where packed latents of lists become rows of bfloat16 first: [lists, capacity, 576]. own_lens is
+  // then how many each list has.
+  void* own_rows;
 };
 
 // One decode step: O = softmax(mask(alibi + softcap(scale * Q K^T))) V over paged keys.
@@ -111,6 +115,11 @@ CUATTN_HOST_DEVICE int64_t row_offset(const PagedParams& p, const Strides& strid
     place = b % p.latent.queries;
   }
   return sequence * strides.batch + place * strides.seq + head * strides.head;
+}
+
+// Whether each query has a list of tokens.
+CUATTN_HOST_DEVICE bool has_lists(const PagedParams& p) {
+  return p.latent.queries > 0 && p.pages.block_tables != nullptr;
 }
 
 // Where a latent key lies. In a list of tokens any slot that the cache does not have is no key.

@@ -11,6 +11,7 @@ from .bars import Bar
 from .workloads import ITEMSIZE, SHORT_DTYPE, visible_pairs
 
 OURS, BEST = "cuattn:auto", "best peer"
+PACKED = 656  # bytes of a packed latent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,7 +19,8 @@ class MlaWorkload:
     """One decode step over paged latents, or where `prompt` is set a prompt, or a projection.
 
     DeepSeek's layer: latents of 512 and 64 rotated columns, heads of 128 + 64 and 128. The
-    mission's has no rotated columns.
+    mission's has no rotated columns. `packed`: lists of tokens, each as long as its context, over
+    FlashMLA's float8 cache.
     """
 
     name: str
@@ -31,6 +33,7 @@ class MlaWorkload:
     nope: int = 128
     block_size: int = 64
     dtype: str = "bfloat16"
+    packed: bool = False
     jit: bool = False
     backends: tuple[str, ...] = ()
     use: str = ""
@@ -42,6 +45,8 @@ class MlaWorkload:
         from . import mla_inputs
 
         kinds = {"mla_attention": mla_inputs.PromptInputs, "mla_project": mla_inputs.ProjectInputs}
+        if self.packed:
+            return mla_inputs.ListInputs(self, device)
         return kinds.get(self.op, mla_inputs.DecodeInputs)(self, device)
 
     @property
@@ -68,6 +73,8 @@ class MlaWorkload:
     @property
     def bytes(self) -> int:
         """Bytes of the latents, each read once; of a projection, of all arrays."""
+        if self.packed:
+            return sum(self.context_lens) * PACKED
         if self.op == "mla_project":
             rows = self.num_heads_q * self.q_len * len(self.context_lens)
             count = rows * (self.latent + self.nope)
@@ -78,7 +85,8 @@ class MlaWorkload:
 
     @property
     def series(self) -> str:
-        return f"{self.op}, {SHORT_DTYPE[self.dtype]}, {self.num_heads_q} heads"
+        what = "packed lists" if self.packed else SHORT_DTYPE[self.dtype]
+        return f"{self.op}, {what}, {self.num_heads_q} heads"
 
     @property
     def extent(self) -> str:
@@ -117,6 +125,9 @@ def mla() -> Iterable[MlaWorkload]:
     for block in (1, 16):
         bars = (Bar(OURS, "row 16 heads, 128 x 4096", 0.9),)
         yield decode(16, 128, 4096, name=f"16 heads, block {block}", block_size=block, bars=bars)
+    for heads, batch in ((128, 128), (64, 64), (16, 128), (128, 1)):
+        name = f"{heads} heads, {batch} packed lists of 2048"
+        yield decode(heads, batch, 2048, name=name, packed=True)
     for name, heads, batch, seqlen, rope, dtype in (
         ("mission, 32 heads, prompt 4096", 32, 1, 4096, 0, "float16"),
         ("16 heads, prompt 2 x 2048", 16, 2, 2048, 64, "bfloat16"),
@@ -136,6 +147,7 @@ def mla_smoke() -> Iterable[MlaWorkload]:
     yield MlaWorkload("decode", (70, 1, 33), 5, block_size=16, **small)
     yield MlaWorkload("decode, equal", (70, 70), 4, block_size=8, **small)
     yield MlaWorkload("three queries", (70, 33), 3, q_len=3, **small)
+    yield MlaWorkload("packed lists", (70, 70), 3, block_size=16, packed=True)
     prompt = {**small, "op": "mla_attention"}
     yield MlaWorkload("prompt", (40, 40), 3, q_len=40, **prompt)
     yield MlaWorkload("new tokens", (60,), 3, q_len=5, **prompt)

@@ -15,7 +15,7 @@ import cuattn
 
 from . import reference
 from .devices import to_host
-from .mla import MlaWorkload
+from .mla import PACKED, MlaWorkload
 from .paged_inputs import calls_in_graph, in_turn, num_sets
 from .prepared import Prepared, Unsupported, first, module, require
 from .reference import EPS, Error
@@ -57,14 +57,19 @@ class DecodeInputs(Drawn):
         count = num_sets(w.bytes, self.is_cuda)
         self.repeats = calls_in_graph(w.bytes, count) if self.is_cuda else 0
         columns = w.latent + w.rope
-        self.caches = [(self.draw(num_blocks, w.block_size, columns),) for _ in range(count)]
+        self.caches = [(self.draw_cache(num_blocks, columns),) for _ in range(count)]
         self.q = self.draw(len(lens), w.q_len, w.num_heads_q, columns)
+
+    def draw_cache(self, num_blocks: int, columns: int) -> torch.Tensor:
+        return self.draw(num_blocks, self.workload.block_size, columns)
+
+    def keys(self, b: int) -> torch.Tensor:
+        ids = self.block_tables[b, : self.needed[b]].long()
+        return self.caches[0][0][ids].flatten(0, 1)[: self.workload.context_lens[b]]
 
     def head(self, b: int, h: int, rows: np.ndarray) -> reference.Head:
         """Copy one sequence and head to the host: keys are whole latents, values their front."""
-        w = self.workload
-        ids = self.block_tables[b, : self.needed[b]].long()
-        keys = to_host(self.caches[0][0][ids].flatten(0, 1)[: w.context_lens[b]])
+        w, keys = self.workload, to_host(self.keys(b))
         return to_host(self.q[b, :, h])[rows], keys, keys[:, : w.latent], 0.0, None
 
     def out_head(self, out: torch.Tensor, b: int, h: int, rows: np.ndarray) -> np.ndarray:
@@ -74,6 +79,35 @@ class DecodeInputs(Drawn):
         sample = reference.Sample(self.workload, self)
         sample.allowed *= SUMS
         return sample
+
+
+class ListInputs(DecodeInputs):
+    """The same over packed latents, [blocks, block_size, 656], by lists of tokens."""
+
+    def __init__(self, w: MlaWorkload, device: str):
+        super().__init__(w, device)
+        require(w.q_len == 1 and len(set(w.context_lens)) == 1, "single queries, equal lists")
+        slots = self.caches[0][0].shape[0] * w.block_size
+        drawn = np.random.default_rng(0).permutation(slots)[: sum(w.context_lens)]
+        lists = torch.from_numpy(drawn.reshape(len(w.context_lens), -1).astype(np.int32))
+        self.indices = lists.to(device)[:, None]
+
+    def draw_cache(self, num_blocks: int, columns: int) -> torch.Tensor:
+        w = self.workload
+        shape = (num_blocks, w.block_size, PACKED)
+        cache = torch.empty(shape, dtype=torch.uint8, device=self.device)
+        slots = torch.arange(num_blocks * w.block_size, device=self.device)
+        rows = self.draw(len(slots), columns)
+        cuattn.mla_write(rows[:, : w.latent], rows[:, w.latent :], cache, None, slots)
+        return cache
+
+    def keys(self, b: int) -> torch.Tensor:
+        rows = self.caches[0][0].flatten(0, 1)[self.indices[b, 0].long()]
+        ends = self.workload.latent, self.workload.latent + 16
+        codes, scales, rope = (part.contiguous() for part in rows.tensor_split(ends, 1))
+        numbers = codes.view(torch.float8_e4m3fn).float().unflatten(1, (4, -1))
+        latents = (numbers * scales.view(torch.float32)[..., None]).flatten(1).to(self.dtype)
+        return torch.cat([latents, rope.view(self.dtype)], 1)
 
 
 class PromptInputs(Drawn):
@@ -174,12 +208,16 @@ def ours(backend: str) -> Callable[[MlaWorkload, Any], Prepared]:
 
 def our_decode(w: MlaWorkload, x: DecodeInputs, backend: str) -> Prepared:
     q = (x.q[..., : w.latent], x.q[..., w.latent :])
-    tail = (x.block_tables, x.context_lens)
+    tail: tuple[Any, Any] = (x.block_tables, x.context_lens)
     options: dict[str, Any] = {"scale": w.head_dim**-0.5}
+    if isinstance(x, ListInputs):
+        tail, options["indices"] = (None, None), x.indices
     options["backend"] = "auto" if backend == "invariant" else backend
     options["batch_invariant"] = backend == "invariant"
 
-    def halves(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def halves(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if w.packed:
+            return cache, None
         return cache[..., : w.latent], cache[..., w.latent :]
 
     caches = [halves(cache) for (cache,) in x.caches]
@@ -189,7 +227,7 @@ def our_decode(w: MlaWorkload, x: DecodeInputs, backend: str) -> Prepared:
         raise Unsupported(str(error)) from error
     out = torch.empty_like(q[0])
 
-    def call(ckv: torch.Tensor, kpe: torch.Tensor) -> Any:
+    def call(ckv: torch.Tensor, kpe: torch.Tensor | None) -> Any:
         return cuattn.mla_decode(*q, ckv, kpe, *tail, out=out, **options)
 
     return Prepared(
@@ -206,6 +244,7 @@ def our_decode(w: MlaWorkload, x: DecodeInputs, backend: str) -> Prepared:
 def in_rows(w: MlaWorkload, x: DecodeInputs) -> list[tuple[torch.Tensor]]:
     """Gather the latents of each set, [batch, context, latent + rope]."""
     require(len(set(w.context_lens)) == 1, "equal lengths")
+    require(not w.packed, "numbers, no codes")
     ids = x.block_tables.long()
     return [(c[ids].flatten(1, 2)[:, : w.context_lens[0]].contiguous(),) for (c,) in x.caches]
 
@@ -251,7 +290,7 @@ def torch_prompt(w: MlaWorkload, x: PromptInputs, wrap: Wrap) -> Prepared:
 def flashinfer(w: MlaWorkload, x: DecodeInputs) -> Prepared:
     """FlashInfer's MLA over pages; its plan outside."""
     require(x.is_cuda and w.dtype != "float32", "float16 and bfloat16 on CUDA")
-    require(w.op == "mla_decode", "decode only")
+    require(w.op == "mla_decode" and not w.packed, "decode over numbers only")
     library = module("flashinfer.mla")
     space = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
     wrapper = library.BatchMLAPagedAttentionWrapper(space, backend="auto")
@@ -278,6 +317,7 @@ def flashinfer(w: MlaWorkload, x: DecodeInputs) -> Prepared:
 def fa3(w: MlaWorkload, x: DecodeInputs) -> Prepared:
     """FlashAttention-3 with the latents as values (`qv=`)."""
     require(x.is_cuda and w.dtype != "float32", "float16 and bfloat16 on CUDA")
+    require(not w.packed, "numbers, no codes")
     library = module("fa3_fwd_interface", "flash_attn_interface")
     q_nope, q_pe = x.q[..., : w.latent].contiguous(), x.q[..., w.latent :].contiguous()
 
