@@ -233,7 +233,18 @@ def test_places_out_of_range_are_refused():
     ):
         with pytest.raises(ValueError, match=re.escape(f"attention: {words}")):
             cuattn.attention(q, q, q, dropout_p=0.5, dropout_seed=1, **given)
+
+
+def test_explain_takes_the_keys_that_the_device_takes():
+    """Of shapes and of arrays on the host: the device asked about decides, not theirs."""
     shape = (1, 4, 2, 64)
     options = {"dropout_p": 0.5, "dropout_seed": 1, "dropout_key": 24, "dtype": "float16"}
-    with pytest.raises(NotImplementedError, match="dropout_key must be a multiple of 16 on CUDA"):
-        cuattn.explain("attention", shape, shape, shape, device="h100", **options)
+    arrays = np.ones(shape, np.float16), np.ones((1, 2, 4), np.float32)
+    for array, lse in ((shape, ("float32", 1, 2, 4)), arrays):
+        calls = {"attention": (array,) * 3, "attention_backward": (*(array,) * 5, lse)}
+        for op, given in calls.items():
+            words = f"{op}: dropout_key must be a multiple of 16 on CUDA, got 24; begin the part"
+            with pytest.raises(NotImplementedError, match=words):
+                cuattn.explain(op, *given, device="h100", **options)
+            cuattn.explain(op, *given, device="h100", **options | {"dropout_key": 32})
+            assert cuattn.explain(op, *given, device="cpu", **options).kernel == "cpu"
