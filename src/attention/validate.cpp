@@ -296,6 +296,14 @@ void read_dropout_places(AttentionCall& call, const cuattn_attention_options& o)
       o.dropout_heads == 0 || (o.dropout_heads >= p.num_heads_q && o.dropout_heads <= kMost), fn,
       ": dropout_heads must lie in [num_heads_q, 2^31) = [", p.num_heads_q, ", 2^31) or be 0, got ",
       o.dropout_heads, "; it counts the heads of the call whose part this is");
+  int64_t heads = o.dropout_heads != 0 ? o.dropout_heads : p.num_heads_q;
+  int64_t first = heads > 0 ? o.dropout_head % heads : 0;  // of its sequence there
+  CUATTN_REQUIRE(first + p.num_heads_q <= heads, fn,
+                 ": dropout_head must leave all heads of the call, ", p.num_heads_q,
+                 ", among the dropout_heads of one sequence, ", heads, ", got ", o.dropout_head,
+                 ", which is head ", first,
+                 " of its sequence; pass dropout_heads, the heads of a sequence of the greater "
+                 "call, and dropout_head = sequence * dropout_heads + head");
   p.dropout.first_row = static_cast<uint32_t>(o.dropout_row);
   p.dropout.first_key = static_cast<uint32_t>(o.dropout_key);
   p.dropout.first_head = static_cast<uint32_t>(o.dropout_head);
