@@ -5,7 +5,6 @@
 
 #include <cstring>
 #include <optional>
-#include <utility>
 
 #include "bindings/arrays/import.h"
 #include "bindings/arrays/results.h"
@@ -126,26 +125,6 @@ nb::object apply_rope(const char* op, const char* name, nb::handle x, nb::handle
   return result.object;
 }
 
-// Refuses an array whose elements lie between those of one that attention writes before the sum.
-void require_apart(const char* op, const char* name, const TensorView& array, const char* other,
-                   const TensorView& written) {
-  struct Range {
-    const char *begin, *end;
-    explicit Range(const TensorView& view)
-        : begin(static_cast<const char*>(view.data)), end(begin + view.dtype.bits / 8) {
-      for (int32_t axis = 0; axis < view.ndim; ++axis) {
-        int64_t bytes = (view.shape[axis] - 1) * view.strides[axis] * (view.dtype.bits / 8);
-        (bytes < 0 ? begin : end) += bytes;
-      }
-    }
-  };
-  if (array.size() == 0 || written.size() == 0) return;
-  Range a(array), b(written);
-  if (a.end <= b.begin || b.end <= a.begin) return;
-  raise(PyExc_ValueError, op, ": ", name, " must not share memory with ", other,
-        ", got overlapping arrays; give it memory of its own");
-}
-
 // Of attention(residual=): where its own result goes, in float32, and the sum, which has the dtype of
 // q (of codes as queries that of residual). All is checked as it will be added.
 nb::object residual_places(const char* op, nb::handle q, nb::handle v, nb::handle residual,
@@ -156,8 +135,11 @@ nb::object residual_places(const char* op, nb::handle q, nb::handle v, nb::handl
   Array values, added;
   values.import(op, "v", v, call.stream, &call.first);
   added.import(op, "residual", residual, call.stream, &call.first);
-  require_axes(op, "q", call.first, 3);
-  require_axes(op, "v", values, 3);
+  if (call.first.view.ndim != 4) {
+    raise(PyExc_ValueError, op, ": q must have 4 axes [batch, seqlen, num_heads, head_dim], got ",
+          call.first.view.ndim, "; reshape it");
+  }
+  require_axes(op, "v", values, 1);
   TensorView sum = like(call.first), wide;
   if (is_rounding && sum.dtype.bits == 16 && call.first.is_cuda()) {
     raise(
@@ -171,18 +153,15 @@ nb::object residual_places(const char* op, nb::handle q, nb::handle v, nb::handl
   wide.dtype = dl_dtype(DType::f32);
   Result result, attended;
   result.provide(op, "out", out, call.first, call.stream, sum);
-  for (auto [name, given] : {std::pair{"lse_out", lse_out}, std::pair{"workspace", workspace}}) {
-    if (!is_given(given)) continue;
-    Array written;
-    written.import(op, name, given, call.stream, &call.first, true);
-    require_apart(op, "residual", added.view, name, written.view);
-    require_apart(op, "out", TensorView(result.tensor), name, written.view);
-  }
+  std::optional<Array> lse_array, memory_array;
+  const DLTensor* lse = call.import("lse_out", lse_out, lse_array, true);
+  const DLTensor* memory = call.import("workspace", workspace, memory_array, true);
   bool is_shared = sum.is(DType::f32) && !is_given(out);  // it is added in place
   if (!is_shared) attended.provide(op, "out", nb::none(), call.first, call.stream, wide);
   const Result& from = is_shared ? result : attended;
-  call.run(
-      [&] { return cuattn_add_residual(&from.tensor, &added.tensor, &result.tensor, 1, nullptr); });
+  call.run([&] {
+    return cuattn_check_residual(op, &from.tensor, &added.tensor, &result.tensor, lse, memory);
+  });
   return nb::make_tuple(from.object, result.object);
 }
 
@@ -193,8 +172,7 @@ nb::object add_residual(const char* op, nb::handle x, nb::handle residual, nb::h
   added.import(op, "residual", residual, call.stream, &call.first);
   sum.import(op, "out", out, call.stream, &call.first, true);
   call.run([&] {
-    return cuattn_add_residual(&call.first.tensor, &added.tensor, &sum.tensor, 0,
-                               call.stream.handle);
+    return cuattn_add_residual(&call.first.tensor, &added.tensor, &sum.tensor, call.stream.handle);
   });
   return nb::borrow(out);
 }
