@@ -42,7 +42,8 @@ CUATTN_API cuattn_status cuattn_apply_rope(const DLTensor* x, const DLTensor* co
 CUATTN_API cuattn_status cuattn_add_residual(const DLTensor* x, const DLTensor* residual,
                                              const DLTensor* out, void* stream);
 /* Checks that call and writes nothing; errors begin with `function`. lse_out and workspace may be
- * NULL: attention writes them before the sum, they share no memory with residual and out. */
+ * NULL: attention writes them before the sum, they share no memory with residual and out. Where x
+ * has no data, no data pointer is looked at. */
 CUATTN_API cuattn_status cuattn_check_residual(const char* function, const DLTensor* x,
                                                const DLTensor* residual, const DLTensor* out,
                                                const DLTensor* lse_out, const DLTensor* workspace);

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import re
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -238,6 +240,35 @@ def test_explain_says_what_comes_after():
     assert cuattn.explain(
         "attention", shape, shape, shape, device="cpu", residual=shape, backend="naive"
     ).kernel == "naive"  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "error", "message"), BAD, ids=range(len(BAD)))
+@pytest.mark.parametrize("device", ["cpu", "h100"])
+def test_explain_refuses_what_the_call_refuses(device, change, error, message, rng):
+    q, k, v, residual = draw(rng, "float16", 4, 2, 32, 24)
+    given = {"q": q, "k": k, "v": v, "residual": residual} | change
+    with pytest.raises(error, match=message):
+        cuattn.explain("attention", *map(given.pop, "qkv"), device=device, **given)
+
+
+@pytest.mark.parametrize(
+    ("residual", "message"),
+    [
+        ((2, 7, 4, 32), r"residual must have shape \(2, 7, 4, 24\), got \(2, 7, 4, 32\)"),
+        (("float32", 2, 7, 4, 24), "residual must be float16 like out, got float32"),
+    ],
+)
+def test_explain_holds_shapes_against_each_other(residual, message):
+    q, k, v = (2, 7, 4, 32), (2, 13, 2, 32), (2, 13, 2, 24)
+    for device in ("cpu", "h100"):
+        with pytest.raises(ValueError, match=re.escape("attention(residual=): ") + message):
+            cuattn.explain("attention", q, k, v, device=device, residual=residual)
+
+
+def test_explain_refuses_jax_arrays_beside_residual():
+    q = pytest.importorskip("jax.numpy").zeros((1, 4, 2, 32))
+    with pytest.raises(NotImplementedError, match=r"write attention\(\.\.\.\) \+ residual"):
+        cuattn.explain("attention", q, q, q, residual=q)
 
 
 @pytest.mark.parametrize("codes", ["float8_e4m3fn", "int8"])
