@@ -21,7 +21,7 @@ from .check import Said, no_answer
 from .cost import Choice, Shape, choose, heads_refusal, layout_of
 from .layout import Layout, check_offsets, places_of
 from .pairs import Window, window_of
-from .team import Team
+from .team import NoAnswer, Team
 
 NARROW = ("naive", "cublas", "tiled")  # kernels whose results are of q's dtype alone
 WANTED = ("auto", "gather", "heads", "ring")
@@ -48,8 +48,8 @@ def limit_memory(function: str, given: dict[str, Any], inner: Team | None, outer
     device = q.device if isinstance(q, Tensor) else torch.device("cpu")
     try:
         free = outer.free_bytes(device, inner)
-    except RuntimeError as error:
-        raise no_answer(function, error) from error
+    except NoAnswer as error:
+        raise no_answer(function, "all told their free memory", error) from error
     if given["memory_limit"] is None:
         given["memory_limit"] = free // 4
 
