@@ -231,10 +231,16 @@ def test_places_out_of_range_are_refused():
         ({"dropout_key": 2**31}, "dropout_key must lie in [0, 2^31), got 2147483648"),
         ({"dropout_head": -5}, "dropout_head must lie in [0, 2^31), got -5"),
         ({"dropout_heads": 1}, "dropout_heads must lie in [num_heads_q, 2^31) = [2, 2^31) or be 0"),
-        ({"dropout_head": 7, "dropout_heads": 4}, "dropout_head must leave all heads of the call, "
-         "2, among the dropout_heads of one sequence, 4, got 7, which is head 3 of its sequence"),
-        ({"dropout_head": 3}, "dropout_head must leave all heads of the call, 2, among the "
-         "dropout_heads of one sequence, 2, got 3, which is head 1 of its sequence; pass"),
+        (
+            {"dropout_head": 7, "dropout_heads": 4},
+            "dropout_head must leave all heads of the call, "
+            "2, among the dropout_heads of one sequence, 4, got 7, which is head 3 of its sequence",
+        ),
+        (
+            {"dropout_head": 3},
+            "dropout_head must leave all heads of the call, 2, among the "
+            "dropout_heads of one sequence, 2, got 3, which is head 1 of its sequence; pass",
+        ),
     ):
         with pytest.raises(ValueError, match=re.escape(f"attention: {words}")):
             cuattn.attention(q, q, q, dropout_p=0.5, dropout_seed=1, **given)

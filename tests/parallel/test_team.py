@@ -83,7 +83,9 @@ def test_a_rank_that_is_gone_at_the_first_call_is_told_of():
     team.has_nccl = lambda: False
     allgather = mock.Mock(side_effect=RuntimeError("Connection closed by peer\nand where"))
     team.host = lambda: mock.Mock(allgather=allgather)
-    words = r"^parallel\.attention: a rank .* not answer when all told their free .*closed by peer\)"
+    words = (
+        r"^parallel\.attention: a rank .* not answer when all told their free .*closed by peer\)"
+    )
     with pytest.raises(RuntimeError, match=words):
         limit_memory("parallel.attention", {"q": None, "memory_limit": None}, None, team)
 
