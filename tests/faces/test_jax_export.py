@@ -49,7 +49,10 @@ def test_without_the_list_jax_refuses():
     [
         (lambda found: found.pop("dropout_row"), "attribute dropout_row is missing from"),
         (lambda found: found.pop("backend"), "attribute backend is missing from"),
-        (lambda found: found.update(causal=np.float64(1)), "attribute causal of the XLA call has another dtype"),
+        (
+            lambda found: found.update(causal=np.float64(1)),
+            "attribute causal of the XLA call has another dtype",
+        ),
         (lambda found: found.update(present=np.int64(1)), "another number of arguments"),
     ],
 )
