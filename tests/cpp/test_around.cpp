@@ -349,7 +349,7 @@ TEST(c_abi_around_attention_names_what_is_null) {
   refuses("add_residual: x must be", cuattn_add_residual(nullptr, &x, &x, nullptr));
   refuses("add_residual: residual must be", cuattn_add_residual(&x, nullptr, &x, nullptr));
   refuses("add_residual: out must be", cuattn_add_residual(&x, &x, nullptr, nullptr));
-  refuses("check_residual: function must be",
+  refuses("check_residual: function must not be NULL",
           cuattn_check_residual(nullptr, &x, &x, &x, nullptr, nullptr));
   refuses("f: out must be", cuattn_check_residual("f", &x, &x, nullptr, nullptr, nullptr));
   refuses("f: lse_out must not share", cuattn_check_residual("f", &x, &x, &x, &x, nullptr));
