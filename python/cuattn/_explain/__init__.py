@@ -9,7 +9,7 @@ from typing import Any
 from .._gradients import FORWARD
 from .._options import OPS, PLACES, ROWS
 from .._other_names import told
-from .._rope import TURNED
+from .._rope import TURNED, has_rope
 from .backward import explain_backward
 from .cascade import explain_cascade
 from .devices import place
@@ -64,7 +64,7 @@ def explain(
         As the call itself would.
     """
     passes = TURNED.get(op, ())
-    is_turned = "rope" in passes and options.get("rope") is not None
+    is_turned = "rope" in passes and has_rope(op, options)
     for name in passes:
         options.pop(name, None)  # they do not enter the choice
     if is_turned:
