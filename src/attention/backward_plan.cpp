@@ -284,10 +284,10 @@ std::string explain_backward(const Plan& plan, const BackwardParams& p, const De
   for (const Rung& rung : kLadder) {
     if (rung.on_cuda != device.is_cuda) continue;
     bool chosen = rung.kernel == plan.kernel, cut = rung.kernel == Kernel::cpu;
-    text += rung_line(
-        rung.kernel, chosen, chosen ? nullptr : refusal(rung.kernel, p, device),
-        rung.automatic ? "can: " : "by name only: ", chosen ? plan.reason : rung.merit,
-        chosen && cut ? concat("; keys in ", plan.num_chunks, " parts") : std::string());
+    text +=
+        rung_line(rung.kernel, chosen, chosen ? nullptr : refusal(rung.kernel, p, device),
+                  rung.automatic ? "can: " : "by name only: ", chosen ? plan.reason : rung.merit,
+                  chosen && cut ? concat("; keys in ", plan.num_chunks, " parts") : std::string());
   }
   return text;
 }
