@@ -5,10 +5,10 @@
 
 #include <cstring>
 #include <optional>
-#include <utility>
 
 #include "bindings/arrays/import.h"
 #include "bindings/arrays/results.h"
+#include "bindings/arrays/shapes.h"
 #include "bindings/call/errors.h"
 #include "bindings/call/parse.h"
 #include "bindings/call/unlocked.h"
@@ -126,28 +126,21 @@ nb::object apply_rope(const char* op, const char* name, nb::handle x, nb::handle
   return result.object;
 }
 
-// Refuses an array whose elements lie between those of one that attention writes before the sum.
-void require_apart(const char* op, const char* name, const TensorView& array, const char* other,
-                   const TensorView& written) {
-  struct Range {
-    const char *begin, *end;
-    explicit Range(const TensorView& view)
-        : begin(static_cast<const char*>(view.data)), end(begin + view.dtype.bits / 8) {
-      for (int32_t axis = 0; axis < view.ndim; ++axis) {
-        int64_t bytes = (view.shape[axis] - 1) * view.strides[axis] * (view.dtype.bits / 8);
-        (bytes < 0 ? begin : end) += bytes;
-      }
-    }
-  };
-  if (array.size() == 0 || written.size() == 0) return;
-  Range a(array), b(written);
-  if (a.end <= b.begin || b.end <= a.begin) return;
-  raise(PyExc_ValueError, op, ": ", name, " must not share memory with ", other,
-        ", got overlapping arrays; give it memory of its own");
+// The sum of attention(residual=), without memory: of q's dtype, or of residual's where q is codes.
+TensorView sum_like(const char* op, const Array& q, const Array& v, const Array& residual) {
+  if (q.view.ndim != 4) {
+    raise(PyExc_ValueError, op, ": q must have 4 axes [batch, seqlen, num_heads, head_dim], got ",
+          q.view.ndim, "; reshape it");
+  }
+  require_axes(op, "v", v, 1);
+  TensorView sum = like(q);
+  if (sum.dtype.bits == 8) sum.dtype = residual.view.dtype;
+  sum.shape[sum.ndim - 1] = v.view.shape[v.view.ndim - 1];
+  return sum;
 }
 
-// Of attention(residual=): where its own result goes, in float32, and the sum, which has the dtype of
-// q (of codes as queries that of residual). All is checked as it will be added.
+// Where attention(residual=) has its own result, in float32, and the sum. All is checked as it will
+// be added.
 nb::object residual_places(const char* op, nb::handle q, nb::handle v, nb::handle residual,
                            nb::handle out, nb::handle lse_out, nb::handle workspace,
                            bool is_rounding, nb::handle stream) {
@@ -156,34 +149,43 @@ nb::object residual_places(const char* op, nb::handle q, nb::handle v, nb::handl
   Array values, added;
   values.import(op, "v", v, call.stream, &call.first);
   added.import(op, "residual", residual, call.stream, &call.first);
-  require_axes(op, "q", call.first, 3);
-  require_axes(op, "v", values, 3);
-  TensorView sum = like(call.first), wide;
+  TensorView sum = sum_like(op, call.first, values, added), wide = sum;
   if (is_rounding && sum.dtype.bits == 16 && call.first.is_cuda()) {
     raise(
         PyExc_NotImplementedError, op,
         ": residual is added to a result in float32, which backends 'naive', 'cublas' and 'tiled' "
         "do not write from 16-bit inputs; use 'auto', or q, k and v in float32");
   }
-  if (sum.dtype.bits == 8) sum.dtype = added.view.dtype;
-  sum.shape[sum.ndim - 1] = values.view.shape[values.view.ndim - 1];
-  wide = sum;
   wide.dtype = dl_dtype(DType::f32);
   Result result, attended;
   result.provide(op, "out", out, call.first, call.stream, sum);
-  for (auto [name, given] : {std::pair{"lse_out", lse_out}, std::pair{"workspace", workspace}}) {
-    if (!is_given(given)) continue;
-    Array written;
-    written.import(op, name, given, call.stream, &call.first, true);
-    require_apart(op, "residual", added.view, name, written.view);
-    require_apart(op, "out", TensorView(result.tensor), name, written.view);
-  }
+  std::optional<Array> lse_array, memory_array;
+  const DLTensor* lse = call.import("lse_out", lse_out, lse_array, true);
+  const DLTensor* memory = call.import("workspace", workspace, memory_array, true);
   bool is_shared = sum.is(DType::f32) && !is_given(out);  // it is added in place
   if (!is_shared) attended.provide(op, "out", nb::none(), call.first, call.stream, wide);
   const Result& from = is_shared ? result : attended;
-  call.run(
-      [&] { return cuattn_add_residual(&from.tensor, &added.tensor, &result.tensor, 1, nullptr); });
+  call.run([&] {
+    return cuattn_check_residual(op, &from.tensor, &added.tensor, &result.tensor, lse, memory);
+  });
   return nb::make_tuple(from.object, result.object);
+}
+
+// Of arrays or of shapes, which are of `dtype` and lie on CUDA device `shapes_on` (-1: the CPU).
+void check_residual_shape(const char* op, nb::handle q, nb::handle v, nb::handle residual,
+                          nb::handle dtype, int shapes_on) {
+  DLDataType scalars = dtype_named(op, dtype);
+  DLDevice device = shapes_on < 0 ? DLDevice{kDLCPU, 0} : DLDevice{kDLCUDA, shapes_on};
+  Array queries, values, added;
+  import_shape(op, "q", q, scalars, device, queries);
+  import_shape(op, "v", v, scalars, device, values);
+  if (scalars.bits == 8) scalars = dl_dtype(DType::bf16);  // as out of codes is
+  import_shape(op, "residual", residual, scalars, device, added);
+  TensorView sum = sum_like(op, queries, values, added);
+  sum.device = queries.view.device;
+  DLTensor shape = sum.dl();
+  shape.strides = nullptr;  // contiguous
+  check(cuattn_check_residual(op, &shape, &added.tensor, &shape, nullptr, nullptr));
 }
 
 nb::object add_residual(const char* op, nb::handle x, nb::handle residual, nb::handle out,
@@ -193,8 +195,7 @@ nb::object add_residual(const char* op, nb::handle x, nb::handle residual, nb::h
   added.import(op, "residual", residual, call.stream, &call.first);
   sum.import(op, "out", out, call.stream, &call.first, true);
   call.run([&] {
-    return cuattn_add_residual(&call.first.tensor, &added.tensor, &sum.tensor, 0,
-                               call.stream.handle);
+    return cuattn_add_residual(&call.first.tensor, &added.tensor, &sum.tensor, call.stream.handle);
   });
   return nb::borrow(out);
 }
@@ -351,6 +352,9 @@ void add_fused(nb::module_& m) {
         nb::arg("lse_out").none(), nb::arg("workspace").none(), nb::arg("is_rounding"),
         nb::arg("stream").none(),
         "Where attention(residual=) has its result and the sum; NotImplemented for JAX arrays.");
+  m.def("check_residual_shape", &check_residual_shape, nb::arg("op"), nb::arg("q").none(),
+        nb::arg("v").none(), nb::arg("residual").none(), nb::arg("dtype").none(),
+        nb::arg("shapes_on"), "Refuses what attention(residual=) would, for explain.");
   m.def("add_residual", &add_residual, nb::arg("op"), nb::arg("x"), nb::arg("residual"),
         nb::arg("out"), nb::arg("stream").none(), "x + residual, rounded once, into out");
   m.def("norm", &norm, nb::arg("centred"), nb::arg("x").none(), nb::arg("weight").none(),

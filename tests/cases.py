@@ -150,11 +150,13 @@ def dropout_places(rng, num_heads):
     """Where a call with dropout begins as a part of a greater one: nowhere, or anywhere."""
     if rng.integers(3) == 0:
         return {}
-    row, head = (int(x) for x in rng.integers(0, 2**20, 2))
+    row, seq = (int(x) for x in rng.integers(0, 2**16, 2))
     key = 16 * int(rng.integers(0, 2**20))  # CUDA takes no other
-    heads = num_heads + int(rng.integers(5))
+    others = int(rng.integers(5))
+    heads = num_heads + others
+    head = seq * heads + int(rng.integers(others + 1))  # the part is of one sequence's heads
     places = {"dropout_row": row, "dropout_key": key, "dropout_head": head}
-    return places | {"dropout_heads": heads if rng.integers(2) else 0}
+    return places | {"dropout_heads": heads if others or rng.integers(2) else 0}
 
 
 def make_problem(case, rng):

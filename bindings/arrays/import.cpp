@@ -79,6 +79,12 @@ void refuse_grad(const char* op, const char* name, nb::handle object) {
         "; call it under torch.no_grad() or pass ", name, ".detach()");
 }
 
+bool is_batched(nb::handle object) {
+  nb::object functorch = nb::getattr(loaded_module("torch").attr("_C"), "_functorch", nb::none());
+  nb::object asks = nb::getattr(functorch, "is_batchedtensor", nb::none());
+  return !asks.is_none() && nb::cast<bool>(asks(object));
+}
+
 void refuse_negated(const char* op, const char* name, nb::handle object) {
   if (!nb::cast<bool>(object.attr("is_neg")())) return;
   raise(PyExc_ValueError, op, ": ", name,
@@ -186,10 +192,15 @@ void Array::take(const char* op, const char* name, nb::handle capsule, bool outp
 }
 
 // The library itself refuses to show its memory (sparse, meta, quantised, ...): says so under the
-// argument's name.
-void Array::export_failed(const char* op, const char* name) {
+// argument's name. What torch.func.vmap maps over goes where a gradient is wanted: to the registered
+// ops, which have rules for both.
+void Array::export_failed(const char* op, const char* name) const {
   nb::python_error cause;
   if (!cause.matches(PyExc_Exception)) throw cause;
+  if (type.is_torch && detail::is_batched(object)) {
+    raise(gradient_wanted, op, ": ", name, " is batched by torch.func.vmap, which has no rule for ",
+          op, "; make the mapped axis a part of the batch, or call ", op, " in a loop");
+  }
   std::string reason = text_of(cause.value());
   reason.resize(std::min(reason.find('\n'), reason.size()));  // drops torch's C++ backtrace
   nb::raise_from(cause, PyExc_ValueError,

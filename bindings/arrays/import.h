@@ -180,7 +180,7 @@ class Array {
   nb::object export_stream(const char* op, const char* name, const CallStream& stream,
                            const Array* home) const;
   void take(const char* op, const char* name, nb::handle capsule, bool output);
-  [[noreturn]] static void export_failed(const char* op, const char* name);
+  [[noreturn]] void export_failed(const char* op, const char* name) const;
 };
 
 }  // namespace cuattn::bindings

@@ -30,6 +30,14 @@ inline void check(cuattn_status status) {
   }
 }
 
+// Of an exported program whose calls have other parts than those of this version.
+[[noreturn]] inline void refuse_version(const std::string& what) {
+  throw Failure{
+      ErrorCode::unimplemented,
+      concat("cuattn: ", what, ": another version of cuattn made this program, this is version ",
+             cuattn_version(), "; trace or export the program again with it")};
+}
+
 inline DLDataType dl_dtype_of(DataType dtype) {
   switch (dtype) {
     case DataType::f32: return dl_dtype(DType::f32);
@@ -107,7 +115,7 @@ class Arguments {
  private:
   Tensor& take(int64_t rank) {
     if (used_ == list_.size || used_ == kMost)
-      throw Failure{ErrorCode::internal, "cuattn: the XLA call has another number of arguments"};
+      refuse_version("the XLA call has another number of arguments");
     Tensor& tensor = tensors_[used_];
     tensor.set(*list_.items[used_++], device_, rank);
     return tensor;
@@ -129,13 +137,18 @@ inline const void* attribute(const CallFrame& frame, const char* name, Attribute
       return list.values[i];
     }
   }
-  throw Failure{ErrorCode::internal,
-                concat("cuattn: attribute ", name, " is missing from the XLA call")};
+  refuse_version(concat("attribute ", name, " is missing from the XLA call"));
+}
+
+inline const void* scalar(const CallFrame& frame, const char* name, DataType dtype) {
+  const auto* found = static_cast<const Scalar*>(attribute(frame, name, AttributeType::scalar));
+  if (found->dtype != dtype)
+    refuse_version(concat("attribute ", name, " of the XLA call has another dtype"));
+  return found->value;
 }
 
 inline int64_t integer(const CallFrame& frame, const char* name) {
-  const auto* scalar = static_cast<const Scalar*>(attribute(frame, name, AttributeType::scalar));
-  return *static_cast<const int64_t*>(scalar->value);
+  return *static_cast<const int64_t*>(scalar(frame, name, DataType::s64));
 }
 
 inline int32_t integer32(const CallFrame& frame, const char* name) {
@@ -143,8 +156,7 @@ inline int32_t integer32(const CallFrame& frame, const char* name) {
 }
 
 inline double number(const CallFrame& frame, const char* name) {
-  const auto* scalar = static_cast<const Scalar*>(attribute(frame, name, AttributeType::scalar));
-  return *static_cast<const double*>(scalar->value);
+  return *static_cast<const double*>(scalar(frame, name, DataType::f64));
 }
 
 inline std::string text(const CallFrame& frame, const char* name) {

@@ -30,8 +30,7 @@ void backward(const BackwardParams& params, const BackwardSchedule& schedule, co
   cudaStream_t cuda_stream = static_cast<cudaStream_t>(stream);
   if (params.forward.flex != nullptr)
     return launch_functor_backward(params, schedule.workspace, plan, device_id, cuda_stream);
-  // Without query heads all is zeros, and tiles of no head are none.
-  switch (params.forward.num_heads_q == 0 ? Kernel::naive : plan.kernel) {
+  switch (plan.kernel) {
     case Kernel::naive: return launch_naive_backward(params, schedule.workspace, cuda_stream);
     default: return launch_instance<Op::attention_backward>({params, schedule}, plan, cuda_stream);
   }

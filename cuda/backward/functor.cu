@@ -62,7 +62,7 @@ void launch_functor_backward(const BackwardParams& p, void* workspace, const Pla
   fill_functor(params.functor, f, {queries.m, keys.n, 0, 0});
   for (int i = 0; i < kMaxFlexArrays; ++i) params.functor.gradients[i] = p.flex->arrays[i];
   clear_gradients(params.functor, stream);
-  if (f.num_heads_q == 0) return launch_naive_backward(params, workspace, stream);
+  if (plan.kernel == Kernel::naive) return launch_naive_backward(params, workspace, stream);
   const backward::Memory memory(p, workspace);
   const Passes passes{params, f.flex->functor, device_id, stream};
   const int32_t query_tiles = device::ceil_div(f.seqlen_q, queries.m);

@@ -38,9 +38,15 @@ CUATTN_API cuattn_status cuattn_apply_rope(const DLTensor* x, const DLTensor* co
 
 /* out = x + residual, added in float32 and rounded once; axes [n, heads, head_dim] or [batch, seqlen,
  * heads, head_dim], in any order before the last. residual and out are of one dtype, x of the same or
- * float32. out may be x or residual. check_only: nothing is written, all is checked. */
+ * float32. out may be x or residual. */
 CUATTN_API cuattn_status cuattn_add_residual(const DLTensor* x, const DLTensor* residual,
-                                             const DLTensor* out, int32_t check_only, void* stream);
+                                             const DLTensor* out, void* stream);
+/* Checks that call and writes nothing; errors begin with `function`. lse_out and workspace may be
+ * NULL: attention writes them before the sum, they share no memory with residual and out. Where x
+ * has no data, no data pointer is looked at. */
+CUATTN_API cuattn_status cuattn_check_residual(const char* function, const DLTensor* x,
+                                               const DLTensor* residual, const DLTensor* out,
+                                               const DLTensor* lse_out, const DLTensor* workspace);
 
 /* Options of rms_norm and layer_norm. Initialise with cuattn_norm_options_init. */
 typedef struct {

@@ -141,7 +141,7 @@ inline void layer_norm(const TensorView& x, const TensorView& weight, const Tens
 inline void add_residual(const TensorView& x, const TensorView& residual, const TensorView& out,
                          void* stream = nullptr) {
   DLTensor dx = x.dl(), dr = residual.dl(), dout = out.dl();
-  detail::check(cuattn_add_residual(&dx, &dr, &dout, 0, stream));
+  detail::check(cuattn_add_residual(&dx, &dr, &dout, stream));
 }
 
 // out [.., n] = act(a) * b, with a and b the halves of the last axis of x [.., 2 n].

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from . import _core
 
@@ -24,13 +24,18 @@ def with_residual(
     is_rounding = arguments["backend"] in ROUNDING
     places = _core.residual_places(word, q, v, residual, *written, is_rounding, stream)
     if places is NotImplemented:
-        raise NotImplementedError(
-            f"{word}: q is a JAX array, whose sum XLA makes; write {op}(...) + residual"
-        )
+        refuse_jax(word, op)
     attended, out = places
     result = call(op, {**arguments, "residual": None, "out": attended})
     _core.add_residual(word, attended, residual, out, stream)
     return (out, result[1]) if isinstance(result, tuple) else out
+
+
+def refuse_jax(word: str, op: str) -> NoReturn:
+    """Refuse JAX arrays, with the way out."""
+    raise NotImplementedError(
+        f"{word}: q is a JAX array, whose sum XLA makes; write {op}(...) + residual"
+    )
 
 
 def refuse_gradients(word: str, op: str, arguments: dict[str, Any]) -> None:

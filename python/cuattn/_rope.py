@@ -14,27 +14,34 @@ TURNED = {op: tuple(o.name for o in options_of(op, kinds=("turned",))) for op in
 def turned(op: str, arguments: dict[str, Any]) -> dict[str, Any]:
     """Take rope and what belongs to it out of the arguments of a call, and rotate q by it."""
     rest = {name: value for name, value in arguments.items() if name not in TURNED[op]}
-    if not TURNED[op]:
+    if not TURNED[op] or not has_rope(op, arguments):
         return rest
     rope, positions = arguments["rope"], arguments["rope_positions"]
-    if rope is None:
-        for name in ("rope_positions", "rope_interleaved"):
-            if arguments[name] is not None and arguments[name] is not False:
-                raise ValueError(
-                    f"{op}: {name} must be left out without rope, got {type(arguments[name])}; "
-                    "pass rope=(cos, sin)"
-                )
-        return rest
-    if not isinstance(rope, (tuple, list)) or len(rope) != 2:
-        raise TypeError(
-            f"{op}: rope must be two arrays (cos, sin), got {type(rope).__name__}; pass a tuple"
-        )
     lengths = dense_lengths(arguments) if op in ROWS else paged_lengths(arguments)
     interleaved, stream = arguments["rope_interleaved"], arguments["stream"]
     q = rotation(
         op, "q", arguments["q"], *rope, positions, interleaved, False, 0, lengths, None, stream
     )
     return {**rest, "q": q}
+
+
+def has_rope(op: str, arguments: dict[str, Any]) -> bool:
+    """Whether q is to be rotated; refuses a rope that is no pair, and what belongs to none."""
+    rope = arguments.get("rope")
+    if rope is None:
+        for name in ("rope_positions", "rope_interleaved"):
+            value = arguments.get(name)
+            if value is not None and value is not False:
+                raise ValueError(
+                    f"{op}: {name} must be left out without rope, got {type(value)}; "
+                    "pass rope=(cos, sin)"
+                )
+        return False
+    if not isinstance(rope, (tuple, list)) or len(rope) != 2:
+        raise TypeError(
+            f"{op}: rope must be two arrays (cos, sin), got {type(rope).__name__}; pass a tuple"
+        )
+    return True
 
 
 def rotation(op: str, name: str, *arguments: Any) -> Any:

@@ -69,11 +69,23 @@ cuattn_status cuattn_layer_norm(const DLTensor* x, const DLTensor* weight,
 }
 
 cuattn_status cuattn_add_residual(const DLTensor* x, const DLTensor* residual, const DLTensor* out,
-                                  int32_t check_only, void* stream) {
+                                  void* stream) {
   const char* fn = "add_residual";
   return guarded([&] {
     add_residual(view_of(fn, "x", x), view_of(fn, "residual", residual), view_of(fn, "out", out),
-                 check_only != 0, stream);
+                 stream);
+  });
+}
+cuattn_status cuattn_check_residual(const char* function, const DLTensor* x,
+                                    const DLTensor* residual, const DLTensor* out,
+                                    const DLTensor* lse_out, const DLTensor* workspace) {
+  return guarded([&] {
+    const char* fn = function != nullptr ? function : "check_residual";
+    require_given(fn, "function", function);
+    std::optional<TensorView> lse, memory;
+    check_residual(fn, view_of(fn, "x", x), view_of(fn, "residual", residual),
+                   view_of(fn, "out", out), optional_view(fn, "lse_out", lse_out, lse),
+                   optional_view(fn, "workspace", workspace, memory));
   });
 }
 

@@ -157,6 +157,7 @@ BackwardParams problem_of(const BackwardCall& call) {
 }
 
 Plan plan_of(const BackwardCall& call, const DeviceInfo& device, const char* backend) {
+  require_dropout_key(call.forward, device);
   // On the CPU the bits never depend on the run; a batch changes them where keys are cut.
   bool ordered = call.forward.batch_invariant || (call.deterministic && device.is_cuda);
   return select_backward(call.function(), problem_of(call), ordered, device, backend);

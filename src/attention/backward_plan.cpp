@@ -30,6 +30,10 @@ constexpr Rung kLadder[] = {
     {Kernel::naive, true, true, "plain kernels, probabilities in memory; every type and option"},
 };
 
+// Without query heads every gradient is zeros, which tiles of no head would not write: what runs on
+// CUDA instead of the rung chosen or named, after functions of a user, too.
+constexpr Rung kZeros = {Kernel::naive, true, true, "no query head, plain kernels write zeros"};
+
 // Which of the compiled kernels: the scored ones have dropout, too, and simt has no others.
 ScoreKind score_of(Kernel kernel, const AttentionParams& f) {
   return kernel == Kernel::simt || f.dropout.is_on() ? ScoreKind::scored : f.scores.kind;
@@ -243,9 +247,10 @@ Plan select_backward(const char* function, const BackwardParams& p, bool ordered
                      const DeviceInfo& device, const char* backend) {
   require_supported(function, device);
   require_functor(function, p, ordered, device);
-  const Rung& rung =
-      is_auto(backend) ? best_rung(p, device) : named_rung(function, backend, p, device);
   const AttentionParams& f = p.forward;
+  const Rung& asked =
+      is_auto(backend) ? best_rung(p, device) : named_rung(function, backend, p, device);
+  const Rung& rung = asked.on_cuda && f.num_heads_q == 0 ? kZeros : asked;
   Plan plan{};
   plan.kernel = rung.kernel;
   plan.reason = rung.merit;
@@ -279,11 +284,10 @@ std::string explain_backward(const Plan& plan, const BackwardParams& p, const De
   for (const Rung& rung : kLadder) {
     if (rung.on_cuda != device.is_cuda) continue;
     bool chosen = rung.kernel == plan.kernel, cut = rung.kernel == Kernel::cpu;
-    bool fused = rung.kernel == Kernel::sm90 && plan.num_chunks > 0;
-    text += rung_line(
-        rung.kernel, chosen, refusal(rung.kernel, p, device),
-        rung.automatic ? "can: " : "by name only: ", chosen && fused ? kFusedMerit : rung.merit,
-        chosen && cut ? concat("; keys in ", plan.num_chunks, " parts") : std::string());
+    text +=
+        rung_line(rung.kernel, chosen, chosen ? nullptr : refusal(rung.kernel, p, device),
+                  rung.automatic ? "can: " : "by name only: ", chosen ? plan.reason : rung.merit,
+                  chosen && cut ? concat("; keys in ", plan.num_chunks, " parts") : std::string());
   }
   return text;
 }

@@ -67,6 +67,9 @@ AttentionCall validate_attention(const TensorView& q, const TensorView& k, const
                                  const cuattn_attention_options& options, bool check_data,
                                  CallKind kind = CallKind::attention);
 
+// Refuses a place of dropout that the kernels of the device do not begin at.
+void require_dropout_key(const AttentionCall& call, const DeviceInfo& device);
+
 // The arrays that a call reads, out and lse apart; for the forward and the backward pass.
 void check_inputs(const AttentionCall& call, const CallMemory& memory);
 

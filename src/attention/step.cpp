@@ -149,6 +149,7 @@ std::string expectation(const Plan& step) { return concat("about ", step.saved_u
 }  // namespace
 
 void plan_attention(AttentionCall& call, const DeviceInfo& device, const char* backend) {
+  require_dropout_key(call, device);
   bool may_step = call.may_step && is_auto(backend), over_pages = may_step && call.paged;
   call.plan = call.decodes = Plan{};
   if (over_pages && !call.batch_invariant &&

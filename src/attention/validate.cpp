@@ -296,10 +296,14 @@ void read_dropout_places(AttentionCall& call, const cuattn_attention_options& o)
       o.dropout_heads == 0 || (o.dropout_heads >= p.num_heads_q && o.dropout_heads <= kMost), fn,
       ": dropout_heads must lie in [num_heads_q, 2^31) = [", p.num_heads_q, ", 2^31) or be 0, got ",
       o.dropout_heads, "; it counts the heads of the call whose part this is");
-  if (!is_cpu(call.device) && o.dropout_key % 16 != 0) {
-    fail<NotImplemented>(fn, ": dropout_key must be a multiple of 16 on CUDA, got ", o.dropout_key,
-                         "; begin the part of the keys at one");
-  }
+  int64_t heads = o.dropout_heads != 0 ? o.dropout_heads : p.num_heads_q;
+  int64_t first = heads > 0 ? o.dropout_head % heads : 0;  // of its sequence there
+  CUATTN_REQUIRE(first + p.num_heads_q <= heads, fn,
+                 ": dropout_head must leave all heads of the call, ", p.num_heads_q,
+                 ", among the dropout_heads of one sequence, ", heads, ", got ", o.dropout_head,
+                 ", which is head ", first,
+                 " of its sequence; pass dropout_heads, the heads of a sequence of the greater "
+                 "call, and dropout_head = sequence * dropout_heads + head");
   p.dropout.first_row = static_cast<uint32_t>(o.dropout_row);
   p.dropout.first_key = static_cast<uint32_t>(o.dropout_key);
   p.dropout.first_head = static_cast<uint32_t>(o.dropout_head);
@@ -442,6 +446,13 @@ AttentionCall validated(TensorView q, TensorView k, TensorView v, const cuattn_a
 }
 
 }  // namespace
+
+void require_dropout_key(const AttentionCall& call, const DeviceInfo& device) {
+  uint32_t key = call.params.dropout.first_key;
+  if (!device.is_cuda || key % 16 == 0) return;
+  fail<NotImplemented>(call.function(), ": dropout_key must be a multiple of 16 on CUDA, got ", key,
+                       "; begin the part of the keys at one");
+}
 
 AttentionCall validate_attention(const TensorView& q, const TensorView& k, const TensorView& v,
                                  const cuattn_attention_options& o, bool check_data,

@@ -19,9 +19,11 @@ inline void require_nothing_reserved(const char* function, int32_t reserved) {
 // rope.cpp
 void apply_rope(const TensorView& x, const TensorView& cos, const TensorView& sin,
                 const cuattn_rope_options& options, const TensorView& out, Stream stream);
-// add.cpp. `checks_only`: nothing is written.
+// add.cpp. check_residual writes nothing; lse_out and workspace are written before the sum.
 void add_residual(const TensorView& x, const TensorView& residual, const TensorView& out,
-                  bool checks_only, Stream stream);
+                  Stream stream);
+void check_residual(const char* function, const TensorView& x, const TensorView& residual,
+                    const TensorView& out, const TensorView* lse_out, const TensorView* workspace);
 // norm.cpp. `centred`: layer_norm, else rms_norm; `gated`: act_mul, else bias_act.
 void norm(const TensorView& x, const TensorView& weight, const cuattn_norm_options& options,
           bool centred, const TensorView& out, Stream stream);

@@ -15,6 +15,7 @@ import pytest
 
 import cases
 import cuattn
+import frameworks
 import harness
 import reference
 from cases import Case
@@ -230,10 +231,52 @@ def test_places_out_of_range_are_refused():
         ({"dropout_key": 2**31}, "dropout_key must lie in [0, 2^31), got 2147483648"),
         ({"dropout_head": -5}, "dropout_head must lie in [0, 2^31), got -5"),
         ({"dropout_heads": 1}, "dropout_heads must lie in [num_heads_q, 2^31) = [2, 2^31) or be 0"),
+        (
+            {"dropout_head": 7, "dropout_heads": 4},
+            "dropout_head must leave all heads of the call, "
+            "2, among the dropout_heads of one sequence, 4, got 7, which is head 3 of its sequence",
+        ),
+        (
+            {"dropout_head": 3},
+            "dropout_head must leave all heads of the call, 2, among the "
+            "dropout_heads of one sequence, 2, got 3, which is head 1 of its sequence; pass",
+        ),
     ):
         with pytest.raises(ValueError, match=re.escape(f"attention: {words}")):
             cuattn.attention(q, q, q, dropout_p=0.5, dropout_seed=1, **given)
+
+
+@pytest.mark.parametrize("module", ["numpy", "torch", "jax.numpy"])
+def test_every_face_refuses_heads_that_leave_their_sequence(module):
+    library = frameworks.require(module)
+    q, lse = library.ones((1, 4, 2, 8)), library.ones((1, 2, 4))
+    rows, cu, ragged_lse = q[0], library.asarray([0, 4], dtype=library.int32), lse[0]
+    lengths = cu, cu, 4, 4
+    if module == "numpy":
+        q, lse, rows, ragged_lse = (x.astype(np.float32) for x in (q, lse, rows, ragged_lse))
+    options = {"dropout_p": 0.5, "dropout_seed": 1, "dropout_heads": 6}
+    for op, given in (
+        ("attention", (q, q, q)),
+        ("attention_varlen", (rows, rows, rows, *lengths)),
+        ("attention_backward", (q, q, q, q, q, lse)),
+        ("attention_varlen_backward", (*(rows,) * 5, ragged_lse, *lengths)),
+    ):
+        call = getattr(cuattn, op)
+        with pytest.raises(ValueError, match=f"{op}: dropout_head must leave all heads .* got 11,"):
+            call(*given, **options, dropout_head=11)
+        call(*given, **options, dropout_head=10)
+
+
+def test_explain_takes_the_keys_that_the_device_takes():
+    """Of shapes and of arrays on the host: the device asked about decides, not theirs."""
     shape = (1, 4, 2, 64)
     options = {"dropout_p": 0.5, "dropout_seed": 1, "dropout_key": 24, "dtype": "float16"}
-    with pytest.raises(NotImplementedError, match="dropout_key must be a multiple of 16 on CUDA"):
-        cuattn.explain("attention", shape, shape, shape, device="h100", **options)
+    arrays = np.ones(shape, np.float16), np.ones((1, 2, 4), np.float32)
+    for array, lse in ((shape, ("float32", 1, 2, 4)), arrays):
+        calls = {"attention": (array,) * 3, "attention_backward": (*(array,) * 5, lse)}
+        for op, given in calls.items():
+            words = f"{op}: dropout_key must be a multiple of 16 on CUDA, got 24; begin the part"
+            with pytest.raises(NotImplementedError, match=words):
+                cuattn.explain(op, *given, device="h100", **options)
+            cuattn.explain(op, *given, device="h100", **options | {"dropout_key": 32})
+            assert cuattn.explain(op, *given, device="cpu", **options).kernel == "cpu"

@@ -11,6 +11,7 @@ import pytest
 
 import cuattn
 from harness import Arena, Cpu, bits
+from made_up_gpus import GPUS
 
 F32, I32 = np.float32, np.int32
 DENSE, RAGGED = "attention_backward", "attention_varlen_backward"
@@ -230,6 +231,20 @@ def test_cuda_goes_by_tensor_cores(op, device, best, backend):
     assert "simt: cannot: it takes float32 only" in lines[2]
     if device == "a100":
         assert "sm90: cannot: it is for compute capability 9.0 alone" in lines[0]
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize(("dtype", "tiled"), [("float32", "simt"), ("bfloat16", "sm80")])
+def test_gradients_without_query_heads_are_planned_as_they_run(gpu, dtype, tiled):
+    row, key, lse = (2, 5, 0, 16), (2, 7, 2, 16), (2, 0, 5)
+    for backend in ("auto", "naive", tiled):
+        plan = cuattn.explain(
+            DENSE, row, row, key, key, row, lse, device=GPUS[gpu], dtype=dtype, backend=backend
+        )
+        assert (plan.kernel, plan.workspace_bytes, plan.tile_m) == ("naive", 0, 0)
+        assert plan.reason.startswith("no query head, plain kernels write zeros")
+        assert "* naive: runs: no query head" in plan.ladder
+        assert plan.ladder.count("runs: ") == 1
 
 
 REFUSED_BY_SM90 = {  # and what serves it

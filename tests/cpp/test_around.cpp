@@ -346,9 +346,14 @@ TEST(c_abi_around_attention_names_what_is_null) {
   };
   cuattn_norm_options norm;
   cuattn_norm_options_init(&norm, sizeof norm);
-  refuses("add_residual: x must be", cuattn_add_residual(nullptr, &x, &x, 0, nullptr));
-  refuses("add_residual: residual must be", cuattn_add_residual(&x, nullptr, &x, 0, nullptr));
-  refuses("add_residual: out must be", cuattn_add_residual(&x, &x, nullptr, 0, nullptr));
+  refuses("add_residual: x must be", cuattn_add_residual(nullptr, &x, &x, nullptr));
+  refuses("add_residual: residual must be", cuattn_add_residual(&x, nullptr, &x, nullptr));
+  refuses("add_residual: out must be", cuattn_add_residual(&x, &x, nullptr, nullptr));
+  refuses("check_residual: function must not be NULL",
+          cuattn_check_residual(nullptr, &x, &x, &x, nullptr, nullptr));
+  refuses("f: out must be", cuattn_check_residual("f", &x, &x, nullptr, nullptr, nullptr));
+  refuses("f: lse_out must not share", cuattn_check_residual("f", &x, &x, &x, &x, nullptr));
+  refuses("f: workspace must not share", cuattn_check_residual("f", &x, &x, &x, nullptr, &x));
   refuses("rms_norm: x must be", cuattn_rms_norm(nullptr, &x, &norm, &x, nullptr));
   refuses("rms_norm: weight must be", cuattn_rms_norm(&x, nullptr, &norm, &x, nullptr));
   refuses("layer_norm: options must be", cuattn_layer_norm(&x, &x, nullptr, &x, nullptr));

@@ -188,6 +188,10 @@ TEST(backward_refuses_in_words) {
   AttentionOptions dropout;
   dropout.dropout_p = 1.5;
   CHECK(message({&dq}, dropout).find("dropout_p must lie in [0, 1), got 1.5") != std::string::npos);
+  dropout.dropout_p = 0.5;
+  dropout.dropout_seed = 1;
+  dropout.dropout_head = 1;
+  CHECK(message({&dq}, dropout).find("dropout_head must leave all heads") != std::string::npos);
   AttentionOptions pages;
   pages.block_tables = &lse;
   CHECK(message({&dq}, pages).find("keys in pages have no gradients") != std::string::npos);

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -40,3 +41,42 @@ def test_without_the_list_jax_refuses():
     with pytest.raises(ValueError, match="Cannot serialize code with custom calls"):
         jax.export.export(function)(x)
     assert {"cuattn_attention", "cuattn_paged_attention"} <= set(cuattn.jax.export_targets())
+
+
+@needs_types
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda found: found.pop("dropout_row"), "attribute dropout_row is missing from"),
+        (lambda found: found.pop("backend"), "attribute backend is missing from"),
+        (
+            lambda found: found.update(causal=np.float64(1)),
+            "attribute causal of the XLA call has another dtype",
+        ),
+        (lambda found: found.update(present=np.int64(1)), "another number of arguments"),
+    ],
+)
+def test_a_program_of_another_version_says_so(change, what, monkeypatch):
+    """Of attributes as an older or a newer version would have written them down."""
+    x = np.zeros((1, 4, 2, 16), np.float32)
+    real = jax.ffi.ffi_call
+
+    def ffi_call(*target, **given):
+        def called(*arrays, **found):
+            change(found)
+            return real(*target, **given)(*arrays, **found)
+
+        return called
+
+    jax.clear_caches()
+    monkeypatch.setattr(jax.ffi, "ffi_call", ffi_call)
+    checks = [jax.export.DisabledSafetyCheck.custom_call(x) for x in cuattn.jax.export_targets()]
+    function = jax.jit(lambda x: cuattn.jax.attention(x, x, x))
+    exported = jax.export.export(function, disabled_checks=checks)(x)
+    monkeypatch.undo()
+    jax.clear_caches()
+    version = re.escape(cuattn.__version__)
+    way_out = f"this is version {version}; trace or export the program again with it"
+    with pytest.raises(Exception, match=f"cuattn: .*{what}.*{way_out}"):
+        np.asarray(exported.call(x))
+    assert np.asarray(cuattn.jax.attention(x, x, x)).shape == x.shape

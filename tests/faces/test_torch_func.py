@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 import cuattn
@@ -72,6 +74,40 @@ def test_vmap_of_each_optional_tensor(name, shape, dim):
     call = lambda q, k, v, x: attention(q, k, v, **{name: x})  # noqa: E731
     got = torch.func.vmap(call, (0, 0, 0, dim))(q, k, v, x)
     assert torch.allclose(got, each(call, (0, 0, 0, dim), q, k, v, x), atol=1e-6)
+
+
+@pytest.mark.parametrize("in_dims", [(0, 0, 0), (0, None, None), (None, 1, 0)])
+def test_vmap_goes_through_what_needs_no_torch(in_dims):
+    """cuattn.attention and attention_varlen hand the call to the ops, which have rules."""
+    arrays = [torch.randn(3, 3, 7, 4, 16) if d is not None else torch.randn(3, 7, 4, 16)
+              for d in in_dims]  # fmt: skip
+    bias = torch.randn(3, 4, 7, 7)
+    for options in ({}, {"causal": True, "return_lse": True, "bias": bias}):
+        call = lambda *a, f=cuattn.attention, o=options: f(*a, **o)  # noqa: E731
+        got = torch.func.vmap(call, in_dims)(*arrays)
+        want = torch.func.vmap(lambda *a, o=options: attention(*a, **o), in_dims)(*arrays)
+        got, want = (x if isinstance(x, tuple) else (x,) for x in (got, want))
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    q, cu = torch.randn(3, 7, 4, 16), torch.tensor([0, 3, 7], dtype=torch.int32)
+    packed = lambda q: cuattn.attention_varlen(q, q, q, cu, cu, 4, 4, causal=True)  # noqa: E731
+    assert torch.equal(torch.func.vmap(packed)(q), torch.stack([packed(x) for x in q]))
+
+
+def test_vmap_without_a_rule_is_refused_with_the_way_out():
+    q = torch.randn(3, 2, 7, 4, 16)
+    weight = torch.ones(16)
+    for op, call in {
+        "rms_norm": lambda q: cuattn.rms_norm(q, weight),
+        "apply_rope": lambda q: cuattn.apply_rope(q, *cuattn.rope_table(8, 16)),
+        "flex_attention": lambda q: cuattn.flex_attention(q, q, q),
+        "attention(residual=)": lambda q: cuattn.attention(q, q, q, residual=q),
+    }.items():
+        message = rf"^{re.escape(op)}: \w+ is batched by torch.func.vmap, .* in a loop$"
+        with pytest.raises(NotImplementedError, match=message):
+            torch.func.vmap(call)(q)
+    sparse = torch.zeros(2, 7, 4, 16).to_sparse()  # the other refusals of torch stay as they are
+    with pytest.raises(ValueError, match="must be a dense array in memory"):
+        cuattn.attention(sparse, sparse, sparse)
 
 
 def test_vmap_with_lse_and_nested_vmaps():

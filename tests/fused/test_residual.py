@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import re
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -120,6 +122,8 @@ BAD = [
     ({"residual": np.zeros((2, 7, 4, 32), np.float16)}, ValueError, "residual must have shape"),
     ({"residual": np.zeros((2, 7, 4, 24), np.float32)}, ValueError,
      "residual must be float16 like out, got float32"),
+    ({"q": np.zeros((1, 2, 7, 4, 32), np.float16)}, ValueError, "q must have 4 axes"),
+    ({"v": np.zeros((), np.float16)}, ValueError, "v must have"),
     ({"residual": np.zeros((2, 7, 4, 48), np.float16)[..., ::2]}, ValueError, "residual must"),
     ({"residual": [1.0]}, TypeError, "residual must be an array"),
     ({"k": np.zeros((2, 13, 2, 40), np.float16)}, ValueError, "head_dim"),
@@ -131,8 +135,9 @@ def test_bad_input_writes_nothing(change, error, message, rng):
     q, k, v, residual = draw(rng, "float16", 4, 2, 32, 24)
     out, lse = np.full(residual.shape, 7, np.float16), np.full((2, 4, 7), 7, np.float32)
     words = {"q": q, "k": k, "v": v, "residual": residual, "out": out, "lse_out": lse} | change
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=message) as refusal:
         cuattn.attention(**words)
+    assert str(refusal.value).startswith("attention")  # the function that was called
     assert (out == 7).all()
     assert (lse == 7).all()
 
@@ -162,9 +167,21 @@ def test_what_is_written_before_the_sum_lies_apart(name, rng):
     within[:] = residual
     words = {"residual": residual, "return_lse": True, "backend": "naive"}
     words |= {written: lse if written == "lse_out" else memory, other: within}
-    with pytest.raises(ValueError, match=f"{other} must not share memory with {written}"):
+    with pytest.raises(ValueError, match=f"{written} must not share memory with {other}"):
         cuattn.attention(q, k, v, **words)
     assert (bits(within) == bits(residual)).all()
+
+
+def test_what_lies_between_is_apart(rng):
+    """Rows of one packed array: no byte in common, though one begins before the other ends."""
+    q, k, v, residual = draw(rng, "float32", 4, 2, 32, 24)
+    packed = np.zeros((2, 4, 7, 32), np.float32)
+    lse, between = packed[..., 31], packed[..., :24].swapaxes(1, 2)
+    between[:] = residual
+    found, _ = cuattn.attention(q, k, v, residual=between, out=between, lse_out=lse)
+    want, want_lse = cuattn.attention(q, k, v, residual=residual, return_lse=True)
+    assert (bits(found) == bits(want)).all()
+    assert (bits(lse) == bits(want_lse)).all()
 
 
 def test_what_touches_lies_apart(rng):
@@ -223,6 +240,35 @@ def test_explain_says_what_comes_after():
     assert cuattn.explain(
         "attention", shape, shape, shape, device="cpu", residual=shape, backend="naive"
     ).kernel == "naive"  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "error", "message"), BAD, ids=range(len(BAD)))
+@pytest.mark.parametrize("device", ["cpu", "h100"])
+def test_explain_refuses_what_the_call_refuses(device, change, error, message, rng):
+    q, k, v, residual = draw(rng, "float16", 4, 2, 32, 24)
+    given = {"q": q, "k": k, "v": v, "residual": residual} | change
+    with pytest.raises(error, match=message):
+        cuattn.explain("attention", *map(given.pop, "qkv"), device=device, **given)
+
+
+@pytest.mark.parametrize(
+    ("residual", "message"),
+    [
+        ((2, 7, 4, 32), r"residual must have shape \(2, 7, 4, 24\), got \(2, 7, 4, 32\)"),
+        (("float32", 2, 7, 4, 24), "residual must be float16 like out, got float32"),
+    ],
+)
+def test_explain_holds_shapes_against_each_other(residual, message):
+    q, k, v = (2, 7, 4, 32), (2, 13, 2, 32), (2, 13, 2, 24)
+    for device in ("cpu", "h100"):
+        with pytest.raises(ValueError, match=re.escape("attention(residual=): ") + message):
+            cuattn.explain("attention", q, k, v, device=device, residual=residual)
+
+
+def test_explain_refuses_jax_arrays_beside_residual():
+    q = pytest.importorskip("jax.numpy").zeros((1, 4, 2, 32))
+    with pytest.raises(NotImplementedError, match=r"write attention\(\.\.\.\) \+ residual"):
+        cuattn.explain("attention", q, q, q, residual=q)
 
 
 @pytest.mark.parametrize("codes", ["float8_e4m3fn", "int8"])

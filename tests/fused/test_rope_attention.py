@@ -156,6 +156,13 @@ def test_what_is_refused(options, error, message):
         cuattn.attention(X, X, X, **options)
 
 
+@pytest.mark.parametrize(("options", "error", "message"), REFUSED[:3])
+@pytest.mark.parametrize("device", ["cpu", "h100"])
+def test_explain_refuses_what_is_no_rope(device, options, error, message):
+    with pytest.raises(error, match=message):
+        cuattn.explain("attention", X, X, X, device=device, **options)
+
+
 def test_gradients_and_jax_are_refused():
     torch = frameworks.require("torch")
     q = torch.zeros(1, 4, 2, 32, requires_grad=True)

@@ -109,6 +109,19 @@ def test_links_into_pages_lead_to_headings(page):
         assert anchor in anchors(target), f"{path}#{anchor}"
 
 
+def test_pages_that_sources_name_are_there():
+    """And where c_api.h leads for dropout, a heading has the word."""
+    folders = ("include", "src", "bindings", "cpu", "cuda", "python")
+    sources = [x for folder in folders for x in (ROOT / folder).rglob("*.*") if x.is_file()]
+    named = {page for x in sources if x.suffix in (".h", ".cpp", ".cu", ".cuh", ".py")
+             for page in re.findall(r"docs/[\w/]+\.md", x.read_text(encoding="utf-8"))}  # fmt: skip
+    assert len(named) > 5
+    assert [page for page in named if not (ROOT / page).is_file()] == []
+    header = (ROOT / "include/cuattn/c_api.h").read_text(encoding="utf-8")
+    (page,) = re.findall(r"which are kept \((docs/\w+\.md)\)", header)
+    assert re.search(r"^#+ Dropout$", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE)
+
+
 def test_kernel_table_is_current():
     if cuattn.info()["cuda"] is None:
         pytest.skip("this build has no CUDA kernels to list")

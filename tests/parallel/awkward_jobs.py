@@ -250,3 +250,39 @@ def documents_of_none(ranks):
             where = torch.from_numpy(ends).to(out.device)
             want = cuattn.attention_varlen(*arrays, where, where, 8, 8)
             assert largest(out, layout.shard(want, ranks.rank, 0)) <= 1e-5, (begins, scheme)
+
+
+def biases_of_few_rows(ranks, seed):
+    """Of ranks with two rows, one and none: biases of rows and of keys, of 1 to 4 axes."""
+    for seqlen in (2 * ranks.size - 1, 2 * ranks.size - 2):
+        layout = Layout("contiguous", seqlen, ranks.size, chunk=2)
+        g = generator(seed)
+        shapes = (2, 4, seqlen, seqlen), (4, seqlen, 1), (seqlen, seqlen), (4, 1, seqlen), (seqlen,)
+        for shape, scheme in itertools.product(shapes, ("auto", "gather", "ring")):
+            whole = draw(seed, seqlen, (4, 2), (16, 16))
+            bias = torch.randn(shape, generator=g)
+            own, axis = bias, bias.ndim - 2
+            if bias.ndim > 1 and bias.shape[axis] > 1:
+                own = layout.shard(bias, ranks.rank, axis)
+            leaves = [x.clone().requires_grad_() for x in (*whole, bias)]
+            mine = [layout.shard(x, ranks.rank) for x in whole]
+            mine = [x.clone().requires_grad_() for x in (*mine, own)]
+            full = leaves[3].reshape((1,) * (4 - bias.ndim) + bias.shape)
+            want = cuattn.attention(*leaves[:3], bias=full)
+            found = parallel.attention(
+                *mine[:3], bias=mine[3], group=ranks.group, layout=layout, scheme=scheme
+            )
+            upstream = torch.randn(want.shape, generator=g)
+            torch.autograd.backward(want, upstream)
+            torch.autograd.backward(found, layout.shard(upstream, ranks.rank))
+            what = (seqlen, shape, scheme)
+            assert largest(found, layout.shard(want, ranks.rank)) < 1e-5, what
+            for got, leaf in zip(mine[:3], leaves, strict=False):
+                assert largest(got.grad, layout.shard(leaf.grad, ranks.rank)) < 1e-4, what
+            dbias = torch.zeros_like(own) if mine[3].grad is None else mine[3].grad
+            if own is bias:
+                dbias = dbias.clone()
+                dist.all_reduce(dbias, group=ranks.group)
+                assert largest(dbias, leaves[3].grad) < 1e-4, what
+            else:
+                assert largest(dbias, layout.shard(leaves[3].grad, ranks.rank, axis)) < 1e-4, what

@@ -48,6 +48,11 @@ def test_empty_shards_take_part_both_ways(pool, seed):
     pool.run(4, awkward_jobs.empty_shards, seed)
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_bias_where_a_rank_has_one_row_or_none(size, pool, seed):
+    pool.run(size, awkward_jobs.biases_of_few_rows, seed)
+
+
 def test_views_are_as_good_as_copies(pool, seed):
     pool.run(2, awkward_jobs.strided, seed)
 

@@ -76,10 +76,26 @@ def test_ranks_that_hang_say_where_and_are_started_anew():
 
 def test_a_rank_that_is_gone_at_the_first_call_is_told_of():
     from cuattn.parallel.plan import limit_memory
+    from cuattn.parallel.team import Team
 
-    def free_bytes(device, inner):
-        raise RuntimeError("Connection closed by peer\nand where")
-
-    team = mock.Mock(free_bytes=free_bytes)
-    with pytest.raises(RuntimeError, match=r"^parallel\.attention: a rank .* not answer .*closed"):
+    team = Team.__new__(Team)
+    team.size, team._free = 2, {}
+    team.has_nccl = lambda: False
+    allgather = mock.Mock(side_effect=RuntimeError("Connection closed by peer\nand where"))
+    team.host = lambda: mock.Mock(allgather=allgather)
+    words = (
+        r"^parallel\.attention: a rank .* not answer when all told their free .*closed by peer\)"
+    )
+    with pytest.raises(RuntimeError, match=words):
         limit_memory("parallel.attention", {"q": None, "memory_limit": None}, None, team)
+
+
+def test_what_fails_on_this_rank_is_not_told_of_another():
+    """A device that cannot say its free memory, or NCCL, whose error says more."""
+    from cuattn.parallel.plan import limit_memory
+
+    own = RuntimeError("CUDA error: an illegal memory access was encountered\nand where")
+    team = mock.Mock(free_bytes=mock.Mock(side_effect=own))
+    with pytest.raises(RuntimeError) as found:
+        limit_memory("parallel.attention", {"q": None, "memory_limit": None}, None, team)
+    assert found.value is own

@@ -9,8 +9,7 @@ from typing import Any
 from .._gradients import FORWARD
 from .._options import OPS, PLACES, ROWS
 from .._other_names import told
-from .._residual import ROUNDING
-from .._rope import TURNED
+from .._rope import TURNED, has_rope
 from .backward import explain_backward
 from .cascade import explain_cascade
 from .devices import place
@@ -19,10 +18,10 @@ from .flex_backward import explain_flex_backward
 from .mla import MLA, explain_mla
 from .paged import PAGED_VERSIONS, explain_paged
 from .plan import Plan
+from .residual import with_residual
 from .rows import DEFAULTS, explain_rows
 
 ROPE_LINE = "  rope: apply_rope rotates q before the kernel, into memory of q's library\n"
-RESIDUAL_LINE = "  residual: is added to a float32 result of the kernel, then rounded once\n"
 
 
 def explain(
@@ -65,20 +64,17 @@ def explain(
         As the call itself would.
     """
     passes = TURNED.get(op, ())
-    is_turned = "rope" in passes and options.get("rope") is not None
+    is_turned = "rope" in passes and has_rope(op, options)
     for name in passes:
         options.pop(name, None)  # they do not enter the choice
     if is_turned:
         plan = explain(op, *arrays_or_shapes, device=device, dtype=dtype, **options)
         words = "; before it apply_rope rotates q, into memory of q's library"
         return dataclasses.replace(plan, reason=plan.reason + words, ladder=plan.ladder + ROPE_LINE)
-    if op == "attention" and options.pop("residual", None) is not None:
+    residual = options.pop("residual", None) if op == "attention" else None
+    if residual is not None:
         plan = explain(op, *arrays_or_shapes, device=device, dtype=dtype, **options)
-        refuse_rounding(op, plan, arrays_or_shapes[0], device, dtype)
-        words = "; after it residual is added to its result in float32, rounded once"
-        return dataclasses.replace(
-            plan, reason=plan.reason + words, ladder=plan.ladder + RESIDUAL_LINE
-        )
+        return with_residual(plan, op, arrays_or_shapes, residual, device, dtype)
     if op in PAGED_VERSIONS:
         return explain_paged(op, arrays_or_shapes, device, dtype, options)
     if op == "cascade_attention":
@@ -107,17 +103,3 @@ def explain(
         raise TypeError(f"explain: {op} has no option {told(op, unknown)}")
     given = {**dict(zip(names, arrays_or_shapes, strict=True)), **options}
     return explain_rows(given, dtype, place(device, arrays_or_shapes[0]))
-
-
-def refuse_rounding(
-    op: str, plan: Plan, q: Any, device: int | str | dict[str, Any] | None, dtype: str
-) -> None:
-    """Refuse residual= where the kernel writes no float32, as the call does."""
-    number, made_up = place(device, q)
-    is_cuda = number >= 0 if made_up is None else made_up["is_cuda"]
-    word = str(q.dtype) if hasattr(q, "dtype") else q[0] if isinstance(q[0], str) else dtype
-    if is_cuda and plan.kernel in ROUNDING and word.endswith("float16"):  # or bfloat16
-        raise NotImplementedError(
-            f"{op}(residual=): residual is added to a result in float32, which backend "
-            f"{plan.kernel!r} does not write from 16-bit inputs; use 'auto', or float32"
-        )

@@ -17,7 +17,8 @@ def export_targets() -> tuple[str, ...]:
     -------
     tuple of str
         For ``disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(name) for name in ...]``.
-        An exported program runs under the same version of cuattn; no other is promised.
+        An exported program runs under the same version of cuattn; no other is promised. A call that
+        lacks what this version reads is refused when it runs, and is to be exported again.
     """
     register()
     return tuple(sorted({name for names in _core.xla_handlers().values() for name in names}))

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from .team import Team
+from .team import NoAnswer, Team
 
 ALWAYS = os.environ.get("CUATTN_CHECK", "") not in ("", "0")
 FIRST_CALLS = 100  # of a group: all are checked
@@ -89,8 +89,8 @@ def compare(function: str, team: Team, said: Said, refusal: Exception | None) ->
         if refusal is not None:
             own = f"{type(refusal).__name__}: {refusal}"
         words = gather_words(team, own)
-    except RuntimeError as error:
-        raise no_answer(function, error) from error
+    except NoAnswer as error:
+        raise no_answer(function, "the calls were compared", error) from error
     if refusal is not None:
         return
     refused = {rank: x for rank, x in enumerate(words) if isinstance(x, str)}
@@ -103,11 +103,12 @@ def compare(function: str, team: Team, said: Said, refusal: Exception | None) ->
     )
 
 
-def no_answer(function: str, error: RuntimeError) -> RuntimeError:
+def no_answer(function: str, when: str, error: NoAnswer) -> RuntimeError:
     """Make the error of a rank that others left alone."""
+    word = str(error).partition("\n")[0]
     return RuntimeError(
-        f"{function}: a rank of the group did not answer when the calls were compared; see its "
-        f"own log, and start the job again ({str(error).splitlines()[0]})"
+        f"{function}: a rank of the group did not answer when {when}; see its own log, and start "
+        f"the job again ({word})"
     )
 
 

@@ -167,8 +167,8 @@ def run(given: dict[str, Any]) -> Tensor:
         values = {
             "q": (tuple(q.shape), q.dtype, q.device.type),
             "interleave": plans[0][0],
-            "context_lens": shape_words(context_lens, "context_lens"),
-            "sinks": shape_words(sinks, "sinks"),
+            "context_lens": shape_words(context_lens),
+            "sinks": shape_words(sinks),
             **{name: given[name] for name in names},
         }
         return Said("parallel.paged_attention", values)

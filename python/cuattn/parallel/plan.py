@@ -21,7 +21,7 @@ from .check import Said, no_answer
 from .cost import Choice, Shape, choose, heads_refusal, layout_of
 from .layout import Layout, check_offsets, places_of
 from .pairs import Window, window_of
-from .team import Team
+from .team import NoAnswer, Team
 
 NARROW = ("naive", "cublas", "tiled")  # kernels whose results are of q's dtype alone
 WANTED = ("auto", "gather", "heads", "ring")
@@ -48,8 +48,8 @@ def limit_memory(function: str, given: dict[str, Any], inner: Team | None, outer
     device = q.device if isinstance(q, Tensor) else torch.device("cpu")
     try:
         free = outer.free_bytes(device, inner)
-    except RuntimeError as error:
-        raise no_answer(function, error) from error
+    except NoAnswer as error:
+        raise no_answer(function, "all told their free memory", error) from error
     if given["memory_limit"] is None:
         given["memory_limit"] = free // 4
 
@@ -123,6 +123,9 @@ def plan_of(
         layout.inner == 1 and layout.kind == "contiguous",
     )
     refused = refusals(given, kernel, q, window, bias)
+    ambiguous = bias is not None and any(layout.rows(rank) == 1 for rank in range(layout.size))
+    if ambiguous and inner is None and given["scheme"] == "auto":  # all ranks choose alike
+        refused.setdefault("heads", "a rank with one row cannot tell whether a bias is of rows")
     if given["dropout_p"] and q.is_cuda and not begins_at_16(layout.outer_layout(), begins):
         refused.setdefault(
             "ring",
@@ -175,7 +178,6 @@ def said_of(
         "causal", "window", "scale", "softcap", "batch_invariant", "return_lse",
         "deterministic", "partial_dtype", "memory_limit", *DROPOUT[:3],
     )  # fmt: skip
-    small = ARRAYS
     values = {
         "batch": shape.batch,
         "num_heads_q": q.shape[-2],
@@ -187,7 +189,8 @@ def said_of(
         "layout": (layout, hash(layout.owners)),
         "scheme": (given["scheme"], plan.choice.scheme, plan.choice.outer),
         **{name: given[name] for name in words},
-        **{name: shape_words(given[name], name) for name in small},
+        **{name: shape_words(given[name]) for name in ARRAYS if name != "bias"},
+        "bias": shape_of_bias(plan.problem.bias),
         "requires_grad": [
             x is not None and x.requires_grad and torch.is_grad_enabled()
             for x in (q, k, v, *(given[name] for name in ("sinks", "bias", "alibi_slopes")))
@@ -198,17 +201,19 @@ def said_of(
     return Said(function, values, plan.choice.seconds.get(plan.choice.scheme, 0.0))
 
 
-def shape_words(x: Tensor | None, name: str) -> str:
+def shape_words(x: Tensor | None) -> str:
     """Say what of a small array is the same on all ranks."""
     if x is None:
         return "none"
-    shape = list(x.shape)
-    if name == "bias" and shape[2] > 1:
-        shape[2] = -1  # the rows of a rank
-    words = f"{x.dtype} {shape}"
-    if name != "bias" and not x.is_cuda:  # where values are read without a wait
+    words = f"{x.dtype} {list(x.shape)}"
+    if not x.is_cuda:  # where values are read without a wait
         words += f" {x.detach().tolist()}"
     return words
+
+
+def shape_of_bias(x: Tensor | None) -> str:
+    """Say what of a bias is the same on all ranks: its rows are 1 or those of each."""
+    return "none" if x is None else f"{x.dtype} {[*x.shape[:2], -1, x.shape[3]]}"
 
 
 def choose_two_levels(
@@ -245,7 +250,7 @@ def refusals(
         found["gather"] = found["ring"] = "alibi_slopes without a causal mask go by heads alone"
     elif slopes is not None and bias is not None:
         found["ring"] = "it has alibi_slopes or bias, not both"
-    if bias is not None and bias.shape[2] > 1:
+    if bias is not None and bias.shape[2] != 1:  # 0: of a rank without rows
         found["heads"] = "a bias of rows is not exchanged"
     if given["seqused"] is not None and window not in ((-1, -1), (-1, 0)):
         found.setdefault("ring", "seqused and a window go by gather and heads")

@@ -21,6 +21,10 @@ from .._tracing import when_torch_compiles
 gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
+class NoAnswer(RuntimeError):
+    """What goes through the memory of hosts ended before all ranks had answered."""
+
+
 class Team:
     """A group of ranks as the functions of this package see it."""
 
@@ -53,7 +57,10 @@ class Team:
     def gather_on_host(self, mine: Tensor) -> Tensor:
         """Return what every rank gives, [size, ...] in host memory; all ranks call it together."""
         box = [torch.empty_like(mine) for _ in range(self.size)]
-        self.host().allgather([box], [mine]).wait()
+        try:
+            self.host().allgather([box], [mine]).wait()
+        except RuntimeError as error:
+            raise NoAnswer(str(error)) from error
         return torch.stack(box)
 
     def host(self) -> Any:
