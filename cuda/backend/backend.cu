@@ -20,7 +20,7 @@ void attention(const AttentionParams& params, const AttentionSchedule& schedule,
   switch (plan.kernel) {
     case Kernel::naive: return launch_naive(params, schedule.workspace, cuda_stream);
     case Kernel::cublas: return launch_cublas(params, schedule.workspace, device_id, cuda_stream);
-    default: return launch_instance<Op::attention>({params, schedule}, plan, cuda_stream);
+    default: return launch_instance<Op::attention>({params, schedule}, plan.instance, cuda_stream);
   }
 }
 
@@ -33,7 +33,7 @@ void backward(const BackwardParams& params, const BackwardSchedule& schedule, co
   // Without query heads all is zeros, and tiles of no head are none.
   switch (params.forward.num_heads_q == 0 ? Kernel::naive : plan.kernel) {
     case Kernel::naive: return launch_naive_backward(params, schedule.workspace, cuda_stream);
-    default: return launch_instance<Op::attention_backward>({params, schedule}, plan, cuda_stream);
+    default: return launch_instance<Op::attention_backward>({params, schedule}, plan.instance, cuda_stream);
   }
 }
 
@@ -47,9 +47,9 @@ void paged(const PagedParams& params, const Plan& plan, int32_t device_id, Strea
   }
   if (params.own_deal != nullptr) launch_paged_deal(params.work, params.own_deal, cuda_stream);
   if (latent.is_used) {
-    launch_instance<Op::mla_decode>(params, plan, cuda_stream);
+    launch_instance<Op::mla_decode>(params, plan.instance, cuda_stream);
   } else {
-    launch_instance<Op::paged_attention>(params, plan, cuda_stream);
+    launch_instance<Op::paged_attention>(params, plan.instance, cuda_stream);
   }
   if (num_paged_slots(params.work) > 0) {  // units may have several parts
     launch_paged_combine(params, device_info(device_id, false).major, cuda_stream);
