@@ -33,7 +33,9 @@ void backward(const BackwardParams& params, const BackwardSchedule& schedule, co
   // Without query heads all is zeros, and tiles of no head are none.
   switch (params.forward.num_heads_q == 0 ? Kernel::naive : plan.kernel) {
     case Kernel::naive: return launch_naive_backward(params, schedule.workspace, cuda_stream);
-    default: return launch_instance<Op::attention_backward>({params, schedule}, plan.instance, cuda_stream);
+    default:
+      return launch_instance<Op::attention_backward>({params, schedule}, plan.instance,
+                                                     cuda_stream);
   }
 }
 

@@ -68,9 +68,9 @@ template <class Error, class... Parts>
   } while (0)
 
 // Our fault: a broken invariant of the library itself.
-#define CUATTN_ASSERT(condition, ...)                                                              \
-  do {                                                                                             \
-    if (!(condition))                                                                              \
-      ::cuattn::fail<::cuattn::InternalError>("cuattn internal error at ", __FILE__, ":", __LINE__, \
-                                              ": " #condition ": ", __VA_ARGS__);                  \
+#define CUATTN_ASSERT(condition, ...)                                                       \
+  do {                                                                                      \
+    if (!(condition))                                                                       \
+      ::cuattn::fail<::cuattn::InternalError>("cuattn internal error at ", __FILE__, ":",   \
+                                              __LINE__, ": " #condition ": ", __VA_ARGS__); \
   } while (0)
