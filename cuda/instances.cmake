@@ -8,15 +8,17 @@
 #   dtypes      of q, k and v; paged_attention: of the caches
 #   head dims   of q and k; `192x128`: v has 128. A call takes the smallest that hold its own
 #   masks, scores   `-`: decided at run time, no axis of the template
-# At most 6 kernels of attention share a source, so that none takes minutes to compile; forward_sm90
-# has a second tile at head_dim 128, and so two rows.
+#   APART       takes long to compile, and so shares its sources with no other row, nor dtypes one
+# forward_sm90 has a second tile at head_dim 128, and so two rows.
 
 cuattn_kernel(attention forward_sm90 attention/sm90/launch.cuh sm90
               "f16;bf16" "64;128" "none;causal;window;rows" "identity")
 cuattn_kernel(attention forward_sm90 attention/sm90/launch.cuh sm90
               "f16;bf16" "96;192;256;192x128" "none;causal;window" "identity")
 cuattn_kernel(attention forward_sm90 attention/sm90/launch.cuh sm90
-              "f16;bf16" "64;96;128;192;256;192x128" "none;causal;window" "scored")
+              "f16;bf16" "64" "none;causal;window" "scored" APART)
+cuattn_kernel(attention forward_sm90 attention/sm90/launch.cuh sm90
+              "f16;bf16" "96;128;192;256;192x128" "none;causal;window" "scored")
 # With dropout the window serves every mask; beside a softcap, ALiBi or a bias, it is the scored ones
 # of forward_sm80 that have it.
 cuattn_kernel(attention forward_sm90 attention/sm90/launch.cuh sm90
@@ -28,8 +30,7 @@ cuattn_kernel(attention forward_sm80 attention/sm80/forward.cuh portable
 # Of 512 the scored window serves every call but those with row ranges.
 cuattn_kernel(attention forward_sm80 attention/sm80/forward.cuh portable
               "f16;bf16" "512" "window" "scored")
-# A source is called by its scores: rows stand apart by having one kind each. Without scores 128
-# would spill on sm_80: 192x128 serves it.
+# Without scores 128 would spill on sm_80: 192x128 serves it.
 cuattn_kernel(attention forward_sm80 attention/sm80/forward.cuh portable
               "f16;bf16" "32;64;96;192;256;192x128" "rows" "identity")
 cuattn_kernel(attention forward_sm80 attention/sm80/forward.cuh portable

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "cuattn/params/functor.h"
+#include "cuattn/plan.h"
 #include "cuda/attention/simt.cuh"
 #include "cuda/attention/sm80/forward.cuh"
 #include "cuda/host/functor.h"

@@ -424,7 +424,7 @@ void launch_forward_simt(const AttentionLaunch& launch, cudaStream_t stream) {
                 ", ", p.head_dim_v);
   int64_t blocks = int64_t{p.batch} * p.num_heads_q * device::ceil_div(p.seqlen_q, Kernel::kTileM);
   if (blocks == 0) return;
-  static std::atomic<uint64_t> opted_in{0};
+  static uint64_t opted_in = 0;
   constexpr int kSharedBytes = sizeof(typename Kernel::Shared);
   allow_shared_memory(forward_simt<Kernel, Policy>, kSharedBytes, opted_in);
   forward_simt<Kernel, Policy>

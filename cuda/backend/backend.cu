@@ -20,7 +20,7 @@ void attention(const AttentionParams& params, const AttentionSchedule& schedule,
   switch (plan.kernel) {
     case Kernel::naive: return launch_naive(params, schedule.workspace, cuda_stream);
     case Kernel::cublas: return launch_cublas(params, schedule.workspace, device_id, cuda_stream);
-    default: return launch_instance<Op::attention>({params, schedule}, plan, cuda_stream);
+    default: return launch_instance<Op::attention>({params, schedule}, plan.instance, cuda_stream);
   }
 }
 
@@ -32,7 +32,9 @@ void backward(const BackwardParams& params, const BackwardSchedule& schedule, co
     return launch_functor_backward(params, schedule.workspace, plan, device_id, cuda_stream);
   switch (plan.kernel) {
     case Kernel::naive: return launch_naive_backward(params, schedule.workspace, cuda_stream);
-    default: return launch_instance<Op::attention_backward>({params, schedule}, plan, cuda_stream);
+    default:
+      return launch_instance<Op::attention_backward>({params, schedule}, plan.instance,
+                                                     cuda_stream);
   }
 }
 
@@ -48,9 +50,9 @@ void paged(const PagedParams& asked, const Plan& plan, int32_t device_id, Stream
   }
   if (params.own_deal != nullptr) launch_paged_deal(params.work, params.own_deal, cuda_stream);
   if (latent.is_used) {
-    launch_instance<Op::mla_decode>(params, plan, cuda_stream);
+    launch_instance<Op::mla_decode>(params, plan.instance, cuda_stream);
   } else {
-    launch_instance<Op::paged_attention>(params, plan, cuda_stream);
+    launch_instance<Op::paged_attention>(params, plan.instance, cuda_stream);
   }
   if (num_paged_slots(params.work) > 0) {  // units may have several parts
     launch_paged_combine(params, device_info(device_id, false).major, cuda_stream);

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <mutex>
 
+#include "cuattn/error.h"
 #include "cuda/backend/device.h"
 #include "cuda/host/launchers.h"
 

@@ -3,7 +3,7 @@
 // file.
 #include <iterator>
 
-#include "cuattn/error.h"
+#include "cuattn/fail.h"
 #include "cuda/host/instance.h"
 
 namespace cuattn {

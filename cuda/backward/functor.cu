@@ -3,6 +3,7 @@
 // for the functions by NVRTC, and after them what sm80/backward.cuh runs, too. Gradients of captured
 // arrays are summed by atomics in the queries pass. Before: cuda/attention/functor.cu. Next:
 // device/functor_gradient.cuh, python/cuattn/flex/emit_backward.py.
+#include "cuattn/plan.h"
 #include "cuda/backward/bias_tiles.cuh"
 #include "cuda/backward/clear.cuh"
 #include "cuda/backward/weigh.cuh"

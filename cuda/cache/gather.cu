@@ -4,6 +4,7 @@
 // prefill of 16 bits over float8 blocks codes become numbers on the way. The same on the CPU:
 // cpu/cache.cpp. Next: tile.cuh, write.cu.
 #include "cuattn/device/convert.cuh"
+#include "cuattn/names.h"
 #include "cuda/cache/tile.cuh"
 #include "cuda/host/launchers.h"
 

@@ -232,7 +232,7 @@ void launch(const CacheWriteParams& p, cudaStream_t stream) {
   auto* kernel = cache_write<kType, kCacheType, kRope, kVllm>;
   int stride = Rows::stride(std::min(p.num_heads, kTileHeads), head_dim);
   int staged = kStaged ? tokens * stride * static_cast<int>(sizeof(Element<kType>)) : 0;
-  static std::atomic<uint64_t> allowed{0};
+  static uint64_t allowed = 0;
   // At most 33 KB, or 8 tokens of the widest rows; the kernel declares up to 23 KB besides.
   constexpr int kMostStaged = kPieceTokens * (kTileHeads * kMaxCacheHeadDim + 8) * 2;
   if (kStaged) allow_shared_memory(kernel, kMostStaged, allowed);

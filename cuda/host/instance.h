@@ -5,7 +5,7 @@
 
 #include <cuda_runtime.h>
 
-#include "cuattn/instances.h"
+#include "cuattn/names.h"
 #include "cuattn/params/paged.h"
 #include "cuattn/schedule.h"
 
@@ -40,9 +40,9 @@ const typename OpParams<kOp>::Type& params_of(const void* params) {
 void launch_instance(Op op, int32_t number, const void* params, cudaStream_t stream);
 
 template <Op kOp>
-void launch_instance(const typename OpParams<kOp>::Type& params, const Plan& plan,
+void launch_instance(const typename OpParams<kOp>::Type& params, int32_t number,
                      cudaStream_t stream) {
-  launch_instance(kOp, plan.instance, &params, stream);
+  launch_instance(kOp, number, &params, stream);
 }
 
 }  // namespace cuattn

@@ -4,10 +4,9 @@
 
 #include <cuda_runtime.h>
 
-#include <atomic>
 #include <cstdint>
 
-#include "cuattn/error.h"
+#include "cuattn/fail.h"
 #include "cuattn/params/attention.h"
 
 // Throws CudaError with call, name and text; clears the error so that the next call starts clean.
@@ -26,16 +25,17 @@ namespace cuattn {
 // Lets `kernel` use `smem_bytes` of dynamic shared memory. The attribute is per device and stays,
 // so it is set on the first launch only; one flag word per kernel, one bit per device (devices
 // beyond 63 set it every time).
+// Note: no std::atomic, whose header takes a second to compile.
 template <class KernelPointer>
-void allow_shared_memory(KernelPointer kernel, int smem_bytes, std::atomic<uint64_t>& done) {
+void allow_shared_memory(KernelPointer kernel, int smem_bytes, uint64_t& done) {
   if (smem_bytes <= 48 * 1024) return;  // every device grants this much without asking
   int device = 0;
   CUATTN_CUDA_TRY(cudaGetDevice(&device));
   uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
-  if (done.load(std::memory_order_acquire) & bit) return;
+  if (__atomic_load_n(&done, __ATOMIC_ACQUIRE) & bit) return;
   CUATTN_CUDA_TRY(
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes));
-  done.fetch_or(bit, std::memory_order_release);
+  __atomic_fetch_or(&done, bit, __ATOMIC_RELEASE);
 }
 
 // An attribute of the current device.

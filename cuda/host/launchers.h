@@ -14,10 +14,11 @@
 #include "cuattn/params/project.h"
 #include "cuattn/params/quantize.h"
 #include "cuattn/params/sampling.h"
-#include "cuattn/plan.h"
 #include "cuattn/schedule.h"
 
 namespace cuattn {
+
+struct Plan;  // cuattn/plan.h
 
 // attention/naive.cu, attention/cublas.cu
 void launch_naive(const AttentionParams& params, void* workspace, cudaStream_t stream);

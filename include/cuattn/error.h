@@ -7,7 +7,8 @@
 #include <cstdio>
 #include <stdexcept>
 #include <string>
-#include <type_traits>
+
+#include "cuattn/fail.h"
 
 namespace cuattn {
 
@@ -42,48 +43,39 @@ struct OutOfBlocks : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-inline void append_text(std::string& text, const std::string& part) { text += part; }
-inline void append_text(std::string& text, const char* part) { text += part; }
-inline void append_text(std::string& text, char part) { text += part; }
-
-template <class Number, std::enable_if_t<std::is_arithmetic_v<Number>, int> = 0>
-void append_text(std::string& text, Number part) {
-  if constexpr (std::is_floating_point_v<Number>) {
-    char digits[32];
-    std::snprintf(digits, sizeof(digits), "%g", static_cast<double>(part));
-    text += digits;
-  } else {
-    text += std::to_string(part);
-  }
-}
+// A broken invariant of the library itself.
+struct InternalError : std::logic_error {
+  using std::logic_error::logic_error;
+};
 
 // Note: no iostream. Where a toolchain links libstdc++ statically, each shared object has locales
 // of its own, and a stream of one may read the facets of another.
-template <class... Parts>
-std::string concat(const Parts&... parts) {
+inline std::string join(const MessagePart* parts, size_t number) {
   std::string text;
-  (append_text(text, parts), ...);
+  for (const MessagePart* part = parts; part != parts + number; ++part) {
+    char digits[32];
+    switch (part->kind) {
+      case MessagePart::Kind::text: text.append(part->text, part->size); break;
+      case MessagePart::Kind::letter: text += part->letter; break;
+      case MessagePart::Kind::whole: text += std::to_string(part->whole); break;
+      case MessagePart::Kind::natural: text += std::to_string(part->natural); break;
+      case MessagePart::Kind::real:
+        std::snprintf(digits, sizeof(digits), "%g", part->real);
+        text += digits;
+    }
+  }
   return text;
 }
 
-template <class Error, class... Parts>
-[[noreturn]] void fail(const Parts&... parts) {
-  throw Error(concat(parts...));
+template <class... Parts>
+std::string concat(const Parts&... parts) {
+  const MessagePart all[] = {MessagePart(parts)...};
+  return join(all, sizeof...(parts));
+}
+
+template <class Error>
+[[noreturn]] void throw_error(const MessagePart* parts, size_t number) {
+  throw Error(join(parts, number));
 }
 
 }  // namespace cuattn
-
-// The caller's fault: CUATTN_REQUIRE(rule, "function: argument must ..., got ", value, "; way
-// out").
-#define CUATTN_REQUIRE(condition, ...)                                        \
-  do {                                                                        \
-    if (!(condition)) ::cuattn::fail<::cuattn::InvalidArgument>(__VA_ARGS__); \
-  } while (0)
-
-// Our fault: a broken invariant of the library itself.
-#define CUATTN_ASSERT(condition, ...)                                                        \
-  do {                                                                                       \
-    if (!(condition))                                                                        \
-      ::cuattn::fail<std::logic_error>("cuattn internal error at ", __FILE__, ":", __LINE__, \
-                                       ": " #condition ": ", __VA_ARGS__);                   \
-  } while (0)

@@ -13,10 +13,6 @@
 
 namespace cuattn {
 
-enum class Op : int32_t { attention, paged_attention, attention_backward, mla_decode };
-inline constexpr const char* kOpNames[] = {"attention", "paged_attention", "attention_backward",
-                                           "mla_decode"};
-
 inline constexpr std::nullopt_t kAny = std::nullopt;  // of an axis: decided at run time
 
 struct Instance {

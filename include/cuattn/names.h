@@ -8,6 +8,10 @@ namespace cuattn {
 
 enum class Kernel : int32_t;  // plan.h
 
+enum class Op : int32_t { attention, paged_attention, attention_backward, mla_decode };
+inline constexpr const char* kOpNames[] = {"attention", "paged_attention", "attention_backward",
+                                           "mla_decode"};
+
 const char* kernel_name(Kernel kernel);  // as `backend=` spells it
 const char* dtype_name(DType dtype);     // "float32", ...
 const char* mask_name(MaskKind mask);

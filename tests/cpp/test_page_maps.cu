@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "cuattn/error.h"  // attention.h leaves its exceptions out under CUATTN_INTERNAL
 #include "cuda/attention/sm90/boxes.cuh"
 #include "cuda/attention/sm90/host.cuh"
 #include "cuda/paged/sm90/decode.cuh"

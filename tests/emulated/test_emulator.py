@@ -55,12 +55,12 @@ FLAGS = ["-std=c++20", "-O1", "-w", "-march=native", "-ffp-contract=off", "-fno-
 
 @pytest.fixture(scope="module")
 def emulator(tmp_path_factory):
-    """The emulator's own objects."""
+    """The emulator's own objects, and what sources throw."""
     folder = tmp_path_factory.mktemp("emulator")
-    objects = [folder / "block.o", folder / "runtime.o"]
-    for made in objects:
-        source = f"emulate/{made.stem}.cpp"
-        run(CXX, *FLAGS, "-Iinclude", "-I.", "-c", source, "-o", made)
+    objects = []
+    for source in ("emulate/block.cpp", "emulate/runtime.cpp", "src/error.cpp"):
+        objects.append(folder / f"{Path(source).stem}.o")
+        run(CXX, *FLAGS, "-Iinclude", "-I.", "-c", source, "-o", objects[-1])
     return objects
 
 

@@ -62,6 +62,7 @@ class Row(NamedTuple):
     head_dims: str
     masks: str
     scores: str
+    apart: str = ""
 
     def instances(self) -> list[Instance]:
         kernel = self.name.split("_")[1]

@@ -453,7 +453,7 @@ template <class Kernel>
 void launch_forward_sm80_tile(const AttentionParams& p, Tile tile, cudaStream_t stream) {
   Sm80Schedule schedule = make_sm80_schedule(p, tile);
   unsigned blocks = grid_blocks(int64_t{p.batch} * p.num_heads_q * schedule.tiles, "sm80");
-  static std::atomic<uint64_t> allowed{0};
+  static uint64_t allowed = 0;
   allow_shared_memory(forward_sm80_kernel<Kernel>, Kernel::kSmemBytes, allowed);
   forward_sm80_kernel<Kernel>
       <<<blocks, Kernel::kThreads, Kernel::kSmemBytes, stream>>>(p, schedule);

@@ -487,7 +487,7 @@ void launch_forward_sm90(const AttentionLaunch& launch, cudaStream_t stream) {
   using Kernel = Float8Sm90<kHeadDim, kHeadDimV, kMask>;
   Sm90Schedule s = make_sm90_schedule(p, schedule, Kernel::kTile);
   Float8Maps maps = make_float8_maps(p, s, Kernel::kTile, kHeadDimV);
-  static std::atomic<uint64_t> allowed{0};
+  static uint64_t allowed = 0;
   allow_shared_memory(float8_sm90_kernel<Kernel>, Kernel::kSmemBytes, allowed);
   int32_t grid = schedule.num_ctas > 0 && schedule.num_ctas < s.total ? schedule.num_ctas : s.total;
   if (s.counter != nullptr) launch_clear_counter(s.counter, stream);

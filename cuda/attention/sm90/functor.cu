@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Launches forward.cuh as NVRTC compiled it with masks and scores of a user. Next: ../functor.cu, which
 // keeps the machine code, and functor.cuh, which the kernel asks.
+#include "cuattn/plan.h"
 #include "cuda/attention/sm90/host.cuh"
 #include "cuda/host/functor.h"
 #include "cuda/host/launchers.h"

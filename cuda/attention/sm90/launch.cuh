@@ -15,7 +15,7 @@ void launch_forward_sm90_tile(const AttentionParams& p, const AttentionSchedule&
   Sm90Maps maps = make_sm90_maps(p, s, tile, Kernel::kQStages);
   s.stages_bias = Kernel::kStagesBias && p.scores.bias != nullptr && has_bias_map(p);
   if (s.stages_bias) maps.bias = bias_map(p);
-  static std::atomic<uint64_t> allowed{0};
+  static uint64_t allowed = 0;
   allow_shared_memory(forward_sm90_kernel<Kernel>, Kernel::kSmemBytes, allowed);
   if (s.counter != nullptr) launch_clear_counter(s.counter, stream);
   launch_overlapping(forward_sm90_kernel<Kernel>, sm90_grid(s, schedule), Kernel::kThreads,

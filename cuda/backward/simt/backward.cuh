@@ -54,7 +54,7 @@ void launch_pass_simt(const BackwardParams& p, const backward::Memory& memory, i
   if (blocks == 0) return;
   auto* kernel = backward::backward_simt_kernel<Pass>;
   constexpr int kSharedBytes = sizeof(typename Pass::Shared);
-  static std::atomic<uint64_t> allowed{0};
+  static uint64_t allowed = 0;
   allow_shared_memory(kernel, kSharedBytes, allowed);
   kernel<<<blocks, Pass::kThreads, kSharedBytes, stream>>>(p, memory, count);
   CUATTN_CUDA_TRY(cudaGetLastError());

@@ -23,7 +23,7 @@ void launch_queries_sm80(const BackwardParams& p, const backward::Memory& memory
   unsigned blocks = grid_blocks(int64_t{f.batch} * f.num_heads_q * tiles, "sm80");
   if (blocks == 0) return;
   auto* kernel = backward::queries_sm80_kernel<Pass>;
-  static std::atomic<uint64_t> allowed{0};
+  static uint64_t allowed = 0;
   allow_shared_memory(kernel, Pass::kSmemBytes, allowed);
   kernel<<<blocks, backward::kThreads, Pass::kSmemBytes, stream>>>(p, memory, tiles);
   CUATTN_CUDA_TRY(cudaGetLastError());
@@ -38,7 +38,7 @@ void launch_keys_sm80(const BackwardParams& p, const backward::RowState* rows,
   unsigned blocks = grid_blocks(int64_t{f.batch} * f.num_heads_kv * tiles * results, "sm80");
   if (blocks == 0 || (p.dk == nullptr && p.dv == nullptr)) return;
   auto* kernel = backward::keys_sm80_kernel<Pass>;
-  static std::atomic<uint64_t> allowed{0};
+  static uint64_t allowed = 0;
   allow_shared_memory(kernel, Pass::kSmemBytes, allowed);
   kernel<<<blocks, backward::kThreads, Pass::kSmemBytes, stream>>>(p, rows, tiles, results);
   CUATTN_CUDA_TRY(cudaGetLastError());
@@ -50,7 +50,7 @@ void launch_bias_sm80(const BackwardParams& p, const backward::Memory& memory,
   unsigned blocks = grid_blocks(backward::bias_blocks(p, Pass::kTile), "sm80");
   if (blocks == 0 || !p.needs(kNeedDbias)) return;
   auto* kernel = backward::bias_sm80_kernel<Pass>;
-  static std::atomic<uint64_t> allowed{0};
+  static uint64_t allowed = 0;
   allow_shared_memory(kernel, Pass::kSmemBytes, allowed);
   kernel<<<blocks, backward::kThreads, Pass::kSmemBytes, stream>>>(p, memory, bias_parts(p));
   CUATTN_CUDA_TRY(cudaGetLastError());

@@ -270,7 +270,7 @@ void launch_bias_sm90(const BackwardParams& p, const backward::RowStates& states
   const unsigned blocks = grid_blocks(backward::bias_blocks(p, Pass::kTile, parts), "sm90");
   if (blocks == 0) return;
   auto* kernel = backward::bias_sm90_kernel<Pass>;
-  static std::atomic<uint64_t> allowed{0};
+  static uint64_t allowed = 0;
   allow_shared_memory(kernel, Pass::kSmemBytes, allowed);
   kernel<<<blocks, backward::kThreads, Pass::kSmemBytes, stream>>>(
       p, states, part_sums, parts,

@@ -486,7 +486,7 @@ void launch_queries_sm90(const BackwardLaunch& launch, const backward::RowStates
   unsigned blocks = grid_blocks(int64_t{schedule.pairs} * schedule.tiles, "sm90");
   if (blocks == 0) return;
   auto* kernel = backward::queries_sm90_kernel<Pass>;
-  static std::atomic<uint64_t> allowed{0};
+  static uint64_t allowed = 0;
   allow_shared_memory(kernel, Pass::kSmemBytes, allowed);
   launch_overlapping(kernel, blocks, backward::kThreads, Pass::kSmemBytes, 9, stream, p, states,
                      schedule, backward::make_maps(p, Pass::kTile.m, Pass::kTile.n, kForm),

@@ -441,7 +441,7 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
 template <class Kernel>
 void launch_mla_sm80_kernel(const PagedParams& p, cudaStream_t stream) {
   unsigned blocks = grid_blocks(num_key_tasks(p.work), "sm80");
-  static std::atomic<uint64_t> allowed{0};
+  static uint64_t allowed = 0;
   allow_shared_memory(mla_sm80_kernel<Kernel>, Kernel::kSmemBytes, allowed);
   launch_overlapping(mla_sm80_kernel<Kernel>, blocks, Kernel::kThreads, Kernel::kSmemBytes,
                      device_major(), stream, p);

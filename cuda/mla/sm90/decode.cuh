@@ -453,7 +453,7 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
 // 7. Launcher
 template <class Kernel>
 void launch_mla_sm90_kernel(const PagedParams& p, cudaStream_t stream) {
-  static std::atomic<uint64_t> allowed{0};
+  static uint64_t allowed = 0;
   allow_shared_memory(mla_sm90_kernel<Kernel>, Kernel::kSmemBytes, allowed);
   MlaSm90Maps maps = mla_sm90_maps(p);
   launch_overlapping(mla_sm90_kernel<Kernel>, grid_blocks(num_key_tasks(p.work), "sm90"),

@@ -427,7 +427,7 @@ void launch_paged_sm80_kernel(const PagedParams& p, cudaStream_t stream) {
   int bytes = std::min(kMostBytes, granted_shared_memory());
   bool is_sparse = p.exp_sums != nullptr && tasks <= workers / Kernel::kCtasPerSm;
   if (is_sparse && bytes == kMostBytes) warps = Kernel::kMostWarps;
-  static std::atomic<uint64_t> allowed{0};
+  static uint64_t allowed = 0;
   allow_shared_memory(paged_sm80_kernel<Kernel>, bytes, allowed);
   launch_overlapping(paged_sm80_kernel<Kernel>, blocks, 32 * warps,
                      Kernel::smem_bytes(warps, stages), device_major(), stream, p, warps, stages);

@@ -390,7 +390,7 @@ __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kCtasPerSm)
 // 6. Launcher
 template <class Kernel>
 void launch_paged_sm90_kernel(const PagedParams& p, cudaStream_t stream) {
-  static std::atomic<uint64_t> allowed{0};
+  static uint64_t allowed = 0;
   constexpr int kMostStages = paged_sm90_stages(Kernel::kDim, Kernel::kTile, true);
   allow_shared_memory(paged_sm90_kernel<Kernel>, Kernel::smem_bytes(kMostStages), allowed);
   PagedSm90Maps maps;
