@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 
 import cuattn
-from cases import DTYPES
+from cases import DTYPES, normals
 from harness import Arena, bits
 
 F32, I32, I64 = np.float32, np.int32, np.int64
@@ -99,7 +99,7 @@ def write(device, rng, case, *, rope=None, k_scale=None, v_scale=None, k=None):
     slots = case.slots if case.slots is not None else case.draw_slots(rng)
     dims = {"k": case.dim, "v": case.dim if case.dim_v is None else case.dim_v}
     rows = {
-        name: (rng.standard_normal((slots.size, case.heads, dim), F32) * case.magnitude)
+        name: normals(rng, (slots.size, case.heads, dim)) * F32(case.magnitude)
         for name, dim in dims.items()
     }
     if k is not None:

@@ -159,6 +159,13 @@ def dropout_places(rng, num_heads):
     return places | {"dropout_heads": heads if others or rng.integers(2) else 0}
 
 
+def normals(rng, shape):
+    """Normal numbers in float32: many are drawn from a table, in a quarter of the time."""
+    if np.prod(shape, dtype=np.int64) < 65536:
+        return rng.standard_normal(shape, np.float32)
+    return rng.standard_normal(65536, np.float32)[rng.integers(65536, size=shape, dtype=np.uint16)]
+
+
 def make_problem(case, rng):
     """Random inputs of `case`. Rows that take no part (beyond seqused, before kv_start, behind the
     last sequence) hold NaN.
@@ -193,9 +200,7 @@ def make_problem(case, rng):
     for name, shape, dim in zip(
         "qkv", shapes, (case.head_dim, case.head_dim, case.dim_v), strict=True
     ):
-        values = rng.standard_normal((*shape, dim), np.float32) * (
-            case.magnitude if name in "qk" else 1.0
-        )
+        values = normals(rng, (*shape, dim)) * (case.magnitude if name in "qk" else 1.0)
         if case.storage == "expanded" and name in "kv":  # one head, seen by all with stride 0
             values[:] = values.take([0], axis=1 if case.layout == "bhsd" else len(shape) - 1)
         arrays[name] = values.astype(dtype)

@@ -97,7 +97,7 @@ def make(case, rng):
         tables[b, :count] = mine
         for i, block in enumerate(mine):
             used[block, : min(size, length - i * size)] = True
-    caches = rng.standard_normal((2, num_blocks, size, heads, dim), np.float32)
+    caches = cases.normals(rng, (2, num_blocks, size, heads, dim))
     caches = np.where(used[:, :, None, None], caches, np.nan).astype(dtype)
     q_shape = (len(case.lens), *([] if case.q_len is None else [case.q_len]))
     q = rng.standard_normal((*q_shape, case.num_heads_q, dim), np.float32)

@@ -29,7 +29,7 @@ from cache_cases import (
     untouched,
     write,
 )
-from cases import DTYPES
+from cases import DTYPES, normals
 from harness import Arena, bits
 
 
@@ -284,7 +284,7 @@ def test_more_tokens_than_a_grid_axis_holds(device, rng):
 def filled(rng, layout, dtype, blocks, block_size, heads, dim, is_k):
     """A cache of random bytes without NaN codes, in layout and as [block, token, head, dim]."""
     shape = cache_shape(layout, blocks, block_size, heads, dim, dtype, is_k)
-    cache = np.clip(rng.standard_normal(shape, F32) * 8, -400, 400).astype(dtype)
+    cache = np.clip(normals(rng, shape) * F32(8), -400, 400).astype(dtype)
     return cache, to_nhd(cache, layout, is_k)
 
 
