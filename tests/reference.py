@@ -372,10 +372,13 @@ def _weighted_sum(weights, v, visible, rounded_to):
     """weights @ v per query head; a NaN or infinity in v reaches only the rows that see its key."""
     batch, heads, seqlen_q, seqlen_k = weights.shape
     shape = (batch, v.shape[1], heads // max(v.shape[1], 1) * seqlen_q, seqlen_k)
-    v = np.where(visible.any(axis=(1, 2))[:, None, :, None], v, v.dtype.type(0))  # never seen
     finite = np.isfinite(v)
-    out = _product(weights.reshape(shape), np.where(finite, v, v.dtype.type(0)), rounded_to)
-    if not finite.all():
+    if finite.all():
+        out = _product(weights.reshape(shape), v, rounded_to)
+    else:
+        v = np.where(visible.any(axis=(1, 2))[:, None, :, None], v, v.dtype.type(0))  # never seen
+        finite = np.isfinite(v)
+        out = _product(weights.reshape(shape), np.where(finite, v, v.dtype.type(0)), rounded_to)
         seen = visible.reshape(shape).astype(v.dtype)
         nan, high, low = (
             (seen @ x.astype(v.dtype)) > 0 for x in (np.isnan(v), v == np.inf, v == -np.inf)
