@@ -14,6 +14,7 @@
 #include <mutex>
 #include <string>
 
+#include "cuattn/plan.h"
 #include "cuda/attention/softmax_rows.cuh"
 #include "cuda/host/launch.h"
 #include "cuda/host/launchers.h"
