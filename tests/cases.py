@@ -197,9 +197,8 @@ def make_problem(case, rng):
                 (case.seqlen_kv, case.num_heads_kv),
             )
         ]
-    for name, shape, dim in zip(
-        "qkv", shapes, (case.head_dim, case.head_dim, case.dim_v), strict=True
-    ):
+    dims = case.head_dim, case.head_dim, case.dim_v
+    for name, shape, dim in zip("qkv", shapes, dims, strict=True):
         values = normals(rng, (*shape, dim)) * (case.magnitude if name in "qk" else 1.0)
         if case.storage == "expanded" and name in "kv":  # one head, seen by all with stride 0
             values[:] = values.take([0], axis=1 if case.layout == "bhsd" else len(shape) - 1)

@@ -106,10 +106,8 @@ int32_t rows_of(const PagedRequest& r) {
 // Copies of 8 tokens through the TMA reach 0.7 of the speed of memory, cp.async 0.9. Packed latents
 // take memory for the rows that are made of them.
 bool pays(Kernel kernel, const PagedRequest& r) {
-  constexpr int64_t kMostRows = (int64_t{2} << 30) / PackedLatent::kRowBytes;
   if (kernel != Kernel::sm90) return true;
-  if (has_packed(r) && int64_t{r.num_seqs} * r.capacity > kMostRows) return false;
-  if (r.latent) return rows_of(r) > 16;
+  if (r.latent) return rows_of(r) > 16 && !has_packed(r);  // packed: until a GPU has judged it
   return r.block_size % 16 == 0;
 }
 
