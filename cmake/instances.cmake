@@ -59,8 +59,8 @@ function(cuattn_kernel op kernel header kind dtypes head_dims masks scores)
 endfunction()
 
 # A part of what a source costs is its headers: functions of a kernel and its head dims share one, those
-# of all dtypes where they are few, so that none takes more than some 20 s. A row that is marked
-# APART shares none.
+# of all dtypes where they are few, so that none takes more than some 20 s. Six kernels at most share
+# one, and more are dealt out evenly. A row that is marked APART shares none.
 function(cuattn_instance_sources)
   set(most_portable 3)  # compiled for two devices or more
   set(most_sm90 7)
@@ -92,11 +92,24 @@ function(cuattn_instance_sources)
   endforeach()
 endfunction()
 
-function(cuattn_instance_source name kind header functions)
-  list(JOIN functions "" functions)
-  set(source ${instances_dir}/${name}.cu)
-  configure_file(${PROJECT_SOURCE_DIR}/cuda/instance.cu.in ${source} @ONLY)
-  set_property(GLOBAL APPEND PROPERTY CUATTN_INSTANCES_${kind} ${source})
+function(cuattn_instance_source name kind header all)
+  set(most 6)
+  list(LENGTH all left)
+  math(EXPR sources "(${left} + ${most} - 1) / ${most}")
+  set(begin 0)
+  set(part "")
+  while(sources GREATER 0)
+    math(EXPR count "(${left} + ${sources} - 1) / ${sources}")
+    list(SUBLIST all ${begin} ${count} functions)
+    list(JOIN functions "" functions)
+    set(source ${instances_dir}/${name}${part}.cu)
+    configure_file(${PROJECT_SOURCE_DIR}/cuda/instance.cu.in ${source} @ONLY)
+    set_property(GLOBAL APPEND PROPERTY CUATTN_INSTANCES_${kind} ${source})
+    math(EXPR begin "${begin} + ${count}")
+    math(EXPR left "${left} - ${count}")
+    math(EXPR sources "${sources} - 1")
+    set(part _more)
+  endwhile()
 endfunction()
 
 include(cuda/instances.cmake)

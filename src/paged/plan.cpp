@@ -103,8 +103,7 @@ int32_t rows_of(const PagedRequest& r) {
   return r.num_heads_kv == 0 ? 0 : r.q_len * (r.num_heads_q / r.num_heads_kv);
 }
 
-// Copies of 8 tokens through the TMA reach 0.7 of the speed of memory, cp.async 0.9. Packed latents
-// take memory for the rows that are made of them.
+// Copies of 8 tokens through the TMA reach 0.7 of the speed of memory, cp.async 0.9.
 bool pays(Kernel kernel, const PagedRequest& r) {
   if (kernel != Kernel::sm90) return true;
   if (r.latent) return rows_of(r) > 16 && !has_packed(r);  // packed: until a GPU has judged it

@@ -117,13 +117,14 @@ TARGETS = harness.target_params(cpu=("auto",), cuda=("auto",))
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize(("device", "backend"), TARGETS)
 def test_right(device, backend, dtype, heads, options, rng):
-    queries = 2 if "window" in options or not options else 1
+    queries = 3 if "window" in options or not options else 1
     counts = [queries, 1, queries, 0, queries, min(queries, 2), queries]
     longest = (queries, max(LENS))
     options = dict(options)
     if device.name == "cuda":
         plan = explain(0, queries, max(LENS), len(LENS), heads, sum(LENS) + 5, dtype=dtype)
-        assert STEP in plan.reason
+        pays = (dtype, heads, queries) != ("float32", HEADS, 3)  # simt reads them for 4 rows
+        assert (STEP in plan.reason) == pays
 
     def attempt():
         arrays = make(counts, LENS, heads, dtype, rng)

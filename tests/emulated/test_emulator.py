@@ -206,14 +206,6 @@ UNPACK_MISTAKES = {  # of mla/unpack.cu
 }
 
 
-@pytest.mark.parametrize("name", UNPACK_MISTAKES)
-def test_lists_of_packed_latents_become_rows(tmp_path, emulator, name):
-    old, new = UNPACK_MISTAKES[name]
-    plant = planting(lambda into: into / "cuda/mla/unpack.cu.cpp", old, new)
-    wrong = int(run(build(tmp_path, emulator, "unpack", plant)).split()[1])
-    assert (wrong == 0) if name == "none" else wrong > 0
-
-
 APART_MISTAKES = {  # of paged/apart.cu
     "none": ("", ""),
     "empty_as_single": ("0xffffffffu, queries == 1)", "0xffffffffu, queries <= 1)"),
@@ -222,11 +214,21 @@ APART_MISTAKES = {  # of paged/apart.cu
 }
 
 
-@pytest.mark.parametrize("name", APART_MISTAKES)
-def test_single_queries_are_parted_from_the_others(tmp_path, emulator, name):
-    old, new = APART_MISTAKES[name]
-    plant = planting(lambda into: into / "cuda/paged/apart.cu.cpp", old, new)
-    wrong = int(run(build(tmp_path, emulator, "apart", plant)).split()[1])
+COUNTED = {  # programs that print how much differs, their source, and mistakes in it
+    "unpack": ("cuda/mla/unpack.cu.cpp", UNPACK_MISTAKES),
+    "apart": ("cuda/paged/apart.cu.cpp", APART_MISTAKES),
+}
+
+
+@pytest.mark.parametrize(
+    ("program", "name"),
+    [(program, name) for program, (_, all_) in COUNTED.items() for name in all_],
+)
+def test_what_comes_before_decoding_and_mistakes_in_it(tmp_path, emulator, program, name):
+    """Lists of packed latents become rows; single queries are parted from the others."""
+    file, mistakes = COUNTED[program]
+    plant = planting(lambda into: into / file, *mistakes[name])
+    wrong = int(run(build(tmp_path, emulator, program, plant)).split()[1])
     assert (wrong == 0) if name == "none" else wrong > 0
 
 
@@ -277,7 +279,7 @@ SELECTIONS = {  # files, and what of them
     "mla/test_mla_indices.py mla/test_mla_packed.py": "(test_lists_against and auto) or test_blocks"
     "_of_one or test_a_list_does or test_rows_are or test_decode_has",
     "float8/test_quantize_shapes.py float8/test_float8_attention.py": "test_every_option or "
-    "auto-16 or auto-112 or auto-128 or auto-192",
+    "auto-16 or auto-64 or auto-112 or auto-128 or auto-192 or auto-256",
     "float8/test_float8_pages.py": "test_the_same_bits or test_values_of or test_single_queries or "
     "(test_layouts and seqused) or test_no_key or (test_float8_queries and parts and mixed)",
     "cache/test_cache_rows.py cache/test_cache_blocks.py paged/test_paged_prefill.py": "test_"

@@ -51,12 +51,12 @@ def test_every_instance_has_a_log(logs):
     assert not silent, f"no ptxas report in {silent}: is -Xptxas=-v still given?"
 
 
-def test_no_source_holds_more_than_nine_kernels(logs):
+def test_no_source_holds_more_than_six_kernels(logs):
     sources = [name for name in logs if name.startswith("instances/forward_")]
     assert sources, "no source of attention was compiled"
     for name in sources:
         archs = [arch for _, arch in ENTRY.findall(logs[name])]
-        assert max(map(archs.count, archs)) <= 9, f"{name}: split it, it compiles for too long"
+        assert max(map(archs.count, archs)) <= 6, f"{name}: split it, it compiles for too long"
 
 
 def spills(log: str) -> list[str]:

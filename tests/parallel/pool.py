@@ -29,7 +29,7 @@ import pytest
 import harness
 
 HERE = pathlib.Path(__file__).parent
-SECONDS = {"gloo": 180, "nccl": 120}  # after which a rank counts as hanging
+SECONDS = {"gloo": 180, "nccl": 60}  # after which a rank counts as hanging
 STARTS = 180  # seconds that ranks may take to start: each over NCCL imports torch
 OFFLINE = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # all ranks are on this host
 
