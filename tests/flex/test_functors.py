@@ -140,6 +140,20 @@ def test_nvrtc_takes_the_kernel_for_hoppers(compiler):
     assert "C75" not in log  # no register taken away, no wgmma serialised
 
 
+@pytest.mark.parametrize("rows", [False, True])
+def test_masks_for_hoppers_spill_nothing(rows, compiler):
+    ids, blocks = np.arange(9), np.ones((3, 5), bool)
+    masks = (
+        lambda b, h, q, k: ids[q] == ids[k],
+        lambda b, h, q, k: blocks[q // 128, k // 128],
+    )
+    for mask in masks:
+        text = source(Kernel("sm90", "bfloat16", 128, 128), functions(mask=mask), rows, True, True)
+        _, log = compiler.compile(text, "sm_90a", functors.folders())
+        assert re.findall(r"(\d+) bytes spill stores", log) == ["0"], log
+        assert "C75" not in log
+
+
 def test_distances_become_floats_without_a_conversion_each():
     found = functions(lambda s, b, h, q, k: s - 0.5 * abs(q - k) + (k - q) / 8.0)
     text = source(SM80, found, False, False)

@@ -8,6 +8,7 @@ Next: include/cuattn/device/functor.cuh (what the source calls), nvrtc.py (who c
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -117,19 +118,31 @@ def quick(node: Expr, args: list[str]) -> str | None:
 
 
 def statements(
-    exprs: list[Expr], function: Function, first_number: int, is_quick: bool
+    exprs: list[Expr],
+    function: Function,
+    first_number: int,
+    is_quick: bool,
+    known: dict[int, str] | None = None,
+    form: Callable[[Expr, list[str]], str | None] = lambda node, args: None,
 ) -> tuple[dict[int, str], list[str]]:
     """Return the names of nodes, by their ids, and the statements that compute them.
 
-    Where it `is_quick`, what no comparison hangs on is right to 2e-6 of itself.
+    Where it `is_quick`, what no comparison hangs on is right to 2e-6 of itself. `known`: what
+    gives some nodes, by their ids; `form`: another form of a node.
     """
-    names: dict[int, str] = {}
-    lines, order = [], ordered(*exprs)
-    exact = decides(order)
+    names: dict[int, str] = dict(known or {})
+    lines: list[str] = []
+    order = ordered(*exprs)
+    exact, needed = decides(order), {id(e) for e in exprs}
+    for node in reversed(order):
+        if id(node) in needed and id(node) not in names:
+            needed.update(map(id, node.nodes()))
     for node in order:
+        if id(node) in names or id(node) not in needed:
+            continue
         args = [names[id(a)] for a in node.nodes()]
-        names[id(node)] = name = f"t{len(names)}"
-        text = value(node, args, first_number, function.first_array)
+        names[id(node)] = name = f"t{len(lines)}"
+        text = form(node, args) or value(node, args, first_number, function.first_array)
         if is_quick and id(node) not in exact:
             text = quick(node, args) or text
         lines.append(f"    const {TYPES[node.type]} {name} = {text};\n")
@@ -204,6 +217,8 @@ def source(
     kernel: Kernel, functions: dict[str, Function], rows: bool, lists: bool, alone: bool = False
 ) -> str:
     """Return the source of a kernel that calls the functions "score" and "mask", if given."""
+    from . import emit_sm90
+
     flags = {"kScore": "score" in functions, "kMask": "mask" in functions}
     flags |= {"kRows": rows, "kLists": lists, "kAlone": alone}
     flags["kPlain"] = alone and not flags["kScore"]
@@ -211,10 +226,16 @@ def source(
     given = ", ".join(f"{name} = {'true' if x else 'false'}" for name, x in flags.items())
     parts, first = [], 0
     for name, frame in (("score", SCORE), ("mask", SEES)):
-        if name in functions:
+        if name not in functions:
+            continue
+        if (kernel.name, name) == ("sm90", "mask"):
+            parts.append(emit_sm90.members(functions[name], first))
+        else:
             parts.append(frame % body(functions[name], first, kernel.dtype != "float32"))
-            first += len(functions[name].scalars)
+        first += len(functions[name].scalars)
     functor = f"struct Functor {{\n  static constexpr bool {given};\n{''.join(parts)}}};"
+    if kernel.name == "sm90" and "mask" in functions:
+        functor = f"{emit_sm90.HELPERS}{functor}\n{emit_sm90.CALLED}"
     shape = {"dtype": DTYPES[kernel.dtype], "qk": kernel.head_dim, "v": kernel.head_dim_v}
     text = KERNELS[kernel.name] % {"functor": functor, **shape}
     return f'#include "cuattn/device/functor.cuh"\n{text}'
