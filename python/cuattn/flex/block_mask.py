@@ -342,8 +342,8 @@ class BlockMask:
     def within(self, mask_mod: Callable[..., Any]) -> BlockMask:
         """Return the mask that hides also what a function hides: no block of it is surely seen.
 
-        The same one as last time, if the function is: plans of calls are kept with it. Itself for its
-        own function, which hides no more.
+        The same one as last time, if the function is: plans of calls are kept with it. Itself for
+        its own function, which hides no more.
         """
         if mask_mod is self.mask_mod:
             return self
