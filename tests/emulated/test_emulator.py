@@ -262,7 +262,7 @@ def library():
     with builds.one_at_a_time(folder):
         run("cmake", "-G", "Ninja", "-S", ROOT, "-B", folder, "-DCUATTN_EMULATE=ON",
             "-DCUATTN_PYTHON=ON", f"-Dnanobind_DIR={nanobind}",
-            "-DCMAKE_CXX_FLAGS_RELEASE=-O1 -DNDEBUG",  # of what is not emulated
+            *builds.FLAGS,  # of what is not emulated
             f"-DPython_EXECUTABLE={sys.executable}")  # fmt: skip
         run("cmake", "--build", folder)
     return os.pathsep.join([str(folder), str(ROOT / "tests" / "emulated" / "modules")])
