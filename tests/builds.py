@@ -5,7 +5,16 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import os
 from pathlib import Path
+
+# For CMake, where only what is built matters: quickly, or as it was built before where a launcher
+# such as ccache finds that again.
+FLAGS = (
+    []
+    if "CMAKE_CXX_COMPILER_LAUNCHER" in os.environ
+    else ["-DCMAKE_CXX_FLAGS_RELEASE=-O1 -DNDEBUG"]
+)
 
 
 @contextlib.contextmanager

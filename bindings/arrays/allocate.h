@@ -121,18 +121,20 @@ inline nb::object ml_dtype(const char* word) {
 inline nb::object numpy_dtype(DLDataType dtype) {
   Python& py = the<Python>();
   if (dtype.code == kDLUInt) return py.uint8;
-  if (dtype.code == kDLInt && dtype.bits == 8)
-    return nb::module_::import_("numpy").attr("dtype")("int8");
-  if (dtype.code == kDLInt) return py.int32;
+  if (dtype.code == kDLInt) return dtype.bits == 8 ? py.int8 : py.int32;
   if (dtype.code == kDLFloat) return dtype.bits == 16 ? py.float16 : py.float32;
-  if (dtype.code == kDLFloat8_e4m3fn) return ml_dtype("float8_e4m3fn");
+  if (dtype.code == kDLFloat8_e4m3fn) {
+    if (!py.float8.is_valid()) py.float8 = ml_dtype("float8_e4m3fn");
+    return py.float8;
+  }
   if (!py.bfloat16.is_valid()) py.bfloat16 = ml_dtype("bfloat16");
   return py.bfloat16;
 }
 
 // torch's own factories.
 struct TorchModule {
-  nb::object tensor_type, empty, empty_like, float32, float16, bfloat16, uint8, int32;
+  nb::object tensor_type, empty, empty_like;
+  nb::object float32, float16, bfloat16, float8, uint8, int8, int32;
   PyObject* device = PyUnicode_InternFromString("device");
 
   TorchModule() {
@@ -143,16 +145,17 @@ struct TorchModule {
     float32 = torch.attr("float32");
     float16 = torch.attr("float16");
     bfloat16 = torch.attr("bfloat16");
+    float8 = nb::getattr(torch, "float8_e4m3fn", nb::none());  // from 2.1 on
     uint8 = torch.attr("uint8");
+    int8 = torch.attr("int8");
     int32 = torch.attr("int32");
   }
 
   nb::object dtype(DLDataType wanted) const {
     if (wanted.code == kDLBfloat) return bfloat16;
     if (wanted.code == kDLUInt) return uint8;
-    if (wanted.code == kDLInt && wanted.bits == 8) return loaded_module("torch").attr("int8");
-    if (wanted.code == kDLInt) return int32;
-    if (wanted.code == kDLFloat8_e4m3fn) return loaded_module("torch").attr("float8_e4m3fn");
+    if (wanted.code == kDLInt) return wanted.bits == 8 ? int8 : int32;
+    if (wanted.code == kDLFloat8_e4m3fn) return float8;
     return wanted.bits == 16 ? float16 : float32;
   }
 };

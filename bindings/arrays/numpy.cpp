@@ -44,13 +44,17 @@ DLDataType extension_dtype(const char* op, const char* name, nb::handle object, 
   nb::object dtype = nb::steal(PyObject_GetAttr(object.ptr(), py.dtype));
   if (!dtype.is_valid()) throw nb::python_error();
   if (dtype.is(py.bfloat16)) return {kDLBfloat, 16, 1};
+  if (dtype.is(py.float8)) return {kDLFloat8_e4m3fn, bits, 1};
   std::string text = text_of(dtype);
   if (text_of(nb::object(dtype.attr("type").attr("__module__"))) == "ml_dtypes") {
     if (text == "bfloat16") {
       if (!py.bfloat16.is_valid()) py.bfloat16 = std::move(dtype);
       return {kDLBfloat, 16, 1};
     }
-    if (text == "float8_e4m3fn") return {kDLFloat8_e4m3fn, bits, 1};
+    if (text == "float8_e4m3fn") {
+      if (!py.float8.is_valid()) py.float8 = std::move(dtype);
+      return {kDLFloat8_e4m3fn, bits, 1};
+    }
     if (text == "float8_e5m2") return {kDLFloat8_e5m2, bits, 1};
   }
   raise(PyExc_ValueError, op, ": ", name,
@@ -83,6 +87,7 @@ Python::Python() {
   float32 = numpy.attr("dtype")("float32");
   float16 = numpy.attr("dtype")("float16");
   uint8 = numpy.attr("dtype")("uint8");
+  int8 = numpy.attr("dtype")("int8");
   int32 = numpy.attr("dtype")("int32");
   int64 = numpy.attr("dtype")("int64");
   nb::object sample = numpy.attr("zeros")(nb::make_tuple(2, 3), float16).attr("T");

@@ -11,11 +11,11 @@ namespace cuattn::bindings {
 // Interned names, numpy functions and dtypes.
 struct Python {
   nb::object numpy_empty, numpy_ndarray;
-  nb::object float32, float16, uint8, int32, int64;
-  nb::object bfloat16;      // ml_dtypes' dtype object, known after the first array of that type
-  nb::object grad_enabled;  // torch.is_grad_enabled, known after the first tensor
-  void* const* numpy_api;   // numpy's table of C functions
-  bool reads_numpy_object;  // numpy's arrays are NumpyArrayObjects
+  nb::object float32, float16, uint8, int8, int32, int64;
+  nb::object bfloat16, float8;  // ml_dtypes' dtype objects, known after the first array of the type
+  nb::object grad_enabled;      // torch.is_grad_enabled, known after the first tensor
+  void* const* numpy_api;       // numpy's table of C functions
+  bool reads_numpy_object;      // numpy's arrays are NumpyArrayObjects
   PyObject *array_struct, *dtype, *requires_grad, *dlpack, *dlpack_device;
 
   Python();

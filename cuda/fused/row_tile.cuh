@@ -16,31 +16,12 @@
 namespace cuattn {
 namespace {
 
-constexpr int kChannels = 64;  // of a thread
-constexpr int kRun = 16;       // channels that are there or not together
-
-// How rows lie in shared memory.
-struct TileShape {
-  int lanes, rows, pitch;  // threads of a row; rows of a tile; bytes from one row to the next
-
-  // 128 wide rows of float32 are more than some devices have.
-  CUATTN_HOST_DEVICE TileShape(int dim, int item)
-      : lanes(dim <= kChannels       ? 1
-              : dim <= 2 * kChannels ? 2
-                                     : 4),
-        rows(lanes == 4 && item == 4 ? kScaleRows / 2 : kScaleRows),
-        pitch(dim * item + 16) {}
-  CUATTN_HOST_DEVICE int threads() const { return lanes * rows; }
-  // 16 rows begin 4 banks on, for who reads them by columns.
-  CUATTN_HOST_DEVICE int at(int row) const { return row * pitch + row / 16 * 16; }
-  CUATTN_HOST_DEVICE int bytes() const { return at(rows); }
-};
+constexpr int kRun = 16;  // channels that are there or not together
 
 // Which channels of which row of a tile a thread has. The threads of a row are 8 apart, so that 8
 // neighbours are in 8 rows.
 struct RowPlace {
   int lane, row, first, channels;
-  uint32_t flips[kChannels / 32] = {};  // signs of R: bit i of channel first + i
 
   __device__ RowPlace(const TileShape& shape, int dim) {
     int thread = static_cast<int>(threadIdx.x);
@@ -49,18 +30,16 @@ struct RowPlace {
     first = lane * kChannels;
     channels = max(min(dim - first, kChannels), 0);
   }
-
-  // All lanes of a warp call it: each hashes some channels.
-  __device__ __forceinline__ void find_flips(int dim) {
-#pragma unroll
-    for (int word = 0; word < 8; ++word) {
-      if (word * 32 >= dim) break;
-      int channel = word * 32 + static_cast<int>(threadIdx.x % 32);
-      uint32_t signs = __ballot_sync(kWarp, flips_channel(channel));
-      if (word / 2 == lane) flips[word % 2] = signs;
-    }
-  }
 };
+
+// Signs of R: bit i of a word is that of channel 32 * word + i. All threads of a block call it, which
+// are no fewer than channels.
+__device__ __forceinline__ void find_flips(int dim, uint32_t* flips) {
+  int channel = static_cast<int>(threadIdx.x), word = channel / 32;
+  if (word * 32 >= dim) return;
+  uint32_t signs = __ballot_sync(kWarp, flips_channel(channel));
+  if (channel % 32 == 0) flips[word] = signs;
+}
 
 // How threads share a tile by pieces of 8 channels: each has the same piece of every rows_on-th row.
 struct PiecePlace {
@@ -167,10 +146,10 @@ __device__ __forceinline__ void mix_lanes(const RowPlace& at, float (&x)[kChanne
 }
 
 // x R without the last factor 1 / sqrt(size), in the order of the CPU. All lanes of a warp call it.
-__device__ __forceinline__ void rotate_row(const RowPlace& at, int32_t size,
+// `signs` lie in shared memory: of registers ptxas would keep 64 signs from tile to tile.
+__device__ __forceinline__ void rotate_row(const RowPlace& at, const uint32_t* signs, int32_t size,
                                            float (&x)[kChannels]) {
-  uint32_t flips[] = {at.flips[0], at.flips[1]};
-  for (uint32_t& word : flips) asm("" : "+r"(word));  // or 64 signs would be kept from tile to tile
+  uint32_t flips[] = {signs[at.first / 32], signs[at.first / 32 + 1]};
 #pragma unroll
   for (int i = 0; i < kChannels; ++i) {
     uint32_t sign = flips[i / 32] << (31 - i % 32) & 0x80000000u;

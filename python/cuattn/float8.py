@@ -7,7 +7,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from . import _core
-from ._arrays import Array, ArrayT
+from ._arrays import Array, ArrayT, is_jax, operations
 from .attention import attention
 
 if TYPE_CHECKING:
@@ -157,32 +157,28 @@ def quantize(
     """
     check_modes(mode, v_mode, q)
     v_mode = v_mode or ("tensor" if mode == "tensor" else "head")
-    sizes = {name: sizes_of(name, x, layout) for name, x in (("q", q), ("k", k), ("v", v))}
-    heads_kv, dim, ndim = sizes["k"][2], sizes["k"][3], len(getattr(q, "shape", ()))
+    of_q, of_k, of_v = sizes_of("q", q, layout), sizes_of("k", k, layout), sizes_of("v", v, layout)
+    batch, _, heads_kv, dim = of_k
+    int8 = mode == "int8"
     mean: Any = key_mean
     if key_mean is not None:
         mean = mean[None] if len(mean.shape) == 2 else mean
     elif smooth_k:
-        mean = (sizes["k"][0], heads_kv, dim)
-    options = {"layout": layout, "hadamard": hadamard, "columns": False, "stream": stream}
-    options["int8"] = mode == "int8"
+        mean = (batch, heads_kv, dim)
+    shape = shape_of(mode, of_k, heads_kv, k)
     k_codes, k_scale, made_mean, _ = run(
-        k, scale=shape_of(mode, sizes["k"], heads_kv, k), mean=mean, **options
+        k, layout, hadamard, shape, mean=mean, int8=int8, stream=stream
     )
-    shift_mean = mean if key_mean is not None else made_mean
+    shape = shape_of(mode, of_q, heads_kv, q)
+    shift_mean = made_mean if key_mean is None else mean
     q_codes, q_scale, _, shift = run(
-        q, scale=shape_of(mode, sizes["q"], heads_kv, q), shift_mean=shift_mean, **options
+        q, layout, hadamard, shape, shift_mean=shift_mean, int8=int8, stream=stream
     )
-    options |= {"hadamard": False, "columns": True, "int8": False}
-    v_codes, v_scale, _, _ = run(
-        v,
-        scale=shape_of(v_mode, sizes["v"], heads_kv, v),
-        channels=v_mode == "channel",
-        **options,
-    )
+    shape, channels = shape_of(v_mode, of_v, heads_kv, v), v_mode == "channel"
+    v_codes, v_scale, _, _ = run(v, layout, False, shape, channels, columns=True, stream=stream)
     if shift is not None:
-        shift = shift * (dim**-0.5 if scale is None else scale)
-        shift = shift[0] if ndim == 3 else shift
+        shift = scaled(shift, dim**-0.5 if scale is None else scale, stream)
+        shift = shift[0] if len(getattr(q, "shape", ())) == 3 else shift
     v_codes = rows_of(v_codes, v, layout)
     return QuantizedQKV(q_codes, k_codes, v_codes, q_scale, k_scale, v_scale, shift, layout, scale)
 
@@ -221,7 +217,7 @@ def quantize_like(
     >>> cuattn.quantize_like(np.full((1, 1, 16), 3.0, np.float32), 0.5)[0, 0, :2].tolist()
     [6.0, 6.0]
     """
-    return run(x, scale=scale, layout=layout, hadamard=hadamard, stream=stream)[0]
+    return run(x, layout, hadamard, scale, stream=stream)[0]
 
 
 def dequantize(
@@ -280,10 +276,9 @@ def dequantize(
 
 def run(
     x: Any,
-    *,
-    scale: Any,
     layout: str,
     hadamard: bool,
+    scale: Any,
     channels: bool = False,
     mean: Any = None,
     shift_mean: Any = None,
@@ -292,13 +287,24 @@ def run(
     stream: Any = None,
 ) -> Any:
     """Quantise one array: codes, scale, mean and shift; a tuple for scale or mean is a shape."""
-    given = (x, layout, hadamard, scale, channels, mean, shift_mean)
-    result = _core.quantize(*given, columns, int8, stream)
+    result = _core.quantize(
+        x, layout, hadamard, scale, channels, mean, shift_mean, columns, int8, stream
+    )
     if result is not NotImplemented:
         return result
     from .jax import float8
 
-    return float8.quantize(*given, int8)
+    return float8.quantize(x, layout, hadamard, scale, channels, mean, shift_mean, int8)
+
+
+def scaled(shift: Any, factor: Any, stream: Any) -> Any:
+    """Multiply in place, where the library can, on the stream that `shift` was made on."""
+    if stream is None or is_jax(shift):
+        shift *= factor
+        return shift
+    with operations("quantize", shift, stream):
+        shift *= factor
+    return shift
 
 
 def check_modes(mode: str, v_mode: str | None, q: Any) -> None:
@@ -333,20 +339,19 @@ def sizes_of(name: str, x: Any, layout: str) -> tuple[int, int, int, int]:
 def shape_of(mode: str, sizes: tuple[int, int, int, int], heads_kv: int, x: Any) -> tuple[int, ...]:
     """Return the shape of the scale of an array."""
     batch, rows, heads, dim = sizes
-    return {
-        "tensor": (1,),
-        "head": (batch, heads_kv) if len(x.shape) == 4 else (heads_kv,),
-        "block": (batch, heads, -(-rows // BLOCK)),
-        "int8": (batch, heads, -(-rows // BLOCK)),
-        "channel": (batch, heads, dim),
-    }[mode]
+    if mode == "tensor":
+        return (1,)
+    if mode == "head":
+        return (batch, heads_kv) if len(x.shape) == 4 else (heads_kv,)
+    return (batch, heads, dim if mode == "channel" else -(-rows // BLOCK))
 
 
 def rows_of(codes: Any, v: Any, layout: str) -> Any:
     """View codes [batch, heads, dim, padded rows] in the order of v's axes."""
     if not hasattr(codes, "strides") and not hasattr(codes, "stride"):
         return codes  # JAX, whose arrays have no strides
-    rows = sizes_of("v", v, layout)[1]
+    rows, padded = sizes_of("v", v, layout)[1], codes.shape[-1]
     order = (2, 0, 1) if len(v.shape) == 3 else (0, 3, 1, 2) if layout == "bshd" else (0, 1, 3, 2)
-    codes = codes[..., :rows]
+    if rows != padded:
+        codes = codes[..., :rows]
     return codes.permute(order) if hasattr(codes, "permute") else codes.transpose(order)

@@ -54,7 +54,7 @@ def test_a_row_is_served_as_its_kind_says(workload):
     rows = (w.batch, w.seqlen, w.num_heads_q, w.head_dim)
     given = {"device": "h100", "dtype": w.dtype, "score_mod": score, "mask_mod": mask}
     plan = cuattn.explain("flex_attention", rows, rows, rows, **given)
-    is_option = w.kind in ("causal", "window", "alibi", "softcap")
+    is_option = w.kind in ("causal", "window", "alibi", "softcap", "scaled")
     is_rows = w.kind in ("documents", "causal rows")
     assert plan.kernel == "sm90"
     assert ("a functor" in plan.reason) == (not is_option and not is_rows)

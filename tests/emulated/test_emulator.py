@@ -55,24 +55,28 @@ FLAGS = ["-std=c++20", "-O1", "-w", "-march=native", "-ffp-contract=off", "-fno-
 
 @pytest.fixture(scope="module")
 def emulator(tmp_path_factory):
-    """The emulator's own objects, and what sources throw."""
+    """The translated sources; the emulator's own objects, and what sources throw."""
     folder = tmp_path_factory.mktemp("emulator")
+    # Once for all programs: it takes as long as to compile one of them.
+    translated = folder / "translated"
+    rooms = ["cuda", "include/cuattn/device", "tests/emulated"]
+    run(sys.executable, "emulate/translate.py", ROOT, translated, *rooms)
     objects = []
     for source in ("emulate/block.cpp", "emulate/runtime.cpp", "src/error.cpp"):
         objects.append(folder / f"{Path(source).stem}.o")
         run(CXX, *FLAGS, "-Iinclude", "-I.", "-c", source, "-o", objects[-1])
-    return objects
+    return translated, objects
 
 
 def build(folder, emulator, name, change=lambda into: None):
-    """Translate the sources, change them, and compile tests/emulated/NAME.cu with them."""
-    rooms = ["cuda", "include/cuattn/device", "tests/emulated"]
-    run(sys.executable, "emulate/translate.py", ROOT, folder, *rooms)
+    """Change a copy of the translated sources, and compile tests/emulated/NAME.cu with them."""
+    translated, objects = emulator
+    shutil.copytree(translated, folder, dirs_exist_ok=True)
     change(folder)
     program = folder / name
     source = folder / f"tests/emulated/{name}.cu.cpp"
     includes = [f"-I{folder}", f"-I{folder}/include", "-Iinclude", "-I."]
-    run(CXX, *FLAGS, *includes, source, *emulator, "-o", program)
+    run(CXX, *FLAGS, *includes, source, *objects, "-o", program)
     return program
 
 
@@ -258,7 +262,7 @@ def library():
     with builds.one_at_a_time(folder):
         run("cmake", "-G", "Ninja", "-S", ROOT, "-B", folder, "-DCUATTN_EMULATE=ON",
             "-DCUATTN_PYTHON=ON", f"-Dnanobind_DIR={nanobind}",
-            "-DCMAKE_CXX_FLAGS_RELEASE=-O1 -DNDEBUG",  # of what is not emulated
+            *builds.FLAGS,  # of what is not emulated
             f"-DPython_EXECUTABLE={sys.executable}")  # fmt: skip
         run("cmake", "--build", folder)
     return os.pathsep.join([str(folder), str(ROOT / "tests" / "emulated" / "modules")])

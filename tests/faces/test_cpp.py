@@ -143,8 +143,7 @@ def test_examples_build_against_the_package_and_agree_with_plain_loops(tmp_path)
 
 def test_examples_build_against_a_plain_cmake_install(tmp_path):
     prefix = tmp_path / "prefix"
-    quickly = "-DCMAKE_CXX_FLAGS_RELEASE=-O1 -DNDEBUG"
-    options = ("-DCUATTN_CUDA=OFF", quickly, f"-DCMAKE_INSTALL_PREFIX={prefix}")
+    options = ("-DCUATTN_CUDA=OFF", *builds.FLAGS, f"-DCMAKE_INSTALL_PREFIX={prefix}")
     build(ROOT, tmp_path / "library", *options)
     run(["cmake", "--install", tmp_path / "library"])
     built = build(ROOT / "examples" / "cpp", tmp_path / "example", f"-DCMAKE_PREFIX_PATH={prefix}")

@@ -12,6 +12,8 @@ import cuattn
 import flex_cases
 from cuattn import flex
 from cuattn.flex import attention as calls
+from cuattn.flex.device import free_options
+from cuattn.flex.options import join_options
 
 # Scores are a few units large: float32 leaves 1e-6 of them, a wrong key shows as 0.1.
 TOLERANCE = {"float32": 5e-5, "float16": 6e-3, "bfloat16": 5e-2}
@@ -364,6 +366,9 @@ def test_a_block_mask_of_torch(rng):
         lists(7, 1, 0)
 
 
+SCORE_OPTIONS = frozenset(("scale", "softcap", "alibi_slopes"))
+
+
 def score_forms(slopes, cap, n):
     """Score functions that are options of CUDA where n is no number of keys beyond the queries."""
     by_batch = np.stack([slopes, 2 * slopes])
@@ -374,6 +379,12 @@ def score_forms(slopes, cap, n):
         lambda s, b, h, i, j: s - 0.25 * abs(j - i - n),
         lambda s, b, h, i, j: slopes[h] * -abs(i - j + n) + s,
         lambda s, b, h, i, j: cap * np.tanh(s / cap) - by_batch[b, h] * abs(i + n - j),
+        lambda s, b, h, i, j: s,
+        lambda s, b, h, i, j: s * 1.5,
+        lambda s, b, h, i, j: s / cap,
+        lambda s, b, h, i, j: cap * np.tanh(s / 4.0),
+        lambda s, b, h, i, j: 2.0 * s - 0.25 * abs(j - i - n),
+        lambda s, b, h, i, j: cap * np.tanh(0.5 * s) - by_batch[b, h] * abs(i + n - j),
         lambda s, b, h, i, j: s + (j - i - n) * np.exp(-0.5 * (h + 1.0)),
         lambda s, b, h, i, j: s - slopes[h] * (i + n - j),
     )
@@ -388,20 +399,43 @@ def test_scores_that_are_options_are_the_same_as_options(rng):
         for causal in (True, False):
             mask = flex.masks.causal() if causal else None
             for i, score in enumerate(score_forms(slopes, cap, kv_len - q_len)):
-                found = calls.find(
-                    problem, score, mask, None, frozenset(("softcap", "alibi_slopes"))
-                )
-                if i >= 6 and not causal:  # a key behind the query gets a bonus
+                found = calls.find(problem, score, mask, None, SCORE_OPTIONS)
+                if i >= 12 and not causal:  # a key behind the query gets a bonus
                     assert "score" in found.functions
                     continue
                 assert not found.functions
-                got = cuattn.attention(q, k, v, causal=causal, **found.options)
-                want = cuattn.flex_attention(q, k, v, score_mod=score, mask_mod=mask)
+                options = {"q": q, "scale": 0.3}
+                join_options(options, found.options)
+                got = cuattn.attention(k=k, v=v, causal=causal, **options)
+                want = cuattn.flex_attention(q, k, v, score_mod=score, mask_mod=mask, scale=0.3)
                 np.testing.assert_allclose(got, want, atol=2e-5)
-                assert (
-                    "score"
-                    in calls.find(problem, score, mask, None, frozenset(("bias",))).functions
-                )
+                if found.options:
+                    found = calls.find(problem, score, mask, None, frozenset(("bias",)))
+                    assert "score" in found.functions
+
+
+def test_a_factor_is_no_scale_where_a_softcap_lies_between():
+    assert free_options({}) == SCORE_OPTIONS
+    assert free_options({"softcap": 2.0}) == {"alibi_slopes"}
+    assert free_options({"softcap": 0.0, "alibi_slopes": np.ones(4)}) == {"scale", "softcap"}
+
+
+def test_a_block_mask_beside_its_own_function_keeps_what_is_seen(rng):
+    """It joins another function in every block; its own hides no more."""
+    drawn = rng.random((4, 4)) < 0.5
+
+    def in_blocks(b, h, i, j):
+        return drawn[i // 64, j // 64]
+
+    mask = cuattn.create_block_mask(in_blocks, None, None, 256, 250, block_size=64, exact=True)
+    assert set(np.unique(mask.states)) <= {0, 2}
+    assert mask.within(in_blocks) is mask
+    assert set(np.unique(mask.within(lambda b, h, i, j: j % 2 == 0).states)) <= {0, 1}
+    q, k, v = arrays(rng, 1, 2, 2, 256, 250, (16, 16))
+    got = cuattn.flex_attention(q, k, v, mask_mod=in_blocks, block_mask=mask)
+    np.testing.assert_array_equal(got, cuattn.flex_attention(q, k, v, block_mask=mask))
+    plan = cuattn.explain("flex_attention", q, k, v, mask_mod=in_blocks, block_mask=mask)
+    assert "in 0 the program is run" in plan.reason
 
 
 def test_scores_that_are_nearly_options_stay_functions(rng):
@@ -409,7 +443,13 @@ def test_scores_that_are_nearly_options_stay_functions(rng):
     q, k, _ = arrays(rng, 2, 4, 2, 30, 47, (16, 16))
     problem = calls.problem_of(q, k, {})
     for score in (
-        lambda s, b, h, i, j: 3.0 * np.tanh(s / 4.0),
+        lambda s, b, h, i, j: s * -2.0,
+        lambda s, b, h, i, j: s * 0.0,
+        lambda s, b, h, i, j: s * 1e39,
+        lambda s, b, h, i, j: s * s,
+        lambda s, b, h, i, j: s * slopes[h],
+        lambda s, b, h, i, j: 2.0 / s,
+        lambda s, b, h, i, j: s * 2.0 + 1.0,
         lambda s, b, h, i, j: -3.0 * np.tanh(s / -3.0),
         lambda s, b, h, i, j: 3.0 * np.tanh((s + 1.0) / 3.0),
         lambda s, b, h, i, j: s - slopes[h] * abs(i - j),  # from the top left
@@ -417,11 +457,9 @@ def test_scores_that_are_nearly_options_stay_functions(rng):
         lambda s, b, h, i, j: s - slopes[h] * abs(2 * i + 17 - j),
         lambda s, b, h, i, j: s - slopes[i % 4] * abs(i + 17 - j),
         lambda s, b, h, i, j: s - s * abs(i + 17 - j),
-        lambda s, b, h, i, j: 2.0 * s - slopes[h] * abs(i + 17 - j),
         lambda s, b, h, i, j: slopes[h] * abs(i + 17 - j) - s,
     ):
-        takes = frozenset(("softcap", "alibi_slopes"))
-        found = calls.find(problem, score, flex.masks.causal(), None, takes)
+        found = calls.find(problem, score, flex.masks.causal(), None, SCORE_OPTIONS)
         assert "score" in found.functions or set(found.options) == {"alibi_slopes"}
         if found.options:
             want = cuattn.flex_attention(q, k, k, score_mod=score, mask_mod=flex.masks.causal())

@@ -191,13 +191,15 @@ def test_torch_differentiates_row_ranges(rng):
 
 
 @pytest.mark.parametrize(("device", "backend"), harness.target_params(cpu=(), cuda=("auto",)))
-def test_softcap_and_alibi_compile_nothing(rng, device, backend, monkeypatch):
+def test_scale_softcap_and_alibi_compile_nothing(rng, device, backend, monkeypatch):
     monkeypatch.setenv("CUATTN_DISABLE_JIT", "1")
     slopes, ids = rng.random(4).astype(np.float32), np.sort(rng.integers(0, 3, 200))
     scores = (
         flex.scores.softcap(3.0),
         flex.scores.alibi(slopes),
         lambda s, b, h, i, j: 5.0 * np.tanh(s / 5.0) - 0.1 * abs(j - i),
+        lambda s, b, h, i, j: s * 1.5,
+        lambda s, b, h, i, j: 5.0 * np.tanh(s / 4.0) - 0.1 * abs(j - i),
     )
     every = (None, flex.masks.causal(), lambda b, h, i, j: ids[i] == ids[j])
     for case, score in enumerate(scores):

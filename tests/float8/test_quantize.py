@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 
@@ -304,6 +305,31 @@ def test_views_and_one_pass_for_known_scales(rng):
         )
         by_bytes = cuattn.dequantize(found.k.view(np.uint8), found.k_scale, dtype="float32")
         np.testing.assert_array_equal(by_bytes, back)
+
+
+def test_torch_is_asked_for_nothing_but_the_results():
+    """Three codes, three scales, a mean and a shift, which is multiplied in place."""
+    torch = pytest.importorskip("torch")
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    asked = collections.Counter()
+
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            asked[str(function)] += 1
+            return function(*args, **(kwargs or {}))
+
+    x = torch.ones(1, 32, 2, 64, dtype=torch.bfloat16)
+    with Counting():
+        cuattn.quantize(x, x, x)
+    # The permute lays out v, whose sequences are not padded here.
+    want = {"aten.empty.memory_format": 8, "aten.mul_.Tensor": 1, "aten.permute.default": 1}
+    assert asked == want
+
+
+def test_the_shift_is_float32_whatever_the_factor_is(rng):
+    x = rng.standard_normal((1, 32, 2, 64), np.float32)
+    assert cuattn.quantize(x, x, x, scale=np.float64(0.5)).lse_shift.dtype == np.float32
 
 
 def test_torch_gives_the_same_bits(rng):

@@ -55,8 +55,8 @@ def test_codes_and_scales_are_those_of_the_cpu(mode, v_mode, rng):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_several_slices_of_heads_give_the_codes_of_the_cpu(dtype, rng):
-    """Arrays of 20 MB and more: kernels that overlap measure one slice and write another."""
+def test_blocks_that_take_several_parts_give_the_codes_of_the_cpu(dtype, rng):
+    """Arrays of 20 MB and more: tiles come while others are worked on, in kernels that overlap."""
     from harness import is_emulated
 
     if is_emulated():
@@ -130,6 +130,25 @@ def test_views_padding_and_special_numbers(rng):
         like = cuattn.quantize_like(cut(on_gpu), ours.q_scale)
         a, b = like.cpu().float(), cuattn.quantize_like(cut(wide), theirs.q_scale).float()
         assert torch.equal(a.nan_to_num(), b.nan_to_num())
+
+
+def test_all_is_done_on_the_stream_that_is_given(rng):
+    """The factor of lse_shift, too: the stream is still busy when the current one is not."""
+    import torch
+
+    from harness import is_emulated
+
+    if is_emulated():
+        pytest.skip("the emulator has no streams")
+    q, k, v = (drawn(rng, (1, 200, 2, 64), "bfloat16", "cuda") for _ in range(3))
+    want = cuattn.quantize(q, k, v)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(100_000_000)
+    found = cuattn.quantize(q, k, v, stream=stream)
+    torch.cuda.synchronize()
+    assert torch.equal(found.lse_shift, want.lse_shift)
 
 
 def test_a_captured_graph_quantises_again(rng):

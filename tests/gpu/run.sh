@@ -42,7 +42,7 @@ jobs=$(stale) || exit 2
 
 mkdir -p "$work/logs" "$out"
 [ -n "$dry" ] || export CUATTN_SOURCE_HASH=${CUATTN_SOURCE_HASH:-$($record hash)}
-export PYTHONPATH=$work/site${PYTHONPATH:+:$PYTHONPATH}
+export PYTHONPATH=$work/site:$PWD/tests/gpu${PYTHONPATH:+:$PYTHONPATH}
 tests=$work/tests/cuattn_tests
 
 # Prints a command instead, in a dry run.
@@ -92,13 +92,13 @@ pytest() {
     export OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1 CUATTN_NUM_THREADS=2
   # Each worker takes its GPUs from the list (tests/conftest.py).
   CUDA_VISIBLE_DEVICES=$gpus CUATTN_REQUIRE_CUDA=1 XLA_PYTHON_CLIENT_PREALLOCATE=false \
-    go $python -m pytest "${workers[@]}" -q -rf -p no:cacheprovider \
+    go $python -m pytest "${workers[@]}" -v -rf -p told -p no:cacheprovider \
     --no-cpu-cases --durations 10 --junitxml "$log.xml" $arguments
 }
 
 # Arrays of gigabytes, 45 GiB at most in use: one process, so that no two tests share the memory.
 limits() {
-  on_gpu 0 env CUATTN_REQUIRE_CUDA=1 $python -m pytest -m slow -q -rf -p no:cacheprovider \
+  on_gpu 0 env CUATTN_REQUIRE_CUDA=1 $python -m pytest -m slow -v -rf -p told -p no:cacheprovider \
     --durations 10 --junitxml "$log.xml" $arguments
 }
 

@@ -83,6 +83,10 @@ def table() -> list[Row]:
 ROWS = table()
 INSTANCES = [instance for row in ROWS for instance in row.instances()]
 COMPILED = {(i.op, i.kernel) for i in INSTANCES}
+OF = {  # those of an op, a kernel and a dtype
+    key: tuple(these)
+    for key, these in itertools.groupby(sorted(INSTANCES), key=lambda i: (i.op, i.kernel, i.dtype))
+}
 
 
 def asked_of(score: str) -> str:
@@ -105,9 +109,8 @@ def smallest(op: str, kernel: str, dtype: str, qk: int, v: int, mask: str, score
     return min(
         (
             i
-            for i in INSTANCES
-            if (i.op, i.kernel, i.dtype) == (op, kernel, dtype)
-            and (i.head_dim >= qk and i.head_dim_v >= v)
+            for i in OF[op, kernel, dtype]
+            if (i.head_dim >= qk and i.head_dim_v >= v)
             and (i.mask in ("any", mask) and i.score in ("any", score))
         ),
         key=lambda i: i.head_dim + i.head_dim_v,

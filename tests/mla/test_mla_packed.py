@@ -210,7 +210,10 @@ UNPACKED = "; packed latents are unpacked into rows first"
 @pytest.mark.parametrize(
     ("kernel", "words"),
     [
-        ("sm80", {"backend": "auto"}),
+        ("sm90", {"backend": "auto"}),
+        ("sm80", {"backend": "auto", "heads": 16}),
+        ("sm90", {"backend": "auto", "seqs": 455}),
+        ("sm80", {"backend": "auto", "seqs": 456}),  # more than 1 GiB of rows
         ("sm80", {"device": "a100", "backend": "auto"}),
         ("sm90", {}),
         ("sm90", {"device": "h200", "heads": 16}),

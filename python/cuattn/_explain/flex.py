@@ -12,6 +12,7 @@ import numpy as np
 from .._options import PLACES
 from ..flex.attention import OPTIONS, as_taken, find, problem_of, refuse_unknown, traced
 from ..flex.device import SM90_DIM, free_options, may_take_sm90
+from ..flex.options import beside_scale
 from ..flex.plan import plan as plan_functions
 from ..flex.rows import narrowed
 from ..flex.trace import dtype_name
@@ -45,10 +46,10 @@ def explain_flex(arrays: tuple[Any, ...], device: Any, dtype: str, options: dict
     planned = functools.partial(find, problem, score_mod, mask_mod, block_mask)
     on_hopper = on_cuda and (lambda: plan_on_hopper(given, dtype, where, True) is not None)
     found = as_taken(planned, takes, on_hopper)
-    functions = (problem, score_mod, mask_mod, block_mask, takes if found.options else frozenset())
+    functions = (problem, score_mod, mask_mod, block_mask, frozenset(found.options))
     if found.window is not None:
         given["window"] = narrowed(options.get("window", (-1, -1)), found.window)
-    given |= shapes_of_arrays(found.options)
+    given |= shapes_of_arrays(beside_scale(found.options))
     words = found.words
     if found.arrays and given.get("block_tables") is not None:
         given = gathered(given, dtype, problem.seqlen_kv)

@@ -11,6 +11,7 @@ from .._options import PLACES
 from ..flex.attention import OPTIONS, find, problem_of, refuse_unknown
 from ..flex.backward import TAKES, slots_of
 from ..flex.device import BACKWARD, free_options, require_backward
+from ..flex.options import beside_scale
 from ..flex.rows import narrowed
 from ..flex.trace import dtype_name, trace
 from .backward import explain_backward
@@ -65,7 +66,7 @@ def explain_flex_backward(
     given = dict(options)
     if found.window is not None:
         options["window"] = narrowed(options.get("window", (-1, -1)), found.window)
-    options |= shapes_of_arrays(found.options)
+    options |= shapes_of_arrays(beside_scale(found.options))
     words = found.words
     if not on_cuda or not found.arrays:
         plan = plan_of()
@@ -82,7 +83,7 @@ def explain_flex_backward(
         if block_mask is not None and "block_starts" in found.arrays:
             tiles = forward_plan(arrays, device, dtype, given)  # which a forward call shares
             functions = (problem, score_mod, mask_mod, block_mask)
-            joined = words_of_tiles(tiles, *functions, takes if found.options else frozenset())
+            joined = words_of_tiles(tiles, *functions, frozenset(found.options))
             words = words.replace(found.words, joined)
     else:
         plan = plan_of_rows(plan_of, options)

@@ -19,6 +19,7 @@ from .block_mask import BlockMask, Shape
 from .device import Gives, Placed, free_options, is_cuda, of_tiles, place_of, runs_in_sm90
 from .evaluate import on_host
 from .memo import of_torch, remember, shapes_of
+from .options import SCALE, join_options
 from .plan import Found, Problem, plan
 from .rows import narrowed
 from .trace import Traced, is_jax_tracer, trace
@@ -176,7 +177,7 @@ def find_for(
 
         placed = kept_with(functions, (*shapes_of(problem), where, gives), place)
         window, arrays = placed.window, placed.given(arguments)
-        arguments.update(placed.options)
+        join_options(arguments, placed.options)
         if placed.kernel == "sm90":  # others are chosen anyway
             arrays["kernel"] = placed.kernel
     if window is not None:
@@ -185,13 +186,13 @@ def find_for(
 
 
 def as_taken(make: Callable[[Any], Found], takes: Any, on_hopper: Any) -> Found:
-    """Return what functions become where `takes` may be options: not beside a functor in sm90.
+    """Return what functions become where `takes` may be options: only scale beside those of sm90.
 
     `on_hopper` says whether a functor of the call would run there; it is asked only of one.
     """
     found = make(takes)
-    if found.options and found.functions and on_hopper and on_hopper():
-        return make(frozenset())
+    if not {SCALE}.issuperset(found.options) and found.functions and on_hopper and on_hopper():
+        return make(takes & {SCALE})
     return found
 
 

@@ -342,8 +342,11 @@ class BlockMask:
     def within(self, mask_mod: Callable[..., Any]) -> BlockMask:
         """Return the mask that hides also what a function hides: no block of it is surely seen.
 
-        The same one as last time, if the function is: plans of calls are kept with it.
+        The same one as last time, if the function is: plans of calls are kept with it. Itself for
+        its own function, which hides no more.
         """
+        if mask_mod is self.mask_mod:
+            return self
         kept = self._within
         if kept is None or kept[0] is not mask_mod:
             mod = masks.and_masks(self.mask_mod, mask_mod)

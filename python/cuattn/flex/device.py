@@ -23,7 +23,7 @@ from .block_mask import BlockMask
 from .emit import Kernel, numbers, source
 from .emit_backward import backward_source
 from .functors import functor
-from .options import ALIBI, SOFTCAP
+from .options import ALIBI, SCALE, SOFTCAP, beside_scale
 from .plan import Found
 from .trace import dtype_name
 
@@ -66,8 +66,12 @@ def head_dims_of(arguments: dict[str, Any]) -> tuple[int, int]:
 
 
 def free_options(arguments: dict[str, Any]) -> frozenset[str]:
-    """Name the options that a score function may become, as they are not given."""
-    return frozenset(name for name in (SOFTCAP, ALIBI) if not is_asked(arguments.get(name)))
+    """Name the options that a score function may become, as they are not given.
+
+    A factor joins the scale, but a softcap that is given lies between the two.
+    """
+    named = {SCALE: SOFTCAP, SOFTCAP: SOFTCAP, ALIBI: ALIBI}
+    return frozenset(name for name, rival in named.items() if not is_asked(arguments.get(rival)))
 
 
 class Gives(NamedTuple):
@@ -95,7 +99,7 @@ class Placed:
                 self.stream = self.torch.cuda.current_stream(q.device)
             self.place(q, at.namespace, found)
         if found.functions or "block_starts" in self.arrays:
-            call = {**arguments, **found.options}
+            call = {**arguments, **beside_scale(found.options)}
             self.arrays["functor"] = functor_of(call, found, gives)
             self.kernel = kernel_of(call)[1].name if gives is None else ""
             self.arrays["numbers"] = numbers(found.functions)

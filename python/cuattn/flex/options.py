@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds softcap and ALiBi in a score function: kernels of CUDA have them without a compiler.
+"""Finds scale, softcap and ALiBi in a score function: kernels of CUDA have them without a compiler.
 
-    score_mod  ==  softcap(score) - slope * |q_idx + kv_len - q_len - kv_idx|
+    score_mod  ==  softcap(factor * score) - slope * |q_idx + kv_len - q_len - kv_idx|
 
-where slope hangs on b and h alone, and one of both may be missing. Under a causal mask the distance
-may stand without its bars.
+where slope hangs on b and h alone, and each of the three may be missing. Under a causal mask the
+distance may stand without its bars.
 """
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from .evaluate import Host, evaluate
 from .expression import SCORE, Expr
 from .rows import linear_in_k
 
-SOFTCAP, ALIBI = "softcap", "alibi_slopes"
+SCALE, SOFTCAP, ALIBI = "scale", "softcap", "alibi_slopes"
 
 
 def number_of(host: Host, e: Expr) -> float | None:
@@ -30,19 +31,34 @@ def factors(e: Expr) -> list[tuple[Expr, Expr]]:
     return [e.args, e.args[::-1]] if e.op == "mul" else []
 
 
-def cap_of(host: Host, e: Expr) -> float | None:
-    """Return c of ``c * tanh(score / c)``."""
+def factor_of(host: Host, e: Expr) -> float | None:
+    """Return a of ``a * score`` with a > 0."""
+    if e is SCORE:
+        return 1.0
+    for x, number in factors(e):
+        if x is SCORE:
+            return positive(number_of(host, number))
+    if e.op == "div" and e.args[0] is SCORE:
+        divisor = positive(number_of(host, e.args[1]))
+        return None if divisor is None else positive(1 / divisor)
+    return None
+
+
+def positive(number: float | None) -> float | None:
+    """Return a number above 0 that float32 holds, and no subnormal one."""
+    return number if number is not None and 2.0**-126 <= number < 2.0**127 else None
+
+
+def cap_of(host: Host, e: Expr) -> tuple[float, float] | None:
+    """Return c and a of ``c * tanh(a * score / c)``."""
     for number, tanh in factors(e):
-        cap = number_of(host, number)
-        if cap is None or tanh.op != "tanh" or not 0 < cap < np.inf:
+        cap = positive(number_of(host, number))
+        if cap is None or tanh.op != "tanh":
             continue
-        ratio = tanh.args[0]
-        if ratio.op == "div" and ratio.args[0] is SCORE:
-            return cap if number_of(host, ratio.args[1]) == cap else None
-        for x, inverse in factors(ratio):
-            value = number_of(host, inverse)
-            if x is SCORE and value is not None and abs(value * cap - 1) < 1e-6:
-                return cap
+        ratio = factor_of(host, tanh.args[0])
+        if ratio is not None:
+            factor = ratio * cap
+            return cap, 1.0 if abs(factor - 1) < 1e-6 else factor
     return None
 
 
@@ -78,7 +94,7 @@ def slopes_of(
 def score_options(
     host: Host, e: Expr, lengths: tuple[int, int], causal: bool, shape: tuple[int, int]
 ) -> dict[str, Any] | None:
-    """Return a score function as options; None if it is more than they are.
+    """Return a score function as options, scale as a factor of the call's; None if it is more.
 
     Parameters
     ----------
@@ -103,9 +119,27 @@ def score_options(
             return None
         found[ALIBI] = way if e.op == "add" else -way
         e = e.args[0]
-    if e is not SCORE:
-        cap = cap_of(host, e)
-        if cap is None:
+    factor = factor_of(host, e)
+    if factor is None:
+        capped = cap_of(host, e)
+        if capped is None:
             return None
-        found[SOFTCAP] = cap
+        found[SOFTCAP], factor = capped
+    if factor != 1:
+        found[SCALE] = factor
     return found
+
+
+def join_options(arguments: dict[str, Any], found: dict[str, Any]) -> None:
+    """Give a call the options that its score function became; a factor multiplies its scale."""
+    arguments.update(beside_scale(found))
+    if SCALE in found:
+        scale = arguments.get(SCALE)
+        scale = arguments["q"].shape[-1] ** -0.5 if scale is None else scale
+        if isinstance(scale, Real):  # the compiled module refuses what is no number
+            arguments[SCALE] = float(scale) * found[SCALE]
+
+
+def beside_scale(found: dict[str, Any]) -> dict[str, Any]:
+    """Leave the factor of the scale out: it is above 0, so a plan does not hang on it."""
+    return {name: option for name, option in found.items() if name != SCALE}
