@@ -343,7 +343,7 @@ class BlockMask:
         """Return the mask that hides also what a function hides: no block of it is surely seen.
 
         The same one as last time, if the function is: plans of calls are kept with it. Itself for
-        its own function, which hides no more.
+        its own function: seen blocks are those of the arrays that it captured when it was made.
         """
         if mask_mod is self.mask_mod:
             return self

@@ -68,10 +68,14 @@ def head_dims_of(arguments: dict[str, Any]) -> tuple[int, int]:
 def free_options(arguments: dict[str, Any]) -> frozenset[str]:
     """Name the options that a score function may become, as they are not given.
 
-    A factor joins the scale, but a softcap that is given lies between the two.
+    A factor joins the scale, where this is a number that it can multiply; a softcap that is given
+    lies between the two.
     """
-    named = {SCALE: SOFTCAP, SOFTCAP: SOFTCAP, ALIBI: ALIBI}
-    return frozenset(name for name, rival in named.items() if not is_asked(arguments.get(rival)))
+    free = {name for name in (SOFTCAP, ALIBI) if not is_asked(arguments.get(name))}
+    scale = arguments.get("scale")
+    if SOFTCAP in free and (scale is None or (isinstance(scale, Real) and abs(scale) < 2.0**60)):
+        free.add(SCALE)
+    return frozenset(free)
 
 
 class Gives(NamedTuple):

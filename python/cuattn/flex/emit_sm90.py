@@ -180,7 +180,7 @@ def computed_ahead(root: Expr) -> tuple[list[Expr], list[Expr]]:
 
 
 def members(function: Function, first_number: int) -> str:
-    """Return the members of a mask in `sm90` ; all of it is exact."""
+    """Return the members of a mask in `sm90`; all of it is exact."""
     given = function, first_number, False
     parts: dict[str, str] = {}
     known: dict[int, str] = {}

@@ -9,7 +9,6 @@ distance may stand without its bars.
 
 from __future__ import annotations
 
-from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -45,8 +44,8 @@ def factor_of(host: Host, e: Expr) -> float | None:
 
 
 def positive(number: float | None) -> float | None:
-    """Return a number above 0 that float32 holds, and no subnormal one."""
-    return number if number is not None and 2.0**-126 <= number < 2.0**127 else None
+    """Return a number above 0 that float32 holds, also times a scale of such a size."""
+    return number if number is not None and 2.0**-60 <= number <= 2.0**60 else None
 
 
 def cap_of(host: Host, e: Expr) -> tuple[float, float] | None:
@@ -56,8 +55,8 @@ def cap_of(host: Host, e: Expr) -> tuple[float, float] | None:
         if cap is None or tanh.op != "tanh":
             continue
         ratio = factor_of(host, tanh.args[0])
-        if ratio is not None:
-            factor = ratio * cap
+        factor = None if ratio is None else positive(ratio * cap)
+        if factor is not None:
             return cap, 1.0 if abs(factor - 1) < 1e-6 else factor
     return None
 
@@ -135,9 +134,8 @@ def join_options(arguments: dict[str, Any], found: dict[str, Any]) -> None:
     arguments.update(beside_scale(found))
     if SCALE in found:
         scale = arguments.get(SCALE)
-        scale = arguments["q"].shape[-1] ** -0.5 if scale is None else scale
-        if isinstance(scale, Real):  # the compiled module refuses what is no number
-            arguments[SCALE] = float(scale) * found[SCALE]
+        scale = arguments["q"].shape[-1] ** -0.5 if scale is None else float(scale)
+        arguments[SCALE] = scale * found[SCALE]
 
 
 def beside_scale(found: dict[str, Any]) -> dict[str, Any]:
