@@ -11,7 +11,7 @@
 # that took longer last time is not begun.
 # CUATTN_GPU_WIDTH: stages side by side; default 4 for each of several GPUs, else 1.
 # Where several GPUs are visible the stages run side by side, each beginning at a GPU of its own, and what a stage runs in
-# parallel goes round the GPUs. The longest begin first, and the tools yield the cores to the tests.
+# parallel goes round the GPUs. The Python tests begin first and the tools when they are done, of each the longest first.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 work=$PWD/build/gpu
@@ -203,8 +203,13 @@ if [ -z "$dry" ]; then
   $record build $(where) --deps "$work/lib" "$work/tests" || { tail -n 40 "$work/logs/build.log" && exit 1; }
   jobs=$(stale)  # by what this build says of who includes what
 fi
-later=""
+later="" tests_at_work=()
 while read -r part stage last arguments; do
+  # Kernels under a tool hold a GPU for long: beside them the Python tests of core took 420 s and were not done.
+  case $stage in
+    pytest | limits) ;;
+    *) for pid in "${tests_at_work[@]}"; do wait "$pid"; done; tests_at_work=() ;;
+  esac
   while [ "$(jobs -rp | wc -l)" -ge "$width" ]; do wait -n; done
   left=$((seconds - SECONDS))
   if [ "$left" -lt 20 ] || [ "$last" -gt "$left" ]; then
@@ -213,6 +218,7 @@ while read -r part stage last arguments; do
   fi
   [ -z "$dry" ] || echo "$part $stage"
   run_stage "$part" "$stage" $((left < limit ? left : limit)) </dev/null &
+  [ "$stage" != pytest ] || tests_at_work+=($!)
   several_gpus && gpus=${gpus#*,},${gpus%%,*}  # the next stage begins at the next GPU
 done <<<"$jobs"
 wait
