@@ -73,7 +73,8 @@ def free_options(arguments: dict[str, Any]) -> frozenset[str]:
     """
     free = {name for name in (SOFTCAP, ALIBI) if not is_asked(arguments.get(name))}
     scale = arguments.get("scale")
-    if SOFTCAP in free and (scale is None or (isinstance(scale, Real) and abs(scale) < 2.0**60)):
+    is_number = isinstance(scale, int | float | np.integer | np.floating)
+    if SOFTCAP in free and (scale is None or (is_number and abs(scale) < 2.0**60)):
         free.add(SCALE)
     return frozenset(free)
 
