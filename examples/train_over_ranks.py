@@ -58,6 +58,8 @@ def train(group, steps):
 
 
 def work(rank, steps, store):
+    from torch import _dynamo  # noqa: F401  loaded after a group, it would hold it past its end
+
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
     alone = dist.new_group([0])

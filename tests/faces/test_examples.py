@@ -13,7 +13,12 @@ EXAMPLES = pathlib.Path(__file__).resolve().parents[2] / "examples"
 
 def run(*words: str) -> str:
     done = subprocess.run(
-        [sys.executable, *words], capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, *words],
+        env={**os.environ, "PYTHONFAULTHANDLER": "1"},  # a process that aborts says where
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
