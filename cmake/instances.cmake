@@ -62,7 +62,8 @@ endfunction()
 # of all dtypes where they are few, so that none takes more than some 20 s. Six kernels at most share
 # one, and more are dealt out evenly. A row that is marked APART shares none.
 function(cuattn_instance_sources)
-  set(most_portable 3)  # compiled for two devices or more
+  set(most_portable 3)  # machine code for two devices or more
+  set(most_each 3)
   set(most_sm90 7)
   list(REMOVE_DUPLICATES instance_groups)
   foreach(group IN LISTS instance_groups)

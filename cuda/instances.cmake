@@ -4,7 +4,8 @@
 #   op          whose parameters it takes: Op in instances.h
 #   name        KERNEL_RUNG: the header has launch_NAME, whose template takes the axes in this order
 #   header      in cuda/
-#   kind        portable (all of CUATTN_CUDA_ARCHS) or sm90 (90a only)
+#   kind        portable (all of CUATTN_CUDA_ARCHS, from one PTX), each (compiled for each of them: its
+#               code asks which one it is, as for conversions of e4m3) or sm90 (90a only)
 #   dtypes      of q, k and v; paged_attention: of the caches
 #   head dims   of q and k; `192x128`: v has 128. A call takes the smallest that hold its own
 #   masks, scores   `-`: decided at run time, no axis of the template
@@ -64,17 +65,17 @@ cuattn_kernel(attention_backward backward_sm80 backward/sm80/backward.cuh portab
 cuattn_kernel(attention_backward backward_simt backward/simt/backward.cuh portable
               "f32" "64;128;256" "window" "scored")
 
-cuattn_kernel(paged_attention paged_sm80 paged/sm80/decode.cuh portable
+cuattn_kernel(paged_attention paged_sm80 paged/sm80/decode.cuh each
               "f16;bf16;e4m3" "64;128;256" - -)
-cuattn_kernel(paged_attention paged_simt paged/simt.cuh portable
+cuattn_kernel(paged_attention paged_simt paged/simt.cuh each
               "f32" "128;256" - -)
 cuattn_kernel(paged_attention paged_sm90 paged/sm90/decode.cuh sm90
               "f16;bf16" "64;128;256" - -)
 
 # The latent is key and value; its rope columns are no axis.
-cuattn_kernel(mla_decode mla_sm80 mla/sm80/decode.cuh portable
+cuattn_kernel(mla_decode mla_sm80 mla/sm80/decode.cuh each
               "f16;bf16" "512" - -)
 cuattn_kernel(mla_decode mla_sm90 mla/sm90/decode.cuh sm90
               "f16;bf16" "512" - -)
-cuattn_kernel(mla_decode mla_simt mla/simt.cuh portable
+cuattn_kernel(mla_decode mla_simt mla/simt.cuh each
               "f32;f16;bf16" "512;1024" - -)

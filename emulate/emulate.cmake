@@ -7,8 +7,10 @@ if(SKBUILD)
 endif()
 find_package(Python REQUIRED COMPONENTS Interpreter)
 set(CUATTN_HAVE_CUDA ON)
-set(CUATTN_ARCHS_portable 80-real)
-set(CUATTN_ARCHS_TEXT_portable 80)
+foreach(kind IN ITEMS portable each)
+  set(CUATTN_ARCHS_${kind} 80-real)
+  set(CUATTN_ARCHS_TEXT_${kind} 80)
+endforeach()
 set(CUATTN_ARCHS_sm90 "")
 set(CUATTN_ARCHS_TEXT_sm90 "")
 set(CUATTN_ARCHS_TEXT 80)
@@ -26,9 +28,12 @@ execute_process(
           ${emulated_dir} cuda include/cuattn/device
   COMMAND_ERROR_IS_FATAL ANY)
 
-# In the place of the function of this name in cmake/cuda.cmake.
+# In the place of the function of this name in cmake/cuda.cmake, which is called for each kind: the
+# hand-written sources, all of one kind, come with the instances of both.
 function(cuattn_cuda_library kind)
-  get_property(instances GLOBAL PROPERTY CUATTN_INSTANCES_${kind})
+  get_property(instances GLOBAL PROPERTY CUATTN_INSTANCES_portable)
+  get_property(more GLOBAL PROPERTY CUATTN_INSTANCES_each)
+  list(APPEND instances ${more})
   set(sources ${ARGN})
   list(REMOVE_ITEM sources cuda/attention/cublas.cu cuda/attention/sm90/functor.cu)
   if(NOT sources)

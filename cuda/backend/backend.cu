@@ -179,7 +179,7 @@ void check_lens(const char* function, const PagedWork& work, int32_t device_id, 
 
 // Those outside the table of instances.
 void list_kernels(std::vector<KernelInfo>& list) {
-  constexpr const char* kArchs = CUATTN_PORTABLE_ARCHS;
+  constexpr const char* kArchs = CUATTN_ARCHS_OF_EACH;
   for (DType dtype : {DType::f32, DType::f16, DType::bf16}) {
     for (Kernel kernel : {Kernel::naive, Kernel::cublas}) {
       list.push_back(

@@ -46,7 +46,7 @@ int32_t native_code(int32_t major, int32_t minor) {
     cudaGetLastError();
     return -1;
   }
-  return has_machine_code(CUATTN_PORTABLE_ARCHS, major, minor) ? 1 : 0;
+  return has_machine_code(CUATTN_ARCHS_OF_EACH, major, minor) ? 1 : 0;
 }
 
 DeviceInfo query_device(int32_t device_id) {

@@ -4,6 +4,7 @@
 // header path. Next: mma_sm80.cuh.
 #pragma once
 
+#include "cuattn/device/arch.cuh"
 #include "cuattn/device/math.cuh"
 
 namespace cuattn::device {
@@ -93,6 +94,7 @@ __device__ __forceinline__ Bfloat16 from_float<Bfloat16>(float x) {
 // Saturates: what is larger than 448, infinity included, becomes 448; NaN stays NaN.
 template <>
 __device__ __forceinline__ E4m3 from_float<E4m3>(float x) {
+  the_kind_of_this_row_must_be_each();
 #if __CUDA_ARCH__ >= 890
   uint16_t y;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(y) : "f"(0.0f), "f"(x));
@@ -125,6 +127,7 @@ __device__ __forceinline__ uint32_t pack2(float low, float high) {
 
 // Two neighbours in 16 bits, the lower column in the lower byte; each as from_float gives it.
 __device__ __forceinline__ uint16_t pack2_e4m3(float low, float high) {
+  the_kind_of_this_row_must_be_each();
 #if __CUDA_ARCH__ >= 890
   uint16_t y;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(y) : "f"(high), "f"(low));
@@ -142,6 +145,7 @@ __device__ __forceinline__ float2 unpack_bf16(uint32_t pair) {
 
 // Four e4m3 neighbours become two pairs of float16: exact, NaN stays NaN.
 __device__ __forceinline__ void unpack_e4m3(uint32_t x, uint32_t& low, uint32_t& high) {
+  the_kind_of_this_row_must_be_each();
 #if __CUDA_ARCH__ >= 890
   asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\ncvt.rn.f16x2.e4m3x2 %0, l;\n"
       "cvt.rn.f16x2.e4m3x2 %1, h;\n}"
