@@ -2,7 +2,9 @@
 """integrations/vllm under a stand-in for vLLM's classes, against attention in float64."""
 
 import importlib
+import importlib.util
 import re
+import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -195,3 +197,13 @@ def test_another_release_is_named_and_nothing_registered(vllm, version, monkeypa
         module.register()
         module.register()
     assert len(vllm) == 1
+
+
+def test_the_engine_of_vllm_finds_what_transformers_does():
+    """vLLM itself, where somebody has installed it; the script judges its own results."""
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed")
+    command = [sys.executable, str(PACKAGE / "engine_on_cpu.py"), "llama"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    assert done.stdout.count("backend CUSTOM") == 2
