@@ -152,7 +152,7 @@ nb::object flex_attention_backward(const nb::dict& arguments, const nb::dict& fo
 }
 
 // The bytes of workspace of a forward or, where there is dout, a backward call whose arrays are
-// dtypes and shapes on CUDA device `number` (-1: the CPU, which reads row ranges and lists).
+// dtypes and shapes on CUDA device `number` (-1: the CPU, which reads lists: leave them out).
 size_t flex_workspace(const nb::dict& arguments, const nb::dict& found, int number) {
   bool is_backward = is_given(argument(arguments, "dout"));
   const char* op = is_backward ? kBackwardOp : kOp;

@@ -16,7 +16,8 @@ from cuattn import _core
 
 jax = frameworks.require("jax")
 
-DTYPES = {"bool": 1, "int32": 4, "uint8": 6, "float16": 10, "float32": 11, "int64": 5}
+DTYPES = {"bool": 1, "int32": 4, "int64": 5, "uint8": 6, "float16": 10, "float32": 11}
+DTYPES["bfloat16"] = 16
 EXECUTE, ARRAY_TYPE, SCALAR, STRING = 3, 1, 3, 4
 
 
