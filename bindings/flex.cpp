@@ -3,6 +3,9 @@
 // function became. Next: python/cuattn/flex/attention.py, backward.py.
 #include "bindings/flex.h"
 
+#include <nanobind/stl/string.h>
+
+#include <cstdint>
 #include <deque>
 #include <iterator>
 #include <vector>
@@ -10,10 +13,12 @@
 #include "bindings/arrays/import.h"
 #include "bindings/arrays/optional.h"
 #include "bindings/arrays/results.h"
+#include "bindings/arrays/shapes.h"
 #include "bindings/backward.h"
 #include "bindings/call/errors.h"
 #include "bindings/call/options.h"
 #include "bindings/call/unlocked.h"
+#include "bindings/xla/functors.h"
 #include "cuattn/c_api.h"
 
 namespace cuattn::bindings {
@@ -28,6 +33,16 @@ nb::handle argument(const nb::dict& arguments, const char* name) {
   return value != nullptr ? nb::handle(value) : nb::handle(Py_None);
 }
 
+// An array of an XLA call that is not made yet, as dtype and shape: its memory is at an address that
+// is aligned as XLA's, and nobody reads.
+void place_shape(const char* op, const char* name, nb::handle source, DLDevice device,
+                 Array& array) {
+  constexpr uintptr_t kNowhere = 256;
+  import_shape(op, name, source, dl_dtype(DType::f32), device, array);
+  if (PyTuple_Check(source.ptr())) array.view.data = reinterpret_cast<void*>(kNowhere);
+  array.tensor = array.view.dl();
+}
+
 // What Python found in the functions, by name; what is None or missing stays NULL.
 struct FlexArrays {
   const char* op;
@@ -38,7 +53,11 @@ struct FlexArrays {
   const DLTensor* import(const char* name, nb::handle source, const CallStream& stream,
                          const Array& home, bool is_written = false) {
     Array& array = storage.emplace_back();
-    array.import(op, name, source, stream, &home, is_written);
+    if (PyTuple_Check(source.ptr())) {  // of flex_workspace
+      place_shape(op, name, source, home.view.device, array);
+    } else {
+      array.import(op, name, source, stream, &home, is_written);
+    }
     return &array.tensor;
   }
 
@@ -132,6 +151,44 @@ nb::object flex_attention_backward(const nb::dict& arguments, const nb::dict& fo
   return run_backward(op, args, inputs, stream, call);
 }
 
+// The bytes of workspace of a forward or, where there is dout, a backward call whose arrays are
+// dtypes and shapes on CUDA device `number` (-1: the CPU, which reads lists: leave them out).
+size_t flex_workspace(const nb::dict& arguments, const nb::dict& found, int number) {
+  bool is_backward = is_given(argument(arguments, "dout"));
+  const char* op = is_backward ? kBackwardOp : kOp;
+  DLDevice device = number < 0 ? DLDevice{kDLCPU, 0} : DLDevice{kDLCUDA, number};
+  std::deque<Array> arrays;
+  auto place = [&](const char* name) -> const DLTensor* {
+    nb::handle source = argument(arguments, name);
+    if (!is_given(source)) return nullptr;
+    place_shape(op, name, source, device, arrays.emplace_back());
+    return &arrays.back().tensor;
+  };
+  BackwardArguments args(arguments);
+  for (const auto& option : kAttentionArrays) {
+    nb::handle source = argument(arguments, option.name);
+    if (option.number != nullptr && is_given(source) && !PyTuple_Check(source.ptr())) {
+      args.options.*option.number = parse_double(op, option.name, source);
+    } else {
+      args.options.*option.tensor = place(option.name);
+    }
+  }
+  const DLTensor *q = place("q"), *k = place("k"), *v = place("v");
+  FlexArrays flex{op, {}, {}, {}, {}};
+  flex.import(found, {}, arrays[arrays.size() - 3]);
+  if (!is_backward) {
+    cuattn_attention_call call;
+    check(cuattn_flex_prepare(q, k, v, &args.options, &flex.options, &call));
+    return call.workspace_bytes;
+  }
+  cuattn_backward_arrays given{place("dout"), q, k, v, place("out"), place("lse")};
+  args.backward_options.dlse = place("dlse");
+  cuattn_backward_call call;
+  check(cuattn_flex_backward_prepare(&given, &args.options, &args.backward_options, &flex.options,
+                                     &call));
+  return call.workspace_bytes;
+}
+
 }  // namespace
 
 int64_t add_functor(const nb::bytes& image) {
@@ -148,6 +205,14 @@ void add_flex(nb::module_& m) {
                 "object"),
         "cuattn.flex_attention of its arguments by name, and of what its functions became. "
         "NotImplemented for JAX arrays.");
+  m.def("name_functor", &xla::name_functor, nb::arg("name"), nb::arg("functor"),
+        "Give the machine code of a number a name, by which XLA's calls find it.");
+  m.def(
+      "flex_workspace", &flex_workspace, nb::arg("arguments"), nb::arg("found"), nb::arg("device"),
+      nb::sig("def flex_workspace(arguments: dict[str, object], found: dict[str, object], device: "
+              "int) -> int"),
+      "The bytes of workspace of a call, forward or with dout backward, whose arrays are tuples "
+      "of dtype and extents on a CUDA device (-1: the CPU).");
   m.def("flex_attention_backward", &flex_attention_backward, nb::arg("arguments"), nb::arg("found"),
         nb::sig("def flex_attention_backward(arguments: dict[str, object], found: dict[str, "
                 "object]) -> object"),

@@ -31,7 +31,8 @@ nb::dict xla_handlers() {
   for (const xla::Handler* handler :
        {&xla::kAttention, &xla::kAttentionBackward, &xla::kMergeStates, &xla::kPagedAttention,
         &xla::kReshapeAndCache, &xla::kGatherCache, &xla::kApplyRope, &xla::kNorm,
-        &xla::kActivation, &xla::kSample, &xla::kVerify, &xla::kMlaDecode, &xla::kMlaWrite}) {
+        &xla::kActivation, &xla::kSample, &xla::kVerify, &xla::kMlaDecode, &xla::kMlaWrite,
+        &xla::kFlex, &xla::kFlexBackward}) {
     cpu[handler->name] = nb::capsule(reinterpret_cast<void*>(handler->cpu));
     cuda[handler->name] = nb::capsule(reinterpret_cast<void*>(handler->cuda));
   }

@@ -2,7 +2,6 @@
 // attention, its backward pass and merge_states as XLA custom calls: JAX arrays reach the library inside the compiled
 // program, on XLA's stream and in XLA's memory, the workspace included. Python face:
 // python/cuattn/jax/attention.py, backward.py.
-#include <iterator>
 #include <string>
 
 #include "bindings/xla/call.h"
@@ -44,31 +43,14 @@ void run_attention_backward(const CallFrame& frame, Platform platform) {
   backward.deterministic = integer32(frame, "deterministic");
 
   Arguments arguments(frame, place.device);
-  cuattn_backward_arrays arrays;
-  for (auto field :
-       {&cuattn_backward_arrays::dout, &cuattn_backward_arrays::q, &cuattn_backward_arrays::k,
-        &cuattn_backward_arrays::v, &cuattn_backward_arrays::out, &cuattn_backward_arrays::lse})
-    arrays.*field = arguments.next();
+  cuattn_backward_arrays arrays = backward_arrays(arguments);
   arguments.optional(integer(frame, "present"), options, kAttentionArrays,
                      &cuattn_attention_options::dropout_state);
   if (integer(frame, "has_dlse") != 0) backward.dlse = arguments.next();
   cuattn_backward_call call;
   check(cuattn_attention_backward_prepare(&arrays, &options, &backward, &call));
 
-  constexpr const DLTensor* cuattn_gradients::* kFields[] = {
-      &cuattn_gradients::dq,    &cuattn_gradients::dk,     &cuattn_gradients::dv,
-      &cuattn_gradients::dbias, &cuattn_gradients::dsinks, &cuattn_gradients::dslopes};
-  Tensor found[std::size(kFields)], workspace;
-  cuattn_gradients gradients{};
-  int64_t next = 0;
-  for (size_t i = 0; i < std::size(kFields); ++i) {
-    if ((backward.need >> i & 1) == 0) continue;
-    found[i].set(*frame.results.items[next++], place.device);
-    gradients.*kFields[i] = &found[i].dl;
-  }
-  if (next < frame.results.size) workspace.set(*frame.results.items[next], place.device);
-  size_t bytes = next < frame.results.size ? workspace.view.size() : 0;
-  check(cuattn_attention_backward_run(&call, &gradients, workspace.view.data, bytes, place.stream));
+  GradientResults(frame, place.device, backward.need).run(frame, place, call);
 }
 
 // Arguments out_a, lse_a, out_b, lse_b, or stacked outs, lses; results out, lse.

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <iterator>
 #include <new>
 #include <string>
 
@@ -84,9 +85,14 @@ struct Tensor {
 // The arguments of a call, one after another.
 class Arguments {
  public:
-  Arguments(const CallFrame& frame, DLDevice device) : list_(frame.arguments), device_(device) {}
+  // Those from the place `first` on.
+  Arguments(const CallFrame& frame, DLDevice device, int64_t first = 0)
+      : list_(frame.arguments), device_(device), first_(first) {}
 
   const DLTensor* next(int64_t rank = kOwnRank) { return &take(rank).dl; }
+
+  // The place of the argument that is next.
+  int64_t place() const { return first_ + used_; }
 
   // int64 [n], for which JAX without jax_enable_x64 has the two int32 halves of each, [n, 2].
   const DLTensor* next_int64() {
@@ -114,19 +120,30 @@ class Arguments {
 
  private:
   Tensor& take(int64_t rank) {
-    if (used_ == list_.size || used_ == kMost)
+    if (first_ + used_ >= list_.size || used_ == kMost)
       refuse_version("the XLA call has another number of arguments");
     Tensor& tensor = tensors_[used_];
-    tensor.set(*list_.items[used_++], device_, rank);
+    tensor.set(*list_.items[first_ + used_++], device_, rank);
     return tensor;
   }
 
-  static constexpr int64_t kMost = 16;
+  static constexpr int64_t kMost = 20;
   const Buffers& list_;
   DLDevice device_;
+  int64_t first_;
   int64_t used_ = 0;
   Tensor tensors_[kMost];
 };
+
+// The first arguments of a backward call.
+inline cuattn_backward_arrays backward_arrays(Arguments& arguments) {
+  cuattn_backward_arrays arrays;
+  for (auto field :
+       {&cuattn_backward_arrays::dout, &cuattn_backward_arrays::q, &cuattn_backward_arrays::k,
+        &cuattn_backward_arrays::v, &cuattn_backward_arrays::out, &cuattn_backward_arrays::lse})
+    arrays.*field = arguments.next();
+  return arrays;
+}
 
 inline const void* attribute(const CallFrame& frame, const char* name, AttributeType type) {
   const Attributes& list = frame.attributes;
@@ -207,6 +224,33 @@ struct AttentionResults {
   }
 };
 
+// Results of a backward call: the gradients that `need` names, and the place of what follows them.
+struct GradientResults {
+  static constexpr const DLTensor* cuattn_gradients::* kFields[] = {
+      &cuattn_gradients::dq,    &cuattn_gradients::dk,     &cuattn_gradients::dv,
+      &cuattn_gradients::dbias, &cuattn_gradients::dsinks, &cuattn_gradients::dslopes};
+  Tensor found[std::size(kFields)], workspace;
+  cuattn_gradients gradients{};
+  int64_t next = 0;
+
+  GradientResults(const CallFrame& frame, DLDevice device, int32_t need) {
+    for (size_t i = 0; i < std::size(kFields); ++i) {
+      if ((need >> i & 1) == 0) continue;
+      found[i].set(*frame.results.items[next++], device);
+      gradients.*kFields[i] = &found[i].dl;
+    }
+  }
+
+  // Runs a prepared call into them; the workspace, if one is needed, is the result that is next.
+  void run(const CallFrame& frame, const Place& place, cuattn_backward_call& call) {
+    bool has_workspace = next < frame.results.size;
+    if (has_workspace) workspace.set(*frame.results.items[next], place.device);
+    size_t bytes = has_workspace ? workspace.view.size() : 0;
+    check(
+        cuattn_attention_backward_run(&call, &gradients, workspace.view.data, bytes, place.stream));
+  }
+};
+
 // A result that XLA lays onto the argument that it continues.
 inline void set_in_place(const CallFrame& frame, int64_t argument, int64_t result, DLDevice device,
                          Tensor& tensor) {
@@ -225,14 +269,14 @@ using Body = void (*)(const CallFrame&, Platform);
 
 // Answers the metadata query, lets only the execute stage through, and turns failures into XLA
 // errors.
-template <Body kBody, Platform kPlatform>
+template <Body kBody, Platform kPlatform, uint32_t kTraits>
 Error* handle(CallFrame* frame) {
   for (Extension* e = frame->header.extensions; e != nullptr; e = e->next) {
     if (e->type != kMetadata) continue;
     Metadata* metadata = reinterpret_cast<MetadataExtension*>(e)->metadata;
     metadata->api_version.major = 0;
     metadata->api_version.minor = 1;
-    metadata->traits = kPlatform == Platform::cuda ? kCommandBufferCompatible : 0;
+    metadata->traits = kPlatform == Platform::cuda ? kTraits : 0;
     return nullptr;
   }
   if (frame->stage != Stage::execute) return nullptr;
@@ -246,9 +290,9 @@ Error* handle(CallFrame* frame) {
   }
 }
 
-template <Body kBody>
+template <Body kBody, uint32_t kTraits = kCommandBufferCompatible>
 constexpr Handler handler(const char* name) {
-  return {name, &handle<kBody, Platform::cpu>, &handle<kBody, Platform::cuda>};
+  return {name, &handle<kBody, Platform::cpu, kTraits>, &handle<kBody, Platform::cuda, kTraits>};
 }
 
 }  // namespace cuattn::bindings::xla

@@ -159,6 +159,6 @@ struct Handler {
 };
 extern const Handler kAttention, kAttentionBackward, kMergeStates, kPagedAttention,
     kReshapeAndCache, kGatherCache, kApplyRope, kNorm, kActivation, kSample, kVerify, kMlaDecode,
-    kMlaWrite;
+    kMlaWrite, kFlex, kFlexBackward;
 
 }  // namespace cuattn::bindings::xla

@@ -76,11 +76,20 @@ def without_memory(array: Any) -> Any:
     return (str(array.dtype), *array.shape)
 
 
+def device_of_jax(q: Any) -> Any:
+    """Return a device of an array of JAX; of one that is traced the default one."""
+    if isinstance(q, sys.modules["jax"].core.Tracer):
+        from ..jax.call import default_device
+
+        return default_device()
+    return next(iter(q.devices()))
+
+
 def place(device: int | str | dict[str, Any] | None, q: Any) -> tuple[int, dict[str, Any] | None]:
     """Where shapes lie (a CUDA device number, or -1 for the CPU), and the device to ask about."""
     if device is None:
         if "jax" in sys.modules and without_memory(q) is not q:
-            return (-1 if next(iter(q.devices())).platform == "cpu" else 0), None
+            return (-1 if device_of_jax(q).platform == "cpu" else 0), None
         if hasattr(q, "__dlpack_device__"):
             kind, number = q.__dlpack_device__()
             return (number if kind in CUDA_DEVICE_TYPES else -1), None

@@ -22,7 +22,7 @@ from .memo import of_torch, remember, shapes_of
 from .options import SCALE, join_options
 from .plan import Found, Problem, plan
 from .rows import narrowed
-from .trace import Traced, is_jax_tracer, trace
+from .trace import Traced, is_jax_tracer, runs_in_xla, trace
 
 T = TypeVar("T")
 NAME = "flex_attention"
@@ -52,7 +52,7 @@ def flex_attention(
     Parameters
     ----------
     q, k, v : array
-        As `attention` takes them: on the CPU; [batch, seqlen, heads, dim], or packed [total, heads,
+        As `attention` takes them: [batch, seqlen, heads, dim], or packed [total, heads,
         dim] with cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k among the options; with
         block_tables too, and seqused_k, k and v are caches in blocks, as `attention_varlen` takes
         them: decoding and appending, whose keys are gathered into rows first.
@@ -92,15 +92,15 @@ def flex_attention(
     mask = None if mask_mod is None else trace(mask_mod)
     captured = [] if score is None else score.arrays
     if wants_gradient(q, (k, v, *options.values(), *captured)):
-        from ..torch.flex import attend
+        from ..torch import flex as torch_flex
 
         functions = {"score_mod": score_mod, "mask_mod": mask_mod, "block_mask": block_mask}
-        return attend(arguments, functions, captured)
+        return torch_flex.attend(arguments, functions, captured)
     of_mask = [] if mask is None else mask.arrays
-    if any(map(is_jax_tracer, (q, k, v, *options.values(), *of_mask, *captured))):
-        from ..jax.flex import attend_traced
+    if any(map(is_jax_tracer, (k, v, *options.values(), *of_mask, *captured))) or runs_in_xla(q):
+        from ..jax.flex import attend
 
-        return attend_traced(arguments, score_mod, mask_mod, block_mask)
+        return attend(arguments, score_mod, mask_mod, block_mask)
     problem = problem_of(q, k, options)
     if problem is None:  # the compiled module says what is wrong with it
         return _core.flex_attention(arguments, {})
@@ -261,7 +261,9 @@ def problem_of(q: Any, k: Any, options: dict[str, Any]) -> Problem | None:
     """Return the shapes of a call; None where they do not fit together."""
     shapes = [tuple(getattr(x, "shape", ())) for x in (q, k)]
     given = [options.get(name) for name in (*RAGGED[:2], "seqused_q", "seqused_k")]
-    if any(is_cuda(x) for x in given if x is not None):  # lengths that the host does not know
+    if any(
+        is_cuda(x) or runs_in_xla(x) for x in given if x is not None
+    ):  # lengths that the host does not know
         return unknown_problem(shapes, given, options)
     if options.get("cu_seqlens_q") is not None:
         return ragged_problem(shapes, options)

@@ -17,7 +17,7 @@ from .device import Gives, is_cuda, on_its_stream
 from .evaluate import on_host
 from .expression import FLOAT, SCORE
 from .program import gradient_program
-from .trace import KINDS, Traced, dtype_name, trace
+from .trace import KINDS, Traced, dtype_name, runs_in_xla, trace
 
 NAME = "flex_attention_backward"
 FORWARD_ALONE = frozenset(("num_splits", "return_lse", "out", "lse_out", *PAGED))
@@ -92,12 +92,16 @@ def flex_attention_backward(
     >>> g.darrays[0].round(2).tolist()
     [0.0, 0.0, 0.0, 0.0]
     """
-    from ..backward import result_type
-
     refuse_unknown(NAME, options, TAKES)
     need = check_need(NAME, need)
     arguments = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "need": need}
     arguments |= options
+    if runs_in_xla(q):
+        from ..jax.flex import go_back
+
+        found = go_back(arguments, score_mod, mask_mod, block_mask, arrays)
+        if found is not None:
+            return named(need, found, len(arrays))
     score = None if score_mod is None else trace(score_mod, is_score=True)
     slots = slots_of(score, arrays, options, is_cuda(q))
     captured = [] if score is None else score.arrays
@@ -118,9 +122,17 @@ def flex_attention_backward(
         given = wanted if "score_program" in found else {slot: wanted[slot] for slot in live}
         found["array_gradients"] = [given.get(slot) for slot in range(count)]
     results = run(arguments, found)
-    if not arrays:
-        return result_type(need)(*results)
-    darrays = tuple(like(array, wanted[slot]) for array, slot in zip(arrays, slots, strict=True))
+    darrays = [like(array, wanted[slot]) for array, slot in zip(arrays, slots, strict=True)]
+    return named(need, [*results, *darrays], len(arrays))
+
+
+def named(need: tuple[str, ...], found: list[Any], num_arrays: int) -> Any:
+    """Return gradients by name, those of arrays, which stand last, as a tuple of their own."""
+    from ..backward import result_type
+
+    if not num_arrays:
+        return result_type(need)(*found)
+    results, darrays = found[: len(need)], tuple(found[len(need) :])
     return result_type((*need, "darrays"))(*results, darrays)
 
 

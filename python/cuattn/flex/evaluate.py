@@ -8,13 +8,14 @@ whole numbers that leave int32 on the way are refused. Where a float may be NaN,
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from .expression import BOOL, COMPARISONS, FLOAT, INT, INT32_MAX, Expr, describe, ordered
-from .trace import Traced, dtype_name
+from .trace import Traced, dtype_name, is_jax_tracer
 
 Values = dict[str, Any]  # of the indices, by name
 Bounds = tuple[Any, Any]  # least and greatest; of a condition: surely, possibly
@@ -35,12 +36,21 @@ def on_host(array: Any) -> np.ndarray[Any, Any]:
     Raises
     ------
     ValueError
-        If it holds whole numbers beyond int32, or lies on a device and cannot be copied.
+        If it holds whole numbers beyond int32, lies on a device and cannot be copied, or is traced
+        by JAX.
     """
     name = dtype_name(array)
+    if is_jax_tracer(array):
+        raise ValueError(
+            f"flex: an array of {name} of shape {tuple(array.shape)} is traced by JAX, and the "
+            "host reads its numbers; make it outside of jit, grad and vmap, or let a mask or score "
+            "function capture it"
+        )
     if not isinstance(array, np.ndarray):
         device = getattr(array, "__dlpack_device__", lambda: (1, 0))()
         copy = next((getattr(array, n) for n in ("cpu", "get") if hasattr(array, n)), None)
+        if type(array).__module__.startswith("jax"):
+            copy = functools.partial(np.asarray, array)
         if device[0] not in (1, 3):
             if copy is None:
                 raise ValueError(
@@ -66,12 +76,36 @@ def on_host(array: Any) -> np.ndarray[Any, Any]:
     return array.astype(np.int32, copy=False)
 
 
+class Unknown:
+    """Stands for a captured array that JAX traces: kernels read its numbers, the host cannot."""
+
+    def __init__(self, array: Any):
+        self.array, self.shape = array, tuple(array.shape)
+        self.dtype, self.ndim = array.dtype, array.ndim
+
+    def bounds(self) -> Bounds:
+        """Return those of any element; of floats, which may be NaN, there are none."""
+        kind = np.dtype(dtype_name(self)) if self.dtype.kind in "iu" else None
+        if kind is None:
+            return (0, 1) if self.dtype.kind == "b" else (np.nan, np.nan)
+        limits = np.iinfo(kind)
+        return np.int64(max(limits.min, -INT32_MAX)), np.int64(min(limits.max, INT32_MAX))
+
+
 class Host:
     """The captured arrays and numbers of a traced function, read once for a call."""
 
     def __init__(self, traced: Traced):
         self.scalars = traced.scalars
-        self.arrays = [on_host(array) for array in traced.arrays]
+        self.arrays: list[Any]
+        self.arrays = [Unknown(x) if is_jax_tracer(x) else on_host(x) for x in traced.arrays]
+
+    def reads_unknown(self, expr: Expr) -> bool:
+        """Whether an expression reads an array that the host does not know."""
+        return any(
+            node.op == "load" and isinstance(self.arrays[node.args[0]], Unknown)
+            for node in ordered(expr)
+        )
 
 
 def evaluate(host: Host, expr: Expr, values: Values, dtype: Any = np.float32) -> Any:
@@ -86,6 +120,7 @@ def evaluate(host: Host, expr: Expr, values: Values, dtype: Any = np.float32) ->
             found[id(node)] = dtype(x) if node.type == FLOAT else x
         elif node.op == "load":
             array = host.arrays[args[0]]
+            array = on_host(array.array) if isinstance(array, Unknown) else array  # which refuses
             at = tuple(np.clip(i, 0, n - 1) for i, n in zip(args[2:], array.shape, strict=True))
             x = array[at]
             found[id(node)] = x.astype(dtype) if node.type == FLOAT else widened(x, node.type)
@@ -137,8 +172,10 @@ class Tables:
         return least, most
 
 
-def load_bounds(array: np.ndarray[Any, Any], indices: list[Bounds]) -> Bounds:
+def load_bounds(array: Any, indices: list[Bounds]) -> Bounds:
     """Return the bounds of a captured array's elements over boxes of indices."""
+    if isinstance(array, Unknown):
+        return array.bounds()
     array = array.astype(np.int8) if array.dtype == np.bool_ else array
     if array.ndim == 0:
         return array[()], array[()]

@@ -60,6 +60,16 @@ def functor(source: str, arch: str) -> int:
         return _known[key]
 
 
+@functools.lru_cache(maxsize=1024)
+def name_of(number: int) -> str:
+    """Return the name of machine code, the same in every process, and tell XLA's calls of it."""
+    with _lock:
+        source, arch = next(key for key, found in _known.items() if found == number)
+    name = hashlib.sha256(f"{arch}\0{source}".encode()).hexdigest()
+    _core.name_functor(name, number)
+    return name
+
+
 def machine_code(source: str, arch: str) -> bytes:
     """Return the machine code of a source, from the disk or NVRTC."""
     if os.environ.get("CUATTN_DISABLE_JIT", "0") not in ("", "0"):

@@ -11,10 +11,10 @@ import numpy as np
 from .block_mask import BlockMask, Shape, classify, lists_of
 from .emit import Function
 from .evaluate import Host, bounds, evaluate
-from .expression import Expr
+from .expression import Expr, read
 from .options import score_options
 from .program import program
-from .rows import Split, document_parts, limits, runs, split, window_within
+from .rows import Split, conjuncts, document_parts, limits, runs, split, window_within
 from .trace import Traced
 
 BLOCK = (128, 128)
@@ -153,6 +153,15 @@ def find_limits(
     return None, *find_rows(host, problem, keys)
 
 
+def parted(host: Host, e: Expr) -> tuple[Expr, Expr | None]:
+    """Return the part of a mask that the host knows, and what reads arrays that it does not."""
+    parts: dict[bool, Expr] = {}
+    for part in conjuncts(e):
+        is_unknown = host.reads_unknown(part)
+        parts[is_unknown] = parts[is_unknown] & part if is_unknown in parts else part
+    return (e, None) if True not in parts else (parts.get(False, read(True)), parts[True])
+
+
 def plan(
     problem: Problem,
     score: Traced | None,
@@ -170,8 +179,10 @@ def plan(
     functions: dict[str, Function] = {}
     if mask is not None:
         of_mask = Host(mask)
-        keys = split(mask.expr)
+        known, unknown = parted(of_mask, mask.expr)
+        keys = split(known)
         window = limits(of_mask, keys, problem.common)
+        is_window = window is not None and unknown is None
     options = options_for(score, problem, window is not None and window[1] == 0, takes)
     if options:
         words.append(f"options, as the scores are {' and '.join(options)}")
@@ -182,7 +193,7 @@ def plan(
         functions["score"] = Function(score.expr, score.scalars, 0, score.arrays)
         captured += host.arrays
         words.append(f"a program for each score, {score}")
-    if mask is not None and window is None:
+    if mask is not None and not is_window:
         host = of_mask
         is_known = bool(problem.lengths) or not problem.batch
         if not is_known and block_mask is not None:
@@ -190,8 +201,12 @@ def plan(
                 "flex_attention: block_mask must not be given beside lengths on the device, with "
                 f"which its blocks cannot be compared, got one of {mask}; pass mask_mod"
             )
-        window, rows, rest = find_limits(host, problem, mask.expr, keys, is_known)
-        words += [] if window is None else [f"options, as the mask lies in the window {window}"]
+        rows, rest = None, None
+        if window is None:
+            window, rows, rest = find_limits(host, problem, known, keys, is_known)
+        rest = unknown if rest is None else rest if unknown is None else rest & unknown
+        is_limited = window not in (None, (-1, -1))
+        words += [f"options, as the mask lies in the window {window}"] if is_limited else []
         if rows is not None:
             found["row_begin"], found["row_end"] = rows.begin, rows.end
             words.append("row ranges, as each row's keys are an interval")
@@ -201,6 +216,7 @@ def plan(
             functions["mask"] = Function(rest, mask.scalars, len(captured), mask.arrays)
             captured += host.arrays
             words.append(f"a program for what is neither window nor interval of keys, {rest}")
+            words += [] if unknown is None else ["which reads arrays that JAX traces"]
             words.append(add_lists(found, problem, mask, block_mask))
     elif window is not None and window != (-1, -1):
         words.append(f"options, as the mask is the window {window}")
@@ -216,8 +232,10 @@ def options_for(
     """Return the options that stand for a score function, if all of them may be taken."""
     if score is None or problem.common is None or not takes:
         return {}
-    shape = problem.batch, problem.num_heads
-    found = score_options(Host(score), score.expr, problem.common, causal, shape)
+    host, shape = Host(score), (problem.batch, problem.num_heads)
+    if host.reads_unknown(score.expr):
+        return {}
+    found = score_options(host, score.expr, problem.common, causal, shape)
     return found if found and takes.issuperset(found) else {}
 
 

@@ -175,6 +175,16 @@ def is_jax_tracer(x: Any) -> bool:
     return jax is not None and isinstance(x, jax.core.Tracer)
 
 
+def runs_in_xla(x: Any) -> bool:
+    """Whether JAX traces an array, or it is one of JAX that lies on no CPU."""
+    if is_jax_tracer(x):
+        return True
+    jax = sys.modules.get("jax")
+    if jax is None or not isinstance(x, jax.Array):
+        return False
+    return any(device.platform != "cpu" for device in x.devices())
+
+
 def is_number(x: Any) -> bool:
     """Whether something is a number that may change between calls."""
     return isinstance(x, (int, float, np.integer, np.floating)) and not isinstance(x, bool)

@@ -34,10 +34,12 @@ def call(op: str, arguments: dict[str, Any]) -> Any:
             )
     options = {option.name: arguments.get(option.name, option.default) for option in NUMBERS}
     options["window"] = plain_window(options["window"])
-    options |= {"need": need, "deterministic": arguments["deterministic"]}
+    in_order = tuple(name for name in GRADIENTS if name in need)  # as the handler gives them
+    options |= {"need": in_order, "deterministic": arguments["deterministic"]}
     static = static_of(op, **options, devices=possible_devices(op, given))
     register()
-    return result_type(need)(*run_backward(given, static))
+    found = dict(zip(in_order, run_backward(given, static), strict=True))
+    return result_type(need)(*map(found.get, need))
 
 
 def checked(op: str, given: dict[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""flex_attention of JAX arrays of the CPU.
+"""flex_attention of JAX arrays, and its gradients.
 
-Outside of jit numpy sees their memory; under jit and grad a callback runs the call on the host,
-with captured arrays among its operands.
+On the CPU numpy sees their memory outside of jit; under jit and grad a callback runs the call on
+the host, with captured arrays among its operands. Next: flex_ops.py (on a GPU).
 """
 
 from __future__ import annotations
@@ -14,9 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._gradients import GRADIENT_OF
-from .._kv_shapes import head_dim_of_values
+from .._gradients import GRADIENT_OF, GRADIENTS
 from .._options import PLACES
+from ..flex.backward import like, slots_of
+from ..flex.trace import dtype_name, is_jax_tracer, trace
+from .call import as_varying, check_arrays, is_array, possible_devices
+from .flex_ops import DeviceCall, result_shapes
 
 
 def run_on_host(
@@ -52,8 +55,8 @@ def on_host(function: str, name: str, x: Any) -> Any:
         return x
     if any(device.platform != "cpu" for device in x.devices()):
         raise NotImplementedError(
-            f"{function}: {name} lies on {x.devices()}, and JAX arrays are taken on the CPU alone; "
-            "use a mask of cuattn.attention there"
+            f"{function}: {name} must be on the CPU like the others, got {x.devices()}; move it "
+            "with jax.device_put"
         )
     return np.asarray(x)
 
@@ -61,8 +64,8 @@ def on_host(function: str, name: str, x: Any) -> Any:
 # Under jit and grad
 
 
-class TracedCall:
-    """A call of which an array is traced: what is fixed, and which operands stand for what."""
+class HostCall:
+    """A call on the CPU of which an array is traced: what is fixed, and what operands stand for."""
 
     def __init__(self, arguments: dict[str, Any], score: Any, mask: Any, block_mask: Any):
         self.score, self.mask, self.block_mask = score, mask, block_mask
@@ -86,6 +89,18 @@ class TracedCall:
         }
         return named, functions
 
+    def run(self, operands: Any) -> Any:
+        """Return out and lse."""
+        return jax.pure_callback(self.forward, self.shapes(), *operands, vmap_method="sequential")
+
+    def shapes(self) -> Any:
+        """Return the shapes of out and lse."""
+        arrays = dict(zip(self.names, self.operands, strict=False))
+        kv_layout = self.options.get("kv_layout") if "block_tables" in self.names else None
+        return result_shapes(
+            arrays["q"], arrays["v"], self.options.get("layout", "bshd"), kv_layout
+        )
+
     def forward(self, *operands: Any) -> Any:
         """Return out and lse, on the host."""
         from ..flex.attention import flex_attention
@@ -99,6 +114,12 @@ class TracedCall:
         is_float = [jnp.issubdtype(x.dtype, jnp.floating) for x in self.operands]
         names = {i: name in GRADIENT_OF for i, name in enumerate(self.names)}
         return [i for i in range(last) if is_float[i] and names.get(i, True)]
+
+    def differentiate(self, kept: Any, gradients: Any) -> Any:
+        """Return the gradients of the differentiable operands."""
+        operands = [kept[0][i] for i in self.differentiable()]
+        shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands)
+        return jax.pure_callback(self.backward, shapes, *kept, *gradients, vmap_method="sequential")
 
     def backward(self, operands: Any, out: Any, lse: Any, dout: Any, dlse: Any) -> Any:
         """Return the gradients of the differentiable operands, on the host."""
@@ -123,52 +144,48 @@ class TracedCall:
         return (*found[: len(need)], *(found.darrays if slots else ()))
 
 
-def default_platform() -> str:
-    """Return where JAX computes what lies nowhere yet."""
-    device = jax.config.jax_default_device
-    return jax.default_backend() if device is None else str(getattr(device, "platform", device))
+def device_of(op: str, arguments: dict[str, Any], captured: list[Any]) -> int:
+    """Return the CUDA device of a call, or -1 for the CPU: where its arrays are, else JAX's own."""
+    given = {name: x for name, x in arguments.items() if is_array(x)}
+    given |= {f"captured array {i}": x for i, x in enumerate(captured) if is_array(x)}
+    return possible_devices(op, given)[0]
 
 
-def result_shapes(call: TracedCall) -> tuple[Any, Any]:
-    """Return the shapes of out and lse."""
-    shapes = dict(zip(call.names, call.operands, strict=False))
-    q, v = shapes["q"], shapes["v"]
-    kv_layout = call.options.get("kv_layout") if "block_tables" in call.names else None
-    out = jax.ShapeDtypeStruct((*q.shape[:-1], head_dim_of_values(v.shape, kv_layout)), q.dtype)
-    if q.ndim == 3:
-        return out, jax.ShapeDtypeStruct(q.shape[1::-1], jnp.float32)
-    is_bshd = call.options.get("layout", "bshd") == "bshd"
-    rows, heads = q.shape[1:3] if is_bshd else q.shape[2:0:-1]
-    return out, jax.ShapeDtypeStruct((q.shape[0], heads, rows), jnp.float32)
+def refuse_places(op: str, arguments: dict[str, Any]) -> None:
+    """Refuse what XLA owns."""
+    for name in (*PLACES, *GRADIENTS):
+        if arguments.get(name) is not None and not (name == "out" and "dout" in arguments):
+            raise ValueError(f"{op}: {name} must not be given with JAX arrays; XLA owns it")
 
 
-def attend_traced(arguments: dict[str, Any], score_mod: Any, mask_mod: Any, block_mask: Any) -> Any:
-    """Attend under jit, grad and vmap: the host is called back.
+def attend(arguments: dict[str, Any], score_mod: Any, mask_mod: Any, block_mask: Any) -> Any:
+    """Attend on a GPU, or under jit, grad and vmap: there the CPU's host is called back.
 
     Raises
     ------
-    NotImplementedError
-        Where JAX's default devices are not CPUs.
     ValueError
         If out, lse_out, workspace or stream is given.
     """
-    from ..flex.trace import trace
-
-    for name in PLACES:
-        if arguments.get(name) is not None:
-            raise ValueError(f"flex_attention: {name} must not be given with JAX arrays")
-    platform = default_platform()
-    if platform != "cpu":
-        raise NotImplementedError(
-            f"flex_attention: JAX arrays are taken on the CPU alone, got {platform}; trace under "
-            'jax.default_device("cpu"), or use a mask of cuattn.attention'
-        )
+    refuse_places("flex_attention", arguments)
     score = None if score_mod is None else trace(score_mod, is_score=True)
-    call = TracedCall(arguments, score, None if mask_mod is None else trace(mask_mod), block_mask)
-    out_shapes = result_shapes(call)
+    mask = None if mask_mod is None else trace(mask_mod)
+    captured = [x for f in (score, mask) if f is not None for x in f.arrays]
+    device = device_of("flex_attention", arguments, captured)
+    call: HostCall | DeviceCall
+    if device < 0:
+        call = HostCall(arguments, score, mask, block_mask)
+    else:
+        given = mask if block_mask is None else mask_mod  # which is joined with the block mask's
+        call = DeviceCall(arguments, score, given, block_mask, device)
+    out, lse = attend_by(call)
+    return (out, lse) if arguments.get("return_lse") else out
+
+
+def attend_by(call: HostCall | DeviceCall) -> Any:
+    """Return out and lse of a call, which JAX differentiates."""
 
     def run(operands: Any) -> Any:
-        return jax.pure_callback(call.forward, out_shapes, *operands, vmap_method="sequential")
+        return as_varying(call.run(operands), operands)
 
     def run_and_keep(operands: Any) -> Any:
         if "block_tables" in call.names:
@@ -180,15 +197,36 @@ def attend_traced(arguments: dict[str, Any], score_mod: Any, mask_mod: Any, bloc
         return (out, lse), (operands, out, lse)
 
     def differentiate(kept: Any, gradients: Any) -> Any:
-        operands, places = kept[0], call.differentiable()
-        shapes = tuple(jax.ShapeDtypeStruct(operands[i].shape, operands[i].dtype) for i in places)
-        found = jax.pure_callback(
-            call.backward, shapes, *kept, *gradients, vmap_method="sequential"
-        )
-        by_place = dict(zip(places, found, strict=True))
-        return (tuple(by_place.get(i) for i in range(len(operands))),)
+        found = as_varying(call.differentiate(kept, gradients), kept[0])
+        by_place = dict(zip(call.differentiable(), found, strict=True))
+        return (tuple(by_place.get(i) for i in range(len(call.operands))),)
 
     attend = jax.custom_vjp(run)
     attend.defvjp(run_and_keep, differentiate)
-    out, lse = attend(call.operands)
-    return (out, lse) if arguments.get("return_lse") else out
+    return attend(as_varying(call.operands, call.operands))
+
+
+def go_back(
+    arguments: dict[str, Any], score_mod: Any, mask_mod: Any, block_mask: Any, arrays: Any
+) -> Any:
+    """Return what flex_attention_backward does on a GPU; None for arrays of the CPU."""
+    name = "flex_attention_backward"
+    score = None if score_mod is None else trace(score_mod, is_score=True)
+    captured = [] if score is None else score.arrays
+    device = device_of(name, arguments, captured)
+    if device < 0:
+        return None
+    refuse_places(name, arguments)
+    slots = slots_of(score, arrays, arguments, True)
+    inputs = {n: arguments[n] for n in ("dout", "out", "lse")}
+    inputs = check_arrays(name, inputs, dlse=arguments.get("dlse"))
+    need, deterministic = arguments["need"], arguments.get("deterministic")
+    forward = {n: x for n, x in arguments.items() if n not in inputs}
+    call = DeviceCall(forward, score, mask_mod, block_mask, device)
+    found, sums = call.go_back(call.operands, inputs, need, tuple(slots), deterministic)
+    return [*found, *(as_captured(x, y) for x, y in zip(arrays, sums, strict=True))]
+
+
+def as_captured(array: Any, x: jax.Array) -> Any:
+    """Return a gradient as the captured array is: of its dtype, and library unless it is traced."""
+    return x.astype(jnp.dtype(dtype_name(array))) if is_jax_tracer(x) else like(array, x)
