@@ -3,6 +3,8 @@
 // row_tile.cuh, quantize.cu.
 #pragma once
 
+#include <type_traits>
+
 #include "cuattn/params/quantize.h"
 #include "cuda/fused/rows.cuh"
 
@@ -23,10 +25,11 @@ __device__ __forceinline__ float scale_of(float largest) {
   return largest == 0.0f ? 1.0f : fmaxf(largest / kLargestE4m3, kSmallestNormal);
 }
 
-// 8 channels as they lie in memory: 16 bytes, 32 of float32.
-template <DType kType>
+// 8 channels as they lie in memory: 16 bytes, or 32 (kWide). Of 16 bits it matters to unpack alone
+// whether they are float16 or bfloat16, and so no kernel is compiled for each.
+template <bool kWide>
 struct RawPiece {
-  static constexpr int kWords = kType == DType::f32 ? 2 : 1;
+  static constexpr int kWords = kWide ? 2 : 1;
   uint4 words[kWords];
 
   __device__ __forceinline__ void clear() {
@@ -46,7 +49,8 @@ struct RawPiece {
 
   // `in_pieces`: they lie side by side on 16 bytes.
   __device__ __forceinline__ void load(const QuantizeArray& array, bool in_pieces, int64_t at) {
-    const auto* from = static_cast<const Element<kType>*>(array.data) + at;
+    using Bits = std::conditional_t<kWide, uint32_t, uint16_t>;
+    const auto* from = static_cast<const Bits*>(array.data) + at;
     if (in_pieces) {
 #pragma unroll
       for (int i = 0; i < kWords; ++i) words[i] = reinterpret_cast<const uint4*>(from)[i];
@@ -55,11 +59,11 @@ struct RawPiece {
     uint32_t lone[4 * kWords];
 #pragma unroll
     for (int i = 0; i < 4 * kWords; ++i) {
-      if constexpr (kType == DType::f32) {
-        lone[i] = __float_as_uint(from[i * array.channel]);
+      if constexpr (kWide) {
+        lone[i] = from[i * array.channel];
       } else {
-        uint32_t high = from[(2 * i + 1) * array.channel].bits;
-        lone[i] = high << 16 | from[2 * i * array.channel].bits;
+        uint32_t high = from[(2 * i + 1) * array.channel];
+        lone[i] = high << 16 | from[2 * i * array.channel];
       }
     }
 #pragma unroll
@@ -67,6 +71,7 @@ struct RawPiece {
       words[i] = uint4{lone[4 * i], lone[4 * i + 1], lone[4 * i + 2], lone[4 * i + 3]};
   }
 
+  template <DType kType>
   __device__ __forceinline__ void unpack(float (&x)[kSpan]) const {
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
@@ -84,6 +89,16 @@ struct RawPiece {
           x[2 * j + 1] = to_float(Half{static_cast<uint16_t>(word[j] >> 16)});
         }
       }
+    }
+  }
+  // `is_half`: float16, where not kWide; the same for all threads.
+  __device__ __forceinline__ void unpack(bool is_half, float (&x)[kSpan]) const {
+    if constexpr (kWide) {
+      unpack<DType::f32>(x);
+    } else if (is_half) {
+      unpack<DType::f16>(x);
+    } else {
+      unpack<DType::bf16>(x);
     }
   }
 };
