@@ -21,8 +21,8 @@ __device__ __forceinline__ bool is_finite(float x) {
 }
 
 // 1 where all elements are 0: no code but 0 is written then, and no scale is 0.
-__device__ __forceinline__ float scale_of(float largest) {
-  return largest == 0.0f ? 1.0f : fmaxf(largest / kLargestE4m3, kSmallestNormal);
+__device__ __forceinline__ float scale_of(float largest, DType codes) {
+  return largest == 0.0f ? 1.0f : fmaxf(largest / largest_code(codes), kSmallestNormal);
 }
 
 // 8 channels as they lie in memory: 16 bytes, or 32 (kWide). Of 16 bits it matters to unpack alone
@@ -133,8 +133,15 @@ struct Divisor {
 };
 
 // 4 codes in a word.
-__device__ __forceinline__ uint32_t pack_codes(float a, float b, float c, float d) {
-  return pack2_e4m3(a, b) | static_cast<uint32_t>(pack2_e4m3(c, d)) << 16;
+__device__ __forceinline__ uint32_t pack_e4m3(const float* x) {
+  return pack2_e4m3(x[0], x[1]) | static_cast<uint32_t>(pack2_e4m3(x[2], x[3])) << 16;
+}
+__device__ __forceinline__ uint32_t pack_int8(const float* x) {
+  int code[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) code[i] = max(min(__float2int_rn(x[i]), 127), -127);  // NaN is 0
+  return __byte_perm(__byte_perm(code[0], code[1], 0x0040), __byte_perm(code[2], code[3], 0x0040),
+                     0x5410);
 }
 
 // Turns 4 rows of 4 bytes, `pitch` words apart, into words of 4 rows, one of each channel.
@@ -149,7 +156,7 @@ __device__ __forceinline__ void turn_bytes(const uint32_t* from, int pitch, int 
   turned[3][four] = __byte_perm(high0, high1, 0x7632);
 }
 
-inline int item_of(DType dtype) { return dtype == DType::f32 ? 4 : dtype == DType::e4m3 ? 1 : 2; }
+inline int item_of(DType number) { return number == DType::f32 ? 4 : 2; }
 
 // Whether 8 channels of a row lie side by side on `bytes`.
 inline bool lies_in_pieces(const QuantizeArray& array, int item, uintptr_t bytes) {

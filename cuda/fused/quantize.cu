@@ -150,7 +150,7 @@ struct Worker {
       float size = __int_as_float(shared.sizes[i]);
       if (size > 0.0f)
         atomicMax(reinterpret_cast<int*>(const_cast<float*>(scale)),
-                  __float_as_int(scale_of(size)));
+                  __float_as_int(scale_of(size, p.out.dtype)));
       shared.sizes[i] = 0;  // of the next part
     }
   }
@@ -179,7 +179,7 @@ struct Worker {
   __device__ __forceinline__ void encode(const Divisor& by, bool is_there) {
     uint4* to = reinterpret_cast<uint4*>(memory + shape.at(at.row) + at.first);
     float factor = by.factor * step.norm;
-    bool apart = by_channel();
+    bool apart = by_channel(), is_int8 = p.out.dtype == DType::i8;
     __syncwarp();  // the other thread of the row has read it
 #pragma unroll
     for (int run = 0; run < kChannels; run += kRun) {
@@ -191,9 +191,13 @@ struct Worker {
         divide_by_channel(run, y);
       }
       uint32_t words[4];
+      if (is_int8) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
-        words[i] = pack_codes(y[4 * i], y[4 * i + 1], y[4 * i + 2], y[4 * i + 3]);
+        for (int i = 0; i < 4; ++i) words[i] = pack_int8(y + 4 * i);
+      } else {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) words[i] = pack_e4m3(y + 4 * i);
+      }
       if (!is_there) words[0] = words[1] = words[2] = words[3] = 0;
       if (run < at.channels) to[run / kRun] = uint4{words[0], words[1], words[2], words[3]};
     }
@@ -219,7 +223,7 @@ struct Worker {
     if (!place.is_there) return;
     int rows = static_cast<int>(min(int64_t{shape.rows}, part.last(step) - from));
     const char* codes = memory + place.piece * kSpan;
-    E4m3* to = static_cast<E4m3*>(p.out.data) + part.offset(p.out, from) +
+    auto* to = static_cast<uint8_t*>(p.out.data) + part.offset(p.out, from) +
                place.row * p.out.strides.seq + place.piece * kSpan * p.out.channel;
     int64_t on = place.rows_on * p.out.strides.seq;
     if (step.out_pieces) {
@@ -230,7 +234,7 @@ struct Worker {
     }
     for (int row = place.row; row < rows; row += place.rows_on, to += on) {
       for (int i = 0; i < kSpan; ++i)
-        to[i * p.out.channel].bits = static_cast<uint8_t>(codes[shape.at(row) + i]);
+        to[i * p.out.channel] = static_cast<uint8_t>(codes[shape.at(row) + i]);
     }
   }
 
@@ -265,7 +269,7 @@ struct Worker {
   // The scale of a part that is its own.
   __device__ __forceinline__ float take_scale() const {
     const Float8Scale& s = p.scale;
-    float scale = scale_of(__int_as_float(shared.sizes[0]));
+    float scale = scale_of(__int_as_float(shared.sizes[0]), p.out.dtype);
     if (threadIdx.x == 0 && part.first() < p.rows)  // rows beyond x may have none
       const_cast<float*>(
           s.data)[part.b * s.strides[0] + part.h * s.strides[1] + part.block * s.strides[2]] =
