@@ -4,6 +4,8 @@
 add_library(cuattn_headers OBJECT EXCLUDE_FROM_ALL)
 target_include_directories(cuattn_headers PRIVATE include)
 target_compile_options(cuattn_headers PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-std=c++17>)
+# Once: what a header includes does not depend on the device.
+set_target_properties(cuattn_headers PROPERTIES CUDA_ARCHITECTURES 90-virtual)
 
 function(cuattn_header_alone header suffix)
   set(source ${PROJECT_BINARY_DIR}/headers/${header}${suffix})

@@ -157,7 +157,14 @@ __device__ void write_scattered(const CacheSide& side, const CacheTile& tile, co
 template <DType kType, DType kCacheType, bool kRope, bool kVllm>
 constexpr bool kStagesRows = kVllm && kType != DType::f32 && (kRope || kCacheType == kType);
 
-// kVllm: the layout whose V goes by pieces. Note: with four blocks a multiprocessor float32 would
+// Whether calls without RoPE have a kernel of their own. It is worth its time to compile only where
+// it stages no rows, or where float32 has a fourth block on a multiprocessor.
+template <DType kType, DType kCacheType, bool kVllm>
+constexpr bool kPlainApart =
+    kStagesRows<kType, kCacheType, true, kVllm> ? !kStagesRows<kType, kCacheType, false, kVllm>
+                                                : kType == DType::f32 && !kVllm;
+
+// kVllm: the layout whose V goes by pieces. kRope: calls with RoPE, too. Note: with four blocks a multiprocessor float32 would
 // spill there, as it would beside RoPE.
 template <DType kType, DType kCacheType, bool kRope, bool kVllm>
 __global__ void __launch_bounds__(kCacheThreads, kType == DType::f32 && (kRope || kVllm) ? 3 : 4)
@@ -167,14 +174,14 @@ __global__ void __launch_bounds__(kCacheThreads, kType == DType::f32 && (kRope |
   __shared__ float inverses[kTileHeads];  // 1 / scale of each head of the tile
   using Pair = Types<kType, kCacheType>;
   CacheTile tile(&places, tokens, p.num_heads);
-  bool is_k = tile.is_k;
+  bool is_k = tile.is_k, rotates = kRope && is_k && p.rope.cos != nullptr;
   const CacheSide& side = is_k ? p.k : p.v;
   extern __shared__ uint4 staged[];
   using T = typename Pair::T;
   constexpr bool kStaged = kStagesRows<kType, kCacheType, kRope, kVllm>;
   const TileRows<T, kStaged> rows(side, tile, reinterpret_cast<T*>(staged));
   rows.fetch(p.num_tokens);
-  if (kRope && is_k) {  // by threads that have no slots to read, at the same time
+  if (rotates) {  // by threads that have no slots to read, at the same time
     int i = static_cast<int>(threadIdx.x) - kCacheThreads / 2;
     if (i >= 0 && i < tokens + kPieceTokens && tile.first + i < p.num_tokens)
       positions[i] = rope_position(p.rope, tile.first + i);
@@ -194,7 +201,7 @@ __global__ void __launch_bounds__(kCacheThreads, kType == DType::f32 && (kRope |
     return;
   }
   int first_d = 0;
-  if (kRope && is_k) {
+  if (rotates) {
     auto rotate = [&]<int kColumns>() {
       if constexpr (kStaged) {
         rotate_staged_rows<Pair, kVllm, kColumns>(p, tile, rows, inverses, positions);
@@ -240,20 +247,22 @@ void launch(const CacheWriteParams& p, cudaStream_t stream) {
   CUATTN_CUDA_TRY(cudaGetLastError());
 }
 
-template <DType kType, DType kCacheType, bool kRope>
+template <DType kType, DType kCacheType, bool kVllm>
 void launch(const CacheWriteParams& p, cudaStream_t stream) {
-  if (p.kv_layout == KvLayout::vllm) return launch<kType, kCacheType, kRope, true>(p, stream);
-  launch<kType, kCacheType, kRope, false>(p, stream);
+  if constexpr (kPlainApart<kType, kCacheType, kVllm>) {
+    if (p.rope.cos == nullptr) return launch<kType, kCacheType, false, kVllm>(p, stream);
+  }
+  launch<kType, kCacheType, true, kVllm>(p, stream);
 }
 
 template <DType kType>
 void launch(const CacheWriteParams& p, cudaStream_t stream) {
-  bool rope = p.rope.cos != nullptr;
+  bool vllm = p.kv_layout == KvLayout::vllm;
   if (p.cache_dtype == DType::e4m3) {
-    return rope ? launch<kType, DType::e4m3, true>(p, stream)
+    return vllm ? launch<kType, DType::e4m3, true>(p, stream)
                 : launch<kType, DType::e4m3, false>(p, stream);
   }
-  return rope ? launch<kType, kType, true>(p, stream) : launch<kType, kType, false>(p, stream);
+  return vllm ? launch<kType, kType, true>(p, stream) : launch<kType, kType, false>(p, stream);
 }
 
 }  // namespace

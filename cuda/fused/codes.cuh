@@ -3,6 +3,8 @@
 // row_tile.cuh, quantize.cu.
 #pragma once
 
+#include <type_traits>
+
 #include "cuattn/params/quantize.h"
 #include "cuda/fused/rows.cuh"
 
@@ -19,14 +21,15 @@ __device__ __forceinline__ bool is_finite(float x) {
 }
 
 // 1 where all elements are 0: no code but 0 is written then, and no scale is 0.
-__device__ __forceinline__ float scale_of(float largest) {
-  return largest == 0.0f ? 1.0f : fmaxf(largest / kLargestE4m3, kSmallestNormal);
+__device__ __forceinline__ float scale_of(float largest, DType codes) {
+  return largest == 0.0f ? 1.0f : fmaxf(largest / largest_code(codes), kSmallestNormal);
 }
 
-// 8 channels as they lie in memory: 16 bytes, 32 of float32.
-template <DType kType>
+// 8 channels as they lie in memory: 16 bytes, or 32 (kWide). Of 16 bits it matters to unpack alone
+// whether they are float16 or bfloat16, and so no kernel is compiled for each.
+template <bool kWide>
 struct RawPiece {
-  static constexpr int kWords = kType == DType::f32 ? 2 : 1;
+  static constexpr int kWords = kWide ? 2 : 1;
   uint4 words[kWords];
 
   __device__ __forceinline__ void clear() {
@@ -46,7 +49,8 @@ struct RawPiece {
 
   // `in_pieces`: they lie side by side on 16 bytes.
   __device__ __forceinline__ void load(const QuantizeArray& array, bool in_pieces, int64_t at) {
-    const auto* from = static_cast<const Element<kType>*>(array.data) + at;
+    using Bits = std::conditional_t<kWide, uint32_t, uint16_t>;
+    const auto* from = static_cast<const Bits*>(array.data) + at;
     if (in_pieces) {
 #pragma unroll
       for (int i = 0; i < kWords; ++i) words[i] = reinterpret_cast<const uint4*>(from)[i];
@@ -55,11 +59,11 @@ struct RawPiece {
     uint32_t lone[4 * kWords];
 #pragma unroll
     for (int i = 0; i < 4 * kWords; ++i) {
-      if constexpr (kType == DType::f32) {
-        lone[i] = __float_as_uint(from[i * array.channel]);
+      if constexpr (kWide) {
+        lone[i] = from[i * array.channel];
       } else {
-        uint32_t high = from[(2 * i + 1) * array.channel].bits;
-        lone[i] = high << 16 | from[2 * i * array.channel].bits;
+        uint32_t high = from[(2 * i + 1) * array.channel];
+        lone[i] = high << 16 | from[2 * i * array.channel];
       }
     }
 #pragma unroll
@@ -67,6 +71,7 @@ struct RawPiece {
       words[i] = uint4{lone[4 * i], lone[4 * i + 1], lone[4 * i + 2], lone[4 * i + 3]};
   }
 
+  template <DType kType>
   __device__ __forceinline__ void unpack(float (&x)[kSpan]) const {
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
@@ -84,6 +89,16 @@ struct RawPiece {
           x[2 * j + 1] = to_float(Half{static_cast<uint16_t>(word[j] >> 16)});
         }
       }
+    }
+  }
+  // `is_half`: float16, where not kWide; the same for all threads.
+  __device__ __forceinline__ void unpack(bool is_half, float (&x)[kSpan]) const {
+    if constexpr (kWide) {
+      unpack<DType::f32>(x);
+    } else if (is_half) {
+      unpack<DType::f16>(x);
+    } else {
+      unpack<DType::bf16>(x);
     }
   }
 };
@@ -118,8 +133,15 @@ struct Divisor {
 };
 
 // 4 codes in a word.
-__device__ __forceinline__ uint32_t pack_codes(float a, float b, float c, float d) {
-  return pack2_e4m3(a, b) | static_cast<uint32_t>(pack2_e4m3(c, d)) << 16;
+__device__ __forceinline__ uint32_t pack_e4m3(const float* x) {
+  return pack2_e4m3(x[0], x[1]) | static_cast<uint32_t>(pack2_e4m3(x[2], x[3])) << 16;
+}
+__device__ __forceinline__ uint32_t pack_int8(const float* x) {
+  int code[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) code[i] = max(min(__float2int_rn(x[i]), 127), -127);  // NaN is 0
+  return __byte_perm(__byte_perm(code[0], code[1], 0x0040), __byte_perm(code[2], code[3], 0x0040),
+                     0x5410);
 }
 
 // Turns 4 rows of 4 bytes, `pitch` words apart, into words of 4 rows, one of each channel.
@@ -134,7 +156,7 @@ __device__ __forceinline__ void turn_bytes(const uint32_t* from, int pitch, int 
   turned[3][four] = __byte_perm(high0, high1, 0x7632);
 }
 
-inline int item_of(DType dtype) { return dtype == DType::f32 ? 4 : dtype == DType::e4m3 ? 1 : 2; }
+inline int item_of(DType number) { return number == DType::f32 ? 4 : 2; }
 
 // Whether 8 channels of a row lie side by side on `bytes`.
 inline bool lies_in_pieces(const QuantizeArray& array, int item, uintptr_t bytes) {

@@ -36,22 +36,26 @@ struct Part {
   }
 };
 
-// 8 channels of a row as float; `in_pieces`: they lie side by side on 16 bytes (on 8 of float8).
-template <DType kType>
-__device__ __forceinline__ void load_row(const QuantizeArray& array, bool in_pieces, int64_t at,
-                                         float (&x)[kSpan]) {
-  const auto* from = static_cast<const Element<kType>*>(array.data) + at;
-  constexpr int kSize = kType == DType::f32 ? 4 : kSpan;
+// 8 codes of a row; `in_pieces`: they lie side by side on 8 bytes.
+__device__ __forceinline__ uint2 load_codes(const QuantizeArray& array, bool in_pieces,
+                                            int64_t at) {
+  const auto* from = static_cast<const uint8_t*>(array.data) + at;
+  if (in_pieces) return *reinterpret_cast<const uint2*>(from);
+  uint32_t words[2] = {};
 #pragma unroll
-  for (int i = 0; i < kSpan; i += kSize) {
-    if (in_pieces) {
-      auto piece = load_piece<kSize>(from + i);
+  for (int i = 0; i < kSpan; ++i)
+    words[i / 4] |= static_cast<uint32_t>(from[i * array.channel]) << i % 4 * 8;
+  return {words[0], words[1]};
+}
+
+__device__ __forceinline__ void unpack_codes(uint2 codes, bool is_int8, float (&x)[kSpan]) {
+  auto code = [&](int i) { return static_cast<uint8_t>((i < 4 ? codes.x : codes.y) >> i % 4 * 8); };
+  if (is_int8) {
 #pragma unroll
-      for (int j = 0; j < kSize; ++j) x[i + j] = to_float(piece.x[j]);
-    } else {
+    for (int i = 0; i < kSpan; ++i) x[i] = to_float(Int8{static_cast<int8_t>(code(i))});
+  } else {
 #pragma unroll
-      for (int j = 0; j < kSize; ++j) x[i + j] = to_float(from[(i + j) * array.channel]);
-    }
+    for (int i = 0; i < kSpan; ++i) x[i] = to_float(E4m3{code(i)});
   }
 }
 
@@ -69,30 +73,32 @@ template <DType kType>
 __global__ void __launch_bounds__(kThreads)
     read_codes(const __grid_constant__ QuantizeParams p, bool in_pieces, bool out_pieces) {
   Part part(p, p.rows);
+  bool is_int8 = p.x.dtype == DType::i8;
   if (!part.active) return;
   float scale[kSpan];
   load_scales(p, part, scale);
   for (int64_t row = part.first + part.row; row < part.last; row += part.step) {
-    float x[kAhead][kSpan];
+    uint2 codes[kAhead];
 #pragma unroll
     for (int a = 0; a < kAhead; ++a) {
-      if (row + a < part.last)
-        load_row<DType::e4m3>(p.x, in_pieces, part.offset(p.x, row + a), x[a]);
+      if (row + a < part.last) codes[a] = load_codes(p.x, in_pieces, part.offset(p.x, row + a));
     }
 #pragma unroll
     for (int a = 0; a < kAhead; ++a) {
       if (row + a >= part.last) break;
+      float x[kSpan];
+      unpack_codes(codes[a], is_int8, x);
 #pragma unroll
-      for (int i = 0; i < kSpan; ++i) x[a][i] *= scale[i];
+      for (int i = 0; i < kSpan; ++i) x[i] *= scale[i];
       auto* to = static_cast<Element<kType>*>(p.out.data) + part.offset(p.out, row + a);
       if (out_pieces) {
         constexpr int kSize = kType == DType::f32 ? 4 : kSpan;
 #pragma unroll
         for (int i = 0; i < kSpan; i += kSize)
-          store_piece(to + i, reinterpret_cast<const float (&)[kSize]>(x[a][i]));
+          store_piece(to + i, reinterpret_cast<const float (&)[kSize]>(x[i]));
       } else {
 #pragma unroll
-        for (int i = 0; i < kSpan; ++i) to[i * p.out.channel] = from_float<Element<kType>>(x[a][i]);
+        for (int i = 0; i < kSpan; ++i) to[i * p.out.channel] = from_float<Element<kType>>(x[i]);
       }
     }
   }

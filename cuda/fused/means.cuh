@@ -10,9 +10,9 @@
 namespace cuattn {
 namespace {
 
-template <DType kType>
-constexpr int kMeanRows = kType == DType::f32 ? 4 : 8;  // of a thread, in flight together
-constexpr int kMeanLanes = 4;                           // of a row: 64 bytes in 16 bits
+template <bool kWide>
+constexpr int kMeanRows = kWide ? 4 : 8;  // of a thread, in flight together
+constexpr int kMeanLanes = 4;             // of a row: 64 bytes in 16 bits
 constexpr int kMeanCluster = 8;  // blocks that share the rows: 16 heads of 128 fill the device
 constexpr int kMeanWidth = kMeanLanes * kSpan;
 constexpr int kMeanStep = kThreads / kMeanLanes;
@@ -47,13 +47,13 @@ __device__ __forceinline__ T read_block(const T& x, int rank) {
 // Elements of kMeanRows rows, of 16 bits each, summed as float: 8 of them have bits to spare, so that
 // little or nothing is rounded. False, and nothing added, where one is not finite.
 template <DType kType>
-__device__ __forceinline__ bool add_finite(const RawPiece<kType> (&raw)[kMeanRows<kType>],
+__device__ __forceinline__ bool add_finite(const RawPiece<false> (&raw)[kMeanRows<false>],
                                            double (&sum)[kSpan], int (&count)[kSpan]) {
   float together[kSpan] = {}, check = 0.0f;
 #pragma unroll
-  for (const RawPiece<kType>& row : raw) {
+  for (const RawPiece<false>& row : raw) {
     float x[kSpan];
-    row.unpack(x);
+    row.template unpack<kType>(x);
 #pragma unroll
     for (int i = 0; i < kSpan; ++i) together[i] += x[i];
   }
@@ -63,30 +63,35 @@ __device__ __forceinline__ bool add_finite(const RawPiece<kType> (&raw)[kMeanRow
 #pragma unroll
   for (int i = 0; i < kSpan; ++i) {
     sum[i] += together[i];
-    count[i] += kMeanRows<kType>;
+    count[i] += kMeanRows<false>;
   }
   return true;
 }
 
 // Finite elements of the rows of one block.
-template <DType kType>
+template <bool kWide>
 __device__ __forceinline__ void add_rows(const QuantizeParams& p, bool in_pieces, int64_t at,
                                          int64_t first, int64_t step, double (&sum)[kSpan],
                                          int (&count)[kSpan]) {
+  bool is_half = !kWide && p.x.dtype == DType::f16;
   for (int64_t row = first; row < p.rows; row += step) {
-    RawPiece<kType> raw[kMeanRows<kType>];
+    RawPiece<kWide> raw[kMeanRows<kWide>];
 #pragma unroll
-    for (int a = 0; a < kMeanRows<kType>; ++a) {
+    for (int a = 0; a < kMeanRows<kWide>; ++a) {
       int64_t next = row + a * kMeanStep;
       if (next < p.rows) raw[a].load(p.x, in_pieces, at + next * p.x.strides.seq);
     }
-    bool is_whole = row + (kMeanRows<kType> - 1) * kMeanStep < p.rows;
-    if (kType != DType::f32 && is_whole && add_finite(raw, sum, count)) continue;
+    if constexpr (!kWide) {
+      bool is_whole = row + (kMeanRows<kWide> - 1) * kMeanStep < p.rows;
+      if (is_whole && (is_half ? add_finite<DType::f16>(raw, sum, count)
+                               : add_finite<DType::bf16>(raw, sum, count)))
+        continue;
+    }
 #pragma unroll
-    for (int a = 0; a < kMeanRows<kType>; ++a) {
+    for (int a = 0; a < kMeanRows<kWide>; ++a) {
       if (row + a * kMeanStep >= p.rows) break;
       float x[kSpan];
-      raw[a].unpack(x);
+      raw[a].unpack(is_half, x);
 #pragma unroll
       for (int i = 0; i < kSpan; ++i) {
         if (!is_finite(x[i])) continue;
@@ -99,7 +104,7 @@ __device__ __forceinline__ void add_rows(const QuantizeParams& p, bool in_pieces
 
 // Of the finite elements of each channel of a head; 0 where there are none. A cluster takes a few
 // channels of a head, of all rows.
-template <DType kType>
+template <bool kWide>
 __global__ void __launch_bounds__(kThreads)
     means_kernel(const __grid_constant__ QuantizeParams p, bool in_pieces, int blocks) {
   __shared__ MeanSums sums;
@@ -114,8 +119,8 @@ __global__ void __launch_bounds__(kThreads)
   int count[kSpan] = {};
   if (channel < p.dim) {
     int64_t at = b * p.x.strides.batch + h * p.x.strides.head + channel * p.x.channel;
-    int64_t of_block = kMeanStep * kMeanRows<kType>;
-    add_rows<kType>(p, in_pieces, at, first + rank * of_block, blocks * of_block, sum, count);
+    int64_t of_block = kMeanStep * kMeanRows<kWide>;
+    add_rows<kWide>(p, in_pieces, at, first + rank * of_block, blocks * of_block, sum, count);
   }
 #pragma unroll
   for (int i = 0; i < kSpan; ++i) {
@@ -152,14 +157,14 @@ __global__ void __launch_bounds__(kThreads)
   meet_cluster();  // no block ends while another reads what it holds
 }
 
-template <DType kType>
+template <bool kWide>
 void write_means(const QuantizeParams& p, int major, cudaStream_t stream) {
   int blocks =
-      kKernelsWait && major >= 9 && p.rows > kMeanStep * kMeanRows<kType> ? kMeanCluster : 1;
+      kKernelsWait && major >= 9 && p.rows > kMeanStep * kMeanRows<kWide> ? kMeanCluster : 1;
   int64_t slices = int64_t{p.batch} * p.heads * device::ceil_div(p.dim, kMeanWidth);
-  launch_clusters(means_kernel<kType>, blocks_of("quantize", slices * blocks),
+  launch_clusters(means_kernel<kWide>, blocks_of("quantize", slices * blocks),
                   dim3(static_cast<unsigned>(blocks)), kThreads, 0, major, stream, p,
-                  lies_in_pieces(p.x, item_of(kType), 16), blocks);
+                  lies_in_pieces(p.x, item_of(p.x.dtype), 16), blocks);
 }
 
 }  // namespace

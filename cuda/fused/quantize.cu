@@ -28,7 +28,7 @@ struct Shared {
 
 // What a thread has of the part that its block works on: the tile in shared memory, its row in
 // registers.
-template <DType kType>
+template <bool kWide>
 struct Worker {
   const QuantizeParams& p;
   const Step& step;
@@ -50,7 +50,13 @@ struct Worker {
 
   // A row of the tile as it is rounded, not yet divided by its scale nor by the size of R.
   __device__ __forceinline__ void prepare(int64_t from, bool wants_shift) {
-    read_row<kType>(shape, at, memory, x);
+    if constexpr (kWide) {
+      read_row<DType::f32>(shape, at, memory, x);
+    } else if (p.x.dtype == DType::f16) {
+      read_row<DType::f16>(shape, at, memory, x);
+    } else {
+      read_row<DType::bf16>(shape, at, memory, x);
+    }
     if (wants_shift) write_shift(from + at.row);
     if (p.mean != nullptr) subtract_mean(p, step, part, at, x);
     if (p.rotates) rotate_row(at, shared.flips, hadamard_size(p.dim), x);
@@ -144,7 +150,7 @@ struct Worker {
       float size = __int_as_float(shared.sizes[i]);
       if (size > 0.0f)
         atomicMax(reinterpret_cast<int*>(const_cast<float*>(scale)),
-                  __float_as_int(scale_of(size)));
+                  __float_as_int(scale_of(size, p.out.dtype)));
       shared.sizes[i] = 0;  // of the next part
     }
   }
@@ -170,38 +176,44 @@ struct Worker {
   }
 
   // Codes of the row where it lay, beginning with its first channel.
-  template <bool kByChannel>
   __device__ __forceinline__ void encode(const Divisor& by, bool is_there) {
     uint4* to = reinterpret_cast<uint4*>(memory + shape.at(at.row) + at.first);
     float factor = by.factor * step.norm;
+    bool apart = by_channel(), is_int8 = p.out.dtype == DType::i8;
     __syncwarp();  // the other thread of the row has read it
 #pragma unroll
     for (int run = 0; run < kChannels; run += kRun) {
-      if (kByChannel && run >= at.channels) continue;
-      float y[kRun];
-      if constexpr (kByChannel) {
-#pragma unroll
-        for (int i = 0; i < kRun; i += 4) {
-          int channel = at.first + run + i;
-          auto factors = load_floats<4>(shared.factor + channel, true);
-          auto high = load_floats<4>(shared.high + channel, true);
-          auto low = load_floats<4>(shared.low + channel, true);
-#pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            float scaled = x[run + i + j] * (factors.x[j] * step.norm);
-            y[i + j] = __fmaf_rn(scaled, high.x[j], scaled * low.x[j]);
-          }
-        }
-      } else {
+      float y[kRun] = {};
+      if (!apart) {
 #pragma unroll
         for (int i = 0; i < kRun; ++i) y[i] = by.quotient(x[run + i] * factor);
+      } else if (run < at.channels) {
+        divide_by_channel(run, y);
       }
       uint32_t words[4];
+      if (is_int8) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
-        words[i] = pack_codes(y[4 * i], y[4 * i + 1], y[4 * i + 2], y[4 * i + 3]);
+        for (int i = 0; i < 4; ++i) words[i] = pack_int8(y + 4 * i);
+      } else {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) words[i] = pack_e4m3(y + 4 * i);
+      }
       if (!is_there) words[0] = words[1] = words[2] = words[3] = 0;
       if (run < at.channels) to[run / kRun] = uint4{words[0], words[1], words[2], words[3]};
+    }
+  }
+  __device__ __forceinline__ void divide_by_channel(int run, float (&y)[kRun]) const {
+#pragma unroll
+    for (int i = 0; i < kRun; i += 4) {
+      int channel = at.first + run + i;
+      auto factors = load_floats<4>(shared.factor + channel, true);
+      auto high = load_floats<4>(shared.high + channel, true);
+      auto low = load_floats<4>(shared.low + channel, true);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        float scaled = x[run + i + j] * (factors.x[j] * step.norm);
+        y[i + j] = __fmaf_rn(scaled, high.x[j], scaled * low.x[j]);
+      }
     }
   }
 
@@ -211,7 +223,7 @@ struct Worker {
     if (!place.is_there) return;
     int rows = static_cast<int>(min(int64_t{shape.rows}, part.last(step) - from));
     const char* codes = memory + place.piece * kSpan;
-    E4m3* to = static_cast<E4m3*>(p.out.data) + part.offset(p.out, from) +
+    auto* to = static_cast<uint8_t*>(p.out.data) + part.offset(p.out, from) +
                place.row * p.out.strides.seq + place.piece * kSpan * p.out.channel;
     int64_t on = place.rows_on * p.out.strides.seq;
     if (step.out_pieces) {
@@ -222,7 +234,7 @@ struct Worker {
     }
     for (int row = place.row; row < rows; row += place.rows_on, to += on) {
       for (int i = 0; i < kSpan; ++i)
-        to[i * p.out.channel].bits = static_cast<uint8_t>(codes[shape.at(row) + i]);
+        to[i * p.out.channel] = static_cast<uint8_t>(codes[shape.at(row) + i]);
     }
   }
 
@@ -257,7 +269,7 @@ struct Worker {
   // The scale of a part that is its own.
   __device__ __forceinline__ float take_scale() const {
     const Float8Scale& s = p.scale;
-    float scale = scale_of(__int_as_float(shared.sizes[0]));
+    float scale = scale_of(__int_as_float(shared.sizes[0]), p.out.dtype);
     if (threadIdx.x == 0 && part.first() < p.rows)  // rows beyond x may have none
       const_cast<float*>(
           s.data)[part.b * s.strides[0] + part.h * s.strides[1] + part.block * s.strides[2]] =
@@ -273,7 +285,7 @@ struct Worker {
     if (!measures && !by_channel() && part.first() < p.rows)
       by = Divisor(scale_at(part.block, threadIdx.x == 0));
     int tiles = 1;
-    if (kType == DType::f32)
+    if (kWide)
       tiles = static_cast<int>(ceil_div<int64_t>(part.last(step) - part.first(), shape.rows));
     bool is_twice = measures && writes && tiles > 1;
 #pragma unroll 1
@@ -282,7 +294,7 @@ struct Worker {
       int64_t from = part.first() + int64_t{i >= tiles ? i - tiles : i} * shape.rows;
       if (i > 0) {
         __syncthreads();  // who reads the tile before has done so
-        load_tile<kType>(p, step, part, shape, from, memory);
+        load_tile<kWide>(p, step, part, shape, from, memory);
         await_tile();
       }
       prepare(from, p.shift != nullptr && i < tiles && measures == p.gives_scale);
@@ -294,11 +306,7 @@ struct Worker {
         by = Divisor(take_scale());
       }
       if (!writes || !is_last) continue;
-      if (by_channel()) {
-        encode<true>(by, is_there);
-      } else {
-        encode<false>(by, is_there);
-      }
+      encode(by, is_there);
       __syncthreads();
       if (step.by_columns) {
         write_columns(from);
@@ -333,18 +341,18 @@ struct Worker {
   }
   __device__ __forceinline__ void ask(uint32_t index, char* to) const {
     Part wanted(p, step, index);
-    load_tile<kType>(p, step, wanted, shape, wanted.first(), to);
+    load_tile<kWide>(p, step, wanted, shape, wanted.first(), to);
   }
 };
 
-template <DType kType>
-__global__ void __launch_bounds__((kType == DType::f32 ? 2 : 4) * kScaleRows)
+template <bool kWide>
+__global__ void __launch_bounds__((kWide ? 2 : 4) * kScaleRows)
     quantize_step(const __grid_constant__ QuantizeParams p, const __grid_constant__ Step step) {
   extern __shared__ __align__(16) char memory[];
   __shared__ Shared shared;
   wait_for_previous_kernel();
   release_next_kernel();
-  Worker<kType>(p, step, shared, memory).run();
+  Worker<kWide>(p, step, shared, memory).run();
 }
 
 // One thread an element of the scale: 0 before the maxima, or 1 where there are no rows.
@@ -391,7 +399,7 @@ struct Launcher {
   }
 
   // One kernel over `rows` rows of each head.
-  template <DType kType>
+  template <bool kWide>
   void launch(Step step, int64_t rows) const {
     static uint64_t allowed = 0;
     int64_t blocks = device::ceil_div<int64_t>(rows, kScaleRows);
@@ -399,7 +407,7 @@ struct Launcher {
     step.parts = blocks_of(fn, int64_t{p.batch} * p.heads * blocks);
     step.blocks = static_cast<uint32_t>(blocks);
     if (step.parts == 0) return;
-    int item = item_of(kType);
+    int item = item_of(p.x.dtype);
     const TileShape& shape = step.shape;
     int most = std::max(TileShape(2 * kChannels, item).bytes(), TileShape(kMostDim, item).bytes());
     int granted = granted_shared_memory() - static_cast<int>(sizeof(Shared));
@@ -407,16 +415,16 @@ struct Launcher {
     int there = std::max(kThreadsThere / shape.threads(), 1);
     unsigned together =
         static_cast<unsigned>(device_attribute(cudaDevAttrMultiProcessorCount) * there);
-    allow_shared_memory(quantize_step<kType>, std::min(2 * most, granted), allowed);
-    launch_overlapping(quantize_step<kType>, std::min(step.parts, together), shape.threads(),
+    allow_shared_memory(quantize_step<kWide>, std::min(2 * most, granted), allowed);
+    launch_overlapping(quantize_step<kWide>, std::min(step.parts, together), shape.threads(),
                        (step.prefetches ? 2 : 1) * shape.bytes(), major, stream, p, step);
   }
 
-  template <DType kType>
+  template <bool kWide>
   void run() const {
     Step step{};
-    step.shape = TileShape(p.dim, item_of(kType));
-    step.in_pieces = lies_in_pieces(p.x, item_of(kType), 16);
+    step.shape = TileShape(p.dim, item_of(p.x.dtype));
+    step.in_pieces = lies_in_pieces(p.x, item_of(p.x.dtype), 16);
     step.out_pieces = lies_in_pieces(p.out, 1, 8);
     step.by_columns = lies_by_columns(p.out);
     uint64_t mean_bits = reinterpret_cast<uintptr_t>(p.mean) | p.mean_batch * 4 | p.mean_head * 4;
@@ -432,10 +440,10 @@ struct Launcher {
       Step measuring = step;
       measuring.measures = true;
       measuring.writes = false;
-      launch<kType>(measuring, p.rows);
+      launch<kWide>(measuring, p.rows);
       step.from_last = true;
     }
-    launch<kType>(step, p.out_rows);
+    launch<kWide>(step, p.out_rows);
   }
 };
 
@@ -445,10 +453,11 @@ void launch_quantize(const QuantizeParams& p, cudaStream_t stream) {
   Launcher launcher{p, device_major(), stream};
   bool is_empty = p.batch == 0 || p.heads == 0;
   with_dtype(launcher.fn, p.x.dtype, [&]<DType kType>() {
-    if (p.gives_mean && !is_empty) write_means<kType>(p, launcher.major, stream);
+    constexpr bool kWide = kType == DType::f32;
+    if (p.gives_mean && !is_empty) write_means<kWide>(p, launcher.major, stream);
     bool shares_scales = p.gives_scale && !has_own_scales(p);
     if (shares_scales) launcher.set_scales(is_empty || p.rows == 0 ? 1.0f : 0.0f);
-    if (!is_empty) launcher.run<kType>();
+    if (!is_empty) launcher.run<kWide>();
   });
   CUATTN_CUDA_TRY(cudaGetLastError());
 }

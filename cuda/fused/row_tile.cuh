@@ -58,11 +58,11 @@ struct PiecePlace {
 
 // Asks for rows [from, from + shape.rows) of a part; those that x has not are zeros. `memory` is free
 // when it is called.
-template <DType kType>
+template <bool kWide>
 __device__ __forceinline__ void load_tile(const QuantizeParams& p, const Step& step,
                                           const Part& part, const TileShape& shape, int64_t from,
                                           char* memory) {
-  constexpr int kItem = kType == DType::f32 ? 4 : 2, kBytes = kSpan * kItem;
+  constexpr int kItem = kWide ? 4 : 2, kBytes = kSpan * kItem;
   PiecePlace place(shape, p.dim);
   if (!place.is_there) return;
   int there = static_cast<int>(max(min(p.rows - from, int64_t{shape.rows}), int64_t{0}));
@@ -70,7 +70,7 @@ __device__ __forceinline__ void load_tile(const QuantizeParams& p, const Step& s
   int64_t first = part.offset(p.x, from) + place.piece * kSpan * p.x.channel;
   if (!step.in_pieces) {
     for (int row = place.row; row < shape.rows; row += place.rows_on) {
-      RawPiece<kType> raw;
+      RawPiece<kWide> raw;
       raw.clear();
       if (row < there) raw.load(p.x, false, first + row * p.x.strides.seq);
       raw.store(to + shape.at(row));
@@ -98,16 +98,16 @@ __device__ __forceinline__ void await_tile() {
 template <DType kType>
 __device__ __forceinline__ void read_row(const TileShape& shape, const RowPlace& at,
                                          const char* memory, float (&x)[kChannels]) {
-  constexpr int kItem = kType == DType::f32 ? 4 : 2;
-  const char* row = memory + shape.at(at.row) + at.first * kItem;
+  constexpr bool kWide = kType == DType::f32;
+  const char* row = memory + shape.at(at.row) + at.first * (kWide ? 4 : 2);
 #pragma unroll
   for (int run = 0; run < kChannels; run += kRun) {
 #pragma unroll
     for (int i = run; i < run + kRun; i += kSpan) {
-      RawPiece<kType> raw;
+      RawPiece<kWide> raw;
       raw.clear();
-      if (run < at.channels) raw.take(row + i * kItem);
-      raw.unpack(reinterpret_cast<float (&)[kSpan]>(x[i]));
+      if (run < at.channels) raw.take(row + i * (kWide ? 4 : 2));
+      raw.template unpack<kType>(reinterpret_cast<float (&)[kSpan]>(x[i]));
     }
   }
 }

@@ -27,8 +27,8 @@ typedef struct {
 CUATTN_API void cuattn_quantize_options_init(cuattn_quantize_options* options, size_t struct_size);
 
 /* out = round((x - mean) R / scale), to nearest even, sizes above 448 become 448, NaN stays NaN. x
- * float32, float16 or bfloat16 of any strides; out float8_e4m3fn or uint8 of its shape, or on the
- * CPU int8 (up to 127, NaN 0), with up to 15 rows more, which become 0. scale float32: one element,
+ * float32, float16 or bfloat16 of any strides; out float8_e4m3fn or uint8 of its shape, or int8 (up
+ * to 127, NaN 0), with up to 15 rows more, which become 0. scale float32: one element,
  * [heads / n], [batch, heads / n] or [batch, heads, ceil(rows / 128) or dim]; by default written:
  * the largest finite size / 448 (int8: 127). Means and sizes leave out what is not finite. A scale
  * that is read may be a number of no axes in the host's memory. */
@@ -36,8 +36,8 @@ CUATTN_API cuattn_status cuattn_quantize(const DLTensor* x, const DLTensor* out,
                                          const DLTensor* scale,
                                          const cuattn_quantize_options* options, void* stream);
 
-/* out = x * scale: x float8_e4m3fn or uint8, on the CPU int8, out float32, float16 or bfloat16. Of
- * the options layout and channels count. */
+/* out = x * scale: x float8_e4m3fn, uint8 or int8, out float32, float16 or bfloat16. Of the
+ * options layout and channels count. */
 CUATTN_API cuattn_status cuattn_dequantize(const DLTensor* x, const DLTensor* out,
                                            const DLTensor* scale,
                                            const cuattn_quantize_options* options, void* stream);

@@ -42,8 +42,8 @@ struct CQuantizeOptions {
 
 }  // namespace detail
 
-// out = round((x - mean) R / scale): x float32, float16 or bfloat16, out float8_e4m3fn or, on the
-// CPU, int8 of its shape, scale float32 of one element, [heads / n], [batch, heads / n], [batch,
+// out = round((x - mean) R / scale): x float32, float16 or bfloat16, out float8_e4m3fn or int8 of its
+// shape, scale float32 of one element, [heads / n], [batch, heads / n], [batch,
 // heads, ceil(rows / 128)] or [batch, heads, dim]; it is written first unless it is given.
 inline void quantize(const TensorView& x, const TensorView& out, const TensorView& scale,
                      const QuantizeOptions& options = {}, void* stream = nullptr) {
@@ -52,7 +52,7 @@ inline void quantize(const TensorView& x, const TensorView& out, const TensorVie
   detail::check(cuattn_quantize(&d_x, &d_out, &d_scale, &c.c, stream));
 }
 
-// out = x * scale: x float8_e4m3fn or, on the CPU, int8, out float32, float16 or bfloat16.
+// out = x * scale: x float8_e4m3fn or int8, out float32, float16 or bfloat16.
 inline void dequantize(const TensorView& x, const TensorView& out, const TensorView& scale,
                        const QuantizeOptions& options = {}, void* stream = nullptr) {
   detail::CQuantizeOptions c(options);

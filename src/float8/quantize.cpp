@@ -48,11 +48,6 @@ DType number_dtype(const char* fn, const char* name, const TensorView& view) {
 // The dtype of codes: e4m3, which bytes may hold, or i8.
 void read_codes(const char* fn, const char* name, const TensorView& view, QuantizeArray& codes) {
   if (!view.is(DType::i8)) return require_dtype(fn, name, as_e4m3(view), DType::e4m3);
-  if (is_cuda(view.device)) {
-    fail<NotImplemented>(fn, ": ", name,
-                         " is int8, for which there is no kernel on CUDA yet; do it on the CPU and "
-                         "copy, or take float8_e4m3fn");
-  }
   codes.dtype = DType::i8;
 }
 

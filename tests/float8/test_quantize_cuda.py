@@ -13,7 +13,13 @@ pytestmark = [
     pytest.mark.skipif(why_no_cuda() is not None, reason=f"CUDA: {why_no_cuda()}"),
 ]
 
-MODES = [("tensor", None), ("head", None), ("block", None), ("head", "channel")]
+MODES = [
+    ("tensor", None),
+    ("head", None),
+    ("block", None),
+    ("head", "channel"),
+    ("int8", None),
+]
 FIELDS = ("q", "k", "v", "q_scale", "k_scale", "v_scale")
 
 
@@ -63,7 +69,7 @@ def test_blocks_that_take_several_parts_give_the_codes_of_the_cpu(dtype, rng):
         pytest.skip("the emulator would take minutes")
     shapes = (2, 1900, 24, 128), (2, 2100, 12, 128), (2, 2100, 12, 128)
     on_cpu = [drawn(rng, shape, dtype, "cpu") for shape in shapes]
-    for mode in ("tensor", "head", "block"):
+    for mode in ("tensor", "head", "block", "int8"):
         options = {"mode": mode, "smooth_k": False}
         theirs = cuattn.quantize(*on_cpu, **options)
         on_gpu = [x.cuda() for x in on_cpu]

@@ -24,6 +24,8 @@ MODES = [
     ("block", None),
     ("head", "channel"),
     ("block", "tensor"),
+    ("int8", None),
+    ("int8", "channel"),
 ]
 TARGETS = harness.target_params(cpu=(), cuda=("auto",))
 on_devices = pytest.mark.parametrize(("device", "backend"), TARGETS)
@@ -113,12 +115,13 @@ def test_all_that_one_array_may_ask_for(device, backend, dim, rng):
         view, dtype = str(rng.choice(list(VIEWS))), str(rng.choice(list(DTYPES)))
         x = VIEWS[view](drawn(rng, 143, dim, dtype), 143, dim)
         means = rng.standard_normal((2, 3, dim), np.float32)
-        given = {"layout": "bshd", "hadamard": hadamard, "scale": shape, "channels": channels}
+        given = {"layout": "bshd", "hadamard": hadamard, "scale": shape, "channels": channels,
+                 "int8": bool(rng.integers(2))}  # fmt: skip
         named = [n for n, has in (("mean", has_mean), ("shift_mean", has_shift)) if has]
         theirs = float8.run(x, **given, **dict.fromkeys(named, means))
         on_device = placed(device, means)
         ours = float8.run(placed(device, x), **given, **dict.fromkeys(named, on_device))
-        note = f"{shape}, {hadamard}, {named}, {view}, {dtype}"
+        note = f"{shape}, {given}, {named}, {view}, {dtype}"
         for index, name in enumerate(("codes", "scale")):
             same(device, ours[index], theirs[index], f"{name}: {note}")
         if has_shift:
@@ -136,10 +139,14 @@ def test_given_scales_and_back(device, backend, dim, rng):
         shape = shapes[kind] or (2, 3, -(-rows // 128))
         scale = rng.uniform(0.005, 0.05, shape).astype(np.float32)
         on_device, its_scale = placed(device, x), placed(device, scale)
-        hadamard = bool(rng.integers(2))
-        theirs = cuattn.quantize_like(x, scale, hadamard=hadamard)
-        ours = cuattn.quantize_like(on_device, its_scale, hadamard=hadamard)
-        note = f"{view}, {kind}, {dtype}, {hadamard}, {x.shape}"
+        hadamard, int8 = (bool(flag) for flag in rng.integers(2, size=2))
+        if int8:
+            theirs = float8.run(x, "bshd", hadamard, scale, int8=True)[0]
+            ours = float8.run(on_device, "bshd", hadamard, its_scale, int8=True)[0]
+        else:
+            theirs = cuattn.quantize_like(x, scale, hadamard=hadamard)
+            ours = cuattn.quantize_like(on_device, its_scale, hadamard=hadamard)
+        note = f"{view}, {kind}, {dtype}, {hadamard}, {int8}, {x.shape}"
         same(device, ours, theirs, note)
         for to in DTYPES:
             back = cuattn.dequantize(ours, its_scale, dtype=to)
@@ -194,13 +201,30 @@ def test_the_mean_of_the_keys(device, backend, dim, rng):
 
 
 @on_devices
-def test_int8_is_refused_by_name(device, backend, rng):
-    x = placed(device, drawn(rng, 2, 32, "float32"))
-    with pytest.raises(NotImplementedError, match="quantize: out is int8, for which there is no"):
-        cuattn.quantize(x, x, x, mode="int8")
-    codes = placed(device, np.zeros((1, 2, 1, 32), np.int8))
-    with pytest.raises(NotImplementedError, match="dequantize: x is int8, for which there is no"):
-        cuattn.dequantize(codes, 1.0)
+def test_int8_codes_of_ties_and_of_what_is_too_large(device, backend, rng):
+    """Ties go to even, sizes above 127 become 127, NaN becomes 0, at every place of a row."""
+    wanted = {
+        0.0: 0, 0.5: 0, -0.5: 0, 1.5: 2, -1.5: -2, 2.5: 2, -2.5: -2, 1e-42: 0, 63.5: 64,
+        126.5: 126, -126.5: -126, 127.5: 127, -127.5: -127, -128.0: -127, 200.0: 127, -3e4: -127,
+        6e4: 127, np.nan: 0, np.inf: 127, -np.inf: -127,
+    }  # fmt: skip
+    numbers, codes = np.float32(list(wanted)), np.int8(list(wanted.values()))
+    chosen = rng.integers(len(codes), size=(1, 130, 2, 80))
+    for dtype, size in itertools.product(DTYPES, (1.0, 0.25)):  # exact in all
+        x, scale = (numbers[chosen] * np.float32(size)).astype(DTYPES[dtype]), np.float32([size])
+        on_device, its_scale = placed(device, x), placed(device, scale)
+        ours = float8.run(on_device, "bshd", False, its_scale, int8=True)[0]
+        same(device, ours, codes[chosen], dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@on_devices
+def test_int8_codes_become_what_they_mean(device, backend, dtype, rng):
+    codes = rng.permuted(np.tile(np.arange(-128, 128, dtype=np.int8), 30)).reshape(2, 12, 5, 64)
+    scale = rng.uniform(0.01, 2, (2, 5)).astype(np.float32)
+    back = cuattn.dequantize(placed(device, codes), placed(device, scale), dtype=dtype)
+    wanted = (codes.astype(np.float32) * scale[:, None, :, None]).astype(DTYPES[dtype])
+    assert np.array_equal(harness.bits(np.asarray(device.numpy(back))), harness.bits(wanted))
 
 
 def test_a_code_of_every_size(rng):

@@ -197,7 +197,12 @@ inline float __fmul_rz(float a, float b) {
   return std::fabs(static_cast<double>(near)) > std::fabs(exact) ? std::nextafter(near, 0.0f)
                                                                  : near;
 }
-inline int __float2int_rn(float x) { return static_cast<int>(std::nearbyint(x)); }
+// What no int holds becomes the nearest that one does, NaN 0.
+inline int __float2int_rn(float x) {
+  if (x != x) return 0;
+  if (x >= 0x1p31f) return 0x7fffffff;
+  return x <= -0x1p31f ? -0x7fffffff - 1 : static_cast<int>(std::nearbyint(x));
+}
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 template <class A, class B>
   requires std::is_arithmetic_v<A> && std::is_arithmetic_v<B>

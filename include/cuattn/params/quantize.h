@@ -25,13 +25,13 @@ struct QuantizeArray {
 };
 
 struct QuantizeParams {
-  QuantizeArray x, out;  // of dequantize x is e4m3, of quantize out; on the CPU i8, too
+  QuantizeArray x, out;  // of dequantize x is e4m3 or i8, of quantize out
   int32_t batch, heads, dim;
   int64_t rows, out_rows;  // of a sequence; rows of out beyond those of x become 0
 
   Float8Scale scale;
   ScalePart part;
-  bool gives_scale;  // it is written first: the largest size of its elements / 448
+  bool gives_scale;  // it is written first: the largest size of its elements / 448, or 127
 
   float* mean;                    // float32 [batch, heads, dim], subtracted from rows; or nullptr
   int64_t mean_batch, mean_head;  // strides; those of dim are 1
