@@ -52,6 +52,8 @@ CORE_TESTS += ("test_cache_errors.cpp", "test_merge.cpp", "test_paged.cpp", "tes
 CORE_TESTS += ("faults.cu", "test_around.cpp")
 FUSED = ("cuda/fused/*.cu", "src/fused/*.cpp", "src/abi/fused.cpp", "cpu/fused*.cpp")
 FUSED += ("cpu/sampling.cpp",)
+FLEX = ("cuda/attention/functor.cu", "cuda/attention/sm90/functor.cu", "src/attention/flex.cpp")
+FLEX += ("cpu/flex.cpp",)
 PAGED_TESTS = ("paged.cpp", "test_page_maps.cu")
 
 PARTS = {
@@ -126,6 +128,7 @@ PARTS = {
             "cpu/merge.cpp",
             "src/cache/pool.cpp",
             *FUSED,
+            *FLEX,
             "*block_pool.cpp",
             *CORE_TESTS,
         ),
@@ -142,6 +145,7 @@ PARTS = {
 LIBRARY = ("include", "cuda", "src", "cpu", "cmake", "CMakeLists.txt", "pyproject.toml")
 # Only tests of the part `core` come by these.
 ONLY_CORE = ("python/cuattn/_bench/*", "python/cuattn/_cli/*", "python/cuattn/__main__.py")
+ONLY_CORE += ("python/cuattn/flex/*",)
 
 
 def matches(path: str, patterns: Iterable[str]) -> bool:
