@@ -335,6 +335,27 @@ def test_torch_and_jax_arrays_of_the_cpu(rng):
     check(cuattn.flex_attention(q, k, v, score_mod=mod, return_lse=True), want)
 
 
+def test_tiles_of_lists_and_rows_are_drawn_on_hoppers():
+    """They differ in weight: each CTA of the persistent kernel takes the next one by a counter."""
+    ids = np.arange(8192) * 7 % 13
+    mixed, chunked = (lambda b, h, q, k: ids[q] == ids[k]), flex.masks.chunked(50)
+
+    def schedule(n, **functions):
+        shapes = ((2, n, 16, 128),) * 3
+        plan = cuattn.explain(
+            "flex_attention", *shapes, device="h100", dtype="float16", **functions
+        )
+        assert plan.kernel == "sm90"
+        assert plan.workspace_bytes == 256 * ("drawn" in plan.schedule)  # the counter
+        return plan.schedule
+
+    for mask in (mixed, chunked):
+        assert schedule(8192, mask_mod=mask) == "persistent CTAs, tiles drawn"
+        assert schedule(300, mask_mod=mask) == "persistent CTAs, fixed order"  # one for each CTA
+    made = cuattn.create_block_mask(mixed, None, None, 8192, 8192)
+    assert schedule(8192, block_mask=made) == "persistent CTAs, tiles drawn"
+
+
 def test_a_block_mask_of_torch(rng):
     flex_torch = pytest.importorskip("torch.nn.attention.flex_attention")
     import torch
