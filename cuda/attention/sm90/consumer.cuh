@@ -130,7 +130,7 @@ struct ConsumerSm90 {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       int32_t row = rows.row + half * 8;
-      int32_t token = s.packed == 1 ? row : row / s.packed;
+      int32_t token = Functor::kGiven || s.packed == 1 ? row : row / s.packed;
       rows.visible[half] = {0, w.keys.used};
       if constexpr (kMask != MaskKind::none) {
         rows.visible[half] =
@@ -298,7 +298,7 @@ struct ConsumerSm90 {
     auto& [out, scores, probs] = tiles;
     modify(scores, p, s, shared, mod, rows, group, last.tile, is_masked(range, last), ring.stage(),
            seen);
-    softmax_step<kType>(
+    softmax_step<kType, Functor::kGiven>(
         state, scores, probs, out, mod.to_log2, s.zero, [] {}, [] { return false; });
     drop(probs, shared, ring);
   }
