@@ -192,16 +192,15 @@ struct ConsumerSm90 {
   // What is seen of a tile that is `masked`, beside a functor: found while S is multiplied.
   // Of the first tile with less code, as it comes once.
   template <bool kIsFirst>
-  static __device__ __forceinline__ SeenBits find_seen(const AttentionParams& p,
-                                                       const Shared& shared, const Rows& rows,
+  static __device__ __forceinline__ SeenBits find_seen(const Lane& me, const Rows& rows,
                                                        const Stop& at, bool masked) {
-    if (!masked) return {};
+    if (!Functor::kGiven || !masked) return {};
     const int32_t first = at.tile * kTile.n + 2 * static_cast<int32_t>(threadIdx.x % 4);
     SeenBits seen = bits_within(rows.visible, first);
     if constexpr (Functor::kMask) {
       if (at.asks)
         ask_mask<Functor, kIsFirst ? 1 : Functor::kAtOnce>(
-            seen, first_place(shared, rows.row, first), static_cast<const FunctorParams&>(p));
+            seen, first_place(me.shared, rows.row, first), static_cast<const FunctorParams&>(me.p));
     }
     return seen;
   }
@@ -337,8 +336,7 @@ struct ConsumerSm90 {
     multiply_qk();
     multiply_pv(v_stage);
     me.your_turn(false);
-    SeenBits seen;
-    if constexpr (Functor::kGiven) seen = find_seen<false>(p, shared, rows, at, masked);
+    const SeenBits seen = find_seen<false>(me, rows, at, masked);
     wgmma_wait<1>();
     pin(scores);
     release_scores(k_empty);
@@ -436,16 +434,13 @@ struct ConsumerSm90 {
       Rows rows;
       find_rows(me, w, more, rows);
       const Walk walk(p, w.list);
-      int tile = w.range.end - 1;  // a place, where there are lists
-      Stop last = {tile, Functor::kMask};
-      if (Functor::kLists && more) last = walk.at(tile);  // early: it may come from afar
+      int tile = w.range.end - 1;  // a place, where there are lists: asked early, as it lies afar
+      Stop last = Functor::kLists && more ? walk.at(tile) : Stop{tile, Functor::kMask};
       auto release_scores = [&](uint32_t k_empty) {  // S is done: so are K, and a single Q at last
         me.release(k_empty);
         if (kQStages == 1 && tile == w.range.begin) me.release(shared.q_empty(0));
       };
-      SeenBits seen;
-      if constexpr (Functor::kGiven)
-        seen = find_seen<true>(p, shared, rows, last, more && is_masked(w.range, last));
+      const SeenBits seen = find_seen<true>(me, rows, last, more && is_masked(w.range, last));
       wgmma_wait<0>();
       pin(scores);
       if (!kOutFirst && !more) break;
