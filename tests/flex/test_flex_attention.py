@@ -420,23 +420,6 @@ def test_a_factor_is_no_scale_where_a_softcap_lies_between():
     assert ["scale" in free_options({"scale": x}) for x in joined] == [True] * 2 + [False] * 4
 
 
-def test_a_block_mask_beside_its_own_function_keeps_what_is_seen(rng):
-    drawn = rng.random((4, 4)) < 0.5
-
-    def in_blocks(b, h, i, j):
-        return drawn[i // 64, j // 64]
-
-    mask = cuattn.create_block_mask(in_blocks, None, None, 256, 250, block_size=64, exact=True)
-    assert set(np.unique(mask.states)) <= {0, 2}
-    assert mask.within(in_blocks) is mask
-    assert set(np.unique(mask.within(lambda b, h, i, j: j % 2 == 0).states)) <= {0, 1}
-    q, k, v = arrays(rng, 1, 2, 2, 256, 250, (16, 16))
-    got = cuattn.flex_attention(q, k, v, mask_mod=in_blocks, block_mask=mask)
-    np.testing.assert_array_equal(got, cuattn.flex_attention(q, k, v, block_mask=mask))
-    plan = cuattn.explain("flex_attention", q, k, v, mask_mod=in_blocks, block_mask=mask)
-    assert "in 0 the program is run" in plan.reason
-
-
 def test_scores_that_are_nearly_options_stay_functions(rng):
     slopes = rng.random(4).astype(np.float32)
     q, k, _ = arrays(rng, 2, 4, 2, 30, 47, (16, 16))

@@ -9,6 +9,7 @@ import pytest
 import cuattn
 import flex_cases
 from cuattn import flex
+from cuattn.flex import attention as calls
 from cuattn.flex.block_mask import ASKED, HIDDEN, SEEN, lists_of
 from cuattn.flex.evaluate import Host, evaluate
 from cuattn.flex.plan import Problem, plan
@@ -257,6 +258,89 @@ def test_block_sparse_attention_equals_its_dense_form(rng, extents):
 def sparse_attention(q, k, v, blocks, **options):
     options = {"backend": "naive", **options} if "mask_mod" not in options else options
     return cuattn.sparse_attention(q, k, v, blocks, block_size=64, **options)
+
+
+def arrays(rng, q_len, kv_len):
+    return [rng.standard_normal((1, n, 2, 16)).astype(np.float32) for n in (q_len, kv_len, kv_len)]
+
+
+def test_tiles_of_lists_and_rows_are_drawn_on_hoppers():
+    """They differ in weight: each CTA of the persistent kernel takes the next one by a counter."""
+    ids = np.arange(8192) * 7 % 13
+    mixed, chunked = (lambda b, h, q, k: ids[q] == ids[k]), flex.masks.chunked(50)
+
+    def schedule(n, **functions):
+        shapes = ((2, n, 16, 128),) * 3
+        plan = cuattn.explain(
+            "flex_attention", *shapes, device="h100", dtype="float16", **functions
+        )
+        assert plan.kernel == "sm90"
+        assert plan.workspace_bytes == 256 * ("drawn" in plan.schedule)  # the counter
+        return plan.schedule
+
+    for mask in (mixed, chunked):
+        assert schedule(8192, mask_mod=mask) == "persistent CTAs, tiles drawn"
+        assert schedule(300, mask_mod=mask) == "persistent CTAs, fixed order"  # one for each CTA
+    made = cuattn.create_block_mask(mixed, None, None, 8192, 8192)
+    assert schedule(8192, block_mask=made) == "persistent CTAs, tiles drawn"
+
+
+def test_a_block_mask_beside_its_own_function_keeps_what_is_seen(rng):
+    drawn = rng.random((4, 4)) < 0.5
+
+    def in_blocks(b, h, i, j):
+        return drawn[i // 64, j // 64]
+
+    mask = cuattn.create_block_mask(in_blocks, None, None, 256, 250, block_size=64, exact=True)
+    assert set(np.unique(mask.states)) <= {0, 2}
+    assert mask.within(in_blocks) is mask
+    assert set(np.unique(mask.within(lambda b, h, i, j: j % 2 == 0).states)) <= {0, 1}
+    q, k, v = arrays(rng, 256, 250)
+    got = cuattn.flex_attention(q, k, v, mask_mod=in_blocks, block_mask=mask)
+    np.testing.assert_array_equal(got, cuattn.flex_attention(q, k, v, block_mask=mask))
+    plan = cuattn.explain("flex_attention", q, k, v, mask_mod=in_blocks, block_mask=mask)
+    assert "in 0 the program is run" in plan.reason
+
+
+def test_a_block_mask_of_torch_beside_its_own_function_keeps_what_is_full(rng):
+    flex_torch = pytest.importorskip("torch.nn.attention.flex_attention")
+    import torch
+
+    drawn, ids = torch.from_numpy(rng.random((4, 4)) < 0.5), torch.arange(256) // 100
+    drawn[1, 1] = True  # where documents meet: partial
+
+    def in_blocks(b, h, i, j):
+        return drawn[i // 64, j // 64] & ((ids[i] == ids[j]) | (j < 128))
+
+    made = flex_torch.create_block_mask(in_blocks, None, None, 256, 256, "cpu", BLOCK_SIZE=64)
+    full = torch.zeros(4, 4, dtype=torch.bool)
+    for row, count in enumerate(made.full_kv_num_blocks[0, 0]):
+        full[row, made.full_kv_indices[0, 0, row, :count].long()] = True
+    assert 0 < full.sum() < drawn.sum()
+    q, k, v = (torch.from_numpy(x) for x in arrays(rng, 256, 256))
+    problem = calls.problem_of(q, k, {})
+    beside = calls.traced(problem, None, in_blocks, made)
+    assert beside.block_mask is calls.traced(problem, None, None, made).block_mask
+    assert torch.equal(torch.from_numpy(beside.block_mask.states[0, 0] == 2), full)
+    others = calls.traced(problem, None, lambda b, h, i, j: j != 7, made).block_mask
+    assert set(np.unique(others.states)) <= {0, 1}
+    want = cuattn.flex_attention(q, k, v, mask_mod=in_blocks)
+    got = cuattn.flex_attention(q, k, v, mask_mod=in_blocks, block_mask=made)
+    torch.testing.assert_close(got, want, atol=2e-6, rtol=2e-6)
+
+
+def test_blocks_that_a_function_hides_more_of_keep_what_it_sees(rng):
+    """The function again, beside a block mask that it is a part of, hides nothing more."""
+    dense, causal = rng.random((4, 4)) < 0.7, flex.masks.causal()
+    mask = flex.BlockMask.from_dense(dense, 256, 256, block_size=64, mask_mod=causal)
+    assert mask.within(causal) is mask
+    assert (~mask).within(causal) is not mask
+    q, k, v = arrays(rng, 256, 256)
+    got = cuattn.flex_attention(q, k, v, mask_mod=causal, block_mask=mask)
+    np.testing.assert_array_equal(got, cuattn.flex_attention(q, k, v, block_mask=mask))
+    again = mask.within(flex.masks.causal())  # the same by other words: asked
+    got = cuattn.flex_attention(q, k, v, block_mask=again)
+    np.testing.assert_allclose(got, cuattn.flex_attention(q, k, v, block_mask=mask), atol=2e-6)
 
 
 ROWS = np.zeros((1, 100, 2, 8), np.float32)

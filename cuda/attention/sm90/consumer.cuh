@@ -8,6 +8,7 @@
 #include "cuda/attention/sm90/boxes.cuh"
 #include "cuda/attention/sm90/schedule.cuh"
 #include "cuda/attention/sm90/scores.cuh"
+#include "cuda/attention/sm90/seen.cuh"
 #include "cuda/attention/sm90/softmax.cuh"
 #include "cuda/attention/sm90/store.cuh"
 
@@ -129,7 +130,7 @@ struct ConsumerSm90 {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       int32_t row = rows.row + half * 8;
-      int32_t token = s.packed == 1 ? row : row / s.packed;
+      int32_t token = Functor::kGiven || s.packed == 1 ? row : row / s.packed;
       rows.visible[half] = {0, w.keys.used};
       if constexpr (kMask != MaskKind::none) {
         rows.visible[half] =
@@ -179,28 +180,44 @@ struct ConsumerSm90 {
   }
 
   // 4. Scores
+  // The first score of a thread in a tile, as a functor is asked of it.
+  static __device__ __forceinline__ device::ScorePlace first_place(const Shared& shared,
+                                                                   int32_t row, int32_t first) {
+    Work w;
+    device::load_shared(w, shared.copy(threadIdx.x / 32 - 4));
+    return {
+        w.batch, w.head, row, first, w.queries.used, w.keys.used, static_cast<float>(row - first)};
+  }
+
+  // What is seen of a tile that is `masked`, beside a functor: found while S is multiplied.
+  // Of the first tile with less code, as it comes once.
+  template <bool kIsFirst>
+  static __device__ __forceinline__ SeenBits find_seen(const Lane& me, const Rows& rows,
+                                                       const Stop& at, bool masked) {
+    if (!Functor::kGiven || !masked) return {};
+    const int32_t first = at.tile * kTile.n + 2 * static_cast<int32_t>(threadIdx.x % 4);
+    SeenBits seen = bits_within(rows.visible, first);
+    if constexpr (Functor::kMask) {
+      if (at.asks)
+        ask_mask<Functor, kIsFirst ? 1 : Functor::kAtOnce>(
+            seen, first_place(me.shared, rows.row, first), static_cast<const FunctorParams&>(me.p));
+    }
+    return seen;
+  }
+
   // Softcap, ALiBi, bias; -inf for keys that a row does not see.
   static __device__ __forceinline__ void modify(float (&scores)[kScoreCount],
                                                 const AttentionParams& p, const Sm90Schedule& s,
                                                 const Shared& shared, const Mod& mod,
                                                 const Rows& rows, int group, int tile, bool masked,
-                                                int stage) {
+                                                int stage, const SeenBits& seen) {
     int32_t first = tile * kTile.n + 2 * static_cast<int32_t>(threadIdx.x % 4);
     if constexpr (Functor::kGiven) {
-      Work w;
-      device::load_shared(w, shared.copy(threadIdx.x / 32 - 4));
-      const device::ScorePlace at = {w.batch,
-                                     w.head,
-                                     rows.row,
-                                     first,
-                                     w.queries.used,
-                                     w.keys.used,
-                                     static_cast<float>(rows.row - first)};
-      const auto& given = static_cast<const FunctorParams&>(p);
-      if constexpr (Functor::kScore) call_score<Functor>(scores, mod.scale, at, given);
-      if constexpr (Functor::kMask) {
-        if (masked) call_mask<Functor>(scores, at, given);
-      }
+      if constexpr (Functor::kScore)
+        call_score<Functor>(scores, mod.scale, first_place(shared, rows.row, first),
+                            static_cast<const FunctorParams&>(p));
+      if (masked) hide_unseen(scores, seen);
+      return;
     } else if constexpr (kScore == ScoreKind::scored) {
       float factor = modify_scores(scores, mod, rows.row, first);
       if (kStagesBias && s.stages_bias) {
@@ -275,11 +292,12 @@ struct ConsumerSm90 {
                                                      const device::TileRange& range,
                                                      const Rows& rows, const Stop& last,
                                                      const Ring& ring, Softmax& state,
-                                                     const Mod& mod) {
+                                                     const Mod& mod, const SeenBits& seen) {
     auto& [p, s, maps, shared, group, lane, warp] = me;
     auto& [out, scores, probs] = tiles;
-    modify(scores, p, s, shared, mod, rows, group, last.tile, is_masked(range, last), ring.stage());
-    softmax_step<kType>(
+    modify(scores, p, s, shared, mod, rows, group, last.tile, is_masked(range, last), ring.stage(),
+           seen);
+    softmax_step<kType, Functor::kGiven>(
         state, scores, probs, out, mod.to_log2, s.zero, [] {}, [] { return false; });
     drop(probs, shared, ring);
   }
@@ -318,10 +336,11 @@ struct ConsumerSm90 {
     multiply_qk();
     multiply_pv(v_stage);
     me.your_turn(false);
+    const SeenBits seen = find_seen<false>(me, rows, at, masked);
     wgmma_wait<1>();
     pin(scores);
     release_scores(k_empty);
-    modify(scores, p, s, shared, mod, rows, group, at.tile, masked, ring.stage());
+    modify(scores, p, s, shared, mod, rows, group, at.tile, masked, ring.stage(), seen);
     auto begun = [&] { me.your_turn(true); };
     softmax_step<kType>(state, scores, probs, out, mod.to_log2, s.zero, begun, [&] {
       wgmma_wait<0>();
@@ -415,19 +434,19 @@ struct ConsumerSm90 {
       Rows rows;
       find_rows(me, w, more, rows);
       const Walk walk(p, w.list);
-      int tile = w.range.end - 1;  // a place, where there are lists
-      Stop last = {tile, Functor::kMask};
-      if (Functor::kLists && more) last = walk.at(tile);  // early: it may come from afar
+      int tile = w.range.end - 1;  // a place, where there are lists: asked early, as it lies afar
+      Stop last = Functor::kLists && more ? walk.at(tile) : Stop{tile, Functor::kMask};
       auto release_scores = [&](uint32_t k_empty) {  // S is done: so are K, and a single Q at last
         me.release(k_empty);
         if (kQStages == 1 && tile == w.range.begin) me.release(shared.q_empty(0));
       };
+      const SeenBits seen = find_seen<true>(me, rows, last, more && is_masked(w.range, last));
       wgmma_wait<0>();
       pin(scores);
       if (!kOutFirst && !more) break;
       at_work = true;
       release_scores(shared.k_empty(ring.stage()));
-      weigh_first(me, tiles, w.range, rows, last, ring, state, mod);
+      weigh_first(me, tiles, w.range, rows, last, ring, state, mod, seen);
       fresh = true;
       if (kQStages > 1 && lane == 0 && !first_item) release_q(shared, q_ring);
       first_item = false;

@@ -77,7 +77,8 @@ struct ForwardSm90 {
   static_assert(kTile.stages % 2 == 0, "a bias has one stage, and its parity is the lowest bit");
   static constexpr bool kStagesBias = sm90_stages_bias({kHeadDim, kHeadDimV}, kRoom);
   static constexpr int kBiasBytes = kStagesBias ? Bias::kBytes : 0;
-  using Store = StoreSm90<kType, kScore, kHeadDimV, kTile.m, (kQStages > 1)>;
+  using Store = StoreSm90<kType, kScore, kHeadDimV, kTile.m, (kQStages > 1),
+                          (Functor::kGiven && kQStages > 1)>;
 
   // 2. Shared storage, in address order: Q (stage, panel, m, 64); K (stage, panel, n, 64); V
   // likewise; a bias (panel, m, 64); what dropout keeps (stage); barriers, those of the main loop

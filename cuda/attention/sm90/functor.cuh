@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What forward.cuh asks of a functor, masks and scores that a user wrote (device/functor.cuh): its
-// lists of blocks, and its functions over a whole wgmma accumulator. The kernel is compiled with one
-// by NVRTC (python/cuattn/flex/emit.py); those of the library have NoFunctor.
+// lists of blocks, and its scores over a whole wgmma accumulator. The kernel is compiled with one by
+// NVRTC (python/cuattn/flex/emit.py); those of the library have NoFunctor. Next: seen.cuh (its mask).
 #pragma once
 
 #include "cuattn/device/functor.cuh"
@@ -112,15 +112,6 @@ __device__ __forceinline__ void call_score(float (&scores)[kCount], float scale,
 #pragma unroll
   for (int i = 0; i < kCount; ++i)
     scores[i] = Functor::score(scores[i] * scale, place_of(first, i), p);
-}
-
-template <class Functor, int kCount>
-__device__ __forceinline__ void call_mask(float (&scores)[kCount], const device::ScorePlace& first,
-                                          const FunctorParams& p) {
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    if (!Functor::sees(place_of(first, i), p)) scores[i] = device::negative_infinity();
-  }
 }
 
 }  // namespace cuattn

@@ -52,6 +52,7 @@ struct ProducerSm90 {
     };
     const Ids ids{shared.ids(loader)};
     Work w;
+    const int32_t packed = Kernel::Asked::kGiven ? 1 : s.packed;
     auto load_queries = [&] {
       device::barrier_wait(shared.q_empty(q_ring.stage()), q_ring.parity());
       uint32_t full = shared.q_full(q_ring.stage());
@@ -59,7 +60,7 @@ struct ProducerSm90 {
 #pragma unroll
       for (int panel = 0; leads && panel < kPanelsQk; ++panel) {
         device::tma_load(shared.q + q_ring.stage() * Kernel::kQBytes + panel * kTile.m * 128,
-                         &maps.q, full, panel * 64, 0, w.queries.start + w.row0 / s.packed, w.head,
+                         &maps.q, full, panel * 64, 0, w.queries.start + w.row0 / packed, w.head,
                          p.cu_seqlens_q ? 0 : w.batch, device::kEvictFirst);
       }
       q_ring.next();

@@ -146,7 +146,7 @@ __device__ __forceinline__ Sm90Work::Kind find_sm90_work(const AttentionParams& 
   int32_t batch = -1, tiles = s.tiles, heads = p.batch * s.heads, split = item % s.splits;
   if (item >= s.total) return put_end();
   item /= s.splits;
-  if (p.cu_seqlens_q != nullptr) {
+  if (!Functor::kLists && p.cu_seqlens_q != nullptr) {  // blocks count from a sequence's start
     batch = cursor.find<kM>(p, s, item, tiles);
     if (batch < 0) return put_end();
     heads = s.heads;
@@ -165,7 +165,8 @@ __device__ __forceinline__ Sm90Work::Kind find_sm90_work(const AttentionParams& 
   Span queries = query_span(p, batch), keys = key_span(p, batch);
   put(offsetof(Sm90Work, queries), queries);
   put(offsetof(Sm90Work, keys), keys);
-  int32_t token0 = row0 / s.packed, token1 = min((row0 + kM - 1) / s.packed + 1, queries.used);
+  const int32_t packed = Functor::kGiven ? 1 : s.packed;
+  int32_t token0 = row0 / packed, token1 = min((row0 + kM - 1) / packed + 1, queries.used);
   constexpr bool kLeft = kMask == MaskKind::window || kMask == MaskKind::rows;
   device::TileRange range = device::tile_range<kN>(
       kLeft ? p.mask.left : static_cast<int32_t>(kUnlimited),
@@ -217,14 +218,14 @@ __device__ __forceinline__ void limit_to_row(KeyRange& keys, const AttentionPara
   keys = p.rows.limit(keys, w.batch, w.head, w.queries.start + stored);
 }
 
-// Where row `row` of a tile is written, or nowhere.
+// Where row `row` of a tile is written, or nowhere. `packs`: rows of a group may share the tile.
 struct Sm90Row {
   int32_t token, head;
   bool stored;
   __device__ Sm90Row(const AttentionParams& p, const Sm90Schedule& s, const Sm90Work& w,
-                     int32_t row)
+                     int32_t row, bool packs = true)
       : token(row), head(w.head) {
-    if (s.packed > 1) {
+    if (packs && s.packed > 1) {
       token = row / s.packed;
       head = w.head * s.packed + row % s.packed;
     }

@@ -138,7 +138,11 @@ __device__ __forceinline__ void center_large(const State& state, float (&scores)
 // Left alone, the compiler multiplies all of a row's exponents before its first exponential: the
 // unit that computes them stands idle. So some values are made to wait for others:
 // x = fmaf(awaited, zero, x), with a zero that only we know.
-template <DType kType, ScoreKind kScore, int kScoreCount, int kOutCount, class Begun, class Wait>
+//
+// kLooksOnce: of a first tile, whose rows have no reference yet, so that the first look always asks for
+// the second.
+template <DType kType, bool kLooksOnce = false, ScoreKind kScore, int kScoreCount, int kOutCount,
+          class Begun, class Wait>
 __device__ __forceinline__ void softmax_step(Sm90Softmax<kScore>& state,
                                              float (&scores)[kScoreCount],
                                              uint32_t (&probs)[kScoreCount / 2],
@@ -149,8 +153,9 @@ __device__ __forceinline__ void softmax_step(Sm90Softmax<kScore>& state,
   constexpr int kLinked = 4;                   // blocks
   constexpr bool kIntegers = kOutCount <= 64;  // wider: no register is left for a second look
   float rescale[2] = {1.0f, 1.0f}, sum[2][2], highest[2];
-  bool moves = any_outgrown<kIntegers>(state, highest, scores);
-  if (kIntegers && moves) moves = any_outgrown<false>(state, highest, scores);
+  constexpr bool kLooksTwice = kIntegers && !kLooksOnce;
+  bool moves = any_outgrown<kLooksTwice>(state, highest, scores);
+  if (kLooksTwice && moves) moves = any_outgrown<false>(state, highest, scores);
   if (moves) {
     moves = move_references(state, rescale, highest, to_log2);
     if (state.kScored || __any_sync(0xffffffffu, state.is_large(0) || state.is_large(1)))

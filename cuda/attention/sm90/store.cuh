@@ -13,8 +13,11 @@ struct Sm90Maps {
   device::TensorMap q, k, v, o, bias;
 };
 
-// `kRows`: of the query tile. `kThroughSmem`: the Q tile is free to carry O.
-template <DType kType, ScoreKind kScore, int kHeadDimV, int kRows, bool kThroughSmem>
+// `kRows`: of the query tile. `kThroughSmem`: the Q tile is free to carry O. `kFunctor`: of a kernel that
+// NVRTC compiles for each functor: rows are not packed, and what does not leave so, the end of a sequence,
+// is stored by less code.
+template <DType kType, ScoreKind kScore, int kHeadDimV, int kRows, bool kThroughSmem,
+          bool kFunctor = false>
 struct StoreSm90 {
   static constexpr int kOutCount = kHeadDimV / 2;  // of a thread
   static constexpr int kPanelsV = (kHeadDimV + 63) / 64;
@@ -116,6 +119,16 @@ struct StoreSm90 {
       }
       return;
     }
+    if constexpr (kFunctor) {
+      char* to = opaque(static_cast<char*>(p.out) + 2 * row.out(p, w) + 4 * (lane % 4));
+#pragma unroll
+      for (int block = 0; block < kBlocks; ++block) {
+        if (row.stored && block * 8 < p.head_dim_v)
+          *reinterpret_cast<uint32_t*>(to + 16 * block) =
+              packed(&out[4 * block + 2 * half], factor);
+      }
+      return;
+    }
     char* to = opaque(static_cast<char*>(p.out) + 2 * row.out(p, w) + 16 * (lane % 4));
     int left = row.stored ? p.head_dim_v - 8 * (lane % 4) : 0;
 #pragma unroll
@@ -136,8 +149,8 @@ struct StoreSm90 {
                                                int32_t first_row, float (&out)[kOutCount],
                                                const State& state, uint32_t smem) {
     int lane = threadIdx.x % 32;
-    const Sm90Row rows[2] = {Sm90Row(p, s, w, first_row + lane / 4),
-                             Sm90Row(p, s, w, first_row + 8 + lane / 4)};
+    const Sm90Row rows[2] = {Sm90Row(p, s, w, first_row + lane / 4, !kFunctor),
+                             Sm90Row(p, s, w, first_row + 8 + lane / 4, !kFunctor)};
     RowEnd end[2];
     finish_rows(end, p, w, rows, state);
     clear_dead(out, end);
@@ -166,7 +179,7 @@ struct StoreSm90 {
                                                      int group) {
     int first = w.row0 + group * 64;
     for (int i = threadIdx.x % 128; i < 64; i += 128) {
-      Sm90Row row(p, s, w, first + i);
+      Sm90Row row(p, s, w, first + i, !kFunctor);
       if (!row.stored) continue;
       float lse = device::negative_infinity();
       if (p.scores.sinks != nullptr && w.split == 0 && row.token < w.queries.used)
@@ -178,9 +191,9 @@ struct StoreSm90 {
       }
     }
     int chunks = p.head_dim_v / 8;
-    for (int i = threadIdx.x % 128; i < 64 * chunks; i += 128) {
-      Sm90Row row(p, s, w, first + i / chunks);
-      if (!row.stored) continue;
+    auto clear = [&](int i) {
+      Sm90Row row(p, s, w, first + i / chunks, !kFunctor);
+      if (!row.stored) return;
       if (s.stores_wide) {
         float4* to = reinterpret_cast<float4*>(row.wide(p, s, w) + i % chunks * 8);
         to[0] = to[1] = float4{0.0f, 0.0f, 0.0f, 0.0f};
@@ -188,6 +201,12 @@ struct StoreSm90 {
         uint16_t* to = static_cast<uint16_t*>(p.out) + row.out(p, w);
         reinterpret_cast<uint4*>(to)[i % chunks] = uint4{0, 0, 0, 0};
       }
+    };
+    if constexpr (kFunctor) {
+#pragma unroll 1
+      for (int i = threadIdx.x % 128; i < 64 * chunks; i += 128) clear(i);
+    } else {
+      for (int i = threadIdx.x % 128; i < 64 * chunks; i += 128) clear(i);
     }
   }
 };

@@ -3,12 +3,14 @@
 // call (python/cuattn/flex/emit.py writes it). A functor has
 //
 //   kScore, score(score, place, params)  the score, in natural units, from the capped one
-//   kMask, sees(place, params)           whether a key is seen
+//   kMask, sees(place, params)           whether a key is seen; in sm90 of a place in a tile and what
+//                                        was computed of its key and row (sm90/seen.cuh)
 //   kAlone                               there is no softcap, ALiBi, bias nor dropout
 //   kPlain                               nor a score function
 //   kRows, kLists                        whether row ranges and lists of blocks are given
 //
-// and is asked at places that are in use. Next: scores.cuh, cuda/attention/sm80/forward.cuh.
+// and is asked at places that are in use, in sm90 also past the last row and key, where what it answers
+// is of no account. Next: scores.cuh, cuda/attention/sm80/forward.cuh, cuda/attention/sm90/seen.cuh.
 #pragma once
 
 #include "cuattn/device/scores.cuh"

@@ -44,7 +44,8 @@ def explain_flex(arrays: tuple[Any, ...], device: Any, dtype: str, options: dict
     on_cuda = number >= 0 if made_up is None else made_up["is_cuda"]
     takes = free_options(options) if on_cuda else frozenset()
     planned = functools.partial(find, problem, score_mod, mask_mod, block_mask)
-    on_hopper = on_cuda and (lambda: plan_on_hopper(given, dtype, where, True) is not None)
+    keys = problem.seqlen_kv
+    on_hopper = on_cuda and (lambda: plan_on_hopper(given, dtype, where, True, keys) is not None)
     found = as_taken(planned, takes, on_hopper)
     functions = (problem, score_mod, mask_mod, block_mask, frozenset(found.options))
     if found.window is not None:
@@ -57,7 +58,7 @@ def explain_flex(arrays: tuple[Any, ...], device: Any, dtype: str, options: dict
     if found.arrays and on_cuda:
         is_compiled = found.functions or "block_starts" in found.arrays
         words += "; a functor, compiled by NVRTC at the first call" if is_compiled else ""
-        plan = plan_on_hopper(given, dtype, where, bool(is_compiled))
+        plan = plan_on_hopper(given, dtype, where, bool(is_compiled), keys)
         if plan is None:
             plan = plan_elsewhere(given, dtype, where, bool(is_compiled))
             words += why_not_sm90(given, plan) if is_compiled else ""
@@ -94,9 +95,13 @@ NOT_IN_SM90 = "softcap, ALiBi, bias, dropout or scale up to 0"
 
 
 def plan_on_hopper(
-    given: dict[str, Any], dtype: str, where: Where, is_compiled: bool
+    given: dict[str, Any], dtype: str, where: Where, is_compiled: bool, keys: int
 ) -> Plan | None:
-    """Return the plan of row ranges or a functor in sm90, as of a window; None if others do."""
+    """Return the plan of row ranges or a functor in sm90, as of a window; None if others do.
+
+    So the module plans them, whose tiles differ in weight. Of `keys` it hides one at most, for one
+    that hides nothing is planned as no window.
+    """
     dims = [tuple(getattr(given[n], "shape", given[n]))[-1] for n in "qv"]
     if is_compiled and not may_take_sm90(given, tuple(dims)):
         if given.get("backend") == "sm90":
@@ -106,8 +111,7 @@ def plan_on_hopper(
                 "'auto'"
             )
         return None
-    everything = 2**30
-    window = narrowed(given.get("window", (-1, -1)), (everything, everything))
+    window = narrowed(given.get("window", (-1, -1)), (max(keys - 2, 0), -1))
     plan = explain_rows({**given, "window": window}, dtype, where)
     most = max(plan.head_dim, plan.head_dim_v)
     if plan.kernel != "sm90" or plan.score != "identity" or most > 128:

@@ -81,7 +81,8 @@ def explain_flex_backward(
             )
         plan = plan_of(softcap=options.get("softcap") or 1.0, backend="sm80")
         if block_mask is not None and "block_starts" in found.arrays:
-            tiles = forward_plan(arrays, device, dtype, given)  # which a forward call shares
+            # of a forward call, which shares them
+            tiles = forward_plan(arrays, device, dtype, given, problem.seqlen_kv)
             functions = (problem, score_mod, mask_mod, block_mask)
             joined = words_of_tiles(tiles, *functions, frozenset(found.options))
             words = words.replace(found.words, joined)
@@ -91,14 +92,16 @@ def explain_flex_backward(
     return dataclasses.replace(plan, reason=f"{plan.reason}; {words}", ladder=plan.ladder + line)
 
 
-def forward_plan(arrays: tuple[Any, ...], device: Any, dtype: str, options: dict[str, Any]) -> Plan:
+def forward_plan(
+    arrays: tuple[Any, ...], device: Any, dtype: str, options: dict[str, Any], keys: int
+) -> Plan:
     """Return the plan of the forward call, in whose tiles blocks are joined."""
     given = dict(
         zip("qkv", (x if hasattr(x, "shape") else tuple(x) for x in arrays[1:4]), strict=True)
     )
     given |= {name: x for name, x in options.items() if name in OPTIONS}
     call = given, dtype, place(device, arrays[1]), True
-    return plan_on_hopper(*call) or plan_elsewhere(*call)
+    return plan_on_hopper(*call, keys) or plan_elsewhere(*call)
 
 
 def plan_of_rows(plan_of: Any, options: dict[str, Any]) -> Plan:

@@ -138,6 +138,7 @@ class BlockMask:
         self.mask_mod, self.shape, self.block_size = mask_mod, shape, block_size
         self.states = states
         self._within: tuple[Any, BlockMask] | None = None
+        self._applied: Callable[..., Any] | None = None  # a function that mask_mod hides by
 
     @cached_property
     def by_query(self) -> Lists:
@@ -212,7 +213,9 @@ class BlockMask:
             return cls(mod, shape, block, states)
         states = create_block_mask(mask_mod, *shape, block_size=block).states
         states = np.where(dense, states, np.uint8(HIDDEN))
-        return cls(masks.and_masks(mod, mask_mod), shape, block, states)
+        made = cls(masks.and_masks(mod, mask_mod), shape, block, states)
+        made._applied = mask_mod
+        return made
 
     @classmethod
     def from_csr(
@@ -314,7 +317,10 @@ class BlockMask:
         asked = dense(block_mask.kv_num_blocks, block_mask.kv_indices)
         seen = dense(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
         made = cls.from_dense(asked, *lengths, block_size=block, mask_mod=block_mask.mask_mod)
-        return made if seen is None else made | cls.from_dense(seen, *lengths, block_size=block)
+        if seen is not None:  # where torch does not ask its mask_mod either
+            made = made | cls.from_dense(seen, *lengths, block_size=block)
+            made._applied = block_mask.mask_mod
+        return made
 
     def __and__(self, other: Any) -> BlockMask:
         return self.joined(other, "&", masks.and_masks, np.minimum)
@@ -343,9 +349,10 @@ class BlockMask:
         """Return the mask that hides also what a function hides: no block of it is surely seen.
 
         The same one as last time, if the function is: plans of calls are kept with it. Itself for
-        its own function: seen blocks are those of the arrays that it captured when it was made.
+        the function that it was made of: seen blocks are those of the arrays that this captured
+        then.
         """
-        if mask_mod is self.mask_mod:
+        if mask_mod is self.mask_mod or mask_mod is self._applied:
             return self
         kept = self._within
         if kept is None or kept[0] is not mask_mod:

@@ -234,8 +234,6 @@ def source(
             parts.append(frame % body(functions[name], first, kernel.dtype != "float32"))
         first += len(functions[name].scalars)
     functor = f"struct Functor {{\n  static constexpr bool {given};\n{''.join(parts)}}};"
-    if kernel.name == "sm90" and "mask" in functions:
-        functor = f"{emit_sm90.HELPERS}{functor}\n{emit_sm90.CALLED}"
     shape = {"dtype": DTYPES[kernel.dtype], "qk": kernel.head_dim, "v": kernel.head_dim_v}
     text = KERNELS[kernel.name] % {"functor": functor, **shape}
     return f'#include "cuattn/device/functor.cuh"\n{text}'
