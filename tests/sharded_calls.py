@@ -149,6 +149,13 @@ def others():
     loss = lambda a: call(a).sum()  # noqa: E731
     each = jax.vmap(jax.value_and_grad(loss))
     yield "vmap", agree(jax.jit(each)(spread), each(many))
+    q, ids = np.asarray(arrays["q"]), np.arange(S) // 3
+    there = put(jnp.asarray(ids))
+    found, dense = (
+        cuattn.flex_attention(*[x] * 3, mask_mod=lambda b, h, i, j, ids=ids: ids[i] == ids[j])
+        for x, ids in ((arrays["q"], there), (q, ids))
+    )
+    yield "array that a mask captures", agree(found, dense)
     inside = jax.shard_map(
         call,
         mesh=mesh,

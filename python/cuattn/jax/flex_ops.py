@@ -48,14 +48,16 @@ INPUTS = ("dout", "q", "k", "v", "out", "lse")  # of a backward call
 CAST = {"int": jnp.int32, "float": jnp.float32, "bool": jnp.bool_}  # what kernels read, by kind
 
 
-class OnDevice:
-    """The namespace of `Stand`: arrays of the host become JAX's, concrete ones under jit, too."""
+class OnHost:
+    """The namespace of `Stand`: what is kept for later calls stays with the host.
+
+    An array of JAX would lie on the mesh of the call that made it, or be a tracer of its shard_map.
+    """
 
     @staticmethod
-    def asarray(x: Any) -> jax.Array:
-        """Return an array that goes where others of a call lie."""
-        with jax.ensure_compile_time_eval():
-            return jnp.asarray(x)
+    def asarray(x: Any) -> np.ndarray[Any, Any]:
+        """Return a copy, as the caller may write into what was captured before XLA reads it."""
+        return np.array(x)
 
 
 class Stand:
@@ -67,8 +69,8 @@ class Stand:
     def __dlpack_device__(self) -> tuple[int, int]:
         return (1, 0) if self.device < 0 else (2, self.device)
 
-    def __array_namespace__(self) -> type[OnDevice]:
-        return OnDevice
+    def __array_namespace__(self) -> type[OnHost]:
+        return OnHost
 
 
 def cast(x: Any) -> jax.Array:
