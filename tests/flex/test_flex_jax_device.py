@@ -344,8 +344,11 @@ class TestOnTheCpu:
             call(seqused_k=np.array([65], np.int32))
         with pytest.raises(ValueError, match="k must have head_dim 32 like q, got 16"):
             cuattn.flex_attention(x, x[..., :16], x, mask_mod=odd)
-        with jax.enable_x64(), pytest.raises(ValueError, match=r"x.astype\(jax.numpy.int32\)"):
-            jax.jit(call_of_ids)(x, jnp.arange(64))
+        with pytest.raises(ValueError, match=r"seqused_k must have shape \(batch,\) = \(1,\), got"):
+            jax.jit(lambda n: call(seqused_k=n))(3)
+        for function in (call_of_ids, explained_on_h100):
+            with jax.enable_x64(), pytest.raises(ValueError, match=r"x.astype\(jax.numpy.int32\)"):
+                jax.jit(function)(x, jnp.arange(64))
         with pytest.raises(NotImplementedError, match="no gradient of a gradient goes"):
             jax.grad(lambda q: jax.grad(lambda q: call_of_ids(q, None).sum())(q).sum())(x)
 
@@ -384,6 +387,11 @@ def call_of_ids(q, ids):
     """A call whose mask reads ids, which JAX may trace; without any, is of lists."""
     mask = lambda b, h, i, j: (i + j) % 3 != 0 if ids is None else ids[i] == ids[j]  # noqa: E731
     return cuattn.flex_attention(q, q, q, mask_mod=mask)
+
+
+def explained_on_h100(q, ids):
+    mask = lambda b, h, i, j: ids[i] == ids[j]  # noqa: E731
+    cuattn.explain("flex_attention", q, q, q, mask_mod=mask, device="h100")
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from ..flex.evaluate import Unknown
 from ..flex.expression import SCORE
 from ..flex.functors import name_of
 from ..flex.program import gradient_program
-from ..flex.trace import KINDS, Traced, dtype_name, is_jax_tracer
+from ..flex.trace import KINDS, Traced, dtype_name, is_jax_tracer, refuse_int64
 from .call import (
     Static,
     attributes,
@@ -74,18 +74,8 @@ class Stand:
 
 
 def cast(x: Any) -> jax.Array:
-    """Return a captured array that JAX traces in a dtype that kernels read.
-
-    Raises
-    ------
-    ValueError
-        If it is of 64-bit integers, which may be cut off unseen.
-    """
-    if dtype_name(x) == "int64":
-        raise ValueError(
-            f"{NAME}: a captured array of int64 of shape {tuple(x.shape)} is traced by JAX, so "
-            "that nobody sees whether it fits int32; capture x.astype(jax.numpy.int32)"
-        )
+    """Return a captured array that JAX traces in a dtype that kernels read."""
+    refuse_int64(x)
     return jnp.asarray(x).astype(CAST[KINDS[dtype_name(x)]])
 
 
