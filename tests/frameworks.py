@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 
 import ml_dtypes
@@ -24,6 +25,22 @@ def require(name):
         if os.environ.get("CUATTN_REQUIRE_FRAMEWORKS") == "1":
             raise
         pytest.skip(f"{name} is not installed", allow_module_level=True)
+
+
+JAX_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
+
+
+def require_gpu_of_jax():
+    """Skip where JAX sees no GPU; under CUATTN_REQUIRE_CUDA=1 fail, unless JAX is one of the CPU
+    alone that CUATTN_REQUIRE_FRAMEWORKS=1 does not ask to be another.
+    """
+    if require("jax").default_backend() in ("gpu", "cuda"):
+        return
+    is_asked = os.environ.get("CUATTN_REQUIRE_FRAMEWORKS") == "1"
+    is_expected = is_asked or any(map(importlib.util.find_spec, JAX_PLUGINS))
+    if is_expected and os.environ.get("CUATTN_REQUIRE_CUDA") == "1":
+        pytest.fail("CUATTN_REQUIRE_CUDA=1, but JAX sees no GPU", pytrace=False)
+    pytest.skip("JAX sees no GPU")
 
 
 def require_transformers():

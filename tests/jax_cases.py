@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 import cache_cases
 import cases
@@ -18,9 +17,9 @@ import jax.numpy as jnp  # noqa: E402
 
 
 def device_of(device):
-    """JAX's device for that of a test; without one the test is skipped."""
-    if device.name == "cuda" and jax.default_backend() == "cpu":
-        pytest.skip("JAX sees no GPU")
+    """JAX's device for that of a test; without one the test is skipped, or fails."""
+    if device.name == "cuda":
+        frameworks.require_gpu_of_jax()
     return jax.devices()[0] if device.name == "cuda" else jax.devices("cpu")[0]
 
 

@@ -149,6 +149,21 @@ def others():
     loss = lambda a: call(a).sum()  # noqa: E731
     each = jax.vmap(jax.value_and_grad(loss))
     yield "vmap", agree(jax.jit(each)(spread), each(many))
+    q, ids = np.asarray(arrays["q"]), np.arange(S) // 3
+    there = put(jnp.asarray(ids))
+    found, dense = (
+        cuattn.flex_attention(*[x] * 3, mask_mod=lambda b, h, i, j, ids=ids: ids[i] == ids[j])
+        for x, ids in ((arrays["q"], there), (q, ids))
+    )
+    yield "array that a mask captures", agree(found, dense)
+    score = lambda s, b, h, i, j: 2 * s + 0.1 * j  # noqa: E731
+    flex = jax.jit(jax.grad(lambda x: cuattn.flex_attention(x, x, x, score_mod=score).sum()))
+    wanted_of_flex = flex(arrays["q"])
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        axis = jax.make_mesh((4,), ("x",), axis_types=(kind,))
+        with jax.set_mesh(axis):
+            x = jax.device_put(arrays["q"], NamedSharding(axis, PartitionSpec("x")))
+            yield f"gradients of flex, {kind.name}", agree(flex(x), wanted_of_flex)
     inside = jax.shard_map(
         call,
         mesh=mesh,

@@ -222,10 +222,8 @@ def test_cupy_calls_are_captured(torch, qkv):
 
 @pytest.fixture
 def jax():
-    jax = pytest.importorskip("jax")
-    if jax.default_backend() not in ("gpu", "cuda"):
-        pytest.skip("jax sees no GPU")
-    return jax
+    frameworks.require_gpu_of_jax()
+    return frameworks.require("jax")
 
 
 def test_jax_on_cuda_gives_the_same_bits(torch, jax, qkv):

@@ -7,6 +7,9 @@ functions, in frames that no XLA made; on a GPU as they are.
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 
@@ -274,6 +277,39 @@ class TestOnTheCpu:
         for a, b in zip(got, want, strict=True):
             np.testing.assert_allclose(a, b, atol=1e-5)
 
+    @pytest.mark.skipif(not hasattr(jax, "shard_map"), reason="an older JAX")
+    def test_plans_are_kept_without_tracers_and_meshes(self, rng):
+        """The first call is made inside a shard_map that runs eagerly, where arrays are tracers."""
+        x, ends, found = jnp.zeros((1, 40, 1, 32)), rng.integers(0, 40, 40), []
+        mask = lambda b, h, i, j: j < ends[i]  # noqa: E731
+
+        def planned(x):
+            arguments = dict.fromkeys("qkv", x)
+            call = cuattn.jax.flex_ops.DeviceCall(arguments, None, mask, None, 0)
+            found.append(call.plan()[1]["row_end"])
+            return x
+
+        mesh, spec = jax.sharding.Mesh(jax.devices()[:1], ("x",)), jax.sharding.PartitionSpec()
+        jax.shard_map(planned, mesh=mesh, in_specs=spec, out_specs=spec)(x)
+        planned(x)
+        assert found[0] is found[1]
+        assert isinstance(found[1], np.ndarray)
+        np.testing.assert_array_equal(found[1].ravel(), ends)
+
+    def test_functions_that_live_on_keep_no_tracers(self, on_cpu):
+        """What a traced mask became is kept with the mask, not with the score beside it."""
+        x, ids, score, met = jnp.zeros((1, 40, 1, 32)), jnp.arange(40), flex.scores.softcap(2.0), []
+
+        def call(q, ids):
+            met.append(weakref.ref(ids))
+            mask = lambda b, h, i, j: ids[i] == ids[j]  # noqa: E731
+            return cuattn.flex_attention(q, q, q, score_mod=score, mask_mod=mask)
+
+        jax.jit(call)(x, ids)
+        jax.clear_caches()
+        gc.collect()
+        assert [trace() for trace in met] == [None]
+
     def test_explain_says_what_traced_arrays_leave(self):
         x, reasons = jnp.zeros((1, 300, 1, 32)), []
 
@@ -308,8 +344,11 @@ class TestOnTheCpu:
             call(seqused_k=np.array([65], np.int32))
         with pytest.raises(ValueError, match="k must have head_dim 32 like q, got 16"):
             cuattn.flex_attention(x, x[..., :16], x, mask_mod=odd)
-        with jax.enable_x64(), pytest.raises(ValueError, match=r"x.astype\(jax.numpy.int32\)"):
-            jax.jit(call_of_ids)(x, jnp.arange(64))
+        with pytest.raises(ValueError, match=r"seqused_k must have shape \(batch,\) = \(1,\), got"):
+            jax.jit(lambda n: call(seqused_k=n))(3)
+        for function in (call_of_ids, explained_on_h100):
+            with jax.enable_x64(), pytest.raises(ValueError, match=r"x.astype\(jax.numpy.int32\)"):
+                jax.jit(function)(x, jnp.arange(64))
         with pytest.raises(NotImplementedError, match="no gradient of a gradient goes"):
             jax.grad(lambda q: jax.grad(lambda q: call_of_ids(q, None).sum())(q).sum())(x)
 
@@ -350,6 +389,11 @@ def call_of_ids(q, ids):
     return cuattn.flex_attention(q, q, q, mask_mod=mask)
 
 
+def explained_on_h100(q, ids):
+    mask = lambda b, h, i, j: ids[i] == ids[j]  # noqa: E731
+    cuattn.explain("flex_attention", q, q, q, mask_mod=mask, device="h100")
+
+
 @pytest.fixture
 def on_emulator(monkeypatch, compiler):
     """Go by the handlers of CUDA, whose device is the emulator."""
@@ -383,9 +427,8 @@ class TestOnTheEmulator:
 
 @pytest.fixture
 def on_gpu(compiler):
-    """Skip where JAX has no GPU of its own."""
-    if jax.default_backend() == "cpu":
-        pytest.skip("JAX sees no GPU")
+    """Skip, or fail, where JAX has no GPU of its own."""
+    frameworks.require_gpu_of_jax()
 
 
 @pytest.mark.gpu

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import frameworks
+
 TESTS = Path(__file__).resolve().parents[1]
 WITHOUT = """
 import sys
@@ -113,3 +115,19 @@ def test_ci_asks_for_the_two_commands_of_the_readme(commands, tmp_path):
     assert done.returncode == 1
     assert f"the demo and the tests; found {len(commands)}:\n" in done.stderr
     assert done.stdout == ""  # no step has begun
+
+
+@pytest.mark.parametrize("cuda", ["0", "1"])
+@pytest.mark.parametrize("asked", ["0", "1"])
+@pytest.mark.parametrize("plugins", [(), ("numpy",)])
+def test_a_gpu_that_jax_must_see_and_does_not_is_an_error(monkeypatch, cuda, asked, plugins):
+    jax = frameworks.require("jax")
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    monkeypatch.setattr(frameworks, "JAX_PLUGINS", plugins)
+    monkeypatch.setenv("CUATTN_REQUIRE_CUDA", cuda)
+    monkeypatch.setenv("CUATTN_REQUIRE_FRAMEWORKS", asked)
+    is_error = cuda == "1" and (asked == "1" or bool(plugins))
+    with pytest.raises(pytest.fail.Exception if is_error else pytest.skip.Exception):
+        frameworks.require_gpu_of_jax()
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    frameworks.require_gpu_of_jax()

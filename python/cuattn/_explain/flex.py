@@ -13,9 +13,10 @@ from .._options import PLACES
 from ..flex.attention import OPTIONS, as_taken, find, problem_of, refuse_unknown, traced
 from ..flex.device import SM90_DIM, free_options, may_take_sm90
 from ..flex.options import beside_scale
+from ..flex.plan import Found
 from ..flex.plan import plan as plan_functions
 from ..flex.rows import narrowed
-from ..flex.trace import dtype_name
+from ..flex.trace import dtype_name, is_jax_tracer, refuse_int64
 from .devices import place
 from .plan import Plan
 from .rows import explain_rows
@@ -47,6 +48,8 @@ def explain_flex(arrays: tuple[Any, ...], device: Any, dtype: str, options: dict
     keys = problem.seqlen_kv
     on_hopper = on_cuda and (lambda: plan_on_hopper(given, dtype, where, True, keys) is not None)
     found = as_taken(planned, takes, on_hopper)
+    if on_cuda:
+        refuse_traced(found)
     functions = (problem, score_mod, mask_mod, block_mask, frozenset(found.options))
     if found.window is not None:
         given["window"] = narrowed(options.get("window", (-1, -1)), found.window)
@@ -79,6 +82,13 @@ def refuse_codes(q_and_k: tuple[Any, ...], dtype: str) -> None:
                 f"{NAME}: {name} is {word}, over which masks and scores written by the user have "
                 "no kernel yet; cast it to float16 or bfloat16"
             )
+
+
+def refuse_traced(found: Found) -> None:
+    """Refuse captured arrays that JAX traces as the call on a GPU does."""
+    for x in (x for f in found.functions.values() for x in f.arrays):
+        if is_jax_tracer(x):
+            refuse_int64(x)
 
 
 def words_of_tiles(

@@ -20,6 +20,7 @@ from .flex import (
     FUNCTIONS,
     plan_elsewhere,
     plan_on_hopper,
+    refuse_traced,
     shapes_of_arrays,
     stand_in,
     words_of_tiles,
@@ -63,6 +64,8 @@ def explain_flex_backward(
         return plan_of()  # says what is wrong
     takes = free_options(options) if on_cuda and not wanted else frozenset()
     found = find(problem, score_mod, mask_mod, block_mask, takes)
+    if on_cuda:
+        refuse_traced(found)
     given = dict(options)
     if found.window is not None:
         options["window"] = narrowed(options.get("window", (-1, -1)), found.window)

@@ -284,7 +284,10 @@ def unknown_problem(
     shapes: list[tuple[int, ...]], given: list[Any], options: dict[str, Any]
 ) -> Problem | None:
     """Return the shapes of a call whose lengths the host does not know: what they are at most."""
-    batch = next(len(x) - (i < 2) for i, x in enumerate(given) if x is not None)
+    extents, is_ends = next((tuple(x.shape), i < 2) for i, x in enumerate(given) if x is not None)
+    if len(extents) != 1:
+        return None
+    batch = extents[0] - is_ends
     if options.get("cu_seqlens_q") is None:
         if any(len(shape) != 4 for shape in shapes):
             return None

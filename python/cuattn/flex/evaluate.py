@@ -8,7 +8,6 @@ whole numbers that leave int32 on the way are refused. Where a float may be NaN,
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -46,11 +45,11 @@ def on_host(array: Any) -> np.ndarray[Any, Any]:
             "host reads its numbers; make it outside of jit, grad and vmap, or let a mask or score "
             "function capture it"
         )
+    if type(array).__module__.startswith("jax"):  # on any devices, also spread over a mesh
+        array = np.asarray(array)
     if not isinstance(array, np.ndarray):
         device = getattr(array, "__dlpack_device__", lambda: (1, 0))()
         copy = next((getattr(array, n) for n in ("cpu", "get") if hasattr(array, n)), None)
-        if type(array).__module__.startswith("jax"):
-            copy = functools.partial(np.asarray, array)
         if device[0] not in (1, 3):
             if copy is None:
                 raise ValueError(

@@ -18,7 +18,7 @@ import numpy as np
 from .block_mask import BlockMask
 from .evaluate import on_host
 from .plan import Problem
-from .trace import Traced
+from .trace import Traced, is_jax_tracer
 
 MOST = 32  # entries with a function, two for a call on CUDA; the oldest goes first
 MOST_BYTES = 32 << 20  # of captured arrays that are compared
@@ -80,7 +80,8 @@ def remember(
     Parameters
     ----------
     traced : list of Traced
-        The functions, of which the first keeps it.
+        The functions, of which the first keeps it, or the first that captures what JAX traces: the
+        others may outlive the trace.
     others : tuple
         Objects that must be the same ones.
     key : tuple
@@ -91,15 +92,16 @@ def remember(
     arrays = [x for f in traced for x in f.arrays]
     if sum(getattr(x, "nbytes", 0) for x in arrays if is_compared(x)) > MOST_BYTES:
         return make()
-    others = tuple(x for x in (*traced[1:], *others) if x is not None)
+    keeper = next((f for f in traced if any(map(is_jax_tracer, f.arrays))), traced[0])
+    others = tuple(x for x in (*traced, *others) if x is not None and x is not keeper)
     key = (*key, *map(id, others))
     marks = [mark_of(x) for x in arrays]
-    kept = traced[0].kept.get(key)
+    kept = keeper.kept.get(key)
     if kept is not None and kept.marks == marks and all(map(is_of, kept.others, others)):
         return kept.found
     found = make()
     with _lock:
-        everything = traced[0].kept
+        everything = keeper.kept
         everything.pop(key, None)
         everything[key] = Kept([weakref.ref(x) for x in others], marks, found)
         if len(everything) > MOST:

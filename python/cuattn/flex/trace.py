@@ -175,6 +175,15 @@ def is_jax_tracer(x: Any) -> bool:
     return jax is not None and isinstance(x, jax.core.Tracer)
 
 
+def refuse_int64(x: Any) -> None:
+    """Refuse an array that JAX traces if it is of int64, which may be cut off unseen."""
+    if dtype_name(x) == "int64":
+        raise ValueError(
+            f"flex_attention: a captured array of int64 of shape {tuple(x.shape)} is traced by "
+            "JAX, so that nobody sees whether it fits int32; capture x.astype(jax.numpy.int32)"
+        )
+
+
 def runs_in_xla(x: Any) -> bool:
     """Whether JAX traces an array, or it is one of JAX that lies on no CPU."""
     if is_jax_tracer(x):

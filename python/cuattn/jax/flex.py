@@ -20,6 +20,7 @@ from ..flex.backward import like, slots_of
 from ..flex.trace import dtype_name, is_jax_tracer, trace
 from .call import as_varying, check_arrays, is_array, possible_devices
 from .flex_ops import DeviceCall, result_shapes
+from .sharding import explicit_mesh
 
 
 def run_on_host(
@@ -198,12 +199,21 @@ def attend_by(call: HostCall | DeviceCall) -> Any:
 
     def differentiate(kept: Any, gradients: Any) -> Any:
         found = as_varying(call.differentiate(kept, gradients), kept[0])
-        by_place = dict(zip(call.differentiable(), found, strict=True))
+        by_place = {
+            i: placed_like(kept[0][i], x) for i, x in zip(call.differentiable(), found, strict=True)
+        }
         return (tuple(by_place.get(i) for i in range(len(call.operands))),)
 
     attend = jax.custom_vjp(run)
     attend.defvjp(run_and_keep, differentiate)
     return attend(as_varying(call.operands, call.operands))
+
+
+def placed_like(array: Any, gradient: Any) -> Any:
+    """Return a gradient that lies where its array does: over explicit axes that is its type."""
+    if not explicit_mesh(array):
+        return gradient
+    return jax.sharding.reshard(gradient, jax.typeof(array).sharding)
 
 
 def go_back(

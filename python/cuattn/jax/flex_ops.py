@@ -25,7 +25,7 @@ from ..flex.evaluate import Unknown
 from ..flex.expression import SCORE
 from ..flex.functors import name_of
 from ..flex.program import gradient_program
-from ..flex.trace import KINDS, Traced, dtype_name, is_jax_tracer
+from ..flex.trace import KINDS, Traced, dtype_name, is_jax_tracer, refuse_int64
 from .call import (
     Static,
     attributes,
@@ -48,14 +48,16 @@ INPUTS = ("dout", "q", "k", "v", "out", "lse")  # of a backward call
 CAST = {"int": jnp.int32, "float": jnp.float32, "bool": jnp.bool_}  # what kernels read, by kind
 
 
-class OnDevice:
-    """The namespace of `Stand`: arrays of the host become JAX's, concrete ones under jit, too."""
+class OnHost:
+    """The namespace of `Stand`: what is kept for later calls stays with the host.
+
+    An array of JAX would lie on the mesh of the call that made it, or be a tracer of its shard_map.
+    """
 
     @staticmethod
-    def asarray(x: Any) -> jax.Array:
-        """Return an array that goes where others of a call lie."""
-        with jax.ensure_compile_time_eval():
-            return jnp.asarray(x)
+    def asarray(x: Any) -> np.ndarray[Any, Any]:
+        """Return a copy, as the caller may write into what was captured before XLA reads it."""
+        return np.array(x)
 
 
 class Stand:
@@ -67,23 +69,13 @@ class Stand:
     def __dlpack_device__(self) -> tuple[int, int]:
         return (1, 0) if self.device < 0 else (2, self.device)
 
-    def __array_namespace__(self) -> type[OnDevice]:
-        return OnDevice
+    def __array_namespace__(self) -> type[OnHost]:
+        return OnHost
 
 
 def cast(x: Any) -> jax.Array:
-    """Return a captured array that JAX traces in a dtype that kernels read.
-
-    Raises
-    ------
-    ValueError
-        If it is of 64-bit integers, which may be cut off unseen.
-    """
-    if dtype_name(x) == "int64":
-        raise ValueError(
-            f"{NAME}: a captured array of int64 of shape {tuple(x.shape)} is traced by JAX, so "
-            "that nobody sees whether it fits int32; capture x.astype(jax.numpy.int32)"
-        )
+    """Return a captured array that JAX traces in a dtype that kernels read."""
+    refuse_int64(x)
     return jnp.asarray(x).astype(CAST[KINDS[dtype_name(x)]])
 
 
