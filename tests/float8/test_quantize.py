@@ -82,7 +82,8 @@ def same_codes(codes, value, slack=0.0):
     if slack == 0.0:
         np.testing.assert_array_equal(got, encoded(value))
         return
-    low, high = encoded(value * (1 - slack) - slack), encoded(value * (1 + slack) + slack)
+    apart = slack * (1 + np.abs(value))
+    low, high = encoded(value - apart), encoded(value + apart)
     assert ((got == low) | (got == high) | (got == encoded(value))).all()
 
 
