@@ -4,7 +4,7 @@
 #   op          whose parameters it takes: Op in instances.h
 #   name        KERNEL_RUNG: the header has launch_NAME, whose template takes the axes in this order
 #   header      in cuda/
-#   kind        portable (all of CUATTN_CUDA_ARCHS, from one PTX), each (compiled for each of them: its
+#   kind        portable (all of CUATTN_CUDA_ARCHS, below 10.0 from one PTX), each (compiled for each of them: its
 #               code asks which one it is, as for conversions of e4m3) or sm90 (90a only)
 #   dtypes      of q, k and v; paged_attention: of the caches
 #   head dims   of q and k; `192x128`: v has 128. A call takes the smallest that hold its own

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What keeps code that asks __CUDA_ARCH__ out of kernels whose PTX is made once, for the oldest of the
+// What keeps code that asks __CUDA_ARCH__ out of kernels whose PTX is made once for several
 // architectures: the rows of kind `portable` in cuda/instances.cmake.
 #pragma once
 
