@@ -4,6 +4,7 @@
 // python/cuattn/jax/attention.py, backward.py.
 #include <string>
 
+#include "bindings/xla/backward.h"
 #include "bindings/xla/call.h"
 #include "bindings/xla/ffi.h"
 #include "bindings/xla/options.h"
@@ -34,23 +35,13 @@ void run_attention(const CallFrame& frame, Platform platform) {
 // that are needed and the workspace.
 void run_attention_backward(const CallFrame& frame, Platform platform) {
   Place place(frame, platform);
-  std::string backend;
-  cuattn_attention_options options;
-  read_options(frame, options, backend);
-  cuattn_backward_options backward;
-  cuattn_backward_options_init(&backward, sizeof backward);
-  backward.need = integer32(frame, "need");
-  backward.deterministic = integer32(frame, "deterministic");
-
   Arguments arguments(frame, place.device);
-  cuattn_backward_arrays arrays = backward_arrays(arguments);
-  arguments.optional(integer(frame, "present"), options, kAttentionArrays,
-                     &cuattn_attention_options::dropout_state);
-  if (integer(frame, "has_dlse") != 0) backward.dlse = arguments.next();
+  BackwardInputs inputs(frame, arguments);
   cuattn_backward_call call;
-  check(cuattn_attention_backward_prepare(&arrays, &options, &backward, &call));
+  check(
+      cuattn_attention_backward_prepare(&inputs.arrays, &inputs.options, &inputs.backward, &call));
 
-  GradientResults(frame, place.device, backward.need).run(frame, place, call);
+  GradientResults(frame, place.device, inputs.backward.need).run(frame, place, call);
 }
 
 // Arguments out_a, lse_a, out_b, lse_b, or stacked outs, lses; results out, lse.

@@ -5,7 +5,6 @@
 
 #include <cstdint>
 #include <cstring>
-#include <iterator>
 #include <new>
 #include <string>
 
@@ -135,16 +134,6 @@ class Arguments {
   Tensor tensors_[kMost];
 };
 
-// The first arguments of a backward call.
-inline cuattn_backward_arrays backward_arrays(Arguments& arguments) {
-  cuattn_backward_arrays arrays;
-  for (auto field :
-       {&cuattn_backward_arrays::dout, &cuattn_backward_arrays::q, &cuattn_backward_arrays::k,
-        &cuattn_backward_arrays::v, &cuattn_backward_arrays::out, &cuattn_backward_arrays::lse})
-    arrays.*field = arguments.next();
-  return arrays;
-}
-
 inline const void* attribute(const CallFrame& frame, const char* name, AttributeType type) {
   const Attributes& list = frame.attributes;
   for (int64_t i = 0; i < list.size; ++i) {
@@ -221,33 +210,6 @@ struct AttentionResults {
     void* memory = workspace.view.data;
     check(run(&call, &out.dl, has_lse ? &lse.dl : nullptr, memory,
               memory == nullptr ? 0 : workspace.view.size(), stream));
-  }
-};
-
-// Results of a backward call: the gradients that `need` names, and the place of what follows them.
-struct GradientResults {
-  static constexpr const DLTensor* cuattn_gradients::* kFields[] = {
-      &cuattn_gradients::dq,    &cuattn_gradients::dk,     &cuattn_gradients::dv,
-      &cuattn_gradients::dbias, &cuattn_gradients::dsinks, &cuattn_gradients::dslopes};
-  Tensor found[std::size(kFields)], workspace;
-  cuattn_gradients gradients{};
-  int64_t next = 0;
-
-  GradientResults(const CallFrame& frame, DLDevice device, int32_t need) {
-    for (size_t i = 0; i < std::size(kFields); ++i) {
-      if ((need >> i & 1) == 0) continue;
-      found[i].set(*frame.results.items[next++], device);
-      gradients.*kFields[i] = &found[i].dl;
-    }
-  }
-
-  // Runs a prepared call into them; the workspace, if one is needed, is the result that is next.
-  void run(const CallFrame& frame, const Place& place, cuattn_backward_call& call) {
-    bool has_workspace = next < frame.results.size;
-    if (has_workspace) workspace.set(*frame.results.items[next], place.device);
-    size_t bytes = has_workspace ? workspace.view.size() : 0;
-    check(
-        cuattn_attention_backward_run(&call, &gradients, workspace.view.data, bytes, place.stream));
   }
 };
 

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "bindings/xla/backward.h"
 #include "bindings/xla/call.h"
 #include "bindings/xla/ffi.h"
 #include "bindings/xla/functors.h"
@@ -138,23 +139,14 @@ void run_flex(const CallFrame& frame, Platform platform) {
 // functions; results the gradients that are needed, those of captured arrays, and the workspace.
 void run_flex_backward(const CallFrame& frame, Platform platform) {
   Place place(frame, platform);
-  std::string backend;
-  cuattn_attention_options options;
-  read_options(frame, options, backend);
-  cuattn_backward_options backward;
-  cuattn_backward_options_init(&backward, sizeof backward);
-  backward.need = integer32(frame, "need");
-  backward.deterministic = integer32(frame, "deterministic");
   Arguments arguments(frame, place.device);
-  cuattn_backward_arrays arrays = backward_arrays(arguments);
-  arguments.optional(integer(frame, "present"), options, kAttentionArrays,
-                     &cuattn_attention_options::dropout_state);
-  if (integer(frame, "has_dlse") != 0) backward.dlse = arguments.next();
+  BackwardInputs inputs(frame, arguments);
   Functions functions(frame, platform, place, arguments.place());
-  GradientResults results(frame, place.device, backward.need);
+  GradientResults results(frame, place.device, inputs.backward.need);
   functions.read_gradient(frame, place, results.next);
   cuattn_backward_call call;
-  check(cuattn_flex_backward_prepare(&arrays, &options, &backward, &functions.options, &call));
+  check(cuattn_flex_backward_prepare(&inputs.arrays, &inputs.options, &inputs.backward,
+                                     &functions.options, &call));
   results.run(frame, place, call);
 }
 

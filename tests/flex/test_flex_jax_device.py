@@ -394,64 +394,54 @@ def explained_on_h100(q, ids):
     cuattn.explain("flex_attention", q, q, q, mask_mod=mask, device="h100")
 
 
-@pytest.fixture
-def on_emulator(monkeypatch, compiler):
-    """Go by the handlers of CUDA, whose device is the emulator."""
-    take_every_array(monkeypatch)
-    monkeypatch.setattr(jax.ffi, "ffi_call", xla_frames.ffi_call)
-    jax.clear_caches()
-    yield
-    jax.clear_caches()
+class OfHandlers:
+    """What holds on whatever device the fixture `on_device` puts the handlers of CUDA."""
 
-
-@pytest.mark.skipif(not harness.is_emulated(), reason="not a build of the emulator")
-class TestOnTheEmulator:
-    """The handlers, with compiled functions."""
-
-    def test_gradients(self, rng, on_emulator):
-        check_gradients(rng, np.float16, 1e-2, (jax.jit,))
-        check_gradients(rng, jnp.bfloat16, 5e-2, (jax.jit,))
-
-    def test_values(self, rng, on_emulator):
+    def test_values(self, rng, on_device):
         check_values(rng, np.dtype(np.float16), 6e-3)
 
-    def test_backward(self, rng, on_emulator):
+    def test_backward(self, rng, on_device):
         check_backward(rng, np.float16, 1e-2)
 
-    def test_lengths(self, rng, on_emulator):
+    def test_lengths(self, rng, on_device):
         check_lengths(rng, np.float16, 6e-3)
 
-    def test_vmap(self, rng, on_emulator):
+    def test_vmap(self, rng, on_device):
         check_vmap(rng, np.float16, 6e-3)
 
 
-@pytest.fixture
-def on_gpu(compiler):
-    """Skip, or fail, where JAX has no GPU of its own."""
-    frameworks.require_gpu_of_jax()
+@pytest.mark.skipif(not harness.is_emulated(), reason="not a build of the emulator")
+class TestOnTheEmulator(OfHandlers):
+    """The handlers, with compiled functions."""
+
+    @pytest.fixture
+    def on_device(self, monkeypatch, compiler):
+        """Go by the handlers of CUDA, whose device is the emulator."""
+        take_every_array(monkeypatch)
+        monkeypatch.setattr(jax.ffi, "ffi_call", xla_frames.ffi_call)
+        jax.clear_caches()
+        yield
+        jax.clear_caches()
+
+    def test_gradients(self, rng, on_device):
+        check_gradients(rng, np.float16, 1e-2, (jax.jit,))
+        check_gradients(rng, jnp.bfloat16, 5e-2, (jax.jit,))
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(harness.why_no_cuda() is not None, reason=f"CUDA: {harness.why_no_cuda()}")
 @pytest.mark.skipif(harness.is_emulated(), reason="JAX has no arrays of the emulator")
-class TestOnAGpu:
+class TestOnAGpu(OfHandlers):
     """XLA itself."""
 
-    def test_gradients(self, rng, on_gpu):
+    @pytest.fixture
+    def on_device(self, compiler):
+        """Skip, or fail, where JAX has no GPU of its own."""
+        frameworks.require_gpu_of_jax()
+
+    def test_gradients(self, rng, on_device):
         check_gradients(rng, np.float16, 1e-2, (lambda f: f, jax.jit), q_len=300, kv_len=333)
         check_gradients(rng, jnp.bfloat16, 5e-2, (jax.jit,), dims=(128, 128))
 
-    def test_values(self, rng, on_gpu):
-        check_values(rng, np.dtype(np.float16), 6e-3)
-
-    def test_float32(self, rng, on_gpu):
+    def test_float32(self, rng, on_device):
         check_values(rng, np.dtype(np.float32), 5e-5)
-
-    def test_backward(self, rng, on_gpu):
-        check_backward(rng, np.float16, 1e-2)
-
-    def test_lengths(self, rng, on_gpu):
-        check_lengths(rng, np.float16, 6e-3)
-
-    def test_vmap(self, rng, on_gpu):
-        check_vmap(rng, np.float16, 6e-3)

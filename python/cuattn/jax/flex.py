@@ -19,7 +19,8 @@ from .._options import PLACES
 from ..flex.backward import like, slots_of
 from ..flex.trace import dtype_name, is_jax_tracer, trace
 from .call import as_varying, check_arrays, is_array, possible_devices
-from .flex_ops import DeviceCall, result_shapes
+from .flex_ops import DeviceCall
+from .ops import result_shapes
 from .sharding import explicit_mesh
 
 

@@ -17,7 +17,6 @@ import numpy as np
 
 from .. import _core
 from .._gradients import GRADIENT_OF, GRADIENTS, SOURCES
-from .._kv_shapes import head_dim_of_values
 from ..flex.attention import find_for, problem_of, traced
 from ..flex.backward import slots_of
 from ..flex.device import Gives
@@ -38,7 +37,7 @@ from .call import (
     shape_of,
     static_of,
 )
-from .ops import ARRAYS, NUMBERS, SCALES, optional_operands, shapes_of
+from .ops import ARRAYS, NUMBERS, SCALES, optional_operands, result_shapes, shapes_of
 
 NAME = "flex_attention"
 FOUND = ("row_begin", "row_end", "block_starts", "block_entries")  # arrays, where they are found
@@ -258,17 +257,6 @@ def workspace_of(arrays: dict[str, Any], options: dict[str, Any]) -> int:
         shapes = [shape_of(x) for x in captured]
         found["array_gradients"] = [x if i in slots else None for i, x in enumerate(shapes)]
     return _core.flex_workspace(shapes_in(arrays, options), found, options["device"])
-
-
-def result_shapes(
-    q: Any, v: Any, layout: str = "bshd", kv_layout: str | None = None
-) -> tuple[Any, Any]:
-    """Return the shapes of out and lse; `kv_layout` is that of keys in pages."""
-    out = jax.ShapeDtypeStruct((*q.shape[:-1], head_dim_of_values(v.shape, kv_layout)), q.dtype)
-    if len(q.shape) == 3:
-        return out, jax.ShapeDtypeStruct(q.shape[1::-1], jnp.float32)
-    rows, heads = q.shape[1:3] if layout == "bshd" else q.shape[2:0:-1]
-    return out, jax.ShapeDtypeStruct((q.shape[0], heads, rows), jnp.float32)
 
 
 def call_of(

@@ -64,6 +64,18 @@ def optional_operands(arrays: dict[str, jax.Array]) -> list[jax.Array]:
     ]
 
 
+def result_shapes(
+    q: Any, v: Any, layout: str = "bshd", kv_layout: str | None = None
+) -> tuple[Any, Any]:
+    """Return the shapes of out and lse; `kv_layout` is that of keys in pages."""
+    dtype = jnp.bfloat16 if str(q.dtype) in CODES else q.dtype
+    out = jax.ShapeDtypeStruct((*q.shape[:-1], head_dim_of_values(v.shape, kv_layout)), dtype)
+    if len(q.shape) == 3:
+        return out, jax.ShapeDtypeStruct(q.shape[1::-1], jnp.float32)
+    rows, heads = q.shape[1:3] if layout == "bshd" else q.shape[2:0:-1]
+    return out, jax.ShapeDtypeStruct((q.shape[0], heads, rows), jnp.float32)
+
+
 def run_attention(arrays: dict[str, jax.Array], static: Static) -> list[jax.Array]:
     """One call, spread over a mesh where there is one; results out, and lse if asked for."""
     results = ["out", "lse"] if dict(static)["return_lse"] else ["out"]
@@ -76,14 +88,8 @@ def attend(arrays: dict[str, jax.Array], static: Static) -> list[jax.Array]:
     workspace_bytes = workspace_of(arrays, options)
     q, v = arrays["q"], arrays["v"]
     ragged, paged = options["op"] == "attention_varlen", "block_tables" in arrays
-    head_dim_v = head_dim_of_values(v.shape, options["kv_layout"] if paged else None)
-    dtype = jnp.bfloat16 if str(q.dtype) in CODES else q.dtype
-    results = [jax.ShapeDtypeStruct((*q.shape[:-1], head_dim_v), dtype)]
-    if options["return_lse"]:
-        total, heads = q.shape[:2]
-        sequence, head = (1, 2) if options["layout"] == "bshd" else (2, 1)
-        shape = (heads, total) if ragged else (q.shape[0], q.shape[head], q.shape[sequence])
-        results.append(jax.ShapeDtypeStruct(shape, jnp.float32))
+    shapes = result_shapes(q, v, options["layout"], options["kv_layout"] if paged else None)
+    results = list(shapes[: 1 + options["return_lse"]])
     if workspace_bytes:
         results.append(jax.ShapeDtypeStruct((workspace_bytes,), jnp.uint8))
     # Only plain dense attention can take more axes in front; the rest runs one batch entry of vmap
