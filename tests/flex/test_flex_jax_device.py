@@ -50,7 +50,8 @@ def on_cpu(monkeypatch):
     monkeypatch.setattr(cuattn.jax.flex, "DeviceCall", lambda *x: real(*x[:-1], -1))
     monkeypatch.setattr(jax.ffi, "ffi_call", ffi_call)
     jax.clear_caches()
-    yield called
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield called
     jax.clear_caches()
 
 
@@ -271,7 +272,7 @@ class TestOnTheCpu:
         def spread(x, gain):
             return jax.lax.psum(total(x, gain), "x")
 
-        mesh, specs = jax.sharding.Mesh(jax.devices()[:1], ("x",)), (spec("x"), spec())
+        mesh, specs = jax.sharding.Mesh(jax.devices("cpu")[:1], ("x",)), (spec("x"), spec())
         mapped = jax.shard_map(spread, mesh=mesh, in_specs=specs, out_specs=spec())
         got, want = (jax.jit(jax.grad(f, (0, 1)))(x, gain) for f in (mapped, total))
         for a, b in zip(got, want, strict=True):

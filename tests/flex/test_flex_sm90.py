@@ -206,6 +206,25 @@ def test_explain_names_sm90_for_what_it_runs():
         explain(softcap=2.0, backend="sm90")
 
 
+@pytest.mark.parametrize("can", [True, False])
+def test_explain_compiles_a_score_beside_row_ranges(monkeypatch, can):
+    """On a Hopper, whose kernel has no options beside them; without NVRTC they remain options."""
+    monkeypatch.setattr("cuattn.flex.attention.can_compile", lambda: can)
+    rows, ids = (1, 300, 2, 64), np.arange(300) // 70
+    mask, capped = cuattn.flex.masks.document(ids), cuattn.flex.scores.softcap(20.0)
+
+    def explain(**given):
+        given = {"device": "h100", "dtype": "bfloat16", "mask_mod": mask, **given}
+        plan = cuattn.explain("flex_attention", rows, rows, rows, **given)
+        assert "row ranges" in plan.reason
+        return plan.kernel, "tanh" in plan.reason
+
+    assert explain(score_mod=capped) == (("sm90", True) if can else ("sm80", False))
+    assert explain(score_mod=capped, device="a100") == ("sm80", False)
+    assert explain(score_mod=lambda s, b, h, q, k: 0.5 * s) == ("sm90", False)
+    assert explain(score_mod=capped, softcap=5.0) == ("sm80", True)
+
+
 def test_explain_takes_a_score_that_is_alibi():
     """Its slopes are made on the host, and the call copies them."""
     rows = (1, 300, 2, 64)

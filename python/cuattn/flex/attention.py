@@ -18,6 +18,7 @@ from .._other_names import way_out
 from .block_mask import BlockMask, Shape
 from .device import Gives, Placed, free_options, is_cuda, of_tiles, place_of, runs_in_sm90
 from .evaluate import on_host
+from .functors import can_compile
 from .memo import of_torch, remember, shapes_of
 from .options import SCALE, join_options
 from .plan import Found, Problem, plan
@@ -188,12 +189,14 @@ def find_for(
 def as_taken(make: Callable[[Any], Found], takes: Any, on_hopper: Any) -> Found:
     """Return what functions become where `takes` may be options: only scale beside those of sm90.
 
-    `on_hopper` says whether a functor of the call would run there; it is asked only of one.
+    sm90 has no options beside row ranges either, but takes a score that is compiled. `on_hopper`
+    says whether a functor of the call would run there; it is asked only of one.
     """
     found = make(takes)
-    if not {SCALE}.issuperset(found.options) and found.functions and on_hopper and on_hopper():
-        return make(takes & {SCALE})
-    return found
+    if {SCALE}.issuperset(found.options) or on_hopper is None:
+        return found
+    better = found.functions or ("row_begin" in found.arrays and can_compile())
+    return make(takes & {SCALE}) if better and on_hopper() else found
 
 
 def find(

@@ -8,6 +8,7 @@ name and renamed, so that two processes that compile the same need no lock.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
@@ -70,9 +71,21 @@ def name_of(number: int) -> str:
     return name
 
 
+def is_disabled() -> bool:
+    """Whether CUATTN_DISABLE_JIT is set."""
+    return os.environ.get("CUATTN_DISABLE_JIT", "0") not in ("", "0")
+
+
+def can_compile() -> bool:
+    """Whether a functor can be had that no call needs: one that is only faster."""
+    with contextlib.suppress(CompileError):
+        return not is_disabled() and bool(nvrtc())
+    return False
+
+
 def machine_code(source: str, arch: str) -> bytes:
     """Return the machine code of a source, from the disk or NVRTC."""
-    if os.environ.get("CUATTN_DISABLE_JIT", "0") not in ("", "0"):
+    if is_disabled():
         raise CompileError(
             "flex_attention: CUATTN_DISABLE_JIT is set, and this mask or score function would be "
             "compiled; unset it, or write the mask as causal, a window or one interval of keys a "
