@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""cuattn.jax.parallel_attention over four CPU devices, beside one device.
+"""cuattn.jax.parallel_attention over four CPU devices, or all GPUs, beside one device.
+
+    parallel_jax_calls.py [cpu | gpu] [seed]
 
 Prints a JSON list a line: the case, the largest difference of out, lse and gradients from one
-device, relative to their size, and the collectives of the compiled program; then the refusals.
-faces/test_jax_parallel.py reads them.
+device, relative to their size, and the collectives of the compiled program; then, of the CPU, the
+refusals. faces/test_jax_parallel.py reads them.
 """
 
 import functools
@@ -12,9 +14,11 @@ import os
 import re
 import sys
 
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
-os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"  # compiles sooner
-os.environ["JAX_PLATFORMS"] = "cpu"
+ON_GPU = sys.argv[1:2] == ["gpu"]
+if not ON_GPU:
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+    os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"  # compiles sooner
+    os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
 import jax.numpy as jnp
@@ -140,7 +144,8 @@ def compare(name, case, mesh, seed, dtype="float32", **more):
     placed = [x[:, order] for x in qkv]
     program = jax.jit(run(spread(case, mesh, **more))).lower(placed, arrays).compile()
     found = program(placed, arrays)
-    print(json.dumps([name, apart(found, wanted), collectives(program.as_text())]), flush=True)
+    sent = collectives(program.as_text())
+    print(json.dumps([name, apart(found, wanted), sent, dtype]), flush=True)
 
 
 def refuse(name, case, mesh):
@@ -157,16 +162,22 @@ def refuse(name, case, mesh):
 
 
 def main(seed):
-    mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    auto = jax.sharding.AxisType.Auto
+    if ON_GPU:
+        mesh = jax.make_mesh((min(len(jax.devices("gpu")), 4),), ("x",), axis_types=(auto,))
+        for dtype in ("float32", "float16"):
+            for name, case in CASES.items():
+                compare(name, case, mesh, seed, dtype)
+        return
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(auto,))
     for name, case in CASES.items():
         compare(name, case, mesh, seed)
     compare("bfloat16", CASES["ring zigzag"], mesh, seed, "bfloat16")
-    kinds = (jax.sharding.AxisType.Auto,) * 2
-    two = jax.make_mesh((2, 2), ("y", "x"), axis_types=kinds)
+    two = jax.make_mesh((2, 2), ("y", "x"), axis_types=(auto,) * 2)
     compare("batch too", CASES["heads zigzag"], two, seed, batch=("y",))
     for name, case in REFUSED.items():
         refuse(name, case, mesh)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 7)
+    main(int(sys.argv[2]) if len(sys.argv) > 2 else 7)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""parallel_attention in a shard_map over four CPU devices gives what one device gives."""
+"""parallel_attention in a shard_map over four CPU devices, or GPUs, gives what one device gives."""
 
 from __future__ import annotations
 
 import json
+import secrets
 import subprocess
 import sys
 from pathlib import Path
@@ -34,26 +35,45 @@ WORDS = {  # of each refusal
 }
 
 
-@pytest.fixture(scope="module")
-def lines():
+MOST = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 0.03}  # apart from one device
+
+
+def run(*words):
     if jax.__version_info__ < (0, 10):
         pytest.skip("shard_map of an older JAX checks otherwise what varies")
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT)], capture_output=True, text=True, timeout=600, check=False
-    )
+    command = [sys.executable, str(SCRIPT), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def lines():
+    return run("cpu")
 
 
 def test_values_and_gradients_of_one_device(lines):
     found = [line for line in lines if line[0] != "refused"]
     assert len(found) == 16
-    for name, apart, _ in found:
-        assert apart <= (0.03 if name == "bfloat16" else 1e-5), (name, apart)
+    for name, apart, _, dtype in found:
+        assert apart <= MOST[dtype], (name, apart)
+
+
+@pytest.mark.gpu
+def test_gpus_give_what_one_gives():
+    frameworks.require_gpu_of_jax()
+    if len(jax.devices("gpu")) < 2:
+        pytest.skip("JAX sees one GPU")
+    found = run("gpu", str(secrets.randbelow(2**31)))
+    assert len(found) == 28
+    for name, apart, sent, dtype in found:
+        assert apart <= MOST[dtype], (name, dtype, apart)
+        scheme = SENT.get(name.split()[0])
+        assert name == "ring narrow" or scheme in (None, *sent), (name, sent)
 
 
 def test_each_scheme_sends_what_it_is_named_for(lines):
-    for name, _, collectives in lines[:-1]:
+    for name, _, collectives, *_ in lines:
         scheme = name.split()[0]
         if scheme in SENT and name != "ring narrow":
             assert SENT[scheme] in collectives, (name, collectives)
@@ -64,7 +84,7 @@ def test_each_scheme_sends_what_it_is_named_for(lines):
 
 
 def test_refusals(lines):
-    refused = {name: text for kind, name, text in lines if kind == "refused"}
+    refused = {line[1]: line[2] for line in lines if line[0] == "refused"}
     assert refused.keys() == WORDS.keys()
     for name, text in refused.items():
         assert "Error: parallel_attention: " in text, (name, text)

@@ -476,7 +476,7 @@ def test_explain_says_what_functions_become():
         plan = cuattn.explain("flex_attention", *wide, device="h100", mask_mod=mask)
         assert plan.kernel == kernel
         assert words in plan.reason
-    scored = {"device": "h100", "mask_mod": chunked, "softcap": 2.0}
-    assert cuattn.explain("flex_attention", *shapes, **scored).kernel == "sm80"
+    alibi = {"device": "h100", "mask_mod": chunked, "alibi_slopes": ("float32", 4)}
+    assert cuattn.explain("flex_attention", *shapes, **alibi).kernel == "sm80"
     with pytest.raises(TypeError, match="there is no argument mod"):
         explain(mod=1)

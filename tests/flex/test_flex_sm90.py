@@ -11,6 +11,8 @@ import pytest
 import cuattn
 import flex_cases
 import harness
+from cuattn.flex.options import capped
+from cuattn.flex.trace import trace
 
 TARGETS = harness.target_params(cpu=(), cuda=("sm90",))
 DIMS = ((64, 64), (128, 128), (40, 24), (96, 128))
@@ -169,15 +171,15 @@ def test_a_call_takes_the_kernel_that_serves_it(rng, device, backend):
     assert torch.equal(out, named)
     other = cuattn.flex_attention(x, x, x, mask_mod=odd, backend="sm80")
     assert float((other - out).abs().max()) < 4e-3
-    capped = cuattn.flex_attention(x, x, x, mask_mod=odd, softcap=5.0)
     assert cuattn.explain("flex_attention", x, x, x, mask_mod=odd).kernel == "sm90"
-    plan = cuattn.explain("flex_attention", x, x, x, mask_mod=odd, softcap=5.0)
+    slopes = torch.ones(2, device="cuda")
+    plan = cuattn.explain("flex_attention", x, x, x, mask_mod=odd, alibi_slopes=slopes)
     assert plan.kernel == "sm80"
-    assert torch.equal(
-        capped, cuattn.flex_attention(x, x, x, mask_mod=odd, softcap=5.0, backend="sm80")
-    )
+    call = {"mask_mod": odd, "alibi_slopes": slopes}
+    sloped = cuattn.flex_attention(x, x, x, **call)
+    assert torch.equal(sloped, cuattn.flex_attention(x, x, x, **call, backend="sm80"))
     with pytest.raises(NotImplementedError, match="beside functions of a user"):
-        cuattn.flex_attention(x, x, x, mask_mod=odd, softcap=5.0, backend="sm90")
+        cuattn.flex_attention(x, x, x, **call, backend="sm90")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         again = cuattn.flex_attention(x, x, x, mask_mod=odd)
@@ -186,9 +188,38 @@ def test_a_call_takes_the_kernel_that_serves_it(rng, device, backend):
     assert torch.equal(again, out)
 
 
+@pytest.mark.parametrize(("device", "backend"), TARGETS)
+@pytest.mark.parametrize("kind", ["rows", "lists", "options", "score"])
+def test_a_softcap_joins_the_score(rng, device, backend, kind):
+    """Beside a score function it comes first; beside row ranges and lists it is compiled alone."""
+    q_len, kv_len, gain = 300, 420, rng.random(4).astype(np.float32)
+    ids, marks = np.sort(rng.integers(0, 4, kv_len)), rng.integers(0, 3, kv_len)
+    masks = {
+        "rows": lambda b, h, i, j: ids[i] == ids[j],
+        "lists": lambda b, h, i, j: marks[i] != marks[j],
+    }
+    mods = {
+        "rows": None,
+        "lists": lambda s, b, h, i, j: s * gain[h] - 0.01 * j,
+        "options": lambda s, b, h, i, j: 0.7 * s,
+        "score": lambda s, b, h, i, j: s - gain[h] * s * s,
+    }
+    mask, mod = masks.get(kind, masks["rows"]), mods[kind]
+    shapes = (2, q_len, 4, 64), (2, kv_len, 2, 64), (2, kv_len, 2, 64)
+    arrays, wide = arrays_of(rng, "float16", *shapes)
+    for cap in (2.0, 0.5):  # another number is no other code
+        want = flex_cases.attention(
+            *map(flex_cases.heads_first, wide),
+            mask=mask,
+            mod=lambda s, *at, c=cap: (lambda x: mod(x, *at) if mod else x)(c * np.tanh(s / c)),
+        )
+        call = {"mask_mod": mask, "score_mod": mod, "softcap": cap, "return_lse": True}
+        hold(cuattn.flex_attention(*arrays, backend=backend, **call), want, "float16", kind)
+
+
 def test_explain_names_sm90_for_what_it_runs():
     rows, odd = (1, 300, 2, 64), lambda b, h, q, k: (q + k) % 3 != 1
-    capped = cuattn.flex.scores.softcap(20.0)
+    softcap = cuattn.flex.scores.softcap(20.0)
 
     def explain(**given):
         given = {"device": "h100", "dtype": "bfloat16", "mask_mod": odd, **given}
@@ -196,14 +227,31 @@ def test_explain_names_sm90_for_what_it_runs():
 
     assert explain(scale=np.float32(0.5), softcap=np.float32(0)).kernel == "sm90"
     for backend in ("auto", "sm90"):  # compiled with the mask, which sm90 has no option beside
-        plan = explain(score_mod=capped, backend=backend)
+        plan = explain(score_mod=softcap, backend=backend)
         assert (plan.kernel, "tanh" in plan.reason) == ("sm90", True)
-    plan = explain(score_mod=capped, backend="sm80")
+    plan = explain(score_mod=softcap, backend="sm80")
     assert "options, as the scores are softcap" in plan.reason
-    plan = explain(score_mod=capped, device="a100")
+    plan = explain(score_mod=softcap, device="a100")
     assert (plan.kernel, "options, as the scores are softcap" in plan.reason) == ("sm80", True)
-    with pytest.raises(NotImplementedError, match=r"backend 'sm90' .* it has no softcap, ALiBi"):
-        explain(softcap=2.0, backend="sm90")
+    for given in ({}, {"score_mod": lambda s, b, h, q, k: s + 0.1}):  # the option joins the score
+        plan = explain(softcap=2.0, **given)
+        assert (plan.kernel, "tanh((score / " in plan.reason) == ("sm90", True)
+        plan = explain(softcap=2.0, backend="sm80", **given)
+        assert (plan.kernel, "tanh" in plan.reason) == ("sm80", False)
+    slopes = ("float32", 2)
+    assert explain(softcap=2.0, alibi_slopes=slopes).kernel == "sm80"
+    with pytest.raises(NotImplementedError, match=r"backend 'sm90' .* it has no ALiBi, bias"):
+        explain(alibi_slopes=slopes, backend="sm90")
+
+
+def test_a_capped_score_is_the_softcap_of_the_formula(rng):
+    x = rng.standard_normal((1, 70, 2, 32)).astype(np.float32)
+    mask, gain = cuattn.flex.masks.causal(), rng.random(2).astype(np.float32)
+    for mod in (None, lambda s, b, h, q, k: s * gain[h] + abs(s) * 0.3):
+        want = cuattn.flex_attention(x, x, x, mask_mod=mask, score_mod=mod, softcap=0.7)
+        score = None if mod is None else trace(mod, is_score=True)
+        got = cuattn.flex_attention(x, x, x, mask_mod=mask, score_mod=capped(score, 0.7))
+        np.testing.assert_allclose(got, want, atol=2e-6)
 
 
 @pytest.mark.parametrize("can", [True, False])
@@ -211,7 +259,7 @@ def test_explain_compiles_a_score_beside_row_ranges(monkeypatch, can):
     """On a Hopper, whose kernel has no options beside them; without NVRTC they remain options."""
     monkeypatch.setattr("cuattn.flex.attention.can_compile", lambda: can)
     rows, ids = (1, 300, 2, 64), np.arange(300) // 70
-    mask, capped = cuattn.flex.masks.document(ids), cuattn.flex.scores.softcap(20.0)
+    mask, softcap = cuattn.flex.masks.document(ids), cuattn.flex.scores.softcap(20.0)
 
     def explain(**given):
         given = {"device": "h100", "dtype": "bfloat16", "mask_mod": mask, **given}
@@ -219,10 +267,11 @@ def test_explain_compiles_a_score_beside_row_ranges(monkeypatch, can):
         assert "row ranges" in plan.reason
         return plan.kernel, "tanh" in plan.reason
 
-    assert explain(score_mod=capped) == (("sm90", True) if can else ("sm80", False))
-    assert explain(score_mod=capped, device="a100") == ("sm80", False)
+    assert explain(score_mod=softcap) == (("sm90", True) if can else ("sm80", False))
+    assert explain(score_mod=softcap, device="a100") == ("sm80", False)
     assert explain(score_mod=lambda s, b, h, q, k: 0.5 * s) == ("sm90", False)
-    assert explain(score_mod=capped, softcap=5.0) == ("sm80", True)
+    assert explain(score_mod=softcap, softcap=5.0) == ("sm90", True)  # compiled in any case
+    assert explain(softcap=5.0) == (("sm90", True) if can else ("sm80", False))
 
 
 def test_explain_takes_a_score_that_is_alibi():

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from ..flex.options import beside_scale
 from ..flex.plan import Found
 from ..flex.plan import plan as plan_functions
 from ..flex.rows import narrowed
-from ..flex.trace import dtype_name, is_jax_tracer, refuse_int64
+from ..flex.trace import dtype_name, is_jax_tracer, refuse_int64, trace
 from .devices import place
 from .plan import Plan
 from .rows import explain_rows
@@ -44,10 +43,21 @@ def explain_flex(arrays: tuple[Any, ...], device: Any, dtype: str, options: dict
     number, made_up = where
     on_cuda = number >= 0 if made_up is None else made_up["is_cuda"]
     takes = free_options(options) if on_cuda else frozenset()
-    planned = functools.partial(find, problem, score_mod, mask_mod, block_mask)
     keys = problem.seqlen_kv
-    on_hopper = on_cuda and (lambda: plan_on_hopper(given, dtype, where, True, keys) is not None)
-    found = as_taken(planned, takes, on_hopper)
+
+    if score_mod is not None:
+        score_mod = trace(score_mod, is_score=True)
+
+    def planned(score: Any, takes: Any) -> Found:
+        return find(problem, score, mask_mod, block_mask, takes)
+
+    def on_hopper(plain: dict[str, Any]) -> bool:
+        try:
+            return plan_on_hopper(plain, dtype, where, True, keys) is not None
+        except NotImplementedError:
+            return False
+
+    found, score_mod = as_taken(planned, score_mod, given, takes, on_hopper if on_cuda else None)
     if on_cuda:
         refuse_traced(found)
     functions = (problem, score_mod, mask_mod, block_mask, frozenset(found.options))
@@ -101,7 +111,7 @@ def words_of_tiles(
 
 
 Where = tuple[int, dict[str, Any] | None]
-NOT_IN_SM90 = "softcap, ALiBi, bias, dropout or scale up to 0"
+NOT_IN_SM90 = "ALiBi, bias, dropout or scale up to 0"
 
 
 def plan_on_hopper(

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
@@ -20,7 +19,7 @@ from .device import Gives, Placed, free_options, is_cuda, of_tiles, place_of, ru
 from .evaluate import on_host
 from .functors import can_compile
 from .memo import of_torch, remember, shapes_of
-from .options import SCALE, join_options
+from .options import SCALE, SOFTCAP, capped, join_options, softcap_of
 from .plan import Found, Problem, plan
 from .rows import narrowed
 from .trace import Traced, is_jax_tracer, runs_in_xla, trace
@@ -167,14 +166,18 @@ def find_for(
             takes = frozenset() if gives and gives.slots else free_options(arguments)
             size = None if tiles is None else tiles.block_size
 
-            def planned(takes: Any) -> Found:  # once for a forward call and its gradients
+            def planned(score: Any, takes: Any) -> Found:  # once for a forward call and gradients
                 key = ("plan", *shapes_of(problem), size, takes)
+                mask = functions.mask
                 return kept_with(
-                    functions, key, lambda: plan(problem, *functions[:2], tiles, takes)
+                    Functions(score, mask, functions.block_mask),
+                    key,
+                    lambda: plan(problem, score, mask, tiles, takes),
                 )
 
-            on_hopper = gives is None and functools.partial(runs_in_sm90, arguments)
-            return Placed(arguments, as_taken(planned, takes, on_hopper), gives)
+            on_hopper = None if gives is not None else runs_in_sm90
+            found, _ = as_taken(planned, functions.score, arguments, takes, on_hopper)
+            return Placed(arguments, found, gives)
 
         placed = kept_with(functions, (*shapes_of(problem), where, gives), place)
         window, arrays = placed.window, placed.given(arguments)
@@ -186,17 +189,31 @@ def find_for(
     return arrays
 
 
-def as_taken(make: Callable[[Any], Found], takes: Any, on_hopper: Any) -> Found:
-    """Return what functions become where `takes` may be options: only scale beside those of sm90.
+def as_taken(
+    make: Callable[[Traced | None, Any], Found],
+    score: Traced | None,
+    arguments: dict[str, Any],
+    takes: Any,
+    on_hopper: Callable[[dict[str, Any]], bool] | None,
+) -> tuple[Found, Traced | None]:
+    """Return what functions become where `takes` may be options, and the score that it is of.
 
-    sm90 has no options beside row ranges either, but takes a score that is compiled. `on_hopper`
-    says whether a functor of the call would run there; it is asked only of one.
+    sm90 has no option but scale beside functors and row ranges, and takes a score that is compiled:
+    options of the score stay in it there, and a softcap of the call joins it. `on_hopper` says
+    whether a functor of some arguments would run there.
     """
-    found = make(takes)
-    if {SCALE}.issuperset(found.options) or on_hopper is None:
-        return found
-    better = found.functions or ("row_begin" in found.arrays and can_compile())
-    return make(takes & {SCALE}) if better and on_hopper() else found
+    found = make(score, takes)
+    cap = softcap_of(arguments)
+    if on_hopper is None or (cap == 0 and {SCALE}.issuperset(found.options)):
+        return found, score
+    plain = arguments if cap == 0 else {**arguments, SOFTCAP: 0.0}
+    is_better = found.functions or ("row_begin" in found.arrays and can_compile())
+    if not is_better or not on_hopper(plain):
+        return found, score
+    if cap > 0:
+        score = capped(score, cap)
+    found = make(score, takes & {SCALE})
+    return (found if cap == 0 else found._replace(options={**found.options, SOFTCAP: 0.0})), score
 
 
 def find(

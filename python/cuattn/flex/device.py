@@ -23,7 +23,7 @@ from .block_mask import BlockMask
 from .emit import Kernel, numbers, source
 from .emit_backward import backward_source
 from .functors import functor
-from .options import ALIBI, SCALE, SOFTCAP, beside_scale
+from .options import ALIBI, SCALE, SOFTCAP, beside_scale, softcap_of
 from .plan import Found
 from .trace import dtype_name
 
@@ -55,8 +55,8 @@ def place_of(arguments: dict[str, Any]) -> tuple[Any, ...] | None:
         stream = sys.modules["cupy"].cuda.get_current_stream().ptr
     device = q.device if hasattr(q, "is_cuda") else q.__dlpack_device__()
     shape = (q.dtype, *head_dims_of(arguments))
-    options = (is_plain(arguments), free_options(arguments), arguments.get("backend", "auto"))
-    return type(q), device, *shape, stream, *options
+    options = (is_plain(arguments), free_options(arguments), softcap_of(arguments))
+    return type(q), device, *shape, stream, *options, arguments.get("backend", "auto")
 
 
 def head_dims_of(arguments: dict[str, Any]) -> tuple[int, int]:

@@ -9,13 +9,15 @@ distance may stand without its bars.
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Any
 
 import numpy as np
 
 from .evaluate import Host, evaluate
-from .expression import SCORE, Expr
+from .expression import FLOAT, SCORE, Expr, ordered, tanh
 from .rows import linear_in_k
+from .trace import Traced
 
 SCALE, SOFTCAP, ALIBI = "scale", "softcap", "alibi_slopes"
 
@@ -50,11 +52,11 @@ def positive(number: float | None) -> float | None:
 
 def cap_of(host: Host, e: Expr) -> tuple[float, float] | None:
     """Return c and a of ``c * tanh(a * score / c)``."""
-    for number, tanh in factors(e):
+    for number, other in factors(e):
         cap = positive(number_of(host, number))
-        if cap is None or tanh.op != "tanh":
+        if cap is None or other.op != "tanh":
             continue
-        ratio = factor_of(host, tanh.args[0])
+        ratio = factor_of(host, other.args[0])
         factor = None if ratio is None else positive(ratio * cap)
         if factor is not None:
             return cap, 1.0 if abs(factor - 1) < 1e-6 else factor
@@ -127,6 +129,29 @@ def score_options(
     if factor != 1:
         found[SCALE] = factor
     return found
+
+
+def softcap_of(arguments: dict[str, Any]) -> float:
+    """Return the softcap of a call; 0 where it has none, or none that is right."""
+    cap = arguments.get(SOFTCAP)
+    return float(cap) if isinstance(cap, Real) and 0 < float(cap) < float("inf") else 0.0
+
+
+def capped(score: Traced | None, cap: float) -> Traced:
+    """Return a score function of what a softcap leaves, to be compiled in place of the option."""
+    joined = Traced("softcap" if score is None else score.name, is_score=True)
+    if score is not None:
+        joined.arrays, joined.scalars = score.arrays, list(score.scalars)
+    number = Expr("scalar", (len(joined.scalars),), FLOAT)
+    joined.scalars.append(cap)
+    made: dict[int, Expr] = {id(SCORE): number * tanh(SCORE / number)}
+    root = SCORE if score is None else score.expr
+    for node in ordered(root):
+        if id(node) not in made:
+            args = (made[id(x)] if isinstance(x, Expr) else x for x in node.args)
+            made[id(node)] = Expr(node.op, tuple(args), node.type)
+    joined.expr = made[id(root)]
+    return joined
 
 
 def join_options(arguments: dict[str, Any], found: dict[str, Any]) -> None:
