@@ -24,6 +24,7 @@ if "PYTEST_XDIST_WORKER" in os.environ and os.environ.get("CUDA_VISIBLE_DEVICES"
     gpus = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
     mine = dict.fromkeys(gpus[(number + i) % len(gpus)] for i in range(2))
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
+    os.environ["CUATTN_TEST_GPUS"] = ",".join(gpus)  # for what runs in a process of its own
 
 # Before numpy is loaded: the matrices of the reference are small, and BLAS threads that wait for
 # each other on a busy machine make it ten times slower.

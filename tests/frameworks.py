@@ -5,7 +5,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -41,6 +45,27 @@ def require_gpu_of_jax():
     if is_expected and os.environ.get("CUATTN_REQUIRE_CUDA") == "1":
         pytest.fail("CUATTN_REQUIRE_CUDA=1, but JAX sees no GPU", pytrace=False)
     pytest.skip("JAX sees no GPU")
+
+
+def run_of_jax(script, *words):
+    """Run a script of this folder in a process that sees all GPUs; return the lines of its JSON."""
+    command = [sys.executable, str(Path(__file__).with_name(script)), *words]
+    gpus = os.environ.get("CUATTN_TEST_GPUS", os.environ.get("CUDA_VISIBLE_DEVICES"))
+    env = {**os.environ} if gpus is None else {**os.environ, "CUDA_VISIBLE_DEVICES": gpus}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=600, check=False, env=env
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def require_gpus_of_jax(count):
+    """Skip where there are fewer GPUs, in all, than a script needs, or JAX sees none."""
+    require_gpu_of_jax()
+    gpus = os.environ.get("CUATTN_TEST_GPUS")
+    here = len(gpus.split(",")) if gpus else len(require("jax").devices("gpu"))
+    if here < count:
+        pytest.skip(f"{count} GPUs, {here} here")
 
 
 def require_transformers():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls over meshes of four CPU devices, beside the same on one: python sharded_calls.py.
+"""Calls over meshes of four devices, beside the same on one: python sharded_calls.py [cpu | gpu].
 
 Each line is a JSON list: the mesh, the case, whether values and gradients agree, and which
 collectives the two compiled programs have. faces/test_jax_sharding.py reads them.
@@ -11,9 +11,10 @@ import os
 import re
 import sys
 
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
-os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"  # compiles sooner
-os.environ["JAX_PLATFORMS"] = "cpu"
+if sys.argv[1:] != ["gpu"]:
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+    os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"  # compiles sooner
+    os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
 import jax.numpy as jnp

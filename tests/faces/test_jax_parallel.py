@@ -3,11 +3,7 @@
 
 from __future__ import annotations
 
-import json
 import secrets
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +13,6 @@ import frameworks
 jax = frameworks.require("jax")
 from cuattn.jax import parallel_attention, token_order  # noqa: E402  after what it needs
 
-SCRIPT = Path(__file__).resolve().parents[1] / "parallel_jax_calls.py"
 SENT = {"gather": "all-gather", "heads": "all-to-all", "ring": "collective-permute"}
 WORDS = {  # of each refusal
     "axis": "axis must be an axis of a jax.shard_map",
@@ -41,10 +36,7 @@ MOST = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 0.03}  # apart from one de
 def run(*words):
     if jax.__version_info__ < (0, 10):
         pytest.skip("shard_map of an older JAX checks otherwise what varies")
-    command = [sys.executable, str(SCRIPT), *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return frameworks.run_of_jax("parallel_jax_calls.py", *words)
 
 
 @pytest.fixture(scope="module")
@@ -61,9 +53,7 @@ def test_values_and_gradients_of_one_device(lines):
 
 @pytest.mark.gpu
 def test_gpus_give_what_one_gives():
-    frameworks.require_gpu_of_jax()
-    if len(jax.devices("gpu")) < 2:
-        pytest.skip("JAX sees one GPU")
+    frameworks.require_gpus_of_jax(4)
     found = run("gpu", str(secrets.randbelow(2**31)))
     assert len(found) == 28
     for name, apart, sent, dtype in found:

@@ -1,12 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Over a mesh batch and heads stay where they lie, in both directions; on 4 and 8 CPU devices."""
+"""Over a mesh batch and heads stay where they lie, both ways; on 4 and 8 CPU devices, or 4 GPUs."""
 
 from __future__ import annotations
-
-import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -17,20 +12,14 @@ from cuattn.jax import sharding  # noqa: E402  after what it needs
 
 pytestmark = pytest.mark.skipif(not sharding.SPREADS, reason="JAX before 0.7 gathers")
 
-TESTS = Path(__file__).resolve().parents[1]
 OWN = ("sinks", "slopes", "bias")  # cases with a gradient of an array that lies on every device
 
 
-def run(script, *words):
-    command = [sys.executable, str(TESTS / script), *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
-@pytest.fixture(scope="module")
-def lines():
-    return run("sharded_calls.py")
+@pytest.fixture(scope="module", params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def lines(request):
+    if request.param == "gpu":
+        frameworks.require_gpus_of_jax(4)
+    return frameworks.run_of_jax("sharded_calls.py", request.param)
 
 
 def test_values_and_gradients_are_those_of_one_device(lines):
@@ -94,7 +83,7 @@ TABLE = {  # what forward and backward together may send; sums are gradients of 
 
 @pytest.mark.parametrize("devices", TABLE)
 def test_heads_and_sequences_however_they_are_spread(devices):
-    found = {name: rest for name, *rest in run("sharded_table.py", devices)}
+    found = {name: rest for name, *rest in frameworks.run_of_jax("sharded_table.py", devices)}
     assert list(found) == list(TABLE[devices])
     for name, (apart, kept, collectives) in found.items():
         assert apart <= 1e-4, (name, apart)  # of units; a wrong head or row is off by 1 and more
