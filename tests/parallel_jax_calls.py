@@ -14,8 +14,7 @@ import os
 import re
 import sys
 
-ON_GPU = sys.argv[1:2] == ["gpu"]
-if not ON_GPU:
+if sys.argv[1:2] != ["gpu"]:
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
     os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"  # compiles sooner
     os.environ["JAX_PLATFORMS"] = "cpu"
@@ -161,9 +160,9 @@ def refuse(name, case, mesh):
     print(json.dumps(["refused", name, text]), flush=True)
 
 
-def main(seed):
+def main(where, seed):
     auto = jax.sharding.AxisType.Auto
-    if ON_GPU:
+    if where == "gpu":
         mesh = jax.make_mesh((4,), ("x",), axis_types=(auto,))
         for dtype in ("float32", "float16"):
             for name, case in CASES.items():
@@ -180,4 +179,4 @@ def main(seed):
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[2]) if len(sys.argv) > 2 else 7)
+    main(sys.argv[1] if len(sys.argv) > 1 else "cpu", int(sys.argv[2]) if len(sys.argv) > 2 else 7)
