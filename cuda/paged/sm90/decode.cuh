@@ -20,11 +20,11 @@
 
 namespace cuattn {
 
-template <DType kType, int kHeadDim, int kRows, SplitUse kUse>
-struct PagedSm90 : PagedSm90Softmax<kType, kHeadDim, kRows, kUse> {
+template <DType kType, int kHeadDim, int kRows, ScoreKind kScore, SplitUse kUse>
+struct PagedSm90 : PagedSm90Softmax<kType, kHeadDim, kRows, kScore, kUse> {
   // 1. Types and sizes
   using Tiles = PagedSm90Tiles<kType, kHeadDim, kRows, kUse>;
-  using Softmaxes = PagedSm90Softmax<kType, kHeadDim, kRows, kUse>;
+  using Softmaxes = PagedSm90Softmax<kType, kHeadDim, kRows, kScore, kUse>;
   using Softmaxes::kCount, Softmaxes::kColumns, Softmaxes::kExactMaxima, Softmaxes::at,
       Softmaxes::sync_math, Softmaxes::score_tile, Softmaxes::weigh_tile,
       Softmaxes::raise_references, Softmaxes::share_sums, Softmaxes::row_sum;
@@ -414,15 +414,19 @@ void launch_paged_sm90_kernel(const PagedParams& p, cudaStream_t stream) {
 template <DType kType, int kHeadDim, int kHeadDimV>
 void launch_paged_sm90(const PagedParams& p, cudaStream_t stream) {
   static_assert(kHeadDim == kHeadDimV);
-  auto launch_rows = [&]<int kRows>() {
+  auto launch_kind = [&]<int kRows, ScoreKind kScore>() {
     auto launch = [&]<SplitUse kUse>() {
-      launch_paged_sm90_kernel<PagedSm90<kType, kHeadDim, kRows, kUse>>(p, stream);
+      launch_paged_sm90_kernel<PagedSm90<kType, kHeadDim, kRows, kScore, kUse>>(p, stream);
     };
     if constexpr (paged_sm90_clusters(kHeadDim, kRows)) {
       if (p.work.cluster > 1) return launch.template operator()<SplitUse::by_cluster>();
       if (p.work.in_parts) return launch.template operator()<SplitUse::in_parts>();
     }
     launch.template operator()<SplitUse::whole>();
+  };
+  auto launch_rows = [&]<int kRows>() {
+    if (p.scores.scored()) return launch_kind.template operator()<kRows, ScoreKind::scored>();
+    launch_kind.template operator()<kRows, ScoreKind::identity>();
   };
   if (p.work.rows <= 8) return launch_rows.template operator()<8>();
   if (p.work.rows <= 16) return launch_rows.template operator()<16>();

@@ -7,7 +7,7 @@
 
 namespace cuattn {
 
-template <DType kType, int kHeadDim, int kRows, SplitUse kUse>
+template <DType kType, int kHeadDim, int kRows, ScoreKind kScore, SplitUse kUse>
 struct PagedSm90Softmax : PagedSm90Tiles<kType, kHeadDim, kRows, kUse> {
   using Tiles = PagedSm90Tiles<kType, kHeadDim, kRows, kUse>;
   using Tiles::kMathThreads, Tiles::kPanels;
@@ -66,7 +66,7 @@ struct PagedSm90Softmax : PagedSm90Tiles<kType, kHeadDim, kRows, kUse> {
     float to_log2;                             // a score times this is an exponent in base 2
     float slack;
     __device__ explicit Softmax(const PagedParams& p)
-        : to_log2(p.scores.scored() ? device::kLog2e : p.scores.scale * device::kLog2e) {
+        : to_log2(kScore == ScoreKind::scored ? device::kLog2e : p.scores.scale * device::kLog2e) {
       // V2 keeps the maxima themselves.
       slack = p.exp_sums != nullptr ? 0.0f : fminf(kSlackLog2 / to_log2, 1e30f);
       clear();
@@ -80,14 +80,11 @@ struct PagedSm90Softmax : PagedSm90Tiles<kType, kHeadDim, kRows, kUse> {
     }
   };
 
-  // Scores of a tile become what the softmax sees. The keys are key + 64 j for tile j. Options of
-  // scores are no axis of the template: they would double what has to be compiled, and save a branch
-  // for each tile.
+  // Scores of a tile become what the softmax sees. The keys are key + 64 j for tile j.
   static __device__ __forceinline__ void score_tile(const PagedParams& p, const Shared& shared,
                                                     const Lane& me, int32_t first_key, bool edge,
                                                     float (&scores)[kCount]) {
-    bool scored = p.scores.scored();
-    if (!scored && !edge) return;
+    if (kScore == ScoreKind::identity && !edge) return;
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
       RowFacts row = facts_of(shared, me.row(c));
@@ -95,7 +92,7 @@ struct PagedSm90Softmax : PagedSm90Tiles<kType, kHeadDim, kRows, kUse> {
       for (int half = 0; half < 2; ++half) {
         float& score = scores[at(c, half)];
         int32_t key = first_key + me.key + half * 8;
-        if (scored) {
+        if constexpr (kScore == ScoreKind::scored) {
           score *= p.scores.scale;
           if (p.scores.softcap > 0.0f)
             score = p.scores.softcap *
