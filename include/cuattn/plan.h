@@ -37,7 +37,6 @@ struct AttentionRequest {
   bool ragged, uses_seqused;
   MaskKind mask;
   ScoreKind score;
-  bool is_uneven;  // rows see keys of different numbers: by a mask, row ranges, or lists of a user
   bool has_sinks, batch_invariant;
   bool has_bias, has_bias_map;  // params/attention.h
   int32_t num_splits;           // asked for; 0 = chosen

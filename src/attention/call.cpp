@@ -49,7 +49,6 @@ AttentionRequest request_of(const AttentionCall& call) {
   r.has_float8_pages = call.paged && call.gather.dtype == DType::e4m3;
   r.has_part_scales = q_scales[2] > 1 || k_scales[2] > 1 || q_scales[1] > p.num_heads_kv;
   if (r.has_rows) r.mask = MaskKind::rows;
-  r.is_uneven = r.mask != MaskKind::none || call.flex.lists.starts != nullptr;
   if (r.has_functor) {  // as the kernel that has every option
     r.has_score_options = r.score == ScoreKind::scored;
     r.mask = MaskKind::window;

@@ -163,7 +163,7 @@ void plan_sm90(Plan& plan, HeadDims d, const AttentionRequest& r, const DeviceIn
                                  : BiasAccess::unmapped;
   }
   plan.num_ctas = device.num_sms;
-  bool differ = r.ragged || (r.is_uneven && tiles > 1);  // in weight
+  bool differ = r.ragged || (r.mask != MaskKind::none && tiles > 1);  // in weight
   plan.draws_tiles = differ && items > device.num_sms && plan.num_splits == 1;
   plan.workspace_bytes = plan.draws_tiles ? 256 : 0;
   if (plan.num_splits > 1) {  // O and lse of each part, float32
