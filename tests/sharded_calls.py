@@ -96,10 +96,11 @@ def collectives(function, *arguments):
 
 def agree(a, b):
     pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    return all(
-        np.abs(np.asarray(x) - np.asarray(y)).max() <= 1e-5 * max(1, np.abs(np.asarray(y)).max())
-        for x, y in pairs
-    )
+    most = {"float32": 1e-5, "float16": 4e-3}
+    wide = [
+        (most[str(x.dtype)], np.asarray(x, np.float64), np.asarray(y, np.float64)) for x, y in pairs
+    ]
+    return all(np.abs(x - y).max() <= rtol * max(1, np.abs(y).max()) for rtol, x, y in wide)
 
 
 def compare(case, kind, along, seed=0):
@@ -158,12 +159,14 @@ def others():
     )
     yield "array that a mask captures", agree(found, dense)
     score = lambda s, b, h, i, j: 2 * s + 0.1 * j  # noqa: E731
-    flex = jax.jit(jax.grad(lambda x: cuattn.flex_attention(x, x, x, score_mod=score).sum()))
-    wanted_of_flex = flex(arrays["q"])
+    loss_of_flex = lambda x: cuattn.flex_attention(x, x, x, score_mod=score).sum()  # noqa: E731
+    flex = jax.jit(jax.grad(loss_of_flex))
+    halves = arrays["q"].astype(jnp.float16)  # of float32 a GPU has no gradient of functions
+    wanted_of_flex = flex(halves)
     for kind in (AxisType.Auto, AxisType.Explicit):
         axis = jax.make_mesh((4,), ("x",), axis_types=(kind,))
         with jax.set_mesh(axis):
-            x = jax.device_put(arrays["q"], NamedSharding(axis, PartitionSpec("x")))
+            x = jax.device_put(halves, NamedSharding(axis, PartitionSpec("x")))
             yield f"gradients of flex, {kind.name}", agree(flex(x), wanted_of_flex)
     inside = jax.shard_map(
         call,
