@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import numpy as np
@@ -11,7 +12,9 @@ import pytest
 import cuattn
 import flex_cases
 import harness
-from cuattn.flex.options import capped
+from cuattn.flex import device as flex_device
+from cuattn.flex.attention import find_for, problem_of
+from cuattn.flex.form import capped
 from cuattn.flex.trace import trace
 
 TARGETS = harness.target_params(cpu=(), cuda=("sm90",))
@@ -257,7 +260,7 @@ def test_a_capped_score_is_the_softcap_of_the_formula(rng):
 @pytest.mark.parametrize("can", [True, False])
 def test_explain_compiles_a_score_beside_row_ranges(monkeypatch, can):
     """On a Hopper, whose kernel has no options beside them; without NVRTC they remain options."""
-    monkeypatch.setattr("cuattn.flex.attention.can_compile", lambda: can)
+    monkeypatch.setattr("cuattn.flex.form.can_compile", lambda: can)
     rows, ids = (1, 300, 2, 64), np.arange(300) // 70
     mask, softcap = cuattn.flex.masks.document(ids), cuattn.flex.scores.softcap(20.0)
 
@@ -272,6 +275,130 @@ def test_explain_compiles_a_score_beside_row_ranges(monkeypatch, can):
     assert explain(score_mod=lambda s, b, h, q, k: 0.5 * s) == ("sm90", False)
     assert explain(score_mod=softcap, softcap=5.0) == ("sm90", True)  # compiled in any case
     assert explain(softcap=5.0) == (("sm90", True) if can else ("sm80", False))
+
+
+class Elsewhere:
+    """An array on a GPU that is not there."""
+
+    dtype = np.dtype("float16")
+
+    def __init__(self, *shape):
+        self.shape = shape
+
+    def __dlpack_device__(self):
+        return 2, 0
+
+    def __array_namespace__(self):
+        return np
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    """Return a function that says what a call becomes there: arguments, arrays, new sources."""
+    sources, explain = [], cuattn._explain.explain
+    for name in ("kernel_for", "backward_kernel_for"):  # what they keep is of this machine
+        made = getattr(flex_device, name).__wrapped__
+        monkeypatch.setattr(flex_device, name, functools.lru_cache(made))
+    monkeypatch.setattr(flex_device, "arch_of", lambda _: "sm_90")
+    monkeypatch.setattr(flex_device, "functor", lambda *x: sources.append(x) or len(sources))
+    monkeypatch.setattr("cuattn.flex.form.can_compile", lambda: True)
+    h100 = lambda *x, **more: explain(*x, **{**more, "device": "h100"})  # noqa: E731
+    monkeypatch.setattr("cuattn._explain.explain", h100)
+
+    def find(score_mod=None, mask_mod=None, block_mask=None, gives=None, **options):
+        sources.clear()
+        q = Elsewhere(1, 300, 2, 64)
+        call = {"q": q, "k": q, "v": q, **options}
+        problem = problem_of(q, q, options)
+        found = find_for(call, problem, score_mod, mask_mod, block_mask, gives)
+        return call, found, [source for source, _ in sources]
+
+    return find
+
+
+ODD, IDS = lambda b, h, q, k: (q + k) % 3 != 1, np.arange(300) // 70  # noqa: E731
+
+
+@pytest.mark.parametrize("size", [64, 128])
+def test_a_softcap_leaves_blocks_in_tiles_of_sm90(on_hopper, size):
+    """They are those of sm80 as long as the softcap is an option; it has tiles of 64 rows."""
+    blocks = cuattn.create_block_mask(ODD, None, None, 300, 300, block_size=size)
+    for cap in (None, 2.0):
+        _, found, _ = on_hopper(block_mask=blocks, softcap=cap)
+        assert (found["kernel"], found["query_block"], found["key_block"]) == ("sm90", 128, 128)
+    _, found, _ = on_hopper(block_mask=blocks, softcap=2.0, backend="sm80")
+    assert (found["query_block"], found["key_block"]) == (size, 128)
+    assert "kernel" not in found
+
+
+@pytest.mark.parametrize("kind", ["rows", "lists", "score"])
+def test_softcaps_are_numbers_of_one_source(on_hopper, kind):
+    """Of whatever class; each is found again, and the option is switched off."""
+    mask = (lambda b, h, q, k: IDS[q] == IDS[k]) if kind == "rows" else ODD
+    score = (lambda s, b, h, q, k: s - 0.1 * h) if kind == "score" else None
+    given = (2.0, 5, True, np.float32(0.3), np.int64(2), 2.0)
+    made = set()
+    for cap in given:
+        call, found, sources = on_hopper(score, mask, softcap=cap)
+        made.update(sources)
+        assert (call["softcap"], found["kernel"]) == (0.0, "sm90")
+        assert np.float32(cap).view(np.int32) in found["numbers"]
+    assert len(made) == 1
+    call, found, _ = on_hopper(score, mask)
+    assert ("softcap" in call, len(found.get("numbers", ()))) == (False, 0)
+    for cap in (1e39, 1e-50, 1e30, -1.0, float("nan"), 10**400):  # the module says what is wrong
+        call, found, _ = on_hopper(score, mask, softcap=cap)
+        assert (call["softcap"] is cap, "kernel" in found) == (True, False)
+
+
+def test_what_a_functor_cannot_hold_remains_an_option(on_hopper):
+    """It takes 32 numbers, the softcap among them; sm80 runs the call as without it."""
+    many = np.arange(1.0, 33.0).tolist()
+    score = lambda s, b, h, q, k: sum(x * s for x in many)  # noqa: E731
+    for mask in (ODD, lambda b, h, q, k: IDS[q] == IDS[k]):
+        call, found, _ = on_hopper(score, mask, softcap=2.0)
+        assert (call["softcap"], len(found["numbers"]), "kernel" in found) == (2.0, 32, False)
+        assert on_hopper(score, mask)[1]["kernel"] == "sm90"
+
+
+def test_a_backward_call_has_a_softcap_as_an_option(on_hopper):
+    gives = flex_device.Gives(frozenset(), has_dbias=False)
+    blocks = cuattn.create_block_mask(ODD, None, None, 300, 300, block_size=64)
+    for given in ({"mask_mod": ODD}, {"block_mask": blocks}):
+        for _ in range(2):
+            call, found, _ = on_hopper(softcap=2.0, **given)
+            assert (call["softcap"], found["kernel"], len(found["numbers"])) == (0.0, "sm90", 1)
+            call, found, _ = on_hopper(softcap=2.0, gives=gives, **given)
+            assert (call["softcap"], "kernel" in found, len(found["numbers"])) == (2.0, False, 0)
+
+
+def test_explain_of_blocks_and_pages_names_what_runs(on_hopper):
+    """A softcap that is compiled is no option in its words; pages are gathered before sm90."""
+    rows = (1, 512, 2, 64)
+    blocks = cuattn.create_block_mask(ODD, None, None, 512, 512, block_size=64)
+    given = {"device": "h100", "dtype": "float16", "softcap": 2.0}
+    plan = cuattn.explain("flex_attention", rows, rows, rows, block_mask=blocks, **given)
+    for words in ("number0 * tanh((score / number0))", "lists of 16 blocks"):
+        assert words in plan.reason
+    paged = {
+        "block_tables": np.arange(4, dtype=np.int32).reshape(2, 2),
+        "cu_seqlens_q": np.array([0, 40, 100], np.int32),
+        "seqused_k": np.array([200, 512], np.int32),
+        **{"max_seqlen_q": 60, "max_seqlen_k": 512, "kv_layout": "vllm", "mask_mod": ODD},
+    }
+    q, *cache = (100, 4, 64), (4, 2, 8, 256, 8), (4, 2, 64, 256)  # the last axis: keys of a block
+    plan = cuattn.explain("flex_attention", q, *cache, **paged, **given)
+    assert (plan.kernel, "tanh((score" in plan.reason) == ("sm90", True)
+
+
+def test_explain_refuses_row_ranges_beside_options_in_sm90(on_hopper, monkeypatch):
+    """As the call does, where nothing can be compiled."""
+    monkeypatch.setattr("cuattn.flex.form.can_compile", lambda: False)
+    rows, mask = (1, 300, 2, 64), lambda b, h, q, k: IDS[q] == IDS[k]
+    given = {"device": "h100", "dtype": "float16", "backend": "sm90", "mask_mod": mask}
+    assert cuattn.explain("flex_attention", rows, rows, rows, **given).kernel == "sm90"
+    with pytest.raises(NotImplementedError, match="beside row ranges it has no softcap, ALiBi"):
+        cuattn.explain("flex_attention", rows, rows, rows, softcap=2.0, **given)
 
 
 def test_explain_takes_a_score_that_is_alibi():

@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import Any
 
 import numpy as np
 
 from .._options import PLACES
-from ..flex.attention import OPTIONS, as_taken, find, problem_of, refuse_unknown, traced
+from ..flex.attention import OPTIONS, find, problem_of, refuse_unknown, traced
 from ..flex.device import SM90_DIM, free_options, may_take_sm90
+from ..flex.form import Form, best
 from ..flex.options import beside_scale
 from ..flex.plan import Found
 from ..flex.plan import plan as plan_functions
@@ -45,28 +47,28 @@ def explain_flex(arrays: tuple[Any, ...], device: Any, dtype: str, options: dict
     takes = free_options(options) if on_cuda else frozenset()
     keys = problem.seqlen_kv
 
-    if score_mod is not None:
-        score_mod = trace(score_mod, is_score=True)
+    score = None if score_mod is None else trace(score_mod, is_score=True)
 
-    def planned(score: Any, takes: Any) -> Found:
-        return find(problem, score, mask_mod, block_mask, takes)
+    def planned(form: Form) -> Found:
+        return find(problem, form.score, mask_mod, block_mask, form.takes)
 
-    def on_hopper(plain: dict[str, Any]) -> bool:
-        try:
-            return plan_on_hopper(plain, dtype, where, True, keys) is not None
-        except NotImplementedError:
-            return False
+    def on_hopper(arguments: dict[str, Any]) -> bool:
+        with contextlib.suppress(NotImplementedError):
+            rows = gathered(arguments, dtype, keys)
+            return plan_on_hopper(rows, dtype, where, True, keys) is not None
+        return False
 
-    found, score_mod = as_taken(planned, score_mod, given, takes, on_hopper if on_cuda else None)
+    form = Form(score, takes, given)
+    form, found = best(form, planned, on_hopper) if on_cuda else (form, planned(form))
     if on_cuda:
         refuse_traced(found)
-    functions = (problem, score_mod, mask_mod, block_mask, frozenset(found.options))
+    functions = (problem, form.score, mask_mod, block_mask, form.takes)
     if found.window is not None:
         given["window"] = narrowed(options.get("window", (-1, -1)), found.window)
     given |= shapes_of_arrays(beside_scale(found.options))
     words = found.words
     if found.arrays and given.get("block_tables") is not None:
-        given = gathered(given, dtype, problem.seqlen_kv)
+        given = gathered(given, dtype, keys)
         words += "; keys are gathered from their blocks first"
     if found.arrays and on_cuda:
         is_compiled = found.functions or "block_starts" in found.arrays
@@ -124,17 +126,13 @@ def plan_on_hopper(
     """
     dims = [tuple(getattr(given[n], "shape", given[n]))[-1] for n in "qv"]
     if is_compiled and not may_take_sm90(given, tuple(dims)):
-        if given.get("backend") == "sm90":
-            raise NotImplementedError(
-                "flex_attention: backend 'sm90' cannot run this call: beside functions of a user "
-                f"it has no {NOT_IN_SM90}, and head_dim up to {SM90_DIM}; use backend='sm80' or "
-                "'auto'"
-            )
+        refuse_if_named(given, f"functions of a user it has no {NOT_IN_SM90}")
         return None
     window = narrowed(given.get("window", (-1, -1)), (max(keys - 2, 0), -1))
     plan = explain_rows({**given, "window": window}, dtype, where)
     most = max(plan.head_dim, plan.head_dim_v)
-    if plan.kernel != "sm90" or plan.score != "identity" or most > 128:
+    if plan.kernel != "sm90" or plan.score != "identity" or most > SM90_DIM:
+        refuse_if_named(given, f"row ranges it has no softcap, {NOT_IN_SM90}")
         return None
     if is_compiled:
         return dataclasses.replace(plan, tile_m=128, tile_n=128, warps=12, packed_heads=1)
@@ -143,8 +141,19 @@ def plan_on_hopper(
     return dataclasses.replace(plan, tile_m=128, warps=12, packed_heads=1)
 
 
+def refuse_if_named(given: dict[str, Any], why: str) -> None:
+    """Refuse a call that names sm90; others go elsewhere."""
+    if given.get("backend") == "sm90":
+        raise NotImplementedError(
+            f"{NAME}: backend 'sm90' cannot run this call: beside {why}, and head_dim up to "
+            f"{SM90_DIM}; use backend='sm80' or 'auto'"
+        )
+
+
 def gathered(given: dict[str, Any], dtype: str, capacity: int) -> dict[str, Any]:
     """Return a call over caches as one over the rows that their keys are gathered into."""
+    if given.get("block_tables") is None:
+        return given
     given = dict(given)
     tables, layout = given.pop("block_tables"), given.pop("kv_layout", "nhd")
     batch = tuple(getattr(tables, "shape", tables))[-2]
