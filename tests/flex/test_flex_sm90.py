@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import itertools
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -280,10 +281,8 @@ def test_explain_compiles_a_score_beside_row_ranges(monkeypatch, can):
 class Elsewhere:
     """An array on a GPU that is not there."""
 
-    dtype = np.dtype("float16")
-
-    def __init__(self, *shape):
-        self.shape = shape
+    def __init__(self, *shape, dtype="float16"):
+        self.shape, self.dtype = shape, np.dtype(dtype)
 
     def __dlpack_device__(self):
         return 2, 0
@@ -305,9 +304,9 @@ def on_hopper(monkeypatch):
     h100 = lambda *x, **more: explain(*x, **{**more, "device": "h100"})  # noqa: E731
     monkeypatch.setattr("cuattn._explain.explain", h100)
 
-    def find(score_mod=None, mask_mod=None, block_mask=None, gives=None, **options):
+    def find(score_mod=None, mask_mod=None, block_mask=None, gives=None, dtype="float16", **options):
         sources.clear()
-        q = Elsewhere(1, 300, 2, 64)
+        q = Elsewhere(1, 300, 2, 64, dtype=dtype)
         call = {"q": q, "k": q, "v": q, **options}
         problem = problem_of(q, q, options)
         found = find_for(call, problem, score_mod, mask_mod, block_mask, gives)
@@ -359,6 +358,14 @@ def test_what_a_functor_cannot_hold_remains_an_option(on_hopper):
         call, found, _ = on_hopper(score, mask, softcap=2.0)
         assert (call["softcap"], len(found["numbers"]), "kernel" in found) == (2.0, 32, False)
         assert on_hopper(score, mask)[1]["kernel"] == "sm90"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float8_e4m3fn"])
+def test_a_softcap_of_other_dtypes_is_left_to_the_module(on_hopper, dtype):
+    """It runs the call, or says what is wrong with it."""
+    dtype = getattr(ml_dtypes, dtype, dtype)
+    call, _, sources = on_hopper(None, lambda b, h, q, k: IDS[q] == IDS[k], softcap=2.0, dtype=dtype)
+    assert (call["softcap"], sources) == (2.0, [])
 
 
 def test_a_backward_call_has_a_softcap_as_an_option(on_hopper):
