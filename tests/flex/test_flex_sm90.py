@@ -249,13 +249,20 @@ def test_explain_names_sm90_for_what_it_runs():
 
 
 def test_a_capped_score_is_the_softcap_of_the_formula(rng):
+    """Both ways: a backward call has the option, whatever made out and lse."""
     x = rng.standard_normal((1, 70, 2, 32)).astype(np.float32)
     mask, gain = cuattn.flex.masks.causal(), rng.random(2).astype(np.float32)
     for mod in (None, lambda s, b, h, q, k: s * gain[h] + abs(s) * 0.3):
-        want = cuattn.flex_attention(x, x, x, mask_mod=mask, score_mod=mod, softcap=0.7)
+        call = {"mask_mod": mask, "score_mod": mod, "softcap": 0.7}
+        want = cuattn.flex_attention(x, x, x, return_lse=True, **call)
         score = None if mod is None else trace(mod, is_score=True)
-        got = cuattn.flex_attention(x, x, x, mask_mod=mask, score_mod=capped(score, 0.7))
-        np.testing.assert_allclose(got, want, atol=2e-6)
+        joined = {"mask_mod": mask, "score_mod": capped(score, 0.7)}
+        got = cuattn.flex_attention(x, x, x, return_lse=True, **joined)
+        for a, b in zip(got, want, strict=True):
+            np.testing.assert_allclose(a, b, atol=2e-6)
+        grads = [cuattn.flex_attention_backward(x, x, x, x, *got, **g) for g in (call, joined)]
+        for a, b in zip(*grads, strict=True):
+            np.testing.assert_allclose(a, b, atol=2e-5)
 
 
 @pytest.mark.parametrize("can", [True, False])
@@ -304,18 +311,18 @@ def on_hopper(monkeypatch):
     h100 = lambda *x, **more: explain(*x, **{**more, "device": "h100"})  # noqa: E731
     monkeypatch.setattr("cuattn._explain.explain", h100)
 
-    def find(score_mod=None, mask_mod=None, block_mask=None, gives=None, dtype="float16", **options):
+    def find(score_mod=None, mask_mod=None, block_mask=None, gives=None, dtype="float16", **call):
         sources.clear()
         q = Elsewhere(1, 300, 2, 64, dtype=dtype)
-        call = {"q": q, "k": q, "v": q, **options}
-        problem = problem_of(q, q, options)
+        problem = problem_of(q, q, call)
+        call |= {"q": q, "k": q, "v": q}
         found = find_for(call, problem, score_mod, mask_mod, block_mask, gives)
         return call, found, [source for source, _ in sources]
 
     return find
 
 
-ODD, IDS = lambda b, h, q, k: (q + k) % 3 != 1, np.arange(300) // 70  # noqa: E731
+ODD, IDS = lambda b, h, q, k: (q + k) % 3 != 1, np.arange(300) // 70
 
 
 @pytest.mark.parametrize("size", [64, 128])
@@ -363,8 +370,8 @@ def test_what_a_functor_cannot_hold_remains_an_option(on_hopper):
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float8_e4m3fn"])
 def test_a_softcap_of_other_dtypes_is_left_to_the_module(on_hopper, dtype):
     """It runs the call, or says what is wrong with it."""
-    dtype = getattr(ml_dtypes, dtype, dtype)
-    call, _, sources = on_hopper(None, lambda b, h, q, k: IDS[q] == IDS[k], softcap=2.0, dtype=dtype)
+    dtype, mask = getattr(ml_dtypes, dtype, dtype), lambda b, h, q, k: IDS[q] == IDS[k]
+    call, _, sources = on_hopper(mask_mod=mask, softcap=2.0, dtype=dtype)
     assert (call["softcap"], sources) == (2.0, [])
 
 

@@ -46,7 +46,6 @@ def explain_flex(arrays: tuple[Any, ...], device: Any, dtype: str, options: dict
     on_cuda = number >= 0 if made_up is None else made_up["is_cuda"]
     takes = free_options(options) if on_cuda else frozenset()
     keys = problem.seqlen_kv
-
     score = None if score_mod is None else trace(score_mod, is_score=True)
 
     def planned(form: Form) -> Found:
@@ -126,7 +125,8 @@ def plan_on_hopper(
     """
     dims = [tuple(getattr(given[n], "shape", given[n]))[-1] for n in "qv"]
     if is_compiled and not may_take_sm90(given, tuple(dims)):
-        refuse_if_named(given, f"functions of a user it has no {NOT_IN_SM90}")
+        why = f"functions of a user it has no {NOT_IN_SM90}, softcaps from 2**-60 to 2**60"
+        refuse_if_named(given, why)
         return None
     window = narrowed(given.get("window", (-1, -1)), (max(keys - 2, 0), -1))
     plan = explain_rows({**given, "window": window}, dtype, where)

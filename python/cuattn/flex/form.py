@@ -2,8 +2,8 @@
 """The form of a call on a GPU: what of its score is an option, and what is compiled.
 
 sm90, the kernel for Hoppers, has no option but scale beside functions and row ranges. A softcap or
-ALiBi is compiled with them there, where other kernels have it as an option. Next: attention.py, which
-asks; options.py, which finds options in a score function.
+a score that is ALiBi is compiled with them there; other kernels have it as an option. Next:
+attention.py, which asks; options.py, which finds options in a score function.
 """
 
 from __future__ import annotations
