@@ -36,7 +36,7 @@ def explain_flex(arrays: tuple[Any, ...], device: Any, dtype: str, options: dict
     refuse_codes(arrays[:2], dtype)
     options = {name: x for name, x in options.items() if name not in PLACES}
     q, k = (x if hasattr(x, "shape") else stand_in(x) for x in arrays[:2])
-    problem = problem_of(q, k, options)
+    problem = problem_of(q, k, {name: readable(x) for name, x in options.items()})
     known = options if hasattr(arrays[0], "shape") else shapes_of_arrays(options)
     given = {**dict(zip("qkv", arrays, strict=True)), **known}
     where = place(device, arrays[0])
@@ -202,6 +202,21 @@ def plan_elsewhere(given: dict[str, Any], dtype: str, where: Where, is_compiled:
 def is_float32(q: Any, dtype: str) -> bool:
     """Whether a call is of float32: of an array's dtype, or as `dtype` says."""
     return (dtype_name(q) if hasattr(q, "dtype") else dtype) == "float32"
+
+
+class Unread:
+    """An array of which the shape is known alone, as of lengths on a GPU."""
+
+    is_cuda = True
+
+    def __init__(self, shape: tuple[int, ...]):
+        self.shape = shape
+
+
+def readable(option: Any) -> Any:
+    """Return an option; a dtype and a shape, which stand for an array, as one that is not read."""
+    is_array = isinstance(option, tuple) and option and isinstance(option[0], str)
+    return Unread(option[1:]) if is_array else option
 
 
 def stand_in(shape: Any) -> Any:
