@@ -12,7 +12,7 @@ import numpy as np
 from .._options import PLACES
 from ..flex.attention import OPTIONS, find, problem_of, refuse_unknown, traced
 from ..flex.device import SM90_DIM, free_options, may_take_sm90
-from ..flex.form import Form, best
+from ..flex.form import Form, best_form
 from ..flex.options import beside_scale
 from ..flex.plan import Found
 from ..flex.plan import plan as plan_functions
@@ -58,7 +58,7 @@ def explain_flex(arrays: tuple[Any, ...], device: Any, dtype: str, options: dict
         return False
 
     form = Form(score, takes, given)
-    form, found = best(form, planned, on_hopper) if on_cuda else (form, planned(form))
+    form, found = best_form(form, planned, on_hopper) if on_cuda else (form, planned(form))
     if on_cuda:
         refuse_traced(found)
     functions = (problem, form.score, mask_mod, block_mask, form.takes)

@@ -17,7 +17,7 @@ from .._other_names import way_out
 from .block_mask import BlockMask, Shape
 from .device import Gives, Placed, free_options, is_cuda, of_tiles, place_of, runs_in_sm90
 from .evaluate import on_host
-from .form import Form, best
+from .form import Form, best_form
 from .memo import of_torch, remember, shapes_of
 from .options import join_options
 from .plan import Found, Problem, plan
@@ -175,7 +175,7 @@ def find_for(
             takes = frozenset() if gives and gives.slots else free_options(arguments)
             form = Form(functions.score, takes, arguments)
             if gives is None:
-                _, found = best(form, planned, runs_in_sm90)
+                _, found = best_form(form, planned, runs_in_sm90)
             else:  # sm80 has every option
                 found = planned(form)
             return Placed(arguments, found, gives)

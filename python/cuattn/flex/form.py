@@ -35,7 +35,7 @@ class Form(NamedTuple):
         return Form(capped(self.score, cap), takes, {**self.arguments, SOFTCAP: 0.0})
 
 
-def best(
+def best_form(
     form: Form, make: Callable[[Form], Found], on_hopper: Callable[[dict[str, Any]], bool]
 ) -> tuple[Form, Found]:
     """Return the form that a call takes, and what its functions become.
