@@ -215,8 +215,9 @@ def may_take_sm90(arguments: dict[str, Any], head_dims: tuple[int, ...]) -> bool
 
 def runs_in_sm90(arguments: dict[str, Any]) -> bool:
     """Whether functors of a call run in the kernel for Hoppers."""
-    head_dims = head_dims_of(arguments)
-    return may_take_sm90(arguments, head_dims) and kernel_of(arguments)[1].name == "sm90"
+    is_16_bit = dtype_name(arguments["q"]) in ("float16", "bfloat16")
+    is_taken = is_16_bit and may_take_sm90(arguments, head_dims_of(arguments))
+    return is_taken and kernel_of(arguments)[1].name == "sm90"
 
 
 @functools.lru_cache(maxsize=256)
