@@ -182,7 +182,8 @@ struct ConsumerSm90 {
   }
 
   // 4. Scores
-  static __device__ __forceinline__ int32_t first_key(int tile) {  // of a thread
+  // The first key of a thread in a tile. Note: called in modify, it changes the library's kernels.
+  static __device__ __forceinline__ int32_t first_key(int tile) {
     return tile * kTile.n + 2 * static_cast<int32_t>(threadIdx.x % 4);
   }
 
@@ -195,18 +196,21 @@ struct ConsumerSm90 {
         w.batch, w.head, row, first, w.queries.used, w.keys.used, static_cast<float>(row - first)};
   }
 
-  // What a mask finds of a tile while S is multiplied.
+  // A mask finds what it can while S is multiplied; modify asks it for the rest. `more`: there is work.
   template <bool kIsFirst>
-  static __device__ __forceinline__ void ask_early(Answers& answers, const Lane& me,
-                                                   const Rows& rows, const Stop& at) {
+  static __device__ __forceinline__ Answers ask_early(const Lane& me, const Rows& rows,
+                                                      const Stop& at, bool more = true) {
+    Answers answers;
     if constexpr (Functor::kMask) {
-      if (at.asks)
+      if (more && at.asks)
         answers.template find<kIsFirst>(first_place(me.shared, rows.row, first_key(at.tile)),
                                         static_cast<const FunctorParams&>(me.p));
     }
+    return answers;
   }
 
-  // Softcap, ALiBi, bias; -inf for keys that a row does not see.
+  // Softcap, ALiBi, bias; -inf for keys that a row does not see. `asks`: lists leave the tile to the
+  // mask of a functor; `cut`: limits of the rows end within it.
   static __device__ __forceinline__ void modify(float (&scores)[kScoreCount],
                                                 const AttentionParams& p, const Sm90Schedule& s,
                                                 const Shared& shared, const Mod& mod,
@@ -337,8 +341,7 @@ struct ConsumerSm90 {
     multiply_qk();
     multiply_pv(v_stage);
     me.your_turn(false);
-    Answers answers;
-    ask_early<false>(answers, me, rows, at);
+    const Answers answers = ask_early<false>(me, rows, at);
     wgmma_wait<1>();
     pin(scores);
     release_scores(k_empty);
@@ -442,8 +445,7 @@ struct ConsumerSm90 {
         me.release(k_empty);
         if (kQStages == 1 && tile == w.range.begin) me.release(shared.q_empty(0));
       };
-      Answers answers;
-      if (more) ask_early<true>(answers, me, rows, last);
+      const Answers answers = ask_early<true>(me, rows, last, more);
       wgmma_wait<0>();
       pin(scores);
       if (!kOutFirst && !more) break;

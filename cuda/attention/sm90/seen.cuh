@@ -6,18 +6,20 @@
 //   Rows, of_row(rows, place, params)        what hangs on the row alone
 //   of_lane(keys, lane)                      the keys of another lane
 //   sees(place, params, keys, rows)          whether the row sees the key
-//   kLoads, kAtOnce                          each score loads an element of its own, and how many
-//                                            eights of scores are asked of without a branch
+//   kLoads       `sees` loads an element for less than 64 keys
+//   kAtOnce      then: how many of the 8 parts of a thread's scores are asked of without a branch
 //
-// What hangs on keys or rows alone is found while wgmma multiplies, and scores are hidden when S is
-// there: a comparison and a select each. Only a mask that loads for each score is asked while wgmma
-// multiplies, too: its loads would find no registers beside S. Its answers wait as bits.
+// A tile is asked in two steps. While wgmma multiplies, a thread finds what hangs on keys or rows alone;
+// when S is there, it asks `sees` of each score and hides those that are not seen: a comparison and a
+// select each. Where `sees` loads, it is asked in the first step, too, for so many loads would find no
+// registers beside S; its answers wait as bits.
 //
-//             while S is multiplied      when it is there
-//   kLoads    64 answers, as bits        hide_unseen
-//   else      4 keys and 2 rows ahead    64 answers
+//              while S is multiplied (find)    when S is there (hide)
+//   kLoads     `sees`, 64 answers as bits      select by the bits
+//   else       keys and rows alone (Ahead)     `sees`, select
 //
-// Used by consumer.cuh.
+// Limits of the rows come last, and in tiles that they cut alone: modify of consumer.cuh, which asks for
+// all of this.
 #pragma once
 
 #include "cuattn/device/functor.cuh"
@@ -146,7 +148,8 @@ __device__ __forceinline__ void hide_unseen(float (&scores)[kCount], const SeenB
   }
 }
 
-// What is found of a tile that a mask is asked of, first while S is multiplied, then when it is there.
+// The answers of a mask for a tile: `find` is called while S is multiplied, `hide` when it is there.
+// Neither is for a tile that is not asked. Without a mask there is nothing to do.
 template <class Functor, bool kGiven = Functor::kMask>
 struct Answers {
   static_assert(!kGiven);
@@ -157,6 +160,7 @@ struct Answers {
                                        const FunctorParams&) const {}
 };
 
+// Asked when S is there.
 template <class Functor>
   requires(!Functor::kLoads)
 struct Answers<Functor, true> {
@@ -175,7 +179,8 @@ struct Answers<Functor, true> {
   }
 };
 
-// Of the first tile an eighth at once, for it comes once and is code of its own.
+// Asked while S is multiplied. Of the first tile one part at once, for it comes once and is code of its
+// own.
 template <class Functor>
   requires(Functor::kLoads)
 struct Answers<Functor, true> {

@@ -14,7 +14,8 @@ from .emit import CALLS, FLOAT_CALLS, TYPES, Function, statements
 from .expression import Expr, K, ordered
 
 MAX_AHEAD = 2  # values of a key and of a row that registers hold beside S, O and P
-AT_ONCE, WITHOUT_AHEAD = 8, 4  # eights of scores, each of which loads an element
+AT_ONCE, WITHOUT_AHEAD = 8, 4  # parts of 8 scores that load, asked without a branch
+FEW_LOADS = 64  # keys of an element: two loads of a row in a tile
 
 MEMBERS = """\
   static constexpr bool kLoads = %(loads)s;
@@ -59,11 +60,11 @@ def unsigned(node: Expr, args: list[str]) -> str | None:
     return f"static_cast<uint32_t>({args[0]}) {sign} static_cast<uint32_t>({args[1]})"
 
 
-def is_coarse(node: Expr) -> bool:
-    """Whether eight neighbouring keys have one value, which is computed once for them."""
+def is_coarse(node: Expr, keys: int = 8) -> bool:
+    """Whether so many neighbouring keys have one value, which is computed once for them."""
     if node.op == "floordiv" and node.args[0] is K and node.args[1].op == "const":
-        return bool(node.args[1].args[0] % 8 == 0)
-    return node is not K and all(map(is_coarse, node.nodes()))
+        return bool(node.args[1].args[0] % keys == 0)
+    return node is not K and all(is_coarse(a, keys) for a in node.nodes())
 
 
 def is_dear(node: Expr) -> bool:
@@ -111,8 +112,8 @@ def members(function: Function, first_number: int) -> str:
     lines.append(f"    return {names[id(function.expr)]};\n")
     parts["lines"] = "".join(lines)
     left = [e for e in ordered(function.expr) if id(e) in names and id(e) not in known]
-    # A loop holds what hangs on no score in registers. Only where nothing is held ahead, half of the
-    # loads in flight have fewer addresses than would fill them.
+    # All at once, as a loop holds what hangs on no score in registers. Two rounds where nothing is
+    # held ahead: the addresses of 64 loads in flight would spill.
     parts["at_once"] = AT_ONCE if known else WITHOUT_AHEAD
-    loads = any(e.op == "load" and not is_coarse(e) for e in left)
+    loads = any(e.op == "load" and not is_coarse(e, FEW_LOADS) for e in left)
     return MEMBERS % {**parts, "loads": "true" if loads else "false"}
