@@ -162,13 +162,12 @@ def refuse(name, case, mesh):
 
 def main(where, seed):
     auto = jax.sharding.AxisType.Auto
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(auto,))
     if where == "gpu":
-        mesh = jax.make_mesh((4,), ("x",), axis_types=(auto,))
         for dtype in ("float32", "float16"):
             for name, case in CASES.items():
                 compare(name, case, mesh, seed, dtype)
         return
-    mesh = jax.make_mesh((4,), ("x",), axis_types=(auto,))
     for name, case in CASES.items():
         compare(name, case, mesh, seed)
     compare("bfloat16", CASES["ring zigzag"], mesh, seed, "bfloat16")

@@ -10,6 +10,7 @@ dtype. Next: cases.py (the rule), reference_backward.py (the gradients).
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import numpy as np
 
@@ -95,23 +96,43 @@ def attention_varlen(
     Rows that belong to no sequence hold NaN in both: the library leaves them unwritten.
     """
     q, k, v = (np.asarray(x) for x in (q, k, v))
-    padded_q, stored_q = _pad(q, cu_seqlens_q, max_seqlen_q)
-    padded_k, stored_k = _pad(k, cu_seqlens_k, max_seqlen_k)
-    padded_v, _ = _pad(v, cu_seqlens_k, max_seqlen_k)
-    padded_out, padded_lse = attention(
-        padded_q,
-        padded_k,
-        padded_v,
-        **options,
-        seqused_q=stored_q if seqused_q is None else np.minimum(stored_q, seqused_q),
-        seqused_k=stored_k if seqused_k is None else np.minimum(stored_k, seqused_k),
-    )
-    out = np.full((*q.shape[:2], v.shape[2]), np.nan, padded_out.dtype)
-    lse = np.full((q.shape[1], q.shape[0]), np.nan, padded_lse.dtype)
-    for b, (start, length) in enumerate(zip(cu_seqlens_q[:-1], stored_q, strict=True)):
-        out[start : start + length] = padded_out[b, :length]
-        lse[:, start : start + length] = padded_lse[b, :, :length]
+    heads = options.pop("dropout_heads", 0) or q.shape[1]
+    first_head = options.pop("dropout_head", 0)
+    dtype = np.float64 if options.get("rounded_to") is None else np.float32
+    out = np.full((*q.shape[:2], v.shape[2]), np.nan, dtype)
+    lse = np.full((q.shape[1], q.shape[0]), np.nan, dtype)
+    for b, (queries, keys) in enumerate(
+        zip(_spans(cu_seqlens_q, max_seqlen_q), _spans(cu_seqlens_k, max_seqlen_k), strict=True)
+    ):
+        of_sequence, of_sequence_lse = attention(
+            q[None, queries],
+            k[None, keys],
+            v[None, keys],
+            **{name: _of_sequence(name, x, b, q[queries], k[keys]) for name, x in options.items()},
+            seqused_q=None if seqused_q is None else np.asarray(seqused_q)[b : b + 1],
+            seqused_k=None if seqused_k is None else np.asarray(seqused_k)[b : b + 1],
+            dropout_head=first_head + b * heads,
+        )
+        out[queries], lse[:, queries] = of_sequence[0], of_sequence_lse[0]
     return out, lse
+
+
+def _spans(cu_seqlens, max_seqlen):
+    """The rows of each sequence in packed ones."""
+    ends = np.asarray(cu_seqlens).astype(np.int64)
+    return [slice(a, min(b, a + max_seqlen)) for a, b in itertools.pairwise(ends)]
+
+
+def _of_sequence(name, x, b, q, k):
+    """An option of one sequence: of some each has its own, and a bias is as long as the longest."""
+    if name == "kv_start" or (name == "alibi_slopes" and np.ndim(x) == 2):
+        return None if x is None else x[b : b + 1]
+    if name != "bias" or x is None:
+        return x
+    if x.ndim == 4 and len(x) > 1:
+        x = x[b : b + 1]
+    rows, keys = (slice(1 if n == 1 else len(y)) for n, y in zip(x.shape[-2:], (q, k), strict=True))
+    return x[..., rows, keys]
 
 
 def paged_attention(

@@ -54,17 +54,20 @@ def test_few_values_are_kept_for_masks_of_many_arrays():
     assert [text[n].count("device::load") for n in ("of_key", "of_row", "sees")] == [1, 1, 4]
 
 
-def test_scores_that_load_are_asked_in_two_rounds():
-    """Where each of 64 has an element of its own, addresses of half of them fit in registers."""
+def test_scores_that_load_are_asked_early():
+    """Where a tile has many elements; in two rounds, where nothing else holds registers."""
     ids, drawn = np.arange(9), np.ones((9, 9), bool)
     given = {
-        8: (lambda b, h, q, k: ids[q] == ids[k], lambda b, h, q, k: drawn[q // 128, k // 128]),
-        4: (lambda b, h, q, k: drawn[q, k], lambda b, h, q, k: drawn[k, q] & (q > 7)),
+        "false": (lambda b, h, q, k: ids[q] == ids[k], lambda b, h, q, k: drawn[q // 64, k // 64]),
+        "true; 8": (lambda b, h, q, k: drawn[q, k] & (ids[q] < 7),),
+        "true; 4": (lambda b, h, q, k: drawn[k, q] & (q > 7), lambda b, h, q, k: drawn[q, k // 32]),
     }
-    for count, some in given.items():
+    for what, some in given.items():
+        loads, _, count = what.partition("; ")
         for mask in some:
             text = source(SM90, {"mask": of_mask(mask)}, False, True)
-            assert f"kAtOnce = {count};" in text
+            assert f"kLoads = {loads};" in text
+            assert f"kAtOnce = {count}" in text
 
 
 def test_what_is_compared_elsewhere_is_exact():
@@ -121,8 +124,8 @@ PROGRAM = """\
 #include "cuda/attention/sm90/seen.cuh"
 namespace cuattn {
 %(functors)s
-template <class Given>
-__global__ void ask(const FunctorParams p, int32_t row, int32_t tile, char* seen) {
+template <class Given, bool kIsFirst>
+__global__ void ask_tile(const FunctorParams p, int32_t row, int32_t tile, char* seen) {
   const int32_t lane = threadIdx.x %% 32, q = row + lane / 4, k = tile * 128 + lane %% 4 * 2;
   float scores[64] = {};
   KeyRange visible[2];
@@ -130,10 +133,12 @@ __global__ void ask(const FunctorParams p, int32_t row, int32_t tile, char* seen
     const int eight = row / 8 + half;
     visible[half] = {eight * 37 %% 150, %(kv_len)d - eight * 29 %% 140};
   }
-  SeenBits left = bits_within(visible, k);
-  ask_mask<Given, Given::kAtOnce>(left, device::ScorePlace{%(batch)d, %(head)d, q, k, %(q_len)d,
-                                  %(kv_len)d, static_cast<float>(q - k)}, p);
-  hide_unseen(scores, left);
+  const device::ScorePlace first{%(batch)d, %(head)d, q, k, %(q_len)d, %(kv_len)d,
+                                 static_cast<float>(q - k)};
+  Answers<Given> answers;
+  answers.template find<kIsFirst>(first, p);
+  answers.hide(scores, first, p);
+  hide_unseen(scores, bits_within(visible, k));
   for (int i = 0; i < 64; ++i) {
     const int at = (q + i / 2 %% 2 * 8) * 512 + k + i / 4 * 8 + i %% 2;
     seen[at] = scores[i] == 0.0f ? '1' : '0';
@@ -145,7 +150,9 @@ static char seen[80 * 512 + 1];
 template <class Given>
 void run(const FunctorParams& p) {
   for (int row = 0; row < 80; row += 16) {
-    for (int tile = 0; tile < 4; ++tile) ask<Given><<<1, 32>>>(p, row, tile, seen);
+    for (int tile = 0; tile < 4; ++tile)
+      tile %% 2 ? ask_tile<Given, true><<<1, 32>>>(p, row, tile, seen)
+               : ask_tile<Given, false><<<1, 32>>>(p, row, tile, seen);
   }
   std::puts(seen);
 }
@@ -174,7 +181,7 @@ def program(given):
     for i, mask in enumerate(given):
         function = of_mask(mask)
         text = emit_sm90.members(function, 0)
-        functors.append(f"struct F{i} {{\n{text}}};\n")
+        functors.append(f"struct F{i} {{\n  static constexpr bool kMask = true;\n{text}}};\n")
         runs.append(f"  static FunctorParams p{i};\n")
         runs += [array_of(i, j, x) for j, x in enumerate(function.arrays)]
         runs += [f"  p{i}.numbers[{j}] = {x};\n" for j, x in enumerate(function.scalars)]

@@ -267,8 +267,6 @@ def test_functors_equal_the_dense_formula(rng, device, backend, compiler):
     for case, (mask, score) in enumerate(functions(rng, 200)):
         if emulated and case % 2:
             continue
-        if backend == "sm90" and case == 2:  # a softcap is an option, which goes with sm80
-            continue
         for dims in every[: 1 if emulated else 5 if case == 0 else 2]:
             check_functor(rng, device, backend, dtype, dims, mask, score, case)
 
@@ -280,8 +278,6 @@ def check_functor(rng, device, backend, dtype, dims, mask, score, case):
     options = (
         {"softcap": 4.0, "sinks": rng.standard_normal(4).astype(np.float32)} if case == 1 else {}
     )
-    if backend == "sm90":
-        options.pop("softcap", None)  # which goes with functors in sm80
     heads_first = (x.transpose(0, 2, 1, 3) for x in (q, k, v))
     want, lse = flex_cases.attention(*heads_first, mask=mask, mod=score, **options)
     given = {

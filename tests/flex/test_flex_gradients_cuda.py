@@ -131,6 +131,34 @@ def test_gradients_of_functors_equal_those_of_the_cpu(rng, device, backend, comp
 
 
 @SM80
+def test_gradients_of_row_ranges_beside_options(rng, device, backend, compiler):
+    """No kernel of the library's own but naive has them together: the ranges are compiled."""
+    batch, heads, q_len, kv_len, dims = 2, 4, 70, 90, (64, 40)
+    ids = np.sort(rng.integers(0, 4, kv_len))
+    ids[:9] = 9  # rows that see nothing
+    mask = lambda b, h, q, k: (ids[q] == ids[k]) & (k >= b)  # noqa: E731
+    slopes = rng.random(heads).astype(np.float32)
+    bias = rng.standard_normal((heads, q_len, kv_len)).astype(np.float16)
+    three = ("dq", "dk", "dv")
+    cases = {
+        "softcap": (None, {"softcap": 2.0}, three),
+        "a score that is one": (flex.scores.softcap(1.5), {}, three),
+        "ALiBi": (None, {"alibi_slopes": slopes, "softcap": 3.0}, (*three, "dslopes")),
+        "bias": (None, {"bias": bias}, ("dbias", "dk", "dq")),
+        "dropout": (None, {"dropout_p": 0.3, "dropout_seed": 5}, three),
+        "scale": (None, {"scale": -0.2, "causal": True}, three),
+    }
+    some = ("softcap", "bias", "dropout") if harness.is_emulated() else cases
+    shapes = ((q_len, heads, dims[0]), (kv_len, 2, dims[0]), (kv_len, 2, dims[1]))
+    for name in some:
+        score, options, need = cases[name]
+        arrays = [rng.standard_normal((batch, *s)).astype(np.float16) for s in shapes]
+        dout = rng.standard_normal((batch, q_len, heads, dims[1])).astype(np.float16)
+        given = {"mask_mod": mask, "score_mod": score}
+        check(device, arrays, dout, given, options, need, (), name)
+
+
+@SM80
 def test_what_has_no_gradient_on_cuda_is_refused(rng, device, backend, compiler):
     gain = np.ones(2, np.float32)
     score = lambda s, b, h, q, k: s * gain[h]  # noqa: E731
@@ -155,7 +183,8 @@ def test_what_has_no_gradient_on_cuda_is_refused(rng, device, backend, compiler)
 
 
 @pytest.mark.skipif(harness.is_emulated(), reason="the emulator has no kernels of sm90")
-def test_explain_says_what_differentiates():
+def test_explain_says_what_differentiates(monkeypatch):
+    monkeypatch.setattr("cuattn.flex.device.can_compile", lambda: True)
     table = np.zeros((4, 9), np.float32)
     causal, score = flex.masks.causal(), lambda s, b, h, q, k: s + table[h, q - k]
 
@@ -168,7 +197,13 @@ def test_explain_says_what_differentiates():
         (64, {"mask_mod": causal}, "the window (-1, 0)", "sm90"),
         (64, {"mask_mod": flex.masks.chunked(50)}, "row ranges", "sm90"),
         (256, {"mask_mod": flex.masks.chunked(50)}, "row ranges", "sm80"),
-        (64, {"mask_mod": flex.masks.chunked(50), "softcap": 2.0}, "row ranges", "naive"),
+        (64, {"mask_mod": flex.masks.chunked(50), "softcap": 2.0}, "compiled by NVRTC", "sm80"),
+        (
+            64,
+            {"mask_mod": flex.masks.chunked(50), "dropout_p": 0.1, "dropout_seed": 1},
+            "row ranges",
+            "sm80",
+        ),
         (64, {"mask_mod": flex.masks.streaming(9)}, "compiled by NVRTC", "sm80"),
         (128, {"score_mod": score, "arrays": [table]}, "arrays by atomics", "sm80"),
     ):
@@ -200,6 +235,9 @@ def test_explain_says_what_differentiates():
             explain(score_mod=score, backend=backend)
         with pytest.raises(NotImplementedError, match=f"backend '{backend}' .* in simt alone"):
             explain(score_mod=score, backend=backend, dtype="float32")
+    monkeypatch.setattr("cuattn.flex.device.can_compile", lambda: False)
+    plan = explain(mask_mod=flex.masks.chunked(50), softcap=2.0)
+    assert (plan.kernel, "NVRTC" in plan.reason) == ("naive", False)
     with pytest.raises(TypeError, match="takes dout, q, k, v, out, lse, got 0 arguments"):
         cuattn.explain("flex_attention_backward")
 

@@ -141,13 +141,14 @@ def test_explain_says_that_keys_are_gathered(rng):
     )
     assert plan.kernel == "cpu"
     assert "keys are gathered from their blocks first" in plan.reason
-    plan = cuattn.explain(
-        *("flex_attention", q.shape, cache.shape, cache.shape),
-        **{"mask_mod": mask, "block_tables": tables, "device": "h100", "dtype": "float16"},
-        **lengths,
-    )
-    assert plan.kernel == "sm90"
-    assert "a functor" in plan.reason
+    call = {"mask_mod": mask, "block_tables": tables, **lengths}
+    unread = {n: ("int32", *x.shape) for n, x in call.items() if isinstance(x, np.ndarray)}
+    for given in (call, {**call, "block_tables": unread["block_tables"]}, {**call, **unread}):
+        shapes = (q.shape, cache.shape, cache.shape)
+        plan = cuattn.explain("flex_attention", *shapes, device="h100", dtype="float16", **given)
+        assert plan.kernel == "sm90"
+        assert "a functor" in plan.reason
+        assert "keys are gathered from their blocks first" in plan.reason
 
 
 def test_keys_in_blocks_have_no_gradients(rng):

@@ -3,15 +3,19 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 import cuattn
 import flex_cases
 import harness
-from cuattn.flex.options import capped
+from cuattn.flex import device as flex_device
+from cuattn.flex.attention import find_for, problem_of
+from cuattn.flex.form import capped
 from cuattn.flex.trace import trace
 
 TARGETS = harness.target_params(cpu=(), cuda=("sm90",))
@@ -215,6 +219,39 @@ def test_a_softcap_joins_the_score(rng, device, backend, kind):
         )
         call = {"mask_mod": mask, "score_mod": mod, "softcap": cap, "return_lse": True}
         hold(cuattn.flex_attention(*arrays, backend=backend, **call), want, "float16", kind)
+        if kind == "lists":  # of blocks that are joined to tiles of 128
+            made = cuattn.create_block_mask(mask, None, None, q_len, kv_len, block_size=64)
+            call |= {"mask_mod": None, "block_mask": made}
+            hold(cuattn.flex_attention(*arrays, backend=backend, **call), want, "float16", kind)
+
+
+@pytest.mark.parametrize(("device", "backend"), TARGETS)
+def test_gradients_beside_a_softcap_that_joined_the_score(rng, device, backend):
+    """The backward call has it as an option, and lse of the kernel that it was compiled into."""
+    import torch
+
+    n, cap, gain = 300, 2.0, torch.from_numpy(rng.random(4).astype(np.float32)).to(device)
+    ids, marks = np.sort(rng.integers(0, 4, n)), rng.integers(0, 3, n)
+    masks = lambda b, h, i, j: ids[i] == ids[j], lambda b, h, i, j: marks[i] != marks[j]
+    mods = None, lambda s, b, h, i, j: s * gain[h] - 0.01 * j
+    for mask, mod in itertools.product(masks, mods):
+        arrays, wide = arrays_of(rng, "float16", (2, n, 4, 64), *[(2, n, 2, 64)] * 2)
+        leaves = [x.requires_grad_() for x in arrays]
+        dense = [torch.from_numpy(x).to(device).requires_grad_() for x in wide]
+        q, k, v = (x.transpose(1, 2) for x in dense)
+        k, v = (x.repeat_interleave(2, dim=1) for x in (k, v))
+        s = cap * torch.tanh(q @ k.transpose(2, 3) / 8 / cap)
+        if mod is not None:
+            s = s * gain[:, None, None] - 0.01 * torch.arange(n, device=device)
+        seen = torch.from_numpy(mask(0, 0, *np.ix_(np.arange(n), np.arange(n)))).to(device)
+        want = s.masked_fill(~seen, -torch.inf).softmax(3) @ v
+        got = cuattn.flex_attention(*leaves, mask_mod=mask, score_mod=mod, softcap=cap)
+        dout = torch.from_numpy(rng.standard_normal(got.shape)).to(device)
+        got.backward(dout.half())
+        want.transpose(1, 2).backward(dout)
+        for name, a, b in zip("qkv", leaves, dense, strict=True):
+            error = float((a.grad.double() - b.grad).norm() / b.grad.norm())
+            assert error < 1e-2, (name, error, cuattn.flex.trace(mask))
 
 
 def test_explain_names_sm90_for_what_it_runs():
@@ -245,19 +282,26 @@ def test_explain_names_sm90_for_what_it_runs():
 
 
 def test_a_capped_score_is_the_softcap_of_the_formula(rng):
+    """Both ways: a backward call has the option, whatever made out and lse."""
     x = rng.standard_normal((1, 70, 2, 32)).astype(np.float32)
     mask, gain = cuattn.flex.masks.causal(), rng.random(2).astype(np.float32)
     for mod in (None, lambda s, b, h, q, k: s * gain[h] + abs(s) * 0.3):
-        want = cuattn.flex_attention(x, x, x, mask_mod=mask, score_mod=mod, softcap=0.7)
+        call = {"mask_mod": mask, "score_mod": mod, "softcap": 0.7}
+        want = cuattn.flex_attention(x, x, x, return_lse=True, **call)
         score = None if mod is None else trace(mod, is_score=True)
-        got = cuattn.flex_attention(x, x, x, mask_mod=mask, score_mod=capped(score, 0.7))
-        np.testing.assert_allclose(got, want, atol=2e-6)
+        joined = {"mask_mod": mask, "score_mod": capped(score, 0.7)}
+        got = cuattn.flex_attention(x, x, x, return_lse=True, **joined)
+        for a, b in zip(got, want, strict=True):
+            np.testing.assert_allclose(a, b, atol=2e-6)
+        grads = [cuattn.flex_attention_backward(x, x, x, x, *got, **g) for g in (call, joined)]
+        for a, b in zip(*grads, strict=True):
+            np.testing.assert_allclose(a, b, atol=2e-5)
 
 
 @pytest.mark.parametrize("can", [True, False])
 def test_explain_compiles_a_score_beside_row_ranges(monkeypatch, can):
     """On a Hopper, whose kernel has no options beside them; without NVRTC they remain options."""
-    monkeypatch.setattr("cuattn.flex.attention.can_compile", lambda: can)
+    monkeypatch.setattr("cuattn.flex.form.can_compile", lambda: can)
     rows, ids = (1, 300, 2, 64), np.arange(300) // 70
     mask, softcap = cuattn.flex.masks.document(ids), cuattn.flex.scores.softcap(20.0)
 
@@ -272,6 +316,136 @@ def test_explain_compiles_a_score_beside_row_ranges(monkeypatch, can):
     assert explain(score_mod=lambda s, b, h, q, k: 0.5 * s) == ("sm90", False)
     assert explain(score_mod=softcap, softcap=5.0) == ("sm90", True)  # compiled in any case
     assert explain(softcap=5.0) == (("sm90", True) if can else ("sm80", False))
+
+
+class Elsewhere:
+    """An array on a GPU that is not there."""
+
+    def __init__(self, *shape, dtype="float16"):
+        self.shape, self.dtype = shape, np.dtype(dtype)
+
+    def __dlpack_device__(self):
+        return 2, 0
+
+    def __array_namespace__(self):
+        return np
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    """Return a function that says what a call becomes there: arguments, arrays, new sources."""
+    sources, explain = [], cuattn._explain.explain
+    for name in ("kernel_for", "backward_kernel_for"):  # what they keep is of this machine
+        made = getattr(flex_device, name).__wrapped__
+        monkeypatch.setattr(flex_device, name, functools.lru_cache(made))
+    monkeypatch.setattr(flex_device, "arch_of", lambda _: "sm_90")
+    monkeypatch.setattr(flex_device, "functor", lambda *x: sources.append(x) or len(sources))
+    monkeypatch.setattr("cuattn.flex.form.can_compile", lambda: True)
+    h100 = lambda *x, **more: explain(*x, **{**more, "device": "h100"})  # noqa: E731
+    monkeypatch.setattr("cuattn._explain.explain", h100)
+
+    def find(score_mod=None, mask_mod=None, block_mask=None, gives=None, dtype="float16", **call):
+        sources.clear()
+        q = Elsewhere(1, 300, 2, 64, dtype=dtype)
+        problem = problem_of(q, q, call)
+        call |= {"q": q, "k": q, "v": q}
+        found = find_for(call, problem, score_mod, mask_mod, block_mask, gives)
+        return call, found, [source for source, _ in sources]
+
+    return find
+
+
+ODD, IDS = lambda b, h, q, k: (q + k) % 3 != 1, np.arange(300) // 70
+
+
+@pytest.mark.parametrize("size", [64, 128])
+def test_a_softcap_leaves_blocks_in_tiles_of_sm90(on_hopper, size):
+    """They are those of sm80 as long as the softcap is an option; it has tiles of 64 rows."""
+    blocks = cuattn.create_block_mask(ODD, None, None, 300, 300, block_size=size)
+    for cap in (None, 2.0):
+        _, found, _ = on_hopper(block_mask=blocks, softcap=cap)
+        assert (found["kernel"], found["query_block"], found["key_block"]) == ("sm90", 128, 128)
+    _, found, _ = on_hopper(block_mask=blocks, softcap=2.0, backend="sm80")
+    assert (found["query_block"], found["key_block"]) == (size, 128)
+    assert "kernel" not in found
+
+
+@pytest.mark.parametrize("kind", ["rows", "lists", "score"])
+def test_softcaps_are_numbers_of_one_source(on_hopper, kind):
+    """Of whatever class; each is found again, and the option is switched off."""
+    mask = (lambda b, h, q, k: IDS[q] == IDS[k]) if kind == "rows" else ODD
+    score = (lambda s, b, h, q, k: s - 0.1 * h) if kind == "score" else None
+    given = (2.0, 5, True, np.float32(0.3), np.int64(2), 2.0)
+    made = set()
+    for cap in given:
+        call, found, sources = on_hopper(score, mask, softcap=cap)
+        made.update(sources)
+        assert (call["softcap"], found["kernel"]) == (0.0, "sm90")
+        assert np.float32(cap).view(np.int32) in found["numbers"]
+    assert len(made) == 1
+    call, found, _ = on_hopper(score, mask)
+    assert ("softcap" in call, len(found.get("numbers", ()))) == (False, 0)
+    for cap in (1e39, 1e-50, 1e30, -1.0, float("nan"), 10**400):  # the module says what is wrong
+        call, found, _ = on_hopper(score, mask, softcap=cap)
+        assert (call["softcap"] is cap, "kernel" in found) == (True, False)
+
+
+def test_what_a_functor_cannot_hold_remains_an_option(on_hopper):
+    """It takes 32 numbers, the softcap among them; sm80 runs the call as without it."""
+    many = np.arange(1.0, 33.0).tolist()
+    score = lambda s, b, h, q, k: sum(x * s for x in many)  # noqa: E731
+    for mask in (ODD, lambda b, h, q, k: IDS[q] == IDS[k]):
+        call, found, _ = on_hopper(score, mask, softcap=2.0)
+        assert (call["softcap"], len(found["numbers"]), "kernel" in found) == (2.0, 32, False)
+        assert on_hopper(score, mask)[1]["kernel"] == "sm90"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float8_e4m3fn"])
+def test_a_softcap_of_other_dtypes_is_left_to_the_module(on_hopper, dtype):
+    """It runs the call, or says what is wrong with it."""
+    dtype, mask = getattr(ml_dtypes, dtype, dtype), lambda b, h, q, k: IDS[q] == IDS[k]
+    call, _, sources = on_hopper(mask_mod=mask, softcap=2.0, dtype=dtype)
+    assert (call["softcap"], sources) == (2.0, [])
+
+
+def test_a_backward_call_has_a_softcap_as_an_option(on_hopper):
+    gives = flex_device.Gives(frozenset(), has_dbias=False)
+    blocks = cuattn.create_block_mask(ODD, None, None, 300, 300, block_size=64)
+    for given in ({"mask_mod": ODD}, {"block_mask": blocks}):
+        for _ in range(2):
+            call, found, _ = on_hopper(softcap=2.0, **given)
+            assert (call["softcap"], found["kernel"], len(found["numbers"])) == (0.0, "sm90", 1)
+            call, found, _ = on_hopper(softcap=2.0, gives=gives, **given)
+            assert (call["softcap"], "kernel" in found, len(found["numbers"])) == (2.0, False, 0)
+
+
+def test_explain_of_blocks_and_pages_names_what_runs(on_hopper):
+    """A softcap that is compiled is no option in its words; pages are gathered before sm90."""
+    rows = (1, 512, 2, 64)
+    blocks = cuattn.create_block_mask(ODD, None, None, 512, 512, block_size=64)
+    given = {"device": "h100", "dtype": "float16", "softcap": 2.0}
+    plan = cuattn.explain("flex_attention", rows, rows, rows, block_mask=blocks, **given)
+    for words in ("number0 * tanh((score / number0))", "lists of 16 blocks"):
+        assert words in plan.reason
+    paged = {
+        "block_tables": np.arange(4, dtype=np.int32).reshape(2, 2),
+        "cu_seqlens_q": np.array([0, 40, 100], np.int32),
+        "seqused_k": np.array([200, 512], np.int32),
+        **{"max_seqlen_q": 60, "max_seqlen_k": 512, "kv_layout": "vllm", "mask_mod": ODD},
+    }
+    q, *cache = (100, 4, 64), (4, 2, 8, 256, 8), (4, 2, 64, 256)  # the last axis: keys of a block
+    plan = cuattn.explain("flex_attention", q, *cache, **paged, **given)
+    assert (plan.kernel, "tanh((score" in plan.reason) == ("sm90", True)
+
+
+def test_explain_refuses_row_ranges_beside_options_in_sm90(on_hopper, monkeypatch):
+    """As the call does, where nothing can be compiled."""
+    monkeypatch.setattr("cuattn.flex.form.can_compile", lambda: False)
+    rows, mask = (1, 300, 2, 64), lambda b, h, q, k: IDS[q] == IDS[k]
+    given = {"device": "h100", "dtype": "float16", "backend": "sm90", "mask_mod": mask}
+    assert cuattn.explain("flex_attention", rows, rows, rows, **given).kernel == "sm90"
+    with pytest.raises(NotImplementedError, match="beside row ranges it has no softcap, ALiBi"):
+        cuattn.explain("flex_attention", rows, rows, rows, softcap=2.0, **given)
 
 
 def test_explain_takes_a_score_that_is_alibi():

@@ -52,6 +52,7 @@ struct ConsumerSm90 {
   using Ring = device::Ring<kTile.stages>;
   using QRing = device::Ring<kQStages>;
   using Softmax = Sm90Softmax<kScore>;
+  using Answers = cuattn::Answers<Functor>;
 
   // The two rows of a thread in a query tile, and the keys that they see.
   struct Rows {
@@ -147,8 +148,9 @@ struct ConsumerSm90 {
     find_visible(me.p, me.s, w, more, rows);
   }
 
-  static __device__ __forceinline__ bool is_masked(const device::TileRange& range, const Stop& at) {
-    return at.asks || at.tile >= range.full_end || at.tile < range.full_begin;
+  // Whether the limits of rows cut a tile.
+  static __device__ __forceinline__ bool is_cut(const device::TileRange& range, const Stop& at) {
+    return at.tile >= range.full_end || at.tile < range.full_begin;
   }
 
   // 3. Products, begun
@@ -180,6 +182,11 @@ struct ConsumerSm90 {
   }
 
   // 4. Scores
+  // The first key of a thread in a tile. Note: called in modify, it changes the library's kernels.
+  static __device__ __forceinline__ int32_t first_key(int tile) {
+    return tile * kTile.n + 2 * static_cast<int32_t>(threadIdx.x % 4);
+  }
+
   // The first score of a thread in a tile, as a functor is asked of it.
   static __device__ __forceinline__ device::ScorePlace first_place(const Shared& shared,
                                                                    int32_t row, int32_t first) {
@@ -189,34 +196,33 @@ struct ConsumerSm90 {
         w.batch, w.head, row, first, w.queries.used, w.keys.used, static_cast<float>(row - first)};
   }
 
-  // What is seen of a tile that is `masked`, beside a functor: found while S is multiplied.
-  // Of the first tile with less code, as it comes once.
+  // A mask finds what it can while S is multiplied; modify asks it for the rest. `more`: there is work.
   template <bool kIsFirst>
-  static __device__ __forceinline__ SeenBits find_seen(const Lane& me, const Rows& rows,
-                                                       const Stop& at, bool masked) {
-    if (!Functor::kGiven || !masked) return {};
-    const int32_t first = at.tile * kTile.n + 2 * static_cast<int32_t>(threadIdx.x % 4);
-    SeenBits seen = bits_within(rows.visible, first);
+  static __device__ __forceinline__ Answers ask_early(const Lane& me, const Rows& rows,
+                                                      const Stop& at, bool more = true) {
+    Answers answers;
     if constexpr (Functor::kMask) {
-      if (at.asks)
-        ask_mask<Functor, kIsFirst ? 1 : Functor::kAtOnce>(
-            seen, first_place(me.shared, rows.row, first), static_cast<const FunctorParams&>(me.p));
+      if (more && at.asks)
+        answers.template find<kIsFirst>(first_place(me.shared, rows.row, first_key(at.tile)),
+                                        static_cast<const FunctorParams&>(me.p));
     }
-    return seen;
+    return answers;
   }
 
-  // Softcap, ALiBi, bias; -inf for keys that a row does not see.
+  // Softcap, ALiBi, bias; -inf for keys that a row does not see. `asks`: lists leave the tile to the
+  // mask of a functor; `cut`: limits of the rows end within it.
   static __device__ __forceinline__ void modify(float (&scores)[kScoreCount],
                                                 const AttentionParams& p, const Sm90Schedule& s,
                                                 const Shared& shared, const Mod& mod,
-                                                const Rows& rows, int group, int tile, bool masked,
-                                                int stage, const SeenBits& seen) {
+                                                const Rows& rows, int group, int tile, bool asks,
+                                                bool cut, int stage, const Answers& answers) {
     int32_t first = tile * kTile.n + 2 * static_cast<int32_t>(threadIdx.x % 4);
     if constexpr (Functor::kGiven) {
-      if constexpr (Functor::kScore)
-        call_score<Functor>(scores, mod.scale, first_place(shared, rows.row, first),
-                            static_cast<const FunctorParams&>(p));
-      if (masked) hide_unseen(scores, seen);
+      const auto& given = static_cast<const FunctorParams&>(p);
+      const device::ScorePlace place = first_place(shared, rows.row, first);
+      if constexpr (Functor::kScore) call_score<Functor>(scores, mod.scale, place, given);
+      if (asks) answers.hide(scores, place, given);
+      if (cut) hide_unseen(scores, bits_within(rows.visible, first));
       return;
     } else if constexpr (kScore == ScoreKind::scored) {
       float factor = modify_scores(scores, mod, rows.row, first);
@@ -233,7 +239,7 @@ struct ConsumerSm90 {
         add_bias(scores, mod, rows.row, first, w.queries.used - 1, w.keys.used - 1);
       }
     }
-    if (masked) mask_scores<kMask>(scores, rows.visible, first);
+    if (cut) mask_scores<kMask>(scores, rows.visible, first);
   }
 
   // Dropout: what is not kept of P becomes 0. The sums of the rows have it all.
@@ -292,11 +298,11 @@ struct ConsumerSm90 {
                                                      const device::TileRange& range,
                                                      const Rows& rows, const Stop& last,
                                                      const Ring& ring, Softmax& state,
-                                                     const Mod& mod, const SeenBits& seen) {
+                                                     const Mod& mod, const Answers& answers) {
     auto& [p, s, maps, shared, group, lane, warp] = me;
     auto& [out, scores, probs] = tiles;
-    modify(scores, p, s, shared, mod, rows, group, last.tile, is_masked(range, last), ring.stage(),
-           seen);
+    modify(scores, p, s, shared, mod, rows, group, last.tile, last.asks, is_cut(range, last),
+           ring.stage(), answers);
     softmax_step<kType, Functor::kGiven>(
         state, scores, probs, out, mod.to_log2, s.zero, [] {}, [] { return false; });
     drop(probs, shared, ring);
@@ -312,16 +318,15 @@ struct ConsumerSm90 {
   // PV of this key tile; QK and softmax of the next, to the left.
   static __device__ __forceinline__ void add_tile(const Lane& me, Tiles& tiles,
                                                   const device::TileRange& range, const Walk& walk,
-                                                  const Rows& rows, Ring& ring, int& tile,
-                                                  bool masked, Softmax& state, const Mod& mod,
-                                                  auto& multiply_qk, auto& multiply_pv,
-                                                  auto& release_scores) {
+                                                  const Rows& rows, Ring& ring, int& tile, bool cut,
+                                                  Softmax& state, const Mod& mod, auto& multiply_qk,
+                                                  auto& multiply_pv, auto& release_scores) {
     using namespace device;
     auto& [p, s, maps, shared, group, lane, warp] = me;
     auto& [out, scores, probs] = tiles;
     --tile;
     const auto at = walk.at(tile);
-    if (Functor::kGiven) masked = is_masked(range, at);
+    if (Functor::kGiven) cut = is_cut(range, at);
     int v_stage = ring.stage();
     uint32_t v_parity = ring.parity();
     ring.next();
@@ -336,11 +341,11 @@ struct ConsumerSm90 {
     multiply_qk();
     multiply_pv(v_stage);
     me.your_turn(false);
-    const SeenBits seen = find_seen<false>(me, rows, at, masked);
+    const Answers answers = ask_early<false>(me, rows, at);
     wgmma_wait<1>();
     pin(scores);
     release_scores(k_empty);
-    modify(scores, p, s, shared, mod, rows, group, at.tile, masked, ring.stage(), seen);
+    modify(scores, p, s, shared, mod, rows, group, at.tile, at.asks, cut, ring.stage(), answers);
     auto begun = [&] { me.your_turn(true); };
     softmax_step<kType>(state, scores, probs, out, mod.to_log2, s.zero, begun, [&] {
       wgmma_wait<0>();
@@ -440,13 +445,13 @@ struct ConsumerSm90 {
         me.release(k_empty);
         if (kQStages == 1 && tile == w.range.begin) me.release(shared.q_empty(0));
       };
-      const SeenBits seen = find_seen<true>(me, rows, last, more && is_masked(w.range, last));
+      const Answers answers = ask_early<true>(me, rows, last, more);
       wgmma_wait<0>();
       pin(scores);
       if (!kOutFirst && !more) break;
       at_work = true;
       release_scores(shared.k_empty(ring.stage()));
-      weigh_first(me, tiles, w.range, rows, last, ring, state, mod, seen);
+      weigh_first(me, tiles, w.range, rows, last, ring, state, mod, answers);
       fresh = true;
       if (kQStages > 1 && lane == 0 && !first_item) release_q(shared, q_ring);
       first_item = false;

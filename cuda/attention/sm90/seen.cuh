@@ -1,15 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which scores of a tile a thread's two rows see, a bit each: by their limits, and by the mask of a
-// functor. Bits are found while wgmma multiplies, where scores would have no registers left. Written by
-// python/cuattn/flex/emit_sm90.py, a mask has
+// Which scores of a tile a thread's two rows see: by their limits, and by the mask of a functor. Written
+// by python/cuattn/flex/emit_sm90.py, a mask has
 //
 //   Keys, of_key(keys, place, params)        what hangs on the key alone
 //   Rows, of_row(rows, place, params)        what hangs on the row alone
 //   of_lane(keys, lane)                      the keys of another lane
 //   sees(place, params, keys, rows)          whether the row sees the key
-//   kAtOnce                                  eights of scores that are asked without a branch
+//   kLoads       `sees` loads an element for less than 64 keys
+//   kAtOnce      then: how many of the 8 parts of a thread's scores are asked of without a branch
 //
-// Used by consumer.cuh.
+// A tile is asked in two steps. While wgmma multiplies, a thread finds what hangs on keys or rows alone;
+// when S is there, it asks `sees` of each score and hides those that are not seen: a comparison and a
+// select each. Where `sees` loads, it is asked in the first step, too, for so many loads would find no
+// registers beside S; its answers wait as bits.
+//
+//              while S is multiplied (find)    when S is there (hide)
+//   kLoads     `sees`, 64 answers as bits      select by the bits
+//   else       keys and rows alone (Ahead)     `sees`, select
+//
+// Limits of the rows come last, and in tiles that they cut alone: modify of consumer.cuh, which asks for
+// all of this.
 #pragma once
 
 #include "cuattn/device/functor.cuh"
@@ -80,39 +90,53 @@ __device__ __forceinline__ SeenBits bits_within(const KeyRange (&visible)[2], in
   return seen;
 }
 
-// Leaves of `seen` what the mask does; rows and keys past the last are asked about, too, for loads
-// stay within their arrays. 7 other threads of a warp have the same keys: a lane computes what
-// hangs on keys 16 * (lane / 4) + 2 * (lane % 4) + {0, 1, 8, 9}.
-template <class Functor, int kAtOnce>
-__device__ __forceinline__ void ask_mask(SeenBits& seen, const device::ScorePlace& first,
-                                         const FunctorParams& p) {
+// What a thread holds of a tile that is asked. 7 other threads of a warp have the same keys: a lane
+// computes what hangs on keys 16 * (lane / 4) + 2 * (lane % 4) + {0, 1, 8, 9}.
+template <class Functor>
+struct Ahead {
+  typename Functor::Keys keys[4];
+  typename Functor::Rows rows[2];
+};
+
+__device__ __forceinline__ TilePlace place_of_tile(const device::ScorePlace& first) {
+  return {first, static_cast<uint32_t>(first.k) / TilePlace::kKeys, 0};
+}
+
+// Rows and keys past the last are asked about, too, for loads stay within their arrays.
+template <class Functor>
+__device__ __forceinline__ void find_ahead(Ahead<Functor>& to, const device::ScorePlace& first,
+                                           const FunctorParams& p) {
   const int lane = threadIdx.x % 32;
-  const TilePlace at{first, static_cast<uint32_t>(first.k) / TilePlace::kKeys, 0};
+  const TilePlace at = place_of_tile(first);
   TilePlace own = at;
   own.eight = lane / 4 * 2;
   own.k += lane / 4 * 16;
-  typename Functor::Keys keys[4];
-  typename Functor::Rows rows[2];
 #pragma unroll
-  for (int j = 0; j < 4; ++j) Functor::of_key(keys[j], place_in_tile(own, j / 2 * 4 + j % 2), p);
+  for (int j = 0; j < 4; ++j) Functor::of_key(to.keys[j], place_in_tile(own, j / 2 * 4 + j % 2), p);
 #pragma unroll
-  for (int half = 0; half < 2; ++half) Functor::of_row(rows[half], place_in_tile(at, 2 * half), p);
-  uint32_t left[2] = {0, 0};
+  for (int half = 0; half < 2; ++half)
+    Functor::of_row(to.rows[half], place_in_tile(at, 2 * half), p);
+}
+
+// Tells `hears`, of each score, whether its row sees its key.
+template <class Functor, int kAtOnce, class Hears>
+__device__ __forceinline__ void ask(const Ahead<Functor>& ahead, const device::ScorePlace& first,
+                                    const FunctorParams& p, const Hears& hears) {
+  const int lane = threadIdx.x % 32;
+  const TilePlace at = place_of_tile(first);
 #pragma unroll kAtOnce
   for (int sixteen = 0; sixteen < TilePlace::kKeys / 16; ++sixteen) {  // keys, 8 scores
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const int i = sixteen * 8 + j / 2 * 4 + j % 2;
-      const auto key = Functor::of_lane(keys[j], sixteen * 4 + lane % 4);
+      const auto key = Functor::of_lane(ahead.keys[j], sixteen * 4 + lane % 4);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        if (Functor::sees(place_in_tile(at, i + 2 * half), p, key, rows[half]))
-          left[half] |= 1u << seen_bit(i);
+        const int score = i + 2 * half;
+        hears(score, Functor::sees(place_in_tile(at, score), p, key, ahead.rows[half]));
       }
     }
   }
-#pragma unroll
-  for (int half = 0; half < 2; ++half) seen.of_row[half] &= left[half];
 }
 
 template <int kCount>
@@ -123,5 +147,59 @@ __device__ __forceinline__ void hide_unseen(float (&scores)[kCount], const SeenB
     scores[i] = is_seen ? scores[i] : device::negative_infinity();
   }
 }
+
+// The answers of a mask for a tile: `find` is called while S is multiplied, `hide` when it is there.
+// Neither is for a tile that is not asked. Without a mask there is nothing to do.
+template <class Functor, bool kGiven = Functor::kMask>
+struct Answers {
+  static_assert(!kGiven);
+  template <bool kIsFirst>
+  __device__ __forceinline__ void find(const device::ScorePlace&, const FunctorParams&) {}
+  template <int kCount>
+  __device__ __forceinline__ void hide(float (&)[kCount], const device::ScorePlace&,
+                                       const FunctorParams&) const {}
+};
+
+// Asked when S is there.
+template <class Functor>
+  requires(!Functor::kLoads)
+struct Answers<Functor, true> {
+  Ahead<Functor> ahead;
+
+  template <bool kIsFirst>
+  __device__ __forceinline__ void find(const device::ScorePlace& first, const FunctorParams& p) {
+    find_ahead(ahead, first, p);
+  }
+  template <int kCount>
+  __device__ __forceinline__ void hide(float (&scores)[kCount], const device::ScorePlace& first,
+                                       const FunctorParams& p) const {
+    ask<Functor, TilePlace::kKeys / 16>(ahead, first, p, [&](int i, bool sees) {
+      scores[i] = sees ? scores[i] : device::negative_infinity();
+    });
+  }
+};
+
+// Asked while S is multiplied. Of the first tile one part at once, for it comes once and is code of its
+// own.
+template <class Functor>
+  requires(Functor::kLoads)
+struct Answers<Functor, true> {
+  SeenBits seen;
+
+  template <bool kIsFirst>
+  __device__ __forceinline__ void find(const device::ScorePlace& first, const FunctorParams& p) {
+    Ahead<Functor> ahead;
+    find_ahead(ahead, first, p);
+    seen = {};
+    ask<Functor, kIsFirst ? 1 : Functor::kAtOnce>(ahead, first, p, [&](int i, bool sees) {
+      if (sees) seen.of_row[i >> 1 & 1] |= 1u << seen_bit(i);
+    });
+  }
+  template <int kCount>
+  __device__ __forceinline__ void hide(float (&scores)[kCount], const device::ScorePlace&,
+                                       const FunctorParams&) const {
+    hide_unseen(scores, seen);
+  }
+};
 
 }  // namespace cuattn

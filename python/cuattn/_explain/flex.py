@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import Any
 
 import numpy as np
 
 from .._options import PLACES
-from ..flex.attention import OPTIONS, as_taken, find, problem_of, refuse_unknown, traced
+from ..flex.attention import OPTIONS, find, problem_of, refuse_unknown, traced
 from ..flex.device import SM90_DIM, free_options, may_take_sm90
+from ..flex.form import Form, best_form
 from ..flex.options import beside_scale
 from ..flex.plan import Found
 from ..flex.plan import plan as plan_functions
@@ -34,7 +36,7 @@ def explain_flex(arrays: tuple[Any, ...], device: Any, dtype: str, options: dict
     refuse_codes(arrays[:2], dtype)
     options = {name: x for name, x in options.items() if name not in PLACES}
     q, k = (x if hasattr(x, "shape") else stand_in(x) for x in arrays[:2])
-    problem = problem_of(q, k, options)
+    problem = problem_of(q, k, {name: readable(x) for name, x in options.items()})
     known = options if hasattr(arrays[0], "shape") else shapes_of_arrays(options)
     given = {**dict(zip("qkv", arrays, strict=True)), **known}
     where = place(device, arrays[0])
@@ -44,29 +46,28 @@ def explain_flex(arrays: tuple[Any, ...], device: Any, dtype: str, options: dict
     on_cuda = number >= 0 if made_up is None else made_up["is_cuda"]
     takes = free_options(options) if on_cuda else frozenset()
     keys = problem.seqlen_kv
+    score = None if score_mod is None else trace(score_mod, is_score=True)
 
-    if score_mod is not None:
-        score_mod = trace(score_mod, is_score=True)
+    def planned(form: Form) -> Found:
+        return find(problem, form.score, mask_mod, block_mask, form.takes)
 
-    def planned(score: Any, takes: Any) -> Found:
-        return find(problem, score, mask_mod, block_mask, takes)
+    def on_hopper(arguments: dict[str, Any]) -> bool:
+        with contextlib.suppress(NotImplementedError):
+            rows = gathered(arguments, dtype, keys)
+            return plan_on_hopper(rows, dtype, where, True, keys) is not None
+        return False
 
-    def on_hopper(plain: dict[str, Any]) -> bool:
-        try:
-            return plan_on_hopper(plain, dtype, where, True, keys) is not None
-        except NotImplementedError:
-            return False
-
-    found, score_mod = as_taken(planned, score_mod, given, takes, on_hopper if on_cuda else None)
+    form = Form(score, takes, given)
+    form, found = best_form(form, planned, on_hopper) if on_cuda else (form, planned(form))
     if on_cuda:
         refuse_traced(found)
-    functions = (problem, score_mod, mask_mod, block_mask, frozenset(found.options))
+    functions = (problem, form.score, mask_mod, block_mask, form.takes)
     if found.window is not None:
         given["window"] = narrowed(options.get("window", (-1, -1)), found.window)
     given |= shapes_of_arrays(beside_scale(found.options))
     words = found.words
     if found.arrays and given.get("block_tables") is not None:
-        given = gathered(given, dtype, problem.seqlen_kv)
+        given = gathered(given, dtype, keys)
         words += "; keys are gathered from their blocks first"
     if found.arrays and on_cuda:
         is_compiled = found.functions or "block_starts" in found.arrays
@@ -124,17 +125,14 @@ def plan_on_hopper(
     """
     dims = [tuple(getattr(given[n], "shape", given[n]))[-1] for n in "qv"]
     if is_compiled and not may_take_sm90(given, tuple(dims)):
-        if given.get("backend") == "sm90":
-            raise NotImplementedError(
-                "flex_attention: backend 'sm90' cannot run this call: beside functions of a user "
-                f"it has no {NOT_IN_SM90}, and head_dim up to {SM90_DIM}; use backend='sm80' or "
-                "'auto'"
-            )
+        why = f"functions of a user it has no {NOT_IN_SM90}, softcaps from 2**-60 to 2**60"
+        refuse_if_named(given, why)
         return None
     window = narrowed(given.get("window", (-1, -1)), (max(keys - 2, 0), -1))
     plan = explain_rows({**given, "window": window}, dtype, where)
     most = max(plan.head_dim, plan.head_dim_v)
-    if plan.kernel != "sm90" or plan.score != "identity" or most > 128:
+    if plan.kernel != "sm90" or plan.score != "identity" or most > SM90_DIM:
+        refuse_if_named(given, f"row ranges it has no softcap, {NOT_IN_SM90}")
         return None
     if is_compiled:
         return dataclasses.replace(plan, tile_m=128, tile_n=128, warps=12, packed_heads=1)
@@ -143,8 +141,19 @@ def plan_on_hopper(
     return dataclasses.replace(plan, tile_m=128, warps=12, packed_heads=1)
 
 
+def refuse_if_named(given: dict[str, Any], why: str) -> None:
+    """Refuse a call that names sm90; others go elsewhere."""
+    if given.get("backend") == "sm90":
+        raise NotImplementedError(
+            f"{NAME}: backend 'sm90' cannot run this call: beside {why}, and head_dim up to "
+            f"{SM90_DIM}; use backend='sm80' or 'auto'"
+        )
+
+
 def gathered(given: dict[str, Any], dtype: str, capacity: int) -> dict[str, Any]:
     """Return a call over caches as one over the rows that their keys are gathered into."""
+    if given.get("block_tables") is None:
+        return given
     given = dict(given)
     tables, layout = given.pop("block_tables"), given.pop("kv_layout", "nhd")
     batch = tuple(getattr(tables, "shape", tables))[-2]
@@ -193,6 +202,21 @@ def plan_elsewhere(given: dict[str, Any], dtype: str, where: Where, is_compiled:
 def is_float32(q: Any, dtype: str) -> bool:
     """Whether a call is of float32: of an array's dtype, or as `dtype` says."""
     return (dtype_name(q) if hasattr(q, "dtype") else dtype) == "float32"
+
+
+class Unread:
+    """An array of which the shape is known alone, as of lengths on a GPU."""
+
+    is_cuda = True
+
+    def __init__(self, shape: tuple[int, ...]):
+        self.shape = shape
+
+
+def readable(option: Any) -> Any:
+    """Return an option; a dtype and a shape, which stand for an array, as one that is not read."""
+    is_array = isinstance(option, tuple) and option and isinstance(option[0], str)
+    return Unread(option[1:]) if is_array else option
 
 
 def stand_in(shape: Any) -> Any:

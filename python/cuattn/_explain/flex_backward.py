@@ -10,7 +10,7 @@ from .._gradients import GRADIENTS, POSITIONAL
 from .._options import PLACES
 from ..flex.attention import OPTIONS, find, problem_of, refuse_unknown
 from ..flex.backward import TAKES, slots_of
-from ..flex.device import BACKWARD, free_options, portable, require_backward
+from ..flex.device import BACKWARD, compiles_rows, free_options, portable, require_backward
 from ..flex.options import beside_scale
 from ..flex.rows import narrowed
 from ..flex.trace import dtype_name, trace
@@ -71,10 +71,11 @@ def explain_flex_backward(
         options["window"] = narrowed(options.get("window", (-1, -1)), found.window)
     options |= shapes_of_arrays(beside_scale(found.options))
     words = found.words
+    kind = dtype, int(q.shape[-1]), int(v.shape[-1])
     if not on_cuda or not found.arrays:
         plan = plan_of()
-    elif found.functions or "block_starts" in found.arrays:
-        require_backward(int(q.shape[-1]), int(v.shape[-1]))
+    elif found.functions or "block_starts" in found.arrays or compiles_rows(options, *kind):
+        require_backward(*kind[1:])
         words += "; passes compiled by NVRTC at the first call"
         words += ", sums of captured arrays by atomics" if wanted else ""
         name = portable(dtype)

@@ -17,9 +17,9 @@ from .._other_names import way_out
 from .block_mask import BlockMask, Shape
 from .device import Gives, Placed, free_options, is_cuda, of_tiles, place_of, runs_in_sm90
 from .evaluate import on_host
-from .functors import can_compile
+from .form import Form, best_form
 from .memo import of_torch, remember, shapes_of
-from .options import SCALE, SOFTCAP, capped, join_options, softcap_of
+from .options import join_options
 from .plan import Found, Problem, plan
 from .rows import narrowed
 from .trace import Traced, is_jax_tracer, runs_in_xla, trace
@@ -161,22 +161,23 @@ def find_for(
     else:
         functions = traced(problem, score_mod, mask_mod, block_mask)
 
-        def place() -> Placed:
-            tiles = of_tiles(functions.block_mask, arguments)
-            takes = frozenset() if gives and gives.slots else free_options(arguments)
+        def planned(form: Form) -> Found:  # once for a forward call and its gradients
+            score, mask, block_mask = functions._replace(score=form.score)
+            tiles = of_tiles(block_mask, form.arguments)
             size = None if tiles is None else tiles.block_size
+            return kept_with(
+                Functions(score, mask, block_mask),
+                ("plan", *shapes_of(problem), size, form.takes),
+                lambda: plan(problem, score, mask, tiles, form.takes),
+            )
 
-            def planned(score: Any, takes: Any) -> Found:  # once for a forward call and gradients
-                key = ("plan", *shapes_of(problem), size, takes)
-                mask = functions.mask
-                return kept_with(
-                    Functions(score, mask, functions.block_mask),
-                    key,
-                    lambda: plan(problem, score, mask, tiles, takes),
-                )
-
-            on_hopper = None if gives is not None else runs_in_sm90
-            found, _ = as_taken(planned, functions.score, arguments, takes, on_hopper)
+        def place() -> Placed:
+            takes = frozenset() if gives and gives.slots else free_options(arguments)
+            form = Form(functions.score, takes, arguments)
+            if gives is None:
+                _, found = best_form(form, planned, runs_in_sm90)
+            else:  # sm80 has every option
+                found = planned(form)
             return Placed(arguments, found, gives)
 
         placed = kept_with(functions, (*shapes_of(problem), where, gives), place)
@@ -187,33 +188,6 @@ def find_for(
     if window is not None:
         arguments["window"] = narrowed(arguments.get("window", (-1, -1)), window)
     return arrays
-
-
-def as_taken(
-    make: Callable[[Traced | None, Any], Found],
-    score: Traced | None,
-    arguments: dict[str, Any],
-    takes: Any,
-    on_hopper: Callable[[dict[str, Any]], bool] | None,
-) -> tuple[Found, Traced | None]:
-    """Return what functions become where `takes` may be options, and the score that it is of.
-
-    sm90 has no option but scale beside functors and row ranges, and takes a score that is compiled:
-    options of the score stay in it there, and a softcap of the call joins it. `on_hopper` says
-    whether a functor of some arguments would run there.
-    """
-    found = make(score, takes)
-    cap = softcap_of(arguments)
-    if on_hopper is None or (cap == 0 and {SCALE}.issuperset(found.options)):
-        return found, score
-    plain = arguments if cap == 0 else {**arguments, SOFTCAP: 0.0}
-    is_better = found.functions or ("row_begin" in found.arrays and can_compile())
-    if not is_better or not on_hopper(plain):
-        return found, score
-    if cap > 0:
-        score = capped(score, cap)
-    found = make(score, takes & {SCALE})
-    return (found if cap == 0 else found._replace(options={**found.options, SOFTCAP: 0.0})), score
 
 
 def find(

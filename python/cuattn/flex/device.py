@@ -22,7 +22,7 @@ from .._kv_shapes import head_dim_of_values
 from .block_mask import BlockMask
 from .emit import Kernel, numbers, source
 from .emit_backward import backward_source
-from .functors import functor
+from .functors import can_compile, functor
 from .options import ALIBI, SCALE, SOFTCAP, beside_scale, softcap_of
 from .plan import Found
 from .trace import dtype_name
@@ -103,8 +103,8 @@ class Placed:
                 self.torch = at.namespace
                 self.stream = self.torch.cuda.current_stream(q.device)
             self.place(q, at.namespace, found)
-        if found.functions or "block_starts" in self.arrays:
-            call = {**arguments, **beside_scale(found.options)}
+        call = {**arguments, **beside_scale(found.options)}
+        if is_compiled(call, found, gives):
             self.arrays["functor"] = functor_of(call, found, gives)
             self.kernel = kernel_of(call)[1].name if gives is None else ""
             self.arrays["numbers"] = numbers(found.functions)
@@ -180,6 +180,27 @@ def functor_of(arguments: dict[str, Any], found: Found, gives: Gives | None = No
     return functor(backward_source(kernel, *form, *gives), arch)
 
 
+def is_compiled(arguments: dict[str, Any], found: Found, gives: Gives | None) -> bool:
+    """Whether a call runs by a functor."""
+    if found.functions or "block_starts" in found.arrays:
+        return True
+    has_rows = gives is not None and "row_begin" in found.arrays
+    dtype = dtype_name(arguments["q"]) if has_rows else ""
+    return has_rows and compiles_rows(arguments, dtype, *head_dims_of(arguments))
+
+
+def compiles_rows(arguments: dict[str, Any], dtype: str, head_dim: int, head_dim_v: int) -> bool:
+    """Whether gradients of row ranges alone are compiled, where NVRTC can be had.
+
+    Beside options of the score and dropout the library's own kernels of 16-bit types have them in
+    `naive` alone.
+    """
+    if is_plain(arguments) or arguments.get("backend", "auto") not in ("auto", "sm80"):
+        return False
+    is_wide = max(head_dim, head_dim_v) > MOST_BACKWARD
+    return dtype in ("float16", "bfloat16") and not is_wide and can_compile()
+
+
 def is_plain(arguments: dict[str, Any]) -> bool:
     """Whether the options leave a score its scaled dot product."""
     names = ("softcap", "alibi_slopes", "bias", "dropout_p", "dropout_state")
@@ -215,8 +236,9 @@ def may_take_sm90(arguments: dict[str, Any], head_dims: tuple[int, ...]) -> bool
 
 def runs_in_sm90(arguments: dict[str, Any]) -> bool:
     """Whether functors of a call run in the kernel for Hoppers."""
-    head_dims = head_dims_of(arguments)
-    return may_take_sm90(arguments, head_dims) and kernel_of(arguments)[1].name == "sm90"
+    is_16_bit = dtype_name(arguments["q"]) in ("float16", "bfloat16")
+    is_taken = is_16_bit and may_take_sm90(arguments, head_dims_of(arguments))
+    return is_taken and kernel_of(arguments)[1].name == "sm90"
 
 
 def portable(dtype: str) -> str:

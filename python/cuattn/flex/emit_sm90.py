@@ -8,13 +8,17 @@ Next: cuda/attention/sm90/seen.cuh (who asks), emit.py.
 
 from __future__ import annotations
 
+from typing import Any
+
 from .emit import CALLS, FLOAT_CALLS, TYPES, Function, statements
 from .expression import Expr, K, ordered
 
 MAX_AHEAD = 2  # values of a key and of a row that registers hold beside S, O and P
-AT_ONCE, OF_LOADS = 8, 4  # eights of scores; fewer where each loads an element
+AT_ONCE, WITHOUT_AHEAD = 8, 4  # parts of 8 scores that load, asked without a branch
+FEW_LOADS = 64  # keys of an element: two loads of a row in a tile
 
 MEMBERS = """\
+  static constexpr bool kLoads = %(loads)s;
   static constexpr int kAtOnce = %(at_once)d;
   struct Keys {
 %(key_members)s  };
@@ -56,11 +60,11 @@ def unsigned(node: Expr, args: list[str]) -> str | None:
     return f"static_cast<uint32_t>({args[0]}) {sign} static_cast<uint32_t>({args[1]})"
 
 
-def is_coarse(node: Expr) -> bool:
-    """Whether eight neighbouring keys have one value, which is computed once for them."""
+def is_coarse(node: Expr, keys: int = 8) -> bool:
+    """Whether so many neighbouring keys have one value, which is computed once for them."""
     if node.op == "floordiv" and node.args[0] is K and node.args[1].op == "const":
-        return bool(node.args[1].args[0] % 8 == 0)
-    return node is not K and all(map(is_coarse, node.nodes()))
+        return bool(node.args[1].args[0] % keys == 0)
+    return node is not K and all(is_coarse(a, keys) for a in node.nodes())
 
 
 def is_dear(node: Expr) -> bool:
@@ -90,20 +94,10 @@ def computed_ahead(root: Expr) -> tuple[list[Expr], list[Expr]]:
     return keys[:count], rows[:count]
 
 
-def at_once(left: list[Expr], has_ahead: bool) -> int:
-    """Return how many eights of scores are asked at once, of which `left` is computed for each.
-
-    All: a loop holds what hangs on no score in registers. Only where each score loads and nothing
-    is held ahead, half of the loads in flight have fewer addresses than would fill them.
-    """
-    loads = any(e.op == "load" and not is_coarse(e) for e in left)
-    return OF_LOADS if loads and not has_ahead else AT_ONCE
-
-
 def members(function: Function, first_number: int) -> str:
     """Return the members of a mask in `sm90`; all of it is exact."""
     given = function, first_number, False
-    parts: dict[str, str] = {}
+    parts: dict[str, Any] = {}
     known: dict[int, str] = {}
     for name, nodes in zip(("key", "row"), computed_ahead(function.expr), strict=True):
         names, lines = statements(nodes, *given, form=unsigned)
@@ -118,4 +112,8 @@ def members(function: Function, first_number: int) -> str:
     lines.append(f"    return {names[id(function.expr)]};\n")
     parts["lines"] = "".join(lines)
     left = [e for e in ordered(function.expr) if id(e) in names and id(e) not in known]
-    return MEMBERS % {**parts, "at_once": at_once(left, bool(known))}
+    # All at once, as a loop holds what hangs on no score in registers. Two rounds where nothing is
+    # held ahead: the addresses of 64 loads in flight would spill.
+    parts["at_once"] = AT_ONCE if known else WITHOUT_AHEAD
+    loads = any(e.op == "load" and not is_coarse(e, FEW_LOADS) for e in left)
+    return MEMBERS % {**parts, "loads": "true" if loads else "false"}

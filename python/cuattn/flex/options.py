@@ -9,15 +9,15 @@ distance may stand without its bars.
 
 from __future__ import annotations
 
+import contextlib
 from numbers import Real
 from typing import Any
 
 import numpy as np
 
 from .evaluate import Host, evaluate
-from .expression import FLOAT, SCORE, Expr, ordered, tanh
+from .expression import SCORE, Expr
 from .rows import linear_in_k
-from .trace import Traced
 
 SCALE, SOFTCAP, ALIBI = "scale", "softcap", "alibi_slopes"
 
@@ -52,11 +52,11 @@ def positive(number: float | None) -> float | None:
 
 def cap_of(host: Host, e: Expr) -> tuple[float, float] | None:
     """Return c and a of ``c * tanh(a * score / c)``."""
-    for number, other in factors(e):
+    for number, tanh in factors(e):
         cap = positive(number_of(host, number))
-        if cap is None or other.op != "tanh":
+        if cap is None or tanh.op != "tanh":
             continue
-        ratio = factor_of(host, other.args[0])
+        ratio = factor_of(host, tanh.args[0])
         factor = None if ratio is None else positive(ratio * cap)
         if factor is not None:
             return cap, 1.0 if abs(factor - 1) < 1e-6 else factor
@@ -132,26 +132,11 @@ def score_options(
 
 
 def softcap_of(arguments: dict[str, Any]) -> float:
-    """Return the softcap of a call; 0 where it has none, or none that is right."""
+    """Return the softcap of a call; 0 where it has none, or none that a score function can hold."""
     cap = arguments.get(SOFTCAP)
-    return float(cap) if isinstance(cap, Real) and 0 < float(cap) < float("inf") else 0.0
-
-
-def capped(score: Traced | None, cap: float) -> Traced:
-    """Return a score function of what a softcap leaves, to be compiled in place of the option."""
-    joined = Traced("softcap" if score is None else score.name, is_score=True)
-    if score is not None:
-        joined.arrays, joined.scalars = score.arrays, list(score.scalars)
-    number = Expr("scalar", (len(joined.scalars),), FLOAT)
-    joined.scalars.append(cap)
-    made: dict[int, Expr] = {id(SCORE): number * tanh(SCORE / number)}
-    root = SCORE if score is None else score.expr
-    for node in ordered(root):
-        if id(node) not in made:
-            args = (made[id(x)] if isinstance(x, Expr) else x for x in node.args)
-            made[id(node)] = Expr(node.op, tuple(args), node.type)
-    joined.expr = made[id(root)]
-    return joined
+    with contextlib.suppress(OverflowError):  # of an int, which the compiled module refuses
+        return (positive(float(cap)) or 0.0) if isinstance(cap, Real) else 0.0
+    return 0.0
 
 
 def join_options(arguments: dict[str, Any], found: dict[str, Any]) -> None:
