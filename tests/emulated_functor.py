@@ -46,15 +46,19 @@ def launches(source: str) -> str:
     return text
 
 
-def machine_code(source: str, build: Path, into: Path) -> bytes:
-    """Return the path of a library, as the emulated cudaLibraryLoadData takes it."""
+def machine_code(source: str, build: Path, into: Path, planted: Path | None = None) -> bytes:
+    """Return the path of a library, as the emulated cudaLibraryLoadData takes it.
+
+    Headers in the folder `planted` stand for those of the build.
+    """
     sys.path.insert(0, str(ROOT / "emulate"))
     from translate import translate
 
     path = into / (hashlib.sha256(source.encode()).hexdigest()[:24] + ".cpp")
     head = "#include <cstdio>\n#include <cstdlib>\n#include <string>\n"
     path.write_text(head + translate(source, "functor.cu") + launches(source))
-    folders = [ROOT / "emulate/include", build / "emulated", build / "emulated/include"]
+    folders = [] if planted is None else [planted]
+    folders += [ROOT / "emulate/include", build / "emulated", build / "emulated/include"]
     library = path.with_suffix(".so")
     parts = [path, ROOT / "emulate/block.cpp"]
     command = ["g++", *FLAGS, *(f"-I{f}" for f in [*folders, ROOT / "include", ROOT])]

@@ -1,40 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // The launcher of the gradients of masks and scores that a user wrote: the passes of sm80, compiled
-// for the functions by NVRTC, and after them what sm80/backward.cuh runs, too. Gradients of captured
-// arrays are summed by atomics in the queries pass. Before: cuda/attention/functor.cu. Next:
-// device/functor_gradient.cuh, python/cuattn/flex/emit_backward.py.
-#include "cuattn/plan.h"
-#include "cuda/backward/bias_tiles.cuh"
+// for the functions by NVRTC, those of simt in float32, and after them what sm80/backward.cuh runs,
+// too. Gradients of captured arrays are summed by atomics in the queries pass. Before:
+// cuda/attention/functor.cu. Next: device/functor_gradient.cuh, python/cuattn/flex/emit_backward.py.
 #include "cuda/backward/clear.cuh"
-#include "cuda/backward/weigh.cuh"
-#include "cuda/host/functor.h"
+#include "cuda/backward/functor.cuh"
 #include "cuda/host/launchers.h"
 
 namespace cuattn {
 namespace {
-
-constexpr int kThreads = 128;  // of every pass
-
-// A pass of one call: who launches it needs the name of its kernel and what that takes.
-struct Passes {
-  const FunctorBackwardParams& params;
-  int64_t functor;
-  int device_id;
-  cudaStream_t stream;
-
-  template <class... Arguments>
-  void launch(const char* name, int64_t blocks, int smem_bytes, Arguments... given) const {
-    if (blocks == 0) return;
-    cudaKernel_t kernel = functor_kernel(functor, name, smem_bytes, device_id, stream);
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(grid_blocks(blocks, "sm80"));
-    config.blockDim = dim3(kThreads);
-    config.dynamicSmemBytes = static_cast<size_t>(smem_bytes);
-    config.stream = stream;
-    void* arguments[] = {const_cast<FunctorBackwardParams*>(&params), &given...};
-    CUATTN_CUDA_TRY(cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel), arguments));
-  }
-};
 
 // Where sums begin.
 void clear_gradients(const FunctorGradientParams& functor, cudaStream_t stream) {
@@ -48,36 +22,53 @@ void clear_gradients(const FunctorGradientParams& functor, cudaStream_t stream) 
   }
 }
 
+// The tile that blocks of lists are made of.
+Tile tile_of_blocks(const Plan& plan) {
+  if (plan.kernel == Kernel::naive) return {1, 1, 0, 0};  // which reads none
+  if (plan.kernel == Kernel::simt) return plan.tile;
+  const HeadDims d = {plan.head_dim, plan.head_dim_v};
+  return {plan.tile.m, sm80_keys_tile(d, ScoreKind::scored).n, 0, 0};
+}
+
+void launch_passes_sm80(const backward::FunctorPasses& passes) {
+  const BackwardParams& p = passes.params;
+  const HeadDims d = {passes.plan.head_dim, passes.plan.head_dim_v};
+  const Tile queries = passes.plan.tile;
+  const Tile keys = sm80_keys_tile(d, ScoreKind::scored), bias = sm80_bias_tile(d);
+  const int32_t query_tiles = device::ceil_div(p.forward.seqlen_q, queries.m);
+  passes.launch("cuattn_queries", passes.query_blocks(query_tiles),
+                sm80_queries_smem_bytes(d, queries), passes.memory, query_tiles);
+  if (p.dk != nullptr || p.dv != nullptr) {
+    const int32_t key_tiles = device::ceil_div(p.forward.seqlen_kv, keys.n);
+    const int32_t results = sm80_keys_makes_one(d) && p.dk != nullptr && p.dv != nullptr ? 2 : 1;
+    passes.launch("cuattn_keys", passes.key_blocks(key_tiles) * results,
+                  sm80_keys_smem_bytes(d, keys), passes.memory.rows, key_tiles, results);
+  }
+  if (p.needs(kNeedDbias)) {
+    passes.launch("cuattn_bias", backward::bias_blocks(p, bias), sm80_queries_smem_bytes(d, bias),
+                  passes.memory, bias_parts(p));
+  }
+}
+
 }  // namespace
 
 void launch_functor_backward(const BackwardParams& p, void* workspace, const Plan& plan,
                              int device_id, cudaStream_t stream) {
   const AttentionParams& f = p.forward;
-  const HeadDims d = {plan.head_dim, plan.head_dim_v};
-  const Tile queries = sm80_queries_tile(d, ScoreKind::scored);
-  const Tile keys = sm80_keys_tile(d, ScoreKind::scored), bias = sm80_bias_tile(d);
   FunctorBackwardParams params;
   static_cast<BackwardParams&>(params) = p;
   params.flex = nullptr;
   params.forward.flex = nullptr;
-  fill_functor(params.functor, f, {queries.m, keys.n, 0, 0});
+  fill_functor(params.functor, f, tile_of_blocks(plan));
   for (int i = 0; i < kMaxFlexArrays; ++i) params.functor.gradients[i] = p.flex->arrays[i];
   clear_gradients(params.functor, stream);
   if (plan.kernel == Kernel::naive) return launch_naive_backward(params, workspace, stream);
-  const backward::Memory memory(p, workspace);
-  const Passes passes{params, f.flex->functor, device_id, stream};
-  const int32_t query_tiles = device::ceil_div(f.seqlen_q, queries.m);
-  passes.launch("cuattn_queries", int64_t{f.batch} * f.num_heads_q * query_tiles,
-                sm80_queries_smem_bytes(d, queries), memory, query_tiles);
-  if (p.dk != nullptr || p.dv != nullptr) {
-    const int32_t key_tiles = device::ceil_div(f.seqlen_kv, keys.n);
-    const int32_t results = sm80_keys_makes_one(d) && p.dk != nullptr && p.dv != nullptr ? 2 : 1;
-    passes.launch("cuattn_keys", int64_t{f.batch} * f.num_heads_kv * key_tiles * results,
-                  sm80_keys_smem_bytes(d, keys), memory.rows, key_tiles, results);
-  }
-  if (p.needs(kNeedDbias)) {
-    passes.launch("cuattn_bias", backward::bias_blocks(p, bias, bias_parts(p)),
-                  sm80_queries_smem_bytes(d, bias), memory, bias_parts(p));
+  const backward::FunctorPasses passes{
+      params, backward::Memory(p, workspace), plan, f.flex->functor, device_id, stream};
+  if (plan.kernel == Kernel::simt) {
+    launch_functor_passes_simt(passes);
+  } else {
+    launch_passes_sm80(passes);
   }
   launch_option_sums(p, workspace, stream);
   launch_clear(f.cu_seqlens_q, f.batch, f.total_q, f.num_heads_q,

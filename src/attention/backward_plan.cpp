@@ -102,10 +102,18 @@ const char* sm80_refusal(const BackwardParams& p, const DeviceInfo& device) {
              : "its tile needs more shared memory than a block gets here";
 }
 
+// What takes masks and scores of a user on CUDA.
+Kernel kernel_of_functors(const AttentionParams& f) {
+  return f.dtype == DType::f32 ? Kernel::simt : Kernel::sm80;
+}
+
 // nullptr where the rung can differentiate the call, else why not.
 const char* refusal(Kernel kernel, const BackwardParams& p, const DeviceInfo& device) {
-  if (device.is_cuda && p.forward.flex != nullptr && kernel != Kernel::sm80)
-    return "masks and scores of the user run in sm80 alone";
+  if (device.is_cuda && p.forward.flex != nullptr && kernel != kernel_of_functors(p.forward)) {
+    return p.forward.dtype == DType::f32
+               ? "masks and scores of the user run in simt alone, in float32"
+               : "masks and scores of the user run in sm80 alone";
+  }
   switch (kernel) {
     case Kernel::cpu:
     case Kernel::cpu_naive:
@@ -126,6 +134,8 @@ constexpr const char* kFusedMerit =
 
 constexpr const char* kFunctorMerit =
     "tensor cores: mma.sync, two passes compiled for the functions by NVRTC";
+constexpr const char* kFloatFunctorMerit =
+    "float32 on CUDA cores, two passes compiled for the functions by NVRTC";
 
 bool takes_fused(const BackwardParams& p, HeadDims d, bool ordered) {
   const AttentionParams& f = p.forward;
@@ -203,13 +213,14 @@ void require_functor(const char* function, const BackwardParams& p, bool ordered
                          "gradients of captured arrays are asked for, which are summed in any "
                          "order; leave both out, or move the arrays to the CPU");
   }
+  const Kernel kernel = kernel_of_functors(p.forward);
   const char* why = p.forward.flex->functor == 0
                         ? "masks and scores of the user must be compiled for it first"
-                        : sm80_refusal(p, device);
+                        : refusal(kernel, p, device);
   if (why == nullptr) return;
   fail<NotImplemented>(function,
                        ": no kernel on CUDA has gradients of this mask or score function: ",
-                       kernel_name(Kernel::sm80), ": ", why, "; got ", dtype_name(p.forward.dtype),
+                       kernel_name(kernel), ": ", why, "; got ", dtype_name(p.forward.dtype),
                        ", head_dim ", p.forward.head_dim, ", head_dim_v ", p.forward.head_dim_v,
                        "; move the arrays to the CPU, or write the mask as causal, window or one "
                        "interval of keys a row, and the score as bias=");
@@ -263,7 +274,8 @@ Plan select_backward(const char* function, const BackwardParams& p, bool ordered
     plan.head_dim = d.qk;
     plan.head_dim_v = d.v;
     ScoreKind score = f.flex != nullptr ? ScoreKind::scored : score_of(plan.kernel, f);
-    if (f.flex != nullptr) plan.reason = kFunctorMerit;
+    if (f.flex != nullptr)
+      plan.reason = plan.kernel == Kernel::simt ? kFloatFunctorMerit : kFunctorMerit;
     plan.tile = plan.kernel == Kernel::sm90   ? sm90_queries_tile(d, sm90_score_form(f))
                 : plan.kernel == Kernel::sm80 ? sm80_queries_tile(d, score)
                                               : simt_backward_tile(d.qk, false);

@@ -427,6 +427,7 @@ class TestOnTheEmulator(OfHandlers):
     def test_gradients(self, rng, on_device):
         check_gradients(rng, np.float16, 1e-2, (jax.jit,))
         check_gradients(rng, jnp.bfloat16, 5e-2, (jax.jit,))
+        check_gradients(rng, np.float32, 5e-5, (jax.jit,))
 
 
 @pytest.mark.gpu
@@ -446,3 +447,5 @@ class TestOnAGpu(OfHandlers):
 
     def test_float32(self, rng, on_device):
         check_values(rng, np.dtype(np.float32), 5e-5)
+        check_gradients(rng, np.float32, 5e-5, (jax.jit,), q_len=300, kv_len=333)
+        check_gradients(rng, np.float32, 5e-5, (jax.jit,), dims=(128, 128))

@@ -20,7 +20,8 @@ from cuattn.flex.trace import trace
 
 CXX = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
 SM80 = Kernel("sm80", "bfloat16", 128, 128)
-KERNELS = (SM80, Kernel("sm80", "float16", 64, 64), Kernel("simt", "float32", 64, 64))
+SIMT = Kernel("simt", "float32", 64, 64)
+KERNELS = (SM80, Kernel("sm80", "float16", 64, 64), SIMT)
 
 
 def functions(score=None, mask=None):
@@ -96,11 +97,12 @@ def compiler():
 
 
 @pytest.mark.skipif(CXX is None, reason="needs g++ or c++")
-@pytest.mark.parametrize("name", ["sm90", "sm80", "simt", "backward"])
+@pytest.mark.parametrize("name", ["sm90", "sm80", "simt", "backward sm80", "backward simt"])
 def test_a_source_needs_no_header_of_the_host(name, tmp_path):
     """NVRTC 13.0 has no standard library; later ones would hide what it lacks."""
-    if name == "backward":
-        text = backward_source(SM80, of_everything(), False, True, True, frozenset(), True)
+    if name.startswith("backward"):
+        kernel = SM80 if name.endswith("sm80") else SIMT
+        text = backward_source(kernel, of_everything(), False, True, True, frozenset(), True)
     else:
         text = source(SM80._replace(name=name), of_everything(), False, True)
     (tmp_path / "functor.cpp").write_text(text)
@@ -178,8 +180,9 @@ def test_scores_of_16_bits_have_no_branches_but_what_comparisons_hang_on_is_exac
         assert len(re.findall(r"= t\d+ / t\d+;", scored)) == (1 if is_quick else 4)
         assert "sqrtf(" in asked
         assert " / t" in asked
-    gradient = backward_source(SM80, found, False, True, True, frozenset(), False)
-    assert "tanhf(" not in gradient
+    for kernel in KERNELS:
+        gradient = backward_source(kernel, found, False, True, True, frozenset(), False)
+        assert ("tanhf(" in gradient) == (kernel.dtype == "float32")
 
 
 def test_nvrtc_takes_the_passes_of_gradients_without_spilling(compiler):
@@ -190,6 +193,16 @@ def test_nvrtc_takes_the_passes_of_gradients_without_spilling(compiler):
         assert code[:4] == b"\x7fELF"
         spilled = re.findall(r"(\d+) bytes spill stores", log)
         assert spilled == ["0"] * (3 if slots else 2), f"{kernel}: {log}"
+
+
+def test_nvrtc_takes_the_passes_of_float32_without_spilling(compiler):
+    """Of head_dim 256, where a pass makes dk or dv."""
+    ids, table = np.arange(9), np.ones((3, 5), np.float32)
+    mask, score = lambda b, h, q, k: ids[q] == ids[k], lambda s, b, h, q, k: s + table[h, q - k]
+    given = functions(score, mask), False, True, True, frozenset({0}), True
+    text = backward_source(SIMT._replace(head_dim=256, head_dim_v=256), *given)
+    _, log = compiler.compile(text, "sm_90", functors.folders())
+    assert re.findall(r"(\d+) bytes spill stores", log) == ["0"] * 4, log
 
 
 def test_gradients_refuse_lists_without_a_mask_function(compiler):

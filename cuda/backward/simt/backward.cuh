@@ -45,6 +45,14 @@ static __global__ void __launch_bounds__(kStateThreads)
   if (threadIdx.x % 32 == 0) states[row_index(f, batch, head, stored)] = state;
 }
 
+static void launch_row_states(const BackwardParams& p, RowState* states, cudaStream_t stream) {
+  int64_t rows = int64_t{p.forward.batch} * p.forward.num_heads_q * p.forward.seqlen_q;
+  if (rows == 0) return;
+  unsigned blocks = grid_blocks(device::ceil_div(rows * 32, int64_t{kStateThreads}), "simt");
+  find_row_states<<<blocks, kStateThreads, 0, stream>>>(p, states);
+  CUATTN_CUDA_TRY(cudaGetLastError());
+}
+
 }  // namespace backward
 
 template <class Pass>
@@ -77,25 +85,22 @@ void launch_backward_simt(const BackwardLaunch& launch, cudaStream_t stream) {
   const BackwardParams& p = launch.params;
   const AttentionParams& f = p.forward;
   const Memory memory(p, launch.schedule.workspace);
-  int64_t heads = int64_t{f.batch} * f.num_heads_q, rows = heads * f.seqlen_q;
-  if (rows > 0) {
-    unsigned blocks = grid_blocks(device::ceil_div(rows * 32, int64_t{kStateThreads}), "simt");
-    find_row_states<<<blocks, kStateThreads, 0, stream>>>(p, memory.rows);
-    CUATTN_CUDA_TRY(cudaGetLastError());
-  }
+  launch_row_states(p, memory.rows, stream);
   if (p.needs(kNeedDq | kNeedDslopes)) {
-    using Pass = SimtQueriesPass<kHeadDim>;
+    using Pass = SimtQueriesPass<kHeadDim, SimtOptions>;
     int32_t tiles = device::ceil_div(f.seqlen_q, Pass::kTile.m);
-    launch_pass_simt<Pass>(p, memory, heads * tiles, tiles, stream);
+    launch_pass_simt<Pass>(p, memory, int64_t{f.batch} * f.num_heads_q * tiles, tiles, stream);
   }
   if constexpr (simt_keys_makes_one(kHeadDim)) {
-    if (p.needs(kNeedDk)) launch_keys_simt<SimtKeysPass<kHeadDim, true, false>>(p, memory, stream);
-    if (p.needs(kNeedDv)) launch_keys_simt<SimtKeysPass<kHeadDim, false, true>>(p, memory, stream);
+    using DkPass = SimtKeysPass<kHeadDim, SimtOptions, true, false>;
+    using DvPass = SimtKeysPass<kHeadDim, SimtOptions, false, true>;
+    if (p.needs(kNeedDk)) launch_keys_simt<DkPass>(p, memory, stream);
+    if (p.needs(kNeedDv)) launch_keys_simt<DvPass>(p, memory, stream);
   } else if (p.needs(kNeedDk | kNeedDv)) {
-    launch_keys_simt<SimtKeysPass<kHeadDim, true, true>>(p, memory, stream);
+    launch_keys_simt<SimtKeysPass<kHeadDim, SimtOptions, true, true>>(p, memory, stream);
   }
   if (p.needs(kNeedDbias)) {
-    using Pass = SimtBiasPass<kHeadDim>;
+    using Pass = SimtBiasPass<kHeadDim, SimtOptions>;
     launch_pass_simt<Pass>(p, memory, bias_blocks(p, Pass::kTile), bias_parts(p), stream);
   }
   launch_option_sums(p, launch.schedule.workspace, stream);

@@ -2,7 +2,8 @@
 // The three passes of the float32 backward kernels, which are those of sm80 on CUDA cores: dQ and
 // the terms of dslopes by CTAs that own query rows, dK and dV by CTAs that own keys, dbias by CTAs
 // that own a tile of it. Every mask and option is decided at run time: a score costs little beside
-// its products. Before: tiles.cuh. Next: backward.cuh.
+// its products. What a user wrote comes by the policy. Before: tiles.cuh. Next: backward.cuh, and of
+// functors device/functor_gradient.cuh.
 #pragma once
 
 #include "cuda/backward/bias_tiles.cuh"
@@ -32,8 +33,11 @@ struct Place {
   }
 };
 
+// What the library's own kernels take; row ranges they find in the parameters.
+using SimtOptions = device::OptionPolicy<DType::f32, MaskKind::window, ScoreKind::scored>;
+
 // A tile of scores: the CTA owns its query rows, or its keys.
-template <int kHeadDim, bool kOwnsKeys>
+template <int kHeadDim, class Policy, bool kOwnsKeys>
 struct SimtScores : SimtTiles<kHeadDim, kOwnsKeys> {
   using Base = SimtTiles<kHeadDim, kOwnsKeys>;
   using Base::kTile, Base::kRows, Base::kColumns;
@@ -85,11 +89,34 @@ struct SimtScores : SimtTiles<kHeadDim, kOwnsKeys> {
     return f.mask.visible(row, at.queries.used, at.keys.used);
   }
 
+  static __device__ Policy policy_of(const BackwardParams& p, const Place& at) {
+    return Policy(policy_params<Policy>(p), at.batch, at.head, at.queries.used, at.keys.used);
+  }
+
+  // Of a functor: whether the row ranges and lists of blocks leave something of a tile; `asks` learns
+  // whether its mask is to be asked there. Every warp finds the same.
+  static __device__ bool is_left(const BackwardParams& p, const Place& at, bool& asks) {
+    constexpr int kQueries = kOwnsKeys ? kTile.n : kTile.m, kKeys = kOwnsKeys ? kTile.m : kTile.n;
+    const Policy policy = policy_of(p, at);
+    const int32_t row_end = min(at.row0 + kQueries, at.queries.used);
+    if constexpr (Policy::kMaskKind == MaskKind::rows) {
+      bool sees = false;
+      for (int32_t row = at.row0 + threadIdx.x % 32; row < row_end; row += 32) {
+        KeyRange seen = policy.visible(row);
+        sees |= max(seen.begin, at.key0) < min(seen.end, at.key0 + kKeys);
+      }
+      if (!__any_sync(0xffffffffu, sees)) return false;
+    }
+    return policy.lists(at.row0, row_end, at.key0, asks);
+  }
+
   // The dot products become ds (P Z where the CTA owns keys) and dx.
-  static __device__ void weigh_tile(Scores& dots, Scores& dout_v, const AttentionParams& f,
-                                    const RowState* rows, const Place& at, Shared& shared) {
-    device::ScoreMod<DType::f32, ScoreKind::scored> mod(f, at.batch, at.head, at.queries.used,
-                                                        at.keys.used);
+  template <bool kGives = false>
+  static __device__ void weigh_tile(Scores& dots, Scores& dout_v, const BackwardParams& p,
+                                    const RowState* rows, const Place& at,
+                                    [[maybe_unused]] bool asks, Shared& shared) {
+    const AttentionParams& f = p.forward;
+    const Policy policy = policy_of(p, at);
     const bool drops = f.dropout.is_on();
     uint32_t kept = 0xffffffffu;
     if (drops) kept = find_kept(device::HeadDropout(f, at.batch, at.head), at, shared);
@@ -110,9 +137,11 @@ struct SimtScores : SimtTiles<kHeadDim, kOwnsKeys> {
         float z = kept >> (i * kColumns + j) & 1u ? factor : 0.0f;
         row = min(row, at.queries.used - 1);  // no load leaves the arrays
         key = min(key, at.keys.used - 1);
+        if constexpr (Policy::kAsks) is_seen = is_seen && (!asks || policy.sees(row, key));
         float dp = z == 0.0f ? 0.0f : dout_v[i][j] * z;
-        Weighed weighed = weigh<ScoreKind::scored>(dots[i][j], dp, states[row], mod, f.scores.scale,
-                                                   row, key, is_seen);
+        Weighed weighed = weigh<Policy::kScoreKind>(dots[i][j], dp, states[row], policy,
+                                                    f.scores.scale, row, key, is_seen);
+        if constexpr (kGives) policy.give(weighed.ds, dots[i][j], row, key);
         dots[i][j] = kOwnsKeys ? weighed.prob * z : weighed.ds;
         dout_v[i][j] = weighed.dx;
       }
@@ -132,9 +161,9 @@ struct SimtWork {
   }
 };
 
-template <int kHeadDim>
-struct SimtQueriesPass : SimtScores<kHeadDim, false> {
-  using Base = SimtScores<kHeadDim, false>;
+template <int kHeadDim, class Policy>
+struct SimtQueriesPass : SimtScores<kHeadDim, Policy, false> {
+  using Base = SimtScores<kHeadDim, Policy, false>;
   using Base::kTile, Base::kRows, Base::kColumns;
   using typename Base::Feed;
   using typename Base::Operands;
@@ -170,7 +199,7 @@ struct SimtQueriesPass : SimtScores<kHeadDim, false> {
   static __device__ void run(const BackwardParams& p, const Memory& memory, int32_t tiles,
                              Shared& shared) {
     const AttentionParams& f = p.forward;
-    SimtWork work(tiles, f.num_heads_q, kTile.m, f.mask.right >= 0);
+    SimtWork work(tiles, f.num_heads_q, kTile.m, Policy::kIsFunctor || f.mask.right >= 0);
     Place at{
         work.batch, work.head, work.first, 0, query_span(f, work.batch), key_span(f, work.batch)};
     if (at.row0 >= at.queries.stored) return;
@@ -183,11 +212,15 @@ struct SimtQueriesPass : SimtScores<kHeadDim, false> {
 #pragma unroll 1
     for (int32_t tile = range.begin; tile < range.end; ++tile) {
       at.key0 = tile * kTile.n;
+      bool asks = false;
+      if constexpr (Policy::kIsFunctor) {
+        if (!Base::is_left(p, at, asks)) continue;
+      }
       Operands operands{at.q(f), at.dout(p), at.k(f), at.v(f), false, p.dq != nullptr};
       Feed feed(operands, shared);
       Scores dots, dout_v;
       Base::multiply(dots, dout_v, feed);
-      Base::weigh_tile(dots, dout_v, f, memory.rows, at, shared);
+      Base::template weigh_tile<Policy::kGives>(dots, dout_v, p, memory.rows, at, asks, shared);
       if (p.needs(kNeedDslopes)) add_slope_terms(slope_terms, dots, at);
       if (p.dq == nullptr) continue;
       Base::write_weights(shared.dx, dout_v);
@@ -202,9 +235,9 @@ struct SimtQueriesPass : SimtScores<kHeadDim, false> {
 };
 
 // Both of dK and dV where the registers hold them, else one of them.
-template <int kHeadDim, bool kMakesDk, bool kMakesDv>
-struct SimtKeysPass : SimtScores<kHeadDim, true> {
-  using Base = SimtScores<kHeadDim, true>;
+template <int kHeadDim, class Policy, bool kMakesDk, bool kMakesDv>
+struct SimtKeysPass : SimtScores<kHeadDim, Policy, true> {
+  using Base = SimtScores<kHeadDim, Policy, true>;
   using Base::kTile;
   using typename Base::Feed;
   using typename Base::Operands;
@@ -232,12 +265,16 @@ struct SimtKeysPass : SimtScores<kHeadDim, true> {
 #pragma unroll 1
       for (int32_t tile = range.begin; tile < range.end; ++tile) {
         at.row0 = tile * kTile.n;
+        bool asks = false;
+        if constexpr (Policy::kIsFunctor) {
+          if (!Base::is_left(p, at, asks)) continue;
+        }
         Operands operands{at.k(f), at.v(f), at.q(f), at.dout(p), makes_dv, makes_dk};
         if (!makes_dk) operands.b.dim = 0;  // dV needs no dP
         Feed feed(operands, shared);
         Scores dots, dout_v;
         Base::multiply(dots, dout_v, feed);
-        Base::weigh_tile(dots, dout_v, f, memory.rows, at, shared);
+        Base::weigh_tile(dots, dout_v, p, memory.rows, at, asks, shared);
         __syncwarp();  // the drawn bytes are read
         Base::write_weights(shared.prob, dots);
         Base::write_weights(shared.dx, dout_v);
@@ -256,9 +293,9 @@ struct SimtKeysPass : SimtScores<kHeadDim, true> {
   }
 };
 
-template <int kHeadDim>
-struct SimtBiasPass : SimtScores<kHeadDim, false> {
-  using Base = SimtScores<kHeadDim, false>;
+template <int kHeadDim, class Policy>
+struct SimtBiasPass : SimtScores<kHeadDim, Policy, false> {
+  using Base = SimtScores<kHeadDim, Policy, false>;
   using Base::kTile, Base::kRows, Base::kColumns;
   using typename Base::Feed;
   using typename Base::Operands;
@@ -282,11 +319,15 @@ struct SimtBiasPass : SimtScores<kHeadDim, false> {
                                                             min(at.row0 + kTile.m, at.queries.used),
                                                             at.queries.used, at.keys.used);
       if (bias.at(3) < range.begin || bias.at(3) >= range.end) continue;
+      bool asks = false;
+      if constexpr (Policy::kIsFunctor) {
+        if (!Base::is_left(p, at, asks)) continue;
+      }
       Operands operands{at.q(f), at.dout(p), at.k(f), at.v(f), false, false};
       Feed feed(operands, shared);
       Scores dots, dout_v;
       Base::multiply(dots, dout_v, feed);
-      Base::weigh_tile(dots, dout_v, f, memory.rows, at, shared);
+      Base::weigh_tile(dots, dout_v, p, memory.rows, at, asks, shared);
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
 #pragma unroll

@@ -5,7 +5,8 @@
 //   derivative(score, place, params)            d score function / d score
 //   kGives, give(ds, score, place, params)      adds to the gradients of captured arrays
 //
-// Next: cuda/backward/sm80/queries.cuh, which gives; python/cuattn/flex/emit_backward.py.
+// Next: cuda/backward/sm80/queries.cuh and cuda/backward/simt/passes.cuh, whose passes of queries
+// give; python/cuattn/flex/emit_backward.py.
 #pragma once
 
 #include "cuattn/device/functor.cuh"
@@ -45,7 +46,7 @@ __device__ __forceinline__ void add(const FlexArray& array, const FlexArrayGradi
 // 2. The policy
 template <DType kType, class Functor>
 struct GradientPolicy : FunctorPolicy<kType, Functor> {
-  // The pass of dbias walks no lists: it asks the mask function of every score.
+  // A pass that walks no lists, or meets tiles of several blocks, asks the mask function.
   static_assert(!Functor::kLists || Functor::kMask, "lists of blocks need a mask function");
   using Base = FunctorPolicy<kType, Functor>;
   static constexpr bool kGives = Functor::kGives;
@@ -82,6 +83,20 @@ struct GradientPolicy : FunctorPolicy<kType, Functor> {
     }
     masked |= Functor::kMask;
     return true;
+  }
+
+  // The same of a tile of rows [row, row_end) that may lie in several blocks of queries.
+  __device__ __forceinline__ bool lists(int32_t row, int32_t row_end, int32_t key,
+                                        bool& masked) const {
+    if constexpr (!Functor::kLists) return lists(row, key, masked);
+    bool some = false, all = true;
+    for (; row < row_end; row = (row / given.lists.query_block + 1) * given.lists.query_block) {
+      bool is_listed = lists(row, key, masked);
+      some |= is_listed;
+      all &= is_listed;
+    }
+    masked |= !all;
+    return some;
   }
 };
 

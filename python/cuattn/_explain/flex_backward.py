@@ -10,7 +10,7 @@ from .._gradients import GRADIENTS, POSITIONAL
 from .._options import PLACES
 from ..flex.attention import OPTIONS, find, problem_of, refuse_unknown
 from ..flex.backward import TAKES, slots_of
-from ..flex.device import BACKWARD, compiles_rows, free_options, require_backward
+from ..flex.device import BACKWARD, compiles_rows, free_options, portable, require_backward
 from ..flex.options import beside_scale
 from ..flex.rows import narrowed
 from ..flex.trace import dtype_name, trace
@@ -75,15 +75,17 @@ def explain_flex_backward(
     if not on_cuda or not found.arrays:
         plan = plan_of()
     elif found.functions or "block_starts" in found.arrays or compiles_rows(options, *kind):
-        require_backward(*kind)
+        require_backward(*kind[1:])
         words += "; passes compiled by NVRTC at the first call"
         words += ", sums of captured arrays by atomics" if wanted else ""
-        if (backend := options.get("backend", "auto")) not in ("auto", "sm80"):
+        name = portable(dtype)
+        if (backend := options.get("backend", "auto")) not in ("auto", name):
             raise NotImplementedError(
                 f"flex_attention_backward: backend '{backend}' cannot run this call: gradients of "
-                "functions that are compiled run in sm80 alone; use backend='sm80' or 'auto'"
+                f"functions that are compiled run in {name} alone in {dtype}; use "
+                f"backend='{name}' or 'auto'"
             )
-        plan = plan_of(softcap=options.get("softcap") or 1.0, backend="sm80")
+        plan = plan_of(softcap=options.get("softcap") or 1.0, backend=name)
         if block_mask is not None and "block_starts" in found.arrays:
             # of a forward call, which shares them
             tiles = forward_plan(arrays, device, dtype, given, problem.seqlen_kv)

@@ -76,8 +76,8 @@ def flex_attention_backward(
         If a shape, dtype, device or option breaks its rule, or one of `arrays` is not captured by
         score_mod or holds no floats.
     NotImplementedError
-        On CUDA, if functions that are to be compiled meet float32, or deterministic=True or
-        batch_invariant=True meets `arrays`.
+        On CUDA, if deterministic=True or batch_invariant=True meets `arrays`, or functions that
+        are to be compiled meet a head_dim above 256.
     CompileError
         On CUDA, if a function is to be compiled and NVRTC is not there (`cuattn.flex.nvrtc`).
 

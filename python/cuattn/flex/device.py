@@ -192,14 +192,13 @@ def is_compiled(arguments: dict[str, Any], found: Found, gives: Gives | None) ->
 def compiles_rows(arguments: dict[str, Any], dtype: str, head_dim: int, head_dim_v: int) -> bool:
     """Whether gradients of row ranges alone are compiled, where NVRTC can be had.
 
-    Beside options of the score and dropout the library's own kernels have them in `naive` alone.
+    Beside options of the score and dropout the library's own kernels of 16-bit types have them in
+    `naive` alone.
     """
     if is_plain(arguments) or arguments.get("backend", "auto") not in ("auto", "sm80"):
         return False
-    with contextlib.suppress(NotImplementedError):
-        require_backward(dtype, head_dim, head_dim_v)
-        return can_compile()
-    return False
+    is_wide = max(head_dim, head_dim_v) > MOST_BACKWARD
+    return dtype in ("float16", "bfloat16") and not is_wide and can_compile()
 
 
 def is_plain(arguments: dict[str, Any]) -> bool:
@@ -242,6 +241,11 @@ def runs_in_sm90(arguments: dict[str, Any]) -> bool:
     return is_taken and kernel_of(arguments)[1].name == "sm90"
 
 
+def portable(dtype: str) -> str:
+    """Name the kernel that takes functors of a dtype on every GPU, and has their gradients."""
+    return "simt" if dtype == "float32" else "sm80"
+
+
 @functools.lru_cache(maxsize=256)
 def kernel_for(
     device: int, dtype: str, head_dim: int, head_dim_v: int, takes_sm90: bool
@@ -258,7 +262,7 @@ def kernel_for(
         with contextlib.suppress(NotImplementedError):  # a build without its machine code
             plan = plan_of("sm90")
             return f"{arch}a", Kernel("sm90", dtype, plan.head_dim, plan.head_dim_v), SM90_TILE
-    name = "simt" if dtype == "float32" else "sm80"
+    name = portable(dtype)
     plan = plan_of(name)
     tile = (plan.tile_m, plan.tile_n)
     return arch, Kernel(name, dtype, plan.head_dim, plan.head_dim_v), tile
@@ -270,21 +274,21 @@ def backward_kernel_of(arguments: dict[str, Any]) -> tuple[str, Kernel]:
     Raises
     ------
     NotImplementedError
-        If no kernel on CUDA has gradients of functions for its dtype and head sizes.
+        If no kernel on CUDA has gradients of functions for its head sizes.
     """
     q, v = arguments["q"], arguments["v"]
     dtype, head_dims = dtype_name(q), (int(q.shape[-1]), int(v.shape[-1]))
-    require_backward(dtype, *head_dims)
+    require_backward(*head_dims)
     return backward_kernel_for(int(q.__dlpack_device__()[1]), dtype, *head_dims)
 
 
-def require_backward(dtype: str, head_dim: int, head_dim_v: int) -> None:
-    """Refuse a dtype and head sizes for which functions on CUDA have no gradients."""
-    if dtype not in ("float16", "bfloat16") or max(head_dim, head_dim_v) > MOST_BACKWARD:
+def require_backward(head_dim: int, head_dim_v: int) -> None:
+    """Refuse head sizes that have no gradients, before functions are compiled for them."""
+    if max(head_dim, head_dim_v) > MOST_BACKWARD:
         raise NotImplementedError(
-            f"{BACKWARD}: CUDA has gradients of masks and scores that are compiled for float16 and "
-            f"bfloat16 and head_dim up to {MOST_BACKWARD}, got {dtype}, head_dim {head_dim}, "
-            f"head_dim_v {head_dim_v}; move the arrays to the CPU, or call attention with bias="
+            f"{BACKWARD}: q and v must have head_dim and head_dim_v up to {MOST_BACKWARD}, "
+            f"got {head_dim} and {head_dim_v}; wider heads have no backward pass, call the forward "
+            "alone"
         )
 
 
@@ -292,14 +296,15 @@ def require_backward(dtype: str, head_dim: int, head_dim_v: int) -> None:
 def backward_kernel_for(
     device: int, dtype: str, head_dim: int, head_dim_v: int
 ) -> tuple[str, Kernel]:
-    """Return the architecture of a device, and the passes of sm80 that take functors."""
+    """Return the architecture of a device, and the passes that take functors of a dtype."""
     from .._explain import explain
 
     rows, values = (1, 8, 1, head_dim), (1, 8, 1, head_dim_v)
     shapes = (values, rows, rows, values, values, (1, 1, 8))
-    options: dict[str, Any] = {"softcap": 1.0, "backend": "sm80"}
+    name = portable(dtype)
+    options: dict[str, Any] = {"softcap": 1.0, "backend": name}
     plan = explain("attention_backward", *shapes, device=device, dtype=dtype, **options)
-    return arch_of(device), Kernel("sm80", dtype, plan.head_dim, plan.head_dim_v)
+    return arch_of(device), Kernel(name, dtype, plan.head_dim, plan.head_dim_v)
 
 
 def arch_of(device: int) -> str:
