@@ -230,23 +230,23 @@ def test_gradients_beside_a_softcap_that_joined_the_score(rng, device, backend):
     """The backward call has it as an option, and lse of the kernel that it was compiled into."""
     import torch
 
-    n, cap, gain = 300, 2.0, torch.from_numpy(rng.random(4).astype(np.float32)).to("cuda")
+    n, cap, gain = 300, 2.0, to_device(rng.random(4).astype(np.float32))
     ids, marks = np.sort(rng.integers(0, 4, n)), rng.integers(0, 3, n)
     masks = lambda b, h, i, j: ids[i] == ids[j], lambda b, h, i, j: marks[i] != marks[j]
     mods = None, lambda s, b, h, i, j: s * gain[h] - 0.01 * j
     for mask, mod in itertools.product(masks, mods):
         arrays, wide = arrays_of(rng, "float16", (2, n, 4, 64), *[(2, n, 2, 64)] * 2)
         leaves = [x.requires_grad_() for x in arrays]
-        dense = [torch.from_numpy(x).to("cuda").requires_grad_() for x in wide]
+        dense = [to_device(x).requires_grad_() for x in wide]
         q, k, v = (x.transpose(1, 2) for x in dense)
         k, v = (x.repeat_interleave(2, dim=1) for x in (k, v))
         s = cap * torch.tanh(q @ k.transpose(2, 3) / 8 / cap)
         if mod is not None:
             s = s * gain[:, None, None] - 0.01 * torch.arange(n, device="cuda")
-        seen = torch.from_numpy(mask(0, 0, *np.ix_(np.arange(n), np.arange(n)))).to("cuda")
+        seen = to_device(mask(0, 0, *np.ix_(np.arange(n), np.arange(n))))
         want = s.masked_fill(~seen, -torch.inf).softmax(3) @ v
         got = cuattn.flex_attention(*leaves, mask_mod=mask, score_mod=mod, softcap=cap)
-        dout = torch.from_numpy(rng.standard_normal(got.shape)).to("cuda")
+        dout = to_device(rng.standard_normal(got.shape))
         got.backward(dout.half())
         want.transpose(1, 2).backward(dout)
         for name, a, b in zip("qkv", leaves, dense, strict=True):
