@@ -47,10 +47,9 @@ void load(const QuantizeArray& array, const Task& task, int64_t row, int32_t dim
     x[d] = load_element(array.data, at + d * array.channel, array.dtype);
 }
 
-// x R: each channel times its sign, then a Hadamard matrix over each run of `size` channels.
+// A row times the Hadamard matrices of R without their factor: one over each run of `size` channels.
 void rotate_row(float* x, int32_t dim) {
   int32_t size = hadamard_size(dim);
-  for (int32_t d = 0; d < dim; ++d) x[d] = flips_channel(d) ? -x[d] : x[d];
   for (int32_t half = 1; half < size; half *= 2) {
     for (int32_t d = 0; d < dim; ++d) {
       if ((d & half) != 0) continue;
@@ -59,16 +58,23 @@ void rotate_row(float* x, int32_t dim) {
       x[d + half] = a - b;
     }
   }
-  float norm = 1.0f / std::sqrt(static_cast<float>(size));
-  for (int32_t d = 0; d < dim; ++d) x[d] *= norm;
 }
 
-// A row as it is rounded, not yet divided by its scale.
+// The factor of R that rows do not have yet.
+float norm_of(const QuantizeParams& p) {
+  return p.rotates ? 1.0f / std::sqrt(static_cast<float>(hadamard_size(p.dim))) : 1.0f;
+}
+
+// A row as it is rounded, not yet divided by its scale nor times norm. The signs of R come first, also
+// to the mean: so a difference of 0 is +0, as on CUDA.
 void prepare_row(const QuantizeParams& p, const Task& task, int64_t row, float* x) {
   load(p.x, task, row, p.dim, x);
-  if (p.mean != nullptr) {
-    const float* mean = p.mean + task.b * p.mean_batch + task.h * p.mean_head;
-    for (int32_t d = 0; d < p.dim; ++d) x[d] -= mean[d];
+  const float* mean = nullptr;
+  if (p.mean != nullptr) mean = p.mean + task.b * p.mean_batch + task.h * p.mean_head;
+  for (int32_t d = 0; d < p.dim; ++d) {
+    float sign = p.rotates && flips_channel(d) ? -1.0f : 1.0f;
+    x[d] *= sign;
+    if (mean != nullptr) x[d] -= sign * mean[d];
   }
   if (p.rotates) rotate_row(x, p.dim);
 }
@@ -105,6 +111,7 @@ float scale_of(float largest, DType codes) {
 void write_scales(const QuantizeParams& p) {
   int64_t blocks = blocks_of(p.rows);
   int32_t width = p.part == ScalePart::channels ? p.dim : 1;
+  float norm = norm_of(p);
   std::vector<float> sizes(static_cast<size_t>(p.batch * int64_t{p.heads} * blocks * width));
   for_blocks(p, p.rows, [&](const Task& task, int64_t index) {
     float x[kMostDim];
@@ -112,8 +119,8 @@ void write_scales(const QuantizeParams& p) {
     for (int64_t row = task.first; row < task.last; ++row) {
       prepare_row(p, task, row, x);
       for (int32_t d = 0; d < p.dim; ++d) {
-        float abs = std::fabs(x[d]);
-        if (std::isfinite(abs)) size[width == 1 ? 0 : d] = std::max(size[width == 1 ? 0 : d], abs);
+        float abs = std::fabs(x[d]) * norm;
+        if (std::isfinite(x[d])) size[width == 1 ? 0 : d] = std::max(size[width == 1 ? 0 : d], abs);
       }
     }
   });
@@ -151,15 +158,17 @@ float scale_at(const QuantizeParams& p, const Task& task, int64_t row, int32_t c
   return p.scale.at(task.b, task.h, p.part == ScalePart::rows ? row / kScaleRows : channel);
 }
 
+// In one rounding to float.
 void write_codes(const QuantizeParams& p) {
+  double norm = norm_of(p);
   for_blocks(p, p.out_rows, [&](const Task& task, int64_t) {
     float x[kMostDim];
     for (int64_t row = task.first; row < task.last; ++row) {
       int64_t to = offset(p.out, task, row);
       if (row < p.rows) prepare_row(p, task, row, x);
       for (int32_t d = 0; d < p.dim; ++d) {
-        float value = row < p.rows ? x[d] / scale_at(p, task, row, d) : 0.0f;
-        store_element(p.out.data, to + d * p.out.channel, p.out.dtype, value);
+        double value = row < p.rows ? x[d] * norm / scale_at(p, task, row, d) : 0.0;
+        store_element(p.out.data, to + d * p.out.channel, p.out.dtype, static_cast<float>(value));
       }
     }
   });

@@ -26,6 +26,10 @@ if "PYTEST_XDIST_WORKER" in os.environ and os.environ.get("CUDA_VISIBLE_DEVICES"
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
     os.environ["CUATTN_TEST_GPUS"] = ",".join(gpus)  # for what runs in a process of its own
 
+# Before torch is loaded: it collects garbage before a capture, for a graph of an earlier test that
+# is collected during one breaks it (docs/notes/20261127-captures-that-break.md).
+os.environ.setdefault("TORCH_CUDAGRAPH_GC", "1")
+
 # Before numpy is loaded: the matrices of the reference are small, and BLAS threads that wait for
 # each other on a busy machine make it ten times slower.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

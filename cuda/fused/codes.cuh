@@ -15,6 +15,7 @@ constexpr int kThreads = 256;
 constexpr int kSpan = 8;  // channels of a piece
 constexpr float kSmallestNormal = 1.17549435e-38f;
 constexpr uint32_t kWarp = 0xffffffffu;
+constexpr uint32_t kSignBit = 0x80000000u;
 
 __device__ __forceinline__ bool is_finite(float x) {
   return (__float_as_uint(x) & 0x7f800000u) != 0x7f800000u;
@@ -45,6 +46,18 @@ struct RawPiece {
   __device__ __forceinline__ void store(char* to) const {
 #pragma unroll
     for (int i = 0; i < kWords; ++i) reinterpret_cast<uint4*>(to)[i] = words[i];
+  }
+
+  // The sign bits of R into them: `flips` has two channels in a word.
+  __device__ __forceinline__ void flip(const uint4& flips) {
+    if constexpr (kWide) {
+      words[0].x ^= flips.x << 16 & kSignBit, words[0].y ^= flips.x & kSignBit;
+      words[0].z ^= flips.y << 16 & kSignBit, words[0].w ^= flips.y & kSignBit;
+      words[1].x ^= flips.z << 16 & kSignBit, words[1].y ^= flips.z & kSignBit;
+      words[1].z ^= flips.w << 16 & kSignBit, words[1].w ^= flips.w & kSignBit;
+    } else {
+      words[0].x ^= flips.x, words[0].y ^= flips.y, words[0].z ^= flips.z, words[0].w ^= flips.w;
+    }
   }
 
   // `in_pieces`: they lie side by side on 16 bytes.
@@ -103,27 +116,27 @@ struct RawPiece {
   }
 };
 
-// x / scale: x (high + low), where high + low is 1 / scale to 2^-47 of itself, in one rounding behind
-// an exact product. Off the quotient's own rounding for one in 10^13, which then moves a code only at
-// a tie. Signs of zeros stay, for low has the sign of high; what is not finite goes where a quotient
-// would. `factor`: a power of two and the sign of scale, by which x is multiplied first, so that
-// nothing leaves the range of float.
+// norm x / scale: x (high + low), where high + low is norm / scale to 2^-47 of itself, in one rounding
+// behind an exact product. Off the quotient's own rounding for one in 10^7, which then moves a code
+// only at a tie. Signs of zeros stay, for low has the sign of high; what is not finite goes where a
+// quotient would. `factor`: a power of two and the sign of scale, by which x is multiplied first, so
+// that nothing leaves the range of float.
 struct Divisor {
   float factor, high, low;
 
   Divisor() = default;
-  __device__ explicit Divisor(float scale) {
+  __device__ Divisor(float scale, float norm) {
     float size = fabsf(scale);
     factor = size < 0x1p-60f ? 0x1p66f : size > 0x1p60f ? 0x1p-66f : 1.0f;
     size *= factor;
     factor = copysignf(factor, scale);
-    high = 1.0f / size;
+    high = norm / size;
     low = high;
     if (!(size > 0.0f && is_finite(size))) return;  // of 0, infinity and NaN
-    float left = __fmaf_rn(-size, high, 1.0f);
+    float left = __fmaf_rn(-size, high, norm);
     if (left < 0.0f) {
       high = __uint_as_float(__float_as_uint(high) - 1);
-      left = __fmaf_rn(-size, high, 1.0f);
+      left = __fmaf_rn(-size, high, norm);
     }
     low = fmaxf(left / size, kSmallestNormal);  // times infinity it is to be infinity
   }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Rows of x as quantize takes them: a thread block copies a tile of rows to shared memory, whole
 // lines at a time, and a thread has 64 channels of one row in registers, so that most of a rotation
-// stays inside it. Source: QuaRot, arXiv:2404.00456. Next: quantize.cu.
+// stays inside it. Source: QuaRot, arXiv:2404.00456. Next: quantize_part.cuh.
 //
 //   memory            shared memory          registers of 1, 2 or 4 threads
 //   row 0  |~~~~~~|   row 0  |~~~~~~|..|     x[0..63], x[0..63]    signs, butterflies
@@ -21,24 +21,29 @@ constexpr int kRun = 16;  // channels that are there or not together
 // Which channels of which row of a tile a thread has. The threads of a row are 8 apart, so that 8
 // neighbours are in 8 rows.
 struct RowPlace {
-  int lane, row, first, channels;
+  int lane, row, first, offset;  // the row's offset in the tile
 
-  __device__ RowPlace(const TileShape& shape, int dim) {
+  __device__ explicit RowPlace(const TileShape& shape) {
     int thread = static_cast<int>(threadIdx.x);
     lane = thread >> 3 & (shape.lanes - 1);
     row = (thread & 7) | thread / (8 * shape.lanes) << 3;
     first = lane * kChannels;
-    channels = max(min(dim - first, kChannels), 0);
+    offset = shape.at(row);
   }
 };
 
-// Signs of R: bit i of a word is that of channel 32 * word + i. All threads of a block call it, which
-// are no fewer than channels.
-__device__ __forceinline__ void find_flips(int dim, uint32_t* flips) {
-  int channel = static_cast<int>(threadIdx.x), word = channel / 32;
-  if (word * 32 >= dim) return;
-  uint32_t signs = __ballot_sync(kWarp, flips_channel(channel));
-  if (channel % 32 == 0) flips[word] = signs;
+// Signs of R as the sign bits of two numbers of 16 bits in a word; 0 without R. All threads of a block
+// call it, which are no fewer than words.
+__device__ __forceinline__ void find_flips(int dim, bool rotates, uint32_t* flips) {
+  int channel = 2 * static_cast<int>(threadIdx.x);
+  if (channel >= dim) return;
+  uint32_t low = rotates && flips_channel(channel) ? 0x8000u : 0;
+  flips[channel / 2] = rotates && flips_channel(channel + 1) ? low | 0x80000000u : low;
+}
+
+// The sign bit that `flips` has of one of its two channels, as that of a float.
+__device__ __forceinline__ uint32_t flip_of(uint32_t flips, int channel) {
+  return (channel % 2 == 0 ? flips << 16 : flips) & 0x80000000u;
 }
 
 // How threads share a tile by pieces of 8 channels: each has the same piece of every rows_on-th row.
@@ -46,24 +51,24 @@ struct PiecePlace {
   int row, piece, rows_on;
   bool is_there;  // else the thread has nothing to copy
 
-  __device__ PiecePlace(const TileShape& shape, int dim) {
+  __device__ explicit PiecePlace(const TileShape& shape) {
     int thread = static_cast<int>(threadIdx.x), shift = __ffs(shape.lanes) + 2;  // 8 pieces a lane
-    while (dim <= kSpan << (shift - 1)) --shift;
+    while (shape.dim <= kSpan << (shift - 1)) --shift;
     row = thread >> shift;
     piece = thread & ((1 << shift) - 1);
     rows_on = shape.threads() >> shift;
-    is_there = piece * kSpan < dim;
+    is_there = piece * kSpan < shape.dim;
   }
 };
 
-// Asks for rows [from, from + shape.rows) of a part; those that x has not are zeros. `memory` is free
-// when it is called.
+// Asks for rows [from, from + shape.rows) of a part, to be committed; those that x has not are zeros.
+// `memory` is free when it is called.
 template <bool kWide>
 __device__ __forceinline__ void load_tile(const QuantizeParams& p, const Step& step,
                                           const Part& part, const TileShape& shape, int64_t from,
                                           char* memory) {
   constexpr int kItem = kWide ? 4 : 2, kBytes = kSpan * kItem;
-  PiecePlace place(shape, p.dim);
+  PiecePlace place(shape);
   if (!place.is_there) return;
   int there = static_cast<int>(max(min(p.rows - from, int64_t{shape.rows}), int64_t{0}));
   char* to = memory + place.piece * kBytes;
@@ -87,41 +92,43 @@ __device__ __forceinline__ void load_tile(const QuantizeParams& p, const Step& s
     for (int i = 0; i < kBytes; i += 16)
       cp_async16(tile + shape.at(row) + i, row < there ? at + i : source, row < there);
   }
-  cp_async_commit();
 }
 
-__device__ __forceinline__ void await_tile() {
-  cp_async_wait<0>();
-  __syncthreads();
+// Asks for a row of float beside a tile, to be committed. `in_pieces`: it lies on 16 bytes.
+__device__ __forceinline__ void load_channels(const float* from, int dim, bool in_pieces,
+                                              char* to) {
+  int first = 4 * static_cast<int>(threadIdx.x);
+  if (first >= dim) return;
+  if (in_pieces) return cp_async16(smem_address(to + first * 4), from + first, true);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) reinterpret_cast<float*>(to)[first + i] = from[first + i];
 }
 
+// Gives it the signs of R: each thread to what it has asked for, as soon as that is there.
+__device__ __forceinline__ void flip_channels(const uint32_t* flips, int dim, char* memory) {
+  int first = 4 * static_cast<int>(threadIdx.x);
+  if (first >= dim) return;
+  uint4& four = *reinterpret_cast<uint4*>(memory + first * 4);
+  const uint32_t low = flips[first / 2], high = flips[first / 2 + 1];
+  four = uint4{four.x ^ flip_of(low, 0), four.y ^ flip_of(low, 1), four.z ^ flip_of(high, 0),
+               four.w ^ flip_of(high, 1)};
+}
+
+// The 64 channels of a thread, with the signs of R; zeros where it has fewer. Signs of two numbers
+// change before they become float. `flips`: those of the channels.
 template <DType kType>
-__device__ __forceinline__ void read_row(const TileShape& shape, const RowPlace& at,
-                                         const char* memory, float (&x)[kChannels]) {
+__device__ __forceinline__ void read_row(const char* row, const uint32_t* flips, int channels,
+                                         float (&x)[kChannels]) {
   constexpr bool kWide = kType == DType::f32;
-  const char* row = memory + shape.at(at.row) + at.first * (kWide ? 4 : 2);
 #pragma unroll
-  for (int run = 0; run < kChannels; run += kRun) {
-#pragma unroll
-    for (int i = run; i < run + kRun; i += kSpan) {
-      RawPiece<kWide> raw;
-      raw.clear();
-      if (run < at.channels) raw.take(row + i * (kWide ? 4 : 2));
-      raw.template unpack<kType>(reinterpret_cast<float (&)[kSpan]>(x[i]));
+  for (int i = 0; i < kChannels; i += kSpan) {
+    RawPiece<kWide> raw;
+    raw.clear();
+    if (i / kRun * kRun < channels) {
+      raw.take(row + i * (kWide ? 4 : 2));
+      raw.flip(*reinterpret_cast<const uint4*>(flips + i / 2));
     }
-  }
-}
-
-__device__ __forceinline__ void subtract_mean(const QuantizeParams& p, const Step& step,
-                                              const Part& part, const RowPlace& at,
-                                              float (&x)[kChannels]) {
-  const float* mean = p.mean + part.b * p.mean_batch + part.h * p.mean_head + at.first;
-#pragma unroll
-  for (int run = 0; run < kChannels; run += kRun) {
-    if (run >= at.channels) continue;
-    auto of_run = load_floats<kRun>(mean + run, step.mean_pieces);
-#pragma unroll
-    for (int i = 0; i < kRun; ++i) x[run + i] -= of_run.x[i];
+    raw.template unpack<kType>(reinterpret_cast<float (&)[kSpan]>(x[i]));
   }
 }
 
@@ -145,16 +152,10 @@ __device__ __forceinline__ void mix_lanes(const RowPlace& at, float (&x)[kChanne
     x[i] = __fmaf_rn(x[i], sign, __shfl_xor_sync(kWarp, x[i], 8 * kHalf));  // exact but for the sum
 }
 
-// x R without the last factor 1 / sqrt(size), in the order of the CPU. All lanes of a warp call it.
-// `signs` lie in shared memory: of registers ptxas would keep 64 signs from tile to tile.
-__device__ __forceinline__ void rotate_row(const RowPlace& at, const uint32_t* signs, int32_t size,
+// A row, which has the signs of R already, times its Hadamard matrices without the last factor
+// 1 / sqrt(size), in the order of the CPU. All lanes of a warp call it.
+__device__ __forceinline__ void rotate_row(const RowPlace& at, int32_t size,
                                            float (&x)[kChannels]) {
-  uint32_t flips[] = {signs[at.first / 32], signs[at.first / 32 + 1]};
-#pragma unroll
-  for (int i = 0; i < kChannels; ++i) {
-    uint32_t sign = flips[i / 32] << (31 - i % 32) & 0x80000000u;
-    x[i] = __uint_as_float(__float_as_uint(x[i]) ^ sign);
-  }
   mix<1>(x);
   mix<2>(x);
   mix<4>(x);

@@ -90,9 +90,8 @@ pytest() {
   count=$((cores / share > 4 ? cores / share : 4))
   $python -c 'import xdist' 2>/dev/null && workers=(-n $count --dist worksteal) &&
     export OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1 CUATTN_NUM_THREADS=2
-  # Each worker takes its GPUs from the list (tests/conftest.py). TORCH_CUDAGRAPH_GC: garbage is collected before a capture,
-  # for a graph of an earlier test that is collected during one breaks it (docs/notes/20261127-captures-that-break.md).
-  CUDA_VISIBLE_DEVICES=$gpus CUATTN_REQUIRE_CUDA=1 XLA_PYTHON_CLIENT_PREALLOCATE=false TORCH_CUDAGRAPH_GC=1 \
+  # Each worker takes its GPUs from the list (tests/conftest.py).
+  CUDA_VISIBLE_DEVICES=$gpus CUATTN_REQUIRE_CUDA=1 XLA_PYTHON_CLIENT_PREALLOCATE=false \
     go $python -m pytest "${workers[@]}" -v -rf -p told -p no:cacheprovider \
     --no-cpu-cases --durations 10 --junitxml "$log.xml" $arguments
 }
