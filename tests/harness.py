@@ -37,6 +37,13 @@ def why_no_cuda():
     return reason
 
 
+def capturing(graph):
+    """Return torch's capture; in its default mode threads of another library may break it."""
+    import torch
+
+    return torch.cuda.graph(graph, capture_error_mode="thread_local")
+
+
 def _why_no_cuda():
     info = cuattn.info()
     if not info["cuda"]:

@@ -14,6 +14,7 @@ import pytest
 
 import cuattn
 import frameworks
+import harness
 from frameworks import Torch
 from harness import why_no_cuda
 from paged_engine import LIBRARIES, Engine, make
@@ -411,7 +412,7 @@ def test_a_captured_graph_sees_later_steps():
     cache.append(b, 1)
     graph, given = torch.cuda.CUDAGraph(), arrays(a, b, None)
     torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
+    with harness.capturing(graph):
         copies = [array.clone() for array in given]
     for rows in ((a, b, None), (a, None, b), (None, None, b), (b, a, None)):
         slots = [cache.append(seq, 1)[0] if seq is not None else -1 for seq in rows]

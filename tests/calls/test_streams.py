@@ -108,7 +108,7 @@ def test_a_captured_call_replays_on_new_values_without_growth(torch, qkv, backen
             cuattn.attention(q, k, v, causal=True, backend=backend)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with harness.capturing(graph):
         out = cuattn.attention(q, k, v, causal=True, backend=backend)
     gc.collect()
     for step in range(3):
@@ -138,7 +138,7 @@ def test_varlen_and_merge_are_captured_too(torch, qkv):
     want = work()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with harness.capturing(graph):
         got = work()
     graph.replay()
     torch.cuda.synchronize()

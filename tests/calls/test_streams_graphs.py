@@ -15,6 +15,7 @@ import time
 import pytest
 
 import cuattn
+import harness
 from cases import TENSOR_CORE_BACKENDS
 from harness import free_bytes, has_hopper, why_no_cuda
 
@@ -59,7 +60,7 @@ def test_a_captured_call_replays_on_new_data(torch, name):
     arrays, options = make(torch, name)
     cuattn.attention(*arrays, **options)  # cublas makes its handle outside capture
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with harness.capturing(graph):
         out, lse = cuattn.attention(*arrays, **options, return_lse=True)
     gc.collect()  # nothing that the graph needs may hang on a Python object
     before = None
@@ -87,7 +88,7 @@ def test_lengths_may_change_between_replays(torch, name):
     ends = torch.tensor([0, 150, 300], dtype=torch.int32, device="cuda")
     graph = torch.cuda.CUDAGraph()
     cuattn.attention_varlen(q, k, v, ends, ends, 300, 300, **options)
-    with torch.cuda.graph(graph):
+    with harness.capturing(graph):
         out = cuattn.attention_varlen(q, k, v, ends, ends, 300, 300, **options)
     for lengths in (
         (0, 150, 300),
@@ -111,7 +112,7 @@ def test_lengths_may_change_between_replays(torch, name):
 def test_capture_needs_no_warm_up_but_for_cublas(torch, name):
     arrays, options = make(torch, name, seqlen=33)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with harness.capturing(graph):
         out = cuattn.attention(*arrays, **options)
     graph.replay()
     assert torch.equal(out, cuattn.attention(*arrays, **options))
@@ -120,7 +121,7 @@ def test_capture_needs_no_warm_up_but_for_cublas(torch, name):
 def test_merge_states_can_be_captured(torch):
     out, lse = torch.randn(2, 7, 3, 64, device="cuda"), torch.randn(2, 3, 7, device="cuda")
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with harness.capturing(graph):
         merged, merged_lse = cuattn.merge_states(out, lse, out + 1, lse)
     graph.replay()
     torch.testing.assert_close(merged, out + 0.5)

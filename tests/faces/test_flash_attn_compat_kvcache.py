@@ -321,7 +321,7 @@ def test_a_step_is_captured_and_replayed_with_other_lengths(place):
         flash_attn_with_kvcache(q, *caches, **arguments)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with harness.capturing(graph):
         out = flash_attn_with_kvcache(q, *caches, **arguments)
     for call in (second, first):
         q.copy_(call.q)

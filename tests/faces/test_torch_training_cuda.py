@@ -9,6 +9,7 @@ import pytest
 
 import cuattn
 import frameworks
+import harness
 from harness import why_no_cuda
 
 torch = frameworks.require("torch")
@@ -96,7 +97,7 @@ def test_a_captured_step_draws_another_dropout_each_time(dtype):
             counted()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with harness.capturing(graph):
             found = counted()
         state.copy_(torch.tensor([3, 0]))
         outs = []
@@ -124,7 +125,7 @@ def test_a_captured_step_replays_on_new_data(dtype):
             step(qkv, dout)
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with harness.capturing(graph):
             found = step(qkv, dout)
         for seed in range(1, 5):
             fresh, other = leaves(dtype, seed=seed)

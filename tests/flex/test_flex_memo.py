@@ -262,11 +262,11 @@ def test_rows_lists_and_captured_arrays_go_into_a_graph(rng, cuda):
         q = torch.from_numpy(rng.standard_normal((1, 300, 2, 64))).to("cuda", torch.float16)
         out, call = torch.empty_like(q), {"mask_mod": mask, "score_mod": score}
         refused = pytest.raises(RuntimeError, match="call it once before")
-        with refused, torch.cuda.graph(torch.cuda.CUDAGraph()):
+        with refused, harness.capturing(torch.cuda.CUDAGraph()):
             cuattn.flex_attention(q, q, q, out=out, **call)
         cuattn.flex_attention(q, q, q, **call)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with harness.capturing(graph):
             cuattn.flex_attention(q, q, q, out=out, **call)
         flex.trace(mask).kept.clear()  # what the graph reads lives on
         noise = [torch.full((1 << 16,), 7, device="cuda", dtype=torch.int32) for _ in range(64)]

@@ -185,7 +185,7 @@ def test_a_call_takes_the_kernel_that_serves_it(rng, device, backend):
     with pytest.raises(NotImplementedError, match="beside functions of a user"):
         cuattn.flex_attention(x, x, x, **call, backend="sm90")
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with harness.capturing(graph):
         again = cuattn.flex_attention(x, x, x, mask_mod=odd)
     graph.replay()
     torch.cuda.synchronize()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 
 import cuattn
+import harness
 from harness import why_no_cuda
 
 pytestmark = [
@@ -168,7 +169,7 @@ def test_a_captured_graph_quantises_again(rng):
     q = x.clone()
     cuattn.quantize(q, q, q)  # the first call is not captured
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with harness.capturing(graph):
         found = cuattn.quantize(q, q, q)
     q.copy_(x * 2)
     graph.replay()

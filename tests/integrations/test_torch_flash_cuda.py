@@ -128,7 +128,7 @@ def test_a_cuda_graph_captures_the_call(calls):
     q = qkv()[0].detach().transpose(1, 2)
     want = sdpa(q, q, q)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with harness.capturing(graph):
         out = sdpa(q, q, q)
     out.zero_()
     graph.replay()

@@ -281,7 +281,7 @@ def test_a_graph_serves_other_lengths(rng):
     problem, shared, arrays, options = on_torch(CAPTURED, 70, rng, torch)
     cuattn.cascade_attention(*arrays, **options)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with harness.capturing(graph):
         out, lse = cuattn.cascade_attention(*arrays, **options, return_lse=True)
     for lens in ((3, 20, 60, 90), (90, 2, 5, 33), (2, 2, 2, 2)):
         kept = np.minimum(lens, CAPTURED.lens).astype(np.int32)  # blocks that the tables have

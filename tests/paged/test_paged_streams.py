@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import cuattn
+import harness
 from harness import free_bytes, has_hopper, why_no_cuda
 
 pytestmark = [
@@ -269,7 +270,7 @@ def test_a_graph_replays_on_longer_contexts_and_other_tables(torch, name):
     static = x.clone()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with harness.capturing(graph):
         results = function(static)
     gc.collect()  # nothing that the graph needs may hang on a Python object
     # Rows of k, v and the gathered ones are as many as at the capture.
@@ -386,7 +387,7 @@ def test_one_plan_serves_the_layers_of_a_captured_step(torch):
     step(x, plan, layers)  # loads the kernels
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with harness.capturing(graph):
         results = step(x, plan, layers)
     plans = []
     for seed in range(4):
