@@ -283,8 +283,7 @@ SELECTIONS = {  # files, and what of them
     "mla/test_mla_indices.py mla/test_mla_packed.py": "(test_lists_against and auto) or test_blocks"
     "_of_one or test_a_list_does or test_rows_are or test_decode_has",
     "float8/test_quantize_shapes.py float8/test_float8_attention.py": "test_every_option or "
-    "test_int8 or auto-16 or auto-64 or auto-112 or "
-    "((auto-128 or auto-192 or auto-256) and not test_the_mean_of)",  # which takes 45 s
+    "test_int8 or auto-16 or auto-64 or auto-112 or auto-128 or auto-192 or auto-256",
     "float8/test_float8_pages.py": "test_the_same_bits or test_values_of or test_single_queries or "
     "(test_layouts and seqused) or test_no_key or (test_float8_queries and parts and mixed)",
     "cache/test_cache_rows.py cache/test_cache_blocks.py paged/test_paged_prefill.py": "test_"
