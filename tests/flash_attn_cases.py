@@ -101,15 +101,29 @@ def formula(
     return (weights @ v).transpose(1, 2), lse
 
 
-def assert_near(found, exact, plain, dtype, name="out"):
-    """flash-attn's rule: twice the error of the same formula in the same dtype, and a rounding."""
+def roundings_of(q, k, softmax_scale=None, **_):
+    """By how many roundings float32 results may differ: a score's are those of its products.
+
+    It is a sum of head_dim of them, whose error is more than the score's own last place, and is
+    the relative error of the weight. Up to 2 |q| |k| scale was seen of serial sums of 256.
+    """
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    longest = [x.detach().float().norm(dim=-1).max().item() for x in (q, k)]
+    return max(8.0, 3 * longest[0] * longest[1] * scale)
+
+
+def assert_near(found, exact, plain, dtype, name="out", roundings=32.0):
+    """flash-attn's rule: twice the error of the same formula in the same dtype, and a rounding.
+
+    In float32, sums of another order have other errors, about as large, of which what cancels
+    remains: there it is `roundings`.
+    """
     assert found.shape == exact.shape, name
     exact = exact.double()
     error = (found.double() - exact).abs().max().item() if found.numel() else 0.0
     allowed = (plain.double() - exact).abs().max().item() if found.numel() else 0.0
     most = exact.abs().max().item() if found.numel() else 0.0
-    # float32 sums of another order have other errors, about as large; of what cancels they remain.
-    roundings, least = (32, 1) if dtype == torch.float32 else (2, 1e-2)
+    roundings, least = (roundings, 1) if dtype == torch.float32 else (2, 1e-2)
     bound = 2 * allowed + roundings * torch.finfo(dtype).eps * max(most, least)
     assert error <= bound, f"{name}: {error} > {bound}"
 
