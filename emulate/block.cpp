@@ -36,6 +36,8 @@ struct Copy {
 enum class State { ready, waits, ended };
 
 struct Thread {
+  explicit Thread(size_t number) : fiber(number) {}
+
   Fiber fiber;
   uint3 index;
   State state;
@@ -176,7 +178,7 @@ void Block::begin(const Config& config, uint3 index, void (*body)(const void*),
   blockIdx = index;
   random_ = (uint64_t{index.x} << 32) + index.y * 65537u + index.z;
   while (static_cast<int>(threads_.size()) < num_threads_)
-    threads_.push_back(std::make_unique<Thread>());
+    threads_.push_back(std::make_unique<Thread>(threads_.size()));
   warps_.assign(static_cast<size_t>(num_threads_ + 31) / 32, {});
   for (int i = 0; i < num_threads_; ++i) {
     Thread& thread = *threads_[i];
@@ -245,8 +247,8 @@ void Block::meet(uint32_t mask, const char* what, Place place, void* brought, Co
     mine.meetings.push_back({mask, 0, what, place, complete, {}});
     meeting = &mine.meetings.back();
   }
-  if (std::strcmp(meeting->what, what) != 0 || meeting->place.line != place.line ||
-      meeting->complete != complete) {
+  bool is_same = meeting->what == what || std::strcmp(meeting->what, what) == 0;
+  if (!is_same || meeting->place.line != place.line || meeting->complete != complete) {
     std::string text = std::string("the lanes of a warp part: some are at ") + meeting->what +
                        describe(meeting->place) + ", this one at " + what;
     fail(text.c_str(), place);
@@ -254,17 +256,18 @@ void Block::meet(uint32_t mask, const char* what, Place place, void* brought, Co
   meeting->arrived |= bit;
   meeting->lanes[current_ % 32] = brought;
   thread().state = State::waits;
-  try_complete(mine, current_ / 32 * 32);
+  if ((mask & mine.live & ~meeting->arrived) == 0) try_complete(mine, current_ / 32 * 32);
   if (thread().state == State::waits) wait(what, place);
 }
 
 void Block::try_complete(Warp& warp, int first_lane) {
   for (size_t i = 0; i < warp.meetings.size();) {
-    Meeting meeting = warp.meetings[i];
-    if (meeting.arrived == 0 || (meeting.mask & warp.live & ~meeting.arrived) != 0) {
+    const Meeting& waiting = warp.meetings[i];
+    if (waiting.arrived == 0 || (waiting.mask & warp.live & ~waiting.arrived) != 0) {
       ++i;
       continue;
     }
+    Meeting meeting = waiting;
     warp.meetings.erase(warp.meetings.begin() + static_cast<std::ptrdiff_t>(i));
     if (meeting.what[0] == 'm' || meeting.what[0] == 'l') {  // mma, ldmatrix, movmatrix: .aligned
       if (meeting.arrived != kAllLanes) {
