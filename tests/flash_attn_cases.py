@@ -104,8 +104,9 @@ def formula(
 def roundings_of(q, k, softmax_scale=None, **_):
     """By how many roundings float32 results may differ: a score's are those of its products.
 
-    It is a sum of head_dim of them, whose error is more than the score's own last place, and is
-    the relative error of the weight. Up to 2 |q| |k| scale was seen of serial sums of 256.
+    backward takes a weight again, exp(score - lse), so that the error of a score, which is a sum of
+    head_dim products, is the weight's; softmax, which `plain` differentiates, divides it away. Of
+    4,000 inputs with head_dim 256 and scale 0.31 one needs more: 3.4 instead of 3, for dk.
     """
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     longest = [x.detach().float().norm(dim=-1).max().item() for x in (q, k)]
