@@ -15,7 +15,6 @@ constexpr int kThreads = 256;
 constexpr int kSpan = 8;  // channels of a piece
 constexpr float kSmallestNormal = 1.17549435e-38f;
 constexpr uint32_t kWarp = 0xffffffffu;
-constexpr uint32_t kSignBit = 0x80000000u;
 
 __device__ __forceinline__ bool is_finite(float x) {
   return (__float_as_uint(x) & 0x7f800000u) != 0x7f800000u;
@@ -24,6 +23,11 @@ __device__ __forceinline__ bool is_finite(float x) {
 // 1 where all elements are 0: no code but 0 is written then, and no scale is 0.
 __device__ __forceinline__ float scale_of(float largest, DType codes) {
   return largest == 0.0f ? 1.0f : fmaxf(largest / largest_code(codes), kSmallestNormal);
+}
+
+// The signs of R lie as the sign bits of two channels in a word; this is one of them, as a float's.
+__device__ __forceinline__ uint32_t flip_of(uint32_t flips, int channel) {
+  return (channel % 2 == 0 ? flips << 16 : flips) & 0x80000000u;
 }
 
 // 8 channels as they lie in memory: 16 bytes, or 32 (kWide). Of 16 bits it matters to unpack alone
@@ -48,13 +52,13 @@ struct RawPiece {
     for (int i = 0; i < kWords; ++i) reinterpret_cast<uint4*>(to)[i] = words[i];
   }
 
-  // The sign bits of R into them: `flips` has two channels in a word.
+  // The signs of R, `flips`, into them.
   __device__ __forceinline__ void flip(const uint4& flips) {
     if constexpr (kWide) {
-      words[0].x ^= flips.x << 16 & kSignBit, words[0].y ^= flips.x & kSignBit;
-      words[0].z ^= flips.y << 16 & kSignBit, words[0].w ^= flips.y & kSignBit;
-      words[1].x ^= flips.z << 16 & kSignBit, words[1].y ^= flips.z & kSignBit;
-      words[1].z ^= flips.w << 16 & kSignBit, words[1].w ^= flips.w & kSignBit;
+      words[0].x ^= flip_of(flips.x, 0), words[0].y ^= flip_of(flips.x, 1);
+      words[0].z ^= flip_of(flips.y, 0), words[0].w ^= flip_of(flips.y, 1);
+      words[1].x ^= flip_of(flips.z, 0), words[1].y ^= flip_of(flips.z, 1);
+      words[1].z ^= flip_of(flips.w, 0), words[1].w ^= flip_of(flips.w, 1);
     } else {
       words[0].x ^= flips.x, words[0].y ^= flips.y, words[0].z ^= flips.z, words[0].w ^= flips.w;
     }

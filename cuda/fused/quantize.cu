@@ -4,8 +4,8 @@
 // Else one kernel measures all rows and another writes the codes, from the end on, which L2 has read
 // last. The largest size goes to its scale by an atomic maximum of its bits, which no order changes,
 // so that codes and scales are those of the CPU.
-// The same on the CPU: cpu/quantize.cpp. Next: quantize_part.cuh, what
-// happens to a part; row_tile.cuh, to a row; dequantize.cu.
+// The same on the CPU: cpu/quantize.cpp. Next: quantize_part.cuh, what happens to a part;
+// row_tile.cuh, to a row; dequantize.cu.
 #include <algorithm>
 #include <cmath>
 

@@ -41,11 +41,6 @@ __device__ __forceinline__ void find_flips(int dim, bool rotates, uint32_t* flip
   flips[channel / 2] = rotates && flips_channel(channel + 1) ? low | 0x80000000u : low;
 }
 
-// The sign bit that `flips` has of one of its two channels, as that of a float.
-__device__ __forceinline__ uint32_t flip_of(uint32_t flips, int channel) {
-  return (channel % 2 == 0 ? flips << 16 : flips) & 0x80000000u;
-}
-
 // How threads share a tile by pieces of 8 channels: each has the same piece of every rows_on-th row.
 struct PiecePlace {
   int row, piece, rows_on;
