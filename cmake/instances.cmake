@@ -25,9 +25,6 @@ function(cuattn_kernel op kernel header kind dtypes head_dims masks scores)
       list(GET dims 0 d)
       list(GET dims 1 dv)
       set(group "${kernel}|${header}|${kind}|${d}x${dv}")
-      if("${ARGN}" STREQUAL APART)
-        string(APPEND group "_${scores}|${dtype}")
-      endif()
       list(APPEND instance_groups ${group})
       set_property(GLOBAL APPEND PROPERTY "CUATTN_DTYPES_${group}" ${dtype})
       foreach(mask IN LISTS masks)
@@ -60,7 +57,7 @@ endfunction()
 
 # A part of what a source costs is its headers: functions of a kernel and its head dims share one, those
 # of all dtypes where they are few, so that none takes more than some 20 s. Six kernels at most share
-# one, and more are dealt out evenly. A row that is marked APART shares none.
+# one, and more are dealt out evenly.
 function(cuattn_instance_sources)
   set(most_portable 3)  # machine code for two devices or more
   set(most_each 3)

@@ -8,8 +8,8 @@
 #               code asks which one it is, as for conversions of e4m3) or sm90 (90a only)
 #   dtypes      of q, k and v; paged_attention: of the caches
 #   head dims   of q and k; `192x128`: v has 128. A call takes the smallest that hold its own
-#   masks, scores   `-`: decided at run time, no axis of the template
-#   APART       takes long to compile, and so shares its sources with no other row, nor dtypes one
+#   masks, scores   `-`: decided at run time, no axis of the template. A mask that is missing is served
+#               by the next wider one: none by causal, causal by window
 # forward_sm90 has a second tile at head_dim 128, and so two rows.
 
 cuattn_kernel(attention forward_sm90 attention/sm90/launch.cuh sm90
@@ -17,39 +17,36 @@ cuattn_kernel(attention forward_sm90 attention/sm90/launch.cuh sm90
 cuattn_kernel(attention forward_sm90 attention/sm90/launch.cuh sm90
               "f16;bf16" "96;192;256;192x128" "none;causal;window" "identity")
 cuattn_kernel(attention forward_sm90 attention/sm90/launch.cuh sm90
-              "f16;bf16" "64" "none;causal;window" "scored" APART)
-cuattn_kernel(attention forward_sm90 attention/sm90/launch.cuh sm90
-              "f16;bf16" "96;128;192;256;192x128" "none;causal;window" "scored")
-# With dropout the window serves every mask; beside a softcap, ALiBi or a bias, it is the scored ones
-# of forward_sm80 that have it.
+              "f16;bf16" "64;96;128;192;256;192x128" "causal;window" "scored")
+# Dropout beside a softcap, ALiBi or a bias is of the scored ones of forward_sm80.
 cuattn_kernel(attention forward_sm90 attention/sm90/launch.cuh sm90
               "f16;bf16" "64;96;128;192;256;192x128" "window" "dropped")
 cuattn_kernel(attention forward_sm90 attention/sm90/float8.cuh sm90
               "e4m3" "64;128" "none;causal;window" "identity")
 cuattn_kernel(attention forward_sm80 attention/sm80/forward.cuh portable
-              "f16;bf16" "32;64;96;128;192;256;192x128" "none;causal;window" "identity;scored")
-# Of 512 the scored window serves every call but those with row ranges.
+              "f16;bf16" "32;64;96;128;192;256;192x128" "none;causal;window" "identity")
+# That of 512 serves every call but those with row ranges.
 cuattn_kernel(attention forward_sm80 attention/sm80/forward.cuh portable
-              "f16;bf16" "512" "window" "scored")
+              "f16;bf16" "32;64;96;128;192;256;192x128;512" "window" "scored")
 # Without scores 128 would spill on sm_80: 192x128 serves it.
 cuattn_kernel(attention forward_sm80 attention/sm80/forward.cuh portable
               "f16;bf16" "32;64;96;192;256;192x128" "rows" "identity")
 cuattn_kernel(attention forward_sm80 attention/sm80/forward.cuh portable
               "f16;bf16" "32;64;96;128;192;256;192x128" "rows" "scored")
 cuattn_kernel(attention forward_simt attention/simt.cuh portable
-              "f32" "64;128;256" "none;causal;window" "identity;scored")
+              "f32" "64;128;256" "none;causal;window" "identity")
 cuattn_kernel(attention forward_simt attention/simt.cuh portable
               "f32" "64;128;256" "rows" "identity")
 cuattn_kernel(attention forward_simt attention/simt.cuh portable
               "f32" "64;128;256" "rows" "scored")
 cuattn_kernel(attention forward_simt attention/simt.cuh portable
-              "f32" "512" "window" "scored")
+              "f32" "64;128;256;512" "window" "scored")
 cuattn_kernel(attention forward_tiled attention/tiled.cuh portable
               "f32;f16;bf16" "64;128" "none;causal;window" "identity")
 
-# Two kernels each, one a pass; a third where scored, for dbias. Of the scored ones the window serves
-# every mask, and dropout (sm90: three more kernels of it, and up to four of a bias at 64 and 128); of simt it serves all calls. Row ranges at
-# 64 would spill on sm90: 128 serves it.
+# Two kernels each, one a pass; a third where scored, for dbias. The scored ones have dropout, too
+# (sm90: three more kernels of it, and up to four of a bias at 64 and 128); of simt they serve all
+# calls. Row ranges at 64 would spill on sm90: 128 serves it.
 cuattn_kernel(attention_backward backward_sm90 backward/sm90/backward.cuh sm90
               "f16;bf16" "128" "none;causal;window;rows" "identity")
 cuattn_kernel(attention_backward backward_sm90 backward/sm90/backward.cuh sm90

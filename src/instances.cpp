@@ -58,6 +58,23 @@ struct Index {
         }
       }
     }
+    for (auto& of_op : sizes) {
+      for (auto& of_kernel : of_op) {
+        for (auto& masks : of_kernel) widen(masks);
+      }
+    }
+  }
+  // A window without limits is every mask but row ranges, and `causal` without its limit is none:
+  // where no kernel is compiled for the narrower one, that of the wider one serves it.
+  static constexpr void widen(Sizes (&masks)[kMasks][kScores]) {
+    constexpr MaskKind kWider[][2] = {{MaskKind::causal, MaskKind::window},
+                                      {MaskKind::none, MaskKind::causal}};
+    for (const auto& [mask, wider] : kWider) {
+      for (int score = 0; score < kScores; ++score) {
+        Sizes& own = masks[index(mask)][score];
+        if (own.count == 0) own = masks[index(wider)][score];
+      }
+    }
   }
   constexpr auto at(Op op, Kernel kernel, DType dtype) -> Sizes (&)[kMasks][kScores] {
     return sizes[index(op)][index(kernel)][index(dtype)];

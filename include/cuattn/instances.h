@@ -25,7 +25,7 @@ struct Instance {
   const char* archs;  // as "80,90,90-ptx"; "" where this build has none
 };
 
-// The number of the smallest instance that serves a call, or kNoInstance.
+// The number of the smallest instance that serves a call, or kNoInstance. Its mask may be a wider one.
 int32_t find_instance(Op op, Kernel kernel, DType dtype, HeadDims dims, MaskKind mask,
                       ScoreKind score);
 const Instance& instance_at(int32_t number);

@@ -50,13 +50,10 @@ int32_t instance_of(Kernel kernel, const AttentionParams& f) {
     return find_instance(Op::attention_backward, kernel, f.dtype, {f.head_dim, f.head_dim_v},
                          MaskKind::window, ScoreKind::scored);
   }
-  // The scored kernel of windows serves every mask but row ranges, which that of simt serves, too.
-  ScoreKind score = score_of(kernel, f);
-  MaskKind mask = mask_of(f);
-  if (score == ScoreKind::scored && (mask != MaskKind::rows || kernel == Kernel::simt))
-    mask = MaskKind::window;
+  // That of simt serves row ranges, too.
+  MaskKind mask = kernel == Kernel::simt ? MaskKind::window : mask_of(f);
   return find_instance(Op::attention_backward, kernel, f.dtype, {f.head_dim, f.head_dim_v}, mask,
-                       score);
+                       score_of(kernel, f));
 }
 
 // What neither of the kernels on tensor cores does; else their instance is compiled.

@@ -47,18 +47,13 @@ ScoreKind score_of(Kernel kernel, const AttentionRequest& r) {
   if (!r.has_dropout) return r.score;
   return kernel == Kernel::sm90 ? ScoreKind::dropped : ScoreKind::scored;
 }
-MaskKind mask_of(Kernel kernel, const AttentionRequest& r) {
-  bool window = score_of(kernel, r) == ScoreKind::dropped && !r.has_rows;
-  return window ? MaskKind::window : r.mask;
-}
 
 // The number of the compiled kernel that would run the request.
 int32_t instance_of(Kernel kernel, const AttentionRequest& r) {
   HeadDims d = {r.head_dim, r.head_dim_v};
   // Of these one kernel of a dtype serves every call but row ranges, which a functor brings itself.
   bool wide = std::max(d.qk, d.v) > kMostHeadDim && (!r.has_rows || r.has_functor);
-  return find_instance(Op::attention, kernel, r.dtype, d,
-                       wide ? MaskKind::window : mask_of(kernel, r),
+  return find_instance(Op::attention, kernel, r.dtype, d, wide ? MaskKind::window : r.mask,
                        wide ? ScoreKind::scored : score_of(kernel, r));
 }
 
@@ -119,7 +114,7 @@ FixedSplits fixed_splits(int64_t items, int32_t n) {
 void plan_sm90(Plan& plan, HeadDims d, const AttentionRequest& r, const DeviceInfo& device) {
   const bool float8 = r.dtype == DType::e4m3;
   const ScoreKind score = score_of(Kernel::sm90, r);
-  const MaskKind mask = mask_of(Kernel::sm90, r);
+  const MaskKind mask = *instance_at(plan.instance).mask;
   plan.tile = float8          ? sm90_float8_tile(d)
               : r.has_functor ? sm90_functor_tile(d)
                               : sm90_tile(d, mask, score);

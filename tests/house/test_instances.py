@@ -62,7 +62,6 @@ class Row(NamedTuple):
     head_dims: str
     masks: str
     scores: str
-    apart: str = ""
 
     def instances(self) -> list[Instance]:
         kernel = self.name.split("_")[1]
@@ -94,13 +93,21 @@ def asked_of(score: str) -> str:
     return "identity" if score == "dropped" else score
 
 
+WIDER = {"none": "causal", "causal": "window"}
+
+
 def compiled_for(kernel: str, mask: str, score: str, dim: int) -> tuple[str, str]:
     """Mask and scores of the instance that serves a call: some serve more than their own."""
     if dim > 256:
         return ("window", "scored")
-    if score != "dropped":
-        return (mask, score)
-    return ("window", "dropped") if kernel == "sm90" else (mask, "scored")
+    if score == "dropped" and kernel != "sm90":
+        score = "scored"
+    compiled = {
+        i.mask for i in INSTANCES if i.op == "attention" and (i.kernel, i.score) == (kernel, score)
+    }
+    while mask not in compiled and mask in WIDER:
+        mask = WIDER[mask]
+    return mask, score
 
 
 @functools.cache
