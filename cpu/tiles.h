@@ -63,23 +63,31 @@ bool all_finite(const KeyTile& tile, int count, int dim) {
   return finite;
 }
 
-// s[j][] = dot(k_j, q) for `count` keys; s is written up to the next multiple of kKeys.
+// s[j][] = dot(k_j, q) for `count` keys; s is written up to the next multiple of kKeys. Spans of a head
+// are summed apart: rounding errors then grow with the span and their number, not with head_dim.
 template <int kN>
 void dot_keys(const float* q, const float* k, int64_t stride, int count, int head_dim, Vec* s) {
+  constexpr int kSpan = 32;
   const Vec* queries = reinterpret_cast<const Vec*>(q);
   for (int j = 0; j < count; j += kKeys) {
     const float* key[kKeys];
     for (int i = 0; i < kKeys; ++i) key[i] = k + min(j + i, count - 1) * stride;
-    Vec acc[kKeys][kN] = {};
-    for (int d = 0; d < head_dim; ++d) {
-      Vec x[kN];
-      for (int c = 0; c < kN; ++c) x[c] = queries[d * kN + c];
-      for (int i = 0; i < kKeys; ++i) {
-        for (int c = 0; c < kN; ++c) acc[i][c] += x[c] * key[i][d];
+    Vec* sums = s + j * kN;
+    for (int d0 = 0; d0 < head_dim; d0 += kSpan) {
+      Vec acc[kKeys][kN] = {};
+      for (int d = d0; d < min(d0 + kSpan, head_dim); ++d) {
+        Vec x[kN];
+        for (int c = 0; c < kN; ++c) x[c] = queries[d * kN + c];
+        for (int i = 0; i < kKeys; ++i) {
+          for (int c = 0; c < kN; ++c) acc[i][c] += x[c] * key[i][d];
+        }
       }
-    }
-    for (int i = 0; i < kKeys; ++i) {
-      for (int c = 0; c < kN; ++c) s[(j + i) * kN + c] = acc[i][c];
+      for (int i = 0; i < kKeys; ++i) {
+        for (int c = 0; c < kN; ++c) {
+          Vec& sum = sums[i * kN + c];
+          sum = d0 == 0 ? acc[i][c] : sum + acc[i][c];
+        }
+      }
     }
   }
 }
