@@ -38,7 +38,8 @@ struct Scale {
 };
 
 nb::object reshape_and_cache(nb::handle k, nb::handle v, nb::handle k_cache, nb::handle v_cache,
-                             nb::handle slot_mapping, nb::handle kv_layout, nb::handle k_scale,
+                             nb::handle slot_mapping, nb::handle block_tables,
+                             nb::handle context_lens, nb::handle kv_layout, nb::handle k_scale,
                              nb::handle v_scale, nb::handle cos, nb::handle sin,
                              nb::handle positions, nb::handle rope_interleaved,
                              nb::handle stream_arg) {
@@ -49,13 +50,21 @@ nb::object reshape_and_cache(nb::handle k, nb::handle v, nb::handle k_cache, nb:
   cuattn_cache_options_init(&options, sizeof options);
   options.kv_layout = parse_kv_layout(op, kv_layout);
   options.rope_interleaved = parse_bool(op, "rope_interleaved", rope_interleaved);
-  Array rows_k, rows_v, cache_k, cache_v, slots;
+  Array rows_k, rows_v, cache_k, cache_v;
+  std::optional<Array> slots, tables, lens;
   rows_k.import(op, "k", k, stream, nullptr);
   complete_stream(op, rows_k, stream);
   rows_v.import(op, "v", v, stream, &rows_k);
   cache_k.import(op, "k_cache", k_cache, stream, &rows_k, true);
   cache_v.import(op, "v_cache", v_cache, stream, &rows_k, true);
-  slots.import(op, "slot_mapping", slot_mapping, stream, &rows_k);
+  auto read = [&](const char* name, nb::handle array, std::optional<Array>& to) {
+    if (!is_given(array)) return static_cast<const DLTensor*>(nullptr);
+    to.emplace().import(op, name, array, stream, &rows_k);
+    return static_cast<const DLTensor*>(&to->tensor);
+  };
+  const DLTensor* slots_tensor = read("slot_mapping", slot_mapping, slots);
+  options.block_tables = read("block_tables", block_tables, tables);
+  options.context_lens = read("context_lens", context_lens, lens);
   Scale scale_k, scale_v;
   scale_k.import(op, "k_scale", k_scale, stream, rows_k, options.has_k_scale, options.k_scale,
                  options.k_scales);
@@ -67,7 +76,7 @@ nb::object reshape_and_cache(nb::handle k, nb::handle v, nb::handle k_cache, nb:
   {
     Unlocked unlocked;
     status = cuattn_reshape_and_cache(&rows_k.tensor, &rows_v.tensor, &cache_k.tensor,
-                                      &cache_v.tensor, &slots.tensor, &options, stream.handle);
+                                      &cache_v.tensor, slots_tensor, &options, stream.handle);
   }
   check(status);
   return nb::make_tuple(k_cache, v_cache);
@@ -93,6 +102,8 @@ void check_reshape_and_cache(const nb::dict& arrays, nb::handle kv_layout, nb::h
                                                              {"k_cache", &positional[2]},
                                                              {"v_cache", &positional[3]},
                                                              {"slot_mapping", &positional[4]},
+                                                             {"block_tables", &options.block_tables},
+                                                             {"context_lens", &options.context_lens},
                                                              {"k_scale", &options.k_scales},
                                                              {"v_scale", &options.v_scales},
                                                              {"cos", &options.cos},
@@ -297,12 +308,13 @@ class HostMemory {
 void add_cache(nb::module_& m) {
   m.def("reshape_and_cache", &reshape_and_cache,
         nb::sig("def reshape_and_cache(k: object, v: object, k_cache: object, v_cache: object, "
-                "slot_mapping: object, kv_layout: str, k_scale: object, v_scale: object, cos: "
-                "object, sin: object, positions: object, rope_interleaved: bool, stream: object) "
-                "-> object"),
+                "slot_mapping: object, block_tables: object, context_lens: object, kv_layout: str, "
+                "k_scale: object, v_scale: object, cos: object, sin: object, positions: object, "
+                "rope_interleaved: bool, stream: object) -> object"),
         nb::arg("k").none(), nb::arg("v").none(), nb::arg("k_cache").none(),
-        nb::arg("v_cache").none(), nb::arg("slot_mapping").none(), nb::arg("kv_layout").none(),
-        nb::arg("k_scale").none(), nb::arg("v_scale").none(), nb::arg("cos").none(),
+        nb::arg("v_cache").none(), nb::arg("slot_mapping").none(),
+        nb::arg("block_tables").none(), nb::arg("context_lens").none(),
+        nb::arg("kv_layout").none(), nb::arg("k_scale").none(), nb::arg("v_scale").none(), nb::arg("cos").none(),
         nb::arg("sin").none(), nb::arg("positions").none(), nb::arg("rope_interleaved").none(),
         nb::arg("stream").none(), "cuattn.reshape_and_cache with every argument in its place.");
   m.def("check_reshape_and_cache", &check_reshape_and_cache,

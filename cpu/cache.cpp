@@ -24,8 +24,7 @@ char* at(const void* data, int64_t element, int64_t size) {
 }
 
 // (a, b) becomes (a cos - b sin, b cos + a sin).
-void rotate(const RopeParams& rope, int64_t token, float* x) {
-  int64_t position = rope_position(rope, token);
+void rotate(const RopeParams& rope, int64_t position, float* x) {
   const float* cos = rope.cos + position * rope.cos_stride;
   const float* sin = rope.sin + position * rope.sin_stride;
   int32_t half = rope.rotary_dim / 2;
@@ -38,11 +37,12 @@ void rotate(const RopeParams& rope, int64_t token, float* x) {
   }
 }
 
-// One head of one token into its place; `rope` nullptr: as it is.
-void write_head(const CacheWriteParams& p, const CacheSide& side, const RopeParams* rope,
-                int64_t token, int64_t head, int64_t place) {
+// One head of one token into its place.
+void write_head(const CacheWriteParams& p, const CacheSide& side, int64_t token, int64_t head,
+                int64_t place) {
+  bool rotates = &side == &p.k && p.rope.cos != nullptr;
   int64_t row = side.row(token, head);
-  if (rope == nullptr && p.cache_dtype == p.dtype) {
+  if (!rotates && p.cache_dtype == p.dtype) {
     int64_t size = itemsize(p.dtype);
     for (int32_t d = 0; d < side.head_dim; d += side.run) {
       std::memcpy(at(side.cache, place + side.run_of(d), size), at(side.rows, row + d, size),
@@ -52,7 +52,7 @@ void write_head(const CacheWriteParams& p, const CacheSide& side, const RopePara
   }
   float x[kMaxHeadDim];
   for (int32_t d = 0; d < side.head_dim; ++d) x[d] = load_element(side.rows, row + d, p.dtype);
-  if (rope != nullptr) rotate(*rope, token, x);
+  if (rotates) rotate(p.rope, rope_position(p, token), x);
   if (p.cache_dtype == DType::e4m3) {
     float inverse = 1.0f / side.scale_of(head);
     for (int32_t d = 0; d < side.head_dim; ++d) x[d] *= inverse;
@@ -95,14 +95,13 @@ void cache_write(const CacheWriteParams& p) {
   double work = kFlopsPerByte * static_cast<double>(p.num_tokens) * p.num_heads *
                 (p.k.head_dim + p.v.head_dim) * itemsize(p.dtype);
   parallel_for(p.num_tokens, work, [&](int64_t token) {
-    int64_t slot = p.slot_mapping[token];
-    if (!is_slot(p, slot)) return;
+    int64_t slot = slot_of(p, token);
+    if (slot < 0) return;
     int64_t block = slot / p.block_size, place = slot % p.block_size;
     if (p.is_packed) return write_packed(p, token, at(p.v.cache, p.v.place(block, place, 0), 1));
     for (int64_t head = 0; head < p.num_heads; ++head) {
-      const RopeParams* rope = p.rope.cos != nullptr ? &p.rope : nullptr;
-      write_head(p, p.k, rope, token, head, p.k.place(block, place, head));
-      write_head(p, p.v, nullptr, token, head, p.v.place(block, place, head));
+      write_head(p, p.k, token, head, p.k.place(block, place, head));
+      write_head(p, p.v, token, head, p.v.place(block, place, head));
     }
   });
 }

@@ -63,7 +63,7 @@ struct OptionsRules<cuattn_paged_options> {
 template <>
 struct OptionsRules<cuattn_cache_options> {
   static constexpr const char* kInit = "cuattn_cache_options_init";
-  static constexpr size_t kEnd = offsetof(cuattn_cache_options, positions) + sizeof(void*);
+  static constexpr size_t kEnd = offsetof(cuattn_cache_options, context_lens) + sizeof(void*);
   static void set_defaults(cuattn_cache_options&) {}
 };
 

@@ -184,14 +184,11 @@ __global__ void __launch_bounds__(kCacheThreads, kType == DType::f32 && (kRope |
   if (rotates) {  // by threads that have no slots to read, at the same time
     int i = static_cast<int>(threadIdx.x) - kCacheThreads / 2;
     if (i >= 0 && i < tokens + kPieceTokens && tile.first + i < p.num_tokens)
-      positions[i] = rope_position(p.rope, tile.first + i);
+      positions[i] = rope_position(p, tile.first + i);
   }
   if (int h = kCacheThreads - 1 - static_cast<int>(threadIdx.x); h < tile.heads)
     inverses[h] = Pair::inverse_scale(side, tile.first_head + h);
-  tile.fill(side, p.block_size, p.num_tokens, [&](int64_t token) {
-    int64_t slot = p.slot_mapping[token];
-    return is_slot(p, slot) ? slot : int64_t{-1};
-  });
+  tile.fill(side, p.block_size, p.num_tokens, [&](int64_t token) { return slot_of(p, token); });
   bool some_alone = kVllm && (!is_k || tokens > kFewTokens) && tile.find_pieces();
   rows.await();
   if (kVllm && !is_k) {

@@ -325,13 +325,19 @@ typedef struct {
   /* Rotation of k: all three or none. */
   const DLTensor* cos; /* float32 [max_position, rotary_dim / 2] */
   const DLTensor* sin;
-  const DLTensor* positions; /* int64 [num_tokens] */
+  const DLTensor* positions; /* int64 [num_tokens]; of newest tokens it may be left out */
+  /* Instead of slot_mapping, of rows that are the newest of their sequences, as many of each: int32
+   * [num_seqs, max_blocks_per_seq], and their lengths with these tokens, int32 [num_seqs]. Of a
+   * sequence with fewer tokens than it has rows the last ones are written. */
+  const DLTensor* block_tables;
+  const DLTensor* context_lens;
 } cuattn_cache_options;
 
 CUATTN_API void cuattn_cache_options_init(cuattn_cache_options* options, size_t struct_size);
 
 /* Writes row i of k and v, [num_tokens, num_heads_kv, head_dim], into slot slot_mapping[i] (int64)
- * of the caches; slot = block * block_size + token in the block, -1 skips the row. */
+ * of the caches; slot = block * block_size + token in the block, -1 skips the row. slot_mapping is
+ * NULL where the options have block_tables and context_lens. */
 CUATTN_API cuattn_status cuattn_reshape_and_cache(const DLTensor* k, const DLTensor* v,
                                                   const DLTensor* k_cache, const DLTensor* v_cache,
                                                   const DLTensor* slot_mapping,

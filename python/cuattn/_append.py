@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The new tokens of append_attention: what they may be, their places and their slots."""
+"""What the arguments of append_attention may be."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from ._arrays import Operations
-from ._kv_shapes import BLOCK_SIZE_AXIS, KV_LAYOUTS
+from ._kv_shapes import KV_LAYOUTS
 
 array_types: set[type] = set()  # those that were found to be arrays
 
@@ -20,8 +20,8 @@ def check_append(
     block_tables: Any,
     context_lens: Any,
     kv_layout: str,
-) -> int:
-    """Refuse shapes that do not fit each other; return the tokens of a block."""
+) -> None:
+    """Refuse shapes that do not fit each other."""
     given = {"q": q, "k": k, "v": v, "k_cache": k_cache}
     given |= {"block_tables": block_tables, "context_lens": context_lens}
     for name, array in given.items():
@@ -58,7 +58,6 @@ def check_append(
                 f"{op}: {name} must have a row for each of the {q.shape[0]} sequences of q, got "
                 f"shape {tuple(array.shape)}; reshape it"
             )
-    return int(k_cache.shape[BLOCK_SIZE_AXIS[kv_layout]])
 
 
 def check_array(op: str, name: str, array: Any) -> None:
@@ -86,17 +85,6 @@ def refuse_gradient(op: str, library: Operations, q: Any) -> None:
         )
 
 
-def check_lengths(op: str, lens: Any, capacity: int) -> None:
-    """On the CPU, refuse lengths that the tables cannot hold, before anything is written."""
-    if int(lens.__dlpack_device__()[0]) != 1 or lens.shape[0] == 0:
-        return
-    if not 0 <= float(lens.min()) <= float(lens.max()) <= capacity:
-        raise ValueError(
-            f"{op}: context_lens must be from 0 to {capacity}, the tokens of block_tables, got "
-            f"{lens.tolist()}; give the sequences more blocks"
-        )
-
-
 def check_rope(
     op: str, library: Operations, rope: Any, positions: Any, tokens: tuple[int, ...], q: Any
 ) -> tuple[Any, Any]:
@@ -119,23 +107,3 @@ def check_rope(
             f"{tuple(positions.shape)}; reshape it"
         )
     return cos, sin
-
-
-def new_places(library: Operations, lens: Any, q_len: int) -> Any:
-    """Return the place of each new token in its sequence, int64 [num_seqs, q_len]."""
-    ends = library.cast(lens, "int64").reshape(-1, 1)
-    return ends - 1 if q_len == 1 else ends + library.arange(-q_len, 0, dtype="int64")
-
-
-def new_slots(library: Operations, tables: Any, places: Any, block_size: int) -> Any:
-    """Return the slot of each new token, int64 [num_seqs * q_len]; -1 for places that are none.
-
-    On a GPU each line is a kernel, and costs the host more than the attention that follows.
-    """
-    if tables.shape[1] == 0:
-        return (places * 0 - 1).reshape(-1)
-    columns = places // block_size
-    inside = columns.clip(0, tables.shape[1] - 1)
-    blocks = library.take_along_rows(tables, inside)
-    slots = library.cast(places + (blocks - inside) * block_size, "int64")
-    return library.namespace.where(inside == columns, slots, -1).reshape(-1)

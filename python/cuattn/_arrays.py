@@ -112,12 +112,6 @@ class Operations:
         where = {"device": self.like.device} if self.namespace.__name__ == "torch" else {}
         return self.namespace.arange(start, stop, step, dtype=kind, **where)
 
-    def take_along_rows(self, array: Any, columns: Any) -> Any:
-        """Take those columns of each row, [rows, n] of int64 for an array [rows, m]."""
-        if self.namespace.__name__ == "torch":
-            return array.gather(1, columns)
-        return self.namespace.take_along_axis(array, columns, 1)
-
     def cast(self, array: Any, dtype: str) -> Any:
         kind = getattr(self.namespace, dtype)
         return array.to(kind) if self.namespace.__name__ == "torch" else array.astype(kind)

@@ -7,9 +7,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from . import _arrays, _core
-from ._append import check_append, check_lengths, check_rope, new_places, new_slots, refuse_gradient
+from ._append import check_append, check_rope, refuse_gradient
 from ._arrays import Array, ShapedArray, ShapedT
-from ._rope import rotated
+from ._rope import paged_lengths, rotation
 from .kv_cache import reshape_and_cache
 
 if TYPE_CHECKING:
@@ -51,8 +51,7 @@ def append_attention(
     """Write the newest tokens of each sequence into its pages, then attend with them to all.
 
     `reshape_and_cache` writes, and rotates k where `rope` is given; `apply_rope` rotates q, and
-    `paged_attention` attends. The slots are computed by q's own library, on the device, without
-    waiting.
+    `paged_attention` attends: a launch each, and nothing is allocated but results.
 
     Parameters
     ----------
@@ -113,14 +112,9 @@ def append_attention(
     array([0., 0., 0., 1., 0.], dtype=float32)
     """
     op = "append_attention"
-    block_size = check_append(op, q, k, v, k_cache, block_tables, context_lens, kv_layout)
+    check_append(op, q, k, v, k_cache, block_tables, context_lens, kv_layout)
     with _arrays.operations(op, q, stream, *WAY_OUT) as library:
         refuse_gradient(op, library, q)
-        tables, lens = library.own(block_tables), library.own(context_lens)
-        check_lengths(op, lens, tables.shape[1] * block_size)
-        q_len = q.shape[1] if len(q.shape) == 4 else 1
-        places = new_places(library, lens, q_len)
-        slots = new_slots(library, tables, places, block_size)
         turning: dict[str, Any] = {}
         if rope is None and rope_positions is not None:
             raise ValueError(
@@ -128,22 +122,23 @@ def append_attention(
                 "rope=(cos, sin)"
             )
         if rope is not None:
-            cos, sin = check_rope(op, library, rope, rope_positions, tuple(places.shape), q)
-            where = places.clip(0) if rope_positions is None else library.own(rope_positions)
-            turning = {"cos": cos, "sin": sin, "positions": where.reshape(-1)}
-            q = rotated(q, **turning, interleaved=rope_interleaved, stream=stream)
+            tokens = (q.shape[0], q.shape[1] if len(q.shape) == 4 else 1)
+            cos, sin = check_rope(op, library, rope, rope_positions, tokens, q)
+            rows = None if rope_positions is None else library.own(rope_positions).reshape(-1)
+            turning = {"cos": cos, "sin": sin, "positions": rows}
             turning["rope_interleaved"] = rope_interleaved
+            q = turned_queries(q, cos, sin, rows, rope_interleaved, context_lens, stream)
         if len(k.shape) == 4:
             k, v = (x.reshape(-1, *x.shape[-2:]) for x in (k, v))
     scales = {"k_scale": k_scale, "v_scale": v_scale}
     options = {"kv_layout": kv_layout, "stream": stream, **scales}
-    write = partial(reshape_and_cache, k, v, k_cache, v_cache, slots, **turning, **options)
+    newest = {"block_tables": block_tables, "context_lens": context_lens}
+    write = partial(reshape_and_cache, k, v, k_cache, v_cache, **newest, **turning, **options)
     attended = {
         "q": q,
         "k_cache": k_cache,
         "v_cache": v_cache,
-        "block_tables": block_tables,
-        "context_lens": context_lens,
+        **newest,
         "scale": scale,
         "causal": causal,
         "window": window,
@@ -164,7 +159,20 @@ def append_attention(
     return _core.write_and_attend(attended, write)
 
 
+def turned_queries(
+    q: Any, cos: Any, sin: Any, rows: Any, interleaved: bool, context_lens: Any, stream: Any
+) -> Any:
+    """Rotate the newest queries by their rows of the tables, or by their places."""
+    if 0 in q.shape[:-1]:  # the tables may be empty too
+        return q
+    lengths = paged_lengths({"q": q, "context_lens": context_lens})
+    if rows is not None and len(q.shape) == 4:
+        rows = rows.reshape(q.shape[:2])
+    op = "append_attention"
+    return rotation(op, "q", q, cos, sin, rows, interleaved, False, 0, lengths, None, stream)
+
+
 WAY_OUT = (
-    "slots need arithmetic",
+    "new tokens are brought into rows by a library",
     "call reshape_and_cache and paged_attention",
 )

@@ -26,8 +26,10 @@ def reshape_and_cache(
     v: ArrayT,
     k_cache: ArrayT,
     v_cache: ArrayT,
-    slot_mapping: Array,
+    slot_mapping: Array | None = None,
     *,
+    block_tables: Array | None = None,
+    context_lens: Array | None = None,
     kv_layout: KvLayout = "nhd",
     k_scale: float | Array | None = None,
     v_scale: float | Array | None = None,
@@ -55,10 +57,16 @@ def reshape_and_cache(
     k_cache, v_cache : array, written
         The caches in `kv_layout`, of k's dtype or float8_e4m3fn, for which uint8 may stand. Blocks
         may lie apart.
-    slot_mapping : int64 array, [num_tokens]
+    slot_mapping : int64 array, [num_tokens], optional
         The slot of each row; -1 skips the row. Another number that is no slot raises on the CPU,
         and on CUDA under CUATTN_CHECK=1; without it the row is skipped. Of two rows with one slot,
         which is kept is not said.
+    block_tables : int32 array, [num_seqs, max_blocks_per_seq], optional
+        With context_lens and instead of slot_mapping, where the rows are the newest of their
+        sequences, as many of each: the blocks of each sequence. Not of JAX.
+    context_lens : int32 array, [num_seqs], optional
+        Tokens of each sequence, those of this call included. Of a sequence with fewer tokens than
+        rows the last rows are written. Impossible lengths and blocks are refused as slots are.
     kv_layout : {"nhd", "hnd", "vllm"}
         "nhd" ``[num_blocks, block_size, num_heads_kv, head_dim]``, "hnd" ``[num_blocks,
         num_heads_kv, block_size, head_dim]``, "vllm" k ``[num_blocks, num_heads_kv, head_dim / x,
@@ -71,7 +79,8 @@ def reshape_and_cache(
         becomes ``(a * cos - b * sin, b * cos + a * sin)``, computed in float32.
     positions : int64 array, [num_tokens], optional
         The row of cos and sin of each token; out of range it raises like a slot, or is clamped.
-        cos, sin and positions are given together or not at all.
+        cos, sin and positions are given together or not at all; with block_tables, positions may
+        be left out, for the place of each token in its sequence.
     rope_interleaved : bool
         Pairs are (2 i, 2 i + 1) instead of (i, i + rotary_dim / 2).
     stream : optional
@@ -113,6 +122,8 @@ def reshape_and_cache(
         k_cache,
         v_cache,
         slot_mapping,
+        block_tables,
+        context_lens,
         kv_layout,
         k_scale,
         v_scale,
@@ -124,6 +135,11 @@ def reshape_and_cache(
     )
     if result is not NotImplemented:
         return result
+    if slot_mapping is None:
+        raise NotImplementedError(
+            "reshape_and_cache: slot_mapping must be given for JAX arrays, got None; compute it "
+            "from block_tables and context_lens"
+        )
     return jax_face().reshape_and_cache(
         k,
         v,

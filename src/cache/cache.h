@@ -33,6 +33,16 @@ void read_rope(const char* function, const cuattn_cache_options& options, DLDevi
 void check_slots(const char* function, const CacheWriteParams& params, const int64_t* slots,
                  const int64_t* positions);
 
+// The same of rows whose slots block_tables and context_lens of the options tell (newest.cpp), into
+// params whose num_tokens is filled; the check does nothing where there are none.
+void read_newest(const char* function, const cuattn_cache_options& options, DLDevice device,
+                 const char* like, bool check_data, CacheWriteParams& params);
+void check_newest(const char* function, const CacheWriteParams& params, DLDevice device,
+                  const int64_t* positions, Stream stream);
+inline int64_t num_seqs(const CacheWriteParams& p) {
+  return p.newest.q_len > 0 ? p.num_tokens / p.newest.q_len : 0;
+}
+
 // The memory of one cache of a call.
 inline Footprint cache_footprint(const char* name, const CacheSide& side, int64_t num_blocks,
                                  int32_t num_heads, int32_t block_size, DType dtype) {

@@ -150,7 +150,8 @@ void read_scale(const char* name, bool has_number, double number, const DLTensor
 void read_rope(const char* fn, const cuattn_cache_options& o, DLDevice device, const char* like,
                bool check_data, CacheWriteParams& p) {
   int given = (o.cos != nullptr) + (o.sin != nullptr) + (o.positions != nullptr);
-  CUATTN_REQUIRE(given == 0 || given == 3, fn,
+  bool has_places = p.newest.q_len > 0 && o.positions == nullptr;
+  CUATTN_REQUIRE(given == 0 || given == (has_places ? 2 : 3), fn,
                  ": cos, sin and positions must be given together, got ", given,
                  " of them; pass all three to rotate k, or none");
   CUATTN_REQUIRE(given != 0 || !o.rope_interleaved, fn,
@@ -180,6 +181,7 @@ void read_rope(const char* fn, const cuattn_cache_options& o, DLDevice device, c
   p.rope.max_position = cos.shape[0];
   p.rope.rotary_dim = static_cast<int32_t>(2 * cos.shape[1]);
   p.rope.interleaved = o.rope_interleaved != 0;
+  if (has_places) return;
   p.rope.positions = static_cast<const int64_t*>(
       read_vector(fn, "positions", view_of(fn, "positions", o.positions), DType::i64, p.num_tokens,
                   "num_tokens", device, like, check_data));
@@ -189,7 +191,8 @@ namespace {
 
 // The arrays of a call, as they are borrowed.
 struct WriteArrays {
-  TensorView k, v, k_cache, v_cache, slot_mapping;
+  TensorView k, v, k_cache, v_cache;
+  const DLTensor* slot_mapping;  // or NULL
 
   WriteArrays(const DLTensor* k, const DLTensor* v, const DLTensor* k_cache,
               const DLTensor* v_cache, const DLTensor* slot_mapping)
@@ -197,8 +200,21 @@ struct WriteArrays {
         v(view_of(kWrite, "v", v)),
         k_cache(as_e4m3(view_of(kWrite, "k_cache", k_cache))),
         v_cache(as_e4m3(view_of(kWrite, "v_cache", v_cache))),
-        slot_mapping(view_of(kWrite, "slot_mapping", slot_mapping)) {}
+        slot_mapping(slot_mapping) {}
 };
+
+void read_slots(const DLTensor* slot_mapping, const cuattn_cache_options& o, DLDevice device,
+                bool check_data, CacheWriteParams& p) {
+  int given = (o.block_tables != nullptr) + (o.context_lens != nullptr);
+  CUATTN_REQUIRE(given == (slot_mapping == nullptr ? 2 : 0), kWrite,
+                 ": slot_mapping must be given, or block_tables and context_lens without it, got ",
+                 slot_mapping == nullptr ? "no slot_mapping" : "slot_mapping", " and ", given,
+                 " of these; pass one of the two");
+  if (slot_mapping == nullptr) return read_newest(kWrite, o, device, "k", check_data, p);
+  p.slot_mapping = static_cast<const int64_t*>(
+      read_vector(kWrite, "slot_mapping", view_of(kWrite, "slot_mapping", slot_mapping), DType::i64,
+                  p.num_tokens, "num_tokens", device, "k", check_data));
+}
 
 // `check_data` false: no data pointer is looked at.
 CacheWriteParams read_write(const WriteArrays& arrays, const cuattn_cache_options* options,
@@ -229,9 +245,7 @@ CacheWriteParams read_write(const WriteArrays& arrays, const cuattn_cache_option
   require_extent(kWrite, "k_cache", "head_dim", p.k.head_dim, k.shape[2], "k");
   require_extent(kWrite, "v_cache", "head_dim", p.v.head_dim, v.shape[2], "v");
   p.num_tokens = k.shape[0];
-  p.slot_mapping =
-      static_cast<const int64_t*>(read_vector(kWrite, "slot_mapping", slot_mapping, DType::i64,
-                                              p.num_tokens, "num_tokens", device, "k", check_data));
+  read_slots(slot_mapping, o, device, check_data, p);
   read_scale("k_scale", o.has_k_scale, o.k_scale, o.k_scales, p, device, check_data, p.k);
   read_scale("v_scale", o.has_v_scale, o.v_scale, o.v_scales, p, device, check_data, p.v);
   read_rope(kWrite, o, device, "k", check_data, p);
@@ -257,6 +271,11 @@ void check_write_memory(const CacheWriteParams& p) {
   memory.reads(rows_footprint("k", p.k, p.num_tokens, p.num_heads, p.dtype));
   memory.reads(rows_footprint("v", p.v, p.num_tokens, p.num_heads, p.dtype));
   memory.reads({"slot_mapping", p.slot_mapping, 8, {{p.num_tokens, 1}}});
+  memory.reads({"context_lens", p.newest.context_lens, 4, {{num_seqs(p), 1}}});
+  memory.reads({"block_tables",
+                p.newest.block_tables,
+                4,
+                {{num_seqs(p), p.newest.block_tables_stride}, {p.newest.max_blocks, 1}}});
   memory.reads({"k_scale", p.k.scales, 4, {{p.num_heads, p.k.scales_stride}}});
   memory.reads({"v_scale", p.v.scales, 4, {{p.num_heads, p.v.scales_stride}}});
   const RopeParams& rope = p.rope;
@@ -272,9 +291,10 @@ void reshape_and_cache(const WriteArrays& arrays, const cuattn_cache_options* op
   check_write_memory(p);
   DLDevice device = arrays.k.device;
   const Backend& backend = backend_of(kWrite, device);
-  HostCopy<int64_t> slots(backend, device, p.slot_mapping, p.num_tokens, stream);
   HostCopy<int64_t> positions(backend, device, p.rope.positions, p.num_tokens, stream);
+  HostCopy<int64_t> slots(backend, device, p.slot_mapping, p.num_tokens, stream);
   check_slots(kWrite, p, slots.data(), positions.data());
+  check_newest(kWrite, p, device, positions.data(), stream);
   if (p.num_tokens == 0 || p.num_heads == 0 || p.num_blocks == 0) return;
   backend.cache_write(p, device.device_id, stream);
 }

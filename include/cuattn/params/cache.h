@@ -53,10 +53,27 @@ struct RopeParams {
   bool interleaved;
 };
 
-CUATTN_HOST_DEVICE int64_t rope_position(const RopeParams& rope, int64_t token) {
-  int64_t position = rope.positions[token];
-  return position < 0 ? 0 : position < rope.max_position ? position : rope.max_position - 1;
-}
+// Rows that are the newest of their sequences, q_len of each: the last one is token context_lens[b]
+// - 1 of sequence b, in the blocks that row b of block_tables names.
+struct NewestTokens {
+  const int32_t* context_lens;  // [num_tokens / q_len]
+  const int32_t* block_tables;  // [num_tokens / q_len, max_blocks]
+  int64_t block_tables_stride;
+  int32_t max_blocks, q_len;  // q_len 0: none, rows have slots of their own
+
+  // The place of a row in its sequence. Negative where that is shorter than q_len.
+  CUATTN_HOST_DEVICE int64_t place(int64_t token) const {
+    return context_lens[token / q_len] - (q_len - token % q_len);
+  }
+  CUATTN_HOST_DEVICE int64_t block(int64_t seq, int64_t column) const {
+    return block_tables[seq * block_tables_stride + column];
+  }
+  CUATTN_HOST_DEVICE int64_t slot(int64_t token, int32_t block_size) const {
+    int64_t at = place(token), column = at / block_size;
+    if (at < 0 || column >= max_blocks) return -1;
+    return block(token / q_len, column) * block_size + at % block_size;
+  }
+};
 
 // reshape_and_cache: rows into their slots. Slot = block * block_size + token within the block;
 // what is not a slot of the cache is not written.
@@ -67,12 +84,25 @@ struct CacheWriteParams {
   int64_t num_tokens, num_blocks;
   int32_t num_heads, block_size;
   const int64_t* slot_mapping;  // [num_tokens]; -1: the row is skipped
-  RopeParams rope;              // of k
+  NewestTokens newest;
+  RopeParams rope;  // of k; without positions, they are the places of newest
   bool is_packed;  // v.cache takes packed latents: v.rows and k.rows together, k has no cache
 };
 
 CUATTN_HOST_DEVICE bool is_slot(const CacheWriteParams& p, int64_t slot) {
   return slot >= 0 && slot < p.num_blocks * p.block_size;
+}
+
+// The slot of a row, or -1.
+CUATTN_HOST_DEVICE int64_t slot_of(const CacheWriteParams& p, int64_t token) {
+  int64_t slot = p.newest.q_len > 0 ? p.newest.slot(token, p.block_size) : p.slot_mapping[token];
+  return is_slot(p, slot) ? slot : -1;
+}
+
+// Its row of cos and sin.
+CUATTN_HOST_DEVICE int64_t rope_position(const CacheWriteParams& p, int64_t token) {
+  int64_t at = p.rope.positions != nullptr ? p.rope.positions[token] : p.newest.place(token);
+  return at < 0 ? 0 : at < p.rope.max_position ? at : p.rope.max_position - 1;
 }
 
 // gather_cache: the first tokens of each sequence, end to end, into rows.

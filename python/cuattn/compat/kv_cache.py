@@ -62,11 +62,11 @@ def append_and_attend(
     head_dim = q.shape[-1]
     padded = cache._replace(k=in_eights(cache.k), v=in_eights(cache.v)) if head_dim % 8 else cache
     pages = pages_of(op, q, padded, needed=k is not None or is_indirect(cache))
+    total = seqlens + new if new else seqlens.contiguous()
     if k is not None and v is not None:
         assert pages is not None
         moves = options["causal"] or options["window"] != (-1, -1)
-        q = write(in_eights(q), in_eights(k), in_eights(v), pages, seqlens, rotary, moves)
-    total = seqlens + new if new else seqlens.contiguous()
+        q = write(in_eights(q), in_eights(k), in_eights(v), pages, seqlens, total, rotary, moves)
     if cache.leftpad is not None:
         total = total.clamp(max=capacity) - cache.leftpad
     result = attend(in_eights(q), padded, pages, total, options)
@@ -235,20 +235,18 @@ def write(
     v: Tensor,
     pages: Pages,
     seqlens: Tensor,
+    total: Tensor,
     rotary: Rotary,
     moves: bool,
 ) -> Tensor:
-    """Write k and v into their slots, k rotated; return q rotated alike.
+    """Write k and v behind the first seqlens tokens, up to `total`, k rotated; return q alike.
 
     Token i of q stands at place seqlens + i where `moves`, else all at seqlens.
     """
     count = k.shape[1]
-    places = places_of(seqlens, count)
-    rows = (k.flatten(0, 1), v.flatten(0, 1))
-    slots = pages.slots(places).flatten()
     turning: dict[str, Any] = {}
     if rotary.cos is not None:
-        turning = rows_of(rotary, places)
+        turning = rows_of(rotary, places_of(seqlens, count))
         wanted = q.shape[1] if moves else 1
         others = turning if wanted == count else rows_of(rotary, places_of(seqlens, wanted))
         if wanted != q.shape[1]:  # one place for all tokens of a sequence
@@ -256,8 +254,10 @@ def write(
             others = {**others, "positions": same.flatten()}
         q = rotated(q, **others, interleaved=rotary.interleaved)
         turning["rope_interleaved"] = rotary.interleaved
-    if slots.shape[0]:  # caches and tables have a row at least
-        reshape_and_cache(*rows, pages.k, pages.v, slots, **turning)
+    if k.shape[0] * count:  # caches and tables have a row at least
+        rows = (k.flatten(0, 1), v.flatten(0, 1))
+        newest = {"block_tables": pages.tables(), "context_lens": total}
+        reshape_and_cache(*rows, pages.k, pages.v, **newest, **turning)
     return q
 
 

@@ -76,15 +76,3 @@ class Pages:
         if leftpad is not None:
             return self.table * self.apart + leftpad[:, None] + pages
         return (self.table[:, :, None] * (self.apart // self.size) + pages).flatten(1)
-
-    def slots(self, positions: Tensor) -> Tensor:
-        """Name the slot of each position, int64 [batch, n]; -1 where a sequence has no such."""
-        if self.capacity == 0:
-            return torch.full_like(positions, -1)
-        entry, offset = self.table, positions
-        if entry.shape[1] > 1:
-            last = entry.shape[1] - 1
-            entry = entry.gather(1, (positions // self.tokens).clamp(0, last))
-            offset = positions % self.tokens
-        inside = (positions >= 0) & (positions < self.capacity)
-        return torch.where(inside, torch.add(offset, entry, alpha=self.apart), -1)
