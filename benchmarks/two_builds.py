@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode over pages by two builds of the library in one process: what a change of a kernel costs.
+"""Two builds of the library in one process: what a change of a kernel costs.
 
-    python benchmarks/two_builds.py BEFORE/libcuattn.so AFTER/libcuattn.so [--seconds 18] [-o FILE]
+    python benchmarks/two_builds.py BEFORE/libcuattn.so AFTER/libcuattn.so [--rows forward]
+        [--seconds 18] [-o FILE]
+
+Rows are decode over pages, or the forward pass: scores, of which `before` may have kernels that
+`after` serves by others, and few queries over many keys.
 
 Both are loaded side by side and called through the C ABI, whose structs must be the same in both;
 cuattn itself need not be installed. On a machine without a GPU the calls run on the CPU.
@@ -56,6 +60,20 @@ class Options(ctypes.Structure):
     )
 
 
+class AttentionOptions(ctypes.Structure):
+    """cuattn_attention_options of c_api.h, to `backend`."""
+
+    _fields_ = (
+        *(("struct_size", SIZE), ("layout", INT), ("causal", INT), ("window_left", LONG)),
+        *(("window_right", LONG), ("has_scale", INT), ("num_splits", INT), ("scale", DOUBLE)),
+        *(("softcap", DOUBLE), ("batch_invariant", INT), ("return_lse", INT)),
+        *(("alibi_slopes", POINTER), ("sinks", POINTER), ("bias", POINTER)),
+        *(("seqused_q", POINTER), ("seqused_k", POINTER), ("cu_seqlens_q", POINTER)),
+        *(("cu_seqlens_k", POINTER), ("max_seqlen_q", LONG), ("max_seqlen_k", LONG)),
+        *(("block_tables", POINTER), ("kv_layout", INT), ("backend", ctypes.c_char_p)),
+    )
+
+
 class Call(ctypes.Structure):
     """cuattn_attention_call of c_api.h."""
 
@@ -93,11 +111,56 @@ class Row(NamedTuple):
         return words + f", {self.backend}" * (self.backend != "auto")
 
     @property
+    def kind(self) -> str:
+        kind = "softcap" if self.softcap else self.backend
+        return ("planned" if self.planned else "plan in the call") if kind == "auto" else kind
+
+    @property
     def bytes(self) -> int:
         return 4 * self.batch * self.context * self.heads_kv * HEAD_DIM
 
 
-def rows() -> Iterable[Row]:
+class ForwardRow(NamedTuple):
+    head_dim: int
+    seqlen_q: int
+    seqlen_k: int
+    heads_q: int = 16
+    heads_kv: int = 16
+    causal: bool = False
+    score: str = "none"  # softcap, bias
+    backend: str = "auto"
+
+    @property
+    def name(self) -> str:
+        words = f"{self.heads_q}/{self.heads_kv} {self.seqlen_q} of {self.seqlen_k}"
+        words += f", {self.head_dim}, {'causal' if self.causal else 'full'}"
+        return words + f", {self.kind}"
+
+    @property
+    def kind(self) -> str:
+        if self.score == "none":
+            return "few queries" if self.seqlen_q < self.seqlen_k else "plain"
+        return f"{self.score}{' by ' * (self.backend != 'auto')}" + self.backend.removeprefix(
+            "auto"
+        )
+
+
+def forward_rows() -> Iterable[ForwardRow]:
+    length = 4096 if IS_CUDA else 48
+    for head_dim in (64, 96, 128, 192, 256):
+        for score in ("softcap", "bias"):
+            yield ForwardRow(head_dim, length, length, score=score)
+        yield ForwardRow(head_dim, length, length, causal=True, score="softcap")
+    for head_dim in (64, 128, 256) if IS_CUDA else ():
+        for causal in (False, True):
+            sm80 = {"score": "softcap", "backend": "sm80"}
+            yield ForwardRow(head_dim, length, length, causal=causal, **sm80)
+    for few, many in ((64, 32768), (128, 32768), (64, 131072)) if IS_CUDA else ((8, 64),):
+        for causal in (False, True):
+            yield ForwardRow(128, few, many, heads_q=8, heads_kv=1, causal=causal)
+
+
+def paged_rows() -> Iterable[Row]:
     """Take KV of 4 MB to 2 GB; what is not the planned call of `auto`, on blocks of 16 alone."""
     sizes = ((1, 8192), (16, 1024), (64, 1024), (16, 8192), (64, 8192))
     if not IS_CUDA:
@@ -112,21 +175,31 @@ def rows() -> Iterable[Row]:
                 yield Row(*heads, *extents, 16, planned=False, backend="sm80")
 
 
-class Arrays:
-    """Sets of q and caches, the tables and lengths that they share, and views of all for C."""
+def draw(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, device=DEVICE, dtype=torch.bfloat16).normal_()
 
-    def __init__(self, row: Row):
+
+class Arrays:
+    """Sets of q, k and v, what they share, and views of all for C."""
+
+    def __init__(self, row: Row | ForwardRow):
         self.views: list[Any] = []
+        self.sets: list[tuple[torch.Tensor, ...]]
+        if isinstance(row, Row):
+            return self.draw_paged(row)
+        q = draw(1, row.seqlen_q, row.heads_q, row.head_dim)
+        self.sets = [(q, *(draw(1, row.seqlen_k, row.heads_kv, row.head_dim) for _ in range(2)))]
+        self.bias = self.view(draw(1, row.heads_q, row.seqlen_q, row.seqlen_k))
+        return None
+
+    def draw_paged(self, row: Row) -> None:
+        """Draw caches, their tables and lengths."""
         blocks = row.batch * row.context // row.block
         count = min(max(2, -(-COLD_BYTES // row.bytes)), MOST_SETS) if IS_CUDA else 2
         order = torch.randperm(blocks, device=DEVICE).to(torch.int32)
         tables = order.view(row.batch, -1)
         lens = torch.full((row.batch,), row.context, device=DEVICE, dtype=torch.int32)
         self.tables, self.lens = self.view(tables), self.view(lens)
-
-        def draw(*shape: int) -> torch.Tensor:
-            return torch.empty(shape, device=DEVICE, dtype=torch.bfloat16).normal_()
-
         cache = (blocks, row.block, row.heads_kv, HEAD_DIM)
         self.sets = [(draw(row.batch, row.heads_q, HEAD_DIM), *(draw(*cache) for _ in range(2)))
                      for _ in range(count)]  # fmt: skip
@@ -151,18 +224,37 @@ class Build:
         if status:
             raise RuntimeError(self.c.cuattn_last_error().decode())
 
-    def prepare(self, row: Row, x: Arrays) -> tuple[Callable[[], None], list[torch.Tensor]]:
+    def prepare(
+        self, row: Row | ForwardRow, x: Arrays
+    ) -> tuple[Callable[[], None], list[torch.Tensor]]:
         """Return a function that runs the call on every set, and the results it writes."""
+        if isinstance(row, Row):
+            return self.prepare_paged(row, x)
+        options = AttentionOptions()
+        self.c.cuattn_attention_options_init(ctypes.byref(options), SIZE(ctypes.sizeof(options)))
+        options.backend, options.causal = row.backend.encode(), row.causal
+        options.softcap = 30.0 if row.score == "softcap" else 0.0
+        options.bias = x.bias if row.score == "bias" else None
+        return self.runs(x, self.c.cuattn_attention_prepare, self.c.cuattn_attention_run, options)
+
+    def prepare_paged(self, row: Row, x: Arrays) -> tuple[Callable[[], None], list[torch.Tensor]]:
         options = Options()
         self.c.cuattn_paged_options_init(ctypes.byref(options), SIZE(ctypes.sizeof(options)))
         options.backend, options.softcap = row.backend.encode(), row.softcap
         if row.planned:
             options.plan = self.plan(row, x, options)
+        shared = x.tables, x.lens
+        prepare, run = self.c.cuattn_paged_prepare, self.c.cuattn_paged_run
+        return self.runs(x, prepare, run, options, *shared)
+
+    def runs(
+        self, x: Arrays, prepare: Any, launch: Any, options: ctypes.Structure, *shared: Any
+    ) -> tuple[Callable[[], None], list[torch.Tensor]]:
         runs = []
         for arrays in x.sets:
             call, views = Call(), [x.view(a) for a in arrays]
             to = ctypes.byref(options), ctypes.byref(call)
-            self.check(self.c.cuattn_paged_prepare(*views, x.tables, x.lens, *to))
+            self.check(prepare(*views, *shared, *to))
             out = torch.full_like(arrays[0], torch.nan)
             space = torch.zeros(max(1, call.workspace_bytes), dtype=torch.uint8, device=DEVICE)
             runs.append((call, out, x.view(out), space))
@@ -170,9 +262,7 @@ class Build:
         def run() -> None:
             for call, _, view, space in runs:
                 memory = POINTER(space.data_ptr()), SIZE(space.numel())
-                self.check(
-                    self.c.cuattn_paged_run(ctypes.byref(call), view, None, *memory, stream())
-                )
+                self.check(launch(ctypes.byref(call), view, None, *memory, stream()))
 
         x.views.append(options)
         return run, [out for _, out, _, _ in runs]
@@ -224,7 +314,7 @@ def heat() -> None:
         torch.cuda.synchronize()
 
 
-def measure(row: Row, builds: list[Build]) -> dict[str, Any]:
+def measure(row: Row | ForwardRow, builds: list[Build]) -> dict[str, Any]:
     """Time both builds on one row."""
     x = Arrays(row)
     calls, outs = [], []
@@ -239,7 +329,8 @@ def measure(row: Row, builds: list[Build]) -> dict[str, Any]:
             times[i].append(milliseconds(calls[i]) / len(x.sets))
     alike = all(torch.equal(a, b) for a, b in zip(*outs, strict=True))
     ratio = statistics.median(a / b for a, b in zip(*times, strict=True))
-    return {**row._asdict(), "name": row.name, "ms": times, "ratio": ratio, "same_bits": alike}
+    names = {"name": row.name, "kind": row.kind}
+    return {**row._asdict(), **names, "ms": times, "ratio": ratio, "same_bits": alike}
 
 
 def summary(found: list[dict[str, Any]]) -> Iterable[str]:
@@ -247,9 +338,7 @@ def summary(found: list[dict[str, Any]]) -> Iterable[str]:
     kinds: dict[str, list[dict[str, Any]]] = {}
     for row in found:
         kinds.setdefault("all rows", []).append(row)
-        kind = "softcap" if row["softcap"] else row["backend"]
-        kind = "planned" if kind == "auto" and row["planned"] else kind
-        kinds.setdefault("plan in the call" if kind == "auto" else kind, []).append(row)
+        kinds.setdefault(row["kind"], []).append(row)
     for kind, part in kinds.items():
         mean = math.exp(statistics.fmean(math.log(row["ratio"]) for row in part))
         least = min(part, key=lambda row: row["ratio"])
@@ -264,6 +353,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
     parser.add_argument("before", type=pathlib.Path)
     parser.add_argument("after", type=pathlib.Path)
+    parser.add_argument("--rows", choices=("paged", "forward"), default="paged")
     parser.add_argument("--seconds", type=float, default=60.0, help="when to stop (default 60)")
     parser.add_argument("-o", "--output", type=pathlib.Path, help="a JSON file for all rounds")
     arguments = parser.parse_args()
@@ -271,7 +361,7 @@ def main() -> int:
     builds = [Build(arguments.before), Build(arguments.after)]
     heat()
     found = []
-    chosen = list(rows())
+    chosen = list(paged_rows() if arguments.rows == "paged" else forward_rows())
     random.shuffle(chosen)
     for row in chosen:
         if time.perf_counter() > end:

@@ -17,8 +17,9 @@ SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "two_builds.py"
 LIBRARY = Path(cuattn.__file__).parent / "lib" / "libcuattn.so"
 
 
-def test_a_build_beside_itself_gives_the_same_bits_and_a_file_of_all_rounds(tmp_path):
-    words = [LIBRARY, LIBRARY, "--seconds", "1000", "-o", tmp_path / "two.json"]
+@pytest.mark.parametrize(("rows", "count"), [("paged", 24), ("forward", 17)])
+def test_a_build_beside_itself_gives_the_same_bits_and_a_file_of_all_rounds(tmp_path, rows, count):
+    words = [LIBRARY, LIBRARY, "--seconds", "1000", "--rows", rows, "-o", tmp_path / "two.json"]
     environment = {"CUDA_VISIBLE_DEVICES": "", "CUATTN_NUM_THREADS": "2", "PATH": ""}
     done = subprocess.run(
         [sys.executable, str(SCRIPT), *map(str, words)],
@@ -28,21 +29,39 @@ def test_a_build_beside_itself_gives_the_same_bits_and_a_file_of_all_rounds(tmp_
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    rows = json.loads((tmp_path / "two.json").read_text(encoding="utf-8"))["rows"]
-    assert len(rows) == 24
-    assert all(row["same_bits"] for row in rows)
-    assert all(len(times) == 9 for row in rows for times in row["ms"])
+    found = json.loads((tmp_path / "two.json").read_text(encoding="utf-8"))["rows"]
+    assert len(found) == count
+    assert all(row["same_bits"] for row in found)
+    assert all(len(times) == 9 for row in found for times in row["ms"])
     assert "all rows: before / after" in done.stdout
-    assert "the same bits in 24" in done.stdout
+    assert f"the same bits in {count}" in done.stdout
 
 
-def test_its_result_is_that_of_paged_attention(monkeypatch):
+def load(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     spec = importlib.util.spec_from_file_location("two_builds", SCRIPT)
     two = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(two)
     if two.IS_CUDA:
         pytest.skip("reads arrays of the CPU")
+    return two
+
+
+def test_its_result_is_that_of_attention(monkeypatch):
+    two = load(monkeypatch)
+    for score, causal in (("softcap", True), ("bias", False), ("none", True)):
+        row = two.ForwardRow(16, 5, 9, 4, 2, score=score, causal=causal)
+        x = two.Arrays(row)
+        run, (out,) = two.Build(LIBRARY).prepare(row, x)
+        run()
+        (bias, _), (q, k, v) = x.views[0], x.sets[0]
+        options = {"softcap": {"softcap": 30.0}, "bias": {"bias": bias}, "none": {}}[score]
+        expected = cuattn.attention(q, k, v, causal=causal, **options)
+        torch.testing.assert_close(out, expected, rtol=0, atol=0)
+
+
+def test_its_result_is_that_of_paged_attention(monkeypatch):
+    two = load(monkeypatch)
     for planned in (True, False):
         row = two.Row(8, 2, 3, 64, 16, planned=planned, softcap=3.0)
         x = two.Arrays(row)
