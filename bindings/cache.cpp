@@ -97,18 +97,19 @@ void check_reshape_and_cache(const nb::dict& arrays, nb::handle kv_layout, nb::h
   if (options.has_v_scale) options.v_scale = parse_double(op, "v_scale", v_scale);
   DLDevice place = shapes_on < 0 ? DLDevice{kDLCPU, 0} : DLDevice{kDLCUDA, shapes_on};
   const DLTensor* positional[5] = {};
-  const std::pair<const char*, const DLTensor**> fields[] = {{"k", &positional[0]},
-                                                             {"v", &positional[1]},
-                                                             {"k_cache", &positional[2]},
-                                                             {"v_cache", &positional[3]},
-                                                             {"slot_mapping", &positional[4]},
-                                                             {"block_tables", &options.block_tables},
-                                                             {"context_lens", &options.context_lens},
-                                                             {"k_scale", &options.k_scales},
-                                                             {"v_scale", &options.v_scales},
-                                                             {"cos", &options.cos},
-                                                             {"sin", &options.sin},
-                                                             {"positions", &options.positions}};
+  const std::pair<const char*, const DLTensor**> fields[] = {
+      {"k", &positional[0]},
+      {"v", &positional[1]},
+      {"k_cache", &positional[2]},
+      {"v_cache", &positional[3]},
+      {"slot_mapping", &positional[4]},
+      {"block_tables", &options.block_tables},
+      {"context_lens", &options.context_lens},
+      {"k_scale", &options.k_scales},
+      {"v_scale", &options.v_scales},
+      {"cos", &options.cos},
+      {"sin", &options.sin},
+      {"positions", &options.positions}};
   Array views[std::size(fields)];
   for (size_t i = 0; i < std::size(fields); ++i) {
     auto [name, field] = fields[i];
@@ -312,11 +313,11 @@ void add_cache(nb::module_& m) {
                 "k_scale: object, v_scale: object, cos: object, sin: object, positions: object, "
                 "rope_interleaved: bool, stream: object) -> object"),
         nb::arg("k").none(), nb::arg("v").none(), nb::arg("k_cache").none(),
-        nb::arg("v_cache").none(), nb::arg("slot_mapping").none(),
-        nb::arg("block_tables").none(), nb::arg("context_lens").none(),
-        nb::arg("kv_layout").none(), nb::arg("k_scale").none(), nb::arg("v_scale").none(), nb::arg("cos").none(),
-        nb::arg("sin").none(), nb::arg("positions").none(), nb::arg("rope_interleaved").none(),
-        nb::arg("stream").none(), "cuattn.reshape_and_cache with every argument in its place.");
+        nb::arg("v_cache").none(), nb::arg("slot_mapping").none(), nb::arg("block_tables").none(),
+        nb::arg("context_lens").none(), nb::arg("kv_layout").none(), nb::arg("k_scale").none(),
+        nb::arg("v_scale").none(), nb::arg("cos").none(), nb::arg("sin").none(),
+        nb::arg("positions").none(), nb::arg("rope_interleaved").none(), nb::arg("stream").none(),
+        "cuattn.reshape_and_cache with every argument in its place.");
   m.def("check_reshape_and_cache", &check_reshape_and_cache,
         nb::sig("def check_reshape_and_cache(arrays: dict[str, object], kv_layout: str, k_scale: "
                 "float | None, v_scale: float | None, rope_interleaved: bool, shapes_on: int) -> "

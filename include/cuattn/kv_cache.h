@@ -101,8 +101,8 @@ inline void reshape_and_cache(const TensorView& k, const TensorView& v, const Te
                               const TensorView& context_lens, const CacheOptions& options = {},
                               void* stream = nullptr) {
   detail::CCacheOptions c(options);
-  DLTensor dk = k.dl(), dv = v.dl(), dkc = k_cache.dl(), dvc = v_cache.dl(),
-           dt = block_tables.dl(), dl = context_lens.dl();
+  DLTensor dk = k.dl(), dv = v.dl(), dkc = k_cache.dl(), dvc = v_cache.dl(), dt = block_tables.dl(),
+           dl = context_lens.dl();
   c.c.block_tables = &dt;
   c.c.context_lens = &dl;
   detail::check(cuattn_reshape_and_cache(&dk, &dv, &dkc, &dvc, nullptr, &c.c, stream));

@@ -132,7 +132,7 @@ def append_attention(
             k, v = (x.reshape(-1, *x.shape[-2:]) for x in (k, v))
     scales = {"k_scale": k_scale, "v_scale": v_scale}
     options = {"kv_layout": kv_layout, "stream": stream, **scales}
-    newest = {"block_tables": block_tables, "context_lens": context_lens}
+    newest: dict[str, Any] = {"block_tables": block_tables, "context_lens": context_lens}
     write = partial(reshape_and_cache, k, v, k_cache, v_cache, **newest, **turning, **options)
     attended = {
         "q": q,

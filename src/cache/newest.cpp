@@ -10,8 +10,8 @@ namespace cuattn {
 
 void read_newest(const char* fn, const cuattn_cache_options& o, DLDevice device, const char* like,
                  bool check_data, CacheWriteParams& p) {
-  BlockTables tables = read_block_tables(fn, view_of(fn, "block_tables", o.block_tables), device,
-                                         like, check_data);
+  BlockTables tables =
+      read_block_tables(fn, view_of(fn, "block_tables", o.block_tables), device, like, check_data);
   int64_t num_seqs = tables.num_seqs;
   CUATTN_REQUIRE(num_seqs > 0 ? p.num_tokens % num_seqs == 0 : p.num_tokens == 0, fn, ": ", like,
                  " must have as many rows of each of the ", num_seqs,

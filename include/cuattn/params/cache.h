@@ -86,7 +86,7 @@ struct CacheWriteParams {
   const int64_t* slot_mapping;  // [num_tokens]; -1: the row is skipped
   NewestTokens newest;
   RopeParams rope;  // of k; without positions, they are the places of newest
-  bool is_packed;  // v.cache takes packed latents: v.rows and k.rows together, k has no cache
+  bool is_packed;   // v.cache takes packed latents: v.rows and k.rows together, k has no cache
 };
 
 CUATTN_HOST_DEVICE bool is_slot(const CacheWriteParams& p, int64_t slot) {

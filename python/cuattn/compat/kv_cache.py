@@ -255,9 +255,15 @@ def write(
         q = rotated(q, **others, interleaved=rotary.interleaved)
         turning["rope_interleaved"] = rotary.interleaved
     if k.shape[0] * count:  # caches and tables have a row at least
-        rows = (k.flatten(0, 1), v.flatten(0, 1))
-        newest = {"block_tables": pages.tables(), "context_lens": total}
-        reshape_and_cache(*rows, pages.k, pages.v, **newest, **turning)
+        reshape_and_cache(
+            k.flatten(0, 1),
+            v.flatten(0, 1),
+            pages.k,
+            pages.v,
+            block_tables=pages.tables(),
+            context_lens=total,
+            **turning,
+        )
     return q
 
 
