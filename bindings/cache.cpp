@@ -11,6 +11,7 @@
 #include "bindings/arrays/import.h"
 #include "bindings/arrays/results.h"
 #include "bindings/arrays/shapes.h"
+#include "bindings/arrays/slots.h"
 #include "bindings/arrays/turning.h"
 #include "bindings/call/errors.h"
 #include "bindings/call/parse.h"
@@ -51,20 +52,13 @@ nb::object reshape_and_cache(nb::handle k, nb::handle v, nb::handle k_cache, nb:
   options.kv_layout = parse_kv_layout(op, kv_layout);
   options.rope_interleaved = parse_bool(op, "rope_interleaved", rope_interleaved);
   Array rows_k, rows_v, cache_k, cache_v;
-  std::optional<Array> slots, tables, lens;
+  SlotArrays slots;
   rows_k.import(op, "k", k, stream, nullptr);
   complete_stream(op, rows_k, stream);
   rows_v.import(op, "v", v, stream, &rows_k);
   cache_k.import(op, "k_cache", k_cache, stream, &rows_k, true);
   cache_v.import(op, "v_cache", v_cache, stream, &rows_k, true);
-  auto read = [&](const char* name, nb::handle array, std::optional<Array>& to) {
-    if (!is_given(array)) return static_cast<const DLTensor*>(nullptr);
-    to.emplace().import(op, name, array, stream, &rows_k);
-    return static_cast<const DLTensor*>(&to->tensor);
-  };
-  const DLTensor* slots_tensor = read("slot_mapping", slot_mapping, slots);
-  options.block_tables = read("block_tables", block_tables, tables);
-  options.context_lens = read("context_lens", context_lens, lens);
+  slots.import(op, slot_mapping, block_tables, context_lens, stream, rows_k, options);
   Scale scale_k, scale_v;
   scale_k.import(op, "k_scale", k_scale, stream, rows_k, options.has_k_scale, options.k_scale,
                  options.k_scales);
@@ -76,7 +70,7 @@ nb::object reshape_and_cache(nb::handle k, nb::handle v, nb::handle k_cache, nb:
   {
     Unlocked unlocked;
     status = cuattn_reshape_and_cache(&rows_k.tensor, &rows_v.tensor, &cache_k.tensor,
-                                      &cache_v.tensor, slots_tensor, &options, stream.handle);
+                                      &cache_v.tensor, slots.slot_mapping, &options, stream.handle);
   }
   check(status);
   return nb::make_tuple(k_cache, v_cache);

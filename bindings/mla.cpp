@@ -10,6 +10,7 @@
 #include "bindings/arrays/import.h"
 #include "bindings/arrays/optional.h"
 #include "bindings/arrays/results.h"
+#include "bindings/arrays/slots.h"
 #include "bindings/arrays/turning.h"
 #include "bindings/call/errors.h"
 #include "bindings/call/options.h"
@@ -89,7 +90,8 @@ nb::object mla_decode(const nb::dict& arguments) {
 // ---- mla_write
 
 nb::object mla_write(nb::handle ckv, nb::handle kpe, nb::handle ckv_cache, nb::handle kpe_cache,
-                     nb::handle slot_mapping, nb::handle cos, nb::handle sin, nb::handle positions,
+                     nb::handle slot_mapping, nb::handle block_tables, nb::handle context_lens,
+                     nb::handle cos, nb::handle sin, nb::handle positions,
                      nb::handle rope_interleaved, nb::handle stream_arg) {
   const char* op = "mla_write";
   if (is_jax(op, "ckv", ckv)) return nb::borrow(Py_NotImplemented);
@@ -97,7 +99,8 @@ nb::object mla_write(nb::handle ckv, nb::handle kpe, nb::handle ckv_cache, nb::h
   cuattn_cache_options options;
   cuattn_cache_options_init(&options, sizeof options);
   options.rope_interleaved = parse_bool(op, "rope_interleaved", rope_interleaved);
-  Array latents, ropes, latent_cache, rope_cache, slots;
+  Array latents, ropes, latent_cache, rope_cache;
+  SlotArrays slots;
   latents.import(op, "ckv", ckv, stream, nullptr);
   complete_stream(op, latents, stream);
   bool has_ropes = !kpe.is_none() || !kpe_cache.is_none();
@@ -106,7 +109,7 @@ nb::object mla_write(nb::handle ckv, nb::handle kpe, nb::handle ckv_cache, nb::h
   bool is_packed = latent_cache.tensor.dtype.code == kDLUInt && kpe_cache.is_none();
   bool has_rope_cache = has_ropes && !is_packed;
   if (has_rope_cache) rope_cache.import(op, "kpe_cache", kpe_cache, stream, &latents, true);
-  slots.import(op, "slot_mapping", slot_mapping, stream, &latents);
+  slots.import(op, slot_mapping, block_tables, context_lens, stream, latents, options);
   Turning turning;
   turning.import(op, cos, sin, positions, stream, latents, options);
   cuattn_status status;
@@ -114,7 +117,7 @@ nb::object mla_write(nb::handle ckv, nb::handle kpe, nb::handle ckv_cache, nb::h
     Unlocked unlocked;
     status = cuattn_mla_write(&latents.tensor, has_ropes ? &ropes.tensor : nullptr,
                               &latent_cache.tensor, has_rope_cache ? &rope_cache.tensor : nullptr,
-                              &slots.tensor, &options, stream.handle);
+                              slots.slot_mapping, &options, stream.handle);
   }
   check(status);
   return nb::make_tuple(ckv_cache, kpe_cache);
@@ -220,12 +223,14 @@ void add_mla(nb::module_& m) {
         "block_tables, context_lens and indices, are for mla_attention.");
   m.def("mla_write", &mla_write,
         nb::sig("def mla_write(ckv: object, kpe: object, ckv_cache: object, kpe_cache: object, "
-                "slot_mapping: object, cos: object, sin: object, positions: object, "
-                "rope_interleaved: object, stream: object) -> object"),
+                "slot_mapping: object, block_tables: object, context_lens: object, cos: object, "
+                "sin: object, positions: object, rope_interleaved: object, stream: object) -> "
+                "object"),
         nb::arg("ckv").none(), nb::arg("kpe").none(), nb::arg("ckv_cache").none(),
-        nb::arg("kpe_cache").none(), nb::arg("slot_mapping").none(), nb::arg("cos").none(),
-        nb::arg("sin").none(), nb::arg("positions").none(), nb::arg("rope_interleaved").none(),
-        nb::arg("stream").none(), "cuattn.mla_write.");
+        nb::arg("kpe_cache").none(), nb::arg("slot_mapping").none(), nb::arg("block_tables").none(),
+        nb::arg("context_lens").none(), nb::arg("cos").none(), nb::arg("sin").none(),
+        nb::arg("positions").none(), nb::arg("rope_interleaved").none(), nb::arg("stream").none(),
+        "cuattn.mla_write.");
   m.def(
       "mla_project",
       [](const std::string& op, nb::handle x, nb::handle proj, nb::handle tail,

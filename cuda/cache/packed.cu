@@ -19,8 +19,8 @@ __global__ void __launch_bounds__(kWarps * 32)
   const int lane = threadIdx.x % 32;
   int64_t token = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;
   if (token >= p.num_tokens) return;
-  int64_t slot = p.slot_mapping[token];
-  if (!is_slot(p, slot)) return;
+  int64_t slot = slot_of(p, token);
+  if (slot < 0) return;
   const T* gRow = static_cast<const T*>(p.v.rows) + p.v.row(token, 0) + lane * kColumns;
   char* gTo =
       static_cast<char*>(p.v.cache) + p.v.place(slot / p.block_size, slot % p.block_size, 0);

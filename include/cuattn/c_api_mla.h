@@ -44,7 +44,8 @@ CUATTN_API cuattn_status cuattn_mla_project(const cuattn_mla_projection* project
 
 /* Writes row i of ckv [num_tokens, latent] and kpe [num_tokens, rope] into slot slot_mapping[i] of
  * ckv_cache [num_blocks, block_size, latent] and kpe_cache [num_blocks, block_size, rope]. Of the
- * options cos, sin, positions and rope_interleaved count, which rotate kpe. Where kpe and kpe_cache
+ * options cos, sin, positions and rope_interleaved count, which rotate kpe, and block_tables with
+ * context_lens, in place of slot_mapping as in cuattn_reshape_and_cache. Where kpe and kpe_cache
  * are NULL both, the latents alone are written. Into a ckv_cache of packed latents both are, without
  * a rotation, and kpe_cache is NULL. */
 CUATTN_API cuattn_status cuattn_mla_write(const DLTensor* ckv, const DLTensor* kpe,

@@ -156,8 +156,10 @@ def mla_write(
     kpe: ArrayT | None,
     ckv_cache: ArrayT,
     kpe_cache: ArrayT | None,
-    slot_mapping: Array,
+    slot_mapping: Array | None = None,
     *,
+    block_tables: Array | None = None,
+    context_lens: Array | None = None,
     cos: Array | None = None,
     sin: Array | None = None,
     positions: Array | None = None,
@@ -177,12 +179,15 @@ def mla_write(
         Of ckv's dtype; two caches, or two views of one joined cache. Or ckv_cache uint8
         [num_blocks, block_size, 656] and kpe_cache None: ckv, bfloat16, is quantised to FlashMLA's
         packed latents, kpe, not rotated, stored beside.
-    slot_mapping : int64 array, [num_tokens]
+    slot_mapping : int64 array, [num_tokens], optional
         Slot = block * block_size + token in the block; -1 skips the row.
+    block_tables, context_lens : int32 array, optional
+        In place of slot_mapping, for the newest tokens of sequences, as in `reshape_and_cache`.
     cos, sin : float32 array, [max_position, rotary_dim / 2], optional
         Rotate the first rotary_dim columns of kpe.
     positions : int64 array, [num_tokens], optional
-        The row of cos and sin of each token; with them or not at all.
+        The row of cos and sin of each token; with them or not at all. With block_tables they may
+        be left out, for the place of each token in its sequence.
     rope_interleaved : bool
         Pairs are (2 i, 2 i + 1), DeepSeek's order; False: (i, i + rotary_dim / 2). Without cos and
         sin it says nothing.
@@ -201,10 +206,19 @@ def mla_write(
     """
     if rope_interleaved is True and cos is None and sin is None and positions is None:
         rope_interleaved = False
-    arguments = (ckv, kpe, ckv_cache, kpe_cache, slot_mapping, cos, sin, positions,
-                 rope_interleaved, stream)  # fmt: skip
-    result: tuple[ArrayT, ArrayT | None] = _core.mla_write(*arguments)
-    return jax_face().mla_write(*arguments) if result is NotImplemented else result
+    arrays = (ckv, kpe, ckv_cache, kpe_cache, slot_mapping)
+    options = (cos, sin, positions, rope_interleaved, stream)
+    result: tuple[ArrayT, ArrayT | None] = _core.mla_write(
+        *arrays, block_tables, context_lens, *options
+    )
+    if result is not NotImplemented:
+        return result
+    if slot_mapping is None:
+        raise NotImplementedError(
+            "mla_write: slot_mapping must be given for JAX arrays, got None; compute it from "
+            "block_tables and context_lens"
+        )
+    return jax_face().mla_write(*arrays, *options)
 
 
 def mla_project(

@@ -25,23 +25,18 @@ CacheGatherParams read_pages(const char* function, CacheNames names, const Tenso
 void check_pages(const char* function, const CacheGatherParams& params, DLDevice device,
                  Stream stream);
 
-// What reshape_and_cache and mla_write share: the rotation of k, from cos, sin and positions on the
-// device of the argument `like`, into params whose k and num_tokens are filled; and the check of
-// slots and positions, where the host has them.
+// What reshape_and_cache and mla_write share, into params whose num_tokens (and k) are filled, on the
+// device of the argument `like`. First where the rows go, slot_mapping or what the options have in
+// its place (slots.cpp), then the rotation of k, from cos, sin and positions.
+void read_slots(const char* function, const DLTensor* slot_mapping,
+                const cuattn_cache_options& options, DLDevice device, const char* like,
+                bool check_data, CacheWriteParams& params);
 void read_rope(const char* function, const cuattn_cache_options& options, DLDevice device,
                const char* like, bool check_data, CacheWriteParams& params);
-void check_slots(const char* function, const CacheWriteParams& params, const int64_t* slots,
-                 const int64_t* positions);
-
-// The same of rows whose slots block_tables and context_lens of the options tell (newest.cpp), into
-// params whose num_tokens is filled; the check does nothing where there are none.
-void read_newest(const char* function, const cuattn_cache_options& options, DLDevice device,
-                 const char* like, bool check_data, CacheWriteParams& params);
-void check_newest(const char* function, const CacheWriteParams& params, DLDevice device,
-                  const int64_t* positions, Stream stream);
-inline int64_t num_seqs(const CacheWriteParams& p) {
-  return p.newest.q_len > 0 ? p.num_tokens / p.newest.q_len : 0;
-}
+// What both read besides, and the check of what lies there, where the host has it.
+void read_slot_memory(CallMemory& memory, const CacheWriteParams& params);
+void check_slots(const char* function, const CacheWriteParams& params, DLDevice device,
+                 Stream stream);
 
 // The memory of one cache of a call.
 inline Footprint cache_footprint(const char* name, const CacheSide& side, int64_t num_blocks,

@@ -100,25 +100,6 @@ DType cache_dtype_of(const char* fn, const TensorView& view) {
 
 constexpr const char* kWrite = "reshape_and_cache";
 
-}  // namespace
-
-void check_slots(const char* fn, const CacheWriteParams& p, const int64_t* slots,
-                 const int64_t* positions) {
-  if (slots == nullptr) return;
-  for (int64_t i = 0; i < p.num_tokens; ++i) {
-    CUATTN_REQUIRE(slots[i] == -1 || is_slot(p, slots[i]), fn,
-                   ": slot_mapping must lie within [-1, ", p.num_blocks * p.block_size, "), got ",
-                   slots[i], " at index ", i, "; a slot is block * block_size + token, -1 skips");
-    CUATTN_REQUIRE(positions == nullptr || slots[i] == -1 ||
-                       (positions[i] >= 0 && positions[i] < p.rope.max_position),
-                   fn, ": positions must lie within [0, ", p.rope.max_position, "), got ",
-                   positions == nullptr ? 0 : positions[i], " at index ", i,
-                   "; cos and sin have that many rows");
-  }
-}
-
-namespace {
-
 void read_scale(const char* name, bool has_number, double number, const DLTensor* array,
                 const CacheWriteParams& p, DLDevice device, bool check_data, CacheSide& side) {
   side.scale = 1.0f;
@@ -203,19 +184,6 @@ struct WriteArrays {
         slot_mapping(slot_mapping) {}
 };
 
-void read_slots(const DLTensor* slot_mapping, const cuattn_cache_options& o, DLDevice device,
-                bool check_data, CacheWriteParams& p) {
-  int given = (o.block_tables != nullptr) + (o.context_lens != nullptr);
-  CUATTN_REQUIRE(given == (slot_mapping == nullptr ? 2 : 0), kWrite,
-                 ": slot_mapping must be given, or block_tables and context_lens without it, got ",
-                 slot_mapping == nullptr ? "no slot_mapping" : "slot_mapping", " and ", given,
-                 " of these; pass one of the two");
-  if (slot_mapping == nullptr) return read_newest(kWrite, o, device, "k", check_data, p);
-  p.slot_mapping = static_cast<const int64_t*>(
-      read_vector(kWrite, "slot_mapping", view_of(kWrite, "slot_mapping", slot_mapping), DType::i64,
-                  p.num_tokens, "num_tokens", device, "k", check_data));
-}
-
 // `check_data` false: no data pointer is looked at.
 CacheWriteParams read_write(const WriteArrays& arrays, const cuattn_cache_options* options,
                             bool check_data) {
@@ -245,7 +213,7 @@ CacheWriteParams read_write(const WriteArrays& arrays, const cuattn_cache_option
   require_extent(kWrite, "k_cache", "head_dim", p.k.head_dim, k.shape[2], "k");
   require_extent(kWrite, "v_cache", "head_dim", p.v.head_dim, v.shape[2], "v");
   p.num_tokens = k.shape[0];
-  read_slots(slot_mapping, o, device, check_data, p);
+  read_slots(kWrite, slot_mapping, o, device, "k", check_data, p);
   read_scale("k_scale", o.has_k_scale, o.k_scale, o.k_scales, p, device, check_data, p.k);
   read_scale("v_scale", o.has_v_scale, o.v_scale, o.v_scales, p, device, check_data, p.v);
   read_rope(kWrite, o, device, "k", check_data, p);
@@ -270,19 +238,13 @@ void check_write_memory(const CacheWriteParams& p) {
   memory.writes(cache("v_cache", p.v));
   memory.reads(rows_footprint("k", p.k, p.num_tokens, p.num_heads, p.dtype));
   memory.reads(rows_footprint("v", p.v, p.num_tokens, p.num_heads, p.dtype));
-  memory.reads({"slot_mapping", p.slot_mapping, 8, {{p.num_tokens, 1}}});
-  memory.reads({"context_lens", p.newest.context_lens, 4, {{num_seqs(p), 1}}});
-  memory.reads({"block_tables",
-                p.newest.block_tables,
-                4,
-                {{num_seqs(p), p.newest.block_tables_stride}, {p.newest.max_blocks, 1}}});
+  read_slot_memory(memory, p);
   memory.reads({"k_scale", p.k.scales, 4, {{p.num_heads, p.k.scales_stride}}});
   memory.reads({"v_scale", p.v.scales, 4, {{p.num_heads, p.v.scales_stride}}});
   const RopeParams& rope = p.rope;
   int64_t half = rope.rotary_dim / 2;
   memory.reads({"cos", rope.cos, 4, {{rope.max_position, rope.cos_stride}, {half, 1}}});
   memory.reads({"sin", rope.sin, 4, {{rope.max_position, rope.sin_stride}, {half, 1}}});
-  memory.reads({"positions", rope.positions, 8, {{p.num_tokens, 1}}});
 }
 
 void reshape_and_cache(const WriteArrays& arrays, const cuattn_cache_options* options,
@@ -291,10 +253,7 @@ void reshape_and_cache(const WriteArrays& arrays, const cuattn_cache_options* op
   check_write_memory(p);
   DLDevice device = arrays.k.device;
   const Backend& backend = backend_of(kWrite, device);
-  HostCopy<int64_t> positions(backend, device, p.rope.positions, p.num_tokens, stream);
-  HostCopy<int64_t> slots(backend, device, p.slot_mapping, p.num_tokens, stream);
-  check_slots(kWrite, p, slots.data(), positions.data());
-  check_newest(kWrite, p, device, positions.data(), stream);
+  check_slots(kWrite, p, device, stream);
   if (p.num_tokens == 0 || p.num_heads == 0 || p.num_blocks == 0) return;
   backend.cache_write(p, device.device_id, stream);
 }

@@ -59,12 +59,11 @@ void check_memory(const CacheWriteParams& p) {
   memory.reads(rows("ckv", p.v));
   if (p.k.cache != nullptr) memory.writes(cache("kpe_cache", p.k));
   if (p.k.rows != nullptr) memory.reads(rows("kpe", p.k));
-  memory.reads({"slot_mapping", p.slot_mapping, 8, {{p.num_tokens, 1}}});
+  read_slot_memory(memory, p);
   const RopeParams& rope = p.rope;
   int64_t half = rope.rotary_dim / 2;
   memory.reads({"cos", rope.cos, 4, {{rope.max_position, rope.cos_stride}, {half, 1}}});
   memory.reads({"sin", rope.sin, 4, {{rope.max_position, rope.sin_stride}, {half, 1}}});
-  memory.reads({"positions", rope.positions, 8, {{p.num_tokens, 1}}});
 }
 
 // The rope columns, held against the latents, and their rotation.
@@ -125,7 +124,7 @@ void cut_latents(CacheWriteParams& p) {
 
 // Without kpe and kpe_cache, nullptr both, the latents alone are written.
 void mla_write(const TensorView& ckv, const DLTensor* kpe, const TensorView& ckv_cache,
-               const DLTensor* kpe_cache, const TensorView& slot_mapping,
+               const DLTensor* kpe_cache, const DLTensor* slot_mapping,
                const cuattn_cache_options* options, Stream stream) {
   cuattn_cache_options room;
   const cuattn_cache_options& o = known_options(kName, options, room);
@@ -153,9 +152,7 @@ void mla_write(const TensorView& ckv, const DLTensor* kpe, const TensorView& ckv
   p.num_blocks = ckv_cache.shape[0];
   p.block_size = static_cast<int32_t>(ckv_cache.shape[1]);
   p.num_tokens = ckv.shape[0];
-  p.slot_mapping =
-      static_cast<const int64_t*>(read_vector(kName, "slot_mapping", slot_mapping, DType::i64,
-                                              p.num_tokens, "num_tokens", device, "ckv", true));
+  read_slots(kName, slot_mapping, o, device, "ckv", true, p);
   bool has_ropes = kpe != nullptr || kpe_cache != nullptr;
   if (has_ropes && !packs) {
     read_ropes(view_of(kName, "kpe", kpe), view_of(kName, "kpe_cache", kpe_cache), ckv, ckv_cache,
@@ -166,13 +163,10 @@ void mla_write(const TensorView& ckv, const DLTensor* kpe, const TensorView& ckv
                  ": cos, sin and positions must not be given without kpe, which they "
                  "rotate; leave them out");
   check_memory(p);
-  const Backend& backend = backend_of(kName, device);
-  HostCopy<int64_t> slots(backend, device, p.slot_mapping, p.num_tokens, stream);
-  HostCopy<int64_t> positions(backend, device, p.rope.positions, p.num_tokens, stream);
-  check_slots(kName, p, slots.data(), positions.data());
+  check_slots(kName, p, device, stream);
   if (p.num_tokens == 0 || p.num_blocks == 0) return;
   if (!has_ropes) cut_latents(p);
-  backend.cache_write(p, device.device_id, stream);
+  backend_of(kName, device).cache_write(p, device.device_id, stream);
 }
 
 }  // namespace
@@ -185,6 +179,6 @@ cuattn_status cuattn_mla_write(const DLTensor* ckv, const DLTensor* kpe, const D
                                const cuattn_cache_options* options, void* stream) {
   return guarded([&] {
     mla_write(view_of(kName, "ckv", ckv), kpe, view_of(kName, "ckv_cache", ckv_cache), kpe_cache,
-              view_of(kName, "slot_mapping", slot_mapping), options, stream);
+              slot_mapping, options, stream);
   });
 }

@@ -89,6 +89,40 @@ def test_newest_keys_are_rotated_by_their_places(device, dtype_pair, interleaved
     assert_alike(device, arrays, {**newest, **given}, {"slot_mapping": slots, **given})
 
 
+@pytest.mark.parametrize("kind", ["ropes", "latents", "packed"])
+def test_newest_latents_go_where_their_slots_say(device, kind, rng):
+    dtype = "bfloat16" if kind == "packed" else "float16"
+    lens, latent, columns = rng.integers(0, 90, 7), 512, 64
+    _, newest, slots, places = make(rng, "nhd", dtype, None, lens, 3)
+    blocks = newest["block_tables"].size
+    rows = [normals(rng, (slots.size, n)).astype(DTYPES[dtype]) for n in (latent, columns)]
+    shapes = [(blocks, BLOCK, n) for n in (latent, columns)]
+    options, others = {}, {}
+    if kind == "ropes":
+        options = {**tables(rng, columns // 2, rows=95), "rope_interleaved": False}
+        others = {"positions": places.clip(0)}
+
+    def write_latents(**given):
+        arena = Arena(device)
+        caches = [arena.output(shape, DTYPES[dtype]) for shape in shapes]
+        placed = [arena.put(x) for x in rows]
+        if kind == "packed":
+            caches = [arena.output((blocks, BLOCK, 656), np.uint8), None]
+        if kind == "latents":
+            placed[1] = caches[1] = None
+        named = {n: arena.put(x) if isinstance(x, np.ndarray) else x for n, x in given.items()}
+        cuattn.mla_write(placed[0], placed[1], caches[0], caches[1], **named)
+        device.synchronize()
+        arena.verify()
+        return [bits(device.numpy(x)) for x in caches if x is not None]
+
+    found = write_latents(**newest, **options)
+    for got, want in zip(
+        found, write_latents(slot_mapping=slots, **options, **others), strict=True
+    ):
+        np.testing.assert_array_equal(got, want)
+
+
 def test_nothing_is_new(device, rng):
     arrays, newest, _, _ = make(rng, "nhd", "float32", None, [0, 3], 1)
     empty = {**arrays, "k": arrays["k"][:0], "v": arrays["v"][:0]}
