@@ -314,30 +314,24 @@ CUATTN_API cuattn_status cuattn_paged_plan_run(cuattn_attention_call* call, cons
 /* Options of reshape_and_cache. Initialise with cuattn_cache_options_init. */
 typedef struct {
   size_t struct_size;
-  int32_t kv_layout; /* CUATTN_KV_* */
-  int32_t rope_interleaved;
+  int32_t kv_layout, rope_interleaved; /* CUATTN_KV_*; a flag */
   /* Of a float8_e4m3fn cache, value = stored * scale: a number, or float32 [num_heads_kv] (or one
    * element) on the device of k; by default 1. */
   int32_t has_k_scale, has_v_scale;
   double k_scale, v_scale;
-  const DLTensor* k_scales;
-  const DLTensor* v_scales;
+  const DLTensor *k_scales, *v_scales;
   /* Rotation of k: all three or none. */
-  const DLTensor* cos; /* float32 [max_position, rotary_dim / 2] */
-  const DLTensor* sin;
+  const DLTensor *cos, *sin; /* float32 [max_position, rotary_dim / 2] */
   const DLTensor* positions; /* int64 [num_tokens]; of newest tokens it may be left out */
-  /* Instead of slot_mapping, of rows that are the newest of their sequences, as many of each: int32
-   * [num_seqs, max_blocks_per_seq], and their lengths with these tokens, int32 [num_seqs]. Of a
-   * sequence with fewer tokens than it has rows the last ones are written. */
-  const DLTensor* block_tables;
-  const DLTensor* context_lens;
+  /* Instead of slot_mapping: int32 [num_seqs, max_blocks_per_seq] and [num_seqs], lengths with these
+   * tokens. Rows are the newest of each, as many of each; of a shorter one the last are written. */
+  const DLTensor *block_tables, *context_lens;
 } cuattn_cache_options;
 
 CUATTN_API void cuattn_cache_options_init(cuattn_cache_options* options, size_t struct_size);
 
 /* Writes row i of k and v, [num_tokens, num_heads_kv, head_dim], into slot slot_mapping[i] (int64)
- * of the caches; slot = block * block_size + token in the block, -1 skips the row. slot_mapping is
- * NULL where the options have block_tables and context_lens. */
+ * of the caches; slot = block * block_size + token in the block, -1 skips. NULL: by block_tables. */
 CUATTN_API cuattn_status cuattn_reshape_and_cache(const DLTensor* k, const DLTensor* v,
                                                   const DLTensor* k_cache, const DLTensor* v_cache,
                                                   const DLTensor* slot_mapping,
