@@ -189,7 +189,8 @@ class Arrays:
             return self.draw_paged(row)
         q = draw(1, row.seqlen_q, row.heads_q, row.head_dim)
         self.sets = [(q, *(draw(1, row.seqlen_k, row.heads_kv, row.head_dim) for _ in range(2)))]
-        self.bias = self.view(draw(1, row.heads_q, row.seqlen_q, row.seqlen_k))
+        if row.score == "bias":
+            self.bias = self.view(draw(1, row.heads_q, row.seqlen_q, row.seqlen_k))
         return None
 
     def draw_paged(self, row: Row) -> None:

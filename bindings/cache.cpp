@@ -91,19 +91,16 @@ void check_reshape_and_cache(const nb::dict& arrays, nb::handle kv_layout, nb::h
   if (options.has_v_scale) options.v_scale = parse_double(op, "v_scale", v_scale);
   DLDevice place = shapes_on < 0 ? DLDevice{kDLCPU, 0} : DLDevice{kDLCUDA, shapes_on};
   const DLTensor* positional[5] = {};
-  const std::pair<const char*, const DLTensor**> fields[] = {
-      {"k", &positional[0]},
-      {"v", &positional[1]},
-      {"k_cache", &positional[2]},
-      {"v_cache", &positional[3]},
-      {"slot_mapping", &positional[4]},
-      {"block_tables", &options.block_tables},
-      {"context_lens", &options.context_lens},
-      {"k_scale", &options.k_scales},
-      {"v_scale", &options.v_scales},
-      {"cos", &options.cos},
-      {"sin", &options.sin},
-      {"positions", &options.positions}};
+  const std::pair<const char*, const DLTensor**> fields[] = {{"k", &positional[0]},
+                                                             {"v", &positional[1]},
+                                                             {"k_cache", &positional[2]},
+                                                             {"v_cache", &positional[3]},
+                                                             {"slot_mapping", &positional[4]},
+                                                             {"k_scale", &options.k_scales},
+                                                             {"v_scale", &options.v_scales},
+                                                             {"cos", &options.cos},
+                                                             {"sin", &options.sin},
+                                                             {"positions", &options.positions}};
   Array views[std::size(fields)];
   for (size_t i = 0; i < std::size(fields); ++i) {
     auto [name, field] = fields[i];

@@ -32,16 +32,20 @@ struct CacheOptions {
   double k_scale = 1.0, v_scale = 1.0;  // of float8 caches: value = stored * scale
   const TensorView *k_scales = nullptr, *v_scales = nullptr;  // instead: float32 [num_heads_kv], or
                                                               // one element
-  // Rotation of k: all three or none (of newest tokens positions are known).
+  // Rotation of k: all three or none. With block_tables, positions may be left out.
   const TensorView *cos = nullptr, *sin = nullptr;  // float32 [max_position, rotary_dim / 2]
   const TensorView* positions = nullptr;            // int64 [num_tokens]
   bool rope_interleaved = false;
+  // Instead of slot_mapping, which is TensorView{} then, for rows that are the newest of their
+  // sequences, as many of each: int32 [num_seqs, max_blocks_per_seq], and lengths with these tokens,
+  // int32 [num_seqs]. Of a sequence with fewer tokens than rows the last rows are written.
+  const TensorView *block_tables = nullptr, *context_lens = nullptr;
 };
 
 namespace detail {
 
 struct CCacheOptions {
-  DLTensor k_scales, v_scales, cos, sin, positions;
+  DLTensor k_scales, v_scales, cos, sin, positions, block_tables, context_lens;
   cuattn_cache_options c;
 
   explicit CCacheOptions(const CacheOptions& o) {
@@ -57,6 +61,8 @@ struct CCacheOptions {
     c.cos = COptions::borrow(o.cos, cos);
     c.sin = COptions::borrow(o.sin, sin);
     c.positions = COptions::borrow(o.positions, positions);
+    c.block_tables = COptions::borrow(o.block_tables, block_tables);
+    c.context_lens = COptions::borrow(o.context_lens, context_lens);
   }
   CCacheOptions(const CCacheOptions&) = delete;
 };
@@ -89,23 +95,8 @@ inline void reshape_and_cache(const TensorView& k, const TensorView& v, const Te
                               const CacheOptions& options = {}, void* stream = nullptr) {
   detail::CCacheOptions c(options);
   DLTensor dk = k.dl(), dv = v.dl(), dkc = k_cache.dl(), dvc = v_cache.dl(), ds = slot_mapping.dl();
-  detail::check(cuattn_reshape_and_cache(&dk, &dv, &dkc, &dvc, &ds, &c.c, stream));
-}
-
-// The same of rows that are the newest of their sequences, as many of each: block_tables int32
-// [num_seqs, max_blocks_per_seq] and context_lens int32 [num_seqs], these tokens included, say where
-// they go. Of a sequence with fewer tokens than rows the last rows are written. options.positions
-// may be left out: k is rotated by the place of each token in its sequence.
-inline void reshape_and_cache(const TensorView& k, const TensorView& v, const TensorView& k_cache,
-                              const TensorView& v_cache, const TensorView& block_tables,
-                              const TensorView& context_lens, const CacheOptions& options = {},
-                              void* stream = nullptr) {
-  detail::CCacheOptions c(options);
-  DLTensor dk = k.dl(), dv = v.dl(), dkc = k_cache.dl(), dvc = v_cache.dl(), dt = block_tables.dl(),
-           dl = context_lens.dl();
-  c.c.block_tables = &dt;
-  c.c.context_lens = &dl;
-  detail::check(cuattn_reshape_and_cache(&dk, &dv, &dkc, &dvc, nullptr, &c.c, stream));
+  const DLTensor* slots = slot_mapping.ndim > 0 ? &ds : nullptr;
+  detail::check(cuattn_reshape_and_cache(&dk, &dv, &dkc, &dvc, slots, &c.c, stream));
 }
 
 // The reverse: the first tokens of each sequence, end to end, into k_out and v_out [num_tokens,

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from ._arrays import Operations
-from ._kv_shapes import KV_LAYOUTS
+from ._kv_shapes import BLOCK_SIZE_AXIS, KV_LAYOUTS
 
 array_types: set[type] = set()  # those that were found to be arrays
 
@@ -20,8 +20,8 @@ def check_append(
     block_tables: Any,
     context_lens: Any,
     kv_layout: str,
-) -> None:
-    """Refuse shapes that do not fit each other."""
+) -> int:
+    """Refuse shapes that do not fit each other; return the tokens of a block."""
     given = {"q": q, "k": k, "v": v, "k_cache": k_cache}
     given |= {"block_tables": block_tables, "context_lens": context_lens}
     for name, array in given.items():
@@ -58,6 +58,7 @@ def check_append(
                 f"{op}: {name} must have a row for each of the {q.shape[0]} sequences of q, got "
                 f"shape {tuple(array.shape)}; reshape it"
             )
+    return int(k_cache.shape[BLOCK_SIZE_AXIS[kv_layout]])
 
 
 def check_array(op: str, name: str, array: Any) -> None:
@@ -82,6 +83,17 @@ def refuse_gradient(op: str, library: Operations, q: Any) -> None:
         raise NotImplementedError(
             f"{op}: q requires grad, and no gradient goes through a cache; call it under "
             "torch.no_grad(), or pass q.detach()"
+        )
+
+
+def check_lengths(op: str, lens: Any, capacity: int) -> None:
+    """On the CPU, refuse lengths that the tables cannot hold, before q is turned by places."""
+    if int(lens.__dlpack_device__()[0]) != 1 or lens.shape[0] == 0:
+        return
+    if not 0 <= float(lens.min()) <= float(lens.max()) <= capacity:
+        raise ValueError(
+            f"{op}: context_lens must be from 0 to {capacity}, the tokens of block_tables, got "
+            f"{lens.tolist()}; give the sequences more blocks"
         )
 
 

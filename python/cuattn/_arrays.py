@@ -112,10 +112,6 @@ class Operations:
         where = {"device": self.like.device} if self.namespace.__name__ == "torch" else {}
         return self.namespace.arange(start, stop, step, dtype=kind, **where)
 
-    def cast(self, array: Any, dtype: str) -> Any:
-        kind = getattr(self.namespace, dtype)
-        return array.to(kind) if self.namespace.__name__ == "torch" else array.astype(kind)
-
 
 def is_jax(array: Any) -> bool:
     """Tell an array of JAX, or a tracer that stands for one."""

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from . import _arrays, _core
-from ._append import check_append, check_rope, refuse_gradient
+from ._append import check_append, check_lengths, check_rope, refuse_gradient
 from ._arrays import Array, ShapedArray, ShapedT
 from ._rope import paged_lengths, rotation
 from .kv_cache import reshape_and_cache
@@ -51,7 +51,7 @@ def append_attention(
     """Write the newest tokens of each sequence into its pages, then attend with them to all.
 
     `reshape_and_cache` writes, and rotates k where `rope` is given; `apply_rope` rotates q, and
-    `paged_attention` attends: a launch each, and nothing is allocated but results.
+    `paged_attention` attends: a launch each.
 
     Parameters
     ----------
@@ -112,9 +112,10 @@ def append_attention(
     array([0., 0., 0., 1., 0.], dtype=float32)
     """
     op = "append_attention"
-    check_append(op, q, k, v, k_cache, block_tables, context_lens, kv_layout)
+    block_size = check_append(op, q, k, v, k_cache, block_tables, context_lens, kv_layout)
     with _arrays.operations(op, q, stream, *WAY_OUT) as library:
         refuse_gradient(op, library, q)
+        check_lengths(op, library.own(context_lens), block_tables.shape[1] * block_size)
         turning: dict[str, Any] = {}
         if rope is None and rope_positions is not None:
             raise ValueError(

@@ -135,10 +135,10 @@ def reshape_and_cache(
     )
     if result is not NotImplemented:
         return result
-    if slot_mapping is None:
+    if block_tables is not None or context_lens is not None:
         raise NotImplementedError(
-            "reshape_and_cache: slot_mapping must be given for JAX arrays, got None; compute it "
-            "from block_tables and context_lens"
+            "reshape_and_cache: block_tables and context_lens must be None for JAX arrays; compute "
+            "slot_mapping from them"
         )
     return jax_face().reshape_and_cache(
         k,

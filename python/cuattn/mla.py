@@ -213,10 +213,10 @@ def mla_write(
     )
     if result is not NotImplemented:
         return result
-    if slot_mapping is None:
+    if block_tables is not None or context_lens is not None:
         raise NotImplementedError(
-            "mla_write: slot_mapping must be given for JAX arrays, got None; compute it from "
-            "block_tables and context_lens"
+            "mla_write: block_tables and context_lens must be None for JAX arrays; compute "
+            "slot_mapping from them"
         )
     return jax_face().mla_write(*arrays, *options)
 

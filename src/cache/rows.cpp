@@ -132,6 +132,8 @@ void read_rope(const char* fn, const cuattn_cache_options& o, DLDevice device, c
                bool check_data, CacheWriteParams& p) {
   int given = (o.cos != nullptr) + (o.sin != nullptr) + (o.positions != nullptr);
   bool has_places = p.newest.q_len > 0 && o.positions == nullptr;
+  CUATTN_REQUIRE(!has_places || given != 1, fn, ": cos and sin must be given together, got one of ",
+                 "them; pass both to rotate k by the places of its tokens, or none");
   CUATTN_REQUIRE(given == 0 || given == (has_places ? 2 : 3), fn,
                  ": cos, sin and positions must be given together, got ", given,
                  " of them; pass all three to rotate k, or none");

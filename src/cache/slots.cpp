@@ -102,7 +102,8 @@ void check_slots(const char* fn, const CacheWriteParams& p, DLDevice device, Str
   if (slots.data() != nullptr) check_mapping(fn, p, slots.data(), positions.data());
   if (num_seqs(p) == 0) return;
   NewestTokens newest = p.newest;
-  int64_t span = (num_seqs(p) - 1) * newest.block_tables_stride + newest.max_blocks;
+  int64_t last = (num_seqs(p) - 1) * newest.block_tables_stride;
+  int64_t span = newest.max_blocks > 0 ? last + newest.max_blocks : 0;
   HostCopy<int32_t> lens(backend, device, newest.context_lens, num_seqs(p), stream);
   HostCopy<int32_t> tables(backend, device, newest.block_tables, span, stream);
   newest.context_lens = lens.data();

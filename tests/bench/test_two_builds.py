@@ -54,8 +54,10 @@ def test_its_result_is_that_of_attention(monkeypatch):
         x = two.Arrays(row)
         run, (out,) = two.Build(LIBRARY).prepare(row, x)
         run()
-        (bias, _), (q, k, v) = x.views[0], x.sets[0]
-        options = {"softcap": {"softcap": 30.0}, "bias": {"bias": bias}, "none": {}}[score]
+        options = {"softcap": 30.0} if score == "softcap" else {}
+        if score == "bias":
+            options["bias"] = x.views[0][0]
+        q, k, v = x.sets[0]
         expected = cuattn.attention(q, k, v, causal=causal, **options)
         torch.testing.assert_close(out, expected, rtol=0, atol=0)
 

@@ -10,6 +10,7 @@ import pytest
 
 import cuattn
 import frameworks
+import harness
 from cache_cases import E4M3, F32, I32, I64, LAYOUTS, PAIRS, cache_shape, tables
 from cases import DTYPES, normals
 from harness import Arena, Cpu, bits
@@ -23,6 +24,8 @@ def make(rng, layout, dtype, cache_dtype, lens, q_len):
     columns = -(-max(int(lens.max(initial=0)), 1) // BLOCK) + 1
     blocks = len(lens) * columns
     wide = rng.permutation(blocks).astype(I32).reshape(len(lens), columns)
+    used = -(-lens // BLOCK)[:, None] > np.arange(columns)
+    garbage = rng.choice(np.array([-7, -1, blocks, 2**30, -(2**31)], I32), wide.shape)
     places = lens[:, None].astype(I64) + np.arange(-q_len, 0)
     held = places.clip(0)
     slots = np.take_along_axis(wide, held // BLOCK, 1) * BLOCK + held % BLOCK
@@ -34,7 +37,8 @@ def make(rng, layout, dtype, cache_dtype, lens, q_len):
     caches = [np.empty(s, stored) for s in shapes]
     k, v = (normals(rng, (slots.size, HEADS, DIM)).astype(DTYPES[dtype]) for _ in range(2))
     arrays = {"k": k, "v": v, "k_cache": caches[0], "v_cache": caches[1]}
-    return arrays, {"block_tables": wide, "context_lens": lens}, slots.ravel(), places.ravel()
+    newest = {"block_tables": np.where(used, wide, garbage), "context_lens": lens}
+    return arrays, newest, slots.ravel(), places.ravel()
 
 
 def write(device, arrays, **options):
@@ -44,7 +48,8 @@ def write(device, arrays, **options):
     for name in ("k_cache", "v_cache"):
         placed[name] = arena.output(arrays[name].shape, arrays[name].dtype, name=name)
     for name, x in options.items():
-        placed[name] = arena.put(x, name=name) if isinstance(x, np.ndarray) else x
+        storage = "padded" if name == "block_tables" else "contiguous"
+        placed[name] = arena.put(x, storage, name) if isinstance(x, np.ndarray) else x
     cuattn.reshape_and_cache(**placed)
     device.synchronize()
     arena.verify()
@@ -150,6 +155,9 @@ REFUSED = {
     "lens_shape": ({"context_lens": np.ones(3, I32)}, "context_lens must have shape"),
     "lens_dtype": ({"context_lens": np.ones(2, I64)}, "context_lens must be int32"),
     "tables_dtype": ({"block_tables": TABLES.astype(I64)}, "block_tables must be int32"),
+    "cos": ({"cos": np.ones((19, 4), F32)},
+            "cos and sin must be given together, got one of them; pass both to rotate k by the "
+            "places of its tokens, or none"),
 }  # fmt: skip
 CONTENTS = {
     "lens": ({"context_lens": np.array([2, 33], I32)},
@@ -190,5 +198,24 @@ def test_jax_arrays_are_refused(rng):
     jax = frameworks.require("jax")
     arrays, newest, _, _ = make(rng, "nhd", "float32", None, [3], 1)
     placed = {name: jax.numpy.asarray(x) for name, x in {**arrays, **newest}.items()}
-    with pytest.raises(NotImplementedError, match="slot_mapping must be given for JAX arrays"):
+    message = "block_tables and context_lens must be None for JAX arrays"
+    with pytest.raises(NotImplementedError, match=f"reshape_and_cache: {message}"):
         cuattn.reshape_and_cache(**placed)
+    slots = {"slot_mapping": jax.numpy.zeros(1, int)}
+    with pytest.raises(NotImplementedError, match=f"reshape_and_cache: {message}"):
+        cuattn.reshape_and_cache(**placed, **slots)
+    row, cache = jax.numpy.zeros((1, 16)), jax.numpy.zeros((2, 4, 16))
+    with pytest.raises(NotImplementedError, match=f"mla_write: {message}"):
+        cuattn.mla_write(row, row, cache, cache, block_tables=placed["block_tables"])
+
+
+@pytest.mark.parametrize("device", harness.devices()[1:], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rows_without_a_place_are_skipped_on_cuda(device, layout, rng):
+    """Lengths beyond the table, and blocks that are none: what the host does not look at."""
+    arrays, newest, slots, _ = make(rng, layout, "float16", None, [40, 20, 33, 17, 5], 2)
+    blocks, lens = newest["block_tables"], newest["context_lens"]
+    blocks[0, 2], blocks[1, 1], lens[2], lens[3] = -1, 2**30, 10**6, -5
+    slots[:8] = -1
+    options = {"kv_layout": layout}
+    assert_alike(device, arrays, {**newest, **options}, {"slot_mapping": slots, **options})

@@ -189,6 +189,41 @@ TEST(cpu_cache_holds_rows_in_their_slots) {
         }
 }
 
+// Tables and lengths say of the newest tokens of sequences what slots and positions would.
+TEST(cpu_cache_takes_the_newest_tokens_of_sequences) {
+  Random random(case_seed("cache_newest"));
+  for (KvLayout layout : kLayouts) {
+    constexpr int64_t kSeqs = 3, kNew = 2, kColumns = 3, kBlock = 8;
+    WriteProblem p;
+    p.layout = layout;
+    p.tokens = kSeqs * kNew, p.heads = 2, p.half = 4;
+    p.blocks = kSeqs * kColumns, p.block_size = kBlock;
+    p.fill(random);
+    std::vector<int32_t> tables, lens = {random.range(2, kColumns * kBlock), 1, 0};
+    for (int64_t block : shuffled(random, p.blocks)) tables.push_back(static_cast<int32_t>(block));
+    for (int64_t i = 0; i < p.tokens; ++i) {
+      int64_t seq = i / kNew, place = lens[seq] - kNew + i % kNew;
+      p.positions[i] = std::max<int64_t>(place, 0);
+      p.slots[i] = -1;
+      if (place < 0) continue;
+      p.slots[i] = tables[seq * kColumns + place / kBlock] * kBlock + place % kBlock;
+    }
+    WriteProblem q = p;
+    p.run();
+    TensorView block_tables(tables.data(), DType::i32, {kSeqs, kColumns});
+    TensorView context_lens(lens.data(), DType::i32, {kSeqs});
+    TensorView c = view_of(q.cos), s = view_of(q.sin);
+    CacheOptions options;
+    options.kv_layout = layout;
+    options.block_tables = &block_tables, options.context_lens = &context_lens;
+    options.cos = &c, options.sin = &s;
+    reshape_and_cache(view_of(q.k), view_of(q.v), view_of(q.k_cache), view_of(q.v_cache),
+                      TensorView{}, options);
+    CHECK(q.k_cache.bytes() == p.k_cache.bytes() && q.v_cache.bytes() == p.v_cache.bytes(),
+          "layout ", static_cast<int>(layout));
+  }
+}
+
 // ---- gather_cache
 
 TEST(cpu_cache_gives_back_the_rows_of_its_sequences) {

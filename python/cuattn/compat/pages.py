@@ -47,6 +47,7 @@ class Pages:
 
     def __init__(self, op: str, k: Tensor, v: Tensor, table: Tensor, token_by_token: bool = False):
         self.table = table
+        self.names: Tensor | None = None  # of tables(), once asked
         self.tokens = tokens = k.shape[1]  # of an entry
         self.capacity = table.shape[1] * tokens  # tokens that a sequence may have
         if tokens <= LARGEST and not token_by_token:
@@ -72,7 +73,10 @@ class Pages:
         """Name the pages of each sequence, int32 [batch, pages]; from token `leftpad` on."""
         if leftpad is None and self.size == self.tokens == self.apart:
             return self.table
+        if leftpad is None and self.names is not None:
+            return self.names
         pages = torch.arange(self.tokens // self.size, dtype=torch.int32, device=self.table.device)
         if leftpad is not None:
             return self.table * self.apart + leftpad[:, None] + pages
-        return (self.table[:, :, None] * (self.apart // self.size) + pages).flatten(1)
+        self.names = (self.table[:, :, None] * (self.apart // self.size) + pages).flatten(1)
+        return self.names
