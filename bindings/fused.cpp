@@ -29,9 +29,7 @@ class Call {
   // An array of the call, or nullptr where it is not given; `storage` keeps it.
   const DLTensor* import(const char* name, nb::handle source, std::optional<Array>& storage,
                          bool output = false) {
-    if (!is_given(source)) return nullptr;
-    storage.emplace().import(op, name, source, stream, &first, output);
-    return &storage->tensor;
+    return import_given(op, name, source, stream, first, storage, output);
   }
 
   template <class Run>

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <utility>
 
 #include "bindings/arrays/loaded.h"
@@ -182,5 +183,14 @@ class Array {
   void take(const char* op, const char* name, nb::handle capsule, bool output);
   [[noreturn]] void export_failed(const char* op, const char* name) const;
 };
+
+// An array that may be left out, into `to`; nullptr where it is.
+inline const DLTensor* import_given(const char* op, const char* name, nb::handle source,
+                                    const CallStream& stream, const Array& home,
+                                    std::optional<Array>& to, bool output = false) {
+  if (!is_given(source)) return nullptr;
+  to.emplace().import(op, name, source, stream, &home, output);
+  return &to->tensor;
+}
 
 }  // namespace cuattn::bindings

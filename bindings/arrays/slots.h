@@ -17,9 +17,7 @@ struct SlotArrays {
   void import(const char* op, nb::handle slots_arg, nb::handle tables_arg, nb::handle lens_arg,
               const CallStream& stream, const Array& home, cuattn_cache_options& options) {
     auto read = [&](const char* name, nb::handle source, std::optional<Array>& array) {
-      if (!is_given(source)) return static_cast<const DLTensor*>(nullptr);
-      array.emplace().import(op, name, source, stream, &home);
-      return static_cast<const DLTensor*>(&array->tensor);
+      return import_given(op, name, source, stream, home, array);
     };
     slot_mapping = read("slot_mapping", slots_arg, slots_);
     options.block_tables = read("block_tables", tables_arg, tables_);

@@ -16,9 +16,7 @@ struct Turning {
   void import(const char* op, nb::handle cos_arg, nb::handle sin_arg, nb::handle positions_arg,
               const CallStream& stream, const Array& home, cuattn_cache_options& options) {
     auto read = [&](const char* name, nb::handle source, std::optional<Array>& array) {
-      if (!is_given(source)) return static_cast<const DLTensor*>(nullptr);
-      array.emplace().import(op, name, source, stream, &home);
-      return static_cast<const DLTensor*>(&array->tensor);
+      return import_given(op, name, source, stream, home, array);
     };
     options.cos = read("cos", cos_arg, cos);
     options.sin = read("sin", sin_arg, sin);

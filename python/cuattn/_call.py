@@ -89,6 +89,15 @@ def jax_face() -> Any:
     return jax
 
 
+def refuse_tables_of_jax(op: str, *tables: Any) -> None:
+    """Refuse block tables and lengths in place of slots, which only XLA could make in a call."""
+    if any(table is not None for table in tables):
+        raise NotImplementedError(
+            f"{op}: block_tables and context_lens must be None for JAX arrays; compute "
+            "slot_mapping from them"
+        )
+
+
 def either(function: str, *arguments: Any) -> Any:
     """Run a function of the module, or of cuattn.jax.fused, which has the same arguments."""
     found = getattr(_core, function)(*arguments)

@@ -51,7 +51,7 @@ def append_attention(
     """Write the newest tokens of each sequence into its pages, then attend with them to all.
 
     `reshape_and_cache` writes, and rotates k where `rope` is given; `apply_rope` rotates q, and
-    `paged_attention` attends: a launch each.
+    `paged_attention` attends. The write finds its slots itself, which takes no launch.
 
     Parameters
     ----------
@@ -167,8 +167,7 @@ def turned_queries(
     if 0 in q.shape[:-1]:  # the tables may be empty too
         return q
     lengths = paged_lengths({"q": q, "context_lens": context_lens})
-    if rows is not None and len(q.shape) == 4:
-        rows = rows.reshape(q.shape[:2])
+    rows = None if rows is None else rows.reshape(q.shape[:-2])
     op = "append_attention"
     return rotation(op, "q", q, cos, sin, rows, interleaved, False, 0, lengths, None, stream)
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from . import _core
 from ._arrays import Array, ArrayT
-from ._call import jax_face
+from ._call import jax_face, refuse_tables_of_jax
 
 if TYPE_CHECKING:
     from ._types import KvLayout
@@ -135,11 +135,7 @@ def reshape_and_cache(
     )
     if result is not NotImplemented:
         return result
-    if block_tables is not None or context_lens is not None:
-        raise NotImplementedError(
-            "reshape_and_cache: block_tables and context_lens must be None for JAX arrays; compute "
-            "slot_mapping from them"
-        )
+    refuse_tables_of_jax("reshape_and_cache", block_tables, context_lens)
     return jax_face().reshape_and_cache(
         k,
         v,

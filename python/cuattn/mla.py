@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import _core
 from ._arrays import Array, ArrayT, ShapedArray, ShapedT, is_jax, library_module
+from ._call import refuse_tables_of_jax
 from ._mla_costs import choose, read_extents
 from .attention import attention
 
@@ -213,11 +214,7 @@ def mla_write(
     )
     if result is not NotImplemented:
         return result
-    if block_tables is not None or context_lens is not None:
-        raise NotImplementedError(
-            "mla_write: block_tables and context_lens must be None for JAX arrays; compute "
-            "slot_mapping from them"
-        )
+    refuse_tables_of_jax("mla_write", block_tables, context_lens)
     return jax_face().mla_write(*arrays, *options)
 
 

@@ -66,10 +66,10 @@ def append_and_attend(
     if k is not None and v is not None:
         assert pages is not None
         moves = options["causal"] or options["window"] != (-1, -1)
-        places = pages
+        written = pages
         if cache.leftpad is not None:  # pages of one token name every token of the cache
-            places = Pages(op, padded.k, padded.v, pages.table)
-        q = write(in_eights(q), in_eights(k), in_eights(v), places, seqlens, total, rotary, moves)
+            written = Pages(op, padded.k, padded.v, pages.table)
+        q = write(in_eights(q), in_eights(k), in_eights(v), written, seqlens, total, rotary, moves)
     if cache.leftpad is not None:
         total = total.clamp(max=capacity) - cache.leftpad
     result = attend(in_eights(q), padded, pages, total, options)
