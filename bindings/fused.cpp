@@ -28,7 +28,7 @@ class Call {
 
   // An array of the call, or nullptr where it is not given; `storage` keeps it.
   const DLTensor* import(const char* name, nb::handle source, std::optional<Array>& storage,
-                         bool output = false) {
+                         bool output = false) const {
     return import_given(op, name, source, stream, first, storage, output);
   }
 
