@@ -83,10 +83,13 @@ build() {
 
 pytest() {
   local workers=()
-  # The parts side by side share the cores, of which core takes half, for most of the tests are its. A worker holds half
-  # a gigabyte of its GPU before it has run a test. Its libraries must not start a thread for every core each.
+  # The parts side by side share the cores, of which core takes half, of 32 or fewer all, for most of the tests are its.
+  # A worker holds half a gigabyte of its GPU before it has run a test. Its libraries must not start a thread for every
+  # core each.
   local share=1 count
-  [ "$width" = 1 ] || [ "$(grep -c " pytest " <<<"$jobs")" = 1 ] || { [ "$part" = core ] && share=2 || share=8; }
+  if [ "$width" != 1 ] && [ "$(grep -c " pytest " <<<"$jobs")" != 1 ]; then
+    if [ "$part" != core ]; then share=8; elif [ "$cores" -gt 32 ]; then share=2; fi
+  fi
   count=$((cores / share > 4 ? cores / share : 4))
   $python -c 'import xdist' 2>/dev/null && workers=(-n $count --dist worksteal) &&
     export OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1 CUATTN_NUM_THREADS=2
