@@ -34,7 +34,7 @@ cuattn_kernel(attention forward_sm80 attention/sm80/forward.cuh portable
 cuattn_kernel(attention forward_sm80 attention/sm80/forward.cuh portable
               "f16;bf16" "32;64;96;128;192;256;192x128" "rows" "scored")
 cuattn_kernel(attention forward_simt attention/simt.cuh portable
-              "f32" "64;128;256" "none;causal;window" "identity")
+              "f32" "64;128;256" "causal;window" "identity")
 cuattn_kernel(attention forward_simt attention/simt.cuh portable
               "f32" "64;128;256" "rows" "identity")
 cuattn_kernel(attention forward_simt attention/simt.cuh portable
@@ -42,7 +42,7 @@ cuattn_kernel(attention forward_simt attention/simt.cuh portable
 cuattn_kernel(attention forward_simt attention/simt.cuh portable
               "f32" "64;128;256;512" "window" "scored")
 cuattn_kernel(attention forward_tiled attention/tiled.cuh portable
-              "f32;f16;bf16" "64;128" "none;causal;window" "identity")
+              "f32;f16;bf16" "64;128" "causal;window" "identity")
 
 # Two kernels each, one a pass; a third where scored, for dbias. The scored ones have dropout, too
 # (sm90: three more kernels of it, and up to four of a bias at 64 and 128); of simt they serve all
@@ -54,9 +54,9 @@ cuattn_kernel(attention_backward backward_sm90 backward/sm90/backward.cuh sm90
 cuattn_kernel(attention_backward backward_sm90 backward/sm90/backward.cuh sm90
               "f16;bf16" "64;96;128;192;256;192x128" "window" "scored")
 cuattn_kernel(attention_backward backward_sm80 backward/sm80/backward.cuh portable
-              "f16;bf16" "32;96;192" "none;causal;window" "identity")
+              "f16;bf16" "32;96;192" "causal;window" "identity")
 cuattn_kernel(attention_backward backward_sm80 backward/sm80/backward.cuh portable
-              "f16;bf16" "64;128;256;192x128" "none;causal;window;rows" "identity")
+              "f16;bf16" "64;128;256;192x128" "causal;window;rows" "identity")
 cuattn_kernel(attention_backward backward_sm80 backward/sm80/backward.cuh portable
               "f16;bf16" "32;64;96;128;192;256;192x128" "window" "scored")
 cuattn_kernel(attention_backward backward_simt backward/simt/backward.cuh portable

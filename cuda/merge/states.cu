@@ -6,7 +6,6 @@
 #include <algorithm>
 
 #include "cuattn/device/convert.cuh"
-#include "cuattn/device/overlap.cuh"
 #include "cuda/host/launch.h"
 #include "cuda/host/launchers.h"
 
@@ -15,7 +14,7 @@ namespace {
 
 using namespace device;
 
-constexpr int kRowsPerBlock = 4;  // one warp each
+constexpr int kRowsPerBlock = 8;  // one warp each
 constexpr int kThreads = kRowsPerBlock * 32;
 
 __device__ int64_t offset(const Strides& strides, int64_t b, int64_t row, int64_t head) {
@@ -41,8 +40,8 @@ __device__ void merge_row(const MergeParams& p, int64_t b, int64_t row, int64_t 
   using Part = Element<kPart>;
   using T = Element<kType>;
   constexpr int kSize = 16 / sizeof(Part);
-  // Parts whose loads are on their way together: those that a kernel left are many, and rows few.
-  constexpr int kAhead = sizeof(Part) > sizeof(T) ? 16 : 2;
+  // Parts whose loads are on their way together: those that a kernel left are many.
+  constexpr int kAhead = sizeof(Part) > sizeof(T) ? 4 : 1;
   int lane = threadIdx.x % 32;
   // -inf: the part saw no key. +inf too, as FlashAttention-2 and vLLM write rows without keys.
   auto lse_of = [&](int32_t part) {
@@ -109,7 +108,6 @@ __device__ void merge_row(const MergeParams& p, int64_t b, int64_t row, int64_t 
 
 template <DType kPart, DType kType>
 __global__ void __launch_bounds__(kThreads) merge_states(const __grid_constant__ MergeParams p) {
-  wait_for_previous_kernel();
   int64_t rows = p.batch * p.seqlen * p.num_heads;
   int64_t step = int64_t{gridDim.x} * kRowsPerBlock;
   for (int64_t at = int64_t{blockIdx.x} * kRowsPerBlock + threadIdx.x / 32; at < rows; at += step) {
@@ -119,26 +117,27 @@ __global__ void __launch_bounds__(kThreads) merge_states(const __grid_constant__
 }
 
 template <DType kPart, DType kType>
-void launch(const MergeParams& p, int32_t major, cudaStream_t stream) {
+void launch(const MergeParams& p, cudaStream_t stream) {
   int64_t rows = p.batch * p.seqlen * p.num_heads;
   if (rows == 0) return;
   constexpr int64_t kMaxBlocks = 1 << 30;  // beyond that, a warp takes several rows
   auto blocks = static_cast<unsigned>(std::min(ceil_div<int64_t>(rows, kRowsPerBlock), kMaxBlocks));
-  launch_overlapping(merge_states<kPart, kType>, blocks, kThreads, 0, major, stream, p);
+  merge_states<kPart, kType><<<blocks, kThreads, 0, stream>>>(p);
+  CUATTN_CUDA_TRY(cudaGetLastError());
 }
 
 }  // namespace
 
-void launch_merge(const MergeParams& p, int32_t major, cudaStream_t stream) {
+void launch_merge(const MergeParams& p, cudaStream_t stream) {
   bool wide = p.part_dtype == DType::f32;  // parts of a kernel that splits the keys
   switch (p.dtype) {
-    case DType::f32: return launch<DType::f32, DType::f32>(p, major, stream);
+    case DType::f32: return launch<DType::f32, DType::f32>(p, stream);
     case DType::f16:
-      return wide ? launch<DType::f32, DType::f16>(p, major, stream)
-                  : launch<DType::f16, DType::f16>(p, major, stream);
+      return wide ? launch<DType::f32, DType::f16>(p, stream)
+                  : launch<DType::f16, DType::f16>(p, stream);
     case DType::bf16:
-      return wide ? launch<DType::f32, DType::bf16>(p, major, stream)
-                  : launch<DType::bf16, DType::bf16>(p, major, stream);
+      return wide ? launch<DType::f32, DType::bf16>(p, stream)
+                  : launch<DType::bf16, DType::bf16>(p, stream);
     default: CUATTN_ASSERT(false, "merge_states: dtype ", static_cast<int>(p.dtype));
   }
 }

@@ -191,7 +191,6 @@ __device__ __forceinline__ void schedule_sm90_work(const AttentionParams& p, con
   Sm90Cursor cursor;
   int32_t item = blockIdx.x;
   uint32_t parity = 0;
-  if (s.splits > 1) device::release_next_kernel();  // merge_states, which waits for all parts
   while (true) {
     device::barrier_wait(shared.work_empty(slot.stage()), slot.parity());
     Sm90Work::Kind kind =
