@@ -6,6 +6,7 @@ collectives the two compiled programs have. faces/test_jax_sharding.py reads the
 """
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -88,10 +89,9 @@ def spec_of(letters, along):
     return PartitionSpec(*(places.get(letter) for letter in letters))
 
 
-def collectives(function, *arguments):
-    text = function.lower(*arguments).compile().as_text()
-    found = re.findall(r" (all-gather|all-reduce|all-to-all|collective-permute)[-a-z]*\(", text)
-    return sorted(set(found))
+def collectives(program):
+    names = "all-gather|all-reduce|all-to-all|collective-permute"
+    return sorted(set(re.findall(rf" ({names})[-a-z]*\(", program.as_text())))
 
 
 def agree(a, b):
@@ -103,15 +103,22 @@ def agree(a, b):
     return all(np.abs(x - y).max() <= rtol * max(1, np.abs(y).max()) for rtol, x, y in wide)
 
 
-def compare(case, kind, along, seed=0):
+@functools.cache
+def on_one_device(case):
+    """Return the arrays and calls of a case, and what they give."""
+    arrays, call, letters = problem(case, np.random.default_rng(0))
+    loss = lambda given: (jnp.sin(call(given)) ** 2).sum()  # noqa: E731
+    calls = call, jax.grad(loss)
+    return arrays, calls, letters, [jax.jit(each)(arrays) for each in calls]
+
+
+def compare(case, kind, along):
     """One case on a mesh: values, gradients and what the compiled programs send."""
-    arrays, call, letters = problem(case, np.random.default_rng(seed))
+    arrays, calls, letters, wanted = on_one_device(case)
     letters = "shd" if len(letters) == 3 else letters
     shape = (2, 2) if None not in along else (4,)
     names = tuple(n for n in along if n)
     mesh = jax.make_mesh(shape, names, axis_types=(kind,) * len(names))
-    loss = lambda given: (jnp.sin(call(given)) ** 2).sum()  # noqa: E731
-    wanted, wanted_gradients = jax.jit(call)(arrays), jax.jit(jax.grad(loss))(arrays)
     spec = spec_of(letters, along)
     placed = dict(arrays)
     for n in "qkv":
@@ -119,11 +126,10 @@ def compare(case, kind, along, seed=0):
         where = spec_of(letters, (along[0], None)) if one_head else spec
         placed[n] = jax.device_put(arrays[n], NamedSharding(mesh, where))
     with jax.set_mesh(mesh) if kind is AxisType.Explicit else contextlib.nullcontext():
-        forward, backward = jax.jit(call), jax.jit(jax.grad(loss))
-        results = forward(placed), backward(placed)
-        moved = collectives(forward, placed), collectives(backward, placed)
-    kept = results[0].sharding.is_equivalent_to(NamedSharding(mesh, spec), results[0].ndim)
-    return [agree(results[0], wanted), agree(results[1], wanted_gradients), kept, *moved]
+        programs = [jax.jit(call).lower(placed).compile() for call in calls]  # once, and read
+        found = [program(placed) for program in programs]
+    kept = found[0].sharding.is_equivalent_to(NamedSharding(mesh, spec), found[0].ndim)
+    return [*map(agree, found, wanted), kept, *map(collectives, programs)]
 
 
 def others():
