@@ -122,6 +122,11 @@ def append_attention(
                 f"{op}: rope_positions must be None without rope, which it belongs to; pass "
                 "rope=(cos, sin)"
             )
+        if rope is None and rope_interleaved:
+            raise ValueError(
+                f"{op}: rope_interleaved must be False without rope, which it belongs to; pass "
+                "rope=(cos, sin)"
+            )
         if rope is not None:
             tokens = (q.shape[0], q.shape[1] if len(q.shape) == 4 else 1)
             cos, sin = check_rope(op, library, rope, rope_positions, tokens, q)

@@ -6,6 +6,8 @@ What the caches hold afterwards is compared bit by bit, what lies outside the to
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 
 import flash_attn_cases as cases
@@ -300,6 +302,46 @@ def test_num_splits_is_a_wish(device):
     for num_splits in (-1, 0, 1, 3, 200):
         got = flash_attn_with_kvcache(q, k, v, num_splits=num_splits)
         torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("length", [1, 70])
+@pytest.mark.parametrize("page", [16, 512, 1024])
+@pytest.mark.parametrize("entry", [-1, 4, 2**30, 2**30 + 1, -(2**30), -(2**31), 2**31 - 1])
+def test_a_page_that_is_not_there_is_nobodys(page, entry, length):
+    """Where pages are cut, its product with their number wraps to the page of another sequence."""
+    q, new = torch.randn(2, length, 2, 16), torch.ones(2, 1, 2, 16)
+    kv = [torch.zeros(4, page, 2, 16) for _ in range(2)]
+
+    def call(lengths, table):
+        lengths, table = (torch.tensor(x, dtype=torch.int32) for x in (lengths, table))
+        flash_attn_with_kvcache(q, *kv, new, new, cache_seqlens=lengths, block_table=table)
+
+    read, written = [[entry, 1], [2, 0]], [[3, entry], [2, 0]]
+    for lengths, table in (([5, 3], read), ([page + 5, 3], read), ([page + 5, 3], written)):
+        with pytest.raises(ValueError, match=r"block_table must be from 0 to 3, the pages of"):
+            call(lengths, table)
+        assert not any(x.any() for x in kv)
+    call([5, 3], [[3, entry], [2, entry]])  # no token is there
+    assert kv[0][..., 0, 0].nonzero().tolist() == [[2, 3], [3, 5]]
+
+
+def test_entries_that_alternate_in_memory_are_written_up_to_256_tokens():
+    new, lengths = torch.ones(2, 1, 2, 16), torch.tensor([3, 5], dtype=torch.int32)
+    call = functools.partial(flash_attn_with_kvcache, k=new, v=new, cache_seqlens=lengths)
+    kv = torch.zeros(2, 2, 256, 2, 16).unbind(1)
+    call(new, *kv)
+    assert kv[0][..., 0, 0].nonzero().tolist() == [[0, 3], [1, 5]]
+    kv = torch.zeros(2, 2, 257, 2, 16).unbind(1)
+    with pytest.raises(NotImplementedError, match=r"must not lie k, v, k, v in memory, got 257"):
+        call(new, *kv)
+
+
+def test_numbers_beyond_every_cache_are_taken():
+    new, kv = torch.ones(2, 1, 2, 16), [torch.zeros(2, 64, 2, 16) for _ in range(2)]
+    given = {"cache_seqlens": 5, "num_splits": 2**63, "window_size": (2**70, 2**63)}
+    out = flash_attn_with_kvcache(new, *kv, new, new, **given)
+    assert kv[0][..., 0, 0].nonzero().tolist() == [[0, 5], [1, 5]]
+    assert torch.equal(out, flash_attn_with_kvcache(new, *kv, cache_seqlens=6))
 
 
 @pytest.mark.gpu

@@ -225,6 +225,7 @@ REFUSED = [
         ValueError,
         "rope_positions must be None with",
     ),
+    ({"rope_interleaved": True}, ValueError, "rope_interleaved must be False without rope"),
 ]
 
 

@@ -14,6 +14,7 @@ from ..torch.eager import rows_in_order
 from ..torch.ops import traced
 
 LONGEST_HEAD = 256
+WIDEST = 2**62  # of a window: no sequence is as long
 LARGEST_FLOAT = torch.finfo(torch.float32).max
 
 
@@ -99,6 +100,7 @@ def window_of(op: str, window_size: Any) -> tuple[int, int]:
             f"{op}: window_size must hold two integers (left, right), got {window_size!r}; pass "
             "(-1, -1) for no limit"
         ) from None
+    left, right = (min(side, WIDEST) for side in (left, right))
     return (-1 if left < 0 else left, -1 if right < 0 else right)
 
 

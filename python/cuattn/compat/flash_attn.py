@@ -469,7 +469,7 @@ def flash_attn_with_kvcache(
     given = (q, k_cache, v_cache, k, v, alibi_slopes)
     refuse_gradients(op, "the cache", "call it under torch.no_grad()", *given)
     options = scores_of(op, q.shape[-1], softmax_scale, causal, window_size, softcap, alibi_slopes)
-    splits = max(0, whole_number(op, "num_splits", num_splits))
+    splits = min(max(0, whole_number(op, "num_splits", num_splits)), 2**31 - 1)
     options |= {"num_splits": splits, "return_lse": bool(return_softmax_lse)}
     cache = Cache(k_cache, v_cache, cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
     turn = Rotary(rotary_cos, rotary_sin, bool(rotary_interleaved))

@@ -16,7 +16,7 @@ from torch import Tensor
 from .. import attention, attention_varlen, paged_attention, reshape_and_cache
 from .._rope import rotated
 from .arguments import check_ints, check_range, check_tensors, cut, in_eights
-from .pages import Pages, can_be_cut
+from .pages import LARGEST, Pages, can_be_cut
 
 FEW_ROWS = 64  # queries x heads of a group that the kernels for decoding take
 COARSE = 16  # tokens of a page from which on they read rows as pages
@@ -63,8 +63,15 @@ def append_and_attend(
     padded = cache._replace(k=in_eights(cache.k), v=in_eights(cache.v)) if head_dim % 8 else cache
     pages = pages_of(op, q, padded, needed=k is not None or is_indirect(cache))
     total = seqlens + new if new else seqlens.contiguous()
+    check_pages(op, cache, total)
     if k is not None and v is not None:
         assert pages is not None
+        if pages.alternate():
+            raise NotImplementedError(
+                f"{op}: k_cache and v_cache are written, so that entries of more than {LARGEST} "
+                f"tokens must not lie k, v, k, v in memory, got {cache.k.shape[1]} tokens; pass "
+                "caches of their own, or shorter pages"
+            )
         moves = options["causal"] or options["window"] != (-1, -1)
         written = pages
         if cache.leftpad is not None:  # pages of one token name every token of the cache
@@ -204,6 +211,17 @@ def lengths_of(op: str, q: Tensor, cache: Cache, capacity: int, new: int) -> Ten
         rule = "from 0 to cache_seqlens"
         check_range(op, "cache_leftpad", cache.leftpad, 0, seqlens, rule)
     return seqlens
+
+
+def check_pages(op: str, cache: Cache, total: Tensor) -> None:
+    """Refuse pages that are not there, before anything is written to others."""
+    if cache.block_table is None:
+        return
+    entries, tokens = cache.k.shape[:2]
+    begins = torch.arange(cache.block_table.shape[1], device=total.device) * tokens
+    table = torch.where(begins < total[:, None], cache.block_table, 0)
+    rule = f"from 0 to {entries - 1}, the pages of k_cache, where a sequence has tokens"
+    check_range(op, "block_table", table, 0, entries - 1, rule)
 
 
 def is_indirect(cache: Cache) -> bool:

@@ -47,6 +47,7 @@ class Pages:
 
     def __init__(self, op: str, k: Tensor, v: Tensor, table: Tensor, token_by_token: bool = False):
         self.table = table
+        self.entries = k.shape[0]
         self.names: Tensor | None = None  # of tables(), once asked
         self.tokens = tokens = k.shape[1]  # of an entry
         self.capacity = table.shape[1] * tokens  # tokens that a sequence may have
@@ -76,7 +77,16 @@ class Pages:
         if leftpad is None and self.names is not None:
             return self.names
         pages = torch.arange(self.tokens // self.size, dtype=torch.int32, device=self.table.device)
+        # What is no entry stays none: its product could wrap to the page of another sequence.
+        table = self.table.clamp(-1, self.entries)
         if leftpad is not None:
-            return self.table * self.apart + leftpad[:, None] + pages
-        self.names = (self.table[:, :, None] * (self.apart // self.size) + pages).flatten(1)
+            return table * self.apart + leftpad[:, None] + pages
+        self.names = (table[:, :, None] * (self.apart // self.size) + pages).flatten(1)
         return self.names
+
+    def alternate(self) -> bool:
+        """Whether pages of v lie between those of k, so that either view has pages of the other."""
+        if self.apart == self.tokens:
+            return False
+        extent = max(x.stride(0) for x in (self.k, self.v)) * len(self.k) * self.k.element_size()
+        return abs(self.k.data_ptr() - self.v.data_ptr()) < extent
