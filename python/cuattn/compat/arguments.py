@@ -76,19 +76,18 @@ def check_ints(op: str, name: str, tensor: Any, shape: tuple[int, ...], like: Te
 
 def check_range(op: str, name: str, values: Tensor, low: Any, high: Any, rule: str) -> None:
     """Refuse integers outside [low, high]: on the CPU, and on CUDA under CUATTN_CHECK=1 alone."""
-    if values.device.type != "cpu" and not is_checked():
-        return
-    if values.numel() and bool(((values < low) | (values > high)).any()):
+    if are_looked_at(values) and values.numel() and bool(((values < low) | (values > high)).any()):
         raise ValueError(
             f"{op}: {name} must be {rule}, got {values.flatten().tolist()}; correct {name}, or "
             "make the cache larger"
         )
 
 
-def is_checked() -> bool:
-    """Whether data that only the device sees is looked at: under CUATTN_CHECK=1, no capture."""
-    asked = os.environ.get("CUATTN_CHECK") == "1"
-    return asked and not torch.cuda.is_current_stream_capturing()
+def are_looked_at(values: Tensor) -> bool:
+    """Whether numbers of a tensor are checked: on CUDA under CUATTN_CHECK=1, and in no capture."""
+    if values.device.type == "cpu":
+        return True
+    return os.environ.get("CUATTN_CHECK") == "1" and not torch.cuda.is_current_stream_capturing()
 
 
 def window_of(op: str, window_size: Any) -> tuple[int, int]:

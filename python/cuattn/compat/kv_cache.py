@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import attention, attention_varlen, paged_attention, reshape_and_cache
 from .._rope import rotated
-from .arguments import check_ints, check_range, check_tensors, cut, in_eights
+from .arguments import are_looked_at, check_ints, check_range, check_tensors, cut, in_eights
 from .pages import LARGEST, Pages, can_be_cut
 
 FEW_ROWS = 64  # queries x heads of a group that the kernels for decoding take
@@ -215,7 +215,7 @@ def lengths_of(op: str, q: Tensor, cache: Cache, capacity: int, new: int) -> Ten
 
 def check_pages(op: str, cache: Cache, total: Tensor) -> None:
     """Refuse pages that are not there, before anything is written to others."""
-    if cache.block_table is None:
+    if cache.block_table is None or not are_looked_at(cache.block_table):
         return
     entries, tokens = cache.k.shape[:2]
     begins = torch.arange(cache.block_table.shape[1], device=total.device) * tokens
