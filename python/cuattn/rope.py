@@ -19,7 +19,7 @@ from .attention import attention
 def rope_table(
     max_position: int,
     rotary_dim: int,
-    theta: float = 10000.0,
+    theta: float | None = None,
     *,
     scaling: Mapping[str, Any] | None = None,
     like: Any = None,
@@ -35,8 +35,9 @@ def rope_table(
         Rows of the tables.
     rotary_dim : int
         How many elements of a head are turned, an even number.
-    theta : float
-        The base.
+    theta : float, optional
+        The base; None: that of `scaling` ("rope_theta", where configurations of today have it), or
+        10000.
     scaling : dict, optional
         How a model was stretched to longer texts, in the words of Hugging Face's configurations:
         "rope_type" is "default", "linear", "dynamic", "ntk", "yarn", "llama3" or "longrope", beside
@@ -74,17 +75,24 @@ def rope_table(
         raise ValueError(
             f"rope_table: rotary_dim must be even, got {rotary_dim}; elements are turned in pairs"
         )
-    if not isinstance(theta, numbers.Real) or not 0.0 < theta < float("inf"):
-        raise ValueError(
-            f"rope_table: theta must be positive and finite, got {theta!r}; models have 10000.0 or "
-            "more"
-        )
     if not isinstance(scaling, (Mapping, type(None))):
         raise TypeError(
             f"rope_table: scaling must be a dict, got {type(scaling).__name__}; pass that of a "
             "model's configuration"
         )
     rule = dict(scaling or {})
+    of_rule = rule.get("rope_theta")
+    if theta is not None and of_rule is not None and theta != of_rule:
+        raise ValueError(
+            f"rope_table: theta must be the rope_theta of scaling, {of_rule!r}, or None, got "
+            f"{theta!r}; leave theta out"
+        )
+    theta = next((x for x in (theta, of_rule) if x is not None), 10000.0)
+    if not isinstance(theta, numbers.Real) or not 0.0 < theta < float("inf"):
+        raise ValueError(
+            f"rope_table: theta must be positive and finite, got {theta!r}; models have 10000.0 or "
+            "more"
+        )
     inverse = frequencies(rule, rotary_dim, float(theta), max_position)
     positions = np.arange(max_position, dtype=np.float32)
     angles = (positions[:, None] * inverse[None, :]).astype(np.float64)

@@ -159,6 +159,29 @@ def test_vmap_of_gradients_is_that_of_float64(name, rng):
             assert_near(found[n][i], x, n)
 
 
+@pytest.mark.parametrize("jit", [False, True])
+def test_vmap_with_a_seed_drops_the_same_both_ways(jit, rng):
+    """Entry by entry: what is folded into one batch counts its sequences on."""
+    q, k, v, w = (
+        jnp.asarray(rng.standard_normal(shape, np.float32))
+        for shape in ((3, 2, 5, 4, 8), (2, 6, 2, 8), (2, 6, 2, 8), (2, 5, 4, 8))
+    )
+
+    def loss(q):
+        return (cuattn.attention(q, k, v, dropout_p=0.5, dropout_seed=3) * w).sum()
+
+    function = jax.vmap(jax.value_and_grad(loss))
+    values, found = (jax.jit(function) if jit else function)(q)
+    forward = jax.vmap(loss)(q)
+    of_the_sum = jax.grad(lambda q: jax.vmap(loss)(q).sum())(q)
+    for i, x in enumerate(q):
+        value, wanted = jax.value_and_grad(loss)(x)
+        for got in (values[i], forward[i]):
+            np.testing.assert_allclose(got, value, rtol=1e-5, atol=1e-5)
+        for got in (found[i], of_the_sum[i]):
+            np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
+
+
 def test_vmap_of_the_sum_adds_up_what_is_shared(rng):
     """jax.grad of a sum over vmap: cotangents of arrays that all entries share are summed."""
     problems = [Problem("all", rng) for _ in range(2)]

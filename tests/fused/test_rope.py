@@ -186,3 +186,16 @@ def test_extents_of_tables_may_be_numpys():
     assert cos.shape == (9, 4)
     with pytest.raises(TypeError, match="rope_table: scaling must be a dict, got str"):
         cuattn.rope_table(9, 8, scaling="linear")
+
+
+@pytest.mark.parametrize("rule", [{}, {"rope_type": "linear", "factor": 4.0}])
+def test_the_base_may_stand_in_the_configuration(rule):
+    wanted = cuattn.rope_table(50, 64, 500000.0, scaling=rule)
+    assert not np.array_equal(wanted[0], cuattn.rope_table(50, 64, scaling=rule)[0])
+    given = {**rule, "rope_theta": 500000.0}
+    for theta in (None, 500000.0):
+        assert np.array_equal(wanted, cuattn.rope_table(50, 64, theta, scaling=given))
+    with pytest.raises(ValueError, match=r"theta must be the rope_theta of scaling, 500000\.0"):
+        cuattn.rope_table(50, 64, 10000.0, scaling=given)
+    with pytest.raises(ValueError, match="theta must be positive and finite, got -1"):
+        cuattn.rope_table(50, 64, scaling={**rule, "rope_theta": -1})

@@ -93,8 +93,9 @@ def attend(arrays: dict[str, jax.Array], static: Static) -> list[jax.Array]:
     if workspace_bytes:
         results.append(jax.ShapeDtypeStruct((workspace_bytes,), jnp.uint8))
     # Only plain dense attention can take more axes in front; the rest runs one batch entry of vmap
-    # after the other.
-    plain = not ragged and len(arrays) == 3 and not workspace_bytes
+    # after the other. Dropout counts the sequences of a call: folded, it would drop other elements
+    # than the gradient, which runs one by one.
+    plain = not ragged and len(arrays) == 3 and not workspace_bytes and not options["dropout_p"]
     function = jax.ffi.ffi_call(
         "cuattn_attention", results, vmap_method="broadcast_all" if plain else "sequential"
     )
