@@ -87,13 +87,13 @@ def rope_table(
             f"rope_table: theta must be the rope_theta of scaling, {of_rule!r}, or None, got "
             f"{theta!r}; leave theta out"
         )
-    theta = next((x for x in (theta, of_rule) if x is not None), 10000.0)
-    if not isinstance(theta, numbers.Real) or not 0.0 < theta < float("inf"):
+    base: Any = next((x for x in (theta, of_rule) if x is not None), 10000.0)
+    if not isinstance(base, numbers.Real) or not 0.0 < float(base) < float("inf"):
         raise ValueError(
-            f"rope_table: theta must be positive and finite, got {theta!r}; models have 10000.0 or "
+            f"rope_table: theta must be positive and finite, got {base!r}; models have 10000.0 or "
             "more"
         )
-    inverse = frequencies(rule, rotary_dim, float(theta), max_position)
+    inverse = frequencies(rule, rotary_dim, float(base), max_position)
     positions = np.arange(max_position, dtype=np.float32)
     angles = (positions[:, None] * inverse[None, :]).astype(np.float64)
     factor = attention_factor(rule)
