@@ -10,8 +10,9 @@ Rows are decode over pages, or the forward pass: scores, of which `before` may h
 Both are loaded side by side and called through the C ABI, whose structs must be the same in both;
 cuattn itself need not be installed. On a machine without a GPU the calls run on the CPU.
 Each row captures the same calls of each build in a CUDA graph, over as many caches in turn as an L2
-does not hold; rounds time both in a random order. The ratio is before / after, the median of the
-rounds: above 1, the second build is faster. `bits` says whether the results are the same.
+does not hold, or one forward call over and over; rounds time both in a random order. The ratio is
+before / after, the median of the rounds: above 1, the second build is faster. `bits` says whether
+the results are the same.
 """
 
 from __future__ import annotations

@@ -89,8 +89,9 @@ def rope_table(
         )
     base: Any = next((x for x in (theta, of_rule) if x is not None), 10000.0)
     if not isinstance(base, numbers.Real) or not 0.0 < float(base) < float("inf"):
+        name = "theta" if theta is not None else "rope_theta of scaling"
         raise ValueError(
-            f"rope_table: theta must be positive and finite, got {base!r}; models have 10000.0 or "
+            f"rope_table: {name} must be positive and finite, got {base!r}; models have 10000.0 or "
             "more"
         )
     inverse = frequencies(rule, rotary_dim, float(base), max_position)

@@ -16,6 +16,7 @@ import harness
 
 torch = frameworks.require("torch")
 from cuattn.compat.flash_attn import flash_attn_with_kvcache  # noqa: E402  after what it needs
+from cuattn.compat.pages import Pages  # noqa: E402
 
 DEVICES = [
     "cpu",
@@ -325,12 +326,22 @@ def test_a_page_that_is_not_there_is_nobodys(page, entry, length):
     assert kv[0][..., 0, 0].nonzero().tolist() == [[2, 3], [3, 5]]
 
 
+def test_an_id_that_is_no_page_becomes_none_that_a_device_reads_unchecked():
+    kv = torch.zeros(4, 1024, 2, 16)
+    table = torch.tensor([[-1, 4, 2**30, 2**30 + 1, -(2**30), -(2**31), 2**31 - 1]]).int()
+    pages = Pages("test", kv, kv.clone(), table)
+    assert pages.size < 1024  # cut
+    names = pages.tables()
+    assert ((names < 0) | (names >= len(pages.k))).all()
+
+
 def test_entries_that_alternate_in_memory_are_written_up_to_256_tokens():
     new, lengths = torch.ones(2, 1, 2, 16), torch.tensor([3, 5], dtype=torch.int32)
     call = functools.partial(flash_attn_with_kvcache, k=new, v=new, cache_seqlens=lengths)
-    kv = torch.zeros(2, 2, 256, 2, 16).unbind(1)
-    call(new, *kv)
-    assert kv[0][..., 0, 0].nonzero().tolist() == [[0, 3], [1, 5]]
+    for leftpad in (None, torch.tensor([1, 2], dtype=torch.int32)):
+        kv = torch.zeros(2, 2, 256, 2, 16).unbind(1)
+        call(new, *kv, cache_leftpad=leftpad)
+        assert kv[0][..., 0, 0].nonzero().tolist() == [[0, 3], [1, 5]]
     kv = torch.zeros(2, 2, 257, 2, 16).unbind(1)
     with pytest.raises(NotImplementedError, match=r"must not lie k, v, k, v in memory, got 257"):
         call(new, *kv)

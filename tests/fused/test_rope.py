@@ -195,7 +195,5 @@ def test_the_base_may_stand_in_the_configuration(rule):
     given = {**rule, "rope_theta": 500000.0}
     for theta in (None, 500000.0):
         assert np.array_equal(wanted, cuattn.rope_table(50, 64, theta, scaling=given))
-    with pytest.raises(ValueError, match=r"theta must be the rope_theta of scaling, 500000\.0"):
-        cuattn.rope_table(50, 64, 10000.0, scaling=given)
-    with pytest.raises(ValueError, match="theta must be positive and finite, got -1"):
+    with pytest.raises(ValueError, match="rope_theta of scaling must be positive and finite"):
         cuattn.rope_table(50, 64, scaling={**rule, "rope_theta": -1})

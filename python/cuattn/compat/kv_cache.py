@@ -66,16 +66,16 @@ def append_and_attend(
     check_pages(op, cache, total)
     if k is not None and v is not None:
         assert pages is not None
-        if pages.alternate():
+        moves = options["causal"] or options["window"] != (-1, -1)
+        written = pages
+        if cache.leftpad is not None:  # pages of one token name every token of the cache
+            written = Pages(op, padded.k, padded.v, pages.table)
+        if written.alternate():
             raise NotImplementedError(
                 f"{op}: k_cache and v_cache are written, so that entries of more than {LARGEST} "
                 f"tokens must not lie k, v, k, v in memory, got {cache.k.shape[1]} tokens; pass "
                 "caches of their own, or shorter pages"
             )
-        moves = options["causal"] or options["window"] != (-1, -1)
-        written = pages
-        if cache.leftpad is not None:  # pages of one token name every token of the cache
-            written = Pages(op, padded.k, padded.v, pages.table)
         q = write(in_eights(q), in_eights(k), in_eights(v), written, seqlens, total, rotary, moves)
     if cache.leftpad is not None:
         total = total.clamp(max=capacity) - cache.leftpad
