@@ -113,11 +113,25 @@ def roundings_of(q, k, softmax_scale=None, **_):
     return max(8.0, 3 * longest[0] * longest[1] * scale)
 
 
-def assert_near(found, exact, plain, dtype, name="out", roundings=32.0):
+def moved_by_rounded_out(out, exact, lse, leaves, dout):
+    """By how much the exact gradients of q, k and v move where backward reads the rounded `out`.
+
+    Backward takes the sum of dout times out for that of the weights times their gradients, as
+    flash-attn's does, and lse's gradient is the weights. `plain` never rounds that sum, and its own
+    error may be small where there are few rows: of 4,800 inputs of head_dim 256 one had 2.7 of a
+    bound without this, and 0.73 of one with it.
+    """
+    sums = ((exact - out.detach()) * dout).sum(-1).transpose(-1, -2)
+    lse = lse.masked_fill(lse == -torch.inf, 0)
+    moved = torch.autograd.grad(lse, leaves, sums, retain_graph=True, allow_unused=True)
+    return [0.0 if x is None or not x.numel() else x.abs().max().item() for x in moved]
+
+
+def assert_near(found, exact, plain, dtype, name="out", roundings=32.0, moved=0.0):
     """flash-attn's rule: twice the error of the same formula in the same dtype, and a rounding.
 
     In float32, sums of another order have other errors, about as large, of which what cancels
-    remains: there it is `roundings`.
+    remains: there it is `roundings`. A gradient may be wrong by `moved` besides.
     """
     assert found.shape == exact.shape, name
     exact = exact.double()
@@ -125,7 +139,7 @@ def assert_near(found, exact, plain, dtype, name="out", roundings=32.0):
     allowed = (plain.double() - exact).abs().max().item() if found.numel() else 0.0
     most = exact.abs().max().item() if found.numel() else 0.0
     roundings, least = (roundings, 1) if dtype == torch.float32 else (2, 1e-2)
-    bound = 2 * allowed + roundings * torch.finfo(dtype).eps * max(most, least)
+    bound = 2 * allowed + roundings * torch.finfo(dtype).eps * max(most, least) + moved
     assert error <= bound, f"{name}: {error} > {bound}"
 
 
