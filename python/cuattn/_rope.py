@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from . import _core
@@ -17,12 +18,23 @@ def turned(op: str, arguments: dict[str, Any]) -> dict[str, Any]:
     if not TURNED[op] or not has_rope(op, arguments):
         return rest
     rope, positions = arguments["rope"], arguments["rope_positions"]
+    refuse_gradient(op, arguments["q"])
     lengths = dense_lengths(arguments) if op in ROWS else paged_lengths(arguments)
     interleaved, stream = arguments["rope_interleaved"], arguments["stream"]
     q = rotation(
         op, "q", arguments["q"], *rope, positions, interleaved, False, 0, lengths, None, stream
     )
     return {**rest, "q": q}
+
+
+def refuse_gradient(op: str, q: Any) -> None:
+    """Refuse a q of which torch's autograd wants a gradient."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.is_grad_enabled() and getattr(q, "requires_grad", False):
+        raise NotImplementedError(
+            f"{op}: q requires grad, but no gradient goes through rope; rotate q by operations of "
+            "torch and leave rope out, or call it under torch.no_grad()"
+        )
 
 
 def has_rope(op: str, arguments: dict[str, Any]) -> bool:

@@ -77,3 +77,15 @@ def when_torch_compiles(function: Callable[[], None]) -> None:
         function()
     else:
         waiting.append(function)
+
+
+def keep_out_of_graphs(names: dict[str, Any], name: str) -> None:
+    """Have a function of a module, by its globals, run as it stands under torch.compile.
+
+    torch.compiler.disable does so, but loads torch.compile, which takes as long as torch itself.
+    """
+
+    def disable() -> None:
+        names[name] = sys.modules["torch"].compiler.disable(names[name])
+
+    when_torch_compiles(disable)

@@ -302,6 +302,20 @@ def test_a_compiled_step_has_no_graph_break(device):
         torch.testing.assert_close(a, b)
 
 
+def test_a_compiled_step_over_pages_is_the_eager_one(device):
+    torch.compiler.reset()
+    q, k, v = cases.tensors([(5, 2, 32), *[(4, 16, 2, 32)] * 2], torch.float32, device)
+    ints = {"dtype": torch.int32, "device": device}
+    ends_q, ends_k = torch.tensor([0, 2, 5], **ints), torch.tensor([0, 10, 30], **ints)
+    table = torch.tensor([[3, 0], [2, 1]], **ints)
+
+    def step(q):
+        given = q * 2, k, v, ends_q, ends_k, 3, 20
+        return flash_attn.flash_attn_varlen_func(*given, causal=True, block_table=table) + 1
+
+    torch.testing.assert_close(torch.compile(step, backend="aot_eager")(q), step(q))
+
+
 X = torch.zeros(2, 5, 4, 16)
 ROWS, ENDS = X.flatten(0, 1), torch.tensor([0, 5, 10], dtype=torch.int32)
 REFUSED = [

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from .._tracing import keep_out_of_graphs
 from ..torch.ops import call
 from .arguments import (
     check_ints,
@@ -271,7 +272,8 @@ def flash_attn_varlen_func(
         k, v = pages.k, pages.v
         options |= {"block_tables": pages.tables(), "seqused_k": cu_seqlens_k.diff()}
     others = (cu_seqlens_q, None if paged else cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    result = attend_padded("attention_varlen", (q, k, v), others, options, return_attn_probs)
+    attend = attend_outside_graphs if paged else attend_padded
+    result = attend("attention_varlen", (q, k, v), others, options, return_attn_probs)
     return cut(result, head_dim_v)
 
 
@@ -487,6 +489,14 @@ def attend_padded(
     padded = (in_eights(x) for x in rows)
     result = call(op, (*padded, *others), {**options, "return_lse": bool(return_attn_probs)})
     return (*result, rows[0].new_empty(0)) if return_attn_probs else result
+
+
+def attend_outside_graphs(*arguments: Any) -> Any:
+    """Do what `attend_padded` does, as it stands: over pages, which no op holds."""
+    return attend_padded(*arguments)
+
+
+keep_out_of_graphs(globals(), "attend_outside_graphs")
 
 
 def refuse_probabilities(op: str, return_attn_probs: bool, dropout_p: float) -> None:

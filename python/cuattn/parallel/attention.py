@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._tracing import keep_out_of_graphs
 from .attend import Problem
 from .autograd import Attend, HeadsToRows, RowsToHeads
 from .check import Said, agree
@@ -19,7 +20,7 @@ from .cost import Choice
 from .layout import Layout
 from .plan import Plan, kept_plan, limit_memory, plan_of
 from .schemes import SCHEMES
-from .team import keep_out_of_graphs, teams_of
+from .team import teams_of
 
 traced: Any = None  # puts a call into a graph of torch.compile, where that is loaded
 

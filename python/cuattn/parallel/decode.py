@@ -15,10 +15,11 @@ from torch import Tensor
 import cuattn
 
 from .._kv_shapes import BLOCK_SIZE_AXIS
+from .._tracing import keep_out_of_graphs
 from .check import Said, agree
 from .exchange import exchange
 from .plan import shape_words
-from .team import Team, gather_into, keep_out_of_graphs, team_of
+from .team import Team, gather_into, team_of
 
 if TYPE_CHECKING:
     from .._types import KvLayout

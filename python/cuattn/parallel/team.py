@@ -15,8 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._tracing import when_torch_compiles
-
 # torch 2.13 has given it another name.
 gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -101,18 +99,6 @@ class Team:
     def peer(self, step: int) -> int:
         """Return the global rank that stands `step` places after this one in the ring."""
         return self.ranks[(self.rank + step) % self.size]
-
-
-def keep_out_of_graphs(names: dict[str, Any], name: str) -> None:
-    """Have a function of a module, by its globals, run as it stands under torch.compile.
-
-    torch.compiler.disable does so, but loads torch.compile, which takes as long as torch itself.
-    """
-
-    def disable() -> None:
-        names[name] = torch.compiler.disable(names[name])
-
-    when_torch_compiles(disable)
 
 
 def timeout_of(group: Any) -> datetime.timedelta | None:
