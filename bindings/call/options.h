@@ -207,13 +207,6 @@ inline constexpr ArrayOption<AttentionArgs, cuattn_attention_options>
     {"v_scale", &AttentionArgs::v_scale, &cuattn_attention_options::v_scales, Holds::float32, false, &cuattn_attention_options::v_scale},
 };
 
-// -1 is none to the C ABI, and to nobody else.
-inline int64_t parse_seed(const char* op, nb::handle seed) {
-  int64_t value = parse_int(op, "dropout_seed", seed);
-  if (value >= 0) return value;
-  raise(PyExc_ValueError, op, ": dropout_seed must lie in [0, 2^63), got ", value, "; pass another");
-}
-
 // Options that were not given keep the defaults of the C ABI.
 inline void parse_options(const char* op, const AttentionArgs& args,
                           cuattn_attention_options& o) {
@@ -227,7 +220,7 @@ inline void parse_options(const char* op, const AttentionArgs& args,
   if (is_given(args.max_seqlen_k)) o.max_seqlen_k = parse_int(op, "max_seqlen_k", args.max_seqlen_k);
   if (args.kv_layout.is_valid()) o.kv_layout = parse_kv_layout(op, args.kv_layout);
   if (args.dropout_p.is_valid()) o.dropout_p = parse_double(op, "dropout_p", args.dropout_p);
-  if (is_given(args.dropout_seed)) o.dropout_seed = parse_seed(op, args.dropout_seed);
+  if (is_given(args.dropout_seed)) o.dropout_seed = parse_int(op, "dropout_seed", args.dropout_seed);
   if (args.dropout_offset.is_valid()) o.dropout_offset = parse_int(op, "dropout_offset", args.dropout_offset);
   if (args.dropout_row.is_valid()) o.dropout_row = parse_int(op, "dropout_row", args.dropout_row);
   if (args.dropout_key.is_valid()) o.dropout_key = parse_int(op, "dropout_key", args.dropout_key);
@@ -434,13 +427,6 @@ inline constexpr ArrayOption<PagedArgs, cuattn_paged_options>
     {"max_logits", &PagedArgs::max_logits, &cuattn_paged_options::max_logits, Holds::like_q, true},
     {"tmp_out", &PagedArgs::tmp_out, &cuattn_paged_options::tmp_out, Holds::like_q, true},
 };
-
-// -1 is none to the C ABI, and to nobody else.
-inline int64_t parse_seed(const char* op, nb::handle seed) {
-  int64_t value = parse_int(op, "dropout_seed", seed);
-  if (value >= 0) return value;
-  raise(PyExc_ValueError, op, ": dropout_seed must lie in [0, 2^63), got ", value, "; pass another");
-}
 
 // Options that were not given keep the defaults of the C ABI.
 inline void parse_options(const char* op, const PagedArgs& args,
