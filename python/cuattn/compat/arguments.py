@@ -187,3 +187,13 @@ def cut(result: Any, head_dim: int) -> Any:
     if isinstance(result, tuple):
         return (cut(result[0], head_dim), *result[1:])
     return result if result.shape[-1] == head_dim else result[..., :head_dim]
+
+
+def refuse_probabilities(op: str, return_attn_probs: bool, dropout_p: float) -> None:
+    """Raise where S_dmask would have to be more than empty."""
+    if return_attn_probs and dropout_p:
+        raise NotImplementedError(
+            f"{op}: return_attn_probs must be False with dropout_p={dropout_p}, because no kernel "
+            "writes the probabilities (S_dmask); leave it out, or ask for softmax_lse without "
+            "dropout"
+        )

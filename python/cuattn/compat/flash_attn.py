@@ -22,6 +22,7 @@ from .arguments import (
     cut,
     in_eights,
     refuse_gradients,
+    refuse_probabilities,
     scores_of,
     whole_number,
 )
@@ -497,13 +498,3 @@ def attend_outside_graphs(*arguments: Any) -> Any:
 
 
 keep_out_of_graphs(globals(), "attend_outside_graphs")
-
-
-def refuse_probabilities(op: str, return_attn_probs: bool, dropout_p: float) -> None:
-    """Raise where S_dmask would have to be more than empty."""
-    if return_attn_probs and dropout_p:
-        raise NotImplementedError(
-            f"{op}: return_attn_probs must be False with dropout_p={dropout_p}, because no kernel "
-            "writes the probabilities (S_dmask); leave it out, or ask for softmax_lse without "
-            "dropout"
-        )
