@@ -444,7 +444,22 @@ static void check_lens(const char* function, const char* name, const PagedWork& 
 }
 
 void check_context_lens(const char* function, const PagedWork& w) {
-  check_lens(function, "context_lens", w, "the table names max_blocks_per_seq * block_size tokens");
+  check_lens(function, "context_lens", w,
+             "the table names max_blocks_per_seq * block_size tokens, and a max_context_len may "
+             "allow fewer");
+}
+
+static void check_scales(const char* function, const char* name, const PagedWork& w,
+                         const float* scales, int64_t batch_stride, int64_t head_stride) {
+  if (scales == nullptr) return;
+  for (int32_t b = 0; b < w.num_seqs; ++b) {
+    for (int32_t h = 0; h < w.num_heads_kv; ++h) {
+      float scale = scales[b * batch_stride + h * head_stride];
+      CUATTN_REQUIRE(std::isfinite(scale) && scale >= 0.0f, function, ": ", name,
+                     " must hold finite numbers that are not negative, got ", scale,
+                     " for sequence ", b, " and head ", h, "; value = stored * scale");
+    }
+  }
 }
 
 void check_paged(const char* function, const PagedParams& p) {
@@ -452,6 +467,10 @@ void check_paged(const char* function, const PagedParams& p) {
   if (has_lists && p.work.context_lens == nullptr) return;
   if (has_lists) return check_lens(function, "topk_lens", p.work, "a list has topk entries");
   check_context_lens(function, p.work);
+  check_scales(function, "k_scale", p.work, p.k_scales, p.k_scales_stride_batch,
+               p.k_scales_stride_head);
+  check_scales(function, "v_scale", p.work, p.v_scales, p.v_scales_stride_batch,
+               p.v_scales_stride_head);
   for (int32_t b = 0; b < p.work.num_seqs; ++b) {
     const int32_t* ids = p.pages.entry(b, 0);
     int64_t blocks =

@@ -264,8 +264,8 @@ typedef struct {
   const DLTensor* alibi_slopes;        /* float32 [num_heads_q] or [num_seqs, num_heads_q] */
   const DLTensor* sinks;               /* float32 [num_heads_q] */
   double k_scale, v_scale;             /* of e4m3 caches: value = stored * scale; default 1 */
-  const DLTensor *k_scales, *v_scales; /* instead: float32 [num_heads_kv] or [num_seqs,
-                                         num_heads_kv] */
+  const DLTensor *k_scales, *v_scales; /* instead: float32 [1], [num_heads_kv] or
+                                         [num_seqs, num_heads_kv] */
   const DLTensor* plan;                /* of cuattn_paged_plan_run */
   /* V2 alone. partition_size 256, 512 (default) or 1024; max_context_len < 0: what block_tables can
    * name. The buffers, where not given, are taken from the workspace; with partitions =

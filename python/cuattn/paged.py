@@ -125,7 +125,7 @@ def paged_attention(
         Adds ``-slope * abs(i + context_len - q_len - j)``.
     sinks : float32 array, [num_heads_q], optional
         One more logit per head in the softmax denominator, without a value; lse includes it.
-    k_scale, v_scale : float or float32 array, [num_heads_kv] or [num_seqs, num_heads_kv], optional
+    k_scale, v_scale : float or float32 array, [1], [num_heads_kv] or [num_seqs, num_heads_kv]
         Of float8 caches: value = stored * scale; None is 1.
     kv_dtype : str, optional
         "float8_e4m3fn" where the caches are uint8 arrays that hold it.
@@ -318,9 +318,9 @@ def paged_attention_v2(
 ) -> Any:
     """PagedAttention V2: partitions of the keys side by side, then a stable reduction over them.
 
-    With partitions = ceil(max_context_len / partition_size), partition p of a query head holds
-    ``max_logits = max(scores)``, ``exp_sums = sum(exp(scores - max_logits))`` and ``tmp_out =
-    softmax(scores) @ v`` of its own keys; ``out = sum(tmp_out * w) / sum(w)`` with ``w = exp_sums *
+    With partitions = ceil(min(max_context_len, max_blocks_per_seq * block_size) / partition_size),
+    and one at least, partition p of a query head holds ``max_logits = max(scores)``, ``exp_sums =
+    sum(exp(scores - max_logits))`` and ``tmp_out = softmax(scores) @ v`` of its own keys; ``out = sum(tmp_out * w) / sum(w)`` with ``w = exp_sums *
     exp(max_logits - max(max_logits))``.
 
     Parameters

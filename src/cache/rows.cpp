@@ -100,6 +100,13 @@ DType cache_dtype_of(const char* fn, const TensorView& view) {
 
 constexpr const char* kWrite = "reshape_and_cache";
 
+// What is written is value * (1 / scale).
+void require_scale(const char* name, float scale, double number) {
+  CUATTN_REQUIRE(scale > 0.0f && std::isfinite(scale) && std::isfinite(1.0f / scale), kWrite, ": ",
+                 name, " must be positive and finite in float32, as 1 / ", name, ", got ", number,
+                 "; value = stored * scale");
+}
+
 void read_scale(const char* name, bool has_number, double number, const DLTensor* array,
                 const CacheWriteParams& p, DLDevice device, bool check_data, CacheSide& side) {
   side.scale = 1.0f;
@@ -109,9 +116,7 @@ void read_scale(const char* name, bool has_number, double number, const DLTensor
                  "; leave it out");
   if (array == nullptr) {
     side.scale = static_cast<float>(number);
-    CUATTN_REQUIRE(std::isfinite(side.scale) && side.scale > 0.0f, kWrite, ": ", name,
-                   " must be positive and finite in float32, got ", number,
-                   "; value = stored * scale");
+    require_scale(name, side.scale, number);
     return;
   }
   TensorView view = view_of(kWrite, name, array);
@@ -222,6 +227,19 @@ CacheWriteParams read_write(const WriteArrays& arrays, const cuattn_cache_option
   return p;
 }
 
+// On the CPU, and under CUATTN_CHECK=1.
+void check_scales(const char* name, const CacheWriteParams& p, const CacheSide& side,
+                  DLDevice device, Stream stream) {
+  if (side.scales == nullptr || p.num_heads == 0) return;
+  if (!is_cpu(device) && side.scales_stride < 0) return;
+  int64_t count = (int64_t{p.num_heads} - 1) * side.scales_stride + 1;
+  HostCopy<float> scales(backend_of(kWrite, device), device, side.scales, count, stream);
+  for (int64_t head = 0; scales.data() != nullptr && head < p.num_heads; ++head) {
+    float scale = scales.data()[head * side.scales_stride];
+    require_scale(name, scale, static_cast<double>(scale));
+  }
+}
+
 Footprint rows_footprint(const char* name, const CacheSide& side, int64_t tokens, int64_t heads,
                          DType dtype) {
   return {name,
@@ -256,6 +274,8 @@ void reshape_and_cache(const WriteArrays& arrays, const cuattn_cache_options* op
   DLDevice device = arrays.k.device;
   const Backend& backend = backend_of(kWrite, device);
   check_slots(kWrite, p, device, stream);
+  check_scales("k_scale", p, p.k, device, stream);
+  check_scales("v_scale", p, p.v, device, stream);
   if (p.num_tokens == 0 || p.num_heads == 0 || p.num_blocks == 0) return;
   backend.cache_write(p, device.device_id, stream);
 }

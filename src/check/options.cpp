@@ -72,23 +72,25 @@ MaskParams read_mask(const char* function, bool causal, int64_t window_left, int
 
 HeadVector read_heads(const char* function, const char* argument, const DLTensor* tensor,
                       const char* axis, int64_t heads, const char* batch_axis, int64_t batch,
-                      DLDevice device, bool check_data) {
+                      DLDevice device, bool check_data, bool may_be_one) {
   if (tensor == nullptr) return {};
   TensorView view = view_of(function, argument, tensor);
   require_dtype(function, argument, view, DType::f32);
   require_device(function, argument, view, device);
+  bool is_one = may_be_one && view.ndim <= 1 && view.size() == 1;
   bool is_vector = view.ndim == 1 && view.shape[0] == heads;
   bool is_matrix =
       batch_axis != nullptr && view.ndim == 2 && view.shape[0] == batch && view.shape[1] == heads;
-  CUATTN_REQUIRE(is_vector || is_matrix, function, ": ", argument, " must have shape (", axis,
-                 ",) = (", heads, ",)",
+  CUATTN_REQUIRE(is_vector || is_matrix || is_one, function, ": ", argument, " must have ",
+                 may_be_one ? "one element or shape (" : "shape (", axis, ",) = (", heads, ",)",
                  batch_axis == nullptr
                      ? std::string()
                      : concat(" or (", batch_axis, ", ", axis, ") = (", batch, ", ", heads, ")"),
                  ", got ", shape_text(view), "; give one number per head");
   require_strided(function, argument, view, false, check_data);
-  return {static_cast<const float*>(view.data), is_matrix ? stride_of(view, 0) : 0,
-          stride_of(view, is_matrix ? 1 : 0)};
+  const auto* data = static_cast<const float*>(view.data);
+  if (is_one) return {data, 0, 0};
+  return {data, is_matrix ? stride_of(view, 0) : 0, stride_of(view, is_matrix ? 1 : 0)};
 }
 
 }  // namespace cuattn

@@ -14,14 +14,15 @@ void require_head_dim(const char* function, const char* argument, const char* ax
                       int64_t head_dim, DType kv_dtype, int32_t most = kMostHeadDim);
 void require_heads(const char* function, int64_t num_heads_q, int64_t num_heads_kv);
 
-// float32 [heads], or [batch, heads] where `batch_axis` is not nullptr; no tensor: no data.
+// float32 [heads], [batch, heads] where `batch_axis` is not nullptr, or one number for all heads where
+// it may be; no tensor: no data.
 struct HeadVector {
   const float* data;
   int64_t stride_batch, stride_head;
 };
 HeadVector read_heads(const char* function, const char* argument, const DLTensor* tensor,
                       const char* axis, int64_t heads, const char* batch_axis, int64_t batch,
-                      DLDevice device, bool check_data);
+                      DLDevice device, bool check_data, bool may_be_one = false);
 
 // A side of the window that reaches past all `longest` queries or keys is kUnlimited.
 MaskParams read_mask(const char* function, bool causal, int64_t window_left, int64_t window_right,

@@ -94,8 +94,9 @@ void read_lengths(const cuattn_rope_options& o, bool has_batch, DLDevice device,
   int64_t num_seqs = p.batch;
   if (o.cu_seqlens_q != nullptr) {
     num_seqs = view_of(kFunction, "cu_seqlens_q", o.cu_seqlens_q).size() - 1;
-    CUATTN_REQUIRE(num_seqs >= 1, kFunction, ": cu_seqlens_q must have at least 2 elements, got ",
-                   num_seqs + 1, "; element i is where sequence i begins");
+    int64_t least = p.seqlen == 0 ? 0 : 1;
+    CUATTN_REQUIRE(num_seqs >= least, kFunction, ": cu_seqlens_q must have at least ", least + 1,
+                   " elements, got ", num_seqs + 1, "; element i is where sequence i begins");
     places.keys = o.seqlen_k < 0 ? kMaxLength : places.keys;
   }
   places.num_seqs = checked_extent(kFunction, "x", "sequences", num_seqs);

@@ -120,8 +120,9 @@ float read_kv_scale(const PagedCall& call, const char* name, double number,
                  call.function, ": ", name, " belongs to float8_e4m3fn caches, these are ",
                  dtype_name(call.params.kv_dtype), "; leave it out");
   float scale = static_cast<float>(number);
-  CUATTN_REQUIRE(std::isfinite(scale), call.function, ": ", name,
-                 " must be finite in float32, got ", number, "; value = stored * scale");
+  CUATTN_REQUIRE(std::isfinite(scale) && scale >= 0.0f, call.function, ": ", name,
+                 " must be finite in float32 and not negative, got ", number,
+                 "; value = stored * scale");
   return scale;
 }
 
@@ -135,7 +136,7 @@ void fill_scores(PagedCall& call, const cuattn_paged_options& o, bool check_data
   p.v_scale = read_kv_scale(call, "v_scale", o.v_scale, o.v_scales);
   auto heads = [&](const char* name, const DLTensor* tensor) {
     return read_heads(fn, name, tensor, "num_heads_kv", p.work.num_heads_kv, "num_seqs", seqs,
-                      call.device, check_data);
+                      call.device, check_data, true);
   };
   HeadVector k = heads("k_scale", o.k_scales), v = heads("v_scale", o.v_scales);
   p.k_scales = k.data;

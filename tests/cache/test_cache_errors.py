@@ -176,9 +176,20 @@ WRITE = {
 }
 WRITE_E4M3 = {
     "scale_zero": ({"k_scale": 0.0}, ValueError,
-        "k_scale must be positive and finite in float32, got 0; value = stored * scale"),
+        "k_scale must be positive and finite in float32, as 1 / k_scale, got 0; value = stored * "
+        "scale"),
+    "scale_without_inverse": ({"k_scale": 1e-40}, ValueError,
+        "k_scale must be positive and finite in float32, as 1 / k_scale, got 1e-40; value = stored "
+        "* scale"),
+    "scales_zero": ({"v_scale": np.array([1, 0], np.float32)}, ValueError,
+        "v_scale must be positive and finite in float32, as 1 / v_scale, got 0; value = stored * "
+        "scale"),
+    "scales_nan": ({"k_scale": np.array([np.nan, 1], np.float32)}, ValueError,
+        "k_scale must be positive and finite in float32, as 1 / k_scale, got nan; value = stored * "
+        "scale"),
     "scale_nan": ({"v_scale": float("nan")}, ValueError,
-        "v_scale must be positive and finite in float32, got nan; value = stored * scale"),
+        "v_scale must be positive and finite in float32, as 1 / v_scale, got nan; value = stored * "
+        "scale"),
     "scale_shape": ({"v_scale": ones(3)}, ValueError,
         "v_scale must have shape (num_heads_kv,) = (2,) or one element, got (3,); give one scale "
         "for each head"),

@@ -163,11 +163,22 @@ def test_explain_refuses_what_is_no_rope(device, options, error, message):
         cuattn.explain("attention", X, X, X, device=device, **options)
 
 
+@pytest.mark.parametrize("paged", [False, True])
+def test_an_empty_batch_has_nothing_to_rotate(paged):
+    q, ends, options = np.zeros((0, 2, 32), np.float32), np.zeros(1, np.int32), {"rope": (COS, SIN)}
+    given = q, q, ends, ends, 0, 8
+    if paged:
+        pages, none = np.zeros((3, 16, 2, 32), np.float32), np.zeros((0, 2), np.int32)
+        given = pages, pages, ends, None, 0, 8
+        options |= {"block_tables": none, "seqused_k": none[:, 0]}
+    assert cuattn.attention_varlen(q, *given, **options).shape == q.shape
+
+
 def test_gradients_and_jax_are_refused():
     torch = frameworks.require("torch")
     q = torch.zeros(1, 4, 2, 32, requires_grad=True)
     rope = (torch.from_numpy(COS), torch.from_numpy(SIN))
-    with pytest.raises(NotImplementedError, match="attention: q requires grad, but no .* through rope"):
+    with pytest.raises(NotImplementedError, match="no gradient goes through rope"):
         cuattn.attention(q, q, q, rope=rope)
     with torch.no_grad():
         assert cuattn.attention(q, q, q, rope=rope).shape == q.shape

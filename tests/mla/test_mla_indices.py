@@ -319,7 +319,7 @@ def bad_arrays():
 LISTS = np.zeros((2, 3, 5), np.int32)
 REFUSED = [  # what is changed, and what the message says
     ({"block_tables": np.zeros((2, 1), np.int32), "context_lens": np.ones(2, np.int32)},
-     "block_tables and context_lens must be None where indices are given, got one"),
+     "block_tables and context_lens must be None where indices are given, got both"),
     ({"context_lens": np.ones(2, np.int32)}, "must be None where indices are given"),
     ({"indices": LISTS.astype(np.int64)}, "indices must be int32, got int64"),
     ({"indices": LISTS[:, 0]}, r"indices must have 3 axes \[num_seqs, q_len, topk\], got"),

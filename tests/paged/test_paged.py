@@ -358,6 +358,13 @@ def test_zero_sizes(device, changes, rng):
     assert lse.size == 0
 
 
+@pytest.mark.parametrize("lens", [(), (0,), (0, 0, 0)], ids=str)
+def test_a_plan_of_nothing(device, lens, rng):
+    problem = paged_cases.make(PagedCase(lens=lens), rng)
+    plan = paged_cases.plan_of(device, "auto", problem)
+    paged_cases.judge(problem, *paged_cases.run(device, "auto", problem, plan=plan))
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize(("device", "backend"), target_params())
 def test_nan_of_a_visible_key_propagates(device, backend, value, rng):

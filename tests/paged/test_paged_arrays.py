@@ -6,14 +6,17 @@ nothing left behind. Views and read-only arrays: test_paged_views.py; JAX: test_
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 import cases
 import cuattn
 import dlpack
+import harness
 import paged_cases
 from cache_cases import LAYOUTS
 from paged_calls import (
@@ -190,3 +193,14 @@ def test_an_unknown_library_on_cuda_orders_itself_behind_the_given_stream(rng):
     torch.cuda.synchronize()
     assert call.arrays
     assert all(x.requests[0]["stream"] == stream.cuda_stream for x in call.arrays)
+
+
+def test_a_scale_of_one_element_is_that_of_every_head(device, rng):
+    q = rng.standard_normal((2, 4, 16)).astype(np.float16)
+    cache = rng.standard_normal((3, 8, 2, 16)).astype(ml_dtypes.float8_e4m3fn)
+    tables, lens = np.array([[0, 1], [2, 0]], np.int32), np.array([11, 5], np.int32)
+    call = functools.partial(harness.numpy_call, device, cuattn.paged_attention)
+    arguments = q, cache, cache, tables, lens
+    want = call(*arguments, k_scale=0.5, v_scale=2.0)
+    one = {"k_scale": np.full(1, 0.5, np.float32), "v_scale": np.full(1, 2, np.float32)}
+    assert np.array_equal(call(*arguments, **one), want)

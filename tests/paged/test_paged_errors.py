@@ -52,6 +52,14 @@ def arguments(function):
     return base
 
 
+OF_FLOAT8 = {
+    "q": ones(3, 4, 16, dtype=F16),
+    "k_cache": ones(5, 8, 2, 16, dtype=np.uint8),
+    "v_cache": ones(5, 8, 2, 16, dtype=np.uint8),
+    "kv_dtype": "float8_e4m3fn",
+}
+
+
 # fmt: off
 REFUSALS = {
     # Shapes
@@ -140,10 +148,10 @@ REFUSALS = {
     # Data
     "negative_length": ("", {"context_lens": np.array([3, -1, 0], I32)}, ValueError,
         "context_lens must lie within [0, 16], got -1 at index 1; the table names "
-        "max_blocks_per_seq * block_size tokens"),
+        "max_blocks_per_seq * block_size tokens, and a max_context_len may allow fewer"),
     "table_too_narrow": (V1, {"context_lens": np.array([3, 0, 17], I32)}, ValueError,
         "context_lens must lie within [0, 16], got 17 at index 2; the table names "
-        "max_blocks_per_seq * block_size tokens"),
+        "max_blocks_per_seq * block_size tokens, and a max_context_len may allow fewer"),
     "id_too_large": ("", {"block_tables": np.array([[0, 1], [5, 3], [4, 0]], I32)}, ValueError,
         "block_tables must hold block ids within [0, 4], got 5 at (1, 0); entries past the context "
         "may be anything"),
@@ -152,7 +160,7 @@ REFUSALS = {
         "context may be anything"),
     "longer_than_max_context_len": (V2, {"max_context_len": 15}, ValueError,
         "context_lens must lie within [0, 15], got 16 at index 0; the table names "
-        "max_blocks_per_seq * block_size tokens"),
+        "max_blocks_per_seq * block_size tokens, and a max_context_len may allow fewer"),
     # Strides
     "k_not_contiguous": ("", {"k_cache": ones(5, 8, 2, 32)[..., ::2]}, ValueError,
         "k_cache must be contiguous in its last axis, got strides (512, 64, 32, 2) in elements; "
@@ -180,11 +188,20 @@ REFUSALS = {
         "k_scale belongs to float8_e4m3fn caches, these are float32; leave it out"),
     "v_scale_of_float_caches": (V1, {"v_scale": ones(2)}, ValueError,
         "v_scale belongs to float8_e4m3fn caches, these are float32; leave it out"),
-    "k_scale_beyond_float32": (
-        "", {"q": ones(3, 4, 16, dtype=F16), "k_cache": ones(5, 8, 2, 16, dtype=np.uint8),
-             "v_cache": ones(5, 8, 2, 16, dtype=np.uint8), "kv_dtype": "float8_e4m3fn",
-             "k_scale": 1e39}, ValueError,
-        "k_scale must be finite in float32, got 1e+39; value = stored * scale"),
+    **{
+        f"k_scale_{got}": ("", {**OF_FLOAT8, "k_scale": scale}, ValueError, f"k_scale must {rule}; "
+            + ("give one number per head" if got == "of_three" else "value = stored * scale"))
+        for got, scale, rule in (
+            ("beyond_float32", 1e39, "be finite in float32 and not negative, got 1e+39"),
+            ("negative", -1.0, "be finite in float32 and not negative, got -1"),
+            ("of_three", ones(3), "have one element or shape (num_heads_kv,) = (2,) or (num_seqs, "
+             "num_heads_kv) = (3, 2), got (3,)"),
+            ("negative_array", np.array([1, -1], np.float32),
+             "hold finite numbers that are not negative, got -1 for sequence 0 and head 1"),
+            ("nan_array", np.array([np.nan], np.float32),
+             "hold finite numbers that are not negative, got nan for sequence 0 and head 0"),
+        )
+    },
     "num_splits": ("", {"num_splits": -1}, ValueError,
         "num_splits must be >= 0, got -1; pass 0 to let cuattn choose"),
     "invariant_splits": ("", {"num_splits": 2, "batch_invariant": True}, ValueError,
@@ -234,7 +251,7 @@ REFUSALS = {
         "a size"),
     "plan_length": ("paged_plan", {"context_lens": np.array([1, 2, 99], I32)}, ValueError,
         "context_lens must lie within [0, 16], got 99 at index 2; the table names "
-        "max_blocks_per_seq * block_size tokens"),
+        "max_blocks_per_seq * block_size tokens, and a max_context_len may allow fewer"),
     "plan_out": ("paged_plan", {"out": ones(3, dtype=I32)}, ValueError,
         "out must have shape (73,), got (3,); allocate it with that shape"),
 }
@@ -330,7 +347,9 @@ for memory in lent:
 """
 
 TABLES = "entries past the context may be anything"
-LENS = "the table names max_blocks_per_seq * block_size tokens"
+LENS = (
+    "the table names max_blocks_per_seq * block_size tokens, and a max_context_len may allow fewer"
+)
 WRONG_ID = [
     f"block_tables must hold block ids within [0, 4], got 5 at (1, 0); {TABLES}",
     f"block_tables must hold block ids within [0, 4], got -1 at (0, 1); {TABLES}",

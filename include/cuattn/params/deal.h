@@ -212,7 +212,7 @@ CUATTN_HOST_DEVICE int64_t tiles_per_worker(const PagedWork& w, int64_t tiles, i
   int64_t total = tiles * track_heads(w), places = w.num_workers / w.tracks;
   int64_t even = total == 0 ? 1 : (total - 1) / places + 1;
   even = even < 2 ? 2 : even;
-  if (tiles != longest * w.num_seqs) return even;
+  if (longest == 0 || tiles != longest * w.num_seqs) return even;
   // All sequences are equally long: workers that end where units end cost less than the last bit of
   // balance, if the step is a multiple or a divisor of a unit within a sixteenth.
   int64_t step =
