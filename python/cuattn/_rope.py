@@ -58,13 +58,26 @@ def has_rope(op: str, arguments: dict[str, Any]) -> bool:
 
 def rotation(op: str, name: str, *arguments: Any) -> Any:
     """Rotate an array of a call that takes none of JAX on this way."""
-    found = _core.apply_rope(op, name, *arguments)
+    try:
+        found = _core.apply_rope(op, name, *arguments)
+    except (ValueError, TypeError, NotImplementedError) as error:
+        raise type(error)(in_words_of(op, name, str(error))) from None
     if found is NotImplemented:
         raise NotImplementedError(
             f"{op}: {name} is a JAX array, which this call does not rotate; pass what "
             "cuattn.apply_rope makes of it"
         )
     return found
+
+
+def in_words_of(op: str, name: str, message: str) -> str:
+    """Put the function and argument of another call in place of those of `apply_rope`."""
+    if op == "apply_rope":
+        return message
+    its = "rope_positions" if name == "q" else "positions_k"
+    words = {"x": name, "positions": its, "interleaved": "rope_interleaved"}
+    argument, space, rule = message.partition(": ")[2].partition(" ")
+    return f"{op}: {words.get(argument, argument)}{space}{rule}"
 
 
 def dense_lengths(arguments: dict[str, Any]) -> dict[str, Any]:

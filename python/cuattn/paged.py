@@ -320,8 +320,8 @@ def paged_attention_v2(
 
     With partitions = ceil(min(max_context_len, max_blocks_per_seq * block_size) / partition_size),
     and one at least, partition p of a query head holds ``max_logits = max(scores)``, ``exp_sums =
-    sum(exp(scores - max_logits))`` and ``tmp_out = softmax(scores) @ v`` of its own keys; ``out = sum(tmp_out * w) / sum(w)`` with ``w = exp_sums *
-    exp(max_logits - max(max_logits))``.
+    sum(exp(scores - max_logits))`` and ``tmp_out = softmax(scores) @ v`` of its own keys; ``out =
+    sum(tmp_out * w) / sum(w)`` with ``w = exp_sums * exp(max_logits - max(max_logits))``.
 
     Parameters
     ----------

@@ -174,6 +174,23 @@ def test_an_empty_batch_has_nothing_to_rotate(paged):
     assert cuattn.attention_varlen(q, *given, **options).shape == q.shape
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"rope_positions": np.full((1, 4), 100)}, r"rope_positions must lie within \[0, 100\)"),
+        ({"rope_positions": np.zeros((1, 4), np.int32)}, "rope_positions must be int64"),
+        ({"rope_interleaved": 1}, "rope_interleaved must be True or False, got 1"),
+        ({"rope": (COS.astype(np.float64), SIN)}, "cos must be float32, got float64"),
+        ({"rope": (COS, SIN[:5])}, "sin must have"),
+    ],
+)
+def test_refusals_name_what_was_given(given, words):
+    with pytest.raises((ValueError, TypeError), match=f"^attention: {words}"):
+        cuattn.attention(X, X, X, **{"rope": (COS, SIN), **given})
+    with pytest.raises(ValueError, match="rope_attention: positions_k must lie"):
+        cuattn.rope_attention(X, X, X, COS, SIN, positions_k=np.full((1, 4), -1))
+
+
 def test_gradients_and_jax_are_refused():
     torch = frameworks.require("torch")
     q = torch.zeros(1, 4, 2, 32, requires_grad=True)
