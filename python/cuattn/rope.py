@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import numbers
 import operator
 import sys
 from collections.abc import Mapping
@@ -12,7 +11,7 @@ from typing import Any
 from . import _core
 from ._arrays import Array, ArrayT, library_module
 from ._rope import rotation
-from ._rope_scaling import attention_factor, frequencies
+from ._rope_scaling import attention_factor, frequencies, is_number
 from .attention import attention
 
 
@@ -41,7 +40,10 @@ def rope_table(
     scaling : dict, optional
         How a model was stretched to longer texts, in the words of Hugging Face's configurations:
         "rope_type" is "default", "linear", "dynamic", "ntk", "yarn", "llama3" or "longrope", beside
-        "factor" and what else it needs. "dynamic" is computed for max_position tokens.
+        "factor" and what else it needs. "dynamic" is computed for max_position tokens. "longrope"
+        without "factor" and "attention_factor", as Phi-3 has it, needs the
+        "max_position_embeddings" of the model beside. Where layer types have rules of their own,
+        as in Gemma-3, pass that of one.
     like : array, optional
         The tables are of its library and on its device; None: numpy.
 
@@ -52,7 +54,8 @@ def rope_table(
     Raises
     ------
     ValueError, TypeError
-        Numbers that cannot be, a rope_type that is not known, what it needs and does not get.
+        Numbers that cannot be, a rope_type that is not known, what it needs and does not get, words
+        that no rope_type has.
 
     References
     ----------
@@ -88,7 +91,7 @@ def rope_table(
             f"{theta!r}; leave theta out"
         )
     base: Any = next((x for x in (theta, of_rule) if x is not None), 10000.0)
-    if not isinstance(base, numbers.Real) or not 0.0 < float(base) < float("inf"):
+    if not is_number(base) or base <= 0.0:
         name = "theta" if theta is not None else "rope_theta of scaling"
         raise ValueError(
             f"rope_table: {name} must be positive and finite, got {base!r}; models have 10000.0 or "
@@ -97,7 +100,7 @@ def rope_table(
     inverse = frequencies(rule, rotary_dim, float(base), max_position)
     positions = np.arange(max_position, dtype=np.float32)
     angles = (positions[:, None] * inverse[None, :]).astype(np.float64)
-    factor = attention_factor(rule)
+    factor = attention_factor(rule, max_position)
     tables = [(f(angles) * factor).astype(np.float32) for f in (np.cos, np.sin)]
     return in_library_of(like, tables[0]), in_library_of(like, tables[1])
 

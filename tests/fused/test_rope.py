@@ -137,6 +137,40 @@ def test_tables_are_those_of_transformers(name):
     assert (np.abs(sin - (angles.double().sin() * factor).numpy()) <= noise).all()
 
 
+@pytest.mark.parametrize("length", [4096, 4097])
+@pytest.mark.parametrize("longest", [131072, 4096])
+def test_longrope_of_phi3(length, longest):
+    """Its dict has neither factor: transformers computes it from what the model has beside."""
+    torch = frameworks.require("torch")
+    frameworks.require_transformers()
+    from transformers import Phi3Config
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = Phi3Config(
+        hidden_size=256, num_attention_heads=8, num_key_value_heads=8,
+        max_position_embeddings=longest, original_max_position_embeddings=4096,
+        rope_scaling={"type": "longrope", "short_factor": [1.0] * 16, "long_factor": [2.0] * 16},
+    )  # fmt: skip
+    inverse, factor = ROPE_INIT_FUNCTIONS["longrope"](config, "cpu", seq_len=length)
+    rule = dict(config.rope_parameters)
+    with pytest.raises(ValueError, match="put the model's max_position_embeddings into the dict"):
+        cuattn.rope_table(length, 32, scaling=rule)
+    rule["max_position_embeddings"] = config.max_position_embeddings
+    cos, _ = cuattn.rope_table(length, 32, scaling=rule)
+    assert math.isclose(cos[0, 0], 1.1902 if longest > 4096 else 1.0, abs_tol=1e-4)
+    angles = torch.arange(length)[:, None].float() * inverse[None].float()
+    noise = 4e-7 * np.abs(angles.numpy()) + 1e-6
+    assert (np.abs(cos - (angles.double().cos() * factor).numpy()) <= noise).all()
+
+
+def test_longrope_of_phi35_moe_has_its_factors_of_cos_and_sin():
+    rule = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
+            "original_max_position_embeddings": 8, "short_mscale": 1.25,
+            "long_mscale": 1.5}  # fmt: skip
+    for length, factor in ((8, 1.25), (9, 1.5)):
+        assert cuattn.rope_table(length, 8, scaling=rule)[0][0, 0] == factor
+
+
 def test_ntk_slows_the_last_pair_by_its_factor():
     plain, slow = (cuattn.rope_table(50, 64, scaling=s)[1] for s in (
         None, {"rope_type": "ntk", "factor": 8.0}))  # fmt: skip
@@ -179,6 +213,56 @@ def test_what_rope_table_refuses(arguments, message):
     *numbers, scaling = (*arguments, None) if len(arguments) < 4 else arguments
     with pytest.raises(ValueError, match=f"rope_table: .*{message}"):
         cuattn.rope_table(*numbers, scaling=scaling)
+
+
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
+LONG = {"rope_type": "longrope", "factor": 2.0, "original_max_position_embeddings": 64,
+        "short_factor": [1.0] * 4, "long_factor": [1.0] * 4}  # fmt: skip
+GEMMA = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+         "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        (GEMMA, r"the rule of one layer type, .* pass one layer type's, as scaling\['full_"),
+        ({"factor": 4.0}, "without a rope_type must have no factor, got 4.0; name the rope_type"),
+        ({"low_freq_factor": 2.0}, "without a rope_type must have no low_freq_factor"),
+        ({"rope_type": "default", "factor": 4.0}, "of rope_type 'default' must have no factor"),
+        ({"rope_type": "linear", "type": "yarn", "factor": 2.0}, "one rope_type, got 'linear' and"),
+        ({"rope_type": "default", "alpha": 1000.0}, "no keys but those of published rules, got 'a"),
+        ({"rope_type": "linear", "facter": 2.0, "factor": 2.0}, "got 'facter'; leave it out"),
+        ({1: 2}, "no keys but those of published rules, got 1"),
+        ({"rope_type": ["yarn"]}, r"must name a rope_type of .*, got \['yarn'\]"),
+        ({"rope_type": "linear", "factor": True}, "a factor from 1 on, got True"),
+        ({"rope_type": "linear", "factor": 10**400}, "a factor from 1 on, got 1000"),
+        ({"rope_type": "ntk", "factor": 1e300}, "must leave theta within float32"),
+        ({**YARN, "rope_theta": 1.0}, "theta must not be 1 for rope_type 'yarn'"),
+        ({**YARN, "beta_fast": -1}, "a number from 0 on for beta_fast, got -1"),
+        ({**YARN, "beta_fast": "32"}, "a number from 0 on for beta_fast, got '32'"),
+        ({**YARN, "mscale": "a"}, "a number from 0 on for mscale, got 'a'"),
+        ({**YARN, "attention_factor": "1"}, "a number from 0 on for attention_factor, got '1'"),
+        ({**LONG, "original_max_position_embeddings": 1}, "position_embeddings above 1"),
+        ({**LONG, "short_factor": [0.0] * 4}, r"positive numbers in short_factor, got \[0.0, 0.0"),
+        ({**LONG, "short_factor": ["a"] * 4}, r"positive numbers in short_factor, got \['a', 'a'"),
+    ],
+)  # fmt: skip
+def test_rules_that_are_not_understood_are_refused(rule, message):
+    with pytest.raises(ValueError, match=f"rope_table: .*{message}"):
+        cuattn.rope_table(4, 8, scaling=rule)
+
+
+def test_rules_of_real_configurations_are_taken():
+    plain = cuattn.rope_table(9, 8, 1e6)
+    for rule in (
+        {"type": "mrope", "mrope_section": [1, 1, 2], "rope_theta": 1e6, "rope_type": "default"},
+        {"rope_type": "default", "partial_rotary_factor": 0.5, "factor": 1.0, "rope_theta": 1e6},
+    ):
+        assert np.array_equal(plain, cuattn.rope_table(9, 8, scaling=rule))
+    rule = {**YARN, "type": "yarn", "beta_fast": None, "mscale": 1.0, "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1, "max_position_embeddings": 128}  # fmt: skip
+    assert cuattn.rope_table(9, 8, scaling=rule)[0][0, 0] == 1.0
+    assert cuattn.rope_table(9, 8, scaling=GEMMA["full_attention"])[0].shape == (9, 4)
 
 
 def test_extents_of_tables_may_be_numpys():
