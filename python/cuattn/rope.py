@@ -14,6 +14,13 @@ from ._rope import rotation
 from ._rope_scaling import attention_factor, frequencies, is_number
 from .attention import attention
 
+# What `attention` calls the arguments that `rope_attention` has.
+NAMES_OF_ATTENTION = {
+    "rope": "the tables are called cos and sin",
+    "rope_positions": "they are called positions_q and positions_k",
+    "rope_interleaved": "it is called interleaved",
+}
+
 
 def rope_table(
     max_position: int,
@@ -261,6 +268,9 @@ def rope_attention(
     ----------
     arXiv:2104.09864.
     """
+    for name, ours in NAMES_OF_ATTENTION.items():
+        if name in options:
+            raise TypeError(f"rope_attention: there is no argument {name}; here {ours}")
     layout = {"layout": options["layout"]} if "layout" in options else {}
     k = rotation(
         "rope_attention", "k", k, cos, sin, positions_k, interleaved, False, 0, layout, None,

@@ -191,6 +191,20 @@ def test_refusals_name_what_was_given(given, words):
         cuattn.rope_attention(X, X, X, COS, SIN, positions_k=np.full((1, 4), -1))
 
 
+@pytest.mark.parametrize(
+    ("options", "way_out"),
+    [
+        (dict(rope=(COS, SIN)), "here the tables are called cos and sin"),
+        (dict(rope_positions=np.zeros((1, 4), np.int64)), "here they are called positions_q and p"),
+        (dict(rope_interleaved=True), "here it is called interleaved"),
+    ],
+)
+def test_rope_attention_refuses_the_names_of_attention(options, way_out):
+    (name,) = options
+    with pytest.raises(TypeError, match=f"rope_attention: there is no argument {name}; {way_out}"):
+        cuattn.rope_attention(X, X, X, COS, SIN, **options)
+
+
 def test_gradients_and_jax_are_refused():
     torch = frameworks.require("torch")
     q = torch.zeros(1, 4, 2, 32, requires_grad=True)
