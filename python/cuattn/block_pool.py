@@ -10,6 +10,8 @@ import numpy as np
 
 from . import _core
 
+INT64_MAX = 2**63 - 1
+
 
 def token_array(op: str, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
     """Make token ids a contiguous int64 array of one axis; refusals are in the name of `op`."""
@@ -18,6 +20,10 @@ def token_array(op: str, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
         raise TypeError(
             f"{op}: tokens must be integers on one axis, got {array.dtype} with shape "
             f"{array.shape}; pass a list of token ids"
+        )
+    if array.dtype == np.uint64 and array.size > 0 and array.max() > INT64_MAX:
+        raise ValueError(
+            f"{op}: tokens must be at most 2^63 - 1, got {array.max()}; hash ids to int64 yourself"
         )
     return np.ascontiguousarray(array, np.int64)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import pickle
 
+import numpy as np
 import pytest
 
 import cuattn
@@ -85,6 +86,12 @@ REFUSALS = {
         f"BlockPool.match_prefix: {TOKENS}, got float64 with shape (1,); pass a list of token ids"),
     "tokens_of_2_axes": (lambda p: p.commit([1], [[1, 2]]), TypeError,
         f"BlockPool.commit: {TOKENS}, got int64 with shape (1, 2); pass a list of token ids"),
+    "tokens_beyond_int64": (lambda p: p.match_prefix(np.array([5, 2**63], np.uint64)), ValueError,
+        "BlockPool.match_prefix: tokens must be at most 2^63 - 1, got 9223372036854775808; hash "
+        "ids to int64 yourself"),
+    "committed_tokens_beyond_int64": (lambda p: p.commit([1], [2**63, 2**64 - 1]), ValueError,
+        "BlockPool.commit: tokens must be at most 2^63 - 1, got 18446744073709551615; hash ids to "
+        "int64 yourself"),
 }  # fmt: skip
 
 
@@ -102,6 +109,13 @@ def test_refusal_names_the_way_out_and_changes_nothing(name):
     assert pool.stats() == before
     assert [pool.ref_count(block) for block in range(3)] == [1, 1, 0]
     assert pool.match_prefix([5, 6]) == ([], 0)
+
+
+def test_unsigned_tokens_within_int64_are_those_of_signed_ones():
+    pool = cuattn.BlockPool(8, 2)
+    ids = pool.allocate(1)
+    pool.commit(ids, np.array([7, 2**63 - 1], np.uint64))
+    assert pool.match_prefix([7, 2**63 - 1]) == (ids, 2)
 
 
 def test_out_of_blocks_is_a_memory_error():
