@@ -13,6 +13,7 @@ from . import _core
 from ._arrays import Array, ArrayT, ShapedArray, ShapedT, is_jax, library_module
 from ._call import refuse_tables_of_jax
 from ._mla_costs import choose, read_extents
+from ._overlap import refuse_shared
 from .attention import attention
 
 if TYPE_CHECKING:
@@ -316,7 +317,8 @@ def mla_attention(
     return_lse : bool
         Also return the log-sum-exp of the scores, natural logarithm.
     out, lse_out : array, optional
-        Written in place and returned; lse_out implies return_lse.
+        Written in place and returned; lse_out implies return_lse. They share no memory with each
+        other or another argument.
     backend : str
         As in `attention`: of the kernel of that form.
     stream : optional
@@ -374,6 +376,7 @@ def mla_attention(
             chosen, arrays, out=out, lse_out=lse_out, stream=stream, causal=causal, scale=scale,
             return_lse=return_lse, backend=backend,
         )  # fmt: skip
+    refuse_shared(op, {"lse_out": lse_out, "out": out}, arrays)
     attend = explicit if chosen == "explicit" else absorbed
     return attend(
         arrays, out, lse_out, stream, causal=causal, scale=scale, return_lse=return_lse,

@@ -5,6 +5,8 @@ value, and nothing is written.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
@@ -166,15 +168,46 @@ def test_attention_refuses_before_it_writes(form):
         ):
             cuattn.mla_attention(**arguments)
         assert (lse == 7).all()
-    if form == "absorbed":  # explicit has read it by then
-        with pytest.raises(ValueError, match="lse_out must not share memory with v_proj"):
-            cuattn.mla_attention(**given, form=form, lse_out=inside)
-        assert (v_proj == 1).all()
+    with pytest.raises(ValueError, match="lse_out must not share memory with v_proj"):
+        cuattn.mla_attention(**given, form=form, lse_out=inside)
+    assert (v_proj == 1).all()
     for name in given:
         tensors = {n: torch.ones(a.shape, requires_grad=n == name) for n, a in given.items()}
         message = f"^mla_attention: {name} requires grad.*through mla_attention.*{name}.detach"
         with pytest.raises(NotImplementedError, match=message):
             cuattn.mla_attention(**tensors, form=form)
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+@pytest.mark.parametrize("form", ["explicit", "absorbed"])
+def test_attention_writes_over_nothing_that_it_reads(form, library):
+    make = np.asarray if library == "numpy" else frameworks.require("torch").from_numpy
+    given = {n: make(np.ones(a.shape, F32)) for n, a in attention_arrays().items()}
+    given |= {"v_proj": make(np.ones((2, 32, 16), F32)), "q_rope": make(np.ones((1, 2, 3, 8), F32)),
+              "k_rope": make(np.ones((1, 5, 8), F32))}  # fmt: skip
+    for name, array in given.items():
+        memory = make(np.ones(math.prod(array.shape) + 96, F32))
+        read = memory[: len(memory) - 96].reshape(array.shape)
+        out = memory[len(memory) - 97 : -1].reshape(1, 2, 3, 16)
+        with pytest.raises(
+            ValueError, match=f"^mla_attention: out must not share memory with {name}, got"
+        ):
+            cuattn.mla_attention(**{**given, name: read}, form=form, out=out)
+        assert (memory == 1).all()
+        out = memory[len(memory) - 96 :].reshape(1, 2, 3, 16)
+        assert cuattn.mla_attention(**{**given, name: read}, form=form, out=out) is out
+    joined = make(np.ones((1, 2, 3, 32), F32))  # q and out between each other's rows
+    cuattn.mla_attention(**{**given, "q": joined[..., :16]}, form=form, out=joined[..., 16:])
+
+
+def test_outputs_are_compared_under_torch_compile_too():
+    torch = frameworks.require("torch")
+    given = {n: torch.ones(a.shape) for n, a in attention_arrays().items()}
+    given["v_proj"] = torch.ones(2, 32, 16)
+    step = torch.compile(lambda out: cuattn.mla_attention(**given, out=out), backend="eager")
+    assert step(torch.empty(1, 2, 3, 16)).shape == (1, 2, 3, 16)
+    with pytest.raises(ValueError, match="out must not share memory with q"):
+        step(given["q"])
 
 
 def test_attention_takes_the_form_that_the_backend_has():
