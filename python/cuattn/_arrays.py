@@ -107,6 +107,11 @@ class Operations:
             return array
         return self.namespace.from_dlpack(array)
 
+    def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
+        kind = getattr(self.namespace, dtype)
+        where = {"device": self.like.device} if self.namespace.__name__ == "torch" else {}
+        return self.namespace.empty(shape, dtype=kind, **where)
+
     def arange(self, start: int, stop: int, step: int = 1, dtype: str = "int32") -> Any:
         kind = getattr(self.namespace, dtype)
         where = {"device": self.like.device} if self.namespace.__name__ == "torch" else {}

@@ -42,6 +42,11 @@ def check_shapes(op: str, q: Any, shared_k: Any, shared_v: Any) -> None:
             f"{op}: shared_k and shared_v must have equally many tokens, got {shared_k[0]} and "
             f"{shared_v[0]}; slice the longer one"
         )
+    if tuple(shared_k[1:]) != tuple(shared_v[1:]):
+        raise ValueError(
+            f"{op}: shared_v must have shape {tuple(shared_k)} like shared_k, got "
+            f"{tuple(shared_v)}; pages have values of head_dim columns only, too"
+        )
     if len(q) not in (3, 4):
         raise ValueError(
             f"{op}: q must have axes [num_seqs, num_heads_q, head_dim] or [num_seqs, q_len, "

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from . import _arrays
 from ._arrays import Array, ShapedArray, ShapedT
 from ._kv_shapes import BLOCK_SIZE_AXIS
+from ._overlap import refuse_shared
 from ._prefix import (
     check_shapes,
     keys_in_window,
@@ -113,6 +114,7 @@ def cascade_attention(
     """
     require_library(q=q, shared_k=shared_k, shared_v=shared_v)
     check_shapes("cascade_attention", shape_of(q), shape_of(shared_k), shape_of(shared_v))
+    refuse_shared_outputs(locals())
     *rows, heads, head_dim = q.shape
     num_seqs, q_len = rows[0], rows[1] if len(rows) == 2 else 1
     own, own_lse = paged_attention(
@@ -135,6 +137,7 @@ def cascade_attention(
         num_splits=num_splits,
         batch_invariant=batch_invariant,
         return_lse=True,
+        out=wide_part(q, q.shape, out, stream),
         workspace=workspace,
         backend=backend,
         stream=stream,
@@ -147,8 +150,9 @@ def cascade_attention(
         with _arrays.operations("cascade_attention", q, stream) as library:
             behind = tokens_behind(library, context_lens, capacity, q_len)
             bias, lse_shift = prefix_bias(library, behind, keys, window[0], alibi_slopes, heads)
+    queries = q.reshape(1, num_seqs * q_len, heads, head_dim)
     prefix, prefix_lse = attention(
-        q.reshape(1, num_seqs * q_len, heads, head_dim),
+        queries,
         shared_k[None, shared_k.shape[0] - keys :],
         shared_v[None, shared_v.shape[0] - keys :],
         scale=scale,
@@ -156,6 +160,7 @@ def cascade_attention(
         bias=bias,
         batch_invariant=batch_invariant,
         return_lse=True,
+        out=wide_part(q, queries.shape, out, stream),
         workspace=workspace,
         stream=stream,
     )
@@ -174,3 +179,19 @@ def cascade_attention(
         stream=stream,
     )
     return (merged, lse) if return_lse or lse_out is not None else merged
+
+
+def refuse_shared_outputs(arguments: dict[str, Any]) -> None:
+    """Refuse out and lse_out over what is read: the merge, which writes them, sees the parts."""
+    written = {name: arguments[name] for name in ("lse_out", "out")}
+    refuse_shared("cascade_attention", written, {
+        name: array for name, array in arguments.items() if name not in written})  # fmt: skip
+
+
+def wide_part(q: Any, shape: tuple[int, ...], out: Any, stream: Any) -> Any:
+    """Allocate a part in float32 where out is and q is not, so that it is not rounded before."""
+    wanted = str(getattr(out, "dtype", "")).rpartition(".")[2]
+    if wanted != "float32" or str(q.dtype).rpartition(".")[2] == wanted:
+        return None
+    with _arrays.operations("cascade_attention", q, stream) as library:
+        return library.empty(shape, wanted)

@@ -338,6 +338,49 @@ def test_into_given_outputs(device, rng):
         assert np.array_equal(harness.bits(device.numpy(got)), harness.bits(device.numpy(want)))
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_wide_out_takes_parts_that_are_not_rounded(device, dtype, rng):
+    """It is the merge of float32 parts, and rounded it is out but for the parts' rounding."""
+    case = PagedCase(q_len=2, lens=(30, 7), dtype=dtype)
+    problem, shared = draw(case, 9, rng)
+    arrays = [problem.arrays[name] for name in PAGED]
+    out = np.zeros(arrays[0].shape, np.float32)
+    found, lse = harness.numpy_call(
+        device, cuattn.cascade_attention, arrays[0], *shared, *arrays[1:], out=out, return_lse=True
+    )
+    assert found.dtype == np.float32
+    want, want_lse = whole(problem, *shared)
+    np.testing.assert_allclose(found, want, rtol=1e-3, atol=1e-5)
+    np.testing.assert_allclose(lse, want_lse, rtol=1e-4)
+    torch = frameworks.require("torch")
+    if device.name == "cpu" and dtype == "float16":
+        given = [torch.from_numpy(x) for x in (arrays[0], *shared, *arrays[1:])]
+        wide = torch.empty(out.shape)
+        assert cuattn.cascade_attention(*given, out=wide) is wide
+        assert np.array_equal(wide.numpy(), found)
+
+
+def test_outputs_over_what_is_read_are_refused():
+    """As paged_attention does, before anything is written."""
+    given = given_arrays()
+    lse = np.zeros((2, 8), np.float32)
+    for name in ("q", "shared_k", "shared_v", "k_cache", "v_cache"):
+        out = given[name].reshape(-1)[:1024].reshape(2, 8, 64)
+        with pytest.raises(
+            ValueError, match=f"cascade_attention: out must not share memory with {name}, got"
+        ):
+            cuattn.cascade_attention(**given, out=out, lse_out=lse)
+        assert (given[name] == 1).all()
+        assert (lse == 0).all()
+    sinks = np.ones(16, np.float32)
+    with pytest.raises(ValueError, match="lse_out must not share memory with sinks"):
+        cuattn.cascade_attention(**given, sinks=sinks[:8], lse_out=sinks.reshape(2, 8))
+    memory = np.zeros((2, 8, 64), np.float16)
+    over = memory.reshape(-1).view(np.float32)[:16].reshape(2, 8)
+    with pytest.raises(ValueError, match="out must not share memory with lse_out"):
+        cuattn.cascade_attention(**given, out=memory, lse_out=over)
+
+
 def given_arrays():
     return {
         "q": np.ones((2, 8, 64), np.float16),
@@ -359,6 +402,10 @@ def given_arrays():
             "shared_k and shared_v must have equally many tokens, got 9 and 10; slice",
         ),
         ({"q": np.ones((2, 64), np.float16)}, "q must have axes"),
+        (
+            {"shared_v": np.ones((9, 2, 32), np.float16)},
+            r"shared_v must have shape \(9, 2, 64\) like shared_k, got \(9, 2, 32\)",
+        ),
     ],
 )
 def test_refusals(changes, message):
