@@ -56,10 +56,11 @@ class QuantizedQKV:
             and sinks, for which scores less a constant are not the same.
         """
         for name in ("scale", "layout", *self.scales):
-            if options.get(name) is not None:
+            given = options.pop(name, None)
+            if given is not None:
                 raise ValueError(
-                    f"QuantizedQKV.attention: {name} was settled by quantize, got "
-                    f"{options[name]!r}; pass it there"
+                    f"QuantizedQKV.attention: {name} was settled by quantize, got {given!r}; pass "
+                    "it there"
                 )
         if self.lse_shift is not None:
             for name in ("softcap", "sinks"):

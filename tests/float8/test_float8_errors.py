@@ -175,3 +175,15 @@ def test_other_functions_still_refuse_float8_by_name():
             cuattn.flex_attention(q, cache, cache, **pages)
         with pytest.raises(NotImplementedError, match=message):
             cuattn.explain("flex_attention", q, cache, cache, **pages)
+
+
+@pytest.mark.parametrize("name", ["scale", "layout", "q_scale", "k_scale", "v_scale"])
+def test_what_quantize_settled_may_be_none_and_nothing_else(name):
+    x = np.random.default_rng(0).standard_normal((1, 16, 2, 16), np.float32)
+    qkv = cuattn.quantize(x, x, x)
+    found = qkv.attention(**{name: None})
+    assert np.array_equal(found.view(np.uint16), qkv.attention().view(np.uint16))
+    with pytest.raises(
+        ValueError, match=f"QuantizedQKV.attention: {name} was settled by quantize, got 2.0; pass"
+    ):
+        qkv.attention(**{name: 2.0})
