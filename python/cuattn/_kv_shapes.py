@@ -14,9 +14,11 @@ KV_LAYOUTS = tuple(BLOCK_SIZE_AXIS)
 def whole(op: str, name: str, value: Any) -> int:
     """Read an argument that must be an integer."""
     try:
-        return operator.index(value)
+        if not isinstance(value, bool):
+            return operator.index(value)
     except TypeError:
-        raise TypeError(f"{op}: {name} must be an integer, got {value!r}; pass an int") from None
+        pass
+    raise TypeError(f"{op}: {name} must be an integer, got {value!r}; pass an int")
 
 
 def dtype_name(op: str, dtype: Any) -> str:

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,6 +25,34 @@ class State(NamedTuple):
     committed: int = 0  # blocks that others may find
     slots: np.ndarray = NO_SLOTS  # of the last append
     swapped: HostBlocks | FileBlocks | None = None
+
+
+def check_sequence(op: str, seq: Any) -> None:
+    """Refuse what cannot be the number of a sequence."""
+    if not isinstance(seq, (int, np.integer)):
+        raise TypeError(
+            f"PagedKVCache.{op}: seq must be an integer, got {seq!r}; pass what add or fork gave"
+        )
+
+
+def list_of(op: str, seqs: Any) -> list[int | None]:
+    """List the sequences of a batch."""
+    try:
+        return list(seqs)
+    except TypeError:
+        raise TypeError(
+            f"PagedKVCache.{op}: seqs must be a list of sequences, got {seqs!r}; pass [{seqs!r}] "
+            "for one"
+        ) from None
+
+
+def check_tier(tier: Any) -> None:
+    """Refuse what names no place for the blocks of a sequence."""
+    if not isinstance(tier, (str, bytes, os.PathLike)):
+        raise TypeError(
+            f"PagedKVCache.swap_out: tier must be 'host' or a path, got {tier!r}; leave it out for "
+            "host memory"
+        )
 
 
 def new_tokens(state: State, n: int, tokens: Sequence[int] | np.ndarray) -> list[int]:

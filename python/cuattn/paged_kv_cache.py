@@ -12,7 +12,7 @@ import numpy as np
 
 from ._core import HeldBlocks, OutOfBlocksError
 from ._kv_shapes import cache_shapes, check_blocks, check_positive, dtype_name, whole
-from ._kv_state import NO_SLOTS, State, new_tokens
+from ._kv_state import NO_SLOTS, State, check_sequence, check_tier, list_of, new_tokens
 from ._kv_swap import FileBlocks, HostBlocks
 from ._memory import WORD, memory_of
 from .block_pool import BlockPool, Uncopied, salt_bytes, token_array
@@ -283,6 +283,7 @@ class PagedKVCache(Uncopied):
         OSError
             The file cannot be made, or the disk is full.
         """
+        check_tier(tier)
         with self._lock:
             held, none = self._resident("swap_out", seq), self._blocks.hold(0)
             swapped: HostBlocks | FileBlocks
@@ -431,6 +432,7 @@ class PagedKVCache(Uncopied):
         return seq
 
     def _sequence(self, op: str, seq: int) -> HeldBlocks:
+        check_sequence(op, seq)
         if seq not in self._sequences:
             raise ValueError(
                 f"PagedKVCache.{op}: seq must be a sequence of this cache, got {seq!r}, which was "
@@ -448,7 +450,7 @@ class PagedKVCache(Uncopied):
         return held
 
     def _batch(self, op: str, seqs: Iterable[int | None]) -> list[int | None]:
-        batch = list(seqs)
+        batch = list_of(op, seqs)
         if len(batch) > self.max_seqs:
             raise ValueError(
                 f"PagedKVCache.{op}: seqs must be at most max_seqs = {self.max_seqs}, got "
@@ -457,6 +459,7 @@ class PagedKVCache(Uncopied):
         return batch
 
     def _layer(self, op: str, layer: int) -> int:
+        layer = whole(f"PagedKVCache.{op}", "layer", layer)
         if not 0 <= layer < self.num_layers:
             raise ValueError(
                 f"PagedKVCache.{op}: layer must lie within [0, {self.num_layers}), got {layer}; "
