@@ -23,6 +23,18 @@ def draw(rng, *shape):
     return rng.standard_normal(shape, np.float32).astype(BF16)
 
 
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_an_infinity_costs_its_part_and_a_nan_itself(bad, rng):
+    ckv, kpe = draw(rng, 1, 512), draw(rng, 1, 64)
+    ckv[0, 200] = bad
+    cache = np.zeros((1, 1, 656), np.uint8)
+    cuattn.mla_write(ckv, kpe, cache, None, np.zeros(1, np.int64))
+    with np.errstate(invalid="ignore"):  # 0 times infinity
+        lost = np.isnan(unpacked(cache)[0, 0, :512].astype(np.float32))
+    expected = np.arange(512) // 128 == 1 if np.isinf(bad) else np.arange(512) == 200
+    assert np.array_equal(lost, expected)
+
+
 @pytest.mark.parametrize(("device", "backend"), target_params(cpu=("cpu",), cuda=("auto",)))
 def test_rows_are_quantised_as_flashmla_does(device, backend, rng):
     ckv, kpe = draw(rng, len(SLOTS), 512), draw(rng, len(SLOTS), 64)
