@@ -204,3 +204,31 @@ def test_a_scale_of_one_element_is_that_of_every_head(device, rng):
     want = call(*arguments, k_scale=0.5, v_scale=2.0)
     one = {"k_scale": np.full(1, 0.5, np.float32), "v_scale": np.full(1, 2, np.float32)}
     assert np.array_equal(call(*arguments, **one), want)
+
+
+@pytest.mark.parametrize(
+    ("scale", "rule"),
+    [
+        (1e39, "must be finite in float32 and not negative, got 1e+39; value = stored * scale"),
+        (-1.0, "must be finite in float32 and not negative, got -1; value = stored * scale"),
+        ([1, 1, 1], "must have one element or shape (num_heads_kv,) = (2,) or (num_seqs, num_heads"
+         "_kv) = (1, 2), got (3,); give one number per head"),
+        ([1, -1], "must hold finite numbers that are not negative, got -1 for sequence 0 and head "
+         "1; value = stored * scale"),
+        ([np.nan], "must hold finite numbers that are not negative, got nan for sequence 0 and "
+         "head 0; value = stored * scale"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_scales_that_no_cache_has_are_refused(scale, rule):
+    codes = np.zeros((3, 8, 2, 16), ml_dtypes.float8_e4m3fn)
+    scale = np.array(scale, np.float32) if isinstance(scale, list) else scale
+    call = (
+        np.zeros((1, 4, 16), np.float16),
+        codes,
+        codes,
+        np.zeros((1, 2), np.int32),
+        np.array([3], I32),
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(f'paged_attention: v_scale {rule}')}$"):
+        cuattn.paged_attention(*call, v_scale=scale)
