@@ -265,9 +265,18 @@ def test_refusals_name_the_argument_of_jax(change, error, message, rng):
         ours(**given)
 
 
+@pytest.mark.parametrize("head_size", [264, 501, 512])
+def test_wide_heads_have_a_result_and_no_gradient(head_size, rng):
+    q, k, v = (jnp.asarray(rng.standard_normal((2, 9, 2, head_size), np.float32)) for _ in "qkv")
+    given = {"is_causal": True}
+    assert_near(ours(q, k, v, **given), jax.nn.dot_product_attention(q, k, v, **given))
+    with pytest.raises(NotImplementedError, match="wider heads have no backward pass"):
+        jax.grad(lambda q: ours(q, k, v).sum())(q)
+
+
 def test_large_heads_float64_and_traced_scales_are_refused(rng):
-    big = jnp.zeros((1, 2, 1, 264))
-    with pytest.raises(NotImplementedError, match="query must have a head size of at most 256"):
+    big = jnp.zeros((1, 2, 1, 520))
+    with pytest.raises(NotImplementedError, match="query must have a head size of at most 512"):
         ours(big, big, big)
     q, k, v = (x.astype(jnp.int32) for x in qkv(rng, 3, 3))
     with pytest.raises(TypeError, match="query, key and value must be float32, float16 or bfl"):

@@ -12,7 +12,7 @@ import numpy as np
 from .attention import attention
 
 OP = "dot_product_attention"
-LARGEST_HEAD = 256
+LARGEST_HEAD = 512  # of one that has a gradient 256
 
 
 def four_axes(name: str, array: Any, least: int) -> jax.Array:
