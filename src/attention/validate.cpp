@@ -323,7 +323,7 @@ void read_dropout(AttentionCall& call, const cuattn_attention_options& o, bool c
                  o.dropout_seed, "; pass another");
   CUATTN_REQUIRE((o.dropout_seed >= 0) != (o.dropout_state != nullptr), fn,
                  ": dropout_seed or dropout_state must be given with dropout_p > 0, got ",
-                 o.dropout_seed >= 0 ? "both" : "none (a seed of -1 is none)",
+                 o.dropout_seed >= 0 ? "both" : "none",
                  "; pass an integer, or int64 [2] that holds seed and offset");
   CUATTN_REQUIRE(o.dropout_offset >= 0 && o.dropout_offset <= kMaxDropoutOffset, fn,
                  ": dropout_offset must lie in [0, 2^32), got ", o.dropout_offset,

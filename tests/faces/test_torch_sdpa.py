@@ -436,3 +436,18 @@ def test_dropout_keeps_the_mean_and_repeats_with_the_seed():
     mean = torch.stack([our_sdpa(q, k, v, dropout_p=0.5) for _ in range(200)]).mean()
     assert abs(mean.item() - 1) < 0.02
     assert not torch.allclose(first, torch.ones_like(first), atol=0.05)
+
+
+def test_a_causal_value_of_two_axes_is_broadcast():
+    q = torch.randn(2, 3, 7, 16)
+    value = torch.randn(7, 16)
+    found = cuattn.torch.scaled_dot_product_attention(q, q, value, is_causal=True)
+    want = torch.nn.functional.scaled_dot_product_attention(q, q, value, is_causal=True)
+    torch.testing.assert_close(found, want)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_trace_of_torchs_jit_holds_the_call():
+    q, other = torch.randn(2, 1, 8, 2, 16)
+    traced = torch.jit.trace(lambda x: cuattn.torch.attention(x, x, x), q, check_trace=False)
+    torch.testing.assert_close(traced(other), cuattn.attention(other, other, other))

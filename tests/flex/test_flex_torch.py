@@ -133,3 +133,23 @@ def test_a_whole_step_is_one_graph_of_torch_compile(rng):
     (table,) = leaves(rng, (4, 9))
     with pytest.raises(Exception, match="must not capture a tensor that requires a gradient"):
         compiled(q, k, v, bias, mask, flex.scores.relative_bias(table))
+
+
+@pytest.mark.parametrize("per", ["batch", "head"])
+def test_a_block_mask_of_torch_has_one_of_two_axes(per):
+    """(B, None) and (None, H), as documents and distances of each head have."""
+    masks = pytest.importorskip("torch.nn.attention.flex_attention")
+    ids = torch.randint(0, 3, (2, 200)).sort(-1).values
+
+    def of_batch(b, h, i, j):
+        return ids[b, i] == ids[b, j]
+
+    def of_head(b, h, i, j):
+        return (i - j).abs() <= 20 * h
+
+    mask, extents = (of_batch, (2, None)) if per == "batch" else (of_head, (None, 4))
+    q = torch.randn(2, 4, 200, 16)
+    made = masks.create_block_mask(mask, *extents, 200, 200, device="cpu")
+    found = cuattn.flex_attention(q, q, q, block_mask=made, layout="bhsd")
+    want = cuattn.flex_attention(q, q, q, mask_mod=mask, layout="bhsd")
+    torch.testing.assert_close(found, want)

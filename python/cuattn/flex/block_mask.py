@@ -404,7 +404,9 @@ def dense_mask(blocks: np.ndarray[Any, Any], block: tuple[int, int]) -> Callable
         return lambda b, h, q_idx, kv_idx: q_idx < 0
 
     def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return flat[q_idx // query_block + (b * per_batch + h * per_head), kv_idx // key_block]
+        row = q_idx // query_block  # b or h times 0 would name an axis that the mask has not
+        row = row + b * per_batch if per_batch else row
+        return flat[row + h * per_head if per_head else row, kv_idx // key_block]
 
     def mask_of_all(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return flat[q_idx // query_block, kv_idx // key_block]

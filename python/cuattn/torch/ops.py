@@ -171,7 +171,12 @@ def traced(q: Tensor) -> bool:
     """Whether torch wants to see an op: it compiles, watches, or q is a tensor without memory."""
     if torch.compiler.is_compiling() or type(q) not in (Tensor, torch.nn.Parameter) or q.is_meta:
         return True
-    return torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack() > 0
+    state = torch._C
+    return bool(
+        state._are_functorch_transforms_active()
+        or state._len_torch_dispatch_stack()
+        or state._is_tracing()
+    )
 
 
 def differentiated(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> bool:

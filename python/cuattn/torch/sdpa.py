@@ -134,7 +134,7 @@ def attend(
         # Top-left alignment in bottom-right terms: no key from seqlen_q on is seen by anyone, and
         # the diagonal moves right by the queries in excess.
         seqlen_q, seqlen_kv = query.shape[2], key.shape[2]
-        if value.shape[2] != seqlen_kv:
+        if value.dim() != 4 or value.shape[2] != seqlen_kv:
             raise ValueError("value must have the rows of key")  # check() says it in full
         if seqlen_kv > seqlen_q:
             seqlen_kv = seqlen_q
