@@ -153,3 +153,32 @@ def test_a_block_mask_of_torch_has_one_of_two_axes(per):
     found = cuattn.flex_attention(q, q, q, block_mask=made, layout="bhsd")
     want = cuattn.flex_attention(q, q, q, mask_mod=mask, layout="bhsd")
     torch.testing.assert_close(found, want)
+
+
+def test_both_passes_have_the_numbers_of_the_forward_pass():
+    """A loop's variable in a lambda is another number by the time of the way back."""
+    q, k, v = torch.randn(3, 1, 64, 2, 16)
+    q.requires_grad_()
+    outs = [
+        cuattn.flex_attention(
+            q, k, v, mask_mod=lambda b, h, i, j: (i - j <= w) & (j <= i),  # noqa: B023
+            score_mod=lambda s, b, h, i, j: s * (1 + w),  # noqa: B023
+        )
+        for w in (0, 30)
+    ]  # fmt: skip
+    (found,) = torch.autograd.grad(outs[0].square().sum(), q)
+    torch.testing.assert_close(found, torch.zeros_like(q), atol=1e-4, rtol=0)  # rows of one key
+
+
+@pytest.mark.parametrize("which", ["mask", "score", "seqused_k"])
+def test_arrays_written_before_the_way_back_are_refused(which):
+    q, k, v = torch.randn(3, 1, 64, 2, 16)
+    q.requires_grad_()
+    ids, table, used = torch.arange(64) // 8, torch.randn(64), torch.tensor([50]).int()
+    out = cuattn.flex_attention(
+        q, k, v, mask_mod=lambda b, h, i, j: ids[i] == ids[j],
+        score_mod=lambda s, b, h, i, j: s + table[j], seqused_k=used,
+    )  # fmt: skip
+    {"mask": ids, "score": table, "seqused_k": used}[which].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(out.sum(), q)

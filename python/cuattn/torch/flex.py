@@ -24,6 +24,7 @@ class Call(NamedTuple):
     options: dict[str, Any]
     names: tuple[str, ...]  # of the tensors, which captured arrays follow
     arrays: tuple[Tensor, ...]  # captured, as the functions hold them
+    read: tuple[Tensor, ...]  # without a gradient, by both passes
 
 
 class FlexAttention(torch.autograd.Function):  # type: ignore[misc]
@@ -38,7 +39,7 @@ class FlexAttention(torch.autograd.Function):  # type: ignore[misc]
         options = {**call.options, "return_lse": True}
         out, lse = flex_attention(**given, **call.functions, **options)
         ctx.call = call
-        ctx.save_for_backward(out, lse, *tensors)
+        ctx.save_for_backward(out, lse, *tensors, *call.read)  # which refuses what was written
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -48,7 +49,8 @@ class FlexAttention(torch.autograd.Function):  # type: ignore[misc]
         """Give the gradients that are wanted."""
         from ..flex.backward import flex_attention_backward
 
-        call, (out, lse, *tensors) = ctx.call, ctx.saved_tensors
+        call, (out, lse, *saved) = ctx.call, ctx.saved_tensors
+        tensors = saved[: len(saved) - len(call.read)]
         if dout is None and dlse is None:
             return (None,) * (1 + len(tensors))
         given: dict[str, Any] = dict(zip(call.names, tensors, strict=False))
@@ -73,8 +75,10 @@ class FlexAttention(torch.autograd.Function):  # type: ignore[misc]
         return (None, *gradients, *(found.darrays if call.arrays else ()))
 
 
-def attend(arguments: dict[str, Any], functions: dict[str, Any], captured: list[Any]) -> Any:
-    """Run a call of which a gradient is wanted.
+def attend(
+    arguments: dict[str, Any], functions: dict[str, Any], captured: list[Any], of_mask: list[Any]
+) -> Any:
+    """Run a call of which a gradient is wanted; its functions are traced, for both passes.
 
     Raises
     ------
@@ -104,6 +108,8 @@ def attend(arguments: dict[str, Any], functions: dict[str, Any], captured: list[
     arrays = tuple(x for x in captured if isinstance(x, Tensor) and x.requires_grad)
     options = {n: x for n, x in arguments.items() if n not in names}
     tensors = [arguments[name] for name in names]
-    call = Call(functions, options, names, arrays)
+    others = (*options.values(), *captured, *of_mask)
+    read = tuple(x for x in others if isinstance(x, Tensor) and not x.requires_grad)
+    call = Call(functions, options, names, arrays, read)
     out, lse = FlexAttention.apply(call, *tensors, *arrays)
     return (out, lse) if arguments.get("return_lse") else out
