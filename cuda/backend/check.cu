@@ -74,7 +74,6 @@ void check_paged(const char* function, const PagedParams& params, cudaStream_t s
   PagedParams host = params;
   std::vector<int32_t> context_lens, block_tables, deal;
   int64_t rows = params.work.num_seqs, row = params.pages.block_tables_stride;
-  int64_t last_head = params.work.num_heads_kv - 1;
   int64_t blocks =
       (int64_t{params.work.capacity} + params.pages.block_size - 1) / params.pages.block_size;
   copy_to_host(host.work.context_lens, context_lens, rows, stream);
@@ -87,7 +86,9 @@ void check_paged(const char* function, const PagedParams& params, cudaStream_t s
   }
   std::vector<float> scales[2];
   auto copy_scales = [&](const float*& data, std::vector<float>& to, int64_t batch, int64_t head) {
-    copy_to_host(data, to, rows == 0 ? 0 : (rows - 1) * batch + last_head * head + 1, stream);
+    int64_t heads = params.work.num_heads_kv;
+    int64_t count = rows * heads == 0 ? 0 : (rows - 1) * batch + (heads - 1) * head + 1;
+    copy_to_host(data, to, count, stream);
   };
   copy_scales(host.k_scales, scales[0], params.k_scales_stride_batch, params.k_scales_stride_head);
   copy_scales(host.v_scales, scales[1], params.v_scales_stride_batch, params.v_scales_stride_head);

@@ -267,10 +267,10 @@ typedef struct {
   const DLTensor *k_scales, *v_scales; /* instead: float32 [1], [num_heads_kv] or
                                          [num_seqs, num_heads_kv] */
   const DLTensor* plan;                /* of cuattn_paged_plan_run */
-  /* V2 alone. partition_size 256, 512 (default) or 1024; max_context_len < 0: what block_tables can
-   * name. The buffers, where not given, are taken from the workspace; with partitions =
-   * ceil(max_context_len / partition_size) they are float32 [num_seqs, num_heads_q, partitions],
-   * tmp_out of q's dtype [num_seqs, num_heads_q, partitions, head_dim]. */
+  /* V2 alone. partition_size 256, 512 (default) or 1024; max_context_len < 0, or above that: what
+   * block_tables can name. The buffers, where not given, are taken from the workspace; with
+   * partitions = max(ceil(max_context_len / partition_size), 1) they are float32 [num_seqs,
+   * num_heads_q, partitions], tmp_out of q's dtype [num_seqs, num_heads_q, partitions, head_dim]. */
   int64_t partition_size, max_context_len;
   const DLTensor *exp_sums, *max_logits, *tmp_out;
   const char* backend; /* NULL = "auto" */

@@ -124,6 +124,11 @@ def is_jax(array: Any) -> bool:
     return jax is not None and isinstance(array, jax.Array)
 
 
+def wants_gradient(array: Any) -> bool:
+    """Whether torch's autograd wants a gradient of an array."""
+    return getattr(array, "requires_grad", False) and sys.modules["torch"].is_grad_enabled()
+
+
 def library_module(array: Any) -> Any:
     """Return the module whose functions compute with an array; None where it is not known."""
     for name, kind in (("torch", "Tensor"), ("numpy", "ndarray"), ("cupy", "ndarray")):

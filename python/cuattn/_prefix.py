@@ -45,7 +45,7 @@ def check_shapes(op: str, q: Any, shared_k: Any, shared_v: Any) -> None:
     if tuple(shared_k[1:]) != tuple(shared_v[1:]):
         raise ValueError(
             f"{op}: shared_v must have shape {tuple(shared_k)} like shared_k, got "
-            f"{tuple(shared_v)}; pages have values of head_dim columns only, too"
+            f"{tuple(shared_v)}; pages have values of head_dim columns, too"
         )
     if len(q) not in (3, 4):
         raise ValueError(

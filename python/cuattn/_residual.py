@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 from . import _core
+from ._arrays import wants_gradient
 
 # On CUDA these write no float32 of 16-bit inputs.
 ROUNDING = ("naive", "cublas", "tiled")
@@ -40,11 +40,8 @@ def refuse_jax(word: str, op: str) -> NoReturn:
 
 def refuse_gradients(word: str, op: str, arguments: dict[str, Any]) -> None:
     """Refuse tensors of which autograd wants a gradient."""
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.is_grad_enabled():
-        return
     for name, x in arguments.items():
-        if getattr(x, "requires_grad", False):
+        if wants_gradient(x):
             raise NotImplementedError(
                 f"{word}: {name} requires grad, but no gradient goes through the pass that adds; "
                 f"write {op}(...) + residual"

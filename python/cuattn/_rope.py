@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from . import _core
+from ._arrays import wants_gradient
 from ._options import OPS, ROWS, options_of
 
 TURNED = {op: tuple(o.name for o in options_of(op, kinds=("turned",))) for op in OPS}
@@ -29,8 +29,7 @@ def turned(op: str, arguments: dict[str, Any]) -> dict[str, Any]:
 
 def refuse_gradient(op: str, q: Any) -> None:
     """Refuse a q of which torch's autograd wants a gradient."""
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.is_grad_enabled() and getattr(q, "requires_grad", False):
+    if wants_gradient(q):
         raise NotImplementedError(
             f"{op}: q requires grad, but no gradient goes through rope; rotate q by operations of "
             "torch and leave rope out, or call it under torch.no_grad()"
@@ -72,11 +71,12 @@ def rotation(op: str, name: str, *arguments: Any) -> Any:
 
 def in_words_of(op: str, name: str, message: str) -> str:
     """Put the function and argument of another call in place of those of `apply_rope`."""
-    if op == "apply_rope":
-        return message
+    function, _, text = message.partition(": ")
+    if op == "apply_rope" or function not in ("apply_rope", op):
+        return message  # of a producer of arrays
     its = "rope_positions" if name == "q" else "positions_k"
     words = {"x": name, "positions": its, "interleaved": "rope_interleaved"}
-    argument, space, rule = message.partition(": ")[2].partition(" ")
+    argument, space, rule = text.partition(" ")
     return f"{op}: {words.get(argument, argument)}{space}{rule}"
 
 

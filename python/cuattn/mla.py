@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from . import _core
-from ._arrays import Array, ArrayT, ShapedArray, ShapedT, is_jax, library_module
+from ._arrays import Array, ArrayT, ShapedArray, ShapedT, is_jax, wants_gradient
 from ._call import refuse_tables_of_jax
 from ._mla_costs import choose, read_extents
 from ._overlap import refuse_shared
@@ -358,7 +358,7 @@ def mla_attention(
                 f"{op}: {name} must be an array, got {type(array).__name__}; pass numpy, torch, "
                 "CuPy or JAX arrays"
             )
-        if getattr(array, "requires_grad", False) and library_module(array).is_grad_enabled():
+        if wants_gradient(array):
             raise NotImplementedError(
                 f"{op}: {name} requires grad, but no gradient goes through {op}; call it under "
                 f"torch.no_grad() or pass {name}.detach()"

@@ -231,7 +231,6 @@ CacheWriteParams read_write(const WriteArrays& arrays, const cuattn_cache_option
 void check_scales(const char* name, const CacheWriteParams& p, const CacheSide& side,
                   DLDevice device, Stream stream) {
   if (side.scales == nullptr || p.num_heads == 0) return;
-  if (!is_cpu(device) && side.scales_stride < 0) return;
   int64_t count = (int64_t{p.num_heads} - 1) * side.scales_stride + 1;
   HostCopy<float> scales(backend_of(kWrite, device), device, side.scales, count, stream);
   for (int64_t head = 0; scales.data() != nullptr && head < p.num_heads; ++head) {

@@ -14,8 +14,8 @@ void require_head_dim(const char* function, const char* argument, const char* ax
                       int64_t head_dim, DType kv_dtype, int32_t most = kMostHeadDim);
 void require_heads(const char* function, int64_t num_heads_q, int64_t num_heads_kv);
 
-// float32 [heads], [batch, heads] where `batch_axis` is not nullptr, or one number for all heads where
-// it may be; no tensor: no data.
+// float32 [heads], [batch, heads] where `batch_axis` is not nullptr, or one number for all heads
+// where it may be; no tensor: no data.
 struct HeadVector {
   const float* data;
   int64_t stride_batch, stride_head;

@@ -169,8 +169,7 @@ void read_indices(PagedCall& call, const LatentArrays& a, bool check_data) {
   CUATTN_REQUIRE(a.block_tables == nullptr && a.context_lens == nullptr, kName,
                  ": block_tables and context_lens must be None where indices are given, got ",
                  a.block_tables != nullptr && a.context_lens != nullptr ? "both" : "one",
-                 "; "
-                 "indices name tokens by their slots, and topk_lens says how many of each list");
+                 "; indices name tokens by their slots, and topk_lens says how many of each list");
   p.pages.block_size = checked_length(kName, "ckv_cache", "block_size", a.ckv_cache.shape[1]);
   CUATTN_REQUIRE(p.pages.num_blocks > 0 && p.pages.block_size > 0, kName,
                  ": ckv_cache must hold at least one token, got shape ", shape_text(a.ckv_cache),

@@ -170,15 +170,33 @@ def test_both_passes_have_the_numbers_of_the_forward_pass():
     torch.testing.assert_close(found, torch.zeros_like(q), atol=1e-4, rtol=0)  # rows of one key
 
 
+@pytest.mark.parametrize("library", ["torch", "numpy"])
 @pytest.mark.parametrize("which", ["mask", "score", "seqused_k"])
-def test_arrays_written_before_the_way_back_are_refused(which):
+def test_arrays_written_before_the_way_back_are_refused(which, library):
     q, k, v = torch.randn(3, 1, 64, 2, 16)
     q.requires_grad_()
     ids, table, used = torch.arange(64) // 8, torch.randn(64), torch.tensor([50]).int()
+    if library == "numpy":
+        ids, table = ids.numpy(), table.numpy()  # over the same memory
     out = cuattn.flex_attention(
         q, k, v, mask_mod=lambda b, h, i, j: ids[i] == ids[j],
         score_mod=lambda s, b, h, i, j: s + table[j], seqused_k=used,
     )  # fmt: skip
-    {"mask": ids, "score": table, "seqused_k": used}[which].add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    torch.autograd.grad(out.sum(), q, retain_graph=True)
+    written = {"mask": ids, "score": table, "seqused_k": used}[which]
+    written += 1
+    with pytest.raises(RuntimeError, match=r"inplace operation|captured arrays must be .* numpy"):
         torch.autograd.grad(out.sum(), q)
+
+
+def test_another_number_beside_a_block_mask_is_refused():
+    q, k, v = torch.randn(3, 1, 200, 2, 16)
+    q.requires_grad_()
+    made = flex.create_block_mask(flex.masks.causal(), None, None, 200, 200)
+    outs = [
+        cuattn.flex_attention(q, k, v, mask_mod=lambda b, h, i, j: i - j <= w, block_mask=made)  # noqa: B023
+        for w in (2, 30)
+    ]
+    torch.autograd.grad(outs[1].sum(), q)
+    with pytest.raises(RuntimeError, match="mask_mod must be on the way back what it was"):
+        torch.autograd.grad(outs[0].sum(), q)

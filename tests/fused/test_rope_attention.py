@@ -9,6 +9,7 @@ import pytest
 import cuattn
 import frameworks
 from cases import DTYPES
+from cuattn import _rope
 from harness import bits, numpy_call
 
 COS, SIN = cuattn.rope_table(100, 24)
@@ -203,6 +204,12 @@ def test_rope_attention_refuses_the_names_of_attention(options, way_out):
     (name,) = options
     with pytest.raises(TypeError, match=f"rope_attention: there is no argument {name}; {way_out}"):
         cuattn.rope_attention(X, X, X, COS, SIN, **options)
+
+
+def test_what_others_say_is_kept_whole():
+    assert _rope.in_words_of("attention", "q", "a producer failed") == "a producer failed"
+    assert _rope.in_words_of("attention", "q", "driver: x is gone") == "driver: x is gone"
+    assert _rope.in_words_of("attention", "q", "apply_rope: x is odd") == "attention: q is odd"
 
 
 def test_gradients_and_jax_are_refused():

@@ -91,13 +91,13 @@ def flex_attention(
     score = None if score_mod is None else trace(score_mod, is_score=True)
     mask = None if mask_mod is None else trace(mask_mod)
     captured = [] if score is None else score.arrays
-    of_mask = [] if mask is None else mask.arrays
     if wants_gradient(q, (k, v, *options.values(), *captured)):
         from ..torch import flex as torch_flex
 
         given = mask if block_mask is None else mask_mod  # which is joined with the block mask's
         functions = {"score_mod": score, "mask_mod": given, "block_mask": block_mask}
-        return torch_flex.attend(arguments, functions, captured, of_mask)
+        return torch_flex.attend(arguments, functions, score, mask)
+    of_mask = [] if mask is None else mask.arrays
     if any(map(is_jax_tracer, (k, v, *options.values(), *of_mask, *captured))) or runs_in_xla(q):
         from ..jax.flex import attend
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from .._gradients import GRADIENT_OF
 from .._options import PLACES
+from ..flex.trace import trace
 
 NAME = "flex_attention"
 
@@ -25,6 +27,8 @@ class Call(NamedTuple):
     names: tuple[str, ...]  # of the tensors, which captured arrays follow
     arrays: tuple[Tensor, ...]  # captured, as the functions hold them
     read: tuple[Tensor, ...]  # without a gradient, by both passes
+    held: tuple[tuple[np.ndarray, bytes], ...]  # captured arrays of numpy, and what they held
+    mask: Any  # the mask function as it was traced
 
 
 class FlexAttention(torch.autograd.Function):  # type: ignore[misc]
@@ -50,6 +54,7 @@ class FlexAttention(torch.autograd.Function):  # type: ignore[misc]
         from ..flex.backward import flex_attention_backward
 
         call, (out, lse, *saved) = ctx.call, ctx.saved_tensors
+        require_the_same(call)
         tensors = saved[: len(saved) - len(call.read)]
         if dout is None and dlse is None:
             return (None,) * (1 + len(tensors))
@@ -75,9 +80,28 @@ class FlexAttention(torch.autograd.Function):  # type: ignore[misc]
         return (None, *gradients, *(found.darrays if call.arrays else ()))
 
 
-def attend(
-    arguments: dict[str, Any], functions: dict[str, Any], captured: list[Any], of_mask: list[Any]
-) -> Any:
+def require_the_same(call: Call) -> None:
+    """Refuse a way back over other arrays and numbers than the forward pass had.
+
+    Autograd says so of tensors; numbers are within the functions, which are traced already, but
+    for the mask function beside a block mask, which is known by what it is.
+    """
+    for array, then in call.held:
+        if array.tobytes() != then:
+            raise RuntimeError(
+                f"{NAME}: captured arrays must be on the way back what they were in the forward "
+                f"pass, got one of numpy of shape {array.shape} that was written since; capture a "
+                "new array in each call"
+            )
+    now = None if call.mask is None else trace(call.functions["mask_mod"])
+    if now is not None and (now.key(), now.scalars) != (call.mask.key(), call.mask.scalars):
+        raise RuntimeError(
+            f"{NAME}: mask_mod must be on the way back what it was in the forward pass, got other "
+            "numbers; bind them as its defaults"
+        )
+
+
+def attend(arguments: dict[str, Any], functions: dict[str, Any], score: Any, mask: Any) -> Any:
     """Run a call of which a gradient is wanted; its functions are traced, for both passes.
 
     Raises
@@ -104,12 +128,14 @@ def attend(
             f"{NAME}: gradients are of plain tensors in eager code, got a call that torch.compile, "
             "torch.func or a tensor subclass looks on; call it outside, or under torch.no_grad()"
         )
+    captured = [] if score is None else score.arrays
     names = tuple(n for n in GRADIENT_OF if isinstance(arguments.get(n), Tensor))
     arrays = tuple(x for x in captured if isinstance(x, Tensor) and x.requires_grad)
     options = {n: x for n, x in arguments.items() if n not in names}
     tensors = [arguments[name] for name in names]
-    others = (*options.values(), *captured, *of_mask)
+    others = (*options.values(), *captured, *([] if mask is None else mask.arrays))
     read = tuple(x for x in others if isinstance(x, Tensor) and not x.requires_grad)
-    call = Call(functions, options, names, arrays, read)
+    held = tuple((x, x.tobytes()) for x in others if isinstance(x, np.ndarray))
+    call = Call(functions, options, names, arrays, read, held, mask)
     out, lse = FlexAttention.apply(call, *tensors, *arrays)
     return (out, lse) if arguments.get("return_lse") else out
