@@ -53,6 +53,7 @@ ArrayType classify(const char* op, const char* name, nb::handle object) {
             "instead");
     }
     the<Python>().grad_enabled = torch.attr("is_grad_enabled");
+    the<Python>().forward_ad = torch.attr("autograd").attr("forward_ad").attr("__dict__");
     const DLPackExchangeAPI* api = exchange_api(type);
     return {api != nullptr ? Library::exchange : Library::torch, api, true};
   }
@@ -79,9 +80,25 @@ void refuse_grad(const char* op, const char* name, nb::handle object) {
         "; call it under torch.no_grad() or pass ", name, ".detach()");
 }
 
-bool is_batched(nb::handle object) {
+bool in_dual_level() {
+  const Python& py = the<Python>();
+  PyObject* level = PyDict_GetItemWithError(py.forward_ad.ptr(), py.current_level);
+  return level != nullptr && PyLong_AsLong(level) >= 0;
+}
+
+void refuse_tangent(const char* op, const char* name, nb::handle object) {
+  nb::object pair = nb::module_::import_("torch.autograd.forward_ad").attr("unpack_dual")(object);
+  if (pair.attr("tangent").is_none()) return;
+  raise(PyExc_NotImplementedError, op, ": ", name,
+        " has a tangent of forward-mode differentiation, which no op of cuattn carries on; use "
+        "reverse mode (backward, torch.func.vjp), or pass torch.autograd.forward_ad.unpack_dual(",
+        name, ").primal");
+}
+
+// What torch.func has made of a tensor, by one of its own questions.
+bool is_in_transform(nb::handle object, const char* question) {
   nb::object functorch = nb::getattr(loaded_module("torch").attr("_C"), "_functorch", nb::none());
-  nb::object asks = nb::getattr(functorch, "is_batchedtensor", nb::none());
+  nb::object asks = nb::getattr(functorch, question, nb::none());
   return !asks.is_none() && nb::cast<bool>(asks(object));
 }
 
@@ -197,9 +214,15 @@ void Array::take(const char* op, const char* name, nb::handle capsule, bool outp
 void Array::export_failed(const char* op, const char* name) const {
   nb::python_error cause;
   if (!cause.matches(PyExc_Exception)) throw cause;
-  if (type.is_torch && detail::is_batched(object)) {
+  if (type.is_torch && detail::is_in_transform(object, "is_batchedtensor")) {
     raise(gradient_wanted, op, ": ", name, " is batched by torch.func.vmap, which has no rule for ",
           op, "; make the mapped axis a part of the batch, or call ", op, " in a loop");
+  }
+  if (type.is_torch && detail::is_in_transform(object, "is_gradtrackingtensor")) {
+    raise(gradient_wanted, op, ": ", name,
+          " is of torch.func.grad, jvp or another that "
+          "differentiates, and no gradient goes through ",
+          op, "; make ", name, " outside of it");
   }
   std::string reason = text_of(cause.value());
   reason.resize(std::min(reason.find('\n'), reason.size()));  // drops torch's C++ backtrace

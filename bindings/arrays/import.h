@@ -45,6 +45,10 @@ ArrayType classify(const char* op, const char* name, nb::handle object);
 bool requires_grad(nb::handle object);
 // Refuses what would be lost without a word, in torch's grad mode: a gradient.
 void refuse_grad(const char* op, const char* name, nb::handle object);
+// Whether a level of torch's forward-mode differentiation is open.
+bool in_dual_level();
+// Refuses what would be lost without a word in such a level: a tangent.
+void refuse_tangent(const char* op, const char* name, nb::handle object);
 // Refuses a torch tensor whose memory holds its values negated, as those of `x.conj().imag` are.
 void refuse_negated(const char* op, const char* name, nb::handle object);
 // Refuses what DLPack's flags say: an output that is read-only, and a copy.
@@ -109,10 +113,12 @@ class Array {
               const Array* home, bool output = false) {
     object = source;
     type = array_type(op, name, source);
-    if (type.is_torch) {
+    if (type.is_torch && !is_looked_at_) {
       bool asked = home != nullptr && home->type.is_torch;
       grad_mode_ = asked ? home->grad_mode_ : the<Python>().grad_enabled().ptr() == Py_True;
+      dual_level_ = asked ? home->dual_level_ : detail::in_dual_level();
       if (grad_mode_) detail::refuse_grad(op, name, source);
+      if (dual_level_) detail::refuse_tangent(op, name, source);
     }
     switch (type.library) {
       case Library::jax:
@@ -137,6 +143,12 @@ class Array {
     tensor = view.dl();
   }
 
+  // Imports what is looked at and not computed with, so that no gradient is lost.
+  void describe(const char* op, const char* name, nb::handle source) {
+    is_looked_at_ = true;
+    import(op, name, source, {}, nullptr);
+  }
+
   // Makes `view` one of memory that someone else describes.
   void borrow(const char* op, const char* name, const DLTensor& source) {
     if (!is_small(source)) {
@@ -147,7 +159,9 @@ class Array {
   }
 
  private:
-  bool grad_mode_ = false;  // torch's, asked once per call
+  bool grad_mode_ = false;   // torch's, asked once per call
+  bool dual_level_ = false;  // the same
+  bool is_looked_at_ = false;
   DLManagedTensorVersioned* versioned_ = nullptr;
   DLManagedTensor* legacy_ = nullptr;
 

@@ -102,6 +102,7 @@ Python::Python() {
   requires_grad = PyUnicode_InternFromString("requires_grad");
   dlpack = PyUnicode_InternFromString("__dlpack__");
   dlpack_device = PyUnicode_InternFromString("__dlpack_device__");
+  current_level = PyUnicode_InternFromString("_current_level");
 }
 
 void import_numpy(const char* op, const char* name, nb::handle object, bool output,

@@ -14,9 +14,10 @@ struct Python {
   nb::object float32, float16, uint8, int8, int32, int64;
   nb::object bfloat16, float8;  // ml_dtypes' dtype objects, known after the first array of the type
   nb::object grad_enabled;      // torch.is_grad_enabled, known after the first tensor
+  nb::object forward_ad;        // the names of torch.autograd.forward_ad, known then too
   void* const* numpy_api;       // numpy's table of C functions
   bool reads_numpy_object;      // numpy's arrays are NumpyArrayObjects
-  PyObject *array_struct, *dtype, *requires_grad, *dlpack, *dlpack_device;
+  PyObject *array_struct, *dtype, *requires_grad, *dlpack, *dlpack_device, *current_level;
 
   Python();
 };

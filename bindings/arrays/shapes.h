@@ -48,7 +48,7 @@ inline DLDataType parse_array_dtype(const char* op, const char* name, nb::handle
 inline void import_shape(const char* op, const char* name, nb::handle source, DLDataType dtype,
                          DLDevice device, Array& array) {
   if (!PyTuple_Check(source.ptr())) {
-    array.import(op, name, source, {}, nullptr);
+    array.describe(op, name, source);
     return;
   }
   auto items = nb::borrow<nb::tuple>(source);

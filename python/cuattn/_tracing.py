@@ -79,6 +79,16 @@ def when_torch_compiles(function: Callable[[], None]) -> None:
         waiting.append(function)
 
 
+def refuse_jit_trace(op: str) -> None:
+    """Raise within torch.jit.trace, which would record the memory of a result without the call."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch._C._is_tracing():
+        raise NotImplementedError(
+            f"{op}: torch.jit.trace cannot record it; use torch.compile or torch.export, or trace "
+            "cuattn.torch.attention"
+        )
+
+
 def keep_out_of_graphs(names: dict[str, Any], name: str) -> None:
     """Have a function of a module, by its globals, run as it stands under torch.compile.
 

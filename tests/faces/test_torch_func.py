@@ -62,6 +62,7 @@ def test_vmap_of_attention_is_a_loop(in_dims, batch):
         ("alibi_slopes", (4, 3), 1),
         ("alibi_slopes", (3, 2, 4), 0),
         ("alibi_slopes", (2, 4), None),
+        ("alibi_slopes", (4,), None),
         ("sinks", (3, 4), 0),
         ("sinks", (4,), None),
         ("seqused_k", (3, 2), 0),
@@ -74,6 +75,32 @@ def test_vmap_of_each_optional_tensor(name, shape, dim):
     call = lambda q, k, v, x: attention(q, k, v, **{name: x})  # noqa: E731
     got = torch.func.vmap(call, (0, 0, 0, dim))(q, k, v, x)
     assert torch.allclose(got, each(call, (0, 0, 0, dim), q, k, v, x), atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["q_scale", "k_scale", "v_scale"])
+@pytest.mark.parametrize("shape", [(1,), (3,), (2, 3), (2, 3, 16)])
+@pytest.mark.parametrize("dim", [None, 0, -1])
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+def test_vmap_of_scales_of_codes(name, shape, dim, layout):
+    """There are as many examples as heads: one number of each is no scale of a head."""
+    if len(shape) == 3 and name != "v_scale":
+        shape = (2, 6 if name == "q_scale" else 3, 1)
+    arrays = [torch.randn(3, 2, 16, h, 16).to(torch.float8_e4m3fn) for h in (6, 3, 3)]
+    if layout == "bhsd":
+        arrays = [x.transpose(2, 3) for x in arrays]
+    scale = torch.rand(shape if dim is None else (*shape, 3)) + 0.5
+    scale = scale.movedim(-1, 0) if dim == 0 else scale
+    call = lambda q, k, v, x: attention(q, k, v, layout=layout, **{name: x.contiguous()})  # noqa: E731
+    dims = (0, 0, 0, dim)
+    assert torch.equal(
+        torch.func.vmap(call, dims)(*arrays, scale), each(call, dims, *arrays, scale)
+    )
+
+
+def test_vmap_of_slopes_of_a_batch_of_one():
+    q, slopes = torch.randn(3, 1, 9, 4, 16), torch.rand(1, 4)
+    call = lambda q: attention(q, q, q, alibi_slopes=slopes)  # noqa: E731
+    assert torch.equal(torch.func.vmap(call)(q), each(call, (0,), q))
 
 
 @pytest.mark.parametrize("in_dims", [(0, 0, 0), (0, None, None), (None, 1, 0)])
@@ -172,6 +199,42 @@ def test_a_jacobian_is_there_and_no_second_derivative():
     assert torch.allclose(got, want, atol=2e-5)
     with pytest.raises(NotImplementedError, match="attention_backward: a gradient of a gradient"):
         torch.func.grad(lambda q: torch.func.grad(loss)(q).sum())(q)
+
+
+def test_forward_mode_is_refused_by_the_name_of_the_array():
+    """A tangent was lost without a word."""
+    forward = torch.autograd.forward_ad
+    q, other = torch.randn(1, 9, 2, 16), torch.randn(1, 9, 2, 16)
+    cu = torch.tensor([0, 9], dtype=torch.int32)
+    calls = {
+        "attention: q": lambda x: cuattn.attention(x, other, other),
+        "attention: k": lambda x: attention(other, x, other),
+        "attention: v": lambda x: our_sdpa(*(y.transpose(1, 2) for y in (other, other, x))),
+        "attention: bias": lambda x: attention(
+            other, other, other, bias=x[0, :, :, :9].movedim(1, 0)
+        ),
+        "flex_attention: k": lambda x: cuattn.flex_attention(other, x, other),
+        "rms_norm: x": lambda x: cuattn.rms_norm(x, torch.ones(16)),
+        "attention_varlen: v": lambda x: cuattn.attention_varlen(
+            other[0], other[0], x[0], cu, cu, 9, 9
+        ),
+    }
+    for start, call in calls.items():
+        with forward.dual_level(), pytest.raises(NotImplementedError, match=f"^{start} has a tan"):
+            call(forward.make_dual(q, torch.ones_like(q)))
+        with pytest.raises(NotImplementedError, match=r"has a tangent|jvp function"):
+            torch.func.jvp(call, (q,), (q,))
+    with forward.dual_level():  # of another tensor than those of the call
+        forward.make_dual(q, q)
+        assert torch.equal(attention(other, other, other), cuattn.attention(other, other, other))
+
+
+def test_tensors_that_a_transform_made_and_does_not_differentiate():
+    q, weight = torch.randn(1, 9, 2, 16), torch.ones(16)
+    got = torch.func.grad(lambda x: (cuattn.attention(q * 1, q, q) * x).sum())(q)
+    assert torch.equal(got, attention(q, q, q))
+    with pytest.raises(NotImplementedError, match=r"^rms_norm: x is of torch\.func\.grad"):
+        torch.func.grad(lambda x: (cuattn.rms_norm(q * 1, weight) * x).sum())(q)
 
 
 def test_vmap_draws_dropout_as_it_is_told():

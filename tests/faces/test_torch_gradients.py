@@ -245,6 +245,24 @@ def test_autocast_converts_as_torch_does():
         assert torch.equal(cuattn.torch.attention(**leaves), want)
 
 
+def test_autocast_leaves_codes_and_float64_alone():
+    q = torch.randn(1, 9, 2, 16)
+    codes, double = q.to(torch.float8_e4m3fn), q.double()
+    want = cuattn.torch.attention(codes, codes, codes, k_scale=2.0)
+    with torch.autocast("cpu", dtype=torch.float16):
+        assert torch.equal(cuattn.torch.attention(codes, codes, codes, k_scale=2.0), want)
+        with pytest.raises(ValueError, match="float64"):
+            cuattn.torch.attention(double, double, double)
+
+
+def test_explain_takes_arrays_that_require_grad():
+    leaves = arrays()
+    assert all(x.requires_grad for x in leaves.values())
+    plain = {name: x.detach() for name, x in leaves.items()}
+    want = cuattn.explain("attention", *plain.values())
+    assert str(cuattn.explain("attention", *leaves.values())) == str(want)
+
+
 @pytest.fixture(params=["eager", "op"])
 def watched(request):
     """Both ways to a gradient: ops are seen by a dispatch mode, the eager way is not."""

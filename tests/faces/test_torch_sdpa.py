@@ -451,3 +451,5 @@ def test_a_trace_of_torchs_jit_holds_the_call():
     q, other = torch.randn(2, 1, 8, 2, 16)
     traced = torch.jit.trace(lambda x: cuattn.torch.attention(x, x, x), q, check_trace=False)
     torch.testing.assert_close(traced(other), cuattn.attention(other, other, other))
+    with pytest.raises(NotImplementedError, match=r"flex_attention: torch\.jit\.trace cannot"):
+        torch.jit.trace(lambda x: cuattn.flex_attention(x, x, x), q, check_trace=False)

@@ -303,13 +303,16 @@ def test_a_mask_that_the_model_has_changed_counts_as_it_is(monkeypatch):
     changed = mask.clone()
     changed[..., 3] = False
     layer = torch.nn.Module()
-    for given in (mask, changed, mask[:, :, :, :4]):
+    for given in (mask, changed, mask[:, :, :, :4], None):
+        if given is None:
+            given = mask
+            mask[..., 3] = False  # in place: the note is of what stood there
         keys = given.shape[-1]
         out, _ = door.attention_forward(layer, q, k[:, :, :keys], k[:, :, :keys], given)
         scores = (q @ k[:, :, :keys].mT / 4).masked_fill(~given, -torch.inf)
         wanted = scores.softmax(-1).nan_to_num() @ k[:, :, :keys]
         torch.testing.assert_close(out, wanted.transpose(1, 2), rtol=1e-5, atol=1e-5)
-    assert [c["bias"] is None for c in calls] == [True, False, False]
+    assert [c["bias"] is None for c in calls] == [True, False, False, False]
 
 
 @pytest.mark.parametrize("without", ["mask", "window", "softcap", "s_aux"])

@@ -14,6 +14,7 @@ from .._arrays import Array, ArrayT
 from .._kv_shapes import BLOCK_SIZE_AXIS
 from .._options import DENSE, PASSES, options_of
 from .._other_names import way_out
+from .._tracing import refuse_jit_trace
 from .block_mask import BlockMask, Shape
 from .device import Gives, Placed, free_options, is_cuda, of_tiles, place_of, runs_in_sm90
 from .evaluate import on_host
@@ -88,6 +89,7 @@ def flex_attention(
     """
     arguments = {"q": q, "k": k, "v": v, **options}
     refuse_unknown(NAME, options, OPTIONS)
+    refuse_jit_trace(NAME)
     score = None if score_mod is None else trace(score_mod, is_score=True)
     mask = None if mask_mod is None else trace(mask_mod)
     captured = [] if score is None else score.arrays

@@ -25,6 +25,7 @@ class Sight(NamedTuple):
     keys: int
     used: int  # keys that any query may see, from the first on: the rest of a static cache is empty
     options: dict[str, Any]
+    version: int = 0  # of the mask that it was written on: torch counts what is written to it
 
 
 def mask(**given: Any) -> Tensor | None:
@@ -35,14 +36,21 @@ def mask(**given: Any) -> Tensor | None:
     if made is not None and not torch.compiler.is_compiling() and not given.get("use_vmap"):
         sight = sight_of(given)
         if sight is not None:
-            setattr(made, NOTE, sight)
+            setattr(made, NOTE, sight._replace(version=version_of(made)))
     return made
 
 
 def noted(attention_mask: Tensor | None, queries: int, keys: int) -> Sight | None:
-    """Return the note of a mask that is still the one for so many queries and keys."""
+    """Return the note of a mask that is still as made, and for so many queries and keys."""
     sight = getattr(attention_mask, NOTE, None)
-    return sight if sight is not None and sight[:2] == (queries, keys) else None
+    if sight is None or sight[:2] != (queries, keys):
+        return None
+    return sight if sight.version == version_of(attention_mask) else None
+
+
+def version_of(made: Tensor) -> int:
+    """Count the writes to a tensor; those made under torch.inference_mode are not counted."""
+    return -1 if made.is_inference() else made._version
 
 
 def sight_of(given: dict[str, Any]) -> Sight | None:

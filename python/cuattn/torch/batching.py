@@ -46,14 +46,23 @@ def fold(x: Tensor, dim: int | None, size: int) -> Tensor:
 
 
 def fold_broadcast(x: Tensor, dim: int | None, size: int, batch: int, axes: int) -> Tensor:
-    """Do so where the batch may be missing or have extent 1; `axes` is the count with a batch."""
+    """Do so where the batch may be missing, or be 1 of a bias; `axes` is the count with a batch."""
     if dim is not None:
         x = x.movedim(dim, 0)
         shape = (1,) * (axes - x.dim() + 1) + tuple(x.shape[1:])
         return fold(x.reshape(size, *shape).expand(size, batch, *shape[1:]), 0, size)
-    if x.dim() < axes or x.shape[0] == 1:
+    if x.dim() < axes or (x.shape[0] == 1 and axes > 2):
         return x
     return fold(x, None, size)
+
+
+def fold_scale(x: Tensor, dim: int | None, size: int, batch: int, heads: int) -> Tensor:
+    """Do so with a scale: one number or one for each of `heads` is of all sequences."""
+    if x.dim() - (dim is not None) > 1:
+        return fold(x, dim, size)
+    if dim is None:
+        return x
+    return x.movedim(dim, 0).unsqueeze(1).expand(size, batch, heads).reshape(-1, heads)
 
 
 def make_rule(op: str, names: tuple[str, ...]) -> Any:
@@ -71,6 +80,10 @@ def make_rule(op: str, names: tuple[str, ...]) -> Any:
             return one_by_one(function, size, (arguments, dims), options)
         q, q_dim = given["q"]
         batch = q.movedim(q_dim, 0).shape[1] if q_dim is not None else q.shape[0]
+        k, k_dim = given["k"]
+        heads = (k if k_dim is None else k.select(k_dim, 0)).shape[
+            1 if options.get("layout") == "bhsd" else 2
+        ]
         folded = []
         for name, (x, dim) in given.items():
             if x is None or name in OF_HEADS:
@@ -78,6 +91,8 @@ def make_rule(op: str, names: tuple[str, ...]) -> Any:
             elif name in ("bias", "alibi_slopes"):
                 axes = 4 if name == "bias" else 2
                 folded.append(fold_broadcast(x, dim, size, batch, axes))
+            elif name.endswith("_scale"):
+                folded.append(fold_scale(x, dim, size, batch, heads))
             else:
                 folded.append(fold(x, dim, size))
         found = function(*folded, **options)

@@ -53,6 +53,7 @@ UNTRACED = {
     for op in ROWS
 }
 SMALL = DIFFERENTIABLE[3:]  # beside q, k and v
+AUTOCAST = (torch.float32, torch.float16, torch.bfloat16)  # what autocast converts
 # What the builtins of the library do not take themselves, or mean otherwise.
 APART = {"deterministic", *(o.name for o in options_of(*ROWS, kinds=("refused", "rope")))}
 
@@ -198,11 +199,15 @@ def autocasts(q: Tensor) -> bool:
 
 
 def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Convert q, k and v as torch's own attention does: in autocast's regions to its dtype."""
+    """Convert q, k and v as torch's own attention does: in autocast's regions to its dtype.
+
+    Codes and float64 stay as they are.
+    """
     if q.is_meta or not autocasts(q):
         return q, k, v
     dtype = torch.get_autocast_dtype(q.device.type)
-    return q.to(dtype), k.to(dtype), v.to(dtype)
+    q, k, v = (x.to(dtype) if x.dtype in AUTOCAST else x for x in (q, k, v))
+    return q, k, v
 
 
 def with_dropout_state(q: Tensor, options: dict[str, Any]) -> dict[str, Any]:
