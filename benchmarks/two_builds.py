@@ -4,8 +4,9 @@
     python benchmarks/two_builds.py BEFORE/libcuattn.so AFTER/libcuattn.so [--rows forward]
         [--name TEXT] [--seconds 18] [-o FILE]
 
-Rows are decode over pages, or the forward pass: scores, of which `before` may have kernels that
-`after` serves by others, and few queries over many keys.
+Rows are decode over pages; the forward pass: scores, of which `before` may have kernels that
+`after` serves by others, causal masks by sm80, and few queries over many keys; or the backward pass
+by sm80.
 
 Both are loaded side by side and called through the C ABI, whose structs must be the same in both;
 cuattn itself need not be installed. On a machine without a GPU the calls run on the CPU.
@@ -75,6 +76,18 @@ class AttentionOptions(ctypes.Structure):
     )
 
 
+class BackwardOptions(ctypes.Structure):
+    """cuattn_backward_options of c_api.h."""
+
+    _fields_ = (("struct_size", SIZE), ("need", INT), ("deterministic", INT), ("dlse", POINTER))
+
+
+class BackwardCall(ctypes.Structure):
+    """cuattn_backward_call of c_api.h."""
+
+    _fields_ = (("device", INT * 2), ("workspace_bytes", SIZE), ("state", ctypes.c_uint64 * 512))
+
+
 class Call(ctypes.Structure):
     """cuattn_attention_call of c_api.h."""
 
@@ -140,10 +153,35 @@ class ForwardRow(NamedTuple):
     @property
     def kind(self) -> str:
         if self.score == "none":
-            return "few queries" if self.seqlen_q < self.seqlen_k else "plain"
+            plain = "few queries" if self.seqlen_q < self.seqlen_k else "plain"
+            return plain + f" by {self.backend}" * (self.backend != "auto")
         return f"{self.score}{' by ' * (self.backend != 'auto')}" + self.backend.removeprefix(
             "auto"
         )
+
+
+class BackwardRow(NamedTuple):
+    head_dim: int
+    seqlen: int
+    causal: bool
+    backend: str
+    heads: int = 16
+
+    @property
+    def name(self) -> str:
+        words = f"{self.heads} heads, {self.seqlen}, {self.head_dim}"
+        return words + f", {'causal' if self.causal else 'full'}, backward by {self.backend}"
+
+    @property
+    def kind(self) -> str:
+        return f"backward, {'causal' if self.causal else 'full'}"
+
+
+def backward_rows() -> Iterable[BackwardRow]:
+    for head_dim in (32, 64, 96, 128, 192, 256):
+        for seqlen in (512, 4096) if IS_CUDA else (24,):
+            for causal in (False, True):
+                yield BackwardRow(head_dim, seqlen, causal, "sm80" if IS_CUDA else "cpu")
 
 
 def forward_rows() -> Iterable[ForwardRow]:
@@ -156,6 +194,9 @@ def forward_rows() -> Iterable[ForwardRow]:
         for causal in (False, True):
             sm80 = {"score": "softcap", "backend": "sm80"}
             yield ForwardRow(head_dim, length, length, causal=causal, **sm80)
+    for head_dim in (32, 64, 96, 128, 192, 256) if IS_CUDA else ():
+        for seqlen in (512, 4096):
+            yield ForwardRow(head_dim, seqlen, seqlen, causal=True, backend="sm80")
     for few, many in ((64, 32768), (128, 32768), (64, 131072)) if IS_CUDA else ((8, 64),):
         for causal in (False, True):
             yield ForwardRow(128, few, many, heads_q=8, heads_kv=1, causal=causal)
@@ -176,6 +217,9 @@ def paged_rows() -> Iterable[Row]:
                 yield Row(*heads, *extents, 16, planned=False, backend="sm80")
 
 
+AnyRow = Row | ForwardRow | BackwardRow
+
+
 def draw(*shape: int) -> torch.Tensor:
     return torch.empty(shape, device=DEVICE, dtype=torch.bfloat16).normal_()
 
@@ -183,11 +227,16 @@ def draw(*shape: int) -> torch.Tensor:
 class Arrays:
     """Sets of q, k and v, what they share, and views of all for C."""
 
-    def __init__(self, row: Row | ForwardRow):
+    def __init__(self, row: AnyRow):
         self.views: list[Any] = []
         self.sets: list[tuple[torch.Tensor, ...]]
         if isinstance(row, Row):
             return self.draw_paged(row)
+        if isinstance(row, BackwardRow):
+            shape = (1, row.seqlen, row.heads, row.head_dim)
+            lse = torch.full((1, row.heads, row.seqlen), 8.0, device=DEVICE)
+            self.sets = [(*(draw(*shape) for _ in range(5)), lse)] * (4 if row.seqlen > 512 else 20)
+            return None
         q = draw(1, row.seqlen_q, row.heads_q, row.head_dim)
         kv = (draw(1, row.seqlen_k, row.heads_kv, row.head_dim) for _ in range(2))
         # A graph of one short call would measure its own launch.
@@ -228,12 +277,12 @@ class Build:
         if status:
             raise RuntimeError(self.c.cuattn_last_error().decode())
 
-    def prepare(
-        self, row: Row | ForwardRow, x: Arrays
-    ) -> tuple[Callable[[], None], list[torch.Tensor]]:
+    def prepare(self, row: AnyRow, x: Arrays) -> tuple[Callable[[], None], list[torch.Tensor]]:
         """Return a function that runs the call on every set, and the results it writes."""
         if isinstance(row, Row):
             return self.prepare_paged(row, x)
+        if isinstance(row, BackwardRow):
+            return self.prepare_backward(row, x)
         options = AttentionOptions()
         self.c.cuattn_attention_options_init(ctypes.byref(options), SIZE(ctypes.sizeof(options)))
         options.backend, options.causal = row.backend.encode(), row.causal
@@ -250,6 +299,29 @@ class Build:
         shared = x.tables, x.lens
         prepare, run = self.c.cuattn_paged_prepare, self.c.cuattn_paged_run
         return self.runs(x, prepare, run, options, *shared)
+
+    def prepare_backward(
+        self, row: BackwardRow, x: Arrays
+    ) -> tuple[Callable[[], None], list[torch.Tensor]]:
+        options, more, call = AttentionOptions(), BackwardOptions(), BackwardCall()
+        self.c.cuattn_attention_options_init(ctypes.byref(options), SIZE(ctypes.sizeof(options)))
+        self.c.cuattn_backward_options_init(ctypes.byref(more), SIZE(ctypes.sizeof(more)))
+        options.backend, options.causal = row.backend.encode(), row.causal
+        arrays = (POINTER * 6)(*(x.view(a).value for a in x.sets[0]))
+        given = [ctypes.byref(a) for a in (options, more, call)]
+        self.check(self.c.cuattn_attention_backward_prepare(arrays, *given))
+        outs = [torch.full_like(x.sets[0][0], torch.nan) for _ in range(3)]
+        gradients = (POINTER * 6)(*(x.view(a).value for a in outs))
+        space = torch.zeros(max(1, call.workspace_bytes), dtype=torch.uint8, device=DEVICE)
+        memory = POINTER(space.data_ptr()), SIZE(space.numel())
+
+        def run() -> None:
+            for _ in x.sets:
+                launch = self.c.cuattn_attention_backward_run
+                self.check(launch(ctypes.byref(call), gradients, *memory, stream()))
+
+        x.views += [options, more, arrays, space]
+        return run, outs
 
     def runs(
         self, x: Arrays, prepare: Any, launch: Any, options: ctypes.Structure, *shared: Any
@@ -318,7 +390,7 @@ def heat() -> None:
         torch.cuda.synchronize()
 
 
-def measure(row: Row | ForwardRow, builds: list[Build]) -> dict[str, Any]:
+def measure(row: AnyRow, builds: list[Build]) -> dict[str, Any]:
     """Time both builds on one row."""
     x = Arrays(row)
     calls, outs = [], []
@@ -353,11 +425,18 @@ def summary(found: list[dict[str, Any]]) -> Iterable[str]:
         )
 
 
+ROWS: dict[str, Callable[[], Iterable[AnyRow]]] = {
+    "paged": paged_rows,
+    "forward": forward_rows,
+    "backward": backward_rows,
+}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
     parser.add_argument("before", type=pathlib.Path)
     parser.add_argument("after", type=pathlib.Path)
-    parser.add_argument("--rows", choices=("paged", "forward"), default="paged")
+    parser.add_argument("--rows", choices=ROWS, default="paged")
     parser.add_argument("--name", default="", help="only rows whose name contains this")
     parser.add_argument("--seconds", type=float, default=60.0, help="when to stop (default 60)")
     parser.add_argument("-o", "--output", type=pathlib.Path, help="a JSON file for all rounds")
@@ -366,8 +445,7 @@ def main() -> int:
     builds = [Build(arguments.before), Build(arguments.after)]
     heat()
     found = []
-    chosen = list(paged_rows() if arguments.rows == "paged" else forward_rows())
-    chosen = [row for row in chosen if arguments.name in row.name]
+    chosen = [row for row in ROWS[arguments.rows]() if arguments.name in row.name]
     random.shuffle(chosen)
     for row in chosen:
         if time.perf_counter() > end:

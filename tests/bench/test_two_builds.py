@@ -17,7 +17,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "two_builds.py"
 LIBRARY = Path(cuattn.__file__).parent / "lib" / "libcuattn.so"
 
 
-@pytest.mark.parametrize(("rows", "count"), [("paged", 24), ("forward", 17)])
+@pytest.mark.parametrize(("rows", "count"), [("paged", 24), ("forward", 17), ("backward", 12)])
 def test_a_build_beside_itself_gives_the_same_bits_and_a_file_of_all_rounds(tmp_path, rows, count):
     words = [LIBRARY, LIBRARY, "--seconds", "1000", "--rows", rows, "-o", tmp_path / "two.json"]
     environment = {"CUDA_VISIBLE_DEVICES": "", "CUATTN_NUM_THREADS": "2", "PATH": ""}
@@ -60,6 +60,15 @@ def test_its_result_is_that_of_attention(monkeypatch):
         q, k, v = x.sets[0]
         expected = cuattn.attention(q, k, v, causal=causal, **options)
         torch.testing.assert_close(out, expected, rtol=0, atol=0)
+
+
+def test_its_gradients_are_those_of_attention_backward(monkeypatch):
+    two = load(monkeypatch)
+    x = two.Arrays(two.BackwardRow(16, 9, True, "cpu", heads=2))
+    run, outs = two.Build(LIBRARY).prepare(two.BackwardRow(16, 9, True, "cpu", heads=2), x)
+    run()
+    for got, want in zip(outs, cuattn.attention_backward(*x.sets[0], causal=True), strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
 def test_its_result_is_that_of_paged_attention(monkeypatch):
