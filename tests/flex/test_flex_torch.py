@@ -92,8 +92,14 @@ def test_what_is_refused(rng):
         torch.func.grad(lambda x: cuattn.flex_attention(x, k, v).sum())(q.detach())
     out = cuattn.flex_attention(q, k, v, mask_mod=flex.masks.streaming(3))
     (dq,) = torch.autograd.grad(out.sum(), (q,), create_graph=True)
-    with pytest.raises(RuntimeError, match=r"once_differentiable|does not require grad"):
-        dq.sum().backward()
+    assert torch.equal(dq, torch.autograd.grad(out.sum(), (q,), retain_graph=True)[0])
+    for x in (q, k, v):  # of a constant dout, too
+        with pytest.raises(
+            NotImplementedError, match="_backward: a gradient of a gradient does not"
+        ):
+            torch.autograd.grad(dq.sum() + x.sum(), x, retain_graph=True)
+    with pytest.raises(NotImplementedError, match="is_grads_batched must be False"):
+        torch.autograd.grad(out, (q,), torch.ones(2, *out.shape), is_grads_batched=True)
     with torch.no_grad():
         assert not cuattn.flex_attention(q, k, v).requires_grad
 

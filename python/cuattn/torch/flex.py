@@ -31,6 +31,26 @@ class Call(NamedTuple):
     mask: Any  # the mask function as it was traced
 
 
+class Once(torch.autograd.Function):  # type: ignore[misc]
+    """Gradients as they were computed, of which there is none by the tensors they were made of.
+
+    torch's `once_differentiable` lets them pass for constants where dout is one.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gradients: tuple[Tensor, ...], *tensors: Tensor | None) -> Any:
+        """Hand them on."""
+        return gradients
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """Refuse."""
+        raise NotImplementedError(
+            f"{NAME}_backward: a gradient of a gradient does not go through cuattn; differentiate "
+            "once, or use torch's own flex_attention where create_graph=True is wanted"
+        )
+
+
 class FlexAttention(torch.autograd.Function):  # type: ignore[misc]
     """flex_attention of plain tensors, with its gradients."""
 
@@ -48,16 +68,34 @@ class FlexAttention(torch.autograd.Function):  # type: ignore[misc]
         return out, lse
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, dout: Any, dlse: Any) -> Any:
-        """Give the gradients that are wanted."""
-        from ..flex.backward import flex_attention_backward
-
+        """Give the gradients that are wanted, which are constants to nobody."""
         call, (out, lse, *saved) = ctx.call, ctx.saved_tensors
         require_the_same(call)
         tensors = saved[: len(saved) - len(call.read)]
         if dout is None and dlse is None:
             return (None,) * (1 + len(tensors))
+        with torch.no_grad():
+            found = FlexAttention.gradients(ctx, dout, dlse, out, lse, tensors)
+        if not torch.is_grad_enabled():
+            return (None, *found)
+        there = tuple(x for x in found if x is not None)
+        each = iter(Once.apply(there, dout, dlse, *tensors))
+        return (None, *(None if x is None else next(each) for x in found))
+
+    @staticmethod
+    def gradients(
+        ctx: Any, dout: Any, dlse: Any, out: Tensor, lse: Tensor, tensors: list[Tensor]
+    ) -> tuple[Tensor | None, ...]:
+        """Compute those that are wanted."""
+        from ..flex.backward import flex_attention_backward
+
+        call = ctx.call
+        for x in (dout, dlse):
+            if x is not None and torch._C._functorch.is_legacy_batchedtensor(x):
+                raise NotImplementedError(
+                    f"{NAME}_backward: is_grads_batched must be False; call autograd.grad in a loop"
+                )
         given: dict[str, Any] = dict(zip(call.names, tensors, strict=False))
         wanted = ctx.needs_input_grad[1 : 1 + len(call.names)]
         need = tuple(GRADIENT_OF[n] for n, want in zip(call.names, wanted, strict=True) if want)
@@ -76,8 +114,10 @@ class FlexAttention(torch.autograd.Function):  # type: ignore[misc]
             **options,
         )
         each = iter(found)
-        gradients = [next(each) if want else None for want in wanted]
-        return (None, *gradients, *(found.darrays if call.arrays else ()))
+        return (
+            *(next(each) if want else None for want in wanted),
+            *(found.darrays if call.arrays else ()),
+        )
 
 
 def require_the_same(call: Call) -> None:
