@@ -65,6 +65,13 @@ struct Shapes {
       : scalars(dtype_named(op, dtype)),
         place(device < 0 ? DLDevice{kDLCPU, 0} : DLDevice{kDLCUDA, device}) {}
 
+  // Shapes beside an array as q are like it.
+  void follow(const Array& q, nb::handle source) {
+    if (PyTuple_Check(source.ptr())) return;
+    place = q.view.device;
+    if (q.view.dtype.bits > 8) scalars = q.view.dtype;
+  }
+
   DLDataType of(Holds holds) const {
     switch (holds) {
       case Holds::float32: return dl_dtype(DType::f32);
@@ -103,6 +110,7 @@ nb::dict explain(const nb::dict& arguments, nb::handle dtype, int shapes_on, nb:
   if (shapes.scalars.code == kDLFloat8_e4m3fn) options.dtype = CUATTN_KV_DTYPE_E4M3;
   Array q, k, v, arrays[std::size(kAttentionArrays)];
   import_shape(op, "q", args.q, shapes.scalars, shapes.place, q);
+  shapes.follow(q, args.q);
   import_shape(op, "k", args.k, shapes.scalars, shapes.place, k);
   import_shape(op, "v", args.v, shapes.scalars, shapes.place, v);
   import_shapes(op, kAttentionArrays, args, shapes, arrays, options);
@@ -122,6 +130,7 @@ nb::dict explain_backward(const nb::dict& arguments, nb::handle dtype, int shape
   DLDataType f32 = dl_dtype(DType::f32);
   Array dout, q, k, v, out, lse, dlse, options[std::size(kAttentionArrays)];
   import_shape(op, "q", args.forward.q, shapes.scalars, shapes.place, q);
+  shapes.follow(q, args.forward.q);
   import_shape(op, "dout", args.own.dout, shapes.scalars, shapes.place, dout);
   import_shape(op, "k", args.forward.k, shapes.scalars, shapes.place, k);
   import_shape(op, "v", args.forward.v, shapes.scalars, shapes.place, v);
@@ -149,10 +158,11 @@ nb::dict explain_paged(int32_t version, const nb::dict& arguments, nb::handle dt
   cuattn_paged_options options = parse_paged(op, version, args);
   Shapes shapes(op, dtype, shapes_on);
   DLDataType i32 = dl_dtype(DType::i32);
-  DLDataType caches =
-      options.kv_dtype == CUATTN_KV_DTYPE_E4M3 ? dl_dtype(DType::e4m3) : shapes.scalars;
   Array q, k_cache, v_cache, block_tables, context_lens, arrays[std::size(kPagedArrays)];
   import_shape(op, "q", args.q, shapes.scalars, shapes.place, q);
+  shapes.follow(q, args.q);
+  DLDataType caches =
+      options.kv_dtype == CUATTN_KV_DTYPE_E4M3 ? dl_dtype(DType::e4m3) : shapes.scalars;
   import_shape(op, "k_cache", args.k_cache, caches, shapes.place, k_cache);
   import_shape(op, "v_cache", args.v_cache, caches, shapes.place, v_cache);
   import_shape(op, "block_tables", args.block_tables, i32, shapes.place, block_tables);

@@ -261,6 +261,9 @@ def test_explain_takes_arrays_that_require_grad():
     plain = {name: x.detach() for name, x in leaves.items()}
     want = cuattn.explain("attention", *plain.values())
     assert str(cuattn.explain("attention", *leaves.values())) == str(want)
+    q, k = plain["q"], plain["k"]  # shapes beside an array are like it
+    shapes = {"bias": (1, 1, q.shape[1], k.shape[1])}
+    assert "cpu" in str(cuattn.explain("attention", q, tuple(k.shape), tuple(k.shape), **shapes))
 
 
 @pytest.fixture(params=["eager", "op"])
