@@ -124,7 +124,10 @@ constexpr Tile sm90_tile(HeadDims d, MaskKind mask, ScoreKind score) {
 }
 
 // With masks and scores of a user, whose blocks of 128 queries and keys it divides.
-constexpr Tile sm90_functor_tile(HeadDims d) { return {128, 128, d.qk <= 64 ? 4 : 2, 12}; }
+constexpr Tile sm90_functor_tile(HeadDims d) {
+  if (d.v <= 128) return {128, 128, d.qk <= 64 ? 4 : 2, 12};
+  return {128, 64, 2, 12};  // 64 + 2 * 64 = 192 KB
+}
 
 // e4m3: Q and K in panels of 128 columns, V as rows of 128 keys; what each thread sees. Beside S, O and P, registers hold
 // the product of a tile of its own (head_dim_v / 2).

@@ -219,8 +219,6 @@ const char* refusal(Kernel kernel, const AttentionRequest& r, const DeviceInfo& 
       if (r.has_functor && (r.has_dropout || r.has_score_options))
         return "it has no dropout, softcap, ALiBi, bias or scale up to 0 beside functions of a "
                "user";
-      if (r.has_functor && std::max(r.head_dim, r.head_dim_v) > 128)
-        return "it takes functions of a user up to head_dim 128";
       return uncompiled(kNotCompiled);
     case Kernel::sm80: return sm80_refusal(r, device);
     case Kernel::simt:

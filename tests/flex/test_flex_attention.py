@@ -450,7 +450,9 @@ def test_scores_that_are_nearly_options_stay_functions(rng):
             np.testing.assert_allclose(got, want, atol=2e-5)
 
 
-def test_explain_says_what_functions_become():
+@pytest.mark.parametrize("has_nvrtc", [False, True])
+def test_explain_says_what_functions_become(has_nvrtc, monkeypatch):
+    monkeypatch.setattr("cuattn.flex.device.can_compile", lambda: has_nvrtc)
     shapes = ((2, 300, 4, 64),) * 3
 
     def explain(**call):
@@ -467,10 +469,12 @@ def test_explain_says_what_functions_become():
     streaming, chunked = flex.masks.streaming(10), flex.masks.chunked(50)
     for mask, d, words, kernel in (
         (streaming, 64, "by NVRTC", "sm90"),
-        (streaming, 192, "not in sm90, which takes them up to head_dim 128", "sm80"),
+        (streaming, 256, "by NVRTC", "sm90"),
+        (streaming, 320, "not in sm90, which takes them up to head_dim 256", "sm80"),
         (chunked, 64, "row r", "sm90"),
         (chunked, 96, "row r", "sm90"),
-        (chunked, 192, "row r", "sm80"),
+        (chunked, 192, "row r", "sm90" if has_nvrtc else "sm80"),
+        (chunked, 320, "row r", "naive"),
     ):
         wide = ((2, 300, 4, d),) * 3
         plan = cuattn.explain("flex_attention", *wide, device="h100", mask_mod=mask)

@@ -19,7 +19,10 @@ from cuattn.flex.form import capped
 from cuattn.flex.trace import trace
 
 TARGETS = harness.target_params(cpu=(), cuda=("sm90",))
-DIMS = ((64, 64), (128, 128), (40, 24), (96, 128))
+DIMS = (
+    *((64, 64), (128, 128), (40, 24), (96, 128)),
+    *((192, 128), (256, 256), (192, 192), (136, 200)),
+)
 OPTIONS = ({}, {"causal": True}, {"window": (200, 150)}, {"num_splits": 3}, {"scale": 0.3})
 
 
@@ -68,7 +71,7 @@ def arrays_of(rng, dtype, *shapes):
 @pytest.mark.parametrize(("device", "backend"), TARGETS)
 def test_generated_functions_of_many_tiles(rng, device, backend, part):
     for case in range(part, 32, 4):
-        dims, dtype = DIMS[case // 4 % 4], ("float16", "bfloat16")[case % 2]
+        dims, dtype = DIMS[case // 4], ("float16", "bfloat16")[case % 2]
         heads_kv, group = int(rng.integers(1, 3)), int(rng.choice((1, 4)))
         q_len, kv_len = (int(n) for n in rng.integers(1, 900, 2))
         heads = heads_kv * group
@@ -106,15 +109,16 @@ def test_generated_functions_of_many_tiles(rng, device, backend, part):
 def test_lists_of_blocks_of_each_head(rng, device, backend):
     """Random blocks of several sizes, with whole rows and columns empty, in causal tiles too."""
     for case in range(12):
-        size, dim = (128, 256, 64)[case % 3], (64, 128)[case % 2]
+        size = (128, 256, 64)[case % 3]
+        dim, dim_v = ((64, 64), (128, 128), (192, 128), (256, 256))[case % 4]
         q_len, kv_len = (int(n) for n in rng.integers(300, 1500, 2))
         counts = (-(-q_len // size), -(-kv_len // size))
         blocks = rng.random((2, 4, *counts)) < (0.1, 0.5, 0.9)[case // 2 % 3]
         blocks[:, :, rng.integers(counts[0])] = False
         blocks[:, :, :, rng.integers(counts[1])] = False
-        options = {"causal": True} if case % 4 == 3 else {}
+        options = {"causal": True} if case % 5 == 3 else {}
         mask = lambda b, h, q, k, x=blocks, n=size: x[b, h, q // n, k // n]  # noqa: E731
-        shapes = ((2, q_len, 4, dim), *[(2, kv_len, 2, dim)] * 2)
+        shapes = ((2, q_len, 4, dim), (2, kv_len, 2, dim), (2, kv_len, 2, dim_v))
         arrays, wide = arrays_of(rng, "float16", *shapes)
         dense = flex_cases.dense_mask(mask, 2, 4, q_len, kv_len)
         far = np.arange(q_len)[:, None] + kv_len - q_len - np.arange(kv_len)
@@ -131,7 +135,7 @@ def test_scores_of_lengths_on_the_device(rng, device, backend):
     table = rng.standard_normal((4, 1401)).astype(np.float32)
     mod = lambda s, b, h, q, k: s + table[h, q - k + 700] * (b + 1)  # noqa: E731
     for case in range(6):
-        dim, causal = (64, 128)[case % 2], case % 3 == 0
+        dim, causal = (64, 128, 256, 192)[case % 4], case % 3 == 0
         lengths = [rng.integers(1, 700, 3) for _ in "qk"]
         starts = [np.concatenate([[0], np.cumsum(n)]) for n in lengths]
         call = {"score_mod": mod, "causal": causal, "backend": backend, "return_lse": True}

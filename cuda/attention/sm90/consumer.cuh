@@ -222,7 +222,7 @@ struct ConsumerSm90 {
       const device::ScorePlace place = first_place(shared, rows.row, first);
       if constexpr (Functor::kScore) call_score<Functor>(scores, mod.scale, place, given);
       if (asks) answers.hide(scores, place, given);
-      if (cut) hide_unseen(scores, bits_within(rows.visible, first));
+      if (cut) hide_unseen(scores, bits_within<kTile.n>(rows.visible, first));
       return;
     } else if constexpr (kScore == ScoreKind::scored) {
       float factor = modify_scores(scores, mod, rows.row, first);

@@ -2,6 +2,7 @@
 // Which scores of a tile a thread's two rows see: by their limits, and by the mask of a functor. Written
 // by python/cuattn/flex/emit_sm90.py, a mask has
 //
+//   kKeys                                    how many keys a tile has
 //   Keys, of_key(keys, place, params)        what hangs on the key alone
 //   Rows, of_row(rows, place, params)        what hangs on the row alone
 //   of_lane(keys, lane)                      the keys of another lane
@@ -26,15 +27,16 @@
 
 namespace cuattn {
 
-// A place in a tile of 128 keys: its number, and its keys counted in eights.
+// A place in a tile of kKeys keys, 64 or 128: its number, and its keys counted in eights.
+template <int kKeys>
 struct TilePlace : device::ScorePlace {
-  static constexpr int kKeys = 128;
   uint32_t tile, eight;
 };
 
-// That of score i of a thread, whose first is at `first`: 2 rows and 32 keys.
-__device__ __forceinline__ TilePlace place_in_tile(const TilePlace& first, int i) {
-  TilePlace at = first;
+// That of score i of a thread, whose first is at `first`: 2 rows and a quarter of the keys.
+template <int kKeys>
+__device__ __forceinline__ TilePlace<kKeys> place_in_tile(const TilePlace<kKeys>& first, int i) {
+  TilePlace<kKeys> at = first;
   const int row = (i >> 1 & 1) * 8, key = (i >> 2) * 8 + (i & 1);
   at.q += row;
   at.k += key;
@@ -43,10 +45,9 @@ __device__ __forceinline__ TilePlace place_in_tile(const TilePlace& first, int i
   return at;
 }
 
-// at.k / kDivisor: of a multiple of 128 that of the tile, of 8 that of eight keys.
-template <int kDivisor>
-__device__ __forceinline__ int32_t key_quotient(const TilePlace& at) {
-  constexpr int kKeys = TilePlace::kKeys;
+// at.k / kDivisor: of a multiple of kKeys that of the tile, of 8 that of eight keys.
+template <int kDivisor, int kKeys>
+__device__ __forceinline__ int32_t key_quotient(const TilePlace<kKeys>& at) {
   if constexpr (kDivisor % kKeys == 0) {
     return at.tile / (kDivisor / kKeys);
   } else if constexpr (kDivisor % 8 == 0 && kKeys % kDivisor == 0) {
@@ -73,44 +74,47 @@ struct SeenBits {
 __device__ __forceinline__ int seen_bit(int i) { return (i >> 2) * 2 + (i & 1); }
 
 // Those of a row's scores in front of a column of the tile, from the thread's first key on.
+template <int kKeys>
 __device__ __forceinline__ uint32_t bits_before(int32_t column) {
-  const int32_t within = min(max(column, 0), TilePlace::kKeys);
+  const int32_t within = min(max(column, 0), kKeys);
   const int32_t count = (within >> 3) * 2 + min(within & 7, 2);
   return count >= 32 ? ~0u : (1u << count) - 1;
 }
 
 // What the limits of the rows leave. `first`: the thread's first key.
+template <int kKeys>
 __device__ __forceinline__ SeenBits bits_within(const KeyRange (&visible)[2], int32_t first) {
   SeenBits seen;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    seen.of_row[half] =
-        bits_before(visible[half].end - first) & ~bits_before(visible[half].begin - first);
+    seen.of_row[half] = bits_before<kKeys>(visible[half].end - first) &
+                        ~bits_before<kKeys>(visible[half].begin - first);
   }
   return seen;
 }
 
 // What a thread holds of a tile that is asked. 7 other threads of a warp have the same keys: a lane
-// computes what hangs on keys 16 * (lane / 4) + 2 * (lane % 4) + {0, 1, 8, 9}.
+// computes what hangs on keys 16 * (lane / 4) + 2 * (lane % 4) + {0, 1, 8, 9}; of 64 two lanes the same.
 template <class Functor>
 struct Ahead {
   typename Functor::Keys keys[4];
   typename Functor::Rows rows[2];
 };
 
-__device__ __forceinline__ TilePlace place_of_tile(const device::ScorePlace& first) {
-  return {first, static_cast<uint32_t>(first.k) / TilePlace::kKeys, 0};
+template <int kKeys>
+__device__ __forceinline__ TilePlace<kKeys> place_of_tile(const device::ScorePlace& first) {
+  return {first, static_cast<uint32_t>(first.k) / kKeys, 0};
 }
 
 // Rows and keys past the last are asked about, too, for loads stay within their arrays.
 template <class Functor>
 __device__ __forceinline__ void find_ahead(Ahead<Functor>& to, const device::ScorePlace& first,
                                            const FunctorParams& p) {
-  const int lane = threadIdx.x % 32;
-  const TilePlace at = place_of_tile(first);
-  TilePlace own = at;
-  own.eight = lane / 4 * 2;
-  own.k += lane / 4 * 16;
+  const int lane = threadIdx.x % 32, sixteen = lane / 4 % (Functor::kKeys / 16);
+  const auto at = place_of_tile<Functor::kKeys>(first);
+  auto own = at;
+  own.eight = sixteen * 2;
+  own.k += sixteen * 16;
 #pragma unroll
   for (int j = 0; j < 4; ++j) Functor::of_key(to.keys[j], place_in_tile(own, j / 2 * 4 + j % 2), p);
 #pragma unroll
@@ -123,9 +127,9 @@ template <class Functor, int kAtOnce, class Hears>
 __device__ __forceinline__ void ask(const Ahead<Functor>& ahead, const device::ScorePlace& first,
                                     const FunctorParams& p, const Hears& hears) {
   const int lane = threadIdx.x % 32;
-  const TilePlace at = place_of_tile(first);
+  const auto at = place_of_tile<Functor::kKeys>(first);
 #pragma unroll kAtOnce
-  for (int sixteen = 0; sixteen < TilePlace::kKeys / 16; ++sixteen) {  // keys, 8 scores
+  for (int sixteen = 0; sixteen < Functor::kKeys / 16; ++sixteen) {  // keys, 8 scores
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const int i = sixteen * 8 + j / 2 * 4 + j % 2;
@@ -173,7 +177,7 @@ struct Answers<Functor, true> {
   template <int kCount>
   __device__ __forceinline__ void hide(float (&scores)[kCount], const device::ScorePlace& first,
                                        const FunctorParams& p) const {
-    ask<Functor, TilePlace::kKeys / 16>(ahead, first, p, [&](int i, bool sees) {
+    ask<Functor, Functor::kKeys / 16>(ahead, first, p, [&](int i, bool sees) {
       scores[i] = sees ? scores[i] : device::negative_infinity();
     });
   }

@@ -11,7 +11,14 @@ import numpy as np
 
 from .._options import PLACES
 from ..flex.attention import OPTIONS, find, problem_of, refuse_unknown, traced
-from ..flex.device import SM90_DIM, free_options, may_take_sm90
+from ..flex.device import (
+    SM90_DIM,
+    SM90_ROWS_DIM,
+    compiles_wide_rows,
+    free_options,
+    may_take_sm90,
+    sm90_tile,
+)
 from ..flex.form import Form, best_form
 from ..flex.options import beside_scale
 from ..flex.plan import Found
@@ -70,11 +77,15 @@ def explain_flex(arrays: tuple[Any, ...], device: Any, dtype: str, options: dict
         given = gathered(given, dtype, keys)
         words += "; keys are gathered from their blocks first"
     if found.arrays and on_cuda:
-        is_compiled = found.functions or "block_starts" in found.arrays
+        is_compiled = bool(found.functions) or "block_starts" in found.arrays
+        if not is_compiled and "row_begin" in found.arrays:
+            word = "float32" if is_float32(given["q"], dtype) else "float16"
+            is_wide = compiles_wide_rows(given, word, head_dims_of(given))
+            is_compiled = is_wide and on_hopper(given)
         words += "; a functor, compiled by NVRTC at the first call" if is_compiled else ""
-        plan = plan_on_hopper(given, dtype, where, bool(is_compiled), keys)
+        plan = plan_on_hopper(given, dtype, where, is_compiled, keys)
         if plan is None:
-            plan = plan_elsewhere(given, dtype, where, bool(is_compiled))
+            plan = plan_elsewhere(given, dtype, where, is_compiled)
             words += why_not_sm90(given, plan) if is_compiled else ""
         if block_mask is not None and "block_starts" in found.arrays:
             words = words.replace(found.words, words_of_tiles(plan, *functions))
@@ -115,6 +126,12 @@ Where = tuple[int, dict[str, Any] | None]
 NOT_IN_SM90 = "ALiBi, bias, dropout or scale up to 0"
 
 
+def head_dims_of(given: dict[str, Any]) -> tuple[int, int]:
+    """Return head_dim and head_dim_v of arrays or shapes."""
+    q, v = (tuple(getattr(given[name], "shape", given[name]))[-1] for name in "qv")
+    return q, v
+
+
 def plan_on_hopper(
     given: dict[str, Any], dtype: str, where: Where, is_compiled: bool, keys: int
 ) -> Plan | None:
@@ -123,19 +140,22 @@ def plan_on_hopper(
     So the module plans them, whose tiles differ in weight. Of `keys` it hides one at most, for one
     that hides nothing is planned as no window.
     """
-    dims = [tuple(getattr(given[n], "shape", given[n]))[-1] for n in "qv"]
-    if is_compiled and not may_take_sm90(given, tuple(dims)):
+    if is_compiled and not may_take_sm90(given, head_dims_of(given)):
         why = f"functions of a user it has no {NOT_IN_SM90}, softcaps from 2**-60 to 2**60"
         refuse_if_named(given, why)
         return None
     window = narrowed(given.get("window", (-1, -1)), (max(keys - 2, 0), -1))
     plan = explain_rows({**given, "window": window}, dtype, where)
     most = max(plan.head_dim, plan.head_dim_v)
-    if plan.kernel != "sm90" or plan.score != "identity" or most > SM90_DIM:
+    if plan.kernel != "sm90" or plan.score != "identity":
         refuse_if_named(given, f"row ranges it has no softcap, {NOT_IN_SM90}")
         return None
     if is_compiled:
-        return dataclasses.replace(plan, tile_m=128, tile_n=128, warps=12, packed_heads=1)
+        tile_m, tile_n = sm90_tile(plan.head_dim_v)
+        return dataclasses.replace(plan, tile_m=tile_m, tile_n=tile_n, warps=12, packed_heads=1)
+    if most > SM90_ROWS_DIM:
+        refuse_if_named(given, f"row ranges without NVRTC it has no head_dim above {SM90_ROWS_DIM}")
+        return None
     dim = 64 if most <= 64 else 128  # of the instances, which differ from a window's (tiles.h)
     plan = dataclasses.replace(plan, mask="rows", head_dim=dim, head_dim_v=dim)
     return dataclasses.replace(plan, tile_m=128, warps=12, packed_heads=1)
@@ -179,8 +199,7 @@ def shapes_of_arrays(options: dict[str, Any]) -> dict[str, Any]:
 def why_not_sm90(given: dict[str, Any], plan: Plan) -> str:
     """Say what keeps a functor from the kernel of Hoppers, if it is a matter of the call."""
     asked = given.get("backend", "auto") != "auto"
-    dims = [tuple(getattr(given[n], "shape", given[n]))[-1] for n in "qv"]
-    if asked or plan.kernel != "sm80" or may_take_sm90(given, tuple(dims)):
+    if asked or plan.kernel != "sm80" or may_take_sm90(given, head_dims_of(given)):
         return ""
     return (
         f", not in sm90, which takes them up to head_dim {SM90_DIM} and has no {NOT_IN_SM90} "
@@ -191,7 +210,7 @@ def why_not_sm90(given: dict[str, Any], plan: Plan) -> str:
 def plan_elsewhere(given: dict[str, Any], dtype: str, where: Where, is_compiled: bool) -> Plan:
     """Return the plan of row ranges or a functor in the kernels of scores."""
     given = {**given, "softcap": given.get("softcap") or 1.0}
-    is_wide = max(tuple(getattr(given[n], "shape", given[n]))[-1] for n in "qv") > 256
+    is_wide = max(head_dims_of(given)) > 256
     if given.get("backend", "auto") == "auto":  # what serves them
         given["backend"] = "simt" if is_float32(given["q"], dtype) else "sm80"
         if is_wide and not is_compiled:  # alone reads the row ranges of such heads

@@ -28,7 +28,7 @@ from .plan import Found
 from .trace import dtype_name
 
 NAME = "flex_attention"
-SM90_DIM, SM90_TILE = 128, (128, 128)  # of functors in sm90: sm90_functor_tile of tiles.h
+SM90_DIM, SM90_ROWS_DIM = 256, 128  # of functors in sm90, and of row ranges without one
 PROGRAMS = ("score_program", "mask_program")  # which the CPU runs
 MOST_BACKWARD = 256  # of the head sizes that have gradients
 BACKWARD = "flex_attention_backward"
@@ -184,9 +184,22 @@ def is_compiled(arguments: dict[str, Any], found: Found, gives: Gives | None) ->
     """Whether a call runs by a functor."""
     if found.functions or "block_starts" in found.arrays:
         return True
-    has_rows = gives is not None and "row_begin" in found.arrays
-    dtype = dtype_name(arguments["q"]) if has_rows else ""
-    return has_rows and compiles_rows(arguments, dtype, *head_dims_of(arguments))
+    if "row_begin" not in found.arrays:
+        return False
+    dtype, head_dims = dtype_name(arguments["q"]), head_dims_of(arguments)
+    if gives is None:
+        return compiles_wide_rows(arguments, dtype, head_dims) and runs_in_sm90(arguments)
+    return compiles_rows(arguments, dtype, *head_dims)
+
+
+def compiles_wide_rows(arguments: dict[str, Any], dtype: str, head_dims: tuple[int, ...]) -> bool:
+    """Whether row ranges alone are compiled on a Hopper, where NVRTC can be had.
+
+    The library's own kernels for Hoppers have them up to SM90_ROWS_DIM.
+    """
+    if dtype not in ("float16", "bfloat16") or max(head_dims) <= SM90_ROWS_DIM:
+        return False
+    return may_take_sm90(arguments, head_dims) and can_compile()
 
 
 def compiles_rows(arguments: dict[str, Any], dtype: str, head_dim: int, head_dim_v: int) -> bool:
@@ -234,6 +247,11 @@ def may_take_sm90(arguments: dict[str, Any], head_dims: tuple[int, ...]) -> bool
     return backend in ("auto", "sm90") and max(head_dims) <= SM90_DIM and is_plain(arguments)
 
 
+def sm90_tile(head_dim_v: int) -> tuple[int, int]:
+    """Return the queries and keys of a tile with a functor: sm90_functor_tile of tiles.h."""
+    return 128, 128 if head_dim_v <= 128 else 64
+
+
 def runs_in_sm90(arguments: dict[str, Any]) -> bool:
     """Whether functors of a call run in the kernel for Hoppers."""
     is_16_bit = dtype_name(arguments["q"]) in ("float16", "bfloat16")
@@ -261,7 +279,8 @@ def kernel_for(
     if takes_sm90 and dtype != "float32" and arch == "sm_90":
         with contextlib.suppress(NotImplementedError):  # a build without its machine code
             plan = plan_of("sm90")
-            return f"{arch}a", Kernel("sm90", dtype, plan.head_dim, plan.head_dim_v), SM90_TILE
+            kernel = Kernel("sm90", dtype, plan.head_dim, plan.head_dim_v)
+            return f"{arch}a", kernel, sm90_tile(plan.head_dim_v)
     name = portable(dtype)
     plan = plan_of(name)
     tile = (plan.tile_m, plan.tile_n)

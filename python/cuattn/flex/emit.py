@@ -165,6 +165,9 @@ SEES = """\
                                               const FunctorParams& p) {
 %s  }
 """
+KEYS = """\
+  static constexpr int kKeys = sm90_functor_tile({%(qk)d, %(v)d}).n;
+"""
 KERNELS = {
     "sm90": """\
 #include "cuda/attention/sm90/forward.cuh"
@@ -225,6 +228,9 @@ def source(
     flags |= {"kGiven": True}
     given = ", ".join(f"{name} = {'true' if x else 'false'}" for name, x in flags.items())
     parts, first = [], 0
+    shape = {"dtype": DTYPES[kernel.dtype], "qk": kernel.head_dim, "v": kernel.head_dim_v}
+    if kernel.name == "sm90":
+        parts.append(KEYS % shape)
     for name, frame in (("score", SCORE), ("mask", SEES)):
         if name not in functions:
             continue
@@ -234,7 +240,6 @@ def source(
             parts.append(frame % body(functions[name], first, kernel.dtype != "float32"))
         first += len(functions[name].scalars)
     functor = f"struct Functor {{\n  static constexpr bool {given};\n{''.join(parts)}}};"
-    shape = {"dtype": DTYPES[kernel.dtype], "qk": kernel.head_dim, "v": kernel.head_dim_v}
     text = KERNELS[kernel.name] % {"functor": functor, **shape}
     return f'#include "cuattn/device/functor.cuh"\n{text}'
 

@@ -24,16 +24,16 @@ MEMBERS = """\
 %(key_members)s  };
   struct Rows {
 %(row_members)s  };
-  static __device__ __forceinline__ void of_key(Keys& to, const TilePlace& at,
+  static __device__ __forceinline__ void of_key(Keys& to, const TilePlace<kKeys>& at,
                                                 const FunctorParams& p) {
 %(key_lines)s  }
-  static __device__ __forceinline__ void of_row(Rows& to, const TilePlace& at,
+  static __device__ __forceinline__ void of_row(Rows& to, const TilePlace<kKeys>& at,
                                                 const FunctorParams& p) {
 %(row_lines)s  }
   static __device__ __forceinline__ Keys of_lane(const Keys& own, int lane) {
     return {%(shuffles)s};
   }
-  static __device__ __forceinline__ bool sees(const TilePlace& at, const FunctorParams& p,
+  static __device__ __forceinline__ bool sees(const TilePlace<kKeys>& at, const FunctorParams& p,
                                               const Keys& key, const Rows& row) {
 %(lines)s  }
 """
