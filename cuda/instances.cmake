@@ -54,9 +54,9 @@ cuattn_kernel(attention_backward backward_sm90 backward/sm90/backward.cuh sm90
 cuattn_kernel(attention_backward backward_sm90 backward/sm90/backward.cuh sm90
               "f16;bf16" "64;96;128;192;256;192x128" "window" "scored")
 cuattn_kernel(attention_backward backward_sm80 backward/sm80/backward.cuh portable
-              "f16;bf16" "32;96;192" "causal;window" "identity")
+              "f16;bf16" "32;96;192" "window" "identity")
 cuattn_kernel(attention_backward backward_sm80 backward/sm80/backward.cuh portable
-              "f16;bf16" "64;128;256;192x128" "causal;window;rows" "identity")
+              "f16;bf16" "64;128;256;192x128" "window;rows" "identity")
 cuattn_kernel(attention_backward backward_sm80 backward/sm80/backward.cuh portable
               "f16;bf16" "32;64;96;128;192;256;192x128" "window" "scored")
 cuattn_kernel(attention_backward backward_simt backward/simt/backward.cuh portable

@@ -7,6 +7,7 @@
 
 #include "cuattn/c_api.h"
 #include "src/abi/plan_log.h"
+#include "src/abi/prepared.h"
 #include "src/attention/flex.h"
 #include "src/check/arrays.h"
 #include "src/guarded.h"
@@ -73,11 +74,13 @@ cuattn_status cuattn_attention_backward_prepare(const cuattn_backward_arrays* ar
   return guarded([&] {
     Options known(options, backward_options);
     require_given(kFunction, "call", call);
+    mark(*call, Prepared::nothing);
     BackwardCall& state = *new (call->state) BackwardCall(validated(arrays, known, true));
     new (&state.forward.plan) Plan(plan_of(state, device_info_of(state), known.attention.backend));
     if (logs_plans()) log_plan(state);
     call->device = state.forward.device;
     call->workspace_bytes = state.forward.plan.workspace_bytes;
+    mark(*call, Prepared::backward);
   });
 }
 
@@ -92,6 +95,7 @@ cuattn_status cuattn_flex_backward_prepare(const cuattn_backward_arrays* arrays,
     cuattn_flex_options room;
     const cuattn_flex_options& flex = known_options(fn, flex_options, room);
     require_given(fn, "call", call);
+    mark(*call, Prepared::nothing);
     BackwardCall& state = *new (call->state) BackwardCall(
         validated(arrays, known, /*check_data=*/true, CallKind::flex_backward));
     read_flex(state.forward, flex, /*check_data=*/true);
@@ -100,6 +104,7 @@ cuattn_status cuattn_flex_backward_prepare(const cuattn_backward_arrays* arrays,
     if (logs_plans()) log_plan(state);
     call->device = state.forward.device;
     call->workspace_bytes = state.forward.plan.workspace_bytes;
+    mark(*call, Prepared::backward);
   });
 }
 
@@ -109,6 +114,8 @@ cuattn_status cuattn_attention_backward_run(cuattn_backward_call* call,
   return guarded([&] {
     require_given(kFunction, "call", call);
     require_given(kFunction, "gradients", gradients);
+    const char* by = "cuattn_attention_backward_prepare or cuattn_flex_backward_prepare";
+    require_prepared(kFunction, *call, Prepared::backward, by);
     BackwardCall& state = state_of(*call);
     std::optional<TensorView> views[6];
     auto view = [&, next = 0](const char* name, const DLTensor* tensor) mutable {

@@ -10,6 +10,7 @@
 
 #include "cuattn/instances.h"
 #include "src/abi/plan_log.h"
+#include "src/abi/prepared.h"
 #include "src/attention/call.h"
 #include "src/attention/flex.h"
 #include "src/check/arrays.h"
@@ -100,12 +101,14 @@ cuattn_status cuattn_attention_prepare(const DLTensor* q, const DLTensor* k, con
     cuattn_attention_options room;
     const cuattn_attention_options& o = known_options("attention", options, room);
     require_given("attention", "call", call);
+    mark(*call, Prepared::nothing);
     TensorView view = view_of("attention", "q", q);
     AttentionCall& state = *new (call->state) AttentionCall(validate_attention(
         view, view_of("attention", "k", k), view_of("attention", "v", v), o, /*check_data=*/true));
     plan_attention(state, device_info_of(state, names_cublas(o.backend)), o.backend);
     if (logs_plans()) log_plan(state);
     fill_shapes(view, *call);
+    mark(*call, Prepared::attention);
   });
 }
 
@@ -135,6 +138,7 @@ cuattn_status cuattn_flex_prepare(const DLTensor* q, const DLTensor* k, const DL
     const cuattn_attention_options& o = known_options(fn, options, room);
     const cuattn_flex_options& flex = known_options(fn, flex_options, flex_room);
     require_given(fn, "call", call);
+    mark(*call, Prepared::nothing);
     TensorView view = view_of(fn, "q", q);
     AttentionCall& state = *new (call->state) AttentionCall(validate_attention(
         view, view_of(fn, "k", k), view_of(fn, "v", v), o, /*check_data=*/true, CallKind::flex));
@@ -142,6 +146,7 @@ cuattn_status cuattn_flex_prepare(const DLTensor* q, const DLTensor* k, const DL
     plan_attention(state, device_info_of(state, names_cublas(o.backend)), o.backend);
     if (logs_plans()) log_plan(state);
     fill_shapes(view, *call);
+    mark(*call, Prepared::attention);
   });
 }
 
@@ -150,6 +155,8 @@ cuattn_status cuattn_attention_run(cuattn_attention_call* call, const DLTensor* 
                                    void* stream) {
   return guarded([&] {
     require_given("attention", "call", call);
+    const char* by = "cuattn_attention_prepare or cuattn_flex_prepare";
+    require_prepared("attention", *call, Prepared::attention, by);
     AttentionCall& state = state_of(*call);
     const char* fn = state.function();
     std::optional<TensorView> lse_view;

@@ -5,6 +5,7 @@
 #include <optional>
 
 #include "src/abi/plan_log.h"
+#include "src/abi/prepared.h"
 #include "src/check/arrays.h"
 #include "src/guarded.h"
 #include "src/options.h"
@@ -48,6 +49,7 @@ cuattn_status cuattn_mla_decode_prepare(const cuattn_mla_arrays* arrays,
   return guarded([&] {
     require_given(kName, "arrays", arrays);
     require_given(kName, "call", call);
+    mark(*call, Prepared::nothing);
     cuattn_paged_options room;
     const cuattn_paged_options& o = known_options(kName, options, room);
     Views views(*arrays);
@@ -65,6 +67,7 @@ cuattn_status cuattn_mla_decode_prepare(const cuattn_mla_arrays* arrays,
     call->lse_shape[2] = q.ndim == 3 ? 1 : q.shape[1];
     call->workspace_bytes = state.plan.workspace_bytes;
     call->nothing_to_do = q.size() == 0;
+    mark(*call, Prepared::paged);
   });
 }
 

@@ -5,6 +5,7 @@
 
 #include "cuattn/c_api.h"
 #include "src/abi/plan_log.h"
+#include "src/abi/prepared.h"
 #include "src/check/arrays.h"
 #include "src/guarded.h"
 #include "src/options.h"
@@ -22,6 +23,8 @@ const cuattn_paged_options& options_of(const cuattn_paged_options* given,
                  "; 1 and 2 are PagedAttention V1 and V2");
   return o;
 }
+
+constexpr const char* kPrepares = "cuattn_paged_prepare or cuattn_mla_decode_prepare";
 
 PagedCall& state_of(cuattn_attention_call& call) {
   return *reinterpret_cast<PagedCall*>(call.state);
@@ -72,11 +75,13 @@ cuattn_status cuattn_paged_prepare(const DLTensor* q, const DLTensor* k_cache,
     cuattn_paged_options room;
     const cuattn_paged_options& o = options_of(options, room);
     require_given("paged_attention", "call", call);
+    mark(*call, Prepared::nothing);
     PagedArrays arrays = arrays_of(q, k_cache, v_cache, block_tables, context_lens);
     PagedCall& state = *new (call->state) PagedCall(validate_paged(arrays, o, true));
     plan_paged(state, o, device_info_of(state));
     if (logs_plans()) log_plan(state);
     fill_shapes(arrays.q, *call);
+    mark(*call, Prepared::paged);
   });
 }
 
@@ -85,6 +90,7 @@ cuattn_status cuattn_paged_run(cuattn_attention_call* call, const DLTensor* out,
                                void* stream) {
   return guarded([&] {
     require_given("paged_attention", "call", call);
+    require_prepared("paged_attention", *call, Prepared::paged, kPrepares);
     PagedCall& state = state_of(*call);
     const char* fn = state.function;
     std::optional<TensorView> lse_view;
@@ -98,6 +104,7 @@ cuattn_status cuattn_paged_check(const cuattn_attention_call* call, const DLTens
                                  void* stream) {
   return guarded([&] {
     require_given("paged_attention", "call", call);
+    require_prepared("paged_attention", *call, Prepared::paged, kPrepares);
     const PagedCall& state = *reinterpret_cast<const PagedCall*>(call->state);
     std::optional<TensorView> lse_view;
     check_paged(state, view_of(state.function, "out", out),
@@ -116,6 +123,7 @@ cuattn_status cuattn_paged_plan_prepare(const DLTensor* block_tables, const DLTe
     cuattn_paged_options o = options_of(options, room);
     require_given(fn, "shape", shape);
     require_given(fn, "call", call);
+    mark(*call, Prepared::nothing);
     o.version = o.num_splits = o.batch_invariant = 0;  // these have no part in a plan
     o.plan = nullptr;
     PagedCall& state = *new (call->state) PagedCall(
@@ -129,6 +137,7 @@ cuattn_status cuattn_paged_plan_prepare(const DLTensor* block_tables, const DLTe
     call->lse_ndim = 0;
     call->workspace_bytes = 0;
     call->nothing_to_do = 0;
+    mark(*call, Prepared::plan);
   });
 }
 
@@ -136,6 +145,7 @@ cuattn_status cuattn_paged_plan_run(cuattn_attention_call* call, const DLTensor*
                                     void* stream) {
   return guarded([&] {
     require_given("paged_plan", "call", call);
+    require_prepared("paged_plan", *call, Prepared::plan, "cuattn_paged_plan_prepare");
     run_paged_plan(state_of(*call), view_of("paged_plan", "out", plan), stream);
   });
 }

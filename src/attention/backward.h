@@ -27,7 +27,7 @@ struct BackwardCall {
 
   const char* function() const { return forward.function(); }
 };
-static_assert(sizeof(BackwardCall) <= sizeof(cuattn_backward_call::state),
+static_assert(sizeof(BackwardCall) < sizeof(cuattn_backward_call::state),
               "grow cuattn_backward_call::state");
 
 // Validates as validate_attention does, and fills everything but the plan.

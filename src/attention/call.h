@@ -41,8 +41,8 @@ struct AttentionCall {
   }
 };
 // Programs copy it as bytes, and nobody destroys it. It must never outgrow the state, whose size is
-// part of the ABI: keep what is large behind a pointer then.
-static_assert(sizeof(AttentionCall) <= sizeof(cuattn_attention_call::state) &&
+// part of the ABI: keep what is large behind a pointer then. Its last word is the mark of abi/prepared.h.
+static_assert(sizeof(AttentionCall) < sizeof(cuattn_attention_call::state) &&
               alignof(AttentionCall) <= alignof(uint64_t) &&
               std::is_trivially_copyable_v<AttentionCall>);
 

@@ -50,7 +50,7 @@ void read_tables(const TensorView& cos, const TensorView& sin, int64_t offset, D
                  ": cos must have rotary_dim / 2 from 1 to head_dim / 2 = ", p.head_dim / 2,
                  ", got ", cos.shape[1], "; only rotary_dim elements of a row are turned");
   CUATTN_REQUIRE(
-      offset >= 0 && offset + 2 * cos.shape[1] <= p.head_dim, kFunction,
+      offset >= 0 && offset <= p.head_dim - 2 * cos.shape[1], kFunction,
       ": offset must be from 0 to head_dim - rotary_dim = ", p.head_dim - 2 * cos.shape[1],
       ", got ", offset, "; the turned elements lie within a row");
   p.cos = static_cast<const float*>(cos.data);
@@ -92,12 +92,14 @@ void read_lengths(const cuattn_rope_options& o, bool has_batch, DLDevice device,
                  ": cu_seqlens_q must be NULL for x of 4 axes, got an array; its sequences lie end "
                  "to end");
   int64_t num_seqs = p.batch;
+  bool asks_queries = false;  // a sequence has as many keys as tokens, as cu_seqlens_q says
   if (o.cu_seqlens_q != nullptr) {
     num_seqs = view_of(kFunction, "cu_seqlens_q", o.cu_seqlens_q).size() - 1;
     int64_t least = p.seqlen == 0 ? 0 : 1;
     CUATTN_REQUIRE(num_seqs >= least, kFunction, ": cu_seqlens_q must have at least ", least + 1,
                    " elements, got ", num_seqs + 1, "; element i is where sequence i begins");
     places.keys = o.seqlen_k < 0 ? kMaxLength : places.keys;
+    asks_queries = o.seqlen_k < 0 && o.cu_seqlens_k == nullptr && o.seqused_k == nullptr;
   }
   places.num_seqs = checked_extent(kFunction, "x", "sequences", num_seqs);
   auto read = [&](const char* name, const DLTensor* tensor, int64_t extent) {
@@ -107,9 +109,10 @@ void read_lengths(const cuattn_rope_options& o, bool has_batch, DLDevice device,
         read_vector(kFunction, name, view, DType::i32, extent, "num_seqs", device, "x", true));
   };
   places.cu_seqlens_q = read("cu_seqlens_q", o.cu_seqlens_q, num_seqs + 1);
-  places.cu_seqlens_k = read("cu_seqlens_k", o.cu_seqlens_k, num_seqs + 1);
+  places.cu_seqlens_k =
+      asks_queries ? places.cu_seqlens_q : read("cu_seqlens_k", o.cu_seqlens_k, num_seqs + 1);
   places.seqused_q = read("seqused_q", o.seqused_q, num_seqs);
-  places.seqused_k = read("seqused_k", o.seqused_k, num_seqs);
+  places.seqused_k = asks_queries ? places.seqused_q : read("seqused_k", o.seqused_k, num_seqs);
 }
 
 // On the CPU, and under CUATTN_CHECK=1: the positions are rows of the tables.

@@ -24,7 +24,7 @@ struct PagedCall {
 };
 // Programs copy it as bytes, and nobody destroys it. It must never outgrow the state, whose size is
 // part of the ABI: keep what is large behind a pointer then.
-static_assert(sizeof(PagedCall) <= sizeof(cuattn_attention_call::state) &&
+static_assert(sizeof(PagedCall) < sizeof(cuattn_attention_call::state) &&
               alignof(PagedCall) <= alignof(uint64_t) && std::is_trivially_copyable_v<PagedCall>);
 
 // The arrays of a call; block_tables and context_lens are int32.

@@ -315,6 +315,28 @@ TEST(cpu_rotation_stands_at_the_end_of_the_keys) {
   });
 }
 
+// Of packed rows without keys of their own: each token at its place in its sequence.
+TEST(cpu_rotation_counts_within_sequences) {
+  Random random(case_seed("rope of tokens"));
+  Array x = drawn(random, DType::f32, {7, 1, 4}), out(DType::f32, {7, 1, 4});
+  Array cos = drawn(random, DType::f32, {4, 2}), sin = drawn(random, DType::f32, {4, 2});
+  std::vector<int32_t> ends = {0, 2, 6}, used = {2, 3};
+  TensorView q(ends.data(), DType::i32, {3}), lens(used.data(), DType::i32, {2});
+  for (bool shorter : {false, true}) {
+    RopeOptions options;
+    options.cu_seqlens_q = &q;
+    options.seqused_q = shorter ? &lens : nullptr;
+    apply_rope(view_of(x), view_of(cos), view_of(sin), view_of(out), options);
+    const int places[] = {0, 1, 0, 1, 2, 3};
+    for (int row = 0; row < 6 - shorter; ++row)
+      for (int i = 0; i < 2; ++i) {
+        float a = x.get(row * 4 + i), b = x.get(row * 4 + i + 2);
+        float c = cos.get(places[row] * 2 + i), s = sin.get(places[row] * 2 + i);
+        CHECK(std::abs(out.get(row * 4 + i) - (a * c - b * s)) < 1e-5, row, " ", i, shorter);
+      }
+  }
+}
+
 TEST(cpu_samples_and_verifies) {
   std::vector<float> logits = {0, 3, 1, 5, 1, 0}, probs = {0, 1, 0, 0, 0, 1};
   std::vector<int32_t> tokens(2, 7), drafts = {1}, chain(2, 7), count(1, 7);

@@ -77,6 +77,7 @@ REFUSED = [
     (dict(cos=COS[:3], sin=SIN[:3]), "cos must have a row for each of the 4 tokens"),
     (dict(offset=9), "offset must be from 0 to head_dim - rotary_dim = 8, got 9"),
     (dict(offset=-1), "offset must be from 0"),
+    (dict(offset=2**63 - 1), "offset must be from 0"),  # the end of the row is beyond int64
     (dict(positions=np.zeros((2, 4), np.int32)), "positions must be int64, got int32"),
     (dict(positions=np.zeros(4, np.int64)), r"positions must have shape \(2, 4\)"),
     (dict(positions=np.full((2, 4), 5)), r"positions must lie within \[0, 5\), got 5 at token 0"),
