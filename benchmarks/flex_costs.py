@@ -170,6 +170,8 @@ def main() -> None:
     parser.add_argument("parts", nargs="+", choices=PARTS)
     parser.add_argument("-o", "--output", type=pathlib.Path, help="folder for flex_costs_PART.json")
     given = parser.parse_args()
+    if given.output:
+        given.output.mkdir(parents=True, exist_ok=True)
     for part in given.parts:
         rows = PARTS[part]()
         if given.output:

@@ -82,6 +82,13 @@ bool names_cublas(const char* op, nb::handle backend) {
   return backend.is_valid() && std::strcmp(parse_text(op, "backend", backend), "cublas") == 0;
 }
 
+// Dropout of torch tensors without a seed draws one from torch's generator, which is Python's work, too.
+bool draws_seed(const char* op, const AttentionArgs& args) {
+  if (!args.dropout_p.is_valid() || is_given(args.dropout_seed) || is_given(args.dropout_state))
+    return false;
+  return array_type(op, "q", args.q).is_torch && parse_double(op, "dropout_p", args.dropout_p) != 0;
+}
+
 // Leaves a call that autograd is to see to what differentiates it, as it stands. Note: q is asked
 // first, because an exception on the way costs as much as a call.
 nb::object run_without_gradient(const char* op, const AttentionArgs& args) {
@@ -96,7 +103,8 @@ nb::object run_without_gradient(const char* op, const AttentionArgs& args) {
 
 // The builtin cuattn.attention.
 nb::object attention_given(AttentionArgs& args) {
-  if (names_cublas("attention", args.backend)) return nb::borrow(Py_NotImplemented);
+  if (names_cublas("attention", args.backend) || draws_seed("attention", args))
+    return nb::borrow(Py_NotImplemented);
   return run_without_gradient("attention", args);
 }
 
@@ -107,7 +115,8 @@ nb::object attention_varlen_given(AttentionArgs& args) {
   bool has_lengths = is_given(args.cu_seqlens_q) && (is_paged || is_given(args.cu_seqlens_k)) &&
                      is_given(args.max_seqlen_q) && is_given(args.max_seqlen_k);
   bool is_usual = has_lengths && (is_paged || !args.kv_layout.is_valid());
-  if (!is_usual || names_cublas(op, args.backend)) return nb::borrow(Py_NotImplemented);
+  if (!is_usual || names_cublas(op, args.backend) || draws_seed(op, args))
+    return nb::borrow(Py_NotImplemented);
   return run_without_gradient(op, args);
 }
 

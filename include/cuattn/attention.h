@@ -73,7 +73,7 @@ struct AttentionOptions {
   bool batch_invariant = false;
   int32_t num_splits = 0;
   // Dropout of the probabilities, in steps of 1 / 256, with a seed >= 0 and the number of the call;
-  // or dropout_state, int64 [2], instead of both. On CUDA served by sm80 and simt.
+  // or dropout_state, int64 [2], instead of both. On CUDA served by sm90, sm80, simt and naive.
   double dropout_p = 0.0;
   int64_t dropout_seed = -1, dropout_offset = 0;
   const TensorView* dropout_state = nullptr;

@@ -127,14 +127,14 @@ CUATTN_API cuattn_status cuattn_attention_prepare(const DLTensor* q, const DLTen
                                                   const cuattn_attention_options* options,
                                                   cuattn_attention_call* call);
 /* lse may be NULL. stream is a cudaStream_t, ignored on the CPU. out may be float32 where q is not,
- * unrounded for a merge (not by naive, cublas, tiled): here and in cuattn_paged_run but V1, V2. out, lse and workspace share no
+ * unrounded for a merge (on CUDA not by naive, cublas, tiled): here and in cuattn_paged_run but V1, V2. out, lse and workspace share no
  * memory with each other or with the inputs. */
 CUATTN_API cuattn_status cuattn_attention_run(cuattn_attention_call* call, const DLTensor* out,
                                               const DLTensor* lse, void* workspace,
                                               size_t workspace_bytes, void* stream);
 
 /* What a user wrote, beside the options of attention. Initialise with cuattn_flex_options_init.
- * Served on the CPU; on CUDA row ranges are, by naive, cublas, simt and sm80. */
+ * Served on the CPU; on CUDA row ranges are, by naive, cublas, simt, sm80 and sm90. */
 typedef struct {
   size_t struct_size;
   /* Row i sees at most the keys [row_begin[i], row_end[i]): int32 of the shape of lse, where any
@@ -217,7 +217,7 @@ CUATTN_API cuattn_status cuattn_attention_backward_prepare(
     const cuattn_backward_arrays* arrays, const cuattn_attention_options* options,
     const cuattn_backward_options* backward_options, cuattn_backward_call* call);
 /* The same of flex_attention, run by cuattn_attention_backward_run; also borrows what flex_options
- * point to. On CUDA by a functor. */
+ * point to. On CUDA by a functor, or row ranges alone. */
 CUATTN_API cuattn_status cuattn_flex_backward_prepare(
     const cuattn_backward_arrays* arrays, const cuattn_attention_options* options,
     const cuattn_backward_options* backward_options, const cuattn_flex_options* flex_options,

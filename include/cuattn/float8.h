@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Quantisation to float8_e4m3fn for C++ programs, on the CPU: codes and scales for attention() with
+// Quantisation to float8_e4m3fn for C++ programs, on the CPU and CUDA: codes and scales for attention() with
 // AttentionOptions::q_scales and its like. A header over the C ABI; docs/fp8.md has the formulas.
 // Next: attention.h (errors).
 #pragma once

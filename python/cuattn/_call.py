@@ -13,6 +13,7 @@ cuattn.jax, and what autograd is to see to cuattn.torch.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -63,6 +64,8 @@ def call(op: str, arguments: dict[str, Any]) -> Any:
         return with_residual(op, arguments, call)
     arguments = turned(op, arguments)
     arguments.pop("residual", None)
+    if op in ROWS and arguments.get("dropout_p") and is_torch(arguments["q"]):
+        arguments = torch_face().ops.with_dropout_state(arguments["q"], arguments)
     face = jax_face
     try:
         result = getattr(_core, op)(arguments)
@@ -73,6 +76,12 @@ def call(op: str, arguments: dict[str, Any]) -> Any:
         if op not in ROWS:
             raise
     return getattr(face(), op)(**arguments)
+
+
+def is_torch(array: Any) -> bool:
+    """Whether an array is a tensor of torch."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(array, torch.Tensor)
 
 
 def torch_face() -> Any:

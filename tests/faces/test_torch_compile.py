@@ -69,9 +69,33 @@ def test_a_call_that_no_op_holds_runs_as_it_stands():
     torch.compiler.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported):
         torch.compile(step, fullgraph=True)(*arrays, out)
-    unseeded = lambda q, k, v: cuattn.attention(q, k, v, dropout_p=0.5)  # noqa: E731
-    with pytest.raises(ValueError, match="dropout_seed"):
-        torch.compile(unseeded)(*arrays)
+
+
+@pytest.mark.parametrize("op", ["attention", "attention_varlen"])
+@pytest.mark.parametrize("grad", [False, True])
+def test_dropout_without_a_seed_draws_from_torchs_generator(op, grad):
+    """In eager code as in graphs, whether or not a gradient is recorded."""
+    arrays = qkv() if op == "attention" else [x[0] for x in qkv()]
+    arrays = [x.requires_grad_(grad) for x in arrays]
+    cu = [torch.tensor([0, x.shape[0]], dtype=torch.int32) for x in arrays[:2]]
+    sizes = () if op == "attention" else (*cu, 16, 16)
+
+    def call(*arrays, face=cuattn):
+        return getattr(face, op)(*arrays, *sizes, dropout_p=0.5)
+
+    found = []
+    for function in (call, lambda *x: call(*x, face=cuattn.torch), torch.compile(call)):
+        torch.manual_seed(5)
+        found += [function(*arrays), function(*arrays)]
+    assert all(torch.equal(x, found[i % 2]) for i, x in enumerate(found[:4]))
+    assert not torch.equal(found[0], found[1])
+    assert not torch.equal(found[4], found[5])  # a graph draws by torch's own compiled generator
+    assert not torch.equal(found[4], getattr(cuattn, op)(*arrays, *sizes))
+    torch.manual_seed(5)
+    out = torch.utils.checkpoint.checkpoint(call, *arrays, use_reentrant=True)
+    assert torch.equal(out, found[0])  # which runs it without a gradient first
+    with pytest.raises(ValueError, match="dropout_seed or dropout_state must be given"):
+        getattr(cuattn, op)(*(x.detach().numpy() for x in arrays), *sizes, dropout_p=0.5)
 
 
 def test_numpy_arrays_in_a_compiled_function():

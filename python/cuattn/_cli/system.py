@@ -134,7 +134,11 @@ def add_explain_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layout", choices=("bshd", "bhsd"), default="bshd")
     parser.add_argument("--causal", action="store_true")
     parser.add_argument(
-        "--window", type=numbers, default=(-1, -1), metavar="LEFT,RIGHT", help="-1 is unlimited"
+        "--window",
+        type=numbers,
+        default=(-1, -1),
+        metavar="LEFT,RIGHT",
+        help="-1 is unlimited, as in --window=-1,0",
     )
     parser.add_argument("--softcap", type=float, default=0.0)
     parser.add_argument("--alibi", action="store_true", help="with ALiBi slopes")

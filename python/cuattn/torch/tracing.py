@@ -25,8 +25,7 @@ def fits(op: str, q: Any, options: dict[str, Any]) -> bool:
     for name, default in ops.UNTRACED[op].items():
         if options.get(name, default) is not default and options[name] != default:
             return False
-    drawn = options.get("dropout_seed") is not None or options.get("dropout_state") is not None
-    return drawn or not options.get("dropout_p")
+    return True
 
 
 def attention(q: Any, k: Any, v: Any, **options: Any) -> Any:
