@@ -29,6 +29,7 @@ import cuattn.jax
 ROWS = 8  # of a device
 MORE = {"sinks", "alibi_slopes"}  # arrays, drawn here
 ALL = {"sinks": True, "alibi_slopes": True}
+EACH = {"sinks": True, "alibi_slopes": "of each sequence"}
 CASES = {  # scheme, layout, heads of q and k, the rest; those with gradients first
     "gather": (
         "gather",
@@ -40,8 +41,8 @@ CASES = {  # scheme, layout, heads of q and k, the rest; those with gradients fi
     "ring window": ("ring", "contiguous", (2, 1), {"causal": True, "window": (11, 5)}),
     "ring zigzag": ("ring", "zigzag", (4, 2), {"causal": True, "sinks": True, "scale": 0.4}),
     "gather full": ("gather", "contiguous", (8, 4), {}),
-    "gather zigzag": ("gather", "zigzag", (8, 4), {"window": (20, 0), "head_groups": 2, **ALL}),
-    "heads": ("heads", "contiguous", (8, 4), {"window": (3, 9), **ALL}),
+    "gather zigzag": ("gather", "zigzag", (8, 4), {"window": (20, 0), "head_groups": 2, **EACH}),
+    "heads": ("heads", "contiguous", (8, 4), {"window": (3, 9), **EACH}),
     "heads of one": ("auto", "zigzag", (4, 1), {"window": (-1, 6)}),
     "ring": ("ring", "zigzag", (6, 3), {"softcap": 3.0, "sinks": True}),
     "ring causal": ("ring", "contiguous", (2, 2), {"causal": True}),
@@ -78,7 +79,8 @@ def draw(rng, heads, rows, keys, given):
         for n, h in zip((rows, keys, keys), (heads[0], heads[1], heads[1]), strict=True)
     ]
     names = sorted(MORE & set(given))
-    return arrays, {n: rng.random(heads[0], np.float32) for n in names}
+    shapes = {n: (2, heads[0]) if given[n] == "of each sequence" else heads[0] for n in names}
+    return arrays, {n: rng.random(shape, np.float32) for n, shape in shapes.items()}
 
 
 def with_gradients(call):

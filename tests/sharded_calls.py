@@ -182,6 +182,20 @@ def others():
         check_vma=False,
     )
     yield "shard_map", agree(jax.jit(inside)(arrays), wanted)
+    wanted_both = [wanted, jax.grad(loss)(arrays)]
+    for kind in (AxisType.Auto, AxisType.Explicit):  # arrays that lie on one device
+        with jax.set_mesh(jax.make_mesh((4,), ("x",), axis_types=(kind,))):
+            found = [call(arrays), jax.jit(jax.grad(loss))(arrays)]
+        yield f"set_mesh, {kind.name}", all(map(agree, found, wanted_both))
+    two = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    part = jax.shard_map(
+        call, mesh=two, in_specs=(PartitionSpec("x"),), out_specs=PartitionSpec("x"),
+        axis_names={"x"},
+    )  # fmt: skip
+    loss_of_part = lambda a: (jnp.sin(part(a)) ** 2).sum()  # noqa: E731
+    found = [jax.jit(part)(arrays), jax.jit(jax.grad(loss_of_part))(arrays)]
+    square = jax.grad(lambda a: (jnp.sin(call(a)) ** 2).sum())(arrays)
+    yield "shard_map of one of two axes", all(map(agree, found, (wanted, square)))
     checked = jax.jit(jax.grad(jax.checkpoint(loss)))
     placed = {n: put(x, "x") for n, x in arrays.items()}
     yield "checkpoint", agree(checked(placed), jax.grad(loss)(arrays))

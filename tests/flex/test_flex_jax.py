@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 import cuattn
 import frameworks
@@ -55,3 +56,71 @@ def check_jit_and_grad(rng):
         )[0]
     )(jnp.asarray(q))
     np.testing.assert_allclose(mapped[0], plain[0], atol=1e-5)
+
+
+def test_numbers_that_jax_traces_are_refused_as_their_gradients_would_be_lost():
+    q = jax.numpy.ones((1, 8, 2, 16))
+    for name in ("scale", "softcap"):
+        message = rf"^flex_attention: {name} must be a Python value, which is static under jax"
+        with pytest.raises(TypeError, match=message):
+            jax.grad(lambda s, n=name: cuattn.flex_attention(q, q, q, **{n: s}).sum())(0.5)
+    v = jax.random.normal(jax.random.key(0), q.shape)
+    loss = lambda s: (cuattn.flex_attention(v, v, v, score_mod=lambda x, *_: x * s) ** 2).sum()  # noqa: E731
+    step = 1e-2
+    want = (loss(0.5 + step) - loss(0.5 - step)) / (2 * step)
+    np.testing.assert_allclose(jax.grad(loss)(0.5), want, rtol=1e-2)
+
+
+@pytest.mark.parametrize("of_torch", [False, True])
+def test_a_block_mask_beside_a_mask_function_under_jit(of_torch, rng):
+    q = rng.standard_normal((1, 200, 2, 16)).astype(np.float32)
+    ids = np.arange(200) // 70
+    causal, same = lambda b, h, i, j: j <= i, lambda b, h, i, j: ids[i] == ids[j]
+    if of_torch:
+        frameworks.require("torch")
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        blocks = create_block_mask(causal, None, None, 200, 200, device="cpu")
+    else:
+        blocks = cuattn.create_block_mask(causal, None, None, 200, 200)
+    call = lambda q, mask=same: cuattn.flex_attention(q, q, q, block_mask=blocks, mask_mod=mask)  # noqa: E731
+    x = jax.numpy.asarray(q)
+    np.testing.assert_allclose(jax.jit(call)(x), call(q), atol=1e-6)
+    np.testing.assert_allclose(jax.jit(lambda x: call(x, causal))(x), call(q, causal), atol=1e-6)
+    both = lambda q: cuattn.flex_attention(  # noqa: E731
+        q, q, q, mask_mod=lambda b, h, i, j: (j <= i) & (ids[i] == ids[j])
+    )
+    got, want = (jax.grad(lambda x, f=f: (f(x) ** 2).sum())(x) for f in (call, both))
+    np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+def test_captured_ids_beyond_32_bits_are_refused_and_not_cut():
+    q = jax.numpy.ones((1, 4, 1, 16))
+    ids = np.array([0, 0, 2**32, 2**32])
+    call = lambda q: cuattn.flex_attention(q, q, q, mask_mod=lambda b, h, i, j: ids[i] == ids[j])  # noqa: E731
+    with pytest.raises(ValueError, match="a captured array must fit 32 bits"):
+        jax.jit(call)(q)
+    with pytest.raises(ValueError, match="must hold numbers within int32"):
+        call(q)
+
+
+def test_dropout_state_of_32_bits():
+    """JAX has no int64 unless told so; the data of its keys are uint32."""
+    q = jax.random.normal(jax.random.key(0), (1, 9, 2, 16))
+    call = lambda q, state: cuattn.flex_attention(q, q, q, dropout_p=0.5, dropout_state=state)  # noqa: E731
+    want = cuattn.attention(*[np.asarray(q)] * 3, dropout_p=0.5, dropout_state=np.array([7, 3]))
+    for state in (np.array([7, 3]), jax.numpy.array([7, 3]), jax.numpy.array([7, 3], "uint32")):
+        np.testing.assert_allclose(call(q, state), want, atol=1e-6)
+        np.testing.assert_allclose(jax.jit(call)(q, state), want, atol=1e-6)
+        np.testing.assert_allclose(jax.jit(lambda q, s=state: call(q, s))(q), want, atol=1e-6)
+
+
+def test_a_block_mask_of_traced_ids_is_refused_by_its_own_name():
+    def call(q, ids):
+        blocks = cuattn.create_block_mask(
+            lambda b, h, i, j: ids[i] == ids[j], None, None, 64, 64, block_size=64
+        )
+        return cuattn.flex_attention(q, q, q, block_mask=blocks)
+
+    with pytest.raises(NotImplementedError, match=r"^create_block_mask: a captured array is trac"):
+        jax.jit(call)(jax.numpy.ones((1, 64, 2, 16)), jax.numpy.zeros(64, int))

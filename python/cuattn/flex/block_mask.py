@@ -16,7 +16,7 @@ import numpy as np
 
 from . import masks
 from .evaluate import Host, bounds, evaluate, on_host
-from .trace import Traced, trace
+from .trace import Traced, is_jax_tracer, trace
 
 HIDDEN, ASKED, SEEN = 0, 1, 2
 IntArray = np.ndarray[Any, Any]
@@ -473,6 +473,11 @@ def create_block_mask(
                 "that of the arrays"
             )
     traced = trace(mask_mod)
+    if any(map(is_jax_tracer, traced.arrays)):
+        raise NotImplementedError(
+            "create_block_mask: a captured array is traced by JAX, and the host reads its numbers; "
+            "make the block mask outside of jit, or give the function as mask_mod="
+        )
     states = classify(traced, shape, block)
     if exact:
         refine(traced, shape, block, states)

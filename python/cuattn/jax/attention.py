@@ -40,8 +40,9 @@ def call(op: str, arguments: dict[str, Any]) -> Any:
     arguments |= {name: None for name in SCALES if name in given}
     values = tuple([arguments.get(option.name, option.default) for option in NUMBERS])
     devices = possible_devices(op, given)
+    pair = arguments["window"] if isinstance(arguments["window"], tuple) else ()
     try:
-        static = same_static(op, devices, values)
+        static = same_static(op, devices, values, tuple(map(type, (*values, *pair))))
     except TypeError:  # it cannot be hashed, which static_of says by name
         static = static_of(op, **dict(zip(NUMBER_NAMES, values, strict=True)), devices=devices)
     register()
@@ -49,9 +50,14 @@ def call(op: str, arguments: dict[str, Any]) -> Any:
     return tuple(results) if arguments["return_lse"] else results[0]
 
 
-@functools.cache
-def same_static(op: str, devices: tuple[int, ...], values: tuple[Any, ...]) -> Static:
-    """Return one object for equal options, by which jax.jit finds its program sooner."""
+@functools.lru_cache(maxsize=1024)
+def same_static(
+    op: str, devices: tuple[int, ...], values: tuple[Any, ...], types: tuple[type, ...]
+) -> Static:
+    """Return one object for equal options, by which jax.jit finds its program sooner.
+
+    Those of other types are others: 0 is equal to False, and refused.
+    """
     return static_of(op, **dict(zip(NUMBER_NAMES, values, strict=True)), devices=devices)
 
 

@@ -52,10 +52,10 @@ def run_write(arrays: dict[str, jax.Array], static: Static) -> list[jax.Array]:
         input_output_aliases={2: 0, 3: 1},
     )
     operands = [arrays[name] for name in WRITE_POSITIONAL[:4]]
-    operands.append(int64_of(arrays["slot_mapping"]))
+    operands.append(int64_of(options["op"], "slot_mapping", arrays["slot_mapping"]))
     operands += [arrays[name] for name in WRITE_OPTIONAL if name in arrays]
     if "positions" in arrays:
-        operands.append(int64_of(arrays["positions"]))
+        operands.append(int64_of(options["op"], "positions", arrays["positions"]))
     return function(
         *operands,
         present=present(WRITE_OPTIONAL, arrays),

@@ -18,6 +18,7 @@ import numpy as np
 from .. import _core
 from .._options import Option, code_of
 
+WIDENED = (jnp.int32, jnp.uint32)  # taken for int64
 NOT_GIVEN = {"dropout_seed": -1}  # lengths whose default in C is not 0
 Static = tuple[tuple[str, Any], ...]  # what a traced function is compiled for, as pairs
 
@@ -145,13 +146,19 @@ def most_workspace(devices: tuple[int, ...], workspace_bytes: Callable[[int], in
 
 def shape_of(array: Any) -> tuple[Any, ...]:
     """Reduce an array to dtype and shape, as explain takes it."""
+    if not all(isinstance(n, int) for n in array.shape):
+        raise NotImplementedError(
+            f"shapes must be known while JAX traces, got {array.shape}; export a program for each"
+        )
     return (str(array.dtype), *array.shape)
 
 
-def int64_of(array: jax.Array) -> jax.Array:
+def int64_of(op: str, name: str, array: jax.Array) -> jax.Array:
     """Widen 32-bit numbers to the two halves of int64, which JAX may not have: [n, 2]."""
     if array.dtype == jnp.int64:
         return array
+    if array.dtype not in WIDENED:
+        raise ValueError(f"{op}: {name} must be int64, int32 or uint32, got {array.dtype}; cast it")
     high = array >> 31 if array.dtype == jnp.int32 else jnp.zeros_like(array)
     return jnp.stack([array.astype(jnp.int32), high.astype(jnp.int32)], axis=-1)
 

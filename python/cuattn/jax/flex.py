@@ -17,10 +17,12 @@ import numpy as np
 from .._gradients import GRADIENT_OF, GRADIENTS
 from .._options import PLACES
 from ..flex.backward import like, slots_of
+from ..flex.block_mask import BlockMask
+from ..flex.memo import of_torch
 from ..flex.trace import dtype_name, is_jax_tracer, trace
-from .call import as_varying, check_arrays, is_array, possible_devices
+from .call import as_varying, check_arrays, check_int32, is_array, possible_devices
 from .flex_ops import DeviceCall
-from .ops import result_shapes
+from .ops import ARRAYS, result_shapes
 from .sharding import explicit_mesh
 
 
@@ -60,7 +62,23 @@ def on_host(function: str, name: str, x: Any) -> Any:
             f"{function}: {name} must be on the CPU like the others, got {x.devices()}; move it "
             "with jax.device_put"
         )
-    return np.asarray(x)
+    return widened(name, np.asarray(x))
+
+
+def widened(name: str, x: np.ndarray) -> np.ndarray:
+    """Return a dropout_state as int64, which JAX may not have."""
+    is_narrow = name == "dropout_state" and x.dtype in (np.int32, np.uint32)
+    return x.astype(np.int64) if is_narrow else x
+
+
+def refuse_traced_numbers(arguments: dict[str, Any]) -> None:
+    """Refuse numbers that JAX traces: a gradient by one would be lost."""
+    for name, x in arguments.items():
+        if isinstance(x, jax.core.Tracer) and name not in ("q", "k", "v", *ARRAYS):
+            raise TypeError(
+                f"flex_attention: {name} must be a Python value, which is static under jax.jit, "
+                "got a traced array; let a score_mod capture it"
+            )
 
 
 # Under jit and grad
@@ -70,18 +88,26 @@ class HostCall:
     """A call on the CPU of which an array is traced: what is fixed, and what operands stand for."""
 
     def __init__(self, arguments: dict[str, Any], score: Any, mask: Any, block_mask: Any):
+        self.is_joined = block_mask is not None and mask is not None
         self.score, self.mask, self.block_mask = score, mask, block_mask
+        refuse_traced_numbers(arguments)
         is_operand = {n: isinstance(x, (jax.Array, np.ndarray)) for n, x in arguments.items()}
         self.names = tuple(n for n in arguments if is_operand[n])
         self.options = {n: x for n, x in arguments.items() if not is_operand[n]}
         self.options.pop("return_lse", None)
         captured = [*(score.arrays if score else ()), *(mask.arrays if mask else ())]
+        for name, x in (
+            *((n, arguments[n]) for n in self.names),
+            *(("a captured array", x) for x in captured),
+        ):
+            if isinstance(x, np.ndarray) and x.dtype == np.int64:
+                check_int32("flex_attention", name, x)
         self.operands = tuple(jnp.asarray(x) for x in (*map(arguments.get, self.names), *captured))
 
     def given(self, operands: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return arrays by name and the functions, of operands on the host."""
         arrays = [np.asarray(x) for x in operands]
-        named = dict(zip(self.names, arrays, strict=False))
+        named = {n: widened(n, x) for n, x in zip(self.names, arrays, strict=False)}
         captured = arrays[len(self.names) :]
         count = len(self.score.arrays) if self.score else 0
         functions = {
@@ -89,6 +115,11 @@ class HostCall:
             "mask_mod": self.mask and self.mask.reading(captured[count:]),
             "block_mask": self.block_mask,
         }
+        if self.is_joined:  # with what the block mask was made of, which it knows by the function
+            blocks = self.block_mask
+            functions["block_mask"] = BlockMask(
+                functions.pop("mask_mod"), blocks.shape, blocks.block_size, blocks.states
+            )
         return named, functions
 
     def run(self, operands: Any) -> Any:
@@ -175,6 +206,10 @@ def attend(arguments: dict[str, Any], score_mod: Any, mask_mod: Any, block_mask:
     device = device_of("flex_attention", arguments, captured)
     call: HostCall | DeviceCall
     if device < 0:
+        if block_mask is not None and mask is not None:
+            ours = block_mask if isinstance(block_mask, BlockMask) else of_torch(block_mask)
+            block_mask = ours.within(mask_mod)
+            mask = trace(block_mask.mask_mod)
         call = HostCall(arguments, score, mask, block_mask)
     else:
         given = mask if block_mask is None else mask_mod  # which is joined with the block mask's

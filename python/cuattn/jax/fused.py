@@ -39,7 +39,7 @@ def run(arrays: dict[str, jax.Array], static: Static) -> list[jax.Array]:
     results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in options["results"]]
     function = jax.ffi.ffi_call(options["target"], results, vmap_method="sequential")
     given = ((name, arrays[name]) for name in options["names"])  # JAX sorts a dict
-    operands = [int64_of(a) if name in WIDE else a for name, a in given]
+    operands = [int64_of(options["op"], name, a) if name in WIDE else a for name, a in given]
     return list(
         function(*operands, present=present(options["optional"], arrays), **dict(options["said"]))
     )
@@ -70,6 +70,8 @@ def number(op: str, name: str, value: Any, kind: type = float) -> Any:
     """Read a number that is static under jax.jit."""
     if isinstance(value, bool) or not isinstance(value, (int, float, np.number)):
         raise TypeError(f"{op}: {name} must be a number, got {value!r}; pass a plain one")
+    if kind is int and not isinstance(value, int | np.integer):
+        raise TypeError(f"{op}: {name} must be an integer, got {value!r}; pass an int")
     return kind(value)
 
 
@@ -168,7 +170,7 @@ def activate(
 def random_arrays(op: str, seed: Any, offset: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Seed and offset that are arrays, and those that are numbers."""
     given = {"seed": seed, "offset": offset}
-    arrays = {n: jnp.atleast_1d(v) for n, v in given.items() if is_array(v)}
+    arrays = {n: v.reshape(1) if v.ndim == 0 else v for n, v in given.items() if is_array(v)}
     if seed is None:
         raise ValueError(f"{op}: seed must be given, an integer from 0 on, got None; pass one")
     numbers = {n: 0 if n in arrays else number(op, n, v, int) for n, v in given.items()}

@@ -91,7 +91,7 @@ def run_write(arrays: dict[str, jax.Array], static: Static) -> list[jax.Array]:
     names += [n for n in ("cos", "sin", "positions") if n in arrays]
     wide = ("slot_mapping", "positions")
     return function(
-        *(int64_of(arrays[n]) if n in wide else arrays[n] for n in names),
+        *(int64_of("mla_write", n, arrays[n]) if n in wide else arrays[n] for n in names),
         present=np.int64(bool(ropes) + 2 * ("cos" in arrays)),
         rope_interleaved=np.int64(options["rope_interleaved"]),
     )

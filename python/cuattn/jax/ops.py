@@ -18,6 +18,7 @@ from .._gradients import GRADIENTS, POSITIONAL, SOURCES, forward_options
 from .._kv_shapes import head_dim_of_values
 from .._options import XLA_OPS, options_of
 from .call import (
+    WIDENED,
     Static,
     attributes,
     compiled,
@@ -50,7 +51,7 @@ def workspace_of(arrays: dict[str, jax.Array], options: dict[str, Any]) -> int:
 def shapes_of(arrays: dict[str, jax.Array]) -> dict[str, Any]:
     """Reduce arrays to dtypes and shapes, as explain takes them."""
     shapes = {name: shape_of(array) for name, array in arrays.items()}
-    if "dropout_state" in arrays:
+    if "dropout_state" in arrays and arrays["dropout_state"].dtype in WIDENED:
         shapes["dropout_state"] = ("int64", *arrays["dropout_state"].shape)
     return shapes
 
@@ -58,7 +59,7 @@ def shapes_of(arrays: dict[str, jax.Array]) -> dict[str, Any]:
 def optional_operands(arrays: dict[str, jax.Array]) -> list[jax.Array]:
     """List the optional arrays as a handler reads them."""
     return [
-        int64_of(arrays[name]) if name == "dropout_state" else arrays[name]
+        int64_of("attention", name, arrays[name]) if name == "dropout_state" else arrays[name]
         for name in ARRAYS
         if name in arrays
     ]

@@ -189,7 +189,7 @@ def by_gather(q: jax.Array, k: jax.Array, v: jax.Array, cut: Cut, groups: int) -
         mine = slice(i * heads_k // groups, (i + 1) * heads_k // groups)
         rows = slice(i * heads_q // groups, (i + 1) * heads_q // groups)
         keys, values = (in_order(gather(x[:, :, mine], cut), cut) for x in (k, v))
-        part = {n: x[rows] for n, x in per_head(cut).items()}
+        part = {n: x[..., rows] for n, x in per_head(cut).items()}
         one = cut._replace(options={**cut.options, **part})
         found.append(own_rows(q[:, :, rows], keys, values, one))
     return jnp.concatenate([o for o, _ in found], 2), jnp.concatenate([x for _, x in found], 1)
@@ -246,7 +246,9 @@ def by_heads(q: jax.Array, k: jax.Array, v: jax.Array, cut: Cut) -> State:
     heads = q.shape[2] // cut.size
     q, k, v = (in_order(trade(x, split_axis=2, concat_axis=1), cut) for x in (q, k, v))
     first = jax.lax.axis_index(cut.axis) * heads
-    mine = {n: jax.lax.dynamic_slice(x, (first,), (heads,)) for n, x in per_head(cut).items()}
+    mine = {
+        n: jax.lax.dynamic_slice_in_dim(x, first, heads, axis=-1) for n, x in per_head(cut).items()
+    }
     out, lse = attend(q, k, v, cut, **mine)
     out = in_order(out, cut, back=True)
     lse = in_order(lse.swapaxes(1, 2), cut, back=True).swapaxes(1, 2)
