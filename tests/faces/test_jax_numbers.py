@@ -57,17 +57,22 @@ Q, LOGITS = jnp.ones((1, 8, 2, 16)), jnp.zeros((3, 50))
 TABLE = jnp.ones((9, 8))
 CKV, LATENTS = jnp.ones((3, 16)), jnp.zeros((2, 4, 16))
 KPE, PLACES = jnp.ones((3, 8)), jnp.zeros((2, 4, 8))
-STATE = lambda x: cuattn.attention(Q, Q, Q, dropout_p=0.5, dropout_state=x)  # noqa: E731
-WRITE = (
-    lambda x: cuattn.mla_write(  # noqa: E731
-        CKV, KPE, LATENTS, PLACES, jnp.arange(3), cos=TABLE[:, :4], sin=TABLE[:, :4], positions=x
-    )
-)
+
+
+def drawn(state):
+    return cuattn.attention(Q, Q, Q, dropout_p=0.5, dropout_state=state)
+
+
+def written(positions):
+    tables = {"cos": TABLE[:, :4], "sin": TABLE[:, :4], "positions": positions}
+    return cuattn.mla_write(CKV, KPE, LATENTS, PLACES, jnp.arange(3), **tables)
+
+
 # fmt: off
 WRONG = {
-    "state of floats": (lambda: STATE(jnp.array([5.9, 3.9])),
+    "state of floats": (lambda: drawn(jnp.array([5.9, 3.9])),
         "dropout_state must be int64, got float32"),
-    "state of flags": (lambda: STATE(jnp.array([True, True])),
+    "state of flags": (lambda: drawn(jnp.array([True, True])),
         "dropout_state must be int64, got bool"),
     "positions": (lambda: cuattn.apply_rope(Q, TABLE, TABLE, jnp.full((1, 8), 1.7)),
         "apply_rope: positions must be int64, int32 or uint32, got float32"),
@@ -80,7 +85,7 @@ WRONG = {
         "sample: top_k must be an integer, got 2.9"),
     "seeds": (lambda: cuattn.sample(LOGITS, seed=jnp.arange(3) + 0.9),
         "sample: seed must be int64, int32 or uint32, got float32"),
-    "latents": (lambda: WRITE(jnp.array([1.5, 2.0, 3.0])),
+    "latents": (lambda: written(jnp.array([1.5, 2.0, 3.0])),
         "mla_write: positions must be int64, int32 or uint32, got float32"),
 }
 # fmt: on
