@@ -107,9 +107,7 @@ def head_axes(names: tuple[str, ...], heads_q: int, heads_k: int, mesh: Any) -> 
 def axes_of(given: Any, letters: dict[str, str], mesh: Any) -> Axes:
     """Read from q and its sharding along which axes of the mesh a call is spread."""
     q = given["q"]
-    if not hasattr(
-        q.sharding, "spec"
-    ):  # on one device, or in a shard_map of a part of them
+    if not hasattr(q.sharding, "spec"):  # on one device, or in a shard_map of a part of them
         return {}
     spec = tuple(q.sharding.spec) + (None,) * len(q.shape)
     axes: Axes = {}
