@@ -60,10 +60,12 @@ nb::dict plan_dict(const cuattn_plan& plan) {
 struct Shapes {
   DLDataType scalars;
   DLDevice place;
+  bool has_gradient;
 
-  Shapes(const char* op, nb::handle dtype, int device)
+  Shapes(const char* op, nb::handle dtype, int device, bool has_gradient = false)
       : scalars(dtype_named(op, dtype)),
-        place(device < 0 ? DLDevice{kDLCPU, 0} : DLDevice{kDLCUDA, device}) {}
+        place(device < 0 ? DLDevice{kDLCPU, 0} : DLDevice{kDLCUDA, device}),
+        has_gradient(has_gradient) {}
 
   // Shapes beside an array as q are like it.
   void follow(const Array& q, nb::handle source) {
@@ -95,7 +97,8 @@ void import_shapes(const char* op, const ArrayOption<Args, Options> (&list)[kCou
       options.*list[i].number = parse_double(op, list[i].name, source);
       continue;
     }
-    import_shape(op, list[i].name, source, shapes.of(list[i].holds), shapes.place, arrays[i]);
+    import_shape(op, list[i].name, source, shapes.of(list[i].holds), shapes.place, arrays[i],
+                 shapes.has_gradient);
     options.*list[i].tensor = &arrays[i].tensor;
   }
 }
@@ -106,13 +109,13 @@ nb::dict explain(const nb::dict& arguments, nb::handle dtype, int shapes_on, nb:
   cuattn_attention_options options;
   cuattn_attention_options_init(&options, sizeof options);
   parse_options(op, args, options);
-  Shapes shapes(op, dtype, shapes_on);
+  Shapes shapes(op, dtype, shapes_on, true);
   if (shapes.scalars.code == kDLFloat8_e4m3fn) options.dtype = CUATTN_KV_DTYPE_E4M3;
   Array q, k, v, arrays[std::size(kAttentionArrays)];
-  import_shape(op, "q", args.q, shapes.scalars, shapes.place, q);
+  import_shape(op, "q", args.q, shapes.scalars, shapes.place, q, true);
   shapes.follow(q, args.q);
-  import_shape(op, "k", args.k, shapes.scalars, shapes.place, k);
-  import_shape(op, "v", args.v, shapes.scalars, shapes.place, v);
+  import_shape(op, "k", args.k, shapes.scalars, shapes.place, k, true);
+  import_shape(op, "v", args.v, shapes.scalars, shapes.place, v, true);
   import_shapes(op, kAttentionArrays, args, shapes, arrays, options);
   cuattn_device made_up;
   if (!device.is_none()) made_up = parse_device(device);
@@ -126,19 +129,19 @@ nb::dict explain_backward(const nb::dict& arguments, nb::handle dtype, int shape
                           nb::handle device) {
   BackwardArguments args(arguments);
   const char* op = args.op;
-  Shapes shapes(op, dtype, shapes_on);
+  Shapes shapes(op, dtype, shapes_on, true);
   DLDataType f32 = dl_dtype(DType::f32);
   Array dout, q, k, v, out, lse, dlse, options[std::size(kAttentionArrays)];
-  import_shape(op, "q", args.forward.q, shapes.scalars, shapes.place, q);
+  import_shape(op, "q", args.forward.q, shapes.scalars, shapes.place, q, true);
   shapes.follow(q, args.forward.q);
-  import_shape(op, "dout", args.own.dout, shapes.scalars, shapes.place, dout);
-  import_shape(op, "k", args.forward.k, shapes.scalars, shapes.place, k);
-  import_shape(op, "v", args.forward.v, shapes.scalars, shapes.place, v);
-  import_shape(op, "out", args.own.out, shapes.scalars, shapes.place, out);
-  import_shape(op, "lse", args.own.lse, f32, shapes.place, lse);
+  import_shape(op, "dout", args.own.dout, shapes.scalars, shapes.place, dout, true);
+  import_shape(op, "k", args.forward.k, shapes.scalars, shapes.place, k, true);
+  import_shape(op, "v", args.forward.v, shapes.scalars, shapes.place, v, true);
+  import_shape(op, "out", args.own.out, shapes.scalars, shapes.place, out, true);
+  import_shape(op, "lse", args.own.lse, f32, shapes.place, lse, true);
   import_shapes(op, kAttentionArrays, args.forward, shapes, options, args.options);
   if (is_given(args.own.dlse)) {
-    import_shape(op, "dlse", args.own.dlse, f32, shapes.place, dlse);
+    import_shape(op, "dlse", args.own.dlse, f32, shapes.place, dlse, true);
     args.backward_options.dlse = &dlse.tensor;
   }
   cuattn_backward_arrays arrays{&dout.tensor, &q.tensor,   &k.tensor,

@@ -87,8 +87,13 @@ bool in_dual_level() {
 }
 
 void refuse_tangent(const char* op, const char* name, nb::handle object) {
-  nb::object pair = nb::module_::import_("torch.autograd.forward_ad").attr("unpack_dual")(object);
-  if (pair.attr("tangent").is_none()) return;
+  try {
+    auto pair = nb::module_::import_("torch.autograd.forward_ad").attr("unpack_dual")(object);
+    if (pair.attr("tangent").is_none()) return;
+  } catch (const nb::python_error& error) {  // below a dispatch mode or a graph there are none
+    if (!error.matches(PyExc_RuntimeError)) throw;
+    return;
+  }
   raise(PyExc_NotImplementedError, op, ": ", name,
         " has a tangent of forward-mode differentiation, which no op of cuattn carries on; use "
         "reverse mode (backward, torch.func.vjp), or pass torch.autograd.forward_ad.unpack_dual(",

@@ -44,11 +44,11 @@ inline DLDataType parse_array_dtype(const char* op, const char* name, nb::handle
 }
 
 // explain takes shapes as well as arrays: a tuple of extents, led by a dtype or not, is a
-// contiguous array without memory.
+// contiguous array without memory. `has_gradient`: of an op that takes arrays that require grad.
 inline void import_shape(const char* op, const char* name, nb::handle source, DLDataType dtype,
-                         DLDevice device, Array& array) {
+                         DLDevice device, Array& array, bool has_gradient = false) {
   if (!PyTuple_Check(source.ptr())) {
-    array.describe(op, name, source);
+    has_gradient ? array.describe(op, name, source) : array.import(op, name, source, {}, nullptr);
     return;
   }
   auto items = nb::borrow<nb::tuple>(source);

@@ -11,7 +11,7 @@ import importlib.abc
 import importlib.util
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.machinery import ModuleSpec
 from typing import Any
 
@@ -87,6 +87,20 @@ def refuse_jit_trace(op: str) -> None:
             f"{op}: torch.jit.trace cannot record it; use torch.compile or torch.export, or trace "
             "cuattn.torch.attention"
         )
+
+
+def refuse_tangents(op: str, captured: Iterable[Any]) -> None:
+    """Raise for captured tensors of torch's forward mode, whose tangents nobody would carry on."""
+    torch = sys.modules.get("torch")
+    if torch is None or torch.autograd.forward_ad._current_level < 0:
+        return
+    for x in captured:
+        is_tensor = isinstance(x, torch.Tensor)
+        if is_tensor and torch.autograd.forward_ad.unpack_dual(x).tangent is not None:
+            raise NotImplementedError(
+                f"{op}: a captured array has a tangent of forward-mode differentiation, which no "
+                "op of cuattn carries on; use reverse mode (backward, torch.func.vjp)"
+            )
 
 
 def keep_out_of_graphs(names: dict[str, Any], name: str) -> None:

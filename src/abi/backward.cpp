@@ -72,9 +72,9 @@ cuattn_status cuattn_attention_backward_prepare(const cuattn_backward_arrays* ar
                                                 const cuattn_backward_options* backward_options,
                                                 cuattn_backward_call* call) {
   return guarded([&] {
-    Options known(options, backward_options);
     require_given(kFunction, "call", call);
     mark(*call, Prepared::nothing);
+    Options known(options, backward_options);
     BackwardCall& state = *new (call->state) BackwardCall(validated(arrays, known, true));
     new (&state.forward.plan) Plan(plan_of(state, device_info_of(state), known.attention.backend));
     if (logs_plans()) log_plan(state);
@@ -91,11 +91,11 @@ cuattn_status cuattn_flex_backward_prepare(const cuattn_backward_arrays* arrays,
                                            cuattn_backward_call* call) {
   return guarded([&] {
     const char* fn = "flex_attention_backward";
+    require_given(fn, "call", call);
+    mark(*call, Prepared::nothing);
     Options known(options, backward_options);
     cuattn_flex_options room;
     const cuattn_flex_options& flex = known_options(fn, flex_options, room);
-    require_given(fn, "call", call);
-    mark(*call, Prepared::nothing);
     BackwardCall& state = *new (call->state) BackwardCall(
         validated(arrays, known, /*check_data=*/true, CallKind::flex_backward));
     read_flex(state.forward, flex, /*check_data=*/true);

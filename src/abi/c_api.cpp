@@ -98,10 +98,10 @@ cuattn_status cuattn_attention_prepare(const DLTensor* q, const DLTensor* k, con
                                        const cuattn_attention_options* options,
                                        cuattn_attention_call* call) {
   return guarded([&] {
-    cuattn_attention_options room;
-    const cuattn_attention_options& o = known_options("attention", options, room);
     require_given("attention", "call", call);
     mark(*call, Prepared::nothing);
+    cuattn_attention_options room;
+    const cuattn_attention_options& o = known_options("attention", options, room);
     TensorView view = view_of("attention", "q", q);
     AttentionCall& state = *new (call->state) AttentionCall(validate_attention(
         view, view_of("attention", "k", k), view_of("attention", "v", v), o, /*check_data=*/true));
@@ -133,12 +133,12 @@ cuattn_status cuattn_flex_prepare(const DLTensor* q, const DLTensor* k, const DL
                                   cuattn_attention_call* call) {
   return guarded([&] {
     const char* fn = "flex_attention";
+    require_given(fn, "call", call);
+    mark(*call, Prepared::nothing);
     cuattn_attention_options room;
     cuattn_flex_options flex_room;
     const cuattn_attention_options& o = known_options(fn, options, room);
     const cuattn_flex_options& flex = known_options(fn, flex_options, flex_room);
-    require_given(fn, "call", call);
-    mark(*call, Prepared::nothing);
     TensorView view = view_of(fn, "q", q);
     AttentionCall& state = *new (call->state) AttentionCall(validate_attention(
         view, view_of(fn, "k", k), view_of(fn, "v", v), o, /*check_data=*/true, CallKind::flex));

@@ -47,9 +47,9 @@ cuattn_status cuattn_mla_decode_prepare(const cuattn_mla_arrays* arrays,
                                         const cuattn_paged_options* options,
                                         cuattn_attention_call* call) {
   return guarded([&] {
-    require_given(kName, "arrays", arrays);
     require_given(kName, "call", call);
     mark(*call, Prepared::nothing);
+    require_given(kName, "arrays", arrays);
     cuattn_paged_options room;
     const cuattn_paged_options& o = known_options(kName, options, room);
     Views views(*arrays);

@@ -72,10 +72,10 @@ cuattn_status cuattn_paged_prepare(const DLTensor* q, const DLTensor* k_cache,
                                    const cuattn_paged_options* options,
                                    cuattn_attention_call* call) {
   return guarded([&] {
-    cuattn_paged_options room;
-    const cuattn_paged_options& o = options_of(options, room);
     require_given("paged_attention", "call", call);
     mark(*call, Prepared::nothing);
+    cuattn_paged_options room;
+    const cuattn_paged_options& o = options_of(options, room);
     PagedArrays arrays = arrays_of(q, k_cache, v_cache, block_tables, context_lens);
     PagedCall& state = *new (call->state) PagedCall(validate_paged(arrays, o, true));
     plan_paged(state, o, device_info_of(state));
@@ -119,11 +119,11 @@ cuattn_status cuattn_paged_plan_prepare(const DLTensor* block_tables, const DLTe
                                         cuattn_attention_call* call) {
   return guarded([&] {
     const char* fn = "paged_plan";
+    require_given(fn, "call", call);
+    mark(*call, Prepared::nothing);
     cuattn_paged_options room;
     cuattn_paged_options o = options_of(options, room);
     require_given(fn, "shape", shape);
-    require_given(fn, "call", call);
-    mark(*call, Prepared::nothing);
     o.version = o.num_splits = o.batch_invariant = 0;  // these have no part in a plan
     o.plan = nullptr;
     PagedCall& state = *new (call->state) PagedCall(

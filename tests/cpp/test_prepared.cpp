@@ -105,6 +105,11 @@ TEST(a_refused_prepare_leaves_a_call_of_nobody) {
     x.dends.dtype = dl_dtype(DType::f32);
     CHECK(x.prepare(op, &call) != CUATTN_OK, op);
     refuses(op, x.run(op, &call));
+    Arrays y;
+    CHECK(y.prepare(op, &call) == CUATTN_OK, op, ": ", cuattn_last_error());
+    y.attention.struct_size = y.paged.struct_size = 3;  // options that are none
+    CHECK(y.prepare(op, &call) == CUATTN_INVALID_ARGUMENT, op);
+    refuses(op, y.run(op, &call));
   }
   Arrays x;
   cuattn_flex_options flex;

@@ -39,7 +39,12 @@ def test_a_refused_call_leaves_equal_numbers_of_the_right_type_alone(rows, wrong
 def test_seeds_beyond_32_bits_are_refused_and_not_cut():
     logits = np.random.default_rng(0).standard_normal((8, 50)).astype(np.float32)
     large = 2**40 + np.arange(8)
-    for options in ({"seed": large}, {"seed": 1, "offset": large}, {"seed": np.array(2**40)}):
+    for options in (
+        {"seed": large},
+        {"seed": large.astype(np.uint64)},
+        {"seed": 1, "offset": large},
+        {"seed": np.array(2**40)},
+    ):
         with pytest.raises(ValueError, match="must fit 32 bits while jax_enable_x64 is off"):
             cuattn.sample(jnp.asarray(logits), **options)
     small = {"seed": np.arange(8), "offset": np.array(3)}

@@ -95,6 +95,9 @@ def test_dropout_without_a_seed_draws_from_torchs_generator(op, grad):
     out = torch.utils.checkpoint.checkpoint(call, *arrays, use_reentrant=True)
     assert torch.equal(out, found[0])  # which runs it without a gradient first
     with pytest.raises(ValueError, match="dropout_seed or dropout_state must be given"):
+        getattr(cuattn, op)(*arrays, *sizes, dropout_p=0.5, dropout_offset=1)  # of which seed?
+    assert cuattn.explain(op, *arrays, *sizes, dropout_p=0.5).kernel == "cpu"
+    with pytest.raises(ValueError, match="dropout_seed or dropout_state must be given"):
         getattr(cuattn, op)(*(x.detach().numpy() for x in arrays), *sizes, dropout_p=0.5)
 
 

@@ -78,7 +78,7 @@ def test_vmap_of_each_optional_tensor(name, shape, dim):
 
 
 @pytest.mark.parametrize("name", ["q_scale", "k_scale", "v_scale"])
-@pytest.mark.parametrize("shape", [(1,), (3,), (2, 3), (2, 3, 16)])
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 3), (2, 3, 16)])
 @pytest.mark.parametrize("dim", [None, 0, -1])
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
 def test_vmap_of_scales_of_codes(name, shape, dim, layout):
@@ -224,9 +224,25 @@ def test_forward_mode_is_refused_by_the_name_of_the_array():
             call(forward.make_dual(q, torch.ones_like(q)))
         with pytest.raises(NotImplementedError, match=r"has a tangent|jvp function"):
             torch.func.jvp(call, (q,), (q,))
+    want = cuattn.attention(other, other, other)
+    compiled = torch.compile(lambda x: cuattn.attention(x, x, x), backend="aot_eager")
     with forward.dual_level():  # of another tensor than those of the call
-        forward.make_dual(q, q)
-        assert torch.equal(attention(other, other, other), cuattn.attention(other, other, other))
+        dual = forward.make_dual(torch.randn(9), torch.ones(9))
+        assert torch.equal(attention(other, other, other), want)
+        assert torch.equal(compiled(other), want)
+        mapped = torch.func.vmap(lambda x: cuattn.attention(x, x, x))(other[None])
+        assert torch.equal(mapped[0], want)
+        with FlopCounterMode(display=False):
+            assert torch.equal(attention(other, other, other), want)
+        with pytest.raises(
+            NotImplementedError, match="^flex_attention: a captured array has a tang"
+        ):
+            cuattn.flex_attention(other, other, other, score_mod=lambda s, b, h, i, j: s * dual[j])
+
+
+def test_vmap_of_no_examples():
+    q = torch.randn(0, 2, 9, 4, 16)
+    assert torch.func.vmap(lambda q: attention(q, q, q))(q).shape == q.shape
 
 
 def test_tensors_that_a_transform_made_and_does_not_differentiate():

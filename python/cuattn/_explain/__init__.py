@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from .._call import is_torch
 from .._gradients import FORWARD
 from .._options import OPS, PLACES, ROWS
 from .._other_names import told
@@ -102,4 +103,7 @@ def explain(
     if unknown:
         raise TypeError(f"explain: {op} has no option {told(op, unknown)}")
     given = {**dict(zip(names, arrays_or_shapes, strict=True)), **options}
+    seeds = (given.get(name) for name in ("dropout_seed", "dropout_state", "dropout_offset"))
+    if given.get("dropout_p") and is_torch(given["q"]) and not any(x is not None for x in seeds):
+        given["dropout_state"] = ("int64", 2)  # the call draws one
     return explain_rows(given, dtype, place(device, arrays_or_shapes[0]))

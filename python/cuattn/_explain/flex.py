@@ -17,7 +17,6 @@ from ..flex.device import (
     compiles_wide_rows,
     free_options,
     may_take_sm90,
-    sm90_tile,
 )
 from ..flex.form import Form, best_form
 from ..flex.options import beside_scale
@@ -151,10 +150,13 @@ def plan_on_hopper(
         refuse_if_named(given, f"row ranges it has no softcap, {NOT_IN_SM90}")
         return None
     if is_compiled:
-        tile_m, tile_n = sm90_tile(plan.head_dim_v)
-        return dataclasses.replace(plan, tile_m=tile_m, tile_n=tile_n, warps=12, packed_heads=1)
+        # Functors have the tiles of dropout (tiles.h), and with them its splits and workspace.
+        drops = {"dropout_p": 0.5, "dropout_seed": 0}
+        tiles = explain_rows({**given, **drops, "window": window}, dtype, where)
+        tiles = dataclasses.replace(tiles, mask=plan.mask, score=plan.score, ladder=plan.ladder)
+        return dataclasses.replace(tiles, warps=12, packed_heads=1)
     if most > SM90_ROWS_DIM:
-        refuse_if_named(given, f"row ranges without NVRTC it has no head_dim above {SM90_ROWS_DIM}")
+        refuse_if_named(given, f"row ranges without NVRTC head_dim is at most {SM90_ROWS_DIM}")
         return None
     dim = 64 if most <= 64 else 128  # of the instances, which differ from a window's (tiles.h)
     plan = dataclasses.replace(plan, mask="rows", head_dim=dim, head_dim_v=dim)
@@ -165,7 +167,7 @@ def refuse_if_named(given: dict[str, Any], why: str) -> None:
     """Refuse a call that names sm90; others go elsewhere."""
     if given.get("backend") == "sm90":
         raise NotImplementedError(
-            f"{NAME}: backend 'sm90' cannot run this call: beside {why}, and head_dim up to "
+            f"{NAME}: backend 'sm90' cannot run this call: beside {why}; head_dim is at most "
             f"{SM90_DIM}; use backend='sm80' or 'auto'"
         )
 

@@ -63,14 +63,15 @@ def check_arrays(op: str, required: dict[str, Any], **optional: Any) -> dict[str
             raise TypeError(
                 f"{op}: {name} must be a JAX array like {first}, got {type(array).__name__}"
             )
-        if isinstance(array, np.ndarray) and array.dtype == np.int64:
-            check_int32(op, name, array)
+        check_int32(op, name, array)
     return arrays
 
 
-def check_int32(op: str, name: str, array: np.ndarray) -> None:
+def check_int32(op: str, name: str, array: Any) -> None:
     """Raise for numbers that JAX would cut off: it has no int64 unless told so."""
-    limits = np.iinfo(np.int32)
+    if not isinstance(array, np.ndarray) or array.dtype not in (np.int64, np.uint64):
+        return
+    limits = np.iinfo(np.int32 if array.dtype == np.int64 else np.uint32)
     if jax.config.jax_enable_x64 or array.size == 0:
         return
     for value in (array.min(), array.max()):

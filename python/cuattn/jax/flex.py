@@ -88,7 +88,7 @@ class HostCall:
     """A call on the CPU of which an array is traced: what is fixed, and what operands stand for."""
 
     def __init__(self, arguments: dict[str, Any], score: Any, mask: Any, block_mask: Any):
-        self.is_joined = block_mask is not None and mask is not None
+        self.is_joined = isinstance(block_mask, BlockMask) and mask is not None
         self.score, self.mask, self.block_mask = score, mask, block_mask
         refuse_traced_numbers(arguments)
         is_operand = {n: isinstance(x, (jax.Array, np.ndarray)) for n, x in arguments.items()}
@@ -100,8 +100,7 @@ class HostCall:
             *((n, arguments[n]) for n in self.names),
             *(("a captured array", x) for x in captured),
         ):
-            if isinstance(x, np.ndarray) and x.dtype == np.int64:
-                check_int32("flex_attention", name, x)
+            check_int32("flex_attention", name, x)
         self.operands = tuple(jnp.asarray(x) for x in (*map(arguments.get, self.names), *captured))
 
     def given(self, operands: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -207,9 +206,11 @@ def attend(arguments: dict[str, Any], score_mod: Any, mask_mod: Any, block_mask:
     call: HostCall | DeviceCall
     if device < 0:
         if block_mask is not None and mask is not None:
-            ours = block_mask if isinstance(block_mask, BlockMask) else of_torch(block_mask)
-            block_mask = ours.within(mask_mod)
-            mask = trace(block_mask.mask_mod)
+            if not isinstance(block_mask, BlockMask) and hasattr(block_mask, "kv_indices"):
+                block_mask = of_torch(block_mask)
+            if isinstance(block_mask, BlockMask):  # what is none is refused where it is read
+                block_mask = block_mask.within(mask_mod)
+                mask = trace(block_mask.mask_mod)
         call = HostCall(arguments, score, mask, block_mask)
     else:
         given = mask if block_mask is None else mask_mod  # which is joined with the block mask's

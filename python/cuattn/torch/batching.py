@@ -62,7 +62,7 @@ def fold_scale(x: Tensor, dim: int | None, size: int, batch: int, heads: int) ->
         return fold(x, dim, size)
     if dim is None:
         return x
-    return x.movedim(dim, 0).unsqueeze(1).expand(size, batch, heads).reshape(-1, heads)
+    return x.movedim(dim, 0).reshape(size, 1, -1).expand(size, batch, heads).reshape(-1, heads)
 
 
 def make_rule(op: str, names: tuple[str, ...]) -> Any:
@@ -81,9 +81,8 @@ def make_rule(op: str, names: tuple[str, ...]) -> Any:
         q, q_dim = given["q"]
         batch = q.movedim(q_dim, 0).shape[1] if q_dim is not None else q.shape[0]
         k, k_dim = given["k"]
-        heads = (k if k_dim is None else k.select(k_dim, 0)).shape[
-            1 if options.get("layout") == "bhsd" else 2
-        ]
+        extents = [n for axis, n in enumerate(k.shape) if axis != k_dim]
+        heads = extents[1 if options.get("layout") == "bhsd" else 2]
         folded = []
         for name, (x, dim) in given.items():
             if x is None or name in OF_HEADS:

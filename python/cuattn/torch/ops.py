@@ -218,7 +218,8 @@ def with_dropout_state(q: Tensor, options: dict[str, Any]) -> dict[str, Any]:
     """
     if not options.get("dropout_p") or options.get("dropout_seed") is not None:
         return options
-    if options.get("dropout_state") is not None:
+    kept = ("dropout_state", "stream")  # a stream of the caller's would not wait for the draw
+    if options.get("dropout_offset") or any(options.get(name) is not None for name in kept):
         return options
     seed = torch.randint(2**62, (1,), dtype=torch.int64, device=q.device)
     return {**options, "dropout_state": torch.nn.functional.pad(seed, (0, 1))}
