@@ -234,9 +234,7 @@ def test_forward_mode_is_refused_by_the_name_of_the_array():
         assert torch.equal(mapped[0], want)
         with FlopCounterMode(display=False):
             assert torch.equal(attention(other, other, other), want)
-        with pytest.raises(
-            NotImplementedError, match="^flex_attention: a captured array has a tang"
-        ):
+        with pytest.raises(NotImplementedError, match=r"^flex_attention: a captured array has"):
             cuattn.flex_attention(other, other, other, score_mod=lambda s, b, h, i, j: s * dual[j])
 
 

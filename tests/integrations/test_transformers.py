@@ -303,6 +303,10 @@ def test_a_mask_that_the_model_has_changed_counts_as_it_is(monkeypatch):
     changed = mask.clone()
     changed[..., 3] = False
     layer = torch.nn.Module()
+    whole = torch.compile(door.attention_forward, fullgraph=True, backend="eager")
+    out, _ = whole(layer, q, k, k, mask)  # nothing that a graph cannot ask
+    torch.testing.assert_close(out, door.attention_forward(layer, q, k, k, mask)[0])
+    calls.clear()
     for given in (mask, changed, mask[:, :, :, :4], None):
         if given is None:
             given = mask
