@@ -110,6 +110,10 @@ def gather(ends, blocks):
     cuattn.gather_cache(cache, cache, blocks, ends, k_out=rows.clone(), v_out=rows.clone())
 def copy(*pairs): cuattn.copy_blocks([cache], [cache], torch.tensor(pairs, device="cuda"))
 pair = torch.tensor([[0, 1]], device="cuda")
+codes = torch.zeros(2, 2, 4, 2, 16, device="cuda").to(torch.float8_e4m3fn)
+def scaled(*scales):
+    scales = torch.tensor(scales, device="cuda")
+    cuattn.reshape_and_cache(rows, rows, *codes, long(0, 1, 2), k_scale=scales, v_scale=scales)
 calls = [
     lambda: slots(0, 8, 1),
     lambda: slots(0, -1, 1, cos=table, sin=table, positions=long(0, 9, 3)),
@@ -117,6 +121,8 @@ calls = [
     lambda: gather([0, 5], [[1]]),
     lambda: copy([0, 2]),
     lambda: copy([0, 1], [0, 1]),
+    lambda: scaled(2.0, 0.0),
+    lambda: scaled(float("nan")),
 ]
 for call in calls:
     try:
@@ -147,6 +153,10 @@ CHECKED_MESSAGES = [
     "a row is (source, destination)",
     "copy_blocks: block_mapping must name each destination once, got 1 in pairs 0 and 1; "
     "all pairs are copied at once",
+    "reshape_and_cache: k_scale must be positive and finite in float32, as 1 / k_scale, got 0; "
+    "value = stored * scale",
+    "reshape_and_cache: k_scale must be positive and finite in float32, as 1 / k_scale, got nan; "
+    "value = stored * scale",
 ]
 
 

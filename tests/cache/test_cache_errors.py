@@ -297,6 +297,8 @@ def test_writing_is_refused(device, name):
 
 @pytest.mark.parametrize("name", WRITE_E4M3)
 def test_quantising_is_refused(device, name):
+    if name in ("scales_zero", "scales_nan") and device.name != "cpu":
+        return pytest.skip("arrays of CUDA are read under CUATTN_CHECK=1: test_cache_cuda.py")
     check(device, "reshape_and_cache", writing(cache_dtype=E4M3), *WRITE_E4M3[name])
 
 

@@ -307,7 +307,7 @@ def test_a_block_mask_of_torch_beside_its_own_function_keeps_what_is_full(rng):
     import torch
 
     drawn, ids = torch.from_numpy(rng.random((4, 4)) < 0.5), torch.arange(256) // 100
-    drawn[1, 1] = True  # where documents meet: partial
+    drawn[0, 0] = drawn[1, 2] = True  # full; where documents meet: partial
 
     def in_blocks(b, h, i, j):
         return drawn[i // 64, j // 64] & ((ids[i] == ids[j]) | (j < 128))
