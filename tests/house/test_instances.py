@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 import cuattn
+from cuattn.flex.device import sm90_tile
 
 ROOT = Path(__file__).resolve().parents[2]
 DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16", "e4m3": "float8_e4m3fn"}
@@ -238,3 +239,13 @@ def test_kernels_lists_what_the_build_has_of_the_table():
     has_90a = any("90a" in row["arch"] for row in cuattn.kernels())
     kinds = {"portable", "each", *(["sm90"] if has_90a else [])}
     assert listed == {i for row in ROWS if row.kind in kinds for i in row.instances()}
+
+
+def test_functors_of_sm90_have_the_tiles_that_explain_takes_for_them():
+    """flex's explain plans them as dropout, and its lists are made for sm90_tile."""
+    for dims in ((64, 64), (128, 128), (192, 128), (192, 192), (256, 256)):
+        shapes = [(1, 300, 4, d) for d in (dims[0], *dims)]
+        plan = cuattn.explain(
+            "attention", *shapes, device="h100", dtype="float16", dropout_p=0.5, dropout_seed=0
+        )
+        assert (plan.kernel, plan.tile_m, plan.tile_n) == ("sm90", *sm90_tile(dims[1]))
