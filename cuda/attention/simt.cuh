@@ -9,8 +9,10 @@
 #include "cuattn/device/dropout.cuh"
 #include "cuattn/device/finish.cuh"
 #include "cuattn/device/mma_sm80.cuh"
+#include "cuattn/device/parts.cuh"
 #include "cuattn/device/scores.cuh"
 #ifndef __CUDACC_RTC__
+#include "cuda/attention/parts.h"
 #include "cuda/host/launch.h"
 #endif
 #include "cuattn/schedule.h"
@@ -310,7 +312,7 @@ struct ForwardSimt {
   static __device__ void attend(const AttentionParams& p, const Policy& policy, const Work& w,
                                 Shared& s, State& state) {
     int32_t row_end = min(w.row_begin + kTileM, w.queries.used);
-    auto walk = policy.template walk<kTileN>(w.row_begin, row_end);
+    auto walk = device::walk_of_part<kTileN>(policy, w.row_begin, row_end);
     if (!walk.more()) return;
     device::HeadDropout dropout(p, w.b, w.head);
     Ring<decltype(walk)> ring{walk, device::ceil_div(w.head_dim, kChunk)};
@@ -356,7 +358,8 @@ struct ForwardSimt {
   // the used ones.
   static __device__ void store(const AttentionParams& p, const Work& w, const State& state,
                                float to_log2) {
-    const device::Finish finish(p.scores, w.head);
+    const device::Finish finish(p.scores, w.head, device::counts_sink());
+    const int64_t before = device::rows_before_part(p);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       float sum = state.sum[i];
@@ -368,7 +371,7 @@ struct ForwardSimt {
           finish.end(device::finite_product(state.max[i], to_log2), sum, row < w.queries.used);
       int64_t at = w.queries.start + row;
       float* out = static_cast<float*>(p.out) + w.b * p.out_strides.batch + at * p.out_strides.seq +
-                   w.head * p.out_strides.head;
+                   w.head * p.out_strides.head + before * p.head_dim_v;
 #pragma unroll
       for (int g = 0; g < kGroups; ++g) {
         int column = 4 * lane_x() + 64 * g;
@@ -380,8 +383,8 @@ struct ForwardSimt {
                 : float4{0.0f, 0.0f, 0.0f, 0.0f};
       }
       if (p.lse != nullptr && lane_x() == 0) {
-        p.lse[w.b * p.lse_strides.batch + w.head * p.lse_strides.head + at * p.lse_strides.seq] =
-            end.lse;
+        p.lse[w.b * p.lse_strides.batch + w.head * p.lse_strides.head + at * p.lse_strides.seq +
+              before] = end.lse;
       }
     }
   }
@@ -427,9 +430,13 @@ void launch_forward_simt(const AttentionLaunch& launch, cudaStream_t stream) {
   static uint64_t opted_in = 0;
   constexpr int kSharedBytes = sizeof(typename Kernel::Shared);
   allow_shared_memory(forward_simt<Kernel, Policy>, kSharedBytes, opted_in);
+  const AttentionSchedule& cut = launch.schedule;
+  const bool splits = cut.num_splits > 1;
   forward_simt<Kernel, Policy>
-      <<<grid_blocks(blocks, "simt"), Kernel::kThreads, kSharedBytes, stream>>>(p);
+      <<<dim3(grid_blocks(blocks, "simt"), cut.num_splits), Kernel::kThreads, kSharedBytes,
+         stream>>>(splits ? as_parts(p, cut) : p);
   CUATTN_CUDA_TRY(cudaGetLastError());
+  if (splits) merge_parts(p, cut, 0, stream);
 }
 #endif
 

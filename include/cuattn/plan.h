@@ -50,6 +50,7 @@ struct AttentionRequest {
   bool has_score_options;       // beside a functor: softcap, ALiBi, a bias or a scale up to 0
   bool has_columns;             // float8: values lie by columns
   bool has_kv_start;            // float8: sequences begin anywhere in their arrays
+  int64_t total_q;              // rows of q, of all sequences
   int64_t total_kv;             // float8: rows of k and v
   bool has_part_scales;         // float8: q or k has a scale for each block of rows, or query head
   bool has_float8_pages;        // paged: the blocks hold codes of float8

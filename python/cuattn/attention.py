@@ -184,8 +184,7 @@ def attention(
         `out` may be this array itself; lse does not change. No JAX arrays, no gradient.
     num_splits : int
         Parts that the keys are cut into; 0 lets the library choose. A wish: a kernel takes at most
-        one for each tile of keys, and all but "sm90" with a dense batch take 1. `explain` says how
-        many there are.
+        one for each tile of keys, and all but "sm90" take 1. `explain` says how many there are.
     batch_invariant : bool
         The bits of a sequence's result do not depend on the rest of the batch: keys are split at
         fixed places or not at all, unless num_splits says so (docs/numerics.md).
@@ -387,7 +386,8 @@ def attention_varlen(
     rope, rope_positions, rope_interleaved
         As in `attention`; positions are int64 [total_q].
     num_splits, batch_invariant, return_lse, out, lse_out, workspace, backend, stream
-        As in `attention`; num_splits counts for few queries over pages alone.
+        As in `attention`; num_splits also of the kernels of `paged_attention` that take few queries
+        over pages. batch_invariant splits no keys but those of single queries over pages.
 
     Returns
     -------

@@ -44,6 +44,7 @@ AttentionRequest request_of(const AttentionCall& call) {
   r.has_functor = call.flex.functor != 0;
   r.has_columns = p.v_channel_stride != 1;
   r.has_kv_start = p.kv_start != nullptr;
+  r.total_q = p.total_q;
   r.total_kv = p.total_kv;
   const int64_t (&q_scales)[3] = p.float8.q.extents, (&k_scales)[3] = p.float8.k.extents;
   r.has_float8_pages = call.paged && call.gather.dtype == DType::e4m3;

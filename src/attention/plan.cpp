@@ -76,21 +76,21 @@ double filled(int64_t rows, int32_t tile) {
   return static_cast<double>(rows) / (int64_t{ceil_div(rows, tile)} * tile);
 }
 
-// Parts of the keys for `items` tiles of work of `key_tiles` steps each: enough to fill the chip
-// without a thin last wave, and no part shorter than two steps.
+// Parts of the keys for `items` tiles of work of `key_tiles` steps each, none shorter than two steps:
+// the number that is soonest done, in steps of a multiprocessor. A part begins and ends (1.5 steps; O
+// of a tile takes 0.02 to the workspace and back, shared by all), and parts take one launch more (2).
 int32_t choose_splits(int64_t items, int32_t key_tiles, int32_t num_sms) {
   if (items == 0 || items * 5 >= int64_t{num_sms} * 4 || key_tiles <= 4) return 1;
-  int32_t most = std::min({key_tiles / 2, num_sms, kMaxSplits});
-  auto efficiency = [&](int32_t splits) {
-    double waves = static_cast<double>(items) * splits / num_sms;
-    return waves / std::ceil(waves);
+  auto steps = [&](int32_t splits) {
+    int32_t waves = ceil_div(items * splits, num_sms);
+    double merge = splits > 1 ? 2.0 + 0.02 * static_cast<double>(items) * splits : 0.0;
+    return waves * (ceil_div(key_tiles, splits) + 1.5) + merge;
   };
-  double best = 0;
-  for (int32_t splits = 1; splits <= most; ++splits) best = std::max(best, efficiency(splits));
-  for (int32_t splits = 1; splits < most; ++splits) {
-    if (efficiency(splits) >= 0.85 * best) return splits;
+  int32_t best = 1, most = std::min({key_tiles / 2, num_sms, kMaxSplits});
+  for (int32_t splits = 2; splits <= most; ++splits) {
+    if (steps(splits) < steps(best)) best = splits;
   }
-  return std::max(most, 1);
+  return best;
 }
 
 // Where the keys of a sequence are cut whatever the batch: into parts of `tiles` or more, as many as
@@ -107,6 +107,37 @@ FixedSplits fixed_splits(int64_t items, int32_t n) {
       1024;  // with fewer keys, a part takes longer to write than to compute
   if (items == 0 || items * 2 >= kWave) return {0, 1};
   return {ceil_div(kFewest, n), kWave / static_cast<int32_t>(items)};
+}
+
+// Work items of `heads` heads in tiles of m rows; of a packed batch at most, for each sequence leaves its
+// last tile unfilled. `packed`: heads that share a tile.
+int64_t items_of(const AttentionRequest& r, int32_t m, int32_t packed) {
+  int64_t heads = r.num_heads_q / packed;
+  int64_t items = ceil_div(int64_t{r.seqlen_q} * packed, m) * heads * r.batch;
+  return r.ragged ? std::min(items, (r.total_q * packed / m + r.batch) * heads) : items;
+}
+
+// Parts of the keys, as asked for or as many as pay where `slots` items run at a time.
+int32_t splits_of(const AttentionRequest& r, int64_t items, int32_t key_tiles, int32_t slots) {
+  if (r.num_splits > 0) return std::min(r.num_splits, std::max(key_tiles, 1));
+  return r.batch_invariant ? 1 : choose_splits(items, key_tiles, slots);
+}
+
+// O and lse of each part, float32 (cuda/attention/parts.h).
+size_t parts_bytes(const AttentionRequest& r, int32_t splits) {
+  if (splits == 1) return 0;
+  return checked_bytes(function_of(r),
+                       {sizeof(float), splits, r.num_heads_q, r.total_q, r.head_dim_v + 1});
+}
+
+// sm80 and simt: the second axis of the grid counts the parts. Row ranges and what a user wrote are not
+// cut.
+void plan_parts(Plan& plan, const AttentionRequest& r, const DeviceInfo& device) {
+  if (r.has_functor || r.has_rows) return;
+  const int32_t slots = device.num_sms * (plan.tile.warps <= 4 ? 2 : 1);
+  const int32_t key_tiles = ceil_div(r.seqlen_kv, plan.tile.n);
+  plan.num_splits = std::min(splits_of(r, items_of(r, plan.tile.m, 1), key_tiles, slots), 65535);
+  plan.workspace_bytes = parts_bytes(r, plan.num_splits);
 }
 
 // How sm90 cuts its work: rows of a group packed where tiles would stay half empty, keys split
@@ -134,15 +165,10 @@ void plan_sm90(Plan& plan, HeadDims d, const AttentionRequest& r, const DeviceIn
                filled(r.seqlen_q, m) < 0.9 * filled(int64_t{r.seqlen_q} * group, m);
   plan.packed_heads = packs ? group : 1;
   int64_t tiles = ceil_div(int64_t{r.seqlen_q} * plan.packed_heads, m);
-  int64_t items = tiles * r.batch * (r.num_heads_q / plan.packed_heads);
+  int64_t items = items_of(r, m, plan.packed_heads);
   int32_t key_tiles = ceil_div(r.seqlen_kv, plan.tile.n);
-  if (r.ragged) {
-    plan.num_splits = 1;
-  } else if (r.num_splits > 0) {
-    plan.num_splits = std::min(r.num_splits, std::max(key_tiles, 1));
-  } else if (!r.batch_invariant) {
-    plan.num_splits = choose_splits(items, key_tiles, device.num_sms);
-  } else if (r.batch > 0) {
+  plan.num_splits = splits_of(r, items, key_tiles, device.num_sms);
+  if (r.batch_invariant && r.num_splits == 0 && !r.ragged && r.batch > 0) {
     FixedSplits fixed = fixed_splits(items / r.batch, plan.tile.n);
     plan.split_keys = fixed.tiles * plan.tile.n;
     plan.most_splits = fixed.most;
@@ -160,12 +186,7 @@ void plan_sm90(Plan& plan, HeadDims d, const AttentionRequest& r, const DeviceIn
   plan.num_ctas = device.num_sms;
   bool differ = r.ragged || (r.mask != MaskKind::none && tiles > 1);  // in weight
   plan.draws_tiles = differ && items > device.num_sms && plan.num_splits == 1;
-  plan.workspace_bytes = plan.draws_tiles ? 256 : 0;
-  if (plan.num_splits > 1) {  // O and lse of each part, float32
-    plan.workspace_bytes = checked_bytes(
-        function_of(r),
-        {sizeof(float), plan.num_splits, r.batch, r.num_heads_q, r.seqlen_q, r.head_dim_v + 1});
-  }
+  plan.workspace_bytes = plan.draws_tiles ? 256 : parts_bytes(r, plan.num_splits);
   if (float8 && !r.has_columns) {
     int64_t sequences = r.ragged ? 1 : r.batch, keys = r.ragged ? r.total_kv : r.seqlen_kv;
     plan.turned_bytes = checked_bytes(
@@ -271,8 +292,14 @@ Plan make_plan(const Rung& rung, const AttentionRequest& r, const DeviceInfo& de
   plan.workspace_bytes = workspace_bytes(rung.kernel, r);
   switch (rung.kernel) {
     case Kernel::sm90: plan_sm90(plan, d, r, device); break;
-    case Kernel::sm80: plan.tile = sm80_tile(d, score_of(Kernel::sm80, r)); break;
-    case Kernel::simt: plan.tile = simt_tile(d.qk); break;
+    case Kernel::sm80:
+      plan.tile = sm80_tile(d, score_of(Kernel::sm80, r));
+      plan_parts(plan, r, device);
+      break;
+    case Kernel::simt:
+      plan.tile = simt_tile(d.qk);
+      plan_parts(plan, r, device);
+      break;
     case Kernel::tiled: plan.tile = kTiledTile; break;
     default: break;
   }

@@ -109,8 +109,8 @@ bool decodes_pay(const AttentionCall& call, const DeviceInfo& device, Plan& step
   return saves(step, saved);
 }
 
-// Whether packed rows under few queries gain by `step`. The kernel of the plan splits no keys: its
-// longest sequence has a multiprocessor for each tile of queries, however many others there are.
+// Whether packed rows under few queries gain by `step`. The kernel of the plan gives each tile of
+// queries, and each part of split keys, one multiprocessor: what the longest sequence takes is the least.
 bool packed_pays(const AttentionCall& call, const DeviceInfo& device, Plan& step) {
   const Plan& plan = call.plan;
   if (!has_rates(plan, device)) return false;
@@ -121,7 +121,7 @@ bool packed_pays(const AttentionCall& call, const DeviceInfo& device, Plan& step
   KeyCosts costs = key_costs(p, plan);
   double longest = longest_keys(p);
   double keys = std::min(double{1} * p.total_kv, longest * p.batch) / device.num_sms;
-  double alone = longest * costs.multiply * packed / p.num_heads_q;
+  double alone = longest * costs.multiply * packed / p.num_heads_q / std::max(plan.num_splits, 1);
   double whole = std::max(alone, keys * std::max(costs.read, costs.multiply * tiles));
   return saves(step, whole - keys * costs.read * passes);
 }
@@ -179,7 +179,7 @@ std::string ladder_of(const AttentionCall& call, const DeviceInfo& device, const
   if (plan.keys == KeyAccess::by_step || is_packed) {
     std::string ladder = ladder_of_step(step_of(call, nullptr), device, plan);
     if (!is_packed) return ladder;
-    return concat(ladder, expectation(plan), " than a kernel that splits no keys\n");
+    return concat(ladder, expectation(plan), " than a kernel of attention\n");
   }
   std::string ladder = explain_attention(request_of(call), device, backend);
   if (!plan.decodes_apart) return ladder;

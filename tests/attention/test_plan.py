@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import cuattn
-from made_up_gpus import GPUS, HALF, HOPPER, TENSOR_CORES, V100, cut, explain, on_every_gpu
+from made_up_gpus import GPUS, HALF, HOPPER, TENSOR_CORES, V100, explain, on_every_gpu
 
 
 @on_every_gpu
@@ -188,9 +188,10 @@ def test_ragged_calls():
     assert ragged(backend="naive").workspace_bytes == 4 * 3 * 8 * 700 * 900
     with pytest.raises(NotImplementedError, match="it takes dense batches only"):
         ragged(backend="cublas")
-    plain, asked = ragged("H100"), ragged("H100", num_splits=2)
-    assert (asked.kernel, asked.num_splits) == ("sm90", 1)
-    assert (cut(asked), asked.workspace_bytes) == (cut(plain), plain.workspace_bytes)
+    asked = ragged("H100", num_splits=2)
+    assert (asked.kernel, asked.num_splits) == ("sm90", 2)
+    assert asked.workspace_bytes == 4 * 2 * 8 * 1000 * (64 + 1)
+    assert ragged("H100", batch_invariant=True).num_splits == 1
 
 
 @on_every_gpu

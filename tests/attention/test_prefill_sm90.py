@@ -17,6 +17,7 @@ import pytest
 import cuattn
 from cases import EPS, Case, lowest, make_problem, random_case
 from harness import Cuda, assert_by_draws, assert_case, bits, has_hopper, judge, run
+from split_cases import SPLIT, with_options
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,10 +26,6 @@ pytestmark = [
 ]
 CUDA = Cuda()
 HALF = ("float16", "bfloat16")
-
-
-def with_options(problem, **options):
-    return dataclasses.replace(problem, options={**problem.options, **options})
 
 
 def plan_of(case, **options):
@@ -113,22 +110,6 @@ def test_large_problems_agree_with_float32(torch, name):
     torch.testing.assert_close(lse, exact_lse, rtol=1e-4, atol=1e-4)
 
 
-SPLIT = {
-    "decode": dict(num_heads_q=8, num_heads_kv=1, seqlen_q=1, seqlen_kv=900, head_dim=128),
-    "chunk": dict(seqlen_q=70, seqlen_kv=777, causal=True),
-    "full": dict(seqlen_q=200, seqlen_kv=513, head_dim=96, layout="bhsd"),
-    "window": dict(seqlen_q=190, seqlen_kv=641, window=(210, 30), head_dim=128),
-    "empty_rows": dict(seqlen_q=400, seqlen_kv=300, causal=True, head_dim=256),
-    "no_keys": dict(seqlen_q=5, seqlen_kv=0),
-    "sinks": dict(seqlen_q=9, seqlen_kv=600, sinks=True, causal=True, num_heads_kv=1),
-    "empty_rows_with_sinks": dict(seqlen_q=300, seqlen_kv=150, sinks=True, causal=True),
-    "scored": dict(seqlen_q=33, seqlen_kv=400, softcap=15.0, alibi="batch", bias="full"),
-    "lengths": dict(batch=4, seqlen_q=40, seqlen_kv=700, seqused="both", causal=True, sinks=True),
-    "latent": dict(seqlen_q=60, seqlen_kv=500, head_dim=192, head_dim_v=128),
-    "padded": dict(seqlen_q=60, seqlen_kv=500, head_dim=72, head_dim_v=104, storage="padded"),
-}
-
-
 @pytest.mark.parametrize("name", SPLIT)
 @pytest.mark.parametrize("dtype", HALF)
 def test_any_number_of_splits_is_right_and_gives_the_same_bits_each_time(dtype, name, rng):
@@ -155,6 +136,58 @@ def test_the_planner_splits_as_if_it_were_told_to(rng):
     judge(problem, *chosen)
     forced = run(CUDA, "sm90", with_options(problem, num_splits=plan.num_splits))
     assert same_bits(chosen, forced)
+
+
+def make_packed(torch, lens_q, lens_k, heads, dim, rows=(3, 5)):
+    """q, k, v, cu_seqlens_q and cu_seqlens_k; `rows` of q in front of the first and behind the last
+    sequence are nobody's."""
+    ends = [
+        torch.tensor([first, *lens], device="cuda").cumsum(0).int()
+        for first, lens in ((rows[0], lens_q), (0, lens_k))
+    ]
+    counts = (sum(lens_q) + sum(rows), sum(lens_k), sum(lens_k))
+    arrays = [
+        torch.randn(n, h, dim, device="cuda", dtype=torch.bfloat16)
+        for n, h in zip(counts, (heads[0], heads[1], heads[1]), strict=True)
+    ]
+    return [*arrays, *ends]
+
+
+@pytest.mark.parametrize("used", [None, (100, 0, 7)])
+@pytest.mark.parametrize("num_splits", [0, 3])
+def test_split_keys_leave_rows_of_nobody_alone(torch, num_splits, used):
+    """Keys of a packed batch are split where its tiles are few; rows that no sequence has stay."""
+    lens = (130, 1, 64), (8000, 3, 500)
+    arrays = make_packed(torch, *lens, (8, 2), 128)
+    options = {"causal": True, "backend": "sm90"}
+    if used is not None:
+        options["seqused_q"] = torch.tensor(used, device="cuda", dtype=torch.int32)
+    plan = cuattn.explain("attention_varlen", *arrays, 130, 8000, **options)
+    assert plan.num_splits > 1
+    out = torch.full_like(arrays[0], 7.0)
+    lse = torch.full((8, out.shape[0]), 7.0, device="cuda")
+    keywords = dict(out=out, lse_out=lse, num_splits=num_splits)
+    cuattn.attention_varlen(*arrays, 130, 8000, **options, **keywords)
+    whole = torch.full_like(out, 7.0)
+    cuattn.attention_varlen(*arrays, 130, 8000, **options, num_splits=1, out=whole)
+    torch.testing.assert_close(out, whole, rtol=2e-2, atol=2e-3)
+    for rows in (slice(0, 3), slice(-5, None)):
+        assert (out[rows] == 7).all()
+        assert (lse[:, rows] == 7).all()
+    assert not (lse[:, 3:-5] == 7).any()
+
+
+@pytest.mark.parametrize("queries", [65, 200])
+@pytest.mark.parametrize("ends", [[0, 2**31 - 1], [-5, 9000], [20000, 3], [8999, 9100]], ids=str)
+def test_wrong_lengths_of_split_keys_are_clamped(torch, ends, queries):
+    """No access leaves the arrays; the sequence whose lengths are right stays right."""
+    q, k, v, begins, right = make_packed(torch, [queries] * 3, [9000] * 3, (4, 1), 64, (0, 0))
+    wrong = torch.tensor([0, 9000, *ends], device="cuda", dtype=torch.int32)
+
+    def call(ends):
+        return cuattn.attention_varlen(q, k, v, begins, ends, queries, 9000, backend="sm90")
+
+    assert torch.equal(call(wrong)[:queries], call(right)[:queries])
 
 
 PACKED = {
@@ -244,6 +277,7 @@ REPEATED = {
     "scored": dict(batch=20, head_dim=96, causal=True, softcap=20.0),
     "bias": dict(batch=20, head_dim=128, seqlen_kv=336, bias="full"),
     "ragged": dict(batch=50, layout="ragged", head_dim=128, causal=True),
+    "ragged_split": dict(batch=3, layout="ragged", seqlen_kv=2000, head_dim=128, causal=True),
     "packed": dict(batch=60, seqlen_q=9, head_dim=128),
 }
 

@@ -39,7 +39,7 @@ class Part:
 NATIVE = ("pytest", "cpp", *SANITIZERS)
 SM90 = ("instances/forward_sm90_*", "cuda/attention/sm90/clear_counter.cu", "cuda/merge/states.cu")
 PORTABLE = ("instances/forward_sm80_*", "instances/forward_simt_*", "instances/forward_tiled_*")
-PORTABLE += ("cuda/attention/naive.cu", "cuda/attention/cublas.cu")
+PORTABLE += ("cuda/attention/naive.cu", "cuda/attention/cublas.cu", "cuda/merge/states.cu")
 BACKWARD = ("instances/backward_*", "cuda/backward/*.cu", "src/attention/backward*.cpp")
 BACKWARD += ("src/abi/backward.cpp", "cpu/backward*.cpp")
 PAGED = ("instances/paged_*", "cuda/paged/*.cu", "src/paged/*.cpp", "src/abi/paged.cpp")
@@ -70,7 +70,12 @@ PARTS = {
         "`attention` by sm80, simt, tiled, naive and cublas",
         stages=NATIVE,
         objects=(*PORTABLE, "test_attention.cpp", "perf.cpp"),
-        python=("test_prefill.py", "test_prefill_values.py", "test_properties.py"),
+        python=(
+            "test_prefill.py",
+            "test_prefill_values.py",
+            "test_properties.py",
+            "test_splits.py",
+        ),
         calls=("forward-sm90",),
         cases="instance/",
         no_cases="/sm90/",

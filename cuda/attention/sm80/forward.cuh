@@ -15,11 +15,13 @@
 
 #include "cuattn/device/dropout.cuh"
 #include "cuattn/device/finish.cuh"
+#include "cuattn/device/parts.cuh"
 #include "cuattn/device/scores.cuh"
 #include "cuattn/device/tile_sm80.cuh"
 #include "cuattn/tiles.h"
 #ifndef __CUDACC_RTC__
 #include "cuattn/schedule.h"
+#include "cuda/attention/parts.h"
 #include "cuda/host/launch.h"
 #endif
 
@@ -278,7 +280,7 @@ struct ForwardSm80 {
                                                 const Work& work, const Shared& shared,
                                                 State& state) {
     int32_t last_row = min(work.row0 + kTile.m, work.queries.used);
-    auto walk = policy.template walk<kTile.n>(work.row0, last_row);
+    auto walk = device::walk_of_part<kTile.n>(policy, work.row0, last_row);
     if (!walk.more()) return;
 
     int32_t kv_head = work.head / (p.num_heads_q / p.num_heads_kv);
@@ -344,7 +346,8 @@ struct ForwardSm80 {
                                                     int32_t row) {
     if (p.out_dtype != DType::f32 || row >= work.queries.stored) return nullptr;
     return static_cast<float*>(p.out) + work.batch * p.out_strides.batch +
-           work.head * p.out_strides.head + (work.queries.start + row) * p.out_strides.seq;
+           work.head * p.out_strides.head + (work.queries.start + row) * p.out_strides.seq +
+           device::rows_before_part(p) * p.head_dim_v;
   }
   // 5. Epilogue: normalise, write lse, and turn fragments into whole rows by way of the warp's own
   // rows of Q.
@@ -358,7 +361,7 @@ struct ForwardSm80 {
       __syncthreads();  // nor does the warp that shares them
     }
     const int32_t first_chunk = column_group() * kWarpColumns / 8;
-    const device::Finish finish(p.scores, work.head);
+    const device::Finish finish(p.scores, work.head, device::counts_sink());
 #pragma unroll
     for (int m = 0; m < kRowBlocks; ++m) {
 #pragma unroll
@@ -381,7 +384,8 @@ struct ForwardSm80 {
         }
         if (p.lse != nullptr && first_chunk == 0 && lane % 4 == 0 && row < work.queries.stored) {
           p.lse[work.batch * p.lse_strides.batch + work.head * p.lse_strides.head +
-                (work.queries.start + row) * p.lse_strides.seq] = end.lse;
+                (work.queries.start + row) * p.lse_strides.seq + device::rows_before_part(p)] =
+              end.lse;
         }
       }
     }
@@ -450,23 +454,26 @@ inline Sm80Schedule make_sm80_schedule(const AttentionParams& p, Tile tile) {
 }
 
 template <class Kernel>
-void launch_forward_sm80_tile(const AttentionParams& p, Tile tile, cudaStream_t stream) {
+void launch_forward_sm80_tile(const AttentionParams& p, const AttentionSchedule& cut, Tile tile,
+                              cudaStream_t stream) {
   Sm80Schedule schedule = make_sm80_schedule(p, tile);
   unsigned blocks = grid_blocks(int64_t{p.batch} * p.num_heads_q * schedule.tiles, "sm80");
   static uint64_t allowed = 0;
   allow_shared_memory(forward_sm80_kernel<Kernel>, Kernel::kSmemBytes, allowed);
+  const bool splits = cut.num_splits > 1;
   forward_sm80_kernel<Kernel>
-      <<<blocks, Kernel::kThreads, Kernel::kSmemBytes, stream>>>(p, schedule);
+      <<<dim3(blocks, cut.num_splits), Kernel::kThreads, Kernel::kSmemBytes, stream>>>(
+          splits ? as_parts(p, cut) : p, schedule);
   CUATTN_CUDA_TRY(cudaGetLastError());
+  if (splits) merge_parts(p, cut, 0, stream);
 }
 
 template <DType kType, int kHeadDim, int kHeadDimV, MaskKind kMask, ScoreKind kScore>
 void launch_forward_sm80(const AttentionLaunch& launch, cudaStream_t stream) {
-  const AttentionParams& p = launch.params;
   constexpr Tile kTile = sm80_tile({kHeadDim, kHeadDimV}, kScore);
   using Policy = device::OptionPolicy<kType, kMask, kScore>;
-  launch_forward_sm80_tile<ForwardSm80<kType, kHeadDim, kHeadDimV, Policy, kTile>>(p, kTile,
-                                                                                   stream);
+  launch_forward_sm80_tile<ForwardSm80<kType, kHeadDim, kHeadDimV, Policy, kTile>>(
+      launch.params, launch.schedule, kTile, stream);
 }
 #endif
 

@@ -493,7 +493,7 @@ void launch_forward_sm90(const AttentionLaunch& launch, cudaStream_t stream) {
   if (s.counter != nullptr) launch_clear_counter(s.counter, stream);
   launch_overlapping(float8_sm90_kernel<Kernel>, grid, Kernel::kThreads, Kernel::kSmemBytes,
                      s.counter != nullptr ? 9 : 0, stream, p, s, maps);
-  if (s.splits > 1) launch_merge(sm90_parts(p, schedule), stream);
+  if (s.splits > 1) merge_parts(p, schedule, 9, stream);
 }
 
 }  // namespace cuattn

@@ -31,7 +31,7 @@ void launch_functor_sm90(const FunctorParams& p, int64_t functor, const Attentio
   config.numAttrs = s.counter != nullptr ? 1 : 0;  // it begins while the counter is cleared
   void* arguments[] = {const_cast<FunctorParams*>(&p), &s, &maps};
   CUATTN_CUDA_TRY(cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel), arguments));
-  if (s.splits > 1) launch_merge(sm90_parts(p, cut), stream);
+  if (s.splits > 1) merge_parts(p, cut, 9, stream);
 }
 
 }  // namespace cuattn

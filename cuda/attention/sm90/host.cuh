@@ -3,41 +3,14 @@
 // maps. Next: launch.cuh (kernels of the library), functor.cu (those of NVRTC).
 #pragma once
 
-#include "cuattn/params/merge.h"
 #include "cuattn/schedule.h"
+#include "cuda/attention/parts.h"
 #include "cuda/attention/sm90/schedule.cuh"
 #include "cuda/attention/sm90/store.cuh"
 #include "cuda/host/launch.h"
 #include "cuda/host/tensor_maps.h"
 
 namespace cuattn {
-
-// The parts of split keys, as merge_states reads them: out [splits, heads, batch,
-// seqlen_q, head_dim_v] and lse without the last axis, float32, one behind the other.
-inline MergeParams sm90_parts(const AttentionParams& p, const AttentionSchedule& schedule) {
-  int64_t rows = int64_t{p.batch} * p.seqlen_q;
-  MergeParams m{};
-  m.outs[0] = schedule.workspace;
-  m.lses[0] = static_cast<const float*>(schedule.workspace) +
-              schedule.num_splits * rows * p.num_heads_q * p.head_dim_v;
-  m.out_strides[0] = {int64_t{p.seqlen_q} * p.head_dim_v, p.head_dim_v, rows * p.head_dim_v};
-  m.lse_strides[0] = {p.seqlen_q, 1, rows};
-  m.out_part_stride = rows * p.num_heads_q * p.head_dim_v;
-  m.lse_part_stride = rows * p.num_heads_q;
-  m.num_parts = schedule.num_splits;
-  m.stacked = true;
-  m.merged_out = p.out;
-  m.merged_lse = p.lse;
-  m.merged_out_strides = p.out_strides;
-  m.merged_lse_strides = p.lse_strides;
-  m.dtype = p.out_dtype;
-  m.part_dtype = DType::f32;
-  m.batch = p.batch;
-  m.seqlen = p.seqlen_q;
-  m.num_heads = p.num_heads_q;
-  m.head_dim = p.head_dim_v;
-  return m;
-}
 
 inline Sm90Schedule make_sm90_schedule(const AttentionParams& p, const AttentionSchedule& schedule,
                                        Tile tile) {
@@ -60,7 +33,7 @@ inline Sm90Schedule make_sm90_schedule(const AttentionParams& p, const Attention
   s.section_heads = static_cast<int32_t>(section < widest ? section : widest);
   int64_t items = pairs * s.tiles * s.splits;
   if (ragged) {  // a sequence leaves its last tile unfilled
-    int64_t most = (p.total_q * int64_t{s.packed} / tile.m + p.batch) * s.heads;
+    int64_t most = (p.total_q * int64_t{s.packed} / tile.m + p.batch) * s.heads * s.splits;
     if (most < items) items = most;
   }
   s.total = static_cast<int32_t>(grid_blocks(items, "sm90"));
@@ -73,7 +46,7 @@ inline Sm90Schedule make_sm90_schedule(const AttentionParams& p, const Attention
   if (p.pages.block_size > 0) s.block_size = device::Divisor::of(p.pages.block_size);
   if (s.splits > 1) {
     s.part_out = static_cast<float*>(schedule.workspace);
-    s.part_lse = const_cast<float*>(sm90_parts(p, schedule).lses[0]);
+    s.part_lse = as_parts(p, schedule).lse;
   }
   if (schedule.draws_tiles) s.counter = static_cast<int32_t*>(schedule.workspace);
   return s;

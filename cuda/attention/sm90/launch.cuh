@@ -20,7 +20,7 @@ void launch_forward_sm90_tile(const AttentionParams& p, const AttentionSchedule&
   if (s.counter != nullptr) launch_clear_counter(s.counter, stream);
   launch_overlapping(forward_sm90_kernel<Kernel>, sm90_grid(s, schedule), Kernel::kThreads,
                      Kernel::kSmemBytes, s.counter != nullptr ? 9 : 0, stream, p, s, maps);
-  if (s.splits > 1) launch_merge(sm90_parts(p, schedule), stream);
+  if (s.splits > 1) merge_parts(p, schedule, 9, stream);
 }
 
 template <DType kType, int kHeadDim, int kHeadDimV, MaskKind kMask, ScoreKind kScore>

@@ -187,6 +187,7 @@ __device__ __forceinline__ Sm90Work::Kind find_sm90_work(const AttentionParams& 
 template <class Kernel>
 __device__ __forceinline__ void schedule_sm90_work(const AttentionParams& p, const Sm90Schedule& s,
                                                    const typename Kernel::Shared& shared) {
+  if (s.splits > 1) device::release_next_kernel();  // the merge, which waits for all parts
   device::Ring<2> slot(1);
   Sm90Cursor cursor;
   int32_t item = blockIdx.x;
@@ -241,8 +242,8 @@ struct Sm90Row {
   }
   // Its row in the workspace, of this part of the keys: rows of all sequences follow one another.
   __device__ int64_t part(const AttentionParams& p, const Sm90Work& w) const {
-    int64_t rows = int64_t{p.batch} * p.seqlen_q;
-    return (int64_t{w.split} * p.num_heads_q + head) * rows + w.batch * int64_t{p.seqlen_q} + token;
+    int64_t first = p.cu_seqlens_q ? w.queries.start : w.batch * int64_t{p.seqlen_q};
+    return (int64_t{w.split} * p.num_heads_q + head) * p.total_q + first + token;
   }
   // Where it goes in float32: to the workspace, or to an out of that dtype.
   __device__ float* wide(const AttentionParams& p, const Sm90Schedule& s, const Sm90Work& w) const {

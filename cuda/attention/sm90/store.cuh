@@ -190,6 +190,8 @@ struct StoreSm90 {
         *row.lse(p, w) = lse;
       }
     }
+    if (s.splits > 1 && (p.scores.sinks == nullptr || w.split > 0))
+      return;  // without weight: not read
     int chunks = p.head_dim_v / 8;
     auto clear = [&](int i) {
       Sm90Row row(p, s, w, first + i / chunks, !kFunctor);

@@ -20,8 +20,8 @@ struct Finish {
   bool has_sink;
   float sink;  // base 2
 
-  __device__ __forceinline__ Finish(const ScoreParams& scores, int32_t head)
-      : has_sink(scores.sinks != nullptr),
+  __device__ __forceinline__ Finish(const ScoreParams& scores, int32_t head, bool counts = true)
+      : has_sink(counts && scores.sinks != nullptr),
         sink(has_sink ? sink_in_base2(scores.sinks[head * scores.sinks_stride])
                       : negative_infinity()) {}
 

@@ -210,8 +210,8 @@ def why_not_sm90(given: dict[str, Any], plan: Plan) -> str:
 
 
 def plan_elsewhere(given: dict[str, Any], dtype: str, where: Where, is_compiled: bool) -> Plan:
-    """Return the plan of row ranges or a functor in the kernels of scores."""
-    given = {**given, "softcap": given.get("softcap") or 1.0}
+    """Return the plan of row ranges or a functor in kernels of scores, which split no keys."""
+    given = {**given, "softcap": given.get("softcap") or 1.0, "num_splits": 1}
     is_wide = max(head_dims_of(given)) > 256
     if given.get("backend", "auto") == "auto":  # what serves them
         given["backend"] = "simt" if is_float32(given["q"], dtype) else "sm80"
