@@ -118,6 +118,7 @@ def test_explain_as_json_agrees_with_the_function(device):
         (("--q", "2,64,3,64", "--k", "2,64,2,64"), "num_heads"),
         (("--q", "2,64,4,64", "--device", "abacus"), "abacus"),
         (("--q", "2,64,4,64", "--window=-2,0"), "window"),
+        (("--q", "2,64,4,64", "--window", "-2,0"), "window must"),
         (("--q", "2,64"), "q"),
         (("--q", "2,64,4,64", "--backend", "nosuch"), "nosuch"),
     ],

@@ -10,6 +10,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import re
 import sys
 from typing import Any
 
@@ -125,6 +126,8 @@ def numbers(text: str) -> tuple[int, ...]:
 
 def add_explain_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``explain``."""
+    # As argparse has it from Python 3.14 on: -1,0 is a value and no option.
+    parser._negative_number_matcher = re.compile(r"-\.?\d")
     parser.add_argument(
         "--q", type=numbers, required=True, metavar="B,S,H,D", help="shape of q, e.g. 2,4096,32,128"
     )
@@ -138,7 +141,7 @@ def add_explain_arguments(parser: argparse.ArgumentParser) -> None:
         type=numbers,
         default=(-1, -1),
         metavar="LEFT,RIGHT",
-        help="-1 is unlimited, as in --window=-1,0",
+        help="-1 is unlimited",
     )
     parser.add_argument("--softcap", type=float, default=0.0)
     parser.add_argument("--alibi", action="store_true", help="with ALiBi slopes")
