@@ -4,7 +4,7 @@
     python benchmarks/two_builds.py BEFORE/libcuattn.so AFTER/libcuattn.so [--rows forward]
         [--name TEXT] [--seconds 18] [-o FILE]
 
-Rows are decode over pages; the forward pass: scores, of which `before` may have kernels that
+Rows are decode over pages; the forward pass: plain, scores, of which `before` may have kernels that
 `after` serves by others, causal masks by sm80, and few queries over many keys; or the backward pass
 by sm80.
 
@@ -197,9 +197,14 @@ def forward_rows() -> Iterable[ForwardRow]:
     for head_dim in (32, 64, 96, 128, 192, 256) if IS_CUDA else ():
         for seqlen in (512, 4096):
             yield ForwardRow(head_dim, seqlen, seqlen, causal=True, backend="sm80")
+    for head_dim in (64, 128, 256):
+        for causal in (False, True):
+            yield ForwardRow(head_dim, length, length, causal=causal)
     for few, many in ((64, 32768), (128, 32768), (64, 131072)) if IS_CUDA else ((8, 64),):
         for causal in (False, True):
             yield ForwardRow(128, few, many, heads_q=8, heads_kv=1, causal=causal)
+    few, many = (512, 32768) if IS_CUDA else (8, 64)
+    yield ForwardRow(128, few, many, heads_q=32, heads_kv=8, causal=True)
 
 
 def paged_rows() -> Iterable[Row]:

@@ -19,7 +19,8 @@ import reference
 
 STEP = "; few queries over many keys: a kernel of paged_attention"
 HEADS = (8, 1, 128)  # query heads, key heads, head_dim
-LENS = (5000, 1, 0, 77, 1097, 64, 2191)
+SHORT = (16,) * 60  # beside them the kernels of attention cut the keys of a long one less
+LENS = (5000, 1, 0, 77, 1097, 64, 2191, *SHORT)
 
 
 def explain(device, queries=1, keys=8192, batch=16, heads=HEADS, total=None, **options):
@@ -40,30 +41,33 @@ def test_where_it_pays(gpu):
         assert (STEP in plan.reason) == ("us sooner than a kernel of attention" in plan.ladder)
         return STEP in plan.reason
 
-    assert is_step()
-    assert is_step(batch=1, keys=32768)
-    assert is_step(queries=8)  # 64 rows of a group
-    assert is_step(softcap=30.0, sinks=(8,), alibi_slopes=(8,), window=(8000, 0), seqused_k=(16,))
-    # One long sequence among short ones has few multiprocessors elsewhere.
-    assert is_step(batch=64, total=8192 + 63 * 16)
+    # One long sequence among short ones has few multiprocessors elsewhere, split or not.
+    among = dict(batch=64, total=8192 + 63 * 16)
+    assert is_step(**among)
+    assert is_step(**among, queries=8)  # 64 rows of a group
+    assert is_step(
+        **among, softcap=30.0, sinks=(8,), alibi_slopes=(8,), window=(8000, 0), seqused_k=(64,)
+    )
+    # Parts of all sequences fill a Hopper by themselves.
+    assert is_step() == (gpu == "A100")
     # Short contexts, short windows, as many keys as queries: nothing to gain.
     assert not is_step(keys=256)
-    assert not is_step(window=(127, 0))
-    assert not is_step(queries=9)
+    assert not is_step(**among, window=(127, 0))
+    assert not is_step(**among, queries=9)
     # Bits that do not depend on the batch, parts by number, what the step does not serve.
-    assert not is_step(batch_invariant=True)
-    assert not is_step(num_splits=1)
-    assert not is_step(bias=(1, 8192))
-    assert not is_step(seqused_q=(16,))
-    assert not is_step(dropout_p=0.5, dropout_seed=1)
-    assert not is_step(heads=(8, 1, 512))
-    assert not is_step(backend={"H100": "sm90", "A100": "sm80"}[gpu])
+    assert not is_step(**among, batch_invariant=True)
+    assert not is_step(**among, num_splits=1)
+    assert not is_step(**among, bias=(1, 8192))
+    assert not is_step(**among, seqused_q=(64,))
+    assert not is_step(**among, dropout_p=0.5, dropout_seed=1)
+    assert not is_step(**among, heads=(8, 1, 512))
+    assert not is_step(**among, backend={"H100": "sm90", "A100": "sm80"}[gpu])
 
 
 def test_enough_heads_leave_nothing_to_gain_on_hopper():
     gpu = made_up_gpus.GPUS["H100"]
     assert STEP not in explain(gpu, batch=132, heads=(8, 8, 128)).reason
-    assert STEP in explain(gpu, batch=2, heads=(8, 8, 128)).reason
+    assert STEP in explain(gpu, batch=16, heads=(8, 8, 128), total=16 * 8192 // 8).reason
 
 
 def test_more_tiles_than_a_step_counts_leave_the_call_to_the_ladder():
@@ -116,7 +120,7 @@ TARGETS = harness.target_params(cpu=("auto",), cuda=("auto",))
 @pytest.mark.parametrize(("device", "backend"), TARGETS)
 def test_right(device, backend, dtype, heads, options, rng):
     queries = 3 if "window" in options or not options else 1
-    counts = [queries, 1, queries, 0, queries, min(queries, 2), queries]
+    counts = [queries, 1, queries, 0, queries, min(queries, 2), queries, *(1 for _ in SHORT)]
     longest = (queries, max(LENS))
     options = dict(options)
     if device.name == "cuda":
@@ -179,7 +183,7 @@ def test_storages(device, backend, storage, rng):
 def test_wrong_lengths_on_the_device_are_clamped(ends, rng):
     """No access leaves the arrays; the sequence whose lengths are right stays right."""
     device = harness.Cuda()
-    arrays = make((1, 1, 1), (9000, 8000, 9000), HEADS, "float16", rng, spare=0)
+    arrays = make((1,) * 63, (9000, 8000, 9000, *SHORT), HEADS, "float16", rng, spare=0)
     arena = harness.Arena(device)
     q, k, v, begins = (arena.put(x, name=n) for n, x in zip("qkva", arrays[:4], strict=True))
 
@@ -187,7 +191,7 @@ def test_wrong_lengths_on_the_device_are_clamped(ends, rng):
         placed = harness.Arena(device).put(np.array(ends_k, np.int32))
         return device.numpy(cuattn.attention_varlen(q, k, v, begins, placed, 1, 9000))
 
-    out = call([0, 9000, *ends])
+    out = call([0, 9000, *ends, *(ends[1] for _ in SHORT)])
     device.synchronize()
     arena.verify()
     first = [arrays[0][:1], *(x[:9000] for x in arrays[1:3]), *np.int32([[0, 1], [0, 9000]])]
@@ -202,7 +206,8 @@ def test_a_captured_call_follows_lengths(rng):
     import torch
 
     device = harness.Cuda()
-    arrays = make((1,) * 4, (9000, 3000, 5000, 1000), (8, 2, 128), "bfloat16", rng, spare=0)
+    lens = (9000, 3000, 5000, 1000, *SHORT)
+    arrays = make((1,) * len(lens), lens, (8, 2, 128), "bfloat16", rng, spare=0)
     arena = harness.Arena(device)
     q, k, v, begins, ends = (arena.put(x, name=n) for n, x in zip("qkvab", arrays, strict=True))
 
@@ -213,8 +218,8 @@ def test_a_captured_call_follows_lengths(rng):
     graph = torch.cuda.CUDAGraph()
     with harness.capturing(graph):
         out, lse = call()
-    for lens in ((9000, 3000, 5000, 1000), (1, 9000, 8999, 0), (4500, 4500, 4500, 4500)):
-        now = np.cumsum((0, *lens)).astype(np.int32)
+    for four in (lens[:4], (1, 9000, 8999, 0), (4500, 4500, 4500, 4500)):
+        now = np.cumsum((0, *four, *SHORT)).astype(np.int32)
         ends.copy_(torch.tensor(now))
         exact, plain = (
             oracle([*arrays[:4], now], (1, 9000), x, causal=True)
