@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // Merges attention results over disjoint keys into the result over their union: out = sum_i out_i
 // exp(lse_i) / sum_i exp(lse_i), for two parts that lie apart or many that are stacked. A lane owns
-// 16 bytes of a row. Up to eight parts are added by one warp, more by eight, which take them in turn:
+// 16 bytes of a row. Parts are added in eight sums, which are then added in order:
 //
-//   12 parts   warp 0 | 0 8      sums of the warps, in order, in warp 0
-//              warp 1 | 1 9
+//   12 parts   sum 0 | 0 8
+//              sum 1 | 1 9
 //              ...
-//              warp 7 | 7
+//              sum 7 | 7
 //
-// Parts without keys, also behind the last, change no bit: one warp adds as eight would. Source:
+// Up to eight parts, one warp makes all sums; two, four or eight warps of a block make those of more. The
+// order is the same whoever does it, and parts without keys, also behind the last, change no bit. Source:
 // FlashInfer's merge operator, arXiv:2501.01005, section 2.2. The same on the CPU: cpu/merge.cpp.
 #include <algorithm>
 
@@ -23,7 +24,7 @@ namespace {
 
 using namespace device;
 
-constexpr int kWarps = 8, kThreads = kWarps * 32;
+constexpr int kSums = 8, kWarps = 8, kThreads = kWarps * 32;
 
 __device__ int64_t offset(const Strides& strides, int64_t b, int64_t row, int64_t head) {
   return b * strides.batch + row * strides.seq + head * strides.head;
@@ -89,50 +90,94 @@ struct RowParts {
   }
 };
 
-// This lane's columns of parts first, first + kStep, ..., weighed. Sums begin with -0.0, which leaves a
-// lone part's zero its sign. kStep == 1: each part is a sum of its own, as the first of each of eight
-// warps is.
-template <int kStep, DType kPart>
-__device__ auto add_parts(const RowParts<kPart>& parts, int32_t first, int32_t column) {
+template <int kSize>
+__device__ Chunk<float, kSize> no_sum() {  // -0.0 leaves a lone part's zero its sign
+  Chunk<float, kSize> sum;
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) sum.x[i] = -0.0f;
+  return sum;
+}
+
+// The columns of a lane, weighed and added by one warp: up to kSums parts, each of which is a sum.
+template <DType kPart>
+__device__ auto add_few(const RowParts<kPart>& parts, int32_t column) {
   constexpr int kSize = RowParts<kPart>::kSize;
   constexpr int kAhead = sizeof(Element<kPart>) == 4 ? 4 : 2;  // loads on their way together
   const int lane = threadIdx.x % 32;
-  const bool is_mine = column < parts.p.head_dim;
-  const int32_t mine = (parts.count - first + kStep - 1) / kStep;
-  Chunk<float, kSize> merged;
-#pragma unroll
-  for (int i = 0; i < kSize; ++i) merged.x[i] = -0.0f;
-  float weights = 0.0f;  // of 32 parts, one a lane
-  for (int32_t number = 0; number < mine; number += kAhead) {
-    if (number % 32 == 0) {
-      weights = number + lane < mine ? parts.weight_of(first + (number + lane) * kStep) : 0.0f;
-    }
+  const float weights = lane < parts.count ? parts.weight_of(lane) : 0.0f;
+  auto merged = no_sum<kSize>();
+  for (int32_t first = 0; first < parts.count; first += kAhead) {
     float weight[kAhead];
     Chunk<Element<kPart>, kSize> chunks[kAhead];
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
-      weight[i] = __shfl_sync(0xffffffffu, weights, (number + i) % 32);
-      if (!is_mine || weight[i] == 0.0f) continue;
-      chunks[i] = parts.load(first + (number + i) * kStep, column);
+      weight[i] = __shfl_sync(0xffffffffu, weights, first + i);
+      if (column < parts.p.head_dim && weight[i] != 0.0f) chunks[i] = parts.load(first + i, column);
     }
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
-      // A part without keys: its out may be anything, even NaN.
-      if (!is_mine || weight[i] == 0.0f) continue;
+      if (weight[i] == 0.0f) continue;  // a part without keys: its out may be anything, even NaN
 #pragma unroll
       for (int j = 0; j < kSize; ++j) {
-        const float value = to_float(chunks[i].x[j]);
-        merged.x[j] = kStep == 1 ? __fadd_rn(merged.x[j], __fmul_rn(weight[i], value))
-                                 : fmaf(weight[i], value, merged.x[j]);
+        const float part = __fmul_rn(weight[i], to_float(chunks[i].x[j]));
+        merged.x[j] = __fadd_rn(merged.x[j], part);
       }
     }
   }
   return merged;
 }
 
-// One warp of a row: the only one, or the `warp`-th of kWarps (kTogether), which wait for each other
-// and leave their sums in `sums`.
-template <DType kPart, DType kType, bool kTogether>
+// The same of more parts by kTeam warps, the `warp`-th of which makes the sums warp, warp + kTeam, ...
+template <int kTeam, DType kPart>
+__device__ void add_many(const RowParts<kPart>& parts, int32_t warp, int32_t column,
+                         Chunk<float, RowParts<kPart>::kSize> (*sums)[32]) {
+  constexpr int kSize = RowParts<kPart>::kSize;
+  constexpr int kMine = kSums / kTeam, kRounds = kTeam / 2;  // four loads on their way
+  const int lane = threadIdx.x % 32;
+  Chunk<float, kSize> mine[kMine];
+#pragma unroll
+  for (int j = 0; j < kMine; ++j) mine[j] = no_sum<kSize>();
+  float weights = 0.0f;  // of 32 parts, one a lane
+  for (int32_t first = 0; first < parts.count; first += kRounds * kSums) {
+    if (first % 32 == 0) {
+      weights = first + lane < parts.count ? parts.weight_of(first + lane) : 0.0f;
+    }
+    float weight[kRounds * kMine];
+    Chunk<Element<kPart>, kSize> chunks[kRounds * kMine];
+#pragma unroll
+    for (int i = 0; i < kRounds * kMine; ++i) {
+      const int32_t part = first + i / kMine * kSums + i % kMine * kTeam + warp;
+      weight[i] = __shfl_sync(0xffffffffu, weights, part % 32);
+      if (column < parts.p.head_dim && weight[i] != 0.0f) chunks[i] = parts.load(part, column);
+    }
+#pragma unroll
+    for (int i = 0; i < kRounds * kMine; ++i) {
+      if (weight[i] == 0.0f) continue;
+#pragma unroll
+      for (int j = 0; j < kSize; ++j) {
+        float& sum = mine[i % kMine].x[j];
+        sum = fmaf(weight[i], to_float(chunks[i].x[j]), sum);
+      }
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < kMine; ++j) sums[j * kTeam + warp][lane] = mine[j];
+}
+
+template <int kSize>
+__device__ auto add_sums(const Chunk<float, kSize> (*sums)[32]) {
+  auto merged = no_sum<kSize>();
+  for (int i = 0; i < kSums; ++i) {
+    const Chunk<float, kSize> sum = sums[i][threadIdx.x % 32];
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) merged.x[j] = __fadd_rn(merged.x[j], sum.x[j]);
+  }
+  return merged;
+}
+
+// One warp of the kTeam of a row. Rows of a block are merged at the same time, for they wait for each
+// other; `sums` is where the team of a row leaves its sums.
+template <DType kPart, DType kType, int kTeam>
 __device__ void merge_row(const MergeParams& p, const Row& at, int32_t warp,
                           Chunk<float, RowParts<kPart>::kSize> (*sums)[32]) {
   using T = Element<kType>;
@@ -141,16 +186,15 @@ __device__ void merge_row(const MergeParams& p, const Row& at, int32_t warp,
   const RowParts<kPart> parts(p, at);
   const bool empty = parts.sum == 0.0f;
   const float inverse = empty ? -0.0f : 1.0f / parts.sum;  // -0.0 times -0.0 is 0.0
-  for (int32_t column = lane * kSize; column - lane * kSize < p.head_dim; column += 32 * kSize) {
-    auto merged = add_parts<kTogether ? kWarps : 1>(parts, warp, column);
-    if constexpr (kTogether) {
-      sums[warp][lane] = merged;
+  for (int32_t first = 0; first < p.head_dim; first += 32 * kSize) {
+    const int32_t column = first + lane * kSize;
+    Chunk<float, kSize> merged;
+    if constexpr (kTeam == 1) {
+      merged = add_few(parts, column);
+    } else {
+      add_many<kTeam>(parts, warp, column, sums);
       __syncthreads();
-      for (int32_t other = 1; warp == 0 && other < kWarps; ++other) {
-        const Chunk<float, kSize> added = sums[other][lane];
-#pragma unroll
-        for (int j = 0; j < kSize; ++j) merged.x[j] = __fadd_rn(merged.x[j], added.x[j]);
-      }
+      if (warp == 0) merged = add_sums(sums);
       __syncthreads();  // the next columns may be written
     }
     if (column >= p.head_dim || warp > 0 || !at.exists) continue;
@@ -179,30 +223,39 @@ __device__ Row row_of(const MergeParams& p, const MergeSpans& spans, int64_t num
   return {0, span.start + row.row, row.head, row.row < span.stored};
 }
 
-template <DType kPart, DType kType, bool kTogether>
-__global__ void __launch_bounds__(kThreads)
+template <DType kPart, DType kType, int kTeam>
+__global__ void __launch_bounds__(kThreads, kTeam == 1 ? 4 : 2)
     merge_states(const __grid_constant__ MergeParams p, MergeSpans spans) {
-  __shared__ Chunk<float, 16 / sizeof(Element<kPart>)> sums[kTogether ? kWarps : 1][32];
-  constexpr int64_t kRows = kTogether ? 1 : kWarps;  // of a block
-  const int32_t warp = threadIdx.x / 32;
+  constexpr int kRows = kWarps / kTeam;  // of a block
+  __shared__ Chunk<float, RowParts<kPart>::kSize> sums[kTeam == 1 ? 1 : kRows * kSums][32];
+  const int32_t warp = threadIdx.x / 32, of_block = warp / kTeam;
   wait_for_previous_kernel();
-  const int64_t rows = p.batch * p.seqlen * p.num_heads, step = gridDim.x * kRows;
-  for (int64_t first = blockIdx.x * kRows; first < rows; first += step) {
-    const Row row = row_of(p, spans, first + (kTogether ? 0 : warp));
-    merge_row<kPart, kType, kTogether>(p, row, kTogether ? warp : 0, sums);
+  const int64_t rows = p.batch * p.seqlen * p.num_heads, step = int64_t{gridDim.x} * kRows;
+  for (int64_t first = int64_t{blockIdx.x} * kRows; first < rows; first += step) {
+    const Row row = row_of(p, spans, first + of_block);
+    merge_row<kPart, kType, kTeam>(p, row, warp % kTeam,
+                                   sums + (kTeam == 1 ? 0 : of_block * kSums));
   }
+}
+
+template <DType kPart, DType kType, int kTeam>
+void launch_team(const MergeParams& p, const MergeSpans& spans, int32_t major,
+                 cudaStream_t stream) {
+  const int64_t rows = p.batch * p.seqlen * p.num_heads;
+  if (rows == 0) return;
+  constexpr int64_t kMaxBlocks = 1 << 30;  // beyond that, a block takes several rows
+  const int64_t blocks = std::min(ceil_div<int64_t>(rows, kWarps / kTeam), kMaxBlocks);
+  launch_overlapping(merge_states<kPart, kType, kTeam>, static_cast<unsigned>(blocks), kThreads, 0,
+                     major, stream, p, spans);
 }
 
 template <DType kPart, DType kType>
 void launch(const MergeParams& p, const MergeSpans& spans, int32_t major, cudaStream_t stream) {
-  const int64_t rows = p.batch * p.seqlen * p.num_heads;
-  if (rows == 0) return;
-  constexpr int64_t kMaxBlocks = 1 << 30;  // beyond that, a block takes several rows
-  const bool together = p.num_parts > kWarps;
-  const int64_t blocks = together ? rows : ceil_div<int64_t>(rows, kWarps);
-  auto kernel = together ? merge_states<kPart, kType, true> : merge_states<kPart, kType, false>;
-  launch_overlapping(kernel, static_cast<unsigned>(std::min(blocks, kMaxBlocks)), kThreads, 0,
-                     major, stream, p, spans);
+  auto run = p.num_parts <= 8    ? launch_team<kPart, kType, 1>
+             : p.num_parts <= 16 ? launch_team<kPart, kType, 2>
+             : p.num_parts <= 32 ? launch_team<kPart, kType, 4>
+                                 : launch_team<kPart, kType, 8>;
+  run(p, spans, major, stream);
 }
 
 }  // namespace

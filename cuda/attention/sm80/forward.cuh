@@ -375,8 +375,9 @@ struct ForwardSm80 {
         for (int n = 0; n < kOutBlocks; ++n) {
           float left = end.alive ? state.out[m][n][2 * half] * end.factor : 0.0f;
           float right = end.alive ? state.out[m][n][2 * half + 1] * end.factor : 0.0f;
-          if (wide != nullptr && n * 8 < p.head_dim_v)
-            *reinterpret_cast<float2*>(wide + n * 8 + lane % 4 * 2) = {left, right};
+          const int32_t column = (first_chunk + n) * 8;
+          if (wide != nullptr && column < p.head_dim_v)
+            *reinterpret_cast<float2*>(wide + column + lane % 4 * 2) = {left, right};
           device::store_shared(
               staging + device::swizzled<kVBytes>(m * 16 + half * 8 + lane / 4, first_chunk + n) +
                   lane % 4 * 4,
