@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls whose keys are cut into parts: options of cases.Case by name."""
+"""Calls whose keys are cut into parts: options of cases.Case by name; what is asked of results."""
 
 from __future__ import annotations
 
 import dataclasses
+
+import numpy as np
+
+import cuattn
+from harness import bits
 
 SPLIT: dict[str, dict[str, object]] = {
     "decode": dict(num_heads_q=8, num_heads_kv=1, seqlen_q=1, seqlen_kv=900, head_dim=128),
@@ -33,3 +38,30 @@ SPLIT: dict[str, dict[str, object]] = {
 
 def with_options(problem, **options):
     return dataclasses.replace(problem, options={**problem.options, **options})
+
+
+def plan_of(case, **options):
+    """What the GPU that is here would run for a dense case."""
+    q = (case.batch, case.seqlen_q, case.num_heads_q, case.head_dim)
+    k = (case.batch, case.seqlen_kv, case.num_heads_kv, case.head_dim)
+    return cuattn.explain(
+        "attention",
+        q,
+        k,
+        (*k[:3], case.dim_v),
+        device=0,
+        dtype=case.dtype,
+        causal=case.causal,
+        window=case.window,
+        softcap=case.softcap,
+        **options,
+    )
+
+
+def tile_of(case, **options):
+    plan = plan_of(case, **options)
+    return plan.tile_m, plan.tile_n
+
+
+def same_bits(a, b):
+    return all(np.array_equal(bits(x), bits(y)) for x, y in zip(a, b, strict=True))

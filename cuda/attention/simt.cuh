@@ -12,8 +12,8 @@
 #include "cuattn/device/parts.cuh"
 #include "cuattn/device/scores.cuh"
 #ifndef __CUDACC_RTC__
-#include "cuda/attention/parts.h"
 #include "cuda/host/launch.h"
+#include "cuda/host/parts.h"
 #endif
 #include "cuattn/schedule.h"
 #include "cuattn/tiles.h"

@@ -81,7 +81,7 @@ void project(const ProjectParams& params, int32_t device_id, Stream stream) {
 
 void merge(const MergeParams& params, int32_t device_id, Stream stream) {
   DeviceGuard guard(device_id);
-  launch_merge(params, static_cast<cudaStream_t>(stream));
+  launch_merge(params, 0, static_cast<cudaStream_t>(stream));
 }
 
 void cache_write(const CacheWriteParams& params, int32_t device_id, Stream stream) {

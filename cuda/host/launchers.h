@@ -54,7 +54,9 @@ void launch_packed_write(const CacheWriteParams& params, cudaStream_t stream);  
 void launch_cache_gather(const CacheGatherParams& params, cudaStream_t stream);  // cache/gather.cu
 void launch_copy_blocks(const BlockCopyParams& params, cudaStream_t stream);     // cache/blocks.cu
 void launch_swap_blocks(const BlockSwapParams& params, cudaStream_t stream);
-void launch_merge(const MergeParams& params, cudaStream_t stream);            // merge/states.cu
+// `major` >= 9: it may start while the kernel before it, which writes the parts, still runs.
+void launch_merge(const MergeParams& params, int32_t major,
+                  cudaStream_t stream);                                       // merge/states.cu
 void launch_rotate(const RotateParams& params, cudaStream_t stream);          // fused/rope.cu
 void launch_add(const AddParams& params, cudaStream_t stream);                // fused/add.cu
 void launch_norm(const NormParams& params, cudaStream_t stream);              // fused/norm.cu

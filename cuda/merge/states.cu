@@ -17,7 +17,6 @@
 #include "cuattn/device/overlap.cuh"
 #include "cuda/host/launch.h"
 #include "cuda/host/launchers.h"
-#include "cuda/merge/states.h"
 
 namespace cuattn {
 namespace {
@@ -212,69 +211,76 @@ __device__ void merge_row(const MergeParams& p, const Row& at, int32_t warp,
   }
 }
 
-// Row `number` of all rows, [batch, seqlen, num_heads].
-__device__ Row row_of(const MergeParams& p, const MergeSpans& spans, int64_t number) {
-  const int64_t of_sequence = number / p.num_heads;
-  Row row = {of_sequence / p.seqlen, of_sequence % p.seqlen, number % p.num_heads,
-             number < p.batch * p.seqlen * p.num_heads};
-  if (spans.cu_seqlens == nullptr || !row.exists) return row;
-  const Span span = make_span(spans.cu_seqlens, nullptr, static_cast<int32_t>(row.batch),
-                              static_cast<int32_t>(p.seqlen), spans.total);
-  return {0, span.start + row.row, row.head, row.row < span.stored};
+// Rows of the result, [batch, seqlen, num_heads] or [total, num_heads].
+__host__ __device__ int64_t count_rows(const MergeParams& p) {
+  return (p.cu_seqlens != nullptr ? p.total : p.batch * p.seqlen) * p.num_heads;
+}
+
+// Whether a packed row is of the sequence that begins at it or is the last to begin before it.
+__device__ bool is_in_sequence(const MergeParams& p, int64_t row) {
+  int32_t sequence = 0, end = static_cast<int32_t>(p.batch);
+  while (end - sequence > 1) {
+    const int32_t middle = sequence + (end - sequence) / 2;
+    (p.cu_seqlens[middle] <= row ? sequence : end) = middle;
+  }
+  const Span span =
+      make_span(p.cu_seqlens, nullptr, sequence, static_cast<int32_t>(p.seqlen), p.total);
+  return row >= span.start && row - span.start < span.stored;
+}
+
+__device__ Row row_of(const MergeParams& p, int64_t number) {
+  const int64_t row = number / p.num_heads, head = number % p.num_heads;
+  const bool exists = number < count_rows(p);
+  if (p.cu_seqlens == nullptr) return {row / p.seqlen, row % p.seqlen, head, exists};
+  return {0, row, head, exists && is_in_sequence(p, row)};
 }
 
 template <DType kPart, DType kType, int kTeam>
 __global__ void __launch_bounds__(kThreads, kTeam == 1 ? 4 : 2)
-    merge_states(const __grid_constant__ MergeParams p, MergeSpans spans) {
+    merge_states(const __grid_constant__ MergeParams p) {
   constexpr int kRows = kWarps / kTeam;  // of a block
   __shared__ Chunk<float, RowParts<kPart>::kSize> sums[kTeam == 1 ? 1 : kRows * kSums][32];
   const int32_t warp = threadIdx.x / 32, of_block = warp / kTeam;
-  wait_for_previous_kernel();
-  const int64_t rows = p.batch * p.seqlen * p.num_heads, step = int64_t{gridDim.x} * kRows;
+  const int64_t rows = count_rows(p), step = int64_t{gridDim.x} * kRows;
   for (int64_t first = int64_t{blockIdx.x} * kRows; first < rows; first += step) {
-    const Row row = row_of(p, spans, first + of_block);
+    const Row row = row_of(p, first + of_block);
+    wait_for_previous_kernel();  // the sequences were there before it
     merge_row<kPart, kType, kTeam>(p, row, warp % kTeam,
                                    sums + (kTeam == 1 ? 0 : of_block * kSums));
   }
 }
 
 template <DType kPart, DType kType, int kTeam>
-void launch_team(const MergeParams& p, const MergeSpans& spans, int32_t major,
-                 cudaStream_t stream) {
-  const int64_t rows = p.batch * p.seqlen * p.num_heads;
+void launch_team(const MergeParams& p, int32_t major, cudaStream_t stream) {
+  const int64_t rows = count_rows(p);
   if (rows == 0) return;
   constexpr int64_t kMaxBlocks = 1 << 30;  // beyond that, a block takes several rows
   const int64_t blocks = std::min(ceil_div<int64_t>(rows, kWarps / kTeam), kMaxBlocks);
   launch_overlapping(merge_states<kPart, kType, kTeam>, static_cast<unsigned>(blocks), kThreads, 0,
-                     major, stream, p, spans);
+                     major, stream, p);
 }
 
 template <DType kPart, DType kType>
-void launch(const MergeParams& p, const MergeSpans& spans, int32_t major, cudaStream_t stream) {
+void launch(const MergeParams& p, int32_t major, cudaStream_t stream) {
   auto run = p.num_parts <= 8    ? launch_team<kPart, kType, 1>
              : p.num_parts <= 16 ? launch_team<kPart, kType, 2>
              : p.num_parts <= 32 ? launch_team<kPart, kType, 4>
                                  : launch_team<kPart, kType, 8>;
-  run(p, spans, major, stream);
+  run(p, major, stream);
 }
 
 }  // namespace
 
-void launch_merge(const MergeParams& p, cudaStream_t stream) {
-  launch_merge_behind(p, {}, 0, stream);
-}
-
-void launch_merge_behind(const MergeParams& p, const MergeSpans& spans, int32_t major,
-                         cudaStream_t stream) {
+void launch_merge(const MergeParams& p, int32_t major, cudaStream_t stream) {
   bool wide = p.part_dtype == DType::f32;  // parts of a kernel that splits the keys
   switch (p.dtype) {
-    case DType::f32: return launch<DType::f32, DType::f32>(p, spans, major, stream);
+    case DType::f32: return launch<DType::f32, DType::f32>(p, major, stream);
     case DType::f16:
-      return wide ? launch<DType::f32, DType::f16>(p, spans, major, stream)
-                  : launch<DType::f16, DType::f16>(p, spans, major, stream);
+      return wide ? launch<DType::f32, DType::f16>(p, major, stream)
+                  : launch<DType::f16, DType::f16>(p, major, stream);
     case DType::bf16:
-      return wide ? launch<DType::f32, DType::bf16>(p, spans, major, stream)
-                  : launch<DType::bf16, DType::bf16>(p, spans, major, stream);
+      return wide ? launch<DType::f32, DType::bf16>(p, major, stream)
+                  : launch<DType::bf16, DType::bf16>(p, major, stream);
     default: CUATTN_ASSERT(false, "merge_states: dtype ", static_cast<int>(p.dtype));
   }
 }

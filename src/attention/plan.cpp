@@ -123,7 +123,7 @@ int32_t splits_of(const AttentionRequest& r, int64_t items, int32_t key_tiles, i
   return r.batch_invariant ? 1 : choose_splits(items, key_tiles, slots);
 }
 
-// O and lse of each part, float32 (cuda/attention/parts.h).
+// O and lse of each part, float32 (cuda/host/parts.h).
 size_t parts_bytes(const AttentionRequest& r, int32_t splits) {
   if (splits == 1) return 0;
   return checked_bytes(function_of(r),

@@ -21,8 +21,8 @@
 #include "cuattn/tiles.h"
 #ifndef __CUDACC_RTC__
 #include "cuattn/schedule.h"
-#include "cuda/attention/parts.h"
 #include "cuda/host/launch.h"
+#include "cuda/host/parts.h"
 #endif
 
 namespace cuattn {

@@ -4,10 +4,10 @@
 #pragma once
 
 #include "cuattn/schedule.h"
-#include "cuda/attention/parts.h"
 #include "cuda/attention/sm90/schedule.cuh"
 #include "cuda/attention/sm90/store.cuh"
 #include "cuda/host/launch.h"
+#include "cuda/host/parts.h"
 #include "cuda/host/tensor_maps.h"
 
 namespace cuattn {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Split keys in kernels whose grid has a second axis for the parts (sm80, simt): which tiles a block
 // takes, and where its result goes. The launcher hands such a kernel the workspace as out and lse
-// (cuda/attention/parts.h), and a second kernel merges the parts. One part: the grid's second axis is 1.
+// (cuda/host/parts.h), and a second kernel merges the parts. One part: the grid's second axis is 1.
 #pragma once
 
 #include "cuattn/device/scores.cuh"

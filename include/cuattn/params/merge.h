@@ -23,6 +23,11 @@ struct MergeParams {
   float* merged_lse;  // or nullptr
   Strides merged_out_strides, merged_lse_strides;
 
+  // Packed sequences of up to `seqlen` rows, of which no other row is written: parts and result have an
+  // axis of `total` rows in place of batch and seqlen. nullptr: there are none.
+  const int32_t* cu_seqlens;  // [batch + 1]
+  int64_t total;
+
   DType dtype;       // of merged_out
   DType part_dtype;  // of outs: dtype, or f32
   int64_t batch, seqlen, num_heads;

@@ -6,8 +6,7 @@
 
 #include "cuattn/params/merge.h"
 #include "cuattn/schedule.h"
-#include "cuda/host/launch.h"
-#include "cuda/merge/states.h"
+#include "cuda/host/launchers.h"
 
 namespace cuattn {
 
@@ -25,7 +24,7 @@ inline AttentionParams as_parts(const AttentionParams& p, const AttentionSchedul
   return parts;
 }
 
-// Behind the kernel that writes them. `major`: see cuda/merge/states.h.
+// Behind the kernel that writes them. `major`: see launchers.h.
 inline void merge_parts(const AttentionParams& p, const AttentionSchedule& schedule, int32_t major,
                         cudaStream_t stream) {
   const AttentionParams parts = as_parts(p, schedule);
@@ -48,7 +47,9 @@ inline void merge_parts(const AttentionParams& p, const AttentionSchedule& sched
   m.seqlen = p.seqlen_q;
   m.num_heads = p.num_heads_q;
   m.head_dim = p.head_dim_v;
-  launch_merge_behind(m, {p.cu_seqlens_q, p.total_q}, major, stream);
+  m.cu_seqlens = p.cu_seqlens_q;
+  m.total = p.total_q;
+  launch_merge(m, major, stream);
 }
 
 }  // namespace cuattn
