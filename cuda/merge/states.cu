@@ -144,8 +144,8 @@ __device__ void add_many(const RowParts<kPart>& parts, int32_t warp, int32_t col
     float weight[kRounds * kMine];
     Chunk<Element<kPart>, kSize> chunks[kRounds * kMine];
 #pragma unroll
-    for (int i = 0; i < kRounds * kMine; ++i) {
-      const int32_t part = first + i / kMine * kSums + i % kMine * kTeam + warp;
+    for (int i = 0; i < kRounds * kMine; ++i) {  // of sum i % kMine of this warp
+      const int32_t sum = i % kMine * kTeam + warp, part = first + i / kMine * kSums + sum;
       weight[i] = __shfl_sync(0xffffffffu, weights, part % 32);
       if (column < parts.p.head_dim && weight[i] != 0.0f) chunks[i] = parts.load(part, column);
     }
@@ -244,7 +244,7 @@ __global__ void __launch_bounds__(kThreads, kTeam == 1 ? 4 : 2)
   const int64_t rows = count_rows(p), step = int64_t{gridDim.x} * kRows;
   for (int64_t first = int64_t{blockIdx.x} * kRows; first < rows; first += step) {
     const Row row = row_of(p, first + of_block);
-    wait_for_previous_kernel();  // the sequences were there before it
+    wait_for_previous_kernel();  // which had waited for whoever wrote cu_seqlens
     merge_row<kPart, kType, kTeam>(p, row, warp % kTeam,
                                    sums + (kTeam == 1 ? 0 : of_block * kSums));
   }

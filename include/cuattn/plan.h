@@ -36,6 +36,7 @@ struct AttentionRequest {
   int32_t seqlen_q, seqlen_kv;  // ragged: the maxima
   bool ragged, uses_seqused;
   MaskKind mask;
+  int32_t window_left, window_right;  // kUnlimited, or how far a query sees
   ScoreKind score;
   bool has_sinks, batch_invariant;
   bool has_bias, has_bias_map;  // params/attention.h

@@ -19,8 +19,8 @@ POSITIONAL = {
     op: ("dout", "q", "k", "v", "out", "lse", *OPS[forward].positional[3:])
     for op, forward in FORWARD.items()
 }
-# Of the forward call alone: gradients go through rows, not pages, no kernel splits the keys, and
-# none goes through float8.
+# Of the forward call alone: gradients go through rows, not pages, no backward kernel splits the
+# keys, and none goes through float8.
 NOT_TAKEN = ("block_tables", "kv_layout", "dtype", "num_splits", "return_lse")
 
 

@@ -184,7 +184,8 @@ def attention(
         `out` may be this array itself; lse does not change. No JAX arrays, no gradient.
     num_splits : int
         Parts that the keys are cut into; 0 lets the library choose. A wish: a kernel takes at most
-        one for each tile of keys, and all but "sm90" take 1. `explain` says how many there are.
+        one for each tile of keys, and all but "sm90", "sm80" and "simt" take 1. `explain` says how
+        many there are.
     batch_invariant : bool
         The bits of a sequence's result do not depend on the rest of the batch: keys are split at
         fixed places or not at all, unless num_splits says so (docs/numerics.md).

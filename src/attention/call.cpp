@@ -28,6 +28,8 @@ AttentionRequest request_of(const AttentionCall& call) {
   r.ragged = call.ragged;
   r.uses_seqused = call.uses_seqused;
   r.mask = p.mask.kind();
+  r.window_left = p.mask.left;
+  r.window_right = p.mask.right;
   r.score = p.scores.kind;
   r.has_sinks = call.has_sinks;
   r.batch_invariant = call.batch_invariant;

@@ -78,7 +78,8 @@ double filled(int64_t rows, int32_t tile) {
 
 // Parts of the keys for `items` tiles of work of `key_tiles` steps each, none shorter than two steps:
 // the number that is soonest done, in steps of a multiprocessor. A part begins and ends (1.5 steps; O
-// of a tile takes 0.02 to the workspace and back, shared by all), and parts take one launch more (2).
+// of a tile takes 0.02 to the workspace and back, shared by all), and parts take one launch more (2):
+// what an H200 takes beside a step of sm90 of 1.5 us. Steps of the others are longer.
 int32_t choose_splits(int64_t items, int32_t key_tiles, int32_t num_sms) {
   if (items == 0 || items * 5 >= int64_t{num_sms} * 4 || key_tiles <= 4) return 1;
   auto steps = [&](int32_t splits) {
@@ -117,10 +118,20 @@ int64_t items_of(const AttentionRequest& r, int32_t m, int32_t packed) {
   return r.ragged ? std::min(items, (r.total_q * packed / m + r.batch) * heads) : items;
 }
 
+// Keys that the rows of one tile see, at most: a window leaves them few.
+int64_t seen_keys(const AttentionRequest& r, int64_t rows) {
+  const int64_t none = kUnlimited;
+  if (r.window_left == none || r.window_right == none) return r.seqlen_kv;
+  return std::min<int64_t>(r.seqlen_kv, r.window_left + int64_t{1} + r.window_right + rows);
+}
+
 // Parts of the keys, as asked for or as many as pay where `slots` items run at a time.
-int32_t splits_of(const AttentionRequest& r, int64_t items, int32_t key_tiles, int32_t slots) {
-  if (r.num_splits > 0) return std::min(r.num_splits, std::max(key_tiles, 1));
-  return r.batch_invariant ? 1 : choose_splits(items, key_tiles, slots);
+int32_t splits_of(const AttentionRequest& r, const Plan& plan, int32_t slots) {
+  const auto [m, n, stages, warps] = plan.tile;
+  if (r.num_splits > 0) return std::min(r.num_splits, std::max(ceil_div(r.seqlen_kv, n), 1));
+  if (r.batch_invariant) return 1;
+  const int32_t tiles = ceil_div(seen_keys(r, m / plan.packed_heads), n);
+  return choose_splits(items_of(r, m, plan.packed_heads), tiles, slots);
 }
 
 // O and lse of each part, float32 (cuda/host/parts.h).
@@ -134,9 +145,8 @@ size_t parts_bytes(const AttentionRequest& r, int32_t splits) {
 // cut.
 void plan_parts(Plan& plan, const AttentionRequest& r, const DeviceInfo& device) {
   if (r.has_functor || r.has_rows) return;
-  const int32_t slots = device.num_sms * (plan.tile.warps <= 4 ? 2 : 1);
-  const int32_t key_tiles = ceil_div(r.seqlen_kv, plan.tile.n);
-  plan.num_splits = std::min(splits_of(r, items_of(r, plan.tile.m, 1), key_tiles, slots), 65535);
+  const int32_t slots = 2 * device.num_sms;  // 128 threads leave registers to two blocks
+  plan.num_splits = std::min(splits_of(r, plan, slots), 65535);
   plan.workspace_bytes = parts_bytes(r, plan.num_splits);
 }
 
@@ -166,14 +176,14 @@ void plan_sm90(Plan& plan, HeadDims d, const AttentionRequest& r, const DeviceIn
   plan.packed_heads = packs ? group : 1;
   int64_t tiles = ceil_div(int64_t{r.seqlen_q} * plan.packed_heads, m);
   int64_t items = items_of(r, m, plan.packed_heads);
-  int32_t key_tiles = ceil_div(r.seqlen_kv, plan.tile.n);
-  plan.num_splits = splits_of(r, items, key_tiles, device.num_sms);
+  plan.num_splits = splits_of(r, plan, device.num_sms);
   if (r.batch_invariant && r.num_splits == 0 && !r.ragged && r.batch > 0) {
     FixedSplits fixed = fixed_splits(items / r.batch, plan.tile.n);
     plan.split_keys = fixed.tiles * plan.tile.n;
     plan.most_splits = fixed.most;
     if (fixed.most > 1) {
-      plan.num_splits = std::clamp(ceil_div(key_tiles, fixed.tiles), 1, fixed.most);
+      const int32_t tiles = ceil_div(r.seqlen_kv, plan.tile.n);
+      plan.num_splits = std::clamp(ceil_div(tiles, fixed.tiles), 1, fixed.most);
     }
   }
   if (in_blocks(plan.tile)) plan.keys = KeyAccess::in_blocks;

@@ -187,6 +187,7 @@ def test_keys_of_packed_sequences_are_split_where_tiles_are_few():
     assert plan(512, 32768).num_splits == 1
     assert plan(128, 32768, batch=4).num_splits == 1
     assert plan(128, 512).num_splits == 1
+    assert plan(128, 32768, window=(127, 0)).num_splits == 1
     # A longest query that is a bound: as many tiles as its rows leave room for.
     assert plan(8192, 32768, batch=2, total=128).num_splits == 2
 

@@ -12,7 +12,7 @@ import cases
 import cuattn
 import harness
 import made_up_gpus
-from split_cases import SPLIT, with_options
+from split_cases import SPLIT, plan_of, with_options
 
 TARGETS = harness.target_params([(name,) for name in SPLIT], cpu=(), cuda=("sm80", "simt"))
 DTYPES = {"sm80": ("float16", "bfloat16"), "simt": ("float32", "float32")}
@@ -26,6 +26,8 @@ def test_any_number_of_parts_is_right_and_gives_the_same_bits(device, backend, n
     def attempt():
         problem = cases.make_problem(case, rng)
         for num_splits in (1, 2, 3, 7, 64):
+            plan = plan_of(case, backend=backend, num_splits=num_splits)
+            assert plan.num_splits == max(1, min(num_splits, -(-case.seqlen_kv // plan.tile_n)))
             forced = with_options(problem, num_splits=num_splits)
             result = harness.run(device, backend, forced)
             harness.judge(problem, *result)
@@ -49,6 +51,8 @@ def test_keys_are_split_where_tiles_are_few(gpu, dtype):
     assert plan(1, 32768, num_splits=1).workspace_bytes == 0
     assert plan(1, 32768, batch_invariant=True).num_splits == 1
     assert plan(1, 100).num_splits == 1
+    assert plan(1, 32768, window=(127, 0)).num_splits == 1
+    assert plan(1, 32768, window=(127, -1)).num_splits > 2
     assert plan(4096, 4096).num_splits == 1
     assert plan(1, 32768, batch=64).num_splits == 1
 

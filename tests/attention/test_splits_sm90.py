@@ -91,11 +91,15 @@ def test_split_keys_leave_rows_of_nobody_alone(torch, num_splits, used):
 @pytest.mark.parametrize("queries", [65, 200])
 @pytest.mark.parametrize("ends", [[0, 2**31 - 1], [-5, 9000], [20000, 3], [8999, 9100]], ids=str)
 def test_wrong_lengths_of_split_keys_are_clamped(torch, ends, queries):
-    """No access leaves the arrays; the sequence whose lengths are right stays right."""
+    """The sequence whose lengths are right stays right."""
     q, k, v, begins, right = make_packed(torch, [queries] * 3, [9000] * 3, (4, 1), 64, (0, 0))
     wrong = torch.tensor([0, 9000, *ends], device="cuda", dtype=torch.int32)
 
+    lengths = queries, 9000
+    plan = cuattn.explain("attention_varlen", q, k, v, begins, wrong, *lengths, backend="sm90")
+    assert plan.num_splits > 1
+
     def call(ends):
-        return cuattn.attention_varlen(q, k, v, begins, ends, queries, 9000, backend="sm90")
+        return cuattn.attention_varlen(q, k, v, begins, ends, *lengths, backend="sm90")
 
     assert torch.equal(call(wrong)[:queries], call(right)[:queries])

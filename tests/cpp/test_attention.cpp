@@ -108,7 +108,8 @@ Problem make_problem(const Instance& instance, int variant, Random& random) {
   p.magnitude = random.chance(0.25) ? 8.0f : 1.0f;
   choose_mask(p, instance.mask, random);
   choose_score(p, instance.score, random);
-  bool splits_keys = instance.backend == "sm90" && variant != kRagged;
+  bool splits_keys =
+      instance.backend == "sm90" || instance.backend == "sm80" || instance.backend == "simt";
   if (splits_keys && random.chance(0.3)) p.num_splits = random.range(2, 5);
   switch (variant) {
     case kRagged:

@@ -30,6 +30,7 @@ int main() {
   std::vector<uint16_t> out(kRows * kDim, 0xffff);
   AttentionParams p{};
   AttentionSchedule schedule{};
+  schedule.num_splits = 1;
   p.q = q.data(), p.k = k.data(), p.v = v.data(), p.out = out.data();
   p.q_strides = p.k_strides = p.v_strides = p.out_strides = {0, kDim, kDim};
   p.dtype = p.out_dtype = DType::f16;

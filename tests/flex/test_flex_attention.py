@@ -480,7 +480,7 @@ def test_explain_says_what_functions_become(has_nvrtc, monkeypatch):
         plan = cuattn.explain("flex_attention", *wide, device="h100", mask_mod=mask)
         assert plan.kernel == kernel
         assert words in plan.reason
-    for keys, splits in ((320, 2), (2048, 14)):  # of tiles of 64 keys, which the functor has
+    for keys, splits in ((640, 5), (2048, 16)):  # of tiles of 64 keys, which the functor has
         wide = ((1, 128, 4, 256), *((1, keys, 4, 256),) * 2)
         plan = cuattn.explain("flex_attention", *wide, device="h100", mask_mod=streaming)
         assert (plan.tile_n, plan.num_splits, plan.warps) == (64, splits, 12)

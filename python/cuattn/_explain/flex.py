@@ -149,17 +149,17 @@ def plan_on_hopper(
     if plan.kernel != "sm90" or plan.score != "identity":
         refuse_if_named(given, f"row ranges it has no softcap, {NOT_IN_SM90}")
         return None
+    # Both have the tiles of dropout (tiles.h), and with them its splits and workspace.
+    drops = {"dropout_p": 0.5, "dropout_seed": 0}
+    tiles = explain_rows({**given, **drops, "window": window}, dtype, where)
+    tiles = dataclasses.replace(tiles, mask=plan.mask, score=plan.score, ladder=plan.ladder)
     if is_compiled:
-        # Functors have the tiles of dropout (tiles.h), and with them its splits and workspace.
-        drops = {"dropout_p": 0.5, "dropout_seed": 0}
-        tiles = explain_rows({**given, **drops, "window": window}, dtype, where)
-        tiles = dataclasses.replace(tiles, mask=plan.mask, score=plan.score, ladder=plan.ladder)
         return dataclasses.replace(tiles, warps=12, packed_heads=1)
     if most > SM90_ROWS_DIM:
         refuse_if_named(given, f"row ranges without NVRTC head_dim is at most {SM90_ROWS_DIM}")
         return None
     dim = 64 if most <= 64 else 128  # of the instances, which differ from a window's (tiles.h)
-    plan = dataclasses.replace(plan, mask="rows", head_dim=dim, head_dim_v=dim)
+    plan = dataclasses.replace(tiles, mask="rows", head_dim=dim, head_dim_v=dim)
     return dataclasses.replace(plan, tile_m=128, warps=12, packed_heads=1)
 
 
