@@ -120,9 +120,10 @@ int64_t items_of(const AttentionRequest& r, int32_t m, int32_t packed) {
 
 // Keys that the rows of one tile see, at most: a window leaves them few.
 int64_t seen_keys(const AttentionRequest& r, int64_t rows) {
-  const int64_t none = kUnlimited;
-  if (r.window_left == none || r.window_right == none) return r.seqlen_kv;
-  return std::min<int64_t>(r.seqlen_kv, r.window_left + int64_t{1} + r.window_right + rows);
+  if (r.window_left == kUnlimited) return r.seqlen_kv;
+  // The last query stands at the last key, so that none has more to its right than queries follow.
+  int64_t right = r.window_right == kUnlimited ? r.seqlen_q : r.window_right + rows;
+  return std::min(int64_t{r.seqlen_kv}, r.window_left + int64_t{1} + right);
 }
 
 // Parts of the keys, as asked for or as many as pay where `slots` items run at a time.
