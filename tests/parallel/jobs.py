@@ -61,7 +61,7 @@ class Whole:
                 leaf.requires_grad_()
             one = Whole(*leaves, self.options | learned, self.axis)
             g = generator(seed)
-            found = one.one_process(return_lse=True)
+            found = one.one_process(return_lse=True, batch_invariant=True)
             upstream = [torch.randn(x.shape, generator=g).to(x.dtype) for x in found]
             torch.set_deterministic_debug_mode("warn")  # loads no compiler
             torch.autograd.backward(found, upstream)
@@ -313,7 +313,7 @@ def backward_of(ranks, whole, layout, scheme, seed, bits=False):
     learned = {name: whole.options[name].clone().requires_grad_() for name in names}
     mine = [layout.shard(x, ranks.rank, whole.axis).requires_grad_() for x in whole.arrays()]
     part = dataclasses.replace(whole, options=whole.options | learned)
-    found = part.on_ranks(ranks, layout, scheme, mine, deterministic=True)
+    found = part.on_ranks(ranks, layout, scheme, mine, deterministic=True, batch_invariant=True)
     torch.autograd.backward(found, list(rows(upstream, layout, ranks.rank)))
     for name, got, leaf in zip("qkv", mine, one.arrays(), strict=True):
         want = layout.shard(leaf.grad, ranks.rank, whole.axis)
