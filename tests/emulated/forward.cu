@@ -25,6 +25,11 @@ double value(uint16_t bits) { return device::to_float(device::Half{bits}); }
 
 }  // namespace
 
+// No call here splits keys.
+namespace cuattn {
+void launch_merge(const MergeParams&, int32_t, cudaStream_t) {}
+}  // namespace cuattn
+
 int main() {
   auto q = made(kRows * kDim, 1), k = made(kKeys * kDim, 2), v = made(kKeys * kDim, 3);
   std::vector<uint16_t> out(kRows * kDim, 0xffff);
