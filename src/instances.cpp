@@ -44,7 +44,7 @@ struct Sizes {
 
 struct Index {
   static constexpr int kOps = std::size(kOpNames), kKernels = 8, kDTypes = 4, kMasks = 4;
-  static constexpr int kScores = 3;  // what is missing here does not compile
+  static constexpr int kScores = 4;  // what is missing here does not compile
   Sizes sizes[kOps][kKernels][kDTypes][kMasks][kScores] = {};
 
   constexpr Index() {

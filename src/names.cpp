@@ -48,6 +48,7 @@ const char* score_name(ScoreKind score) {
     case ScoreKind::identity: return "identity";
     case ScoreKind::scored: return "scored";
     case ScoreKind::dropped: return "dropped";
+    case ScoreKind::fast: return "fast";
   }
   return "unknown";
 }

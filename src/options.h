@@ -21,8 +21,7 @@ struct OptionsRules;
 template <>
 struct OptionsRules<cuattn_attention_options> {
   static constexpr const char* kInit = "cuattn_attention_options_init";
-  static constexpr size_t kEnd =
-      offsetof(cuattn_attention_options, dropout_heads) + sizeof(int64_t);
+  static constexpr size_t kEnd = offsetof(cuattn_attention_options, reserved) + sizeof(int32_t);
   static void set_defaults(cuattn_attention_options& o) {
     o.window_left = o.window_right = kUnlimited;
     o.dropout_seed = -1;
@@ -138,6 +137,13 @@ void init_options(const char* function, Options* options, size_t bytes) noexcept
     std::memcpy(static_cast<void*>(options), &defaults,
                 bytes < sizeof(Options) ? bytes : sizeof(Options));
   });
+}
+
+// A field that this library does not have is refused, never ignored.
+inline void require_nothing_reserved(const char* function, int32_t reserved) {
+  if (reserved == 0) return;
+  fail<NotImplemented>(function, ": options must have 0 in reserved, got ", reserved,
+                       "; use a newer library or leave the field 0");
 }
 
 // The options of a caller as this library knows them: `given` itself, or `room` where the sizes

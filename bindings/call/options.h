@@ -46,6 +46,7 @@ struct AttentionArgs {
   nb::handle q_scale;
   nb::handle k_scale;
   nb::handle v_scale;
+  nb::handle accumulate;
   nb::handle num_splits;
   nb::handle batch_invariant;
   nb::handle return_lse;
@@ -91,6 +92,7 @@ struct AttentionFunctions {
       {"q_scale", &Args::q_scale},
       {"k_scale", &Args::k_scale},
       {"v_scale", &Args::v_scale},
+      {"accumulate", &Args::accumulate},
       {"num_splits", &Args::num_splits},
       {"batch_invariant", &Args::batch_invariant},
       {"return_lse", &Args::return_lse},
@@ -133,6 +135,7 @@ struct Attention : AttentionFunctions {
       {"q_scale", &Args::q_scale},
       {"k_scale", &Args::k_scale},
       {"v_scale", &Args::v_scale},
+      {"accumulate", &Args::accumulate},
       {"num_splits", &Args::num_splits},
       {"batch_invariant", &Args::batch_invariant},
       {"return_lse", &Args::return_lse},
@@ -179,6 +182,7 @@ struct AttentionVarlen : AttentionFunctions {
       {"q_scale", &Args::q_scale},
       {"k_scale", &Args::k_scale},
       {"v_scale", &Args::v_scale},
+      {"accumulate", &Args::accumulate},
       {"num_splits", &Args::num_splits},
       {"batch_invariant", &Args::batch_invariant},
       {"return_lse", &Args::return_lse},
@@ -227,6 +231,7 @@ inline void parse_options(const char* op, const AttentionArgs& args,
   if (args.dropout_head.is_valid()) o.dropout_head = parse_int(op, "dropout_head", args.dropout_head);
   if (args.dropout_heads.is_valid()) o.dropout_heads = parse_int(op, "dropout_heads", args.dropout_heads);
   if (is_given(args.dtype)) o.dtype = parse_dtype(op, args.dtype);
+  if (args.accumulate.is_valid()) o.accumulate = parse_accumulate(op, args.accumulate);
   if (args.num_splits.is_valid()) o.num_splits = parse_int32(op, "num_splits", args.num_splits);
   if (args.batch_invariant.is_valid()) o.batch_invariant = parse_bool(op, "batch_invariant", args.batch_invariant);
   if (args.return_lse.is_valid()) o.return_lse = parse_bool(op, "return_lse", args.return_lse);

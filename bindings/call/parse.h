@@ -107,6 +107,14 @@ inline int32_t parse_dtype(const char* op, nb::handle value) {
   return parse_float8(op, "dtype", "arrays", value);
 }
 
+inline int32_t parse_accumulate(const char* op, nb::handle value) {
+  const char* text = parse_text(op, "accumulate", value);
+  if (std::strcmp(text, "exact") == 0) return CUATTN_ACCUMULATE_EXACT;
+  if (std::strcmp(text, "fast") == 0) return CUATTN_ACCUMULATE_FAST;
+  raise(PyExc_ValueError, op, ": accumulate must be 'exact' or 'fast', got '", text,
+        "'; choose one of these");
+}
+
 inline int32_t parse_int32(const char* op, const char* name, nb::handle value) {
   int64_t number = parse_int(op, name, value);
   if (number != static_cast<int32_t>(number))

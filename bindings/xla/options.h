@@ -36,6 +36,7 @@ inline void read_options(const CallFrame& frame, cuattn_attention_options& o,
   o.q_scale = number(frame, "q_scale");
   o.k_scale = number(frame, "k_scale");
   o.v_scale = number(frame, "v_scale");
+  o.accumulate = integer32(frame, "accumulate");
   o.num_splits = integer32(frame, "num_splits");
   o.batch_invariant = integer32(frame, "batch_invariant");
   o.return_lse = integer32(frame, "return_lse");

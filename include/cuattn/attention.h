@@ -48,6 +48,10 @@ enum class KvDtype : int32_t {
   e4m3 = CUATTN_KV_DTYPE_E4M3        // float8_e4m3fn
 };
 
+// How products of float8 values are summed: those of a tile of keys by the tensor cores and tiles in
+// float32, or all by the tensor cores, with about 13 bits. Kernels without such products: float32.
+enum class Accumulate : int32_t { exact = CUATTN_ACCUMULATE_EXACT, fast = CUATTN_ACCUMULATE_FAST };
+
 // The options of attention and attention_varlen; names, defaults and meaning are those of the
 // Python functions. Tensor pointers are borrowed for the duration of the call.
 struct AttentionOptions {
@@ -85,6 +89,7 @@ struct AttentionOptions {
   KvDtype dtype = KvDtype::automatic;
   double q_scale = 1.0, k_scale = 1.0, v_scale = 1.0;
   const TensorView *q_scales = nullptr, *k_scales = nullptr, *v_scales = nullptr;
+  Accumulate accumulate = Accumulate::exact;
   const char* backend = "auto";
 };
 
@@ -146,6 +151,7 @@ struct COptions {
     c.dropout_heads = o.dropout_heads;
     c.dropout_state = borrow(o.dropout_state, dropout_state);
     c.dtype = static_cast<int32_t>(o.dtype);
+    c.accumulate = static_cast<int32_t>(o.accumulate);
     c.q_scale = o.q_scale;
     c.k_scale = o.k_scale;
     c.v_scale = o.v_scale;

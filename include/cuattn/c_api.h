@@ -56,6 +56,9 @@ enum {
   CUATTN_LAYOUT_NHD = 2,
   CUATTN_LAYOUT_THD = 3
 };
+/* Products of float8 values: sums of a tile of keys by the tensor cores, of tiles in float32; or all
+ * by the tensor cores, which keep about 13 bits. What has no such products sums in float32. */
+enum { CUATTN_ACCUMULATE_EXACT = 0, CUATTN_ACCUMULATE_FAST = 1 };
 
 /* Options of attention. Initialise with cuattn_attention_options_init. Tensors may be NULL. */
 typedef struct {
@@ -103,6 +106,7 @@ typedef struct {
   /* Dropout of a part of a greater call: the places there of its first row, key (on CUDA a multiple
    * of 16) and head, and how many heads a sequence has there, 0 = num_heads_q. */
   int64_t dropout_row, dropout_key, dropout_head, dropout_heads;
+  int32_t accumulate, reserved; /* of codes: CUATTN_ACCUMULATE_EXACT or _FAST; 0 */
 } cuattn_attention_options;
 
 CUATTN_API void cuattn_attention_options_init(cuattn_attention_options* options,
@@ -400,20 +404,16 @@ typedef struct {
   int64_t reserved[32]; /* 0 */
 } cuattn_plan;
 
-/* Which kernel a call would run and why. Data pointers are not read and may be NULL. device NULL =
- * the tensors' own. */
+/* Which kernel a call would run and why: of attention, its backward pass and paged attention. Data
+ * pointers are not read and may be NULL. device NULL = the tensors' own. */
 CUATTN_API cuattn_status cuattn_attention_explain(const DLTensor* q, const DLTensor* k,
                                                   const DLTensor* v,
                                                   const cuattn_attention_options* options,
                                                   const cuattn_device* device, cuattn_plan* plan);
-
-/* As cuattn_attention_explain. */
 CUATTN_API cuattn_status cuattn_attention_backward_explain(
     const cuattn_backward_arrays* arrays, const cuattn_attention_options* options,
     const cuattn_backward_options* backward_options, const cuattn_device* device,
     cuattn_plan* plan);
-
-/* As cuattn_attention_explain. */
 CUATTN_API cuattn_status cuattn_paged_explain(const DLTensor* q, const DLTensor* k_cache,
                                               const DLTensor* v_cache, const DLTensor* block_tables,
                                               const DLTensor* context_lens,

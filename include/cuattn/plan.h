@@ -55,6 +55,7 @@ struct AttentionRequest {
   int64_t total_kv;             // float8: rows of k and v
   bool has_part_scales;         // float8: q or k has a scale for each block of rows, or query head
   bool has_float8_pages;        // paged: the blocks hold codes of float8
+  bool is_fast;                 // float8: sums of one level will do
 };
 
 // What the choice of a paged kernel depends on.

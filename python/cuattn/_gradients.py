@@ -21,7 +21,7 @@ POSITIONAL = {
 }
 # Of the forward call alone: gradients go through rows, not pages, no backward kernel splits the
 # keys, and none goes through float8.
-NOT_TAKEN = ("block_tables", "kv_layout", "dtype", "num_splits", "return_lse")
+NOT_TAKEN = ("block_tables", "kv_layout", "dtype", "accumulate", "num_splits", "return_lse")
 
 
 def forward_options(op: str) -> Iterator[Option]:

@@ -69,6 +69,7 @@ WORDS: dict[str, tuple[str | None, ...]] = {  # in the order of the enums of c_a
     "kv_layout": ("nhd", "hnd", "vllm"),
     "kv_dtype": (None, "float8_e4m3fn"),
     "dtype": (None, "float8_e4m3fn"),
+    "accumulate": ("exact", "fast"),
 }
 OTHER_DEFAULTS: dict[str, dict[str, Any]] = {  # of some ops
     "causal": dict.fromkeys(PAGED + PLAN, True),
@@ -135,6 +136,7 @@ TABLE = tuple(Option(*row) for row in (
     ("q_scale", "scale", None, ROWS, "of float8 queries: query = stored * scale; None is 1"),
     ("k_scale", "scale", None, ALL + VLLM, "of float8 keys: key = stored * scale; None is 1"),
     ("v_scale", "scale", None, ALL + VLLM, "of float8 values: value = stored * scale; None is 1"),
+    ("accumulate", "word", "exact", ROWS, "sums of float8 products: two levels, or one"),
     ("rope", "turned", None, ROWS + PAGED[:1], "`(cos, sin)`: q is rotated first"),
     ("rope_positions", "turned", None, ROWS + PAGED[:1], "int64, the row of the tables of each q"),
     ("rope_interleaved", "turned", False, ROWS + PAGED[:1], "pairs are `(2 i, 2 i + 1)`"),

@@ -18,6 +18,7 @@ Layout = Literal["bshd", "bhsd"]
 MergeLayout = Literal["bshd", "bhsd", "nhd", "thd"]
 KvLayout = Literal["nhd", "hnd", "vllm"]
 KvDtype = Literal["float8_e4m3fn"]
+Accumulate = Literal["exact", "fast"]
 Act = Literal["silu", "gelu", "gelu_tanh"]
 FilterOrder = Literal["top_k_first", "joint"]
 Backend = Literal["auto", "naive", "cublas", "tiled", "simt", "sm80", "sm90", "cpu"]
@@ -48,6 +49,7 @@ class RowOptions(CommonOptions, total=False):
     bias: Array | None
     dtype: KvDtype | None
     q_scale: Any
+    accumulate: Accumulate
     seqused_q: Array | None
     seqused_k: Array | None
     dropout_p: float

@@ -15,6 +15,7 @@ from ._checks import check_ragged
 
 if TYPE_CHECKING:
     from ._types import (
+        Accumulate,
         Backend,
         DenseOptions,
         KvDtype,
@@ -83,6 +84,7 @@ def attention(
     q_scale: Any = None,
     k_scale: Any = None,
     v_scale: Any = None,
+    accumulate: Accumulate = "exact",
     seqused_q: Array | None = None,
     seqused_k: Array | None = None,
     kv_start: Array | None = None,
@@ -151,6 +153,11 @@ def attention(
         the device of q and is [1], [num_heads_kv] or [batch, num_heads_kv]; q_scale may be [batch,
         num_heads_q, ceil(seqlen_q / 128)] and k_scale [batch, num_heads_kv, ceil(seqlen_kv / 128)],
         one for each 128 rows; v_scale may be [batch, num_heads_kv, head_dim_v] (docs/fp8.md).
+    accumulate : {"exact", "fast"}
+        Of float8_e4m3fn and int8 queries: how a kernel that multiplies float8 values sums the
+        products. "exact": those of one tile of keys by the tensor cores, tiles in float32.
+        "fast": all by the tensor cores, which keep about 13 bits: sooner done, with errors that
+        grow with the number of keys (docs/fp8.md). All other kernels sum in float32 either way.
     seqused_q, seqused_k : int32 array, [batch], optional
         Lengths in use of a padded batch; query rows beyond give out 0 and lse -inf, keys beyond are
         not seen, and causal and window count from the lengths in use.
@@ -323,6 +330,7 @@ def attention_varlen(
     q_scale: Any = None,
     k_scale: Any = None,
     v_scale: Any = None,
+    accumulate: Accumulate = "exact",
     seqused_q: Array | None = None,
     seqused_k: Array | None = None,
     dropout_p: float = 0.0,
@@ -378,6 +386,8 @@ def attention_varlen(
     causal, window, scale, softcap, alibi_slopes, sinks, bias, dtype, q_scale, k_scale, v_scale
         As in `attention`; bias broadcasts to [batch, num_heads_q, max_seqlen_q, max_seqlen_k], and
         scales of 128 rows are those of each sequence, counted to max_seqlen_q and max_seqlen_k.
+    accumulate
+        As in `attention`.
     seqused_q, seqused_k : int32 array, [batch], optional
         Rows in use of each sequence.
     dropout_p, dropout_seed, dropout_offset, dropout_state

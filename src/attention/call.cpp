@@ -50,6 +50,7 @@ AttentionRequest request_of(const AttentionCall& call) {
   r.total_kv = p.total_kv;
   const int64_t (&q_scales)[3] = p.float8.q.extents, (&k_scales)[3] = p.float8.k.extents;
   r.has_float8_pages = call.paged && call.gather.dtype == DType::e4m3;
+  r.is_fast = call.is_fast;
   r.has_part_scales = q_scales[2] > 1 || k_scales[2] > 1 || q_scales[1] > p.num_heads_kv;
   if (r.has_rows) r.mask = MaskKind::rows;
   if (r.has_functor) {  // as the kernel that has every option

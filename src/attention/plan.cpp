@@ -41,11 +41,19 @@ const char* function_of(const AttentionRequest& r) {
   return r.is_flex ? "flex_attention" : r.ragged ? "attention_varlen" : "attention";
 }
 
+// Whether the request takes a kernel that sums products of float8 in one level: there is one.
+bool sums_fast(const AttentionRequest& r) {
+  return r.is_fast && r.dtype == DType::e4m3 && r.score == ScoreKind::identity &&
+         find_instance(Op::attention, Kernel::sm90, r.dtype, {r.head_dim, r.head_dim_v}, r.mask,
+                       ScoreKind::fast) != kNoInstance;
+}
+
 // Which of the compiled kernels: the scored ones have dropout, too, but those of sm90, which has some
 // for it alone.
 ScoreKind score_of(Kernel kernel, const AttentionRequest& r) {
-  if (!r.has_dropout) return r.score;
-  return kernel == Kernel::sm90 ? ScoreKind::dropped : ScoreKind::scored;
+  const bool is_sm90 = kernel == Kernel::sm90;
+  if (r.has_dropout) return is_sm90 ? ScoreKind::dropped : ScoreKind::scored;
+  return is_sm90 && sums_fast(r) ? ScoreKind::fast : r.score;
 }
 
 // The number of the compiled kernel that would run the request.
@@ -172,7 +180,8 @@ void plan_sm90(Plan& plan, HeadDims d, const AttentionRequest& r, const DeviceIn
   }
   int32_t group = r.num_heads_kv > 0 ? r.num_heads_q / r.num_heads_kv : 1, m = plan.tile.m;
   // The score functor (softcap, ALiBi, bias), row ranges and dropout know one head a tile.
-  bool packs = group > 1 && m % group == 0 && score == ScoreKind::identity && !r.has_rows &&
+  bool plain = score == ScoreKind::identity || score == ScoreKind::fast;
+  bool packs = group > 1 && m % group == 0 && plain && !r.has_rows &&
                filled(r.seqlen_q, m) < 0.9 * filled(int64_t{r.seqlen_q} * group, m);
   plan.packed_heads = packs ? group : 1;
   int64_t tiles = ceil_div(int64_t{r.seqlen_q} * plan.packed_heads, m);
@@ -425,7 +434,11 @@ std::string access_clause(const Plan& plan) {
   bool float8 = plan.kernel == Kernel::sm90 && plan.instance != kNoInstance &&
                 instance_at(plan.instance).op == Op::attention &&
                 instance_at(plan.instance).dtype == DType::e4m3;
-  if (float8) cut = "; probabilities are rounded to float8, sums have two levels";
+  if (float8) {
+    bool is_fast = instance_at(plan.instance).score == ScoreKind::fast;
+    cut = concat("; probabilities are rounded to float8, sums have ",
+                 is_fast ? "one level" : "two levels");
+  }
   if (plan.turned_bytes > 0) cut += "; values are turned into columns first";
   if (plan.split_keys > 0 && !over_pages)
     cut += concat("; keys in parts of ", plan.split_keys, " or more, at most ", plan.most_splits);

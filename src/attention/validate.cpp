@@ -12,6 +12,7 @@
 #include "src/check/bias.h"
 #include "src/check/float8.h"
 #include "src/check/options.h"
+#include "src/options.h"
 
 namespace cuattn {
 namespace {
@@ -240,6 +241,19 @@ void read_scales(AttentionCall& call, const cuattn_attention_options& o, bool ch
   }
 }
 
+// How products of codes are summed; those of other numbers have one way.
+void read_accumulate(AttentionCall& call, const cuattn_attention_options& o) {
+  const char* fn = call.function();
+  require_nothing_reserved(fn, o.reserved);
+  call.is_fast = o.accumulate == CUATTN_ACCUMULATE_FAST;
+  CUATTN_REQUIRE(call.is_fast || o.accumulate == CUATTN_ACCUMULATE_EXACT, fn,
+                 ": accumulate must be 'exact' or 'fast', 0 or 1 in C, got ", o.accumulate,
+                 "; choose one of these");
+  CUATTN_REQUIRE(!call.is_fast || is_code(call.params.dtype), fn,
+                 ": accumulate must be 'exact' for ", dtype_name(call.params.dtype),
+                 " q, got 'fast'; leave it out, or quantise q, k and v with cuattn.quantize");
+}
+
 // Broadcast from the right, as numpy does, to [batch, num_heads_q, seqlen_q, seqlen_kv].
 void read_bias(AttentionCall& call, const DLTensor* tensor, bool check_data) {
   if (tensor == nullptr) return;
@@ -434,6 +448,7 @@ AttentionCall validated(TensorView q, TensorView k, TensorView v, const cuattn_a
   p.scores = read_scores(fn, o, call.has_bias, {p.batch, p.num_heads_q, p.head_dim, "batch"},
                          call.device, check_data);
   read_scales(call, o, check_data);
+  read_accumulate(call, o);
   call.may_step = call.may_step && !is_code(p.dtype);
   read_bias(call, o.bias, check_data);
   read_dropout(call, o, check_data);

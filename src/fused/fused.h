@@ -9,13 +9,6 @@
 
 namespace cuattn {
 
-// A field that this library does not have is refused, never ignored.
-inline void require_nothing_reserved(const char* function, int32_t reserved) {
-  if (reserved == 0) return;
-  fail<NotImplemented>(function, ": options must have 0 in reserved, got ", reserved,
-                       "; use a newer library or leave the field 0");
-}
-
 // rope.cpp
 void apply_rope(const TensorView& x, const TensorView& cos, const TensorView& sin,
                 const cuattn_rope_options& options, const TensorView& out, Stream stream);

@@ -8,6 +8,7 @@
 #include "src/check/axes.h"
 #include "src/check/overlap.h"
 #include "src/fused/fused.h"
+#include "src/options.h"
 
 namespace cuattn {
 namespace {

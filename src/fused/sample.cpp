@@ -5,6 +5,7 @@
 #include "src/check/arrays.h"
 #include "src/check/overlap.h"
 #include "src/fused/fused.h"
+#include "src/options.h"
 
 namespace cuattn {
 namespace {

@@ -56,6 +56,7 @@ LITERALS = {  # of python/cuattn/_types.py; cuattn.jax says str
     "kv_layout": "KvLayout",
     "kv_dtype": "KvDtype",
     "dtype": "KvDtype",
+    "accumulate": "Accumulate",
     "backend": "Backend",
 }
 TYPES = "python/cuattn/_types.py"
@@ -213,7 +214,7 @@ def c_structs(options):
     path, rules = "include/cuattn/c_api.h", "src/options.h"
     for struct, first in (("attention", "attention"), ("paged", "paged_attention")):
         found, defaults = dict(c_struct(struct)), c_defaults(struct)
-        expected = {"struct_size", "version"} if struct == "paged" else {"struct_size"}
+        expected = {"struct_size", "version" if struct == "paged" else "reserved"}
         text = (ROOT / rules).read_text()
         text = text.split(f"struct OptionsRules<cuattn_{struct}_options> {{")[1].split("};")[0]
         for option in options["fields_of"](struct):
@@ -244,7 +245,7 @@ def cpp_fields(option, default):
         case "length" if default is None:
             return [(name, "-1")]
         case "word":
-            kinds = {"layout": "Layout", "kv_layout": "KvLayout"}
+            kinds = {"layout": "Layout", "kv_layout": "KvLayout", "accumulate": "Accumulate"}
             kind = kinds.get(name, "KvDtype")
             return [(name, f"{kind}::{default or 'automatic'}")]
         case "text":
@@ -324,6 +325,7 @@ def test_literals_are_the_words_of_the_table_and_the_rungs_of_the_ladder():
     assert _types.Layout.__args__ == words["layout"][:2]  # merge_states alone has the others
     assert _types.KvLayout.__args__ == words["kv_layout"]
     assert (None, *_types.KvDtype.__args__) == words["kv_dtype"]
+    assert _types.Accumulate.__args__ == words["accumulate"]
     q = np.ones((1, 1, 1, 8), np.float32)
     with pytest.raises(ValueError, match="backend must be") as refused:
         cuattn.attention(q, q, q, backend="nosuch")
@@ -364,7 +366,8 @@ def test_builtins_show_the_signatures_of_their_python_functions():
 
 def test_words_are_numbered_as_the_enums_of_c_are():
     text = (ROOT / "include/cuattn/c_api.h").read_text()
-    words = {"layout": "LAYOUT", "kv_layout": "KV", "kv_dtype": "KV_DTYPE", "dtype": "KV_DTYPE"}
+    words = {"layout": "LAYOUT", "kv_layout": "KV", "kv_dtype": "KV_DTYPE", "dtype": "KV_DTYPE",
+             "accumulate": "ACCUMULATE"}  # fmt: skip
     spelled = {None: "AUTO", "float8_e4m3fn": "E4M3"}
     for name, prefix in words.items():
         for code, word in enumerate(OPTIONS["WORDS"][name]):

@@ -29,7 +29,8 @@ enum class DType : int32_t { f32, f16, bf16, e4m3, boolean, i32, i64, i8 };
 // causal: right limit 0, no left limit; rows: an interval of keys of each row (params/flex.h).
 enum class MaskKind : int32_t { none, causal, window, rows };
 // See ScoreParams. dropped: identity with dropout; of sm90 alone, for scored kernels have it elsewhere.
-enum class ScoreKind : int32_t { identity, scored, dropped };
+// fast: identity over float8, whose sums have one level; of sm90 alone.
+enum class ScoreKind : int32_t { identity, scored, dropped, fast };
 
 constexpr int64_t kUnlimited = -1;  // a window side without limit
 

@@ -78,6 +78,7 @@ def attention(
     q_scale: float | jax.Array | None = None,
     k_scale: float | jax.Array | None = None,
     v_scale: float | jax.Array | None = None,
+    accumulate: str = "exact",
     seqused_q: jax.Array | None = None,
     seqused_k: jax.Array | None = None,
     kv_start: jax.Array | None = None,
@@ -110,7 +111,7 @@ def attention(
         As in `cuattn.attention`; a scale that changes under jax.jit is better an array.
     seqused_q, seqused_k, kv_start
         As in `cuattn.attention`.
-    num_splits, batch_invariant, return_lse, backend
+    accumulate, num_splits, batch_invariant, return_lse, backend
         As in `cuattn.attention`.
     dropout_p, dropout_seed, dropout_offset, dropout_row, dropout_key, dropout_head, dropout_heads
         As in `cuattn.attention`; static under jax.jit.
@@ -156,6 +157,7 @@ def attention_varlen(
     q_scale: float | jax.Array | None = None,
     k_scale: float | jax.Array | None = None,
     v_scale: float | jax.Array | None = None,
+    accumulate: str = "exact",
     seqused_q: jax.Array | None = None,
     seqused_k: jax.Array | None = None,
     dropout_p: float = 0.0,
@@ -185,7 +187,7 @@ def attention_varlen(
         As in `cuattn.attention_varlen`; the numbers are static under jax.jit.
     dtype, q_scale, k_scale, v_scale
         As in `attention`.
-    num_splits, batch_invariant, return_lse, backend
+    accumulate, num_splits, batch_invariant, return_lse, backend
         As in `cuattn.attention_varlen`.
     dropout_p, dropout_seed, dropout_offset, dropout_row, dropout_key, dropout_head, dropout_heads
         As in `cuattn.attention_varlen`; static under jax.jit.
