@@ -90,6 +90,16 @@ REFUSALS = {
         "one of these"),
     "layout_number": ("attention", {"layout": 3}, TypeError,
         "layout must be a string, got 3; pass a str"),
+    "accumulate_unknown": ("attention", {"accumulate": "slow"}, ValueError,
+        "accumulate must be 'exact' or 'fast', got 'slow'; choose one of these"),
+    "accumulate_none": ("attention_varlen", {"accumulate": None}, TypeError,
+        "accumulate must be a string, got None; pass a str"),
+    "accumulate_of_float32": ("attention", {"accumulate": "fast"}, ValueError,
+        "accumulate must be 'exact' for float32 q, got 'fast'; leave it out, or quantise q, k and "
+        "v with cuattn.quantize"),
+    "accumulate_of_packed_float32": ("attention_varlen", {"accumulate": "fast"}, ValueError,
+        "accumulate must be 'exact' for float32 q, got 'fast'; leave it out, or quantise q, k and "
+        "v with cuattn.quantize"),
     "causal_number": ("attention", {"causal": 1}, TypeError,
         "causal must be True or False, got 1; pass a bool"),
     "return_lse_text": ("attention", {"return_lse": "no"}, TypeError,

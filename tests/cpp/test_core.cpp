@@ -290,6 +290,25 @@ TEST(the_cpp_functions_give_the_same_bits) {
   }
 }
 
+TEST(fast_sums_of_codes_are_the_same_bits_on_the_cpu) {
+  constexpr int kNumbers = 2 * 70 * 2 * 32;
+  Random random(case_seed("accumulate"));
+  std::vector<uint8_t> codes(kNumbers);  // sizes up to 26, both signs
+  for (uint8_t& code : codes)
+    code = static_cast<uint8_t>(random.range(0, 1) * 128 + random.range(0, 93));
+  TensorView x(codes.data(), DType::e4m3, {2, 70, 2, 32});
+  std::vector<float> results[2];
+  for (Accumulate accumulate : {Accumulate::exact, Accumulate::fast}) {
+    std::vector<float>& result = results[static_cast<int>(accumulate)];
+    result.assign(kNumbers, -1000.0f);
+    AttentionOptions options;
+    options.accumulate = accumulate;
+    options.q_scale = 0.125;
+    attention(x, x, x, TensorView(result.data(), DType::f32, {2, 70, 2, 32}), options);
+  }
+  CHECK(results[0] == results[1] && results[0] != std::vector<float>(kNumbers, -1000.0f));
+}
+
 TEST(a_prepared_call_runs_again_with_the_same_bits) {
   Problem p;
   p.seqlen_q = 50, p.seqlen_kv = 70, p.heads_q = 2;

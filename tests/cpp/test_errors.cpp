@@ -126,6 +126,10 @@ TEST(impossible_numbers_are_refused) {
   refuses<Invalid>("scale", [](Call& c) { c.options.scale = INFINITY; });
   refuses<Invalid>("num_splits", [](Call& c) { c.options.num_splits = -1; });
   refuses<Invalid>("layout", [](Call& c) { c.options.layout = Layout::thd; });
+  refuses<Invalid>("accumulate must be 'exact' for float32 q",
+                   [](Call& c) { c.options.accumulate = Accumulate::fast; });
+  refuses<Invalid>("accumulate must be 'exact' or 'fast', 0 or 1 in C, got 2",
+                   [](Call& c) { c.options.accumulate = static_cast<Accumulate>(2); });
   refuses<Invalid>("backend must be", [](Call& c) { c.options.backend = "gpu"; });
   refuses<NotImplemented>("sm80", [](Call& c) { c.options.backend = "sm80"; });
   refuses<NotImplemented>("sm90", [](Call& c) { c.options.backend = "sm90"; });

@@ -150,6 +150,19 @@ TEST(attention_options_of_other_sizes) {
        [](cuattn_attention_options& o) { o.window_left = 0; }});
 }
 
+TEST(what_attention_options_reserve_must_be_zero) {
+  Result q = random_values(2 * 4 * 2 * 8);
+  TensorView view(q.data(), DType::f32, {2, 4, 2, 8});
+  DLTensor dq = view.dl();
+  cuattn_attention_options options;
+  cuattn_attention_options_init(&options, sizeof options);
+  options.reserved = 1;
+  cuattn_attention_call call;
+  CHECK(cuattn_attention_prepare(&dq, &dq, &dq, &options, &call) == CUATTN_NOT_IMPLEMENTED);
+  CHECK(std::string(cuattn_last_error()).find("0 in reserved, got 1") != std::string::npos,
+        cuattn_last_error());
+}
+
 TEST(paged_options_of_other_sizes) {
   Result q = random_values(2 * 3 * 2 * 8), cache = random_values(4 * 8 * 2 * 8);
   std::vector<int32_t> tables = {0, 1, 2, 3}, lens = {16, 11};

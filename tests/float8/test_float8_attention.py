@@ -147,6 +147,46 @@ def test_a_scale_of_zero_gives_what_zeros_give(backend, rng):
     assert not cuattn.attention(q, k, v, v_scale=0.0, backend=backend).astype(np.float32).any()
 
 
+@pytest.mark.parametrize("int8", [False, True], ids=["float8", "int8"])  # q and k
+@pytest.mark.parametrize("backend", cases.CPU_BACKENDS)
+@pytest.mark.parametrize("layout", ["bshd", "bhsd", "ragged"])
+def test_fast_sums_are_the_same_bits_where_sums_are_float32(layout, backend, int8, rng):
+    case = Case(batch=2, seqlen_q=40, seqlen_kv=300, head_dim=64, head_dim_v=80, layout=layout,
+                causal=True)  # fmt: skip
+    given, numbers = float8_cases.make(case, "parts", rng, int8)
+    results = []
+    for word in ("exact", "fast"):
+        told = dataclasses.replace(given, options={**given.options, "accumulate": word})
+        results.append(harness.run(harness.Cpu(), backend, told))
+        bf16 = dataclasses.replace(case, dtype="bfloat16")
+        harness.judge(dataclasses.replace(numbers, case=bf16), *results[-1])
+    for exact, fast in zip(*results, strict=True):
+        assert np.array_equal(harness.bits(exact), harness.bits(fast))
+
+
+def test_torch_and_jax_take_fast_sums(rng):
+    codes = [rng.standard_normal((2, 40, 4, 32)).astype(F8) for _ in range(3)]
+    want = cuattn.attention(*codes, causal=True).view(np.int16)
+    options = {"causal": True, "dtype": "float8_e4m3fn", "accumulate": "fast"}
+
+    torch = pytest.importorskip("torch")
+    call = lambda *x: cuattn.attention(*x, **options)  # noqa: E731
+    compiled = torch.compile(call, fullgraph=True, backend="eager")
+    tensors = [torch.from_numpy(x.view(np.uint8)) for x in codes]
+    for function in (call, compiled):
+        assert np.array_equal(function(*tensors).view(torch.int16).numpy(), want)
+
+    jax = pytest.importorskip("jax")
+    arrays = jax.device_put(codes, jax.devices("cpu")[0])
+    for function in (call, jax.jit(call)):
+        assert np.array_equal(np.asarray(function(*arrays)).view(np.int16), want)
+    with pytest.raises(ValueError, match="accumulate must be 'exact' or 'fast', got 'slow'"):
+        cuattn.attention(*arrays, accumulate="slow")
+    floats = arrays[0].astype("float32")
+    with pytest.raises(ValueError, match="accumulate must be 'exact' for float32 q, got 'fast'"):
+        cuattn.attention(floats, floats, floats, accumulate="fast")
+
+
 def test_kernels_lists_what_takes_float8():
     rows = [row for row in cuattn.kernels() if row["dtype"] == "float8_e4m3fn"]
     cpu = {row["kernel"] for row in rows if row["op"] == "attention" and row["arch"] != "cuda"}

@@ -91,6 +91,11 @@ ATTENTION = {
     "dtype_of_floats": ((BF16, BF16, BF16), {"dtype": "float8_e4m3fn"}, ValueError,
         "dtype float8_e4m3fn asks for arrays of that dtype or of uint8, got q of bfloat16; leave "
         "it out"),
+    "fast_sums_of_16_bits": ((BF16, BF16, BF16), {"accumulate": "fast"}, ValueError,
+        "accumulate must be 'exact' for bfloat16 q, got 'fast'; leave it out, or quantise q, k and "
+        "v with cuattn.quantize"),
+    "sums_unknown": ((Q, K, K), {"accumulate": "fastest"}, ValueError,
+        "accumulate must be 'exact' or 'fast', got 'fastest'; choose one of these"),
     "dtype_unknown": ((Q, K, K), {"dtype": "float8_e5m2"}, ValueError,
         "dtype must be None or 'float8_e4m3fn', got 'float8_e5m2'; it says what uint8 arrays hold, "
         "other arrays say so themselves"),

@@ -245,6 +245,9 @@ REFUSALS = {
     "q_scale": ({"q_scale": 2.0},
         "q_scale belongs to float8_e4m3fn arrays, these are bfloat16; leave it out, or make float8 "
         "arrays with cuattn.quantize"),
+    "fast_sums": ({"accumulate": "fast"},
+        "accumulate must be 'exact' for bfloat16 q, got 'fast'; leave it out, or quantise q, k and "
+        "v with cuattn.quantize"),
     "scales_of_blocks": ({"k_scale": np.ones((2, 2, 1), np.float32)},
         "k_scale must be a number or have shape (1,), (num_heads_kv,) = (2,) or (batch, "
         "num_heads_kv) = (2, 2), got (2, 2, 1); make such a scale with cuattn.quantize"),

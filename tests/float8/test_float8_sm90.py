@@ -151,7 +151,9 @@ def test_a_hopper_takes_values_by_columns_and_turns_rows(options):
         given = {**options, "k_scale": np.ones((2, 2), np.float32), "v_scale": 0.5}
         plan = cuattn.explain("attention", q, k, columns(k), device=H100, **given)
         assert (plan.kernel, plan.head_dim) == ("sm90", compiled)
-        assert "probabilities are rounded to float8" in plan.ladder
+        assert "probabilities are rounded to float8, sums have two levels" in plan.ladder
+        fast = cuattn.explain("attention", q, k, columns(k), device=H100, accumulate="fast", **given)
+        assert (fast.kernel, fast.packed_heads) == ("sm90", plan.packed_heads)
         by_rows = cuattn.explain("attention", q, k, k, device=H100, **given)
         assert by_rows.kernel == "sm90"
         assert "values are turned into columns first" in by_rows.ladder
