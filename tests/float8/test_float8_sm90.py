@@ -152,8 +152,10 @@ def test_a_hopper_takes_values_by_columns_and_turns_rows(options):
         plan = cuattn.explain("attention", q, k, columns(k), device=H100, **given)
         assert (plan.kernel, plan.head_dim) == ("sm90", compiled)
         assert "probabilities are rounded to float8, sums have two levels" in plan.ladder
-        fast = cuattn.explain("attention", q, k, columns(k), device=H100, accumulate="fast", **given)
+        given["accumulate"] = "fast"
+        fast = cuattn.explain("attention", q, k, columns(k), device=H100, **given)
         assert (fast.kernel, fast.packed_heads) == ("sm90", plan.packed_heads)
+        given["accumulate"] = "exact"
         by_rows = cuattn.explain("attention", q, k, k, device=H100, **given)
         assert by_rows.kernel == "sm90"
         assert "values are turned into columns first" in by_rows.ladder
