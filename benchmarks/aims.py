@@ -114,13 +114,19 @@ def best_peer(
 
 
 def bars_of(
-    family: str, against: tuple[str, ...] = (), least: float | None = None
+    family: str,
+    against: tuple[str, ...] = (),
+    least: float | None = None,
+    keep: Callable[[dict], bool] = lambda workload: True,
 ) -> Callable[[pathlib.Path], Reached]:
-    """The bars that the rows of a family name: all, or those against some contestant."""
+    """The bars that the rows of a family name: all, or those against some contestant.
+
+    `keep` chooses rows by their workload.
+    """
 
     def reached(results: pathlib.Path) -> Reached:
         document = read(results, family)
-        rows = [] if document is None else document["rows"]
+        rows = [] if document is None else [r for r in document["rows"] if keep(r["workload"])]
         found = [
             bar
             for row in rows
@@ -278,6 +284,40 @@ AIMS = (
         f"{BENCH} paged_blocks",
     ),
     Aim("float8 caches against bfloat16", "1.7", bars_of("paged_fp8"), f"{BENCH} paged_fp8"),
+    Aim(
+        "float8 against FlashAttention-3's, head_dim 128, 8192 tokens and more: `fast`; exact",
+        "1.1; 1.0",
+        together(
+            bars_of("fp8", ("best peer",), 1.1, lambda w: w["seqlen_q"] > 2048),
+            bars_of("fp8", ("best peer",), 1.0),
+        ),
+        f"{BENCH} fp8",
+    ),
+    Aim(
+        "`fast`: 2048 tokens; head_dim 64 and 256, 8192 tokens and more",
+        "1.1; 1.05",
+        together(
+            bars_of("fp8", ("best peer",), 1.1, lambda w: w["seqlen_q"] == 2048),
+            bars_of("fp8", ("best peer",), 1.05),
+        ),
+        "the same",
+    ),
+    Aim("float8, exact sums against `fast`", "0.9", bars_of("fp8", ("cuattn:fast",)), "the same"),
+    Aim(
+        "float8 against bfloat16: head_dim 256; with `quantize` in the call, 8192 tokens",
+        "1.0; 1.12",
+        together(
+            bars_of("fp8", ("cuattn:bf16",), 1.0),
+            bars_of("fp8", ("cuattn:bf16",), 1.12),
+        ),
+        "the same",
+    ),
+    Aim(
+        "`quantize` of q, k and v against a copy of as many bytes",
+        "0.85",
+        bars_of("quantize"),
+        f"{BENCH} quantize",
+    ),
     Aim(
         "64 unequal sequences against equal ones",
         "0.9",

@@ -127,6 +127,8 @@ SHOWN = {
     "parallel": Shown("Two GPUs beside one, milliseconds", milliseconds, "cuattn:one"),
     "cache": Shown("Cache operations, bytes / time in TB/s", bandwidth, "memcpy", SPEED),
     "flex": Shown("Masks and scores as functions, TFLOP/s", speed, "flex", SPEED),
+    "fp8": Shown("Float8, TFLOP/s", speed, BEST, SPEED),
+    "quantize": Shown("Quantisation, bytes / time in TB/s", bandwidth, "memcpy"),
     "variants": Shown("Variants of attention side by side", milliseconds, None, MEMORY),
     "mla": Shown("Latent attention, bytes of latents / time in TB/s", bandwidth, BEST, SPEED),
     "rope": Shown("Rotation, milliseconds", milliseconds, BEST),

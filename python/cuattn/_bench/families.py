@@ -10,6 +10,7 @@ from typing import Any
 from .backward import backward, backward_smoke
 from .cache import cache, cache_smoke
 from .flex import flex, flex_smoke
+from .float8 import fp8, fp8_smoke, quantize
 from .fused import fused, fused_smoke, rope
 from .mla import mla, mla_smoke
 from .paged import (
@@ -148,6 +149,15 @@ FAMILIES: dict[str, Family] = {
     ),
     "flex": _family(flex, backends=("auto", "sm80", "plain"), peers=("flex",), heat_s=0.2),
     "flex_smoke": _family(flex_smoke, backends=("auto", "naive", "plain"), peers=("flex",)),
+    "fp8": _family(
+        fp8, backends=("auto", "fast", "bf16", "quantised"), peers=("fa3", "fa3_columns")
+    ),
+    "quantize": _decode(quantize, peers=("memcpy",)),
+    "fp8_smoke": _family(
+        fp8_smoke,
+        backends=("auto", "naive", "fast", "bf16", "quantised"),
+        peers=("fa3", "fa3_columns", "memcpy"),
+    ),
     "mla_smoke": _decode(
         mla_smoke, backends=("auto", "invariant", "explicit", "absorbed"), peers=("eager",)
     ),

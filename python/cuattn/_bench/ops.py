@@ -12,6 +12,7 @@ BACKWARD = ("attention_backward", "attention_varlen_backward", "training_step")
 CACHE = ("reshape_and_cache", "gather_cache", "copy_blocks", "swap_blocks")
 AROUND = ("rms_norm", "layer_norm", "act_mul", "bias_act", "sample", "apply_rope")
 ROTATED = ("attention_rope", "append_attention")
+FLOAT8 = ("float8_attention", "quantize")
 LATENT = ("mla_decode", "mla_attention", "mla_project")
 OTHER_OPS = {
     **dict.fromkeys(("paged_attention", "paged_prefill"), "paged_inputs"),
@@ -20,6 +21,7 @@ OTHER_OPS = {
     **dict.fromkeys(AROUND, "fused_inputs"),
     **dict.fromkeys(ROTATED, "rope_inputs"),
     **dict.fromkeys(LATENT, "mla_inputs"),
+    **dict.fromkeys(FLOAT8, "float8_inputs"),
     "parallel": "parallel_inputs",
     "flex_attention": "flex_inputs",
 }

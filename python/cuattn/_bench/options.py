@@ -12,6 +12,8 @@ import pathlib
 # packed beforehand, `cascade` is cascade_attention. Of gradients: `deterministic` is auto with
 # deterministic=True. Around attention: `unfused` is the same work in separate calls of ours,
 # `plain` what is left without the rotation. Of latents: the two forms.
+# Of float8: `fast` is auto with accumulate="fast", `bf16` the same numbers in 16 bits, `quantised`
+# those with `quantize` in the call.
 # Over ranks: `gather`, `heads` and `ring` are schemes,
 # `unchecked` is auto with check=False, `one` is one rank alone.
 BACKENDS = (
@@ -40,6 +42,9 @@ BACKENDS = (
     "plain",
     "explicit",
     "absorbed",
+    "fast",
+    "bf16",
+    "quantised",
 )
 PEERS = (
     "torch",
@@ -52,6 +57,7 @@ PEERS = (
     "fa2",
     "fa3",
     "fa3_bf16",
+    "fa3_columns",
     "fa4",
     "flashinfer",
     "eager",

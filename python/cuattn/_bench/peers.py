@@ -227,7 +227,8 @@ def from_flex(w: Workload, out: Any) -> Any:
 
 def fa3(w: Workload, x: Inputs) -> Prepared:
     """FlashAttention-3 (package fa3-fwd, or a build of flash-attention's hopper folder)."""
-    if w.op == "mla_decode":
+    if w.op in OTHER_OPS:
+        require("FP8" not in fa3_built_without() or w.op in LATENT, "this build has no float8")
         return other_calls(w.op).fa3(w, x)
     require(hasattr(x.q, "is_cuda") and x.q.is_cuda, "needs CUDA tensors")
     require(
@@ -270,6 +271,11 @@ def fa3_bf16(w: Workload, x: Inputs) -> Prepared:
     q, k, v = (t.bfloat16() for t in (x.q, x.k, x.v))
     rounded = Inputs(w, q=q, k=k, v=v, cu_seqlens=x.cu_seqlens)
     return fa3(dataclasses.replace(w, dtype="bfloat16"), rounded)
+
+
+def fa3_columns(w: AnyWorkload, x: Any) -> Prepared:
+    """FlashAttention-3 in float8 with v by columns, which it need not turn."""
+    return other_calls(w.op).fa3(w, x, columns=True)
 
 
 def fa4(w: Workload, x: Inputs) -> Prepared:
@@ -401,7 +407,7 @@ class Contestant:
     prepare: Callable[[Any, Any], Prepared]  # of a workload and its arrays
     is_ours: bool = False
     backend: str = ""  # of ours
-    has_our_sums: bool = False  # the cublas rung adds up as cuBLAS does
+    has_our_sums: bool = False  # cublas adds up as cuBLAS does, fast as tensor cores
     is_jit: bool = False
     in_bfloat16: bool = False  # also on float16 rows
     ops: tuple[str, ...] = ATTENTION
@@ -441,8 +447,12 @@ PEERS: dict[str, Contestant] = {
         ),
         Contestant("fa2", fa2, packages=("flash-attn",)),
         Contestant(
-            "fa3", fa3, ops=(*ATTENTION, "mla_decode"), packages=("fa3-fwd", "flash-attn-3")
+            "fa3",
+            fa3,
+            ops=(*ATTENTION, "mla_decode", "float8_attention"),
+            packages=("fa3-fwd", "flash-attn-3"),
         ),
+        Contestant("fa3_columns", fa3_columns, ops=("float8_attention",), packages=("fa3-fwd",)),
         Contestant("fa3_bf16", fa3_bf16, in_bfloat16=True, packages=("fa3-fwd", "flash-attn-3")),
         Contestant("fa4", fa4, is_jit=True, packages=("flash-attn-4", "nvidia-cutlass-dsl")),
         Contestant(
@@ -456,7 +466,7 @@ PEERS: dict[str, Contestant] = {
         Contestant(
             "compiled", compiled, is_jit=True, ops=(*AROUND, *LATENT), packages=("torch", "triton")
         ),
-        Contestant("memcpy", memcpy, ops=(*CACHE, *AROUND)),
+        Contestant("memcpy", memcpy, ops=(*CACHE, *AROUND, "quantize")),
         *(
             Contestant(name, over_ranks(name), ops=("parallel",), packages=("torch", "yunchang"))
             for name in ("context_parallel", "context_cudnn", "context_ring", "yunchang")
@@ -472,7 +482,7 @@ def our_contestant(backend: str) -> Contestant:
         ours(backend),
         is_ours=True,
         backend=backend,
-        has_our_sums=backend != "cublas",
+        has_our_sums=backend not in ("cublas", "fast"),
         ops=(*ATTENTION, *OTHER_OPS),
     )
 
