@@ -87,7 +87,9 @@ double filled(int64_t rows, int32_t tile) {
 // Parts of the keys for `items` tiles of work of `key_tiles` steps each, none shorter than two steps:
 // the number that is soonest done, in steps of a multiprocessor. A part begins and ends (1.5 steps; O
 // of a tile takes 0.02 to the workspace and back, shared by all), and parts take one launch more (2):
-// what an H200 takes beside a step of sm90 of 1.5 us. Steps of the others are longer.
+// what an H200 takes beside a step of sm90 of 1.5 us. Steps of the others are longer. Tried are the
+// most parts that fit 1, 2, ... waves, fewer where they are no longer for it; of one wave, whose
+// merge may cost more than its keys, also longer ones. The fewest parts win a tie.
 int32_t choose_splits(int64_t items, int32_t key_tiles, int32_t num_sms) {
   if (items == 0 || items * 5 >= int64_t{num_sms} * 4 || key_tiles <= 4) return 1;
   auto steps = [&](int32_t splits) {
@@ -95,9 +97,21 @@ int32_t choose_splits(int64_t items, int32_t key_tiles, int32_t num_sms) {
     double merge = splits > 1 ? 2.0 + 0.02 * static_cast<double>(items) * splits : 0.0;
     return waves * (ceil_div(key_tiles, splits) + 1.5) + merge;
   };
-  int32_t best = 1, most = std::min({key_tiles / 2, num_sms, kMaxSplits});
-  for (int32_t splits = 2; splits <= most; ++splits) {
-    if (steps(splits) < steps(best)) best = splits;
+  constexpr int32_t kMostWaves = 16, kLonger = 2;
+  const int64_t most = std::min({key_tiles / 2, num_sms, kMaxSplits});
+  int32_t best = 1;
+  double fewest = steps(best);
+  for (int32_t waves = 1; waves <= kMostWaves; ++waves) {
+    const int64_t fit = std::min(int64_t{waves} * num_sms / items, most);
+    for (int32_t longer = waves == 1 ? kLonger : 0; longer >= 0; --longer) {
+      const int32_t splits = ceil_div(key_tiles, ceil_div(key_tiles, fit) + longer);
+      const double taken = steps(splits);
+      if (taken < fewest) {
+        best = splits;
+        fewest = taken;
+      }
+    }
+    if (fit == most) break;
   }
   return best;
 }
@@ -118,7 +132,7 @@ FixedSplits fixed_splits(int64_t items, int32_t n) {
   return {ceil_div(kFewest, n), kWave / static_cast<int32_t>(items)};
 }
 
-// Work items of `heads` heads in tiles of m rows; of a packed batch at most, for each sequence leaves its
+// Work items of a call in tiles of m rows; of a packed batch at most, for each sequence leaves its
 // last tile unfilled. `packed`: heads that share a tile.
 int64_t items_of(const AttentionRequest& r, int32_t m, int32_t packed) {
   int64_t heads = r.num_heads_q / packed;
@@ -192,8 +206,8 @@ void plan_sm90(Plan& plan, HeadDims d, const AttentionRequest& r, const DeviceIn
     plan.split_keys = fixed.tiles * plan.tile.n;
     plan.most_splits = fixed.most;
     if (fixed.most > 1) {
-      const int32_t tiles = ceil_div(r.seqlen_kv, plan.tile.n);
-      plan.num_splits = std::clamp(ceil_div(tiles, fixed.tiles), 1, fixed.most);
+      const int32_t key_tiles = ceil_div(r.seqlen_kv, plan.tile.n);
+      plan.num_splits = std::clamp(ceil_div(key_tiles, fixed.tiles), 1, fixed.most);
     }
   }
   if (in_blocks(plan.tile)) plan.keys = KeyAccess::in_blocks;

@@ -187,7 +187,7 @@ def test_a_row_of_nothing_but_a_low_bias_is_the_mean(device, backend, dtype, val
         pytest.skip("the rung does not take this call")
     problem = make_problem(case, rng)
     problem.arrays["bias"][:, :, 3] = value
-    # Parts would be weighed by an lse without room for the number of keys.
+    # Parts would be weighed by an lse without room for the number of keys (test_splits.py).
     problem = dataclasses.replace(problem, options={**problem.options, "num_splits": 1})
     out, lse = run(device, backend, problem)
     mean = problem.arrays["v"].astype(np.float64).mean(1)
