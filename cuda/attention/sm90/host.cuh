@@ -44,12 +44,10 @@ inline Sm90Schedule make_sm90_schedule(const AttentionParams& p, const Attention
   s.bias_batches = p.scores.bias_stride_batch != 0;
   s.page_rows = sm90_page_rows(p.pages.block_size, tile);
   if (p.pages.block_size > 0) s.block_size = device::Divisor::of(p.pages.block_size);
-  const AttentionParams to = s.splits > 1 ? as_parts(p, schedule) : p;
-  if (s.stores_wide) s.wide = static_cast<float*>(to.out);
-  s.wide_strides = to.out_strides;
-  s.lse = to.lse;
-  s.lse_strides = to.lse_strides;
-  s.part_rows = p.num_heads_q * p.total_q;
+  if (s.splits > 1) {
+    s.part_out = static_cast<float*>(schedule.workspace);
+    s.part_lse = as_parts(p, schedule).lse;
+  }
   if (schedule.draws_tiles) s.counter = static_cast<int32_t*>(schedule.workspace);
   return s;
 }

@@ -32,10 +32,9 @@ struct Sm90Schedule {
   int32_t bias_heads, bias_batches;  // 0: there is one for all
   int32_t page_rows;                 // keys in blocks: rows of a box
   device::Divisor block_size;
-  float *wide, *lse;  // O in float32 and lse, of the call or of the parts (cuda/host/parts.h)
-  Strides wide_strides, lse_strides;
-  int64_t part_rows;  // in front of each further part
-  float zero;         // 0, which the compiler does not know
+  float* part_out;  // [splits, heads, rows, head_dim_v], splits > 1
+  float* part_lse;  // [splits, heads, rows]
+  float zero;       // 0, which the compiler does not know
 
   // Key tiles of each part of `keys`, where they begin at fixed places; 0: even shares. A sequence's
   // own number of keys decides, not where it begins in a packed array.
@@ -233,17 +232,23 @@ struct Sm90Row {
     }
     stored = token < w.queries.stored;
   }
-  __device__ int64_t at(const Strides& strides, const Sm90Work& w) const {
-    return w.batch * strides.batch + (w.queries.start + token) * strides.seq + head * strides.head;
+  __device__ int64_t out(const AttentionParams& p, const Sm90Work& w) const {
+    return w.batch * p.out_strides.batch + (w.queries.start + token) * p.out_strides.seq +
+           head * p.out_strides.head;
   }
-  __device__ char* out(const AttentionParams& p, const Sm90Work& w) const {  // 16 bits
-    return static_cast<char*>(p.out) + 2 * at(p.out_strides, w);
+  __device__ float* lse(const AttentionParams& p, const Sm90Work& w) const {
+    return p.lse + w.batch * p.lse_strides.batch + head * p.lse_strides.head +
+           (w.queries.start + token) * p.lse_strides.seq;
   }
+  // Its row in the workspace, of this part of the keys: rows of all sequences follow one another.
+  __device__ int64_t part(const AttentionParams& p, const Sm90Work& w) const {
+    int64_t first = p.cu_seqlens_q ? w.queries.start : w.batch * int64_t{p.seqlen_q};
+    return (int64_t{w.split} * p.num_heads_q + head) * p.total_q + first + token;
+  }
+  // Where it goes in float32: to the workspace, or to an out of that dtype.
   __device__ float* wide(const AttentionParams& p, const Sm90Schedule& s, const Sm90Work& w) const {
-    return s.wide + at(s.wide_strides, w) + w.split * s.part_rows * p.head_dim_v;
-  }
-  __device__ float* lse(const Sm90Schedule& s, const Sm90Work& w) const {
-    return s.lse + at(s.lse_strides, w) + w.split * s.part_rows;
+    if (s.splits > 1) return s.part_out + part(p, w) * p.head_dim_v;
+    return static_cast<float*>(p.out) + out(p, w);
   }
 };
 

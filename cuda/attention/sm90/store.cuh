@@ -120,7 +120,7 @@ struct StoreSm90 {
       return;
     }
     if constexpr (kFunctor) {
-      char* to = opaque(row.out(p, w) + 4 * (lane % 4));
+      char* to = opaque(static_cast<char*>(p.out) + 2 * row.out(p, w) + 4 * (lane % 4));
 #pragma unroll
       for (int block = 0; block < kBlocks; ++block) {
         if (row.stored && block * 8 < p.head_dim_v)
@@ -129,7 +129,7 @@ struct StoreSm90 {
       }
       return;
     }
-    char* to = opaque(row.out(p, w) + 16 * (lane % 4));
+    char* to = opaque(static_cast<char*>(p.out) + 2 * row.out(p, w) + 16 * (lane % 4));
     int left = row.stored ? p.head_dim_v - 8 * (lane % 4) : 0;
 #pragma unroll
     for (int block = 0; block < kBlocks; block += 4) {
@@ -165,7 +165,11 @@ struct StoreSm90 {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       if (lane % 4 != 0 || !rows[half].stored) continue;
-      if (s.lse != nullptr) *rows[half].lse(s, w) = end[half].lse;
+      if (s.splits > 1) {
+        s.part_lse[rows[half].part(p, w)] = end[half].lse;
+      } else if (p.lse != nullptr) {
+        *rows[half].lse(p, w) = end[half].lse;
+      }
     }
   }
 
@@ -180,7 +184,11 @@ struct StoreSm90 {
       float lse = device::negative_infinity();
       if (p.scores.sinks != nullptr && w.split == 0 && row.token < w.queries.used)
         lse = finite_sink(p.scores.sinks[row.head * p.scores.sinks_stride]);
-      if (s.lse != nullptr) *row.lse(s, w) = lse;
+      if (s.splits > 1) {
+        s.part_lse[row.part(p, w)] = lse;
+      } else if (p.lse != nullptr) {
+        *row.lse(p, w) = lse;
+      }
     }
     if (s.splits > 1 && (p.scores.sinks == nullptr || w.split > 0))
       return;  // without weight: not read
@@ -192,7 +200,8 @@ struct StoreSm90 {
         float4* to = reinterpret_cast<float4*>(row.wide(p, s, w) + i % chunks * 8);
         to[0] = to[1] = float4{0.0f, 0.0f, 0.0f, 0.0f};
       } else {
-        reinterpret_cast<uint4*>(row.out(p, w))[i % chunks] = uint4{0, 0, 0, 0};
+        uint16_t* to = static_cast<uint16_t*>(p.out) + row.out(p, w);
+        reinterpret_cast<uint4*>(to)[i % chunks] = uint4{0, 0, 0, 0};
       }
     };
     if constexpr (kFunctor) {
