@@ -113,7 +113,7 @@ inline device::TensorMap output_map(const AttentionParams& p) {
   bool ragged = p.cu_seqlens_q != nullptr;
   const Strides& s = p.out_strides;
   return tensor_map(
-      p.dtype, p.out,
+      p.out_dtype, p.out,
       {p.head_dim_v, ragged ? p.total_q : p.seqlen_q, p.num_heads_q, ragged ? 1 : p.batch, 1},
       {s.seq, s.head, s.batch, 0}, {64, 16, 1, 1, 1});
 }

@@ -179,7 +179,7 @@ void plan_sm90(Plan& plan, HeadDims d, const AttentionRequest& r, const DeviceIn
   const bool float8 = r.dtype == DType::e4m3;
   const ScoreKind score = score_of(Kernel::sm90, r);
   const MaskKind mask = *instance_at(plan.instance).mask;
-  plan.tile = float8          ? sm90_float8_tile(d)
+  plan.tile = float8          ? sm90_float8_tile(d, score)
               : r.has_functor ? sm90_functor_tile(d)
                               : sm90_tile(d, mask, score);
   Tile other = float8 ? Tile{} : sm90_other_tile(d, mask, score);

@@ -19,7 +19,7 @@
 namespace cuattn {
 
 struct Float8Maps {
-  device::TensorMap q, k, v;
+  device::TensorMap q, k, v, o;
   device::TensorMap fours;  // k, four rows at a time
 };
 
@@ -46,12 +46,13 @@ inline device::TensorMap fours_map(const AttentionParams& p, int32_t rows) {
 }
 
 inline Float8Maps make_float8_maps(const AttentionParams& p, const Sm90Schedule& s, Tile tile,
-                                   int32_t channels) {
+                                   int32_t channels, bool through_smem) {
   const device::TensorMap k = key_map(p, p.k, p.k_strides, p.head_dim, tile.n);
   int64_t keys = p.cu_seqlens_kv != nullptr ? p.total_kv : p.seqlen_kv;
-  Float8Maps maps{query_map(p, s.packed, tile.m / s.packed), k, k, k};
+  Float8Maps maps{query_map(p, s.packed, tile.m / s.packed), k, k, k, k};
   if (keys > 0) maps.v = column_map(p, channels);        // else nothing is read
   if (keys > tile.n) maps.fours = fours_map(p, tile.n);  // else no item has a second tile
+  if (through_smem && s.stores_boxes) maps.o = output_map(p);
   return maps;
 }
 
@@ -99,15 +100,15 @@ __device__ __forceinline__ void mask_float8_scores(float (&scores)[kCount],
 }
 
 // Values before the first key and behind the last may hold anything, and 0 x NaN is NaN: all columns
-// but [begin, end) of a tile (channel, 128 keys) become zeros. Each group of consumers for itself,
+// but [begin, end) of a tile (panel, channel, 128 keys) become zeros. Each group of consumers for itself,
 // and once a tile: all write the same, while two ranges one after the other would let a slow group
 // write back what a fast one has cleared.
-template <int kChannels>
+template <int kChannels, int kPanels, int kPanelBytes>
 __device__ __forceinline__ void keep_columns(uint32_t v, int begin, int end, int group) {
-  for (int i = threadIdx.x % 128; i < kChannels * 8; i += 128) {
-    int channel = i / 8, column = i % 8 * 16;
+  for (int i = threadIdx.x % 128; i < kPanels * kChannels * 8; i += 128) {
+    int panel = i / 8 / kChannels, channel = i / 8 % kChannels, column = panel * 128 + i % 8 * 16;
     if (column >= begin && column + 16 <= end) continue;
-    uint32_t to = v + channel * 128 + (((i % 8) ^ (channel & 7)) << 4);
+    uint32_t to = v + panel * kPanelBytes + channel * 128 + (((i % 8) ^ (channel & 7)) << 4);
     uint4 x = device::load_shared16(to);
     uint32_t words[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll

@@ -12,12 +12,14 @@ namespace cuattn {
 constexpr int kFloat8Shift = 4;
 using Float8Softmax = Sm90Softmax<ScoreKind::identity, 4>;
 
-// One step: scores become P, and T, the product with the last P, joins O, which then follows a
-// reference that moves. See softmax_step of softmax.cuh.
-template <class Order, int kScoreCount, int kOutCount, class Wait>
-__device__ __forceinline__ void float8_softmax_step(
-    Float8Softmax& state, float (&scores)[kScoreCount], uint32_t (&probs)[kScoreCount / 4],
-    float (&out)[kOutCount], float (&part)[kOutCount], float to_log2, float zero, Wait pv_done) {
+// One step: scores become P. `join(rescale, moves)`: the product with the last P joins O, which then
+// follows a reference that moves. kCounts: products count the sums of rows, too. See softmax_step of
+// softmax.cuh.
+template <class Order, bool kCounts, int kScoreCount, class Join>
+__device__ __forceinline__ void float8_softmax_step(Float8Softmax& state,
+                                                    float (&scores)[kScoreCount],
+                                                    uint32_t (&probs)[kScoreCount / 4],
+                                                    float to_log2, float zero, Join join) {
   using namespace device;
   constexpr int kBlocks = kScoreCount / 4, kGroups = kBlocks / 2;  // of 8 and 16 keys
   constexpr int kLinked = 4;                                       // blocks
@@ -40,7 +42,7 @@ __device__ __forceinline__ void float8_softmax_step(
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       s[i] = exp2_approx(fmaf(s[i], to_log2, -reference[half]));
-      sum[half][i] = at == 0 ? s[i] : sum[half][i] + s[i];
+      if constexpr (!kCounts) sum[half][i] = at == 0 ? s[i] : sum[half][i] + s[i];
     }
   };
   auto pack = [&](int half, int group) {
@@ -52,14 +54,7 @@ __device__ __forceinline__ void float8_softmax_step(
 #pragma unroll
   for (int at = 0; at < kBlocks; ++at) exponential(0, at);
   order_after(scores[4 * block_at(kBlocks - 1)]);
-  if (pv_done()) {
-#pragma unroll
-    for (int i = 0; i < kOutCount; ++i) out[i] += part[i];
-    if (moves) {
-#pragma unroll
-      for (int i = 0; i < kOutCount; ++i) out[i] *= rescale[i >> 1 & 1];
-    }
-  }
+  join(rescale, moves);
 #pragma unroll
   for (int group = 0; group < kGroups; ++group) {
     exponential(1, 2 * group);
@@ -68,9 +63,11 @@ __device__ __forceinline__ void float8_softmax_step(
     if (group > 0) pack(1, group - 1);
   }
   pack(1, kGroups - 1);
+  if constexpr (!kCounts) {
 #pragma unroll
-  for (int half = 0; half < 2; ++half)
-    state.sum[half] = fmaf(state.sum[half], rescale[half], sum[half][0] + sum[half][1]);
+    for (int half = 0; half < 2; ++half)
+      state.sum[half] = fmaf(state.sum[half], rescale[half], sum[half][0] + sum[half][1]);
+  }
 }
 
 }  // namespace cuattn

@@ -78,7 +78,8 @@ struct StoreSm90 {
 
   // O of a warp's 16 rows through its rows of the Q tile (`smem`), which nobody reads any more: the
   // TMA takes it from there. A row's 16-byte chunks are permuted by its number.
-  static __device__ __forceinline__ void store_boxes(const AttentionParams& p, const Sm90Maps& maps,
+  template <class Maps>
+  static __device__ __forceinline__ void store_boxes(const AttentionParams& p, const Maps& maps,
                                                      const Sm90Work& w, int32_t first_row,
                                                      const float (&out)[kOutCount],
                                                      const RowEnd (&end)[2], uint32_t smem) {

@@ -296,6 +296,10 @@ __device__ __forceinline__ void order_after(float x) {
       : "memory");
 }
 
+// The same number, of which ptxas knows that a warp shares it: descriptors made from it stay in uniform
+// registers, where else four instructions may bring them there before each wgmma.
+__device__ __forceinline__ uint32_t uniform(uint32_t x) { return __shfl_sync(0xffffffffu, x, 0); }
+
 // A value that the compiler keeps in its register instead of computing it again at every use.
 __device__ __forceinline__ uint32_t opaque(uint32_t x) {
   asm volatile("" : "+r"(x));

@@ -1,0 +1,479 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a warpgroup of consumers does in float8.cuh: 64 rows of every query tile, with their key tiles
+// from right to left.
+//
+//   QK(j)  T = P V(j + 1) | S(j) of row 0 | O += T | S(j) of row 1 becomes P(j) | QK(j - 1)  T = P V(j) ..
+//
+// Between query tiles the last PV of one and the first QK of the next are issued together, and O leaves
+// meanwhile; where registers are full, one after the other. P stays in registers: through shared memory
+// it was 3 % slower, although its products are all issued at once then. Next: float8_step.cuh.
+#pragma once
+
+#include "cuda/attention/sm90/float8_maps.cuh"
+#include "cuda/attention/sm90/float8_step.cuh"
+#include "cuda/attention/sm90/store.cuh"
+
+namespace cuattn {
+
+template <class Kernel>
+struct ConsumerFloat8 {
+  static constexpr Tile kTile = Kernel::kTile;
+  static constexpr MaskKind kMask = Kernel::kMask;
+  static constexpr int kHeadDim = Kernel::kQkColumns, kHeadDimV = Kernel::kVColumns;
+  static constexpr bool kIsFast = Kernel::kIsFast, kCounts = Kernel::kCounts;
+  static constexpr int kConsumers = Kernel::kConsumers;
+  static constexpr bool kOutFirst = !kIsFast;  // before the next S: registers are full
+  static constexpr int kScoreCount = kTile.n / 2, kOutCount = kHeadDimV / 2;  // of a thread
+  static constexpr int kProductCount = Kernel::kRowsV / 2;  // of a product, and of the sums of P
+  using Work = Sm90Work;
+  using Shared = typename Kernel::Shared;
+  using Ring = device::Ring<kTile.stages>;
+  using QRing = device::Ring<Kernel::kQStages>;
+  using Qk = device::Wgmma<DType::e4m3, kTile.n>;
+  using Pv = device::Wgmma<DType::e4m3, Kernel::kRowsV>;
+  using Natural = KeyOrder<true, kTile.n>;
+  using ByFours = KeyOrder<false, kTile.n>;
+  template <DType kType>
+  using Store = StoreSm90<kType, ScoreKind::identity, kHeadDimV, 64, Kernel::kThroughSmem>;
+
+  // 1. Who computes, and what it holds
+  struct Lane {
+    const AttentionParams& p;
+    const Sm90Schedule& s;
+    const Float8Maps& maps;
+    const Shared& shared;
+    int group, lane, warp;
+
+    __device__ __forceinline__ void release(uint32_t barrier) const {
+      if (lane == 0) device::barrier_arrive(barrier);
+    }
+    __device__ __forceinline__ void my_turn() const { device::named_barrier_sync(1 + group, 256); }
+    __device__ __forceinline__ void your_turn() const {
+      device::named_barrier_arrive(1 + (group + 1) % kConsumers, 256);
+    }
+    // Where stands what its rows see.
+    __device__ __forceinline__ uint32_t sees() const { return shared.visible(threadIdx.x - 128); }
+  };
+
+  // What wgmma reads and writes: O, T, S, and P in the order of an A operand. Sums of one level have no
+  // T: products join O. Behind the columns of a product stand the sums of P of its tile (kCounts).
+  struct Tiles {
+    float out[kIsFast ? kProductCount : kOutCount], part[kIsFast ? 1 : kProductCount];
+    float scores[kScoreCount];
+    uint32_t probs[kScoreCount / 4];
+    __device__ __forceinline__ float (&product()) [kProductCount] {
+      if constexpr (kIsFast) {
+        return out;
+      } else {
+        return part;
+      }
+    }
+    // A product may begin, and has ended: registers that it reads, adds to, or writes anew. The sums
+    // of P begin at `zero` in each tile. Note: pinned twice, and set nowhere else, or ptxas serialises wgmma.
+    __device__ __forceinline__ void claim_product(float zero) {
+      if constexpr (kIsFast) {
+        device::pin(out);
+        if constexpr (kCounts) {
+#pragma unroll
+          for (int i = kOutCount; i < kProductCount; ++i) out[i] = zero;
+        }
+        device::pin(out);
+      } else {
+        device::claim(part);
+      }
+      device::pin(probs);
+    }
+    __device__ __forceinline__ void pin_product() {
+      device::pin(product());
+      device::pin(probs);
+    }
+  };
+
+  // Where it stands in the rings.
+  struct Place {
+    Ring ring{0};
+    QRing q_ring{0};
+    device::Ring<2> slot{0};
+  };
+
+  // What wgmma reads, by descriptors of the first stages.
+  struct Operands {
+    uint64_t q, k, v;
+    __device__ __forceinline__ Operands(const Shared& shared, int group)
+        : q(device::wgmma_descriptor(shared.q + group * 64 * 128, 0)),
+          k(device::wgmma_descriptor(shared.k, 0)),
+          v(device::wgmma_descriptor(shared.v, 0)) {}
+  };
+
+  // 2. Work
+  // Is there more? Rows without keys are answered at once; other work stays in its slot.
+  static __device__ __forceinline__ bool find_more(const Lane& me, device::Ring<2>& slot) {
+    using namespace device;
+    while (true) {
+      barrier_wait(me.shared.work_full(slot.stage()), slot.parity());
+      Work w;
+      load_shared(w, me.shared.work(slot.stage()));
+      if (w.kind == Work::kFull) return true;
+      if (w.kind == Work::kNone) return false;
+      Store<DType::bf16>::store_empty(me.p, me.s, w, me.group);
+      me.release(me.shared.work_empty(slot.stage()));
+      slot.next();
+    }
+  }
+
+  // Its work stands in shared memory, for registers are full: in its slot, or where the next work is
+  // wanted before this one ends, in a copy.
+  static __device__ __forceinline__ uint32_t mine(const Lane& me, const Place& at) {
+    return kOutFirst ? me.shared.work(at.slot.stage())
+                     : me.shared.copy(device::opaque(threadIdx.x) / 32 - 4);
+  }
+  static __device__ __forceinline__ void release_slot(const Lane& me, Place& at) {
+    me.release(me.shared.work_empty(at.slot.stage()));
+    at.slot.next();
+  }
+  static __device__ __forceinline__ void take_work(const Lane& me, Place& at, Work& w) {
+    device::load_shared(w, me.shared.work(at.slot.stage()));
+    if constexpr (!kOutFirst) {
+      device::store_shared(mine(me, at), w);
+      release_slot(me, at);
+    }
+  }
+
+  // Keys of tile 0 that are not of the sequence.
+  static __device__ __forceinline__ int32_t lead(const Work& w) {
+    return static_cast<int32_t>(w.keys.start) % kFloat8KeyAlign;
+  }
+
+  // What a thread's two rows see, as places in tiles.
+  static __device__ __forceinline__ void find_visible(const Lane& me, const Work& w) {
+    const AttentionParams& p = me.p;
+    KeyRange visible[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      int32_t row = w.row0 + me.group * 64 + me.warp * 16 + me.lane / 4 + half * 8;
+      int32_t token = me.s.packed == 1 ? row : row / me.s.packed;
+      visible[half] = {0, w.keys.used};
+      if constexpr (kMask != MaskKind::none) {
+        visible[half] =
+            visible_keys(kMask == MaskKind::causal ? static_cast<int32_t>(kUnlimited) : p.mask.left,
+                         p.mask.right, token, w.queries.used, w.keys.used);
+      }
+      visible[half].begin += lead(w);
+      visible[half].end += lead(w);
+      device::store_shared(me.sees() + half * 8, visible[half]);
+    }
+  }
+
+  template <class Order>
+  static __device__ __forceinline__ void mask(const Lane& me, float (&scores)[kScoreCount],
+                                              int32_t tile) {
+    KeyRange visible[2];
+    device::load_shared(visible[0], me.sees());
+    device::load_shared(visible[1], me.sees() + 8);
+    mask_float8_scores<Order>(scores, visible, tile);
+  }
+
+  static __device__ __forceinline__ int32_t first_head(const Lane& me, const Work& w) {
+    return w.head * me.s.packed;
+  }
+  static __device__ __forceinline__ int32_t head_kv(const Lane& me, const Work& w) {
+    return first_head(me, w) / (me.p.num_heads_q / me.p.num_heads_kv);
+  }
+
+  // What makes a dot product of codes an exponent in base 2. A scale of 0 gives what zeros give.
+  static __device__ __forceinline__ float exponent_factor(const Lane& me, const Work& w) {
+    constexpr float kLeast = 1.2e-38f;  // times it, -inf is -inf
+    const AttentionParams& p = me.p;
+    float factor = p.float8.of_query(w.batch, first_head(me, w), 0) *
+                   p.float8.of_key(w.batch, head_kv(me, w), 0) * p.scores.scale * device::kLog2e;
+    return factor == 0.0f ? kLeast : factor;
+  }
+
+  // 3. Products, begun
+  // S = Q K^T.
+  static __device__ __forceinline__ void multiply_qk(const Operands& from, const Place& at,
+                                                     float (&scores)[kScoreCount]) {
+    using namespace device;
+    const uint64_t a = advance(from.q, uniform(at.q_ring.stage() * Kernel::kQBytes));
+    const uint64_t b = advance(from.k, uniform(at.ring.stage() * Kernel::kKBytes));
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kHeadDim / 32; ++step) {
+      Qk::ss(scores, advance(a, step / 4 * kTile.m * 128 + step % 4 * 32),
+             advance(b, step / 4 * kTile.n * 128 + step % 4 * 32), step != 0);
+    }
+    wgmma_commit();
+  }
+
+  // T = P V or O += P V.
+  static __device__ __forceinline__ void multiply_pv(const Operands& from, int stage,
+                                                     Tiles& tiles) {
+    using namespace device;
+    const uint64_t b = advance(from.v, uniform(stage * Kernel::kVBytes));
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kTile.n / 32; ++step) {
+      const uint32_t (&a)[4] = *reinterpret_cast<const uint32_t (*)[4]>(&tiles.probs[4 * step]);
+      Pv::rs(tiles.product(), a, advance(b, step / 4 * Kernel::kVPanelBytes + step % 4 * 32),
+             kIsFast || step != 0);
+    }
+    wgmma_commit();
+  }
+
+  // 4. Steps of the main loop
+  // Q and K of the first step.
+  static __device__ __forceinline__ void await_first(const Lane& me, const Place& at) {
+    device::barrier_wait(me.shared.q_full(at.q_ring.stage()), at.q_ring.parity());
+    device::barrier_wait(me.shared.k_full(at.ring.stage()), at.ring.parity());
+  }
+
+  // V of the last key tile, whose first columns may be of another sequence.
+  static __device__ __forceinline__ void await_last(const Lane& me, const Place& at) {
+    device::barrier_wait(me.shared.v_full(at.ring.stage()), at.ring.parity());
+    Work w;
+    device::load_shared(w, mine(me, at));
+    if (w.range.begin == 0 && w.range.end > 1 && lead(w) > 0) {
+      keep_columns<kHeadDimV, Kernel::kPanelsV, Kernel::kVPanelBytes>(
+          me.shared.v + at.ring.stage() * Kernel::kVBytes, lead(w), kTile.n, me.group);
+    }
+  }
+
+  // The last PV of a query tile, and behind it the first QK of the next: O leaves meanwhile. Note:
+  // before the first and after the last tile these multiply junk, for a branch around them would
+  // serialise wgmma.
+  static __device__ __forceinline__ void join_tiles(const Lane& me, const Operands& from,
+                                                    Tiles& tiles, const Place& at, int v_stage,
+                                                    bool more) {
+    using namespace device;
+    me.my_turn();
+    claim(tiles.scores);
+    tiles.claim_product(me.s.zero);
+    multiply_pv(from, v_stage, tiles);
+    if (more) await_first(me, at);
+    multiply_qk(from, at, tiles.scores);
+    me.your_turn();
+    wgmma_wait<1>();
+    tiles.pin_product();
+  }
+
+  // The last PV by itself, where O leaves before the next S.
+  static __device__ __forceinline__ void end_tile(const Lane& me, const Operands& from,
+                                                  Tiles& tiles, int v_stage) {
+    me.my_turn();
+    tiles.claim_product(me.s.zero);
+    multiply_pv(from, v_stage, tiles);
+    me.your_turn();
+    device::wgmma_wait<0>();
+    tiles.pin_product();
+  }
+
+  // And the first QK.
+  static __device__ __forceinline__ void begin_tile(const Lane& me, const Operands& from,
+                                                    Tiles& tiles, const Place& at) {
+    await_first(me, at);
+    me.my_turn();
+    device::claim(tiles.scores);
+    multiply_qk(from, at, tiles.scores);
+    me.your_turn();
+  }
+
+  // T joins O, and the sums of P those of the rows.
+  static __device__ __forceinline__ void add_product(Float8Softmax& state, Tiles& tiles) {
+    if constexpr (kCounts) {  // the first lane of a quad has the column of ones
+      state.sum[0] += tiles.product()[kOutCount];
+      state.sum[1] += tiles.product()[kOutCount + 2];
+    }
+    if constexpr (!kIsFast) {
+#pragma unroll
+      for (int i = 0; i < kOutCount; ++i) tiles.out[i] += tiles.part[i];
+    }
+  }
+
+  // PV of this key tile; QK and softmax of the next, to the left.
+  static __device__ __forceinline__ void add_tile(const Lane& me, const Operands& from,
+                                                  Tiles& tiles, Place& at, int& tile, bool masked,
+                                                  Float8Softmax& state, float to_log2) {
+    using namespace device;
+    --tile;
+    const int v_stage = at.ring.stage();
+    barrier_wait(me.shared.v_full(v_stage), at.ring.parity());
+    at.ring.next();
+    barrier_wait(me.shared.k_full(at.ring.stage()), at.ring.parity());
+    me.my_turn();
+    pin(tiles.scores);
+    tiles.claim_product(me.s.zero);
+    multiply_qk(from, at, tiles.scores);
+    multiply_pv(from, v_stage, tiles);
+    me.your_turn();
+    wgmma_wait<1>();
+    pin(tiles.scores);
+    me.release(me.shared.k_empty(at.ring.stage()));
+    if (masked) mask<ByFours>(me, tiles.scores, tile);
+    auto join = [&](const float (&rescale)[2], bool moves) {
+      wgmma_wait<0>();
+      tiles.pin_product();
+      me.release(me.shared.v_empty(v_stage));
+      add_product(state, tiles);
+      if (!moves) return;
+#pragma unroll
+      for (int i = 0; i < kOutCount; ++i) tiles.out[i] *= rescale[i >> 1 & 1];
+      if constexpr (kCounts) {
+        state.sum[0] *= rescale[0];
+        state.sum[1] *= rescale[1];
+      }
+    };
+    float8_softmax_step<ByFours, kCounts>(state, tiles.scores, tiles.probs, to_log2, me.s.zero,
+                                          join);
+  }
+
+  // S of the first key tile becomes P.
+  static __device__ __forceinline__ void weigh_first(const Lane& me, Tiles& tiles, const Place& at,
+                                                     const Work& w, int tile, Float8Softmax& state,
+                                                     float to_log2) {
+    if (tile >= w.range.full_end || tile < w.range.full_begin)
+      mask<Natural>(me, tiles.scores, tile);
+    auto join = [](const float (&)[2], bool) {};
+    float8_softmax_step<Natural, kCounts>(state, tiles.scores, tiles.probs, to_log2, me.s.zero,
+                                          join);
+    const int before = tile == 0 ? lead(w) : 0, end = w.keys.used + lead(w) - tile * kTile.n;
+    if (before > 0 || (me.s.clears && end < kTile.n)) {
+      device::barrier_wait(me.shared.v_full(at.ring.stage()), at.ring.parity());
+      keep_columns<kHeadDimV, Kernel::kPanelsV, Kernel::kVPanelBytes>(
+          me.shared.v + at.ring.stage() * Kernel::kVBytes, before, end, me.group);
+    }
+  }
+
+  // The key tiles behind the first one: masked ones to the right, full ones, masked ones to the left.
+  static __device__ __forceinline__ void walk_tiles(const Lane& me, const Place& at, Work& w,
+                                                    const int& tile, auto& step) {
+    constexpr uint32_t kRange = offsetof(Work, range);
+    int until = max(w.range.begin, w.range.full_end);
+#pragma unroll 1
+    while (tile > until) step(true);
+    device::load_shared(w.range, mine(me, at) + kRange);
+    until = max(w.range.begin, w.range.full_begin);
+#pragma unroll 1
+    while (tile > until) step(false);
+    device::load_shared(w.range, mine(me, at) + kRange);
+#pragma unroll 1
+    while (tile > w.range.begin) step(true);
+  }
+
+  // 5. The end of a query tile: O times the scale of the values, and the shift of P back.
+  static constexpr float kUnshift = 1.0f / (1 << kFloat8Shift);
+
+  static __device__ __forceinline__ void scale_values(const Lane& me, const Work& w, float scale,
+                                                      float (&out)[kOutCount]) {
+    const Float8Scale& v = me.p.float8.v;
+    const bool by_channel = v.extents[2] > 1;
+    const float* from = v.data + w.batch * v.strides[0] + head_kv(me, w) / v.group * v.strides[1];
+#pragma unroll
+    for (int first = 0; first < kOutCount / 4; first += 8) {
+      if (by_channel) {  // asked for each 64 columns: more loads at once would spill
+#pragma unroll
+        for (int i = 0; i < 32; ++i) {
+          const int channel = (first + i / 4) * 8 + me.lane % 4 * 2 + i % 2;
+          out[4 * first + i] *= from[min(channel, me.p.head_dim_v - 1) * v.strides[2]] * kUnshift;
+        }
+      } else {
+#pragma unroll
+        for (int i = 0; i < 32; ++i) out[4 * first + i] *= scale;
+      }
+    }
+  }
+
+  static __device__ __forceinline__ void leave(const Lane& me, const Work& w, float scale,
+                                               Tiles& tiles, Float8Softmax& state) {
+    const AttentionParams& p = me.p;
+    float (&out)[kOutCount] = *reinterpret_cast<float (*)[kOutCount]>(&tiles.out[0]);
+    state.sum[0] *= kUnshift;
+    state.sum[1] *= kUnshift;
+    scale_values(me, w, scale, out);
+    const int row = me.warp * 16;
+    const uint32_t place = me.shared.o + me.group * Kernel::kOBytes + row * 128;
+    if constexpr (Kernel::kThroughSmem) {  // the TMA has taken the rows before
+      if (me.lane == 0) device::tma_store_wait_read<0>();
+      __syncwarp();
+    }
+    const int32_t first_row = w.row0 + me.group * 64 + row;
+    if (p.out_dtype == DType::f16)
+      return Store<DType::f16>::store(p, me.s, me.maps, w, first_row, out, state, place);
+    Store<DType::bf16>::store(p, me.s, me.maps, w, first_row, out, state, place);
+  }
+
+  // 6. Main loop
+  // The scale of the values of its work, asked for before O is there.
+  static __device__ __forceinline__ float value_scale(const Lane& me, const Place& at) {
+    Work w;
+    device::load_shared(w, mine(me, at));
+    return me.p.float8.of_value(w.batch, head_kv(me, w), 0) * kUnshift;
+  }
+
+  static __device__ __forceinline__ void give_out(const Lane& me, const Place& at, Tiles& tiles,
+                                                  int v_stage, float scale, Float8Softmax& state) {
+    me.release(me.shared.v_empty(v_stage));
+    add_product(state, tiles);
+    Work w;
+    device::load_shared(w, mine(me, at));
+    leave(me, w, scale, tiles, state);
+  }
+
+  static __device__ __forceinline__ void run(const Lane& me) {
+    using namespace device;
+    Place at;
+    const Operands from(me.shared, me.group);
+    Tiles tiles;
+    Float8Softmax state;
+    if (me.group == 0) named_barrier_arrive(1, 256);
+    bool at_work = false;
+#pragma unroll 1
+    while (true) {
+      const bool more = find_more(me, at.slot);
+      if constexpr (kOutFirst) {
+        if (!more) break;
+        begin_tile(me, from, tiles, at);
+      } else {
+        const int v_stage = at.ring.stage();
+        float scale = 1.0f;
+        if (at_work) {
+          await_last(me, at);
+          at.ring.next();
+          scale = value_scale(me, at);
+        }
+        join_tiles(me, from, tiles, at, v_stage, more);
+        if (at_work) give_out(me, at, tiles, v_stage, scale, state);
+      }
+      Work w;
+      take_work(me, at, w);
+      find_visible(me, w);
+      const float to_log2 = exponent_factor(me, w);
+      state = Float8Softmax();
+      wgmma_wait<0>();
+      pin(tiles.scores);
+      if (!more) break;
+      at_work = true;
+#pragma unroll
+      for (int i = 0; i < kOutCount; ++i) tiles.out[i] = 0.0f;
+      me.release(me.shared.k_empty(at.ring.stage()));
+      int tile = w.range.end - 1;
+      weigh_first(me, tiles, at, w, tile, state, to_log2);
+      auto step = [&](bool masked) { add_tile(me, from, tiles, at, tile, masked, state, to_log2); };
+      walk_tiles(me, at, w, tile, step);
+      me.release(me.shared.q_empty(at.q_ring.stage()));
+      at.q_ring.next();
+      if constexpr (kOutFirst) {
+        await_last(me, at);
+        const float scale = value_scale(me, at);
+        end_tile(me, from, tiles, at.ring.stage());
+        give_out(me, at, tiles, at.ring.stage(), scale, state);
+        at.ring.next();
+        release_slot(me, at);
+      }
+    }
+    if constexpr (Kernel::kThroughSmem) {
+      if (me.lane == 0) tma_store_wait_read<0>();
+    }
+  }
+};
+
+}  // namespace cuattn
