@@ -28,13 +28,19 @@ FACTORS = {
 
 SM90_FACTORS = {  # what sm90 takes
     **FACTORS,
-    "dims": tuple(d for d in FACTORS["dims"] if max(d) <= 128),
+    "accumulate": ("exact", "fast"),
     "softcap": (0.0,),
     "alibi": ("none",),
     "bias": ("none",),
     "scales": ("none", "one", "head", "batch", "channel"),
     "magnitude": (0.0, 1.0, 4.0),
 }
+
+
+def sm90_rows() -> list[dict]:
+    """What pairwise() makes of SM90_FACTORS. Heads above 128 have fast sums alone."""
+    rows = cases.pairwise(SM90_FACTORS)
+    return [{**row, "accumulate": "fast"} if max(row["dims"]) > 128 else row for row in rows]
 
 
 def draw_scales(case: Case, problem: Problem, kind: str, rng) -> dict:
@@ -95,7 +101,9 @@ def meant(case: Case, problem: Problem, name: str, codes, scale):
     return values * (factors.swapaxes(1, 2) if case.layout == "bhsd" else factors)
 
 
-def make(case: Case, kind: str, rng, int8: bool = False) -> tuple[Problem, Problem]:
+def make(
+    case: Case, kind: str, rng, int8: bool = False, accumulate: str = "exact"
+) -> tuple[Problem, Problem]:
     """Draw a case: the problem of the library, and the same in numbers. int8: q and k are that."""
     problem = make_problem(case, rng)
     codes = {name: problem.arrays[name].astype(F8) for name in "qkv"}
@@ -113,7 +121,7 @@ def make(case: Case, kind: str, rng, int8: bool = False) -> tuple[Problem, Probl
     given = Problem(
         case,
         {**problem.arrays, **codes, **arrays},
-        {**problem.options, **options},
+        {**problem.options, **options, "accumulate": accumulate},
         problem.lengths,
     )
     return given, dataclasses.replace(problem, arrays={**problem.arrays, **numbers})
@@ -134,7 +142,19 @@ def assert_case(device, backend, case: Case, kind: str, rng, int8: bool = False)
     harness.assert_by_draws(case.dtype, attempt)
 
 
-def judge_products(case, numbers, out, lse):
+def peak(numbers):
+    """No less than the largest probability of each row, sinks apart, laid out as lse: the root of
+    the sum of all squared.
+    """
+    arrays = {name: x for name, x in numbers.arrays.items() if name != "sinks"}
+    _, lse = dataclasses.replace(numbers, arrays=arrays).reference()
+    arrays["q"] = 2 * arrays["q"]
+    _, of_squares = dataclasses.replace(numbers, arrays=arrays).reference()
+    dead = np.isneginf(lse)
+    return np.exp(np.where(dead, 0, of_squares) / 2 - np.where(dead, 0, lse))
+
+
+def judge_products(case, numbers, out, lse, accumulate="exact"):
     """The rule for products in float8. `numbers`: the problem in what codes and scales mean.
 
     Rows of no sequence do not count.
@@ -146,7 +166,11 @@ def judge_products(case, numbers, out, lse):
     - P is e4m3, off by 2^-4 of itself at most; one below 2^-13 of the row's largest by 2^-14 of
       that. With equal scores it is exact. So out is off by these parts of what |v| would give.
     - Its sums keep 13 bits, too: 2^-10 of that.
+    - Fast sums are cut for every 32 keys, where that is more: by 2^-13 of |P||v| each, if values
+      have no mean. They are divided by the sum of the rounded P, which is off as its terms are, and
+      which lse is of.
     """
+    is_fast = accumulate == "fast"
     expected, expected_lse = numbers.reference()
     sizes = {**numbers.arrays, "v": np.abs(numbers.arrays["v"])}
     size, _ = dataclasses.replace(numbers, arrays=sizes).reference()
@@ -154,26 +178,31 @@ def judge_products(case, numbers, out, lse):
     flat.pop("sinks", None)
     mean, log_count = dataclasses.replace(numbers, arrays=flat).reference()  # of |v|, keys seen
     by_rows = log_count if case.layout == "bhsd" else np.moveaxis(log_count, -2, -1)
-    count = np.exp(by_rows)
-    small = 2.0**-14 * count[..., None] * mean
+    count = np.exp(by_rows)[..., None]
+    small = 2.0**-14 * count * (mean + is_fast * np.abs(expected))
+    of_sum = np.zeros_like(lse)  # what rounding does to the sum of P
+    if is_fast and case.magnitude > 0:
+        of_sum = 2.0**-4 + 2.0**-10 + 2.0**-14 * np.exp(log_count) * peak(numbers)
     rows = len(out)
     if case.layout == "ragged":
         rows = int(numbers.arrays["cu_seqlens_q"][-1])
-        lse, expected_lse = lse[:, :rows], expected_lse[:, :rows]
-    out, expected, size, small = (
-        np.asarray(x[:rows], np.float64) for x in (out, expected, size, small)
+        lse, expected_lse, of_sum = (x[:, :rows] for x in (lse, expected_lse, of_sum))
+    out, expected, size, small, count = (
+        np.asarray(x[:rows], np.float64) for x in (out, expected, size, small, count)
     )
     largest = [np.nanmax(np.linalg.norm(numbers.arrays[x], axis=-1), initial=0) for x in "qk"]
     of_score = 2.0**-12 * largest[0] * largest[1] * (case.scale or case.head_dim**-0.5)
     dead = np.isneginf(expected_lse)
     assert (np.isneginf(lse) == dead).all(), f"{case}: lse -inf in other rows"
     off = np.abs(np.where(dead, 0, lse) - np.where(dead, 0, expected_lse))
-    allowed = of_score + 1e-5 * (1 + np.abs(np.where(dead, 0, expected_lse)))
-    assert (off <= allowed).all(), f"{case}: lse off by {off.max()}, {of_score} are due"
-    eps = cases.EPS[case.dtype] + 2.0**-10  # of out, and of the sums
+    allowed = of_score + of_sum + 1e-5 * (1 + np.abs(np.where(dead, 0, expected_lse)))
+    assert (off <= allowed).all(), f"{case}: lse off by {off.max()}, {allowed.max()} are due"
+    of_cuts = np.maximum(2.0**-10, 2.0**-13 * count / 32) if is_fast else 2.0**-10
+    eps = cases.EPS[case.dtype] + of_cuts  # of out, and of the sums
     of_p = 0.0 if case.magnitude == 0 else 2.0**-4 + 2 * of_score
     error = np.abs(out - expected)
-    within = error <= (eps + of_p) * size + small * (of_p > 0) + 1e-6
+    rounded = size + (is_fast and of_p > 0) * np.abs(expected)  # off by as much as P is
+    within = error <= eps * size + of_p * rounded + small * (of_p > 0) + 1e-6
     assert within.all(), f"{case}: out off by {error[~within]} at {np.argwhere(~within)[:9]}"
-    norms = [np.linalg.norm(x) for x in (error, expected, size)]
-    assert norms[0] <= 2 * of_p * norms[1] + 2 * eps * norms[2] + 1e-6, f"{case}: norms {norms}"
+    norms = [np.linalg.norm(x) for x in (error, expected, eps * size)]
+    assert norms[0] <= 2 * of_p * norms[1] + 2 * norms[2] + 1e-6, f"{case}: norms {norms}"

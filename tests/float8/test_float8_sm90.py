@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import ml_dtypes
 import numpy as np
@@ -19,7 +20,7 @@ from harness import target_params
 
 H100 = dict(major=9, minor=0, num_sms=132, smem_per_block_optin=232448, native=1)
 A100 = dict(H100, major=8, num_sms=108)
-ROWS = cases.pairwise(float8_cases.SM90_FACTORS)
+ROWS = float8_cases.sm90_rows()
 PARTS = 4
 
 
@@ -37,15 +38,15 @@ def columns(x):
 def test_every_option_with_every_other(device, backend, part, rng):
     for row in ROWS[part::PARTS]:
         row = dict(row)
-        kind = row.pop("scales")
+        kind, accumulate = row.pop("scales"), row.pop("accumulate")
         case = dataclasses.replace(cases.case_of(row), dtype="float32")
-        given, numbers = float8_cases.make(case, kind, rng)
+        given, numbers = float8_cases.make(case, kind, rng, accumulate=accumulate)
         case = dataclasses.replace(case, dtype="float32" if case.give_out else "bfloat16")
         place = "columns_bhsd" if case.layout == "bhsd" else "columns"
         places = {"v": place} if rng.random() < 0.6 else {}
         out, lse = harness.run(device, backend, given, places)
         assert out.dtype == cases.DTYPES[case.dtype]
-        float8_cases.judge_products(case, numbers, out, lse)
+        float8_cases.judge_products(case, numbers, out, lse, accumulate)
 
 
 LONG = [
@@ -58,19 +59,23 @@ LONG = [
     Case(batch=1, seqlen_q=300, seqlen_kv=1301, head_dim=112, window=(300, 7), kv_start=True,
          num_heads_q=2, num_heads_kv=1),
 ]  # fmt: skip
+LONG_WIDE = [
+    Case(batch=2, seqlen_q=3, seqlen_kv=4099, head_dim=256, num_heads_q=8, num_heads_kv=2),
+    Case(batch=3, seqlen_q=300, seqlen_kv=900, head_dim=240, layout="ragged", causal=True),
+]
 
 
 @pytest.mark.parametrize(
-    ("device", "backend", "magnitude"),
-    target_params((0.0, 2.0), cpu=(), cuda=("sm90",)),
+    ("device", "backend", "accumulate", "magnitude"),
+    target_params(tuple(itertools.product(("exact", "fast"), (0.0, 2.0))), cpu=(), cuda=("sm90",)),
 )
-def test_many_tiles(device, backend, magnitude, rng):
-    for case in LONG:
+def test_many_tiles(device, backend, accumulate, magnitude, rng):
+    for case in [*LONG, *(LONG_WIDE if accumulate == "fast" else [])]:
         case = dataclasses.replace(case, dtype="float32", magnitude=magnitude)
-        given, numbers = float8_cases.make(case, "batch", rng)
+        given, numbers = float8_cases.make(case, "batch", rng, accumulate=accumulate)
         for places in ({"v": "columns"}, {}):
             out, lse = harness.run(device, backend, given, places)
-            float8_cases.judge_products(case, numbers, out, lse)
+            float8_cases.judge_products(case, numbers, out, lse, accumulate)
 
 
 # Rows without keys beside rows with few: keys that begin and end within the 16 bytes of values that
@@ -85,6 +90,13 @@ FEW = {
     "ragged used": dict(layout="ragged", seqused="both"),
     "ragged window": dict(layout="ragged", seqused="k", window=(0, 3)),
 }
+FEW_HEADS = (  # head_dim, heads, sinks, sums
+    (64, (7, 7), True, "exact"),
+    (64, (7, 7), True, "fast"),
+    (128, (4, 2), False, "exact"),
+    (128, (4, 2), False, "fast"),
+    (256, (4, 2), True, "fast"),
+)
 FEW_LENGTHS = ((1, 2), (2, 7), (40, 3), (63, 65), (70, 15), (300, 31), (140, 200), (5, 1500))
 
 
@@ -94,17 +106,17 @@ FEW_LENGTHS = ((1, 2), (2, 7), (40, 3), (63, 65), (70, 15), (300, 31), (140, 200
 )
 def test_rows_that_see_few_keys_or_none(device, backend, name, rng):
     for lengths in FEW_LENGTHS:
-        for dim, heads, sinks in ((64, (7, 7), True), (128, (4, 2), False)):
+        for dim, heads, sinks, accumulate in FEW_HEADS:
             case = Case(
                 **FEW[name], seqlen_q=lengths[0], seqlen_kv=lengths[1], head_dim=dim, sinks=sinks,
                 batch=3, num_heads_q=heads[0], num_heads_kv=heads[1], head_dim_v=dim // 2,
                 magnitude=float(rng.choice([1, 4])), give_out=bool(rng.random() < 0.5),
             )  # fmt: skip
-            given, numbers = float8_cases.make(case, "batch", rng)
+            given, numbers = float8_cases.make(case, "batch", rng, accumulate=accumulate)
             case = dataclasses.replace(case, dtype="float32" if case.give_out else "bfloat16")
             places = {"v": "columns"} if rng.random() < 0.5 else {}
             out, lse = harness.run(device, backend, given, places)
-            float8_cases.judge_products(case, numbers, out, lse)
+            float8_cases.judge_products(case, numbers, out, lse, accumulate)
 
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "bfloat16"])
@@ -155,6 +167,8 @@ def test_a_hopper_takes_values_by_columns_and_turns_rows(options):
         given["accumulate"] = "fast"
         fast = cuattn.explain("attention", q, k, columns(k), device=H100, **given)
         assert (fast.kernel, fast.packed_heads) == ("sm90", plan.packed_heads)
+        assert fast.head_dim == compiled
+        assert "probabilities are rounded to float8, sums have one level" in fast.ladder
         given["accumulate"] = "exact"
         by_rows = cuattn.explain("attention", q, k, k, device=H100, **given)
         assert by_rows.kernel == "sm90"
@@ -163,6 +177,21 @@ def test_a_hopper_takes_values_by_columns_and_turns_rows(options):
         turned = by_rows.workspace_bytes - -(-plan.workspace_bytes // 256) * 256
         assert turned == 2 * 2 * dim * 304
         assert cuattn.explain("attention", q, k, columns(k), device=A100, **given).kernel == "naive"
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (70, 3)}], ids=str)
+def test_heads_above_128_have_sums_of_one_level_alone(options):
+    for dims in ((144, 144), (192, 128), (64, 160), (256, 256)):
+        q, k, v = (
+            np.zeros((2, 300, heads, d), F8)
+            for heads, d in ((8, dims[0]), (2, dims[0]), (2, dims[1]))
+        )
+        plan = cuattn.explain("attention", q, k, v, device=H100, accumulate="fast", **options)
+        assert (plan.kernel, plan.head_dim) == ("sm90", 256)
+        assert "sums have one level" in plan.ladder
+        exact = cuattn.explain("attention", q, k, v, device=H100, **options)
+        assert exact.kernel == "naive"
+        assert "sm90: cannot: it is not compiled for this dtype" in exact.ladder
 
 
 NO_PARTS = "over float8 it has no scales of 128 rows"

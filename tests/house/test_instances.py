@@ -30,6 +30,7 @@ MASKS = {
 }
 DROPPED = {"dropout_p": 0.1, "dropout_seed": 3}
 SCORES = {"identity": {}, "scored": {"softcap": 30.0}, "dropped": DROPPED}
+FLOAT8_SCORES = {"identity": {}, "fast": {"accumulate": "fast"}}
 NATIVE = dict(num_sms=132, native=1)
 GPUS = {
     "9.0": dict(NATIVE, major=9, minor=0, smem_per_block_optin=232448),
@@ -90,8 +91,8 @@ OF = {  # those of an op, a kernel and a dtype
 
 
 def asked_of(score: str) -> str:
-    """What a plan calls the scores of a call, whatever is dropped."""
-    return "identity" if score == "dropped" else score
+    """What a plan calls the scores of a call, whatever is dropped and however sums are made."""
+    return "identity" if score in ("dropped", "fast") else score
 
 
 WIDER = {"none": "causal", "causal": "window"}
@@ -127,7 +128,7 @@ def smallest(op: str, kernel: str, dtype: str, qk: int, v: int, mask: str, score
 
 def test_the_table_was_read():
     assert len(ROWS) >= 8
-    assert len(INSTANCES) >= 209
+    assert len(INSTANCES) >= 218
 
 
 def test_no_instance_is_compiled_twice():
@@ -162,15 +163,21 @@ def test_attention_is_planned_for_the_smallest_instance_that_serves_it(gpu):
                 found = Instance(*key, plan.head_dim, plan.head_dim_v, *kind)
                 assert found == smallest(*key, qk, v, *kind)
                 chosen.add(found)
-    for qk, mask in itertools.product(range(16, 129, 16), MASKS):  # float8, its values by columns
+    # Float8, its values by columns.
+    for qk, mask, score in itertools.product(range(16, 257, 16), MASKS, FLOAT8_SCORES):
         v = np.zeros((1, 2, qk, 16), ml_dtypes.float8_e4m3fn).transpose(0, 3, 1, 2)
         x = np.zeros(v.shape, v.dtype)
-        plan = cuattn.explain("attention", x, x, v, device=GPUS[gpu], **MASKS[mask])
-        assert plan.kernel == ("sm90" if gpu == "9.0" else "naive")
+        options = {**MASKS[mask], **FLOAT8_SCORES[score]}
+        plan = cuattn.explain("attention", x, x, v, device=GPUS[gpu], **options)
+        serves = gpu == "9.0" and (qk <= 128 or score == "fast")
+        assert plan.kernel == ("sm90" if serves else "naive")
         if plan.kernel == "sm90":
             key = ("attention", "sm90", "float8_e4m3fn")
-            found = Instance(*key, plan.head_dim, plan.head_dim_v, plan.mask, plan.score)
-            assert found == smallest(*key, qk, qk, mask, "identity")
+            assert (plan.mask, plan.score) == (mask, asked_of(score))
+            level = "one level" if score == "fast" else "two levels"
+            assert f"sums have {level}" in plan.ladder
+            found = Instance(*key, plan.head_dim, plan.head_dim_v, mask, score)
+            assert found == smallest(*key, qk, qk, mask, score)
             chosen.add(found)
     kernels = {"simt", "tiled", "sm80", *(["sm90"] if gpu == "9.0" else [])}
     planned = {i for i in INSTANCES if i.op == "attention" and i.kernel in kernels}
