@@ -133,28 +133,23 @@ constexpr Tile sm90_functor_tile(HeadDims d) {
 // of one level, which leave room for longer tiles.
 constexpr int32_t kSm90Float8QStages = 2;
 constexpr Tile sm90_float8_tile(HeadDims d, ScoreKind score) {
-  if (d.v <= 64) return {192, 128, 4, 16};                 // 2 * 24 + 4 * 25 + 24 + 6 = 178 KB
-  if (d.v > 128) return {128, 96, 2, 12};                  // 2 * 32 + 2 * 56 + 4 = 180 KB
-  if (score == ScoreKind::fast) return {128, 192, 2, 12};  // 2 * 16 + 2 * 58 + 32 + 4 = 184 KB
+  if (d.v <= 64) return {192, 128, 4, 16};                 // 2 * 24 + 4 * 24 + 24 + 7 = 175 KB
+  if (d.v > 128) return {128, 96, 2, 12};                  // 2 * 32 + 2 * 56 + 5 = 181 KB
+  if (score == ScoreKind::fast) return {128, 192, 2, 12};  // 2 * 16 + 2 * 56 + 32 + 5 = 181 KB
   return {128, 128, 4, 12};                                // 2 * 16 + 4 * 32 + 32 + 4 = 196 KB
-}
-// Whether products count the sums of P: V has 8 rows more, of 256 at most.
-constexpr bool sm90_float8_counts(HeadDims d, ScoreKind score) {
-  return score == ScoreKind::fast && d.v <= 128;
 }
 // Whether O leaves by the TMA. Three groups that keep a T have no registers for it.
 constexpr bool sm90_float8_sends_out(HeadDims d, ScoreKind score) {
   return d.v <= 128 && (d.v > 64 || score == ScoreKind::fast);
 }
-// Q and K in panels of 128 columns, V in panels of 128 keys, O where it leaves by the TMA; what each
-// thread sees.
+// Q and K in panels of 128 columns, V in panels of 128 keys, O where it leaves by the TMA; ones; what
+// each thread sees.
 constexpr int32_t sm90_float8_smem_bytes(HeadDims d, ScoreKind score) {
   const Tile tile = sm90_float8_tile(d, score);
   int32_t qk = (d.qk + 127) / 128 * 128, keys = (tile.n + 127) / 128 * 128;
-  int32_t v = d.v + (sm90_float8_counts(d, score) ? 8 : 0),
-          o = sm90_float8_sends_out(d, score) ? 2 * d.v : 0;
-  return qk * (kSm90Float8QStages * tile.m + tile.stages * tile.n) + tile.stages * keys * v +
-         tile.m * (o + 32) + kSm90SmallBytes + 1024;
+  int32_t out = sm90_float8_sends_out(d, score) ? 2 * d.v : 0;
+  return qk * (kSm90Float8QStages * tile.m + tile.stages * tile.n) + tile.stages * keys * d.v +
+         tile.m * (out + 32) + kSm90SmallBytes + 2 * 1024;
 }
 
 // A second tile, where another length of rows is served better: m == 0 is none.

@@ -30,11 +30,9 @@ struct Float8Sm90 {
   static constexpr int kPanelsQk = (kHeadDim + 127) / 128;
   static constexpr int kQBytes = kTile.m * kPanelsQk * 128;  // of one stage
   static constexpr int kKBytes = kTile.n * kPanelsQk * 128;
-  // Behind the channels of V a row of ones, whose product with P is the sum of a row of it, and zeros.
-  static constexpr bool kCounts = sm90_float8_counts({kHeadDim, kHeadDimV}, kScore);
-  static constexpr int kRowsV = kHeadDimV + (kCounts ? 8 : 0);
+  static constexpr bool kCounts = kIsFast;  // sums of rows of P are products with ones
   static constexpr int kPanelsV = (kTile.n + 127) / 128;  // of 128 keys
-  static constexpr int kVPanelBytes = kRowsV * 128;
+  static constexpr int kVPanelBytes = kHeadDimV * 128;
   static constexpr int kVBytes = kPanelsV * kVPanelBytes;
   static constexpr bool kThroughSmem = sm90_float8_sends_out({kHeadDim, kHeadDimV}, kScore);
   static constexpr int kOBytes = kThroughSmem ? 64 * kHeadDimV * 2 : 0;  // of a group
@@ -51,16 +49,18 @@ struct Float8Sm90 {
   using Consumer = ConsumerFloat8<Float8Sm90>;
 
   // 2. Shared storage, in address order: Q (stage, panel, m, 128); K (stage, panel, n, 128); V
-  // (stage, panel, channel, 128 keys); O (group, panel, 64, 64), if it leaves so; the keys that each
-  // thread's rows see; barriers; the work items that the producer draws, and each warp's copy.
+  // (stage, panel, channel, 128 keys); O (group, panel, 64, 64), if it leaves so; ones (8, 128);
+  // the keys that each thread's rows see; barriers; the work items that the producer draws, and each
+  // warp's copy.
   struct Shared {
-    uint32_t q, k, v, o, barriers;
+    uint32_t q, k, v, o, ones, barriers;
     __device__ explicit Shared(const void* base) {
       q = (device::smem_address(base) + 1023) & ~1023u;  // the swizzle repeats every 1024 bytes
       k = q + kQStages * kQBytes;
       v = k + kTile.stages * kKBytes;
       o = v + kTile.stages * kVBytes;
-      barriers = device::opaque(o + kConsumers * kOBytes + kVisibleBytes);
+      ones = o + kConsumers * kOBytes;
+      barriers = device::opaque(ones + 1024 + kVisibleBytes);
     }
     __device__ uint32_t barrier(int index) const { return barriers + 8 * index; }
     __device__ uint32_t k_full(int s) const { return barrier(s); }
@@ -161,7 +161,7 @@ struct Float8Sm90 {
           for (int tile = w.range.end - 1; tile >= w.range.begin; --tile) {
             barrier_wait(shared.v_empty(ring.stage()), ring.parity());
             uint32_t full = shared.v_full(ring.stage());
-            barrier_arrive_expect(full, kPanelsV * kHeadDimV * 128);
+            barrier_arrive_expect(full, kVBytes);
 #pragma unroll
             for (int panel = 0; panel < kPanelsV; ++panel) {
               tma_load(shared.v + ring.stage() * kVBytes + panel * kVPanelBytes, &maps.v, full,
@@ -172,12 +172,11 @@ struct Float8Sm90 {
         });
   }
 
-  // 4. The rows behind the channels of V, which the TMA leaves alone.
+  // 4. Eight rows of 128 bytes, K-major: the first is ones, the others are zeros.
   static __device__ __forceinline__ void fill_ones(const Shared& shared) {
-    for (int i = threadIdx.x; i < kTile.stages * kPanelsV * 64; i += kThreads) {
-      const uint32_t ones = i % 64 < 8 ? 0x38383838u : 0u;  // 1 in e4m3
-      device::store_shared16(shared.v + i / 64 * kVPanelBytes + kHeadDimV * 128 + i % 64 * 16,
-                             uint4{ones, ones, ones, ones});
+    if (threadIdx.x < 64) {
+      const uint32_t ones = threadIdx.x < 8 ? 0x38383838u : 0u;  // 1 in e4m3
+      device::store_shared16(shared.ones + threadIdx.x * 16, uint4{ones, ones, ones, ones});
     }
     device::async_proxy_fence();
   }

@@ -24,13 +24,13 @@ struct ConsumerFloat8 {
   static constexpr int kConsumers = Kernel::kConsumers;
   static constexpr bool kOutFirst = !kIsFast;  // before the next S: registers are full
   static constexpr int kScoreCount = kTile.n / 2, kOutCount = kHeadDimV / 2;  // of a thread
-  static constexpr int kProductCount = Kernel::kRowsV / 2;  // of a product, and of the sums of P
   using Work = Sm90Work;
   using Shared = typename Kernel::Shared;
   using Ring = device::Ring<kTile.stages>;
   using QRing = device::Ring<Kernel::kQStages>;
   using Qk = device::Wgmma<DType::e4m3, kTile.n>;
-  using Pv = device::Wgmma<DType::e4m3, Kernel::kRowsV>;
+  using Pv = device::Wgmma<DType::e4m3, kHeadDimV>;
+  using Count = device::Wgmma<DType::e4m3, 8>;
   using Natural = KeyOrder<true, kTile.n>;
   using ByFours = KeyOrder<false, kTile.n>;
   template <DType kType>
@@ -55,36 +55,31 @@ struct ConsumerFloat8 {
     __device__ __forceinline__ uint32_t sees() const { return shared.visible(threadIdx.x - 128); }
   };
 
-  // What wgmma reads and writes: O, T, S, and P in the order of an A operand. Sums of one level have no
-  // T: products join O. Behind the columns of a product stand the sums of P of its tile (kCounts).
+  // What wgmma reads and writes: O, T, S, P in the order of an A operand, and the sums of P of a tile
+  // (kCounts). Sums of one level have no T: products join O.
   struct Tiles {
-    float out[kIsFast ? kProductCount : kOutCount], part[kIsFast ? 1 : kProductCount];
-    float scores[kScoreCount];
+    float out[kOutCount], part[kIsFast ? 1 : kOutCount], scores[kScoreCount], counts[4];
     uint32_t probs[kScoreCount / 4];
-    __device__ __forceinline__ float (&product()) [kProductCount] {
+    __device__ __forceinline__ float (&product()) [kOutCount] {
       if constexpr (kIsFast) {
         return out;
       } else {
         return part;
       }
     }
-    // A product may begin, and has ended: registers that it reads, adds to, or writes anew. The sums
-    // of P begin at `zero` in each tile. Note: pinned twice, and set nowhere else, or ptxas serialises wgmma.
-    __device__ __forceinline__ void claim_product(float zero) {
+    // A product may begin, and has ended: registers that it reads, adds to, or writes anew.
+    __device__ __forceinline__ void claim_product() {
       if constexpr (kIsFast) {
-        device::pin(out);
-        if constexpr (kCounts) {
-#pragma unroll
-          for (int i = kOutCount; i < kProductCount; ++i) out[i] = zero;
-        }
         device::pin(out);
       } else {
         device::claim(part);
       }
+      if constexpr (kCounts) device::claim(counts);
       device::pin(probs);
     }
     __device__ __forceinline__ void pin_product() {
       device::pin(product());
+      if constexpr (kCounts) device::pin(counts);
       device::pin(probs);
     }
   };
@@ -98,11 +93,12 @@ struct ConsumerFloat8 {
 
   // What wgmma reads, by descriptors of the first stages.
   struct Operands {
-    uint64_t q, k, v;
+    uint64_t q, k, v, ones;
     __device__ __forceinline__ Operands(const Shared& shared, int group)
         : q(device::wgmma_descriptor(shared.q + group * 64 * 128, 0)),
           k(device::wgmma_descriptor(shared.k, 0)),
-          v(device::wgmma_descriptor(shared.v, 0)) {}
+          v(device::wgmma_descriptor(shared.v, 0)),
+          ones(device::wgmma_descriptor(shared.ones, 0)) {}
   };
 
   // 2. Work
@@ -205,17 +201,24 @@ struct ConsumerFloat8 {
     wgmma_commit();
   }
 
-  // T = P V or O += P V.
+  // T = P V or O += P V, and the sums of P: its product with ones.
   static __device__ __forceinline__ void multiply_pv(const Operands& from, int stage,
                                                      Tiles& tiles) {
     using namespace device;
     const uint64_t b = advance(from.v, uniform(stage * Kernel::kVBytes));
+    auto a = [&](int step) -> const uint32_t (&)[4] {
+      return *reinterpret_cast<const uint32_t (*)[4]>(&tiles.probs[4 * step]);
+    };
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kTile.n / 32; ++step) {
-      const uint32_t (&a)[4] = *reinterpret_cast<const uint32_t (*)[4]>(&tiles.probs[4 * step]);
-      Pv::rs(tiles.product(), a, advance(b, step / 4 * Kernel::kVPanelBytes + step % 4 * 32),
+      Pv::rs(tiles.product(), a(step), advance(b, step / 4 * Kernel::kVPanelBytes + step % 4 * 32),
              kIsFast || step != 0);
+    }
+    if constexpr (kCounts) {
+#pragma unroll
+      for (int step = 0; step < kTile.n / 32; ++step)
+        Count::rs(tiles.counts, a(step), from.ones, step != 0);
     }
     wgmma_commit();
   }
@@ -247,7 +250,7 @@ struct ConsumerFloat8 {
     using namespace device;
     me.my_turn();
     claim(tiles.scores);
-    tiles.claim_product(me.s.zero);
+    tiles.claim_product();
     multiply_pv(from, v_stage, tiles);
     if (more) await_first(me, at);
     multiply_qk(from, at, tiles.scores);
@@ -260,7 +263,7 @@ struct ConsumerFloat8 {
   static __device__ __forceinline__ void end_tile(const Lane& me, const Operands& from,
                                                   Tiles& tiles, int v_stage) {
     me.my_turn();
-    tiles.claim_product(me.s.zero);
+    tiles.claim_product();
     multiply_pv(from, v_stage, tiles);
     me.your_turn();
     device::wgmma_wait<0>();
@@ -280,8 +283,8 @@ struct ConsumerFloat8 {
   // T joins O, and the sums of P those of the rows.
   static __device__ __forceinline__ void add_product(Float8Softmax& state, Tiles& tiles) {
     if constexpr (kCounts) {  // the first lane of a quad has the column of ones
-      state.sum[0] += tiles.product()[kOutCount];
-      state.sum[1] += tiles.product()[kOutCount + 2];
+      state.sum[0] += tiles.counts[0];
+      state.sum[1] += tiles.counts[2];
     }
     if constexpr (!kIsFast) {
 #pragma unroll
@@ -301,7 +304,7 @@ struct ConsumerFloat8 {
     barrier_wait(me.shared.k_full(at.ring.stage()), at.ring.parity());
     me.my_turn();
     pin(tiles.scores);
-    tiles.claim_product(me.s.zero);
+    tiles.claim_product();
     multiply_qk(from, at, tiles.scores);
     multiply_pv(from, v_stage, tiles);
     me.your_turn();
