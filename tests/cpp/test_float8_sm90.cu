@@ -117,7 +117,7 @@ __global__ void load_float8(const __grid_constant__ Float8Maps maps, int start, 
   }
   __syncthreads();
   barrier_wait(barrier, 0);
-  if (begin > 0 || end < 128) keep_columns<128>(smem, begin, end, 0);
+  if (begin > 0 || end < 128) keep_columns<128, 1, 128 * 128>(smem, begin, end, 0);
   __syncthreads();
   for (int i = threadIdx.x; i < 128 * 128; i += 128) out[i] = tile[byte_at(i / 128, i % 128)];
 }
@@ -141,7 +141,7 @@ CUDA_TEST(sm90_float8_maps_bring_keys_in_fours_and_values_by_columns) {
   p.v_channel_stride = kPadded;
   Sm90Schedule s{};
   s.packed = 1;
-  Float8Maps maps = make_float8_maps(p, s, {128, 128, 4, 12}, 128);
+  Float8Maps maps = make_float8_maps(p, s, {128, 128, 4, 12}, 128, false);
   constexpr int kBytes = 128 * 128 + kAlignment;
   allow(load_float8, kBytes);
   for (int start : {0, 16, 112, 272, 384}) {
