@@ -157,8 +157,8 @@ def attention(
         Of float8_e4m3fn and int8 queries: how a kernel that multiplies float8 values sums the
         products. "exact": those of one tile of keys by the tensor cores, tiles in float32.
         "fast": all by the tensor cores, which keep about 13 bits: sooner done, with errors that
-        grow with the number of keys, and lse that of rounded probabilities, off by up to 2^-4
-        (docs/fp8.md). All other kernels sum in float32 either way.
+        grow with the number of keys, and lse that of rounded probabilities, in which keys below
+        2^-13 of the likeliest do not count (docs/fp8.md). Other kernels sum in float32 either way.
     seqused_q, seqused_k : int32 array, [batch], optional
         Lengths in use of a padded batch; query rows beyond give out 0 and lse -inf, keys beyond are
         not seen, and causal and window count from the lengths in use.
