@@ -92,9 +92,6 @@ endfunction()
 
 function(cuattn_instance_source name kind header all)
   set(most 6)
-  if(header STREQUAL "attention/sm90/float8.cuh")
-    set(most 5)  # it brings a kernel of its own, which turns values
-  endif()
   list(LENGTH all left)
   math(EXPR sources "(${left} + ${most} - 1) / ${most}")
   set(begin 0)

@@ -41,9 +41,9 @@ const char* function_of(const AttentionRequest& r) {
   return r.is_flex ? "flex_attention" : r.ragged ? "attention_varlen" : "attention";
 }
 
-// Whether the request takes a kernel that sums products of float8 in one level: there is one.
-bool sums_fast(const AttentionRequest& r) {
-  return r.is_fast && r.dtype == DType::e4m3 && r.score == ScoreKind::identity &&
+// Whether a kernel that sums products of float8 in one level is compiled for the request.
+bool has_fast_sums(const AttentionRequest& r) {
+  return r.dtype == DType::e4m3 && r.score == ScoreKind::identity &&
          find_instance(Op::attention, Kernel::sm90, r.dtype, {r.head_dim, r.head_dim_v}, r.mask,
                        ScoreKind::fast) != kNoInstance;
 }
@@ -53,7 +53,7 @@ bool sums_fast(const AttentionRequest& r) {
 ScoreKind score_of(Kernel kernel, const AttentionRequest& r) {
   const bool is_sm90 = kernel == Kernel::sm90;
   if (r.has_dropout) return is_sm90 ? ScoreKind::dropped : ScoreKind::scored;
-  return is_sm90 && sums_fast(r) ? ScoreKind::fast : r.score;
+  return is_sm90 && r.is_fast && has_fast_sums(r) ? ScoreKind::fast : r.score;
 }
 
 // The number of the compiled kernel that would run the request.
@@ -239,6 +239,8 @@ const char* float8_refusal(const AttentionRequest& r) {
   if (r.has_float8_pages) return "over pages of float8 it takes queries of 16 bits";
   if (r.has_part_scales)
     return "over float8 it has no scales of 128 rows or of query heads yet, but of key heads";
+  if (instance_of(Kernel::sm90, r) == kNoInstance && has_fast_sums(r))
+    return "over float8 it has this head_dim with accumulate='fast' alone";
   return nullptr;
 }
 

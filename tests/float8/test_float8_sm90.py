@@ -191,15 +191,16 @@ def test_heads_above_128_have_sums_of_one_level_alone(options):
         assert "sums have one level" in plan.ladder
         exact = cuattn.explain("attention", q, k, v, device=H100, **options)
         assert exact.kernel == "naive"
-        assert "sm90: cannot: it is not compiled for this dtype" in exact.ladder
+        assert f"sm90: cannot: {TOO_WIDE}" in exact.ladder
 
 
 NO_PARTS = "over float8 it has no scales of 128 rows"
+TOO_WIDE = "over float8 it has this head_dim with accumulate='fast' alone"
 REFUSED = {
     "softcap": ({"softcap": 3.0}, "over float8 it has no softcap"),
     "blocks": ({"k_scale": np.ones((1, 2, 3), np.float32)}, NO_PARTS),
     "query heads": ({"q_scale": np.ones((1, 4, 1), np.float32)}, NO_PARTS),
-    "wide": ({}, "it is not compiled for this dtype"),
+    "wide": ({}, TOO_WIDE),
     "bits": (
         {"batch_invariant": True, "kv_start": np.zeros(1, np.int32)},
         "over float8 bits depend on where in its array a sequence begins",

@@ -107,24 +107,6 @@ struct ConsumerSm90 {
   };
 
   // 2. Work
-  // Is there more? Rows without keys are answered at once; work stays in its slot for take_work,
-  // when the registers of the last one are free.
-  static __device__ __forceinline__ bool find_more(const AttentionParams& p, const Sm90Schedule& s,
-                                                   const Shared& shared, int group,
-                                                   device::Ring<2>& slot) {
-    using namespace device;
-    while (true) {
-      barrier_wait(shared.work_full(slot.stage()), slot.parity());
-      Work w;
-      load_shared(w, shared.work(slot.stage()));
-      if (w.kind == Work::kFull) return true;
-      if (w.kind == Work::kNone) return false;
-      Store::store_empty(p, s, w, group);
-      if (threadIdx.x % 32 == 0) barrier_arrive(shared.work_empty(slot.stage()));
-      slot.next();
-    }
-  }
-
   static __device__ __forceinline__ void find_visible(const AttentionParams& p,
                                                       const Sm90Schedule& s, const Work& w,
                                                       bool more, Rows& rows) {
@@ -405,7 +387,7 @@ struct ConsumerSm90 {
       ConsumerSm90::multiply_pv(probs, advance(v_desc, stage * kVBytes), fresh, out);
       fresh = false;
     };
-    auto more_work = [&] { return find_more(p, s, shared, group, slot); };
+    auto more_work = [&] { return Store::find_more(p, s, shared, group, slot); };
     const uint32_t mine = shared.copy(threadIdx.x / 32 - 4);  // its work, for registers are full
     if (kTakeTurns && group == 0) named_barrier_arrive(1, 256);
     Softmax state;

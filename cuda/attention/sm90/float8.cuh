@@ -6,14 +6,15 @@
 // float8_consumer.cuh, the main loop; docs/fp8.md.
 //
 //   producer   | Q K3  | K2 V3 | K1 V2 | K0 V1 | V0 | Q' K' | ...       (next query tile)
-//   group 0    | QK3 | softmax | QK2 T=PV3 | softmax, O+=T | QK1 T=PV2 | ... | PV0 QK' | O out
+//   group 0    | QK3 | softmax | QK2 T=PV3 | softmax, O+=T | QK1 T=PV2 | ... | T=PV0 | O out | QK'
 //   group 1         | QK3 | softmax | QK2 T=PV3 | softmax, ..         (the tensor cores alternate)
+//
+// With sums of one level there is no T, O += PV, and the end is | O+=PV0 QK' | O out.
 #pragma once
 
 #include "cuattn/device/wgmma_float8_sm90.cuh"
 #include "cuda/attention/sm90/float8_consumer.cuh"
 #include "cuda/attention/sm90/host.cuh"
-#include "cuda/attention/sm90/turn_values.cuh"
 #include "cuda/host/launchers.h"
 
 namespace cuattn {

@@ -102,21 +102,6 @@ struct ConsumerFloat8 {
   };
 
   // 2. Work
-  // Is there more? Rows without keys are answered at once; other work stays in its slot.
-  static __device__ __forceinline__ bool find_more(const Lane& me, device::Ring<2>& slot) {
-    using namespace device;
-    while (true) {
-      barrier_wait(me.shared.work_full(slot.stage()), slot.parity());
-      Work w;
-      load_shared(w, me.shared.work(slot.stage()));
-      if (w.kind == Work::kFull) return true;
-      if (w.kind == Work::kNone) return false;
-      Store<DType::bf16>::store_empty(me.p, me.s, w, me.group);
-      me.release(me.shared.work_empty(slot.stage()));
-      slot.next();
-    }
-  }
-
   // Its work stands in shared memory, for registers are full: in its slot, or where the next work is
   // wanted before this one ends, in a copy.
   static __device__ __forceinline__ uint32_t mine(const Lane& me, const Place& at) {
@@ -388,7 +373,7 @@ struct ConsumerFloat8 {
   static __device__ __forceinline__ void leave(const Lane& me, const Work& w, float scale,
                                                Tiles& tiles, Float8Softmax& state) {
     const AttentionParams& p = me.p;
-    float (&out)[kOutCount] = *reinterpret_cast<float (*)[kOutCount]>(&tiles.out[0]);
+    auto& out = tiles.out;
     state.sum[0] *= kUnshift;
     state.sum[1] *= kUnshift;
     scale_values(me, w, scale, out);
@@ -431,7 +416,7 @@ struct ConsumerFloat8 {
     bool at_work = false;
 #pragma unroll 1
     while (true) {
-      const bool more = find_more(me, at.slot);
+      const bool more = Store<DType::bf16>::find_more(me.p, me.s, me.shared, me.group, at.slot);
       if constexpr (kOutFirst) {
         if (!more) break;
         begin_tile(me, from, tiles, at);

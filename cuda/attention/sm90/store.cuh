@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How O leaves forward.cuh: rows of a warp, from the accumulators of wgmma.
+// How O leaves forward.cuh and float8.cuh: rows of a warp, from the accumulators of wgmma.
 #pragma once
 
 #include "cuattn/device/math.cuh"
@@ -13,7 +13,7 @@ struct Sm90Maps {
   device::TensorMap q, k, v, o, bias;
 };
 
-// `kRows`: of the query tile. `kThroughSmem`: the Q tile is free to carry O. `kFunctor`: of a kernel that
+// `kRows`: of what carries O to the TMA (`kThroughSmem`): the Q tile, or in float8.cuh a place of its own. `kFunctor`: of a kernel that
 // NVRTC compiles for each functor: rows are not packed, and what does not leave so, the end of a sequence,
 // is stored by less code.
 template <DType kType, ScoreKind kScore, int kHeadDimV, int kRows, bool kThroughSmem,
@@ -76,7 +76,7 @@ struct StoreSm90 {
   }
   static constexpr int kBlocks = kOutCount / 4;  // of 8 columns
 
-  // O of a warp's 16 rows through its rows of the Q tile (`smem`), which nobody reads any more: the
+  // O of a warp's 16 rows through its rows of shared memory (`smem`), which nobody reads any more: the
   // TMA takes it from there. A row's 16-byte chunks are permuted by its number.
   template <class Maps>
   static __device__ __forceinline__ void store_boxes(const AttentionParams& p, const Maps& maps,
@@ -143,7 +143,7 @@ struct StoreSm90 {
     }
   }
 
-  // A warp's 16 rows from `first_row` on. `smem`: its part of the Q tile.
+  // A warp's 16 rows from `first_row` on. `smem`: its part of what carries O.
   template <class Maps, class State>
   static __device__ __forceinline__ void store(const AttentionParams& p, const Sm90Schedule& s,
                                                const Maps& maps, const Sm90Work& w,
@@ -210,6 +210,25 @@ struct StoreSm90 {
       for (int i = threadIdx.x % 128; i < 64 * chunks; i += 128) clear(i);
     } else {
       for (int i = threadIdx.x % 128; i < 64 * chunks; i += 128) clear(i);
+    }
+  }
+
+  // Is there more work? Rows without keys are answered at once; other work stays in its slot, to be
+  // taken when the registers of the last one are free.
+  template <class Shared>
+  static __device__ __forceinline__ bool find_more(const AttentionParams& p, const Sm90Schedule& s,
+                                                   const Shared& shared, int group,
+                                                   device::Ring<2>& slot) {
+    using namespace device;
+    while (true) {
+      barrier_wait(shared.work_full(slot.stage()), slot.parity());
+      Sm90Work w;
+      load_shared(w, shared.work(slot.stage()));
+      if (w.kind == Sm90Work::kFull) return true;
+      if (w.kind == Sm90Work::kNone) return false;
+      store_empty(p, s, w, group);
+      if (threadIdx.x % 32 == 0) barrier_arrive(shared.work_empty(slot.stage()));
+      slot.next();
     }
   }
 };

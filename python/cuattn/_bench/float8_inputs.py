@@ -184,7 +184,6 @@ def ours(backend: str) -> Callable[[Any, Any], Prepared]:
             prepared.bytes = super(Float8Workload, w).bytes
             return prepared
         if backend == "fast":
-            require(has_accumulate(), "this attention has no accumulate=")
             options["accumulate"] = "fast"
         else:
             require(backend in RUNGS, "a rung, auto, fast, bf16 or quantised")
@@ -192,10 +191,6 @@ def ours(backend: str) -> Callable[[Any, Any], Prepared]:
         return attending(w, x.codes.arrays, {**options, **x.codes.scales}, CODES)
 
     return prepare
-
-
-def has_accumulate() -> bool:
-    return "accumulate" in inspect.signature(cuattn.attention).parameters
 
 
 def attending(

@@ -1,20 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 // Values of e4m3 that lie by rows, turned into columns in the workspace before float8.cuh reads them:
-// one pass over memory. Used by float8.cuh.
-#pragma once
-
+// one pass over memory.
 #include "cuattn/device/math.cuh"
 #include "cuattn/params/attention.h"
 #include "cuda/host/launch.h"
+#include "cuda/host/launchers.h"
 
 namespace cuattn {
+namespace {
 
 constexpr int kTurnThreads = 256, kTurnTokens = 128;
 
 // to[batch, head, channel, token] of `pitch` tokens a channel = v[batch, token, head, channel]. A
 // block turns 128 tokens of a head. In shared memory each 16 tokens stand a word further on, so that
 // 8 lanes, which write 128 bytes of a channel together, read from 8 banks.
-static __global__ void __launch_bounds__(kTurnThreads)
+__global__ void __launch_bounds__(kTurnThreads)
     turn_values(const char* v, Strides strides, int32_t tokens, int32_t heads, int32_t channels,
                 char* to, int64_t pitch) {
   extern __shared__ __align__(16) char tile[];
@@ -51,8 +51,9 @@ static __global__ void __launch_bounds__(kTurnThreads)
   }
 }
 
-// Makes `p` read its values by columns, from `workspace`.
-inline void launch_turn_values(AttentionParams& p, void* workspace, cudaStream_t stream) {
+}  // namespace
+
+void launch_turn_values(AttentionParams& p, void* workspace, cudaStream_t stream) {
   bool ragged = p.cu_seqlens_kv != nullptr;
   int32_t batch = ragged ? 1 : p.batch;
   int64_t tokens = ragged ? p.total_kv : p.seqlen_kv, pitch = column_pitch(tokens);
