@@ -254,7 +254,7 @@ void run_backward(BackwardCall& call, const Gradients& gradients, void* workspac
   const Plan& plan = forward.plan;
   CallMemory memory(fn);  // what is written lies apart from all else
   read_gradients(call, gradients, memory);
-  memory.writes({"workspace", workspace, 1, {{static_cast<int64_t>(plan.workspace_bytes), 1}}});
+  memory.writes_workspace(workspace, plan.workspace_bytes, workspace_bytes);
   check_array_gradients(call, memory);
   check_inputs(forward, memory);
   int64_t batch = forward.ragged ? 1 : f.batch, rows = forward.ragged ? f.total_q : f.seqlen_q;

@@ -202,8 +202,7 @@ void run_attention(AttentionCall& call, const TensorView& out, const TensorView*
   CallMemory memory(fn);  // what is written lies apart from all else
   memory.writes({"out", out});
   if (lse != nullptr) memory.writes({"lse_out", *lse});
-  memory.writes(
-      {"workspace", workspace, 1, {{static_cast<int64_t>(call.plan.workspace_bytes), 1}}});
+  memory.writes_workspace(workspace, call.plan.workspace_bytes, workspace_bytes);
   check_inputs(call, memory);
   bool cuda = is_cuda(call.device);
   const Backend& backend = backend_of(fn, call.device);

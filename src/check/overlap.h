@@ -4,6 +4,7 @@
 // arrays.h.
 #pragma once
 
+#include <algorithm>
 #include <initializer_list>
 
 #include "cuattn/tensor.h"
@@ -80,6 +81,11 @@ class CallMemory {
     if (array.begin == array.end) return;
     reads(array);
     written_[num_written_++] = array;
+  }
+  // As much of a workspace as the call uses. One that is too small ends where it does: the bytes
+  // behind it are another array's, and its size is refused later.
+  void writes_workspace(const void* data, size_t planned, size_t given) {
+    writes({"workspace", data, 1, {{static_cast<int64_t>(std::min(planned, given)), 1}}});
   }
   void reads(const Footprint& array) const {
     if (array.begin == array.end) return;

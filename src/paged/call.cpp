@@ -26,14 +26,13 @@ Footprint cache_footprint(const char* name, const PagedParams& p, const void* ca
 
 // What is written lies apart from all else.
 void check_memory(const PagedCall& call, const TensorView& out, const TensorView* lse,
-                  const void* workspace) {
+                  const void* workspace, size_t workspace_bytes) {
   const PagedParams& p = call.params;
   const PagedWork& w = p.work;
   CallMemory memory(call.function);
   memory.writes({"out", out});
   if (lse != nullptr) memory.writes({"lse_out", *lse});
-  int64_t bytes = static_cast<int64_t>(call.plan.workspace_bytes);
-  memory.writes({"workspace", workspace, 1, {{bytes, 1}}});
+  memory.writes_workspace(workspace, call.plan.workspace_bytes, workspace_bytes);
   // Those given; the others lie in the workspace, which is not placed yet.
   int64_t partials = int64_t{w.num_seqs} * p.num_heads_q * w.num_splits;
   memory.writes({"exp_sums", p.exp_sums, 4, {{partials, 1}}});
@@ -115,7 +114,7 @@ PagedCall with_outputs(PagedCall call, const TensorView& out, const TensorView* 
     p.lse_strides = {stride_of(*lse, 0), call.is_decode ? 0 : stride_of(*lse, 2),
                      stride_of(*lse, 1)};
   }
-  check_memory(call, out, lse, workspace);
+  check_memory(call, out, lse, workspace, workspace_bytes);
   bool has_tables = p.pages.block_tables != nullptr || w.num_seqs == 0;
   if (has_tables && (!is_cuda(call.device) || checks_device_data()))
     backend_of(fn, call.device).check_paged(fn, p, call.device.device_id, stream);

@@ -91,6 +91,23 @@ def test_a_lent_workspace_is_compared_too():
     cuattn.attention(q, q, q, out=behind, workspace=memory[at:], backend="naive")
 
 
+def test_a_short_workspace_ends_where_it_does():
+    """What lies behind a workspace that is too small is not of it: its size is what is refused."""
+    buffer = np.zeros(2**12, dtype=F32)
+    buffer = buffer[-buffer.ctypes.data % 64 // 4 :]
+    short, array = buffer[:16], buffer[16 : 16 + 512].reshape(1, 64, 1, 8)
+    q = zeros(1, 64, 1, 8)
+    with pytest.raises(MemoryError, match="workspace must hold [0-9]+ bytes.*, got 64"):
+        cuattn.attention(array, q, q, workspace=short, backend="naive")
+    lse = np.zeros((1, 1, 64), dtype=F32)
+    with pytest.raises(MemoryError, match="workspace must hold [0-9]+ bytes.*, got 64"):
+        cuattn.attention_backward(array, q, q, q, q, lse, workspace=short)
+    cache, tables, lens = zeros(2, 64, 1, 8), np.int32([[0, 1]]), np.int32([128])
+    with pytest.raises(MemoryError, match="workspace must hold [0-9]+ bytes.*, got 64"):
+        arrays = (array[:, 0], cache, cache, tables, lens)
+        cuattn.paged_attention(*arrays, num_splits=2, workspace=short)
+
+
 def packed(device, rng, *shape):
     values = rng.standard_normal(shape).astype(F32)
     return values, place(device, device.buffer(values.nbytes), 0, values)
