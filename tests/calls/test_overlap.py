@@ -96,15 +96,15 @@ def test_a_short_workspace_ends_where_it_does():
     buffer = np.zeros(2**12, dtype=F32)
     buffer = buffer[-buffer.ctypes.data % 64 // 4 :]
     short, array = buffer[:16], buffer[16 : 16 + 512].reshape(1, 64, 1, 8)
-    q = zeros(1, 64, 1, 8)
-    with pytest.raises(MemoryError, match="workspace must hold [0-9]+ bytes.*, got 64"):
-        cuattn.attention(array, q, q, workspace=short, backend="naive")
-    lse = np.zeros((1, 1, 64), dtype=F32)
-    with pytest.raises(MemoryError, match="workspace must hold [0-9]+ bytes.*, got 64"):
-        cuattn.attention_backward(array, q, q, q, q, lse, workspace=short)
+    q, lse = zeros(1, 64, 1, 8), np.zeros((1, 1, 64), dtype=F32)
     cache, tables, lens = zeros(2, 64, 1, 8), np.int32([[0, 1]]), np.int32([128])
-    with pytest.raises(MemoryError, match="workspace must hold [0-9]+ bytes.*, got 64"):
-        arrays = (array[:, 0], cache, cache, tables, lens)
+    said = r"workspace must hold [0-9]+ bytes.*, got 64"
+    with pytest.raises(MemoryError, match=said):
+        cuattn.attention(array, q, q, workspace=short, backend="naive")
+    with pytest.raises(MemoryError, match=said):
+        cuattn.attention_backward(array, q, q, q, q, lse, workspace=short)
+    arrays = (array[:, 0], cache, cache, tables, lens)
+    with pytest.raises(MemoryError, match=said):
         cuattn.paged_attention(*arrays, num_splits=2, workspace=short)
 
 
