@@ -100,6 +100,7 @@ struct ConsumerSm90 {
     }
     __device__ __forceinline__ void take_work(device::Ring<2>& slot, uint32_t mine, Work& w) const {
       device::load_shared(w, shared.work(slot.stage()));
+      __syncwarp();  // every lane has read it, and the last one's copy
       device::store_shared(mine, w);
       if (lane == 0) device::barrier_arrive(shared.work_empty(slot.stage()));
       slot.next();
