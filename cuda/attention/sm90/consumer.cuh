@@ -212,6 +212,7 @@ struct ConsumerSm90 {
       if (kStagesBias && s.stages_bias) {
         device::barrier_wait(shared.bias_full(group), stage % 2);
         Bias::add(scores, factor, shared.bias(), threadIdx.x / 32 * 16 - 64);
+        __syncwarp();  // every lane has read its rows
         if (threadIdx.x % 32 == 0) device::barrier_arrive(shared.bias_empty(group));
       } else {
         multiply(scores, factor);
