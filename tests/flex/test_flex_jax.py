@@ -94,6 +94,16 @@ def test_a_block_mask_beside_a_mask_function_under_jit(of_torch, rng):
     np.testing.assert_allclose(got, want, atol=1e-5)
 
 
+def test_a_block_mask_of_one_head_beside_a_mask_that_reads_heads_under_jit(rng):
+    """Its blocks hang on no head, and are for all of them."""
+    q = rng.standard_normal((1, 64, 2, 16)).astype(np.float32)
+    blocks = cuattn.create_block_mask(lambda b, h, i, j: j <= i, None, None, 64, 64)
+    call = lambda q: cuattn.flex_attention(  # noqa: E731
+        q, q, q, block_mask=blocks, mask_mod=lambda b, h, i, j: (h > 0) | (j < 4)
+    )
+    np.testing.assert_allclose(jax.jit(call)(jax.numpy.asarray(q)), call(q), atol=1e-6)
+
+
 def test_captured_ids_beyond_32_bits_are_refused_and_not_cut():
     q = jax.numpy.ones((1, 4, 1, 16))
     ids = np.array([0, 0, 2**32, 2**32])

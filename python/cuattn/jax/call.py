@@ -154,6 +154,11 @@ def shape_of(array: Any) -> tuple[Any, ...]:
     return (str(array.dtype), *array.shape)
 
 
+def structs_of(arrays: Iterable[Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Return the shapes and dtypes of arrays, which may be traced, as JAX takes them."""
+    return tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays)
+
+
 def int64_of(op: str, name: str, array: jax.Array) -> jax.Array:
     """Widen 32-bit numbers to the two halves of int64, which JAX may not have: [n, 2]."""
     if array.dtype == jnp.int64:
