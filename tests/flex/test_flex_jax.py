@@ -134,3 +134,14 @@ def test_a_block_mask_of_traced_ids_is_refused_by_its_own_name():
 
     with pytest.raises(NotImplementedError, match=r"^create_block_mask: a captured array is trac"):
         jax.jit(call)(jax.numpy.ones((1, 64, 2, 16)), jax.numpy.zeros(64, int))
+
+
+@pytest.mark.parametrize("second", [jax.grad, jax.jacfwd])
+def test_a_gradient_of_a_gradient_is_refused(second):
+    q = jax.numpy.ones((1, 8, 2, 16))
+    loss = lambda q: (cuattn.flex_attention(q, q, q, mask_mod=lambda b, h, i, j: j <= i) ** 2).sum()  # noqa: E731
+    with (
+        jax.default_device(jax.devices("cpu")[0]),
+        pytest.raises(NotImplementedError, match=r"^flex_attention: no gradient of a gradient"),
+    ):
+        second(lambda q: jax.grad(loss)(q).sum())(q)

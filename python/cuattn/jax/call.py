@@ -236,6 +236,13 @@ def _varying(x: Any) -> frozenset[str]:
     return getattr(getattr(jax.typeof(x), "manual_axis_type", None), "varying", frozenset())
 
 
+def no_gradient(op: str, what: str) -> NotImplementedError:
+    """Return what refuses a gradient that there is none of."""
+    return NotImplementedError(
+        f"{op}: no {what} goes through {op}; pass jax.lax.stop_gradient of the arrays"
+    )
+
+
 def compiled(
     function: Callable[[Any, Static], Any], what: str = "gradient"
 ) -> Callable[[Any, Static], Any]:
@@ -248,10 +255,7 @@ def compiled(
     primal = jax.custom_jvp(run, nondiff_argnums=(1,))
 
     def refuse_gradient(static: Static, primals: Any, tangents: Any) -> Any:
-        op = dict(static)["op"]
-        raise NotImplementedError(
-            f"{op}: no {what} goes through {op}; pass jax.lax.stop_gradient of the arrays"
-        )
+        raise no_gradient(dict(static)["op"], what)
 
     primal.defjvp(refuse_gradient)
     return jax.jit(primal, static_argnums=1)

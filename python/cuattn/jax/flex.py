@@ -26,6 +26,7 @@ from .call import (
     check_arrays,
     check_int32,
     is_array,
+    no_gradient,
     possible_devices,
     structs_of,
 )
@@ -92,6 +93,20 @@ def refuse_traced_numbers(arguments: dict[str, Any]) -> None:
 # Under jit and grad
 
 
+def call_host(function: Callable[..., Any], results: Any, operands: Any) -> Any:
+    """Call a function on the host, through which no gradient goes."""
+
+    def run(*operands: Any) -> Any:
+        return jax.pure_callback(function, results, *operands, vmap_method="sequential")
+
+    def refuse_gradient(primals: Any, tangents: Any) -> Any:
+        raise no_gradient("flex_attention", "gradient of a gradient")
+
+    primal = jax.custom_jvp(run)
+    primal.defjvp(refuse_gradient)
+    return primal(*operands)
+
+
 class HostCall:
     """A call on the CPU of which an array is traced: what is fixed, and what operands stand for.
 
@@ -138,7 +153,7 @@ class HostCall:
         kv_layout = self.options.get("kv_layout") if "block_tables" in self.names else None
         layout = self.options.get("layout", "bshd")
         results = result_shapes(arrays["q"], arrays["v"], layout, kv_layout)
-        return jax.pure_callback(self.forward, results, *operands, vmap_method="sequential")
+        return call_host(self.forward, results, operands)
 
     def forward(self, *operands: Any) -> Any:
         """Return out and lse, on the host."""
@@ -157,8 +172,7 @@ class HostCall:
     def differentiate(self, kept: Any, gradients: Any) -> Any:
         """Return the gradients of the differentiable operands."""
         results = tuple(self.shapes[i] for i in self.differentiable())
-        given = (*kept, *gradients)
-        return jax.pure_callback(self.backward, results, *given, vmap_method="sequential")
+        return call_host(self.backward, results, (*kept, *gradients))
 
     def backward(self, operands: Any, out: Any, lse: Any, dout: Any, dlse: Any) -> Any:
         """Return the gradients of the differentiable operands, on the host."""
