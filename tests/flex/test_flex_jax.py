@@ -145,3 +145,21 @@ def test_a_gradient_of_a_gradient_is_refused(second):
         pytest.raises(NotImplementedError, match=r"^flex_attention: no gradient of a gradient"),
     ):
         second(lambda q: jax.grad(loss)(q).sum())(q)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"causal": 1}, "causal must be True or False, got 1; pass a bool"),
+        ({"causal": np.True_.reshape(1)}, "causal must be True or False, got array"),
+        ({"batch_invariant": 0}, "batch_invariant must be True or False, got 0; pass a bool"),
+        ({"num_splits": 2.0}, "num_splits must be"),
+        ({"softcap": -1.0}, "softcap must be"),
+    ],
+)
+def test_options_are_refused_while_jax_traces(wrong, message):
+    """Called back they had been refused, too, in an error of XLA's."""
+    q = jax.numpy.ones((1, 8, 2, 16))
+    for transform in (lambda f: f, jax.jit, lambda f: jax.grad(lambda q: f(q).sum())):
+        with pytest.raises((TypeError, ValueError), match=f"^flex_attention: {message}"):
+            transform(lambda q: cuattn.flex_attention(q, q, q, **wrong))(q)

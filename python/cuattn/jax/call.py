@@ -83,7 +83,11 @@ def check_int32(op: str, name: str, array: Any) -> None:
 
 
 def static_of(op: str, **options: Any) -> Static:
-    """Options as jax.jit takes them: hashable."""
+    """Options as jax.jit takes them: hashable, and with their types.
+
+    Those of other types are others: 1 is refused, but equal to True, for which jax.jit may know a
+    program.
+    """
     for name, value in options.items():
         try:
             hash(value)
@@ -92,7 +96,13 @@ def static_of(op: str, **options: Any) -> Static:
                 f"{op}: {name} must be a Python value, which is static under jax.jit, got "
                 f"{type(value).__name__}; pass a plain one"
             ) from None
-    return (("op", op), *options.items())
+    return (("op", op), *options.items(), ("types", tuple(map(type_of, options.values()))))
+
+
+def type_of(value: Any) -> Any:
+    """Return the type of an option, or those of a pair."""
+    is_pair = isinstance(value, tuple) and len(value) == 2
+    return tuple(map(type, value)) if is_pair else type(value)
 
 
 def device_text(devices: Iterable[Any]) -> str:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .. import _core
 from .._gradients import GRADIENT_OF, GRADIENTS
 from .._options import PLACES
 from ..flex.backward import like, slots_of
@@ -30,8 +31,8 @@ from .call import (
     possible_devices,
     structs_of,
 )
-from .flex_ops import DeviceCall
-from .ops import ARRAYS, result_shapes
+from .flex_ops import DeviceCall, shapes_in
+from .ops import ARRAYS, NUMBERS, result_shapes
 from .sharding import explicit_mesh
 
 
@@ -83,7 +84,7 @@ def widened(name: str, x: np.ndarray) -> np.ndarray:
 def refuse_traced_numbers(arguments: dict[str, Any]) -> None:
     """Refuse numbers that JAX traces: a gradient by one would be lost."""
     for name, x in arguments.items():
-        if isinstance(x, jax.core.Tracer) and name not in ("q", "k", "v", *ARRAYS):
+        if isinstance(x, jax.core.Tracer) and name not in TAKEN:
             raise TypeError(
                 f"flex_attention: {name} must be a Python value, which is static under jax.jit, "
                 "got a traced array; let a score_mod capture it"
@@ -91,6 +92,8 @@ def refuse_traced_numbers(arguments: dict[str, Any]) -> None:
 
 
 # Under jit and grad
+
+TAKEN = ("q", "k", "v", *ARRAYS)  # what may be an operand
 
 
 def call_host(function: Callable[..., Any], results: Any, operands: Any) -> Any:
@@ -119,9 +122,8 @@ class HostCall:
         if self.is_joined:  # its own function holds what it captures
             self.block_mask = with_mask(block_mask, mask)
         refuse_traced_numbers(arguments)
-        is_operand = {n: isinstance(x, (jax.Array, np.ndarray)) for n, x in arguments.items()}
-        self.names = tuple(n for n in arguments if is_operand[n])
-        self.options = {n: x for n, x in arguments.items() if not is_operand[n]}
+        self.names = tuple(n for n, x in arguments.items() if n in TAKEN and is_array(x))
+        self.options = {n: x for n, x in arguments.items() if n not in self.names}
         self.options.pop("return_lse", None)
         captured = captured_by(score, mask)
         for name, x in (
@@ -131,6 +133,13 @@ class HostCall:
             check_int32("flex_attention", name, x)
         self.operands = tuple(jnp.asarray(x) for x in (*map(arguments.get, self.names), *captured))
         self.shapes = structs_of(self.operands)
+        self.check()
+
+    def check(self) -> None:
+        """Refuse what the library would when it is called back: there it is an error of XLA's."""
+        options = {o.name: self.options.get(o.name, o.default) for o in NUMBERS}
+        arrays = dict(zip(self.names, self.shapes, strict=False))
+        _core.flex_workspace(shapes_in(arrays, options), {}, -1)
 
     def given(self, operands: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return arrays by name and the functions, of operands on the host."""
