@@ -78,7 +78,7 @@ typedef struct {
                                    seqlen_q, seqlen_kv] */
   const DLTensor* seqused_q;    /* int32 [batch] */
   const DLTensor* seqused_k;    /* int32 [batch] */
-  /* Ragged calls: both are given, int32 [batch + 1]; max_seqlen_* are upper bounds. */
+  /* Ragged calls: both given, int32 [batch + 1], never falling; max_seqlen_* are upper bounds. */
   const DLTensor* cu_seqlens_q;
   const DLTensor* cu_seqlens_k;
   int64_t max_seqlen_q, max_seqlen_k;
